@@ -120,6 +120,7 @@ typedef struct mt_mlp_desc {
     int skip_bias_add;
     int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
     float init_std, output_init_std; /* standard deviation of the initial weights of fc1 and of fc2; 0: 0.02 */
+    int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
 } mt_mlp_desc;
 
 /* The comment of each layer below gives the names of its parameters. NAME is the `name` that you pass to the block's
@@ -150,6 +151,23 @@ MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *n
 MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved);
 MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
                                  const mt_mlp_saved *saved);
+
+/* The tensors of an MLP in your own memory, see mt_linear_tensors: fc1 is split by rows, with MT_SWIGLU in 2 parts, and
+   fc2 by columns. A product without a bias has b mt_none(). */
+typedef struct mt_mlp_tensors {
+    mt_linear_tensors fc1, fc2;
+} mt_mlp_tensors;
+
+/* The MLP without a registry: mt_mlp_forward and mt_mlp_backward on tensors in your own memory. They run the same code
+   and give the same bits. tp is the tensor group. desc has the meaning that it has for mt_mlp_create, and is read in
+   each call. no_bias follows from the tensors. Nothing is logged. With sequence_parallel, fc2.db is the sum over this
+   rank's rows; the caller sums it over the tensor group.
+   Errors: those of mt_mlp_create, mt_mlp_forward and mt_column_parallel_linear_from_tensors. MT_ERR_ARGUMENT
+   (backward): a gradient is NULL. */
+MT_API mt_status mt_parallel_mlp_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, const mt_mlp_tensors *tensors,
+                                         mt_tensor y, const mt_mlp_desc *desc, mt_mlp_saved *saved);
+MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, const mt_mlp_tensors *tensors,
+                                          mt_tensor dx, const mt_mlp_desc *desc, const mt_mlp_saved *saved);
 
 /* ---- self-attention ---------------------------------------------------------------------------------------------- */
 
@@ -182,6 +200,7 @@ typedef struct mt_self_attention_desc {
     int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
     int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
     float init_std, output_init_std; /* standard deviation of the initial weights of qkv and of proj; 0: 0.02 */
+    int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
 } mt_self_attention_desc;
 
 typedef struct mt_self_attention {
@@ -212,6 +231,28 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
                                            mt_tensor x, mt_tensor y, mt_self_attention_saved *saved);
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved);
+
+/* The tensors of attention in your own memory, see mt_linear_tensors: qkv is split by rows in units of a query group,
+   (heads / kv_heads + 2) * head size, and proj by columns in units of heads / kv_heads * head size. rotary is the table
+   [max_seq, head size] of mt_rotary_table, MT_F32, or mt_none() when desc.rotary_base is 0. */
+typedef struct mt_self_attention_tensors {
+    mt_linear_tensors qkv, proj;
+    mt_tensor rotary;
+} mt_self_attention_tensors;
+
+/* Attention without a registry: mt_self_attention_forward and mt_self_attention_backward on tensors in your own memory.
+   They run the same code and give the same bits. tp is the tensor group. desc has the meaning that it has for
+   mt_self_attention_create, and is read in each call. no_bias follows from the tensors. Nothing is logged. With
+   sequence_parallel, proj.db is the sum over this rank's rows; the caller sums it over the tensor group.
+   Errors: those of mt_self_attention_create, mt_self_attention_forward and mt_column_parallel_linear_from_tensors.
+   MT_ERR_ARGUMENT: rotary does not go with rotary_base or, in backward, a gradient is NULL. */
+MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, const mt_batch *batch, mt_tensor x,
+                                               const mt_self_attention_tensors *tensors, mt_tensor y,
+                                               const mt_self_attention_desc *desc, mt_self_attention_saved *saved);
+MT_API mt_status mt_parallel_attention_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy,
+                                                const mt_self_attention_tensors *tensors, mt_tensor dx,
+                                                const mt_self_attention_desc *desc,
+                                                const mt_self_attention_saved *saved);
 
 /* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM) normalises each query head and each key head.
    All query heads have one gain, and all key heads have another. create uses desc for both norm layers: desc->features
@@ -505,10 +546,63 @@ extern "C" {
 
 /* ---- >>mlp ------------------------------------------------------------------------------------------------------- */
 
-/* Creates the two linear layers. d->ffn is set. */
-static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *d,
-                                mt_mlp *out) {
+/* Where a block has its two linear layers from: a registry, or tensors of the caller. */
+typedef struct mti_origin {
+    mt_params *params; /* NULL: from tensors */
+    mt_comm *tp;
+    const mt_linear_tensors *column, *row;
+    mt_param *own; /* four, for the layers of tensors */
+} mti_origin;
+
+static mti_origin mti_from_registry(mt_params *params) {
+    mti_origin s;
+    memset(&s, 0, sizeof s);
+    s.params = params;
+    return s;
+}
+
+/* Makes the column-parallel layer of a block: NAME.linear_SUFFIX in a registry. A layer of tensors has no name, so that
+   nothing is logged, and leaves a bias to the activation only if it has one. */
+static mt_status mti_origin_column(mt_context *ctx, const mti_origin *s, const char *name, const char *suffix,
+                                   const mt_linear_desc *desc, mt_column_parallel_linear *out) {
+    mt_linear_desc d = *desc;
     char full[MT_NAME_MAX];
+    if (s->params) {
+        MT_TRY(mt_param_name(ctx, full, name, suffix));
+        return mt_column_parallel_linear_create(ctx, s->params, full, desc, out);
+    }
+    if (!s->column->b.data) d.skip_bias_add = 0;
+    MT_TRY(mt_column_parallel_linear_from_tensors(ctx, s->tp, strchr(suffix, '_') + 1, &d, s->column, s->own, out));
+    out->name[0] = 0;
+    return MT_SUCCESS;
+}
+
+/* The same for the row-parallel layer of a block. */
+static mt_status mti_origin_row(mt_context *ctx, const mti_origin *s, const char *name, const char *suffix,
+                                const mt_linear_desc *desc, mt_row_parallel_linear *out) {
+    char full[MT_NAME_MAX];
+    if (s->params) {
+        MT_TRY(mt_param_name(ctx, full, name, suffix));
+        return mt_row_parallel_linear_create(ctx, s->params, full, desc, out);
+    }
+    MT_TRY(mt_row_parallel_linear_from_tensors(ctx, s->tp, strchr(suffix, '_') + 1, desc, s->row, s->own + 2, out));
+    out->name[0] = 0;
+    return MT_SUCCESS;
+}
+
+/* Checks, before the backward of a block of tensors, that both layers have gradients. */
+static mt_status mti_origin_gradients(mt_context *ctx, const char *function, const mti_origin *s) {
+    const mt_linear_tensors *which = !s->column->dw.data || (s->column->b.data && !s->column->db.data) ? s->column
+                                     : !s->row->dw.data || (s->row->b.data && !s->row->db.data)        ? s->row
+                                                                                                       : NULL;
+    if (!which) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient %s of the %s-parallel layer is NULL", function,
+                   which->dw.data ? "db" : "dw", which == s->column ? "column" : "row");
+}
+
+/* Makes the two linear layers. d->ffn is set. */
+static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const char *name, const mt_mlp_desc *d,
+                                mt_mlp *out) {
     mt_linear_desc fc1, fc2;
     int64_t parts = d->activation == MT_SWIGLU ? 2 : 1;
     memset(&fc1, 0, sizeof fc1);
@@ -520,6 +614,7 @@ static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *
     fc1.skip_bias_add = !d->no_bias; /* the bias is added with the activation */
     fc1.sequence_parallel = d->sequence_parallel;
     fc1.init_std = d->init_std;
+    fc1.add_to_dx = d->add_to_dx;
     memset(&fc2, 0, sizeof fc2);
     fc2.in_features = d->ffn;
     fc2.out_features = d->hidden;
@@ -528,28 +623,32 @@ static mt_status mti_mlp_create(mt_context *ctx, mt_params *params, const char *
     fc2.skip_bias_add = d->skip_bias_add;
     fc2.sequence_parallel = d->sequence_parallel;
     fc2.init_std = d->output_init_std;
-    MT_TRY(mt_param_name(ctx, full, name, "linear_fc1"));
-    MT_TRY(mt_column_parallel_linear_create(ctx, params, full, &fc1, &out->fc1));
-    MT_TRY(mt_param_name(ctx, full, name, "linear_fc2"));
-    return mt_row_parallel_linear_create(ctx, params, full, &fc2, &out->fc2);
+    MT_TRY(mti_origin_column(ctx, from, name, "linear_fc1", &fc1, &out->fc1));
+    return mti_origin_row(ctx, from, name, "linear_fc2", &fc2, &out->fc2);
+}
+
+static mt_status mti_mlp_desc_check(mt_context *ctx, const char *function, const char *name, const mt_mlp_desc *d) {
+    if (d->hidden >= 1 && d->hidden <= INT32_MAX && d->ffn >= 0 && d->ffn <= INT32_MAX && (int)d->activation >= 0 &&
+        (int)d->activation < MT_ACTIVATION_COUNT)
+        return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has hidden %lld, ffn %lld, activation %d", function, name,
+                   (long long)d->hidden, (long long)d->ffn, (int)d->activation);
 }
 
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
                                mt_mlp *out) {
+    mti_origin from = mti_from_registry(params);
     char full[MT_NAME_MAX];
     size_t mark;
     MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, desc, out));
     MT_TRY(mt_layer_name(ctx, params, name, full));
     name = full;
-    if (desc->hidden < 1 || desc->hidden > INT32_MAX || desc->ffn < 0 || desc->ffn > INT32_MAX ||
-        (int)desc->activation < 0 || (int)desc->activation >= MT_ACTIVATION_COUNT)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_create: '%s' has hidden %lld, ffn %lld, activation %d", name,
-                       (long long)desc->hidden, (long long)desc->ffn, (int)desc->activation);
+    MT_TRY(mti_mlp_desc_check(ctx, "mt_mlp_create", name, desc));
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     out->desc = *desc;
     if (!desc->ffn) out->desc.ffn = 4 * desc->hidden;
-    return mt_create_end(params, mark, out, sizeof *out, mti_mlp_create(ctx, params, name, &out->desc, out));
+    return mt_create_end(params, mark, out, sizeof *out, mti_mlp_create(ctx, &from, name, &out->desc, out));
 }
 
 /* Returns rows [first, first + count) of t. Returns t when it is mt_none(). */
@@ -586,17 +685,22 @@ static mt_status mti_mlp_check(mt_context *ctx, const char *function, const mt_m
     return mt_check_activation(ctx, function, mlp->fc1.weight, out_name, out, in.rows, mlp->desc.hidden);
 }
 
-MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
+static mt_status mti_mlp_call_forward(mt_context *ctx, const char *function, const mt_mlp *mlp, mt_tensor x,
+                                      mt_tensor y, mt_mlp_saved *saved) {
     mt_mlp_saved local;
     size_t mark;
     mt_status status;
-    MT_TRY(mti_mlp_check(ctx, "mt_mlp_forward", mlp, "x", x, "y", y));
-    MT_TRY(mt_check_sent(ctx, "mt_mlp_forward", mlp->fc1.tp, mlp->desc.sequence_parallel, "x", x, "y", y));
-    MT_TRY(mt_check_apart(ctx, "mt_mlp_forward", "x", x, "y", y));
+    MT_TRY(mti_mlp_check(ctx, function, mlp, "x", x, "y", y));
+    MT_TRY(mt_check_sent(ctx, function, mlp->fc1.tp, mlp->desc.sequence_parallel, "x", x, "y", y));
+    MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp forward", mti_mlp_forward(ctx, mlp, x, y, saved ? saved : &local, saved != NULL));
     if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
     return status;
+}
+
+MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
+    return mti_mlp_call_forward(ctx, "mt_mlp_forward", mlp, x, y, saved);
 }
 
 static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
@@ -609,21 +713,64 @@ static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor 
     return mt_column_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }
 
-MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
-                                 const mt_mlp_saved *saved) {
+static mt_status mti_mlp_call_backward(mt_context *ctx, const char *function, const mt_mlp *mlp, mt_tensor dy,
+                                       mt_tensor dx, const mt_mlp_saved *saved) {
     size_t mark;
     mt_status status;
-    MT_TRY(mti_mlp_check(ctx, "mt_mlp_backward", mlp, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
-    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_mlp_backward: saved is NULL");
-    MT_TRY(mt_check_activation(ctx, "mt_mlp_backward", mlp->fc1.weight, "saved x", saved->fc1.x, dy.rows,
-                               mlp->desc.hidden));
-    MT_TRY(mt_check_sent(ctx, "mt_mlp_backward", mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
-    MT_TRY(mt_check_apart(ctx, "mt_mlp_backward", "dy", dy, "dx", dx));
-    MT_TRY(mt_check_apart(ctx, "mt_mlp_backward", "saved x", saved->fc1.x, "dx", dx));
+    MT_TRY(mti_mlp_check(ctx, function, mlp, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    MT_TRY(mt_check_activation(ctx, function, mlp->fc1.weight, "saved x", saved->fc1.x, dy.rows, mlp->desc.hidden));
+    MT_TRY(mt_check_sent(ctx, function, mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "saved x", saved->fc1.x, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
+}
+
+MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
+                                 const mt_mlp_saved *saved) {
+    return mti_mlp_call_backward(ctx, "mt_mlp_backward", mlp, dy, dx, saved);
+}
+
+/* Makes an MLP of tensors. own has four parameters. */
+static mt_status mti_own_mlp(mt_context *ctx, const char *function, mt_comm *tp, const mt_mlp_tensors *tensors,
+                             const mt_mlp_desc *desc, mti_origin *from, mt_param *own, mt_mlp *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!tensors || !desc)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tensors ? "desc" : "tensors");
+    MT_TRY(mti_mlp_desc_check(ctx, function, "mlp", desc));
+    memset(from, 0, sizeof *from);
+    from->tp = tp;
+    from->column = &tensors->fc1;
+    from->row = &tensors->fc2;
+    from->own = own;
+    memset(out, 0, sizeof *out);
+    out->desc = *desc;
+    if (!desc->ffn) out->desc.ffn = 4 * desc->hidden;
+    return mti_mlp_create(ctx, from, "", &out->desc, out);
+}
+
+MT_API mt_status mt_parallel_mlp_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, const mt_mlp_tensors *tensors,
+                                         mt_tensor y, const mt_mlp_desc *desc, mt_mlp_saved *saved) {
+    static const char *const function = "mt_parallel_mlp_forward";
+    mti_origin from;
+    mt_param own[4];
+    mt_mlp mlp;
+    MT_TRY(mti_own_mlp(ctx, function, tp, tensors, desc, &from, own, &mlp));
+    return mti_mlp_call_forward(ctx, function, &mlp, x, y, saved);
+}
+
+MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, const mt_mlp_tensors *tensors,
+                                          mt_tensor dx, const mt_mlp_desc *desc, const mt_mlp_saved *saved) {
+    static const char *const function = "mt_parallel_mlp_backward";
+    mti_origin from;
+    mt_param own[4];
+    mt_mlp mlp;
+    MT_TRY(mti_own_mlp(ctx, function, tp, tensors, desc, &from, own, &mlp));
+    MT_TRY(mti_origin_gradients(ctx, function, &from));
+    return mti_mlp_call_backward(ctx, function, &mlp, dy, dx, saved);
 }
 
 /* ---- >>attention ------------------------------------------------------------------------------------------------- */
@@ -667,8 +814,8 @@ static const char *mti_shards_name(const mt_context *ctx) {
 }
 
 /* Checks what a layout other than MT_QKV_PER_GROUP needs. */
-static mt_status mti_qkv_layout_check(mt_context *ctx, const char *name, const mt_self_attention_desc *d, int shards) {
-    static const char *const function = "mt_self_attention_create";
+static mt_status mti_qkv_layout_check(mt_context *ctx, const char *function, const char *name,
+                                      const mt_self_attention_desc *d, int shards) {
     if (d->qkv_layout == MT_QKV_PER_GROUP) return MT_SUCCESS;
     if (d->qkv_layout != MT_QKV_CONCATENATED)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': qkv_layout %d does not exist", function, name,
@@ -687,8 +834,8 @@ static mt_status mti_qkv_layout_check(mt_context *ctx, const char *name, const m
 }
 
 /* shards is the number of parts into which the query groups are split: V in invariant mode, and t otherwise. */
-static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt_self_attention_desc *d, int shards) {
-    static const char *const function = "mt_self_attention_create";
+static mt_status mti_attention_check(mt_context *ctx, const char *function, const char *name,
+                                     const mt_self_attention_desc *d, int shards) {
     if (d->hidden < 1 || d->hidden > INT32_MAX || d->heads < 1 || d->kv_heads < 1 || d->max_seq < 0 ||
         d->max_seq > INT32_MAX || d->layer_number < 0 || !mti_probability(d->dropout) || !(d->rotary_base >= 0.0f) ||
         (d->mask != MT_MASK_CAUSAL && d->mask != MT_MASK_BIDIRECTIONAL))
@@ -711,23 +858,24 @@ static mt_status mti_attention_check(mt_context *ctx, const char *name, const mt
     if (d->rotary_base == 0.0f && d->max_seq > 0)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has max_seq %lld, which only rotary uses, and rotary_base 0",
                        function, name, (long long)d->max_seq);
-    return mti_qkv_layout_check(ctx, name, d, shards);
+    return mti_qkv_layout_check(ctx, function, name, d, shards);
 }
 
+/* Without a registry (params NULL), the caller sets the table. */
 static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_self_attention *out) {
     void *table;
     out->rotary = mt_none();
-    if (out->desc.rotary_base <= 0.0f) return MT_SUCCESS;
+    if (out->desc.rotary_base <= 0.0f || !params) return MT_SUCCESS;
     MT_TRY(mt_params_buffer(ctx, params, (size_t)(out->desc.max_seq * out->head_dim) * sizeof(float), 0, &table));
     out->rotary = mt_tensor_f32((const float *)table, out->desc.max_seq, out->head_dim);
     return mt_rotary_table(ctx, out->desc.rotary_base, out->rotary);
 }
 
-/* Creates the layers. out->desc and out->head_dim are set. A unit is a query group, or a head of one of the parts, so
+/* Makes the layers. out->desc and out->head_dim are set. A unit is a query group, or a head of one of the parts, so
    that a group is never divided between ranks. */
-static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const char *name, mt_self_attention *out) {
+static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, const char *name,
+                                      mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
-    char full[MT_NAME_MAX];
     int64_t per_group = d->heads / d->kv_heads, width = (per_group + 2) * out->head_dim;
     mt_linear_desc qkv, proj;
     memset(&qkv, 0, sizeof qkv);
@@ -739,6 +887,7 @@ static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const 
     qkv.no_bias = d->no_bias;
     qkv.sequence_parallel = d->sequence_parallel;
     qkv.init_std = d->init_std;
+    qkv.add_to_dx = d->add_to_dx;
     memset(&proj, 0, sizeof proj);
     proj.in_features = d->hidden;
     proj.out_features = d->hidden;
@@ -748,17 +897,16 @@ static mt_status mti_attention_create(mt_context *ctx, mt_params *params, const 
     proj.skip_bias_add = d->skip_bias_add;
     proj.sequence_parallel = d->sequence_parallel;
     proj.init_std = d->output_init_std;
-    MT_TRY(mt_param_name(ctx, full, name, "linear_qkv"));
-    MT_TRY(mt_column_parallel_linear_create(ctx, params, full, &qkv, &out->qkv));
-    MT_TRY(mt_param_name(ctx, full, name, "linear_proj"));
-    MT_TRY(mt_row_parallel_linear_create(ctx, params, full, &proj, &out->proj));
+    MT_TRY(mti_origin_column(ctx, from, name, "linear_qkv", &qkv, &out->qkv));
+    MT_TRY(mti_origin_row(ctx, from, name, "linear_proj", &proj, &out->proj));
     out->groups = out->qkv.local_features / width;
-    out->first_group = mt_params_grid(params)->tp_rank * out->groups;
-    return mti_attention_rotary(ctx, params, out);
+    out->first_group = out->qkv.weight->tp_rank * out->groups;
+    return mti_attention_rotary(ctx, from->params, out);
 }
 
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out) {
+    mti_origin from = mti_from_registry(params);
     mt_self_attention_desc d;
     char full[MT_NAME_MAX];
     size_t mark;
@@ -767,12 +915,12 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     name = full;
     d = *desc;
     if (!d.kv_heads) d.kv_heads = d.heads;
-    MT_TRY(mti_attention_check(ctx, name, &d, mt_params_shards(params)));
+    MT_TRY(mti_attention_check(ctx, "mt_self_attention_create", name, &d, mt_params_shards(params)));
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
-    return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, params, name, out));
+    return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, &from, name, out));
 }
 
 /* Returns 1 when the unit of the layer can be a query group: a whole number of heads, at least three (a query, a key
@@ -1094,9 +1242,9 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     return mt_check_activation(ctx, function, a->qkv.weight, out_name, out, rows, a->desc.hidden);
 }
 
-MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
-                                           mt_tensor x, mt_tensor y, mt_self_attention_saved *saved) {
-    static const char *const function = "mt_self_attention_forward";
+static mt_status mti_attention_call_forward(mt_context *ctx, const char *function, const mt_self_attention *attention,
+                                            const mt_batch *batch, mt_tensor x, mt_tensor y,
+                                            mt_self_attention_saved *saved) {
     mt_attention_desc desc;
     mt_self_attention_saved local;
     size_t mark;
@@ -1114,6 +1262,11 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
     if (status == MT_SUCCESS && saved) saved->batch = *batch;
     else mt_arena_release(ctx, mark);
     return status;
+}
+
+MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
+                                           mt_tensor x, mt_tensor y, mt_self_attention_saved *saved) {
+    return mti_attention_call_forward(ctx, "mt_self_attention_forward", attention, batch, x, y, saved);
 }
 
 static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
@@ -1134,9 +1287,8 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
     return mt_column_parallel_linear_backward(ctx, &a->qkv, dqkv, dx, &saved->qkv_in);
 }
 
-MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
-                                            mt_tensor dx, const mt_self_attention_saved *saved) {
-    static const char *const function = "mt_self_attention_backward";
+static mt_status mti_attention_call_backward(mt_context *ctx, const char *function, const mt_self_attention *attention,
+                                             mt_tensor dy, mt_tensor dx, const mt_self_attention_saved *saved) {
     mt_attention_desc desc;
     size_t mark;
     mt_status status;
@@ -1154,6 +1306,64 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     status = MT_RANGE("attention backward", mti_attention_backward(ctx, attention, &desc, dy, dx, saved));
     mt_arena_release(ctx, mark);
     return status;
+}
+
+MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
+                                            mt_tensor dx, const mt_self_attention_saved *saved) {
+    return mti_attention_call_backward(ctx, "mt_self_attention_backward", attention, dy, dx, saved);
+}
+
+/* Makes attention of tensors. own has four parameters. */
+static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_comm *tp,
+                                   const mt_self_attention_tensors *tensors, const mt_self_attention_desc *desc,
+                                   mti_origin *from, mt_param *own, mt_self_attention *out) {
+    mt_self_attention_desc d;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!tp || !tensors || !desc)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !tp ? "tp" : !tensors ? "tensors" : "desc");
+    d = *desc;
+    if (!d.kv_heads) d.kv_heads = d.heads;
+    MT_TRY(mti_attention_check(ctx, function, "attention", &d,
+                               mt_context_invariant(ctx) ? mt_context_invariant(ctx) : mt_comm_size(tp)));
+    memset(from, 0, sizeof *from);
+    from->tp = tp;
+    from->column = &tensors->qkv;
+    from->row = &tensors->proj;
+    from->own = own;
+    memset(out, 0, sizeof *out);
+    out->desc = d;
+    out->head_dim = d.hidden / d.heads;
+    if (d.rotary_base > 0.0f)
+        MT_TRY(mt_tensor_check(ctx, function, "rotary", tensors->rotary, MT_ARG_F32, d.max_seq, out->head_dim));
+    else if (tensors->rotary.data)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there is a rotary table, but rotary_base is 0", function);
+    MT_TRY(mti_attention_create(ctx, from, "", out));
+    out->rotary = tensors->rotary;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, const mt_batch *batch, mt_tensor x,
+                                               const mt_self_attention_tensors *tensors, mt_tensor y,
+                                               const mt_self_attention_desc *desc, mt_self_attention_saved *saved) {
+    static const char *const function = "mt_parallel_attention_forward";
+    mt_self_attention attention;
+    mti_origin from;
+    mt_param own[4];
+    MT_TRY(mti_own_attention(ctx, function, tp, tensors, desc, &from, own, &attention));
+    return mti_attention_call_forward(ctx, function, &attention, batch, x, y, saved);
+}
+
+MT_API mt_status mt_parallel_attention_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy,
+                                                const mt_self_attention_tensors *tensors, mt_tensor dx,
+                                                const mt_self_attention_desc *desc,
+                                                const mt_self_attention_saved *saved) {
+    static const char *const function = "mt_parallel_attention_backward";
+    mt_self_attention attention;
+    mti_origin from;
+    mt_param own[4];
+    MT_TRY(mti_own_attention(ctx, function, tp, tensors, desc, &from, own, &attention));
+    MT_TRY(mti_origin_gradients(ctx, function, &from));
+    return mti_attention_call_backward(ctx, function, &attention, dy, dx, saved);
 }
 
 static int mti_qkv_sizes_ok(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols) {

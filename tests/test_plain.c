@@ -1,6 +1,6 @@
 /* test_plain.c - tests what works without a registry: shards of matrices in host memory, and column- and row-parallel
-   linear on tensors of the caller. They are compared with loops, in double precision where they compute, and with the
-   registry and its layers bit for bit.
+   linear, MLP and attention on tensors of the caller. They are compared with loops, in double precision where they
+   compute, and with the registry and its layers bit for bit.
        cc -std=gnu17 -O2 -I. tests/test_plain.c -lpthread -lm */
 
 #define MEGATRON_IMPLEMENTATION
@@ -294,6 +294,13 @@ static mt_tensor noise_of(test_rank *r, mt_dtype dtype, int64_t rows, int64_t co
     t.dtype = dtype;
     t = copy_of(r, t);
     if (mt_convert(r->ctx, f, t) != MT_SUCCESS) abort();
+    return t;
+}
+
+static mt_tensor with_shape(mt_tensor t, int64_t rows, int64_t cols, int64_t ld) {
+    t.rows = rows;
+    t.cols = cols;
+    t.ld = ld;
     return t;
 }
 
@@ -645,14 +652,295 @@ static void test_plain_calls_against_double_precision(void **state) {
             if (!sp[i] || T % ranks == 0) test_launch(ranks, two_rank, (void *)&sp[i]);
 }
 
-/* ---- refusals ---------------------------------------------------------------------------------------------------- */
+/* ---- MLP and attention ------------------------------------------------------------------------------------------- */
 
-static mt_tensor with_shape(mt_tensor t, int64_t rows, int64_t cols, int64_t ld) {
-    t.rows = rows;
-    t.cols = cols;
-    t.ld = ld;
+#define HIDDEN 48
+#define SEQ 12
+
+typedef struct block_case {
+    const char *name;
+    mt_mlp_desc mlp;
+    mt_self_attention_desc attention;
+} block_case;
+
+static const block_case block_cases[] = {
+    {"default", {.hidden = HIDDEN}, {.hidden = HIDDEN, .heads = 8}},
+    {"SwiGLU; GQA, rotary, no biases",
+     {.hidden = HIDDEN, .ffn = 40, .activation = MT_SWIGLU, .no_bias = 1},
+     {.hidden = HIDDEN, .heads = 24, .kv_heads = 8, .rotary_base = 10000.0f, .max_seq = 20, .no_bias = 1}},
+    {"sequence-parallel, uneven",
+     {.hidden = HIDDEN, .ffn = 36, .activation = MT_GELU_ERF, .sequence_parallel = 1},
+     {.hidden = HIDDEN,
+      .heads = 12,
+      .sequence_parallel = 1,
+      .mask = MT_MASK_BIDIRECTIONAL,
+      .dropout = 0.25f,
+      .layer_number = 3}},
+    {"the bias left to the caller; recomputed",
+     {.hidden = HIDDEN, .skip_bias_add = 1},
+     {.hidden = HIDDEN, .heads = 8, .skip_bias_add = 1, .recompute_core = 1}},
+};
+#define BLOCK_CASES ((int)(sizeof block_cases / sizeof *block_cases))
+
+typedef struct block_test {
+    const block_case *c;
+    test_rank *r;
+    mt_mlp mlp;
+    mt_self_attention attention;
+    mt_mlp_tensors mlp_own;
+    mt_self_attention_tensors attention_own;
+    mt_tensor x, dy, before;
+    mt_batch batch;
+} block_test;
+
+static mt_linear_tensors own_of(test_rank *r, const mt_param *w, const mt_param *b) {
+    mt_linear_tensors t;
+    t.w = copy_of(r, w->value);
+    t.dw = copy_of(r, w->grad);
+    t.b = b ? copy_of(r, b->value) : mt_none();
+    t.db = b ? copy_of(r, b->grad) : mt_none();
     return t;
 }
+
+static mt_status gradients_are(const mt_linear_tensors *own, const mt_param *w, const mt_param *b) {
+    CHECK(same_bits(own->dw, w->grad));
+    CHECK(!b || same_bits(own->db, b->grad));
+    return MT_SUCCESS;
+}
+
+static mt_status block_open(block_test *t) {
+    test_rank *r = t->r;
+    int sp = t->c->mlp.sequence_parallel;
+    int64_t rows = 2 * SEQ / (sp ? r->grid.tp_size : 1);
+    uint64_t me = sp ? (uint64_t)r->grid.tp_rank : 0;
+    MT_TRY(mt_mlp_create(r->ctx, r->params, "mlp", &t->c->mlp, &t->mlp));
+    MT_TRY(mt_self_attention_create(r->ctx, r->params, "attention", &t->c->attention, &t->attention));
+    MT_TRY(mt_params_init(r->ctx, r->params, 3));
+    for (int i = 0; i < mt_params_count(r->params); i++) {
+        mt_param *p = mt_params_at(r->params, i); /* biases are 0 after mt_params_init */
+        float *values = test_noise(r, p->desc.rows * p->desc.cols, 60 + (uint64_t)i, 0.5f);
+        MT_TRY(mt_param_scatter(r->ctx, p, values, p->value));
+        MT_TRY(mt_fill(r->ctx, p->grad, 0.25f));
+    }
+    t->mlp_own.fc1 = own_of(r, t->mlp.fc1.weight, t->mlp.fc1.bias);
+    t->mlp_own.fc2 = own_of(r, t->mlp.fc2.weight, t->mlp.fc2.bias);
+    t->attention_own.qkv = own_of(r, t->attention.qkv.weight, t->attention.qkv.bias);
+    t->attention_own.proj = own_of(r, t->attention.proj.weight, t->attention.proj.bias);
+    t->attention_own.rotary = copy_of(r, t->attention.rotary);
+    t->x = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 1 + me);
+    t->dy = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 20 + me);
+    t->before = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 40 + me);
+    t->batch = (mt_batch){.sequences = 2, .seq = SEQ, .seed = 7, .step = 5};
+    return MT_SUCCESS;
+}
+
+/* The layer, then the plain calls: the same output, input gradient and communication. With add_to_dx the gradient is
+   added to `before`. */
+static mt_status mlp_check(block_test *t, int add) {
+    mt_mlp_desc d = t->c->mlp;
+    mt_tensor y[2], dx[2];
+    mt_ledger forward, backward;
+    mt_mlp_saved saved;
+    mt_comm *tp = t->r->grid.tp;
+    for (int i = 0; i < 2; i++) y[i] = copy_of(t->r, t->x), dx[i] = copy_of(t->r, t->before);
+    mt_comm_ledger_reset(tp);
+    MT_TRY(mt_mlp_forward(t->r->ctx, &t->mlp, t->x, y[0], &saved));
+    forward = mt_comm_ledger(tp);
+    mt_comm_ledger_reset(tp);
+    MT_TRY(mt_mlp_backward(t->r->ctx, &t->mlp, t->dy, dx[0], &saved));
+    backward = mt_comm_ledger(tp);
+    if (add) MT_TRY(mt_add(t->r->ctx, t->before, dx[0], dx[0]));
+    d.add_to_dx = add;
+    d.no_bias = 0; /* it follows from the tensors */
+    mt_comm_ledger_reset(tp);
+    MT_TRY(mt_parallel_mlp_forward(t->r->ctx, tp, t->x, &t->mlp_own, y[1], &d, &saved));
+    MT_TRY(same_ledgers("MLP forward", forward, mt_comm_ledger(tp)));
+    mt_comm_ledger_reset(tp);
+    MT_TRY(mt_parallel_mlp_backward(t->r->ctx, tp, t->dy, &t->mlp_own, dx[1], &d, &saved));
+    MT_TRY(same_ledgers("MLP backward", backward, mt_comm_ledger(tp)));
+    CHECK(same_bits(y[0], y[1]) && same_bits(dx[0], dx[1]));
+    MT_TRY(mt_parallel_mlp_forward(t->r->ctx, tp, t->x, &t->mlp_own, dx[1], &d, NULL));
+    CHECK(same_bits(y[0], dx[1]));
+    MT_TRY(gradients_are(&t->mlp_own.fc1, t->mlp.fc1.weight, t->mlp.fc1.bias));
+    return gradients_are(&t->mlp_own.fc2, t->mlp.fc2.weight, t->mlp.fc2.bias);
+}
+
+static mt_status attention_check(block_test *t, int add) {
+    mt_self_attention_desc d = t->c->attention;
+    mt_tensor y[2], dx[2];
+    mt_ledger forward, backward;
+    mt_self_attention_saved saved;
+    mt_comm *tp = t->r->grid.tp;
+    for (int i = 0; i < 2; i++) y[i] = copy_of(t->r, t->x), dx[i] = copy_of(t->r, t->before);
+    mt_comm_ledger_reset(tp);
+    MT_TRY(mt_self_attention_forward(t->r->ctx, &t->attention, &t->batch, t->x, y[0], &saved));
+    forward = mt_comm_ledger(tp);
+    mt_comm_ledger_reset(tp);
+    MT_TRY(mt_self_attention_backward(t->r->ctx, &t->attention, t->dy, dx[0], &saved));
+    backward = mt_comm_ledger(tp);
+    if (add) MT_TRY(mt_add(t->r->ctx, t->before, dx[0], dx[0]));
+    d.add_to_dx = add;
+    d.no_bias = 0; /* it follows from the tensors */
+    mt_comm_ledger_reset(tp);
+    MT_TRY(mt_parallel_attention_forward(t->r->ctx, tp, &t->batch, t->x, &t->attention_own, y[1], &d, &saved));
+    MT_TRY(same_ledgers("attention forward", forward, mt_comm_ledger(tp)));
+    mt_comm_ledger_reset(tp);
+    MT_TRY(mt_parallel_attention_backward(t->r->ctx, tp, t->dy, &t->attention_own, dx[1], &d, &saved));
+    MT_TRY(same_ledgers("attention backward", backward, mt_comm_ledger(tp)));
+    CHECK(same_bits(y[0], y[1]) && same_bits(dx[0], dx[1]));
+    MT_TRY(mt_self_attention_forward(t->r->ctx, &t->attention, &t->batch, t->x, y[0], NULL));
+    MT_TRY(mt_parallel_attention_forward(t->r->ctx, tp, &t->batch, t->x, &t->attention_own, y[1], &d, NULL));
+    CHECK(same_bits(y[0], y[1]));
+    MT_TRY(gradients_are(&t->attention_own.qkv, t->attention.qkv.weight, t->attention.qkv.bias));
+    return gradients_are(&t->attention_own.proj, t->attention.proj.weight, t->attention.proj.bias);
+}
+
+/* The blocks of a registry with add_to_dx. */
+static mt_status blocks_add(block_test *t) {
+    mt_mlp_saved mlp_saved;
+    mt_self_attention_saved attention_saved;
+    mt_tensor y = copy_of(t->r, t->x), dx = copy_of(t->r, t->x), sum = copy_of(t->r, t->before);
+    MT_TRY(mt_mlp_forward(t->r->ctx, &t->mlp, t->x, y, &mlp_saved));
+    MT_TRY(mt_mlp_backward(t->r->ctx, &t->mlp, t->dy, dx, &mlp_saved));
+    MT_TRY(mt_add(t->r->ctx, sum, dx, sum));
+    MT_TRY(mt_self_attention_forward(t->r->ctx, &t->attention, &t->batch, t->x, y, &attention_saved));
+    MT_TRY(mt_self_attention_backward(t->r->ctx, &t->attention, t->dy, dx, &attention_saved));
+    MT_TRY(mt_add(t->r->ctx, sum, dx, sum));
+    t->mlp.fc1.desc.add_to_dx = t->attention.qkv.desc.add_to_dx = 1;
+    MT_TRY(mt_copy(t->r->ctx, t->before, dx));
+    MT_TRY(mt_mlp_backward(t->r->ctx, &t->mlp, t->dy, dx, &mlp_saved));
+    MT_TRY(mt_self_attention_backward(t->r->ctx, &t->attention, t->dy, dx, &attention_saved));
+    CHECK(same_bits(dx, sum));
+    return MT_SUCCESS;
+}
+
+static mt_status block_rank(mt_comm *world, void *user) {
+    const linear_runs *runs = (const linear_runs *)user;
+    mt_context_desc where = {.arena_bytes = (size_t)16 << 20, .invariant = runs->invariant};
+    mt_parallel_options options = {.overlap_chunks = runs->chunks};
+    block_test t;
+    test_rank r;
+    mt_status status = test_rank_open(world, (mt_grid_desc){.tp = mt_comm_size(world)}, &where, &r);
+    if (status == MT_SUCCESS) status = mt_parallel_set_options(r.ctx, &options);
+    for (int i = 0; status == MT_SUCCESS && i < BLOCK_CASES; i++) {
+        memset(&t, 0, sizeof t);
+        t.c = &block_cases[i];
+        t.r = &r;
+        status = test_rank_renew(&r);
+        if (status == MT_SUCCESS) status = mt_params_set_dtype(r.ctx, r.params, runs->dtype);
+        if (status == MT_SUCCESS) status = block_open(&t);
+        for (int add = 0; status == MT_SUCCESS && add < 2; add++) {
+            status = mlp_check(&t, add);
+            if (status == MT_SUCCESS) status = attention_check(&t, add);
+        }
+        if (status == MT_SUCCESS) status = blocks_add(&t);
+        mt_arena_release(r.ctx, 0);
+        if (status == MT_ERR_DATA)
+            fprintf(stderr, "%s on %d ranks, %s, invariant %d\n", t.c->name, mt_comm_size(world),
+                    mt_dtype_name(runs->dtype), runs->invariant);
+    }
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_plain_blocks_are_the_blocks(void **state) {
+    static const linear_runs runs[] = {{MT_F32, 0, 0}, {MT_BF16, 0, 2}, {MT_F32, 8, 0}};
+    (void)state;
+    for (size_t i = 0; i < sizeof runs / sizeof *runs; i++)
+        for (int ranks = 1; ranks <= 8; ranks *= 2) test_launch(ranks, block_rank, (void *)&runs[i]);
+}
+
+static void block_open_alone(block_test *t, test_rank *r) {
+    memset(t, 0, sizeof *t);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, r);
+    t->c = &block_cases[0];
+    t->r = r;
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, block_open(t));
+}
+
+static void test_plain_mlp_refuses(void **state) {
+    const mt_mlp_desc d = {.hidden = HIDDEN}, wide = {.hidden = HIDDEN, .ffn = 100}, none = {.hidden = 0};
+    const mt_mlp_desc no_bias = {.hidden = HIDDEN, .no_bias = 1};
+    mt_mlp_saved saved;
+    block_test t;
+    test_rank r;
+    (void)state;
+    block_open_alone(&t, &r);
+    mt_tensor x = t.x, y = copy_of(&r, t.x), dx = copy_of(&r, t.before), bad = with_shape(x, x.rows, 8, HIDDEN);
+    mt_context *c = r.ctx;
+    mt_comm *tp = r.grid.tp;
+    mt_mlp_tensors m = t.mlp_own;
+    assert_int_equal(mt_parallel_mlp_forward(NULL, tp, x, &m, y, &d, NULL), MT_ERR_ARGUMENT);
+#define MLP(status, words, ...) REFUSED(c, status, words, mt_parallel_mlp_forward(c, __VA_ARGS__, NULL))
+    MLP(MT_ERR_ARGUMENT, "tp is NULL", NULL, x, &m, y, &d);
+    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_forward: tensors is NULL", tp, x, NULL, y, &d);
+    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_forward: desc is NULL", tp, x, &m, y, NULL);
+    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_forward|hidden 0", tp, x, &m, y, &none);
+    MLP(MT_ERR_SHAPE, "fc1.w is [192, 48]|[100, 48]", tp, x, &m, y, &wide);
+    MLP(MT_ERR_ARGUMENT, "no_bias", tp, x, &m, y, &no_bias);
+    MLP(MT_ERR_SHAPE, "mt_parallel_mlp_forward: x is [24, 8]", tp, bad, &m, y, &d);
+    MLP(MT_ERR_ARGUMENT, "x [|y|overlap", tp, x, &m, x, &d);
+#undef MLP
+    assert_true(same_bits(y, t.x));
+    ASSERT_STATUS(c, MT_SUCCESS, mt_parallel_mlp_forward(c, tp, x, &m, y, &d, &saved));
+#define MLP(status, words, ...) REFUSED(c, status, words, mt_parallel_mlp_backward(c, tp, t.dy, __VA_ARGS__))
+    m.fc2.db = mt_none();
+    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_backward|db of the row", &m, dx, &d, &saved);
+    m = t.mlp_own;
+    m.fc1.dw = mt_none();
+    MLP(MT_ERR_ARGUMENT, "dw of the column", &m, dx, &d, &saved);
+    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_backward: saved is NULL", &t.mlp_own, dx, &d, NULL);
+    MLP(MT_ERR_ARGUMENT, "saved x|overlap", &t.mlp_own, x, &d, &saved);
+#undef MLP
+    assert_true(same_bits(dx, t.before));
+    assert_true(same_bits(t.mlp_own.fc2.dw, t.mlp.fc2.weight->grad)); /* nothing was added */
+    test_paper_rank_close(&r);
+}
+
+static void test_plain_attention_refuses(void **state) {
+    const mt_self_attention_desc d = {.hidden = HIDDEN, .heads = 8}, odd = {.hidden = HIDDEN, .heads = 7};
+    const mt_self_attention_desc rotary = {.hidden = HIDDEN, .heads = 8, .rotary_base = 1e4f, .max_seq = 20};
+    mt_self_attention_saved saved;
+    block_test t;
+    test_rank r;
+    (void)state;
+    block_open_alone(&t, &r);
+    mt_tensor x = t.x, y = copy_of(&r, t.x), dx = copy_of(&r, t.before), bad = with_shape(x, x.rows, 8, HIDDEN);
+    mt_context *c = r.ctx;
+    mt_comm *tp = r.grid.tp;
+    mt_self_attention_tensors s = t.attention_own;
+    assert_int_equal(mt_parallel_attention_forward(NULL, tp, &t.batch, x, &s, y, &d, NULL), MT_ERR_ARGUMENT);
+#define ATTENTION(status, words, ...) REFUSED(c, status, words, mt_parallel_attention_forward(c, __VA_ARGS__, NULL))
+    ATTENTION(MT_ERR_ARGUMENT, "tp is NULL", NULL, &t.batch, x, &s, y, &d);
+    ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_forward: tensors is NULL", tp, &t.batch, x, NULL, y, &d);
+    ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_forward: desc is NULL", tp, &t.batch, x, &s, y, NULL);
+    ATTENTION(MT_ERR_SHAPE, "mt_parallel_attention_forward|hidden 48|heads 7", tp, &t.batch, x, &s, y, &odd);
+    ATTENTION(MT_ERR_SHAPE, "rotary is [0, 0]|[20, 6]", tp, &t.batch, x, &s, y, &rotary);
+    ATTENTION(MT_ERR_ARGUMENT, "batch is NULL", tp, NULL, x, &s, y, &d);
+    ATTENTION(MT_ERR_SHAPE, "mt_parallel_attention_forward: x is [24, 8]", tp, &t.batch, bad, &s, y, &d);
+    s.rotary = x;
+    ATTENTION(MT_ERR_ARGUMENT, "rotary table", tp, &t.batch, x, &s, y, &d);
+    s.rotary = mt_none();
+    s.proj.w = with_shape(s.proj.w, HIDDEN, 8, 8);
+    ATTENTION(MT_ERR_SHAPE, "proj.w is [48, 8]|[48, 48]", tp, &t.batch, x, &s, y, &d);
+    s = t.attention_own;
+#undef ATTENTION
+    assert_true(same_bits(y, t.x));
+    ASSERT_STATUS(c, MT_SUCCESS, mt_parallel_attention_forward(c, tp, &t.batch, x, &s, y, &d, &saved));
+#define ATTENTION(status, words, ...)                                                                                  \
+    REFUSED(c, status, words, mt_parallel_attention_backward(c, tp, t.dy, __VA_ARGS__))
+    s.qkv.db = mt_none();
+    ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_backward|db of the column", &s, dx, &d, &saved);
+    s = t.attention_own;
+    ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_backward: saved is NULL", &s, dx, &d, NULL);
+    ATTENTION(MT_ERR_ARGUMENT, "saved x|overlap", &s, x, &d, &saved);
+#undef ATTENTION
+    assert_true(same_bits(dx, t.before));
+    assert_true(same_bits(t.attention_own.proj.dw, t.attention.proj.weight->grad)); /* nothing was added */
+    test_paper_rank_close(&r);
+}
+
+/* ---- refusals ---------------------------------------------------------------------------------------------------- */
 
 static void test_plain_calls_refuse(void **state) {
     const mt_linear_desc sp = {.sequence_parallel = 1}, gather = {.gather_output = 1}, split = {.input_is_parallel = 1};
@@ -769,6 +1057,9 @@ int main(void) {
         cmocka_unit_test(test_plain_calls_against_double_precision),
         cmocka_unit_test(test_plain_calls_refuse),
         cmocka_unit_test(test_layers_of_tensors_refuse),
+        cmocka_unit_test(test_plain_blocks_are_the_blocks),
+        cmocka_unit_test(test_plain_mlp_refuses),
+        cmocka_unit_test(test_plain_attention_refuses),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
