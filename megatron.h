@@ -412,6 +412,9 @@ typedef struct mt_gpt_desc {
     float embedding_dropout; /* of the sum of token and position embedding */
     float label_smoothing;   /* see mt_cross_entropy_desc */
     int32_t ignore_index;    /* targets of this value have loss 0 and gradient 0; 0: -100, as in PyTorch */
+    /* rows of the embedding and of the output head with padding of your own, such as 50304 for a vocab of 50257; see
+       mt_embedding_desc. The logits of mt_gpt_logits and the tensors of checkpoints are without padding. 0: none */
+    int64_t padded_vocab;
 } mt_gpt_desc;
 
 /* This rank's shard of the model or, on a grid with several pipeline stages, of its stage. Every stage has the same
@@ -518,13 +521,14 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
    GPT2LMHeadModel.from_pretrained opens the directory of the checkpoint. mt_checkpoint_import reads files that
    transformers wrote, with or without "transformer." before the names. It ignores the causal masks in such files
    (attn.bias, attn.masked_bias), and lm_head.weight, because the head is tied.
-   Any other GPT is stored with the names, shapes and layouts of the registry. */
+   Any other GPT is stored with the names, shapes and layouts of the registry. Files never have the padding of
+   mt_gpt_desc.padded_vocab, so they load with any padded_vocab. */
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
 /* Reads the desc of a stored GPT, for mt_gpt_create. directory is that of one checkpoint (see mt_checkpoint_path) or of
    a GPT-2 of Hugging Face. The desc of a checkpoint is in its metadata; that of Hugging Face is in config.json. Fields
-   that do not change the output of a model (dropout, init_std, sequence_parallel, recompute, ...) become 0. Not
+   that do not change the output of a model (dropout, init_std, sequence_parallel, padded_vocab, ...) become 0. Not
    collective. MT_ERR_IO: the files cannot be read. MT_ERR_DATA: they describe no GPT that this library can build. After
    an error *out is unchanged. */
 MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
@@ -1691,6 +1695,9 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
 #define MTI_LAYERS_MAX (1 << 17)
 
 static mt_status mti_gpt_check(mt_context *ctx, const mt_grid *grid, const mt_gpt_desc *d) {
+    if (d->padded_vocab && (d->padded_vocab < d->vocab || d->padded_vocab > INT32_MAX))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_create: padded_vocab %lld, must be 0 or from vocab %lld to %d",
+                       (long long)d->padded_vocab, (long long)d->vocab, INT32_MAX);
     if (d->vocab < 1 || d->vocab > INT32_MAX || d->layers < 1 || d->layers > MTI_LAYERS_MAX || d->max_seq < 1 ||
         d->recompute_layers < 0 || d->recompute_layers > d->layers || !mti_probability(d->embedding_dropout) ||
         !(d->label_smoothing >= 0.0f && d->label_smoothing < 1.0f))
@@ -1731,6 +1738,7 @@ static mt_status mti_gpt_embedding(mt_context *ctx, mt_params *params, mt_gpt *g
     if (!mti_gpt_is_first(gpt) && (!mti_gpt_is_last(gpt) || gpt->desc.untied_head)) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
     e.vocab = gpt->desc.vocab;
+    e.padded_vocab = gpt->desc.padded_vocab;
     e.features = l->hidden;
     e.init_std = l->init_std;
     e.sequence_parallel = l->sequence_parallel;
@@ -1777,6 +1785,7 @@ static mt_status mti_gpt_create(mt_context *ctx, mt_params *params, mt_gpt *gpt)
     memset(&head, 0, sizeof head);
     head.in_features = l->hidden;
     head.out_features = gpt->desc.vocab;
+    head.padded_out_features = gpt->desc.padded_vocab;
     head.no_bias = 1;
     head.sequence_parallel = l->sequence_parallel;
     if (gpt->desc.untied_head) head.init_std = l->init_std;
@@ -1796,6 +1805,7 @@ MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_
         out->desc.layer.output_init_std =
             (desc->layer.init_std == 0.0f ? 0.02f : desc->layer.init_std) / sqrtf(2.0f * (float)desc->layers);
     out->loss.vocab = desc->vocab;
+    out->loss.padded_vocab = desc->padded_vocab;
     out->loss.label_smoothing = desc->label_smoothing;
     out->loss.ignore_index = desc->ignore_index;
     out->grid = mt_params_grid(params);

@@ -34,7 +34,8 @@
 
    Shapes: t is the number of tensor ranks. "local features" are this rank's share of a split dimension. Global shapes
    never include padding. A dimension that t does not divide is padded with zeros. The padding stays zero, because its
-   gradients are zero.
+   gradients are zero. A vocabulary that you have padded yourself has its size in a field beside the true size, see
+   mt_embedding_desc.padded_vocab.
 
    A tensor may be a view with ld > cols. But a tensor that the call sends to other tensor ranks must be contiguous;
    otherwise the call returns MT_ERR_SHAPE before it computes anything. Layers send:
@@ -207,6 +208,12 @@ typedef struct mt_param_desc {
     float init_value; /* the first value of every element when init_std is 0; MT_ERR_ARGUMENT when both are set */
     int weight_decay; /* 1: the optimizer decays it (matrices); 0: it does not (biases, norms) */
     /* advanced */
+    /* The size of the split dimension with padding of your own at its end. Each of t ranks then has padded_features / t
+       of it, rounded up to whole units, as when you split a padded matrix into t equal parts. rows and cols are without
+       padding, and so are the tensors of mt_param_gather, mt_param_scatter and checkpoints. mt_params_init sets the
+       padding to 0, and layers leave its gradient 0. It must be at least the size without padding and a multiple of
+       unit, and needs a split parameter with one part. 0: no padding of your own */
+    int64_t padded_features;
     /* 1: a tensor rank computes only the part of the gradient that its own tokens (sequence parallelism) or its own
        heads (a gain per head) contribute. mt_sync_gradients sums the parts over the tensor group. For MT_REPLICATED
        only */
@@ -268,8 +275,8 @@ MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params,
 /* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient.
    MT_ERR_ARGUMENT: the name is empty, taken or too long, or NULL with several pipeline stages, another field is out of
    range, or mt_params_init was already called.
-   MT_ERR_SHAPE: rows or cols is not positive, rows * cols is above 2^48, or parts * unit does not divide the split
-   dimension. */
+   MT_ERR_SHAPE: rows or cols is not positive, rows * cols is above 2^48, parts * unit does not divide the split
+   dimension, or padded_features breaks a rule of its comment. */
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
 /* Allocates all values in one block of memory and all gradients in another. Draws the values from the seed and sets the
@@ -360,6 +367,9 @@ typedef struct mt_linear_desc {
     /* 1: backward adds the input gradient to dx instead of overwriting dx, for instance when several layers read x. dx
        gets the same bits as from an mt_add after the call. The sum over ranks is complete before it is added */
     int add_to_dx;
+    /* column only: out_features with padding of your own, see mt_param_desc.padded_features. With `weight` the layer
+       has the padding of this weight, and padded_out_features must be 0 or the same (MT_ERR_SHAPE); 0: none */
+    int64_t padded_out_features;
 } mt_linear_desc;
 
 /* local_features is this rank's share of the split dimension, padding included: the columns of y (column-parallel) or
@@ -392,7 +402,7 @@ typedef struct mt_linear_saved {
    [tokens / t, in]: forward and backward each all-gather it, and backward reduce-scatters dx.
    Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range, is for row-parallel layers or has no effect; in
    invariant mode without gather_output, several parts without parts_by_shard), MT_ERR_SHAPE (a shared weight has
-   another shape, placement, parts or unit). */
+   another shape, placement, parts, unit or padding). */
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                   const mt_linear_desc *desc, mt_column_parallel_linear *out);
 MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
@@ -686,6 +696,13 @@ typedef struct mt_embedding_desc {
        several stages, create the embedding with the same name and desc on the first and on the last stage: both copies
        get the same initial values, and mt_sync_gradients sums their gradients */
     int shared;
+    /* advanced */
+    /* rows of the table with padding of your own, such as 50304 for a vocab of 50257. Each of t tensor ranks has
+       padded_vocab / t of them, rounded up. Set it also in the output head (mt_linear_desc.padded_out_features) and
+       in mt_cross_entropy_desc. Ids must still be below vocab. The rows from vocab on may hold any finite numbers: they
+       do not enter the loss or a gradient, and their own gradient is 0. Checkpoints have the rows of vocab only; they
+       load with any padding. 0: no padding of your own */
+    int64_t padded_vocab;
 } mt_embedding_desc;
 
 typedef struct mt_vocab_parallel_embedding {
@@ -699,8 +716,8 @@ typedef struct mt_vocab_parallel_embedding {
    the gradient. ids [tokens] are in memory of the context's device, and must be the same in both calls.
    Communication: forward all-reduces y (g). With sequence_parallel y and dy are [tokens / t, features]: forward
    reduce-scatters y, and backward all-gathers dy.
-   Errors: MT_ERR_ARGUMENT of create (vocab is not in [1, 2^31 - 1], or features is less than 1), MT_ERR_DATA (an id is
-   not in [0, vocab)). */
+   Errors: MT_ERR_ARGUMENT of create (vocab is not in [1, 2^31 - 1], padded_vocab is less than vocab or above 2^31 - 1,
+   or features is less than 1), MT_ERR_DATA (an id is not in [0, vocab)). */
 MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *params, const char *name,
                                                     const mt_embedding_desc *desc, mt_vocab_parallel_embedding *out);
 MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_vocab_parallel_embedding *layer,
@@ -712,6 +729,9 @@ typedef struct mt_cross_entropy_desc {
     int64_t vocab;         /* global, without padding */
     float label_smoothing; /* a in (1 - a) * nll + a * mean of -log p over vocab, as in PyTorch; 0 <= a < 1 */
     int32_t ignore_index;  /* a target of this value has loss 0 and gradient 0; 0: -100, as in PyTorch */
+    /* columns of the logits on all ranks with padding of your own, see mt_embedding_desc. The columns from vocab on do
+       not enter the loss, whatever they hold, and their gradient is 0; 0: none */
+    int64_t padded_vocab;
 } mt_cross_entropy_desc;
 
 typedef struct mt_cross_entropy_saved {
@@ -727,7 +747,7 @@ typedef struct mt_cross_entropy_saved {
    MT_F32.
    Communication: forward all-gathers four floats for each token over tp, in invariant mode for each token and virtual
    shard.
-   MT_ERR_DATA: a target is neither in [0, vocab) nor ignore_index. */
+   MT_ERR_DATA: a target is neither in [0, vocab) nor ignore_index. MT_ERR_ARGUMENT: padded_vocab is less than vocab. */
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tp,
                                                          const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                          const int32_t *targets, mt_tensor loss,
@@ -1865,6 +1885,9 @@ static int64_t mti_shard_features(int64_t n, int64_t parts, int64_t unit, int sh
     return parts * mti_ceil_div(n / parts / unit, shards) * unit;
 }
 
+/* Returns n with the caller's padding: `padded` features, or n when padded is 0. */
+static int64_t mti_padded(int64_t n, int64_t padded) { return padded ? padded : n; }
+
 /* How a matrix is split over the tensor ranks. */
 typedef struct mti_sharding {
     int64_t rows, cols; /* of the whole matrix */
@@ -1883,7 +1906,9 @@ static mti_sharding mti_sharding_of(const mt_param_desc *d, int shards, int rank
     s.placement = d->placement;
     s.parts = d->parts ? d->parts : 1;
     s.shards = d->placement == MT_REPLICATED ? 1 : shards;
-    s.local = d->placement == MT_REPLICATED ? n : s.shards * mti_shard_features(n, s.parts, unit, s.shards * ranks);
+    s.local = n;
+    if (d->placement == MT_REPLICATED) return s;
+    s.local = s.shards * mti_shard_features(mti_padded(n, d->padded_features), s.parts, unit, s.shards * ranks);
     return s;
 }
 
@@ -1968,6 +1993,24 @@ static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b)
 #define MTI_PARAM_PARTS 65536                 /* calls loop over the parts of a parameter */
 #define MTI_SHARDS_MAX 1024                   /* of mt_context_desc.invariant */
 
+static mt_status mti_padding_check(mt_context *ctx, const char *function, const mt_param_desc *d) {
+    int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows;
+    int64_t other = d->placement == MT_SPLIT_COLS ? d->rows : d->cols;
+    if (!d->padded_features) return MT_SUCCESS;
+    if (d->placement == MT_REPLICATED || d->parts > 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' has padded_features %lld, placement %d and %lld parts; only a parameter that "
+                       "is split and has one part can have padding",
+                       function, d->name, (long long)d->padded_features, (int)d->placement, (long long)d->parts);
+    if (d->padded_features >= n && d->padded_features <= MTI_PARAM_ELEMENTS / other &&
+        d->padded_features % mt_max(d->unit, 1) == 0)
+        return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "%s: '%s' has padded_features %lld, must be at least its %lld features, of whole units of "
+                   "%lld, and not too large",
+                   function, d->name, (long long)d->padded_features, (long long)n, (long long)mt_max(d->unit, 1));
+}
+
 /* Checks the fields that say how a parameter is split. ctx NULL: without a message. */
 static mt_status mti_sharding_check(mt_context *ctx, const char *function, const mt_param_desc *d) {
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, parts = d->parts ? d->parts : 1;
@@ -1987,7 +2030,7 @@ static mt_status mti_sharding_check(mt_context *ctx, const char *function, const
     if (d->placement == MT_REPLICATED && (parts > 1 || unit > 1))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has parts %lld and unit %lld, but is not split", function,
                        d->name, (long long)parts, (long long)unit);
-    return MT_SUCCESS;
+    return mti_padding_check(ctx, function, d);
 }
 
 static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const mt_param_desc *d) {
@@ -2262,10 +2305,10 @@ static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
     char deviation[32], value[32];
     mti_told_add(t, p->name,
                  "[%lld, %lld], %s, parts %lld, unit %lld, init_std %s, init_value %s, weight_decay %d, "
-                 "sequence_partial %d, shared_embedding %d",
+                 "sequence_partial %d, shared_embedding %d, padded_features %lld",
                  (long long)d->rows, (long long)d->cols, placements[d->placement], (long long)d->parts,
                  (long long)d->unit, mt_f32_digits(d->init_std, deviation), mt_f32_digits(d->init_value, value),
-                 d->weight_decay, d->sequence_partial, d->shared_embedding);
+                 d->weight_decay, d->sequence_partial, d->shared_embedding, (long long)d->padded_features);
 }
 
 /* All ranks must have the same seed and invariant mode. The ranks of a pipeline stage must also have the same
@@ -2893,6 +2936,7 @@ static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement,
     w->placement = placement;
     w->parts = d->parts;
     w->unit = d->unit;
+    w->padded_features = d->padded_out_features;
     w->init_std = mti_default(d->init_std, 0.02f);
     w->weight_decay = 1;
     memset(b, 0, sizeof *b);
@@ -2900,6 +2944,7 @@ static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement,
     b->cols = d->out_features;
     if (placement == MT_SPLIT_ROWS) {
         b->placement = MT_SPLIT_COLS;
+        b->padded_features = d->weight ? d->weight->desc.padded_features : d->padded_out_features;
         b->parts = d->parts;
         b->unit = d->unit;
     } else {
@@ -3093,6 +3138,11 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
                        "%s: '%s' has %lld parts of units of %lld, the shared weight '%s' %lld of %lld", function, name,
                        (long long)(desc->parts ? desc->parts : 1), (long long)(desc->unit ? desc->unit : 1),
                        desc->weight->name, (long long)desc->weight->desc.parts, (long long)desc->weight->desc.unit);
+    if (desc->weight && desc->padded_out_features &&
+        desc->padded_out_features != mti_padded(desc->out_features, desc->weight->desc.padded_features))
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' has padded_out_features %lld, the shared weight '%s' %lld",
+                       function, name, (long long)desc->padded_out_features, desc->weight->name,
+                       (long long)desc->weight->desc.padded_features);
     memset(out, 0, sizeof *out);
     mark = mt_params_mark(params);
     MT_TRY(mt_create_end(params, mark, out, sizeof *out,
@@ -3526,9 +3576,11 @@ MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *param
     MT_TRY(mt_layer_name(ctx, params, name, full));
     name = full;
     MT_TRY(mti_linear_check(ctx, function, name, desc, !desc->input_is_parallel));
-    if (desc->weight || desc->gather_output)
+    if (desc->weight || desc->gather_output || desc->padded_out_features)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which is for column-parallel layers", function, name,
-                       desc->weight ? "weight" : "gather_output");
+                       desc->weight          ? "weight"
+                       : desc->gather_output ? "gather_output"
+                                             : "padded_out_features");
     memset(out, 0, sizeof *out);
     mark = mt_params_mark(params);
     MT_TRY(mt_create_end(params, mark, out, sizeof *out,
@@ -4201,20 +4253,32 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
 
 /* ---- >>vocab ----------------------------------------------------------------------------------------------------- */
 
+static mt_status mti_vocab_check(mt_context *ctx, const char *function, int64_t vocab, int64_t padded_vocab) {
+    if (vocab < 1 || vocab > INT32_MAX)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: vocab %lld, must be from 1 to %d", function, (long long)vocab,
+                       INT32_MAX);
+    if (!padded_vocab || (padded_vocab >= vocab && padded_vocab <= INT32_MAX)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: padded_vocab %lld, must be 0 or from vocab %lld to %d", function,
+                   (long long)padded_vocab, (long long)vocab, INT32_MAX);
+}
+
 MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *params, const char *name,
                                                     const mt_embedding_desc *desc, mt_vocab_parallel_embedding *out) {
+    static const char *const function = "mt_vocab_parallel_embedding_create";
     char full[MT_NAME_MAX];
     mt_param_desc w;
-    MT_TRY(mt_create_check(ctx, "mt_vocab_parallel_embedding_create", params, desc, out));
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
     MT_TRY(mt_layer_name(ctx, params, name, full));
-    if (desc->vocab < 1 || desc->vocab > INT32_MAX || desc->features < 1)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_vocab_parallel_embedding_create: vocab %lld, features %lld",
-                       (long long)desc->vocab, (long long)desc->features);
+    MT_TRY(mti_vocab_check(ctx, function, desc->vocab, desc->padded_vocab));
+    if (desc->features < 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: features %lld, must be positive", function,
+                       (long long)desc->features);
     memset(out, 0, sizeof *out);
     memset(&w, 0, sizeof w);
     w.rows = desc->vocab;
     w.cols = desc->features;
     w.placement = MT_SPLIT_ROWS;
+    w.padded_features = desc->padded_vocab;
     w.init_std = mti_default(desc->init_std, 0.02f);
     w.weight_decay = 1;
     w.shared_embedding = desc->shared;
@@ -4297,13 +4361,14 @@ static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, 
     int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tp || !desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tp ? "desc" : "tp");
-    if (desc->vocab < 1 || desc->vocab > INT32_MAX || !(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: vocab %lld, label_smoothing %g", function, (long long)desc->vocab,
-                       (double)desc->label_smoothing);
+    MT_TRY(mti_vocab_check(ctx, function, desc->vocab, desc->padded_vocab));
+    if (!(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: label_smoothing %g", function, (double)desc->label_smoothing);
     MT_TRY(mti_expect_shards(ctx, function, tp));
     shards = mti_shards(ctx, tp);
-    MT_TRY(mt_tensor_check(ctx, function, "logits", logits, MT_ARG_FLOAT, logits.rows,
-                           shards * mti_shard_features(desc->vocab, 1, 1, shards * mt_comm_size(tp))));
+    MT_TRY(mt_tensor_check(
+        ctx, function, "logits", logits, MT_ARG_FLOAT, logits.rows,
+        shards * mti_shard_features(mti_padded(desc->vocab, desc->padded_vocab), 1, 1, shards * mt_comm_size(tp))));
     if (mt_size_mul(logits.rows, 32 * (int64_t)shards * mt_comm_size(tp)) >= 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %lld tokens of %lld shards have more scalars than can be counted",
                    function, (long long)logits.rows, (long long)shards * mt_comm_size(tp));

@@ -54,7 +54,9 @@ typedef struct gpt_run {
     float weight_decay;
     int pipeline; /* stages; 0: 1 */
     mt_schedule schedule;
-    int layers; /* 0: 2 */
+    int layers;           /* 0: 2 */
+    int64_t padded_vocab; /* of mt_gpt_desc */
+    float junk;           /* in the rows of the embedding and of the head that are padding, before the first step */
     mt_qkv_layout qkv_layout;
 } gpt_run;
 
@@ -82,6 +84,7 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     mt_gpt_desc d;
     memset(&d, 0, sizeof d);
     d.vocab = GPT_VOCAB;
+    d.padded_vocab = r->padded_vocab;
     d.layers = r->layers ? r->layers : 2;
     d.max_seq = GPT_SEQ;
     d.embedding_dropout = 0.1f;
@@ -266,6 +269,15 @@ static inline mt_status gpt_keep_weights(gpt_worker *w) {
     return status;
 }
 
+/* Fills the rows of the embedding and of the head from GPT_VOCAB on. */
+static inline mt_status gpt_fill_padding(gpt_worker *w, mt_param *p) {
+    int64_t first, real;
+    if (!p || w->r->junk == 0.0f) return MT_SUCCESS;
+    first = w->grid.tp_rank * p->value.rows;
+    real = mt_max(0, mt_min(p->value.rows, GPT_VOCAB - first));
+    return mt_fill(w->ctx, mt_tensor_rows(p->value, real, p->value.rows - real), w->r->junk);
+}
+
 static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w) {
     mt_grid_desc shape = {r->tp, r->data, r->pipeline ? r->pipeline : 1};
     mt_context_desc where;
@@ -304,6 +316,8 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     MT_TRY(mt_params_set_data_parallel(w->ctx, w->params, &r->share));
     MT_TRY(mt_gpt_create(w->ctx, w->params, &model, &w->gpt));
     MT_TRY(mt_params_init(w->ctx, w->params, 77));
+    MT_TRY(gpt_fill_padding(w, w->gpt.tokens.weight));
+    MT_TRY(gpt_fill_padding(w, w->gpt.head.weight));
     for (int i = 0; i < GPT_BATCH; i++) MT_TRY(mt_gpt_saved_create(w->ctx, &w->gpt, &w->saved[i]));
     MT_TRY(mt_optimizer_create(w->ctx, w->params, &adamw, &w->optimizer));
     if (r->loss_scale > 0.0f) MT_TRY(mt_loss_scaler_create(w->ctx, &scale, &w->scaler));

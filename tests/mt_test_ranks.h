@@ -81,6 +81,15 @@ static inline int64_t test_global(int64_t n, int64_t parts, int64_t unit, int ra
     return within < n / parts ? local / share * (n / parts) + within : -1;
 }
 
+/* The same for the split dimension of a parameter. With padding of the caller's, ranks share padded_features, and what
+   comes after the true features is padding. */
+static inline int64_t test_param_global(const mt_param_desc *d, int ranks, int rank, int64_t local) {
+    int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, unit = d->unit ? d->unit : 1, at;
+    if (!d->padded_features) return test_global(n, d->parts ? d->parts : 1, unit, ranks, rank, local);
+    at = rank * test_ceil(d->padded_features / unit, ranks) * unit + local;
+    return at < n ? at : -1;
+}
+
 static inline int64_t test_local(int64_t n, int64_t parts, int64_t unit, int ranks) {
     return parts * test_ceil(n / parts / unit, ranks) * unit;
 }

@@ -208,9 +208,7 @@ static mt_status check_padding(const mt_param *p) {
         for (int64_t j = 0; j < p->value.cols; j++) {
             int by_rows = d->placement == MT_SPLIT_ROWS;
             if (d->placement == MT_REPLICATED) continue;
-            if (test_global(by_rows ? d->rows : d->cols, d->parts, d->unit, p->tp_size, p->tp_rank, by_rows ? i : j) >=
-                0)
-                continue;
+            if (test_param_global(d, p->tp_size, p->tp_rank, by_rows ? i : j) >= 0) continue;
             CHECK(((const float *)p->value.data)[i * p->value.cols + j] == 0.0f);
             CHECK(((const float *)p->grad.data)[i * p->value.cols + j] == 0.0f);
         }
@@ -811,6 +809,15 @@ static const gpt_case gpt_cases[] = {
                 .qkv_layout = MT_QKV_CONCATENATED,
                 .attention_dropout = 0.1f,
                 .hidden_dropout = 0.1f}},
+     1},
+    {"untied, padded vocabulary",
+     {.vocab = VOCAB,
+      .padded_vocab = 48,
+      .layers = 2,
+      .max_seq = 10,
+      .untied_head = 1,
+      .label_smoothing = 0.1f,
+      .layer = {.hidden = 16, .heads = 4, .hidden_dropout = 0.1f}},
      0},
 };
 #define GPT_CASES ((int)(sizeof gpt_cases / sizeof *gpt_cases))
@@ -956,6 +963,26 @@ static void test_gpt_does_not_depend_on_the_split(void **state) {
             run.split = gpt_splits[k];
             test_launch(run.split.tp * run.split.data, gpt_rank, &run);
         }
+}
+
+/* A vocabulary with padding of the program's: losses, gradients and their norm are those of one rank without
+   padding. */
+static void test_gpt_with_a_padded_vocabulary(void **state) {
+    static const int64_t padded[] = {48, 38, 200};
+    static gpt_run run;
+    (void)state;
+    for (int i = 0; i < GPT_CASES; i++) {
+        gpt_case c = gpt_cases[i];
+        c.desc.padded_vocab = 0;
+        run.c = &c;
+        run.split = gpt_splits[0];
+        test_launch(1, gpt_rank, &run);
+        for (size_t k = 1; k < GPT_SPLITS; k++) {
+            c.desc.padded_vocab = padded[k % 3];
+            run.split = gpt_splits[k];
+            test_launch(run.split.tp * run.split.data, gpt_rank, &run);
+        }
+    }
 }
 
 /* -log softmax(logits)[target] in double, with the label smoothing of the description. */
@@ -2109,6 +2136,8 @@ static void test_gpt_create_refuses(void **state) {
         const char *words;
     } bad[] = {{{.vocab = 0, .layers = 1, .max_seq = 4}, "vocab 0"},
                {{.vocab = (int64_t)INT32_MAX + 1, .layers = 1, .max_seq = 4}, "vocab 2147483648"},
+               {{.vocab = 8, .padded_vocab = 7, .layers = 1, .max_seq = 4}, "padded_vocab 7|vocab 8"},
+               {{.vocab = 8, .padded_vocab = (int64_t)1 << 31, .layers = 1, .max_seq = 4}, "padded_vocab 2147483648"},
                {{.vocab = 8, .layers = 0, .max_seq = 4}, "layers 0"},
                {{.vocab = 8, .layers = 1 << 20, .max_seq = 4}, "layers 1048576"},
                {{.vocab = 8, .layers = 1, .max_seq = 0}, "max_seq 0"},
@@ -2337,6 +2366,7 @@ int main(void) {
         cmocka_unit_test(test_the_halves_of_a_layer_drop_independently),
         cmocka_unit_test(test_activation_bytes_of_a_layer),
         cmocka_unit_test(test_gpt_does_not_depend_on_the_split),
+        cmocka_unit_test(test_gpt_with_a_padded_vocabulary),
         cmocka_unit_test(test_gpt_logits_and_evaluation),
         cmocka_unit_test(test_gpt_gradients_are_finite_differences),
         cmocka_unit_test(test_gpt_embedding_dropout),

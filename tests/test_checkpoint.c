@@ -253,6 +253,7 @@ typedef struct job {
     size_t arena;            /* arena of the action; 0: the default */
     mt_activation activation;
     mt_qkv_layout qkv_layout;
+    int64_t padded; /* padded_vocab */
     /* results */
     mt_training_state state;
     mt_status status[8];
@@ -273,6 +274,7 @@ typedef struct replica {
 
 static mt_gpt_desc model_desc(const job *j) {
     mt_gpt_desc d = {.vocab = VOCAB,
+                     .padded_vocab = j->padded,
                      .layers = LAYERS,
                      .max_seq = SEQ,
                      .layer = {.hidden = j->hidden ? j->hidden : HIDDEN,
@@ -550,6 +552,35 @@ static void layouts_of_qkv(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* A vocabulary with padding of the program's has the files of one without, and they load with any padding. */
+static void padded_vocabulary(void **state) {
+    static const int64_t padded[] = {48, 0, 40};
+    (void)state;
+    for (int model = GPT2; model <= LLAMA; model++) {
+        job plain = {.model = model, .action = SAVE, .fill = 1, .directory = "a", .state = some_state(7)};
+        run(&plain);
+        expect_success(&plain);
+        for (int i = 0; i < 3; i++) {
+            job again = plain, load = {.model = model, .action = LOAD, .directory = "b", .step = 7, .tp = 4 >> i};
+            again.directory = "b";
+            again.padded = padded[i];
+            again.tp = 1 << i;
+            run_quietly(&again);
+            expect_success(&again);
+            shell("diff -r '%s' '%s'", in_scratch("a"), in_scratch("b"));
+            load.padded = padded[(i + 1) % 3];
+            run(&load);
+            expect_success(&load);
+            same_dump(&plain, &load);
+            free(load.dump);
+            forget("b");
+        }
+        free(plain.dump);
+        forget("a");
+        round_trips((job){.model = model, .padded = 64, .sharded = 1});
+    }
+}
+
 /* Only a model that is a GPT-2 gets the names and the config.json of GPT-2: its activation must be GELU. */
 static void what_is_a_gpt2(void **state) {
     static const mt_activation kinds[] = {MT_GELU_TANH, MT_GELU_ERF, MT_SQUARED_RELU};
@@ -727,6 +758,7 @@ typedef struct golden_run {
     const mt_safetensors *expected;
     int tp;
     mt_qkv_layout qkv_layout;
+    int64_t padded; /* padded_vocab */
 } golden_run;
 
 static mt_status expected(mt_context *ctx, const mt_safetensors *s, const char *name, float *out) {
@@ -772,6 +804,7 @@ static mt_status golden_rank(mt_comm *world, void *user) {
     CHECK(d.vocab == 61 && d.layers == 2 && d.max_seq == 12 && d.layer.heads == 4 && d.layer.ffn == 40);
     CHECK(d.layer.norm_eps == 1e-4f && d.layer.activation == MT_GELU_TANH && !d.untied_head);
     d.layer.qkv_layout = g->qkv_layout;
+    d.padded_vocab = g->padded;
     MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
     MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5));
     MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &m.checkpoint));
@@ -789,8 +822,9 @@ static void hugging_face(void **state) {
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, "tests/golden/gpt2_hf/expected.safetensors", &values));
     for (int i = 0; i < 2; i++)
-        for (int k = 0; k < 2 * 3; k++) {
-            golden_run g = {directories[i], values, 1 << k / 2, k % 2 ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP};
+        for (int k = 0; k < 3 * 3; k++) {
+            golden_run g = {directories[i], values, 1 << k / 3, k % 3 == 1 ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP,
+                            k % 3 == 2 ? 64 : 0};
             test_launch(g.tp, golden_rank, &g);
         }
     mt_safetensors_close(values);
@@ -801,12 +835,14 @@ static void hugging_face(void **state) {
 static mt_status rewrite_rank(mt_comm *world, void *user) {
     mt_training_state s = {.step = 0};
     mt_checkpoint_desc c = {.directory = in_scratch("hf")};
+    const mt_gpt_desc *how = user;
     mt_gpt_desc d;
     replica m;
     memset(&m, 0, sizeof m);
     MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, NULL, &m.r));
     MT_TRY(mt_gpt_desc_read(m.r.ctx, "tests/golden/gpt2_hf", &d));
-    d.layer.qkv_layout = *(const mt_qkv_layout *)user;
+    d.layer.qkv_layout = how->layer.qkv_layout;
+    d.padded_vocab = how->padded_vocab;
     MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
     MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5));
     MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &m.checkpoint));
@@ -816,14 +852,14 @@ static mt_status rewrite_rank(mt_comm *world, void *user) {
     return MT_SUCCESS;
 }
 
-static void written_like_hugging_face(mt_qkv_layout qkv_layout) {
+static void written_like_hugging_face(mt_gpt_desc how) {
     mt_context *ctx;
     mt_safetensors *theirs, *ours;
     mt_gpt_desc a, b;
     mt_field fields[2][MTI_GPT_FIELDS];
     int exists;
     char path[MT_PATH_MAX];
-    test_launch(2, rewrite_rank, &qkv_layout);
+    test_launch(2, rewrite_rank, &how);
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_checkpoint_path(ctx, in_scratch("hf"), 0, path, sizeof path));
     ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_read(ctx, "tests/golden/gpt2_hf", &exists, &a));
@@ -858,8 +894,9 @@ static void written_like_hugging_face(mt_qkv_layout qkv_layout) {
 
 static void as_hugging_face_writes(void **state) {
     (void)state;
-    written_like_hugging_face(MT_QKV_PER_GROUP);
-    written_like_hugging_face(MT_QKV_CONCATENATED);
+    written_like_hugging_face((mt_gpt_desc){.padded_vocab = 0});
+    written_like_hugging_face((mt_gpt_desc){.layer = {.qkv_layout = MT_QKV_CONCATENATED}});
+    written_like_hugging_face((mt_gpt_desc){.padded_vocab = 64});
 }
 
 /* Members of config.json that change what a GPT-2 computes, each with a value that is not supported. */
@@ -2151,6 +2188,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_split),
         cmocka_unit_test(layouts_of_qkv),
+        cmocka_unit_test(padded_vocabulary),
         cmocka_unit_test(what_is_a_gpt2),
         cmocka_unit_test(invariant_mode),
         cmocka_unit_test(other_types),

@@ -74,6 +74,28 @@ static void test_training_as_on_the_cpu(void **state) {
     }
 }
 
+/* A vocabulary with padding of the program's: near the CPU's results without padding, and what is in the padding does
+   not change a bit. */
+static void test_padded_vocabulary(void **state) {
+    static gpt_result on_cpu, on_gpu, with_junk;
+    static const int ways[] = {0, 1, 2}; /* index into splits */
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, i == 1 ? MT_BF16 : MT_F32, (size_t)ways[i], 0, i == 2), c = r;
+        c.device = MT_DEVICE_CPU;
+        r.padded_vocab = 48;
+        gpt_execute(c, &on_cpu);
+        gpt_execute(r, &on_gpu);
+        if (r.dtype == MT_F32) assert_near(&r, &on_cpu, &on_gpu);
+        else gpt_assert_near(&r, &on_cpu, &on_gpu, gpt_half_error(r.dtype));
+        assert_planned(r, &on_gpu);
+        r.junk = 100.0f;
+        gpt_execute(r, &with_junk);
+        if (memcmp(&on_gpu, &with_junk, GPT_SAME_BYTES) != 0)
+            fail_msg("%s: the padding changes the results", gpt_name(&r));
+    }
+}
+
 /* Products with epilogues give the same model. On the CPU, which always runs separate operators, the bits are the
    same. */
 static void test_epilogues(void **state) {
@@ -276,6 +298,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_training_as_on_the_cpu),
         cmocka_unit_test(test_16bit_as_on_the_cpu),
+        cmocka_unit_test(test_padded_vocabulary),
         cmocka_unit_test(test_attention_on_tensor_cores),
         cmocka_unit_test(test_overlap),
         cmocka_unit_test(test_pipeline),

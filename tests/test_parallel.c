@@ -208,6 +208,14 @@ static const mt_param_desc some_params[] = {
      .placement = MT_SPLIT_COLS,
      .parts = 2,
      .unit = 6},
+    {.name = "rows.padded", .rows = 13, .cols = 5, .init_std = 0.5f, .placement = MT_SPLIT_ROWS, .padded_features = 32},
+    {.name = "bias.padded",
+     .rows = 1,
+     .cols = 10,
+     .init_value = 1.5f,
+     .placement = MT_SPLIT_COLS,
+     .unit = 2,
+     .padded_features = 30},
 };
 #define SOME_PARAMS ((int)(sizeof some_params / sizeof *some_params))
 #define PARAM_MAX 512
@@ -220,16 +228,17 @@ static int64_t param_elements(const mt_param_desc *d) { return d->rows * d->cols
 
 /* The index in the global tensor of the shard's element (i, j), or -1 for padding, computed from the description. */
 static int64_t global_element(const mt_param_desc *d, int ranks, int rank, int64_t i, int64_t j) {
-    int64_t parts = d->parts ? d->parts : 1, unit = d->unit ? d->unit : 1;
-    if (d->placement == MT_SPLIT_ROWS) i = test_global(d->rows, parts, unit, ranks, rank, i);
-    if (d->placement == MT_SPLIT_COLS) j = test_global(d->cols, parts, unit, ranks, rank, j);
+    if (d->placement == MT_SPLIT_ROWS) i = test_param_global(d, ranks, rank, i);
+    if (d->placement == MT_SPLIT_COLS) j = test_param_global(d, ranks, rank, j);
     return i < 0 || j < 0 ? -1 : i * d->cols + j;
 }
 
 static mt_status check_shard_shape(const mt_param *p, const mt_param_desc *d, int ranks) {
     int64_t parts = d->parts ? d->parts : 1, unit = d->unit ? d->unit : 1;
-    CHECK(p->value.rows == (d->placement == MT_SPLIT_ROWS ? test_local(d->rows, parts, unit, ranks) : d->rows));
-    CHECK(p->value.cols == (d->placement == MT_SPLIT_COLS ? test_local(d->cols, parts, unit, ranks) : d->cols));
+    int64_t rows = d->padded_features && d->placement == MT_SPLIT_ROWS ? d->padded_features : d->rows;
+    int64_t cols = d->padded_features && d->placement == MT_SPLIT_COLS ? d->padded_features : d->cols;
+    CHECK(p->value.rows == (d->placement == MT_SPLIT_ROWS ? test_local(rows, parts, unit, ranks) : d->rows));
+    CHECK(p->value.cols == (d->placement == MT_SPLIT_COLS ? test_local(cols, parts, unit, ranks) : d->cols));
     CHECK(p->grad.rows == p->value.rows && p->grad.cols == p->value.cols);
     CHECK(((uintptr_t)p->value.data & 63) == 0 && ((uintptr_t)p->grad.data & 63) == 0);
     CHECK(p->tp_size == ranks);
@@ -438,6 +447,42 @@ static void test_params_add_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
+static void test_padded_params_refuse(void **state) {
+    static const struct {
+        mt_param_desc desc;
+        mt_status status;
+        const char *words;
+    } bad[] = {
+        {{.name = "a", .rows = 12, .cols = 4, .padded_features = 16},
+         MT_ERR_ARGUMENT,
+         "padded_features 16|placement 0"},
+        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2, .padded_features = 16},
+         MT_ERR_ARGUMENT,
+         "padded_features 16|2 parts"},
+        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .padded_features = 11},
+         MT_ERR_SHAPE,
+         "padded_features 11|12 features"},
+        {{.name = "a", .rows = 1, .cols = 12, .placement = MT_SPLIT_COLS, .unit = 4, .padded_features = 18},
+         MT_ERR_SHAPE,
+         "padded_features 18|units of 4"},
+        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .padded_features = INT64_MAX},
+         MT_ERR_SHAPE,
+         "padded_features 9223372036854775807"},
+        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .padded_features = -1},
+         MT_ERR_SHAPE,
+         "padded_features -1"},
+    };
+    mt_param *p = NULL;
+    test_rank r;
+    (void)state;
+    open_alone(&r);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_params_add(r.ctx, r.params, &bad[i].desc, &p));
+        assert_true(p == NULL && mt_params_count(r.params) == 0);
+    }
+    test_paper_rank_close(&r);
+}
+
 static void test_params_refuse(void **state) {
     float x[16] = {0};
     mt_grid nowhere = {0};
@@ -511,6 +556,13 @@ static const linear_case linear_cases[] = {
     {"column, two parts", 0, {.in_features = 16, .out_features = 22, .parts = 2}},
     {"column, two parts, gathered", 0, {.in_features = 16, .out_features = 22, .parts = 2, .gather_output = 1}},
     {"column, units", 0, {.in_features = 16, .out_features = 20, .unit = 4}},
+    {"column, padded", 0, {.in_features = 16, .out_features = 19, .padded_out_features = 24}},
+    {"column, padded, gathered",
+     0,
+     {.in_features = 16, .out_features = 11, .gather_output = 1, .padded_out_features = 24}},
+    {"column, padded, units, sequence-parallel",
+     0,
+     {.in_features = 16, .out_features = 12, .unit = 2, .sequence_parallel = 1, .padded_out_features = 20}},
     {"column, sequence-parallel", 0, {.in_features = 16, .out_features = 19, .sequence_parallel = 1}},
     {"column, sequence-parallel, gathered, two parts",
      0,
@@ -647,7 +699,7 @@ static share output_share(const linear_run *l) {
 /* The index in the global tensor, or -1 for padding. */
 static int64_t share_element(const linear_run *l, share s, int64_t i, int64_t j) {
     const mt_param_desc *w = &l->weight->desc;
-    if (s.split) j = test_global(s.n, w->parts, w->unit, l->r->grid.tp_size, l->r->grid.tp_rank, j);
+    if (s.split) j = test_param_global(w, l->r->grid.tp_size, l->r->grid.tp_rank, j);
     return j < 0 ? -1 : (s.first + i) * s.n + j;
 }
 
@@ -819,15 +871,17 @@ static void test_linear_layers_on_every_split(void **state) {
 
 /* A column-parallel layer that uses the weight of another layer: both add to one gradient, and each has its own
    bias. */
-static mt_status shared_weight_body(test_rank *r) {
-    mt_linear_desc d = {.in_features = 6, .out_features = 8};
+static mt_status shared_weight_body(test_rank *r, int64_t padded) {
+    mt_linear_desc d = {.in_features = 6, .out_features = 8, .padded_out_features = padded};
     mt_column_parallel_linear a, b;
     mt_linear_saved sa, sb;
     mt_tensor x, y, dy;
     MT_TRY(mt_column_parallel_linear_create(r->ctx, r->params, "a", &d, &a));
     d.weight = a.weight;
+    if (r->grid.tp_size > 1) d.padded_out_features = 0; /* the same: the padding is that of the weight */
     MT_TRY(mt_column_parallel_linear_create(r->ctx, r->params, "b", &d, &b));
     CHECK(mt_params_count(r->params) == 3 && b.weight == a.weight && b.bias != a.bias);
+    CHECK(b.local_features == (padded ? padded : 8) / r->grid.tp_size && b.bias->value.cols == b.local_features);
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
     x = mt_tensor_f32(test_noise(r, 4 * 6, 1, 1.0f), 4, 6);
     y = test_tensor(r, 4, a.local_features, 0.0f);
@@ -850,7 +904,9 @@ static mt_status shared_weight_rank(mt_comm *world, void *user) {
     mt_status status;
     (void)user;
     MT_TRY(test_rank_open(world, all, NULL, &r));
-    status = shared_weight_body(&r);
+    status = shared_weight_body(&r, 0);
+    MT_KEEP(status, test_rank_renew(&r));
+    MT_KEEP(status, shared_weight_body(&r, 20));
     test_rank_close(&r);
     return status;
 }
@@ -866,13 +922,14 @@ static void test_column_layers_share_a_weight(void **state) {
 #define FEATURES 5
 
 typedef struct embedding_case {
-    int64_t vocab;
+    int64_t vocab, padded;
     int sequence_parallel;
     float y[TOKENS * FEATURES], dw[64 * FEATURES]; /* results of one rank */
 } embedding_case;
 
 static mt_status embedding_check(test_rank *r, embedding_case *c) {
-    mt_embedding_desc d = {.vocab = c->vocab, .features = FEATURES, .sequence_parallel = c->sequence_parallel};
+    mt_embedding_desc d = {
+        .vocab = c->vocab, .features = FEATURES, .sequence_parallel = c->sequence_parallel, .padded_vocab = c->padded};
     int ranks = c->sequence_parallel ? r->grid.tp_size : 1, alone = r->grid.tp_size == 1;
     int64_t rows = TOKENS / ranks, first = ranks > 1 ? rows * r->grid.tp_rank : 0, n = c->vocab * FEATURES;
     mt_vocab_parallel_embedding e;
@@ -884,6 +941,7 @@ static mt_status embedding_check(test_rank *r, embedding_case *c) {
     mt_tensor out, dout = mt_tensor_f32(dy + first * FEATURES, rows, FEATURES);
     MT_TRY(mt_vocab_parallel_embedding_create(r->ctx, r->params, "words", &d, &e));
     CHECK(strcmp(e.weight->name, "words.weight") == 0 && e.first_row == r->grid.tp_rank * e.weight->value.rows);
+    CHECK(e.weight->value.rows == test_ceil(c->padded ? c->padded : c->vocab, r->grid.tp_size));
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
     MT_TRY(mt_param_scatter(r->ctx, e.weight, table, e.weight->value));
     for (int i = 0; i < TOKENS; i++) {
@@ -918,7 +976,7 @@ static mt_status embedding_check(test_rank *r, embedding_case *c) {
     return MT_SUCCESS;
 }
 
-#define EMBEDDING_CASES 6
+#define EMBEDDING_CASES 9
 
 static mt_status embedding_rank(mt_comm *world, void *user) {
     embedding_case *cases = (embedding_case *)user;
@@ -939,7 +997,10 @@ static void test_embedding_on_every_split(void **state) {
                                                     {.vocab = 5},
                                                     {.vocab = 48, .sequence_parallel = 1},
                                                     {.vocab = 37, .sequence_parallel = 1},
-                                                    {.vocab = 3, .sequence_parallel = 1}};
+                                                    {.vocab = 3, .sequence_parallel = 1},
+                                                    {.vocab = 37, .padded = 48},
+                                                    {.vocab = 37, .padded = 38, .sequence_parallel = 1},
+                                                    {.vocab = 5, .padded = 64}};
     (void)state;
     for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], embedding_rank, cases);
 }
@@ -952,6 +1013,7 @@ typedef struct loss_case {
     int32_t ignore;
     double loss_tolerance, gradient_tolerance;
     float loss[TOKENS], dlogits[TOKENS * 64]; /* results of one rank */
+    int64_t padded;
 } loss_case;
 
 typedef struct loss_reference {
@@ -1013,9 +1075,10 @@ static mt_status loss_at_once(test_rank *r, const mt_cross_entropy_desc *d, mt_t
 }
 
 static mt_status loss_check(test_rank *r, loss_case *c) {
-    mt_cross_entropy_desc d = {.vocab = c->vocab, .label_smoothing = c->smoothing, .ignore_index = c->ignore};
+    mt_cross_entropy_desc d = {
+        .vocab = c->vocab, .label_smoothing = c->smoothing, .ignore_index = c->ignore, .padded_vocab = c->padded};
     int ranks = r->grid.tp_size;
-    int64_t local = test_ceil(c->vocab, ranks), first = local * r->grid.tp_rank;
+    int64_t local = test_ceil(c->padded ? c->padded : c->vocab, ranks), first = local * r->grid.tp_rank;
     float *logits = test_floats(r, TOKENS * c->vocab, 0.0f), *dloss = test_noise(r, TOKENS, 3, 1.0f);
     mt_tensor mine = test_tensor(r, TOKENS, local, 1e30f); /* the padding may contain anything */
     mt_tensor loss = test_tensor(r, 1, TOKENS, NAN), again = test_tensor(r, TOKENS, local, NAN);
@@ -1064,7 +1127,7 @@ static mt_status loss_check(test_rank *r, loss_case *c) {
     return loss_at_once(r, &d, again, targets, mt_tensor_f32(dloss, 1, TOKENS), loss, mine);
 }
 
-#define LOSS_CASES 10
+#define LOSS_CASES 13
 
 static mt_status loss_rank(mt_comm *world, void *user) {
     loss_case *cases = (loss_case *)user;
@@ -1087,11 +1150,13 @@ static mt_status loss_rank(mt_comm *world, void *user) {
    gradients, and between splits, is 1e-6 (for a smoothed loss of 100, a few ulps). */
 static void test_cross_entropy_on_every_split(void **state) {
     static loss_case cases[LOSS_CASES] = {
-        {48, 0, 3, 0, 1e-6, 1e-6, {0}, {0}},      {37, 0, 3, 0, 1e-6, 1e-6, {0}, {0}},
-        {37, 0.1f, 3, 0, 1e-6, 1e-6, {0}, {0}},   {5, 0.2f, 3, -7, 1e-6, 1e-6, {0}, {0}},
-        {1, 0.2f, 3, 0, 1e-6, 1e-6, {0}, {0}},    {37, 0.1f, 3, 64, 1e-6, 1e-6, {0}, {0}},
-        {37, 0, 1000, 0, 6.2e-5, 1e-6, {0}, {0}}, {37, 0.1f, 1000, 0, 1.3e-4, 1e-6, {0}, {0}},
-        {37, 0, 3, -1, 1e-6, 1e-6, {0}, {0}},     {37, 0.1f, 3, 5, 1e-6, 1e-6, {0}, {0}}};
+        {48, 0, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},        {37, 0, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},
+        {37, 0.1f, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},     {5, 0.2f, 3, -7, 1e-6, 1e-6, {0}, {0}, 0},
+        {1, 0.2f, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},      {37, 0.1f, 3, 64, 1e-6, 1e-6, {0}, {0}, 0},
+        {37, 0, 1000, 0, 6.2e-5, 1e-6, {0}, {0}, 0},   {37, 0.1f, 1000, 0, 1.3e-4, 1e-6, {0}, {0}, 0},
+        {37, 0, 3, -1, 1e-6, 1e-6, {0}, {0}, 0},       {37, 0.1f, 3, 5, 1e-6, 1e-6, {0}, {0}, 0},
+        {37, 0, 3, 0, 1e-6, 1e-6, {0}, {0}, 48},       {37, 0.1f, 3, 45, 1e-6, 1e-6, {0}, {0}, 48},
+        {5, 0.2f, 1000, 0, 1.3e-4, 1e-6, {0}, {0}, 64}};
     (void)state;
     for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], loss_rank, cases);
 }
@@ -1484,6 +1549,13 @@ static void test_linear_create_refuses(void **state) {
     d = good_linear;
     d.gather_output = 1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "gather_output", mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row));
+    d = good_linear;
+    d.padded_out_features = 16;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "padded_out_features",
+            mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row));
+    d.padded_out_features = 11;
+    REFUSED(r.ctx, MT_ERR_SHAPE, "'l.weight'|11|12 features",
+            mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     assert_int_equal(mt_params_count(r.params), 0);
     test_paper_rank_close(&r);
 }
@@ -1539,6 +1611,10 @@ static void test_linear_create_refuses_weights(void **state) {
     d.out_features = 12;
     d.parts = 2;
     REFUSED(r.ctx, MT_ERR_SHAPE, "'a.weight'|2 parts",
+            mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
+    d.parts = 0;
+    d.padded_out_features = 16;
+    REFUSED(r.ctx, MT_ERR_SHAPE, "padded_out_features 16|'a.weight' 0",
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     assert_int_equal(mt_params_count(r.params), 2);
     add_matrix(&r, "l.bias", 1, 1, 0.0f);
@@ -1938,7 +2014,12 @@ static void test_embedding_refuses(void **state) {
                {{.vocab = (int64_t)INT32_MAX + 1, .features = 4}, MT_ERR_ARGUMENT, "vocab 2147483648"},
                {{.vocab = 10, .features = 0}, MT_ERR_ARGUMENT, "features 0"},
                {{.vocab = 10, .features = INT64_MAX / 2}, MT_ERR_SHAPE, "4611686018427387903"},
-               {{.vocab = 10, .features = 4, .init_std = -1.0f}, MT_ERR_ARGUMENT, "init_std -1"}};
+               {{.vocab = 10, .features = 4, .init_std = -1.0f}, MT_ERR_ARGUMENT, "init_std -1"},
+               {{.vocab = 10, .features = 4, .padded_vocab = 9}, MT_ERR_ARGUMENT, "padded_vocab 9|vocab 10"},
+               {{.vocab = 10, .features = 4, .padded_vocab = -1}, MT_ERR_ARGUMENT, "padded_vocab -1|vocab 10"},
+               {{.vocab = 10, .features = 4, .padded_vocab = (int64_t)INT32_MAX + 1},
+                MT_ERR_ARGUMENT,
+                "padded_vocab 2147483648"}};
     mt_embedding_desc d = {.vocab = 10, .features = 4, .sequence_parallel = 1};
     int32_t ids[8] = {0, 9, 3, 4, 5, 6, 7, 8}, worse[8] = {0, 9, 3, 4, 10, 6, -1, 8};
     mt_vocab_parallel_embedding e = {0};
@@ -2049,6 +2130,55 @@ static void entropy_close(entropy *e) {
     test_paper_rank_close(&e->r);
 }
 
+/* Ranks that pad differently would have other borders. */
+static mt_status pads_differently_rank(mt_comm *world, void *user) {
+    mt_embedding_desc words = {.vocab = 10, .features = 4, .padded_vocab = 15 + mt_comm_rank(world)};
+    mt_vocab_parallel_embedding e;
+    test_rank r;
+    mt_status status;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, NULL, &r));
+    MT_TRY(mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &words, &e));
+    CHECK(e.weight->value.rows == 8); /* on both ranks */
+    status = mt_params_init(r.ctx, r.params, 1);
+    CHECK(status == MT_ERR_MISMATCH &&
+          test_has_words(mt_last_error(r.ctx), "e.weight is|padded_features 15|padded_features 16"));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_ranks_that_pad_differently(void **state) {
+    (void)state;
+    test_launch(2, pads_differently_rank, NULL);
+}
+
+/* Ids and targets in the padding are refused, and logits have the columns of the padded vocabulary. */
+static void test_padded_vocabulary_refuses(void **state) {
+    mt_embedding_desc words = {.vocab = 10, .features = 4, .padded_vocab = 16};
+    mt_cross_entropy_desc d = {.vocab = 10, .padded_vocab = 16};
+    int32_t ids[2] = {9, 10};
+    mt_vocab_parallel_embedding e;
+    mt_tensor y, logits, loss;
+    test_rank r;
+    (void)state;
+    open_alone(&r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &words, &e));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    assert_int_equal(e.weight->value.rows, 16);
+    y = test_tensor(&r, 2, 4, 7.0f);
+    logits = test_tensor(&r, 2, 16, 7.0f);
+    loss = test_tensor(&r, 1, 2, 7.0f);
+    REFUSED(r.ctx, MT_ERR_DATA, "token id 10|[0, 10)", mt_vocab_parallel_embedding_forward(r.ctx, &e, ids, 2, y));
+    REFUSED(r.ctx, MT_ERR_DATA, "target 10|[0, 10)",
+            mt_vocab_parallel_cross_entropy_forward(r.ctx, r.grid.tp, &d, logits, ids, loss, NULL));
+    REFUSED(
+        r.ctx, MT_ERR_SHAPE, "[2, 10]|[2, 16]",
+        mt_vocab_parallel_cross_entropy_forward(r.ctx, r.grid.tp, &d, with_shape(logits, 2, 10, 16), ids, loss, NULL));
+    test_untouched("y", y.data, 8, 7.0f);
+    test_untouched("loss", loss.data, 2, 7.0f);
+    test_paper_rank_close(&r);
+}
+
 static void test_cross_entropy_refuses(void **state) {
     static const struct {
         mt_cross_entropy_desc desc;
@@ -2057,6 +2187,8 @@ static void test_cross_entropy_refuses(void **state) {
                {{.vocab = -3}, "vocab -3"},
                {{.vocab = INT64_MAX}, "vocab 9223372036854775807"},
                {{.vocab = (int64_t)INT32_MAX + 1}, "vocab 2147483648"},
+               {{.vocab = 10, .padded_vocab = 9}, "padded_vocab 9|vocab 10"},
+               {{.vocab = 10, .padded_vocab = (int64_t)INT32_MAX + 1}, "padded_vocab 2147483648"},
                {{.vocab = 10, .label_smoothing = 1.0f}, "label_smoothing 1"},
                {{.vocab = 10, .label_smoothing = -0.1f}, "label_smoothing -0.1"},
                {{.vocab = 10, .label_smoothing = NAN}, "label_smoothing|nan"}};
@@ -3101,6 +3233,7 @@ int main(void) {
         cmocka_unit_test(test_automatic_names),
         cmocka_unit_test(test_automatic_names_after_errors),
         cmocka_unit_test(test_automatic_names_of_stages),
+        cmocka_unit_test(test_padded_params_refuse),
         cmocka_unit_test(test_params_refuse),
         cmocka_unit_test(test_reading_a_registry_that_is_not_there),
         cmocka_unit_test(test_linear_layers_on_every_split),
@@ -3137,6 +3270,8 @@ int main(void) {
         cmocka_unit_test(test_trusted_ids),
         cmocka_unit_test(test_embedding_refuses),
         cmocka_unit_test(test_sizes_that_cannot_be),
+        cmocka_unit_test(test_padded_vocabulary_refuses),
+        cmocka_unit_test(test_ranks_that_pad_differently),
         cmocka_unit_test(test_cross_entropy_refuses),
         cmocka_unit_test(test_cross_entropy_forward_refuses),
         cmocka_unit_test(test_cross_entropy_backward_refuses),
