@@ -717,6 +717,9 @@ MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
    mt_cuda_launched: call it after each launch. It returns the error of the launch; the message names `kernel`.
    mt_cuda_zero, mt_cuda_copy_rows: as cudaMemsetAsync and cudaMemcpy2DAsync, in the context's stream. Pitches are in
      bytes. Either side of a copy may be on the host or on a GPU.
+   mt_cuda_check_memory: returns MT_ERR_ARGUMENT, with `function` and the name of the buffer, when the context's GPU
+     cannot use the first or the last of `bytes` bytes from ptr on: it needs memory of this GPU, managed memory, or
+     page-locked memory of the host.
    mt_cuda_wait_peers: waits for the collectives in the stream, at most for their timeout. Call it before every CUDA
      call that waits for the stream, because CUDA itself waits without a timeout.
    mt_cuda_fetch: calls mt_cuda_wait_peers, copies from the GPU to the host, and waits until the copy is done. */
@@ -726,6 +729,8 @@ MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel);
 MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes);
 MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                                    size_t row_bytes, int64_t rows);
+MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, const char *name, const void *ptr,
+                                      size_t bytes);
 MT_API mt_status mt_cuda_wait_peers(mt_context *ctx);
 MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes);
 
@@ -1636,6 +1641,31 @@ MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, c
     return MT_SUCCESS;
 }
 
+/* Checks one address. A GPU that shares the page tables of the host can use all memory of the host. */
+static mt_status mti_cuda_check_address(mt_context *ctx, const char *function, const char *name, const char *ptr) {
+    cudaPointerAttributes where;
+    int pageable = 0;
+    memset(&where, 0, sizeof where);
+    MT_CUDA_TRY(ctx, cudaPointerGetAttributes(&where, ptr));
+    if (where.type == cudaMemoryTypeDevice && where.device == ctx->ordinal) return MT_SUCCESS;
+    if (where.type == cudaMemoryTypeDevice)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is memory of GPU %d, but the context is on GPU %d", function, name,
+                       where.device, ctx->ordinal);
+    if (where.type != cudaMemoryTypeUnregistered && where.devicePointer == ptr) return MT_SUCCESS;
+    MT_CUDA_TRY(ctx, cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, ctx->ordinal));
+    if (where.type == cudaMemoryTypeUnregistered && pageable) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is memory of the host, which GPU %d cannot use: %p", function, name,
+                   ctx->ordinal, (const void *)ptr);
+}
+
+MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, const char *name, const void *ptr,
+                                      size_t bytes) {
+    MT_TRY(mt_cuda_enter(ctx));
+    if (bytes == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_check_address(ctx, function, name, (const char *)ptr));
+    return mti_cuda_check_address(ctx, function, name, (const char *)ptr + bytes - 1);
+}
+
 /* Calls mt_cuda_wait_peers first, because a copy to pageable memory waits for the stream without a timeout. */
 MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
     MT_TRY(mt_cuda_enter(ctx));
@@ -1706,6 +1736,10 @@ MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, c
                                    size_t row_bytes, int64_t rows) {
     return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)row_bytes, (void)rows,
            MT_ERR_UNSUPPORTED;
+}
+MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, const char *name, const void *ptr,
+                                      size_t bytes) {
+    return (void)ctx, (void)function, (void)name, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
 }
 static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {

@@ -1010,6 +1010,7 @@ static void test_cuda_is_not_built(void **state) {
         ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_zero(ctx, to, sizeof to));
         ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_copy_rows(ctx, to, 4, from, 4, 2, 2));
         ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_copy_rows(ctx, to, 4, from, 4, 2, 0));
+        ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_check_memory(ctx, "f", "to", to, sizeof to));
         ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_wait_peers(ctx));
         ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_fetch(ctx, to, from, sizeof to));
         assert_string_equal(to, "abcdefg");

@@ -752,6 +752,37 @@ static void copy_rows(int from_host, int to_host) {
     for (int i = 0; i < ROWS * FROM; i++) assert_int_equal(x[i], 0);
 }
 
+/* The GPU's memory and page-locked memory of the host are accepted, other memory is not, also where only the end is
+   wrong. */
+static void test_check_memory(void **state) {
+    float values[4];
+    void *mine, *locked, *small;
+    cudaPointerAttributes where;
+    (void)state;
+    OK(mt_context_alloc(gpu, 256, &mine));
+    OK(mt_cuda_check_memory(gpu, "f", "x", mine, 256));
+    OK(mt_cuda_check_memory(gpu, "f", "x", (char *)mine + 4, 100));
+    OK(mt_cuda_check_memory(gpu, "f", "x", values, 0));
+    assert_int_equal(cudaMallocHost(&locked, 64), cudaSuccess);
+    OK(mt_cuda_check_memory(gpu, "f", "x", locked, 64));
+    assert_int_equal(cudaFreeHost(locked), cudaSuccess);
+    memset(&where, 0, sizeof where);
+    assert_int_equal(cudaPointerGetAttributes(&where, values), cudaSuccess);
+    if (where.type == cudaMemoryTypeUnregistered) { /* on some machines a GPU can use all memory of the host */
+        int pageable = 0;
+        assert_int_equal(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, 0), cudaSuccess);
+        if (!pageable) {
+            ASSERT_STATUS(gpu, MT_ERR_ARGUMENT, mt_cuda_check_memory(gpu, "f", "x", values, sizeof values));
+            assert_non_null(strstr(mt_last_error(gpu), "f: x is memory of the host, which GPU 0 cannot use"));
+            assert_int_equal(cudaMalloc(&small, 64), cudaSuccess);
+            ASSERT_STATUS(gpu, MT_ERR_ARGUMENT, mt_cuda_check_memory(gpu, "f", "x", small, (size_t)1 << 40));
+            assert_int_equal(cudaFree(small), cudaSuccess);
+        }
+    }
+    assert_int_equal(mt_cuda_check_memory(NULL, "f", "x", mine, 4), MT_ERR_ARGUMENT);
+    mt_context_free(gpu, mine, 256);
+}
+
 static void test_copy_rows(void **state) {
     char x[8] = "1234567", y[8] = "abcdefg";
     mt_context_desc where;
@@ -1063,6 +1094,7 @@ int main(void) {
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_ids),
         cmocka_unit_test(test_context),
+        cmocka_unit_test(test_check_memory),
         cmocka_unit_test(test_copy_rows),
         cmocka_unit_test(test_collectives),
         cmocka_unit_test(test_overlap),
