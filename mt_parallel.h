@@ -11,12 +11,12 @@
        ... forward, backward ...                  // optional: mt_sync_gradients_begin before the last backward
                             MT_TRY(mt_sync_gradients(ctx, params));
 
-   Layers are small structs in the caller's memory. They need no destroy, because the registry (mt_params) owns the
-   values and gradients of their parameters. Forward keeps what backward needs in a `saved` struct: tensors in the
-   arena, and views of tensors that the caller passed (x, ids, targets). The caller must not release (mt_arena_release),
-   free or change any of them before backward has returned. With saved == NULL forward is inference and keeps nothing.
-   A forward with `saved` does not need to have a backward; see mt_arena_mark for a loop that does not know it before.
-   Backward adds to parameter gradients and overwrites activation gradients.
+   Layers are small structs in the caller's memory. They need no destroy, because the registry (mt_params) owns their
+   parameters. Values and gradients may be in memory of the caller (mt_params_bind). Forward keeps what backward needs
+   in a `saved` struct: tensors in the arena, and views of tensors that the caller passed (x, ids, targets). The caller
+   must not release (mt_arena_release), free or change any of them before backward has returned. With saved == NULL
+   forward is inference and keeps nothing. A forward with `saved` does not need to have a backward; see mt_arena_mark for
+   a loop that does not know it before. Backward adds to parameter gradients and overwrites activation gradients.
 
    Names: A create function gets the layer's name. The parameters are then called NAME.weight and so on. The name of a
    parameter decides its random numbers (mt_params_init) and is its key in checkpoints. With name NULL a layer is called
@@ -269,17 +269,59 @@ typedef struct mt_data_parallel_desc {
 } mt_data_parallel_desc;
 
 /* Sets how data ranks share the work. Give every rank of a pipeline stage the same desc. MT_ERR_ARGUMENT:
-   mt_params_init was already called. */
+   mt_params_init or mt_params_bind was already called. */
 MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc);
 
 /* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient.
    MT_ERR_ARGUMENT: the name is empty, taken or too long, or NULL with several pipeline stages, another field is out of
-   range, or mt_params_init was already called.
+   range, or mt_params_init or mt_params_bind was already called.
    MT_ERR_SHAPE: rows or cols is not positive, rows * cols is above 2^48, parts * unit does not divide the split
    dimension, or padded_features breaks a rule of its comment. */
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
-/* Allocates all values in one block of memory and all gradients in another. Draws the values from the seed and sets the
+/* Memory of the caller for the parameters of this rank. Each pointer is a buffer for one kind of memory, on the
+   context's device. NULL: this kind is not bound, and the registry or the optimizer allocates it. Every buffer has the
+   same number of elements and the same offsets. */
+typedef struct mt_params_memory {
+    void *values;   /* in the registry's type */
+    float *grads;   /* parameter gradients are always MT_F32 */
+    float *exp_avg; /* the optimizer's state, see mt_optimizer_state */
+    float *exp_avg_sq;
+    float *master;    /* for 16-bit parameters */
+    int64_t elements; /* number of elements in each buffer that is not NULL */
+    /* the first element of each parameter in every buffer, in the order of mt_params_at. There may be gaps, and any
+       order is allowed. A parameter has value.rows * value.cols elements. NULL: one parameter after the other, without
+       gaps */
+    const int64_t *offsets;
+} mt_params_memory;
+
+/* mt_params_bind puts the values, gradients or optimizer state of all parameters into memory of the caller. Call it
+   after all parameters were added and before mt_params_init, and for exp_avg, exp_avg_sq and master also later, until
+   mt_optimizer_create. Several calls may each bind other kinds. memory NULL: this call binds nothing.
+   mt_param_bind does the same for one parameter, without communication: `elements` is the size of its buffers, and
+   offsets has one number or is NULL. Then call mt_params_bind, with memory NULL, or mt_params_init.
+
+   When the values of all parameters are bound, mt_params_bind allocates what is not bound, and mt_params_init is
+   optional. Bind the gradients in the same call or before. Without mt_params_init, parameters have the values that the
+   memory has. The padding of a parameter that the tensor ranks do not divide must be zero. mt_params_init fills the
+   memory as it fills its own. mt_optimizer_create sets bound moments to zero and copies masters from the values.
+
+   The caller owns the memory, and frees it after mt_params_destroy. It must be aligned to its elements; GPUs are faster
+   with 16-byte alignment. All calls work on bound memory, and give the same bits as without it, except that GEMMs on a
+   GPU may differ when a parameter is not aligned to 16 bytes. A collective that needs neighbouring parameters in one
+   piece copies them where they have gaps, so a registry may allocate memory for one bucket. Memory that the registry
+   allocates for a kind has space for all parameters, unless all are bound.
+   mt_params_bind is collective over the grid's world, like mt_params_init, and compares the same settings (without the
+   seed) and what is bound. MT_ERR_MISMATCH: something differs. A call that fails has bound nothing and written nothing.
+   MT_ERR_ARGUMENT: a parameter does not fit into its buffer, bound memory overlaps or is not aligned, the kind is
+   already bound, the GPU cannot use the memory (mt_cuda_check_memory), the call comes too late, exp_avg, exp_avg_sq or
+   master with a sharded optimizer, or master with f32 parameters. MT_ERR_MEMORY. Afterwards, and after mt_params_init,
+   a change of value.data or grad.data by hand is MT_ERR_ARGUMENT at the next call. */
+MT_API mt_status mt_params_bind(mt_context *ctx, mt_params *params, const mt_params_memory *memory);
+MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params_memory *memory);
+
+/* Allocates all values in one block of memory and all gradients in another, except those that are bound
+   (mt_params_bind). Draws the values from the seed and sets the
    gradients to zero. A value depends only on the seed, the parameter's name and the element's position in the whole
    tensor, so every split starts from the same model. 16-bit values are rounded from f32. No parameter can be added
    afterwards. A second call initialises values and gradients again.
@@ -879,10 +921,12 @@ typedef struct mt_optimizer_desc {
 typedef struct mt_optimizer {
     mt_optimizer_desc desc;
     mt_params *params;
-    float *m, *v;     /* first and second moments, see mt_optimizer_moments */
-    float *master;    /* f32 masters of 16-bit parameters, see mt_optimizer_master; NULL: there are none */
-    int64_t elements; /* floats in each of m, v and master; with a sharded optimizer, those of this rank */
-    int64_t step;     /* steps done */
+    /* first and second moments, and f32 masters of 16-bit parameters, see mt_optimizer_moments and mt_optimizer_master.
+       NULL: there are none, or mt_params_bind has bound those of all parameters */
+    float *m, *v, *master;
+    int64_t
+        elements; /* floats in each of m, v and master that is not NULL; with a sharded optimizer, those of this rank */
+    int64_t step; /* steps done */
 } mt_optimizer;
 
 /* Creates an optimizer and allocates its state. Masters are copied from the parameters, so call it after
@@ -1698,17 +1742,44 @@ typedef struct mti_buckets {
     int64_t sent;  /* the sums of all gradients from this element on have been started */
 } mti_buckets;
 
+/* The kinds of memory that a parameter has. The last three are those of mt_optimizer_state, in its order. */
+enum { MTI_IN_VALUES = 0, MTI_IN_GRADS = 1, MTI_IN_STATES = 2, MTI_KINDS = 5 };
+
+static const char *const mti_kind_names[] = {"values", "grads", "exp_avg", "exp_avg_sq", "master"};
+
+/* Where a parameter lies. Places number the elements of all parameters, with padding for alignment; buckets, shares
+   and the sums over groups are ranges of places. Memory that the registry or the optimizer has allocated has the places
+   in their order. */
+typedef struct mti_home {
+    int64_t place;          /* of the first element */
+    void *bound[MTI_KINDS]; /* memory of the caller (mt_params_bind); NULL: of the registry or the optimizer */
+    const void *value, *grad, *lookup; /* value.data, grad.data and lookup_grad.data, as the registry has set them */
+} mti_home;
+
+/* What mt_params_add allocates. */
+typedef struct mti_entry {
+    mt_param param;
+    mti_home home;
+} mti_entry;
+
 struct mt_params {
     mt_context *ctx;
     const mt_grid *grid;
     mt_param **list;
     int count, capacity;
-    mt_dtype dtype; /* type of the values */
-    void *values;   /* NULL until mt_params_init */
-    float *grads;
+    mt_dtype dtype;             /* type of the values */
+    int bound_count[MTI_KINDS]; /* number of parameters whose memory of this kind is bound */
+    int is_bound;               /* 1: mt_params_bind was called */
+    int has_optimizer;          /* 1: mt_optimizer_create was called */
+    int placed;                 /* 1: all parameters have values and gradients */
+    void *values;               /* [elements]; NULL: the caller has the values of all parameters */
+    float *grads;               /* [elements]; NULL: the caller has the gradients of all parameters */
+    float *lookups;             /* [gradients - elements]; behind grads if there are grads */
+    float *room;                /* [room_elements], for collectives on bound memory that is not in one piece */
+    int64_t room_elements;
     int64_t elements, partial; /* the first `partial` elements are the sequence_partial parameters */
     mti_buckets buckets;
-    int64_t gradients;     /* floats in grads: `elements`, then those of lookup_grad */
+    int64_t gradients;     /* `elements`, and those of all lookup_grad */
     float *subtrees;       /* invariant mode: [levels, gradients], sums of 1, 2, 4, ... micro-batches */
     int levels;            /* levels of the tree over the micro-batches of a rank */
     int64_t micro_batches; /* micro-batches accumulated in this step */
@@ -1840,11 +1911,12 @@ MT_API mt_dtype mt_params_dtype(const mt_params *params) { return params ? param
 
 MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!params || !desc || params->values)
+    if (!params || !desc || params->placed || params->is_bound)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_data_parallel: %s",
-                       !params ? "params is NULL"
-                       : desc  ? "comes after mt_params_init"
-                               : "desc is NULL");
+                       !params          ? "params is NULL"
+                       : !desc          ? "desc is NULL"
+                       : params->placed ? "comes after mt_params_init"
+                                        : "comes after mt_params_bind");
     if (desc->bucket_bytes > SIZE_MAX / 4)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_data_parallel: bucket_bytes is %zu", desc->bucket_bytes);
     params->buckets.desc = *desc;
@@ -1855,6 +1927,32 @@ static size_t mti_params_bytes(const mt_params *params, int64_t elements) {
     return (size_t)elements * mt_dtype_size(params->dtype);
 }
 
+static mti_home *mti_home_of(const mt_param *p) { return &((mti_entry *)(void *)p->registry->list[p->index])->home; }
+
+/* Returns a view of `count` elements, from element `first` on, of what the caller has bound of a parameter. */
+static mt_tensor mti_bound_view(const mt_param *p, int kind, int64_t first, int64_t count) {
+    mt_dtype dtype = kind == MTI_IN_VALUES ? p->value.dtype : MT_F32;
+    char *data = (char *)mti_home_of(p)->bound[kind] + first * (int64_t)mt_dtype_size(dtype);
+    return mt_tensor_make(data, dtype, 1, count);
+}
+
+/* The number of bytes of the registry's own gradients. */
+static size_t mti_grads_bytes(const mt_params *params) {
+    int all = params->bound_count[MTI_IN_GRADS] == params->count;
+    return (size_t)(params->gradients - (all ? params->elements : 0)) * sizeof(float);
+}
+
+/* Frees values, gradients, subtrees and the room, as far as they are the registry's. */
+static void mti_params_free(mt_context *ctx, mt_params *params) {
+    void *grads = params->grads ? params->grads : params->lookups;
+    mt_context_free(ctx, params->values, mti_params_bytes(params, params->elements));
+    mt_context_free(ctx, grads, mti_grads_bytes(params));
+    mt_context_free(ctx, params->subtrees, (size_t)(params->gradients * params->levels) * sizeof(float));
+    mt_context_free(ctx, params->room, (size_t)params->room_elements * sizeof(float));
+    params->values = NULL;
+    params->grads = params->lookups = params->subtrees = params->room = NULL;
+}
+
 MT_API void mt_params_destroy(mt_params *params) {
     mt_context *ctx;
     int i;
@@ -1863,9 +1961,7 @@ MT_API void mt_params_destroy(mt_params *params) {
     /* collectives that still run use this memory */
     if (params->buckets.begun) mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD);
     while (params->buffers) mti_params_free_buffer(params);
-    mt_context_free(ctx, params->values, mti_params_bytes(params, params->elements));
-    mt_context_free(ctx, params->grads, (size_t)params->gradients * sizeof(float));
-    mt_context_free(ctx, params->subtrees, (size_t)(params->gradients * params->levels) * sizeof(float));
+    mti_params_free(ctx, params);
     for (i = 0; i < params->count; i++) mt_host_free(params->list[i]);
     mt_host_free(params->list);
     mt_host_free(params);
@@ -2034,7 +2130,9 @@ static mt_status mti_sharding_check(mt_context *ctx, const char *function, const
 }
 
 static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const mt_param_desc *d) {
-    if (params->values) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' comes after mt_params_init", d->name);
+    if (params->placed || params->is_bound)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' comes after %s", d->name,
+                       params->is_bound ? "mt_params_bind" : "mt_params_init");
     if (mt_params_find(params, d->name))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: there is already a parameter '%s'", d->name);
     MT_TRY(mti_sharding_check(ctx, "mt_params_add", d));
@@ -2086,7 +2184,7 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     named.name = name;
     MT_TRY(mti_param_check(ctx, params, &named));
     MT_TRY(mti_params_reserve(ctx, params));
-    MT_TRY(mti_host_new(ctx, sizeof *p, &memory));
+    MT_TRY(mti_host_new(ctx, sizeof(mti_entry), &memory)); /* its first member is the parameter */
     p = (mt_param *)memory;
     p->desc = named;
     memcpy(p->name, name, sizeof name);
@@ -2107,7 +2205,7 @@ MT_API mt_status mt_create_end(mt_params *params, size_t mark, void *block, size
     if (status == MT_SUCCESS) return status;
     while (mt_params_mark(params) > mark) { /* the newest is a buffer or a parameter */
         if (params->buffers && params->buffers->mark + 1 == mt_params_mark(params)) mti_params_free_buffer(params);
-        else if (!params->values) mt_host_free(params->list[--params->count]);
+        else if (!params->placed && !params->is_bound) mt_host_free(params->list[--params->count]);
         else break;
     }
     if (block) memset(block, 0, block_bytes);
@@ -2150,28 +2248,6 @@ static mt_status mti_params_sum(mt_context *ctx, mt_params *params, int64_t *sum
     return MT_SUCCESS;
 }
 
-/* Allocates values, gradients and, in invariant mode, the subtrees of mt_accumulate_gradients. */
-static mt_status mti_params_alloc(mt_context *ctx, mt_params *params, int64_t elements) {
-    size_t bytes = (size_t)params->gradients * sizeof(float), value_bytes = mti_params_bytes(params, elements), more;
-    void *values = NULL, *grads = NULL, *subtrees = NULL;
-    mt_status status;
-    while (params->grid->dp_size << params->levels < mt_context_invariant_data(ctx)) params->levels++;
-    more = bytes * (size_t)params->levels;
-    status = mt_context_alloc(ctx, value_bytes, &values);
-    if (status == MT_SUCCESS) status = mt_context_alloc(ctx, bytes, &grads);
-    if (status == MT_SUCCESS && more > 0) status = mt_context_alloc(ctx, more, &subtrees);
-    if (status != MT_SUCCESS) {
-        mt_context_free(ctx, grads, bytes);
-        mt_context_free(ctx, values, value_bytes);
-        return status;
-    }
-    params->values = values;
-    params->grads = (float *)grads;
-    params->subtrees = (float *)subtrees;
-    params->elements = elements;
-    return MT_SUCCESS;
-}
-
 /* Sets the size of the buckets, and rounds *elements up. Both are multiples of a unit that makes the data ranks' shares
    of each bucket equal and aligned. */
 static void mti_params_cut(mt_params *params, int64_t *elements) {
@@ -2184,32 +2260,156 @@ static void mti_params_cut(mt_params *params, int64_t *elements) {
     b->size = mt_round_up(mt_max(mt_min(size, *elements), 1), unit);
 }
 
-/* Gives every parameter its place in memory. Parameters whose gradients are summed over the tensor group come first, in
-   one piece. Those whose gradients are summed over the embedding group follow, and then all others. */
-static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
-    int64_t at, behind;
+/* Gives every parameter its place. Parameters whose gradients are summed over the tensor group come first, in one
+   piece. Those whose gradients are summed over the embedding group follow, and then all others. */
+static void mti_params_order(mt_params *params) {
+    int64_t at = 0;
     int i, pass;
-    MT_TRY(mti_params_sum(ctx, params, &behind));
-    mti_params_cut(params, &behind);
-    params->gradients += behind;
-    MT_TRY(mti_params_alloc(ctx, params, behind));
-    for (at = 0, pass = 0; pass < 3; pass++) {
+    for (pass = 0; pass < 3; pass++) {
         for (i = 0; i < params->count; i++) {
-            mt_param *p = params->list[i];
+            const mt_param *p = params->list[i];
             if ((p->desc.sequence_partial ? 0 : p->desc.shared_embedding ? 1 : 2) != pass) continue;
-            p->value.data = (char *)params->values + mti_params_bytes(params, at);
-            p->grad.data = params->grads + at;
+            mti_home_of(p)->place = at;
             at += mti_param_slot(p);
-            if (!mti_has_lookup_grad(params, p)) continue;
-            p->lookup_grad = p->grad;
-            p->lookup_grad.data = params->grads + behind;
-            behind += mti_param_slot(p);
         }
         if (pass == 0) params->partial = at;
         if (pass == 1) params->buckets.early = at;
     }
-    MT_TRY(mt_comm_register(ctx, params->grid->dp, params->grads, (size_t)params->elements * sizeof(float)));
-    if (params->buckets.ranks == 1) return MT_SUCCESS;
+}
+
+/* Returns the first place, lo, of the bucket [lo, hi). Backward runs through the layers from the last to the first, and
+   so through the places from their end. Buckets are therefore cut from the end. They cut through parameters, so that
+   all ranks have equal shares of a bucket. */
+static int64_t mti_bucket_low(const mt_params *params, int64_t hi) { return mt_max(hi - params->buckets.size, 0); }
+
+/* Returns where the places [lo, hi) are in one piece of memory, without a gap, or NULL. */
+static void *mti_places_find(const mt_params *params, int kind, int64_t lo, int64_t hi) {
+    int64_t size = kind == MTI_IN_VALUES ? (int64_t)mt_dtype_size(params->dtype) : (int64_t)sizeof(float), found = 0;
+    char *own = kind == MTI_IN_VALUES ? (char *)params->values : (char *)params->grads;
+    uintptr_t begin = 0;
+    int i;
+    if (own) return own + lo * size;
+    for (i = 0; i < params->count; i++) {
+        const mt_param *p = params->list[i];
+        int64_t place = mti_home_of(p)->place, n = p->value.rows * p->value.cols;
+        int64_t overlap = mt_min(hi, place + n) - mt_max(lo, place);
+        uintptr_t at = (uintptr_t)mti_home_of(p)->bound[kind] - (uintptr_t)((place - lo) * size);
+        if (overlap <= 0) continue;
+        if (found > 0 && at != begin) return NULL;
+        begin = at;
+        found += overlap;
+    }
+    return found == hi - lo ? (void *)begin : NULL;
+}
+
+/* Copies the places [from, to) between the memory that the caller has bound and `run`, which begins at place lo. Does
+   nothing where the two are the same memory. */
+static mt_status mti_places_copy(mt_context *ctx, const mt_params *params, int kind, void *run, int64_t lo,
+                                 int64_t from, int64_t to, int to_run) {
+    int i;
+    for (i = 0; params->bound_count[kind] > 0 && i < params->count; i++) {
+        const mt_param *p = params->list[i];
+        int64_t place = mti_home_of(p)->place;
+        int64_t first = mt_max(from, place), end = mt_min(to, place + p->value.rows * p->value.cols);
+        mt_tensor mine, there;
+        if (!mti_home_of(p)->bound[kind] || end <= first) continue;
+        mine = there = mti_bound_view(p, kind, first - place, end - first);
+        there.data = (char *)run + (first - lo) * (int64_t)mt_dtype_size(mine.dtype);
+        if (mine.data == there.data) continue;
+        MT_TRY(to_run ? mt_copy(ctx, mine, there) : mt_copy(ctx, there, mine));
+    }
+    return MT_SUCCESS;
+}
+
+/* Sets *run to memory with the places [lo, hi) in their order, for a collective. It is the memory of the values or the
+   gradients where that is in one piece. Otherwise it is the registry's, and has copies of the places [from, to).
+   mti_places_close copies the results back. */
+static mt_status mti_places_open(mt_context *ctx, const mt_params *params, int kind, int64_t lo, int64_t hi,
+                                 int64_t from, int64_t to, void **run) {
+    *run = mti_places_find(params, kind, lo, hi);
+    if (!*run) *run = params->room;
+    return mti_places_copy(ctx, params, kind, *run, lo, from, to, 1);
+}
+
+static mt_status mti_places_close(mt_context *ctx, const mt_params *params, int kind, void *run, int64_t lo,
+                                  int64_t from, int64_t to) {
+    return mti_places_copy(ctx, params, kind, run, lo, from, to, 0);
+}
+
+/* Returns the number of elements of the room: those of the largest collective on memory that is not in one piece. */
+static int64_t mti_room_elements(const mt_params *params) {
+    int64_t hi, lo, most = 0;
+    int kind;
+    if (params->grid->tp_size > 1 && !mti_places_find(params, MTI_IN_GRADS, 0, params->partial)) most = params->partial;
+    for (kind = MTI_IN_VALUES; kind <= MTI_IN_GRADS && params->grid->dp_size > 1; kind++) {
+        if (params->bound_count[kind] < params->count || (kind == MTI_IN_VALUES && params->buckets.ranks == 1))
+            continue;
+        for (hi = params->elements; hi > 0; hi = lo) {
+            lo = mti_bucket_low(params, hi);
+            if (!mti_places_find(params, kind, lo, hi)) most = mt_max(most, hi - lo);
+        }
+    }
+    return most;
+}
+
+/* Allocates what the caller has not bound: values, gradients and, in invariant mode, the subtrees of
+   mt_accumulate_gradients. Also allocates the room that bound memory needs. */
+static mt_status mti_params_alloc(mt_context *ctx, mt_params *params) {
+    int own_values = params->bound_count[MTI_IN_VALUES] < params->count;
+    int own_grads = params->bound_count[MTI_IN_GRADS] < params->count;
+    size_t bytes = mti_grads_bytes(params), more;
+    void *values = NULL, *grads = NULL, *subtrees = NULL, *room = NULL;
+    mt_status status = MT_SUCCESS;
+    while (params->grid->dp_size << params->levels < mt_context_invariant_data(ctx)) params->levels++;
+    more = (size_t)(params->gradients * params->levels) * sizeof(float);
+    if (own_values) status = mt_context_alloc(ctx, mti_params_bytes(params, params->elements), &values);
+    params->values = values;
+    if (status == MT_SUCCESS && bytes > 0) status = mt_context_alloc(ctx, bytes, &grads);
+    params->grads = own_grads ? (float *)grads : NULL;
+    params->lookups = own_grads && grads ? params->grads + params->elements : (float *)grads;
+    if (status == MT_SUCCESS && more > 0) status = mt_context_alloc(ctx, more, &subtrees);
+    params->subtrees = (float *)subtrees;
+    if (status == MT_SUCCESS) params->room_elements = mti_room_elements(params);
+    if (status == MT_SUCCESS && params->room_elements > 0)
+        status = mt_context_alloc(ctx, (size_t)params->room_elements * sizeof(float), &room);
+    params->room = (float *)room;
+    if (status != MT_SUCCESS) mti_params_free(ctx, params);
+    return status;
+}
+
+/* Sets the views of all parameters, and keeps a copy of their addresses (mti_pointer_check). */
+static void mti_params_point(mt_params *params) {
+    int64_t behind = 0;
+    int i;
+    for (i = 0; i < params->count; i++) {
+        mt_param *p = params->list[i];
+        mti_home *home = mti_home_of(p);
+        if (!home->bound[MTI_IN_VALUES]) p->value.data = (char *)params->values + mti_params_bytes(params, home->place);
+        if (!home->bound[MTI_IN_GRADS]) p->grad.data = params->grads + home->place;
+        if (mti_has_lookup_grad(params, p)) {
+            p->lookup_grad = p->grad;
+            p->lookup_grad.data = params->lookups + behind;
+            behind += mti_param_slot(p);
+        }
+        home->value = p->value.data;
+        home->grad = p->grad.data;
+        home->lookup = p->lookup_grad.data;
+    }
+}
+
+static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
+    int64_t elements;
+    MT_TRY(mti_params_sum(ctx, params, &elements));
+    mti_params_cut(params, &elements);
+    params->elements = elements;
+    params->gradients += elements;
+    mti_params_order(params);
+    MT_TRY(mti_params_alloc(ctx, params));
+    mti_params_point(params);
+    params->placed = 1;
+    if (params->grads)
+        MT_TRY(mt_comm_register(ctx, params->grid->dp, params->grads, (size_t)params->elements * sizeof(float)));
+    if (params->buckets.ranks == 1 || !params->values) return MT_SUCCESS;
     return mt_comm_register(ctx, params->grid->dp, params->values, mti_params_bytes(params, params->elements));
 }
 
@@ -2245,17 +2445,52 @@ static mt_status mti_param_init(mt_context *ctx, const mt_param *p, uint64_t see
     return MT_SUCCESS;
 }
 
-/* Fills the values with zeros, padding included. Zero has the same bits in every type, and a slot is a whole number of
-   f32 words. Filling as f32 needs no scratch memory for a conversion. */
-static mt_status mti_params_zero(mt_context *ctx, const mt_params *params) {
-    int64_t words = (int64_t)(mti_params_bytes(params, params->elements) / sizeof(float));
-    return mt_fill(ctx, mt_tensor_make(params->values, MT_F32, 1, words), 0.0f);
+/* Fills t [1, n] with zeros. Zero has the same bits in every type. A fill of f32 words needs no scratch memory for a
+   conversion. Bound 16-bit memory may begin or end in the middle of such a word. */
+static mt_status mti_zero(mt_context *ctx, mt_tensor t) {
+    int64_t head, words;
+    if (t.dtype == MT_F32) return mt_fill(ctx, t, 0.0f);
+    head = (uintptr_t)t.data % sizeof(float) == 0 ? 0 : 1;
+    words = (t.cols - head) / 2;
+    if (head > 0) MT_TRY(mt_fill(ctx, mt_tensor_cols(t, 0, head), 0.0f));
+    MT_TRY(mt_fill(ctx, mt_tensor_make(mt_tensor_cols(t, head, 2 * words).data, MT_F32, 1, words), 0.0f));
+    if (head + 2 * words == t.cols) return MT_SUCCESS;
+    return mt_fill(ctx, mt_tensor_cols(t, t.cols - 1, 1), 0.0f);
+}
+
+/* The values or the gradients are in several pieces of memory. Piece -1 is what the registry has allocated, and piece i
+   is what the caller has bound of parameter i. Returns a view [1, n] of a piece and writes its first place to *at, or
+   returns mt_none() when there is no such piece. */
+static mt_tensor mti_memory(const mt_params *params, int kind, int piece, int64_t *at) {
+    const mt_param *p = piece < 0 ? NULL : params->list[piece];
+    if (p) {
+        const mti_home *home = mti_home_of(p);
+        *at = home->place;
+        return home->bound[kind] ? mti_bound_view(p, kind, 0, p->value.rows * p->value.cols) : mt_none();
+    }
+    *at = 0;
+    if (kind == MTI_IN_VALUES)
+        return params->values ? mt_tensor_make(params->values, params->dtype, 1, params->elements) : mt_none();
+    if (params->grads) return mt_tensor_f32(params->grads, 1, params->gradients);
+    *at = params->elements;
+    return params->lookups ? mt_tensor_f32(params->lookups, 1, params->gradients - params->elements) : mt_none();
+}
+
+/* Fills the values, padding included, or the gradients with zeros. */
+static mt_status mti_memory_zero(mt_context *ctx, const mt_params *params, int kind) {
+    int64_t at;
+    int i;
+    for (i = -1; i < params->count; i++) {
+        mt_tensor piece = mti_memory(params, kind, i, &at);
+        if (piece.data) MT_TRY(mti_zero(ctx, piece));
+    }
+    return MT_SUCCESS;
 }
 
 /* -- settings that ranks compare with mt_comm_compare -- */
 
 /* Size of the text of a setting's value, in bytes. */
-#define MTI_TOLD_VALUE 288
+#define MTI_TOLD_VALUE 384
 
 typedef struct mti_told_list {
     mt_setting *list; /* `room` settings, followed by the memory for their values */
@@ -2302,68 +2537,273 @@ static mt_status mti_told_end(mt_context *ctx, const mt_params *params, const ch
 static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
     static const char *const placements[] = {"replicated", "split by rows", "split by columns"};
     const mt_param_desc *d = &p->desc;
-    char deviation[32], value[32];
+    const mti_home *home = mti_home_of(p);
+    char deviation[32], value[32], bound[96];
+    int kind, used = 0;
+    bound[0] = 0;
+    for (kind = 0; kind < MTI_KINDS; kind++)
+        if (home->bound[kind])
+            used += snprintf(bound + used, sizeof bound - (size_t)used, "%s %s", used ? "," : ", bound",
+                             mti_kind_names[kind]);
     mti_told_add(t, p->name,
                  "[%lld, %lld], %s, parts %lld, unit %lld, init_std %s, init_value %s, weight_decay %d, "
-                 "sequence_partial %d, shared_embedding %d, padded_features %lld",
+                 "sequence_partial %d, shared_embedding %d, padded_features %lld%s",
                  (long long)d->rows, (long long)d->cols, placements[d->placement], (long long)d->parts,
                  (long long)d->unit, mt_f32_digits(d->init_std, deviation), mt_f32_digits(d->init_value, value),
-                 d->weight_decay, d->sequence_partial, d->shared_embedding, (long long)d->padded_features);
+                 d->weight_decay, d->sequence_partial, d->shared_embedding, (long long)d->padded_features, bound);
 }
 
-/* All ranks must have the same seed and invariant mode. The ranks of a pipeline stage must also have the same
-   parameters and data parallelism. */
-static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, uint64_t seed) {
-    static const char *const function = "mt_params_init";
+/* Tells the other ranks of an error of this rank, so that they do not wait for it. */
+static void mti_told_add_error(mt_context *ctx, mti_told_list *t, mt_status mine) {
+    mti_told_add(t, "error", "%s", mine == MT_SUCCESS ? "none" : mt_last_error(ctx));
+}
+
+/* All ranks must make the same call, with the same seed (NULL: none) and invariant mode. The ranks of a pipeline stage
+   must also have the same parameters and data parallelism. `mine` is the status of this rank so far. Returns it when
+   all ranks have the same. */
+static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, const char *function,
+                                    const uint64_t *seed, mt_status mine) {
     mti_told_list t;
     int i;
-    MT_TRY(mti_told_begin(ctx, 3, &t));
-    mti_told_add(&t, "seed", "%llu", (unsigned long long)seed);
+    MT_TRY(mti_told_begin(ctx, 5, &t));
+    mti_told_add(&t, "call", "%s", function);
+    if (seed) mti_told_add(&t, "seed", "%llu", (unsigned long long)*seed);
     mti_told_add(&t, "mt_context_desc.invariant", "%d", mt_context_invariant(ctx));
     mti_told_add(&t, "mt_context_desc.invariant_data", "%d", mt_context_invariant_data(ctx));
+    mti_told_add_error(ctx, &t, mine);
     MT_TRY(mti_told_end(ctx, params, function, 0, &t));
     MT_TRY(mti_told_begin(ctx, params->count + 3, &t));
     mti_told_add(&t, "dtype", "%s", mt_dtype_name(params->dtype));
     mti_told_add(&t, "mt_data_parallel_desc.bucket_bytes", "%zu", params->buckets.desc.bucket_bytes);
     mti_told_add(&t, "mt_data_parallel_desc.sharded_optimizer", "%d", params->buckets.desc.sharded_optimizer);
     for (i = 0; i < params->count; i++) mti_told_add_param(&t, params->list[i]);
-    return mti_told_end(ctx, params, function, params->grid->pp_rank, &t);
+    MT_TRY(mti_told_end(ctx, params, function, params->grid->pp_rank, &t));
+    return mine;
+}
+
+/* Checks that the caller has not changed the address of a value or a gradient. */
+static mt_status mti_pointer_check(mt_context *ctx, const char *function, const mt_param *p) {
+    const mti_home *home = mti_home_of(p);
+    const char *changed = p->value.data != home->value          ? "value"
+                          : p->grad.data != home->grad          ? "grad"
+                          : p->lookup_grad.data != home->lookup ? "lookup_grad"
+                                                                : NULL;
+    if (!changed) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "%s: %s.data of '%s' was changed by hand; mt_params_bind, before mt_params_init, puts parameters "
+                   "into memory of yours",
+                   function, changed, p->name);
+}
+
+static mt_status mti_pointers_check(mt_context *ctx, const char *function, const mt_params *params) {
+    int i;
+    for (i = 0; i < params->count; i++) MT_TRY(mti_pointer_check(ctx, function, params->list[i]));
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed) {
+    static const char *const function = "mt_params_init";
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || params->count == 0)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_init: %s",
-                       params ? "there are no parameters" : "params is NULL");
-    MT_TRY(mti_params_compare(ctx, params, seed));
-    if (!params->values) MT_TRY(mti_params_place(ctx, params));
-    MT_TRY(mti_params_zero(ctx, params));
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, params ? "there are no parameters" : "params is NULL");
+    MT_TRY(mti_params_compare(ctx, params, function, &seed, mti_pointers_check(ctx, function, params)));
+    if (!params->placed) MT_TRY(mti_params_place(ctx, params));
+    MT_TRY(mti_memory_zero(ctx, params, MTI_IN_VALUES));
     for (i = 0; i < params->count; i++) MT_TRY(mti_param_init(ctx, params->list[i], seed));
     return mt_params_zero_grad(ctx, params);
 }
 
-static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, const char *function) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!params || !params->values)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
-                       params ? "call mt_params_init first" : "params is NULL");
-    if (mt_context_invariant(ctx) == mt_context_invariant(params->ctx) &&
-        mt_context_invariant_data(ctx) == mt_context_invariant_data(params->ctx))
-        return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the registry was made with invariant %d, %d, the context has %d, %d",
-                   function, mt_context_invariant(params->ctx), mt_context_invariant_data(params->ctx),
-                   mt_context_invariant(ctx), mt_context_invariant_data(ctx));
+/* -- memory of the caller -- */
+
+static char *mti_memory_of(const mt_params_memory *memory, int kind) {
+    switch (kind) {
+    case MTI_IN_VALUES: return (char *)memory->values;
+    case MTI_IN_GRADS: return (char *)memory->grads;
+    case MTI_IN_STATES + MT_EXP_AVG: return (char *)memory->exp_avg;
+    case MTI_IN_STATES + MT_EXP_AVG_SQ: return (char *)memory->exp_avg_sq;
+    default: return (char *)memory->master;
+    }
 }
 
-static mt_tensor mti_gradients(const mt_params *params) { return mt_tensor_f32(params->grads, 1, params->gradients); }
+/* Checks whether parameter p may be given memory of a kind now. */
+static mt_status mti_bind_kind_check(mt_context *ctx, const char *function, const mt_param *p, int kind) {
+    const mt_params *params = p->registry;
+    const char *name = mti_kind_names[kind], *late = NULL;
+    if (kind < MTI_IN_STATES && params->placed)
+        late = "mt_params_init, or after the values of all parameters were bound";
+    if (kind >= MTI_IN_STATES && params->has_optimizer) late = "mt_optimizer_create";
+    if (mti_home_of(p)->bound[kind])
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the %s of '%s' are already bound", function, name, p->name);
+    if (late) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s of '%s' comes after %s", function, name, p->name, late);
+    if (kind >= MTI_IN_STATES && params->buckets.desc.sharded_optimizer && params->grid->dp_size > 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: %s cannot be bound, because the %d data ranks share the optimizer's state "
+                       "(sharded_optimizer)",
+                       function, name, params->grid->dp_size);
+    if (kind == MTI_IN_STATES + MT_MASTER && params->dtype == MT_F32)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: master is bound, but parameters are f32 and have no master",
+                       function);
+    return MT_SUCCESS;
+}
+
+/* Checks that `count` parameters from `first` on fit into buffers of memory->elements. */
+static mt_status mti_bind_size_check(mt_context *ctx, const char *function, const mt_params *params, int first,
+                                     int count, const mt_params_memory *memory) {
+    int64_t at = 0, end = 0, n;
+    int i, outside = -1;
+    for (i = 0; i < count; i++) {
+        const mt_param *p = params->list[first + i];
+        n = p->value.rows * p->value.cols;
+        if (memory->offsets) at = memory->offsets[i];
+        if (at < 0 || at > INT64_MAX / 8 - n)
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the offset of '%s' is %lld", function, p->name, (long long)at);
+        if (outside < 0 && at + n > memory->elements) outside = first + i;
+        at += n;
+        end = mt_max(end, at);
+    }
+    if (outside < 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "%s: the parameters need %lld elements, but mt_params_memory.elements is %lld; the first that does "
+                   "not fit is '%s'",
+                   function, (long long)end, (long long)memory->elements, params->list[outside]->name);
+}
+
+/* Bytes [begin, end) that are bound. */
+typedef struct mti_bound_range {
+    uintptr_t begin, end;
+    const mt_param *param;
+    int kind;
+} mti_bound_range;
+
+static int mti_bound_by_begin(const void *a, const void *b) {
+    const mti_bound_range *x = (const mti_bound_range *)a, *y = (const mti_bound_range *)b;
+    return x->begin < y->begin ? -1 : x->begin > y->begin;
+}
+
+/* Checks that all memory that is bound in a registry is apart. */
+static mt_status mti_bind_apart_check(mt_context *ctx, const char *function, const mt_params *params) {
+    mti_bound_range *all;
+    mt_status status = MT_SUCCESS;
+    void *memory;
+    int i, kind, n = 0;
+    MT_TRY(mti_host_new(ctx, (size_t)params->count * MTI_KINDS * sizeof *all, &memory));
+    all = (mti_bound_range *)memory;
+    for (i = 0; i < params->count * MTI_KINDS; i++) {
+        const mt_param *p = params->list[i / MTI_KINDS];
+        kind = i % MTI_KINDS;
+        if (!mti_home_of(p)->bound[kind]) continue;
+        all[n].begin = (uintptr_t)mti_home_of(p)->bound[kind];
+        all[n].end = all[n].begin + (uintptr_t)(p->value.rows * p->value.cols) *
+                                        mt_dtype_size(kind == MTI_IN_VALUES ? p->value.dtype : MT_F32);
+        all[n].param = p;
+        all[n++].kind = kind;
+    }
+    qsort(all, (size_t)n, sizeof *all, mti_bound_by_begin);
+    for (i = 1; i < n && status == MT_SUCCESS; i++)
+        if (all[i].begin < all[i - 1].end)
+            status = mt_fail(ctx, MT_ERR_ARGUMENT,
+                             "%s: the %s of '%s' have %llu bytes, but the %s of '%s' begin %llu bytes behind their "
+                             "beginning",
+                             function, mti_kind_names[all[i - 1].kind], all[i - 1].param->name,
+                             (unsigned long long)(all[i - 1].end - all[i - 1].begin), mti_kind_names[all[i].kind],
+                             all[i].param->name, (unsigned long long)(all[i].begin - all[i - 1].begin));
+    mt_host_free(memory);
+    return status;
+}
+
+/* Sets or, with memory NULL, clears what is bound of a kind. */
+static void mti_bind_set(mt_params *params, int first, int count, const mt_params_memory *memory, int kind) {
+    int64_t at = 0, size = kind == MTI_IN_VALUES ? (int64_t)mt_dtype_size(params->dtype) : (int64_t)sizeof(float);
+    int i;
+    for (i = 0; i < count; i++) {
+        mt_param *p = params->list[first + i];
+        mti_home *home = mti_home_of(p);
+        if (memory && memory->offsets) at = memory->offsets[i];
+        home->bound[kind] = memory ? mti_memory_of(memory, kind) + at * size : NULL;
+        if (kind == MTI_IN_VALUES) home->value = p->value.data = home->bound[kind];
+        if (kind == MTI_IN_GRADS) home->grad = p->grad.data = home->bound[kind];
+        at += p->value.rows * p->value.cols;
+    }
+    params->bound_count[kind] += memory ? count : -count;
+}
+
+/* Undoes mti_bind. */
+static void mti_bind_undo(mt_params *params, int first, int count, const mt_params_memory *memory) {
+    int kind;
+    for (kind = 0; memory && kind < MTI_KINDS; kind++)
+        if (mti_memory_of(memory, kind)) mti_bind_set(params, first, count, NULL, kind);
+}
+
+/* Binds memory of `count` parameters from `first` on, or nothing when there is an error. */
+static mt_status mti_bind(mt_context *ctx, const char *function, mt_params *params, int first, int count,
+                          const mt_params_memory *memory) {
+    mt_status status;
+    int i, kind;
+    MT_TRY(mti_pointers_check(ctx, function, params));
+    if (!memory) return MT_SUCCESS;
+    MT_TRY(mti_bind_size_check(ctx, function, params, first, count, memory));
+    for (kind = 0; kind < MTI_KINDS; kind++) {
+        const char *data = mti_memory_of(memory, kind);
+        size_t size = mt_dtype_size(kind == MTI_IN_VALUES ? params->dtype : MT_F32);
+        if (!data) continue;
+        if ((uintptr_t)data % size != 0)
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s %p is not aligned to its %zu-byte elements", function,
+                           mti_kind_names[kind], (const void *)data, size);
+        if (mt_context_device(ctx) == MT_DEVICE_CUDA)
+            MT_TRY(mt_cuda_check_memory(ctx, function, mti_kind_names[kind], data, (size_t)memory->elements * size));
+        for (i = first; i < first + count; i++) MT_TRY(mti_bind_kind_check(ctx, function, params->list[i], kind));
+    }
+    for (kind = 0; kind < MTI_KINDS; kind++)
+        if (mti_memory_of(memory, kind)) mti_bind_set(params, first, count, memory, kind);
+    status = mti_bind_apart_check(ctx, function, params);
+    if (status != MT_SUCCESS) mti_bind_undo(params, first, count, memory);
+    return status;
+}
+
+MT_API mt_status mt_params_bind(mt_context *ctx, mt_params *params, const mt_params_memory *memory) {
+    static const char *const function = "mt_params_bind";
+    mt_status mine, status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!params || params->count == 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, params ? "there are no parameters" : "params is NULL");
+    mine = mti_bind(ctx, function, params, 0, params->count, memory);
+    status = mti_params_compare(ctx, params, function, NULL, mine);
+    if (status != MT_SUCCESS && mine == MT_SUCCESS) mti_bind_undo(params, 0, params->count, memory);
+    MT_TRY(status);
+    params->is_bound = 1;
+    if (params->placed || params->bound_count[MTI_IN_VALUES] < params->count) return MT_SUCCESS;
+    status = mti_params_place(ctx, params);
+    if (!params->placed) mti_bind_undo(params, 0, params->count, memory);
+    return status;
+}
+
+MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params_memory *memory) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!param || !param->registry || !memory)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_param_bind: %s is NULL", param ? "memory" : "param");
+    return mti_bind(ctx, "mt_param_bind", param->registry, param->index, 1, memory);
+}
+
+static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, const char *function) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!params || !params->placed)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
+                       params ? "call mt_params_init first" : "params is NULL");
+    if (mt_context_invariant(ctx) != mt_context_invariant(params->ctx) ||
+        mt_context_invariant_data(ctx) != mt_context_invariant_data(params->ctx))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the registry was made with invariant %d, %d, the context has %d, %d",
+                       function, mt_context_invariant(params->ctx), mt_context_invariant_data(params->ctx),
+                       mt_context_invariant(ctx), mt_context_invariant_data(ctx));
+    return mti_pointers_check(ctx, function, params);
+}
 
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_ready(ctx, params, "mt_params_zero_grad"));
     MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
     params->buckets.begun = 0;
     params->micro_batches = 0;
-    return mt_fill(ctx, mti_gradients(params), 0.0f);
+    return mti_memory_zero(ctx, params, MTI_IN_GRADS);
 }
 
 MT_API const mt_grid *mt_params_grid(const mt_params *params) { return params ? params->grid : NULL; }
@@ -2451,6 +2891,7 @@ MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const 
     size_t mark;
     mt_status status;
     MT_TRY(mti_shard_check(ctx, "mt_param_scatter", param, shard, "global", global));
+    MT_TRY(mti_pointer_check(ctx, "mt_param_scatter", param));
     mark = mt_arena_mark(ctx);
     memcpy(&host, &global, sizeof host); /* casts const away; with to_host 0, mti_shard_copy only reads host */
     status = mti_shard_copy(ctx, param, param->tp_rank, shard, host, 0);
@@ -2870,7 +3311,7 @@ MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, cons
 }
 
 MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *weight) {
-    if (weight && weight->value.data) return MT_SUCCESS;
+    if (weight && weight->registry && weight->registry->placed) return mti_pointer_check(ctx, function, weight);
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
                    weight ? "call mt_params_init before the first forward" : "the layer was not created");
 }
@@ -4470,11 +4911,6 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
 
 /* ---- >>buckets --------------------------------------------------------------------------------------------------- */
 
-/* Returns the first element, lo, of the bucket [lo, hi). Backward runs through the layers from the last to the first,
-   and so through the registry's memory from its end. Buckets are therefore cut from the end of the memory. They cut
-   through parameters, so that all ranks have equal shares of a bucket. */
-static int64_t mti_bucket_low(const mt_params *params, int64_t hi) { return mt_max(hi - params->buckets.size, 0); }
-
 /* Returns 1 when a data rank has only the sums of its share. In invariant mode every rank has all sums, because the
    norm is added up parameter by parameter. */
 static int mti_is_scattered(const mt_params *params) {
@@ -4484,10 +4920,18 @@ static int mti_is_scattered(const mt_params *params) {
 /* Sums the bucket [lo, hi) over the data group, with an all-reduce or a reduce-scatter. */
 static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int64_t lo, int64_t hi) {
     mt_comm *data = params->grid->dp;
-    float *grads = params->grads + lo;
-    int64_t share = (hi - lo) / params->buckets.ranks;
-    if (!mti_is_scattered(params)) return mt_all_reduce(ctx, data, grads, grads, (size_t)(hi - lo), MT_F32, MT_SUM);
-    return mt_reduce_scatter(ctx, data, grads, grads + share * params->grid->dp_rank, (size_t)share, MT_F32, MT_SUM);
+    int64_t share = (hi - lo) / params->buckets.ranks, first = share * params->grid->dp_rank;
+    float *grads;
+    void *run;
+    if (params->grid->dp_size == 1) return MT_SUCCESS;
+    MT_TRY(mti_places_open(ctx, params, MTI_IN_GRADS, lo, hi, lo, hi, &run));
+    grads = (float *)run;
+    if (mti_is_scattered(params)) {
+        MT_TRY(mt_reduce_scatter(ctx, data, grads, grads + first, (size_t)share, MT_F32, MT_SUM));
+        return mti_places_close(ctx, params, MTI_IN_GRADS, run, lo, lo + first, lo + first + share);
+    }
+    MT_TRY(mt_all_reduce(ctx, data, grads, grads, (size_t)(hi - lo), MT_F32, MT_SUM));
+    return mti_places_close(ctx, params, MTI_IN_GRADS, run, lo, lo, hi);
 }
 
 /* Starts the sums of all buckets that begin at `from` or later and were not started yet. */
@@ -4502,16 +4946,18 @@ static mt_status mti_buckets_send(mt_context *ctx, mt_params *params, int64_t fr
     return MT_SUCCESS;
 }
 
-/* All-gathers the ranks' shares of every bucket in `memory`, which has the gradients or the values. */
-static mt_status mti_buckets_gather(mt_context *ctx, const mt_params *params, void *memory, mt_dtype dtype) {
-    int64_t hi, lo, share, size = (int64_t)mt_dtype_size(dtype);
+/* All-gathers the ranks' shares of every bucket of the gradients or the values. */
+static mt_status mti_buckets_gather(mt_context *ctx, const mt_params *params, int kind) {
+    mt_dtype dtype = kind == MTI_IN_VALUES ? params->dtype : MT_F32;
+    int64_t hi, lo, share, first, size = (int64_t)mt_dtype_size(dtype);
     for (hi = params->elements; hi > 0; hi = lo) {
-        char *to;
+        void *run;
         lo = mti_bucket_low(params, hi);
         share = (hi - lo) / params->buckets.ranks;
-        to = (char *)memory + lo * size;
-        MT_TRY(
-            mt_all_gather(ctx, params->grid->dp, to + share * params->grid->dp_rank * size, to, (size_t)share, dtype));
+        first = share * params->grid->dp_rank;
+        MT_TRY(mti_places_open(ctx, params, kind, lo, hi, lo + first, lo + first + share, &run));
+        MT_TRY(mt_all_gather(ctx, params->grid->dp, (char *)run + first * size, run, (size_t)share, dtype));
+        MT_TRY(mti_places_close(ctx, params, kind, run, lo, lo, hi));
     }
     return MT_SUCCESS;
 }
@@ -4544,8 +4990,7 @@ static mti_stretch mti_share_after(const mt_params *params, mti_stretch s, int64
     return mti_share_next(params, s.at + s.count, end);
 }
 
-/* Returns the position of a parameter in the registry's memory. */
-static int64_t mti_param_place(const mt_param *p) { return (const float *)p->grad.data - p->registry->grads; }
+static int64_t mti_param_place(const mt_param *p) { return mti_home_of(p)->place; }
 
 static mti_stretch mti_param_share(const mt_param *p) {
     int64_t at = mti_param_place(p);
@@ -4554,15 +4999,34 @@ static mti_stretch mti_param_share(const mt_param *p) {
 
 /* ---- >>sync ------------------------------------------------------------------------------------------------------ */
 
-/* Returns the finished subtree of `level`: the sum of the gradients of 2^level micro-batches. */
-static mt_tensor mti_gradient_level(const mt_params *params, int level) {
-    return mt_tensor_f32(params->subtrees + level * params->gradients, 1, params->gradients);
+/* What mti_gradient_level does with the gradients and the finished subtree of a level, which is the sum of the
+   gradients of 2^level micro-batches. */
+typedef enum mti_level_use { MTI_LEVEL_ADD, MTI_LEVEL_KEEP, MTI_LEVEL_TAKE } mti_level_use;
+
+static mt_status mti_gradient_level(mt_context *ctx, const mt_params *params, int level, mti_level_use use) {
+    int i;
+    for (i = -1; i < params->count; i++) {
+        int64_t at;
+        mt_tensor grads = mti_memory(params, MTI_IN_GRADS, i, &at), sums = grads;
+        if (!grads.data) continue;
+        sums.data = params->subtrees + level * params->gradients + at;
+        MT_TRY(use == MTI_LEVEL_ADD    ? mt_add(ctx, sums, grads, grads)
+               : use == MTI_LEVEL_KEEP ? mt_copy(ctx, grads, sums)
+                                       : mt_copy(ctx, sums, grads));
+    }
+    return MT_SUCCESS;
 }
 
-/* Sums the gradients of sequence_partial parameters over the tensor group. */
+/* Sums the gradients of sequence_partial parameters over the tensor group. Buckets that are under way may be using the
+   room. */
 static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
-    if (params->partial == 0) return MT_SUCCESS;
-    return mt_all_reduce(ctx, params->grid->tp, params->grads, params->grads, (size_t)params->partial, MT_F32, MT_SUM);
+    size_t n = (size_t)params->partial;
+    void *run;
+    if (params->partial == 0 || params->grid->tp_size == 1) return MT_SUCCESS;
+    if (params->room) MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
+    MT_TRY(mti_places_open(ctx, params, MTI_IN_GRADS, 0, params->partial, 0, params->partial, &run));
+    MT_TRY(mt_all_reduce(ctx, params->grid->tp, run, run, n, MT_F32, MT_SUM));
+    return mti_places_close(ctx, params, MTI_IN_GRADS, run, 0, 0, params->partial);
 }
 
 /* The finished subtrees form a binary counter: micro-batch n (from 0) joins as many subtrees as n has trailing one
@@ -4579,15 +5043,14 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
                        "mt_context_desc.invariant_data is %d",
                        (long long)n, params->grid->dp_size, mt_context_invariant_data(ctx));
     MT_TRY(mti_sync_partial(ctx, params));
-    for (level = 0; n >> level & 1; level++)
-        MT_TRY(mt_add(ctx, mti_gradient_level(params, (int)level), mti_gradients(params), mti_gradients(params)));
+    for (level = 0; n >> level & 1; level++) MT_TRY(mti_gradient_level(ctx, params, (int)level, MTI_LEVEL_ADD));
     params->micro_batches++;
     if (level == params->levels) return MT_SUCCESS; /* this rank can have no more micro-batches */
-    MT_TRY(mt_copy(ctx, mti_gradients(params), mti_gradient_level(params, (int)level)));
-    return mt_fill(ctx, mti_gradients(params), 0.0f);
+    MT_TRY(mti_gradient_level(ctx, params, (int)level, MTI_LEVEL_KEEP));
+    return mti_memory_zero(ctx, params, MTI_IN_GRADS);
 }
 
-/* Makes params->grads the sum over this rank's micro-batches. */
+/* Makes the gradients the sums over this rank's micro-batches. */
 static mt_status mti_join_micro_batches(mt_context *ctx, mt_params *params) {
     int64_t n = params->micro_batches;
     int level = 0;
@@ -4600,7 +5063,7 @@ static mt_status mti_join_micro_batches(mt_context *ctx, mt_params *params) {
     while ((int64_t)1 << level < n) level++;
     params->micro_batches = 0;
     if (level == params->levels) return MT_SUCCESS;
-    return mt_copy(ctx, mti_gradient_level(params, level), mti_gradients(params));
+    return mti_gradient_level(ctx, params, level, MTI_LEVEL_TAKE);
 }
 
 MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params) {
@@ -4671,9 +5134,9 @@ static mt_status mti_sync_embeddings(mt_context *ctx, mt_params *params) {
    been summed over all micro-batches before, including those of other data ranks, so that the bits do not depend on the
    number of data ranks. */
 static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
-    float *behind = params->grads + params->elements;
+    float *all = params->lookups;
     size_t lookups = (size_t)(params->gradients - params->elements);
-    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->dp, behind, behind, lookups, MT_F32, MT_SUM));
+    if (lookups > 0) MT_TRY(mt_all_reduce(ctx, params->grid->dp, all, all, lookups, MT_F32, MT_SUM));
     return mti_sync_embeddings(ctx, params);
 }
 
@@ -4691,7 +5154,7 @@ MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_ready(ctx, params, "mt_gather_gradients"));
     if (!mti_is_scattered(params)) return MT_SUCCESS;
-    return mti_buckets_gather(ctx, params, params->grads, MT_F32);
+    return mti_buckets_gather(ctx, params, MTI_IN_GRADS);
 }
 
 /* Returns 1 when this rank's copy of a parameter counts towards the norm. One copy of each parameter counts. */
@@ -4706,7 +5169,8 @@ static mt_status mti_sum_param_squares(mt_context *ctx, const mt_param *p, mt_te
     mti_stretch s;
     if (!mti_is_scattered(p->registry)) return mt_sum_of_squares(ctx, p->grad, sum);
     for (s = mti_param_share(p); s.count > 0; s = mti_share_after(p->registry, s, end))
-        MT_TRY(mt_sum_of_squares(ctx, mt_tensor_f32(p->registry->grads + s.at, 1, s.count), sum));
+        MT_TRY(mt_sum_of_squares(
+            ctx, mt_tensor_f32((const float *)p->grad.data + (s.at - mti_param_place(p)), 1, s.count), sum));
     return MT_SUCCESS;
 }
 
@@ -4876,41 +5340,92 @@ static mt_status mti_optimizer_alloc(mt_context *ctx, mt_optimizer *optimizer, f
     return MT_SUCCESS;
 }
 
-/* Returns the part of `state` (m, v or masters) that belongs to a parameter. This rank must have all of it. */
-static mt_tensor mti_optimizer_shard(const mt_param *p, float *state) {
+static int mti_has_masters(const mt_optimizer *optimizer) {
+    return mt_params_dtype(optimizer->params) != MT_F32 && !optimizer->desc.stochastic_rounding;
+}
+
+/* Returns 1 when a parameter's value is the state. */
+static int mti_state_is_value(const mt_optimizer *optimizer, mt_optimizer_state state) {
+    return state == MT_MASTER && !mti_has_masters(optimizer);
+}
+
+/* Returns where element `at` of m, v or the masters is (mti_stretch.state). It must belong to p, because p's state may
+   be in the caller's memory. */
+static float *mti_state_at(const mt_optimizer *o, const mt_param *p, mt_optimizer_state state, int64_t at) {
+    float *bound = (float *)mti_home_of(p)->bound[MTI_IN_STATES + (int)state];
+    float *own = state == MT_EXP_AVG ? o->m : state == MT_EXP_AVG_SQ ? o->v : o->master;
+    return bound ? bound + (at - mti_param_place(p)) : own + at; /* bound states are not sharded: `at` is a place */
+}
+
+/* Returns a parameter's state. This rank must have all of it. */
+static mt_tensor mti_optimizer_shard(const mt_optimizer *o, const mt_param *p, mt_optimizer_state state) {
     mt_tensor t = p->grad;
-    t.data = state + mti_param_place(p);
+    if (mti_state_is_value(o, state)) return p->value;
+    t.data = mti_state_at(o, p, state, mti_param_place(p));
     return t;
 }
 
-/* Allocates m and v, and masters for 16-bit parameters without stochastic rounding, which it copies from the
-   parameters. */
-static mt_status mti_optimizer_memory(mt_context *ctx, mt_optimizer *optimizer) {
-    const mt_params *params = optimizer->params;
+/* Sets the moments that the caller has bound to zero, and copies masters from the values. */
+static mt_status mti_optimizer_fill(mt_context *ctx, const mt_optimizer *o, const mt_param *p) {
+    int64_t place = mti_param_place(p), n = p->grad.rows * p->grad.cols;
+    mt_tensor value = mt_tensor_make(p->value.data, p->value.dtype, 1, n);
     mti_stretch s;
-    MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->m));
-    MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->v));
-    if (params->dtype == MT_F32 || optimizer->desc.stochastic_rounding) return MT_SUCCESS;
-    MT_TRY(mti_optimizer_alloc(ctx, optimizer, &optimizer->master));
-    for (s = mti_share_next(params, 0, params->elements); s.count > 0;
-         s = mti_share_after(params, s, params->elements)) {
-        const char *values = (const char *)params->values + mti_params_bytes(params, s.at);
-        MT_TRY(mt_convert(ctx, mt_tensor_make(values, params->dtype, 1, s.count),
-                          mt_tensor_f32(optimizer->master + s.state, 1, s.count)));
-    }
+    int state;
+    for (state = MT_EXP_AVG; state <= MT_EXP_AVG_SQ; state++)
+        if (mti_home_of(p)->bound[MTI_IN_STATES + state])
+            MT_TRY(mti_zero(ctx, mti_bound_view(p, MTI_IN_STATES + state, 0, n)));
+    if (!mti_has_masters(o)) return MT_SUCCESS;
+    for (s = mti_param_share(p); s.count > 0; s = mti_share_after(o->params, s, place + n))
+        MT_TRY(mt_convert(ctx, mt_tensor_cols(value, s.at - place, s.count),
+                          mt_tensor_f32(mti_state_at(o, p, MT_MASTER, s.state), 1, s.count)));
     return MT_SUCCESS;
 }
 
-static mt_status mti_optimizer_compare(mt_context *ctx, const mt_params *params, const mt_optimizer_desc *d) {
+/* Allocates m and v, and masters for 16-bit parameters without stochastic rounding, as far as the caller has not bound
+   them, and fills them. */
+static mt_status mti_optimizer_memory(mt_context *ctx, mt_optimizer *optimizer) {
+    const mt_params *params = optimizer->params;
+    float **own[3];
+    int i;
+    own[MT_EXP_AVG] = &optimizer->m;
+    own[MT_EXP_AVG_SQ] = &optimizer->v;
+    own[MT_MASTER] = &optimizer->master;
+    for (i = MT_EXP_AVG; i <= (mti_has_masters(optimizer) ? MT_MASTER : MT_EXP_AVG_SQ); i++)
+        if (params->bound_count[MTI_IN_STATES + i] < params->count) MT_TRY(mti_optimizer_alloc(ctx, optimizer, own[i]));
+    for (i = 0; i < params->count; i++) MT_TRY(mti_optimizer_fill(ctx, optimizer, params->list[i]));
+    return MT_SUCCESS;
+}
+
+/* Checks that the optimizer can use the states that the caller has bound. */
+static mt_status mti_optimizer_bound(mt_context *ctx, const mt_params *params, const mt_optimizer_desc *d) {
+    const int *bound = params->bound_count + MTI_IN_STATES;
+    if (bound[MT_MASTER] > 0 && d->stochastic_rounding)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_optimizer_create: memory is bound for the masters of %d parameters, but with "
+                       "stochastic_rounding there are no masters",
+                       bound[MT_MASTER]);
+    if (params->buckets.ranks == 1 || bound[MT_EXP_AVG] + bound[MT_EXP_AVG_SQ] + bound[MT_MASTER] == 0)
+        return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "mt_optimizer_create: exp_avg, exp_avg_sq or master is bound, but the %d data ranks share the "
+                   "optimizer's state (sharded_optimizer)",
+                   params->buckets.ranks);
+}
+
+/* All ranks must have the same desc. `mine` is as in mti_params_compare. */
+static mt_status mti_optimizer_compare(mt_context *ctx, const mt_params *params, const mt_optimizer_desc *d,
+                                       mt_status mine) {
     mti_told_list t;
-    MT_TRY(mti_told_begin(ctx, 6, &t));
+    MT_TRY(mti_told_begin(ctx, 7, &t));
     mti_told_add_f32(&t, "beta1", d->beta1);
     mti_told_add_f32(&t, "beta2", d->beta2);
     mti_told_add_f32(&t, "eps", d->eps);
     mti_told_add_f32(&t, "weight_decay", d->weight_decay);
     mti_told_add(&t, "stochastic_rounding", "%d", d->stochastic_rounding);
     mti_told_add(&t, "seed", "%llu", (unsigned long long)d->seed);
-    return mti_told_end(ctx, params, "mt_optimizer_create", 0, &t);
+    mti_told_add_error(ctx, &t, mine);
+    MT_TRY(mti_told_end(ctx, params, "mt_optimizer_create", 0, &t));
+    return mine;
 }
 
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc,
@@ -4925,7 +5440,8 @@ MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const m
     d.beta2 = mti_default(d.beta2, 0.999f);
     d.eps = mti_default(d.eps, 1e-8f);
     MT_TRY(mti_optimizer_check(ctx, params, &d));
-    MT_TRY(mti_optimizer_compare(ctx, params, &d));
+    MT_TRY(mti_optimizer_compare(ctx, params, &d, mti_optimizer_bound(ctx, params, &d)));
+    params->has_optimizer = 1;
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->params = params;
@@ -4950,6 +5466,7 @@ static mt_status mti_optimizer_shard_check(mt_context *ctx, const char *function
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!param || !out) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, param ? name : "param");
     if (!optimizer || !optimizer->params) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: no optimizer", function);
+    MT_TRY(mti_params_ready(ctx, optimizer->params, function));
     if (mt_params_find(optimizer->params, param->name) == param) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' is not of this optimizer's registry", function, param->name);
 }
@@ -4966,8 +5483,8 @@ MT_API mt_status mt_optimizer_moments(mt_context *ctx, const mt_optimizer *optim
                                       mt_tensor *m, mt_tensor *v) {
     MT_TRY(mti_optimizer_shard_check(ctx, "mt_optimizer_moments", optimizer, param, "m or v", m && v ? m : NULL));
     MT_TRY(mti_expect_unshared(ctx, "mt_optimizer_moments", optimizer));
-    *m = mti_optimizer_shard(param, optimizer->m);
-    *v = mti_optimizer_shard(param, optimizer->v);
+    *m = mti_optimizer_shard(optimizer, param, MT_EXP_AVG);
+    *v = mti_optimizer_shard(optimizer, param, MT_EXP_AVG_SQ);
     return MT_SUCCESS;
 }
 
@@ -4975,33 +5492,26 @@ MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimi
                                      mt_tensor *master) {
     MT_TRY(mti_optimizer_shard_check(ctx, "mt_optimizer_master", optimizer, param, "master", master));
     MT_TRY(mti_expect_unshared(ctx, "mt_optimizer_master", optimizer));
-    *master = optimizer->master ? mti_optimizer_shard(param, optimizer->master) : param->value;
+    *master = mti_optimizer_shard(optimizer, param, MT_MASTER);
     return MT_SUCCESS;
 }
 
-/* Checks the arguments and sets *memory to m, v or the masters. It is NULL when the parameter's value is the master. It
-   is also NULL after an error, because gcc -O3 does not know that an error is never MT_SUCCESS and would warn that
-   callers read it uninitialised. */
-static mt_status mti_optimizer_state(mt_context *ctx, const char *function, const mt_optimizer *optimizer,
-                                     const mt_param *param, mt_optimizer_state state, const void *other,
-                                     float **memory) {
-    *memory = NULL;
+/* Checks the arguments of a call that reads or writes a state. */
+static mt_status mti_optimizer_state_check(mt_context *ctx, const char *function, const mt_optimizer *optimizer,
+                                           const mt_param *param, mt_optimizer_state state, const void *other) {
     MT_TRY(mti_optimizer_shard_check(ctx, function, optimizer, param, "the tensor", other));
-    switch (state) {
-    case MT_EXP_AVG: *memory = optimizer->m; return MT_SUCCESS;
-    case MT_EXP_AVG_SQ: *memory = optimizer->v; return MT_SUCCESS;
-    case MT_MASTER: *memory = optimizer->master; return MT_SUCCESS;
-    }
+    if (state == MT_EXP_AVG || state == MT_EXP_AVG_SQ || state == MT_MASTER) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: state is %d", function, (int)state);
 }
 
 /* Copies between this rank's share of a parameter's state and the place of that share in `whole`, which has the
    parameter's shape. */
-static mt_status mti_optimizer_copy(mt_context *ctx, const mt_param *p, float *memory, mt_tensor whole, int to_whole) {
+static mt_status mti_optimizer_copy(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mt_optimizer_state state,
+                                    mt_tensor whole, int to_whole) {
     int64_t first = mti_param_place(p), end = first + whole.rows * whole.cols;
     mti_stretch s;
     for (s = mti_param_share(p); s.count > 0; s = mti_share_after(p->registry, s, end)) {
-        mt_tensor mine = mt_tensor_f32(memory + s.state, 1, s.count);
+        mt_tensor mine = mt_tensor_f32(mti_state_at(o, p, state, s.state), 1, s.count);
         mt_tensor place = mt_tensor_f32((float *)whole.data + (s.at - first), 1, s.count);
         MT_TRY(to_whole ? mt_copy(ctx, mine, place) : mt_copy(ctx, place, mine));
     }
@@ -5011,28 +5521,31 @@ static mt_status mti_optimizer_copy(mt_context *ctx, const mt_param *p, float *m
 /* Sets *out to the whole state of a parameter. It is a view when this rank has all of it, and otherwise a tensor in the
    arena with the shares of all data ranks. These are added as integers, of which all but one are 0, so that every bit
    is kept. */
-static mt_status mti_optimizer_whole(mt_context *ctx, const mt_param *p, float *memory, mt_tensor *out) {
+static mt_status mti_optimizer_whole(mt_context *ctx, const mt_optimizer *o, const mt_param *p,
+                                     mt_optimizer_state state, mt_tensor *out) {
     const mt_params *params = p->registry;
     size_t count = (size_t)(p->grad.rows * p->grad.cols);
-    *out = memory ? mti_optimizer_shard(p, memory) : p->value;
-    if (!memory || params->buckets.ranks == 1) return MT_SUCCESS;
+    *out = mt_none();
+    if (mti_state_is_value(o, state) || params->buckets.ranks == 1) {
+        *out = mti_optimizer_shard(o, p, state);
+        return MT_SUCCESS;
+    }
     MT_TRY(mt_arena_tensor(ctx, MT_F32, p->grad.rows, p->grad.cols, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
-    MT_TRY(mti_optimizer_copy(ctx, p, memory, *out, 1));
+    MT_TRY(mti_optimizer_copy(ctx, o, p, state, *out, 1));
     return mt_all_reduce(ctx, params->grid->dp, out->data, out->data, count, MT_I32, MT_SUM);
 }
 
 MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                    mt_optimizer_state state, mt_tensor shard) {
     static const char *const function = "mt_optimizer_read";
-    float *memory;
     mt_tensor whole;
     size_t mark;
     mt_status status;
-    MT_TRY(mti_optimizer_state(ctx, function, optimizer, param, state, shard.data, &memory));
+    MT_TRY(mti_optimizer_state_check(ctx, function, optimizer, param, state, shard.data));
     MT_TRY(mt_tensor_check(ctx, function, "shard", shard, MT_ARG_F32, param->grad.rows, param->grad.cols));
     mark = mt_arena_mark(ctx);
-    status = mti_optimizer_whole(ctx, param, memory, &whole);
+    status = mti_optimizer_whole(ctx, optimizer, param, state, &whole);
     if (status == MT_SUCCESS) status = mt_convert(ctx, whole, shard);
     mt_arena_release(ctx, mark);
     return status;
@@ -5040,38 +5553,36 @@ MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimize
 
 MT_API mt_status mt_optimizer_gather(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                      mt_optimizer_state state, float *global) {
-    float *memory;
     mt_tensor whole;
     size_t mark;
     mt_status status;
-    MT_TRY(mti_optimizer_state(ctx, "mt_optimizer_gather", optimizer, param, state, global, &memory));
+    MT_TRY(mti_optimizer_state_check(ctx, "mt_optimizer_gather", optimizer, param, state, global));
     mark = mt_arena_mark(ctx);
-    status = mti_optimizer_whole(ctx, param, memory, &whole);
+    status = mti_optimizer_whole(ctx, optimizer, param, state, &whole);
     if (status == MT_SUCCESS) status = mt_param_gather(ctx, optimizer->params, param, whole, global);
     mt_arena_release(ctx, mark);
     return status;
 }
 
-/* Writes this rank's part of `global` to a state of a parameter. memory is m, v, the masters, or NULL for the value. */
-static mt_status mti_optimizer_scatter(mt_context *ctx, const mt_param *p, mt_optimizer_state state,
-                                       const float *global, float *memory) {
-    mt_tensor whole = memory ? mti_optimizer_shard(p, memory) : p->value;
-    int shared = memory && p->registry->buckets.ranks > 1;
+/* Writes this rank's part of `global` to a state of a parameter. */
+static mt_status mti_optimizer_scatter(mt_context *ctx, const mt_optimizer *o, const mt_param *p,
+                                       mt_optimizer_state state, const float *global) {
+    int shared = !mti_state_is_value(o, state) && p->registry->buckets.ranks > 1;
+    mt_tensor whole = shared ? mt_none() : mti_optimizer_shard(o, p, state);
     if (shared) MT_TRY(mt_arena_tensor(ctx, MT_F32, p->grad.rows, p->grad.cols, &whole));
     if (shared) MT_TRY(mt_fill(ctx, whole, 0.0f)); /* the scatter does not write the padding */
     MT_TRY(mt_param_scatter(ctx, p, global, whole));
-    if (shared) MT_TRY(mti_optimizer_copy(ctx, p, memory, whole, 0));
+    if (shared) MT_TRY(mti_optimizer_copy(ctx, o, p, state, whole, 0));
     return state == MT_MASTER ? mt_convert(ctx, whole, p->value) : MT_SUCCESS;
 }
 
 MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                       mt_optimizer_state state, const float *global) {
-    float *memory;
     size_t mark;
     mt_status status;
-    MT_TRY(mti_optimizer_state(ctx, "mt_optimizer_scatter", optimizer, param, state, global, &memory));
+    MT_TRY(mti_optimizer_state_check(ctx, "mt_optimizer_scatter", optimizer, param, state, global));
     mark = mt_arena_mark(ctx);
-    status = mti_optimizer_scatter(ctx, param, state, global, memory);
+    status = mti_optimizer_scatter(ctx, optimizer, param, state, global);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -5086,10 +5597,11 @@ static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_block b, mti
     return mt_tensor_cols(mt_tensor_rows(mti_param_block_view(p, t, b), at.row, at.rows), at.col, at.cols);
 }
 
-/* Returns the state of a patch, shaped like its gradient. memory is m, v or the masters; NULL gives mt_none(). */
-static mt_tensor mti_patch_state(mt_tensor grad, float *memory, mti_patch at) {
-    if (!memory) return mt_none();
-    grad.data = memory + at.state;
+/* Returns the state of a patch, shaped like its gradient, or mt_none() when the value is the state. */
+static mt_tensor mti_patch_state(const mt_optimizer *o, const mt_param *p, mt_optimizer_state state, mt_tensor grad,
+                                 mti_patch at) {
+    if (mti_state_is_value(o, state)) return mt_none();
+    grad.data = mti_state_at(o, p, state, at.state);
     return grad;
 }
 
@@ -5101,8 +5613,14 @@ static mt_status mti_optimizer_patch(mt_context *ctx, const mt_optimizer *o, con
     random.first_row += at.row;
     random.first_col += at.col;
     hyper->stochastic_rounding = o->desc.stochastic_rounding ? &random : NULL;
-    return mt_adamw_step(ctx, hyper, mti_patch_view(p, p->value, b, at), mti_patch_state(grad, o->master, at), grad,
-                         mti_patch_state(grad, o->m, at), mti_patch_state(grad, o->v, at));
+    return mt_adamw_step(ctx, hyper, mti_patch_view(p, p->value, b, at), mti_patch_state(o, p, MT_MASTER, grad, at),
+                         grad, mti_patch_state(o, p, MT_EXP_AVG, grad, at),
+                         mti_patch_state(o, p, MT_EXP_AVG_SQ, grad, at));
+}
+
+/* Returns the place at which a block of p's gradient begins. */
+static int64_t mti_block_place(const mt_param *p, mt_tensor block) {
+    return mti_param_place(p) + ((const float *)block.data - (const float *)p->grad.data);
 }
 
 /* Updates a stretch of a block as up to three patches: the rest of a row, whole rows, and the beginning of a row.
@@ -5110,7 +5628,7 @@ static mt_status mti_optimizer_patch(mt_context *ctx, const mt_optimizer *o, con
 static mt_status mti_optimizer_stretch(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mti_block b,
                                        mti_stretch s, mt_adamw *hyper) {
     mt_tensor block = mti_param_block_view(p, p->grad, b);
-    int64_t ld = mt_tensor_ld(block), left, at = s.at - ((const float *)block.data - o->params->grads);
+    int64_t ld = mt_tensor_ld(block), left, at = s.at - mti_block_place(p, block);
     mti_patch patch;
     for (left = s.count; left > 0;) {
         int64_t used;
@@ -5138,8 +5656,7 @@ static mt_status mti_optimizer_update(mt_context *ctx, const mt_optimizer *optim
     for (i = 0; i < mti_param_blocks(p); i++) {
         mti_block b = mti_param_block(p, p->tp_rank, i);
         mt_tensor block = mti_param_block_view(p, p->grad, b);
-        int64_t first = (const float *)block.data - params->grads,
-                end = first + (block.rows - 1) * mt_tensor_ld(block) + block.cols;
+        int64_t first = mti_block_place(p, block), end = first + (block.rows - 1) * mt_tensor_ld(block) + block.cols;
         if (b.count == 0) continue;
         for (s = mti_share_next(params, first, end); s.count > 0; s = mti_share_after(params, s, end))
             MT_TRY(mti_optimizer_stretch(ctx, optimizer, p, b, s, hyper));
@@ -5155,6 +5672,7 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!optimizer || !optimizer->params) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_step: no optimizer");
     params = optimizer->params;
+    MT_TRY(mti_params_ready(ctx, params, "mt_optimizer_step"));
     memset(&hyper, 0, sizeof hyper);
     hyper.lr = lr;
     hyper.beta1 = optimizer->desc.beta1;
@@ -5168,7 +5686,7 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
         hyper.weight_decay = params->list[i]->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
         MT_TRY(mti_optimizer_update(ctx, optimizer, params->list[i], &hyper));
     }
-    if (params->buckets.ranks > 1) MT_TRY(mti_buckets_gather(ctx, params, params->values, params->dtype));
+    if (params->buckets.ranks > 1) MT_TRY(mti_buckets_gather(ctx, params, MTI_IN_VALUES));
     optimizer->step = hyper.step;
     return MT_SUCCESS;
 }
@@ -7132,10 +7650,6 @@ typedef struct mti_part {
     int first, last; /* MTI_VALUE, or a range of mt_optimizer_state */
 } mti_part;
 
-static int mti_has_masters(const mt_optimizer *optimizer) {
-    return mt_params_dtype(optimizer->params) != MT_F32 && !optimizer->desc.stochastic_rounding;
-}
-
 static mti_part mti_model_part(const mt_checkpoint *c) {
     mti_part part;
     part.stem = "model";
@@ -7538,7 +8052,8 @@ static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt
     mt_comm *world = c->params->grid->world;
     int first = mt_comm_rank(world) == 0 && mt_context_has_data(ctx);
     mti_part model = mti_model_part(c), optimizer;
-    mt_status status = mti_save_values(ctx, c, state), io = MT_SUCCESS;
+    mt_status status = mti_params_ready(ctx, c->params, "mt_checkpoint_save"), io = MT_SUCCESS;
+    if (status == MT_SUCCESS) status = mti_save_values(ctx, c, state);
     if (first && status == MT_SUCCESS) status = mti_save_prepare(ctx, c, state->step, beside);
     MT_TRY(mti_agree(ctx, world, c->exchange, status));
     status = mti_part_save(ctx, c, &model, state, beside, &io);
@@ -7823,6 +8338,7 @@ static mt_status mti_source_arena(mt_context *ctx, const mt_checkpoint *c) {
 /* Opens and checks the files on this rank. state NULL: parameters only; otherwise state->step must be `step`. */
 static mt_status mti_source_open(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s, int64_t step,
                                  mt_training_state *state, mt_optimizer *optimizer) {
+    MT_TRY(mti_params_ready(ctx, c->params, "mt_checkpoint_load"));
     MT_TRY(mti_source_arena(ctx, c));
     MT_TRY(mti_source_open_model(ctx, c, directory, s));
     if (state && c->optimizer) MT_TRY(mti_source_open_optimizer(ctx, c, directory, s));

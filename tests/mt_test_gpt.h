@@ -58,7 +58,15 @@ typedef struct gpt_run {
     int64_t padded_vocab; /* of mt_gpt_desc */
     float junk;           /* in the rows of the embedding and of the head that are padding, before the first step */
     mt_qkv_layout qkv_layout;
+    int bound; /* bits GPT_BOUND_...: memory that the test allocates and binds; 0: none */
 } gpt_run;
+
+enum {
+    GPT_BOUND_KINDS = 31,  /* 1: values, 2: grads, 4: exp_avg, 8: exp_avg_sq, 16: master */
+    GPT_BOUND_ONE = 32,    /* with mt_param_bind: every second parameter, or with GPT_BOUND_FILLED all */
+    GPT_BOUND_GAPS = 64,   /* in reverse order, with gaps, and not aligned to more than an element */
+    GPT_BOUND_FILLED = 128 /* without mt_params_init */
+};
 
 /* One rank. */
 typedef struct gpt_worker {
@@ -74,7 +82,9 @@ typedef struct gpt_worker {
     int32_t *ids;             /* for each slot the ids and targets of a sequence, on the device */
     mt_tensor losses, totals; /* losses: one row for each slot; totals: the sum of each micro-batch's losses */
     int step;
-    float *spoil, bad; /* CPU: a gradient that is set to `bad` before the next backward; NULL: none */
+    mt_tensor memory[5]; /* [1, n]: what is bound of values, grads, exp_avg, exp_avg_sq and master, or mt_none() */
+    int64_t *offsets;    /* of the parameters in `memory` */
+    float *spoil, bad;   /* CPU: a gradient that is set to `bad` before the next backward; NULL: none */
     mt_status (*forward)(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output);
     mt_status (*backward)(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput);
 } gpt_worker;
@@ -278,6 +288,89 @@ static inline mt_status gpt_fill_padding(gpt_worker *w, mt_param *p) {
     return mt_fill(w->ctx, mt_tensor_rows(p->value, real, p->value.rows - real), w->r->junk);
 }
 
+/* Returns the first element of a parameter in bound memory, and writes their number to *total. */
+static inline int64_t gpt_offset(const gpt_worker *w, int index, int64_t *total) {
+    int gaps = w->r->bound & GPT_BOUND_GAPS ? 1 : 0, count = mt_params_count(w->params);
+    int64_t found = 0;
+    *total = gaps;
+    for (int i = 0; i < count; i++) {
+        int at = gaps ? count - 1 - i : i;
+        const mt_param *p = mt_params_at(w->params, at);
+        if (at == index) found = *total;
+        *total += p->value.rows * p->value.cols + 4 * gaps;
+    }
+    return found;
+}
+
+/* Allocates the memory to bind, and fills it with -77. */
+static inline mt_status gpt_bound_memory(gpt_worker *w) {
+    int count = mt_params_count(w->params), kinds = w->r->bound & GPT_BOUND_KINDS;
+    int64_t n = 0;
+    w->offsets = (int64_t *)calloc((size_t)count + 1, sizeof *w->offsets);
+    if (!w->offsets) return MT_ERR_MEMORY;
+    for (int i = 0; i < count; i++) w->offsets[i] = gpt_offset(w, i, &n);
+    for (int k = 0; k < 5; k++) {
+        mt_dtype dtype = k == 0 ? w->r->dtype : MT_F32;
+        void *data;
+        if (!(kinds & 1 << k) || (k == 4 && (w->r->dtype == MT_F32 || w->r->stochastic))) continue;
+        MT_TRY(mt_context_alloc(w->ctx, (size_t)n * mt_dtype_size(dtype), &data));
+        w->memory[k] = mt_tensor_make(data, dtype, 1, n);
+        for (int64_t at = 0; at < n; at += 4096) /* a conversion needs little scratch memory */
+            MT_TRY(mt_fill(w->ctx, mt_tensor_cols(w->memory[k], at, n - at < 4096 ? n - at : 4096), -77.0f));
+    }
+    return MT_SUCCESS;
+}
+
+static inline mt_params_memory gpt_memory(const gpt_worker *w) {
+    mt_params_memory m;
+    memset(&m, 0, sizeof m);
+    m.values = w->memory[0].data;
+    m.grads = (float *)w->memory[1].data;
+    m.exp_avg = (float *)w->memory[2].data;
+    m.exp_avg_sq = (float *)w->memory[3].data;
+    m.master = (float *)w->memory[4].data;
+    for (int k = 0; k < 5; k++)
+        if (w->memory[k].data) m.elements = w->memory[k].cols;
+    m.offsets = w->r->bound & GPT_BOUND_GAPS ? w->offsets : NULL;
+    return m;
+}
+
+/* Binds every second parameter, or all with GPT_BOUND_FILLED, one by one. */
+static inline mt_status gpt_bind_each(gpt_worker *w) {
+    for (int i = 0; i < mt_params_count(w->params); i++) {
+        mt_params_memory m = gpt_memory(w);
+        m.offsets = &w->offsets[i];
+        if (w->r->bound & GPT_BOUND_FILLED || i % 2 == 0) MT_TRY(mt_param_bind(w->ctx, mt_params_at(w->params, i), &m));
+    }
+    return MT_SUCCESS;
+}
+
+/* Fills bound values with those that mt_params_init gives to another registry. */
+static inline mt_status gpt_fill_values(gpt_worker *w, const mt_gpt_desc *model) {
+    mt_params *other;
+    mt_gpt gpt;
+    MT_TRY(mt_params_create(w->ctx, &w->grid, &other));
+    MT_TRY(mt_params_set_dtype(w->ctx, other, w->r->dtype));
+    MT_TRY(mt_gpt_create(w->ctx, other, model, &gpt));
+    MT_TRY(mt_params_init(w->ctx, other, 77));
+    for (int i = 0; i < mt_params_count(other); i++)
+        MT_TRY(mt_copy(w->ctx, mt_params_at(other, i)->value, mt_params_at(w->params, i)->value));
+    mt_params_destroy(other);
+    return MT_SUCCESS;
+}
+
+/* Binds memory, and initialises the parameters. */
+static inline mt_status gpt_init(gpt_worker *w, const mt_gpt_desc *model) {
+    mt_params_memory m;
+    if (w->r->bound) MT_TRY(gpt_bound_memory(w));
+    m = gpt_memory(w);
+    if (w->r->bound & GPT_BOUND_ONE) MT_TRY(gpt_bind_each(w));
+    else if (w->r->bound) MT_TRY(mt_params_bind(w->ctx, w->params, &m));
+    if (!(w->r->bound & GPT_BOUND_FILLED)) return mt_params_init(w->ctx, w->params, 77);
+    if (w->r->bound & GPT_BOUND_ONE) MT_TRY(mt_params_bind(w->ctx, w->params, NULL));
+    return gpt_fill_values(w, model);
+}
+
 static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w) {
     mt_grid_desc shape = {r->tp, r->data, r->pipeline ? r->pipeline : 1};
     mt_context_desc where;
@@ -315,7 +408,7 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     MT_TRY(mt_params_set_dtype(w->ctx, w->params, r->dtype));
     MT_TRY(mt_params_set_data_parallel(w->ctx, w->params, &r->share));
     MT_TRY(mt_gpt_create(w->ctx, w->params, &model, &w->gpt));
-    MT_TRY(mt_params_init(w->ctx, w->params, 77));
+    MT_TRY(gpt_init(w, &model));
     MT_TRY(gpt_fill_padding(w, w->gpt.tokens.weight));
     MT_TRY(gpt_fill_padding(w, w->gpt.head.weight));
     for (int i = 0; i < GPT_BATCH; i++) MT_TRY(mt_gpt_saved_create(w->ctx, &w->gpt, &w->saved[i]));
@@ -330,6 +423,9 @@ static inline void gpt_close(gpt_worker *w) {
     mt_optimizer_destroy(w->ctx, &w->optimizer);
     for (int i = 0; i < GPT_BATCH; i++) mt_gpt_saved_destroy(&w->saved[i]);
     mt_params_destroy(w->params);
+    for (int k = 0; k < 5; k++)
+        mt_context_free(w->ctx, w->memory[k].data, (size_t)w->memory[k].cols * mt_dtype_size(w->memory[k].dtype));
+    free(w->offsets);
     mt_grid_destroy(&w->grid);
     mt_comm_destroy(w->comm);
     mt_context_destroy(w->ctx);
