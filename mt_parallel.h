@@ -279,6 +279,12 @@ MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params,
    dimension, or padded_features breaks a rule of its comment. */
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
+/* Sets mt_param_desc.weight_decay of a parameter, for instance of one that the create function of a layer has added.
+   Those functions let weights and embeddings decay, but not biases and norms. 1: the optimizer decays the parameter; 0:
+   it does not. Call it on every rank, before mt_params_init and mt_params_bind, which compare it between ranks.
+   MT_ERR_ARGUMENT: weight_decay is not 0 or 1, or mt_params_init or mt_params_bind was already called. */
+MT_API mt_status mt_param_set_weight_decay(mt_context *ctx, mt_param *param, int weight_decay);
+
 /* Memory of the caller for the parameters of this rank. Each pointer is a buffer for one kind of memory, on the
    context's device. NULL: this kind is not bound, and the registry or the optimizer allocates it. Every buffer has the
    same number of elements and the same offsets. */
@@ -2129,10 +2135,16 @@ static mt_status mti_sharding_check(mt_context *ctx, const char *function, const
     return mti_padding_check(ctx, function, d);
 }
 
+/* Checks that the descriptions of the parameters may still change. */
+static mt_status mti_params_open_check(mt_context *ctx, const char *function, const mt_params *params,
+                                       const char *name) {
+    if (!params->placed && !params->is_bound) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' comes after %s", function, name,
+                   params->is_bound ? "mt_params_bind" : "mt_params_init");
+}
+
 static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const mt_param_desc *d) {
-    if (params->placed || params->is_bound)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' comes after %s", d->name,
-                       params->is_bound ? "mt_params_bind" : "mt_params_init");
+    MT_TRY(mti_params_open_check(ctx, "mt_params_add", params, d->name));
     if (mt_params_find(params, d->name))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: there is already a parameter '%s'", d->name);
     MT_TRY(mti_sharding_check(ctx, "mt_params_add", d));
@@ -2198,6 +2210,18 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     mti_param_shape(params, p);
     params->list[params->count++] = p;
     *out = p;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_param_set_weight_decay(mt_context *ctx, mt_param *param, int weight_decay) {
+    static const char *const function = "mt_param_set_weight_decay";
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!param || !param->registry) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: param is NULL", function);
+    if (weight_decay != 0 && weight_decay != 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: weight_decay of '%s' is %d, must be 0 or 1", function, param->name,
+                       weight_decay);
+    MT_TRY(mti_params_open_check(ctx, function, param->registry, param->name));
+    param->desc.weight_decay = weight_decay;
     return MT_SUCCESS;
 }
 

@@ -876,7 +876,8 @@ static const struct difference {
                    {"mt_optimizer_create: eps is |9.99999994e-09|9.99999997e-07", 0},
                    {"mt_optimizer_create: weight_decay is |0|0.100000001", 0},
                    {"mt_optimizer_create: stochastic_rounding is |0|1", 0},
-                   {"mt_optimizer_create: seed is |0|7", 0}};
+                   {"mt_optimizer_create: seed is |0|7", 0},
+                   {"mt_params_init: w is |weight_decay 0|weight_decay 1", 1}};
 
 typedef struct told {
     mt_grid_desc grid;
@@ -904,6 +905,7 @@ static mt_status told_body(const told *t, test_rank *r, mt_optimizer *o) {
     MT_TRY(mt_params_set_dtype(r->ctx, r->params, odd == 2 ? MT_F16 : MT_BF16));
     MT_TRY(mt_params_set_data_parallel(r->ctx, r->params, &share));
     for (int i = 0; i < 1 + (odd == 9); i++) MT_TRY(mt_params_add(r->ctx, r->params, &d[i], &p));
+    if (odd == 16) MT_TRY(mt_param_set_weight_decay(r->ctx, p, 1));
     MT_TRY(mt_params_init(r->ctx, r->params, odd == 1 ? 6 : 5));
     return mt_optimizer_create(r->ctx, r->params, &adamw, o);
 }

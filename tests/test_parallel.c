@@ -501,10 +501,15 @@ static void test_params_refuse(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_params_init(r.ctx, NULL, 1));
     assert_int_equal(mt_params_init(NULL, r.params, 1), MT_ERR_ARGUMENT);
     p = add_matrix(&r, "a", 2, 3, 0.0f);
+    assert_int_equal(mt_param_set_weight_decay(NULL, p, 1), MT_ERR_ARGUMENT);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "param is NULL", mt_param_set_weight_decay(r.ctx, NULL, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a' is 2", mt_param_set_weight_decay(r.ctx, p, 2));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_init first", mt_params_zero_grad(r.ctx, r.params));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_init first", mt_param_gather(r.ctx, r.params, p, p->value, x));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "shard is NULL", mt_param_scatter(r.ctx, p, x, p->value));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a' comes after mt_params_init", mt_param_set_weight_decay(r.ctx, p, 1));
+    assert_int_equal(p->desc.weight_decay, 0);
     assert_int_equal(mt_params_zero_grad(NULL, r.params), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_params_zero_grad(r.ctx, NULL));
     assert_int_equal(mt_param_scatter(NULL, p, x, p->value), MT_ERR_ARGUMENT);
@@ -1349,21 +1354,25 @@ static void test_clip_coefficient(void **state) {
 typedef struct adam_case {
     mt_optimizer_desc desc;
     double beta1, beta2, eps; /* the values that the description stands for */
+    int sets;                 /* 1: mt_param_set_weight_decay says what is decayed, and the descriptions the opposite */
 } adam_case;
 
 /* One parameter with weight decay and one without, six steps. */
 static mt_status adam_body(test_rank *r, const adam_case *c) {
-    mt_param *p[2] = {add_or_null(r, (mt_param_desc){.name = "matrix",
-                                                     .rows = 13,
-                                                     .cols = 5,
-                                                     .placement = MT_SPLIT_ROWS,
-                                                     .init_std = 1.0f,
-                                                     .weight_decay = 1}),
-                      add_or_null(r, (mt_param_desc){.name = "bias", .rows = 1, .cols = 65, .init_std = 1.0f})};
+    mt_param *p[2] = {
+        add_or_null(r, (mt_param_desc){.name = "matrix",
+                                       .rows = 13,
+                                       .cols = 5,
+                                       .placement = MT_SPLIT_ROWS,
+                                       .init_std = 1.0f,
+                                       .weight_decay = c->sets ? 0 : 1}),
+        add_or_null(r,
+                    (mt_param_desc){.name = "bias", .rows = 1, .cols = 65, .init_std = 1.0f, .weight_decay = c->sets})};
     double x[2][65], m[2][65] = {{0}}, v[2][65] = {{0}}, decay[2] = {(double)c->desc.weight_decay, 0};
     float *got = test_floats(r, 65, NAN), lr = 0.01f, scale = 0.25f;
     mt_optimizer o = {0};
     CHECK(p[0] && p[1]);
+    for (int k = 0; c->sets && k < 2; k++) MT_TRY(mt_param_set_weight_decay(r->ctx, p[k], k == 0));
     MT_TRY(mt_params_init(r->ctx, r->params, 8));
     for (int k = 0; k < 2; k++) {
         MT_TRY(mt_param_gather(r->ctx, r->params, p[k], p[k]->value, got));
@@ -1425,9 +1434,10 @@ static mt_status adam_rank(mt_comm *world, void *user) {
 }
 
 static void test_adamw(void **state) {
-    static adam_case cases[] = {{{0}, (double)0.9f, (double)0.999f, 1e-8},
-                                {{.weight_decay = 0.1f}, (double)0.9f, (double)0.999f, 1e-8},
-                                {{0.8f, 0.95f, 1e-3f, 0.5f, 0, 0}, (double)0.8f, (double)0.95f, 1e-3}};
+    static adam_case cases[] = {{{0}, (double)0.9f, (double)0.999f, 1e-8, 0},
+                                {{.weight_decay = 0.1f}, (double)0.9f, (double)0.999f, 1e-8, 0},
+                                {{0.8f, 0.95f, 1e-3f, 0.5f, 0, 0}, (double)0.8f, (double)0.95f, 1e-3, 0},
+                                {{.weight_decay = 0.5f}, (double)0.9f, (double)0.999f, 1e-8, 1}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         for (int ranks = 1; ranks <= 4; ranks *= 2) test_launch(ranks, adam_rank, &cases[i]);
