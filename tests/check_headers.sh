@@ -13,8 +13,8 @@ cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/report.sh
 . tests/report.sh
 headers="mt_comm.h mt_kernels.cuh mt_parallel.h megatron.h" # from the lowest to the highest
-programs=$(echo examples/*.c examples/*.cu examples/*/*.c tests/*.h tests/*.c tests/*.cu tests/bench/*.c \
-    tests/bench/*.cu)
+programs=$(echo examples/*.c examples/*.cu examples/*/*.c examples/*/*.cu tests/*.h tests/*.c tests/*.cu \
+    tests/bench/*.c tests/bench/*.cu)
 warnings="-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Werror -Wfatal-errors"
 sources=$PWD/tests/package
 H=$PWD # the headers under test

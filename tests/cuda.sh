@@ -33,6 +33,23 @@ nccl_example() {
         END { exit !(n == 6 && last && !wrong) }'
 }
 
+# examples/05_own_weights/after.cu on 1, 2 and 4 GPUs has the losses of before.cu up to 1e-6, and on each GPU the
+# weights of a shard: all but 16 floats are split.
+own_weights_example() {
+    "$engine/05_before" >"$build/05_before.txt" || return 1
+    grep -x "$(((2 * 16 * 64 + 64 + 128 * 16 + 16) * 4)) bytes of weights" "$build/05_before.txt" || return 1
+    for gpus in 1 2 4; do
+        "$engine/05_after" $gpus >"$build/05_after.txt" && cat "$build/05_after.txt" || return 1
+        bytes=$((((2 * 16 * 64 + 64 + 128 * 16) / gpus + 16) * 4))
+        [ "$(grep -c "^rank [0-3]: $bytes bytes of weights$" "$build/05_after.txt")" -eq $gpus ] || return 1
+        for name in before after; do grep '^step' "$build/05_$name.txt" >"$build/05_$name.steps"; done
+        paste "$build/05_before.steps" "$build/05_after.steps" | awk '
+            { d = $4 - $8; if (d < 0) d = -d; if ($2 != $6 || NF != 8 || !($4 > 0) || d > 1e-6) wrong = 1 }
+            NR == 1 { first = $4 }
+            END { exit !(NR == 40 && !wrong && $8 < first / 1.2) }' || return 1
+    done
+}
+
 few_steps="--layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --sample 4 --no-pinning --data megatron.h"
 
 # examples/train_gpt.c as it is, on two GPUs over NCCL: the losses of the CPU in f32, within 1e-5 of the loss, or 2e-2
@@ -155,6 +172,9 @@ builds_with_nccl() {
             -o "$build/implementation_nccl.o" \
         && nvcc -O0 -I. -Werror all-warnings -arch=sm_90 $DECLARATIONS_ONLY examples/03_nccl.cu \
             "$build/implementation_nccl.o" -o "$build/03_nccl" -lcublasLt -lnccl \
+        && nvcc -O0 -Werror all-warnings -arch=sm_90 examples/05_own_weights/before.cu -o "$build/05_before" \
+        && nvcc -O0 -I. -Werror all-warnings -arch=sm_90 $DECLARATIONS_ONLY examples/05_own_weights/after.cu \
+            "$build/implementation_nccl.o" -o "$build/05_after" -lcublasLt -lnccl \
         && links_from_c implementation_nccl.o -lnccl
 }
 
@@ -217,7 +237,10 @@ no_gpu_is_said() {
     done
 }
 
-example() { check "examples/03_nccl on 2 GPUs has the losses of 01_mlp" nccl_example; }
+example() {
+    check "examples/03_nccl on 2 GPUs has the losses of 01_mlp" nccl_example
+    check "examples/05_own_weights/after.cu on 1, 2 and 4 GPUs has the losses of before.cu" own_weights_example
+}
 training() { check "train_gpt --device cuda" trains_on_the_engine; }
 processes() {
     check "train_gpt as processes of torchrun, on one machine and two; killed and stopped ranks" trains_as_processes
