@@ -15,8 +15,8 @@
    parameters. Values and gradients may be in memory of the caller (mt_params_bind). Forward keeps what backward needs
    in a `saved` struct: tensors in the arena, and views of tensors that the caller passed (x, ids, targets). The caller
    must not release (mt_arena_release), free or change any of them before backward has returned. With saved == NULL
-   forward is inference and keeps nothing. A forward with `saved` does not need to have a backward; see mt_arena_mark for
-   a loop that does not know it before. Backward adds to parameter gradients and overwrites activation gradients.
+   forward is inference and keeps nothing. A forward with `saved` does not need to have a backward; see mt_arena_mark
+   for a loop that does not know it before. Backward adds to parameter gradients and overwrites activation gradients.
 
    Names: A create function gets the layer's name. The parameters are then called NAME.weight and so on. The name of a
    parameter decides its random numbers (mt_params_init) and is its key in checkpoints. With name NULL a layer is called

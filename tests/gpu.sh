@@ -25,7 +25,7 @@ check_log=$build/check.log check_lines=40
 # which takes longer to build than they do. Those in `own` and `with_nccl` compile the implementation themselves.
 own="test_cuda_ptx test_cuda test_cuda_flash"
 with_nccl="test_cuda_nccl test_cuda_processes"
-shared="test_cuda_gemm test_cuda_devices test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block"
+shared="test_cuda_gemm test_cuda_devices test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block test_cuda_plain"
 implementation=$build/implementation.o
 
 # gpu_build NAME: a program, or the implementation
@@ -102,5 +102,6 @@ fi
 check "a GPT on ranks that share the GPU, as on the CPU; overlap; invariant mode" $each test_cuda_gpt
 check "checkpoints of a GPT" $each test_cuda_checkpoint
 check "the block of examples/02_custom_block.c, as on the CPU" $each test_cuda_custom_block
+check "plain calls, as the layers of a registry" $each test_cuda_plain
 closing_line
 [ "$failed" -eq 0 ]
