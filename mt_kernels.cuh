@@ -6158,6 +6158,8 @@ static void mti_cpu_adamw(const mt_adamw *hyper, mt_tensor param, mt_tensor mast
 #if MT_HAS_CUDA
 extern "C++" {
 
+/* Each operation rounds on its own, as in mti_adamw_row when the compiler contracts nothing. nvcc could contract the
+   two values of WIDE differently, and the bits would then depend on how a parameter is split. */
 template <bool STOCHASTIC> struct mti_adamw_op {
     mti_view param, master, grad, m, v;
     mti_adamw a;
@@ -6169,10 +6171,11 @@ template <bool STOCHASTIC> struct mti_adamw_op {
         mti_load<WIDE>(m, row, col, n, first);
         mti_load<WIDE>(v, row, col, n, second);
         for (int j = 0; j < MTI_VECTOR; j++) {
-            float scaled = a.grad_scale * g[j];
-            first[j] = a.beta1 * first[j] + a.one_minus_beta1 * scaled;
-            second[j] = a.beta2 * second[j] + a.one_minus_beta2 * (scaled * scaled);
-            p[j] = a.keep * p[j] - a.step_size * first[j] / (sqrtf(second[j]) * a.inverse_root2 + a.eps);
+            float scaled = __fmul_rn(a.grad_scale, g[j]), square = __fmul_rn(scaled, scaled), divisor;
+            first[j] = __fadd_rn(__fmul_rn(a.beta1, first[j]), __fmul_rn(a.one_minus_beta1, scaled));
+            second[j] = __fadd_rn(__fmul_rn(a.beta2, second[j]), __fmul_rn(a.one_minus_beta2, square));
+            divisor = __fadd_rn(__fmul_rn(__fsqrt_rn(second[j]), a.inverse_root2), a.eps);
+            p[j] = __fsub_rn(__fmul_rn(a.keep, p[j]), __fdiv_rn(__fmul_rn(a.step_size, first[j]), divisor));
         }
         if (master.data) mti_store<WIDE>(master, row, col, n, p);
         mti_store<WIDE>(m, row, col, n, first);

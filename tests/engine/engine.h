@@ -321,6 +321,12 @@ template <class To, class From> inline To bits_as(From from) {
     return to;
 }
 
+// Returns x. The compiler cannot contract the operation that computed x with one that uses it.
+inline float rounded(float x) {
+    __asm__("" : "+m"(x));
+    return x;
+}
+
 inline float saturate(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 inline int leading_zeros(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int leading_zeros(unsigned long long x) { return x ? __builtin_clzll(x) : 64; }
@@ -361,9 +367,9 @@ template <class T> inline T max(T a, T b) {
 #define __fsqrt_rn(x) ::sqrtf(x)
 #define __fdividef(x, y) ((float)(x) / (float)(y))
 #define __fdiv_rn(x, y) ((float)(x) / (float)(y))
-#define __fadd_rn(x, y) ((float)(x) + (float)(y))
-#define __fsub_rn(x, y) ((float)(x) - (float)(y))
-#define __fmul_rn(x, y) ((float)(x) * (float)(y))
+#define __fadd_rn(x, y) ::mte::rounded((float)(x) + (float)(y))
+#define __fsub_rn(x, y) ::mte::rounded((float)(x) - (float)(y))
+#define __fmul_rn(x, y) ::mte::rounded((float)(x) * (float)(y))
 #define __fmaf_rn(x, y, z) ::fmaf(x, y, z)
 #define __saturatef(x) ::mte::saturate(x)
 #define __float2int_rn(x) ((int)::rintf(x))
