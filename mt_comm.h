@@ -716,7 +716,7 @@ MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
      function around the operator turns MT_PLANNED into MT_SUCCESS.
    mt_cuda_launched: call it after each launch. It returns the error of the launch; the message names `kernel`.
    mt_cuda_zero, mt_cuda_copy_rows: as cudaMemsetAsync and cudaMemcpy2DAsync, in the context's stream. Pitches are in
-     bytes. Either side of a copy may be on the host or on a GPU.
+     bytes, also above the 2^31 - 1 of cudaMemcpy2DAsync. Either side of a copy may be on the host or on a GPU.
    mt_cuda_check_memory: returns MT_ERR_ARGUMENT, with `function` and the name of the buffer, when the context's GPU
      cannot use the first or the last of `bytes` bytes from ptr on: it needs memory of this GPU, managed memory, or
      page-locked memory of the host.
@@ -1634,10 +1634,19 @@ static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size
 
 MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                                    size_t row_bytes, int64_t rows) {
+    const size_t most = 0x7fffffff; /* the largest pitch that cudaMemcpy2DAsync takes */
+    int64_t i;
     if (rows == 0 || row_bytes == 0) return MT_SUCCESS;
+    if (rows == 1 || (to_pitch == row_bytes && from_pitch == row_bytes))
+        return mti_cuda_copy(ctx, to, from, (size_t)rows * row_bytes);
     MT_TRY(mt_cuda_enter(ctx));
-    MT_CUDA_TRY(ctx, cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, (size_t)rows, cudaMemcpyDefault,
-                                       ctx->stream));
+    if (to_pitch <= most && from_pitch <= most)
+        MT_CUDA_TRY(ctx, cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, (size_t)rows, cudaMemcpyDefault,
+                                           ctx->stream));
+    else
+        for (i = 0; i < rows; i++)
+            MT_TRY(mti_cuda_copy(ctx, (char *)to + (size_t)i * to_pitch, (const char *)from + (size_t)i * from_pitch,
+                                 row_bytes));
     return MT_SUCCESS;
 }
 

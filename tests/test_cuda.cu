@@ -9,6 +9,7 @@
 #include "mt_test.h"
 
 #include <math.h>
+#include <sys/mman.h>
 
 /* ---- the same tensor on both devices ----------------------------------------------------------------------------- */
 
@@ -298,8 +299,8 @@ static void adamw_bits(shape s) {
     free(pp), free(gg), free(mm), free(vv);
 }
 
-static void adamw(shape s) {
 /* Parameters alone, with master weights, and with stochastic rounding. */
+static void adamw(shape s) {
     const mt_random at = {11, 5, 2, 3, s.cols + 9};
     mt_adamw h = {1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, 0.7f, 3, NULL};
     for (int variant = 0; variant < (type == MT_F32 ? 1 : 3); variant++) {
@@ -316,8 +317,8 @@ static void adamw(shape s) {
         same("m", m, 1e-6);
         same("v", v, 1e-6);
     }
-}
     if (type == MT_F32) adamw_bits(s);
+}
 
 static void cross_entropy(shape s) {
     for (int variant = 0; variant < 3; variant++) {
@@ -828,6 +829,34 @@ static void test_check_memory(void **state) {
     mt_context_free(gpu, mine, 256);
 }
 
+/* cudaMemcpy2DAsync refuses pitches of 2 GiB and more. The system commits only the pages of `far` that are written. */
+static void test_copy_rows_far_apart(void **state) {
+    const size_t apart = (size_t)1 << 31, size = apart + 4096;
+    char *far = (char *)mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char got[13] = "............";
+    mt_tensor near;
+    (void)state;
+    assert_true(far != MAP_FAILED);
+    memcpy(far, "first", 5);
+    memcpy(far + apart, "other", 5);
+    OK(mt_arena_tensor(gpu, MT_U8, 2, 6, &near));
+    OK(mt_upload(gpu, "ABCDEFGHIJKL", near));
+    OK(mt_cuda_copy_rows(gpu, near.data, 6, far, apart, 5, 2)); /* row by row */
+    OK(mt_download(gpu, near, got));
+    assert_string_equal(got, "firstFotherL");
+    OK(mt_cuda_copy_rows(gpu, far + 8, apart, near.data, 6, 3, 2));
+    OK(mt_context_synchronize(gpu));
+    assert_memory_equal(far, "first\0\0\0fir", 12);
+    assert_memory_equal(far + apart, "other\0\0\0oth", 12);
+    OK(mt_cuda_copy_rows(gpu, near.data, 3 * apart, far + apart, 3 * apart, 2, 1)); /* one row: no pitch is needed */
+    OK(mt_download(gpu, near, got));
+    assert_string_equal(got, "otrstFotherL");
+    OK(mt_cuda_copy_rows(gpu, near.data, 4, far, 4, 4, 3)); /* dense */
+    OK(mt_download(gpu, near, got));
+    assert_memory_equal(got, far, 12);
+    assert_int_equal(munmap(far, size), 0);
+}
+
 static void test_copy_rows(void **state) {
     char x[8] = "1234567", y[8] = "abcdefg";
     mt_context_desc where;
@@ -1141,6 +1170,7 @@ int main(void) {
         cmocka_unit_test(test_context),
         cmocka_unit_test(test_check_memory),
         cmocka_unit_test(test_copy_rows),
+        cmocka_unit_test(test_copy_rows_far_apart),
         cmocka_unit_test(test_collectives),
         cmocka_unit_test(test_overlap),
         cmocka_unit_test(test_slots),

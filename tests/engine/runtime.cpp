@@ -808,6 +808,7 @@ void mte::set_ptx_arch(int arch) {
     ptx_arch = arch;
 }
 
+static constexpr int max_pitch = 0x7fffffff; // of a two-dimensional copy
 static constexpr int multiprocessors = 132;
 static constexpr int threads_per_multiprocessor = 2048;
 static constexpr int shared_per_multiprocessor = 228 << 10;
@@ -848,6 +849,7 @@ static int device_attribute(cudaDeviceAttr attribute) {
     case cudaDevAttrMaxRegistersPerBlock:
     case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
     case cudaDevAttrTotalConstantMemory: return 65536;
+    case cudaDevAttrMaxPitch: return max_pitch;
     case cudaDevAttrWarpSize: return 32;
     case cudaDevAttrMultiProcessorCount: return multiprocessors;
     case cudaDevAttrMaxThreadsPerMultiProcessor: return threads_per_multiprocessor;
@@ -1147,8 +1149,6 @@ static bool pageable(const char *p, size_t pitch, const Copy &copy) {
 // Enqueues a copy. Pageable host memory as source is copied at once; as destination, it makes the host wait.
 static cudaError_t copy_asynchronously(const Copy &copy, cudaMemcpyKind kind, cudaStream_t stream, bool wait) {
     if (!copy.width || !copy.height) return result(cudaSuccess);
-    if (copy.width > copy.destination_pitch && copy.height > 1) return result(cudaErrorInvalidPitchValue);
-    if (copy.width > copy.source_pitch && copy.height > 1) return result(cudaErrorInvalidPitchValue);
     if (!kind_fits(copy, kind)) {
         report("%s, but the call says kind %d", copy_label(copy), (int)kind);
         return result(cudaErrorInvalidValue);
@@ -1184,6 +1184,13 @@ cudaError_t cudaMemcpyPeerAsync(void *destination, int, const void *source, int,
     return copy_asynchronously(plain_copy(destination, source, bytes), cudaMemcpyDeviceToDevice, stream, false);
 }
 
+// CUDA checks the pitches also when there is only one row.
+static bool pitches_fit(const Copy &copy) {
+    if (!copy.width || !copy.height) return true;
+    return copy.width <= std::min(copy.destination_pitch, copy.source_pitch) &&
+           std::max(copy.destination_pitch, copy.source_pitch) <= (size_t)max_pitch;
+}
+
 cudaError_t cudaMemcpy2DAsync(void *destination, size_t destination_pitch, const void *source, size_t source_pitch,
                               size_t width, size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
     Call call("cudaMemcpy2DAsync");
@@ -1193,6 +1200,7 @@ cudaError_t cudaMemcpy2DAsync(void *destination, size_t destination_pitch, const
                  source_pitch,
                  width,
                  height};
+    if (!pitches_fit(copy)) return result(cudaErrorInvalidPitchValue);
     return copy_asynchronously(copy, kind, stream, false);
 }
 
@@ -1205,6 +1213,7 @@ cudaError_t cudaMemcpy2D(void *destination, size_t destination_pitch, const void
                  source_pitch,
                  width,
                  height};
+    if (!pitches_fit(copy)) return result(cudaErrorInvalidPitchValue);
     bool wait = !in_device_range(destination) || !in_device_range(source);
     return copy_asynchronously(copy, kind, nullptr, wait);
 }

@@ -802,6 +802,16 @@ static bool copies_in_two_dimensions(bool) {
     std::vector<float> got = out.download();
     for (size_t r = 0; r < 10; r++)
         for (size_t c = 0; c < 3; c++) CHECK(got[r * 3 + c] == x[r * 6 + 2 + c]);
+    size_t most = 0x7fffffff;
+    CUDA(cudaMemcpy2DAsync(out.p, most, in.p, most, 12, 1, cudaMemcpyDeviceToDevice, nullptr));
+    for (int row = 0; row < 2; row++) {
+        size_t to = row ? most + 1 : 12, from = row ? 12 : most + 1;
+        CHECK(cudaMemcpy2DAsync(out.p, to, in.p, from, 12, 1, cudaMemcpyDefault, nullptr) ==
+              cudaErrorInvalidPitchValue);
+        CHECK(cudaMemcpy2D(out.p, to, in.p, from, 12, 1, cudaMemcpyDefault) == cudaErrorInvalidPitchValue);
+    }
+    CHECK(cudaMemcpy2D(out.p, 12, in.p, 8, 12, 1, cudaMemcpyDefault) == cudaErrorInvalidPitchValue);
+    cudaGetLastError();
     return true;
 }
 
