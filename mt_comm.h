@@ -194,7 +194,7 @@ typedef struct mt_context_desc {
        Ignored on other devices. 0: CPU */
     mt_device planned;
     /* 1: you promise that all ranks have arenas of the same size and allocate from them in the same order. The library
-       then registers the arena with NCCL, see docs/gpus.md. A broken promise corrupts data without an error.
+       then registers the arena with NCCL, see mt_arena_register. A broken promise corrupts data without an error.
        Ignored on other devices than MT_DEVICE_CUDA. 0: no promise */
     int arena_symmetric;
     /* for the arena and mt_context_alloc; {NULL}: posix_memalign on a CPU and cudaMalloc on a GPU, but ncclMemAlloc for
@@ -675,9 +675,14 @@ MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t to
 /* Registers memory from mt_context_alloc with NCCL; memory is the pointer that mt_context_alloc gave. mt_context_free
    and mt_comm_destroy end the registration. Collective over comm. Afterwards, collectives on comm must use the
    same offsets of this memory on all ranks. Does nothing when comm is not over NCCL, when the context has an allocator
-   of the caller, or when `bytes` is less than 2 MiB. See docs/gpus.md, "Communicators over NCCL". Errors:
+   of the caller, when `bytes` is less than 2 MiB, or when a part of the memory is registered already, with any
+   communicator of the context: NCCL allows only one. See docs/gpus.md, "Communicators over NCCL". Errors:
    MT_ERR_ARGUMENT, MT_ERR_MEMORY, MT_ERR_TIMEOUT, MT_ERR_PEER, MT_ERR_SYSTEM (NCCL failed). */
 MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
+
+/* Registers the arena as mt_comm_register does, if mt_context_desc.arena_symmetric is set. mt_params_init calls it for
+   the tensor group, because activations are in the arena. A program without a registry calls it itself. */
+MT_API mt_status mt_arena_register(mt_context *ctx, mt_comm *comm);
 
 /* Returns 1 when t is contiguous (ld == cols, or one row) and its data is aligned to MT_ALIGNMENT, else 0. Returns 0 on
    MT_DEVICE_META, which has no real addresses: operators that copy unaligned views then plan memory for the copy. */
@@ -3710,22 +3715,28 @@ MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) {
 typedef struct mti_window {
     struct mti_window *next;
     mt_comm *comm;
-    const void *memory;
+    const char *memory;
+    size_t bytes;
     void *buffer; /* the handle of ncclCommRegister; the other one is NULL */
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
     ncclWindow_t window; /* the handle of ncclCommWindowRegister; the other one is NULL */
 #endif
 } mti_window;
 
-/* Implements mt_comm_register. NCCL 2.27 or later registers the memory as a symmetric window. */
+/* Implements mt_comm_register. NCCL 2.27 or later registers the memory as a symmetric window. Its results are undefined
+   when a buffer is in symmetric windows of several communicators. */
 static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+    const char *begin = (const char *)memory;
     int version = 0;
     mti_window *w;
     if (ctx->allocator.alloc != mti_cuda_alloc || bytes < MTI_NCCL_MEMORY) return MT_SUCCESS;
+    for (w = ctx->windows; w; w = w->next)
+        if (begin < w->memory + w->bytes && w->memory < begin + bytes) return MT_SUCCESS;
     w = (mti_window *)mt_host_alloc(sizeof *w);
     if (!w) return mt_fail(ctx, MT_ERR_MEMORY, "no memory to register %zu bytes with \"%s\"", bytes, comm->name);
     w->comm = comm;
-    w->memory = memory;
+    w->memory = begin;
+    w->bytes = bytes;
     w->next = ctx->windows;
     ctx->windows = w;
     ncclGetVersion(&version);
@@ -3739,13 +3750,16 @@ static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, s
     return mti_nccl_settle(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, bytes, &w->buffer));
 }
 
-/* Deregisters memory. Both handles are NULL when the GPU or the system does not support registration. */
-static void mti_window_end(mti_window *w) {
+/* Deregisters memory, and waits until this is done. After an error the communicator is broken. Both handles are NULL
+   when the GPU or the system does not support registration. */
+static void mti_window_end(mt_context *ctx, mti_window *w) {
     struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle; /* an abort deregisters */
+    ncclResult_t result = ncclSuccess;
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-    if (handle && w->window) ncclCommWindowDeregister(handle, w->window);
+    if (handle && w->window) result = ncclCommWindowDeregister(handle, w->window);
 #endif
-    if (handle && w->buffer) ncclCommDeregister(handle, w->buffer);
+    if (handle && w->buffer) result = ncclCommDeregister(handle, w->buffer);
+    mti_nccl_settle(ctx, w->comm, result);
     mt_host_free(w);
 }
 
@@ -3758,7 +3772,7 @@ static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *me
             continue;
         }
         *at = w->next;
-        mti_window_end(w);
+        mti_window_end(ctx, w);
     }
 }
 
@@ -3775,14 +3789,13 @@ static mt_comm *mti_nccl_new(mt_context *ctx, int rank, int size, const char *na
     return comm;
 }
 
-/* Finishes the creation of a communicator that has a handle: waits for NCCL, adds comm to the context's list, and
-   registers a symmetric arena. Destroys comm after an error. */
+/* Finishes the creation of a communicator that has a handle: waits for NCCL, and adds comm to the context's list.
+   Destroys comm after an error. */
 static mt_status mti_nccl_begin(mt_context *ctx, mt_comm *comm, ncclResult_t result, mt_comm **out) {
     mt_status status = mti_nccl_settle(ctx, comm, result);
     comm->nccl.home = ctx;
     comm->nccl.next = ctx->nccl;
     ctx->nccl = comm;
-    if (status == MT_SUCCESS && ctx->arena_symmetric) status = mti_nccl_enlist(ctx, comm, ctx->arena, ctx->arena_bytes);
     if (status == MT_SUCCESS) *out = comm;
     else mt_comm_destroy(comm);
     return status;
@@ -4257,6 +4270,12 @@ MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, 
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!comm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_register: comm is NULL");
     return (comm->transport->enlist)(ctx, comm, memory, bytes);
+}
+
+MT_API mt_status mt_arena_register(mt_context *ctx, mt_comm *comm) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!comm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_register: comm is NULL");
+    return ctx->arena_symmetric ? mt_comm_register(ctx, comm, ctx->arena, ctx->arena_bytes) : MT_SUCCESS;
 }
 
 static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {

@@ -2431,6 +2431,7 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_alloc(ctx, params));
     mti_params_point(params);
     params->placed = 1;
+    MT_TRY(mt_arena_register(ctx, params->grid->tp));
     if (params->grads)
         MT_TRY(mt_comm_register(ctx, params->grid->dp, params->grads, (size_t)params->elements * sizeof(float)));
     if (params->buckets.ranks == 1 || !params->values) return MT_SUCCESS;

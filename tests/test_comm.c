@@ -961,6 +961,7 @@ static void test_services(void **state) {
     assert_int_equal(mt_arena_peak(ctx), peak);
     ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, mt_cuda_enter(ctx));
     ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_comm_register(ctx, NULL, p, 64));
+    ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_arena_register(ctx, NULL));
     mt_context_destroy(meta);
     mt_context_destroy(ctx);
 }

@@ -22,6 +22,7 @@ void nccl_silence(int device, int after);
 void nccl_fail_after(int device, int after, ncclResult_t result);
 void nccl_reset_faults();
 void nccl_set_version(int version);
+void nccl_keep_windows(bool on);
 void cuda_fail_after(const char *name, int after, cudaError_t error);
 } // namespace mte
 #endif
@@ -899,8 +900,8 @@ static void plain_free(void *user, void *p, size_t bytes) {
     cudaFree(p);
 }
 
-/* The grid is 2 x 2. The communicators of world, tensor, data and model register the arena when it is symmetric, and
-   data also registers the gradients. */
+/* The grid is 2 x 2. The communicator of the tensor group registers the arena when it is symmetric, that of the data
+   group registers the gradients. */
 static mt_status register_all(job *j, mt_context *ctx, mt_comm *comm) {
     registration *r = (registration *)j->result;
     mt_grid_desc shape = {2, 2, 0};
@@ -939,8 +940,8 @@ static void test_registration(void **state) {
     /* symmetric, version, own allocator; then, for 4 ranks: communicators created, windows, registrations */
     static const registration cases[] = {
         {0, 0, 0, 16, 4, 4},
-        {1, 0, 0, 16, 20, 20},
-        {1, NCCL_VERSION(2, 26, 2), 0, 16, 0, 20},
+        {1, 0, 0, 16, 8, 8},
+        {1, NCCL_VERSION(2, 26, 2), 0, 16, 0, 8},
         {1, 0, 1, 16, 0, 0},
     };
     (void)state;
@@ -961,6 +962,44 @@ static void test_registration(void **state) {
         assert_int_equal(r.registered, cases[i].registered);
     }
     mte::nccl_set_version(0);
+}
+
+/* The second registration of the same memory does nothing, with any communicator. A communicator that cannot deregister
+   memory is broken. */
+static mt_status register_twice(job *j, mt_context *ctx, mt_comm *comm) {
+    const size_t bytes = (size_t)3 << 20, third = bytes / 3;
+    int rank = mt_comm_rank(comm), registered[3];
+    mt_comm *other;
+    void *p;
+    mt_tensor x;
+    (void)j;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 64, &x));
+    MT_TRY(mt_fill(ctx, x, 1.0f));
+    MT_TRY(mt_comm_split(comm, 0, rank, &other));
+    MT_TRY(mt_context_alloc(ctx, bytes, &p));
+    for (int i = 0; i < 3; i++) {
+        if (i == 1) MT_TRY(mt_comm_register(ctx, comm, (char *)p + third, bytes - third));
+        else MT_TRY(mt_comm_register(ctx, other, p, bytes));
+        MT_TRY(mt_barrier(ctx, comm));
+        registered[i] = mte::nccl_counts().registered;
+        if (rank == 0 && i == 2) mte::nccl_keep_windows(true);
+        MT_TRY(mt_barrier(ctx, comm));
+    }
+    CHECK(registered[1] == registered[0] && registered[2] == registered[0]);
+    CHECK(mt_arena_register(NULL, comm) == MT_ERR_ARGUMENT && mt_arena_register(ctx, NULL) == MT_ERR_ARGUMENT);
+    mt_context_free(ctx, p, bytes);
+    CHECK(strstr(mt_last_error(ctx), "NCCL: internal error"));
+    CHECK(mt_all_reduce(ctx, other, x.data, x.data, 64, MT_F32, MT_SUM) == MT_ERR_PEER);
+    CHECK(strstr(mt_last_error(ctx), "failed with MT_ERR_SYSTEM"));
+    mt_comm_destroy(other);
+    return mt_all_reduce(ctx, comm, x.data, x.data, 64, MT_F32, MT_SUM); /* the other communicator works */
+}
+
+static void test_registered_twice(void **state) {
+    job j = job_make(FOR_DEVICE, 2, register_twice);
+    (void)state;
+    job_run(&j);
+    mte::nccl_keep_windows(false);
 }
 #endif
 
@@ -1012,6 +1051,7 @@ int main(void) {
         cmocka_unit_test(test_ids_that_lead_nowhere),
         cmocka_unit_test(test_failure_of_one_rank_is_told),
         cmocka_unit_test(test_registration),
+        cmocka_unit_test(test_registered_twice),
 #endif
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -14,8 +14,10 @@
 //               second time, as if the helper thread had been busy.
 //   Mismatches  Calls that do not match are reported with both calls, and the outputs are filled with 0xff bytes.
 //   Handles     A non-blocking split or window registration sets the caller's handle when ncclCommGetAsyncError returns
-//               success.
-//   Windows     Symmetric: either each rank's buffer lies in a window, at the same offset, or no rank's buffer does.
+//               success. A window of a non-blocking communicator is registered until then, too.
+//   Windows     Symmetric: either each rank's buffer lies in a window, at the same offset, or no rank's buffer does. A
+//               buffer may be in a symmetric window of one communicator only. A communicator without windows is
+//               destroyed.
 //   Abort       Releases the streams of this rank only, as in the library. Peers wait until they abort themselves.
 //   Processes   A process that dies, or has aborted all its communicators, closes its connections: the other ranks get
 //               ncclRemoteError from ncclCommGetAsyncError. A stopped process is not noticed. A device belongs to a
@@ -62,6 +64,7 @@ void nccl_fail_after(int device, int after, ncclResult_t result);
 void nccl_fail(ncclComm_t comm, ncclResult_t result);
 void nccl_reset_faults();
 void nccl_set_version(int version); // sets what ncclGetVersion returns; 0: the version of the header
+void nccl_keep_windows(bool on);    // ncclCommWindowDeregister fails
 
 struct NcclCounts {
     // communicators created so far, and alive now; registrations now, including windows; windows now
@@ -101,6 +104,7 @@ struct ncclComm {
 struct ncclWindow_vidmem {
     const char *begin;
     size_t bytes;
+    int flags;
 };
 
 namespace mte {
@@ -767,6 +771,7 @@ ncclResult_t check_ready(const ncclComm *comm, const char *function) {
 }
 
 int library_version = 0;
+bool windows_stay = false;
 
 ncclComm *new_comm(bool blocking) {
     all_comms.emplace_back(new ncclComm());
@@ -1325,6 +1330,15 @@ bool still_registered(const char *p, size_t bytes) {
     return false;
 }
 
+// Results are undefined when a buffer is in symmetric windows of several communicators.
+void check_one_communicator(const ncclComm &comm, const ncclWindow_vidmem &made) {
+    for (const auto &other : all_comms)
+        for (const ncclWindow_vidmem *window : other->windows)
+            if (other.get() != &comm && made.flags & window->flags & NCCL_WIN_COLL_SYMMETRIC &&
+                made.begin < window->begin + window->bytes && window->begin < made.begin + made.bytes)
+                report("ncclCommWindowRegister: the buffer is in a symmetric window of another communicator");
+}
+
 bool inside_memory(const void *p, size_t bytes) {
     const char *begin = static_cast<const char *>(p);
     for (const auto &item : memory)
@@ -1407,6 +1421,11 @@ void nccl_reset_faults() {
     Guard guard;
     faults = Faults();
     faults.read = true;
+}
+
+void nccl_keep_windows(bool on) {
+    Guard guard;
+    windows_stay = on;
 }
 
 void nccl_set_version(int version) {
@@ -1559,6 +1578,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
         if (!comm->clique || !comm->clique->settled)
             return refuse(ncclInvalidArgument, "ncclCommDestroy: the communicator is not ready; abort it instead");
     }
+    if (!comm->windows.empty()) report("ncclCommDestroy: windows are still registered");
     if (comm->finalized && comm->state == ncclInProgress)
         report("ncclCommDestroy before ncclCommGetAsyncError said that ncclCommFinalize is done");
     result = flush(*comm);
@@ -1664,7 +1684,8 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes,
         else if (!inside_memory(buffer, bytes))
             result = refuse(ncclInvalidArgument, "window: memory not from ncclMemAlloc");
         if (result != ncclSuccess) return note(result);
-        ncclWindow_vidmem *const made = new ncclWindow_vidmem{static_cast<const char *>(buffer), bytes};
+        ncclWindow_vidmem *const made = new ncclWindow_vidmem{static_cast<const char *>(buffer), bytes, flags};
+        check_one_communicator(*comm, *made);
         comm->windows.insert(made);
         *window = comm->blocking ? made : nullptr;
         if (!comm->blocking) comm->handles.push_back([window, made] { *window = made; });
@@ -1678,10 +1699,18 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
     const ncclResult_t result = check_comm(comm, "ncclCommWindowDeregister");
     if (result != ncclSuccess) return result;
     if (!window) return ncclSuccess;
-    if (comm->windows.erase(window) == 0)
+    if (comm->windows.count(window) == 0)
         return refuse(ncclInvalidArgument, "ncclCommWindowDeregister: unknown window");
-    delete window;
-    return ncclSuccess;
+    if (windows_stay) return refuse(ncclInternalError, "ncclCommWindowDeregister: a fault of the test");
+    const auto end = [comm, window] {
+        comm->windows.erase(window);
+        delete window;
+    };
+    if (comm->blocking || comm->state != ncclSuccess) return end(), ncclSuccess;
+    comm->handles.push_back(end);
+    comm->state = ncclInProgress;
+    comm->polls = 2;
+    return ncclInProgress;
 }
 
 ncclResult_t ncclGroupStart(void) {

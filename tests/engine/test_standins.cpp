@@ -1337,6 +1337,22 @@ void test_windows() {
             CHECK(ncclMemFree(memory) == ncclSuccess);
         });
     });
+    run_reporting_case("nccl reports a buffer in windows of two communicators, and a window that outlives its own", [] {
+        on_ranks(2, [](Rank &r) {
+            void *memory = nullptr;
+            ncclWindow_t window = nullptr, other = nullptr;
+            ncclComm_t comm = nullptr;
+            CHECK(ncclMemAlloc(&memory, 8192) == ncclSuccess);
+            CHECK(ncclCommSplit(r.comm, 0, r.rank, &comm, nullptr) == ncclSuccess);
+            CHECK(ncclCommWindowRegister(r.comm, memory, 8192, &window, NCCL_WIN_COLL_SYMMETRIC) == ncclSuccess);
+            const int before = mte::errors();
+            CHECK(ncclCommWindowRegister(comm, memory, 4096, &other, NCCL_WIN_COLL_SYMMETRIC) == ncclSuccess);
+            const int between = mte::errors();
+            CHECK(ncclCommDestroy(comm) == ncclSuccess);
+            CHECK(before < between && between < mte::errors());
+            CHECK(ncclCommWindowDeregister(r.comm, window) == ncclSuccess && ncclMemFree(memory) == ncclSuccess);
+        });
+    });
     run_case("cudart returns the error that a test asked for, once", [] {
         mte::cuda_fail_after("cudaGetDeviceCount", 1, cudaErrorLaunchFailure);
         int n = 0;
