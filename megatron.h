@@ -182,9 +182,12 @@ MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tenso
      MT_QKV_PER_GROUP     A rank has the rows of its groups, which are neighbours (unit = a query group).
      MT_QKV_CONCATENATED  A rank has [its queries; its keys; its values] (parts = 3, unit = head size; in invariant
                           mode each virtual shard has). So mt_param_scatter takes a QKV weight of GPT-2 as it is.
-                          kv_heads must be heads, and a multiple of t (in invariant mode, of V): MT_ERR_SHAPE.
-   A weight has its first values by their positions, so models of different layouts begin with different values. After
-   the rows are permuted, they are the same model, up to rounding. */
+                          kv_heads must be heads: MT_ERR_SHAPE.
+     MT_QKV_SEPARATE      Three layers share f, so communication is the same. A rank has the rows of its heads in each
+                          weight (unit = the query heads of a group, or the head size).
+   With the last two, kv_heads must be a multiple of t (in invariant mode, of V): MT_ERR_SHAPE.
+   A weight has its first values by its name and their positions, so models of different layouts begin with different
+   values. With the same rows in the other order they are the same model, up to rounding. */
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
     int64_t kv_heads;     /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
@@ -205,17 +208,20 @@ typedef struct mt_self_attention_desc {
 
 typedef struct mt_self_attention {
     mt_self_attention_desc desc;
-    mt_column_parallel_linear qkv; /* NAME.linear_qkv.*; the order of its rows is desc.qkv_layout */
-    mt_row_parallel_linear proj;   /* NAME.linear_proj.* */
-    mt_tensor rotary;              /* the table of mt_rotary_table, owned by the registry; mt_none(): no rotary */
-    int64_t head_dim, groups;      /* groups: number of groups of this rank, empty ones included */
-    int64_t first_group;           /* global index of this rank's first group */
+    /* NAME.linear_qkv.*; the order of its rows is desc.qkv_layout; zero with MT_QKV_SEPARATE */
+    mt_column_parallel_linear qkv;
+    /* MT_QKV_SEPARATE: NAME.query.*, NAME.key.*, NAME.value.*; otherwise zero */
+    mt_column_parallel_linear separate[3];
+    mt_row_parallel_linear proj; /* NAME.linear_proj.* */
+    mt_tensor rotary;            /* the table of mt_rotary_table, owned by the registry; mt_none(): no rotary */
+    int64_t head_dim, groups;    /* groups: number of groups of this rank, empty ones included */
+    int64_t first_group;         /* global index of this rank's first group */
 } mt_self_attention;
 
 typedef struct mt_self_attention_saved {
     mt_batch batch; /* the batch of forward; the array `lengths` must not change until backward */
     mt_linear_saved qkv_in, proj_in;
-    /* qkv [tokens, qkv.local_features], out [tokens, proj.local_features], lse [n, tokens], where n is the number of
+    /* qkv [tokens, local features of QKV], out [tokens, proj.local_features], lse [n, tokens], where n is the number of
        query heads in this rank's non-empty groups. With recompute_core, out and lse are not valid after forward. */
     mt_tensor qkv, out, lse;
 } mt_self_attention_saved;
@@ -232,12 +238,15 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved);
 
-/* The tensors of attention in your own memory, see mt_linear_tensors: qkv is split by rows in units of a query group,
-   (heads / kv_heads + 2) * head size, and proj by columns in units of heads / kv_heads * head size. rotary is the table
-   [max_seq, head size] of mt_rotary_table, MT_F32, or mt_none() when desc.rotary_base is 0. */
+/* The tensors of attention in your own memory, see mt_linear_tensors. A group has n = heads / kv_heads query heads of D
+   features. qkv and separate are split by rows, and proj by columns in units of n * D:
+     MT_QKV_PER_GROUP     qkv, in units of (n + 2) * D
+     MT_QKV_CONCATENATED  qkv, in 3 parts and units of D
+     MT_QKV_SEPARATE      separate, the layers of queries (units of n * D), keys and values (units of D)
+   The other one of qkv and separate is ignored. */
 typedef struct mt_self_attention_tensors {
-    mt_linear_tensors qkv, proj;
-    mt_tensor rotary;
+    mt_linear_tensors qkv, separate[3], proj;
+    mt_tensor rotary; /* the table [max_seq, D] of mt_rotary_table, MT_F32; mt_none() when desc.rotary_base is 0 */
 } mt_self_attention_tensors;
 
 /* Attention without a registry: mt_self_attention_forward and mt_self_attention_backward on tensors in your own memory.
@@ -288,7 +297,7 @@ MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt
    first_row, first_col and global_cols, and dropout.p is 0. To use dropout, copy p, at.seed and at.subsequence from the
    result of mt_batch_dropout into dropout.
    When a pointer is NULL, or the parts and the unit are others, all fields of the result are 0, and every call with it
-   fails. */
+   fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
 MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
                                                 const mt_batch *batch);
 
@@ -297,7 +306,8 @@ MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear 
    1. In invariant mode it is the number of virtual shards on this rank, and core attention runs once for each of them.
    desc->groups counts only this rank's non-empty groups. all_groups below counts the empty ones, too.
      qkv, dqkv  [tokens, all_groups * (heads_per_group + 2) * head_dim]: virtual shard by virtual shard, each with the
-                columns of its groups in the order of desc->qkv_layout
+                columns of its groups in the order of desc->qkv_layout. With MT_QKV_SEPARATE: the output of the layer
+                of queries, then of keys, then of values
      out, dout  [tokens, all_groups * heads_per_group * head_dim]
      lse        [desc->groups * heads_per_group, tokens]; may be mt_none() in forward
    The columns of empty groups come last. forward sets these columns of out to zero, and backward those of dqkv.
@@ -515,12 +525,12 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
    weights). Files without a qkv_layout have MT_QKV_PER_GROUP.
 
    Hugging Face: A GPT with MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH or MT_GELU_ERF, biases, learned positions, kv_heads
-   equal to heads, a causal mask and a tied head is a GPT-2. Its files have the names and layouts of GPT2LMHeadModel in
-   Hugging Face's transformers: weights [in, out], QKV as [q | k | v], and a config.json. The model may have any
-   qkv_layout, because save, load and import convert.
-   GPT2LMHeadModel.from_pretrained opens the directory of the checkpoint. mt_checkpoint_import reads files that
-   transformers wrote, with or without "transformer." before the names. It ignores the causal masks in such files
-   (attn.bias, attn.masked_bias), and lm_head.weight, because the head is tied.
+   equal to heads, a causal mask, a tied head and another qkv_layout than MT_QKV_SEPARATE is a GPT-2. Its files have the
+   names and layouts of GPT2LMHeadModel in Hugging Face's transformers: weights [in, out], QKV as [q | k | v], and a
+   config.json. Save, load and import convert QKV to the layout of the model. GPT2LMHeadModel.from_pretrained opens the
+   directory of the checkpoint. mt_checkpoint_import reads files that transformers wrote, with or without "transformer."
+   before the names. It ignores the causal masks in such files (attn.bias, attn.masked_bias), and lm_head.weight,
+   because the head is tied.
    Any other GPT is stored with the names, shapes and layouts of the registry. Files never have the padding of
    mt_gpt_desc.padded_vocab, so they load with any padded_vocab. */
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
@@ -550,12 +560,17 @@ extern "C" {
 
 /* ---- >>mlp ------------------------------------------------------------------------------------------------------- */
 
-/* Where a block has its two linear layers from: a registry, or tensors of the caller. */
+#define MTI_ORIGIN_COLUMNS 3
+#define MTI_ORIGIN_PARAMS (2 * MTI_ORIGIN_COLUMNS + 2) /* a weight and a bias for each layer */
+
+/* Where a block has its linear layers from, up to three column-parallel ones and a row-parallel one: a registry, or
+   tensors of the caller. */
 typedef struct mti_origin {
     mt_params *params; /* NULL: from tensors */
     mt_comm *tp;
-    const mt_linear_tensors *column, *row;
-    mt_param *own; /* four, for the layers of tensors */
+    const mt_linear_tensors *columns, *row;
+    int count;     /* of columns */
+    mt_param *own; /* MTI_ORIGIN_PARAMS, for the layers of tensors */
 } mti_origin;
 
 static mti_origin mti_from_registry(mt_params *params) {
@@ -565,18 +580,24 @@ static mti_origin mti_from_registry(mt_params *params) {
     return s;
 }
 
-/* Makes the column-parallel layer of a block: NAME.linear_SUFFIX in a registry. A layer of tensors has no name, so that
-   nothing is logged, and leaves a bias to the activation only if it has one. */
-static mt_status mti_origin_column(mt_context *ctx, const mti_origin *s, const char *name, const char *suffix,
-                                   const mt_linear_desc *desc, mt_column_parallel_linear *out) {
+/* Returns what messages call a layer of tensors: its suffix without "linear_". */
+static const char *mti_origin_name(const char *suffix) {
+    return strncmp(suffix, "linear_", 7) == 0 ? suffix + 7 : suffix;
+}
+
+/* Makes a column-parallel layer of a block: NAME.SUFFIX in a registry, or columns[index]. A layer of tensors has no
+   name, so that nothing is logged, and leaves a bias to the activation only if it has one. */
+static mt_status mti_origin_column(mt_context *ctx, const mti_origin *s, int index, const char *name,
+                                   const char *suffix, const mt_linear_desc *desc, mt_column_parallel_linear *out) {
     mt_linear_desc d = *desc;
     char full[MT_NAME_MAX];
     if (s->params) {
         MT_TRY(mt_param_name(ctx, full, name, suffix));
         return mt_column_parallel_linear_create(ctx, s->params, full, desc, out);
     }
-    if (!s->column->b.data) d.skip_bias_add = 0;
-    MT_TRY(mt_column_parallel_linear_from_tensors(ctx, s->tp, strchr(suffix, '_') + 1, &d, s->column, s->own, out));
+    if (!s->columns[index].b.data) d.skip_bias_add = 0;
+    MT_TRY(mt_column_parallel_linear_from_tensors(ctx, s->tp, mti_origin_name(suffix), &d, &s->columns[index],
+                                                  s->own + 2 * index, out));
     out->name[0] = 0;
     return MT_SUCCESS;
 }
@@ -589,19 +610,24 @@ static mt_status mti_origin_row(mt_context *ctx, const mti_origin *s, const char
         MT_TRY(mt_param_name(ctx, full, name, suffix));
         return mt_row_parallel_linear_create(ctx, s->params, full, desc, out);
     }
-    MT_TRY(mt_row_parallel_linear_from_tensors(ctx, s->tp, strchr(suffix, '_') + 1, desc, s->row, s->own + 2, out));
+    MT_TRY(mt_row_parallel_linear_from_tensors(ctx, s->tp, mti_origin_name(suffix), desc, s->row,
+                                               s->own + 2 * MTI_ORIGIN_COLUMNS, out));
     out->name[0] = 0;
     return MT_SUCCESS;
 }
 
-/* Checks, before the backward of a block of tensors, that both layers have gradients. */
-static mt_status mti_origin_gradients(mt_context *ctx, const char *function, const mti_origin *s) {
-    const mt_linear_tensors *which = !s->column->dw.data || (s->column->b.data && !s->column->db.data) ? s->column
-                                     : !s->row->dw.data || (s->row->b.data && !s->row->db.data)        ? s->row
-                                                                                                       : NULL;
-    if (!which) return MT_SUCCESS;
+static mt_status mti_origin_gradient(mt_context *ctx, const char *function, const mt_linear_tensors *t,
+                                     const char *which) {
+    if (t->dw.data && (!t->b.data || t->db.data)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient %s of the %s-parallel layer is NULL", function,
-                   which->dw.data ? "db" : "dw", which == s->column ? "column" : "row");
+                   t->dw.data ? "db" : "dw", which);
+}
+
+/* Checks, before the backward of a block of tensors, that all layers have gradients. */
+static mt_status mti_origin_gradients(mt_context *ctx, const char *function, const mti_origin *s) {
+    int i;
+    for (i = 0; i < s->count; i++) MT_TRY(mti_origin_gradient(ctx, function, &s->columns[i], "column"));
+    return mti_origin_gradient(ctx, function, s->row, "row");
 }
 
 /* Makes the two linear layers. d->ffn is set. */
@@ -627,7 +653,7 @@ static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const c
     fc2.skip_bias_add = d->skip_bias_add;
     fc2.sequence_parallel = d->sequence_parallel;
     fc2.init_std = d->output_init_std;
-    MT_TRY(mti_origin_column(ctx, from, name, "linear_fc1", &fc1, &out->fc1));
+    MT_TRY(mti_origin_column(ctx, from, 0, name, "linear_fc1", &fc1, &out->fc1));
     return mti_origin_row(ctx, from, name, "linear_fc2", &fc2, &out->fc2);
 }
 
@@ -738,7 +764,7 @@ MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor d
     return mti_mlp_call_backward(ctx, "mt_mlp_backward", mlp, dy, dx, saved);
 }
 
-/* Makes an MLP of tensors. own has four parameters. */
+/* Makes an MLP of tensors. own has MTI_ORIGIN_PARAMS parameters. */
 static mt_status mti_own_mlp(mt_context *ctx, const char *function, mt_comm *tp, const mt_mlp_tensors *tensors,
                              const mt_mlp_desc *desc, mti_origin *from, mt_param *own, mt_mlp *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -747,7 +773,8 @@ static mt_status mti_own_mlp(mt_context *ctx, const char *function, mt_comm *tp,
     MT_TRY(mti_mlp_desc_check(ctx, function, "mlp", desc));
     memset(from, 0, sizeof *from);
     from->tp = tp;
-    from->column = &tensors->fc1;
+    from->columns = &tensors->fc1;
+    from->count = 1;
     from->row = &tensors->fc2;
     from->own = own;
     memset(out, 0, sizeof *out);
@@ -760,7 +787,7 @@ MT_API mt_status mt_parallel_mlp_forward(mt_context *ctx, mt_comm *tp, mt_tensor
                                          mt_tensor y, const mt_mlp_desc *desc, mt_mlp_saved *saved) {
     static const char *const function = "mt_parallel_mlp_forward";
     mti_origin from;
-    mt_param own[4];
+    mt_param own[MTI_ORIGIN_PARAMS];
     mt_mlp mlp;
     MT_TRY(mti_own_mlp(ctx, function, tp, tensors, desc, &from, own, &mlp));
     return mti_mlp_call_forward(ctx, function, &mlp, x, y, saved);
@@ -770,7 +797,7 @@ MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tenso
                                           mt_tensor dx, const mt_mlp_desc *desc, const mt_mlp_saved *saved) {
     static const char *const function = "mt_parallel_mlp_backward";
     mti_origin from;
-    mt_param own[4];
+    mt_param own[MTI_ORIGIN_PARAMS];
     mt_mlp mlp;
     MT_TRY(mti_own_mlp(ctx, function, tp, tensors, desc, &from, own, &mlp));
     MT_TRY(mti_origin_gradients(ctx, function, &from));
@@ -810,7 +837,8 @@ static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt
 static int mti_probability(float p) { return p >= 0.0f && p < 1.0f; }
 
 static const char *mti_qkv_layout_name(mt_qkv_layout layout) {
-    return layout == MT_QKV_PER_GROUP ? "MT_QKV_PER_GROUP" : "MT_QKV_CONCATENATED";
+    static const char *const names[] = {"MT_QKV_PER_GROUP", "MT_QKV_CONCATENATED", "MT_QKV_SEPARATE"};
+    return names[layout];
 }
 
 static const char *mti_shards_name(const mt_context *ctx) {
@@ -821,13 +849,13 @@ static const char *mti_shards_name(const mt_context *ctx) {
 static mt_status mti_qkv_layout_check(mt_context *ctx, const char *function, const char *name,
                                       const mt_self_attention_desc *d, int shards) {
     if (d->qkv_layout == MT_QKV_PER_GROUP) return MT_SUCCESS;
-    if (d->qkv_layout != MT_QKV_CONCATENATED)
+    if (d->qkv_layout != MT_QKV_CONCATENATED && d->qkv_layout != MT_QKV_SEPARATE)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': qkv_layout %d does not exist", function, name,
                        (int)d->qkv_layout);
-    if (d->heads != d->kv_heads)
+    if (d->qkv_layout == MT_QKV_CONCATENATED && d->heads != d->kv_heads)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: '%s' has %lld heads and %lld kv_heads, which must be equal with MT_QKV_CONCATENATED; use "
-                       "MT_QKV_PER_GROUP",
+                       "MT_QKV_PER_GROUP or MT_QKV_SEPARATE",
                        function, name, (long long)d->heads, (long long)d->kv_heads);
     if (d->kv_heads % shards != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
@@ -875,36 +903,60 @@ static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_sel
     return mt_rotary_table(ctx, out->desc.rotary_base, out->rotary);
 }
 
-/* Makes the layers. out->desc and out->head_dim are set. A unit is a query group, or a head of one of the parts, so
-   that a group is never divided between ranks. */
+/* Makes the layer of queries, keys or values, or of all three. A unit is never divided between ranks. */
+static mt_status mti_attention_input(mt_context *ctx, const mti_origin *from, int index, const char *name,
+                                     const char *suffix, const mt_self_attention_desc *d, int64_t out_features,
+                                     int64_t parts, int64_t unit, mt_column_parallel_linear *out) {
+    mt_linear_desc l;
+    memset(&l, 0, sizeof l);
+    l.in_features = d->hidden;
+    l.out_features = out_features;
+    l.parts = parts;
+    l.unit = unit;
+    l.parts_by_shard = parts > 1;
+    l.no_bias = d->no_bias;
+    l.sequence_parallel = d->sequence_parallel;
+    l.init_std = d->init_std;
+    l.add_to_dx = d->add_to_dx;
+    return mti_origin_column(ctx, from, index, name, suffix, &l, out);
+}
+
+/* Makes the layers that compute queries, keys and values. width is the number of columns of a query group. */
+static mt_status mti_attention_inputs(mt_context *ctx, const mti_origin *from, const char *name,
+                                      mt_self_attention *out) {
+    static const char *const names[] = {"query", "key", "value"};
+    const mt_self_attention_desc *d = &out->desc;
+    int64_t groups = d->kv_heads, queries = d->heads / groups * out->head_dim, width = queries + 2 * out->head_dim;
+    int i;
+    if (d->qkv_layout == MT_QKV_PER_GROUP)
+        return mti_attention_input(ctx, from, 0, name, "linear_qkv", d, groups * width, 1, width, &out->qkv);
+    if (d->qkv_layout == MT_QKV_CONCATENATED)
+        return mti_attention_input(ctx, from, 0, name, "linear_qkv", d, groups * width, 3, out->head_dim, &out->qkv);
+    for (i = 0; i < 3; i++) {
+        int64_t unit = i == 0 ? queries : out->head_dim;
+        MT_TRY(mti_attention_input(ctx, from, i, name, names[i], d, groups * unit, 1, unit, &out->separate[i]));
+    }
+    return MT_SUCCESS;
+}
+
+/* Makes the layers. out->desc and out->head_dim are set. */
 static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, const char *name,
                                       mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
-    int64_t per_group = d->heads / d->kv_heads, width = (per_group + 2) * out->head_dim;
-    mt_linear_desc qkv, proj;
-    memset(&qkv, 0, sizeof qkv);
-    qkv.in_features = d->hidden;
-    qkv.out_features = d->kv_heads * width;
-    qkv.unit = d->qkv_layout == MT_QKV_PER_GROUP ? width : out->head_dim;
-    qkv.parts = d->qkv_layout == MT_QKV_PER_GROUP ? 1 : 3;
-    qkv.parts_by_shard = qkv.parts > 1;
-    qkv.no_bias = d->no_bias;
-    qkv.sequence_parallel = d->sequence_parallel;
-    qkv.init_std = d->init_std;
-    qkv.add_to_dx = d->add_to_dx;
+    mt_linear_desc proj;
     memset(&proj, 0, sizeof proj);
     proj.in_features = d->hidden;
     proj.out_features = d->hidden;
-    proj.unit = per_group * out->head_dim;
+    proj.unit = d->heads / d->kv_heads * out->head_dim;
     proj.input_is_parallel = 1;
     proj.no_bias = d->no_bias;
     proj.skip_bias_add = d->skip_bias_add;
     proj.sequence_parallel = d->sequence_parallel;
     proj.init_std = d->output_init_std;
-    MT_TRY(mti_origin_column(ctx, from, name, "linear_qkv", &qkv, &out->qkv));
+    MT_TRY(mti_attention_inputs(ctx, from, name, out));
     MT_TRY(mti_origin_row(ctx, from, name, "linear_proj", &proj, &out->proj));
-    out->groups = out->qkv.local_features / width;
-    out->first_group = out->qkv.weight->tp_rank * out->groups;
+    out->groups = out->proj.local_features / proj.unit;
+    out->first_group = out->proj.weight->tp_rank * out->groups;
     return mti_attention_rotary(ctx, from->params, out);
 }
 
@@ -939,33 +991,42 @@ static int mti_is_concatenated(const mt_column_parallel_linear *layer, int64_t h
     return layer->desc.parts == 3 && head_dim > 0 && layer->desc.unit == head_dim;
 }
 
-MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
-                                                const mt_batch *batch) {
-    int64_t width, groups, first;
-    int parts;
+/* Returns the desc of a rank that has places for `groups` query groups. all is the number of groups of the model. */
+static mt_attention_desc mti_rank_attention(int64_t groups, int tp_rank, int64_t all, int64_t heads_per_group,
+                                            int64_t head_dim, mt_qkv_layout qkv_layout, const mt_batch *batch) {
+    int64_t first = tp_rank * groups;
     mt_attention_desc s;
     memset(&s, 0, sizeof s);
-    if (!batch || !qkv || !qkv->weight) return s;
-    parts = mti_is_concatenated(qkv, head_dim);
-    if (!parts && !mti_is_per_group(qkv, head_dim)) return s;
-    width = parts ? 3 * head_dim : qkv->desc.unit; /* of a query group */
-    groups = qkv->local_features / width;
-    first = qkv->weight->tp_rank * groups;
     s.batch = batch->sequences;
     s.seq = batch->seq;
-    s.groups = mt_max(0, mt_min(groups, qkv->desc.out_features / width - first)); /* without the empty groups */
-    s.heads_per_group = width / head_dim - 2;
+    s.groups = mt_max(0, mt_min(groups, all - first)); /* without the empty groups */
+    s.heads_per_group = heads_per_group;
     s.head_dim = head_dim;
-    s.qkv_layout = parts ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP;
+    s.qkv_layout = qkv_layout;
     s.lengths = batch->lengths;
     s.dropout.at.first_row = batch->first_sequence;
-    s.dropout.at.first_col = first * s.heads_per_group;
-    s.dropout.at.global_cols = qkv->desc.out_features / width * s.heads_per_group;
+    s.dropout.at.first_col = first * heads_per_group;
+    s.dropout.at.global_cols = all * heads_per_group;
     return s;
 }
 
+MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
+                                                const mt_batch *batch) {
+    int64_t width;
+    int parts;
+    mt_attention_desc none;
+    memset(&none, 0, sizeof none);
+    if (!batch || !qkv || !qkv->weight) return none;
+    parts = mti_is_concatenated(qkv, head_dim);
+    if (!parts && !mti_is_per_group(qkv, head_dim)) return none;
+    width = parts ? 3 * head_dim : qkv->desc.unit; /* of a query group */
+    return mti_rank_attention(qkv->local_features / width, qkv->weight->tp_rank, qkv->desc.out_features / width,
+                              width / head_dim - 2, head_dim, parts ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP, batch);
+}
+
 static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt_batch *batch, int training) {
-    mt_attention_desc s = mt_core_attention_desc(&a->qkv, a->head_dim, batch);
+    mt_attention_desc s = mti_rank_attention(a->groups, a->proj.weight->tp_rank, a->desc.kv_heads,
+                                             a->desc.heads / a->desc.kv_heads, a->head_dim, a->desc.qkv_layout, batch);
     mt_dropout random = mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 0);
     s.mask = a->desc.mask;
     s.dropout.p = random.p;
@@ -1081,6 +1142,48 @@ static mt_tensor mti_attention_lse(const mt_attention_desc *desc, mt_tensor lse,
     return mti_some_rows(lse, first * desc->heads_per_group, desc->groups * desc->heads_per_group);
 }
 
+/* Returns 1 when the columns of desc->groups groups are not one piece of qkv, but three. */
+static int mti_qkv_in_pieces(const mt_attention_desc *desc, mt_tensor qkv) {
+    return desc->qkv_layout == MT_QKV_SEPARATE && qkv.cols != desc->groups * mti_qkv_width(desc);
+}
+
+/* Sets *shard to the columns of desc->groups groups of qkv, or to scratch memory for mti_qkv_copy when they are in
+   pieces. first is the number of the first group. */
+static mt_status mti_qkv_shard(mt_context *ctx, const mt_attention_desc *desc, int64_t first, mt_tensor qkv,
+                               mt_tensor *shard) {
+    int64_t width = mti_qkv_width(desc);
+    if (mti_qkv_in_pieces(desc, qkv)) return mt_arena_tensor(ctx, qkv.dtype, qkv.rows, desc->groups * width, shard);
+    *shard = mti_attention_cols(desc, qkv, first, width);
+    return MT_SUCCESS;
+}
+
+/* Returns part 0, 1 or 2 (queries, keys, values) of desc->groups groups in the columns of t, [q; k; v]. */
+static mt_tensor mti_qkv_part(const mt_attention_desc *desc, mt_tensor t, int64_t first, int part) {
+    int64_t groups = t.cols / mti_qkv_width(desc), queries = mti_out_width(desc), d = desc->head_dim;
+    if (part == 0) return mti_attention_cols(desc, t, first, queries);
+    return mt_tensor_cols(t, groups * queries + ((part - 1) * groups + first) * d, desc->groups * d);
+}
+
+/* Copies the pieces of a shard from qkv to *shard or, with `back`, from *shard to qkv. */
+static mt_status mti_qkv_copy(mt_context *ctx, const mt_attention_desc *desc, int64_t first, mt_tensor qkv,
+                              mt_tensor shard, int back) {
+    int part;
+    for (part = 0; part < 3 && mti_qkv_in_pieces(desc, qkv); part++) {
+        mt_tensor all = mti_qkv_part(desc, qkv, first, part), own = mti_qkv_part(desc, shard, 0, part);
+        MT_TRY(mt_copy(ctx, back ? own : all, back ? all : own));
+    }
+    return MT_SUCCESS;
+}
+
+/* Sets *out to the columns of a shard, as input for the operator. */
+static mt_status mti_qkv_input(mt_context *ctx, const mt_attention_desc *desc, int64_t first, mt_tensor qkv,
+                               mt_tensor *out) {
+    mt_tensor shard;
+    MT_TRY(mti_qkv_shard(ctx, desc, first, qkv, &shard));
+    MT_TRY(mti_qkv_copy(ctx, desc, first, qkv, shard, 0));
+    return mt_invariant_input(ctx, shard, out);
+}
+
 /* Runs core attention on one virtual shard. desc and first are from mti_attention_shard; the tensors are those of the
    whole rank. */
 static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_attention_desc *desc, int64_t first,
@@ -1089,7 +1192,7 @@ static mt_status mti_attention_shard_forward(mt_context *ctx, const mt_attention
     mt_tensor to;
     if (desc->groups == 0) return MT_SUCCESS;
     out = mti_attention_cols(desc, out, first, mti_out_width(desc));
-    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(desc, qkv, first, mti_qkv_width(desc)), &qkv));
+    MT_TRY(mti_qkv_input(ctx, desc, first, qkv, &qkv));
     MT_TRY(mt_invariant_output(ctx, out, &to));
     MT_TRY(mt_attention_forward(ctx, desc, qkv, to, mti_attention_lse(desc, lse, first)));
     MT_TRY(mt_invariant_store(ctx, to, out));
@@ -1145,17 +1248,18 @@ MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_d
 static mt_status mti_attention_shard_backward(mt_context *ctx, const mt_attention_desc *desc, int64_t first,
                                               mt_tensor qkv, mt_tensor out, mt_tensor lse, mt_tensor dout,
                                               mt_tensor dqkv) {
-    int64_t qkv_width = mti_qkv_width(desc), out_width = mti_out_width(desc);
+    int64_t out_width = mti_out_width(desc);
     size_t mark = mt_arena_mark(ctx);
-    mt_tensor to;
+    mt_tensor to, shard;
     if (desc->groups == 0) return MT_SUCCESS;
-    MT_TRY(mt_invariant_input(ctx, mti_attention_cols(desc, qkv, first, qkv_width), &qkv));
+    MT_TRY(mti_qkv_input(ctx, desc, first, qkv, &qkv));
     MT_TRY(mt_invariant_input(ctx, mti_attention_cols(desc, out, first, out_width), &out));
     MT_TRY(mt_invariant_input(ctx, mti_attention_cols(desc, dout, first, out_width), &dout));
-    dqkv = mti_attention_cols(desc, dqkv, first, qkv_width);
-    MT_TRY(mt_invariant_output(ctx, dqkv, &to));
+    MT_TRY(mti_qkv_shard(ctx, desc, first, dqkv, &shard));
+    MT_TRY(mt_invariant_output(ctx, shard, &to));
     MT_TRY(mt_attention_backward(ctx, desc, qkv, out, mti_attention_lse(desc, lse, first), dout, to));
-    MT_TRY(mt_invariant_store(ctx, to, dqkv));
+    MT_TRY(mt_invariant_store(ctx, to, shard));
+    MT_TRY(mti_qkv_copy(ctx, desc, first, dqkv, shard, 1));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -1185,7 +1289,7 @@ static mt_status mti_attention_rotate(mt_context *ctx, const mt_self_attention *
                                       mt_status (*rotate)(mt_context *ctx, const mt_attention_desc *desc,
                                                           mt_tensor table, mt_tensor qkv),
                                       mt_tensor qkv) {
-    int s, shards = desc->qkv_layout == MT_QKV_CONCATENATED ? a->qkv.weight->shards : 1;
+    int s, shards = desc->qkv_layout == MT_QKV_CONCATENATED ? a->proj.weight->shards : 1;
     int64_t first;
     for (s = 0; s < shards && a->rotary.data && desc->groups > 0; s++) {
         mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
@@ -1197,13 +1301,13 @@ static mt_status mti_attention_rotate(mt_context *ctx, const mt_self_attention *
 
 static mt_status mti_attention_core_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                             const mt_self_attention_saved *saved) {
-    return mt_core_attention_forward(ctx, desc, a->qkv.weight->shards, saved->qkv, saved->out, saved->lse);
+    return mt_core_attention_forward(ctx, desc, a->proj.weight->shards, saved->qkv, saved->out, saved->lse);
 }
 
 static mt_status mti_attention_core_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                              const mt_self_attention_saved *saved, mt_tensor dout, mt_tensor dqkv) {
     MT_TRY(
-        mt_core_attention_backward(ctx, desc, a->qkv.weight->shards, saved->qkv, saved->out, saved->lse, dout, dqkv));
+        mt_core_attention_backward(ctx, desc, a->proj.weight->shards, saved->qkv, saved->out, saved->lse, dout, dqkv));
     return mti_attention_rotate(ctx, a, desc, mt_rotary_backward, dqkv);
 }
 
@@ -1217,18 +1321,47 @@ static mt_status mti_attention_room(mt_context *ctx, const mt_self_attention *a,
     return mt_arena_tensor(ctx, MT_F32, desc->groups * desc->heads_per_group, tokens, &saved->lse);
 }
 
+/* Returns the number of layers that compute queries, keys and values, and sets *layers to the first one and cols[i] to
+   the columns of qkv (or dqkv) of each. */
+static int mti_attention_layers(const mt_self_attention *a, mt_tensor qkv, const mt_column_parallel_linear **layers,
+                                mt_tensor cols[3]) {
+    int i, count = a->desc.qkv_layout == MT_QKV_SEPARATE ? 3 : 1;
+    int64_t first = 0;
+    *layers = count == 3 ? a->separate : &a->qkv;
+    for (i = 0; i < count; i++) {
+        cols[i] = mt_tensor_cols(qkv, first, (*layers)[i].local_features);
+        first += (*layers)[i].local_features;
+    }
+    return count;
+}
+
+/* Logs the gradients of queries, keys and values. */
+static mt_status mti_attention_log(mt_context *ctx, const mt_column_parallel_linear *layers, int count,
+                                   const mt_tensor *dqkv) {
+    int i;
+    if (count == 1)
+        return mt_hash_log_activation(ctx, layers->name, 1, "core_attention.input_grad", *dqkv, 0, layers->weight);
+    for (i = 0; i < count; i++)
+        MT_TRY(mt_hash_log_activation(ctx, layers[i].name, 0, "output_grad", dqkv[i], 0, layers[i].weight));
+    return MT_SUCCESS;
+}
+
 /* With recompute_core, only saved->qkv stays in the arena. */
 static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                        mt_tensor x, mt_tensor y, mt_self_attention_saved *saved, int training) {
+    const mt_column_parallel_linear *layers;
+    mt_tensor cols[3];
     size_t mark;
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, desc->batch * desc->seq, a->qkv.local_features, &saved->qkv));
+    int count;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, desc->batch * desc->seq, a->groups * mti_qkv_width(desc), &saved->qkv));
+    count = mti_attention_layers(a, saved->qkv, &layers, cols);
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_attention_room(ctx, a, desc, saved, training));
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &a->qkv, x, saved->qkv, training ? &saved->qkv_in : NULL));
+    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, layers, count, x, cols, training ? &saved->qkv_in : NULL));
     MT_TRY(mti_attention_rotate(ctx, a, desc, mt_rotary_forward, saved->qkv));
     MT_TRY(mti_attention_core_forward(ctx, a, desc, saved));
     if (training)
-        MT_TRY(mt_hash_log_activation(ctx, a->qkv.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
+        MT_TRY(mt_hash_log_activation(ctx, a->proj.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
     MT_TRY(mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
     if (a->desc.recompute_core) mt_arena_release(ctx, mark);
     return MT_SUCCESS;
@@ -1239,11 +1372,12 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
                                  const mt_batch *batch, const char *in_name, mt_tensor in, const char *out_name,
                                  mt_tensor out) {
     int64_t rows = 0;
-    MT_TRY(mt_check_param(ctx, function, a->qkv.weight));
+    MT_TRY(mt_check_param(ctx, function, a->proj.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, a->rotary.data ? a->desc.max_seq : 0));
-    MT_TRY(mt_sequence_rows(ctx, function, a->qkv.tp, a->desc.sequence_parallel, batch->sequences * batch->seq, &rows));
-    MT_TRY(mt_check_activation(ctx, function, a->qkv.weight, in_name, in, rows, a->desc.hidden));
-    return mt_check_activation(ctx, function, a->qkv.weight, out_name, out, rows, a->desc.hidden);
+    MT_TRY(
+        mt_sequence_rows(ctx, function, a->proj.tp, a->desc.sequence_parallel, batch->sequences * batch->seq, &rows));
+    MT_TRY(mt_check_activation(ctx, function, a->proj.weight, in_name, in, rows, a->desc.hidden));
+    return mt_check_activation(ctx, function, a->proj.weight, out_name, out, rows, a->desc.hidden);
 }
 
 static mt_status mti_attention_call_forward(mt_context *ctx, const char *function, const mt_self_attention *attention,
@@ -1256,7 +1390,7 @@ static mt_status mti_attention_call_forward(mt_context *ctx, const char *functio
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
     MT_TRY(mti_block_check(ctx, function, attention, batch, "x", x, "y", y));
-    MT_TRY(mt_check_sent(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "x", x, "y", y));
+    MT_TRY(mt_check_sent(ctx, function, attention->proj.tp, attention->desc.sequence_parallel, "x", x, "y", y));
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
     desc = mti_attention_desc(attention, batch, saved != NULL);
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
@@ -1276,7 +1410,9 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                         mt_tensor dy, mt_tensor dx, const mt_self_attention_saved *saved) {
     mt_self_attention_saved again = *saved;
-    mt_tensor dout, dqkv;
+    const mt_column_parallel_linear *layers;
+    mt_tensor dout, dqkv, cols[3];
+    int count;
     if (a->desc.recompute_core) {
         MT_TRY(mti_attention_room(ctx, a, desc, &again, 1));
         MT_TRY(mti_attention_core_forward(ctx, a, desc, &again));
@@ -1287,8 +1423,9 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->qkv.rows, saved->qkv.cols, &dqkv));
     MT_TRY(mt_row_parallel_linear_backward(ctx, &a->proj, dy, dout, &saved->proj_in));
     MT_TRY(mti_attention_core_backward(ctx, a, desc, saved, dout, dqkv));
-    MT_TRY(mt_hash_log_activation(ctx, a->qkv.name, 1, "core_attention.input_grad", dqkv, 0, a->qkv.weight));
-    return mt_column_parallel_linear_backward(ctx, &a->qkv, dqkv, dx, &saved->qkv_in);
+    count = mti_attention_layers(a, dqkv, &layers, cols);
+    MT_TRY(mti_attention_log(ctx, layers, count, cols));
+    return mt_column_parallel_linear_backward_shared(ctx, layers, count, cols, dx, &saved->qkv_in);
 }
 
 static mt_status mti_attention_call_backward(mt_context *ctx, const char *function, const mt_self_attention *attention,
@@ -1301,7 +1438,7 @@ static mt_status mti_attention_call_backward(mt_context *ctx, const char *functi
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
     MT_TRY(
         mti_block_check(ctx, function, attention, &saved->batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
-    MT_TRY(mt_check_sent(ctx, function, attention->qkv.tp, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_sent(ctx, function, attention->proj.tp, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved x", saved->qkv_in.x, "dx", dx));
     desc = mti_attention_desc(attention, &saved->batch, 1);
@@ -1317,7 +1454,7 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     return mti_attention_call_backward(ctx, "mt_self_attention_backward", attention, dy, dx, saved);
 }
 
-/* Makes attention of tensors. own has four parameters. */
+/* Makes attention of tensors. own has MTI_ORIGIN_PARAMS parameters. */
 static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_comm *tp,
                                    const mt_self_attention_tensors *tensors, const mt_self_attention_desc *desc,
                                    mti_origin *from, mt_param *own, mt_self_attention *out) {
@@ -1331,7 +1468,8 @@ static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_com
                                mt_context_invariant(ctx) ? mt_context_invariant(ctx) : mt_comm_size(tp)));
     memset(from, 0, sizeof *from);
     from->tp = tp;
-    from->column = &tensors->qkv;
+    from->columns = d.qkv_layout == MT_QKV_SEPARATE ? tensors->separate : &tensors->qkv;
+    from->count = d.qkv_layout == MT_QKV_SEPARATE ? 3 : 1;
     from->row = &tensors->proj;
     from->own = own;
     memset(out, 0, sizeof *out);
@@ -1352,7 +1490,7 @@ MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, con
     static const char *const function = "mt_parallel_attention_forward";
     mt_self_attention attention;
     mti_origin from;
-    mt_param own[4];
+    mt_param own[MTI_ORIGIN_PARAMS];
     MT_TRY(mti_own_attention(ctx, function, tp, tensors, desc, &from, own, &attention));
     return mti_attention_call_forward(ctx, function, &attention, batch, x, y, saved);
 }
@@ -1364,7 +1502,7 @@ MT_API mt_status mt_parallel_attention_backward(mt_context *ctx, mt_comm *tp, mt
     static const char *const function = "mt_parallel_attention_backward";
     mt_self_attention attention;
     mti_origin from;
-    mt_param own[4];
+    mt_param own[MTI_ORIGIN_PARAMS];
     MT_TRY(mti_own_attention(ctx, function, tp, tensors, desc, &from, own, &attention));
     MT_TRY(mti_origin_gradients(ctx, function, &from));
     return mti_attention_call_backward(ctx, function, &attention, dy, dx, saved);
@@ -1681,7 +1819,7 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_layer_check(ctx, function, layer, &saved->attention.batch, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
-    weight = layer->attention.qkv.weight;
+    weight = layer->attention.proj.weight;
     MT_TRY(mt_check_activation(ctx, function, weight, "saved->x", saved->x, dy.rows, dy.cols));
     MT_TRY(mt_check_apart(ctx, function, "saved->x", saved->x, "dx", dx));
     mark = mt_arena_mark(ctx);
@@ -1870,7 +2008,7 @@ static mt_status mti_gpt_embed(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 static mt_status mti_gpt_room(mt_context *ctx, const mt_gpt *gpt, mt_tensor spare, int64_t rows, mt_tensor *out) {
     *out = spare;
     if (spare.data) return MT_SUCCESS;
-    return mt_arena_tensor(ctx, gpt->layers[0].attention.qkv.weight->value.dtype, rows, gpt->desc.layer.hidden, out);
+    return mt_arena_tensor(ctx, gpt->layers[0].attention.proj.weight->value.dtype, rows, gpt->desc.layer.hidden, out);
 }
 
 /* Returns the number of this rank's rows of a batch that mti_gpt_call_check has accepted. */
@@ -1907,7 +2045,7 @@ static mt_status mti_gpt_call_check(mt_context *ctx, const char *function, const
     int64_t rows;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt || !gpt->layers) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the model was not created", function);
-    MT_TRY(mt_check_param(ctx, function, gpt->layers[0].attention.qkv.weight));
+    MT_TRY(mt_check_param(ctx, function, gpt->layers[0].attention.proj.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, gpt->desc.max_seq));
     return mt_sequence_rows(ctx, function, gpt->grid->tp, gpt->desc.layer.sequence_parallel,
                             batch->sequences * batch->seq, &rows);
@@ -1924,7 +2062,7 @@ static mt_status mti_gpt_boundary(mt_context *ctx, const char *function, const m
                        "for pipelines",
                        function, gpt->grid->pp_rank, gpt->grid->pp_size, none ? "takes no" : "needs", name);
     if (none) return MT_SUCCESS;
-    return mt_check_activation(ctx, function, gpt->layers[0].attention.qkv.weight, name, t, mti_gpt_rows(gpt, batch),
+    return mt_check_activation(ctx, function, gpt->layers[0].attention.proj.weight, name, t, mti_gpt_rows(gpt, batch),
                                gpt->desc.layer.hidden);
 }
 
@@ -2179,7 +2317,7 @@ static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
         {"gpt.rotary_base", MT_FIELD_F32, &l->rotary_base, 0, 0, 0, 0, 0},
         {"gpt.no_bias", MT_FIELD_INT, &l->no_bias, 0, 1, 0, 0, 0},
         {"gpt.untied_head", MT_FIELD_INT, &d->untied_head, 0, 1, 0, 0, 0},
-        {"gpt.qkv_layout", MT_FIELD_INT, &l->qkv_layout, MT_QKV_PER_GROUP, MT_QKV_CONCATENATED, 0, 0, 0}};
+        {"gpt.qkv_layout", MT_FIELD_INT, &l->qkv_layout, MT_QKV_PER_GROUP, MT_QKV_SEPARATE, 0, 0, 0}};
     memcpy(out, list, sizeof list);
 }
 
@@ -2199,7 +2337,7 @@ static int mti_is_gpt2(const mt_gpt_desc *desc) {
     mt_gpt_desc d = mti_gpt_plain(desc);
     return d.layer.placement == MT_PRE_LN && d.layer.norm == MT_LAYER_NORM && d.layer.activation <= MT_GELU_ERF &&
            d.layer.mask == MT_MASK_CAUSAL && d.layer.rotary_base == 0.0f && d.layer.kv_heads == d.layer.heads &&
-           !d.layer.no_bias && !d.untied_head;
+           !d.layer.no_bias && !d.untied_head && d.layer.qkv_layout != MT_QKV_SEPARATE;
 }
 
 /* Values of mt_tensor_layout.form. MATRIX: [out, in] as in the registry; VECTOR: one dimension; CONV1D: [in, out], as
@@ -2475,17 +2613,15 @@ static mt_status mti_gpt_compare(mt_context *ctx, const void *model, const char 
     mt_gpt_desc theirs, ours = mti_gpt_plain(&gpt->desc);
     mt_field their_fields[MTI_GPT_FIELDS], our_fields[MTI_GPT_FIELDS];
     char their_text[MT_FIELD_TEXT_MAX], our_text[MT_FIELD_TEXT_MAX];
-    int i, known, converts;
+    int i, known;
     *dialect = mt_safetensors_set_find(files, "transformer.wte.weight") ? 0
                : mt_safetensors_set_find(files, "wte.weight")           ? 1
                                                                         : 2;
     MT_TRY(mti_gpt_source(ctx, directory, files, &known, &theirs));
+    if (known && !mt_safetensors_metadata(mt_safetensors_set_file(files, 0), "gpt.vocab"))
+        theirs.layer.qkv_layout = mti_is_gpt2(&ours) ? ours.layer.qkv_layout : MT_QKV_CONCATENATED;
     mti_gpt_fields(&theirs, their_fields);
     mti_gpt_fields(&ours, our_fields);
-    converts = mti_is_gpt2(&ours) && !mt_safetensors_metadata(mt_safetensors_set_file(files, 0), "gpt.vocab");
-    if (known && !converts && theirs.layer.qkv_layout != ours.layer.qkv_layout)
-        return mt_fail(ctx, MT_ERR_DATA, "%s: its model has qkv_layout %s, this one %s", directory,
-                       mti_qkv_layout_name(theirs.layer.qkv_layout), mti_qkv_layout_name(ours.layer.qkv_layout));
     for (i = 0; known && i < MTI_GPT_REQUIRED; i++) {
         if (ours.layer.rotary_base > 0.0f && our_fields[i].value == (void *)&ours.max_seq) continue;
         mt_field_text(&their_fields[i], their_text);
@@ -2494,7 +2630,9 @@ static mt_status mti_gpt_compare(mt_context *ctx, const void *model, const char 
             return mt_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory, our_fields[i].name + 4,
                            their_text, our_text);
     }
-    return MT_SUCCESS;
+    if (!known || theirs.layer.qkv_layout == ours.layer.qkv_layout) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DATA, "%s: its model has qkv_layout %s, this one %s", directory,
+                   mti_qkv_layout_name(theirs.layer.qkv_layout), mti_qkv_layout_name(ours.layer.qkv_layout));
 }
 
 static const mt_checkpoint_format mti_gpt_format = {mti_gpt_metadata, mti_gpt_config,  mti_gpt_compare,

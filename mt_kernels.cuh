@@ -302,10 +302,11 @@ typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
      MT_QKV_PER_GROUP     (a / n * (n + 2) + a % n) * D + d   (g * (n + 2) + n) * D + d   (g * (n + 2) + n + 1) * D + d
      MT_QKV_CONCATENATED  a * D + d                           (A + g) * D + d             (A + G + g) * D + d
      MT_QKV_SEPARATE      a * D + d                           g * D + d                   g * D + d
-   MT_QKV_PER_GROUP     [q...q k v] for each group: Megatron-LM since 2021
-   MT_QKV_CONCATENATED  [all queries; all keys; all values]: GPT-2, and C programs that follow it
-   MT_QKV_SEPARATE      three weights: Llama and most models of Hugging Face. Their outputs lie side by side in one
-                        tensor qkv, so that for the operators below it is the same as MT_QKV_CONCATENATED
+   MT_QKV_PER_GROUP     one weight, [q...q k v] for each group, as in Megatron-LM
+   MT_QKV_CONCATENATED  one weight, [all queries; all keys; all values], as in GPT-2 and C programs that follow it
+   MT_QKV_SEPARATE      three weights, as in Llama: the numbers are rows of the weight of queries, keys or values.
+                        The outputs lie side by side in one tensor qkv, so for the operators below this layout is the
+                        same as MT_QKV_CONCATENATED
    On a tensor rank G and A are the numbers of this rank's groups and heads. mt_self_attention_desc in megatron.h says
    how a weight of each layout is split. */
 typedef enum mt_qkv_layout { MT_QKV_PER_GROUP = 0, MT_QKV_CONCATENATED = 1, MT_QKV_SEPARATE = 2 } mt_qkv_layout;

@@ -203,7 +203,13 @@ typedef struct mt_param_desc {
        that one product computes several branches: with the 2 parts [gate; up], each rank has its share of gate and its
        share of up (for invariant mode see mt_linear_desc.parts_by_shard); 0: 1 */
     int64_t parts;
-    int64_t unit;     /* number of neighbouring features that stay on one rank, such as a query group; 0: 1 */
+    /* number of neighbouring features that stay on one rank; 0: 1. The layouts of QKV (mt_qkv_layout), with D features
+       per head and n query heads per group:
+         MT_QKV_PER_GROUP     parts 1, unit (n + 2) * D: whole query groups stay together
+         MT_QKV_CONCATENATED  parts 3, unit D: each rank has [its queries; its keys; its values]; n is 1, as parts are
+                              equal
+         MT_QKV_SEPARATE      parts 1, unit n * D for the queries, and unit D for the keys and for the values */
+    int64_t unit;
     float init_std;   /* the first values are from N(0, init_std^2), see mt_params_init; 0: all are init_value */
     float init_value; /* the first value of every element when init_std is 0; MT_ERR_ARGUMENT when both are set */
     int weight_decay; /* 1: the optimizer decays it (matrices); 0: it does not (biases, norms) */
@@ -393,8 +399,9 @@ MT_API mt_status mt_shard_copy(const mt_shard *shard, mt_dtype dtype, int to_who
    layer stays split, and x of a row-parallel layer is not split. */
 typedef struct mt_linear_desc {
     int64_t in_features, out_features; /* global */
-    /* parts and unit of the split dimension, as in mt_param_desc. With 2 parts one layer computes gate and up of
-       SwiGLU, and y is this rank's [gate | up] (for invariant mode see parts_by_shard); 0: 1 */
+    /* parts and unit of the split dimension, as in mt_param_desc, which lists those of the layouts of QKV. With 2 parts
+       one layer computes gate and up of SwiGLU, and y is this rank's [gate | up] (for invariant mode see
+       parts_by_shard); 0: 1 */
     int64_t parts, unit;
     float init_std; /* standard deviation of the initial weight; MT_ERR_ARGUMENT with `weight`; 0: 0.02 */
     int no_bias;
@@ -2608,8 +2615,9 @@ static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, co
 
 /* Checks that the caller has not changed the address of a value or a gradient. */
 static mt_status mti_pointer_check(mt_context *ctx, const char *function, const mt_param *p) {
-    const mti_home *home = mti_home_of(p);
-    const char *changed = p->value.data != home->value          ? "value"
+    const mti_home *home = p->registry ? mti_home_of(p) : NULL; /* NULL: of a layer of tensors */
+    const char *changed = !home                                 ? NULL
+                          : p->value.data != home->value        ? "value"
                           : p->grad.data != home->grad          ? "grad"
                           : p->lookup_grad.data != home->lookup ? "lookup_grad"
                                                                 : NULL;
@@ -3336,7 +3344,8 @@ MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, cons
 }
 
 MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *weight) {
-    if (weight && weight->registry && weight->registry->placed) return mti_pointer_check(ctx, function, weight);
+    if (weight && (weight->registry ? weight->registry->placed : weight->value.data != NULL))
+        return mti_pointer_check(ctx, function, weight);
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
                    weight ? "call mt_params_init before the first forward" : "the layer was not created");
 }

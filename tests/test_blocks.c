@@ -162,7 +162,11 @@ static const block_case cases[] = {
      .attention = {ATT_MHA, .qkv_layout = MT_QKV_CONCATENATED, .rotary_base = 100.0f, .max_seq = 12, .dropout = 0.1f},
      .lengths = 1},
     {"layer, concatenated", LAYER,
-     .layer = {ATT_MHA, .qkv_layout = MT_QKV_CONCATENATED, .attention_dropout = 0.1f, .no_bias = 1}}};
+     .layer = {ATT_MHA, .qkv_layout = MT_QKV_CONCATENATED, .attention_dropout = 0.1f, .no_bias = 1}},
+    {"attention, separate, groups, rotary", ATTENTION,
+     .attention = {ATT_GQA, .qkv_layout = MT_QKV_SEPARATE, .rotary_base = 100.0f, .max_seq = 12, .dropout = 0.1f},
+     .lengths = 1},
+    {"layer, separate", LAYER, .layer = {ATT_MHA, .qkv_layout = MT_QKV_SEPARATE, .attention_dropout = 0.1f}}};
 #define CASES ((int)(sizeof cases / sizeof *cases))
 #define SEQUENCES 2
 #define SEQ 12
@@ -373,6 +377,9 @@ static const block_case small_cases[] = {
      .attention = {.hidden = 12, .heads = 3, .mask = MT_MASK_BIDIRECTIONAL, .dropout = 0.2f}, .lengths = 1},
     {"attention, concatenated", ATTENTION,
      .attention = {.hidden = 12, .heads = 3, .qkv_layout = MT_QKV_CONCATENATED, .rotary_base = 10.0f, .max_seq = 9}},
+    {"attention, separate, groups", ATTENTION,
+     .attention =
+         {.hidden = 16, .heads = 4, .kv_heads = 2, .qkv_layout = MT_QKV_SEPARATE, .rotary_base = 10.0f, .max_seq = 9}},
     {"layer, pre-LN", LAYER,
      .layer = {.hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.2f, .hidden_dropout = 0.2f}},
     {"layer, pre-RMS, swiglu", LAYER,
@@ -818,6 +825,19 @@ static const gpt_case gpt_cases[] = {
       .untied_head = 1,
       .label_smoothing = 0.1f,
       .layer = {.hidden = 16, .heads = 4, .hidden_dropout = 0.1f}},
+     0},
+    {"untied, separate, groups",
+     {.vocab = VOCAB,
+      .layers = 2,
+      .max_seq = 8,
+      .untied_head = 1,
+      .layer = {.hidden = 24,
+                .heads = 24,
+                .kv_heads = 12,
+                .ffn = 20,
+                .qkv_layout = MT_QKV_SEPARATE,
+                .attention_dropout = 0.1f,
+                .hidden_dropout = 0.1f}},
      0},
 };
 #define GPT_CASES ((int)(sizeof gpt_cases / sizeof *gpt_cases))
@@ -1384,15 +1404,14 @@ static void test_qkv_round_trip(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* Copies QKV [rows, cols] per group, whole, to or from another layout: all parts of it (part -1), or one. */
-static void permute_qkv(const mt_self_attention_desc *d, int part, int64_t cols, float *per_group, float *other,
-                        int back) {
+/* Copies QKV [rows, cols] per group, whole, to another layout: all parts (part -1), or one of them. */
+static void permute_qkv(const mt_self_attention_desc *d, int part, int64_t cols, const float *per_group, float *other) {
     int64_t groups = d->kv_heads ? d->kv_heads : d->heads, n = d->heads / groups, size = d->hidden / d->heads * cols;
     for (int p = 0; p < 3; p++)
         for (int64_t h = 0; (part < 0 || p == part) && h < (p == 0 ? d->heads : groups); h++) {
-            float *x = per_group + (p == 0 ? h / n * (n + 2) + h % n : h * (n + 2) + n + p - 1) * size;
+            const float *x = per_group + (p == 0 ? h / n * (n + 2) + h % n : h * (n + 2) + n + p - 1) * size;
             float *y = other + (part >= 0 || p == 0 ? h : d->heads + (p - 1) * groups + h) * size;
-            memcpy(back ? x : y, back ? y : x, (size_t)size * sizeof(float));
+            memcpy(y, x, (size_t)size * sizeof(float));
         }
 }
 
@@ -1406,23 +1425,32 @@ typedef struct layout_run {
     float y[TOKENS * WIDTH_MAX], dx[TOKENS * WIDTH_MAX];
 } layout_run;
 
-/* Sets the QKV weights (what 0) or checks their gradients (what 1). Per group, keeps them instead. */
+/* Sets a QKV weight or bias from `kept` per group (what 0), or checks its gradient (what 1). Per group, keeps it in
+   `kept` instead. part is 0, 1 or 2 for separate queries, keys and values, and -1 for all three. */
+static mt_status layout_param(test_rank *r, const mt_self_attention_desc *d, const char *name, int part, int what,
+                              float *kept) {
+    float *want = test_floats(r, QKV_MAX * WIDTH_MAX, NAN), *got = test_floats(r, QKV_MAX * WIDTH_MAX, NAN);
+    mt_param *p = mt_params_find(r->params, name);
+    CHECK(p != NULL);
+    if (d->qkv_layout == MT_QKV_PER_GROUP)
+        return mt_param_gather(r->ctx, r->params, p, what ? p->grad : p->value, kept);
+    permute_qkv(d, part, p->desc.placement == MT_SPLIT_ROWS ? p->desc.cols : 1, kept, want);
+    if (!what) return mt_param_scatter(r->ctx, p, want, p->value);
+    MT_TRY(mt_param_gather(r->ctx, r->params, p, p->grad, got));
+    return test_near_f32(name, got, want, p->desc.rows * p->desc.cols, 5e-6);
+}
+
 static mt_status layout_params(test_rank *r, layout_run *run, int what) {
+    static const char *const parts[] = {"query", "key", "value"};
     const mt_self_attention_desc *d = &run->c.attention;
-    float *whole = test_floats(r, QKV_MAX * WIDTH_MAX, NAN), *mine = test_floats(r, QKV_MAX * WIDTH_MAX, NAN);
+    char name[MT_NAME_MAX];
     for (int k = 0; k < 2; k++) {
-        mt_param *p = mt_params_find(r->params, k ? "block.linear_qkv.bias" : "block.linear_qkv.weight");
-        int64_t cols = k ? 1 : d->hidden, n = p->desc.rows * p->desc.cols;
         float *kept = what ? run->grads[k] : run->weights[k];
-        if (d->qkv_layout == MT_QKV_PER_GROUP) {
-            MT_TRY(mt_param_gather(r->ctx, r->params, p, what ? p->grad : p->value, kept));
-            continue;
+        int separate = d->qkv_layout == MT_QKV_SEPARATE;
+        for (int part = 0; part < (separate ? 3 : 1); part++) {
+            snprintf(name, sizeof name, "block.%s.%s", separate ? parts[part] : "linear_qkv", k ? "bias" : "weight");
+            MT_TRY(layout_param(r, d, name, separate ? part : -1, what, kept));
         }
-        permute_qkv(d, -1, cols, kept, whole, 0);
-        if (!what) MT_TRY(mt_param_scatter(r->ctx, p, whole, p->value));
-        if (!what) continue;
-        MT_TRY(mt_param_gather(r->ctx, r->params, p, p->grad, mine));
-        MT_TRY(test_near_f32(p->name, mine, whole, n, 5e-6));
     }
     return MT_SUCCESS;
 }
@@ -1465,6 +1493,8 @@ static void test_layouts_are_permutations(void **state) {
     } tries[] = {
         {MT_QKV_CONCATENATED, {ATT_MHA, .rotary_base = 100.0f, .max_seq = 12, .dropout = 0.2f}},
         {MT_QKV_CONCATENATED, {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .recompute_core = 1}},
+        {MT_QKV_SEPARATE, {ATT_GQA, .rotary_base = 100.0f, .max_seq = 12, .dropout = 0.2f}},
+        {MT_QKV_SEPARATE, {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .recompute_core = 1}},
     };
     static layout_run run;
     (void)state;
@@ -1821,6 +1851,12 @@ static void test_attention_create_refuses(void **state) {
         {{.hidden = 12, .heads = 6, .qkv_layout = MT_QKV_CONCATENATED},
          MT_ERR_SHAPE,
          "6 kv_heads|4 tensor ranks|MT_QKV_CONCATENATED"},
+        {{.hidden = 12, .heads = 12, .kv_heads = 6, .qkv_layout = MT_QKV_SEPARATE},
+         MT_ERR_SHAPE,
+         "6 kv_heads|4 tensor ranks|MT_QKV_SEPARATE"},
+        {{.hidden = 16, .heads = 4, .qkv_layout = MT_QKV_SEPARATE, .init_std = -1.0f},
+         MT_ERR_ARGUMENT,
+         "a.query|init_std -1"},
         {{.hidden = HUGE_SIZE, .heads = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},
         {{.hidden = 16, .heads = 4, .dropout = 1.0f}, MT_ERR_ARGUMENT, "dropout 1"},
         {{.hidden = 16, .heads = 4, .dropout = -0.5f}, MT_ERR_ARGUMENT, "dropout -0.5"},

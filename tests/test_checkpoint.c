@@ -510,31 +510,34 @@ static void every_split(void **state) {
     round_trips((job){.model = GPT2, .no_optimizer = 1, .dtype = MT_BF16});
     round_trips((job){.model = GPT2, .activation = MT_GELU_ERF});
     round_trips((job){.model = GPT2, .heads = 12, .qkv_layout = MT_QKV_CONCATENATED});
+    round_trips((job){.model = GPT2, .heads = 12, .qkv_layout = MT_QKV_SEPARATE});
     round_trips((job){.model = GPT2, .heads = 12, .activation = MT_SQUARED_RELU, .qkv_layout = MT_QKV_CONCATENATED});
 }
 
 /* Files tell the layout of QKV, unless it is the one per group. A model of another layout does not load them, because
-   the optimizer's state has the order of the weights. The first model is a GPT-2, the second one is not. */
+   the optimizer's state has the order of the weights. The first models are GPT-2, except with separate layers; the
+   others are not. */
 static void layouts_of_qkv(void **state) {
-    static const char *const names[] = {"MT_QKV_PER_GROUP", "MT_QKV_CONCATENATED"};
+    static const char *const names[] = {"MT_QKV_PER_GROUP", "MT_QKV_CONCATENATED", "MT_QKV_SEPARATE"};
     mt_context *ctx;
     (void)state;
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
-    for (int i = 0; i < 2 * 2; i++) {
+    for (int i = 0; i < 2 * 3; i++) {
         job save = {.model = GPT2,
-                    .activation = i / 2 ? MT_SQUARED_RELU : MT_GELU_TANH,
+                    .activation = i / 3 ? MT_SQUARED_RELU : MT_GELU_TANH,
                     .action = SAVE,
                     .fill = 1,
                     .directory = "a",
                     .state = {.step = 1},
-                    .qkv_layout = (mt_qkv_layout)(i % 2)};
+                    .qkv_layout = (mt_qkv_layout)(i % 3)};
         job load = save;
         const char *directory = in_scratch("a/step-00000001");
         mt_gpt_desc d;
         char words[128];
         run_quietly(&save);
         expect_success(&save);
-        shell("%s grep -q gpt.qkv_layout '%s/model.safetensors'", i % 2 ? "" : "!", directory);
+        shell("%s grep -q gpt.qkv_layout '%s/model.safetensors'", i % 3 ? "" : "!", directory);
+        shell("%s grep -q 0.self_attention.query.weight '%s/model.safetensors'", i % 3 == 2 ? "" : "!", directory);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, directory, &d));
         assert_int_equal(d.layer.qkv_layout, save.qkv_layout);
         load.action = LOAD;
@@ -543,9 +546,9 @@ static void layouts_of_qkv(void **state) {
         load.tp = 2;
         run_quietly(&load);
         expect_success(&load);
-        load.qkv_layout = (mt_qkv_layout)(1 - i % 2);
+        load.qkv_layout = (mt_qkv_layout)((i + 1) % 3);
         run_quietly(&load);
-        snprintf(words, sizeof words, "its model has qkv_layout %s, this one %s", names[i % 2], names[1 - i % 2]);
+        snprintf(words, sizeof words, "its model has qkv_layout %s, this one %s", names[i % 3], names[(i + 1) % 3]);
         expect_refusal(&load, MT_ERR_DATA, words);
         forget("a");
     }
@@ -814,6 +817,28 @@ static mt_status golden_rank(mt_comm *world, void *user) {
     return MT_SUCCESS;
 }
 
+/* A model with separate layers cannot import the fused weight of GPT-2. */
+static mt_status separate_rank(mt_comm *world, void *user) {
+    static const char *const directory = "tests/golden/gpt2_hf";
+    static const char *const words = "its model has qkv_layout MT_QKV_CONCATENATED, this one MT_QKV_SEPARATE";
+    mt_checkpoint_desc c = {.directory = in_scratch("unused")};
+    mt_gpt_desc d;
+    replica m;
+    (void)user;
+    memset(&m, 0, sizeof m);
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, NULL, &m.r));
+    MT_TRY(mt_gpt_desc_read(m.r.ctx, directory, &d));
+    CHECK(d.layer.qkv_layout == MT_QKV_PER_GROUP);
+    d.layer.qkv_layout = MT_QKV_SEPARATE;
+    MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
+    MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5));
+    MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &m.checkpoint));
+    CHECK(mt_checkpoint_import(m.r.ctx, m.checkpoint, directory) == MT_ERR_DATA);
+    CHECK(test_has_words(mt_last_error(m.r.ctx), words));
+    replica_close(&m);
+    return MT_SUCCESS;
+}
+
 static void hugging_face(void **state) {
     static const char *const directories[] = {"tests/golden/gpt2_hf", "tests/golden/gpt2_hf_bare"};
     mt_context *ctx;
@@ -829,6 +854,7 @@ static void hugging_face(void **state) {
         }
     mt_safetensors_close(values);
     mt_context_destroy(ctx);
+    test_launch(2, separate_rank, NULL);
 }
 
 /* The file that the library saves has the names, shapes and values of the file that transformers saved. */

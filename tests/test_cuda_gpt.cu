@@ -277,6 +277,7 @@ static void test_pipeline(void **state) {
         r.pipeline = 2;
         r.schedule = i % 2 ? MT_SCHEDULE_GPIPE : MT_SCHEDULE_1F1B;
         r.recompute = (mt_recompute)(i % 3);
+        r.qkv_layout = i >= 2 ? MT_QKV_SEPARATE : MT_QKV_PER_GROUP;
         c = r;
         c.device = MT_DEVICE_CPU;
         gpt_execute(c, &on_cpu);

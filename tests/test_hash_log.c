@@ -248,6 +248,7 @@ static void test_lines_do_not_depend_on_the_split(void **state) {
     (void)state;
     lines_do_not_depend_on_the_split(MT_QKV_PER_GROUP);
     lines_do_not_depend_on_the_split(MT_QKV_CONCATENATED);
+    lines_do_not_depend_on_the_split(MT_QKV_SEPARATE);
 }
 
 /* A layer that computes its forward again in the backward logs each tensor once, as a layer that saves all of them. */

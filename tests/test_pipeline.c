@@ -507,7 +507,7 @@ static gpt_run run_of(int split, mt_dtype dtype, int llama, int invariant) {
     memset(&r, 0, sizeof r);
     r.dtype = dtype;
     r.llama = llama;
-    r.qkv_layout = llama == 2 ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP;
+    r.qkv_layout = llama == 2 ? MT_QKV_CONCATENATED : llama == 1 ? MT_QKV_SEPARATE : MT_QKV_PER_GROUP;
     r.invariant = invariant;
     r.layers = 8;
     r.tp = r.data = 1;

@@ -676,6 +676,12 @@ static const block_case block_cases[] = {
       .mask = MT_MASK_BIDIRECTIONAL,
       .dropout = 0.25f,
       .layer_number = 3}},
+    {"concatenated QKV",
+     {.hidden = HIDDEN},
+     {.hidden = HIDDEN, .heads = 8, .qkv_layout = MT_QKV_CONCATENATED, .rotary_base = 10000.0f, .max_seq = 20}},
+    {"separate Q, K and V; GQA",
+     {.hidden = HIDDEN},
+     {.hidden = HIDDEN, .heads = 24, .kv_heads = 8, .qkv_layout = MT_QKV_SEPARATE}},
     {"the bias left to the caller; recomputed",
      {.hidden = HIDDEN, .skip_bias_add = 1},
      {.hidden = HIDDEN, .heads = 8, .skip_bias_add = 1, .recompute_core = 1}},
@@ -724,7 +730,10 @@ static mt_status block_open(block_test *t) {
     }
     t->mlp_own.fc1 = own_of(r, t->mlp.fc1.weight, t->mlp.fc1.bias);
     t->mlp_own.fc2 = own_of(r, t->mlp.fc2.weight, t->mlp.fc2.bias);
-    t->attention_own.qkv = own_of(r, t->attention.qkv.weight, t->attention.qkv.bias);
+    if (t->c->attention.qkv_layout == MT_QKV_SEPARATE)
+        for (int i = 0; i < 3; i++)
+            t->attention_own.separate[i] = own_of(r, t->attention.separate[i].weight, t->attention.separate[i].bias);
+    else t->attention_own.qkv = own_of(r, t->attention.qkv.weight, t->attention.qkv.bias);
     t->attention_own.proj = own_of(r, t->attention.proj.weight, t->attention.proj.bias);
     t->attention_own.rotary = copy_of(r, t->attention.rotary);
     t->x = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 1 + me);
@@ -791,7 +800,11 @@ static mt_status attention_check(block_test *t, int add) {
     MT_TRY(mt_self_attention_forward(t->r->ctx, &t->attention, &t->batch, t->x, y[0], NULL));
     MT_TRY(mt_parallel_attention_forward(t->r->ctx, tp, &t->batch, t->x, &t->attention_own, y[1], &d, NULL));
     CHECK(same_bits(y[0], y[1]));
-    MT_TRY(gradients_are(&t->attention_own.qkv, t->attention.qkv.weight, t->attention.qkv.bias));
+    if (d.qkv_layout == MT_QKV_SEPARATE)
+        for (int i = 0; i < 3; i++)
+            MT_TRY(gradients_are(&t->attention_own.separate[i], t->attention.separate[i].weight,
+                                 t->attention.separate[i].bias));
+    else MT_TRY(gradients_are(&t->attention_own.qkv, t->attention.qkv.weight, t->attention.qkv.bias));
     return gradients_are(&t->attention_own.proj, t->attention.proj.weight, t->attention.proj.bias);
 }
 
@@ -807,6 +820,7 @@ static mt_status blocks_add(block_test *t) {
     MT_TRY(mt_self_attention_backward(t->r->ctx, &t->attention, t->dy, dx, &attention_saved));
     MT_TRY(mt_add(t->r->ctx, sum, dx, sum));
     t->mlp.fc1.desc.add_to_dx = t->attention.qkv.desc.add_to_dx = 1;
+    for (int i = 0; i < 3; i++) t->attention.separate[i].desc.add_to_dx = 1;
     MT_TRY(mt_copy(t->r->ctx, t->before, dx));
     MT_TRY(mt_mlp_backward(t->r->ctx, &t->mlp, t->dy, dx, &mlp_saved));
     MT_TRY(mt_self_attention_backward(t->r->ctx, &t->attention, t->dy, dx, &attention_saved));

@@ -29,6 +29,7 @@ static void assert_same_bits(gpt_run r) {
 /* Every placement of the norms, GPT-2 and Llama, f32 and bf16, with dropout, on every split, with and without invariant
    mode. */
 static void test_same_bits(void **state) {
+    static const mt_qkv_layout layouts[] = {MT_QKV_PER_GROUP, MT_QKV_SEPARATE, MT_QKV_PER_GROUP, MT_QKV_CONCATENATED};
     (void)state;
     for (int llama = 0; llama < 4; llama++)
         for (int dtype = MT_F32; dtype <= MT_BF16; dtype++)
@@ -42,7 +43,7 @@ static void test_same_bits(void **state) {
                     r.sequence_parallel = splits[i][2];
                     r.invariant = invariant;
                     r.llama = llama;
-                    r.qkv_layout = llama == 3 ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP;
+                    r.qkv_layout = layouts[llama];
                     assert_same_bits(r);
                 }
 }
