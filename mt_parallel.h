@@ -307,36 +307,47 @@ typedef struct mt_params_memory {
     const int64_t *offsets;
 } mt_params_memory;
 
-/* mt_params_bind puts the values, gradients or optimizer state of all parameters into memory of the caller. Call it
-   after all parameters were added and before mt_params_init, and for exp_avg, exp_avg_sq and master also later, until
-   mt_optimizer_create. Several calls may each bind other kinds. memory NULL: this call binds nothing.
-   mt_param_bind does the same for one parameter, without communication: `elements` is the size of its buffers, and
-   offsets has one number or is NULL. Then call mt_params_bind, with memory NULL, or mt_params_init.
+/* mt_params_bind puts values, gradients or optimizer state of all parameters into memory of the caller:
+       mt_params_memory m = {.values = weights, .grads = gradients, .elements = mt_params_elements(params)};
+       MT_TRY(mt_params_bind(ctx, params, &m));        // weights may already have their values
+   Call it after the last mt_params_add. Values and gradients are bound before mt_params_init, and exp_avg, exp_avg_sq
+   and master before mt_optimizer_create. Several calls may bind one kind after the other. memory NULL: binds nothing.
+   mt_param_bind does the same for one parameter, without communication. Its `elements` is the size of the buffers of
+   this parameter, and its offsets has one number or is NULL. Afterwards call mt_params_bind, with memory NULL, or
+   mt_params_init.
 
-   When the values of all parameters are bound, mt_params_bind allocates what is not bound, and mt_params_init is
-   optional. Bind the gradients in the same call or before. Without mt_params_init, parameters have the values that the
-   memory has. The padding of a parameter that the tensor ranks do not divide must be zero. mt_params_init fills the
-   memory as it fills its own. mt_optimizer_create sets bound moments to zero and copies masters from the values.
+   After the call of mt_params_bind that leaves no value unbound, mt_params_init is optional: this call allocates what
+   is not bound. So bind gradients in the same call or before. Without mt_params_init, the values are those that the
+   memory has, and the padding of parameters that the tensor ranks do not divide must be zero. mt_params_init fills
+   bound memory as it fills its own. mt_optimizer_create sets bound moments to zero and copies masters from the values.
+   Only one optimizer at a time can use bound state.
 
-   The caller owns the memory, and frees it after mt_params_destroy. It must be aligned to its elements; GPUs are faster
-   with 16-byte alignment. All calls work on bound memory, and give the same bits as without it, except that GEMMs on a
-   GPU may differ when a parameter is not aligned to 16 bytes. A collective that needs neighbouring parameters in one
-   piece copies them where they have gaps, so a registry may allocate memory for one bucket. Memory that the registry
-   allocates for a kind has space for all parameters, unless all are bound.
-   mt_params_bind is collective over the grid's world, like mt_params_init, and compares the same settings (without the
-   seed) and what is bound. MT_ERR_MISMATCH: something differs. A call that fails has bound nothing and written nothing.
-   MT_ERR_ARGUMENT: a parameter does not fit into its buffer, bound memory overlaps or is not aligned, the kind is
-   already bound, the GPU cannot use the memory (mt_cuda_check_memory), the call comes too late, exp_avg, exp_avg_sq or
-   master with a sharded optimizer, or master with f32 parameters. MT_ERR_MEMORY. Afterwards, and after mt_params_init,
-   a change of value.data or grad.data by hand is MT_ERR_ARGUMENT at the next call. */
+   The caller owns the memory and frees it after mt_params_destroy. It must be aligned to its elements, and GPUs are
+   faster when each parameter is aligned to 16 bytes. All calls of the registry work on bound memory. The results have
+   the same bits as without it, except that outside invariant mode a GPU may choose other kernels for the products of
+   parameters that are not aligned to 16 bytes. Bound memory is not registered with NCCL. Where a sum over ranks needs
+   parameters that do not follow each other directly, they are copied to a buffer of the registry, which is as large as
+   the largest such sum (mt_data_parallel_desc.bucket_bytes). When a kind is bound for some parameters only, the
+   registry still allocates this kind for all.
+
+   After mt_params_bind or mt_params_init, do not change value.data or grad.data by hand: the next call returns
+   MT_ERR_ARGUMENT. When this happens on some ranks only, the others get MT_ERR_PEER or MT_ERR_TIMEOUT in a call that
+   communicates.
+
+   Communication: mt_params_bind is collective over the grid's world. It compares what mt_params_init compares (except
+   the seed), and which kinds of each parameter are bound. When this differs, or only some ranks have an error, every
+   rank returns MT_ERR_MISMATCH. A call that fails has bound and written nothing. MT_ERR_ARGUMENT: a parameter does not
+   fit into a buffer; bound memory overlaps or is not aligned; the GPU cannot use it (mt_cuda_check_memory); a kind is
+   bound already, or the call comes too late; exp_avg, exp_avg_sq or master with a sharded optimizer; master with f32
+   parameters. MT_ERR_MEMORY. */
 MT_API mt_status mt_params_bind(mt_context *ctx, mt_params *params, const mt_params_memory *memory);
 MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params_memory *memory);
 
 /* Allocates all values in one block of memory and all gradients in another, except those that are bound
-   (mt_params_bind). Draws the values from the seed and sets the
-   gradients to zero. A value depends only on the seed, the parameter's name and the element's position in the whole
-   tensor, so every split starts from the same model. 16-bit values are rounded from f32. No parameter can be added
-   afterwards. A second call initialises values and gradients again.
+   (mt_params_bind). Draws the values from the seed and sets the gradients to zero. A value depends only on the seed,
+   the parameter's name and the element's position in the whole tensor, so every split starts from the same model.
+   16-bit values are rounded from f32. No parameter can be added afterwards. A second call initialises values and
+   gradients again.
    Collective over the grid's world, whose ranks compare their settings (mt_comm_compare). All ranks need the same seed,
    mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage need the same parameters in the same
    order, the same dtype and the same mt_data_parallel_desc. If something differs, every rank returns MT_ERR_MISMATCH
@@ -5475,13 +5486,13 @@ MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const m
     d.eps = mti_default(d.eps, 1e-8f);
     MT_TRY(mti_optimizer_check(ctx, params, &d));
     MT_TRY(mti_optimizer_compare(ctx, params, &d, mti_optimizer_bound(ctx, params, &d)));
-    params->has_optimizer = 1;
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->params = params;
     out->elements = params->elements / params->buckets.ranks;
     status = mti_optimizer_memory(ctx, out);
-    if (status != MT_SUCCESS) mt_optimizer_destroy(ctx, out);
+    if (status == MT_SUCCESS) params->has_optimizer = 1;
+    else mt_optimizer_destroy(ctx, out);
     return status;
 }
 

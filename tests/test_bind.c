@@ -477,6 +477,50 @@ static void test_meta(void **state) {
     for (int i = 0; i < 4; i++) assert_true(nowhere[i] == 0.0f);
 }
 
+typedef struct failing {
+    int left; /* allocations that still succeed; -1: all */
+    size_t held;
+} failing;
+
+static void *failing_alloc(void *user, size_t bytes, size_t alignment) {
+    failing *f = (failing *)user;
+    void *ptr = NULL;
+    if (f->left == 0 || posix_memalign(&ptr, alignment, bytes) != 0) return NULL;
+    if (f->left > 0) f->left--;
+    f->held += bytes;
+    return ptr;
+}
+
+static void failing_free(void *user, void *ptr, size_t bytes) {
+    ((failing *)user)->held -= bytes;
+    free(ptr);
+}
+
+/* When the registry cannot allocate what is not bound, nothing is bound, and a second call may succeed. */
+static void test_memory_that_runs_out(void **state) {
+    failing f = {-1, 0};
+    mt_context_desc where = {.arena_bytes = 1 << 16, .allocator = {failing_alloc, failing_free, &f}};
+    mt_params_memory m;
+    size_t held;
+    small s;
+    (void)state;
+    small_open(&s, MT_F32, &where);
+    m = (mt_params_memory){.values = s.values, .elements = FLOATS};
+    held = f.held;
+    f.left = 0;
+    assert_int_equal(mt_params_bind(s.r.ctx, s.r.params, &m), MT_ERR_MEMORY);
+    assert_null(s.a->value.data);
+    assert_int_equal(f.held, held);
+    REFUSED(s.r.ctx, MT_ERR_ARGUMENT, "mt_params_init first", mt_params_zero_grad(s.r.ctx, s.r.params));
+    f.left = -1;
+    ASSERT_STATUS(s.r.ctx, MT_SUCCESS, mt_params_bind(s.r.ctx, s.r.params, &m));
+    ASSERT_STATUS(s.r.ctx, MT_SUCCESS, mt_params_zero_grad(s.r.ctx, s.r.params));
+    assert_true(s.a->value.data == s.values && f.held > held);
+    test_untouched("values", s.values, FLOATS, -1.0f);
+    test_paper_rank_close(&s.r);
+    assert_int_equal(f.held, 0);
+}
+
 /* ---- ranks that bind different things ---------------------------------------------------------------------------- */
 
 enum { ODD_NONE, ODD_UNBOUND, ODD_KIND, ODD_CAPACITY, ODD_POINTER, ODD_ONE, ODDS };
@@ -588,6 +632,7 @@ int main(void) {
         cmocka_unit_test(test_addresses_changed_by_hand),
         cmocka_unit_test(test_init_again),
         cmocka_unit_test(test_meta),
+        cmocka_unit_test(test_memory_that_runs_out),
         cmocka_unit_test(test_ranks_that_bind_different_things),
         cmocka_unit_test(test_the_state_of_a_sharded_optimizer),
     };

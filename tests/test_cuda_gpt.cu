@@ -251,6 +251,48 @@ static void test_data_parallel_in_bound_memory(void **state) {
     }
 }
 
+/* Memory that the GPU cannot use is refused before a kernel gets it. */
+static void test_host_memory_is_refused(void **state) {
+    static float host[6];
+    mt_comm *world = NULL;
+    mt_context *ctx = NULL;
+    mt_context_desc where;
+    mt_param_desc desc;
+    mt_params_memory m;
+    mt_params *params = NULL;
+    mt_param *p = NULL;
+    mt_grid grid;
+    int pageable = 0;
+    (void)state;
+    memset(&where, 0, sizeof where);
+    memset(&desc, 0, sizeof desc);
+    memset(&m, 0, sizeof m);
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = 1 << 16;
+    desc.name = "w";
+    desc.rows = 2;
+    desc.cols = 3;
+    m.values = host;
+    m.elements = 6;
+    assert_int_equal(mt_comm_create_local(1, 0, &world), MT_SUCCESS);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_grid_create(world, NULL, &grid));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_create(world, &where, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_create(ctx, &grid, &params));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_add(ctx, params, &desc, &p));
+    assert_int_equal(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, 0), cudaSuccess);
+    if (!pageable) {
+        ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_params_bind(ctx, params, &m));
+        assert_non_null(strstr(mt_last_error(ctx), "mt_params_bind: values is memory of the host"));
+        ASSERT_STATUS(ctx, MT_ERR_ARGUMENT, mt_param_bind(ctx, p, &m));
+        assert_null(p->value.data);
+    }
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_init(ctx, params, 1));
+    mt_params_destroy(params);
+    mt_context_destroy(ctx);
+    mt_grid_destroy(&grid);
+    mt_comm_destroy(world);
+}
+
 /* Runs one rank in invariant mode, once for each type and model. */
 static const gpt_result *one_rank(mt_dtype dtype, int llama) {
     static gpt_result one[2][2];
@@ -326,6 +368,7 @@ int main(void) {
         cmocka_unit_test(test_pipeline),
         cmocka_unit_test(test_data_parallel),
         cmocka_unit_test(test_data_parallel_in_bound_memory),
+        cmocka_unit_test(test_host_memory_is_refused),
         cmocka_unit_test(test_invariant_mode),
         cmocka_unit_test(test_epilogues),
     };
