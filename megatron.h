@@ -180,14 +180,15 @@ MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tenso
    ranks also have empty groups: padding, whose weights are zero.
    qkv_layout (mt_kernels.cuh) is the order of the rows of the QKV weight [(heads + 2 * kv_heads) * head size, hidden].
      MT_QKV_PER_GROUP     A rank has the rows of its groups, which are neighbours (unit = a query group).
-     MT_QKV_CONCATENATED  A rank has [its queries; its keys; its values] (parts = 3, unit = head size; in invariant
-                          mode each virtual shard has). So mt_param_scatter takes a QKV weight of GPT-2 as it is.
-                          kv_heads must be heads: MT_ERR_SHAPE.
-     MT_QKV_SEPARATE      Three layers share f, so communication is the same. A rank has the rows of its heads in each
-                          weight (unit = the query heads of a group, or the head size).
+     MT_QKV_CONCATENATED  A rank, and in invariant mode each virtual shard, has [its queries; its keys; its values]
+                          (parts = 3, unit = head size). mt_param_scatter takes the whole weight [3 * hidden, hidden] of
+                          a program with this layout as it is. kv_heads must be heads: MT_ERR_SHAPE.
+     MT_QKV_SEPARATE      There are three layers, which share f, so the communication is the same. A rank has the rows
+                          of its heads in each weight (unit = the query heads of a group, or the head size).
    With the last two, kv_heads must be a multiple of t (in invariant mode, of V): MT_ERR_SHAPE.
-   A weight has its first values by its name and their positions, so models of different layouts begin with different
-   values. With the same rows in the other order they are the same model, up to rounding. */
+   The first values of a weight depend on its name and on the positions of its elements, so models of different layouts
+   begin with different values. When they have the same rows in the order of each, they are the same model, up to
+   rounding. */
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
     int64_t kv_heads;     /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
@@ -230,7 +231,7 @@ typedef struct mt_self_attention_saved {
    batch->sequences * batch->seq. Inference (saved NULL) has no dropout. Backward uses the batch of forward.
    MT_ERR_SHAPE: with rotary, batch->seq is greater than max_seq.
    Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range; the limit of hidden and max_seq is 2^31 - 1),
-   MT_ERR_SHAPE (see mt_self_attention_desc), and those of the two linear layers. */
+   MT_ERR_SHAPE (see mt_self_attention_desc), and those of the linear layers. */
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
                                           const mt_self_attention_desc *desc, mt_self_attention *out);
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
