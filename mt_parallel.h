@@ -506,9 +506,8 @@ typedef struct mt_linear_tensors {
    NULL: then nothing is logged.
    desc has the meaning that it has for a layer of a registry, except that no_bias follows from tensors->b, and that
    in_features and out_features may be 0: then the split dimension has no padding. desc NULL: the defaults.
-   Two things are the caller's that a registry does for its parameters. The sums of the gradients over the data group
-   are one. With sequence_parallel, the sum of db of a row-parallel layer over the tensor group is the other: db is the
-   sum over this rank's rows. No communication.
+   The caller sums the gradients over the data group. With sequence_parallel, db of a row-parallel layer is the sum over
+   this rank's rows, and the caller also sums it over the tensor group. No communication.
    Errors: MT_ERR_SHAPE (a tensor has another shape than desc says or is not contiguous, parts * unit does not divide
    the split dimension or, in invariant mode, t does not divide V), MT_ERR_DTYPE (w and b differ in type, or dw or db is
    not MT_F32), MT_ERR_ARGUMENT (a pointer or w is NULL, db comes without b, or a field of desc is out of range, has no

@@ -83,7 +83,7 @@ gpu_says() {
 }
 
 without_nccl() {
-    gpu_says 0 "9 passed, 0 failed, 2 skipped" "$@" || return 1
+    gpu_says 0 "10 passed, 0 failed, 2 skipped" "$@" || return 1
     [ "$(grep -c '^  skip  .*NCCL' "$work/says")" = 2 ] && ! grep test_cuda_nccl "$work/says"
 }
 
@@ -125,10 +125,10 @@ csv_of_the_cpu() {
 
 gpu() {
     make_nvcc
-    check "tests/gpu.sh with NCCL" gpu_says 0 "11 passed, 0 failed, 0 skipped" STANDIN_NCCL=yes
+    check "tests/gpu.sh with NCCL" gpu_says 0 "12 passed, 0 failed, 0 skipped" STANDIN_NCCL=yes
     check "without NCCL it tests the rest, and says what it leaves out" without_nccl STANDIN_NCCL=no
     check "a program that does not build is a failure" \
-        gpu_says 1 "10 passed, 1 failed, 0 skipped" STANDIN_FAILS=test_cuda_gpt
+        gpu_says 1 "11 passed, 1 failed, 0 skipped" STANDIN_FAILS=test_cuda_gpt
     have_command python3 || { leave_out "the CSV of benchmarks: no python3 here to read it"; return; }
     make_pytorch
     check "bench.sh --device cuda --csv, and PyTorch's rows, are one CSV" csv_of_a_gpu

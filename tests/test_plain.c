@@ -1061,6 +1061,101 @@ static void test_layers_of_tensors_refuse(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* ---- hostile sizes, hash log ------------------------------------------------------------------------------------- */
+
+static const int64_t hostile[] = {INT64_MIN, -1, 0, 1, (int64_t)1 << 31, (int64_t)1 << 62, INT64_MAX};
+#define HOSTILE (sizeof hostile / sizeof *hostile)
+
+static int64_t hostile_of(size_t *code) {
+    int64_t value = hostile[*code % HOSTILE];
+    *code /= HOSTILE;
+    return value;
+}
+
+/* A sanitizer finds an overflow. Sizes that are accepted are those of the registry. */
+static void test_shards_of_hostile_sizes(void **state) {
+    (void)state;
+    for (size_t i = 0; i < HOSTILE * HOSTILE * HOSTILE * HOSTILE * 3; i++) {
+        size_t code = i;
+        mt_shard s = {0};
+        int64_t rows = -1, cols = -1;
+        s.placement = (mt_placement)(code % 3);
+        code /= 3;
+        s.rows = hostile_of(&code);
+        s.cols = hostile_of(&code);
+        s.parts = hostile_of(&code);
+        s.unit = hostile_of(&code);
+        s.tp_size = 2;
+        if (mt_shard_size(&s, &rows, &cols) == MT_SUCCESS) assert_true(rows > 0 && cols > 0);
+        else assert_true(rows == -1 && cols == -1);
+        s.parts = s.unit = 0;
+        s.tp_size = INT_MAX;
+        s.tp_rank = INT_MAX - 1;
+        if (mt_shard_size(&s, &rows, &cols) == MT_SUCCESS) assert_true(rows > 0 && cols > 0);
+    }
+}
+
+static void test_plain_calls_with_hostile_sizes(void **state) {
+    test_rank r;
+    (void)state;
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, NULL, &r);
+    mt_tensor t = test_tensor(&r, 2, 4, 7.0f), none = mt_none();
+    for (size_t i = 0; i < HOSTILE * HOSTILE * HOSTILE * HOSTILE; i++) {
+        size_t code = i;
+        mt_linear_desc d = {0};
+        mt_linear_saved saved = {t};
+        mt_tensor w;
+        d.in_features = hostile_of(&code);
+        d.out_features = hostile_of(&code);
+        w = with_shape(t, hostile_of(&code), hostile_of(&code), 0);
+        w.ld = w.cols;
+        assert_int_not_equal(mt_column_parallel_forward(r.ctx, r.grid.tp, t, w, none, t, &d, NULL), MT_SUCCESS);
+        assert_int_not_equal(mt_row_parallel_forward(r.ctx, r.grid.tp, t, w, none, t, &d, NULL), MT_SUCCESS);
+        assert_int_not_equal(mt_column_parallel_backward(r.ctx, r.grid.tp, t, w, t, w, none, &d, &saved), MT_SUCCESS);
+        assert_int_not_equal(mt_row_parallel_backward(r.ctx, r.grid.tp, t, w, t, w, none, &d, &saved), MT_SUCCESS);
+    }
+    test_untouched("t", t.data, 8, 7.0f);
+    test_paper_rank_close(&r);
+}
+
+typedef struct log_lines {
+    int count;
+    char first[MT_NAME_MAX + 32];
+} log_lines;
+
+static void log_line(void *user, const char *name, uint64_t hash, int differs) {
+    log_lines *lines = (log_lines *)user;
+    (void)hash;
+    (void)differs;
+    if (lines->count++ == 0) snprintf(lines->first, sizeof lines->first, "%s", name);
+}
+
+/* A layer of tensors with a name writes to the hash log, a plain call does not. */
+static void test_hash_log_of_tensors(void **state) {
+    mt_linear_tensors w;
+    mt_column_parallel_linear layer;
+    mt_linear_saved saved;
+    mt_param params[2];
+    mt_hash_log *log = NULL;
+    log_lines lines = {0};
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    mt_tensor x = test_tensor(&r, 4, 8, 1.0f), y = test_tensor(&r, 4, 6, 1.0f);
+    w.w = test_tensor(&r, 6, 8, 1.0f);
+    w.b = w.dw = w.db = mt_none();
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_create(r.ctx, &r.grid, &log));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_forward(r.ctx, r.grid.tp, x, w.w, w.b, y, NULL, &saved));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_column_parallel_linear_from_tensors(r.ctx, r.grid.tp, "own", NULL, &w, params, &layer));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_forward(r.ctx, &layer, x, y, &saved));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_flush(r.ctx, log, log_line, &lines));
+    assert_int_equal(lines.count, 1);
+    assert_string_equal(lines.first, "own.output");
+    mt_hash_log_destroy(log);
+    test_paper_rank_close(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shards_are_those_of_the_registry),
@@ -1072,6 +1167,9 @@ int main(void) {
         cmocka_unit_test(test_plain_calls_refuse),
         cmocka_unit_test(test_layers_of_tensors_refuse),
         cmocka_unit_test(test_plain_blocks_are_the_blocks),
+        cmocka_unit_test(test_shards_of_hostile_sizes),
+        cmocka_unit_test(test_plain_calls_with_hostile_sizes),
+        cmocka_unit_test(test_hash_log_of_tensors),
         cmocka_unit_test(test_plain_mlp_refuses),
         cmocka_unit_test(test_plain_attention_refuses),
     };
