@@ -206,6 +206,7 @@ static mt_status plain_rank(mt_comm *world, void *user) {
     memset(&t, 0, sizeof t);
     shape.tp = mt_comm_size(world);
     where.device = MT_DEVICE_CUDA;
+    where.ordinal = mt_comm_rank(world) % mt_device_count(MT_DEVICE_CUDA);
     where.arena_bytes = (size_t)16 << 20;
     mt_status status = test_rank_open(world, shape, &where, &r);
     t.r = &r;
