@@ -2454,6 +2454,12 @@ static mt_status mti_lt_layout(mt_context *ctx, cublasLtMatrixLayout_t *out, int
     return MT_SUCCESS;
 }
 
+/* Whether a status means that cuBLASLt does not have a product. For some epilogues it is INVALID_VALUE. */
+static int mti_lt_lacks(const mti_lt_key *key, cublasStatus_t status) {
+    return status == CUBLAS_STATUS_NOT_SUPPORTED ||
+           (status == CUBLAS_STATUS_INVALID_VALUE && key->epilogue != CUBLASLT_EPILOGUE_DEFAULT);
+}
+
 /* results = the algorithms that the heuristic proposes for a plan, the best first. *found = their number. It is 0 if
    cuBLASLt does not support the product. */
 static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *p,
@@ -2479,9 +2485,7 @@ static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *
     for (int i = 0; i < proposed; i++)
         if (results[i].state == CUBLAS_STATUS_SUCCESS) results[(*found)++] = results[i];
     cublasLtMatmulPreferenceDestroy(preference);
-    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return MT_SUCCESS;
-    MTI_LT_TRY(ctx, status);
-    return MT_SUCCESS;
+    return mti_lt_lacks(&p->key, status) ? MT_SUCCESS : mti_lt_check(ctx, status, "cublasLtMatmulAlgoGetHeuristic");
 }
 
 static cublasStatus_t mti_lt_enqueue(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
@@ -2489,15 +2493,19 @@ static cublasStatus_t mti_lt_enqueue(mt_context *ctx, mti_lt *lt, mti_lt_plan *p
                           g->c.data, p->c, &p->algo, lt->workspace, p->workspace, mt_context_stream(ctx));
 }
 
-static mt_status mti_lt_matmul(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
+/* Tells cuBLASLt where the operands of the epilogue are. */
+static mt_status mti_lt_point(mt_context *ctx, mti_lt_plan *p, const mti_lt_call *g) {
     if (g->bias)
         MTI_LT_TRY(
             ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
     if (g->aux)
         MTI_LT_TRY(ctx, cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g->aux,
                                                        sizeof g->aux));
-    MTI_LT_TRY(ctx, mti_lt_enqueue(ctx, lt, p, g));
     return MT_SUCCESS;
+}
+
+static mt_status mti_lt_matmul(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g) {
+    return mti_lt_check(ctx, mti_lt_enqueue(ctx, lt, p, g), "cublasLtMatmul");
 }
 
 /* *ms = the milliseconds that run() takes on the GPU: the median of MTI_LT_RUNS runs, after one warm-up run. */
@@ -3190,9 +3198,16 @@ static int64_t mti_lt_ld_aux(mt_tensor aux, mt_tensor c) {
 }
 
 /* Runs the product with its epilogue. For an f32 C, the epilogue writes the bias gradient to g->bias, and a kernel adds
-   that to dbias. For a 16-bit C, a kernel sums the bias gradient in f32 instead. */
-static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, mt_tensor dbias) {
-    MT_TRY(mti_lt_matmul(ctx, lt, p, g));
+   that to dbias. For a 16-bit C, a kernel sums the bias gradient in f32 instead. p->fused = whether cuBLASLt has the
+   product. If it does not, separate(c, dbias) runs, because the heuristic may propose what cuBLASLt then refuses. */
+template <typename Separate>
+static mt_status mti_lt_fused(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call *g, mt_tensor dbias,
+                              const Separate &separate) {
+    MT_TRY(mti_lt_point(ctx, p, g));
+    cublasStatus_t status = mti_lt_enqueue(ctx, lt, p, g);
+    p->fused = !mti_lt_lacks(&p->key, status);
+    if (!p->fused) return separate(g->c, dbias);
+    MT_TRY(mti_lt_check(ctx, status, "cublasLtMatmul"));
     if (!dbias.data) return MT_SUCCESS;
     if (!g->bias) return mti_cuda_bias_backward(ctx, g->c, dbias);
     return mti_cuda_add(ctx, dbias, mt_tensor_f32((const float *)g->bias, 1, dbias.cols), dbias);
@@ -3227,10 +3242,10 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
     if (g.beta != 0.0f) MT_TRY(mti_lt_zeros(ctx, &g.c));
     if (dbias.data) MT_TRY(mti_lt_zeros(ctx, &dbias));
     MT_TRY(mti_lt_time(
-        ctx, lt, [&]() { return mti_lt_fused(ctx, lt, p, &g, dbias); }, &fused));
+        ctx, lt, [&]() { return mti_lt_fused(ctx, lt, p, &g, dbias, separate); }, &fused));
     MT_TRY(mti_lt_time(
         ctx, lt, [&]() { return separate(g.c, dbias); }, &apart));
-    p->fused = fused < apart;
+    p->fused = p->fused && fused < apart;
     mt_arena_release(ctx, mark);
     mt_arena_set_peak(ctx, peak);
     return MT_SUCCESS;
@@ -3247,7 +3262,7 @@ static mt_status mti_lt_either(mt_context *ctx, mti_lt_call *g, mt_tensor dbias,
     if (dbias.data && g->c.dtype == MT_F32) MT_TRY(mt_arena_alloc(ctx, (size_t)dbias.cols * sizeof(float), &g->bias));
     MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
     if (made > 0) MT_TRY(mti_lt_decide(ctx, lt, p, *g, dbias, separate));
-    return p->fused ? mti_lt_fused(ctx, lt, p, g, dbias) : separate(g->c, dbias);
+    return p->fused ? mti_lt_fused(ctx, lt, p, g, dbias, separate) : separate(g->c, dbias);
 }
 
 /* mti_lt_either, after which the arena memory is released. */

@@ -439,6 +439,55 @@ static void test_epilogues_measured(void **state) {
 }
 
 /* While a stream is being captured, waiting is not allowed: the epilogue runs separately, and this choice is kept. */
+/* Epilogues that cuBLASLt lacks: the separate operators run, with their bits, and cuBLASLt is not asked again. */
+static void test_epilogues_refused(void **state) {
+    static const int statuses[] = {CUBLAS_STATUS_NOT_SUPPORTED, CUBLAS_STATUS_INVALID_VALUE};
+    static const mt_epilogue options[] = {MT_EPILOGUE_FUSED, MT_EPILOGUE_MEASURED};
+    const sizes s = {16, 32, 24, 0};
+    size_t mark = mt_arena_mark(separate);
+    tensors want = tensors_of(separate, MT_BF16, MT_BF16, s);
+    mt_tensor h = noise(separate, MT_BF16, s.tokens, s.in, 0, 11, 2.0f);
+    (void)state;
+    operators(separate, want, MT_GELU_TANH, 1, h);
+    for (int i = 0; i < 8; i++) {
+        mt_context *ctx = context_of(MT_DEVICE_CUDA, MT_GEMM_HEURISTIC, options[i / 4], (size_t)16 << 20);
+        tensors t = tensors_of(ctx, MT_BF16, MT_BF16, s);
+        mt_tensor h_in = noise(ctx, MT_BF16, s.tokens, s.in, 0, 11, 2.0f), again;
+        long choices, count;
+        mte::gemm_refuse(statuses[i % 2], i / 2 % 2);
+        mte::gemm_time([](const mte::GemmCall &call) { return call.epilogue == CUBLASLT_EPILOGUE_DEFAULT; });
+        operators(ctx, t, MT_GELU_TANH, 1, h_in);
+        assert_true(hash_of(ctx, t.y) == hash_of(separate, want.y) && hash_of(ctx, t.z) == hash_of(separate, want.z) &&
+                    hash_of(ctx, t.h) == hash_of(separate, want.h) && hash_of(ctx, t.dh) == hash_of(separate, want.dh));
+        assert_true(hash_of(ctx, t.dweight) == hash_of(separate, want.dweight) &&
+                    hash_of(ctx, t.dbias) == hash_of(separate, want.dbias) &&
+                    hash_of(ctx, t.dbias_in) == hash_of(separate, want.dbias_in));
+        choices = mte::gemm_choices();
+        mte::gemm_refuse(0, 0); /* a plan that was refused stays apart, although cuBLASLt would now run it */
+        OK(ctx, mt_arena_tensor(ctx, MT_BF16, s.tokens, s.out, &again));
+        count = mte::gemm_count();
+        OK(ctx, mt_linear_forward(ctx, t.x, t.weight, t.bias, again));
+        assert_true(mte::gemm_count() == count + 1 && mte::gemm_choices() == choices);
+        assert_true(mte::gemm_last().epilogue == CUBLASLT_EPILOGUE_DEFAULT);
+        assert_true(hash_of(ctx, again) == hash_of(separate, want.z));
+        mt_context_destroy(ctx);
+    }
+    mte::gemm_time(nullptr);
+    mt_arena_release(separate, mark);
+}
+
+/* Another error of a product with an epilogue is an error. */
+static void test_epilogues_failing(void **state) {
+    size_t mark = mt_arena_mark(fused);
+    tensors t = tensors_of(fused, MT_BF16, MT_BF16, {16, 40, 24, 0});
+    (void)state;
+    mte::gemm_fail([](const mte::GemmCall &) { return true; });
+    ASSERT_STATUS(fused, MT_ERR_SYSTEM, mt_linear_forward(fused, t.x, t.weight, t.bias, t.y));
+    mte::gemm_fail(nullptr);
+    assert_non_null(strstr(mt_last_error(fused), "cublasLtMatmul: cuBLASLt status 13"));
+    mt_arena_release(fused, mark);
+}
+
 static void test_epilogues_captured(void **state) {
     mt_context *ctx = context_of(MT_DEVICE_CUDA, MT_GEMM_MEASURED, MT_EPILOGUE_MEASURED, (size_t)16 << 20);
     sizes s = {24, 32, 40, 0};
@@ -622,6 +671,8 @@ int main(void) {
         cmocka_unit_test(test_when_nothing_is_measured),
         cmocka_unit_test(test_epilogues_measured),
         cmocka_unit_test(test_epilogues_captured),
+        cmocka_unit_test(test_epilogues_refused),
+        cmocka_unit_test(test_epilogues_failing),
         cmocka_unit_test(test_a_measured_epilogue_stays),
 #endif
     };

@@ -750,8 +750,17 @@ void multiply(const Run &r, int batch) {
 // What tests can query about the products that ran, and the functions that they set.
 std::function<double(const GemmCall &)> time_of_gemm;
 std::function<bool(const GemmCall &)> gemm_fails;
+struct Refusal {
+    int status;
+    bool by_heuristic;
+} refusal = {CUBLAS_STATUS_SUCCESS, false};
 GemmCall last_gemm = {-1, 0, 0, 0};
 long gemms = 0, choices = 0;
+
+bool refused(const Problem &p, bool by_heuristic) {
+    return refusal.status != CUBLAS_STATUS_SUCCESS && refusal.by_heuristic == by_heuristic &&
+           p.desc.epilogue != CUBLASLT_EPILOGUE_DEFAULT;
+}
 
 GemmCall call_of(const Run &r) {
     return GemmCall{r.algorithm.id, r.algorithm.splits, static_cast<int>(r.algorithm.tile), r.p.desc.epilogue};
@@ -924,6 +933,11 @@ void gemm_fail(std::function<bool(const GemmCall &)> which) {
     gemm_fails = std::move(which);
 }
 
+void gemm_refuse(int status, bool by_heuristic) {
+    Guard guard;
+    refusal = {status, by_heuristic};
+}
+
 long gemm_choices() {
     Guard guard;
     return choices;
@@ -1059,6 +1073,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     {
         Guard guard;
         choices++;
+        if (refused(p, true)) return refuse((cublasStatus_t)refusal.status, "the test wants it");
     }
     if (found.empty()) return unsupported("no algorithm within the preference");
     *returned = std::min(requested, static_cast<int>(found.size()));
@@ -1163,6 +1178,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     if (status == CUBLAS_STATUS_SUCCESS) status = check_pointers(run);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
     Guard guard;
+    if (refused(run.p, false)) return refuse((cublasStatus_t)refusal.status, "the test wants it");
     if (gemm_fails && gemm_fails(call_of(run))) return refuse(CUBLAS_STATUS_EXECUTION_FAILED, "the test wants it");
     enqueue(stream, "cublasLtMatmul", [run] { execute(run); });
     return CUBLAS_STATUS_SUCCESS;

@@ -71,8 +71,11 @@ struct GemmCall {
 void gemm_time(std::function<double(const GemmCall &)> seconds);
 GemmCall gemm_last();
 long gemm_count();
-// For tests. gemm_fail selects products whose call fails. gemm_choices returns how often the heuristic was called.
+// For tests. gemm_fail selects products whose call fails. gemm_refuse: products with an epilogue get this status of
+// cuBLASLt, from the heuristic or from the call only; 0: they run. gemm_choices returns how often the heuristic was
+// called.
 void gemm_fail(std::function<bool(const GemmCall &)> which);
+void gemm_refuse(int status, bool by_heuristic);
 long gemm_choices();
 
 // Makes a call of this thread return `error`. `name` selects the function ("cudaMemcpyAsync"; "a kernel launch"), and
