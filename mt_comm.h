@@ -1642,8 +1642,7 @@ MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, c
     const size_t most = 0x7fffffff; /* the largest pitch that cudaMemcpy2DAsync takes */
     int64_t i;
     if (rows == 0 || row_bytes == 0) return MT_SUCCESS;
-    if (rows == 1 || (to_pitch == row_bytes && from_pitch == row_bytes))
-        return mti_cuda_copy(ctx, to, from, (size_t)rows * row_bytes);
+    if (to_pitch == row_bytes && from_pitch == row_bytes) return mti_cuda_copy(ctx, to, from, (size_t)rows * row_bytes);
     MT_TRY(mt_cuda_enter(ctx));
     if (to_pitch <= most && from_pitch <= most)
         MT_CUDA_TRY(ctx, cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, (size_t)rows, cudaMemcpyDefault,

@@ -848,7 +848,7 @@ static void test_copy_rows_far_apart(void **state) {
     OK(mt_context_synchronize(gpu));
     assert_memory_equal(far, "first\0\0\0fir", 12);
     assert_memory_equal(far + apart, "other\0\0\0oth", 12);
-    OK(mt_cuda_copy_rows(gpu, near.data, 3 * apart, far + apart, 3 * apart, 2, 1)); /* one row: no pitch is needed */
+    OK(mt_cuda_copy_rows(gpu, near.data, 3 * apart, far + apart, 3 * apart, 2, 1)); /* one row */
     OK(mt_download(gpu, near, got));
     assert_string_equal(got, "otrstFotherL");
     OK(mt_cuda_copy_rows(gpu, near.data, 4, far, 4, 4, 3)); /* dense */
