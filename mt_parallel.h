@@ -379,7 +379,7 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
 /* How a matrix is split over the tensor ranks, for programs that keep their weights without a registry. The registry
    splits a parameter with the same values of these fields in the same way. */
 typedef struct mt_shard {
-    int64_t rows, cols;     /* of the whole matrix; a vector is [1, n] */
+    int64_t rows, cols;     /* of the whole matrix, with padding of your own; a vector is [1, n] */
     mt_placement placement; /* 0: MT_REPLICATED */
     int64_t parts, unit;    /* as in mt_param_desc; 0: 1 */
     int tp_rank;            /* the tensor rank that has the shard */

@@ -293,10 +293,8 @@ static double forward(model *m, const int *ids, const int *targets) {
     w = m->w[0], a = m->a[0];
     layernorm(a[LNF], a[LNF_S], m->a[LAYERS][X], w[LNF_G], w[LNF_B], C);
     matmul(a[LOGITS], a[LNF], w[WTE], NULL, C, c->padded_vocab);
-    const mt_cross_entropy_desc desc = {.vocab = mt_comm_size(m->tp) * c->padded_vocab};
+    const mt_cross_entropy_desc desc = {.vocab = c->vocab, .padded_vocab = mt_comm_size(m->tp) * c->padded_vocab};
     const mt_tensor y = mt_tensor_f32(a[LOGITS], TOKENS, c->padded_vocab), loss = mt_tensor_f32(losses, 1, TOKENS);
-    for (int i = 0; i < TOKENS * c->padded_vocab; i++)
-        if (mt_comm_rank(m->tp) * c->padded_vocab + i % c->padded_vocab >= c->vocab) a[LOGITS][i] = -1e30f;
     CHECK(m, mt_vocab_parallel_cross_entropy_forward_backward(m->ctx, m->tp, &desc, y, targets, mt_none(),
                                                               1.0f / TOKENS, loss));
     for (int i = 0; i < TOKENS; i++) sum += losses[i];
