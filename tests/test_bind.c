@@ -582,6 +582,46 @@ static void test_ranks_that_bind_different_things(void **state) {
         }
 }
 
+/* One of two data ranks has changed an address. Saving a checkpoint tells the other rank; in a sum, the other rank gets
+   an error when this one leaves. */
+static mt_status changed_body(test_rank *r, mt_checkpoint **c) {
+    mt_checkpoint_desc d = {.directory = in_scratch("run")};
+    mt_param_desc w = {.name = "w", .rows = 8, .cols = 6};
+    mt_training_state state = {.step = 1};
+    float *other = test_floats(r, 48, 5.0f);
+    int odd = mt_comm_rank(r->world) == 1;
+    mt_param *p;
+    mt_status status;
+    MT_TRY(mt_params_add(r->ctx, r->params, &w, &p));
+    MT_TRY(mt_params_init(r->ctx, r->params, 1));
+    MT_TRY(mt_checkpoint_create(r->ctx, r->params, &d, c));
+    if (odd) p->grad.data = other;
+    CHECK(mt_checkpoint_save(r->ctx, *c, &state) == MT_ERR_ARGUMENT);
+    CHECK(strstr(mt_last_error(r->ctx), "grad.data of 'w' was changed by hand") != NULL);
+    status = mt_sync_gradients(r->ctx, r->params);
+    CHECK(status == (odd ? MT_ERR_ARGUMENT : MT_ERR_PEER));
+    for (int i = 0; i < 48; i++) CHECK(other[i] == 5.0f);
+    return MT_SUCCESS;
+}
+
+static mt_status changed_rank(mt_comm *world, void *user) {
+    mt_checkpoint *c = NULL;
+    test_rank r;
+    mt_status status;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){0}, NULL, &r));
+    status = changed_body(&r, &c);
+    mt_checkpoint_destroy(r.ctx, c);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_an_address_changed_on_one_rank(void **state) {
+    (void)state;
+    test_launch(2, changed_rank, NULL);
+    forget("run");
+}
+
 /* The state of a sharded optimizer cannot be bound. */
 static mt_status sharded_rank(mt_comm *world, void *user) {
     mt_data_parallel_desc share = {.sharded_optimizer = 1};
@@ -634,6 +674,7 @@ int main(void) {
         cmocka_unit_test(test_meta),
         cmocka_unit_test(test_memory_that_runs_out),
         cmocka_unit_test(test_ranks_that_bind_different_things),
+        cmocka_unit_test(test_an_address_changed_on_one_rank),
         cmocka_unit_test(test_the_state_of_a_sharded_optimizer),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
