@@ -827,6 +827,19 @@ struct __align__(16) mti_words {
     uint32_t w[4];
 };
 
+/* These two functions load and store 16 bytes with one instruction. nvcc may otherwise load and store the four words of
+   an mti_words one by one. */
+static __device__ __forceinline__ mti_words mti_load_words(const void *from) {
+    uint4 u = *(const uint4 *)from;
+    mti_words p;
+    p.w[0] = u.x, p.w[1] = u.y, p.w[2] = u.z, p.w[3] = u.w;
+    return p;
+}
+
+static __device__ __forceinline__ void mti_store_words(void *to, const mti_words &p) {
+    *(uint4 *)to = make_uint4(p.w[0], p.w[1], p.w[2], p.w[3]);
+}
+
 /* mti_unpack converts eight 16-bit values to f32, mti_pack converts back. The first value is in the low half of
    w[0]. */
 static __device__ __forceinline__ void mti_unpack(int dtype, const mti_words &p, float *x) {
@@ -870,7 +883,7 @@ static __device__ __forceinline__ void mti_load(const mti_view &v, int64_t row, 
                    b = *(const float4 *)((const float *)v.data + i + 4);
             x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
         } else {
-            mti_unpack(v.dtype, *(const mti_words *)((const uint16_t *)v.data + i), x);
+            mti_unpack(v.dtype, mti_load_words((const uint16_t *)v.data + i), x);
         }
         return;
     }
@@ -886,7 +899,7 @@ static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row,
             *(float4 *)((float *)v.data + i) = make_float4(x[0], x[1], x[2], x[3]);
             *(float4 *)((float *)v.data + i + 4) = make_float4(x[4], x[5], x[6], x[7]);
         } else {
-            *(mti_words *)((uint16_t *)v.data + i) = mti_pack(v.dtype, x);
+            mti_store_words((uint16_t *)v.data + i, mti_pack(v.dtype, x));
         }
         return;
     }
