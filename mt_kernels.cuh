@@ -3258,7 +3258,7 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
         ctx, lt, [&]() { return mti_lt_fused(ctx, lt, p, &g, dbias, separate); }, &fused));
     MT_TRY(mti_lt_time(
         ctx, lt, [&]() { return separate(g.c, dbias); }, &apart));
-    p->fused = p->fused && fused < apart;
+    p->fused = fused < apart;
     mt_arena_release(ctx, mark);
     mt_arena_set_peak(ctx, peak);
     return MT_SUCCESS;
