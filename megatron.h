@@ -160,10 +160,11 @@ typedef struct mt_mlp_tensors {
 
 /* The MLP without a registry: mt_mlp_forward and mt_mlp_backward on tensors in your own memory. They run the same code
    and give the same bits. tp is the tensor group. desc has the meaning that it has for mt_mlp_create, and is read in
-   each call. no_bias follows from the tensors. Nothing is logged. With sequence_parallel, fc2.db is the sum over this
-   rank's rows; the caller sums it over the tensor group.
+   each call. b mt_none() means no bias. desc.no_bias may be 0, but 1 with a bias is MT_ERR_ARGUMENT. Nothing is logged.
+   Shapes and communication are those of mt_mlp_forward and mt_mlp_backward. The caller sums dw and db over the data
+   group. With sequence_parallel, fc2.db is the sum over this rank's rows; the caller sums it over the tensor group.
    Errors: those of mt_mlp_create, mt_mlp_forward and mt_column_parallel_linear_from_tensors. MT_ERR_ARGUMENT
-   (backward): a gradient is NULL. */
+   (backward): dw is mt_none(), or db where there is a bias. */
 MT_API mt_status mt_parallel_mlp_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, const mt_mlp_tensors *tensors,
                                          mt_tensor y, const mt_mlp_desc *desc, mt_mlp_saved *saved);
 MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, const mt_mlp_tensors *tensors,
@@ -187,8 +188,8 @@ MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tenso
                           of its heads in each weight (unit = the query heads of a group, or the head size).
    With the last two, kv_heads must be a multiple of t (in invariant mode, of V): MT_ERR_SHAPE.
    The first values of a weight depend on its name and on the positions of its elements, so models of different layouts
-   begin with different values. When they have the same rows in the order of each, they are the same model, up to
-   rounding. */
+   begin with different values. After the same weights are copied into each layout, the models compute the same outputs,
+   up to rounding. */
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
     int64_t kv_heads;     /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
@@ -244,7 +245,7 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
      MT_QKV_PER_GROUP     qkv, in units of (n + 2) * D
      MT_QKV_CONCATENATED  qkv, in 3 parts and units of D
      MT_QKV_SEPARATE      separate, the layers of queries (units of n * D), keys and values (units of D)
-   The other one of qkv and separate is ignored. */
+   qkv is ignored with MT_QKV_SEPARATE, and separate with the other layouts. */
 typedef struct mt_self_attention_tensors {
     mt_linear_tensors qkv, separate[3], proj;
     mt_tensor rotary; /* the table [max_seq, D] of mt_rotary_table, MT_F32; mt_none() when desc.rotary_base is 0 */
@@ -252,10 +253,13 @@ typedef struct mt_self_attention_tensors {
 
 /* Attention without a registry: mt_self_attention_forward and mt_self_attention_backward on tensors in your own memory.
    They run the same code and give the same bits. tp is the tensor group. desc has the meaning that it has for
-   mt_self_attention_create, and is read in each call. no_bias follows from the tensors. Nothing is logged. With
-   sequence_parallel, proj.db is the sum over this rank's rows; the caller sums it over the tensor group.
+   mt_self_attention_create, and is read in each call. b mt_none() means no bias. desc.no_bias may be 0, but 1 with a
+   bias is MT_ERR_ARGUMENT. Nothing is logged. Shapes and communication are those of mt_self_attention_forward and
+   mt_self_attention_backward. The caller sums dw and db over the data group. With sequence_parallel, proj.db is the sum
+   over this rank's rows; the caller sums it over the tensor group.
    Errors: those of mt_self_attention_create, mt_self_attention_forward and mt_column_parallel_linear_from_tensors.
-   MT_ERR_ARGUMENT: rotary does not go with rotary_base or, in backward, a gradient is NULL. */
+   MT_ERR_ARGUMENT: rotary does not go with rotary_base or, in backward, dw is mt_none(), or db where there is a
+   bias. */
 MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, const mt_batch *batch, mt_tensor x,
                                                const mt_self_attention_tensors *tensors, mt_tensor y,
                                                const mt_self_attention_desc *desc, mt_self_attention_saved *saved);

@@ -241,13 +241,13 @@ MT_API size_t mt_context_allocated(const mt_context *ctx); /* bytes now held thr
 /* The arena is a stack of memory: take a mark, allocate, work, and release the mark, which frees all allocations since
    then. Allocations are 64-byte aligned and not initialised. When the arena is too small, the allocating call returns
    MT_ERR_MEMORY, and the message says which arena_bytes would be enough for this call.
-   What a forward keeps for its backward stays in the arena until a mark from before it is released. A loop in which a
-   backward may follow a forward or not releases the mark before the next forward:
+   What a forward keeps for its backward stays in the arena until a mark from before it is released. A loop in which
+   some forwards have no backward releases the mark before the next forward:
        size_t mark = mt_arena_mark(ctx);            // once, before the loop
        for (...) {
            mt_arena_release(ctx, mark);             // frees what the forward before has kept
-           ... forward(..., &saved) ...             // saved may also be left without a backward
-           if (...) ... backward(..., &saved) ...
+           ... forward(..., &saved) ...
+           if (...) ... backward(..., &saved) ...   // a backward is optional
        }
    Then the loop never needs more of the arena than one forward with its backward. */
 MT_API size_t mt_arena_mark(const mt_context *ctx);
@@ -680,8 +680,10 @@ MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t to
    MT_ERR_ARGUMENT, MT_ERR_MEMORY, MT_ERR_TIMEOUT, MT_ERR_PEER, MT_ERR_SYSTEM (NCCL failed). */
 MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
 
-/* Registers the arena as mt_comm_register does, if mt_context_desc.arena_symmetric is set. mt_params_init calls it for
-   the tensor group, because activations are in the arena. A program without a registry calls it itself. */
+/* Registers the arena as mt_comm_register does; collective over comm. Does nothing unless
+   mt_context_desc.arena_symmetric is set. The registry calls it for the tensor group when it places the parameters
+   (mt_params_init or mt_params_bind), because activations are in the arena. A program without a registry calls it with
+   its tensor group. Errors: as mt_comm_register. */
 MT_API mt_status mt_arena_register(mt_context *ctx, mt_comm *comm);
 
 /* Returns 1 when t is contiguous (ld == cols, or one row) and its data is aligned to MT_ALIGNMENT, else 0. Returns 0 on
@@ -722,9 +724,9 @@ MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
    mt_cuda_launched: call it after each launch. It returns the error of the launch; the message names `kernel`.
    mt_cuda_zero, mt_cuda_copy_rows: as cudaMemsetAsync and cudaMemcpy2DAsync, in the context's stream. Pitches are in
      bytes, also above the 2^31 - 1 of cudaMemcpy2DAsync. Either side of a copy may be on the host or on a GPU.
-   mt_cuda_check_memory: returns MT_ERR_ARGUMENT, with `function` and the name of the buffer, when the context's GPU
-     cannot use the first or the last of `bytes` bytes from ptr on: it needs memory of this GPU, managed memory, or
-     page-locked memory of the host.
+   mt_cuda_check_memory: returns MT_ERR_ARGUMENT when the context's GPU cannot access the first or the last byte of
+     [ptr, ptr + bytes). Memory of this GPU, managed memory and page-locked host memory are allowed. The message names
+     `function` and `name`.
    mt_cuda_wait_peers: waits for the collectives in the stream, at most for their timeout. Call it before every CUDA
      call that waits for the stream, because CUDA itself waits without a timeout.
    mt_cuda_fetch: calls mt_cuda_wait_peers, copies from the GPU to the host, and waits until the copy is done. */

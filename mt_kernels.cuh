@@ -297,7 +297,8 @@ typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
 
 /* The order of queries, keys and values in the columns of qkv, and in the rows of the weights that compute it. A model
    has G query groups of n query heads, so A = G * n query heads, with D features each (n = heads_per_group, D =
-   head_dim). Feature d of query head a, and of the key and the value of group g, have these numbers:
+   head_dim). The table gives the column (row of the weight) of feature d of query head a, and of the key and value of
+   group g:
      layout               query                               key                     value
      MT_QKV_PER_GROUP     (a / n * (n + 2) + a % n) * D + d   (g * (n + 2) + n) * D + d   (g * (n + 2) + n + 1) * D + d
      MT_QKV_CONCATENATED  a * D + d                           (A + g) * D + d             (A + G + g) * D + d

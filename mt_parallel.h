@@ -16,14 +16,14 @@
    in a `saved` struct: tensors in the arena, and views of tensors that the caller passed (x, ids, targets). The caller
    must not release (mt_arena_release), free or change any of them before backward has returned. With saved == NULL
    forward is inference and keeps nothing. A forward with `saved` does not need to have a backward; see mt_arena_mark
-   for a loop that does not know it before. Backward adds to parameter gradients and overwrites activation gradients.
+   for a loop that decides later. Backward adds to parameter gradients and overwrites activation gradients.
 
    Names: A create function gets the layer's name. The parameters are then called NAME.weight and so on. The name of a
    parameter decides its random numbers (mt_params_init) and is its key in checkpoints. With name NULL a layer is called
-   layer.0, layer.1, ... in the order of creation, and a parameter without a layer param.0, param.1, ...: the number is
-   one more than the greatest of such a name in the registry. A program that changes the order of creation thus gets
-   other random numbers and cannot load its old checkpoints. With several pipeline stages NULL is MT_ERR_ARGUMENT,
-   because each stage has a registry of its own: the stages would use the same names, and draw the same numbers.
+   layer.N, and a parameter without a layer param.N: layer.0, layer.1, ... in the order of creation. N is one more than
+   the largest N in use in the registry. A program that changes the order of creation thus gets other random numbers and
+   cannot load its old checkpoints. With several pipeline stages NULL is MT_ERR_ARGUMENT, because each stage has a
+   registry of its own: the stages would use the same names, and draw the same numbers.
 
    An output must not overlap an input or another output, and dx must not overlap a tensor of `saved`, except where a
    comment allows it. Most such overlaps are MT_ERR_ARGUMENT; with the others the results are undefined.
@@ -228,11 +228,11 @@ typedef struct mt_param_desc {
 } mt_param_desc;
 
 /* A parameter on this rank. value (in the registry's type) and grad (MT_F32) are this rank's shard [local rows, local
-   cols], contiguous. They are valid after mt_params_init; callers may read and write them. When an optimizer has
-   masters (16-bit parameters without stochastic_rounding), its next step overwrites what was written to value: also
-   write the master, with mt_optimizer_scatter and MT_MASTER. In invariant mode value and grad hold the rank's virtual
-   shards one after the other, each of them contiguous. A matrix that is split by columns is then [shards * rows,
-   local_features / shards]. */
+   cols], contiguous. They are valid after mt_params_init, or after mt_params_bind of all values; callers may read
+   and write them. When an optimizer has masters (16-bit parameters without stochastic_rounding), its next step
+   overwrites what was written to value: also write the master, with mt_optimizer_scatter and MT_MASTER. In invariant
+   mode value and grad hold the rank's virtual shards one after the other, each of them contiguous. A matrix that is
+   split by columns is then [shards * rows, local_features / shards]. */
 typedef struct mt_param {
     mt_param_desc desc; /* desc.name points to name */
     char name[MT_NAME_MAX];
@@ -250,7 +250,8 @@ typedef struct mt_param {
 
 typedef struct mt_params mt_params; /* opaque: the registry */
 
-/* Creates an empty registry. Its values and gradients come from ctx's allocator. ctx and grid must outlive it.
+/* Creates an empty registry. Its values and gradients come from ctx's allocator, unless mt_params_bind binds them. ctx
+   and grid must outlive it.
    MT_ERR_SHAPE, in invariant mode: the tensor ranks do not divide V, or the data ranks do not divide V_d. */
 MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_params **out);
 MT_API void mt_params_destroy(mt_params *params); /* frees all parameters and buffers; NULL is allowed */
@@ -278,7 +279,8 @@ typedef struct mt_data_parallel_desc {
    mt_params_init or mt_params_bind was already called. */
 MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params, const mt_data_parallel_desc *desc);
 
-/* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient.
+/* Adds a parameter. The registry owns *out. mt_params_init allocates its value and gradient, unless they are bound
+   (mt_params_bind).
    MT_ERR_ARGUMENT: the name is empty, taken or too long, or NULL with several pipeline stages, another field is out of
    range, or mt_params_init or mt_params_bind was already called.
    MT_ERR_SHAPE: rows or cols is not positive, rows * cols is above 2^48, parts * unit does not divide the split
@@ -301,9 +303,9 @@ typedef struct mt_params_memory {
     float *exp_avg_sq;
     float *master;    /* for 16-bit parameters */
     int64_t elements; /* number of elements in each buffer that is not NULL */
-    /* the first element of each parameter in every buffer, in the order of mt_params_at. There may be gaps, and any
-       order is allowed. A parameter has value.rows * value.cols elements. NULL: one parameter after the other, without
-       gaps */
+    /* mt_params_count offsets, in elements: where each parameter begins in every buffer, in the order of mt_params_at.
+       Read only during the call. There may be gaps, and any order is allowed. A parameter has value.rows * value.cols
+       elements. NULL: one parameter after the other, without gaps */
     const int64_t *offsets;
 } mt_params_memory;
 
@@ -311,23 +313,25 @@ typedef struct mt_params_memory {
        mt_params_memory m = {.values = weights, .grads = gradients, .elements = mt_params_elements(params)};
        MT_TRY(mt_params_bind(ctx, params, &m));        // weights may already have their values
    Call it after the last mt_params_add. Values and gradients are bound before mt_params_init, and exp_avg, exp_avg_sq
-   and master before mt_optimizer_create. Several calls may bind one kind after the other. memory NULL: binds nothing.
-   mt_param_bind does the same for one parameter, without communication. Its `elements` is the size of the buffers of
-   this parameter, and its offsets has one number or is NULL. Afterwards call mt_params_bind, with memory NULL, or
+   and master before mt_optimizer_create. You may bind the kinds in several calls. With memory NULL the call only
+   compares the ranks and, when all values are bound, allocates the rest.
+   mt_param_bind does the same for one parameter, without communication. For mt_param_bind, elements is the size of each
+   buffer, and offsets has one entry or is NULL. After the last mt_param_bind, call mt_params_bind with memory NULL, or
    mt_params_init.
 
-   After the call of mt_params_bind that leaves no value unbound, mt_params_init is optional: this call allocates what
-   is not bound. So bind gradients in the same call or before. Without mt_params_init, the values are those that the
-   memory has, and the padding of parameters that the tensor ranks do not divide must be zero. mt_params_init fills
-   bound memory as it fills its own. mt_optimizer_create sets bound moments to zero and copies masters from the values.
-   Only one optimizer at a time can use bound state.
+   When all values are bound, mt_params_init is optional. The call of mt_params_bind that binds the last value allocates
+   gradients that are not bound, so bind gradients in that call or before. mt_params_bind writes to no bound memory:
+   call mt_params_zero_grad before the first backward. Without mt_params_init, the values are those that the memory has,
+   and the padding of parameters that the tensor ranks do not divide must be zero. mt_params_init overwrites bound
+   values with initial values and sets bound gradients to zero. mt_optimizer_create sets bound moments to zero and
+   copies masters from the values. Only one optimizer at a time can use bound state.
 
    The caller owns the memory and frees it after mt_params_destroy. It must be aligned to its elements, and GPUs are
    faster when each parameter is aligned to 16 bytes. All calls of the registry work on bound memory. The results have
    the same bits as without it, except that outside invariant mode a GPU may choose other kernels for the products of
-   parameters that are not aligned to 16 bytes. Bound memory is not registered with NCCL. Where a sum over ranks needs
-   parameters that do not follow each other directly, they are copied to a buffer of the registry, which is as large as
-   the largest such sum (mt_data_parallel_desc.bucket_bytes). When a kind is bound for some parameters only, the
+   parameters that are not aligned to 16 bytes. Bound memory is not registered with NCCL. A collective over
+   parameters that are not adjacent in memory copies them to a buffer of the registry. The buffer is as large as the
+   largest such collective (mt_data_parallel_desc.bucket_bytes). When a kind is bound for some parameters only, the
    registry still allocates this kind for all.
 
    After mt_params_bind or mt_params_init, do not change value.data or grad.data by hand: the next call returns
@@ -335,11 +339,11 @@ typedef struct mt_params_memory {
    communicates.
 
    Communication: mt_params_bind is collective over the grid's world. It compares what mt_params_init compares (except
-   the seed), and which kinds of each parameter are bound. When this differs, or only some ranks have an error, every
-   rank returns MT_ERR_MISMATCH. A call that fails has bound and written nothing. MT_ERR_ARGUMENT: a parameter does not
-   fit into a buffer; bound memory overlaps or is not aligned; the GPU cannot use it (mt_cuda_check_memory); a kind is
-   bound already, or the call comes too late; exp_avg, exp_avg_sq or master with a sharded optimizer; master with f32
-   parameters. MT_ERR_MEMORY. */
+   the seed), and which kinds of each parameter are bound. When something differs, or the ranks do not all have the
+   same error, every rank returns MT_ERR_MISMATCH. A call that fails has bound and written nothing. MT_ERR_ARGUMENT: a
+   parameter does not fit into a buffer; bound memory overlaps or is not aligned; the GPU cannot use it
+   (mt_cuda_check_memory); a kind is bound already, or the call comes too late; exp_avg, exp_avg_sq or master with a
+   sharded optimizer; master with f32 parameters. MT_ERR_MEMORY. */
 MT_API mt_status mt_params_bind(mt_context *ctx, mt_params *params, const mt_params_memory *memory);
 MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params_memory *memory);
 
@@ -355,7 +359,7 @@ MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 
 /* Sets all gradients to zero, and begins a new count of micro-batches. Call it before the first micro-batch of a step.
-   MT_ERR_ARGUMENT: mt_params_init has not been called. */
+   MT_ERR_ARGUMENT: the parameters have no memory yet. */
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
 /* What a registry has. mt_params_grid returns the grid that mt_params_create got. The parameters belong to the
@@ -390,14 +394,14 @@ typedef struct mt_shard {
 /* Writes the shape of the shard to *rows and *cols, padding included. It is the shape of mt_param.value. Needs neither
    a context nor a communicator, so that a program can plan its memory before it creates anything. No communication.
    Errors, without a message: MT_ERR_ARGUMENT (a pointer is NULL, placement or invariant is out of range, tp_rank is not
-   in [0, tp_size), parts is above 65536, or parts or unit is set with MT_REPLICATED), MT_ERR_SHAPE (rows or cols is not
-   positive, rows * cols is above 2^48, parts * unit does not divide the split dimension, or tp_size does not divide
+   in [0, tp_size), parts is above 65536, or parts or unit is above 1 with MT_REPLICATED), MT_ERR_SHAPE (rows or cols is
+   not positive, rows * cols is above 2^48, parts * unit does not divide the split dimension, or tp_size does not divide
    `invariant`). */
 MT_API mt_status mt_shard_size(const mt_shard *shard, int64_t *rows, int64_t *cols);
 
 /* Copies between a whole matrix and a shard of it, both contiguous and in host memory. With to_whole 0, `from` is the
-   whole matrix [rows, cols] without padding, and `to` is the shard, with the shape of mt_shard_size; the padding
-   becomes zero. With to_whole 1, `from` is the shard and `to` the whole matrix; only the shard's elements are written,
+   whole matrix [rows, cols] and `to` is the shard, with the shape of mt_shard_size. Padding that the split adds becomes
+   zero. With to_whole 1, `from` is the shard and `to` the whole matrix; only the shard's elements are written,
    so one call for each tensor rank writes the whole matrix. from and to must not overlap. No communication.
    Errors, without a message: those of mt_shard_size, MT_ERR_ARGUMENT (from and to overlap), MT_ERR_DTYPE. */
 MT_API mt_status mt_shard_copy(const mt_shard *shard, mt_dtype dtype, int to_whole, const void *from, void *to);
@@ -496,16 +500,19 @@ MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_p
    dw and db are their gradients, MT_F32, in the same shapes. In invariant mode each tensor has the rank's virtual
    shards one after the other (see mt_param). */
 typedef struct mt_linear_tensors {
-    mt_tensor w, b;   /* b is mt_none(): no bias */
-    mt_tensor dw, db; /* backward adds to them; mt_none() when there is no backward */
+    mt_tensor w, b; /* b is mt_none(): no bias */
+    /* backward adds to them; mt_none() when there is no backward. A backward without dw, or without db where b is set,
+       is MT_ERR_ARGUMENT (with skip_bias_add a layer needs no db) */
+    mt_tensor dw, db;
 } mt_linear_tensors;
 
 /* Create a layer of tensors in your own memory, without a registry. All functions of layers take it, and compute the
-   same bits as for a layer of a registry. The tensors and params, an array of two that these functions fill, must
-   outlive the layer; the layer needs no destroy. tp is the tensor group. name, for messages and the hash log, may be
-   NULL: then nothing is logged.
-   desc has the meaning that it has for a layer of a registry, except that no_bias follows from tensors->b, and that
-   in_features and out_features may be 0: then the split dimension has no padding. desc NULL: the defaults.
+   same bits as for a layer of a registry. These functions fill params, an array of two. The layer points into
+   params, and uses tp and the memory of the tensors: all must outlive it. *tensors and name are copied. The layer needs
+   no destroy. tp is the tensor group. name, for messages and the hash log, may be NULL: then nothing is logged.
+   desc has the meaning that it has for a layer of a registry, except for the bias, and that in_features and
+   out_features may be 0: then the split dimension has no padding. b mt_none() means no bias. desc.no_bias may be 0, but
+   1 with a bias is MT_ERR_ARGUMENT. desc NULL: the defaults.
    The caller sums the gradients over the data group. With sequence_parallel, db of a row-parallel layer is the sum over
    this rank's rows, and the caller also sums it over the tensor group. No communication.
    Errors: MT_ERR_SHAPE (a tensor has another shape than desc says or is not contiguous, parts * unit does not divide
@@ -521,10 +528,12 @@ MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *t
 
 /* Plain calls: a column- or row-parallel linear on tensors in your own memory. Each call is that of a layer from
    mt_column_parallel_linear_from_tensors or mt_row_parallel_linear_from_tensors: the shapes of x, y, dy and dx, what
-   may overlap, the communication and the errors are those of the layer, and desc is read in each call, so
-   gather_output and add_to_dx are per call. w, b, dw, db are those of mt_linear_tensors. b and db may be mt_none(): no
-   bias. dx may be mt_none(): it is not computed. Backward adds to dw and db, and overwrites dx, or with add_to_dx adds
-   to it. saved NULL: inference. Nothing is logged.
+   may overlap, the communication and the errors are those of the layer. desc is read in each call. Pass the same desc
+   to forward and backward; only add_to_dx may differ, and forward ignores it. w, b, dw, db are those of
+   mt_linear_tensors. b mt_none() means no bias. desc.no_bias may be 0, but 1 with a bias is MT_ERR_ARGUMENT. dx may be
+   mt_none(): it is not computed. Backward adds to dw and db, and overwrites dx, or with add_to_dx adds to it. It needs
+   dw (MT_ERR_ARGUMENT). With db mt_none() it computes no bias gradient, also when forward had b. saved NULL: inference.
+   Nothing is logged.
        mt_linear_desc whole = {.gather_output = 1};                // y [tokens, out] on every rank
        MT_TRY(mt_column_parallel_forward(ctx, grid.tp, x, w, b, y, &whole, &saved));
        MT_TRY(mt_column_parallel_backward(ctx, grid.tp, dy, w, dx, dw, db, &whole, &saved)); */
@@ -661,8 +670,8 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
      mt_create_check  returns MT_ERR_ARGUMENT when an argument is NULL. The message names the argument.
      mt_layer_name    writes the name of the block to out, which has MT_NAME_MAX characters: a copy of `name` or, when
                       `name` is NULL, the next layer.N. Give the layers of the block names of their own, that begin with
-                      it (mt_param_name). Only parameters use up a number, so after an error of a create function the
-                      next block gets the same number. MT_ERR_ARGUMENT: `name` is empty or does not fit, or is NULL with
+                      it (mt_param_name). N is counted from the names of parameters. A block without parameters, or
+                      whose create failed, uses no N. MT_ERR_ARGUMENT: `name` is empty or does not fit, or is NULL with
                       several pipeline stages.
      mt_param_name    writes NAME.SUFFIX to out, which has MT_NAME_MAX characters. MT_ERR_ARGUMENT: it does not fit.
      mt_params_mark   returns a mark for mt_create_end: how many parameters and buffers (mt_params_buffer) the registry
@@ -794,8 +803,9 @@ typedef struct mt_cross_entropy_desc {
     int64_t vocab;         /* global, without padding */
     float label_smoothing; /* a in (1 - a) * nll + a * mean of -log p over vocab, as in PyTorch; 0 <= a < 1 */
     int32_t ignore_index;  /* a target of this value has loss 0 and gradient 0; 0: -100, as in PyTorch */
-    /* columns of the logits on all ranks with padding of your own, see mt_embedding_desc. The columns from vocab on do
-       not enter the loss, whatever they hold, and their gradient is 0; 0: none */
+    /* total columns of the logits over all ranks, with padding of your own: each rank has padded_vocab / t, rounded up
+       (see mt_embedding_desc). Logits with another number of columns are MT_ERR_SHAPE. The columns from vocab on do not
+       enter the loss, whatever they hold, and their gradient is 0; 0: none */
     int64_t padded_vocab;
 } mt_cross_entropy_desc;
 
@@ -947,15 +957,16 @@ typedef struct mt_optimizer {
     /* first and second moments, and f32 masters of 16-bit parameters, see mt_optimizer_moments and mt_optimizer_master.
        NULL: there are none, or mt_params_bind has bound those of all parameters */
     float *m, *v, *master;
-    int64_t
-        elements; /* floats in each of m, v and master that is not NULL; with a sharded optimizer, those of this rank */
+    /* floats in each of m, v and master that is not NULL; with a sharded optimizer, those of this rank */
+    int64_t elements;
     int64_t step; /* steps done */
 } mt_optimizer;
 
-/* Creates an optimizer and allocates its state. Masters are copied from the parameters, so call it after
-   mt_params_init. desc may be NULL. Collective over the grid's world, whose ranks compare desc: if it differs, every
-   rank returns MT_ERR_MISMATCH. params must outlive the optimizer. Other errors: MT_ERR_ARGUMENT (before
-   mt_params_init; a field of desc is out of range), MT_ERR_MEMORY. */
+/* Creates an optimizer and allocates the state that is not bound. Masters are copied from the parameters, so call it
+   after mt_params_init, or after mt_params_bind has bound all values. desc may be NULL. Collective over the grid's
+   world, whose ranks compare desc: if it differs, every rank returns MT_ERR_MISMATCH. params must outlive the
+   optimizer. Other errors: MT_ERR_ARGUMENT (the parameters have no values yet; a field of desc is out of range; bound
+   state with a sharded optimizer; bound master with stochastic_rounding), MT_ERR_MEMORY. */
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc,
                                      mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */

@@ -1,6 +1,6 @@
 /* after - before.cu with tensor parallelism over several GPUs (./after 2), with its own streams and ncclComm_t.
 
-   nvcc -O3 -I. examples/05_own_weights/after.cu -o after -lcublasLt -lnccl && ./after
+   nvcc -O3 -arch=native -I. examples/05_own_weights/after.cu -o after -lcublasLt -lnccl && ./after
 
    The text is generated sums. docs/own-weights.md says how before.cu and after.cu differ. */
 

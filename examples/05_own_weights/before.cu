@@ -1,6 +1,6 @@
 /* before - trains an MLP that predicts the next byte, on a GPU, with its own kernels, buffers, stream and AdamW.
 
-   nvcc -O3 examples/05_own_weights/before.cu -o before && ./before
+   nvcc -O3 -arch=native examples/05_own_weights/before.cu -o before && ./before
 
    The text is generated sums. docs/own-weights.md says how before.cu and after.cu differ. */
 
