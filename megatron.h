@@ -600,7 +600,6 @@ static mt_status mti_origin_column(mt_context *ctx, const mti_origin *s, int ind
         MT_TRY(mt_param_name(ctx, full, name, suffix));
         return mt_column_parallel_linear_create(ctx, s->params, full, desc, out);
     }
-    if (!s->columns[index].b.data) d.skip_bias_add = 0;
     MT_TRY(mt_column_parallel_linear_from_tensors(ctx, s->tp, mti_origin_name(suffix), &d, &s->columns[index],
                                                   s->own + 2 * index, out));
     out->name[0] = 0;
@@ -1433,6 +1432,16 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
     return mt_column_parallel_linear_backward_shared(ctx, layers, count, cols, dx, &saved->qkv_in);
 }
 
+/* Checks, before anything is added to a gradient, that saved is of a forward with the same sizes. */
+static mt_status mti_attention_saved_check(mt_context *ctx, const char *function, const mt_self_attention *a,
+                                           const mt_self_attention_saved *saved) {
+    int64_t tokens = saved->batch.sequences * saved->batch.seq,
+            width = a->proj.local_features + 2 * a->groups * a->head_dim;
+    MT_TRY(mt_check_activation(ctx, function, a->proj.weight, "saved qkv", saved->qkv, tokens, width));
+    if (a->desc.recompute_core) return MT_SUCCESS;
+    return mt_check_activation(ctx, function, a->proj.weight, "saved out", saved->out, tokens, a->proj.local_features);
+}
+
 static mt_status mti_attention_call_backward(mt_context *ctx, const char *function, const mt_self_attention *attention,
                                              mt_tensor dy, mt_tensor dx, const mt_self_attention_saved *saved) {
     mt_attention_desc desc;
@@ -1446,6 +1455,7 @@ static mt_status mti_attention_call_backward(mt_context *ctx, const char *functi
     MT_TRY(mt_check_sent(ctx, function, attention->proj.tp, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved x", saved->qkv_in.x, "dx", dx));
+    MT_TRY(mti_attention_saved_check(ctx, function, attention, saved));
     desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
@@ -1464,6 +1474,7 @@ static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_com
                                    const mt_self_attention_tensors *tensors, const mt_self_attention_desc *desc,
                                    mti_origin *from, mt_param *own, mt_self_attention *out) {
     mt_self_attention_desc d;
+    int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tp || !tensors || !desc)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !tp ? "tp" : !tensors ? "tensors" : "desc");
@@ -1485,6 +1496,10 @@ static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_com
     else if (tensors->rotary.data)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there is a rotary table, but rotary_base is 0", function);
     MT_TRY(mti_attention_create(ctx, from, "", out));
+    for (i = 0; i < from->count; i++)
+        if (from->columns[i].w.dtype != from->row->w.dtype)
+            return mt_fail(ctx, MT_ERR_DTYPE, "%s: the weight of column-parallel layer %d is %s, proj.w is %s",
+                           function, i, mt_dtype_name(from->columns[i].w.dtype), mt_dtype_name(from->row->w.dtype));
     out->rotary = tensors->rotary;
     return MT_SUCCESS;
 }

@@ -343,7 +343,7 @@ typedef struct mt_params_memory {
    same error, every rank returns MT_ERR_MISMATCH. A call that fails has bound and written nothing. MT_ERR_ARGUMENT: a
    parameter does not fit into a buffer; bound memory overlaps or is not aligned; the GPU cannot use it
    (mt_cuda_check_memory); a kind is bound already, or the call comes too late; exp_avg, exp_avg_sq or master with a
-   sharded optimizer; master with f32 parameters. MT_ERR_MEMORY. */
+   sharded optimizer; master with f32 parameters. MT_ERR_MEMORY: on this rank; other ranks may have succeeded. */
 MT_API mt_status mt_params_bind(mt_context *ctx, mt_params *params, const mt_params_memory *memory);
 MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params_memory *memory);
 
@@ -1857,7 +1857,7 @@ static mt_status mti_name(mt_context *ctx, const char *function, const mt_params
         int n = 0;
         if (strncmp(params->list[i]->name, kind, length) != 0 || digit[-1] != '.') continue;
         for (; *digit >= '0' && *digit <= '9' && n < 100000000; digit++) n = 10 * n + (*digit - '0');
-        if (digit[-1] != '.' && n >= next) next = n + 1;
+        if (digit[-1] != '.' && !(*digit >= '0' && *digit <= '9') && n >= next) next = n + 1;
     }
     snprintf(out, MT_NAME_MAX, "%s.%d", kind, next);
     return MT_SUCCESS;
@@ -2244,7 +2244,9 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
 MT_API mt_status mt_param_set_weight_decay(mt_context *ctx, mt_param *param, int weight_decay) {
     static const char *const function = "mt_param_set_weight_decay";
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!param || !param->registry) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: param is NULL", function);
+    if (!param) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: param is NULL", function);
+    if (!param->registry)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' is of a layer of tensors", function, param->name);
     if (weight_decay != 0 && weight_decay != 1)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: weight_decay of '%s' is %d, must be 0 or 1", function, param->name,
                        weight_decay);
@@ -2253,11 +2255,19 @@ MT_API mt_status mt_param_set_weight_decay(mt_context *ctx, mt_param *param, int
     return MT_SUCCESS;
 }
 
+/* Removes the newest parameter, which mt_param_bind may have bound. */
+static void mti_params_remove_last(mt_params *params) {
+    const mt_param *last = params->list[params->count - 1];
+    int kind;
+    for (kind = 0; kind < MTI_KINDS; kind++) params->bound_count[kind] -= mti_home_of(last)->bound[kind] != NULL;
+    mt_host_free(params->list[--params->count]);
+}
+
 MT_API mt_status mt_create_end(mt_params *params, size_t mark, void *block, size_t block_bytes, mt_status status) {
     if (status == MT_SUCCESS) return status;
     while (mt_params_mark(params) > mark) { /* the newest is a buffer or a parameter */
         if (params->buffers && params->buffers->mark + 1 == mt_params_mark(params)) mti_params_free_buffer(params);
-        else if (!params->placed && !params->is_bound) mt_host_free(params->list[--params->count]);
+        else if (!params->placed && !params->is_bound) mti_params_remove_last(params);
         else break;
     }
     if (block) memset(block, 0, block_bytes);
@@ -2740,14 +2750,19 @@ static mt_status mti_bind_apart_check(mt_context *ctx, const char *function, con
     mti_bound_range *all;
     mt_status status = MT_SUCCESS;
     void *memory;
+    uintptr_t at;
     int i, kind, n = 0;
     MT_TRY(mti_host_new(ctx, (size_t)params->count * MTI_KINDS * sizeof *all, &memory));
     all = (mti_bound_range *)memory;
     for (i = 0; i < params->count * MTI_KINDS; i++) {
         const mt_param *p = params->list[i / MTI_KINDS];
         kind = i % MTI_KINDS;
-        if (!mti_home_of(p)->bound[kind]) continue;
-        all[n].begin = (uintptr_t)mti_home_of(p)->bound[kind];
+        at = (uintptr_t)mti_home_of(p)->bound[kind];
+        if (!at && mt_context_has_data(ctx) && kind == MTI_IN_VALUES)
+            at = (uintptr_t)p->value.data; /* the registry's */
+        if (!at && mt_context_has_data(ctx) && kind == MTI_IN_GRADS) at = (uintptr_t)p->grad.data;
+        if (!at) continue;
+        all[n].begin = at;
         all[n].end = all[n].begin + (uintptr_t)(p->value.rows * p->value.cols) *
                                         mt_dtype_size(kind == MTI_IN_VALUES ? p->value.dtype : MT_F32);
         all[n].param = p;
@@ -2825,16 +2840,17 @@ MT_API mt_status mt_params_bind(mt_context *ctx, mt_params *params, const mt_par
     status = mti_params_compare(ctx, params, function, NULL, mine);
     if (status != MT_SUCCESS && mine == MT_SUCCESS) mti_bind_undo(params, 0, params->count, memory);
     MT_TRY(status);
-    params->is_bound = 1;
-    if (params->placed || params->bound_count[MTI_IN_VALUES] < params->count) return MT_SUCCESS;
-    status = mti_params_place(ctx, params);
-    if (!params->placed) mti_bind_undo(params, 0, params->count, memory);
+    if (!params->placed && params->bound_count[MTI_IN_VALUES] == params->count) status = mti_params_place(ctx, params);
+    if (status == MT_SUCCESS) params->is_bound = 1;
+    else if (!params->placed) mti_bind_undo(params, 0, params->count, memory);
     return status;
 }
 
 MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params_memory *memory) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!param || !param->registry || !memory)
+    if (param && !param->registry)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_param_bind: '%s' is of a layer of tensors", param->name);
+    if (!param || !memory)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_param_bind: %s is NULL", param ? "memory" : "param");
     return mti_bind(ctx, "mt_param_bind", param->registry, param->index, 1, memory);
 }
@@ -4249,6 +4265,7 @@ static mt_status mti_row_backward_check(mt_context *ctx, const char *function, c
     if (dx.data) MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
     MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
     MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved->x", saved->x));
+    if (layer->desc.add_to_dx) MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dy", dy));
     MT_TRY(mti_check_gradient(ctx, function, layer->weight));
     if (!layer->bias || layer->desc.skip_bias_add) return MT_SUCCESS;
     MT_TRY(mti_check_gradient(ctx, function, layer->bias));
@@ -4415,11 +4432,12 @@ static mt_status mti_own_param(mt_context *ctx, const char *function, mt_comm *t
 /* Sets the fields of *d that the tensors give: no_bias, and the features when they are 0. */
 static void mti_own_sizes(const mt_context *ctx, const mt_comm *tp, mt_placement placement, const mt_linear_tensors *t,
                           mt_linear_desc *d) {
-    int shards = mti_shards(ctx, tp), ranks = mt_comm_size(tp);
-    int columns = placement == MT_SPLIT_ROWS; /* column-parallel */
+    int columns = placement == MT_SPLIT_ROWS;                                        /* column-parallel */
+    int ranks = mt_comm_size(tp), shards = t->w.rows == 1 ? 1 : mti_shards(ctx, tp); /* 1: mti_sharding_shape */
     if (!d->out_features) d->out_features = columns ? mt_size_mul(t->w.rows, ranks) : t->w.rows / shards;
     if (!d->in_features) d->in_features = columns ? t->w.cols : mt_size_mul(t->w.cols, (int64_t)shards * ranks);
     d->no_bias = !t->b.data && !t->db.data;
+    if (d->no_bias) d->skip_bias_add = 0; /* in backward nothing but db says that there is a bias */
 }
 
 /* Checks the arguments of mt_..._parallel_linear_from_tensors and fills params. *d is the desc, completed from the
@@ -4427,12 +4445,13 @@ static void mti_own_sizes(const mt_context *ctx, const mt_comm *tp, mt_placement
 static mt_status mti_own_linear(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
                                 mt_placement placement, const mt_linear_tensors *t, mt_linear_desc *d,
                                 mt_param *params) {
-    const char *field = d->weight                                            ? "weight"
-                        : d->init_std != 0.0f                                ? "init_std"
-                        : d->no_bias && (t->b.data || t->db.data)            ? "no_bias"
-                        : placement == MT_SPLIT_ROWS && d->input_is_parallel ? "input_is_parallel"
-                        : placement == MT_SPLIT_COLS && d->gather_output     ? "gather_output"
-                                                                             : NULL;
+    const char *field = d->weight                                              ? "weight"
+                        : d->init_std != 0.0f                                  ? "init_std"
+                        : d->no_bias && (t->b.data || t->db.data)              ? "no_bias"
+                        : placement == MT_SPLIT_ROWS && d->input_is_parallel   ? "input_is_parallel"
+                        : placement == MT_SPLIT_COLS && d->gather_output       ? "gather_output"
+                        : placement == MT_SPLIT_COLS && d->padded_out_features ? "padded_out_features"
+                                                                               : NULL;
     int whole = placement == MT_SPLIT_ROWS ? d->gather_output : !d->input_is_parallel;
     mt_param_desc w, b;
     if (!t->w.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: w is NULL", function);

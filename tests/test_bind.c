@@ -513,6 +513,7 @@ static void test_memory_that_runs_out(void **state) {
     assert_int_equal(f.held, held);
     REFUSED(s.r.ctx, MT_ERR_ARGUMENT, "mt_params_init first", mt_params_zero_grad(s.r.ctx, s.r.params));
     f.left = -1;
+    ASSERT_STATUS(s.r.ctx, MT_SUCCESS, mt_param_set_weight_decay(s.r.ctx, s.a, 1)); /* nothing was bound */
     ASSERT_STATUS(s.r.ctx, MT_SUCCESS, mt_params_bind(s.r.ctx, s.r.params, &m));
     ASSERT_STATUS(s.r.ctx, MT_SUCCESS, mt_params_zero_grad(s.r.ctx, s.r.params));
     assert_true(s.a->value.data == s.values && f.held > held);
@@ -651,6 +652,45 @@ static void test_the_state_of_a_sharded_optimizer(void **state) {
     test_launch(2, sharded_rank, NULL);
 }
 
+/* A parameter that mt_create_end removes is not bound any more. */
+static void test_a_bound_parameter_is_removed(void **state) {
+    mt_param_desc d = {.rows = 1, .cols = 4};
+    float values[4] = {0}, grads[4] = {0};
+    mt_params_memory m = {.values = values, .grads = grads, .elements = 4};
+    mt_param *a, *b;
+    size_t mark;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &a));
+    mark = mt_params_mark(r.params);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &b));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_param_bind(r.ctx, b, &m));
+    assert_int_equal(mt_create_end(r.params, mark, NULL, 0, MT_ERR_SHAPE), MT_ERR_SHAPE);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+    assert_non_null(a->value.data);
+    assert_non_null(a->grad.data);
+    test_paper_rank_close(&r);
+}
+
+/* Moments in the memory of values would be set to zero with them. */
+static void test_moments_in_the_memory_of_the_registry(void **state) {
+    mt_param_desc d = {.rows = 1, .cols = 4, .init_value = 2.0f};
+    mt_params_memory m = {.elements = 4};
+    mt_param *a;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &a));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    m.exp_avg = (float *)a->value.data;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_bind|values|exp_avg|begin 0 bytes", mt_params_bind(r.ctx, r.params, &m));
+    m.exp_avg = (float *)a->grad.data + 3;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_params_bind|grads|exp_avg|begin 12 bytes", mt_params_bind(r.ctx, r.params, &m));
+    test_paper_rank_close(&r);
+}
+
 static int open_all(void **state) {
     (void)state;
     return scratch_open("test_bind");
@@ -676,6 +716,8 @@ int main(void) {
         cmocka_unit_test(test_ranks_that_bind_different_things),
         cmocka_unit_test(test_an_address_changed_on_one_rank),
         cmocka_unit_test(test_the_state_of_a_sharded_optimizer),
+        cmocka_unit_test(test_a_bound_parameter_is_removed),
+        cmocka_unit_test(test_moments_in_the_memory_of_the_registry),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }

@@ -948,6 +948,14 @@ static void test_plain_attention_refuses(void **state) {
     s = t.attention_own;
     ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_backward: saved is NULL", &s, dx, &d, NULL);
     ATTENTION(MT_ERR_ARGUMENT, "saved x|overlap", &s, x, &d, &saved);
+    s.qkv.w.dtype = s.qkv.b.dtype = MT_BF16;
+    ATTENTION(MT_ERR_DTYPE, "mt_parallel_attention_backward|bf16|f32", &s, dx, &d, &saved);
+    s = t.attention_own;
+    saved.qkv.cols--;
+    ATTENTION(MT_ERR_SHAPE, "saved qkv is [24, 143]|[24, 144]", &s, dx, &d, &saved);
+    saved.qkv.cols++;
+    saved.out.rows--;
+    ATTENTION(MT_ERR_SHAPE, "saved out is [23, 48]|[24, 48]", &s, dx, &d, &saved);
 #undef ATTENTION
     assert_true(same_bits(dx, t.before));
     assert_true(same_bits(t.attention_own.proj.dw, t.attention.proj.weight->grad)); /* nothing was added */
@@ -955,6 +963,23 @@ static void test_plain_attention_refuses(void **state) {
 }
 
 /* ---- refusals ---------------------------------------------------------------------------------------------------- */
+
+static void test_plain_row_calls_refuse(void **state) {
+    const mt_linear_desc padded = {.padded_out_features = 6}, add = {.input_is_parallel = 1, .add_to_dx = 1};
+    mt_linear_saved saved;
+    test_rank r;
+    (void)state;
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, NULL, &r);
+    mt_tensor x = test_tensor(&r, 4, 5, 1.0f), w = test_tensor(&r, 5, 5, 1.0f), y = test_tensor(&r, 4, 5, 7.0f);
+    mt_tensor dw = test_tensor(&r, 5, 5, 7.0f);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_forward|padded_out_features",
+            mt_row_parallel_forward(r.ctx, r.grid.tp, x, w, mt_none(), y, &padded, NULL));
+    saved.x = x;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_backward|dx|dy|overlap",
+            mt_row_parallel_backward(r.ctx, r.grid.tp, y, w, y, dw, mt_none(), &add, &saved));
+    test_untouched("dw", dw.data, 5 * 5, 7.0f);
+    test_paper_rank_close(&r);
+}
 
 static void test_plain_calls_refuse(void **state) {
     const mt_linear_desc sp = {.sequence_parallel = 1}, gather = {.gather_output = 1}, split = {.input_is_parallel = 1};
@@ -1165,6 +1190,7 @@ int main(void) {
         cmocka_unit_test(test_plain_linear_is_the_layer),
         cmocka_unit_test(test_plain_calls_against_double_precision),
         cmocka_unit_test(test_plain_calls_refuse),
+        cmocka_unit_test(test_plain_row_calls_refuse),
         cmocka_unit_test(test_layers_of_tensors_refuse),
         cmocka_unit_test(test_plain_blocks_are_the_blocks),
         cmocka_unit_test(test_shards_of_hostile_sizes),
