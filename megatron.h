@@ -2066,6 +2066,7 @@ static mt_status mti_gpt_call_check(mt_context *ctx, const char *function, const
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt || !gpt->layers) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the model was not created", function);
     MT_TRY(mt_check_param(ctx, function, gpt->layers[0].attention.proj.weight));
+    if (gpt->positions) MT_TRY(mt_check_param(ctx, function, gpt->positions));
     MT_TRY(mti_batch_check(ctx, function, batch, gpt->desc.max_seq));
     return mt_sequence_rows(ctx, function, gpt->grid->tp, gpt->desc.layer.sequence_parallel,
                             batch->sequences * batch->seq, &rows);

@@ -425,7 +425,9 @@ typedef struct mt_linear_desc {
        a row-parallel layer's gradient is the sum over this rank's rows; mt_sync_gradients sums it over the tensor
        group. MT_ERR_ARGUMENT with no_bias */
     int skip_bias_add;
-    int gather_output;     /* 1: y is [tokens, out_features] on every rank (column only) */
+    /* 1: y is [tokens, out_features] on every rank (column only). It is read in each call: layer->desc.gather_output
+       may change between calls, but not between a forward and its backward */
+    int gather_output;
     int input_is_parallel; /* 1: x is already split, as a column-parallel layer leaves it (row only) */
     int sequence_parallel; /* 1: x (column) is [tokens / t, in]; y (row) is [tokens / t, out] */
     /* advanced */
@@ -435,7 +437,8 @@ typedef struct mt_linear_desc {
     int parts_by_shard;
     mt_param *weight; /* column only: another layer's weight, to share it (tied output head); NULL: its own */
     /* 1: backward adds the input gradient to dx instead of overwriting dx, for instance when several layers read x. dx
-       gets the same bits as from an mt_add after the call. The sum over ranks is complete before it is added */
+       gets the same bits as from an mt_add after the call. The sum over ranks is complete before it is added. It is
+       read in each call: layer->desc.add_to_dx may change between calls. The hash log has dx after the addition */
     int add_to_dx;
     /* column only: out_features with padding of your own, see mt_param_desc.padded_features. With `weight` the layer
        has the padding of this weight, and padded_out_features must be 0 or the same (MT_ERR_SHAPE); 0: none */
@@ -3387,6 +3390,12 @@ MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_
                    weight ? "call mt_params_init before the first forward" : "the layer was not created");
 }
 
+/* mt_check_param for the weight of a layer and its bias. bias may be NULL. */
+static mt_status mti_check_params(mt_context *ctx, const char *function, const mt_param *weight, const mt_param *bias) {
+    MT_TRY(mt_check_param(ctx, function, weight));
+    return bias ? mti_pointer_check(ctx, function, bias) : MT_SUCCESS;
+}
+
 /* Checks that a parameter has a gradient, as every parameter of a registry has. p may be NULL. */
 static mt_status mti_check_gradient(mt_context *ctx, const char *function, const mt_param *p) {
     if (!p || p->grad.data) return MT_SUCCESS;
@@ -3790,7 +3799,7 @@ static mt_status mti_linear_end(mt_context *ctx, size_t mark, mt_status status) 
 static mt_status mti_column_check(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
                                   const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
+    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, in_name, in, in.rows, layer->desc.in_features));
     return mt_check_activation(ctx, function, layer->weight, out_name, out,
                                mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, in.rows),
@@ -3904,7 +3913,7 @@ static mt_status mti_shared_columns(mt_context *ctx, const char *function, const
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %d layers%s", function, count,
                        layers && other ? ", needs one" : ", a list is NULL");
     for (i = 0; i < count; i++) {
-        MT_TRY(mt_check_param(ctx, function, layers[i].weight));
+        MT_TRY(mti_check_params(ctx, function, layers[i].weight, layers[i].bias));
         if (layers[i].desc.gather_output || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
             !layers[i].desc.add_to_dx != !layers[0].desc.add_to_dx || layers[i].tp != layers[0].tp)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
@@ -3981,7 +3990,7 @@ MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_col
     size_t mark;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
+    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, "x", x, x.rows, layer->desc.in_features));
     MT_TRY(mt_tensor_check(ctx, function, "y", y, MT_ARG_FLOAT, x.rows,
                            gather_output ? layer->desc.out_features : layer->local_features));
@@ -4016,7 +4025,7 @@ static mt_status mti_activation_check(mt_context *ctx, const char *function, con
                                       mt_activation kind, mt_tensor h, const char *y_name, mt_tensor y) {
     int64_t features, width = kind == MT_SWIGLU ? 2 : 1;
     if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
+    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
     if ((int)kind < 0 || (int)kind >= MT_ACTIVATION_COUNT)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", function, (int)kind);
     if (layer->desc.gather_output && mti_left_bias(layer, 0).data)
@@ -4108,7 +4117,7 @@ MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *param
 static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
                                const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
+    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, in_name, in,
                                mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, out.rows),
                                layer->desc.input_is_parallel ? layer->local_features : layer->desc.in_features));
@@ -4296,7 +4305,7 @@ static mt_status mti_shared_rows(mt_context *ctx, const char *function, const mt
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %d layers%s", function, count,
                        layers && other ? ", needs one" : ", a list is NULL");
     for (i = 0; i < count; i++) {
-        MT_TRY(mt_check_param(ctx, function, layers[i].weight));
+        MT_TRY(mti_check_params(ctx, function, layers[i].weight, layers[i].bias));
         if (!layers[i].desc.input_is_parallel || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
             layers[i].tp != layers[0].tp)
             return mt_fail(ctx, MT_ERR_ARGUMENT,
@@ -4652,7 +4661,7 @@ static mt_status mti_norm_layer_check(mt_context *ctx, const char *function, con
                                       const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
     int64_t n, groups;
     if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mt_check_param(ctx, function, layer ? layer->weight : NULL));
+    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
     n = layer->desc.features;
     groups = layer->local_groups;
     if (groups > 0 && (in.cols < n || in.cols % n != 0 || in.rows % groups != 0))

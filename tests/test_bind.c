@@ -585,21 +585,27 @@ static void test_ranks_that_bind_different_things(void **state) {
 
 /* One of two data ranks has changed an address. Saving a checkpoint tells the other rank; in a sum, the other rank gets
    an error when this one leaves. */
-static mt_status changed_body(test_rank *r, mt_checkpoint **c) {
+static mt_status changed_body(test_rank *r, int call, mt_checkpoint **c, mt_optimizer *o) {
     mt_checkpoint_desc d = {.directory = in_scratch("run")};
+    mt_data_parallel_desc share = {.sharded_optimizer = 1};
     mt_param_desc w = {.name = "w", .rows = 8, .cols = 6};
     mt_training_state state = {.step = 1};
     float *other = test_floats(r, 48, 5.0f);
     int odd = mt_comm_rank(r->world) == 1;
+    float norm;
     mt_param *p;
     mt_status status;
+    MT_TRY(mt_params_set_data_parallel(r->ctx, r->params, &share));
     MT_TRY(mt_params_add(r->ctx, r->params, &w, &p));
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
+    MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, o));
     MT_TRY(mt_checkpoint_create(r->ctx, r->params, &d, c));
     if (odd) p->grad.data = other;
     CHECK(mt_checkpoint_save(r->ctx, *c, &state) == MT_ERR_ARGUMENT);
     CHECK(strstr(mt_last_error(r->ctx), "grad.data of 'w' was changed by hand") != NULL);
-    status = mt_sync_gradients(r->ctx, r->params);
+    status = call == 0   ? mt_sync_gradients(r->ctx, r->params)
+             : call == 1 ? mt_grad_norm(r->ctx, r->params, &norm)
+                         : mt_optimizer_step(r->ctx, o, 0.1f, 1.0f);
     CHECK(status == (odd ? MT_ERR_ARGUMENT : MT_ERR_PEER));
     for (int i = 0; i < 48; i++) CHECK(other[i] == 5.0f);
     return MT_SUCCESS;
@@ -607,20 +613,23 @@ static mt_status changed_body(test_rank *r, mt_checkpoint **c) {
 
 static mt_status changed_rank(mt_comm *world, void *user) {
     mt_checkpoint *c = NULL;
+    mt_optimizer o = {0};
     test_rank r;
     mt_status status;
-    (void)user;
     MT_TRY(test_rank_open(world, (mt_grid_desc){0}, NULL, &r));
-    status = changed_body(&r, &c);
+    status = changed_body(&r, *(const int *)user, &c, &o);
     mt_checkpoint_destroy(r.ctx, c);
+    mt_optimizer_destroy(r.ctx, &o);
     test_rank_close(&r);
     return status;
 }
 
 static void test_an_address_changed_on_one_rank(void **state) {
     (void)state;
-    test_launch(2, changed_rank, NULL);
-    forget("run");
+    for (int call = 0; call < 3; call++) {
+        test_launch(2, changed_rank, &call);
+        forget("run");
+    }
 }
 
 /* The state of a sharded optimizer cannot be bound. */
@@ -650,6 +659,89 @@ static mt_status sharded_rank(mt_comm *world, void *user) {
 static void test_the_state_of_a_sharded_optimizer(void **state) {
     (void)state;
     test_launch(2, sharded_rank, NULL);
+}
+
+typedef struct layers_of_all_kinds {
+    mt_column_parallel_linear column;
+    mt_row_parallel_linear row;
+    mt_norm_layer norm;
+    mt_linear_saved saved;
+    mt_norm_saved norm_saved;
+    mt_tensor x, y;
+} layers_of_all_kinds;
+
+/* All calls of a layer refuse its parameters after a change by hand. */
+static void layers_refuse(mt_context *ctx, layers_of_all_kinds *l, const char *words) {
+    mt_tensor x = l->x, y = l->y, none = mt_none();
+    if (strstr(words, "column")) {
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_column_parallel_linear_forward(ctx, &l->column, x, y, NULL));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_column_parallel_linear_backward(ctx, &l->column, y, none, &l->saved));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_column_parallel_linear_product(ctx, &l->column, x, 0, y));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words,
+                mt_column_parallel_linear_forward_shared(ctx, &l->column, 1, x, &y, &l->saved));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words,
+                mt_column_parallel_activation_forward(ctx, &l->column, MT_GELU_TANH, x, y));
+    } else if (strstr(words, "row")) {
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_row_parallel_linear_forward(ctx, &l->row, x, y, NULL));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_row_parallel_linear_backward(ctx, &l->row, y, none, &l->saved));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_row_parallel_linear_forward_shared(ctx, &l->row, 1, &x, y, &l->saved));
+    } else {
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_norm_layer_forward(ctx, &l->norm, x, y, NULL));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_norm_layer_backward(ctx, &l->norm, x, none, y, &l->norm_saved));
+    }
+}
+
+static void test_layers_whose_memory_changed_by_hand(void **state) {
+    mt_linear_desc column = {.in_features = 4, .out_features = 4};
+    mt_linear_desc row = {.in_features = 4, .out_features = 4, .input_is_parallel = 1};
+    mt_norm_layer_desc norm = {.features = 4};
+    layers_of_all_kinds l;
+    test_rank r;
+    (void)state;
+    memset(&l, 0, sizeof l);
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "column", &column, &l.column));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "row", &row, &l.row));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_norm_layer_create(r.ctx, r.params, "norm", &norm, &l.norm));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    l.x = test_tensor(&r, 2, 4, 1.0f);
+    l.y = test_tensor(&r, 2, 4, 2.0f);
+    l.saved.x = l.x;
+    for (int i = 0; i < mt_params_count(r.params); i++) {
+        mt_param *p = mt_params_at(r.params, i);
+        mt_tensor value = p->value, grad = p->grad;
+        char words[MT_NAME_MAX + 32];
+        p->value.data = test_floats(&r, 16, 5.0f);
+        snprintf(words, sizeof words, "value.data of '%s'", p->name);
+        layers_refuse(r.ctx, &l, words);
+        p->value = value;
+        p->grad.data = test_floats(&r, 16, 5.0f);
+        snprintf(words, sizeof words, "grad.data of '%s'", p->name);
+        layers_refuse(r.ctx, &l, words);
+        p->grad = grad;
+    }
+    test_untouched("y", l.y.data, 8, 2.0f);
+    test_paper_rank_close(&r);
+}
+
+/* The positions of a GPT are no layer. */
+static void test_positions_changed_by_hand(void **state) {
+    mt_gpt_desc d = {.vocab = 8, .layers = 1, .max_seq = 4, .layer = {.hidden = 8, .heads = 2}};
+    mt_batch batch = {.sequences = 1, .seq = 4};
+    int32_t ids[4] = {1, 2, 3, 4};
+    mt_tensor logits;
+    mt_gpt gpt;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    logits = test_tensor(&r, 4, 8, 7.0f);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_logits(r.ctx, &gpt, &batch, ids, logits));
+    gpt.positions->value.data = test_floats(&r, 32, 5.0f);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gpt_logits|value.data of 'embedding.position_embeddings.weight'",
+            mt_gpt_logits(r.ctx, &gpt, &batch, ids, logits));
+    test_paper_rank_close(&r);
 }
 
 /* A parameter that mt_create_end removes is not bound any more. */
@@ -716,6 +808,8 @@ int main(void) {
         cmocka_unit_test(test_ranks_that_bind_different_things),
         cmocka_unit_test(test_an_address_changed_on_one_rank),
         cmocka_unit_test(test_the_state_of_a_sharded_optimizer),
+        cmocka_unit_test(test_layers_whose_memory_changed_by_hand),
+        cmocka_unit_test(test_positions_changed_by_hand),
         cmocka_unit_test(test_a_bound_parameter_is_removed),
         cmocka_unit_test(test_moments_in_the_memory_of_the_registry),
     };
