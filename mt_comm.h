@@ -848,7 +848,7 @@ long syscall(long number, ...);
 
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error "megatron.h needs infinities, NaN and the order of additions: compile its implementation without -ffast-math, \
-in a file of its own: cc -O3 -march=native -fno-fast-math -c megatron.c; the rest of the program keeps its flags"
+in a file of its own: cc -O3 -march=native -fno-fast-math -c megatron.c; link without -ffast-math, too"
 #endif
 
 /* MT_RANGE returns the status of `call`. The NVTX range ends after the call, also when the call fails. */

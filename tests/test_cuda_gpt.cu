@@ -235,11 +235,12 @@ static void test_data_parallel(void **state) {
    aligned may have other bits, but not in invariant mode. */
 static void test_data_parallel_in_bound_memory(void **state) {
     static gpt_result own, bound;
-    static const int ways[] = {31, 3 | GPT_BOUND_FILLED, 31 | GPT_BOUND_GAPS, 3 | GPT_BOUND_GAPS};
+    static const int ways[] = {31, 3 | GPT_BOUND_FILLED, 31 | GPT_BOUND_GAPS, 3 | GPT_BOUND_GAPS,
+                               31 | GPT_BOUND_ONE | GPT_BOUND_FILLED};
     (void)state;
-    for (int i = 0; i < 4; i++) {
-        gpt_run r =
-            run_of(MT_DEVICE_CUDA, i % 2 ? MT_BF16 : MT_F32, i < 2 ? 4 : 2 + (size_t)i % 2 * 3, i < 2 ? 0 : 8, 0);
+    for (int i = 0; i < 5; i++) { /* the last one binds the state of 16-bit parameters, too */
+        gpt_run r = run_of(MT_DEVICE_CUDA, i % 2 || i == 4 ? MT_BF16 : MT_F32, i < 2 ? 4 : 2 + (size_t)i % 2 * 3,
+                           i < 2 ? 0 : 8, 0);
         r.wide = i < 2;
         r.begins = 1;
         r.share.bucket_bytes = 4096;

@@ -244,6 +244,10 @@ static const linear_case linear_cases[] = {
     {"column, uneven", 0, {.in_features = 15, .out_features = 19}},
     {"column, gathered", 0, {.in_features = 16, .out_features = 24, .gather_output = 1}},
     {"column, gathered, uneven", 0, {.in_features = 15, .out_features = 19, .gather_output = 1}},
+    {"column, padded by the caller", 0, {.in_features = 16, .out_features = 19, .padded_out_features = 24}},
+    {"column, padded by the caller, gathered",
+     0,
+     {.in_features = 16, .out_features = 19, .padded_out_features = 24, .gather_output = 1}},
     {"column, no bias", 0, {.in_features = 16, .out_features = 24, .no_bias = 1}},
     {"column, two parts", 0, {.in_features = 16, .out_features = 22, .parts = 2, .parts_by_shard = 1}},
     {"column, units, gathered", 0, {.in_features = 16, .out_features = 20, .unit = 4, .gather_output = 1}},
@@ -381,9 +385,12 @@ static mt_status linear_own(linear_test *t) {
 static mt_status linear_shard(linear_test *t) {
     const mt_param_desc *d = &t->weight->desc;
     mt_shard s = shard_of(d, t->r->grid.tp_rank, t->r->grid.tp_size, mt_context_invariant(t->r->ctx));
-    float *whole = test_floats(t->r, d->rows * d->cols, NAN);
+    int64_t padded = mt_max(d->rows, d->padded_features);
+    float *whole = test_floats(t->r, padded * d->cols, NAN);
     mt_tensor shard = copy_of(t->r, t->own.w);
     if (t->dtype != MT_F32) return MT_SUCCESS;
+    for (int64_t i = d->rows * d->cols; i < padded * d->cols; i++) whole[i] = 0.0f;
+    s.rows = padded;
     MT_TRY(mt_param_gather(t->r->ctx, t->r->params, t->weight, t->own.w, whole));
     CHECK(mt_shard_copy(&s, MT_F32, 0, whole, shard.data) == MT_SUCCESS);
     CHECK(same_bits(shard, t->own.w));

@@ -366,7 +366,8 @@ static mt_status train(mt_comm *world, void *path) {
         exit(1);
     }
     m.tp = world;
-    CHECK(&m, mt_context_create(world, NULL, &m.ctx));
+    mt_context_desc where = {.arena_bytes = 1 << 20};
+    CHECK(&m, mt_context_create(world, &where, &m.ctx));
     create(&m);
     printf("rank %d: %d bytes of weights, %d of activations\n", mt_comm_rank(world), 4 * m.weights, 4 * m.activations);
     for (int step = 1; step <= STEPS; step++) {

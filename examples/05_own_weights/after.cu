@@ -223,7 +223,7 @@ static void train(int rank, int ranks, ncclUniqueId id) {
     m.c = config{16, 64, VOCAB};
     CUDA(cudaStreamCreate(&m.stream));
     if (ncclCommInitRank(&nccl, ranks, id, rank) != ncclSuccess) exit(1);
-    where.device = MT_DEVICE_CUDA, where.ordinal = rank, where.stream = m.stream;
+    where.device = MT_DEVICE_CUDA, where.ordinal = rank, where.stream = m.stream, where.arena_bytes = 1 << 20;
     MT(&m, mt_context_create(NULL, &where, &m.ctx));
     MT(&m, mt_comm_create_nccl(m.ctx, nccl, 60.0, &m.tp));
     create(&m);
@@ -253,7 +253,8 @@ int main(int argc, char **argv) {
     const int ranks = argc > 1 ? atoi(argv[1]) : 2;
     ncclUniqueId id;
     std::vector<std::thread> threads;
-    if (ranks < 1 || 64 % ranks != 0 || ncclGetUniqueId(&id) != ncclSuccess) exit(1);
+    if (ranks < 1 || 64 % ranks != 0) return fprintf(stderr, "%d ranks do not divide 64 features\n", ranks), 1;
+    if (ncclGetUniqueId(&id) != ncclSuccess) return fprintf(stderr, "ncclGetUniqueId failed\n"), 1;
     for (int rank = 0; rank < ranks; rank++) threads.emplace_back(train, rank, ranks, id);
     for (std::thread &thread : threads) thread.join();
     return 0;
