@@ -4901,13 +4901,13 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
     int row = first + (int)threadIdx.x / 32 * 32, lane = (int)threadIdx.x % 32;
     int length = (int)f.p.length(b), keys = f.causal() ? min(length, first + MTI_FLASH_ROWS) : length;
     const uint16_t *k = f.in(f.p.qkv, b, f.p.k_col(head));
-    uint16_t *dout = q + MTI_FLASH_ROWS * HeadDim, *pair = dout + MTI_FLASH_ROWS * HeadDim,
-             *other = pair + 2 * Step * HeadDim, *done;
+    uint16_t *dout = q + MTI_FLASH_ROWS * HeadDim, *pairs = dout + MTI_FLASH_ROWS * HeadDim;
+    int now = 0; /* the pair in use is at pairs + now, the other one at pairs + 2 * Step * HeadDim - now */
     float s[2][Step / 8][4], dp[2][Step / 8][4], dq[2][HeadDim / 8][4], lse[4], delta[4];
     mti_tile_zero(dq);
     mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)seq);
     mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(dout, f.in(f.p.dout, b, head * HeadDim), f.p.dout.ld, first, (int)seq);
-    mti_flash_fetch_keys<HeadDim, Step>(pair, k, k + f.p.cols.value, ld, 0, length);
+    mti_flash_fetch_keys<HeadDim, Step>(pairs, k, k + f.p.cols.value, ld, 0, length);
     for (int i = 0; i < 4; i++) {
         lse[i] = f.lse[f.stat(b, head) + row + i * 8 + lane / 4];
         delta[i] = f.delta[f.stat(b, head) + row + i * 8 + lane / 4];
@@ -4916,16 +4916,17 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
         mti_cp_async_wait<0>();
         __syncthreads(); /* the pair has arrived, and all warps have read the other one */
         if (key + Step < keys)
-            mti_flash_fetch_keys<HeadDim, Step>(other, k, k + f.p.cols.value, ld, key + Step, length);
+            mti_flash_fetch_keys<HeadDim, Step>(pairs + 2 * Step * HeadDim - now, k, k + f.p.cols.value, ld, key + Step,
+                                                length);
         if (f.sees(row + 31, key, length)) {
-            mti_tile_scores<HeadDim, BF16>(dp, dout + (row - first) * HeadDim, pair + Step * HeadDim);
+            mti_tile_scores<HeadDim, BF16>(dp, dout + (row - first) * HeadDim, pairs + now + Step * HeadDim);
             if (DROP) mti_flash_drop_rows(f, dp, head, row, key);
-            mti_tile_scores<HeadDim, BF16>(s, q + (row - first) * HeadDim, pair);
+            mti_tile_scores<HeadDim, BF16>(s, q + (row - first) * HeadDim, pairs + now);
             if (!f.sees(row, key + Step - 1, length)) mti_flash_mask_rows(f, s, length, row, key);
             mti_flash_score_grads(f, s, dp, lse, delta);
-            mti_tile_add_product<HeadDim, BF16>(dq, s, pair);
+            mti_tile_add_product<HeadDim, BF16>(dq, s, pairs + now);
         }
-        done = pair, pair = other, other = done;
+        now = 2 * Step * HeadDim - now;
     }
     mti_cp_async_wait<0>();
     __syncthreads();
@@ -6194,18 +6195,29 @@ template <bool STOCHASTIC> struct mti_adamw_op {
     mti_view param, master, grad, m, v;
     mti_adamw a;
     mt_random at;
+    __device__ void moments(float g, float *first, float *second) const {
+        float scaled = __fmul_rn(a.grad_scale, g), square = __fmul_rn(scaled, scaled);
+        *first = __fadd_rn(__fmul_rn(a.beta1, *first), __fmul_rn(a.one_minus_beta1, scaled));
+        *second = __fadd_rn(__fmul_rn(a.beta2, *second), __fmul_rn(a.one_minus_beta2, square));
+    }
+    __device__ float updated(float p, float first, float second) const {
+        float divisor = __fadd_rn(__fmul_rn(__fsqrt_rn(second), a.inverse_root2), a.eps);
+        return __fsub_rn(__fmul_rn(a.keep, p), __fdiv_rn(__fmul_rn(a.step_size, first), divisor));
+    }
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
         float p[MTI_VECTOR], g[MTI_VECTOR], first[MTI_VECTOR], second[MTI_VECTOR];
-        mti_load<WIDE>(master.data ? master : param, row, col, n, p);
+        const bool early = WIDE || STOCHASTIC; /* loads p first; otherwise later, because a register would be spilled */
+        if (early) mti_load<WIDE>(master.data ? master : param, row, col, n, p);
         mti_load<WIDE>(grad, row, col, n, g);
         mti_load<WIDE>(m, row, col, n, first);
         mti_load<WIDE>(v, row, col, n, second);
         for (int j = 0; j < MTI_VECTOR; j++) {
-            float scaled = __fmul_rn(a.grad_scale, g[j]), square = __fmul_rn(scaled, scaled), divisor;
-            first[j] = __fadd_rn(__fmul_rn(a.beta1, first[j]), __fmul_rn(a.one_minus_beta1, scaled));
-            second[j] = __fadd_rn(__fmul_rn(a.beta2, second[j]), __fmul_rn(a.one_minus_beta2, square));
-            divisor = __fadd_rn(__fmul_rn(__fsqrt_rn(second[j]), a.inverse_root2), a.eps);
-            p[j] = __fsub_rn(__fmul_rn(a.keep, p[j]), __fdiv_rn(__fmul_rn(a.step_size, first[j]), divisor));
+            moments(g[j], &first[j], &second[j]);
+            if (early) p[j] = updated(p[j], first[j], second[j]);
+        }
+        if (!early) {
+            mti_load<WIDE>(master.data ? master : param, row, col, n, p);
+            for (int j = 0; j < MTI_VECTOR; j++) p[j] = updated(p[j], first[j], second[j]);
         }
         if (master.data) mti_store<WIDE>(master, row, col, n, p);
         mti_store<WIDE>(m, row, col, n, first);
