@@ -4524,10 +4524,8 @@ static mt_status mti_own_row(mt_context *ctx, const char *function, mt_comm *tp,
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
-                                                        const mt_linear_desc *desc, const mt_linear_tensors *tensors,
-                                                        mt_param *params, mt_column_parallel_linear *out) {
-    static const char *const function = "mt_column_parallel_linear_from_tensors";
+static mt_status mti_from_tensors_check(mt_context *ctx, const char *function, const mt_linear_tensors *tensors,
+                                        const mt_param *params, const void *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tensors || !params || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
@@ -4535,6 +4533,14 @@ MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm
                        : !params ? "params"
                                  : "out");
     if (tensors->db.data && !tensors->b.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: db comes without b", function);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
+                                                        const mt_linear_desc *desc, const mt_linear_tensors *tensors,
+                                                        mt_param *params, mt_column_parallel_linear *out) {
+    static const char *const function = "mt_column_parallel_linear_from_tensors";
+    MT_TRY(mti_from_tensors_check(ctx, function, tensors, params, out));
     return mti_own_column(ctx, function, tp, name, desc, tensors, params, out);
 }
 
@@ -4542,13 +4548,7 @@ MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *t
                                                      const mt_linear_desc *desc, const mt_linear_tensors *tensors,
                                                      mt_param *params, mt_row_parallel_linear *out) {
     static const char *const function = "mt_row_parallel_linear_from_tensors";
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!tensors || !params || !out)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
-                       !tensors  ? "tensors"
-                       : !params ? "params"
-                                 : "out");
-    if (tensors->db.data && !tensors->b.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: db comes without b", function);
+    MT_TRY(mti_from_tensors_check(ctx, function, tensors, params, out));
     return mti_own_row(ctx, function, tp, name, desc, tensors, params, out);
 }
 
