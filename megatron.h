@@ -2089,6 +2089,16 @@ static mt_status mti_gpt_boundary(mt_context *ctx, const char *function, const m
 
 static mt_tensor mti_as_column(mt_tensor row) { return mt_tensor_make(row.data, row.dtype, row.cols, 1); }
 
+/* *logits = this rank's columns of the logits, in the arena. Their rows are a multiple of 64 elements apart, whatever
+   the vocabulary: cuBLASLt then reads and writes them without copies, and kernels load whole vectors. Nothing reads or
+   writes the columns between the rows. */
+static mt_status mti_gpt_logits_room(mt_context *ctx, const mt_gpt *gpt, mt_dtype dtype, int64_t tokens,
+                                     mt_tensor *logits) {
+    MT_TRY(mt_arena_tensor(ctx, dtype, tokens, mt_round_up(gpt->head.local_features, 64), logits));
+    *logits = mt_tensor_cols(*logits, 0, gpt->head.local_features);
+    return MT_SUCCESS;
+}
+
 /* Runs this stage and, on the last stage, the head and the loss. */
 static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                  const int32_t *targets, mt_tensor input, mt_tensor output, mt_tensor loss,
@@ -2096,7 +2106,7 @@ static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_ba
     mt_tensor x, logits;
     MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, input, output, saved, &x));
     if (!mti_gpt_is_last(gpt)) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, batch->sequences * batch->seq, gpt->head.local_features, &logits));
+    MT_TRY(mti_gpt_logits_room(ctx, gpt, x.dtype, batch->sequences * batch->seq, &logits));
     MT_TRY(MT_RANGE("head forward",
                     mt_column_parallel_linear_forward(ctx, &gpt->head, x, logits, saved ? &saved->head : NULL)));
     MT_TRY(

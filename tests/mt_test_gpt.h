@@ -59,6 +59,7 @@ typedef struct gpt_run {
     float junk;           /* in the rows of the embedding and of the head that are padding, before the first step */
     mt_qkv_layout qkv_layout;
     int bound; /* bits GPT_BOUND_...: memory that the test allocates and binds; 0: none */
+    int vocab; /* 0: GPT_VOCAB */
 } gpt_run;
 
 enum {
@@ -89,11 +90,13 @@ typedef struct gpt_worker {
     mt_status (*backward)(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput);
 } gpt_worker;
 
+static inline int32_t gpt_vocab(const gpt_run *r) { return r->vocab ? r->vocab : GPT_VOCAB; }
+
 /* Returns the desc of the model. */
 static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     mt_gpt_desc d;
     memset(&d, 0, sizeof d);
-    d.vocab = GPT_VOCAB;
+    d.vocab = gpt_vocab(r);
     d.padded_vocab = r->padded_vocab;
     d.layers = r->layers ? r->layers : 2;
     d.max_seq = GPT_SEQ;
@@ -139,10 +142,10 @@ static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action
     int64_t sequence = w->grid.dp_rank * (GPT_BATCH / w->grid.dp_size) + a->micro_batch;
     mt_batch batch = gpt_batch_of(w, sequence);
     mt_tensor loss = mt_tensor_rows(w->losses, a->slot, 1);
-    int32_t ids[GPT_SEQ + 1], *on_device = w->ids + 2 * GPT_SEQ * a->slot;
+    int32_t ids[GPT_SEQ + 1], *on_device = w->ids + 2 * GPT_SEQ * a->slot, vocab = gpt_vocab(w->r);
     uint64_t seed = (uint64_t)sequence; /* each step has the same text, so that the loss falls */
-    ids[0] = (int32_t)(sequence % GPT_VOCAB);
-    for (int i = 1; i <= GPT_SEQ; i++) ids[i] = (ids[i - 1] * 3 + 1 + (int32_t)test_below(&seed, 2)) % GPT_VOCAB;
+    ids[0] = (int32_t)(sequence % vocab);
+    for (int i = 1; i <= GPT_SEQ; i++) ids[i] = (ids[i - 1] * 3 + 1 + (int32_t)test_below(&seed, 2)) % vocab;
     MT_TRY(mt_upload(ctx, ids, mt_tensor_make(on_device, MT_I32, 1, GPT_SEQ)));
     MT_TRY(mt_upload(ctx, ids + 1, mt_tensor_make(on_device + GPT_SEQ, MT_I32, 1, GPT_SEQ)));
     MT_TRY(mt_gpt_stage_forward(ctx, &w->gpt, &batch, on_device, on_device + GPT_SEQ, input, output, loss,
@@ -279,12 +282,12 @@ static inline mt_status gpt_keep_weights(gpt_worker *w) {
     return status;
 }
 
-/* Fills the rows of the embedding and of the head from GPT_VOCAB on. */
+/* Fills the rows of the embedding and of the head from the vocabulary on. */
 static inline mt_status gpt_fill_padding(gpt_worker *w, mt_param *p) {
     int64_t first, real;
     if (!p || w->r->junk == 0.0f) return MT_SUCCESS;
     first = w->grid.tp_rank * p->value.rows;
-    real = mt_max(0, mt_min(p->value.rows, GPT_VOCAB - first));
+    real = mt_max(0, mt_min(p->value.rows, gpt_vocab(w->r) - first));
     return mt_fill(w->ctx, mt_tensor_rows(p->value, real, p->value.rows - real), w->r->junk);
 }
 

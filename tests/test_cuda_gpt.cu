@@ -8,6 +8,13 @@
 
 #include "mt_test_gpt.h"
 
+#if defined(MT_CUDA_ENGINE)
+#include "runtime.h"
+
+#include <map>
+#include <string>
+#endif
+
 /* f32: losses agree within 1e-5 at every step, norms and weights within the rounding that 20 steps of AdamW amplify. */
 static void assert_near(const gpt_run *r, const gpt_result *a, const gpt_result *b) {
     double worst = 0;
@@ -95,6 +102,47 @@ static void test_padded_vocabulary(void **state) {
             fail_msg("%s: the padding changes the results", gpt_name(&r));
     }
 }
+
+#if defined(MT_CUDA_ENGINE)
+/* Runs r. *launched = the launches of each kernel, *products = the number of products. */
+static void run_and_count(gpt_run r, gpt_result *out, std::map<std::string, long> *launched, long *products) {
+    launched->clear();
+    *products = -mte::gemm_count();
+    mte::on_launch([launched](const char *name) { ++(*launched)[name]; });
+    gpt_execute(r, out);
+    mte::on_launch({});
+    *products += mte::gemm_count();
+}
+
+/* With an odd vocabulary, or an odd shard of it, a step launches the kernels of an even one: nothing is copied because
+   rows are not aligned, and all kernels move 16 bytes at a time. The arena differs only in the logits of a sequence. */
+static void test_odd_vocabulary(void **state) {
+    static gpt_result on_cpu, even, odd;
+    std::map<std::string, long> kernels_even, kernels_odd;
+    long products_even, products_odd;
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, i % 2 ? MT_BF16 : MT_F32, (size_t)i / 2, 0, i == 2), c;
+        r.ffn = 64;
+        r.vocab = 256 * r.tp;
+        run_and_count(r, &even, &kernels_even, &products_even);
+        r.vocab++;
+        run_and_count(r, &odd, &kernels_odd, &products_odd);
+        for (const auto &k : kernels_odd)
+            if (k.second != kernels_even[k.first])
+                fail_msg("%s: %ld launches of %s, with an even vocabulary %ld", gpt_name(&r), k.second, k.first.c_str(),
+                         kernels_even[k.first]);
+        assert_true(kernels_odd == kernels_even && products_odd == products_even);
+        assert_true(odd.arena_peak - even.arena_peak <= GPT_SEQ * 64 * mt_dtype_size(r.dtype));
+        assert_planned(r, &odd);
+        c = r;
+        c.device = MT_DEVICE_CPU;
+        gpt_execute(c, &on_cpu);
+        if (r.dtype == MT_F32) assert_near(&r, &on_cpu, &odd);
+        else gpt_assert_near(&r, &on_cpu, &odd, gpt_half_error(r.dtype));
+    }
+}
+#endif
 
 /* Products with epilogues give the same model. On the CPU, which always runs separate operators, the bits are the
    same. */
@@ -364,6 +412,9 @@ int main(void) {
         cmocka_unit_test(test_training_as_on_the_cpu),
         cmocka_unit_test(test_16bit_as_on_the_cpu),
         cmocka_unit_test(test_padded_vocabulary),
+#if defined(MT_CUDA_ENGINE)
+        cmocka_unit_test(test_odd_vocabulary),
+#endif
         cmocka_unit_test(test_attention_on_tensor_cores),
         cmocka_unit_test(test_overlap),
         cmocka_unit_test(test_pipeline),

@@ -784,12 +784,20 @@ static const char *permanent(const std::string &name) {
     return names->insert(name).first->c_str();
 }
 
+static std::function<void(const char *)> launch_watch;
+
+void on_launch(std::function<void(const char *)> watch) {
+    Guard guard;
+    launch_watch = std::move(watch);
+}
+
 void launch(const void *function, Launch what, cudaStream_t stream, std::vector<const void *> pointers) {
     Call call("a kernel launch");
     Stream *s = stream_of(stream);
     cudaError_t error = result(check_launch(function, what, s));
     if (error != cudaSuccess) return;
     const char *label = permanent(what.kernel);
+    if (launch_watch) launch_watch(label);
     append(s, label, [what = std::move(what), pointers = std::move(pointers)] { run_kernel(what, pointers); });
 }
 

@@ -59,6 +59,10 @@ void spend(double seconds);
 // of the GPU, 90).
 void set_ptx_arch(int arch);
 
+// For tests: sets a function that gets the name of each kernel that is launched, as MT_LAUNCH_KERNEL has it. It is
+// called with the lock held. An empty function: none.
+void on_launch(std::function<void(const char *name)> watch);
+
 // For tests: sets whether cudaStreamIsCapturing says that streams are being captured.
 void set_capturing(bool on);
 
