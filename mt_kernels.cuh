@@ -1879,8 +1879,9 @@ static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, 
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* *sum += the hashes of all elements. A thread owns every (grid size)-th element, and adds its sum with one atomicAdd.
-   Integer sums do not depend on the order. The kernel uses no shared memory and no barrier. */
+/* *sum += the hashes of all elements. A thread owns every (grid size)-th element. A warp adds its 32 sums and then adds
+   the total with one atomicAdd. Integer sums do not depend on the order. The kernel uses no shared memory and no
+   barrier. */
 static __global__ void __launch_bounds__(256)
     mti_hash_kernel(mti_view x, int64_t rows, int64_t cols, int64_t first_row, int64_t first_col, int64_t global_cols,
                     unsigned long long *sum) {
@@ -1891,7 +1892,8 @@ static __global__ void __launch_bounds__(256)
         uint32_t bits = x.dtype == MT_F32 ? ((const uint32_t *)x.data)[at] : ((const uint16_t *)x.data)[at];
         mine += mti_hash_element((uint64_t)((first_row + row) * global_cols + first_col + col), bits);
     }
-    atomicAdd(sum, mine);
+    for (int o = 16; o > 0; o >>= 1) mine += __shfl_xor_sync(0xffffffffu, mine, o);
+    if (threadIdx.x % 32 == 0) atomicAdd(sum, mine);
 }
 
 static mt_status mti_cuda_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,

@@ -170,19 +170,20 @@ with_tables() {
 print_tables() {
     with_tables '
         FILENAME == list { if ($1 == "rule") read_rule(); next }
-        arch != last { print "sm_" arch; last = arch; shown = 0 }
+        arch != last { totals(); print "sm_" arch; last = arch; shown = n = kernels = 0 }
         {
             read_row()
             r = rule_of(kernel)
             most = budget[r]
             over = r && most != "-" && is["ipb"] != "-" && is["ipb"] + 0 > most + 0
-            if (over) n[arch]++
-            kernels[arch]++
+            n += over
+            kernels++
             if (!shown++) print head, "per byte kernel"
             line = substr($0, 1, length($0) - length(kernel) - 1)
             printf "%s %8s %s%s\n", line, is["ipb"], kernel, over ? "   OVER its budget of " most : ""
         }
-        END { for (a in kernels) printf "sm_%s: %d kernels, %d over their budgets\n", a, kernels[a], n[a] }'
+        END { totals() }
+        function totals() { if (last) printf "sm_%s: %d kernels, %d over their budgets\n", last, kernels, n }'
 }
 
 # Prints how the tables differ for the worse from the list.
