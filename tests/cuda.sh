@@ -163,19 +163,6 @@ builds_for_all() {
     return 0
 }
 
-# The kernel of mt_add loads each of its two inputs with three instructions of 16 bytes: two in f32, one in 16 bits. It
-# stores its output with four: two in f32, one in bf16, one in f16.
-moves_16_bytes() {
-    implementation
-    nvcc -O3 -I. -arch=sm_90 -ptx "$build/implementation.cu" -o "$build/implementation.ptx" || return 1
-    awk '/entry .*mti_map_kernelILb1E10mti_add_op/ { on = 1 }
-        on && /ld\.global.*v4/ { loads++ }
-        on && /st\.global.*v4/ { stores++ }
-        /^}/ { on = 0 }
-        END { print loads + 0, "loads,", stores + 0, "stores"; exit !(loads >= 6 && stores >= 4) }' \
-        "$build/implementation.ptx"
-}
-
 # Builds the implementation with NCCL, without optimization: it has the same kernels as without NCCL. Builds the example
 # that creates its own communicator, and a C program.
 builds_with_nccl() {
@@ -233,7 +220,6 @@ by_nvcc() {
     check "nvcc, every architecture from sm_75 on; optimized (without 87, 88, 89, 103, 121) no hot kernel spills" \
         builds_for_all
     [ -s "$build/kernels.summary" ] && echo "         $(cat "$build/kernels.summary"), see $build/kernels.txt"
-    check "mt_add loads and stores 16 bytes at a time, in f32 and in 16 bits" moves_16_bytes
     check "a C program links against nvcc's object" links_from_c implementation.o
     check "tests/gpu.sh builds its programs" sh tests/gpu.sh --build "$build/implementation.o"
     check "with NCCL, too" builds_with_nccl
