@@ -1,9 +1,11 @@
 /* mt_harness.h - the harness of the test programs: a list of cases, assertions, and one line per case. C and C++.
 
    It implements the part of CMocka (https://cmocka.org) that the tests use, with the same names and output. Only the
-   thread that runs a case may use assertions. MT_TEST_CASE selects the cases whose name contains its value:
+   thread that runs a case may use assertions. MT_TEST_CASE selects the cases whose name contains its value, or with "="
+   before it the case of exactly this name. MT_TEST_LIST=1 prints the names of these cases, and runs none.
 
        MT_TEST_CASE=split build/tests/test_comm
+       MT_TEST_CASE==test_split build/tests/test_comm
 
    For a case that takes longer than a second, the program prints the time. The exit status is 0 when all cases passed,
    1 after a failure, and 77 when every case was skipped. */
@@ -81,7 +83,15 @@ static inline int cm_run_(const struct CMUnitTest *test, void *group_state) {
 
 static inline int cm_chosen_(const struct CMUnitTest *test) {
     const char *pattern = getenv("MT_TEST_CASE");
+    if (pattern && pattern[0] == '=') return strcmp(test->name, pattern + 1) == 0;
     return !pattern || strstr(test->name, pattern) != NULL;
+}
+
+static inline int cm_list_(const struct CMUnitTest *tests, size_t count) {
+    size_t i;
+    for (i = 0; i < count; i++)
+        if (cm_chosen_(&tests[i])) printf("%s\n", tests[i].name);
+    return 0;
 }
 
 /* Runs the selected cases. Returns the exit status of the program. */
@@ -89,7 +99,9 @@ static inline int cm_run_group_(const struct CMUnitTest *tests, size_t count, CM
                                 CMFixtureFunction teardown) {
     void *state = NULL;
     size_t i, chosen = 0, failed = 0, skipped = 0;
+    const char *list = getenv("MT_TEST_LIST");
     int how;
+    if (list && strcmp(list, "1") == 0) return cm_list_(tests, count);
     for (i = 0; i < count; i++) chosen += (size_t)cm_chosen_(&tests[i]);
     printf("[==========] Running %d test(s).\n", (int)chosen);
     if (chosen == 0 || (setup && setup(&state))) return 1;
