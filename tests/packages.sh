@@ -114,10 +114,86 @@ hidden_package() {
 # not run
 nvcc_fast() { "${1:-nvcc}" --help | grep -q -e --Ofast-compile && echo -Ofc=max; }
 
+# find_nvcc: fails where there is no nvcc. Puts its folder into PATH where only $CUDA_HOME or /usr/local/cuda* has it.
+find_nvcc() {
+    ! hidden nvcc || return 1
+    command -v nvcc >/dev/null 2>&1 && return 0
+    for folder in "${CUDA_HOME:-/usr/local/cuda}/bin" /usr/local/cuda/bin /usr/local/cuda-*/bin; do
+        [ -x "$folder/nvcc" ] || continue
+        PATH=$folder:$PATH
+        export PATH
+        return 0
+    done
+    return 1
+}
+
+# Prints the folders that may have libraries of CUDA: $MT_GPU_LIBS, those of nvcc, of the system and of Python's
+# packages.
+cuda_folders() {
+    [ -z "${MT_GPU_LIBS:-}" ] || printf '%s\n' "$MT_GPU_LIBS" "$MT_GPU_LIBS/lib"
+    nvcc=$(command -v nvcc)
+    for toolkit in "${nvcc%/bin/nvcc}" "$(readlink -f "$nvcc" | sed 's,/bin/nvcc$,,')"; do
+        printf '%s\n' "$toolkit/lib64" "$toolkit/lib" "$toolkit"/targets/*/lib
+    done
+    echo "${LIBRARY_PATH:-}:${LD_LIBRARY_PATH:-}" | tr ':' '\n'
+    ldconfig -p 2>/dev/null | sed -n 's,.*=> \(.*\)/lib\(cublasLt\|nccl\|cudnn\)\.so.*,\1,p'
+    printf '%s\n' /usr/lib/*-linux-gnu /usr/lib64 /usr/lib /usr/local/lib
+    ! have_command python3 || python3 -c '
+import glob, sys
+for folder in sys.path:
+    print(*glob.glob(glob.escape(folder) + "/nvidia/*/lib"), sep="\n")' 2>/dev/null
+}
+
+# cuda_version HEADER...: prints the version that these headers of a library define
+cuda_version() {
+    cat "$@" 2>/dev/null | awk '/^#define (CUBLAS_VER|NCCL|CUDNN)_(MAJOR|MINOR|PATCH|PATCHLEVEL) / && !seen[$2]++ {
+        version = version (version == "" ? "" : ".") $3 } END { print version }'
+}
+
+# link_cuda_library INTO NAME HEADERS: links libNAME.so and the files HEADERS* beside it into INTO/lib and INTO/include,
+# and prints its version and place. Fails where there is no libNAME.so or libNAME.so.N.
+link_cuda_library() {
+    while read -r folder; do
+        for file in "$folder/lib$2.so" "$folder/lib$2.so".[0-9]*; do
+            { [ -n "$folder" ] && [ -f "$file" ]; } || continue
+            folder=$(cd "$folder" && pwd)
+            for each in "$folder/lib$2.so" "$folder/lib$2.so".[0-9]*; do
+                [ ! -f "$each" ] || ln -sf "$each" "$1/lib/"
+            done
+            [ -f "$1/lib/lib$2.so" ] || ln -sf "$folder/${file##*/}" "$1/lib/lib$2.so"
+            for headers in "$folder/include" "$folder/../include" "$folder"; do
+                ! ls "$headers/$3"*.h >/dev/null 2>&1 || { ln -sf "$headers/$3"* "$1/include/"; break; }
+            done
+            version=$(cuda_version "$1/include/$3"*.h)
+            echo "$2 ${version:-of unknown version}: $folder/${file##*/}"
+            return 0
+        done
+    done <"$1/folders"
+    return 1
+}
+
+# find_cuda_libraries INTO: finds cuBLASLt, NCCL and cuDNN, also those that lack the link libNAME.so which a linker
+# needs, as in Python's packages. Links them into the new folder INTO. Prints a line for each.
+find_cuda_libraries() {
+    rm -rf "$1"
+    mkdir -p "$1/lib" "$1/include" && cuda_folders >"$1/folders" || return 1
+    for name in cublasLt nccl cudnn; do
+        headers=${name%Lt}
+        { ! hidden "$headers" && link_cuda_library "$1" "$name" "$headers"; } || echo "$name: not found"
+    done
+}
+
+# cublas_flags INTO: prints nvcc's flags to link with cuBLASLt. INTO, an absolute path, is the folder of
+# find_cuda_libraries, which is called when there is no such folder.
+cublas_flags() {
+    [ -d "$1" ] || find_cuda_libraries "$1" >&2
+    echo "-I$1/include -L$1/lib -Xlinker -rpath -Xlinker $1/lib -lcublasLt"
+}
+
 # need_gpu FOLDER WORDS: prints the GPU of this machine. Without a GPU or without nvcc, prints this and WORDS, and ends
 # the script with status 77. The probe, built in FOLDER, has no kernels, so only the host compiler runs.
 need_gpu() {
-    have_command nvcc || { echo "no GPU: nvcc is not here to build for one; $2"; exit 77; }
+    find_nvcc || { echo "no GPU: nvcc is not here to build for one; $2"; exit 77; }
     cat >"$1/probe.cpp" <<'END'
 #include <cstdio>
 #include <cuda_runtime_api.h>
@@ -130,5 +206,5 @@ int main() {
 }
 END
     nvcc "$1/probe.cpp" -o "$1/probe" || exit 1
-    "$1/probe" || { echo "no GPU: CUDA finds none; $2"; exit 77; }
+    timeout -k 5 60 "$1/probe" || { echo "no GPU: CUDA finds none; $2"; exit 77; }
 }

@@ -4,7 +4,7 @@
 #
 #   sh tests/scripts.sh PART...        one line per check, closing line "N passed, N failed, N skipped"
 #
-# Parts: gpu, tests/gpu.sh with and without NCCL and the benchmark of a GPU; cpu, the benchmark of the CPU.
+# Parts: gpu, the benchmark of a GPU; cpu, the benchmark of the CPU. tests/gpu_rehearsal.sh checks tests/gpu.sh.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -18,22 +18,18 @@ check_log=$work/check.log
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
-# nvcc's stand-in writes programs that do nothing. With STANDIN_NCCL=no it has no NCCL. The program $STANDIN_FAILS does
-# not build. The benchmark is $STANDIN_BENCH, or two of its lines.
+# nvcc's stand-in writes programs that do nothing. The benchmark is $STANDIN_BENCH, or two of its lines.
 make_nvcc() {
     cat >"$work/nvcc" <<'END'
 #!/bin/sh
-out='' nccl=no
+out=''
 while [ $# -gt 0 ]; do
     case $1 in
     --help) exit 0 ;;
     -o) out=$2; shift ;;
-    -lnccl | -DMT_USE_NCCL) nccl=yes ;;
     esac
     shift
 done
-[ $nccl = no ] || [ "${STANDIN_NCCL:-yes}" = yes ] || { echo "cannot find -lnccl"; exit 1; }
-[ "${out##*/}" != "${STANDIN_FAILS:-}" ] || { echo "does not build"; exit 1; }
 case $out in
 */bench_cuda) cp "$STANDIN_BENCH" "$out" ;;
 *) echo '#!/bin/sh' >"$out" ;;
@@ -65,26 +61,6 @@ END
 with_standins() {
     env PATH="$work:$PATH" MT_TEST_WITHOUT='' MT_BUILD_DIR="$work" PYTHONPATH="$work/python" \
         PYTHONDONTWRITEBYTECODE=1 "$@"
-}
-
-# gpu_says STATUS LAST_LINE SETTINGS...: what tests/gpu.sh ends with, built and run, or only built
-gpu_says() {
-    status=$1 last=$2 code=0
-    shift 2
-    for only in "" --build; do
-        with_standins "$@" sh tests/gpu.sh $only >"$work/says" 2>&1 || code=$?
-        cat "$work/says"
-        if [ "$code" != "$status" ] || [ "$(tail -n 1 "$work/says")" != "$last" ]; then
-            echo "status $code; not status $status and: $last"
-            return 1
-        fi
-        code=0
-    done
-}
-
-without_nccl() {
-    gpu_says 0 "10 passed, 0 failed, 2 skipped" "$@" || return 1
-    [ "$(grep -c '^  skip  .*NCCL' "$work/says")" = 2 ] && ! grep test_cuda_nccl "$work/says"
 }
 
 # Reads a CSV: as many columns in each row as the head names, numbers in columns 3 to 5, and rows whose names have each
@@ -125,10 +101,6 @@ csv_of_the_cpu() {
 
 gpu() {
     make_nvcc
-    check "tests/gpu.sh with NCCL" gpu_says 0 "12 passed, 0 failed, 0 skipped" STANDIN_NCCL=yes
-    check "without NCCL it tests the rest, and says what it leaves out" without_nccl STANDIN_NCCL=no
-    check "a program that does not build is a failure" \
-        gpu_says 1 "11 passed, 1 failed, 0 skipped" STANDIN_FAILS=test_cuda_gpt
     have_command python3 || { leave_out "the CSV of benchmarks: no python3 here to read it"; return; }
     make_pytorch
     check "bench.sh --device cuda --csv, and PyTorch's rows, are one CSV" csv_of_a_gpu

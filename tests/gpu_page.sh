@@ -1,0 +1,235 @@
+#!/bin/sh
+# Writes what tests/gpu.sh found, from the folder of its state: OUT/page.md, OUT/results.csv, OUT/logs.tar.gz.
+#
+#   sh tests/gpu_page.sh STATE OUT
+#
+# STATE has a folder for each stage. In it the file items names what the stage runs, one a line. Each NAME that has run
+# has NAME.result with a line "VERDICT|SECONDS|DETAIL" and NAME.log; an item of the benchmark has its rows in NAME.csv.
+# NAME.gpu has the state of the GPU before and after it. test/PROGRAM/ has the same files of the cases that ran alone,
+# and test/PROGRAM.names the names of all cases. STAGE/asked says why what was asked for has not run.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+LC_ALL=C
+export LC_ALL
+mkdir -p "$2" || exit 1
+state=$1 out=$(cd "$2" && pwd)
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+predictions=tests/bench/predictions.csv
+
+result() { cat "$state/$1.result" 2>/dev/null; }
+first() { echo "${1%%|*}"; }
+detail() { echo "$1" | sed 's/^[^|]*|[^|]*|//'; }
+
+# The most telling lines of a log: those with an error; without one, the last lines that are not the harness's.
+errors_of() {
+    grep -v '^\[' "$1" 2>/dev/null | grep -v '^ *$' >"$work/lines"
+    grep -n -i -B 1 'error\|fatal\|invalid\|hazard\|undefined\|failed\|cannot' "$work/lines" | head -n 6 \
+        | sed 's/^[0-9]*[:-]//' >"$work/telling"
+    [ -s "$work/telling" ] || tail -n 6 "$work/lines" >"$work/telling"
+    sed -e '/^--$/d' -e 's/^\(.\{160\}\).*/\1 .../' -e 's/^/        /' "$work/telling"
+}
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+
+# cases_of PROGRAM: adds the cases that ran alone, and returns in said how they ended
+cases_of() {
+    bad=0 good=0 unrun=0 alone=0
+    : >"$work/bad"
+    while read -r name; do
+        grep -q "^\[ *\(OK\|SKIPPED\) \] $name\( .*\)\{0,1\}$" "$state/test/$1.log" && continue
+        one=$(result "test/$1/$name")
+        case $one in
+        '') unrun=$((unrun + 1)) ;;
+        passed* | skipped*) good=$((good + 1)) ;;
+        *) bad=$((bad + 1)); echo "$name" >>"$work/bad" ;;
+        esac
+        took=${one#*|}
+        alone=$((alone + ${took%%|*} + 0))
+    done <"$state/test/$1.names"
+}
+
+# Seconds that the program needed for the cases that it completed.
+printed() { awk '/^\[.* s\)$/ { sub(/^.*\(/, ""); sum += $1 } END { print int(sum) }' "$state/test/$1.log"; }
+
+# The verdict of a program from its run as a whole and from its cases alone. A program that was killed although all of
+# its cases pass alone passes when the cases together need as long as the time limit.
+judge_test() {
+    whole=$(result "test/$1") verdict=$(first "$whole") said=$(detail "$whole")
+    : >"$work/bad"
+    case $verdict in passed | skipped | '') return ;; esac
+    [ -s "$state/test/$1.names" ] || return
+    cases_of "$1"
+    if [ $bad -gt 0 ]; then
+        said="$said; cases that fail alone: $bad"
+    elif [ $unrun -gt 0 ]; then
+        :
+    elif [ "$verdict" = hung ] && [ $(($(printed "$1") + alone)) -ge "$(echo "$said" | tr -cd 0-9)" ]; then
+        verdict=passed said="case by case: as a whole it takes longer than the limit"
+        return
+    else
+        said="$said; alone, all cases pass"
+    fi
+    [ $unrun -eq 0 ] || said="$said; $unrun cases have not run alone: $(cat "$state/test/asked")"
+}
+
+count() {
+    case $1 in
+    passed) passed=$((passed + 1)) ;;
+    skipped | '') skipped=$((skipped + 1)) ;;
+    *) failed=$((failed + 1)) ;;
+    esac
+}
+
+# Adds an item that has failed, with the errors in its log, to the list of failures.
+add_failure() {
+    echo "- $1: $2"
+    errors_of "$3"
+} >>"$work/failures"
+
+add_test() {
+    judge_test "$1"
+    ok=$(grep -c '^\[       OK \]' "$state/test/$1.log" 2>/dev/null)
+    : "${ok:=0}"
+    [ "$verdict" != passed ] || [ -n "$said" ] || said="$ok cases"
+    case $verdict in
+    failed | hung | crashed)
+        if [ -s "$work/bad" ]; then
+            echo "- test $1: $verdict, $said" >>"$work/failures"
+            while read -r name; do
+                one=$(result "test/$1/$name")
+                add_failure "$1, $name: $(first "$one")" "$(detail "$one")" "$state/test/$1/$name.log"
+            done <"$work/bad"
+        else
+            add_failure "test $1" "$verdict, $said" "$state/test/$1.log"
+        fi
+        ;;
+    esac
+}
+
+# Prints the table of a stage, counts its verdicts, and adds what has failed and what has not run to the lists.
+stage_table() {
+    [ -s "$state/$1/items" ] || return
+    printf '\n## %s\n\n| | verdict | s | |\n|---|---|---|---|\n' "$2"
+    while read -r item; do
+        all=$(result "$1/$item") verdict=$(first "$(result "$1/$item")") said=$(detail "$all")
+        seconds=${all#*|} seconds=${seconds%%|*}
+        [ "$item" != list ] || [ "$verdict" != passed ] || continue # a list is no result
+        if [ "$1" = test ]; then
+            add_test "$item"
+        else
+            case $verdict in failed | hung | crashed)
+                add_failure "$1 $item" "$verdict, $said" "$state/$1/$item.log" ;;
+            esac
+        fi
+        if [ -z "$verdict" ]; then
+            said="not asked for"
+            [ ! -e "$state/$1/asked" ] || said="not run: $(cat "$state/$1/asked")"
+            echo "- $1 $item: $said" >>"$work/not_run"
+        fi
+        count "$verdict"
+        echo "| $item | ${verdict:-not run} | $seconds | $said |"
+    done <"$state/$1/items"
+}
+
+# ---- benchmarks ------------------------------------------------------------------------------------------------------
+
+rows() { cat /dev/null "$state/$1"/*.csv 2>/dev/null | grep '^[A-Za-z0-9_.-]*,"'; }
+
+# Joins the rows of the benchmark with the predictions and the peer's rows of the same item and name.
+kernel_table() {
+    grep '^[A-Za-z0-9_.-]*,"' "$predictions" >"$work/predictions" 2>/dev/null
+    awk -f tests/gpu_kernels.awk part=predictions "$work/predictions" part=peers "$work/peers" part=ours "$work/ours"
+}
+
+kernels() {
+    for each in limits bench; do
+        while read -r item; do
+            [ "$item" = list ] || cat "$state/$each/$item.csv" 2>/dev/null
+        done <"$state/$each/items"
+    done 2>/dev/null | grep '^[A-Za-z0-9_.-]*,"' >"$work/ours"
+    rows peers >"$work/peers"
+    { echo "item,name,median,min,max,unit,us,ratio,versus"; cat "$work/ours" "$work/peers"; } >"$out/results.csv"
+    cat <<END
+
+## Kernels
+
+Of limit: the fraction of the limit that the benchmark has for the row. Predicted: the range of this fraction in
+$predictions; better and worse are more than 10 % outside. Peer/ours: the time of the fastest peer
+over that of the library.
+
+END
+    echo "| item | name | us | measured | limit | of limit | predicted | verdict | peer us | peer/ours |"
+    echo "|---|---|---|---|---|---|---|---|---|---|"
+    kernel_table
+    sed -n 's/^# \(.*: not measured: .*\)/Not measured: \1/p' "$state"/bench/*.log "$state"/peers/*.log 2>/dev/null
+}
+
+# The range of each reading of the GPU during benchmarks, and the items during which something slowed it down.
+clocks() {
+    ls "$state"/*/*.gpu >/dev/null 2>&1 || { echo "GPU during benchmarks: no readings by nvidia-smi"; return; }
+    awk -F', *' '
+        { name = FILENAME; sub(/^.*\//, "", name); sub(/\.gpu$/, "", name) }
+        { for (i = 2; i <= 5; i++) if ($i ~ /^[0-9.]+$/) {
+            if (!(i in low) || $i + 0 < low[i]) low[i] = $i + 0
+            if (!(i in high) || $i + 0 > high[i]) high[i] = $i + 0 } }
+        $1 == "after" && ($6 == "Active" || $7 == "Active" || $8 == "Active") {
+            slow = slow (slow == "" ? "" : ", ") name ($6 == "Active" ? " (power cap)" : "") \
+                ($7 == "Active" ? " (hardware slowdown)" : "") ($8 == "Active" ? " (thermal)" : "")
+        }
+        END {
+            printf "GPU during benchmarks: SM clock %s to %s MHz, ", low[2], high[2]
+            printf "memory clock %s to %s MHz, ", low[3], high[3]
+            printf "%s to %s degrees C, %s to %s W; slowed down after: %s\n", low[4], high[4], low[5], high[5],
+                slow == "" ? "none" : slow
+        }' "$state"/*/*.gpu
+}
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+# Packs the logs, the long ones cut in the middle, into at most 16 MB.
+pack_logs() {
+    for most in 262144 65536 16384 4096; do
+        rm -rf "$work/logs"
+        cp -R "$state" "$work/logs" || return 1
+        find "$work/logs" -type f -size +$((most / 512)) | while read -r file; do
+            { head -c $((most / 2)) "$file"
+                printf '\n... cut: %d bytes in all ...\n' "$(wc -c <"$file")"
+                tail -c $((most / 2)) "$file"; } >"$work/cut"
+            mv "$work/cut" "$file"
+        done
+        tar -C "$work" -czf "$out/logs.tar.gz" logs || return 1
+        [ "$(wc -c <"$out/logs.tar.gz")" -gt 16000000 ] || return 0
+    done
+    echo "the logs are too many to pack" >&2
+}
+
+passed=0 failed=0 skipped=0
+: >"$work/failures"
+: >"$work/not_run"
+{
+    stage_table build Builds
+    stage_table test Tests
+    stage_table sanitize compute-sanitizer
+    stage_table limits "Limits of the GPU"
+    stage_table bench "Items of the benchmark"
+    stage_table peers "PyTorch on the same GPU"
+} >"$work/tables"
+{
+    echo "# megatron.h on a GPU"
+    echo
+    date -u '+Written %Y-%m-%d %H:%M:%S UTC.'
+    echo
+    sed 's/^/- /' "$state/machine" 2>/dev/null
+    sed -n 's/^# \(PyTorch .*\)/- peer: \1/p' "$state"/peers/*.log 2>/dev/null | sort -u
+    echo "- $(clocks)"
+    printf '\n## Failures\n\n'
+    if [ -s "$work/failures" ]; then cat "$work/failures"; else echo "None."; fi
+    cat "$work/tables"
+    kernels
+    printf '\n## Not run\n\n'
+    if [ -s "$work/not_run" ]; then cat "$work/not_run"; else echo "Nothing."; fi
+    echo
+    echo "$passed passed, $failed failed, $skipped skipped"
+} >"$work/page" || exit 1
+cp "$work/page" "$out/page.md" && pack_logs

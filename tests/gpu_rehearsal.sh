@@ -1,0 +1,299 @@
+#!/bin/sh
+# Rehearses tests/gpu.sh without a GPU, with stand-ins for nvcc, nvidia-smi, compute-sanitizer, python3 with PyTorch,
+# and for the programs. Whatever goes wrong, the page must come out and say so.
+#
+#   sh tests/gpu_rehearsal.sh        one line per check, closing line "N passed, N failed, N skipped"
+set -u
+cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=tests/packages.sh
+. tests/packages.sh
+# shellcheck source=tests/report.sh
+. tests/report.sh
+engine=${MT_BUILD_DIR:-build}/engine/fast
+engine=$(cd "$engine" 2>/dev/null && pwd)
+work=$(mktemp -d) || exit 1
+check_log=$work/check.log
+trap 'rm -rf "$work"' EXIT
+trap 'exit 1' HUP INT TERM
+
+# ---- stand-ins -------------------------------------------------------------------------------------------------------
+
+# A test program of three cases. STANDIN_HANGS, STANDIN_CRASHES, STANDIN_FAILS and STANDIN_SLOW name the program, or
+# "all", with which this is wrong. It adds its name to the file $STANDIN_RUNS. When it hangs, it has a child that
+# ignores SIGTERM, and adds the child's id to the file $STANDIN_CHILD.
+make_program() {
+    cat >"$work/program.c" <<'END'
+#include "mt_harness.h"
+#include <signal.h>
+#include <unistd.h>
+static const char *name;
+static int is(const char *what) {
+    const char *which = getenv(what);
+    return which && (strcmp(which, name) == 0 || strcmp(which, "all") == 0);
+}
+static void add(const char *to, const char *format, const char *text, int number) {
+    FILE *file = getenv(to) ? fopen(getenv(to), "a") : NULL;
+    if (!file) return;
+    fprintf(file, format, text, number);
+    fclose(file);
+}
+static void test_short(void **state) {
+    (void)state;
+    if (is("STANDIN_SLOW")) usleep(300000);
+}
+static void test_two(void **state) {
+    (void)state;
+    if (is("STANDIN_CRASHES")) raise(SIGSEGV);
+    if (is("STANDIN_FAILS")) fail_msg("row 2, column 3 is 1, not 2");
+    if (!is("STANDIN_HANGS")) return;
+    pid_t child = fork();
+    if (child == 0) signal(SIGTERM, SIG_IGN);
+    else add("STANDIN_CHILD", "%s%d\n", "", (int)child);
+    for (;;) pause();
+}
+static void test_three(void **state) {
+    (void)state;
+    if (is("STANDIN_FAILS")) fail_msg("row 4, column 5 is NaN");
+}
+int main(int argc, char **argv) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_short), cmocka_unit_test(test_two),
+                                       cmocka_unit_test(test_three)};
+    name = argc && strrchr(argv[0], '/') ? strrchr(argv[0], '/') + 1 : "";
+    if (!getenv("MT_TEST_CASE") && !getenv("MT_TEST_LIST")) add("STANDIN_RUNS", "%s\n", name, 0);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
+END
+    "$CC" -O0 -Wno-format-extra-args -I. -Itests "$work/program.c" -o "$work/program"
+}
+
+# nvcc copies $STANDIN_PROGRAMS/NAME or the test program. It does not build $STANDIN_BROKEN, and links -lNAME when one
+# of its folders has libNAME.so.
+make_tools() {
+    mkdir "$work/bin" "$work/libs" "$work/programs"
+    cat >"$work/bin/nvcc" <<'END'
+#!/bin/sh
+here=$(dirname "$(dirname "$0")") out='' folders='' libraries=''
+while [ $# -gt 0 ]; do
+    case $1 in
+    --help) exit 0 ;;
+    --version) echo "Cuda compilation tools, release ${STANDIN_VERSION:-13.0}, V13.0.48"; exit 0 ;;
+    -o) out=$2; shift ;;
+    -L*) folders="$folders ${1#-L}" ;;
+    -l*) libraries="$libraries ${1#-l}" ;;
+    esac
+    shift
+done
+for library in $libraries; do
+    found=no
+    for folder in $folders; do [ ! -e "$folder/lib$library.so" ] || found=yes; done
+    [ $found = yes ] || { echo "ld: error: cannot find -l$library"; exit 1; }
+done
+name=${out##*/}
+[ "$name" != "${STANDIN_BROKEN:-}" ] || { echo "tests/$name.cu(3): error: identifier \"x\" is undefined"; exit 2; }
+rm -f "$out"
+if [ -e "${STANDIN_PROGRAMS:-/none}/$name" ]; then cp "$STANDIN_PROGRAMS/$name" "$out"
+elif [ -e "$here/programs/$name" ]; then cp "$here/programs/$name" "$out"
+else cp "$here/program" "$out"; fi
+END
+    printf '#!/bin/sh\necho "NVIDIA of a stand-in, sm_90, 1 of them"\n' >"$work/programs/probe"
+    cat >"$work/programs/bench_cuda" <<'END'
+#!/bin/sh
+case $* in
+--list) printf 'limits\nmemory\ngemm\n'; exit ;;
+*"--only ${STANDIN_CRASHES_IN:-none}") kill -SEGV $$ ;;
+esac
+echo 'item,name,median,min,max,unit,us,ratio,versus'
+case $* in
+*limits) echo 'limits,"copy",3000,2990,3010,GB/s,100,,' ;;
+*memory)
+    echo 'memory,"norm, forward",1500,1490,1510,GB/s,200,0.5,"copy"'
+    echo 'memory,"bias, of 1024",2400,2390,2410,GB/s,80,0.8,"copy"' ;;
+*gemm) echo 'gemm,"h 64, s 16",1,1,1,TFLOP/s,2,0.97,"large GEMM"' ;;
+esac
+END
+    cat >"$work/bin/nvidia-smi" <<'END'
+#!/bin/sh
+case $* in
+*driver*) echo '580.1, 81559' ;;
+*reasons*) echo '1980, 2619, 41, 310.5, Not Active, Not Active, Not Active' ;;
+*) echo '1980, 2619, 41, 310.5' ;;
+esac
+END
+    cat >"$work/bin/compute-sanitizer" <<'END'
+#!/bin/sh
+[ "$2" != racecheck ] || [ "${STANDIN_RACES:-no}" = no ] || {
+    echo "========= Error: Race reported between Write access and Read access"; exit 9; }
+shift 4
+exec "$@"
+END
+    real=$(command -v python3 || echo false)
+    cat >"$work/bin/python3" <<END
+#!/bin/sh
+case \$* in
+*peer_pytorch_cuda.py*) ;;
+*) exec $real "\$@" ;;
+esac
+[ "\${STANDIN_PYTORCH:-yes}" = yes ] || { echo "PyTorch is not installed" >&2; exit 77; }
+case \$* in
+*--list) echo memory; exit ;;
+esac
+echo "# PyTorch of a stand-in" >&2
+echo 'memory,"norm, forward",1600,1590,1610,GB/s,150,,"torch.compile"'
+END
+    chmod +x "$work"/bin/* "$work"/programs/*
+    echo '#define NCCL_MAJOR 2' >"$work/libs/nccl.h"
+    : >"$work/libs/libnccl.so.2"
+    : >"$work/libs/libcublasLt.so.13"
+}
+
+# Sets where the run NAME leaves its page, its output and its state.
+of_run() { page=$work/$1/gpu/out/page.md said=$work/$1.txt folder=$work/$1; }
+
+# become_gpu_sh NAME SETTINGS... -- ARGUMENTS: replaces this shell by tests/gpu.sh with build folder NAME
+become_gpu_sh() {
+    of_run "$1"
+    shift
+    settings=
+    while [ "$1" != -- ]; do settings="$settings $1"; shift; done
+    shift
+    # shellcheck disable=SC2086  # a list of settings
+    exec env PATH="$work/bin:$PATH" MT_TEST_WITHOUT='' MT_BUILD_DIR="$folder" MT_GPU_LIBS="$work/libs" MT_GPU_LIMIT=2 \
+        $settings sh tests/gpu.sh "$@" >"$said" 2>&1
+}
+
+gpu_sh() {
+    of_run "$1"
+    (become_gpu_sh "$@")
+    code=$?
+    cat "$said"
+}
+
+# ends STATUS LAST_LINE
+ends() {
+    [ "$code" = "$1" ] && [ "$(tail -n 1 "$said")" = "$2" ] && return
+    echo "status $code; not status $1 and: $2"
+    return 1
+}
+
+# page_has REGEX...: the page has a line that matches each of them
+page_has() {
+    for regex in "$@"; do
+        grep -q -e "$regex" "$page" || { echo "the page does not have: $regex"; return 1; }
+    done
+}
+
+# ---- rehearsals ------------------------------------------------------------------------------------------------------
+
+all_is_well() {
+    gpu_sh well -- --seconds 300 && ends 0 "32 passed, 0 failed, 0 skipped" || return 1
+    page_has '^- GPU: NVIDIA of a stand-in' "^- nccl 2: $work/libs/libnccl.so.2" '^- peer: PyTorch of a stand-in' \
+        '^| test_cuda_gemm | passed | .* 3 cases' 'SM clock 1980 to 1980 MHz' \
+        '^| memory | norm, forward | 200.0 | 1500 GB/s | 3000 GB/s | 0.50 | .* | torch.compile 150.0 | 0.75 |$' &&
+        [ "$(grep -c , "$folder/gpu/out/results.csv")" = 6 ] &&
+        tar -tzf "$folder/gpu/out/logs.tar.gz" | grep 'logs/test/test_cuda.log' &&
+        [ "$(readlink "$folder/gpu/libs/lib/libnccl.so")" = "$work/libs/libnccl.so.2" ]
+}
+
+much_is_wrong() {
+    gpu_sh wrong STANDIN_HANGS=test_cuda_gemm STANDIN_CRASHES=test_cuda_flash STANDIN_FAILS=test_cuda_plain \
+        STANDIN_BROKEN=test_cuda_gpt STANDIN_CRASHES_IN=gemm STANDIN_RACES=yes STANDIN_PYTORCH=no MT_TEST_WITHOUT=nccl \
+        STANDIN_CHILD="$work/children" -- --seconds 300
+    ends 1 "19 passed, 7 failed, 6 skipped" || return 1
+    page_has '^| test_cuda_gemm | hung | .* killed after 2 s; cases that fail alone: 1' \
+        '^- test_cuda_gemm, test_two: hung' '^| test_cuda_flash | crashed | .* signal 11 (SEGV)' \
+        '^- test_cuda_flash, test_two: crashed' '^| test_cuda_plain | failed | .* cases that fail alone: 2' \
+        '^- test_cuda_plain, test_three: failed' '^ *row 2, column 3 is 1, not 2' '^ *row 4, column 5 is NaN' \
+        '^- build test_cuda_gpt: failed' '^ *tests/test_cuda_gpt.cu(3): error' \
+        '^| test_cuda_gpt | skipped | 0 | test_cuda_gpt is not built' \
+        '^| test_cuda_nccl | skipped | 0 | NCCL is not here' \
+        '^- nccl: not found' '^| gemm | crashed | .* signal 11 (SEGV)' '^| memory | bias, of 1024 | 80.0 ' \
+        '^| list | skipped | .* PyTorch is not installed' '^ *========= Error: Race' || return 1
+    no_child_is_left
+}
+
+no_child_is_left() {
+    while read -r child; do
+        case $(sed 's/.*) //' "/proc/$child/stat" 2>/dev/null) in
+        '' | Z*) ;; # it has ended, and maybe nobody has waited for it
+        *) echo "process $child is still there"; return 1 ;;
+        esac
+    done <"$work/children"
+    [ -s "$work/children" ]
+}
+
+# The second command goes on with what the first has not run. The third begins anew, because nothing is left. The
+# fourth has another nvcc, so it builds again.
+time_runs_out() {
+    gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 23 build test limits
+    page_has '^- test test_cuda_processes: not run: out of time$' '^- bench list: not asked for$' || return 1
+    gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 300 build test limits
+    ends 0 "25 passed, 0 failed, 6 skipped" || return 1
+    sort "$work/runs" | uniq -c | awk '$1 != 1 { print "ran again: " $0; wrong = 1 } END { exit wrong || NR != 11 }' &&
+        ! grep 'not run: ' "$page" || return 1
+    gpu_sh late STANDIN_CRASHES_IN=limits -- limits
+    page_has '^| limits | crashed' '^| test_cuda | passed' || return 1
+    gpu_sh late STANDIN_BROKEN=test_cuda STANDIN_VERSION=13.1 -- build
+    page_has '^| test_cuda | failed' '^| test_cuda_gpt | passed' '^| test_cuda_gpt | not run'
+}
+
+is_stopped() {
+    rm -f "$work/children"
+    (become_gpu_sh stopped STANDIN_HANGS=test_cuda_gemm MT_GPU_LIMIT=60 STANDIN_CHILD="$work/children" --) &
+    pid=$! tries=0
+    until [ -s "$work/children" ] || [ $tries -ge 300 ]; do sleep 0.1; tries=$((tries + 1)); done
+    kill -TERM $pid
+    code=0
+    wait $pid || code=$?
+    of_run stopped
+    cat "$said"
+    [ $code = 143 ] && no_child_is_left &&
+        page_has '^| test_cuda_flash | passed' '^- test test_cuda_gemm: not run: stopped by a signal' \
+            '^15 passed, 0 failed, 16 skipped$'
+}
+
+# Programs that the engine executes, so the harness and the benchmark print what they print on a GPU.
+with_real_programs() {
+    mkdir "$work/real"
+    printf '#!/bin/sh\nexec "%s" "$@"\n' "$engine/test_cuda_ptx" >"$work/real/test_cuda_ptx"
+    stages="test"
+    [ ! -x "$engine/bench_cuda" ] || {
+        printf '#!/bin/sh\nexec "%s" --tiny "$@"\n' "$engine/bench_cuda" >"$work/real/bench_cuda"
+        stages="test limits"
+    }
+    chmod +x "$work"/real/*
+    # shellcheck disable=SC2086  # a list of stages
+    gpu_sh real STANDIN_PROGRAMS="$work/real" MT_GPU_LIMIT=60 -- $stages
+    [ $code = 0 ] && page_has '^| test_cuda_ptx | passed | .* [1-9][0-9]* cases' &&
+        { [ "$stages" = test ] || page_has '^| limits | .* | [0-9.]* [TG]B/s '; }
+}
+
+builds() {
+    gpu_sh builds -- --build && ends 0 "13 passed, 0 failed, 0 skipped" || return 1
+    gpu_sh builds MT_TEST_WITHOUT=nccl -- --build "$work/program" && ends 0 "10 passed, 0 failed, 2 skipped" || return 1
+    gpu_sh builds STANDIN_BROKEN=test_cuda_gpt -- --build
+    ends 1 "12 passed, 1 failed, 0 skipped"
+}
+
+no_gpu() {
+    mkdir "$work/none"
+    printf '#!/bin/sh\nexit 1\n' >"$work/none/probe"
+    chmod +x "$work/none/probe"
+    gpu_sh none STANDIN_PROGRAMS="$work/none" --
+    ends 77 "no GPU: CUDA finds none; nothing was tested"
+}
+
+make_program || exit 1
+make_tools
+check "everything passes; NCCL is only libnccl.so.2 in a folder; PyTorch's times stand beside" all_is_well
+check "a hang, crashes, failures, a race; a program that does not build; no NCCL; no PyTorch" much_is_wrong
+check "the time runs out, and the next command goes on" time_runs_out
+check "a signal stops it: the page says what has run, and no process is left" is_stopped
+if [ -x "$engine/test_cuda_ptx" ]; then
+    check "programs on the engine" with_real_programs
+else
+    leave_out "gpu.sh with programs on the engine: they are not built"
+fi
+check "--build builds all programs, with and without NCCL" builds
+check "without a GPU" no_gpu
+closing_line
+[ "$failed" -eq 0 ]
