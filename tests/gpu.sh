@@ -161,10 +161,13 @@ build_one() {
     fi
 }
 
-# Removes the results of a program.
+# Removes the results of a program, because it is built anew.
 forget() {
     rm -rf "$state/build/$1".* "$state/test/$1" "$state/test/$1".* "$state/sanitize"/*."$1".*
-    [ "$1" != bench_cuda ] || rm -rf "$state/limits" "$state/bench"
+    [ "$1" != bench_cuda ] || rm -f "$state/limits"/*.* "$state/bench"/*.*
+    for each in test sanitize limits bench; do
+        [ ! -e "$state/$each/asked" ] || echo "its program was built anew" >"$state/$each/asked"
+    done
 }
 
 # Builds the programs, those first that do not need the implementation. A program's stamp stands for its files and

@@ -107,14 +107,18 @@ add_test() {
     esac
 }
 
-# Prints the table of a stage, counts its verdicts, and adds what has failed and what has not run to the lists.
+# Prints the table of a stage, counts its verdicts, and adds what has failed and what has not run to the lists. Of a
+# stage that no command has named, only what has run.
 stage_table() {
-    [ -s "$state/$1/items" ] || return
+    asked=$(cat "$state/$1/asked" 2>/dev/null)
+    [ -n "$asked" ] || echo "- $1: not asked for" >>"$work/not_run"
+    [ -n "$asked" ] || ls "$state/$1"/*.result >/dev/null 2>&1 || return
     printf '\n## %s\n\n| | verdict | s | |\n|---|---|---|---|\n' "$2"
     while read -r item; do
         all=$(result "$1/$item") verdict=$(first "$(result "$1/$item")") said=$(detail "$all")
         seconds=${all#*|} seconds=${seconds%%|*}
         [ "$item" != list ] || [ "$verdict" != passed ] || continue # a list is no result
+        [ -n "$verdict$asked" ] || continue
         if [ "$1" = test ]; then
             add_test "$item"
         else
@@ -123,8 +127,7 @@ stage_table() {
             esac
         fi
         if [ -z "$verdict" ]; then
-            said="not asked for"
-            [ ! -e "$state/$1/asked" ] || said="not run: $(cat "$state/$1/asked")"
+            said="not run: $asked"
             echo "- $1 $item: $said" >>"$work/not_run"
         fi
         count "$verdict"

@@ -18,7 +18,7 @@ trap 'exit 1' HUP INT TERM
 
 # ---- stand-ins -------------------------------------------------------------------------------------------------------
 
-# A test program of three cases. STANDIN_HANGS, STANDIN_CRASHES, STANDIN_FAILS and STANDIN_SLOW name the program, or
+# A test program of four cases. STANDIN_HANGS, STANDIN_CRASHES, STANDIN_FAILS and STANDIN_SLOW name the program, or
 # "all", with which this is wrong. It adds its name to the file $STANDIN_RUNS. When it hangs, it has a child that
 # ignores SIGTERM, and adds the child's id to the file $STANDIN_CHILD.
 make_program() {
@@ -51,13 +51,14 @@ static void test_two(void **state) {
     else add("STANDIN_CHILD", "%s%d\n", "", (int)child);
     for (;;) pause();
 }
+static void test_two_more(void **state) { (void)state; }
 static void test_three(void **state) {
     (void)state;
     if (is("STANDIN_FAILS")) fail_msg("row 4, column 5 is NaN");
 }
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_short), cmocka_unit_test(test_two),
-                                       cmocka_unit_test(test_three)};
+                                       cmocka_unit_test(test_two_more), cmocka_unit_test(test_three)};
     name = argc && strrchr(argv[0], '/') ? strrchr(argv[0], '/') + 1 : "";
     if (!getenv("MT_TEST_CASE") && !getenv("MT_TEST_LIST")) add("STANDIN_RUNS", "%s\n", name, 0);
     return cmocka_run_group_tests(tests, NULL, NULL);
@@ -66,8 +67,8 @@ END
     "$CC" -O0 -Wno-format-extra-args -I. -Itests "$work/program.c" -o "$work/program"
 }
 
-# nvcc copies $STANDIN_PROGRAMS/NAME or the test program. It does not build $STANDIN_BROKEN, and links -lNAME when one
-# of its folders has libNAME.so.
+# nvcc copies $STANDIN_PROGRAMS/NAME or the test program, and links -lNAME when one of its folders has libNAME.so. It
+# does not build $STANDIN_BROKEN, and hangs at $STANDIN_STUCK.
 make_tools() {
     mkdir "$work/bin" "$work/libs" "$work/programs"
     cat >"$work/bin/nvcc" <<'END'
@@ -90,6 +91,7 @@ for library in $libraries; do
 done
 name=${out##*/}
 [ "$name" != "${STANDIN_BROKEN:-}" ] || { echo "tests/$name.cu(3): error: identifier \"x\" is undefined"; exit 2; }
+[ "$name" != "${STANDIN_STUCK:-}" ] || { echo $$ >>"$STANDIN_CHILD"; exec sleep 60; }
 rm -f "$out"
 if [ -e "${STANDIN_PROGRAMS:-/none}/$name" ]; then cp "$STANDIN_PROGRAMS/$name" "$out"
 elif [ -e "$here/programs/$name" ]; then cp "$here/programs/$name" "$out"
@@ -187,7 +189,7 @@ page_has() {
 all_is_well() {
     gpu_sh well -- --seconds 300 && ends 0 "32 passed, 0 failed, 0 skipped" || return 1
     page_has '^- GPU: NVIDIA of a stand-in' "^- nccl 2: $work/libs/libnccl.so.2" '^- peer: PyTorch of a stand-in' \
-        '^| test_cuda_gemm | passed | .* 3 cases' 'SM clock 1980 to 1980 MHz' \
+        '^| test_cuda_gemm | passed | .* 4 cases' 'SM clock 1980 to 1980 MHz' \
         '^| memory | norm, forward | 200.0 | 1500 GB/s | 3000 GB/s | 0.50 | .* | torch.compile 150.0 | 0.75 |$' &&
         [ "$(grep -c , "$folder/gpu/out/results.csv")" = 6 ] &&
         tar -tzf "$folder/gpu/out/logs.tar.gz" | grep 'logs/test/test_cuda.log' &&
@@ -208,7 +210,7 @@ much_is_wrong() {
         '^| test_cuda_nccl | skipped | 0 | NCCL is not here' \
         '^- nccl: not found' '^| gemm | crashed | .* signal 11 (SEGV)' '^| memory | bias, of 1024 | 80.0 ' \
         '^| list | skipped | .* PyTorch is not installed' '^ *========= Error: Race' || return 1
-    no_child_is_left
+    no_child_is_left && grep -F 'Running 1 test(s)' "$folder/gpu/state/test/test_cuda_plain/test_two.log"
 }
 
 no_child_is_left() {
@@ -225,46 +227,102 @@ no_child_is_left() {
 # fourth has another nvcc, so it builds again.
 time_runs_out() {
     gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 23 build test limits
-    page_has '^- test test_cuda_processes: not run: out of time$' '^- bench list: not asked for$' || return 1
+    page_has '^- test test_cuda_processes: not run: out of time$' '^- bench: not asked for$' || return 1
     gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 300 build test limits
-    ends 0 "25 passed, 0 failed, 6 skipped" || return 1
+    ends 0 "25 passed, 0 failed, 0 skipped" || return 1
     sort "$work/runs" | uniq -c | awk '$1 != 1 { print "ran again: " $0; wrong = 1 } END { exit wrong || NR != 11 }' &&
         ! grep 'not run: ' "$page" || return 1
     gpu_sh late STANDIN_CRASHES_IN=limits -- limits
     page_has '^| limits | crashed' '^| test_cuda | passed' || return 1
     gpu_sh late STANDIN_BROKEN=test_cuda STANDIN_VERSION=13.1 -- build
-    page_has '^| test_cuda | failed' '^| test_cuda_gpt | passed' '^| test_cuda_gpt | not run'
+    page_has '^| test_cuda | failed' '^| test_cuda_gpt | passed' \
+        '^- test test_cuda_gpt: not run: its program was built anew$'
 }
 
-is_stopped() {
+# A program that is killed because the command has to end is no failure.
+time_cuts_a_program() {
+    gpu_sh cut STANDIN_HANGS=test_cuda_flash MT_GPU_LIMIT=60 -- --seconds 25 test
+    page_has '^- test test_cuda_flash: not run: out of time$' '^[0-9]* passed, 0 failed,'
+}
+
+# stopped NAME SETTINGS...: sends SIGTERM as soon as a process has written its id, and waits for the end
+stopped() {
     rm -f "$work/children"
-    (become_gpu_sh stopped STANDIN_HANGS=test_cuda_gemm MT_GPU_LIMIT=60 STANDIN_CHILD="$work/children" --) &
+    (become_gpu_sh "$@" MT_GPU_LIMIT=60 STANDIN_CHILD="$work/children" --) &
     pid=$! tries=0
     until [ -s "$work/children" ] || [ $tries -ge 300 ]; do sleep 0.1; tries=$((tries + 1)); done
     kill -TERM $pid
     code=0
     wait $pid || code=$?
-    of_run stopped
+    of_run "$1"
     cat "$said"
-    [ $code = 143 ] && no_child_is_left &&
-        page_has '^| test_cuda_flash | passed' '^- test test_cuda_gemm: not run: stopped by a signal' \
-            '^15 passed, 0 failed, 16 skipped$'
+    sleep 0.5 # for a process that might still write a result
+    [ $code = 143 ] && no_child_is_left
 }
 
-# Programs that the engine executes, so the harness and the benchmark print what they print on a GPU.
+is_stopped() {
+    stopped test STANDIN_HANGS=test_cuda_gemm &&
+        page_has '^| test_cuda_flash | passed' '^- test test_cuda_gemm: not run: stopped by a signal' \
+            '^15 passed, 0 failed, 16 skipped$' || return 1
+    stopped build STANDIN_STUCK=test_cuda && page_has '^- build test_cuda: not run: stopped by a signal' &&
+        [ ! -e "$folder/gpu/state/build/test_cuda.result" ]
+}
+
+# Programs that the engine executes, so the harness and the benchmark print what they print on a GPU. Of the benchmark
+# three items run, with tiny shapes.
 with_real_programs() {
     mkdir "$work/real"
     printf '#!/bin/sh\nexec "%s" "$@"\n' "$engine/test_cuda_ptx" >"$work/real/test_cuda_ptx"
     stages="test"
-    [ ! -x "$engine/bench_cuda" ] || {
-        printf '#!/bin/sh\nexec "%s" --tiny "$@"\n' "$engine/bench_cuda" >"$work/real/bench_cuda"
-        stages="test limits"
-    }
+    if "$engine/bench_cuda" --list >/dev/null 2>&1; then
+        cat >"$work/real/bench_cuda" <<END
+#!/bin/sh
+if [ "\$1" = --list ]; then "$engine/bench_cuda" --list | head -n 3; else exec "$engine/bench_cuda" --tiny "\$@"; fi
+END
+        stages="test limits bench"
+    fi
     chmod +x "$work"/real/*
     # shellcheck disable=SC2086  # a list of stages
     gpu_sh real STANDIN_PROGRAMS="$work/real" MT_GPU_LIMIT=60 -- $stages
-    [ $code = 0 ] && page_has '^| test_cuda_ptx | passed | .* [1-9][0-9]* cases' &&
-        { [ "$stages" = test ] || page_has '^| limits | .* | [0-9.]* [TG]B/s '; }
+    [ $code = 0 ] && page_has '^| test_cuda_ptx | passed | .* [1-9][0-9]* cases' || return 1
+    [ "$stages" = test ] || page_has '^| limits | .* | [0-9.]* [TG]B/s ' '^| add | .* GB/s'
+}
+
+# The longest prefix counts; 10 % beside the range are as predicted; the fastest peer counts.
+compares() {
+    cat >"$work/predictions" <<'END'
+norm,"norm",0.1,0.2,"not the longest"
+norm,"norm, h 8",0.40,0.50,"a note, with a comma"
+norm,"bias",0.40,0.50,""
+norm,"gelu",0.40,0.50,""
+add,"norm",0.1,0.2,"of another item"
+END
+    cat >"$work/rows" <<'END'
+norm,"norm, h 8, forward",900,1,1,GB/s,10,0.45,"copy"
+norm,"norm, h 8, backward",1080,1,1,GB/s,10,0.54,"copy"
+norm,"norm, h 8, wide",1120,1,1,GB/s,10,0.56,"copy"
+norm,"bias",700,1,1,GB/s,10,0.35,"copy"
+norm,"gelu",700,1,1,GB/s,10,,""
+END
+    cat >"$work/peers" <<'END'
+norm,"norm, h 8, forward",1,1,1,GB/s,30,,"eager"
+norm,"norm, h 8, forward",1,1,1,GB/s,20,,"compiled"
+norm,"softmax",1,1,1,GB/s,20,,"compiled"
+END
+    awk -f tests/gpu_kernels.awk part=predictions "$work/predictions" part=peers "$work/peers" \
+        part=ours "$work/rows" | cut -d '|' -f 3,6- | tee "$work/table"
+    diff - "$work/table" <<'END'
+ norm, h 8, forward | 2000 GB/s | 0.45 | 0.40 to 0.50 | as predicted | eager 30.0, compiled 20.0 | 2.00 |
+ norm, h 8, backward | 2000 GB/s | 0.54 | 0.40 to 0.50 | as predicted | - | - |
+ norm, h 8, wide | 2000 GB/s | 0.56 | 0.40 to 0.50 | better | - | - |
+ bias | 2000 GB/s | 0.35 | 0.40 to 0.50 | worse | - | - |
+ gelu | - | - | 0.40 to 0.50 | missing | - | - |
+ norm ... | | | 0.1 to 0.2 | missing | | |
+ norm ... | | | 0.1 to 0.2 | missing | | |
+ softmax | - | - | - | - | compiled 20.0 | - |
+
+Against the predictions: 2 as predicted, 1 better, 1 worse, 3 missing
+END
 }
 
 builds() {
@@ -287,12 +345,14 @@ make_tools
 check "everything passes; NCCL is only libnccl.so.2 in a folder; PyTorch's times stand beside" all_is_well
 check "a hang, crashes, failures, a race; a program that does not build; no NCCL; no PyTorch" much_is_wrong
 check "the time runs out, and the next command goes on" time_runs_out
+check "the end of the time kills a program" time_cuts_a_program
 check "a signal stops it: the page says what has run, and no process is left" is_stopped
 if [ -x "$engine/test_cuda_ptx" ]; then
     check "programs on the engine" with_real_programs
 else
     leave_out "gpu.sh with programs on the engine: they are not built"
 fi
+check "rows beside predictions and peers" compares
 check "--build builds all programs, with and without NCCL" builds
 check "without a GPU" no_gpu
 closing_line
