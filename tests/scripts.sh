@@ -38,9 +38,11 @@ chmod +x "$out"
 END
     cat >"$work/benchmark" <<'END'
 #!/bin/sh
+[ "$1" != --list ] || { echo layer; echo crash; echo norm; exit; }
 echo "# a stand-in" >&2
 echo 'item,name,median,min,max,unit,us,ratio,versus'
-echo 'layer,"h 64, s 16",1,1,1,TFLOP/s,2,0.5,"large GEMM"'
+echo "${4:-none}"',"h 64, s 16",1,1,1,TFLOP/s,2,0.5,"large GEMM"'
+[ "${4:-}" != crash ] || kill -SEGV $$
 END
     chmod +x "$work/nvcc"
 }
@@ -80,10 +82,20 @@ for word in sys.argv[2:]:
 END
 }
 
-# Expects two lines of the stand-in for the benchmark, and those of the peer, PyTorch.
+# Expects the rows of the stand-in for the benchmark, whose item `crash` crashes after its row, and those of the peer,
+# PyTorch. With --only there are the rows of one item.
 csv_of_a_gpu() {
-    with_standins STANDIN_BENCH="$work/benchmark" sh tests/bench/bench.sh --device cuda --csv --quick \
-        >"$work/gpu.csv" && is_csv "$work/gpu.csv" "h 64, s 16" "h 8192, s 8192, forward + backward, PyTorch"
+    bench="sh tests/bench/bench.sh --device cuda --csv --quick"
+    # shellcheck disable=SC2086  # a command
+    with_standins STANDIN_BENCH="$work/benchmark" $bench >"$work/gpu.csv" 2>"$work/gpu.err" && return 1
+    cat "$work/gpu.err"
+    [ "$(tail -n 1 "$work/gpu.err")" = "bench.sh: failed: crash" ] || return 1
+    is_csv "$work/gpu.csv" "h 64, s 16" "h 8192, s 8192, forward + backward" "GPT-2 124M, gradient norm" || return 1
+    [ "$(grep -c 'h 64, s 16' "$work/gpu.csv")" -eq 3 ] || return 1
+    ! grep -v '^item,name\|^[a-z-]*,"' "$work/gpu.csv" || return 1
+    # shellcheck disable=SC2086
+    with_standins STANDIN_BENCH="$work/benchmark" $bench --only norm >"$work/gpu.csv" || return 1
+    is_csv "$work/gpu.csv" "h 64, s 16" "bf16 RMSNorm backward, h 4096" && ! grep '^layer' "$work/gpu.csv"
 }
 
 # The same with the benchmark itself, on the engine. With tiny shapes the peer does not run.

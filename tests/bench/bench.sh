@@ -3,8 +3,10 @@
 #
 #   sh tests/bench/bench.sh [--device cpu|cuda] [ARGUMENTS]      cpu: bench.c (the default); cuda: bench_cuda.cu
 #
-# ARGUMENTS are the program's, see --help. On cuda the same layers in PyTorch follow, when it is installed, as rows of
-# the same CSV with --csv; not with --tiny, or with --only and another item. Exits with 77 where there is no GPU.
+# ARGUMENTS are the program's, see --help. On cuda each item runs as a process of its own, of at most MT_BENCH_SECONDS
+# (120), so that a crash costs one item. Then follow rows of PyTorch, when it is installed: peer_pytorch_cuda.py, also
+# one process for each item; not with --tiny. With --csv all rows form one CSV. The last line names what has failed; the
+# exit status is then 1, and 77 where there is no GPU.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -23,30 +25,66 @@ bench_cpu() {
         exec "$build/bench" "$@"
 }
 
-bench_cuda() {
-    need_gpu "$build" "nothing was measured" >&2
-    nvcc -O3 -std=c++17 -arch=native -I. tests/bench/bench_cuda.cu -o "$build/bench_cuda" -lcublasLt || exit 1
-    "$build/bench_cuda" "$@" || exit
-    peer_flags "$@" && have_command python3 || return 0
-    case " $peer " in
-    *" --rows "*) ;;
-    *) echo ;;
-    esac
-    # shellcheck disable=SC2086  # a list of flags
-    python3 tests/bench/peer_pytorch_cuda.py $peer || [ $? -eq 77 ]
+# Prints nvcc's flags to link with cuBLASLt.
+cublas() {
+    if command -v cublas_flags >/dev/null 2>&1; then cublas_flags "$(pwd)/$build/cuda"; else echo -lcublasLt; fi
 }
 
-# peer_flags ARGUMENTS: sets peer to the flags of the peer that measures the same; fails when nothing is to be compared
-peer_flags() {
-    peer=
+bench_cuda() {
+    items=
+    flags="$*"
     while [ $# -gt 0 ]; do
         case $1 in
-        --csv) peer="$peer --rows" ;;
-        --quick) peer="$peer --quick" ;;
-        --tiny | --help) return 1 ;;
-        --only) [ "${2:-}" = layer ] || return 1 ;;
+        --only) items=${2:-} ;;
         esac
         shift
+    done
+    need_gpu "$build" "nothing was measured" >&2
+    # shellcheck disable=SC2046  # a list of flags
+    nvcc -O3 -std=c++17 -arch=native -I. tests/bench/bench_cuda.cu -o "$build/bench_cuda" $(cublas) || exit 1
+    # shellcheck disable=SC2086  # a list of flags
+    case " $flags " in
+    *" --list "* | *" --help "*) exec "$build/bench_cuda" $flags ;;
+    esac
+    failed= rows=0 peer=tests/bench/peer_pytorch_cuda.py
+    for item in ${items:-$("$build/bench_cuda" --list)}; do
+        # shellcheck disable=SC2086  # a list of flags
+        run_item "$item" "$build/bench_cuda" $flags --only "$item"
+    done
+    case " $flags " in
+    *" --tiny "*) ;;
+    *) peers ;;
+    esac
+    [ -z "$failed" ] || { echo "bench.sh: failed:$failed" >&2; exit 1; }
+}
+
+# run_item NAME COMMAND...: prints the rows, also of a command that fails later, and the head only the first time
+run_item() {
+    name=$1
+    shift
+    timeout -k 5 "${MT_BENCH_SECONDS:-120}" "$@" >"$build/item.txt"
+    code=$?
+    grep -v "$([ $rows -eq 0 ] && echo '^$' || echo '^item,name\|^# ')" "$build/item.txt"
+    rows=1
+    case $code in
+    0) ;;
+    77) return 77 ;;
+    *) echo "bench.sh: $name: status $code" >&2 && failed="$failed $name" ;;
+    esac
+}
+
+# The items that PyTorch has, too. The first one says when there is no PyTorch.
+peers() {
+    have_command python3 || return 0
+    case " $flags " in
+    *" --csv "*) ;;
+    *) rows=0 && echo ;;
+    esac
+    quick=$(echo " $flags " | grep -o -e ' --quick ')
+    for item in $(python3 $peer --list); do
+        [ -z "$items" ] || [ "$items" = "$item" ] || continue
+        # shellcheck disable=SC2086  # a flag, or none
+        run_item "PyTorch:$item" python3 $peer $quick --only "$item" || [ $? -ne 77 ] || return 0
     done
 }
 
