@@ -46,7 +46,7 @@ bench_cuda() {
     case " $flags " in
     *" --list "* | *" --help "*) exec "$build/bench_cuda" $flags ;;
     esac
-    failed= rows=0 peer=tests/bench/peer_pytorch_cuda.py
+    failed="" rows=0 peer=tests/bench/peer_pytorch_cuda.py
     for item in ${items:-$("$build/bench_cuda" --list)}; do
         # shellcheck disable=SC2086  # a list of flags
         run_item "$item" "$build/bench_cuda" $flags --only "$item"
