@@ -15,7 +15,7 @@
 #if defined(MT_CUDA_ENGINE)
 namespace mte {
 struct NcclCounts {
-    int created, alive, registered, windows;
+    int created, alive, registered, windows, threads;
 };
 NcclCounts nccl_counts();
 void nccl_silence(int device, int after);

@@ -10,15 +10,20 @@
 //               (integers: divides the sum).
 //   Groups      Groups nest. Calls of one communicator in one group run in any order among themselves. Every send is a
 //               rendezvous with its receive: nothing is buffered.
+//   blocking=1  A call waits on the host while NCCL would connect the ranks: the first collective of a communicator
+//               until every rank has called one, the first message between two ranks until both have called it.
 //   blocking=0  A call returns ncclInProgress. Its operations reach the stream when ncclCommGetAsyncError is called the
-//               second time, as if the helper thread had been busy.
+//               second time, as if the helper thread had been busy. A split is non-blocking when its parent is,
+//               whatever its child will be.
 //   Mismatches  Calls that do not match are reported with both calls, and the outputs are filled with 0xff bytes.
 //   Handles     A non-blocking split or window registration sets the caller's handle when ncclCommGetAsyncError returns
 //               success. A window of a non-blocking communicator is registered until then, too.
 //   Windows     Symmetric: either each rank's buffer lies in a window, at the same offset, or no rank's buffer does. A
 //               buffer may be in a symmetric window of one communicator only. A communicator without windows is
 //               destroyed.
-//   Abort       Releases the streams of this rank only, as in the library. Peers wait until they abort themselves.
+//   Abort       Releases the streams of this rank only, as in the library. Peers wait until they abort themselves. A
+//               call of this rank that waits in another thread returns ncclInternalError. Reported: the abort or
+//               destruction of a communicator that is gone, and the abort of a blocking one while it is being created.
 //   Processes   A process that dies, or has aborted all its communicators, closes its connections: the other ranks get
 //               ncclRemoteError from ncclCommGetAsyncError. A stopped process is not noticed. A device belongs to a
 //               host; NCCL_HOSTID changes the name of the host. Only with MTE_STREAMS=eager.
@@ -67,8 +72,9 @@ void nccl_set_version(int version); // sets what ncclGetVersion returns; 0: the 
 void nccl_keep_windows(bool on);    // ncclCommWindowDeregister fails
 
 struct NcclCounts {
-    // communicators created so far, and alive now; registrations now, including windows; windows now
-    int created, alive, registered, windows;
+    // communicators created so far, and alive now; registrations now, including windows; windows now; groups of calls
+    // on non-blocking communicators so far, each of which costs a thread in the library
+    int created, alive, registered, windows, threads;
 };
 NcclCounts nccl_counts();
 } // namespace mte
@@ -87,7 +93,10 @@ struct ncclComm {
     // what the helper thread of a non-blocking communicator has still to do
     std::vector<std::function<void()>> deferred;
     size_t operations = 0, rounds = 0; // numbers of collectives and of rounds so far
-    cudaStream_t order = nullptr;      // its operations order one group of calls after the other
+    // what this rank connects to or has connected to: all ranks, for collectives; peers, for messages
+    bool collects = false;
+    std::set<int> sends_to, receives_from;
+    cudaStream_t order = nullptr; // its operations order one group of calls after the other
     cudaEvent_t event = nullptr;
     std::vector<cudaStream_t> idle, streams;
     std::vector<std::shared_ptr<mte::Node>> pending;
@@ -554,6 +563,20 @@ void check_threads(Op &op, const ncclComm &comm, Kind kind) {
            kind_names[kind], op.ranks[0], comm.rank);
 }
 
+// Notes that a rank has made a call: its peers need not wait for its connection any more.
+void connect(ncclComm &comm, const Call &call) {
+    if (!call.pairwise()) comm.collects = true;
+    else (call.kind == kSend ? comm.sends_to : comm.receives_from).insert(call.root);
+}
+
+bool is_connected(const ncclComm &comm, const Call &call) {
+    const std::vector<ncclComm *> &ranks = comm.clique->members;
+    if (!call.pairwise())
+        return std::all_of(ranks.begin(), ranks.end(), [](const ncclComm *other) { return other->collects; });
+    const ncclComm &peer = *ranks[static_cast<size_t>(call.root)];
+    return call.root == comm.rank || (call.kind == kSend ? peer.receives_from : peer.sends_to).count(comm.rank) > 0;
+}
+
 void enter_meeting(Op &op, Leg &leg) {
     op.entered++;
     enqueue_rendezvous(leg.stream, op.meeting);
@@ -679,6 +702,7 @@ void join_remote(Clique &clique, const Message &message) {
               nullptr};
     call.remote = true;
     std::unique_ptr<Leg> leg(new Leg{nullptr, take_stream(comm), nullptr, true});
+    connect(comm, call);
     if (call.pairwise()) join_pair(comm, *leg, call);
     else join_collective(comm, *leg, call, message.number);
     clique.announced[{message.rank, message.serial}] = {leg->op, leg.get()};
@@ -739,6 +763,7 @@ ncclResult_t post(ncclComm &comm, const std::vector<Call> &calls) {
     for (size_t i = 0; i < calls.size(); i++) {
         const size_t number = calls[i].pairwise() ? 0 : comm.operations++;
         if (loses_call(comm)) continue;
+        connect(comm, calls[i]);
         if (comm.clique->mesh) announce(comm, *node->legs[i], calls[i], number);
         if (calls[i].pairwise()) join_pair(comm, *node->legs[i], calls[i]);
         else join_collective(comm, *node->legs[i], calls[i], number);
@@ -868,7 +893,7 @@ struct Entry {
 
 struct Round {
     RoundKind kind;
-    bool done = false;
+    bool done = false, broken = false; // broken: a rank has aborted its communicator
     std::vector<Entry> entries;
 };
 
@@ -945,7 +970,7 @@ std::shared_ptr<Round> enter_round(ncclComm &comm, RoundKind kind, const Entry &
         report("NCCL: a window of %zu bytes on rank %d, of %zu on others", entry.bytes, comm.rank,
                round->entries[0].bytes);
     round->entries.push_back(entry);
-    if (round->entries.size() < static_cast<size_t>(clique.size)) return round;
+    if (round->broken || round->entries.size() < static_cast<size_t>(clique.size)) return round;
     clique.rounds.erase(number);
     if (round->kind == kSplitRound) form_children(clique, number, *round);
     round->done = true;
@@ -1065,8 +1090,9 @@ ncclResult_t enter_mesh(ncclComm &comm, int ranks, const std::string &place, int
 
 // A host-side task that a group waits for: the creation of a communicator, or a round.
 struct Job {
+    ncclComm *caller; // the communicator of the call
     ncclComm *comm;   // the state of this communicator is the result; may be null
-    ncclComm **place; // set to null if the result is an error
+    ncclComm **place; // set to comm, or to null if the result is an error
     std::shared_ptr<Round> round;
     bool blocking;
 
@@ -1092,11 +1118,14 @@ void leave(ncclComm &comm);
 
 // Waits until the job is done. Call with the lock held.
 ncclResult_t wait_for(const Job &job) {
-    while (!job.done()) wait_for_change();
-    if (!job.comm || job.comm->state == ncclSuccess) return ncclSuccess;
-    *job.place = nullptr;
+    while (!job.done() && !job.caller->aborted) wait_for_change();
+    if (job.caller->aborted) return refuse(ncclInternalError, "the communicator was aborted");
+    if (!job.comm) return ncclSuccess;
+    const ncclResult_t state = job.comm->state;
+    *job.place = state == ncclSuccess || state == ncclInProgress ? job.comm : nullptr;
+    if (*job.place) return ncclSuccess;
     leave(*job.comm);
-    return job.comm->state;
+    return state;
 }
 
 // Waits for the jobs of blocking communicators. For a non-blocking one the result is ncclInProgress.
@@ -1124,8 +1153,11 @@ bool self_pairs_match(const ncclComm &comm, const std::vector<Call> &calls) {
     return sent == received;
 }
 
+int helper_threads = 0;
+
 ncclResult_t launch(ncclComm &comm, const std::vector<Call> &calls) {
     if (comm.blocking) return post(comm, calls);
+    helper_threads++;
     comm.deferred.push_back([&comm, calls] {
         const ncclResult_t result = post(comm, calls);
         if (result != ncclSuccess) comm.state = result;
@@ -1133,6 +1165,17 @@ ncclResult_t launch(ncclComm &comm, const std::vector<Call> &calls) {
     comm.state = ncclInProgress;
     comm.polls = 2;
     return ncclInProgress;
+}
+
+// Waits as a blocking communicator does while it connects to the ranks of new calls. Call with the lock held.
+ncclResult_t wait_connected(ncclComm &comm, const std::vector<Call> &calls) {
+    for (const Call &call : calls)
+        while (!is_connected(comm, call)) {
+            if (comm.aborted) return refuse(ncclInternalError, "the communicator was aborted");
+            if (comm.state != ncclSuccess) return refuse(comm.state, "%s", comm.trouble.c_str());
+            wait_for_change();
+        }
+    return ncclSuccess;
 }
 
 // Launches the calls of a group, for one communicator after the other.
@@ -1155,6 +1198,10 @@ ncclResult_t launch_all(const std::vector<std::pair<ncclComm *, Call>> &calls) {
     for (const auto &item : by_comm) {
         const ncclResult_t each = launch(*item.first, item.second);
         if (each != ncclSuccess && (result == ncclSuccess || result == ncclInProgress)) result = each;
+    }
+    for (const auto &item : by_comm) {
+        if (result != ncclSuccess) break;
+        if (item.first->blocking) result = wait_connected(*item.first, item.second);
     }
     return result;
 }
@@ -1308,6 +1355,14 @@ void abort_nodes(ncclComm &comm) {
         }
 }
 
+// Ends the round that other ranks have not joined. The child of this rank is gone.
+void abort_round(ncclComm &comm) {
+    if (!comm.round || comm.round->done) return;
+    comm.round->broken = true;
+    for (const Entry &entry : comm.round->entries)
+        if (entry.rank == comm.rank && entry.child) leave(*entry.child);
+}
+
 // Returns true if nothing but the helper thread delays a non-blocking communicator.
 bool others_came(const ncclComm &comm) {
     if (!comm.clique || !comm.clique->settled) return false;
@@ -1371,7 +1426,7 @@ ncclResult_t init_rank(ncclComm_t *out, int ranks, const ncclUniqueId &id, int r
         }
         *out = comm;
     }
-    return add_job(Job{comm, out, nullptr, comm->blocking});
+    return add_job(Job{comm, comm, out, nullptr, comm->blocking});
 }
 
 ncclResult_t check_devices(int count, const int *devices) {
@@ -1435,7 +1490,7 @@ void nccl_set_version(int version) {
 
 NcclCounts nccl_counts() {
     Guard guard;
-    NcclCounts counts = {static_cast<int>(all_comms.size()), 0, 0, 0};
+    NcclCounts counts = {static_cast<int>(all_comms.size()), 0, 0, 0, helper_threads};
     for (const auto &comm : all_comms) {
         counts.alive += comm->magic == kCommMagic;
         counts.windows += static_cast<int>(comm->windows.size());
@@ -1526,11 +1581,11 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
         if (result != ncclSuccess) return note(result);
         DeviceScope scope(comm->device);
         if (color != NCCL_SPLIT_NOCOLOR) child = new_comm(is_blocking(config, comm->blocking));
-        *out = comm->blocking ? child : nullptr;
-        if (!comm->blocking) comm->handles.push_back([out, child] { *out = child; });
+        *out = nullptr;
+        if (!comm->blocking && child) comm->handles.push_back([out, child] { *out = child; });
         round = enter_round(*comm, kSplitRound, Entry{comm->rank, color, key, child, 0});
     }
-    return add_job(Job{child, child ? out : nullptr, round, child ? child->blocking : comm->blocking});
+    return add_job(Job{comm, child, out, round, comm->blocking});
 }
 
 // This call drives a non-blocking communicator: the first call still returns ncclInProgress, and the second runs the
@@ -1574,6 +1629,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     {
         Guard guard;
         result = check_comm(comm, "ncclCommDestroy");
+        if (result != ncclSuccess) report("ncclCommDestroy of a communicator that is gone");
         if (result != ncclSuccess) return result;
         if (!comm->clique || !comm->clique->settled)
             return refuse(ncclInvalidArgument, "ncclCommDestroy: the communicator is not ready; abort it instead");
@@ -1594,9 +1650,13 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
     if (!comm) return ncclSuccess;
     Guard guard;
     const ncclResult_t result = check_comm(comm, "ncclCommAbort");
+    if (result != ncclSuccess) report("ncclCommAbort of a communicator that is gone");
     if (result != ncclSuccess) return result;
+    if (comm->blocking && !(comm->clique && comm->clique->settled))
+        report("ncclCommAbort of a blocking communicator that is being created");
     comm->aborted = true;
     comm->deferred.clear();
+    abort_round(*comm);
     abort_nodes(*comm);
     leave(*comm);
     notify();
@@ -1691,7 +1751,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes,
         if (!comm->blocking) comm->handles.push_back([window, made] { *window = made; });
         round = enter_round(*comm, kWindowRound, Entry{comm->rank, 0, 0, nullptr, bytes});
     }
-    return add_job(Job{nullptr, nullptr, round, comm->blocking});
+    return add_job(Job{comm, nullptr, nullptr, round, comm->blocking});
 }
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {

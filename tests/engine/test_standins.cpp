@@ -12,6 +12,7 @@
 #include <nccl.h>
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -35,7 +36,7 @@ void nccl_reset_faults();
 void nccl_set_version(int version);
 void cuda_fail_after(const char *name, int after, cudaError_t error);
 struct NcclCounts {
-    int created, alive, registered, windows;
+    int created, alive, registered, windows, threads;
 };
 NcclCounts nccl_counts();
 } // namespace mte
@@ -1182,12 +1183,20 @@ struct Steps {
     }
 };
 
+// The first collective waits on the host until all ranks have called one: later ones do not.
+void connect_all(const Rank &r) {
+    Buffer<float> buffer(std::vector<float>(8));
+    CHECK(ncclAllReduce(buffer.p, buffer.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
+    CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess);
+}
+
 // Ranks 0 and 1 call, rank 2 does not. Each abort frees only its own rank, including its memory.
 void check_abort() {
     Steps steps;
     on_ranks(3, [&](Rank &r) {
         Buffer<float> buffer(inputs<float>(r.rank, 8));
         r.destroy = false;
+        connect_all(r);
         if (r.rank == 2) {
             steps.wait(2);
             CHECK(ncclAllReduce(buffer.p, buffer.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
@@ -1210,8 +1219,11 @@ void check_abort() {
 
 void check_abort_of_messages() {
     on_ranks(2, [&](Rank &r) {
-        Buffer<float> buffer(inputs<float>(r.rank, 8));
+        Buffer<float> buffer(inputs<float>(r.rank, 8)), first(std::vector<float>(8));
         r.destroy = false;
+        if (r.rank == 0) CHECK(ncclRecv(first.p, 8, ncclFloat, 1, r.comm, r.stream) == ncclSuccess);
+        if (r.rank == 1) CHECK(ncclSend(first.p, 8, ncclFloat, 0, r.comm, r.stream) == ncclSuccess);
+        CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess);
         if (r.rank == 0) CHECK(ncclRecv(buffer.p, 8, ncclFloat, 1, r.comm, r.stream) == ncclSuccess);
         if (r.rank == 0) CHECK(stays_blocked(r.stream));
         CHECK(ncclCommAbort(r.comm) == ncclSuccess && cudaStreamSynchronize(r.stream) == cudaSuccess);
@@ -1237,11 +1249,12 @@ void check_silence() {
 
 void check_async_error() {
     if (!enough_devices(2)) return;
-    mte::nccl_fail_after(1, 0, ncclRemoteError);
+    mte::nccl_fail_after(1, 1, ncclRemoteError);
     on_ranks(2, [&](Rank &r) {
         Buffer<float> buffer(inputs<float>(r.rank, 8));
         ncclResult_t state = ncclSuccess;
         r.destroy = false;
+        connect_all(r);
         CHECK(ncclAllReduce(buffer.p, buffer.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
         CHECK(stays_blocked(r.stream));
         CHECK(ncclCommGetAsyncError(r.comm, &state) == ncclSuccess &&
@@ -1268,6 +1281,100 @@ void check_init_abort() {
     CHECK(ncclCommAbort(comm) == ncclSuccess);
 }
 
+// Rank 0 makes a call that waits on the host for rank 1, which does not make it, until another thread aborts it.
+using Waiting = std::function<ncclResult_t(const Rank &, float *)>;
+void check_waiting_call(const Waiting &call) {
+    on_ranks(2, [&](Rank &r) {
+        void *memory = nullptr;
+        r.destroy = r.rank == 1;
+        CHECK(ncclMemAlloc(&memory, 4096) == ncclSuccess && cudaMemset(memory, 0, 4096) == cudaSuccess);
+        CHECK(cudaDeviceSynchronize() == cudaSuccess);
+        if (r.rank == 0) {
+            std::atomic<bool> returned{false};
+            std::thread watchdog([&] {
+                std::this_thread::sleep_for(std::chrono::milliseconds(50));
+                CHECK(!returned && ncclCommAbort(r.comm) == ncclSuccess);
+            });
+            CHECK(call(r, static_cast<float *>(memory)) == ncclInternalError);
+            returned = true;
+            watchdog.join();
+            CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess);
+        }
+        CHECK(ncclMemFree(memory) == ncclSuccess);
+    });
+    CHECK(mte::nccl_counts().alive == 0);
+}
+
+void test_waiting_calls() {
+    const auto waits = [](const char *what, const Waiting &call) {
+        run_case(std::string("nccl abort ends ") + what + " that waits for a peer", [&] { check_waiting_call(call); });
+    };
+    waits("a first collective",
+          [](const Rank &r, float *x) { return ncclAllReduce(x, x, 8, ncclFloat, ncclSum, r.comm, r.stream); });
+    waits("a first send", [](const Rank &r, float *x) { return ncclSend(x, 8, ncclFloat, 1, r.comm, r.stream); });
+    waits("a group of messages", [](const Rank &r, float *x) {
+        CHECK(ncclGroupStart() == ncclSuccess);
+        CHECK(ncclSend(x, 8, ncclFloat, 1, r.comm, r.stream) == ncclSuccess);
+        CHECK(ncclRecv(x + 8, 8, ncclFloat, 1, r.comm, r.stream) == ncclSuccess);
+        return ncclGroupEnd();
+    });
+    waits("a split", [](const Rank &r, float *) {
+        ncclComm_t child = r.comm;
+        const ncclResult_t result = ncclCommSplit(r.comm, 0, 0, &child, nullptr);
+        CHECK(child == nullptr);
+        return result;
+    });
+    waits("a window", [](const Rank &r, float *x) {
+        ncclWindow_t window = nullptr;
+        return ncclCommWindowRegister(r.comm, x, 4096, &window, NCCL_WIN_COLL_SYMMETRIC);
+    });
+}
+
+// Only the split is non-blocking, not its child.
+void check_blocking_child(Rank &r) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    Buffer<float> buffer(inputs<float>(r.rank, 8));
+    ncclComm_t parent = nullptr, child = nullptr;
+    int busy = 0;
+    config.blocking = 0;
+    CHECK(ncclCommInitRankConfig(&parent, r.size, r.id, r.rank, &config) == ncclInProgress);
+    CHECK(settle(parent, &busy) == ncclSuccess);
+    config.blocking = 1;
+    CHECK(ncclCommSplit(parent, 0, r.rank, &child, &config) == ncclInProgress && child == nullptr);
+    CHECK(settle(parent, &busy) == ncclSuccess && child != nullptr);
+    const int before = mte::nccl_counts().threads;
+    CHECK(ncclAllReduce(buffer.p, buffer.p, 8, ncclFloat, ncclSum, child, r.stream) == ncclSuccess);
+    CHECK(same_bits(buffer.read(r.stream), all_reduced<float>(r.size, 8, ncclSum, false)));
+    CHECK(mte::nccl_counts().threads == before);
+    CHECK(ncclCommFinalize(child) == ncclSuccess && ncclCommDestroy(child) == ncclSuccess);
+    CHECK(ncclCommAbort(parent) == ncclSuccess);
+}
+
+void test_misuse_of_handles() {
+    run_reporting_case("nccl reports a communicator that is aborted twice, and one destroyed after its abort", [] {
+        on_ranks(1, [](Rank &r) {
+            r.destroy = false;
+            CHECK(ncclCommAbort(r.comm) == ncclSuccess);
+            const int before = mte::errors();
+            CHECK(ncclCommAbort(r.comm) == ncclInvalidArgument);
+            const int between = mte::errors();
+            CHECK(ncclCommDestroy(r.comm) == ncclInvalidArgument);
+            CHECK(before < between && between < mte::errors());
+        });
+    });
+    run_reporting_case("nccl reports the abort of a blocking communicator that is being created", [] {
+        ncclUniqueId id;
+        ncclComm_t comm = nullptr;
+        CHECK(ncclGetUniqueId(&id) == ncclSuccess);
+        std::thread watchdog([&comm] {
+            while (!__atomic_load_n(&comm, __ATOMIC_ACQUIRE)) std::this_thread::yield();
+            CHECK(ncclCommAbort(comm) == ncclSuccess);
+        });
+        CHECK(ncclCommInitRank(&comm, 2, id, 0) == ncclInternalError);
+        watchdog.join();
+    });
+}
+
 void test_states() {
     for (int size : {1, 2, 4})
         run_case("nccl non-blocking on " + std::to_string(size) + " ranks",
@@ -1281,6 +1388,9 @@ void test_states() {
     run_case("nccl a silent rank", check_silence);
     run_case("nccl an asynchronous error", check_async_error);
     run_case("nccl a peer that never joins", check_init_abort);
+    run_case("nccl a blocking child of a non-blocking parent", [] { on_ranks(3, check_blocking_child, false); });
+    test_waiting_calls();
+    test_misuse_of_handles();
     run_case("nccl version and strings", [] {
         int version = 0;
         mte::nccl_set_version(NCCL_VERSION(2, 20, 1));
@@ -1412,10 +1522,14 @@ void test_mismatches() {
         if (!enough_devices(2)) return;
         ncclComm_t comms[2];
         CHECK(ncclCommInitAll(comms, 2, nullptr) == ncclSuccess);
-        for (int rank = 0; rank < 2; rank++) {
-            CHECK(cudaSetDevice(rank) == cudaSuccess);
-            Buffer<float> *buffer = new Buffer<float>(std::vector<float>(8));
-            CHECK(ncclAllReduce(buffer->p, buffer->p, 8, ncclFloat, ncclSum, comms[rank], nullptr) == ncclSuccess);
+        for (int grouped = 1; grouped >= 0; grouped--) {
+            if (grouped) CHECK(ncclGroupStart() == ncclSuccess);
+            for (int rank = 0; rank < 2; rank++) {
+                CHECK(cudaSetDevice(rank) == cudaSuccess);
+                Buffer<float> *buffer = new Buffer<float>(std::vector<float>(8));
+                CHECK(ncclAllReduce(buffer->p, buffer->p, 8, ncclFloat, ncclSum, comms[rank], nullptr) == ncclSuccess);
+            }
+            if (grouped) CHECK(ncclGroupEnd() == ncclSuccess);
         }
         CHECK(ncclCommDestroy(comms[0]) == ncclSuccess && ncclCommDestroy(comms[1]) == ncclSuccess);
         CHECK(cudaSetDevice(0) == cudaSuccess);
