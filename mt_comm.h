@@ -314,6 +314,10 @@ MT_API int mt_comm_local_rank(const mt_comm *comm);
    that waits for the stream (such as mt_context_synchronize), at most timeout_s after this call has begun to wait. NCCL
    does not compare the calls of ranks: when they differ, the call times out or its result is undefined.
 
+   The library's own NCCL communicators are blocking, so NCCL starts no thread for a collective. A call may wait for
+   peers inside NCCL, for example while NCCL connects the ranks in the first calls. A context with such communicators
+   has one thread, the watchdog, which aborts a call that lasts longer than timeout_s. Otherwise it sleeps.
+
    After MT_ERR_TIMEOUT or MT_ERR_PEER, destroy the communicator and all other communicators of the context that had
    work in the stream: every other call on them fails. The library aborts the NCCL communicators that it made. It never
    aborts or destroys the caller's ncclComm_t: call ncclCommAbort after mt_comm_destroy and before mt_context_destroy.
@@ -342,15 +346,17 @@ typedef struct mt_nccl_id {
 MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out);
 
 /* Creates a communicator from the caller's ncclComm_t, which must be for the GPU of ctx. The ncclComm_t stays the
-   caller's and must outlive *out. It may be blocking or non-blocking. With a blocking ncclComm_t, the first calls wait
-   without a timeout while NCCL connects to the peers. timeout_s <= 0: MT_TIMEOUT_DEFAULT. Errors: as
-   mt_comm_create_nccl_id. */
+   caller's and must outlive *out. It may be blocking or non-blocking. With a blocking ncclComm_t, the first calls and
+   mt_comm_split wait without a timeout while NCCL connects to the peers. With a non-blocking one NCCL starts a thread
+   for each collective. Groups that are split from *out are the library's own. timeout_s <= 0: MT_TIMEOUT_DEFAULT.
+   Errors: as mt_comm_create_nccl_id. */
 MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out);
 
 /* Creates a communicator of `ranks` threads or processes from an id, as ncclCommInitRank does. Collective: each rank
    waits for all others. Call mt_nccl_unique_id on one rank and send the id to the others. Or set NCCL_COMM_ID=host:port
    in the environment and call mt_nccl_unique_id on every rank: all get the same id. A group of one makes no NCCL
-   communicator. timeout_s <= 0: MT_TIMEOUT_DEFAULT.
+   communicator; a larger one makes two, of which the first only serves to create the second and its splits.
+   timeout_s <= 0: MT_TIMEOUT_DEFAULT.
    Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (NCCL is not built), MT_ERR_MEMORY, MT_ERR_TIMEOUT, MT_ERR_PEER,
    MT_ERR_SYSTEM (CUDA or NCCL failed). */
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out);
@@ -799,6 +805,7 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
 #error "MT_USE_NCCL: NCCL works between GPUs; compile the implementation of megatron.h with nvcc, as a .cu file"
 #endif
 #include <nccl.h>
+#include <signal.h>
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 19, 0)
 #error "MT_USE_NCCL needs NCCL 2.19 or later"
 #endif
@@ -887,6 +894,7 @@ struct mt_context {
     struct CUstream_st *second_stream, *third_stream;
     struct CUevent_st *events[MTI_EVENTS]; /* one per ticket; the last one is for mti_cuda_fork */
     unsigned pending;                      /* bit mask of tickets that the compute stream has not waited for */
+    int overlapped;                        /* 1: mti_cuda_fork has been called */
     uint64_t reached;                      /* bit mask of other GPUs whose memory this GPU can read */
     struct CUstream_st *stream; /* where calls put their work: compute_stream, or another one after mti_cuda_fork */
     int arena_symmetric;
@@ -950,13 +958,17 @@ typedef struct mti_group {
 
 struct mti_rank;
 
+struct mti_watchdog;
+
 typedef struct mti_nccl {
-    struct ncclComm *handle;    /* NULL: aborted */
-    mt_context *home;           /* the context that the communicator belongs to; NULL: the context is destroyed */
-    mt_comm *next;              /* in the list mt_context.nccl */
-    struct CUstream_st *stream; /* the stream of the last call */
-    mti_call last;              /* the last call, for messages */
-    uint64_t number;            /* mt_context.nccl_calls at the last call */
+    struct ncclComm *handle; /* carries the collectives; blocking if owned. NULL: aborted */
+    struct ncclComm *opener; /* the same ranks, non-blocking, only for splits; NULL: splits are made from handle */
+    struct mti_watchdog *watchdog; /* bounds the calls on handle; NULL: the handle is the caller's */
+    mt_context *home;              /* the context that the communicator belongs to; NULL: the context is destroyed */
+    mt_comm *next;                 /* in the list mt_context.nccl */
+    struct CUstream_st *stream;    /* the stream of the last call */
+    mti_call last;                 /* the last call, for messages */
+    uint64_t number;               /* mt_context.nccl_calls at the last call */
     double timeout;
     int ordinal, owned;
     int busy;         /* 1: the communicator may have work in the stream */
@@ -1695,10 +1707,21 @@ static void mti_cuda_forget(mt_context *ctx, const void *ptr) {
     mti_nccl_forget(ctx, NULL, ptr);
 }
 
+/* The first overlap of a context looks at an environment variable that Megatron-LM's launch scripts set. */
+static void mti_cuda_warn_of_one_queue(mt_context *ctx) {
+    const char *queues = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    if (!ctx->overlapped && queues && strcmp(queues, "1") == 0)
+        mt_log(ctx, MT_LOG_WARNING,
+               "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share one queue of the GPU, so a collective can hold up "
+               "the computation that it should overlap with; unset the variable");
+    ctx->overlapped = 1;
+}
+
 /* Calls until mti_cuda_fork_end put their work into stream `side`, which first waits for the work that the compute
    stream has now. */
 static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
     struct CUevent_st *now = ctx->events[MTI_EVENTS - 1];
+    mti_cuda_warn_of_one_queue(ctx);
     MT_TRY(mt_cuda_enter(ctx));
     MT_CUDA_TRY(ctx, cudaEventRecord(now, ctx->compute_stream));
     MT_CUDA_TRY(ctx, cudaStreamWaitEvent(side, now, 0));
@@ -3550,7 +3573,19 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
 /* A call puts its work into the context's current stream. The communicator is then busy until mt_cuda_wait_peers has
    seen this stream empty. Before the host waits for a stream, it calls mt_cuda_wait_peers, which polls the stream and
    the busy communicators until the timeout. So the host never waits for other ranks without a timeout, except inside a
-   blocking ncclComm_t of the caller. Calls take their scratch memory from the arena. */
+   blocking ncclComm_t of the caller. Calls take their scratch memory from the arena.
+
+   NCCL starts a thread for each group of calls on a non-blocking communicator, and none on a blocking one. So the
+   communicators that carry collectives are blocking. NCCL documents an abort during the creation of a communicator only
+   where the call is non-blocking. A split is non-blocking when its parent is, and its child may still be blocking. So
+   mt_comm_create_nccl_id creates a non-blocking communicator, the opener, which carries no collective, and splits the
+   blocking one from it. Later splits also use the opener. A blocking call may wait for peers inside NCCL: while NCCL
+   connects the ranks in the first calls, when the queue of NCCL's work is full, when memory is registered, and when a
+   group without an opener is split. A thread, the watchdog, aborts the communicator when such a call lasts longer than
+   the timeout. The call then returns with an error.
+
+   ncclConfig_t.splitShare stays 0. Communicators that share resources would run their collectives one after another,
+   and the abort of one may make all of them unusable. */
 
 #if MTI_NCCL
 #define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* most bytes of the arena that a reduction in the tree takes */
@@ -3577,6 +3612,131 @@ static ncclDataType_t mti_nccl_type(mt_dtype dtype) {
     return ncclUint8;
 }
 
+/* -- the watchdog -- */
+
+/* Owned by the communicators of one context, all of which belong to one thread: at most one call is inside NCCL. The
+   watchdog looks at it once per tick. It sleeps without a tick when it has seen no call for the time of one, so that
+   most calls do not wake it. */
+typedef struct mti_watchdog {
+    pthread_mutex_t mutex;
+    pthread_cond_t cond;
+    pthread_t thread;
+    int ordinal, users; /* users: communicators that have this watchdog */
+    int ends;
+    mt_comm *inside;    /* the communicator of the call that is inside NCCL; NULL: none */
+    mti_stopwatch call; /* the time of the last call */
+    uint64_t calls;     /* number of calls so far */
+    double wakes;       /* when the thread looks next, by mti_now */
+    double late;        /* seconds after which the thread has aborted the last call; 0: it has not */
+} mti_watchdog;
+
+#define MTI_WATCHDOG_SLEEP 3600.0 /* seconds; a call wakes the watchdog earlier */
+
+static void *mti_watchdog_run(void *argument) {
+    mti_watchdog *w = (mti_watchdog *)argument;
+    uint64_t seen = 0;
+    struct timespec wake;
+    cudaSetDevice(w->ordinal);
+    pthread_mutex_lock(&w->mutex);
+    while (!w->ends) {
+        double rest = w->calls != seen ? w->call.tick : MTI_WATCHDOG_SLEEP;
+        double waited = w->inside ? mti_waited(&w->call) : 0,
+               left = w->inside ? w->inside->nccl.timeout - waited : rest;
+        if (left < 0) {
+            ncclCommAbort(w->inside->nccl.handle); /* the caller of the aborted call waits for the mutex */
+            w->inside->nccl.handle = NULL;
+            w->inside = NULL;
+            w->late = waited;
+        } else if (w->inside) rest = left < w->call.tick ? left : w->call.tick;
+        seen = w->calls;
+        w->wakes = mti_now() + rest;
+        wake = mti_timespec(w->wakes);
+        pthread_cond_timedwait(&w->cond, &w->mutex, &wake);
+    }
+    pthread_mutex_unlock(&w->mutex);
+    return NULL;
+}
+
+/* Starts the thread with all signals blocked: those of the program are for its own threads. */
+static int mti_watchdog_start(mti_watchdog *w) {
+    sigset_t all, before;
+    int error;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    error = pthread_create(&w->thread, NULL, mti_watchdog_run, w);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+static mti_watchdog *mti_watchdog_new(int ordinal) {
+    mti_watchdog *w = (mti_watchdog *)calloc(1, sizeof *w);
+    if (!w) return NULL;
+    w->ordinal = ordinal;
+    if (pthread_mutex_init(&w->mutex, NULL) == 0) {
+        if (mti_cond_init(&w->cond) == 0) {
+            if (mti_watchdog_start(w) == 0) return w;
+            pthread_cond_destroy(&w->cond);
+        }
+        pthread_mutex_destroy(&w->mutex);
+    }
+    free(w);
+    return NULL;
+}
+
+/* Gives comm the watchdog of the context, which the first communicator starts. */
+static mt_status mti_watchdog_join(mt_context *ctx, mt_comm *comm) {
+    mt_comm *other = ctx->nccl;
+    while (other && !other->nccl.watchdog) other = other->nccl.next;
+    comm->nccl.watchdog = other ? other->nccl.watchdog : mti_watchdog_new(ctx->ordinal);
+    if (!comm->nccl.watchdog)
+        return mt_fail(ctx, MT_ERR_SYSTEM, "no thread that watches the calls on \"%s\"", comm->name);
+    comm->nccl.watchdog->users++;
+    return MT_SUCCESS;
+}
+
+/* The last communicator ends the thread. */
+static void mti_watchdog_leave(mt_comm *comm) {
+    mti_watchdog *w = comm->nccl.watchdog;
+    comm->nccl.watchdog = NULL;
+    if (!w || --w->users > 0) return;
+    pthread_mutex_lock(&w->mutex);
+    w->ends = 1;
+    pthread_mutex_unlock(&w->mutex);
+    pthread_cond_signal(&w->cond);
+    pthread_join(w->thread, NULL);
+    pthread_cond_destroy(&w->cond);
+    pthread_mutex_destroy(&w->mutex);
+    free(w);
+}
+
+/* Begins one call, or one group of calls, of NCCL on the handle of comm. mti_nccl_settle ends it. */
+static void mti_nccl_enter(mt_comm *comm) {
+    mti_watchdog *w = comm->nccl.watchdog;
+    int sleeps;
+    if (!w) return;
+    pthread_mutex_lock(&w->mutex);
+    w->inside = comm;
+    w->late = 0;
+    w->calls++;
+    w->call = mti_stopwatch_start(comm->nccl.timeout);
+    sleeps = w->wakes > w->call.looked + w->call.tick;
+    pthread_mutex_unlock(&w->mutex);
+    if (sleeps) pthread_cond_signal(&w->cond);
+}
+
+/* Ends what mti_nccl_enter has begun. Returns the seconds after which the watchdog aborted the call; 0: it did not. */
+static double mti_nccl_exit(mt_comm *comm) {
+    mti_watchdog *w = comm->nccl.watchdog;
+    double late;
+    if (!w) return 0;
+    pthread_mutex_lock(&w->mutex);
+    w->inside = NULL;
+    late = w->late;
+    w->late = 0;
+    pthread_mutex_unlock(&w->mutex);
+    return late;
+}
+
 /* -- errors -- */
 
 /* Writes the last call: all_reduce(count 4, f32, sum) on "tensor" (2 ranks). */
@@ -3588,13 +3748,14 @@ static void mti_nccl_say(mti_text *text, const mt_comm *comm) {
     mti_say(text, " on \"%s\" (%d ranks)", comm->name, comm->size);
 }
 
-/* Marks comm as broken: then only mt_comm_destroy works. Aborts the NCCL communicator if the library has created it,
-   which ends its kernels in the stream. */
+/* Marks comm as broken: then only mt_comm_destroy works. Aborts the NCCL communicators if the library has created them,
+   which ends their kernels in the stream. */
 static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     comm->nccl.broken = status;
-    if (comm->nccl.owned && comm->nccl.handle) {
-        ncclCommAbort(comm->nccl.handle);
-        comm->nccl.handle = NULL;
+    if (comm->nccl.owned) {
+        if (comm->nccl.handle) ncclCommAbort(comm->nccl.handle);
+        if (comm->nccl.opener) ncclCommAbort(comm->nccl.opener);
+        comm->nccl.handle = comm->nccl.opener = NULL;
     }
     return mti_refuse(ctx, comm, status, "%s", text->data);
 }
@@ -3644,28 +3805,42 @@ static mt_status mti_nccl_late(mt_context *ctx, double waited) {
     return MT_ERR_TIMEOUT;
 }
 
+/* Reports a timeout of a call. */
+static mt_status mti_nccl_call_late(mt_context *ctx, mt_comm *comm, double waited) {
+    mti_text text;
+    text.used = 0;
+    mti_nccl_say(&text, comm);
+    mti_say(&text, ": rank %d waited %.2f s for peers", comm->rank, waited);
+    return mti_nccl_give_up(ctx, comm, MT_ERR_TIMEOUT, &text);
+}
+
 /* -- waiting -- */
 
-/* Waits until a call on a non-blocking NCCL communicator no longer returns ncclInProgress, at most for the timeout. */
-static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t result) {
+/* Waits until a call on `handle`, which is one of the two of comm, no longer returns ncclInProgress, at most for the
+   timeout. result: what the call has returned */
+static mt_status mti_nccl_poll(mt_context *ctx, mt_comm *comm, struct ncclComm *handle, ncclResult_t result) {
     mti_stopwatch watch = mti_stopwatch_start(comm->nccl.timeout);
     double waited;
-    mti_text text;
     while (result == ncclInProgress) {
-        ncclResult_t asked = ncclCommGetAsyncError(comm->nccl.handle, &result);
+        ncclResult_t asked = ncclCommGetAsyncError(handle, &result);
         if (asked != ncclSuccess) result = asked;
         if (result != ncclInProgress) break;
         waited = mti_waited(&watch);
-        if (waited > comm->nccl.timeout) {
-            text.used = 0;
-            mti_nccl_say(&text, comm);
-            mti_say(&text, ": rank %d waited %.2f s for peers", comm->rank, waited);
-            return mti_nccl_give_up(ctx, comm, MT_ERR_TIMEOUT, &text);
-        }
+        if (waited > comm->nccl.timeout) return mti_nccl_call_late(ctx, comm, waited);
         mti_rest(waited, 1e-3);
     }
     return result == ncclSuccess ? MT_SUCCESS : mti_nccl_fail(ctx, comm, result);
 }
+
+/* Ends a call that mti_nccl_enter has begun. Waits for it when the handle is non-blocking, as a caller's ncclComm_t may
+   be, and as all are with NCCL_COMM_BLOCKING=0 in the environment. */
+static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t result) {
+    double late = mti_nccl_exit(comm);
+    return late > 0 ? mti_nccl_call_late(ctx, comm, late) : mti_nccl_poll(ctx, comm, comm->nccl.handle, result);
+}
+
+/* Runs an expression that calls NCCL on the handle of comm. */
+#define MTI_NCCL_RUN(ctx, comm, call) (mti_nccl_enter(comm), mti_nccl_settle(ctx, comm, call))
 
 /* Returns an error that NCCL has found in a busy communicator after the call. */
 static mt_status mti_nccl_ask(mt_context *ctx) {
@@ -3743,12 +3918,11 @@ static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, s
     ncclGetVersion(&version);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
     if (version >= NCCL_VERSION(2, 27, 0)) {
-        ncclResult_t result =
-            ncclCommWindowRegister(comm->nccl.handle, memory, bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC);
-        return mti_nccl_settle(ctx, comm, result);
+        return MTI_NCCL_RUN(
+            ctx, comm, ncclCommWindowRegister(comm->nccl.handle, memory, bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC));
     }
 #endif
-    return mti_nccl_settle(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, bytes, &w->buffer));
+    return MTI_NCCL_RUN(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, bytes, &w->buffer));
 }
 
 /* Deregisters memory, and waits until this is done. After an error the communicator is broken. Both handles are NULL
@@ -3756,6 +3930,7 @@ static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, s
 static void mti_window_end(mt_context *ctx, mti_window *w) {
     struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle; /* an abort deregisters */
     ncclResult_t result = ncclSuccess;
+    mti_nccl_enter(w->comm);
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
     if (handle && w->window) result = ncclCommWindowDeregister(handle, w->window);
 #endif
@@ -3790,10 +3965,8 @@ static mt_comm *mti_nccl_new(mt_context *ctx, int rank, int size, const char *na
     return comm;
 }
 
-/* Finishes the creation of a communicator that has a handle: waits for NCCL, and adds comm to the context's list.
-   Destroys comm after an error. */
-static mt_status mti_nccl_begin(mt_context *ctx, mt_comm *comm, ncclResult_t result, mt_comm **out) {
-    mt_status status = mti_nccl_settle(ctx, comm, result);
+/* Finishes the creation of a communicator: adds comm to the context's list. Destroys comm if status is an error. */
+static mt_status mti_nccl_begin(mt_context *ctx, mt_comm *comm, mt_status status, mt_comm **out) {
     comm->nccl.home = ctx;
     comm->nccl.next = ctx->nccl;
     ctx->nccl = comm;
@@ -3816,8 +3989,11 @@ static void mti_nccl_destroy(mt_comm *comm) {
         mti_nccl_forget(n->home, comm, NULL);
         mti_nccl_unlink(n->home, comm);
     }
-    if (!n->owned || !n->handle) return;
-    if (mti_nccl_settle(NULL, comm, ncclCommFinalize(n->handle)) == MT_SUCCESS) ncclCommDestroy(n->handle);
+    if (n->owned && n->handle && MTI_NCCL_RUN(NULL, comm, ncclCommFinalize(n->handle)) == MT_SUCCESS)
+        ncclCommDestroy(n->handle);
+    if (n->owned && n->opener && mti_nccl_poll(NULL, comm, n->opener, ncclCommFinalize(n->opener)) == MT_SUCCESS)
+        ncclCommDestroy(n->opener);
+    mti_watchdog_leave(comm);
 }
 
 /* Detaches all communicators from a context that is being destroyed. They can still be destroyed afterwards. */
@@ -3831,8 +4007,8 @@ static void mti_nccl_close(mt_context *ctx) {
 
 /* -- collectives -- */
 
-/* Returns 1 when a call inside an NCCL group has not failed. On a non-blocking communicator the call returns
-   ncclInProgress, and so does ncclGroupEnd. */
+/* Returns 1 when a call inside an NCCL group has not failed. On a non-blocking communicator of the caller the call
+   returns ncclInProgress, and so does ncclGroupEnd. */
 static int mti_nccl_goes_on(ncclResult_t result) { return result == ncclSuccess || result == ncclInProgress; }
 
 static ncclResult_t mti_nccl_pair(mt_context *ctx, mt_comm *comm, const mti_call *call) {
@@ -3921,14 +4097,14 @@ static mt_status mti_nccl_join(mt_context *ctx, mt_comm *comm, const mti_call *c
                                char *scratch) {
     mti_cuda_buffers b;
     int r;
-    MT_TRY(mti_nccl_settle(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, scratch)));
+    MT_TRY(MTI_NCCL_RUN(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, scratch)));
     b.ranks = comm->size;
     b.writers = 1;
     for (r = 0; r < comm->size; r++) b.send[r] = scratch + p->n * p->element * (size_t)r;
     b.send[comm->rank] = p->from + p->stride * p->element * (size_t)comm->rank;
     b.recv[0] = p->own;
     MT_TRY(mti_cuda_reduce_buffers(ctx, &b, mti_piece_size(p, comm->rank), call));
-    return p->to ? mti_nccl_settle(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, NULL)) : MT_SUCCESS;
+    return p->to ? MTI_NCCL_RUN(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, NULL)) : MT_SUCCESS;
 }
 
 /* Runs the call in chunks. In each chunk, every rank gets a piece of at most `most` elements. */
@@ -3969,7 +4145,7 @@ static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm) {
     status = mt_cuda_zero(ctx, one, sizeof(int32_t));
     if (status == MT_SUCCESS)
         status =
-            mti_nccl_settle(ctx, comm, ncclAllReduce(one, one, 1, ncclInt32, ncclSum, comm->nccl.handle, ctx->stream));
+            MTI_NCCL_RUN(ctx, comm, ncclAllReduce(one, one, 1, ncclInt32, ncclSum, comm->nccl.handle, ctx->stream));
     if (status == MT_SUCCESS) status = mti_cuda_synchronize(ctx);
     mt_arena_release(ctx, mark);
     return status;
@@ -3991,7 +4167,7 @@ static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *c
     comm->nccl.busy = 1;
     if (call->kind == MT_BARRIER) return mti_nccl_barrier(ctx, comm);
     if (mti_nccl_is_ordered(ctx, call)) return mti_nccl_reduce(ctx, comm, call);
-    return mti_nccl_settle(ctx, comm, mti_nccl_issue(ctx, comm, call));
+    return MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, call));
 }
 
 /* -- splitting -- */
@@ -4029,28 +4205,33 @@ static int mti_nccl_place(const int32_t *pairs, int ranks, int r, int *rank) {
     return size;
 }
 
-/* ncclCommSplit creates the groups of two or more ranks. If there is such a group, all ranks of comm must call it. The
-   handle of the child is valid only when the call on the parent has completed. */
+/* Splits the blocking handle of child, or nothing if child is NULL, from comm. Waits until both are ready. The handle
+   of the child is valid only when the call on the parent has completed. */
+static mt_status mti_nccl_carve(mt_context *ctx, mt_comm *comm, int color, int rank, mt_comm *child) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    struct ncclComm *opener = comm->nccl.opener, *none = NULL, **handle = child ? &child->nccl.handle : &none;
+    int taken = child ? color : NCCL_SPLIT_NOCOLOR;
+    config.blocking = 1;
+    if (opener) MT_TRY(mti_nccl_poll(ctx, comm, opener, ncclCommSplit(opener, taken, rank, handle, &config)));
+    else MT_TRY(MTI_NCCL_RUN(ctx, comm, ncclCommSplit(comm->nccl.handle, taken, rank, handle, &config)));
+    return child ? mti_nccl_poll(ctx, child, *handle, ncclInProgress) : MT_SUCCESS;
+}
+
+/* mti_nccl_carve creates the groups of two or more ranks. If there is such a group, all ranks of comm must call it. */
 static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, const int32_t *pairs, const char *name,
                                  mt_comm **out) {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    struct ncclComm *none = NULL;
     mt_comm *child = NULL;
-    mt_status status;
+    mt_status status = MT_SUCCESS;
     int rank, ignored, r = 0, size = mti_nccl_place(pairs, comm->size, comm->rank, &rank);
     while (r < comm->size && mti_nccl_place(pairs, comm->size, r, &ignored) < 2) r++;
     if (size == 1) *out = mti_comm_new(&mti_alone, 0, 1, name);
     if (r == comm->size) return MT_SUCCESS;
     if (size > 1) child = mti_nccl_new(ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
     if (size > 1 && !child) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
-    config.blocking = 0;
+    if (child) status = mti_watchdog_join(ctx, child);
     comm->nccl.last.kind = MTI_SPLIT;
-    status = mti_nccl_settle(ctx, comm,
-                             ncclCommSplit(comm->nccl.handle, child ? color : NCCL_SPLIT_NOCOLOR, rank,
-                                           child ? &child->nccl.handle : &none, &config));
-    if (status == MT_SUCCESS && child) return mti_nccl_begin(ctx, child, ncclInProgress, out);
-    if (child) mti_comm_free(child);
-    return status;
+    if (status == MT_SUCCESS) status = mti_nccl_carve(ctx, comm, color, rank, child);
+    return child ? mti_nccl_begin(ctx, child, status, out) : status;
 }
 
 /* Gathers the colors and keys of all ranks, and then creates the groups. */
@@ -4101,8 +4282,8 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
                                         mt_comm **out) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     ncclUniqueId unique;
-    ncclResult_t result;
     mt_comm *comm;
+    mt_status status;
     if (out) *out = NULL;
     MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl_id", id, out));
     if (ranks < 1 || rank < 0 || rank >= ranks)
@@ -4112,8 +4293,13 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
     if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
     memcpy(unique.internal, id->bytes, sizeof id->bytes);
     config.blocking = 0;
-    result = ncclCommInitRankConfig(&comm->nccl.handle, ranks, unique, rank, &config);
-    return mti_nccl_begin(ctx, comm, result, out);
+    status = mti_watchdog_join(ctx, comm);
+    if (status == MT_SUCCESS) {
+        ncclResult_t result = ncclCommInitRankConfig(&comm->nccl.opener, ranks, unique, rank, &config);
+        status = mti_nccl_poll(ctx, comm, comm->nccl.opener, result);
+    }
+    if (status == MT_SUCCESS) status = mti_nccl_carve(ctx, comm, 0, rank, comm);
+    return mti_nccl_begin(ctx, comm, status, out);
 }
 
 MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out) {
@@ -4137,7 +4323,7 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
     if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl: no memory for the communicator");
     comm->nccl.handle = nccl;
     comm->nccl.owned = 0;
-    return mti_nccl_begin(ctx, comm, ncclSuccess, out);
+    return mti_nccl_begin(ctx, comm, MT_SUCCESS, out);
 }
 #else /* not built */
 #if MT_HAS_CUDA

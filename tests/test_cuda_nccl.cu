@@ -37,11 +37,14 @@ typedef enum way {
     ON_CPU,     /* threads on a CPU: the reference */
     FOR_DEVICE, /* created by mt_comm_create_for */
     FROM_ID,
-    FROM_CALLER, /* the program's own ncclComm_t */
+    FROM_CALLER,      /* the program's own ncclComm_t */
+    FROM_NONBLOCKING, /* as FROM_CALLER, non-blocking */
     WAYS
 } way;
 static const char *const way_names[] = {"on the CPU", "mt_comm_create_for", "from an id",
-                                        "from the caller's communicator"};
+                                        "from the caller's communicator",
+                                        "from the caller's non-blocking communicator"};
+static int is_callers(way how) { return how == FROM_CALLER || how == FROM_NONBLOCKING; }
 
 typedef struct job job;
 struct job {
@@ -60,7 +63,7 @@ struct job {
 static mt_status job_comm(job *j, mt_context *ctx, mt_comm *world, mt_comm **out) {
     int rank = mt_comm_rank(world);
     if (j->how == FROM_ID) return mt_comm_create_nccl_id(ctx, &j->id, j->ranks, rank, j->timeout, out);
-    if (j->how == FROM_CALLER) return mt_comm_create_nccl(ctx, j->callers[rank], j->timeout, out);
+    if (is_callers(j->how)) return mt_comm_create_nccl(ctx, j->callers[rank], j->timeout, out);
     return mt_comm_create_for(ctx, world, out);
 }
 
@@ -79,7 +82,7 @@ static mt_status job_rank(mt_comm *world, void *user) {
     if (status == MT_SUCCESS) status = j->body(j, ctx, comm);
     mt_comm_destroy(comm);
     /* aborted after mt_comm_destroy and before mt_context_destroy, as the header requires */
-    if (j->how == FROM_CALLER && status != MT_SUCCESS) {
+    if (is_callers(j->how) && status != MT_SUCCESS) {
         ncclCommAbort(j->callers[mt_comm_rank(world)]);
         j->callers[mt_comm_rank(world)] = NULL;
     }
@@ -87,15 +90,45 @@ static mt_status job_rank(mt_comm *world, void *user) {
     return status;
 }
 
+static int helper_threads(void) {
+#if defined(MT_CUDA_ENGINE)
+    return mte::nccl_counts().threads;
+#else
+    return 0;
+#endif
+}
+
+static void make_callers(job *j) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclResult_t state;
+    ncclUniqueId id;
+    if (j->how == FROM_CALLER) assert_int_equal(ncclCommInitAll(j->callers, j->ranks, NULL), ncclSuccess);
+    if (j->how != FROM_NONBLOCKING) return;
+    config.blocking = 0;
+    assert_int_equal(ncclGetUniqueId(&id), ncclSuccess);
+    ncclGroupStart();
+    for (int r = 0; r < j->ranks; r++) {
+        assert_int_equal(cudaSetDevice(r), cudaSuccess);
+        ncclCommInitRankConfig(&j->callers[r], j->ranks, id, r, &config);
+    }
+    assert_int_equal(ncclGroupEnd(), ncclInProgress);
+    for (int r = 0; r < j->ranks; r++) {
+        while (ncclCommGetAsyncError(j->callers[r], &state) == ncclSuccess && state == ncclInProgress) continue;
+        assert_int_equal(state, ncclSuccess);
+    }
+    assert_int_equal(cudaSetDevice(0), cudaSuccess);
+}
+
 static mt_status job_launch(job *j, int say) {
     mt_launch_desc d;
     mt_context *ctx;
     mt_context_desc where;
     mt_status status;
+    int before = helper_threads();
     memset(&d, 0, sizeof d);
     memset(&where, 0, sizeof where);
     if (j->timeout <= 0) j->timeout = 60;
-    if ((j->how == FROM_ID || j->how == FROM_CALLER) && j->ranks > mt_device_count(MT_DEVICE_CUDA)) {
+    if ((j->how == FROM_ID || is_callers(j->how)) && j->ranks > mt_device_count(MT_DEVICE_CUDA)) {
         printf("      %d ranks share %d GPUs, which NCCL refuses: not %s\n", j->ranks, mt_device_count(MT_DEVICE_CUDA),
                way_names[j->how]);
         j->how = FOR_DEVICE;
@@ -111,9 +144,10 @@ static mt_status job_launch(job *j, int say) {
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_nccl_unique_id(ctx, &j->id));
         mt_context_destroy(ctx);
     }
-    if (j->how == FROM_CALLER) assert_int_equal(ncclCommInitAll(j->callers, j->ranks, NULL), ncclSuccess);
+    make_callers(j);
     status = mt_launch(&d, job_rank, j);
-    for (int r = 0; j->how == FROM_CALLER && r < j->ranks; r++)
+    if (j->how != FROM_NONBLOCKING) assert_int_equal(helper_threads(), before); /* NCCL starts none per call */
+    for (int r = 0; is_callers(j->how) && r < j->ranks; r++)
         if (j->callers[r]) assert_int_equal(ncclCommDestroy(j->callers[r]), ncclSuccess);
     return status;
 }
@@ -481,6 +515,36 @@ static void test_split(void **state) {
         }
 }
 
+/* The ranks of a group in reverse order, split by their parity. */
+static mt_status split_a_split(job *j, mt_context *ctx, mt_comm *comm) {
+    int rank = mt_comm_rank(comm), sum = 0;
+    mt_comm *back = NULL, *half = NULL;
+    mt_tensor x;
+    float back_sum = 0;
+    for (int r = rank % 2; r < j->ranks; r += 2) sum += 1 << r;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 1, &x));
+    MT_TRY(mt_comm_split(comm, 0, -rank, &back));
+    CHECK(mt_comm_rank(back) == j->ranks - 1 - rank);
+    MT_TRY(mt_comm_split(back, rank % 2, mt_comm_rank(back), &half));
+    CHECK(mt_comm_rank(half) == (j->ranks - 1 - rank) / 2 && is_on_nccl(half) == (half->size > 1));
+    MT_TRY(mt_fill(ctx, x, (float)(1 << rank)));
+    MT_TRY(mt_all_reduce(ctx, half, x.data, x.data, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_download(ctx, x, &back_sum));
+    CHECK((int)back_sum == sum);
+    mt_comm_destroy(half);
+    mt_comm_destroy(back);
+    return MT_SUCCESS;
+}
+
+static void test_split_of_a_split(void **state) {
+    (void)state;
+    for (int how = FOR_DEVICE; how < WAYS; how++)
+        for (int ranks = 3; ranks <= 4; ranks++) {
+            job j = job_make((way)how, ranks, split_a_split);
+            job_run(&j);
+        }
+}
+
 static mt_status make_grid(job *j, mt_context *ctx, mt_comm *comm) {
     mt_grid_desc shape = {*(const int *)j->result, 0, 0};
     mt_grid grid;
@@ -492,10 +556,10 @@ static mt_status make_grid(job *j, mt_context *ctx, mt_comm *comm) {
     return MT_SUCCESS;
 }
 
-/* World, tensor, data and model group. A group of one rank has no NCCL communicator. */
+/* World, tensor, data and model group. A group of one rank has no NCCL communicator, the world has two. */
 static void test_no_communicator_for_one(void **state) {
     static const int cases[][3] = {
-        {1, 1, 0}, {4, 1, 2}, {4, 2, 4}, {4, 4, 3}}; /* ranks, tensor ranks, communicators per rank */
+        {1, 1, 0}, {4, 1, 3}, {4, 2, 5}, {4, 4, 4}}; /* ranks, tensor ranks, communicators per rank */
     (void)state;
     for (int i = 0; i < 4; i++) {
         job j = job_make(FOR_DEVICE, cases[i][0], make_grid);
@@ -603,6 +667,53 @@ static void test_wait_for_peers(void **state) {
     }
 }
 
+/* ---- one queue for all streams ----------------------------------------------------------------------------------- */
+
+static void count_warning(void *user, mt_log_level level, const char *message) {
+    if (level == MT_LOG_WARNING && strstr(message, "CUDA_DEVICE_MAX_CONNECTIONS is 1")) ++*(int *)user;
+}
+
+typedef struct one_queue {
+    int wanted, warnings[2];
+} one_queue;
+
+static mt_status overlap_twice(job *j, mt_context *ctx, mt_comm *comm) {
+    one_queue *q = (one_queue *)j->result;
+    int *warnings = &q->warnings[mt_comm_rank(comm)];
+    void *p;
+    MT_TRY(mt_arena_alloc(ctx, 64, &p));
+    MT_TRY(mt_cuda_zero(ctx, p, 64));
+    ctx->logger.log = count_warning;
+    ctx->logger.user = warnings;
+    MT_TRY(mt_all_reduce(ctx, comm, p, p, 4, MT_F32, MT_SUM));
+    CHECK(*warnings == 0);
+    for (int i = 0; i < 2; i++) {
+        MT_TRY(mt_overlap_begin(ctx, comm, MT_STREAM_SECOND));
+        CHECK(*warnings == q->wanted); /* once, at the first overlap */
+        MT_TRY(mt_overlap_end(ctx, 0, mt_all_reduce(ctx, comm, p, p, 4, MT_F32, MT_SUM)));
+        MT_TRY(mt_overlap_wait(ctx, 0));
+    }
+    CHECK(*warnings == q->wanted);
+    return mt_context_synchronize(ctx);
+}
+
+static void test_warning_of_one_queue(void **state) {
+    static const char *const values[] = {"1", "8", NULL};
+    const char *set = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    char before[16] = "";
+    (void)state;
+    if (set) snprintf(before, sizeof before, "%s", set);
+    for (int i = 0; i < 3; i++) {
+        job j = job_make(FOR_DEVICE, 2, overlap_twice);
+        one_queue q = {i == 0, {0, 0}};
+        j.result = &q;
+        if (values[i]) setenv("CUDA_DEVICE_MAX_CONNECTIONS", values[i], 1);
+        else unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
+        job_run(&j);
+    }
+    if (set) setenv("CUDA_DEVICE_MAX_CONNECTIONS", before, 1);
+}
+
 #if defined(MT_CUDA_ENGINE)
 /* ---- faults ------------------------------------------------------------------------------------------------------ */
 
@@ -614,6 +725,7 @@ typedef struct fault {
     char text[RANKS_MAX][MT_ERROR_BYTES];
     int in_group;  /* 1: on a group of two that was split off; 2: there, then on all ranks; 0: on all ranks */
     int how_waits; /* 0: mt_context_synchronize; 1: reading a result; 2: a barrier; 3: no wait; 4: mt_cuda_wait_peers */
+    int first;     /* 1: no call connects the ranks before the call that fails */
     int absent;    /* this rank makes no call; -1: every rank calls */
     int beside;    /* 1: on the second stream; the rank waits for the call unless how_waits is 3 */
 } fault;
@@ -644,7 +756,7 @@ static mt_status suffer_on(job *j, mt_context *ctx, mt_comm *all, mt_comm *part,
     CHECK(mt_all_reduce(ctx, part, x, x, 4, MT_F32, MT_SUM) == MT_ERR_PEER);
     CHECK(strstr(mt_last_error(ctx), "calls after this communicator failed"));
     if (f->in_group == 2) CHECK(mt_barrier(ctx, all) == MT_ERR_PEER);
-    CHECK(mt_context_synchronize(ctx) == (j->how == FROM_CALLER && f->in_group != 1 ? MT_ERR_TIMEOUT : MT_SUCCESS));
+    CHECK(mt_context_synchronize(ctx) == (is_callers(j->how) && f->in_group != 1 ? MT_ERR_TIMEOUT : MT_SUCCESS));
     return status;
 }
 
@@ -658,9 +770,8 @@ static mt_status suffer(job *j, mt_context *ctx, mt_comm *comm) {
     MT_TRY(mt_cuda_zero(ctx, x, 64));
     if (f->in_group) MT_TRY(mt_comm_split(comm, rank / 2, rank, &pair));
     if (pair) mt_comm_set_name(pair, "pair");
-    MT_TRY(mt_barrier(ctx, comm));
-    if (rank == f->absent) return MT_SUCCESS;
-    status = suffer_on(j, ctx, comm, pair ? pair : comm, x);
+    if (!f->first) MT_TRY(mt_barrier(ctx, comm));
+    status = rank == f->absent ? MT_SUCCESS : suffer_on(j, ctx, comm, pair ? pair : comm, x);
     mt_comm_destroy(pair);
     return status;
 }
@@ -763,6 +874,101 @@ static void test_rank_that_leaves(void **state) {
         assert_int_equal(job_launch(&j, 0), MT_ERR_TIMEOUT);
         expect(&j, &f, 5, "all_reduce(count 4, f32, sum)", "\"world\" (3 ranks)");
         nothing_left();
+    }
+}
+
+/* NCCL waits for peers inside the first calls, while it connects to them. The call of one rank never arrives, or one
+   rank makes none. */
+static void test_first_call_without_a_peer(void **state) {
+    (void)state;
+    for (int how = FOR_DEVICE; how <= FROM_ID; how++)
+        for (int absent = 0; absent < 2; absent++)
+            for (int in_group = 0; in_group < 2; in_group++) {
+                fault f;
+                job j = fault_job((way)how, 4, &f);
+                f.first = 1;
+                f.in_group = in_group;
+                if (absent) f.absent = 3;
+                else mte::nccl_silence(3, in_group); /* a split begins with one all-gather */
+                assert_int_equal(job_launch(&j, 0), MT_ERR_TIMEOUT);
+                expect(&j, &f, (in_group ? 4 : 7) | (absent ? 0 : 8), "all_reduce(count 4, f32, sum)",
+                       in_group ? "\"pair\" (2 ranks): " : "\"world\" (4 ranks): ");
+                mte::nccl_reset_faults();
+                nothing_left();
+            }
+}
+
+typedef enum lonely { LONELY_RECEIVE, LONELY_MEMORY, LONELY_SPLIT, LONELY_SPLIT_OF_A_SPLIT, LONELIES } lonely;
+
+/* The last rank does not make the call of the others. It only takes part in the all-gather that begins a split. */
+static mt_status call_alone(job *j, mt_context *ctx, mt_comm *comm) {
+    lonely what = *(const lonely *)j->result;
+    int rank = mt_comm_rank(comm), gone = rank == j->ranks - 1;
+    mt_comm *world = comm, *part = NULL;
+    int32_t pairs[2 * RANKS_MAX] = {0};
+    double start;
+    void *p, *wide;
+    mt_status status = MT_SUCCESS;
+    MT_TRY(mt_arena_alloc(ctx, 64, &p));
+    MT_TRY(mt_context_alloc(ctx, MTI_NCCL_MEMORY, &wide));
+    MT_TRY(mt_barrier(ctx, comm));
+    if (what == LONELY_SPLIT_OF_A_SPLIT) MT_TRY(mt_comm_split(world, 0, 0, &comm));
+    start = mti_now();
+    if (what == LONELY_RECEIVE && !gone) status = mt_recv(ctx, comm, p, 4, MT_F32, j->ranks - 1);
+    if (what == LONELY_MEMORY && !gone) status = mt_comm_register(ctx, comm, wide, MTI_NCCL_MEMORY);
+    if (what >= LONELY_SPLIT && gone) MT_TRY(mti_nccl_colors(ctx, comm, pairs));
+    if (what >= LONELY_SPLIT && !gone) status = mt_comm_split(comm, 0, 0, &part);
+    CHECK(status == (gone ? MT_SUCCESS : MT_ERR_TIMEOUT) && !part);
+    CHECK(mti_now() - start < PATIENCE + 2);
+    CHECK(gone || strstr(mt_last_error(ctx), " (3 ranks): rank "));
+    CHECK(gone || what < LONELY_SPLIT || strstr(mt_last_error(ctx), "split on \"world"));
+    CHECK(gone || mt_barrier(ctx, comm) == MT_ERR_PEER);
+    mt_context_free(ctx, wide, MTI_NCCL_MEMORY);
+    if (comm != world) mt_comm_destroy(comm);
+    return MT_SUCCESS;
+}
+
+static void test_calls_without_a_peer(void **state) {
+    (void)state;
+    for (int how = FOR_DEVICE; how <= FROM_ID; how++)
+        for (int what = 0; what < LONELIES; what++) {
+            job j = job_make((way)how, 3, call_alone);
+            j.timeout = PATIENCE;
+            j.result = &what;
+            job_run(&j);
+        }
+}
+
+static void pause_for(double seconds) {
+    double start = mti_now();
+    while (mti_now() < start + seconds) mti_rest(1, 1e-3);
+}
+
+/* A rank is late at the first call of each of several groups, by less than the timeout. Then all ranks pause for longer
+   than the timeout. The watchdog aborts nothing. */
+static mt_status pause_between_calls(job *j, mt_context *ctx, mt_comm *comm) {
+    void *p;
+    MT_TRY(mt_arena_alloc(ctx, 64, &p));
+    MT_TRY(mt_cuda_zero(ctx, p, 64));
+    for (int i = 0; i < 5; i++) {
+        mt_comm *part;
+        MT_TRY(mt_comm_split(comm, 0, 0, &part));
+        if (mt_comm_rank(comm) == 1) pause_for(0.3 * j->timeout);
+        MT_TRY(mt_all_reduce(ctx, part, p, p, 4, MT_F32, MT_SUM));
+        MT_TRY(mt_context_synchronize(ctx));
+        mt_comm_destroy(part);
+    }
+    MT_TRY(mt_barrier(ctx, comm));
+    pause_for(1.5 * j->timeout);
+    return mt_barrier(ctx, comm);
+}
+
+static void test_pauses(void **state) {
+    (void)state;
+    for (int how = FOR_DEVICE; how <= FROM_ID; how++) {
+        job j = job_make((way)how, 3, pause_between_calls);
+        j.timeout = 2 * PATIENCE;
+        job_run(&j);
     }
 }
 
@@ -939,10 +1145,10 @@ static mt_status register_all(job *j, mt_context *ctx, mt_comm *comm) {
 static void test_registration(void **state) {
     /* symmetric, version, own allocator; then, for 4 ranks: communicators created, windows, registrations */
     static const registration cases[] = {
-        {0, 0, 0, 16, 4, 4},
-        {1, 0, 0, 16, 8, 8},
-        {1, NCCL_VERSION(2, 26, 2), 0, 16, 0, 8},
-        {1, 0, 1, 16, 0, 0},
+        {0, 0, 0, 20, 4, 4},
+        {1, 0, 0, 20, 8, 8},
+        {1, NCCL_VERSION(2, 26, 2), 0, 20, 0, 8},
+        {1, 0, 1, 20, 0, 0},
     };
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -1035,17 +1241,22 @@ int main(void) {
         cmocka_unit_test(test_ranks_on_one_gpu),
         cmocka_unit_test(test_long_sums_in_invariant_mode),
         cmocka_unit_test(test_split),
+        cmocka_unit_test(test_split_of_a_split),
         cmocka_unit_test(test_no_communicator_for_one),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_context_destroyed_first),
         cmocka_unit_test(test_wait_for_peers),
         cmocka_unit_test(test_ranks_that_were_told_different_things),
+        cmocka_unit_test(test_warning_of_one_queue),
 #if defined(MT_CUDA_ENGINE)
         cmocka_unit_test(test_silent_rank),
         cmocka_unit_test(test_silent_rank_in_a_group),
         cmocka_unit_test(test_two_that_hang),
         cmocka_unit_test(test_asynchronous_error),
         cmocka_unit_test(test_rank_that_leaves),
+        cmocka_unit_test(test_first_call_without_a_peer),
+        cmocka_unit_test(test_calls_without_a_peer),
+        cmocka_unit_test(test_pauses),
         cmocka_unit_test(test_destroy_waits_for_nobody_for_ever),
         cmocka_unit_test(test_silent_rank_beside_computation),
         cmocka_unit_test(test_ids_that_lead_nowhere),
