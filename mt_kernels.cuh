@@ -375,8 +375,10 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
    [first_row, first_row + rows) of the whole table; first_row is 0 for a whole table.
    forward:  y [tokens, h] = beta * y + table[ids - first_row]. An id outside of the shard adds 0. With beta == 0, y is
              not read.
-   backward: dtable[ids - first_row] += dy [tokens, h], in the order of the tokens. An id outside of the shard adds
-             nothing. */
+   backward: dtable[ids - first_row] += dy [tokens, h]. An id outside of the shard adds nothing. A CPU adds the tokens
+             of a row in their order. So does a GPU up to 32 tokens of a row; it adds further tokens in groups of 32,
+             and then the sums of these groups. The order depends on the number of the row's tokens only. Error:
+             MT_ERR_UNSUPPORTED (on a GPU: about 2^31 tokens or more). */
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y);
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
@@ -5558,58 +5560,349 @@ static mt_status mti_cuda_embedding_forward(mt_context *ctx, mt_tensor table, in
     return mti_map(ctx, "mt_embedding_forward", op, mti_is_wide(table) && mti_is_wide(y), y.rows, y.cols);
 }
 
-/* next[i] = the next token with the id of token i, or count if there is none. first[i] = 1 if no earlier token has this
-   id, otherwise 0. A thread owns every (grid size)-th token, and compares its id with all others. The kernel uses no
-   shared memory and no barrier. */
-static __global__ void __launch_bounds__(256)
-    mti_chain_kernel(const int32_t *ids, int64_t count, int32_t *next, int32_t *first) {
-    int64_t step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
-        int64_t j = 0;
-        while (j < i && ids[j] != ids[i]) j++;
-        first[i] = j == i;
-        for (j = i + 1; j < count && ids[j] != ids[i]; j++) continue;
-        next[i] = (int32_t)j;
+/* The backward sorts the tokens by their row of the table, so that the tokens of a row become neighbours: a run. Then
+   it adds each run. The sort is stable, so a run is in the order of the tokens. A radix sort needs two kernels for each
+   digit of 8 bits: one counts the digits of each tile of tokens, the other one moves the tokens. */
+#define MTI_SORT_THREADS 256 /* one thread for each digit */
+#define MTI_SORT_WARPS (MTI_SORT_THREADS / 32)
+#define MTI_SORT_ROUNDS 8 /* tokens of a thread */
+#define MTI_SORT_TILE (MTI_SORT_THREADS * MTI_SORT_ROUNDS)
+#define MTI_SORT_MOST (INT32_MAX - MTI_SORT_TILE) /* tokens, so that 32 bits number them */
+
+/* The arguments of a pass of the sort. A token's key is its row in this shard, or `rows` if its id is in no row. The
+   first pass makes the keys from the ids. The others read what the pass before has written. */
+struct mti_sort {
+    const int32_t *ids; /* NULL after the first pass */
+    int64_t first_row;
+    uint32_t rows;
+    int count, tiles, shift; /* the digit is bits shift to shift + 7 of the key */
+    const uint32_t *keys;
+    const int32_t *tokens;
+    uint32_t *keys_out;
+    int32_t *tokens_out;
+    int32_t *digits; /* [tiles, 256]: how often a tile has each digit */
+
+    __device__ uint32_t key(int i) const {
+        if (!ids) return keys[i];
+        int64_t row = ids[i] - first_row;
+        return row >= 0 && row < (int64_t)rows ? (uint32_t)row : rows;
+    }
+    __device__ int digit(uint32_t k) const { return (int)(k >> shift & 255); }
+};
+
+/* Counts the digits of tile first + blockIdx.x. The barriers separate the steps: set the counters in shared memory to
+   0, count, copy the counters. */
+static __global__ void __launch_bounds__(MTI_SORT_THREADS) mti_sort_count_kernel(int64_t first, mti_sort s) {
+    MT_SHARED(int, found, 256);
+    int tile = (int)(first + blockIdx.x);
+    found[threadIdx.x] = 0;
+    __syncthreads();
+    for (int r = 0; r < MTI_SORT_ROUNDS; r++) {
+        int i = tile * MTI_SORT_TILE + r * MTI_SORT_THREADS + (int)threadIdx.x;
+        if (i < s.count) atomicAdd(&found[s.digit(s.key(i))], 1);
+    }
+    __syncthreads();
+    s.digits[(int64_t)tile * 256 + threadIdx.x] = found[threadIdx.x];
+}
+
+/* Returns the place of the first token of a tile with digit threadIdx.x: the tokens with a smaller digit come before
+   it, and those of earlier tiles with the same digit. Each warp adds its 32 counts by shuffles. The barrier separates
+   writing the sums of the warps to `sums` from reading them. */
+static __device__ __forceinline__ int mti_sort_place(const mti_sort &s, int tile, int *sums) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, before = 0, all = 0, place;
+    for (int t = 0; t < s.tiles; t++) {
+        int n = s.digits[(int64_t)t * 256 + threadIdx.x];
+        before += t < tile ? n : 0;
+        all += n;
+    }
+    place = all;
+    for (int o = 1; o < 32; o *= 2) {
+        int left = __shfl_up_sync(0xffffffffu, place, (unsigned)o);
+        place += lane >= o ? left : 0;
+    }
+    if (lane == 31) sums[warp] = place;
+    __syncthreads();
+    for (int w = 0; w < warp; w++) place += sums[w];
+    return place - all + before;
+}
+
+/* The lanes of the warp that have the digit of this one, as a bit mask. Lanes that are not in `valid` have no digit. */
+static __device__ __forceinline__ unsigned mti_same_digit(unsigned valid, int digit) {
+    unsigned same = valid;
+    MT_DEVICE_UNROLL
+    for (int b = 0; b < 8; b++) {
+        unsigned set = __ballot_sync(0xffffffffu, digit >> b & 1);
+        same &= digit >> b & 1 ? set : ~set;
+    }
+    return same;
+}
+
+/* Moves the tokens of tile first + blockIdx.x to their places. A warp owns 256 neighbours, 32 in each round.
+
+   1. Thread d computes the place of the tile's first token with digit d, while at[w][d] counts the tokens with this
+      digit that warp w has seen. Before a round, this count is the rank among the warp's tokens; __syncwarp separates
+      reading it from increasing it. `rank` keeps the ranks of a thread's tokens.
+   2. After a barrier, thread d turns the counts of all warps into places.
+   3. After another barrier, each token goes to the place of its warp and digit plus its rank. */
+static __global__ void __launch_bounds__(MTI_SORT_THREADS) mti_sort_move_kernel(int64_t first, mti_sort s) {
+    MT_SHARED(int, at, MTI_SORT_WARPS * 256);
+    MT_SHARED(int, sums, MTI_SORT_WARPS);
+    int tile = (int)(first + blockIdx.x), lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    int begin = tile * MTI_SORT_TILE + warp * (32 * MTI_SORT_ROUNDS) + lane, rank[MTI_SORT_ROUNDS];
+    uint32_t key[MTI_SORT_ROUNDS];
+    for (int w = 0; w < MTI_SORT_WARPS; w++) at[w * 256 + (int)threadIdx.x] = 0;
+    MT_DEVICE_UNROLL
+    for (int r = 0; r < MTI_SORT_ROUNDS; r++) key[r] = begin + r * 32 < s.count ? s.key(begin + r * 32) : 0;
+    int place = mti_sort_place(s, tile, sums); /* has a barrier, after which `at` is zero */
+    MT_DEVICE_UNROLL
+    for (int r = 0; r < MTI_SORT_ROUNDS; r++) {
+        int valid = begin + r * 32 < s.count, *seen = &at[warp * 256 + s.digit(key[r])];
+        unsigned same = mti_same_digit(__ballot_sync(0xffffffffu, valid), s.digit(key[r]));
+        unsigned earlier = same & ((1u << lane) - 1);
+        rank[r] = *seen + __popc(earlier);
+        __syncwarp();
+        if (valid && !earlier) *seen += __popc(same);
+        __syncwarp();
+    }
+    __syncthreads();
+    for (int w = 0; w < MTI_SORT_WARPS; w++) {
+        int n = at[w * 256 + (int)threadIdx.x];
+        at[w * 256 + (int)threadIdx.x] = place;
+        place += n;
+    }
+    __syncthreads();
+    MT_DEVICE_UNROLL
+    for (int r = 0; r < MTI_SORT_ROUNDS; r++) {
+        int i = begin + r * 32, to = at[warp * 256 + s.digit(key[r])] + rank[r];
+        if (i >= s.count) continue;
+        s.keys_out[to] = key[r];
+        s.tokens_out[to] = s.ids ? i : s.tokens[i];
     }
 }
 
-/* The thread of the first token with an id adds the vectors of all tokens with this id, in the order of the tokens. So
-   no two threads write to the same row, and a GPU adds in the same order as a CPU. */
-struct mti_embedding_backward_op {
-    mti_view dy, dtable;
-    const int32_t *ids, *next, *first;
-    int64_t first_row, table_rows, tokens;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float sum[MTI_VECTOR], x[MTI_VECTOR];
-        int64_t at = ids[row] - first_row;
-        if (!first[row] || at < 0 || at >= table_rows) return;
-        mti_load<WIDE>(dtable, at, col, n, sum);
-        for (int64_t i = row; i < tokens; i = next[i]) {
-            mti_load<WIDE>(dy, i, col, n, x);
-            for (int j = 0; j < MTI_VECTOR; j++) sum[j] += x[j];
-        }
-        mti_store<WIDE>(dtable, at, col, n, sum);
-    }
+/* A run is cut into chunks of MTI_RUN_CHUNK tokens, which blocks add independently. The first chunk of a run is added
+   to the table, and the others to rows of `partials`. Then the partial sums of a run are added to the table. So the
+   order of additions depends on the length of the run only. */
+#define MTI_RUN_CHUNK 32
+
+struct __align__(16) mti_run {
+    uint32_t row;     /* of the table */
+    int first, count; /* range of sorted tokens */
+    int slot;         /* the row of `partials` that gets the sum of a chunk; -1: it is added to the table */
 };
 
-/* Links the tokens of each id, then adds their gradients in order. */
+/* Sizes are `count` for chunks and for runs, whose order does not matter. A partial sum has the slot
+   first / MTI_RUN_CHUNK. No other one has it: two chunks of a run are MTI_RUN_CHUNK tokens apart, and so are the last
+   chunk of a run and the second chunk of a later one. */
+struct mti_runs {
+    const uint32_t *keys;
+    const int32_t *tokens;
+    int count;
+    uint32_t rows;
+    mti_run *chunks, *runs; /* runs: those with more than one chunk */
+    int *sizes;             /* [2]: number of chunks, number of these runs */
+    mti_view partials, dtable, dy;
+    int64_t cols;
+};
+
+/* Returns the first of [low, high) whose key is at least `key`, or high if there is none. */
+static __device__ __forceinline__ int mti_lower_bound(const uint32_t *keys, int low, int high, uint32_t key) {
+    while (low < high) {
+        int middle = low + (high - low) / 2;
+        if (keys[middle] < key) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Appends `run` to a list if `wanted`. All lanes of a warp call it. */
+static __device__ __forceinline__ void mti_run_append(mti_run *list, int *size, int wanted, const mti_run &run) {
+    int lane = (int)threadIdx.x & 31, base = 0;
+    unsigned all = __ballot_sync(0xffffffffu, wanted);
+    if (!all) return;
+    if (lane == 0) base = atomicAdd(size, __popc(all));
+    base = __shfl_sync(0xffffffffu, base, 0);
+    if (wanted) list[base + __popc(all & ((1u << lane) - 1))] = run;
+}
+
+/* Lists the chunks and the long runs. A thread owns every (grid size)-th sorted token, and looks whether a chunk
+   begins there. The kernel uses no shared memory and no barrier. */
+static __global__ void __launch_bounds__(256) mti_runs_kernel(mti_runs r) {
+    int64_t step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t block = (int64_t)blockIdx.x * blockDim.x; block < r.count; block += step) {
+        int i = (int)block + (int)threadIdx.x, begins = 0, is_long = 0;
+        mti_run chunk = {r.rows, i, 0, -1}, run = chunk;
+        if (i < r.count) chunk.row = run.row = r.keys[i];
+        if (chunk.row < r.rows) {
+            int start = i > 0 && r.keys[i - 1] == chunk.row ? mti_lower_bound(r.keys, 0, i, chunk.row) : i;
+            begins = (i - start) % MTI_RUN_CHUNK == 0;
+            if (begins) {
+                int end = i + MTI_RUN_CHUNK < r.count ? i + MTI_RUN_CHUNK : r.count;
+                end = mti_lower_bound(r.keys, i, end, chunk.row + 1);
+                chunk.count = end - i;
+                if (i > start) chunk.slot = i / MTI_RUN_CHUNK;
+                is_long = i == start && end < r.count && r.keys[end] == chunk.row;
+                if (is_long) run.count = mti_lower_bound(r.keys, end, r.count, chunk.row + 1) - i;
+            }
+        }
+        mti_run_append(r.chunks, &r.sizes[0], begins, chunk);
+        mti_run_append(r.runs, &r.sizes[1], is_long, run);
+    }
+}
+
+/* Adds `count` rows of v to sum, one after the other: rows tokens[0], tokens[1], ..., or rows 0, step, 2 step, ... of v
+   if tokens is NULL. It loads four rows before it adds them. DTYPE is the type of v; -1: v.dtype. */
+template <bool WIDE, int DTYPE>
+static __device__ __forceinline__ void mti_add_rows(mti_view v, const int32_t *tokens, int step, int count, int64_t col,
+                                                    int n, float *sum) {
+    float x[4][MTI_VECTOR];
+    int i = 0;
+    if (DTYPE >= 0) v.dtype = DTYPE;
+    for (; i + 4 <= count; i += 4) {
+        MT_DEVICE_UNROLL
+        for (int k = 0; k < 4; k++) mti_load<WIDE>(v, tokens ? tokens[i + k] : (int64_t)(i + k) * step, col, n, x[k]);
+        MT_DEVICE_UNROLL
+        for (int k = 0; k < 4; k++) MT_DEVICE_UNROLL
+        for (int j = 0; j < MTI_VECTOR; j++) sum[j] += x[k][j];
+    }
+    for (; i < count; i++) {
+        mti_load<WIDE>(v, tokens ? tokens[i] : (int64_t)i * step, col, n, x[0]);
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < MTI_VECTOR; j++) sum[j] += x[0][j];
+    }
+}
+
+/* Adds the chunks. A block owns every (grid size)-th chunk, and a thread every blockDim-th vector of the columns. The
+   kernel uses no shared memory and no barrier. */
+template <bool WIDE, int DTYPE>
+static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_chunks_kernel(mti_runs r) {
+    int chunks = r.sizes[0];
+    for (int c = (int)blockIdx.x; c < chunks; c += (int)gridDim.x) {
+        mti_run chunk = r.chunks[c];
+        for (int64_t col = (int64_t)threadIdx.x * MTI_VECTOR; col < r.cols; col += (int64_t)blockDim.x * MTI_VECTOR) {
+            int n = mti_vector_size(r.cols, col);
+            float sum[MTI_VECTOR] = {};
+            if (chunk.slot < 0) mti_load<WIDE>(r.dtable, chunk.row, col, n, sum);
+            mti_add_rows<WIDE, DTYPE>(r.dy, r.tokens + chunk.first, 0, chunk.count, col, n, sum);
+            if (chunk.slot < 0) mti_store<WIDE>(r.dtable, chunk.row, col, n, sum);
+            else mti_store<WIDE>(r.partials, chunk.slot, col, n, sum);
+        }
+    }
+}
+
+/* Adds the partial sums of each long run to the table. A block owns every (grid size)-th pair of a run and 32 vectors
+   of columns, and a lane owns one of these vectors. Warp w adds the partial sums w, w + 8, w + 16, ... of the run. The
+   first barrier separates writing these sums to `shared` from reading them: warp 0 adds them to the table, in the order
+   of the warps. The second barrier is for the next item. */
+template <bool WIDE> static __global__ void __launch_bounds__(MTI_SORT_THREADS) mti_long_runs_kernel(mti_runs r) {
+    MT_SHARED(float, shared, MTI_SORT_THREADS *MTI_VECTOR);
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    int64_t tiles = (r.cols + 32 * MTI_VECTOR - 1) / (32 * MTI_VECTOR), items = r.sizes[1] * tiles;
+    for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+        int64_t which = mti_divide(item, tiles), col = ((item - which * tiles) * 32 + lane) * MTI_VECTOR;
+        mti_run run = r.runs[which];
+        int others = (run.count - 1) / MTI_RUN_CHUNK, n = col < r.cols ? mti_vector_size(r.cols, col) : 0;
+        float sum[MTI_VECTOR] = {};
+        mti_view mine = r.partials;
+        mine.data += (run.first / MTI_RUN_CHUNK + 1 + warp) * mine.ld * (int64_t)sizeof(float);
+        if (n > 0 && warp < others)
+            mti_add_rows<WIDE, MT_F32>(mine, NULL, MTI_SORT_WARPS, (others - warp - 1) / MTI_SORT_WARPS + 1, col, n,
+                                       sum);
+        for (int j = 0; j < MTI_VECTOR; j++) shared[(warp * MTI_VECTOR + j) * 32 + lane] = sum[j];
+        __syncthreads();
+        if (warp == 0 && n > 0) {
+            mti_load<WIDE>(r.dtable, run.row, col, n, sum);
+            for (int w = 0; w < MTI_SORT_WARPS; w++)
+                for (int j = 0; j < MTI_VECTOR; j++) sum[j] += shared[(w * MTI_VECTOR + j) * 32 + lane];
+            mti_store<WIDE>(r.dtable, run.row, col, n, sum);
+        }
+        __syncthreads();
+    }
+}
+
+/* Takes the scratch memory of the backward. An mti_run has the size of four int32_t. */
+static mt_status mti_embedding_scratch(mt_context *ctx, int count, int64_t cols, mt_tensor *sorted, mti_sort *s,
+                                       mti_runs *r) {
+    mt_tensor digits, chunks, runs, partials;
+    int64_t slots = count / MTI_RUN_CHUNK + 1;
+    void *sizes = NULL;
+    s->tiles = (count + MTI_SORT_TILE - 1) / MTI_SORT_TILE;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 4, count, sorted)); /* keys, tokens, and both for the next pass */
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, s->tiles, 256, &digits));
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, count, 4, &chunks));
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, slots, 4, &runs));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, slots, mt_round_up(cols, MTI_VECTOR), &partials));
+    MT_TRY(mt_arena_alloc(ctx, 2 * sizeof *r->sizes, &sizes));
+    s->digits = (int32_t *)digits.data;
+    r->chunks = (mti_run *)chunks.data;
+    r->runs = (mti_run *)runs.data;
+    r->partials = mti_view_of(partials);
+    r->sizes = (int *)sizes;
+    return MT_SUCCESS;
+}
+
+/* Sorts the tokens by their row, and puts the result into r. Each pass but the first reads what the one before has
+   written. */
+static mt_status mti_cuda_sort(mt_context *ctx, mt_tensor sorted, mti_sort s, mti_runs *r) {
+    int32_t *room = (int32_t *)sorted.data;
+    for (int pass = 0; pass == 0 || (s.shift < 32 && s.rows >> s.shift); pass++) {
+        int32_t *out = room + (int64_t)(pass % 2) * 2 * s.count;
+        s.keys_out = (uint32_t *)out;
+        s.tokens_out = out + s.count;
+        MTI_LAUNCH_BLOCKS(mti_sort_count_kernel, s.tiles, MTI_SORT_THREADS, 0, mt_context_stream(ctx), s);
+        MTI_LAUNCH_BLOCKS(mti_sort_move_kernel, s.tiles, MTI_SORT_THREADS, 0, mt_context_stream(ctx), s);
+        s.ids = NULL;
+        s.keys = s.keys_out;
+        s.tokens = s.tokens_out;
+        s.shift += 8;
+    }
+    r->keys = s.keys;
+    r->tokens = s.tokens;
+    return mt_cuda_launched(ctx, "mt_embedding_backward");
+}
+
+/* The most blocks of a kernel whose number of items only the GPU knows: blocks without an item end at once. */
+#define MTI_RUN_BLOCKS mt_min(8192, MTI_GRID_MAX)
+
+static mt_status mti_cuda_add_runs(mt_context *ctx, const mti_runs &r, int wide) {
+    struct CUstream_st *stream = mt_context_stream(ctx);
+    unsigned blocks = (unsigned)mt_min(r.count, MTI_RUN_BLOCKS), threads = mti_row_threads(r.cols);
+    int64_t tiles = (r.cols + 32 * MTI_VECTOR - 1) / (32 * MTI_VECTOR);
+    unsigned long_blocks = (unsigned)mt_min((r.count / MTI_RUN_CHUNK + 1) * tiles, MTI_RUN_BLOCKS);
+    MT_LAUNCH_KERNEL(mti_runs_kernel, mti_grid(r.count, 256), 256, 0, stream, r);
+    if (!wide) MT_LAUNCH_KERNEL((mti_chunks_kernel<false, -1>), blocks, threads, 0, stream, r);
+    else if (r.dy.dtype == MT_F32) MT_LAUNCH_KERNEL((mti_chunks_kernel<true, MT_F32>), blocks, threads, 0, stream, r);
+    else if (r.dy.dtype == MT_BF16) MT_LAUNCH_KERNEL((mti_chunks_kernel<true, MT_BF16>), blocks, threads, 0, stream, r);
+    else MT_LAUNCH_KERNEL((mti_chunks_kernel<true, MT_F16>), blocks, threads, 0, stream, r);
+    if (r.count > MTI_RUN_CHUNK) {
+        if (wide) MT_LAUNCH_KERNEL(mti_long_runs_kernel<true>, long_blocks, MTI_SORT_THREADS, 0, stream, r);
+        else MT_LAUNCH_KERNEL(mti_long_runs_kernel<false>, long_blocks, MTI_SORT_THREADS, 0, stream, r);
+    }
+    return mt_cuda_launched(ctx, "mt_embedding_backward");
+}
+
 static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
                                              mt_tensor dtable) {
-    size_t mark = mt_arena_mark(ctx);
-    mt_tensor chain = mt_none();
-    int count = (int)dy.rows;
-    mt_status status;
-    if (count == 0) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, MT_I32, 2, count, &chain));
-    int32_t *next = (int32_t *)chain.data, *first = next + count;
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_chain_kernel, mti_grid(count, 256), 256, 0, mt_context_stream(ctx), ids, count, next, first);
-    MT_TRY(mt_cuda_launched(ctx, "mt_embedding_backward"));
-    mti_embedding_backward_op op = {mti_view_of(dy), mti_view_of(dtable), ids,         next,
-                                    first,           first_row,           dtable.rows, dy.rows};
-    status = mti_map(ctx, "mt_embedding_backward", op, mti_is_wide(dy) && mti_is_wide(dtable), dy.rows, dy.cols);
-    mt_arena_release(ctx, mark);
-    return status;
+    mt_tensor sorted;
+    mti_sort s;
+    mti_runs r;
+    if (dy.rows > MTI_SORT_MOST)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "mt_embedding_backward: %lld tokens are more than %d on a GPU",
+                       (long long)dy.rows, MTI_SORT_MOST);
+    if (dtable.rows == 0) return MT_SUCCESS;
+    memset(&s, 0, sizeof s);
+    memset(&r, 0, sizeof r);
+    s.ids = ids;
+    s.first_row = first_row;
+    s.rows = r.rows = (uint32_t)mt_min(dtable.rows, (int64_t)1 << 31); /* ids have 31 bits */
+    s.count = r.count = (int)dy.rows;
+    r.cols = dy.cols;
+    r.dy = mti_view_of(dy);
+    r.dtable = mti_view_of(dtable);
+    MT_TRY(mti_embedding_scratch(ctx, s.count, dy.cols, &sorted, &s, &r));
+    MT_TRY(mt_cuda_zero(ctx, r.sizes, 2 * sizeof *r.sizes));
+    MT_TRY(mti_cuda_sort(ctx, sorted, s, &r));
+    return mti_cuda_add_runs(ctx, r, mti_is_wide(dy) && mti_is_wide(dtable));
 }
 
 } /* extern "C++" */

@@ -705,6 +705,119 @@ static void test_many_tokens(void **state) {
     mt_arena_release(gpu, mark[1]);
 }
 
+/* ---- the backward of an embedding -------------------------------------------------------------------------------- */
+
+typedef enum { ALL_EQUAL, DISTINCT, NATURAL, FEW } id_kind;
+
+/* ids in [0, vocab). NATURAL: frequencies as in a text (Zipf). FEW: three ids, far apart, in turn. */
+static void fill_ids(id_kind kind, int64_t vocab, int32_t *ids, int64_t n) {
+    uint64_t seed = 11;
+    for (int64_t i = 0; i < n; i++) {
+        double u = 0.5 + 0.499 * (double)test_float(&seed);
+        if (kind == ALL_EQUAL) ids[i] = (int32_t)(vocab - 1);
+        if (kind == DISTINCT) ids[i] = (int32_t)(i * 7919 % vocab);
+        if (kind == NATURAL) ids[i] = (int32_t)(pow((double)vocab, u) - 1);
+        if (kind == FEW) ids[i] = (int32_t)(i % 3 * (vocab - 1) / 2);
+    }
+}
+
+/* want [rows, cols] = the sum of dtable and the rows of dy, in double precision; size = the sum of absolute values */
+static void embedding_sums(const float *dy, int64_t cols, int64_t first_row, int64_t rows, const int32_t *ids,
+                           int64_t tokens, double *want, double *size) {
+    for (int64_t k = 0; k < rows * cols; k++) want[k] = 0.5, size[k] = 0.5;
+    for (int64_t i = 0; i < tokens; i++)
+        for (int64_t j = 0; j < cols && ids[i] >= first_row && ids[i] < first_row + rows; j++) {
+            want[(ids[i] - first_row) * cols + j] += (double)dy[i * cols + j];
+            size[(ids[i] - first_row) * cols + j] += fabs((double)dy[i * cols + j]);
+        }
+}
+
+/* Computes rows [first_row, first_row + rows) of dtable, which begins as 0.5, on the GPU. The caller frees it. */
+static float *embedding_gradient(pair dy, int64_t first_row, int64_t rows, const int32_t *ids, layout l) {
+    mt_tensor dtable = tensor_new(gpu, MT_F32, rows, dy.gpu.cols, l);
+    OK(mt_fill(gpu, dtable, 0.5f));
+    OK(mt_embedding_backward(gpu, dy.gpu, first_row, ids, dtable));
+    return download(gpu, dtable);
+}
+
+/* Shard [first_row, first_row + rows) of a vocabulary: near double precision, twice the same bits, and the bits of the
+   two halves of the shard. */
+static void embedding_backward(id_kind kind, int64_t tokens, int64_t cols, int64_t first_row, int64_t rows,
+                               int64_t vocab, layout l) {
+    size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu), half = (size_t)(rows / 2 * cols);
+    int64_t n = rows * cols;
+    pair dy = pair_noise(tokens, cols, l, 3, 1.0f);
+    int32_t *ids = (int32_t *)malloc((size_t)tokens * sizeof *ids);
+    double *want = (double *)malloc((size_t)n * 2 * sizeof *want), *size = want + n;
+    fill_ids(kind, vocab, ids, tokens);
+    const int32_t *there = ids_on_gpu(ids, tokens);
+    float *x = download(cpu, dy.cpu), *a = embedding_gradient(dy, first_row, rows, there, l),
+          *b = embedding_gradient(dy, first_row, rows, there, l),
+          *low = embedding_gradient(dy, first_row, rows / 2, there, l),
+          *high = embedding_gradient(dy, first_row + rows / 2, rows - rows / 2, there, l);
+    embedding_sums(x, cols, first_row, rows, ids, tokens, want, size);
+    for (int64_t k = 0; k < n; k++)
+        if (!(fabs((double)a[k] - want[k]) <= 4e-6 * size[k]))
+            fail_msg("kind %d, %lld tokens, %lld columns, %s: [%lld, %lld] is %.9g, not %.9g", (int)kind,
+                     (long long)tokens, (long long)cols, mt_dtype_name(type), (long long)(k / cols),
+                     (long long)(k % cols), (double)a[k], want[k]);
+    assert_memory_equal(a, b, (size_t)n * sizeof *a);
+    assert_memory_equal(a, low, half * sizeof *a);
+    assert_memory_equal(a + half, high, ((size_t)n - half) * sizeof *a);
+    free(ids), free(want), free(x), free(a), free(b), free(low), free(high);
+    mt_arena_release(cpu, on_cpu);
+    mt_arena_release(gpu, on_gpu);
+}
+
+/* Token counts around those of a chunk (32), of a tile (2048) and of all warps of a long run (8 chunks and the first);
+   one, two and three digits; columns of one and of several blocks, with and without whole vectors. */
+static void test_embedding_backward(void **state) {
+    static const int64_t tokens[] = {1, 31, 32, 33, 64, 65, 256, 287, 288, 289, 321, 2047, 2048, 2049, 4097, 6200};
+    (void)state;
+    type = MT_F32;
+    for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++)
+        for (int kind = ALL_EQUAL; kind <= FEW; kind++) {
+            type = (mt_dtype)((i + (size_t)kind) % 3);
+            embedding_backward((id_kind)kind, tokens[i], 8, 0, 200, 200, dense);
+            embedding_backward((id_kind)kind, tokens[i], 9, 130, 500, 700, odd);
+        }
+    for (int kind = ALL_EQUAL; kind <= FEW; kind++)
+        for (int t = MT_F32; t <= MT_F16; t++) {
+            type = (mt_dtype)t;
+            embedding_backward((id_kind)kind, 700, 1, 0, 70000, 70000, dense);
+            embedding_backward((id_kind)kind, 700, 276, 256, 256, 700, wide);
+            embedding_backward((id_kind)kind, 700, 275, 3, 255, 258, odd);
+        }
+}
+
+/* The sum of a row depends on its own tokens only, not on the others or on how many there are. */
+static void test_embedding_backward_of_a_row(void **state) {
+    enum { MOST = 3000, COLS = 8 };
+    static int32_t ids[MOST];
+    (void)state;
+    type = MT_F32;
+    for (int length = 1; length < 1000; length += length < 70 ? 1 : 71) {
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        int64_t total = length + 40 + length;
+        pair dy = pair_noise(length, COLS, dense, 3, 1.0f);
+        mt_tensor more = tensor_new(gpu, MT_F32, total, COLS, dense);
+        OK(mt_fill(gpu, more, 1.0f));
+        for (int i = 0; i < length; i++) ids[i] = 4;
+        float *alone = embedding_gradient(dy, 0, 8, ids_on_gpu(ids, length), dense);
+        for (int i = 0, next = 0; i < total; i++) {
+            int mine = next < length && (i >= 40 + next || i % 2);
+            ids[i] = mine ? 4 : i % 7 > 3 ? i % 7 + 1 : i % 7;
+            if (mine) OK(mt_copy(gpu, mt_tensor_rows(dy.gpu, next++, 1), mt_tensor_rows(more, i, 1)));
+        }
+        pair both = {more, more};
+        float *among = embedding_gradient(both, 0, 8, ids_on_gpu(ids, total), dense);
+        assert_memory_equal(alone + 4 * COLS, among + 4 * COLS, COLS * sizeof *alone);
+        free(alone), free(among);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
 /* The most shards that mt_cross_entropy_combine joins, and one less: both fill the kernel's stack of subtrees. */
 static void test_many_shards(void **state) {
     enum { SHARDS = 1024, TOKENS = 2 };
@@ -1167,6 +1280,8 @@ int main(void) {
         cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_cross_entropy),
         cmocka_unit_test(test_embedding),
+        cmocka_unit_test(test_embedding_backward),
+        cmocka_unit_test(test_embedding_backward_of_a_row),
         cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_ids),
