@@ -476,7 +476,7 @@ MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* NULL and a zero-initia
    reduce-scatter for the embedding, 2 all-gathers and 2 reduce-scatters for each layer, and 1 all-gather for the head.
    In both cases also 1 all-gather of 4 floats per token for the loss.
    MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id or a target is out of range. After these two
-   errors, loss and saved are unchanged. */
+   errors, loss and saved are unchanged. On a GPU a later call returns MT_ERR_DATA: see mt_ids_check. */
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 
@@ -516,7 +516,8 @@ MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float
    for a sequence of length 0 it is the first one. logits may have any float type; in MT_F32 the logits of a 16-bit
    model are not rounded to 16 bits.
    All tensor ranks of all pipeline stages call it with the same batch and ids, and every rank gets the whole logits.
-   MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id is out of range. */
+   MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id is out of range; on a GPU a later call returns
+   it: see mt_ids_check. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor logits);
 
@@ -2139,7 +2140,7 @@ static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, cons
     MT_TRY(mti_gpt_forward_check(ctx, function, gpt, batch, ids, targets, input, output, loss, saved));
     mark = mt_arena_mark(ctx);
     if (saved) saved->ids = NULL;
-    MT_TRY(mt_layers_trust_ids(ctx, 1)); /* mti_gpt_forward_check has checked them, and each check waits for the GPU */
+    MT_TRY(mt_layers_trust_ids(ctx, 1)); /* mti_gpt_forward_check has checked them */
     status = mti_gpt_forward(ctx, gpt, batch, ids, targets, input, output, loss, saved);
     mt_layers_trust_ids(ctx, 0);
     if (status != MT_SUCCESS || !saved) {

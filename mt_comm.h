@@ -222,7 +222,8 @@ MT_API int mt_context_invariant_data(const mt_context *ctx); /* V_d, or 0 */
 
 /* On MT_DEVICE_CUDA, calls put their work into the context's stream, in the order of the calls.
    mt_context_synchronize waits until all work in the stream is done. On other devices it returns at once. Errors:
-   MT_ERR_TIMEOUT or MT_ERR_PEER (a collective over NCCL does not end), MT_ERR_SYSTEM (CUDA failed). */
+   MT_ERR_TIMEOUT or MT_ERR_PEER (a collective over NCCL does not end), MT_ERR_SYSTEM (CUDA failed), MT_ERR_DATA (a
+   kernel has found data out of range: see mt_ids_check; this is reported once). */
 MT_API mt_status mt_context_synchronize(mt_context *ctx);
 MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx); /* a cudaStream_t; NULL on other devices */
 
@@ -722,6 +723,16 @@ MT_API const char *mt_f32_digits(float x, char text[32]);
 MT_API void mt_decimal_point(char *text);
 MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
 
+/* A value of an array that is not in [0, limit). mt_range_fail stores the message "FUNCTION: NAME VALUE at index INDEX
+   is not in [0, LIMIT)" and returns MT_ERR_DATA. */
+typedef struct mt_range_error {
+    int32_t found; /* 0: no error */
+    int32_t value;
+    int64_t index, limit;
+    char function[24], name[24];
+} mt_range_error;
+MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error);
+
 /* For operators on MT_DEVICE_CUDA. When CUDA is not built, all of these functions return MT_ERR_UNSUPPORTED.
    mt_cuda_enter: makes the context's GPU current and clears errors that the program has left in the CUDA runtime. Call
      MT_TRY(mt_cuda_enter(ctx)) before any work for the GPU, but after the operator has allocated its scratch memory:
@@ -730,6 +741,12 @@ MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
    mt_cuda_launched: call it after each launch. It returns the error of the launch; the message names `kernel`.
    mt_cuda_zero, mt_cuda_copy_rows: as cudaMemsetAsync and cudaMemcpy2DAsync, in the context's stream. Pitches are in
      bytes, also above the 2^31 - 1 of cudaMemcpy2DAsync. Either side of a copy may be on the host or on a GPU.
+   mt_cuda_upload: copies contiguous rows from the host to the GPU, in the context's stream. When it returns, it has
+     read all of `from`. Up to MT_UPLOAD_BYTES in all go through 2 MiB of page-locked memory of the context. The call
+     then waits for the GPU only when this memory is full of copies that are not done. It waits for each larger copy, as
+     mt_context_synchronize does.
+   mt_cuda_range_error: the page-locked memory in which a kernel stores an error that mt_context_synchronize and
+     mt_cuda_fetch then return. A kernel stores it only if `found` is 0. NULL on other devices.
    mt_cuda_check_memory: returns MT_ERR_ARGUMENT when the context's GPU cannot access the first or the last byte of
      [ptr, ptr + bytes). Memory of this GPU, managed memory and page-locked host memory are allowed. The message names
      `function` and `name`.
@@ -737,11 +754,15 @@ MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
      call that waits for the stream, because CUDA itself waits without a timeout.
    mt_cuda_fetch: calls mt_cuda_wait_peers, copies from the GPU to the host, and waits until the copy is done. */
 #define MT_PLANNED ((mt_status)1)
+#define MT_UPLOAD_BYTES ((size_t)256 << 10)
 MT_API mt_status mt_cuda_enter(mt_context *ctx);
 MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel);
 MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes);
 MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                                    size_t row_bytes, int64_t rows);
+MT_API mt_status mt_cuda_upload(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t row_bytes,
+                                int64_t rows);
+MT_API mt_range_error *mt_cuda_range_error(const mt_context *ctx);
 MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, const char *name, const void *ptr,
                                       size_t bytes);
 MT_API mt_status mt_cuda_wait_peers(mt_context *ctx);
@@ -876,6 +897,17 @@ typedef struct mti_slot_memory {
     void (*destroy)(mt_context *ctx, void *memory);
 } mti_slot_memory;
 
+#define MTI_SECTIONS 8
+
+/* Page-locked memory for small uploads: sections of MT_UPLOAD_BYTES, used in turn. An upload takes the next bytes of
+   the current section. `copied` is recorded when a section is full, so it is reached when all its copies are done. */
+typedef struct mti_staging {
+    unsigned char *memory; /* the sections, and an mt_range_error behind them */
+    struct CUevent_st *copied[MTI_SECTIONS];
+    int section;
+    size_t used;
+} mti_staging;
+
 struct mt_context {
     mt_device device;
     int threads;
@@ -893,9 +925,10 @@ struct mt_context {
     struct CUstream_st *compute_stream; /* mt_context_desc.stream, or a stream that the context has created */
     struct CUstream_st *second_stream, *third_stream;
     struct CUevent_st *events[MTI_EVENTS]; /* one per ticket; the last one is for mti_cuda_fork */
-    unsigned pending;                      /* bit mask of tickets that the compute stream has not waited for */
-    int overlapped;                        /* 1: mti_cuda_fork has been called */
-    uint64_t reached;                      /* bit mask of other GPUs whose memory this GPU can read */
+    mti_staging staging;
+    unsigned pending;           /* bit mask of tickets that the compute stream has not waited for */
+    int overlapped;             /* 1: mti_cuda_fork has been called */
+    uint64_t reached;           /* bit mask of other GPUs whose memory this GPU can read */
     struct CUstream_st *stream; /* where calls put their work: compute_stream, or another one after mti_cuda_fork */
     int arena_symmetric;
     mt_comm *nccl;              /* list of the communicators over NCCL that belong to this context */
@@ -1047,6 +1080,7 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc);
 static void mti_cuda_idle(mt_context *ctx);
 static void mti_cuda_close(mt_context *ctx);
 static mt_status mti_cuda_synchronize(mt_context *ctx);
+static mt_status mti_cuda_report(mt_context *ctx);
 static void mti_cuda_forget(mt_context *ctx, const void *ptr);
 
 static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call); /* >>local */
@@ -1185,6 +1219,12 @@ MT_API mt_status mt_fail(mt_context *ctx, mt_status status, const char *format, 
     if (ctx->world) mt_comm_fail(ctx->world, status, ctx->error);
     mt_log(ctx, MT_LOG_ERROR, ctx->error);
     return status;
+}
+
+MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error) {
+    if (!ctx || !error) return MT_ERR_ARGUMENT;
+    return mt_fail(ctx, MT_ERR_DATA, "%.23s: %.23s %ld at index %lld is not in [0, %lld)", error->function, error->name,
+                   (long)error->value, (long long)error->index, (long long)error->limit);
 }
 
 static void *mti_default_alloc(void *user, size_t bytes, size_t alignment) {
@@ -1349,9 +1389,16 @@ MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot) {
     return ctx && slot >= MT_SLOT_KERNELS && slot < MT_SLOT_COUNT ? ctx->slots[slot].memory : NULL;
 }
 
+/* Waits for the stream. The library's own waits, such as those of collectives, do not report the errors of kernels: an
+   error in one call is no reason to fail another one, and would break the communicator. */
+static mt_status mti_synchronize(mt_context *ctx) {
+    return ctx->device == MT_DEVICE_CUDA ? mti_cuda_synchronize(ctx) : MT_SUCCESS;
+}
+
 MT_API mt_status mt_context_synchronize(mt_context *ctx) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    return ctx->device == MT_DEVICE_CUDA ? mti_cuda_synchronize(ctx) : MT_SUCCESS;
+    MT_TRY(mti_synchronize(ctx));
+    return ctx->device == MT_DEVICE_CUDA ? mti_cuda_report(ctx) : MT_SUCCESS;
 }
 
 MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx) { return ctx ? ctx->stream : NULL; }
@@ -1577,6 +1624,18 @@ static int mti_cuda_count(void) {
     return cudaGetDeviceCount(&devices) == cudaSuccess ? devices : (cudaGetLastError(), 0);
 }
 
+static mt_status mti_staging_open(mt_context *ctx) {
+    size_t sections = MTI_SECTIONS * MT_UPLOAD_BYTES, bytes = sections + sizeof(mt_range_error);
+    void *memory = NULL;
+    int i;
+    MT_CUDA_TRY(ctx, cudaHostAlloc(&memory, bytes, cudaHostAllocMapped | cudaHostAllocPortable));
+    ctx->staging.memory = (unsigned char *)memory;
+    memset(ctx->staging.memory + sections, 0, sizeof(mt_range_error));
+    for (i = 0; i < MTI_SECTIONS; i++)
+        MT_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ctx->staging.copied[i], cudaEventDisableTiming));
+    return MT_SUCCESS;
+}
+
 /* Creates the streams and events of a context, after a check of the GPU's number. */
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     int devices = 0, major = 0, minor = 0, lowest, highest, i;
@@ -1600,7 +1659,7 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     MT_CUDA_TRY(ctx, cudaStreamCreateWithPriority(&ctx->third_stream, cudaStreamNonBlocking, highest));
     for (i = 0; i < MTI_EVENTS; i++)
         MT_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ctx->events[i], cudaEventDisableTiming));
-    return MT_SUCCESS;
+    return mti_staging_open(ctx);
 }
 
 static mt_status mti_cuda_synchronize(mt_context *ctx) {
@@ -1608,6 +1667,19 @@ static mt_status mti_cuda_synchronize(mt_context *ctx) {
     MT_TRY(mt_cuda_wait_peers(ctx));
     MT_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
     return MT_SUCCESS;
+}
+
+MT_API mt_range_error *mt_cuda_range_error(const mt_context *ctx) {
+    if (!ctx || !ctx->staging.memory) return NULL;
+    return (mt_range_error *)(ctx->staging.memory + MTI_SECTIONS * MT_UPLOAD_BYTES);
+}
+
+/* Returns the error that a kernel has stored, and removes it. The caller has waited for the stream. */
+static mt_status mti_cuda_report(mt_context *ctx) {
+    mt_range_error error = *mt_cuda_range_error(ctx);
+    if (!error.found) return MT_SUCCESS;
+    memset(mt_cuda_range_error(ctx), 0, sizeof error);
+    return mt_range_fail(ctx, &error);
 }
 
 /* Waits for all streams, and detaches the communicators over NCCL from the context. */
@@ -1633,6 +1705,9 @@ static void mti_cuda_close(mt_context *ctx) {
     int i;
     for (i = 0; i < MTI_EVENTS; i++)
         if (ctx->events[i]) cudaEventDestroy(ctx->events[i]);
+    for (i = 0; i < MTI_SECTIONS; i++)
+        if (ctx->staging.copied[i]) cudaEventDestroy(ctx->staging.copied[i]);
+    if (ctx->staging.memory) cudaFreeHost(ctx->staging.memory);
     if (ctx->third_stream) cudaStreamDestroy(ctx->third_stream);
     if (ctx->second_stream) cudaStreamDestroy(ctx->second_stream);
     if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
@@ -1668,6 +1743,44 @@ MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, c
     return MT_SUCCESS;
 }
 
+/* *memory = `bytes` of the staging memory, until it has been used up once more. Waits, when the copies of the oldest
+   section are not done: first for peers, because CUDA waits for the event without a timeout. */
+static mt_status mti_staging_take(mt_context *ctx, size_t bytes, void **memory) {
+    mti_staging *s = &ctx->staging;
+    int next = (s->section + 1) % MTI_SECTIONS;
+    if (bytes > MT_UPLOAD_BYTES - s->used) {
+        cudaError_t error = cudaEventQuery(s->copied[next]);
+        if (error == cudaErrorNotReady) {
+            cudaGetLastError(); /* clears cudaErrorNotReady */
+            MT_TRY(mt_cuda_wait_peers(ctx));
+            error = cudaEventSynchronize(s->copied[next]);
+        }
+        MT_TRY(mti_cuda_check(ctx, error, "cudaEventSynchronize"));
+        MT_CUDA_TRY(ctx, cudaEventRecord(s->copied[s->section], ctx->stream));
+        s->section = next;
+        s->used = 0;
+    }
+    *memory = s->memory + (size_t)s->section * MT_UPLOAD_BYTES + s->used;
+    s->used += mt_align_up(bytes);
+    return MT_SUCCESS;
+}
+
+/* A side stream of mti_cuda_fork does not use the staging memory, whose events are for the compute stream. */
+MT_API mt_status mt_cuda_upload(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t row_bytes,
+                                int64_t rows) {
+    void *memory = NULL;
+    MT_TRY(mt_cuda_enter(ctx));
+    if (rows <= 0 || row_bytes == 0) return MT_SUCCESS;
+    if (row_bytes > MT_UPLOAD_BYTES / (size_t)rows || ctx->stream != ctx->compute_stream) {
+        MT_TRY(mt_cuda_wait_peers(ctx)); /* a copy of pageable memory would wait for them without a timeout */
+        MT_TRY(mt_cuda_copy_rows(ctx, to, to_pitch, from, row_bytes, row_bytes, rows));
+        return mt_context_synchronize(ctx);
+    }
+    MT_TRY(mti_staging_take(ctx, row_bytes * (size_t)rows, &memory));
+    memcpy(memory, from, row_bytes * (size_t)rows);
+    return mt_cuda_copy_rows(ctx, to, to_pitch, memory, row_bytes, row_bytes, rows);
+}
+
 /* Checks one address. A GPU that shares the page tables of the host can use all memory of the host. */
 static mt_status mti_cuda_check_address(mt_context *ctx, const char *function, const char *name, const char *ptr) {
     cudaPointerAttributes where;
@@ -1694,11 +1807,16 @@ MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, con
 }
 
 /* Calls mt_cuda_wait_peers first, because a copy to pageable memory waits for the stream without a timeout. */
-MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
+static mt_status mti_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
     MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mt_cuda_wait_peers(ctx));
     MT_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
     return mti_cuda_synchronize(ctx);
+}
+
+MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
+    MT_TRY(mti_cuda_fetch(ctx, to, from, bytes));
+    return mti_cuda_report(ctx);
 }
 
 /* Prepares to free ptr: waits for the stream, and deregisters the memory from NCCL. */
@@ -1775,11 +1893,17 @@ MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, c
     return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)row_bytes, (void)rows,
            MT_ERR_UNSUPPORTED;
 }
+MT_API mt_status mt_cuda_upload(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t row_bytes,
+                                int64_t rows) {
+    return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)row_bytes, (void)rows, MT_ERR_UNSUPPORTED;
+}
+MT_API mt_range_error *mt_cuda_range_error(const mt_context *ctx) { return (void)ctx, (mt_range_error *)NULL; }
 MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, const char *name, const void *ptr,
                                       size_t bytes) {
     return (void)ctx, (void)function, (void)name, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
 }
 static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static mt_status mti_cuda_report(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
     return (void)ctx, (void)side, MT_ERR_UNSUPPORTED;
 }
@@ -2590,7 +2714,7 @@ static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) 
     if (slot->send_count != call->recvcount || slot->send_dtype != call->dtype)
         return mti_take_mismatch(ctx, comm, call->source);
     status = mti_bytes_copy(ctx, call->recv, slot->send, bytes);
-    if (status == MT_SUCCESS) status = mt_context_synchronize(ctx);
+    if (status == MT_SUCCESS) status = mti_synchronize(ctx);
     if (status != MT_SUCCESS) mti_break_failed(ctx, comm, call, status);
     mti_outbox_set(g, slot, mti_outbox(comm->rank, status == MT_SUCCESS ? MTI_DONE : MTI_REFUSED));
     return status;
@@ -2616,7 +2740,7 @@ static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call 
 }
 
 static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mt_status status = mt_context_synchronize(ctx); /* the receiver reads this rank's buffer */
+    mt_status status = mti_synchronize(ctx); /* the receiver reads this rank's buffer */
     if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
     mti_publish(comm, call, MTI_IN_P2P);
@@ -3398,13 +3522,13 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
    its buffers, and again before the second meeting. A rank that fails between the two meetings sets `failed`, and after
    the second meeting all other ranks return an error. */
 static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mt_status status = mt_context_synchronize(ctx);
+    mt_status status = mti_synchronize(ctx);
     int may_fail = ctx->device == MT_DEVICE_CUDA, r;
     if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
     mti_slot_of(comm->group, comm->rank)->ordinal = ctx->ordinal;
     MT_TRY(mti_enter(ctx, comm, call));
     status = mti_move(ctx, comm, call);
-    if (status == MT_SUCCESS) status = mt_context_synchronize(ctx);
+    if (status == MT_SUCCESS) status = mti_synchronize(ctx);
     mti_slot_of(comm->group, comm->rank)->failed = status != MT_SUCCESS;
     if (status != MT_SUCCESS) mti_break_failed(ctx, comm, call, status);
     mti_exit(comm);
@@ -4187,7 +4311,7 @@ static mt_status mti_nccl_colors(mt_context *ctx, mt_comm *comm, int32_t *pairs)
     call.recv = all;
     status = mti_cuda_copy(ctx, (char *)all + at, (char *)pairs + at, bytes);
     if (status == MT_SUCCESS) status = mti_nccl_call(ctx, comm, &call);
-    if (status == MT_SUCCESS) status = mt_cuda_fetch(ctx, pairs, all, bytes * (size_t)comm->size);
+    if (status == MT_SUCCESS) status = mti_cuda_fetch(ctx, pairs, all, bytes * (size_t)comm->size);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -5469,9 +5593,9 @@ static const char *mti_told_next(const mti_told_text *t, uint64_t *at) {
 
 /* Copies from the device to the host, after the earlier collectives are done. */
 static mt_status mti_told_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
-    MT_TRY(mt_context_synchronize(ctx)); /* a copy to pageable memory would wait without a timeout */
+    MT_TRY(mti_synchronize(ctx)); /* a copy to pageable memory would wait without a timeout */
     MT_TRY(mti_bytes_copy(ctx, to, from, bytes));
-    return mt_context_synchronize(ctx);
+    return mti_synchronize(ctx);
 }
 
 /* Broadcasts `bytes` of host memory from rank `root`, through `space` [MTI_TOLD_CHUNK] on the device. */

@@ -27,9 +27,9 @@
      - Gradients of parameters are sums over tokens. A block of your own that supports invariant mode must compute
        them in the function that it passes to mt_sum_over_tokens (see docs/blocks.md).
      - Reductions run in a fixed order, so the same inputs give the same bits. Sums accumulate in fp32 or in double.
-     - On MT_DEVICE_CUDA a call returns when its work is in the context's stream. Four functions return when the work
-       is done: mt_upload, mt_download, mt_hash and mt_ids_check. The first GEMM of a shape may wait for the stream,
-       too: see mt_gemm_choice.
+     - On MT_DEVICE_CUDA a call returns when its work is in the context's stream. mt_download, mt_hash and an mt_upload
+       of more than MT_UPLOAD_BYTES (256 KiB) return when the work is done. The first GEMM of a shape may wait for the
+       stream, too: see mt_gemm_choice.
      - Any operator can return MT_ERR_ARGUMENT (a NULL pointer, a value out of range), MT_ERR_SHAPE, MT_ERR_DTYPE,
        MT_ERR_MEMORY (the arena is too small), MT_ERR_UNSUPPORTED (too large for a GPU) and MT_ERR_SYSTEM (CUDA failed).
        A call that waits for the stream can also return the errors of mt_context_synchronize. The comment above an
@@ -83,8 +83,9 @@ MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
 
 /* mt_upload copies from host to y, mt_download from x to host. The view may have any type. host is a contiguous array
-   of rows * cols elements of that type. The calls return when the copy is complete. On MT_DEVICE_META mt_upload does
-   nothing and mt_download writes zeros. */
+   of rows * cols elements of that type. When mt_upload returns, the caller may change host; the copy is in the
+   context's stream, before the work of later calls. When mt_download returns, the copy is complete. On MT_DEVICE_META
+   mt_upload does nothing and mt_download writes zeros. */
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);
 
@@ -363,8 +364,11 @@ MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *de
 
 /* Checks that each of the `count` ids is in [0, limit) or equal to ignore. For token ids pass ignore = 0, which is in
    that range anyway; for targets pass mt_ignore_index(desc.ignore_index). `what` is the word for an id in the error
-   message ("token id", "target"; NULL: "id"). On MT_DEVICE_META no id is checked. Error: MT_ERR_DATA, with the first
-   wrong id and its index in the message. */
+   message ("token id", "target"; NULL: "id"; at most 23 characters). On MT_DEVICE_META no id is checked. Error:
+   MT_ERR_DATA, with the first wrong id and its index in the message.
+   On MT_DEVICE_CUDA the check is in the stream, and this call does not wait for it. The next call of the program that
+   waits for the stream returns the error of the first failed check: mt_context_synchronize, mt_download, mt_hash, or
+   one that is said to wait. Calls before it compute results with the wrong ids, as their comments say. */
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
                               int32_t ignore);
 
@@ -398,8 +402,8 @@ typedef struct mt_cross_entropy_shard_desc {
 
 /* Call stats on each shard, gather all stats with mt_all_gather, then call combine and backward on each shard. logits
    is [tokens, columns of the shard]. targets holds, for each token, an index in the whole vocabulary or ignore_index;
-   check it with mt_ids_check first. Columns whose index in the vocabulary is `vocab` or more are padding: they do not
-   count, and their gradient is 0.
+   check it with mt_ids_check. The logit of a target that is out of range counts as 0, and no gradient has its one-hot.
+   Columns whose index in the vocabulary is `vocab` or more are padding: they do not count, and their gradient is 0.
    stats:    stats [tokens, 4] = for each token the maximum of the shard's x (-inf if all columns are padding), the sum
              of exp(x - maximum), the logit of the target (0 if another shard has it) and the sum of x.
    combine:  loss [1, tokens] and lse [2, tokens] from gathered [shards * tokens, 4], the stats of shard 0, 1, ... in
@@ -1739,24 +1743,18 @@ static mt_status mti_cuda_copy_view(mt_context *ctx, mt_tensor x, mt_tensor y) {
                              (size_t)x.cols * size, x.rows);
 }
 
-/* Copies rows between the host and a GPU, and returns when the copy is complete. It waits for peers first, because a
-   copy of pageable memory would wait for them without a timeout. */
-static mt_status mti_cuda_host_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
-                                    size_t row_bytes, int64_t rows) {
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mt_cuda_wait_peers(ctx));
-    MT_TRY(mt_cuda_copy_rows(ctx, to, to_pitch, from, from_pitch, row_bytes, rows));
-    return mt_context_synchronize(ctx);
-}
-
 static mt_status mti_cuda_upload(mt_context *ctx, const void *host, mt_tensor y) {
-    size_t size = mt_dtype_size(y.dtype), row = (size_t)y.cols * size;
-    return mti_cuda_host_rows(ctx, y.data, (size_t)mt_tensor_ld(y) * size, host, row, row, y.rows);
+    size_t size = mt_dtype_size(y.dtype);
+    return mt_cuda_upload(ctx, y.data, (size_t)mt_tensor_ld(y) * size, host, (size_t)y.cols * size, y.rows);
 }
 
+/* Waits for peers first, because a copy to pageable memory would wait for them without a timeout. */
 static mt_status mti_cuda_download(mt_context *ctx, mt_tensor x, void *host) {
     size_t size = mt_dtype_size(x.dtype), row = (size_t)x.cols * size;
-    return mti_cuda_host_rows(ctx, host, row, x.data, (size_t)mt_tensor_ld(x) * size, row, x.rows);
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY(mt_cuda_wait_peers(ctx));
+    MT_TRY(mt_cuda_copy_rows(ctx, host, row, x.data, (size_t)mt_tensor_ld(x) * size, row, x.rows));
+    return mt_context_synchronize(ctx);
 }
 
 } /* extern "C++" */
@@ -5397,14 +5395,14 @@ static void mti_cpu_position_ids(int64_t first_token, int64_t seq, int32_t *ids,
     for (i = 0; i < count; i++) ids[i] = (int32_t)((first_token + i) % seq);
 }
 
-/* *index = the first index whose id is neither in [0, limit) nor `ignore`, and *id = that id. If there is none, *index
-   = count. */
-static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, int64_t *index,
-                              int32_t *id) {
+/* Stores the first id that is neither in [0, error->limit) nor `ignore` in *error. */
+static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int32_t ignore, mt_range_error *error) {
     int64_t i;
-    for (i = 0; i < count && ((ids[i] >= 0 && ids[i] < limit) || ids[i] == ignore);) i++;
-    if (i < count) *id = ids[i];
-    *index = i;
+    for (i = 0; i < count && ((ids[i] >= 0 && ids[i] < error->limit) || ids[i] == ignore);) i++;
+    if (i == count) return;
+    error->found = 1;
+    error->value = ids[i];
+    error->index = i;
 }
 
 #if MT_HAS_CUDA
@@ -5426,56 +5424,61 @@ static mt_status mti_cuda_position_ids(mt_context *ctx, int64_t first_token, int
     return mt_cuda_launched(ctx, "mt_position_ids");
 }
 
-/* *bad = the first index with a wrong id. The caller initialises *bad to count. A thread owns every (grid size)-th id.
-   atomicMin gives the same index in any order. The kernel uses no shared memory and no barrier. */
-static __global__ void __launch_bounds__(256)
-    mti_ids_kernel(const int32_t *ids, int64_t count, int64_t limit, int32_t ignore, unsigned long long *bad) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
-    for (; i < count; i += step)
-        if ((ids[i] < 0 || ids[i] >= limit) && ids[i] != ignore) atomicMin(bad, (unsigned long long)i);
+#define MTI_IDS_THREADS 1024
+
+/* Stores the first wrong id in *to, unless there is an error already. One block owns all ids, so that no other kernel
+   has to find the first of several errors; each thread owns every blockDim-th id. The first barrier separates
+   initialising `first` from its atomicMin, which gives the same index in any order. The second one separates this from
+   reading it. */
+static __global__ void __launch_bounds__(MTI_IDS_THREADS)
+    mti_ids_kernel(const int32_t *ids, int64_t count, int32_t ignore, mt_range_error error, mt_range_error *to) {
+    MT_SHARED(unsigned long long, first, 1);
+    int64_t mine = count;
+    if (threadIdx.x == 0) *first = (unsigned long long)count;
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < count; i += 4 * (int64_t)blockDim.x) {
+        int32_t id[4];
+        MT_DEVICE_UNROLL
+        for (int k = 0; k < 4; k++) id[k] = i + k * (int64_t)blockDim.x < count ? ids[i + k * (int64_t)blockDim.x] : 0;
+        MT_DEVICE_UNROLL
+        for (int k = 3; k >= 0; k--)
+            if ((id[k] < 0 || id[k] >= error.limit) && id[k] != ignore && i + k * (int64_t)blockDim.x < mine)
+                mine = i + k * (int64_t)blockDim.x;
+    }
+    if (mine < count) atomicMin(first, (unsigned long long)mine);
+    __syncthreads();
+    if (threadIdx.x != 0 || *first == (unsigned long long)count || to->found) return;
+    error.found = 1;
+    error.index = (int64_t)*first;
+    error.value = ids[error.index];
+    *to = error;
 }
 
-/* The same as mti_cpu_ids_check, on a GPU. It waits for the result. */
-static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
-                                    int64_t *index, int32_t *id) {
-    size_t mark = mt_arena_mark(ctx);
-    void *memory = NULL;
-    unsigned long long bad = (unsigned long long)count;
+static mt_status mti_cuda_ids_check(mt_context *ctx, const int32_t *ids, int64_t count, int32_t ignore,
+                                    const mt_range_error *error) {
     if (count == 0) return MT_SUCCESS;
-    MT_TRY(mt_arena_alloc(ctx, sizeof bad, &memory));
     MT_TRY(mt_cuda_enter(ctx));
-    MT_CUDA_TRY(ctx, cudaMemcpyAsync(memory, &bad, sizeof bad, cudaMemcpyHostToDevice, mt_context_stream(ctx)));
-    MT_LAUNCH_KERNEL(mti_ids_kernel, mti_grid(count, 256), 256, 0, mt_context_stream(ctx), ids, count, limit, ignore,
-                     (unsigned long long *)memory);
-    MT_TRY(mt_cuda_launched(ctx, "mt_ids_check"));
-    MT_TRY(mt_cuda_fetch(ctx, &bad, memory, sizeof bad));
-    mt_arena_release(ctx, mark);
-    *index = (int64_t)bad;
-    if (*index == count) return MT_SUCCESS;
-    return mt_cuda_fetch(ctx, id, ids + *index, sizeof *id);
+    MT_LAUNCH_KERNEL(mti_ids_kernel, 1, MTI_IDS_THREADS, 0, mt_context_stream(ctx), ids, count, ignore, *error,
+                     mt_cuda_range_error(ctx));
+    return mt_cuda_launched(ctx, "mt_ids_check");
 }
 
 } /* extern "C++" */
 #endif
 
-static mt_status mti_ids_check(mt_context *ctx, const int32_t *ids, int64_t count, int64_t limit, int32_t ignore,
-                               int64_t *index, int32_t *id) {
-    mti_operator op;
-    *index = count;
-    MT_TRY(mti_begin(&op, ctx, NULL, 0));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_ids_check(ctx, ids, count, limit, ignore, index, id),
-                                mti_cpu_ids_check(ids, count, limit, ignore, index, id)));
-}
-
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
                               int32_t ignore) {
-    int64_t index = 0;
-    int32_t id = 0;
+    mt_range_error error;
+    mti_operator op;
     MT_TRY(mti_expect_pointer(ctx, "mt_ids_check", "ids", ids, count));
-    MT_TRY(mti_ids_check(ctx, ids, count, limit, ignore, &index, &id));
-    if (index == count) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_DATA, "mt_ids_check: %s %ld at index %lld is not in [0, %lld)", what ? what : "id",
-                   (long)id, (long long)index, (long long)limit);
+    memset(&error, 0, sizeof error);
+    error.limit = limit;
+    snprintf(error.function, sizeof error.function, "mt_ids_check");
+    snprintf(error.name, sizeof error.name, "%s", what ? what : "id");
+    MT_TRY(mti_begin(&op, ctx, NULL, 0));
+    MT_TRY(mti_end(&op, MTI_RUN(&op, mti_cuda_ids_check(ctx, ids, count, ignore, &error),
+                                mti_cpu_ids_check(ids, count, ignore, &error))));
+    return error.found ? mt_range_fail(ctx, &error) : MT_SUCCESS;
 }
 
 MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {

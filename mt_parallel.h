@@ -180,8 +180,9 @@ MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_opti
 MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
 
 /* trust = 1 turns off the checks of token ids (embedding) and targets (cross-entropy); trust = 0 turns them on again.
-   Each check waits for the GPU, so a block that checks the ids itself turns off these checks. Without a check, an id or
-   a target that is out of range is undefined behaviour. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+   A block that has checked the ids itself turns off these checks, so that each id is checked once. Without a check, an
+   id or a target that is out of range is no error: see mt_embedding_forward and mt_cross_entropy_stats. Errors:
+   MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
 /* ---- parameters -------------------------------------------------------------------------------------------------- */
@@ -794,7 +795,8 @@ typedef struct mt_vocab_parallel_embedding {
    Communication: forward all-reduces y (g). With sequence_parallel y and dy are [tokens / t, features]: forward
    reduce-scatters y, and backward all-gathers dy.
    Errors: MT_ERR_ARGUMENT of create (vocab is not in [1, 2^31 - 1], padded_vocab is less than vocab or above 2^31 - 1,
-   or features is less than 1), MT_ERR_DATA (an id is not in [0, vocab)). */
+   or features is less than 1), MT_ERR_DATA (an id is not in [0, vocab); on a GPU a later call returns it, see
+   mt_ids_check). */
 MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *params, const char *name,
                                                     const mt_embedding_desc *desc, mt_vocab_parallel_embedding *out);
 MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_vocab_parallel_embedding *layer,
@@ -825,7 +827,8 @@ typedef struct mt_cross_entropy_saved {
    MT_F32.
    Communication: forward all-gathers four floats for each token over tp, in invariant mode for each token and virtual
    shard.
-   MT_ERR_DATA: a target is neither in [0, vocab) nor ignore_index. MT_ERR_ARGUMENT: padded_vocab is less than vocab. */
+   MT_ERR_DATA: a target is neither in [0, vocab) nor ignore_index; on a GPU a later call returns it, see mt_ids_check.
+   MT_ERR_ARGUMENT: padded_vocab is less than vocab. */
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tp,
                                                          const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                          const int32_t *targets, mt_tensor loss,

@@ -8,6 +8,10 @@
 
 #include "mt_test.h"
 
+#if defined(MT_CUDA_ENGINE)
+#include "runtime.h"
+#endif
+
 #include <math.h>
 #include <sys/mman.h>
 
@@ -845,15 +849,96 @@ static void test_many_shards(void **state) {
     }
 }
 
+/* A check does not wait. The next call that waits returns the error of the first failed check, and its first wrong id.
+   It returns it once. */
 static void test_ids(void **state) {
-    int32_t ids[300];
+    enum { IDS = 9000 };
+    static const int places[] = {0, 1, 1023, 1024, 4095, 4096, IDS - 2};
+    static int32_t ids[IDS];
+    size_t mark = mt_arena_mark(gpu);
     (void)state;
-    for (int i = 0; i < 300; i++) ids[i] = i % 10;
-    OK(mt_ids_check(gpu, "id", ids_on_gpu(ids, 300), 300, 10, 0));
-    ids[211] = -1;
-    ids[290] = 77;
-    ASSERT_STATUS(gpu, MT_ERR_DATA, mt_ids_check(gpu, "token id", ids_on_gpu(ids, 300), 300, 10, 0));
-    assert_non_null(strstr(mt_last_error(gpu), "token id -1 at index 211"));
+    for (int i = 0; i < IDS; i++) ids[i] = i % 10;
+    OK(mt_ids_check(gpu, "id", ids_on_gpu(ids, IDS), IDS, 10, 0));
+    OK(mt_context_synchronize(gpu));
+    for (int k = 0; k < 7; k++) {
+        mt_tensor x = tensor_new(gpu, MT_F32, 1, 1, dense);
+        char wanted[64];
+        float y = 0;
+        uint64_t hash = 0;
+        OK(mt_fill(gpu, x, 1.0f));
+        ids[places[k]] = -1 - k;
+        ids[IDS - 1] = 77;
+        OK(mt_ids_check(gpu, "token id", ids_on_gpu(ids, IDS), IDS, 10, 0));
+        OK(mt_ids_check(gpu, "target", ids_on_gpu(ids, IDS), IDS, 5, 0));
+        ASSERT_STATUS(gpu, MT_ERR_DATA,
+                      k % 3 == 0   ? mt_context_synchronize(gpu)
+                      : k % 3 == 1 ? mt_download(gpu, x, &y)
+                                   : mt_hash(gpu, x, 0, 0, 1, &hash));
+        snprintf(wanted, sizeof wanted, "mt_ids_check: token id %d at index %d is not in [0, 10)", -1 - k, places[k]);
+        assert_string_equal(mt_last_error(gpu), wanted);
+        OK(mt_context_synchronize(gpu));
+        OK(mt_download(gpu, x, &y));
+        ids[places[k]] = ids[IDS - 1] = -100;
+        OK(mt_ids_check(gpu, "target", ids_on_gpu(ids, IDS), IDS, 10, -100));
+        OK(mt_context_synchronize(gpu));
+        ids[places[k]] = ids[IDS - 1] = 0;
+    }
+    OK(mt_ids_check(gpu, "id", NULL, 0, 10, 0));
+    mt_arena_release(gpu, mark);
+}
+
+/* Without a check, or after one that has failed, operators use no memory of a wrong id, and compute what a CPU does. */
+static void test_wrong_ids(void **state) {
+    const int32_t ids[] = {-1, 3, INT32_MAX, INT32_MIN, 9, 8};
+    const int32_t *there = ids_on_gpu(ids, 6);
+    mt_cross_entropy_shard_desc s = {9, 0, 0.1f, 0};
+    (void)state;
+    type = MT_F32;
+    pair table = noise_f32(9, 8, 1, 1.0f), y = pair_f32(6, 8), dtable = noise_f32(9, 8, 2, 1.0f);
+    pair logits = noise_f32(6, 9, 3, 4.0f), loss = pair_f32(1, 6);
+    BOTH(mt_embedding_forward(cpu, table.cpu, 0, ids, 0.0f, y.cpu),
+         mt_embedding_forward(gpu, table.gpu, 0, there, 0.0f, y.gpu));
+    same("mt_embedding_forward", y, 0);
+    BOTH(mt_embedding_backward(cpu, y.cpu, 0, ids, dtable.cpu),
+         mt_embedding_backward(gpu, y.gpu, 0, there, dtable.gpu));
+    same("mt_embedding_backward", dtable, 0);
+    BOTH(mt_cross_entropy_forward_backward(cpu, &s, logits.cpu, ids, mt_none(), 1.0f, loss.cpu),
+         mt_cross_entropy_forward_backward(gpu, &s, logits.gpu, there, mt_none(), 1.0f, loss.gpu));
+    same("loss", loss, 1e-6);
+    same("logits", logits, 2e-6);
+}
+
+/* The caller may change the host's memory after each upload. Small uploads do not wait for the stream until the copies
+   of 2 MiB are under way; a large one does. */
+static void test_uploads(void **state) {
+    enum { UPLOADS = 60, COLS = 21000 };
+    static float host[COLS], back[COLS], large[4 * COLS];
+    size_t mark = mt_arena_mark(gpu);
+    mt_tensor x[UPLOADS], all;
+    (void)state;
+    for (int i = 0; i < UPLOADS; i++) x[i] = tensor_new(gpu, MT_F32, i % 2 ? 3 : 1, i % 2 ? COLS / 3 : COLS, odd);
+    OK(mt_context_synchronize(gpu));
+    for (int i = 0; i < UPLOADS; i++) {
+#if defined(MT_CUDA_ENGINE)
+        long before = mte::host_waits();
+#endif
+        for (int j = 0; j < COLS; j++) host[j] = (float)(i * COLS + j);
+        OK(mt_upload(gpu, host, x[i]));
+#if defined(MT_CUDA_ENGINE)
+        if (i < 21) assert_true(mte::host_waits() == before); /* three in each of seven sections */
+#endif
+    }
+    for (int i = 0; i < UPLOADS; i++) {
+        OK(mt_download(gpu, x[i], back));
+        for (int j = 0; j < COLS; j++) assert_true(back[j] == (float)(i * COLS + j));
+    }
+    all = tensor_new(gpu, MT_F32, 4, COLS, wide);
+    for (int j = 0; j < 4 * COLS; j++) large[j] = (float)j;
+    OK(mt_upload(gpu, large, all));
+    memset(large, 0, sizeof large);
+    OK(mt_download(gpu, all, large));
+    for (int j = 0; j < 4 * COLS; j++) assert_true(large[j] == (float)j);
+    mt_arena_release(gpu, mark);
 }
 
 /* ---- contexts ---------------------------------------------------------------------------------------------------- */
@@ -1285,6 +1370,8 @@ int main(void) {
         cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_ids),
+        cmocka_unit_test(test_wrong_ids),
+        cmocka_unit_test(test_uploads),
         cmocka_unit_test(test_context),
         cmocka_unit_test(test_check_memory),
         cmocka_unit_test(test_copy_rows),

@@ -407,6 +407,109 @@ static void test_invariant_mode(void **state) {
         }
 }
 
+/* A micro-batch with a wrong token id (1000 at index 5) on the ranks of `where`, or a right one on the others. */
+typedef struct wrong_id {
+    gpt_run r;
+    int only; /* the only rank with the wrong id; -1: all ranks */
+    mt_status found[8];
+} wrong_id;
+static wrong_id *wrong;
+
+static mt_status forward_with_a_wrong_id(mt_context *ctx, void *user, const mt_action *a, mt_tensor input,
+                                         mt_tensor output) {
+    gpt_worker *w = (gpt_worker *)user;
+    int32_t ids[GPT_SEQ] = {0}, *on_device = w->ids + 2 * GPT_SEQ * a->slot;
+    int64_t sequence = w->grid.dp_rank * (GPT_BATCH / w->grid.dp_size) + a->micro_batch;
+    mt_batch batch = gpt_batch_of(w, sequence);
+    int here = wrong->only < 0 || wrong->only == mt_comm_rank(w->world);
+    if (w->step != 1 || a->micro_batch != 1 || !here) return gpt_forward(ctx, user, a, input, output);
+    MT_TRY(mt_upload(ctx, ids, mt_tensor_make(on_device + GPT_SEQ, MT_I32, 1, GPT_SEQ)));
+    ids[5] = 1000;
+    MT_TRY(mt_upload(ctx, ids, mt_tensor_make(on_device, MT_I32, 1, GPT_SEQ)));
+    MT_TRY(mt_gpt_stage_forward(ctx, &w->gpt, &batch, on_device, on_device + GPT_SEQ, input, output,
+                                mt_tensor_rows(w->losses, a->slot, 1), &w->saved[a->slot]));
+    if (w->grid.pp_rank + 1 < w->grid.pp_size) return MT_SUCCESS;
+    return mt_sum(ctx, mt_tensor_rows(w->losses, a->slot, 1), mt_tensor_rows(w->totals, a->micro_batch, 1));
+}
+
+/* Step 0 is good. Step 1 has the wrong id, and returns the error where it first waits. When all ranks have the error,
+   step 2 is good again. */
+static mt_status wrong_id_rank(mt_comm *world, void *user) {
+    wrong_id *test = (wrong_id *)user;
+    gpt_worker w;
+    float loss = 0, norm;
+    mt_status status = gpt_open(world, &test->r, &w), found = MT_SUCCESS;
+    w.forward = forward_with_a_wrong_id;
+    if (status == MT_SUCCESS) status = gpt_gradients(&w, 0, &loss, &norm);
+    if (status == MT_SUCCESS) {
+        size_t mark = mt_arena_mark(w.ctx);
+        found = test->found[mt_comm_rank(world)] = gpt_gradients(&w, 1, &loss, &norm);
+        mt_arena_release(w.ctx, mark);
+        if (found == MT_ERR_DATA && !strstr(mt_last_error(w.ctx), "token id 1000 at index 5 is not in [0, "))
+            status = mt_fail(w.ctx, MT_ERR_MISMATCH, "the message of a wrong id is: %.99s", mt_last_error(w.ctx));
+    }
+    if (status == MT_SUCCESS && test->only < 0) status = gpt_gradients(&w, 2, &loss, &norm);
+    if (status == MT_SUCCESS && test->only < 0 && !(loss > 0.1f && loss < 10.0f))
+        status = mt_fail(w.ctx, MT_ERR_MISMATCH, "the loss after a wrong id is %g", (double)loss);
+    gpt_close(&w);
+    return status != MT_SUCCESS ? status : test->only < 0 ? MT_SUCCESS : found;
+}
+
+/* A wrong id in the middle of a step: every rank that has it gets the error at its next wait, with the index. When one
+   tensor rank alone has it, the others do not hang. */
+static void test_wrong_id(void **state) {
+    static wrong_id test;
+    mt_launch_desc d;
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        memset(&test, 0, sizeof test);
+        test.r = run_of(MT_DEVICE_CUDA, MT_F32, i == 1 ? 4 : i == 3 ? 1 : (size_t)i / 2, 0, 0);
+        test.r.pipeline = i < 2 ? 2 : 1;
+        test.only = i == 3 ? 1 : -1;
+        wrong = &test;
+        memset(&d, 0, sizeof d);
+        d.ranks = test.r.tp * test.r.data * test.r.pipeline;
+        d.no_pinning = 1;
+        d.timeout_s = 5;
+        assert_true((mt_launch(&d, wrong_id_rank, &test) == MT_SUCCESS) == (test.only < 0));
+        for (int rank = 0; rank < d.ranks; rank++) {
+            if (test.only < 0 || rank == test.only) assert_int_equal(test.found[rank], MT_ERR_DATA);
+            else assert_true(test.found[rank] == MT_ERR_PEER || test.found[rank] == MT_ERR_TIMEOUT);
+        }
+    }
+}
+
+#if defined(MT_CUDA_ENGINE)
+/* Micro-batches behind the first one, which measures products, do not wait for the GPU. */
+static mt_status waits_rank(mt_comm *world, void *user) {
+    gpt_worker w;
+    long before = 0, after = 0;
+    mt_status status = gpt_open(world, (const gpt_run *)user, &w);
+    if (status == MT_SUCCESS) status = mt_params_zero_grad(w.ctx, w.params);
+    if (status == MT_SUCCESS) status = gpt_micro_batch(&w, 0, 0);
+    before = mte::host_waits();
+    for (int n = 1; status == MT_SUCCESS && n < GPT_BATCH / w.grid.dp_size; n++) status = gpt_micro_batch(&w, n, 0);
+    after = mte::host_waits();
+    if (status == MT_SUCCESS) status = mt_context_synchronize(w.ctx);
+    if (status == MT_SUCCESS && (after != before || mte::host_waits() <= after))
+        status = mt_fail(w.ctx, MT_ERR_MISMATCH, "%ld waits in micro-batches, %ld after them", after - before,
+                         mte::host_waits() - after);
+    gpt_close(&w);
+    return status;
+}
+
+static void test_micro_batches_do_not_wait(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, i % 2 ? MT_BF16 : MT_F32, 0, 0, i / 2);
+#if defined(MT_USE_NCCL) /* without NCCL, ranks on GPUs meet on the host */
+        r.tp = r.data = i % 2 + 1;
+#endif
+        gpt_launch(&r, waits_rank, &r);
+    }
+}
+#endif
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_training_as_on_the_cpu),
@@ -423,6 +526,10 @@ int main(void) {
         cmocka_unit_test(test_host_memory_is_refused),
         cmocka_unit_test(test_invariant_mode),
         cmocka_unit_test(test_epilogues),
+        cmocka_unit_test(test_wrong_id),
+#if defined(MT_CUDA_ENGINE)
+        cmocka_unit_test(test_micro_batches_do_not_wait),
+#endif
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

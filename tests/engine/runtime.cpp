@@ -159,6 +159,7 @@ static Memory &memory() {
 }
 
 static thread_local int host_device;
+static thread_local long waits_of_thread; // see host_waits
 
 static void host_touched_device_memory(int number, siginfo_t *info, void *) {
     if (in_device_range(info->si_addr)) {
@@ -921,6 +922,7 @@ cudaError_t cudaDriverGetVersion(int *version) {
 
 cudaError_t cudaDeviceSynchronize() {
     Call call("cudaDeviceSynchronize");
+    waits_of_thread++;
     wait_for_device(host_device);
     check_red_zones();
     return result(cudaSuccess);
@@ -1164,9 +1166,11 @@ static cudaError_t copy_asynchronously(const Copy &copy, cudaMemcpyKind kind, cu
     Stream *s = stream_of(stream);
     if (!s) return result(cudaErrorInvalidResourceHandle);
     bool stage = pageable(copy.source, copy.source_pitch, copy);
+    wait = wait || pageable(copy.destination, copy.destination_pitch, copy);
     std::function<void()> work = stage ? staged(copy) : [copy] { perform(copy); };
     OperationRef o = append(s, copy_label(copy), work);
-    if (wait || pageable(copy.destination, copy.destination_pitch, copy)) wait_for(o);
+    waits_of_thread += wait || stage;
+    if (wait) wait_for(o);
     return result(cudaSuccess);
 }
 
@@ -1284,6 +1288,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 static bool capturing = false;
 
+long mte::host_waits() { return waits_of_thread; }
+
 void mte::set_capturing(bool on) {
     Guard guard;
     capturing = on;
@@ -1296,6 +1302,7 @@ static void forbid_in_capture(const char *what) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     forbid_in_capture("cudaStreamSynchronize");
     Call call("cudaStreamSynchronize");
+    waits_of_thread++;
     Stream *s = stream_of(stream);
     if (!s) return result(cudaErrorInvalidResourceHandle);
     wait_for_stream(s);
@@ -1431,6 +1438,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     Call call("cudaEventSynchronize");
     forbid_in_capture("cudaEventSynchronize");
+    waits_of_thread++;
     Event *e = event_of(event);
     if (!e) return result(cudaErrorInvalidResourceHandle);
     if (e->recorded) wait_for(e->recorded);

@@ -82,6 +82,10 @@ void gemm_fail(std::function<bool(const GemmCall &)> which);
 void gemm_refuse(int status, bool by_heuristic);
 long gemm_choices();
 
+// For tests: how often a call of this thread has waited for a GPU, or may have done so: a synchronisation of a stream,
+// an event or a device, a copy that is not asynchronous, a copy from or to pageable host memory.
+long host_waits();
+
 // Makes a call of this thread return `error`. `name` selects the function ("cudaMemcpyAsync"; "a kernel launch"), and
 // `after` is the number of its calls that succeed before. A failing copy is done all the same, a failing launch is not.
 void cuda_fail_after(const char *name, int after, cudaError_t error);
