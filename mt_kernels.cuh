@@ -15,9 +15,11 @@
        parameters (dweight, dbias, dgain, dtable, drow), and the master, grad, m and v of AdamW.
      - Scratch memory comes from the context's arena and is given back before the call returns.
      - 16-bit inputs are widened to fp32 when they are read. A 16-bit result is the fp32 result rounded once, to nearest
-       even. NaN stays NaN; a value that is too large becomes infinity. On a CPU, the scratch memory of an operator
-       includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert, mt_hash and
-       mt_adamw_step make no such copy.
+       even. NaN stays NaN; a value that is too large becomes infinity. For 16-bit results of activations, sigmoid, SiLU
+       and the gate, a GPU computes the fp32 result with approximate functions. Its error is at most 4e-5 times the
+       value, for slopes plus 2e-6. Rounding to f16 adds up to 4.9e-4 times the value. On a CPU, the scratch memory of
+       an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
+       mt_hash and mt_adamw_step make no such copy.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -748,6 +750,33 @@ MT_INLINE float mti_normal_cdf(float x, float e) {
     return size < 1.0f ? p : tail;
 }
 
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* Kernels whose result is rounded to 16 bits pass fast = true. Then GPUs compute e^x and a / b approximately, with a
+   relative error of at most 2^-23 (2 + 1.2 |x|) and 2^-22. Results below FLT_MIN may become 0. In f32 results fast is
+   false. */
+static __device__ __forceinline__ float mti_cuda_exp(int fast, float x) { return fast ? __expf(x) : expf(x); }
+
+static __device__ __forceinline__ float mti_cuda_quotient(int fast, float a, float b) {
+    return fast ? __fdividef(a, b) : a / b;
+}
+
+/* Phi(x) = 0.5 (1 + erf(x / sqrt(2))), as e S(u) with u = 1 / (1 + 0.3 |x|) in the left tail. S is fitted like that of
+   mti_normal_cdf, for |x| <= 14. Its relative error is 8.3e-6. e is e^(-x^2 / 2). */
+static __device__ __forceinline__ float mti_cuda_normal_cdf(float x, float e) {
+    float u = __fdividef(1.0f, 1.0f + 0.3f * fabsf(x)), s = -0.0770946381f * u + 0.216028721f;
+    s = s * u - 0.0169386918f;
+    s = s * u + 0.144191494f;
+    s = s * u + 0.113743084f;
+    s = s * u + 0.120074132f;
+    s = e * (s * u);
+    return x < 0.0f ? s : 1.0f - s;
+}
+
+} /* extern "C++" */
+#endif
+
 /* sqrt(x) for x >= 0. The sqrt of libm sets errno, which keeps loops from vectorising. This function estimates 1 /
    sqrt(x) from the bits of x, then takes two Newton steps and one Heron step. It scales small x up first, so that no
    intermediate result is denormal. */
@@ -776,8 +805,7 @@ static uint16_t *mti_row16(mt_tensor t, int64_t row) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* A view as kernels see it. The element type is a value, not a template argument, so one kernel serves every
-   combination of types. All threads take the same branch, which costs little next to the memory access. */
+/* A view as kernels see it. */
 struct mti_view {
     char *data; /* NULL: an optional view that the caller left out */
     int64_t ld;
@@ -807,18 +835,29 @@ static __device__ __forceinline__ int mti_vector_size(int64_t cols, int64_t col)
     return (int)(cols - col < MTI_VECTOR ? cols - col : MTI_VECTOR);
 }
 
+/* The template argument TYPE of the functions below is the mt_dtype of a view. With MTI_ANY_TYPE they read view.dtype.
+   All threads take the same branch on it, but a load behind such a branch waits for the conversion of the load before
+   it. So a kernel that is bound by memory passes the type. */
+#define MTI_ANY_TYPE (-1)
+
+template <int TYPE> static __device__ __forceinline__ int mti_type_of(const mti_view &v) {
+    return TYPE == MTI_ANY_TYPE ? v.dtype : TYPE;
+}
+
 /* mti_get loads one element and widens it to f32. mti_put rounds x to the type of the view and stores it. */
+template <int TYPE = MTI_ANY_TYPE>
 static __device__ __forceinline__ float mti_get(const mti_view &v, int64_t row, int64_t col) {
     int64_t i = row * v.ld + col;
-    if (v.dtype == MT_F32) return ((const float *)v.data)[i];
-    if (v.dtype == MT_BF16) return __bfloat162float(((const __nv_bfloat16 *)v.data)[i]);
+    if (mti_type_of<TYPE>(v) == MT_F32) return ((const float *)v.data)[i];
+    if (mti_type_of<TYPE>(v) == MT_BF16) return __bfloat162float(((const __nv_bfloat16 *)v.data)[i]);
     return __half2float(((const __half *)v.data)[i]);
 }
 
+template <int TYPE = MTI_ANY_TYPE>
 static __device__ __forceinline__ void mti_put(const mti_view &v, int64_t row, int64_t col, float x) {
     int64_t i = row * v.ld + col;
-    if (v.dtype == MT_F32) ((float *)v.data)[i] = x;
-    else if (v.dtype == MT_BF16) ((__nv_bfloat16 *)v.data)[i] = __float2bfloat16_rn(x);
+    if (mti_type_of<TYPE>(v) == MT_F32) ((float *)v.data)[i] = x;
+    else if (mti_type_of<TYPE>(v) == MT_BF16) ((__nv_bfloat16 *)v.data)[i] = __float2bfloat16_rn(x);
     else ((__half *)v.data)[i] = __float2half_rn(x);
 }
 
@@ -835,7 +874,7 @@ struct __align__(16) mti_words {
 };
 
 /* These two functions load and store 16 bytes with one instruction. nvcc may otherwise load and store the four words of
-   an mti_words one by one. */
+   an mti_words one by one, and split an ordinary store of a uint4, too. */
 static __device__ __forceinline__ mti_words mti_load_words(const void *from) {
     uint4 u = *(const uint4 *)from;
     mti_words p;
@@ -844,7 +883,7 @@ static __device__ __forceinline__ mti_words mti_load_words(const void *from) {
 }
 
 static __device__ __forceinline__ void mti_store_words(void *to, const mti_words &p) {
-    *(uint4 *)to = make_uint4(p.w[0], p.w[1], p.w[2], p.w[3]);
+    __stwb((uint4 *)to, make_uint4(p.w[0], p.w[1], p.w[2], p.w[3]));
 }
 
 /* mti_unpack converts eight 16-bit values to f32, mti_pack converts back. The first value is in the low half of
@@ -868,11 +907,11 @@ static __device__ __forceinline__ mti_words mti_pack(int dtype, const float *x) 
     for (int j = 0; j < 4; j++) {
         unsigned low, high;
         if (dtype == MT_BF16) {
-            low = __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * j]));
-            high = __bfloat16_as_ushort(__float2bfloat16_rn(x[2 * j + 1]));
+            __nv_bfloat162 both = __floats2bfloat162_rn(x[2 * j], x[2 * j + 1]); /* one instruction since sm_80 */
+            low = __bfloat16_as_ushort(both.x), high = __bfloat16_as_ushort(both.y);
         } else {
-            low = __half_as_ushort(__float2half_rn(x[2 * j]));
-            high = __half_as_ushort(__float2half_rn(x[2 * j + 1]));
+            __half2 both = __floats2half2_rn(x[2 * j], x[2 * j + 1]);
+            low = __half_as_ushort(both.x), high = __half_as_ushort(both.y);
         }
         p.w[j] = low | high << 16;
     }
@@ -881,38 +920,88 @@ static __device__ __forceinline__ mti_words mti_pack(int dtype, const float *x) 
 
 /* mti_load loads n <= MTI_VECTOR elements, starting at (row, col), and sets the rest of x to 0. mti_store stores n
    elements. With WIDE, whole vectors are aligned to 16 bytes. */
-template <bool WIDE>
+template <bool WIDE, int TYPE = MTI_ANY_TYPE>
 static __device__ __forceinline__ void mti_load(const mti_view &v, int64_t row, int64_t col, int n, float *x) {
     if (WIDE && n == MTI_VECTOR) {
         int64_t i = row * v.ld + col;
-        if (v.dtype == MT_F32) {
+        if (mti_type_of<TYPE>(v) == MT_F32) {
             float4 a = *(const float4 *)((const float *)v.data + i),
                    b = *(const float4 *)((const float *)v.data + i + 4);
             x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
         } else {
-            mti_unpack(v.dtype, mti_load_words((const uint16_t *)v.data + i), x);
+            mti_unpack(mti_type_of<TYPE>(v), mti_load_words((const uint16_t *)v.data + i), x);
         }
         return;
     }
     MT_DEVICE_UNROLL
-    for (int j = 0; j < MTI_VECTOR; j++) x[j] = j < n ? mti_get(v, row, col + j) : 0.0f;
+    for (int j = 0; j < MTI_VECTOR; j++) x[j] = j < n ? mti_get<TYPE>(v, row, col + j) : 0.0f;
 }
 
-template <bool WIDE>
+template <bool WIDE, int TYPE = MTI_ANY_TYPE>
 static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row, int64_t col, int n, const float *x) {
     if (WIDE && n == MTI_VECTOR) {
         int64_t i = row * v.ld + col;
-        if (v.dtype == MT_F32) {
+        if (mti_type_of<TYPE>(v) == MT_F32) {
             *(float4 *)((float *)v.data + i) = make_float4(x[0], x[1], x[2], x[3]);
             *(float4 *)((float *)v.data + i + 4) = make_float4(x[4], x[5], x[6], x[7]);
         } else {
-            mti_store_words((uint16_t *)v.data + i, mti_pack(v.dtype, x));
+            mti_store_words((uint16_t *)v.data + i, mti_pack(mti_type_of<TYPE>(v), x));
         }
         return;
     }
     MT_DEVICE_UNROLL
     for (int j = 0; j < MTI_VECTOR; j++)
-        if (j < n) mti_put(v, row, col + j, x[j]);
+        if (j < n) mti_put<TYPE>(v, row, col + j, x[j]);
+}
+
+/* A vector as it lies in memory, or as f32 for MTI_ANY_TYPE. mti_fetch only loads it, so a thread can have the loads of
+   several vectors under way before mti_values converts the first one. n and WIDE are those of mti_load. */
+template <int TYPE> struct mti_fetched { mti_words words; };
+template <> struct mti_fetched<MT_F32> { float x[MTI_VECTOR]; };
+template <> struct mti_fetched<MTI_ANY_TYPE> { float x[MTI_VECTOR]; };
+
+template <bool WIDE, int TYPE>
+static __device__ __forceinline__ void mti_fetch(const mti_view &v, int64_t row, int64_t col, int n,
+                                                 mti_fetched<TYPE> &out) {
+    const uint16_t *from = (const uint16_t *)v.data + (row * v.ld + col);
+    if (WIDE && n == MTI_VECTOR) {
+        out.words = mti_load_words(from);
+        return;
+    }
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < MTI_VECTOR / 2; j++)
+        out.words.w[j] = (2 * j < n ? from[2 * j] : 0u) | (2 * j + 1 < n ? (uint32_t)from[2 * j + 1] << 16 : 0u);
+}
+
+template <bool WIDE>
+static __device__ __forceinline__ void mti_fetch(const mti_view &v, int64_t row, int64_t col, int n,
+                                                 mti_fetched<MT_F32> &out) {
+    mti_load<WIDE, MT_F32>(v, row, col, n, out.x);
+}
+
+template <bool WIDE>
+static __device__ __forceinline__ void mti_fetch(const mti_view &v, int64_t row, int64_t col, int n,
+                                                 mti_fetched<MTI_ANY_TYPE> &out) {
+    mti_load<WIDE>(v, row, col, n, out.x);
+}
+
+template <int TYPE> static __device__ __forceinline__ void mti_values(const mti_fetched<TYPE> &in, float *x) {
+    mti_unpack(TYPE, in.words, x);
+}
+
+static __device__ __forceinline__ void mti_values(const mti_fetched<MT_F32> &in, float *x) {
+    for (int j = 0; j < MTI_VECTOR; j++) x[j] = in.x[j];
+}
+
+static __device__ __forceinline__ void mti_values(const mti_fetched<MTI_ANY_TYPE> &in, float *x) {
+    for (int j = 0; j < MTI_VECTOR; j++) x[j] = in.x[j];
+}
+
+/* x += the values of a vector. */
+template <int TYPE> static __device__ __forceinline__ void mti_add_values(const mti_fetched<TYPE> &in, float *x) {
+    float z[MTI_VECTOR];
+    mti_values(in, z);
+    for (int j = 0; j < MTI_VECTOR; j++) x[j] += z[j];
 }
 
 /* Whether kernels may load and store the vectors of a view 16 bytes at a time. True for a view that the caller left
@@ -922,6 +1011,46 @@ static int mti_is_wide(mt_tensor t) {
     if (!t.data) return 1;
     return (uintptr_t)t.data % 16 == 0 && (t.rows <= 1 || (size_t)mt_tensor_ld(t) * size % 16 == 0);
 }
+
+/* How a kernel accesses its views. `type` is their type if all have the same type and are wide, otherwise
+   MTI_ANY_TYPE. */
+struct mti_access {
+    int type, wide;
+};
+
+template <typename... Views> static mti_access mti_access_of(mt_tensor first, Views... more) {
+    const mt_tensor views[] = {first, more...};
+    mti_access how = {(int)first.dtype, 1};
+    for (const mt_tensor &v : views) {
+        if (v.data && (int)v.dtype != how.type) how.type = MTI_ANY_TYPE;
+        how.wide = how.wide && mti_is_wide(v);
+    }
+    if (!how.wide) how.type = MTI_ANY_TYPE;
+    return how;
+}
+
+/* mti_by_type calls f(mti_constant<type>()), so that f can launch the kernel with this template argument. The kernel
+   with MTI_ANY_TYPE serves mixed types and views that are not wide. */
+template <int VALUE> struct mti_constant { static const int value = VALUE; };
+
+template <typename Launch> static mt_status mti_by_type(int type, const Launch &f) {
+    switch (type) {
+    case MT_F32: return f(mti_constant<MT_F32>());
+    case MT_BF16: return f(mti_constant<MT_BF16>());
+    case MT_F16: return f(mti_constant<MT_F16>());
+    default: return f(mti_constant<MTI_ANY_TYPE>());
+    }
+}
+
+/* Calls f(mti_constant<kind>()), with 0 <= kind < COUNT. */
+template <int COUNT, int FIRST = 0, typename Launch> static mt_status mti_by_kind(int kind, const Launch &f) {
+    if (kind == FIRST || FIRST + 1 == COUNT) return f(mti_constant<FIRST>());
+    return mti_by_kind<COUNT, (FIRST + 1 < COUNT ? FIRST + 1 : FIRST)>(kind, f);
+}
+
+/* The number of vectors that a thread fetches before it computes the first one. Two of 16 bits have the bytes of one of
+   f32. */
+template <int TYPE> struct mti_ahead { static const int value = TYPE == MT_BF16 || TYPE == MT_F16 ? 2 : 1; };
 
 } /* extern "C++" */
 #endif
@@ -1156,6 +1285,88 @@ static mt_status mti_map(mt_context *ctx, const char *name, const Op &op, int wi
     return mt_cuda_launched(ctx, name);
 }
 
+/* Divides numbers in [0, items) by `by`, with a multiplication and a shift where `items` is below 2^31. With 2^s the
+   smallest power of two that is at least `by`, factor is 2^(31 + s) / by, rounded up. i * factor / 2^(31 + s) is then
+   less than 1 / by above i / by, so its integer part is that of i / by (Granlund and Montgomery, PLDI 1994). */
+struct mti_divider {
+    int64_t by;
+    uint32_t factor; /* 0: divide in 64 bits */
+    int shift;
+};
+
+static mti_divider mti_divider_of(int64_t by, int64_t items) {
+    mti_divider d = {by, 0, 31};
+    if (items >= (int64_t)1 << 31 || by >= (int64_t)1 << 31) return d;
+    while ((int64_t)1 << (d.shift - 31) < by) d.shift++;
+    d.factor = (uint32_t)((((uint64_t)1 << d.shift) + (uint64_t)by - 1) / (uint64_t)by);
+    return d;
+}
+
+static __device__ __forceinline__ int64_t mti_divide_by(int64_t i, const mti_divider &d) {
+    return d.factor ? (int64_t)((uint64_t)(uint32_t)i * d.factor >> d.shift) : i / d.by;
+}
+
+template <bool WIDE, typename Op>
+static __device__ __forceinline__ void mti_map_vector(const Op &op, int64_t row, int64_t col, int n) {
+    typename Op::input in;
+    op.template fetch<WIDE>(row, col, n, in);
+    op.template finish<WIDE>(row, col, n, in);
+}
+
+/* mti_map_kernel for operators that are bound by memory. The op has its type as a template argument, and two halves:
+   op.fetch<WIDE>(row, col, n, in) only loads, and op.finish<WIDE>(row, col, n, in) computes and stores. A thread
+   fetches AHEAD vectors before it finishes the first one. They are a block apart, so that each load of a warp is
+   contiguous. A group with the end of a row or of the matrix is computed one vector at a time, and so is
+   MTI_ANY_TYPE. */
+template <int TYPE, bool WIDE, int AHEAD, typename Op>
+static __global__ void __launch_bounds__(256)
+    mti_map_ahead_kernel(Op op, int64_t rows, int64_t cols, mti_divider per_row) {
+    int64_t items = rows * per_row.by, step = (int64_t)gridDim.x * blockDim.x * AHEAD;
+    int64_t first = (int64_t)blockIdx.x * blockDim.x * AHEAD + threadIdx.x;
+    for (; first < items; first += step) {
+        int64_t row[AHEAD], col[AHEAD];
+        int whole = TYPE != MTI_ANY_TYPE && first + (int64_t)(AHEAD - 1) * blockDim.x < items;
+        MT_DEVICE_UNROLL
+        for (int a = 0; a < AHEAD; a++) {
+            int64_t i = first + (int64_t)a * blockDim.x;
+            row[a] = mti_divide_by(i, per_row);
+            col[a] = (i - row[a] * per_row.by) * MTI_VECTOR;
+            whole = whole && col[a] + MTI_VECTOR <= cols;
+        }
+        if (whole) {
+            typename Op::input in[AHEAD];
+            MT_DEVICE_UNROLL
+            for (int a = 0; a < AHEAD; a++) op.template fetch<true>(row[a], col[a], MTI_VECTOR, in[a]);
+            MT_DEVICE_UNROLL
+            for (int a = 0; a < AHEAD; a++) op.template finish<true>(row[a], col[a], MTI_VECTOR, in[a]);
+            continue;
+        }
+        MT_DEVICE_UNROLL
+        for (int a = 0; a < AHEAD; a++) {
+            int n = mti_vector_size(cols, col[a]);
+            if (first + (int64_t)a * blockDim.x >= items) break;
+            mti_map_vector<WIDE>(op, row[a], col[a], n);
+        }
+    }
+}
+
+/* Launches mti_map_ahead_kernel. `wide` says that mti_is_wide holds for all views of op. With a TYPE other than
+   MTI_ANY_TYPE it always does. */
+template <int TYPE, int AHEAD = mti_ahead<TYPE>::value, typename Op>
+static mt_status mti_map_ahead(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols) {
+    int64_t per_row = (cols + MTI_VECTOR - 1) / MTI_VECTOR, items = rows * per_row;
+    unsigned block = (unsigned)mt_min(256, mt_round_up(items, 32)), grid = mti_grid(items, 256 * AHEAD);
+    if (items == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    if (wide)
+        MT_LAUNCH_KERNEL((mti_map_ahead_kernel<TYPE, true, AHEAD, Op>), grid, block, 0, mt_context_stream(ctx), op,
+                         rows, cols, mti_divider_of(per_row, items + (int64_t)256 * AHEAD));
+    else
+        MT_LAUNCH_KERNEL((mti_map_ahead_kernel<TYPE, TYPE != MTI_ANY_TYPE, AHEAD, Op>), grid, block, 0,
+                         mt_context_stream(ctx), op, rows, cols, mti_divider_of(per_row, items + (int64_t)256 * AHEAD));
+    return mt_cuda_launched(ctx, name);
+}
+
 } /* extern "C++" */
 #endif
 
@@ -1185,34 +1396,52 @@ extern "C++" {
 #define MTI_DEEP 8
 #define MTI_STRIP 64
 
-/* Computes SUMS column sums over the rows of each strip. op.run<WIDE>(row, col, n, x) stores in x[s] what a row adds to
-   sum s of its columns. The result is partial [strips, SUMS, cols].
-
-   1. Each thread owns MTI_VECTOR columns and every MTI_DEEP-th row of the strip. It adds these rows in registers.
-   2. For each sum in turn, all threads write their values to shared [deep, lane, MTI_VECTOR]. The threads with deep 0
-      add them in the order of deep. The first barrier separates the writes from the reads. After the second barrier,
-      the next sum may overwrite shared. */
+/* Computes what one row adds to the sums of its columns. */
 template <bool WIDE, int SUMS, typename Op>
+static __device__ __forceinline__ void mti_columns_row(const Op &op, int64_t row, int64_t col, int n,
+                                                       float (*sums)[MTI_VECTOR]) {
+    typename Op::input in;
+    op.template fetch<WIDE>(row, col, n, in);
+    op.template finish<WIDE>(row, col, n, in, sums);
+}
+
+/* Computes SUMS column sums over the rows of each strip. op is in two halves, as for mti_map_ahead_kernel:
+   op.finish<WIDE>(row, col, n, in, sums) adds to sums[s] what the row adds to sum s of its columns. The result is
+   partial [strips, SUMS, cols].
+
+   1. Each thread owns MTI_VECTOR columns and every MTI_DEEP-th row of the strip. It adds these rows in registers, in
+      order. It fetches AHEAD rows before it finishes the first one.
+   2. For each sum in turn, all threads write their values to shared [deep, lane, MTI_VECTOR]. Each thread then adds one
+      column in the order of deep. The first barrier separates the writes from the reads. After the second barrier, the
+      next sum may overwrite shared. */
+template <int TYPE, bool WIDE, int AHEAD, int SUMS, typename Op>
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP)
     mti_columns_kernel(Op op, int64_t rows, int64_t cols, float *partial) {
-    MT_SHARED(float, shared, MTI_DEEP *MTI_LANES *MTI_VECTOR);
+    MT_SHARED(float4, shared, MTI_DEEP * MTI_LANES * MTI_VECTOR / 4);
     int lane = (int)threadIdx.x % MTI_LANES, deep = (int)threadIdx.x / MTI_LANES;
-    int64_t col = ((int64_t)blockIdx.x * MTI_LANES + lane) * MTI_VECTOR, first = (int64_t)blockIdx.y * MTI_STRIP;
-    int n = col < cols ? mti_vector_size(cols, col) : 0;
-    float sums[SUMS][MTI_VECTOR] = {}, x[SUMS][MTI_VECTOR];
-    for (int r = deep; r < MTI_STRIP && n > 0 && first + r < rows; r += MTI_DEEP) {
-        op.template run<WIDE>(first + r, col, n, x);
-        for (int s = 0; s < SUMS; s++)
-            for (int j = 0; j < MTI_VECTOR; j++) sums[s][j] += x[s][j];
+    int64_t start = (int64_t)blockIdx.x * MTI_LANES * MTI_VECTOR, col = start + lane * MTI_VECTOR;
+    int64_t first = (int64_t)blockIdx.y * MTI_STRIP;
+    int n = col < cols ? mti_vector_size(cols, col) : 0, r = deep;
+    int last = n == 0 ? 0 : rows - first < MTI_STRIP ? (int)(rows - first) : MTI_STRIP;
+    float sums[SUMS][MTI_VECTOR] = {};
+    for (; TYPE != MTI_ANY_TYPE && n == MTI_VECTOR && r + (AHEAD - 1) * MTI_DEEP < last; r += AHEAD * MTI_DEEP) {
+        typename Op::input in[AHEAD];
+        MT_DEVICE_UNROLL
+        for (int a = 0; a < AHEAD; a++) op.template fetch<true>(first + r + a * MTI_DEEP, col, MTI_VECTOR, in[a]);
+        MT_DEVICE_UNROLL
+        for (int a = 0; a < AHEAD; a++)
+            op.template finish<true>(first + r + a * MTI_DEEP, col, MTI_VECTOR, in[a], sums);
     }
+    for (; r < last; r += MTI_DEEP) mti_columns_row<WIDE, SUMS>(op, first + r, col, n, sums);
     for (int s = 0; s < SUMS; s++) {
-        for (int j = 0; j < MTI_VECTOR; j++) shared[(deep * MTI_LANES + lane) * MTI_VECTOR + j] = sums[s][j];
+        float4 *to = shared + threadIdx.x * (MTI_VECTOR / 4);
+        to[0] = make_float4(sums[s][0], sums[s][1], sums[s][2], sums[s][3]);
+        to[1] = make_float4(sums[s][4], sums[s][5], sums[s][6], sums[s][7]);
         __syncthreads();
-        for (int j = 0; j < n && deep == 0; j++) {
-            float sum = 0.0f;
-            for (int d = 0; d < MTI_DEEP; d++) sum += shared[(d * MTI_LANES + lane) * MTI_VECTOR + j];
-            partial[((int64_t)blockIdx.y * SUMS + s) * cols + col + j] = sum;
-        }
+        float sum = 0.0f;
+        for (int d = 0; d < MTI_DEEP; d++)
+            sum += ((const float *)shared)[d * MTI_LANES * MTI_VECTOR + (int)threadIdx.x];
+        if (start + threadIdx.x < cols) partial[((int64_t)blockIdx.y * SUMS + s) * cols + start + threadIdx.x] = sum;
         __syncthreads();
     }
 }
@@ -1255,7 +1484,7 @@ static mt_status mti_strips(mt_context *ctx, const char *name, const void *parti
 
 /* Launches mti_columns_kernel and adds sum s to outs[s], which may be mt_none(). Needs [strips, SUMS, cols] floats of
    scratch memory in the arena. */
-template <int SUMS, typename Op>
+template <int TYPE, int AHEAD, int SUMS, typename Op>
 static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, int wide, int64_t rows, int64_t cols,
                              const mt_tensor *outs) {
     int64_t strips = (rows + MTI_STRIP - 1) / MTI_STRIP;
@@ -1269,11 +1498,11 @@ static mt_status mti_columns(mt_context *ctx, const char *name, const Op &op, in
     MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * SUMS * cols) * sizeof(float), &memory));
     MT_TRY(mt_cuda_enter(ctx));
     if (wide)
-        MT_LAUNCH_KERNEL((mti_columns_kernel<true, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, mt_context_stream(ctx),
-                         op, rows, cols, (float *)memory);
+        MT_LAUNCH_KERNEL((mti_columns_kernel<TYPE, true, AHEAD, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0,
+                         mt_context_stream(ctx), op, rows, cols, (float *)memory);
     else
-        MT_LAUNCH_KERNEL((mti_columns_kernel<false, SUMS, Op>), grid, MTI_LANES * MTI_DEEP, 0, mt_context_stream(ctx),
-                         op, rows, cols, (float *)memory);
+        MT_LAUNCH_KERNEL((mti_columns_kernel<TYPE, TYPE != MTI_ANY_TYPE, AHEAD, SUMS, Op>), grid, MTI_LANES * MTI_DEEP,
+                         0, mt_context_stream(ctx), op, rows, cols, (float *)memory);
     MT_TRY(mt_cuda_launched(ctx, name));
     MT_TRY(mti_strips(ctx, name, memory, strips, SUMS, cols, outs));
     mt_arena_release(ctx, mark); /* only later kernels of the same stream reuse this memory */
@@ -1363,32 +1592,33 @@ static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t strea
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     MT_DEVICE_UNROLL
     for (int round = 0; round < 10; round++) {
-        uint64_t a = (uint64_t)0xd2511f53u * c0, b = (uint64_t)0xcd9e8d57u * c2;
-        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
-        c1 = (uint32_t)b;
-        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
-        c3 = (uint32_t)a;
+        uint32_t a = c0, b = c2; /* nvcc adds a zero to the upper half of a 64-bit product with a constant */
+        c0 = __umulhi(0xcd9e8d57u, b) ^ c1 ^ k0;
+        c1 = 0xcd9e8d57u * b;
+        c2 = __umulhi(0xd2511f53u, a) ^ c3 ^ k1;
+        c3 = 0xd2511f53u * a;
         k0 += 0x9e3779b9u;
         k1 += 0xbb67ae85u;
     }
     out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
 }
 
-/* out = the random words of the global elements [e, e + MTI_VECTOR), which lie in two or three Philox blocks.
-   Comparisons choose the words instead of a variable index, so that the words stay in registers. */
+/* out = the random words of the global elements [e, e + MTI_VECTOR). They lie in two Philox blocks, or in three if e is
+   not the first element of a block. Comparisons shift the words by e % 4 instead of a variable index, so that the words
+   stay in registers. */
 static __device__ __forceinline__ void mti_words_of(mt_random at, uint64_t e, uint32_t *out) {
-    int skip = (int)(e & 3);
-    MT_DEVICE_UNROLL
-    for (int b = 0; b < 3; b++) {
-        uint32_t block[4] = {0};
-        if (b < 2 || skip) mti_philox((e >> 2) + (uint64_t)b, at.subsequence, at.seed, block);
+    uint32_t words[12], skip = (uint32_t)e & 3;
+    mti_philox(e >> 2, at.subsequence, at.seed, words);
+    mti_philox((e >> 2) + 1, at.subsequence, at.seed, words + 4);
+    if (skip) {
+        mti_philox((e >> 2) + 2, at.subsequence, at.seed, words + 8);
         MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_VECTOR; j++) {
-            int lane = j + skip - 4 * b;
-            uint32_t low = lane & 1 ? block[1] : block[0], high = lane & 1 ? block[3] : block[2];
-            if (lane >= 0 && lane < 4) out[j] = lane & 2 ? high : low;
-        }
+        for (int j = 0; j < 10; j++) words[j] = skip & 1 ? words[j + 1] : words[j];
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < MTI_VECTOR; j++) words[j] = skip & 2 ? words[j + 2] : words[j];
     }
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < MTI_VECTOR; j++) out[j] = words[j];
 }
 
 static __device__ __forceinline__ uint64_t mti_element_of(mt_random at, int64_t row, int64_t col) {
@@ -1695,19 +1925,24 @@ static void mti_cpu_fill(mt_tensor y, float value) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-struct mti_fill_op {
+template <int TYPE> struct mti_fill_op {
+    struct input {};
     mti_view y;
     float value;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+    template <bool WIDE> __device__ void fetch(int64_t, int64_t, int, input &) const {}
+    template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int n, const input &) const {
         float x[MTI_VECTOR];
         for (int j = 0; j < MTI_VECTOR; j++) x[j] = value;
-        mti_store<WIDE>(y, row, col, n, x);
+        mti_store<WIDE, TYPE>(y, row, col, n, x);
     }
 };
 
 static mt_status mti_cuda_fill(mt_context *ctx, mt_tensor y, float value) {
-    mti_fill_op op = {mti_view_of(y), value};
-    return mti_map(ctx, "mt_fill", op, mti_is_wide(y), y.rows, y.cols);
+    mti_access how = mti_access_of(y);
+    return mti_by_type(how.type, [&](auto type) {
+        mti_fill_op<type.value> op = {mti_view_of(y), value};
+        return mti_map_ahead<type.value>(ctx, "mt_fill", op, how.wide, y.rows, y.cols);
+    });
 }
 
 } /* extern "C++" */
@@ -1808,23 +2043,57 @@ static void mti_cpu_add(mt_tensor a, mt_tensor b, mt_tensor y) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* y = a + b. If b is left out, y = a, converted to the type of y. */
-struct mti_add_op {
+template <int TYPE> struct mti_add_op { /* y = a + b */
+    struct input {
+        mti_fetched<TYPE> a, b;
+    };
     mti_view a, b, y;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_VECTOR], z[MTI_VECTOR];
-        mti_load<WIDE>(a, row, col, n, x);
-        if (b.data) {
-            mti_load<WIDE>(b, row, col, n, z);
-            for (int j = 0; j < MTI_VECTOR; j++) x[j] += z[j];
-        }
-        mti_store<WIDE>(y, row, col, n, x);
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(a, row, col, n, in.a);
+        mti_fetch<WIDE>(b, row, col, n, in.b);
+    }
+    template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int n, const input &in) const {
+        float x[MTI_VECTOR];
+        mti_values(in.a, x);
+        mti_add_values(in.b, x);
+        mti_store<WIDE, TYPE>(y, row, col, n, x);
     }
 };
 
 static mt_status mti_cuda_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
-    mti_add_op op = {mti_view_of(a), mti_view_of(b), mti_view_of(y)};
-    return mti_map(ctx, "mt_add", op, mti_is_wide(a) && mti_is_wide(b) && mti_is_wide(y), y.rows, y.cols);
+    mti_access how = mti_access_of(a, b, y);
+    return mti_by_type(how.type, [&](auto type) {
+        mti_add_op<type.value> op = {mti_view_of(a), mti_view_of(b), mti_view_of(y)};
+        return mti_map_ahead<type.value>(ctx, "mt_add", op, how.wide, y.rows, y.cols);
+    });
+}
+
+template <int FROM, int TO> struct mti_convert_op { /* y = x. Both types are MTI_ANY_TYPE, or none. */
+    struct input {
+        mti_fetched<FROM> x;
+    };
+    mti_view x, y;
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(x, row, col, n, in.x);
+    }
+    template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int n, const input &in) const {
+        float v[MTI_VECTOR];
+        mti_values(in.x, v);
+        mti_store<WIDE, TO>(y, row, col, n, v);
+    }
+};
+
+static mt_status mti_cuda_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    mti_access from = mti_access_of(x), to = mti_access_of(y);
+    int wide = from.wide && to.wide;
+    return mti_by_type(from.type, [&](auto a) {
+        return mti_by_type(to.type, [&](auto b) {
+            const bool any = a.value == MTI_ANY_TYPE || b.value == MTI_ANY_TYPE;
+            mti_convert_op<any ? MTI_ANY_TYPE : a.value, any ? MTI_ANY_TYPE : b.value> op = {mti_view_of(x),
+                                                                                             mti_view_of(y)};
+            return mti_map_ahead < any ? MTI_ANY_TYPE : a.value, 2 > (ctx, "mt_convert", op, wide, y.rows, y.cols);
+        });
+    });
 }
 
 } /* extern "C++" */
@@ -1837,7 +2106,7 @@ MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
     MT_TRY(mt_args_check(ctx, "mt_convert", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_same_or_apart(ctx, "mt_convert", x, y));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_add(ctx, x, mt_none(), y),
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_convert(ctx, x, y),
                                 x.dtype == y.dtype ? mti_cpu_copy(x, y) : mti_cpu_convert(x, y)));
 }
 
@@ -2757,7 +3026,7 @@ static mt_status mti_lt_operand(mt_context *ctx, mt_tensor t, mt_dtype dtype, mt
 
 /* to = from, converted to the type of `to`. Does nothing if they are the same memory. */
 static mt_status mti_lt_fill(mt_context *ctx, mt_tensor from, mt_tensor to) {
-    return from.data == to.data ? MT_SUCCESS : mti_cuda_add(ctx, from, mt_none(), to);
+    return from.data == to.data ? MT_SUCCESS : mti_cuda_convert(ctx, from, to);
 }
 
 struct mti_scale_op { /* y *= factor. With factor 0, y is not read. */
@@ -2866,32 +3135,52 @@ static void mti_cpu_bias_forward(mt_tensor y, mt_tensor bias) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-struct mti_bias_op { /* y += bias */
+template <int TYPE> struct mti_bias_op { /* y += bias */
+    struct input {
+        mti_fetched<TYPE> y, bias;
+    };
     mti_view y, bias;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float x[MTI_VECTOR], b[MTI_VECTOR];
-        mti_load<WIDE>(y, row, col, n, x);
-        mti_load<WIDE>(bias, 0, col, n, b);
-        for (int j = 0; j < MTI_VECTOR; j++) x[j] += b[j];
-        mti_store<WIDE>(y, row, col, n, x);
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(y, row, col, n, in.y);
+        mti_fetch<WIDE>(bias, 0, col, n, in.bias);
+    }
+    template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int n, const input &in) const {
+        float x[MTI_VECTOR];
+        mti_values(in.y, x);
+        mti_add_values(in.bias, x);
+        mti_store<WIDE, TYPE>(y, row, col, n, x);
     }
 };
 
 static mt_status mti_cuda_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
-    mti_bias_op op = {mti_view_of(y), mti_view_of(bias)};
-    return mti_map(ctx, "mt_bias_forward", op, mti_is_wide(y) && mti_is_wide(bias), y.rows, y.cols);
+    mti_access how = mti_access_of(y, bias);
+    return mti_by_type(how.type, [&](auto type) {
+        mti_bias_op<type.value> op = {mti_view_of(y), mti_view_of(bias)};
+        return mti_map_ahead<type.value>(ctx, "mt_bias_forward", op, how.wide, y.rows, y.cols);
+    });
 }
 
-struct mti_value_op { /* column sums of dy */
+template <int TYPE> struct mti_value_op { /* column sums of dy */
+    struct input {
+        mti_fetched<TYPE> dy;
+    };
     mti_view dy;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_VECTOR]) const {
-        mti_load<WIDE>(dy, row, col, n, x[0]);
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(dy, row, col, n, in.dy);
+    }
+    template <bool WIDE>
+    __device__ void finish(int64_t, int64_t, int, const input &in, float (*sums)[MTI_VECTOR]) const {
+        mti_add_values(in.dy, sums[0]);
     }
 };
 
 static mt_status mti_cuda_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
-    mti_value_op op = {mti_view_of(dy)};
-    return mti_columns<1>(ctx, "mt_bias_backward", op, mti_is_wide(dy), dy.rows, dy.cols, &dbias);
+    mti_access how = mti_access_of(dy);
+    return mti_by_type(how.type, [&](auto type) {
+        mti_value_op<type.value> op = {mti_view_of(dy)};
+        return mti_columns<type.value, 2 * mti_ahead<type.value>::value, 1>(ctx, "mt_bias_backward", op, how.wide,
+                                                                            dy.rows, dy.cols, &dbias);
+    });
 }
 
 } /* extern "C++" */
@@ -3051,85 +3340,140 @@ static void mti_cpu_activation_backward(mt_activation kind, mt_tensor h, mt_tens
 #if MT_HAS_CUDA
 extern "C++" {
 
-static __device__ __forceinline__ float mti_activation_of(int kind, float x) {
+/* For MT_SWIGLU, mti_activation_of is SiLU. `fast` is explained at mti_cuda_exp. */
+static __device__ __forceinline__ float mti_activation_of(int kind, int fast, float x) {
+    if (kind == MT_GELU_ERF && fast) return x * mti_cuda_normal_cdf(x, __expf(-0.5f * x * x));
     if (kind == MT_GELU_ERF) return 0.5f * x * erfcf(x * -0.70710678f); /* nothing cancels in the left tail */
-    if (kind == MT_GELU_TANH) return x / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
     if (kind == MT_SQUARED_RELU) return mti_relu(x) * mti_relu(x);
-    return x / (1.0f + expf(-x)); /* SiLU */
+    float u = kind == MT_GELU_TANH ? -1.5957691216f * (x + 0.044715f * x * x * x) : -x;
+    return mti_cuda_quotient(fast, x, 1.0f + mti_cuda_exp(fast, u));
 }
 
-static __device__ __forceinline__ float mti_activation_slope(int kind, float x) {
-    if (kind == MT_GELU_ERF) return 0.5f * erfcf(x * -0.70710678f) + x * 0.3989422804f * expf(-0.5f * x * x);
-    if (kind == MT_GELU_TANH) {
-        float s = 1.0f / (1.0f + expf(-1.5957691216f * (x + 0.044715f * x * x * x)));
-        return s + x * s * (1.0f - s) * 1.5957691216f * (1.0f + 0.134145f * x * x);
+static __device__ __forceinline__ float mti_activation_slope(int kind, int fast, float x) {
+    if (kind == MT_GELU_ERF) {
+        float e = mti_cuda_exp(fast, -0.5f * x * x);
+        return (fast ? mti_cuda_normal_cdf(x, e) : 0.5f * erfcf(x * -0.70710678f)) + x * 0.3989422804f * e;
     }
     if (kind == MT_SQUARED_RELU) return 2.0f * mti_relu(x);
-    float s = 1.0f / (1.0f + expf(-x));
+    if (kind == MT_GELU_TANH) {
+        float u = -1.5957691216f * (x + 0.044715f * x * x * x);
+        float s = mti_cuda_quotient(fast, 1.0f, 1.0f + mti_cuda_exp(fast, u));
+        return s + x * s * (1.0f - s) * 1.5957691216f * (1.0f + 0.134145f * x * x);
+    }
+    float s = mti_cuda_quotient(fast, 1.0f, 1.0f + mti_cuda_exp(fast, -x));
     return s * (1.0f + x * (1.0f - s));
 }
 
-struct mti_activation_op { /* h += bias, then y = act(h). For MT_SWIGLU, up is `width` columns after gate. */
+/* The kind is a template argument, so that no element branches on it, or MTI_ANY_TYPE: then op.kind is read. */
+template <int TYPE, int KIND>
+struct mti_activation_op { /* h += bias, then y = act(h). up is `width` columns after gate */
+    struct input {
+        mti_fetched<TYPE> h, bias, up, up_bias;
+    };
     mti_view h, bias, y;
     int kind;
     int64_t width;
-    template <bool WIDE> __device__ void biased(int64_t row, int64_t col, int n, float *x) const {
-        float b[MTI_VECTOR];
-        mti_load<WIDE>(h, row, col, n, x);
+    __device__ int kind_of() const { return KIND == MTI_ANY_TYPE ? kind : KIND; }
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(h, row, col, n, in.h);
+        if (kind_of() == MT_SWIGLU) mti_fetch<WIDE>(h, row, col + width, n, in.up);
         if (!bias.data) return;
-        mti_load<WIDE>(bias, 0, col, n, b);
-        for (int j = 0; j < MTI_VECTOR; j++) x[j] += b[j];
-        mti_store<WIDE>(h, row, col, n, x);
+        mti_fetch<WIDE>(bias, 0, col, n, in.bias);
+        if (kind_of() == MT_SWIGLU) mti_fetch<WIDE>(bias, 0, col + width, n, in.up_bias);
     }
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+    template <bool WIDE>
+    __device__ void biased(int64_t row, int64_t col, int n, const mti_fetched<TYPE> &in, const mti_fetched<TYPE> &b,
+                           float *x) const {
+        mti_values(in, x);
+        if (!bias.data) return;
+        mti_add_values(b, x);
+        mti_store<WIDE, TYPE>(h, row, col, n, x);
+    }
+    template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int n, const input &in) const {
         float x[MTI_VECTOR], up[MTI_VECTOR];
-        biased<WIDE>(row, col, n, x);
-        if (kind == MT_SWIGLU) biased<WIDE>(row, col + width, n, up);
-        for (int j = 0; j < MTI_VECTOR; j++) x[j] = mti_activation_of(kind, x[j]) * (kind == MT_SWIGLU ? up[j] : 1.0f);
-        mti_store<WIDE>(y, row, col, n, x);
+        int fast = mti_type_of<TYPE>(y) != MT_F32;
+        biased<WIDE>(row, col, n, in.h, in.bias, x);
+        if (kind_of() == MT_SWIGLU) biased<WIDE>(row, col + width, n, in.up, in.up_bias, up);
+        for (int j = 0; j < MTI_VECTOR; j++) {
+            x[j] = mti_activation_of(kind_of(), fast, x[j]);
+            if (kind_of() == MT_SWIGLU) x[j] *= up[j];
+        }
+        mti_store<WIDE, TYPE>(y, row, col, n, x);
     }
 };
 
-static mt_status mti_cuda_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias,
-                                             mt_tensor y) {
-    mti_activation_op op = {mti_view_of(h), mti_view_of(bias), mti_view_of(y), (int)kind, y.cols};
-    int wide = mti_is_wide(h) && mti_is_wide(bias) && mti_is_wide(y) && (kind != MT_SWIGLU || y.cols % MTI_VECTOR == 0);
-    return mti_map(ctx, "mt_activation_forward", op, wide, y.rows, y.cols);
+/* The access of views of which MT_SWIGLU has two halves. */
+static mti_access mti_activation_access(mt_activation kind, mti_access how, int64_t cols) {
+    if (kind == MT_SWIGLU && cols % MTI_VECTOR != 0) how.type = MTI_ANY_TYPE, how.wide = 0;
+    return how;
 }
 
-/* Writes dh. x[0] = the gradient of h. For MT_SWIGLU, x[0] = the gradient of gate and x[1] = the gradient of up. */
-struct mti_activation_backward_op {
+static mt_status mti_cuda_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias,
+                                             mt_tensor y) {
+    mti_access how = mti_activation_access(kind, mti_access_of(h, bias, y), y.cols);
+    return mti_by_type(how.type, [&](auto type) {
+        return mti_by_kind<MT_ACTIVATION_COUNT>((int)kind, [&](auto k) {
+            const int TYPE = decltype(type)::value, KIND = TYPE == MTI_ANY_TYPE ? MTI_ANY_TYPE : decltype(k)::value;
+            mti_activation_op<TYPE, KIND> op = {mti_view_of(h), mti_view_of(bias), mti_view_of(y), (int)kind, y.cols};
+            return mti_map_ahead<TYPE>(ctx, "mt_activation_forward", op, how.wide, y.rows, y.cols);
+        });
+    });
+}
+
+/* Writes dh and adds it to the sums. For MT_SWIGLU, sums[0] is the sum of the gradients of gate and sums[1] that of the
+   gradients of up. */
+template <int TYPE, int KIND> struct mti_activation_backward_op {
+    struct input {
+        mti_fetched<TYPE> dy, h, up;
+    };
     mti_view h, dy, dh;
     int kind;
     int64_t width;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_VECTOR]) const {
-        float g[MTI_VECTOR], gate[MTI_VECTOR];
-        mti_load<WIDE>(dy, row, col, n, g);
-        mti_load<WIDE>(h, row, col, n, gate);
-        if (kind == MT_SWIGLU) {
-            float up[MTI_VECTOR];
-            mti_load<WIDE>(h, row, col + width, n, up);
+    __device__ int kind_of() const { return KIND == MTI_ANY_TYPE ? kind : KIND; }
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(dy, row, col, n, in.dy);
+        mti_fetch<WIDE>(h, row, col, n, in.h);
+        if (kind_of() == MT_SWIGLU) mti_fetch<WIDE>(h, row, col + width, n, in.up);
+    }
+    template <bool WIDE>
+    __device__ void finish(int64_t row, int64_t col, int n, const input &in, float (*sums)[MTI_VECTOR]) const {
+        float g[MTI_VECTOR], x[MTI_VECTOR], up[MTI_VECTOR];
+        int fast = mti_type_of<TYPE>(dh) != MT_F32;
+        mti_values(in.dy, g);
+        mti_values(in.h, x);
+        if (kind_of() == MT_SWIGLU) {
+            mti_values(in.up, up);
             for (int j = 0; j < MTI_VECTOR; j++) {
-                x[0][j] = g[j] * up[j] * mti_activation_slope(kind, gate[j]);
-                x[1][j] = g[j] * mti_activation_of(kind, gate[j]);
+                float gate = x[j];
+                x[j] = g[j] * up[j] * mti_activation_slope(kind_of(), fast, gate);
+                up[j] = g[j] * mti_activation_of(kind_of(), fast, gate);
+                sums[1][j] += up[j];
             }
-            mti_store<WIDE>(dh, row, col + width, n, x[1]);
+            mti_store<WIDE, TYPE>(dh, row, col + width, n, up);
         } else {
-            for (int j = 0; j < MTI_VECTOR; j++) x[0][j] = g[j] * mti_activation_slope(kind, gate[j]);
+            for (int j = 0; j < MTI_VECTOR; j++) x[j] = g[j] * mti_activation_slope(kind_of(), fast, x[j]);
         }
-        mti_store<WIDE>(dh, row, col, n, x[0]);
+        for (int j = 0; j < MTI_VECTOR; j++) sums[0][j] += x[j];
+        mti_store<WIDE, TYPE>(dh, row, col, n, x);
     }
 };
 
 static mt_status mti_cuda_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy,
                                               mt_tensor dh, mt_tensor dbias) {
-    mti_activation_backward_op op = {mti_view_of(h), mti_view_of(dy), mti_view_of(dh), (int)kind, dy.cols};
-    int wide = mti_is_wide(h) && mti_is_wide(dy) && mti_is_wide(dh) && (kind != MT_SWIGLU || dy.cols % MTI_VECTOR == 0);
+    const char *name = "mt_activation_backward";
+    mti_access how = mti_activation_access(kind, mti_access_of(h, dy, dh), dy.cols);
     mt_tensor outs[2];
     outs[0] = dbias.data ? mt_tensor_cols(dbias, 0, dy.cols) : dbias;
-    if (kind != MT_SWIGLU) return mti_columns<1>(ctx, "mt_activation_backward", op, wide, dy.rows, dy.cols, outs);
-    outs[1] = dbias.data ? mt_tensor_cols(dbias, dy.cols, dy.cols) : dbias;
-    return mti_columns<2>(ctx, "mt_activation_backward", op, wide, dy.rows, dy.cols, outs);
+    if (kind == MT_SWIGLU) outs[1] = dbias.data ? mt_tensor_cols(dbias, dy.cols, dy.cols) : dbias;
+    return mti_by_type(how.type, [&](auto type) {
+        return mti_by_kind<MT_ACTIVATION_COUNT>((int)kind, [&](auto k) {
+            const int TYPE = decltype(type)::value, SUMS = decltype(k)::value == MT_SWIGLU ? 2 : 1;
+            const int KIND = TYPE == MTI_ANY_TYPE && SUMS == 1 ? MTI_ANY_TYPE : decltype(k)::value;
+            mti_activation_backward_op<TYPE, KIND> op = {mti_view_of(h), mti_view_of(dy), mti_view_of(dh), (int)kind,
+                                                         dy.cols};
+            return mti_columns<TYPE, mti_ahead<TYPE>::value, SUMS>(ctx, name, op, how.wide, dy.rows, dy.cols, outs);
+        });
+    });
 }
 
 } /* extern "C++" */
@@ -4001,10 +4345,11 @@ struct mti_drop {
     uint32_t threshold;
     float scale;
     int on;
-    __device__ void apply(int64_t row, int64_t col, float *x) const {
-        uint32_t words[MTI_VECTOR];
+    __device__ void draw(int64_t row, int64_t col, uint32_t *words) const {
+        if (on) mti_words_of(at, mti_element_of(at, row, col), words);
+    }
+    __device__ void apply(const uint32_t *words, float *x) const {
         if (!on) return;
-        mti_words_of(at, mti_element_of(at, row, col), words);
         for (int j = 0; j < MTI_VECTOR; j++) x[j] = words[j] < threshold ? 0.0f : x[j] * scale;
     }
 };
@@ -4014,49 +4359,71 @@ static mti_drop mti_drop_of(mt_dropout dropout) {
     return d;
 }
 
-struct mti_dropout_op { /* y = residual + dropout(x + bias) */
+template <int TYPE> struct mti_dropout_op { /* y = residual + dropout(x + bias) */
+    struct input {
+        mti_fetched<TYPE> x, bias, residual;
+    };
     mti_view x, bias, residual, y;
     mti_drop drop;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        float v[MTI_VECTOR], w[MTI_VECTOR];
-        mti_load<WIDE>(x, row, col, n, v);
-        if (bias.data) {
-            mti_load<WIDE>(bias, 0, col, n, w);
-            for (int j = 0; j < MTI_VECTOR; j++) v[j] += w[j];
-        }
-        drop.apply(row, col, v);
-        if (residual.data) {
-            mti_load<WIDE>(residual, row, col, n, w);
-            for (int j = 0; j < MTI_VECTOR; j++) v[j] += w[j];
-        }
-        mti_store<WIDE>(y, row, col, n, v);
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(x, row, col, n, in.x);
+        if (residual.data) mti_fetch<WIDE>(residual, row, col, n, in.residual);
+        if (bias.data) mti_fetch<WIDE>(bias, 0, col, n, in.bias);
+    }
+    template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int n, const input &in) const {
+        uint32_t words[MTI_VECTOR];
+        float v[MTI_VECTOR];
+        drop.draw(row, col, words); /* while the loads are under way */
+        mti_values(in.x, v);
+        if (bias.data) mti_add_values(in.bias, v);
+        drop.apply(words, v);
+        if (residual.data) mti_add_values(in.residual, v);
+        mti_store<WIDE, TYPE>(y, row, col, n, v);
     }
 };
 
 static mt_status mti_cuda_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
                                                    mt_dropout dropout, mt_tensor y) {
-    mti_dropout_op op = {mti_view_of(x), mti_view_of(bias), mti_view_of(residual), mti_view_of(y),
-                         mti_drop_of(dropout)};
-    int wide = mti_is_wide(x) && mti_is_wide(bias) && mti_is_wide(residual) && mti_is_wide(y);
-    return mti_map(ctx, "mt_bias_dropout_add_forward", op, wide, x.rows, x.cols);
+    const char *name = "mt_bias_dropout_add_forward";
+    mti_access how = mti_access_of(x, bias, residual, y);
+    return mti_by_type(how.type, [&](auto type) {
+        mti_dropout_op<type.value> op = {mti_view_of(x), mti_view_of(bias), mti_view_of(residual), mti_view_of(y),
+                                         mti_drop_of(dropout)};
+        return mti_map_ahead<type.value>(ctx, name, op, how.wide, x.rows, x.cols);
+    });
 }
 
-/* dx = dropout(dy), and x[0] = dx for the column sums */
-struct mti_dropout_backward_op {
+/* dx = dropout(dy), and the column sums of dx */
+template <int TYPE> struct mti_dropout_backward_op {
+    struct input {
+        mti_fetched<TYPE> dy;
+    };
     mti_view dy, dx;
     mti_drop drop;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*x)[MTI_VECTOR]) const {
-        mti_load<WIDE>(dy, row, col, n, x[0]);
-        drop.apply(row, col, x[0]);
-        mti_store<WIDE>(dx, row, col, n, x[0]);
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(dy, row, col, n, in.dy);
+    }
+    template <bool WIDE>
+    __device__ void finish(int64_t row, int64_t col, int n, const input &in, float (*sums)[MTI_VECTOR]) const {
+        uint32_t words[MTI_VECTOR];
+        float v[MTI_VECTOR];
+        drop.draw(row, col, words);
+        mti_values(in.dy, v);
+        drop.apply(words, v);
+        for (int j = 0; j < MTI_VECTOR; j++) sums[0][j] += v[j];
+        mti_store<WIDE, TYPE>(dx, row, col, n, v);
     }
 };
 
 static mt_status mti_cuda_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
                                                     mt_tensor dbias) {
-    mti_dropout_backward_op op = {mti_view_of(dy), mti_view_of(dx), mti_drop_of(dropout)};
-    return mti_columns<1>(ctx, "mt_bias_dropout_add_backward", op, mti_is_wide(dy) && mti_is_wide(dx), dy.rows, dy.cols,
-                          &dbias);
+    const char *name = "mt_bias_dropout_add_backward";
+    mti_access how = mti_access_of(dy, dx);
+    return mti_by_type(how.type, [&](auto type) {
+        mti_dropout_backward_op<type.value> op = {mti_view_of(dy), mti_view_of(dx), mti_drop_of(dropout)};
+        return mti_columns<type.value, 2 * mti_ahead<type.value>::value, 1>(ctx, name, op, how.wide, dy.rows, dy.cols,
+                                                                            &dbias);
+    });
 }
 
 } /* extern "C++" */
@@ -5277,38 +5644,48 @@ static void mti_cpu_rotary(const mt_attention_desc *desc, mt_tensor table, float
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* A block owns every gridDim-th row. Each thread owns vectors of the first halves of the queries and keys of the row,
-   and the same vectors of the second halves. A thread reads both vectors before it writes them. The kernel uses no
-   shared memory and no barrier. */
-template <bool WIDE>
-static __global__ void __launch_bounds__(256)
-    mti_rotary_kernel(mti_view qkv, mti_view table, mt_attention_desc s, int64_t rows, float sign) {
-    unsigned half = (unsigned)s.head_dim / 2, vectors = (half + MTI_VECTOR - 1) / MTI_VECTOR;
-    unsigned turned = (unsigned)s.heads_per_group + 1,
-             items = (unsigned)s.groups * turned * vectors; /* the values are not rotated */
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        int64_t position = row % s.seq;
-        for (unsigned i = threadIdx.x; i < items; i += blockDim.x) {
-            unsigned head = i / vectors, j = (i - head * vectors) * MTI_VECTOR, group = head / turned;
-            /* adding `group` skips the values of earlier groups */
-            int64_t col = (int64_t)(head + group) * s.head_dim + j;
-            float cosine[MTI_VECTOR], sine[MTI_VECTOR], low[MTI_VECTOR], high[MTI_VECTOR];
-            int n = mti_vector_size(half, j);
-            mti_load<WIDE>(table, position, j, n, cosine);
-            mti_load<WIDE>(table, position, half + j, n, sine);
-            mti_load<WIDE>(qkv, row, col, n, low);
-            mti_load<WIDE>(qkv, row, col + half, n, high);
-            MT_DEVICE_UNROLL
-            for (int e = 0; e < MTI_VECTOR; e++) {
-                float x = low[e], y = high[e], t = sign * sine[e];
-                low[e] = x * cosine[e] - y * t;
-                high[e] = y * cosine[e] + x * t;
-            }
-            mti_store<WIDE>(qkv, row, col, n, low);
-            mti_store<WIDE>(qkv, row, col + half, n, high);
-        }
+/* Rotates two vectors: one of the first half of a query or key, and the same vector of the second half. `row` is the
+   token, and col / MTI_VECTOR the number of the vector among those of all first halves. TYPE is the type of qkv. The
+   table is then f32. */
+template <int TYPE> struct mti_rotary_op {
+    struct input {
+        mti_fetched<TYPE == MTI_ANY_TYPE ? MTI_ANY_TYPE : MT_F32> cosine, sine;
+        mti_fetched<TYPE> low, high;
+    };
+    mti_view qkv, table;
+    int64_t head_dim, half;
+    mti_divider vectors, turned, seq; /* vectors of a half, queries and keys of a group, tokens of a sequence */
+    float sign;
+    __device__ int place(int64_t col, int64_t *in_half, int64_t *in_row) const {
+        int64_t i = col / MTI_VECTOR, head = mti_divide_by(i, vectors), group = mti_divide_by(head, turned);
+        *in_half = (i - head * vectors.by) * MTI_VECTOR;
+        /* adding `group` skips the values of earlier groups */
+        *in_row = (head + group) * head_dim + *in_half;
+        return mti_vector_size(half, *in_half);
     }
-}
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int, input &in) const {
+        int64_t j, c, position = row - mti_divide_by(row, seq) * seq.by;
+        int n = place(col, &j, &c);
+        mti_fetch<WIDE>(qkv, row, c, n, in.low);
+        mti_fetch<WIDE>(qkv, row, c + half, n, in.high);
+        mti_fetch<WIDE>(table, position, j, n, in.cosine);
+        mti_fetch<WIDE>(table, position, half + j, n, in.sine);
+    }
+    template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int, const input &in) const {
+        float low[MTI_VECTOR], high[MTI_VECTOR];
+        int64_t j, c;
+        int n = place(col, &j, &c);
+        mti_values(in.low, low);
+        mti_values(in.high, high);
+        for (int e = 0; e < MTI_VECTOR; e++) {
+            float x = low[e], y = high[e], t = sign * in.sine.x[e];
+            low[e] = x * in.cosine.x[e] - y * t;
+            high[e] = y * in.cosine.x[e] + x * t;
+        }
+        mti_store<WIDE, TYPE>(qkv, row, c, n, low);
+        mti_store<WIDE, TYPE>(qkv, row, c + half, n, high);
+    }
+};
 
 /* table = cosines and sines. A thread owns every (grid size)-th pair of a cosine and a sine, and computes it in double.
    The kernel uses no shared memory and no barrier. */
@@ -5334,19 +5711,23 @@ static mt_status mti_cuda_rotary_table(mt_context *ctx, float base, mt_tensor ta
 
 static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_desc *s, mt_tensor table, float sign,
                                  mt_tensor qkv) {
-    int64_t half = s->head_dim / 2,
-            items = s->groups * (s->heads_per_group + 1) * ((half + MTI_VECTOR - 1) / MTI_VECTOR);
-    unsigned threads = (unsigned)mt_min(256, mt_round_up(items, 32)), blocks = mti_grid(qkv.rows, 1);
-    int wide = half % MTI_VECTOR == 0 && mti_is_wide(qkv) && mti_is_wide(table);
+    int64_t half = s->head_dim / 2, vectors = (half + MTI_VECTOR - 1) / MTI_VECTOR, turned = s->heads_per_group + 1;
+    int64_t items = s->groups * turned * vectors;
+    mti_access how = mti_access_of(qkv);
+    if (half % MTI_VECTOR != 0 || !mti_is_wide(table)) how.wide = 0;
+    if (!how.wide || table.dtype != MT_F32) how.type = MTI_ANY_TYPE;
     if (qkv.rows * items == 0) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(ctx));
-    if (wide)
-        MT_LAUNCH_KERNEL(mti_rotary_kernel<true>, blocks, threads, 0, mt_context_stream(ctx), mti_view_of(qkv),
-                         mti_view_of(table), *s, qkv.rows, sign);
-    else
-        MT_LAUNCH_KERNEL(mti_rotary_kernel<false>, blocks, threads, 0, mt_context_stream(ctx), mti_view_of(qkv),
-                         mti_view_of(table), *s, qkv.rows, sign);
-    return mt_cuda_launched(ctx, "mt_rotary");
+    return mti_by_type(how.type, [&](auto type) {
+        mti_rotary_op<type.value> op = {mti_view_of(qkv),
+                                        mti_view_of(table),
+                                        s->head_dim,
+                                        half,
+                                        mti_divider_of(vectors, items),
+                                        mti_divider_of(turned, items),
+                                        mti_divider_of(s->seq, qkv.rows),
+                                        sign};
+        return mti_map_ahead<type.value, 1>(ctx, "mt_rotary", op, how.wide, qkv.rows, items * MTI_VECTOR);
+    });
 }
 
 } /* extern "C++" */
@@ -6704,67 +7085,140 @@ static void mti_cpu_multiply_row_backward(mt_tensor x, mt_tensor row, mt_tensor 
 #if MT_HAS_CUDA
 extern "C++" {
 
-struct mti_pointwise_op {
+/* sigmoid(x) and sigmoid(-x), for 16-bit results. e is at most 1, so nothing overflows. */
+static __device__ __forceinline__ float mti_cuda_sigmoid(float x, float *opposite) {
+    float e = __expf(-fabsf(x)), high = __fdividef(1.0f, 1.0f + e), low = e * high;
+    *opposite = x < 0.0f ? high : low;
+    return x < 0.0f ? low : high;
+}
+
+static __device__ __forceinline__ float mti_pointwise_of(mti_pointwise kind, int fast, float a, float b) {
+    float open = 0.0f, closed = 0.0f, y;
+    if (!fast) {
+        mti_pointwise_row(kind, &a, &b, &y, 1);
+        return y;
+    }
+    if (kind != MTI_MULTIPLY && kind != MTI_MULTIPLY_ROW && kind != MTI_MULTIPLY_COL)
+        open = mti_cuda_sigmoid(a, &closed);
+    switch (kind) {
+    case MTI_SIGMOID: return open;
+    case MTI_SIGMOID_SLOPE: return b * (open * closed);
+    case MTI_SILU: return a * open;
+    case MTI_SILU_SLOPE: return b * (open * (1.0f + a * closed));
+    case MTI_SIGMOID_GATE: return b * open;
+    default: return a * b;
+    }
+}
+
+/* KIND is a mti_pointwise, or MTI_ANY_TYPE: then op.kind is read. */
+template <int TYPE, int KIND> struct mti_pointwise_op {
+    struct input {
+        mti_fetched<TYPE> a, b;
+        float factor; /* of the row, for MTI_MULTIPLY_COL */
+    };
     mti_view a, b, y;
     mti_pointwise kind;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+    __device__ mti_pointwise kind_of() const { return KIND == MTI_ANY_TYPE ? kind : (mti_pointwise)KIND; }
+    __device__ int has_b() const { return kind_of() != MTI_SIGMOID && kind_of() != MTI_SILU; }
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(a, row, col, n, in.a);
+        if (kind_of() == MTI_MULTIPLY_COL) in.factor = mti_get<TYPE>(b, row, 0);
+        else if (has_b()) mti_fetch<WIDE>(b, kind_of() == MTI_MULTIPLY_ROW ? 0 : row, col, n, in.b);
+    }
+    template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int n, const input &in) const {
         float x[MTI_VECTOR], z[MTI_VECTOR] = {};
-        mti_load<WIDE>(a, row, col, n, x);
-        if (kind == MTI_MULTIPLY_COL) z[0] = mti_get(b, row, 0);
-        else if (b.data) mti_load<WIDE>(b, kind == MTI_MULTIPLY_ROW ? 0 : row, col, n, z);
-        mti_pointwise_row(kind, x, z, x, MTI_VECTOR);
-        mti_store<WIDE>(y, row, col, n, x);
+        int fast = mti_type_of<TYPE>(y) != MT_F32, scales = kind_of() == MTI_MULTIPLY_COL;
+        mti_values(in.a, x);
+        if (has_b() && !scales) mti_values(in.b, z);
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < MTI_VECTOR; j++) x[j] = mti_pointwise_of(kind_of(), fast, x[j], scales ? in.factor : z[j]);
+        mti_store<WIDE, TYPE>(y, row, col, n, x);
     }
 };
 
 static mt_status mti_cuda_pointwise(mt_context *ctx, const char *name, mti_pointwise kind, mt_tensor a, mt_tensor b,
                                     mt_tensor y) {
-    mti_pointwise_op op = {mti_view_of(a), mti_view_of(b), mti_view_of(y), kind};
-    int wide = mti_is_wide(a) && mti_is_wide(y) && (kind == MTI_MULTIPLY_COL || !b.data || mti_is_wide(b));
-    return mti_map(ctx, name, op, wide, y.rows, y.cols);
+    mti_access how = mti_access_of(a, kind == MTI_MULTIPLY_COL ? mt_none() : b, y);
+    if (kind == MTI_MULTIPLY_COL && b.dtype != y.dtype) how.type = MTI_ANY_TYPE;
+    return mti_by_type(how.type, [&](auto type) {
+        return mti_by_kind<MTI_SIGMOID_GATE + 1>((int)kind, [&](auto k) {
+            const int TYPE = decltype(type)::value, KIND = TYPE == MTI_ANY_TYPE ? MTI_ANY_TYPE : decltype(k)::value;
+            mti_pointwise_op<TYPE, KIND> op = {mti_view_of(a), mti_view_of(b), mti_view_of(y), kind};
+            return mti_map_ahead<TYPE>(ctx, name, op, how.wide, y.rows, y.cols);
+        });
+    });
 }
 
 /* A thread reads a vector of all inputs before it writes the same vector of dgate and dx, which may be inputs. */
-struct mti_gate_backward_op {
+template <int TYPE> struct mti_gate_backward_op {
+    struct input {
+        mti_fetched<TYPE> gate, x, dy;
+    };
     mti_view gate, x, dy, dgate, dx;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(gate, row, col, n, in.gate);
+        mti_fetch<WIDE>(x, row, col, n, in.x);
+        mti_fetch<WIDE>(dy, row, col, n, in.dy);
+    }
+    template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int n, const input &in) const {
         float g[MTI_VECTOR], a[MTI_VECTOR], up[MTI_VECTOR];
-        mti_load<WIDE>(gate, row, col, n, g);
-        mti_load<WIDE>(x, row, col, n, a);
-        mti_load<WIDE>(dy, row, col, n, up);
-        mti_gate_backward_row(g, a, up, a, up, MTI_VECTOR);
-        mti_store<WIDE>(dgate, row, col, n, a);
-        mti_store<WIDE>(dx, row, col, n, up);
+        int fast = mti_type_of<TYPE>(dgate) != MT_F32 && mti_type_of<TYPE>(dx) != MT_F32;
+        mti_values(in.gate, g);
+        mti_values(in.x, a);
+        mti_values(in.dy, up);
+        if (!fast) mti_gate_backward_row(g, a, up, a, up, MTI_VECTOR);
+        for (int j = 0; j < MTI_VECTOR && fast; j++) {
+            float closed, open = mti_cuda_sigmoid(g[j], &closed);
+            a[j] = up[j] * a[j] * (open * closed);
+            up[j] *= open;
+        }
+        mti_store<WIDE, TYPE>(dgate, row, col, n, a);
+        mti_store<WIDE, TYPE>(dx, row, col, n, up);
     }
 };
 
 static mt_status mti_cuda_gate_backward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate,
                                         mt_tensor dx) {
-    mti_gate_backward_op op = {mti_view_of(gate), mti_view_of(x), mti_view_of(dy), mti_view_of(dgate), mti_view_of(dx)};
-    int wide = mti_is_wide(gate) && mti_is_wide(x) && mti_is_wide(dy) && mti_is_wide(dgate) && mti_is_wide(dx);
-    return mti_map(ctx, "mt_sigmoid_gate_backward", op, wide, dy.rows, dy.cols);
+    mti_access how = mti_access_of(gate, x, dy, dgate, dx);
+    return mti_by_type(how.type, [&](auto type) {
+        mti_gate_backward_op<type.value> op = {mti_view_of(gate), mti_view_of(x), mti_view_of(dy), mti_view_of(dgate),
+                                               mti_view_of(dx)};
+        return mti_map_ahead<type.value>(ctx, "mt_sigmoid_gate_backward", op, how.wide, dy.rows, dy.cols);
+    });
 }
 
-/* run writes dx, if it is given, and stores dy * x, the products that one row adds to drow, in products[0]. */
-struct mti_multiply_row_backward_op {
+/* finish writes dx, if it is given, and adds dy * x, the products that one row adds to drow. */
+template <int TYPE> struct mti_multiply_row_backward_op {
+    struct input {
+        mti_fetched<TYPE> dy, x;
+    };
     mti_view x, factors, dy, dx;
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n, float (*products)[MTI_VECTOR]) const {
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(dy, row, col, n, in.dy);
+        mti_fetch<WIDE>(x, row, col, n, in.x);
+    }
+    template <bool WIDE>
+    __device__ void finish(int64_t row, int64_t col, int n, const input &in, float (*sums)[MTI_VECTOR]) const {
         float d[MTI_VECTOR], f[MTI_VECTOR];
-        mti_load<WIDE>(dy, row, col, n, d);
-        mti_load<WIDE>(x, row, col, n, products[0]);
-        mti_multiply_row(d, products[0], products[0], MTI_VECTOR);
+        mti_values(in.dy, d);
+        mti_values(in.x, f);
+        for (int j = 0; j < MTI_VECTOR; j++) sums[0][j] += d[j] * f[j];
         if (!dx.data) return;
-        mti_load<WIDE>(factors, 0, col, n, f);
+        mti_load<WIDE, TYPE>(factors, 0, col, n, f); /* L1 has this row, and nvcc has no registers for it earlier */
         mti_multiply_row(d, f, d, MTI_VECTOR);
-        mti_store<WIDE>(dx, row, col, n, d);
+        mti_store<WIDE, TYPE>(dx, row, col, n, d);
     }
 };
 
 static mt_status mti_cuda_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
                                                 mt_tensor drow) {
-    mti_multiply_row_backward_op op = {mti_view_of(x), mti_view_of(row), mti_view_of(dy), mti_view_of(dx)};
-    int wide = mti_is_wide(x) && mti_is_wide(row) && mti_is_wide(dy) && mti_is_wide(dx);
-    return mti_columns<1>(ctx, "mt_multiply_row_backward", op, wide, dy.rows, dy.cols, &drow);
+    mti_access how = mti_access_of(x, row, dy, dx);
+    return mti_by_type(how.type, [&](auto type) {
+        mti_multiply_row_backward_op<type.value> op = {mti_view_of(x), mti_view_of(row), mti_view_of(dy),
+                                                       mti_view_of(dx)};
+        return mti_columns<type.value, mti_ahead<type.value>::value, 1>(ctx, "mt_multiply_row_backward", op, how.wide,
+                                                                        dy.rows, dy.cols, &drow);
+    });
 }
 
 struct mti_multiply_col_backward_op {
@@ -6775,7 +7229,7 @@ struct mti_multiply_col_backward_op {
    dy * x and writes their dx, if dx is given. Then mti_block_sums adds the sums of all threads. It has the barriers,
    and `shared` is its memory for the sums of the warps. dx may be x, dy or col, so a thread reads these before it
    writes dx. */
-template <bool WIDE>
+template <int TYPE, bool WIDE>
 static __global__ void __launch_bounds__(MTI_ROW_THREADS)
     mti_multiply_col_backward_kernel(mti_multiply_col_backward_op op, int64_t rows, int64_t cols) {
     MT_SHARED(float, shared, 64);
@@ -6784,12 +7238,16 @@ static __global__ void __launch_bounds__(MTI_ROW_THREADS)
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         float sum = 0.0f;
         for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
-            mti_load_vector<WIDE>(op.dy, row, cols, i, d);
-            mti_load_vector<WIDE>(op.x, row, cols, i, x);
+            mti_fetched<TYPE> in_dy, in_x;
+            int n = mti_vector_size(cols, i * MTI_VECTOR);
+            mti_fetch<WIDE>(op.dy, row, i * MTI_VECTOR, n, in_dy);
+            mti_fetch<WIDE>(op.x, row, i * MTI_VECTOR, n, in_x);
+            mti_values(in_dy, d);
+            mti_values(in_x, x);
             for (int j = 0; j < MTI_VECTOR; j++) sum += d[j] * x[j];
             if (!op.dx.data) continue;
             mti_scale_row(d, mti_get(op.factors, row, 0), d, MTI_VECTOR);
-            mti_store<WIDE>(op.dx, row, i * MTI_VECTOR, mti_vector_size(cols, i * MTI_VECTOR), d);
+            mti_store<WIDE, TYPE>(op.dx, row, i * MTI_VECTOR, n, d);
         }
         sum = mti_block_sums(sum, 0.0f, shared).x;
         if (threadIdx.x == 0) mti_put(op.dcol, row, 0, sum);
@@ -6801,14 +7259,18 @@ static mt_status mti_cuda_multiply_col_backward(mt_context *ctx, mt_tensor x, mt
     mti_multiply_col_backward_op op = {mti_view_of(x), mti_view_of(col), mti_view_of(dy), mti_view_of(dx),
                                        mti_view_of(dcol)};
     unsigned blocks = mti_grid(dy.rows, 1), threads = mti_row_threads(mt_max(1, dy.cols));
+    mti_access how = mti_access_of(x, dy, dx);
     MT_TRY(mt_cuda_enter(ctx));
-    if (mti_is_wide(x) && mti_is_wide(dy) && mti_is_wide(dx))
-        MT_LAUNCH_KERNEL(mti_multiply_col_backward_kernel<true>, blocks, threads, 0, mt_context_stream(ctx), op,
-                         dy.rows, dy.cols);
-    else
-        MT_LAUNCH_KERNEL(mti_multiply_col_backward_kernel<false>, blocks, threads, 0, mt_context_stream(ctx), op,
-                         dy.rows, dy.cols);
-    return mt_cuda_launched(ctx, "mt_multiply_col_backward");
+    return mti_by_type(how.type, [&](auto type) {
+        const int TYPE = decltype(type)::value;
+        if (how.wide)
+            MT_LAUNCH_KERNEL((mti_multiply_col_backward_kernel<TYPE, true>), blocks, threads, 0, mt_context_stream(ctx),
+                             op, dy.rows, dy.cols);
+        else
+            MT_LAUNCH_KERNEL((mti_multiply_col_backward_kernel<TYPE, TYPE != MTI_ANY_TYPE>), blocks, threads, 0,
+                             mt_context_stream(ctx), op, dy.rows, dy.cols);
+        return mt_cuda_launched(ctx, "mt_multiply_col_backward");
+    });
 }
 
 } /* extern "C++" */

@@ -237,8 +237,9 @@ static void dropout(shape s) {
     pair db = noise_f32(1, s.cols, 4, 1.0f);
     mt_dropout d;
     d.at = place(s.cols);
-    for (int step = 0; step < 2; step++) {
+    for (int step = 0; step < 3; step++) {
         d.p = step ? 0.3f : 0.0f;
+        if (step == 2) d.at.first_col = 8, d.at.global_cols = (s.cols + 11) / 4 * 4; /* rows begin at Philox blocks */
         BOTH(mt_bias_dropout_add_forward(cpu, x.cpu, b.cpu, r.cpu, d, y.cpu),
              mt_bias_dropout_add_forward(gpu, x.gpu, b.gpu, r.gpu, d, y.gpu));
         same("mt_bias_dropout_add_forward", y, 1e-6);
@@ -1340,6 +1341,188 @@ static void pointwise(shape s) {
     same("dcol alone", dcol, 1e-5);
 }
 
+/* More vectors than the two blocks of a grid fetch at once, ends of rows and of matrices within such a group, and
+   strips of rows that end within one. */
+static void test_ahead(void **state) {
+    static const shape list[] = {{300, 40, {0, 0}}, {601, 20, {4, 0}}, {100, 264, {0, 0}}, {45, 2056, {8, 8}}};
+    (void)state;
+    each_type(memory, list, 4);
+    each_type(bias, list, 4);
+    each_type(activation, list, 2);
+    each_type(dropout, list, 4);
+    each_type(pointwise, list, 2);
+}
+
+static __global__ void divide_kernel(int64_t *numbers, mti_divider by) {
+    numbers[threadIdx.x] = mti_divide_by(numbers[threadIdx.x], by);
+}
+
+/* Numbers around multiples of the divisor, below 2^31, where a multiplication replaces the division, and above. */
+static void test_divider(void **state) {
+    static const int64_t divisors[] = {1, 2, 3, 5, 7, 8, 96, 257, 1000, 65535, 65537, 2147483647, (int64_t)1 << 33};
+    static const int64_t items[] = {1000, 2147483647, (int64_t)1 << 31, (int64_t)1 << 45};
+    enum { N = 64 };
+    int64_t numbers[N], quotients[N];
+    uint64_t seed = 1;
+    mt_tensor on_gpu;
+    size_t mark = mt_arena_mark(gpu);
+    (void)state;
+    OK(mt_arena_tensor(gpu, MT_I32, 1, 2 * N, &on_gpu));
+    for (size_t k = 0; k < 13 * 4; k++) {
+        int64_t by = divisors[k / 4], most = items[k % 4] - 1;
+        for (int i = 0; i < N; i++) {
+            int64_t at = (int64_t)((double)(test_float(&seed) + 1) * 0.5 * (double)most) / by * by + i % 3 - 1;
+            numbers[i] = i < 3 ? most - i : at < 0 ? 0 : at > most ? most : at;
+        }
+        OK(mt_upload(gpu, numbers, on_gpu));
+        OK(mt_cuda_enter(gpu));
+        MT_LAUNCH_KERNEL(divide_kernel, 1, N, 0, mt_context_stream(gpu), (int64_t *)on_gpu.data,
+                         mti_divider_of(by, items[k % 4]));
+        OK(mt_cuda_launched(gpu, "divide_kernel"));
+        OK(mt_download(gpu, on_gpu, quotients));
+        for (int i = 0; i < N; i++)
+            if (quotients[i] != numbers[i] / by)
+                fail_msg("%lld / %lld is %lld", (long long)numbers[i], (long long)by, (long long)quotients[i]);
+    }
+    mt_arena_release(gpu, mark);
+}
+
+/* Every operator that has kernels of each type, with views of x, y and a third view of different types. */
+static void mixed(mt_dtype tx, mt_dtype ty, mt_dtype tz, int64_t cols) {
+    pair x = pair_fill(pair_of(tx, 70, cols, wide), 1, 3.0f), z = pair_fill(pair_of(tz, 70, cols, dense), 2, 1.0f),
+         y = pair_of(ty, 70, cols, dense);
+    pair row = pair_fill(pair_of(tz, 1, cols, dense), 3, 1.0f), col = pair_fill(pair_of(tz, 70, 1, dense), 3, 1.0f);
+    pair db = noise_f32(1, cols, 4, 1.0f), half = {mt_tensor_cols(y.cpu, 0, 8), mt_tensor_cols(y.gpu, 0, 8)};
+    mt_dropout d = {place(cols), 0.3f};
+    BOTH(mt_convert(cpu, x.cpu, y.cpu), mt_convert(gpu, x.gpu, y.gpu));
+    same("mt_convert", y, 0);
+    BOTH(mt_add(cpu, x.cpu, z.cpu, y.cpu), mt_add(gpu, x.gpu, z.gpu, y.gpu));
+    same("mt_add", y, 1e-7);
+    BOTH(mt_bias_forward(cpu, y.cpu, row.cpu), mt_bias_forward(gpu, y.gpu, row.gpu));
+    same("mt_bias_forward", y, 1e-7);
+    BOTH(mt_bias_dropout_add_forward(cpu, x.cpu, row.cpu, z.cpu, d, y.cpu),
+         mt_bias_dropout_add_forward(gpu, x.gpu, row.gpu, z.gpu, d, y.gpu));
+    same("mt_bias_dropout_add_forward", y, 1e-6);
+    BOTH(mt_bias_dropout_add_backward(cpu, x.cpu, d, y.cpu, db.cpu),
+         mt_bias_dropout_add_backward(gpu, x.gpu, d, y.gpu, db.gpu));
+    same("mt_bias_dropout_add_backward", y, 1e-6);
+    BOTH(mt_activation_forward(cpu, MT_GELU_TANH, x.cpu, row.cpu, y.cpu),
+         mt_activation_forward(gpu, MT_GELU_TANH, x.gpu, row.gpu, y.gpu));
+    same("mt_activation_forward", y, 1e-6);
+    BOTH(mt_activation_backward(cpu, MT_GELU_ERF, x.cpu, z.cpu, y.cpu, db.cpu),
+         mt_activation_backward(gpu, MT_GELU_ERF, x.gpu, z.gpu, y.gpu, db.gpu));
+    same("mt_activation_backward", y, 2e-6);
+    BOTH(mt_activation_forward(cpu, MT_SWIGLU, mt_tensor_cols(x.cpu, 0, 16), mt_none(), half.cpu),
+         mt_activation_forward(gpu, MT_SWIGLU, mt_tensor_cols(x.gpu, 0, 16), mt_none(), half.gpu));
+    same("mt_activation_forward of SwiGLU", half, 1e-6);
+    BOTH(mt_sigmoid_gate_forward(cpu, x.cpu, z.cpu, y.cpu), mt_sigmoid_gate_forward(gpu, x.gpu, z.gpu, y.gpu));
+    same("mt_sigmoid_gate_forward", y, 1e-6);
+    BOTH(mt_multiply_col_forward(cpu, x.cpu, col.cpu, y.cpu), mt_multiply_col_forward(gpu, x.gpu, col.gpu, y.gpu));
+    same("mt_multiply_col_forward", y, 1e-6);
+    BOTH(mt_multiply_row_backward(cpu, x.cpu, row.cpu, z.cpu, y.cpu, db.cpu),
+         mt_multiply_row_backward(gpu, x.gpu, row.gpu, z.gpu, y.gpu, db.gpu));
+    same("mt_multiply_row_backward", y, 1e-6);
+    same("sums over the rows", db, 3e-5);
+}
+
+static void test_mixed_types(void **state) {
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    (void)state;
+    for (int i = 0; i < 2 * 27; i++) {
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        mixed(types[i / 2 % 3], types[i / 6 % 3], types[i / 18], i % 2 ? 40 : 27);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
+/* Elements between the rows keep their values. */
+static void test_padding_is_kept(void **state) {
+    static const int64_t cols[] = {16, 21};
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        int64_t n = cols[i / 3];
+        type = types[i % 3];
+        pair whole = pair_new(40, 24, dense), bias = pair_noise(1, n, dense, 1, 1.0f);
+        mt_tensor y = mt_tensor_cols(whole.gpu, 0, n);
+        OK(mt_fill(gpu, whole.gpu, 7.0f));
+        OK(mt_fill(gpu, y, 2.0f));
+        OK(mt_bias_forward(gpu, y, bias.gpu));
+        OK(mt_silu_forward(gpu, y, y));
+        OK(mt_activation_backward(gpu, MT_GELU_TANH, y, pair_noise(40, n, wide, 2, 1.0f).gpu, y, mt_none()));
+        float *x = download(gpu, whole.gpu);
+        for (int64_t k = 0; k < 40 * 24; k++) assert_true((x[k] == 7.0f) == (k % 24 >= n));
+        free(x);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
+/* In double precision. slope: the derivative. For MT_SWIGLU this is SiLU. */
+static double exact_activation(int kind, double x, int slope) {
+    double u = kind == MT_GELU_TANH ? 2 * sqrt(2 / M_PI) * (x + 0.044715 * x * x * x) : x, s = 1 / (1 + exp(-u));
+    if (kind == MT_SQUARED_RELU) return x < 0 ? 0 : slope ? 2 * x : x * x;
+    if (kind == MT_GELU_ERF) {
+        double cdf = 0.5 * erfc(-x / sqrt(2));
+        return slope ? cdf + x * exp(-0.5 * x * x) / sqrt(2 * M_PI) : x * cdf;
+    }
+    if (kind == MT_GELU_TANH && slope) return s + x * s * (1 - s) * 2 * sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x);
+    return slope ? s + x * s * (1 - s) : x * s;
+}
+
+/* The error before rounding is at most `relative` times the exact value, plus `least`. Rounding to 16 bits adds half a
+   unit in the last place. */
+static void check_exact(const char *what, int kind, int slope, const float *x, mt_tensor y, double relative,
+                        double least) {
+    float *got = download(gpu, y);
+    for (int64_t i = 0; i < y.rows * y.cols; i++) {
+        double exact = exact_activation(kind, (double)x[i], slope), error = relative * fabs(exact) + least;
+        error += 0.5 * last_place(y.dtype) * (fabs(exact) + error) + (y.dtype == MT_F16 ? 3e-8 : 0);
+        if (!(fabs((double)got[i] - exact) <= error))
+            fail_msg("%s of kind %d, %s: %.9g gives %.9g instead of %.9g", what, kind, mt_dtype_name(y.dtype),
+                     (double)x[i], (double)got[i], exact);
+    }
+    free(got);
+}
+
+/* 16-bit results use approximate functions, f32 results accurate ones. In the tails, the rounding of x before e^x adds
+   to the error. */
+static void test_activations_in_double(void **state) {
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    (void)state;
+    for (int i = 0; i < 3 * MT_ACTIVATION_COUNT; i++) {
+        mt_activation kind = (mt_activation)(i / 3);
+        int f32 = i % 3 == 0;
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        type = types[i % 3];
+        pair x = pair_noise(64, 256, dense, 1, f32 ? 4.0f : 12.0f);
+        mt_tensor one = tensor_new(gpu, type, 64, 256, dense), y = tensor_new(gpu, type, 64, 256, dense), h = x.gpu;
+        float *values = download(gpu, x.gpu);
+        OK(mt_fill(gpu, one, 1.0f));
+        if (kind == MT_SWIGLU) { /* up is 1, so y is SiLU(gate); its gradient dh lies beside that of up */
+            h = tensor_new(gpu, type, 64, 512, dense);
+            OK(mt_fill(gpu, h, 1.0f));
+            OK(mt_copy(gpu, x.gpu, mt_tensor_cols(h, 0, 256)));
+        }
+        OK(mt_activation_forward(gpu, kind, h, mt_none(), y));
+        check_exact("mt_activation_forward", kind, 0, values, y, f32 ? 4e-6 : 4e-5, f32 ? 1e-7 : 1e-30);
+        OK(mt_activation_backward(gpu, kind, h, one, h, mt_none()));
+        check_exact("mt_activation_backward", kind, 1, values, mt_tensor_cols(h, 0, 256), f32 ? 4e-6 : 4e-5,
+                    f32 ? 3e-7 : 2e-6);
+        if (kind == MT_SWIGLU) {
+            OK(mt_silu_forward(gpu, x.gpu, y));
+            check_exact("mt_silu_forward", kind, 0, values, y, f32 ? 4e-6 : 4e-5, f32 ? 1e-7 : 1e-30);
+            OK(mt_silu_backward(gpu, x.gpu, one, y));
+            check_exact("mt_silu_backward", kind, 1, values, y, f32 ? 4e-6 : 4e-5, f32 ? 3e-7 : 2e-6);
+        }
+        free(values);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
 /* The wide rows have more vectors than a block has threads. */
 static void test_pointwise(void **state) {
     static const shape wide_rows[] = {{5, 5000, {8, 0}}, {3, 5001, {3, 1}}};
@@ -1388,6 +1571,11 @@ int main(void) {
         cmocka_unit_test(test_sum),
         cmocka_unit_test(test_rotary),
         cmocka_unit_test(test_lengths_too_long),
+        cmocka_unit_test(test_ahead),
+        cmocka_unit_test(test_divider),
+        cmocka_unit_test(test_mixed_types),
+        cmocka_unit_test(test_padding_is_kept),
+        cmocka_unit_test(test_activations_in_double),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }

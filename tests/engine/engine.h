@@ -309,6 +309,7 @@ inline T atomicCAS(T *p, typename ::mte::Itself<T>::type expected, typename ::mt
 template <class T> inline T __ldg(const T *p) { return *p; }
 template <class T> inline T __ldcs(const T *p) { return *p; }
 template <class T> inline T __ldcg(const T *p) { return *p; }
+template <class T> inline void __stwb(T *p, typename ::mte::Itself<T>::type value) { *p = value; }
 template <class T> inline void __stcs(T *p, typename ::mte::Itself<T>::type value) { *p = value; }
 template <class T> inline void __stcg(T *p, typename ::mte::Itself<T>::type value) { *p = value; }
 
