@@ -220,6 +220,81 @@ static void test_wide_norm(void **state) {
     each_type(norm, wide_rows, 4);
 }
 
+/* The widths at which a row gets more threads or another kernel, and their neighbours: a row of a warp, of a block, of
+   several strips, sums in registers and in shared memory, and rows of which a thread does not keep all vectors. */
+static void test_widths_of_norms(void **state) {
+    static const shape widths[] = {{5, 255, {0, 0}},   {5, 256, {0, 0}},   {3, 257, {0, 0}},   {3, 264, {0, 0}},
+                                   {6, 504, {8, 8}},   {3, 512, {0, 0}},   {3, 520, {0, 0}},   {3, 1023, {0, 0}},
+                                   {5, 1024, {0, 0}},  {3, 1032, {0, 0}},  {34, 768, {0, 0}},  {2, 4096, {0, 0}},
+                                   {2, 4104, {0, 0}},  {2, 6144, {0, 0}},  {2, 6152, {0, 0}},  {2, 8192, {0, 0}},
+                                   {3, 8200, {8, 0}},  {2, 12288, {0, 0}}, {2, 12296, {0, 0}}, {1, 16383, {0, 0}},
+                                   {2, 16384, {0, 0}}, {2, 16392, {0, 0}}, {3, 20000, {0, 0}}, {1, 20001, {0, 0}}};
+    (void)state;
+    each_type(norm, widths, sizeof widths / sizeof *widths);
+}
+
+/* Views of different types in one call. */
+static void test_norm_mixed_types(void **state) {
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    (void)state;
+    for (int first = 0; first < 3; first++)
+        for (int odd_one = 0; odd_one < 4; odd_one++) {
+            size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+            mt_dtype most = types[first], other = types[(first + 1) % 3];
+            pair x = pair_fill(pair_of(most, 19, 48, dense), 1, 2.0f), stats = pair_f32(19, 2);
+            pair gain = pair_fill(pair_of(odd_one == 0 ? other : most, 1, 48, dense), 2, 1.0f),
+                 bias = pair_fill(pair_of(odd_one == 1 ? other : most, 1, 48, dense), 3, 1.0f);
+            pair y = pair_of(odd_one == 2 ? other : most, 19, 48, dense),
+                 r = pair_fill(pair_of(odd_one == 3 ? other : most, 19, 48, dense), 5, 1.0f);
+            pair dx = pair_of(most, 19, 48, dense), dgain = noise_f32(1, 48, 6, 1.0f),
+                 dbias = noise_f32(1, 48, 7, 1.0f);
+            BOTH(mt_norm_forward(cpu, MT_LAYER_NORM, x.cpu, gain.cpu, bias.cpu, 1e-5f, y.cpu, stats.cpu),
+                 mt_norm_forward(gpu, MT_LAYER_NORM, x.gpu, gain.gpu, bias.gpu, 1e-5f, y.gpu, stats.gpu));
+            same("mt_norm_forward", y, 2e-6);
+            BOTH(mt_copy(cpu, x.cpu, dx.cpu), mt_copy(gpu, x.gpu, dx.gpu)); /* dx is also dy */
+            BOTH(mt_norm_backward(cpu, MT_LAYER_NORM, x.cpu, gain.cpu, stats.cpu, dx.cpu, r.cpu, dx.cpu, dgain.cpu,
+                                  dbias.cpu),
+                 mt_norm_backward(gpu, MT_LAYER_NORM, x.gpu, gain.gpu, stats.gpu, dx.gpu, r.gpu, dx.gpu, dgain.gpu,
+                                  dbias.gpu));
+            same("mt_norm_backward", dx, 5e-6);
+            same("dgain", dgain, 2e-6);
+            same("dbias", dbias, 2e-6);
+            mt_arena_release(cpu, on_cpu);
+            mt_arena_release(gpu, on_gpu);
+        }
+}
+
+static uint64_t hash_of(mt_tensor t) {
+    uint64_t hash = 0;
+    OK(mt_hash(gpu, t, 0, 0, t.cols, &hash));
+    return hash;
+}
+
+/* A row has the same bits alone and among others, also in place. */
+static void norm_of_rows(shape s) {
+    pair x = pair_noise(s.rows, s.cols, s.l, 1, 2.0f), gain = pair_noise(1, s.cols, dense, 2, 1.0f);
+    pair y = pair_new(s.rows, s.cols, s.l), alone = pair_new(s.rows, s.cols, s.l), stats = pair_f32(s.rows, 2);
+    pair dy = pair_noise(s.rows, s.cols, s.l, 4, 1.0f), r = pair_noise(s.rows, s.cols, dense, 5, 1.0f);
+    pair dx = pair_new(s.rows, s.cols, s.l), dgain = noise_f32(1, s.cols, 6, 1.0f);
+    OK(mt_norm_forward(gpu, MT_LAYER_NORM, x.gpu, gain.gpu, gain.gpu, 1e-5f, y.gpu, stats.gpu));
+    OK(mt_norm_backward(gpu, MT_LAYER_NORM, x.gpu, gain.gpu, stats.gpu, dy.gpu, r.gpu, dx.gpu, dgain.gpu, mt_none()));
+    for (int64_t i = 0; i < s.rows; i++) {
+        mt_tensor one = mt_tensor_rows(alone.gpu, i, 1), residual = mt_tensor_rows(r.gpu, i, 1);
+        OK(mt_copy(gpu, mt_tensor_rows(x.gpu, i, 1), one));
+        OK(mt_norm_forward(gpu, MT_LAYER_NORM, one, gain.gpu, gain.gpu, 1e-5f, one, mt_none()));
+        assert_true(hash_of(one) == hash_of(mt_tensor_rows(y.gpu, i, 1)));
+        OK(mt_norm_backward(gpu, MT_LAYER_NORM, mt_tensor_rows(x.gpu, i, 1), gain.gpu, mt_tensor_rows(stats.gpu, i, 1),
+                            mt_tensor_rows(dy.gpu, i, 1), residual, residual, dgain.gpu, mt_none()));
+        assert_true(hash_of(residual) == hash_of(mt_tensor_rows(dx.gpu, i, 1)));
+    }
+}
+
+static void test_norm_rows(void **state) {
+    static const shape list[] = {{19, 40, {0, 0}}, {7, 768, {8, 0}}, {3, 4096, {0, 0}}, {5, 33, {3, 1}}};
+    (void)state;
+    each_type(norm_of_rows, list, 4);
+}
+
 static mt_random place(int64_t cols) {
     mt_random at;
     memset(&at, 0, sizeof at);
@@ -1563,6 +1638,9 @@ int main(void) {
         cmocka_unit_test(test_overlap),
         cmocka_unit_test(test_slots),
         cmocka_unit_test(test_wide_norm),
+        cmocka_unit_test(test_widths_of_norms),
+        cmocka_unit_test(test_norm_mixed_types),
+        cmocka_unit_test(test_norm_rows),
         cmocka_unit_test(test_cross_entropy_one_pass),
         cmocka_unit_test(test_wide_cross_entropy),
         cmocka_unit_test(test_cross_entropy_refuses),
