@@ -413,7 +413,9 @@ typedef struct mt_cross_entropy_shard_desc {
              maximum m, row 1 is log(sum of exp(x - m)). lse(x) is the sum of the two rows; two numbers are more precise
              than their rounded sum.
    backward: logits[i] = scale * dloss[i] * (softmax - smoothed one-hot) for token i, in place. dloss [1, tokens] is
-             optional: mt_none() means 1 for every token. */
+             optional: mt_none() means 1 for every token.
+   For 16-bit logits, a GPU computes e^d with an approximate function. Its relative error is at most 2^-22 (1 + |d|),
+   where d is the difference of a logit to the maximum, or to lse(x) in backward. */
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats);
 MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor gathered,
@@ -1284,6 +1286,15 @@ template <int TYPE> struct mti_held {
         *(float4 *)at(v, row, i) = make_float4(x[0], x[1], x[2], x[3]);
         *(float4 *)(at(v, row, i) + 16) = make_float4(x[4], x[5], x[6], x[7]);
     }
+    /* Copies to and from shared memory with room for `vectors` vectors. */
+    __device__ __forceinline__ void save(mti_words *room, int64_t vectors, int64_t i) const {
+        MT_DEVICE_UNROLL
+        for (int k = 0; k < words; k++) room[k * vectors + i] = w[k];
+    }
+    __device__ __forceinline__ void restore(const mti_words *room, int64_t vectors, int64_t i) {
+        MT_DEVICE_UNROLL
+        for (int k = 0; k < words; k++) w[k] = mti_load_words(room + k * vectors + i);
+    }
 };
 
 template <> struct mti_held<MTI_ANY_TYPE> {
@@ -1308,6 +1319,8 @@ template <> struct mti_held<MTI_ANY_TYPE> {
                                                  const float *from) {
         mti_store<false>(v, row, i * MTI_VECTOR, size(cols, i), from);
     }
+    __device__ void save(mti_words *, int64_t, int64_t) const {} /* rows of any type are not kept in shared memory */
+    __device__ void restore(const mti_words *, int64_t, int64_t) {}
 };
 
 /* Sizes of the dynamic shared memory of a block. Every GPU from sm_75 on grants MTI_SHARED_LEAST bytes. mti_shared_most
@@ -6750,8 +6763,7 @@ static void mti_cpu_cross_entropy(const mt_cross_entropy_shard_desc *s, mt_tenso
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* The arguments of the cross-entropy kernels, and the formulas that they share. run computes the gradient for
-   mti_map. */
+/* The arguments of the cross-entropy kernels, and the formulas that they share. */
 struct mti_ce {
     mti_view logits, stats, lse, dloss;
     const int32_t *targets;
@@ -6769,78 +6781,113 @@ struct mti_ce {
         if (desc.label_smoothing > 0.0f) value += desc.label_smoothing * (top - plain / (float)desc.vocab);
         return targets[row] == ignore ? 0.0f : value;
     }
-    /* Writes the gradient of one vector of `row`, from the logits in row `row_from` of `from`. */
-    template <bool WIDE>
-    __device__ void gradient(const mti_view &from, int64_t row_from, int64_t row, int64_t col, int n, float top,
-                             float log_sum) const {
-        float x[MTI_VECTOR], factor = dloss.data ? scale * mti_get(dloss, 0, row) : scale;
-        float even = desc.label_smoothing / (float)desc.vocab;
-        int64_t target = target_of(row);
-        int ignored = targets[row] == ignore, count = col >= real ? 0 : col + n <= real ? n : (int)(real - col);
-        mti_load<WIDE>(from, row_from, col, count, x);
-        for (int j = 0; j < MTI_VECTOR; j++) {
-            float g = factor * (expf((x[j] - top) - log_sum) - even);
-            if (col + j == target) g -= factor * (1.0f - desc.label_smoothing);
-            x[j] = ignored || j >= count ? 0.0f : g;
-        }
-        mti_store<WIDE>(logits, row, col, n, x);
+};
+
+/* e^(x - below), as 2^((x - below) log2 e) for 16-bit logits: one instruction after two roundings, whose relative error
+   of 1.2e-7 |x - below| is far below the distance of two 16-bit gradients. */
+template <int TYPE> static __device__ __forceinline__ float mti_ce_exp(float x, float below) {
+    if (TYPE == MT_BF16 || TYPE == MT_F16) return mti_ex2((x - below) * 1.44269504f);
+    return expf(x - below);
+}
+
+/* What a thread knows of the elements of a row that it has seen: their maximum `top`, the sum of their exponentials
+   relative to `top`, and their plain sum. */
+template <int TYPE> struct mti_ce_sums {
+    float top, sum, plain;
+
+    static __device__ __forceinline__ float finite(float top) { return top == -INFINITY ? 0.0f : top; }
+    /* Raises the maximum. The sum is then relative to the new one. */
+    __device__ __forceinline__ void rescale(float to) {
+        sum *= mti_ce_exp<TYPE>(top, finite(to)); /* e^-infinity at first, when sum is 0 */
+        top = to;
     }
-    template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
-        gradient<WIDE>(logits, row, row, col, n, mti_get(lse, 0, row), mti_get(lse, 1, row));
+    __device__ __forceinline__ void add(float x) {
+        sum += mti_ce_exp<TYPE>(x, finite(top));
+        plain += x;
     }
 };
 
-#define MTI_CE_THREADS 1024 /* maximum per block; high, because a row may take all shared memory of a multiprocessor */
+#define MTI_CE_THREADS 512 /* maximum per block; two such blocks fit into the registers of a multiprocessor */
+
+/* The vectors of a row that a thread loads at once. */
+template <int TYPE> struct mti_ce_ahead { static const int count = 4; };
+template <> struct mti_ce_ahead<MT_F32> { static const int count = 2; };
+template <> struct mti_ce_ahead<MTI_ANY_TYPE> { static const int count = 1; };
 
 static unsigned mti_ce_threads(int64_t cols) {
-    return (unsigned)mt_min(MTI_CE_THREADS, mt_round_up((cols + MTI_VECTOR - 1) / MTI_VECTOR, 32));
+    return (unsigned)mt_min(MTI_CE_THREADS, mt_round_up((cols + 4 * MTI_VECTOR - 1) / (4 * MTI_VECTOR), 32));
 }
 
-/* Returns the four statistics of a row to every thread of its block, in one pass over the row. If kept.data is given,
-   the row is also copied to kept.
+/* What a thread knows of its part of a row, in one pass over it. The thread owns every blockDim-th whole vector, and
+   one of the last elements, which are no whole vector. With `room`, the vectors are also copied to shared memory. */
+template <int TYPE>
+static __device__ __forceinline__ mti_ce_sums<TYPE> mti_ce_part(const mti_ce &c, int64_t row, mti_words *room) {
+    static const int ahead = mti_ce_ahead<TYPE>::count;
+    int64_t vectors = c.real / MTI_VECTOR, step = blockDim.x, last = vectors * MTI_VECTOR + threadIdx.x;
+    mti_ce_sums<TYPE> own = {-INFINITY, 0.0f, 0.0f};
+    mti_held<TYPE> held[ahead];
+    float x[MTI_VECTOR];
+    for (int64_t i = threadIdx.x; i < vectors; i += ahead * step) {
+        float top = own.top;
+        MT_DEVICE_UNROLL
+        for (int q = 0; q < ahead; q++)
+            if (i + q * step < vectors) held[q].load(c.logits, row, i + q * step, c.real);
+        MT_DEVICE_UNROLL
+        for (int q = 0; q < ahead; q++) {
+            if (i + q * step >= vectors) continue;
+            if (room) held[q].save(room, vectors, i + q * step);
+            held[q].widen(x);
+            MT_DEVICE_UNROLL
+            for (int j = 0; j < MTI_VECTOR; j++) top = fmaxf(top, x[j]);
+        }
+        own.rescale(top);
+        MT_DEVICE_UNROLL
+        for (int q = 0; q < ahead; q++) {
+            if (i + q * step >= vectors) continue;
+            held[q].widen(x);
+            MT_DEVICE_UNROLL
+            for (int j = 0; j < MTI_VECTOR; j++) own.add(x[j]);
+        }
+    }
+    if (last < c.real) {
+        x[0] = mti_get(c.logits, row, last);
+        own.rescale(fmaxf(own.top, x[0]));
+        own.add(x[0]);
+    }
+    return own;
+}
 
-   1. Each thread owns every blockDim-th vector of the row. It computes their maximum, and their sum of exponentials
-      relative to this maximum.
+/* Returns the four statistics of a row to every thread of its block, in one pass over the row, which mti_ce_part also
+   copies to `room`, if this is given.
+
+   1. Each thread computes the maximum of its part of the row, and the sum of exponentials relative to this maximum.
    2. Shuffles give the maximum of each warp. `tops` holds the maxima of all warps, and `hit` holds the logit of the
       target. The barrier separates writing `tops` and `hit` from reading them. It also ensures that the logit of the
       target is read before the caller overwrites logits with gradients.
-   3. Each thread rescales its sum to the maximum of the row, and mti_block_sums adds the sums through `shared`. */
-template <bool WIDE>
-static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, const mti_view &kept) {
+   3. Each thread rescales its sum to the maximum of the row, and mti_block_sums_once adds the sums through `shared`. */
+template <int TYPE> static __device__ __forceinline__ float4 mti_ce_row(const mti_ce &c, int64_t row, mti_words *room) {
     MT_SHARED(float, shared, 64);
     MT_SHARED(float, tops, 32);
     MT_SHARED(float, hit, 1);
-    int64_t vectors = (c.real + MTI_VECTOR - 1) / MTI_VECTOR, target = c.target_of(row);
-    float top = -INFINITY, sum = 0.0f, plain = 0.0f, x[MTI_VECTOR];
-    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
-        float before = top;
-        int n = mti_vector_size(c.real, i * MTI_VECTOR);
-        mti_load<WIDE>(c.logits, row, i * MTI_VECTOR, n, x);
-        if (kept.data) mti_store<WIDE>(kept, 0, i * MTI_VECTOR, n, x);
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_VECTOR; j++) top = fmaxf(top, j < n ? x[j] : -INFINITY);
-        if (before != -INFINITY) sum *= expf(before - top);
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_VECTOR; j++) {
-            sum += top == -INFINITY || j >= n ? 0.0f : expf(x[j] - top);
-            plain += x[j];
-        }
-    }
-    float all = mti_warp_max(top);
+    int64_t target = c.target_of(row);
+    mti_ce_sums<TYPE> own = mti_ce_part<TYPE>(c, row, room);
+    float all = mti_warp_max(own.top);
     if ((threadIdx.x & 31) == 0) tops[threadIdx.x >> 5] = all;
     if (threadIdx.x == 0) *hit = target >= 0 ? mti_get(c.logits, row, target) : 0.0f; /* before gradients are written */
     __syncthreads();
     for (int w = 0; w < (int)blockDim.x / 32; w++) all = fmaxf(all, tops[w]);
-    float2 sums = mti_block_sums(top == -INFINITY ? 0.0f : sum * expf(top - all), plain, shared);
+    own.rescale(all);
+    float2 sums = mti_block_sums_once(own.sum, own.plain, shared);
     return make_float4(all, sums.x, *hit, sums.y);
 }
 
-/* Writes stats. A block owns row first + blockIdx.x; shared memory and barriers are those of mti_ce_row. */
-template <bool WIDE>
-static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_stats_kernel(int64_t first, mti_ce c) {
-    mti_view none = {NULL, 0, 0};
+/* Writes stats. A block owns row first + blockIdx.x; shared memory and barriers are those of mti_ce_row. In bf16 on
+   sm_90: 11 instructions for an element, which moves 2 bytes (budget: 13); 56 registers, 2 blocks on a
+   multiprocessor. */
+template <int TYPE>
+static __global__ void __launch_bounds__(MTI_CE_THREADS, 2) mti_ce_stats_kernel(int64_t first, mti_ce c) {
     int64_t row = first + blockIdx.x;
-    float4 s = mti_ce_row<WIDE>(c, row, none);
+    float4 s = mti_ce_row<TYPE>(c, row, NULL);
     if (threadIdx.x != 0) return;
     mti_put(c.stats, row, 0, s.x);
     mti_put(c.stats, row, 1, s.y);
@@ -6848,23 +6895,73 @@ static __global__ void __launch_bounds__(MTI_CE_THREADS) mti_ce_stats_kernel(int
     mti_put(c.stats, row, 3, s.w);
 }
 
-/* Computes the loss and the gradient for a whole vocabulary. A block owns row first + blockIdx.x, and each thread
-   owns every blockDim-th vector of it. With keep, `room` in shared memory holds the row in its own type. Otherwise the
-   row is read again, from the L2 cache. The barriers are in mti_ce_row: after them, thread 0 has read the logit of the
-   target, so gradients may overwrite logits. All other logits that a thread reads, in `room` as well, are in its own
-   vectors. */
-template <bool WIDE>
-static __global__ void __launch_bounds__(MTI_CE_THREADS)
+/* Replaces a row of logits by its gradient. A thread owns every blockDim-th whole vector, and every blockDim-th element
+   behind them, to the end of the padding. With `room`, it reads its vectors from shared memory. The owner of the
+   target's vector reads the logit of the target before it writes gradients, and afterwards writes the gradient of the
+   target, so that no other vector is compared with the target. The gradient of an ignored row is 0 whatever its logits
+   are. */
+template <int TYPE>
+static __device__ __forceinline__ void mti_ce_gradient_row(const mti_ce &c, int64_t row, int64_t cols, float top,
+                                                           float log_sum, const mti_words *room) {
+    static const int ahead = mti_ce_ahead<TYPE>::count;
+    int64_t vectors = c.real / MTI_VECTOR, step = blockDim.x, target = c.target_of(row), at = target / MTI_VECTOR;
+    int ignored = c.targets[row] == c.ignore, owner = target >= 0 && at < vectors;
+    float factor = c.dloss.data ? c.scale * mti_get(c.dloss, 0, row) : c.scale;
+    float even = factor * (c.desc.label_smoothing / (float)c.desc.vocab), x[MTI_VECTOR] = {}, hit = 0.0f;
+    float hot = factor * (1.0f - c.desc.label_smoothing) + even;
+    mti_held<TYPE> held[ahead];
+    if (owner) owner = at - mti_divide(at, step) * step == threadIdx.x;
+    if (owner) hit = mti_get(c.logits, row, target);
+    for (int64_t i = threadIdx.x; ignored && i < vectors; i += step) held[0].store(c.logits, row, i, c.real, x);
+    for (int64_t i = threadIdx.x; !ignored && i < vectors; i += ahead * step) {
+        MT_DEVICE_UNROLL
+        for (int q = 0; q < ahead; q++) {
+            if (i + q * step >= vectors) continue;
+            if (room) held[q].restore(room, vectors, i + q * step);
+            else held[q].load(c.logits, row, i + q * step, c.real);
+        }
+        MT_DEVICE_UNROLL
+        for (int q = 0; q < ahead; q++) {
+            if (i + q * step >= vectors) continue;
+            held[q].widen(x);
+            MT_DEVICE_UNROLL
+            for (int j = 0; j < MTI_VECTOR; j++) x[j] = factor * mti_ce_exp<TYPE>(x[j] - top, log_sum) - even;
+            held[q].store(c.logits, row, i + q * step, c.real, x);
+        }
+    }
+    if (owner) mti_put(c.logits, row, target, factor * mti_ce_exp<TYPE>(hit - top, log_sum) - hot);
+    for (int64_t col = vectors * MTI_VECTOR + threadIdx.x; col < cols; col += step) {
+        float g = 0.0f;
+        if (!ignored && col < c.real)
+            g = factor * mti_ce_exp<TYPE>(mti_get(c.logits, row, col) - top, log_sum) - (col == target ? hot : even);
+        mti_put(c.logits, row, col, g);
+    }
+}
+
+/* The gradient from lse. A block owns row first + blockIdx.x. There is no shared memory and no barrier. In bf16 on
+   sm_90: 8 instructions for an element, which moves 4 bytes (budget: 27); 55 registers, 2 blocks on a
+   multiprocessor. */
+template <int TYPE>
+static __global__ void __launch_bounds__(MTI_CE_THREADS, 2)
+    mti_ce_backward_kernel(int64_t first, mti_ce c, int64_t cols) {
+    int64_t row = first + blockIdx.x;
+    mti_ce_gradient_row<TYPE>(c, row, cols, mti_get(c.lse, 0, row), mti_get(c.lse, 1, row), NULL);
+}
+
+/* Computes the loss and the gradient for a whole vocabulary. A block owns row first + blockIdx.x. With keep, `room` in
+   shared memory holds the whole vectors of the row. Otherwise the row is read again, from the L2 cache. The barriers
+   are in mti_ce_row: after them, thread 0 has read the logit of the target, so gradients may overwrite logits. All
+   other logits that a thread reads, in `room` as well, are its own. In bf16 on sm_90: 22 instructions for an element,
+   which moves 4 bytes (budget: 27); 56 registers; with 50304 columns, 2 blocks on a multiprocessor. */
+template <int TYPE>
+static __global__ void __launch_bounds__(MTI_CE_THREADS, 2)
     mti_ce_kernel(int64_t first, mti_ce c, int64_t cols, mti_view loss, int keep) {
-    MT_DYN_SHARED(char, room);
-    int64_t row = first + blockIdx.x, row_from = keep ? 0 : row;
-    mti_view kept = {keep ? room : NULL, 0, c.logits.dtype},
-             from = {keep ? room : c.logits.data, c.logits.ld, c.logits.dtype};
-    float4 s = mti_ce_row<WIDE>(c, row, kept);
+    MT_DYN_SHARED(mti_words, room);
+    int64_t row = first + blockIdx.x;
+    float4 s = mti_ce_row<TYPE>(c, row, keep ? room : NULL);
     float log_sum = logf(s.y);
     if (threadIdx.x == 0) mti_put(loss, 0, row, c.loss_of(row, s.x, log_sum, s.z, s.w));
-    for (int64_t col = (int64_t)threadIdx.x * MTI_VECTOR; col < cols; col += (int64_t)blockDim.x * MTI_VECTOR)
-        c.gradient<WIDE>(from, row_from, row, col, mti_vector_size(cols, col), s.x, log_sum);
+    mti_ce_gradient_row<TYPE>(c, row, cols, s.x, log_sum, keep ? room : NULL);
 }
 
 static mti_ce mti_ce_of(const mt_cross_entropy_shard_desc *s, mt_tensor logits, const int32_t *targets) {
@@ -6878,29 +6975,37 @@ static mti_ce mti_ce_of(const mt_cross_entropy_shard_desc *s, mt_tensor logits, 
     return c;
 }
 
+/* The template argument of the kernels. Rows may end within a vector, which the kernels read element by element. */
+static int mti_ce_type(mt_tensor logits) { return mti_is_wide(logits) ? (int)logits.dtype : MTI_ANY_TYPE; }
+
+template <int TYPE> static mt_status mti_ce_stats_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits) {
+    MTI_LAUNCH_BLOCKS(mti_ce_stats_kernel<TYPE>, logits.rows, mti_ce_threads(logits.cols), 0, mt_context_stream(ctx),
+                      c);
+    return mt_cuda_launched(ctx, "mt_cross_entropy_stats");
+}
+
 static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *s, mt_tensor logits,
                                               const int32_t *targets, mt_tensor stats) {
     mti_ce c = mti_ce_of(s, logits, targets);
     c.stats = mti_view_of(stats);
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    if (mti_is_wide(logits))
-        MTI_LAUNCH_BLOCKS(mti_ce_stats_kernel<true>, logits.rows, mti_ce_threads(logits.cols), 0,
-                          mt_context_stream(ctx), c);
-    else
-        MTI_LAUNCH_BLOCKS(mti_ce_stats_kernel<false>, logits.rows, mti_ce_threads(logits.cols), 0,
-                          mt_context_stream(ctx), c);
-    return mt_cuda_launched(ctx, "mt_cross_entropy_stats");
+    return MTI_BY_TYPE(mti_ce_type(logits), mti_ce_stats_launch)(ctx, c, logits);
 }
 
-template <bool WIDE>
-static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits, mt_tensor loss) {
-    size_t bytes = (size_t)mt_round_up(logits.cols, MTI_VECTOR) * mt_dtype_size(logits.dtype), most = 0;
+template <int TYPE> static mt_status mti_ce_backward_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits) {
+    MTI_LAUNCH_BLOCKS(mti_ce_backward_kernel<TYPE>, logits.rows, mti_ce_threads(logits.cols), 0, mt_context_stream(ctx),
+                      c, logits.cols);
+    return mt_cuda_launched(ctx, "mt_cross_entropy_backward");
+}
+
+template <int TYPE> static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits, mt_tensor loss) {
+    size_t bytes = (size_t)(c.real / MTI_VECTOR * mti_held<TYPE>::words) * sizeof(mti_words), most = 0;
     MT_TRY(mti_shared_most(ctx, &most));
-    int keep = bytes <= most;
+    int keep = TYPE != MTI_ANY_TYPE && bytes <= most;
     if (!keep) bytes = 0;
-    MT_TRY(mti_shared_allow(ctx, mti_ce_kernel<WIDE>, bytes));
-    MTI_LAUNCH_BLOCKS(mti_ce_kernel<WIDE>, logits.rows, mti_ce_threads(logits.cols), bytes, mt_context_stream(ctx), c,
+    MT_TRY(mti_shared_allow(ctx, mti_ce_kernel<TYPE>, bytes));
+    MTI_LAUNCH_BLOCKS(mti_ce_kernel<TYPE>, logits.rows, mti_ce_threads(logits.cols), bytes, mt_context_stream(ctx), c,
                       logits.cols, mti_view_of(loss), keep);
     return mt_cuda_launched(ctx, "mt_cross_entropy_forward_backward");
 }
@@ -6912,7 +7017,7 @@ static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_
     c.scale = scale;
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    return (mti_is_wide(logits) ? mti_ce_launch<true> : mti_ce_launch<false>)(ctx, c, logits, loss);
+    return MTI_BY_TYPE(mti_ce_type(logits), mti_ce_launch)(ctx, c, logits, loss);
 }
 
 #define MTI_CE_DEPTH 11 /* levels of the tree over MTI_CE_SHARDS shards */
@@ -6976,7 +7081,9 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
     c.lse = mti_view_of(lse);
     c.dloss = mti_view_of(dloss);
     c.scale = scale;
-    return mti_map(ctx, "mt_cross_entropy_backward", c, mti_is_wide(logits), logits.rows, logits.cols);
+    if (logits.rows == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    return MTI_BY_TYPE(mti_ce_type(logits), mti_ce_backward_launch)(ctx, c, logits);
 }
 
 } /* extern "C++" */

@@ -528,15 +528,66 @@ static void cross_entropy_one_pass(shape s) {
 
 /* Rows too long for the shared memory of any GPU, even in 16 bits. */
 static void test_wide_cross_entropy(void **state) {
-    static const shape big = {3, 120003, {5, 0}}, medium = {2, 20000, {0, 0}};
+    static const shape list[] = {{2, 20000, {0, 0}}, {3, 120003, {5, 0}}, {2, 120008, {0, 0}}};
     (void)state;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 6; i++) {
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
         type = i & 1 ? MT_BF16 : MT_F32;
-        cross_entropy_at_once(i & 2 ? big : medium, 0.1f, 700, 1);
+        cross_entropy_at_once(list[i / 2], 0.1f, 700, 1);
         mt_arena_release(cpu, on_cpu);
         mt_arena_release(gpu, on_gpu);
     }
+}
+
+/* Every column is a target once, also the last ones, which are no whole vector. */
+static void test_cross_entropy_targets(void **state) {
+    static const shape list[] = {{48, 48, {0, 0}}, {45, 45, {3, 0}}, {9, 40, {8, 8}}};
+    (void)state;
+    each_type(cross_entropy_one_pass, list, 3);
+}
+
+/* Logits of which all but a few are -infinity, first in every part of a row that a thread sees; large logits; and a
+   row that is ignored whatever it holds. */
+static void masked(shape s) {
+    mt_cross_entropy_shard_desc desc = {s.cols, 0, 0.0f, 1};
+    int64_t n = s.rows * s.cols;
+    float *x = (float *)malloc((size_t)n * sizeof *x);
+    int32_t *targets = (int32_t *)malloc((size_t)s.rows * sizeof *targets), *on_gpu;
+    pair f = pair_f32(s.rows, s.cols), logits = pair_new(s.rows, s.cols, s.l), again = pair_new(s.rows, s.cols, s.l);
+    pair stats = pair_f32(s.rows, 4), loss = pair_f32(1, s.rows), lse = pair_f32(2, s.rows);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t row = i / s.cols, col = i % s.cols;
+        x[i] = row == 1 ? 400.0f + (float)(col % 37) : (float)(col % 7) - 3.0f;
+        if (row == 0 && col < s.cols - 5) x[i] = -INFINITY;
+        if (row == 2 && col % 3 == 0) x[i] = NAN;
+    }
+    for (int64_t i = 0; i < s.rows; i++) targets[i] = i == 2 ? 1 : (int32_t)(s.cols - 1 - i);
+    on_gpu = ids_on_gpu(targets, s.rows);
+    OK(mt_upload(cpu, x, f.cpu));
+    OK(mt_upload(gpu, x, f.gpu));
+    BOTH(mt_convert(cpu, f.cpu, logits.cpu), mt_convert(gpu, f.gpu, logits.gpu));
+    BOTH(mt_copy(cpu, logits.cpu, again.cpu), mt_copy(gpu, logits.gpu, again.gpu));
+    BOTH(mt_cross_entropy_forward_backward(cpu, &desc, logits.cpu, targets, mt_none(), 1.0f, loss.cpu),
+         mt_cross_entropy_forward_backward(gpu, &desc, logits.gpu, on_gpu, mt_none(), 1.0f, loss.gpu));
+    same("loss", loss, 1e-6);
+    same("gradient", logits, 2e-6);
+    BOTH(mt_cross_entropy_stats(cpu, &desc, again.cpu, targets, stats.cpu),
+         mt_cross_entropy_stats(gpu, &desc, again.gpu, on_gpu, stats.gpu));
+    pair two = {mt_tensor_cols(mt_tensor_rows(stats.cpu, 0, 2), 0, 2),
+                mt_tensor_cols(mt_tensor_rows(stats.gpu, 0, 2), 0, 2)};
+    same("maximum and sum", two, 1e-6);
+    BOTH(mt_cross_entropy_combine(cpu, &desc, stats.cpu, 1, targets, loss.cpu, lse.cpu),
+         mt_cross_entropy_combine(gpu, &desc, stats.gpu, 1, on_gpu, loss.gpu, lse.gpu));
+    BOTH(mt_cross_entropy_backward(cpu, &desc, again.cpu, targets, lse.cpu, mt_none(), 1.0f),
+         mt_cross_entropy_backward(gpu, &desc, again.gpu, on_gpu, lse.gpu, mt_none(), 1.0f));
+    same("gradient of backward", again, 2e-6);
+    free(x), free(targets);
+}
+
+static void test_cross_entropy_masked(void **state) {
+    static const shape list[] = {{4, 40, {0, 0}}, {3, 45, {3, 1}}, {3, 17000, {0, 0}}};
+    (void)state;
+    each_type(masked, list, 3);
 }
 
 static void test_cross_entropy_refuses(void **state) {
@@ -1643,6 +1694,8 @@ int main(void) {
         cmocka_unit_test(test_norm_rows),
         cmocka_unit_test(test_cross_entropy_one_pass),
         cmocka_unit_test(test_wide_cross_entropy),
+        cmocka_unit_test(test_cross_entropy_targets),
+        cmocka_unit_test(test_cross_entropy_masked),
         cmocka_unit_test(test_cross_entropy_refuses),
         cmocka_unit_test(test_many_tokens),
         cmocka_unit_test(test_many_shards),
