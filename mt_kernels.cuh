@@ -5718,34 +5718,45 @@ static mt_status mti_flash_launch(const mti_attention *a, const char *name, void
     return mt_cuda_launched(a->ctx, name);
 }
 
-struct mti_flash_forward {
-    template <int HeadDim, bool BF16, bool DROP> static mt_status run(const mti_attention *a, const mti_flash &f) {
-        return mti_flash_launch(a, "mt_attention_forward", mti_flash_forward_kernel<HeadDim, BF16, DROP>,
-                                f.p.s.groups * f.p.s.heads_per_group, 128, mti_flash_forward_bytes<HeadDim, DROP>(), f);
-    }
-};
-
-struct mti_flash_backward {
-    template <int HeadDim, bool BF16, bool DROP> static mt_status run(const mti_attention *a, const mti_flash &f) {
-        const char *name = "mt_attention_backward";
-        MT_TRY(mti_flash_launch(a, name, mti_flash_dq_kernel<HeadDim, BF16, DROP>, f.p.s.groups * f.p.s.heads_per_group,
-                                128, mti_flash_dq_bytes<HeadDim>(), f));
-        return mti_flash_launch(a, name, mti_flash_dkv_kernel<HeadDim, BF16, DROP>, f.p.s.groups, 256,
-                                mti_flash_dkv_bytes<HeadDim>(), f);
-    }
-};
-
-template <class Way, int HeadDim> static mt_status mti_flash_run_size(const mti_attention *a, const mti_flash &f) {
-    if (a->qkv.dtype == MT_BF16)
-        return f.p.drop.on ? Way::template run<HeadDim, true, true>(a, f)
-                           : Way::template run<HeadDim, true, false>(a, f);
-    return f.p.drop.on ? Way::template run<HeadDim, false, true>(a, f) : Way::template run<HeadDim, false, false>(a, f);
+static mti_flash mti_flash_of(const mti_attention *a) {
+    mti_flash f = {mti_plain_of(a), a->scale * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc->seq, MTI_FLASH_ROWS)};
+    return f;
 }
 
-template <class Way> static mt_status mti_flash_run(const mti_attention *a, const mti_flash &f) {
-    if (f.p.s.head_dim == 64) return mti_flash_run_size<Way, 64>(a, f);
-    if (f.p.s.head_dim == 96) return mti_flash_run_size<Way, 96>(a, f);
-    return mti_flash_run_size<Way, 128>(a, f);
+template <int HeadDim> static mt_status mti_flash_run_forward(const mti_attention *a) {
+    mti_flash f = mti_flash_of(a);
+    void (*kernels[2][2])(mti_flash) = {
+        {mti_flash_forward_kernel<HeadDim, false, false>, mti_flash_forward_kernel<HeadDim, false, true>},
+        {mti_flash_forward_kernel<HeadDim, true, false>, mti_flash_forward_kernel<HeadDim, true, true>}};
+    int bytes = f.p.drop.on ? mti_flash_forward_bytes<HeadDim, true>() : mti_flash_forward_bytes<HeadDim, false>();
+    MT_TRY(mt_cuda_enter(a->ctx));
+    return mti_flash_launch(a, "mt_attention_forward", kernels[a->qkv.dtype == MT_BF16][f.p.drop.on != 0],
+                            mti_attention_heads(a->desc), 128, bytes, f);
+}
+
+/* mt_attention_backward releases the memory of lse and delta when it ends. */
+template <int HeadDim> static mt_status mti_flash_run_backward(const mti_attention *a) {
+    const mt_attention_desc *s = a->desc;
+    static const char *const name = "mt_attention_backward";
+    mti_flash f = mti_flash_of(a);
+    int64_t heads = mti_attention_heads(s), stats = s->batch * heads * f.pitch;
+    int bf16 = a->qkv.dtype == MT_BF16, drop = f.p.drop.on != 0;
+    void (*dq[2][2])(mti_flash) = {
+        {mti_flash_dq_kernel<HeadDim, false, false>, mti_flash_dq_kernel<HeadDim, false, true>},
+        {mti_flash_dq_kernel<HeadDim, true, false>, mti_flash_dq_kernel<HeadDim, true, true>}};
+    void (*dkv[2][2])(mti_flash) = {
+        {mti_flash_dkv_kernel<HeadDim, false, false>, mti_flash_dkv_kernel<HeadDim, false, true>},
+        {mti_flash_dkv_kernel<HeadDim, true, false>, mti_flash_dkv_kernel<HeadDim, true, true>}};
+    void *memory = NULL;
+    MT_TRY(mt_arena_alloc(a->ctx, (size_t)(2 * stats) * sizeof(float), &memory));
+    f.lse = (float *)memory;
+    f.delta = f.lse + stats;
+    MT_TRY(mt_cuda_enter(a->ctx));
+    MT_LAUNCH_KERNEL(mti_flash_stats_kernel, dim3((unsigned)(f.pitch / 64), (unsigned)heads, (unsigned)s->batch), 256,
+                     0, mt_context_stream(a->ctx), f);
+    MT_TRY(mt_cuda_launched(a->ctx, name));
+    MT_TRY(mti_flash_launch(a, name, dq[bf16][drop], heads, 128, mti_flash_dq_bytes<HeadDim>(), f));
+    return mti_flash_launch(a, name, dkv[bf16][drop], s->groups, 256, mti_flash_dkv_bytes<HeadDim>(), f);
 }
 
 static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
@@ -5770,42 +5781,61 @@ static mt_status mti_built_for(mt_context *ctx, int *arch) {
     return MT_SUCCESS;
 }
 
-/* Whether the tensor-core path can run a call. The maximum of the scores is taken before scale, so scale must be
-   positive. Positions are int, so seq is limited. */
-static mt_status mti_flash_fits(const mti_attention *a, int *fits) {
+/* Whether the tensor-core kernels of a head size can run a call. The maximum of the scores is taken before scale, so
+   scale must be positive. Positions are int, so seq is limited. */
+template <int HeadDim> static int mti_flash_fits(const mti_attention *a, int capability, int built_for) {
     const mt_attention_desc *s = a->desc;
-    int arch = 0;
-    *fits = (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) && a->scale > 0.0f &&
-            s->seq <= INT_MAX / 2 && a->qkv.dtype != MT_F32 && mti_flash_fits_view(a, a->qkv) &&
-            mti_flash_fits_view(a, a->out) && mti_flash_fits_view(a, a->dout) && mti_flash_fits_view(a, a->dqkv);
-    if (!*fits) return MT_SUCCESS;
-    MT_TRY(mti_built_for(a->ctx, &arch));
-    *fits = arch >= 80;
-    return MT_SUCCESS;
+    (void)capability; /* at least built_for */
+    return s->head_dim == HeadDim && built_for >= 80 && a->scale > 0.0f && s->seq <= INT_MAX / 2 &&
+           a->qkv.dtype != MT_F32 && mti_flash_fits_view(a, a->qkv) && mti_flash_fits_view(a, a->out) &&
+           mti_flash_fits_view(a, a->dout) && mti_flash_fits_view(a, a->dqkv);
 }
 
-static mti_flash mti_flash_of(const mti_attention *a) {
-    mti_flash f = {mti_plain_of(a), a->scale * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc->seq, MTI_FLASH_ROWS)};
-    return f;
+static int mti_plain_fits(const mti_attention *a, int capability, int built_for) {
+    (void)a, (void)capability, (void)built_for;
+    return 1; /* mti_cuda_attention_check refuses what it cannot run */
 }
 
-/* Runs the backward pass on tensor cores. mt_attention_backward releases the memory of lse and delta when it ends. */
-static mt_status mti_flash_run_backward(const mti_attention *a) {
-    const mt_attention_desc *s = a->desc;
-    mti_flash f = mti_flash_of(a);
-    int64_t heads = s->groups * s->heads_per_group, stats = s->batch * heads * f.pitch;
-    void *memory = NULL;
-    MT_TRY(mt_arena_alloc(a->ctx, (size_t)(2 * stats) * sizeof(float), &memory));
-    f.lse = (float *)memory;
-    f.delta = f.lse + stats;
+static mt_status mti_plain_run_forward(const mti_attention *a) {
     MT_TRY(mt_cuda_enter(a->ctx));
-    MT_LAUNCH_KERNEL(mti_flash_stats_kernel, dim3((unsigned)(f.pitch / 64), (unsigned)heads, (unsigned)s->batch), 256,
-                     0, mt_context_stream(a->ctx), f);
-    MT_TRY(mt_cuda_launched(a->ctx, "mt_attention_backward"));
-    return mti_flash_run<mti_flash_backward>(a, f);
+    MT_LAUNCH_KERNEL(mti_plain_forward_kernel, mti_plain_grid(a->desc, mti_attention_heads(a->desc)),
+                     32 * MTI_PLAIN_WARPS, 0, mt_context_stream(a->ctx), mti_plain_of(a));
+    return mt_cuda_launched(a->ctx, "mt_attention_forward");
 }
 
-/* The functions below choose between the two paths on a GPU. */
+static mt_status mti_plain_run_backward(const mti_attention *a) {
+    MT_TRY(mt_cuda_enter(a->ctx));
+    MT_LAUNCH_KERNEL(mti_plain_dq_kernel, mti_plain_grid(a->desc, mti_attention_heads(a->desc)), 32 * MTI_PLAIN_WARPS,
+                     0, mt_context_stream(a->ctx), mti_plain_of(a));
+    MT_TRY(mt_cuda_launched(a->ctx, "mt_attention_backward"));
+    MT_LAUNCH_KERNEL(mti_plain_dkv_kernel, mti_plain_grid(a->desc, a->desc->groups), 32 * MTI_PLAIN_WARPS, 0,
+                     mt_context_stream(a->ctx), mti_plain_of(a));
+    return mt_cuda_launched(a->ctx, "mt_attention_backward");
+}
+
+/* The kernels of attention on a GPU. The first row that fits a call runs it, forward and backward. To add a kernel, add
+   a row. `capability` is the compute capability of the GPU, 90 for 9.0. `built_for` is the architecture that nvcc has
+   compiled this library's kernels for. A row for kernels of another library need not ask it. */
+struct mti_attention_kernels {
+    const char *name;
+    int (*fits)(const mti_attention *a, int capability, int built_for);
+    mt_status (*forward)(const mti_attention *a);
+    mt_status (*backward)(const mti_attention *a);
+};
+
+#define MTI_FLASH_KERNELS(dim) mti_flash_fits<dim>, mti_flash_run_forward<dim>, mti_flash_run_backward<dim>
+static const mti_attention_kernels mti_attention_table[] = {
+    {"flash_64", MTI_FLASH_KERNELS(64)},
+    {"flash_96", MTI_FLASH_KERNELS(96)},
+    {"flash_128", MTI_FLASH_KERNELS(128)},
+    {"plain", mti_plain_fits, mti_plain_run_forward, mti_plain_run_backward}};
+#undef MTI_FLASH_KERNELS
+
+static const mti_attention_kernels *mti_attention_choose(const mti_attention *a, int capability, int built_for) {
+    const mti_attention_kernels *k = mti_attention_table;
+    while (!k->fits(a, capability, built_for)) k++;
+    return k;
+}
 
 static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_desc *s) {
     if (s->head_dim <= 32 * MTI_PLAIN_WIDTH && s->groups * s->heads_per_group <= 65535 && s->batch <= 65535)
@@ -5817,33 +5847,14 @@ static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_de
                    (long long)s->batch);
 }
 
-static mt_status mti_cuda_attention_forward(const mti_attention *a) {
-    const mt_attention_desc *s = a->desc;
-    int fits = 0;
-    MT_TRY(mti_cuda_attention_check(a->ctx, s));
-    if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
-    MT_TRY(mt_cuda_enter(a->ctx));
-    MT_TRY(mti_flash_fits(a, &fits));
-    if (fits) return mti_flash_run<mti_flash_forward>(a, mti_flash_of(a));
-    MT_LAUNCH_KERNEL(mti_plain_forward_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS,
-                     0, mt_context_stream(a->ctx), mti_plain_of(a));
-    return mt_cuda_launched(a->ctx, "mt_attention_forward");
-}
-
-static mt_status mti_cuda_attention_backward(const mti_attention *a) {
-    const mt_attention_desc *s = a->desc;
-    int fits = 0;
-    MT_TRY(mti_cuda_attention_check(a->ctx, s));
-    if (s->batch * s->seq * s->groups == 0) return MT_SUCCESS;
-    MT_TRY(mti_flash_fits(a, &fits));
-    if (fits) return mti_flash_run_backward(a);
-    MT_TRY(mt_cuda_enter(a->ctx));
-    MT_LAUNCH_KERNEL(mti_plain_dq_kernel, mti_plain_grid(s, s->groups * s->heads_per_group), 32 * MTI_PLAIN_WARPS, 0,
-                     mt_context_stream(a->ctx), mti_plain_of(a));
-    MT_TRY(mt_cuda_launched(a->ctx, "mt_attention_backward"));
-    MT_LAUNCH_KERNEL(mti_plain_dkv_kernel, mti_plain_grid(s, s->groups), 32 * MTI_PLAIN_WARPS, 0,
-                     mt_context_stream(a->ctx), mti_plain_of(a));
-    return mt_cuda_launched(a->ctx, "mt_attention_backward");
+static mt_status mti_cuda_attention(const mti_attention *a, int backward) {
+    const mti_attention_kernels *kernels;
+    int built_for = 0;
+    MT_TRY(mti_cuda_attention_check(a->ctx, a->desc));
+    if (a->desc->batch * a->desc->seq * a->desc->groups == 0) return MT_SUCCESS;
+    MT_TRY(mti_built_for(a->ctx, &built_for));
+    kernels = mti_attention_choose(a, mt_context_compute_capability(a->ctx), built_for);
+    return backward ? kernels->backward(a) : kernels->forward(a);
 }
 
 } /* extern "C++" */
@@ -5872,7 +5883,7 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
     MT_TRY(mt_check_apart(ctx, where, "out", out, "qkv", qkv));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     a = mti_attention_resolve(ctx, desc, qkv, out, lse);
-    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention_forward(&a), mti_attention_loop(&op, &a, 0)));
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
 }
 
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
@@ -5898,7 +5909,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     a = mti_attention_resolve(ctx, desc, qkv, out, lse);
     a.dout = dout;
     a.dqkv = dqkv;
-    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention_backward(&a), mti_attention_loop(&op, &a, 1)));
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
 }
 
 /* ---- >>rotary ---------------------------------------------------------------------------------------------------- */

@@ -383,6 +383,39 @@ static void set_built_for(int arch) {
     k->built_for = arch;
 }
 
+/* Which row of the table runs a call with this head size and type. Every row is chosen by some call. */
+static void test_table(void **state) {
+    static const int64_t dims[] = {1, 32, 40, 63, 64, 65, 80, 96, 112, 128, 160, 192, 256};
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    static const int chips[] = {60, 70, 75, 80, 86, 87, 89, 90, 100, 103, 120, 121};
+    int rows = (int)(sizeof mti_attention_table / sizeof mti_attention_table[0]), chosen[16] = {};
+    (void)state;
+    for (int i = 0; i < 13 * 3 * 12 * 12; i++) {
+        int64_t dim = dims[i % 13];
+        mt_dtype type = types[i / 13 % 3];
+        int chip = chips[i / 39 % 12], built_for = chips[i / 39 / 12];
+        config c = {1, 2, 1, 1, dim, type, MT_MASK_CAUSAL, 0, 0.0f};
+        size_t mark = mt_arena_mark(gpu);
+        mt_attention_desc s = {};
+        mti_attention a;
+        const mti_attention_kernels *k;
+        char name[16] = "plain";
+        if (built_for > chip) continue; /* does not run */
+        if (type != MT_F32 && chip >= 80 && built_for >= 80 && (dim == 64 || dim == 96 || dim == 128))
+            snprintf(name, sizeof name, "flash_%d", (int)dim);
+        s.batch = 1, s.seq = c.seq, s.groups = 1, s.heads_per_group = 1, s.head_dim = dim;
+        a = mti_attention_resolve(gpu, &s, tensor_new(type, c.seq, 3 * dim), tensor_new(type, c.seq, dim), mt_none());
+        k = mti_attention_choose(&a, chip, built_for);
+        if (strcmp(k->name, name) != 0)
+            fail_msg("%s runs on sm_%d, compiled for %d: %s, expected %s", describe(&c), chip, built_for, k->name,
+                     name);
+        chosen[k - mti_attention_table]++;
+        mt_arena_release(gpu, mark);
+    }
+    assert_string_equal(mti_attention_table[rows - 1].name, "plain");
+    for (int i = 0; i < rows; i++) assert_true(chosen[i] > 0);
+}
+
 /* The plain kernels do not round probabilities: different bits of nearly the same numbers show that they were used. */
 static void test_built_for_older_chips(void **state) {
     config c = {1, 70, 1, 2, 64, MT_BF16, MT_MASK_CAUSAL, 0, 0.2f};
@@ -532,6 +565,7 @@ int main(void) {
         cmocka_unit_test(test_run_to_run),
         cmocka_unit_test(test_split),
         cmocka_unit_test(test_layouts),
+        cmocka_unit_test(test_table),
         cmocka_unit_test(test_built_for_older_chips),
         cmocka_unit_test(test_build_without_arch),
         cmocka_unit_test(test_arena),
