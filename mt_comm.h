@@ -775,7 +775,8 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
    MT_SHARED(type, name, count)  an array in shared memory
    MT_DYN_SHARED(type, name)     the array in dynamic shared memory (shared_bytes of the launch)
    MT_HOST_DEVICE                __host__ __device__ for nvcc, else nothing
-   MT_DEVICE_UNROLL, MT_DEVICE_UNROLL_2    in a kernel, before a loop: unroll it fully, or by 2
+   MT_DEVICE_UNROLL, MT_DEVICE_UNROLL_2, MT_DEVICE_NO_UNROLL    in a kernel, before a loop: unroll it fully, by 2, or
+                                 not at all
    MT_INDEPENDENT                on a CPU, before a loop: its iterations are independent and may be vectorized
    MT_INLINE                     static inline, and always inlined where the compiler can be told
    MT_RANGE(name, call)          the status of call, inside an NVTX range (MT_USE_NVTX)
@@ -1557,7 +1558,8 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
     (kernel)<<<(grid), (block), (shared_bytes), (stream)>>>(__VA_ARGS__)
 #define MT_SHARED(type, name, count) __shared__ type name[count]
 #define MT_DEVICE_UNROLL _Pragma("unroll")
-#define MT_DEVICE_UNROLL_2 _Pragma("unroll 2") /* for loops whose full unrolling needs too many registers */
+#define MT_DEVICE_UNROLL_2 _Pragma("unroll 2")  /* for loops whose full unrolling needs too many registers */
+#define MT_DEVICE_NO_UNROLL _Pragma("unroll 1") /* for loops that need too many registers by 2, too */
 #define MT_HOST_DEVICE __host__ __device__
 #define MT_DYN_SHARED(type, name)                                                                                      \
     extern __shared__ __align__(128) unsigned char mti_dynamic_shared[];                                               \
@@ -1565,6 +1567,7 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
 #else
 #define MT_DEVICE_UNROLL
 #define MT_DEVICE_UNROLL_2
+#define MT_DEVICE_NO_UNROLL
 #define MT_HOST_DEVICE
 #endif
 

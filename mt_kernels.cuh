@@ -1893,54 +1893,81 @@ static __device__ __forceinline__ void mti_tile_scale(float (&acc)[RowTiles][N8]
     for (int i = 0; i < RowTiles * N8 * 4; i++) acc[i / 4 / N8][i / 4 % N8][i % 4] *= factor;
 }
 
-/* acc = a b^T. The tile a [RowTiles * 16, HeadDim] belongs to this warp, all warps share the tile b [N8 * 8,
-   HeadDim]. */
-template <int HeadDim, bool BF16, int RowTiles, int N8>
-static __device__ __forceinline__ void mti_tile_scores(float (&acc)[RowTiles][N8][4], const uint16_t *a,
-                                                       const uint16_t *b) {
-    int lane = (int)threadIdx.x & 31;
-    int a_at = mti_tile_at<HeadDim>(lane & 15, lane >> 4),
-        b_at = mti_tile_at<HeadDim>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+/* The first operand of a product, [RowTiles * 16, K16 * 16], is in registers in fragments uint32_t x[K16][RowTiles][4].
+   mti_tile_load loads fragment k of a tile [RowTiles * 16, HeadDim], mti_tile_hold loads the first Held ones, and
+   mti_tile_round rounds an accumulator to 16 bits, which is then the first operand of the next product. */
+template <int HeadDim, int RowTiles>
+static __device__ __forceinline__ void mti_tile_load(uint32_t (&x)[RowTiles][4], const uint16_t *a, int k) {
+    int lane = (int)threadIdx.x & 31, at = mti_tile_at<HeadDim>(lane & 15, lane >> 4);
+    MT_DEVICE_UNROLL
+    for (int m = 0; m < RowTiles; m++) mti_ldmatrix_x4(x[m], a + m * 16 * HeadDim + mti_tile_on<HeadDim>(at, k * 2));
+}
+
+template <int HeadDim, int Held, int RowTiles>
+static __device__ __forceinline__ void mti_tile_hold(uint32_t (&x)[HeadDim / 16][RowTiles][4], const uint16_t *a) {
+    MT_DEVICE_UNROLL
+    for (int k = 0; k < Held; k++) mti_tile_load<HeadDim>(x[k], a, k);
+}
+
+template <bool BF16, int RowTiles, int N8>
+static __device__ __forceinline__ void mti_tile_round(uint32_t (&x)[N8 / 2][RowTiles][4],
+                                                      const float (&acc)[RowTiles][N8][4]) {
+    MT_DEVICE_UNROLL
+    for (int i = 0; i < N8 / 2 * RowTiles * 4; i++) {
+        int k = i / 4 / RowTiles, m = i / 4 % RowTiles, e = i % 4;
+        const float *pair = acc[m][k * 2 + e / 2] + e % 2 * 2;
+        x[k][m][e] = mti_round_pair<BF16>(pair[0], pair[1]);
+    }
+}
+
+/* acc = a b^T. The tile a [RowTiles * 16, HeadDim] belongs to this warp, all warps share the tile b [N8 * 8, HeadDim].
+   The caller holds the first Held fragments of a in x, and this function loads the others. Each fragment of a or b is
+   loaded while the tensor cores work on the one before it. */
+template <int HeadDim, bool BF16, int Held, int RowTiles, int N8>
+static __device__ __forceinline__ void mti_tile_scores(float (&acc)[RowTiles][N8][4],
+                                                       const uint32_t (&x)[HeadDim / 16][RowTiles][4],
+                                                       const uint16_t *a, const uint16_t *b) {
+    constexpr int K16 = HeadDim / 16, across = N8 / 2, steps = K16 * across;
+    int lane = (int)threadIdx.x & 31, at = mti_tile_at<HeadDim>((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
+    uint32_t y[2][4], z[2][RowTiles][4];
     mti_tile_zero(acc);
-    MT_DEVICE_UNROLL_2
-    for (int k = 0; k < HeadDim / 8; k += 2) {
-        uint32_t x[RowTiles][4], y[4];
+    if (Held == 0) mti_tile_load<HeadDim>(z[0], a, 0);
+    mti_ldmatrix_x4(y[0], b + at);
+    MT_DEVICE_UNROLL
+    for (int i = 0; i < steps; i++) {
+        int k = i / across, n = i % across * 2, next = i + 1;
+        if (next < steps)
+            mti_ldmatrix_x4(y[next % 2],
+                            b + next % across * 16 * HeadDim + mti_tile_on<HeadDim>(at, next / across * 2));
+        if (n == 0 && k + 1 >= Held && k + 1 < K16) mti_tile_load<HeadDim>(z[(k + 1) % 2], a, k + 1);
         MT_DEVICE_UNROLL
-        for (int m = 0; m < RowTiles; m++) mti_ldmatrix_x4(x[m], a + m * 16 * HeadDim + mti_tile_on<HeadDim>(a_at, k));
-        MT_DEVICE_UNROLL
-        for (int n = 0; n < N8; n += 2) {
-            mti_ldmatrix_x4(y, b + n * 8 * HeadDim + mti_tile_on<HeadDim>(b_at, k));
-            MT_DEVICE_UNROLL
-            for (int m = 0; m < RowTiles; m++) {
-                mti_mma<BF16>(acc[m][n], x[m], y);
-                mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
-            }
+        for (int m = 0; m < RowTiles; m++) {
+            const uint32_t *first = k < Held ? x[k][m] : z[k % 2][m];
+            mti_mma<BF16>(acc[m][n], first, y[i % 2]);
+            mti_mma<BF16>(acc[m][n + 1], first, y[i % 2] + 2);
         }
     }
 }
 
-/* acc += p b. p is an accumulator of mti_tile_scores, which is rounded to 16 bits here. The mma instruction takes its
-   first operand in the layout of p. All warps share the tile b [N8 * 8, HeadDim]. */
-template <int HeadDim, bool BF16, int RowTiles, int N8>
+/* acc += x b. x are fragments, and all warps share the tile b [K16 * 16, HeadDim]. A fragment of b is loaded while the
+   tensor cores work on the one before it. */
+template <int HeadDim, bool BF16, int RowTiles, int K16>
 static __device__ __forceinline__ void mti_tile_add_product(float (&acc)[RowTiles][HeadDim / 8][4],
-                                                            const float (&p)[RowTiles][N8][4], const uint16_t *b) {
+                                                            const uint32_t (&x)[K16][RowTiles][4], const uint16_t *b) {
+    constexpr int across = HeadDim / 16, steps = K16 * across;
     int lane = (int)threadIdx.x & 31, at = mti_tile_at<HeadDim>(lane & 15, lane >> 4);
+    uint32_t y[2][4];
+    mti_ldmatrix_x4_trans(y[0], b + at);
     MT_DEVICE_UNROLL
-    for (int k = 0; k < N8; k += 2) {
-        uint32_t x[RowTiles][4], y[4];
+    for (int i = 0; i < steps; i++) {
+        int k = i / across, n = i % across * 2, next = i + 1;
+        if (next < steps)
+            mti_ldmatrix_x4_trans(y[next % 2],
+                                  b + next / across * 16 * HeadDim + mti_tile_on<HeadDim>(at, next % across * 2));
         MT_DEVICE_UNROLL
-        for (int i = 0; i < RowTiles * 4; i++) {
-            const float *pair = p[i / 4][k + i % 4 / 2] + i % 2 * 2;
-            x[i / 4][i % 4] = mti_round_pair<BF16>(pair[0], pair[1]);
-        }
-        MT_DEVICE_UNROLL
-        for (int n = 0; n < HeadDim / 8; n += 2) {
-            mti_ldmatrix_x4_trans(y, b + k * 8 * HeadDim + mti_tile_on<HeadDim>(at, n));
-            MT_DEVICE_UNROLL
-            for (int m = 0; m < RowTiles; m++) {
-                mti_mma<BF16>(acc[m][n], x[m], y);
-                mti_mma<BF16>(acc[m][n + 1], x[m], y + 2);
-            }
+        for (int m = 0; m < RowTiles; m++) {
+            mti_mma<BF16>(acc[m][n], x[k][m], y[i % 2]);
+            mti_mma<BF16>(acc[m][n + 1], x[k][m], y[i % 2] + 2);
         }
     }
 }
@@ -5265,8 +5292,8 @@ static dim3 mti_plain_grid(const mt_attention_desc *s, int64_t heads) {
 /* The tensor-core path on a GPU: FlashAttention-2 (arXiv 2307.08691) for bf16 and f16 on sm_80 and later. Its three
    kernels have the same form. A block keeps a tile of its own rows in shared memory. It goes over the tiles of the
    other operand. cp.async loads the next tiles while the tensor cores work on the current ones. A warp owns 16 or 32
-   rows, and accumulates their results in registers. Warps exchange no data, and sums are added in the order of the
-   tiles.
+   rows, and accumulates their results in registers. ldmatrix loads the next fragment while the tensor cores work on the
+   current one. Warps exchange no data, and sums are added in the order of the tiles.
 
      kernel    rows      goes over
      forward   queries   keys                    s = q k^T, online softmax, out += p v
@@ -5292,6 +5319,11 @@ struct mti_flash {
     /* Whether a query sees a key. A tile is hidden if its last query does not see its first key. Nothing in a tile is
        masked if its first query sees its last key. */
     __device__ bool sees(int query, int key, int length) const { return key < length && (!causal() || key <= query); }
+    /* the keys that the queries [first, first + MTI_FLASH_ROWS) see together */
+    __device__ int keys(int64_t b, int first) const {
+        int length = (int)p.length(b);
+        return causal() ? min(length, first + MTI_FLASH_ROWS) : length;
+    }
     __device__ const uint16_t *in(const mti_view &v, int64_t b, int64_t col) const {
         return (const uint16_t *)v.data + b * p.s.seq * v.ld + col;
     }
@@ -5323,14 +5355,14 @@ static __device__ __forceinline__ void mti_flash_mask_rows(const mti_flash &f, f
     }
 }
 
-template <int N8>
-static __device__ __forceinline__ void mti_flash_mask_columns(const mti_flash &f, float (&s)[1][N8][4], int length,
-                                                              int key, int query) {
+template <int RowTiles, int N8>
+static __device__ __forceinline__ void mti_flash_mask_columns(const mti_flash &f, float (&s)[RowTiles][N8][4],
+                                                              int length, int key, int query) {
     int lane = (int)threadIdx.x & 31, left = length - key - lane / 4, diagonal = key - query + lane / 4 - lane % 4 * 2;
     MT_DEVICE_UNROLL
-    for (int i = 0; i < N8 * 4; i++) {
-        int r = i % 2, j = i / 2, q = j / 2 * 8 + j % 2;
-        if (r * 8 >= left || (f.causal() && q < diagonal + r * 8)) s[0][j / 2][r * 2 + j % 2] = -INFINITY;
+    for (int i = 0; i < RowTiles * N8 * 4; i++) {
+        int r = i % (RowTiles * 2), j = i / (RowTiles * 2), q = j / 2 * 8 + j % 2;
+        if (r * 8 >= left || (f.causal() && q < diagonal + r * 8)) s[r / 2][j / 2][r % 2 * 2 + j % 2] = -INFINITY;
     }
 }
 
@@ -5349,42 +5381,72 @@ static __device__ __forceinline__ uint32_t mti_flash_kept(const mti_drop &drop, 
     return bits & 15;
 }
 
-/* Sets the dropped probabilities of a tile [RowTiles * 16 queries, N8 * 8 keys] to 0. row and key are the first ones of
-   the warp. The four lanes of a row also share the row 8 below it. Each of these lanes computes the mask of one half of
-   one of the two rows, and shuffles distribute the masks. */
-template <int RowTiles, int N8>
-static __device__ __forceinline__ void mti_flash_drop_rows(const mti_flash &f, float (&p)[RowTiles][N8][4],
-                                                           int64_t head, int row, int key) {
+/* The dropout mask of a tile [RowTiles * 16 queries, N8 * 8 keys] has one word for every 16 queries. With h = N8 / 2,
+   bit n % h * 8 + n / h * 4 + e of word m is 1 if element e of acc[m][n] is kept. The four lanes of a row also share
+   the row 8 below it. Each of these lanes computes the mask of one half of one of the two rows, and shuffles distribute
+   the masks. */
+template <int N8, int RowTiles>
+static __device__ __forceinline__ void mti_flash_kept_rows(const mti_flash &f, int64_t head, int row, int key,
+                                                           uint32_t (&kept)[RowTiles]) {
     int lane = (int)threadIdx.x & 31;
     MT_DEVICE_UNROLL
     for (int m = 0; m < RowTiles; m++) {
         uint64_t e = f.element(blockIdx.z, head, row + m * 16 + lane / 4 + lane % 2 * 8, key + lane / 2 % 2 * N8 * 4);
         uint32_t half = 0;
+        MT_DEVICE_NO_UNROLL
         for (int k = 0; k < N8 * 4; k += 4) half |= mti_flash_kept(f.p.drop, e + (uint64_t)k) << k;
+        kept[m] = 0;
         MT_DEVICE_UNROLL
-        for (int i = 0; i < 4; i++) { /* the mask of row i % 2, half i / 2 */
+        for (int i = 0; i < 4; i++) { /* row i % 2, half i / 2 */
             uint32_t bits = __shfl_sync(0xffffffffu, half, (lane & ~3) + i) >> (lane % 4 * 2);
-            MT_DEVICE_UNROLL
-            for (int j = 0; j < N8; j++)
-                if (!(bits >> (j / 2 * 8 + j % 2) & 1)) p[m][i / 2 * (N8 / 2) + j / 2][i % 2 * 2 + j % 2] = 0.0f;
+            kept[m] |= (bits & 0x03030303u) << (i / 2 * 4 + i % 2 * 2);
         }
     }
 }
 
-/* Computes the dropout mask of a tile [16 keys, N8 * 8 queries]. Bit n * 4 of kept[e / 2][e % 2] is 1 if element e of
-   acc[n] is kept. A lane computes the bits of four keys for every eighth query, and shuffles distribute them. */
-template <int N8>
-static __device__ __forceinline__ void mti_flash_kept_columns(const mti_flash &f, int64_t head, int key, int query,
-                                                              uint32_t (&kept)[2][2]) {
-    int lane = (int)threadIdx.x & 31;
-    uint64_t e = f.element(blockIdx.z, head, query + lane % 8, key + lane / 8 * 4);
-    uint32_t mine = 0;
-    for (int n = 0; n < N8; n++) mine |= mti_flash_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.seq)) << (n * 4);
+/* Sets the dropped elements of such a tile to 0, before or after it is rounded. */
+template <int RowTiles, int N8>
+static __device__ __forceinline__ void mti_flash_drop(float (&p)[RowTiles][N8][4], const uint32_t (&kept)[RowTiles]) {
     MT_DEVICE_UNROLL
-    for (int i = 0; i < 4; i++) {
-        int from = (lane / 16 + i / 2 * 2) * 8 + lane % 4 * 2 + i % 2;
-        kept[i / 2][i % 2] = __shfl_sync(0xffffffffu, mine, from) >> (lane / 4 % 4);
+    for (int i = 0; i < RowTiles * N8 * 4; i++) {
+        int m = i / 4 / N8, n = i / 4 % N8, e = i % 4;
+        if (!(kept[m] >> (n % (N8 / 2) * 8 + n / (N8 / 2) * 4 + e) & 1)) p[m][n][e] = 0.0f;
     }
+}
+
+template <int RowTiles, int K16>
+static __device__ __forceinline__ void mti_flash_drop(uint32_t (&p)[K16][RowTiles][4],
+                                                      const uint32_t (&kept)[RowTiles]) {
+    MT_DEVICE_UNROLL
+    for (int i = 0; i < K16 * RowTiles * 4; i++) {
+        int m = i / 4 % RowTiles, e = i % 4, n = i / 4 / RowTiles * 2 + e / 2;
+        uint32_t pair = kept[m] >> (n % K16 * 8 + n / K16 * 4 + e % 2 * 2);
+        p[n / 2][m][e] &= ((pair & 1) ? 0xffffu : 0) | ((pair & 2) ? 0xffff0000u : 0);
+    }
+}
+
+/* Returns the dropout mask of a tile [RowTiles * 16 keys, N8 * 8 queries]. Bit (m * N8 + n) * 4 + e is 1 if element e
+   of acc[m][n] is kept. A lane computes the bits of four keys for every eighth query, and shuffles distribute them. */
+template <int RowTiles, int N8>
+static __device__ __forceinline__ uint32_t mti_flash_kept_columns(const mti_flash &f, int64_t head, int key,
+                                                                  int query) {
+    static_assert(RowTiles * N8 <= 8, "one word");
+    int lane = (int)threadIdx.x & 31;
+    uint32_t kept = 0;
+    MT_DEVICE_UNROLL
+    for (int m = 0; m < RowTiles; m++) {
+        uint64_t e = f.element(blockIdx.z, head, query + lane % 8, key + m * 16 + lane / 8 * 4);
+        uint32_t mine = 0;
+        MT_DEVICE_NO_UNROLL
+        for (int n = 0; n < N8; n++) mine |= mti_flash_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.seq)) << (n * 4);
+        MT_DEVICE_UNROLL
+        for (int i = 0; i < 4; i++) {
+            int from = (lane / 16 + i / 2 * 2) * 8 + lane % 4 * 2 + i % 2;
+            uint32_t bits = __shfl_sync(0xffffffffu, mine, from) >> (lane / 4 % 4) & 0x11111111u;
+            kept |= bits << (m * N8 * 4 + i);
+        }
+    }
+    return kept;
 }
 
 /* mti_quad_sum and mti_quad_max return the sum and the maximum over the four lanes of a row. */
@@ -5398,32 +5460,57 @@ static __device__ __forceinline__ float mti_quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-/* Online softmax: s = exp(scale * (s - the largest score of the row so far)). acc and sum are rescaled to the new
-   largest score. sum has only the elements of this lane, and mti_flash_finish adds the four lanes of a row. `now` is
-   finite, because in the first tile every row has a visible key. */
+/* Raises top, the reference of a row, to the largest score of the row so far, if that is larger by more than a factor
+   of 2^8 of the exponentials. So a probability before the division by the sum is at most 2^8, which f16 can hold, and
+   most tiles raise no row. acc and sum are rescaled to the new reference. A row that is not raised has the factor 1,
+   which changes no bit: whether the warp skips the rescaling depends on other rows, but the result of a row does not.
+   The new top is finite, because in the first tile every row has a visible key. */
+template <int RowTiles, int N8, int D8>
+static __device__ __forceinline__ void mti_flash_raise(float scale, const float (&s)[RowTiles][N8][4],
+                                                       float (&acc)[RowTiles][D8][4], float (&top)[RowTiles][2],
+                                                       float (&sum)[RowTiles][2]) {
+    float factor[RowTiles][2];
+    int raised = 0;
+    MT_DEVICE_UNROLL
+    for (int i = 0; i < RowTiles * 2; i++) {
+        int m = i / 2, h = i % 2 * 2;
+        float now = s[m][0][h];
+        MT_DEVICE_UNROLL
+        for (int n = 0; n < N8; n++) now = fmaxf(now, fmaxf(s[m][n][h], s[m][n][h + 1]));
+        now = mti_quad_max(now);
+        if (!((now - top[m][i % 2]) * scale > 8.0f)) now = top[m][i % 2];
+        factor[m][i % 2] = mti_ex2((top[m][i % 2] - now) * scale);
+        raised |= now != top[m][i % 2];
+        top[m][i % 2] = now;
+    }
+    if (!__any_sync(0xffffffffu, raised)) return;
+    MT_DEVICE_UNROLL
+    for (int i = 0; i < RowTiles * 2; i++) {
+        int m = i / 2, h = i % 2 * 2;
+        MT_DEVICE_UNROLL
+        for (int d = 0; d < D8; d++) acc[m][d][h] *= factor[m][i % 2], acc[m][d][h + 1] *= factor[m][i % 2];
+        sum[m][i % 2] *= factor[m][i % 2];
+    }
+}
+
+/* Online softmax: s = exp(scale * (s - top)). sum has only the elements of this lane, and mti_flash_finish adds the
+   four lanes of a row. */
 template <int RowTiles, int N8, int D8>
 static __device__ __forceinline__ void mti_flash_softmax(float scale, float (&s)[RowTiles][N8][4],
                                                          float (&acc)[RowTiles][D8][4], float (&top)[RowTiles][2],
                                                          float (&sum)[RowTiles][2]) {
+    mti_flash_raise(scale, s, acc, top, sum);
     MT_DEVICE_UNROLL
     for (int i = 0; i < RowTiles * 2; i++) {
         int m = i / 2, h = i % 2 * 2;
-        float now = top[m][i % 2], before, base, total = 0.0f;
-        MT_DEVICE_UNROLL
-        for (int n = 0; n < N8; n++) now = fmaxf(now, fmaxf(s[m][n][h], s[m][n][h + 1]));
-        now = mti_quad_max(now);
-        before = mti_ex2((top[m][i % 2] - now) * scale);
-        base = now * scale;
+        float base = top[m][i % 2] * scale, total = 0.0f;
         MT_DEVICE_UNROLL
         for (int n = 0; n < N8; n++) {
             s[m][n][h] = mti_ex2(s[m][n][h] * scale - base);
             s[m][n][h + 1] = mti_ex2(s[m][n][h + 1] * scale - base);
             total += s[m][n][h] + s[m][n][h + 1];
         }
-        MT_DEVICE_UNROLL
-        for (int d = 0; d < D8; d++) acc[m][d][h] *= before, acc[m][d][h + 1] *= before;
-        sum[m][i % 2] = sum[m][i % 2] * before + total;
-        top[m][i % 2] = now;
+        sum[m][i % 2] += total;
     }
 }
 
@@ -5448,10 +5535,11 @@ static __device__ __forceinline__ void mti_flash_finish(const mti_flash &f, floa
     mti_tile_store<HeadDim, BF16>(acc, tile, f.out(f.p.out, b, row, head * HeadDim), f.p.out.ld, (int)f.p.s.seq - row);
 }
 
-/* The number of keys of a tile of the forward kernel: as many as possible while the scores and the output stay in
-   registers. */
-template <int HeadDim, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_keys() {
-    return HeadDim < 128 ? 64 : DROP ? 32 : 48;
+/* mti_flash_held, mti_flash_dq_held and mti_flash_dkv_held are the numbers of fragments of its own rows that a warp
+   holds in registers: as many as fit beside the scores and the results without spilling, on every architecture. */
+#define MTI_FLASH_KEYS 64 /* keys of a tile of the forward kernel */
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_held() {
+    return HeadDim == 64 ? 4 : HeadDim == 96 ? 3 : 0;
 }
 
 /* A block owns 128 queries of a head, and each of its four warps owns 32 of them. Shared memory has q [128, HeadDim]
@@ -5465,49 +5553,63 @@ template <int HeadDim, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_
    4. Each warp adds the product with v to its output.
 
    After the barrier that follows the loop, all copies have arrived, and each warp may overwrite its rows of q with its
-   output. */
+   output.
+
+   head size                      64    96   128
+   mma per ldmatrix in the loop   4.0   3.6  3.2
+   registers (sm_90)              226   255  255
+   blocks of an SM, sm_80, sm_90  2     2    2     and with the 100 KiB of sm_86, sm_89, sm_120: 2, 1, 1 */
 template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_flash f) {
-    constexpr int Step = mti_flash_keys<HeadDim, DROP>();
+    constexpr int Step = MTI_FLASH_KEYS, Tile = Step * HeadDim, Held = mti_flash_held<HeadDim>();
     MT_DYN_SHARED(uint16_t, q);
     int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.qkv.ld;
     int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS; /* blocks with the most keys start first */
     int row = first + (int)threadIdx.x / 32 * 32;
-    int length = (int)f.p.length(b), keys = f.causal() ? min(length, first + MTI_FLASH_ROWS) : length;
+    int keys = f.keys(b, first);
     const uint16_t *k = f.in(f.p.qkv, b, f.p.k_col(head));
-    uint16_t *k_tile = q + MTI_FLASH_ROWS * HeadDim, *v_tile = k_tile + Step * HeadDim,
-             *free_tile = v_tile + Step * HeadDim;
+    uint16_t *own = q + (row - first) * HeadDim, *tiles = q + MTI_FLASH_ROWS * HeadDim;
+    int now = 0; /* k is at tiles + now, v in the next of the three tiles */
     float s[2][Step / 8][4], acc[2][HeadDim / 8][4], top[2][2], sum[2][2] = {};
+    uint32_t x[HeadDim / 16][2][4], p[Step / 16][2][4] = {}, kept[2];
     for (int i = 0; i < 4; i++) top[i / 2][i % 2] = -INFINITY;
     mti_tile_zero(acc);
     mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)f.p.s.seq);
-    mti_tile_fetch<Step, HeadDim, 128>(k_tile, k, ld, 0, length);
+    mti_tile_fetch<Step, HeadDim, 128>(tiles, k, ld, 0, keys);
     mti_cp_async_commit();
-    mti_tile_fetch<Step, HeadDim, 128>(v_tile, k + f.p.cols.value, ld, 0, length);
+    mti_tile_fetch<Step, HeadDim, 128>(tiles + Tile, k + f.p.cols.value, ld, 0, keys);
     mti_cp_async_commit();
+    mti_cp_async_wait<1>();
+    __syncthreads(); /* q has arrived */
+    mti_tile_hold<HeadDim, Held>(x, own);
     for (int key = 0; key < keys; key += Step) {
-        bool seen = f.sees(row + 31, key, length);
-        uint16_t *done;
+        bool seen = f.sees(row + 31, key, keys);
+        uint16_t *k_tile = tiles + now, *v_tile = tiles + (now < 2 * Tile ? now + Tile : 0);
+        int free_tile = now < Tile ? now + 2 * Tile : now - Tile;
         mti_cp_async_wait<1>();
         __syncthreads(); /* k has arrived, and all warps have read the previous v */
-        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(free_tile, k, ld, key + Step, length);
+        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(tiles + free_tile, k, ld, key + Step, keys);
         mti_cp_async_commit();
         if (seen) {
-            mti_tile_scores<HeadDim, BF16>(s, q + (row - first) * HeadDim, k_tile);
-            if (!f.sees(row, key + Step - 1, length)) mti_flash_mask_rows(f, s, length, row, key);
+            mti_tile_scores<HeadDim, BF16, Held>(s, x, own, k_tile);
+            if (!f.sees(row, key + Step - 1, keys)) mti_flash_mask_rows(f, s, keys, row, key);
             mti_flash_softmax(f.scale, s, acc, top, sum);
-            if (DROP) mti_flash_drop_rows(f, s, head, row, key);
+            mti_tile_round<BF16>(p, s);
+            if (DROP) {
+                mti_flash_kept_rows<Step / 8>(f, head, row, key, kept);
+                mti_flash_drop(p, kept);
+            }
         }
         mti_cp_async_wait<1>();
         __syncthreads(); /* v has arrived, and all warps have read k */
-        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(k_tile, k + f.p.cols.value, ld, key + Step, length);
+        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(k_tile, k + f.p.cols.value, ld, key + Step, keys);
         mti_cp_async_commit();
-        if (seen) mti_tile_add_product<HeadDim, BF16>(acc, s, v_tile);
-        done = v_tile, v_tile = k_tile, k_tile = free_tile, free_tile = done;
+        if (seen) mti_tile_add_product<HeadDim, BF16>(acc, p, v_tile);
+        now = free_tile;
     }
     mti_cp_async_wait<0>();
     __syncthreads();
-    mti_flash_finish<HeadDim, BF16>(f, acc, top, sum, row, q + (row - first) * HeadDim);
+    mti_flash_finish<HeadDim, BF16>(f, acc, top, sum, row, own);
 }
 
 /* Computes f.lse and f.delta of each query, for backward. A block owns 64 queries of a head. Four lanes own a query.
@@ -5529,8 +5631,10 @@ static __global__ void __launch_bounds__(256) mti_flash_stats_kernel(mti_flash f
     f.delta[f.stat(b, head) + i] = sum;
 }
 
-/* The number of keys of a tile of the dq kernel. */
-template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dq_keys() { return HeadDim == 64 ? 64 : 32; }
+#define MTI_FLASH_DQ_KEYS 32 /* keys of a tile of the dq kernel */
+template <int HeadDim, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_dq_held() {
+    return HeadDim == 64 ? 3 : HeadDim == 96 && !DROP ? 1 : 0;
+}
 
 /* Starts copying a pair of tiles, k and v, and commits the copies as one group. */
 template <int HeadDim, int Step>
@@ -5542,68 +5646,93 @@ static __device__ __forceinline__ void mti_flash_fetch_keys(uint16_t *pair, cons
 }
 
 /* s = the gradient of the scores, p (D dp - delta). For a dropped element dp is 0 already. The factor of the dropout D
-   for the other elements, drop.scale, is applied here. */
+   for the other elements, drop.scale, is applied here. lse and delta belong to the rows of the warp. They are read from
+   shared memory in each step, because registers for them would be spilled. */
 template <int N8>
 static __device__ __forceinline__ void mti_flash_score_grads(const mti_flash &f, float (&s)[2][N8][4],
-                                                             const float (&dp)[2][N8][4], const float (&lse)[4],
-                                                             const float (&delta)[4]) {
+                                                             const float (&dp)[2][N8][4], const float *lse,
+                                                             const float *delta) {
+    int lane = (int)threadIdx.x & 31;
     MT_DEVICE_UNROLL
     for (int i = 0; i < 2 * N8 * 4; i++) {
-        int m = i / 4 / N8, n = i / 4 % N8, e = i % 4, r = m * 2 + e / 2;
+        int m = i / 4 / N8, n = i / 4 % N8, e = i % 4, r = m * 16 + e / 2 * 8 + lane / 4;
         s[m][n][e] = mti_ex2(s[m][n][e] * f.scale - lse[r]) * (dp[m][n][e] * f.p.drop.scale - delta[r]);
     }
 }
 
 /* A block owns 128 queries of a head, and each of its four warps owns 32 of them. Shared memory has q and dout [128,
-   HeadDim], and two pairs of tiles (k, v) [Step, HeadDim]: one pair is in use while the other is in flight. After the
-   barrier of a step, the pair has arrived, and all warps have read the other pair, which the next copy overwrites.
-   After the barrier that follows the loop, the warps may overwrite their rows of q with dq. */
+   HeadDim], two pairs of tiles (k, v) [Step, HeadDim], and lse and delta of the queries. One pair is in use while the
+   other is in flight. After the barrier of a step, the pair has arrived, and all warps have read the other pair, which
+   the next copy overwrites. After the barrier that follows the loop, the warps may overwrite their rows of q with dq.
+
+   head size                      64    96    128
+   mma per ldmatrix in the loop   3.4   2.6   2.4   (96 with dropout: 2.4)
+   registers (sm_90)              248   246   253
+   blocks of an SM, sm_90         2     2     2     sm_80: 2, 2, 1; sm_86, sm_89, sm_120: 2, 1, 1 */
 template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f) {
-    constexpr int Step = mti_flash_dq_keys<HeadDim>();
+    constexpr int Step = MTI_FLASH_DQ_KEYS, Held = mti_flash_dq_held<HeadDim, DROP>();
     MT_DYN_SHARED(uint16_t, q);
     int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.qkv.ld, seq = f.p.s.seq;
     int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS;
-    int row = first + (int)threadIdx.x / 32 * 32, lane = (int)threadIdx.x % 32;
-    int length = (int)f.p.length(b), keys = f.causal() ? min(length, first + MTI_FLASH_ROWS) : length;
+    int warp = (int)threadIdx.x / 32 * 32, row = first + warp, i = (int)threadIdx.x;
+    int keys = f.keys(b, first);
     const uint16_t *k = f.in(f.p.qkv, b, f.p.k_col(head));
     uint16_t *dout = q + MTI_FLASH_ROWS * HeadDim, *pairs = dout + MTI_FLASH_ROWS * HeadDim;
+    float *lse = (float *)(pairs + 4 * Step * HeadDim), *delta = lse + MTI_FLASH_ROWS;
     int now = 0; /* the pair in use is at pairs + now, the other one at pairs + 2 * Step * HeadDim - now */
-    float s[2][Step / 8][4], dp[2][Step / 8][4], dq[2][HeadDim / 8][4], lse[4], delta[4];
+    float s[2][Step / 8][4], dp[2][Step / 8][4], dq[2][HeadDim / 8][4];
+    uint32_t x[HeadDim / 16][2][4], y[HeadDim / 16][2][4], ds[Step / 16][2][4], kept[2];
     mti_tile_zero(dq);
     mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)seq);
     mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(dout, f.in(f.p.dout, b, head * HeadDim), f.p.dout.ld, first, (int)seq);
-    mti_flash_fetch_keys<HeadDim, Step>(pairs, k, k + f.p.cols.value, ld, 0, length);
-    for (int i = 0; i < 4; i++) {
-        lse[i] = f.lse[f.stat(b, head) + row + i * 8 + lane / 4];
-        delta[i] = f.delta[f.stat(b, head) + row + i * 8 + lane / 4];
-    }
+    if (i < MTI_FLASH_ROWS / 2) /* 16 bytes of lse or delta */
+        mti_cp_async16(lse + i * 4, (i < 32 ? f.lse : f.delta) + f.stat(b, head) + first + i % 32 * 4, 16);
+    mti_flash_fetch_keys<HeadDim, Step>(pairs, k, k + f.p.cols.value, ld, 0, keys);
+    mti_cp_async_wait<0>();
+    __syncthreads(); /* q and dout have arrived */
+    mti_tile_hold<HeadDim, Held>(x, q + warp * HeadDim);
+    mti_tile_hold<HeadDim, Held>(y, dout + warp * HeadDim);
     for (int key = 0; key < keys; key += Step) {
         mti_cp_async_wait<0>();
         __syncthreads(); /* the pair has arrived, and all warps have read the other one */
         if (key + Step < keys)
             mti_flash_fetch_keys<HeadDim, Step>(pairs + 2 * Step * HeadDim - now, k, k + f.p.cols.value, ld, key + Step,
-                                                length);
-        if (f.sees(row + 31, key, length)) {
-            mti_tile_scores<HeadDim, BF16>(dp, dout + (row - first) * HeadDim, pairs + now + Step * HeadDim);
-            if (DROP) mti_flash_drop_rows(f, dp, head, row, key);
-            mti_tile_scores<HeadDim, BF16>(s, q + (row - first) * HeadDim, pairs + now);
-            if (!f.sees(row, key + Step - 1, length)) mti_flash_mask_rows(f, s, length, row, key);
-            mti_flash_score_grads(f, s, dp, lse, delta);
-            mti_tile_add_product<HeadDim, BF16>(dq, s, pairs + now);
+                                                keys);
+        if (f.sees(row + 31, key, keys)) {
+            mti_tile_scores<HeadDim, BF16, Held>(dp, y, dout + warp * HeadDim, pairs + now + Step * HeadDim);
+            if (DROP) {
+                mti_flash_kept_rows<Step / 8>(f, head, row, key, kept);
+                mti_flash_drop(dp, kept);
+            }
+            mti_tile_scores<HeadDim, BF16, Held>(s, x, q + warp * HeadDim, pairs + now);
+            if (!f.sees(row, key + Step - 1, keys)) mti_flash_mask_rows(f, s, keys, row, key);
+            mti_flash_score_grads(f, s, dp, lse + warp, delta + warp);
+            mti_tile_round<BF16>(ds, s);
+            mti_tile_add_product<HeadDim, BF16>(dq, ds, pairs + now);
         }
         now = 2 * Step * HeadDim - now;
     }
     mti_cp_async_wait<0>();
     __syncthreads();
     mti_tile_scale(dq, f.p.scale);
-    mti_tile_store<HeadDim, BF16>(dq, q + (row - first) * HeadDim, f.out(f.p.dqkv, b, row, f.p.q_col(head)),
-                                  f.p.dqkv.ld, (int)seq - row);
+    mti_tile_store<HeadDim, BF16>(dq, q + warp * HeadDim, f.out(f.p.dqkv, b, row, f.p.q_col(head)), f.p.dqkv.ld,
+                                  (int)seq - row);
 }
 
-/* mti_flash_dkv_queries is the number of queries of a tile of the dkv kernel. mti_flash_set is the size of a set: the
-   tiles of q and dout, and lse and delta of their rows. */
-template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_queries() { return HeadDim == 128 ? 32 : 64; }
+/* Sizes of the dkv kernel. queries: of a tile; part: the queries whose scores a warp computes at a time; rows: a warp
+   owns rows * 16 keys. */
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_queries() { return HeadDim == 96 ? 64 : 32; }
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_part() { return HeadDim == 64 ? 16 : 32; }
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_rows() { return HeadDim == 64 ? 2 : 1; }
+template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_dkv_threads() {
+    return MTI_FLASH_ROWS / mti_flash_dkv_rows<HeadDim>() * 2;
+}
+template <int HeadDim, bool DROP> static MT_HOST_DEVICE constexpr int mti_flash_dkv_held() {
+    return HeadDim == 64 ? (DROP ? 1 : 2) : HeadDim == 96 ? 6 : 3;
+}
+
+/* The size of a set: the tiles of q and dout, and lse and delta of their rows. */
 template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_set() { /* in 16-bit elements */
     return mti_flash_dkv_queries<HeadDim>() * (2 * HeadDim + 4);
 }
@@ -5612,12 +5741,12 @@ template <int HeadDim> static MT_HOST_DEVICE constexpr int mti_flash_set() { /* 
 template <int HeadDim>
 static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &f, uint16_t *set, int64_t head,
                                                                int query) {
-    constexpr int Step = mti_flash_dkv_queries<HeadDim>();
+    constexpr int Step = mti_flash_dkv_queries<HeadDim>(), Threads = mti_flash_dkv_threads<HeadDim>();
     int64_t b = blockIdx.z;
     int seq = (int)f.p.s.seq, i = (int)threadIdx.x;
-    mti_tile_fetch<Step, HeadDim, 256>(set, f.in(f.p.qkv, b, f.p.q_col(head)), f.p.qkv.ld, query, seq);
-    mti_tile_fetch<Step, HeadDim, 256>(set + Step * HeadDim, f.in(f.p.dout, b, head * HeadDim), f.p.dout.ld, query,
-                                       seq);
+    mti_tile_fetch<Step, HeadDim, Threads>(set, f.in(f.p.qkv, b, f.p.q_col(head)), f.p.qkv.ld, query, seq);
+    mti_tile_fetch<Step, HeadDim, Threads>(set + Step * HeadDim, f.in(f.p.dout, b, head * HeadDim), f.p.dout.ld, query,
+                                           seq);
     if (i < Step / 2) {
         const float *stats = (i < Step / 4 ? f.lse : f.delta) + f.stat(b, head) + query;
         mti_cp_async16((float *)(set + 2 * Step * HeadDim) + i * 4, stats + i % (Step / 4) * 4, 16);
@@ -5627,77 +5756,122 @@ static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &
 
 /* s = D p for dv, and dp = the gradient of the scores for dk, both transposed. lse and delta point to the columns of
    this lane. drop.scale is applied to dv later. */
-template <bool DROP, int N8>
-static __device__ __forceinline__ void mti_flash_pairs(const mti_flash &f, float (&s)[1][N8][4], float (&dp)[1][N8][4],
-                                                       const float *lse, const float *delta,
-                                                       const uint32_t (&kept)[2][2]) {
+template <bool DROP, int RowTiles, int N8>
+static __device__ __forceinline__ void mti_flash_pairs(const mti_flash &f, float (&s)[RowTiles][N8][4],
+                                                       float (&dp)[RowTiles][N8][4], const float *lse,
+                                                       const float *delta, uint32_t kept) {
     MT_DEVICE_UNROLL
-    for (int i = 0; i < N8 * 4; i++) {
-        int n = i / 4, e = i % 4;
-        float p = mti_ex2(s[0][n][e] * f.scale - lse[n * 8 + e % 2]);
-        int stays = !DROP || kept[e / 2][e % 2] >> (n * 4) & 1;
-        dp[0][n][e] = p * ((stays ? dp[0][n][e] * f.p.drop.scale : 0.0f) - delta[n * 8 + e % 2]);
-        s[0][n][e] = stays ? p : 0.0f;
+    for (int i = 0; i < RowTiles * N8 * 4; i++) {
+        int m = i / 4 % RowTiles, n = i / 4 / RowTiles, e = i % 4;
+        float p = mti_ex2(s[m][n][e] * f.scale - lse[n * 8 + e % 2]);
+        int stays = !DROP || kept >> ((m * N8 + n) * 4 + e) & 1;
+        dp[m][n][e] = p * ((stays ? dp[m][n][e] * f.p.drop.scale : 0.0f) - delta[n * 8 + e % 2]);
+        s[m][n][e] = stays ? p : 0.0f;
     }
 }
 
-/* A block owns 128 keys of a group, and each of its eight warps owns 16 of them. Shared memory has k and v [128,
+/* The keys and values of a warp in the dkv kernel: their rows in shared memory, the fragments of them that the warp
+   holds, and the results. */
+template <int HeadDim> struct mti_flash_own {
+    static constexpr int RowTiles = mti_flash_dkv_rows<HeadDim>();
+    const uint16_t *k, *v;
+    uint32_t held_k[HeadDim / 16][RowTiles][4], held_v[HeadDim / 16][RowTiles][4];
+    float dk[RowTiles][HeadDim / 8][4], dv[RowTiles][HeadDim / 8][4];
+};
+
+/* Adds what part of a set gives to dk and dv of the keys of a warp. q, dout, lse and delta belong to the part, whose
+   first query is `query`. The first key is `row`. */
+template <int HeadDim, bool BF16, bool DROP>
+static __device__ __forceinline__ void mti_flash_dkv_add(const mti_flash &f, mti_flash_own<HeadDim> &own,
+                                                         const uint16_t *q, const uint16_t *dout, const float *lse,
+                                                         const float *delta, int head, int row, int query, int length) {
+    constexpr int Part = mti_flash_dkv_part<HeadDim>(), RowTiles = mti_flash_own<HeadDim>::RowTiles,
+                  Held = mti_flash_dkv_held<HeadDim, DROP>();
+    float s[RowTiles][Part / 8][4], dp[RowTiles][Part / 8][4];
+    uint32_t p[Part / 16][RowTiles][4], ds[Part / 16][RowTiles][4];
+    uint32_t kept = DROP ? mti_flash_kept_columns<RowTiles, Part / 8>(f, head, row, query) : 0;
+    mti_tile_scores<HeadDim, BF16, Held>(s, own.held_k, own.k, q);
+    mti_tile_scores<HeadDim, BF16, Held>(dp, own.held_v, own.v, dout);
+    if (!f.sees(query, row + RowTiles * 16 - 1, length)) mti_flash_mask_columns(f, s, length, row, query);
+    mti_flash_pairs<DROP>(f, s, dp, lse, delta, kept);
+    mti_tile_round<BF16>(p, s);
+    mti_tile_add_product<HeadDim, BF16>(own.dv, p, dout);
+    mti_tile_round<BF16>(ds, dp);
+    mti_tile_add_product<HeadDim, BF16>(own.dk, ds, q);
+}
+
+/* A block owns 128 keys of a group, and each of its warps owns 16 or 32 of them. Shared memory has k and v [128,
    HeadDim], and two sets of mti_flash_fetch_queries: one set is in use while the other is in flight. The block goes
    over the queries of all heads of the group. After the barrier of a step, the set has arrived, and all warps have read
    the other set, which the next copy overwrites. After the barrier that follows the loop, the warps may overwrite their
-   rows of k and v with dk and dv. */
+   rows of k and v with dk and dv.
+
+   One kernel for dq, dk and dv would need five products instead of seven: dq and dkv both compute s and dp. But dq is a
+   sum over blocks of keys. To have the same bits in each run, blocks would have to wait for each other and add in a
+   fixed order to an f32 copy of dq in memory: 64 KiB read and written for 64 queries and 128 keys of head size 128.
+
+   head size                      64    96    128
+   mma per ldmatrix in the loop   2.7   2.0   1.7   (64 with dropout: 2.3)
+   registers (sm_90)              255   239   255
+   blocks of an SM                2     1     1     with 128, 256, 256 threads */
 template <int HeadDim, bool BF16, bool DROP>
-static __global__ void __launch_bounds__(256, 1) mti_flash_dkv_kernel(mti_flash f) {
-    constexpr int Step = mti_flash_dkv_queries<HeadDim>();
+static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_flash_dkv_rows<HeadDim>())
+    mti_flash_dkv_kernel(mti_flash f) {
+    constexpr int Step = mti_flash_dkv_queries<HeadDim>(), Part = mti_flash_dkv_part<HeadDim>(),
+                  Threads = mti_flash_dkv_threads<HeadDim>(), Held = mti_flash_dkv_held<HeadDim, DROP>();
     MT_DYN_SHARED(uint16_t, k);
     int64_t b = blockIdx.z, ld = f.p.qkv.ld, seq = f.p.s.seq, k_col = f.p.k_col(blockIdx.y * f.p.s.heads_per_group);
     int head = (int)(blockIdx.y * f.p.s.heads_per_group),
         heads = head + (int)f.p.s.heads_per_group; /* one past the last head */
-    int first = (int)blockIdx.x * MTI_FLASH_ROWS, length = (int)f.p.length(b);
-    int row = first + (int)threadIdx.x / 32 * 16, lane = (int)threadIdx.x % 32;
+    int first = (int)blockIdx.x * MTI_FLASH_ROWS, length = (int)f.p.length(b), lane = (int)threadIdx.x % 32;
+    int warp = (int)threadIdx.x / 32 * mti_flash_dkv_rows<HeadDim>() * 16, row = first + warp;
     int begin = f.causal() ? first : 0, query = begin;
-    uint16_t *v = k + MTI_FLASH_ROWS * HeadDim, *set = v + MTI_FLASH_ROWS * HeadDim,
-             *other = set + mti_flash_set<HeadDim>(), *done;
-    float s[1][Step / 8][4], dp[1][Step / 8][4], dk[1][HeadDim / 8][4], dv[1][HeadDim / 8][4];
-    uint32_t kept[2][2] = {};
-    mti_tile_zero(dk);
-    mti_tile_zero(dv);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 256>(k, f.in(f.p.qkv, b, k_col), ld, first, length);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 256>(v, f.in(f.p.qkv, b, k_col + f.p.cols.value), ld, first, length);
-    mti_flash_fetch_queries<HeadDim>(f, set, head, begin);
+    uint16_t *v = k + MTI_FLASH_ROWS * HeadDim, *sets = v + MTI_FLASH_ROWS * HeadDim;
+    int now = 0; /* the set in use is at sets + now, the other one at sets + mti_flash_set<HeadDim>() - now */
+    mti_flash_own<HeadDim> own;
+    own.k = k + warp * HeadDim, own.v = v + warp * HeadDim;
+    mti_tile_zero(own.dk);
+    mti_tile_zero(own.dv);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, Threads>(k, f.in(f.p.qkv, b, k_col), ld, first, length);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, Threads>(v, f.in(f.p.qkv, b, k_col + f.p.cols.value), ld, first, length);
+    mti_cp_async_commit();
+    mti_flash_fetch_queries<HeadDim>(f, sets, head, begin);
+    mti_cp_async_wait<1>();
+    __syncthreads(); /* k and v have arrived */
+    mti_tile_hold<HeadDim, Held>(own.held_k, own.k);
+    mti_tile_hold<HeadDim, Held>(own.held_v, own.v);
     while (first < length && head < heads) {
         int next = query + Step < seq ? query + Step : begin, next_head = next > query ? head : head + 1;
         mti_cp_async_wait<0>();
         __syncthreads(); /* the set has arrived, and all warps have read the other one */
-        if (next_head < heads) mti_flash_fetch_queries<HeadDim>(f, other, next_head, next);
-        if (f.sees(query + Step - 1, row, length)) {
-            const float *lse = (const float *)(set + 2 * Step * HeadDim) + lane % 4 * 2;
-            if (DROP) mti_flash_kept_columns<Step / 8>(f, head, row, query, kept);
-            mti_tile_scores<HeadDim, BF16>(s, k + (row - first) * HeadDim, set);
-            mti_tile_scores<HeadDim, BF16>(dp, v + (row - first) * HeadDim, set + Step * HeadDim);
-            if (!f.sees(query, row + 15, length)) mti_flash_mask_columns(f, s, length, row, query);
-            mti_flash_pairs<DROP>(f, s, dp, lse, lse + Step, kept);
-            mti_tile_add_product<HeadDim, BF16>(dv, s, set + Step * HeadDim);
-            mti_tile_add_product<HeadDim, BF16>(dk, dp, set);
+        if (next_head < heads)
+            mti_flash_fetch_queries<HeadDim>(f, sets + mti_flash_set<HeadDim>() - now, next_head, next);
+        MT_DEVICE_NO_UNROLL
+        for (int i = 0; i < Step; i += Part) {
+            const uint16_t *q = sets + now + i * HeadDim;
+            const float *lse = (const float *)(sets + now + 2 * Step * HeadDim) + i + lane % 4 * 2;
+            if (f.sees(query + i + Part - 1, row, length))
+                mti_flash_dkv_add<HeadDim, BF16, DROP>(f, own, q, q + Step * HeadDim, lse, lse + Step, head, row,
+                                                       query + i, length);
         }
-        done = set, set = other, other = done;
+        now = mti_flash_set<HeadDim>() - now;
         query = next, head = next_head;
     }
     mti_cp_async_wait<0>();
     __syncthreads();
-    mti_tile_scale(dk, f.p.scale);
-    mti_tile_scale(dv, f.p.drop.scale);
-    mti_tile_store<HeadDim, BF16>(dk, k + (row - first) * HeadDim, f.out(f.p.dqkv, b, row, k_col), f.p.dqkv.ld,
+    mti_tile_scale(own.dk, f.p.scale);
+    mti_tile_scale(own.dv, f.p.drop.scale);
+    mti_tile_store<HeadDim, BF16>(own.dk, k + warp * HeadDim, f.out(f.p.dqkv, b, row, k_col), f.p.dqkv.ld,
                                   (int)seq - row);
-    mti_tile_store<HeadDim, BF16>(dv, v + (row - first) * HeadDim, f.out(f.p.dqkv, b, row, k_col + f.p.cols.value),
+    mti_tile_store<HeadDim, BF16>(own.dv, v + warp * HeadDim, f.out(f.p.dqkv, b, row, k_col + f.p.cols.value),
                                   f.p.dqkv.ld, (int)seq - row);
 }
 
-template <int HeadDim, bool DROP> static constexpr int mti_flash_forward_bytes() {
-    return 2 * HeadDim * (MTI_FLASH_ROWS + 3 * mti_flash_keys<HeadDim, DROP>());
+template <int HeadDim> static constexpr int mti_flash_forward_bytes() {
+    return 2 * HeadDim * (MTI_FLASH_ROWS + 3 * MTI_FLASH_KEYS);
 }
 template <int HeadDim> static constexpr int mti_flash_dq_bytes() {
-    return 2 * HeadDim * (2 * MTI_FLASH_ROWS + 4 * mti_flash_dq_keys<HeadDim>());
+    return 2 * HeadDim * (2 * MTI_FLASH_ROWS + 4 * MTI_FLASH_DQ_KEYS) + 2 * MTI_FLASH_ROWS * (int)sizeof(float);
 }
 template <int HeadDim> static constexpr int mti_flash_dkv_bytes() {
     return 2 * (2 * HeadDim * MTI_FLASH_ROWS + 2 * mti_flash_set<HeadDim>());
@@ -5705,7 +5879,7 @@ template <int HeadDim> static constexpr int mti_flash_dkv_bytes() {
 
 /* Whether the three kernels fit in 99 KiB of shared memory, the limit of a block on sm_86, sm_89 and sm_120. */
 template <int HeadDim> static constexpr bool mti_flash_is_small() {
-    return mti_flash_forward_bytes<HeadDim, false>() <= 99 << 10 && mti_flash_dq_bytes<HeadDim>() <= 99 << 10 &&
+    return mti_flash_forward_bytes<HeadDim>() <= 99 << 10 && mti_flash_dq_bytes<HeadDim>() <= 99 << 10 &&
            mti_flash_dkv_bytes<HeadDim>() <= 99 << 10;
 }
 static_assert(mti_flash_is_small<64>() && mti_flash_is_small<96>() && mti_flash_is_small<128>(), "shared memory");
@@ -5728,10 +5902,9 @@ template <int HeadDim> static mt_status mti_flash_run_forward(const mti_attentio
     void (*kernels[2][2])(mti_flash) = {
         {mti_flash_forward_kernel<HeadDim, false, false>, mti_flash_forward_kernel<HeadDim, false, true>},
         {mti_flash_forward_kernel<HeadDim, true, false>, mti_flash_forward_kernel<HeadDim, true, true>}};
-    int bytes = f.p.drop.on ? mti_flash_forward_bytes<HeadDim, true>() : mti_flash_forward_bytes<HeadDim, false>();
     MT_TRY(mt_cuda_enter(a->ctx));
     return mti_flash_launch(a, "mt_attention_forward", kernels[a->qkv.dtype == MT_BF16][f.p.drop.on != 0],
-                            mti_attention_heads(a->desc), 128, bytes, f);
+                            mti_attention_heads(a->desc), 128, mti_flash_forward_bytes<HeadDim>(), f);
 }
 
 /* mt_attention_backward releases the memory of lse and delta when it ends. */
@@ -5756,7 +5929,8 @@ template <int HeadDim> static mt_status mti_flash_run_backward(const mti_attenti
                      0, mt_context_stream(a->ctx), f);
     MT_TRY(mt_cuda_launched(a->ctx, name));
     MT_TRY(mti_flash_launch(a, name, dq[bf16][drop], heads, 128, mti_flash_dq_bytes<HeadDim>(), f));
-    return mti_flash_launch(a, name, dkv[bf16][drop], s->groups, 256, mti_flash_dkv_bytes<HeadDim>(), f);
+    return mti_flash_launch(a, name, dkv[bf16][drop], s->groups, mti_flash_dkv_threads<HeadDim>(),
+                            mti_flash_dkv_bytes<HeadDim>(), f);
 }
 
 static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {

@@ -175,12 +175,29 @@ static void near_lse(const config *c, mt_tensor got, mt_tensor expected) {
     free(x);
 }
 
+/* Scales query i of all heads by even or odd, and key j by low (j < 64) or high. Tiles of 64 keys are compared with the
+   first one. */
+static void rescale(const config *c, call *k, float even, float odd, float low, float high) {
+    size_t mark = mt_arena_mark(gpu);
+    float *x = download(k->qkv);
+    int64_t width = k->qkv.cols, keys = c->per_group * c->dim, group = keys + 2 * c->dim;
+    mt_tensor f;
+    for (int64_t i = 0; i < k->qkv.rows * width; i++) {
+        int64_t token = i / width % c->seq, col = i % width % group;
+        if (col < keys) x[i] *= token % 2 ? odd : even;
+        else if (col < keys + c->dim) x[i] *= token < 64 ? low : high;
+    }
+    OK(mt_arena_tensor(gpu, MT_F32, k->qkv.rows, width, &f));
+    OK(mt_upload(gpu, x, f));
+    OK(mt_convert(gpu, f, k->qkv));
+    mt_arena_release(gpu, mark);
+    free(x);
+}
+
 /* The CPU's backward gets the GPU's out and lse. The gradient of a score is p (dp - delta), where dp and delta are sums
    of dim products that f32 rounds, and cancel where one key has all of p. 2^-25 is half of f16's last place for small
    numbers. */
-static void against_cpu(config c) {
-    size_t at_cpu = mt_arena_mark(cpu), at_gpu = mt_arena_mark(gpu);
-    call k = call_new(&c, 2.0f);
+static void against_cpu_with(config c, call k) {
     int32_t lengths[8];
     mt_attention_desc s = k.s;
     double ds = (double)c.dim * 6e-8 + sqrt((double)c.seq) / 33554432.0, size = 2.0 * sqrt((double)c.dim);
@@ -197,6 +214,11 @@ static void against_cpu(config c) {
     ASSERT_STATUS(cpu, MT_SUCCESS,
                   mt_attention_backward(cpu, &s, qkv, widened(k.out), widened(k.lse), widened(k.dout), dqkv));
     near(&c, "dqkv", k.dqkv, dqkv, ds * size);
+}
+
+static void against_cpu(config c) {
+    size_t at_cpu = mt_arena_mark(cpu), at_gpu = mt_arena_mark(gpu);
+    against_cpu_with(c, call_new(&c, 2.0f));
     mt_arena_release(cpu, at_cpu);
     mt_arena_release(gpu, at_gpu);
 }
@@ -235,6 +257,25 @@ static void test_dropout(void **state) {
     (void)state;
     each(MT_MASK_CAUSAL, 0, 0.25f, 1, 140, 1, 2);
     each(MT_MASK_BIDIRECTIONAL, 1, 0.25f, 1, 133, 1, 1);
+}
+
+/* The largest score of a row rises by more than 2^8 of the exponentials after the first tile, in all rows (in the even
+   ones first), in half of them, in none. */
+static void test_rising_scores(void **state) {
+    static const float odd[] = {3.0f, 0.1f, 3.0f};
+    (void)state;
+    for (int i = 0; i < 9; i++) {
+        config c = {
+            1, 200, 1, 1, i / 3 * 32 + 64, i % 2 ? MT_BF16 : MT_F16, i & 2 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL,
+            0, 0.0f};
+        size_t at_cpu = mt_arena_mark(cpu), at_gpu = mt_arena_mark(gpu);
+        call k = call_new(&c, 2.0f);
+        if (i % 3 == 2) rescale(&c, &k, 3.0f, 3.0f, 1.0f, 0.3f);
+        else rescale(&c, &k, 3.0f, odd[i % 3], 0.1f, 1.0f);
+        against_cpu_with(c, k);
+        mt_arena_release(cpu, at_cpu);
+        mt_arena_release(gpu, at_gpu);
+    }
 }
 
 static void test_short(void **state) {
@@ -280,6 +321,26 @@ static void test_run_to_run(void **state) {
     OK(mt_fill(gpu, b.out, NAN));
     OK(mt_attention_forward(gpu, &b.s, b.qkv, b.out, mt_none())); /* inference */
     same_bits("out without lse", a.out, b.out);
+    mt_arena_release(gpu, mark);
+}
+
+/* A warp rescales 32 queries together, when the largest score of any of them has risen enough. The bits of a query do
+   not depend on the others. */
+static void test_rows_are_independent(void **state) {
+    size_t mark = mt_arena_mark(gpu);
+    config c = {1, 200, 1, 1, 64, MT_BF16, MT_MASK_BIDIRECTIONAL, 0, 0.0f};
+    call a = call_new(&c, 2.0f), b = call_new(&c, 2.0f);
+    float *x, *y;
+    (void)state;
+    rescale(&c, &a, 1.0f, 0.1f, 0.5f, 1.0f);
+    rescale(&c, &b, 1.0f, 6.0f, 0.5f, 1.0f);
+    run(&a);
+    run(&b);
+    x = download(a.out), y = download(b.out);
+    for (int64_t i = 0; i < c.seq; i++)
+        assert_true((memcmp(x + i * c.dim, y + i * c.dim, (size_t)c.dim * sizeof *x) == 0) == (i % 2 == 0));
+    free(x);
+    free(y);
     mt_arena_release(gpu, mark);
 }
 
@@ -557,6 +618,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_places),
         cmocka_unit_test(test_short),
+        cmocka_unit_test(test_rising_scores),
         cmocka_unit_test(test_causal),
         cmocka_unit_test(test_bidirectional),
         cmocka_unit_test(test_groups),
@@ -564,6 +626,7 @@ int main(void) {
         cmocka_unit_test(test_dropout),
         cmocka_unit_test(test_run_to_run),
         cmocka_unit_test(test_split),
+        cmocka_unit_test(test_rows_are_independent),
         cmocka_unit_test(test_layouts),
         cmocka_unit_test(test_table),
         cmocka_unit_test(test_built_for_older_chips),
