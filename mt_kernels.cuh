@@ -57,7 +57,7 @@
    >>columns >>random-words >>ptx >>tile >>dispatch.
    Each of these sections holds one operator or a few related ones (checks, CPU loop, kernels, launch, public
    functions): >>fill >>copy >>add >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout
-   >>attention >>rotary >>ids >>embedding >>cross-entropy >>adamw >>pointwise */
+   >>attention >>rotary >>ids >>embedding >>cross-entropy >>adamw >>multi-tensor >>pointwise */
 
 #include "mt_comm.h" /* outside the guard: a second #include may come with MEGATRON_IMPLEMENTATION */
 
@@ -452,6 +452,39 @@ typedef struct mt_adamw {
    param; see also mt_adamw_check). */
 MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
                                mt_tensor grad, mt_tensor m, mt_tensor v);
+
+/* Operators over a list of tensors, with a few launches for the whole list (the multi_tensor_apply of NVIDIA's Apex).
+   A list is made once and used in every step. It keeps the addresses, not the data, of its tensors, which must stay
+   where they are until mt_multi_tensor_destroy.
+   mt_multi_tensor_create_adamw makes a list for mt_multi_tensor_adamw, with `count` tensors. With stochastic_rounding 1
+   each of them has a `random`.
+   mt_multi_tensor_create_squares makes a list for mt_multi_tensor_sum_of_squares.
+   Both copy what they are given, allocate with mt_context_alloc on a GPU, and wait for the stream. count may be 0.
+   Errors: MT_ERR_ARGUMENT, MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_MEMORY; *out is then unchanged. */
+typedef struct mt_multi_tensor mt_multi_tensor;
+typedef struct mt_adamw_tensor {
+    mt_tensor param, master, grad, m, v; /* as in mt_adamw_step */
+    int weight_decay;                    /* 1: mt_adamw.weight_decay applies; 0: no weight decay */
+    mt_random random;                    /* step n takes the random words of subsequence random.subsequence + n */
+} mt_adamw_tensor;
+typedef struct mt_square_tensor {
+    mt_tensor x; /* MT_F32 */
+    int64_t out; /* the column of `out` to which the squares of x are added */
+} mt_square_tensor;
+MT_API mt_status mt_multi_tensor_create_adamw(mt_context *ctx, const mt_adamw_tensor *tensors, int count,
+                                              int stochastic_rounding, mt_multi_tensor **out);
+MT_API mt_status mt_multi_tensor_create_squares(mt_context *ctx, const mt_square_tensor *tensors, int count,
+                                                mt_multi_tensor **out);
+MT_API void mt_multi_tensor_destroy(mt_context *ctx, mt_multi_tensor *list); /* NULL is allowed */
+
+/* Does the step of mt_adamw_step for every tensor of the list, with the same bits. hyper->stochastic_rounding must be
+   NULL, because the list says how to round. MT_ERR_ARGUMENT: this, a list of another kind, or see mt_adamw_check. */
+MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper);
+
+/* Does mt_sum_of_squares for every tensor of the list, in its order and with the same bits: out [1, n] in MT_F32 gets
+   out[0][tensor.out] += sum of squares. MT_ERR_ARGUMENT: a list of another kind, or a tensor.out that is not in [0, n).
+   Scratch memory comes from the arena. */
+MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_tensor *list, mt_tensor out);
 
 /* ---- for authors of operators and blocks ------------------------------------------------------------------------- */
 
@@ -2383,7 +2416,7 @@ static void mti_cpu_sum(mt_tensor x, int squares, mt_tensor out) {
 #if MT_HAS_CUDA
 extern "C++" {
 
-#define MTI_SUM_BLOCKS 1024 /* maximum; depends on the size only, so that every GPU computes the same bits */
+#define MTI_SUM_BLOCKS 1024 /* maximum */
 
 /* Returns to thread 0 the sum of x over the block, added as a binary tree. shared has one double for each thread. Each
    barrier separates writing a level of the tree from reading it. */
@@ -2397,24 +2430,39 @@ static __device__ __forceinline__ double mti_block_sum_double(double x, double *
     return shared[0];
 }
 
-/* partial[block] = the sum of the vectors of the block. A thread owns every (grid size)-th vector. It adds the eight
-   elements of a vector pairwise in f32, then adds the sums of vectors in double: a double addition for each element
-   would take longer than loading the element. The bits depend on the shape only, because the owner of a vector depends
-   on the shape only. __fmul_rn keeps the compiler from contracting the square and an addition into one FMA. shared
-   holds the sums of the threads. mti_block_sum_double has the barriers. */
+/* The number of blocks for a sum. Depends on the shape only, so that every GPU computes the same bits. */
+static int64_t mti_sum_blocks(int64_t rows, int64_t cols) {
+    int64_t vectors = rows * ((cols + MTI_VECTOR - 1) / MTI_VECTOR);
+    return mt_min(MTI_SUM_BLOCKS, (vectors + 255) / 256);
+}
+
+/* Returns the sum of this thread's vectors, when `blocks` blocks of 256 threads sum x. A thread owns every (grid
+   size)-th vector. It adds the eight elements of a vector pairwise in f32, then adds the sums of vectors in double: a
+   double addition for each element would take longer than loading the element. The bits depend on the shape only,
+   because the owner of a vector depends on the shape only. __fmul_rn keeps the compiler from contracting the square and
+   an addition into one FMA. */
 template <bool WIDE>
-static __global__ void __launch_bounds__(256)
-    mti_sum_kernel(mti_view x, int64_t rows, int64_t cols, int squares, double *partial) {
-    MT_SHARED(double, shared, 256);
-    int64_t per_row = (cols + MTI_VECTOR - 1) / MTI_VECTOR, step = (int64_t)gridDim.x * blockDim.x;
+static __device__ __forceinline__ double mti_thread_sum(const mti_view &x, int64_t rows, int64_t cols, int squares,
+                                                        int64_t block, int64_t blocks) {
+    int64_t per_row = (cols + MTI_VECTOR - 1) / MTI_VECTOR;
     double sum = 0.0;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
+    for (int64_t i = block * 256 + threadIdx.x; i < rows * per_row; i += blocks * 256) {
         int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
         float c[MTI_VECTOR];
         mti_load<WIDE>(x, row, col, mti_vector_size(cols, col), c);
         for (int j = 0; j < MTI_VECTOR; j++) c[j] = squares ? __fmul_rn(c[j], c[j]) : c[j];
         sum += (double)(((c[0] + c[1]) + (c[2] + c[3])) + ((c[4] + c[5]) + (c[6] + c[7])));
     }
+    return sum;
+}
+
+/* partial[block] = the sum of the vectors of the block. shared holds the sums of the threads. mti_block_sum_double has
+   the barriers. */
+template <bool WIDE>
+static __global__ void __launch_bounds__(256)
+    mti_sum_kernel(mti_view x, int64_t rows, int64_t cols, int squares, double *partial) {
+    MT_SHARED(double, shared, 256);
+    double sum = mti_thread_sum<WIDE>(x, rows, cols, squares, blockIdx.x, gridDim.x);
     sum = mti_block_sum_double(sum, shared);
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
@@ -2431,10 +2479,9 @@ static __global__ void __launch_bounds__(256) mti_sum_end_kernel(const double *p
 
 static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tensor out) {
     size_t mark = mt_arena_mark(ctx);
-    int64_t vectors = x.rows * ((x.cols + MTI_VECTOR - 1) / MTI_VECTOR);
-    unsigned blocks = (unsigned)mt_min(MTI_SUM_BLOCKS, (vectors + 255) / 256);
+    unsigned blocks = (unsigned)mti_sum_blocks(x.rows, x.cols);
     void *partial = NULL;
-    if (vectors == 0) return MT_SUCCESS;
+    if (blocks == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, MTI_SUM_BLOCKS * sizeof(double), &partial));
     MT_TRY(mt_cuda_enter(ctx));
     if (mti_is_wide(x))
@@ -7447,7 +7494,7 @@ extern "C++" {
 /* Each operation rounds on its own, as in mti_adamw_row when the compiler contracts nothing. nvcc could contract the
    two values of WIDE differently, and the bits would then depend on how a parameter is split. */
 template <bool STOCHASTIC> struct mti_adamw_op {
-    mti_view param, master, grad, m, v;
+    mti_view param, master, weights, grad, m, v; /* weights is master, or param if there is no master */
     mti_adamw a;
     mt_random at;
     __device__ void moments(float g, float *first, float *second) const {
@@ -7462,7 +7509,7 @@ template <bool STOCHASTIC> struct mti_adamw_op {
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
         float p[MTI_VECTOR], g[MTI_VECTOR], first[MTI_VECTOR], second[MTI_VECTOR];
         const bool early = WIDE || STOCHASTIC; /* loads p first; otherwise later, because a register would be spilled */
-        if (early) mti_load<WIDE>(master.data ? master : param, row, col, n, p);
+        if (early) mti_load<WIDE>(weights, row, col, n, p);
         mti_load<WIDE>(grad, row, col, n, g);
         mti_load<WIDE>(m, row, col, n, first);
         mti_load<WIDE>(v, row, col, n, second);
@@ -7471,7 +7518,7 @@ template <bool STOCHASTIC> struct mti_adamw_op {
             if (early) p[j] = updated(p[j], first[j], second[j]);
         }
         if (!early) {
-            mti_load<WIDE>(master.data ? master : param, row, col, n, p);
+            mti_load<WIDE>(weights, row, col, n, p);
             for (int j = 0; j < MTI_VECTOR; j++) p[j] = updated(p[j], first[j], second[j]);
         }
         if (master.data) mti_store<WIDE>(master, row, col, n, p);
@@ -7493,6 +7540,7 @@ static mt_status mti_cuda_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tenso
     mti_adamw_op<STOCHASTIC> op;
     op.param = mti_view_of(param);
     op.master = mti_view_of(master);
+    op.weights = mti_view_of(master.data ? master : param);
     op.grad = mti_view_of(grad);
     op.m = mti_view_of(m);
     op.v = mti_view_of(v);
@@ -7522,6 +7570,340 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
                            hyper->stochastic_rounding ? mti_cuda_adamw<true>(ctx, hyper, param, master, grad, m, v)
                                                       : mti_cuda_adamw<false>(ctx, hyper, param, master, grad, m, v),
                            mti_cpu_adamw(hyper, param, master, grad, m, v)));
+}
+
+/* ---- >>multi-tensor: AdamW and sums of squares of many tensors --------------------------------------------------- */
+
+struct mt_multi_tensor {
+    int is_adamw; /* 0: a list for sums of squares */
+    int count, stochastic_rounding;
+    mt_adamw_tensor *adamw;    /* [count] */
+    mt_square_tensor *squares; /* [count] */
+    int64_t outs;              /* sums of squares: the largest column + 1 */
+    void *table;               /* the same list as kernels see it: mti_segment [count], on the GPU */
+    int64_t blocks;            /* of the launch */
+};
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* A tensor of a list. The blocks of the launch with numbers from first_block on work on it. */
+struct mti_segment {
+    mti_view view[6]; /* AdamW: as in mti_adamw_op; sums of squares: x */
+    int64_t rows, cols, first_block, blocks, out;
+    int is_wide, weight_decay;
+    mt_random random;
+};
+
+#define MTI_SEGMENT_VECTORS 1024 /* AdamW: vectors of a block, four for each thread */
+
+static __host__ __device__ int64_t mti_segment_vectors(const mti_segment &s) {
+    return s.rows * ((s.cols + MTI_VECTOR - 1) / MTI_VECTOR);
+}
+
+/* Returns the tensor that a block works on: the last one whose first block is not behind it. `count` is at least 1.
+   Each step of the search divides the range by 32, because the lanes of a warp look at 32 tensors at once. The search
+   of 10,000 tensors takes three steps. All lanes must call it. */
+static __device__ __forceinline__ int mti_segment_of(const mti_segment *list, int count, int64_t block) {
+    int first = 0, lane = (int)threadIdx.x & 31;
+    while (count > 1) {
+        int step = (count + 31) / 32, at = lane * step;
+        int64_t begin = list[first + (at < count ? at : 0)].first_block;
+        unsigned before = __ballot_sync(0xffffffffu, at < count && begin <= block);
+        int skipped = (31 - __clz((int)before)) * step;
+        first += skipped;
+        count = count - skipped < step ? count - skipped : step;
+    }
+    return first;
+}
+
+/* Blocks share no data and have no barrier. */
+template <bool STOCHASTIC>
+static __global__ void __launch_bounds__(256, 2)
+    mti_multi_adamw_kernel(const mti_segment *list, int count, int64_t blocks, mti_adamw a, int64_t step) {
+    for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+        const mti_segment &s = list[mti_segment_of(list, count, block)];
+        int64_t per_row = (s.cols + MTI_VECTOR - 1) / MTI_VECTOR;
+        int64_t i = (block - s.first_block) * MTI_SEGMENT_VECTORS, end = mti_segment_vectors(s);
+        mti_adamw_op<STOCHASTIC> op;
+        op.param = s.view[0], op.master = s.view[1], op.weights = s.view[2];
+        op.grad = s.view[3], op.m = s.view[4], op.v = s.view[5];
+        op.a = a;
+        if (!s.weight_decay) op.a.keep = 1.0f;
+        if (STOCHASTIC) op.at = s.random;
+        if (STOCHASTIC) op.at.subsequence += (uint64_t)step;
+        if (end > i + MTI_SEGMENT_VECTORS) end = i + MTI_SEGMENT_VECTORS;
+        for (i += threadIdx.x; i < end; i += 256) {
+            int64_t row = s.rows == 1 ? 0 : mti_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
+            if (s.is_wide) op.template run<true>(row, col, mti_vector_size(s.cols, col));
+            else op.template run<false>(row, col, mti_vector_size(s.cols, col));
+        }
+    }
+}
+
+/* partial[block] = the sum of the squares of the vectors of the block, as in mti_sum_kernel. shared holds the sums of
+   the threads. mti_block_sum_double has the barriers. The next block needs none before it, because after the last
+   barrier only thread 0 uses shared: it reads and later writes shared[0]. */
+static __global__ void __launch_bounds__(256, 4)
+    mti_multi_squares_kernel(const mti_segment *list, int count, int blocks, double *partial) {
+    MT_SHARED(double, shared, 256);
+    for (int block = (int)blockIdx.x; block < blocks; block += (int)gridDim.x) {
+        const mti_segment &s = list[mti_segment_of(list, count, block)];
+        int own = block - (int)s.first_block;
+        double sum;
+        if (s.is_wide) sum = mti_thread_sum<true>(s.view[0], s.rows, s.cols, 1, own, (int)s.blocks);
+        else sum = mti_thread_sum<false>(s.view[0], s.rows, s.cols, 1, own, (int)s.blocks);
+        sum = mti_block_sum_double(sum, shared);
+        if (threadIdx.x == 0) partial[block] = sum;
+    }
+}
+
+/* sums[tensor] = the sum of the partial sums of its blocks, as in mti_sum_end_kernel. A block of threads for each
+   tensor. shared and barriers are as in mti_sum_end_kernel. */
+static __global__ void __launch_bounds__(256)
+    mti_multi_squares_join_kernel(int64_t first, const mti_segment *list, const double *partial, double *sums) {
+    MT_SHARED(double, shared, 256);
+    int64_t tensor = first + blockIdx.x;
+    const mti_segment &s = list[tensor];
+    double sum = 0.0;
+    for (int i = (int)threadIdx.x; i < (int)s.blocks; i += 256) sum += partial[s.first_block + i];
+    sum = mti_block_sum_double(sum, shared);
+    if (threadIdx.x == 0) sums[tensor] = sum;
+}
+
+/* Adds the sums of the tensors to their columns of out, in the order of the list. A thread owns every 256th column. */
+static __global__ void __launch_bounds__(256)
+    mti_multi_squares_end_kernel(const mti_segment *list, int count, const double *sums, mti_view out, int64_t outs) {
+    for (int64_t column = threadIdx.x; column < outs; column += 256) {
+        float sum = mti_get(out, 0, column);
+        for (int i = 0; i < count; i++)
+            if (list[i].out == column) sum = (float)((double)sum + sums[i]);
+        mti_put(out, 0, column, sum);
+    }
+}
+
+static int mti_is_dense(mt_tensor t) { return !t.data || t.rows <= 1 || mt_tensor_ld(t) == t.cols; }
+
+/* Fills s with the views of one tensor. Rows that follow each other without a gap become one row if one_row is set. */
+static void mti_segment_fill(mti_segment *s, const mt_tensor *views, int count, int one_row) {
+    int i, dense = one_row;
+    memset(s, 0, sizeof *s);
+    s->is_wide = 1;
+    for (i = 0; i < count; i++) {
+        s->view[i] = mti_view_of(views[i]);
+        s->is_wide = s->is_wide && mti_is_wide(views[i]);
+        dense = dense && mti_is_dense(views[i]);
+    }
+    s->rows = dense ? 1 : views[0].rows;
+    s->cols = dense ? views[0].rows * views[0].cols : views[0].cols;
+    if (dense) /* mti_is_wide has looked at the leading dimension of several rows */
+        for (i = 0, s->is_wide = 1; i < count; i++) s->is_wide = s->is_wide && (uintptr_t)views[i].data % 16 == 0;
+}
+
+/* Fills the table of a list and counts its blocks. */
+static void mti_segments_fill(mt_multi_tensor *list, mti_segment *table) {
+    int i;
+    for (i = 0; i < list->count; i++) {
+        mti_segment *s = table + i;
+        if (list->is_adamw) {
+            const mt_adamw_tensor *t = list->adamw + i;
+            mt_tensor weights = t->master.data ? t->master : t->param;
+            mt_tensor views[6] = {t->param, t->master, weights, t->grad, t->m, t->v};
+            mti_segment_fill(s, views, 6, !list->stochastic_rounding);
+            s->blocks = (mti_segment_vectors(*s) + MTI_SEGMENT_VECTORS - 1) / MTI_SEGMENT_VECTORS;
+            s->weight_decay = t->weight_decay;
+            s->random = t->random;
+        } else {
+            mti_segment_fill(s, &list->squares[i].x, 1, 0);
+            s->blocks = mti_sum_blocks(s->rows, s->cols);
+            s->out = list->squares[i].out;
+        }
+        s->first_block = list->blocks;
+        list->blocks += s->blocks;
+    }
+}
+
+/* Makes the table on the GPU. A context that plans for CUDA only counts its bytes. */
+static mt_status mti_cuda_multi_table(mt_context *ctx, mt_multi_tensor *list) {
+    size_t bytes = (size_t)list->count * sizeof(mti_segment);
+    mti_segment *table = (mti_segment *)mt_host_alloc(bytes);
+    mt_status status;
+    if (!table) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for %zu bytes", bytes);
+    mti_segments_fill(list, table);
+    status = mt_context_alloc(ctx, bytes, &list->table);
+    if (status == MT_SUCCESS)
+        status = mt_upload(ctx, table, mt_tensor_make(list->table, MT_I32, 1, (int64_t)(bytes / sizeof(int32_t))));
+    mt_host_free(table);
+    return status;
+}
+
+static mt_status mti_cuda_multi_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper) {
+    const mti_segment *table = (const mti_segment *)list->table;
+    mti_adamw a = mti_adamw_resolve(hyper);
+    MT_TRY(mt_cuda_enter(ctx));
+    if (list->stochastic_rounding)
+        MT_LAUNCH_KERNEL(mti_multi_adamw_kernel<true>, mti_grid(list->blocks, 1), 256, 0, mt_context_stream(ctx), table,
+                         list->count, list->blocks, a, hyper->step);
+    else
+        MT_LAUNCH_KERNEL(mti_multi_adamw_kernel<false>, mti_grid(list->blocks, 1), 256, 0, mt_context_stream(ctx),
+                         table, list->count, list->blocks, a, hyper->step);
+    return mt_cuda_launched(ctx, "mt_multi_tensor_adamw");
+}
+
+static mt_status mti_cuda_multi_squares(mt_context *ctx, const mt_multi_tensor *list, mt_tensor out) {
+    static const char *const where = "mt_multi_tensor_sum_of_squares";
+    const mti_segment *table = (const mti_segment *)list->table;
+    cudaStream_t stream = mt_context_stream(ctx);
+    void *partial, *sums;
+    MT_TRY(mt_arena_alloc(ctx, (size_t)list->blocks * sizeof(double), &partial));
+    MT_TRY(mt_arena_alloc(ctx, (size_t)list->count * sizeof(double), &sums));
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_multi_squares_kernel, mti_grid(list->blocks, 1), 256, 0, stream, table, list->count,
+                     (int)list->blocks, (double *)partial);
+    MT_TRY(mt_cuda_launched(ctx, where));
+    MTI_LAUNCH_BLOCKS(mti_multi_squares_join_kernel, list->count, 256, 0, stream, table, (const double *)partial,
+                      (double *)sums);
+    MT_TRY(mt_cuda_launched(ctx, where));
+    MT_LAUNCH_KERNEL(mti_multi_squares_end_kernel, 1, 256, 0, stream, table, list->count, (const double *)sums,
+                     mti_view_of(out), list->outs);
+    return mt_cuda_launched(ctx, where);
+}
+
+} /* extern "C++" */
+#endif
+
+static mt_status mti_expect_adamw_tensor(mt_context *ctx, const mt_adamw_tensor *t, int stochastic_rounding) {
+    mt_adamw_tensor c = *t;
+    int64_t rows = c.param.rows, cols = c.param.cols;
+    mt_arg args[] = {{"param", &c.param, rows, cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
+                     {"master", &c.master, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL},
+                     {"grad", &c.grad, rows, cols, MT_ARG_F32, MT_ARG_IN},
+                     {"m", &c.m, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT},
+                     {"v", &c.v, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+    MT_TRY(mt_args_check(ctx, "mt_multi_tensor_create_adamw", args, MTI_COUNT(args)));
+    return mti_expect_rounding(ctx, stochastic_rounding ? &c.random : NULL, c.param, c.master);
+}
+
+static mt_status mti_expect_square_tensor(mt_context *ctx, const mt_square_tensor *t) {
+    static const char *const where = "mt_multi_tensor_create_squares";
+    MT_TRY(mt_tensor_check(ctx, where, "x", t->x, MT_ARG_F32, t->x.rows, t->x.cols));
+    if (t->out >= 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: out is %lld, must not be negative", where, (long long)t->out);
+}
+
+/* Copies the tensors that are not empty into a new list. One of adamw and squares may be not NULL. */
+static mt_status mti_multi_copy(mt_context *ctx, const mt_adamw_tensor *adamw, const mt_square_tensor *squares,
+                                int count, mt_multi_tensor *list) {
+    int i;
+    list->adamw = adamw ? (mt_adamw_tensor *)mt_host_alloc((size_t)count * sizeof *adamw) : NULL;
+    list->squares = squares ? (mt_square_tensor *)mt_host_alloc((size_t)count * sizeof *squares) : NULL;
+    if (count > 0 && !list->adamw && !list->squares)
+        return mt_fail(ctx, MT_ERR_MEMORY, "no memory for a list of %d tensors", count);
+    for (i = 0; i < count; i++) {
+        if (mti_is_empty(adamw ? adamw[i].param : squares[i].x)) continue;
+        if (adamw) list->adamw[list->count] = adamw[i];
+        else list->squares[list->count] = squares[i];
+        if (!adamw && list->outs <= squares[i].out) list->outs = squares[i].out + 1;
+        list->count++;
+    }
+#if MT_HAS_CUDA
+    if (mt_context_planned(ctx) == MT_DEVICE_CUDA && list->count > 0) return mti_cuda_multi_table(ctx, list);
+#endif
+    return MT_SUCCESS;
+}
+
+static mt_status mti_multi_create(mt_context *ctx, int is_adamw, int stochastic_rounding, const void *tensors,
+                                  int count, mt_multi_tensor **out) {
+    const mt_adamw_tensor *adamw = is_adamw ? (const mt_adamw_tensor *)tensors : NULL;
+    const mt_square_tensor *squares = is_adamw ? NULL : (const mt_square_tensor *)tensors;
+    mt_multi_tensor *list = (mt_multi_tensor *)mt_host_alloc(sizeof *list);
+    mt_status status;
+    if (!list) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for a list of tensors");
+    list->is_adamw = is_adamw;
+    list->stochastic_rounding = stochastic_rounding;
+    status = mti_multi_copy(ctx, adamw, squares, count, list);
+    if (status == MT_SUCCESS) *out = list;
+    else mt_multi_tensor_destroy(ctx, list);
+    return status;
+}
+
+static mt_status mti_multi_check(mt_context *ctx, const char *where, const void *tensors, int count, const void *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (out && (tensors || count == 0) && count >= 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: out is %s, tensors is %s, count is %d", where, out ? "set" : "NULL",
+                   tensors ? "set" : "NULL", count);
+}
+
+MT_API mt_status mt_multi_tensor_create_adamw(mt_context *ctx, const mt_adamw_tensor *tensors, int count,
+                                              int stochastic_rounding, mt_multi_tensor **out) {
+    int i;
+    MT_TRY(mti_multi_check(ctx, "mt_multi_tensor_create_adamw", tensors, count, out));
+    for (i = 0; i < count; i++) MT_TRY(mti_expect_adamw_tensor(ctx, tensors + i, stochastic_rounding));
+    return mti_multi_create(ctx, 1, stochastic_rounding != 0, tensors, count, out);
+}
+
+MT_API mt_status mt_multi_tensor_create_squares(mt_context *ctx, const mt_square_tensor *tensors, int count,
+                                                mt_multi_tensor **out) {
+    int i;
+    MT_TRY(mti_multi_check(ctx, "mt_multi_tensor_create_squares", tensors, count, out));
+    for (i = 0; i < count; i++) MT_TRY(mti_expect_square_tensor(ctx, tensors + i));
+    return mti_multi_create(ctx, 0, 0, tensors, count, out);
+}
+
+MT_API void mt_multi_tensor_destroy(mt_context *ctx, mt_multi_tensor *list) {
+    if (!ctx || !list) return;
+#if MT_HAS_CUDA
+    mt_context_free(ctx, list->table, (size_t)list->count * sizeof(mti_segment));
+#endif
+    mt_host_free(list->adamw);
+    mt_host_free(list->squares);
+    mt_host_free(list);
+}
+
+static void mti_cpu_multi_adamw(const mt_multi_tensor *list, const mt_adamw *hyper) {
+    int i;
+    for (i = 0; i < list->count; i++) {
+        const mt_adamw_tensor *t = list->adamw + i;
+        mt_random random = t->random;
+        mt_adamw h = *hyper;
+        random.subsequence += (uint64_t)h.step;
+        if (list->stochastic_rounding) h.stochastic_rounding = &random;
+        if (!t->weight_decay) h.weight_decay = 0.0f;
+        mti_cpu_adamw(&h, t->param, t->master, t->grad, t->m, t->v);
+    }
+}
+
+MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper) {
+    static const char *const where = "mt_multi_tensor_adamw";
+    mti_operator op;
+    MT_TRY(mt_adamw_check(ctx, hyper));
+    if (!list || !list->is_adamw || hyper->stochastic_rounding)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", where,
+                       !list            ? "list is NULL"
+                       : list->is_adamw ? "stochastic_rounding must be NULL, because the list says how to round"
+                                        : "the list is for sums of squares");
+    if (list->count == 0) return MT_SUCCESS;
+    MT_TRY(mti_begin(&op, ctx, NULL, 0));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_multi_adamw(ctx, list, hyper), mti_cpu_multi_adamw(list, hyper)));
+}
+
+static void mti_cpu_multi_squares(const mt_multi_tensor *list, mt_tensor out) {
+    int i;
+    for (i = 0; i < list->count; i++) mti_cpu_sum(list->squares[i].x, 1, mt_tensor_cols(out, list->squares[i].out, 1));
+}
+
+MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_tensor *list, mt_tensor out) {
+    static const char *const where = "mt_multi_tensor_sum_of_squares";
+    mti_operator op;
+    MT_TRY(mt_tensor_check(ctx, where, "out", out, MT_ARG_F32, 1, out.cols));
+    if (!list || list->is_adamw)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", where, list ? "the list is for AdamW" : "list is NULL");
+    if (list->outs > out.cols)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: a tensor has column %lld of out, which has %lld columns", where,
+                       (long long)(list->outs - 1), (long long)out.cols);
+    if (list->count == 0) return MT_SUCCESS;
+    MT_TRY(mti_begin(&op, ctx, NULL, 0));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_multi_squares(ctx, list, out), mti_cpu_multi_squares(list, out)));
 }
 
 /* ---- >>pointwise: elementwise products and gates ----------------------------------------------------------------- */

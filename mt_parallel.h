@@ -965,7 +965,8 @@ typedef struct mt_optimizer {
     float *m, *v, *master;
     /* floats in each of m, v and master that is not NULL; with a sharded optimizer, those of this rank */
     int64_t elements;
-    int64_t step; /* steps done */
+    int64_t step;            /* steps done */
+    mt_multi_tensor *update; /* this rank's share of the parameters and of their state */
 } mt_optimizer;
 
 /* Creates an optimizer and allocates the state that is not bound. Masters are copied from the parameters, so call it
@@ -1819,11 +1820,12 @@ struct mt_params {
     int64_t room_elements;
     int64_t elements, partial; /* the first `partial` elements are the sequence_partial parameters */
     mti_buckets buckets;
-    int64_t gradients;     /* `elements`, and those of all lookup_grad */
-    float *subtrees;       /* invariant mode: [levels, gradients], sums of 1, 2, 4, ... micro-batches */
-    int levels;            /* levels of the tree over the micro-batches of a rank */
-    int64_t micro_batches; /* micro-batches accumulated in this step */
-    mti_buffer *buffers;   /* the newest first */
+    int64_t gradients;        /* `elements`, and those of all lookup_grad */
+    float *subtrees;          /* invariant mode: [levels, gradients], sums of 1, 2, 4, ... micro-batches */
+    int levels;               /* levels of the tree over the micro-batches of a rank */
+    int64_t micro_batches;    /* micro-batches accumulated in this step */
+    mt_multi_tensor *squares; /* the gradients, for the norm */
+    mti_buffer *buffers;      /* the newest first */
     int buffer_count;
 };
 
@@ -1989,6 +1991,8 @@ static void mti_params_free(mt_context *ctx, mt_params *params) {
     mt_context_free(ctx, grads, mti_grads_bytes(params));
     mt_context_free(ctx, params->subtrees, (size_t)(params->gradients * params->levels) * sizeof(float));
     mt_context_free(ctx, params->room, (size_t)params->room_elements * sizeof(float));
+    mt_multi_tensor_destroy(ctx, params->squares);
+    params->squares = NULL;
     params->values = NULL;
     params->grads = params->lookups = params->subtrees = params->room = NULL;
 }
@@ -2465,8 +2469,11 @@ static void mti_params_point(mt_params *params) {
     }
 }
 
+static mt_status mti_params_squares(mt_context *ctx, mt_params *params); /* >>sync */
+
 static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     int64_t elements;
+    mt_status status;
     MT_TRY(mti_params_sum(ctx, params, &elements));
     mti_params_cut(params, &elements);
     params->elements = elements;
@@ -2474,6 +2481,9 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     mti_params_order(params);
     MT_TRY(mti_params_alloc(ctx, params));
     mti_params_point(params);
+    status = mti_params_squares(ctx, params);
+    if (status != MT_SUCCESS) mti_params_free(ctx, params);
+    MT_TRY(status);
     params->placed = 1;
     MT_TRY(mt_arena_register(ctx, params->grid->tp));
     if (params->grads)
@@ -5249,24 +5259,69 @@ static int mti_counts_in_norm(const mt_grid *grid, const mt_param *p) {
     return !(p->desc.shared_embedding && grid->pp_size > 1 && grid->pp_rank == grid->pp_size - 1);
 }
 
-/* Adds the squares of a gradient, or of this rank's share of it, to sum [1, 1]. */
-static mt_status mti_sum_param_squares(mt_context *ctx, const mt_param *p, mt_tensor sum) {
-    int64_t end = mti_param_place(p) + p->grad.rows * p->grad.cols;
+/* The gradients whose squares make up the norm, in a list that grows. */
+typedef struct mti_square_list {
+    mt_square_tensor *tensors; /* NULL: only counts them */
+    int count;
+} mti_square_list;
+
+static void mti_square_add(mti_square_list *list, mt_tensor x, int64_t out) {
+    if (list->tensors) {
+        list->tensors[list->count].x = x;
+        list->tensors[list->count].out = out;
+    }
+    list->count++;
+}
+
+/* Adds the gradient of parameter i, or this rank's share of it, with the columns of mti_sum_squares. */
+static void mti_squares_of(const mt_params *params, int i, mti_square_list *list) {
+    const mt_param *p = params->list[i];
+    int64_t end = mti_param_place(p) + p->grad.rows * p->grad.cols, out = !mti_counts_in_norm(params->grid, p);
     mti_stretch s;
-    if (!mti_is_scattered(p->registry)) return mt_sum_of_squares(ctx, p->grad, sum);
-    for (s = mti_param_share(p); s.count > 0; s = mti_share_after(p->registry, s, end))
-        MT_TRY(mt_sum_of_squares(
-            ctx, mt_tensor_f32((const float *)p->grad.data + (s.at - mti_param_place(p)), 1, s.count), sum));
-    return MT_SUCCESS;
+    if (!mti_is_scattered(params)) {
+        mti_square_add(list, p->grad, out);
+        return;
+    }
+    for (s = mti_param_share(p); s.count > 0; s = mti_share_after(params, s, end))
+        mti_square_add(list, mt_tensor_f32((float *)p->grad.data + (s.at - mti_param_place(p)), 1, s.count), out);
+}
+
+/* Adds the virtual shards of the gradient of parameter i, with the columns of mti_sum_squares_invariant. */
+static void mti_squares_of_shards(const mt_params *params, int i, mti_square_list *list) {
+    const mt_param *p = params->list[i];
+    int s, columns = params->count + 1, column = mti_counts_in_norm(params->grid, p) ? i : params->count;
+    for (s = 0; s < p->shards; s++)
+        mti_square_add(list, mti_param_shard(p, p->grad, s), (int64_t)(p->tp_rank * p->shards + s) * columns + column);
+}
+
+static void mti_squares_of_all(const mt_params *params, mti_square_list *list) {
+    int i;
+    list->count = 0;
+    for (i = 0; i < params->count; i++) {
+        if (mt_context_invariant(params->ctx)) mti_squares_of_shards(params, i, list);
+        else mti_squares_of(params, i, list);
+    }
+}
+
+/* Makes the list of gradients for the norm. */
+static mt_status mti_params_squares(mt_context *ctx, mt_params *params) {
+    mti_square_list list;
+    void *memory;
+    mt_status status;
+    memset(&list, 0, sizeof list);
+    mti_squares_of_all(params, &list);
+    MT_TRY(mti_host_new(ctx, (size_t)(list.count + 1) * sizeof *list.tensors, &memory));
+    list.tensors = (mt_square_tensor *)memory;
+    mti_squares_of_all(params, &list);
+    status = mt_multi_tensor_create_squares(ctx, list.tensors, list.count, &params->squares);
+    mt_host_free(memory);
+    return status;
 }
 
 /* Writes two sums of squares to sums [1, 2]: of the gradients that count towards the norm, and of the copies that do
    not. */
 static mt_status mti_sum_squares(mt_context *ctx, mt_params *params, mt_tensor sums) {
-    int i;
-    for (i = 0; i < params->count; i++)
-        MT_TRY(mti_sum_param_squares(ctx, params->list[i],
-                                     mt_tensor_cols(sums, !mti_counts_in_norm(params->grid, params->list[i]), 1)));
+    MT_TRY(mt_multi_tensor_sum_of_squares(ctx, params->squares, sums));
     if (mti_is_scattered(params)) MT_TRY(mt_all_reduce(ctx, params->grid->dp, sums.data, sums.data, 2, MT_F32, MT_SUM));
     return mt_all_reduce(ctx, params->grid->model, sums.data, sums.data, 2, MT_F32, MT_SUM);
 }
@@ -5285,17 +5340,12 @@ static mt_status mti_sum_over_stages(mt_context *ctx, const mt_grid *grid, mt_te
    copies that do not count. Only one rank of the tensor group has a number that is not 0, so the all-reduce is exact. A
    tree adds the virtual shards; then the parameters are added in order, stage by stage. */
 static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, mt_tensor sums) {
-    int i, s, v = mt_context_invariant(ctx), columns = params->count + 1;
+    int v = mt_context_invariant(ctx), columns = params->count + 1;
     mt_tensor all;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, v, columns, &all));
     MT_TRY(mt_fill(ctx, all, 0.0f));
-    for (i = 0; i < params->count; i++) {
-        const mt_param *p = params->list[i];
-        int column = mti_counts_in_norm(params->grid, p) ? i : params->count;
-        for (s = 0; s < p->shards; s++)
-            MT_TRY(mt_sum_of_squares(ctx, mti_param_shard(p, p->grad, s),
-                                     mt_tensor_cols(mt_tensor_rows(all, p->tp_rank * p->shards + s, 1), column, 1)));
-    }
+    MT_TRY(mt_multi_tensor_sum_of_squares(ctx, params->squares,
+                                          mt_tensor_f32((float *)all.data, 1, (int64_t)v * columns)));
     MT_TRY(mt_all_reduce(ctx, params->grid->tp, all.data, all.data, (size_t)v * (size_t)columns, MT_F32, MT_SUM));
     MT_TRY(mt_tree_sum(ctx, all));
     MT_TRY(mt_sum(ctx, mt_tensor_cols(mt_tensor_rows(all, 0, 1), params->count, 1), mt_tensor_cols(sums, 1, 1)));
@@ -5514,6 +5564,8 @@ static mt_status mti_optimizer_compare(mt_context *ctx, const mt_params *params,
     return mine;
 }
 
+static mt_status mti_optimizer_tensors(mt_context *ctx, mt_optimizer *o);
+
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc,
                                      mt_optimizer *out) {
     mt_optimizer_desc d;
@@ -5532,6 +5584,7 @@ MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const m
     out->params = params;
     out->elements = params->elements / params->buckets.ranks;
     status = mti_optimizer_memory(ctx, out);
+    if (status == MT_SUCCESS) status = mti_optimizer_tensors(ctx, out);
     if (status == MT_SUCCESS) params->has_optimizer = 1;
     else mt_optimizer_destroy(ctx, out);
     return status;
@@ -5544,6 +5597,7 @@ MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer) {
     mt_context_free(ctx, optimizer->m, bytes);
     mt_context_free(ctx, optimizer->v, bytes);
     mt_context_free(ctx, optimizer->master, bytes);
+    mt_multi_tensor_destroy(ctx, optimizer->update);
     memset(optimizer, 0, sizeof *optimizer);
 }
 
@@ -5691,17 +5745,26 @@ static mt_tensor mti_patch_state(const mt_optimizer *o, const mt_param *p, mt_op
     return grad;
 }
 
-/* Updates the parameters of one patch. */
-static mt_status mti_optimizer_patch(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mti_block b,
-                                     mti_patch at, mt_adamw *hyper) {
-    mt_random random = mti_param_random(p, b, o->desc.seed, (uint64_t)hyper->step);
-    mt_tensor grad = mti_patch_view(p, p->grad, b, at);
-    random.first_row += at.row;
-    random.first_col += at.col;
-    hyper->stochastic_rounding = o->desc.stochastic_rounding ? &random : NULL;
-    return mt_adamw_step(ctx, hyper, mti_patch_view(p, p->value, b, at), mti_patch_state(o, p, MT_MASTER, grad, at),
-                         grad, mti_patch_state(o, p, MT_EXP_AVG, grad, at),
-                         mti_patch_state(o, p, MT_EXP_AVG_SQ, grad, at));
+/* The tensors that a step updates, in a list that grows. */
+typedef struct mti_adamw_list {
+    mt_adamw_tensor *tensors; /* NULL: only counts them */
+    int count;
+} mti_adamw_list;
+
+/* Adds one patch. */
+static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_block b, mti_patch at,
+                                mti_adamw_list *list) {
+    mt_adamw_tensor *t = list->tensors + list->count++;
+    if (!list->tensors) return;
+    t->param = mti_patch_view(p, p->value, b, at);
+    t->grad = mti_patch_view(p, p->grad, b, at);
+    t->master = mti_patch_state(o, p, MT_MASTER, t->grad, at);
+    t->m = mti_patch_state(o, p, MT_EXP_AVG, t->grad, at);
+    t->v = mti_patch_state(o, p, MT_EXP_AVG_SQ, t->grad, at);
+    t->weight_decay = p->desc.weight_decay;
+    t->random = mti_param_random(p, b, o->desc.seed, 0);
+    t->random.first_row += at.row;
+    t->random.first_col += at.col;
 }
 
 /* Returns the place at which a block of p's gradient begins. */
@@ -5709,10 +5772,10 @@ static int64_t mti_block_place(const mt_param *p, mt_tensor block) {
     return mti_param_place(p) + ((const float *)block.data - (const float *)p->grad.data);
 }
 
-/* Updates a stretch of a block as up to three patches: the rest of a row, whole rows, and the beginning of a row.
-   Between the rows of a block there may be other columns. */
-static mt_status mti_optimizer_stretch(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mti_block b,
-                                       mti_stretch s, mt_adamw *hyper) {
+/* Adds a stretch of a block as up to three patches: the rest of a row, whole rows, and the beginning of a row. Between
+   the rows of a block there may be other columns. */
+static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_block b, mti_stretch s,
+                                  mti_adamw_list *list) {
     mt_tensor block = mti_param_block_view(p, p->grad, b);
     int64_t ld = mt_tensor_ld(block), left, at = s.at - mti_block_place(p, block);
     mti_patch patch;
@@ -5724,19 +5787,16 @@ static mt_status mti_optimizer_stretch(mt_context *ctx, const mt_optimizer *o, c
         patch.cols = mt_min(block.cols - patch.col, left);
         patch.state = s.state + s.count - left;
         if (patch.col == 0 && patch.cols == block.cols) patch.rows = (left - block.cols) / ld + 1;
-        if (patch.cols > 0) MT_TRY(mti_optimizer_patch(ctx, o, p, b, patch, hyper));
+        if (patch.cols > 0) mti_optimizer_patch(o, p, b, patch, list);
         used = patch.cols > 0 ? (patch.rows - 1) * ld + patch.cols : ld - patch.col;
         at += used;
         left -= used;
     }
-    return MT_SUCCESS;
 }
 
-/* Updates this rank's share of a parameter block by block. A block has a position in the whole parameter, which the
-   random numbers need. It has no padding, which therefore stays zero. */
-static mt_status mti_optimizer_update(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *p,
-                                      mt_adamw *hyper) {
-    const mt_params *params = optimizer->params;
+/* Adds this rank's share of a parameter block by block. A block has a position in the whole parameter, which the random
+   numbers need. It has no padding, which therefore stays zero. */
+static void mti_optimizer_param(const mt_optimizer *o, const mt_param *p, mti_adamw_list *list) {
     mti_stretch s;
     int64_t i;
     for (i = 0; i < mti_param_blocks(p); i++) {
@@ -5744,17 +5804,36 @@ static mt_status mti_optimizer_update(mt_context *ctx, const mt_optimizer *optim
         mt_tensor block = mti_param_block_view(p, p->grad, b);
         int64_t first = mti_block_place(p, block), end = first + (block.rows - 1) * mt_tensor_ld(block) + block.cols;
         if (b.count == 0) continue;
-        for (s = mti_share_next(params, first, end); s.count > 0; s = mti_share_after(params, s, end))
-            MT_TRY(mti_optimizer_stretch(ctx, optimizer, p, b, s, hyper));
+        for (s = mti_share_next(o->params, first, end); s.count > 0; s = mti_share_after(o->params, s, end))
+            mti_optimizer_stretch(o, p, b, s, list);
     }
-    return MT_SUCCESS;
+}
+
+static void mti_optimizer_params(const mt_optimizer *o, mti_adamw_list *list) {
+    int i;
+    list->count = 0;
+    for (i = 0; i < o->params->count; i++) mti_optimizer_param(o, o->params->list[i], list);
+}
+
+/* Makes the list of the tensors that a step updates. */
+static mt_status mti_optimizer_tensors(mt_context *ctx, mt_optimizer *o) {
+    mti_adamw_list list;
+    void *memory;
+    mt_status status;
+    memset(&list, 0, sizeof list);
+    mti_optimizer_params(o, &list);
+    MT_TRY(mti_host_new(ctx, (size_t)(list.count + 1) * sizeof *list.tensors, &memory));
+    list.tensors = (mt_adamw_tensor *)memory;
+    mti_optimizer_params(o, &list);
+    status = mt_multi_tensor_create_adamw(ctx, list.tensors, list.count, o->desc.stochastic_rounding, &o->update);
+    mt_host_free(memory);
+    return status;
 }
 
 /* Updates this rank's share of every parameter and, when the optimizer is sharded, gathers the values. */
 static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
     mt_params *params;
     mt_adamw hyper;
-    int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!optimizer || !optimizer->params) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_step: no optimizer");
     params = optimizer->params;
@@ -5767,11 +5846,7 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
     hyper.weight_decay = optimizer->desc.weight_decay;
     hyper.grad_scale = grad_scale;
     hyper.step = optimizer->step + 1;
-    MT_TRY(mt_adamw_check(ctx, &hyper)); /* every rank checks, even when its share is empty */
-    for (i = 0; i < params->count; i++) {
-        hyper.weight_decay = params->list[i]->desc.weight_decay ? optimizer->desc.weight_decay : 0.0f;
-        MT_TRY(mti_optimizer_update(ctx, optimizer, params->list[i], &hyper));
-    }
+    MT_TRY(mt_multi_tensor_adamw(ctx, optimizer->update, &hyper));
     if (params->buckets.ranks > 1) MT_TRY(mti_buckets_gather(ctx, params, MTI_IN_VALUES));
     optimizer->step = hyper.step;
     return MT_SUCCESS;

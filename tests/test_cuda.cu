@@ -15,6 +15,8 @@
 #include <math.h>
 #include <sys/mman.h>
 
+#include <vector>
+
 /* ---- the same tensor on both devices ----------------------------------------------------------------------------- */
 
 typedef struct pair {
@@ -400,6 +402,124 @@ static void adamw(shape s) {
         same("v", v, 1e-6);
     }
     if (type == MT_F32) adamw_bits(s);
+}
+
+/* ---- lists of tensors -------------------------------------------------------------------------------------------- */
+
+static mt_tensor noise_on(mt_context *ctx, mt_dtype dtype, int64_t rows, int64_t cols, layout l, uint64_t seed) {
+    mt_tensor t = tensor_new(ctx, dtype, rows, cols, l);
+    mt_random at = {seed, 1, 0, 0, cols};
+    OK(mt_random_normal(ctx, t, 1.0f, at));
+    return t;
+}
+
+/* Makes tensor i of a list. The same i gives the same values. Every tenth tensor is empty, every seventh has gaps and
+   no alignment, and tensor 5 has more elements than a block works on. */
+static mt_adamw_tensor listed(mt_context *ctx, int i, int with_master) {
+    static const layout layouts[] = {dense, wide, odd};
+    int64_t rows = i % 10 == 9 ? 0 : 1 + i % 4, cols = i == 5 ? 8208 : 1 + i * 13 % 40;
+    layout l = layouts[i % 7 == 6 ? 2 : i % 3 == 1];
+    uint64_t seed = 100 * (uint64_t)i;
+    mt_adamw_tensor t;
+    memset(&t, 0, sizeof t);
+    t.param = noise_on(ctx, type, rows, cols, l, seed);
+    t.master = with_master ? noise_on(ctx, MT_F32, rows, cols, dense, seed + 1) : mt_none();
+    t.grad = noise_on(ctx, MT_F32, rows, cols, l, seed + 2);
+    t.m = noise_on(ctx, MT_F32, rows, cols, dense, seed + 3);
+    t.v = tensor_new(ctx, MT_F32, rows, cols, dense);
+    OK(mt_fill(ctx, t.v, 0.02f));
+    t.weight_decay = i % 2;
+    t.random.seed = 11, t.random.subsequence = 5 + (uint64_t)i, t.random.first_row = 2, t.random.first_col = i % 5;
+    t.random.global_cols = cols + 9;
+    return t;
+}
+
+static void same_bits_twice(mt_context *ctx, const char *what, int number, mt_tensor a, mt_tensor b) {
+    float *x = download(ctx, a), *y = download(ctx, b);
+    for (int64_t i = 0; i < a.rows * a.cols; i++)
+        if (memcmp(x + i, y + i, sizeof *x) != 0)
+            fail_msg("%s of tensor %d: element %lld is %.9g in a list, alone %.9g", what, number, (long long)i,
+                     (double)x[i], (double)y[i]);
+    free(x), free(y);
+}
+
+/* A step of a list has the bits of a step of each tensor. how: 0 without masters, 1 with, 2 stochastic rounding */
+static void adamw_of_a_list(mt_context *ctx, int count, int how) {
+    mt_adamw h = {1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, 0.7f, 3, NULL};
+    std::vector<mt_adamw_tensor> together, alone;
+    mt_multi_tensor *list = NULL;
+    for (int i = 0; i < count; i++) {
+        together.push_back(listed(ctx, i, how == 1));
+        alone.push_back(listed(ctx, i, how == 1));
+    }
+    OK(mt_multi_tensor_create_adamw(ctx, together.data(), count, how == 2, &list));
+    OK(mt_multi_tensor_adamw(ctx, list, &h));
+    for (int i = 0; i < count; i++) {
+        mt_adamw_tensor a = together[i], b = alone[i];
+        mt_adamw own = h;
+        b.random.subsequence += 3;
+        if (how == 2) own.stochastic_rounding = &b.random;
+        if (!b.weight_decay) own.weight_decay = 0.0f;
+        OK(mt_adamw_step(ctx, &own, b.param, b.master, b.grad, b.m, b.v));
+        same_bits_twice(ctx, "param", i, a.param, b.param);
+        same_bits_twice(ctx, "m", i, a.m, b.m);
+        same_bits_twice(ctx, "v", i, a.v, b.v);
+        if (how == 1) same_bits_twice(ctx, "master", i, a.master, b.master);
+    }
+    mt_multi_tensor_destroy(ctx, list);
+}
+
+/* Sums of squares of a list, in three columns, have the bits of sums one after the other. */
+static void squares_of_a_list(mt_context *ctx, int count) {
+    std::vector<mt_square_tensor> tensors;
+    mt_tensor out = tensor_new(ctx, MT_F32, 1, 4, dense), expected = tensor_new(ctx, MT_F32, 1, 4, dense);
+    mt_multi_tensor *list = NULL;
+    OK(mt_fill(ctx, out, 0.5f));
+    OK(mt_fill(ctx, expected, 0.5f));
+    for (int i = 0; i < count; i++) {
+        mt_square_tensor t = {listed(ctx, i, 0).grad, i * 5 % 3};
+        tensors.push_back(t);
+        OK(mt_sum_of_squares(ctx, t.x, mt_tensor_cols(expected, t.out, 1)));
+    }
+    OK(mt_multi_tensor_create_squares(ctx, tensors.data(), count, &list));
+    OK(mt_multi_tensor_sum_of_squares(ctx, list, out));
+    same_bits_twice(ctx, "sum of squares", count, out, expected);
+    mt_multi_tensor_destroy(ctx, list);
+}
+
+static void lists(mt_context *ctx, int count) {
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    for (int t = 0; t < 3; t++)
+        for (int how = 0; how < (t == 0 ? 1 : 3); how++) {
+            size_t mark = mt_arena_mark(ctx);
+            type = types[t];
+            adamw_of_a_list(ctx, count, how);
+            mt_arena_release(ctx, mark);
+        }
+    squares_of_a_list(ctx, count);
+}
+
+static void test_lists_of_tensors(void **state) {
+    static const int counts[] = {0, 1, 12, 40};
+    (void)state;
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        lists(cpu, counts[i]);
+        lists(gpu, counts[i]);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
+/* The search for the tensor of a block takes three steps when there are more than 1024. */
+static void test_long_lists(void **state) {
+    size_t mark = mt_arena_mark(gpu);
+    (void)state;
+    type = MT_F32;
+    squares_of_a_list(gpu, 1200);
+    mt_arena_release(gpu, mark);
+    adamw_of_a_list(gpu, 1200, 0);
+    mt_arena_release(gpu, mark);
 }
 
 static void cross_entropy(shape s) {
@@ -1672,6 +1792,8 @@ int main(void) {
         cmocka_unit_test(test_pointwise),
         cmocka_unit_test(test_dropout),
         cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_lists_of_tensors),
+        cmocka_unit_test(test_long_lists),
         cmocka_unit_test(test_cross_entropy),
         cmocka_unit_test(test_embedding),
         cmocka_unit_test(test_embedding_backward),

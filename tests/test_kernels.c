@@ -1291,6 +1291,46 @@ static void test_adamw(void **state) {
     }
 }
 
+static void test_bad_lists_of_tensors(void **state) {
+    mt_adamw h = {1e-2f, 0.9f, 0.95f, 1e-8f, 0, 1, 1, NULL};
+    mt_tensor x = ref_filled(2, 5, 0, 1), out = ref_filled(1, 3, 0, 0);
+    mt_adamw_tensor a = {x, {0}, x, x, x, 0, {0, 0, 0, 0, 5}}, wrong;
+    mt_square_tensor s = {x, 2}, negative = {x, -1};
+    mt_multi_tensor *adamw = NULL, *squares = NULL, *none = NULL;
+    mt_random at = {1, 1, 0, 0, 5};
+    (void)state;
+    OK(mt_multi_tensor_create_adamw(ref.ctx, &a, 1, 0, &adamw));
+    OK(mt_multi_tensor_create_squares(ref.ctx, &s, 1, &squares));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_create_adamw(ref.ctx, NULL, 1, 0, &none));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_create_adamw(ref.ctx, &a, -1, 0, &none));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_create_adamw(ref.ctx, &a, 1, 0, NULL));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT,
+                  mt_multi_tensor_create_adamw(ref.ctx, &a, 1, 1, &none)); /* f32 is not rounded */
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_create_squares(ref.ctx, &negative, 1, &none));
+    wrong = a;
+    wrong.m = mt_tensor_cols(x, 0, 4);
+    ASSERT_STATUS(ref.ctx, MT_ERR_SHAPE, mt_multi_tensor_create_adamw(ref.ctx, &wrong, 1, 0, &none));
+    wrong = a;
+    wrong.master = x;
+    ASSERT_STATUS(ref.ctx, MT_ERR_DTYPE, mt_multi_tensor_create_adamw(ref.ctx, &wrong, 1, 0, &none));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, NULL, &h));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, squares, &h));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_sum_of_squares(ref.ctx, adamw, out));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT,
+                  mt_multi_tensor_sum_of_squares(ref.ctx, squares, mt_tensor_cols(out, 0, 2)));
+    h.stochastic_rounding = &at;
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, adamw, &h));
+    h.stochastic_rounding = NULL;
+    h.step = 0;
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, adamw, &h));
+    assert_null(none);
+    OK(mt_multi_tensor_sum_of_squares(ref.ctx, squares, out));
+    assert_true(ref_row(out, 0)[2] == 10.0f && ref_row(out, 0)[1] == 0.0f);
+    mt_multi_tensor_destroy(ref.ctx, adamw);
+    mt_multi_tensor_destroy(ref.ctx, squares);
+    mt_multi_tensor_destroy(ref.ctx, NULL);
+}
+
 /* With zero gradients, only weight decay changes the parameters. Denormal and huge moments stay finite. */
 static void test_adamw_edges(void **state) {
     mt_adamw h = {0.1f, 0.9f, 0.999f, 1e-8f, 0, 1, 1, NULL};
@@ -2261,6 +2301,7 @@ static const struct CMUnitTest tests[] = {
     REF_TEST(test_bad_embedding),
     REF_TEST(test_bad_cross_entropy),
     REF_TEST(test_bad_adamw),
+    REF_TEST(test_bad_lists_of_tensors),
     REF_TEST(test_args),
     REF_TEST(test_pointwise),
     REF_TEST(test_pointwise_refuses),

@@ -1,0 +1,133 @@
+/* test_cuda_launches.cu - counts the kernels and the matrix products that a layer and an optimizer step start on a GPU.
+   Each of them costs the host a few microseconds. Only the engine in tests/engine/ can count them, so the program does
+   not run on a GPU. */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#include "mt_test.h"
+
+#include "runtime.h"
+
+#include "mt_test_ranks.h"
+
+static long kernels = 0;
+
+/* Returns how many kernels and products have been started since the last call. */
+static long started(void) {
+    static long before = 0;
+    long now = kernels + mte::gemm_count(), since = now - before;
+    before = now;
+    return since;
+}
+
+typedef struct model {
+    mt_dtype dtype;
+    int layers;
+    long forward, backward, norm, step; /* the counts */
+} model;
+
+static mt_status run_layer(test_rank *r, const mt_transformer_layer *layer, model *m) {
+    const int64_t tokens = 32, hidden = layer->desc.hidden;
+    mt_transformer_layer_saved saved;
+    mt_tensor x, y, dy, dx;
+    mt_arena_request memory[] = {{&x, m->dtype, tokens, hidden},
+                                 {&y, m->dtype, tokens, hidden},
+                                 {&dy, m->dtype, tokens, hidden},
+                                 {&dx, m->dtype, tokens, hidden}};
+    mt_batch batch;
+    size_t mark = mt_arena_mark(r->ctx);
+    memset(&batch, 0, sizeof batch);
+    batch.sequences = 2;
+    batch.seq = tokens / 2;
+    MT_TRY(mt_arena_tensors(r->ctx, memory, 4));
+    MT_TRY(mt_fill(r->ctx, x, 0.5f));
+    MT_TRY(mt_fill(r->ctx, dy, 0.25f));
+    started();
+    MT_TRY(mt_transformer_layer_forward(r->ctx, layer, &batch, x, y, &saved));
+    m->forward = started();
+    MT_TRY(mt_transformer_layer_backward(r->ctx, layer, dy, dx, &saved));
+    m->backward = started();
+    mt_arena_release(r->ctx, mark);
+    return MT_SUCCESS;
+}
+
+static mt_status run_optimizer(test_rank *r, model *m) {
+    mt_optimizer optimizer;
+    mt_status status;
+    float norm;
+    MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, &optimizer));
+    started();
+    status = mt_grad_norm(r->ctx, r->params, &norm);
+    m->norm = started();
+    if (status == MT_SUCCESS) status = mt_optimizer_step(r->ctx, &optimizer, 1e-3f, mt_clip_coefficient(norm, 1.0f));
+    m->step = started();
+    mt_optimizer_destroy(r->ctx, &optimizer);
+    return status;
+}
+
+static mt_status run_rank(test_rank *r, model *m) {
+    mt_transformer_layer layers[4];
+    mt_transformer_layer_desc d;
+    memset(&d, 0, sizeof d);
+    d.hidden = 128;
+    d.heads = 2;
+    d.attention_dropout = d.hidden_dropout = 0.1f;
+    MT_TRY(mt_params_set_dtype(r->ctx, r->params, m->dtype));
+    for (int i = 0; i < m->layers; i++) {
+        d.layer_number = i + 1;
+        MT_TRY(mt_transformer_layer_create(r->ctx, r->params, NULL, &d, &layers[i]));
+    }
+    MT_TRY(mt_params_init(r->ctx, r->params, 1));
+    for (int i = 0; i < 2; i++) MT_TRY(run_layer(r, &layers[0], m)); /* the first time chooses the products */
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    return run_optimizer(r, m);
+}
+
+static mt_status model_rank(mt_comm *world, void *user) {
+    mt_grid_desc shape;
+    mt_context_desc where;
+    test_rank r;
+    memset(&shape, 0, sizeof shape);
+    memset(&where, 0, sizeof where);
+    shape.tp = 1;
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = (size_t)16 << 20;
+    mt_status status = test_rank_open(world, shape, &where, &r);
+    if (status == MT_SUCCESS) status = run_rank(&r, (model *)user);
+    test_rank_close(&r);
+    return status;
+}
+
+/* At most 11 kernels and products forward and 23 backward. */
+static void test_layer(void **state) {
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        model m = {types[i], 1, 0, 0, 0, 0};
+        test_launch(1, model_rank, &m);
+        if (m.forward > 11 || m.backward > 23 || m.forward < 5)
+            fail_msg("%s: a layer starts %ld kernels and products forward and %ld backward", mt_dtype_name(m.dtype),
+                     m.forward, m.backward);
+    }
+}
+
+/* The norm and the step start the same few kernels for every number of parameters. */
+static void test_optimizer(void **state) {
+    (void)state;
+    for (int layers = 1; layers <= 4; layers += 3) {
+        model m = {MT_BF16, layers, 0, 0, 0, 0};
+        test_launch(1, model_rank, &m);
+        if (m.norm != 4 || m.step != 1)
+            fail_msg("%d layers: the norm starts %ld kernels, and the step %ld", layers, m.norm, m.step);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_layer),
+        cmocka_unit_test(test_optimizer),
+    };
+    mte::on_launch([](const char *) { ++kernels; });
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
