@@ -995,46 +995,37 @@ static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row,
 }
 
 /* A vector as it lies in memory, or as f32 for MTI_ANY_TYPE. mti_fetch only loads it, so a thread can have the loads of
-   several vectors under way before mti_values converts the first one. n and WIDE are those of mti_load. */
-template <int TYPE> struct mti_fetched { mti_words words; };
-template <> struct mti_fetched<MT_F32> { float x[MTI_VECTOR]; };
-template <> struct mti_fetched<MTI_ANY_TYPE> { float x[MTI_VECTOR]; };
+   several vectors under way before mti_values converts the first one. A vector in 16 bits takes 4 registers, and 8 when
+   it is converted. n and WIDE are those of mti_load. */
+template <int TYPE> struct mti_fetched {
+    static const int size = TYPE == MT_BF16 || TYPE == MT_F16 ? 2 : 4; /* of an element, in bytes */
+    mti_words words[size / 2];
+};
 
 template <bool WIDE, int TYPE>
 static __device__ __forceinline__ void mti_fetch(const mti_view &v, int64_t row, int64_t col, int n,
                                                  mti_fetched<TYPE> &out) {
-    const uint16_t *from = (const uint16_t *)v.data + (row * v.ld + col);
-    if (WIDE && n == MTI_VECTOR) {
-        out.words = mti_load_words(from);
-        return;
+    const int size = mti_fetched<TYPE>::size;
+    const uint16_t *from = (const uint16_t *)v.data + (row * v.ld + col); /* with size 2 */
+    if (size == 4) {
+        float x[MTI_VECTOR];
+        mti_load<WIDE, TYPE>(v, row, col, n, x);
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < MTI_VECTOR; j++) out.words[j * size / 16].w[j % 4] = __float_as_uint(x[j]);
+    } else if (WIDE && n == MTI_VECTOR) {
+        out.words[0] = mti_load_words(from);
+    } else {
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < MTI_VECTOR / 2; j++)
+            out.words[0].w[j] = (2 * j < n ? from[2 * j] : 0u) | (2 * j + 1 < n ? (uint32_t)from[2 * j + 1] << 16 : 0u);
     }
-    MT_DEVICE_UNROLL
-    for (int j = 0; j < MTI_VECTOR / 2; j++)
-        out.words.w[j] = (2 * j < n ? from[2 * j] : 0u) | (2 * j + 1 < n ? (uint32_t)from[2 * j + 1] << 16 : 0u);
-}
-
-template <bool WIDE>
-static __device__ __forceinline__ void mti_fetch(const mti_view &v, int64_t row, int64_t col, int n,
-                                                 mti_fetched<MT_F32> &out) {
-    mti_load<WIDE, MT_F32>(v, row, col, n, out.x);
-}
-
-template <bool WIDE>
-static __device__ __forceinline__ void mti_fetch(const mti_view &v, int64_t row, int64_t col, int n,
-                                                 mti_fetched<MTI_ANY_TYPE> &out) {
-    mti_load<WIDE>(v, row, col, n, out.x);
 }
 
 template <int TYPE> static __device__ __forceinline__ void mti_values(const mti_fetched<TYPE> &in, float *x) {
-    mti_unpack(TYPE, in.words, x);
-}
-
-static __device__ __forceinline__ void mti_values(const mti_fetched<MT_F32> &in, float *x) {
-    for (int j = 0; j < MTI_VECTOR; j++) x[j] = in.x[j];
-}
-
-static __device__ __forceinline__ void mti_values(const mti_fetched<MTI_ANY_TYPE> &in, float *x) {
-    for (int j = 0; j < MTI_VECTOR; j++) x[j] = in.x[j];
+    const int size = mti_fetched<TYPE>::size;
+    if (size == 2) mti_unpack(TYPE, in.words[0], x);
+    MT_DEVICE_UNROLL
+    for (int j = 0; j < MTI_VECTOR && size == 4; j++) x[j] = __uint_as_float(in.words[j * size / 16].w[j % 4]);
 }
 
 /* x += the values of a vector. */
@@ -1259,102 +1250,30 @@ static __device__ __forceinline__ float2 mti_block_sums(float a, float b, float 
     return sums;
 }
 
-template <bool WIDE>
-static __device__ __forceinline__ void mti_load_vector(const mti_view &x, int64_t row, int64_t cols, int64_t vector,
-                                                       float *out) {
-    int64_t col = vector * MTI_VECTOR;
-    mti_load<WIDE>(x, row, col, mti_vector_size(cols, col), out);
+/* The type of the rows of views with `cols` columns, as a template argument. MTI_ANY_TYPE also for rows that end within
+   a vector, so that rows with a type have whole vectors only. */
+template <typename... Views> static int mti_row_type(int64_t cols, Views... views) {
+    return cols % MTI_VECTOR ? MTI_ANY_TYPE : mti_access_of(views...).type;
 }
 
-/* The type of rows as a template argument: MT_F32, MT_BF16 or MT_F16 if all views have this type and are wide (see
-   mti_is_wide). With MTI_ANY_TYPE, each view has its own type and alignment. */
-#define MTI_ANY_TYPE (-1)
-#define MTI_BY_TYPE(type, function)                                                                                    \
-    ((type) == MT_F32    ? function<MT_F32>                                                                            \
-     : (type) == MT_BF16 ? function<MT_BF16>                                                                           \
-     : (type) == MT_F16  ? function<MT_F16>                                                                            \
-                         : function<MTI_ANY_TYPE>)
-
-/* The type of the rows of `count` views that have `cols` columns. MTI_ANY_TYPE also for rows that end within a vector,
-   so that kernels with a type have whole vectors only. */
-static int mti_row_type(const mt_tensor *views, int count, int64_t cols) {
-    for (int i = 0; i < count; i++)
-        if (cols % MTI_VECTOR || (views[i].data && (views[i].dtype != views[0].dtype || !mti_is_wide(views[i]))))
-            return MTI_ANY_TYPE;
-    return (int)views[0].dtype;
+/* Functions for vector i of a row of this type. The comments of the kernels that use them count SASS instructions
+   beside a budget: 6.8 for each byte moved. This is what an H200 is predicted to have time for while it copies at 85 %
+   of its best rate. */
+template <int TYPE> static __device__ __forceinline__ int mti_row_vector_size(int64_t cols, int64_t i) {
+    return TYPE == MTI_ANY_TYPE ? mti_vector_size(cols, i * MTI_VECTOR) : MTI_VECTOR;
 }
 
-/* The comments of the kernels with these vectors count SASS instructions beside a budget: 6.8 for each byte moved.
-   This is what an H200 is predicted to have time for while it copies at 85 % of its best rate.
+template <int TYPE>
+static __device__ __forceinline__ void mti_row_fetch(const mti_view &v, int64_t row, int64_t i, int64_t cols,
+                                                     mti_fetched<TYPE> &out) {
+    mti_fetch<TYPE != MTI_ANY_TYPE>(v, row, i * MTI_VECTOR, mti_row_vector_size<TYPE>(cols, i), out);
+}
 
-   Vector i of a row, as it is in memory. A kernel first loads several vectors and then widens them, so that their loads
-   are in flight together. A vector in 16 bits takes 4 registers, and 8 when it is widened. load and store access
-   `size` elements; this is less than MTI_VECTOR only at the end of a row of MTI_ANY_TYPE. */
-template <int TYPE> struct mti_held {
-    static const int words = TYPE == MT_F32 ? 2 : 1;
-    mti_words w[words];
-
-    static __device__ __forceinline__ int size(int64_t, int64_t) { return MTI_VECTOR; }
-    static __device__ __forceinline__ char *at(const mti_view &v, int64_t row, int64_t i) {
-        return v.data + row * v.ld * (TYPE == MT_F32 ? 4 : 2) + i * (16 * words);
-    }
-    __device__ __forceinline__ void load(const mti_view &v, int64_t row, int64_t i, int64_t) {
-        MT_DEVICE_UNROLL
-        for (int k = 0; k < words; k++) w[k] = mti_load_words(at(v, row, i) + 16 * k);
-    }
-    __device__ __forceinline__ void clear() {
-        MT_DEVICE_UNROLL
-        for (int k = 0; k < 4 * words; k++) w[k / 4].w[k % 4] = 0;
-    }
-    __device__ __forceinline__ void widen(float *x) const {
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_VECTOR && TYPE == MT_F32; j++) x[j] = __uint_as_float(w[j / 4 * (words - 1)].w[j % 4]);
-        if (TYPE != MT_F32) mti_unpack(TYPE, w[0], x);
-    }
-    static __device__ __forceinline__ void store(const mti_view &v, int64_t row, int64_t i, int64_t, const float *x) {
-        if (TYPE != MT_F32) {
-            mti_store_words(at(v, row, i), mti_pack(TYPE, x));
-            return;
-        }
-        *(float4 *)at(v, row, i) = make_float4(x[0], x[1], x[2], x[3]);
-        *(float4 *)(at(v, row, i) + 16) = make_float4(x[4], x[5], x[6], x[7]);
-    }
-    /* Copies to and from shared memory with room for `vectors` vectors. */
-    __device__ __forceinline__ void save(mti_words *room, int64_t vectors, int64_t i) const {
-        MT_DEVICE_UNROLL
-        for (int k = 0; k < words; k++) room[k * vectors + i] = w[k];
-    }
-    __device__ __forceinline__ void restore(const mti_words *room, int64_t vectors, int64_t i) {
-        MT_DEVICE_UNROLL
-        for (int k = 0; k < words; k++) w[k] = mti_load_words(room + k * vectors + i);
-    }
-};
-
-template <> struct mti_held<MTI_ANY_TYPE> {
-    static const int words = 2; /* the size of the widest type */
-    float x[MTI_VECTOR];
-
-    static __device__ __forceinline__ int size(int64_t cols, int64_t i) {
-        return mti_vector_size(cols, i * MTI_VECTOR);
-    }
-    __device__ __forceinline__ void load(const mti_view &v, int64_t row, int64_t i, int64_t cols) {
-        mti_load<false>(v, row, i * MTI_VECTOR, size(cols, i), x);
-    }
-    __device__ __forceinline__ void clear() {
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_VECTOR; j++) x[j] = 0.0f;
-    }
-    __device__ __forceinline__ void widen(float *to) const {
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_VECTOR; j++) to[j] = x[j];
-    }
-    static __device__ __forceinline__ void store(const mti_view &v, int64_t row, int64_t i, int64_t cols,
-                                                 const float *from) {
-        mti_store<false>(v, row, i * MTI_VECTOR, size(cols, i), from);
-    }
-    __device__ void save(mti_words *, int64_t, int64_t) const {} /* rows of any type are not kept in shared memory */
-    __device__ void restore(const mti_words *, int64_t, int64_t) {}
-};
+template <int TYPE>
+static __device__ __forceinline__ void mti_row_store(const mti_view &v, int64_t row, int64_t i, int64_t cols,
+                                                     const float *x) {
+    mti_store<TYPE != MTI_ANY_TYPE, TYPE>(v, row, i * MTI_VECTOR, mti_row_vector_size<TYPE>(cols, i), x);
+}
 
 /* Sizes of the dynamic shared memory of a block. Every GPU from sm_75 on grants MTI_SHARED_LEAST bytes. mti_shared_most
    returns what this GPU grants. Both leave 2 KiB for the variables that kernels declare themselves. The size of the
@@ -4093,11 +4012,11 @@ static __device__ __forceinline__ float mti_norm_center(float *x, float mean, in
 
 /* y of one vector, from x - mean. y may be x. */
 template <int TYPE>
-static __device__ __forceinline__ void mti_norm_vector(const float *x, float rstd, const mti_held<TYPE> &gain,
-                                                       const mti_held<TYPE> &bias, float *y) {
+static __device__ __forceinline__ void mti_norm_vector(const float *x, float rstd, const mti_fetched<TYPE> &gain,
+                                                       const mti_fetched<TYPE> &bias, float *y) {
     float g[MTI_VECTOR], b[MTI_VECTOR];
-    gain.widen(g);
-    bias.widen(b);
+    mti_values(gain, g);
+    mti_values(bias, b);
     MT_DEVICE_UNROLL
     for (int j = 0; j < MTI_VECTOR; j++) y[j] = x[j] * rstd * g[j] + b[j];
 }
@@ -4109,10 +4028,10 @@ template <int TYPE, int KEPT> struct mti_norm_rest {
     int vectors;
     float x[MTI_VECTOR];
     __device__ __forceinline__ int load(int i) {
-        mti_held<TYPE> held;
-        held.load(op.x, row, i, cols);
-        held.widen(x);
-        return held.size(cols, i);
+        mti_fetched<TYPE> held;
+        mti_row_fetch(op.x, row, i, cols, held);
+        mti_values(held, x);
+        return mti_row_vector_size<TYPE>(cols, i);
     }
     __device__ __forceinline__ int first() const { return (int)(threadIdx.x + KEPT * blockDim.x); }
     __device__ __forceinline__ float sum() {
@@ -4132,15 +4051,14 @@ template <int TYPE, int KEPT> struct mti_norm_rest {
         return sum;
     }
     __device__ __forceinline__ void write(float mean, float rstd) {
-        mti_held<TYPE> gain, bias;
-        bias.clear();
+        mti_fetched<TYPE> gain, bias = {};
         for (int i = first(); i < vectors; i += (int)blockDim.x) {
             int n = load(i);
-            gain.load(op.gain, 0, i, cols);
-            if (op.bias.data) bias.load(op.bias, 0, i, cols);
+            mti_row_fetch(op.gain, 0, i, cols, gain);
+            if (op.bias.data) mti_row_fetch(op.bias, 0, i, cols, bias);
             mti_norm_center(x, mean, n);
             mti_norm_vector(x, rstd, gain, bias, x);
-            gain.store(op.y, row, i, cols, x);
+            mti_row_store<TYPE>(op.y, row, i, cols, x);
         }
     }
 };
@@ -4159,23 +4077,22 @@ template <int TYPE, int KEPT>
 static __device__ __forceinline__ void mti_norm_row(const mti_norm_op &op, int64_t row, int64_t cols, float *shared) {
     int vectors = (int)((cols + MTI_VECTOR - 1) / MTI_VECTOR), at[KEPT];
     mti_norm_rest<TYPE, KEPT> rest = {op, row, cols, vectors, {}};
-    mti_held<TYPE> held[KEPT], gain[KEPT], bias[KEPT];
+    mti_fetched<TYPE> held[KEPT] = {}, gain[KEPT] = {}, bias[KEPT] = {};
     float x[KEPT][MTI_VECTOR], sum = 0.0f, squares = 0.0f, mean = 0.0f;
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) {
         at[q] = (int)(threadIdx.x + q * blockDim.x);
-        held[q].clear(), gain[q].clear(), bias[q].clear();
-        if (at[q] < vectors) held[q].load(op.x, row, at[q], cols);
+        if (at[q] < vectors) mti_row_fetch(op.x, row, at[q], cols, held[q]);
     }
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) {
-        if (at[q] < vectors) gain[q].load(op.gain, 0, at[q], cols);
-        if (at[q] < vectors && op.bias.data) bias[q].load(op.bias, 0, at[q], cols);
+        if (at[q] < vectors) mti_row_fetch(op.gain, 0, at[q], cols, gain[q]);
+        if (at[q] < vectors && op.bias.data) mti_row_fetch(op.bias, 0, at[q], cols, bias[q]);
     }
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) {
         float own = 0.0f;
-        held[q].widen(x[q]);
+        mti_values(held[q], x[q]);
         MT_DEVICE_UNROLL
         for (int j = 0; j < MTI_VECTOR; j++) own += x[q][j];
         sum += own;
@@ -4183,7 +4100,7 @@ static __device__ __forceinline__ void mti_norm_row(const mti_norm_op &op, int64
     if (op.centered) mean = mti_row_total(sum + rest.sum(), shared) / (float)cols;
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) {
-        float own = mti_norm_center(x[q], mean, held[q].size(cols, at[q]));
+        float own = mti_norm_center(x[q], mean, mti_row_vector_size<TYPE>(cols, at[q]));
         squares += at[q] < vectors ? own : 0.0f;
     }
     squares += rest.squares(mean);
@@ -4195,7 +4112,7 @@ static __device__ __forceinline__ void mti_norm_row(const mti_norm_op &op, int64
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) {
         mti_norm_vector(x[q], rstd, gain[q], bias[q], x[q]);
-        if (at[q] < vectors) held[q].store(op.y, row, at[q], cols, x[q]);
+        if (at[q] < vectors) mti_row_store<TYPE>(op.y, row, at[q], cols, x[q]);
     }
     rest.write(mean, rstd);
 }
@@ -4231,11 +4148,10 @@ static mt_status mti_cuda_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_te
     mti_norm_op op = {mti_view_of(x),       mti_view_of(gain),  mti_view_of(bias),
                       mti_view_of(y),       mti_view_of(stats), eps,
                       kind == MT_LAYER_NORM};
-    mt_tensor views[4];
-    views[0] = x, views[1] = gain, views[2] = bias, views[3] = y;
     if (x.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    return MTI_BY_TYPE(mti_row_type(views, 4, x.cols), mti_norm_launch)(ctx, op, x.rows, x.cols);
+    return mti_by_type(mti_row_type(x.cols, x, gain, bias, y),
+                       [&](auto type) { return mti_norm_launch<decltype(type)::value>(ctx, op, x.rows, x.cols); });
 }
 
 struct mti_norm_backward_op {
@@ -4267,18 +4183,14 @@ struct mti_norm_means {
 /* What a thread has loaded of a row: its first KEPT vectors, and the statistics. Vectors behind the end of the row stay
    0. */
 template <int TYPE, int KEPT> struct mti_norm_input {
-    mti_held<TYPE> x[KEPT], dy[KEPT], residual[KEPT];
+    mti_fetched<TYPE> x[KEPT], dy[KEPT], residual[KEPT];
     float mean, rstd;
-    __device__ __forceinline__ void clear() {
-        MT_DEVICE_UNROLL
-        for (int q = 0; q < KEPT; q++) x[q].clear(), dy[q].clear(), residual[q].clear();
-    }
     __device__ __forceinline__ void load(const mti_norm_backward_op &op, int64_t row, int64_t cols, int q) {
         int i = (int)(threadIdx.x + q * blockDim.x);
         if (i >= (int)((cols + MTI_VECTOR - 1) / MTI_VECTOR)) return;
-        x[q].load(op.x, row, i, cols);
-        dy[q].load(op.dy, row, i, cols);
-        if (op.dresidual.data) residual[q].load(op.dresidual, row, i, cols);
+        mti_row_fetch(op.x, row, i, cols, x[q]);
+        mti_row_fetch(op.dy, row, i, cols, dy[q]);
+        if (op.dresidual.data) mti_row_fetch(op.dresidual, row, i, cols, residual[q]);
     }
     __device__ __forceinline__ void load_stats(const mti_norm_backward_op &op, int64_t row) {
         mean = op.centered ? mti_get(op.stats, row, 0) : 0.0f;
@@ -4288,13 +4200,13 @@ template <int TYPE, int KEPT> struct mti_norm_input {
 
 /* Adds g and g * xhat of one vector to the two sums. Elements past the end of the row are 0. */
 template <int TYPE>
-static __device__ __forceinline__ void mti_norm_mean(const mti_norm_means &m, const mti_held<TYPE> &x,
-                                                     const mti_held<TYPE> &dy, const mti_held<TYPE> &gain, float *sum_g,
-                                                     float *sum_gx) {
+static __device__ __forceinline__ void mti_norm_mean(const mti_norm_means &m, const mti_fetched<TYPE> &x,
+                                                     const mti_fetched<TYPE> &dy, const mti_fetched<TYPE> &gain,
+                                                     float *sum_g, float *sum_gx) {
     float v[MTI_VECTOR], d[MTI_VECTOR], g[MTI_VECTOR];
-    x.widen(v);
-    dy.widen(d);
-    gain.widen(g);
+    mti_values(x, v);
+    mti_values(dy, d);
+    mti_values(gain, g);
     MT_DEVICE_UNROLL
     for (int j = 0; j < MTI_VECTOR; j++) {
         *sum_g += d[j] * g[j];
@@ -4304,15 +4216,15 @@ static __device__ __forceinline__ void mti_norm_mean(const mti_norm_means &m, co
 
 /* v = dx, dg = dy * xhat and d = dy of one vector. */
 template <int TYPE>
-static __device__ __forceinline__ void mti_norm_gradient(const mti_norm_means &m, const mti_held<TYPE> &x,
-                                                         const mti_held<TYPE> &dy, const mti_held<TYPE> &gain,
-                                                         const mti_held<TYPE> &residual, float *v, float *dg,
+static __device__ __forceinline__ void mti_norm_gradient(const mti_norm_means &m, const mti_fetched<TYPE> &x,
+                                                         const mti_fetched<TYPE> &dy, const mti_fetched<TYPE> &gain,
+                                                         const mti_fetched<TYPE> &residual, float *v, float *dg,
                                                          float *d) {
     float g[MTI_VECTOR], r[MTI_VECTOR];
-    x.widen(v);
-    dy.widen(d);
-    gain.widen(g);
-    residual.widen(r);
+    mti_values(x, v);
+    mti_values(dy, d);
+    mti_values(gain, g);
+    mti_values(residual, r);
     MT_DEVICE_UNROLL
     for (int j = 0; j < MTI_VECTOR; j++) {
         float xhat = (v[j] - m.mean) * m.rstd;
@@ -4329,11 +4241,11 @@ template <int TYPE, int KEPT> struct mti_norm_backward_rest {
     const mti_norm_backward_op &op;
     int64_t row, cols;
     int vectors;
-    mti_held<TYPE> x, dy, gain;
+    mti_fetched<TYPE> x, dy, gain;
     __device__ __forceinline__ void load(int i) {
-        x.load(op.x, row, i, cols);
-        dy.load(op.dy, row, i, cols);
-        gain.load(op.gain, 0, i, cols);
+        mti_row_fetch(op.x, row, i, cols, x);
+        mti_row_fetch(op.dy, row, i, cols, dy);
+        mti_row_fetch(op.gain, 0, i, cols, gain);
     }
     __device__ __forceinline__ int first() const { return (int)(threadIdx.x + KEPT * blockDim.x); }
     __device__ __forceinline__ void means(const mti_norm_means &m, float *sum_g, float *sum_gx) {
@@ -4343,14 +4255,13 @@ template <int TYPE, int KEPT> struct mti_norm_backward_rest {
         }
     }
     __device__ __forceinline__ void write(const mti_norm_means &m, const mti_norm_sums &sums) {
-        mti_held<TYPE> residual;
+        mti_fetched<TYPE> residual = {};
         float v[MTI_VECTOR], dg[MTI_VECTOR], d[MTI_VECTOR];
-        residual.clear();
         for (int i = first(); i < vectors; i += (int)blockDim.x) {
             load(i);
-            if (op.dresidual.data) residual.load(op.dresidual, row, i, cols);
+            if (op.dresidual.data) mti_row_fetch(op.dresidual, row, i, cols, residual);
             mti_norm_gradient(m, x, dy, gain, residual, v, dg, d);
-            x.store(op.dx, row, i, cols, v);
+            mti_row_store<TYPE>(op.dx, row, i, cols, v);
             sums.add(i, dg, d);
         }
     }
@@ -4365,14 +4276,13 @@ static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_back
                                                              float (&own)[KEPT][2][MTI_VECTOR],
                                                              const mti_norm_sums &sums, float share, float *shared) {
     mti_norm_backward_rest<TYPE, KEPT> rest = {op, row, cols, sums.vectors, {}, {}, {}};
-    mti_held<TYPE> gain[KEPT];
+    mti_fetched<TYPE> gain[KEPT] = {};
     float v[MTI_VECTOR], dg[MTI_VECTOR], d[MTI_VECTOR], sum_g = 0.0f, sum_gx = 0.0f;
     mti_norm_means m = {in.mean, in.rstd, 0.0f, 0.0f};
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) {
         int i = (int)(threadIdx.x + q * blockDim.x);
-        gain[q].clear();
-        if (i < sums.vectors) gain[q].load(op.gain, 0, i, cols);
+        if (i < sums.vectors) mti_row_fetch(op.gain, 0, i, cols, gain[q]);
     }
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) mti_norm_mean(m, in.x[q], in.dy[q], gain[q], &sum_g, &sum_gx);
@@ -4384,9 +4294,9 @@ static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_back
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) {
         int i = (int)(threadIdx.x + q * blockDim.x);
-        if (ROOM && i < sums.vectors) gain[q].load(op.gain, 0, i, cols); /* again: registers are scarce */
+        if (ROOM && i < sums.vectors) mti_row_fetch(op.gain, 0, i, cols, gain[q]); /* again: registers are scarce */
         mti_norm_gradient(m, in.x[q], in.dy[q], gain[q], in.residual[q], v, dg, d);
-        if (i < sums.vectors) gain[q].store(op.dx, row, i, cols, v);
+        if (i < sums.vectors) mti_row_store<TYPE>(op.dx, row, i, cols, v);
         if (next >= 0) in.load(op, next, cols, q);
         if (ROOM && i < sums.vectors) sums.add(i, dg, d);
         MT_DEVICE_UNROLL
@@ -4447,10 +4357,9 @@ static __global__ void __launch_bounds__(ROOM ? MTI_NORM_ROOM_THREADS : MTI_NORM
     int64_t end = row + MTI_NORM_STRIP < rows ? row + MTI_NORM_STRIP : rows;
     mti_norm_sums sums = {spare ? spare + (int64_t)blockIdx.x * 4 * vectors : room, vectors};
     float own[KEPT][2][MTI_VECTOR] = {}, share = 1.0f / (float)cols;
-    mti_norm_input<TYPE, KEPT> in;
+    mti_norm_input<TYPE, KEPT> in = {};
     for (int i = (int)threadIdx.x; ROOM && i < vectors; i += (int)blockDim.x)
         for (int part = 0; part < 4; part++) sums.data[part * vectors + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    in.clear();
     in.load_stats(op, row);
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) in.load(op, row, cols, q);
@@ -4491,16 +4400,16 @@ static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_t
     int64_t strips = (x.rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP;
     mti_norm_backward_op op = {mti_view_of(x),         mti_view_of(gain), mti_view_of(stats),   mti_view_of(dy),
                                mti_view_of(dresidual), mti_view_of(dx),   kind == MT_LAYER_NORM};
-    mt_tensor outs[2], views[5];
+    mt_tensor outs[2];
     void *partial = NULL, *spare = NULL;
     outs[0] = dgain, outs[1] = dbias;
-    views[0] = x, views[1] = gain, views[2] = dy, views[3] = dresidual, views[4] = dx;
     if (x.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * 2 * x.cols) * sizeof(float), &partial));
     if (bytes > MTI_SHARED_LEAST) MT_TRY(mt_arena_alloc(ctx, mti_grid(strips, 1) * bytes, &spare)); /* for a launch */
     MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(MTI_BY_TYPE(mti_row_type(views, 5, x.cols), mti_norm_backward_launch)(ctx, op, x.rows, x.cols, bytes,
-                                                                                 partial, spare));
+    MT_TRY(mti_by_type(mti_row_type(x.cols, x, gain, dy, dresidual, dx), [&](auto type) {
+        return mti_norm_backward_launch<decltype(type)::value>(ctx, op, x.rows, x.cols, bytes, partial, spare);
+    }));
     MT_TRY(mti_strips(ctx, "mt_norm_backward", partial, strips, 2, x.cols, outs));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
@@ -5206,7 +5115,8 @@ struct mti_plain {
         uint32_t words[4];
         if (!drop.on) return 1.0f;
         mti_philox(e >> 2, drop.at.subsequence, drop.at.seed, words);
-        return words[e & 3] < drop.threshold ? 0.0f : drop.scale;
+        uint32_t word = e & 2 ? (e & 1 ? words[3] : words[2]) : e & 1 ? words[1] : words[0];
+        return word < drop.threshold ? 0.0f : drop.scale;
     }
     __device__ float dot(const mti_view &a, int64_t a_row, int64_t a_col, const mti_view &b, int64_t b_row,
                          int64_t b_col) const {
@@ -5270,7 +5180,7 @@ static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_
 /* A warp owns a query of a head, as in forward, without shared memory or a barrier. For each 32 keys, each lane
    computes dscore of one key. Then each lane adds all 32 keys to its elements of dq. A shuffle gets dscore from the
    lane of the key. */
-static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dq_kernel(mti_plain p) {
+static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dq_kernel(mti_plain p) {
     int64_t b, head, i, lane = threadIdx.x & 31;
     float acc[MTI_PLAIN_WIDTH] = {}, weight, ds;
     if (!mti_plain_row(p, &b, &head, &i)) return;
@@ -5292,7 +5202,7 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dq_kern
 /* A warp owns key j of a group, without shared memory or a barrier. It goes over the queries of all heads of the group
    in order, 32 at a time. Each lane computes weight and dscore of one query. Then each lane adds all 32 queries to its
    elements of dk and dv. Shuffles get weight and dscore from the lane of the query. */
-static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_dkv_kernel(mti_plain p) {
+static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dkv_kernel(mti_plain p) {
     int64_t b, group, j, lane = threadIdx.x & 31;
     float dk[MTI_PLAIN_WIDTH] = {}, dv[MTI_PLAIN_WIDTH] = {}, weight, ds;
     if (!mti_plain_row(p, &b, &group, &j)) return;
@@ -6201,15 +6111,17 @@ template <int TYPE> struct mti_rotary_op {
         mti_fetch<WIDE>(table, position, half + j, n, in.sine);
     }
     template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int, const input &in) const {
-        float low[MTI_VECTOR], high[MTI_VECTOR];
+        float low[MTI_VECTOR], high[MTI_VECTOR], cosine[MTI_VECTOR], sine[MTI_VECTOR];
         int64_t j, c;
         int n = place(col, &j, &c);
         mti_values(in.low, low);
         mti_values(in.high, high);
+        mti_values(in.cosine, cosine);
+        mti_values(in.sine, sine);
         for (int e = 0; e < MTI_VECTOR; e++) {
-            float x = low[e], y = high[e], t = sign * in.sine.x[e];
-            low[e] = x * in.cosine.x[e] - y * t;
-            high[e] = y * in.cosine.x[e] + x * t;
+            float x = low[e], y = high[e], t = sign * sine[e];
+            low[e] = x * cosine[e] - y * t;
+            high[e] = y * cosine[e] + x * t;
         }
         mti_store<WIDE, TYPE>(qkv, row, c, n, low);
         mti_store<WIDE, TYPE>(qkv, row, c + half, n, high);
@@ -7054,21 +6966,21 @@ static unsigned mti_ce_threads(int64_t cols) {
    one of the last elements, which are no whole vector. With `room`, the vectors are also copied to shared memory. */
 template <int TYPE>
 static __device__ __forceinline__ mti_ce_sums<TYPE> mti_ce_part(const mti_ce &c, int64_t row, mti_words *room) {
-    static const int ahead = mti_ce_ahead<TYPE>::count;
+    static const int ahead = mti_ce_ahead<TYPE>::count, words = sizeof(mti_fetched<TYPE>) / sizeof(mti_words);
     int64_t vectors = c.real / MTI_VECTOR, step = blockDim.x, last = vectors * MTI_VECTOR + threadIdx.x;
     mti_ce_sums<TYPE> own = {-INFINITY, 0.0f, 0.0f};
-    mti_held<TYPE> held[ahead];
+    mti_fetched<TYPE> held[ahead];
     float x[MTI_VECTOR];
     for (int64_t i = threadIdx.x; i < vectors; i += ahead * step) {
         float top = own.top;
         MT_DEVICE_UNROLL
         for (int q = 0; q < ahead; q++)
-            if (i + q * step < vectors) held[q].load(c.logits, row, i + q * step, c.real);
+            if (i + q * step < vectors) mti_row_fetch(c.logits, row, i + q * step, c.real, held[q]);
         MT_DEVICE_UNROLL
         for (int q = 0; q < ahead; q++) {
             if (i + q * step >= vectors) continue;
-            if (room) held[q].save(room, vectors, i + q * step);
-            held[q].widen(x);
+            for (int k = 0; k < words && room; k++) room[k * vectors + i + q * step] = held[q].words[k];
+            mti_values(held[q], x);
             MT_DEVICE_UNROLL
             for (int j = 0; j < MTI_VECTOR; j++) top = fmaxf(top, x[j]);
         }
@@ -7076,7 +6988,7 @@ static __device__ __forceinline__ mti_ce_sums<TYPE> mti_ce_part(const mti_ce &c,
         MT_DEVICE_UNROLL
         for (int q = 0; q < ahead; q++) {
             if (i + q * step >= vectors) continue;
-            held[q].widen(x);
+            mti_values(held[q], x);
             MT_DEVICE_UNROLL
             for (int j = 0; j < MTI_VECTOR; j++) own.add(x[j]);
         }
@@ -7135,30 +7047,31 @@ static __global__ void __launch_bounds__(MTI_CE_THREADS, 2) mti_ce_stats_kernel(
 template <int TYPE>
 static __device__ __forceinline__ void mti_ce_gradient_row(const mti_ce &c, int64_t row, int64_t cols, float top,
                                                            float log_sum, const mti_words *room) {
-    static const int ahead = mti_ce_ahead<TYPE>::count;
+    static const int ahead = mti_ce_ahead<TYPE>::count, words = sizeof(mti_fetched<TYPE>) / sizeof(mti_words);
     int64_t vectors = c.real / MTI_VECTOR, step = blockDim.x, target = c.target_of(row), at = target / MTI_VECTOR;
     int ignored = c.targets[row] == c.ignore, owner = target >= 0 && at < vectors;
     float factor = c.dloss.data ? c.scale * mti_get(c.dloss, 0, row) : c.scale;
     float even = factor * (c.desc.label_smoothing / (float)c.desc.vocab), x[MTI_VECTOR] = {}, hit = 0.0f;
     float hot = factor * (1.0f - c.desc.label_smoothing) + even;
-    mti_held<TYPE> held[ahead];
+    mti_fetched<TYPE> held[ahead];
     if (owner) owner = at - mti_divide(at, step) * step == threadIdx.x;
     if (owner) hit = mti_get(c.logits, row, target);
-    for (int64_t i = threadIdx.x; ignored && i < vectors; i += step) held[0].store(c.logits, row, i, c.real, x);
+    for (int64_t i = threadIdx.x; ignored && i < vectors; i += step) mti_row_store<TYPE>(c.logits, row, i, c.real, x);
     for (int64_t i = threadIdx.x; !ignored && i < vectors; i += ahead * step) {
         MT_DEVICE_UNROLL
         for (int q = 0; q < ahead; q++) {
             if (i + q * step >= vectors) continue;
-            if (room) held[q].restore(room, vectors, i + q * step);
-            else held[q].load(c.logits, row, i + q * step, c.real);
+            for (int k = 0; k < words && room; k++)
+                held[q].words[k] = mti_load_words(room + k * vectors + i + q * step);
+            if (!room) mti_row_fetch(c.logits, row, i + q * step, c.real, held[q]);
         }
         MT_DEVICE_UNROLL
         for (int q = 0; q < ahead; q++) {
             if (i + q * step >= vectors) continue;
-            held[q].widen(x);
+            mti_values(held[q], x);
             MT_DEVICE_UNROLL
             for (int j = 0; j < MTI_VECTOR; j++) x[j] = factor * mti_ce_exp<TYPE>(x[j] - top, log_sum) - even;
-            held[q].store(c.logits, row, i + q * step, c.real, x);
+            mti_row_store<TYPE>(c.logits, row, i + q * step, c.real, x);
         }
     }
     if (owner) mti_put(c.logits, row, target, factor * mti_ce_exp<TYPE>(hit - top, log_sum) - hot);
@@ -7208,7 +7121,6 @@ static mti_ce mti_ce_of(const mt_cross_entropy_shard_desc *s, mt_tensor logits, 
 }
 
 /* The template argument of the kernels. Rows may end within a vector, which the kernels read element by element. */
-static int mti_ce_type(mt_tensor logits) { return mti_is_wide(logits) ? (int)logits.dtype : MTI_ANY_TYPE; }
 
 template <int TYPE> static mt_status mti_ce_stats_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits) {
     MTI_LAUNCH_BLOCKS(mti_ce_stats_kernel<TYPE>, logits.rows, mti_ce_threads(logits.cols), 0, mt_context_stream(ctx),
@@ -7222,7 +7134,8 @@ static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_en
     c.stats = mti_view_of(stats);
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    return MTI_BY_TYPE(mti_ce_type(logits), mti_ce_stats_launch)(ctx, c, logits);
+    return mti_by_type(mti_access_of(logits).type,
+                       [&](auto type) { return mti_ce_stats_launch<decltype(type)::value>(ctx, c, logits); });
 }
 
 template <int TYPE> static mt_status mti_ce_backward_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits) {
@@ -7232,7 +7145,7 @@ template <int TYPE> static mt_status mti_ce_backward_launch(mt_context *ctx, con
 }
 
 template <int TYPE> static mt_status mti_ce_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits, mt_tensor loss) {
-    size_t bytes = (size_t)(c.real / MTI_VECTOR * mti_held<TYPE>::words) * sizeof(mti_words), most = 0;
+    size_t bytes = (size_t)(c.real / MTI_VECTOR) * sizeof(mti_fetched<TYPE>), most = 0;
     MT_TRY(mti_shared_most(ctx, &most));
     int keep = TYPE != MTI_ANY_TYPE && bytes <= most;
     if (!keep) bytes = 0;
@@ -7249,7 +7162,8 @@ static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_
     c.scale = scale;
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    return MTI_BY_TYPE(mti_ce_type(logits), mti_ce_launch)(ctx, c, logits, loss);
+    return mti_by_type(mti_access_of(logits).type,
+                       [&](auto type) { return mti_ce_launch<decltype(type)::value>(ctx, c, logits, loss); });
 }
 
 #define MTI_CE_DEPTH 11 /* levels of the tree over MTI_CE_SHARDS shards */
@@ -7315,7 +7229,8 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
     c.scale = scale;
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    return MTI_BY_TYPE(mti_ce_type(logits), mti_ce_backward_launch)(ctx, c, logits);
+    return mti_by_type(mti_access_of(logits).type,
+                       [&](auto type) { return mti_ce_backward_launch<decltype(type)::value>(ctx, c, logits); });
 }
 
 } /* extern "C++" */
@@ -7494,7 +7409,7 @@ extern "C++" {
 /* Each operation rounds on its own, as in mti_adamw_row when the compiler contracts nothing. nvcc could contract the
    two values of WIDE differently, and the bits would then depend on how a parameter is split. */
 template <bool STOCHASTIC> struct mti_adamw_op {
-    mti_view param, master, weights, grad, m, v; /* weights is master, or param if there is no master */
+    mti_view param, master, weights, grad, m, v; /* weights: master, or param without one, as with STOCHASTIC */
     mti_adamw a;
     mt_random at;
     __device__ void moments(float g, float *first, float *second) const {
@@ -7509,10 +7424,10 @@ template <bool STOCHASTIC> struct mti_adamw_op {
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
         float p[MTI_VECTOR], g[MTI_VECTOR], first[MTI_VECTOR], second[MTI_VECTOR];
         const bool early = WIDE || STOCHASTIC; /* loads p first; otherwise later, because a register would be spilled */
-        if (early) mti_load<WIDE>(weights, row, col, n, p);
-        mti_load<WIDE>(grad, row, col, n, g);
-        mti_load<WIDE>(m, row, col, n, first);
-        mti_load<WIDE>(v, row, col, n, second);
+        if (early) mti_load<WIDE>(STOCHASTIC ? param : weights, row, col, n, p);
+        mti_load<WIDE, MT_F32>(grad, row, col, n, g);
+        mti_load<WIDE, MT_F32>(m, row, col, n, first);
+        mti_load<WIDE, MT_F32>(v, row, col, n, second);
         for (int j = 0; j < MTI_VECTOR; j++) {
             moments(g[j], &first[j], &second[j]);
             if (early) p[j] = updated(p[j], first[j], second[j]);
@@ -7521,9 +7436,9 @@ template <bool STOCHASTIC> struct mti_adamw_op {
             mti_load<WIDE>(weights, row, col, n, p);
             for (int j = 0; j < MTI_VECTOR; j++) p[j] = updated(p[j], first[j], second[j]);
         }
-        if (master.data) mti_store<WIDE>(master, row, col, n, p);
-        mti_store<WIDE>(m, row, col, n, first);
-        mti_store<WIDE>(v, row, col, n, second);
+        if (!STOCHASTIC && master.data) mti_store<WIDE, MT_F32>(master, row, col, n, p);
+        mti_store<WIDE, MT_F32>(m, row, col, n, first);
+        mti_store<WIDE, MT_F32>(v, row, col, n, second);
         if (STOCHASTIC) {
             uint32_t words[MTI_VECTOR];
             mti_words_of(at, mti_element_of(at, row, col), words);
@@ -7595,7 +7510,8 @@ struct mti_segment {
     mt_random random;
 };
 
-#define MTI_SEGMENT_VECTORS 1024 /* AdamW: vectors of a block, four for each thread */
+#define MTI_SEGMENT_THREADS 128 /* AdamW: threads of a block; three such blocks fit into a multiprocessor's registers */
+#define MTI_SEGMENT_VECTORS 512 /* AdamW: vectors of a block, four for each thread */
 
 static __host__ __device__ int64_t mti_segment_vectors(const mti_segment &s) {
     return s.rows * ((s.cols + MTI_VECTOR - 1) / MTI_VECTOR);
@@ -7619,7 +7535,7 @@ static __device__ __forceinline__ int mti_segment_of(const mti_segment *list, in
 
 /* Blocks share no data and have no barrier. */
 template <bool STOCHASTIC>
-static __global__ void __launch_bounds__(256, 2)
+static __global__ void __launch_bounds__(MTI_SEGMENT_THREADS, 3)
     mti_multi_adamw_kernel(const mti_segment *list, int count, int64_t blocks, mti_adamw a, int64_t step) {
     for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
         const mti_segment &s = list[mti_segment_of(list, count, block)];
@@ -7633,7 +7549,7 @@ static __global__ void __launch_bounds__(256, 2)
         if (STOCHASTIC) op.at = s.random;
         if (STOCHASTIC) op.at.subsequence += (uint64_t)step;
         if (end > i + MTI_SEGMENT_VECTORS) end = i + MTI_SEGMENT_VECTORS;
-        for (i += threadIdx.x; i < end; i += 256) {
+        for (i += threadIdx.x; i < end; i += MTI_SEGMENT_THREADS) {
             int64_t row = s.rows == 1 ? 0 : mti_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
             if (s.is_wide) op.template run<true>(row, col, mti_vector_size(s.cols, col));
             else op.template run<false>(row, col, mti_vector_size(s.cols, col));
@@ -7742,11 +7658,11 @@ static mt_status mti_cuda_multi_adamw(mt_context *ctx, const mt_multi_tensor *li
     mti_adamw a = mti_adamw_resolve(hyper);
     MT_TRY(mt_cuda_enter(ctx));
     if (list->stochastic_rounding)
-        MT_LAUNCH_KERNEL(mti_multi_adamw_kernel<true>, mti_grid(list->blocks, 1), 256, 0, mt_context_stream(ctx), table,
-                         list->count, list->blocks, a, hyper->step);
+        MT_LAUNCH_KERNEL(mti_multi_adamw_kernel<true>, mti_grid(list->blocks, 1), MTI_SEGMENT_THREADS, 0,
+                         mt_context_stream(ctx), table, list->count, list->blocks, a, hyper->step);
     else
-        MT_LAUNCH_KERNEL(mti_multi_adamw_kernel<false>, mti_grid(list->blocks, 1), 256, 0, mt_context_stream(ctx),
-                         table, list->count, list->blocks, a, hyper->step);
+        MT_LAUNCH_KERNEL(mti_multi_adamw_kernel<false>, mti_grid(list->blocks, 1), MTI_SEGMENT_THREADS, 0,
+                         mt_context_stream(ctx), table, list->count, list->blocks, a, hyper->step);
     return mt_cuda_launched(ctx, "mt_multi_tensor_adamw");
 }
 
