@@ -3770,11 +3770,18 @@ static void *mti_watchdog_run(void *argument) {
         double waited = w->inside ? mti_waited(&w->call) : 0,
                left = w->inside ? w->inside->nccl.timeout - waited : rest;
         if (left < 0) {
-            ncclCommAbort(w->inside->nccl.handle); /* the caller of the aborted call waits for the mutex */
+            ncclComm_t handle = w->inside->nccl.handle;
             w->inside->nccl.handle = NULL;
             w->inside = NULL;
             w->late = waited;
-        } else if (w->inside) rest = left < w->call.tick ? left : w->call.tick;
+            /* An abort may wait for kernels of other communicators. The caller of the aborted call aborts those
+               meanwhile, for which it needs the mutex. */
+            pthread_mutex_unlock(&w->mutex);
+            ncclCommAbort(handle);
+            pthread_mutex_lock(&w->mutex);
+            continue;
+        }
+        if (w->inside) rest = left < w->call.tick ? left : w->call.tick;
         seen = w->calls;
         w->wakes = mti_now() + rest;
         wake = mti_timespec(w->wakes);
@@ -4116,8 +4123,10 @@ static void mti_nccl_destroy(mt_comm *comm) {
         mti_nccl_forget(n->home, comm, NULL);
         mti_nccl_unlink(n->home, comm);
     }
-    if (n->owned && n->handle && MTI_NCCL_RUN(NULL, comm, ncclCommFinalize(n->handle)) == MT_SUCCESS)
+    if (n->owned && n->handle && MTI_NCCL_RUN(NULL, comm, ncclCommFinalize(n->handle)) == MT_SUCCESS) {
         ncclCommDestroy(n->handle);
+        n->handle = NULL; /* an error below must not abort it */
+    }
     if (n->owned && n->opener && mti_nccl_poll(NULL, comm, n->opener, ncclCommFinalize(n->opener)) == MT_SUCCESS)
         ncclCommDestroy(n->opener);
     mti_watchdog_leave(comm);

@@ -976,7 +976,10 @@ template <bool WIDE, int TYPE = MTI_ANY_TYPE>
 static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row, int64_t col, int n, const float *x) {
     if (WIDE && n == MTI_VECTOR) {
         int64_t i = row * v.ld + col;
-        if (mti_type_of<TYPE>(v) == MT_F32) {
+        if (TYPE == MT_F32) {
+            __stwb((float4 *)((float *)v.data + i), make_float4(x[0], x[1], x[2], x[3]));
+            __stwb((float4 *)((float *)v.data + i + 4), make_float4(x[4], x[5], x[6], x[7]));
+        } else if (mti_type_of<TYPE>(v) == MT_F32) {
             *(float4 *)((float *)v.data + i) = make_float4(x[0], x[1], x[2], x[3]);
             *(float4 *)((float *)v.data + i + 4) = make_float4(x[4], x[5], x[6], x[7]);
         } else {
@@ -1287,11 +1290,14 @@ static mt_status mti_shared_most(mt_context *ctx, size_t *bytes) {
     return MT_SUCCESS;
 }
 
-/* CUDA requires this call before a launch with more than 48 KiB of dynamic shared memory. */
+/* CUDA requires this call before a launch with more than 48 KiB of dynamic shared memory. It allows as much as the GPU
+   grants, because all contexts of a GPU share the limit: another thread must not lower it before the launch. */
 template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Kernel kernel, size_t bytes) {
+    size_t most = 0;
     if (bytes <= (size_t)48 << 10) return MT_SUCCESS;
+    MT_TRY(mti_shared_most(ctx, &most));
     MT_CUDA_TRY(ctx,
-                cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+                cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)most));
     return MT_SUCCESS;
 }
 
@@ -6601,8 +6607,8 @@ static __device__ __forceinline__ void mti_add_rows(mti_view v, const int32_t *t
    kernel uses no shared memory and no barrier. */
 template <bool WIDE, int DTYPE>
 static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_chunks_kernel(mti_runs r) {
-    int chunks = r.sizes[0];
-    for (int c = (int)blockIdx.x; c < chunks; c += (int)gridDim.x) {
+    int64_t chunks = r.sizes[0];
+    for (int64_t c = blockIdx.x; c < chunks; c += gridDim.x) {
         mti_run chunk = r.chunks[c];
         for (int64_t col = (int64_t)threadIdx.x * MTI_VECTOR; col < r.cols; col += (int64_t)blockDim.x * MTI_VECTOR) {
             int n = mti_vector_size(r.cols, col);
@@ -7120,7 +7126,12 @@ static mti_ce mti_ce_of(const mt_cross_entropy_shard_desc *s, mt_tensor logits, 
     return c;
 }
 
-/* The template argument of the kernels. Rows may end within a vector, which the kernels read element by element. */
+/* The template argument of the kernels. Rows may end within a vector, which the kernels read element by element. In
+   invariant mode the logits of a virtual shard are aligned on some splits and not on others, so all take the same
+   kernel. */
+static int mti_ce_type(mt_context *ctx, mt_tensor logits) {
+    return mt_context_invariant(ctx) ? MTI_ANY_TYPE : mti_access_of(logits).type;
+}
 
 template <int TYPE> static mt_status mti_ce_stats_launch(mt_context *ctx, const mti_ce &c, mt_tensor logits) {
     MTI_LAUNCH_BLOCKS(mti_ce_stats_kernel<TYPE>, logits.rows, mti_ce_threads(logits.cols), 0, mt_context_stream(ctx),
@@ -7134,7 +7145,7 @@ static mt_status mti_cuda_cross_entropy_stats(mt_context *ctx, const mt_cross_en
     c.stats = mti_view_of(stats);
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    return mti_by_type(mti_access_of(logits).type,
+    return mti_by_type(mti_ce_type(ctx, logits),
                        [&](auto type) { return mti_ce_stats_launch<decltype(type)::value>(ctx, c, logits); });
 }
 
@@ -7162,7 +7173,7 @@ static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_
     c.scale = scale;
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    return mti_by_type(mti_access_of(logits).type,
+    return mti_by_type(mti_ce_type(ctx, logits),
                        [&](auto type) { return mti_ce_launch<decltype(type)::value>(ctx, c, logits, loss); });
 }
 
@@ -7229,7 +7240,7 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
     c.scale = scale;
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    return mti_by_type(mti_access_of(logits).type,
+    return mti_by_type(mti_ce_type(ctx, logits),
                        [&](auto type) { return mti_ce_backward_launch<decltype(type)::value>(ctx, c, logits); });
 }
 
@@ -7444,7 +7455,9 @@ template <bool STOCHASTIC> struct mti_adamw_op {
             mti_words_of(at, mti_element_of(at, row, col), words);
             for (int j = 0; j < MTI_VECTOR; j++) p[j] = mti_round_stochastic(param.dtype, p[j], words[j]);
         }
-        mti_store<WIDE>(param, row, col, n, p);
+        if (param.dtype == MT_F32) mti_store<WIDE, MT_F32>(param, row, col, n, p);
+        else if (param.dtype == MT_BF16) mti_store<WIDE, MT_BF16>(param, row, col, n, p);
+        else mti_store<WIDE, MT_F16>(param, row, col, n, p);
     }
 };
 
@@ -7561,14 +7574,14 @@ static __global__ void __launch_bounds__(MTI_SEGMENT_THREADS, 3)
    the threads. mti_block_sum_double has the barriers. The next block needs none before it, because after the last
    barrier only thread 0 uses shared: it reads and later writes shared[0]. */
 static __global__ void __launch_bounds__(256, 4)
-    mti_multi_squares_kernel(const mti_segment *list, int count, int blocks, double *partial) {
+    mti_multi_squares_kernel(const mti_segment *list, int count, int64_t blocks, double *partial) {
     MT_SHARED(double, shared, 256);
-    for (int block = (int)blockIdx.x; block < blocks; block += (int)gridDim.x) {
+    for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
         const mti_segment &s = list[mti_segment_of(list, count, block)];
-        int own = block - (int)s.first_block;
+        int64_t own = block - s.first_block;
         double sum;
-        if (s.is_wide) sum = mti_thread_sum<true>(s.view[0], s.rows, s.cols, 1, own, (int)s.blocks);
-        else sum = mti_thread_sum<false>(s.view[0], s.rows, s.cols, 1, own, (int)s.blocks);
+        if (s.is_wide) sum = mti_thread_sum<true>(s.view[0], s.rows, s.cols, 1, own, s.blocks);
+        else sum = mti_thread_sum<false>(s.view[0], s.rows, s.cols, 1, own, s.blocks);
         sum = mti_block_sum_double(sum, shared);
         if (threadIdx.x == 0) partial[block] = sum;
     }
@@ -7587,14 +7600,24 @@ static __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) sums[tensor] = sum;
 }
 
-/* Adds the sums of the tensors to their columns of out, in the order of the list. A thread owns every 256th column. */
+/* Adds the sums of the tensors to their columns of out, in the order of the list, 256 tensors at a time. A thread owns
+   every 256th column. It finds the sums and the columns of the tensors in shared memory. The first barrier separates
+   writing them from reading them, and the second one reading them from writing those of the next tensors. */
 static __global__ void __launch_bounds__(256)
     mti_multi_squares_end_kernel(const mti_segment *list, int count, const double *sums, mti_view out, int64_t outs) {
-    for (int64_t column = threadIdx.x; column < outs; column += 256) {
-        float sum = mti_get(out, 0, column);
-        for (int i = 0; i < count; i++)
-            if (list[i].out == column) sum = (float)((double)sum + sums[i]);
-        mti_put(out, 0, column, sum);
+    MT_SHARED(double, values, 256);
+    MT_SHARED(int64_t, columns, 256);
+    for (int first = 0; first < count; first += 256) {
+        int tensors = count - first < 256 ? count - first : 256, own = (int)threadIdx.x;
+        if (own < tensors) values[own] = sums[first + own], columns[own] = list[first + own].out;
+        __syncthreads();
+        for (int64_t column = threadIdx.x; column < outs; column += 256) {
+            float sum = mti_get(out, 0, column);
+            for (int i = 0; i < tensors; i++)
+                if (columns[i] == column) sum = (float)((double)sum + values[i]);
+            mti_put(out, 0, column, sum);
+        }
+        __syncthreads();
     }
 }
 
@@ -7675,7 +7698,7 @@ static mt_status mti_cuda_multi_squares(mt_context *ctx, const mt_multi_tensor *
     MT_TRY(mt_arena_alloc(ctx, (size_t)list->count * sizeof(double), &sums));
     MT_TRY(mt_cuda_enter(ctx));
     MT_LAUNCH_KERNEL(mti_multi_squares_kernel, mti_grid(list->blocks, 1), 256, 0, stream, table, list->count,
-                     (int)list->blocks, (double *)partial);
+                     list->blocks, (double *)partial);
     MT_TRY(mt_cuda_launched(ctx, where));
     MTI_LAUNCH_BLOCKS(mti_multi_squares_join_kernel, list->count, 256, 0, stream, table, (const double *)partial,
                       (double *)sums);

@@ -710,6 +710,50 @@ static void test_cross_entropy_masked(void **state) {
     each_type(masked, list, 3);
 }
 
+/* Overwrites x, the second of four shards, with its gradient. Writes the hashes of its statistics and gradient. */
+static void cross_entropy_hashes(mt_context *ctx, mt_tensor x, const int32_t *targets, uint64_t *hashes) {
+    mt_cross_entropy_shard_desc desc = {4 * x.cols, x.cols, 0.1f, 0};
+    mt_tensor stats = tensor_new(ctx, MT_F32, x.rows, 4, dense), loss = tensor_new(ctx, MT_F32, 1, x.rows, dense),
+              lse = tensor_new(ctx, MT_F32, 2, x.rows, dense);
+    OK(mt_cross_entropy_stats(ctx, &desc, x, targets, stats));
+    OK(mt_cross_entropy_combine(ctx, &desc, stats, 1, targets, loss, lse));
+    OK(mt_cross_entropy_backward(ctx, &desc, x, targets, lse, mt_none(), 1.0f));
+    hashes[0] = hashes[1] = 0;
+    OK(mt_hash(ctx, stats, 0, 0, 4, &hashes[0]));
+    OK(mt_hash(ctx, x, 0, 0, x.cols, &hashes[1]));
+}
+
+/* In invariant mode a virtual shard whose rows are aligned has the bits of one whose rows are not. */
+static void test_cross_entropy_of_virtual_shards(void **state) {
+    enum { ROWS = 200, COLS = 83 };
+    mt_context_desc where;
+    mt_context *ctx;
+    const layout padded = {5, 0}; /* 88 */
+    int32_t targets[ROWS];
+    (void)state;
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = (size_t)8 << 20;
+    where.invariant = 4;
+    OK(mt_context_create(NULL, &where, &ctx));
+    for (int i = 0; i < ROWS; i++) targets[i] = i;
+    for (int t = 0; t < 3; t++) {
+        size_t mark = mt_arena_mark(gpu);
+        type = (mt_dtype)t;
+        pair aligned = pair_noise(ROWS, COLS, padded, 31, 10.0f), all = pair_noise(ROWS, 4 * COLS, dense, 32, 10.0f);
+        mt_tensor other = mt_tensor_cols(all.gpu, COLS, COLS);
+        uint64_t one[2], two[2];
+        const int32_t *on_gpu = ids_on_gpu(targets, ROWS);
+        OK(mt_copy(gpu, aligned.gpu, other));
+        cross_entropy_hashes(ctx, aligned.gpu, on_gpu, one);
+        cross_entropy_hashes(ctx, other, on_gpu, two);
+        if (one[0] != two[0]) fail_msg("%s: the statistics depend on the alignment", mt_dtype_name(type));
+        if (one[1] != two[1]) fail_msg("%s: the gradients depend on the alignment", mt_dtype_name(type));
+        mt_arena_release(gpu, mark);
+    }
+    mt_context_destroy(ctx);
+}
+
 static void test_cross_entropy_refuses(void **state) {
     mt_cross_entropy_shard_desc desc = {10, 0, 0.0f, 0};
     pair x = pair_f32(2, 8), loss = pair_f32(1, 2);
@@ -1818,6 +1862,7 @@ int main(void) {
         cmocka_unit_test(test_wide_cross_entropy),
         cmocka_unit_test(test_cross_entropy_targets),
         cmocka_unit_test(test_cross_entropy_masked),
+        cmocka_unit_test(test_cross_entropy_of_virtual_shards),
         cmocka_unit_test(test_cross_entropy_refuses),
         cmocka_unit_test(test_many_tokens),
         cmocka_unit_test(test_many_shards),
