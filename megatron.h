@@ -476,7 +476,8 @@ MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* NULL and a zero-initia
    reduce-scatter for the embedding, 2 all-gathers and 2 reduce-scatters for each layer, and 1 all-gather for the head.
    In both cases also 1 all-gather of 4 floats per token for the loss.
    MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id or a target is out of range. After these two
-   errors, loss and saved are unchanged. On a GPU a later call returns MT_ERR_DATA: see mt_ids_check. */
+   errors, loss and saved are unchanged. On a GPU, forward succeeds with such an id, its results are of no use, and a
+   later call returns MT_ERR_DATA: see mt_ids_check. */
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 

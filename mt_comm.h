@@ -723,8 +723,8 @@ MT_API const char *mt_f32_digits(float x, char text[32]);
 MT_API void mt_decimal_point(char *text);
 MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
 
-/* A value of an array that is not in [0, limit). mt_range_fail stores the message "FUNCTION: NAME VALUE at index INDEX
-   is not in [0, LIMIT)" and returns MT_ERR_DATA. */
+/* Describes a value of an array that is not in [0, limit). mt_range_fail stores the message "FUNCTION: NAME VALUE at
+   index INDEX is not in [0, LIMIT)" and returns MT_ERR_DATA. A function or a name has at most 23 characters. */
 typedef struct mt_range_error {
     int32_t found; /* 0: no error */
     int32_t value;
@@ -742,9 +742,10 @@ MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error);
    mt_cuda_zero, mt_cuda_copy_rows: as cudaMemsetAsync and cudaMemcpy2DAsync, in the context's stream. Pitches are in
      bytes, also above the 2^31 - 1 of cudaMemcpy2DAsync. Either side of a copy may be on the host or on a GPU.
    mt_cuda_upload: copies contiguous rows from the host to the GPU, in the context's stream. When it returns, it has
-     read all of `from`. Up to MT_UPLOAD_BYTES in all go through 2 MiB of page-locked memory of the context. The call
-     then waits for the GPU only when this memory is full of copies that are not done. It waits for each larger copy, as
-     mt_context_synchronize does.
+     read all of `from`. A copy of up to MT_UPLOAD_BYTES goes through 2 MiB of page-locked memory of the context. The
+     call then waits for the GPU only when this memory is full of copies that are not done. It waits for each larger
+     copy, and for each copy in another stream than that of the context (mt_overlap_begin), as mt_context_synchronize
+     does.
    mt_cuda_range_error: the page-locked memory in which a kernel stores an error that mt_context_synchronize and
      mt_cuda_fetch then return. A kernel stores it only if `found` is 0. NULL on other devices.
    mt_cuda_check_memory: returns MT_ERR_ARGUMENT when the context's GPU cannot access the first or the last byte of

@@ -369,8 +369,9 @@ MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *de
    message ("token id", "target"; NULL: "id"; at most 23 characters). On MT_DEVICE_META no id is checked. Error:
    MT_ERR_DATA, with the first wrong id and its index in the message.
    On MT_DEVICE_CUDA the check is in the stream, and this call does not wait for it. The next call of the program that
-   waits for the stream returns the error of the first failed check: mt_context_synchronize, mt_download, mt_hash, or
-   one that is said to wait. Calls before it compute results with the wrong ids, as their comments say. */
+   waits for the stream returns the error of the first failed check: mt_context_synchronize, mt_download, mt_hash,
+   mt_grad_norm, or another function whose comment says that it waits. The calls in between compute with the wrong ids.
+   Their results are of no use, but they access no memory outside of the tensors. */
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
                               int32_t ignore);
 
@@ -382,9 +383,9 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
    forward:  y [tokens, h] = beta * y + table[ids - first_row]. An id outside of the shard adds 0. With beta == 0, y is
              not read.
    backward: dtable[ids - first_row] += dy [tokens, h]. An id outside of the shard adds nothing. A CPU adds the tokens
-             of a row in their order. So does a GPU up to 32 tokens of a row; it adds further tokens in groups of 32,
-             and then the sums of these groups. The order depends on the number of the row's tokens only. Error:
-             MT_ERR_UNSUPPORTED (on a GPU: about 2^31 tokens or more). */
+             of a row in their order. A GPU adds them in groups of 32, in order, and then adds the sums of the groups:
+             with at most 32 tokens of a row, the bits are those of a CPU. The order depends on the number of the row's
+             tokens only. Error: MT_ERR_UNSUPPORTED (on a GPU: about 2^31 tokens or more). */
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y);
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
@@ -404,8 +405,9 @@ typedef struct mt_cross_entropy_shard_desc {
 
 /* Call stats on each shard, gather all stats with mt_all_gather, then call combine and backward on each shard. logits
    is [tokens, columns of the shard]. targets holds, for each token, an index in the whole vocabulary or ignore_index;
-   check it with mt_ids_check. The logit of a target that is out of range counts as 0, and no gradient has its one-hot.
-   Columns whose index in the vocabulary is `vocab` or more are padding: they do not count, and their gradient is 0.
+   check it with mt_ids_check. For a target that is out of range, its logit counts as 0, and the gradient has no one-hot
+   term. Columns whose index in the vocabulary is `vocab` or more are padding: they do not count, and their gradient
+   is 0.
    stats:    stats [tokens, 4] = for each token the maximum of the shard's x (-inf if all columns are padding), the sum
              of exp(x - maximum), the logit of the target (0 if another shard has it) and the sum of x.
    combine:  loss [1, tokens] and lse [2, tokens] from gathered [shards * tokens, 4], the stats of shard 0, 1, ... in
@@ -459,8 +461,9 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
    mt_multi_tensor_create_adamw makes a list for mt_multi_tensor_adamw, with `count` tensors. With stochastic_rounding 1
    each of them has a `random`.
    mt_multi_tensor_create_squares makes a list for mt_multi_tensor_sum_of_squares.
-   Both copy what they are given, allocate with mt_context_alloc on a GPU, and wait for the stream. count may be 0.
-   Errors: MT_ERR_ARGUMENT, MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_MEMORY; *out is then unchanged. */
+   Both copy the array `tensors`. On a GPU they also allocate with mt_context_alloc, copy a table to the GPU, and wait
+   for the stream. count may be 0. The caller owns the list, and destroys it before the context. Errors:
+   MT_ERR_ARGUMENT, MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_MEMORY, MT_ERR_SYSTEM; *out is then unchanged. */
 typedef struct mt_multi_tensor mt_multi_tensor;
 typedef struct mt_adamw_tensor {
     mt_tensor param, master, grad, m, v; /* as in mt_adamw_step */
@@ -478,7 +481,8 @@ MT_API mt_status mt_multi_tensor_create_squares(mt_context *ctx, const mt_square
 MT_API void mt_multi_tensor_destroy(mt_context *ctx, mt_multi_tensor *list); /* NULL is allowed */
 
 /* Does the step of mt_adamw_step for every tensor of the list, with the same bits. hyper->stochastic_rounding must be
-   NULL, because the list says how to round. MT_ERR_ARGUMENT: this, a list of another kind, or see mt_adamw_check. */
+   NULL, because the list says how to round. MT_ERR_ARGUMENT: stochastic_rounding is not NULL, the list is of another
+   kind, or mt_adamw_check refuses hyper. */
 MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper);
 
 /* Does mt_sum_of_squares for every tensor of the list, in its order and with the same bits: out [1, n] in MT_F32 gets
@@ -789,8 +793,8 @@ MT_INLINE float mti_normal_cdf(float x, float e) {
 extern "C++" {
 
 /* Kernels whose result is rounded to 16 bits pass fast = true. Then GPUs compute e^x and a / b approximately, with a
-   relative error of at most 2^-23 (2 + 1.2 |x|) and 2^-22. Results below FLT_MIN may become 0. In f32 results fast is
-   false. */
+   relative error of at most 2^-23 (2 + 1.2 |x|) for e^x and 2^-22 for a / b. Results below FLT_MIN may become 0. In f32
+   results fast is false. */
 static __device__ __forceinline__ float mti_cuda_exp(int fast, float x) { return fast ? __expf(x) : expf(x); }
 
 static __device__ __forceinline__ float mti_cuda_quotient(int fast, float a, float b) {
@@ -1385,12 +1389,13 @@ static __device__ __forceinline__ void mti_map_vector(const Op &op, int64_t row,
    contiguous. A group with the end of a row or of the matrix is computed one vector at a time, and so is
    MTI_ANY_TYPE.
 
-   An H200 can issue 6.8 instructions in the time of a byte. Instructions per element in bf16 on sm_90, all of a thread
-   with one group, and what 6.8 per byte allow:
+   An H200 is predicted to issue 6.8 instructions in the time in which it moves a byte at 85 % of its copy rate. The
+   first number counts the instructions of a thread that computes one group, per element, in bf16 on sm_90. The second
+   number is 6.8 times the bytes that an element moves.
      y = a + b          12 of 41    bias                     10 of 27    conversion to f32        10 of 41
      bias and GELU      24 of 41    bias and erf GELU        35 of 41    bias and SwiGLU          27 of 68
      dropout and add    32 of 41    sigmoid gate, backward   29 of 68    rotary embeddings        21 of 27
-   The addition needs 40 registers, so an SM has 6 blocks, whose loads are 96 KiB. */
+   The addition needs 40 registers, so an SM has 6 blocks with 96 KiB of loads in flight. */
 template <int TYPE, bool WIDE, int AHEAD, typename Op>
 static __global__ void __launch_bounds__(256)
     mti_map_ahead_kernel(Op op, int64_t rows, int64_t cols, mti_divider per_row) {
@@ -1489,9 +1494,9 @@ static __device__ __forceinline__ void mti_columns_row(const Op &op, int64_t row
       next sum may overwrite shared.
    Two blocks in the launch bounds let nvcc use more than 80 registers, instead of spilling some.
 
-   Instructions per element in bf16 on sm_90 in the loop over groups, and what 6.8 per byte allow: column sums 3 of 14,
-   GELU 25 of 41, erf GELU 31 of 41, SwiGLU 25 of 68, dropout 29 of 27. The column sums need 48 registers, so an SM has
-   5 blocks, whose loads are 80 KiB; GELU 80, 3 blocks and 48 KiB. */
+   Instructions per element in bf16 on sm_90 in the loop over groups, and the budget as at mti_map_ahead_kernel: column
+   sums 3 of 14, GELU 25 of 41, erf GELU 31 of 41, SwiGLU 25 of 68, dropout 29 of 27. The column sums need 48 registers,
+   so an SM has 5 blocks with 80 KiB of loads in flight. GELU needs 80 registers: 3 blocks with 48 KiB. */
 template <int TYPE, bool WIDE, int AHEAD, int SUMS, typename Op>
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP, 2)
     mti_columns_kernel(Op op, int64_t rows, int64_t cols, float *partial) {
