@@ -1392,9 +1392,10 @@ static __device__ __forceinline__ void mti_map_vector(const Op &op, int64_t row,
    An H200 is predicted to issue 6.8 instructions in the time in which it moves a byte at 85 % of its copy rate. The
    first number counts the instructions of a thread that computes one group, per element, in bf16 on sm_90. The second
    number is 6.8 times the bytes that an element moves.
-     y = a + b          12 of 41    bias                     10 of 27    conversion to f32        10 of 41
+     y = a + b          12 of 41    bias                     10 of 27    conversion to f32        11 of 41
      bias and GELU      24 of 41    bias and erf GELU        35 of 41    bias and SwiGLU          27 of 68
-     dropout and add    32 of 41    sigmoid gate, backward   29 of 68    rotary embeddings        21 of 27
+     sigmoid gate, backward    29 of 68    rotary embeddings        21 of 27
+     bias, dropout and add     39 of 41    (51 in rows that do not begin at a multiple of four elements)
    The addition needs 40 registers, so an SM has 6 blocks with 96 KiB of loads in flight. */
 template <int TYPE, bool WIDE, int AHEAD, typename Op>
 static __global__ void __launch_bounds__(256)
@@ -1495,8 +1496,9 @@ static __device__ __forceinline__ void mti_columns_row(const Op &op, int64_t row
    Two blocks in the launch bounds let nvcc use more than 80 registers, instead of spilling some.
 
    Instructions per element in bf16 on sm_90 in the loop over groups, and the budget as at mti_map_ahead_kernel: column
-   sums 3 of 14, GELU 25 of 41, erf GELU 31 of 41, SwiGLU 25 of 68, dropout 29 of 27. The column sums need 48 registers,
-   so an SM has 5 blocks with 80 KiB of loads in flight. GELU needs 80 registers: 3 blocks with 48 KiB. */
+   sums 3 of 14, GELU 25 of 41, erf GELU 31 of 41, SwiGLU 25 of 68, dropout 27 of 27, or 39 in rows that do not begin at
+   a multiple of four elements. The column sums need 48 registers, so an SM has 5 blocks with 80 KiB of loads in flight.
+   GELU needs 80 registers: 3 blocks with 48 KiB. */
 template <int TYPE, bool WIDE, int AHEAD, int SUMS, typename Op>
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP, 2)
     mti_columns_kernel(Op op, int64_t rows, int64_t cols, float *partial) {
@@ -4350,9 +4352,9 @@ static __device__ __forceinline__ void mti_norm_write_sums(const float (&own)[KE
       vector, after which the loads of the same vector of the next row begin.
    3. Each thread writes the sums of its vectors to partial. mti_strips adds the strips.
 
-   In bf16 on sm_90, without ROOM: 31 instructions for an element, which moves 6 bytes, or 8 with dresidual (budget: 41
-   or 54); 125 registers; with 4096 columns, 2 blocks of 256 threads on a multiprocessor. With ROOM: 41 instructions,
-   166 registers, one block of 384 threads.
+   In bf16 on sm_90, without ROOM: 29 instructions for an element, which moves 6 bytes, or 8 with dresidual (budget: 41
+   or 54); 127 registers; with 4096 columns, 2 blocks of 256 threads on a multiprocessor. With ROOM: 32 instructions,
+   162 registers, one block of 384 threads.
 
    The barriers for `shared` are in mti_block_sums_once. Two successive rows use different halves: when a thread writes
    to a half again, all threads have passed the barrier of the row between, and so have read what was there. The sums of
@@ -7037,7 +7039,7 @@ template <int TYPE> static __device__ __forceinline__ float4 mti_ce_row(const mt
 }
 
 /* Writes stats. A block owns row first + blockIdx.x; shared memory and barriers are those of mti_ce_row. In bf16 on
-   sm_90: 11 instructions for an element, which moves 2 bytes (budget: 13); 56 registers, 2 blocks on a
+   sm_90: 11 instructions for an element, which moves 2 bytes (budget: 13); 53 registers, 2 blocks on a
    multiprocessor. */
 template <int TYPE>
 static __global__ void __launch_bounds__(MTI_CE_THREADS, 2) mti_ce_stats_kernel(int64_t first, mti_ce c) {
@@ -7095,7 +7097,7 @@ static __device__ __forceinline__ void mti_ce_gradient_row(const mti_ce &c, int6
 }
 
 /* The gradient from lse. A block owns row first + blockIdx.x. There is no shared memory and no barrier. In bf16 on
-   sm_90: 8 instructions for an element, which moves 4 bytes (budget: 27); 55 registers, 2 blocks on a
+   sm_90: 10 instructions for an element, which moves 4 bytes (budget: 27); 58 registers, 2 blocks on a
    multiprocessor. */
 template <int TYPE>
 static __global__ void __launch_bounds__(MTI_CE_THREADS, 2)
@@ -7108,7 +7110,7 @@ static __global__ void __launch_bounds__(MTI_CE_THREADS, 2)
    shared memory holds the whole vectors of the row. Otherwise the row is read again, from the L2 cache. The barriers
    are in mti_ce_row: after them, thread 0 has read the logit of the target, so gradients may overwrite logits. All
    other logits that a thread reads, in `room` as well, are its own. In bf16 on sm_90: 22 instructions for an element,
-   which moves 4 bytes (budget: 27); 56 registers; with 50304 columns, 2 blocks on a multiprocessor. */
+   which moves 4 bytes (budget: 27); 59 registers; with 50304 columns, 2 blocks on a multiprocessor. */
 template <int TYPE>
 static __global__ void __launch_bounds__(MTI_CE_THREADS, 2)
     mti_ce_kernel(int64_t first, mti_ce c, int64_t cols, mti_view loss, int keep) {
