@@ -164,9 +164,7 @@ builds_for_all() {
         -o "$build/implementation.o" || return 1
     kernel_report "$build/registers.log" >"$build/kernels.txt"
     kernel_summary "$build/kernels.txt" >"$build/kernels.summary"
-    # the plain attention kernels may spill: they run only where the tensor-core kernels cannot
-    grep -B 2 '[1-9][0-9]* bytes spill' "$build/registers.log" | grep 'Compiling entry' | grep -v mti_plain_ && return 1
-    return 0
+    ! grep -B 2 '[1-9][0-9]* bytes spill' "$build/registers.log" | grep 'Compiling entry'
 }
 
 # Builds the implementation with NCCL, without optimization: it has the same kernels as without NCCL. Builds the example
@@ -223,7 +221,7 @@ builds_train_gpt() {
 }
 
 by_nvcc() {
-    check "nvcc, every architecture from sm_75 on; optimized (without 87, 88, 89, 103, 121) no hot kernel spills" \
+    check "nvcc, every architecture from sm_75 on; optimized (without 87, 88, 89, 103, 121) no kernel spills" \
         builds_for_all
     [ -s "$build/kernels.summary" ] && echo "         $(cat "$build/kernels.summary"), see $build/kernels.txt"
     check "a C program links against nvcc's object" links_from_c implementation.o
