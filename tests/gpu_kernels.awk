@@ -13,9 +13,10 @@ function split_row(line,   i, c, quoted) {
     }
 }
 function number(text) { return text ~ /^[0-9]*[.]?[0-9]+([eE][-+]?[0-9]+)?$/ }
-# the prediction with the longest prefix of the name
+# The prediction with the longest prefix of the name. Rows about the host have none.
 function predicted(item, name,   i, best) {
     best = 0
+    if (name ~ /, (host|launches)$/) return best
     for (i = 1; i <= guesses; i++)
         if (guess_item[i] == item && index(name, guess_name[i]) == 1 &&
             (!best || length(guess_name[i]) > length(guess_name[best]))) best = i

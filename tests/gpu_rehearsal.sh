@@ -303,6 +303,8 @@ norm,"norm, h 8, backward",1080,1,1,GB/s,10,0.54,"copy"
 norm,"norm, h 8, wide",1120,1,1,GB/s,10,0.56,"copy"
 norm,"bias",700,1,1,GB/s,10,0.35,"copy"
 norm,"gelu",700,1,1,GB/s,10,,""
+norm,"norm, h 8, forward, host",5,1,1,us,5,0.5,"its time on the GPU, above"
+norm,"norm, h 8, forward, launches",2,2,2,launches,2,,""
 END
     cat >"$work/peers" <<'END'
 norm,"norm, h 8, forward",1,1,1,GB/s,30,,"eager"
@@ -317,6 +319,8 @@ END
  norm, h 8, wide | 2000 GB/s | 0.56 | 0.40 to 0.50 | better | - | - |
  bias | 2000 GB/s | 0.35 | 0.40 to 0.50 | worse | - | - |
  gelu | - | - | 0.40 to 0.50 | missing | - | - |
+ norm, h 8, forward, host | 10 us | 0.50 | - | - | - | - |
+ norm, h 8, forward, launches | - | - | - | - | - | - |
  norm ... | | | 0.1 to 0.2 | missing | | |
  norm ... | | | 0.1 to 0.2 | missing | | |
  softmax | - | - | - | - | compiled 20.0 | - |
