@@ -510,15 +510,16 @@ static void item_bias() {
 
 /* Forward also writes h with the bias added: it reads and writes h, and writes y. */
 static void activation_rows(mt_dtype dtype, mt_activation kind, const std::string &name) {
+    std::string type = type_of(dtype), biased = type + "bias + " + name;
     int64_t n = tokens_of_memory(), h = hidden_of_memory(), w = kind == MT_SWIGLU ? 2 * h : h;
     size_t mark = mt_arena_mark(ctx);
     mt_tensor x = noise(dtype, n, w), y = noise(dtype, n, h), dx = empty(dtype, n, w), b = small_bias(dtype, w);
     mt_tensor db = noise(MT_F32, 1, w);
-    memory_row(name, bytes(x) + bytes(y), y, [&] { DO(mt_activation_forward(ctx, kind, x, mt_none(), y)); });
-    memory_row("bias + " + name, 2 * bytes(x) + bytes(y), y, [&] { DO(mt_activation_forward(ctx, kind, x, b, y)); });
-    memory_row(name + " backward", 2 * bytes(x) + bytes(y), dx,
+    memory_row(type + name, bytes(x) + bytes(y), y, [&] { DO(mt_activation_forward(ctx, kind, x, mt_none(), y)); });
+    memory_row(biased, 2 * bytes(x) + bytes(y), y, [&] { DO(mt_activation_forward(ctx, kind, x, b, y)); });
+    memory_row(type + name + " backward", 2 * bytes(x) + bytes(y), dx,
                [&] { DO(mt_activation_backward(ctx, kind, x, y, dx, mt_none())); });
-    memory_row("bias + " + name + " backward", 2 * bytes(x) + bytes(y), dx,
+    memory_row(biased + " backward", 2 * bytes(x) + bytes(y), dx,
                [&] { DO(mt_activation_backward(ctx, kind, x, y, dx, db)); });
     mt_arena_release(ctx, mark);
 }
@@ -526,8 +527,7 @@ static void activation_rows(mt_dtype dtype, mt_activation kind, const std::strin
 static void item_activation() {
     static const char *const names[MT_ACTIVATION_COUNT] = {"GELU", "GELU by erf", "SwiGLU", "squared ReLU"};
     for (mt_dtype dtype : two_types)
-        for (int kind = 0; kind < MT_ACTIVATION_COUNT; kind++)
-            activation_rows(dtype, (mt_activation)kind, type_of(dtype) + names[kind]);
+        for (int kind = 0; kind < MT_ACTIVATION_COUNT; kind++) activation_rows(dtype, (mt_activation)kind, names[kind]);
 }
 
 static void item_dropout() {
