@@ -980,17 +980,16 @@ template <bool WIDE, int TYPE = MTI_ANY_TYPE>
 static __device__ __forceinline__ void mti_store(const mti_view &v, int64_t row, int64_t col, int n, const float *x) {
     if (WIDE && n == MTI_VECTOR) {
         int64_t i = row * v.ld + col;
-        if (TYPE == MT_F32) {
-            __stwb((float4 *)((float *)v.data + i), make_float4(x[0], x[1], x[2], x[3]));
-            __stwb((float4 *)((float *)v.data + i + 4), make_float4(x[4], x[5], x[6], x[7]));
-        } else if (mti_type_of<TYPE>(v) == MT_F32) {
-            *(float4 *)((float *)v.data + i) = make_float4(x[0], x[1], x[2], x[3]);
-            *(float4 *)((float *)v.data + i + 4) = make_float4(x[4], x[5], x[6], x[7]);
+        /* Behind a loop nvcc splits a store of 16 bytes into four, but not that of __stwb. With types that are known at
+           run time, __stwb needs registers that some kernels do not have. */
+        if (mti_type_of<TYPE>(v) == MT_F32) {
+            float4 *to = (float4 *)((float *)v.data + i);
+            float4 low = make_float4(x[0], x[1], x[2], x[3]), high = make_float4(x[4], x[5], x[6], x[7]);
+            if (TYPE == MTI_ANY_TYPE) to[0] = low, to[1] = high;
+            else __stwb(to, low), __stwb(to + 1, high);
         } else {
             mti_words p = mti_pack(mti_type_of<TYPE>(v), x);
             uint16_t *to = (uint16_t *)v.data + i;
-            /* Behind a loop nvcc splits the store of a uint4 into four, but not that of __stwb. With types that are
-               known at run time, __stwb needs registers that some kernels do not have. */
             if (TYPE == MTI_ANY_TYPE) mti_store_words(to, p);
             else __stwb((uint4 *)to, make_uint4(p.w[0], p.w[1], p.w[2], p.w[3]));
         }
