@@ -4415,17 +4415,13 @@ MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
-                                        mt_comm **out) {
+/* Creates a communicator from an id, over NCCL also for one rank, as the tests need it. *out is NULL. */
+static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                 mt_comm **out) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     ncclUniqueId unique;
     mt_comm *comm;
     mt_status status;
-    if (out) *out = NULL;
-    MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl_id", id, out));
-    if (ranks < 1 || rank < 0 || rank >= ranks)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_create_nccl_id: rank %d of %d ranks", rank, ranks);
-    if (ranks == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
     comm = mti_nccl_new(ctx, rank, ranks, "world", timeout_s, MTI_CREATE);
     if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
     memcpy(unique.internal, id->bytes, sizeof id->bytes);
@@ -4439,10 +4435,29 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
     return mti_nccl_begin(ctx, comm, status, out);
 }
 
+MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                        mt_comm **out) {
+    if (out) *out = NULL;
+    MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl_id", id, out));
+    if (ranks < 1 || rank < 0 || rank >= ranks)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_create_nccl_id: rank %d of %d ranks", rank, ranks);
+    if (ranks == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
+    return mti_nccl_create(ctx, id, ranks, rank, timeout_s, out);
+}
+
+/* Creates a communicator over the caller's ncclComm_t, also for one rank, as above. *out is NULL. */
+static mt_status mti_nccl_wrap(mt_context *ctx, struct ncclComm *nccl, int size, int rank, double timeout_s,
+                               mt_comm **out) {
+    mt_comm *comm = mti_nccl_new(ctx, rank, size, "world", timeout_s, MTI_CREATE);
+    if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl: no memory for the communicator");
+    comm->nccl.handle = nccl;
+    comm->nccl.owned = 0;
+    return mti_nccl_begin(ctx, comm, MT_SUCCESS, out);
+}
+
 MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out) {
     int size = 0, rank = 0, device = -1;
     ncclResult_t result;
-    mt_comm *comm;
     if (out) *out = NULL;
     MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl", nccl, out));
     result = ncclCommCount(nccl, &size);
@@ -4456,11 +4471,7 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
                        "mt_comm_create_nccl: the communicator is on GPU %d, the context on GPU %d", device,
                        ctx->ordinal);
     if (size == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
-    comm = mti_nccl_new(ctx, rank, size, "world", timeout_s, MTI_CREATE);
-    if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl: no memory for the communicator");
-    comm->nccl.handle = nccl;
-    comm->nccl.owned = 0;
-    return mti_nccl_begin(ctx, comm, MT_SUCCESS, out);
+    return mti_nccl_wrap(ctx, nccl, size, rank, timeout_s, out);
 }
 #else /* not built */
 #if MT_HAS_CUDA

@@ -1,6 +1,8 @@
 /* test_cuda_nccl.cu - tests communicators over NCCL against ranks that are threads on a CPU: collectives, splits,
    faults, registration.
      On GPUs:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_nccl.cu -lcublasLt -lnccl
+                    N ranks need N GPUs: NCCL refuses two ranks on one GPU. With fewer GPUs these cases are skipped. One
+                    GPU is enough for ranks over threads that share it, and for one rank over NCCL.
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. Only there it tests the
                     faults that the stand-in for NCCL causes. */
 
@@ -15,7 +17,7 @@
 #if defined(MT_CUDA_ENGINE)
 namespace mte {
 struct NcclCounts {
-    int created, alive, registered, windows, threads;
+    int created, alive, registered, windows, threads, calls;
 };
 NcclCounts nccl_counts();
 void nccl_silence(int device, int after);
@@ -28,6 +30,7 @@ void cuda_fail_after(const char *name, int after, cudaError_t error);
 #endif
 
 #define RANKS_MAX 8
+#define PATIENCE 0.4
 
 static bool is_on_nccl(const mt_comm *comm) { return comm->transport == &mti_over_nccl; }
 
@@ -35,13 +38,17 @@ static bool is_on_nccl(const mt_comm *comm) { return comm->transport == &mti_ove
 
 typedef enum way {
     ON_CPU,     /* threads on a CPU: the reference */
+    ON_ONE_GPU, /* threads that share a GPU, without NCCL */
     FOR_DEVICE, /* created by mt_comm_create_for */
     FROM_ID,
     FROM_CALLER,      /* the program's own ncclComm_t */
     FROM_NONBLOCKING, /* as FROM_CALLER, non-blocking */
     WAYS
 } way;
-static const char *const way_names[] = {"on the CPU", "mt_comm_create_for", "from an id",
+static const char *const way_names[] = {"on the CPU",
+                                        "on one GPU",
+                                        "mt_comm_create_for",
+                                        "from an id",
                                         "from the caller's communicator",
                                         "from the caller's non-blocking communicator"};
 static int is_callers(way how) { return how == FROM_CALLER || how == FROM_NONBLOCKING; }
@@ -52,7 +59,7 @@ struct job {
     int ranks;
     mt_status (*body)(job *j, mt_context *ctx, mt_comm *comm);
     mt_context_desc where; /* ordinal and device are set here */
-    int one_gpu;           /* 1: all ranks share one GPU */
+    int lone;              /* 1: one rank, over NCCL nevertheless */
     double timeout;
     mt_comm *threads[RANKS_MAX]; /* the launcher's communicators */
     mt_nccl_id id;
@@ -60,8 +67,23 @@ struct job {
     void *result;
 };
 
+static int is_over_nccl(const job *j) { return j->how >= FOR_DEVICE && (j->ranks > 1 || j->lone); }
+
+/* Returns 1 when each rank can have a GPU of its own, and otherwise says that something is skipped. */
+static int has_gpus(int ranks) {
+    int gpus = mt_device_count(MT_DEVICE_CUDA);
+    if (ranks > gpus) printf("      skipped: %d ranks need %d GPUs, and there are %d\n", ranks, ranks, gpus);
+    return ranks <= gpus;
+}
+
+static void need_gpus(int ranks) {
+    if (!has_gpus(ranks)) skip();
+}
+
 static mt_status job_comm(job *j, mt_context *ctx, mt_comm *world, mt_comm **out) {
     int rank = mt_comm_rank(world);
+    if (j->lone && j->how == FROM_ID) return mti_nccl_create(ctx, &j->id, 1, 0, j->timeout, out);
+    if (j->lone) return mti_nccl_wrap(ctx, j->callers[0], 1, 0, j->timeout, out);
     if (j->how == FROM_ID) return mt_comm_create_nccl_id(ctx, &j->id, j->ranks, rank, j->timeout, out);
     if (is_callers(j->how)) return mt_comm_create_nccl(ctx, j->callers[rank], j->timeout, out);
     return mt_comm_create_for(ctx, world, out);
@@ -75,7 +97,7 @@ static mt_status job_rank(mt_comm *world, void *user) {
     mt_status status;
     j->threads[mt_comm_rank(world)] = world;
     where.device = j->how == ON_CPU ? MT_DEVICE_CPU : MT_DEVICE_CUDA;
-    where.ordinal = j->how == ON_CPU || j->one_gpu ? 0 : mt_comm_rank(world) % mt_device_count(MT_DEVICE_CUDA);
+    where.ordinal = j->how < FOR_DEVICE ? 0 : mt_comm_rank(world);
     if (!where.arena_bytes) where.arena_bytes = (size_t)1 << 20;
     status = mt_context_create(world, &where, &ctx);
     if (status == MT_SUCCESS) status = job_comm(j, ctx, world, &comm);
@@ -95,6 +117,24 @@ static int helper_threads(void) {
     return mte::nccl_counts().threads;
 #else
     return 0;
+#endif
+}
+
+/* Returns the number of collectives and messages of NCCL so far; 0 on a GPU, where nobody counts them. */
+static int nccl_calls(void) {
+#if defined(MT_CUDA_ENGINE)
+    return mte::nccl_counts().calls;
+#else
+    return 0;
+#endif
+}
+
+/* Checks the number of calls since `before`. */
+static void expect_calls(int before, int calls) {
+#if defined(MT_CUDA_ENGINE)
+    assert_int_equal(nccl_calls() - before, calls);
+#else
+    (void)before, (void)calls;
 #endif
 }
 
@@ -128,11 +168,7 @@ static mt_status job_launch(job *j, int say) {
     memset(&d, 0, sizeof d);
     memset(&where, 0, sizeof where);
     if (j->timeout <= 0) j->timeout = 60;
-    if ((j->how == FROM_ID || is_callers(j->how)) && j->ranks > mt_device_count(MT_DEVICE_CUDA)) {
-        printf("      %d ranks share %d GPUs, which NCCL refuses: not %s\n", j->ranks, mt_device_count(MT_DEVICE_CUDA),
-               way_names[j->how]);
-        j->how = FOR_DEVICE;
-    }
+    if (is_over_nccl(j)) need_gpus(j->ranks);
     d.ranks = j->ranks;
     d.no_pinning = 1;
     d.timeout_s = j->timeout;
@@ -318,7 +354,7 @@ static int skipped(int w, mt_dtype dtype, int in_place) {
 static mt_status all_cases(job *j, mt_context *ctx, mt_comm *comm) {
     results *r = (results *)j->result;
     int rank = mt_comm_rank(comm);
-    CHECK(is_on_nccl(comm) == (j->how != ON_CPU && j->ranks > 1 && !j->one_gpu));
+    CHECK(is_on_nccl(comm) == is_over_nccl(j));
     CHECK(mt_comm_size(comm) == j->ranks);
     for (int w = 0; w < WHATS; w++)
         for (int t = 0; t < TYPES; t++)
@@ -366,7 +402,7 @@ static void compare(const results *cpu, const results *gpu, const job *j) {
                 for (int in_place = 0; in_place < 2; in_place++) {
                     const unsigned char *a = cpu->bytes[rank][w][t][in_place], *b = gpu->bytes[rank][w][t][in_place];
                     size_t at = in_place && has_blocks(w) ? block(w, (mt_dtype)t, rank) : 0;
-                    if (sums(w) && t <= MT_F16 && !j->where.invariant && !j->one_gpu)
+                    if (sums(w) && t <= MT_F16 && !j->where.invariant && is_over_nccl(j) && j->ranks > 1)
                         near(what_names[w], (mt_dtype)t, j->ranks, a + at, b + at, in_chunks(w) ? ROWS * COLS : COUNT);
                     else if (!same_bits((mt_dtype)t, a, b))
                         fail_msg("%s of %s%s, %d ranks, %s: rank %d has other bits than on the CPU", what_names[w],
@@ -380,44 +416,48 @@ static void compare(const results *cpu, const results *gpu, const job *j) {
 
 static const int sizes[] = {1, 2, 3, 4, 8};
 
-/* One way of creation is tested with all numbers of ranks, the others with some. */
-static void collectives(int invariant, int one_gpu) {
+/* mt_comm_create_for is tested with all numbers of ranks, the other ways from `first` to `last` with some. */
+static void collectives(way first, way last, int invariant, int lone) {
     results *cpu = (results *)calloc(1, sizeof *cpu), *gpu = (results *)calloc(1, sizeof *gpu);
-    for (int i = 0; i < 5; i++)
-        for (int how = FOR_DEVICE; how < WAYS; how++) {
+    for (int i = 0; i < (lone ? 1 : 5); i++) {
+        if (first >= FOR_DEVICE && !has_gpus(sizes[i])) break;
+        for (int how = first; how <= (int)last; how++) {
             job j = job_make(ON_CPU, sizes[i], all_cases);
-            if (how != FOR_DEVICE && (sizes[i] == 4 || sizes[i] == 8 || invariant || one_gpu)) continue;
+            if (how > FOR_DEVICE && !lone && (sizes[i] == 4 || sizes[i] == 8 || invariant)) continue;
             memset(gpu, 0, sizeof *gpu);
             j.result = cpu;
-            if (how == FOR_DEVICE) job_run(&j);
+            if (how == (int)first) job_run(&j);
             j.how = (way)how;
-            j.one_gpu = one_gpu;
+            j.lone = lone;
             j.where.invariant = invariant;
             j.result = gpu;
             job_run(&j);
             compare(cpu, gpu, &j);
         }
+    }
     free(gpu);
     free(cpu);
 }
 
 static void test_collectives(void **state) {
     (void)state;
-    collectives(0, 0);
+    need_gpus(2);
+    collectives(FOR_DEVICE, FROM_NONBLOCKING, 0, 0);
 }
 
 static void test_collectives_in_invariant_mode(void **state) {
     (void)state;
-    collectives(8, 0);
+    need_gpus(2);
+    collectives(FOR_DEVICE, FOR_DEVICE, 8, 0);
 }
 
 /* NCCL would refuse ranks on one GPU: they keep the thread backend. */
-static void test_ranks_on_one_gpu(void **state) {
+static void test_collectives_on_one_gpu(void **state) {
     (void)state;
 #if defined(MT_CUDA_ENGINE)
     int before = mte::nccl_counts().created;
 #endif
-    collectives(0, 1);
+    collectives(ON_ONE_GPU, ON_ONE_GPU, 0, 0);
 #if defined(MT_CUDA_ENGINE)
     assert_int_equal(mte::nccl_counts().created, before);
 #endif
@@ -445,20 +485,30 @@ static mt_status long_sums(job *j, mt_context *ctx, mt_comm *comm) {
     return MT_SUCCESS;
 }
 
-static void test_long_sums_in_invariant_mode(void **state) {
+static void compare_long_sums(way how) {
     float *cpu = (float *)malloc((size_t)MANY * 4 * 4), *gpu = (float *)malloc((size_t)MANY * 4 * 4);
     job j = job_make(ON_CPU, 2, long_sums);
-    (void)state;
     j.where.invariant = 2;
     j.where.arena_bytes = (size_t)5 << 20;
     j.result = cpu;
     job_run(&j);
-    j.how = FOR_DEVICE;
+    j.how = how;
     j.result = gpu;
     job_run(&j);
     assert_memory_equal(cpu, gpu, (size_t)MANY * 4 * 4);
     free(gpu);
     free(cpu);
+}
+
+static void test_long_sums_in_invariant_mode(void **state) {
+    (void)state;
+    need_gpus(2);
+    compare_long_sums(FOR_DEVICE);
+}
+
+static void test_long_sums_on_one_gpu(void **state) {
+    (void)state;
+    compare_long_sums(ON_ONE_GPU);
 }
 
 /* ---- splits ------------------------------------------------------------------------------------------------------ */
@@ -498,10 +548,9 @@ static mt_status split_all(job *j, mt_context *ctx, mt_comm *comm) {
     return MT_SUCCESS;
 }
 
-static void test_split(void **state) {
-    (void)state;
-    for (int ranks = 2; ranks <= 6; ranks += 2)
-        for (int how = FOR_DEVICE; how < WAYS; how++) {
+static void splits(way first, way last) {
+    for (int ranks = 2; ranks <= 6 && (first < FOR_DEVICE || has_gpus(ranks)); ranks += 2)
+        for (int how = first; how <= (int)last; how++) {
             group_of cpu[RANKS_MAX * SPLITS], gpu[RANKS_MAX * SPLITS];
             job j = job_make(ON_CPU, ranks, split_all);
             memset(cpu, 0, sizeof cpu);
@@ -515,6 +564,17 @@ static void test_split(void **state) {
         }
 }
 
+static void test_split(void **state) {
+    (void)state;
+    need_gpus(2);
+    splits(FOR_DEVICE, FROM_NONBLOCKING);
+}
+
+static void test_split_on_one_gpu(void **state) {
+    (void)state;
+    splits(ON_ONE_GPU, ON_ONE_GPU);
+}
+
 /* The ranks of a group in reverse order, split by their parity. */
 static mt_status split_a_split(job *j, mt_context *ctx, mt_comm *comm) {
     int rank = mt_comm_rank(comm), sum = 0;
@@ -526,7 +586,7 @@ static mt_status split_a_split(job *j, mt_context *ctx, mt_comm *comm) {
     MT_TRY(mt_comm_split(comm, 0, -rank, &back));
     CHECK(mt_comm_rank(back) == j->ranks - 1 - rank);
     MT_TRY(mt_comm_split(back, rank % 2, mt_comm_rank(back), &half));
-    CHECK(mt_comm_rank(half) == (j->ranks - 1 - rank) / 2 && is_on_nccl(half) == (half->size > 1));
+    CHECK(mt_comm_rank(half) == (j->ranks - 1 - rank) / 2 && is_on_nccl(half) == (is_over_nccl(j) && half->size > 1));
     MT_TRY(mt_fill(ctx, x, (float)(1 << rank)));
     MT_TRY(mt_all_reduce(ctx, half, x.data, x.data, 1, MT_F32, MT_SUM));
     MT_TRY(mt_download(ctx, x, &back_sum));
@@ -538,11 +598,20 @@ static mt_status split_a_split(job *j, mt_context *ctx, mt_comm *comm) {
 
 static void test_split_of_a_split(void **state) {
     (void)state;
-    for (int how = FOR_DEVICE; how < WAYS; how++)
-        for (int ranks = 3; ranks <= 4; ranks++) {
+    need_gpus(3);
+    for (int ranks = 3; ranks <= 4 && has_gpus(ranks); ranks++)
+        for (int how = FOR_DEVICE; how < WAYS; how++) {
             job j = job_make((way)how, ranks, split_a_split);
             job_run(&j);
         }
+}
+
+static void test_split_of_a_split_on_one_gpu(void **state) {
+    (void)state;
+    for (int ranks = 3; ranks <= 4; ranks++) {
+        job j = job_make(ON_ONE_GPU, ranks, split_a_split);
+        job_run(&j);
+    }
 }
 
 static mt_status make_grid(job *j, mt_context *ctx, mt_comm *comm) {
@@ -619,7 +688,11 @@ static mt_status outlive(job *j, mt_context *ctx, mt_comm *comm) {
     where.arena_bytes = 1 << 16;
     where.ordinal = mt_comm_rank(comm);
     MT_TRY(mt_context_create(NULL, &where, &brief));
-    MT_TRY(mt_comm_create_for(brief, j->threads[mt_comm_rank(comm)], &mine));
+    if (j->lone) {
+        mt_nccl_id id;
+        MT_TRY(mt_nccl_unique_id(brief, &id));
+        MT_TRY(mti_nccl_create(brief, &id, 1, 0, j->timeout, &mine));
+    } else MT_TRY(mt_comm_create_for(brief, j->threads[mt_comm_rank(comm)], &mine));
     mt_context_destroy(brief); /* in the wrong order: the communicator can still be destroyed */
     CHECK(mt_comm_split(mine, 0, 0, &part) == MT_ERR_ARGUMENT &&
           strstr(mt_comm_last_error(mine), "has been destroyed"));
@@ -667,6 +740,12 @@ static void test_wait_for_peers(void **state) {
     }
 }
 
+static void test_wait_for_peers_on_one_gpu(void **state) {
+    job j = job_make(ON_ONE_GPU, 3, wait_for_peers);
+    (void)state;
+    job_run(&j);
+}
+
 /* ---- one queue for all streams ----------------------------------------------------------------------------------- */
 
 static void count_warning(void *user, mt_log_level level, const char *message) {
@@ -703,21 +782,335 @@ static void test_warning_of_one_queue(void **state) {
     char before[16] = "";
     (void)state;
     if (set) snprintf(before, sizeof before, "%s", set);
-    for (int i = 0; i < 3; i++) {
-        job j = job_make(FOR_DEVICE, 2, overlap_twice);
-        one_queue q = {i == 0, {0, 0}};
+    for (int i = has_gpus(2) ? 0 : 3; i < 6; i++) {
+        job j = job_make(i < 3 ? FOR_DEVICE : ON_ONE_GPU, 2, overlap_twice);
+        one_queue q = {i % 3 == 0, {0, 0}};
         j.result = &q;
-        if (values[i]) setenv("CUDA_DEVICE_MAX_CONNECTIONS", values[i], 1);
+        if (values[i % 3]) setenv("CUDA_DEVICE_MAX_CONNECTIONS", values[i % 3], 1);
         else unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
         job_run(&j);
     }
     if (set) setenv("CUDA_DEVICE_MAX_CONNECTIONS", before, 1);
 }
 
+/* ---- one rank over NCCL ------------------------------------------------------------------------------------------ */
+
+/* The library's functions give a group of one rank no NCCL communicator. These jobs call what the functions call for
+   more ranks, so one GPU is enough to test NCCL. */
+static job lone_job(way how, mt_status (*body)(job *, mt_context *, mt_comm *)) {
+    job j = job_make(how, 1, body);
+    j.lone = 1;
+    return j;
+}
+
+static void run_lone(mt_status (*body)(job *, mt_context *, mt_comm *)) {
+    for (int how = FROM_ID; how < WAYS; how++) {
+        job j = lone_job((way)how, body);
+        job_run(&j);
+    }
+}
+
+static void pause_for(double seconds) {
+    double start = mti_now();
+    while (mti_now() < start + seconds) mti_rest(1, 1e-3);
+}
+
+/* One rank makes 77 calls of NCCL. In invariant mode 24 of them are missing: the sums of floats, which the library adds
+   itself. */
+static void test_one_rank_collectives(void **state) {
+    (void)state;
+    for (int invariant = 0; invariant <= 8; invariant += 8) {
+        int before = nccl_calls();
+        collectives(FROM_ID, FROM_NONBLOCKING, invariant, 1);
+        expect_calls(before, 3 * (invariant ? 53 : 77));
+    }
+}
+
+/* A copy from x to y by one call. */
+static mt_status copy_by(mt_context *ctx, mt_comm *comm, int kind, mt_dtype dtype, const void *x, void *y) {
+    mti_call call = mti_call_make(kind, x, y, COUNT, dtype);
+    call.recvcount = COUNT;
+    return mti_nccl_call(ctx, comm, &call);
+}
+
+/* The library copies messages of a rank to itself without NCCL, so this test calls NCCL directly. */
+static mt_status send_to_itself(job *j, mt_context *ctx, mt_comm *comm) {
+    unsigned char sent[4 * COUNT], got[4 * COUNT];
+    (void)j;
+    for (int t = 0; t < TYPES; t++) {
+        size_t mark = mt_arena_mark(ctx), bytes = COUNT * mt_dtype_size((mt_dtype)t);
+        void *x, *y;
+        fill((mt_dtype)t, 0, SELF, sent, COUNT);
+        MT_TRY(mt_arena_alloc(ctx, bytes, &x));
+        MT_TRY(mt_arena_alloc(ctx, bytes, &y));
+        MT_TRY(put(ctx, sent, x, bytes));
+        MT_TRY(copy_by(ctx, comm, MTI_SEND_RECV, (mt_dtype)t, x, y));
+        MT_TRY(get(ctx, y, got, bytes));
+        CHECK(memcmp(sent, got, bytes) == 0);
+        mt_arena_release(ctx, mark);
+    }
+    return MT_SUCCESS;
+}
+
+static void test_one_rank_sends_to_itself(void **state) {
+    int before = nccl_calls();
+    (void)state;
+    run_lone(send_to_itself);
+    expect_calls(before, 3 * 2 * TYPES);
+}
+
+/* Checks a sum over one rank, in memory of the arena or at `memory`. */
+static mt_status sum_at(mt_context *ctx, mt_comm *comm, void *memory) {
+    float sent[COUNT], got[COUNT];
+    size_t mark = mt_arena_mark(ctx);
+    fill(MT_F32, 0, REDUCE_SUM, (unsigned char *)sent, COUNT);
+    if (!memory) MT_TRY(mt_arena_alloc(ctx, 2 * sizeof sent, &memory));
+    MT_TRY(put(ctx, sent, memory, sizeof sent));
+    MT_TRY(mt_all_reduce(ctx, comm, memory, (float *)memory + COUNT, COUNT, MT_F32, MT_SUM));
+    MT_TRY(get(ctx, (float *)memory + COUNT, got, sizeof got));
+    CHECK(memcmp(sent, got, sizeof got) == 0);
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* A split as mt_comm_split makes it for more ranks. */
+static mt_status split_off(mt_context *ctx, mt_comm *comm, mt_comm **out) {
+    mt_comm *part = mti_nccl_new(ctx, 0, 1, "part", comm->nccl.timeout, MTI_SPLIT);
+    mt_status status = part ? mti_watchdog_join(ctx, part) : MT_ERR_MEMORY;
+    *out = NULL;
+    if (!part) return status;
+    if (status == MT_SUCCESS) status = mti_nccl_carve(ctx, comm, 0, 0, part);
+    return mti_nccl_begin(ctx, part, status, out);
+}
+
+/* From the opener, from the caller's communicator, and from a part, which has no opener. */
+static mt_status split_one(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_comm *alone = NULL, *part = NULL, *again = NULL;
+    MT_TRY(mt_comm_split(comm, 0, 0, &alone));
+    CHECK(!is_on_nccl(alone) && mt_comm_size(alone) == 1);
+    mt_comm_destroy(alone);
+    MT_TRY(split_off(ctx, comm, &part));
+    MT_TRY(split_off(ctx, part, &again));
+    CHECK((comm->nccl.opener != NULL) == (j->how == FROM_ID) && !part->nccl.opener && !again->nccl.opener);
+    CHECK(part->nccl.handle && again->nccl.handle && part->nccl.handle != again->nccl.handle);
+    MT_TRY(sum_at(ctx, comm, NULL));
+    MT_TRY(sum_at(ctx, again, NULL));
+    MT_TRY(sum_at(ctx, part, NULL));
+    mt_comm_destroy(part); /* the part of the part stays */
+    MT_TRY(sum_at(ctx, again, NULL));
+    mt_comm_destroy(again);
+    return sum_at(ctx, comm, NULL);
+}
+
+static void test_one_rank_splits(void **state) {
+    int before = nccl_calls();
+    (void)state;
+    run_lone(split_one);
+    expect_calls(before, 3 * 6); /* one gathers the colors */
+}
+
+static void test_one_rank_waits(void **state) {
+    (void)state;
+    run_lone(wait_for_peers);
+}
+
+/* The caller's ncclComm_t outlives what is made from it. mt_comm_create_nccl does not use it for one rank. */
+static mt_status borrow(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_comm *second = NULL, *alone = NULL;
+    int size = 0;
+    MT_TRY(mti_nccl_wrap(ctx, j->callers[0], 1, 0, j->timeout, &second));
+    MT_TRY(sum_at(ctx, second, NULL));
+    mt_comm_destroy(second);
+    CHECK(ncclCommCount(j->callers[0], &size) == ncclSuccess && size == 1);
+    MT_TRY(sum_at(ctx, comm, NULL));
+    MT_TRY(mt_comm_create_nccl(ctx, j->callers[0], j->timeout, &alone));
+    CHECK(!is_on_nccl(alone));
+    mt_comm_destroy(alone);
+    return MT_SUCCESS;
+}
+
+static void test_one_rank_of_the_caller(void **state) {
+    (void)state;
+    for (int how = FROM_CALLER; how <= FROM_NONBLOCKING; how++) {
+        job j = lone_job((way)how, borrow);
+        job_run(&j);
+    }
+}
+
+static void test_one_rank_outlives_its_context(void **state) {
+    job j = lone_job(FROM_ID, outlive);
+    (void)state;
+    job_run(&j);
+}
+
+static int registered_with(const mt_context *ctx, const mt_comm *comm) {
+    int n = 0;
+    for (const mti_window *w = ctx->windows; w; w = w->next) n += w->comm == comm;
+    return n;
+}
+
+/* Checks how many registrations NCCL has. Only the engine counts. */
+static int are_registered(int n) {
+#if defined(MT_CUDA_ENGINE)
+    return mte::nccl_counts().registered == n;
+#else
+    return n >= 0;
+#endif
+}
+
+/* A part registers the arena, and comm registers other memory. Destroying the part and freeing the memory deregister
+   them. Then comm registers the arena, and ends with it. */
+static mt_status register_one(job *j, mt_context *ctx, mt_comm *comm) {
+    const size_t bytes = (size_t)3 << 20;
+    mt_comm *part = NULL;
+    void *p;
+    (void)j;
+    MT_TRY(split_off(ctx, comm, &part));
+    MT_TRY(mt_arena_register(ctx, part));
+    MT_TRY(mt_context_alloc(ctx, bytes, &p));
+    MT_TRY(mt_comm_register(ctx, comm, p, bytes));
+    CHECK(registered_with(ctx, part) == 1 && registered_with(ctx, comm) == 1 && are_registered(2));
+    MT_TRY(sum_at(ctx, part, NULL));
+    MT_TRY(sum_at(ctx, comm, p));
+    mt_context_free(ctx, p, bytes);
+    CHECK(registered_with(ctx, comm) == 0 && are_registered(1) && !comm->nccl.broken);
+    MT_TRY(sum_at(ctx, part, NULL));
+    mt_comm_destroy(part);
+    CHECK(!ctx->windows && are_registered(0));
+    MT_TRY(mt_arena_register(ctx, comm));
+    CHECK(registered_with(ctx, comm) == 1 && are_registered(1));
+    return sum_at(ctx, comm, NULL);
+}
+
+/* The library registers buffers where NCCL is older than 2.27, which only the engine can pretend. */
+static void test_one_rank_registers(void **state) {
+    int version = 0;
+    (void)state;
+    ncclGetVersion(&version);
+    printf("      NCCL %d\n", version);
+    for (int i = 0; i < 2 * (WAYS - FROM_ID); i++) {
+        job j = lone_job((way)(FROM_ID + i / 2), register_one);
+        j.where.arena_symmetric = 1;
+        j.where.arena_bytes = (size_t)3 << 20;
+#if defined(MT_CUDA_ENGINE)
+        mte::nccl_set_version(i % 2 ? NCCL_VERSION(2, 26, 2) : 0);
+        job_run(&j);
+        mte::nccl_set_version(0);
+#else
+        if (i % 2 == 0) job_run(&j);
+#endif
+    }
+}
+
+/* A call seems to be inside NCCL for too long. The watchdog aborts it, in its own thread. */
+static mt_status hang_inside(mt_context *ctx, mt_comm *comm) {
+    MT_TRY(sum_at(ctx, comm, NULL));
+    comm->nccl.timeout = 0.1;
+    mti_nccl_enter(comm);
+    pause_for(0.5);
+    CHECK(mti_nccl_settle(ctx, comm, ncclInternalError) == MT_ERR_TIMEOUT);
+    CHECK(strstr(mt_last_error(ctx), "all_reduce(count 37, f32, sum) on \"") && !comm->nccl.handle);
+    CHECK(mt_barrier(ctx, comm) == MT_ERR_PEER);
+    return mt_context_synchronize(ctx);
+}
+
+/* comm still works after the abort of its part. The caller's communicator has no watchdog, its part has. */
+static mt_status hang_both(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_comm *part = NULL;
+    MT_TRY(split_off(ctx, comm, &part));
+    MT_TRY(hang_inside(ctx, part));
+    mt_comm_destroy(part);
+    MT_TRY(sum_at(ctx, comm, NULL));
+    return j->how == FROM_ID ? hang_inside(ctx, comm) : MT_SUCCESS;
+}
+
+static void test_one_rank_is_aborted_by_the_watchdog(void **state) {
+    (void)state;
+    for (int how = FROM_ID; how <= FROM_CALLER; how++) {
+        job j = lone_job((way)how, hang_both);
+        job_run(&j);
+    }
+}
+
+#if !defined(MT_CUDA_ENGINE)
+static void CUDART_CB pause_in_stream(void *seconds) { pause_for(*(const double *)seconds); }
+#endif
+
+/* Makes the next collective late. On a GPU it comes after work that lasts longer than the timeout. On the engine it
+   never arrives. */
+static mt_status make_late(mt_context *ctx) {
+#if defined(MT_CUDA_ENGINE)
+    mte::nccl_silence(0, 0);
+    return ctx ? MT_SUCCESS : MT_ERR_ARGUMENT;
+#else
+    static double seconds = 3 * PATIENCE;
+    cudaStream_t stream = (cudaStream_t)mt_context_stream(ctx);
+    return cudaLaunchHostFunc(stream, pause_in_stream, &seconds) == cudaSuccess ? MT_SUCCESS : MT_ERR_SYSTEM;
+#endif
+}
+
+/* The library aborts its own communicator, and leaves the caller's as it is. */
+static mt_status late_stream(job *j, mt_context *ctx, mt_comm *comm) {
+    void *x;
+    MT_TRY(sum_at(ctx, comm, NULL));
+    MT_TRY(mt_arena_alloc(ctx, 64, &x));
+    MT_TRY(mt_cuda_zero(ctx, x, 64));
+    MT_TRY(mt_context_synchronize(ctx));
+    comm->nccl.timeout = PATIENCE;
+    MT_TRY(make_late(ctx));
+    MT_TRY(mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM));
+    CHECK(mt_cuda_wait_peers(ctx) == MT_ERR_TIMEOUT);
+    CHECK(strstr(mt_last_error(ctx), "all_reduce(count 4, f32, sum) on \"world\" (1 ranks)"));
+    CHECK((comm->nccl.handle != NULL) == is_callers(j->how) && !comm->nccl.opener);
+    CHECK(mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM) == MT_ERR_PEER);
+    return is_callers(j->how) ? MT_ERR_TIMEOUT : mt_context_synchronize(ctx); /* job_rank aborts the caller's */
+}
+
+static void test_one_rank_in_a_stream_that_is_late(void **state) {
+    (void)state;
+    for (int how = FROM_ID; how < WAYS; how++) {
+        job j = lone_job((way)how, late_stream);
+        assert_int_equal(job_launch(&j, 0), is_callers(j.how) ? MT_ERR_TIMEOUT : MT_SUCCESS);
+#if defined(MT_CUDA_ENGINE)
+        mte::nccl_reset_faults();
+#endif
+        nothing_left();
+    }
+}
+
+/* A peer never joins: the call must return. */
+static mt_status join_alone(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_comm *pair = NULL;
+    double start = mti_now();
+    (void)comm;
+    CHECK(mt_comm_create_nccl_id(ctx, (const mt_nccl_id *)j->result, 2, 0, PATIENCE, &pair) == MT_ERR_TIMEOUT && !pair);
+    CHECK(strstr(mt_last_error(ctx), "create on \"world\" (2 ranks): rank 0 waited"));
+    CHECK(mti_now() - start < PATIENCE + 10); /* NCCL ends its own threads first */
+    return MT_SUCCESS;
+}
+
+/* Both ranks use GPU 0. */
+static mt_status join_on_one_gpu(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_comm *pair = NULL;
+    const mt_nccl_id *id = (const mt_nccl_id *)j->result;
+    CHECK(mt_comm_create_nccl_id(ctx, id, 2, mt_comm_rank(comm), j->timeout, &pair) == MT_ERR_ARGUMENT);
+    CHECK(!pair && strstr(mt_last_error(ctx), ": NCCL: invalid usage"));
+    return MT_SUCCESS;
+}
+
+static void test_ids_that_lead_nowhere(void **state) {
+    mt_nccl_id ids[2];
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        job j = job_make(ON_ONE_GPU, i + 1, i ? join_on_one_gpu : join_alone);
+        assert_int_equal(ncclGetUniqueId((ncclUniqueId *)&ids[i]), ncclSuccess);
+        j.result = &ids[i];
+        job_run(&j);
+    }
+}
+
 #if defined(MT_CUDA_ENGINE)
 /* ---- faults ------------------------------------------------------------------------------------------------------ */
-
-#define PATIENCE 0.4
 
 typedef struct fault {
     mt_status status[RANKS_MAX];
@@ -793,6 +1186,7 @@ static void expect(const job *j, const fault *f, unsigned ranks, const char *cal
 
 static job fault_job(way how, int ranks, fault *f) {
     job j = job_make(how, ranks, suffer);
+    need_gpus(ranks);
     memset(f, 0, sizeof *f);
     f->absent = -1;
     j.timeout = PATIENCE;
@@ -939,11 +1333,6 @@ static void test_calls_without_a_peer(void **state) {
         }
 }
 
-static void pause_for(double seconds) {
-    double start = mti_now();
-    while (mti_now() < start + seconds) mti_rest(1, 1e-3);
-}
-
 /* A rank is late at the first call of each of several groups, by less than the timeout. Then all ranks pause for longer
    than the timeout. The watchdog aborts nothing. */
 static mt_status pause_between_calls(job *j, mt_context *ctx, mt_comm *comm) {
@@ -998,38 +1387,6 @@ static void test_silent_rank_beside_computation(void **state) {
     nothing_left();
 }
 
-/* A peer never joins: the call must return. */
-static mt_status join_alone(job *j, mt_context *ctx, mt_comm *comm) {
-    mt_comm *pair = NULL;
-    double start = mti_now();
-    if (mt_comm_rank(comm) == 1) return MT_SUCCESS;
-    CHECK(mt_comm_create_nccl_id(ctx, (const mt_nccl_id *)j->result, 2, 0, PATIENCE, &pair) == MT_ERR_TIMEOUT && !pair);
-    CHECK(strstr(mt_last_error(ctx), "create on \"world\" (2 ranks): rank 0 waited"));
-    CHECK(mti_now() - start < PATIENCE + 2);
-    return MT_SUCCESS;
-}
-
-/* Both ranks use GPU 0. */
-static mt_status join_on_one_gpu(job *j, mt_context *ctx, mt_comm *comm) {
-    mt_comm *pair = NULL;
-    const mt_nccl_id *id = (const mt_nccl_id *)j->result;
-    CHECK(mt_comm_create_nccl_id(ctx, id, 2, mt_comm_rank(comm), PATIENCE, &pair) == MT_ERR_ARGUMENT);
-    CHECK(!pair && strstr(mt_last_error(ctx), ": NCCL: invalid usage"));
-    return MT_SUCCESS;
-}
-
-static void test_ids_that_lead_nowhere(void **state) {
-    mt_nccl_id ids[2];
-    (void)state;
-    for (int i = 0; i < 2; i++) {
-        job j = job_make(FOR_DEVICE, 2, i ? join_on_one_gpu : join_alone);
-        assert_int_equal(ncclGetUniqueId((ncclUniqueId *)&ids[i]), ncclSuccess);
-        j.one_gpu = i;
-        j.result = &ids[i];
-        job_run(&j);
-    }
-}
-
 /* ---- what one rank cannot do, on ranks that share a GPU ---------------------------------------------------------- */
 
 typedef struct failure {
@@ -1070,8 +1427,7 @@ static void test_failure_of_one_rank_is_told(void **state) {
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         failure f = cases[i];
-        job j = job_make(FOR_DEVICE, 3, fail_alone);
-        j.one_gpu = 1;
+        job j = job_make(ON_ONE_GPU, 3, fail_alone);
         j.result = &f;
         j.timeout = 20;
         assert_int_equal(job_launch(&j, 1), MT_SUCCESS);
@@ -1227,27 +1583,52 @@ static mt_status told(job *j, mt_context *ctx, mt_comm *comm) {
 
 static void test_ranks_that_were_told_different_things(void **state) {
     (void)state;
-    for (int i = 0; i < 2 * WAYS; i++) {
-        job j = job_make((way)(i / 2), 2 + i % 2, told);
-        j.one_gpu = i == 2 * FOR_DEVICE;
-        job_run(&j);
-    }
+    need_gpus(2);
+    for (int ranks = 2; ranks <= 3 && has_gpus(ranks); ranks++)
+        for (int how = FOR_DEVICE; how < WAYS; how++) {
+            job j = job_make((way)how, ranks, told);
+            job_run(&j);
+        }
+}
+
+static void test_different_things_on_one_gpu(void **state) {
+    (void)state;
+    for (int ranks = 2; ranks <= 3; ranks++)
+        for (int how = ON_CPU; how <= ON_ONE_GPU; how++) {
+            job j = job_make((way)how, ranks, told);
+            job_run(&j);
+        }
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_collectives),
         cmocka_unit_test(test_collectives_in_invariant_mode),
-        cmocka_unit_test(test_ranks_on_one_gpu),
+        cmocka_unit_test(test_collectives_on_one_gpu),
         cmocka_unit_test(test_long_sums_in_invariant_mode),
+        cmocka_unit_test(test_long_sums_on_one_gpu),
         cmocka_unit_test(test_split),
+        cmocka_unit_test(test_split_on_one_gpu),
         cmocka_unit_test(test_split_of_a_split),
+        cmocka_unit_test(test_split_of_a_split_on_one_gpu),
         cmocka_unit_test(test_no_communicator_for_one),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_context_destroyed_first),
         cmocka_unit_test(test_wait_for_peers),
+        cmocka_unit_test(test_wait_for_peers_on_one_gpu),
         cmocka_unit_test(test_ranks_that_were_told_different_things),
+        cmocka_unit_test(test_different_things_on_one_gpu),
         cmocka_unit_test(test_warning_of_one_queue),
+        cmocka_unit_test(test_one_rank_collectives),
+        cmocka_unit_test(test_one_rank_sends_to_itself),
+        cmocka_unit_test(test_one_rank_splits),
+        cmocka_unit_test(test_one_rank_waits),
+        cmocka_unit_test(test_one_rank_of_the_caller),
+        cmocka_unit_test(test_one_rank_outlives_its_context),
+        cmocka_unit_test(test_one_rank_registers),
+        cmocka_unit_test(test_one_rank_is_aborted_by_the_watchdog),
+        cmocka_unit_test(test_one_rank_in_a_stream_that_is_late),
+        cmocka_unit_test(test_ids_that_lead_nowhere),
 #if defined(MT_CUDA_ENGINE)
         cmocka_unit_test(test_silent_rank),
         cmocka_unit_test(test_silent_rank_in_a_group),
@@ -1259,7 +1640,6 @@ int main(void) {
         cmocka_unit_test(test_pauses),
         cmocka_unit_test(test_destroy_waits_for_nobody_for_ever),
         cmocka_unit_test(test_silent_rank_beside_computation),
-        cmocka_unit_test(test_ids_that_lead_nowhere),
         cmocka_unit_test(test_failure_of_one_rank_is_told),
         cmocka_unit_test(test_registration),
         cmocka_unit_test(test_registered_twice),

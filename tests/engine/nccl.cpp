@@ -38,6 +38,7 @@
 #include <nccl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>
@@ -73,8 +74,9 @@ void nccl_keep_windows(bool on);    // ncclCommWindowDeregister fails
 
 struct NcclCounts {
     // communicators created so far, and alive now; registrations now, including windows; windows now; groups of calls
-    // on non-blocking communicators so far, each of which costs a thread in the library
-    int created, alive, registered, windows, threads;
+    // on non-blocking communicators so far, each of which costs a thread in the library; collectives, sends and
+    // receives so far
+    int created, alive, registered, windows, threads, calls;
 };
 NcclCounts nccl_counts();
 } // namespace mte
@@ -1279,7 +1281,10 @@ ncclResult_t check_and_add(ncclComm *comm, const Call &call) {
     return note(result);
 }
 
+std::atomic<int> submitted{0};
+
 ncclResult_t submit(ncclComm *comm, const Call &call) {
+    submitted++;
     group_start();
     const ncclResult_t result = check_and_add(comm, call);
     const ncclResult_t end = group_end();
@@ -1490,7 +1495,7 @@ void nccl_set_version(int version) {
 
 NcclCounts nccl_counts() {
     Guard guard;
-    NcclCounts counts = {static_cast<int>(all_comms.size()), 0, 0, 0, helper_threads};
+    NcclCounts counts = {static_cast<int>(all_comms.size()), 0, 0, 0, helper_threads, submitted};
     for (const auto &comm : all_comms) {
         counts.alive += comm->magic == kCommMagic;
         counts.windows += static_cast<int>(comm->windows.size());

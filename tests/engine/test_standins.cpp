@@ -36,7 +36,7 @@ void nccl_reset_faults();
 void nccl_set_version(int version);
 void cuda_fail_after(const char *name, int after, cudaError_t error);
 struct NcclCounts {
-    int created, alive, registered, windows, threads;
+    int created, alive, registered, windows, threads, calls;
 };
 NcclCounts nccl_counts();
 } // namespace mte
