@@ -22,6 +22,7 @@ trap 'exit 1' HUP INT TERM
 make_nvcc() {
     cat >"$work/nvcc" <<'END'
 #!/bin/sh
+echo "$*" >>"$(dirname "$0")/nvcc.txt"
 out=''
 while [ $# -gt 0 ]; do
     case $1 in
@@ -90,6 +91,7 @@ csv_of_a_gpu() {
     with_standins STANDIN_BENCH="$work/benchmark" $bench >"$work/gpu.csv" 2>"$work/gpu.err" && return 1
     cat "$work/gpu.err"
     [ "$(tail -n 1 "$work/gpu.err")" = "bench.sh: failed: crash" ] || return 1
+    grep -q -e " -L$work/bench/cuda/lib " "$work/nvcc.txt" && [ -d "$work/bench/cuda/lib" ] || return 1
     is_csv "$work/gpu.csv" "h 64, s 16" "h 8192, s 8192, forward + backward" "GPT-2 124M, gradient norm" || return 1
     [ "$(grep -c 'h 64, s 16' "$work/gpu.csv")" -eq 3 ] || return 1
     ! grep -v '^item,name\|^[a-z-]*,"' "$work/gpu.csv" || return 1

@@ -13,6 +13,7 @@ cd "$(dirname "$0")/../.." || exit 1
 . tests/packages.sh
 build=${MT_BUILD_DIR:-build}/bench
 mkdir -p "$build" || exit 1
+build=$(cd "$build" && pwd)
 device=cpu
 if [ "${1:-}" = --device ]; then
     device=${2:-}
@@ -23,11 +24,6 @@ bench_cpu() {
     # shellcheck disable=SC2046  # a list of flags
     "$CC" -O3 -march=native -I. tests/bench/bench.c -o "$build/bench" $(fastest_gemm) -lm -lpthread &&
         exec "$build/bench" "$@"
-}
-
-# Prints nvcc's flags to link with cuBLASLt.
-cublas() {
-    if command -v cublas_flags >/dev/null 2>&1; then cublas_flags "$(pwd)/$build/cuda"; else echo -lcublasLt; fi
 }
 
 bench_cuda() {
@@ -41,7 +37,8 @@ bench_cuda() {
     done
     need_gpu "$build" "nothing was measured" >&2
     # shellcheck disable=SC2046  # a list of flags
-    nvcc -O3 -std=c++17 -arch=native -I. tests/bench/bench_cuda.cu -o "$build/bench_cuda" $(cublas) || exit 1
+    nvcc -O3 -std=c++17 -arch=native -I. tests/bench/bench_cuda.cu -o "$build/bench_cuda" \
+        $(cublas_flags "$build/cuda") || exit 1
     # shellcheck disable=SC2086  # a list of flags
     case " $flags " in
     *" --list "* | *" --help "*) exec "$build/bench_cuda" $flags ;;
