@@ -150,26 +150,50 @@ cuda_version() {
         version = version (version == "" ? "" : ".") $3 } END { print version }'
 }
 
-# link_cuda_library INTO NAME HEADERS: links libNAME.so and the files HEADERS* beside it into INTO/lib and INTO/include,
-# and prints its version and place. Fails where there is no libNAME.so or libNAME.so.N.
-link_cuda_library() {
-    while read -r folder; do
-        for file in "$folder/lib$2.so" "$folder/lib$2.so".[0-9]*; do
-            { [ -n "$folder" ] && [ -f "$file" ]; } || continue
-            folder=$(cd "$folder" && pwd)
-            for each in "$folder/lib$2.so" "$folder/lib$2.so".[0-9]*; do
-                [ ! -f "$each" ] || ln -sf "$each" "$1/lib/"
-            done
-            [ -f "$1/lib/lib$2.so" ] || ln -sf "$folder/${file##*/}" "$1/lib/lib$2.so"
-            for headers in "$folder/include" "$folder/../include" "$folder"; do
-                ! ls "$headers/$3"*.h >/dev/null 2>&1 || { ln -sf "$headers/$3"* "$1/include/"; break; }
-            done
-            version=$(cuda_version "$1/include/$3"*.h)
-            echo "$2 ${version:-of unknown version}: $folder/${file##*/}"
-            return 0
-        done
-    done <"$1/folders"
+# cuda_library FOLDER NAME: prints the path of libNAME.so or libNAME.so.N in the folder
+cuda_library() {
+    for file in "$1/lib$2.so" "$1/lib$2.so".[0-9]*; do
+        [ ! -f "$file" ] || { echo "$file"; return; }
+    done
     return 1
+}
+
+# cuda_headers LIBRARY NAME HEADERS: prints the folder with the headers of the library. They are beside it, with NAME.h,
+# and of its version as far as both tell it.
+cuda_headers() {
+    number=$(readlink -f "$1")
+    case $number in */"lib$2.so".*) number=${number##*/"lib$2.so".} ;; *) number='' ;; esac
+    for beside in include ../include ../../include .; do
+        beside=${1%/*}/$beside
+        [ -f "$beside/$2.h" ] || continue
+        version=$(cuda_version "$beside/$3"*.h)
+        case $version. in "$number".* | .) echo "$beside"; return ;; esac
+        case $number. in "$version".* | .) echo "$beside"; return ;; esac
+    done
+    return 1
+}
+
+# link_cuda_library INTO NAME HEADERS: links libNAME.so and the files HEADERS* into INTO/lib and INTO/include. Prints
+# its version and place. Takes the first folder that has the library and its headers, else the first that has the
+# library. Fails where there is no libNAME.so or libNAME.so.N.
+link_cuda_library() {
+    library='' headers=''
+    while read -r folder; do
+        { [ -n "$folder" ] && file=$(cuda_library "$folder" "$2"); } || continue
+        : "${library:=$file}"
+        headers=$(cuda_headers "$file" "$2" "$3") || continue
+        library=$file
+        break
+    done <"$1/folders"
+    [ -n "$library" ] || return 1
+    folder=$(cd "${library%/*}" && pwd)
+    for each in "$folder/lib$2.so" "$folder/lib$2.so".[0-9]*; do
+        [ ! -f "$each" ] || ln -sf "$each" "$1/lib/"
+    done
+    [ -f "$1/lib/lib$2.so" ] || ln -sf "$folder/${library##*/}" "$1/lib/lib$2.so"
+    [ -z "$headers" ] || ln -sf "$(cd "$headers" && pwd)/$3"* "$1/include/"
+    version=$(cuda_version "$1/include/$3"*.h)
+    echo "$2 ${version:-of unknown version}: $folder/${library##*/}"
 }
 
 # find_cuda_libraries INTO: finds cuBLASLt, NCCL and cuDNN, also those that lack the link libNAME.so which a linker
@@ -190,11 +214,15 @@ cublas_flags() {
     echo "-I$1/include -L$1/lib -Xlinker -rpath -Xlinker $1/lib -lcublasLt"
 }
 
-# need_gpu FOLDER WORDS: prints the GPU of this machine. Without a GPU or without nvcc, prints this and WORDS, and ends
-# the script with status 77. The probe, built in FOLDER, has no kernels, so only the host compiler runs.
+# need_gpu FOLDER WORDS [COMMAND...]: prints the GPU of this machine. Without a GPU or without nvcc, prints this and
+# WORDS, and ends the script with status 77; with 1 when the GPU cannot be used. The probe, built in FOLDER, has no
+# kernels, so only the host compiler runs. COMMAND runs it, with a time limit; without COMMAND, timeout with 60 s.
 need_gpu() {
-    find_nvcc || { echo "no GPU: nvcc is not here to build for one; $2"; exit 77; }
-    cat >"$1/probe.cpp" <<'END'
+    folder=$1 words=$2
+    shift 2
+    [ $# -gt 0 ] || set -- timeout -k 5 60
+    find_nvcc || { echo "no GPU: nvcc is not here to build for one; $words"; exit 77; }
+    cat >"$folder/probe.cpp" <<'END'
 #include <cstdio>
 #include <cuda_runtime_api.h>
 int main() {
@@ -205,6 +233,11 @@ int main() {
     return 0;
 }
 END
-    nvcc "$1/probe.cpp" -o "$1/probe" || exit 1
-    timeout -k 5 60 "$1/probe" || { echo "no GPU: CUDA finds none; $2"; exit 77; }
+    nvcc "$folder/probe.cpp" -o "$folder/probe" >&2 || { echo "a program that uses CUDA does not compile"; exit 1; }
+    "$@" "$folder/probe"
+    case $? in
+    0) ;;
+    124 | 137) echo "the GPU does not answer: the program that asks for it was killed"; exit 1 ;;
+    *) echo "no GPU: CUDA finds none; $words"; exit 77 ;;
+    esac
 }
