@@ -1,28 +1,40 @@
 #!/bin/sh
 # The CUDA tests and benchmarks on a real GPU, and one page that says what came out.
 #
-#   sh tests/gpu.sh [--out DIR] [--seconds N] [STAGE...]    builds and runs everything; exits with 77 without a GPU
-#   sh tests/gpu.sh --build [OBJECT]                        only builds the programs, without optimization, for any GPU
-#                                        from sm_80 on; needs no GPU. OBJECT: an implementation that nvcc has built
+#   sh tests/gpu.sh [--out DIR] [--seconds N] [--quick] [--again] [STAGE...]   builds and runs everything; exits with 77
+#                                        without a GPU
+#   sh tests/gpu.sh --build [OBJECT]     only builds the programs, without optimization, for any GPU from sm_80 on;
+#                                        needs no GPU. OBJECT: an implementation that nvcc has built
 #
 #   STAGE        build      all programs, for the GPU of this machine
 #                test       the test programs; of one that fails, each case in a process of its own
 #                sanitize   compute-sanitizer on the wrappers of PTX instructions and on attention
 #                limits     the limits of the GPU, with which the benchmark compares its figures
-#                bench      the other items of the benchmark
+#                bench      the items of the benchmark that say most, from additions to a training step
 #                peers      the same in PyTorch
+#                rest       the other items of the benchmark, then the same in PyTorch
 #                page       only writes the page again
-#                Without a STAGE: all. A stage builds the programs that it runs.
+#                Without a STAGE: all, in this order. A stage builds the programs that it runs.
 #   --seconds N  the command ends within N seconds (570). What has not run by then is "not run: out of time", and the
-#                next command with this stage goes on with it. When nothing is left to run, the stages begin anew. When
-#                a file of a program has changed, the program is built and run again.
+#                next command with this stage goes on with it. What has a result does not run again, unless a file of
+#                its program has changed. When nothing is left, a command only writes the page.
+#   --quick      5 samples of each figure of the benchmark instead of 15
+#   --again      forgets the results of the stages first
 #   --out DIR    the folder of page.md, results.csv (all rows of the benchmarks) and logs.tar.gz (build/gpu/out)
 #
+# The state, with all results and logs, is build/gpu/state. The page follows every command, also after a signal, and
+# shows the whole state. These commands are for 30 minutes of a GPU, 10 for each. What the last one has no time for
+# matters least.
+#
+#   sh tests/gpu.sh build test sanitize
+#   sh tests/gpu.sh limits bench peers
+#   sh tests/gpu.sh                      # what is left, then the rest
+#
 # Each program runs in a session of its own and is killed after a time limit, so a crash or a hang costs no other
-# result. The page follows every command, also after a signal. It shows what all commands have left in build/gpu/state.
-# The last line is "N passed, N failed, N skipped", and the exit status is 0 when nothing has failed. A missing library
-# costs only the programs that need it. MT_GPU_LIBS names a folder with more libraries, with lib and include or flat.
-# MT_GPU_LIMIT is the time limit of a test program and of a case, 60 s.
+# result. A process that SIGKILL does not end is left behind. The last line is "N passed, N failed, N skipped", and the
+# exit status is 0 when nothing has failed. A missing library costs only the programs that need it. MT_GPU_LIBS names a
+# folder with more libraries, with lib and include or flat. MT_GPU_LIMIT is the time limit of a test program, of a case
+# and of an item of the benchmark, 60 s; PyTorch has twice as long.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -31,8 +43,8 @@ cd "$(dirname "$0")/.." || exit 1
 . tests/report.sh
 unset MT_TEST_CASE MT_TEST_LIST
 began=$(date +%s)
-all_stages="build test sanitize limits bench peers"
-seconds=570 out='' stages='' object='' only_build=no
+all_stages="build test sanitize limits bench peers rest rest-peers"
+seconds=570 out='' stages='' object='' only_build=no quick='' again=no
 while [ $# -gt 0 ]; do
     case $1 in
     --build)
@@ -44,9 +56,12 @@ while [ $# -gt 0 ]; do
         if [ "$1" = --out ]; then out=$2; else seconds=$2; fi
         shift
         ;;
+    --quick) quick=--quick ;;
+    --again) again=yes ;;
     build | test | sanitize | limits | bench | peers | page) stages="$stages $1" ;;
-    --help) sed -n '2,27s/^# \{0,1\}//p' tests/gpu.sh; exit 0 ;;
-    *) sed -n '4,27s/^# \{0,1\}//p' tests/gpu.sh >&2; exit 2 ;;
+    rest) stages="$stages rest rest-peers" ;;
+    --help) sed -n '2,37s/^# \{0,1\}//p' tests/gpu.sh; exit 0 ;;
+    *) sed -n '4,37s/^# \{0,1\}//p' tests/gpu.sh >&2; exit 2 ;;
     esac
     shift
 done
@@ -55,8 +70,8 @@ build=${MT_BUILD_DIR:-build}/gpu
 mkdir -p "$build/state" || exit 1
 build=$(cd "$build" && pwd)
 state=$build/state running=$build/running out=${out:-$build/out}
-deadline=$((began + seconds - 6)) # the page takes the rest
-jobs=$(nproc 2>/dev/null || echo 2) test_limit=${MT_GPU_LIMIT:-60}
+deadline=$((began + seconds - 8)) # the page takes the rest
+jobs=$(nproc 2>/dev/null || echo 2) most_seconds=${MT_GPU_LIMIT:-60}
 check_log=$build/check.log check_lines=40
 
 tests="test_cuda_ptx test_cuda_flash test_cuda_gemm test_cuda test_cuda_gpt test_cuda_checkpoint \
@@ -67,6 +82,8 @@ shared="test_cuda_gemm test_cuda_gpt test_cuda_checkpoint test_cuda_custom_block
 bench_cuda"
 with_nccl="test_cuda_nccl test_cuda_processes"
 implementation=${object:-$build/implementation.o}
+# The items of the stages bench and peers, in this order. The stages rest and rest-peers have all others.
+first_items="add bias activation norm cross-entropy attention layer gpt2"
 
 # among WORD LIST
 among() {
@@ -164,8 +181,8 @@ build_one() {
 # Removes the results of a program, because it is built anew.
 forget() {
     rm -rf "$state/build/$1".* "$state/test/$1" "$state/test/$1".* "$state/sanitize"/*."$1".*
-    [ "$1" != bench_cuda ] || rm -f "$state/limits"/*.* "$state/bench"/*.*
-    for each in test sanitize limits bench; do
+    [ "$1" != bench_cuda ] || rm -f "$state/limits"/*.* "$state/bench"/*.* "$state/rest"/*.*
+    for each in test sanitize limits bench rest; do
         [ ! -e "$state/$each/asked" ] || echo "its program was built anew" >"$state/$each/asked"
     done
 }
@@ -192,46 +209,65 @@ build_programs() {
 
 left() { echo $((deadline - $(date +%s))); }
 
-# run_one STAGE NAME LIMIT NEED COMMAND...: runs the command in a session of its own, and kills it and its children
-# after LIMIT seconds. Writes NAME.log, in the stages of the benchmark also NAME.csv (standard output), and NAME.result
-# with a line "VERDICT|SECONDS|DETAIL". Does nothing when there is a result, or when fewer than NEED seconds are left.
-# What is stopped because the time is up, or by a signal, has no result.
+# limited LIMIT COMMAND...: runs the command in a session of its own, and kills it and its children after LIMIT seconds.
+# Sets code: the exit status, or "stuck" when it is still there 8 s later, because the driver does not let SIGKILL end
+# it. Such a process is left behind with what it has open, so its output must be a file: nobody could read a pipe to its
+# end.
+limited() {
+    last=$(($(date +%s) + $1 + 8)) code='' pause=0.05
+    # shellcheck disable=SC2016  # the variables of the inner shell; --foreground keeps one group
+    setsid sh -c 'timeout --foreground -k 5 "$@"; echo $? >"$0/code.$$"' "$running" "$@" </dev/null &
+    group=$!
+    : >"$running/$group"
+    until [ -s "$running/code.$group" ] || [ "$(date +%s)" -ge $last ]; do
+        sleep $pause
+        pause=0.1
+    done
+    code=$(cat "$running/code.$group" 2>/dev/null)
+    code=${code:-stuck}
+    kill -s KILL -- "-$group" 2>/dev/null # also children that it has left behind
+    rm -f "$running/$group" "$running/code.$group"
+    [ "$code" != stuck ] || return 137
+    return "$code"
+}
+
+# run_one STAGE NAME LIMIT NEED COMMAND...: runs the command for at most LIMIT seconds. Writes NAME.log, in the stages
+# of the benchmark also NAME.csv (standard output), and NAME.result with a line "VERDICT|SECONDS|DETAIL". Does nothing
+# when there is a result, or when fewer than NEED seconds are left. What is stopped because the time is up, or by a
+# signal, has no result.
 run_one() {
     stage=$1 item=$2 limit=$3 need=$4 base=$state/$1/$2 cut=no
     shift 4
     [ ! -e "$base.result" ] || return 0
     most=$(($(left) - 5))
-    { [ $most -ge "$need" ] && [ ! -e "$running/stopped" ]; } || return 1
+    [ $most -ge "$need" ] || return 1
     [ "$limit" -le $most ] || limit=$most cut=yes
     mkdir -p "${base%/*}"
+    since=$(date +%s)
     case $stage in
-    limits | bench | peers) setsid timeout -k 5 "$limit" "$@" >"$base.csv" 2>"$base.log" </dev/null & ;;
-    *) setsid timeout -k 5 "$limit" "$@" >"$base.log" 2>&1 </dev/null & ;;
+    limits | bench | rest | *peers) limited "$limit" "$@" >"$base.csv" 2>"$base.log" ;;
+    *) limited "$limit" "$@" >"$base.log" 2>&1 ;;
     esac
-    group=$! since=$(date +%s) code=0
-    : >"$running/$group"
-    wait $group || code=$?
-    kill -s KILL -- "-$group" 2>/dev/null # children that it has left behind
-    rm -f "$running/$group"
     took=$(($(date +%s) - since))
-    [ ! -e "$running/stopped" ] || return 1
     judge
-    [ $cut = no ] || [ "$verdict" != hung ] || return 1
+    [ $cut = no ] || [ "$verdict" != hung ] || [ "$code" = stuck ] || return 1
     echo "$verdict|$took|$detail" >"$base.result"
     say
 }
 
 say() {
     case $stage in
-    test/*) printf '  %-8stest     %s, %s, %s s%s\n' "$verdict" "${stage#*/}" "$item" "$took" "${detail:+: $detail}" ;;
-    *) printf '  %-8s%-9s%s, %s s%s\n' "$verdict" "$stage" "$item" "$took" "${detail:+: $detail}" ;;
+    test/*) set -- test "${stage#*/}, $item" ;;
+    *) set -- "$stage" "$item" ;;
     esac
+    printf '  %-8s%-11s%s, %s s%s\n' "$verdict" "$1" "$2" "$took" "${detail:+: $detail}"
 }
 
 # Sets verdict and detail from the exit status.
 judge() {
     verdict=failed detail="exit status $code"
     case $code in
+    stuck) verdict=hung detail="SIGKILL did not end it after $limit s" ;;
     0) verdict=passed detail='' ;;
     77) verdict=skipped detail=$(grep '^[A-Za-z]' "$base.log" | tail -n 1 | cut -c 1-120) ;;
     124) verdict=hung detail="killed after $limit s" ;;
@@ -241,10 +277,10 @@ judge() {
     esac
     case $stage:$item:$verdict in
     *:list:passed) grep -q '^[A-Za-z0-9_.-]*$' "$base.csv" || verdict=failed detail="the list is empty" ;;
-    limits:*:passed | bench:*:passed | peers:*:passed)
+    limits:*:passed | bench:*:passed | rest:*:passed | *peers:*:passed)
         grep -q '^[A-Za-z0-9_.-]*,"' "$base.csv" || verdict=failed detail="no rows"
         ;;
-    sanitize:*:hung) verdict=skipped detail="not at its end after $limit s" ;;
+    sanitize:*:hung) [ "$code" = stuck ] || verdict=skipped detail="not at its end after $limit s" ;;
     sanitize:*:failed)
         [ "$code" != 9 ] || detail="it reports errors"
         ! grep -q 'Device not supported' "$base.log" || verdict=skipped detail="it does not support this GPU"
@@ -269,10 +305,19 @@ together() {
     shift 2
     for each in "$@"; do
         $function "$each" &
+        workers="$workers $!"
         started=$((started + 1))
-        [ $((started % at_once)) -ne 0 ] || wait
+        [ $((started % at_once)) -ne 0 ] || wait_for_workers
     done
-    wait
+    wait_for_workers
+}
+
+# Waits for no other children: a program may be stuck.
+workers=''
+wait_for_workers() {
+    # shellcheck disable=SC2086  # a list of ids
+    [ -z "$workers" ] || wait $workers
+    workers=''
 }
 
 # verdict_of STAGE/NAME: nothing without a result
@@ -290,13 +335,16 @@ can_run() {
 
 # ---- stages ----------------------------------------------------------------------------------------------------------
 
-one_case() { run_one "test/$program" "$1" "$test_limit" 10 env MT_TEST_CASE="=$1" "$build/$program"; }
+one_case() { run_one "test/$program" "$1" "$most_seconds" 10 env MT_TEST_CASE="=$1" "$build/$program"; }
 
 # Runs each case of $program that has not passed with the others.
 by_case() {
     names=$state/test/$program.names cases=''
     [ "$(left)" -gt 10 ] || return 1
-    [ -s "$names" ] || MT_TEST_LIST=1 timeout -k 5 20 "$build/$program" 2>/dev/null | grep -x '[A-Za-z0-9_]*' >"$names"
+    [ -s "$names" ] || {
+        limited 20 env MT_TEST_LIST=1 "$build/$program" >"$running/names" 2>/dev/null
+        grep -x '[A-Za-z0-9_]*' "$running/names" >"$names"
+    }
     while read -r name; do
         grep -q "^\[ *\(OK\|SKIPPED\) \] $name\( .*\)\{0,1\}$" "$state/test/$program.log" || cases="$cases $name"
     done <"$names"
@@ -318,7 +366,9 @@ tested() {
 test_programs() {
     for program in $tests; do
         can_run test "$program" "$program" || continue
-        run_one test "$program" "$test_limit" 10 "$build/$program"
+        code=''
+        run_one test "$program" "$most_seconds" 10 "$build/$program"
+        [ "$code" != stuck ] || : >"$state/test/$program.by_case" # its cases would be stuck, too
         tested "$program" || [ -z "$(verdict_of "test/$program")" ] || by_case
     done
 }
@@ -334,7 +384,9 @@ sanitize_one() {
 
 sanitize_programs() {
     nvcc=$(command -v nvcc)
-    sanitizer=$(command -v compute-sanitizer || ls "${nvcc%/bin/nvcc}/compute-sanitizer/compute-sanitizer" 2>/dev/null)
+    sanitizer=''
+    hidden compute-sanitizer || sanitizer=$(command -v compute-sanitizer ||
+        ls "${nvcc%/bin/nvcc}/compute-sanitizer/compute-sanitizer" 2>/dev/null)
     for name in $(items sanitize); do
         [ -n "$sanitizer" ] || record sanitize "$name" skipped "compute-sanitizer is not here"
     done
@@ -343,7 +395,11 @@ sanitize_programs() {
 }
 
 # ask_gpu COLUMNS: only reads
-ask_gpu() { timeout -k 2 10 nvidia-smi --id=0 "--query-gpu=$1" --format=csv,noheader,nounits 2>/dev/null; }
+ask_gpu() {
+    have_command nvidia-smi || return
+    limited 10 nvidia-smi --id=0 "--query-gpu=$1" --format=csv,noheader,nounits >"$running/answer" 2>/dev/null &&
+        cat "$running/answer"
+}
 
 # read_gpu FILE WHEN: adds a line about the GPU: its clocks in MHz, degrees Celsius, watts, and what slows it down
 read_gpu() {
@@ -364,56 +420,95 @@ bench_one() {
 }
 
 bench_limits() {
-    ! can_run limits limits bench_cuda || bench_one limits limits 60 10 "$build/bench_cuda" --csv --only limits
+    ! can_run limits limits bench_cuda || bench_one limits limits "$most_seconds" 10 "$build/bench_cuda" --csv $quick \
+        --only limits
 }
 
+# bench_items bench|rest
 bench_items() {
     can_run bench list bench_cuda || return
     run_one bench list 20 5 "$build/bench_cuda" --list
-    for each in $(items bench); do
-        [ "$each" = list ] || bench_one bench "$each" 60 10 "$build/bench_cuda" --csv --only "$each"
+    for each in $(items "$1"); do
+        [ "$each" = list ] ||
+            bench_one "$1" "$each" "$most_seconds" 10 "$build/bench_cuda" --csv $quick --only "$each"
     done
 }
 
+# bench_peers peers|rest-peers
 bench_peers() {
     peer=tests/bench/peer_pytorch_cuda.py
     stamp=$(cksum <$peer)
-    [ "$stamp" = "$(cat "$state/peers/stamp" 2>/dev/null)" ] || rm -rf "$state/peers"
-    mkdir -p "$state/peers"
-    echo "$stamp" >"$state/peers/stamp"
+    [ "$stamp" = "$(cat "$state/peers.stamp" 2>/dev/null)" ] || rm -rf "$state/peers" "$state/rest-peers"
+    echo "$stamp" >"$state/peers.stamp"
     have_command python3 || { record peers list skipped "python3 is not here"; return; }
     run_one peers list 60 10 python3 $peer --list
-    for each in $(items peers); do
-        [ "$each" = list ] || bench_one peers "$each" 120 30 python3 $peer --rows --only "$each"
+    for each in $(items "$1"); do
+        [ "$each" = list ] ||
+            bench_one "$1" "$each" $((2 * most_seconds)) 30 python3 $peer --rows $quick --only "$each"
     done
 }
 
-# Prints the names of what a stage runs. bench and peers begin with the list of their items.
+# listed bench|peers: prints the items that the program has
+listed() { [ "$(verdict_of "$1/list")" != passed ] || grep -x '[A-Za-z0-9_.-]*' "$state/$1/list.csv"; }
+
+without_first() {
+    while read -r item_of_list; do
+        among "$item_of_list" "limits $first_items" || echo "$item_of_list"
+    done
+}
+
+# Prints the names of what a stage runs. bench and peers begin with the list of their items, without which the others
+# are not known.
 items() {
     case $1 in
-    build) echo "implementation $tests bench_cuda" ;;
+    build)
+        [ ! -e "$state/build/probe.result" ] || echo probe
+        echo "implementation $tests bench_cuda"
+        ;;
     test) echo "$tests" ;;
     sanitize) echo memcheck.test_cuda_ptx memcheck.test_cuda_flash racecheck.test_cuda_ptx racecheck.test_cuda_flash ;;
     limits) echo limits ;;
     bench | peers)
         echo list
-        [ "$(verdict_of "$1/list")" != passed ] || grep -x '[A-Za-z0-9_.-]*' "$state/$1/list.csv" |
-            awk -v stage="$1" 'stage == "peers" || $1 != "limits"'
+        for item_of_list in $first_items; do listed "$1" | grep -x -e "$item_of_list"; done
         ;;
+    rest) listed bench | without_first ;;
+    rest-peers) listed peers | without_first ;;
     esac
 }
 
-# Has everything of the stage run?
+# Has everything of the stage run? Of the rest this is known when bench and peers have run.
 finished() {
+    case $1 in rest*) { finished bench && finished peers; } || return 1 ;; esac
     for each in $(items "$1"); do
         [ -e "$state/$1/$each.result" ] || return 1
         [ "$1" != test ] || tested "$each" || return 1
     done
 }
 
-# Removes the results of the stages when all of them have finished; of the builds only those that have failed.
-begin_anew_when_finished() {
-    for name in $stages; do finished "$name" || return 0; done
+# Prints a guess of the seconds that the stages need on 16 cores and an H100.
+plan() {
+    sum=0 line=''
+    for name in $stages; do
+        case $name in
+        build) guess=150 ;;
+        test) guess=200 ;;
+        sanitize) guess=90 ;;
+        limits) guess=20 ;;
+        bench) guess=160 ;;
+        peers) guess=280 ;;
+        rest) guess=320 ;;
+        rest-peers) guess=280 ;;
+        *) guess=0 ;;
+        esac
+        ! finished "$name" || guess=0
+        sum=$((sum + guess)) line="$line${line:+, }$name $guess s"
+    done
+    echo "planned, by guess: $line; $sum s of $seconds s"
+}
+
+# Removes the results of the stages; of the builds only those that have failed.
+begin_anew() {
     for name in $stages; do
         [ "$name" = build ] || rm -rf "${state:?}/$name"
     done
@@ -424,7 +519,8 @@ begin_anew_when_finished() {
 }
 
 run_stages() {
-    begin_anew_when_finished
+    [ $again = no ] || begin_anew
+    plan
     for stage_of_command in $stages; do
         # shellcheck disable=SC2046,SC2086  # lists of names
         case $stage_of_command in
@@ -432,8 +528,11 @@ run_stages() {
         test) build_programs implementation $tests; test_programs ;;
         sanitize) build_programs test_cuda_ptx test_cuda_flash; sanitize_programs ;;
         limits) build_programs implementation bench_cuda; bench_limits ;;
-        bench) build_programs implementation bench_cuda; bench_items ;;
-        peers) bench_peers ;;
+        bench | rest)
+            build_programs implementation bench_cuda
+            bench_items "$stage_of_command"
+            ;;
+        *peers) bench_peers "$stage_of_command" ;;
         esac
     done
 }
@@ -460,10 +559,23 @@ finish() {
 # stop STATUS: on a signal
 stop() {
     trap '' HUP INT TERM
-    : >"$running/stopped"
+    for each in $workers; do kill -s KILL "$each" 2>/dev/null; done # they would write results
     for group in "$running"/[0-9]*; do kill -s KILL -- "-${group##*/}" 2>/dev/null; done
     echo "stopped by a signal"
     finish "$1" "stopped by a signal"
+}
+
+# Finds nvcc and the GPU, or ends: with 77 when there is none, with a page when it cannot be used.
+find_gpu() {
+    mkdir -p "$state/build"
+    rm -f "$state/build/probe".*
+    (need_gpu "$build" "nothing was tested" limited "$most_seconds") >"$build/gpu" 2>"$state/build/probe.log"
+    code=$?
+    [ $code -ne 0 ] || { rm -f "$state/build/probe.log"; find_nvcc; return; }
+    cat "$build/gpu"
+    [ $code -ne 77 ] || exit 77
+    record build probe failed "$(tail -n 1 "$build/gpu")"
+    finish 1 "$(tail -n 1 "$build/gpu")"
 }
 
 # Prints what the machine has.
@@ -484,10 +596,9 @@ trap 'stop 129' HUP
 trap 'stop 130' INT
 trap 'stop 143' TERM
 [ "$stages" != " page" ] || finish 0 ""
-(need_gpu "$build" "nothing was tested") >"$build/gpu" || { code=$?; cat "$build/gpu"; exit $code; }
-find_nvcc
+find_gpu
 arch=$(sed -n 's/.*, \(sm_[0-9]*\),.*/\1/p' "$build/gpu")
-flags="-std=c++17 -O3 -arch=${arch:-native}"
+flags="-std=c++17 -O3 -lineinfo -arch=${arch:-native}" # -lineinfo: for compute-sanitizer
 [ "$(cat "$build/gpu")" = "$(cat "$state/gpu" 2>/dev/null)" ] || rm -rf "${state:?}"
 mkdir -p "$state"
 cp "$build/gpu" "$state/gpu"

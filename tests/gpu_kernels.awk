@@ -42,18 +42,20 @@ part == "peers" {
 {
     key = field[1] SUBSEP field[2]; seen[key] = 1
     limit = against = "-"
-    if (number(field[8]) && field[8] > 0) {
-        limit = sprintf("%.4g %s", field[3] / field[8], field[6])
-        against = sprintf("%.2f", field[8])
+    of_limit = number(field[8]) ? field[8] + 0 : 0 # a field is text, which "<" compares letter by letter
+    us = number(field[7]) ? field[7] + 0 : 0
+    if (of_limit > 0) {
+        limit = sprintf("%.4g %s", field[3] / of_limit, field[6])
+        against = sprintf("%.2f", of_limit)
     }
     range = verdict = "-"
     if (i = predicted(field[1], field[2])) {
         range = low[i] " to " high[i]
-        verdict = against == "-" ? "missing" : field[8] > 1.1 * high[i] ? "better" : \
-            field[8] < 0.9 * low[i] ? "worse" : "as predicted"
+        verdict = against == "-" ? "missing" : of_limit > 1.1 * high[i] ? "better" : \
+            of_limit < 0.9 * low[i] ? "worse" : "as predicted"
         verdicts[verdict]++
     }
-    ratio = key in fastest && number(field[7]) && field[7] > 0 ? sprintf("%.2f", fastest[key] / field[7]) : "-"
+    ratio = key in fastest && us > 0 ? sprintf("%.2f", fastest[key] / us) : "-"
     printf "| %s | %s | %.1f | %.4g %s | %s | %s | %s | %s | %s | %s |\n", field[1], field[2], field[7], field[3],
         field[6], limit, against, range, verdict, key in peer ? peer[key] : "-", ratio
 }

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Writes what tests/gpu.sh found, from the folder of its state: OUT/page.md, OUT/results.csv, OUT/logs.tar.gz.
 #
-#   sh tests/gpu_page.sh STATE OUT
+#   sh tests/gpu_page.sh STATE OUT [BYTES]        BYTES: logs.tar.gz has no more (16000000)
 #
 # STATE has a folder for each stage. In it the file items names what the stage runs, one a line. Each NAME that has run
 # has NAME.result with a line "VERDICT|SECONDS|DETAIL" and NAME.log; an item of the benchmark has its rows in NAME.csv.
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit 1
 LC_ALL=C
 export LC_ALL
 mkdir -p "$2" || exit 1
-state=$1 out=$(cd "$2" && pwd)
+state=$1 out=$(cd "$2" && pwd) most_packed=${3:-16000000}
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 predictions=tests/bench/predictions.csv
@@ -113,6 +113,7 @@ stage_table() {
     asked=$(cat "$state/$1/asked" 2>/dev/null)
     [ -n "$asked" ] || echo "- $1: not asked for" >>"$work/not_run"
     [ -n "$asked" ] || ls "$state/$1"/*.result >/dev/null 2>&1 || return
+    [ -s "$state/$1/items" ] || { echo "- $1: its items are not known; $asked" >>"$work/not_run"; return; }
     printf '\n## %s\n\n| | verdict | s | |\n|---|---|---|---|\n' "$2"
     while read -r item; do
         all=$(result "$1/$item") verdict=$(first "$(result "$1/$item")") said=$(detail "$all")
@@ -137,7 +138,14 @@ stage_table() {
 
 # ---- benchmarks ------------------------------------------------------------------------------------------------------
 
-rows() { cat /dev/null "$state/$1"/*.csv 2>/dev/null | grep '^[A-Za-z0-9_.-]*,"'; }
+# rows STAGE...: those of the items that the stages have
+rows() {
+    for each in "$@"; do
+        while read -r item; do
+            [ "$item" = list ] || cat "$state/$each/$item.csv" 2>/dev/null
+        done <"$state/$each/items"
+    done 2>/dev/null | grep '^[A-Za-z0-9_.-]*,"'
+}
 
 # Joins the rows of the benchmark with the predictions and the peer's rows of the same item and name.
 kernel_table() {
@@ -146,12 +154,8 @@ kernel_table() {
 }
 
 kernels() {
-    for each in limits bench; do
-        while read -r item; do
-            [ "$item" = list ] || cat "$state/$each/$item.csv" 2>/dev/null
-        done <"$state/$each/items"
-    done 2>/dev/null | grep '^[A-Za-z0-9_.-]*,"' >"$work/ours"
-    rows peers >"$work/peers"
+    rows limits bench rest >"$work/ours"
+    rows peers rest-peers >"$work/peers"
     { echo "item,name,median,min,max,unit,us,ratio,versus"; cat "$work/ours" "$work/peers"; } >"$out/results.csv"
     cat <<END
 
@@ -165,7 +169,8 @@ END
     echo "| item | name | us | measured | limit | of limit | predicted | verdict | peer us | peer/ours |"
     echo "|---|---|---|---|---|---|---|---|---|---|"
     kernel_table
-    sed -n 's/^# \(.*: not measured: .*\)/Not measured: \1/p' "$state"/bench/*.log "$state"/peers/*.log 2>/dev/null
+    cat /dev/null "$state"/bench/*.log "$state"/rest/*.log "$state"/*peers/*.log 2>/dev/null |
+        sed -n 's/^# \(.*: not measured: .*\)/Not measured: \1/p'
 }
 
 # The range of each reading of the GPU during benchmarks, and the items during which something slowed it down.
@@ -190,21 +195,38 @@ clocks() {
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
-# Packs the logs, the long ones cut in the middle, into at most 16 MB.
+# cut_long FOLDER MOST: cuts files of more than MOST bytes in the middle
+cut_long() {
+    find "$1" -type f -size +$(($2 / 512)) | while read -r file; do
+        { head -c $(($2 / 2)) "$file"
+            printf '\n... cut: %d bytes in all ...\n' "$(wc -c <"$file")"
+            tail -c $(($2 / 2)) "$file"; } >"$work/cut"
+        mv "$work/cut" "$file"
+    done
+}
+
+# Packs the folder $work/logs. Fails when that takes too many bytes.
+pack() {
+    tar -C "$work" -czf "$work/logs.tar.gz" logs && [ "$(wc -c <"$work/logs.tar.gz")" -le "$most_packed" ] &&
+        mv "$work/logs.tar.gz" "$out/logs.tar.gz"
+}
+
+# Packs the state, with long logs cut. When that is too much even with short logs, packs only the page, the results, and
+# up to 1000 logs of what has failed.
 pack_logs() {
     for most in 262144 65536 16384 4096; do
         rm -rf "$work/logs"
         cp -R "$state" "$work/logs" || return 1
-        find "$work/logs" -type f -size +$((most / 512)) | while read -r file; do
-            { head -c $((most / 2)) "$file"
-                printf '\n... cut: %d bytes in all ...\n' "$(wc -c <"$file")"
-                tail -c $((most / 2)) "$file"; } >"$work/cut"
-            mv "$work/cut" "$file"
-        done
-        tar -C "$work" -czf "$out/logs.tar.gz" logs || return 1
-        [ "$(wc -c <"$out/logs.tar.gz")" -gt 16000000 ] || return 0
+        cut_long "$work/logs" $most
+        ! pack || return 0
     done
-    echo "the logs are too many to pack" >&2
+    rm -rf "$work/logs"
+    mkdir "$work/logs"
+    cp "$out/page.md" "$work/logs"
+    (cd "$state" && find . -name '*.result' && find . -name '*.result' -exec grep -L '^passed\|^skipped' {} + |
+        head -n 1000 | sed 's/result$/log/') | tar -C "$state" -cf - -T - 2>/dev/null | tar -C "$work/logs" -xf -
+    cut_long "$work/logs" 4096
+    pack
 }
 
 passed=0 failed=0 skipped=0
@@ -217,6 +239,8 @@ passed=0 failed=0 skipped=0
     stage_table limits "Limits of the GPU"
     stage_table bench "Items of the benchmark"
     stage_table peers "PyTorch on the same GPU"
+    stage_table rest "Other items of the benchmark"
+    stage_table rest-peers "Other items in PyTorch"
 } >"$work/tables"
 {
     echo "# megatron.h on a GPU"
@@ -224,7 +248,7 @@ passed=0 failed=0 skipped=0
     date -u '+Written %Y-%m-%d %H:%M:%S UTC.'
     echo
     sed 's/^/- /' "$state/machine" 2>/dev/null
-    sed -n 's/^# \(PyTorch .*\)/- peer: \1/p' "$state"/peers/*.log 2>/dev/null | sort -u
+    cat /dev/null "$state"/*peers/*.log 2>/dev/null | sed -n 's/^# \(PyTorch .*\)/- peer: \1/p' | sort -u
     echo "- $(clocks)"
     printf '\n## Failures\n\n'
     if [ -s "$work/failures" ]; then cat "$work/failures"; else echo "None."; fi
@@ -235,4 +259,6 @@ passed=0 failed=0 skipped=0
     echo
     echo "$passed passed, $failed failed, $skipped skipped"
 } >"$work/page" || exit 1
-cp "$work/page" "$out/page.md" && pack_logs
+cp "$work/page" "$out/page.md" || exit 1
+rm -f "$out/logs.tar.gz"
+pack_logs || echo "the logs were not packed" >&2

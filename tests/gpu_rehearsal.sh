@@ -14,7 +14,9 @@ engine=$(cd "$engine" 2>/dev/null && pwd)
 work=$(mktemp -d) || exit 1
 check_log=$work/check.log
 trap 'rm -rf "$work"' EXIT
-trap 'exit 1' HUP INT TERM
+begun=
+# shellcheck disable=SC2086  # a list of ids
+trap '[ -z "$begun" ] || kill $begun 2>/dev/null; exit 1' HUP INT TERM
 
 # ---- stand-ins -------------------------------------------------------------------------------------------------------
 
@@ -68,7 +70,8 @@ END
 }
 
 # nvcc copies $STANDIN_PROGRAMS/NAME or the test program, and links -lNAME when one of its folders has libNAME.so. It
-# does not build $STANDIN_BROKEN, and hangs at $STANDIN_STUCK.
+# does not build $STANDIN_BROKEN, and hangs at $STANDIN_STUCK. timeout waits for ever for $STANDIN_IMMORTAL, a program
+# that no signal ends, and adds its id to the file $STANDIN_CHILD.
 make_tools() {
     mkdir "$work/bin" "$work/libs" "$work/programs"
     cat >"$work/bin/nvcc" <<'END'
@@ -80,6 +83,7 @@ while [ $# -gt 0 ]; do
     --version) echo "Cuda compilation tools, release ${STANDIN_VERSION:-13.0}, V13.0.48"; exit 0 ;;
     -o) out=$2; shift ;;
     -L*) folders="$folders ${1#-L}" ;;
+    -lineinfo) ;;
     -l*) libraries="$libraries ${1#-l}" ;;
     esac
     shift
@@ -101,8 +105,9 @@ END
     cat >"$work/programs/bench_cuda" <<'END'
 #!/bin/sh
 case $* in
---list) printf 'limits\nmemory\ngemm\n'; exit ;;
+--list) printf 'limits\nmemory\nadd\ngemm\n'; exit ;;
 *"--only ${STANDIN_CRASHES_IN:-none}") kill -SEGV $$ ;;
+*"--only ${STANDIN_HANGS_IN:-none}") sleep 60 ;;
 esac
 echo 'item,name,median,min,max,unit,us,ratio,versus'
 case $* in
@@ -111,6 +116,8 @@ case $* in
     echo 'memory,"norm, forward",1500,1490,1510,GB/s,200,0.5,"copy"'
     echo 'memory,"bias, of 1024",2400,2390,2410,GB/s,80,0.8,"copy"' ;;
 *gemm) echo 'gemm,"h 64, s 16",1,1,1,TFLOP/s,2,0.97,"large GEMM"' ;;
+*"--quick --only add") echo 'add,"quick add",2400,2390,2410,GB/s,80,0.8,"copy"' ;;
+*add) echo 'add,"add",2400,2390,2410,GB/s,80,0.8,"copy"' ;;
 esac
 END
     cat >"$work/bin/nvidia-smi" <<'END'
@@ -119,6 +126,13 @@ case $* in
 *driver*) echo '580.1, 81559' ;;
 *reasons*) echo '1980, 2619, 41, 310.5, Not Active, Not Active, Not Active' ;;
 *) echo '1980, 2619, 41, 310.5' ;;
+esac
+END
+    cat >"$work/bin/timeout" <<END
+#!/bin/sh
+case "\$*" in
+*"/\${STANDIN_IMMORTAL:-none}") setsid sleep 300 & echo \$! >>"\$STANDIN_CHILD"; wait ;;
+*) exec $(command -v timeout) "\$@" ;;
 esac
 END
     cat >"$work/bin/compute-sanitizer" <<'END'
@@ -135,10 +149,10 @@ case \$* in
 *peer_pytorch_cuda.py*) ;;
 *) exec $real "\$@" ;;
 esac
-[ "\${STANDIN_PYTORCH:-yes}" = yes ] || { echo "PyTorch is not installed" >&2; exit 77; }
 case \$* in
 *--list) echo memory; exit ;;
 esac
+[ "\${STANDIN_PYTORCH:-yes}" = yes ] || { echo "PyTorch is not installed" >&2; exit 77; }
 echo "# PyTorch of a stand-in" >&2
 echo 'memory,"norm, forward",1600,1590,1610,GB/s,150,,"torch.compile"'
 END
@@ -155,6 +169,19 @@ of_run() { page=$work/$1/gpu/out/page.md said=$work/$1.txt folder=$work/$1; }
 become_gpu_sh() {
     of_run "$1"
     shift
+    words=$#
+    while [ $words -gt 0 ]; do
+        if [ "$1" = -- ]; then set -- "$@" sh tests/gpu.sh; else set -- "$@" "$1"; fi
+        shift
+        words=$((words - 1))
+    done
+    exec env PATH="$work/bin:$PATH" MT_TEST_WITHOUT='' MT_BUILD_DIR="$folder" MT_GPU_LIBS="$work/libs" MT_GPU_LIMIT=2 \
+        "$@" >"$said" 2>&1
+}
+
+gpu_sh() {
+    of_run "$1"
+    shift
     settings=
     while [ "$1" != -- ]; do settings="$settings $1"; shift; done
     shift
@@ -167,6 +194,15 @@ gpu_sh() {
     of_run "$1"
     (become_gpu_sh "$@")
     code=$?
+    cat "$said"
+}
+
+# A run that takes long begins in the background: begin NAME SETTINGS... -- ARGUMENTS, later ended NAME ID.
+begin() { (become_gpu_sh "$@") & }
+ended() {
+    of_run "$1"
+    code=0
+    wait "$2" || code=$?
     cat "$said"
 }
 
@@ -187,20 +223,40 @@ page_has() {
 # ---- rehearsals ------------------------------------------------------------------------------------------------------
 
 all_is_well() {
-    gpu_sh well -- --seconds 300 && ends 0 "32 passed, 0 failed, 0 skipped" || return 1
+    gpu_sh well -- --seconds 300 && ends 0 "33 passed, 0 failed, 0 skipped" || return 1
     page_has '^- GPU: NVIDIA of a stand-in' "^- nccl 2: $work/libs/libnccl.so.2" '^- peer: PyTorch of a stand-in' \
         '^| test_cuda_gemm | passed | .* 4 cases' 'SM clock 1980 to 1980 MHz' \
         '^| memory | norm, forward | 200.0 | 1500 GB/s | 3000 GB/s | 0.50 | .* | torch.compile 150.0 | 0.75 |$' &&
-        [ "$(grep -c , "$folder/gpu/out/results.csv")" = 6 ] &&
+        [ "$(grep -c , "$folder/gpu/out/results.csv")" = 7 ] && runs_in_order &&
         tar -tzf "$folder/gpu/out/logs.tar.gz" | grep 'logs/test/test_cuda.log' &&
         [ "$(readlink "$folder/gpu/libs/lib/libnccl.so")" = "$work/libs/libnccl.so.2" ]
+}
+
+# The additions are the first item of the benchmark. The rest follows PyTorch.
+runs_in_order() {
+    sed -n 's/^  passed  \([a-z-]*\)  *\([a-z_]*\), .*/\1 \2/p' "$said" | grep -v '^build\|^test\|^sanitize' |
+        tr '\n' ' ' >"$work/order"
+    cat "$work/order"
+    [ "$(cat "$work/order")" = "limits limits bench list bench add peers list rest memory rest gemm \
+rest-peers memory " ]
+}
+
+# One call too many runs nothing. --again forgets what the stage has found. --quick reaches the benchmark.
+all_is_done() {
+    of_run well
+    cp "$page" "$work/before"
+    gpu_sh well STANDIN_CRASHES_IN=add STANDIN_PYTORCH=no -- --seconds 300
+    ! grep '^  [a-z]*  *[a-z-]*  *[a-z_]*, ' "$said" || return 1
+    sed 1,4d "$work/before" >"$work/old" && sed 1,4d "$page" | diff "$work/old" - || return 1
+    gpu_sh well STANDIN_CRASHES_IN=gemm -- --again --quick bench && ends 0 "33 passed, 0 failed, 0 skipped" &&
+        page_has '^| add | quick add'
 }
 
 much_is_wrong() {
     gpu_sh wrong STANDIN_HANGS=test_cuda_gemm STANDIN_CRASHES=test_cuda_flash STANDIN_FAILS=test_cuda_plain \
         STANDIN_BROKEN=test_cuda_gpt STANDIN_CRASHES_IN=gemm STANDIN_RACES=yes STANDIN_PYTORCH=no MT_TEST_WITHOUT=nccl \
         STANDIN_CHILD="$work/children" -- --seconds 300
-    ends 1 "19 passed, 7 failed, 6 skipped" || return 1
+    ends 1 "20 passed, 7 failed, 6 skipped" || return 1
     page_has '^| test_cuda_gemm | hung | .* killed after 2 s; cases that fail alone: 1' \
         '^- test_cuda_gemm, test_two: hung' '^| test_cuda_flash | crashed | .* signal 11 (SEGV)' \
         '^- test_cuda_flash, test_two: crashed' '^| test_cuda_plain | failed | .* cases that fail alone: 2' \
@@ -209,7 +265,7 @@ much_is_wrong() {
         '^| test_cuda_gpt | skipped | 0 | test_cuda_gpt is not built' \
         '^| test_cuda_nccl | skipped | 0 | NCCL is not here' \
         '^- nccl: not found' '^| gemm | crashed | .* signal 11 (SEGV)' '^| memory | bias, of 1024 | 80.0 ' \
-        '^| list | skipped | .* PyTorch is not installed' '^ *========= Error: Race' || return 1
+        '^| memory | skipped | .* PyTorch is not installed' '^ *========= Error: Race' || return 1
     no_child_is_left && grep -F 'Running 1 test(s)' "$folder/gpu/state/test/test_cuda_plain/test_two.log"
 }
 
@@ -223,16 +279,49 @@ no_child_is_left() {
     [ -s "$work/children" ]
 }
 
-# The second command goes on with what the first has not run. The third begins anew, because nothing is left. The
-# fourth has another nvcc, so it builds again.
+# The tools of the machine are missing, the implementation does not build, and an item of the benchmark hangs.
+more_is_wrong() {
+    gpu_sh more MT_TEST_WITHOUT="compute-sanitizer nvidia-smi python3" STANDIN_BROKEN=implementation.o --
+    ends 1 "10 passed, 1 failed, 20 skipped" || return 1
+    page_has '^- build implementation: failed' '^| test_cuda_gemm | skipped | 0 | the implementation is not built' \
+        '^| test_cuda_flash | passed' 'no readings by nvidia-smi' '^| list | skipped | 0 | python3 is not here' \
+        '^| memcheck.test_cuda_ptx | skipped | 0 | compute-sanitizer is not here' || return 1
+    gpu_sh item STANDIN_HANGS_IN=memory -- limits bench rest
+    page_has '^| memory | hung | .* killed after 2 s' '^| gemm | h 64, s 16 | 2.0 '
+}
+
+# A process that SIGKILL does not end costs its own result and 8 s.
+is_immortal() {
+    ended immortal $immortal
+    while read -r child; do kill -KILL "$child" || return 1; done <"$work/ids"
+    page_has '^| test_cuda_flash | hung | .* SIGKILL did not end it after 2 s' '^| test_cuda_gemm | passed'
+}
+
+# The GPU is not looked for, or does not answer. What was found before stays on the page.
+no_probe() {
+    gpu_sh probe -- limits && page_has '^| limits | passed' || return 1
+    gpu_sh probe STANDIN_BROKEN=probe --
+    ends 1 "3 passed, 1 failed, 28 skipped" &&
+        page_has '^- build probe: failed, a program that uses CUDA does not compile' '^ *tests/probe.cu(3): error' \
+            '^| limits | passed' '^- test test_cuda: not run: a program that uses CUDA' || return 1
+    mkdir "$work/silent"
+    printf '#!/bin/sh\nexec sleep 60\n' >"$work/silent/probe"
+    chmod +x "$work/silent/probe"
+    gpu_sh probe STANDIN_PROGRAMS="$work/silent" --
+    [ "$code" = 1 ] && page_has '^- build probe: failed, the GPU does not answer' '^| limits | passed' || return 1
+    gpu_sh probe -- limits && ! grep probe "$page"
+}
+
+# The second command goes on with what the first has not run. The third forgets its stage first. The fourth has another
+# nvcc, so it builds again.
 time_runs_out() {
-    gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 23 build test limits
+    gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 25 build test limits
     page_has '^- test test_cuda_processes: not run: out of time$' '^- bench: not asked for$' || return 1
     gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 300 build test limits
     ends 0 "25 passed, 0 failed, 0 skipped" || return 1
     sort "$work/runs" | uniq -c | awk '$1 != 1 { print "ran again: " $0; wrong = 1 } END { exit wrong || NR != 11 }' &&
         ! grep 'not run: ' "$page" || return 1
-    gpu_sh late STANDIN_CRASHES_IN=limits -- limits
+    gpu_sh late STANDIN_CRASHES_IN=limits -- --again limits
     page_has '^| limits | crashed' '^| test_cuda | passed' || return 1
     gpu_sh late STANDIN_BROKEN=test_cuda STANDIN_VERSION=13.1 -- build
     page_has '^| test_cuda | failed' '^| test_cuda_gpt | passed' \
@@ -241,7 +330,7 @@ time_runs_out() {
 
 # A program that is killed because the command has to end is no failure.
 time_cuts_a_program() {
-    gpu_sh cut STANDIN_HANGS=test_cuda_flash MT_GPU_LIMIT=60 -- --seconds 25 test
+    ended cut $cut
     page_has '^- test test_cuda_flash: not run: out of time$' '^[0-9]* passed, 0 failed,'
 }
 
@@ -295,6 +384,7 @@ norm,"norm",0.1,0.2,"not the longest"
 norm,"norm, h 8",0.40,0.50,"a note, with a comma"
 norm,"bias",0.40,0.50,""
 norm,"gelu",0.40,0.50,""
+norm,"cached",2,9,""
 add,"norm",0.1,0.2,"of another item"
 END
     cat >"$work/rows" <<'END'
@@ -305,6 +395,7 @@ norm,"bias",700,1,1,GB/s,10,0.35,"copy"
 norm,"gelu",700,1,1,GB/s,10,,""
 norm,"norm, h 8, forward, host",5,1,1,us,5,0.5,"its time on the GPU, above"
 norm,"norm, h 8, forward, launches",2,2,2,launches,2,,""
+norm,"cached",2000,1,1,GB/s,10,10,"copy"
 END
     cat >"$work/peers" <<'END'
 norm,"norm, h 8, forward",1,1,1,GB/s,30,,"eager"
@@ -321,13 +412,66 @@ END
  gelu | - | - | 0.40 to 0.50 | missing | - | - |
  norm, h 8, forward, host | 10 us | 0.50 | - | - | - | - |
  norm, h 8, forward, launches | - | - | - | - | - | - |
+ cached | 200 GB/s | 10.00 | 2 to 9 | better | - | - |
  norm ... | | | 0.1 to 0.2 | missing | | |
  norm ... | | | 0.1 to 0.2 | missing | | |
  softmax | - | - | - | - | compiled 20.0 | - |
 
-Against the predictions: 2 as predicted, 1 better, 1 worse, 3 missing
+Against the predictions: 2 as predicted, 2 better, 1 worse, 3 missing
 END
 }
+
+# logs STATE STAGE NUMBER: makes logs of 4 KB that no program compresses
+logs() {
+    mkdir -p "$1/$2"
+    head -c $((4096 * $3)) /dev/urandom | (cd "$1/$2" && split -a 4 -b 4096 --additional-suffix=.log - noise)
+}
+
+# Long logs are cut, and of too many logs only those of failures are packed.
+packs() {
+    for each in build test sanitize limits bench peers rest rest-peers; do
+        mkdir -p "$work/long/$each"
+        : >"$work/long/$each/items"
+    done
+    head -c 2000000 /dev/urandom >"$work/long/build/one.log"
+    echo 'failed|1|exit status 1' >"$work/long/build/one.result"
+    echo 'passed|1|' >"$work/long/build/two.result"
+    echo well >"$work/long/build/two.log"
+    is_packed 300000 && grep -a 'cut: 2000000 bytes' "$work/packed/logs/build/one.log" &&
+        [ -e "$work/packed/logs/build/two.log" ] || return 1
+    logs "$work/long" rest 100
+    is_packed 300000 && grep -a 'cut: 2000000 bytes' "$work/packed/logs/build/one.log" &&
+        grep passed "$work/packed/logs/build/two.result" && [ -s "$work/packed/logs/page.md" ] &&
+        [ ! -e "$work/packed/logs/build/two.log" ] && [ ! -e "$work/packed/logs/rest/noiseaaaa.log" ]
+}
+
+# is_packed BYTES: unpacks the logs, too
+is_packed() {
+    sh tests/gpu_page.sh "$work/long" "$work/out" "$1" || return 1
+    rm -rf "$work/packed"
+    mkdir "$work/packed"
+    [ "$(wc -c <"$work/out/logs.tar.gz")" -le "$1" ] && tar -C "$work/packed" -xzf "$work/out/logs.tar.gz"
+}
+
+# The first folder has no headers, the second those of another version, the third all, and the fourth is too late.
+# Without the third, the first counts.
+finds_headers() {
+    nccl=$work/nccl
+    mkdir -p "$nccl/one" "$nccl/two/lib" "$nccl/two/include" "$nccl/three/lib" "$nccl/three/include" "$nccl/into/lib" \
+        "$nccl/into/include"
+    : >"$nccl/one/libnccl.so" && : >"$nccl/two/lib/libnccl.so.2.27.3" && : >"$nccl/three/lib/libnccl.so.2"
+    version_of_headers 2 19 3 >"$nccl/two/include/nccl.h"
+    version_of_headers 2 27 3 >"$nccl/three/include/nccl.h"
+    printf '%s\n' "$nccl/one" "$nccl/two/lib" "$nccl/none" '' "$nccl/three/lib" "$work/libs" >"$nccl/into/folders"
+    [ "$(link_cuda_library "$nccl/into" nccl nccl)" = "nccl 2.27.3: $nccl/three/lib/libnccl.so.2" ] &&
+        [ "$(readlink "$nccl/into/lib/libnccl.so")" = "$nccl/three/lib/libnccl.so.2" ] &&
+        grep 'MINOR 27' "$nccl/into/include/nccl.h" || return 1
+    rm -rf "$nccl/into/lib"/* "$nccl/into/include"/*
+    printf '%s\n' "$nccl/one" "$nccl/two/lib" >"$nccl/into/folders"
+    [ "$(link_cuda_library "$nccl/into" nccl nccl)" = "nccl of unknown version: $nccl/one/libnccl.so" ]
+}
+
+version_of_headers() { printf '#define NCCL_MAJOR %s\n#define NCCL_MINOR %s\n#define NCCL_PATCH %s\n' "$@"; }
 
 builds() {
     gpu_sh builds -- --build && ends 0 "13 passed, 0 failed, 0 skipped" || return 1
@@ -346,9 +490,17 @@ no_gpu() {
 
 make_program || exit 1
 make_tools
+begin cut STANDIN_HANGS=test_cuda_flash MT_GPU_LIMIT=60 -- --seconds 40 test
+cut=$!
+begin immortal STANDIN_IMMORTAL=test_cuda_flash STANDIN_CHILD="$work/ids" -- --seconds 120 test
+immortal=$! begun="$cut $!"
 check "everything passes; NCCL is only libnccl.so.2 in a folder; PyTorch's times stand beside" all_is_well
+check "nothing is left to run; --again and --quick" all_is_done
 check "a hang, crashes, failures, a race; a program that does not build; no NCCL; no PyTorch" much_is_wrong
+check "no tools, no implementation; an item of the benchmark hangs" more_is_wrong
+check "no program compiles; the GPU does not answer" no_probe
 check "the time runs out, and the next command goes on" time_runs_out
+check "a process that no signal ends" is_immortal
 check "the end of the time kills a program" time_cuts_a_program
 check "a signal stops it: the page says what has run, and no process is left" is_stopped
 if [ -x "$engine/test_cuda_ptx" ]; then
@@ -357,6 +509,8 @@ else
     leave_out "gpu.sh with programs on the engine: they are not built"
 fi
 check "rows beside predictions and peers" compares
+check "logs above the limit" packs
+check "a library without headers, and one with them in a later folder" finds_headers
 check "--build builds all programs, with and without NCCL" builds
 check "without a GPU" no_gpu
 closing_line
