@@ -3772,7 +3772,6 @@ static void *mti_watchdog_run(void *argument) {
                left = w->inside ? w->inside->nccl.timeout - waited : rest;
         if (left < 0) {
             ncclComm_t handle = w->inside->nccl.handle;
-            w->inside->nccl.handle = NULL;
             w->inside = NULL;
             w->late = waited;
             /* An abort may wait for kernels of other communicators. The caller of the aborted call aborts those
@@ -3859,7 +3858,8 @@ static void mti_nccl_enter(mt_comm *comm) {
     if (sleeps) pthread_cond_signal(&w->cond);
 }
 
-/* Ends what mti_nccl_enter has begun. Returns the seconds after which the watchdog aborted the call; 0: it did not. */
+/* Ends what mti_nccl_enter has begun. Returns the seconds after which the watchdog aborted the call; 0: it did not. The
+   handle of an aborted call is gone. */
 static double mti_nccl_exit(mt_comm *comm) {
     mti_watchdog *w = comm->nccl.watchdog;
     double late;
@@ -3868,6 +3868,7 @@ static double mti_nccl_exit(mt_comm *comm) {
     w->inside = NULL;
     late = w->late;
     w->late = 0;
+    if (late > 0) comm->nccl.handle = NULL;
     pthread_mutex_unlock(&w->mutex);
     return late;
 }
