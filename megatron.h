@@ -91,6 +91,9 @@ typedef struct mt_batch {
        NULL: all tokens are valid */
     const int32_t *lengths;
     uint64_t seed, step; /* of dropout; use a new step for each optimizer step */
+    /* advanced */
+    /* mt_random.offset of dropout, such as step << 20 in memory of the device; the same number until backward */
+    const uint64_t *random_offset;
 } mt_batch;
 
 /* Returns the mt_dropout of probability p for a block of your own. When batch is NULL, it drops nothing. Set three
@@ -299,8 +302,8 @@ MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt
    on this rank. The layer's parts and unit say which layout it computes: MT_QKV_PER_GROUP with 1 part and the unit
    (heads_per_group + 2) * head_dim, MT_QKV_CONCATENATED, with one query head per group, with 3 parts and the unit
    head_dim. The field `groups` counts only this rank's non-empty groups. The mask is causal. dropout.at has this rank's
-   first_row, first_col and global_cols, and dropout.p is 0. To use dropout, copy p, at.seed and at.subsequence from the
-   result of mt_batch_dropout into dropout.
+   first_row, first_col and global_cols, and dropout.p is 0. To use dropout, copy p, at.seed, at.subsequence and
+   at.offset from the result of mt_batch_dropout into dropout.
    When a pointer is NULL, or the parts and the unit are others, all fields of the result are 0, and every call with it
    fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
 MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
@@ -818,6 +821,7 @@ MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer
     if (!batch) return d;
     d.at.seed = batch->seed;
     d.at.subsequence = (batch->step << 20) + ((uint64_t)layer << 2) + (uint64_t)site; /* bits: 44, 18 and 2 */
+    d.at.offset = batch->random_offset;
     d.p = p;
     return d;
 }
@@ -1038,6 +1042,7 @@ static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt
     s.dropout.p = random.p;
     s.dropout.at.seed = random.at.seed;
     s.dropout.at.subsequence = random.at.subsequence;
+    s.dropout.at.offset = random.at.offset;
     return s;
 }
 

@@ -271,6 +271,9 @@ MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint
 typedef struct mt_random {
     uint64_t seed, subsequence; /* subsequence: any number; a different one for each parameter, dropout and step */
     int64_t first_row, first_col, global_cols;
+    /* a number in memory of the context's device, which is added to subsequence when the operator runs on the device;
+       a step that is recorded once (a CUDA graph) then has new random words each time it runs; NULL: 0 */
+    const uint64_t *offset;
 } mt_random;
 
 /* y = std * N(0, 1), with the random words of `at`. Box-Muller makes two values from the words of elements 2 k and
@@ -1653,12 +1656,16 @@ MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint
                       key[0] | (uint64_t)key[1] << 32, 1, out);
 }
 
+static MT_HOST_DEVICE uint64_t mti_subsequence(const mt_random *at) {
+    return at->offset ? at->subsequence + *at->offset : at->subsequence;
+}
+
 /* Returns the random words of the global elements [e, e + n), with n <= MTI_WORDS. They are stored in room
    [MTI_WORDS_ROOM]. */
 static const uint32_t *mti_random_words(mt_random at, int64_t e, int64_t n, uint32_t *room) {
     int64_t lane = e & 3, blocks = (lane + n + 3) / 4;
-    mti_philox_blocks((uint64_t)e >> 2, at.subsequence, at.seed, (int)mt_min(mt_round_up(blocks, 16), MTI_COUNTERS),
-                      room);
+    mti_philox_blocks((uint64_t)e >> 2, mti_subsequence(&at), at.seed,
+                      (int)mt_min(mt_round_up(blocks, 16), MTI_COUNTERS), room);
     return room + lane;
 }
 
@@ -1691,15 +1698,16 @@ static __device__ __forceinline__ void mti_philox(uint64_t block, uint64_t strea
    not the first element of a block. Comparisons shift the words by e % 4 instead of a variable index, so that the words
    stay in registers. The third block is computed last, to need fewer of them. */
 static __device__ __forceinline__ void mti_words_of(mt_random at, uint64_t e, uint32_t *out) {
+    uint64_t subsequence = mti_subsequence(&at);
     uint32_t last[4], skip = (uint32_t)e & 3;
-    mti_philox(e >> 2, at.subsequence, at.seed, out);
-    mti_philox((e >> 2) + 1, at.subsequence, at.seed, out + 4);
+    mti_philox(e >> 2, subsequence, at.seed, out);
+    mti_philox((e >> 2) + 1, subsequence, at.seed, out + 4);
     if (!skip) return;
     MT_DEVICE_UNROLL
     for (int j = 0; j < MTI_VECTOR - 1; j++) out[j] = skip & 1 ? out[j + 1] : out[j];
     MT_DEVICE_UNROLL
     for (int j = 0; j < MTI_VECTOR - 2; j++) out[j] = skip & 2 ? out[j + 2] : out[j];
-    mti_philox((e >> 2) + 2, at.subsequence, at.seed, last);
+    mti_philox((e >> 2) + 2, subsequence, at.seed, last);
     out[5] = skip == 3 ? last[0] : out[5];
     out[6] = skip == 3 ? last[1] : skip == 2 ? last[0] : out[6];
     out[7] = skip == 3 ? last[2] : skip == 2 ? last[1] : last[0];
@@ -4526,7 +4534,7 @@ struct mti_normal_op {
         for (int j = 0; j < n; j++) {
             uint64_t e = first + (uint64_t)j;
             uint32_t words[4];
-            mti_philox(e >> 2, at.subsequence, at.seed, words);
+            mti_philox(e >> 2, mti_subsequence(&at), at.seed, words);
             uint32_t even = e & 2 ? words[2] : words[0], odd = e & 2 ? words[3] : words[1];
             const double unit = 2.3283064365386963e-10, two_pi = 6.283185307179586;
             double radius = std * sqrt(-2.0 * log(((double)even + 0.5) * unit)),
@@ -5126,7 +5134,7 @@ struct mti_plain {
         uint64_t e = (mti_element_of(drop.at, b, head) * (uint64_t)s.seq + (uint64_t)i) * (uint64_t)s.seq + (uint64_t)j;
         uint32_t words[4];
         if (!drop.on) return 1.0f;
-        mti_philox(e >> 2, drop.at.subsequence, drop.at.seed, words);
+        mti_philox(e >> 2, mti_subsequence(&drop.at), drop.at.seed, words);
         uint32_t word = e & 2 ? (e & 1 ? words[3] : words[2]) : e & 1 ? words[1] : words[0];
         return word < drop.threshold ? 0.0f : drop.scale;
     }
@@ -5339,7 +5347,7 @@ static __device__ __forceinline__ void mti_flash_mask_columns(const mti_flash &f
    elements need one block of random words if e % 4 is 0, otherwise two. */
 static __device__ __forceinline__ uint32_t mti_flash_kept_block(const mti_drop &drop, uint64_t block) {
     uint32_t words[4], bits = 0;
-    mti_philox(block, drop.at.subsequence, drop.at.seed, words);
+    mti_philox(block, mti_subsequence(&drop.at), drop.at.seed, words);
     MT_DEVICE_UNROLL
     for (int k = 0; k < 4; k++) bits |= (uint32_t)(words[k] >= drop.threshold) << k;
     return bits;

@@ -892,6 +892,7 @@ static mt_status gpt_open(test_rank *r, const gpt_case *c, int sequence_parallel
 
 /* Runs forward for every micro-batch of this rank, then backward, last first. loss: of this rank's sequences. */
 static mt_status gpt_passes(test_rank *r, const mt_gpt *gpt, const gpt_case *c, gpt_split s, float *loss) {
+    static const uint64_t step5 = (uint64_t)5 << 20;
     int32_t ids[GPT_TOKENS], targets[GPT_TOKENS], lengths[BATCH];
     int64_t per = BATCH / s.data, first = per * r->grid.dp_rank, n = per / s.micro, k;
     mt_gpt_saved saved[BATCH] = {{0}};
@@ -901,6 +902,7 @@ static mt_status gpt_passes(test_rank *r, const mt_gpt *gpt, const gpt_case *c, 
     for (k = 0; k < n && status == MT_SUCCESS; k++) {
         mt_batch b = gpt_batch(c, first + k * s.micro, s.micro, lengths);
         int64_t at = b.first_sequence * GPT_SEQ;
+        if (n > 1) b.step = 0, b.random_offset = &step5; /* the same random numbers */
         status = mt_gpt_saved_create(r->ctx, gpt, &saved[k]);
         if (status == MT_SUCCESS)
             status = mt_gpt_forward(r->ctx, gpt, &b, ids + at, targets + at,

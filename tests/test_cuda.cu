@@ -308,24 +308,37 @@ static mt_random place(int64_t cols) {
     return at;
 }
 
+/* The same random numbers, with a part of the subsequence in the GPU's memory. */
+static mt_random with_offset(mt_random at) {
+    static const uint64_t offset = 0x123456789abu;
+    mt_tensor memory;
+    OK(mt_arena_tensor(gpu, MT_I32, 1, 2, &memory));
+    OK(mt_upload(gpu, &offset, memory));
+    at.subsequence -= offset;
+    at.offset = (const uint64_t *)memory.data;
+    return at;
+}
+
 static void dropout(shape s) {
     pair x = pair_noise(s.rows, s.cols, s.l, 1, 1.0f), b = pair_noise(1, s.cols, dense, 2, 1.0f);
     pair r = pair_noise(s.rows, s.cols, dense, 3, 1.0f), y = pair_new(s.rows, s.cols, s.l);
     pair db = noise_f32(1, s.cols, 4, 1.0f);
-    mt_dropout d;
+    mt_dropout d, e;
     d.at = place(s.cols);
     for (int step = 0; step < 3; step++) {
         d.p = step ? 0.3f : 0.0f;
         if (step == 2) d.at.first_col = 8, d.at.global_cols = (s.cols + 11) / 4 * 4; /* rows begin at Philox blocks */
+        e = d;
+        e.at = with_offset(d.at);
         BOTH(mt_bias_dropout_add_forward(cpu, x.cpu, b.cpu, r.cpu, d, y.cpu),
-             mt_bias_dropout_add_forward(gpu, x.gpu, b.gpu, r.gpu, d, y.gpu));
+             mt_bias_dropout_add_forward(gpu, x.gpu, b.gpu, r.gpu, e, y.gpu));
         same("mt_bias_dropout_add_forward", y, 1e-6);
         BOTH(mt_bias_dropout_add_backward(cpu, x.cpu, d, y.cpu, db.cpu),
-             mt_bias_dropout_add_backward(gpu, x.gpu, d, y.gpu, db.gpu));
+             mt_bias_dropout_add_backward(gpu, x.gpu, e, y.gpu, db.gpu));
         same("mt_bias_dropout_add_backward", y, 1e-6);
         same("dbias", db, 2e-6);
     }
-    BOTH(mt_random_normal(cpu, y.cpu, 0.5f, d.at), mt_random_normal(gpu, y.gpu, 0.5f, d.at));
+    BOTH(mt_random_normal(cpu, y.cpu, 0.5f, d.at), mt_random_normal(gpu, y.gpu, 0.5f, e.at));
     same("mt_random_normal", y, 1e-6);
 }
 
@@ -385,7 +398,7 @@ static void adamw_bits(shape s) {
 
 /* Parameters alone, with master weights, and with stochastic rounding. */
 static void adamw(shape s) {
-    const mt_random at = {11, 5, 2, 3, s.cols + 9};
+    const mt_random at = {11, 5, 2, 3, s.cols + 9, NULL}, on_gpu = with_offset(at);
     mt_adamw h = {1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, 0.7f, 3, NULL};
     for (int variant = 0; variant < (type == MT_F32 ? 1 : 3); variant++) {
         pair p = pair_noise(s.rows, s.cols, s.l, 1, 1.0f), g = noise_f32(s.rows, s.cols, 2, 1.0f);
@@ -393,8 +406,9 @@ static void adamw(shape s) {
         pair master = variant == 1 ? noise_f32(s.rows, s.cols, 4, 1.0f) : none();
         h.stochastic_rounding = variant == 2 ? &at : NULL;
         BOTH(mt_fill(cpu, v.cpu, 0.02f), mt_fill(gpu, v.gpu, 0.02f));
-        BOTH(mt_adamw_step(cpu, &h, p.cpu, master.cpu, g.cpu, m.cpu, v.cpu),
-             mt_adamw_step(gpu, &h, p.gpu, master.gpu, g.gpu, m.gpu, v.gpu));
+        OK(mt_adamw_step(cpu, &h, p.cpu, master.cpu, g.cpu, m.cpu, v.cpu));
+        h.stochastic_rounding = variant == 2 ? &on_gpu : NULL;
+        OK(mt_adamw_step(gpu, &h, p.gpu, master.gpu, g.gpu, m.gpu, v.gpu));
         same("param", p, 1e-6);
         if (type != MT_F32) mostly_same(variant == 2 ? "param, rounded stochastically" : "param", p);
         if (variant == 1) same("master", master, 1e-6);
@@ -408,7 +422,7 @@ static void adamw(shape s) {
 
 static mt_tensor noise_on(mt_context *ctx, mt_dtype dtype, int64_t rows, int64_t cols, layout l, uint64_t seed) {
     mt_tensor t = tensor_new(ctx, dtype, rows, cols, l);
-    mt_random at = {seed, 1, 0, 0, cols};
+    mt_random at = {seed, 1, 0, 0, cols, NULL};
     OK(mt_random_normal(ctx, t, 1.0f, at));
     return t;
 }
@@ -847,6 +861,7 @@ static void attention(int64_t batch, int64_t seq, int64_t groups, int64_t per_gr
     s.dropout.at = place(heads);
     for (int64_t b = 0; b < batch; b++) lengths[b] = (int32_t)(b == 1 ? 0 : seq - b);
     on_gpu = s;
+    on_gpu.dropout.at = with_offset(s.dropout.at);
     if (padded) s.lengths = lengths, on_gpu.lengths = ids_on_gpu(lengths, batch);
     pair qkv = pair_noise(tokens, (heads + 2 * groups) * dim, wide, 1, 1.0f),
          out = pair_new(tokens, heads * dim, dense);

@@ -105,6 +105,7 @@ static void gap_untouched(const char *what, mt_tensor t) {
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
 
 static call call_new(const config *c, float size) {
+    static const uint64_t offset = 0x123456789abu;
     static int32_t lengths[8];
     int64_t heads = c->groups * c->per_group, tokens = c->batch * c->seq;
     mt_tensor ids;
@@ -116,6 +117,12 @@ static call call_new(const config *c, float size) {
     k.s.dropout.p = c->p;
     k.s.dropout.at.seed = 0x123456789abcdefu, k.s.dropout.at.subsequence = 0xfedcba987654321u;
     k.s.dropout.at.first_row = 5, k.s.dropout.at.first_col = 3, k.s.dropout.at.global_cols = heads + 7;
+    if (c->p > 0) { /* a part of the subsequence is in the GPU's memory */
+        OK(mt_arena_tensor(gpu, MT_I32, 1, 2, &ids));
+        OK(mt_upload(gpu, &offset, ids));
+        k.s.dropout.at.subsequence -= offset;
+        k.s.dropout.at.offset = (const uint64_t *)ids.data;
+    }
     if (c->padded) { /* full, empty, one token less, not quite half */
         const int64_t some[4] = {c->seq, 0, c->seq - 1, c->seq * 4 / 9};
         for (int64_t b = 0; b < c->batch; b++) lengths[b] = (int32_t)some[b % 4];
@@ -199,6 +206,7 @@ static void rescale(const config *c, call *k, float even, float odd, float low, 
    numbers. */
 static void against_cpu_with(config c, call k) {
     int32_t lengths[8];
+    uint64_t offset = 0;
     mt_attention_desc s = k.s;
     double ds = (double)c.dim * 6e-8 + sqrt((double)c.seq) / 33554432.0, size = 2.0 * sqrt((double)c.dim);
     mt_tensor qkv = widened(k.qkv), out = on_cpu(k.out.rows, k.out.cols), lse = on_cpu(k.lse.rows, k.lse.cols);
@@ -207,6 +215,8 @@ static void against_cpu_with(config c, call k) {
         OK(mt_download(gpu, mt_tensor_make(k.s.lengths, MT_I32, 1, c.batch), lengths));
         s.lengths = lengths;
     }
+    if (c.p > 0) OK(mt_download(gpu, mt_tensor_make(k.s.dropout.at.offset, MT_I32, 1, 2), &offset));
+    s.dropout.at.offset = &offset;
     run(&k);
     ASSERT_STATUS(cpu, MT_SUCCESS, mt_attention_forward(cpu, &s, qkv, out, lse));
     near(&c, "out", k.out, out, 1e-6 * size);

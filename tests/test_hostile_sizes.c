@@ -82,7 +82,7 @@ static mt_tensor maybe(hostile *h, mt_tensor t) { return test_below(&h->random, 
 static const int32_t *ids(hostile *h, int64_t count) { return h->meta || count <= SIDE ? h->ids : NULL; }
 
 static mt_random random_at(hostile *h, int64_t cols) {
-    mt_random at = {1, 2, size_of(h, 3), size_of(h, 0), size_of(h, cols)};
+    mt_random at = {1, 2, size_of(h, 3), size_of(h, 0), size_of(h, cols), NULL};
     return at;
 }
 

@@ -555,7 +555,7 @@ static void test_random_words(void **state) {
     static const int64_t starts[] = {
         0, 1, 2, 3, 251, 252, 253, ((int64_t)1 << 34) - 130, ((int64_t)1 << 34) - 3, (int64_t)1 << 60};
     uint32_t room[MTI_WORDS_ROOM];
-    mt_random at = {0x123456789abcdef0u, 0xfedcba9876543210u, 0, 0, 1};
+    mt_random at = {0x123456789abcdef0u, 0xfedcba9876543210u, 0, 0, 1, NULL};
     size_t s;
     int64_t n, i;
     (void)state;
@@ -582,7 +582,7 @@ static void test_normal_values(void **state) {
     (void)state;
     for (s = 0; s < sizeof shapes / sizeof *shapes; s++) {
         const int64_t *k = shapes[s];
-        mt_random at = {99, 7, 0, 0, 0};
+        mt_random at = {99, 7, 0, 0, 0, NULL};
         mt_tensor y = ref_guarded(k[0], k[1], 3);
         double *want = ref_doubles((size_t)(k[0] * k[1]));
         int64_t i, j;
@@ -599,7 +599,7 @@ static void test_normal_values(void **state) {
 
 /* Every part of a tensor gets the numbers that it has in the whole. */
 static void test_normal_split(void **state) {
-    mt_random at = {5, 6, 0, 0, 301};
+    mt_random at = {5, 6, 0, 0, 301, NULL};
     mt_tensor whole = ref_guarded(20, 301, 0);
     int trial;
     (void)state;
@@ -620,7 +620,7 @@ static void test_normal_split(void **state) {
    visible correlation between neighbours (which share their words) or between streams. */
 static void test_normal_statistics(void **state) {
     const int n = 1000000;
-    mt_random at = {1, 2, 0, 0, 1000}, other = {1, 3, 0, 0, 1000};
+    mt_random at = {1, 2, 0, 0, 1000, NULL}, other = {1, 3, 0, 0, 1000, NULL};
     mt_tensor y = ref_guarded(1000, 1000, 0), z = ref_guarded(1000, 1000, 0);
     double mean = 0, var = 0, kurt = 0, next = 0, cross = 0;
     float *a = ref_row(y, 0), *b = ref_row(z, 0);
@@ -647,7 +647,7 @@ static void try_dropout(int64_t t, int64_t n, float p, int with_bias, int with_r
     mt_tensor x = ref_random(t, n, 3, 1, 0), bias = ref_random(1, n, 0, 1, 0), residual = ref_random(t, n, 1, 1, 0), y,
               dx;
     mt_tensor dy = ref_random(t, n, 2, 1, 0), dbias = ref_random(1, n, 0, 1, 0), none = mt_none();
-    mt_dropout d = {{11, 22, 3, 5, 0}, 0};
+    mt_dropout d = {{11, 22, 3, 5, 0, NULL}, 0};
     double *want = ref_doubles((size_t)(t * n)), *want_dx = ref_doubles((size_t)(t * n)), *db = ref_values(dbias);
     int64_t i, j;
     d.p = p;
@@ -686,7 +686,7 @@ static void test_bias_dropout_add(void **state) {
 
 /* At the threshold: a word equal to p * 2^32 is kept, a word that is smaller by half a unit is dropped. */
 static void test_dropout_threshold(void **state) {
-    mt_dropout d = {{3, 4, 0, 0, 1}, 0};
+    mt_dropout d = {{3, 4, 0, 0, 1, NULL}, 0};
     float x = 1, y;
     int64_t e;
     int equal = 0, below = 0;
@@ -708,7 +708,7 @@ static void test_dropout_threshold(void **state) {
 /* The rate is within five standard deviations. A part of a tensor drops what the whole drops. Another stream drops
    other elements. */
 static void test_dropout_rate(void **state) {
-    mt_dropout d = {{3, 4, 0, 0, 1001}, 0.3f};
+    mt_dropout d = {{3, 4, 0, 0, 1001, NULL}, 0.3f};
     mt_tensor x = ref_filled(1000, 1001, 0, 1), y = ref_guarded(1000, 1001, 0), part = ref_guarded(500, 444, 0),
               z = ref_guarded(1000, 1001, 0);
     int64_t i, dropped = 0, same = 0, n = 1000 * 1001;
@@ -731,6 +731,24 @@ static void test_dropout_rate(void **state) {
     OK(mt_bias_dropout_add_forward(ref.ctx, mt_tensor_cols(mt_tensor_rows(x, 0, 500), 0, 444), mt_none(), mt_none(), d,
                                    part));
     assert_true(same_bits(part, mt_tensor_cols(mt_tensor_rows(y, 321, 500), 555, 444)));
+}
+
+/* An offset is added to subsequence when the operator runs. It may carry into the upper word. */
+static void test_random_offset(void **state) {
+    uint64_t offset = 0x123456789abu;
+    mt_dropout moved = {{3, 0xffffffff00000005u, 0, 0, 301, &offset}, 0.3f}, plain = moved;
+    mt_tensor x = ref_random(7, 301, 0, 1, 0), y = ref_guarded(7, 301, 0), z = ref_guarded(7, 301, 0);
+    (void)state;
+    for (; offset < 0x123456789aeu; offset++) {
+        plain.at.subsequence = moved.at.subsequence + offset;
+        plain.at.offset = NULL;
+        OK(mt_bias_dropout_add_forward(ref.ctx, x, mt_none(), mt_none(), plain, y));
+        OK(mt_bias_dropout_add_forward(ref.ctx, x, mt_none(), mt_none(), moved, z));
+        assert_true(same_bits(y, z));
+        OK(mt_random_normal(ref.ctx, y, 1, plain.at));
+        OK(mt_random_normal(ref.ctx, z, 1, moved.at));
+        assert_true(same_bits(y, z));
+    }
 }
 
 /* ---- attention -------------------------------------------------------------------------------------------------- */
@@ -1294,10 +1312,10 @@ static void test_adamw(void **state) {
 static void test_bad_lists_of_tensors(void **state) {
     mt_adamw h = {1e-2f, 0.9f, 0.95f, 1e-8f, 0, 1, 1, NULL};
     mt_tensor x = ref_filled(2, 5, 0, 1), out = ref_filled(1, 3, 0, 0);
-    mt_adamw_tensor a = {x, {0}, x, x, x, 0, {0, 0, 0, 0, 5}}, wrong;
+    mt_adamw_tensor a = {x, {0}, x, x, x, 0, {0, 0, 0, 0, 5, NULL}}, wrong;
     mt_square_tensor s = {x, 2}, negative = {x, -1};
     mt_multi_tensor *adamw = NULL, *squares = NULL, *none = NULL;
-    mt_random at = {1, 1, 0, 0, 5};
+    mt_random at = {1, 1, 0, 0, 5, NULL};
     (void)state;
     OK(mt_multi_tensor_create_adamw(ref.ctx, &a, 1, 0, &adamw));
     OK(mt_multi_tensor_create_squares(ref.ctx, &s, 1, &squares));
@@ -1457,8 +1475,8 @@ static void test_bad_random(void **state) {
     mt_context *ctx = ref.ctx;
     mt_tensor x = ref_random(3, 4, 0, 1, 0), y = ref_random(3, 4, 0, 1, 0), wide = ref_random(3, 5, 0, 1, 0),
               row5 = ref_random(1, 5, 0, 1, 0);
-    mt_random at = {1, 2, 0, 0, 4}, bad = at;
-    mt_dropout d = {{1, 2, 0, 0, 4}, 0.5f}, off;
+    mt_random at = {1, 2, 0, 0, 4, NULL}, bad = at;
+    mt_dropout d = {{1, 2, 0, 0, 4, NULL}, 0.5f}, off;
     mt_tensor none = mt_none();
     (void)state;
     memset(&off, 0, sizeof off);
@@ -1660,7 +1678,7 @@ static void test_bad_adamw(void **state) {
     mt_tensor p = ref_random(3, 5, 0, 1, 0), g = ref_random(3, 5, 0, 1, 0), m = ref_random(3, 5, 0, 1, 0),
               v = ref_random(3, 5, 0, 1, 0), o = ref_random(3, 4, 0, 1, 0), o5 = ref_random(3, 5, 0, 1, 0);
     mt_tensor half = with_dtype(p, MT_BF16);
-    mt_random at = {1, 2, 0, 0, 4};
+    mt_random at = {1, 2, 0, 0, 4, NULL};
     mt_adamw good = {1, 0.9f, 0.9f, 1e-8f, 0, 1, 1, NULL}, h;
     (void)state;
 #define WITH(field, value, words)                                                                                      \
@@ -1813,7 +1831,7 @@ static void test_meta(void **state) {
     mt_context *c = meta_context();
     mt_tensor x, y, z, row, st, one;
     mt_dropout off;
-    mt_random at = {1, 2, 0, 0, 16};
+    mt_random at = {1, 2, 0, 0, 16, NULL};
     mt_adamw h = {1, 0.9f, 0.9f, 1e-8f, 0, 1, 1, NULL};
     float host[96];
     size_t used;
@@ -2270,6 +2288,7 @@ static const struct CMUnitTest tests[] = {
     REF_TEST(test_normal_statistics),
     REF_TEST(test_bias_dropout_add),
     REF_TEST(test_dropout_rate),
+    REF_TEST(test_random_offset),
     REF_TEST(test_dropout_threshold),
     REF_TEST(test_attention),
     REF_TEST(test_attention_panels),

@@ -688,7 +688,7 @@ static void test_norm(void **state) {
     CHECK_OPERATIONS(list);
 }
 
-static const mt_random place = {5, 77, 3, 11, 100};
+static const mt_random place = {5, 77, 3, 11, 100, NULL};
 
 static mt_dropout dropout_of(float p) {
     mt_dropout d;

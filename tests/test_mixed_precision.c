@@ -355,7 +355,7 @@ static void test_stochastic_rounding_words(void **state) {
     enum { ROWS = 3, COLS = 1100 }; /* more than one block of the loop */
     static float g[ROWS * COLS], m[ROWS * COLS], v[ROWS * COLS];
     static uint16_t p[ROWS * COLS];
-    mt_random at = {9, 1u << 31, 2, 5, COLS + 7};
+    mt_random at = {9, 1u << 31, 2, 5, COLS + 7, NULL};
     mt_adamw h = {1e-3f, 0, 0, 0, 0, 1, 1, NULL};
     mt_context *ctx = NULL;
     (void)state;

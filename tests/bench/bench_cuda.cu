@@ -202,7 +202,7 @@ static mt_tensor empty(mt_dtype dtype, int64_t rows, int64_t cols) {
 
 static mt_tensor noise(mt_dtype dtype, int64_t rows, int64_t cols, float std = 1.0f) {
     mt_tensor t = empty(dtype, rows, cols);
-    mt_random at = {1, stream_number++, 0, 0, cols};
+    mt_random at = {1, stream_number++, 0, 0, cols, NULL};
     DO(mt_random_normal(ctx, t, std, at));
     return t;
 }
@@ -536,7 +536,7 @@ static void item_dropout() {
         int64_t n = tokens_of_memory(), h = hidden_of_memory();
         mt_tensor x = noise(dtype, n, h), y = noise(dtype, n, h), z = empty(dtype, n, h), b = noise(dtype, 1, h);
         mt_tensor db = noise(MT_F32, 1, h);
-        mt_dropout drop = {{1, 2, 0, 0, h}, 0.1f};
+        mt_dropout drop = {{1, 2, 0, 0, h, NULL}, 0.1f};
         std::string type = type_of(dtype);
         memory_row(type + "bias + dropout + add", 3 * bytes(x), z,
                    [&] { DO(mt_bias_dropout_add_forward(ctx, x, b, y, drop, z)); });
@@ -622,7 +622,7 @@ static void item_cross_entropy() {
 
 static void item_adamw() {
     int64_t n = opt.tiny ? 1000 : 128 << 20;
-    mt_random words = {1, 7, 0, 0, n};
+    mt_random words = {1, 7, 0, 0, n, NULL};
     mt_adamw step;
     memset(&step, 0, sizeof step);
     step.lr = 1e-6f, step.beta1 = 0.9f, step.beta2 = 0.95f, step.eps = 1e-8f, step.grad_scale = 1.0f, step.step = 1;
@@ -1120,7 +1120,7 @@ static void item_optimizer() {
     float norm = 0;
     gpt_open(&m, 0);
     for (int i = 0; i < mt_params_count(m.params); i++) {
-        mt_random at = {1, stream_number++, 0, 0, mt_params_at(m.params, i)->grad.cols};
+        mt_random at = {1, stream_number++, 0, 0, mt_params_at(m.params, i)->grad.cols, NULL};
         DO(mt_random_normal(ctx, mt_params_at(m.params, i)->grad, 1e-3f, at));
     }
     double n = (double)m.optimizer.elements;
@@ -1143,7 +1143,7 @@ static void rank_of_all_reduce(mt_comm *comm, int64_t count, mt_dtype dtype, std
     mt_context *own = NULL;
     mt_context_desc where;
     mt_tensor x;
-    mt_random at = {1, 5, 0, 0, count};
+    mt_random at = {1, 5, 0, 0, count, NULL};
     int calls = opt.tiny ? 1 : 10;
     auto must = [&](mt_status status) {
         if (status == MT_SUCCESS) return;
