@@ -484,9 +484,17 @@ MT_API mt_status mt_multi_tensor_create_squares(mt_context *ctx, const mt_square
 MT_API void mt_multi_tensor_destroy(mt_context *ctx, mt_multi_tensor *list); /* NULL is allowed */
 
 /* Does the step of mt_adamw_step for every tensor of the list, with the same bits. hyper->stochastic_rounding must be
-   NULL, because the list says how to round. MT_ERR_ARGUMENT: stochastic_rounding is not NULL, the list is of another
-   kind, or mt_adamw_check refuses hyper. */
-MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper);
+   NULL, because the list says how to round. `values` may be NULL. Otherwise it is in memory of the context's device.
+   When the step runs on the device, it takes lr, grad_scale and step from there, and does nothing if skip is 1. Those
+   of hyper are not used, but must be valid. The values are not checked. MT_ERR_ARGUMENT: stochastic_rounding is not
+   NULL, the list is of another kind, or mt_adamw_check refuses hyper. */
+typedef struct mt_adamw_values {
+    float lr, grad_scale;
+    int64_t step;
+    int32_t skip; /* 1: change nothing */
+} mt_adamw_values;
+MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper,
+                                       const mt_adamw_values *values);
 
 /* Does mt_sum_of_squares for every tensor of the list, in its order and with the same bits: out [1, n] in MT_F32 gets
    out[0][tensor.out] += sum of squares. MT_ERR_ARGUMENT: a list of another kind, or a tensor.out that is not in [0, n).
@@ -7364,10 +7372,18 @@ static mt_status mti_expect_rounding(mt_context *ctx, const mt_random *round, mt
     return mti_expect_random(ctx, "mt_adamw_step", *round, param.rows, param.cols);
 }
 
+/* x^n by squaring, with the same bits on every device. */
+static MT_HOST_DEVICE double mti_power(double x, int64_t n) {
+    double y = 1.0;
+    for (; n > 0; n >>= 1, x *= x)
+        if (n & 1) y *= x;
+    return y;
+}
+
 /* Computes the factors of a step in double and rounds each of them once. */
-static mti_adamw mti_adamw_resolve(const mt_adamw *h) {
-    double correction1 = 1.0 - pow((double)h->beta1, (double)h->step);
-    double correction2 = 1.0 - pow((double)h->beta2, (double)h->step);
+static MT_HOST_DEVICE mti_adamw mti_adamw_resolve(const mt_adamw *h) {
+    double correction1 = 1.0 - mti_power((double)h->beta1, h->step);
+    double correction2 = 1.0 - mti_power((double)h->beta2, h->step);
     mti_adamw a;
     a.beta1 = h->beta1;
     a.beta2 = h->beta2;
@@ -7379,6 +7395,15 @@ static mti_adamw mti_adamw_resolve(const mt_adamw *h) {
     a.step_size = (float)((double)h->lr / correction1);
     a.inverse_root2 = (float)(1.0 / sqrt(correction2));
     return a;
+}
+
+/* hyper with the values in memory of the device, if there are any. */
+static MT_HOST_DEVICE mt_adamw mti_adamw_with(mt_adamw hyper, const mt_adamw_values *values) {
+    if (!values) return hyper;
+    hyper.lr = values->lr;
+    hyper.grad_scale = values->grad_scale;
+    hyper.step = values->step;
+    return hyper;
 }
 
 static void mti_adamw_row(const mti_adamw a, float *param, const float *grad, float *m, float *v, int64_t n) {
@@ -7560,21 +7585,41 @@ static __device__ __forceinline__ int mti_segment_of(const mti_segment *list, in
     return first;
 }
 
-/* Blocks share no data and have no barrier. */
+/* What all tensors of a step have in common. */
+struct mti_multi_step {
+    mti_adamw a;
+    int skip;
+    int64_t number;
+};
+
+/* Computes the step from values in memory, for the kernel behind it. One thread. */
+static __global__ void __launch_bounds__(32)
+    mti_multi_step_kernel(mt_adamw hyper, const mt_adamw_values *values, mti_multi_step *out) {
+    if (threadIdx.x != 0) return;
+    hyper = mti_adamw_with(hyper, values);
+    out->skip = values->skip;
+    out->a = mti_adamw_resolve(&hyper);
+    out->number = hyper.step;
+}
+
+/* The step is an argument, or `later`, which an earlier kernel has computed. Blocks share no data, and there is no
+   barrier. */
 template <bool STOCHASTIC>
 static __global__ void __launch_bounds__(MTI_SEGMENT_THREADS, 3)
-    mti_multi_adamw_kernel(const mti_segment *list, int count, int64_t blocks, mti_adamw a, int64_t step) {
-    for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    mti_multi_adamw_kernel(const mti_segment *list, int count, int64_t blocks, mti_multi_step step,
+                           const mti_multi_step *later) {
+    if (later) step = *later;
+    for (int64_t block = blockIdx.x; block < blocks && !step.skip; block += gridDim.x) {
         const mti_segment &s = list[mti_segment_of(list, count, block)];
         int64_t per_row = (s.cols + MTI_VECTOR - 1) / MTI_VECTOR;
         int64_t i = (block - s.first_block) * MTI_SEGMENT_VECTORS, end = mti_segment_vectors(s);
         mti_adamw_op<STOCHASTIC> op;
         op.param = s.view[0], op.master = s.view[1], op.weights = s.view[2];
         op.grad = s.view[3], op.m = s.view[4], op.v = s.view[5];
-        op.a = a;
+        op.a = step.a;
         if (!s.weight_decay) op.a.keep = 1.0f;
         if (STOCHASTIC) op.at = s.random;
-        if (STOCHASTIC) op.at.subsequence += (uint64_t)step;
+        if (STOCHASTIC) op.at.subsequence += (uint64_t)step.number;
         if (end > i + MTI_SEGMENT_VECTORS) end = i + MTI_SEGMENT_VECTORS;
         for (i += threadIdx.x; i < end; i += MTI_SEGMENT_THREADS) {
             int64_t row = s.rows == 1 ? 0 : mti_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
@@ -7676,9 +7721,14 @@ static void mti_segments_fill(mt_multi_tensor *list, mti_segment *table) {
     }
 }
 
+/* The table, and behind it the step that mti_multi_step_kernel computes. */
+static size_t mti_multi_table_bytes(const mt_multi_tensor *list) {
+    return (size_t)list->count * sizeof(mti_segment) + sizeof(mti_multi_step);
+}
+
 /* Makes the table on the GPU. A context that plans for CUDA only counts its bytes. */
 static mt_status mti_cuda_multi_table(mt_context *ctx, mt_multi_tensor *list) {
-    size_t bytes = (size_t)list->count * sizeof(mti_segment);
+    size_t bytes = mti_multi_table_bytes(list);
     mti_segment *table = (mti_segment *)mt_host_alloc(bytes);
     mt_status status;
     if (!table) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for %zu bytes", bytes);
@@ -7690,16 +7740,22 @@ static mt_status mti_cuda_multi_table(mt_context *ctx, mt_multi_tensor *list) {
     return status;
 }
 
-static mt_status mti_cuda_multi_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper) {
+static mt_status mti_cuda_multi_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper,
+                                      const mt_adamw_values *values) {
     const mti_segment *table = (const mti_segment *)list->table;
-    mti_adamw a = mti_adamw_resolve(hyper);
+    mti_multi_step now = {mti_adamw_resolve(hyper), 0, hyper->step}, *later = NULL;
     MT_TRY(mt_cuda_enter(ctx));
+    if (values) {
+        later = (mti_multi_step *)((mti_segment *)list->table + list->count);
+        MT_LAUNCH_KERNEL(mti_multi_step_kernel, 1, 32, 0, mt_context_stream(ctx), *hyper, values, later);
+        MT_TRY(mt_cuda_launched(ctx, "mt_multi_tensor_adamw"));
+    }
     if (list->stochastic_rounding)
         MT_LAUNCH_KERNEL(mti_multi_adamw_kernel<true>, mti_grid(list->blocks, 1), MTI_SEGMENT_THREADS, 0,
-                         mt_context_stream(ctx), table, list->count, list->blocks, a, hyper->step);
+                         mt_context_stream(ctx), table, list->count, list->blocks, now, later);
     else
         MT_LAUNCH_KERNEL(mti_multi_adamw_kernel<false>, mti_grid(list->blocks, 1), MTI_SEGMENT_THREADS, 0,
-                         mt_context_stream(ctx), table, list->count, list->blocks, a, hyper->step);
+                         mt_context_stream(ctx), table, list->count, list->blocks, now, later);
     return mt_cuda_launched(ctx, "mt_multi_tensor_adamw");
 }
 
@@ -7806,19 +7862,20 @@ MT_API mt_status mt_multi_tensor_create_squares(mt_context *ctx, const mt_square
 MT_API void mt_multi_tensor_destroy(mt_context *ctx, mt_multi_tensor *list) {
     if (!ctx || !list) return;
 #if MT_HAS_CUDA
-    mt_context_free(ctx, list->table, (size_t)list->count * sizeof(mti_segment));
+    mt_context_free(ctx, list->table, mti_multi_table_bytes(list));
 #endif
     mt_host_free(list->adamw);
     mt_host_free(list->squares);
     mt_host_free(list);
 }
 
-static void mti_cpu_multi_adamw(const mt_multi_tensor *list, const mt_adamw *hyper) {
+static void mti_cpu_multi_adamw(const mt_multi_tensor *list, const mt_adamw *hyper, const mt_adamw_values *values) {
     int i;
-    for (i = 0; i < list->count; i++) {
+    mt_adamw step = mti_adamw_with(*hyper, values);
+    for (i = 0; i < list->count && !(values && values->skip); i++) {
         const mt_adamw_tensor *t = list->adamw + i;
         mt_random random = t->random;
-        mt_adamw h = *hyper;
+        mt_adamw h = step;
         random.subsequence += (uint64_t)h.step;
         if (list->stochastic_rounding) h.stochastic_rounding = &random;
         if (!t->weight_decay) h.weight_decay = 0.0f;
@@ -7826,7 +7883,8 @@ static void mti_cpu_multi_adamw(const mt_multi_tensor *list, const mt_adamw *hyp
     }
 }
 
-MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper) {
+MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper,
+                                       const mt_adamw_values *values) {
     static const char *const where = "mt_multi_tensor_adamw";
     mti_operator op;
     MT_TRY(mt_adamw_check(ctx, hyper));
@@ -7837,7 +7895,8 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
                                         : "the list is for sums of squares");
     if (list->count == 0) return MT_SUCCESS;
     MT_TRY(mti_begin(&op, ctx, NULL, 0));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_multi_adamw(ctx, list, hyper), mti_cpu_multi_adamw(list, hyper)));
+    return mti_end(
+        &op, MTI_RUN(&op, mti_cuda_multi_adamw(ctx, list, hyper, values), mti_cpu_multi_adamw(list, hyper, values)));
 }
 
 static void mti_cpu_multi_squares(const mt_multi_tensor *list, mt_tensor out) {

@@ -5846,7 +5846,7 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
     hyper.weight_decay = optimizer->desc.weight_decay;
     hyper.grad_scale = grad_scale;
     hyper.step = optimizer->step + 1;
-    MT_TRY(mt_multi_tensor_adamw(ctx, optimizer->update, &hyper));
+    MT_TRY(mt_multi_tensor_adamw(ctx, optimizer->update, &hyper, NULL));
     if (params->buckets.ranks > 1) MT_TRY(mti_buckets_gather(ctx, params, MTI_IN_VALUES));
     optimizer->step = hyper.step;
     return MT_SUCCESS;

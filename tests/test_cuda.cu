@@ -457,6 +457,26 @@ static void same_bits_twice(mt_context *ctx, const char *what, int number, mt_te
     free(x), free(y);
 }
 
+/* The numbers of a step in memory of the device. */
+static const mt_adamw_values *values_on(mt_context *ctx, const mt_adamw *h, int skip) {
+    mt_adamw_values values;
+    mt_tensor memory;
+    memset(&values, 0, sizeof values);
+    values.lr = h->lr, values.grad_scale = h->grad_scale, values.step = h->step, values.skip = skip;
+    OK(mt_arena_tensor(ctx, MT_I32, 1, (int64_t)(sizeof values / sizeof(int32_t)), &memory));
+    OK(mt_upload(ctx, &values, memory));
+    return (const mt_adamw_values *)memory.data;
+}
+
+/* Does step h, with its numbers as arguments or in memory, and then a step that is skipped. */
+static void step_of_a_list(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *h, int in_memory) {
+    mt_adamw other = *h;
+    other.lr = 0.5f, other.grad_scale = 0.5f, other.step = 9;
+    if (in_memory) OK(mt_multi_tensor_adamw(ctx, list, &other, values_on(ctx, h, 0)));
+    else OK(mt_multi_tensor_adamw(ctx, list, h, NULL));
+    OK(mt_multi_tensor_adamw(ctx, list, &other, values_on(ctx, &other, 1)));
+}
+
 /* A step of a list has the bits of a step of each tensor. how: 0 without masters, 1 with, 2 stochastic rounding */
 static void adamw_of_a_list(mt_context *ctx, int count, int how) {
     mt_adamw h = {1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, 0.7f, 3, NULL};
@@ -467,7 +487,7 @@ static void adamw_of_a_list(mt_context *ctx, int count, int how) {
         alone.push_back(listed(ctx, i, how == 1));
     }
     OK(mt_multi_tensor_create_adamw(ctx, together.data(), count, how == 2, &list));
-    OK(mt_multi_tensor_adamw(ctx, list, &h));
+    step_of_a_list(ctx, list, &h, count < 20);
     for (int i = 0; i < count; i++) {
         mt_adamw_tensor a = together[i], b = alone[i];
         mt_adamw own = h;

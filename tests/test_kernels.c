@@ -1331,16 +1331,16 @@ static void test_bad_lists_of_tensors(void **state) {
     wrong = a;
     wrong.master = x;
     ASSERT_STATUS(ref.ctx, MT_ERR_DTYPE, mt_multi_tensor_create_adamw(ref.ctx, &wrong, 1, 0, &none));
-    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, NULL, &h));
-    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, squares, &h));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, NULL, &h, NULL));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, squares, &h, NULL));
     ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_sum_of_squares(ref.ctx, adamw, out));
     ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT,
                   mt_multi_tensor_sum_of_squares(ref.ctx, squares, mt_tensor_cols(out, 0, 2)));
     h.stochastic_rounding = &at;
-    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, adamw, &h));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, adamw, &h, NULL));
     h.stochastic_rounding = NULL;
     h.step = 0;
-    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, adamw, &h));
+    ASSERT_STATUS(ref.ctx, MT_ERR_ARGUMENT, mt_multi_tensor_adamw(ref.ctx, adamw, &h, NULL));
     assert_null(none);
     OK(mt_multi_tensor_sum_of_squares(ref.ctx, squares, out));
     assert_true(ref_row(out, 0)[2] == 10.0f && ref_row(out, 0)[1] == 0.0f);
