@@ -57,7 +57,7 @@
    >>columns >>random-words >>ptx >>tile >>dispatch.
    Each of these sections holds one operator or a few related ones (checks, CPU loop, kernels, launch, public
    functions): >>fill >>copy >>add >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout
-   >>attention >>rotary >>ids >>embedding >>cross-entropy >>adamw >>multi-tensor >>pointwise */
+   >>attention >>rotary >>ids >>embedding >>cross-entropy >>adamw >>multi-tensor >>step >>pointwise */
 
 #include "mt_comm.h" /* outside the guard: a second #include may come with MEGATRON_IMPLEMENTATION */
 
@@ -418,7 +418,7 @@ typedef struct mt_cross_entropy_shard_desc {
              maximum m, row 1 is log(sum of exp(x - m)). lse(x) is the sum of the two rows; two numbers are more precise
              than their rounded sum.
    backward: logits[i] = scale * dloss[i] * (softmax - smoothed one-hot) for token i, in place. dloss [1, tokens] is
-             optional: mt_none() means 1 for every token.
+             optional: mt_none() means 1 for every token. With dloss [1, 1], its element counts for every token.
    For 16-bit logits, a GPU computes e^d with an approximate function. Its relative error is at most 2^-22 (1 + |d|),
    where d is the difference of a logit to the maximum, or to lse(x) in backward. */
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
@@ -500,6 +500,78 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
    out[0][tensor.out] += sum of squares. MT_ERR_ARGUMENT: a list of another kind, or a tensor.out that is not in [0, n).
    Scratch memory comes from the arena. */
 MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_tensor *list, mt_tensor out);
+
+/* ---- loss scaling ------------------------------------------------------------------------------------------------ */
+
+/* Gradients of MT_F16 activations vanish below 6e-8 and overflow above 65504. So the loss is multiplied by a large
+   scale (arXiv 1710.03740, section 3.2). The scale grows after growth_interval good steps in a row. It shrinks when
+   gradients are not finite (an overflow), as in Megatron's DynamicGradScaler. A step looks like this:
+       MT_TRY(mt_gpt_backward(ctx, &gpt, scaler.scale / tokens, &saved));
+       MT_TRY(mt_sync_gradients(ctx, params));
+       MT_TRY(mt_grad_norm(ctx, params, &norm));
+       float unscale = mt_loss_scaler_update(&scaler, &norm);
+       if (unscale > 0) MT_TRY(mt_optimizer_step(ctx, &optimizer, lr, unscale * mt_clip_coefficient(norm, 1.0f)));
+   Every rank has the same norm and so the same scale: either all ranks take the step or none does. A skipped step
+   changes no parameter. MT_BF16 and MT_F32 need no scale. With initial_scale 1 and growth 1 a scaler only skips and
+   counts the steps that are not finite. */
+typedef struct mt_loss_scaler_desc {
+    float initial_scale;   /* 0: 2^32 */
+    float min_scale;       /* 0: 1 */
+    float growth, backoff; /* factors by which the scale grows and shrinks; 0: 2 and 1/2 */
+    int growth_interval;   /* good steps in a row before the scale grows; 0: 1000 */
+    int hysteresis;        /* n: the scale shrinks at the n-th overflow since it grew, and at each later one; 0: 2 */
+} mt_loss_scaler_desc;
+
+/* The whole state of a scaler. A checkpoint saves this struct (mt_training_state.scaler). */
+typedef struct mt_loss_scaler {
+    mt_loss_scaler_desc desc;
+    float scale;     /* multiply the loss by it */
+    int good_steps;  /* in a row */
+    int overflows;   /* since the scale last grew */
+    int64_t skipped; /* skipped steps in total */
+} mt_loss_scaler;
+
+/* Creates a scaler; it needs no destroy. desc NULL: the defaults. Scales that are powers of two, such as the defaults,
+   do not change the digits of a gradient. MT_ERR_ARGUMENT: a value is out of range. */
+MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out);
+
+/* Updates the scale. Call it after mt_grad_norm and before mt_optimizer_step. Divides *norm by the scale of this step
+   and sets the scale of the next step. Returns 1 / the scale of this step; multiply the grad_scale of mt_optimizer_step
+   by it. Returns 0 when the norm is not finite: skip the step. When scaler or norm is NULL, returns 0 and changes
+   nothing. */
+MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
+
+/* Returns the factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), or 1 when
+   max_norm <= 0. Check first that the norm is finite: clipping does not remove infinities or NaN. */
+MT_API float mt_clip_coefficient(float norm, float max_norm);
+
+/* For authors of checkpoints: returns the name of the first field that is out of range, such as
+   "loss_scaler.min_scale", or NULL. */
+MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *desc);
+
+/* ---- a training step that does not wait -------------------------------------------------------------------------- */
+
+/* The numbers of a training step that change from step to step. On a GPU they are in its memory, so the host need not
+   wait for the norm before it starts the step, and a step that is recorded once (a CUDA graph) can run many times. */
+typedef struct mt_step_values {
+    float lr;               /* of this step */
+    float max_norm;         /* as in mt_clip_coefficient */
+    uint64_t random_offset; /* for mt_random.offset */
+    mt_loss_scaler scaler;  /* scale is that of this step, and after mt_step_decide that of the next one */
+    float norm;             /* after mt_step_decide: of the gradients, divided by the scale; or not finite */
+    mt_adamw_values adamw;  /* after mt_step_decide: of this step; step is the number of steps that were not skipped */
+} mt_step_values;
+
+/* Decides what a step does: computes the norm from `sums`, updates the loss scale as mt_loss_scaler_update does, clips
+   as mt_clip_coefficient does, and writes values->norm and values->adamw, all with the same bits as these functions.
+   sums [1, 2], MT_F32, are the squares of gradients that count towards the norm, and those of other copies, which only
+   must be finite. When the norm is not finite, adamw.skip is 1. `values` is in memory of the context's device.
+   MT_ERR_ARGUMENT: values is NULL. */
+MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_step_values *values);
+
+/* The norm that mt_step_decide computes from the two sums, before it divides by the scale. A NaN has the bits of NAN
+   (math.h). */
+MT_API float mt_norm_of_sums(const float sums[2]);
 
 /* ---- for authors of operators and blocks ------------------------------------------------------------------------- */
 
@@ -6908,7 +6980,7 @@ static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shard_desc *s,
     int64_t i, real = mti_real_columns(s, logits.cols);
     float even = s->label_smoothing / (float)s->vocab;
     for (i = 0; i < logits.rows; i++) {
-        float *x = mti_row(logits, i), factor = dloss.data ? scale * mti_row(dloss, 0)[i] : scale;
+        float *x = mti_row(logits, i), factor = dloss.data ? scale * mti_row(dloss, 0)[dloss.cols == 1 ? 0 : i] : scale;
         int64_t target = mti_target_column(s, targets[i], real);
         int ignored = targets[i] == mti_ignore_index(s->ignore_index);
         if (!ignored) mti_cross_entropy_backward_row(x, mti_row(lse, 0)[i], mti_row(lse, 1)[i], even, factor, real);
@@ -6927,7 +6999,7 @@ static void mti_cpu_cross_entropy(const mt_cross_entropy_shard_desc *s, mt_tenso
         mt_tensor row = mt_tensor_rows(logits, i, 1);
         mti_cpu_cross_entropy_stats(s, row, targets + i, stats);
         mti_cpu_cross_entropy_combine(s, stats, 1, targets + i, mt_tensor_cols(loss, i, 1), lse);
-        mti_cpu_cross_entropy_backward(s, row, targets + i, lse, dloss.data ? mt_tensor_cols(dloss, i, 1) : dloss,
+        mti_cpu_cross_entropy_backward(s, row, targets + i, lse, dloss.cols > 1 ? mt_tensor_cols(dloss, i, 1) : dloss,
                                        scale);
     }
 }
@@ -7078,7 +7150,7 @@ static __device__ __forceinline__ void mti_ce_gradient_row(const mti_ce &c, int6
     static const int ahead = mti_ce_ahead<TYPE>::count, words = sizeof(mti_fetched<TYPE>) / sizeof(mti_words);
     int64_t vectors = c.real / MTI_VECTOR, step = blockDim.x, target = c.target_of(row), at = target / MTI_VECTOR;
     int ignored = c.targets[row] == c.ignore, owner = target >= 0 && at < vectors;
-    float factor = c.dloss.data ? c.scale * mti_get(c.dloss, 0, row) : c.scale;
+    float factor = c.dloss.data ? c.scale * mti_get(c.dloss, row, 0) : c.scale;
     float even = factor * (c.desc.label_smoothing / (float)c.desc.vocab), x[MTI_VECTOR] = {}, hit = 0.0f;
     float hot = factor * (1.0f - c.desc.label_smoothing) + even;
     mti_fetched<TYPE> held[ahead];
@@ -7137,6 +7209,13 @@ static __global__ void __launch_bounds__(MTI_CE_THREADS, 2)
     mti_ce_gradient_row<TYPE>(c, row, cols, s.x, log_sum, keep ? room : NULL);
 }
 
+/* dloss as a column, whose element is the same for all tokens if there is one. */
+static mti_view mti_ce_dloss(mt_tensor dloss) {
+    mti_view v = mti_view_of(dloss);
+    v.ld = dloss.cols == 1 ? 0 : 1;
+    return v;
+}
+
 static mti_ce mti_ce_of(const mt_cross_entropy_shard_desc *s, mt_tensor logits, const int32_t *targets) {
     mti_ce c;
     memset(&c, 0, sizeof c);
@@ -7191,7 +7270,7 @@ template <int TYPE> static mt_status mti_ce_launch(mt_context *ctx, const mti_ce
 static mt_status mti_cuda_cross_entropy(mt_context *ctx, const mt_cross_entropy_shard_desc *s, mt_tensor logits,
                                         const int32_t *targets, mt_tensor dloss, float scale, mt_tensor loss) {
     mti_ce c = mti_ce_of(s, logits, targets);
-    c.dloss = mti_view_of(dloss);
+    c.dloss = mti_ce_dloss(dloss);
     c.scale = scale;
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
@@ -7258,7 +7337,7 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
                                                  mt_tensor dloss, float scale) {
     mti_ce c = mti_ce_of(s, logits, targets);
     c.lse = mti_view_of(lse);
-    c.dloss = mti_view_of(dloss);
+    c.dloss = mti_ce_dloss(dloss);
     c.scale = scale;
     if (logits.rows == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
@@ -7306,7 +7385,7 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
     static const char *const where = "mt_cross_entropy_backward";
     mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
                      {"lse", &lse, 2, logits.rows, MT_ARG_F32, MT_ARG_IN},
-                     {"dloss", &dloss, 1, logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+                     {"dloss", &dloss, 1, dloss.cols == 1 ? 1 : logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
     mti_operator op;
     MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
@@ -7322,7 +7401,7 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
     static const char *const where = "mt_cross_entropy_forward_backward";
     mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
                      {"loss", &loss, 1, logits.rows, MT_ARG_F32, MT_ARG_OUT},
-                     {"dloss", &dloss, 1, logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+                     {"dloss", &dloss, 1, dloss.cols == 1 ? 1 : logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
     mti_operator op;
     MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
@@ -7916,6 +7995,138 @@ MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_
     if (list->count == 0) return MT_SUCCESS;
     MT_TRY(mti_begin(&op, ctx, NULL, 0));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multi_squares(ctx, list, out), mti_cpu_multi_squares(list, out)));
+}
+
+/* ---- >>step: loss scale, norm, clipping and the decision of a step ----------------------------------------------- */
+
+MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *d) {
+    if (!(d->min_scale > 0.0f && 1.0f / d->min_scale <= FLT_MAX)) return "loss_scaler.min_scale";
+    if (!(d->initial_scale >= d->min_scale && d->initial_scale <= FLT_MAX)) return "loss_scaler.initial_scale";
+    if (!(d->growth >= 1.0f && d->growth <= FLT_MAX)) return "loss_scaler.growth";
+    if (!(d->backoff > 0.0f && d->backoff <= 1.0f)) return "loss_scaler.backoff";
+    if (d->growth_interval <= 0) return "loss_scaler.growth_interval";
+    return d->hysteresis <= 0 ? "loss_scaler.hysteresis" : NULL;
+}
+
+static mt_status mti_loss_scaler_check(mt_context *ctx, const mt_loss_scaler_desc *d) {
+    if (!mt_loss_scaler_fault(d)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "mt_loss_scaler_create: initial_scale %.9g, min_scale %.9g, growth %g, backoff %g, "
+                   "growth_interval %d, hysteresis %d",
+                   (double)d->initial_scale, (double)d->min_scale, (double)d->growth, (double)d->backoff,
+                   d->growth_interval, d->hysteresis);
+}
+
+MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out) {
+    mt_loss_scaler_desc d;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create: out is NULL");
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (d.initial_scale == 0.0f) d.initial_scale = 4294967296.0f;
+    if (d.min_scale == 0.0f) d.min_scale = 1.0f;
+    if (d.growth == 0.0f) d.growth = 2.0f;
+    if (d.backoff == 0.0f) d.backoff = 0.5f;
+    if (!d.growth_interval) d.growth_interval = 1000;
+    if (!d.hysteresis) d.hysteresis = 2;
+    MT_TRY(mti_loss_scaler_check(ctx, &d));
+    memset(out, 0, sizeof *out);
+    out->desc = d;
+    out->scale = d.initial_scale;
+    return MT_SUCCESS;
+}
+
+/* Steps and scales are computed in double where nvcc could contract or approximate f32: a product, a quotient or a root
+   of floats in double, rounded to float, has the bits of the f32 operation. */
+static MT_HOST_DEVICE void mti_loss_scaler_shrink(mt_loss_scaler *s) {
+    s->skipped++;
+    s->good_steps = 0;
+    if (++s->overflows < s->desc.hysteresis) return;
+    s->scale *= s->desc.backoff;
+    if (s->scale < s->desc.min_scale) s->scale = s->desc.min_scale;
+}
+
+static MT_HOST_DEVICE void mti_loss_scaler_grow(mt_loss_scaler *s) {
+    if (++s->good_steps < s->desc.growth_interval) return;
+    s->good_steps = s->overflows = 0;
+    if (s->scale * s->desc.growth <= FLT_MAX) s->scale *= s->desc.growth;
+}
+
+static MT_HOST_DEVICE float mti_loss_scaler_update(mt_loss_scaler *scaler, float *norm) {
+    float unscale = (float)(1.0 / (double)scaler->scale);
+    *norm = (float)((double)*norm * (double)unscale);
+    if (!(*norm <= FLT_MAX)) {
+        mti_loss_scaler_shrink(scaler);
+        return 0.0f;
+    }
+    mti_loss_scaler_grow(scaler);
+    return unscale;
+}
+
+MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm) {
+    return scaler && norm ? mti_loss_scaler_update(scaler, norm) : 0.0f;
+}
+
+static MT_HOST_DEVICE float mti_clip_coefficient(float norm, float max_norm) {
+    float sum = (float)((double)norm + (double)1e-6f), c = (float)((double)max_norm / (double)sum);
+    return max_norm > 0.0f && c < 1.0f ? c : 1.0f;
+}
+
+MT_API float mt_clip_coefficient(float norm, float max_norm) { return mti_clip_coefficient(norm, max_norm); }
+
+/* Copies that do not count must still be finite, or this copy of a parameter would differ from the others after the
+   step. When they alone are not, the norm is NaN. Otherwise they do not change the norm, because a split without copies
+   must give the same, also when it is infinite. The sign of a NaN depends on the order of operands, and so on the
+   split, so every NaN becomes NAN. */
+static MT_HOST_DEVICE float mti_norm_of_sums(float counted, float others) {
+    const float largest = FLT_MAX;
+    float norm = (float)sqrt((double)counted);
+    if (norm != norm || (counted <= largest && !(others <= largest))) return NAN;
+    return norm;
+}
+
+MT_API float mt_norm_of_sums(const float sums[2]) { return mti_norm_of_sums(sums[0], sums[1]); }
+
+static MT_HOST_DEVICE void mti_step_decide(float counted, float others, mt_step_values *v) {
+    float unscale;
+    v->norm = mti_norm_of_sums(counted, others);
+    unscale = mti_loss_scaler_update(&v->scaler, &v->norm);
+    v->adamw.lr = v->lr;
+    v->adamw.skip = !(unscale > 0.0f);
+    if (v->adamw.skip) return;
+    v->adamw.grad_scale = (float)((double)unscale * (double)mti_clip_coefficient(v->norm, v->max_norm));
+    v->adamw.step++;
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* One thread decides. */
+static __global__ void __launch_bounds__(32) mti_step_kernel(mti_view sums, mt_step_values *values) {
+    if (threadIdx.x == 0) mti_step_decide(mti_get(sums, 0, 0), mti_get(sums, 0, 1), values);
+}
+
+static mt_status mti_cuda_step_decide(mt_context *ctx, mt_tensor sums, mt_step_values *values) {
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_step_kernel, 1, 32, 0, mt_context_stream(ctx), mti_view_of(sums), values);
+    return mt_cuda_launched(ctx, "mt_step_decide");
+}
+
+} /* extern "C++" */
+#endif
+
+static void mti_cpu_step_decide(mt_tensor sums, mt_step_values *values) {
+    const float *x = (const float *)sums.data;
+    mti_step_decide(x[0], x[1], values);
+}
+
+MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_step_values *values) {
+    mt_arg args[] = {{"sums", &sums, 1, 2, MT_ARG_F32, MT_ARG_IN}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_step_decide", args, MTI_COUNT(args)));
+    if (!values) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_step_decide: values is NULL");
+    MT_TRY(mti_begin(&op, ctx, NULL, 0));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_step_decide(ctx, sums, values), mti_cpu_step_decide(sums, values)));
 }
 
 /* ---- >>pointwise: elementwise products and gates ----------------------------------------------------------------- */

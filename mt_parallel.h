@@ -1,5 +1,5 @@
 /* mt_parallel.h - process grid, parallel parameters, column- and row-parallel linear, vocabulary-parallel embedding and
-   cross-entropy, gradient sync and norm, loss scaling, AdamW, pipelines, checkpoints.
+   cross-entropy, gradient sync and norm, AdamW, pipelines, checkpoints.
 
    Do this (every rank; world and ctx are from mt_comm.h):
        mt_grid grid;        mt_grid_desc shape = {.tp = 8};             // data ranks: world size / 8
@@ -56,7 +56,7 @@
    function, the registry is as before.
 
    Sections of the implementation: >>options >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>buckets
-   >>sync >>loss-scaler >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint */
+   >>sync >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint */
 
 /* This #include is outside the guard, so that a second #include of this file, with MEGATRON_IMPLEMENTATION, also
    reaches mt_kernels.cuh and mt_comm.h. */
@@ -823,8 +823,8 @@ typedef struct mt_cross_entropy_saved {
    output of a column-parallel head without gather_output. targets are in memory of the context's device. saved keeps
    views of logits and targets, and the tensor lse, which lies in the arena. logits and targets must not change before
    backward. backward overwrites the saved logits with the gradient of the sum of scale * dloss[i] * loss[i] over the
-   tokens. dloss is [1, tokens]; mt_none() means all ones. logits may be of any float type; loss, dloss and lse are
-   MT_F32.
+   tokens. dloss is [1, tokens], or [1, 1] for all tokens alike; mt_none() means all ones. logits may be of any float
+   type; loss, dloss and lse are MT_F32.
    Communication: forward all-gathers four floats for each token over tp, in invariant mode for each token and virtual
    shard.
    MT_ERR_DATA: a target is neither in [0, vocab) nor ignore_index; on a GPU a later call returns it, see mt_ids_check.
@@ -897,50 +897,6 @@ MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params);
    group. In invariant mode: an all-reduce of V * (number of parameters + 1) floats over the tensor group; over the
    pipeline group a send to the next stage, a broadcast and an all-reduce, each of one float. */
 MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
-
-/* Returns the factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), or 1 when
-   max_norm <= 0. Check first that the norm is finite: clipping does not remove infinities or NaN. */
-MT_API float mt_clip_coefficient(float norm, float max_norm);
-
-/* ---- loss scaling ------------------------------------------------------------------------------------------------ */
-
-/* Gradients of MT_F16 activations vanish below 6e-8 and overflow above 65504. So the loss is multiplied by a large
-   scale (arXiv 1710.03740, section 3.2). The scale grows after growth_interval good steps in a row. It shrinks when
-   gradients are not finite (an overflow), as in Megatron's DynamicGradScaler. A step looks like this:
-       MT_TRY(mt_gpt_backward(ctx, &gpt, scaler.scale / tokens, &saved));
-       MT_TRY(mt_sync_gradients(ctx, params));
-       MT_TRY(mt_grad_norm(ctx, params, &norm));
-       float unscale = mt_loss_scaler_update(&scaler, &norm);
-       if (unscale > 0) MT_TRY(mt_optimizer_step(ctx, &optimizer, lr, unscale * mt_clip_coefficient(norm, 1.0f)));
-   Every rank has the same norm and so the same scale: either all ranks take the step or none does. A skipped step
-   changes no parameter. MT_BF16 and MT_F32 need no scale. With initial_scale 1 and growth 1 a scaler only skips and
-   counts the steps that are not finite. */
-typedef struct mt_loss_scaler_desc {
-    float initial_scale;   /* 0: 2^32 */
-    float min_scale;       /* 0: 1 */
-    float growth, backoff; /* factors by which the scale grows and shrinks; 0: 2 and 1/2 */
-    int growth_interval;   /* good steps in a row before the scale grows; 0: 1000 */
-    int hysteresis;        /* n: the scale shrinks at the n-th overflow since it grew, and at each later one; 0: 2 */
-} mt_loss_scaler_desc;
-
-/* The whole state of a scaler. A checkpoint saves this struct (mt_training_state.scaler). */
-typedef struct mt_loss_scaler {
-    mt_loss_scaler_desc desc;
-    float scale;     /* multiply the loss by it */
-    int good_steps;  /* in a row */
-    int overflows;   /* since the scale last grew */
-    int64_t skipped; /* skipped steps in total */
-} mt_loss_scaler;
-
-/* Creates a scaler; it needs no destroy. desc NULL: the defaults. Scales that are powers of two, such as the defaults,
-   do not change the digits of a gradient. MT_ERR_ARGUMENT: a value is out of range. */
-MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out);
-
-/* Updates the scale. Call it after mt_grad_norm and before mt_optimizer_step. Divides *norm by the scale of this step
-   and sets the scale of the next step. Returns 1 / the scale of this step; multiply the grad_scale of mt_optimizer_step
-   by it. Returns 0 when the norm is not finite: skip the step. When scaler or norm is NULL, returns 0 and changes
-   nothing. */
-MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
 
 /* ---- optimizer --------------------------------------------------------------------------------------------------- */
 
@@ -4992,7 +4948,8 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
     size_t mark;
     mt_status status;
     MT_TRY(mti_cross_entropy_expect(ctx, function, tp, desc, logits, targets, loss));
-    if (dloss.data) MT_TRY(mt_tensor_check(ctx, function, "dloss", dloss, MT_ARG_F32, 1, logits.rows));
+    if (dloss.data)
+        MT_TRY(mt_tensor_check(ctx, function, "dloss", dloss, MT_ARG_F32, 1, dloss.cols == 1 ? 1 : logits.rows));
     if (mt_comm_size(tp) == 1 && mti_shards(ctx, tp) == 1) {
         mt_cross_entropy_shard_desc whole = mti_cross_entropy_shard(tp, desc, logits.cols, 0, 1);
         return mt_cross_entropy_forward_backward(ctx, &whole, logits, targets, dloss, scale, loss);
@@ -5354,20 +5311,20 @@ static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, m
     return mt_all_reduce(ctx, params->grid->pp, (float *)sums.data + 1, (float *)sums.data + 1, 1, MT_F32, MT_SUM);
 }
 
-/* Computes the norm. Copies that do not count must still be finite, or this copy of a parameter would differ from the
-   others after the step. When they alone are not, the norm is NaN. Otherwise they do not change the norm, because a
-   split without copies must give the same, also when it is infinite. */
+/* Writes the two sums of squares that make up the norm of all gradients to sums [1, 2]. */
+static mt_status mti_norm_sums_of(mt_context *ctx, mt_params *params, mt_tensor sums) {
+    MT_TRY(mt_fill(ctx, sums, 0.0f));
+    return mt_context_invariant(ctx) ? mti_sum_squares_invariant(ctx, params, sums)
+                                     : mti_sum_squares(ctx, params, sums);
+}
+
 static mt_status mti_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
     mt_tensor sums;
-    float squares[2], infinity = (float)INFINITY;
+    float squares[2];
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 2, &sums));
-    MT_TRY(mt_fill(ctx, sums, 0.0f));
-    MT_TRY(mt_context_invariant(ctx) ? mti_sum_squares_invariant(ctx, params, sums)
-                                     : mti_sum_squares(ctx, params, sums));
+    MT_TRY(mti_norm_sums_of(ctx, params, sums));
     MT_TRY(mt_download(ctx, sums, squares));
-    *norm = (float)sqrt((double)squares[0]);
-    if (squares[0] < infinity && !(squares[1] < infinity)) *norm = NAN;
-    if (*norm != *norm) *norm = NAN; /* the sign of a NaN depends on the order of operands, and so on the split */
+    *norm = mt_norm_of_sums(squares);
     return MT_SUCCESS;
 }
 
@@ -5380,78 +5337,6 @@ MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
     status = mti_grad_norm(ctx, params, norm);
     mt_arena_release(ctx, mark);
     return status;
-}
-
-MT_API float mt_clip_coefficient(float norm, float max_norm) {
-    float c = max_norm / (norm + 1e-6f);
-    return max_norm > 0.0f && c < 1.0f ? c : 1.0f;
-}
-
-/* ---- >>loss-scaler ----------------------------------------------------------------------------------------------- */
-
-/* Returns the first field that is out of range, by its name in a checkpoint, or NULL. */
-static const char *mti_loss_scaler_fault(const mt_loss_scaler_desc *d) {
-    if (!(d->min_scale > 0.0f && 1.0f / d->min_scale <= FLT_MAX)) return "loss_scaler.min_scale";
-    if (!(d->initial_scale >= d->min_scale && d->initial_scale <= FLT_MAX)) return "loss_scaler.initial_scale";
-    if (!(d->growth >= 1.0f && d->growth <= FLT_MAX)) return "loss_scaler.growth";
-    if (!(d->backoff > 0.0f && d->backoff <= 1.0f)) return "loss_scaler.backoff";
-    if (d->growth_interval <= 0) return "loss_scaler.growth_interval";
-    return d->hysteresis <= 0 ? "loss_scaler.hysteresis" : NULL;
-}
-
-static mt_status mti_loss_scaler_check(mt_context *ctx, const mt_loss_scaler_desc *d) {
-    if (!mti_loss_scaler_fault(d)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT,
-                   "mt_loss_scaler_create: initial_scale %.9g, min_scale %.9g, growth %g, backoff %g, "
-                   "growth_interval %d, hysteresis %d",
-                   (double)d->initial_scale, (double)d->min_scale, (double)d->growth, (double)d->backoff,
-                   d->growth_interval, d->hysteresis);
-}
-
-MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out) {
-    mt_loss_scaler_desc d;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create: out is NULL");
-    memset(&d, 0, sizeof d);
-    if (desc) d = *desc;
-    d.initial_scale = mti_default(d.initial_scale, 4294967296.0f);
-    d.min_scale = mti_default(d.min_scale, 1.0f);
-    d.growth = mti_default(d.growth, 2.0f);
-    d.backoff = mti_default(d.backoff, 0.5f);
-    if (!d.growth_interval) d.growth_interval = 1000;
-    if (!d.hysteresis) d.hysteresis = 2;
-    MT_TRY(mti_loss_scaler_check(ctx, &d));
-    memset(out, 0, sizeof *out);
-    out->desc = d;
-    out->scale = d.initial_scale;
-    return MT_SUCCESS;
-}
-
-static void mti_loss_scaler_shrink(mt_loss_scaler *s) {
-    s->skipped++;
-    s->good_steps = 0;
-    if (++s->overflows < s->desc.hysteresis) return;
-    s->scale *= s->desc.backoff;
-    if (s->scale < s->desc.min_scale) s->scale = s->desc.min_scale;
-}
-
-static void mti_loss_scaler_grow(mt_loss_scaler *s) {
-    if (++s->good_steps < s->desc.growth_interval) return;
-    s->good_steps = s->overflows = 0;
-    if (s->scale * s->desc.growth <= FLT_MAX) s->scale *= s->desc.growth;
-}
-
-MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm) {
-    float unscale;
-    if (!scaler || !norm) return 0.0f;
-    unscale = 1.0f / scaler->scale;
-    *norm *= unscale;
-    if (!(*norm <= FLT_MAX)) {
-        mti_loss_scaler_shrink(scaler);
-        return 0.0f;
-    }
-    mti_loss_scaler_grow(scaler);
-    return unscale;
 }
 
 /* ---- >>optimizer ------------------------------------------------------------------------------------------------- */
@@ -7535,7 +7420,7 @@ static int mti_scaler_is_none(const mt_loss_scaler *s) {
 static const char *mti_state_fault(const mt_training_state *state) {
     const mt_loss_scaler *scaler = &state->scaler;
     if (mti_scaler_is_none(scaler)) return NULL;
-    if (mti_loss_scaler_fault(&scaler->desc)) return mti_loss_scaler_fault(&scaler->desc);
+    if (mt_loss_scaler_fault(&scaler->desc)) return mt_loss_scaler_fault(&scaler->desc);
     if (scaler->scale < scaler->desc.min_scale) return "loss_scaler.scale";
     return scaler->good_steps < scaler->desc.growth_interval ? NULL : "loss_scaler.good_steps";
 }

@@ -556,12 +556,77 @@ static void test_long_lists(void **state) {
     mt_arena_release(gpu, mark);
 }
 
+/* ---- a step that does not wait ----------------------------------------------------------------------------------- */
+
+/* What a loop does on the host. */
+static void decide_on_host(const float *sums, mt_step_values *v) {
+    float unscale;
+    v->norm = mt_norm_of_sums(sums);
+    unscale = mt_loss_scaler_update(&v->scaler, &v->norm);
+    v->adamw.lr = v->lr;
+    v->adamw.skip = unscale == 0.0f;
+    if (v->adamw.skip) return;
+    v->adamw.grad_scale = unscale * mt_clip_coefficient(v->norm, v->max_norm);
+    v->adamw.step++;
+}
+
+static void same_values(const mt_step_values *a, const mt_step_values *b, int step) {
+    if (memcmp(&a->norm, &b->norm, sizeof a->norm) || memcmp(&a->scaler.scale, &b->scaler.scale, sizeof(float)) ||
+        a->scaler.good_steps != b->scaler.good_steps || a->scaler.overflows != b->scaler.overflows ||
+        a->scaler.skipped != b->scaler.skipped || a->adamw.skip != b->adamw.skip || a->adamw.step != b->adamw.step ||
+        memcmp(&a->adamw.lr, &b->adamw.lr, sizeof(float)) ||
+        (!a->adamw.skip && memcmp(&a->adamw.grad_scale, &b->adamw.grad_scale, sizeof(float))))
+        fail_msg("step %d: norm %.9g, scale %.9g, grad_scale %.9g, skip %d; on the host %.9g, %.9g, %.9g, %d", step,
+                 (double)a->norm, (double)a->scaler.scale, (double)a->adamw.grad_scale, (int)a->adamw.skip,
+                 (double)b->norm, (double)b->scaler.scale, (double)b->adamw.grad_scale, (int)b->adamw.skip);
+}
+
+/* Decides 60 steps in the memory of the device. Some norms are infinite, NaN, zero or in need of clipping. */
+static void decides(mt_context *ctx, float scale, float max_norm) {
+    mt_loss_scaler_desc desc = {scale, 2.0f, 2.0f, 0.5f, 3, 2};
+    mt_step_values host, device;
+    mt_tensor sums, memory;
+    uint64_t seed = 7;
+    memset(&host, 0, sizeof host);
+    OK(mt_loss_scaler_create(ctx, &desc, &host.scaler));
+    host.max_norm = max_norm;
+    OK(mt_arena_tensor(ctx, MT_F32, 1, 2, &sums));
+    OK(mt_arena_tensor(ctx, MT_I32, 1, (int64_t)(sizeof host / sizeof(int32_t)), &memory));
+    OK(mt_upload(ctx, &host, memory));
+    for (int step = 0; step < 60; step++) {
+        float x[2] = {fabsf(test_float(&seed)) * scale * scale * (step % 4 ? 3.0f : 1e-4f), fabsf(test_float(&seed))};
+        if (step % 11 == 10) x[0] = step % 2 ? (float)INFINITY : (float)NAN;
+        if (step % 13 == 12) x[1] = step % 2 ? (float)INFINITY : (float)NAN;
+        if (step == 25) x[0] = 0.0f;
+        OK(mt_upload(ctx, x, sums));
+        OK(mt_step_decide(ctx, sums, (mt_step_values *)memory.data));
+        decide_on_host(x, &host);
+        OK(mt_download(ctx, memory, &device));
+        same_values(&device, &host, step);
+    }
+    if (host.scaler.skipped < 5 || host.adamw.step < 40) fail_msg("the cases are not mixed");
+}
+
+static void test_step_decide(void **state) {
+    (void)state;
+    for (int device = 0; device < 2; device++) {
+        mt_context *ctx = device ? gpu : cpu;
+        size_t mark = mt_arena_mark(ctx);
+        decides(ctx, 65536.0f, 1.0f);
+        decides(ctx, 77.7f, 0.3f); /* not a power of two */
+        decides(ctx, 4.0f, 0.0f);
+        mt_arena_release(ctx, mark);
+    }
+    ASSERT_STATUS(cpu, MT_ERR_ARGUMENT, mt_step_decide(cpu, pair_f32(1, 2).cpu, NULL));
+    ASSERT_STATUS(cpu, MT_ERR_SHAPE, mt_step_decide(cpu, pair_f32(2, 2).cpu, NULL));
+}
+
 static void cross_entropy(shape s) {
     for (int variant = 0; variant < 3; variant++) {
         int shards = 1 + 2 * variant;
         mt_cross_entropy_shard_desc desc = {s.cols * shards - (s.cols > 3 ? 2 : 0), 0, variant ? 0.1f : 0.0f, 1};
         pair all = pair_f32(shards * s.rows, 4), loss = pair_f32(1, s.rows), lse = pair_f32(2, s.rows);
-        pair logits[5], dloss = noise_f32(1, s.rows, 9, 1.0f);
+        pair logits[5], dloss = noise_f32(1, variant == 2 ? 1 : s.rows, 9, 1.0f);
         int32_t *targets = (int32_t *)malloc((size_t)s.rows * sizeof *targets), *on_gpu;
         for (int64_t i = 0; i < s.rows; i++) targets[i] = (int32_t)(i * 7 % desc.vocab);
         on_gpu = ids_on_gpu(targets, s.rows);
@@ -1874,6 +1939,7 @@ int main(void) {
         cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_lists_of_tensors),
         cmocka_unit_test(test_long_lists),
+        cmocka_unit_test(test_step_decide),
         cmocka_unit_test(test_cross_entropy),
         cmocka_unit_test(test_embedding),
         cmocka_unit_test(test_embedding_backward),

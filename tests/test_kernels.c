@@ -1146,12 +1146,13 @@ static double xent_objective(const double *x, const void *user) {
     return total;
 }
 
-/* Splits the vocabulary into `shards` equal shards, the last ones padded. `scale` is the size of the logits. */
+/* Splits the vocabulary into `shards` equal shards, the last ones padded. `scale` is the size of the logits.
+   with_dloss: 0 none, 1 one for each token, 2 one for all */
 static void try_xent(int64_t t, int64_t vocab, int shards, double smoothing, float scale, int with_dloss) {
     int64_t width = (vocab + shards - 1) / shards + 3, i, j;
     mt_tensor parts[9], stats, gathered = ref_guarded(shards * t, 4, 0), loss = ref_guarded(1, t, 0),
                                lse = ref_guarded(2, t, 0);
-    mt_tensor dloss = ref_random(1, t, 0, 1, 0);
+    mt_tensor dloss = ref_random(1, t, 0, 1, 0), given = with_dloss == 2 ? mt_tensor_cols(dloss, 0, 1) : dloss;
     int32_t *targets = (int32_t *)ref_bytes((size_t)t * sizeof *targets);
     double *x = ref_doubles((size_t)(t * vocab)), *want = ref_doubles((size_t)t), *dl = ref_values(dloss), *g;
     mt_cross_entropy_shard_desc desc;
@@ -1167,7 +1168,7 @@ static void try_xent(int64_t t, int64_t vocab, int shards, double smoothing, flo
     c.smoothing = (double)desc.label_smoothing;
     for (i = 0; i < t; i++) targets[i] = i % 5 == 3 ? -100 : (int32_t)test_below(&ref.random, (size_t)vocab);
     if (t > 1) targets[1] = (int32_t)vocab - 1;
-    for (i = 0; i < t; i++) dl[i] = 0.5 * (with_dloss ? dl[i] : 1);
+    for (i = t; i-- > 0;) dl[i] = 0.5 * (with_dloss ? dl[with_dloss == 2 ? 0 : i] : 1);
     for (s = 0; s < shards; s++) {
         desc.first_col = s * width;
         parts[s] = ref_random(t, width, 2, scale, 0);
@@ -1185,7 +1186,7 @@ static void try_xent(int64_t t, int64_t vocab, int shards, double smoothing, flo
     g = ref_gradient(xent_objective, &c, x, (size_t)(t * vocab));
     for (s = 0; s < shards; s++) {
         desc.first_col = s * width;
-        OK(mt_cross_entropy_backward(ref.ctx, &desc, parts[s], targets, lse, with_dloss ? dloss : mt_none(), 0.5f));
+        OK(mt_cross_entropy_backward(ref.ctx, &desc, parts[s], targets, lse, with_dloss ? given : mt_none(), 0.5f));
         for (i = 0; i < t; i++)
             for (j = 0; j < width; j++) {
                 double got = (double)ref_row(parts[s], i)[j],
@@ -1211,6 +1212,7 @@ static void test_cross_entropy(void **state) {
             try_xent(11, 130, shards, smoothing[a], 1, shards & 1);
         }
     try_xent(2, 5000, 2, 0, 5, 1);
+    try_xent(7, 40, 2, 0.1, 4, 2);
     try_xent(0, 10, 2, 0, 5, 1);
     try_xent(3, 1, 1, 0.1, 5, 1);
 }
