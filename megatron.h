@@ -94,6 +94,9 @@ typedef struct mt_batch {
     /* advanced */
     /* mt_random.offset of dropout, such as step << 20 in memory of the device; the same number until backward */
     const uint64_t *random_offset;
+    /* [1, 1], MT_F32, in memory of the device: the gradient of the loss is multiplied by it, when backward runs (see
+       mt_step); mt_none(): 1 */
+    mt_tensor loss_scale;
 } mt_batch;
 
 /* Returns the mt_dropout of probability p for a block of your own. When batch is NULL, it drops nothing. Set three
@@ -2247,8 +2250,9 @@ static mt_status mti_gpt_run_backward(mt_context *ctx, const char *function, con
     mark = mt_arena_mark(ctx);
     MT_TRY(mt_layers_trust_ids(ctx, 1));
     if (mti_gpt_is_last(gpt))
-        status = MT_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(ctx, gpt->head.tp, &gpt->loss,
-                                                                                    mt_none(), scale, &saved->loss));
+        status =
+            MT_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(
+                                          ctx, gpt->head.tp, &gpt->loss, saved->batch.loss_scale, scale, &saved->loss));
     if (status == MT_SUCCESS) status = mti_gpt_backward(ctx, gpt, doutput, dinput, saved);
     mt_layers_trust_ids(ctx, 0);
     mt_arena_release(ctx, mark);

@@ -558,16 +558,18 @@ typedef struct mt_step_values {
     float max_norm;         /* as in mt_clip_coefficient */
     uint64_t random_offset; /* for mt_random.offset */
     mt_loss_scaler scaler;  /* scale is that of this step, and after mt_step_decide that of the next one */
+    float loss;             /* after mt_step_decide: its argument */
     float norm;             /* after mt_step_decide: of the gradients, divided by the scale; or not finite */
     mt_adamw_values adamw;  /* after mt_step_decide: of this step; step is the number of steps that were not skipped */
 } mt_step_values;
 
 /* Decides what a step does: computes the norm from `sums`, updates the loss scale as mt_loss_scaler_update does, clips
-   as mt_clip_coefficient does, and writes values->norm and values->adamw, all with the same bits as these functions.
-   sums [1, 2], MT_F32, are the squares of gradients that count towards the norm, and those of other copies, which only
-   must be finite. When the norm is not finite, adamw.skip is 1. `values` is in memory of the context's device.
-   MT_ERR_ARGUMENT: values is NULL. */
-MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_step_values *values);
+   as mt_clip_coefficient does, and writes values->loss, norm and adamw, all with the same bits as these functions.
+   sums [1, 2], MT_F32, has the sum of the squares of the gradients that count towards the norm, and that of other
+   copies, which only must be finite. loss [1, 1], MT_F32, is optional: without it, the loss counts as 0. When the norm
+   or the loss is not finite, adamw.skip is 1. `values` is in memory of the context's device. MT_ERR_ARGUMENT: values is
+   NULL. */
+MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_tensor loss, mt_step_values *values);
 
 /* The norm that mt_step_decide computes from the two sums, before it divides by the scale. A NaN has the bits of NAN
    (math.h). */
@@ -8052,8 +8054,10 @@ static MT_HOST_DEVICE void mti_loss_scaler_grow(mt_loss_scaler *s) {
     if (s->scale * s->desc.growth <= FLT_MAX) s->scale *= s->desc.growth;
 }
 
+static MT_HOST_DEVICE float mti_unscale(float scale) { return (float)(1.0 / (double)scale); }
+
 static MT_HOST_DEVICE float mti_loss_scaler_update(mt_loss_scaler *scaler, float *norm) {
-    float unscale = (float)(1.0 / (double)scaler->scale);
+    float unscale = mti_unscale(scaler->scale);
     *norm = (float)((double)*norm * (double)unscale);
     if (!(*norm <= FLT_MAX)) {
         mti_loss_scaler_shrink(scaler);
@@ -8087,10 +8091,13 @@ static MT_HOST_DEVICE float mti_norm_of_sums(float counted, float others) {
 
 MT_API float mt_norm_of_sums(const float sums[2]) { return mti_norm_of_sums(sums[0], sums[1]); }
 
-static MT_HOST_DEVICE void mti_step_decide(float counted, float others, mt_step_values *v) {
-    float unscale;
-    v->norm = mti_norm_of_sums(counted, others);
-    unscale = mti_loss_scaler_update(&v->scaler, &v->norm);
+/* The gradient of an infinite loss may be finite. */
+static MT_HOST_DEVICE void mti_step_decide(float counted, float others, float loss, mt_step_values *v) {
+    const float largest = FLT_MAX;
+    float norm = mti_norm_of_sums(counted, others), worst = loss >= -largest && loss <= largest ? norm : NAN, unscale;
+    v->loss = loss;
+    v->norm = (float)((double)norm * (double)mti_unscale(v->scaler.scale));
+    unscale = mti_loss_scaler_update(&v->scaler, &worst);
     v->adamw.lr = v->lr;
     v->adamw.skip = !(unscale > 0.0f);
     if (v->adamw.skip) return;
@@ -8102,31 +8109,35 @@ static MT_HOST_DEVICE void mti_step_decide(float counted, float others, mt_step_
 extern "C++" {
 
 /* One thread decides. */
-static __global__ void __launch_bounds__(32) mti_step_kernel(mti_view sums, mt_step_values *values) {
-    if (threadIdx.x == 0) mti_step_decide(mti_get(sums, 0, 0), mti_get(sums, 0, 1), values);
+static __global__ void __launch_bounds__(32)
+    mti_step_kernel(const float *sums, const float *loss, mt_step_values *values) {
+    if (threadIdx.x == 0) mti_step_decide(sums[0], sums[1], loss ? *loss : 0.0f, values);
 }
 
-static mt_status mti_cuda_step_decide(mt_context *ctx, mt_tensor sums, mt_step_values *values) {
+static mt_status mti_cuda_step_decide(mt_context *ctx, mt_tensor sums, mt_tensor loss, mt_step_values *values) {
     MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_step_kernel, 1, 32, 0, mt_context_stream(ctx), mti_view_of(sums), values);
+    MT_LAUNCH_KERNEL(mti_step_kernel, 1, 32, 0, mt_context_stream(ctx), (const float *)sums.data,
+                     (const float *)loss.data, values);
     return mt_cuda_launched(ctx, "mt_step_decide");
 }
 
 } /* extern "C++" */
 #endif
 
-static void mti_cpu_step_decide(mt_tensor sums, mt_step_values *values) {
+static void mti_cpu_step_decide(mt_tensor sums, mt_tensor loss, mt_step_values *values) {
     const float *x = (const float *)sums.data;
-    mti_step_decide(x[0], x[1], values);
+    mti_step_decide(x[0], x[1], loss.data ? *(const float *)loss.data : 0.0f, values);
 }
 
-MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_step_values *values) {
-    mt_arg args[] = {{"sums", &sums, 1, 2, MT_ARG_F32, MT_ARG_IN}};
+MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_tensor loss, mt_step_values *values) {
+    mt_arg args[] = {{"sums", &sums, 1, 2, MT_ARG_F32, MT_ARG_IN},
+                     {"loss", &loss, 1, 1, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_step_decide", args, MTI_COUNT(args)));
     if (!values) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_step_decide: values is NULL");
     MT_TRY(mti_begin(&op, ctx, NULL, 0));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_step_decide(ctx, sums, values), mti_cpu_step_decide(sums, values)));
+    return mti_end(
+        &op, MTI_RUN(&op, mti_cuda_step_decide(ctx, sums, loss, values), mti_cpu_step_decide(sums, loss, values)));
 }
 
 /* ---- >>pointwise: elementwise products and gates ----------------------------------------------------------------- */

@@ -970,6 +970,54 @@ MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optim
    Error: MT_ERR_ARGUMENT (lr or grad_scale is not finite, see mt_adamw_check); nothing has changed. */
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale);
 
+/* ---- a step that does not wait ----------------------------------------------------------------------------------- */
+
+/* A training step that keeps its numbers in memory of the device. mt_grad_norm waits for the device, because the loop
+   needs the norm; here the device decides, and the loop only reads results when it wants to print them:
+       mt_step step;
+       MT_TRY(mt_step_create(ctx, &optimizer, NULL, 1.0f, &step));
+       for (n = 1; n <= steps; n++) {
+           MT_TRY(mt_step_begin(ctx, &step, lr, n));
+           batch.random_offset = mt_step_random_offset(&step);           // new dropout masks in every step
+           batch.loss_scale = mt_step_loss_scale(&step);                 // for MT_F16
+           ... forward, and backward with 1.0f / tokens ...
+           MT_TRY(mt_sync_gradients(ctx, params));
+           MT_TRY(mt_step_update(ctx, &step, mt_none()));
+           if (n % 10 == 0) MT_TRY(mt_step_read(ctx, &step, &values));   // waits
+       }
+       mt_step_destroy(ctx, &step);
+   The parameters have the same bits as with mt_grad_norm, mt_loss_scaler_update, mt_clip_coefficient and
+   mt_optimizer_step, if the scale is a power of two. A step whose norm is not finite changes no parameter. The step can
+   be recorded as a CUDA graph (mt_graph_begin in mt_comm.h). */
+typedef struct mt_step {
+    mt_optimizer *optimizer;
+    mt_step_values *values; /* in memory of the device */
+} mt_step;
+
+/* scaler is the state to begin with; it is copied. NULL: no loss scale. max_norm as in mt_clip_coefficient. The caller
+   owns *out, and destroys it before the context. optimizer must outlive it. Between mt_step_create and mt_step_destroy
+   do not call mt_optimizer_step. MT_ERR_ARGUMENT: scaler is out of range, or max_norm is not finite. MT_ERR_MEMORY. */
+MT_API mt_status mt_step_create(mt_context *ctx, mt_optimizer *optimizer, const mt_loss_scaler *scaler, float max_norm,
+                                mt_step *out);
+MT_API void mt_step_destroy(mt_context *ctx, mt_step *step); /* NULL and a zero-initialised struct are allowed */
+
+/* Sets the learning rate of the step, and random_offset to number << 20, so that dropout draws what it draws with
+   mt_batch.step = number. Does not wait. MT_ERR_ARGUMENT: lr is not finite, number >= 2^44. */
+MT_API mt_status mt_step_begin(mt_context *ctx, const mt_step *step, float lr, uint64_t number);
+
+/* Computes the norm of the gradients, decides (mt_step_decide), and does the step of the optimizer. Call it after
+   mt_sync_gradients. loss [1, 1], MT_F32, in memory of the device, is optional, and must be the same on all ranks: a
+   step whose loss is not finite is skipped, too. Does not wait. The communication is that of mt_grad_norm and
+   mt_optimizer_step. */
+MT_API mt_status mt_step_update(mt_context *ctx, const mt_step *step, mt_tensor loss);
+
+/* Waits for the device, and copies the numbers of the last step to *out: its norm, whether it was skipped, and the loss
+   scaler, for a checkpoint. Sets optimizer->step; call it before mt_checkpoint_save. */
+MT_API mt_status mt_step_read(mt_context *ctx, const mt_step *step, mt_step_values *out);
+
+MT_API const uint64_t *mt_step_random_offset(const mt_step *step); /* for mt_batch.random_offset */
+MT_API mt_tensor mt_step_loss_scale(const mt_step *step);          /* [1, 1], for mt_batch.loss_scale */
+
 /* Returns the learning rate of a step, counted from 0: linear warm-up to lr over `warmup` steps, then a cosine down to
    min_lr at step `total` and min_lr from there on. A negative step or warmup counts as 0. */
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr);
@@ -5716,30 +5764,130 @@ static mt_status mti_optimizer_tensors(mt_context *ctx, mt_optimizer *o) {
 }
 
 /* Updates this rank's share of every parameter and, when the optimizer is sharded, gathers the values. */
-static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
-    mt_params *params;
-    mt_adamw hyper;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!optimizer || !optimizer->params) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_step: no optimizer");
-    params = optimizer->params;
-    MT_TRY(mti_params_ready(ctx, params, "mt_optimizer_step"));
-    memset(&hyper, 0, sizeof hyper);
-    hyper.lr = lr;
+static mt_status mti_optimizer_update(mt_context *ctx, mt_optimizer *optimizer, const mt_adamw *numbers,
+                                      const mt_adamw_values *values) {
+    mt_adamw hyper = *numbers;
     hyper.beta1 = optimizer->desc.beta1;
     hyper.beta2 = optimizer->desc.beta2;
     hyper.eps = optimizer->desc.eps;
     hyper.weight_decay = optimizer->desc.weight_decay;
-    hyper.grad_scale = grad_scale;
-    hyper.step = optimizer->step + 1;
-    MT_TRY(mt_multi_tensor_adamw(ctx, optimizer->update, &hyper, NULL));
-    if (params->buckets.ranks > 1) MT_TRY(mti_buckets_gather(ctx, params, MTI_IN_VALUES));
-    optimizer->step = hyper.step;
+    MT_TRY(mt_multi_tensor_adamw(ctx, optimizer->update, &hyper, values));
+    return optimizer->params->buckets.ranks > 1 ? mti_buckets_gather(ctx, optimizer->params, MTI_IN_VALUES)
+                                                : MT_SUCCESS;
+}
+
+static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
+    mt_adamw numbers;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!optimizer || !optimizer->params) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_step: no optimizer");
+    MT_TRY(mti_params_ready(ctx, optimizer->params, "mt_optimizer_step"));
+    memset(&numbers, 0, sizeof numbers);
+    numbers.lr = lr;
+    numbers.grad_scale = grad_scale;
+    numbers.step = optimizer->step + 1;
+    MT_TRY(mti_optimizer_update(ctx, optimizer, &numbers, NULL));
+    optimizer->step = numbers.step;
     return MT_SUCCESS;
 }
 
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
     return MT_RANGE("optimizer step", mti_optimizer_step(ctx, optimizer, lr, grad_scale));
 }
+
+/* -- a step that does not wait -- */
+
+static mt_tensor mti_step_memory(const mt_step_values *values, size_t bytes) {
+    return mt_tensor_make(values, MT_I32, 1, (int64_t)(bytes / sizeof(int32_t)));
+}
+
+MT_API mt_status mt_step_create(mt_context *ctx, mt_optimizer *optimizer, const mt_loss_scaler *scaler, float max_norm,
+                                mt_step *out) {
+    static const char *const function = "mt_step_create";
+    mt_step_values first;
+    mt_step step;
+    void *memory;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!optimizer || !optimizer->params || !out)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, out ? "optimizer" : "out");
+    if (!(max_norm >= -FLT_MAX && max_norm <= FLT_MAX))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: max_norm is %g", function, (double)max_norm);
+    memset(&first, 0, sizeof first);
+    if (scaler) {
+        const char *fault = mt_loss_scaler_fault(&scaler->desc);
+        if (fault) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is out of range", function, fault);
+        first.scaler = *scaler;
+    } else {
+        mt_loss_scaler_desc none;
+        memset(&none, 0, sizeof none);
+        none.initial_scale = none.growth = 1.0f;
+        MT_TRY(mt_loss_scaler_create(ctx, &none, &first.scaler));
+    }
+    first.max_norm = max_norm;
+    first.adamw.step = optimizer->step;
+    MT_TRY(mt_context_alloc(ctx, sizeof first, &memory));
+    step.optimizer = optimizer;
+    step.values = (mt_step_values *)memory;
+    status = mt_upload(ctx, &first, mti_step_memory(step.values, sizeof first));
+    if (status == MT_SUCCESS) *out = step;
+    else mt_context_free(ctx, memory, sizeof first);
+    return status;
+}
+
+MT_API void mt_step_destroy(mt_context *ctx, mt_step *step) {
+    if (!ctx || !step || !step->values) return;
+    mt_context_free(ctx, step->values, sizeof *step->values);
+    memset(step, 0, sizeof *step);
+}
+
+static mt_status mti_step_check(mt_context *ctx, const char *function, const mt_step *step) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!step || !step->optimizer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: no step", function);
+    return mti_params_ready(ctx, step->optimizer->params, function);
+}
+
+/* lr, max_norm and random_offset are the first fields. */
+MT_API mt_status mt_step_begin(mt_context *ctx, const mt_step *step, float lr, uint64_t number) {
+    MT_TRY(mti_step_check(ctx, "mt_step_begin", step));
+    if (!(lr >= -FLT_MAX && lr <= FLT_MAX) || number >> 44)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_step_begin: lr is %g, number is %llu", (double)lr,
+                       (unsigned long long)number);
+    number <<= 20;
+    MT_TRY(mt_upload(ctx, &lr, mti_step_memory(step->values, sizeof lr)));
+    return mt_upload(ctx, &number, mt_tensor_make(&step->values->random_offset, MT_I32, 1, 2));
+}
+
+static mt_status mti_step_update(mt_context *ctx, const mt_step *step, mt_tensor loss) {
+    mt_adamw numbers; /* not used, but valid */
+    mt_tensor sums;
+    size_t mark = mt_arena_mark(ctx);
+    mt_status status = mt_arena_tensor(ctx, MT_F32, 1, 2, &sums);
+    memset(&numbers, 0, sizeof numbers);
+    numbers.step = 1;
+    if (status == MT_SUCCESS) status = mti_norm_sums_of(ctx, step->optimizer->params, sums);
+    if (status == MT_SUCCESS) status = mt_step_decide(ctx, sums, loss, step->values);
+    mt_arena_release(ctx, mark);
+    if (status != MT_SUCCESS) return status;
+    return mti_optimizer_update(ctx, step->optimizer, &numbers, &step->values->adamw);
+}
+
+MT_API mt_status mt_step_update(mt_context *ctx, const mt_step *step, mt_tensor loss) {
+    MT_TRY(mti_step_check(ctx, "mt_step_update", step));
+    return MT_RANGE("optimizer step", mti_step_update(ctx, step, loss));
+}
+
+MT_API mt_status mt_step_read(mt_context *ctx, const mt_step *step, mt_step_values *out) {
+    MT_TRY(mti_step_check(ctx, "mt_step_read", step));
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_step_read: out is NULL");
+    memset(out, 0, sizeof *out);
+    MT_TRY(mt_download(ctx, mti_step_memory(step->values, sizeof *out), out));
+    step->optimizer->step = out->adamw.step;
+    return MT_SUCCESS;
+}
+
+MT_API const uint64_t *mt_step_random_offset(const mt_step *step) { return &step->values->random_offset; }
+
+MT_API mt_tensor mt_step_loss_scale(const mt_step *step) { return mt_tensor_f32(&step->values->scaler.scale, 1, 1); }
 
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr) {
     double progress;

@@ -58,8 +58,9 @@ typedef struct gpt_run {
     int64_t padded_vocab; /* of mt_gpt_desc */
     float junk;           /* in the rows of the embedding and of the head that are padding, before the first step */
     mt_qkv_layout qkv_layout;
-    int bound; /* bits GPT_BOUND_...: memory that the test allocates and binds; 0: none */
-    int vocab; /* 0: GPT_VOCAB */
+    int bound;     /* bits GPT_BOUND_...: memory that the test allocates and binds; 0: none */
+    int vocab;     /* 0: GPT_VOCAB */
+    int on_device; /* 1: the numbers of a step are in memory of the device (mt_step) */
 } gpt_run;
 
 enum {
@@ -80,6 +81,7 @@ typedef struct gpt_worker {
     mt_gpt_saved saved[GPT_BATCH]; /* one for each slot */
     mt_optimizer optimizer;
     mt_loss_scaler scaler;
+    mt_step numbers;          /* with on_device */
     int32_t *ids;             /* for each slot the ids and targets of a sequence, on the device */
     mt_tensor losses, totals; /* losses: one row for each slot; totals: the sum of each micro-batch's losses */
     int step;
@@ -132,6 +134,10 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
     batch.first_sequence = sequence;
     batch.seed = 5;
     batch.step = (uint64_t)w->step;
+    if (!w->r->on_device) return batch;
+    batch.step = 0;
+    batch.random_offset = mt_step_random_offset(&w->numbers);
+    if (w->scaler.scale > 0.0f) batch.loss_scale = mt_step_loss_scale(&w->numbers);
     return batch;
 }
 
@@ -155,7 +161,7 @@ static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action
 }
 
 static inline mt_status gpt_backward_of(gpt_worker *w, int slot, mt_tensor doutput, mt_tensor dinput) {
-    float scale = w->scaler.scale > 0.0f ? w->scaler.scale : 1.0f;
+    float scale = w->scaler.scale > 0.0f && !w->r->on_device ? w->scaler.scale : 1.0f;
     MT_TRY(mt_gpt_stage_backward(w->ctx, &w->gpt, scale / (GPT_BATCH * GPT_SEQ), doutput, dinput, &w->saved[slot]));
     return mt_accumulate_gradients(w->ctx, w->params);
 }
@@ -198,7 +204,7 @@ static inline mt_status gpt_run_schedule(gpt_worker *w) {
     return mt_pipeline_run(w->ctx, &w->grid, &stage, actions, count);
 }
 
-/* Computes the loss and the gradients of a step on all ranks. */
+/* Computes the loss and the gradients of a step on all ranks, and their norm unless norm is NULL. */
 static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, float *norm) {
     mt_comm *pipeline = w->grid.pp;
     void *total;
@@ -216,7 +222,7 @@ static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, floa
     MT_TRY(mt_download(w->ctx, mt_tensor_rows(w->totals, 0, 1), loss));
     *loss /= GPT_BATCH * GPT_SEQ;
     MT_TRY(mt_sync_gradients(w->ctx, w->params));
-    MT_TRY(mt_grad_norm(w->ctx, w->params, norm));
+    if (norm) MT_TRY(mt_grad_norm(w->ctx, w->params, norm));
     mt_arena_release(w->ctx, mark);
     return MT_SUCCESS;
 }
@@ -224,17 +230,35 @@ static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, floa
 /* The wide model needs a lower learning rate for a steady training. */
 static inline float gpt_lr(const gpt_run *r) { return r->wide ? GPT_LR / 10 : GPT_LR; }
 
+static inline float gpt_clip(const gpt_run *r) { return r->clip > 0.0f ? r->clip : 1.0f; }
+
+static inline void gpt_keep(const gpt_worker *w, int step, float loss, float norm) {
+    if (mt_comm_rank(w->world) != 0) return;
+    w->r->out->loss[step] = loss;
+    w->r->out->norm[step] = norm;
+}
+
+static inline mt_status gpt_step_on_device(gpt_worker *w, int step) {
+    mt_step_values values;
+    float loss;
+    MT_TRY(mt_step_begin(w->ctx, &w->numbers, gpt_lr(w->r), (uint64_t)(w->r->first_step + step)));
+    MT_TRY(gpt_gradients(w, w->r->first_step + step, &loss, NULL));
+    MT_TRY(mt_step_update(w->ctx, &w->numbers, mt_none()));
+    MT_TRY(mt_step_read(w->ctx, &w->numbers, &values));
+    if (w->scaler.scale > 0.0f) w->scaler = values.scaler;
+    gpt_keep(w, step, loss, values.adamw.skip ? (float)NAN : values.norm);
+    return MT_SUCCESS;
+}
+
 /* Runs a training step. Rank 0 keeps its loss and norm. */
 static inline mt_status gpt_step(gpt_worker *w, int step) {
     float loss, norm, unscale = 1.0f;
+    if (w->r->on_device) return gpt_step_on_device(w, step);
     MT_TRY(gpt_gradients(w, w->r->first_step + step, &loss, &norm));
     if (w->r->loss_scale > 0.0f) unscale = mt_loss_scaler_update(&w->scaler, &norm);
-    if (mt_comm_rank(w->world) == 0) {
-        w->r->out->loss[step] = loss;
-        w->r->out->norm[step] = unscale > 0.0f ? norm : (float)NAN;
-    }
+    gpt_keep(w, step, loss, unscale > 0.0f ? norm : (float)NAN);
     if (unscale == 0.0f) return MT_SUCCESS;
-    unscale *= mt_clip_coefficient(norm, w->r->clip > 0.0f ? w->r->clip : 1.0f);
+    unscale *= mt_clip_coefficient(norm, gpt_clip(w->r));
     return mt_optimizer_step(w->ctx, &w->optimizer, gpt_lr(w->r), unscale);
 }
 
@@ -417,12 +441,16 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     for (int i = 0; i < GPT_BATCH; i++) MT_TRY(mt_gpt_saved_create(w->ctx, &w->gpt, &w->saved[i]));
     MT_TRY(mt_optimizer_create(w->ctx, w->params, &adamw, &w->optimizer));
     if (r->loss_scale > 0.0f) MT_TRY(mt_loss_scaler_create(w->ctx, &scale, &w->scaler));
+    if (r->on_device)
+        MT_TRY(
+            mt_step_create(w->ctx, &w->optimizer, r->loss_scale > 0.0f ? &w->scaler : NULL, gpt_clip(r), &w->numbers));
     MT_TRY(mt_arena_alloc(w->ctx, GPT_BATCH * 2 * GPT_SEQ * sizeof(int32_t), &memory));
     w->ids = (int32_t *)memory;
     return mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH, GPT_SEQ, &w->losses);
 }
 
 static inline void gpt_close(gpt_worker *w) {
+    mt_step_destroy(w->ctx, &w->numbers);
     mt_optimizer_destroy(w->ctx, &w->optimizer);
     for (int i = 0; i < GPT_BATCH; i++) mt_gpt_saved_destroy(&w->saved[i]);
     mt_params_destroy(w->params);

@@ -559,10 +559,11 @@ static void test_long_lists(void **state) {
 /* ---- a step that does not wait ----------------------------------------------------------------------------------- */
 
 /* What a loop does on the host. */
-static void decide_on_host(const float *sums, mt_step_values *v) {
-    float unscale;
-    v->norm = mt_norm_of_sums(sums);
-    unscale = mt_loss_scaler_update(&v->scaler, &v->norm);
+static void decide_on_host(const float *sums, float loss, mt_step_values *v) {
+    float scale = v->scaler.scale, worst = isfinite(loss) ? mt_norm_of_sums(sums) : NAN, unscale;
+    v->loss = loss;
+    v->norm = mt_norm_of_sums(sums) * (1.0f / scale);
+    unscale = mt_loss_scaler_update(&v->scaler, &worst);
     v->adamw.lr = v->lr;
     v->adamw.skip = unscale == 0.0f;
     if (v->adamw.skip) return;
@@ -571,9 +572,10 @@ static void decide_on_host(const float *sums, mt_step_values *v) {
 }
 
 static void same_values(const mt_step_values *a, const mt_step_values *b, int step) {
-    if (memcmp(&a->norm, &b->norm, sizeof a->norm) || memcmp(&a->scaler.scale, &b->scaler.scale, sizeof(float)) ||
-        a->scaler.good_steps != b->scaler.good_steps || a->scaler.overflows != b->scaler.overflows ||
-        a->scaler.skipped != b->scaler.skipped || a->adamw.skip != b->adamw.skip || a->adamw.step != b->adamw.step ||
+    if (memcmp(&a->norm, &b->norm, sizeof a->norm) || memcmp(&a->loss, &b->loss, sizeof a->loss) ||
+        memcmp(&a->scaler.scale, &b->scaler.scale, sizeof(float)) || a->scaler.good_steps != b->scaler.good_steps ||
+        a->scaler.overflows != b->scaler.overflows || a->scaler.skipped != b->scaler.skipped ||
+        a->adamw.skip != b->adamw.skip || a->adamw.step != b->adamw.step ||
         memcmp(&a->adamw.lr, &b->adamw.lr, sizeof(float)) ||
         (!a->adamw.skip && memcmp(&a->adamw.grad_scale, &b->adamw.grad_scale, sizeof(float))))
         fail_msg("step %d: norm %.9g, scale %.9g, grad_scale %.9g, skip %d; on the host %.9g, %.9g, %.9g, %d", step,
@@ -585,22 +587,25 @@ static void same_values(const mt_step_values *a, const mt_step_values *b, int st
 static void decides(mt_context *ctx, float scale, float max_norm) {
     mt_loss_scaler_desc desc = {scale, 2.0f, 2.0f, 0.5f, 3, 2};
     mt_step_values host, device;
-    mt_tensor sums, memory;
+    mt_tensor sums, loss, memory;
     uint64_t seed = 7;
     memset(&host, 0, sizeof host);
     OK(mt_loss_scaler_create(ctx, &desc, &host.scaler));
     host.max_norm = max_norm;
     OK(mt_arena_tensor(ctx, MT_F32, 1, 2, &sums));
+    OK(mt_arena_tensor(ctx, MT_F32, 1, 1, &loss));
     OK(mt_arena_tensor(ctx, MT_I32, 1, (int64_t)(sizeof host / sizeof(int32_t)), &memory));
     OK(mt_upload(ctx, &host, memory));
     for (int step = 0; step < 60; step++) {
         float x[2] = {fabsf(test_float(&seed)) * scale * scale * (step % 4 ? 3.0f : 1e-4f), fabsf(test_float(&seed))};
+        float of = step % 17 == 16 ? (step % 2 ? (float)-INFINITY : (float)NAN) : step % 2 ? test_float(&seed) : 0.0f;
         if (step % 11 == 10) x[0] = step % 2 ? (float)INFINITY : (float)NAN;
         if (step % 13 == 12) x[1] = step % 2 ? (float)INFINITY : (float)NAN;
         if (step == 25) x[0] = 0.0f;
         OK(mt_upload(ctx, x, sums));
-        OK(mt_step_decide(ctx, sums, (mt_step_values *)memory.data));
-        decide_on_host(x, &host);
+        OK(mt_upload(ctx, &of, loss));
+        OK(mt_step_decide(ctx, sums, of == 0.0f ? mt_none() : loss, (mt_step_values *)memory.data));
+        decide_on_host(x, of, &host);
         OK(mt_download(ctx, memory, &device));
         same_values(&device, &host, step);
     }
@@ -617,8 +622,8 @@ static void test_step_decide(void **state) {
         decides(ctx, 4.0f, 0.0f);
         mt_arena_release(ctx, mark);
     }
-    ASSERT_STATUS(cpu, MT_ERR_ARGUMENT, mt_step_decide(cpu, pair_f32(1, 2).cpu, NULL));
-    ASSERT_STATUS(cpu, MT_ERR_SHAPE, mt_step_decide(cpu, pair_f32(2, 2).cpu, NULL));
+    ASSERT_STATUS(cpu, MT_ERR_ARGUMENT, mt_step_decide(cpu, pair_f32(1, 2).cpu, mt_none(), NULL));
+    ASSERT_STATUS(cpu, MT_ERR_SHAPE, mt_step_decide(cpu, pair_f32(2, 2).cpu, mt_none(), NULL));
 }
 
 static void cross_entropy(shape s) {

@@ -81,6 +81,24 @@ static void test_training_as_on_the_cpu(void **state) {
     }
 }
 
+/* Steps whose numbers are in the GPU's memory have the bits of steps that the host decides. */
+static void test_steps_on_the_gpu(void **state) {
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    static gpt_result host, device;
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, types[i % 3], i < 3 ? 0 : 4, i < 3 ? 0 : 8, i % 2);
+        if (r.dtype == MT_F16) r.loss_scale = 67108864.0f; /* overflows at first */
+        r.stochastic = i == 4;
+        gpt_execute(r, &host);
+        if (r.dtype == MT_F16 && host.scaler.skipped == 0) fail_msg("no step was skipped");
+        r.on_device = 1;
+        gpt_execute(r, &device);
+        if (memcmp(&host, &device, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits on the GPU", gpt_name(&r));
+        if (r.invariant == 0) assert_planned(r, &device);
+    }
+}
+
 /* A vocabulary with padding of the program's: near the CPU's results without padding, and what is in the padding does
    not change a bit. */
 static void test_padded_vocabulary(void **state) {
@@ -515,6 +533,7 @@ int main(void) {
         cmocka_unit_test(test_training_as_on_the_cpu),
         cmocka_unit_test(test_16bit_as_on_the_cpu),
         cmocka_unit_test(test_padded_vocabulary),
+        cmocka_unit_test(test_steps_on_the_gpu),
 #if defined(MT_CUDA_ENGINE)
         cmocka_unit_test(test_odd_vocabulary),
 #endif

@@ -1,6 +1,6 @@
-/* test_cuda_launches.cu - counts the kernels and the matrix products that a layer and an optimizer step start on a GPU.
-   Each of them costs the host a few microseconds. Only the engine in tests/engine/ can count them, so the program does
-   not run on a GPU. */
+/* test_cuda_launches.cu - counts the kernels and the matrix products that a layer and an optimizer step start on a GPU,
+   and how often the host waits. Each launch costs the host a few microseconds. Only the engine in tests/engine/ can
+   count them, so the program does not run on a GPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -24,7 +24,7 @@ static long started(void) {
 typedef struct model {
     mt_dtype dtype;
     int layers;
-    long forward, backward, norm, step; /* the counts */
+    long forward, backward, norm, step, on_gpu, waits; /* the counts */
 } model;
 
 static mt_status run_layer(test_rank *r, const mt_transformer_layer *layer, model *m) {
@@ -66,6 +66,23 @@ static mt_status run_optimizer(test_rank *r, model *m) {
     return status;
 }
 
+static mt_status run_step_on_gpu(test_rank *r, model *m) {
+    mt_optimizer optimizer;
+    mt_step step;
+    mt_status status;
+    MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, &optimizer));
+    MT_TRY(mt_step_create(r->ctx, &optimizer, NULL, 1.0f, &step));
+    started();
+    m->waits = -mte::host_waits();
+    status = mt_step_begin(r->ctx, &step, 1e-3f, 1);
+    if (status == MT_SUCCESS) status = mt_step_update(r->ctx, &step, mt_none());
+    m->waits += mte::host_waits();
+    m->on_gpu = started();
+    mt_step_destroy(r->ctx, &step);
+    mt_optimizer_destroy(r->ctx, &optimizer);
+    return status;
+}
+
 static mt_status run_rank(test_rank *r, model *m) {
     mt_transformer_layer layers[4];
     mt_transformer_layer_desc d;
@@ -81,7 +98,8 @@ static mt_status run_rank(test_rank *r, model *m) {
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
     for (int i = 0; i < 2; i++) MT_TRY(run_layer(r, &layers[0], m)); /* the first time chooses the products */
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
-    return run_optimizer(r, m);
+    MT_TRY(run_optimizer(r, m));
+    return run_step_on_gpu(r, m);
 }
 
 static mt_status model_rank(mt_comm *world, void *user) {
@@ -104,7 +122,7 @@ static void test_layer(void **state) {
     static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
     (void)state;
     for (int i = 0; i < 3; i++) {
-        model m = {types[i], 1, 0, 0, 0, 0};
+        model m = {types[i], 1, 0, 0, 0, 0, 0, 0};
         test_launch(1, model_rank, &m);
         if (m.forward > 11 || m.backward > 23 || m.forward < 5)
             fail_msg("%s: a layer starts %ld kernels and products forward and %ld backward", mt_dtype_name(m.dtype),
@@ -112,14 +130,17 @@ static void test_layer(void **state) {
     }
 }
 
-/* The norm and the step start the same few kernels for every number of parameters. */
+/* The norm and the step start the same few kernels for every number of parameters. A step that the GPU decides waits
+   for nothing. */
 static void test_optimizer(void **state) {
     (void)state;
     for (int layers = 1; layers <= 4; layers += 3) {
-        model m = {MT_BF16, layers, 0, 0, 0, 0};
+        model m = {MT_BF16, layers, 0, 0, 0, 0, 0, 0};
         test_launch(1, model_rank, &m);
         if (m.norm != 4 || m.step != 1)
             fail_msg("%d layers: the norm starts %ld kernels, and the step %ld", layers, m.norm, m.step);
+        if (m.on_gpu != 7 || m.waits != 0)
+            fail_msg("%d layers: a step on the GPU starts %ld kernels and waits %ld times", layers, m.on_gpu, m.waits);
     }
 }
 

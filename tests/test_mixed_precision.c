@@ -1014,6 +1014,27 @@ static void test_gpt_invariant(void **state) {
         }
 }
 
+/* Steps whose numbers are in memory of the device have the bits of steps that the host decides. */
+static void test_gpt_steps_on_the_device(void **state) {
+    static const gpt_run runs[] = {
+        {.dtype = MT_F32, .tp = 1, .data = 1, .clip = 0.5f},
+        {.dtype = MT_F16, .tp = 2, .data = 2, .sequence_parallel = 1, .loss_scale = 4294967296.0f},
+        {.dtype = MT_F16, .tp = 1, .data = 1, .llama = 1, .loss_scale = 67108864.0f, .recompute = MT_RECOMPUTE_FULL},
+        {.dtype = MT_BF16, .tp = 2, .data = 1, .invariant = 8, .stochastic = 1, .weight_decay = 0.1f},
+        {.dtype = MT_F16, .tp = 1, .data = 2, .invariant = 8, .loss_scale = 67108864.0f, .pipeline = 2},
+        {.dtype = MT_BF16, .tp = 1, .data = 4, .share = {.sharded_optimizer = 1}, .begins = 1}};
+    static gpt_result host, device;
+    (void)state;
+    for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
+        gpt_run r = runs[i];
+        gpt_execute(r, &host);
+        if (r.dtype == MT_F16) assert_true(host.scaler.skipped > 0);
+        r.on_device = 1;
+        gpt_execute(r, &device);
+        if (memcmp(&host, &device, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits on the device", gpt_name(&r));
+    }
+}
+
 /* Without invariant mode, sums of 16-bit activations are rounded between ranks. The bits differ, so the test above can
    fail. */
 static void test_gpt_differs_without_the_mode(void **state) {
@@ -1049,6 +1070,7 @@ int main(void) {
         cmocka_unit_test(test_logits),
         cmocka_unit_test(test_gpt_finds_its_scale),
         cmocka_unit_test(test_gpt_invariant),
+        cmocka_unit_test(test_gpt_steps_on_the_device),
         cmocka_unit_test(test_gpt_differs_without_the_mode),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
