@@ -476,12 +476,14 @@ typedef struct trainer {
     mt_gpt gpt;
     mt_optimizer optimizer;
     mt_loss_scaler scaler;     /* for f16; for other types the scale is always 1 */
+    mt_step numbers;           /* what changes from step to step, in memory of the device */
     mt_checkpoint *checkpoint; /* NULL without --checkpoint and --init-from */
     int64_t first_step;        /* 0, or with --resume the step of the checkpoint */
     mt_hash_log *hashes;       /* NULL without --hash-log */
-    int64_t *starts;           /* the first tokens of a micro-batch's sequences in the data */
-    /* staging: one micro-batch, on the host; ids, targets: one micro-batch for each slot, on the device */
+    /* staging: one sequence, on the host; ids, targets: all sequences of this data rank in a step or in an evaluation,
+       on the device */
     int32_t *staging, *ids, *targets;
+    size_t device_bytes; /* of ids, targets, losses and totals together */
     mt_gpt_saved *saved; /* one for each slot */
     mt_action *actions;
     int slots, max_actions;
@@ -526,6 +528,7 @@ static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
 static mt_status create_slots(trainer *t) {
     const options *o = &t->job->o;
     int64_t per_rank = (int64_t)(o->batch / o->dp / o->micro_batch), totals = (int64_t)fmax(o->batch, EVAL_SEQUENCES);
+    int64_t tokens = (int64_t)(ceil((double)totals / o->dp) * o->seq), losses;
     int count = 0;
     void *memory;
     t->max_actions = 6 * (int)totals;
@@ -537,11 +540,13 @@ static mt_status create_slots(trainer *t) {
     t->saved = (mt_gpt_saved *)calloc((size_t)t->slots, sizeof *t->saved);
     if (!t->saved) return MT_ERR_MEMORY;
     for (int i = 0; i < t->slots; i++) MT_TRY(mt_gpt_saved_create(t->ctx, &t->gpt, &t->saved[i]));
-    MT_TRY(mt_context_alloc(t->ctx, (size_t)(3 * t->slots * t->micro_tokens + totals) * 4, &memory));
+    losses = t->slots * t->micro_tokens;
+    t->device_bytes = (size_t)(2 * tokens + losses + totals) * 4;
+    MT_TRY(mt_context_alloc(t->ctx, t->device_bytes, &memory));
     t->ids = (int32_t *)memory;
-    t->targets = t->ids + t->slots * t->micro_tokens;
-    t->losses = mt_tensor_f32((float *)memory + 2 * t->slots * t->micro_tokens, t->slots, t->micro_tokens);
-    t->totals = mt_tensor_f32((float *)memory + 3 * t->slots * t->micro_tokens, totals, 1);
+    t->targets = t->ids + tokens;
+    t->losses = mt_tensor_f32((float *)memory + 2 * tokens, t->slots, t->micro_tokens);
+    t->totals = mt_tensor_f32((float *)memory + 2 * tokens + losses, totals, 1);
     return MT_SUCCESS;
 }
 
@@ -630,17 +635,17 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     if (o->hash_log) MT_TRY(mt_hash_log_create(t->ctx, &t->grid, &t->hashes));
     if (files.directory) MT_TRY(mt_gpt_checkpoint_create(t->ctx, t->params, &t->gpt, &files, &t->checkpoint));
     if (device == MT_DEVICE_META) return MT_SUCCESS;
-    t->starts = (int64_t *)malloc((size_t)o->micro_batch * sizeof *t->starts);
-    t->staging = (int32_t *)malloc((size_t)t->micro_tokens * sizeof *t->staging);
-    if (t->starts && t->staging) return MT_SUCCESS;
-    fprintf(stderr, "train_gpt: no memory for a micro-batch of %lld tokens\n", (long long)t->micro_tokens);
+    t->staging = (int32_t *)malloc((size_t)o->seq * sizeof *t->staging);
+    if (t->staging) return MT_SUCCESS;
+    fprintf(stderr, "train_gpt: no memory for a sequence of %.15g tokens\n", o->seq);
     return MT_ERR_MEMORY;
 }
 
 static void trainer_destroy(trainer *t) {
     mt_checkpoint_destroy(t->ctx, t->checkpoint);
     mt_hash_log_destroy(t->hashes);
-    mt_context_free(t->ctx, t->ids, (size_t)(3 * t->slots * t->micro_tokens + t->totals.rows) * 4);
+    mt_step_destroy(t->ctx, &t->numbers);
+    mt_context_free(t->ctx, t->ids, t->device_bytes);
     for (int i = 0; t->saved && i < t->slots; i++) mt_gpt_saved_destroy(&t->saved[i]);
     mt_optimizer_destroy(t->ctx, &t->optimizer);
     mt_params_destroy(t->params);
@@ -649,28 +654,7 @@ static void trainer_destroy(trainer *t) {
     mt_context_destroy(t->ctx);
     free(t->saved);
     free(t->actions);
-    free(t->starts);
     free(t->staging);
-}
-
-/* Copies the tokens of a micro-batch to the device: seq tokens of each sequence, from number starts[...] + shift on. */
-static mt_status upload_tokens(trainer *t, int64_t sequences, int shift, int32_t *to) {
-    int64_t seq = (int64_t)t->job->o.seq, tokens = sequences * seq;
-    for (int64_t i = 0; i < tokens; i++) t->staging[i] = t->job->data.tokens[t->starts[i / seq] + shift + i % seq];
-    return mt_upload(t->ctx, t->staging, mt_tensor_make(to, MT_I32, 1, tokens));
-}
-
-/* Loads sequences [first, first + count) of a training step, or of the `of` sequences of the validation set, into a
-   slot. Every stage of a pipeline loads them. */
-static mt_status load_batch(trainer *t, int slot, int64_t step, int64_t first, int64_t count, int64_t of,
-                            int training) {
-    const options *o = &t->job->o;
-    if (mt_context_device(t->ctx) == MT_DEVICE_META) return MT_SUCCESS;
-    for (int64_t j = 0; j < count; j++)
-        t->starts[j] =
-            training ? draw_start(o, &t->job->data, step, first + j) : eval_start(o, &t->job->data, first + j, of);
-    MT_TRY(upload_tokens(t, count, 0, t->ids + slot * t->micro_tokens));
-    return upload_tokens(t, count, 1, t->targets + slot * t->micro_tokens);
 }
 
 /* A pass over sequences [first, end) of a training step, or of the `of` sequences of the validation set, in
@@ -680,6 +664,27 @@ typedef struct pass {
     int64_t step, first, end, micro, of;
     int training;
 } pass;
+
+/* Copies seq tokens of the data, from number `start` on, to the device. */
+static mt_status upload_tokens(trainer *t, int64_t start, int32_t *to) {
+    int64_t seq = (int64_t)t->job->o.seq;
+    for (int64_t i = 0; i < seq; i++) t->staging[i] = t->job->data.tokens[start + i];
+    return mt_upload(t->ctx, t->staging, mt_tensor_make(to, MT_I32, 1, seq));
+}
+
+/* Loads the sequences of a pass. Every stage of a pipeline loads them. */
+static mt_status load_sequences(const pass *p) {
+    trainer *t = p->t;
+    const options *o = &t->job->o;
+    if (mt_context_device(t->ctx) == MT_DEVICE_META) return MT_SUCCESS;
+    for (int64_t j = p->first; j < p->end; j++) {
+        int64_t at = (j - p->first) * (int64_t)o->seq;
+        int64_t start = p->training ? draw_start(o, &t->job->data, p->step, j) : eval_start(o, &t->job->data, j, p->of);
+        MT_TRY(upload_tokens(t, start, t->ids + at));
+        MT_TRY(upload_tokens(t, start + 1, t->targets + at));
+    }
+    return MT_SUCCESS;
+}
 
 /* Returns the rows of an activation on this rank. */
 static int64_t rows_of(const options *o, int64_t sequences) {
@@ -694,14 +699,14 @@ static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_ten
     trainer *t = p->t;
     const options *o = &t->job->o;
     int64_t first = p->first + a->micro_batch * p->micro, count = p->end - first < p->micro ? p->end - first : p->micro;
-    int64_t at = a->slot * t->micro_tokens, rows = rows_of(o, count);
+    int64_t at = (first - p->first) * (int64_t)o->seq, rows = rows_of(o, count);
     mt_batch batch = {.sequences = count,
                       .seq = (int64_t)o->seq,
                       .first_sequence = first,
                       .seed = (uint64_t)o->seed,
-                      .step = (uint64_t)p->step};
+                      .random_offset = mt_step_random_offset(&t->numbers),
+                      .loss_scale = mt_step_loss_scale(&t->numbers)};
     mt_tensor loss = mt_tensor_cols(mt_tensor_rows(t->losses, a->slot, 1), 0, count * batch.seq);
-    MT_TRY(load_batch(t, a->slot, p->step, first, count, p->of, p->training));
     MT_TRY(mt_gpt_stage_forward(ctx, &t->gpt, &batch, t->ids + at, t->targets + at, some_rows(input, rows),
                                 some_rows(output, rows), loss, p->training ? &t->saved[a->slot] : NULL));
     return is_last_stage(t) ? mt_sum(ctx, loss, mt_tensor_rows(t->totals, a->micro_batch, 1)) : MT_SUCCESS;
@@ -710,36 +715,41 @@ static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_ten
 static mt_status backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
     const pass *p = (const pass *)user;
     trainer *t = p->t;
-    float scale = (float)(t->scaler.scale / (t->job->o.batch * t->job->o.seq));
+    float scale = (float)(1 / (t->job->o.batch * t->job->o.seq)); /* mt_batch.loss_scale multiplies it */
     if (p->first + (a->micro_batch + 1) * p->micro >= p->end) MT_TRY(mt_sync_gradients_begin(ctx, t->params));
     MT_TRY(mt_gpt_stage_backward(ctx, &t->gpt, scale, doutput, dinput, &t->saved[a->slot]));
     return mt_accumulate_gradients(ctx, t->params);
 }
 
-/* Runs this data rank's part of `sequences` sequences, in micro-batches of `micro`. *loss becomes the mean loss of the
-   tokens of all data ranks. */
-static mt_status run_sequences(trainer *t, int64_t step, int64_t sequences, int64_t micro, int training, float *loss) {
-    int64_t ranks = t->grid.dp_size, first = sequences * t->grid.dp_rank / ranks;
-    pass p = {t, step, first, sequences * (t->grid.dp_rank + 1) / ranks, micro, sequences, training};
-    mt_pipeline_stage stage = {.rows = rows_of(&t->job->o, micro),
+/* Returns the pass over this data rank's part of `sequences` sequences, in micro-batches of `micro`. */
+static pass pass_of(trainer *t, int64_t step, int64_t sequences, int64_t micro, int training) {
+    int64_t ranks = t->grid.dp_size, rank = t->grid.dp_rank;
+    pass p = {t, step, sequences * rank / ranks, sequences * (rank + 1) / ranks, micro, sequences, training};
+    return p;
+}
+
+/* Runs a pass. The first element of t->totals becomes the sum of the losses of the tokens of all data ranks. */
+static mt_status run_pass(pass *p) {
+    trainer *t = p->t;
+    mt_pipeline_stage stage = {.rows = rows_of(&t->job->o, p->micro),
                                .cols = (int64_t)t->job->o.hidden,
                                .dtype = mt_params_dtype(t->params),
                                .forward = forward,
-                               .backward = training ? backward : NULL,
-                               .user = &p};
-    int n = (int)((p.end - first + micro - 1) / micro), count = 0;
+                               .backward = p->training ? backward : NULL,
+                               .user = p};
+    int n = (int)((p->end - p->first + p->micro - 1) / p->micro), count = 0;
     float *total = (float *)t->totals.data;
-    MT_TRY(mt_pipeline_schedule(training ? (mt_schedule)t->job->o.schedule : MT_SCHEDULE_FORWARD_ONLY, t->grid.pp_size,
-                                t->grid.pp_rank, n, t->actions, t->max_actions, &count));
+    MT_TRY(mt_pipeline_schedule(p->training ? (mt_schedule)t->job->o.schedule : MT_SCHEDULE_FORWARD_ONLY,
+                                t->grid.pp_size, t->grid.pp_rank, n, t->actions, t->max_actions, &count));
     MT_TRY(mt_fill(t->ctx, t->totals, 0.0f));
     MT_TRY(mt_pipeline_run(t->ctx, &t->grid, &stage, t->actions, count));
     MT_TRY(mt_tree_sum(t->ctx, mt_tensor_rows(t->totals, 0, n)));
     MT_TRY(mt_all_reduce(t->ctx, t->grid.dp, total, total, 1, MT_F32, MT_SUM));
-    MT_TRY(mt_broadcast(t->ctx, t->grid.pp, total, total, 1, MT_F32, t->grid.pp_size - 1)); /* by the last stage */
-    MT_TRY(mt_download(t->ctx, mt_tensor_rows(t->totals, 0, 1), loss));
-    *loss /= (float)((double)sequences * t->job->o.seq);
-    return MT_SUCCESS;
+    return mt_broadcast(t->ctx, t->grid.pp, total, total, 1, MT_F32, t->grid.pp_size - 1); /* by the last stage */
 }
+
+/* Returns the mean loss of a token of a pass. */
+static float mean_loss(const pass *p, float total) { return total / (float)((double)p->of * p->t->job->o.seq); }
 
 /* Returns communicator number i; NULL when this rank has no such group. */
 static mt_comm *group(const trainer *t, int i) {
@@ -823,23 +833,33 @@ static mt_status skip_step(trainer *t, int64_t step, float scale, float loss, fl
     return MT_ERR_DATA;
 }
 
-static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, float *norm) {
-    const options *o = &t->job->o;
-    float scale = t->scaler.scale, unscale, worst;
+/* What the device does in a training step. */
+static mt_status run_step(pass *p) {
+    trainer *t = p->t;
     ledgers_start(t);
     MT_TRY(mt_params_zero_grad(t->ctx, t->params));
-    MT_TRY(run_sequences(t, step, (int64_t)o->batch, (int64_t)o->micro_batch, 1, loss));
+    MT_TRY(run_pass(p));
     MT_TRY(mt_sync_gradients(t->ctx, t->params));
-    MT_TRY(mt_grad_norm(t->ctx, t->params, norm));
+    MT_TRY(mt_step_update(t->ctx, &t->numbers, mt_tensor_rows(t->totals, 0, 1)));
     ledgers_stop(t);
-    worst = isfinite(*loss) ? *norm : NAN; /* the gradient of an infinite loss may be finite */
-    unscale = mt_loss_scaler_update(&t->scaler, &worst);
-    *norm /= scale;
+    return MT_SUCCESS;
+}
+
+static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, float *norm) {
+    const options *o = &t->job->o;
+    pass p = pass_of(t, step, (int64_t)o->batch, (int64_t)o->micro_batch, 1);
+    float scale = t->scaler.scale;
+    mt_step_values values;
+    MT_TRY(mt_step_begin(t->ctx, &t->numbers, lr, (uint64_t)step));
+    MT_TRY(load_sequences(&p));
+    MT_TRY(run_step(&p));
+    MT_TRY(mt_step_read(t->ctx, &t->numbers, &values)); /* waits */
+    *loss = mean_loss(&p, values.loss);
+    *norm = values.norm;
+    t->scaler = values.scaler;
     MT_TRY(log_gradients(t, *loss, *norm));
-    if (unscale == 0) return skip_step(t, step, scale, *loss, *norm);
+    if (values.adamw.skip) return skip_step(t, step, scale, *loss, *norm);
     t->skipped = 0;
-    MT_TRY(mt_optimizer_step(t->ctx, &t->optimizer, lr, unscale * mt_clip_coefficient(*norm, (float)o->clip)));
-    ledgers_stop(t);
     return log_weights(t, step);
 }
 
@@ -848,8 +868,14 @@ static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, flo
 static mt_status evaluate(trainer *t, float *loss) {
     const options *o = &t->job->o;
     int64_t most = (int64_t)fmin(o->micro_batch, EVAL_SEQUENCES / fmax(o->invariant_data, o->dp)), micro = 1;
+    pass p;
     while (2 * micro <= most) micro *= 2;
-    return run_sequences(t, 0, EVAL_SEQUENCES, micro, 0, loss);
+    p = pass_of(t, 0, EVAL_SEQUENCES, micro, 0);
+    MT_TRY(load_sequences(&p));
+    MT_TRY(run_pass(&p));
+    MT_TRY(mt_download(t->ctx, mt_tensor_rows(t->totals, 0, 1), loss));
+    *loss = mean_loss(&p, *loss);
+    return MT_SUCCESS;
 }
 
 /* ---- checkpoints ------------------------------------------------------------------------------------------------- */
@@ -1129,12 +1155,17 @@ static mt_status sample(trainer *t) {
 
 /* ---- the job ----------------------------------------------------------------------------------------------------- */
 
+static mt_status start_steps(trainer *t) {
+    return mt_step_create(t->ctx, &t->optimizer, &t->scaler, (float)t->job->o.clip, &t->numbers);
+}
+
 static mt_status train(trainer *t) {
     const options *o = &t->job->o;
     int speaks = mt_comm_rank(t->grid.world) == 0;
     progress p = {now(), 0};
     if (speaks) print_model(t);
     MT_TRY(begin(t));
+    MT_TRY(start_steps(t));
     for (int64_t step = t->first_step; step < (int64_t)o->steps; step++) {
         float lr = mt_cosine_schedule(step, (int64_t)o->warmup, (int64_t)o->steps, (float)o->lr, (float)o->min_lr);
         int evaluates = o->eval_interval > 0 && (step + 1) % (int64_t)o->eval_interval == 0;
@@ -1166,6 +1197,7 @@ static int64_t stage_parameters(const trainer *t) {
 static mt_status plan_stage(job *job, int stage, trainer *t) {
     needs *n = &job->stages[stage];
     float loss = 0, norm = 0;
+    MT_TRY(start_steps(t));
     MT_TRY(train_step(t, 0, 0.0f, &loss, &norm));
     *n = (needs){.parameters = mt_params_elements(t->params),
                  .model = t->model_bytes,
