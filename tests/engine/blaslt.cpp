@@ -1180,7 +1180,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     Guard guard;
     if (refused(run.p, false)) return refuse((cublasStatus_t)refusal.status, "the test wants it");
     if (gemm_fails && gemm_fails(call_of(run))) return refuse(CUBLAS_STATUS_EXECUTION_FAILED, "the test wants it");
-    enqueue(stream, "cublasLtMatmul", [run] { execute(run); });
+    if (enqueue(stream, "cublasLtMatmul", [run] { execute(run); }) != cudaSuccess)
+        return refuse(CUBLAS_STATUS_EXECUTION_FAILED, "no operation can be enqueued in the stream");
     return CUBLAS_STATUS_SUCCESS;
 }
 

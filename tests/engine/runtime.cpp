@@ -1,7 +1,7 @@
 // runtime.cpp - a CUDA runtime without a GPU: device memory, streams, events, copies, devices.
 //
 // Prototypes come from the real cuda_runtime_api.h. Sections: >>config >>lock >>memory >>order >>schedule >>enqueue
-// >>api-device >>api-memory >>api-copy >>api-stream >>api-event >>api-error
+// >>capture >>api-device >>api-memory >>api-copy >>api-stream >>api-event >>api-capture >>api-graph >>api-error
 
 #include "core.h"
 
@@ -18,6 +18,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_set>
 #include <utility>
 
@@ -365,7 +366,8 @@ struct Operation {
     Stream *stream;
     uint32_t sequence; // position within the stream, from 1
     std::function<void()> work;
-    bool host_work; // true for a cudaLaunchHostFunc
+    bool host_work;        // true for a cudaLaunchHostFunc
+    bool replayed = false; // true for a node of a graph
     bool done = false;
     // operations that must be done first: event waits, the legacy default stream
     std::vector<std::shared_ptr<Operation>> after;
@@ -373,6 +375,11 @@ struct Operation {
     Clock clock;
 };
 typedef std::shared_ptr<Operation> OperationRef;
+
+// The nodes that the next node of a captured stream depends on: numbers of nodes of the graph.
+typedef std::set<size_t> Tail;
+
+struct Capture;
 
 struct Stream {
     unsigned index;
@@ -385,13 +392,17 @@ struct Stream {
     std::deque<OperationRef> queue;
     std::vector<OperationRef> waits; // events that the next operation waits for
     OperationRef last;
-    Clock clock; // clock of the last operation that ran
+    Clock clock;                      // clock of the last operation that ran
+    std::shared_ptr<Capture> capture; // null: operations are run, not recorded
+    Tail tail;
 };
 
 struct Event {
     OperationRef recorded;
     int device;
-    std::shared_ptr<double> seconds; // time at which the record ran
+    std::shared_ptr<double> seconds;  // time at which the record ran
+    std::shared_ptr<Capture> capture; // not null: the last record was captured, and depends on `tail`
+    Tail tail;
 };
 
 struct Rendezvous {
@@ -399,6 +410,42 @@ struct Rendezvous {
     const char *label;
     std::function<void()> work;
     std::vector<OperationRef> participants;
+};
+
+// One operation of a graph. It depends on the nodes `after`, whose numbers are smaller than its own.
+struct Node {
+    const char *label;
+    int device;
+    bool host_work;
+    std::shared_ptr<const std::function<void()>> work;
+    std::function<void(cudaStream_t)> call; // see capture_call; then there is no work
+    Tail after;
+};
+
+struct Graph {
+    std::deque<Node> nodes; // a handle of a node is its address
+};
+
+// A graph that can be launched. Its nodes are divided into lanes: each node of a lane depends on the one before it. So
+// the streams of the lanes order no two nodes that the graph does not order.
+struct GraphExec {
+    std::shared_ptr<Graph> graph;
+    std::vector<Stream *> lanes;
+    std::vector<size_t> lane_of; // index: node
+    std::vector<size_t> sinks;   // nodes that no other node depends on
+    OperationRef last;           // the end of the last launch
+};
+
+// From cudaStreamBeginCapture to cudaStreamEndCapture.
+struct Capture {
+    unsigned long long id;
+    Stream *origin;
+    std::thread::id thread;
+    cudaStreamCaptureMode mode;
+    bool invalid = false;
+    bool ended = false;
+    std::shared_ptr<Graph> graph;
+    std::set<Stream *> streams;
 };
 
 // What the engine still knows about an operation after it has run.
@@ -421,6 +468,11 @@ struct Queues {
     // two host threads, but never reports a false one.
     Clock host;
     cudaError_t sticky = cudaSuccess;
+    std::vector<std::shared_ptr<Capture>> captures; // those that have not ended
+    unsigned long long captures_begun = 0;
+    std::map<const void *, std::shared_ptr<Graph>> graphs;
+    std::map<const void *, std::shared_ptr<GraphExec>> execs;
+    long kernels_replayed = 0;
 };
 static Queues &queues() {
     static Queues *q = new Queues;
@@ -651,6 +703,20 @@ static Stream *stream_of(cudaStream_t handle) {
     return nullptr;
 }
 
+// Finds the stream that an operation is appended to. Fails if a capture forbids this.
+// CUDA Programming Guide, "Prohibited and Unhandled Operations": the legacy default stream may not be used at all while
+// a blocking stream is captured. "Invalidation": an invalid operation makes the capture useless.
+static cudaError_t stream_for_work(cudaStream_t handle, Stream **found) {
+    Stream *s = *found = stream_of(handle);
+    if (!s) return cudaErrorInvalidResourceHandle;
+    if (s->capture) return s->capture->invalid ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
+    bool implicit = false;
+    for (const std::shared_ptr<Capture> &c : queues().captures)
+        for (const Stream *other : c->streams)
+            if (s->is_default && other->blocking && other->device == s->device) implicit = c->invalid = true;
+    return implicit ? cudaErrorStreamCaptureImplicit : cudaSuccess;
+}
+
 // Orders an operation with the legacy default stream: this stream and the blocking streams of its device wait for each
 // other.
 static void wait_legacy(Operation &o) {
@@ -665,15 +731,25 @@ static void wait_legacy(Operation &o) {
     }
 }
 
+static void capture_node(Stream *s, Node node);
+
+// Appends an operation to the stream, or to the graph that the stream is captured into; then the result is null.
 static OperationRef append(Stream *s, const char *label, std::function<void()> work, Rendezvous *rendezvous = nullptr,
-                           bool host_work = false) {
+                           bool host_work = false, bool replayed = false) {
     Queues &q = queues();
+    if (s->capture) {
+        if (rendezvous) report("'%s': a rendezvous cannot be captured", label);
+        auto kept = work ? std::make_shared<const std::function<void()>>(std::move(work)) : nullptr;
+        capture_node(s, Node{label, s->device, host_work, kept, nullptr, {}});
+        return nullptr;
+    }
     OperationRef o = std::make_shared<Operation>();
     o->id = (uint32_t)q.past.size() + 1;
     o->stream = s;
     o->sequence = ++s->sequence;
     o->work = std::move(work);
     o->host_work = host_work;
+    o->replayed = replayed;
     o->rendezvous = rendezvous;
     o->clock = q.host;
     o->after.swap(s->waits);
@@ -687,9 +763,11 @@ static OperationRef append(Stream *s, const char *label, std::function<void()> w
     return o;
 }
 
-void enqueue(cudaStream_t stream, const char *label, std::function<void()> work) {
-    Stream *s = stream_of(stream);
-    if (s) append(s, label, std::move(work));
+cudaError_t enqueue(cudaStream_t stream, const char *label, std::function<void()> work) {
+    Stream *s;
+    cudaError_t error = stream_for_work(stream, &s);
+    if (error == cudaSuccess) append(s, label, std::move(work));
+    return error;
 }
 
 Rendezvous *rendezvous_new(int ranks, const char *label, std::function<void()> work) {
@@ -699,6 +777,118 @@ Rendezvous *rendezvous_new(int ranks, const char *label, std::function<void()> w
 void enqueue_rendezvous(cudaStream_t stream, Rendezvous *rendezvous) {
     Stream *s = stream_of(stream);
     if (s) append(s, rendezvous->label, nullptr, rendezvous);
+}
+
+// ---- >>capture -----------------------------------------------------------------------------------------------------
+
+// The rules are those of the CUDA Programming Guide, "Creating a Graph Using Stream Capture", and of
+// cudaThreadExchangeStreamCaptureMode in the documentation of the runtime API.
+
+static thread_local cudaStreamCaptureMode interaction_mode = cudaStreamCaptureModeGlobal;
+
+static void capture_node(Stream *s, Node node) {
+    std::deque<Node> &nodes = s->capture->graph->nodes;
+    node.after = std::exchange(s->tail, Tail{nodes.size()});
+    nodes.push_back(std::move(node));
+}
+
+// Returns `error` after it has invalidated the capture.
+static cudaError_t spoil(Capture &capture, cudaError_t error) {
+    capture.invalid = true;
+    return error;
+}
+
+// Fails if the calling thread is prohibited from potentially unsafe calls, such as cudaMalloc: by its own captures that
+// are not relaxed, or by a global capture of another thread. Such a call invalidates the captures that prohibit it.
+static cudaError_t check_unsafe() {
+    cudaError_t error = cudaSuccess;
+    for (const std::shared_ptr<Capture> &c : queues().captures) {
+        bool own = c->thread == std::this_thread::get_id();
+        bool global = c->mode == cudaStreamCaptureModeGlobal && interaction_mode == cudaStreamCaptureModeGlobal;
+        bool prohibits = own ? c->mode != cudaStreamCaptureModeRelaxed : global;
+        if (prohibits && interaction_mode != cudaStreamCaptureModeRelaxed)
+            error = spoil(*c, cudaErrorStreamCaptureUnsupported);
+    }
+    return error;
+}
+
+// Fails if a stream of the device is captured: the host may not wait for a handle that includes a captured stream, and
+// no mode permits it.
+static cudaError_t check_wait_for_device(int device) {
+    cudaError_t error = check_unsafe();
+    for (const std::shared_ptr<Capture> &c : queues().captures)
+        for (const Stream *s : c->streams)
+            if (s->device == device) error = spoil(*c, cudaErrorStreamCaptureUnsupported);
+    return error;
+}
+
+static cudaError_t check_wait_for_stream(cudaStream_t handle, Stream **s) {
+    cudaError_t error = stream_for_work(handle, s);
+    if (error != cudaSuccess) return error;
+    return (*s)->capture ? spoil(*(*s)->capture, cudaErrorStreamCaptureUnsupported) : check_unsafe();
+}
+
+static cudaError_t check_wait_for_event(const Event *e) {
+    if (!e) return cudaErrorInvalidResourceHandle;
+    return e->capture ? spoil(*e->capture, cudaErrorCapturedEvent) : check_unsafe();
+}
+
+static void join_capture(const std::shared_ptr<Capture> &capture, Stream *s, const Tail &tail) {
+    s->capture = capture;
+    s->tail.insert(tail.begin(), tail.end());
+    capture->streams.insert(s);
+}
+
+// A wait for an event when the stream is captured, or the event's last record. A stream that waits for a captured event
+// joins the capture. A stream that is captured may wait only for events of its capture.
+static cudaError_t wait_captured(Stream *s, const Event *e) {
+    if (s->capture == e->capture) {
+        s->tail.insert(e->tail.begin(), e->tail.end());
+        return cudaSuccess;
+    }
+    if (!e->capture || (s->capture && e->capture->ended)) return spoil(*s->capture, cudaErrorStreamCaptureIsolation);
+    if (s->capture) {
+        e->capture->invalid = true;
+        return spoil(*s->capture, cudaErrorStreamCaptureMerge);
+    }
+    if (e->capture->ended) return cudaErrorCapturedEvent;
+    if (e->capture->invalid) return cudaErrorStreamCaptureInvalidated;
+    if (s->is_default) return spoil(*e->capture, cudaErrorStreamCaptureImplicit);
+    join_capture(e->capture, s, e->tail);
+    return cudaSuccess;
+}
+
+// Returns true if the origin of the capture is ordered after all nodes.
+static bool all_joined(const Capture &c) {
+    std::vector<bool> joined(c.graph->nodes.size());
+    for (size_t i : c.origin->tail) joined[i] = true;
+    for (size_t i = joined.size(); i-- > 0;) {
+        if (!joined[i]) return false; // the nodes that depend on this one have been seen
+        for (size_t before : c.graph->nodes[i].after) joined[before] = true;
+    }
+    return true;
+}
+
+bool is_capturing(cudaStream_t stream) {
+    Guard guard;
+    const Stream *s = stream_of(stream);
+    return s && s->capture;
+}
+
+cudaError_t capture_call(const std::vector<cudaStream_t> &streams, const char *label,
+                         std::function<void(cudaStream_t)> call) {
+    Stream *first = nullptr;
+    std::vector<Stream *> all(streams.size());
+    for (size_t i = 0; i < streams.size(); i++) {
+        cudaError_t error = stream_for_work(streams[i], &all[i]);
+        if (error != cudaSuccess) return error;
+        if (!first) first = all[i];
+        if (!first->capture || all[i]->capture != first->capture) return cudaErrorStreamCaptureMerge;
+    }
+    for (const Stream *s : all) first->tail.insert(s->tail.begin(), s->tail.end());
+    capture_node(first, Node{label, first->device, false, nullptr, std::move(call), {}});
+    for (Stream *s : all) s->tail = first->tail;
+    return cudaSuccess;
 }
 
 // ---- errors --------------------------------------------------------------------------------------------------------
@@ -760,16 +950,19 @@ static bool within(dim3 size, uint64_t x, uint64_t y, uint64_t z) {
     return size.x >= 1 && size.y >= 1 && size.z >= 1 && size.x <= x && size.y <= y && size.z <= z;
 }
 
-static cudaError_t check_launch(const void *function, const Launch &launch, const Stream *s) {
+static cudaError_t check_launch(const void *function, const Launch &launch, cudaStream_t stream, Stream **s) {
+    cudaError_t error = stream_for_work(stream, s);
+    if (error != cudaSuccess) return error;
     bool shape = within(launch.grid, 0x7fffffff, 65535, 65535) && within(launch.threads, 1024, 1024, 64) &&
                  (uint64_t)launch.threads.x * launch.threads.y * launch.threads.z <= max_block_threads;
     if (!shape) return cudaErrorInvalidConfiguration;
     if (launch.dynamic_shared > dynamic_shared_limit(function)) return cudaErrorInvalidValue;
-    if (!s || s->device != host_device) return cudaErrorInvalidResourceHandle;
+    if ((*s)->device != host_device) return cudaErrorInvalidResourceHandle;
     return cudaSuccess;
 }
 
 static void run_kernel(const Launch &launch, const std::vector<const void *> &pointers) {
+    if (queues().running->replayed) queues().kernels_replayed++;
     for (size_t i = 0; i < pointers.size(); i++) {
         const char *wrong = pointers[i] ? fault(pointers[i], 0, operation_device()) : nullptr;
         if (!wrong) continue;
@@ -794,8 +987,8 @@ void on_launch(std::function<void(const char *)> watch) {
 
 void launch(const void *function, Launch what, cudaStream_t stream, std::vector<const void *> pointers) {
     Call call("a kernel launch");
-    Stream *s = stream_of(stream);
-    cudaError_t error = result(check_launch(function, what, s));
+    Stream *s;
+    cudaError_t error = result(check_launch(function, what, stream, &s));
     if (error != cudaSuccess) return;
     const char *label = permanent(what.kernel);
     if (launch_watch) launch_watch(label);
@@ -923,6 +1116,8 @@ cudaError_t cudaDriverGetVersion(int *version) {
 cudaError_t cudaDeviceSynchronize() {
     Call call("cudaDeviceSynchronize");
     waits_of_thread++;
+    cudaError_t error = check_wait_for_device(host_device);
+    if (error != cudaSuccess) return result(error);
     wait_for_device(host_device);
     check_red_zones();
     return result(cudaSuccess);
@@ -995,6 +1190,8 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
     *p = nullptr;
     if (!device_exists(host_device)) return result(cudaErrorNoDevice);
     if (!bytes) return result(cudaSuccess);
+    cudaError_t error = check_unsafe();
+    if (error != cudaSuccess) return result(error);
     *p = device_allocate(bytes, host_device);
     return result(*p ? cudaSuccess : cudaErrorMemoryAllocation);
 }
@@ -1003,6 +1200,8 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
 cudaError_t cudaFree(void *p) {
     Call call("cudaFree");
     if (!p) return result(cudaSuccess);
+    cudaError_t error = check_unsafe();
+    if (error != cudaSuccess) return result(error);
     const Allocation *a = find_allocation(p);
     if (a) wait_for_device(a->device);
     check_red_zones();
@@ -1011,15 +1210,18 @@ cudaError_t cudaFree(void *p) {
     return result(cudaErrorInvalidValue);
 }
 
-cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t) { return cudaMalloc(p, bytes); }
+cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t stream) {
+    if (is_capturing(stream)) report("cudaMallocAsync in a captured stream is not modelled");
+    return cudaMalloc(p, bytes);
+}
 
 cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) {
     Call call("cudaFreeAsync");
     if (!p) return result(cudaSuccess);
-    enqueue(stream, "cudaFreeAsync", [p] {
+    if (is_capturing(stream)) report("cudaFreeAsync in a captured stream is not modelled");
+    return result(enqueue(stream, "cudaFreeAsync", [p] {
         if (!device_release(p)) report("cudaFreeAsync(%p): not a live device allocation", p);
-    });
-    return result(cudaSuccess);
+    }));
 }
 
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
@@ -1031,6 +1233,8 @@ cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
 
 cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned) {
     Call call("cudaHostAlloc");
+    cudaError_t error = check_unsafe();
+    if (error != cudaSuccess) return result(error);
     *p = malloc(std::max<size_t>(bytes, 1));
     if (!*p) return result(cudaErrorMemoryAllocation);
     memset(*p, unwritten, bytes);
@@ -1043,6 +1247,8 @@ cudaError_t cudaMallocHost(void **p, size_t bytes) { return cudaHostAlloc(p, byt
 cudaError_t cudaFreeHost(void *p) {
     Call call("cudaFreeHost");
     if (!p) return result(cudaSuccess);
+    cudaError_t error = check_unsafe();
+    if (error != cudaSuccess) return result(error);
     for (int device = 0; device < config().devices; device++) wait_for_device(device);
     if (!memory().pinned.erase(static_cast<const char *>(p))) {
         report("cudaFreeHost(%p): not pinned memory", p);
@@ -1054,12 +1260,16 @@ cudaError_t cudaFreeHost(void *p) {
 
 cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned) {
     Call call("cudaHostRegister");
+    cudaError_t error = check_unsafe();
+    if (error != cudaSuccess) return result(error);
     bool added = memory().pinned.insert({static_cast<const char *>(p), bytes}).second;
     return result(added ? cudaSuccess : cudaErrorHostMemoryAlreadyRegistered);
 }
 
 cudaError_t cudaHostUnregister(void *p) {
     Call call("cudaHostUnregister");
+    cudaError_t error = check_unsafe();
+    if (error != cudaSuccess) return result(error);
     bool removed = memory().pinned.erase(static_cast<const char *>(p)) != 0;
     return result(removed ? cudaSuccess : cudaErrorHostMemoryNotRegistered);
 }
@@ -1156,17 +1366,19 @@ static bool pageable(const char *p, size_t pitch, const Copy &copy) {
     return !in_device_range(p) && !host_pinned(p, pitch * (copy.height - 1) + copy.width);
 }
 
-// Enqueues a copy. Pageable host memory as source is copied at once; as destination, it makes the host wait.
+// Enqueues a copy. Pageable host memory as source is copied at once; as destination, it makes the host wait. A captured
+// copy uses all host memory when the graph runs, also pageable memory (as in NVIDIA's sample simpleCudaGraphs).
 static cudaError_t copy_asynchronously(const Copy &copy, cudaMemcpyKind kind, cudaStream_t stream, bool wait) {
     if (!copy.width || !copy.height) return result(cudaSuccess);
     if (!kind_fits(copy, kind)) {
         report("%s, but the call says kind %d", copy_label(copy), (int)kind);
         return result(cudaErrorInvalidValue);
     }
-    Stream *s = stream_of(stream);
-    if (!s) return result(cudaErrorInvalidResourceHandle);
-    bool stage = pageable(copy.source, copy.source_pitch, copy);
-    wait = wait || pageable(copy.destination, copy.destination_pitch, copy);
+    Stream *s;
+    cudaError_t error = stream_for_work(stream, &s);
+    if (error != cudaSuccess) return result(error);
+    bool stage = !s->capture && pageable(copy.source, copy.source_pitch, copy);
+    wait = !s->capture && (wait || pageable(copy.destination, copy.destination_pitch, copy));
     std::function<void()> work = stage ? staged(copy) : [copy] { perform(copy); };
     OperationRef o = append(s, copy_label(copy), work);
     waits_of_thread += wait || stage;
@@ -1178,6 +1390,16 @@ static Copy plain_copy(void *destination, const void *source, size_t bytes) {
     return Copy{static_cast<char *>(destination), bytes, static_cast<const char *>(source), bytes, bytes, 1};
 }
 
+// A copy that is not asynchronous uses the legacy default stream, and may make the host wait.
+static cudaError_t copy_synchronously(const Copy &copy, cudaMemcpyKind kind) {
+    Stream *s;
+    cudaError_t error = stream_for_work(nullptr, &s);
+    if (error == cudaSuccess) error = check_unsafe();
+    if (error != cudaSuccess) return result(error);
+    bool wait = !in_device_range(copy.destination) || !in_device_range(copy.source);
+    return copy_asynchronously(copy, kind, nullptr, wait);
+}
+
 cudaError_t cudaMemcpyAsync(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
     Call call("cudaMemcpyAsync");
@@ -1187,8 +1409,7 @@ cudaError_t cudaMemcpyAsync(void *destination, const void *source, size_t bytes,
 // A copy within device memory does not make the host wait, as in CUDA.
 cudaError_t cudaMemcpy(void *destination, const void *source, size_t bytes, cudaMemcpyKind kind) {
     Call call("cudaMemcpy");
-    bool wait = !in_device_range(destination) || !in_device_range(source);
-    return copy_asynchronously(plain_copy(destination, source, bytes), kind, nullptr, wait);
+    return copy_synchronously(plain_copy(destination, source, bytes), kind);
 }
 
 cudaError_t cudaMemcpyPeerAsync(void *destination, int, const void *source, int, size_t bytes, cudaStream_t stream) {
@@ -1226,15 +1447,15 @@ cudaError_t cudaMemcpy2D(void *destination, size_t destination_pitch, const void
                  width,
                  height};
     if (!pitches_fit(copy)) return result(cudaErrorInvalidPitchValue);
-    bool wait = !in_device_range(destination) || !in_device_range(source);
-    return copy_asynchronously(copy, kind, nullptr, wait);
+    return copy_synchronously(copy, kind);
 }
 
 cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {
     Call call("cudaMemsetAsync");
     if (!bytes) return result(cudaSuccess);
-    Stream *s = stream_of(stream);
-    if (!s) return result(cudaErrorInvalidResourceHandle);
+    Stream *s;
+    cudaError_t error = stream_for_work(stream, &s);
+    if (error != cudaSuccess) return result(error);
     append(s, "memset", [p, value, bytes] {
         const char *wrong = fault(p, bytes, operation_device());
         if (wrong) {
@@ -1274,37 +1495,33 @@ cudaStream_t stream_elsewhere() {
 }
 } // namespace mte
 
+static void destroy(Stream *s) {
+    s->destroyed = true;
+    queues().handles.erase(s);
+    if (s->queue.empty()) forget(s);
+}
+
 // Operations that are still in the stream will run. The handle is invalid at once.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     Call call("cudaStreamDestroy");
     Stream *s = stream_of(stream);
     if (!s || s->is_default) return result(cudaErrorInvalidResourceHandle);
-    Queues &q = queues();
-    s->destroyed = true;
-    q.handles.erase(s);
-    if (s->queue.empty()) forget(s);
+    if (s->capture) {
+        report("cudaStreamDestroy: the stream is being captured");
+        return result(spoil(*s->capture, cudaErrorStreamCaptureUnsupported));
+    }
+    destroy(s);
     return result(cudaSuccess);
 }
 
-static bool capturing = false;
-
 long mte::host_waits() { return waits_of_thread; }
 
-void mte::set_capturing(bool on) {
-    Guard guard;
-    capturing = on;
-}
-
-static void forbid_in_capture(const char *what) {
-    if (capturing) report("%s while a stream is being captured", what);
-}
-
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    forbid_in_capture("cudaStreamSynchronize");
     Call call("cudaStreamSynchronize");
     waits_of_thread++;
-    Stream *s = stream_of(stream);
-    if (!s) return result(cudaErrorInvalidResourceHandle);
+    Stream *s;
+    cudaError_t error = check_wait_for_stream(stream, &s);
+    if (error != cudaSuccess) return result(error);
     wait_for_stream(s);
     check_red_zones();
     return result(cudaSuccess);
@@ -1323,8 +1540,9 @@ static cudaError_t query(const OperationRef &o) {
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     Call call("cudaStreamQuery");
-    Stream *s = stream_of(stream);
-    return s ? query(s->last) : result(cudaErrorInvalidResourceHandle);
+    Stream *s;
+    cudaError_t error = check_wait_for_stream(stream, &s);
+    return error == cudaSuccess ? query(s->last) : result(error);
 }
 
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
@@ -1351,18 +1569,11 @@ cudaError_t cudaStreamGetDevice(cudaStream_t stream, int *device) {
     return result(cudaSuccess);
 }
 
-// Returns the state that set_capturing set. Nothing is recorded; the engine only reports calls that wait, which a
-// capture forbids.
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
-    Guard guard;
-    *status = capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument) {
     Call call("cudaLaunchHostFunc");
-    Stream *s = stream_of(stream);
-    if (!s) return result(cudaErrorInvalidResourceHandle);
+    Stream *s;
+    cudaError_t error = stream_for_work(stream, &s);
+    if (error != cudaSuccess) return result(error);
     append(
         s, "host function", [function, argument] { function(argument); }, nullptr, true);
     return result(cudaSuccess);
@@ -1379,7 +1590,7 @@ static Event *event_of(cudaEvent_t handle) {
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
     Call call("cudaEventCreate");
     if (!device_exists(host_device)) return result(cudaErrorNoDevice);
-    Event *e = new Event{nullptr, host_device, nullptr};
+    Event *e = new Event{nullptr, host_device, nullptr, nullptr, {}};
     queues().events.insert(e);
     *event = reinterpret_cast<cudaEvent_t>(e);
     return result(cudaSuccess);
@@ -1411,8 +1622,14 @@ static double now() {
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
     Call call("cudaEventRecord");
     Event *e = event_of(event);
-    Stream *s = stream_of(stream);
-    if (!e || !s || e->device != s->device) return result(cudaErrorInvalidResourceHandle);
+    Stream *s;
+    cudaError_t error = stream_for_work(stream, &s);
+    if (error != cudaSuccess) return result(error);
+    if (!e || e->device != s->device) return result(cudaErrorInvalidResourceHandle);
+    e->capture = s->capture;
+    e->tail = s->tail;
+    e->recorded = nullptr;
+    if (s->capture) return result(cudaSuccess);
     auto seconds = std::make_shared<double>(0.0);
     e->seconds = seconds;
     e->recorded = append(s, "event record", [seconds] { *seconds = now(); });
@@ -1423,12 +1640,16 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     return cudaEventRecordWithFlags(event, stream, 0);
 }
 
-// Waits for the last record of the event before this call. An event without a record orders nothing.
+// Waits for the last record of the event before this call. An event without a record orders nothing. In a captured
+// stream, records and waits are no nodes: they only change what the next node depends on.
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     Call call("cudaStreamWaitEvent");
     Event *e = event_of(event);
-    Stream *s = stream_of(stream);
-    if (!e || !s) return result(cudaErrorInvalidResourceHandle);
+    Stream *s;
+    cudaError_t error = stream_for_work(stream, &s);
+    if (error != cudaSuccess) return result(error);
+    if (!e) return result(cudaErrorInvalidResourceHandle);
+    if (s->capture || e->capture) return result(wait_captured(s, e));
     if (!e->recorded) return result(cudaSuccess);
     s->waits.push_back(e->recorded);
     append(s, "event wait", nullptr);
@@ -1437,10 +1658,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     Call call("cudaEventSynchronize");
-    forbid_in_capture("cudaEventSynchronize");
     waits_of_thread++;
     Event *e = event_of(event);
-    if (!e) return result(cudaErrorInvalidResourceHandle);
+    cudaError_t error = check_wait_for_event(e);
+    if (error != cudaSuccess) return result(error);
     if (e->recorded) wait_for(e->recorded);
     return result(cudaSuccess);
 }
@@ -1448,7 +1669,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     Call call("cudaEventQuery");
     Event *e = event_of(event);
-    return e ? query(e->recorded) : result(cudaErrorInvalidResourceHandle);
+    cudaError_t error = check_wait_for_event(e);
+    return error == cudaSuccess ? query(e->recorded) : result(error);
 }
 
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
@@ -1458,6 +1680,248 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEve
     if (!first || !second || !first->recorded || !second->recorded) return result(cudaErrorInvalidResourceHandle);
     if (!first->recorded->done || !second->recorded->done) return cudaErrorNotReady;
     *milliseconds = (float)(1e3 * (*second->seconds - *first->seconds));
+    return result(cudaSuccess);
+}
+
+// ---- >>api-capture -------------------------------------------------------------------------------------------------
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) {
+    std::swap(*mode, interaction_mode);
+    return cudaSuccess;
+}
+
+static cudaError_t check_begin(const Stream *s, cudaStreamCaptureMode mode) {
+    if (!s) return cudaErrorInvalidResourceHandle;
+    if (s->is_default) return cudaErrorStreamCaptureUnsupported;
+    if (s->capture) return cudaErrorIllegalState;
+    bool known = mode == cudaStreamCaptureModeGlobal || mode == cudaStreamCaptureModeThreadLocal ||
+                 mode == cudaStreamCaptureModeRelaxed;
+    return known ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+    Call call("cudaStreamBeginCapture");
+    Stream *s = stream_of(stream);
+    cudaError_t error = result(check_begin(s, mode));
+    if (error != cudaSuccess) return error;
+    Queues &q = queues();
+    auto capture = std::make_shared<Capture>();
+    capture->id = ++q.captures_begun;
+    capture->origin = s;
+    capture->thread = std::this_thread::get_id();
+    capture->mode = mode;
+    capture->graph = std::make_shared<Graph>();
+    q.captures.push_back(capture);
+    join_capture(capture, s, Tail());
+    return cudaSuccess;
+}
+
+// Takes all streams out of the capture.
+static void end(const std::shared_ptr<Capture> &capture) {
+    auto &all = queues().captures;
+    all.erase(std::find(all.begin(), all.end(), capture));
+    capture->ended = true;
+    for (Stream *s : capture->streams) {
+        s->capture = nullptr;
+        s->tail.clear();
+    }
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    Call call("cudaStreamEndCapture");
+    *graph = nullptr;
+    Stream *s = stream_of(stream);
+    if (!s) return result(cudaErrorInvalidResourceHandle);
+    std::shared_ptr<Capture> c = s->capture;
+    if (!c) return result(cudaErrorIllegalState);
+    if (c->origin != s) return result(spoil(*c, cudaErrorStreamCaptureUnmatched));
+    if (c->mode != cudaStreamCaptureModeRelaxed && c->thread != std::this_thread::get_id())
+        return result(spoil(*c, cudaErrorStreamCaptureWrongThread));
+    bool joined = all_joined(*c);
+    end(c);
+    cudaError_t error = c->invalid ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
+    if (error == cudaSuccess && !joined) error = cudaErrorStreamCaptureUnjoined;
+    error = result(error);
+    if (error != cudaSuccess) return error;
+    queues().graphs[c->graph.get()] = c->graph;
+    *graph = reinterpret_cast<cudaGraph_t>(c->graph.get());
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *status, unsigned long long *id,
+                                     cudaGraph_t *graph, const cudaGraphNode_t **dependencies,
+                                     const cudaGraphEdgeData **edges, size_t *count) {
+    Call call("cudaStreamGetCaptureInfo");
+    static thread_local std::vector<cudaGraphNode_t> nodes;
+    Stream *s = stream_of(stream);
+    if (!s) return result(cudaErrorInvalidResourceHandle);
+    for (const std::shared_ptr<Capture> &c : queues().captures)
+        for (const Stream *other : c->streams)
+            if (s->is_default && other->blocking && other->device == s->device)
+                return result(cudaErrorStreamCaptureImplicit);
+    *status = !s->capture           ? cudaStreamCaptureStatusNone
+              : s->capture->invalid ? cudaStreamCaptureStatusInvalidated
+                                    : cudaStreamCaptureStatusActive;
+    if (*status != cudaStreamCaptureStatusActive) return result(cudaSuccess);
+    nodes.clear();
+    for (size_t i : s->tail) nodes.push_back(reinterpret_cast<cudaGraphNode_t>(&s->capture->graph->nodes[i]));
+    if (id) *id = s->capture->id;
+    if (graph) *graph = reinterpret_cast<cudaGraph_t>(s->capture->graph.get());
+    if (dependencies) *dependencies = nodes.data();
+    if (edges) *edges = nullptr;
+    if (count) *count = nodes.size();
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
+    return cudaStreamGetCaptureInfo(stream, status, nullptr, nullptr, nullptr, nullptr, nullptr);
+}
+
+// ---- >>api-graph ---------------------------------------------------------------------------------------------------
+
+static thread_local long launches_of_thread; // see graph_launches
+
+long mte::graph_launches() { return launches_of_thread; }
+
+long mte::kernels_replayed() {
+    Guard guard;
+    return queues().kernels_replayed;
+}
+
+template <class T>
+static std::shared_ptr<T> found(const std::map<const void *, std::shared_ptr<T>> &all, void *handle) {
+    auto entry = all.find(handle);
+    if (entry != all.end()) return entry->second;
+    report("graph %p was never created, or has been destroyed", handle);
+    return nullptr;
+}
+
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
+    Call call("cudaGraphGetNodes");
+    std::shared_ptr<Graph> g = found(queues().graphs, graph);
+    if (!g || !count) return result(cudaErrorInvalidValue);
+    if (nodes) {
+        for (size_t i = 0; i < *count; i++)
+            nodes[i] = i < g->nodes.size() ? reinterpret_cast<cudaGraphNode_t>(&g->nodes[i]) : nullptr;
+        *count = std::min(*count, g->nodes.size());
+    } else {
+        *count = g->nodes.size();
+    }
+    return result(cudaSuccess);
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    Call call("cudaGraphDestroy");
+    if (!found(queues().graphs, graph)) return result(cudaErrorInvalidValue);
+    queues().graphs.erase(graph);
+    return result(cudaSuccess);
+}
+
+// Returns the lane whose last node is one that `node` depends on and has the same device; or a new lane.
+static size_t lane_for(GraphExec &exec, const Node &node, std::vector<size_t> *ends) {
+    for (size_t before : node.after) {
+        size_t lane = exec.lane_of[before];
+        if ((*ends)[lane] == before && exec.lanes[lane]->device == node.device) return lane;
+    }
+    exec.lanes.push_back(new_stream(false, false));
+    exec.lanes.back()->device = node.device;
+    ends->push_back(0);
+    return exec.lanes.size() - 1;
+}
+
+static void make_lanes(GraphExec &exec) {
+    const std::deque<Node> &nodes = exec.graph->nodes;
+    std::vector<size_t> ends; // index: lane; its last node so far
+    std::vector<bool> followed(nodes.size());
+    for (size_t i = 0; i < nodes.size(); i++) {
+        size_t lane = lane_for(exec, nodes[i], &ends);
+        ends[lane] = i;
+        exec.lane_of.push_back(lane);
+        for (size_t before : nodes[i].after) followed[before] = true;
+    }
+    for (size_t i = 0; i < nodes.size(); i++)
+        if (!followed[i]) exec.sinks.push_back(i);
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
+    Call call("cudaGraphInstantiate");
+    *exec = nullptr;
+    std::shared_ptr<Graph> g = found(queues().graphs, graph);
+    if (!g || (flags & ~(unsigned long long)cudaGraphInstantiateFlagUseNodePriority))
+        return result(cudaErrorInvalidValue);
+    cudaError_t error = result(cudaSuccess);
+    if (error != cudaSuccess) return error;
+    auto made = std::make_shared<GraphExec>();
+    made->graph = g;
+    make_lanes(*made);
+    queues().execs[made.get()] = made;
+    *exec = reinterpret_cast<cudaGraphExec_t>(made.get());
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags) {
+    return cudaGraphInstantiate(exec, graph, flags);
+}
+
+// A launch that has not run yet will run.
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    Call call("cudaGraphExecDestroy");
+    std::shared_ptr<GraphExec> e = found(queues().execs, exec);
+    if (!e) return result(cudaErrorInvalidValue);
+    for (Stream *lane : e->lanes) destroy(lane);
+    queues().execs.erase(exec);
+    return result(cudaSuccess);
+}
+
+static cudaError_t find_launch(cudaGraphExec_t handle, cudaStream_t stream, std::shared_ptr<GraphExec> *e, Stream **s) {
+    *e = found(queues().execs, handle);
+    if (!*e) return cudaErrorInvalidValue;
+    cudaError_t error = stream_for_work(stream, s);
+    if (error != cudaSuccess || !(*s)->capture) return error;
+    report("cudaGraphLaunch in a captured stream is not modelled");
+    return spoil(*(*s)->capture, cudaErrorStreamCaptureUnsupported);
+}
+
+// Appends a node to its lane. `done` has the operations of the nodes before.
+static OperationRef append_node(const Node &node, Stream *lane, const OperationRef &begin,
+                                const std::vector<OperationRef> &done) {
+    for (size_t before : node.after) lane->waits.push_back(done[before]);
+    if (node.after.empty()) lane->waits.push_back(begin);
+    if (node.call) {
+        node.call(reinterpret_cast<cudaStream_t>(lane));
+        return lane->waits.empty() ? lane->last : append(lane, node.label, nullptr);
+    }
+    std::function<void()> work;
+    if (node.work) work = [kept = node.work] { (*kept)(); };
+    return append(lane, node.label, std::move(work), nullptr, node.host_work, true);
+}
+
+// The graph is one operation of the stream: it begins after all that is in the stream, and after the last launch.
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+    Call call("cudaGraphLaunch");
+    std::shared_ptr<GraphExec> e;
+    Stream *s;
+    cudaError_t error = result(find_launch(exec, stream, &e, &s));
+    if (error != cudaSuccess) return error;
+    launches_of_thread++;
+    if (e->last) s->waits.push_back(e->last);
+    OperationRef begin = append(s, "begin of a graph", nullptr);
+    std::vector<OperationRef> done;
+    for (const Node &node : e->graph->nodes)
+        done.push_back(append_node(node, e->lanes[e->lane_of[done.size()]], begin, done));
+    for (size_t sink : e->sinks) s->waits.push_back(done[sink]);
+    e->last = append(s, "end of a graph", nullptr);
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t stream) {
+    Call call("cudaGraphUpload");
+    std::shared_ptr<GraphExec> e;
+    Stream *s;
+    cudaError_t error = find_launch(exec, stream, &e, &s);
+    if (error != cudaSuccess) return result(error);
+    if (e->last) s->waits.push_back(e->last);
+    append(s, "upload of a graph", nullptr);
     return result(cudaSuccess);
 }
 
@@ -1490,6 +1954,7 @@ static const ErrorText error_texts[] = {
     {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {cudaErrorIllegalState, "cudaErrorIllegalState", "the operation cannot be performed in the present state"},
     {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
     {cudaErrorIllegalAddress, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
     {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
@@ -1499,6 +1964,23 @@ static const ErrorText error_texts[] = {
      "part or all of the requested memory range is already mapped"},
     {cudaErrorHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered",
      "pointer does not correspond to a registered memory region"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
+     "operation not permitted when stream is capturing"},
+    {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated",
+     "operation failed due to a previous error during capture"},
+    {cudaErrorStreamCaptureMerge, "cudaErrorStreamCaptureMerge",
+     "operation would result in a merge of separate capture sequences"},
+    {cudaErrorStreamCaptureUnmatched, "cudaErrorStreamCaptureUnmatched",
+     "capture was not ended in the same stream as it began"},
+    {cudaErrorStreamCaptureUnjoined, "cudaErrorStreamCaptureUnjoined", "capturing stream has unjoined work"},
+    {cudaErrorStreamCaptureIsolation, "cudaErrorStreamCaptureIsolation",
+     "dependency created on uncaptured work in another stream"},
+    {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit",
+     "operation would make the legacy stream depend on a capturing blocking stream"},
+    {cudaErrorCapturedEvent, "cudaErrorCapturedEvent",
+     "operation not permitted on an event last recorded in a capturing stream"},
+    {cudaErrorStreamCaptureWrongThread, "cudaErrorStreamCaptureWrongThread",
+     "attempt to terminate a thread-local capture sequence from another thread"},
 };
 
 static const ErrorText *find_text(cudaError_t error) {

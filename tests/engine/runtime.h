@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <vector>
 
 namespace mte {
 
@@ -32,8 +33,8 @@ void wait_for_change();
 void notify();
 
 // Appends an operation to a stream. Call with the lock held. `work` runs later, with the lock held, on any host thread.
-// `label` must stay valid until the program ends (a string literal).
-void enqueue(cudaStream_t stream, const char *label, std::function<void()> work);
+// `label` must stay valid until the program ends (a string literal). Fails if the capture of a stream forbids this.
+cudaError_t enqueue(cudaStream_t stream, const char *label, std::function<void()> work);
 
 // An operation of `ranks` streams. `work` runs once, when every participant has been enqueued and has reached the head
 // of its stream. The runtime then frees the rendezvous.
@@ -43,6 +44,13 @@ void enqueue_rendezvous(cudaStream_t stream, Rendezvous *rendezvous);
 // Creates a stream that stands for a device of another process in a rendezvous. No call that waits for a device waits
 // for this stream.
 cudaStream_t stream_elsewhere();
+
+// Returns true if the stream is being captured: its operations are recorded, and run when the graph is launched.
+bool is_capturing(cudaStream_t stream);
+// Records one call that uses several captured streams. Each launch of the graph calls `call` with a stream, and all
+// operations that the call appends to this stream take the place of the recorded call. Call with the lock held.
+cudaError_t capture_call(const std::vector<cudaStream_t> &streams, const char *label,
+                         std::function<void(cudaStream_t)> call);
 
 // Returns true if [p, p + bytes) lies inside one live device allocation.
 bool device_valid(const void *p, size_t bytes);
@@ -63,8 +71,10 @@ void set_ptx_arch(int arch);
 // called with the lock held. An empty function: none.
 void on_launch(std::function<void(const char *name)> watch);
 
-// For tests: sets whether cudaStreamIsCapturing says that streams are being captured.
-void set_capturing(bool on);
+// For tests: how many graphs this thread has launched, and how many kernels have run in graphs. on_launch sees a kernel
+// when it is captured, not when a graph runs it.
+long graph_launches();
+long kernels_replayed();
 
 // For tests. gemm_time sets the duration of each matrix product as cudaEventElapsedTime measures it (default 0).
 // gemm_last returns the product that ran last, gemm_count how many have run.

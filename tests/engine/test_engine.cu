@@ -827,6 +827,78 @@ static bool polling_makes_progress(bool) {
     return launched();
 }
 
+// ---- graphs --------------------------------------------------------------------------------------------------------
+
+struct Graph {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    ~Graph() {
+        if (exec) cudaGraphExecDestroy(exec);
+        if (graph) cudaGraphDestroy(graph);
+    }
+    cudaError_t end(cudaStream_t stream) {
+        cudaError_t error = cudaStreamEndCapture(stream, &graph);
+        return error == cudaSuccess ? cudaGraphInstantiate(&exec, graph, 0) : error;
+    }
+};
+
+static void scale_on(Stream &stream, Buffer<float> &out, Buffer<float> &in, float factor) {
+    launch_scale(out.p, in.p, factor, (int)out.count, stream.s);
+}
+
+static cudaError_t wait_for(Stream &stream, Stream &other, Event &event) {
+    cudaError_t error = cudaEventRecord(event.e, other.s);
+    return error == cudaSuccess ? cudaStreamWaitEvent(stream.s, event.e, 0) : error;
+}
+
+__global__ static void add(float *out, const float *a, const float *b, int n) {
+    int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < n) out[i] = a[i] + b[i];
+}
+
+// work[3] = 12 in, over two streams that fork and join.
+static bool capture_fork(Graph *graph, Stream &s, Stream &side, Buffer<float> &in, Buffer<float> *work, bool bug) {
+    Event forked, joined;
+    CUDA(cudaStreamBeginCapture(s.s, cudaStreamCaptureModeGlobal));
+    scale_on(s, work[0], in, 2.0f);
+    CUDA(wait_for(side, s, forked));
+    scale_on(side, work[1], work[0], 2.0f);
+    scale_on(s, work[2], work[0], 4.0f);
+    if (bug) CUDA(cudaEventRecord(joined.e, s.s)); // the node that adds does not depend on the side stream
+    else CUDA(cudaEventRecord(joined.e, side.s));
+    CUDA(cudaStreamWaitEvent(s.s, joined.e, 0));
+    MT_LAUNCH_KERNEL(add, 1, 64, 0, s.s, work[3].p, work[1].p, work[2].p, (int)in.count);
+    CUDA(wait_for(s, side, joined));
+    CUDA(graph->end(s.s));
+    return launched();
+}
+
+// Each launch reads what the memory has then, and nothing runs while the streams are captured.
+static bool missing_graph_edge(bool bug) {
+    const int n = 40;
+    Stream s, side;
+    Pinned<float> x(n);
+    Buffer<float> in(n), work[4] = {Buffer<float>(n), Buffer<float>(n), Buffer<float>(n), Buffer<float>(n)};
+    Graph graph;
+    for (Buffer<float> &b : work) CUDA(cudaMemset(b.p, 0, n * sizeof(float)));
+    CUDA(cudaDeviceSynchronize());
+    CHECK(capture_fork(&graph, s, side, in, work, bug));
+    CHECK(work[0].download()[3] == 0.0f && mte::kernels_replayed() == 0);
+    size_t nodes = 0;
+    CUDA(cudaGraphGetNodes(graph.graph, nullptr, &nodes));
+    CHECK(nodes == 4);
+    for (int launch = 1; launch <= 3; launch++) {
+        for (int i = 0; i < n; i++) x.p[i] = (float)(launch * i);
+        CUDA(cudaMemcpyAsync(in.p, x.p, n * sizeof(float), cudaMemcpyHostToDevice, s.s));
+        CUDA(cudaGraphLaunch(graph.exec, s.s));
+        CUDA(cudaMemcpyAsync(x.p, work[3].p, n * sizeof(float), cudaMemcpyDeviceToHost, s.s));
+        CUDA(cudaStreamSynchronize(s.s));
+        for (int i = 0; i < n; i++) CHECK(x.p[i] == 12.0f * (float)(launch * i));
+        CHECK(mte::kernels_replayed() == 4 * launch);
+    }
+    return launched();
+}
+
 // ---- devices, ranks, errors ----------------------------------------------------------------------------------------
 
 static bool looks_like_sm_90(bool) {
@@ -945,6 +1017,7 @@ static const Case cases[] = {
     CASE(copy_past_the_end, EVERY),
     CASE(destroyed_stream_used, EVERY),
     CASE(cuda_inside_host_function, EVERY),
+    CASE(missing_graph_edge, EVERY),
     CASE(rank_does_not_come, EVERY),
     CASE(warp_functions_case, nullptr),
     CASE(all_atomics_case, nullptr),
