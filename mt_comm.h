@@ -414,8 +414,8 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
 /* The collectives compute what NCCL's do. Buffers are in the memory of the context's device. Counts are in elements.
    Reductions add in a fixed binary tree over the ranks, ((0+1)+(2+3))+..., so the same inputs always give the same
    bits, on every rank. Over NCCL, NCCL chooses the order; see "communicators over NCCL".
-   A collective among threads or over MPI returns when its result is in recvbuf; on a GPU it waits for the context's
-   stream first. Over NCCL it returns when its work is in the stream.
+   On a CPU a collective returns when its result is in recvbuf. On a GPU it returns when its work is in the context's
+   stream; only mt_barrier waits until this work is done. The threads of ranks without NCCL still meet in each call.
    Buffers may overlap only in place, by NCCL's rule: all_reduce and broadcast when sendbuf == recvbuf; all_gather when
    sendbuf == recvbuf + rank * sendcount; reduce_scatter when recvbuf == sendbuf + rank * recvcount.
    Errors:
@@ -427,7 +427,8 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
                        on GPUs also: a reduction in the tree over more than 64 ranks, or between GPUs of this process
                        that cannot access each other's memory
    MT_ERR_MEMORY       over NCCL: the arena is too small for the scratch memory of the call
-   MT_ERR_SYSTEM       CUDA or NCCL failed
+   MT_ERR_SYSTEM       CUDA or NCCL failed; an error of work in the stream is returned by a later call of this rank,
+                       at the latest by one that waits for the stream
    When one rank gets MT_ERR_MISMATCH, MT_ERR_TIMEOUT or MT_ERR_PEER, every rank of the group gets one of these three
    in its current or next call. The message names the calls and, where they are known, the ranks. The communicator can
    then only be destroyed. A rank that gets MT_ERR_ARGUMENT or MT_ERR_DTYPE has not joined the call, and may call again.
@@ -444,12 +445,12 @@ MT_API mt_status mt_broadcast(mt_context *ctx, mt_comm *comm, const void *sendbu
                               mt_dtype dtype, int root);
 MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm);
 
-/* Point to point. A send and its receive have the same count and dtype, else both return MT_ERR_MISMATCH. A call
-   returns when its buffers may be reused. mt_send_recv sends to dst and receives from src at the same time, so rings
+/* Point to point. A send and its receive have the same count and dtype, else both return MT_ERR_MISMATCH. On a CPU a
+   call returns when its buffers may be reused. On a GPU it returns as soon as its work is in the stream: only later
+   work in the stream may reuse the buffers. mt_send_recv sends to dst and receives from src at the same time, so rings
    and pipelines do not deadlock. Its buffers must not overlap. When dst and src are this rank itself, the call copies,
    and the buffers may be the same. dst == -1 sends nothing and ignores sendcount; src == -1 receives nothing and
-   ignores recvcount. Over NCCL a call returns as soon as its work is in the stream: only later work in the stream may
-   reuse the buffers. NCCL does not compare counts and dtypes. */
+   ignores recvcount. NCCL does not compare counts and dtypes. */
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst);
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
@@ -958,6 +959,12 @@ typedef struct mti_call {
     int color, key;
 } mti_call;
 
+/* An event of CUDA, see mti_cuda_record. */
+typedef struct mti_event {
+    struct CUevent_st *handle; /* NULL: not recorded yet */
+    int ordinal;               /* the GPU that the event belongs to */
+} mti_event;
+
 typedef struct mti_slot {
     uint64_t what, count, recvcount; /* the call, packed; atomic: other ranks read them at any time, for messages */
     uint64_t outbox;                 /* destination + 1 and state of a posted message, see MTI_POSTED; atomic */
@@ -972,6 +979,9 @@ typedef struct mti_slot {
     int ordinal; /* the GPU that holds send and recv */
     int color, key;
     mt_comm **family; /* mt_comm_split: the communicators of the new group, created by its leader */
+    /* On GPUs. A rank records `ready` before a call and `done` behind its part of a collective; the receiver of its
+       message records `taken` behind the copy. */
+    mti_event ready, done, taken;
 } mti_slot;
 
 typedef struct mti_group {
@@ -1391,7 +1401,7 @@ MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot) {
     return ctx && slot >= MT_SLOT_KERNELS && slot < MT_SLOT_COUNT ? ctx->slots[slot].memory : NULL;
 }
 
-/* Waits for the stream. The library's own waits, such as those of collectives, do not report the errors of kernels: an
+/* Waits for the stream. The library's own waits, such as that of a barrier, do not report the errors of kernels: an
    error in one call is no reason to fail another one, and would break the communicator. */
 static mt_status mti_synchronize(mt_context *ctx) {
     return ctx->device == MT_DEVICE_CUDA ? mti_cuda_synchronize(ctx) : MT_SUCCESS;
@@ -1717,6 +1727,35 @@ static void mti_cuda_close(mt_context *ctx) {
     if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
 }
 
+static void mti_event_free(mti_event *e) {
+    if (e->handle) cudaEventDestroy(e->handle);
+    e->handle = NULL;
+}
+
+/* Records the event in the context's stream. Creates it first where it does not exist or belongs to another GPU,
+   because CUDA records an event only on its own GPU. */
+static mt_status mti_cuda_record(mt_context *ctx, mti_event *e) {
+    MT_TRY(mt_cuda_enter(ctx));
+    if (e->ordinal != ctx->ordinal) mti_event_free(e);
+    e->ordinal = ctx->ordinal;
+    if (!e->handle) MT_CUDA_TRY(ctx, cudaEventCreateWithFlags(&e->handle, cudaEventDisableTiming));
+    MT_CUDA_TRY(ctx, cudaEventRecord(e->handle, ctx->stream));
+    return MT_SUCCESS;
+}
+
+/* Later work in the context's stream runs after what the event was last recorded behind. */
+static mt_status mti_cuda_await(mt_context *ctx, const mti_event *e) {
+    MT_TRY(mt_cuda_enter(ctx));
+    if (!e->handle) return mt_fail(ctx, MT_ERR_ARGUMENT, "the context of a peer is not on a GPU");
+    MT_CUDA_TRY(ctx, cudaStreamWaitEvent(ctx->stream, e->handle, 0));
+    return MT_SUCCESS;
+}
+
+/* After an error of a call: waits for the work that the call has put into the stream, and keeps the error's message. */
+static void mti_cuda_drain(mt_context *ctx) {
+    if (cudaStreamSynchronize(ctx->stream) != cudaSuccess) cudaGetLastError();
+}
+
 MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
     MT_TRY(mt_cuda_enter(ctx));
     MT_CUDA_TRY(ctx, cudaMemsetAsync(ptr, 0, bytes, ctx->stream));
@@ -1868,6 +1907,10 @@ static mt_status mti_cuda_join(mt_context *ctx, int ticket) {
 }
 #else /* without CUDA there is no context on MT_DEVICE_CUDA, and the static functions are never called */
 static void mti_cuda_forget(mt_context *ctx, const void *ptr) { (void)ctx, (void)ptr; }
+static void mti_event_free(mti_event *e) { (void)e; }
+static mt_status mti_cuda_record(mt_context *ctx, mti_event *e) { return (void)ctx, (void)e, MT_ERR_UNSUPPORTED; }
+static mt_status mti_cuda_await(mt_context *ctx, const mti_event *e) { return (void)ctx, (void)e, MT_ERR_UNSUPPORTED; }
+static void mti_cuda_drain(mt_context *ctx) { (void)ctx; }
 MT_API mt_status mt_cuda_enter(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel) {
@@ -1934,7 +1977,14 @@ static mt_status mti_bytes_copy(mt_context *ctx, void *to, const void *from, siz
    will finish, so the second meeting needs no timeout. A call that fails in the first meeting has changed no buffer.
 
    Point to point: the sender posts its buffer in its outbox and waits. The receiver copies from this buffer and then
-   changes the state of the outbox to MTI_DONE. */
+   changes the state of the outbox to MTI_DONE.
+
+   On GPUs the threads meet in the same way, but the work of a call goes into the streams, and the call returns before
+   it is done. Streams wait for each other by events: each rank's part of a call runs after what the other ranks had in
+   their streams before the call (`ready`), and what a rank enqueues after the call runs after the parts of the others
+   (`done`, and `taken` for a message). An event is recorded again only after all waits for it are enqueued: the
+   meetings of a collective and the outbox of a message ensure this. Only mt_barrier and a call that fails wait for a
+   GPU. The events belong to the group, because peers may need those of a rank that has left. */
 
 /* mti_group.state: bit 0: the group is broken; bits 1 to 15: number of arrivals at the current meeting; bits 16 to 63:
    its generation, the number of meetings before it. */
@@ -2170,8 +2220,14 @@ static mt_comm *mti_comm_new(const mti_transport *transport, int rank, int size,
 
 static void mti_group_release(mti_group *g) {
     mti_group *root;
+    int r;
     if (!g || __atomic_sub_fetch(&g->references, 1, __ATOMIC_ACQ_REL) > 0) return;
     root = g->root;
+    for (r = 0; r < g->size; r++) {
+        mti_event_free(&mti_slot_of(g, r)->ready);
+        mti_event_free(&mti_slot_of(g, r)->done);
+        mti_event_free(&mti_slot_of(g, r)->taken);
+    }
     pthread_cond_destroy(&g->cond);
     pthread_mutex_destroy(&g->mutex);
     free(g->slots);
@@ -2577,6 +2633,12 @@ static mt_status mti_break_failed(mt_context *ctx, mt_comm *comm, const mti_call
     return status;
 }
 
+/* As mti_break_failed, after the rank may have put a part of its work into the stream: peers get no event behind it. */
+static void mti_fail_inside(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
+    mti_break_failed(ctx, comm, call, status);
+    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_drain(ctx);
+}
+
 /* -- meetings -- */
 
 typedef enum mti_arrival { MTI_WAITS, MTI_IS_LAST, MTI_TOO_LATE } mti_arrival;
@@ -2655,6 +2717,14 @@ static void mti_exit(mt_comm *comm) {
     mti_meet(comm);
 }
 
+/* Before a call on a GPU: what is in the stream now comes before the parts of the peers. A collective over NCCL in the
+   stream might never end: this rank first waits for it, because a peer would wait without a timeout. */
+static mt_status mti_local_begin(mt_context *ctx, mt_comm *comm) {
+    if (ctx->device != MT_DEVICE_CUDA) return MT_SUCCESS;
+    MT_TRY(mt_cuda_wait_peers(ctx));
+    return mti_cuda_record(ctx, &mti_slot_of(comm->group, comm->rank)->ready);
+}
+
 /* -- point to point -- */
 
 static uint64_t mti_outbox(int destination, unsigned state) { return (uint64_t)(destination + 1) << 3 | state; }
@@ -2701,11 +2771,18 @@ static mt_status mti_take_mismatch(mt_context *ctx, mt_comm *comm, int source) {
     return mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
 }
 
+/* Copies the message that is posted in a slot. On a GPU the copy is in the stream. */
+static mt_status mti_copy_message(mt_context *ctx, const mti_call *call, mti_slot *slot) {
+    size_t bytes = call->recvcount * mt_dtype_size(call->dtype);
+    if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_await(ctx, &slot->ready));
+    MT_TRY(mti_bytes_copy(ctx, call->recv, slot->send, bytes));
+    return ctx->device == MT_DEVICE_CUDA ? mti_cuda_record(ctx, &slot->taken) : MT_SUCCESS;
+}
+
 /* Receives: waits until the source has posted a message for this rank, copies it, and updates the source's outbox. */
 static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_group *g = comm->group;
     mti_slot *slot = mti_slot_of(g, call->source);
-    size_t bytes = call->recvcount * mt_dtype_size(call->dtype);
     uint64_t posted;
     mt_status status;
     do { /* the exchange fails when the sender has given up: it then breaks the group, which ends the next wait */
@@ -2717,19 +2794,20 @@ static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) 
                                           __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
     if (slot->send_count != call->recvcount || slot->send_dtype != call->dtype)
         return mti_take_mismatch(ctx, comm, call->source);
-    status = mti_bytes_copy(ctx, call->recv, slot->send, bytes);
-    if (status == MT_SUCCESS) status = mti_synchronize(ctx);
-    if (status != MT_SUCCESS) mti_break_failed(ctx, comm, call, status);
+    status = mti_copy_message(ctx, call, slot);
+    if (status != MT_SUCCESS) mti_fail_inside(ctx, comm, call, status);
     mti_outbox_set(g, slot, mti_outbox(comm->rank, status == MT_SUCCESS ? MTI_DONE : MTI_REFUSED));
     return status;
 }
 
-/* Waits until the receiver has copied the posted message. After an error of this wait, or of the receive of the same
-   call (`status`), withdraws the message; when the receiver is already copying, waits until the copy is done. */
+/* Waits until the receiver has copied the posted message, or on a GPU has put the copy into its stream. After an error
+   of this wait, or of the receive of the same call (`status`), withdraws the message; when the receiver is already
+   copying, waits until the copy is done. */
 static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
     mti_group *g = comm->group;
     mti_slot *slot = mti_slot_of(g, comm->rank);
     uint64_t posted = mti_outbox(call->root, MTI_POSTED), end;
+    mt_status sent = MT_SUCCESS;
     mti_wait w = mti_wait_outbox(slot, posted, 1, call->root, 0);
     mti_outcome outcome = status == MT_SUCCESS ? mti_wait_for(g, &w) : MTI_SEES_BROKEN;
     if (outcome != MTI_MET &&
@@ -2739,12 +2817,15 @@ static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call 
     mti_wait_for(g, &w);
     end = __atomic_load_n(&slot->outbox, __ATOMIC_SEQ_CST) & 7;
     __atomic_store_n(&slot->outbox, (uint64_t)0, __ATOMIC_SEQ_CST);
+    if (end == MTI_DONE && ctx->device == MT_DEVICE_CUDA) sent = mti_cuda_await(ctx, &slot->taken);
+    if (sent != MT_SUCCESS) mti_break_failed(ctx, comm, call, sent);
+    MT_KEEP(status, sent);
     if (status != MT_SUCCESS || end == MTI_DONE) return status;
     return mti_broken_now(ctx, comm);
 }
 
 static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mt_status status = mti_synchronize(ctx); /* the receiver reads this rank's buffer */
+    mt_status status = mti_local_begin(ctx, comm);
     if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
     mti_publish(comm, call, MTI_IN_P2P);
@@ -3522,23 +3603,55 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
     }
 }
 
-/* Ranks on GPUs meet on the host. Each rank waits for its stream before the first meeting, because the other ranks read
-   its buffers, and again before the second meeting. A rank that fails between the two meetings sets `failed`, and after
-   the second meeting all other ranks return an error. */
-static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mt_status status = mti_synchronize(ctx);
-    int may_fail = ctx->device == MT_DEVICE_CUDA, r;
+/* A rank's part of a collective on a GPU. */
+static mt_status mti_cuda_move(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    int r;
+    for (r = 0; r < comm->size; r++)
+        if (r != comm->rank) MT_TRY(mti_cuda_await(ctx, &mti_slot_of(comm->group, r)->ready));
+    MT_TRY(mti_move(ctx, comm, call));
+    return mti_cuda_record(ctx, &mti_slot_of(comm->group, comm->rank)->done);
+}
+
+/* After the second meeting of a collective on a GPU: later work comes after the parts of the peers. A rank that has
+   failed (`status`) has set `failed` before this meeting, and has no event behind its part. The others return an
+   error. */
+static mt_status mti_cuda_moved(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
+    mt_status waits = MT_SUCCESS;
+    int failed = 0, r;
+    for (r = 0; r < comm->size; r++) {
+        const mti_slot *slot = mti_slot_of(comm->group, r);
+        failed |= slot->failed;
+        if (r != comm->rank && !slot->failed) MT_KEEP(waits, mti_cuda_await(ctx, &slot->done));
+    }
+    if (status != MT_SUCCESS) return status;
+    if (waits != MT_SUCCESS) return mti_break_failed(ctx, comm, call, waits);
+    return failed ? mti_broken_now(ctx, comm) : MT_SUCCESS;
+}
+
+/* Each rank waits for its stream before the meeting. After it, the work of all ranks before the barrier is done. */
+static mt_status mti_cuda_barrier(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mt_status status = mti_cuda_synchronize(ctx);
     if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
-    mti_slot_of(comm->group, comm->rank)->ordinal = ctx->ordinal;
     MT_TRY(mti_enter(ctx, comm, call));
-    status = mti_move(ctx, comm, call);
-    if (status == MT_SUCCESS) status = mti_synchronize(ctx);
-    mti_slot_of(comm->group, comm->rank)->failed = status != MT_SUCCESS;
-    if (status != MT_SUCCESS) mti_break_failed(ctx, comm, call, status);
     mti_exit(comm);
-    for (r = 0; may_fail && status == MT_SUCCESS && r < comm->size; r++)
-        if (mti_slot_of(comm->group, r)->failed) status = mti_broken_now(ctx, comm);
-    return status;
+    return MT_SUCCESS;
+}
+
+/* Between the two meetings a rank can fail only on a GPU. */
+static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_slot *mine = mti_slot_of(comm->group, comm->rank);
+    int on_gpu = ctx->device == MT_DEVICE_CUDA;
+    mt_status status;
+    if (on_gpu && call->kind == MT_BARRIER) return mti_cuda_barrier(ctx, comm, call);
+    status = mti_local_begin(ctx, comm);
+    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
+    mine->ordinal = ctx->ordinal;
+    MT_TRY(mti_enter(ctx, comm, call));
+    status = on_gpu ? mti_cuda_move(ctx, comm, call) : mti_move(ctx, comm, call);
+    mine->failed = status != MT_SUCCESS;
+    if (status != MT_SUCCESS) mti_fail_inside(ctx, comm, call, status);
+    mti_exit(comm);
+    return on_gpu ? mti_cuda_moved(ctx, comm, call, status) : status;
 }
 
 #if MTI_NCCL || MTI_MPI

@@ -235,8 +235,7 @@ static void test_attention_on_tensor_cores(void **state) {
 }
 
 /* Tokens in chunks, with communication beside products or not, give the same bits, and the CPU's results for the same
-   chunks. With NCCL the two streams run concurrently; ranks that are threads on one GPU wait for each other on the
-   host. */
+   chunks. The two streams run concurrently. */
 static void test_overlap(void **state) {
     static gpt_result on_cpu, beside, apart;
     static const int ways[] = {1, 2, 4, 5}; /* index into splits */
@@ -520,9 +519,7 @@ static void test_micro_batches_do_not_wait(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++) {
         gpt_run r = run_of(MT_DEVICE_CUDA, i % 2 ? MT_BF16 : MT_F32, 0, 0, i / 2);
-#if defined(MT_USE_NCCL) /* without NCCL, ranks on GPUs meet on the host */
         r.tp = r.data = i % 2 + 1;
-#endif
         gpt_launch(&r, waits_rank, &r);
     }
 }

@@ -1,5 +1,6 @@
 /* test_cuda_launches.cu - counts the kernels and the matrix products that a layer and an optimizer step start on a GPU,
-   and how often the host waits. Each launch costs the host a few microseconds. Only the engine in tests/engine/ can
+   and how often the host waits, also in a training step of ranks that share a GPU. Each launch costs the host a few
+   microseconds. Only the engine in tests/engine/ can
    count them, so the program does not run on a GPU. */
 
 #define MEGATRON_IMPLEMENTATION
@@ -9,6 +10,8 @@
 
 #include "runtime.h"
 
+#define GPT_STEPS 1
+#include "mt_test_gpt.h"
 #include "mt_test_ranks.h"
 
 static long kernels = 0;
@@ -144,11 +147,71 @@ static void test_optimizer(void **state) {
     }
 }
 
+/* ---- ranks that share a GPU -------------------------------------------------------------------------------------- */
+
+typedef struct waits_run {
+    gpt_run r;
+    long step[8], sync[8],
+        norm[8]; /* how often each rank waits: in forward and backward; for the gradients; the norm */
+} waits_run;
+
+/* The first step chooses the products. */
+static mt_status waits_rank(mt_comm *world, void *user) {
+    waits_run *run = (waits_run *)user;
+    gpt_worker w;
+    mt_status status = gpt_open(world, &run->r, &w);
+    long before, behind, synced;
+    float loss, norm;
+    int rank = mt_comm_rank(world);
+    if (status == MT_SUCCESS) status = gpt_gradients(&w, 0, &loss, &norm);
+    w.step = 1;
+    if (status == MT_SUCCESS)
+        status = mt_arena_tensor(w.ctx, MT_F32, GPT_BATCH / (run->r.data ? run->r.data : 1), 1, &w.totals);
+    if (status == MT_SUCCESS) status = mt_params_zero_grad(w.ctx, w.params);
+    before = mte::host_waits();
+    if (status == MT_SUCCESS) status = gpt_run_schedule(&w);
+    behind = mte::host_waits();
+    if (status == MT_SUCCESS) status = mt_sync_gradients(w.ctx, w.params);
+    synced = mte::host_waits();
+    if (status == MT_SUCCESS) status = mt_grad_norm(w.ctx, w.params, &norm);
+    run->step[rank] = behind - before;
+    run->sync[rank] = synced - behind;
+    run->norm[rank] = mte::host_waits() - synced;
+    gpt_close(&w);
+    return status;
+}
+
+/* A training step waits for the GPU only where the host reads the norm: in the copy, and until it is done. */
+static void test_ranks_on_one_gpu_do_not_wait(void **state) {
+    static const int ways[][5] = {/* tensor, data, stages, sequence parallel, gradients summed beside the backward */
+                                  {2, 1, 1, 0, 0}, {1, 2, 1, 0, 0}, {1, 2, 1, 0, 1}, {2, 1, 1, 1, 0},
+                                  {1, 1, 2, 0, 0}, {2, 2, 1, 1, 1}, {2, 1, 2, 0, 0}, {1, 2, 2, 0, 1}};
+    (void)state;
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+        static waits_run run;
+        memset(&run, 0, sizeof run);
+        run.r.device = MT_DEVICE_CUDA;
+        run.r.dtype = i % 2 ? MT_BF16 : MT_F32;
+        run.r.tp = ways[i][0];
+        run.r.data = ways[i][1];
+        run.r.pipeline = ways[i][2];
+        run.r.sequence_parallel = ways[i][3];
+        run.r.begins = ways[i][4];
+        test_launch(run.r.tp * run.r.data * run.r.pipeline, waits_rank, &run);
+        for (int rank = 0; rank < run.r.tp * run.r.data * run.r.pipeline; rank++)
+            if (run.step[rank] != 0 || run.sync[rank] != 0 || run.norm[rank] != 2)
+                fail_msg("case %zu: rank %d waits %ld times in a step, %ld times for the gradients, %ld for their norm",
+                         i, rank, run.step[rank], run.sync[rank], run.norm[rank]);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_layer),
         cmocka_unit_test(test_optimizer),
+        cmocka_unit_test(test_ranks_on_one_gpu_do_not_wait),
     };
+    setenv("MTE_DEVICES", "1", 1); /* before the engine reads it */
     mte::on_launch([](const char *) { ++kernels; });
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
