@@ -24,6 +24,8 @@
 //   Abort       Releases the streams of this rank only, as in the library. Peers wait until they abort themselves. A
 //               call of this rank that waits in another thread returns ncclInternalError. Reported: the abort or
 //               destruction of a communicator that is gone, and the abort of a blocking one while it is being created.
+//   Graphs      A call on a captured stream is recorded. Each launch of the graph makes the call anew: calls are
+//               matched in the order of the launches and of the other calls of the communicator.
 //   Processes   A process that dies, or has aborted all its communicators, closes its connections: the other ranks get
 //               ncclRemoteError from ncclCommGetAsyncError. A stopped process is not noticed. A device belongs to a
 //               host; NCCL_HOSTID changes the name of the host. Only with MTE_STREAMS=eager.
@@ -141,6 +143,7 @@ struct Call {
     int root; // root, or the peer of a send or receive
     cudaStream_t stream;
     bool remote = false;                  // true: a call of another process, whose pointers are not valid here
+    bool replayed = false;                // true: made by the launch of a graph
     std::vector<unsigned char> data = {}; // the input that this process has sent
 
     bool pairwise() const { return kind == kSend || kind == kReceive; }
@@ -589,7 +592,7 @@ void enter_meeting(Op &op, Leg &leg) {
 void arrive(const std::shared_ptr<Op> &op, ncclComm &comm, Leg &leg, const Call &call, size_t part) {
     leg.op = op;
     if (op->broken) return;
-    check_threads(*op, comm, call.kind);
+    if (!call.replayed) check_threads(*op, comm, call.kind); // the launch of a graph does not wait
     op->calls[part] = call;
     op->ranks.push_back(comm.rank);
     op->legs.push_back(&leg);
@@ -770,6 +773,36 @@ ncclResult_t post(ncclComm &comm, const std::vector<Call> &calls) {
         if (calls[i].pairwise()) join_pair(comm, *node->legs[i], calls[i]);
         else join_collective(comm, *node->legs[i], calls[i], number);
     }
+    notify();
+    return ncclSuccess;
+}
+
+// Makes recorded calls. Call with the lock held.
+void replay(ncclComm &comm, std::vector<Call> calls, cudaStream_t stream) {
+    for (Call &call : calls) {
+        call.stream = stream;
+        call.replayed = true;
+    }
+    if (comm.magic != kCommMagic)
+        report("NCCL: a graph calls %s of a communicator that is gone", kind_names[calls[0].kind]);
+    else if (post(comm, calls) != ncclSuccess)
+        report("NCCL: a graph calls %s: %s", kind_names[calls[0].kind], last_error);
+}
+
+// Puts the calls of one group onto the streams, or records them if the streams are captured. Call with the lock held.
+ncclResult_t post_or_record(ncclComm &comm, const std::vector<Call> &calls) {
+    std::vector<cudaStream_t> users;
+    for (const Call &call : calls) users.push_back(call.stream);
+    const auto captured = std::count_if(users.begin(), users.end(), is_capturing);
+    if (captured == 0) return post(comm, calls);
+    ncclComm *const c = &comm;
+    const cudaError_t error =
+        capture_call(users, kind_names[calls[0].kind], [c, calls](cudaStream_t stream) { replay(*c, calls, stream); });
+    if (captured < static_cast<ptrdiff_t>(users.size()) || error == cudaErrorStreamCaptureMerge)
+        return refuse(ncclInvalidUsage, "Streams given to a communicator within a NCCL group must either be all "
+                                        "uncaptured or all captured by the same graph.");
+    if (error != cudaSuccess) return refuse(ncclUnhandledCudaError, "the capture of a stream is invalid");
+    for (const Call &call : calls) connect(comm, call);
     notify();
     return ncclSuccess;
 }
@@ -1158,10 +1191,13 @@ bool self_pairs_match(const ncclComm &comm, const std::vector<Call> &calls) {
 int helper_threads = 0;
 
 ncclResult_t launch(ncclComm &comm, const std::vector<Call> &calls) {
-    if (comm.blocking) return post(comm, calls);
+    if (comm.blocking) return post_or_record(comm, calls);
     helper_threads++;
-    comm.deferred.push_back([&comm, calls] {
-        const ncclResult_t result = post(comm, calls);
+    const bool captured = is_capturing(calls[0].stream);
+    comm.deferred.push_back([&comm, calls, captured] {
+        if (captured && !is_capturing(calls[0].stream))
+            report("NCCL: the capture ended while %s was in progress", kind_names[calls[0].kind]);
+        const ncclResult_t result = post_or_record(comm, calls);
         if (result != ncclSuccess) comm.state = result;
     });
     comm.state = ncclInProgress;

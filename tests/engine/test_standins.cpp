@@ -1,5 +1,5 @@
 // test_standins.cpp - tests the stand-ins for cuBLASLt and NCCL: their results against double precision, and that they
-// refuse or report wrong calls.
+// refuse or report wrong calls. Also tests the rules of stream capture, and graphs.
 //
 // build_standins.sh runs it. It prints one line per case; the last line is "N passed, N failed, N skipped". A case
 // fails when a CHECK fails, or when the engine reports an error that the case does not expect.
@@ -1541,6 +1541,604 @@ void test_mismatches() {
     });
 }
 
+// ---- graphs ---------------------------------------------------------------------------------------------------------
+
+cudaStream_t new_stream(unsigned flags = cudaStreamNonBlocking) {
+    cudaStream_t stream = nullptr;
+    CHECK(cudaStreamCreateWithFlags(&stream, flags) == cudaSuccess);
+    return stream;
+}
+
+// Two streams, events, and bytes of device and pinned memory.
+struct Capturing {
+    cudaStream_t a = new_stream(), b = new_stream();
+    cudaEvent_t event[2] = {};
+    Buffer<unsigned char> x{std::vector<unsigned char>(8)}, y{std::vector<unsigned char>(8)};
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+
+    Capturing() {
+        for (cudaEvent_t &e : event) CHECK(cudaEventCreateWithFlags(&e, cudaEventDisableTiming) == cudaSuccess);
+    }
+    ~Capturing() {
+        if (exec) CHECK(cudaGraphExecDestroy(exec) == cudaSuccess);
+        if (graph) CHECK(cudaGraphDestroy(graph) == cudaSuccess);
+        CHECK(cudaStreamDestroy(a) == cudaSuccess && cudaStreamDestroy(b) == cudaSuccess);
+        for (cudaEvent_t e : event) CHECK(cudaEventDestroy(e) == cudaSuccess);
+        cudaGetLastError();
+    }
+    cudaError_t begin(cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal) {
+        return cudaStreamBeginCapture(a, mode);
+    }
+    cudaError_t end() { return cudaStreamEndCapture(a, &graph); }
+    void end_good() { CHECK(end() == cudaSuccess && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess); }
+    // Ends a capture that is invalid. Its streams can be used again.
+    void end_invalid() {
+        CHECK(end() == cudaErrorStreamCaptureInvalidated && !graph);
+        CHECK(status(a) == cudaStreamCaptureStatusNone && status(b) == cudaStreamCaptureStatusNone);
+        CHECK(set(x, 1, a) == cudaSuccess && cudaStreamSynchronize(a) == cudaSuccess);
+    }
+    cudaError_t launch(cudaStream_t stream) { return cudaGraphLaunch(exec, stream); }
+    cudaError_t set(Buffer<unsigned char> &buffer, int value, cudaStream_t stream) {
+        return cudaMemsetAsync(buffer.p, value, buffer.count, stream);
+    }
+    cudaError_t copy(cudaStream_t stream) { // y = x
+        return cudaMemcpyAsync(y.p, x.p, x.count, cudaMemcpyDeviceToDevice, stream);
+    }
+    cudaError_t wait(cudaStream_t stream, cudaStream_t other, int which) {
+        const cudaError_t error = cudaEventRecord(event[which], other);
+        return error == cudaSuccess ? cudaStreamWaitEvent(stream, event[which], 0) : error;
+    }
+    size_t nodes() {
+        size_t count = 99;
+        CHECK(cudaGraphGetNodes(graph, nullptr, &count) == cudaSuccess);
+        return count;
+    }
+    static cudaStreamCaptureStatus status(cudaStream_t stream) {
+        cudaStreamCaptureStatus is = cudaStreamCaptureStatusInvalidated;
+        CHECK(cudaStreamIsCapturing(stream, &is) == cudaSuccess);
+        return is;
+    }
+};
+
+void test_replays() {
+    run_case("a captured stream runs nothing; each launch reads the memory as it is then", [] {
+        Capturing c;
+        std::vector<unsigned char> pageable(8, 3);
+        CHECK(c.begin() == cudaSuccess && c.status(c.a) == cudaStreamCaptureStatusActive);
+        CHECK(cudaMemcpyAsync(c.x.p, pageable.data(), 8, cudaMemcpyHostToDevice, c.a) == cudaSuccess);
+        CHECK(c.copy(c.a) == cudaSuccess);
+        c.end_good();
+        CHECK(c.nodes() == 2 && c.status(c.a) == cudaStreamCaptureStatusNone && c.y.read(c.a)[7] == 0);
+        for (unsigned char value = 4; value < 7; value++) {
+            const long waits = mte::host_waits(), launches = mte::graph_launches();
+            memset(pageable.data(), value, 8);
+            CHECK(c.launch(c.a) == cudaSuccess);
+            CHECK(mte::host_waits() == waits && mte::graph_launches() == launches + 1);
+            CHECK(c.y.read(c.a)[7] == value);
+        }
+    });
+    run_case("a graph begins after what is in its stream, and what follows begins after it", [] {
+        Capturing c;
+        CHECK(c.begin() == cudaSuccess && c.wait(c.b, c.a, 0) == cudaSuccess && c.copy(c.b) == cudaSuccess);
+        CHECK(c.wait(c.a, c.b, 1) == cudaSuccess);
+        c.end_good();
+        for (int value = 1; value < 4; value++) {
+            CHECK(c.set(c.x, value, c.a) == cudaSuccess && c.launch(c.a) == cudaSuccess);
+            CHECK(c.set(c.x, 77, c.a) == cudaSuccess);
+            CHECK(c.y.read(c.a)[0] == value);
+        }
+    });
+    run_case("launches of one graph in two streams run one after the other", [] {
+        Capturing c;
+        CHECK(c.begin() == cudaSuccess && c.copy(c.a) == cudaSuccess && c.set(c.x, 9, c.a) == cudaSuccess);
+        c.end_good();
+        CHECK(c.set(c.x, 5, c.a) == cudaSuccess && c.launch(c.a) == cudaSuccess && c.launch(c.b) == cudaSuccess);
+        CHECK(cudaGraphUpload(c.exec, c.a) == cudaSuccess);
+        CHECK(c.y.read(c.b)[0] == 9 && cudaStreamSynchronize(c.a) == cudaSuccess);
+    });
+    run_case("a graph that is destroyed before it has run still runs", [] {
+        Capturing c;
+        CHECK(c.begin() == cudaSuccess && c.set(c.x, 6, c.a) == cudaSuccess && c.copy(c.a) == cudaSuccess);
+        c.end_good();
+        CHECK(c.launch(c.b) == cudaSuccess && cudaGraphExecDestroy(c.exec) == cudaSuccess);
+        CHECK(cudaGraphDestroy(c.graph) == cudaSuccess);
+        c.exec = nullptr;
+        c.graph = nullptr;
+        CHECK(c.y.read(c.b)[0] == 6);
+    });
+    run_case("a host function and a product run once in each launch", [] {
+        Gemm g((Shape()));
+        Capturing c;
+        int calls = 0;
+        CHECK(c.begin() == cudaSuccess);
+        CHECK(cudaLaunchHostFunc(
+                  c.a, [](void *count) { ++*static_cast<int *>(count); }, &calls) == cudaSuccess);
+        CHECK(cublasLtMatmul(g.handle, g.desc, g.alpha, g.pa, g.la, g.pb, g.lb, g.beta, g.pc, g.lc, g.pd, g.ld, nullptr,
+                             nullptr, 0, c.a) == CUBLAS_STATUS_SUCCESS);
+        c.end_good();
+        const long products = mte::gemm_count();
+        for (int i = 0; i < 3; i++) CHECK(c.launch(c.a) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(c.a) == cudaSuccess && calls == 3 && mte::gemm_count() == products + 3);
+    });
+    run_case("the nodes of a graph run on the devices of the streams that they were captured from", [] {
+        if (!enough_devices(2)) return;
+        Capturing c;
+        CHECK(cudaSetDevice(1) == cudaSuccess);
+        Buffer<unsigned char> far(std::vector<unsigned char>(8));
+        const cudaStream_t stream = new_stream();
+        CHECK(cudaSetDevice(0) == cudaSuccess);
+        CHECK(c.begin() == cudaSuccess && c.set(c.x, 1, c.a) == cudaSuccess && c.wait(stream, c.a, 0) == cudaSuccess);
+        CHECK(c.set(far, 2, stream) == cudaSuccess);
+        cudaEvent_t joined;
+        CHECK(cudaSetDevice(1) == cudaSuccess && cudaEventCreate(&joined) == cudaSuccess);
+        CHECK(cudaEventRecord(joined, stream) == cudaSuccess && cudaSetDevice(0) == cudaSuccess);
+        CHECK(cudaStreamWaitEvent(c.a, joined, 0) == cudaSuccess && c.set(c.x, 3, c.a) == cudaSuccess);
+        c.end_good();
+        CHECK(c.launch(c.a) == cudaSuccess && c.x.read(c.a)[0] == 3 && far.read(c.a)[0] == 2);
+        CHECK(cudaStreamDestroy(stream) == cudaSuccess && cudaEventDestroy(joined) == cudaSuccess);
+    });
+}
+
+// Captured streams, their order, and the end of a capture.
+void test_captures() {
+    run_case("cudaStreamGetCaptureInfo: the capture, and what the next node depends on", [] {
+        Capturing c;
+        cudaStreamCaptureStatus is;
+        unsigned long long first = 0, second = 0;
+        size_t count = 9;
+        const cudaGraphNode_t *tail = nullptr;
+        cudaGraphNode_t nodes[3];
+        const auto info = [&](unsigned long long *id) {
+            return cudaStreamGetCaptureInfo(c.b, &is, id, nullptr, &tail, nullptr, &count);
+        };
+        CHECK(info(&first) == cudaSuccess && is == cudaStreamCaptureStatusNone);
+        CHECK(c.begin() == cudaSuccess && c.set(c.x, 1, c.a) == cudaSuccess && c.wait(c.b, c.a, 0) == cudaSuccess);
+        CHECK(c.set(c.y, 1, c.b) == cudaSuccess && c.wait(c.b, c.a, 0) == cudaSuccess);
+        CHECK(info(&first) == cudaSuccess && is == cudaStreamCaptureStatusActive && count == 2);
+        const cudaGraphNode_t last = tail[1];
+        CHECK(c.wait(c.a, c.b, 1) == cudaSuccess && c.end() == cudaSuccess && c.nodes() == 2);
+        count = 3;
+        CHECK(cudaGraphGetNodes(c.graph, nodes, &count) == cudaSuccess && count == 2 && nodes[1] == last && !nodes[2]);
+        CHECK(cudaStreamBeginCapture(c.b, cudaStreamCaptureModeRelaxed) == cudaSuccess);
+        CHECK(info(&second) == cudaSuccess && count == 0 && first != second);
+        cudaGraph_t empty;
+        CHECK(cudaStreamEndCapture(c.b, &empty) == cudaSuccess && cudaGraphDestroy(empty) == cudaSuccess);
+    });
+    run_case("a capture begins once, and not on the legacy default stream", [] {
+        Capturing c;
+        CHECK(c.end() == cudaErrorIllegalState);
+        CHECK(c.begin(static_cast<cudaStreamCaptureMode>(7)) == cudaErrorInvalidValue);
+        CHECK(cudaStreamBeginCapture(nullptr, cudaStreamCaptureModeGlobal) == cudaErrorStreamCaptureUnsupported);
+        CHECK(c.begin() == cudaSuccess && c.begin() == cudaErrorIllegalState && c.end() == cudaSuccess);
+    });
+    run_case("a capture ends on the stream and, unless relaxed, in the thread where it began", [] {
+        Capturing c;
+        cudaError_t elsewhere = cudaSuccess;
+        const auto end_elsewhere = [&] { std::thread([&] { elsewhere = c.end(); }).join(); };
+        CHECK(c.begin() == cudaSuccess && c.wait(c.b, c.a, 0) == cudaSuccess);
+        CHECK(cudaStreamEndCapture(c.b, &c.graph) == cudaErrorStreamCaptureUnmatched && !c.graph);
+        c.end_invalid();
+        CHECK(c.begin(cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+        end_elsewhere();
+        CHECK(elsewhere == cudaErrorStreamCaptureWrongThread && !c.graph);
+        c.end_invalid();
+        CHECK(c.begin(cudaStreamCaptureModeRelaxed) == cudaSuccess);
+        end_elsewhere();
+        CHECK(elsewhere == cudaSuccess && c.graph);
+    });
+    run_case("work that is not joined is an error, a joined stream without work is not", [] {
+        Capturing c;
+        CHECK(c.begin() == cudaSuccess && c.wait(c.b, c.a, 0) == cudaSuccess && c.set(c.x, 1, c.b) == cudaSuccess);
+        CHECK(c.wait(c.a, c.b, 1) == cudaSuccess && c.set(c.x, 2, c.b) == cudaSuccess);
+        CHECK(c.end() == cudaErrorStreamCaptureUnjoined && !c.graph);
+        CHECK(c.status(c.b) == cudaStreamCaptureStatusNone);
+        CHECK(c.begin() == cudaSuccess && c.set(c.x, 1, c.a) == cudaSuccess && c.wait(c.b, c.a, 0) == cudaSuccess);
+        CHECK(c.end() == cudaSuccess && c.nodes() == 1);
+    });
+}
+
+// Dependencies that would leave a capture or enter it.
+void test_isolation() {
+    run_case("two captures do not merge", [] {
+        Capturing c;
+        CHECK(c.begin() == cudaSuccess);
+        CHECK(cudaStreamBeginCapture(c.b, cudaStreamCaptureModeGlobal) == cudaSuccess);
+        CHECK(c.wait(c.b, c.a, 0) == cudaErrorStreamCaptureMerge);
+        CHECK(cudaStreamEndCapture(c.b, &c.graph) == cudaErrorStreamCaptureInvalidated);
+        c.end_invalid();
+    });
+    run_case("a captured stream does not wait for an event from outside, nor others for an event of its capture", [] {
+        Capturing c;
+        for (int how = 0; how < 3; how++) { // no record, a record before the capture, a record in the last capture
+            if (how == 1) CHECK(cudaEventRecord(c.event[0], c.b) == cudaSuccess);
+            CHECK(c.begin() == cudaSuccess);
+            CHECK(cudaStreamWaitEvent(c.a, c.event[0], 0) == cudaErrorStreamCaptureIsolation);
+            c.end_invalid();
+            CHECK(c.begin() == cudaSuccess && cudaEventRecord(c.event[0], c.a) == cudaSuccess);
+            CHECK(c.end() == cudaSuccess && cudaGraphDestroy(c.graph) == cudaSuccess);
+            c.graph = nullptr;
+            CHECK(cudaStreamWaitEvent(c.b, c.event[0], 0) == cudaErrorCapturedEvent);
+            CHECK(cudaEventQuery(c.event[0]) == cudaErrorCapturedEvent);
+        }
+        CHECK(c.wait(c.b, c.a, 0) == cudaSuccess && cudaEventSynchronize(c.event[0]) == cudaSuccess);
+    });
+    run_case("the legacy default stream is not used while a blocking stream is captured", [] {
+        Capturing c;
+        const cudaStream_t blocking = new_stream(cudaStreamDefault);
+        cudaStreamCaptureStatus is;
+        CHECK(c.begin() == cudaSuccess && c.set(c.x, 1, nullptr) == cudaSuccess && c.end() == cudaSuccess);
+        CHECK(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeRelaxed) == cudaSuccess);
+        CHECK(cudaStreamIsCapturing(nullptr, &is) == cudaErrorStreamCaptureImplicit);
+        CHECK(Capturing::status(blocking) == cudaStreamCaptureStatusActive);
+        CHECK(c.set(c.x, 1, nullptr) == cudaErrorStreamCaptureImplicit);
+        CHECK(Capturing::status(blocking) == cudaStreamCaptureStatusInvalidated);
+        cudaGraph_t graph;
+        CHECK(cudaStreamEndCapture(blocking, &graph) == cudaErrorStreamCaptureInvalidated);
+        CHECK(c.set(c.x, 1, nullptr) == cudaSuccess && cudaStreamDestroy(blocking) == cudaSuccess);
+    });
+    run_case("a stream of an invalid capture takes no operation", [] {
+        Gemm g((Shape()));
+        Capturing c;
+        CHECK(c.begin() == cudaSuccess && c.wait(c.b, c.a, 0) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(c.b) == cudaErrorStreamCaptureUnsupported);
+        CHECK(c.status(c.a) == cudaStreamCaptureStatusInvalidated);
+        CHECK(c.set(c.x, 1, c.a) == cudaErrorStreamCaptureInvalidated);
+        CHECK(c.copy(c.b) == cudaErrorStreamCaptureInvalidated);
+        CHECK(c.wait(c.b, c.a, 0) == cudaErrorStreamCaptureInvalidated);
+        CHECK(cublasLtMatmul(g.handle, g.desc, g.alpha, g.pa, g.la, g.pb, g.lb, g.beta, g.pc, g.lc, g.pd, g.ld, nullptr,
+                             nullptr, 0, c.a) == CUBLAS_STATUS_EXECUTION_FAILED);
+        c.end_invalid();
+    });
+}
+
+// Calls that the host may not make during a capture.
+
+using HostCall = std::function<cudaError_t(Capturing &)>;
+
+// Calls in the thread of the capture, or in another one.
+cudaError_t call_in(bool other_thread, const HostCall &call, Capturing &c) {
+    cudaError_t error = cudaSuccess;
+    if (other_thread) std::thread([&] { error = call(c); }).join();
+    else error = call(c);
+    return error;
+}
+
+cudaError_t allocate(Capturing &) {
+    void *p = nullptr;
+    const cudaError_t error = cudaMalloc(&p, 64);
+    return error == cudaSuccess ? cudaFree(p) : error;
+}
+
+cudaError_t allocate_pinned(Capturing &) {
+    void *p = nullptr;
+    const cudaError_t error = cudaMallocHost(&p, 64);
+    return error == cudaSuccess ? cudaFreeHost(p) : error;
+}
+
+// Memory that the first call of a kind that is permitted frees.
+struct Spare {
+    void *device = nullptr, *pinned = nullptr;
+    int word = 0;
+    cudaEvent_t idle = nullptr;
+    Spare() {
+        CHECK(cudaMalloc(&device, 64) == cudaSuccess && cudaMallocHost(&pinned, 64) == cudaSuccess);
+        CHECK(cudaEventCreate(&idle) == cudaSuccess);
+    }
+};
+
+void test_prohibited_calls() {
+    const Spare spare;
+    const std::vector<std::pair<const char *, HostCall>> never = {
+        {"cudaStreamSynchronize of its stream", [](Capturing &c) { return cudaStreamSynchronize(c.a); }},
+        {"cudaStreamQuery of its stream", [](Capturing &c) { return cudaStreamQuery(c.a); }},
+        {"cudaDeviceSynchronize", [](Capturing &) { return cudaDeviceSynchronize(); }},
+    };
+    void *word = const_cast<int *>(&spare.word);
+    const std::vector<std::pair<const char *, HostCall>> unsafe = {
+        {"cudaMalloc", allocate},
+        {"cudaFree", [&](Capturing &) { return cudaFree(spare.device); }},
+        {"cudaMallocHost", allocate_pinned},
+        {"cudaFreeHost", [&](Capturing &) { return cudaFreeHost(spare.pinned); }},
+        {"cudaHostRegister", [=](Capturing &) { return cudaHostRegister(word, sizeof(int), 0); }},
+        {"cudaHostUnregister", [=](Capturing &) { return cudaHostUnregister(word); }},
+        {"cudaMemcpy", [=](Capturing &c) { return cudaMemcpy(word, c.x.p, 4, cudaMemcpyDefault); }},
+        {"cudaStreamSynchronize of another stream", [](Capturing &c) { return cudaStreamSynchronize(c.b); }},
+        {"cudaStreamQuery of another stream", [](Capturing &c) { return cudaStreamQuery(c.b); }},
+        {"cudaEventQuery", [&](Capturing &) { return cudaEventQuery(spare.idle); }},
+        {"cudaEventSynchronize", [&](Capturing &) { return cudaEventSynchronize(spare.idle); }},
+    };
+    const auto refused = cudaErrorStreamCaptureUnsupported;
+    for (const auto &item : never)
+        run_case(std::string("no mode of a capture permits ") + item.first, [&] {
+            Capturing c;
+            for (auto mode : {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed}) {
+                CHECK(c.begin(mode) == cudaSuccess && item.second(c) == refused);
+                c.end_invalid();
+            }
+        });
+    for (const auto &item : unsafe)
+        run_case(std::string("a capture that is not relaxed prohibits ") + item.first, [&] {
+            Capturing c;
+            CHECK(c.begin(cudaStreamCaptureModeRelaxed) == cudaSuccess && item.second(c) == cudaSuccess);
+            CHECK(c.end() == cudaSuccess && cudaGraphDestroy(c.graph) == cudaSuccess);
+            for (auto mode : {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal}) {
+                CHECK(c.begin(mode) == cudaSuccess && item.second(c) == refused);
+                c.end_invalid();
+            }
+            CHECK(c.begin() == cudaSuccess && call_in(true, item.second, c) == refused);
+            c.end_invalid();
+        });
+    CHECK(cudaEventDestroy(spare.idle) == cudaSuccess);
+}
+
+// A call in the given mode of the thread.
+cudaError_t allocate_as(cudaStreamCaptureMode mode, Capturing &c) {
+    CHECK(cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess && mode == cudaStreamCaptureModeGlobal);
+    const cudaError_t error = allocate(c);
+    CHECK(cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess);
+    return error;
+}
+
+void test_capture_modes() {
+    const auto global = cudaStreamCaptureModeGlobal, local = cudaStreamCaptureModeThreadLocal,
+               relaxed = cudaStreamCaptureModeRelaxed;
+    struct Row {
+        cudaStreamCaptureMode capture, thread;
+        bool other_thread, permitted;
+    };
+    const Row rows[] = {
+        {global, global, false, false}, {global, local, false, false},  {global, relaxed, false, true},
+        {global, global, true, false},  {global, local, true, true},    {global, relaxed, true, true},
+        {local, global, false, false},  {local, local, false, false},   {local, relaxed, false, true},
+        {local, global, true, true},    {relaxed, global, false, true}, {relaxed, global, true, true},
+    };
+    for (const Row &row : rows) {
+        const std::string name = "capture mode " + std::to_string(row.capture) + ", cudaMalloc of " +
+                                 (row.other_thread ? "another" : "its") + " thread in mode " +
+                                 std::to_string(row.thread);
+        run_case(name, [&] {
+            Capturing c;
+            CHECK(c.begin(row.capture) == cudaSuccess);
+            const cudaError_t error = call_in(
+                row.other_thread, [&](Capturing &x) { return allocate_as(row.thread, x); }, c);
+            CHECK(error == (row.permitted ? cudaSuccess : cudaErrorStreamCaptureUnsupported));
+            if (row.permitted) CHECK(c.end() == cudaSuccess);
+            else c.end_invalid();
+        });
+    }
+}
+
+void test_graph_handles() {
+    run_case("injected errors of a capture and of a graph", [] {
+        Capturing c;
+        const auto fail = [](const char *name) { mte::cuda_fail_after(name, 0, cudaErrorMemoryAllocation); };
+        fail("cudaStreamBeginCapture");
+        CHECK(c.begin() == cudaErrorMemoryAllocation && c.status(c.a) == cudaStreamCaptureStatusNone);
+        CHECK(c.begin() == cudaSuccess);
+        fail("cudaStreamEndCapture");
+        CHECK(c.end() == cudaErrorMemoryAllocation && !c.graph && c.status(c.a) == cudaStreamCaptureStatusNone);
+        CHECK(c.begin() == cudaSuccess && c.set(c.x, 3, c.a) == cudaSuccess && c.end() == cudaSuccess);
+        fail("cudaGraphInstantiate");
+        CHECK(cudaGraphInstantiate(&c.exec, c.graph, 0) == cudaErrorMemoryAllocation && !c.exec);
+        CHECK(cudaGraphInstantiate(&c.exec, c.graph, 0) == cudaSuccess);
+        fail("cudaGraphLaunch");
+        CHECK(c.launch(c.a) == cudaErrorMemoryAllocation && c.x.read(c.a)[0] == 0);
+        CHECK(c.launch(c.a) == cudaSuccess && c.x.read(c.a)[0] == 3);
+    });
+    run_reporting_case("a graph that has been destroyed is reported", [] {
+        Capturing c;
+        CHECK(c.begin() == cudaSuccess && c.end() == cudaSuccess);
+        const cudaGraph_t graph = c.graph;
+        CHECK(cudaGraphDestroy(graph) == cudaSuccess);
+        c.graph = nullptr;
+        CHECK(cudaGraphInstantiate(&c.exec, graph, 0) == cudaErrorInvalidValue && !c.exec);
+    });
+    run_reporting_case("a stream that is destroyed while it is captured is reported", [] {
+        Capturing c;
+        CHECK(c.begin() == cudaSuccess);
+        CHECK(cudaStreamDestroy(c.a) == cudaErrorStreamCaptureUnsupported);
+        c.end_invalid();
+    });
+    run_case("a graph begun in one thread spans the streams of another", [] {
+        Capturing c;
+        CHECK(c.begin() == cudaSuccess && c.set(c.x, 4, c.a) == cudaSuccess);
+        CHECK(cudaEventRecord(c.event[0], c.a) == cudaSuccess);
+        std::thread([&] {
+            CHECK(cudaStreamWaitEvent(c.b, c.event[0], 0) == cudaSuccess && c.copy(c.b) == cudaSuccess);
+            CHECK(cudaEventRecord(c.event[1], c.b) == cudaSuccess);
+        }).join();
+        CHECK(cudaStreamWaitEvent(c.a, c.event[1], 0) == cudaSuccess && c.set(c.x, 5, c.a) == cudaSuccess);
+        c.end_good();
+        CHECK(c.launch(c.a) == cudaSuccess && c.y.read(c.a)[3] == 4 && c.x.read(c.a)[3] == 5);
+    });
+}
+
+// ---- graphs with NCCL -----------------------------------------------------------------------------------------------
+
+// Captures what body puts on the stream of a rank. The other ranks capture, too: each thread has its own capture.
+struct RankGraph {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+
+    RankGraph(const Rank &r, const std::function<void()> &body) {
+        CHECK(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+        body();
+        CHECK(cudaStreamEndCapture(r.stream, &graph) == cudaSuccess);
+        CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+    }
+    ~RankGraph() { CHECK(cudaGraphExecDestroy(exec) == cudaSuccess && cudaGraphDestroy(graph) == cudaSuccess); }
+    void launch(const Rank &r) { CHECK(cudaGraphLaunch(exec, r.stream) == cudaSuccess); }
+};
+
+// Three launches of a graph with two collectives, and an uncaptured collective after each.
+void check_replayed_collectives(const Rank &r) {
+    Buffer<float> x(std::vector<float>(4)), sum(std::vector<float>(4)), all(std::vector<float>(8)),
+        other(std::vector<float>(4));
+    RankGraph graph(r, [&] {
+        CHECK(ncclAllReduce(x.p, sum.p, 4, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
+        CHECK(ncclAllGather(sum.p, all.p, 4, ncclFloat, r.comm, r.stream) == ncclSuccess);
+    });
+    for (int launch = 1; launch <= 3; launch++) {
+        const float mine = static_cast<float>(launch * (10 + r.rank));
+        x.write(std::vector<float>(4, mine));
+        graph.launch(r);
+        CHECK(ncclAllReduce(sum.p, other.p, 4, ncclFloat, ncclMax, r.comm, r.stream) == ncclSuccess);
+        const float want = static_cast<float>(launch * 21);
+        CHECK(all.read(r.stream)[7 - 4 * static_cast<size_t>(r.rank)] == want && other.read(r.stream)[1] == want);
+    }
+}
+
+// A group over two streams, which both wait for all of it: messages around a ring.
+void check_replayed_group(const Rank &r) {
+    const cudaStream_t side = new_stream();
+    cudaEvent_t fork, join;
+    CHECK(cudaEventCreate(&fork) == cudaSuccess && cudaEventCreate(&join) == cudaSuccess);
+    const int next = (r.rank + 1) % r.size, before = (r.rank + r.size - 1) % r.size;
+    Buffer<int32_t> out(std::vector<int32_t>(2)), in(std::vector<int32_t>(2)), copy(std::vector<int32_t>(2));
+    RankGraph graph(r, [&] {
+        CHECK(cudaEventRecord(fork, r.stream) == cudaSuccess && cudaStreamWaitEvent(side, fork, 0) == cudaSuccess);
+        CHECK(ncclGroupStart() == ncclSuccess);
+        CHECK(ncclSend(out.p, 2, ncclInt32, next, r.comm, r.stream) == ncclSuccess);
+        CHECK(ncclRecv(in.p, 2, ncclInt32, before, r.comm, side) == ncclSuccess);
+        CHECK(ncclGroupEnd() == ncclSuccess);
+        CHECK(cudaMemcpyAsync(copy.p, in.p, 8, cudaMemcpyDeviceToDevice, r.stream) == cudaSuccess);
+        CHECK(cudaEventRecord(join, side) == cudaSuccess && cudaStreamWaitEvent(r.stream, join, 0) == cudaSuccess);
+    });
+    for (int launch = 0; launch < 3; launch++) {
+        out.write({100 * launch + r.rank, 7});
+        graph.launch(r);
+        CHECK(copy.read(r.stream) == (std::vector<int32_t>{100 * launch + before, 7}));
+    }
+    CHECK(cudaStreamDestroy(side) == cudaSuccess);
+    CHECK(cudaEventDestroy(fork) == cudaSuccess && cudaEventDestroy(join) == cudaSuccess);
+}
+
+// One capture over the streams of all ranks, which are threads. Rank 0 launches the graph.
+struct OneCapture {
+    std::atomic<int> begun{0}, captured{0}, done{0};
+    cudaEvent_t fork = nullptr;
+    cudaEvent_t joins[2] = {};
+
+    static void wait_until(const std::atomic<int> &count, int value) {
+        while (count < value) std::this_thread::yield();
+    }
+    void check(const Rank &r) {
+        Buffer<float> x(std::vector<float>(4, static_cast<float>(1 + r.rank)));
+        cudaEvent_t &join = joins[r.rank];
+        CHECK(cudaEventCreate(r.rank ? &join : &fork) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess);
+        if (r.rank == 0) {
+            wait_until(begun, 1);
+            CHECK(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+            CHECK(cudaEventRecord(fork, r.stream) == cudaSuccess);
+        }
+        begun++;
+        wait_until(begun, 2);
+        if (r.rank) CHECK(cudaStreamWaitEvent(r.stream, fork, 0) == cudaSuccess);
+        CHECK(ncclAllReduce(x.p, x.p, 4, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
+        if (r.rank) CHECK(cudaEventRecord(join, r.stream) == cudaSuccess);
+        captured++;
+        wait_until(captured, 2);
+        if (r.rank == 0) launch(r);
+        done++;
+        wait_until(done, 2);
+        CHECK(x.read(r.stream)[2] == 3.0f * 2 * 2);
+        CHECK(cudaEventDestroy(r.rank ? join : fork) == cudaSuccess);
+    }
+    void launch(const Rank &r) {
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        CHECK(cudaStreamWaitEvent(r.stream, joins[1], 0) == cudaSuccess);
+        CHECK(cudaStreamEndCapture(r.stream, &graph) == cudaSuccess);
+        CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+        for (int i = 0; i < 3; i++) CHECK(cudaGraphLaunch(exec, r.stream) == cudaSuccess);
+        CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess);
+        CHECK(cudaGraphExecDestroy(exec) == cudaSuccess && cudaGraphDestroy(graph) == cudaSuccess);
+    }
+};
+
+// A non-blocking communicator records a call when its helper thread comes to it.
+void check_replayed_non_blocking(Rank &r) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    ncclResult_t state = ncclInProgress;
+    const auto settle = [&] {
+        for (state = ncclInProgress; state == ncclInProgress;)
+            CHECK(ncclCommGetAsyncError(r.comm, &state) == ncclSuccess);
+        CHECK(state == ncclSuccess);
+    };
+    CHECK(ncclCommInitRankConfig(&r.comm, r.size, r.id, r.rank, &config) == ncclInProgress);
+    settle();
+    Buffer<float> x(std::vector<float>(4, 1.0f));
+    {
+        RankGraph graph(r, [&] {
+            CHECK(ncclAllReduce(x.p, x.p, 4, ncclFloat, ncclSum, r.comm, r.stream) == ncclInProgress);
+            settle();
+        });
+        for (int launch = 0; launch < 3; launch++) graph.launch(r);
+        CHECK(x.read(r.stream)[0] == 8.0f);
+    }
+    CHECK(ncclCommFinalize(r.comm) == ncclInProgress);
+    settle();
+    CHECK(ncclCommDestroy(r.comm) == ncclSuccess);
+}
+
+void check_streams_of_a_group(const Rank &r) {
+    const cudaStream_t side = new_stream();
+    Buffer<float> x(std::vector<float>(4));
+    cudaGraph_t graph[2];
+    const auto group = [&] {
+        CHECK(ncclGroupStart() == ncclSuccess);
+        CHECK(ncclAllReduce(x.p, x.p, 4, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
+        CHECK(ncclAllReduce(x.p, x.p, 4, ncclFloat, ncclSum, r.comm, side) == ncclSuccess);
+        return ncclGroupEnd();
+    };
+    CHECK(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    CHECK(group() == ncclInvalidUsage);
+    CHECK(cudaStreamBeginCapture(side, cudaStreamCaptureModeThreadLocal) == cudaSuccess);
+    CHECK(group() == ncclInvalidUsage);
+    CHECK(cudaStreamEndCapture(r.stream, &graph[0]) == cudaSuccess && cudaGraphDestroy(graph[0]) == cudaSuccess);
+    CHECK(cudaStreamEndCapture(side, &graph[1]) == cudaSuccess && cudaGraphDestroy(graph[1]) == cudaSuccess);
+    CHECK(cudaStreamDestroy(side) == cudaSuccess);
+}
+
+void test_nccl_graphs() {
+    run_case("nccl: graphs with collectives, with other collectives in between",
+             [] { on_ranks(2, check_replayed_collectives); });
+    run_case("nccl: a graph with a group of messages", [] { on_ranks(3, check_replayed_group); });
+    run_case("nccl: one graph with the streams of all ranks", [] {
+        OneCapture capture;
+        on_ranks(2, [&](Rank &r) { capture.check(r); });
+    });
+    run_case("nccl: a graph with a call of a non-blocking communicator",
+             [] { on_ranks(2, check_replayed_non_blocking, false); });
+    run_case("nccl: the streams of a group are all in one capture, or in none",
+             [] { on_ranks(2, check_streams_of_a_group); });
+    run_reporting_case("nccl reports graphs with calls that do not match", [] {
+        on_ranks(2, [](Rank &r) {
+            Buffer<float> x(std::vector<float>(8));
+            RankGraph graph(r, [&] {
+                const size_t count = r.rank ? 4 : 8;
+                CHECK(ncclAllReduce(x.p, x.p, count, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
+            });
+            graph.launch(r);
+            CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess);
+        });
+    });
+    run_reporting_case("nccl reports a graph with a call of a communicator that is gone", [] {
+        on_ranks(2, [](Rank &r) {
+            Buffer<float> x(std::vector<float>(8));
+            RankGraph graph(
+                r, [&] { CHECK(ncclAllReduce(x.p, x.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess); });
+            r.destroy = false;
+            CHECK(ncclCommDestroy(r.comm) == ncclSuccess);
+            graph.launch(r);
+            CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess);
+        });
+    });
+}
+
 // ---- order between the libraries, which only the checker sees -------------------------------------------------------
 
 #ifdef MTE_CHECK
@@ -1577,7 +2175,29 @@ void check_order(Rank &r, bool wait) {
     CHECK(cudaStreamDestroy(other) == cudaSuccess && cudaEventDestroy(event) == cudaSuccess);
 }
 
+// A graph whose collective does or does not wait for the memset of another stream.
+void check_order_in_graph(Rank &r, bool wait) {
+    const cudaStream_t side = new_stream();
+    cudaEvent_t fork, join;
+    Buffer<float> x(std::vector<float>(8));
+    CHECK(cudaEventCreate(&fork) == cudaSuccess && cudaEventCreate(&join) == cudaSuccess);
+    RankGraph graph(r, [&] {
+        CHECK(cudaEventRecord(fork, r.stream) == cudaSuccess && cudaStreamWaitEvent(side, fork, 0) == cudaSuccess);
+        CHECK(cudaMemsetAsync(x.p, 0, 32, side) == cudaSuccess && cudaEventRecord(join, side) == cudaSuccess);
+        if (wait) CHECK(cudaStreamWaitEvent(r.stream, join, 0) == cudaSuccess);
+        CHECK(ncclAllReduce(x.p, x.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess);
+        CHECK(cudaStreamWaitEvent(r.stream, join, 0) == cudaSuccess);
+    });
+    for (int launch = 0; launch < 3; launch++) graph.launch(r);
+    CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess && cudaStreamDestroy(side) == cudaSuccess);
+    CHECK(cudaEventDestroy(fork) == cudaSuccess && cudaEventDestroy(join) == cudaSuccess);
+}
+
 void test_order() {
+    run_case("a collective in a graph that waits for a node of another stream",
+             [] { on_ranks(2, [](Rank &r) { check_order_in_graph(r, true); }); });
+    run_reporting_child("a collective in a graph that does not wait for a node of another stream is reported",
+                        [] { on_ranks(2, [](Rank &r) { check_order_in_graph(r, false); }); });
     run_case("a collective that waits for the product it reduces",
              [] { on_ranks(2, [](Rank &r) { check_order(r, true); }); });
     run_reporting_child("a collective that does not wait for the product it reduces is reported",
@@ -1622,6 +2242,13 @@ int main() {
     test_states();
     test_windows();
     test_mismatches();
+    test_replays();
+    test_captures();
+    test_isolation();
+    test_prohibited_calls();
+    test_capture_modes();
+    test_graph_handles();
+    test_nccl_graphs();
     test_order();
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
     fflush(nullptr);
