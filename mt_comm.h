@@ -45,7 +45,7 @@
    Cancelled threads and C++ exceptions: see mt_launch.
 
    Sections of the implementation: >>status >>context >>cuda >>local >>16bit >>collectives >>nccl >>mpi
-   >>compare >>conjugates >>launch                                                                                  */
+   >>compare >>conjugates >>graph >>launch                                                                          */
 
 #ifndef MT_COMM_H
 #define MT_COMM_H
@@ -563,6 +563,55 @@ MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket);
 MT_API mt_status mt_overlap_wait_all(mt_context *ctx);
 MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or planned for a GPU on MT_DEVICE_META */
 
+/* ---- CUDA graphs: a step that is recorded once ------------------------------------------------------------------- */
+
+/* A training step starts hundreds of kernels, and each start costs the host a few microseconds. A CUDA graph records
+   the step once, and then starts all of it with one call:
+       for (n = 0; n < steps; n++) {
+           ... mt_upload the token ids; mt_step_begin (mt_parallel.h) ...
+           if (n == 0) MT_TRY(run_step(...));                        // not recorded, see below
+           if (n == 1) {
+               MT_TRY(mt_graph_begin(ctx, comm));
+               status = run_step(...);                               // only recorded: the GPU does nothing
+               MT_KEEP(status, mt_graph_end(ctx, status == MT_SUCCESS ? &graph : NULL));
+               MT_TRY(status);
+           }
+           if (n > 0) MT_TRY(mt_graph_launch(ctx, graph));           // runs what was recorded
+       }
+       mt_graph_destroy(ctx, graph);
+   A launch has the bits of the recorded calls. It uses the same addresses and the same numbers as they did: what
+   changes from step to step must be in memory of the device, which the host writes before the launch. Memory that the
+   calls have taken from the arena belongs to every launch: keep nothing else there that a launch must not overwrite.
+   Run the step once before you record it, because the first run chooses the algorithms of products by measurement,
+   and connects the ranks of NCCL.
+
+   comm is a communicator of all ranks that the step communicates with; NULL: none. Over NCCL each rank records and
+   launches a graph of its own. Ranks that are threads without NCCL, for instance on one GPU, record one graph together:
+   there mt_graph_begin, mt_graph_end and mt_graph_launch are collectives of comm. These ranks take turns: one records,
+   until it waits for another rank in a collective.
+
+   Between mt_graph_begin and mt_graph_end the host cannot wait for the GPU, upload or allocate. MT_ERR_UNSUPPORTED is
+   returned by mt_context_synchronize, mt_upload, mt_download, mt_context_alloc, mt_barrier, and every call that needs
+   one of them, such as mt_grad_norm (use mt_step_update) and mt_hash. Do not free memory or create communicators there.
+   The ledgers count the recorded calls, not the launches. An overlap that has begun before mt_graph_end ends there.
+
+   Only MT_DEVICE_CUDA records graphs; MT_ERR_UNSUPPORTED on a CPU. On MT_DEVICE_META recorded calls are planned like
+   others, and a launch does nothing. */
+typedef struct mt_graph mt_graph; /* opaque */
+
+/* mt_graph_begin: MT_ERR_ARGUMENT (this context already records; an overlap has not ended).
+   mt_graph_end: out NULL discards what was recorded, as after an error. The caller destroys *out before ctx and comm.
+     When one rank of a common graph discards it, the others get MT_ERR_PEER.
+   mt_graph_launch: puts the work into the context's stream and does not wait. A launch runs after earlier work in the
+     stream, also after an earlier launch.
+   mt_graph_destroy: waits for the launches of this rank; graph may be NULL. Ranks of a common graph destroy it after
+     their last launch, in any order.
+   All: MT_ERR_SYSTEM (CUDA failed), and the errors of a collective where they are one. */
+MT_API mt_status mt_graph_begin(mt_context *ctx, mt_comm *comm);
+MT_API mt_status mt_graph_end(mt_context *ctx, mt_graph **out);
+MT_API mt_status mt_graph_launch(mt_context *ctx, mt_graph *graph);
+MT_API void mt_graph_destroy(mt_context *ctx, mt_graph *graph);
+
 /* ---- launch: ranks as threads of this process -------------------------------------------------------------------- */
 
 /* A zero-initialised desc means: one rank, MT_TIMEOUT_DEFAULT, errors to stderr. */
@@ -929,6 +978,9 @@ struct mt_context {
     struct CUstream_st *second_stream, *third_stream;
     struct CUevent_st *events[MTI_EVENTS]; /* one per ticket; the last one is for mti_cuda_fork */
     mti_staging staging;
+    int recording;              /* 1: between mt_graph_begin and mt_graph_end */
+    mt_comm *recorders;         /* the ranks that record together; NULL: this rank alone */
+    int has_turn;               /* 1: of the recorders, this rank records now */
     unsigned pending;           /* bit mask of tickets that the compute stream has not waited for */
     int overlapped;             /* 1: mti_cuda_fork has been called */
     uint64_t reached;           /* bit mask of other GPUs whose memory this GPU can read */
@@ -941,7 +993,14 @@ struct mt_context {
 };
 
 /* Codes for calls that have no mt_collective, for slots and messages. The ledger does not count these calls. */
-typedef enum mti_call_kind { MTI_SPLIT = 64, MTI_SEND_RECV = 65, MTI_CREATE = 66 } mti_call_kind;
+typedef enum mti_call_kind {
+    MTI_SPLIT = 64,
+    MTI_SEND_RECV = 65,
+    MTI_CREATE = 66,
+    MTI_GRAPH_BEGIN = 67,
+    MTI_GRAPH_END = 68,
+    MTI_GRAPH_LAUNCH = 69
+} mti_call_kind;
 
 typedef struct mti_call {
     int kind; /* mt_collective or mti_call_kind */
@@ -956,6 +1015,7 @@ typedef struct mti_call {
     int goes_on; /* 1: this is not the first chunk of a call */
     const void *send;
     void *recv;
+    struct CUgraphExec_st *run; /* MTI_GRAPH_LAUNCH */
     int color, key;
 } mti_call;
 
@@ -997,6 +1057,7 @@ typedef struct mti_group {
     pthread_mutex_t mutex;
     pthread_cond_t cond;
     unsigned char *slots;
+    int turn; /* atomic; 1: a rank of this group records a graph */
     mt_status why_broken;
     char text[MT_ERROR_BYTES];
 } mti_group;
@@ -1093,6 +1154,7 @@ static void mti_cuda_idle(mt_context *ctx);
 static void mti_cuda_close(mt_context *ctx);
 static mt_status mti_cuda_synchronize(mt_context *ctx);
 static mt_status mti_cuda_report(mt_context *ctx);
+static mt_status mti_cuda_allocates(mt_context *ctx);
 static void mti_cuda_forget(mt_context *ctx, const void *ptr);
 
 static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call); /* >>local */
@@ -1119,6 +1181,8 @@ static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out);
 static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
 static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
 static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
+static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call); /* >>graph */
+static void mti_graph_forget(mt_context *ctx);
 #if MT_HAS_CUDA
 static void mti_nccl_close(mt_context *ctx);
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
@@ -1401,6 +1465,15 @@ MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot) {
     return ctx && slot >= MT_SLOT_KERNELS && slot < MT_SLOT_COUNT ? ctx->slots[slot].memory : NULL;
 }
 
+/* Refuses a call that waits for the GPU, or that only the host can do, while a graph is recorded. */
+static mt_status mti_check_recording(mt_context *ctx) {
+    if (!ctx->recording) return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_UNSUPPORTED,
+        "between mt_graph_begin and mt_graph_end no call can wait for the GPU, upload, download or allocate: "
+        "do this before mt_graph_launch");
+}
+
 /* Waits for the stream. The library's own waits, such as that of a barrier, do not report the errors of kernels: an
    error in one call is no reason to fail another one, and would break the communicator. */
 static mt_status mti_synchronize(mt_context *ctx) {
@@ -1438,7 +1511,7 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
     } else {
         mt_status status = MT_SUCCESS;
         void *ptr;
-        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mt_cuda_enter(ctx)); /* the allocator uses the current GPU */
+        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_allocates(ctx));
         ptr = (ctx->allocator.alloc)(ctx->allocator.user, size, MT_ALIGNMENT);
         if (!ptr) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
         if (ctx->device == MT_DEVICE_CUDA) status = mt_cuda_zero(ctx, ptr, size);
@@ -1678,9 +1751,16 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
 
 static mt_status mti_cuda_synchronize(mt_context *ctx) {
     MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY(mti_check_recording(ctx));
     MT_TRY(mt_cuda_wait_peers(ctx));
     MT_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
     return MT_SUCCESS;
+}
+
+/* Before a call of the allocator, which uses the current GPU. */
+static mt_status mti_cuda_allocates(mt_context *ctx) {
+    MT_TRY(mt_cuda_enter(ctx));
+    return mti_check_recording(ctx);
 }
 
 MT_API mt_range_error *mt_cuda_range_error(const mt_context *ctx) {
@@ -1696,12 +1776,22 @@ static mt_status mti_cuda_report(mt_context *ctx) {
     return mt_range_fail(ctx, &error);
 }
 
+/* Discards what has been recorded. In a common graph only rank 0 can do this; CUDA then reports that streams of other
+   ranks have not been joined. */
+static void mti_cuda_drop(mt_context *ctx) {
+    cudaGraph_t graph = NULL;
+    if (cudaStreamEndCapture(ctx->compute_stream, &graph) != cudaSuccess) cudaGetLastError();
+    if (graph) cudaGraphDestroy(graph);
+}
+
 /* Waits for all streams, and detaches the communicators over NCCL from the context. */
 static void mti_cuda_idle(mt_context *ctx) {
     if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* no such GPU: mti_cuda_open has failed with a message */
         cudaGetLastError();
         return;
     }
+    if (ctx->recording) mti_cuda_drop(ctx); /* the program has failed before mt_graph_end */
+    mti_graph_forget(ctx);
     if (ctx->second_stream) { /* before the compute stream, which may wait for it */
         ctx->stream = ctx->second_stream;
         mti_cuda_synchronize(ctx);
@@ -1813,6 +1903,7 @@ MT_API mt_status mt_cuda_upload(mt_context *ctx, void *to, size_t to_pitch, cons
                                 int64_t rows) {
     void *memory = NULL;
     MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY(mti_check_recording(ctx)); /* each launch would copy what the staging memory has then */
     if (rows <= 0 || row_bytes == 0) return MT_SUCCESS;
     if (row_bytes > MT_UPLOAD_BYTES / (size_t)rows || ctx->stream != ctx->compute_stream) {
         MT_TRY(mt_cuda_wait_peers(ctx)); /* a copy of pageable memory would wait for them without a timeout */
@@ -1852,6 +1943,7 @@ MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, con
 /* Calls mt_cuda_wait_peers first, because a copy to pageable memory waits for the stream without a timeout. */
 static mt_status mti_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
     MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY(mti_check_recording(ctx));
     MT_TRY(mt_cuda_wait_peers(ctx));
     MT_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
     return mti_cuda_synchronize(ctx);
@@ -1928,6 +2020,7 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
 }
 static void mti_cuda_idle(mt_context *ctx) { (void)ctx; }
+static void mti_cuda_drop(mt_context *ctx) { (void)ctx; }
 static void mti_cuda_close(mt_context *ctx) { (void)ctx; }
 MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
     return (void)ctx, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
@@ -1951,6 +2044,7 @@ MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, con
 }
 static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_report(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static mt_status mti_cuda_allocates(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
     return (void)ctx, (void)side, MT_ERR_UNSUPPORTED;
 }
@@ -2191,7 +2285,7 @@ static void mti_pin(const int *core, int count) {
 #endif
 }
 
-#if MTI_NCCL || MTI_MPI
+#if MT_HAS_CUDA || MTI_MPI
 /* Called between two polls of a wait: yields the core, or sleeps for 50 us when the wait has lasted `soon` seconds. */
 static void mti_rest(double waited, double soon) {
     struct timespec nap = mti_timespec(50e-6);
@@ -2341,6 +2435,9 @@ static const char *mti_call_name(int kind) {
     if (kind == MTI_SPLIT) return "split";
     if (kind == MTI_SEND_RECV) return "send_recv";
     if (kind == MTI_CREATE) return "create";
+    if (kind == MTI_GRAPH_BEGIN) return "graph_begin";
+    if (kind == MTI_GRAPH_END) return "graph_end";
+    if (kind == MTI_GRAPH_LAUNCH) return "graph_launch";
     return mt_collective_name((mt_collective)kind);
 }
 
@@ -2639,6 +2736,46 @@ static void mti_fail_inside(mt_context *ctx, mt_comm *comm, const mti_call *call
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_drain(ctx);
 }
 
+/* -- turns: of the ranks that record a graph together, one calls CUDA at a time -- */
+
+/* CUDA allows only one thread at a time to work on a graph ("Graph object thread safety", CUDA Runtime API). So a rank
+   gives its turn away before it waits for other ranks, and takes one before it goes on. */
+static void mti_turn_give(mt_context *ctx) {
+    if (!ctx || !ctx->has_turn) return;
+    ctx->has_turn = 0;
+    __atomic_store_n(&ctx->recorders->group->turn, 0, __ATOMIC_RELEASE);
+}
+
+#if MT_HAS_CUDA
+static mt_status mti_turn_take(mt_context *ctx) {
+    mti_stopwatch watch;
+    mti_group *g;
+    double waited;
+    if (!ctx || !ctx->recorders || ctx->has_turn) return MT_SUCCESS;
+    g = ctx->recorders->group;
+    watch = mti_stopwatch_start(g->timeout);
+    while (__atomic_exchange_n(&g->turn, 1, __ATOMIC_ACQUIRE)) {
+        waited = mti_waited(&watch);
+        if (waited > g->timeout)
+            return mt_fail(ctx, MT_ERR_TIMEOUT, "rank %d of \"%s\" (%d ranks) waits for another rank to record: %.1f s",
+                           ctx->recorders->rank, ctx->recorders->name, ctx->recorders->size, waited);
+        mti_rest(waited, 1e-3);
+    }
+    ctx->has_turn = 1;
+    return MT_SUCCESS;
+}
+#else
+static mt_status mti_turn_take(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
+#endif
+
+/* As mti_wait_for, without a turn. */
+static mti_outcome mti_wait_aside(mt_context *ctx, mti_group *g, const mti_wait *w) {
+    mti_outcome outcome;
+    mti_turn_give(ctx);
+    outcome = mti_wait_for(g, w);
+    return mti_turn_take(ctx) == MT_SUCCESS ? outcome : MTI_SEES_LATE;
+}
+
 /* -- meetings -- */
 
 typedef enum mti_arrival { MTI_WAITS, MTI_IS_LAST, MTI_TOO_LATE } mti_arrival;
@@ -2658,7 +2795,7 @@ static mti_arrival mti_arrive(mti_group *g, uint64_t *generation, int whatever) 
     return last ? MTI_IS_LAST : MTI_WAITS;
 }
 
-static mti_outcome mti_wait_meeting(mti_group *g, uint64_t generation, int forever) {
+static mti_outcome mti_wait_meeting(mt_context *ctx, mti_group *g, uint64_t generation, int forever) {
     mti_wait w;
     w.word = &g->state;
     w.mask = ~(uint64_t)0 << MTI_GENERATION;
@@ -2666,13 +2803,13 @@ static mti_outcome mti_wait_meeting(mti_group *g, uint64_t generation, int forev
     w.until_not = 1;
     w.peer = -1;
     w.forever = forever;
-    return mti_wait_for(g, &w);
+    return mti_wait_aside(ctx, g, &w);
 }
 
 /* A meeting that cannot fail, because all ranks have passed mti_enter and are inside the same call. */
 static void mti_meet(mt_comm *comm) {
     uint64_t generation;
-    if (mti_arrive(comm->group, &generation, 1) == MTI_WAITS) mti_wait_meeting(comm->group, generation, 1);
+    if (mti_arrive(comm->group, &generation, 1) == MTI_WAITS) mti_wait_meeting(NULL, comm->group, generation, 1);
 }
 
 static void mti_set_inside(mt_comm *comm, int inside) {
@@ -2704,7 +2841,7 @@ static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call)
     arrival = mti_arrive(g, &generation, 0);
     if (arrival == MTI_TOO_LATE) status = mti_broken_before(ctx, comm, call);
     if (arrival == MTI_WAITS) {
-        mti_outcome outcome = mti_wait_meeting(g, generation, 0);
+        mti_outcome outcome = mti_wait_meeting(ctx, g, generation, 0);
         if (outcome != MTI_MET) status = mti_give_up(ctx, comm, outcome, -1, generation);
     }
     if (status == MT_SUCCESS) status = mti_compare(ctx, comm);
@@ -2721,7 +2858,7 @@ static void mti_exit(mt_comm *comm) {
    stream might never end: this rank first waits for it, because a peer would wait without a timeout. */
 static mt_status mti_local_begin(mt_context *ctx, mt_comm *comm) {
     if (ctx->device != MT_DEVICE_CUDA) return MT_SUCCESS;
-    MT_TRY(mt_cuda_wait_peers(ctx));
+    if (!ctx->recording) MT_TRY(mt_cuda_wait_peers(ctx));
     return mti_cuda_record(ctx, &mti_slot_of(comm->group, comm->rank)->ready);
 }
 
@@ -2787,7 +2924,7 @@ static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) 
     mt_status status;
     do { /* the exchange fails when the sender has given up: it then breaks the group, which ends the next wait */
         mti_wait w = mti_wait_outbox(slot, mti_outbox(comm->rank, MTI_POSTED), 0, call->source, 0);
-        mti_outcome outcome = mti_wait_for(g, &w);
+        mti_outcome outcome = mti_wait_aside(ctx, g, &w);
         if (outcome != MTI_MET) return mti_give_up(ctx, comm, outcome, call->source, MTI_ANY);
         posted = w.value;
     } while (!__atomic_compare_exchange_n(&slot->outbox, &posted, mti_outbox(comm->rank, MTI_TAKEN), 0,
@@ -2809,12 +2946,12 @@ static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call 
     uint64_t posted = mti_outbox(call->root, MTI_POSTED), end;
     mt_status sent = MT_SUCCESS;
     mti_wait w = mti_wait_outbox(slot, posted, 1, call->root, 0);
-    mti_outcome outcome = status == MT_SUCCESS ? mti_wait_for(g, &w) : MTI_SEES_BROKEN;
+    mti_outcome outcome = status == MT_SUCCESS ? mti_wait_aside(ctx, g, &w) : MTI_SEES_BROKEN;
     if (outcome != MTI_MET &&
         __atomic_compare_exchange_n(&slot->outbox, &posted, (uint64_t)0, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         return status != MT_SUCCESS ? status : mti_give_up(ctx, comm, outcome, call->root, MTI_ANY);
     w = mti_wait_outbox(slot, mti_outbox(call->root, MTI_TAKEN), 1, call->root, 1);
-    mti_wait_for(g, &w);
+    mti_wait_aside(ctx, g, &w);
     end = __atomic_load_n(&slot->outbox, __ATOMIC_SEQ_CST) & 7;
     __atomic_store_n(&slot->outbox, (uint64_t)0, __ATOMIC_SEQ_CST);
     if (end == MTI_DONE && ctx->device == MT_DEVICE_CUDA) sent = mti_cuda_await(ctx, &slot->taken);
@@ -3599,6 +3736,7 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
     case MT_ALL_GATHER: return mti_move_all_gather(ctx, comm, call);
     case MT_REDUCE_SCATTER: return mti_move_reduce_scatter(ctx, comm, call);
     case MT_BROADCAST: return mti_move_broadcast(ctx, comm, call);
+    case MTI_GRAPH_LAUNCH: return comm->rank == 0 ? mti_cuda_graph_launch(ctx, call) : MT_SUCCESS;
     default: return MT_SUCCESS;
     }
 }
@@ -3641,7 +3779,7 @@ static mt_status mti_cuda_barrier(mt_context *ctx, mt_comm *comm, const mti_call
 static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_slot *mine = mti_slot_of(comm->group, comm->rank);
     int on_gpu = ctx->device == MT_DEVICE_CUDA;
-    mt_status status;
+    mt_status status, turn;
     if (on_gpu && call->kind == MT_BARRIER) return mti_cuda_barrier(ctx, comm, call);
     status = mti_local_begin(ctx, comm);
     if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
@@ -3650,7 +3788,10 @@ static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_
     status = on_gpu ? mti_cuda_move(ctx, comm, call) : mti_move(ctx, comm, call);
     mine->failed = status != MT_SUCCESS;
     if (status != MT_SUCCESS) mti_fail_inside(ctx, comm, call, status);
+    mti_turn_give(ctx);
     mti_exit(comm);
+    turn = mti_turn_take(ctx);
+    if (turn != MT_SUCCESS) return mti_break_failed(ctx, comm, call, turn);
     return on_gpu ? mti_cuda_moved(ctx, comm, call, status) : status;
 }
 
@@ -3720,6 +3861,7 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
 static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t elements = call->count;
     MT_TRY(mti_check_call(ctx, comm, call));
+    if (call->kind == MT_BARRIER) MT_TRY(mti_check_recording(ctx)); /* waits on GPUs */
     MT_TRY((comm->transport->collective)(ctx, comm, call));
     if (comm->size == 1) return MT_SUCCESS;
     if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
@@ -4133,6 +4275,16 @@ MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) {
     for (comm = ctx->nccl; comm; comm = comm->nccl.next)
         if (comm->nccl.busy) comm->nccl.busy = !mti_nccl_is_idle(ctx, comm);
     return MT_SUCCESS;
+}
+
+/* After the launch of a graph, which may have work of every communicator. Its work is in the context's stream. */
+static void mti_nccl_launched(mt_context *ctx) {
+    mt_comm *comm;
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next) {
+        if (comm->nccl.broken) continue;
+        comm->nccl.busy = 1;
+        comm->nccl.stream = ctx->stream;
+    }
 }
 
 /* -- registration -- */
@@ -4589,6 +4741,7 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
 }
 #else /* not built */
 #if MT_HAS_CUDA
+static void mti_nccl_launched(mt_context *ctx) { (void)ctx; }
 MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) { return ctx ? MT_SUCCESS : MT_ERR_ARGUMENT; }
 static void mti_nccl_close(mt_context *ctx) { (void)ctx; }
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) {
@@ -6101,6 +6254,233 @@ MT_API mt_status mt_overlap_wait_all(mt_context *ctx) {
 }
 
 MT_API int mt_overlap_is_planned(const mt_context *ctx) { return ctx && ctx->planned == MT_DEVICE_CUDA; }
+
+/* ---- >>graph: CUDA graphs ---------------------------------------------------------------------------------------- */
+
+struct mt_graph {
+    mt_comm *comm;              /* the ranks that launch together; NULL: this rank alone */
+    struct CUgraphExec_st *run; /* NULL: rank 0 of comm has it, or the device is MT_DEVICE_META */
+};
+
+/* Returns the communicator whose ranks record one graph together; NULL: this rank records alone. */
+static mt_comm *mti_graph_recorders(const mt_context *ctx, mt_comm *comm) {
+    int together = ctx->device == MT_DEVICE_CUDA && comm && comm->size > 1 && comm->transport->are_threads;
+    return together ? comm : NULL;
+}
+
+#if MT_HAS_CUDA
+static mt_status mti_cuda_capture(mt_context *ctx) {
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaStreamBeginCapture(ctx->stream, cudaStreamCaptureModeThreadLocal));
+    return MT_SUCCESS;
+}
+
+/* Ends the capture of this rank's stream, and makes a graph that can run. */
+static mt_status mti_cuda_capture_end(mt_context *ctx, struct CUgraphExec_st **run) {
+    cudaGraph_t graph = NULL;
+    mt_status status;
+    MT_TRY(mt_cuda_enter(ctx));
+    status = mti_cuda_check(ctx, cudaStreamEndCapture(ctx->stream, &graph), "cudaStreamEndCapture");
+    if (status == MT_SUCCESS)
+        status = mti_cuda_check(ctx, cudaGraphInstantiateWithFlags(run, graph, 0), "cudaGraphInstantiateWithFlags");
+    if (graph) cudaGraphDestroy(graph);
+    return status;
+}
+
+static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call) {
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_CUDA_TRY(ctx, cudaGraphLaunch(call->run, ctx->stream));
+    mti_nccl_launched(ctx);
+    return MT_SUCCESS;
+}
+
+static void mti_cuda_graph_destroy(mt_context *ctx, struct CUgraphExec_st *run) {
+    mti_cuda_synchronize(ctx);
+    if (cudaGraphExecDestroy(run) != cudaSuccess) cudaGetLastError();
+}
+#else
+static mt_status mti_cuda_capture(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static mt_status mti_cuda_capture_end(mt_context *ctx, struct CUgraphExec_st **run) {
+    return (void)ctx, (void)run, MT_ERR_UNSUPPORTED;
+}
+static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call) {
+    return (void)ctx, (void)call, MT_ERR_UNSUPPORTED;
+}
+static void mti_cuda_graph_destroy(mt_context *ctx, struct CUgraphExec_st *run) { (void)ctx, (void)run; }
+#endif
+
+/* After a recording has ended or failed. */
+static void mti_graph_forget(mt_context *ctx) {
+    mti_turn_give(ctx);
+    ctx->recorders = NULL;
+    ctx->recording = 0;
+}
+
+/* One rank's part of mt_graph_begin of several ranks, between its two meetings. Rank 0 has begun the capture of its
+   stream; the stream of another rank joins it by an event of rank 0. */
+static mt_status mti_graph_join(mt_context *ctx, mt_comm *comm) {
+    const mti_event *begun = &mti_slot_of(comm->group, 0)->done;
+    MT_TRY(mti_turn_take(ctx));
+    return comm->rank == 0 || !begun->handle ? MT_SUCCESS : mti_cuda_await(ctx, begun);
+}
+
+/* Rank 0's part of mt_graph_end of several ranks: its stream comes after the streams of all ranks. */
+static mt_status mti_graph_close(mt_context *ctx, mt_comm *comm, int discards, struct CUgraphExec_st **run) {
+    mt_status status = MT_SUCCESS;
+    int r;
+    for (r = 1; r < comm->size; r++) {
+        const mti_slot *slot = mti_slot_of(comm->group, r);
+        discards |= slot->failed;
+        if (slot->done.handle) MT_KEEP(status, mti_cuda_await(ctx, &slot->done));
+    }
+    if (!discards && status == MT_SUCCESS) return mti_cuda_capture_end(ctx, run);
+    mti_cuda_drop(ctx);
+    return status;
+}
+
+/* After the second meeting: all ranks fail when one has. status: of this rank */
+static mt_status mti_graph_all(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
+    int r;
+    for (r = 0; r < comm->size && status == MT_SUCCESS; r++)
+        if (mti_slot_of(comm->group, r)->failed)
+            status =
+                mti_refuse(ctx, comm, MT_ERR_PEER, "%s on \"%s\" (%d ranks): rank %d has failed, or discards the graph",
+                           mti_call_name(call->kind), comm->name, comm->size, r);
+    mti_meet(comm); /* `failed` may change now */
+    return status;
+}
+
+static mt_status mti_graph_begin_all(mt_context *ctx, mt_comm *comm) {
+    mti_call call = mti_call_make(MTI_GRAPH_BEGIN, NULL, NULL, 0, MT_U8);
+    mti_slot *mine = mti_slot_of(comm->group, comm->rank);
+    int begun = 0;
+    mt_status status = MT_SUCCESS, met;
+    if (comm->rank == 0) {
+        status = mti_cuda_capture(ctx);
+        begun = status == MT_SUCCESS;
+        if (begun) status = mti_cuda_record(ctx, &mine->done);
+    }
+    met = mti_enter(ctx, comm, &call);
+    if (met != MT_SUCCESS) {
+        if (begun) mti_cuda_drop(ctx);
+        return met;
+    }
+    MT_KEEP(status, mti_graph_join(ctx, comm));
+    mine->failed = status != MT_SUCCESS;
+    mti_turn_give(ctx);
+    mti_exit(comm);
+    status = mti_graph_all(ctx, comm, &call, status);
+    if (status != MT_SUCCESS && begun) mti_cuda_drop(ctx);
+    return status != MT_SUCCESS ? status : mti_turn_take(ctx);
+}
+
+/* run NULL: this rank discards the graph. */
+static mt_status mti_graph_end_all(mt_context *ctx, mt_comm *comm, struct CUgraphExec_st **run) {
+    mti_call call = mti_call_make(MTI_GRAPH_END, NULL, NULL, 0, MT_U8);
+    mti_slot *mine = mti_slot_of(comm->group, comm->rank);
+    mt_status status = mti_cuda_record(ctx, &mine->done), met;
+    mti_turn_give(ctx);
+    ctx->recorders = NULL; /* there are no turns any more */
+    mine->failed = !run || status != MT_SUCCESS;
+    met = mti_enter(ctx, comm, &call);
+    if (met != MT_SUCCESS) {
+        if (comm->rank == 0) mti_cuda_drop(ctx);
+        return met;
+    }
+    if (comm->rank == 0) {
+        MT_KEEP(status, mti_graph_close(ctx, comm, mine->failed, run));
+        mine->failed |= status != MT_SUCCESS;
+    }
+    mti_exit(comm);
+    if (!run && status == MT_SUCCESS) return mti_meet(comm), MT_SUCCESS;
+    return mti_graph_all(ctx, comm, &call, status);
+}
+
+static mt_status mti_graph_check(mt_context *ctx, const char *function, int recording) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (ctx->device == MT_DEVICE_CPU)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: the context is on MT_DEVICE_CPU; only MT_DEVICE_CUDA has graphs",
+                       function);
+    if (ctx->recording != recording)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the context %s", function,
+                       recording ? "does not record: call mt_graph_begin before" : "records already");
+    if (ctx->stream != ctx->compute_stream)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the last mt_overlap_begin has no mt_overlap_end", function);
+    return MT_SUCCESS;
+}
+
+/* Later work in the compute stream comes after all overlaps. */
+static mt_status mti_graph_wait_overlaps(mt_context *ctx) {
+    mt_status status = mt_overlap_wait_all(ctx);
+    MT_KEEP(status, mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
+    return status;
+}
+
+static mt_status mti_graph_begin(mt_context *ctx, mt_comm *comm) {
+    mt_status status = MT_SUCCESS;
+    MT_TRY(mti_graph_wait_overlaps(ctx));
+    ctx->recorders = mti_graph_recorders(ctx, comm);
+    ctx->recording = 1;
+    if (ctx->recorders) status = mti_graph_begin_all(ctx, comm);
+    else if (ctx->device == MT_DEVICE_CUDA) status = mti_cuda_capture(ctx);
+    if (status != MT_SUCCESS) mti_graph_forget(ctx);
+    return status;
+}
+
+MT_API mt_status mt_graph_begin(mt_context *ctx, mt_comm *comm) {
+    int before = mti_hold();
+    mt_status status = mti_graph_check(ctx, "mt_graph_begin", 0);
+    if (status == MT_SUCCESS) status = mti_graph_begin(ctx, comm);
+    mti_release(before);
+    return status;
+}
+
+static mt_status mti_graph_end(mt_context *ctx, mt_graph **out) {
+    mt_graph *graph = out ? (mt_graph *)mt_host_alloc(sizeof *graph) : NULL;
+    mt_status status = MT_SUCCESS, overlaps = mti_graph_wait_overlaps(ctx);
+    int wanted = graph && overlaps == MT_SUCCESS;
+    if (graph) graph->comm = ctx->recorders;
+    if (ctx->recorders) status = mti_graph_end_all(ctx, ctx->recorders, wanted ? &graph->run : NULL);
+    else if (ctx->device == MT_DEVICE_CUDA && wanted) status = mti_cuda_capture_end(ctx, &graph->run);
+    else if (ctx->device == MT_DEVICE_CUDA) mti_cuda_drop(ctx);
+    mti_graph_forget(ctx);
+    if (out && !graph) status = mt_fail(ctx, MT_ERR_MEMORY, "mt_graph_end: no memory for the graph");
+    MT_KEEP(status, overlaps);
+    if (status != MT_SUCCESS) mt_host_free(graph);
+    else if (out) *out = graph;
+    return status;
+}
+
+MT_API mt_status mt_graph_end(mt_context *ctx, mt_graph **out) {
+    int before = mti_hold();
+    mt_status status = mti_graph_check(ctx, "mt_graph_end", 1);
+    if (out) *out = NULL;
+    if (status == MT_SUCCESS) status = mti_graph_end(ctx, out);
+    mti_release(before);
+    return status;
+}
+
+static mt_status mti_graph_launch(mt_context *ctx, const mt_graph *graph) {
+    mti_call call = mti_call_make(MTI_GRAPH_LAUNCH, NULL, NULL, 0, MT_U8);
+    call.run = graph->run;
+    if (graph->comm) return mti_local_collective(ctx, graph->comm, &call);
+    if (!graph->run) return MT_SUCCESS; /* MT_DEVICE_META */
+    return mti_cuda_graph_launch(ctx, &call);
+}
+
+MT_API mt_status mt_graph_launch(mt_context *ctx, mt_graph *graph) {
+    int before = mti_hold();
+    mt_status status = mti_graph_check(ctx, "mt_graph_launch", 0);
+    if (status == MT_SUCCESS && !graph) status = mt_fail(ctx, MT_ERR_ARGUMENT, "mt_graph_launch: graph is NULL");
+    if (status == MT_SUCCESS) status = MT_RANGE("graph", mti_graph_launch(ctx, graph));
+    mti_release(before);
+    return status;
+}
+
+MT_API void mt_graph_destroy(mt_context *ctx, mt_graph *graph) {
+    if (ctx && graph && graph->run) mti_cuda_graph_destroy(ctx, graph->run);
+    mt_host_free(graph);
+}
 
 /* ---- >>launch ---------------------------------------------------------------------------------------------------- */
 

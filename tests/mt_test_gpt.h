@@ -61,6 +61,7 @@ typedef struct gpt_run {
     int bound;     /* bits GPT_BOUND_...: memory that the test allocates and binds; 0: none */
     int vocab;     /* 0: GPT_VOCAB */
     int on_device; /* 1: the numbers of a step are in memory of the device (mt_step) */
+    int graph;     /* 1: with on_device: step 1 is recorded as a CUDA graph, which steps 1, 2, ... launch */
 } gpt_run;
 
 enum {
@@ -82,7 +83,8 @@ typedef struct gpt_worker {
     mt_optimizer optimizer;
     mt_loss_scaler scaler;
     mt_step numbers;          /* with on_device */
-    int32_t *ids;             /* for each slot the ids and targets of a sequence, on the device */
+    mt_graph *graph;          /* with graph */
+    int32_t *ids;             /* for each micro-batch the ids and targets of a sequence, on the device */
     mt_tensor losses, totals; /* losses: one row for each slot; totals: the sum of each micro-batch's losses */
     int step;
     mt_tensor memory[5]; /* [1, n]: what is bound of values, grads, exp_avg, exp_avg_sq and master, or mt_none() */
@@ -141,6 +143,21 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
     return batch;
 }
 
+/* Uploads the sequences of this data rank. Each step has the same text, so that the loss falls. */
+static inline mt_status gpt_load(gpt_worker *w) {
+    int64_t count = GPT_BATCH / w->grid.dp_size, first = w->grid.dp_rank * count;
+    int32_t ids[GPT_SEQ + 1], vocab = gpt_vocab(w->r);
+    for (int64_t n = 0; n < count; n++) {
+        int32_t *to = w->ids + 2 * GPT_SEQ * n;
+        uint64_t seed = (uint64_t)(first + n);
+        ids[0] = (int32_t)((first + n) % vocab);
+        for (int i = 1; i <= GPT_SEQ; i++) ids[i] = (ids[i - 1] * 3 + 1 + (int32_t)test_below(&seed, 2)) % vocab;
+        MT_TRY(mt_upload(w->ctx, ids, mt_tensor_make(to, MT_I32, 1, GPT_SEQ)));
+        MT_TRY(mt_upload(w->ctx, ids + 1, mt_tensor_make(to + GPT_SEQ, MT_I32, 1, GPT_SEQ)));
+    }
+    return MT_SUCCESS;
+}
+
 /* The forward of a micro-batch, which is one sequence. */
 static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input,
                                     mt_tensor output) {
@@ -148,14 +165,8 @@ static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action
     int64_t sequence = w->grid.dp_rank * (GPT_BATCH / w->grid.dp_size) + a->micro_batch;
     mt_batch batch = gpt_batch_of(w, sequence);
     mt_tensor loss = mt_tensor_rows(w->losses, a->slot, 1);
-    int32_t ids[GPT_SEQ + 1], *on_device = w->ids + 2 * GPT_SEQ * a->slot, vocab = gpt_vocab(w->r);
-    uint64_t seed = (uint64_t)sequence; /* each step has the same text, so that the loss falls */
-    ids[0] = (int32_t)(sequence % vocab);
-    for (int i = 1; i <= GPT_SEQ; i++) ids[i] = (ids[i - 1] * 3 + 1 + (int32_t)test_below(&seed, 2)) % vocab;
-    MT_TRY(mt_upload(ctx, ids, mt_tensor_make(on_device, MT_I32, 1, GPT_SEQ)));
-    MT_TRY(mt_upload(ctx, ids + 1, mt_tensor_make(on_device + GPT_SEQ, MT_I32, 1, GPT_SEQ)));
-    MT_TRY(mt_gpt_stage_forward(ctx, &w->gpt, &batch, on_device, on_device + GPT_SEQ, input, output, loss,
-                                &w->saved[a->slot]));
+    const int32_t *ids = w->ids + 2 * GPT_SEQ * a->micro_batch;
+    MT_TRY(mt_gpt_stage_forward(ctx, &w->gpt, &batch, ids, ids + GPT_SEQ, input, output, loss, &w->saved[a->slot]));
     if (w->grid.pp_rank + 1 < w->grid.pp_size) return MT_SUCCESS;
     return mt_sum(ctx, loss, mt_tensor_rows(w->totals, a->micro_batch, 1));
 }
@@ -204,12 +215,10 @@ static inline mt_status gpt_run_schedule(gpt_worker *w) {
     return mt_pipeline_run(w->ctx, &w->grid, &stage, actions, count);
 }
 
-/* Computes the loss and the gradients of a step on all ranks, and their norm unless norm is NULL. */
-static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, float *norm) {
+/* Computes the sum of the losses, the first element of w->totals, and the gradients of a step on all ranks. */
+static inline mt_status gpt_compute(gpt_worker *w) {
     mt_comm *pipeline = w->grid.pp;
     void *total;
-    size_t mark = mt_arena_mark(w->ctx);
-    w->step = step;
     MT_TRY(mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH / w->grid.dp_size, 1, &w->totals));
     MT_TRY(mt_fill(w->ctx, w->totals, 0.0f));
     MT_TRY(mt_params_zero_grad(w->ctx, w->params));
@@ -219,10 +228,17 @@ static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, floa
     total = w->totals.data;
     MT_TRY(mt_all_reduce(w->ctx, w->grid.dp, total, total, 1, MT_F32, MT_SUM));
     MT_TRY(mt_broadcast(w->ctx, pipeline, total, total, 1, MT_F32, w->grid.pp_size - 1));
+    return mt_sync_gradients(w->ctx, w->params);
+}
+
+/* As gpt_compute. Returns the mean loss and the norm of the gradients. */
+static inline mt_status gpt_gradients(gpt_worker *w, int step, float *loss, float *norm) {
+    size_t mark = mt_arena_mark(w->ctx);
+    w->step = step;
+    MT_TRY(gpt_compute(w));
     MT_TRY(mt_download(w->ctx, mt_tensor_rows(w->totals, 0, 1), loss));
     *loss /= GPT_BATCH * GPT_SEQ;
-    MT_TRY(mt_sync_gradients(w->ctx, w->params));
-    if (norm) MT_TRY(mt_grad_norm(w->ctx, w->params, norm));
+    MT_TRY(mt_grad_norm(w->ctx, w->params, norm));
     mt_arena_release(w->ctx, mark);
     return MT_SUCCESS;
 }
@@ -238,15 +254,31 @@ static inline void gpt_keep(const gpt_worker *w, int step, float loss, float nor
     w->r->out->norm[step] = norm;
 }
 
+/* What the device does in a step. */
+static inline mt_status gpt_device_step(gpt_worker *w) {
+    size_t mark = mt_arena_mark(w->ctx);
+    MT_TRY(gpt_compute(w));
+    MT_TRY(mt_step_update(w->ctx, &w->numbers, mt_tensor_rows(w->totals, 0, 1)));
+    mt_arena_release(w->ctx, mark);
+    return MT_SUCCESS;
+}
+
+static inline mt_status gpt_record(gpt_worker *w) {
+    mt_status status;
+    MT_TRY(mt_graph_begin(w->ctx, w->comm));
+    status = gpt_device_step(w);
+    MT_KEEP(status, mt_graph_end(w->ctx, status == MT_SUCCESS ? &w->graph : NULL));
+    return status;
+}
+
 static inline mt_status gpt_step_on_device(gpt_worker *w, int step) {
     mt_step_values values;
-    float loss;
     MT_TRY(mt_step_begin(w->ctx, &w->numbers, gpt_lr(w->r), (uint64_t)(w->r->first_step + step)));
-    MT_TRY(gpt_gradients(w, w->r->first_step + step, &loss, NULL));
-    MT_TRY(mt_step_update(w->ctx, &w->numbers, mt_none()));
+    if (w->r->graph && step == 1) MT_TRY(gpt_record(w));
+    MT_TRY(w->graph ? mt_graph_launch(w->ctx, w->graph) : gpt_device_step(w));
     MT_TRY(mt_step_read(w->ctx, &w->numbers, &values));
     if (w->scaler.scale > 0.0f) w->scaler = values.scaler;
-    gpt_keep(w, step, loss, values.adamw.skip ? (float)NAN : values.norm);
+    gpt_keep(w, step, values.loss / (GPT_BATCH * GPT_SEQ), values.adamw.skip ? (float)NAN : values.norm);
     return MT_SUCCESS;
 }
 
@@ -446,10 +478,12 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
             mt_step_create(w->ctx, &w->optimizer, r->loss_scale > 0.0f ? &w->scaler : NULL, gpt_clip(r), &w->numbers));
     MT_TRY(mt_arena_alloc(w->ctx, GPT_BATCH * 2 * GPT_SEQ * sizeof(int32_t), &memory));
     w->ids = (int32_t *)memory;
-    return mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH, GPT_SEQ, &w->losses);
+    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH, GPT_SEQ, &w->losses));
+    return gpt_load(w);
 }
 
 static inline void gpt_close(gpt_worker *w) {
+    mt_graph_destroy(w->ctx, w->graph);
     mt_step_destroy(w->ctx, &w->numbers);
     mt_optimizer_destroy(w->ctx, &w->optimizer);
     for (int i = 0; i < GPT_BATCH; i++) mt_gpt_saved_destroy(&w->saved[i]);

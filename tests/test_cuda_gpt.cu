@@ -96,6 +96,9 @@ static void test_steps_on_the_gpu(void **state) {
         gpt_execute(r, &device);
         if (memcmp(&host, &device, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits on the GPU", gpt_name(&r));
         if (r.invariant == 0) assert_planned(r, &device);
+        r.graph = 1;
+        gpt_execute(r, &device);
+        if (memcmp(&host, &device, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits as a graph", gpt_name(&r));
     }
 }
 
