@@ -60,8 +60,8 @@ typedef struct options {
         eval_interval;
     double sample, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay, label_smoothing;
     double temperature, timeout, bucket_mb, save_interval;
-    int dtype, device, recompute, schedule, config, distributed_optimizer, sequence_parallel, no_pinning, rotary,
-        swiglu;
+    int dtype, device, cuda_graph, recompute, schedule, config, distributed_optimizer, sequence_parallel, no_pinning,
+        rotary, swiglu;
     int rmsnorm, untied, resume, dry_run, help;
 } options;
 
@@ -89,6 +89,8 @@ static const flag flags[] = {
      "gpt2-1.2b, gpt2-2.5b, gpt2-4.2b or gpt2-8.3b of the paper; flags after it change it"},
     {"data", TEXT, AT(data), 0, 0, "FILE to train on; default: this project's headers and README"},
     {"device", DEVICE, AT(device), 0, 1, "cpu or cuda"},
+    {"cuda-graph", SWITCH, AT(cuda_graph), 0, 1,
+     "record the second step as a CUDA graph, and launch it for all further steps"},
     {"dtype", DTYPE, AT(dtype), 0, 2, "f32, bf16 or f16, of weights and activations; f16 scales the loss"},
     {"tp", WHOLE, AT(tp), 1, 1024, "tensor parallel ranks"},
     {"dp", WHOLE, AT(dp), 1, 1024, "data parallel ranks"},
@@ -259,6 +261,9 @@ static int check_options(options *o, int64_t tokens, int text) {
                 MAX_RANKS);
     else if (o->max_seq > 0 && o->max_seq < o->seq)
         fprintf(stderr, "train_gpt: --max-seq %.15g is less than --seq %.15g\n", o->max_seq, o->seq);
+    else if (o->cuda_graph && (o->device != MT_DEVICE_CUDA || o->hash_log))
+        fprintf(stderr,
+                "train_gpt: --cuda-graph needs --device cuda, without --hash-log, which waits for each tensor\n");
     else if ((o->resume || o->save_interval > 0) && !o->checkpoint)
         fprintf(stderr, "train_gpt: --%s needs --checkpoint DIR\n", o->resume ? "resume" : "save-interval");
     else if (o->prompt && !text)
@@ -476,6 +481,8 @@ typedef struct trainer {
     mt_gpt gpt;
     mt_optimizer optimizer;
     mt_loss_scaler scaler;     /* for f16; for other types the scale is always 1 */
+    mt_graph *graph;           /* with --cuda-graph, from the second step on */
+    int warm;                  /* 1: a step has run */
     mt_step numbers;           /* what changes from step to step, in memory of the device */
     mt_checkpoint *checkpoint; /* NULL without --checkpoint and --init-from */
     int64_t first_step;        /* 0, or with --resume the step of the checkpoint */
@@ -644,6 +651,7 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
 static void trainer_destroy(trainer *t) {
     mt_checkpoint_destroy(t->ctx, t->checkpoint);
     mt_hash_log_destroy(t->hashes);
+    mt_graph_destroy(t->ctx, t->graph);
     mt_step_destroy(t->ctx, &t->numbers);
     mt_context_free(t->ctx, t->ids, t->device_bytes);
     for (int i = 0; t->saved && i < t->slots; i++) mt_gpt_saved_destroy(&t->saved[i]);
@@ -834,7 +842,7 @@ static mt_status skip_step(trainer *t, int64_t step, float scale, float loss, fl
 }
 
 /* What the device does in a training step. */
-static mt_status run_step(pass *p) {
+static mt_status device_step(pass *p) {
     trainer *t = p->t;
     ledgers_start(t);
     MT_TRY(mt_params_zero_grad(t->ctx, t->params));
@@ -843,6 +851,23 @@ static mt_status run_step(pass *p) {
     MT_TRY(mt_step_update(t->ctx, &t->numbers, mt_tensor_rows(t->totals, 0, 1)));
     ledgers_stop(t);
     return MT_SUCCESS;
+}
+
+static mt_status record_step(pass *p) {
+    trainer *t = p->t;
+    mt_status status;
+    MT_TRY(mt_graph_begin(t->ctx, t->comm));
+    status = device_step(p);
+    MT_KEEP(status, mt_graph_end(t->ctx, status == MT_SUCCESS ? &t->graph : NULL));
+    return status;
+}
+
+/* The first step chooses the algorithms of products by measurement, which a graph cannot record. */
+static mt_status run_step(pass *p) {
+    trainer *t = p->t;
+    if (t->job->o.cuda_graph && t->warm && !t->graph) MT_TRY(record_step(p));
+    t->warm = 1;
+    return t->graph ? mt_graph_launch(t->ctx, t->graph) : device_step(p);
 }
 
 static mt_status train_step(trainer *t, int64_t step, float lr, float *loss, float *norm) {
