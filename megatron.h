@@ -94,9 +94,14 @@ typedef struct mt_batch {
     /* advanced */
     /* mt_random.offset of dropout, such as step << 20 in memory of the device; the same number until backward */
     const uint64_t *random_offset;
-    /* [1, 1], MT_F32, in memory of the device: the gradient of the loss is multiplied by it, when backward runs (see
-       mt_step); mt_none(): 1 */
+    /* [1, 1], MT_F32, in memory of the device: the gradient of the loss is multiplied by it, when backward runs (with
+       backward_scale: when forward runs), see mt_step; mt_none(): 1 */
     mt_tensor loss_scale;
+    /* The scale that mt_gpt_backward will get, if it is known before forward. Forward then also computes the gradient
+       of the loss: with one tensor rank, outside invariant mode, the logits are read once instead of twice. Losses and
+       gradients have the same bits on a CPU and in invariant mode; otherwise they differ by rounding at most. Without
+       effect when saved is NULL. 0: backward computes the gradient of the loss */
+    float backward_scale;
 } mt_batch;
 
 /* Returns the mt_dropout of probability p for a block of your own. When batch is NULL, it drops nothing. Set three
@@ -481,9 +486,9 @@ MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* NULL and a zero-initia
    Communication over the tensor group: 1 all-reduce for the embedding, and 2 for each layer. With sequence_parallel: 1
    reduce-scatter for the embedding, 2 all-gathers and 2 reduce-scatters for each layer, and 1 all-gather for the head.
    In both cases also 1 all-gather of 4 floats per token for the loss.
-   MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id or a target is out of range. After these two
-   errors, loss and saved are unchanged. On a GPU, forward succeeds with such an id, its results are of no use, and a
-   later call returns MT_ERR_DATA: see mt_ids_check. */
+   MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_ARGUMENT: batch->backward_scale is not finite. MT_ERR_DATA:
+   an id or a target is out of range. After these errors, loss and saved are unchanged. On a GPU, forward succeeds with
+   such an id, its results are of no use, and a later call returns MT_ERR_DATA: see mt_ids_check. */
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 
@@ -494,14 +499,15 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
    sequence_parallel: 1 all-gather and 1 reduce-scatter for the head, 4 all-gathers and 2 reduce-scatters for each
    layer, and 1 all-gather for the embedding. After mt_sync_gradients_begin, mt_gpt_backward also sums gradients over
    the data group, each bucket as soon as its gradients are final.
-   MT_ERR_ARGUMENT: saved holds no forward. */
+   MT_ERR_ARGUMENT: saved holds no forward, or scale is not the backward_scale of its batch. After the second of these,
+   saved still holds the forward. */
 MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved);
 
 /* mt_gpt_forward and mt_gpt_backward for one stage of a pipeline. The functions `forward` and `backward` of your
    mt_pipeline_stage call them with the tensors that they get from mt_pipeline_run: input, output, doutput and dinput
    are [tokens, hidden], or [tokens / t, hidden] with sequence_parallel, in the model's type. On the first stage input
    and dinput are mt_none(), and on the last stage output and doutput are mt_none(). input must not change until
-   backward. All stages pass the same batch, ids and targets. The last stage writes loss; on the other stages loss may
+   backward. All stages pass the same batch, ids, targets and scale. The last stage writes loss; on the others loss may
    be mt_none().
    An example with one mt_gpt_saved for each slot (see mt_pipeline_slots):
        mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
@@ -2109,6 +2115,23 @@ static mt_status mti_gpt_logits_room(mt_context *ctx, const mt_gpt *gpt, mt_dtyp
     return MT_SUCCESS;
 }
 
+/* Returns 1 if the forward with this batch also computes the gradient of the loss. */
+static int mti_gpt_in_one_pass(const mt_batch *batch) { return batch->backward_scale != 0.0f; }
+
+/* Computes the loss. When backward follows, saved->loss.logits becomes the logits, or their gradient. */
+static mt_status mti_gpt_loss(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, mt_tensor logits,
+                              const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved) {
+    if (!saved || !mti_gpt_in_one_pass(batch))
+        return MT_RANGE("loss forward",
+                        mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tp, &gpt->loss, logits, targets, loss,
+                                                                saved ? &saved->loss : NULL));
+    memset(&saved->loss, 0, sizeof saved->loss);
+    saved->loss.logits = logits;
+    return MT_RANGE("loss forward and backward",
+                    mt_vocab_parallel_cross_entropy_forward_backward(ctx, gpt->head.tp, &gpt->loss, logits, targets,
+                                                                     batch->loss_scale, batch->backward_scale, loss));
+}
+
 /* Runs this stage and, on the last stage, the head and the loss. */
 static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                  const int32_t *targets, mt_tensor input, mt_tensor output, mt_tensor loss,
@@ -2119,9 +2142,7 @@ static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_ba
     MT_TRY(mti_gpt_logits_room(ctx, gpt, x.dtype, batch->sequences * batch->seq, &logits));
     MT_TRY(MT_RANGE("head forward",
                     mt_column_parallel_linear_forward(ctx, &gpt->head, x, logits, saved ? &saved->head : NULL)));
-    MT_TRY(
-        MT_RANGE("loss forward", mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tp, &gpt->loss, logits, targets,
-                                                                         loss, saved ? &saved->loss : NULL)));
+    MT_TRY(mti_gpt_loss(ctx, gpt, batch, logits, targets, loss, saved));
     return saved ? mt_hash_log_activation(ctx, "loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
 }
 
@@ -2130,6 +2151,9 @@ static mt_status mti_gpt_forward_check(mt_context *ctx, const char *function, co
                                        mt_tensor loss, const mt_gpt_saved *saved) {
     int64_t tokens;
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, batch));
+    if (!(batch->backward_scale >= -FLT_MAX && batch->backward_scale <= FLT_MAX))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: backward_scale is %g, must be finite", function,
+                       (double)batch->backward_scale);
     tokens = batch->sequences * batch->seq;
     if (saved) MT_TRY(mt_check_tokens(ctx, function, tokens));
     if (saved && !saved->layers)
@@ -2244,12 +2268,15 @@ static mt_status mti_gpt_run_backward(mt_context *ctx, const char *function, con
     mt_status status = MT_SUCCESS;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved || !saved->ids) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved holds no forward", function);
+    if (mti_gpt_in_one_pass(&saved->batch) && scale != saved->batch.backward_scale)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scale is %.9g, must be %.9g, the backward_scale of the batch",
+                       function, (double)scale, (double)saved->batch.backward_scale);
     MT_TRY(mti_gpt_call_check(ctx, function, gpt, &saved->batch));
     MT_TRY(mti_gpt_boundary(ctx, function, gpt, &saved->batch, 1, "doutput", doutput));
     MT_TRY(mti_gpt_boundary(ctx, function, gpt, &saved->batch, 0, "dinput", dinput));
     mark = mt_arena_mark(ctx);
     MT_TRY(mt_layers_trust_ids(ctx, 1));
-    if (mti_gpt_is_last(gpt))
+    if (mti_gpt_is_last(gpt) && !mti_gpt_in_one_pass(&saved->batch))
         status =
             MT_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(
                                           ctx, gpt->head.tp, &gpt->loss, saved->batch.loss_scale, scale, &saved->loss));

@@ -4998,7 +4998,7 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
     MT_TRY(mti_cross_entropy_expect(ctx, function, tp, desc, logits, targets, loss));
     if (dloss.data)
         MT_TRY(mt_tensor_check(ctx, function, "dloss", dloss, MT_ARG_F32, 1, dloss.cols == 1 ? 1 : logits.rows));
-    if (mt_comm_size(tp) == 1 && mti_shards(ctx, tp) == 1) {
+    if (mt_comm_size(tp) == 1 && !mt_context_invariant(ctx)) {
         mt_cross_entropy_shard_desc whole = mti_cross_entropy_shard(tp, desc, logits.cols, 0, 1);
         return mt_cross_entropy_forward_backward(ctx, &whole, logits, targets, dloss, scale, loss);
     }

@@ -62,6 +62,7 @@ typedef struct gpt_run {
     int vocab;     /* 0: GPT_VOCAB */
     int on_device; /* 1: the numbers of a step are in memory of the device (mt_step) */
     int graph;     /* 1: with on_device: step 1 is recorded as a CUDA graph, which steps 1, 2, ... launch */
+    int one_pass;  /* 1: forward computes the gradient of the loss, too (mt_batch.backward_scale) */
 } gpt_run;
 
 enum {
@@ -128,6 +129,12 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     return d;
 }
 
+/* Returns the scale of the loss for backward. */
+static inline float gpt_scale(const gpt_worker *w) {
+    float scale = w->scaler.scale > 0.0f && !w->r->on_device ? w->scaler.scale : 1.0f;
+    return scale / (GPT_BATCH * GPT_SEQ);
+}
+
 static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
     mt_batch batch;
     memset(&batch, 0, sizeof batch);
@@ -136,6 +143,7 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
     batch.first_sequence = sequence;
     batch.seed = 5;
     batch.step = (uint64_t)w->step;
+    if (w->r->one_pass) batch.backward_scale = gpt_scale(w);
     if (!w->r->on_device) return batch;
     batch.step = 0;
     batch.random_offset = mt_step_random_offset(&w->numbers);
@@ -172,8 +180,7 @@ static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action
 }
 
 static inline mt_status gpt_backward_of(gpt_worker *w, int slot, mt_tensor doutput, mt_tensor dinput) {
-    float scale = w->scaler.scale > 0.0f && !w->r->on_device ? w->scaler.scale : 1.0f;
-    MT_TRY(mt_gpt_stage_backward(w->ctx, &w->gpt, scale / (GPT_BATCH * GPT_SEQ), doutput, dinput, &w->saved[slot]));
+    MT_TRY(mt_gpt_stage_backward(w->ctx, &w->gpt, gpt_scale(w), doutput, dinput, &w->saved[slot]));
     return mt_accumulate_gradients(w->ctx, w->params);
 }
 
@@ -514,10 +521,10 @@ static inline const char *gpt_name(const gpt_run *r) {
     static const char *const names[] = {"GPT-2", "Llama", "post-LN", "residual post-LN"};
     static const char *const recompute[] = {"", ", selective recomputation", ", full recomputation"};
     static char text[192];
-    snprintf(text, sizeof text, "%s, %s, tensor %d x data %d x pipeline %d%s%s%s%s", names[r->llama],
+    snprintf(text, sizeof text, "%s, %s, tensor %d x data %d x pipeline %d%s%s%s%s%s", names[r->llama],
              mt_dtype_name(r->dtype), r->tp, r->data, r->pipeline ? r->pipeline : 1,
              r->schedule == MT_SCHEDULE_GPIPE ? ", GPipe" : "", r->sequence_parallel ? ", sequence parallel" : "",
-             r->invariant ? ", invariant" : "", recompute[r->recompute]);
+             r->invariant ? ", invariant" : "", r->one_pass ? ", loss in one pass" : "", recompute[r->recompute]);
     return text;
 }
 

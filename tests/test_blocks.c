@@ -844,7 +844,8 @@ static const gpt_case gpt_cases[] = {
 
 typedef struct gpt_split {
     int tp, data, sequence_parallel;
-    int micro; /* sequences per micro-batch; all micro-batches are in flight, and backwards run last first */
+    int micro;    /* sequences per micro-batch; all micro-batches are in flight, and backwards run last first */
+    int one_pass; /* 1: forward also computes the gradient of the loss */
 } gpt_split;
 
 typedef struct gpt_outcome {
@@ -903,6 +904,7 @@ static mt_status gpt_passes(test_rank *r, const mt_gpt *gpt, const gpt_case *c, 
         mt_batch b = gpt_batch(c, first + k * s.micro, s.micro, lengths);
         int64_t at = b.first_sequence * GPT_SEQ;
         if (n > 1) b.step = 0, b.random_offset = &step5; /* the same random numbers */
+        if (s.one_pass) b.backward_scale = 4.0f / GPT_TOKENS;
         status = mt_gpt_saved_create(r->ctx, gpt, &saved[k]);
         if (status == MT_SUCCESS)
             status = mt_gpt_forward(r->ctx, gpt, &b, ids + at, targets + at,
@@ -971,9 +973,10 @@ static mt_status gpt_rank(mt_comm *world, void *user) {
     return status;
 }
 
-static const gpt_split gpt_splits[] = {{1, 1, 0, 4}, {1, 1, 1, 4}, {1, 1, 0, 1}, {2, 1, 0, 4}, {2, 1, 1, 2},
-                                       {3, 1, 0, 2}, {4, 1, 0, 1}, {4, 1, 1, 4}, {1, 2, 0, 1}, {1, 4, 0, 1},
-                                       {2, 2, 0, 2}, {2, 2, 1, 1}, {4, 2, 1, 2}, {2, 4, 0, 1}};
+static const gpt_split gpt_splits[] = {{1, 1, 0, 4, 0}, {1, 1, 1, 4, 0}, {1, 1, 0, 1, 1}, {2, 1, 0, 4, 1},
+                                       {2, 1, 1, 2, 0}, {3, 1, 0, 2, 1}, {4, 1, 0, 1, 0}, {4, 1, 1, 4, 1},
+                                       {1, 2, 0, 1, 0}, {1, 4, 0, 1, 1}, {2, 2, 0, 2, 0}, {2, 2, 1, 1, 1},
+                                       {4, 2, 1, 2, 0}, {2, 4, 0, 1, 0}};
 #define GPT_SPLITS (sizeof gpt_splits / sizeof *gpt_splits)
 
 static void test_gpt_does_not_depend_on_the_split(void **state) {
@@ -1070,7 +1073,7 @@ static void test_gpt_logits_and_evaluation(void **state) {
     for (int i = 0; i < GPT_CASES; i++)
         for (int k = 0; k < 6; k++) {
             run.c = &gpt_cases[i];
-            run.split = (gpt_split){1 << k % 3, 1, k / 3, BATCH};
+            run.split = (gpt_split){1 << k % 3, 1, k / 3, BATCH, 0};
             test_launch(run.split.tp, gpt_evaluate_rank, &run);
         }
 }
@@ -1166,7 +1169,8 @@ static void test_gpt_gradients_are_finite_differences(void **state) {
     test_rank r;
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
-    for (int i = 0; i < 3; i++) { /* tied; untied; post-LN without learned positions */
+    for (int n = 0; n < 6; n++) {
+        int i = n % 3, one_pass = n / 3; /* i: tied; untied; post-LN without learned positions */
         mt_gpt_desc d = {.vocab = 11,
                          .layers = 2,
                          .max_seq = 6,
@@ -1176,7 +1180,7 @@ static void test_gpt_gradients_are_finite_differences(void **state) {
                          .layer = layer};
         differentiable diff = {.name = i == 0 ? "tied" : i == 1 ? "untied" : "post-LN", .f = gpt_scalar};
         gpt_point p = {.r = &r,
-                       .batch = {.sequences = 2, .seq = 5, .first_sequence = 1, .seed = 4},
+                       .batch = {.sequences = 2, .seq = 5, .first_sequence = 1, .seed = 4, .backward_scale = one_pass},
                        .ids = ids,
                        .targets = targets};
         d.layer.placement = i == 2 ? MT_POST_LN : MT_PRE_LN;
@@ -1257,7 +1261,8 @@ static mt_status gpt_step_rank(mt_comm *world, void *user) {
 }
 
 static void test_meta_device_knows_what_a_step_needs(void **state) {
-    static const gpt_split splits[] = {{1, 1, 0, 4}, {2, 1, 0, 2}, {4, 1, 1, 4}, {2, 2, 1, 1}, {4, 2, 0, 2}};
+    static const gpt_split splits[] = {{1, 1, 0, 4, 0}, {1, 1, 0, 4, 1}, {2, 1, 0, 2, 1},
+                                       {4, 1, 1, 4, 0}, {2, 2, 1, 1, 0}, {4, 2, 0, 2, 1}};
     mt_context_desc meta = {.device = MT_DEVICE_META};
     static gpt_run run;
     (void)state;
@@ -1360,7 +1365,7 @@ static void test_nothing_is_allocated_after_creation(void **state) {
         for (int tp = 1; tp <= 4; tp *= 2) {
             test_rank r;
             run.c = &gpt_cases[i];
-            run.split = (gpt_split){tp, 1, tp == 4, BATCH};
+            run.split = (gpt_split){tp, 1, tp == 4, BATCH, 0};
             test_paper_rank(tp, 0, (mt_grid_desc){.tp = tp}, &meta, &r);
             ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_step(&r, &run, &run.needs[0]));
             test_paper_rank_close(&r);
@@ -1372,7 +1377,7 @@ static void test_nothing_is_allocated_after_creation(void **state) {
 static void test_an_arena_that_is_too_small(void **state) {
     mt_context_desc meta = {.device = MT_DEVICE_META}, where = {.arena_bytes = 0};
     float loss[GPT_TOKENS];
-    gpt_split s = {1, 1, 0, BATCH};
+    gpt_split s = {1, 1, 0, BATCH, 0};
     static gpt_run run;
     test_rank r;
     mt_gpt gpt;
@@ -2307,6 +2312,7 @@ static void gpt_calls_are_refused(test_rank *r, const mt_gpt *gpt, float *out, m
 
 static void gpt_data_is_refused(test_rank *r, const mt_gpt *gpt, float *out, mt_gpt_saved *saved) {
     static const mt_batch good = {.sequences = 2, .seq = 6};
+    static const float wrong[] = {NAN, INFINITY, -INFINITY};
     mt_gpt_saved none = {0};
     int32_t ids[12] = {0}, bad[12] = {0};
     mt_tensor loss = mt_tensor_f32(out, 1, 12), logits = mt_tensor_f32(out, 12, 10);
@@ -2322,6 +2328,12 @@ static void gpt_data_is_refused(test_rank *r, const mt_gpt *gpt, float *out, mt_
     REFUSED(r->ctx, MT_ERR_DATA, "target -1|index 7", mt_gpt_forward(r->ctx, gpt, &good, ids, bad, loss, saved));
     REFUSED(r->ctx, MT_ERR_DATA, "token id -1|index 7", mt_gpt_logits(r->ctx, gpt, &good, bad, logits));
     REFUSED(r->ctx, MT_ERR_ARGUMENT, "NULL", mt_gpt_forward(r->ctx, gpt, &good, ids, NULL, loss, saved));
+    for (int i = 0; i < 3; i++) {
+        mt_batch b = good;
+        b.backward_scale = wrong[i];
+        REFUSED(r->ctx, MT_ERR_ARGUMENT, i ? "backward_scale is|inf, must be finite" : "backward_scale is|nan",
+                mt_gpt_forward(r->ctx, gpt, &b, ids, ids, loss, saved));
+    }
     REFUSED(r->ctx, MT_ERR_ARGUMENT, "mt_gpt_saved_create", mt_gpt_forward(r->ctx, gpt, &good, ids, ids, loss, &none));
     REFUSED(r->ctx, MT_ERR_SHAPE, "loss|[1, 11]|[1, 12]",
             mt_gpt_forward(r->ctx, gpt, &good, ids, ids, mt_tensor_f32(out, 1, 11), saved));
@@ -2410,6 +2422,45 @@ static void test_gpt_backward_only_once(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* With mt_batch.backward_scale, backward refuses another scale, and then accepts the right one. loss_scale counts when
+   forward runs. */
+static void test_gpt_backward_scale(void **state) {
+    mt_gpt_desc d = {.vocab = 10, .layers = 1, .max_seq = 8, .layer = {.hidden = 8, .heads = 2}};
+    static const int32_t ids[12] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
+    static const float others[] = {0.0f, 0.5f, 1.0f, -0.25f, NAN};
+    float loss[12], again[12], factor = 4.0f, norm[2];
+    mt_batch batch = {.sequences = 2, .seq = 6, .loss_scale = mt_tensor_f32(&factor, 1, 1)};
+    mt_gpt_saved saved;
+    mt_gpt gpt;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_saved_create(r.ctx, &gpt, &saved));
+    for (int i = 0; i < 2; i++) {
+        factor = 4.0f;
+        batch.backward_scale = i ? 0.25f : 0.0f;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32(i ? again : loss, 1, 12), &saved));
+        if (i) factor = NAN;
+        for (size_t k = 0; i && k < sizeof others / sizeof *others; k++)
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gpt_backward: scale is|, must be 0.25, the backward_scale of the batch",
+                    mt_gpt_backward(r.ctx, &gpt, others[k], &saved));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_backward(r.ctx, &gpt, 0.25f, &saved));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_grad_norm(r.ctx, r.params, &norm[i]));
+        mt_arena_release(r.ctx, 0);
+    }
+    assert_true(norm[0] == norm[1]);
+    assert_memory_equal(loss, again, sizeof loss);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_gpt_forward(r.ctx, &gpt, &batch, ids, ids, mt_tensor_f32(again, 1, 12), NULL)); /* evaluation */
+    assert_memory_equal(loss, again, sizeof loss);
+    mt_gpt_saved_destroy(&saved);
+    test_paper_rank_close(&r);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_blocks_do_not_depend_on_the_split),
@@ -2450,6 +2501,7 @@ int main(void) {
         cmocka_unit_test(test_gpt_create_refuses_stages),
         cmocka_unit_test(test_gpt_calls_refuse),
         cmocka_unit_test(test_gpt_backward_only_once),
+        cmocka_unit_test(test_gpt_backward_scale),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -102,6 +102,29 @@ static void test_steps_on_the_gpu(void **state) {
     }
 }
 
+/* Forward also computes the gradient of the loss: near the CPU's results of two passes, in the planned arena; in
+   invariant mode the bits of two passes, in an arena that is not larger. */
+static void test_loss_in_one_pass(void **state) {
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    static gpt_result want, got;
+    (void)state;
+    for (int i = 0; i < 8; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, types[i % 3], (size_t)i % 3, i < 5 ? 0 : 8, i % 2), c = r;
+        r.pipeline = c.pipeline = i == 3 || i == 7 ? 2 : 1;
+        r.padded_vocab = i == 4 ? 48 : 0;
+        r.on_device = i == 2 || i == 5; /* the loss scale is read by forward */
+        c.device = i < 5 ? MT_DEVICE_CPU : MT_DEVICE_CUDA;
+        gpt_execute(c, &want);
+        r.one_pass = 1;
+        gpt_execute(r, &got);
+        if (i < 5) assert_planned(r, &got);
+        else if (memcmp(&want, &got, GPT_SAME_BYTES) != 0 || got.arena_peak > want.arena_peak)
+            fail_msg("%s: other bits, or more memory, than in two passes", gpt_name(&r));
+        if (r.dtype == MT_F32) assert_near(&r, &want, &got);
+        else gpt_assert_near(&r, &want, &got, gpt_half_error(r.dtype));
+    }
+}
+
 /* A vocabulary with padding of the program's: near the CPU's results without padding, and what is in the padding does
    not change a bit. */
 static void test_padded_vocabulary(void **state) {
@@ -533,6 +556,7 @@ int main(void) {
         cmocka_unit_test(test_training_as_on_the_cpu),
         cmocka_unit_test(test_16bit_as_on_the_cpu),
         cmocka_unit_test(test_padded_vocabulary),
+        cmocka_unit_test(test_loss_in_one_pass),
         cmocka_unit_test(test_steps_on_the_gpu),
 #if defined(MT_CUDA_ENGINE)
         cmocka_unit_test(test_odd_vocabulary),

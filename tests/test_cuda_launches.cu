@@ -1,7 +1,6 @@
-/* test_cuda_launches.cu - counts the kernels and the matrix products that a layer and an optimizer step start on a GPU,
-   and how often the host waits, also in a training step of ranks that share a GPU. Each launch costs the host a few
-   microseconds. Only the engine in tests/engine/ can
-   count them, so the program does not run on a GPU. */
+/* test_cuda_launches.cu - counts the kernels and the matrix products that a layer, a GPT's loss and an optimizer step
+   start on a GPU, and how often the host waits, also in a training step of ranks that share a GPU. Each launch costs the
+   host a few microseconds. Only the engine in tests/engine/ can count them, so the program does not run on a GPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -14,7 +13,7 @@
 #include "mt_test_gpt.h"
 #include "mt_test_ranks.h"
 
-static long kernels = 0;
+static long kernels = 0, losses = 0; /* of them, the kernels of the cross-entropy */
 
 /* Returns how many kernels and products have been started since the last call. */
 static long started(void) {
@@ -205,13 +204,109 @@ static void test_ranks_on_one_gpu_do_not_wait(void **state) {
     }
 }
 
+/* ---- the loss of a GPT ------------------------------------------------------------------------------------------ */
+
+/* One forward and backward of a GPT, or an evaluation. */
+typedef struct loss_run {
+    float backward_scale;
+    int invariant, training;
+    long forward, backward; /* kernels of the cross-entropy */
+    long others;            /* kernels and products besides them */
+} loss_run;
+
+static mt_status run_gpt(test_rank *r, loss_run *run) {
+    const int64_t tokens = 16;
+    mt_gpt_desc d;
+    mt_gpt gpt;
+    mt_gpt_saved saved;
+    mt_batch batch;
+    mt_tensor ids, loss;
+    memset(&d, 0, sizeof d);
+    memset(&batch, 0, sizeof batch);
+    d.vocab = 64;
+    d.layers = 1;
+    d.max_seq = batch.seq = tokens;
+    d.layer.hidden = 64;
+    d.layer.heads = 2;
+    batch.sequences = 1;
+    batch.backward_scale = run->backward_scale;
+    MT_TRY(mt_gpt_create(r->ctx, r->params, &d, &gpt));
+    MT_TRY(mt_params_init(r->ctx, r->params, 1));
+    MT_TRY(mt_arena_tensor(r->ctx, MT_I32, 1, tokens, &ids));
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, 1, tokens, &loss));
+    MT_TRY(mt_position_ids(r->ctx, 0, tokens, (int32_t *)ids.data, tokens));
+    MT_TRY(mt_gpt_saved_create(r->ctx, &gpt, &saved));
+    mt_status status = MT_SUCCESS;
+    for (int i = 0; status == MT_SUCCESS && i < 2; i++) { /* the first time chooses the products */
+        size_t mark = mt_arena_mark(r->ctx);
+        started();
+        losses = 0;
+        status = mt_gpt_forward(r->ctx, &gpt, &batch, (int32_t *)ids.data, (int32_t *)ids.data, loss,
+                                run->training ? &saved : NULL);
+        run->forward = losses;
+        losses = 0;
+        if (status == MT_SUCCESS && run->training) status = mt_gpt_backward(r->ctx, &gpt, 0.5f, &saved);
+        run->backward = losses;
+        run->others = started() - run->forward - run->backward;
+        mt_arena_release(r->ctx, mark);
+    }
+    mt_gpt_saved_destroy(&saved);
+    return status;
+}
+
+static mt_status loss_rank(mt_comm *world, void *user) {
+    loss_run *run = (loss_run *)user;
+    mt_grid_desc shape;
+    mt_context_desc where;
+    test_rank r;
+    memset(&shape, 0, sizeof shape);
+    memset(&where, 0, sizeof where);
+    shape.tp = 1;
+    where.device = MT_DEVICE_CUDA;
+    where.invariant = run->invariant;
+    where.arena_bytes = (size_t)16 << 20;
+    mt_status status = test_rank_open(world, shape, &where, &r);
+    if (status == MT_SUCCESS) status = run_gpt(&r, run);
+    test_rank_close(&r);
+    return status;
+}
+
+static loss_run count_loss(float backward_scale, int invariant, int training) {
+    loss_run run = {backward_scale, invariant, training, 0, 0, 0};
+    test_launch(1, loss_rank, &run);
+    return run;
+}
+
+/* A training step whose forward knows the scale of backward starts one kernel for the loss, instead of three. In
+   invariant mode, and in an evaluation, it starts those of a step that does not know it. */
+static void test_loss(void **state) {
+    static const struct {
+        int invariant, training;
+        long apart[2], together[2]; /* kernels in forward and in backward */
+    } want[] = {{0, 1, {2, 1}, {1, 0}}, {1, 1, {2, 1}, {3, 0}}, {2, 1, {3, 2}, {5, 0}}, {0, 0, {2, 0}, {2, 0}}};
+    (void)state;
+    for (size_t i = 0; i < sizeof want / sizeof *want; i++) {
+        loss_run apart = count_loss(0.0f, want[i].invariant, want[i].training);
+        loss_run together = count_loss(0.5f, want[i].invariant, want[i].training);
+        if (apart.forward != want[i].apart[0] || apart.backward != want[i].apart[1] ||
+            together.forward != want[i].together[0] || together.backward != want[i].together[1])
+            fail_msg("invariant %d: the loss starts %ld and %ld kernels, and %ld and %ld in one pass",
+                     want[i].invariant, apart.forward, apart.backward, together.forward, together.backward);
+        assert_true(apart.others == together.others && apart.others > 0);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_layer),
         cmocka_unit_test(test_optimizer),
         cmocka_unit_test(test_ranks_on_one_gpu_do_not_wait),
+        cmocka_unit_test(test_loss),
     };
     setenv("MTE_DEVICES", "1", 1); /* before the engine reads it */
-    mte::on_launch([](const char *) { ++kernels; });
+    mte::on_launch([](const char *name) {
+        ++kernels;
+        losses += strstr(name, "mti_ce_") != NULL;
+    });
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -89,6 +89,7 @@ static mt_status step(mt_comm *world, mt_context *ctx, mt_params **params, mt_gp
     MT_TRY(mt_optimizer_step(ctx, optimizer, 1e-3f, 1.0f));
     mt_arena_release(ctx, mark);
     if (mine.depth != 0) return MT_ERR_DATA;
+    batch.backward_scale = 1.0f;
     for (size_t more = 256; more < 40000; more += 1500) { /* the arena is exhausted earlier each time */
         mark = mt_arena_mark(ctx);
         if (mt_arena_alloc(ctx, ((size_t)4 << 20) - mark - 40000 + more, &rest) != MT_SUCCESS) return MT_ERR_MEMORY;
@@ -139,6 +140,8 @@ static void test_ranges(void **state) {
                                         " > loss forward",
                                         "loss forward > all_gather",
                                         " > loss backward",
+                                        " > loss forward and backward",
+                                        "loss forward and backward > all_gather",
                                         " > head backward",
                                         " > layer backward",
                                         "layer backward > mlp backward",

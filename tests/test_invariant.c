@@ -282,6 +282,7 @@ static mt_status micro_batch(worker *w, int step, int64_t first, int64_t count, 
     mt_context *ctx = w->rank.ctx;
     mt_batch batch = {.sequences = count, .seq = m->seq, .first_sequence = first, .seed = 7, .step = (uint64_t)step};
     int64_t tokens = count * m->seq;
+    float scale = 1.0f / (float)(m->sequences * m->seq);
     size_t mark = mt_arena_mark(ctx);
     mt_tensor ids, targets, lengths, losses;
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, tokens, &ids));
@@ -294,10 +295,11 @@ static mt_status micro_batch(worker *w, int step, int64_t first, int64_t count, 
     }
     for (int64_t i = 0; i < count && is_real(w); i++)
         ((int32_t *)lengths.data)[i] = (int32_t)(m->seq - (first + i) % 5);
+    if (w->rank.grid.tp_size % 4 == 2) batch.backward_scale = scale; /* the loss and its gradient in one call */
     if (m->padded) batch.lengths = (const int32_t *)lengths.data;
     MT_TRY(mt_gpt_forward(ctx, &w->gpt, &batch, ids.data, targets.data, losses, &w->saved));
     MT_TRY(mt_sum(ctx, losses, loss));
-    MT_TRY(mt_gpt_backward(ctx, &w->gpt, 1.0f / (float)(m->sequences * m->seq), &w->saved));
+    MT_TRY(mt_gpt_backward(ctx, &w->gpt, scale, &w->saved));
     mt_arena_release(ctx, mark);
     return mt_accumulate_gradients(ctx, w->rank.params);
 }

@@ -1035,6 +1035,30 @@ static void test_gpt_steps_on_the_device(void **state) {
     }
 }
 
+/* When forward also computes the gradient of the loss, a run has the bits of the usual one, and its arena is not
+   larger. */
+static void test_gpt_loss_in_one_pass(void **state) {
+    static const gpt_run runs[] = {
+        {.dtype = MT_F32, .tp = 1, .data = 1},
+        {.dtype = MT_BF16, .tp = 1, .data = 2, .llama = 1, .recompute = MT_RECOMPUTE_FULL, .padded_vocab = 48},
+        {.dtype = MT_F16, .tp = 1, .data = 1, .llama = 2, .loss_scale = 67108864.0f, .on_device = 1},
+        {.dtype = MT_F16, .tp = 2, .data = 2, .sequence_parallel = 1, .loss_scale = 67108864.0f},
+        {.dtype = MT_BF16, .tp = 1, .data = 2, .pipeline = 2, .schedule = MT_SCHEDULE_GPIPE},
+        {.dtype = MT_F16, .tp = 2, .data = 1, .pipeline = 2, .loss_scale = 67108864.0f, .on_device = 1, .begins = 1},
+        {.dtype = MT_BF16, .tp = 1, .data = 1, .invariant = 8, .stochastic = 1},
+        {.dtype = MT_BF16, .tp = 4, .data = 2, .invariant = 8, .stochastic = 1, .sequence_parallel = 1}};
+    static gpt_result two, one;
+    (void)state;
+    for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
+        gpt_run r = runs[i];
+        gpt_execute(r, &two);
+        r.one_pass = 1;
+        gpt_execute(r, &one);
+        if (memcmp(&two, &one, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits than in two passes", gpt_name(&r));
+        for (int s = 0; s < 8; s++) assert_true(one.stage_peaks[s] <= two.stage_peaks[s]);
+    }
+}
+
 /* Without invariant mode, sums of 16-bit activations are rounded between ranks. The bits differ, so the test above can
    fail. */
 static void test_gpt_differs_without_the_mode(void **state) {
@@ -1071,6 +1095,7 @@ int main(void) {
         cmocka_unit_test(test_gpt_finds_its_scale),
         cmocka_unit_test(test_gpt_invariant),
         cmocka_unit_test(test_gpt_steps_on_the_device),
+        cmocka_unit_test(test_gpt_loss_in_one_pass),
         cmocka_unit_test(test_gpt_differs_without_the_mode),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
