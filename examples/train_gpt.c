@@ -702,6 +702,9 @@ static int64_t rows_of(const options *o, int64_t sequences) {
 /* The last micro-batch of an evaluation may have fewer rows than the tensors of the pipeline. */
 static mt_tensor some_rows(mt_tensor t, int64_t rows) { return t.data ? mt_tensor_rows(t, 0, rows) : t; }
 
+/* The scale of the sum of all losses of a step. mt_batch.loss_scale multiplies it. */
+static float scale_of_loss(const trainer *t) { return (float)(1 / (t->job->o.batch * t->job->o.seq)); }
+
 static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
     const pass *p = (const pass *)user;
     trainer *t = p->t;
@@ -713,7 +716,8 @@ static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_ten
                       .first_sequence = first,
                       .seed = (uint64_t)o->seed,
                       .random_offset = mt_step_random_offset(&t->numbers),
-                      .loss_scale = mt_step_loss_scale(&t->numbers)};
+                      .loss_scale = mt_step_loss_scale(&t->numbers),
+                      .backward_scale = scale_of_loss(t)};
     mt_tensor loss = mt_tensor_cols(mt_tensor_rows(t->losses, a->slot, 1), 0, count * batch.seq);
     MT_TRY(mt_gpt_stage_forward(ctx, &t->gpt, &batch, t->ids + at, t->targets + at, some_rows(input, rows),
                                 some_rows(output, rows), loss, p->training ? &t->saved[a->slot] : NULL));
@@ -723,9 +727,8 @@ static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_ten
 static mt_status backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
     const pass *p = (const pass *)user;
     trainer *t = p->t;
-    float scale = (float)(1 / (t->job->o.batch * t->job->o.seq)); /* mt_batch.loss_scale multiplies it */
     if (p->first + (a->micro_batch + 1) * p->micro >= p->end) MT_TRY(mt_sync_gradients_begin(ctx, t->params));
-    MT_TRY(mt_gpt_stage_backward(ctx, &t->gpt, scale, doutput, dinput, &t->saved[a->slot]));
+    MT_TRY(mt_gpt_stage_backward(ctx, &t->gpt, scale_of_loss(t), doutput, dinput, &t->saved[a->slot]));
     return mt_accumulate_gradients(ctx, t->params);
 }
 

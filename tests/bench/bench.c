@@ -1237,11 +1237,15 @@ static void gpt_destroy(gpt_model *m) {
 
 static mt_status gpt_micro_batch(gpt_model *m, int64_t first) {
     mt_context *ctx = m->place.ctx;
-    mt_batch batch = {.sequences = m->micro, .seq = m->size->seq, .first_sequence = first, .step = m->step};
+    mt_batch batch = {.sequences = m->micro,
+                      .seq = m->size->seq,
+                      .first_sequence = first,
+                      .step = m->step,
+                      .backward_scale = 1.0f / (float)(m->size->batch * m->size->seq)};
     const int32_t *ids = m->tokens + first * m->size->seq;
     size_t mark = mt_arena_mark(ctx);
     MT_TRY(mt_gpt_forward(ctx, &m->gpt, &batch, ids, ids + 1, m->loss, &m->saved));
-    MT_TRY(mt_gpt_backward(ctx, &m->gpt, 1.0f / (float)(m->size->batch * m->size->seq), &m->saved));
+    MT_TRY(mt_gpt_backward(ctx, &m->gpt, batch.backward_scale, &m->saved));
     mt_arena_release(ctx, mark);
     return mt_accumulate_gradients(ctx, m->params);
 }

@@ -1054,6 +1054,7 @@ static void gpt_open(gpt_model *m, int64_t padded_vocab) {
     adamw.beta2 = 0.95f, adamw.weight_decay = 0.1f;
     m->batch.sequences = opt.tiny ? 2 : 16, m->batch.seq = d.max_seq;
     m->tokens = m->batch.sequences * m->batch.seq;
+    m->batch.backward_scale = 1.0f / (float)m->tokens;
     DO(mt_params_create(ctx, &grid, &m->params));
     DO(mt_params_set_dtype(ctx, m->params, MT_BF16));
     DO(mt_gpt_create(ctx, m->params, &d, &m->gpt));
@@ -1076,7 +1077,7 @@ static void gpt_close(gpt_model *m) {
 static void gpt_gradients(gpt_model *m) {
     size_t mark = mt_arena_mark(ctx);
     DO(mt_gpt_forward(ctx, &m->gpt, &m->batch, m->ids, m->ids + 1, m->loss, &m->saved));
-    DO(mt_gpt_backward(ctx, &m->gpt, 1.0f / (float)m->tokens, &m->saved));
+    DO(mt_gpt_backward(ctx, &m->gpt, m->batch.backward_scale, &m->saved));
     mt_arena_release(ctx, mark);
 }
 
