@@ -798,8 +798,9 @@ static cudaError_t spoil(Capture &capture, cudaError_t error) {
     return error;
 }
 
-// Fails if the calling thread is prohibited from potentially unsafe calls, such as cudaMalloc: by its own captures that
-// are not relaxed, or by a global capture of another thread. Such a call invalidates the captures that prohibit it.
+// Fails if the calling thread is prohibited from potentially unsafe calls: by its own captures that are not relaxed, or
+// by a global capture of another thread. Such a call invalidates the captures that prohibit it. The documentation names
+// cudaMalloc as an example. Here every call counts that allocates or frees memory, or waits for a device or queries it.
 static cudaError_t check_unsafe() {
     cudaError_t error = cudaSuccess;
     for (const std::shared_ptr<Capture> &c : queues().captures) {
@@ -1748,10 +1749,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     return cudaSuccess;
 }
 
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *status, unsigned long long *id,
-                                     cudaGraph_t *graph, const cudaGraphNode_t **dependencies,
-                                     const cudaGraphEdgeData **edges, size_t *count) {
-    Call call("cudaStreamGetCaptureInfo");
+static cudaError_t capture_info(cudaStream_t stream, cudaStreamCaptureStatus *status, unsigned long long *id = nullptr,
+                                cudaGraph_t *graph = nullptr, const cudaGraphNode_t **dependencies = nullptr,
+                                size_t *count = nullptr) {
     static thread_local std::vector<cudaGraphNode_t> nodes;
     Stream *s = stream_of(stream);
     if (!s) return result(cudaErrorInvalidResourceHandle);
@@ -1768,13 +1768,29 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
     if (id) *id = s->capture->id;
     if (graph) *graph = reinterpret_cast<cudaGraph_t>(s->capture->graph.get());
     if (dependencies) *dependencies = nodes.data();
-    if (edges) *edges = nullptr;
     if (count) *count = nodes.size();
     return result(cudaSuccess);
 }
 
+#if CUDART_VERSION >= 13000
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *status, unsigned long long *id,
+                                     cudaGraph_t *graph, const cudaGraphNode_t **dependencies,
+                                     const cudaGraphEdgeData **edges, size_t *count) {
+    Call call("cudaStreamGetCaptureInfo");
+    if (edges) *edges = nullptr; // no edge has data
+    return capture_info(stream, status, id, graph, dependencies, count);
+}
+#else
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *status, unsigned long long *id,
+                                     cudaGraph_t *graph, const cudaGraphNode_t **dependencies, size_t *count) {
+    Call call("cudaStreamGetCaptureInfo");
+    return capture_info(stream, status, id, graph, dependencies, count);
+}
+#endif
+
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
-    return cudaStreamGetCaptureInfo(stream, status, nullptr, nullptr, nullptr, nullptr, nullptr);
+    Call call("cudaStreamIsCapturing");
+    return capture_info(stream, status);
 }
 
 // ---- >>api-graph ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -851,6 +852,11 @@ static cudaError_t wait_for(Stream &stream, Stream &other, Event &event) {
     return error == cudaSuccess ? cudaStreamWaitEvent(stream.s, event.e, 0) : error;
 }
 
+__global__ static void scale_by(float *out, const float *in, const float *factor, int n) {
+    int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < n) out[i] = *factor * in[i];
+}
+
 __global__ static void add(float *out, const float *a, const float *b, int n) {
     int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (i < n) out[i] = a[i] + b[i];
@@ -883,7 +889,8 @@ static bool missing_graph_edge(bool bug) {
     for (Buffer<float> &b : work) CUDA(cudaMemset(b.p, 0, n * sizeof(float)));
     CUDA(cudaDeviceSynchronize());
     CHECK(capture_fork(&graph, s, side, in, work, bug));
-    CHECK(work[0].download()[3] == 0.0f && mte::kernels_replayed() == 0);
+    long before = mte::kernels_replayed();
+    CHECK(work[0].download()[3] == 0.0f);
     size_t nodes = 0;
     CUDA(cudaGraphGetNodes(graph.graph, nullptr, &nodes));
     CHECK(nodes == 4);
@@ -894,8 +901,65 @@ static bool missing_graph_edge(bool bug) {
         CUDA(cudaMemcpyAsync(x.p, work[3].p, n * sizeof(float), cudaMemcpyDeviceToHost, s.s));
         CUDA(cudaStreamSynchronize(s.s));
         for (int i = 0; i < n; i++) CHECK(x.p[i] == 12.0f * (float)(launch * i));
-        CHECK(mte::kernels_replayed() == 4 * launch);
+        CHECK(mte::kernels_replayed() == before + 4 * launch);
     }
+    return launched();
+}
+
+// Arguments are captured by value. A number that changes from launch to launch must be in memory of the device.
+static bool graph_keeps_arguments(bool bug) {
+    const int n = 40;
+    Stream s;
+    Buffer<float> in(numbers(n)), out(n), factor(std::vector<float>{2.0f});
+    Graph graph;
+    int launches = 0;
+    float now = 2.0f;
+    long before = mte::kernels_replayed();
+    CUDA(cudaDeviceSynchronize());
+    mte::on_launch([&](const char *) { launches++; });
+    CUDA(cudaStreamBeginCapture(s.s, cudaStreamCaptureModeGlobal));
+    if (bug) scale_on(s, out, in, now);
+    else MT_LAUNCH_KERNEL(scale_by, 1, 64, 0, s.s, out.p, in.p, factor.p, n);
+    CUDA(graph.end(s.s));
+    for (now = 3.0f; now < 6.0f; now++) {
+        CUDA(cudaMemcpyAsync(factor.p, &now, sizeof now, cudaMemcpyHostToDevice, s.s));
+        CUDA(cudaGraphLaunch(graph.exec, s.s));
+        CHECK(out.download()[5] == now * numbers(n)[5]);
+    }
+    mte::on_launch(nullptr);
+    CHECK(launches == 1 && mte::kernels_replayed() == before + 3);
+    return launched();
+}
+
+static bool graph_uses_freed_memory(bool bug) {
+    Stream s;
+    Buffer<float> out(20);
+    Graph graph;
+    auto in = std::make_unique<Buffer<float>>(numbers(20));
+    CUDA(cudaDeviceSynchronize());
+    CUDA(cudaStreamBeginCapture(s.s, cudaStreamCaptureModeGlobal));
+    scale_on(s, out, *in, 2.0f);
+    CUDA(graph.end(s.s));
+    if (bug) in.reset();
+    CUDA(cudaGraphLaunch(graph.exec, s.s));
+    CHECK(out.download()[3] == 2.0f * numbers(20)[3]);
+    return launched();
+}
+
+// Launches of one executable graph are ordered. Two executable graphs in two streams are not.
+static bool graphs_in_two_streams(bool bug) {
+    Stream s, other;
+    Buffer<float> x(numbers(20)), y(20);
+    Graph graph, second;
+    CUDA(cudaDeviceSynchronize());
+    CUDA(cudaStreamBeginCapture(s.s, cudaStreamCaptureModeGlobal));
+    scale_on(s, y, x, 2.0f);
+    scale_on(s, x, y, 3.0f);
+    CUDA(graph.end(s.s));
+    CUDA(cudaGraphInstantiate(&second.exec, graph.graph, 0));
+    CUDA(cudaGraphLaunch(graph.exec, s.s));
+    CUDA(cudaGraphLaunch(bug ? second.exec : graph.exec, other.s));
+    CHECK(x.download()[3] == 36.0f * numbers(20)[3]);
     return launched();
 }
 
@@ -1018,6 +1082,9 @@ static const Case cases[] = {
     CASE(destroyed_stream_used, EVERY),
     CASE(cuda_inside_host_function, EVERY),
     CASE(missing_graph_edge, EVERY),
+    CASE(graph_keeps_arguments, EVERY),
+    CASE(graph_uses_freed_memory, EVERY),
+    CASE(graphs_in_two_streams, "checked"),
     CASE(rank_does_not_come, EVERY),
     CASE(warp_functions_case, nullptr),
     CASE(all_atomics_case, nullptr),

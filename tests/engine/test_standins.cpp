@@ -1647,6 +1647,9 @@ void test_replays() {
         c.graph = nullptr;
         CHECK(c.y.read(c.b)[0] == 6);
     });
+}
+
+void test_nodes() {
     run_case("a host function and a product run once in each launch", [] {
         Gemm g((Shape()));
         Capturing c;
@@ -1690,7 +1693,11 @@ void test_captures() {
         const cudaGraphNode_t *tail = nullptr;
         cudaGraphNode_t nodes[3];
         const auto info = [&](unsigned long long *id) {
+#if CUDART_VERSION >= 13000
             return cudaStreamGetCaptureInfo(c.b, &is, id, nullptr, &tail, nullptr, &count);
+#else
+            return cudaStreamGetCaptureInfo(c.b, &is, id, nullptr, &tail, &count);
+#endif
         };
         CHECK(info(&first) == cudaSuccess && is == cudaStreamCaptureStatusNone);
         CHECK(c.begin() == cudaSuccess && c.set(c.x, 1, c.a) == cudaSuccess && c.wait(c.b, c.a, 0) == cudaSuccess);
@@ -2243,6 +2250,7 @@ int main() {
     test_windows();
     test_mismatches();
     test_replays();
+    test_nodes();
     test_captures();
     test_isolation();
     test_prohibited_calls();
