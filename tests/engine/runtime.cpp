@@ -1,4 +1,4 @@
-// runtime.cpp - a CUDA runtime without a GPU: device memory, streams, events, copies, devices.
+// runtime.cpp - a CUDA runtime without a GPU: device memory, streams, events, copies, graphs, devices.
 //
 // Prototypes come from the real cuda_runtime_api.h. Sections: >>config >>lock >>memory >>order >>schedule >>enqueue
 // >>capture >>api-device >>api-memory >>api-copy >>api-stream >>api-event >>api-capture >>api-graph >>api-error
@@ -1620,7 +1620,7 @@ static double now() {
     return std::chrono::duration<double>(since).count() + spent;
 }
 
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
     Call call("cudaEventRecord");
     Event *e = event_of(event);
     Stream *s;
@@ -1630,6 +1630,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
     e->capture = s->capture;
     e->tail = s->tail;
     e->recorded = nullptr;
+    if (s->capture && flags & cudaEventRecordExternal) report("cudaEventRecordExternal is not modelled");
     if (s->capture) return result(cudaSuccess);
     auto seconds = std::make_shared<double>(0.0);
     e->seconds = seconds;
@@ -1643,13 +1644,14 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 // Waits for the last record of the event before this call. An event without a record orders nothing. In a captured
 // stream, records and waits are no nodes: they only change what the next node depends on.
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     Call call("cudaStreamWaitEvent");
     Event *e = event_of(event);
     Stream *s;
     cudaError_t error = stream_for_work(stream, &s);
     if (error != cudaSuccess) return result(error);
     if (!e) return result(cudaErrorInvalidResourceHandle);
+    if (s->capture && flags & cudaEventWaitExternal) report("cudaEventWaitExternal is not modelled");
     if (s->capture || e->capture) return result(wait_captured(s, e));
     if (!e->recorded) return result(cudaSuccess);
     s->waits.push_back(e->recorded);

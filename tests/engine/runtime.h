@@ -2,7 +2,8 @@
 // checks of device memory. Test-only.
 //
 // Every stream is a queue of operations. A host thread runs them when it enqueues an operation or waits for one.
-// MTE_STREAMS selects which operation runs next, among all orders that CUDA permits.
+// MTE_STREAMS selects which operation runs next, among all orders that CUDA permits. While a stream is captured, its
+// operations become nodes of a graph. A launch of the graph appends all nodes to streams of the graph's own.
 #ifndef MTE_RUNTIME_H
 #define MTE_RUNTIME_H
 

@@ -2091,6 +2091,17 @@ void check_replayed_non_blocking(Rank &r) {
     CHECK(ncclCommDestroy(r.comm) == ncclSuccess);
 }
 
+// Rank 0 launches a graph, rank 1 does not: the graph waits until rank 0 aborts.
+void check_abort_of_graph(Rank &r) {
+    Buffer<float> x(inputs<float>(r.rank, 8));
+    RankGraph graph(r, [&] { CHECK(ncclAllReduce(x.p, x.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess); });
+    r.destroy = false;
+    if (r.rank == 0) graph.launch(r);
+    if (r.rank == 0) CHECK(stays_blocked(r.stream));
+    CHECK(ncclCommAbort(r.comm) == ncclSuccess && cudaStreamSynchronize(r.stream) == cudaSuccess);
+    CHECK(same_bits(x.read(r.stream), inputs<float>(r.rank, 8)));
+}
+
 void check_streams_of_a_group(const Rank &r) {
     const cudaStream_t side = new_stream();
     Buffer<float> x(std::vector<float>(4));
@@ -2120,6 +2131,7 @@ void test_nccl_graphs() {
     });
     run_case("nccl: a graph with a call of a non-blocking communicator",
              [] { on_ranks(2, check_replayed_non_blocking, false); });
+    run_case("nccl: an abort frees a graph that waits for another rank", [] { on_ranks(2, check_abort_of_graph); });
     run_case("nccl: the streams of a group are all in one capture, or in none",
              [] { on_ranks(2, check_streams_of_a_group); });
     run_reporting_case("nccl reports graphs with calls that do not match", [] {
