@@ -1,6 +1,6 @@
 /* test_cuda_launches.cu - counts the kernels and the matrix products that a layer, a GPT's loss and an optimizer step
    start on a GPU, and how often the host waits, also in a training step of ranks that share a GPU. Each launch costs
-   the host a few microseconds. Only the engine in tests/engine/ can count them, so the program does not run on a GPU. */
+   the host a few microseconds. Only the engine in tests/engine/ can count them: the program does not run on a GPU. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
