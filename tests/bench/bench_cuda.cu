@@ -1035,6 +1035,7 @@ struct gpt_model {
     mt_gpt gpt;
     mt_gpt_saved saved;
     mt_optimizer optimizer;
+    mt_step numbers;
     mt_batch batch;
     mt_tensor loss;
     int32_t *ids;
@@ -1060,6 +1061,7 @@ static void gpt_open(gpt_model *m, int64_t padded_vocab) {
     DO(mt_gpt_create(ctx, m->params, &d, &m->gpt));
     DO(mt_params_init(ctx, m->params, 1));
     DO(mt_optimizer_create(ctx, m->params, &adamw, &m->optimizer));
+    DO(mt_step_create(ctx, &m->optimizer, NULL, 1.0f, &m->numbers));
     DO(mt_gpt_saved_create(ctx, &m->gpt, &m->saved));
     m->ids = zipf_ids(d.vocab, m->tokens + 1, &distinct);
     m->loss = empty(MT_F32, 1, m->tokens);
@@ -1069,6 +1071,7 @@ static void gpt_open(gpt_model *m, int64_t padded_vocab) {
 
 static void gpt_close(gpt_model *m) {
     mt_gpt_saved_destroy(&m->saved);
+    mt_step_destroy(ctx, &m->numbers);
     mt_optimizer_destroy(ctx, &m->optimizer);
     mt_params_destroy(m->params);
     mt_arena_release(ctx, m->mark);
@@ -1081,11 +1084,26 @@ static void gpt_gradients(gpt_model *m) {
     mt_arena_release(ctx, mark);
 }
 
-static void gpt_update(gpt_model *m) {
-    float norm = 0;
+static void gpt_step(gpt_model *m) {
+    DO(mt_params_zero_grad(ctx, m->params));
+    gpt_gradients(m);
     DO(mt_sync_gradients(ctx, m->params));
-    DO(mt_grad_norm(ctx, m->params, &norm));
-    DO(mt_optimizer_step(ctx, &m->optimizer, 1e-5f, mt_clip_coefficient(norm, 1.0f)));
+    DO(mt_step_update(ctx, &m->numbers, mt_none()));
+}
+
+/* The same step as one launch of a CUDA graph. */
+static void gpt_graph_rows(const std::string &name, gpt_model *m) {
+    mt_graph *graph = NULL;
+    DO(mt_graph_begin(ctx, NULL));
+    gpt_step(m);
+    DO(mt_graph_end(ctx, &graph));
+    work launch = [&] {
+        DO(mt_step_begin(ctx, &m->numbers, 1e-5f, 1));
+        DO(mt_graph_launch(ctx, graph));
+    };
+    double seconds = compute_row(name + ", step as a graph", m->flop, launch);
+    host_rows(name + ", step as a graph", launch, seconds);
+    mt_graph_destroy(ctx, graph);
 }
 
 static void gpt_rows(int64_t padded_vocab) {
@@ -1094,14 +1112,14 @@ static void gpt_rows(int64_t padded_vocab) {
     std::string name = "GPT-2 124M, 16 x 1024 tokens, vocabulary " + std::to_string(m.gpt.desc.vocab);
     if (padded_vocab) name += " padded to " + std::to_string(padded_vocab);
     work step = [&] {
-        DO(mt_params_zero_grad(ctx, m.params));
-        gpt_gradients(&m);
-        gpt_update(&m);
+        DO(mt_step_begin(ctx, &m.numbers, 1e-5f, 1));
+        gpt_step(&m);
     };
     step();
     check_finite(name, m.loss);
     double seconds = compute_row(name + ", step", m.flop, step);
     host_rows(name + ", step", step, seconds);
+    gpt_graph_rows(name, &m);
     timing t = measure(step);
     row(name + ", tokens", t, (double)m.tokens, "tokens/s", 0, "");
     seconds = compute_row(name + ", forward + backward", m.flop, [&] { gpt_gradients(&m); });
