@@ -987,8 +987,10 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
        }
        mt_step_destroy(ctx, &step);
    The parameters have the same bits as with mt_grad_norm, mt_loss_scaler_update, mt_clip_coefficient and
-   mt_optimizer_step, if the scale is a power of two. A step whose norm is not finite changes no parameter. The step can
-   be recorded as a CUDA graph (mt_graph_begin in mt_comm.h). */
+   mt_optimizer_step, if the scale is a power of two. A step whose norm is not finite changes no parameter. On a GPU, a
+   step with a token id that is out of range does change them; mt_step_read, or another call that waits, then returns
+   MT_ERR_DATA (see mt_ids_check). The step can be recorded as a CUDA graph (mt_graph_begin in mt_comm.h), without
+   mt_step_begin and mt_step_read. */
 typedef struct mt_step {
     mt_optimizer *optimizer;
     mt_step_values *values; /* in memory of the device */

@@ -1492,6 +1492,48 @@ static void test_optimizer_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
+static void test_step_refuses(void **state) {
+    mt_optimizer o = {0};
+    mt_loss_scaler scaler;
+    mt_step step = {0};
+    mt_step_values values;
+    mt_param *p;
+    test_rank r;
+    size_t held;
+    (void)state;
+    open_alone(&r);
+    p = add_matrix(&r, "a", 2, 3, 1.0f);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "optimizer is NULL", mt_step_create(r.ctx, NULL, NULL, 1.0f, &step));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "no step", mt_step_begin(r.ctx, &step, 0.1f, 0));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "no step", mt_step_update(r.ctx, NULL, mt_none()));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "no step", mt_step_read(r.ctx, &step, &values));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_optimizer_create(r.ctx, r.params, NULL, &o));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_loss_scaler_create(r.ctx, NULL, &scaler));
+    scaler.desc.growth = 0.5f;
+    held = mt_context_allocated(r.ctx);
+    assert_int_equal(mt_step_create(NULL, &o, NULL, 1.0f, &step), MT_ERR_ARGUMENT);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_step_create(r.ctx, &o, NULL, 1.0f, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "max_norm|nan", mt_step_create(r.ctx, &o, NULL, NAN, &step));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "growth", mt_step_create(r.ctx, &o, &scaler, 1.0f, &step));
+    assert_int_equal(mt_context_allocated(r.ctx), held);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_step_create(r.ctx, &o, NULL, 1.0f, &step));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, p->value, 2.0f));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "lr|nan", mt_step_begin(r.ctx, &step, NAN, 0));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "number|17592186044416", mt_step_begin(r.ctx, &step, 0.1f, (uint64_t)1 << 44));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "loss", mt_step_update(r.ctx, &step, p->value));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_step_read(r.ctx, &step, NULL));
+    assert_int_equal(mt_step_begin(NULL, &step, 0.1f, 0), MT_ERR_ARGUMENT);
+    test_untouched("value", (const float *)p->value.data, 6, 2.0f);
+    mt_step_destroy(r.ctx, NULL);
+    mt_step_destroy(NULL, &step);
+    mt_step_destroy(r.ctx, &step);
+    mt_step_destroy(r.ctx, &step);
+    assert_int_equal(mt_context_allocated(r.ctx), held);
+    mt_optimizer_destroy(r.ctx, &o);
+    test_paper_rank_close(&r);
+}
+
 static void test_cosine_schedule(void **state) {
     static const struct {
         int64_t step, warmup, total;
@@ -3268,6 +3310,7 @@ int main(void) {
         cmocka_unit_test(test_clip_coefficient),
         cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_optimizer_refuses),
+        cmocka_unit_test(test_step_refuses),
         cmocka_unit_test(test_cosine_schedule),
         cmocka_unit_test(test_linear_create_refuses),
         cmocka_unit_test(test_linear_create_refuses_null),
