@@ -204,6 +204,90 @@ static void test_ranks_on_one_gpu_do_not_wait(void **state) {
     }
 }
 
+/* ---- a step that does not wait ----------------------------------------------------------------------------------- */
+
+typedef struct device_run {
+    gpt_run r;
+    long waits[8], starts, graph_waits[8], graph_starts, graph_launches; /* starts: of all ranks */
+} device_run;
+
+static mt_status device_begin(gpt_worker *w, uint64_t number) {
+    MT_TRY(gpt_load(w));
+    return mt_step_begin(w->ctx, &w->numbers, 1e-3f, number);
+}
+
+/* Counts in the second step, because the first one chooses the products, and in the third one, as a graph. */
+static mt_status device_steps(gpt_worker *w, device_run *run) {
+    int rank = mt_comm_rank(w->world);
+    long waits, launches, kernels_before;
+    MT_TRY(gpt_step_on_device(w, 0));
+    MT_TRY(mt_barrier(w->ctx, w->comm));
+    if (rank == 0) started();
+    MT_TRY(mt_barrier(w->ctx, w->comm));
+    waits = mte::host_waits();
+    MT_TRY(device_begin(w, 1));
+    MT_TRY(gpt_device_step(w));
+    run->waits[rank] = mte::host_waits() - waits;
+    MT_TRY(mt_barrier(w->ctx, w->comm));
+    if (rank == 0) run->starts = started();
+    MT_TRY(gpt_record(w));
+    MT_TRY(mt_barrier(w->ctx, w->comm));
+    kernels_before = kernels;
+    MT_TRY(mt_barrier(w->ctx, w->comm));
+    waits = mte::host_waits();
+    launches = mte::graph_launches();
+    MT_TRY(device_begin(w, 2));
+    MT_TRY(mt_graph_launch(w->ctx, w->graph));
+    run->graph_waits[rank] = mte::host_waits() - waits;
+    if (rank == 0) run->graph_launches = mte::graph_launches() - launches;
+    MT_TRY(mt_barrier(w->ctx, w->comm));
+    if (rank == 0) run->graph_starts = kernels - kernels_before;
+    return MT_SUCCESS;
+}
+
+static mt_status device_rank(mt_comm *world, void *user) {
+    device_run *run = (device_run *)user;
+    gpt_worker w;
+    mt_status status = gpt_open(world, &run->r, &w);
+    if (status == MT_SUCCESS) status = device_steps(&w, run);
+    gpt_close(&w);
+    return status;
+}
+
+/* Uploads, forward, backward, norm, loss scale and optimizer: the host waits for none of them. A step of 4 micro-batches
+   through 2 layers starts 444 kernels and products. As a graph, it is one launch of one rank. */
+static void test_a_step_does_not_wait(void **state) {
+    static const int ways[][4] = {/* tensor, data, stages, f16 */
+                                  {1, 1, 1, 0},
+                                  {1, 1, 1, 1},
+                                  {2, 1, 1, 1},
+                                  {1, 2, 1, 0},
+                                  {2, 1, 2, 0}};
+    (void)state;
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+        static device_run run;
+        static gpt_result result;
+        int ranks = ways[i][0] * ways[i][1] * ways[i][2];
+        memset(&run, 0, sizeof run);
+        run.r.device = MT_DEVICE_CUDA;
+        run.r.dtype = ways[i][3] ? MT_F16 : MT_BF16;
+        run.r.tp = ways[i][0];
+        run.r.data = ways[i][1];
+        run.r.pipeline = ways[i][2];
+        run.r.loss_scale = ways[i][3] ? 1024.0f : 0.0f;
+        run.r.on_device = run.r.one_pass = 1;
+        run.r.out = &result;
+        test_launch(ranks, device_rank, &run);
+        for (int rank = 0; rank < ranks; rank++)
+            if (run.waits[rank] != 0 || run.graph_waits[rank] != 0)
+                fail_msg("case %zu: rank %d waits %ld times in a step, and %ld times in a step as a graph", i, rank,
+                         run.waits[rank], run.graph_waits[rank]);
+        if (ranks == 1 && run.starts > 444) fail_msg("case %zu: a step starts %ld kernels", i, run.starts);
+        if (run.graph_starts != 0 || run.graph_launches != 1)
+            fail_msg("case %zu: a graph starts %ld kernels with %ld launches", i, run.graph_starts, run.graph_launches);
+    }
+}
+
 /* ---- the loss of a GPT ------------------------------------------------------------------------------------------ */
 
 /* One forward and backward of a GPT, or an evaluation. */
@@ -301,6 +385,7 @@ int main(void) {
         cmocka_unit_test(test_layer),
         cmocka_unit_test(test_optimizer),
         cmocka_unit_test(test_ranks_on_one_gpu_do_not_wait),
+        cmocka_unit_test(test_a_step_does_not_wait),
         cmocka_unit_test(test_loss),
     };
     setenv("MTE_DEVICES", "1", 1); /* before the engine reads it */
