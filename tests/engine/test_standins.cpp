@@ -1604,18 +1604,19 @@ struct Capturing {
 void test_replays() {
     run_case("a captured stream runs nothing; each launch reads the memory as it is then", [] {
         Capturing c;
-        std::vector<unsigned char> pageable(8, 3);
+        std::vector<unsigned char> pageable(8, 3), back(8);
         CHECK(c.begin() == cudaSuccess && c.status(c.a) == cudaStreamCaptureStatusActive);
         CHECK(cudaMemcpyAsync(c.x.p, pageable.data(), 8, cudaMemcpyHostToDevice, c.a) == cudaSuccess);
         CHECK(c.copy(c.a) == cudaSuccess);
+        CHECK(cudaMemcpyAsync(back.data(), c.y.p, 8, cudaMemcpyDeviceToHost, c.a) == cudaSuccess);
         c.end_good();
-        CHECK(c.nodes() == 2 && c.status(c.a) == cudaStreamCaptureStatusNone && c.y.read(c.a)[7] == 0);
+        CHECK(c.nodes() == 3 && c.status(c.a) == cudaStreamCaptureStatusNone && c.y.read(c.a)[7] == 0);
         for (unsigned char value = 4; value < 7; value++) {
             const long waits = mte::host_waits(), launches = mte::graph_launches();
             memset(pageable.data(), value, 8);
             CHECK(c.launch(c.a) == cudaSuccess);
             CHECK(mte::host_waits() == waits && mte::graph_launches() == launches + 1);
-            CHECK(c.y.read(c.a)[7] == value);
+            CHECK(c.y.read(c.a)[7] == value && back[7] == value);
         }
     });
     run_case("a graph begins after what is in its stream, and what follows begins after it", [] {
@@ -1636,6 +1637,20 @@ void test_replays() {
         CHECK(c.set(c.x, 5, c.a) == cudaSuccess && c.launch(c.a) == cudaSuccess && c.launch(c.b) == cudaSuccess);
         CHECK(cudaGraphUpload(c.exec, c.a) == cudaSuccess);
         CHECK(c.y.read(c.b)[0] == 9 && cudaStreamSynchronize(c.a) == cudaSuccess);
+    });
+    run_case("a launch begins after all of the launch before, also on other branches of the graph", [] {
+        Capturing c;
+        Buffer<unsigned char> z(std::vector<unsigned char>(8)), w(std::vector<unsigned char>(8));
+        CHECK(c.begin() == cudaSuccess && c.wait(c.b, c.a, 0) == cudaSuccess && c.set(w, 1, c.a) == cudaSuccess);
+        CHECK(cudaMemcpyAsync(z.p, c.x.p, 8, cudaMemcpyDeviceToDevice, c.b) == cudaSuccess);
+        CHECK(c.wait(c.a, c.b, 1) == cudaSuccess);
+        CHECK(cudaMemcpyAsync(c.y.p, z.p, 8, cudaMemcpyDeviceToDevice, c.a) == cudaSuccess);
+        CHECK(c.set(c.x, 9, c.a) == cudaSuccess);
+        c.end_good();
+        for (int i = 0; i < 8; i++) {
+            CHECK(c.set(c.x, 5, c.a) == cudaSuccess && c.launch(c.a) == cudaSuccess && c.launch(c.b) == cudaSuccess);
+            CHECK(c.y.read(c.b)[0] == 9 && cudaStreamSynchronize(c.a) == cudaSuccess);
+        }
     });
     run_case("a graph that is destroyed before it has run still runs", [] {
         Capturing c;
@@ -1996,26 +2011,30 @@ void check_replayed_collectives(const Rank &r) {
     }
 }
 
-// A group over two streams, which both wait for all of it: messages around a ring.
+// A group over two streams, which waits for both, and both wait for all of it: messages around a ring.
 void check_replayed_group(const Rank &r) {
     const cudaStream_t side = new_stream();
     cudaEvent_t fork, join;
     CHECK(cudaEventCreate(&fork) == cudaSuccess && cudaEventCreate(&join) == cudaSuccess);
     const int next = (r.rank + 1) % r.size, before = (r.rank + r.size - 1) % r.size;
-    Buffer<int32_t> out(std::vector<int32_t>(2)), in(std::vector<int32_t>(2)), copy(std::vector<int32_t>(2));
+    Buffer<int32_t> given(std::vector<int32_t>(2)), out(std::vector<int32_t>(2)), in(std::vector<int32_t>(2)),
+        copy(std::vector<int32_t>(2)), twice(std::vector<int32_t>(2));
     RankGraph graph(r, [&] {
         CHECK(cudaEventRecord(fork, r.stream) == cudaSuccess && cudaStreamWaitEvent(side, fork, 0) == cudaSuccess);
+        CHECK(cudaMemcpyAsync(out.p, given.p, 8, cudaMemcpyDeviceToDevice, side) == cudaSuccess);
         CHECK(ncclGroupStart() == ncclSuccess);
-        CHECK(ncclSend(out.p, 2, ncclInt32, next, r.comm, r.stream) == ncclSuccess);
-        CHECK(ncclRecv(in.p, 2, ncclInt32, before, r.comm, side) == ncclSuccess);
+        CHECK(ncclRecv(in.p, 2, ncclInt32, before, r.comm, r.stream) == ncclSuccess);
+        CHECK(ncclSend(out.p, 2, ncclInt32, next, r.comm, side) == ncclSuccess);
         CHECK(ncclGroupEnd() == ncclSuccess);
         CHECK(cudaMemcpyAsync(copy.p, in.p, 8, cudaMemcpyDeviceToDevice, r.stream) == cudaSuccess);
+        CHECK(cudaMemcpyAsync(twice.p, in.p, 8, cudaMemcpyDeviceToDevice, side) == cudaSuccess);
         CHECK(cudaEventRecord(join, side) == cudaSuccess && cudaStreamWaitEvent(r.stream, join, 0) == cudaSuccess);
     });
     for (int launch = 0; launch < 3; launch++) {
-        out.write({100 * launch + r.rank, 7});
+        given.write({100 * launch + r.rank, 7});
         graph.launch(r);
-        CHECK(copy.read(r.stream) == (std::vector<int32_t>{100 * launch + before, 7}));
+        const std::vector<int32_t> want = {100 * launch + before, 7};
+        CHECK(copy.read(r.stream) == want && twice.read(r.stream) == want);
     }
     CHECK(cudaStreamDestroy(side) == cudaSuccess);
     CHECK(cudaEventDestroy(fork) == cudaSuccess && cudaEventDestroy(join) == cudaSuccess);
@@ -2091,6 +2110,40 @@ void check_replayed_non_blocking(Rank &r) {
     CHECK(ncclCommDestroy(r.comm) == ncclSuccess);
 }
 
+// One thread launches the graphs of two ranks, one after the other. It needs no group, because a launch does not wait.
+void check_launches_of_one_thread() {
+    if (!enough_devices(2)) return;
+    ncclComm_t comms[2], alone;
+    Rank ranks[2];
+    std::unique_ptr<Buffer<float>> x[2];
+    std::unique_ptr<RankGraph> graphs[2];
+    CHECK(ncclCommInitAll(comms, 2, nullptr) == ncclSuccess && ncclCommInitAll(&alone, 1, nullptr) == ncclSuccess);
+    const auto sum = [&](int i) {
+        return ncclAllReduce(x[i]->p, x[i]->p, 8, ncclFloat, ncclSum, comms[i], ranks[i].stream);
+    };
+    for (int i = 0; i < 2; i++) {
+        CHECK(cudaSetDevice(i) == cudaSuccess);
+        ranks[i] = {i, 2, comms[i], new_stream(), {}};
+        x[i] = std::make_unique<Buffer<float>>(std::vector<float>(8, 1.0f));
+    }
+    CHECK(ncclGroupStart() == ncclSuccess && sum(0) == ncclSuccess && sum(1) == ncclSuccess);
+    CHECK(ncclGroupEnd() == ncclSuccess); // connects the ranks
+    for (int i = 0; i < 2; i++)
+        graphs[i] = std::make_unique<RankGraph>(ranks[i], [&] { CHECK(sum(i) == ncclSuccess); });
+    graphs[0]->launch(ranks[0]);
+    CHECK(cudaSetDevice(0) == cudaSuccess);
+    Buffer<float> other(std::vector<float>(8));
+    CHECK(ncclAllReduce(other.p, other.p, 8, ncclFloat, ncclSum, alone, nullptr) == ncclSuccess);
+    graphs[1]->launch(ranks[1]);
+    for (int i = 0; i < 2; i++) CHECK(x[i]->read(ranks[i].stream)[0] == 4.0f);
+    for (int i = 0; i < 2; i++) {
+        graphs[i].reset();
+        x[i].reset();
+        CHECK(ncclCommDestroy(comms[i]) == ncclSuccess && cudaStreamDestroy(ranks[i].stream) == cudaSuccess);
+    }
+    CHECK(ncclCommDestroy(alone) == ncclSuccess);
+}
+
 // Rank 0 launches a graph, rank 1 does not: the graph waits until rank 0 aborts.
 void check_abort_of_graph(Rank &r) {
     Buffer<float> x(inputs<float>(r.rank, 8));
@@ -2131,6 +2184,7 @@ void test_nccl_graphs() {
     });
     run_case("nccl: a graph with a call of a non-blocking communicator",
              [] { on_ranks(2, check_replayed_non_blocking, false); });
+    run_case("nccl: one thread launches the graphs of two ranks", check_launches_of_one_thread);
     run_case("nccl: an abort frees a graph that waits for another rank", [] { on_ranks(2, check_abort_of_graph); });
     run_case("nccl: the streams of a group are all in one capture, or in none",
              [] { on_ranks(2, check_streams_of_a_group); });
