@@ -31,7 +31,7 @@
 
 namespace mte {
 
-enum class MessageKind : uint32_t { call, data, round, bye };
+enum class MessageKind : uint32_t { call, data, connect, round, bye };
 
 // A message from one rank to another. Fields that a kind does not need are 0.
 struct Message {

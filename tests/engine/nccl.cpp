@@ -694,9 +694,15 @@ void announce(ncclComm &comm, Leg &leg, const Call &call, size_t number) {
     });
 }
 
-// Adds a call of another process to its op.
-void join_remote(Clique &clique, const Message &message) {
-    ncclComm &comm = *clique.members[static_cast<size_t>(message.rank)];
+// Tells the other processes of a call that is recorded: their calls wait until the ranks are connected.
+void announce_connection(const ncclComm &comm, const Call &call) {
+    Message message = message_from(comm, MessageKind::connect, 0);
+    message.kind = call.kind;
+    message.root = call.root;
+    tell_peers(*comm.clique, call, message, {});
+}
+
+Call remote_call(const Message &message) {
     Call call{static_cast<Kind>(message.kind),
               nullptr,
               nullptr,
@@ -706,6 +712,13 @@ void join_remote(Clique &clique, const Message &message) {
               message.root,
               nullptr};
     call.remote = true;
+    return call;
+}
+
+// Adds a call of another process to its op.
+void join_remote(Clique &clique, const Message &message) {
+    ncclComm &comm = *clique.members[static_cast<size_t>(message.rank)];
+    const Call call = remote_call(message);
     std::unique_ptr<Leg> leg(new Leg{nullptr, take_stream(comm), nullptr, true});
     connect(comm, call);
     if (call.pairwise()) join_pair(comm, *leg, call);
@@ -802,7 +815,10 @@ ncclResult_t post_or_record(ncclComm &comm, const std::vector<Call> &calls) {
         return refuse(ncclInvalidUsage, "Streams given to a communicator within a NCCL group must either be all "
                                         "uncaptured or all captured by the same graph.");
     if (error != cudaSuccess) return refuse(ncclUnhandledCudaError, "the capture of a stream is invalid");
-    for (const Call &call : calls) connect(comm, call);
+    for (const Call &call : calls) {
+        connect(comm, call);
+        if (comm.clique->mesh) announce_connection(comm, call);
+    }
     notify();
     return ncclSuccess;
 }
@@ -1041,6 +1057,8 @@ void handle(const std::shared_ptr<Clique> &clique, const Message &message, const
     if (has_left(*clique)) return;
     if (message.what == MessageKind::call) join_remote(*clique, message);
     else if (message.what == MessageKind::data) take_data(*clique, message, payload);
+    else if (message.what == MessageKind::connect)
+        connect(*clique->members[static_cast<size_t>(message.rank)], remote_call(message));
     else enter_remote_round(*clique, message);
     notify();
 }

@@ -25,6 +25,8 @@
 #include <thread>
 #include <vector>
 
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -2174,9 +2176,44 @@ void check_streams_of_a_group(const Rank &r) {
     CHECK(cudaStreamDestroy(side) == cudaSuccess);
 }
 
+int free_port() {
+    sockaddr_in a = {};
+    socklen_t bytes = sizeof a;
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    a.sin_family = AF_INET;
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK(bind(fd, reinterpret_cast<sockaddr *>(&a), sizeof a) == 0);
+    CHECK(getsockname(fd, reinterpret_cast<sockaddr *>(&a), &bytes) == 0 && close(fd) == 0);
+    return ntohs(a.sin_port);
+}
+
+// The same with ranks that are processes, for which the stand-in needs this schedule.
+void check_processes() {
+    const char *const streams = getenv("MTE_STREAMS");
+    if (streams && strcmp(streams, "eager") != 0) return;
+    const std::string address = "127.0.0.1:" + std::to_string(free_port());
+    pid_t children[2];
+    for (int rank = 0; rank < 2; rank++) {
+        children[rank] = fork();
+        if (children[rank] != 0) continue;
+        Rank r = {rank, 2, nullptr, nullptr, {}};
+        CHECK(setenv("NCCL_COMM_ID", address.c_str(), 1) == 0 && cudaSetDevice(rank) == cudaSuccess);
+        r.stream = new_stream();
+        CHECK(ncclGetUniqueId(&r.id) == ncclSuccess && ncclCommInitRank(&r.comm, 2, r.id, rank) == ncclSuccess);
+        check_replayed_collectives(r);
+        CHECK(ncclCommDestroy(r.comm) == ncclSuccess);
+        _Exit(failures == 0 ? 0 : 1);
+    }
+    for (pid_t child : children) {
+        int status = -1;
+        CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+    }
+}
+
 void test_nccl_graphs() {
     run_case("nccl: graphs with collectives, with other collectives in between",
              [] { on_ranks(2, check_replayed_collectives); });
+    run_case("nccl: graphs with collectives of two processes", check_processes);
     run_case("nccl: a graph with a group of messages", [] { on_ranks(3, check_replayed_group); });
     run_case("nccl: one graph with the streams of all ranks", [] {
         OneCapture capture;
