@@ -1179,10 +1179,11 @@ static void test_gpt_gradients_are_finite_differences(void **state) {
                          .embedding_dropout = 0.3f,
                          .layer = layer};
         differentiable diff = {.name = i == 0 ? "tied" : i == 1 ? "untied" : "post-LN", .f = gpt_scalar};
-        gpt_point p = {.r = &r,
-                       .batch = {.sequences = 2, .seq = 5, .first_sequence = 1, .seed = 4, .backward_scale = one_pass},
-                       .ids = ids,
-                       .targets = targets};
+        gpt_point p = {
+            .r = &r,
+            .batch = {.sequences = 2, .seq = 5, .first_sequence = 1, .seed = 4, .backward_scale = (float)one_pass},
+            .ids = ids,
+            .targets = targets};
         d.layer.placement = i == 2 ? MT_POST_LN : MT_PRE_LN;
         d.layer.rotary_base = i == 2 ? 10.0f : 0.0f;
         ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));

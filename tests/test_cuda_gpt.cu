@@ -461,7 +461,7 @@ static wrong_id *wrong;
 static mt_status forward_with_a_wrong_id(mt_context *ctx, void *user, const mt_action *a, mt_tensor input,
                                          mt_tensor output) {
     gpt_worker *w = (gpt_worker *)user;
-    int32_t ids[GPT_SEQ] = {0}, *on_device = w->ids + 2 * GPT_SEQ * a->slot;
+    int32_t ids[GPT_SEQ] = {0}, *on_device = w->ids + 2 * GPT_SEQ * a->micro_batch;
     int64_t sequence = w->grid.dp_rank * (GPT_BATCH / w->grid.dp_size) + a->micro_batch;
     mt_batch batch = gpt_batch_of(w, sequence);
     int here = wrong->only < 0 || wrong->only == mt_comm_rank(w->world);
@@ -491,6 +491,7 @@ static mt_status wrong_id_rank(mt_comm *world, void *user) {
         if (found == MT_ERR_DATA && !strstr(mt_last_error(w.ctx), "token id 1000 at index 5 is not in [0, "))
             status = mt_fail(w.ctx, MT_ERR_MISMATCH, "the message of a wrong id is: %.99s", mt_last_error(w.ctx));
     }
+    if (status == MT_SUCCESS && test->only < 0) status = gpt_load(&w);
     if (status == MT_SUCCESS && test->only < 0) status = gpt_gradients(&w, 2, &loss, &norm);
     if (status == MT_SUCCESS && test->only < 0 && !(loss > 0.1f && loss < 10.0f))
         status = mt_fail(w.ctx, MT_ERR_MISMATCH, "the loss after a wrong id is %g", (double)loss);

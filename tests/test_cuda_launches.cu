@@ -254,8 +254,8 @@ static mt_status device_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* Uploads, forward, backward, norm, loss scale and optimizer: the host waits for none of them. A step of 4 micro-batches
-   through 2 layers starts 444 kernels and products. As a graph, it is one launch of one rank. */
+/* Uploads, forward, backward, norm, loss scale and optimizer: the host waits for none of them. A step of 4
+   micro-batches through 2 layers starts 444 kernels and products. As a graph, it is one launch of one rank. */
 static void test_a_step_does_not_wait(void **state) {
     static const int ways[][4] = {/* tensor, data, stages, f16 */
                                   {1, 1, 1, 0},

@@ -757,6 +757,7 @@ static mt_status evaluate(gpt_worker *w, evaluation *e) {
     MT_TRY(mt_pipeline_schedule(MT_SCHEDULE_FORWARD_ONLY, w->grid.pp_size, w->grid.pp_rank, GPT_BATCH, actions,
                                 3 * GPT_BATCH, &count));
     MT_TRY(mt_pipeline_run(w->ctx, &w->grid, &stage, actions, count));
+    MT_TRY(gpt_load(w)); /* evaluate_only has replaced the ids */
     if (w->grid.pp_rank + 1 == w->grid.pp_size && w->grid.tp_rank == 0)
         memcpy(e->losses, w->losses.data, sizeof e->losses);
     for (int i = 0; i < 3 * (GPT_VOCAB + 5); i++) wide[i] = 99;
