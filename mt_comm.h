@@ -979,7 +979,9 @@ struct mt_context {
     struct CUevent_st *events[MTI_EVENTS]; /* one per ticket; the last one is for mti_cuda_fork */
     mti_staging staging;
     int recording;              /* 1: between mt_graph_begin and mt_graph_end */
+    int captures;               /* 1: this context has begun a capture, which has not ended */
     mt_comm *recorders;         /* the ranks that record together; NULL: this rank alone */
+    struct mti_group *turns;    /* the group of the recorders, kept alive */
     int has_turn;               /* 1: of the recorders, this rank records now */
     unsigned pending;           /* bit mask of tickets that the compute stream has not waited for */
     int overlapped;             /* 1: mti_cuda_fork has been called */
@@ -1057,7 +1059,8 @@ typedef struct mti_group {
     pthread_mutex_t mutex;
     pthread_cond_t cond;
     unsigned char *slots;
-    int turn; /* atomic; 1: a rank of this group records a graph */
+    int turn;     /* atomic; 1: a rank of this group records a graph */
+    int captured; /* atomic; 1: the capture that rank 0 has begun has not ended */
     mt_status why_broken;
     char text[MT_ERROR_BYTES];
 } mti_group;
@@ -1184,6 +1187,7 @@ static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm *
 static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call); /* >>graph */
 static void mti_graph_forget(mt_context *ctx);
 #if MT_HAS_CUDA
+static void mti_cuda_drop(mt_context *ctx);
 static void mti_nccl_close(mt_context *ctx);
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
 #endif
@@ -1776,21 +1780,13 @@ static mt_status mti_cuda_report(mt_context *ctx) {
     return mt_range_fail(ctx, &error);
 }
 
-/* Discards what has been recorded. In a common graph only rank 0 can do this; CUDA then reports that streams of other
-   ranks have not been joined. */
-static void mti_cuda_drop(mt_context *ctx) {
-    cudaGraph_t graph = NULL;
-    if (cudaStreamEndCapture(ctx->compute_stream, &graph) != cudaSuccess) cudaGetLastError();
-    if (graph) cudaGraphDestroy(graph);
-}
-
 /* Waits for all streams, and detaches the communicators over NCCL from the context. */
 static void mti_cuda_idle(mt_context *ctx) {
     if (cudaSetDevice(ctx->ordinal) != cudaSuccess) { /* no such GPU: mti_cuda_open has failed with a message */
         cudaGetLastError();
         return;
     }
-    if (ctx->recording) mti_cuda_drop(ctx); /* the program has failed before mt_graph_end */
+    mti_cuda_drop(ctx); /* the program has failed before mt_graph_end */
     mti_graph_forget(ctx);
     if (ctx->second_stream) { /* before the compute stream, which may wait for it */
         ctx->stream = ctx->second_stream;
@@ -1805,6 +1801,14 @@ static void mti_cuda_idle(mt_context *ctx) {
     mti_nccl_close(ctx);
 }
 
+/* A stream that is still recorded belongs to a graph of rank 0, which does not answer: it is left to the process. */
+static void mti_stream_destroy(cudaStream_t stream) {
+    cudaStreamCaptureStatus captured = cudaStreamCaptureStatusNone;
+    if (!stream) return;
+    if (cudaStreamIsCapturing(stream, &captured) != cudaSuccess) cudaGetLastError();
+    if (captured == cudaStreamCaptureStatusNone) cudaStreamDestroy(stream);
+}
+
 static void mti_cuda_close(mt_context *ctx) {
     int i;
     for (i = 0; i < MTI_EVENTS; i++)
@@ -1812,9 +1816,9 @@ static void mti_cuda_close(mt_context *ctx) {
     for (i = 0; i < MTI_SECTIONS; i++)
         if (ctx->staging.copied[i]) cudaEventDestroy(ctx->staging.copied[i]);
     if (ctx->staging.memory) cudaFreeHost(ctx->staging.memory);
-    if (ctx->third_stream) cudaStreamDestroy(ctx->third_stream);
-    if (ctx->second_stream) cudaStreamDestroy(ctx->second_stream);
-    if (ctx->owns_stream) cudaStreamDestroy(ctx->stream);
+    mti_stream_destroy(ctx->third_stream);
+    mti_stream_destroy(ctx->second_stream);
+    if (ctx->owns_stream) mti_stream_destroy(ctx->stream);
 }
 
 static void mti_event_free(mti_event *e) {
@@ -2020,7 +2024,6 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return (void)ctx, (void)desc, MT_ERR_UNSUPPORTED;
 }
 static void mti_cuda_idle(mt_context *ctx) { (void)ctx; }
-static void mti_cuda_drop(mt_context *ctx) { (void)ctx; }
 static void mti_cuda_close(mt_context *ctx) { (void)ctx; }
 MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
     return (void)ctx, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
@@ -2743,26 +2746,27 @@ static void mti_fail_inside(mt_context *ctx, mt_comm *comm, const mti_call *call
 static void mti_turn_give(mt_context *ctx) {
     if (!ctx || !ctx->has_turn) return;
     ctx->has_turn = 0;
-    __atomic_store_n(&ctx->recorders->group->turn, 0, __ATOMIC_RELEASE);
+    __atomic_store_n(&ctx->turns->turn, 0, __ATOMIC_RELEASE);
 }
 
 #if MT_HAS_CUDA
-static mt_status mti_turn_take(mt_context *ctx) {
-    mti_stopwatch watch;
-    mti_group *g;
-    double waited;
-    if (!ctx || !ctx->recorders || ctx->has_turn) return MT_SUCCESS;
-    g = ctx->recorders->group;
-    watch = mti_stopwatch_start(g->timeout);
-    while (__atomic_exchange_n(&g->turn, 1, __ATOMIC_ACQUIRE)) {
-        waited = mti_waited(&watch);
-        if (waited > g->timeout)
-            return mt_fail(ctx, MT_ERR_TIMEOUT, "rank %d of \"%s\" (%d ranks) waits for another rank to record: %.1f s",
-                           ctx->recorders->rank, ctx->recorders->name, ctx->recorders->size, waited);
+/* Waits until *flag is 0, and returns 1; after the timeout returns 0. take: sets it to 1 */
+static int mti_flag_wait(const mti_group *g, int *flag, int take) {
+    mti_stopwatch watch = mti_stopwatch_start(g->timeout);
+    while (take ? __atomic_exchange_n(flag, 1, __ATOMIC_ACQUIRE) : __atomic_load_n(flag, __ATOMIC_ACQUIRE)) {
+        double waited = mti_waited(&watch);
+        if (waited > g->timeout) return 0;
         mti_rest(waited, 1e-3);
     }
-    ctx->has_turn = 1;
-    return MT_SUCCESS;
+    return 1;
+}
+
+static mt_status mti_turn_take(mt_context *ctx) {
+    if (!ctx || !ctx->recorders || ctx->has_turn) return MT_SUCCESS;
+    ctx->has_turn = mti_flag_wait(ctx->turns, &ctx->turns->turn, 1);
+    if (ctx->has_turn) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_TIMEOUT, "rank %d of \"%s\" (%d ranks) waited %.2f s for another rank to record",
+                   ctx->recorders->rank, ctx->recorders->name, ctx->recorders->size, ctx->turns->timeout);
 }
 #else
 static mt_status mti_turn_take(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
@@ -2773,7 +2777,8 @@ static mti_outcome mti_wait_aside(mt_context *ctx, mti_group *g, const mti_wait 
     mti_outcome outcome;
     mti_turn_give(ctx);
     outcome = mti_wait_for(g, w);
-    return mti_turn_take(ctx) == MT_SUCCESS ? outcome : MTI_SEES_LATE;
+    if (outcome != MTI_MET) return outcome; /* the recording is lost */
+    return mti_turn_take(ctx) == MT_SUCCESS ? MTI_MET : MTI_SEES_LATE;
 }
 
 /* -- meetings -- */
@@ -6272,7 +6277,30 @@ static mt_comm *mti_graph_recorders(const mt_context *ctx, mt_comm *comm) {
 static mt_status mti_cuda_capture(mt_context *ctx) {
     MT_TRY(mt_cuda_enter(ctx));
     MT_CUDA_TRY(ctx, cudaStreamBeginCapture(ctx->stream, cudaStreamCaptureModeThreadLocal));
+    ctx->captures = 1;
+    if (ctx->turns) __atomic_store_n(&ctx->turns->captured, 1, __ATOMIC_RELEASE);
     return MT_SUCCESS;
+}
+
+static void mti_cuda_captured(mt_context *ctx) {
+    ctx->captures = 0;
+    if (ctx->turns) __atomic_store_n(&ctx->turns->captured, 0, __ATOMIC_RELEASE);
+}
+
+/* Ends a capture that has not ended, and discards it. Of the ranks that record together rank 0 does this, and the others
+   wait until their streams are no longer captured. CUDA then reports that streams have not been joined. */
+static void mti_cuda_drop(mt_context *ctx) {
+    mti_group *g = ctx->turns;
+    cudaGraph_t graph = NULL;
+    if (!ctx->captures) {
+        mti_turn_give(ctx);
+        if (g) mti_flag_wait(g, &g->captured, 0);
+        return;
+    }
+    if (g && !ctx->has_turn) ctx->has_turn = mti_flag_wait(g, &g->turn, 1);
+    if (cudaStreamEndCapture(ctx->compute_stream, &graph) != cudaSuccess) cudaGetLastError();
+    if (graph) cudaGraphDestroy(graph);
+    mti_cuda_captured(ctx);
 }
 
 /* Ends the capture of this rank's stream, and makes a graph that can run. */
@@ -6281,6 +6309,7 @@ static mt_status mti_cuda_capture_end(mt_context *ctx, struct CUgraphExec_st **r
     mt_status status;
     MT_TRY(mt_cuda_enter(ctx));
     status = mti_cuda_check(ctx, cudaStreamEndCapture(ctx->stream, &graph), "cudaStreamEndCapture");
+    mti_cuda_captured(ctx);
     if (status == MT_SUCCESS)
         status = mti_cuda_check(ctx, cudaGraphInstantiateWithFlags(run, graph, 0), "cudaGraphInstantiateWithFlags");
     if (graph) cudaGraphDestroy(graph);
@@ -6300,6 +6329,7 @@ static void mti_cuda_graph_destroy(mt_context *ctx, struct CUgraphExec_st *run) 
 }
 #else
 static mt_status mti_cuda_capture(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static void mti_cuda_drop(mt_context *ctx) { (void)ctx; }
 static mt_status mti_cuda_capture_end(mt_context *ctx, struct CUgraphExec_st **run) {
     return (void)ctx, (void)run, MT_ERR_UNSUPPORTED;
 }
@@ -6312,16 +6342,25 @@ static void mti_cuda_graph_destroy(mt_context *ctx, struct CUgraphExec_st *run) 
 /* After a recording has ended or failed. */
 static void mti_graph_forget(mt_context *ctx) {
     mti_turn_give(ctx);
+    if (ctx->turns) mti_group_release(ctx->turns);
+    ctx->turns = NULL;
     ctx->recorders = NULL;
     ctx->recording = 0;
 }
 
-/* One rank's part of mt_graph_begin of several ranks, between its two meetings. Rank 0 has begun the capture of its
-   stream; the stream of another rank joins it by an event of rank 0. */
-static mt_status mti_graph_join(mt_context *ctx, mt_comm *comm) {
-    const mti_event *begun = &mti_slot_of(comm->group, 0)->done;
+/* Rank 0's part of mt_graph_begin of several ranks: begins the capture of its stream. */
+static mt_status mti_graph_first(mt_context *ctx, mt_comm *comm) {
     MT_TRY(mti_turn_take(ctx));
-    return comm->rank == 0 || !begun->handle ? MT_SUCCESS : mti_cuda_await(ctx, begun);
+    MT_TRY(mti_cuda_capture(ctx));
+    return mti_cuda_record(ctx, &mti_slot_of(comm->group, 0)->done);
+}
+
+/* The part of the other ranks: their streams join the capture by the event of rank 0. */
+static mt_status mti_graph_join(mt_context *ctx, mt_comm *comm) {
+    const mti_slot *first = mti_slot_of(comm->group, 0);
+    if (comm->rank == 0 || first->failed) return MT_SUCCESS;
+    MT_TRY(mti_turn_take(ctx));
+    return mti_cuda_await(ctx, &first->done);
 }
 
 /* Rank 0's part of mt_graph_end of several ranks: its stream comes after the streams of all ranks. */
@@ -6331,7 +6370,7 @@ static mt_status mti_graph_close(mt_context *ctx, mt_comm *comm, int discards, s
     for (r = 1; r < comm->size; r++) {
         const mti_slot *slot = mti_slot_of(comm->group, r);
         discards |= slot->failed;
-        if (slot->done.handle) MT_KEEP(status, mti_cuda_await(ctx, &slot->done));
+        if (!slot->failed) MT_KEEP(status, mti_cuda_await(ctx, &slot->done));
     }
     if (!discards && status == MT_SUCCESS) return mti_cuda_capture_end(ctx, run);
     mti_cuda_drop(ctx);
@@ -6350,43 +6389,37 @@ static mt_status mti_graph_all(mt_context *ctx, mt_comm *comm, const mti_call *c
     return status;
 }
 
+/* A capture begins only after the first meeting: before, a rank may still put events of the last collective into its
+   stream. */
 static mt_status mti_graph_begin_all(mt_context *ctx, mt_comm *comm) {
     mti_call call = mti_call_make(MTI_GRAPH_BEGIN, NULL, NULL, 0, MT_U8);
     mti_slot *mine = mti_slot_of(comm->group, comm->rank);
-    int begun = 0;
-    mt_status status = MT_SUCCESS, met;
-    if (comm->rank == 0) {
-        status = mti_cuda_capture(ctx);
-        begun = status == MT_SUCCESS;
-        if (begun) status = mti_cuda_record(ctx, &mine->done);
-    }
-    met = mti_enter(ctx, comm, &call);
-    if (met != MT_SUCCESS) {
-        if (begun) mti_cuda_drop(ctx);
-        return met;
-    }
-    MT_KEEP(status, mti_graph_join(ctx, comm));
+    mt_status status = MT_SUCCESS;
+    MT_TRY(mti_enter(ctx, comm, &call));
+    if (comm->rank == 0) status = mti_graph_first(ctx, comm);
     mine->failed = status != MT_SUCCESS;
     mti_turn_give(ctx);
+    mti_meet(comm);
+    if (status == MT_SUCCESS) status = mti_graph_join(ctx, comm);
+    if (comm->rank != 0) mine->failed = status != MT_SUCCESS; /* the others read that of rank 0 now */
+    mti_turn_give(ctx);
     mti_exit(comm);
-    status = mti_graph_all(ctx, comm, &call, status);
-    if (status != MT_SUCCESS && begun) mti_cuda_drop(ctx);
-    return status != MT_SUCCESS ? status : mti_turn_take(ctx);
+    MT_TRY(mti_graph_all(ctx, comm, &call, status));
+    status = mti_turn_take(ctx);
+    return status != MT_SUCCESS ? mti_break_failed(ctx, comm, &call, status) : MT_SUCCESS;
 }
 
 /* run NULL: this rank discards the graph. */
 static mt_status mti_graph_end_all(mt_context *ctx, mt_comm *comm, struct CUgraphExec_st **run) {
     mti_call call = mti_call_make(MTI_GRAPH_END, NULL, NULL, 0, MT_U8);
     mti_slot *mine = mti_slot_of(comm->group, comm->rank);
-    mt_status status = mti_cuda_record(ctx, &mine->done), met;
-    mti_turn_give(ctx);
-    ctx->recorders = NULL; /* there are no turns any more */
+    mt_status status;
+    MT_TRY(mti_enter(ctx, comm, &call));
+    status = mti_turn_take(ctx);
+    if (status == MT_SUCCESS) status = mti_cuda_record(ctx, &mine->done);
     mine->failed = !run || status != MT_SUCCESS;
-    met = mti_enter(ctx, comm, &call);
-    if (met != MT_SUCCESS) {
-        if (comm->rank == 0) mti_cuda_drop(ctx);
-        return met;
-    }
+    mti_turn_give(ctx);
+    mti_meet(comm);
     if (comm->rank == 0) {
         MT_KEEP(status, mti_graph_close(ctx, comm, mine->failed, run));
         mine->failed |= status != MT_SUCCESS;
@@ -6420,10 +6453,14 @@ static mt_status mti_graph_begin(mt_context *ctx, mt_comm *comm) {
     mt_status status = MT_SUCCESS;
     MT_TRY(mti_graph_wait_overlaps(ctx));
     ctx->recorders = mti_graph_recorders(ctx, comm);
+    ctx->turns = ctx->recorders ? comm->group : NULL;
+    if (ctx->turns) __atomic_add_fetch(&ctx->turns->references, 1, __ATOMIC_RELAXED);
     ctx->recording = 1;
     if (ctx->recorders) status = mti_graph_begin_all(ctx, comm);
     else if (ctx->device == MT_DEVICE_CUDA) status = mti_cuda_capture(ctx);
-    if (status != MT_SUCCESS) mti_graph_forget(ctx);
+    if (status == MT_SUCCESS) return MT_SUCCESS;
+    mti_cuda_drop(ctx);
+    mti_graph_forget(ctx);
     return status;
 }
 
@@ -6442,7 +6479,7 @@ static mt_status mti_graph_end(mt_context *ctx, mt_graph **out) {
     if (graph) graph->comm = ctx->recorders;
     if (ctx->recorders) status = mti_graph_end_all(ctx, ctx->recorders, wanted ? &graph->run : NULL);
     else if (ctx->device == MT_DEVICE_CUDA && wanted) status = mti_cuda_capture_end(ctx, &graph->run);
-    else if (ctx->device == MT_DEVICE_CUDA) mti_cuda_drop(ctx);
+    mti_cuda_drop(ctx); /* does nothing when the capture has ended */
     mti_graph_forget(ctx);
     if (out && !graph) status = mt_fail(ctx, MT_ERR_MEMORY, "mt_graph_end: no memory for the graph");
     MT_KEEP(status, overlaps);
