@@ -802,7 +802,8 @@ MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error);
      [ptr, ptr + bytes). Memory of this GPU, managed memory and page-locked host memory are allowed. The message names
      `function` and `name`.
    mt_cuda_wait_peers: waits for the collectives in the stream, at most for their timeout. Call it before every CUDA
-     call that waits for the stream, because CUDA itself waits without a timeout.
+     call that waits for the stream, because CUDA itself waits without a timeout. MT_ERR_UNSUPPORTED between
+     mt_graph_begin and mt_graph_end.
    mt_cuda_fetch: calls mt_cuda_wait_peers, copies from the GPU to the host, and waits until the copy is done. */
 #define MT_PLANNED ((mt_status)1)
 #define MT_UPLOAD_BYTES ((size_t)256 << 10)
@@ -1188,6 +1189,7 @@ static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call); /
 static void mti_graph_forget(mt_context *ctx);
 #if MT_HAS_CUDA
 static void mti_cuda_drop(mt_context *ctx);
+static mt_status mti_nccl_wait(mt_context *ctx);
 static void mti_nccl_close(mt_context *ctx);
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
 #endif
@@ -1753,9 +1755,14 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
     return mti_staging_open(ctx);
 }
 
+MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_check_recording(ctx));
+    return mti_nccl_wait(ctx);
+}
+
 static mt_status mti_cuda_synchronize(mt_context *ctx) {
     MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_check_recording(ctx));
     MT_TRY(mt_cuda_wait_peers(ctx));
     MT_CUDA_TRY(ctx, cudaStreamSynchronize(ctx->stream));
     return MT_SUCCESS;
@@ -1947,7 +1954,6 @@ MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, con
 /* Calls mt_cuda_wait_peers first, because a copy to pageable memory waits for the stream without a timeout. */
 static mt_status mti_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
     MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_check_recording(ctx));
     MT_TRY(mt_cuda_wait_peers(ctx));
     MT_CUDA_TRY(ctx, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, ctx->stream));
     return mti_cuda_synchronize(ctx);
@@ -4259,12 +4265,11 @@ static int mti_nccl_is_idle(const mt_context *ctx, const mt_comm *comm) {
 }
 
 /* Waits for the context's stream if a communicator is busy, at most for the shortest timeout of the busy ones. */
-MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) {
+static mt_status mti_nccl_wait(mt_context *ctx) {
     double timeout = -1, waited;
     mti_stopwatch watch;
     cudaError_t error;
     mt_comm *comm;
-    if (!ctx) return MT_ERR_ARGUMENT;
     for (comm = ctx->nccl; comm; comm = comm->nccl.next)
         if (comm->nccl.busy && (timeout < 0 || comm->nccl.timeout < timeout)) timeout = comm->nccl.timeout;
     if (timeout < 0) return MT_SUCCESS;
@@ -4747,7 +4752,7 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
 #else /* not built */
 #if MT_HAS_CUDA
 static void mti_nccl_launched(mt_context *ctx) { (void)ctx; }
-MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) { return ctx ? MT_SUCCESS : MT_ERR_ARGUMENT; }
+static mt_status mti_nccl_wait(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
 static void mti_nccl_close(mt_context *ctx) { (void)ctx; }
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) {
     (void)ctx, (void)comm, (void)memory;
