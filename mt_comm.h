@@ -588,12 +588,13 @@ MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or plan
    comm is a communicator of all ranks that the step communicates with; NULL: none. Over NCCL each rank records and
    launches a graph of its own. Ranks that are threads without NCCL, for instance on one GPU, record one graph together:
    there mt_graph_begin, mt_graph_end and mt_graph_launch are collectives of comm. These ranks take turns: one records,
-   until it waits for another rank in a collective.
+   until it waits for another rank in a collective. An error of a collective that they record breaks comm, too.
 
    Between mt_graph_begin and mt_graph_end the host cannot wait for the GPU, upload or allocate. MT_ERR_UNSUPPORTED is
    returned by mt_context_synchronize, mt_upload, mt_download, mt_context_alloc, mt_barrier, and every call that needs
    one of them, such as mt_grad_norm (use mt_step_update) and mt_hash. Do not free memory or create communicators there.
-   The ledgers count the recorded calls, not the launches. An overlap that has begun before mt_graph_end ends there.
+   The ledgers count the recorded calls, not the launches. mt_graph_begin and mt_graph_end wait for all overlaps, as
+   mt_overlap_wait does.
 
    Only MT_DEVICE_CUDA records graphs; MT_ERR_UNSUPPORTED on a CPU. On MT_DEVICE_META recorded calls are planned like
    others, and a launch does nothing. */
@@ -1189,6 +1190,7 @@ static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call); /
 static void mti_graph_forget(mt_context *ctx);
 #if MT_HAS_CUDA
 static void mti_cuda_drop(mt_context *ctx);
+static void mti_graph_await_end(mt_context *ctx);
 static mt_status mti_nccl_wait(mt_context *ctx);
 static void mti_nccl_close(mt_context *ctx);
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
@@ -1709,6 +1711,7 @@ MT_API mt_status mt_cuda_enter(mt_context *ctx) {
     if (ctx->device == MT_DEVICE_META) return MT_PLANNED;
     cudaGetLastError(); /* clears an error of the program, which mt_cuda_launched would report */
     MT_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
+    mti_graph_await_end(ctx);
     return MT_SUCCESS;
 }
 
@@ -2703,9 +2706,23 @@ static int mti_break(mti_group *g, mt_status status, const mti_text *text, uint6
     return moved;
 }
 
+/* After an error of any group while ranks record together: breaks their group, too, because ranks outside of the other
+   group would wait there for this rank, which only comes to mt_graph_end. */
+static void mti_break_recorders(mt_context *ctx) {
+    mti_text text;
+    if (!ctx || !ctx->recorders) return;
+    text.used = 0;
+    mti_say(&text, "graph");
+    mti_say_where(&text, ctx->recorders);
+    mti_say(&text, "rank %d failed while it recorded: %s", ctx->recorders->rank, mt_last_error(ctx));
+    mti_break(ctx->turns, MT_ERR_PEER, &text, MTI_ANY);
+}
+
 /* mti_broken_now is for ranks that were waiting when the group broke, mti_broken_before for ranks that call later. */
 static mt_status mti_broken_now(mt_context *ctx, mt_comm *comm) {
-    return mti_refuse(ctx, comm, comm->group->why_broken, "%s", comm->group->text);
+    mt_status status = mti_refuse(ctx, comm, comm->group->why_broken, "%s", comm->group->text);
+    mti_break_recorders(ctx);
+    return status;
 }
 
 static mt_status mti_broken_before(mt_context *ctx, mt_comm *comm, const mti_call *call) {
@@ -2736,6 +2753,7 @@ static mt_status mti_break_failed(mt_context *ctx, mt_comm *comm, const mti_call
     mti_say_where(&text, comm);
     mti_say(&text, "rank %d failed: %s: %s", comm->rank, mt_status_name(status), mt_last_error(ctx));
     mti_break(comm->group, MT_ERR_PEER, &text, MTI_ANY);
+    mti_break_recorders(ctx);
     return status;
 }
 
@@ -2837,7 +2855,9 @@ static mt_status mti_compare(mt_context *ctx, mt_comm *comm) {
     text.used = 0;
     mti_say_mismatch(&text, comm);
     mti_break(comm->group, MT_ERR_MISMATCH, &text, MTI_ANY);
-    return mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
+    mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
+    mti_break_recorders(ctx);
+    return MT_ERR_MISMATCH;
 }
 
 /* The first meeting. After MT_SUCCESS every rank is in the same call and must call mti_exit. After an error this rank
@@ -2916,7 +2936,9 @@ static mt_status mti_take_mismatch(mt_context *ctx, mt_comm *comm, int source) {
     mti_say_unlike(&text, comm, source, comm->rank);
     mti_break(g, MT_ERR_MISMATCH, &text, MTI_ANY);
     mti_outbox_set(g, mti_slot_of(g, source), mti_outbox(comm->rank, MTI_REFUSED));
-    return mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
+    mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
+    mti_break_recorders(ctx);
+    return MT_ERR_MISMATCH;
 }
 
 /* Copies the message that is posted in a slot. On a GPU the copy is in the stream. */
@@ -6292,20 +6314,26 @@ static void mti_cuda_captured(mt_context *ctx) {
     if (ctx->turns) __atomic_store_n(&ctx->turns->captured, 0, __ATOMIC_RELEASE);
 }
 
-/* Ends a capture that has not ended, and discards it. Of the ranks that record together rank 0 does this, and the others
-   wait until their streams are no longer captured. CUDA then reports that streams have not been joined. */
+/* Ends a capture that has not ended, and discards it. Of the ranks that record together only rank 0 can do this; CUDA
+   then reports that streams have not been joined. */
 static void mti_cuda_drop(mt_context *ctx) {
     mti_group *g = ctx->turns;
     cudaGraph_t graph = NULL;
-    if (!ctx->captures) {
-        mti_turn_give(ctx);
-        if (g) mti_flag_wait(g, &g->captured, 0);
-        return;
-    }
+    if (!ctx->captures) return;
     if (g && !ctx->has_turn) ctx->has_turn = mti_flag_wait(g, &g->turn, 1);
     if (cudaStreamEndCapture(ctx->compute_stream, &graph) != cudaSuccess) cudaGetLastError();
     if (graph) cudaGraphDestroy(graph);
     mti_cuda_captured(ctx);
+}
+
+/* After a recording of several ranks that has failed: waits until rank 0 has ended the capture, because this rank's
+   stream is captured until then. The rank does not wait before it needs its stream, so that it can first leave groups
+   in which rank 0 may wait for it. */
+static void mti_graph_await_end(mt_context *ctx) {
+    if (!ctx->turns || ctx->recording) return;
+    mti_flag_wait(ctx->turns, &ctx->turns->captured, 0);
+    mti_group_release(ctx->turns);
+    ctx->turns = NULL;
 }
 
 /* Ends the capture of this rank's stream, and makes a graph that can run. */
@@ -6335,6 +6363,7 @@ static void mti_cuda_graph_destroy(mt_context *ctx, struct CUgraphExec_st *run) 
 #else
 static mt_status mti_cuda_capture(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static void mti_cuda_drop(mt_context *ctx) { (void)ctx; }
+static void mti_graph_await_end(mt_context *ctx) { (void)ctx; }
 static mt_status mti_cuda_capture_end(mt_context *ctx, struct CUgraphExec_st **run) {
     return (void)ctx, (void)run, MT_ERR_UNSUPPORTED;
 }
@@ -6347,10 +6376,9 @@ static void mti_cuda_graph_destroy(mt_context *ctx, struct CUgraphExec_st *run) 
 /* After a recording has ended or failed. */
 static void mti_graph_forget(mt_context *ctx) {
     mti_turn_give(ctx);
-    if (ctx->turns) mti_group_release(ctx->turns);
-    ctx->turns = NULL;
     ctx->recorders = NULL;
     ctx->recording = 0;
+    if (ctx->turns && !__atomic_load_n(&ctx->turns->captured, __ATOMIC_ACQUIRE)) mti_graph_await_end(ctx);
 }
 
 /* Rank 0's part of mt_graph_begin of several ranks: begins the capture of its stream. */
@@ -6457,6 +6485,7 @@ static mt_status mti_graph_wait_overlaps(mt_context *ctx) {
 static mt_status mti_graph_begin(mt_context *ctx, mt_comm *comm) {
     mt_status status = MT_SUCCESS;
     MT_TRY(mti_graph_wait_overlaps(ctx));
+    mti_graph_await_end(ctx);
     ctx->recorders = mti_graph_recorders(ctx, comm);
     ctx->turns = ctx->recorders ? comm->group : NULL;
     if (ctx->turns) __atomic_add_fetch(&ctx->turns->references, 1, __ATOMIC_RELAXED);
