@@ -635,6 +635,234 @@ static void test_one_rank_leaves_while_it_records(void **state) {
     for (int who = 0; who < 3; who++) check_absent(LEAVES, who);
 }
 
+/* ---- overlaps ---------------------------------------------------------------------------------------------------- */
+
+static mt_status in_stream(mt_context *ctx, mt_comm *comm, mt_stream stream, int ticket, mt_tensor x) {
+    mt_status status;
+    MT_TRY(mt_overlap_begin(ctx, comm, stream));
+    status = mt_all_reduce(ctx, comm, x.data, x.data, (size_t)(x.rows * x.cols), MT_F32, MT_SUM);
+    return mt_overlap_end(ctx, ticket, status);
+}
+
+/* Three sums in other streams. The host waits for one of them before the last addition; the others are waited for by
+   what comes behind. */
+static mt_status overlapped(mt_context *ctx, mt_comm *comm, mt_tensor x) {
+    MT_TRY(in_stream(ctx, comm, MT_STREAM_SECOND, 1, mt_tensor_rows(x, 0, 1)));
+    MT_TRY(in_stream(ctx, comm, MT_STREAM_SECOND, 2, mt_tensor_rows(x, 1, 1)));
+    MT_TRY(in_stream(ctx, comm, MT_STREAM_THIRD, MT_OVERLAP_TICKET_THIRD, mt_tensor_rows(x, 2, 1)));
+    MT_TRY(mt_overlap_wait(ctx, 1));
+    return mt_add(ctx, mt_tensor_rows(x, 0, 1), mt_tensor_rows(x, 3, 1), mt_tensor_rows(x, 0, 1));
+}
+
+static mt_status over_borders(job *j, mt_context *ctx, mt_comm *world) {
+    int ranks = mt_comm_size(world);
+    float one = (float)(ranks * (ranks + 1) / 2), host[4 * COLS];
+    mt_graph *graph = NULL;
+    mt_tensor x;
+    (void)j;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 4, COLS, &x));
+    MT_TRY(overlapped(ctx, world, x));
+    MT_TRY(mt_overlap_begin(ctx, world, MT_STREAM_SECOND));
+    CHECK(refused(ctx, mt_graph_begin(ctx, world), MT_ERR_ARGUMENT, "mt_graph_begin|mt_overlap_end"));
+    MT_TRY(mt_overlap_end(ctx, 0, MT_SUCCESS));
+    MT_TRY(in_stream(ctx, world, MT_STREAM_THIRD, MT_OVERLAP_TICKET_THIRD, x)); /* pending when the recording begins */
+    MT_TRY(mt_graph_begin(ctx, world));
+    MT_TRY(overlapped(ctx, world, x));
+    MT_TRY(mt_overlap_begin(ctx, world, MT_STREAM_SECOND));
+    CHECK(refused(ctx, mt_graph_end(ctx, &graph), MT_ERR_ARGUMENT, "mt_graph_end|mt_overlap_end") && !graph);
+    MT_TRY(mt_overlap_end(ctx, 3, MT_SUCCESS));
+    MT_TRY(mt_graph_end(ctx, &graph)); /* two tickets are pending */
+    for (int round = 0; round < 3; round++) {
+        MT_TRY(mt_fill(ctx, x, 1.0f + (float)mt_comm_rank(world)));
+        MT_TRY(mt_graph_launch(ctx, graph));
+        MT_TRY(mt_download(ctx, x, host));
+        for (int i = 0; i < 4 * COLS; i++) {
+            float mine = 1.0f + (float)mt_comm_rank(world);
+            CHECK(host[i] == (i < COLS ? one + mine : i < 3 * COLS ? one : mine));
+        }
+        MT_TRY(overlapped(ctx, world, x)); /* events of the recording are used anew */
+        MT_TRY(mt_overlap_wait_all(ctx));
+        MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
+    }
+    mt_graph_destroy(ctx, graph);
+    return MT_SUCCESS;
+}
+
+static void test_overlaps(void **state) {
+    (void)state;
+    for (int ranks = 2; ranks <= 3; ranks++) run(ranks, over_borders);
+}
+
+/* ---- what the steps of a training loop change -------------------------------------------------------------------- */
+
+/* A wrong id in the third launch is reported by the next wait, once. */
+static mt_status wrong_id(job *j, mt_context *ctx, mt_comm *world) {
+    mt_graph *graph = NULL;
+    mt_tensor table, ids, y;
+    (void)j;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 10, COLS, &table));
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, ROWS, &ids));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, ROWS, COLS, &y));
+    MT_TRY(mt_fill(ctx, table, 1.0f));
+    MT_TRY(mt_graph_begin(ctx, world));
+    MT_TRY(mt_ids_check(ctx, "token id", (const int32_t *)ids.data, ROWS, 10, 0));
+    MT_TRY(mt_embedding_forward(ctx, table, 0, (const int32_t *)ids.data, 0.0f, y));
+    MT_TRY(mt_graph_end(ctx, &graph));
+    for (int round = 0; round < 5; round++) {
+        int32_t host[ROWS] = {1, 2, round == 2 ? 99 : 3, 4};
+        MT_TRY(mt_upload(ctx, host, ids));
+        MT_TRY(mt_graph_launch(ctx, graph));
+        if (round == 2)
+            CHECK(refused(ctx, mt_context_synchronize(ctx), MT_ERR_DATA, "token id 99 at index 2 is not in [0, 10)"));
+        MT_TRY(mt_context_synchronize(ctx));
+    }
+    mt_graph_destroy(ctx, graph);
+    return MT_SUCCESS;
+}
+
+static void test_wrong_id_in_a_launch(void **state) {
+    (void)state;
+    for (int ranks = 1; ranks <= 2; ranks++) run(ranks, wrong_id);
+}
+
+/* A parameter with its optimizer and its step. */
+typedef struct model {
+    mt_grid grid;
+    mt_params *params;
+    mt_param *param;
+    mt_optimizer optimizer;
+    mt_step step;
+    mt_tensor masked, ones;
+} model;
+
+static mt_status model_open(mt_context *ctx, mt_comm *world, model *m) {
+    mt_param_desc what;
+    mt_grid_desc shape;
+    memset(&what, 0, sizeof what);
+    memset(&shape, 0, sizeof shape);
+    what.rows = ROWS;
+    what.cols = COLS;
+    what.init_value = 1.0f;
+    shape.tp = 1;
+    MT_TRY(mt_grid_create(world, &shape, &m->grid));
+    MT_TRY(mt_params_create(ctx, &m->grid, &m->params));
+    MT_TRY(mt_params_add(ctx, m->params, &what, &m->param));
+    MT_TRY(mt_params_init(ctx, m->params, 1));
+    MT_TRY(mt_optimizer_create(ctx, m->params, NULL, &m->optimizer));
+    MT_TRY(mt_step_create(ctx, &m->optimizer, NULL, 1.0f, &m->step));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, ROWS, COLS, &m->masked));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, ROWS, COLS, &m->ones));
+    return mt_fill(ctx, m->ones, 1.0f);
+}
+
+static void model_close(mt_context *ctx, model *m) {
+    mt_step_destroy(ctx, &m->step);
+    mt_optimizer_destroy(ctx, &m->optimizer);
+    mt_params_destroy(m->params);
+    mt_grid_destroy(&m->grid);
+}
+
+static mt_dropout drop_words(const uint64_t *offset, uint64_t subsequence) {
+    mt_dropout d;
+    memset(&d, 0, sizeof d);
+    d.at.seed = 5;
+    d.at.subsequence = subsequence;
+    d.at.global_cols = COLS;
+    d.at.offset = offset;
+    d.p = 0.5f;
+    return d;
+}
+
+/* The gradient is the parameter, with dropout. */
+static mt_status model_do(mt_context *ctx, model *m) {
+    mt_dropout d = drop_words(mt_step_random_offset(&m->step), 0);
+    MT_TRY(mt_bias_dropout_add_forward(ctx, m->ones, mt_none(), mt_none(), d, m->masked));
+    MT_TRY(mt_add(ctx, m->masked, m->param->value, m->param->grad));
+    MT_TRY(mt_sync_gradients(ctx, m->params));
+    return mt_step_update(ctx, &m->step, mt_none());
+}
+
+/* Three steps, with a learning rate and a number that change. */
+static mt_status model_train(mt_context *ctx, mt_comm *world, int recorded, float *out, float *masks) {
+    mt_graph *graph = NULL;
+    model m;
+    memset(&m, 0, sizeof m);
+    MT_TRY(model_open(ctx, world, &m));
+    for (int n = 0; n < 4; n++) {
+        MT_TRY(mt_step_begin(ctx, &m.step, 0.1f / (float)(n + 1), (uint64_t)n + 1));
+        if (recorded && n == 1) {
+            MT_TRY(mt_graph_begin(ctx, world));
+            MT_TRY(model_do(ctx, &m));
+            MT_TRY(mt_graph_end(ctx, &graph));
+        }
+        MT_TRY(graph ? mt_graph_launch(ctx, graph) : model_do(ctx, &m));
+        MT_TRY(mt_download(ctx, m.param->value, out + n * ROWS * COLS));
+        MT_TRY(mt_download(ctx, m.masked, masks + n * ROWS * COLS));
+    }
+    mt_graph_destroy(ctx, graph);
+    model_close(ctx, &m);
+    return MT_SUCCESS;
+}
+
+static mt_status training(job *j, mt_context *ctx, mt_comm *world) {
+    static const size_t bytes = 4 * ROWS * COLS * sizeof(float);
+    float *all = (float *)malloc(4 * bytes), *other = all + 4 * ROWS * COLS, *masks = other + 4 * ROWS * COLS;
+    float *other_masks = masks + 4 * ROWS * COLS, wanted[ROWS * COLS];
+    mt_tensor ones, y;
+    (void)j;
+    if (!all) return MT_ERR_MEMORY;
+    MT_TRY(model_train(ctx, world, 0, all, masks));
+    MT_TRY(model_train(ctx, world, 1, other, other_masks));
+    CHECK(memcmp(all, other, bytes) == 0 && memcmp(masks, other_masks, bytes) == 0);
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, ROWS, COLS, &ones));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, ROWS, COLS, &y));
+    MT_TRY(mt_fill(ctx, ones, 1.0f));
+    for (uint64_t n = 0; n < 4; n++) { /* the words of each step */
+        MT_TRY(mt_bias_dropout_add_forward(ctx, ones, mt_none(), mt_none(), drop_words(NULL, (n + 1) << 20), y));
+        MT_TRY(mt_download(ctx, y, wanted));
+        CHECK(memcmp(wanted, other_masks + n * ROWS * COLS, sizeof wanted) == 0);
+    }
+    free(all);
+    return MT_SUCCESS;
+}
+
+static void test_steps(void **state) {
+    (void)state;
+    for (int ranks = 1; ranks <= 2; ranks++) run(ranks, training);
+}
+
+/* ---- ends in other orders ---------------------------------------------------------------------------------------- */
+
+/* A graph is destroyed while its launches are in the stream, and its communicator after it. A context is destroyed
+   while it records (by job_rank). */
+static mt_status ends(job *j, mt_context *ctx, mt_comm *world) {
+    float y[COUNT];
+    mt_graph *graph = NULL;
+    mt_comm *comm;
+    mt_tensor x;
+    (void)j;
+    MT_TRY(mt_comm_split(world, 0, mt_comm_rank(world), &comm));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, COUNT, &x));
+    MT_TRY(mt_fill(ctx, x, 1.0f));
+    MT_TRY(mt_graph_begin(ctx, comm));
+    MT_TRY(mt_all_reduce(ctx, comm, x.data, x.data, COUNT, MT_F32, MT_SUM));
+    MT_TRY(mt_add(ctx, x, x, x));
+    MT_TRY(mt_graph_end(ctx, &graph));
+    for (int n = 0; n < 3; n++) MT_TRY(mt_graph_launch(ctx, graph));
+    mt_graph_destroy(ctx, graph);
+    mt_comm_destroy(comm);
+    MT_TRY(mt_download(ctx, x, y));
+    for (int i = 0, all = mt_comm_size(world); i < COUNT; i++) CHECK(y[i] == (float)(8 * all * all * all));
+    MT_TRY(mt_graph_begin(ctx, world));
+    return mt_add(ctx, x, x, x);
+}
+
+static void test_ends(void **state) {
+    (void)state;
+    for (int ranks = 1; ranks <= 3; ranks++) run(ranks, ends);
+    run(1, one_rank);
+}
+
 #if defined(MT_CUDA_ENGINE)
 /* ---- calls of CUDA that fail on one rank ------------------------------------------------------------------------- */
 
@@ -718,6 +946,10 @@ int main(void) {
         cmocka_unit_test(test_one_rank_discards),
         cmocka_unit_test(test_one_rank_does_not_come),
         cmocka_unit_test(test_one_rank_leaves_while_it_records),
+        cmocka_unit_test(test_overlaps),
+        cmocka_unit_test(test_wrong_id_in_a_launch),
+        cmocka_unit_test(test_steps),
+        cmocka_unit_test(test_ends),
 #if defined(MT_CUDA_ENGINE)
         cmocka_unit_test(test_a_launch_is_one_call),
         cmocka_unit_test(test_calls_that_fail),
