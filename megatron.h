@@ -94,13 +94,13 @@ typedef struct mt_batch {
     /* advanced */
     /* mt_random.offset of dropout, such as step << 20 in memory of the device; the same number until backward */
     const uint64_t *random_offset;
-    /* [1, 1], MT_F32, in memory of the device: the gradient of the loss is multiplied by it, when backward runs (with
-       backward_scale: when forward runs), see mt_step; mt_none(): 1 */
+    /* Optional, [1, 1], MT_F32, in memory of the device: the gradient of the loss is multiplied by it (see mt_step).
+       Backward reads it, or forward if backward_scale is set. mt_none() counts as 1 */
     mt_tensor loss_scale;
     /* The scale that mt_gpt_backward will get, if it is known before forward. Forward then also computes the gradient
-       of the loss: with one tensor rank, outside invariant mode, the logits are read once instead of twice. Losses and
-       gradients have the same bits on a CPU and in invariant mode; otherwise they differ by rounding at most. Without
-       effect when saved is NULL. 0: backward computes the gradient of the loss */
+       of the loss: with one tensor rank, outside invariant mode, the logits are read once instead of twice. On a CPU
+       and in invariant mode, losses and gradients have the same bits as without it. Elsewhere they differ by rounding
+       at most. Without effect when saved is NULL. 0: backward computes the gradient of the loss */
     float backward_scale;
 } mt_batch;
 

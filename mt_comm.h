@@ -567,9 +567,10 @@ MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or plan
 
 /* A training step starts hundreds of kernels, and each start costs the host a few microseconds. A CUDA graph records
    the step once, and then starts all of it with one call:
+       mt_graph *graph = NULL;
        for (n = 0; n < steps; n++) {
            ... mt_upload the token ids; mt_step_begin (mt_parallel.h) ...
-           if (n == 0) MT_TRY(run_step(...));                        // not recorded, see below
+           if (n == 0) MT_TRY(run_step(...));                        // forward, backward, mt_step_update; see below
            if (n == 1) {
                MT_TRY(mt_graph_begin(ctx, comm));
                status = run_step(...);                               // only recorded: the GPU does nothing
@@ -579,33 +580,37 @@ MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or plan
            if (n > 0) MT_TRY(mt_graph_launch(ctx, graph));           // runs what was recorded
        }
        mt_graph_destroy(ctx, graph);
-   A launch has the bits of the recorded calls. It uses the same addresses and the same numbers as they did: what
-   changes from step to step must be in memory of the device, which the host writes before the launch. Memory that the
-   calls have taken from the arena belongs to every launch: keep nothing else there that a launch must not overwrite.
-   Run the step once before you record it, because the first run chooses the algorithms of products by measurement,
-   and connects the ranks of NCCL.
+   A launch computes the same bits as the calls would. It uses the addresses and the numbers that the recorded calls
+   got. So a number that changes from step to step must be in memory of the device: upload it before the launch. A
+   launch overwrites the arena memory that the recorded calls took, also when its mark has been released since. Do not
+   keep other data there across a launch. Run the step once before you record it, because the first run chooses the
+   algorithms of products by measurement, allocates their workspace, and connects the ranks of NCCL.
 
-   comm is a communicator of all ranks that the step communicates with; NULL: none. Over NCCL each rank records and
-   launches a graph of its own. Ranks that are threads without NCCL, for instance on one GPU, record one graph together:
-   there mt_graph_begin, mt_graph_end and mt_graph_launch are collectives of comm. These ranks take turns: one records,
-   until it waits for another rank in a collective. An error of a collective that they record breaks comm, too.
+   comm contains all ranks that the step communicates with. It may be NULL for one rank, and over NCCL, where each rank
+   records and launches a graph of its own. Ranks that are threads without NCCL, for instance on one GPU, record one
+   graph together: there mt_graph_begin, mt_graph_end and mt_graph_launch are collectives of comm. Only one of these
+   ranks records at a time; the library switches between them when a rank waits in a collective, a send or a receive.
+   An error of a collective that they record breaks comm, too.
 
    Between mt_graph_begin and mt_graph_end the host cannot wait for the GPU, upload or allocate. MT_ERR_UNSUPPORTED is
    returned by mt_context_synchronize, mt_upload, mt_download, mt_context_alloc, mt_barrier, and every call that needs
-   one of them, such as mt_grad_norm (use mt_step_update) and mt_hash. Do not free memory or create communicators there.
-   The ledgers count the recorded calls, not the launches. mt_graph_begin and mt_graph_end wait for all overlaps, as
-   mt_overlap_wait does.
+   one of them, such as mt_grad_norm (use mt_step_update) and mt_hash. The recording goes on; work that such a call has
+   put into the stream before it fails is a part of it. Do not free memory, and do not create or destroy communicators
+   there. The ledgers count the recorded calls, not the launches. mt_graph_begin, mt_graph_end and mt_graph_launch wait
+   for all overlaps, as mt_overlap_wait does.
 
    Only MT_DEVICE_CUDA records graphs; MT_ERR_UNSUPPORTED on a CPU. On MT_DEVICE_META recorded calls are planned like
    others, and a launch does nothing. */
 typedef struct mt_graph mt_graph; /* opaque */
 
 /* mt_graph_begin: MT_ERR_ARGUMENT (this context already records; an overlap has not ended).
-   mt_graph_end: out NULL discards what was recorded, as after an error. The caller destroys *out before ctx and comm.
-     When one rank of a common graph discards it, the others get MT_ERR_PEER.
+   mt_graph_end: out NULL discards what was recorded, as after an error. The caller owns *out, and destroys it before
+     ctx and before the communicators and the memory that the recorded calls used.
+     When one rank of a common graph discards it, the others get MT_ERR_PEER, and comm stays usable.
    mt_graph_launch: puts the work into the context's stream and does not wait. A launch runs after earlier work in the
-     stream, also after an earlier launch.
-   mt_graph_destroy: waits for the launches of this rank; graph may be NULL. Ranks of a common graph destroy it after
+     stream, also after an earlier launch. MT_ERR_PEER: a communicator over NCCL of ctx has failed or has been destroyed
+     since the recording; destroy the graph.
+   mt_graph_destroy: waits for this rank's stream; graph may be NULL. Ranks of a common graph destroy it after
      their last launch, in any order.
    All: MT_ERR_SYSTEM (CUDA failed), and the errors of a collective where they are one. */
 MT_API mt_status mt_graph_begin(mt_context *ctx, mt_comm *comm);
@@ -981,6 +986,7 @@ struct mt_context {
     struct CUevent_st *events[MTI_EVENTS]; /* one per ticket; the last one is for mti_cuda_fork */
     mti_staging staging;
     int recording;              /* 1: between mt_graph_begin and mt_graph_end */
+    mt_graph *graphs;           /* list of the graphs of this context that can run */
     int captures;               /* 1: this context has begun a capture, which has not ended */
     mt_comm *recorders;         /* the ranks that record together; NULL: this rank alone */
     struct mti_group *turns;    /* the group of the recorders, kept alive */
@@ -1078,6 +1084,7 @@ typedef struct mti_nccl {
     mt_context *home;              /* the context that the communicator belongs to; NULL: the context is destroyed */
     mt_comm *next;                 /* in the list mt_context.nccl */
     struct CUstream_st *stream;    /* the stream of the last call */
+    int recorded;                  /* 1: a graph has recorded a call */
     mti_call last;                 /* the last call, for messages */
     uint64_t number;               /* mt_context.nccl_calls at the last call */
     double timeout;
@@ -1094,6 +1101,7 @@ struct mt_comm {
     mti_nccl nccl;          /* only over NCCL */
     struct mti_rank *owner; /* the launched rank that the communicator belongs to, or NULL */
     mt_comm *next;          /* in the list mti_rank.children of the owner */
+    uint64_t graphs;        /* number of graphs whose recording has begun with this communicator */
     int local_rank;         /* see mt_comm_local_rank */
     const char *launcher;   /* only mti_apart: name of the launcher */
     double timeout;         /* only mti_apart: timeout of the communicators made from this one */
@@ -1196,6 +1204,7 @@ static void mti_nccl_close(mt_context *ctx);
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
 #endif
 #if MTI_NCCL
+static void mti_graphs_lose(mt_context *ctx); /* >>graph */
 static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
 static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out);
 static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
@@ -2796,6 +2805,9 @@ static mt_status mti_turn_take(mt_context *ctx) {
 static mt_status mti_turn_take(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
 #endif
 
+/* Returns 1 when this rank has waited for its turn until the timeout. */
+static int mti_turn_is_lost(const mt_context *ctx) { return ctx && ctx->recorders && !ctx->has_turn; }
+
 /* As mti_wait_for, without a turn. */
 static mti_outcome mti_wait_aside(mt_context *ctx, mti_group *g, const mti_wait *w) {
     mti_outcome outcome;
@@ -2876,6 +2888,8 @@ static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call)
         if (outcome != MTI_MET) status = mti_give_up(ctx, comm, outcome, -1, generation);
     }
     if (status == MT_SUCCESS) status = mti_compare(ctx, comm);
+    if (status == MT_SUCCESS && arrival == MTI_WAITS && mti_turn_is_lost(ctx))
+        status = mti_break_failed(ctx, comm, call, MT_ERR_TIMEOUT);
     if (status != MT_SUCCESS) mti_set_inside(comm, MTI_OUTSIDE);
     return status;
 }
@@ -2987,7 +3001,8 @@ static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call 
     mti_wait_aside(ctx, g, &w);
     end = __atomic_load_n(&slot->outbox, __ATOMIC_SEQ_CST) & 7;
     __atomic_store_n(&slot->outbox, (uint64_t)0, __ATOMIC_SEQ_CST);
-    if (end == MTI_DONE && ctx->device == MT_DEVICE_CUDA) sent = mti_cuda_await(ctx, &slot->taken);
+    if (mti_turn_is_lost(ctx)) sent = MT_ERR_TIMEOUT;
+    else if (end == MTI_DONE && ctx->device == MT_DEVICE_CUDA) sent = mti_cuda_await(ctx, &slot->taken);
     if (sent != MT_SUCCESS) mti_break_failed(ctx, comm, call, sent);
     MT_KEEP(status, sent);
     if (status != MT_SUCCESS || end == MTI_DONE) return status;
@@ -4176,6 +4191,7 @@ static void mti_nccl_say(mti_text *text, const mt_comm *comm) {
    which ends their kernels in the stream. */
 static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     comm->nccl.broken = status;
+    if (comm->nccl.home) mti_graphs_lose(comm->nccl.home); /* an abort waits for the graphs that use comm to end */
     if (comm->nccl.owned) {
         if (comm->nccl.handle) ncclCommAbort(comm->nccl.handle);
         if (comm->nccl.opener) ncclCommAbort(comm->nccl.opener);
@@ -4419,6 +4435,7 @@ static void mti_nccl_destroy(mt_comm *comm) {
     if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
     if (n->home) {
         if (n->busy && !n->broken) mti_cuda_synchronize(n->home); /* an error is ignored: comm is destroyed */
+        if (n->recorded) mti_graphs_lose(n->home);                /* NCCL waits for the graphs that use comm to end */
         mti_nccl_forget(n->home, comm, NULL);
         mti_nccl_unlink(n->home, comm);
     }
@@ -4600,6 +4617,7 @@ static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *c
     comm->nccl.number = ++ctx->nccl_calls;
     comm->nccl.stream = ctx->stream;
     comm->nccl.busy = 1;
+    comm->nccl.recorded |= ctx->recording;
     if (call->kind == MT_BARRIER) return mti_nccl_barrier(ctx, comm);
     if (mti_nccl_is_ordered(ctx, call)) return mti_nccl_reduce(ctx, comm, call);
     return MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, call));
@@ -6290,8 +6308,11 @@ MT_API int mt_overlap_is_planned(const mt_context *ctx) { return ctx && ctx->pla
 /* ---- >>graph: CUDA graphs ---------------------------------------------------------------------------------------- */
 
 struct mt_graph {
+    mt_graph *next;             /* in the list mt_context.graphs */
     mt_comm *comm;              /* the ranks that launch together; NULL: this rank alone */
-    struct CUgraphExec_st *run; /* NULL: rank 0 of comm has it, or the device is MT_DEVICE_META */
+    uint64_t number;            /* of the graph, among those that comm has recorded */
+    struct CUgraphExec_st *run; /* NULL: rank 0 of comm has it, the device is MT_DEVICE_META, or the graph is lost */
+    int lost;                   /* 1: a communicator that the graph may use has failed or has been destroyed */
 };
 
 /* Returns the communicator whose ranks record one graph together; NULL: this rank records alone. */
@@ -6349,6 +6370,20 @@ static mt_status mti_cuda_capture_end(mt_context *ctx, struct CUgraphExec_st **r
     return status;
 }
 
+#if MTI_NCCL
+/* Makes all graphs of a context unusable, because a communicator is about to end. A graph that runs is freed when it
+   has ended ("cudaGraphExecDestroy", CUDA Runtime API). */
+static void mti_graphs_lose(mt_context *ctx) {
+    mt_graph *graph;
+    mti_cuda_drop(ctx);
+    for (graph = ctx->graphs; graph; graph = graph->next) {
+        if (graph->run && cudaGraphExecDestroy(graph->run) != cudaSuccess) cudaGetLastError();
+        graph->run = NULL;
+        graph->lost = 1;
+    }
+}
+#endif
+
 static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call) {
     MT_TRY(mt_cuda_enter(ctx));
     MT_CUDA_TRY(ctx, cudaGraphLaunch(call->run, ctx->stream));
@@ -6356,9 +6391,9 @@ static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call) {
     return MT_SUCCESS;
 }
 
-static void mti_cuda_graph_destroy(mt_context *ctx, struct CUgraphExec_st *run) {
+static void mti_cuda_graph_destroy(mt_context *ctx, mt_graph *graph) {
     mti_cuda_synchronize(ctx);
-    if (cudaGraphExecDestroy(run) != cudaSuccess) cudaGetLastError();
+    if (graph->run && cudaGraphExecDestroy(graph->run) != cudaSuccess) cudaGetLastError();
 }
 #else
 static mt_status mti_cuda_capture(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
@@ -6370,7 +6405,7 @@ static mt_status mti_cuda_capture_end(mt_context *ctx, struct CUgraphExec_st **r
 static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call) {
     return (void)ctx, (void)call, MT_ERR_UNSUPPORTED;
 }
-static void mti_cuda_graph_destroy(mt_context *ctx, struct CUgraphExec_st *run) { (void)ctx, (void)run; }
+static void mti_cuda_graph_destroy(mt_context *ctx, mt_graph *graph) { (void)ctx, (void)graph; }
 #endif
 
 /* After a recording has ended or failed. */
@@ -6483,10 +6518,17 @@ static mt_status mti_graph_wait_overlaps(mt_context *ctx) {
 }
 
 static mt_status mti_graph_begin(mt_context *ctx, mt_comm *comm) {
+    mt_comm *recorders = mti_graph_recorders(ctx, comm);
     mt_status status = MT_SUCCESS;
+    if (recorders && ctx->nccl)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_graph_begin: \"%s\" is not over NCCL, but the context has communicators over NCCL: pass one "
+                       "of them, or NULL",
+                       comm->name);
     MT_TRY(mti_graph_wait_overlaps(ctx));
     mti_graph_await_end(ctx);
-    ctx->recorders = mti_graph_recorders(ctx, comm);
+    ctx->recorders = recorders;
+    if (recorders) recorders->graphs++;
     ctx->turns = ctx->recorders ? comm->group : NULL;
     if (ctx->turns) __atomic_add_fetch(&ctx->turns->references, 1, __ATOMIC_RELAXED);
     ctx->recording = 1;
@@ -6506,20 +6548,31 @@ MT_API mt_status mt_graph_begin(mt_context *ctx, mt_comm *comm) {
     return status;
 }
 
+static mt_status mti_graph_is_lost(mt_context *ctx, const char *function) {
+    return mt_fail(ctx, MT_ERR_PEER, "%s: a communicator has failed or has been destroyed since the graph was recorded",
+                   function);
+}
+
 static mt_status mti_graph_end(mt_context *ctx, mt_graph **out) {
     mt_graph *graph = out ? (mt_graph *)mt_host_alloc(sizeof *graph) : NULL;
     mt_status status = MT_SUCCESS, overlaps = mti_graph_wait_overlaps(ctx);
     int wanted = graph && overlaps == MT_SUCCESS;
     if (graph) graph->comm = ctx->recorders;
+    if (graph && graph->comm) graph->number = graph->comm->graphs;
     if (ctx->recorders) status = mti_graph_end_all(ctx, ctx->recorders, wanted ? &graph->run : NULL);
-    else if (ctx->device == MT_DEVICE_CUDA && wanted) status = mti_cuda_capture_end(ctx, &graph->run);
+    else if (ctx->device == MT_DEVICE_CUDA && wanted)
+        status = ctx->captures ? mti_cuda_capture_end(ctx, &graph->run) : mti_graph_is_lost(ctx, "mt_graph_end");
     mti_cuda_drop(ctx); /* does nothing when the capture has ended */
     mti_graph_forget(ctx);
     if (out && !graph) status = mt_fail(ctx, MT_ERR_MEMORY, "mt_graph_end: no memory for the graph");
     MT_KEEP(status, overlaps);
-    if (status != MT_SUCCESS) mt_host_free(graph);
-    else if (out) *out = graph;
-    return status;
+    if (status != MT_SUCCESS || !graph) {
+        mt_host_free(graph);
+        return status;
+    }
+    graph->next = ctx->graphs;
+    ctx->graphs = *out = graph;
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_graph_end(mt_context *ctx, mt_graph **out) {
@@ -6532,8 +6585,10 @@ MT_API mt_status mt_graph_end(mt_context *ctx, mt_graph **out) {
 }
 
 static mt_status mti_graph_launch(mt_context *ctx, const mt_graph *graph) {
-    mti_call call = mti_call_make(MTI_GRAPH_LAUNCH, NULL, NULL, 0, MT_U8);
+    mti_call call = mti_call_make(MTI_GRAPH_LAUNCH, NULL, NULL, graph->number, MT_U8);
     call.run = graph->run;
+    if (graph->lost) return mti_graph_is_lost(ctx, "mt_graph_launch");
+    MT_TRY(mti_graph_wait_overlaps(ctx));
     if (graph->comm) return mti_local_collective(ctx, graph->comm, &call);
     if (!graph->run) return MT_SUCCESS; /* MT_DEVICE_META */
     return mti_cuda_graph_launch(ctx, &call);
@@ -6549,7 +6604,11 @@ MT_API mt_status mt_graph_launch(mt_context *ctx, mt_graph *graph) {
 }
 
 MT_API void mt_graph_destroy(mt_context *ctx, mt_graph *graph) {
-    if (ctx && graph && graph->run) mti_cuda_graph_destroy(ctx, graph->run);
+    mt_graph **at;
+    if (!ctx || !graph) return;
+    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_graph_destroy(ctx, graph);
+    for (at = &ctx->graphs; *at && *at != graph;) at = &(*at)->next;
+    if (*at) *at = graph->next;
     mt_host_free(graph);
 }
 

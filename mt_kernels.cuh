@@ -271,8 +271,8 @@ MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint
 typedef struct mt_random {
     uint64_t seed, subsequence; /* subsequence: any number; a different one for each parameter, dropout and step */
     int64_t first_row, first_col, global_cols;
-    /* a number in memory of the context's device, which is added to subsequence when the operator runs on the device;
-       a step that is recorded once (a CUDA graph) then has new random words each time it runs; NULL: 0 */
+    /* Optional: a number in memory of the context's device. An operator adds it to subsequence when it runs, so a
+       recorded step (a CUDA graph) draws new random words in each launch. NULL counts as 0. */
     const uint64_t *offset;
 } mt_random;
 
@@ -560,18 +560,21 @@ typedef struct mt_step_values {
     mt_loss_scaler scaler;  /* scale is that of this step, and after mt_step_decide that of the next one */
     float loss;             /* after mt_step_decide: its argument */
     float norm;             /* after mt_step_decide: of the gradients, divided by the scale; or not finite */
-    mt_adamw_values adamw;  /* after mt_step_decide: of this step; step is the number of steps that were not skipped */
+    /* after mt_step_decide: of this step, but grad_scale only if skip is 0; step is the number of steps that were not
+       skipped */
+    mt_adamw_values adamw;
 } mt_step_values;
 
 /* Decides what a step does: computes the norm from `sums`, updates the loss scale as mt_loss_scaler_update does, clips
    as mt_clip_coefficient does, and writes values->loss, norm and adamw, all with the same bits as these functions.
-   sums [1, 2], MT_F32, has the sum of the squares of the gradients that count towards the norm, and that of other
-   copies, which only must be finite. loss [1, 1], MT_F32, is optional: without it, the loss counts as 0. When the norm
-   or the loss is not finite, adamw.skip is 1. `values` is in memory of the context's device. MT_ERR_ARGUMENT: values is
-   NULL. */
+   sums [1, 2], MT_F32: element 0 is the sum of squares of the gradients that count towards the norm. Element 1 is that
+   of the other copies of gradients; it does not change the norm, but the step is skipped when it is not finite.
+   loss [1, 1], MT_F32, is optional: without it, the loss counts as 0. When the norm or the loss is not finite,
+   adamw.skip is 1, adamw.step does not change, and the scaler counts an overflow. `values` is in memory of the
+   context's device. MT_ERR_ARGUMENT: values is NULL. */
 MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_tensor loss, mt_step_values *values);
 
-/* The norm that mt_step_decide computes from the two sums, before it divides by the scale. A NaN has the bits of NAN
+/* The norm that mt_step_decide computes from its two sums, before it divides by the scale. A NaN has the bits of NAN
    (math.h). */
 MT_API float mt_norm_of_sums(const float sums[2]);
 

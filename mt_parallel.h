@@ -987,9 +987,10 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
        }
        mt_step_destroy(ctx, &step);
    The parameters have the same bits as with mt_grad_norm, mt_loss_scaler_update, mt_clip_coefficient and
-   mt_optimizer_step, if the scale is a power of two. A step whose norm is not finite changes no parameter. On a GPU, a
-   step with a token id that is out of range does change them; mt_step_read, or another call that waits, then returns
-   MT_ERR_DATA (see mt_ids_check). The step can be recorded as a CUDA graph (mt_graph_begin in mt_comm.h), without
+   mt_optimizer_step, if the loss scale is a power of two. A step whose norm is not finite changes no parameter. On a
+   GPU, a step with a wrong token id changes the parameters. mt_step_read, or another call that waits, then returns
+   MT_ERR_DATA (see mt_ids_check): go back to a checkpoint. Over NCCL the timeout of a communicator must be longer than
+   all steps between two reads. The step can be recorded as a CUDA graph (mt_graph_begin in mt_comm.h), without
    mt_step_begin and mt_step_read. */
 typedef struct mt_step {
     mt_optimizer *optimizer;
@@ -997,14 +998,16 @@ typedef struct mt_step {
 } mt_step;
 
 /* scaler is the state to begin with; it is copied. NULL: no loss scale. max_norm as in mt_clip_coefficient. The caller
-   owns *out, and destroys it before the context. optimizer must outlive it. Between mt_step_create and mt_step_destroy
-   do not call mt_optimizer_step. MT_ERR_ARGUMENT: scaler is out of range, or max_norm is not finite. MT_ERR_MEMORY. */
+   owns *out, and destroys it before the context. optimizer must outlive *out. Load a checkpoint before mt_step_create,
+   which copies optimizer->step, too. Between mt_step_create and mt_step_destroy do not call mt_optimizer_step. Errors:
+   MT_ERR_ARGUMENT (scaler is out of range, or max_norm is not finite), MT_ERR_MEMORY, MT_ERR_SYSTEM (CUDA failed). */
 MT_API mt_status mt_step_create(mt_context *ctx, mt_optimizer *optimizer, const mt_loss_scaler *scaler, float max_norm,
                                 mt_step *out);
 MT_API void mt_step_destroy(mt_context *ctx, mt_step *step); /* NULL and a zero-initialised struct are allowed */
 
 /* Sets the learning rate of the step, and random_offset to number << 20, so that dropout draws what it draws with
-   mt_batch.step = number. Does not wait. MT_ERR_ARGUMENT: lr is not finite, number >= 2^44. */
+   mt_batch.step = number. Leave mt_batch.step 0, because the two are added. The call waits for the GPU only as an
+   mt_upload does. MT_ERR_ARGUMENT: lr is not finite, number >= 2^44. */
 MT_API mt_status mt_step_begin(mt_context *ctx, const mt_step *step, float lr, uint64_t number);
 
 /* Computes the norm of the gradients, decides (mt_step_decide), and does the step of the optimizer. Call it after
@@ -1017,8 +1020,10 @@ MT_API mt_status mt_step_update(mt_context *ctx, const mt_step *step, mt_tensor 
    scaler, for a checkpoint. Sets optimizer->step; call it before mt_checkpoint_save. */
 MT_API mt_status mt_step_read(mt_context *ctx, const mt_step *step, mt_step_values *out);
 
-MT_API const uint64_t *mt_step_random_offset(const mt_step *step); /* for mt_batch.random_offset */
-MT_API mt_tensor mt_step_loss_scale(const mt_step *step);          /* [1, 1], for mt_batch.loss_scale */
+/* Return what mt_batch.random_offset and mt_batch.loss_scale [1, 1] need. The memory belongs to *step, which
+   mt_step_create has made. */
+MT_API const uint64_t *mt_step_random_offset(const mt_step *step);
+MT_API mt_tensor mt_step_loss_scale(const mt_step *step);
 
 /* Returns the learning rate of a step, counted from 0: linear warm-up to lr over `warmup` steps, then a cosine down to
    min_lr at step `total` and min_lr from there on. A negative step or warmup counts as 0. */
@@ -5765,7 +5770,8 @@ static mt_status mti_optimizer_tensors(mt_context *ctx, mt_optimizer *o) {
     return status;
 }
 
-/* Updates this rank's share of every parameter and, when the optimizer is sharded, gathers the values. */
+/* Updates this rank's share of every parameter and, when the optimizer is sharded, gathers the values. numbers: lr,
+   grad_scale and step; with `values`, those in memory of the device are used instead. */
 static mt_status mti_optimizer_update(mt_context *ctx, mt_optimizer *optimizer, const mt_adamw *numbers,
                                       const mt_adamw_values *values) {
     mt_adamw hyper = *numbers;
@@ -5798,6 +5804,14 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
 
 /* -- a step that does not wait -- */
 
+/* Returns the name of the first field of a scaler that is out of range, or NULL. */
+static const char *mti_scaler_fault(const mt_loss_scaler *scaler) {
+    const char *fault = mt_loss_scaler_fault(&scaler->desc);
+    if (fault) return fault;
+    if (!(scaler->scale >= scaler->desc.min_scale && scaler->scale <= FLT_MAX)) return "loss_scaler.scale";
+    return scaler->good_steps < scaler->desc.growth_interval ? NULL : "loss_scaler.good_steps";
+}
+
 static mt_tensor mti_step_memory(const mt_step_values *values, size_t bytes) {
     return mt_tensor_make(values, MT_I32, 1, (int64_t)(bytes / sizeof(int32_t)));
 }
@@ -5816,7 +5830,7 @@ MT_API mt_status mt_step_create(mt_context *ctx, mt_optimizer *optimizer, const 
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: max_norm is %g", function, (double)max_norm);
     memset(&first, 0, sizeof first);
     if (scaler) {
-        const char *fault = mt_loss_scaler_fault(&scaler->desc);
+        const char *fault = mti_scaler_fault(scaler);
         if (fault) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is out of range", function, fault);
         first.scaler = *scaler;
     } else {
@@ -5848,7 +5862,7 @@ static mt_status mti_step_check(mt_context *ctx, const char *function, const mt_
     return mti_params_ready(ctx, step->optimizer->params, function);
 }
 
-/* lr, max_norm and random_offset are the first fields. */
+/* lr is the first field. */
 MT_API mt_status mt_step_begin(mt_context *ctx, const mt_step *step, float lr, uint64_t number) {
     MT_TRY(mti_step_check(ctx, "mt_step_begin", step));
     if (!(lr >= -FLT_MAX && lr <= FLT_MAX) || number >> 44)
@@ -7570,9 +7584,7 @@ static int mti_scaler_is_none(const mt_loss_scaler *s) {
 static const char *mti_state_fault(const mt_training_state *state) {
     const mt_loss_scaler *scaler = &state->scaler;
     if (mti_scaler_is_none(scaler)) return NULL;
-    if (mt_loss_scaler_fault(&scaler->desc)) return mt_loss_scaler_fault(&scaler->desc);
-    if (scaler->scale < scaler->desc.min_scale) return "loss_scaler.scale";
-    return scaler->good_steps < scaler->desc.growth_interval ? NULL : "loss_scaler.good_steps";
+    return mti_scaler_fault(scaler);
 }
 
 /* Returns what the field that mti_state_fault has returned must be. */

@@ -702,7 +702,7 @@ static int64_t rows_of(const options *o, int64_t sequences) {
 /* The last micro-batch of an evaluation may have fewer rows than the tensors of the pipeline. */
 static mt_tensor some_rows(mt_tensor t, int64_t rows) { return t.data ? mt_tensor_rows(t, 0, rows) : t; }
 
-/* The scale of the sum of all losses of a step. mt_batch.loss_scale multiplies it. */
+/* 1 / the number of tokens of a step, because the loss is their mean. mt_batch.loss_scale multiplies it. */
 static float scale_of_loss(const trainer *t) { return (float)(1 / (t->job->o.batch * t->job->o.seq)); }
 
 static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {

@@ -112,6 +112,8 @@ struct ncclComm {
     std::string host, trouble;       // host of the device; message of a connection error
     std::shared_ptr<mte::Mesh> mesh; // connections to the other processes; null: all ranks are threads
     uint64_t serial = 0;             // number of calls so far
+    // Each call in a graph holds a copy, until the graph and the executable graphs made from it are destroyed.
+    std::shared_ptr<char> graphs = std::make_shared<char>();
 };
 
 struct ncclWindow_vidmem {
@@ -810,7 +812,8 @@ ncclResult_t post_or_record(ncclComm &comm, const std::vector<Call> &calls) {
     if (captured == 0) return post(comm, calls);
     ncclComm *const c = &comm;
     const cudaError_t error =
-        capture_call(users, kind_names[calls[0].kind], [c, calls](cudaStream_t stream) { replay(*c, calls, stream); });
+        capture_call(users, kind_names[calls[0].kind],
+                     [c, calls, held = comm.graphs](cudaStream_t stream) { replay(*c, calls, stream); });
     if (captured < static_cast<ptrdiff_t>(users.size()) || error == cudaErrorStreamCaptureMerge)
         return refuse(ncclInvalidUsage, "Streams given to a communicator within a NCCL group must either be all "
                                         "uncaptured or all captured by the same graph.");
@@ -1682,6 +1685,12 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
     return flush(*comm);
 }
 
+// Reports that a call would wait forever: NCCL waits in ncclCommAbort and in ncclCommDestroy until all graphs with
+// calls of the communicator have been destroyed (commReclaim in src/init.cc of NCCL 2.27).
+static void check_graphs(const ncclComm &comm, const char *what) {
+    if (comm.graphs.use_count() > 1) report("%s: a graph has calls of the communicator, and is not destroyed", what);
+}
+
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (!comm) return ncclSuccess;
     ncclResult_t result;
@@ -1689,6 +1698,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
         Guard guard;
         result = check_comm(comm, "ncclCommDestroy");
         if (result != ncclSuccess) report("ncclCommDestroy of a communicator that is gone");
+        else check_graphs(*comm, "ncclCommDestroy");
         if (result != ncclSuccess) return result;
         if (!comm->clique || !comm->clique->settled)
             return refuse(ncclInvalidArgument, "ncclCommDestroy: the communicator is not ready; abort it instead");
@@ -1718,6 +1728,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
     abort_round(*comm);
     abort_nodes(*comm);
     leave(*comm);
+    check_graphs(*comm, "ncclCommAbort");
     notify();
     return ncclSuccess;
 }
