@@ -606,13 +606,14 @@ typedef struct mt_graph mt_graph; /* opaque */
 /* mt_graph_begin: MT_ERR_ARGUMENT (this context already records; an overlap has not ended).
    mt_graph_end: out NULL discards what was recorded, as after an error. The caller owns *out, and destroys it before
      ctx and before the communicators and the memory that the recorded calls used.
-     When one rank of a common graph discards it, the others get MT_ERR_PEER, and comm stays usable.
+     When one rank of a common graph discards it, the others get MT_ERR_PEER, and comm stays usable. MT_ERR_ARGUMENT
+     (this context does not record; an overlap has not ended: then the recording goes on).
    mt_graph_launch: puts the work into the context's stream and does not wait. A launch runs after earlier work in the
      stream, also after an earlier launch. MT_ERR_PEER: a communicator over NCCL of ctx has failed or has been destroyed
-     since the recording; destroy the graph.
+     since the recording; destroy the graph. MT_ERR_ARGUMENT (this context records; graph is NULL).
    mt_graph_destroy: waits for this rank's stream; graph may be NULL. Ranks of a common graph destroy it after
      their last launch, in any order.
-   All: MT_ERR_SYSTEM (CUDA failed), and the errors of a collective where they are one. */
+   All: MT_ERR_SYSTEM (CUDA failed), MT_ERR_MEMORY, and the errors of a collective where they are one. */
 MT_API mt_status mt_graph_begin(mt_context *ctx, mt_comm *comm);
 MT_API mt_status mt_graph_end(mt_context *ctx, mt_graph **out);
 MT_API mt_status mt_graph_launch(mt_context *ctx, mt_graph *graph);
@@ -4332,6 +4333,7 @@ static void mti_nccl_launched(mt_context *ctx) {
         if (comm->nccl.broken) continue;
         comm->nccl.busy = 1;
         comm->nccl.stream = ctx->stream;
+        comm->nccl.last = mti_call_make(MTI_GRAPH_LAUNCH, NULL, NULL, 0, MT_U8);
     }
 }
 

@@ -850,6 +850,7 @@ static mt_status ends(job *j, mt_context *ctx, mt_comm *world) {
     MT_TRY(mt_graph_end(ctx, &graph));
     for (int n = 0; n < 3; n++) MT_TRY(mt_graph_launch(ctx, graph));
     mt_graph_destroy(ctx, graph);
+    CHECK(cudaStreamQuery(mt_context_stream(ctx)) == cudaSuccess); /* it has waited */
     mt_comm_destroy(comm);
     MT_TRY(mt_download(ctx, x, y));
     for (int i = 0, all = mt_comm_size(world); i < COUNT; i++) CHECK(y[i] == (float)(8 * all * all * all));

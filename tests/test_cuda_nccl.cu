@@ -1445,6 +1445,43 @@ static void test_pauses(void **state) {
     }
 }
 
+/* The last rank never launches its graph, so a collective in the graphs of the others does not end. */
+static mt_status launch_alone(job *j, mt_context *ctx, mt_comm *comm) {
+    fault *f = (fault *)j->result;
+    int rank = mt_comm_rank(comm);
+    mt_graph *graph = NULL;
+    void *x;
+    MT_TRY(mt_arena_alloc(ctx, 64, &x));
+    MT_TRY(mt_cuda_zero(ctx, x, 64));
+    MT_TRY(mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM));
+    MT_TRY(mt_graph_begin(ctx, comm));
+    MT_TRY(mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM));
+    MT_TRY(mt_graph_end(ctx, &graph));
+    MT_TRY(mt_graph_launch(ctx, graph));
+    MT_TRY(mt_context_synchronize(ctx));
+    MT_TRY(mt_barrier(ctx, comm));
+    if (rank + 1 == j->ranks) pause_for(3 * PATIENCE);
+    else {
+        double start = mti_now();
+        MT_TRY(mt_graph_launch(ctx, graph));
+        f->status[rank] = mt_context_synchronize(ctx);
+        f->seconds[rank] = mti_now() - start;
+        snprintf(f->text[rank], sizeof f->text[rank], "%s", mt_last_error(ctx));
+    }
+    mt_graph_destroy(ctx, graph);
+    return f->status[rank];
+}
+
+static void test_launch_without_a_peer(void **state) {
+    fault f;
+    job j = fault_job(FOR_DEVICE, 3, &f);
+    (void)state;
+    j.body = launch_alone;
+    assert_int_equal(job_launch(&j, 0), MT_ERR_TIMEOUT);
+    expect(&j, &f, 3, "graph_launch", "\"world\" (3 ranks)");
+    nothing_left();
+}
+
 static void test_destroy_waits_for_nobody_for_ever(void **state) {
     (void)state;
     for (int beside = 0; beside < 2; beside++) {
@@ -1730,6 +1767,7 @@ int main(void) {
         cmocka_unit_test(test_first_call_without_a_peer),
         cmocka_unit_test(test_calls_without_a_peer),
         cmocka_unit_test(test_pauses),
+        cmocka_unit_test(test_launch_without_a_peer),
         cmocka_unit_test(test_destroy_waits_for_nobody_for_ever),
         cmocka_unit_test(test_silent_rank_beside_computation),
         cmocka_unit_test(test_failure_of_one_rank_is_told),
