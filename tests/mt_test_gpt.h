@@ -151,11 +151,12 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
     return batch;
 }
 
-/* Uploads the sequences of this data rank. Each step has the same text, so that the loss falls. */
+/* Uploads the sequences of this data rank, and those after them for tests with more micro-batches. Each step has the
+   same text, so that the loss falls. */
 static inline mt_status gpt_load(gpt_worker *w) {
-    int64_t count = GPT_BATCH / w->grid.dp_size, first = w->grid.dp_rank * count;
+    int64_t first = w->grid.dp_rank * (GPT_BATCH / w->grid.dp_size);
     int32_t ids[GPT_SEQ + 1], vocab = gpt_vocab(w->r);
-    for (int64_t n = 0; n < count; n++) {
+    for (int64_t n = 0; n < GPT_BATCH; n++) {
         int32_t *to = w->ids + 2 * GPT_SEQ * n;
         uint64_t seed = (uint64_t)(first + n);
         ids[0] = (int32_t)((first + n) % vocab);
