@@ -695,6 +695,55 @@ static void test_overlaps(void **state) {
     for (int ranks = 2; ranks <= 3; ranks++) run(ranks, over_borders);
 }
 
+/* A launch comes after work that is still in another stream. */
+static mt_status launch_behind_overlap(job *j, mt_context *ctx, mt_comm *world) {
+    mt_graph *graph = NULL;
+    mt_tensor x;
+    float host[COLS];
+    (void)j;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 2, COLS, &x));
+    MT_TRY(mt_graph_begin(ctx, world));
+    MT_TRY(mt_add(ctx, mt_tensor_rows(x, 0, 1), mt_tensor_rows(x, 1, 1), mt_tensor_rows(x, 0, 1)));
+    MT_TRY(mt_graph_end(ctx, &graph));
+    for (int round = 0; round < 2; round++) {
+        mt_stream stream = round ? MT_STREAM_THIRD : MT_STREAM_SECOND;
+        MT_TRY(mt_fill(ctx, x, 1.0f));
+        MT_TRY(in_stream(ctx, world, stream, round ? MT_OVERLAP_TICKET_THIRD : 0, mt_tensor_rows(x, 0, 1)));
+        MT_TRY(mt_graph_launch(ctx, graph));
+        MT_TRY(mt_download(ctx, mt_tensor_rows(x, 0, 1), host));
+        for (int i = 0; i < COLS; i++) CHECK(host[i] == (float)mt_comm_size(world) + 1.0f);
+    }
+    mt_graph_destroy(ctx, graph);
+    return MT_SUCCESS;
+}
+
+static void test_launch_behind_an_overlap(void **state) {
+    (void)state;
+    run(2, launch_behind_overlap);
+}
+
+/* Rank 1 launches another graph than the other ranks: all are told. */
+static mt_status launch_different(job *j, mt_context *ctx, mt_comm *world) {
+    mt_graph *graphs[2] = {NULL, NULL};
+    mt_tensor x;
+    (void)j;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, COLS, &x));
+    for (int i = 0; i < 2; i++) {
+        MT_TRY(mt_graph_begin(ctx, world));
+        MT_TRY(mt_fill(ctx, x, (float)i));
+        MT_TRY(mt_graph_end(ctx, &graphs[i]));
+    }
+    for (int i = 0; i < 2; i++) MT_TRY(mt_graph_launch(ctx, graphs[i]));
+    CHECK(refused(ctx, mt_graph_launch(ctx, graphs[mt_comm_rank(world) == 1]), MT_ERR_MISMATCH, "graph_launch|rank 1"));
+    for (int i = 0; i < 2; i++) mt_graph_destroy(ctx, graphs[i]);
+    return MT_SUCCESS;
+}
+
+static void test_launch_of_different_graphs(void **state) {
+    (void)state;
+    run(3, launch_different);
+}
+
 /* ---- what the steps of a training loop change -------------------------------------------------------------------- */
 
 /* A wrong id in the third launch is reported by the next wait, once. */
@@ -951,6 +1000,8 @@ int main(void) {
         cmocka_unit_test(test_one_rank_does_not_come),
         cmocka_unit_test(test_one_rank_leaves_while_it_records),
         cmocka_unit_test(test_overlaps),
+        cmocka_unit_test(test_launch_behind_an_overlap),
+        cmocka_unit_test(test_launch_of_different_graphs),
         cmocka_unit_test(test_wrong_id_in_a_launch),
         cmocka_unit_test(test_steps),
         cmocka_unit_test(test_ends),

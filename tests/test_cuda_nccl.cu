@@ -1467,9 +1467,43 @@ static mt_status launch_alone(job *j, mt_context *ctx, mt_comm *comm) {
         f->status[rank] = mt_context_synchronize(ctx);
         f->seconds[rank] = mti_now() - start;
         snprintf(f->text[rank], sizeof f->text[rank], "%s", mt_last_error(ctx));
+        if (mt_graph_launch(ctx, graph) != MT_ERR_PEER) return MT_ERR_MISMATCH;
     }
     mt_graph_destroy(ctx, graph);
     return f->status[rank];
+}
+
+/* A communicator that is destroyed ends the graphs that may use it, because NCCL waits for them. The mistake of passing
+   a communicator of threads is refused. */
+static mt_status destroy_before_graph(job *j, mt_context *ctx, mt_comm *comm) {
+    mt_comm *other = NULL, *threads[2] = {NULL, NULL};
+    mt_graph *graph = NULL;
+    mt_status status;
+    void *x;
+    (void)j;
+    MT_TRY(mt_comm_create_local(2, 1.0, threads));
+    status = mt_graph_begin(ctx, threads[0]);
+    for (int i = 0; i < 2; i++) mt_comm_destroy(threads[i]);
+    if (status != MT_ERR_ARGUMENT || !strstr(mt_last_error(ctx), "not over NCCL")) return MT_ERR_MISMATCH;
+    MT_TRY(mt_comm_split(comm, 0, mt_comm_rank(comm), &other));
+    MT_TRY(mt_arena_alloc(ctx, 64, &x));
+    MT_TRY(mt_cuda_zero(ctx, x, 64));
+    MT_TRY(mt_all_reduce(ctx, other, x, x, 4, MT_F32, MT_SUM));
+    MT_TRY(mt_graph_begin(ctx, comm));
+    MT_TRY(mt_all_reduce(ctx, other, x, x, 4, MT_F32, MT_SUM));
+    MT_TRY(mt_graph_end(ctx, &graph));
+    for (int i = 0; i < 3; i++) MT_TRY(mt_graph_launch(ctx, graph));
+    mt_comm_destroy(other);
+    if (mt_graph_launch(ctx, graph) != MT_ERR_PEER) return MT_ERR_MISMATCH;
+    mt_graph_destroy(ctx, graph);
+    return mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM);
+}
+
+static void test_destroy_before_a_graph(void **state) {
+    job j = job_make(FOR_DEVICE, 2, destroy_before_graph);
+    (void)state;
+    job_run(&j);
+    nothing_left();
 }
 
 static void test_launch_without_a_peer(void **state) {
@@ -1768,6 +1802,7 @@ int main(void) {
         cmocka_unit_test(test_calls_without_a_peer),
         cmocka_unit_test(test_pauses),
         cmocka_unit_test(test_launch_without_a_peer),
+        cmocka_unit_test(test_destroy_before_a_graph),
         cmocka_unit_test(test_destroy_waits_for_nobody_for_ever),
         cmocka_unit_test(test_silent_rank_beside_computation),
         cmocka_unit_test(test_failure_of_one_rank_is_told),
