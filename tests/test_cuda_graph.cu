@@ -626,7 +626,7 @@ static void check_absent(int what, int who) {
 
 static void test_one_rank_does_not_come(void **state) {
     (void)state;
-    for (int what = NO_BEGIN; what <= NO_LAUNCH; what++)
+    for (int what = NO_BEGIN; what <= NO_CALL; what++)
         for (int who = 0; who < 2; who++) check_absent(what, who);
 }
 
