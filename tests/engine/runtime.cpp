@@ -1744,10 +1744,11 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     end(c);
     cudaError_t error = c->invalid ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
     if (error == cudaSuccess && !joined) error = cudaErrorStreamCaptureUnjoined;
+    std::shared_ptr<Graph> made = std::move(c->graph); // events may keep the capture, but not the graph
     error = result(error);
     if (error != cudaSuccess) return error;
-    queues().graphs[c->graph.get()] = c->graph;
-    *graph = reinterpret_cast<cudaGraph_t>(c->graph.get());
+    *graph = reinterpret_cast<cudaGraph_t>(made.get());
+    queues().graphs[*graph] = made;
     return cudaSuccess;
 }
 

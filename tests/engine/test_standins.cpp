@@ -1991,7 +1991,11 @@ struct RankGraph {
         CHECK(cudaStreamEndCapture(r.stream, &graph) == cudaSuccess);
         CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
     }
-    ~RankGraph() { CHECK(cudaGraphExecDestroy(exec) == cudaSuccess && cudaGraphDestroy(graph) == cudaSuccess); }
+    ~RankGraph() { destroy(); }
+    void destroy() {
+        if (exec) CHECK(cudaGraphExecDestroy(exec) == cudaSuccess && cudaGraphDestroy(graph) == cudaSuccess);
+        exec = nullptr;
+    }
     void launch(const Rank &r) { CHECK(cudaGraphLaunch(exec, r.stream) == cudaSuccess); }
 };
 
@@ -2153,6 +2157,7 @@ void check_abort_of_graph(Rank &r) {
     r.destroy = false;
     if (r.rank == 0) graph.launch(r);
     if (r.rank == 0) CHECK(stays_blocked(r.stream));
+    graph.destroy(); // it still runs
     CHECK(ncclCommAbort(r.comm) == ncclSuccess && cudaStreamSynchronize(r.stream) == cudaSuccess);
     CHECK(same_bits(x.read(r.stream), inputs<float>(r.rank, 8)));
 }
@@ -2234,6 +2239,15 @@ void test_nccl_graphs() {
             });
             graph.launch(r);
             CHECK(cudaStreamSynchronize(r.stream) == cudaSuccess);
+        });
+    });
+    run_reporting_case("nccl reports an abort that waits for a graph", [] {
+        on_ranks(2, [](Rank &r) {
+            Buffer<float> x(std::vector<float>(8));
+            RankGraph graph(
+                r, [&] { CHECK(ncclAllReduce(x.p, x.p, 8, ncclFloat, ncclSum, r.comm, r.stream) == ncclSuccess); });
+            r.destroy = false;
+            CHECK(ncclCommAbort(r.comm) == ncclSuccess);
         });
     });
     run_reporting_case("nccl reports a graph with a call of a communicator that is gone", [] {
