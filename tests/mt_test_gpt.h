@@ -152,20 +152,22 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
 }
 
 /* Uploads the sequences of this data rank, and those after them for tests with more micro-batches. Each step has the
-   same text, so that the loss falls. */
-static inline mt_status gpt_load(gpt_worker *w) {
+   same text, so that the loss falls. shift: 0, or another number for another text */
+static inline mt_status gpt_load_text(gpt_worker *w, int64_t shift) {
     int64_t first = w->grid.dp_rank * (GPT_BATCH / w->grid.dp_size);
     int32_t ids[GPT_SEQ + 1], vocab = gpt_vocab(w->r);
     for (int64_t n = 0; n < GPT_BATCH; n++) {
         int32_t *to = w->ids + 2 * GPT_SEQ * n;
-        uint64_t seed = (uint64_t)(first + n);
-        ids[0] = (int32_t)((first + n) % vocab);
+        uint64_t seed = (uint64_t)(first + n + shift);
+        ids[0] = (int32_t)((first + n + shift) % vocab);
         for (int i = 1; i <= GPT_SEQ; i++) ids[i] = (ids[i - 1] * 3 + 1 + (int32_t)test_below(&seed, 2)) % vocab;
         MT_TRY(mt_upload(w->ctx, ids, mt_tensor_make(to, MT_I32, 1, GPT_SEQ)));
         MT_TRY(mt_upload(w->ctx, ids + 1, mt_tensor_make(to + GPT_SEQ, MT_I32, 1, GPT_SEQ)));
     }
     return MT_SUCCESS;
 }
+
+static inline mt_status gpt_load(gpt_worker *w) { return gpt_load_text(w, 0); }
 
 /* The forward of a micro-batch, which is one sequence. */
 static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input,
@@ -271,18 +273,22 @@ static inline mt_status gpt_device_step(gpt_worker *w) {
     return MT_SUCCESS;
 }
 
+/* Records a step, with numbers and a text that no launch may use. */
 static inline mt_status gpt_record(gpt_worker *w) {
     mt_status status;
+    MT_TRY(mt_step_begin(w->ctx, &w->numbers, 1e3f, 12345));
+    MT_TRY(gpt_load_text(w, 7));
     MT_TRY(mt_graph_begin(w->ctx, w->comm));
     status = gpt_device_step(w);
     MT_KEEP(status, mt_graph_end(w->ctx, status == MT_SUCCESS ? &w->graph : NULL));
+    MT_KEEP(status, gpt_load(w));
     return status;
 }
 
 static inline mt_status gpt_step_on_device(gpt_worker *w, int step) {
     mt_step_values values;
-    MT_TRY(mt_step_begin(w->ctx, &w->numbers, gpt_lr(w->r), (uint64_t)(w->r->first_step + step)));
     if (w->r->graph && step == 1) MT_TRY(gpt_record(w));
+    MT_TRY(mt_step_begin(w->ctx, &w->numbers, gpt_lr(w->r), (uint64_t)(w->r->first_step + step)));
     MT_TRY(w->graph ? mt_graph_launch(w->ctx, w->graph) : gpt_device_step(w));
     MT_TRY(mt_step_read(w->ctx, &w->numbers, &values));
     if (w->scaler.scale > 0.0f) w->scaler = values.scaler;

@@ -1119,12 +1119,12 @@ static void gpt_rows(int64_t padded_vocab) {
     check_finite(name, m.loss);
     double seconds = compute_row(name + ", step", m.flop, step);
     host_rows(name + ", step", step, seconds);
-    gpt_graph_rows(name, &m);
     timing t = measure(step);
     row(name + ", tokens", t, (double)m.tokens, "tokens/s", 0, "");
     seconds = compute_row(name + ", forward + backward", m.flop, [&] { gpt_gradients(&m); });
     host_rows(
         name + ", forward + backward", [&] { gpt_gradients(&m); }, seconds);
+    gpt_graph_rows(name, &m);
     gpt_close(&m);
 }
 
