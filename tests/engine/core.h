@@ -202,7 +202,7 @@ uint64_t random_below(uint64_t n); // random number generator, seeded with MTE_S
 
 // ---- device memory and stream operations (runtime.cpp) -------------------------------------------------------------
 
-constexpr size_t device_range_bytes = (size_t)16 << 30;
+constexpr size_t device_range_bytes = (size_t)64 << 30;
 
 struct Allocation {
     char *begin;

@@ -283,7 +283,9 @@ static void *device_allocate(size_t bytes, int device) {
     device_range();
     size_t offset = round_up(m.used + red_zone, granule);
     size_t end = round_up(offset + bytes + red_zone, page);
-    if (end > device_range_bytes || m.live_bytes[device] + bytes > config().memory) return nullptr;
+    if (bytes > config().memory || m.live_bytes[device] + bytes > config().memory) return nullptr;
+    if (end > device_range_bytes) report("the program has allocated more than device_range_bytes (core.h) in all");
+    if (end > device_range_bytes) return nullptr;
     char *begin = m.range + offset;
     fill_new(begin, bytes, end);
     m.live_bytes[device] += bytes;
