@@ -667,6 +667,7 @@ static mt_status over_borders(job *j, mt_context *ctx, mt_comm *world) {
     CHECK(refused(ctx, mt_graph_begin(ctx, world), MT_ERR_ARGUMENT, "mt_graph_begin|mt_overlap_end"));
     MT_TRY(mt_overlap_end(ctx, 0, MT_SUCCESS));
     MT_TRY(mt_overlap_wait_all(ctx));
+    MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
     MT_TRY(in_stream(ctx, world, MT_STREAM_SECOND, 5, x)); /* pending when the recording begins */
     MT_TRY(mt_graph_begin(ctx, world));
     MT_TRY(overlapped(ctx, world, x));
