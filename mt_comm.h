@@ -1168,7 +1168,7 @@ static void mti_cuda_idle(mt_context *ctx);
 static void mti_cuda_close(mt_context *ctx);
 static mt_status mti_cuda_synchronize(mt_context *ctx);
 static mt_status mti_cuda_report(mt_context *ctx);
-static mt_status mti_cuda_allocates(mt_context *ctx);
+static mt_status mti_cuda_enter_host(mt_context *ctx);
 static void mti_cuda_forget(mt_context *ctx, const void *ptr);
 
 static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call); /* >>local */
@@ -1529,7 +1529,7 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
     } else {
         mt_status status = MT_SUCCESS;
         void *ptr;
-        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_allocates(ctx));
+        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_enter_host(ctx));
         ptr = (ctx->allocator.alloc)(ctx->allocator.user, size, MT_ALIGNMENT);
         if (!ptr) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
         if (ctx->device == MT_DEVICE_CUDA) status = mt_cuda_zero(ctx, ptr, size);
@@ -1781,8 +1781,8 @@ static mt_status mti_cuda_synchronize(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
-/* Before a call of the allocator, which uses the current GPU. */
-static mt_status mti_cuda_allocates(mt_context *ctx) {
+/* As mt_cuda_enter, for what a graph cannot record: the allocator, and copies through memory that is used again. */
+static mt_status mti_cuda_enter_host(mt_context *ctx) {
     MT_TRY(mt_cuda_enter(ctx));
     return mti_check_recording(ctx);
 }
@@ -1926,8 +1926,7 @@ static mt_status mti_staging_take(mt_context *ctx, size_t bytes, void **memory) 
 MT_API mt_status mt_cuda_upload(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t row_bytes,
                                 int64_t rows) {
     void *memory = NULL;
-    MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_check_recording(ctx)); /* each launch would copy what the staging memory has then */
+    MT_TRY(mti_cuda_enter_host(ctx));
     if (rows <= 0 || row_bytes == 0) return MT_SUCCESS;
     if (row_bytes > MT_UPLOAD_BYTES / (size_t)rows || ctx->stream != ctx->compute_stream) {
         MT_TRY(mt_cuda_wait_peers(ctx)); /* a copy of pageable memory would wait for them without a timeout */
@@ -2066,7 +2065,7 @@ MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, con
 }
 static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_report(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
-static mt_status mti_cuda_allocates(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static mt_status mti_cuda_enter_host(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_fork(mt_context *ctx, struct CUstream_st *side) {
     return (void)ctx, (void)side, MT_ERR_UNSUPPORTED;
 }
