@@ -2766,6 +2766,14 @@ static mt_status mti_break_failed(mt_context *ctx, mt_comm *comm, const mti_call
     return status;
 }
 
+/* Breaks the group because the calls of its ranks differ. */
+static mt_status mti_break_mismatch(mt_context *ctx, mt_comm *comm, const mti_text *text) {
+    mti_break(comm->group, MT_ERR_MISMATCH, text, MTI_ANY);
+    mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text->data);
+    mti_break_recorders(ctx);
+    return MT_ERR_MISMATCH;
+}
+
 /* As mti_break_failed, after the rank may have put a part of its work into the stream: peers get no event behind it. */
 static void mti_fail_inside(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
     mti_break_failed(ctx, comm, call, status);
@@ -2866,10 +2874,7 @@ static mt_status mti_compare(mt_context *ctx, mt_comm *comm) {
     if (r == g->size) return MT_SUCCESS;
     text.used = 0;
     mti_say_mismatch(&text, comm);
-    mti_break(comm->group, MT_ERR_MISMATCH, &text, MTI_ANY);
-    mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
-    mti_break_recorders(ctx);
-    return MT_ERR_MISMATCH;
+    return mti_break_mismatch(ctx, comm, &text);
 }
 
 /* The first meeting. After MT_SUCCESS every rank is in the same call and must call mti_exit. After an error this rank
@@ -2948,10 +2953,8 @@ static mt_status mti_take_mismatch(mt_context *ctx, mt_comm *comm, int source) {
     mti_group *g = comm->group;
     mti_text text;
     mti_say_unlike(&text, comm, source, comm->rank);
-    mti_break(g, MT_ERR_MISMATCH, &text, MTI_ANY);
+    mti_break_mismatch(ctx, comm, &text);
     mti_outbox_set(g, mti_slot_of(g, source), mti_outbox(comm->rank, MTI_REFUSED));
-    mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
-    mti_break_recorders(ctx);
     return MT_ERR_MISMATCH;
 }
 
