@@ -554,9 +554,9 @@ MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *desc);
 /* The numbers of a training step that change from step to step. On a GPU they are in its memory, so the host need not
    wait for the norm before it starts the step, and a step that is recorded once (a CUDA graph) can run many times. */
 typedef struct mt_step_values {
+    uint64_t random_offset; /* for mt_random.offset */
     float lr;               /* of this step */
     float max_norm;         /* as in mt_clip_coefficient */
-    uint64_t random_offset; /* for mt_random.offset */
     mt_loss_scaler scaler;  /* scale is that of this step, and after mt_step_decide that of the next one */
     float loss;             /* after mt_step_decide: its argument */
     float norm;             /* after mt_step_decide: of the gradients, divided by the scale; or not finite */

@@ -5862,15 +5862,17 @@ static mt_status mti_step_check(mt_context *ctx, const char *function, const mt_
     return mti_params_ready(ctx, step->optimizer->params, function);
 }
 
-/* lr is the first field. */
+/* random_offset and lr are the first fields. */
 MT_API mt_status mt_step_begin(mt_context *ctx, const mt_step *step, float lr, uint64_t number) {
+    mt_step_values first;
     MT_TRY(mti_step_check(ctx, "mt_step_begin", step));
     if (!(lr >= -FLT_MAX && lr <= FLT_MAX) || number >> 44)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_step_begin: lr is %g, number is %llu", (double)lr,
                        (unsigned long long)number);
     number <<= 20;
-    MT_TRY(mt_upload(ctx, &lr, mti_step_memory(step->values, sizeof lr)));
-    return mt_upload(ctx, &number, mt_tensor_make(&step->values->random_offset, MT_I32, 1, 2));
+    first.random_offset = number;
+    first.lr = lr;
+    return mt_upload(ctx, &first, mti_step_memory(step->values, offsetof(mt_step_values, max_norm)));
 }
 
 static mt_status mti_step_update(mt_context *ctx, const mt_step *step, mt_tensor loss) {
