@@ -569,12 +569,6 @@ static void test_one_rank_discards(void **state) {
 
 enum { NO_BEGIN, NO_END, NO_LAUNCH, NO_CALL, LEAVES };
 
-static double seconds_now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 static mt_status absent_at(job *j, mt_context *ctx, mt_comm *comm, const talk *t, mt_graph **graph, int absent) {
     mt_status status;
     if (absent && j->what == NO_BEGIN) return doze(3 * PATIENCE), MT_SUCCESS;
@@ -600,9 +594,9 @@ static mt_status absent(job *j, mt_context *ctx, mt_comm *world) {
     MT_TRY(talk_open(ctx, comm, &t));
     MT_TRY(talk_do(ctx, &t));
     MT_TRY(mt_barrier(ctx, comm));
-    start = seconds_now();
+    start = cm_seconds_();
     j->status[rank] = absent_at(j, ctx, comm, &t, &graph, rank == j->who);
-    j->seconds[rank] = seconds_now() - start;
+    j->seconds[rank] = cm_seconds_() - start;
     mt_graph_destroy(ctx, graph);
     mt_comm_destroy(t.half);
     mt_comm_destroy(comm);
@@ -960,11 +954,11 @@ static int fail_everywhere(const char *call, int who, int step) {
         j.call = call;
         j.after = after;
         j.who = who;
-        double start = seconds_now();
+        double start = cm_seconds_();
         j.timeout = 20;
         if (job_launch(&j, 0) != MT_SUCCESS) fail_msg("%s, call %d of rank %d", call, after, who);
-        if (seconds_now() - start > 10)
-            fail_msg("%s, call %d of rank %d: %.1f s", call, after, who, seconds_now() - start);
+        if (cm_seconds_() - start > 10)
+            fail_msg("%s, call %d of rank %d: %.1f s", call, after, who, cm_seconds_() - start);
         for (int r = 0; r < 3; r++) failed += j.status[r] != MT_SUCCESS;
         if (failed == 0) return after;
         if (failed < 3 || j.status[who] != MT_ERR_SYSTEM)
