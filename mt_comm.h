@@ -415,7 +415,7 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
    Reductions add in a fixed binary tree over the ranks, ((0+1)+(2+3))+..., so the same inputs always give the same
    bits, on every rank. Over NCCL, NCCL chooses the order; see "communicators over NCCL".
    On a CPU a collective returns when its result is in recvbuf. On a GPU it returns when its work is in the context's
-   stream; only mt_barrier waits until this work is done. The threads of ranks without NCCL still meet in each call.
+   stream; only mt_barrier waits until this work is done. Without NCCL, the threads wait on the host for each other.
    Buffers may overlap only in place, by NCCL's rule: all_reduce and broadcast when sendbuf == recvbuf; all_gather when
    sendbuf == recvbuf + rank * sendcount; reduce_scatter when recvbuf == sendbuf + rank * recvcount.
    Errors:
@@ -1865,7 +1865,7 @@ static mt_status mti_cuda_await(mt_context *ctx, const mti_event *e) {
     return MT_SUCCESS;
 }
 
-/* After an error of a call: waits for the work that the call has put into the stream, and keeps the error's message. */
+/* Waits for the stream after an error of a call. Does not change the message of that error. */
 static void mti_cuda_drain(mt_context *ctx) {
     if (cudaStreamSynchronize(ctx->stream) != cudaSuccess) cudaGetLastError();
 }
@@ -2783,7 +2783,7 @@ static void mti_fail_inside(mt_context *ctx, mt_comm *comm, const mti_call *call
 /* -- turns: of the ranks that record a graph together, one calls CUDA at a time -- */
 
 /* CUDA allows only one thread at a time to work on a graph ("Graph object thread safety", CUDA Runtime API). So a rank
-   gives its turn away before it waits for other ranks, and takes one before it goes on. */
+   gives its turn away before it waits for other ranks, and takes it again before its next call of CUDA. */
 static void mti_turn_give(mt_context *ctx) {
     if (!ctx || !ctx->has_turn) return;
     ctx->has_turn = 0;
@@ -2905,7 +2905,7 @@ static void mti_exit(mt_comm *comm) {
 }
 
 /* Before a call on a GPU: what is in the stream now comes before the parts of the peers. A collective over NCCL in the
-   stream might never end: this rank first waits for it, because a peer would wait without a timeout. */
+   stream might never end. A peer would wait for it without a timeout, so this rank first waits with one. */
 static mt_status mti_local_begin(mt_context *ctx, mt_comm *comm) {
     if (ctx->device != MT_DEVICE_CUDA) return MT_SUCCESS;
     if (!ctx->recording) MT_TRY(mt_cuda_wait_peers(ctx));

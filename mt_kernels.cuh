@@ -485,13 +485,13 @@ MT_API void mt_multi_tensor_destroy(mt_context *ctx, mt_multi_tensor *list); /* 
 
 /* Does the step of mt_adamw_step for every tensor of the list, with the same bits. hyper->stochastic_rounding must be
    NULL, because the list says how to round. `values` may be NULL. Otherwise it is in memory of the context's device.
-   When the step runs on the device, it takes lr, grad_scale and step from there, and does nothing if skip is 1. Those
-   of hyper are not used, but must be valid. The values are not checked. MT_ERR_ARGUMENT: stochastic_rounding is not
-   NULL, the list is of another kind, or mt_adamw_check refuses hyper. */
+   When the step runs on the device, it takes lr, grad_scale and step from there, and does nothing if skip is not 0.
+   Those of hyper are then not used, but still checked. What is in memory of the device is not checked.
+   MT_ERR_ARGUMENT: stochastic_rounding is not NULL, the list is of another kind, or mt_adamw_check refuses hyper. */
 typedef struct mt_adamw_values {
     float lr, grad_scale;
     int64_t step;
-    int32_t skip; /* 1: change nothing */
+    int32_t skip; /* not 0: the step changes nothing */
 } mt_adamw_values;
 MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper,
                                        const mt_adamw_values *values);
