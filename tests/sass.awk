@@ -19,6 +19,9 @@
 # those with the fewest narrow accesses. So they are the paths of whole vectors, in the widest of the types that the
 # kernel chooses from when it runs. A called function counts as one instruction, and an instruction with a predicate as
 # executed. When no loop moves bytes, the hot paths are those of the whole kernel, with each loop run once at most.
+#
+# A pass is the kernel without its loops, or a loop without the loops in it. The column passes has the kernel and the
+# three loops that move most bytes in one iteration, as INSTRUCTIONS/BYTES: those of the hot paths of the pass.
 
 function number_of(address) {
     sub(/^0x/, "", address)
@@ -135,10 +138,22 @@ function find_body(head,  b, k, p, todo, left, innermost) {
     return innermost
 }
 
+# Sets inner[b] to the head of the innermost loop with block b, and is_innermost[head].
+function find_loops(  h, b, size, least) {
+    split("", inner); split("", is_innermost)
+    for (h = 1; h <= blocks; h++) {
+        if (!(h in heads)) continue
+        is_innermost[h] = find_body(h)
+        size = 0
+        for (b in body) size++
+        for (b in body) if (!(b in least) || size < least[b]) { least[b] = size; inner[b] = h }
+    }
+}
+
 # Finds the hot paths from block `first` back to it (head == first), or to the end of the kernel (head == 0), through
 # the blocks of body, none of them twice. Sets bytes, narrow, path (the fewest instructions) and worst (the
-# most). bytes is -1 if there is no path.
-function find_path(first, head,  i, b, k, s, best_by, best_na, fewest, most) {
+# most). bytes is -1 if there is no path. With `alone`, the blocks of other loops than the one of head count nothing.
+function find_path(first, head, alone,  i, b, k, s, best_by, best_na, fewest, most) {
     for (i = 1; i <= posts; i++) {
         b = post[i]
         if (!(b in body)) continue
@@ -149,10 +164,11 @@ function find_path(first, head,  i, b, k, s, best_by, best_na, fewest, most) {
             else if (s > 0 && (s in best_by)) compare(best_by[s], best_na[s], fewest[s], most[s])
         }
         if (bytes < 0) continue
-        best_by[b] = bytes + by[b]
-        best_na[b] = narrow + na[b]
-        fewest[b] = path + insns[b]
-        most[b] = worst + insns[b]
+        s = !alone || inner[b] + 0 == head
+        best_by[b] = bytes + s * by[b]
+        best_na[b] = narrow + s * na[b]
+        fewest[b] = path + s * insns[b]
+        most[b] = worst + s * insns[b]
     }
     bytes = (first in best_by) ? best_by[first] : -1
     narrow = best_na[first] + 0
@@ -174,13 +190,40 @@ function compare(by_, na_, fewest_, most_) {
     if (most_ > worst) worst = most_
 }
 
-function hot_path(  h, i, best, hot_least, hot_worst, hot_narrow) {
+function whole_kernel(  i) {
+    split("", body)
+    for (i = 1; i <= posts; i++) body[post[i]] = 1
+}
+
+# Sets passes.
+function find_passes(  h, i, k, n, by_, worst_) {
+    for (h = 0; h <= blocks; h++) {
+        if (h > 0 && !(h in heads)) continue
+        if (h > 0) find_body(h)
+        else whole_kernel()
+        find_path(h > 0 ? h : 1, h, 1)
+        if (h == 0) passes = worst "/" bytes
+        if (h == 0 || bytes <= 0) continue
+        for (i = ++n; i > 1 && (by_[i - 1] < bytes || (by_[i - 1] == bytes && worst_[i - 1] < worst)); i--) {
+            by_[i] = by_[i - 1]
+            worst_[i] = worst_[i - 1]
+        }
+        by_[i] = bytes
+        worst_[i] = worst
+    }
+    for (i = 1; i <= n && i <= 3; i++) passes = passes "," worst_[i] "/" by_[i]
+}
+
+function hot_path(  h, best, hot_least, hot_worst, hot_narrow) {
     make_blocks()
     walk()
+    find_loops()
+    find_passes()
     best = 0
     for (h = 1; h <= blocks; h++) {
-        if (!(h in heads) || !find_body(h)) continue
-        find_path(h, h)
+        if (!is_innermost[h]) continue
+        find_body(h)
+        find_path(h, h, 0)
         if (bytes < best || bytes <= 0 || (bytes == best && worst <= hot_worst)) continue
         best = bytes
         hot_narrow = narrow
@@ -194,9 +237,8 @@ function hot_path(  h, i, best, hot_least, hot_worst, hot_narrow) {
         worst = hot_worst
         return
     }
-    split("", body)
-    for (i = 1; i <= posts; i++) body[post[i]] = 1
-    find_path(1, 0)
+    whole_kernel()
+    find_path(1, 0, 0)
 }
 
 # The blocks that fit on a multiprocessor of 65536 registers and 2048 threads, in units of 8 registers per thread and a
@@ -213,9 +255,9 @@ function finish() {
     if (name == "") return
     hot_path()
     if (!(name in threads)) threads[name] = 1024
-    printf form "%s\n", threads[name], registers[name], blocks_of(registers[name], threads[name]), shared[name], \
+    printf form "%31s %s\n", threads[name], registers[name], blocks_of(registers[name], threads[name]), shared[name], \
         stack_of[name], spills[name], local, ld16, ldn, st16, stn, async, lds, ldsm, mma, mufu, fp32, total, \
-        path, worst, bytes, narrow, (name in known ? known[name] : name)
+        path, worst, bytes, narrow, passes, (name in known ? known[name] : name)
     name = ""
 }
 
@@ -226,7 +268,7 @@ BEGIN {
         form = form "%" (length(column[i]) < 4 ? 4 : length(column[i])) "d "
         head = head sprintf("%" (length(column[i]) < 4 ? 4 : length(column[i])) "s ", column[i])
     }
-    print head "kernel"
+    print head sprintf("%31s ", "passes") "kernel"
 }
 $1 == "K" { text = $0; sub(/^K [^ ]* /, "", text); known[$2] = text }
 $1 == "R" { registers[$2] = $3; shared[$2] = $4; stack_of[$2] = $5; spills[$2] = $6 }

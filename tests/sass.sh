@@ -134,8 +134,8 @@ with_tables() {
         }
         function read_rule() {
             rules++
-            wanted[rules] = $2; allowed[rules] = $3; budget[rules] = $4
-            pattern[rules] = rest(5)
+            wanted[rules] = $2; allowed[rules] = $3; moved[rules] = $4; accessed[rules] = $5
+            pattern[rules] = rest(6)
         }
         function matches(text, glob,  part, n, i, at) {
             n = split(glob, part, "*")
@@ -158,6 +158,29 @@ with_tables() {
             is["ipb"] = is["bytes"] > 0 ? sprintf("%.2f", is["worst"] / is["bytes"]) : "-"
             if (is["mma"] > 0) is["ipb"] = "-" # of such a loop, the copies are a small part
         }
+        # The value of a number of bytes in a rule, such as 2T+4. T is the size of the type in the name of the kernel.
+        function bytes_of(text,  part, n, i, size, sum) {
+            if (match(kernel, /[< ][012][,>]/)) size = substr(kernel, RSTART + 1, 1) == "0" ? 4 : 2
+            n = split(text, part, "+")
+            for (i = 1; i <= n; i++) sum += part[i] ~ /T$/ ? (part[i] == "T" ? 1 : part[i] + 0) * size : part[i]
+            return sum
+        }
+        # Sets budget and per_element for rule r, and lacks to the first pass of the rule that the kernel does not have.
+        function count(r,  bytes, pass, part, n, i) {
+            budget = per_element = "-"
+            lacks = ""
+            if (!r || moved[r] == "-") return
+            budget = sprintf("%.1f", 6.8 * bytes_of(moved[r]))
+            split(is["passes"], pass, ",")
+            n = split(accessed[r], bytes, ",")
+            for (i = 1; i <= n; i++) {
+                if (bytes[i] == "0") continue
+                split(pass[i], part, "/")
+                if (part[2] > 0) per_element += bytes_of(bytes[i]) * part[1] / part[2]
+                else if (lacks == "") lacks = i
+            }
+            per_element = sprintf("%.1f", per_element)
+        }
         FILENAME != list && $1 == "thrd" {
             columns = split($0, column, " ")
             head = substr($0, 1, length($0) - length(" kernel"))
@@ -166,21 +189,21 @@ with_tables() {
         '"$1" "$list" $tables
 }
 
-# Prints the tables, with what a kernel needs more than its budget.
+# Prints the tables, and marks the kernels that are over their budget.
 print_tables() {
     with_tables '
         FILENAME == list { if ($1 == "rule") read_rule(); next }
         arch != last { totals(); print "sm_" arch; last = arch; shown = n = kernels = 0 }
         {
             read_row()
-            r = rule_of(kernel)
-            most = budget[r]
-            over = r && most != "-" && is["ipb"] != "-" && is["ipb"] + 0 > most + 0
+            count(rule_of(kernel))
+            over = budget != "-" && per_element + 0 > budget + 0
             n += over
             kernels++
-            if (!shown++) print head, "per byte kernel"
+            if (!shown++) print head, "per byte per element budget kernel"
             line = substr($0, 1, length($0) - length(kernel) - 1)
-            printf "%s %8s %s%s\n", line, is["ipb"], kernel, over ? "   OVER its budget of " most : ""
+            printf "%s %8s %11s %6s %s%s\n", line, is["ipb"], per_element, budget, kernel, \
+                over ? "   OVER its budget" : ""
         }
         END { totals() }
         function totals() { if (last) printf "sm_%s: %d kernels, %d over their budgets\n", last, kernels, n }'
@@ -204,6 +227,8 @@ worse() {
             r = rule_of(kernel)
             if (!r) complain("no rule of tests/sass.txt matches")
             used[r] = 1
+            count(r)
+            if (lacks) complain("pass " lacks " of its rule moves no bytes")
             least("bl", wanted[r])
             most("spill", allowed[r])
             if (!((arch, kernel) in has)) { complain("not in tests/sass.txt"); next }
@@ -245,8 +270,10 @@ update() { updated "$1" >"$build/new.txt" && [ -s "$build/new.txt" ] && cp "$bui
 
 # ---- the self test -------------------------------------------------------------------------------------------------
 
-# Writes the disassembly of two kernels as cuobjdump prints it, the log of ptxas, and a list for them. The hot path of
-# mti_a has 5 or 7 instructions, from 0030 to 0030 or to 0090, and 32 bytes. mti_b has no loop.
+# Writes the disassembly of three kernels as cuobjdump prints it, the log of ptxas, and a list for them. The hot path of
+# mti_a has 5 or 7 instructions, from 0030 to 0030 or to 0090, and 32 bytes. mti_b has no loop. mti_c has a loop of 3
+# instructions and 16 bytes in a loop of 4 others and 32 bytes: with 8 bytes of an element in each, 2.5 instructions for
+# an element.
 make_fake() {
     build=$(mktemp -d) || exit 1
     trap 'rm -rf "$build"' EXIT
@@ -270,6 +297,16 @@ make_fake() {
         /*0000*/                   HMMA.16816.F32 R4, R4, R8, RZ ;    /* 0x0 */
         /*0010*/                   LDGSTS.E.BYPASS.128 [R2], [R4] ;   /* 0x0 */
         /*0020*/                   EXIT ;                             /* 0x0 */
+		Function : _Z5mti_cILi0EEvPf
+        /*0000*/                   NOP ;                              /* 0x0 */
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;   /* 0x0 */
+        /*0020*/                   LDG.E.128 R4, desc[UR4][R2.64] ;   /* 0x0 */
+        /*0030*/                   LDG.E.128 R4, desc[UR4][R2.64] ;   /* 0x0 */
+        /*0040*/                   FADD R4, R4, R4 ;                  /* 0x0 */
+        /*0050*/               @P1 BRA 0x30 ;                         /* 0x0 */
+        /*0060*/                   FADD R4, R4, R4 ;                  /* 0x0 */
+        /*0070*/               @P2 BRA 0x10 ;                         /* 0x0 */
+        /*0080*/                   EXIT ;                             /* 0x0 */
 END2
     cat >"$build/90.elf" <<'END2'
 .nv.info._Z5mti_aPf
@@ -281,14 +318,17 @@ END2
 .nv.info._Z5mti_bPfi
 	Attribute:	EIATTR_MAX_THREADS
 	Value:	0x80 0x2 0x1 
+.nv.info._Z5mti_cILi0EEvPf
+	Attribute:	EIATTR_MAX_THREADS
+	Value:	0x100 0x1 0x1 
 END2
-    for name in _Z5mti_aPf _Z5mti_bPfi; do
+    for name in _Z5mti_aPf _Z5mti_bPfi _Z5mti_cILi0EEvPf; do
         echo "ptxas info    : Compiling entry function '$name' for 'sm_90'"
         echo "ptxas info    : Function properties for $name"
         echo "    16 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
         echo "ptxas info    : Used 40 registers, used 1 barriers, 512 bytes smem, 648 bytes cmem[0]"
     done >"$build/90.log"
-    printf '%s\n' '# a comment' 'rule 6 0 0.1 mti_a*' 'rule 1 0 - mti_b' >"$list"
+    printf '%s\n' '# a comment' 'rule 6 0 0.1 0,4 mti_a*' 'rule 1 0 - - mti_b' 'rule 1 0 T 0,2T,T+4 mti_c*' >"$list"
     measure 90 && update 13.0
 }
 
@@ -313,15 +353,30 @@ says() {
 
 fake_is_measured() {
     cat "$build/90.table" "$list"
-    [ "$(grep -A 2 '^nvcc' "$list" | tr -s ' ')" = "nvcc 13.0
+    [ "$(grep -A 3 '^nvcc' "$list" | tr -s ' ')" = "nvcc 13.0
  90 256 6 0 1 1 1 0 0 1 0 0.22 | mti_a
- 90 256 6 0 1 0 0 0 1 0 0 - | mti_b" ] && print_tables | grep 'mti_a   OVER its budget of 0.1' &&
-        cp "$list" "$build/once" && update 13.0 && cmp "$list" "$build/once"
+ 90 256 6 0 1 0 0 0 1 0 0 - | mti_b
+ 90 256 6 0 3 0 0 0 0 0 0 0.19 | mti_c<0>" ] && cp "$list" "$build/once" && update 13.0 && cmp "$list" "$build/once"
+}
+
+# shows TEXT CHANGE: with this change of the rules, a sed script, the table of the fake has a line that ends with TEXT
+shows() {
+    cp "$list" "$build/rules" && sed "$2" "$build/rules" >"$list"
+    print_tables >"$build/said"
+    cp "$build/rules" "$list"
+    cat "$build/said"
+    tr -s ' ' <"$build/said" | grep -q -e " $1\$"
 }
 
 self_test() {
     check "what is measured in a small disassembly" fake_is_measured
     check "the list that was written is kept" says ""
+    check "a kernel over its budget is marked" shows "0.9 0.7 mti_a OVER its budget" ""
+    check "the passes of a kernel are added" shows "2.5 27.2 mti_c<0>" ""
+    check "a kernel of two passes over its budget is marked" shows "2.5 2.0 mti_c<0> OVER its budget" '/mti_c/s/T/0.3/'
+    check "a kernel of one pass is within this budget" shows "1.0 2.0 mti_c<0>" '/mti_c/s/T.*+4/0.3 0,2T/'
+    check "a pass that the kernel does not have is found" says "mti_b: pass 2 of its rule moves no bytes" \
+        'list.txt=/mti_b/s/- -/4 0,4/'
     check "a spill is found" says "mti_a: spill is 8, not at most 0" \
         '90.log=/aPf/,/stack/s/0 bytes spill stores/8 bytes spill stores/'
     check "an access to local memory is found" says "mti_a: local is 1, not at most 0" \
@@ -335,16 +390,16 @@ self_test() {
     check "a narrow access in the hot path is found" says "mti_a: narrow is 1, not at most 0" \
         '90.sass=s/MUFU.EX2 R4, R4 /LDG.E.U8 R4, [R2]/' \
         'list.txt=s/^\(  90  256  6     0    1   \)1\(.*mti_a$\)/\12\2/'
-    check "fewer blocks are found" says "mti_b: bl is 5, not at least 6" '90.log=/bPfi/,$s/Used 40/Used 48/'
+    check "fewer blocks are found" says "mti_b: bl is 5, not at least 6" '90.log=/bPfi/,/Used/s/Used 40/Used 48/'
     check "fewer blocks than a rule wants are found" says "mti_a: bl is 6, not at least 7" 'list.txt=s/^rule 6/rule 7/'
     check "a product less is found" says "mti_b: mma is 0, not 1
 mti_b: 0.19 instructions per byte, not at most -" '90.sass=s/HMMA.16816.F32/HADD2/'
     check "more instructions are found" says "mti_a: 0.25 instructions per byte, not at most 0.22" \
         '90.sass=s|.*/[*]0050.*|&\n        /*0058*/ FMUL R4, R4, R4 ;|'
     check "a new kernel is found" says "mti_b: not in tests/sass.txt" 'list.txt=/^  90.* mti_b$/d'
-    check "a lost kernel is found" says "mti_c: there is no such kernel" 'list.txt=s/^\(  90.*\)mti_b$/&\n\1mti_c/'
+    check "a lost kernel is found" says "mti_d: there is no such kernel" 'list.txt=s/^\(  90.*\)mti_b$/&\n\1mti_d/'
     check "a kernel without a rule is found" says "mti_b: no rule" 'list.txt=/^rule.*mti_b$/d'
-    check "a rule without a kernel is found" says "the rule of mti_c" 'list.txt=s/^rule.*mti_b$/&\nrule 1 0 - mti_c/'
+    check "a rule without a kernel is found" says "the rule of mti_d" 'list.txt=s/^rule.*mti_b$/&\nrule 1 0 - - mti_d/'
 }
 
 # ---- what was asked for --------------------------------------------------------------------------------------------
