@@ -3636,7 +3636,9 @@ struct mti_larger { /* NaN when any rank has a NaN */
     template <typename T> __device__ T operator()(T a, T b) const { return a > b || a != a ? a : b; }
 };
 
-/* Reduces elements [0, n) of all send buffers in b, and writes them to elements [0, n) of the receive buffers in b. */
+/* Reduces elements [0, n) of all send buffers in b, and writes them to elements [0, n) of the receive buffers in b.
+   Instructions limit it, not memory. With 16-byte vectors on sm_90, a sum needs 27 for an element of a rank in bf16 and
+   33 in f32. While memory moves the element, an H200 is predicted to have time for 14 or 27 (6.8 for each byte). */
 template <typename T, int N, typename Op>
 static __global__ void __launch_bounds__(256) mti_cuda_reduce_kernel(mti_cuda_buffers b, int64_t n, Op op) {
     int64_t step = (int64_t)gridDim.x * blockDim.x * N;
