@@ -998,6 +998,63 @@ static void test_one_rank_waits(void **state) {
     run_lone(wait_for_peers);
 }
 
+/* z = 4 x by two sums over one rank with a kernel between them. */
+static mt_status double_twice(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y, mt_tensor z) {
+    MT_TRY(mt_all_reduce(ctx, comm, x.data, y.data, COUNT, MT_F32, MT_SUM));
+    MT_TRY(mt_add(ctx, y, y, y));
+    MT_TRY(mt_all_reduce(ctx, comm, y.data, z.data, COUNT, MT_F32, MT_SUM));
+    return mt_add(ctx, z, z, z);
+}
+
+/* Launches the graph, or without it makes the calls. The host waits for neither. */
+static mt_status launch_or_call(mt_context *ctx, mt_comm *comm, mt_graph *graph, mt_tensor x, mt_tensor y,
+                                mt_tensor z) {
+    long waits = host_waits();
+    MT_TRY(graph ? mt_graph_launch(ctx, graph) : double_twice(ctx, comm, x, y, z));
+    CHECK(host_waits() == waits);
+    return MT_SUCCESS;
+}
+
+/* Records the calls, and launches them with three inputs. Each time they give what they give without a graph. */
+static mt_status record(job *j, mt_context *ctx, mt_comm *comm) {
+    float sent[COUNT], launched[COUNT], called[COUNT];
+    mt_graph *graph = NULL;
+    mt_tensor x, y, z;
+    mt_arena_request memory[] = {{&x, MT_F32, 1, COUNT}, {&y, MT_F32, 1, COUNT}, {&z, MT_F32, 1, COUNT}};
+    (void)j;
+    MT_TRY(mt_arena_tensors(ctx, memory, 3));
+    MT_TRY(mt_fill(ctx, x, 1.0f));
+    MT_TRY(double_twice(ctx, comm, x, y, z)); /* connects NCCL */
+    MT_TRY(mt_fill(ctx, z, -1.0f));
+    MT_TRY(mt_graph_begin(ctx, comm));
+    MT_TRY(double_twice(ctx, comm, x, y, z));
+    MT_TRY(mt_graph_end(ctx, &graph));
+    MT_TRY(mt_download(ctx, z, launched));
+    for (int i = 0; i < COUNT; i++) CHECK(launched[i] == -1.0f); /* nothing has run */
+    for (int round = 0; round < 3; round++) {
+        fill(MT_F32, round, REDUCE_SUM, (unsigned char *)sent, COUNT);
+        MT_TRY(mt_upload(ctx, sent, x));
+        MT_TRY(launch_or_call(ctx, comm, graph, x, y, z));
+        MT_TRY(mt_download(ctx, z, launched));
+        MT_TRY(mt_fill(ctx, z, -1.0f));
+        MT_TRY(launch_or_call(ctx, comm, NULL, x, y, z));
+        MT_TRY(mt_download(ctx, z, called));
+        CHECK(memcmp(launched, called, sizeof called) == 0);
+        for (int i = 0; i < COUNT; i++) CHECK(launched[i] == 4.0f * sent[i]);
+    }
+    mt_graph_destroy(ctx, graph);
+    return sum_at(ctx, comm, NULL); /* the communicator still works */
+}
+
+/* Two sums in the first run, in the recording, and in each of three runs without a graph; then one sum. The host makes
+   no call of NCCL for a launch. */
+static void test_one_rank_records(void **state) {
+    int before = nccl_calls();
+    (void)state;
+    run_lone(record);
+    expect_calls(before, 3 * (2 * 5 + 1));
+}
+
 /* The caller's ncclComm_t outlives what is made from it. mt_comm_create_nccl does not use it for one rank. */
 static mt_status borrow(job *j, mt_context *ctx, mt_comm *comm) {
     mt_comm *second = NULL, *alone = NULL;
@@ -1786,6 +1843,7 @@ int main(void) {
         cmocka_unit_test(test_one_rank_sends_to_itself),
         cmocka_unit_test(test_one_rank_splits),
         cmocka_unit_test(test_one_rank_waits),
+        cmocka_unit_test(test_one_rank_records),
         cmocka_unit_test(test_one_rank_of_the_caller),
         cmocka_unit_test(test_one_rank_outlives_its_context),
         cmocka_unit_test(test_one_rank_registers),
