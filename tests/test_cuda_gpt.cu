@@ -523,34 +523,125 @@ static void test_wrong_id(void **state) {
     }
 }
 
+/* ---- steps as a graph, with texts that change -------------------------------------------------------------------- */
+
+#define TEXTS 4 /* steps, each with a text of its own */
+
+typedef struct text_run {
+    gpt_run r;
+    float loss[TEXTS], norm[TEXTS]; /* of rank 0 */
+    long waits[8][TEXTS], reads[8]; /* of each rank: how often the host waits in a step, and to read all numbers */
+    gpt_result result;              /* the weights behind the last step */
+} text_run;
+
+/* How often this thread has waited for a GPU. Only the engine counts. */
+static long waits_so_far(void) {
 #if defined(MT_CUDA_ENGINE)
-/* Micro-batches behind the first one, which measures products, do not wait for the GPU. */
-static mt_status waits_rank(mt_comm *world, void *user) {
+    return mte::host_waits();
+#else
+    return 0;
+#endif
+}
+
+/* One step, without the wait for its numbers: uploads, forward, backward, the sum of the gradients, their norm, the
+   decision, and the optimizer. */
+static mt_status step_with_text(gpt_worker *w, int step) {
+    MT_TRY(gpt_load_text(w, step));
+    MT_TRY(mt_step_begin(w->ctx, &w->numbers, GPT_LR / (float)(1 + step), (uint64_t)step));
+    return w->graph ? mt_graph_launch(w->ctx, w->graph) : gpt_device_step(w);
+}
+
+static mt_status steps_with_texts(gpt_worker *w, text_run *run) {
+    int rank = mt_comm_rank(w->world);
+    for (int step = 0; step < TEXTS; step++) {
+        mt_step_values values;
+        if (run->r.graph && step == 1) MT_TRY(gpt_record(w));
+        run->waits[rank][step] = -waits_so_far();
+        MT_TRY(step_with_text(w, step));
+        run->waits[rank][step] += waits_so_far();
+        run->reads[rank] -= waits_so_far();
+        MT_TRY(mt_step_read(w->ctx, &w->numbers, &values));
+        run->reads[rank] += waits_so_far();
+        if (rank == 0) run->loss[step] = values.loss;
+        if (rank == 0) run->norm[step] = values.norm;
+    }
+    return gpt_keep_weights(w);
+}
+
+static mt_status text_rank(mt_comm *world, void *user) {
+    text_run *run = (text_run *)user;
     gpt_worker w;
-    long before = 0, after = 0;
-    mt_status status = gpt_open(world, (const gpt_run *)user, &w);
-    if (status == MT_SUCCESS) status = mt_params_zero_grad(w.ctx, w.params);
-    if (status == MT_SUCCESS) status = gpt_micro_batch(&w, 0, 0);
-    before = mte::host_waits();
-    for (int n = 1; status == MT_SUCCESS && n < GPT_BATCH / w.grid.dp_size; n++) status = gpt_micro_batch(&w, n, 0);
-    after = mte::host_waits();
-    if (status == MT_SUCCESS) status = mt_context_synchronize(w.ctx);
-    if (status == MT_SUCCESS && (after != before || mte::host_waits() <= after))
-        status = mt_fail(w.ctx, MT_ERR_MISMATCH, "%ld waits in micro-batches, %ld after them", after - before,
-                         mte::host_waits() - after);
+    mt_status status = gpt_open(world, &run->r, &w);
+    if (status == MT_SUCCESS) status = steps_with_texts(&w, run);
     gpt_close(&w);
     return status;
 }
 
-static void test_micro_batches_do_not_wait(void **state) {
-    (void)state;
-    for (int i = 0; i < 4; i++) {
-        gpt_run r = run_of(MT_DEVICE_CUDA, i % 2 ? MT_BF16 : MT_F32, 0, 0, i / 2);
-        r.tp = r.data = i % 2 + 1;
-        gpt_launch(&r, waits_rank, &r);
+static void run_texts(gpt_run r, text_run *run) {
+    memset(run, 0, sizeof *run);
+    run->r = r;
+    run->r.out = &run->result;
+    gpt_launch(&run->r, text_rank, run);
+}
+
+/* In f32, losses and norms agree with the CPU's as in assert_near. */
+static void assert_texts_near(const gpt_run *r, const text_run *want, const text_run *got) {
+    for (int i = 0; i < TEXTS; i++)
+        if (!(fabs(got->loss[i] - want->loss[i]) <= 1e-5 * want->loss[i]) ||
+            !(fabs(got->norm[i] - want->norm[i]) <= 1e-4 * want->norm[i]))
+            fail_msg("%s: text %d: loss %.9g and norm %.9g, on the CPU %.9g and %.9g", gpt_name(r), i,
+                     (double)got->loss[i], (double)got->norm[i], (double)want->loss[i], (double)want->norm[i]);
+}
+
+/* The host waits for no GPU in a step, only where it reads the numbers. The first step chooses the products and
+   connects the ranks, for which it may wait. */
+static void assert_no_waits(const text_run *run) {
+    int ranks = run->r.tp * run->r.data * run->r.pipeline;
+    for (int rank = 0; rank < ranks; rank++) {
+        for (int i = 1; i < TEXTS; i++)
+            if (run->waits[rank][i] != 0)
+                fail_msg("%s: rank %d waits %ld times in step %d%s", gpt_name(&run->r), rank, run->waits[rank][i], i,
+                         run->r.graph ? ", which is a graph" : "");
+#if defined(MT_CUDA_ENGINE)
+        if (run->reads[rank] < TEXTS) fail_msg("%s: waits are not counted", gpt_name(&run->r));
+#endif
     }
 }
-#endif
+
+/* A graph that is recorded once and launched with three texts, learning rates and numbers of steps has the bits of the
+   calls, near the CPU's results. No step waits, on any split. */
+static void test_steps_with_other_texts(void **state) {
+    static const struct {
+        int tp, data, pipeline;
+        mt_dtype dtype;
+    } ways[] = {{2, 1, 1, MT_F32}, {1, 2, 1, MT_F32}, {1, 1, 2, MT_F32}, {2, 2, 1, MT_F16}};
+    static text_run on_cpu, calls, graph;
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        gpt_run r = run_of(MT_DEVICE_CPU, ways[i].dtype, 0, 0, i % 2), on_gpu;
+        r.on_device = r.pipeline = 1;
+        r.loss_scale = r.dtype == MT_F16 ? 1024.0f : 0.0f;
+        on_gpu = r;
+        on_gpu.device = MT_DEVICE_CUDA;
+        on_gpu.tp = ways[i].tp;
+        on_gpu.data = ways[i].data;
+        on_gpu.pipeline = ways[i].pipeline;
+        on_gpu.sequence_parallel = i % 3 == 0;
+        on_gpu.begins = on_gpu.share.sharded_optimizer = on_gpu.data > 1;
+        on_gpu.share.bucket_bytes = on_gpu.data > 1 ? 4096 : 0;
+        run_texts(on_gpu, &calls);
+        if (r.dtype == MT_F32) run_texts(r, &on_cpu);
+        if (r.dtype == MT_F32) assert_texts_near(&on_gpu, &on_cpu, &calls);
+        on_gpu.graph = 1;
+        run_texts(on_gpu, &graph);
+        if (memcmp(calls.loss, graph.loss, sizeof graph.loss) != 0 ||
+            memcmp(calls.norm, graph.norm, sizeof graph.norm) != 0 ||
+            memcmp(&calls.result, &graph.result, GPT_SAME_BYTES) != 0)
+            fail_msg("%s: other bits as a graph", gpt_name(&on_gpu));
+        assert_no_waits(&calls);
+        assert_no_waits(&graph);
+    }
+}
 
 int main(void) {
     const struct CMUnitTest tests[] = {
@@ -571,9 +662,7 @@ int main(void) {
         cmocka_unit_test(test_invariant_mode),
         cmocka_unit_test(test_epilogues),
         cmocka_unit_test(test_wrong_id),
-#if defined(MT_CUDA_ENGINE)
-        cmocka_unit_test(test_micro_batches_do_not_wait),
-#endif
+        cmocka_unit_test(test_steps_with_other_texts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
