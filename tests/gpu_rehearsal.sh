@@ -358,23 +358,30 @@ is_stopped() {
 }
 
 # Programs that the engine executes, so the harness and the benchmark print what they print on a GPU. Of the benchmark
-# three items run, with tiny shapes.
+# three items run, with tiny shapes. The last one is the training step, which is also a CUDA graph.
 with_real_programs() {
     mkdir "$work/real"
-    printf '#!/bin/sh\nexec "%s" "$@"\n' "$engine/test_cuda_ptx" >"$work/real/test_cuda_ptx"
+    for program in test_cuda_ptx test_cuda_graph; do
+        printf '#!/bin/sh\nexec "%s" "$@"\n' "$engine/$program" >"$work/real/$program"
+    done
     stages="test"
     if "$engine/bench_cuda" --list >/dev/null 2>&1; then
         cat >"$work/real/bench_cuda" <<END
 #!/bin/sh
-if [ "\$1" = --list ]; then "$engine/bench_cuda" --list | head -n 3; else exec "$engine/bench_cuda" --tiny "\$@"; fi
+case \$1 in
+--list) "$engine/bench_cuda" --list | grep -x -e limits -e add -e gpt2 ;;
+*) exec "$engine/bench_cuda" --tiny "\$@" ;;
+esac
 END
         stages="test limits bench"
     fi
     chmod +x "$work"/real/*
     # shellcheck disable=SC2086  # a list of stages
     gpu_sh real STANDIN_PROGRAMS="$work/real" MT_GPU_LIMIT=60 -- $stages
-    [ $code = 0 ] && page_has '^| test_cuda_ptx | passed | .* [1-9][0-9]* cases' || return 1
-    [ "$stages" = test ] || page_has '^| limits | .* | [0-9.]* [TG]B/s ' '^| add | .* GB/s'
+    [ $code = 0 ] && page_has '^| test_cuda_ptx | passed | .* [1-9][0-9]* cases' \
+        '^| test_cuda_graph | passed | .* [1-9][0-9]* cases' || return 1
+    [ "$stages" = test ] || page_has '^| limits | .* | [0-9.]* [TG]B/s ' '^| add | .* GB/s' \
+        '^| gpt2 | .*, step as a graph | '
 }
 
 # The longest prefix counts; 10 % beside the range are as predicted; the fastest peer counts.
