@@ -998,11 +998,20 @@ static void test_one_rank_waits(void **state) {
     run_lone(wait_for_peers);
 }
 
-/* z = 4 x by two sums over one rank with a kernel between them. */
+/* y = x by a sum over one rank in the second stream, to which mt_overlap_begin changes only for more ranks. */
+static mt_status sum_beside(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    mt_status status;
+    MT_TRY(mti_cuda_fork(ctx, ctx->second_stream));
+    status = mt_all_reduce(ctx, comm, x.data, y.data, COUNT, MT_F32, MT_SUM);
+    MT_TRY(mt_overlap_end(ctx, 0, status));
+    return mt_overlap_wait(ctx, 0);
+}
+
+/* z = 4 x by two sums over one rank, each with a kernel behind it. */
 static mt_status double_twice(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y, mt_tensor z) {
     MT_TRY(mt_all_reduce(ctx, comm, x.data, y.data, COUNT, MT_F32, MT_SUM));
     MT_TRY(mt_add(ctx, y, y, y));
-    MT_TRY(mt_all_reduce(ctx, comm, y.data, z.data, COUNT, MT_F32, MT_SUM));
+    MT_TRY(sum_beside(ctx, comm, y, z));
     return mt_add(ctx, z, z, z);
 }
 
