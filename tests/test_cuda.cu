@@ -859,6 +859,88 @@ static void test_cross_entropy_of_virtual_shards(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* Fills all rows of x, and one row on the CPU, with the same logits. The columns behind x, up to its leading dimension,
+   get the value 7. */
+static void fill_equal_rows(mt_tensor x, mt_tensor one) {
+    size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+    pair row = pair_noise(1, x.cols, dense, 33, 8.0f);
+    mt_tensor gap = x;
+    OK(mt_copy(cpu, row.cpu, one));
+    for (int64_t i = 0; i < x.rows; i++) OK(mt_copy(gpu, row.gpu, mt_tensor_rows(x, i, 1)));
+    gap.data = (char *)x.data + (size_t)x.cols * mt_dtype_size(x.dtype);
+    gap.rows = x.rows - 1;
+    gap.cols = x.ld - x.cols;
+    if (gap.cols > 0) OK(mt_fill(gpu, gap, 7.0f));
+    OK(mt_context_synchronize(gpu));
+    mt_arena_release(cpu, on_cpu);
+    mt_arena_release(gpu, on_gpu);
+}
+
+static void check_equal_rows(const char *what, mt_tensor x, mt_tensor one) {
+    pair first = {one, mt_tensor_rows(x, 0, 1)};
+    same_terms(what, first, 2e-6, 0.3); /* a gradient is a difference of probabilities, times 0.3 */
+    for (int64_t i = 1; i < x.rows; i++)
+        if (hash_of(mt_tensor_rows(x, i, 1)) != hash_of(first.gpu))
+            fail_msg("%s, %s, %lld columns, distance %lld: row %lld has other bits than row 0", what,
+                     mt_dtype_name(x.dtype), (long long)x.cols, (long long)x.ld, (long long)i);
+    for (int64_t i = 0; i < x.rows - 1; i++)
+        for (int64_t j = x.cols; j < x.ld; j++) {
+            mt_tensor element =
+                mt_tensor_make((char *)x.data + (size_t)(i * x.ld + j) * mt_dtype_size(x.dtype), x.dtype, 1, 1);
+            float *value = download(gpu, element);
+            if (value[0] != 7.0f) fail_msg("%s wrote behind row %lld", what, (long long)i);
+            free(value);
+        }
+}
+
+/* Rows with an odd distance begin at every alignment. When all hold the same logits, they have the same statistics,
+   loss and gradient, bit for bit. The memory begins with the first row and ends with the last one. */
+static void cross_entropy_of_equal_rows(int64_t cols, int64_t ld, int64_t vocab, int64_t target) {
+    enum { ROWS = 9 };
+    mt_cross_entropy_shard_desc desc = {vocab, 0, 0.1f, 0};
+    size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+    int32_t targets[ROWS];
+    void *memory;
+    for (int i = 0; i < ROWS; i++) targets[i] = (int32_t)target;
+    assert_int_equal(cudaMalloc(&memory, (size_t)((ROWS - 1) * ld + cols) * mt_dtype_size(type)), cudaSuccess);
+    mt_tensor x = mt_tensor_make(memory, type, ROWS, cols), one = tensor_new(cpu, type, 1, cols, dense);
+    const int32_t *there = ids_on_gpu(targets, ROWS);
+    pair loss = pair_f32(ROWS, 1), stats = pair_f32(ROWS, 4), lse = pair_f32(2, ROWS);
+    mt_tensor loss_row = mt_tensor_make(loss.gpu.data, MT_F32, 1, ROWS);
+    x.ld = ld;
+    fill_equal_rows(x, one);
+    OK(mt_cross_entropy_stats(gpu, &desc, x, there, stats.gpu));
+    OK(mt_cross_entropy_stats(cpu, &desc, one, targets, mt_tensor_rows(stats.cpu, 0, 1)));
+    check_equal_rows("statistics", stats.gpu, mt_tensor_rows(stats.cpu, 0, 1));
+    OK(mt_cross_entropy_combine(gpu, &desc, stats.gpu, 1, there, loss_row, lse.gpu));
+    OK(mt_cross_entropy_backward(gpu, &desc, x, there, lse.gpu, mt_none(), 0.3f));
+    OK(mt_cross_entropy_forward_backward(cpu, &desc, one, targets, mt_none(), 0.3f, mt_tensor_rows(loss.cpu, 0, 1)));
+    check_equal_rows("gradient from lse", x, one);
+    fill_equal_rows(x, one);
+    OK(mt_cross_entropy_forward_backward(gpu, &desc, x, there, mt_none(), 0.3f, loss_row));
+    OK(mt_cross_entropy_forward_backward(cpu, &desc, one, targets, mt_none(), 0.3f, mt_tensor_rows(loss.cpu, 0, 1)));
+    check_equal_rows("loss", loss.gpu, mt_tensor_rows(loss.cpu, 0, 1));
+    check_equal_rows("gradient", x, one);
+    assert_int_equal(cudaFree(memory), cudaSuccess);
+    mt_arena_release(cpu, on_cpu);
+    mt_arena_release(gpu, on_gpu);
+}
+
+/* Columns: fewer than three vectors, which are accessed one by one; one vector more; groups of one, two and four. */
+static void test_cross_entropy_alignments(void **state) {
+    static const int64_t widths[] = {1, 2, 7, 16, 23, 24, 25, 33, 100, 1019, 17000};
+    (void)state;
+    for (int t = 0; t < 3; t++)
+        for (size_t i = 0; i < sizeof widths / sizeof *widths; i++) {
+            int64_t cols = widths[i], vocab = cols > 3 && i % 2 ? cols - 3 : cols;
+            type = (mt_dtype)t;
+            cross_entropy_of_equal_rows(cols, cols | 1, vocab, vocab - 1);
+            if (cols > 2000) continue;
+            cross_entropy_of_equal_rows(cols, (cols | 1) + 2, vocab, vocab / 2);
+            cross_entropy_of_equal_rows(cols, cols | 1, vocab, mt_min(vocab - 1, 5));
+        }
+}
+
 static void test_cross_entropy_refuses(void **state) {
     mt_cross_entropy_shard_desc desc = {10, 0, 0.0f, 0};
     pair x = pair_f32(2, 8), loss = pair_f32(1, 2);
@@ -1970,6 +2052,7 @@ int main(void) {
         cmocka_unit_test(test_cross_entropy_targets),
         cmocka_unit_test(test_cross_entropy_masked),
         cmocka_unit_test(test_cross_entropy_of_virtual_shards),
+        cmocka_unit_test(test_cross_entropy_alignments),
         cmocka_unit_test(test_cross_entropy_refuses),
         cmocka_unit_test(test_many_tokens),
         cmocka_unit_test(test_many_shards),
