@@ -639,9 +639,8 @@ static void check_shared_size(size_t bytes, const char *name) {
     size_t fixed = shared_bytes + bytes - running->dynamic_shared;
     if (fixed > shared_per_block)
         fail("MT_SHARED arrays take %zu bytes with '%s', more than %zu", fixed, name, shared_per_block);
-    if (shared_bytes + bytes > shared_per_block_optin)
-        fail("shared memory takes %zu bytes with '%s', more than %zu", shared_bytes + bytes, name,
-             shared_per_block_optin);
+    if (shared_bytes + bytes > config().shared)
+        fail("shared memory takes %zu bytes with '%s', more than %zu", shared_bytes + bytes, name, config().shared);
 }
 
 // Appends an array and a red zone to the arena, and fills both with 0xff.

@@ -170,7 +170,7 @@ void copy_wait(int groups_left);
 constexpr size_t shared_arena_bytes = 320 << 10;
 // the limit of static arrays, and of dynamic shared memory without cudaFuncSetAttribute
 constexpr size_t shared_per_block = 48 << 10;
-constexpr size_t shared_per_block_optin = 227 << 10; // the limit after cudaFuncSetAttribute
+constexpr size_t shared_per_block_optin = 227 << 10; // the limit after cudaFuncSetAttribute, unless MTE_SHARED is set
 
 // Returns the array declared at the site with the address `key`. The first thread of a block that calls this allocates
 // the array.
@@ -194,6 +194,7 @@ struct Config {
     bool protect;
     int devices;
     size_t memory; // bytes per device
+    size_t shared; // bytes per block that cudaFuncSetAttribute can allow
     int patience;  // seconds
 };
 

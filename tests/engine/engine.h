@@ -19,6 +19,7 @@
 //     MTE_PROTECT   1: host code that touches device memory crashes (0)
 //     MTE_DEVICES   number of devices (8)
 //     MTE_MEMORY    memory of each device in MiB (4096)
+//     MTE_SHARED    shared memory that cudaFuncSetAttribute can allow a block, in KiB (227)
 //     MTE_PATIENCE  seconds without progress after which the engine reports a deadlock (10)
 //
 // The engine reports each error as a line "ENGINE: ..." on stderr. A program with such a report exits with status 97.

@@ -71,6 +71,7 @@ static Config read_config() {
     c.protect = environment_number("MTE_PROTECT", 0) != 0;
     c.devices = std::clamp(environment_number("MTE_DEVICES", 8), 0, kElsewhere);
     c.memory = (size_t)environment_number("MTE_MEMORY", 4096) << 20;
+    c.shared = (size_t)environment_number("MTE_SHARED", shared_per_block_optin >> 10) << 10;
     c.patience = environment_number("MTE_PATIENCE", 10);
     return c;
 }
@@ -1057,7 +1058,7 @@ static int device_attribute(cudaDeviceAttr attribute) {
     case cudaDevAttrMaxGridDimY:
     case cudaDevAttrMaxGridDimZ: return 65535;
     case cudaDevAttrMaxSharedMemoryPerBlock: return (int)shared_per_block;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return (int)shared_per_block_optin;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return (int)config().shared;
     case cudaDevAttrReservedSharedMemoryPerBlock: return 1024;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return shared_per_multiprocessor;
     case cudaDevAttrMaxRegistersPerBlock:
@@ -1100,7 +1101,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     p->minor = compute_minor;
     p->totalGlobalMem = config().memory;
     p->sharedMemPerBlock = shared_per_block;
-    p->sharedMemPerBlockOptin = shared_per_block_optin;
+    p->sharedMemPerBlockOptin = config().shared;
     p->sharedMemPerMultiprocessor = shared_per_multiprocessor;
     p->reservedSharedMemPerBlock = 1024;
     p->warpSize = 32;
@@ -1165,7 +1166,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 cudaError_t cudaFuncSetAttribute(const void *function, cudaFuncAttribute attribute, int value) {
     Call call("cudaFuncSetAttribute");
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return result(cudaSuccess);
-    if (value < 0 || (size_t)value > shared_per_block_optin) return result(cudaErrorInvalidValue);
+    if (value < 0 || (size_t)value > config().shared) return result(cudaErrorInvalidValue);
     function_limits().dynamic_shared[{function, host_device}] = (size_t)value;
     return result(cudaSuccess);
 }
