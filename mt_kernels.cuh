@@ -1821,21 +1821,30 @@ extern "C++" {
 #else
 #define MTI_PTX_SM80(...) __trap() /* not reached: see mti_built_for */
 #endif
+/* Copies also work before sm_80, because norms use them there: MTI_PTX_COPY is then the statement `now`. */
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define MTI_PTX_COPY(now, ...) asm volatile(__VA_ARGS__)
+#else
+#define MTI_PTX_COPY(now, ...) now
+#endif
 
 static __device__ __forceinline__ uint32_t mti_shared_address(const void *p) {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* Starts copying 16 bytes from global to shared memory. Only `bytes` bytes are read, and the rest of the 16 becomes
-   0. */
+/* Starts copying 16 bytes from global to shared memory. Only `bytes` bytes are read, and the rest of the 16 becomes 0.
+   A GPU before sm_80 copies at once, and `bytes` must be 0 or 16. */
 static __device__ __forceinline__ void mti_cp_async16(void *to, const void *from, int bytes) {
-    MTI_PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(mti_shared_address(to)), "l"(from), "r"(bytes)
+    MTI_PTX_COPY(*(uint4 *)to = bytes ? *(const uint4 *)from : make_uint4(0, 0, 0, 0),
+                 "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(mti_shared_address(to)), "l"(from), "r"(bytes)
                  : "memory");
 }
-static __device__ __forceinline__ void mti_cp_async_commit() { MTI_PTX_SM80("cp.async.commit_group;" ::: "memory"); }
+static __device__ __forceinline__ void mti_cp_async_commit() {
+    MTI_PTX_COPY((void)0, "cp.async.commit_group;" ::: "memory");
+}
 /* Waits until at most `Pending` committed groups of this thread are still in flight. */
 template <int Pending> static __device__ __forceinline__ void mti_cp_async_wait() {
-    MTI_PTX_SM80("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+    MTI_PTX_COPY((void)0, "cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
 /* Loads four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8. */
@@ -1873,6 +1882,7 @@ static __device__ __forceinline__ float mti_ex2(float x) {
     return y;
 }
 #undef MTI_PTX_SM80
+#undef MTI_PTX_COPY
 #endif
 
 } /* extern "C++" */
@@ -4279,26 +4289,49 @@ struct mti_norm_backward_op {
 struct mti_norm_sums {
     float4 *data;
     int vectors;
-    __device__ __forceinline__ void add(int i, const float *dg, const float *d) const {
+    __device__ __forceinline__ void load(int i, float *dgain, float *dbias) const {
         MT_DEVICE_UNROLL
         for (int part = 0; part < 4; part++) {
-            const float *x = (part < 2 ? dg : d) + part % 2 * 4;
-            float4 *p = data + part * vectors + i, v = *p;
-            *p = make_float4(v.x + x[0], v.y + x[1], v.z + x[2], v.w + x[3]);
+            float *x = (part < 2 ? dgain : dbias) + part % 2 * 4;
+            float4 v = data[part * vectors + i];
+            x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+        }
+    }
+    __device__ __forceinline__ void store(int i, const float *dgain, const float *dbias) const {
+        MT_DEVICE_UNROLL
+        for (int part = 0; part < 4; part++) {
+            const float *x = (part < 2 ? dgain : dbias) + part % 2 * 4;
+            data[part * vectors + i] = make_float4(x[0], x[1], x[2], x[3]);
         }
     }
 };
 
+/* What the gradient of a row needs: dx = dy * gain * rstd + (x - mean) * slope + shift. With g = dy * gain and
+   xhat = (x - mean) * rstd, slope is -rstd^2 mean(g xhat) and shift is -rstd mean(g), or 0 for RMSNorm. */
 struct mti_norm_means {
-    float mean, rstd;      /* of x */
-    float mean_g, mean_gx; /* the means of g = dy * gain and of g * xhat */
+    float mean, rstd, slope, shift;
 };
 
-/* What a thread has loaded of a row: its first KEPT vectors, and the statistics. Vectors behind the end of the row stay
-   0. */
+/* Copies mean and rstd of `count` rows to stats [count, 2] in shared memory, with mean 0 for RMSNorm. */
+static __device__ __forceinline__ void mti_norm_stats(const mti_norm_backward_op &op, int64_t row, int count,
+                                                      float *stats) {
+    for (int i = (int)threadIdx.x; i < 2 * count; i += (int)blockDim.x)
+        stats[i] = i % 2 || op.centered ? mti_get<MT_F32>(op.stats, row + i / 2, i % 2) : 0.0f;
+    __syncthreads();
+}
+
+/* Computes slope and shift from the sums of g and of g * (x - mean) over a row. Each thread passes its part of the
+   sums; shared [64]. share is 1 / cols. */
+static __device__ __forceinline__ void mti_norm_total(const mti_norm_backward_op &op, float sum_g, float sum_gx,
+                                                      float share, float *shared, mti_norm_means &m) {
+    float2 total = mti_block_sums_once(sum_g, sum_gx, shared);
+    m.slope = -(total.y * share * m.rstd) * m.rstd * m.rstd;
+    m.shift = op.centered ? -(total.x * share) * m.rstd : 0.0f;
+}
+
+/* The first KEPT vectors of a row that a thread has loaded. Vectors behind the end of the row stay 0. */
 template <int TYPE, int KEPT> struct mti_norm_input {
     mti_fetched<TYPE> x[KEPT], dy[KEPT], residual[KEPT];
-    float mean, rstd;
     __device__ __forceinline__ void load(const mti_norm_backward_op &op, int64_t row, int64_t cols, int q) {
         int i = (int)(threadIdx.x + q * blockDim.x);
         if (i >= (int)((cols + MTI_VECTOR - 1) / MTI_VECTOR)) return;
@@ -4306,13 +4339,9 @@ template <int TYPE, int KEPT> struct mti_norm_input {
         mti_row_fetch(op.dy, row, i, cols, dy[q]);
         if (op.dresidual.data) mti_row_fetch(op.dresidual, row, i, cols, residual[q]);
     }
-    __device__ __forceinline__ void load_stats(const mti_norm_backward_op &op, int64_t row) {
-        mean = op.centered ? mti_get(op.stats, row, 0) : 0.0f;
-        rstd = mti_get(op.stats, row, 1);
-    }
 };
 
-/* Adds g and g * xhat of one vector to the two sums. Elements past the end of the row are 0. */
+/* Adds g and g * (x - mean) of one vector to the two sums. Elements past the end of the row are 0. */
 template <int TYPE>
 static __device__ __forceinline__ void mti_norm_mean(const mti_norm_means &m, const mti_fetched<TYPE> &x,
                                                      const mti_fetched<TYPE> &dy, const mti_fetched<TYPE> &gain,
@@ -4324,31 +4353,57 @@ static __device__ __forceinline__ void mti_norm_mean(const mti_norm_means &m, co
     MT_DEVICE_UNROLL
     for (int j = 0; j < MTI_VECTOR; j++) {
         *sum_g += d[j] * g[j];
-        *sum_gx += d[j] * g[j] * ((v[j] - m.mean) * m.rstd);
+        *sum_gx += d[j] * g[j] * (v[j] - m.mean);
     }
 }
 
-/* v = dx, dg = dy * xhat and d = dy of one vector. */
+/* v = dx of one vector, without dresidual. Adds dy * xhat to dgain, and dy to dbias. */
 template <int TYPE>
 static __device__ __forceinline__ void mti_norm_gradient(const mti_norm_means &m, const mti_fetched<TYPE> &x,
                                                          const mti_fetched<TYPE> &dy, const mti_fetched<TYPE> &gain,
-                                                         const mti_fetched<TYPE> &residual, float *v, float *dg,
-                                                         float *d) {
-    float g[MTI_VECTOR], r[MTI_VECTOR];
+                                                         float *v, float *dgain, float *dbias) {
+    float d[MTI_VECTOR], g[MTI_VECTOR];
     mti_values(x, v);
     mti_values(dy, d);
     mti_values(gain, g);
-    mti_values(residual, r);
     MT_DEVICE_UNROLL
     for (int j = 0; j < MTI_VECTOR; j++) {
-        float xhat = (v[j] - m.mean) * m.rstd;
-        dg[j] = d[j] * xhat;
-        v[j] = m.rstd * (d[j] * g[j] - m.mean_g - xhat * m.mean_gx) + r[j];
+        float centered = v[j] - m.mean, scaled = d[j] * m.rstd;
+        dgain[j] += scaled * centered;
+        dbias[j] += d[j];
+        v[j] = scaled * g[j] + (centered * m.slope + m.shift);
     }
 }
 
-#define MTI_NORM_STRIP 16         /* rows of a block */
-#define MTI_NORM_ROOM_THREADS 384 /* maximum threads per block if the sums do not fit into registers */
+#define MTI_NORM_SUM_THREADS 256  /* maximum threads per block if the sums are in registers */
+#define MTI_NORM_ROOM_THREADS 384 /* the same if they do not fit into registers */
+
+/* Rows of a short strip, and of the tallest one, in short strips. */
+#define MTI_NORM_STRIP 16
+#define MTI_NORM_TALLEST 4
+/* Elements of a matrix for each short strip in a tall one. */
+#ifndef MTI_NORM_TALL
+#define MTI_NORM_TALL (32 << 20)
+#endif
+
+/* The strips of rows whose sums a block adds. The first `tall` strips have `height` rows each, the others
+   MTI_NORM_STRIP. Each strip costs 16 bytes of traffic for a column, so large matrices have tall strips: with 4096
+   columns and 32768 rows, 384 of 64 rows and then 512 of 16. The short ones, a quarter of the rows, come last and fill
+   the GPU while other blocks end. The strips depend on the shape only, so every GPU computes the same bits. */
+struct mti_norm_strips {
+    int64_t count, tall, height;
+    __device__ __forceinline__ int64_t row(int64_t strip) const {
+        return strip < tall ? strip * height : tall * height + (strip - tall) * MTI_NORM_STRIP;
+    }
+};
+
+static mti_norm_strips mti_norm_strips_of(int64_t rows, int64_t cols) {
+    mti_norm_strips s;
+    s.height = MTI_NORM_STRIP * mt_max(1, mt_min(MTI_NORM_TALLEST, rows * cols / MTI_NORM_TALL));
+    s.tall = s.height == MTI_NORM_STRIP ? 0 : (rows - rows / 4) / s.height;
+    s.count = s.tall + (rows - s.tall * s.height + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP;
+    return s;
+}
 
 /* The vectors of a row that its threads do not keep, KEPT * blockDim.x and on. They are loaded twice. */
 template <int TYPE, int KEPT> struct mti_norm_backward_rest {
@@ -4374,25 +4429,27 @@ template <int TYPE, int KEPT> struct mti_norm_backward_rest {
         for (int i = first(); i < vectors; i += (int)blockDim.x) {
             load(i);
             if (op.dresidual.data) mti_row_fetch(op.dresidual, row, i, cols, residual);
-            mti_norm_gradient(m, x, dy, gain, residual, v, dg, d);
+            sums.load(i, dg, d);
+            mti_norm_gradient(m, x, dy, gain, v, dg, d);
+            if (op.dresidual.data) mti_add_values(residual, v);
             mti_row_store<TYPE>(op.dx, row, i, cols, v);
-            sums.add(i, dg, d);
+            sums.store(i, dg, d);
         }
     }
 };
 
-/* One row of mti_norm_backward_kernel. `in` has the row, and afterwards row next, if next is not -1. The thread adds
-   its gradients of gain and bias to `own`, or with ROOM to `sums`. It reads a vector of dy and dresidual before it
-   writes the same vector of dx. */
-template <int TYPE, int KEPT, bool ROOM>
-static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_backward_op &op, int64_t row, int64_t next,
-                                                             int64_t cols, mti_norm_input<TYPE, KEPT> &in,
-                                                             float (&own)[KEPT][2][MTI_VECTOR],
-                                                             const mti_norm_sums &sums, float share, float *shared) {
+/* One row of mti_norm_backward_kernel with ROOM. `in` has the row, and afterwards the next one, if it is not the end. m
+   has its statistics. The thread reads a vector of dy and dresidual before it writes the same vector of dx. */
+template <int TYPE, int KEPT>
+static __device__ __forceinline__ void mti_norm_backward_wide_row(const mti_norm_backward_op &op, int64_t row,
+                                                                  int64_t end, int64_t cols,
+                                                                  mti_norm_input<TYPE, KEPT> &in,
+                                                                  const mti_norm_sums &sums, mti_norm_means m,
+                                                                  float share, float *shared) {
     mti_norm_backward_rest<TYPE, KEPT> rest = {op, row, cols, sums.vectors, {}, {}, {}};
     mti_fetched<TYPE> gain[KEPT] = {};
-    float v[MTI_VECTOR], dg[MTI_VECTOR], d[MTI_VECTOR], sum_g = 0.0f, sum_gx = 0.0f;
-    mti_norm_means m = {in.mean, in.rstd, 0.0f, 0.0f};
+    float v[MTI_VECTOR], dg[MTI_VECTOR] = {}, d[MTI_VECTOR] = {}, sum_g = 0.0f, sum_gx = 0.0f;
+
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) {
         int i = (int)(threadIdx.x + q * blockDim.x);
@@ -4400,30 +4457,127 @@ static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_back
     }
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) mti_norm_mean(m, in.x[q], in.dy[q], gain[q], &sum_g, &sum_gx);
-    if (ROOM) rest.means(m, &sum_g, &sum_gx);
-    float2 total = mti_block_sums_once(sum_g, sum_gx, shared);
-    m.mean_g = op.centered ? total.x * share : 0.0f;
-    m.mean_gx = total.y * share;
-    if (next >= 0) in.load_stats(op, next);
+    rest.means(m, &sum_g, &sum_gx);
+    mti_norm_total(op, sum_g, sum_gx, share, shared, m);
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) {
         int i = (int)(threadIdx.x + q * blockDim.x);
-        if (ROOM && i < sums.vectors) mti_row_fetch(op.gain, 0, i, cols, gain[q]); /* again: registers are scarce */
-        mti_norm_gradient(m, in.x[q], in.dy[q], gain[q], in.residual[q], v, dg, d);
+        if (i < sums.vectors) mti_row_fetch(op.gain, 0, i, cols, gain[q]); /* again: registers are scarce */
+        if (i < sums.vectors) sums.load(i, dg, d);
+        mti_norm_gradient(m, in.x[q], in.dy[q], gain[q], v, dg, d);
+        if (op.dresidual.data) mti_add_values(in.residual[q], v);
         if (i < sums.vectors) mti_row_store<TYPE>(op.dx, row, i, cols, v);
-        if (next >= 0) in.load(op, next, cols, q);
-        if (ROOM && i < sums.vectors) sums.add(i, dg, d);
-        MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_VECTOR && !ROOM; j++) own[q][0][j] += dg[j], own[q][1][j] += d[j];
+        if (row + 1 < end) in.load(op, row + 1, cols, q);
+        if (i < sums.vectors) sums.store(i, dg, d);
     }
-    if (ROOM) rest.write(m, sums);
+    rest.write(m, sums);
 }
 
-/* Writes the sums of a block to its strip of partial [strips, 2, cols]. */
-template <int KEPT, bool ROOM>
-static __device__ __forceinline__ void mti_norm_write_sums(const float (&own)[KEPT][2][MTI_VECTOR],
-                                                           const mti_norm_sums &sums, int64_t cols, float *to) {
-    for (int i = (int)threadIdx.x; ROOM && i < sums.vectors; i += (int)blockDim.x)
+/* Moves the beginning of a view down by some rows. */
+template <int TYPE> static __device__ __forceinline__ void mti_norm_move(mti_view &v, int64_t rows = 1) {
+    v.data += rows * v.ld * mti_fetched<TYPE>::size;
+}
+
+/* The vectors of rows that a thread copies ahead into shared memory, and reads itself: x, dy and dresidual, KEPT
+   vectors of each. A vector behind the end of the row is 0. `own` [rows, views, KEPT] is the memory of this thread, and
+   one mti_words more: neighbouring threads then begin an odd multiple of 16 bytes apart, and access different banks. */
+template <int TYPE, int KEPT> struct mti_norm_ahead {
+    static const int words = mti_fetched<TYPE>::size / 2; /* of a vector, as mti_words */
+    mti_norm_backward_op next;                            /* its views begin at the row that is copied next */
+    mti_words *own;
+    int rows, size, at; /* rows copied ahead: 1 or 2; mti_words of a row; where the row is that is read next */
+    int left, vectors;  /* rows that are not copied yet; vectors of a row */
+    __device__ __forceinline__ void copy_view(const mti_view &v, int i, int bytes, mti_words *to) const {
+        MT_DEVICE_UNROLL
+        for (int w = 0; w < words; w++)
+            mti_cp_async16(to + w, v.data + (uint32_t)(i * words + w) * sizeof(mti_words), bytes);
+    }
+    /* Starts copying vector q of the next row to the place of the row that is read next. */
+    __device__ __forceinline__ void copy(int q) const {
+        int i = (int)(threadIdx.x + q * blockDim.x), bytes = i < vectors && left > 0 ? 16 : 0;
+        mti_words *to = own + at + q * words;
+        copy_view(next.x, i, bytes, to);
+        copy_view(next.dy, i, bytes, to + KEPT * words);
+        if (next.dresidual.data) copy_view(next.dresidual, i, bytes, to + 2 * KEPT * words);
+    }
+    /* Ends the copies of a row. Another row is read next. */
+    __device__ __forceinline__ void advance() {
+        mti_cp_async_commit();
+        mti_norm_move<TYPE>(next.x);
+        mti_norm_move<TYPE>(next.dy);
+        if (next.dresidual.data) mti_norm_move<TYPE>(next.dresidual);
+        left--;
+        at = (rows - 1) * size - at;
+    }
+    __device__ __forceinline__ void wait() const {
+        if (rows == 2) mti_cp_async_wait<1>();
+        else mti_cp_async_wait<0>();
+    }
+    __device__ __forceinline__ void fetch(int view, int q, mti_fetched<TYPE> &out) const {
+        MT_DEVICE_UNROLL
+        for (int w = 0; w < words; w++) out.words[w] = mti_load_words(own + at + (view * KEPT + q) * words + w);
+    }
+};
+
+/* One row of mti_norm_backward_kernel without ROOM. m has its statistics. `dx` begins at this row. The thread adds its
+   gradients of gain and bias to `own`. The copies of vector q of a later row begin after the thread has read vector q
+   of this row, whose place they take. */
+template <int TYPE, int KEPT>
+static __device__ __forceinline__ void mti_norm_backward_row(const mti_norm_backward_op &op, const mti_view &dx,
+                                                             int64_t cols, mti_norm_ahead<TYPE, KEPT> &ahead,
+                                                             float (&own)[KEPT][2][MTI_VECTOR], mti_norm_means m,
+                                                             float share, float *shared) {
+    mti_fetched<TYPE> x, dy, residual, gain[KEPT] = {};
+    float v[MTI_VECTOR], sum_g = 0.0f, sum_gx = 0.0f;
+    MT_DEVICE_UNROLL
+    for (int q = 0; q < KEPT; q++) {
+        int i = (int)(threadIdx.x + q * blockDim.x);
+        if (i < ahead.vectors) mti_row_fetch(op.gain, 0, i, cols, gain[q]);
+    }
+    ahead.wait();
+    MT_DEVICE_UNROLL
+    for (int q = 0; q < KEPT; q++) {
+        ahead.fetch(0, q, x);
+        ahead.fetch(1, q, dy);
+        mti_norm_mean(m, x, dy, gain[q], &sum_g, &sum_gx);
+    }
+    mti_norm_total(op, sum_g, sum_gx, share, shared, m);
+    MT_DEVICE_UNROLL
+    for (int q = 0; q < KEPT; q++) {
+        int i = (int)(threadIdx.x + q * blockDim.x);
+        if (i < ahead.vectors) mti_row_fetch(op.gain, 0, i, cols, gain[q]); /* again: registers are scarce */
+        ahead.fetch(0, q, x);
+        ahead.fetch(1, q, dy);
+        mti_norm_gradient(m, x, dy, gain[q], v, own[q][0], own[q][1]);
+        if (op.dresidual.data) {
+            ahead.fetch(2, q, residual);
+            mti_add_values(residual, v);
+        }
+        if (i < ahead.vectors) mti_row_store<TYPE>(dx, 0, i, cols, v);
+        ahead.copy(q);
+    }
+    ahead.advance();
+}
+
+/* Computes the rows of a strip whose sums do not fit into registers, and writes the sums to `to` [2, cols]. */
+template <int TYPE, int KEPT>
+static __device__ __forceinline__ void mti_norm_backward_wide_strip(const mti_norm_backward_op &op, int64_t row,
+                                                                    int64_t end, int64_t cols,
+                                                                    const mti_norm_sums &sums, float *shared,
+                                                                    float *to) {
+    mti_norm_input<TYPE, KEPT> in = {};
+    int count = (int)(end - row);
+    for (int i = (int)threadIdx.x; i < sums.vectors; i += (int)blockDim.x)
+        for (int part = 0; part < 4; part++) sums.data[part * sums.vectors + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    MT_DEVICE_UNROLL
+    for (int q = 0; q < KEPT; q++) in.load(op, row, cols, q);
+    mti_norm_stats(op, row, count, shared + 128);
+    for (int r = 0; r < count; r++) {
+        mti_norm_means m = {shared[128 + 2 * r], shared[129 + 2 * r], 0.0f, 0.0f};
+        mti_norm_backward_wide_row<TYPE, KEPT>(op, row + r, end, cols, in, sums, m, 1.0f / (float)cols,
+                                               shared + r % 2 * 64);
+    }
+    for (int i = (int)threadIdx.x; i < sums.vectors; i += (int)blockDim.x)
         for (int part = 0; part < 4; part++) {
             float4 v = sums.data[part * sums.vectors + i];
             float x[4] = {v.x, v.y, v.z, v.w};
@@ -4432,99 +4586,157 @@ static __device__ __forceinline__ void mti_norm_write_sums(const float (&own)[KE
             for (int j = 0; j < 4; j++)
                 if (col + j < cols) to[part / 2 * cols + col + j] = x[j];
         }
+}
+
+/* The same with the sums in registers, and `rows` rows copied ahead to `room`. */
+template <int TYPE, int KEPT>
+static __device__ __forceinline__ void mti_norm_backward_narrow_strip(const mti_norm_backward_op &op, int64_t row,
+                                                                      int64_t end, int64_t cols, int rows, float4 *room,
+                                                                      float *shared, float *to) {
+    int vectors = (int)(cols / MTI_VECTOR), count = (int)(end - row), size = mti_norm_ahead<TYPE, KEPT>::words * KEPT;
+    float own[KEPT][2][MTI_VECTOR] = {}, share = 1.0f / (float)cols;
+    mti_norm_backward_op at = op;
+    mti_norm_move<TYPE>(at.x, row);
+    mti_norm_move<TYPE>(at.dy, row);
+    if (op.dresidual.data) mti_norm_move<TYPE>(at.dresidual, row);
+    mti_norm_move<TYPE>(at.dx, row);
+    size *= op.dresidual.data ? 3 : 2;
+    mti_norm_ahead<TYPE, KEPT> ahead = {
+        at, (mti_words *)room + (int)threadIdx.x * (rows * size + 1), rows, size, 0, count, vectors};
+    for (int r = 0; r < rows; r++) {
+        MT_DEVICE_UNROLL
+        for (int q = 0; q < KEPT; q++) ahead.copy(q);
+        ahead.advance();
+    }
+    mti_norm_stats(op, row, count, shared + 128);
+    for (int r = 0; r < count; r++) {
+        mti_norm_means m = {shared[128 + 2 * r], shared[129 + 2 * r], 0.0f, 0.0f};
+        mti_norm_backward_row(op, at.dx, cols, ahead, own, m, share, shared + r % 2 * 64);
+        mti_norm_move<TYPE>(at.dx);
+    }
     MT_DEVICE_UNROLL
     for (int q = 0; q < KEPT; q++) {
-        int64_t i = (int64_t)threadIdx.x + q * blockDim.x;
+        int i = (int)(threadIdx.x + q * blockDim.x);
         MT_DEVICE_UNROLL
-        for (int part = 0; part < 4 && !ROOM && i < sums.vectors; part++) {
+        for (int part = 0; part < 4 && i < vectors; part++) {
             const float *x = own[q][part / 2] + part % 2 * 4;
             *(float4 *)(to + part / 2 * cols + i * MTI_VECTOR + part % 2 * 4) = make_float4(x[0], x[1], x[2], x[3]);
         }
     }
 }
 
-/* A block owns strip first_strip + blockIdx.x, which has MTI_NORM_STRIP rows. Each thread owns every blockDim-th vector
-   of them. The block sums dgain and dbias over its rows: in registers, if each thread has at most KEPT vectors, or with
-   ROOM in `room`, in shared memory, or in `spare`, in global memory, if the rows are too wide for that. The result is
-   partial [strips, 2, cols].
-
-   1. Each thread clears the sums of its vectors, and loads its vectors of the first row.
-   2. For each row: mean_g and mean_gx over the block, through one half of `shared`; then dx, dgain and dbias of each
-      vector, after which the loads of the same vector of the next row begin.
-   3. Each thread writes the sums of its vectors to partial. mti_strips adds the strips.
-
-   In bf16 on sm_90, without ROOM: 29 instructions for an element, which moves 6 bytes, or 8 with dresidual (budget: 41
-   or 54); 127 registers; with 4096 columns, 2 blocks of 256 threads on a multiprocessor. With ROOM: 32 instructions,
-   162 registers, one block of 384 threads.
-
-   The barriers for `shared` are in mti_block_sums_once. Two successive rows use different halves: when a thread writes
-   to a half again, all threads have passed the barrier of the row between, and so have read what was there. The sums of
-   gradients need no barrier, because a vector belongs to one thread. */
-template <int TYPE, int KEPT, bool ROOM>
-static __global__ void __launch_bounds__(ROOM ? MTI_NORM_ROOM_THREADS : MTI_NORM_THREADS, 1)
-    mti_norm_backward_kernel(int64_t first_strip, mti_norm_backward_op op, int64_t rows, int64_t cols, float *partial,
-                             float4 *spare) {
-    MT_SHARED(float, shared, 128);
-    MT_DYN_SHARED(float4, room);
-    int vectors = (int)((cols + MTI_VECTOR - 1) / MTI_VECTOR);
-    int64_t strip = first_strip + blockIdx.x, row = strip * MTI_NORM_STRIP;
-    int64_t end = row + MTI_NORM_STRIP < rows ? row + MTI_NORM_STRIP : rows;
-    mti_norm_sums sums = {spare ? spare + (int64_t)blockIdx.x * 4 * vectors : room, vectors};
-    float own[KEPT][2][MTI_VECTOR] = {}, share = 1.0f / (float)cols;
-    mti_norm_input<TYPE, KEPT> in = {};
-    for (int i = (int)threadIdx.x; ROOM && i < vectors; i += (int)blockDim.x)
-        for (int part = 0; part < 4; part++) sums.data[part * vectors + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    in.load_stats(op, row);
-    MT_DEVICE_UNROLL
-    for (int q = 0; q < KEPT; q++) in.load(op, row, cols, q);
-    for (; row < end; row++)
-        mti_norm_backward_row<TYPE, KEPT, ROOM>(op, row, row + 1 < end ? row + 1 : -1, cols, in, own, sums, share,
-                                                shared + (row & 1) * 64);
-    mti_norm_write_sums<KEPT, ROOM>(own, sums, cols, partial + strip * 2 * cols);
+/* The blocks of mti_norm_backward_kernel whose registers a multiprocessor must have room for. Three blocks in f16 would
+   spill registers on sm_75. */
+template <int TYPE, int KEPT, bool ROOM> constexpr int mti_norm_backward_blocks() {
+    return ROOM ? 1 : KEPT == mti_ahead<TYPE>::value && TYPE != MT_F16 ? 3 : 2;
 }
 
-/* Launches mti_norm_backward_kernel, with the sums in registers if the rows are narrow enough. */
-template <int TYPE>
-static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backward_op &op, int64_t rows, int64_t cols,
-                                          size_t bytes, void *partial, void *spare) {
-    static const bool half = TYPE == MT_BF16 || TYPE == MT_F16, any = TYPE == MTI_ANY_TYPE;
-    static const int few = half ? 2 : 1, many = any ? 1 : 2 * few;
-    int64_t vectors = (cols + MTI_VECTOR - 1) / MTI_VECTOR, strips = (rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP;
-    int narrow = !any && vectors <= few * MTI_NORM_THREADS, kept = narrow ? few : many;
-    unsigned threads = (unsigned)mt_min(narrow ? MTI_NORM_THREADS : MTI_NORM_ROOM_THREADS,
-                                        mt_round_up((vectors + kept - 1) / kept, 32));
+/* A block owns strip first_strip + blockIdx.x. Each thread owns every blockDim-th vector of its rows. The block sums
+   dgain and dbias over the rows. Without ROOM, the sums are in registers, and `ahead` rows are copied into shared
+   memory before they are needed. With ROOM, the sums are in shared memory, or in `spare`, in global memory, if the rows
+   are too wide for that, and registers hold the next row. The result is partial [strips, 2, cols].
+
+   1. Each thread clears the sums of its vectors, and begins to load its vectors of the first row, or of the first two.
+      All threads copy the statistics of the strip to `shared`. The barrier in mti_norm_stats separates these writes
+      from the reads.
+   2. For each row: the sums over the block, through one half of the first 128 floats of `shared`; then dx, dgain and
+      dbias of each vector, after which the loads of the same vector of a later row begin.
+   3. Each thread writes the sums of its vectors to partial. mti_strips adds the strips.
+
+   Without ROOM on sm_90: an element takes 29 instructions in bf16, where it moves 6 bytes (budget: 41), and 29 in f32,
+   where it moves 12 (budget: 82). Up to 4096 columns in bf16, 80 registers: a multiprocessor has 3 blocks of 256
+   threads, and with 4096 columns 48 to 96 KiB of loads under way. Up to 8192 columns, 26 instructions and 128
+   registers: 2 blocks, and with 8192 columns 64 to 128 KiB. With ROOM: one block of 384 threads.
+
+   The barriers for the sums are in mti_block_sums_once. Two successive rows use different halves: when a thread writes
+   to a half again, all threads have passed the barrier of the row between, and so have read what was there. The sums of
+   gradients and the rows copied ahead need no barrier, because a vector belongs to one thread. */
+template <int TYPE, int KEPT, bool ROOM>
+static __global__ void __launch_bounds__(ROOM ? MTI_NORM_ROOM_THREADS : MTI_NORM_SUM_THREADS,
+                                         mti_norm_backward_blocks<TYPE, KEPT, ROOM>())
+    mti_norm_backward_kernel(int64_t first_strip, mti_norm_backward_op op, int64_t rows, int64_t cols,
+                             mti_norm_strips strips, int ahead, float *partial, float4 *spare) {
+    MT_SHARED(float, shared, 128 + 2 * MTI_NORM_STRIP * MTI_NORM_TALLEST);
+    MT_DYN_SHARED(float4, room);
+    int vectors = (int)((cols + MTI_VECTOR - 1) / MTI_VECTOR);
+    int64_t strip = first_strip + blockIdx.x, row = strips.row(strip), end = strips.row(strip + 1);
+    float *to = partial + strip * 2 * cols;
+    if (end > rows) end = rows;
+    if (ROOM) {
+        mti_norm_sums sums = {spare ? spare + (int64_t)blockIdx.x * 4 * vectors : room, vectors};
+        mti_norm_backward_wide_strip<TYPE, KEPT>(op, row, end, cols, sums, shared, to);
+    } else {
+        mti_norm_backward_narrow_strip<TYPE, KEPT>(op, row, end, cols, ahead, room, shared, to);
+    }
+}
+
+/* Launches mti_norm_backward_kernel for rows of at most KEPT * MTI_NORM_SUM_THREADS vectors. A GPU with little shared
+   memory copies one row ahead instead of two, which computes the same bits. */
+template <int TYPE, int KEPT>
+static mt_status mti_norm_backward_narrow(mt_context *ctx, const mti_norm_backward_op &op, int64_t rows, int64_t cols,
+                                          const mti_norm_strips &strips, void *partial) {
+    unsigned threads = (unsigned)mt_round_up((cols / MTI_VECTOR + KEPT - 1) / KEPT, 32);
+    size_t most = 0, row = (op.dresidual.data ? 3 : 2) * KEPT * (mti_fetched<TYPE>::size / 2), bytes;
+    int ahead = 2;
+    MT_TRY(mti_shared_most(ctx, &most));
+    if (threads * (ahead * row + 1) * sizeof(mti_words) > most) ahead = 1;
+    bytes = threads * (ahead * row + 1) * sizeof(mti_words);
+    MT_TRY(mti_shared_allow(ctx, mti_norm_backward_kernel<TYPE, KEPT, false>, bytes));
+    MTI_LAUNCH_BLOCKS((mti_norm_backward_kernel<TYPE, KEPT, false>), strips.count, threads, bytes,
+                      mt_context_stream(ctx), op, rows, cols, strips, ahead, (float *)partial, (float4 *)NULL);
+    return mt_cuda_launched(ctx, "mt_norm_backward");
+}
+
+/* The same for wider rows, and for rows of any type. `bytes` is the size of a block's sums. */
+template <int TYPE, int KEPT>
+static mt_status mti_norm_backward_wide(mt_context *ctx, const mti_norm_backward_op &op, int64_t rows, int64_t cols,
+                                        const mti_norm_strips &strips, size_t bytes, void *partial, void *spare) {
+    int64_t vectors = (cols + MTI_VECTOR - 1) / MTI_VECTOR;
+    unsigned threads = (unsigned)mt_min(MTI_NORM_ROOM_THREADS, mt_round_up((vectors + KEPT - 1) / KEPT, 32));
     size_t most = 0;
     MT_TRY(mti_shared_most(ctx, &most));
-    if (narrow || bytes <= most) spare = NULL;
-    if (narrow || spare) bytes = 0;
-    MT_TRY(mti_shared_allow(ctx, mti_norm_backward_kernel<TYPE, many, true>, bytes));
-    if (narrow)
-        MTI_LAUNCH_BLOCKS((mti_norm_backward_kernel<TYPE, few, any>), strips, threads, 0, mt_context_stream(ctx), op,
-                          rows, cols, (float *)partial, (float4 *)NULL);
-    else
-        MTI_LAUNCH_BLOCKS((mti_norm_backward_kernel<TYPE, many, true>), strips, threads, bytes, mt_context_stream(ctx),
-                          op, rows, cols, (float *)partial, (float4 *)spare);
+    if (bytes <= most) spare = NULL;
+    if (spare) bytes = 0;
+    MT_TRY(mti_shared_allow(ctx, mti_norm_backward_kernel<TYPE, KEPT, true>, bytes));
+    MTI_LAUNCH_BLOCKS((mti_norm_backward_kernel<TYPE, KEPT, true>), strips.count, threads, bytes,
+                      mt_context_stream(ctx), op, rows, cols, strips, 0, (float *)partial, (float4 *)spare);
     return mt_cuda_launched(ctx, "mt_norm_backward");
+}
+
+template <int TYPE>
+static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backward_op &op, int64_t rows, int64_t cols,
+                                          const mti_norm_strips &strips, size_t bytes, void *partial, void *spare) {
+    static const int few = mti_ahead<TYPE>::value;
+    if constexpr (TYPE != MTI_ANY_TYPE) {
+        if (cols <= few * MTI_NORM_SUM_THREADS * MTI_VECTOR)
+            return mti_norm_backward_narrow<TYPE, few>(ctx, op, rows, cols, strips, partial);
+        if (cols <= 2 * few * MTI_NORM_SUM_THREADS * MTI_VECTOR)
+            return mti_norm_backward_narrow<TYPE, 2 * few>(ctx, op, rows, cols, strips, partial);
+        return mti_norm_backward_wide<TYPE, 2 * few>(ctx, op, rows, cols, strips, bytes, partial, spare);
+    } else {
+        return mti_norm_backward_wide<TYPE, 1>(ctx, op, rows, cols, strips, bytes, partial, spare);
+    }
 }
 
 static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
                                         mt_tensor stats, mt_tensor dy, mt_tensor dresidual, mt_tensor dx,
                                         mt_tensor dgain, mt_tensor dbias) {
     size_t mark = mt_arena_mark(ctx), bytes = (size_t)mt_round_up(x.cols, MTI_VECTOR) * 2 * sizeof(float);
-    int64_t strips = (x.rows + MTI_NORM_STRIP - 1) / MTI_NORM_STRIP;
+    mti_norm_strips strips = mti_norm_strips_of(x.rows, x.cols);
     mti_norm_backward_op op = {mti_view_of(x),         mti_view_of(gain), mti_view_of(stats),   mti_view_of(dy),
                                mti_view_of(dresidual), mti_view_of(dx),   kind == MT_LAYER_NORM};
     mt_tensor outs[2];
     void *partial = NULL, *spare = NULL;
     outs[0] = dgain, outs[1] = dbias;
     if (x.rows == 0) return MT_SUCCESS;
-    MT_TRY(mt_arena_alloc(ctx, (size_t)(strips * 2 * x.cols) * sizeof(float), &partial));
-    if (bytes > MTI_SHARED_LEAST) MT_TRY(mt_arena_alloc(ctx, mti_grid(strips, 1) * bytes, &spare)); /* for a launch */
+    MT_TRY(mt_arena_alloc(ctx, (size_t)(strips.count * 2 * x.cols) * sizeof(float), &partial));
+    if (bytes > MTI_SHARED_LEAST)
+        MT_TRY(mt_arena_alloc(ctx, mti_grid(strips.count, 1) * bytes, &spare)); /* for a launch */
     MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mti_by_type(mti_row_type(x.cols, x, gain, dy, dresidual, dx), [&](auto type) {
-        return mti_norm_backward_launch<decltype(type)::value>(ctx, op, x.rows, x.cols, bytes, partial, spare);
+        return mti_norm_backward_launch<decltype(type)::value>(ctx, op, x.rows, x.cols, strips, bytes, partial, spare);
     }));
-    MT_TRY(mti_strips(ctx, "mt_norm_backward", partial, strips, 2, x.cols, outs));
+    MT_TRY(mti_strips(ctx, "mt_norm_backward", partial, strips.count, 2, x.cols, outs));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
