@@ -6713,349 +6713,318 @@ static mt_status mti_cuda_embedding_forward(mt_context *ctx, mt_tensor table, in
     return mti_map(ctx, "mt_embedding_forward", op, mti_is_wide(table) && mti_is_wide(y), y.rows, y.cols);
 }
 
-/* The backward sorts the tokens by their row of the table, so that the tokens of a row become neighbours: a run. Then
-   it adds each run. The sort is stable, so a run is in the order of the tokens. A radix sort needs two kernels for each
-   digit of 8 bits: one counts the digits of each tile of tokens, the other one moves the tokens. */
-#define MTI_SORT_THREADS 256 /* one thread for each digit */
-#define MTI_SORT_WARPS (MTI_SORT_THREADS / 32)
-#define MTI_SORT_ROUNDS 8 /* tokens of a thread */
-#define MTI_SORT_TILE (MTI_SORT_THREADS * MTI_SORT_ROUNDS)
-#define MTI_SORT_MOST (INT32_MAX - MTI_SORT_TILE) /* tokens, so that 32 bits number them */
-
-/* The arguments of a pass of the sort. A token's key is its row in this shard, or `rows` if its id is in no row. The
-   first pass makes the keys from the ids. The others read what the pass before has written. */
-struct mti_sort {
-    const int32_t *ids; /* NULL after the first pass */
-    int64_t first_row;
-    uint32_t rows;
-    int count, tiles, shift; /* the digit is bits shift to shift + 7 of the key */
-    const uint32_t *keys;
-    const int32_t *tokens;
-    uint32_t *keys_out;
-    int32_t *tokens_out;
-    int32_t *digits; /* [tiles, 256]: how often a tile has each digit */
-
-    __device__ uint32_t key(int i) const {
-        if (!ids) return keys[i];
-        int64_t row = ids[i] - first_row;
-        return row >= 0 && row < (int64_t)rows ? (uint32_t)row : rows;
-    }
-    __device__ int digit(uint32_t k) const { return (int)(k >> shift & 255); }
-};
-
-/* Counts the digits of tile first + blockIdx.x. The barriers separate the steps: set the counters in shared memory to
-   0, count, copy the counters. */
-static __global__ void __launch_bounds__(MTI_SORT_THREADS) mti_sort_count_kernel(int64_t first, mti_sort s) {
-    MT_SHARED(int, found, 256);
-    int tile = (int)(first + blockIdx.x);
-    found[threadIdx.x] = 0;
-    __syncthreads();
-    for (int r = 0; r < MTI_SORT_ROUNDS; r++) {
-        int i = tile * MTI_SORT_TILE + r * MTI_SORT_THREADS + (int)threadIdx.x;
-        if (i < s.count) atomicAdd(&found[s.digit(s.key(i))], 1);
-    }
-    __syncthreads();
-    s.digits[(int64_t)tile * 256 + threadIdx.x] = found[threadIdx.x];
-}
-
-/* Returns the place of the first token of a tile with digit threadIdx.x: the tokens with a smaller digit come before
-   it, and those of earlier tiles with the same digit. Each warp adds its 32 counts by shuffles. The barrier separates
-   writing the sums of the warps to `sums` from reading them. */
-static __device__ __forceinline__ int mti_sort_place(const mti_sort &s, int tile, int *sums) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, before = 0, all = 0, place;
-    for (int t = 0; t < s.tiles; t++) {
-        int n = s.digits[(int64_t)t * 256 + threadIdx.x];
-        before += t < tile ? n : 0;
-        all += n;
-    }
-    place = all;
-    for (int o = 1; o < 32; o *= 2) {
-        int left = __shfl_up_sync(0xffffffffu, place, (unsigned)o);
-        place += lane >= o ? left : 0;
-    }
-    if (lane == 31) sums[warp] = place;
-    __syncthreads();
-    for (int w = 0; w < warp; w++) place += sums[w];
-    return place - all + before;
-}
-
-/* The lanes of the warp that have the digit of this one, as a bit mask. Lanes that are not in `valid` have no digit. */
-static __device__ __forceinline__ unsigned mti_same_digit(unsigned valid, int digit) {
-    unsigned same = valid;
-    MT_DEVICE_UNROLL
-    for (int b = 0; b < 8; b++) {
-        unsigned set = __ballot_sync(0xffffffffu, digit >> b & 1);
-        same &= digit >> b & 1 ? set : ~set;
-    }
-    return same;
-}
-
-/* Moves the tokens of tile first + blockIdx.x to their places. A warp owns 256 neighbours, 32 in each round.
-
-   1. Thread d computes the place of the tile's first token with digit d, while at[w][d] counts the tokens with this
-      digit that warp w has seen. Before a round, this count is the rank among the warp's tokens; __syncwarp separates
-      reading it from increasing it. `rank` keeps the ranks of a thread's tokens.
-   2. After a barrier, thread d turns the counts of all warps into places.
-   3. After another barrier, each token goes to the place of its warp and digit plus its rank. */
-static __global__ void __launch_bounds__(MTI_SORT_THREADS) mti_sort_move_kernel(int64_t first, mti_sort s) {
-    MT_SHARED(int, at, MTI_SORT_WARPS * 256);
-    MT_SHARED(int, sums, MTI_SORT_WARPS);
-    int tile = (int)(first + blockIdx.x), lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
-    int begin = tile * MTI_SORT_TILE + warp * (32 * MTI_SORT_ROUNDS) + lane, rank[MTI_SORT_ROUNDS];
-    uint32_t key[MTI_SORT_ROUNDS];
-    for (int w = 0; w < MTI_SORT_WARPS; w++) at[w * 256 + (int)threadIdx.x] = 0;
-    MT_DEVICE_UNROLL
-    for (int r = 0; r < MTI_SORT_ROUNDS; r++) key[r] = begin + r * 32 < s.count ? s.key(begin + r * 32) : 0;
-    int place = mti_sort_place(s, tile, sums); /* has a barrier, after which `at` is zero */
-    MT_DEVICE_UNROLL
-    for (int r = 0; r < MTI_SORT_ROUNDS; r++) {
-        int valid = begin + r * 32 < s.count, *seen = &at[warp * 256 + s.digit(key[r])];
-        unsigned same = mti_same_digit(__ballot_sync(0xffffffffu, valid), s.digit(key[r]));
-        unsigned earlier = same & ((1u << lane) - 1);
-        rank[r] = *seen + __popc(earlier);
-        __syncwarp();
-        if (valid && !earlier) *seen += __popc(same);
-        __syncwarp();
-    }
-    __syncthreads();
-    for (int w = 0; w < MTI_SORT_WARPS; w++) {
-        int n = at[w * 256 + (int)threadIdx.x];
-        at[w * 256 + (int)threadIdx.x] = place;
-        place += n;
-    }
-    __syncthreads();
-    MT_DEVICE_UNROLL
-    for (int r = 0; r < MTI_SORT_ROUNDS; r++) {
-        int i = begin + r * 32, to = at[warp * 256 + s.digit(key[r])] + rank[r];
-        if (i >= s.count) continue;
-        s.keys_out[to] = key[r];
-        s.tokens_out[to] = s.ids ? i : s.tokens[i];
-    }
-}
-
-/* A run is cut into chunks of MTI_RUN_CHUNK tokens, which blocks add independently. The first chunk of a run is added
-   to the table, and the others to rows of `partials`. Then the partial sums of a run are added to the table. So the
-   order of additions depends on the length of the run only. */
-#define MTI_RUN_CHUNK 32
+/* The backward groups the tokens by their row of the table: the tokens of a row become neighbours, a run, in their
+   order. Then it adds each run. The rows are dealt to parts: row k belongs to part k % 2^bits, and is row k / 2^bits of
+   it. So the neighbouring rows that have most tokens of a text are in different parts. A block groups the tokens of one
+   part. Each block reads all ids, but one launch does all. */
+#define MTI_GROUP_THREADS 512 /* one thread for each row of a part */
+#define MTI_GROUP_WARPS (MTI_GROUP_THREADS / 32)
+#define MTI_GROUP_ROUNDS 16                             /* ids that a thread loads before it looks at the first one */
+#define MTI_GROUP_STEP (32 * MTI_GROUP_ROUNDS)          /* those of a warp */
+#define MTI_GROUP_PARTS 128                             /* for many tokens: about one for each multiprocessor */
+#define MTI_GROUP_MOST (INT32_MAX - 2 * MTI_GROUP_STEP) /* tokens, so that 32 bits number them */
+#define MTI_RUN_CHUNK 32                                /* a run with more tokens is cut into chunks */
 
 struct __align__(16) mti_run {
     uint32_t row;     /* of the table */
-    int first, count; /* range of sorted tokens */
-    int slot;         /* the row of `partials` that gets the sum of a chunk; -1: it is added to the table */
+    int first, count; /* range of grouped tokens: the whole run */
+    int chunk;        /* the number of one chunk of it */
 };
 
-/* Sizes are `count` for chunks and for runs, whose order does not matter. A partial sum has the slot
-   first / MTI_RUN_CHUNK. No other one has it: two chunks of a run are MTI_RUN_CHUNK tokens apart, and so are the last
-   chunk of a run and the second chunk of a later one. */
+/* Chunk k > 0 of a run has the slot (its first token) / MTI_RUN_CHUNK, and the run has the slot first / MTI_RUN_CHUNK.
+   No other one has it, because such a chunk, and the end of such a run, are at least MTI_RUN_CHUNK tokens behind the
+   first token of the run. */
 struct mti_runs {
-    const uint32_t *keys;
-    const int32_t *tokens;
-    int count;
+    const int32_t *ids;
+    int64_t first_row;
     uint32_t rows;
-    mti_run *chunks, *runs; /* runs: those with more than one chunk */
-    int *sizes;             /* [2]: number of chunks, number of these runs */
-    mti_view partials, dtable, dy;
+    int count, bits;   /* the number of tokens; there are 2^bits parts */
+    int range;         /* how many ids a warp of mti_group_kernel reads */
+    int32_t *tokens;   /* [count]: the grouped tokens */
+    mti_run *items;    /* [count]: from the front on all chunks of long runs, from the back on the other runs */
+    int *sizes;        /* [3]: grouped tokens, chunks of long runs, other runs */
+    int *added;        /* [slots]: how many chunks of a long run are added */
+    mti_view partials; /* [slots, cols]: the sums of chunks */
+    mti_view dtable, dy;
     int64_t cols;
 };
 
-/* Returns the first of [low, high) whose key is at least `key`, or high if there is none. */
-static __device__ __forceinline__ int mti_lower_bound(const uint32_t *keys, int low, int high, uint32_t key) {
-    while (low < high) {
-        int middle = low + (high - low) / 2;
-        if (keys[middle] < key) low = middle + 1;
-        else high = middle;
+/* The length of the chunks of a run. A run of n tokens has n / MTI_RUN_CHUNK chunks, or 2 sqrt(n) if that is less: one
+   block adds a chunk, and then one block adds the sums of the chunks. */
+static __device__ __forceinline__ int mti_run_chunk(int count) {
+    int size = MTI_RUN_CHUNK;
+    while (4 * (int64_t)size * size < count) size *= 2;
+    return size;
+}
+
+/* The rows of one part. A key is the distance of a row of the table from the first one of the part. */
+struct mti_group_part {
+    uint32_t first, rows, mask; /* the first row; how many rows the table has from there on; 2^bits - 1 */
+    __device__ int has(uint32_t key) const { return (key & mask) == 0 && key < rows; }
+};
+
+/* Gives the keys of the ids i, i + 32, ..., as far as they are below `end`, which they all are with WHOLE. No part has
+   the key of an id that is negative or not there. */
+template <bool WHOLE>
+static __device__ __forceinline__ void mti_group_load(const mti_runs &r, const mti_group_part &p, int i, int end,
+                                                      uint32_t *key) {
+    int32_t id[MTI_GROUP_ROUNDS];
+    MT_DEVICE_UNROLL
+    for (int k = 0; k < MTI_GROUP_ROUNDS; k++) id[k] = WHOLE || i + k * 32 < end ? r.ids[i + k * 32] : -1;
+    MT_DEVICE_UNROLL
+    for (int k = 0; k < MTI_GROUP_ROUNDS; k++) key[k] = (uint32_t)id[k] - ((uint32_t)r.first_row + p.first);
+}
+
+/* Calls f(i, key) for the ids i = begin + lane, i + 32, ..., and the places behind the end that fill the last step. */
+template <typename F>
+static __device__ __forceinline__ void mti_group_each(const mti_runs &r, const mti_group_part &p, int begin, int end,
+                                                      const F &f) {
+    int lane = (int)threadIdx.x & 31;
+    uint32_t key[MTI_GROUP_ROUNDS];
+    for (; begin < end; begin += MTI_GROUP_STEP) {
+        if (begin + MTI_GROUP_STEP <= end) mti_group_load<true>(r, p, begin + lane, end, key);
+        else mti_group_load<false>(r, p, begin + lane, end, key);
+        MT_DEVICE_UNROLL
+        for (int k = 0; k < MTI_GROUP_ROUNDS; k++) f(begin + k * 32 + lane, key[k]);
     }
-    return low;
 }
 
-/* Appends `run` to a list if `wanted`. All lanes of a warp call it. */
-static __device__ __forceinline__ void mti_run_append(mti_run *list, int *size, int wanted, const mti_run &run) {
-    int lane = (int)threadIdx.x & 31, base = 0;
-    unsigned all = __ballot_sync(0xffffffffu, wanted);
-    if (!all) return;
-    if (lane == 0) base = atomicAdd(size, __popc(all));
-    base = __shfl_sync(0xffffffffu, base, 0);
-    if (wanted) list[base + __popc(all & ((1u << lane) - 1))] = run;
-}
-
-/* Lists the chunks and the long runs. A thread owns every (grid size)-th sorted token, and looks whether a chunk
-   begins there. The kernel uses no shared memory and no barrier. */
-static __global__ void __launch_bounds__(256) mti_runs_kernel(mti_runs r) {
-    int64_t step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t block = (int64_t)blockIdx.x * blockDim.x; block < r.count; block += step) {
-        int i = (int)block + (int)threadIdx.x, begins = 0, is_long = 0;
-        mti_run chunk = {r.rows, i, 0, -1}, run = chunk;
-        if (i < r.count) chunk.row = run.row = r.keys[i];
-        if (chunk.row < r.rows) {
-            int start = i > 0 && r.keys[i - 1] == chunk.row ? mti_lower_bound(r.keys, 0, i, chunk.row) : i;
-            begins = (i - start) % MTI_RUN_CHUNK == 0;
-            if (begins) {
-                int end = i + MTI_RUN_CHUNK < r.count ? i + MTI_RUN_CHUNK : r.count;
-                end = mti_lower_bound(r.keys, i, end, chunk.row + 1);
-                chunk.count = end - i;
-                if (i > start) chunk.slot = i / MTI_RUN_CHUNK;
-                is_long = i == start && end < r.count && r.keys[end] == chunk.row;
-                if (is_long) run.count = mti_lower_bound(r.keys, end, r.count, chunk.row + 1) - i;
-            }
+/* Replaces the three numbers of each thread by the sums of those of the threads before it, behind what other blocks
+   have added to `sizes`. The barriers separate writing the sums of warps to shared memory from reading them, and
+   writing the old sizes from reading them. */
+static __device__ __forceinline__ void mti_group_scan(int *x, int *sizes) {
+    MT_SHARED(int, sums, 3 * MTI_GROUP_WARPS);
+    MT_SHARED(int, base, 3);
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    for (int j = 0; j < 3; j++) {
+        int own = x[j];
+        for (int o = 1; o < 32; o *= 2) {
+            int left = __shfl_up_sync(0xffffffffu, x[j], (unsigned)o);
+            x[j] += lane >= o ? left : 0;
         }
-        mti_run_append(r.chunks, &r.sizes[0], begins, chunk);
-        mti_run_append(r.runs, &r.sizes[1], is_long, run);
+        if (lane == 31) sums[j * MTI_GROUP_WARPS + warp] = x[j];
+        x[j] -= own;
     }
+    __syncthreads();
+    if (threadIdx.x < 3) {
+        int all = 0;
+        for (int w = 0; w < MTI_GROUP_WARPS; w++) all += sums[(int)threadIdx.x * MTI_GROUP_WARPS + w];
+        base[threadIdx.x] = atomicAdd(&sizes[threadIdx.x], all);
+    }
+    for (int j = 0; j < 3; j++)
+        for (int w = 0; w < warp; w++) x[j] += sums[j * MTI_GROUP_WARPS + w];
+    __syncthreads();
+    for (int j = 0; j < 3; j++) x[j] += base[j];
+}
+
+/* Lists the run of row threadIdx.x of the part, which has n tokens, and returns its first place. */
+static __device__ __forceinline__ int mti_group_list(const mti_runs &r, uint32_t part, int n) {
+    int size = mti_run_chunk(n), chunks = n > MTI_RUN_CHUNK ? (n - 1) / size + 1 : 0;
+    int x[3] = {n, chunks, n > 0 && n <= MTI_RUN_CHUNK};
+    mti_run run = {threadIdx.x << r.bits | part, 0, n, 0};
+    mti_group_scan(x, r.sizes);
+    run.first = x[0];
+    if (n > 0 && n <= MTI_RUN_CHUNK) r.items[r.count - 1 - x[2]] = run;
+    if (n > MTI_RUN_CHUNK) r.added[run.first / MTI_RUN_CHUNK] = 0;
+    for (; run.chunk < chunks; run.chunk++) r.items[x[1] + run.chunk] = run;
+    return run.first;
+}
+
+/* Puts a token of each lane to its place, if the part has its key. at[row of the part] is the next place for this warp.
+   A step of the loop serves all lanes that have the key of the last lane left. The first __syncwarp separates reading a
+   place from increasing it, the second one separates the steps. */
+static __device__ __forceinline__ void mti_group_place(const mti_runs &r, const mti_group_part &p, int token,
+                                                       uint32_t key, int *at) {
+    int lane = (int)threadIdx.x & 31;
+    unsigned left = __ballot_sync(0xffffffffu, p.has(key));
+    while (left) {
+        int last = 31 - __clz((int)left);
+        uint32_t which = __shfl_sync(0xffffffffu, key, last);
+        unsigned same = __ballot_sync(0xffffffffu, key == which);
+        int place = at[which >> r.bits] + __popc(same & ((1u << lane) - 1));
+        __syncwarp();
+        if (key == which) r.tokens[place] = token;
+        if (lane == last) at[which >> r.bits] = place + 1;
+        __syncwarp();
+        left &= ~same;
+    }
+}
+
+/* Groups the tokens of part first + blockIdx.x. A warp owns a range of the ids.
+
+   1. After a barrier, behind which all counters are 0, each warp counts the tokens of each row.
+   2. After a barrier, thread t lists the run of row t of the part (mti_group_scan has barriers), and turns the counts
+      of the warps into places.
+   3. After a barrier, each warp reads its ids again and puts the tokens to their places.
+
+   On sm_90 the first step takes 7 instructions for 32 ids, and 5 more if the part has one of them. The third step takes
+   9, and 25 more for each row of the part that is among them. An H200 is predicted to take 5 us for 16384 different ids
+   and 9 us for 49152. If one row has 6 % of them, as in a text, its part takes 8 us and 15 us. */
+static __global__ void __launch_bounds__(MTI_GROUP_THREADS) mti_group_kernel(int64_t first, mti_runs r) {
+    MT_SHARED(int, at, MTI_GROUP_WARPS *MTI_GROUP_THREADS);
+    int warp = (int)threadIdx.x >> 5, *mine = at + warp * MTI_GROUP_THREADS, n = 0;
+    uint32_t number = (uint32_t)(first + blockIdx.x);
+    mti_group_part part = {number, number < r.rows ? r.rows - number : 0, (1u << r.bits) - 1};
+    int64_t next = (int64_t)(warp + 1) * r.range;
+    int begin = next - r.range < r.count ? (int)(next - r.range) : r.count, end = next < r.count ? (int)next : r.count;
+    for (int w = 0; w < MTI_GROUP_WARPS; w++) at[w * MTI_GROUP_THREADS + (int)threadIdx.x] = 0;
+    __syncthreads();
+    mti_group_each(r, part, begin, end, [&](int, uint32_t key) {
+        if (part.has(key)) atomicAdd(&mine[key >> r.bits], 1);
+    });
+    __syncthreads();
+    for (int w = 0; w < MTI_GROUP_WARPS; w++) n += at[w * MTI_GROUP_THREADS + (int)threadIdx.x];
+    int place = mti_group_list(r, number, n);
+    for (int w = 0; w < MTI_GROUP_WARPS; w++) {
+        int *to = &at[w * MTI_GROUP_THREADS + (int)threadIdx.x], found = *to;
+        *to = place;
+        place += found;
+    }
+    __syncthreads();
+    mti_group_each(r, part, begin, end, [&](int i, uint32_t key) { mti_group_place(r, part, i, key, mine); });
 }
 
 /* Adds `count` rows of v to sum, one after the other: rows tokens[0], tokens[1], ..., or rows 0, step, 2 step, ... of v
-   if tokens is NULL. It loads four rows before it adds them. DTYPE is the type of v; -1: v.dtype. */
-template <bool WIDE, int DTYPE>
-static __device__ __forceinline__ void mti_add_rows(mti_view v, const int32_t *tokens, int step, int count, int64_t col,
-                                                    int n, float *sum) {
-    float x[4][MTI_VECTOR];
-    int i = 0;
-    if (DTYPE >= 0) v.dtype = DTYPE;
-    for (; i + 4 <= count; i += 4) {
-        MT_DEVICE_UNROLL
-        for (int k = 0; k < 4; k++) mti_load<WIDE>(v, tokens ? tokens[i + k] : (int64_t)(i + k) * step, col, n, x[k]);
-        MT_DEVICE_UNROLL
-        for (int k = 0; k < 4; k++) MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_VECTOR; j++) sum[j] += x[k][j];
+   if tokens is NULL. Of whole vectors it loads AHEAD rows before it adds them. */
+template <bool WIDE, int TYPE, int AHEAD>
+static __device__ __forceinline__ void mti_add_rows(const mti_view &v, const int32_t *tokens, int step, int count,
+                                                    int64_t col, int n, float *sum) {
+    mti_fetched<TYPE> x[AHEAD];
+    MT_DEVICE_NO_UNROLL
+    for (int i = 0; n < MTI_VECTOR && i < count; i++) {
+        mti_fetch<false>(v, tokens ? tokens[i] : (int64_t)i * step, col, n, x[0]);
+        mti_add_values(x[0], sum);
     }
-    for (; i < count; i++) {
-        mti_load<WIDE>(v, tokens ? tokens[i] : (int64_t)i * step, col, n, x[0]);
+    MT_DEVICE_NO_UNROLL
+    for (int i = 0; n == MTI_VECTOR && i < count; i += AHEAD) {
+        int row[AHEAD];
         MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_VECTOR; j++) sum[j] += x[0][j];
+        for (int k = 0; k < AHEAD; k++) row[k] = i + k >= count ? -1 : tokens ? tokens[i + k] : (i + k) * step;
+        MT_DEVICE_UNROLL
+        for (int k = 0; k < AHEAD; k++)
+            if (row[k] >= 0) mti_fetch<WIDE>(v, row[k], col, MTI_VECTOR, x[k]);
+        MT_DEVICE_UNROLL
+        for (int k = 0; k < AHEAD; k++)
+            if (row[k] >= 0) mti_add_values(x[k], sum);
     }
 }
 
-/* Adds the chunks. A block owns every (grid size)-th chunk, and a thread every blockDim-th vector of the columns. The
-   kernel uses no shared memory and no barrier. */
-template <bool WIDE, int DTYPE>
-static __global__ void __launch_bounds__(MTI_ROW_THREADS) mti_chunks_kernel(mti_runs r) {
-    int64_t chunks = r.sizes[0];
-    for (int64_t c = blockIdx.x; c < chunks; c += gridDim.x) {
-        mti_run chunk = r.chunks[c];
+/* The row that gets the sum of a chunk: the first chunk of a run is added to the table, the others to `partials`. */
+static __device__ __forceinline__ mti_view mti_run_target(const mti_runs &r, const mti_run &run, int begin) {
+    mti_view to = run.chunk == 0 ? r.dtable : r.partials;
+    to.data += (run.chunk == 0 ? (int64_t)run.row : begin / MTI_RUN_CHUNK) * to.ld * (int64_t)sizeof(float);
+    return to;
+}
+
+/* The last block that comes here with a chunk of a run adds the sums of all chunks but the first to the table. The
+   first barrier is behind the block's sum, which the fence before the atomic makes visible to the last block. The
+   second one separates writing `last` from reading it. */
+template <bool WIDE> static __device__ __forceinline__ void mti_run_finish(const mti_runs &r, mti_run run) {
+    MT_SHARED(int, last, 1);
+    int size = mti_run_chunk(run.count), others = (run.count - 1) / size;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        *last = atomicAdd(&r.added[run.first / MTI_RUN_CHUNK], 1) == others;
+        __threadfence();
+    }
+    __syncthreads();
+    if (!*last) return;
+    run.chunk = 0;
+    mti_view to = mti_run_target(r, run, run.first), sums = r.partials;
+    sums.data += (run.first + size) / MTI_RUN_CHUNK * sums.ld * (int64_t)sizeof(float);
+    for (int64_t col = (int64_t)threadIdx.x * MTI_VECTOR; col < r.cols; col += (int64_t)blockDim.x * MTI_VECTOR) {
+        int n = mti_vector_size(r.cols, col);
+        float sum[MTI_VECTOR];
+        mti_load<WIDE, MT_F32>(to, 0, col, n, sum);
+        mti_add_rows<WIDE, MT_F32, 2>(sums, NULL, size / MTI_RUN_CHUNK, others, col, n, sum);
+        mti_store<WIDE, MT_F32>(to, 0, col, n, sum);
+    }
+}
+
+/* Adds the runs. A block owns every (grid size)-th item, and a thread every blockDim-th vector of the columns.
+   mti_run_finish has barriers. The order of additions depends on the length of the run only.
+
+   In bf16 on sm_90, four tokens take 150 instructions for eight columns, 2.3 for each byte that is read (budget: 6.8).
+   64 registers, so an SM has 4 blocks with 64 KiB of loads in flight. */
+template <bool WIDE, int TYPE>
+static __global__ void __launch_bounds__(MTI_ROW_THREADS, 4) mti_runs_kernel(mti_runs r) {
+    unsigned chunks = (unsigned)r.sizes[1], items = chunks + (unsigned)r.sizes[2];
+    for (unsigned c = blockIdx.x; c < items; c += gridDim.x) {
+        const mti_run *item = &r.items[c < chunks ? c : (unsigned)r.count - 1 - (c - chunks)];
+        mti_run run = *item;
+        int size = mti_run_chunk(run.count), begin = run.first + run.chunk * size;
+        int left = run.first + run.count - begin, count = left < size ? left : size;
+        mti_view to = mti_run_target(r, run, begin);
         for (int64_t col = (int64_t)threadIdx.x * MTI_VECTOR; col < r.cols; col += (int64_t)blockDim.x * MTI_VECTOR) {
             int n = mti_vector_size(r.cols, col);
             float sum[MTI_VECTOR] = {};
-            if (chunk.slot < 0) mti_load<WIDE>(r.dtable, chunk.row, col, n, sum);
-            mti_add_rows<WIDE, DTYPE>(r.dy, r.tokens + chunk.first, 0, chunk.count, col, n, sum);
-            if (chunk.slot < 0) mti_store<WIDE>(r.dtable, chunk.row, col, n, sum);
-            else mti_store<WIDE>(r.partials, chunk.slot, col, n, sum);
+            if (run.chunk == 0) mti_load<WIDE, MT_F32>(to, 0, col, n, sum);
+            mti_add_rows<WIDE, TYPE, 2 * mti_ahead<TYPE>::value>(r.dy, r.tokens + begin, 0, count, col, n, sum);
+            mti_store<WIDE, MT_F32>(to, 0, col, n, sum);
         }
-    }
-}
-
-/* Adds the partial sums of each long run to the table. A block owns every (grid size)-th pair of a run and 32 vectors
-   of columns, and a lane owns one of these vectors. Warp w adds the partial sums w, w + 8, w + 16, ... of the run. The
-   first barrier separates writing these sums to `shared` from reading them: warp 0 adds them to the table, in the order
-   of the warps. The second barrier is for the next item. */
-template <bool WIDE> static __global__ void __launch_bounds__(MTI_SORT_THREADS) mti_long_runs_kernel(mti_runs r) {
-    MT_SHARED(float, shared, MTI_SORT_THREADS *MTI_VECTOR);
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
-    int64_t tiles = (r.cols + 32 * MTI_VECTOR - 1) / (32 * MTI_VECTOR), items = r.sizes[1] * tiles;
-    for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-        int64_t which = mti_divide(item, tiles), col = ((item - which * tiles) * 32 + lane) * MTI_VECTOR;
-        mti_run run = r.runs[which];
-        int others = (run.count - 1) / MTI_RUN_CHUNK, n = col < r.cols ? mti_vector_size(r.cols, col) : 0;
-        float sum[MTI_VECTOR] = {};
-        mti_view mine = r.partials;
-        mine.data += (run.first / MTI_RUN_CHUNK + 1 + warp) * mine.ld * (int64_t)sizeof(float);
-        if (n > 0 && warp < others)
-            mti_add_rows<WIDE, MT_F32>(mine, NULL, MTI_SORT_WARPS, (others - warp - 1) / MTI_SORT_WARPS + 1, col, n,
-                                       sum);
-        for (int j = 0; j < MTI_VECTOR; j++) shared[(warp * MTI_VECTOR + j) * 32 + lane] = sum[j];
-        __syncthreads();
-        if (warp == 0 && n > 0) {
-            mti_load<WIDE>(r.dtable, run.row, col, n, sum);
-            for (int w = 0; w < MTI_SORT_WARPS; w++)
-                for (int j = 0; j < MTI_VECTOR; j++) sum[j] += shared[(w * MTI_VECTOR + j) * 32 + lane];
-            mti_store<WIDE>(r.dtable, run.row, col, n, sum);
-        }
-        __syncthreads();
+        if (c < chunks) mti_run_finish<WIDE>(r, *item);
     }
 }
 
 /* Takes the scratch memory of the backward. An mti_run has the size of four int32_t. */
-static mt_status mti_embedding_scratch(mt_context *ctx, int count, int64_t cols, mt_tensor *sorted, mti_sort *s,
-                                       mti_runs *r) {
-    mt_tensor digits, chunks, runs, partials;
-    int64_t slots = count / MTI_RUN_CHUNK + 1;
+static mt_status mti_embedding_scratch(mt_context *ctx, mti_runs *r) {
+    mt_tensor tokens, items, added, partials;
+    int64_t slots = r->count / MTI_RUN_CHUNK + 1;
     void *sizes = NULL;
-    s->tiles = (count + MTI_SORT_TILE - 1) / MTI_SORT_TILE;
-    MT_TRY(mt_arena_tensor(ctx, MT_I32, 4, count, sorted)); /* keys, tokens, and both for the next pass */
-    MT_TRY(mt_arena_tensor(ctx, MT_I32, s->tiles, 256, &digits));
-    MT_TRY(mt_arena_tensor(ctx, MT_I32, count, 4, &chunks));
-    MT_TRY(mt_arena_tensor(ctx, MT_I32, slots, 4, &runs));
-    MT_TRY(mt_arena_tensor(ctx, MT_F32, slots, mt_round_up(cols, MTI_VECTOR), &partials));
-    MT_TRY(mt_arena_alloc(ctx, 2 * sizeof *r->sizes, &sizes));
-    s->digits = (int32_t *)digits.data;
-    r->chunks = (mti_run *)chunks.data;
-    r->runs = (mti_run *)runs.data;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, r->count, &tokens));
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, r->count, 4, &items));
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, slots, &added));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, slots, mt_round_up(r->cols, MTI_VECTOR), &partials));
+    MT_TRY(mt_arena_alloc(ctx, 3 * sizeof *r->sizes, &sizes));
+    r->tokens = (int32_t *)tokens.data;
+    r->items = (mti_run *)items.data;
+    r->added = (int *)added.data;
     r->partials = mti_view_of(partials);
     r->sizes = (int *)sizes;
     return MT_SUCCESS;
 }
 
-/* Sorts the tokens by their row, and puts the result into r. Each pass but the first reads what the one before has
-   written. */
-static mt_status mti_cuda_sort(mt_context *ctx, mt_tensor sorted, mti_sort s, mti_runs *r) {
-    int32_t *room = (int32_t *)sorted.data;
-    for (int pass = 0; pass == 0 || (s.shift < 32 && s.rows >> s.shift); pass++) {
-        int32_t *out = room + (int64_t)(pass % 2) * 2 * s.count;
-        s.keys_out = (uint32_t *)out;
-        s.tokens_out = out + s.count;
-        MTI_LAUNCH_BLOCKS(mti_sort_count_kernel, s.tiles, MTI_SORT_THREADS, 0, mt_context_stream(ctx), s);
-        MTI_LAUNCH_BLOCKS(mti_sort_move_kernel, s.tiles, MTI_SORT_THREADS, 0, mt_context_stream(ctx), s);
-        s.ids = NULL;
-        s.keys = s.keys_out;
-        s.tokens = s.tokens_out;
-        s.shift += 8;
-    }
-    r->keys = s.keys;
-    r->tokens = s.tokens;
-    return mt_cuda_launched(ctx, "mt_embedding_backward");
-}
-
-/* The most blocks of a kernel whose number of items only the GPU knows: blocks without an item end at once. */
+/* The most blocks of mti_runs_kernel. Only the GPU knows the number of items: blocks without one end at once. */
 #define MTI_RUN_BLOCKS mt_min(8192, MTI_GRID_MAX)
 
-static mt_status mti_cuda_add_runs(mt_context *ctx, const mti_runs &r, int wide) {
-    struct CUstream_st *stream = mt_context_stream(ctx);
+/* 2^bits parts: a part has at most MTI_GROUP_THREADS rows, and for few tokens there are few parts. */
+static int mti_group_bits(int64_t rows, int64_t count) {
+    int64_t parts = mt_max((rows + MTI_GROUP_THREADS - 1) / MTI_GROUP_THREADS, mt_min(count / 128, MTI_GROUP_PARTS));
+    int bits = 0;
+    while ((int64_t)1 << bits < parts) bits++;
+    return bits;
+}
+
+template <int TYPE> static mt_status mti_cuda_add_runs(mt_context *ctx, const mti_runs &r) {
     unsigned blocks = (unsigned)mt_min(r.count, MTI_RUN_BLOCKS), threads = mti_row_threads(r.cols);
-    int64_t tiles = (r.cols + 32 * MTI_VECTOR - 1) / (32 * MTI_VECTOR);
-    unsigned long_blocks = (unsigned)mt_min((r.count / MTI_RUN_CHUNK + 1) * tiles, MTI_RUN_BLOCKS);
-    MT_LAUNCH_KERNEL(mti_runs_kernel, mti_grid(r.count, 256), 256, 0, stream, r);
-    if (!wide) MT_LAUNCH_KERNEL((mti_chunks_kernel<false, -1>), blocks, threads, 0, stream, r);
-    else if (r.dy.dtype == MT_F32) MT_LAUNCH_KERNEL((mti_chunks_kernel<true, MT_F32>), blocks, threads, 0, stream, r);
-    else if (r.dy.dtype == MT_BF16) MT_LAUNCH_KERNEL((mti_chunks_kernel<true, MT_BF16>), blocks, threads, 0, stream, r);
-    else MT_LAUNCH_KERNEL((mti_chunks_kernel<true, MT_F16>), blocks, threads, 0, stream, r);
-    if (r.count > MTI_RUN_CHUNK) {
-        if (wide) MT_LAUNCH_KERNEL(mti_long_runs_kernel<true>, long_blocks, MTI_SORT_THREADS, 0, stream, r);
-        else MT_LAUNCH_KERNEL(mti_long_runs_kernel<false>, long_blocks, MTI_SORT_THREADS, 0, stream, r);
-    }
+    MT_LAUNCH_KERNEL((mti_runs_kernel<TYPE != MTI_ANY_TYPE, TYPE>), blocks, threads, 0, mt_context_stream(ctx), r);
     return mt_cuda_launched(ctx, "mt_embedding_backward");
 }
 
 static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
                                              mt_tensor dtable) {
-    mt_tensor sorted;
-    mti_sort s;
     mti_runs r;
-    if (dy.rows > MTI_SORT_MOST)
+    int wide = mti_is_wide(dy) && mti_is_wide(dtable);
+    if (dy.rows > MTI_GROUP_MOST)
         return mt_fail(ctx, MT_ERR_UNSUPPORTED, "mt_embedding_backward: %lld tokens are more than %d on a GPU",
-                       (long long)dy.rows, MTI_SORT_MOST);
-    if (dtable.rows == 0) return MT_SUCCESS;
-    memset(&s, 0, sizeof s);
+                       (long long)dy.rows, MTI_GROUP_MOST);
+    if (dtable.rows == 0 || first_row > INT32_MAX) return MT_SUCCESS;
     memset(&r, 0, sizeof r);
-    s.ids = ids;
-    s.first_row = first_row;
-    s.rows = r.rows = (uint32_t)mt_min(dtable.rows, (int64_t)1 << 31); /* ids have 31 bits */
-    s.count = r.count = (int)dy.rows;
+    r.ids = ids;
+    r.first_row = first_row;
+    r.rows = (uint32_t)mt_min(dtable.rows, ((int64_t)1 << 31) - first_row); /* ids have 31 bits */
+    r.count = (int)dy.rows;
+    r.bits = mti_group_bits(r.rows, r.count);
+    r.range = (int)mt_round_up((dy.rows + MTI_GROUP_WARPS - 1) / MTI_GROUP_WARPS, 32);
     r.cols = dy.cols;
     r.dy = mti_view_of(dy);
     r.dtable = mti_view_of(dtable);
-    MT_TRY(mti_embedding_scratch(ctx, s.count, dy.cols, &sorted, &s, &r));
-    MT_TRY(mt_cuda_zero(ctx, r.sizes, 2 * sizeof *r.sizes));
-    MT_TRY(mti_cuda_sort(ctx, sorted, s, &r));
-    return mti_cuda_add_runs(ctx, r, mti_is_wide(dy) && mti_is_wide(dtable));
+    MT_TRY(mti_embedding_scratch(ctx, &r));
+    MT_TRY(mt_cuda_zero(ctx, r.sizes, 3 * sizeof *r.sizes));
+    MTI_LAUNCH_BLOCKS(mti_group_kernel, (int64_t)1 << r.bits, MTI_GROUP_THREADS, 0, mt_context_stream(ctx), r);
+    return mti_by_type(wide ? (int)dy.dtype : MTI_ANY_TYPE,
+                       [&](auto type) { return mti_cuda_add_runs<type.value>(ctx, r); });
 }
 
 } /* extern "C++" */
