@@ -1287,6 +1287,23 @@ static void test_embedding_backward(void **state) {
         }
 }
 
+/* Shards with the last ids that 32 bits have, and behind them, do not take negative ids for theirs. */
+static void test_embedding_backward_of_last_ids(void **state) {
+    static const int32_t ids[] = {INT32_MAX, INT32_MAX - 4, 0, -1, INT32_MIN, INT32_MIN + 1, -5, INT32_MAX};
+    size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+    const int32_t *there = ids_on_gpu(ids, 8);
+    (void)state;
+    type = MT_F32;
+    for (int64_t first = INT32_MAX - (int64_t)4; first <= INT32_MAX + (int64_t)2; first++) {
+        pair dy = pair_noise(8, 8, dense, 1, 1.0f), dtable = noise_f32(9, 8, 2, 1.0f);
+        BOTH(mt_embedding_backward(cpu, dy.cpu, first, ids, dtable.cpu),
+             mt_embedding_backward(gpu, dy.gpu, first, there, dtable.gpu));
+        same("mt_embedding_backward", dtable, 0);
+    }
+    mt_arena_release(cpu, on_cpu);
+    mt_arena_release(gpu, on_gpu);
+}
+
 /* The sum of a row depends on its own tokens only, not on the others or on how many there are. */
 static void test_embedding_backward_of_a_row(void **state) {
     enum { MOST = 3000, COLS = 8 };
@@ -2044,6 +2061,7 @@ int main(void) {
         cmocka_unit_test(test_cross_entropy),
         cmocka_unit_test(test_embedding),
         cmocka_unit_test(test_embedding_backward),
+        cmocka_unit_test(test_embedding_backward_of_last_ids),
         cmocka_unit_test(test_embedding_backward_of_a_row),
         cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_attention),
