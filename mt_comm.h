@@ -1781,7 +1781,8 @@ static mt_status mti_cuda_synchronize(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
-/* As mt_cuda_enter, for what a graph cannot record: the allocator, and copies through memory that is used again. */
+/* As mt_cuda_enter, for calls that a graph cannot record: they call the allocator, or copy through staging memory
+   that later uploads overwrite. */
 static mt_status mti_cuda_enter_host(mt_context *ctx) {
     MT_TRY(mt_cuda_enter(ctx));
     return mti_check_recording(ctx);

@@ -998,7 +998,8 @@ static void test_one_rank_waits(void **state) {
     run_lone(wait_for_peers);
 }
 
-/* y = x by a sum over one rank in the second stream, to which mt_overlap_begin changes only for more ranks. */
+/* y = the sum of x over one rank, in the second stream. The function enters this stream itself, because
+   mt_overlap_begin does so only with more ranks. */
 static mt_status sum_beside(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     mt_status status;
     MT_TRY(mti_cuda_fork(ctx, ctx->second_stream));
