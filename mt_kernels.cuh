@@ -385,10 +385,11 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
    [first_row, first_row + rows) of the whole table; first_row is 0 for a whole table.
    forward:  y [tokens, h] = beta * y + table[ids - first_row]. An id outside of the shard adds 0. With beta == 0, y is
              not read.
-   backward: dtable[ids - first_row] += dy [tokens, h]. An id outside of the shard adds nothing. A CPU adds the tokens
-             of a row in their order. A GPU adds them in groups of 32, in order, and then adds the sums of the groups:
-             with at most 32 tokens of a row, the bits are those of a CPU. The order depends on the number of the row's
-             tokens only. Error: MT_ERR_UNSUPPORTED (on a GPU: about 2^31 tokens or more). */
+   backward: dtable[ids - first_row] += dy [tokens, h]. An id outside of the shard adds nothing. A CPU adds the
+             tokens of a row in their order. A GPU adds them in groups, each in the order of its tokens, and then
+             adds the sums of the groups. A group has 32 tokens, or more if the row has more than 4096. With at most
+             32 tokens of a row, the bits are those of a CPU. The order depends only on how many tokens the row has.
+             Error: MT_ERR_UNSUPPORTED (on a GPU: about 2^31 tokens or more). */
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y);
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
@@ -1821,7 +1822,8 @@ extern "C++" {
 #else
 #define MTI_PTX_SM80(...) __trap() /* not reached: see mti_built_for */
 #endif
-/* Copies also work before sm_80, because norms use them there: MTI_PTX_COPY is then the statement `now`. */
+/* Code that is built for less than sm_80 has no asynchronous copies. It runs the statement `now` instead, because
+   norms use these wrappers there, too. */
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define MTI_PTX_COPY(now, ...) asm volatile(__VA_ARGS__)
 #else
@@ -1833,7 +1835,7 @@ static __device__ __forceinline__ uint32_t mti_shared_address(const void *p) {
 }
 
 /* Starts copying 16 bytes from global to shared memory. Only `bytes` bytes are read, and the rest of the 16 becomes 0.
-   A GPU before sm_80 copies at once, and `bytes` must be 0 or 16. */
+   Code built for less than sm_80 copies before it goes on, and `bytes` must be 0 or 16. */
 static __device__ __forceinline__ void mti_cp_async16(void *to, const void *from, int bytes) {
     MTI_PTX_COPY(*(uint4 *)to = bytes ? *(const uint4 *)from : make_uint4(0, 0, 0, 0),
                  "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(mti_shared_address(to)), "l"(from), "r"(bytes)
@@ -2369,8 +2371,8 @@ extern "C++" {
 
 /* *sum += the hashes of all elements. A thread owns every (grid size)-th element. A warp adds its 32 sums and then adds
    the total with one atomicAdd. Integer sums do not depend on the order. The kernel uses no shared memory and no
-   barrier. Instructions limit it, not memory: on sm_90 at most 82 for an f32 element, which moves 4 bytes (budget: 27),
-   most of them for 64-bit multiplications and the row of the element. */
+   barrier. Instructions limit it, not memory: on sm_90 68 for an f32 element, which moves 4 bytes (budget: 27), or 82
+   when it divides in 64 bits. Most of them are 64-bit multiplications, and compute the row of the element. */
 static __global__ void __launch_bounds__(256)
     mti_hash_kernel(mti_view x, int64_t rows, int64_t cols, int64_t first_row, int64_t first_col, int64_t global_cols,
                     unsigned long long *sum) {
@@ -4375,10 +4377,9 @@ static __device__ __forceinline__ void mti_norm_gradient(const mti_norm_means &m
 #define MTI_NORM_SUM_THREADS 256  /* maximum threads per block if the sums are in registers */
 #define MTI_NORM_ROOM_THREADS 384 /* the same if they do not fit into registers */
 
-/* Rows of a short strip, and of the tallest one, in short strips. */
-#define MTI_NORM_STRIP 16
-#define MTI_NORM_TALLEST 4
-/* Elements of a matrix for each short strip in a tall one. */
+#define MTI_NORM_STRIP 16  /* rows of a short strip */
+#define MTI_NORM_TALLEST 4 /* a tall strip has at most this many times the rows of a short one */
+/* A tall strip has MTI_NORM_STRIP rows for each MTI_NORM_TALL elements of the matrix. */
 #ifndef MTI_NORM_TALL
 #define MTI_NORM_TALL (32 << 20)
 #endif
@@ -4435,8 +4436,9 @@ template <int TYPE, int KEPT> struct mti_norm_backward_rest {
     }
 };
 
-/* One row of mti_norm_backward_kernel with ROOM. `in` has the row, and afterwards the next one, if it is not the end. m
-   has its statistics. The thread reads a vector of dy and dresidual before it writes the same vector of dx. */
+/* One row of mti_norm_backward_kernel with ROOM. `in` has this row when the function is called, and the next row
+   afterwards, unless this is the last row of the strip. m has the statistics of this row. The thread reads a vector
+   of dy and dresidual before it writes the same vector of dx. */
 template <int TYPE, int KEPT>
 static __device__ __forceinline__ void mti_norm_backward_wide_row(const mti_norm_backward_op &op, int64_t row,
                                                                   int64_t end, int64_t cols,
@@ -4497,12 +4499,15 @@ template <int TYPE, int KEPT> struct mti_norm_ahead {
         copy_view(next.dy, i, bytes, to + KEPT * words);
         if (next.dresidual.data) copy_view(next.dresidual, i, bytes, to + 2 * KEPT * words);
     }
-    /* Ends the copies of a row. Another row is read next. */
+    /* Ends the copies of a row. Another row is read next. The views stay at the last row: copies of 0 bytes need
+       addresses that are multiples of 16, too, and the `ld` of a matrix of one row may be any number. */
     __device__ __forceinline__ void advance() {
         mti_cp_async_commit();
-        mti_norm_move<TYPE>(next.x);
-        mti_norm_move<TYPE>(next.dy);
-        if (next.dresidual.data) mti_norm_move<TYPE>(next.dresidual);
+        if (left > 1) {
+            mti_norm_move<TYPE>(next.x);
+            mti_norm_move<TYPE>(next.dy);
+            if (next.dresidual.data) mti_norm_move<TYPE>(next.dresidual);
+        }
         left--;
         at = (rows - 1) * size - at;
     }
@@ -4585,7 +4590,8 @@ static __device__ __forceinline__ void mti_norm_backward_wide_strip(const mti_no
         }
 }
 
-/* The same with the sums in registers, and `rows` rows copied ahead to `room`. */
+/* As mti_norm_backward_wide_strip, with the sums in registers. `rows`, 1 or 2, is the number of rows that are copied
+   ahead to `room`. */
 template <int TYPE, int KEPT>
 static __device__ __forceinline__ void mti_norm_backward_narrow_strip(const mti_norm_backward_op &op, int64_t row,
                                                                       int64_t end, int64_t cols, int rows, float4 *room,
@@ -4622,8 +4628,8 @@ static __device__ __forceinline__ void mti_norm_backward_narrow_strip(const mti_
     }
 }
 
-/* The blocks of mti_norm_backward_kernel whose registers a multiprocessor must have room for. Three blocks in f16 would
-   spill registers on sm_75. */
+/* The least number of blocks per multiprocessor, for __launch_bounds__. In f16, 3 blocks would spill registers on
+   sm_75. */
 template <int TYPE, int KEPT, bool ROOM> constexpr int mti_norm_backward_blocks() {
     return ROOM ? 1 : KEPT == mti_ahead<TYPE>::value && TYPE != MT_F16 ? 3 : 2;
 }
@@ -4703,16 +4709,13 @@ static mt_status mti_norm_backward_wide(mt_context *ctx, const mti_norm_backward
 template <int TYPE>
 static mt_status mti_norm_backward_launch(mt_context *ctx, const mti_norm_backward_op &op, int64_t rows, int64_t cols,
                                           const mti_norm_strips &strips, size_t bytes, void *partial, void *spare) {
-    static const int few = mti_ahead<TYPE>::value;
-    if constexpr (TYPE != MTI_ANY_TYPE) {
-        if (cols <= few * MTI_NORM_SUM_THREADS * MTI_VECTOR)
-            return mti_norm_backward_narrow<TYPE, few>(ctx, op, rows, cols, strips, partial);
-        if (cols <= 2 * few * MTI_NORM_SUM_THREADS * MTI_VECTOR)
-            return mti_norm_backward_narrow<TYPE, 2 * few>(ctx, op, rows, cols, strips, partial);
-        return mti_norm_backward_wide<TYPE, 2 * few>(ctx, op, rows, cols, strips, bytes, partial, spare);
-    } else {
-        return mti_norm_backward_wide<TYPE, 1>(ctx, op, rows, cols, strips, bytes, partial, spare);
-    }
+    static const bool any = TYPE == MTI_ANY_TYPE; /* these keep their sums in shared memory */
+    static const int few = mti_ahead<TYPE>::value, type = any ? MT_F32 : TYPE;
+    if (!any && cols <= few * MTI_NORM_SUM_THREADS * MTI_VECTOR)
+        return mti_norm_backward_narrow<type, few>(ctx, op, rows, cols, strips, partial);
+    if (!any && cols <= 2 * few * MTI_NORM_SUM_THREADS * MTI_VECTOR)
+        return mti_norm_backward_narrow<type, 2 * few>(ctx, op, rows, cols, strips, partial);
+    return mti_norm_backward_wide < TYPE, any ? 1 : 2 * few > (ctx, op, rows, cols, strips, bytes, partial, spare);
 }
 
 static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain,
@@ -6710,14 +6713,14 @@ static mt_status mti_cuda_embedding_forward(mt_context *ctx, mt_tensor table, in
     return mti_map(ctx, "mt_embedding_forward", op, mti_is_wide(table) && mti_is_wide(y), y.rows, y.cols);
 }
 
-/* The backward groups the tokens by their row of the table: the tokens of a row become neighbours, a run, in their
-   order. Then it adds each run. The rows are dealt to parts: row k belongs to part k % 2^bits, and is row k / 2^bits of
-   it. So the neighbouring rows that have most tokens of a text are in different parts. A block groups the tokens of one
-   part. Each block reads all ids, but one launch does all. */
+/* The backward is a stable counting sort of the tokens by their row of the table, and then a sum of each run, which
+   is all tokens of a row. The rows are divided into 2^bits parts: row k is row k / 2^bits of part k % 2^bits.
+   Frequent tokens often have neighbouring ids, which are then in different parts. One block sorts the tokens of a
+   part in shared memory. Each block reads all ids, so that there is only one launch. */
 #define MTI_GROUP_THREADS 512 /* one thread for each row of a part */
 #define MTI_GROUP_WARPS (MTI_GROUP_THREADS / 32)
 #define MTI_GROUP_ROUNDS 16                             /* ids that a thread loads before it looks at the first one */
-#define MTI_GROUP_STEP (32 * MTI_GROUP_ROUNDS)          /* those of a warp */
+#define MTI_GROUP_STEP (32 * MTI_GROUP_ROUNDS)          /* ids that a warp reads in a step */
 #define MTI_GROUP_PARTS 128                             /* for many tokens: about one for each multiprocessor */
 #define MTI_GROUP_MOST (INT32_MAX - 2 * MTI_GROUP_STEP) /* tokens, so that 32 bits number them */
 #define MTI_RUN_CHUNK 32                                /* a run with more tokens is cut into chunks */
@@ -6728,9 +6731,9 @@ struct __align__(16) mti_run {
     int chunk;        /* the number of one chunk of it */
 };
 
-/* Chunk k > 0 of a run has the slot (its first token) / MTI_RUN_CHUNK, and the run has the slot first / MTI_RUN_CHUNK.
-   No other one has it, because such a chunk, and the end of such a run, are at least MTI_RUN_CHUNK tokens behind the
-   first token of the run. */
+/* Chunk k > 0 of a run writes its sum to row p / MTI_RUN_CHUNK of `partials`, where p is the place of its first
+   token. A long run counts its added chunks in added[first / MTI_RUN_CHUNK]. No two chunks and no two long runs have
+   the same number, because their first places are at least MTI_RUN_CHUNK apart. */
 struct mti_runs {
     const int32_t *ids;
     int64_t first_row;
@@ -6746,8 +6749,9 @@ struct mti_runs {
     int64_t cols;
 };
 
-/* The length of the chunks of a run. A run of n tokens has n / MTI_RUN_CHUNK chunks, or 2 sqrt(n) if that is less: one
-   block adds a chunk, and then one block adds the sums of the chunks. */
+/* Returns the length of the chunks of a run: 32 up to 4096 tokens, then 64, 128, and so on, the first that is at
+   least sqrt(count) / 2. So longer runs have at most 2 sqrt(count) chunks. One block adds each chunk, and one block
+   then adds the sums of the chunks. */
 static __device__ __forceinline__ int mti_run_chunk(int count) {
     int size = MTI_RUN_CHUNK;
     while (4 * (int64_t)size * size < count) size *= 2;
@@ -6760,8 +6764,8 @@ struct mti_group_part {
     __device__ int has(uint32_t key) const { return (key & mask) == 0 && key < rows; }
 };
 
-/* Gives the keys of the ids i, i + 32, ..., as far as they are below `end`, which they all are with WHOLE. No part has
-   the key of an id that is negative or not there. */
+/* Loads the ids i, i + 32, ... and computes their keys. An id at `end` or behind it counts as -1; with WHOLE there is
+   none. The key of a negative id is in no part. */
 template <bool WHOLE>
 static __device__ __forceinline__ void mti_group_load(const mti_runs &r, const mti_group_part &p, int i, int end,
                                                       uint32_t *key) {
@@ -6772,7 +6776,8 @@ static __device__ __forceinline__ void mti_group_load(const mti_runs &r, const m
     for (int k = 0; k < MTI_GROUP_ROUNDS; k++) key[k] = (uint32_t)id[k] - ((uint32_t)r.first_row + p.first);
 }
 
-/* Calls f(i, key) for the ids i = begin + lane, i + 32, ..., and the places behind the end that fill the last step. */
+/* Calls f(i, key) for all ids of [begin, end), in steps of a warp. The last step also calls f for places behind the
+   end, whose keys are in no part. */
 template <typename F>
 static __device__ __forceinline__ void mti_group_each(const mti_runs &r, const mti_group_part &p, int begin, int end,
                                                       const F &f) {
@@ -6786,9 +6791,9 @@ static __device__ __forceinline__ void mti_group_each(const mti_runs &r, const m
     }
 }
 
-/* Replaces the three numbers of each thread by the sums of those of the threads before it, behind what other blocks
-   have added to `sizes`. The barriers separate writing the sums of warps to shared memory from reading them, and
-   writing the old sizes from reading them. */
+/* Exclusive prefix sums: x[j] of a thread becomes the sum of x[j] of the threads before it, plus sizes[j]. sizes[j]
+   then grows by the sum of the whole block. The barriers separate writing the sums of warps to shared memory from
+   reading them, and writing the old sizes from reading them. */
 static __device__ __forceinline__ void mti_group_scan(int *x, int *sizes) {
     MT_SHARED(int, sums, 3 * MTI_GROUP_WARPS);
     MT_SHARED(int, base, 3);
@@ -6983,7 +6988,9 @@ static mt_status mti_embedding_scratch(mt_context *ctx, mti_runs *r) {
 }
 
 /* The most blocks of mti_runs_kernel. Only the GPU knows the number of items: blocks without one end at once. */
-#define MTI_RUN_BLOCKS mt_min(8192, MTI_GRID_MAX)
+#ifndef MTI_RUN_BLOCKS
+#define MTI_RUN_BLOCKS 8192
+#endif
 
 /* 2^bits parts: a part has at most MTI_GROUP_THREADS rows, and for few tokens there are few parts. */
 static int mti_group_bits(int64_t rows, int64_t count) {
@@ -7207,7 +7214,7 @@ struct mti_ce {
     const int32_t *targets;
     mt_cross_entropy_shard_desc desc;
     int64_t real; /* columns that are not padding */
-    int64_t bulk; /* vectors of a row that are accessed 16 bytes at a time */
+    int64_t bulk; /* the number of chunks of a row, and of its vectors: see mti_ce_head */
     float scale;
     int32_t ignore;
 
@@ -7248,22 +7255,25 @@ template <int TYPE> struct mti_ce_sums {
 
 #define MTI_CE_THREADS 512 /* maximum per block; two such blocks fit into the registers of a multiprocessor */
 
+/* At least 32, because each thread has at most one of the up to 23 elements that are in no vector. */
 static unsigned mti_ce_threads(int64_t cols) {
-    return (unsigned)mt_min(MTI_CE_THREADS, mt_round_up((cols + 4 * MTI_VECTOR - 1) / (4 * MTI_VECTOR), 32));
+    return (unsigned)mt_max(32,
+                            mt_min(MTI_CE_THREADS, mt_round_up((cols + 4 * MTI_VECTOR - 1) / (4 * MTI_VECTOR), 32)));
 }
 
-/* Returns `head`, 1 to MTI_VECTOR. A row may begin at any element: with 50257 columns, most rows are not aligned. Its
-   elements are divided in two ways. Vector i begins at column 8 * i + 8, chunk i at column 8 * i + head, whose address
-   is a multiple of 16 bytes. Both have 8 = MTI_VECTOR elements, and i is less than c.bulk. Threads load and store
-   chunks. They add vectors, so the bits of a sum do not depend on the alignment. The other elements, up to 23 and the
-   padding, are accessed one by one. So no thread accesses memory outside of its row. */
+/* Returns `head`, the last column from 1 to MTI_VECTOR whose address is a multiple of 16 bytes. A row may begin at
+   any element: with 50257 columns, most rows are not aligned. So its elements are divided in two ways. Vector i
+   begins at column 8 * i + 8, chunk i at column 8 * i + head. Both have 8 = MTI_VECTOR elements, and i is less than
+   c.bulk. Threads load and store chunks. They add vectors, so the bits of a sum do not depend on the alignment. The
+   other elements, up to 23 and the padding, are accessed one by one. So no thread accesses memory outside of its
+   row. */
 template <int TYPE> static __device__ __forceinline__ int mti_ce_head(const mti_ce &c, int64_t row) {
     const int size = mti_fetched<TYPE>::size;
     return MTI_VECTOR - (int)((uintptr_t)(c.logits.data + row * c.logits.ld * size) % 16) / size;
 }
 
-/* Turns a chunk into the vector that begins `skip` bytes behind it, 0 < skip < 16. Its last bytes are in `next`. skip
-   is the same for the whole row. */
+/* Turns a chunk into the vector that begins `skip` bytes after the beginning of the chunk, 0 < skip < 16. The last
+   `skip` bytes of the vector are the first ones of `next`. skip is the same for the whole row. */
 template <int TYPE>
 static __device__ __forceinline__ void mti_ce_shift(mti_fetched<TYPE> &chunk, const mti_words &next, int skip) {
     const int count = sizeof chunk / 4;
@@ -7283,7 +7293,7 @@ static __device__ __forceinline__ void mti_ce_shift(mti_fetched<TYPE> &chunk, co
 /* Adds COUNT vectors of a thread to own: that of the chunk at element `at` of the logits, and those of every
    blockDim-th chunk behind it. Copies the chunks to `room`, if this is given. Moves `at` and `room` to the thread's
    next chunk. The last bytes of a vector are in the chunk of another thread, which loads it at the same time, so they
-   come from the L1 cache. */
+   are expected in the L1 cache. */
 template <int TYPE, int COUNT>
 static __device__ __forceinline__ void mti_ce_add_group(const mti_ce &c, int64_t &at, mti_words *&room, int skip,
                                                         mti_ce_sums<TYPE> &own) {
@@ -7379,12 +7389,12 @@ static __global__ void __launch_bounds__(MTI_CE_THREADS, 2) mti_ce_stats_kernel(
     mti_put(c.stats, row, 3, s.w);
 }
 
-/* The numbers of a row from which its gradients are computed: factor * (softmax - even), and at the target
-   factor * softmax - hot. */
+/* The numbers of a row from which its gradients are computed: factor * softmax - even, and at the target
+   factor * softmax - hot. fma, so that each place that computes one rounds alike. */
 struct mti_ce_scales {
     float top, log_sum, factor, even, hot;
-    template <int TYPE> __device__ __forceinline__ float softmax(float x) const {
-        return factor * mti_ce_exp<TYPE>(x - top, log_sum);
+    template <int TYPE> __device__ __forceinline__ float gradient(float x, float minus) const {
+        return __fmaf_rn(factor, mti_ce_exp<TYPE>(x - top, log_sum), -minus);
     }
 };
 
@@ -7405,7 +7415,7 @@ static __device__ __forceinline__ void mti_ce_gradient_group(const mti_ce &c, co
     for (int q = 0; q < COUNT; q++) {
         mti_values(held[q], x);
         MT_DEVICE_UNROLL
-        for (int j = 0; j < MTI_VECTOR; j++) x[j] = s.softmax<TYPE>(x[j]) - s.even;
+        for (int j = 0; j < MTI_VECTOR; j++) x[j] = s.gradient<TYPE>(x[j], s.even);
         mti_row_store<TYPE>(chunks, 0, i + q * step, c.real, x);
     }
 }
@@ -7433,12 +7443,12 @@ static __device__ __forceinline__ void mti_ce_gradient_row(const mti_ce &c, int6
         mti_ce_gradient_group<TYPE, 4>(c, chunks, i, s, room);
     for (; i + step < c.bulk; i += 2 * step) mti_ce_gradient_group<TYPE, 2>(c, chunks, i, s, room);
     if (i < c.bulk) mti_ce_gradient_group<TYPE, 1>(c, chunks, i, s, room);
-    if (owner) mti_put<TYPE>(c.logits, row, target, s.softmax<TYPE>(hit) - s.hot);
+    if (owner) mti_put<TYPE>(c.logits, row, target, s.gradient<TYPE>(hit, s.hot));
     for (int64_t edge = threadIdx.x; edge < cols - c.bulk * MTI_VECTOR; edge += step) {
         int64_t col = edge < head ? edge : edge + c.bulk * MTI_VECTOR;
         float g = 0.0f;
         if (!ignored && col < c.real)
-            g = s.softmax<TYPE>(mti_get<TYPE>(c.logits, row, col)) - (col == target ? s.hot : s.even);
+            g = s.gradient<TYPE>(mti_get<TYPE>(c.logits, row, col), col == target ? s.hot : s.even);
         mti_put<TYPE>(c.logits, row, col, g);
     }
 }

@@ -4,6 +4,7 @@
 
 #define MEGATRON_IMPLEMENTATION
 #define MTI_GRID_MAX 2     /* limit for one-dimensional grids: small tensors then need more than one grid */
+#define MTI_RUN_BLOCKS 7   /* the same for the sums of an embedding's gradient */
 #define MTI_NORM_TALL 1000 /* elements for each short strip in a tall one: small matrices have tall strips */
 #include "megatron.h"
 
@@ -234,7 +235,7 @@ static void test_wide_norm(void **state) {
 
 /* The widths at which a row gets more threads or another kernel, and their neighbours: a row of a warp, of a block, of
    several strips, sums in registers and in shared memory, and rows of which a thread does not keep all vectors. The
-   last ones have tall and short strips. */
+   last ones have tall and short strips, and one row whose ld is odd. */
 static void test_widths_of_norms(void **state) {
     static const shape widths[] = {{5, 255, {0, 0}},   {5, 256, {0, 0}},   {3, 257, {0, 0}},   {3, 264, {0, 0}},
                                    {6, 504, {8, 8}},   {3, 512, {0, 0}},   {3, 520, {0, 0}},   {3, 1023, {0, 0}},
@@ -242,7 +243,7 @@ static void test_widths_of_norms(void **state) {
                                    {2, 4104, {0, 0}},  {2, 6144, {0, 0}},  {2, 6152, {0, 0}},  {2, 8192, {0, 0}},
                                    {3, 8200, {8, 0}},  {2, 12288, {0, 0}}, {2, 12296, {0, 0}}, {1, 16383, {0, 0}},
                                    {2, 16384, {0, 0}}, {2, 16392, {0, 0}}, {3, 20000, {0, 0}}, {1, 20001, {0, 0}},
-                                   {100, 24, {0, 0}},  {150, 72, {8, 0}}};
+                                   {100, 24, {0, 0}},  {150, 72, {8, 0}},  {1, 40, {3, 0}},    {1, 64, {5, 0}}};
     (void)state;
     each_type(norm, widths, sizeof widths / sizeof *widths);
 }
@@ -826,6 +827,22 @@ static void test_cross_entropy_masked(void **state) {
     each_type(masked, list, 3);
 }
 
+/* The statistics of a shard without columns. */
+static void test_cross_entropy_without_columns(void **state) {
+    const mt_cross_entropy_shard_desc desc = {8, 8, 0.1f, 0};
+    const int32_t targets[] = {0, 3, 7};
+    size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+    const int32_t *there = ids_on_gpu(targets, 3);
+    pair x = pair_f32(3, 8), stats = pair_f32(3, 4);
+    (void)state;
+    type = MT_F32;
+    BOTH(mt_cross_entropy_stats(cpu, &desc, mt_tensor_cols(x.cpu, 0, 0), targets, stats.cpu),
+         mt_cross_entropy_stats(gpu, &desc, mt_tensor_cols(x.gpu, 0, 0), there, stats.gpu));
+    same("mt_cross_entropy_stats", stats, 0);
+    mt_arena_release(cpu, on_cpu);
+    mt_arena_release(gpu, on_gpu);
+}
+
 /* Overwrites x, the second of four shards, with its gradient. Writes the hashes of its statistics and gradient. */
 static void cross_entropy_hashes(mt_context *ctx, mt_tensor x, const int32_t *targets, uint64_t *hashes) {
     mt_cross_entropy_shard_desc desc = {4 * x.cols, x.cols, 0.1f, 0};
@@ -938,7 +955,7 @@ static void cross_entropy_of_equal_rows(int64_t cols, int64_t ld, int64_t vocab,
     mt_arena_release(gpu, on_gpu);
 }
 
-/* Columns: fewer than three vectors, which are accessed one by one; one vector more; groups of one, two and four. */
+/* Widths with no chunk (up to 23 columns), with one chunk, and with groups of one, two and four chunks. */
 static void test_cross_entropy_alignments(void **state) {
     static const int64_t widths[] = {1, 2, 7, 16, 23, 24, 25, 33, 100, 1019, 17000};
     (void)state;
@@ -1264,12 +1281,12 @@ static void embedding_backward(id_kind kind, int64_t tokens, int64_t cols, int64
     mt_arena_release(gpu, on_gpu);
 }
 
-/* Token counts around those of a chunk (32), of two chunks, of a part (128) and of chunks that are longer (4096), and
-   one whose ids do not fit into one step of 16 warps (8192); rows in one and in several parts; columns of one and of
-   several blocks, with and without whole vectors. */
+/* Token counts around one chunk (32), two chunks, the first count with two parts (256), the last count with chunks of
+   32 (4096), and one that a block reads in more than one step (8192); with 17000 equal ids chunks have 128 tokens.
+   Rows in one and in several parts. Columns of one and of several blocks, with and without whole vectors. */
 static void test_embedding_backward(void **state) {
-    static const int64_t tokens[] = {1,   31,  32,   33,   64,   65,   256,  287, 288,
-                                     289, 321, 1023, 1025, 2049, 4096, 4097, 8800};
+    static const int64_t tokens[] = {1,   31,  32,  33,  64,   65,   127,  128,  129,  255,  256,
+                                     257, 287, 288, 289, 1023, 1025, 4096, 4097, 8800, 17000};
     (void)state;
     type = MT_F32;
     for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++)
@@ -2083,6 +2100,7 @@ int main(void) {
         cmocka_unit_test(test_wide_cross_entropy),
         cmocka_unit_test(test_cross_entropy_targets),
         cmocka_unit_test(test_cross_entropy_masked),
+        cmocka_unit_test(test_cross_entropy_without_columns),
         cmocka_unit_test(test_cross_entropy_of_virtual_shards),
         cmocka_unit_test(test_cross_entropy_alignments),
         cmocka_unit_test(test_cross_entropy_refuses),
