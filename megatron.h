@@ -437,7 +437,8 @@ typedef struct mt_gpt_desc {
     int untied_head;         /* 1: the output head has a weight of its own */
     float embedding_dropout; /* of the sum of token and position embedding */
     float label_smoothing;   /* see mt_cross_entropy_desc */
-    int32_t ignore_index;    /* targets of this value have loss 0 and gradient 0; 0: -100, as in PyTorch */
+    /* targets of this value have loss 0 and gradient 0; MT_IGNORE_ZERO: targets of 0; 0: -100, as in PyTorch */
+    int32_t ignore_index;
     /* rows of the embedding and of the output head with padding of your own, such as 50304 for a vocab of 50257; see
        mt_embedding_desc. The logits of mt_gpt_logits and the tensors of checkpoints are without padding. 0: none */
     int64_t padded_vocab;

@@ -404,8 +404,10 @@ typedef struct mt_cross_entropy_shard_desc {
     int64_t vocab;         /* size of the whole vocabulary, without padding */
     int64_t first_col;     /* index in the vocabulary of the shard's first column */
     float label_smoothing; /* a, 0 <= a < 1 */
-    int32_t ignore_index;  /* target of tokens without a loss; 0: -100, as in PyTorch */
+    int32_t ignore_index;  /* target of tokens without a loss; MT_IGNORE_ZERO: 0; 0: -100, as in PyTorch */
 } mt_cross_entropy_shard_desc;
+
+#define MT_IGNORE_ZERO INT32_MIN /* as ignore_index: targets of 0 have no loss; a field of 0 means -100 */
 
 /* Call stats on each shard, gather all stats with mt_all_gather, then call combine and backward on each shard. logits
    is [tokens, columns of the shard]. targets holds, for each token, an index in the whole vocabulary or ignore_index;
@@ -618,8 +620,8 @@ MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *
    MT_ERR_ARGUMENT. */
 MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
 
-/* Returns the target of tokens without a loss, from the field mt_cross_entropy_shard_desc.ignore_index: its value, or
-   -100 if it is 0. */
+/* Returns the target of tokens without a loss, from the field mt_cross_entropy_shard_desc.ignore_index: its value,
+   but 0 for MT_IGNORE_ZERO, and -100 for 0. */
 MT_API int32_t mt_ignore_index(int32_t ignore_index);
 
 /* Returns the hash of one element, from its global number and its bits. mt_hash adds up these hashes. */
@@ -7081,7 +7083,10 @@ static int64_t mti_real_columns(const mt_cross_entropy_shard_desc *s, int64_t co
     return mt_max(0, mt_min(cols, s->vocab - s->first_col));
 }
 
-static int32_t mti_ignore_index(int32_t ignore_index) { return ignore_index ? ignore_index : -100; }
+static int32_t mti_ignore_index(int32_t ignore_index) {
+    if (ignore_index == MT_IGNORE_ZERO) return 0;
+    return ignore_index ? ignore_index : -100;
+}
 
 MT_API int32_t mt_ignore_index(int32_t ignore_index) { return mti_ignore_index(ignore_index); }
 

@@ -807,7 +807,8 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
 typedef struct mt_cross_entropy_desc {
     int64_t vocab;         /* global, without padding */
     float label_smoothing; /* a in (1 - a) * nll + a * mean of -log p over vocab, as in PyTorch; 0 <= a < 1 */
-    int32_t ignore_index;  /* a target of this value has loss 0 and gradient 0; 0: -100, as in PyTorch */
+    /* a target of this value has loss 0 and gradient 0; MT_IGNORE_ZERO: targets of 0; 0: -100, as in PyTorch */
+    int32_t ignore_index;
     /* total columns of the logits over all ranks, with padding of your own: each rank has padded_vocab / t, rounded up
        (see mt_embedding_desc). Logits with another number of columns are MT_ERR_SHAPE. The columns from vocab on do not
        enter the loss, whatever they hold, and their gradient is 0; 0: none */

@@ -773,6 +773,7 @@ static const gpt_case gpt_cases[] = {
      {.vocab = VOCAB,
       .layers = 2,
       .max_seq = 10,
+      .ignore_index = MT_IGNORE_ZERO,
       .embedding_dropout = 0.1f,
       .layer = {.hidden = 16, .heads = 4, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}},
      0},
@@ -871,8 +872,7 @@ static void gpt_data(const gpt_case *c, int32_t *ids, int32_t *targets, int32_t 
     uint64_t seed = 4;
     for (int i = 0; i < GPT_TOKENS; i++) {
         ids[i] = (int32_t)test_below(&seed, VOCAB);
-        targets[i] =
-            i % 7 == 3 ? (c->desc.ignore_index ? c->desc.ignore_index : -100) : (int32_t)test_below(&seed, VOCAB);
+        targets[i] = i % 7 == 3 ? test_ignored(c->desc.ignore_index) : (int32_t)test_below(&seed, VOCAB);
     }
     for (int i = 0; i < BATCH; i++) lengths[i] = i < 3 ? 8 - 3 * i : 0;
 }
@@ -1013,7 +1013,7 @@ static void test_gpt_with_a_padded_vocabulary(void **state) {
 /* -log softmax(logits)[target] in double, with the label smoothing of the description. */
 static double loss_of_logits(const gpt_case *c, const float *x, int32_t target) {
     double sum = 0, mean = 0, a = (double)c->desc.label_smoothing;
-    if (target == (c->desc.ignore_index ? c->desc.ignore_index : -100)) return 0;
+    if (target == test_ignored(c->desc.ignore_index)) return 0;
     for (int j = 0; j < VOCAB; j++) {
         sum += exp((double)x[j]);
         mean += (double)x[j] / VOCAB;

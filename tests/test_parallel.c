@@ -1033,7 +1033,7 @@ static void loss_reference_of(const loss_case *c, const float *logits, const int
     for (int64_t i = 0; i < TOKENS; i++) {
         const float *x = logits + i * c->vocab;
         double top = -INFINITY, sum = 0, mean = 0, lse;
-        int ignored = targets[i] == (c->ignore ? c->ignore : -100);
+        int ignored = targets[i] == test_ignored(c->ignore);
         for (int64_t j = 0; j < c->vocab; j++) top = fmax(top, (double)x[j]);
         for (int64_t j = 0; j < c->vocab; j++) {
             sum += exp((double)x[j] - top);
@@ -1053,7 +1053,7 @@ static void loss_inputs(const loss_case *c, float *logits, int32_t *targets) {
     uint64_t seed = 9;
     for (int64_t i = 0; i < TOKENS; i++) {
         for (int64_t j = 0; j < c->vocab; j++) logits[i * c->vocab + j] = c->scale * test_float(&seed);
-        targets[i] = i % 5 == 4 ? (c->ignore ? c->ignore : -100) : (int32_t)test_below(&seed, (size_t)c->vocab);
+        targets[i] = i % 5 == 4 ? test_ignored(c->ignore) : (int32_t)test_below(&seed, (size_t)c->vocab);
         if (i < 4 && c->vocab > 1) {
             logits[i * c->vocab] = c->scale;
             logits[(i + 1) * c->vocab - 1] = c->scale - (float)i;
@@ -1132,7 +1132,7 @@ static mt_status loss_check(test_rank *r, loss_case *c) {
     return loss_at_once(r, &d, again, targets, mt_tensor_f32(dloss, 1, TOKENS), loss, mine);
 }
 
-#define LOSS_CASES 13
+#define LOSS_CASES 14
 
 static mt_status loss_rank(mt_comm *world, void *user) {
     loss_case *cases = (loss_case *)user;
@@ -1155,13 +1155,13 @@ static mt_status loss_rank(mt_comm *world, void *user) {
    gradients, and between splits, is 1e-6 (for a smoothed loss of 100, a few ulps). */
 static void test_cross_entropy_on_every_split(void **state) {
     static loss_case cases[LOSS_CASES] = {
-        {48, 0, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},        {37, 0, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},
-        {37, 0.1f, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},     {5, 0.2f, 3, -7, 1e-6, 1e-6, {0}, {0}, 0},
-        {1, 0.2f, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},      {37, 0.1f, 3, 64, 1e-6, 1e-6, {0}, {0}, 0},
-        {37, 0, 1000, 0, 6.2e-5, 1e-6, {0}, {0}, 0},   {37, 0.1f, 1000, 0, 1.3e-4, 1e-6, {0}, {0}, 0},
-        {37, 0, 3, -1, 1e-6, 1e-6, {0}, {0}, 0},       {37, 0.1f, 3, 5, 1e-6, 1e-6, {0}, {0}, 0},
-        {37, 0, 3, 0, 1e-6, 1e-6, {0}, {0}, 48},       {37, 0.1f, 3, 45, 1e-6, 1e-6, {0}, {0}, 48},
-        {5, 0.2f, 1000, 0, 1.3e-4, 1e-6, {0}, {0}, 64}};
+        {48, 0, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},         {37, 0, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},
+        {37, 0.1f, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},      {5, 0.2f, 3, -7, 1e-6, 1e-6, {0}, {0}, 0},
+        {1, 0.2f, 3, 0, 1e-6, 1e-6, {0}, {0}, 0},       {37, 0.1f, 3, 64, 1e-6, 1e-6, {0}, {0}, 0},
+        {37, 0, 1000, 0, 6.2e-5, 1e-6, {0}, {0}, 0},    {37, 0.1f, 1000, 0, 1.3e-4, 1e-6, {0}, {0}, 0},
+        {37, 0, 3, -1, 1e-6, 1e-6, {0}, {0}, 0},        {37, 0.1f, 3, 5, 1e-6, 1e-6, {0}, {0}, 0},
+        {37, 0, 3, 0, 1e-6, 1e-6, {0}, {0}, 48},        {37, 0.1f, 3, 45, 1e-6, 1e-6, {0}, {0}, 48},
+        {5, 0.2f, 1000, 0, 1.3e-4, 1e-6, {0}, {0}, 64}, {37, 0.1f, 3, MT_IGNORE_ZERO, 1e-6, 1e-6, {0}, {0}, 0}};
     (void)state;
     for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], loss_rank, cases);
 }
