@@ -874,6 +874,48 @@ static void test_linear_layers_on_every_split(void **state) {
         }
 }
 
+/* Computes y = x w^T with sums of k products, which the ranks divide. The bound is that of README.md. */
+static mt_status long_sums_body(test_rank *r, int64_t k) {
+    enum { OUT = 16 };
+    mt_linear_desc d = {.in_features = k, .out_features = OUT, .no_bias = 1};
+    mt_row_parallel_linear layer;
+    float *x = test_noise(r, TOKENS * k, 1, 1.0f), *w = test_noise(r, OUT * k, 3, 1.0f);
+    mt_tensor y = test_tensor(r, TOKENS, OUT, NAN);
+    MT_TRY(mt_row_parallel_linear_create(r->ctx, r->params, "layer", &d, &layer));
+    MT_TRY(mt_params_init(r->ctx, r->params, 3));
+    MT_TRY(mt_param_scatter(r->ctx, layer.weight, w, layer.weight->value));
+    MT_TRY(mt_row_parallel_linear_forward(r->ctx, &layer, mt_tensor_f32(x, TOKENS, k), y, NULL));
+    for (int64_t i = 0; i < TOKENS * OUT; i++) {
+        double want = 0, size = 0;
+        for (int64_t j = 0; j < k; j++) {
+            double product = (double)x[i / OUT * k + j] * (double)w[i % OUT * k + j];
+            want += product;
+            size += fabs(product);
+        }
+        MT_TRY(test_near("a long sum", (const float *)y.data + i, &want, 1, (2 + sqrt((double)k)) * 5.97e-8 * size));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status long_sums_rank(mt_comm *world, void *user) {
+    static const int64_t lengths[] = {24, 136, 1000, 1001};
+    mt_grid_desc all = {.tp = mt_comm_size(world)};
+    test_rank r;
+    mt_status status = test_rank_open(world, all, NULL, &r);
+    (void)user;
+    for (size_t i = 0; status == MT_SUCCESS && i < sizeof lengths / sizeof *lengths; i++) {
+        status = test_rank_renew(&r);
+        if (status == MT_SUCCESS) status = long_sums_body(&r, lengths[i]);
+    }
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_linear_sums_of_many_products(void **state) {
+    (void)state;
+    for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], long_sums_rank, NULL);
+}
+
 /* A column-parallel layer that uses the weight of another layer: both add to one gradient, and each has its own
    bias. */
 static mt_status shared_weight_body(test_rank *r, int64_t padded) {
@@ -3289,6 +3331,7 @@ int main(void) {
         cmocka_unit_test(test_params_refuse),
         cmocka_unit_test(test_reading_a_registry_that_is_not_there),
         cmocka_unit_test(test_linear_layers_on_every_split),
+        cmocka_unit_test(test_linear_sums_of_many_products),
         cmocka_unit_test(test_column_layers_share_a_weight),
         cmocka_unit_test(test_norm_layer_on_every_split),
         cmocka_unit_test(test_norm_layer_refuses),
