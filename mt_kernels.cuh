@@ -2082,8 +2082,8 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
    type MT_ARG_FLOAT by an f32 copy in the arena. It fills the copy if the view is read (MT_ARG_IN). mti_end rounds the
    copy back if the view is written (MT_ARG_OUT). With MTI_AS_IS, the loop takes the view in its own type. */
 #define MTI_COUNT(args) ((int)(sizeof(args) / sizeof *(args)))
-#define MTI_ARGS 8 /* maximum number of views of an operator */
-enum { MTI_AS_IS = 8 };
+#define MTI_ARGS 8  /* maximum number of views of an operator */
+#define MTI_AS_IS 8 /* with the values of mt_arg.use */
 
 typedef struct mti_operator {
     mt_context *ctx;

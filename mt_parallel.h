@@ -2712,8 +2712,8 @@ static char *mti_memory_of(const mt_params_memory *memory, int kind) {
     switch (kind) {
     case MTI_IN_VALUES: return (char *)memory->values;
     case MTI_IN_GRADS: return (char *)memory->grads;
-    case MTI_IN_STATES + MT_EXP_AVG: return (char *)memory->exp_avg;
-    case MTI_IN_STATES + MT_EXP_AVG_SQ: return (char *)memory->exp_avg_sq;
+    case MTI_IN_STATES + (int)MT_EXP_AVG: return (char *)memory->exp_avg;
+    case MTI_IN_STATES + (int)MT_EXP_AVG_SQ: return (char *)memory->exp_avg_sq;
     default: return (char *)memory->master;
     }
 }
@@ -2733,7 +2733,7 @@ static mt_status mti_bind_kind_check(mt_context *ctx, const char *function, cons
                        "%s: %s cannot be bound, because the %d data ranks share the optimizer's state "
                        "(sharded_optimizer)",
                        function, name, params->grid->dp_size);
-    if (kind == MTI_IN_STATES + MT_MASTER && params->dtype == MT_F32)
+    if (kind == MTI_IN_STATES + (int)MT_MASTER && params->dtype == MT_F32)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: master is bound, but parameters are f32 and have no master",
                        function);
     return MT_SUCCESS;

@@ -247,6 +247,22 @@ check_optimized() {
     return $bad
 }
 
+# check_readme COMPILER: the program of README.md, compiled by its first command for a program of the reader, and at -O2
+check_readme() {
+    awk '/^```c$/ { inside = 1; next } /^```/ { if (inside) exit } inside' README.md >"$work/readme.c"
+    options=$(sed -n 's/^cc \(.*\) yours\.c -lm .*/\1/p' README.md)
+    case $options in
+    *-O3*) ;;
+    *) echo "README.md has no command cc -O3 ... yours.c -lm"; return 1 ;;
+    esac
+    for level in -O2 -O3; do
+        # shellcheck disable=SC2086  # a list of flags
+        "$1" $options $level -Wall -Wextra -Werror "$work/readme.c" -o "$work/readme" -lm -lpthread && continue
+        echo "^ $1 $options $level"
+        return 1
+    done
+}
+
 # check_macros_before COMPILER LANGUAGE STANDARD [HEADERS...]: compiles the implementation after these system headers
 # and after common macros
 check_macros_before() {
@@ -563,6 +579,7 @@ check_compiler() {
     check "$compiler -std=$1 after ${2:+$2, $3 and }the usual macros: the implementation" \
         check_macros_before "$compiler" "$language" "$@"
     [ "$language" = c ] || return 0
+    check "$compiler -Wall -Wextra: the program of README.md at -O2 and -O3" check_readme "$compiler"
     check "$compiler: the examples in strict C99 and C11" check_examples "$compiler"
     check "$compiler: exported symbols are mt_, local ones mt_ or mti_, no mutable data" check_symbols "$compiler"
     ! in_full || check "$compiler -fPIC: the same" check_symbols "$compiler" -fPIC
@@ -623,7 +640,7 @@ check_sanitized() {
 
 check_family() {
     check_compiler "$1" c c99 c11 c17
-    check_compiler "$2" c++ c++11 c++17
+    check_compiler "$2" c++ c++11 c++17 c++20
 }
 
 check_all_planted() {
