@@ -1182,9 +1182,10 @@ MT_API const mt_safetensors_tensor *mt_safetensors_find(const mt_safetensors *fi
    mt_safetensors_close. */
 MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const char *key);
 
-/* Writes the elements of a tensor of type F32, BF16 or F16 as floats to out, in host memory. MT_ERR_DTYPE: the tensor
-   is of another type. MT_ERR_IO: it cannot be read, or the file was truncated since it was opened; the content of out
-   is then undefined. */
+/* Writes the elements of a tensor of type F32, F64, BF16 or F16 as floats to out, in host memory; F64 is rounded.
+   MT_ERR_DTYPE: the tensor is of another type. MT_ERR_DATA: a finite F64 element is too large for a float. MT_ERR_IO:
+   the tensor cannot be read, or the file was truncated since it was opened. After the last two errors the content of
+   out is undefined. */
 MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out);
 
 /* The open files of one model: DIRECTORY/STEM.safetensors or, when there is no such file, the files that
@@ -1379,7 +1380,7 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
 MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state);
 
 /* Loads the checkpoint of a step, which may have been saved on another grid. Collective over the grid's world. Before
-   it writes the first parameter, it checks the names, shapes and types (F32, BF16 or F16) of all tensors, the
+   it writes the first parameter, it checks the names, shapes and types (F32, F64, BF16 or F16) of all tensors, the
    checksums, mt_checkpoint_format.check, the training state and the fields. No tensor may be missing or unknown. A
    tensor may have another type than its parameter.
    With an optimizer, f32 parameters are then loaded from the masters in the files, if there are any, and masters that
@@ -6747,12 +6748,14 @@ struct mt_safetensors {
     char path[MT_PATH_MAX];
 };
 
-/* The types of the format. dtype is the mt_dtype, or -1 when the library cannot convert the type. */
+#define MTI_F64 100 /* beside the values of mt_dtype */
+
+/* The types of the format. dtype is the mt_dtype or MTI_F64, or -1 when the library cannot convert the type. */
 static const struct {
     const char *name;
     int bits;
     int dtype;
-} mti_safetensors_dtypes[] = {{"F32", 32, MT_F32}, {"BF16", 16, MT_BF16},  {"F16", 16, MT_F16},    {"F64", 64, -1},
+} mti_safetensors_dtypes[] = {{"F32", 32, MT_F32}, {"BF16", 16, MT_BF16},  {"F16", 16, MT_F16},    {"F64", 64, MTI_F64},
                               {"I64", 64, -1},     {"I32", 32, -1},        {"I16", 16, -1},        {"I8", 8, -1},
                               {"U64", 64, -1},     {"U32", 32, -1},        {"U16", 16, -1},        {"U8", 8, -1},
                               {"BOOL", 8, -1},     {"C64", 64, -1},        {"F8_E4M3", 8, -1},     {"F8_E5M2", 8, -1},
@@ -7022,8 +7025,33 @@ MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const cha
     return found ? found->value : NULL;
 }
 
+/* Reads bytes of a tensor. */
+static mt_status mti_tensor_bytes(mt_context *ctx, const mt_safetensors_tensor *t, int64_t at, int64_t bytes,
+                                  void *out) {
+    const mti_mapped *map = &t->file->map;
+    size_t first = (size_t)((const unsigned char *)t->data - (const unsigned char *)map->data);
+    return mti_mapped_read(ctx, t->file->path, map, first + (size_t)at, (size_t)bytes, out);
+}
+
+/* Rounds an F64 tensor to floats. With out NULL it only checks that floats can hold its elements. */
+static mt_status mti_f64_read(mt_context *ctx, const mt_safetensors_tensor *t, float *out) {
+    double block[1 << 11];
+    int64_t elements = t->bytes / 8, i, k, n;
+    for (i = 0; i < elements; i += n) {
+        n = mt_min(elements - i, (int64_t)(sizeof block / sizeof *block));
+        MT_TRY(mti_tensor_bytes(ctx, t, 8 * i, 8 * n, block));
+        for (k = 0; k < n; k++) {
+            float x = (float)block[k];
+            if (isinf(x) && !isinf(block[k]))
+                return mt_fail(ctx, MT_ERR_DATA, "%s: element %lld of '%.100s' is %g, too large for a float",
+                               t->file->path, (long long)(i + k), t->name, block[k]);
+            if (out) out[i + k] = x;
+        }
+    }
+    return MT_SUCCESS;
+}
+
 MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out) {
-    const mti_mapped *map;
     unsigned char *from = (unsigned char *)out;
     uint16_t bits[256];
     int64_t elements, i, n;
@@ -7036,15 +7064,13 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
                                : "tensor->file");
     type = mti_safetensors_dtypes[mti_safetensors_dtype(tensor->dtype)].dtype;
     if (type < 0)
-        return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, BF16 or F16", tensor->name,
-                       tensor->dtype);
+        return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, F64, BF16 or F16",
+                       tensor->name, tensor->dtype);
+    if (type == MTI_F64) return mti_f64_read(ctx, tensor, out);
     /* 16-bit values are read into the second half of out. Widening them from the front overwrites none that is still
        needed */
     if (type != MT_F32) from += tensor->bytes;
-    map = &tensor->file->map;
-    MT_TRY(mti_mapped_read(ctx, tensor->file->path, map,
-                           (size_t)((const unsigned char *)tensor->data - (const unsigned char *)map->data),
-                           (size_t)tensor->bytes, from));
+    MT_TRY(mti_tensor_bytes(ctx, tensor, 0, tensor->bytes, from));
     elements = type == MT_F32 ? 0 : tensor->bytes / 2;
     for (i = 0; i < elements; i += n) {
         n = mt_min(elements - i, (int64_t)(sizeof bits / sizeof *bits));
@@ -8321,14 +8347,16 @@ static void mti_shape_text(const int64_t *shape, int dims, char *text, size_t by
         used += (size_t)snprintf(text + used, bytes - used, "%s%lld", i > 0 ? ", " : "", (long long)shape[i]);
 }
 
-/* Checks that the files have a tensor with this name and shape, of type F32, BF16 or F16. */
+/* Checks that the files have a tensor with this name and shape, of type F32, F64, BF16 or F16. */
 static mt_status mti_source_check_tensor(mt_context *ctx, const mt_safetensors_set *b, const mt_tensor_layout *l) {
     const mt_safetensors_tensor *t = mt_safetensors_set_find(b, l->name);
     char theirs[192], ours[64];
+    int type;
     if (!t) return mt_fail(ctx, MT_ERR_DATA, "%s: has no tensor '%s'", b->path, l->name);
-    if (mti_safetensors_dtypes[mti_safetensors_dtype(t->dtype)].dtype < 0)
-        return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' is %s, must be F32, BF16 or F16", b->path, l->name, t->dtype);
-    if (mti_shape_fits(l, t)) return MT_SUCCESS;
+    type = mti_safetensors_dtypes[mti_safetensors_dtype(t->dtype)].dtype;
+    if (type < 0)
+        return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' is %s, must be F32, F64, BF16 or F16", b->path, l->name, t->dtype);
+    if (mti_shape_fits(l, t)) return type == MTI_F64 ? mti_f64_read(ctx, t, NULL) : MT_SUCCESS;
     mti_shape_text(t->shape, t->dims, theirs, sizeof theirs);
     mti_shape_text(l->shape, l->dims, ours, sizeof ours);
     return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' has shape [%s], this model's has [%s]", b->path, l->name, theirs, ours);

@@ -1531,7 +1531,8 @@ static void small_arenas(void **state) {
 }
 
 /* GPT-2 files with one tensor too many, too few, or of another shape or type, written with the library's own writer. */
-static void write_tensors(const char *name, const char *tensor, const char *dtype, const char *shape, int64_t bytes) {
+static void write_tensors(const char *name, const char *tensor, const char *dtype, const char *shape, int64_t bytes,
+                          unsigned char byte) {
     static mti_file f;
     mt_context *ctx;
     uint64_t header;
@@ -1543,7 +1544,7 @@ static void write_tensors(const char *name, const char *tensor, const char *dtyp
     ASSERT_STATUS(ctx, MT_SUCCESS, mti_file_begin(ctx, &f, in_scratch("w"), name));
     mti_file_put(&f, &header, sizeof header);
     mti_file_text(&f, text);
-    while (bytes-- > 0) mti_file_put(&f, "", 1);
+    while (bytes-- > 0) mti_file_put(&f, &byte, 1);
     ASSERT_STATUS(ctx, MT_SUCCESS, mti_file_end(ctx, &f, 0));
     mt_context_destroy(ctx);
 }
@@ -1590,21 +1591,24 @@ static void small_models(void **state) {
         const char *tensor, *dtype, *shape;
         int64_t bytes;
         const char *words;
-    } files[] = {{"w", "F32", "[4,6]", 96, ""},
-                 {"w", "BF16", "[4,6]", 48, ""},
-                 {"w", "F64", "[4,6]", 192, "model.safetensors|'w' is F64"},
-                 {"w", "I32", "[4,6]", 96, "'w' is I32"},
-                 {"w", "F32", "[6,4]", 96, "shape [6, 4]|[4, 6]"},
-                 {"w", "F32", "[24]", 96, "shape [24]"},
-                 {"w", "F32", "[1,4,6]", 96, "shape [1, 4, 6]"},
-                 {"v", "F32", "[4,6]", 96, "no tensor 'w'"},
-                 {"w\\\",\\\"x", "F32", "[4,6]", 96, "no tensor 'w'"}};
+        unsigned char byte; /* of all elements; 0x7f: too large for a float */
+    } files[] = {{"w", "F32", "[4,6]", 96, "", 0},
+                 {"w", "BF16", "[4,6]", 48, "", 0},
+                 {"w", "F64", "[4,6]", 192, "", 0},
+                 {"w", "F64", "[4,6]", 192, "model.safetensors|element 0 of 'w' is 1.38|too large for a float", 0x7f},
+                 {"w", "I32", "[4,6]", 96, "model.safetensors|'w' is I32", 0},
+                 {"w", "F32", "[6,4]", 96, "shape [6, 4]|[4, 6]", 0},
+                 {"w", "F32", "[24]", 96, "shape [24]", 0},
+                 {"w", "F32", "[1,4,6]", 96, "shape [1, 4, 6]", 0},
+                 {"v", "F32", "[4,6]", 96, "no tensor 'w'", 0},
+                 {"w\\\",\\\"x", "F32", "[4,6]", 96, "no tensor 'w'", 0}};
     (void)state;
     test_launch(2, small_rank, NULL);
     shell("test -s '%s' && test ! -e '%s'", in_scratch("w/step-00000003/model.safetensors"),
           in_scratch("w/step-00000003/config.json"));
     for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
-        write_tensors("model.safetensors", files[i].tensor, files[i].dtype, files[i].shape, files[i].bytes);
+        write_tensors("model.safetensors", files[i].tensor, files[i].dtype, files[i].shape, files[i].bytes,
+                      files[i].byte);
         snprintf(words, sizeof words, "%s", files[i].words);
         test_launch(2, small_rank, words);
         shell("rm '%s'", in_scratch("w/model.safetensors"));

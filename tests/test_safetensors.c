@@ -117,6 +117,37 @@ static void long_tensors(void **state) {
     }
 }
 
+/* F64 is rounded to floats. An element that is too large for a float is an error, an infinite one is not. */
+static void doubles(void **state) {
+    enum { N = 5000 };
+    static double in[N];
+    static float out[N];
+    char header[128];
+    size_t size, bytes = sizeof in;
+    mt_safetensors *s;
+    (void)state;
+    for (int i = 0; i < N; i++) in[i] = (i - 2500) / 3.0;
+    in[1] = (double)INFINITY;
+    in[2] = (double)-INFINITY;
+    in[3] = (double)NAN;
+    in[4] = 3.4028235e38;
+    in[5] = 1e-60;
+    snprintf(header, sizeof header, "{\"x\":{\"dtype\":\"F64\",\"shape\":[%d],\"data_offsets\":[0,%zu]}}", N, bytes);
+    unsigned char *file = make_file(header, strlen(header), bytes, &size);
+    memcpy(file + size - bytes, in, bytes);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, write_file(file, size), &s));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, mt_safetensors_at(s, 0), out));
+    for (int i = 0; i < N; i++)
+        if (!(out[i] == (float)in[i] || (i == 3 && isnan(out[i])))) fail_msg("%d: %g", i, (double)out[i]);
+    mt_safetensors_close(s);
+    memcpy(file + size - 8, &(double){-1e39}, 8);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, write_file(file, size), &s));
+    REFUSED(ctx, MT_ERR_DATA, "/file: element 4999 of 'x' is -1e+39, too large for a float",
+            mt_safetensors_read(ctx, mt_safetensors_at(s, 0), out));
+    mt_safetensors_close(s);
+    free(file);
+}
+
 #define T(name, dtype, shape, offsets)                                                                                 \
     "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
 
@@ -485,6 +516,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(good_files),
         cmocka_unit_test(long_tensors),
+        cmocka_unit_test(doubles),
         cmocka_unit_test(bad_headers),
         cmocka_unit_test(bad_strings),
         cmocka_unit_test(bad_data),

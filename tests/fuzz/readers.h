@@ -36,7 +36,7 @@ static inline void readers_tensors(mt_context *ctx, const mt_safetensors *s, con
         float *values = (float *)malloc((size_t)t->bytes * 2 + 1);
         READERS_HOLD(values);
         mt_status status = mt_safetensors_read(ctx, t, values);
-        READERS_HOLD(status == MT_SUCCESS || status == MT_ERR_DTYPE);
+        READERS_HOLD(status == MT_SUCCESS || status == MT_ERR_DTYPE || status == MT_ERR_DATA);
         free(values);
     }
     READERS_HOLD(sum == s->data_bytes);
