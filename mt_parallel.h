@@ -1188,6 +1188,37 @@ MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const cha
    out is undefined. */
 MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out);
 
+/* Writes a file in the same format:
+       mt_setting about[] = {{"format", "pt"}, {"step", "100"}};
+       int64_t shape[] = {4, 6};
+       mt_safetensors_writer *w;  MT_TRY(mt_safetensors_create(ctx, "x.safetensors", about, 2, &w));
+                                  MT_TRY(mt_safetensors_add(ctx, w, "weight", "F32", 2, shape));
+                                  MT_TRY(mt_safetensors_write(ctx, w, weight, 4 * 6 * sizeof *weight));
+                                  MT_TRY(mt_safetensors_finish(ctx, w));
+                                  mt_safetensors_destroy(w);
+   The header precedes the data, so add every tensor before the first write. The data are written to PATH.tmp, which
+   replaces an older file of this name; finish renames it to PATH. Until finish has succeeded, PATH is as before. The
+   metadata begin with a checksum of the file, as those of a checkpoint do. */
+typedef struct mt_safetensors_writer mt_safetensors_writer; /* opaque */
+
+/* create:  metadata: `count` names and values, UTF-8; NULL if count is 0. mt_field_text writes a number as text.
+   add:     a tensor of a type of the format ("F32", "BF16", "I64", ...), with 0 to MT_SAFETENSORS_DIMS dimensions.
+   write:   appends bytes of the tensors, little-endian, in the order of their adds, without gaps. One call may have a
+            part of a tensor, or several tensors.
+   finish:  synchronises the file with the disk (fsync) and renames it to PATH.
+   destroy: frees the writer. Without a finish before, it removes PATH.tmp. NULL is allowed.
+   Strings are copied. MT_ERR_ARGUMENT: a type or a shape is not one of the format, a tensor is added after a write,
+   or more or fewer bytes were written than the tensors have. MT_ERR_DATA, at the first write or at finish: a name is
+   given twice or is not UTF-8. MT_ERR_UNSUPPORTED: the header has more than 100000000 bytes. MT_ERR_IO: the file cannot
+   be written. */
+MT_API mt_status mt_safetensors_create(mt_context *ctx, const char *path, const mt_setting *metadata, int count,
+                                       mt_safetensors_writer **out);
+MT_API mt_status mt_safetensors_add(mt_context *ctx, mt_safetensors_writer *writer, const char *name, const char *dtype,
+                                    int dims, const int64_t *shape);
+MT_API mt_status mt_safetensors_write(mt_context *ctx, mt_safetensors_writer *writer, const void *data, size_t bytes);
+MT_API mt_status mt_safetensors_finish(mt_context *ctx, mt_safetensors_writer *writer);
+MT_API void mt_safetensors_destroy(mt_safetensors_writer *writer);
+
 /* The open files of one model: DIRECTORY/STEM.safetensors or, when there is no such file, the files that
    DIRECTORY/STEM.safetensors.index.json names, as Hugging Face shards a model. MT_ERR_IO: there is neither the file nor
    the index. MT_ERR_DATA: a tensor is in two files, the index and the files disagree, or a newer version of this
@@ -6573,9 +6604,8 @@ static uint64_t mti_checksum(uint64_t h, const unsigned char *p, size_t bytes) {
 
 /* A file that is written from front to back. */
 typedef struct mti_file {
-    int fd;    /* -1: writes nothing and only counts bytes */
-    int error; /* errno of the first call that failed; nothing is written after it */
-    int64_t bytes;
+    int fd;            /* -1: not open */
+    int error;         /* errno of the first call that failed; nothing is written after it */
     uint64_t checksum; /* of the bytes that were flushed from the buffer */
     size_t used;
     char path[MT_PATH_MAX];
@@ -6596,18 +6626,14 @@ static void mti_file_write(mti_file *f, const unsigned char *data, size_t bytes)
 }
 
 static void mti_file_flush(mti_file *f) {
-    if (f->fd >= 0) {
-        f->checksum = mti_checksum(f->checksum, f->buffer, f->used);
-        mti_file_write(f, f->buffer, f->used);
-    }
+    f->checksum = mti_checksum(f->checksum, f->buffer, f->used);
+    mti_file_write(f, f->buffer, f->used);
     f->used = 0;
 }
 
 /* Appends bytes to the buffer, and flushes it when it is full. */
 static void mti_file_put(mti_file *f, const void *data, size_t bytes) {
     const unsigned char *from = (const unsigned char *)data;
-    f->bytes += (int64_t)bytes;
-    if (f->fd < 0) return;
     while (bytes > 0) {
         size_t left = sizeof f->buffer - f->used, n = bytes < left ? bytes : left;
         memcpy(f->buffer + f->used, from, n);
@@ -6626,30 +6652,34 @@ static void mti_file_whole(mti_file *f, int64_t x) {
     mti_file_text(f, text);
 }
 
+/* Writes a character of a JSON string as text. */
+static const char *mti_json_escaped(char character, char escaped[8]) {
+    unsigned char c = (unsigned char)character;
+    if (c == '"' || c == '\\') snprintf(escaped, 8, "\\%c", c);
+    else if (c < 0x20) snprintf(escaped, 8, "\\u%04x", c);
+    else snprintf(escaped, 8, "%c", c);
+    return escaped;
+}
+
 /* Writes a JSON string. */
 static void mti_file_string(mti_file *f, const char *text) {
     char escaped[8];
     mti_file_text(f, "\"");
-    for (; *text; text++) {
-        unsigned char c = (unsigned char)*text;
-        if (c == '"' || c == '\\') snprintf(escaped, sizeof escaped, "\\%c", c);
-        else if (c < 0x20) snprintf(escaped, sizeof escaped, "\\u%04x", c);
-        else snprintf(escaped, sizeof escaped, "%c", c);
-        mti_file_text(f, escaped);
-    }
+    for (; *text; text++) mti_file_text(f, mti_json_escaped(*text, escaped));
     mti_file_text(f, "\"");
 }
 
-/* Begins to write a new file, or with directory NULL to count bytes. Neither the directory nor the file may be a link,
-   and the file must not exist. */
-static mt_status mti_file_begin(mt_context *ctx, mti_file *f, const char *directory, const char *name) {
-    int at, error;
+static void mti_file_reset(mti_file *f) {
     f->fd = -1;
     f->error = 0;
-    f->bytes = 0;
     f->used = 0;
     f->checksum = MTI_CHECKSUM_BASIS;
-    if (!directory) return MT_SUCCESS;
+}
+
+/* Begins to write a new file. Neither the directory nor the file may be a link, and the file must not exist. */
+static mt_status mti_file_begin(mt_context *ctx, mti_file *f, const char *directory, const char *name) {
+    int at, error;
+    mti_file_reset(f);
     MT_TRY(mti_path(ctx, directory, name, f->path, sizeof f->path));
     at = mti_open(directory, O_RDONLY | MTI_DIRECTORY | MTI_NOFOLLOW);
     if (at < 0) return mti_io_error(ctx, directory, "open the directory", errno);
@@ -6687,15 +6717,20 @@ static mt_status mti_directory_sync(mt_context *ctx, const char *path) {
     return error ? mti_io_error(ctx, path, "sync the directory", error) : MT_SUCCESS;
 }
 
-/* Creates a directory and synchronises its parent. */
-static mt_status mti_directory_make(mt_context *ctx, const char *path) {
+/* Synchronises the directory that path is in. */
+static mt_status mti_parent_sync(mt_context *ctx, const char *path) {
     char parent[MT_PATH_MAX];
     char *slash;
-    if (mkdir(path, 0777) != 0) return mti_io_error(ctx, path, "create the directory", errno);
     snprintf(parent, sizeof parent, "%s", path);
     slash = strrchr(parent, '/');
     if (slash) slash[slash == parent] = 0;
     return mti_directory_sync(ctx, slash ? parent : ".");
+}
+
+/* Creates a directory and synchronises its parent. */
+static mt_status mti_directory_make(mt_context *ctx, const char *path) {
+    if (mkdir(path, 0777) != 0) return mti_io_error(ctx, path, "create the directory", errno);
+    return mti_parent_sync(ctx, path);
 }
 
 /* Removes the files in a directory and then the directory. This library creates no subdirectories: if there is one, it
@@ -6847,10 +6882,21 @@ static void mti_safetensors_members(mt_safetensors *s, mti_json *j, mt_safetenso
     if ((seen & 7) != 7) mti_json_fail(j, "a tensor has no dtype, shape or data_offsets");
 }
 
+/* Returns the bits of a tensor, or -1 when they are too many. `type` is an index in mti_safetensors_dtypes. */
+static int64_t mti_shape_bits(int type, int dims, const int64_t *shape) {
+    int64_t bits = mti_safetensors_dtypes[type].bits;
+    int i;
+    for (i = 0; i < dims; i++) {
+        if (shape[i] > 0 && bits > INT64_MAX / shape[i]) return -1;
+        bits *= shape[i];
+    }
+    return bits;
+}
+
 /* Checks that shape, type and offsets of a tensor fit together, and sets its data, bytes and file. */
 static mt_status mti_safetensors_check(mt_context *ctx, const mt_safetensors *s, mt_safetensors_tensor *t,
                                        int64_t begin, int64_t end) {
-    int type = mti_safetensors_dtype(t->dtype), i;
+    int type = mti_safetensors_dtype(t->dtype);
     int64_t bits;
     if (type < 0) return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' has dtype '%.20s'", s->path, t->name, t->dtype);
     if (begin > end || end > s->data_bytes)
@@ -6858,12 +6904,8 @@ static mt_status mti_safetensors_check(mt_context *ctx, const mt_safetensors *s,
                        "%s: data_offsets [%lld, %lld] of '%.100s' in a file with %lld bytes of data%s", s->path,
                        (long long)begin, (long long)end, t->name, (long long)s->data_bytes,
                        begin > end ? "" : "; it may be truncated");
-    bits = mti_safetensors_dtypes[type].bits;
-    for (i = 0; i < t->dims; i++) {
-        if (t->shape[i] > 0 && bits > INT64_MAX / t->shape[i])
-            return mt_fail(ctx, MT_ERR_DATA, "%s: the shape of '%.100s' overflows", s->path, t->name);
-        bits *= t->shape[i];
-    }
+    bits = mti_shape_bits(type, t->dims, t->shape);
+    if (bits < 0) return mt_fail(ctx, MT_ERR_DATA, "%s: the shape of '%.100s' overflows", s->path, t->name);
     if (bits % 8 != 0 || bits / 8 != end - begin)
         return mt_fail(ctx, MT_ERR_DATA,
                        "%s: '%.100s' has %lld bits by shape and dtype %s, and %lld bytes by data_offsets", s->path,
@@ -7102,6 +7144,250 @@ static mt_status mti_safetensors_verify(mt_context *ctx, const mt_safetensors *s
     if (!*has || memcmp(digits, wanted, MTI_CHECKSUM_DIGITS) == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_DATA, "%s: its bytes are not those that were written: checksum %s, expected %s", s->path,
                    digits, wanted);
+}
+
+/* -- writing -- */
+
+struct mt_safetensors_writer {
+    mti_file file;
+    char *header; /* the length of the text in 8 bytes, then the text; NULL when the file has it */
+    size_t header_bytes, header_room;
+    mt_status status;            /* of the header: no memory, or its check failed; of the creation of the file */
+    int64_t data_bytes, written; /* of all tensors; of the file */
+    int is_begun, is_finished;   /* the file has the header; the file has its name */
+    char path[MT_PATH_MAX];
+};
+
+/* Appends to the header. When there is no memory for it, mti_header_end returns the error. */
+static void mti_header_put(mt_context *ctx, mt_safetensors_writer *w, const void *bytes, size_t count) {
+    size_t room = w->header_room > 0 ? w->header_room : 4096;
+    void *memory;
+    while (room < w->header_bytes + count) room *= 2;
+    if (room > w->header_room && w->status == MT_SUCCESS) {
+        w->status = mti_host_new(ctx, room, &memory);
+        if (w->status != MT_SUCCESS) return;
+        if (w->header) memcpy(memory, w->header, w->header_bytes);
+        mt_host_free(w->header);
+        w->header = (char *)memory;
+        w->header_room = room;
+    }
+    if (w->status != MT_SUCCESS) return;
+    memcpy(w->header + w->header_bytes, bytes, count);
+    w->header_bytes += count;
+}
+
+static void mti_header_text(mt_context *ctx, mt_safetensors_writer *w, const char *text) {
+    mti_header_put(ctx, w, text, strlen(text));
+}
+
+static void mti_header_whole(mt_context *ctx, mt_safetensors_writer *w, int64_t x) {
+    char text[24];
+    snprintf(text, sizeof text, "%lld", (long long)x);
+    mti_header_text(ctx, w, text);
+}
+
+static void mti_header_string(mt_context *ctx, mt_safetensors_writer *w, const char *text) {
+    char escaped[8];
+    mti_header_text(ctx, w, "\"");
+    for (; *text; text++) mti_header_text(ctx, w, mti_json_escaped(*text, escaped));
+    mti_header_text(ctx, w, "\"");
+}
+
+/* Begins a header with its metadata. mti_header_text(ctx, w, "}") ends the metadata. */
+static void mti_header_begin(mt_context *ctx, mt_safetensors_writer *w) {
+    static const char no_length[8] = {0};
+    w->header_bytes = 0;
+    w->status = MT_SUCCESS;
+    w->data_bytes = w->written = 0;
+    mti_header_put(ctx, w, no_length, sizeof no_length);
+    mti_header_text(ctx, w, MTI_CHECKSUM_BEFORE "0000000000000000\"");
+}
+
+static void mti_header_member(mt_context *ctx, mt_safetensors_writer *w, const char *key, const char *value) {
+    mti_header_text(ctx, w, ",");
+    mti_header_string(ctx, w, key);
+    mti_header_text(ctx, w, ":");
+    mti_header_string(ctx, w, value);
+}
+
+/* Adds a tensor of so many bytes. */
+static void mti_header_tensor(mt_context *ctx, mt_safetensors_writer *w, const char *name, const char *dtype, int dims,
+                              const int64_t *shape, int64_t bytes) {
+    int i;
+    mti_header_text(ctx, w, ",");
+    mti_header_string(ctx, w, name);
+    mti_header_text(ctx, w, ":{\"dtype\":");
+    mti_header_string(ctx, w, dtype);
+    mti_header_text(ctx, w, ",\"shape\":[");
+    for (i = 0; i < dims; i++) {
+        if (i > 0) mti_header_text(ctx, w, ",");
+        mti_header_whole(ctx, w, shape[i]);
+    }
+    mti_header_text(ctx, w, "],\"data_offsets\":[");
+    mti_header_whole(ctx, w, w->data_bytes);
+    w->data_bytes += bytes;
+    mti_header_text(ctx, w, ",");
+    mti_header_whole(ctx, w, w->data_bytes);
+    mti_header_text(ctx, w, "]}");
+}
+
+static mt_status mti_header_end(mt_context *ctx, mt_safetensors_writer *w, const char *path) {
+    uint64_t length;
+    mti_header_text(ctx, w, "}");
+    while (w->status == MT_SUCCESS && w->header_bytes % 8 != 0) mti_header_text(ctx, w, " "); /* aligns the data */
+    MT_TRY(w->status);
+    length = (uint64_t)w->header_bytes - 8;
+    if (length > MTI_HEADER_MAX)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: a header of %llu bytes; at most %d are allowed", path,
+                       (unsigned long long)length, MTI_HEADER_MAX);
+    memcpy(w->header, &length, sizeof length);
+    return MT_SUCCESS;
+}
+
+static void mti_header_free(mt_safetensors_writer *w) {
+    mt_host_free(w->header);
+    w->header = NULL;
+    w->header_bytes = w->header_room = 0;
+}
+
+/* Writes the header to the file and frees it. */
+static void mti_header_write(mt_safetensors_writer *w) {
+    mti_file_put(&w->file, w->header, w->header_bytes);
+    mti_header_free(w);
+}
+
+/* Reads the header as mt_safetensors_open does, which finds names that are given twice or are not UTF-8. */
+static mt_status mti_header_check(mt_context *ctx, const mt_safetensors_writer *w) {
+    void *memory;
+    mt_safetensors *s;
+    mt_status status;
+    MT_TRY(mti_host_new(ctx, sizeof *s, &memory));
+    s = (mt_safetensors *)memory;
+    s->map.fd = -1;
+    s->map.data = w->header;
+    s->map.bytes = w->header_bytes + (size_t)w->data_bytes;
+    memcpy(s->path, w->path, sizeof s->path);
+    status = mti_safetensors_parse(ctx, s);
+    mt_safetensors_close(s);
+    return status;
+}
+
+/* Ends the header and creates the file with it. */
+static mt_status mti_writer_open(mt_context *ctx, mt_safetensors_writer *w) {
+    MT_TRY(mti_header_end(ctx, w, w->path));
+    MT_TRY(mti_header_check(ctx, w));
+    mti_file_reset(&w->file);
+    snprintf(w->file.path, sizeof w->file.path, "%.*s.tmp", MT_PATH_MAX - 5, w->path);
+    unlink(w->file.path);
+    w->file.fd = mti_open(w->file.path, O_WRONLY | O_CREAT | O_EXCL | MTI_NOFOLLOW);
+    if (w->file.fd < 0) return mti_io_error(ctx, w->file.path, "create it", errno);
+    w->is_begun = 1;
+    mti_header_write(w);
+    return MT_SUCCESS;
+}
+
+/* Opens the file at the first call. */
+static mt_status mti_writer_begin(mt_context *ctx, mt_safetensors_writer *w) {
+    if (!w->is_begun && w->status == MT_SUCCESS) w->status = mti_writer_open(ctx, w);
+    return w->status;
+}
+
+MT_API mt_status mt_safetensors_create(mt_context *ctx, const char *path, const mt_setting *metadata, int count,
+                                       mt_safetensors_writer **out) {
+    static const char *const function = "mt_safetensors_create";
+    void *memory;
+    mt_safetensors_writer *w;
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!path || !out || (count > 0 && !metadata))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !path ? "path" : out ? "metadata" : "out");
+    *out = NULL;
+    if (strlen(path) > MT_PATH_MAX - 5)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: a path of %zu characters", function, strlen(path));
+    for (i = 0; i < count; i++)
+        if (!metadata[i].name || !metadata[i].value)
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: metadata[%d] has no %s", function, i,
+                           metadata[i].name ? "value" : "name");
+    MT_TRY(mti_host_new(ctx, sizeof *w, &memory));
+    w = (mt_safetensors_writer *)memory;
+    w->file.fd = -1;
+    snprintf(w->path, sizeof w->path, "%s", path);
+    mti_header_begin(ctx, w);
+    for (i = 0; i < count; i++) mti_header_member(ctx, w, metadata[i].name, metadata[i].value);
+    mti_header_text(ctx, w, "}");
+    *out = w;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_safetensors_add(mt_context *ctx, mt_safetensors_writer *writer, const char *name, const char *dtype,
+                                    int dims, const int64_t *shape) {
+    static const char *const function = "mt_safetensors_add";
+    int64_t bits;
+    int type, i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!writer || !name || !dtype || (dims > 0 && !shape))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
+                       !writer ? "writer"
+                       : !name ? "name"
+                       : dtype ? "shape"
+                               : "dtype");
+    if (writer->is_begun)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%.100s' comes after data; add all tensors first", function, name);
+    type = mti_safetensors_dtype(dtype);
+    if (type < 0) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%.100s' has dtype '%.20s'", function, name, dtype);
+    if (dims < 0 || dims > MT_SAFETENSORS_DIMS)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%.100s' has %d dimensions, must have 0 to %d", function, name, dims,
+                       MT_SAFETENSORS_DIMS);
+    for (i = 0; i < dims; i++)
+        if (shape[i] < 0)
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%.100s' has size %lld in dimension %d", function, name,
+                           (long long)shape[i], i);
+    bits = mti_shape_bits(type, dims, shape);
+    if (bits < 0 || bits / 8 > INT64_MAX / 2 - writer->data_bytes)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the shape of '%.100s' overflows", function, name);
+    if (bits % 8 != 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%.100s' has %lld bits, must have whole bytes", function, name,
+                       (long long)bits);
+    mti_header_tensor(ctx, writer, name, dtype, dims, shape, bits / 8);
+    return writer->status;
+}
+
+MT_API mt_status mt_safetensors_write(mt_context *ctx, mt_safetensors_writer *writer, const void *data, size_t bytes) {
+    static const char *const function = "mt_safetensors_write";
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!writer || (bytes > 0 && !data))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, writer ? "data" : "writer");
+    if ((uint64_t)bytes > (uint64_t)(writer->data_bytes - writer->written))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %zu bytes, but the tensors of %s have %lld more", function, bytes,
+                       writer->path, (long long)(writer->data_bytes - writer->written));
+    MT_TRY(mti_writer_begin(ctx, writer));
+    mti_file_put(&writer->file, data, bytes);
+    writer->written += (int64_t)bytes;
+    return writer->file.error ? mti_io_error(ctx, writer->file.path, "write it", writer->file.error) : MT_SUCCESS;
+}
+
+MT_API mt_status mt_safetensors_finish(mt_context *ctx, mt_safetensors_writer *writer) {
+    static const char *const function = "mt_safetensors_finish";
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!writer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: writer is NULL", function);
+    if (writer->written < writer->data_bytes)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the tensors of %s have %lld bytes, but %lld were written", function,
+                       writer->path, (long long)writer->data_bytes, (long long)writer->written);
+    MT_TRY(mti_writer_begin(ctx, writer));
+    if (writer->file.fd < 0) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s was finished before", function, writer->path);
+    MT_TRY(mti_file_end(ctx, &writer->file, 1));
+    if (rename(writer->file.path, writer->path) != 0)
+        return mti_io_error(ctx, writer->path, "rename a file to it", errno);
+    writer->is_finished = 1;
+    return mti_parent_sync(ctx, writer->path);
+}
+
+MT_API void mt_safetensors_destroy(mt_safetensors_writer *writer) {
+    if (!writer) return;
+    if (writer->file.fd >= 0) close(writer->file.fd);
+    if (writer->is_begun && !writer->is_finished) unlink(writer->file.path);
+    mti_header_free(writer);
+    mt_host_free(writer);
 }
 
 /* -- several files of one model -- */
@@ -7649,7 +7935,7 @@ struct mt_checkpoint {
     /* file descriptor of the lock, on the first rank after mti_checkpoint_lock; otherwise -1 */
     int lock;
     char directory[MT_PATH_MAX];
-    mti_file file;
+    mt_safetensors_writer writer; /* its file also writes the JSON files */
 };
 
 static int64_t mti_largest_param(const mt_params *params) {
@@ -7741,7 +8027,7 @@ MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const 
     c->keep = desc->keep ? desc->keep : 2;
     if (desc->format) c->format = *desc->format;
     c->model = desc->model;
-    c->file.fd = c->lock = -1;
+    c->writer.file.fd = c->lock = -1;
     snprintf(c->directory, sizeof c->directory, "%s", desc->directory);
     for (end = strlen(c->directory); end > 1 && c->directory[end - 1] == '/'; end--) c->directory[end - 1] = 0;
     status = mti_checkpoint_fields(ctx, c, desc);
@@ -7755,6 +8041,7 @@ MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint) {
     if (!ctx || !checkpoint) return;
     if (checkpoint->lock >= 0) close(checkpoint->lock);
     mt_context_free(ctx, checkpoint->exchange, MT_ERROR_BYTES);
+    mti_header_free(&checkpoint->writer);
     mt_host_free(checkpoint->whole);
     mt_host_free(checkpoint->spare);
     mt_host_free(checkpoint->fields);
@@ -7933,75 +8220,55 @@ static mt_status mti_part_layout(mt_context *ctx, const mt_checkpoint *c, const 
     return mti_layout_check(ctx, p, l);
 }
 
-static void mti_put_member(mti_file *f, const char *key, const char *value) {
-    mti_file_text(f, ",");
-    mti_file_string(f, key);
-    mti_file_text(f, ":");
-    mti_file_string(f, value);
-}
-
-static void mti_put_fields(mti_file *f, const mt_field *fields, int count) {
+static void mti_put_fields(mt_context *ctx, mt_safetensors_writer *w, const mt_field *fields, int count) {
     char text[MT_FIELD_TEXT_MAX];
     int i;
     for (i = 0; i < count; i++) {
         mt_field_text(&fields[i], text);
-        mti_put_member(f, fields[i].name, fields[i].kind == MT_FIELD_TEXT ? (const char *)fields[i].value : text);
+        mti_header_member(ctx, w, fields[i].name,
+                          fields[i].kind == MT_FIELD_TEXT ? (const char *)fields[i].value : text);
     }
 }
 
 /* Writes the metadata. Hugging Face's transformers requires the entry "format". */
-static void mti_put_metadata(const mt_checkpoint *c, const mt_training_state *state, mti_file *f) {
+static void mti_put_metadata(mt_context *ctx, mt_checkpoint *c, const mt_training_state *state) {
+    mt_safetensors_writer *w = &c->writer;
     mt_training_state copy = *state;
     mt_field fields[MTI_STATE_FIELDS];
     char text[MT_FIELD_TEXT_MAX];
     const char *name;
     int i;
-    mti_file_text(f, MTI_CHECKSUM_BEFORE "0000000000000000\"");
-    mti_put_member(f, "format", "pt");
-    mti_put_member(f, MTI_VERSION_KEY, MT_VERSION);
+    mti_header_begin(ctx, w);
+    mti_header_member(ctx, w, "format", "pt");
+    mti_header_member(ctx, w, MTI_VERSION_KEY, MT_VERSION);
     mti_state_fields(&copy, fields);
-    mti_put_fields(f, fields, MTI_STATE_FIELDS);
-    mti_put_member(f, "note", state->note);
+    mti_put_fields(ctx, w, fields, MTI_STATE_FIELDS);
+    mti_header_member(ctx, w, "note", state->note);
     if (c->optimizer) {
         fields[0] = mti_optimizer_field(c->optimizer);
-        mti_put_fields(f, fields, 1);
+        mti_put_fields(ctx, w, fields, 1);
     }
     for (i = 0; c->format.metadata && (name = (c->format.metadata)(c->model, i, text)) != NULL; i++)
-        mti_put_member(f, name, text);
-    mti_put_fields(f, c->fields, c->field_count);
-    mti_file_text(f, "}");
+        mti_header_member(ctx, w, name, text);
+    mti_put_fields(ctx, w, c->fields, c->field_count);
+    mti_header_text(ctx, w, "}");
 }
 
-/* Writes the header without its length. */
-static mt_status mti_put_header(mt_context *ctx, const mt_checkpoint *c, const mti_part *part,
-                                const mt_training_state *state, mti_file *f) {
+/* Makes the header of a part's file, without its end. */
+static mt_status mti_put_header(mt_context *ctx, mt_checkpoint *c, const mti_part *part,
+                                const mt_training_state *state) {
+    const char *dtype = part->dtype == MT_F32 ? "F32" : part->dtype == MT_BF16 ? "BF16" : "F16";
     mt_tensor_layout l;
-    int64_t offset = 0;
-    int what, i, k;
-    mti_put_metadata(c, state, f);
+    int what, i;
+    mti_put_metadata(ctx, c, state);
     for (what = part->first; what <= part->last; what++)
         for (i = 0; i < c->params->count; i++) {
             const mt_param *p = c->params->list[i];
             if (!mti_param_is_ours(c->params, p)) continue;
             MT_TRY(mti_part_layout(ctx, c, part, p, what, &l));
-            mti_file_text(f, ",");
-            mti_file_string(f, l.name);
-            mti_file_text(f, part->dtype == MT_F32    ? ":{\"dtype\":\"F32\",\"shape\":["
-                             : part->dtype == MT_BF16 ? ":{\"dtype\":\"BF16\",\"shape\":["
-                                                      : ":{\"dtype\":\"F16\",\"shape\":[");
-            for (k = 0; k < l.dims; k++) {
-                if (k > 0) mti_file_text(f, ",");
-                mti_file_whole(f, l.shape[k]);
-            }
-            mti_file_text(f, "],\"data_offsets\":[");
-            mti_file_whole(f, offset);
-            offset += p->desc.rows * p->desc.cols * (int64_t)mt_dtype_size(part->dtype);
-            mti_file_text(f, ",");
-            mti_file_whole(f, offset);
-            mti_file_text(f, "]}");
+            mti_header_tensor(ctx, &c->writer, l.name, dtype, l.dims, l.shape,
+                              p->desc.rows * p->desc.cols * (int64_t)mt_dtype_size(part->dtype));
         }
-    mti_file_text(f, "}");
-    while (f->bytes % 8 != 0) mti_file_text(f, " "); /* aligns the data */
     return MT_SUCCESS;
 }
 
@@ -8011,22 +8278,17 @@ static void mti_part_name(char *name, size_t bytes, const char *stem, int stage,
     else snprintf(name, bytes, "%s-%05d-of-%05d.safetensors", stem, stage + 1, stages);
 }
 
-/* Creates this stage's file and writes its header. Counts the bytes of the header first, because its length precedes
-   it. */
+/* Creates this stage's file and writes its header. */
 static mt_status mti_part_begin(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state,
                                 const char *directory) {
-    char name[64];
-    uint64_t header;
+    char name[64], path[MT_PATH_MAX];
     mti_part_name(name, sizeof name, part->stem, c->params->grid->pp_rank, c->params->grid->pp_size);
-    MT_TRY(mti_file_begin(ctx, &c->file, NULL, NULL));
-    MT_TRY(mti_put_header(ctx, c, part, state, &c->file));
-    header = (uint64_t)c->file.bytes;
-    if (header > MTI_HEADER_MAX)
-        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s/%s: a header of %llu bytes; at most %d are allowed", directory,
-                       name, (unsigned long long)header, MTI_HEADER_MAX);
-    MT_TRY(mti_file_begin(ctx, &c->file, directory, name));
-    mti_file_put(&c->file, &header, sizeof header);
-    return mti_put_header(ctx, c, part, state, &c->file);
+    MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
+    MT_TRY(mti_put_header(ctx, c, part, state));
+    MT_TRY(mti_header_end(ctx, &c->writer, path));
+    MT_TRY(mti_file_begin(ctx, &c->writer.file, directory, name));
+    mti_header_write(&c->writer);
+    return MT_SUCCESS;
 }
 
 /* Converts c->whole between the registry's layout and that of the file. */
@@ -8041,13 +8303,13 @@ static void mti_put_elements(mt_checkpoint *c, mt_dtype dtype, int64_t n) {
     uint16_t bits[256];
     int64_t i, count;
     if (dtype == MT_F32) {
-        mti_file_put(&c->file, c->whole, (size_t)n * sizeof(float));
+        mti_file_put(&c->writer.file, c->whole, (size_t)n * sizeof(float));
         return;
     }
     for (i = 0; i < n; i += count) {
         count = mt_min(n - i, (int64_t)(sizeof bits / sizeof *bits));
         mt_f32_to_16bit(dtype, c->whole + i, bits, count);
-        mti_file_put(&c->file, bits, (size_t)count * sizeof *bits);
+        mti_file_put(&c->writer.file, bits, (size_t)count * sizeof *bits);
     }
 }
 
@@ -8077,7 +8339,7 @@ static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part
     mt_status status;
     if (writes && *io == MT_SUCCESS) *io = mti_part_begin(ctx, c, part, state, directory);
     status = mti_part_write(ctx, c, part, writes, io);
-    if (c->file.fd >= 0) MT_KEEP(*io, mti_file_end(ctx, &c->file, 1));
+    if (c->writer.file.fd >= 0) MT_KEEP(*io, mti_file_end(ctx, &c->writer.file, 1));
     return status;
 }
 
@@ -8251,7 +8513,7 @@ static mt_status mti_save_check(mt_context *ctx, mt_checkpoint *c, const char *d
         mti_part_name(name, sizeof name, stem, i, stages);
         status = mti_set_add(ctx, &b, directory, name);
     }
-    if (status == MT_SUCCESS && stages > 1) status = mti_index_write(ctx, &c->file, directory, stem, &b);
+    if (status == MT_SUCCESS && stages > 1) status = mti_index_write(ctx, &c->writer.file, directory, stem, &b);
     mti_set_close(&b);
     return status;
 }
@@ -8265,9 +8527,9 @@ static mt_status mti_config_write(mt_context *ctx, mt_checkpoint *c, const char 
     if (length >= MTI_CONFIG_MAX)
         return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: a config.json of %d bytes, at most %d are written", directory,
                        length, MTI_CONFIG_MAX - 1);
-    MT_TRY(mti_file_begin(ctx, &c->file, directory, "config.json"));
-    mti_file_text(&c->file, text);
-    return mti_file_end(ctx, &c->file, 0);
+    MT_TRY(mti_file_begin(ctx, &c->writer.file, directory, "config.json"));
+    mti_file_text(&c->writer.file, text);
+    return mti_file_end(ctx, &c->writer.file, 0);
 }
 
 /* Checks the files, writes the indexes and config.json, and renames the directory. Called on the first rank when all

@@ -69,13 +69,34 @@ static mt_status list(mt_context *ctx, const char *path) {
         printf(":{\"shape\":[");
         for (int k = 0; k < t->dims; k++) printf("%s%lld", k > 0 ? "," : "", (long long)t->shape[k]);
         printf("],\"values\":[");
-        for (int64_t k = 0; floats && k < t->bytes / (strcmp(t->dtype, "F32") == 0 ? 4 : 2); k++)
+        for (int64_t k = 0; floats && k < t->bytes / (t->dtype[1] == '1' || t->dtype[0] == 'B' ? 2
+                                                      : t->dtype[1] == '3'                     ? 4
+                                                                                               : 8);
+             k++)
             printf("%s%.9g", k > 0 ? "," : "", (double)x[k]);
         printf("]}");
         free(x);
     }
     printf("}\n");
     mt_safetensors_close(s);
+    return MT_SUCCESS;
+}
+
+/* Writes tensors of several types with the writer. The script has the same. */
+static mt_status write_file(mt_context *ctx, const char *path) {
+    static const mt_setting about[] = {{"key", "v\xc3\xa4lue"}, {"k2", ""}};
+    const int64_t shape[] = {3, 5}, four[] = {4};
+    const double d[4] = {1.0 / 3, -2, 1e300, 0};
+    float f[15];
+    mt_safetensors_writer *w;
+    for (int i = 0; i < 15; i++) f[i] = (float)i / 4;
+    MT_TRY(mt_safetensors_create(ctx, path, about, 2, &w));
+    MT_TRY(mt_safetensors_add(ctx, w, "na\xc3\xafve \"name\"\\\n", "F32", 2, shape));
+    MT_TRY(mt_safetensors_add(ctx, w, "d", "F64", 1, four));
+    MT_TRY(mt_safetensors_write(ctx, w, f, sizeof f));
+    MT_TRY(mt_safetensors_write(ctx, w, d, sizeof d));
+    MT_TRY(mt_safetensors_finish(ctx, w));
+    mt_safetensors_destroy(w);
     return MT_SUCCESS;
 }
 
@@ -96,6 +117,7 @@ int main(int argc, char **argv) {
     mt_status status = mt_context_create(NULL, NULL, &ctx);
     if (argc == 3 && strcmp(argv[1], "save") == 0) status = mt_launch(&two, save_rank, argv[2]);
     else if (argc == 3 && strcmp(argv[1], "list") == 0) status = list(ctx, argv[2]);
+    else if (argc == 3 && strcmp(argv[1], "write") == 0) status = write_file(ctx, argv[2]);
     else if (argc == 2 && strcmp(argv[1], "judge") == 0) status = judge(ctx);
     else status = MT_ERR_ARGUMENT;
     if (status != MT_SUCCESS) fprintf(stderr, "checkpoints_peer: %s: %s\n", mt_status_name(status), mt_last_error(ctx));

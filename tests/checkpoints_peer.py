@@ -88,8 +88,22 @@ def opens_ours():
     print(f"{len(expected)} tensors of ours are what they should be")
 
 
+def opens_what_the_writer_wrote():
+    path = os.path.join(directory, "written.safetensors")
+    run("write", path)
+    with safe_open(path, "np") as f:
+        metadata = dict(f.metadata())
+        assert len(metadata.pop("checksum")) == 16 and metadata == {"key": "v\u00e4lue", "k2": ""}, metadata
+        assert set(f.keys()) == {"na\u00efve \"name\"\\\n", "d"}
+        assert (f.get_tensor("na\u00efve \"name\"\\\n") == np.arange(15, dtype=np.float32).reshape(3, 5) / 4).all()
+        got = f.get_tensor("d")
+        assert got.dtype == np.float64 and (got == np.array([1 / 3, -2, 1e300, 0])).all()
+    print("what the writer wrote is read")
+
+
 def we_open_theirs():
     tensors = {"f": numbers(1, (3, 5)), "h": numbers(2, (7,)).astype(np.float16), "i": np.arange(4),
+               "d": np.linspace(-1, 1, 9) / 3,
                "s": np.float32(2.5), "empty": np.zeros((0, 3), np.float32),
                "na\u00efve \"name\"\\\n": np.ones((2, 1, 2), np.float32)}
     path = os.path.join(directory, "theirs.safetensors")
@@ -157,4 +171,5 @@ def agree(good):
 
 
 opens_ours()
+opens_what_the_writer_wrote()
 agree(we_open_theirs())

@@ -1,6 +1,6 @@
-/* test_safetensors.c - tests the reader of safetensors files: good files against their known content, each reason to
-   refuse a bad file, and the seeds of tests/fuzz with a fixed series of mutations. Run it from the root of the
-   checkout. */
+/* test_safetensors.c - tests the writer of safetensors files, and the reader: good files against their known content,
+   each reason to refuse a bad file, and the seeds of tests/fuzz with a fixed series of mutations. Run it from the root
+   of the checkout. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -146,6 +146,114 @@ static void doubles(void **state) {
             mt_safetensors_read(ctx, mt_safetensors_at(s, 0), out));
     mt_safetensors_close(s);
     free(file);
+}
+
+/* The bytes of a file that the writer has written. The caller frees them. */
+static unsigned char *written_file(const char *path, size_t *size) {
+    FILE *f = fopen(path, "rb");
+    unsigned char *bytes = (unsigned char *)malloc(1 << 20);
+    assert_true(f && bytes);
+    *size = fread(bytes, 1, 1 << 20, f);
+    fclose(f);
+    return bytes;
+}
+
+static mt_safetensors_writer *new_writer(void) {
+    static const mt_setting about[] = {{"format", "pt"}, {"k\"\n", "v\xc3\xa9"}};
+    mt_safetensors_writer *w;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_create(ctx, in_scratch("written"), about, 2, &w));
+    return w;
+}
+
+/* A file has exactly the expected bytes, and the reader returns what was written. Before finish there is no file. */
+static void writer(void **state) {
+    static const char header[] =
+        "{\"__metadata__\":{\"checksum\":\"................\",\"format\":\"pt\",\"k\\\"\\u000a\":\"v\xc3\xa9\"},"
+        "\"b\":{\"dtype\":\"F32\",\"shape\":[2,3],\"data_offsets\":[0,24]},"
+        "\"a\xf0\x9f\x98\x80\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[24,32]},"
+        "\"none\":{\"dtype\":\"BOOL\",\"shape\":[0],\"data_offsets\":[32,32]}}";
+    const int64_t shape[] = {2, 3}, none[] = {0}, one = -5;
+    const float x[6] = {1, -2, 3.5f, 4, 5, 6};
+    float got[6];
+    size_t size, text = sizeof header - 1;
+    mt_safetensors_writer *w = new_writer();
+    mt_safetensors *s;
+    int has;
+    (void)state;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, "b", "F32", 2, shape));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, "a\xf0\x9f\x98\x80", "I64", 0, NULL));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, "none", "BOOL", 1, none));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, x, 10)); /* in the middle of an element */
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, (const char *)x + 10, 14));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, &one, sizeof one));
+    shell("test ! -e '%s' && test -e '%s'", in_scratch("written"), in_scratch("written.tmp"));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, w));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "written was finished before", mt_safetensors_finish(ctx, w));
+    mt_safetensors_destroy(w);
+    shell("test ! -e '%s'", in_scratch("written.tmp"));
+    unsigned char *file = written_file(in_scratch("written"), &size);
+    assert_int_equal(size, 8 + (text + 7) / 8 * 8 + 32);
+    memset(file + MTI_CHECKSUM_AT, '.', MTI_CHECKSUM_DIGITS);
+    assert_memory_equal(file + 8, header, text);
+    assert_memory_equal(file + size - 32, x, sizeof x);
+    free(file);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, in_scratch("written"), &s));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mti_safetensors_verify(ctx, s, &has));
+    assert_true(has && mt_safetensors_count(s) == 3 && strcmp(mt_safetensors_metadata(s, "k\"\n"), "v\xc3\xa9") == 0);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, mt_safetensors_find(s, "b"), got));
+    assert_memory_equal(got, x, sizeof x);
+    mt_safetensors_close(s);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_create(ctx, in_scratch("written"), NULL, 0, &w));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, w)); /* no tensors; replaces the file */
+    mt_safetensors_destroy(w);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, in_scratch("written"), &s));
+    assert_int_equal(mt_safetensors_count(s), 0);
+    mt_safetensors_close(s);
+    remove(in_scratch("written"));
+}
+
+/* After each refusal, the writer works or says again what is wrong, and no file appears. */
+static void writer_refuses(void **state) {
+    const int64_t shape[] = {2, -1}, huge[] = {INT64_MAX / 8, 1}, odd[] = {3}, four[] = {4};
+    const char data[16] = {0};
+    mt_safetensors_writer *w = NULL;
+    mt_setting no_value = {"k", NULL};
+    char path[MT_PATH_MAX];
+    (void)state;
+    memset(path, 'a', sizeof path - 1);
+    path[sizeof path - 1] = 0;
+    REFUSED(ctx, MT_ERR_ARGUMENT, "a path of 1023 characters", mt_safetensors_create(ctx, path, NULL, 0, &w));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "path is NULL", mt_safetensors_create(ctx, NULL, NULL, 0, &w));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "metadata[0] has no value", mt_safetensors_create(ctx, "x", &no_value, 1, &w));
+    assert_null(w);
+    w = new_writer();
+    REFUSED(ctx, MT_ERR_ARGUMENT, "'a' has dtype 'f32'", mt_safetensors_add(ctx, w, "a", "f32", 1, four));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "'a' has size -1 in dimension 1", mt_safetensors_add(ctx, w, "a", "F32", 2, shape));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "'a' has 9 dimensions", mt_safetensors_add(ctx, w, "a", "F32", 9, shape));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "shape of 'a' overflows", mt_safetensors_add(ctx, w, "a", "F32", 2, huge));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "'a' has 12 bits", mt_safetensors_add(ctx, w, "a", "F4", 1, odd));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "shape is NULL", mt_safetensors_add(ctx, w, "a", "F32", 1, NULL));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, "a", "F32", 1, four));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "17 bytes, but the tensors of|have 16 more", mt_safetensors_write(ctx, w, data, 17));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, data, 15));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "'b' comes after data", mt_safetensors_add(ctx, w, "b", "F32", 1, four));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "16 bytes, but 15 were written", mt_safetensors_finish(ctx, w));
+    mt_safetensors_destroy(w);
+    for (int i = 0; i < 3; i++) {
+        w = new_writer();
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, i == 2 ? "\xff" : "a", "F32", 1, four));
+        if (i < 2) ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, i ? "__metadata__" : "a", "F32", 1, four));
+        REFUSED(ctx, MT_ERR_DATA, i < 2 ? "/written|given twice" : "/written: header|UTF-8",
+                mt_safetensors_write(ctx, w, data, 16));
+        ASSERT_STATUS(ctx, MT_ERR_DATA, mt_safetensors_write(ctx, w, data, 16));
+        mt_safetensors_destroy(w);
+    }
+    ctx->error[0] = 0;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_create(ctx, "/nonexistent/x", NULL, 0, &w));
+    REFUSED(ctx, MT_ERR_IO, "/nonexistent/x.tmp: cannot create it", mt_safetensors_finish(ctx, w));
+    mt_safetensors_destroy(w);
+    mt_safetensors_destroy(NULL);
+    shell("test ! -e '%s' && test ! -e '%s'", in_scratch("written"), in_scratch("written.tmp"));
 }
 
 #define T(name, dtype, shape, offsets)                                                                                 \
@@ -517,6 +625,8 @@ int main(void) {
         cmocka_unit_test(good_files),
         cmocka_unit_test(long_tensors),
         cmocka_unit_test(doubles),
+        cmocka_unit_test(writer),
+        cmocka_unit_test(writer_refuses),
         cmocka_unit_test(bad_headers),
         cmocka_unit_test(bad_strings),
         cmocka_unit_test(bad_data),
