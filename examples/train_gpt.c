@@ -10,7 +10,7 @@
    ./train_gpt --tp 2 --pp 2 --micro-batch 2   two pipeline stages, 8 micro-batches; --schedule gpipe instead of 1f1b
    ./train_gpt --device cuda --dtype bf16      on GPUs: rank r is on GPU r; with more ranks than GPUs, ranks share them
    ./train_gpt --checkpoint DIR --save-interval 100 --resume   continues a run that was stopped or killed, on any split
-   ./train_gpt --init-from DIR ...  begins with the weights of a checkpoint, or of a GPT-2 of Hugging Face
+   ./train_gpt --init-from DIR ...  begins with the model of a checkpoint, or with a GPT-2 of Hugging Face
    ./train_gpt --help               all flags
 
    Ranks that are processes, on GPUs over NCCL, or on CPUs over MPI (see mt_world_from_env):
@@ -51,6 +51,7 @@
 #define EVAL_SEQUENCES 32
 #define SKIPPED_STEPS 10 /* a run ends after so many in a row, see skip_step */
 #define MAX_RANKS 1024
+#define MAX_FLAGS 64
 
 /* ---- options: one table for parsing, ranges and --help ----------------------------------------------------------- */
 
@@ -61,18 +62,20 @@ typedef struct options {
     double sample, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay, label_smoothing;
     double temperature, timeout, bucket_mb, save_interval;
     int dtype, device, cuda_graph, recompute, schedule, config, distributed_optimizer, sequence_parallel, no_pinning,
-        rotary, swiglu;
+        rotary, activation;
     int rmsnorm, untied, resume, dry_run, help;
+    char given[MAX_FLAGS]; /* 1: flags[i] was given, also by --config */
 } options;
 
-enum { TEXT, WHOLE, REAL, SWITCH, DTYPE, DEVICE, RECOMPUTE, SCHEDULE, CONFIG };
+enum { TEXT, WHOLE, REAL, SWITCH, DTYPE, DEVICE, RECOMPUTE, SCHEDULE, ACTIVATION, CONFIG };
 
 /* The values of flags of the kinds DTYPE to CONFIG, in this order. The index of a value is its number in mt_dtype,
-   mt_device, mt_recompute or mt_schedule, or in the table of set_config. */
+   mt_device, mt_recompute, mt_schedule or mt_activation, or in the table of set_config. */
 static const char *const choices[][4] = {{"f32", "bf16", "f16"},
                                          {"cpu", "cuda"},
                                          {"none", "selective", "full"},
                                          {"1f1b", "gpipe"},
+                                         {"gelu", "gelu-erf", "swiglu", "squared-relu"},
                                          {"gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b"}};
 
 typedef struct flag {
@@ -139,13 +142,15 @@ static const flag flags[] = {
      "continue from the newest checkpoint, if there is one; logs continue after its step.\n"
      "                              Data, --seq, --batch, --seed and --dtype must not change; other flags may"},
     {"init-from", TEXT, AT(init_from), 0, 0,
-     "DIR of a checkpoint, or of a GPT-2 of Hugging Face, with the initial weights"},
+     "DIR of a checkpoint, or of a GPT-2 of Hugging Face: the run begins with its model.\n"
+     "                              Flags of the shape may be left out; they must not contradict the model"},
     {"threads", WHOLE, AT(threads), 1, 1024, "threads of the GEMM library on each rank"},
     {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"},
     {"sequence-parallel", SWITCH, AT(sequence_parallel), 0, 1, "split tokens outside the tensor parallel regions"},
     {"no-pinning", SWITCH, AT(no_pinning), 0, 1, "let ranks move between cores, for a machine with other work"},
     {"rotary", SWITCH, AT(rotary), 0, 1, "rotary instead of learned positions"},
-    {"swiglu", SWITCH, AT(swiglu), 0, 1, "SwiGLU instead of GeLU"},
+    {"activation", ACTIVATION, AT(activation), 0, MT_ACTIVATION_COUNT - 1,
+     "gelu (with tanh, as in GPT-2), gelu-erf, swiglu or squared-relu"},
     {"rmsnorm", SWITCH, AT(rmsnorm), 0, 1, "RMSNorm instead of layer normalisation"},
     {"untied", SWITCH, AT(untied), 0, 1, "an output head with its own weight"},
     {"dry-run", SWITCH, AT(dry_run), 0, 1, "print parameters, bytes and collectives per rank, train nothing"},
@@ -155,12 +160,22 @@ static const flag flags[] = {
 
 static void *field(const flag *f, options *o) { return (char *)o + f->offset; }
 
+static const flag *flag_of(const char *name) {
+    int i = 0;
+    while (strcmp(flags[i].name, name) != 0) i++;
+    return &flags[i];
+}
+
+static char *given(options *o, const flag *f) { return &o->given[f - flags]; }
+
 /* Sets the flags for a GPT-2 model of arXiv 1909.08053, table 1: its size, its number of tensor parallel ranks, and 8
    sequences per step. All activations are recomputed (section 4.2), because the GPUs of the paper have 32 GB. */
 static void set_config(options *o) {
     static const struct {
         double hidden, heads, layers, tp;
     } table[] = {{1536, 16, 40, 1}, {1920, 20, 54, 2}, {2304, 24, 64, 4}, {3072, 32, 72, 8}};
+    static const char *const sets[] = {"hidden", "heads", "layers", "seq", "vocab"};
+    for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) *given(o, flag_of(sets[i])) = 1;
     o->hidden = table[o->config].hidden;
     o->heads = table[o->config].heads;
     o->layers = table[o->config].layers;
@@ -225,6 +240,7 @@ static int parse_options(int argc, char **argv, options *o) {
     }
     while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
         const flag *f = &flags[index];
+        *given(o, f) = 1;
         if (f->kind == SWITCH) memcpy(field(f, o), &on, sizeof on);
         else if (!parse_value(f, optarg, o)) return 0;
     }
@@ -463,11 +479,12 @@ typedef struct job {
     options o;
     dataset data;
     needs stages[MAX_RANKS];
-    int64_t parameters;   /* of the whole model */
-    mt_gpt_desc origin;   /* the model of --init-from or --resume; zeros: there is none */
-    FILE *log, *hash_log; /* only rank 0 opens them */
-    mt_status planned;    /* the status of --dry-run */
-    int refused;          /* 1: the run does not begin, and rank 0 has printed why */
+    int64_t parameters;           /* of the whole model */
+    mt_gpt_desc origin;           /* the model of --init-from or --resume; zeros: there is none */
+    FILE *log, *hash_log;         /* only rank 0 opens them */
+    mt_status planned;            /* the status of --dry-run */
+    char refusal[MT_ERROR_BYTES]; /* why the run does not begin; empty: it begins */
+    int refused;                  /* 1: rank 0 has printed why the run does not begin */
 } job;
 
 enum { GROUPS = 5 };
@@ -505,8 +522,7 @@ typedef struct trainer {
 static int rank_count(const options *o) { return (int)(o->tp * o->dp * o->pp); }
 static int is_last_stage(const trainer *t) { return t->grid.pp_rank + 1 == t->grid.pp_size; }
 
-/* Returns the desc of the model. A model that begins with the weights of `origin` takes its norm_eps and, without
-   --max-seq, its positions. */
+/* Returns the desc of the model. What has no flag is as in `origin`, and so are, without --max-seq, the positions. */
 static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
     int64_t positions = origin->max_seq > (int64_t)o->seq ? origin->max_seq : (int64_t)o->seq;
     mt_gpt_desc d = {.vocab = (int64_t)o->vocab,
@@ -516,10 +532,16 @@ static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
                                .heads = (int64_t)o->heads,
                                .kv_heads = (int64_t)o->kv_heads,
                                .ffn = (int64_t)o->ffn,
+                               .placement = origin->layer.placement,
                                .norm = o->rmsnorm ? MT_RMS_NORM : MT_LAYER_NORM,
                                .norm_eps = origin->layer.norm_eps,
-                               .activation = o->swiglu ? MT_SWIGLU : MT_GELU_TANH,
-                               .rotary_base = o->rotary ? 10000.0f : 0.0f,
+                               .activation = (mt_activation)o->activation,
+                               .mask = origin->layer.mask,
+                               .rotary_base = !o->rotary                      ? 0.0f
+                                              : origin->layer.rotary_base > 0 ? origin->layer.rotary_base
+                                                                              : 10000.0f,
+                               .no_bias = origin->layer.no_bias,
+                               .qkv_layout = origin->layer.qkv_layout,
                                .attention_dropout = (float)o->dropout,
                                .hidden_dropout = (float)o->dropout,
                                .sequence_parallel = o->sequence_parallel,
@@ -592,7 +614,7 @@ static const char *value_of(const flag *f, const options *o, char text[VALUE_BYT
 static mt_status compare_ranks(const trainer *t) {
     const job *j = t->job;
     char names[FLAGS + 1][32], values[FLAGS + 1][VALUE_BYTES];
-    mt_setting told[FLAGS + 1] = {{"--data", values[0]}};
+    mt_setting told[FLAGS + 2] = {{"--data", values[0]}};
     int n = 1;
     snprintf(values[0], VALUE_BYTES, "%lld tokens with hash %016llx", (long long)j->data.count,
              (unsigned long long)j->data.hash);
@@ -603,6 +625,8 @@ static mt_status compare_ranks(const trainer *t) {
         told[n].value = value_of(&flags[i], &j->o, values[n]);
         n++;
     }
+    told[n].name = "the reason not to begin";
+    told[n++].value = j->refusal;
     return mt_comm_compare(t->ctx, t->comm, "train_gpt", 0, told, n);
 }
 
@@ -941,7 +965,7 @@ static mt_status save(trainer *t, int64_t step) {
 static mt_status refuse(trainer *t, const char *format, ...) {
     va_list args;
     t->refused = 1;
-    if (mt_comm_rank(t->grid.world) != 0) return MT_ERR_ARGUMENT;
+    if (mt_comm_rank(t->comm) != 0) return MT_ERR_ARGUMENT;
     va_start(args, format);
     fprintf(stderr, "train_gpt: ");
     vfprintf(stderr, format, args);
@@ -1004,18 +1028,26 @@ static mt_status cut_log(const char *path, FILE *file, int64_t step) {
     return MT_ERR_IO;
 }
 
-/* Prepares the first step: locks the directory of checkpoints, loads what the run begins with, and shortens the logs of
-   a run that is resumed. */
+/* Locks the directory of checkpoints and loads what the run begins with. */
+static mt_status open_checkpoints(trainer *t, int64_t *newest) {
+    const options *o = &t->job->o;
+    if (o->checkpoint) MT_TRY(mt_checkpoint_lock(t->ctx, t->checkpoint));
+    if (o->checkpoint) MT_TRY(mt_checkpoint_latest(t->ctx, t->grid.world, o->checkpoint, newest));
+    if (*newest >= 0 && !o->resume)
+        return refuse(t, "%s has a checkpoint of step %lld: go on with --resume, or take another directory",
+                      o->checkpoint, (long long)*newest);
+    return load(t, *newest);
+}
+
+/* Prepares the first step: opens checkpoints, and shortens the logs of a run that is resumed. */
 static mt_status begin(trainer *t) {
     const options *o = &t->job->o;
     int64_t newest = -1;
     int speaks = mt_comm_rank(t->grid.world) == 0;
-    if (o->checkpoint) MT_TRY(mt_checkpoint_lock(t->ctx, t->checkpoint));
-    if (o->checkpoint) MT_TRY(mt_checkpoint_latest(t->ctx, t->grid.world, o->checkpoint, &newest));
-    if (newest >= 0 && !o->resume)
-        return refuse(t, "%s has a checkpoint of step %lld: go on with --resume, or take another directory",
-                      o->checkpoint, (long long)newest);
-    MT_TRY(load(t, newest));
+    mt_status status = open_checkpoints(t, &newest);
+    /* when a file is wrong on one rank, all ranks have its error */
+    if ((status == MT_ERR_IO || status == MT_ERR_DATA) && !t->refused) return refuse(t, "%s", mt_last_error(t->ctx));
+    MT_TRY(status);
     if (!speaks || !o->resume) return MT_SUCCESS;
     if (newest >= 0) printf("going on after step %lld, from %s\n", (long long)newest, o->checkpoint);
     else printf("no checkpoint in %s: beginning with step 1\n", o->checkpoint);
@@ -1240,6 +1272,15 @@ static mt_status plan_stage(job *job, int stage, trainer *t) {
     return MT_SUCCESS;
 }
 
+/* Notes why the run does not begin. The ranks say it together, as they may be processes. Keeps the first reason. */
+static void refuse_later(job *job, const char *format, ...) {
+    va_list args;
+    if (job->refusal[0]) return;
+    va_start(args, format);
+    vsnprintf(job->refusal, sizeof job->refusal, format, args);
+    va_end(args);
+}
+
 /* Plans all stages, from the last to the first. When speaks is 1, prints the plan after the first stage. */
 static mt_status plan(job *job, int speaks) {
     mt_status status = MT_SUCCESS;
@@ -1251,7 +1292,7 @@ static mt_status plan(job *job, int speaks) {
         if (status == MT_SUCCESS) status = trainer_create(world, job, MT_DEVICE_META, &t);
         if (status == MT_SUCCESS) status = plan_stage(job, stage, &t);
         if (status != MT_SUCCESS)
-            fprintf(stderr, "train_gpt: %s: %s\n", mt_status_name(status), world ? mt_comm_last_error(world) : "");
+            refuse_later(job, "%s: %s", mt_status_name(status), world ? mt_comm_last_error(world) : "");
         if (status == MT_SUCCESS && stage == 0 && speaks) {
             print_model(&t);
             print_memory(job);
@@ -1287,12 +1328,24 @@ static mt_status open_logs(job *job) {
     return MT_SUCCESS;
 }
 
+/* Rank 0 prints why the run does not begin, if all ranks have the same reason. */
+static mt_status refuse_together(mt_comm *world, const job *job, trainer *t) {
+    mt_context_desc where = {.arena_bytes = 1 << 20,
+                             .device = mt_comm_size(world) > 1 ? (mt_device)job->o.device : MT_DEVICE_CPU};
+    where.ordinal = mt_comm_local_rank(world) % (int)fmax(1, mt_device_count(where.device));
+    t->job = job;
+    MT_TRY(mt_context_create(world, &where, &t->ctx));
+    MT_TRY(mt_comm_create_for(t->ctx, world, &t->comm));
+    MT_TRY(compare_ranks(t));
+    return refuse(t, "%s", job->refusal);
+}
+
 static mt_status rank_main(mt_comm *world, void *user) {
     job *j = (job *)user;
     trainer t;
     mt_status status;
     memset(&t, 0, sizeof t);
-    status = trainer_create(world, j, (mt_device)j->o.device, &t);
+    status = j->refusal[0] ? refuse_together(world, j, &t) : trainer_create(world, j, (mt_device)j->o.device, &t);
     if (status == MT_SUCCESS && mt_comm_rank(world) == 0) status = open_logs(j); /* only rank 0 uses them */
     if (status == MT_SUCCESS) status = train(&t);
     if (t.refused) __atomic_store_n(&j->refused, 1, __ATOMIC_RELAXED);
@@ -1304,7 +1357,9 @@ static mt_status rank_main(mt_comm *world, void *user) {
 /* Rank 0 plans alone, because a plan needs no communication. It has printed its errors, so every rank succeeds. */
 static mt_status dry_run(mt_comm *world, void *user) {
     job *j = (job *)user;
-    if (mt_comm_rank(world) == 0) j->planned = plan(j, 1);
+    if (mt_comm_rank(world) != 0) return MT_SUCCESS;
+    j->planned = j->refusal[0] ? MT_ERR_ARGUMENT : plan(j, 1);
+    if (j->refusal[0]) fprintf(stderr, "train_gpt: %s\n", j->refusal);
     return MT_SUCCESS;
 }
 
@@ -1316,7 +1371,60 @@ static void leave(void *user) {
     _exit(1);
 }
 
-/* Reads the desc of the model whose weights this run begins with. Its errors are ignored here: `load` reports them. */
+/* ---- the model of a checkpoint: flags that are not given take its shape ------------------------------------------ */
+
+/* `theirs` is of the model in `from`, with the plural of what it counts. A flag of 0 is as if it was not given. */
+static void take_number(job *job, const char *from, const char *name, int64_t theirs, const char *plural) {
+    const flag *f = flag_of(name);
+    double ours, their = (double)theirs;
+    memcpy(&ours, field(f, &job->o), sizeof ours);
+    if (*given(&job->o, f) && ours != 0 && ours != their)
+        refuse_later(job, "--%s is %.15g, the model in %s has %lld %s", name, ours, from, (long long)theirs, plural);
+    memcpy(field(f, &job->o), &their, sizeof their);
+}
+
+/* `otherwise` is what a model without the switch has. */
+static void take_switch(job *job, const char *from, const char *name, int theirs, const char *otherwise) {
+    const flag *f = flag_of(name);
+    if (*given(&job->o, f) && !theirs)
+        refuse_later(job, "--%s is given, the model in %s has %s", name, from, otherwise);
+    memcpy(field(f, &job->o), &theirs, sizeof theirs);
+}
+
+/* The positions of a model with rotary are not fixed. */
+static void take_positions(job *job, const char *from) {
+    options *o = &job->o;
+    int64_t positions = job->origin.max_seq;
+    if (o->rotary) return;
+    if (o->max_seq > 0 && o->max_seq != (double)positions)
+        refuse_later(job, "--max-seq is %.15g, the model in %s has %lld positions", o->max_seq, from,
+                     (long long)positions);
+    if (*given(o, flag_of("seq")) && o->seq > (double)positions)
+        refuse_later(job, "--seq is %.15g, the model in %s has %lld positions", o->seq, from, (long long)positions);
+    o->seq = fmin(o->seq, (double)positions);
+}
+
+static void take_shape(job *job, const char *from) {
+    const mt_gpt_desc *d = &job->origin;
+    const mt_transformer_layer_desc *l = &d->layer;
+    int ours = job->o.activation;
+    take_number(job, from, "layers", d->layers, "layers");
+    take_number(job, from, "hidden", l->hidden, "hidden features");
+    take_number(job, from, "heads", l->heads, "heads");
+    take_number(job, from, "kv-heads", l->kv_heads, "key/value heads");
+    take_number(job, from, "ffn", l->ffn, "features in its MLP");
+    take_number(job, from, "vocab", d->vocab, "tokens in its vocabulary");
+    take_switch(job, from, "rotary", l->rotary_base > 0, "learned positions");
+    take_switch(job, from, "rmsnorm", l->norm == MT_RMS_NORM, "layer normalisation");
+    take_switch(job, from, "untied", d->untied_head, "an output head that is its embedding");
+    take_positions(job, from);
+    if (*given(&job->o, flag_of("activation")) && ours != (int)l->activation)
+        refuse_later(job, "--activation is %s, the model in %s has %s", choices[ACTIVATION - DTYPE][ours], from,
+                     choices[ACTIVATION - DTYPE][l->activation]);
+    job->o.activation = (int)l->activation;
+}
+
+/* Reads the desc of the model that this run begins with. */
 static mt_status find_origin(job *job) {
     const options *o = &job->o;
     const char *from = o->init_from;
@@ -1325,11 +1433,14 @@ static mt_status find_origin(job *job) {
     mt_context *ctx = NULL;
     mt_context_desc small = {.arena_bytes = 64};
     mt_status status = mt_context_create(NULL, &small, &ctx);
-    if (status == MT_SUCCESS && o->resume && mt_checkpoint_latest(ctx, NULL, o->checkpoint, &step) == MT_SUCCESS &&
-        step >= 0 && mt_checkpoint_path(ctx, o->checkpoint, step, path, sizeof path) == MT_SUCCESS)
+    if (status == MT_SUCCESS && o->resume && o->checkpoint &&
+        mt_checkpoint_latest(ctx, NULL, o->checkpoint, &step) == MT_SUCCESS && step >= 0 &&
+        mt_checkpoint_path(ctx, o->checkpoint, step, path, sizeof path) == MT_SUCCESS)
         from = path;
-    if (status == MT_SUCCESS && from && mt_gpt_desc_read(ctx, from, &job->origin) != MT_SUCCESS)
-        memset(&job->origin, 0, sizeof job->origin);
+    if (status == MT_SUCCESS && from) {
+        if (mt_gpt_desc_read(ctx, from, &job->origin) == MT_SUCCESS) take_shape(job, from);
+        else refuse_later(job, "%s", mt_last_error(ctx));
+    }
     mt_context_destroy(ctx);
     return status;
 }
@@ -1340,12 +1451,12 @@ static mt_status run(job *job) {
                             .cores_per_rank = (int)job->o.threads,
                             .timeout_s = job->o.timeout,
                             .stuck = leave};
-    MT_TRY(find_origin(job));
     if (job->o.dry_run) {
         MT_TRY(mt_world_from_env(NULL, dry_run, job));
         return job->planned;
     }
-    MT_TRY(plan(job, 0));
+    if (!job->refusal[0]) plan(job, 0);
+    if (job->refusal[0]) ranks.ranks = 0; /* one thread, or the processes that there are */
     MT_TRY(mt_world_from_env(&ranks, rank_main, job));
     return job->refused ? MT_ERR_ARGUMENT : MT_SUCCESS;
 }
@@ -1378,7 +1489,8 @@ int main(int argc, char **argv) {
         print_help(&job.o);
         return 0;
     }
-    if (check_logs(&job.o) && load_data(&job.o, &job.data) && check_options(&job.o, job.data.count, job.data.text))
+    if (check_logs(&job.o) && find_origin(&job) == MT_SUCCESS && load_data(&job.o, &job.data) &&
+        check_options(&job.o, job.data.count, job.data.text))
         status = run(&job);
     if (!close_file(job.o.log, job.log)) status = MT_ERR_IO;
     if (!close_file(job.o.hash_log, job.hash_log)) status = MT_ERR_IO;

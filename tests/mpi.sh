@@ -174,7 +174,8 @@ told_by_flags() {
             --lr 0.0030000000000000005 &&
         told_otherwise 2 '--seed is 1234 on rank 0, but 9000000000000000 on rank 1 of' "--tp 1 --dp 2" --seed 9e15 &&
         told_otherwise 4 '--dropout is 0 on ranks 0, 2, 3, but 0.1 on rank 1 of' "--tp 2 --dp 2" --dropout 0.1 &&
-        told_otherwise 2 '--swiglu is not given on rank 0, but given on rank 1 of' "--tp 1 --pp 2" --swiglu &&
+        told_otherwise 2 '--activation is gelu on rank 0, but swiglu on rank 1 of' "--tp 1 --pp 2" \
+            --activation swiglu &&
         told_otherwise 2 '--tp is 2 on rank 0, but 1 on rank 1 of' "--tp 2" --tp 1 --dp 2
 }
 

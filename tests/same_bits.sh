@@ -92,7 +92,7 @@ check "this tree's train_gpt" build_cpu . after
 runs cpu <<'RUNS'
 --tp 1 --dropout 0.1
 --tp 2 --dropout 0.1
---tp 2 --heads 8 --kv-heads 2 --rotary --swiglu --rmsnorm --untied
+--tp 2 --heads 8 --kv-heads 2 --rotary --activation swiglu --rmsnorm --untied
 --tp 2 --dp 2 --dropout 0.1 --micro-batch 1
 --tp 2 --sequence-parallel --dropout 0.1 --label-smoothing 0.1
 --tp 2 --pp 2 --micro-batch 1 --dropout 0.1
@@ -115,7 +115,7 @@ if [ -f "$cuda/include/cublasLt.h" ] && [ -f "$cuda/include/nccl.h" ] && have_co
     runs engine <<'RUNS'
 --tp 1 --dropout 0.1
 --tp 2 --sequence-parallel --dropout 0.1
---tp 2 --dp 2 --use-distributed-optimizer --rotary --swiglu --rmsnorm --untied
+--tp 2 --dp 2 --use-distributed-optimizer --rotary --activation swiglu --rmsnorm --untied
 --tp 2 --pp 2 --recompute full
 --tp 2 --dtype bf16 --dropout 0.1
 --hidden 128 --heads 2 --tp 2 --dtype bf16 --dropout 0.1 --steps 2

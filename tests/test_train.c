@@ -197,10 +197,10 @@ static void test_llama_any_split(void **state) {
                                          "--tp 2 --sequence-parallel",
                                          "--tp 2 --pp 2 --micro-batch 2 --sequence-parallel --schedule gpipe"};
     (void)state;
-    compare_splits(
-        "--layers 2 --hidden 32 --heads 8 --kv-heads 4 --ffn 44 --swiglu --rmsnorm --rotary --untied --seq 16 "
-        "--batch 8 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3",
-        splits, COUNT(splits));
+    compare_splits("--layers 2 --hidden 32 --heads 8 --kv-heads 4 --ffn 44 --activation swiglu --rmsnorm --rotary "
+                   "--untied --seq 16 "
+                   "--batch 8 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3",
+                   splits, COUNT(splits));
 }
 
 /* Compares two files byte by byte. The error message names the line of the first difference. */
@@ -248,10 +248,10 @@ static void test_invariant_any_split(void **state) {
     (void)state;
     compare_bits("--layers 2 --hidden 32 --heads 8 --seq 16 --batch 16 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
                  COUNT(splits));
-    compare_bits(
-        "--layers 2 --hidden 64 --heads 16 --kv-heads 8 --ffn 44 --swiglu --rmsnorm --rotary --untied --seq 16 "
-        "--batch 12 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3",
-        few, COUNT(few));
+    compare_bits("--layers 2 --hidden 64 --heads 16 --kv-heads 8 --ffn 44 --activation swiglu --rmsnorm --rotary "
+                 "--untied --seq 16 "
+                 "--batch 12 --dropout 0.1 --label-smoothing 0.1 --warmup 10 --lr 5e-3",
+                 few, COUNT(few));
 }
 
 static void test_invariant_in_bf16(void **state) {
@@ -642,6 +642,16 @@ static void refuse_six_steps(const char *flags, const char *sentence) {
     expect_error(all, sentence);
 }
 
+/* Checks that the message appears once, whatever the number of ranks, and that no step was run. */
+static void expect_one_sentence(const char *sentence) {
+    char text[4096];
+    read_text("err", text, sizeof text);
+    if (!strstr(text, sentence) || strchr(text, '\n') != text + strlen(text) - 1)
+        fail_msg("not one sentence: %s", text);
+    read_text("out", text, sizeof text);
+    assert_null(strstr(text, "step     1/6"));
+}
+
 /* A run that is stopped after three of six steps continues with the other three, on another split. */
 static void test_checkpoints(void **state) {
     double whole[8], rest[8], again[8];
@@ -665,7 +675,9 @@ static void test_checkpoints(void **state) {
     print_to(words, sizeof words, "--checkpoint %s --resume --seed 1", c);
     refuse_six_steps(words, "is of '--seed 1234', this run is of '--seed 1'");
     print_to(words, sizeof words, "--checkpoint %s --resume --heads 8", c);
-    refuse_six_steps(words, "step-00000003: its model has heads 4, this one 8");
+    refuse_six_steps(words, "train_gpt: --heads is 8, the model in ");
+    refuse_six_steps(words, "step-00000003 has 4 heads\n");
+    expect_one_sentence("--heads is 8");
     print_to(words, sizeof words, "--checkpoint %s --resume", in_scratch("whole.csv"));
     refuse_six_steps(words, "whole.csv/.lock: cannot open it: Not a directory");
     print_to(words, sizeof words, "--checkpoint %s --resume --tp 1 --dp 4 --log %s", c, in_scratch("rest.csv"));
@@ -677,16 +689,6 @@ static void test_checkpoints(void **state) {
     run_six_steps(words); /* no step is left, and nothing is saved again */
     assert_int_equal(read_losses("rest.csv", 4, rest), 3);
     forget("checkpoints");
-}
-
-/* Checks that the message appears once, whatever the number of ranks, and that no step was run. */
-static void expect_one_sentence(const char *sentence) {
-    char text[4096];
-    read_text("err", text, sizeof text);
-    if (!strstr(text, sentence) || strchr(text, '\n') != text + strlen(text) - 1)
-        fail_msg("not one sentence: %s", text);
-    read_text("out", text, sizeof text);
-    assert_null(strstr(text, "step     1/6"));
 }
 
 /* What --resume refuses, what it only reports, and what is checked before the first step. */
@@ -781,7 +783,7 @@ static void test_positions(void **state) {
     print_to(words, sizeof words, "--checkpoint %s --steps 3 --max-seq 40", c);
     run_six_steps(words);
     print_to(words, sizeof words, "--checkpoint %s --resume --max-seq 20", c);
-    refuse_six_steps(words, "its model has max_seq 40, this one 20");
+    refuse_six_steps(words, "step-00000003 has 40 positions");
     print_to(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 32 --log %s", c,
              in_scratch("init.csv"));
     run_six_steps(words);
@@ -792,9 +794,56 @@ static void test_positions(void **state) {
     assert_int_equal(read_losses("init.csv", 1, again), 1);
     assert_true(fabs(loss[0] - again[0]) <= 1e-5 * loss[0]);
     print_to(words, sizeof words, "--init-from %s/step-00000003 --steps 1 --seq 48", c);
-    refuse_six_steps(words, "its model has max_seq 40, this one 48");
+    refuse_six_steps(words, "train_gpt: --seq is 48, the model in ");
     print_to(words, sizeof words, "--checkpoint %s --resume", c);
     run_six_steps(words);
+    forget("checkpoints");
+}
+
+/* A run begins with the model of a checkpoint. Flags of its shape may be left out. Those that are given must agree. */
+static void test_shape_of_a_model(void **state) {
+    static const char *const run = "--data %s --batch 4 --seq 16 --steps %d --warmup 0 --sample 0 --eval-interval 0 ";
+    static const char *const shape = "--layers 2 --hidden 32 --heads 8 --kv-heads 4 --ffn 44 --activation swiglu "
+                                     "--rmsnorm --rotary --untied --vocab 300 ";
+    static const char *const bad[][2] = {{"--layers 4", "--layers is 4, the model in |has 2 layers"},
+                                         {"--hidden 64", "--hidden is 64, the model in |has 32 hidden features"},
+                                         {"--heads 4", "--heads is 4, the model in |has 8 heads"},
+                                         {"--kv-heads 8", "--kv-heads is 8, the model in |has 4 key/value heads"},
+                                         {"--ffn 64", "--ffn is 64, the model in |has 44 features in its MLP"},
+                                         {"--vocab 256", "--vocab is 256, the model in |has 300 tokens in its"},
+                                         {"--activation gelu", "--activation is gelu, the model in |has swiglu"},
+                                         {"--config gpt2-1.2b --tp 2", "--layers is 40, the model in |has 2 layers"}};
+    char words[WORDS], start[WORDS], c[SCRATCH_PATH], text[4096];
+    double whole[8], again[8];
+    (void)state;
+    write_text();
+    print_to(c, sizeof c, "%s", in_scratch("checkpoints"));
+    print_to(start, sizeof start, run, in_scratch("text"), 2);
+    print_to(words, sizeof words, "%s %s --checkpoint %s", start, shape, c);
+    assert_int_equal(run_train_gpt(words), 0);
+    for (int i = 0; i < 2; i++) {
+        print_to(words, sizeof words, "%s %s --init-from %s/step-00000002 --log %s", start, i ? shape : "", c,
+                 in_scratch("init.csv"));
+        if (run_train_gpt(words) != 0) expect_error(words, "nothing");
+        assert_int_equal(read_losses("init.csv", 1, i ? again : whole), 2);
+    }
+    assert_memory_equal(whole, again, 2 * sizeof *whole);
+    print_to(words, sizeof words, "%s --steps 3 --checkpoint %s --resume --tp 4", start, c);
+    assert_int_equal(run_train_gpt(words), 0);
+    for (size_t i = 0; i < COUNT(bad); i++) {
+        print_to(words, sizeof words, "%s --init-from %s/step-00000002 %s", start, c, bad[i][0]);
+        expect_error(words, "train_gpt: --");
+        read_text("err", text, sizeof text);
+        if (!test_has_words(text, bad[i][1])) fail_msg("%s: %s", bad[i][0], text);
+        expect_one_sentence("the model in");
+    }
+    print_to(words, sizeof words, "%s --init-from tests/golden/gpt2_hf --rotary --dry-run", start);
+    expect_error(words, "train_gpt: --rotary is given, the model in tests/golden/gpt2_hf has learned positions\n");
+    expect_one_sentence("--rotary");
+    shell("printf x >>%s/step-00000003/optimizer.safetensors", c);
+    print_to(words, sizeof words, "%s --checkpoint %s --resume --tp 4", start, c);
+    expect_error(words, "optimizer.safetensors");
+    expect_one_sentence("optimizer.safetensors"); /* of all four ranks */
     forget("checkpoints");
 }
 
@@ -829,8 +878,8 @@ static void test_gpt2_of_hugging_face(void **state) {
     write_bytes("good.bin", file, sizeof file);
     for (size_t i = 0; i < COUNT(splits); i++) {
         print_to(words, sizeof words,
-                 "--data %s --init-from tests/golden/gpt2_hf --layers 2 --hidden 16 --heads 4 --ffn 40 "
-                 "--vocab 61 --seq 1 --batch 4 --steps 6 --warmup 0 --sample 0 --eval-interval 0 --log %s %s",
+                 "--data %s --init-from tests/golden/gpt2_hf --seq 1 --batch 4 --steps 6 --warmup 0 --sample 0 "
+                 "--eval-interval 0 --log %s %s",
                  in_scratch("good.bin"), in_scratch("init.csv"), splits[i]);
         assert_int_equal(run_train_gpt(words), 0);
         assert_int_equal(read_losses("init.csv", 1, loss), 6);
@@ -846,7 +895,7 @@ static void test_nan_has_no_sign(void **state) {
     assert_false(signbit(shown(-(float)NAN)) || signbit(shown((float)NAN)));
     assert_true(shown(-1.5f) == -1.5 && isinf(shown(-INFINITY)));
     print_to(words, sizeof words,
-             "--data LICENSE --sample 0 --swiglu --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 "
+             "--data LICENSE --sample 0 --activation swiglu --lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 "
              "--hidden 16 --seq 8 --batch 4 --tp 1 --log %s",
              in_scratch("log.csv"));
     expect_error(words, "is not finite");
@@ -1036,6 +1085,7 @@ int main(void) {
         cmocka_unit_test(test_resuming_something_else),
         cmocka_unit_test(test_logs_go_on),
         cmocka_unit_test(test_positions),
+        cmocka_unit_test(test_shape_of_a_model),
         cmocka_unit_test(test_gpt2_of_hugging_face),
         cmocka_unit_test(test_nan_has_no_sign),
     };
