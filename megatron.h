@@ -388,7 +388,10 @@ typedef struct mt_transformer_layer_desc {
 
 typedef struct mt_transformer_layer {
     mt_transformer_layer_desc desc;
-    /* the first and the second LN of mt_ln_placement: NAME.input_layernorm.*, NAME.pre_mlp_layernorm.* */
+    /* The first and the second LN of mt_ln_placement: NAME.input_layernorm.* and NAME.pre_mlp_layernorm.*, the names of
+       Megatron-LM. With MT_PRE_LN and MT_RESIDUAL_POST_LN, input_norm normalises the input of attention, and mlp_norm
+       that of the MLP. With MT_POST_LN each follows its block: input_norm normalises x + D(attn(x)), and mlp_norm
+       normalises x1 + D(mlp(x1)), so its output is y */
     mt_norm_layer input_norm, mlp_norm;
     mt_self_attention attention; /* NAME.self_attention.* */
     mt_mlp mlp;                  /* NAME.mlp.* */
@@ -510,7 +513,8 @@ MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale
    and dinput are mt_none(), and on the last stage output and doutput are mt_none(). input must not change until
    backward. All stages pass the same batch, ids, targets and scale. The last stage writes loss; on the others loss may
    be mt_none().
-   An example with one mt_gpt_saved for each slot (see mt_pipeline_slots):
+   An example with one mt_gpt_saved for each slot (see mt_pipeline_slots). The whole program is in docs/many-ranks.md,
+   "Pipelines":
        mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
            ... batch, ids, targets and loss of micro-batch a->micro_batch; ids and targets live until its backward ...
            return mt_gpt_stage_forward(ctx, &gpt, &batch, ids, targets, input, output, loss, &saved[a->slot]);

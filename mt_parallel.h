@@ -816,9 +816,19 @@ typedef struct mt_cross_entropy_desc {
 } mt_cross_entropy_desc;
 
 typedef struct mt_cross_entropy_saved {
-    mt_tensor logits, lse;
+    mt_tensor logits; /* the view that was passed; backward overwrites it with its gradient */
+    /* [2, tokens], the same on every rank: for each token the maximum m of its logits over the whole vocabulary, and
+       log(sum of exp(x - m)). The sum of the two is the token's log-sum-exp */
+    mt_tensor lse;
     const int32_t *targets;
 } mt_cross_entropy_saved;
+
+/* Logits of your own: the vocabulary is split in order. Each of t ranks has n = vocab / t columns, rounded up, and rank
+   r has the logits of the ids [r n, (r + 1) n). Those of ids from vocab on are padding. They are at the end of the last
+   ranks, and a rank may have only padding: with vocab 5 and t = 4, n is 2, rank 2 has one column of padding, and rank 3
+   has two. With padded_vocab, n is padded_vocab / t, rounded up. In invariant mode with V virtual shards, a rank has
+   V / t shards of vocab / V columns each, rounded up. mt_shard_size returns this number in every mode, as the rows of a
+   matrix [vocab, 1] with MT_SPLIT_ROWS. */
 
 /* forward computes loss [1, tokens] from logits [tokens, local vocabulary] and targets [tokens]. The logits are the
    output of a column-parallel head without gather_output. targets are in memory of the context's device. saved keeps

@@ -52,6 +52,23 @@ own_weights_program() {
     return 0
 }
 
+# The pipeline of docs/many-ranks.md learns. The losses of its micro-batches are the same on 1, 2 and 4 stages, up
+# to rounding.
+pipeline_program() {
+    program_of docs/many-ranks.md >"$work/pipe.c"
+    "$CC" -std=c99 -O2 -Wall -Wextra -Werror -I. "$work/pipe.c" -o "$work/pipe" -lm -lpthread || return 1
+    for stages in 1 2 4; do
+        "$work/pipe" $stages >"$work/pipe$stages.txt" || return 1
+        paste "$work/pipe1.txt" "$work/pipe$stages.txt" | awk '
+            function distance(a, b) { return a < b ? b - a : a - b }
+            { for (i = 2; i <= 5; i++) if (!(distance($i, $(i + 5)) <= 1e-4)) wrong = 1 }
+            NF != 10 || $1 != $6 { wrong = 1 }
+            NR == 1 { first = $2 }
+            END { print NR " steps: " first " -> " $7; exit !(NR == 40 && !wrong && $7 > 0 && $7 < first / 3) }' ||
+            return 1
+    done
+}
+
 # links_of PAGE: the targets of all [text](target) outside code
 links_of() {
     awk '/^```/ { code = !code; next } !code' "$1" | tr '\n' ' ' | grep -o ']([^)]*)' | sed 's/^](//; s/)$//'
@@ -87,6 +104,7 @@ chapters() {
 
 check "the first program is the same in README.md and megatron.h, compiles and learns" first_program
 check "the program of docs/own-weights.md computes the same on 1, 2 and 4 ranks" own_weights_program
+check "the pipeline of docs/many-ranks.md computes the same on 1, 2 and 4 stages" pipeline_program
 check "links lead to files and headings" links
 check "README.md leads to every chapter, which ends with something to run" chapters
 closing_line
