@@ -613,9 +613,10 @@ static const char *value_of(const flag *f, const options *o, char text[VALUE_BYT
 /* Compares the flags and the data of all ranks, because ranks that are processes have command lines of their own. */
 static mt_status compare_ranks(const trainer *t) {
     const job *j = t->job;
-    char names[FLAGS + 1][32], values[FLAGS + 1][VALUE_BYTES];
-    mt_setting told[FLAGS + 2] = {{"--data", values[0]}};
-    int n = 1;
+    char names[FLAGS + 2][32], values[FLAGS + 2][VALUE_BYTES];
+    mt_setting told[FLAGS + 2] = {{"the reason not to begin", j->refusal[0] ? j->refusal : "none"},
+                                  {"--data", values[0]}};
+    int n = 2;
     snprintf(values[0], VALUE_BYTES, "%lld tokens with hash %016llx", (long long)j->data.count,
              (unsigned long long)j->data.hash);
     for (int i = 0; i < FLAGS; i++) {
@@ -625,8 +626,6 @@ static mt_status compare_ranks(const trainer *t) {
         told[n].value = value_of(&flags[i], &j->o, values[n]);
         n++;
     }
-    told[n].name = "the reason not to begin";
-    told[n++].value = j->refusal;
     return mt_comm_compare(t->ctx, t->comm, "train_gpt", 0, told, n);
 }
 

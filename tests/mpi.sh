@@ -191,6 +191,27 @@ told_by_data() {
         exec "${0%/*}/train_gpt" "$@"' "$build/other" $small --dp 2 --tp 1 --data README.md
 }
 
+# What all ranks refuse is printed once.
+told_once() {
+    for wrong in "--layers 4 --init-from tests/golden/gpt2_hf" "--heads 5"; do
+        run 60 2 "" "$build/train_gpt" --data README.md $wrong >"$build/once.log" 2>&1 && return 1
+        grep 'train_gpt: ' "$build/once.log" >"$build/once"
+        [ "$(wc -l <"$build/once")" = 1 ] && grep -q 'has 2 layers$\|multiple of heads 5' "$build/once" && continue
+        cat "$build/once.log"
+        return 1
+    done
+}
+
+# A checkpoint's model that only one rank refuses is an error of all ranks, which has both reasons.
+told_by_one() {
+    rm -rf "$build/link" && ln -s "$PWD/tests/golden/gpt2_hf" "$build/link" || return 1
+    run 60 2 "" sh -c '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || cd "$0" || exit 2
+        exec "$@"' "$build" "$build/train_gpt" --data "$PWD/README.md" --init-from link >"$build/once.log" 2>&1 &&
+        return 1
+    [ "$(grep -c '^rank [01] of 2: MT_ERR_MISMATCH: .*reason.*link: has neither.*none' "$build/once.log")" = 2 ] ||
+        { cat "$build/once.log"; return 1; }
+}
+
 # ---- faults --------------------------------------------------------------------------------------------------------
 
 recovery="--enable-recovery --mca orte_abort_on_non_zero_status 0" # mpirun does not kill the survivors
@@ -471,6 +492,8 @@ sanitizers() {
 training() {
     check "train_gpt: ranks that were given different flags do not begin, and say which" told_by_flags
     check "train_gpt: the same of their data, whose path may differ" told_by_data
+    check "train_gpt: what all ranks refuse is printed once" told_once
+    check "train_gpt: what one rank refuses, all ranks say" told_by_one
     check "train_gpt: the losses of 4 threads, to the last bit" same_losses 4 --tp 4
     check "train_gpt: the same, 2 x 2, sequence parallel, invariant" \
         same_losses 4 --tp 2 --dp 2 --sequence-parallel --invariant 4
