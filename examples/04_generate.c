@@ -26,6 +26,7 @@ typedef struct job {
     mt_gpt_desc gpt;
     int32_t *history; /* the tokens of the prompt */
     int64_t prompted; /* their number */
+    int refused;      /* 1: the model cannot be loaded, and rank 0 has printed why */
 } job;
 
 static int is_text(const job *j) { return j->gpt.vocab == 256; }
@@ -87,8 +88,18 @@ static mt_status speak(mt_context *ctx, const mt_gpt *gpt, const job *j, int spe
     return status;
 }
 
+/* Loads the model. When a file is wrong, all ranks have the same error, and rank 0 prints it. */
+static mt_status load(mt_context *ctx, mt_comm *world, mt_checkpoint *checkpoint, job *j, int *refused) {
+    mt_status status = mt_checkpoint_import(ctx, checkpoint, j->path);
+    *refused = status == MT_ERR_IO || status == MT_ERR_DATA;
+    if (*refused && mt_comm_rank(world) == 0) fprintf(stderr, "04_generate: %s\n", mt_last_error(ctx));
+    if (*refused) __atomic_store_n(&j->refused, 1, __ATOMIC_RELAXED);
+    return status;
+}
+
 static mt_status rank_main(mt_comm *world, void *user) {
-    const job *j = (const job *)user;
+    job *j = (job *)user;
+    int refused = 0;
     mt_grid_desc shape = {.tp = mt_comm_size(world)};
     mt_grid grid = {0};
     mt_context *ctx = NULL;
@@ -102,13 +113,13 @@ static mt_status rank_main(mt_comm *world, void *user) {
     if (status == MT_SUCCESS) status = mt_gpt_create(ctx, params, &j->gpt, &gpt);
     if (status == MT_SUCCESS) status = mt_params_init(ctx, params, 0);
     if (status == MT_SUCCESS) status = mt_gpt_checkpoint_create(ctx, params, &gpt, &files, &checkpoint);
-    if (status == MT_SUCCESS) status = mt_checkpoint_import(ctx, checkpoint, j->path);
+    if (status == MT_SUCCESS) status = load(ctx, world, checkpoint, j, &refused);
     if (status == MT_SUCCESS) status = speak(ctx, &gpt, j, mt_comm_rank(world) == 0);
     mt_checkpoint_destroy(ctx, checkpoint);
     mt_params_destroy(params);
     mt_grid_destroy(&grid);
     mt_context_destroy(ctx);
-    return status;
+    return refused ? MT_SUCCESS : status; /* the launcher must not report it again */
 }
 
 /* Finds the directory of the model (j->path) and reads its desc (j->gpt), before any rank starts. */
@@ -192,5 +203,5 @@ int main(int argc, char **argv) {
         status = mt_launch(&launch, rank_main, &j);
     }
     free(j.history);
-    return status == MT_SUCCESS ? 0 : 1;
+    return status == MT_SUCCESS && !j.refused ? 0 : 1;
 }

@@ -198,8 +198,18 @@ refused() {
     [ ! -s "$build/tokens" ] && grep -q -- "$words" "$build/sentence"
 }
 
+# A file that cannot be loaded is reported once, not by each rank.
+refused_once() {
+    rm -rf "$build/renamed" && cp -r tests/golden/gpt2_hf "$build/renamed" || return 1
+    sed 's/h\.0\.ln_1\.weight/h.0.ln_9.weight/' tests/golden/gpt2_hf/model.safetensors \
+        >"$build/renamed/model.safetensors"
+    refused "has no tensor 'transformer.h.0.ln_1.weight'" "$build/renamed" --ids 1 --tp 4 &&
+        [ "$(wc -l <"$build/sentence")" = 1 ]
+}
+
 refusals() {
     mkdir -p "$build/empty"
+    refused_once || return 1
     refused "usage: 04_generate DIR" &&
         refused "nonexistent: has neither model.safetensors nor its index" "$build/nonexistent" &&
         refused "empty: has neither model.safetensors nor its index" "$build/empty" &&
