@@ -1,0 +1,243 @@
+#!/usr/bin/env python3
+"""Makes token files for train_gpt and eval_gpt from text.
+
+    python3 examples/text_to_bin.py train    --tokenizer gpt2 --out train.bin TEXT [TEXT ...]
+    python3 examples/text_to_bin.py wikitext --tokenizer gpt2 --out wikitext.bin wiki.test.tokens
+    python3 examples/text_to_bin.py lambada  --tokenizer gpt2 --out lambada.bin lambada_test.jsonl
+
+--tokenizer: "bytes" (a token is a byte), a tokenizer.json of Hugging Face, a vocab.txt of BERT (WordPiece), or a
+directory with tokenizer.json, with vocab.json and merges.txt (GPT-2's BPE), or with vocab.txt. All of them except
+"bytes" need the package tokenizers of PyPI. No token is added to a text.
+
+train      The texts, one after the other. --separator ID puts this token in front of each text.
+wikitext   A text of WikiText, detokenised by the rules of Megatron-LM, with the number of words of the original, which
+           eval_gpt needs for the perplexity per word: the parts between single spaces. --keep leaves the text as it is.
+lambada    Each line is {"text": ...}, or {"context": ..., "continuation": ...}. The last word of a passage is what
+           follows its last white space. The text before it, without white space at both ends, and the last word with
+           a space in front of it become tokens separately.
+
+The file is that of llm.c: 256 int32, then uint16 tokens, all little-endian. The header has the number 20240520, the
+version 1, the number of tokens, the number of words of the original text (0: unknown) and the number of passages (0: a
+text). Further numbers are 0. With passages, two int32 for each of them follow the tokens: the tokens of the passage,
+and how many of them, at its end, are its last word.
+"""
+import argparse
+import array
+import json
+import os
+import re
+import sys
+
+MAGIC, VERSION, HEADER = 20240520, 1, 256
+WHITE_SPACE = " \t\n\v\f\r"  # that of the C locale, as eval_gpt counts words
+
+# The rules of Megatron-LM (tasks/zeroshot_gpt/detokenizer.py) in their order: name, pattern, replacement. Its rule for
+# a digit after an apostrophe changes no text, because its pattern has slashes, and is left out.
+WIKITEXT_RULES = [
+    ("possessive", r"s '", r"s'"),
+    ("hyphen", r" @-@ ", r"-"),
+    ("comma in a number", r" @,@ ", r","),
+    ("point in a number", r" @\.@ ", r"."),
+    ("colon", r" : ", r": "),
+    ("semicolon", r" ; ", r"; "),
+    ("full stop", r" \. ", r". "),
+    ("exclamation mark", r" ! ", r"! "),
+    ("question mark", r" \? ", r"? "),
+    ("comma", r" , ", r", "),
+    ("parentheses", r"\(\s*([^)]*?)\s*\)", r"(\1)"),
+    ("brackets", r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    ("braces", r"\{\s*([^}]*?)\s*\}", r"{\1}"),
+    ("double quotes", r'"\s*([^"]*?)\s*"', r'"\1"'),
+    ("single quotes", r"'\s*([^']*?)\s*'", r"'\1'"),
+    ("heading of level 4", r"= = = =", r"===="),
+    ("heading of level 3", r"= = =", r"==="),
+    ("heading of level 2", r"= =", r"=="),
+    ("degree", " \u00b0 ", "\u00b0"),
+    ("end of a line", r" \n", r"\n"),
+    ("start of a line", r"\n ", r"\n"),
+    ("number of the Penn Treebank", r" N ", r" 1 "),
+    ("contraction", r" 's", r"'s"),
+]
+
+
+class Problem(Exception):
+    """What the user has to change."""
+
+
+def detokenise_wikitext(text):
+    for _, pattern, replacement in WIKITEXT_RULES:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def count_words(text):
+    """The parts between single spaces; 0 for a text of white space."""
+    text = text.strip(WHITE_SPACE)
+    return text.count(" ") + 1 if text else 0
+
+
+def split_last_word(text):
+    """The text before the last word, and the last word with a space in front of it."""
+    parts = text.rstrip().rsplit(None, 1)
+    if len(parts) != 2:
+        raise Problem(f"a passage of less than two words: {text!r}")
+    return parts[0].strip(), " " + parts[1]
+
+
+def passage_text(line):
+    """The passage of a line of JSON."""
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise Problem(f"no JSON: {error}") from error
+    if isinstance(fields, dict) and "text" in fields:
+        return fields["text"]
+    if isinstance(fields, dict) and "context" in fields and "continuation" in fields:
+        return fields["context"].rstrip() + " " + fields["continuation"].strip()
+    raise Problem('neither "text", nor "context" and "continuation"')
+
+
+def read_text(path):
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise Problem(f"{path} is not UTF-8: {error}") from error
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def tokenizer_files(path):
+    """The kind of a tokenizer, and its files."""
+    if not os.path.isdir(path):
+        return ("wordpiece" if path.endswith(".txt") else "json"), [path]
+    for kind, names in (("json", ["tokenizer.json"]), ("bpe", ["vocab.json", "merges.txt"]),
+                        ("wordpiece", ["vocab.txt"])):
+        files = [os.path.join(path, name) for name in names]
+        if all(os.path.exists(file) for file in files):
+            return kind, files
+    raise Problem(f"--tokenizer {path} has no tokenizer.json, no vocab.json with merges.txt, and no vocab.txt")
+
+
+def load_tokenizer(path, cased):
+    """A function from a text to a list of numbers."""
+    if path == "bytes":
+        return lambda text: list(text.encode("utf-8"))
+    kind, files = tokenizer_files(path)
+    for file in files:
+        if not os.path.exists(file):
+            raise Problem(f"--tokenizer {file}: no such file")
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise Problem("the package tokenizers is missing: pip install tokenizers") from error
+    try:
+        if kind == "json":
+            tokenizer = tokenizers.Tokenizer.from_file(files[0])
+        elif kind == "bpe":
+            tokenizer = tokenizers.ByteLevelBPETokenizer(files[0], files[1])
+        else:
+            tokenizer = tokenizers.BertWordPieceTokenizer(files[0], lowercase=not cased)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise Problem(f"--tokenizer {path}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+# ---- token files -----------------------------------------------------------------------------------------------------
+
+
+def little_endian(kind, numbers):
+    values = array.array(kind, numbers)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def write_bin(path, tokens, words=0, passages=()):
+    """passages: a pair for each of them, its tokens and those of its last word."""
+    if tokens and max(tokens) > 65535:
+        raise Problem(f"token {max(tokens)} does not fit into 16 bits, which the file has for each token")
+    if max(len(tokens), words) > 2**31 - 1:
+        raise Problem(f"{len(tokens)} tokens are too many: a file has at most {2**31 - 1}")
+    header = [MAGIC, VERSION, len(tokens), words, len(passages)]
+    with open(path, "wb") as file:
+        file.write(little_endian("i", header + [0] * (HEADER - len(header))))
+        file.write(little_endian("H", tokens))
+        file.write(little_endian("i", [number for passage in passages for number in passage]))
+
+
+def make_train(o, encode):
+    if o.separator is not None and not 0 <= o.separator <= 65535:
+        raise Problem(f"--separator {o.separator}: expected a token from 0 to 65535")
+    tokens = []
+    for path in o.files:
+        tokens += [] if o.separator is None else [o.separator]
+        tokens += encode(read_text(path))
+    write_bin(o.out, tokens)
+    print(f"{o.out}: {len(tokens)} tokens of {len(o.files)} texts")
+
+
+def make_wikitext(o, encode):
+    text = read_text(o.file)
+    words = count_words(text)
+    if words == 0:
+        raise Problem(f"{o.file} has no words")
+    tokens = encode(text if o.keep else detokenise_wikitext(text))
+    write_bin(o.out, tokens, words=words)
+    print(f"{o.out}: {len(tokens)} tokens of {words} words, {len(tokens) / words:.4f} for each word")
+
+
+def make_lambada(o, encode):
+    tokens, passages = [], []
+    for number, line in enumerate(read_text(o.file).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            before, last = (encode(part) for part in split_last_word(passage_text(line)))
+        except Problem as problem:
+            raise Problem(f"{o.file}, line {number}: {problem}") from problem
+        if not before or not last:
+            raise Problem(f"{o.file}, line {number}: the tokenizer makes no tokens of it")
+        tokens += before + last
+        passages.append((len(before) + len(last), len(last)))
+    if not passages:
+        raise Problem(f"{o.file} has no passages")
+    write_bin(o.out, tokens, passages=passages)
+    longest = max(count for count, _ in passages)
+    print(f"{o.out}: {len(passages)} passages, {len(tokens)} tokens, {longest} in the longest")
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tasks = parser.add_subparsers(dest="task", required=True)
+    for name, make in (("train", make_train), ("wikitext", make_wikitext), ("lambada", make_lambada)):
+        task = tasks.add_parser(name)
+        task.set_defaults(make=make)
+        task.add_argument("--tokenizer", required=True, help="bytes, a file, or a directory")
+        task.add_argument("--cased", action="store_true", help="do not change a text to lower case for a vocab.txt")
+        task.add_argument("--out", required=True, metavar="FILE.bin")
+        if name == "train":
+            task.add_argument("--separator", type=int, metavar="ID", help="token in front of each text")
+            task.add_argument("files", nargs="+", metavar="TEXT")
+        else:
+            task.add_argument("file", metavar="TEXT" if name == "wikitext" else "JSONL")
+        if name == "wikitext":
+            task.add_argument("--keep", action="store_true", help="do not detokenise the text")
+    return parser.parse_args(arguments)
+
+
+def main(arguments):
+    o = parse(arguments)
+    try:
+        o.make(o, load_tokenizer(o.tokenizer, o.cased))
+    except (Problem, OSError) as error:
+        print(f"text_to_bin: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,206 @@
+"""Tests examples/text_to_bin.py: python tests/test_text_to_bin.py [Plain | Tokenizers]
+
+Plain needs no packages. Tokenizers needs the package tokenizers of PyPI.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import struct
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "examples"))
+import text_to_bin  # noqa: E402
+
+# What each rule does to a text.
+RULES = {
+    "possessive": ("two dogs ' bone", "two dogs' bone"),
+    "hyphen": ("well @-@ known", "well-known"),
+    "comma in a number": ("213 @,@ 886 words", "213,886 words"),
+    "point in a number": ("3 @.@ 5 km", "3.5 km"),
+    "colon": ("so : yes", "so: yes"),
+    "semicolon": ("so ; yes", "so; yes"),
+    "full stop": ("the end . Then", "the end. Then"),
+    "exclamation mark": ("stop ! Then", "stop! Then"),
+    "question mark": ("who ? Then", "who? Then"),
+    "comma": ("one , two", "one, two"),
+    "parentheses": ("a ( b c ) d ( e ) f", "a (b c) d (e) f"),
+    "brackets": ("a [ b c ] d", "a [b c] d"),
+    "braces": ("a { b c } d", "a {b c} d"),
+    "double quotes": ('a " b c " d " e " f', 'a "b c" d "e" f'),
+    "single quotes": ("a ' b c ' d", "a 'b c' d"),
+    "heading of level 4": ("= = = = = Name", "===== Name"),  # the next two rules also join four
+    "heading of level 3": ("= = = Name = = =", "=== Name ==="),
+    "heading of level 2": ("= = Name = =", "== Name =="),
+    "degree": ("20 \u00b0 C", "20\u00b0C"),
+    "end of a line": ("one \ntwo", "one\ntwo"),
+    "start of a line": ("one\n two", "one\ntwo"),
+    "number of the Penn Treebank": ("in N days", "in 1 days"),
+    "contraction": ("the dog 's bone", "the dog's bone"),
+}
+
+WIKITEXT = (" \n = Otto = \n \n Otto ( born 1 @,@ 000 BC ) was a well @-@ known \" <unk> \" ; he said : no . \n"
+            " = = Life = = \n \n Otto 's house , at 3 @.@ 5 ° C , was cold ! \n")
+DETOKENISED = ("\n= Otto =\n\nOtto (born 1,000 BC) was a well-known \"<unk>\"; he said: no.\n"
+               "== Life ==\n\nOtto's house, at 3.5°C, was cold!\n")
+
+
+def read_bin(path):
+    with open(path, "rb") as file:
+        data = file.read()
+    header = struct.unpack("<256i", data[:1024])
+    assert header[:2] == (20240520, 1) and not any(header[5:])
+    count, words, passages = header[2:5]
+    assert len(data) == 1024 + 2 * count + 8 * passages
+    tokens = list(struct.unpack(f"<{count}H", data[1024:1024 + 2 * count]))
+    numbers = struct.unpack(f"<{2 * passages}i", data[1024 + 2 * count:])
+    return tokens, words, list(zip(numbers[::2], numbers[1::2]))
+
+
+class Case(unittest.TestCase):
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def path(self, name, text=None):
+        path = os.path.join(self.folder, name)
+        if text is not None:
+            with open(path, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+        return path
+
+    def run_main(self, *arguments):
+        """The exit status, and what was printed to stdout and stderr."""
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = text_to_bin.main(list(arguments))
+            except SystemExit as end:
+                status = end.code
+        return status, out.getvalue(), err.getvalue()
+
+    def make(self, task, *arguments, tokenizer="bytes"):
+        status, _, err = self.run_main(task, "--tokenizer", tokenizer, "--out", self.path("out.bin"), *arguments)
+        self.assertEqual((status, err), (0, ""))
+        return read_bin(self.path("out.bin"))
+
+    def refuse(self, sentence, task, *arguments, tokenizer="bytes"):
+        status, _, err = self.run_main(task, "--tokenizer", tokenizer, "--out", self.path("out.bin"), *arguments)
+        self.assertNotEqual(status, 0)
+        self.assertIn(sentence, err)
+        self.assertEqual(err.count("\n"), 1)
+
+
+class Plain(Case):
+
+    def test_each_rule(self):
+        self.assertEqual([name for name, _, _ in text_to_bin.WIKITEXT_RULES], list(RULES))
+        for name, (before, after) in RULES.items():
+            without = before
+            for other, pattern, replacement in text_to_bin.WIKITEXT_RULES:
+                if other != name:
+                    without = re.sub(pattern, replacement, without)
+            with self.subTest(name):
+                self.assertEqual(text_to_bin.detokenise_wikitext(before), after)
+                self.assertNotEqual(without, after)
+
+    def test_wikitext(self):
+        text = self.path("wiki.txt", WIKITEXT)
+        tokens, words, passages = self.make("wikitext", text)
+        self.assertEqual(bytes(tokens).decode(), DETOKENISED)
+        self.assertEqual((words, passages), (len(WIKITEXT.strip().split(" ")), []))
+        tokens, words, _ = self.make("wikitext", "--keep", text)
+        self.assertEqual(bytes(tokens).decode(), WIKITEXT)
+        self.assertEqual(words, len(WIKITEXT.strip().split(" ")))
+
+    def test_count_words(self):
+        for text in "one", "a b", "a  b", " \n = A b = \n \n c \n", "a\nb c\n", "a\tb", "  a   b ":
+            self.assertEqual(text_to_bin.count_words(text), len(text.strip().split(" ")), text)
+        self.assertEqual(text_to_bin.count_words(" \n"), 0)
+
+    def test_train(self):
+        one, two = self.path("one", "ab\r\n"), self.path("two", "\u00e4")
+        self.assertEqual(self.make("train", one, two), ([97, 98, 13, 10, 195, 164], 0, []))
+        self.assertEqual(self.make("train", "--separator", "50256", one, two)[0],
+                         [50256, 97, 98, 13, 10, 50256, 195, 164])
+
+    def test_lambada(self):
+        lines = [{"text": "One, two\nthree four. "}, {"context": "Who is ", "continuation": " Otto"},
+                 {"text": " a man to man"}]
+        text = self.path("l.jsonl", "\n".join(json.dumps(line) for line in lines) + "\n\n")
+        tokens, words, passages = self.make("lambada", text)
+        self.assertEqual(bytes(tokens), b"One, two\nthree four." + b"Who is Otto" + b"a man to man")
+        self.assertEqual((words, passages), (0, [(20, 6), (11, 5), (12, 4)]))
+
+    def test_refusals(self):
+        text = self.path("text", "a b")
+        self.refuse("nonexistent", "train", "nonexistent")
+        self.refuse("--separator 65536: expected a token from 0 to 65535", "train", "--separator", "65536", text)
+        self.refuse("has no words", "wikitext", self.path("blank", " \n "))
+        self.refuse("has no passages", "lambada", self.path("empty", "\n"))
+        self.refuse("line 2: no JSON", "lambada", self.path("bad", '{"text": "a b"}\n{"text"\n'))
+        self.refuse('line 1: neither "text", nor "context" and "continuation"', "lambada", self.path("bad", "[1]"))
+        self.refuse("line 1: a passage of less than two words", "lambada", self.path("bad", '{"text": "one"}'))
+        self.refuse("--tokenizer nonexistent: no such file", "train", text, tokenizer="nonexistent")
+        self.refuse("has no tokenizer.json, no vocab.json with merges.txt, and no vocab.txt", "train", text,
+                    tokenizer=self.folder)
+        with open(self.path("latin"), "wb") as file:
+            file.write(b"\xe4")
+        self.refuse("is not UTF-8", "train", self.path("latin"))
+        with mock.patch.dict(sys.modules, {"tokenizers": None}):
+            self.refuse("the package tokenizers is missing: pip install tokenizers", "train", text, tokenizer=text)
+        with self.assertRaisesRegex(text_to_bin.Problem, "token 65536 does not fit into 16 bits"):
+            text_to_bin.write_bin(self.path("out.bin"), [65536])
+
+
+class Tokenizers(Case):
+
+    def gpt2_folder(self):
+        """A small byte-level BPE, as the files of GPT-2."""
+        import tokenizers
+        tokenizer = tokenizers.ByteLevelBPETokenizer()
+        tokenizer.train([self.path("corpus", "the cat and the dog and the cat. " * 50)], vocab_size=280)
+        folder = self.path("gpt2")
+        os.mkdir(folder)
+        tokenizer.save_model(folder)
+        tokenizer.save(self.path("tokenizer.json"))
+        return folder, tokenizer
+
+    def test_bpe_and_json(self):
+        folder, tokenizer = self.gpt2_folder()
+        text = self.path("text", " the cat\u00e9\n\nand dogs")
+        tokens, _, _ = self.make("train", text, tokenizer=folder)
+        self.assertEqual(tokenizer.decode(tokens), " the cat\u00e9\n\nand dogs")
+        self.assertLess(len(tokens), 15)  # of 20 bytes: some are merged
+        self.assertEqual(self.make("train", text, tokenizer=self.path("tokenizer.json"))[0], tokens)
+
+    def test_last_word_has_its_space(self):
+        folder, tokenizer = self.gpt2_folder()
+        text = self.path("l.jsonl", '{"text": "the dog and the cat"}\n')
+        tokens, _, passages = self.make("lambada", text, tokenizer=folder)
+        (count, answer), = passages
+        self.assertEqual(tokenizer.decode(tokens[:count - answer]), "the dog and the")
+        self.assertEqual(tokenizer.decode(tokens[count - answer:]), " cat")
+
+    def test_wordpiece(self):
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "The", "."]
+        vocab = self.path("vocab.txt", "\n".join(words) + "\n")
+        text = self.path("text", "The cats.")
+        self.assertEqual(self.make("train", text, tokenizer=vocab)[0], [5, 6, 7, 9])
+        self.assertEqual(self.make("train", "--cased", text, tokenizer=vocab)[0], [8, 6, 7, 9])
+        self.assertEqual(self.make("train", text, tokenizer=self.folder)[0], [5, 6, 7, 9])
+
+    def test_refusals(self):
+        text = self.path("text", "a b")
+        self.refuse("text.json", "train", text, tokenizer=self.path("text.json", "no tokenizer"))
+
+
+if __name__ == "__main__":
+    unittest.main()
