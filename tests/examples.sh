@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds each example with the command in its first lines and runs it, train_gpt for only 3 steps. 05_own_weights is
-# two programs: their losses must agree, and few of their lines may differ.
+# Builds each example with the command in its first lines and runs it, train_gpt for only 3 steps, eval_gpt
+# on a small text. 05_own_weights is two programs: their losses must agree, and few of their lines may differ.
 #
 #   sh tests/examples.sh [NAME]      one line per command, closing line "N passed, N failed, N skipped"
 set -u
@@ -21,6 +21,7 @@ example_commands() { sed -n '1,30s/^[^A-Za-z]*\(cc .* -o .*\)$/\1/p' "$1" | sed 
 example_arguments() {
     case $1:$2 in
     train_gpt:*) echo "--steps 3" ;;
+    eval_gpt:*) echo "--init-from tests/golden/gpt2_hf --data tests/golden/eval/text.bin" ;;
     *"&& ./"*) echo "$2" | sed 's|.*&& \./[^ ]*||' ;;
     esac
 }
