@@ -427,7 +427,7 @@ static int check_log(const options *o) {
 /* Groups of o.micro_batch windows are computed together, on every split the same ones. A data rank has the groups
    [first, end). A text is computed in rounds of `round` groups, which go through the pipeline together. */
 typedef struct evaluator {
-    const job *job;
+    const struct job *job;
     mt_context *ctx;
     mt_comm *comm; /* all ranks, from mt_comm_create_for */
     mt_grid grid;
@@ -469,8 +469,16 @@ static window window_of(const job *j, int64_t group, int64_t i) {
 /* Compares the flags and the data of all ranks, because ranks that are processes have command lines of their own. */
 static mt_status compare_ranks(const evaluator *e) {
     const options *o = &e->job->o;
-    const double numbers[] = {o->tp,          o->dp,    o->pp,     o->seq,   o->stride,
-                              o->micro_batch, o->words, o->device, o->dtype, o->sequence_parallel};
+    const double numbers[] = {o->tp,
+                              o->dp,
+                              o->pp,
+                              o->seq,
+                              o->stride,
+                              o->micro_batch,
+                              o->words,
+                              (double)o->device,
+                              (double)o->dtype,
+                              (double)o->sequence_parallel};
     static const char *const names[] = {"--tp",          "--dp",    "--pp",     "--seq",   "--stride",
                                         "--micro-batch", "--words", "--device", "--dtype", "--sequence-parallel"};
     enum { COUNT = sizeof numbers / sizeof *numbers };

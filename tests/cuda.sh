@@ -50,6 +50,25 @@ own_weights_example() {
     done
 }
 
+# examples/eval_gpt.c on GPUs has PyTorch's sum of losses, within 1e-6 of it in f32 and 1e-2 in bf16, and in f32 the
+# passages that are right.
+evaluates_on_the_engine() {
+    set -- "$engine/eval_gpt" --init-from tests/golden/gpt2_hf --no-pinning --device cuda --log "$build/eval.csv"
+    for flags in "--tp 2 --dp 2" "--pp 2" "--tp 2 --sequence-parallel --dtype bf16"; do
+        # shellcheck disable=SC2086  # a list of flags
+        "$@" $flags --data tests/golden/eval/text.bin --stride 5 >"$build/eval.txt" && cat "$build/eval.txt" || return 1
+        awk -v expected="$(sed -n 's/^text 12 5 //p' tests/golden/eval/expected.txt)" \
+            -v allowed="$([ "$flags" = "${flags%bf16}" ] && echo 1e-6 || echo 1e-2)" '
+            { if (sub(/.*sum of losses /, "")) { n++; d = $1 + 0 - expected; if (d < 0) d = -d } }
+            END { exit !(n == 1 && expected > 0 && d <= allowed * expected) }' "$build/eval.txt" || return 1
+        [ "$flags" = "${flags%bf16}" ] || continue
+        # shellcheck disable=SC2086
+        "$@" $flags --data tests/golden/eval/cloze.bin || return 1
+        right=$(sed '1d; s/.*,//' "$build/eval.csv" | tr -d '\n')
+        grep -qx "cloze 12 $right" tests/golden/eval/expected.txt || { echo "right: $right"; return 1; }
+    done
+}
+
 few_steps="--layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --sample 4 --no-pinning --data megatron.h"
 
 # examples/train_gpt.c as it is, on two GPUs over NCCL: the losses of the CPU in f32, within 1e-5 of the loss, or 2e-2
@@ -291,6 +310,7 @@ no_gpu_is_said() {
 example() {
     check "examples/03_nccl on 2 GPUs has the losses of 01_mlp" nccl_example
     check "examples/05_own_weights/after.cu on 1, 2 and 4 GPUs has the losses of before.cu" own_weights_example
+    check "eval_gpt --device cuda has the results of PyTorch" evaluates_on_the_engine
 }
 training() {
     check "train_gpt --device cuda" trains_on_the_engine
