@@ -187,9 +187,9 @@ MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tenso
    (arXiv 1909.08053, figure 3b): QKV is column-parallel, core attention runs on this rank's groups, and the projection
    is row-parallel.
    hidden must be a multiple of heads, and heads a multiple of kv_heads. kv_heads must be at least t, and in invariant
-   mode (see mt_parallel.h) at least V = mt_context_desc.invariant. With rotary, hidden / heads must be even and max_seq
-   set. Otherwise create returns MT_ERR_SHAPE. When kv_heads is not a multiple of t (in invariant mode, of V), the last
-   ranks also have empty groups: padding, whose weights are zero.
+   mode (see mt_parallel.h) at least V = mt_context_desc.invariant. With rotary, rotary_dim must be even and at most
+   hidden / heads, and max_seq must be set. Otherwise create returns MT_ERR_SHAPE. When kv_heads is not a multiple of t
+   (in invariant mode, of V), the last ranks also have empty groups: padding, whose weights are zero.
    qkv_layout (mt_kernels.cuh) is the order of the rows of the QKV weight [(heads + 2 * kv_heads) * head size, hidden].
      MT_QKV_PER_GROUP     A rank has the rows of its groups, which are neighbours (unit = a query group).
      MT_QKV_CONCATENATED  A rank, and in invariant mode each virtual shard, has [its queries; its keys; its values]
@@ -203,15 +203,21 @@ MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tenso
    up to rounding. */
 typedef struct mt_self_attention_desc {
     int64_t hidden, heads;
-    int64_t kv_heads;     /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
-    mt_mask mask;         /* 0: MT_MASK_CAUSAL */
-    float rotary_base;    /* base of rotary position embedding, usually 10000; 0: no rotary */
+    int64_t kv_heads; /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
+    mt_mask mask;     /* 0: MT_MASK_CAUSAL */
+    /* Base of rotary position embedding, usually 10000; 0: no rotary. By default each head is turned as a whole and in
+       halves, as in GPT-NeoX and Hugging Face's Llama. See rotary_form and rotary_dim */
+    float rotary_base;
     int64_t max_seq;      /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
     float dropout;        /* of attention probabilities */
     int64_t layer_number; /* selects the dropout masks; give each layer a number of its own */
     int no_bias;          /* 1: qkv and proj have no bias */
     /* advanced */
-    mt_qkv_layout qkv_layout;        /* 0: MT_QKV_PER_GROUP */
+    mt_qkv_layout qkv_layout;   /* 0: MT_QKV_PER_GROUP */
+    mt_rotary_form rotary_form; /* see mt_kernels.cuh; 0: MT_ROTARY_HALVES */
+    /* only the first rotary_dim features of a head are turned: the head size times Megatron's --rotary-percent; 0: all.
+       rotary_form and rotary_dim must be 0 without rotary (MT_ERR_ARGUMENT) */
+    int64_t rotary_dim;
     int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
     int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
     int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
@@ -259,7 +265,9 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
    qkv is ignored with MT_QKV_SEPARATE, and separate with the other layouts. */
 typedef struct mt_self_attention_tensors {
     mt_linear_tensors qkv, separate[3], proj;
-    mt_tensor rotary; /* the table [max_seq, D] of mt_rotary_table, MT_F32; mt_none() when desc.rotary_base is 0 */
+    /* the table [max_seq, R] of mt_rotary_table, MT_F32, where R is desc.rotary_dim, or D if this is 0; mt_none() when
+       desc.rotary_base is 0 */
+    mt_tensor rotary;
 } mt_self_attention_tensors;
 
 /* Attention without a registry: mt_self_attention_forward and mt_self_attention_backward on tensors in your own memory.
@@ -343,6 +351,18 @@ MT_API mt_status mt_qkv_from_separate(int64_t heads, int64_t kv_heads, int64_t h
 MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *qkv,
                                     float *q, float *k, float *v);
 
+/* Copy a weight [heads * head_dim, cols] of queries or of keys between models with MT_ROTARY_PAIRS and
+   MT_ROTARY_HALVES. In each head, rows 2 i and 2 i + 1 of `pairs` are rows i and i + R / 2 of `halves`, for i < R / 2,
+   with R = rotary_dim, or head_dim if this is 0. The other rows are equal. When the queries and keys of a model are
+   converted, and its values are left as they are, it computes the same with the other form, up to rounding. For a bias
+   cols is 1. `pairs` and `halves` are unsharded and contiguous, in host memory, and must not overlap. Convert the
+   separate weights of mt_qkv_to_separate. Errors: MT_ERR_SHAPE (a size is not positive or too large, or R is odd or
+   greater than head_dim), MT_ERR_ARGUMENT (a pointer is NULL). */
+MT_API mt_status mt_rotary_halves_from_pairs(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                             const float *pairs, float *halves);
+MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                             const float *halves, float *pairs);
+
 /* ---- transformer layer ------------------------------------------------------------------------------------------- */
 
 /* Selects the places of the two norms of a layer. LN is the norm (mt_norm_kind) and D is dropout.
@@ -373,17 +393,21 @@ typedef struct mt_transformer_layer_desc {
     float norm_eps;            /* 0: 1e-5 */
     mt_activation activation;  /* 0: MT_GELU_TANH */
     mt_mask mask;              /* 0: MT_MASK_CAUSAL */
-    float rotary_base;         /* base of rotary position embedding, usually 10000; 0: no rotary */
+    float rotary_base;         /* base of rotary position embedding, usually 10000; 0: no rotary; see rotary_form */
     int64_t max_seq;           /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
     float attention_dropout, hidden_dropout; /* of attention probabilities; of the outputs of attention and MLP */
     int64_t layer_number;                    /* selects the dropout masks; give each layer a number of its own */
     int no_bias;                             /* 1: qkv, proj, fc1 and fc2 have no bias; a LayerNorm still has one */
     /* advanced */
     mt_qkv_layout qkv_layout; /* see mt_self_attention_desc; 0: MT_QKV_PER_GROUP */
-    int sequence_parallel;    /* 1: x and y are [tokens / t, hidden] */
-    mt_recompute recompute;   /* 0: MT_RECOMPUTE_NONE */
-    float init_std;           /* standard deviation of the initial weights of qkv and fc1; 0: 0.02 */
-    float output_init_std;    /* the same for proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); 0: 0.02 */
+    /* As in mt_self_attention_desc: the features that rotary turns together (0: MT_ROTARY_HALVES), and the number of
+       features of a head that it turns (0: all) */
+    mt_rotary_form rotary_form;
+    int64_t rotary_dim;
+    int sequence_parallel;  /* 1: x and y are [tokens / t, hidden] */
+    mt_recompute recompute; /* 0: MT_RECOMPUTE_NONE */
+    float init_std;         /* standard deviation of the initial weights of qkv and fc1; 0: 0.02 */
+    float output_init_std;  /* the same for proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); 0: 0.02 */
 } mt_transformer_layer_desc;
 
 typedef struct mt_transformer_layer {
@@ -545,8 +569,8 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
    destroy are the functions of mt_parallel.h. gpt must outlive the checkpoint. desc->format and desc->model must
    be NULL (MT_ERR_ARGUMENT), because a GPT has a format of its own. The files describe the GPT in their metadata. Load
    and import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (for example
-   another number of heads, another activation, or another qkv_layout, as the optimizer's state has the order of the
-   weights). Files without a qkv_layout have MT_QKV_PER_GROUP.
+   another number of heads, another activation, another rotary_form, or another qkv_layout, as the optimizer's state has
+   the order of the weights). Files without a qkv_layout, rotary_form or rotary_dim have 0.
 
    Hugging Face: A GPT with MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH or MT_GELU_ERF, biases, learned positions, kv_heads
    equal to heads, a causal mask, a tied head and another qkv_layout than MT_QKV_SEPARATE is a GPT-2. Its files have the
@@ -889,6 +913,33 @@ static mt_status mti_qkv_layout_check(mt_context *ctx, const char *function, con
     return MT_SUCCESS;
 }
 
+/* The number of features of a head that rotary turns. */
+static int64_t mti_attention_rotary_dim(const mt_self_attention_desc *d) {
+    return d->rotary_dim ? d->rotary_dim : d->hidden / d->heads;
+}
+
+static mt_status mti_attention_rotary_check(mt_context *ctx, const char *function, const char *name,
+                                            const mt_self_attention_desc *d) {
+    int64_t head_dim = d->hidden / d->heads;
+    if (d->rotary_form != MT_ROTARY_HALVES && d->rotary_form != MT_ROTARY_PAIRS)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': rotary_form %d does not exist", function, name,
+                       (int)d->rotary_form);
+    if (d->rotary_base == 0.0f && d->max_seq > 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has max_seq %lld, which only rotary uses, and rotary_base 0",
+                       function, name, (long long)d->max_seq);
+    if (d->rotary_base == 0.0f && (d->rotary_form != MT_ROTARY_HALVES || d->rotary_dim != 0))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has rotary_form %d and rotary_dim %lld, but rotary_base 0",
+                       function, name, (int)d->rotary_form, (long long)d->rotary_dim);
+    if (d->rotary_base == 0.0f) return MT_SUCCESS;
+    if (d->rotary_dim < 0 || d->rotary_dim > head_dim || d->rotary_dim % 2 != 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': rotary_dim is %lld, must be even and in [0, %lld]", function, name,
+                       (long long)d->rotary_dim, (long long)head_dim);
+    if (d->max_seq < 1 || mti_attention_rotary_dim(d) % 2 != 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': rotary needs max_seq (is %lld) and an even head size (is %lld)",
+                       function, name, (long long)d->max_seq, (long long)head_dim);
+    return MT_SUCCESS;
+}
+
 /* shards is the number of parts into which the query groups are split: V in invariant mode, and t otherwise. */
 static mt_status mti_attention_check(mt_context *ctx, const char *function, const char *name,
                                      const mt_self_attention_desc *d, int shards) {
@@ -908,22 +959,18 @@ static mt_status mti_attention_check(mt_context *ctx, const char *function, cons
     if (d->kv_heads < shards)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld kv_heads cannot be split over %d %s", function, name,
                        (long long)d->kv_heads, shards, mti_shards_name(ctx));
-    if (d->rotary_base > 0.0f && (d->max_seq < 1 || d->hidden / d->heads % 2 != 0))
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': rotary needs max_seq (is %lld) and an even head size (is %lld)",
-                       function, name, (long long)d->max_seq, (long long)(d->hidden / d->heads));
-    if (d->rotary_base == 0.0f && d->max_seq > 0)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has max_seq %lld, which only rotary uses, and rotary_base 0",
-                       function, name, (long long)d->max_seq);
+    MT_TRY(mti_attention_rotary_check(ctx, function, name, d));
     return mti_qkv_layout_check(ctx, function, name, d, shards);
 }
 
 /* Without a registry (params NULL), the caller sets the table. */
 static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_self_attention *out) {
+    int64_t turned = mti_attention_rotary_dim(&out->desc);
     void *table;
     out->rotary = mt_none();
     if (out->desc.rotary_base <= 0.0f || !params) return MT_SUCCESS;
-    MT_TRY(mt_params_buffer(ctx, params, (size_t)(out->desc.max_seq * out->head_dim) * sizeof(float), 0, &table));
-    out->rotary = mt_tensor_f32((const float *)table, out->desc.max_seq, out->head_dim);
+    MT_TRY(mt_params_buffer(ctx, params, (size_t)(out->desc.max_seq * turned) * sizeof(float), 0, &table));
+    out->rotary = mt_tensor_f32((const float *)table, out->desc.max_seq, turned);
     return mt_rotary_table(ctx, out->desc.rotary_base, out->rotary);
 }
 
@@ -1053,6 +1100,8 @@ static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt
                                              a->desc.heads / a->desc.kv_heads, a->head_dim, a->desc.qkv_layout, batch);
     mt_dropout random = mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 0);
     s.mask = a->desc.mask;
+    s.rotary_form = a->desc.rotary_form;
+    s.rotary_dim = a->desc.rotary_dim;
     s.dropout.p = random.p;
     s.dropout.at.seed = random.at.seed;
     s.dropout.at.subsequence = random.at.subsequence;
@@ -1513,7 +1562,8 @@ static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_com
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
     if (d.rotary_base > 0.0f)
-        MT_TRY(mt_tensor_check(ctx, function, "rotary", tensors->rotary, MT_ARG_F32, d.max_seq, out->head_dim));
+        MT_TRY(mt_tensor_check(ctx, function, "rotary", tensors->rotary, MT_ARG_F32, d.max_seq,
+                               mti_attention_rotary_dim(&d)));
     else if (tensors->rotary.data)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there is a rotary table, but rotary_base is 0", function);
     MT_TRY(mti_attention_create(ctx, from, "", out));
@@ -1586,6 +1636,35 @@ MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t hea
     return MT_SUCCESS;
 }
 
+/* Copies `pairs` to `halves`, or back. Both are [heads * head_dim, cols]. */
+static mt_status mti_rotary_convert(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                    const float *pairs, const float *halves, float *to) {
+    int64_t turned = rotary_dim ? rotary_dim : head_dim, h, i;
+    size_t row;
+    if (!mti_qkv_sizes_ok(heads, heads, head_dim, cols) || turned < 0 || turned > head_dim || turned % 2 != 0)
+        return MT_ERR_SHAPE;
+    if ((!pairs && !halves) || !to) return MT_ERR_ARGUMENT;
+    row = (size_t)cols;
+    for (h = 0; h < heads; h++)
+        for (i = 0; i < head_dim; i++) {
+            int64_t half = i >= turned ? i : i / 2 + i % 2 * (turned / 2); /* row i of pairs is this row of halves */
+            size_t in_pairs = (size_t)(h * head_dim + i) * row, in_halves = (size_t)(h * head_dim + half) * row;
+            if (pairs) memcpy(to + in_halves, pairs + in_pairs, row * sizeof *to);
+            else memcpy(to + in_pairs, halves + in_halves, row * sizeof *to);
+        }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_rotary_halves_from_pairs(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                             const float *pairs, float *halves) {
+    return mti_rotary_convert(heads, head_dim, rotary_dim, cols, pairs, NULL, halves);
+}
+
+MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                             const float *halves, float *pairs) {
+    return mti_rotary_convert(heads, head_dim, rotary_dim, cols, NULL, halves, pairs);
+}
+
 /* ---- >>layer ----------------------------------------------------------------------------------------------------- */
 
 /* Creates the norm NAME.SUFFIX with the features, kind and eps of the layer. */
@@ -1615,6 +1694,8 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.kv_heads = d->kv_heads;
     a.mask = d->mask;
     a.rotary_base = d->rotary_base;
+    a.rotary_form = d->rotary_form;
+    a.rotary_dim = d->rotary_dim;
     a.max_seq = d->max_seq;
     a.dropout = d->attention_dropout;
     a.layer_number = d->layer_number;
@@ -2370,7 +2451,7 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 /* ---- >>checkpoint ------------------------------------------------------------------------------------------------ */
 
 /* A file has the first MTI_GPT_REQUIRED fields, and the others only when they are not 0. */
-enum { MTI_GPT_REQUIRED = 15, MTI_GPT_FIELDS = 16 };
+enum { MTI_GPT_REQUIRED = 15, MTI_GPT_FIELDS = 18 };
 
 /* The fields of the desc that determine the logits of a GPT, and max_seq. The limits are those of mt_gpt_create. */
 static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
@@ -2391,7 +2472,9 @@ static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
         {"gpt.rotary_base", MT_FIELD_F32, &l->rotary_base, 0, 0, 0, 0, 0},
         {"gpt.no_bias", MT_FIELD_INT, &l->no_bias, 0, 1, 0, 0, 0},
         {"gpt.untied_head", MT_FIELD_INT, &d->untied_head, 0, 1, 0, 0, 0},
-        {"gpt.qkv_layout", MT_FIELD_INT, &l->qkv_layout, MT_QKV_PER_GROUP, MT_QKV_SEPARATE, 0, 0, 0}};
+        {"gpt.qkv_layout", MT_FIELD_INT, &l->qkv_layout, MT_QKV_PER_GROUP, MT_QKV_SEPARATE, 0, 0, 0},
+        {"gpt.rotary_form", MT_FIELD_INT, &l->rotary_form, MT_ROTARY_HALVES, MT_ROTARY_PAIRS, 0, 0, 0},
+        {"gpt.rotary_dim", MT_FIELD_I64, &l->rotary_dim, 0, INT32_MAX, 0, 0, 0}};
     memcpy(out, list, sizeof list);
 }
 
@@ -2401,6 +2484,7 @@ static mt_gpt_desc mti_gpt_plain(const mt_gpt_desc *desc) {
     if (!d.layer.kv_heads) d.layer.kv_heads = d.layer.heads;
     if (!d.layer.ffn) d.layer.ffn = 4 * d.layer.hidden;
     if (d.layer.norm_eps == 0.0f) d.layer.norm_eps = 1e-5f;
+    if (d.layer.heads > 0 && d.layer.rotary_dim == d.layer.hidden / d.layer.heads) d.layer.rotary_dim = 0;
     d.layer.no_bias = d.layer.no_bias != 0;
     d.untied_head = d.untied_head != 0;
     return d;
@@ -2650,18 +2734,24 @@ static int mti_gpt_config(const void *model, char *text, size_t bytes) {
 static const char *mti_gpt_metadata(const void *model, int index, char *value) {
     mt_gpt_desc d = mti_gpt_plain(&((const mt_gpt *)model)->desc);
     mt_field fields[MTI_GPT_FIELDS];
-    if (index >= (d.layer.qkv_layout ? MTI_GPT_FIELDS : MTI_GPT_REQUIRED)) return NULL;
+    int i, n = 0;
     mti_gpt_fields(&d, fields);
-    mt_field_text(&fields[index], value);
-    return fields[index].name;
+    for (i = 0; i < MTI_GPT_FIELDS; i++) {
+        mt_field_text(&fields[i], value);
+        if (i >= MTI_GPT_REQUIRED && strcmp(value, "0") == 0) continue;
+        if (n++ == index) return fields[i].name;
+    }
+    return NULL;
 }
 
 /* Reads the desc from the metadata of a file. *out is zero. */
 static mt_status mti_gpt_read_metadata(mt_context *ctx, const mt_safetensors *file, mt_gpt_desc *out) {
     mt_field fields[MTI_GPT_FIELDS];
-    int has_layout = mt_safetensors_metadata(file, "gpt.qkv_layout") != NULL;
+    int i;
     mti_gpt_fields(out, fields);
-    MT_TRY(mt_safetensors_fields(ctx, file, fields, has_layout ? MTI_GPT_FIELDS : MTI_GPT_REQUIRED));
+    MT_TRY(mt_safetensors_fields(ctx, file, fields, MTI_GPT_REQUIRED));
+    for (i = MTI_GPT_REQUIRED; i < MTI_GPT_FIELDS; i++)
+        if (mt_safetensors_metadata(file, fields[i].name)) MT_TRY(mt_safetensors_fields(ctx, file, &fields[i], 1));
     if (!(out->layer.norm_eps > 0.0f)) return mt_safetensors_refuse(ctx, file, "gpt.norm_eps", "above 0");
     if (!(out->layer.rotary_base >= 0.0f)) return mt_safetensors_refuse(ctx, file, "gpt.rotary_base", "at least 0");
     return MT_SUCCESS;
@@ -2696,8 +2786,9 @@ static mt_status mti_gpt_compare(mt_context *ctx, const void *model, const char 
         theirs.layer.qkv_layout = mti_is_gpt2(&ours) ? ours.layer.qkv_layout : MT_QKV_CONCATENATED;
     mti_gpt_fields(&theirs, their_fields);
     mti_gpt_fields(&ours, our_fields);
-    for (i = 0; known && i < MTI_GPT_REQUIRED; i++) {
+    for (i = 0; known && i < MTI_GPT_FIELDS; i++) {
         if (ours.layer.rotary_base > 0.0f && our_fields[i].value == (void *)&ours.max_seq) continue;
+        if (our_fields[i].value == (void *)&ours.layer.qkv_layout) continue; /* below, with the names of the layouts */
         mt_field_text(&their_fields[i], their_text);
         mt_field_text(&our_fields[i], our_text);
         if (strcmp(their_text, our_text) != 0)

@@ -319,6 +319,13 @@ typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
    how a weight of each layout is split. */
 typedef enum mt_qkv_layout { MT_QKV_PER_GROUP = 0, MT_QKV_CONCATENATED = 1, MT_QKV_SEPARATE = 2 } mt_qkv_layout;
 
+/* The two features that rotary position embedding turns together, for i = 0 ... R / 2 - 1, where R is the number of
+   features that it turns.
+   MT_ROTARY_HALVES  i and i + R / 2: GPT-NeoX, Megatron-LM, and Llama in the files of Hugging Face
+   MT_ROTARY_PAIRS   2 i and 2 i + 1: GPT-J, Megatron-LM with --rotary-interleaved, and Llama in the files of Meta
+   mt_rotary_pairs_from_halves in megatron.h converts weights. */
+typedef enum mt_rotary_form { MT_ROTARY_HALVES = 0, MT_ROTARY_PAIRS = 1 } mt_rotary_form;
+
 /* The sizes and options of scaled dot-product attention. Query heads form `groups` query groups. A group has
    heads_per_group query heads that share one key/value head. heads_per_group is 1 for MHA and more for GQA (arXiv
    2305.13245); groups is 1 for MQA.
@@ -338,7 +345,9 @@ typedef struct mt_attention_desc {
        sequence b, head a, query i and key j has the global element number
        (((first_row + b) * global_cols + first_col + a) * seq + i) * seq + j */
     mt_dropout dropout;
-    mt_qkv_layout qkv_layout; /* of qkv and dqkv; 0: MT_QKV_PER_GROUP */
+    mt_qkv_layout qkv_layout;   /* of qkv and dqkv; 0: MT_QKV_PER_GROUP */
+    mt_rotary_form rotary_form; /* 0: MT_ROTARY_HALVES */
+    int64_t rotary_dim;         /* the first rotary_dim features of a head are turned; 0: head_dim */
 } mt_attention_desc;
 
 /* forward:  out [batch * seq, heads * head_dim] = dropout(softmax(scale * q k^T, masked)) v, with heads =
@@ -355,13 +364,15 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
 
-/* Rotary position embedding (arXiv 2104.09864) in the form of GPT-NeoX and Megatron: feature i of a head is rotated
-   together with feature i + head_dim / 2. head_dim must be even.
-   table:    table [seq, head_dim]: row p holds the head_dim / 2 cosines, then the head_dim / 2 sines, of the angles
-             p * base^(-2 i / head_dim), i = 0 ... head_dim / 2 - 1.
+/* Rotary position embedding (arXiv 2104.09864) of the first R features of each head. R is desc->rotary_dim, or head_dim
+   if this is 0. R must be even. desc->rotary_form selects the features that are rotated together: with
+   MT_ROTARY_HALVES, feature i and feature i + R / 2 by the angle number i. The features from R on stay as they are.
+   table:    table [seq, R]: row p holds the R / 2 cosines, then the R / 2 sines, of the angles p * base^(-2 i / R),
+             i = 0 ... R / 2 - 1. It is the same for both forms.
    forward:  rotates the queries and keys of qkv in place. A token at position p of its sequence uses row p of table.
    backward: rotates the gradients of the queries and keys in dqkv back, in place.
-   forward and backward read the five sizes of desc and qkv_layout. They do not read mask, scale, lengths or dropout. */
+   forward and backward read the five sizes of desc, qkv_layout, rotary_form and rotary_dim. They do not read mask,
+   scale, lengths or dropout. Errors: MT_ERR_SHAPE (R is odd or is not in [0, head_dim]), MT_ERR_ARGUMENT. */
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv);
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor dqkv);
@@ -6375,9 +6386,21 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
 
 /* ---- >>rotary ---------------------------------------------------------------------------------------------------- */
 
-static mt_status mti_expect_even(mt_context *ctx, const char *where, int64_t head_dim) {
-    if (head_dim % 2 == 0) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_SHAPE, "%s: head_dim is %lld, must be even", where, (long long)head_dim);
+/* The number of features of a head that are rotated. */
+static int64_t mti_rotary_dim(const mt_attention_desc *s) { return s->rotary_dim ? s->rotary_dim : s->head_dim; }
+
+static mt_status mti_expect_even(mt_context *ctx, const char *where, const char *name, int64_t features) {
+    if (features % 2 == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is %lld, must be even", where, name, (long long)features);
+}
+
+static mt_status mti_expect_rotary(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    if (s->rotary_form != MT_ROTARY_HALVES && s->rotary_form != MT_ROTARY_PAIRS)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: rotary_form %d does not exist", where, (int)s->rotary_form);
+    if (s->rotary_dim < 0 || s->rotary_dim > s->head_dim)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: rotary_dim is %lld, must be in [0, %lld]", where,
+                       (long long)s->rotary_dim, (long long)s->head_dim);
+    return mti_expect_even(ctx, where, s->rotary_dim ? "rotary_dim" : "head_dim", mti_rotary_dim(s));
 }
 
 static void mti_cpu_rotary_table(float base, mt_tensor table) {
@@ -6390,71 +6413,88 @@ static void mti_cpu_rotary_table(float base, mt_tensor table) {
         }
 }
 
-/* Rotates a head by the angles in table. With sign -1, it rotates back. */
-static void mti_rotary_head(float *x, const float *table, float sign, int64_t half) {
+/* Rotates the features j * step and j * step + apart of a head by angle j of table, for j < half. With sign -1, it
+   rotates them back. */
+MT_INLINE void mti_rotary_head(float *x, const float *table, float sign, int64_t half, int64_t step, int64_t apart) {
     int64_t j;
     MT_INDEPENDENT
     for (j = 0; j < half; j++) {
-        float low = x[j], high = x[half + j], c = table[j], s = sign * table[half + j];
-        x[j] = low * c - high * s;
-        x[half + j] = high * c + low * s;
+        float low = x[j * step], high = x[j * step + apart], c = table[j], s = sign * table[half + j];
+        x[j * step] = low * c - high * s;
+        x[j * step + apart] = high * c + low * s;
     }
 }
 
 static void mti_cpu_rotary(const mt_attention_desc *desc, mt_tensor table, float sign, mt_tensor qkv) {
-    int64_t i, g, j, d = desc->head_dim;
+    int64_t i, g, j, half = table.cols / 2;
     for (i = 0; i < qkv.rows; i++)
         for (g = 0; g < desc->groups; g++)
-            for (j = 0; j < desc->heads_per_group + 1; j++) /* the queries, then the key */
-                mti_rotary_head(mti_row(qkv, i) + (g * (desc->heads_per_group + 2) + j) * d,
-                                mti_row(table, i % desc->seq), sign, d / 2);
+            for (j = 0; j < desc->heads_per_group + 1; j++) { /* the queries, then the key */
+                float *x = mti_row(qkv, i) + (g * (desc->heads_per_group + 2) + j) * desc->head_dim;
+                const float *angles = mti_row(table, i % desc->seq);
+                /* constant steps let a compiler make a fast loop of each form */
+                if (desc->rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, sign, half, 2, 1);
+                else mti_rotary_head(x, angles, sign, half, 1, half);
+            }
 }
 
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* Rotates two vectors: one of the first half of a query or key, and the same vector of the second half. `row` is the
-   token, and col / MTI_VECTOR the number of the vector among those of all first halves. TYPE is the type of qkv. The
+/* Rotates two vectors, `low` and `high`, of a query or key. With PAIRS they are neighbours, which hold whole pairs.
+   Otherwise they are a vector of the first half and the same vector of the second half. `row` is the token, and col /
+   MTI_VECTOR the number of the vector of angles among those of all queries and keys. TYPE is the type of qkv. The
    table is then f32. */
-template <int TYPE> struct mti_rotary_op {
+template <int TYPE, bool PAIRS> struct mti_rotary_op {
     struct input {
         mti_fetched<TYPE == MTI_ANY_TYPE ? MTI_ANY_TYPE : MT_F32> cosine, sine;
         mti_fetched<TYPE> low, high;
+    };
+    /* The first angle, the columns of the two vectors, and the numbers of angles and of elements of the vectors. */
+    struct place {
+        int64_t angle, low, high;
+        int angles, in_low, in_high;
     };
     mti_view qkv, table;
     int64_t head_dim, half;
     mti_divider vectors, turned, seq; /* vectors of a half, queries and keys of a group, tokens of a sequence */
     float sign;
-    __device__ int place(int64_t col, int64_t *in_half, int64_t *in_row) const {
+    __device__ place at(int64_t col) const {
         int64_t i = col / MTI_VECTOR, head = mti_divide_by(i, vectors), group = mti_divide_by(head, turned);
-        *in_half = (i - head * vectors.by) * MTI_VECTOR;
+        place p;
+        p.angle = (i - head * vectors.by) * MTI_VECTOR;
+        p.angles = mti_vector_size(half, p.angle);
         /* adding `group` skips the values of earlier groups */
-        *in_row = (head + group) * head_dim + *in_half;
-        return mti_vector_size(half, *in_half);
+        p.low = (head + group) * head_dim + (PAIRS ? 2 * p.angle : p.angle);
+        p.high = p.low + (PAIRS ? MTI_VECTOR : half);
+        p.in_low = PAIRS ? mti_vector_size(2 * p.angles, 0) : p.angles;
+        p.in_high = PAIRS ? 2 * p.angles - p.in_low : p.angles;
+        return p;
     }
     template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int, input &in) const {
-        int64_t j, c, position = row - mti_divide_by(row, seq) * seq.by;
-        int n = place(col, &j, &c);
-        mti_fetch<WIDE>(qkv, row, c, n, in.low);
-        mti_fetch<WIDE>(qkv, row, c + half, n, in.high);
-        mti_fetch<WIDE>(table, position, j, n, in.cosine);
-        mti_fetch<WIDE>(table, position, half + j, n, in.sine);
+        int64_t position = row - mti_divide_by(row, seq) * seq.by;
+        place p = at(col);
+        mti_fetch<WIDE>(qkv, row, p.low, p.in_low, in.low);
+        mti_fetch<WIDE>(qkv, row, p.high, p.in_high, in.high);
+        mti_fetch<WIDE>(table, position, p.angle, p.angles, in.cosine);
+        mti_fetch<WIDE>(table, position, half + p.angle, p.angles, in.sine);
     }
     template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int, const input &in) const {
-        float low[MTI_VECTOR], high[MTI_VECTOR], cosine[MTI_VECTOR], sine[MTI_VECTOR];
-        int64_t j, c;
-        int n = place(col, &j, &c);
-        mti_values(in.low, low);
-        mti_values(in.high, high);
+        float both[2 * MTI_VECTOR], cosine[MTI_VECTOR], sine[MTI_VECTOR];
+        place p = at(col);
+        mti_values(in.low, both);
+        mti_values(in.high, both + MTI_VECTOR);
         mti_values(in.cosine, cosine);
         mti_values(in.sine, sine);
+        MT_DEVICE_UNROLL
         for (int e = 0; e < MTI_VECTOR; e++) {
-            float x = low[e], y = high[e], t = sign * sine[e];
-            low[e] = x * cosine[e] - y * t;
-            high[e] = y * cosine[e] + x * t;
+            int a = PAIRS ? 2 * e : e, b = PAIRS ? 2 * e + 1 : MTI_VECTOR + e;
+            float x = both[a], y = both[b], t = sign * sine[e];
+            both[a] = x * cosine[e] - y * t;
+            both[b] = y * cosine[e] + x * t;
         }
-        mti_store<WIDE, TYPE>(qkv, row, c, n, low);
-        mti_store<WIDE, TYPE>(qkv, row, c + half, n, high);
+        mti_store<WIDE, TYPE>(qkv, row, p.low, p.in_low, both);
+        mti_store<WIDE, TYPE>(qkv, row, p.high, p.in_high, both + MTI_VECTOR);
     }
 };
 
@@ -6482,22 +6522,24 @@ static mt_status mti_cuda_rotary_table(mt_context *ctx, float base, mt_tensor ta
 
 static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_desc *s, mt_tensor table, float sign,
                                  mt_tensor qkv) {
-    int64_t half = s->head_dim / 2, vectors = (half + MTI_VECTOR - 1) / MTI_VECTOR, turned = s->heads_per_group + 1;
+    int64_t half = table.cols / 2, vectors = (half + MTI_VECTOR - 1) / MTI_VECTOR, turned = s->heads_per_group + 1;
     int64_t items = s->groups * turned * vectors;
     mti_access how = mti_access_of(qkv);
-    if (half % MTI_VECTOR != 0 || !mti_is_wide(table)) how.wide = 0;
+    if (half % MTI_VECTOR != 0 || s->head_dim % MTI_VECTOR != 0 || !mti_is_wide(table)) how.wide = 0;
     if (!how.wide || table.dtype != MT_F32) how.type = MTI_ANY_TYPE;
     if (qkv.rows * items == 0) return MT_SUCCESS;
     return mti_by_type(how.type, [&](auto type) {
-        mti_rotary_op<type.value> op = {mti_view_of(qkv),
-                                        mti_view_of(table),
-                                        s->head_dim,
-                                        half,
-                                        mti_divider_of(vectors, items),
-                                        mti_divider_of(turned, items),
-                                        mti_divider_of(s->seq, qkv.rows),
-                                        sign};
-        return mti_map_ahead<type.value, 1>(ctx, "mt_rotary", op, how.wide, qkv.rows, items * MTI_VECTOR);
+        return mti_by_kind<2>(s->rotary_form == MT_ROTARY_PAIRS, [&](auto pairs) {
+            mti_rotary_op<type.value, pairs.value != 0> op = {mti_view_of(qkv),
+                                                              mti_view_of(table),
+                                                              s->head_dim,
+                                                              half,
+                                                              mti_divider_of(vectors, items),
+                                                              mti_divider_of(turned, items),
+                                                              mti_divider_of(s->seq, qkv.rows),
+                                                              sign};
+            return mti_map_ahead<type.value, 1>(ctx, "mt_rotary", op, how.wide, qkv.rows, items * MTI_VECTOR);
+        });
     });
 }
 
@@ -6508,7 +6550,7 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     mt_arg args[] = {{"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_rotary_table", args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_even(ctx, "mt_rotary_table", table.cols));
+    MT_TRY(mti_expect_even(ctx, "mt_rotary_table", "the number of columns", table.cols));
     if (!(base > 0.0f && base <= FLT_MAX))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rotary_table: base is %.9g, must be positive", (double)base);
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
@@ -6518,9 +6560,9 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
 static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attention_desc *desc, mt_tensor table,
                             float sign, const char *name, mt_tensor qkv) {
     MT_TRY(mti_expect_heads(ctx, where, desc));
-    MT_TRY(mti_expect_even(ctx, where, desc->head_dim));
+    MT_TRY(mti_expect_rotary(ctx, where, desc));
     mt_arg args[] = {{name, &qkv, desc->batch * desc->seq, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT},
-                     {"table", &table, desc->seq, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN}};
+                     {"table", &table, desc->seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN}};
     mt_attention_desc s = *desc;
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));

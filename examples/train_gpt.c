@@ -540,10 +540,12 @@ static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
                                .rotary_base = !o->rotary                      ? 0.0f
                                               : origin->layer.rotary_base > 0 ? origin->layer.rotary_base
                                                                               : 10000.0f,
-                               .no_bias = origin->layer.no_bias,
-                               .qkv_layout = origin->layer.qkv_layout,
                                .attention_dropout = (float)o->dropout,
                                .hidden_dropout = (float)o->dropout,
+                               .no_bias = origin->layer.no_bias,
+                               .qkv_layout = origin->layer.qkv_layout,
+                               .rotary_form = origin->layer.rotary_form,
+                               .rotary_dim = origin->layer.rotary_dim,
                                .sequence_parallel = o->sequence_parallel,
                                .recompute = (mt_recompute)o->recompute},
                      .untied_head = o->untied,

@@ -166,7 +166,9 @@ static const block_case cases[] = {
     {"attention, separate, groups, rotary", ATTENTION,
      .attention = {ATT_GQA, .qkv_layout = MT_QKV_SEPARATE, .rotary_base = 100.0f, .max_seq = 12, .dropout = 0.1f},
      .lengths = 1},
-    {"layer, separate", LAYER, .layer = {ATT_MHA, .qkv_layout = MT_QKV_SEPARATE, .attention_dropout = 0.1f}}};
+    {"layer, separate", LAYER, .layer = {ATT_MHA, .qkv_layout = MT_QKV_SEPARATE, .attention_dropout = 0.1f}},
+    {"layer, groups, rotary in pairs of half a head", LAYER,
+     .layer = {ATT_GQA, .rotary_base = 100.0f, .max_seq = 12, .rotary_form = MT_ROTARY_PAIRS, .rotary_dim = 2}}};
 #define CASES ((int)(sizeof cases / sizeof *cases))
 #define SEQUENCES 2
 #define SEQ 12
@@ -380,6 +382,10 @@ static const block_case small_cases[] = {
     {"attention, separate, groups", ATTENTION,
      .attention =
          {.hidden = 16, .heads = 4, .kv_heads = 2, .qkv_layout = MT_QKV_SEPARATE, .rotary_base = 10.0f, .max_seq = 9}},
+    {"attention, rotary in pairs", ATTENTION,
+     .attention = {.hidden = 12, .heads = 3, .rotary_base = 10.0f, .max_seq = 9, .rotary_form = MT_ROTARY_PAIRS}},
+    {"attention, rotary of two features", ATTENTION,
+     .attention = {.hidden = 9, .heads = 3, .rotary_base = 10.0f, .max_seq = 9, .rotary_dim = 2}},
     {"layer, pre-LN", LAYER,
      .layer = {.hidden = 8, .heads = 2, .ffn = 12, .attention_dropout = 0.2f, .hidden_dropout = 0.2f}},
     {"layer, pre-RMS, swiglu", LAYER,
@@ -1535,6 +1541,75 @@ static void test_layouts_are_permutations(void **state) {
     }
 }
 
+/* ---- the forms of rotary ----------------------------------------------------------------------------------------- */
+
+/* 2 heads of 6 features, of which 4 turn. 1 column. */
+static void test_rotary_weights(void **state) {
+    static const float pairs[] = {0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15};
+    static const float halves[] = {0, 2, 1, 3, 4, 5, 10, 12, 11, 13, 14, 15};
+    static const float wide_pairs[] = {0, 1, 2, 3, 4, 5, 6, 7}, wide_halves[] = {0, 1, 4, 5, 2, 3, 6, 7};
+    float got[12];
+    (void)state;
+    assert_int_equal(mt_rotary_halves_from_pairs(2, 6, 4, 1, pairs, got), MT_SUCCESS);
+    assert_memory_equal(got, halves, sizeof halves);
+    assert_int_equal(mt_rotary_pairs_from_halves(2, 6, 4, 1, halves, got), MT_SUCCESS);
+    assert_memory_equal(got, pairs, sizeof pairs);
+    assert_int_equal(mt_rotary_halves_from_pairs(1, 4, 0, 2, wide_pairs, got), MT_SUCCESS);
+    assert_memory_equal(got, wide_halves, sizeof wide_halves);
+    assert_int_equal(mt_rotary_halves_from_pairs(2, 6, 8, 1, pairs, got), MT_ERR_SHAPE);
+    assert_int_equal(mt_rotary_halves_from_pairs(2, 6, 3, 1, pairs, got), MT_ERR_SHAPE);
+    assert_int_equal(mt_rotary_halves_from_pairs(2, 3, 0, 1, pairs, got), MT_ERR_SHAPE);
+    assert_int_equal(mt_rotary_halves_from_pairs(0, 6, 4, 1, pairs, got), MT_ERR_SHAPE);
+    assert_int_equal(mt_rotary_pairs_from_halves(2, 6, -2, 1, pairs, got), MT_ERR_SHAPE);
+    assert_int_equal(mt_rotary_pairs_from_halves(2, 6, 4, 1, NULL, got), MT_ERR_ARGUMENT);
+    assert_int_equal(mt_rotary_halves_from_pairs(2, 6, 4, 1, pairs, NULL), MT_ERR_ARGUMENT);
+}
+
+/* Converts the QKV weight or bias of a layer from halves to pairs. */
+static void convert_to_pairs(test_rank *r, const mt_transformer_layer_desc *d, mt_param *p) {
+    int64_t head = d->hidden / d->heads, rows = p->value.rows * p->value.cols / (d->heads + 2 * d->kv_heads) / head;
+    int64_t nq = d->heads * head * rows, nk = d->kv_heads * head * rows; /* rows: the columns of a weight, or 1 */
+    float *x = (float *)p->value.data, *q = test_floats(r, nq, NAN), *k = test_floats(r, nk, NAN),
+          *v = test_floats(r, nk, NAN), *q2 = test_floats(r, nq, NAN), *k2 = test_floats(r, nk, NAN);
+    assert_int_equal(mt_qkv_to_separate(d->heads, d->kv_heads, head, rows, x, q, k, v), MT_SUCCESS);
+    assert_int_equal(mt_rotary_pairs_from_halves(d->heads, head, d->rotary_dim, rows, q, q2), MT_SUCCESS);
+    assert_int_equal(mt_rotary_pairs_from_halves(d->kv_heads, head, d->rotary_dim, rows, k, k2), MT_SUCCESS);
+    assert_int_equal(mt_qkv_from_separate(d->heads, d->kv_heads, head, rows, q2, k2, v, x), MT_SUCCESS);
+}
+
+/* A GPT with pairs and converted weights has the logits of the one with halves. Without conversion it does not. */
+static void test_rotary_forms(void **state) {
+    static const int32_t ids[] = {0, 10, 3, 3, 7, 1, 9, 5, 2, 8};
+    float logits[3][110];
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    for (int dim = 0; dim <= 4; dim += 4) {
+        for (int i = 0; i < 3; i++) { /* halves; pairs; pairs, converted */
+            mt_gpt_desc d = {.vocab = 11, .layers = 2, .max_seq = 5};
+            mt_batch batch = {.sequences = 2, .seq = 5};
+            mt_gpt gpt;
+            d.layer = (mt_transformer_layer_desc){.hidden = 32, .heads = 4, .kv_heads = 2, .rotary_base = 10.0f};
+            d.layer.rotary_dim = dim;
+            d.layer.rotary_form = i ? MT_ROTARY_PAIRS : MT_ROTARY_HALVES;
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, disturb_params(&r, 0.4f));
+            for (int l = 0; i == 2 && l < 2; l++) {
+                convert_to_pairs(&r, &d.layer, gpt.layers[l].attention.qkv.weight);
+                convert_to_pairs(&r, &d.layer, gpt.layers[l].attention.qkv.bias);
+            }
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_logits(r.ctx, &gpt, &batch, ids, mt_tensor_f32(logits[i], 10, 11)));
+        }
+        assert_int_equal(test_near_f32("logits", logits[2], logits[0], 110, 2e-5), MT_SUCCESS);
+        double apart = 0;
+        for (int i = 0; i < 110; i++) apart = fmax(apart, fabs((double)logits[1][i] - (double)logits[0][i]));
+        assert_true(apart > 0.01);
+    }
+    test_paper_rank_close(&r);
+}
+
 /* ---- QK-norm ----------------------------------------------------------------------------------------------------- */
 
 enum { QK_TOKENS = 3, QK_GROUPS = 2, QK_QUERIES = 2, QK_HEAD = 4, QK_UNIT = (QK_QUERIES + 2) * QK_HEAD };
@@ -1915,6 +1990,38 @@ static void test_attention_create_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "name ''|95", mt_self_attention_create(r.ctx, r.params, "", &good, &a));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_self_attention_create(r.ctx, r.params, "a", NULL, &a));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_self_attention_create(r.ctx, r.params, "a", &good, NULL));
+    test_paper_rank_close(&r);
+}
+
+static void test_rotary_create_refuses(void **state) {
+    static const struct {
+        mt_self_attention_desc desc;
+        mt_status status;
+        const char *words;
+    } bad[] = {{{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_form = (mt_rotary_form)2},
+                MT_ERR_ARGUMENT,
+                "'a'|rotary_form 2"},
+               {{.hidden = 16, .heads = 4, .rotary_form = MT_ROTARY_PAIRS},
+                MT_ERR_ARGUMENT,
+                "'a'|rotary_form 1|rotary_base 0"},
+               {{.hidden = 16, .heads = 4, .rotary_dim = 2}, MT_ERR_ARGUMENT, "rotary_dim 2|rotary_base 0"},
+               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_dim = 3},
+                MT_ERR_SHAPE,
+                "'a'|rotary_dim is 3|[0, 4]"},
+               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_dim = 6},
+                MT_ERR_SHAPE,
+                "rotary_dim is 6|[0, 4]"},
+               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_dim = -2},
+                MT_ERR_SHAPE,
+                "rotary_dim is -2|[0, 4]"}};
+    mt_self_attention a;
+    test_rank r;
+    (void)state;
+    open_quarter(&r);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_self_attention_create(r.ctx, r.params, "a", &bad[i].desc, &a));
+        assert_int_equal(mt_params_count(r.params), 0);
+    }
     test_paper_rank_close(&r);
 }
 
@@ -2483,6 +2590,8 @@ int main(void) {
         cmocka_unit_test(test_nothing_is_allocated_after_creation),
         cmocka_unit_test(test_an_arena_that_is_too_small),
         cmocka_unit_test(test_qkv_layout),
+        cmocka_unit_test(test_rotary_weights),
+        cmocka_unit_test(test_rotary_forms),
         cmocka_unit_test(test_layouts_are_permutations),
         cmocka_unit_test(test_qkv_round_trip),
         cmocka_unit_test(test_core_attention_refuses),
@@ -2493,6 +2602,7 @@ int main(void) {
         cmocka_unit_test(test_qkv_refuses),
         cmocka_unit_test(test_mlp_create_refuses),
         cmocka_unit_test(test_attention_create_refuses),
+        cmocka_unit_test(test_rotary_create_refuses),
         cmocka_unit_test(test_layer_create_refuses),
         cmocka_unit_test(test_block_calls_refuse),
         cmocka_unit_test(test_strided_views_are_refused_where_they_travel),

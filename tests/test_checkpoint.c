@@ -253,6 +253,8 @@ typedef struct job {
     size_t arena;            /* arena of the action; 0: the default */
     mt_activation activation;
     mt_qkv_layout qkv_layout;
+    mt_rotary_form rotary_form; /* of LLAMA */
+    int64_t rotary_dim;
     int64_t padded; /* padded_vocab */
     /* results */
     mt_training_state state;
@@ -289,6 +291,8 @@ static mt_gpt_desc model_desc(const job *j) {
     d.layer.norm = MT_RMS_NORM;
     d.layer.activation = MT_SWIGLU;
     d.layer.rotary_base = 100.0f;
+    d.layer.rotary_form = j->rotary_form;
+    d.layer.rotary_dim = j->rotary_dim;
     d.layer.no_bias = 1;
     return d;
 }
@@ -550,6 +554,49 @@ static void layouts_of_qkv(void **state) {
         run_quietly(&load);
         snprintf(words, sizeof words, "its model has qkv_layout %s, this one %s", names[i % 3], names[(i + 1) % 3]);
         expect_refusal(&load, MT_ERR_DATA, words);
+        forget("a");
+    }
+    mt_context_destroy(ctx);
+}
+
+/* Files tell the form of rotary embeddings and the number of features that turn, unless they are 0. A model with others
+   does not load them. */
+static void forms_of_rotary(void **state) {
+    static const int64_t dims[] = {0, 2, 2, 4}; /* 4: the head size, which is the same as 0 */
+    mt_context *ctx;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    for (int i = 0; i < 4; i++) {
+        job save = {.model = LLAMA,
+                    .hidden = 48,
+                    .action = SAVE,
+                    .fill = 1,
+                    .directory = "a",
+                    .state = {.step = 1},
+                    .rotary_form = (mt_rotary_form)(i / 2),
+                    .rotary_dim = dims[i]};
+        job load = save;
+        const char *directory = in_scratch("a/step-00000001");
+        mt_gpt_desc d;
+        run_quietly(&save);
+        expect_success(&save);
+        shell("%s grep -q gpt.rotary_form '%s/model.safetensors'", i / 2 ? "" : "!", directory);
+        shell("%s grep -q gpt.rotary_dim '%s/model.safetensors'", dims[i] == 2 ? "" : "!", directory);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, directory, &d));
+        assert_true(d.layer.rotary_form == save.rotary_form && d.layer.rotary_dim == dims[i] % 4);
+        load.action = LOAD;
+        load.step = 1;
+        load.fill = 0;
+        load.rotary_dim = dims[i] == 2 ? 2 : 4 - dims[i];
+        run_quietly(&load);
+        expect_success(&load);
+        load.rotary_form = (mt_rotary_form)(1 - i / 2);
+        run_quietly(&load);
+        expect_refusal(&load, MT_ERR_DATA, i / 2 ? "has rotary_form 1, this one 0" : "has rotary_form 0, this one 1");
+        load.rotary_form = save.rotary_form;
+        load.rotary_dim = dims[i] == 2 ? 0 : 2;
+        run_quietly(&load);
+        expect_refusal(&load, MT_ERR_DATA, dims[i] == 2 ? "rotary_dim 2, this one 0" : "rotary_dim 0, this one 2");
         forget("a");
     }
     mt_context_destroy(ctx);
@@ -2218,6 +2265,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_split),
         cmocka_unit_test(layouts_of_qkv),
+        cmocka_unit_test(forms_of_rotary),
         cmocka_unit_test(padded_vocabulary),
         cmocka_unit_test(what_is_a_gpt2),
         cmocka_unit_test(invariant_mode),

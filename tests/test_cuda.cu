@@ -1139,17 +1139,19 @@ static void test_sum(void **state) {
 static void test_rotary(void **state) {
     static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
     static const layout places[] = {{0, 0}, {8, 0}, {3, 1}};
-    static const int64_t dims[] = {2, 16, 20, 48, 64};
+    static const int64_t dims[][2] = {{2, 0}, {16, 0}, {20, 0}, {48, 0}, {64, 0}, {64, 16}, {48, 32}, {23, 14}};
     (void)state;
-    for (int i = 0; i < 3 * 3 * 5; i++) {
+    for (int i = 0; i < 2 * 3 * 3 * 8; i++) {
         mt_attention_desc s;
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
         memset(&s, 0, sizeof s);
-        s.batch = 2, s.seq = 7, s.groups = 1 + i % 4 * 3, s.heads_per_group = 1 + i % 3, s.head_dim = dims[i / 9];
+        s.batch = 2, s.seq = 7, s.groups = 1 + i % 4 * 3, s.heads_per_group = 1 + i % 3,
+        s.head_dim = dims[i / 9 % 8][0];
+        s.rotary_dim = dims[i / 9 % 8][1], s.rotary_form = (mt_rotary_form)(i / 72);
         s.qkv_layout = (mt_qkv_layout)(i / 4 % 2);
         type = types[i % 3];
         pair qkv = pair_noise(14, s.groups * (s.heads_per_group + 2) * s.head_dim, places[i / 3 % 3], 1, 1.0f);
-        pair table = pair_of(MT_F32, 7, s.head_dim, places[i % 2]);
+        pair table = pair_of(MT_F32, 7, s.rotary_dim ? s.rotary_dim : s.head_dim, places[i % 2]);
         BOTH(mt_rotary_table(cpu, 100.0f, table.cpu), mt_rotary_table(gpu, 100.0f, table.gpu));
         BOTH(mt_rotary_forward(cpu, &s, table.cpu, qkv.cpu), mt_rotary_forward(gpu, &s, table.gpu, qkv.gpu));
         same("mt_rotary_forward", qkv, 1e-6);

@@ -184,7 +184,10 @@ static void call_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
     said(h, mt_attention_backward(h->ctx, &s, view(h, tokens, width), view(h, tokens, out), view32(h, heads, tokens),
                                   view(h, tokens, out), view(h, tokens, width)));
     said(h, mt_rotary_table(h->ctx, 10000.0f, view(h, b, c)));
+    s.rotary_form = (mt_rotary_form)test_below(&h->random, 3);
     said(h, mt_rotary_forward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
+    s.rotary_dim = size_of(h, 0);
+    said(h, mt_rotary_forward(h->ctx, &s, view(h, b, s.rotary_dim), view(h, tokens, width)));
     said(h, mt_rotary_backward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
 }
 
@@ -398,6 +401,8 @@ static void call_layer(hostile *h, int64_t a, int64_t b, int64_t c) {
                                    .attention_dropout = 0.1f,
                                    .hidden_dropout = 0.1f,
                                    .layer_number = size_of(h, 0),
+                                   .rotary_form = (mt_rotary_form)test_below(&h->random, 2),
+                                   .rotary_dim = test_below(&h->random, 2) ? size_of(h, 2) : 0,
                                    .sequence_parallel = test_below(&h->random, 2) == 0};
     mt_transformer_layer_saved saved;
     mt_transformer_layer layer;
@@ -449,6 +454,8 @@ static void call_host(hostile *h, int64_t a, int64_t b, int64_t c) {
     if (kv > 8) fits = 0;
     (void)mt_qkv_from_separate(a, kv, b, c, fits ? q : NULL, k, v, qkv);
     (void)mt_qkv_to_separate(a, kv, b, c, fits ? qkv : NULL, q, k, v);
+    (void)mt_rotary_halves_from_pairs(a, b, kv, c, fits ? q : NULL, qkv);
+    (void)mt_rotary_pairs_from_halves(a, b, kv, c, fits ? q : NULL, qkv);
     said(h, mt_checkpoint_path(h->ctx, "directory", a, path, sizeof path));
     assert_true(mt_loss_scaler_create(h->ctx, NULL, &scaler) == MT_SUCCESS);
     assert_true(mt_loss_scaler_update(NULL, &norm) == 0.0f && mt_loss_scaler_update(&scaler, NULL) == 0.0f);

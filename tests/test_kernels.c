@@ -1038,34 +1038,48 @@ static void test_rotary_table(void **state) {
     ASSERT_CLOSE(table, want, 1e-12, 6e-8);
 }
 
-/* Compares with a product of complex numbers. Values are not rotated. Backward is the inverse of forward and its
-   transpose. */
-static void test_rotary(void **state) {
-    mt_attention_desc s = attention(2, 5, 2, 3, 6, MT_MASK_CAUSAL);
-    mt_tensor table = ref_guarded(5, 6, 1), qkv = ref_random(10, 60, 4, 1, 0), original = ref_copy(qkv, 0), turned,
-              g = ref_random(10, 60, 0, 1, 0);
+/* Compares with a product of complex numbers. Values, and features from rotary_dim on, are not rotated. Backward is the
+   inverse of forward and its transpose. */
+static void try_rotary(mt_rotary_form form, int64_t head_dim, int64_t rotary_dim) {
+    mt_attention_desc s = attention(2, 5, 2, 3, head_dim, MT_MASK_CAUSAL);
+    int64_t turned = rotary_dim ? rotary_dim : head_dim, cols = 10 * head_dim, half = turned / 2, i, a, j, part;
+    mt_tensor table = ref_guarded(5, turned, 1), qkv = ref_random(10, cols, 4, 1, 0), original = ref_copy(qkv, 0), back,
+              g = ref_random(10, cols, 0, 1, 0);
     double *want = ref_values(qkv), *vg = ref_values(g), *vx = ref_values(qkv);
-    int64_t i, a, j, part;
-    (void)state;
+    size_t n;
+    s.rotary_form = form;
+    s.rotary_dim = rotary_dim;
     OK(mt_rotary_table(ref.ctx, 100, table));
     for (i = 0; i < 10; i++)
         for (a = 0; a < 6; a++)
             for (part = 0; part < 2; part++) {
-                double *x = want + i * 60 + ref_col(&s, a, (int)part);
+                double *x = want + i * cols + ref_col(&s, a, (int)part);
                 if (part == 1 && a % 3 != 0) continue; /* a group has one key: count it once */
-                for (j = 0; j < 3; j++) {
-                    double angle = (double)(i % 5) * pow(100, -(double)j / 3), re = x[j], im = x[j + 3];
-                    x[j] = re * cos(angle) - im * sin(angle);
-                    x[j + 3] = re * sin(angle) + im * cos(angle);
+                for (j = 0; j < half; j++) {
+                    double *re = form == MT_ROTARY_PAIRS ? x + 2 * j : x + j, *im = re + 1, was = *re;
+                    double angle = (double)(i % 5) * pow(100, -(double)j / (double)half);
+                    if (form != MT_ROTARY_PAIRS) im = re + half;
+                    *re = was * cos(angle) - *im * sin(angle);
+                    *im = was * sin(angle) + *im * cos(angle);
                 }
             }
     OK(mt_rotary_forward(ref.ctx, &s, table, qkv));
     ASSERT_CLOSE(qkv, want, ELEMENT, 0);
-    turned = ref_copy(qkv, 0);
+    back = ref_copy(qkv, 0);
     OK(mt_rotary_backward(ref.ctx, &s, table, g));
-    assert_true(fabs(ref_dot(want, vg, 600) - ref_dot(vx, ref_values(g), 600)) < 1e-5); /* <R x, g> = <x, R' g> */
-    OK(mt_rotary_backward(ref.ctx, &s, table, turned));
-    ASSERT_CLOSE(turned, ref_values(original), 2 * ELEMENT, 0);
+    n = (size_t)(10 * cols);
+    assert_true(fabs(ref_dot(want, vg, n) - ref_dot(vx, ref_values(g), n)) < 1e-5); /* <R x, g> = <x, R' g> */
+    OK(mt_rotary_backward(ref.ctx, &s, table, back));
+    ASSERT_CLOSE(back, ref_values(original), 2 * ELEMENT, 0);
+    ref_release();
+}
+
+static void test_rotary(void **state) {
+    static const int64_t dims[][2] = {{6, 0}, {6, 6}, {6, 4}, {6, 2}, {7, 4}, {40, 32}, {64, 0}};
+    (void)state;
+    for (size_t i = 0; i < sizeof dims / sizeof *dims; i++)
+        for (int form = MT_ROTARY_HALVES; form <= MT_ROTARY_PAIRS; form++)
+            try_rotary((mt_rotary_form)form, dims[i][0], dims[i][1]);
 }
 
 /* ---- embedding -------------------------------------------------------------------------------------------------- */
@@ -1589,7 +1603,7 @@ static void test_bad_rotary(void **state) {
     mt_tensor qkv = ref_random(6, 32, 0, 1, 0), table = ref_random(3, 4, 0, 1, 0), wrong = ref_random(3, 6, 0, 1, 0),
               odd_qkv = ref_random(6, 24, 0, 1, 0);
     (void)state;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "mt_rotary_table: head_dim is 3, must be even",
+    ASSERT_REFUSED(MT_ERR_SHAPE, "mt_rotary_table: the number of columns is 3, must be even",
                    mt_rotary_table(ctx, 10, mt_tensor_cols(table, 0, 3)));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "base is 0, must be positive", mt_rotary_table(ctx, 0, table));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "base is inf", mt_rotary_table(ctx, INFINITY, table));
@@ -1606,6 +1620,19 @@ static void test_bad_rotary(void **state) {
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_rotary_forward: qkv_layout 3 does not exist",
                    mt_rotary_forward(ctx, &s, table, qkv));
     s.qkv_layout = MT_QKV_PER_GROUP;
+    s.rotary_form = (mt_rotary_form)2;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_rotary_forward: rotary_form 2 does not exist",
+                   mt_rotary_forward(ctx, &s, table, qkv));
+    s.rotary_form = MT_ROTARY_PAIRS;
+    s.rotary_dim = 6;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "rotary_dim is 6, must be in [0, 4]", mt_rotary_forward(ctx, &s, table, qkv));
+    s.rotary_dim = -2;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "rotary_dim is -2, must be in [0, 4]", mt_rotary_backward(ctx, &s, table, qkv));
+    s.rotary_dim = 3;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "rotary_dim is 3, must be even", mt_rotary_forward(ctx, &s, table, qkv));
+    s.rotary_dim = 2;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "table is [3, 4], must be [3, 2]", mt_rotary_forward(ctx, &s, table, qkv));
+    s.rotary_dim = 0;
     assert_int_equal(mt_rotary_table(NULL, 10, table), MT_ERR_ARGUMENT);
     assert_int_equal(mt_rotary_forward(NULL, &s, table, qkv), MT_ERR_ARGUMENT);
 }
