@@ -186,10 +186,14 @@ MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tenso
 /* A query group is one key/value head with its heads / kv_heads query heads. The groups are split over the tensor ranks
    (arXiv 1909.08053, figure 3b): QKV is column-parallel, core attention runs on this rank's groups, and the projection
    is row-parallel.
-   hidden must be a multiple of heads, and heads a multiple of kv_heads. kv_heads must be at least t, and in invariant
+   hidden must be a multiple of heads, and heads a multiple of kv_heads. heads must be at least t, and in invariant
    mode (see mt_parallel.h) at least V = mt_context_desc.invariant. With rotary, rotary_dim must be even and at most
    hidden / heads, and max_seq must be set. Otherwise create returns MT_ERR_SHAPE. When kv_heads is not a multiple of t
    (in invariant mode, of V), the last ranks also have empty groups: padding, whose weights are zero.
+   When kv_heads is less than t (in invariant mode, than V), each group is divided into pieces, which are split over the
+   ranks instead of groups. A piece has some of the group's query heads and a copy of its key and value (copies and
+   copied of mt_param_desc). mt_sync_gradients then does 1 more all-reduce for each weight and bias with copies, of all
+   keys and values, and the all-reduces of these gradients over the data group do not overlap with backward.
    qkv_layout (mt_kernels.cuh) is the order of the rows of the QKV weight [(heads + 2 * kv_heads) * head size, hidden].
      MT_QKV_PER_GROUP     A rank has the rows of its groups, which are neighbours (unit = a query group).
      MT_QKV_CONCATENATED  A rank, and in invariant mode each virtual shard, has [its queries; its keys; its values]
@@ -197,7 +201,8 @@ MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tenso
                           a program with this layout as it is. kv_heads must be heads: MT_ERR_SHAPE.
      MT_QKV_SEPARATE      There are three layers, which share f, so the communication is the same. A rank has the rows
                           of its heads in each weight (unit = the query heads of a group, or the head size).
-   With the last two, kv_heads must be a multiple of t (in invariant mode, of V): MT_ERR_SHAPE.
+   With the last two, kv_heads must be a multiple of t (in invariant mode, of V), or heads if kv_heads is less:
+   MT_ERR_SHAPE.
    The first values of a weight depend on its name and on the positions of its elements, so models of different layouts
    begin with different values. After the same weights are copied into each layout, the models compute the same outputs,
    up to rounding. */
@@ -233,8 +238,9 @@ typedef struct mt_self_attention {
     mt_column_parallel_linear separate[3];
     mt_row_parallel_linear proj; /* NAME.linear_proj.* */
     mt_tensor rotary;            /* the table of mt_rotary_table, owned by the registry; mt_none(): no rotary */
-    int64_t head_dim, groups;    /* groups: number of groups of this rank, empty ones included */
-    int64_t first_group;         /* global index of this rank's first group */
+    int64_t pieces;              /* of each query group; 1 when there are enough groups */
+    int64_t head_dim, groups;    /* groups: number of groups (or pieces) of this rank, empty ones included */
+    int64_t first_group;         /* global index of this rank's first group (or piece) */
 } mt_self_attention;
 
 typedef struct mt_self_attention_saved {
@@ -262,7 +268,8 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
      MT_QKV_PER_GROUP     qkv, in units of (n + 2) * D
      MT_QKV_CONCATENATED  qkv, in 3 parts and units of D
      MT_QKV_SEPARATE      separate, the layers of queries (units of n * D), keys and values (units of D)
-   qkv is ignored with MT_QKV_SEPARATE, and separate with the other layouts. */
+   qkv is ignored with MT_QKV_SEPARATE, and separate with the other layouts. kv_heads must be at least t, and in
+   invariant mode at least V (MT_ERR_SHAPE), because here nothing sums the gradients of copies. */
 typedef struct mt_self_attention_tensors {
     mt_linear_tensors qkv, separate[3], proj;
     /* the table [max_seq, R] of mt_rotary_table, MT_F32, where R is desc.rotary_dim, or D if this is 0; mt_none() when
@@ -320,8 +327,8 @@ MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt
    head_dim. The field `groups` counts only this rank's non-empty groups. The mask is causal. dropout.at has this rank's
    first_row, first_col and global_cols, and dropout.p is 0. To use dropout, copy p, at.seed, at.subsequence and
    at.offset from the result of mt_batch_dropout into dropout.
-   When a pointer is NULL, or the parts and the unit are others, all fields of the result are 0, and every call with it
-   fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
+   When a pointer is NULL, the layer has copies, or the parts and the unit are others, all fields of the result are 0,
+   and every call with it fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
 MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
                                                 const mt_batch *batch);
 
@@ -893,9 +900,28 @@ static const char *mti_shards_name(const mt_context *ctx) {
     return mt_context_invariant(ctx) ? "virtual shards (mt_context_desc.invariant)" : "tensor ranks";
 }
 
+/* Returns into how many pieces each query group is divided, so that each of `shards` shards has a piece. A piece has a
+   copy of the key and the value. The number is 1 when there are enough groups. Otherwise it is one with which the shard
+   with the most query heads has as few as possible, and of these the smallest one. */
+static int64_t mti_group_pieces(const mt_self_attention_desc *d, int shards) {
+    int64_t n = d->heads / d->kv_heads, best = 1, most = INT64_MAX, i, k;
+    if (d->kv_heads >= shards) return 1;
+    for (i = 1; i <= n / i; i++) /* i and n / i are divisors of n */
+        for (k = 0; k < 2 && n % i == 0; k++) {
+            int64_t pieces = k == 0 ? i : n / i, all = d->kv_heads * pieces;
+            int64_t heads = mt_round_up(all, shards) / shards * (n / pieces);
+            if (all < shards || heads > most || (heads == most && pieces > best)) continue;
+            best = pieces;
+            most = heads;
+        }
+    return best;
+}
+
 /* Checks what a layout other than MT_QKV_PER_GROUP needs. */
 static mt_status mti_qkv_layout_check(mt_context *ctx, const char *function, const char *name,
                                       const mt_self_attention_desc *d, int shards) {
+    int divided = d->kv_heads < shards; /* query groups are divided into pieces */
+    int64_t split = divided ? d->heads : d->kv_heads;
     if (d->qkv_layout == MT_QKV_PER_GROUP) return MT_SUCCESS;
     if (d->qkv_layout != MT_QKV_CONCATENATED && d->qkv_layout != MT_QKV_SEPARATE)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': qkv_layout %d does not exist", function, name,
@@ -905,10 +931,10 @@ static mt_status mti_qkv_layout_check(mt_context *ctx, const char *function, con
                        "%s: '%s' has %lld heads and %lld kv_heads, which must be equal with MT_QKV_CONCATENATED; use "
                        "MT_QKV_PER_GROUP or MT_QKV_SEPARATE",
                        function, name, (long long)d->heads, (long long)d->kv_heads);
-    if (d->kv_heads % shards != 0)
+    if (split % shards != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: '%s': %lld kv_heads are not a multiple of %d %s, which %s needs; use MT_QKV_PER_GROUP",
-                       function, name, (long long)d->kv_heads, shards, mti_shards_name(ctx),
+                       "%s: '%s': %lld %s are not a multiple of %d %s, which %s needs; use MT_QKV_PER_GROUP", function,
+                       name, (long long)split, divided ? "heads" : "kv_heads", shards, mti_shards_name(ctx),
                        mti_qkv_layout_name(d->qkv_layout));
     return MT_SUCCESS;
 }
@@ -956,9 +982,9 @@ static mt_status mti_attention_check(mt_context *ctx, const char *function, cons
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: '%s': hidden %lld must be a multiple of heads %lld, heads of kv_heads %lld", function, name,
                        (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads);
-    if (d->kv_heads < shards)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld kv_heads cannot be split over %d %s", function, name,
-                       (long long)d->kv_heads, shards, mti_shards_name(ctx));
+    if (d->heads < shards)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld heads cannot be split over %d %s", function, name,
+                       (long long)d->heads, shards, mti_shards_name(ctx));
     MT_TRY(mti_attention_rotary_check(ctx, function, name, d));
     return mti_qkv_layout_check(ctx, function, name, d, shards);
 }
@@ -974,16 +1000,22 @@ static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_sel
     return mt_rotary_table(ctx, out->desc.rotary_base, out->rotary);
 }
 
-/* Makes the layer of queries, keys or values, or of all three. A unit is never divided between ranks. */
+/* Makes the layer of queries, keys or values, or of all three. The last `copied` features of a unit are keys and
+   values, of which each piece of a query group has a copy. A unit is only divided when there are pieces. */
 static mt_status mti_attention_input(mt_context *ctx, const mti_origin *from, int index, const char *name,
-                                     const char *suffix, const mt_self_attention_desc *d, int64_t out_features,
-                                     int64_t parts, int64_t unit, mt_column_parallel_linear *out) {
+                                     const char *suffix, const mt_self_attention *a, int64_t out_features,
+                                     int64_t parts, int64_t unit, int64_t copied, mt_column_parallel_linear *out) {
+    const mt_self_attention_desc *d = &a->desc;
     mt_linear_desc l;
     memset(&l, 0, sizeof l);
     l.in_features = d->hidden;
     l.out_features = out_features;
     l.parts = parts;
     l.unit = unit;
+    if (copied > 0 && a->pieces > 1) {
+        l.copies = a->pieces;
+        l.copied = copied;
+    }
     l.parts_by_shard = parts > 1;
     l.no_bias = d->no_bias;
     l.sequence_parallel = d->sequence_parallel;
@@ -997,15 +1029,17 @@ static mt_status mti_attention_inputs(mt_context *ctx, const mti_origin *from, c
                                       mt_self_attention *out) {
     static const char *const names[] = {"query", "key", "value"};
     const mt_self_attention_desc *d = &out->desc;
-    int64_t groups = d->kv_heads, queries = d->heads / groups * out->head_dim, width = queries + 2 * out->head_dim;
+    int64_t groups = d->kv_heads, head = out->head_dim, queries = d->heads / groups * head, width = queries + 2 * head;
     int i;
     if (d->qkv_layout == MT_QKV_PER_GROUP)
-        return mti_attention_input(ctx, from, 0, name, "linear_qkv", d, groups * width, 1, width, &out->qkv);
+        return mti_attention_input(ctx, from, 0, name, "linear_qkv", out, groups * width, 1, width, 2 * head,
+                                   &out->qkv);
     if (d->qkv_layout == MT_QKV_CONCATENATED)
-        return mti_attention_input(ctx, from, 0, name, "linear_qkv", d, groups * width, 3, out->head_dim, &out->qkv);
+        return mti_attention_input(ctx, from, 0, name, "linear_qkv", out, groups * width, 3, head, 0, &out->qkv);
     for (i = 0; i < 3; i++) {
-        int64_t unit = i == 0 ? queries : out->head_dim;
-        MT_TRY(mti_attention_input(ctx, from, i, name, names[i], d, groups * unit, 1, unit, &out->separate[i]));
+        int64_t all = groups * (i == 0 ? queries : head), unit = i == 0 ? queries / out->pieces : head;
+        MT_TRY(
+            mti_attention_input(ctx, from, i, name, names[i], out, all, 1, unit, i == 0 ? 0 : head, &out->separate[i]));
     }
     return MT_SUCCESS;
 }
@@ -1018,7 +1052,7 @@ static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, c
     memset(&proj, 0, sizeof proj);
     proj.in_features = d->hidden;
     proj.out_features = d->hidden;
-    proj.unit = d->heads / d->kv_heads * out->head_dim;
+    proj.unit = d->heads / d->kv_heads / out->pieces * out->head_dim;
     proj.input_is_parallel = 1;
     proj.no_bias = d->no_bias;
     proj.skip_bias_add = d->skip_bias_add;
@@ -1047,14 +1081,16 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
+    out->pieces = mti_group_pieces(&d, mt_params_shards(params));
     return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, &from, name, out));
 }
 
 /* Returns 1 when the unit of the layer can be a query group: a whole number of heads, at least three (a query, a key
-   and a value). */
+   and a value), which is not divided. */
 static int mti_is_per_group(const mt_column_parallel_linear *layer, int64_t head_dim) {
     int64_t unit = layer->desc.unit;
-    return layer->desc.parts <= 1 && head_dim > 0 && unit / head_dim >= 3 && unit % head_dim == 0;
+    return layer->desc.parts <= 1 && layer->desc.copies <= 1 && head_dim > 0 && unit / head_dim >= 3 &&
+           unit % head_dim == 0;
 }
 
 /* Returns 1 when the parts of the layer can be the queries, keys and values of heads. */
@@ -1096,8 +1132,9 @@ MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear 
 }
 
 static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt_batch *batch, int training) {
-    mt_attention_desc s = mti_rank_attention(a->groups, a->proj.weight->tp_rank, a->desc.kv_heads,
-                                             a->desc.heads / a->desc.kv_heads, a->head_dim, a->desc.qkv_layout, batch);
+    int64_t groups = a->desc.kv_heads * a->pieces;
+    mt_attention_desc s = mti_rank_attention(a->groups, a->proj.weight->tp_rank, groups, a->desc.heads / groups,
+                                             a->head_dim, a->desc.qkv_layout, batch);
     mt_dropout random = mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 0);
     s.mask = a->desc.mask;
     s.rotary_form = a->desc.rotary_form;
@@ -1544,14 +1581,17 @@ static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_com
                                    const mt_self_attention_tensors *tensors, const mt_self_attention_desc *desc,
                                    mti_origin *from, mt_param *own, mt_self_attention *out) {
     mt_self_attention_desc d;
-    int i;
+    int i, shards;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tp || !tensors || !desc)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, !tp ? "tp" : !tensors ? "tensors" : "desc");
     d = *desc;
     if (!d.kv_heads) d.kv_heads = d.heads;
-    MT_TRY(mti_attention_check(ctx, function, "attention", &d,
-                               mt_context_invariant(ctx) ? mt_context_invariant(ctx) : mt_comm_size(tp)));
+    shards = mt_context_invariant(ctx) ? mt_context_invariant(ctx) : mt_comm_size(tp);
+    MT_TRY(mti_attention_check(ctx, function, "attention", &d, shards));
+    if (d.kv_heads < shards)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld kv_heads cannot be split over %d %s; use mt_self_attention_create",
+                       function, (long long)d.kv_heads, shards, mti_shards_name(ctx));
     memset(from, 0, sizeof *from);
     from->tp = tp;
     from->columns = d.qkv_layout == MT_QKV_SEPARATE ? tensors->separate : &tensors->qkv;
@@ -1561,6 +1601,7 @@ static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_com
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
+    out->pieces = 1;
     if (d.rotary_base > 0.0f)
         MT_TRY(mt_tensor_check(ctx, function, "rotary", tensors->rotary, MT_ARG_F32, d.max_seq,
                                mti_attention_rotary_dim(&d)));

@@ -121,7 +121,7 @@ MT_API void mt_grid_destroy(mt_grid *grid); /* a zero-initialised grid is allowe
    The mode has these rules:
      tokens           The number of tokens in a training call (forward with saved, and its backward) must be a multiple
                       of V; otherwise MT_ERR_SHAPE.
-     key/value heads  Attention must have at least V of them; otherwise MT_ERR_SHAPE.
+     heads            Attention must have at least V query heads; otherwise MT_ERR_SHAPE.
      micro-batches    A micro-batch must have mt_invariant_micro_batch sequences. Call mt_accumulate_gradients after the
                       backward of each micro-batch. Use each layer only once in a micro-batch.
      parts > 1        In a layer with several parts (mt_linear_desc.parts), each virtual shard has its share of every
@@ -226,6 +226,15 @@ typedef struct mt_param_desc {
        only */
     int sequence_partial;
     int shared_embedding; /* 1: the first and the last pipeline stage have it; the embedding group sums its gradient */
+    /* Each unit is divided into `copies` pieces, and a piece stays on one rank. The last `copied` features of the unit
+       are in every piece. The features before them are shared out, so their number must be a multiple of copies.
+       mt_self_attention_desc says how keys and values that several ranks need are copied in this way. A rank
+       computes only its part of the gradient of a copy. mt_sync_gradients sums the parts over the tensor group, so all
+       copies stay equal. In whole tensors, in checkpoints, in the norm and in the hash log each feature counts once.
+       With more than one copy, the parameter must be a matrix that is split by rows or a vector that is split, with
+       one part and no padded_features (MT_ERR_ARGUMENT). 0: 1 */
+    int64_t copies;
+    int64_t copied; /* must be 0 with one copy */
 } mt_param_desc;
 
 /* A parameter on this rank. value (in the registry's type) and grad (MT_F32) are this rank's shard [local rows, local
@@ -444,6 +453,9 @@ typedef struct mt_linear_desc {
     /* column only: out_features with padding of your own, see mt_param_desc.padded_features. With `weight` the layer
        has the padding of this weight, and padded_out_features must be 0 or the same (MT_ERR_SHAPE); 0: none */
     int64_t padded_out_features;
+    /* column only: of the units of out_features, see mt_param_desc. A rank's columns of y are piece by piece. Not for
+       layers of tensors in your own memory (MT_ERR_ARGUMENT), because nothing sums the gradients of their copies */
+    int64_t copies, copied;
 } mt_linear_desc;
 
 /* local_features is this rank's share of the split dimension, padding included: the columns of y (column-parallel) or
@@ -867,11 +879,13 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
 
 /* Sums the gradients over ranks. Call it after the last backward of a step. First it sums sequence_partial gradients
-   over the tensor group (one all-reduce) and shared embeddings over the embedding group (one all-reduce each). Then it
-   sums all gradients over the data group, with one all-reduce for each bucket. With a sharded optimizer it uses
-   reduce-scatters over the data group: param->grad then holds the sum only in this rank's share of each bucket (see
-   mt_gather_gradients).
-   In invariant mode, sequence_partial gradients are summed once for each micro-batch (in mt_accumulate_gradients).
+   over the tensor group (one all-reduce), the gradients of copies over the tensor group (mt_param_desc.copies; one
+   all-reduce for each parameter, in scratch memory of the arena), and shared embeddings over the embedding group (one
+   all-reduce each). Then it sums all gradients over the data group, with one all-reduce for each bucket. With a sharded
+   optimizer it uses reduce-scatters over the data group: param->grad then holds the sum only in this rank's share of
+   each bucket (see mt_gather_gradients).
+   In invariant mode, the sums over the tensor group are computed once for each micro-batch (in
+   mt_accumulate_gradients).
    Shared embeddings are summed last. All sums are all-reduces, even with a sharded optimizer. MT_ERR_SHAPE, in
    invariant mode: the number of micro-batches is not a power of two. */
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
@@ -2065,10 +2079,12 @@ MT_API void mt_params_destroy(mt_params *params) {
     mt_host_free(params);
 }
 
-/* One of the `parts` blocks of a virtual shard. Its `count` features start at `local` in the shard and at `global` in
-   the whole dimension. The rest of the block, up to `size` features, is padding. */
+/* One of the blocks of a virtual shard: one of its `parts` or, with copies, the own features or the copied features of
+   a piece. Its `count` features start at `local` in the shard and at `global` in the whole dimension. The rest of the
+   block, up to `size` features, is padding. */
 typedef struct mti_block {
     int shard; /* index among this rank's virtual shards */
+    int copy;  /* 1: another block, which counts, has the same features */
     int64_t local, global, count, size;
 } mti_block;
 
@@ -2086,22 +2102,38 @@ static int64_t mti_padded(int64_t n, int64_t padded) { return padded ? padded : 
 typedef struct mti_sharding {
     int64_t rows, cols; /* of the whole matrix */
     mt_placement placement;
-    int64_t parts;
+    int64_t parts, unit, copies, copied;
     int shards;    /* virtual shards on a rank */
     int64_t local; /* size of the split dimension on a rank, padding included; rows if not split */
 } mti_sharding;
 
+/* Returns the size of the dimension that is split. */
+static int64_t mti_sharding_features(const mti_sharding *s) {
+    return s->placement == MT_SPLIT_COLS ? s->cols : s->rows;
+}
+
+/* Returns how many features a piece of a unit has of its own, and with them how many it has. */
+static int64_t mti_piece_own(const mti_sharding *s) { return (s->unit - s->copied) / s->copies; }
+static int64_t mti_piece_features(const mti_sharding *s) { return mti_piece_own(s) + s->copied; }
+
 /* Returns the split over `ranks` ranks, each with `shards` virtual shards. */
 static mti_sharding mti_sharding_of(const mt_param_desc *d, int shards, int ranks) {
-    int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, unit = d->unit ? d->unit : 1;
     mti_sharding s;
+    int64_t n, unit;
     s.rows = d->rows;
     s.cols = d->cols;
     s.placement = d->placement;
     s.parts = d->parts ? d->parts : 1;
+    s.unit = unit = d->unit ? d->unit : 1;
+    s.copies = d->copies ? d->copies : 1;
+    s.copied = d->copied;
     s.shards = d->placement == MT_REPLICATED ? 1 : shards;
-    s.local = n;
+    s.local = n = mti_sharding_features(&s);
     if (d->placement == MT_REPLICATED) return s;
+    if (s.copies > 1) {
+        unit = mti_piece_features(&s);
+        n = n / s.unit * s.copies * unit;
+    }
     s.local = s.shards * mti_shard_features(mti_padded(n, d->padded_features), s.parts, unit, s.shards * ranks);
     return s;
 }
@@ -2114,14 +2146,36 @@ static void mti_sharding_shape(const mti_sharding *s, int64_t *rows, int64_t *co
 }
 
 /* Returns the number of blocks on a rank. Blocks are ordered by shard. A replicated matrix is a single block with all
-   its rows. */
-static int64_t mti_sharding_blocks(const mti_sharding *s) { return s->parts * s->shards; }
+   its rows. With copies, each piece has two blocks. */
+static int64_t mti_sharding_blocks(const mti_sharding *s) {
+    return s->copies > 1 ? s->local / mti_piece_features(s) * 2 : s->parts * s->shards;
+}
+
+/* Returns block number `index` of tensor rank `rank`, with copies. The blocks are the own features of a piece, then its
+   copied features. */
+static mti_block mti_piece_block(const mti_sharding *s, int rank, int64_t index) {
+    int64_t own = mti_piece_own(s), size = own + s->copied, pieces = s->local / s->shards / size, piece = index / 2;
+    int64_t global = (int64_t)rank * s->shards * pieces + piece, unit = global / s->copies;
+    mti_block b;
+    b.shard = (int)(piece / pieces);
+    b.size = index % 2 ? s->copied : own;
+    b.local = piece % pieces * size + (index % 2 ? own : 0);
+    b.copy = index % 2 && global % s->copies > 0;
+    b.count = b.size;
+    b.global = unit * s->unit + (index % 2 ? s->unit - s->copied : global % s->copies * own);
+    if (unit < mti_sharding_features(s) / s->unit) return b;
+    b.count = 0; /* padding */
+    b.global = mti_sharding_features(s);
+    return b;
+}
 
 /* Returns block number `index` of tensor rank `rank`. */
 static mti_block mti_sharding_block(const mti_sharding *s, int rank, int64_t index) {
-    int64_t whole = (s->placement == MT_SPLIT_COLS ? s->cols : s->rows) / s->parts, part = index % s->parts, before;
+    int64_t whole = mti_sharding_features(s) / s->parts, part = index % s->parts, before;
     mti_block b;
+    if (s->copies > 1) return mti_piece_block(s, rank, index);
     if (s->placement == MT_REPLICATED) rank = 0;
+    b.copy = 0;
     b.shard = (int)(index / s->parts);
     b.size = s->local / s->shards / s->parts;
     b.local = part * b.size;
@@ -2152,6 +2206,9 @@ static mti_sharding mti_param_sharding(const mt_param *p) {
     s.cols = p->desc.cols;
     s.placement = p->desc.placement;
     s.parts = p->desc.parts;
+    s.unit = p->desc.unit;
+    s.copies = p->desc.copies;
+    s.copied = p->desc.copied;
     s.shards = p->shards;
     s.local = p->local_features;
     return s;
@@ -2161,7 +2218,10 @@ static int64_t mti_split_dimension(const mt_param *p) {
     return p->desc.placement == MT_SPLIT_COLS ? p->desc.cols : p->desc.rows;
 }
 
-static int64_t mti_param_blocks(const mt_param *p) { return p->desc.parts * p->shards; }
+static int64_t mti_param_blocks(const mt_param *p) {
+    mti_sharding s = mti_param_sharding(p);
+    return mti_sharding_blocks(&s);
+}
 
 static mti_block mti_param_block(const mt_param *p, int rank, int64_t index) {
     mti_sharding s = mti_param_sharding(p);
@@ -2205,6 +2265,19 @@ static mt_status mti_padding_check(mt_context *ctx, const char *function, const 
                    function, d->name, (long long)d->padded_features, (long long)n, (long long)mt_max(d->unit, 1));
 }
 
+static mt_status mti_copies_check(mt_context *ctx, const char *function, const mt_param_desc *d) {
+    int64_t copies = d->copies ? d->copies : 1, unit = d->unit ? d->unit : 1;
+    if (copies == 1 && d->copied == 0) return MT_SUCCESS;
+    if (copies > 1 && copies <= MTI_PARAM_ELEMENTS / d->rows / d->cols && d->copied > 0 && d->copied <= unit &&
+        (unit - d->copied) % copies == 0 && d->parts <= 1 && !d->padded_features &&
+        (d->placement == MT_SPLIT_ROWS || (d->placement == MT_SPLIT_COLS && d->rows == 1)))
+        return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "%s: '%s' has copies %lld and copied %lld: a unit of %lld cannot be divided in this way, or the "
+                   "parameter has padded_features, several parts, or another placement than rows",
+                   function, d->name, (long long)d->copies, (long long)d->copied, (long long)unit);
+}
+
 /* Checks the fields that say how a parameter is split. ctx NULL: without a message. */
 static mt_status mti_sharding_check(mt_context *ctx, const char *function, const mt_param_desc *d) {
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, parts = d->parts ? d->parts : 1;
@@ -2224,6 +2297,7 @@ static mt_status mti_sharding_check(mt_context *ctx, const char *function, const
     if (d->placement == MT_REPLICATED && (parts > 1 || unit > 1))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has parts %lld and unit %lld, but is not split", function,
                        d->name, (long long)parts, (long long)unit);
+    MT_TRY(mti_copies_check(ctx, function, d));
     return mti_padding_check(ctx, function, d);
 }
 
@@ -2295,6 +2369,7 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     p->desc.name = p->name;
     if (!p->desc.parts) p->desc.parts = 1;
     if (!p->desc.unit) p->desc.unit = 1;
+    if (!p->desc.copies) p->desc.copies = 1;
     p->tp_rank = params->grid->tp_rank;
     p->tp_size = params->grid->tp_size;
     p->registry = params;
@@ -2386,15 +2461,17 @@ static void mti_params_cut(mt_params *params, int64_t *elements) {
     b->size = mt_round_up(mt_max(mt_min(size, *elements), 1), unit);
 }
 
-/* Gives every parameter its place. Parameters whose gradients are summed over the tensor group come first, in one
-   piece. Those whose gradients are summed over the embedding group follow, and then all others. */
+/* Gives every parameter its place. Parameters whose gradients are summed over the tensor group as a whole come first,
+   in one piece. Those whose gradients are summed over the embedding group, or which have copies, follow, and then all
+   others. */
 static void mti_params_order(mt_params *params) {
     int64_t at = 0;
     int i, pass;
     for (pass = 0; pass < 3; pass++) {
         for (i = 0; i < params->count; i++) {
             const mt_param *p = params->list[i];
-            if ((p->desc.sequence_partial ? 0 : p->desc.shared_embedding ? 1 : 2) != pass) continue;
+            int before = p->desc.shared_embedding || p->desc.copies > 1;
+            if ((p->desc.sequence_partial ? 0 : before ? 1 : 2) != pass) continue;
             mti_home_of(p)->place = at;
             at += mti_param_slot(p);
         }
@@ -2680,10 +2757,11 @@ static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
                              mti_kind_names[kind]);
     mti_told_add(t, p->name,
                  "[%lld, %lld], %s, parts %lld, unit %lld, init_std %s, init_value %s, weight_decay %d, "
-                 "sequence_partial %d, shared_embedding %d, padded_features %lld%s",
+                 "sequence_partial %d, shared_embedding %d, padded_features %lld, copies %lld of %lld%s",
                  (long long)d->rows, (long long)d->cols, placements[d->placement], (long long)d->parts,
                  (long long)d->unit, mt_f32_digits(d->init_std, deviation), mt_f32_digits(d->init_value, value),
-                 d->weight_decay, d->sequence_partial, d->shared_embedding, (long long)d->padded_features, bound);
+                 d->weight_decay, d->sequence_partial, d->shared_embedding, (long long)d->padded_features,
+                 (long long)d->copies, (long long)d->copied, bound);
 }
 
 /* Tells the other ranks of an error of this rank, so that they do not wait for it. */
@@ -3250,6 +3328,7 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     if (!cols) return mt_hash(ctx, t, row, 0, t.cols, &entry->hash);
     for (i = 0; i < mti_param_blocks(cols); i++) {
         mti_block b = mti_param_block(cols, cols->tp_rank, i);
+        if (b.copy) continue;
         MT_TRY(mt_hash(ctx, mti_block_cols(cols, t, b), row, b.global, mti_split_dimension(cols), &entry->hash));
     }
     return MT_SUCCESS;
@@ -3273,6 +3352,7 @@ MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_p
     for (i = 0; i < mti_param_blocks(param); i++) {
         mti_block b = mti_param_block(param, param->tp_rank, i);
         int by_cols = param->desc.placement == MT_SPLIT_COLS;
+        if (b.copy) continue;
         MT_TRY(mt_hash(ctx, mti_param_block_view(param, shard, b), by_cols ? 0 : b.global, by_cols ? b.global : 0,
                        param->desc.cols, &entry->hash));
     }
@@ -3525,6 +3605,8 @@ static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement,
     w->parts = d->parts;
     w->unit = d->unit;
     w->padded_features = d->padded_out_features;
+    w->copies = d->copies;
+    w->copied = d->copied;
     w->init_std = mti_default(d->init_std, 0.02f);
     w->weight_decay = 1;
     memset(b, 0, sizeof *b);
@@ -3535,6 +3617,8 @@ static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement,
         b->padded_features = d->weight ? d->weight->desc.padded_features : d->padded_out_features;
         b->parts = d->parts;
         b->unit = d->unit;
+        b->copies = d->copies;
+        b->copied = d->copied;
     } else {
         b->sequence_partial = d->sequence_parallel;
     }
@@ -3562,7 +3646,7 @@ static int mti_is_whole(const mt_param *p) {
 static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x, mt_tensor *out) {
     int64_t i, blocks = mti_param_blocks(p);
     mti_block first = mti_param_block(p, p->tp_rank, 0), last = mti_param_block(p, p->tp_rank, blocks - 1);
-    if (mti_is_whole(p) || (p->desc.parts == 1 && last.count == last.size)) {
+    if (mti_is_whole(p) || (p->desc.parts == 1 && p->desc.copies == 1 && last.count == last.size)) {
         *out = mt_tensor_cols(x, first.global, p->local_features);
         return MT_SUCCESS;
     }
@@ -3570,6 +3654,7 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x
     MT_TRY(mt_fill(ctx, *out, 0.0f));
     for (i = 0; i < blocks; i++) {
         mti_block b = mti_param_block(p, p->tp_rank, i);
+        if (b.copy) continue; /* y has these features from another rank, which gets their gradient */
         MT_TRY(mt_copy(ctx, mt_tensor_cols(x, b.global, b.count), mti_block_cols(p, *out, b)));
     }
     return MT_SUCCESS;
@@ -3587,6 +3672,7 @@ static mt_status mti_gather_features(mt_context *ctx, mt_comm *tp, const mt_para
         for (i = 0; i < mti_param_blocks(p); i++) {
             mti_block b = mti_param_block(p, r, i);
             mt_tensor from = mt_tensor_rows(all, r * local.rows, local.rows);
+            if (b.copy) continue;
             MT_TRY(mt_copy(ctx, mti_block_cols(p, from, b), mt_tensor_cols(y, b.global, b.count)));
         }
     return MT_SUCCESS;
@@ -3726,6 +3812,9 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
                        "%s: '%s' has %lld parts of units of %lld, the shared weight '%s' %lld of %lld", function, name,
                        (long long)(desc->parts ? desc->parts : 1), (long long)(desc->unit ? desc->unit : 1),
                        desc->weight->name, (long long)desc->weight->desc.parts, (long long)desc->weight->desc.unit);
+    if (desc->weight && (desc->copies > 1 || desc->weight->desc.copies > 1))
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' shares the weight '%s', and one of them has copies", function, name,
+                       desc->weight->name);
     if (desc->weight && desc->padded_out_features &&
         desc->padded_out_features != mti_padded(desc->out_features, desc->weight->desc.padded_features))
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' has padded_out_features %lld, the shared weight '%s' %lld",
@@ -4491,6 +4580,7 @@ static mt_status mti_own_param(mt_context *ctx, const char *function, mt_comm *t
     out->desc.name = out->name;
     if (!out->desc.parts) out->desc.parts = 1;
     if (!out->desc.unit) out->desc.unit = 1;
+    if (!out->desc.copies) out->desc.copies = 1;
     MT_TRY(mti_sharding_check(ctx, function, &out->desc));
     out->tp_rank = mt_comm_rank(tp);
     out->tp_size = mt_comm_size(tp);
@@ -4527,6 +4617,7 @@ static mt_status mti_own_linear(mt_context *ctx, const char *function, mt_comm *
                         : placement == MT_SPLIT_ROWS && d->input_is_parallel   ? "input_is_parallel"
                         : placement == MT_SPLIT_COLS && d->gather_output       ? "gather_output"
                         : placement == MT_SPLIT_COLS && d->padded_out_features ? "padded_out_features"
+                        : d->copies > 1                                        ? "copies"
                                                                                : NULL;
     int whole = placement == MT_SPLIT_ROWS ? d->gather_output : !d->input_is_parallel;
     mt_param_desc w, b;
@@ -5180,6 +5271,57 @@ static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
     return mti_places_close(ctx, params, MTI_IN_GRADS, run, 0, 0, params->partial);
 }
 
+/* Returns the sums of the copied features of a unit, in sums [virtual shards, units * features of all columns]. */
+static mt_tensor mti_copied_sums(const mt_param *p, mt_tensor sums, mti_block b) {
+    int64_t n = p->grad.rows * p->grad.cols / p->local_features * p->desc.copied;
+    return mt_tensor_cols(mt_tensor_rows(sums, b.shard, 1), b.global / p->desc.unit * n, n);
+}
+
+/* Adds this rank's copies of p's gradient to the sums of their units, or copies the sums of shard 0 to them. */
+static mt_status mti_copied_pass(mt_context *ctx, const mt_param *p, mt_tensor sums, int add) {
+    int64_t i;
+    for (i = 1; i < mti_param_blocks(p); i += 2) {
+        mti_block b = mti_param_block(p, p->tp_rank, i);
+        mt_tensor grad = mti_param_block_view(p, p->grad, b), sum;
+        if (b.count == 0) continue;
+        if (!add) b.shard = 0;
+        sum = mti_copied_sums(p, sums, b);
+        grad = mt_tensor_f32((const float *)grad.data, 1, sum.cols);
+        MT_TRY(add ? mt_add(ctx, sum, grad, sum) : mt_copy(ctx, sum, grad));
+    }
+    return MT_SUCCESS;
+}
+
+/* Sums the gradients of the copies of p: over the copies of a virtual shard, over the virtual shards of this rank, and
+   over the tensor group. */
+static mt_status mti_sync_copied(mt_context *ctx, const mt_param *p) {
+    int64_t units = mti_split_dimension(p) / p->desc.unit;
+    int64_t n = p->grad.rows * p->grad.cols / p->local_features * p->desc.copied * units;
+    mt_tensor sums;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, p->shards, n, &sums));
+    MT_TRY(mt_fill(ctx, sums, 0.0f));
+    MT_TRY(mti_copied_pass(ctx, p, sums, 1));
+    MT_TRY(mt_tree_sum(ctx, sums));
+    MT_TRY(mt_all_reduce(ctx, p->registry->grid->tp, sums.data, sums.data, (size_t)n, MT_F32, MT_SUM));
+    return mti_copied_pass(ctx, p, sums, 0);
+}
+
+static mt_status mti_sync_copies(mt_context *ctx, mt_params *params) {
+    int i;
+    for (i = 0; i < params->count; i++) {
+        size_t mark = mt_arena_mark(ctx);
+        if (params->list[i]->desc.copies > 1) MT_TRY(mti_sync_copied(ctx, params->list[i]));
+        mt_arena_release(ctx, mark);
+    }
+    return MT_SUCCESS;
+}
+
+/* Sums over the tensor group what each rank has computed only a part of. */
+static mt_status mti_sync_tensor_ranks(mt_context *ctx, mt_params *params) {
+    MT_TRY(mti_sync_partial(ctx, params));
+    return mti_sync_copies(ctx, params);
+}
+
 /* The finished subtrees form a binary counter: micro-batch n (from 0) joins as many subtrees as n has trailing one
    bits, so at most log2(n) subtrees are kept. All sums over micro-batches use this function, as sums over virtual
    shards use mti_shard_tree. */
@@ -5193,7 +5335,7 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
                        "mt_accumulate_gradients: more than %lld micro-batches on each of %d data ranks; "
                        "mt_context_desc.invariant_data is %d",
                        (long long)n, params->grid->dp_size, mt_context_invariant_data(ctx));
-    MT_TRY(mti_sync_partial(ctx, params));
+    MT_TRY(mti_sync_tensor_ranks(ctx, params));
     for (level = 0; n >> level & 1; level++) MT_TRY(mti_gradient_level(ctx, params, (int)level, MTI_LEVEL_ADD));
     params->micro_batches++;
     if (level == params->levels) return MT_SUCCESS; /* this rank can have no more micro-batches */
@@ -5205,7 +5347,7 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
 static mt_status mti_join_micro_batches(mt_context *ctx, mt_params *params) {
     int64_t n = params->micro_batches;
     int level = 0;
-    if (n == 0) return mti_sync_partial(ctx, params); /* mt_accumulate_gradients was not called */
+    if (n == 0) return mti_sync_tensor_ranks(ctx, params); /* mt_accumulate_gradients was not called */
     if ((n & (n - 1)) != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_sync_gradients: %lld micro-batches on this rank; in invariant mode their number "
@@ -5328,25 +5470,44 @@ static void mti_square_add(mti_square_list *list, mt_tensor x, int64_t out) {
     list->count++;
 }
 
+/* Adds `grad`, which is contiguous in the gradient of p, or this rank's share of it. out is its column. */
+static void mti_squares_of_rows(const mt_params *params, const mt_param *p, mt_tensor grad, int64_t out,
+                                mti_square_list *list) {
+    int64_t first = mti_param_place(p) + ((const float *)grad.data - (const float *)p->grad.data);
+    int64_t end = first + grad.rows * grad.cols;
+    mti_stretch s;
+    if (!mti_is_scattered(params)) {
+        mti_square_add(list, grad, out);
+        return;
+    }
+    for (s = mti_share_next(params, first, end); s.count > 0; s = mti_share_after(params, s, end))
+        mti_square_add(list, mt_tensor_f32((float *)p->grad.data + (s.at - mti_param_place(p)), 1, s.count), out);
+}
+
 /* Adds the gradient of parameter i, or this rank's share of it, with the columns of mti_sum_squares. */
 static void mti_squares_of(const mt_params *params, int i, mti_square_list *list) {
     const mt_param *p = params->list[i];
-    int64_t end = mti_param_place(p) + p->grad.rows * p->grad.cols, out = !mti_counts_in_norm(params->grid, p);
-    mti_stretch s;
-    if (!mti_is_scattered(params)) {
-        mti_square_add(list, p->grad, out);
-        return;
+    int64_t out = !mti_counts_in_norm(params->grid, p), k;
+    if (p->desc.copies == 1) mti_squares_of_rows(params, p, p->grad, out, list);
+    for (k = 0; p->desc.copies > 1 && k < mti_param_blocks(p); k++) {
+        mti_block b = mti_param_block(p, p->tp_rank, k);
+        if (b.count > 0) mti_squares_of_rows(params, p, mti_param_block_view(p, p->grad, b), out || b.copy, list);
     }
-    for (s = mti_param_share(p); s.count > 0; s = mti_share_after(params, s, end))
-        mti_square_add(list, mt_tensor_f32((float *)p->grad.data + (s.at - mti_param_place(p)), 1, s.count), out);
 }
 
 /* Adds the virtual shards of the gradient of parameter i, with the columns of mti_sum_squares_invariant. */
 static void mti_squares_of_shards(const mt_params *params, int i, mti_square_list *list) {
     const mt_param *p = params->list[i];
     int s, columns = params->count + 1, column = mti_counts_in_norm(params->grid, p) ? i : params->count;
-    for (s = 0; s < p->shards; s++)
-        mti_square_add(list, mti_param_shard(p, p->grad, s), (int64_t)(p->tp_rank * p->shards + s) * columns + column);
+    int64_t first = (int64_t)p->tp_rank * p->shards * columns, k;
+    for (s = 0; p->desc.copies == 1 && s < p->shards; s++)
+        mti_square_add(list, mti_param_shard(p, p->grad, s), first + (int64_t)s * columns + column);
+    for (k = 0; p->desc.copies > 1 && k < mti_param_blocks(p); k++) {
+        mti_block b = mti_param_block(p, p->tp_rank, k);
+        if (b.count > 0)
+            mti_square_add(list, mti_param_block_view(p, p->grad, b),
+                           first + (int64_t)b.shard * columns + (b.copy ? params->count : column));
+    }
 }
 
 static void mti_squares_of_all(const mt_params *params, mti_square_list *list) {

@@ -55,6 +55,7 @@ typedef struct gpt_run {
     int pipeline; /* stages; 0: 1 */
     mt_schedule schedule;
     int layers;           /* 0: 2 */
+    int kv_heads;         /* 0: 8 */
     int64_t padded_vocab; /* of mt_gpt_desc */
     float junk;           /* in the rows of the embedding and of the head that are padding, before the first step */
     mt_qkv_layout qkv_layout;
@@ -108,7 +109,7 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     d.embedding_dropout = 0.1f;
     d.layer.hidden = r->llama == 1 ? 32 : 24;
     d.layer.heads = r->llama == 1 ? 16 : 8;
-    d.layer.kv_heads = 8;
+    d.layer.kv_heads = r->kv_heads ? r->kv_heads : 8;
     d.layer.ffn = r->ffn ? r->ffn : 44;
     d.layer.attention_dropout = d.layer.hidden_dropout = 0.1f;
     d.layer.sequence_parallel = r->sequence_parallel;

@@ -81,10 +81,21 @@ static inline int64_t test_global(int64_t n, int64_t parts, int64_t unit, int ra
     return within < n / parts ? local / share * (n / parts) + within : -1;
 }
 
+/* The same with copies: ranks share the pieces of all units, and a piece is its part of the unit's first features, then
+   the unit's copied features. */
+static inline int64_t test_copied_global(int64_t n, const mt_param_desc *d, int ranks, int rank, int64_t local) {
+    int64_t own = (d->unit - d->copied) / d->copies, size = own + d->copied, pieces = n / d->unit * d->copies;
+    int64_t piece = rank * test_ceil(pieces, ranks) + local / size, within = local % size;
+    if (piece >= pieces) return -1;
+    if (within < own) return piece / d->copies * d->unit + piece % d->copies * own + within;
+    return (piece / d->copies + 1) * d->unit - d->copied + within - own;
+}
+
 /* The same for the split dimension of a parameter. With padding of the caller's, ranks share padded_features, and what
    comes after the true features is padding. */
 static inline int64_t test_param_global(const mt_param_desc *d, int ranks, int rank, int64_t local) {
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, unit = d->unit ? d->unit : 1, at;
+    if (d->copies > 1) return test_copied_global(n, d, ranks, rank, local);
     if (!d->padded_features) return test_global(n, d->parts ? d->parts : 1, unit, ranks, rank, local);
     at = rank * test_ceil(d->padded_features / unit, ranks) * unit + local;
     return at < n ? at : -1;

@@ -249,8 +249,8 @@ typedef struct job {
     int stays;
     const char *directory; /* below scratch, except for IMPORT */
     int64_t step;
-    int keep, heads, hidden; /* of other models; 0: the default */
-    size_t arena;            /* arena of the action; 0: the default */
+    int keep, heads, kv_heads, hidden; /* of other models; 0: the default */
+    size_t arena;                      /* arena of the action; 0: the default */
     mt_activation activation;
     mt_qkv_layout qkv_layout;
     mt_rotary_form rotary_form; /* of LLAMA */
@@ -286,7 +286,7 @@ static mt_gpt_desc model_desc(const job *j) {
                                .qkv_layout = j->qkv_layout}};
     if (j->model != LLAMA) return d;
     d.untied_head = 1;
-    d.layer.kv_heads = 4;
+    d.layer.kv_heads = j->kv_heads ? j->kv_heads : 4;
     d.layer.heads = j->heads ? j->heads : 12;
     d.layer.norm = MT_RMS_NORM;
     d.layer.activation = MT_SWIGLU;
@@ -511,6 +511,9 @@ static void every_split(void **state) {
             round_trips((job){.model = model, .dtype = (mt_dtype)dtype, .sharded = 1});
             if (dtype != MT_F32) round_trips((job){.model = model, .dtype = (mt_dtype)dtype, .stochastic = 1});
         }
+    round_trips((job){.model = LLAMA, .kv_heads = 2});
+    round_trips((job){.model = LLAMA, .kv_heads = 1, .dtype = MT_BF16, .sharded = 1});
+    round_trips((job){.model = LLAMA, .kv_heads = 1, .dtype = MT_F16, .qkv_layout = MT_QKV_SEPARATE});
     round_trips((job){.model = GPT2, .no_optimizer = 1, .dtype = MT_BF16});
     round_trips((job){.model = GPT2, .activation = MT_GELU_ERF});
     round_trips((job){.model = GPT2, .heads = 12, .qkv_layout = MT_QKV_CONCATENATED});

@@ -401,6 +401,31 @@ static void assert_bits_of_one_rank(const gpt_run *r, const gpt_result *found) {
         fail_msg("%s%s: other bits than on one rank", gpt_name(r), r->share.sharded_optimizer ? ", sharded" : "");
 }
 
+/* Four tensor ranks that share one key and one value: near the CPU's results; in invariant mode the bits of one
+   rank. */
+static void test_copies(void **state) {
+    static gpt_result on_cpu, on_gpu, one;
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, i ? MT_BF16 : MT_F32, 0, 0, 1), c;
+        r.tp = 4;
+        r.kv_heads = 1;
+        r.qkv_layout = i ? MT_QKV_SEPARATE : MT_QKV_PER_GROUP;
+        c = r;
+        c.device = MT_DEVICE_CPU;
+        gpt_execute(c, &on_cpu);
+        gpt_execute(r, &on_gpu);
+        gpt_assert_near(&r, &on_cpu, &on_gpu, backend_error(&r));
+        assert_planned(r, &on_gpu);
+        if (i) continue;
+        r.invariant = 8;
+        gpt_execute(r, &on_gpu);
+        r.tp = 1;
+        gpt_execute(r, &one);
+        if (memcmp(&one, &on_gpu, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits than on four ranks", gpt_name(&r));
+    }
+}
+
 /* Two stages, and 2 x 2 x 2 ranks, with both schedules and recomputation: near the CPU's results, in the planned arena;
    in invariant mode the bits of one rank. */
 static void test_pipeline(void **state) {
@@ -656,6 +681,7 @@ int main(void) {
 #endif
         cmocka_unit_test(test_attention_on_tensor_cores),
         cmocka_unit_test(test_overlap),
+        cmocka_unit_test(test_copies),
         cmocka_unit_test(test_pipeline),
         cmocka_unit_test(test_data_parallel),
         cmocka_unit_test(test_data_parallel_in_bound_memory),

@@ -392,6 +392,27 @@ static void test_same_bits(void **state) {
     }
 }
 
+/* Keys and values that several tensor ranks have: their gradients are summed before the buckets, and they count once in
+   the norm. */
+static void test_same_bits_copies(void **state) {
+    static found one, two;
+    (void)state;
+    for (int layout = MT_QKV_PER_GROUP; layout <= MT_QKV_SEPARATE; layout += 2) {
+        gpt_run r = run_of(4, MT_F32, 1); /* 4 tensor ranks and 2 data ranks */
+        training alone = {.run = r}, split = {.run = r};
+        alone.run.kv_heads = split.run.kv_heads = r.kv_heads = 1 + layout / 2;
+        alone.run.qkv_layout = split.run.qkv_layout = r.qkv_layout = (mt_qkv_layout)layout;
+        same_bits(r, layout);
+        alone.run.tp = 1;
+        train(alone, &one);
+        train(split, &two);
+        for (int i = 0; i < GPT_STEPS; i++) {
+            assert_true(fabsf(one.loss[i] - two.loss[i]) <= 1e-5f * one.loss[i]);
+            assert_true(fabsf(one.norm[i] - two.norm[i]) <= 1e-5f * one.norm[i]);
+        }
+    }
+}
+
 /* With clipping, whose coefficient depends on the norm: the bits are equal wherever the norm's are. */
 static void test_same_bits_clipped(void **state) {
     static found want, got;
@@ -965,6 +986,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_buckets),
         cmocka_unit_test(test_same_bits),
+        cmocka_unit_test(test_same_bits_copies),
         cmocka_unit_test(test_same_bits_clipped),
         cmocka_unit_test(test_same_bits_invariant),
         cmocka_unit_test(test_buckets_go_out_during_the_backward),

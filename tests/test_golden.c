@@ -465,7 +465,7 @@ static const char *micro_name(micro_batches micro) {
 static int possible(const golden *g, const run *run) {
     int64_t sequences = run->micro == WHOLE ? integer(g, "sequences") / run->data : 1,
             tokens = sequences * integer(g, "seq");
-    if (run->tp > integer(g, "kv_heads")) return 0;
+    if (run->tp > integer(g, "heads")) return 0;
     if (run->invariant && (run->invariant % run->tp != 0 || tokens % run->invariant != 0)) return 0;
     return !run->sequence_parallel || (run->tp > 1 && tokens % run->tp == 0);
 }
@@ -488,7 +488,7 @@ static void check_variant(const char *variant) {
     int runs = 0, wrong = 0, shards = 1;
     golden g;
     golden_load(variant, &g);
-    while (2 * shards <= integer(&g, "kv_heads")) shards *= 2;
+    while (2 * shards <= integer(&g, "heads")) shards *= 2;
     for (size_t t = 0; t < sizeof tensors / sizeof *tensors; t++)
         for (int variation = 0; variation < 24; variation++) {
             run run;

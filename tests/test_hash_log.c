@@ -105,7 +105,8 @@ typedef struct job {
     int sequence_parallel, spoil; /* spoil: the rank that changes its copy of a bias; 0: none */
     mt_recompute recompute;
     mt_qkv_layout qkv_layout;
-    lines lines; /* of rank 0 */
+    int kv_heads; /* 0: as many as heads */
+    lines lines;  /* of rank 0 */
 } job;
 
 typedef struct logger {
@@ -123,6 +124,7 @@ static mt_status step(logger *l, const job *job) {
                      .embedding_dropout = 0.1f,
                      .layer = {.hidden = 16,
                                .heads = 4,
+                               .kv_heads = job->kv_heads,
                                .ffn = 20,
                                .hidden_dropout = 0.1f,
                                .sequence_parallel = job->sequence_parallel,
@@ -218,12 +220,13 @@ static void test_lines_of_a_step(void **state) {
         for (int j = 0; j < i; j++) assert_true(one.lines.list[i].hash != one.lines.list[j].hash);
 }
 
-static void lines_do_not_depend_on_the_split(mt_qkv_layout qkv_layout) {
+static void lines_do_not_depend_on_the_split(mt_qkv_layout qkv_layout, int kv_heads) {
     static job one;
     static const int splits[][3] = {{2, 1, 0}, {4, 1, 1}, {1, 4, 0}, {2, 2, 1}, {4, 2, 0}};
     memset(&one, 0, sizeof one);
     one.shape.tp = one.shape.dp = 1;
     one.qkv_layout = qkv_layout;
+    one.kv_heads = kv_heads;
     run_job(&one);
     for (size_t i = 0; i < sizeof splits / sizeof *splits; i++) {
         static job other;
@@ -232,6 +235,7 @@ static void lines_do_not_depend_on_the_split(mt_qkv_layout qkv_layout) {
         other.shape.dp = splits[i][1];
         other.sequence_parallel = splits[i][2];
         other.qkv_layout = qkv_layout;
+        other.kv_heads = kv_heads;
         run_job(&other);
         assert_int_equal(other.lines.count, one.lines.count);
         for (int l = 0; l < one.lines.count; l++) {
@@ -246,9 +250,11 @@ static void lines_do_not_depend_on_the_split(mt_qkv_layout qkv_layout) {
 
 static void test_lines_do_not_depend_on_the_split(void **state) {
     (void)state;
-    lines_do_not_depend_on_the_split(MT_QKV_PER_GROUP);
-    lines_do_not_depend_on_the_split(MT_QKV_CONCATENATED);
-    lines_do_not_depend_on_the_split(MT_QKV_SEPARATE);
+    lines_do_not_depend_on_the_split(MT_QKV_PER_GROUP, 0);
+    lines_do_not_depend_on_the_split(MT_QKV_PER_GROUP, 1);
+    lines_do_not_depend_on_the_split(MT_QKV_CONCATENATED, 0);
+    lines_do_not_depend_on_the_split(MT_QKV_SEPARATE, 0);
+    lines_do_not_depend_on_the_split(MT_QKV_SEPARATE, 2);
 }
 
 /* A layer that computes its forward again in the backward logs each tensor once, as a layer that saves all of them. */

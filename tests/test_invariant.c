@@ -121,6 +121,28 @@ static const model models[] = {
       .max_seq = 8,
       .embedding_dropout = 0.1f,
       .layer = {.hidden = 24, .heads = 6, .kv_heads = 2, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}}},
+    {"3 query groups on 8 shards",
+     8,
+     2,
+     20,
+     4,
+     8,
+     0,
+     {.vocab = 33,
+      .layers = 1,
+      .max_seq = 8,
+      .layer = {.hidden = 36, .heads = 18, .kv_heads = 3, .rotary_base = 100.0f, .attention_dropout = 0.1f}}},
+    {"separate queries, one key and one value on 4 shards",
+     4,
+     2,
+     20,
+     4,
+     8,
+     0,
+     {.vocab = 33,
+      .layers = 1,
+      .max_seq = 8,
+      .layer = {.hidden = 32, .heads = 8, .kv_heads = 1, .qkv_layout = MT_QKV_SEPARATE, .hidden_dropout = 0.1f}}},
     {"16 shards, some of the vocabulary empty",
      16,
      2,
@@ -905,7 +927,7 @@ static void test_refused_grids(void **state) {
 static void test_refused_calls(void **state) {
     static const mt_context_desc where = {.invariant = 8, .arena_bytes = (size_t)16 << 20};
     mt_transformer_layer_desc d = {.hidden = 16, .heads = 8};
-    mt_self_attention_desc few = {.hidden = 16, .heads = 8, .kv_heads = 4};
+    mt_self_attention_desc few = {.hidden = 16, .heads = 4, .kv_heads = 2};
     mt_self_attention attention_layer;
     mt_transformer_layer layer;
     mt_transformer_layer_saved saved;
@@ -919,7 +941,7 @@ static void test_refused_calls(void **state) {
     mt_tensor x = test_tensor(&r, 12, 16, 1.0f), y = test_tensor(&r, 12, 16, 2.0f);
     mt_tensor small = test_tensor(&r, 12, 8, 1.0f), dsmall = test_tensor(&r, 12, 8, 2.0f);
     mt_tensor ysmall = test_tensor(&r, 12, 8, 0.0f);
-    REFUSED(r.ctx, MT_ERR_SHAPE, "4 kv_heads|8 virtual shards",
+    REFUSED(r.ctx, MT_ERR_SHAPE, "4 heads|8 virtual shards",
             mt_self_attention_create(r.ctx, r.params, "a", &few, &attention_layer));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_transformer_layer_create(r.ctx, r.params, "l", &d, &layer));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "r", &plain, &linear));

@@ -216,6 +216,22 @@ static const mt_param_desc some_params[] = {
      .placement = MT_SPLIT_COLS,
      .unit = 2,
      .padded_features = 30},
+    {.name = "rows.copies",
+     .rows = 24,
+     .cols = 3,
+     .init_std = 0.5f,
+     .placement = MT_SPLIT_ROWS,
+     .unit = 8,
+     .copies = 3,
+     .copied = 2},
+    {.name = "bias.copies",
+     .rows = 1,
+     .cols = 8,
+     .init_std = 0.5f,
+     .placement = MT_SPLIT_COLS,
+     .unit = 4,
+     .copies = 2,
+     .copied = 4},
 };
 #define SOME_PARAMS ((int)(sizeof some_params / sizeof *some_params))
 #define PARAM_MAX 512
@@ -237,6 +253,11 @@ static mt_status check_shard_shape(const mt_param *p, const mt_param_desc *d, in
     int64_t parts = d->parts ? d->parts : 1, unit = d->unit ? d->unit : 1;
     int64_t rows = d->padded_features && d->placement == MT_SPLIT_ROWS ? d->padded_features : d->rows;
     int64_t cols = d->padded_features && d->placement == MT_SPLIT_COLS ? d->padded_features : d->cols;
+    if (d->copies > 1) { /* as many features as all pieces have, without their copies */
+        unit = (d->unit - d->copied) / d->copies + d->copied;
+        if (d->placement == MT_SPLIT_ROWS) rows = rows / d->unit * d->copies * unit;
+        else cols = cols / d->unit * d->copies * unit;
+    }
     CHECK(p->value.rows == (d->placement == MT_SPLIT_ROWS ? test_local(rows, parts, unit, ranks) : d->rows));
     CHECK(p->value.cols == (d->placement == MT_SPLIT_COLS ? test_local(cols, parts, unit, ranks) : d->cols));
     CHECK(p->grad.rows == p->value.rows && p->grad.cols == p->value.cols);
@@ -447,6 +468,31 @@ static void test_params_add_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
+static void test_copied_params_refuse(void **state) {
+    static const mt_param_desc good = {
+        .name = "a", .rows = 24, .cols = 4, .placement = MT_SPLIT_ROWS, .unit = 8, .copies = 3, .copied = 2};
+    mt_param *p = NULL;
+    test_rank r;
+    (void)state;
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
+    for (int i = 0; i < 9; i++) {
+        mt_param_desc d = good;
+        if (i == 0) d.copies = 4;
+        if (i == 1) d.copied = 9;
+        if (i == 2) d.copied = 0;
+        if (i == 3) d.copies = 1;
+        if (i == 4) d.copies = -3;
+        if (i == 5) d.copies = INT64_MAX - 1;
+        if (i == 6) d.parts = 3;
+        if (i == 7) d.padded_features = 48;
+        if (i == 8) d.placement = MT_SPLIT_COLS, d.rows = 4, d.cols = 24;
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a' has copies|copied", mt_params_add(r.ctx, r.params, &d, &p));
+        assert_int_equal(mt_params_count(r.params), 0);
+    }
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &good, &p));
+    test_paper_rank_close(&r);
+}
+
 static void test_padded_params_refuse(void **state) {
     static const struct {
         mt_param_desc desc;
@@ -556,6 +602,9 @@ static const linear_case linear_cases[] = {
     {"column, fewer than ranks", 0, {.in_features = 8, .out_features = 3}},
     {"column, gathered", 0, {.in_features = 16, .out_features = 24, .gather_output = 1}},
     {"column, gathered, uneven", 0, {.in_features = 15, .out_features = 19, .gather_output = 1}},
+    {"column, gathered, copies",
+     0,
+     {.in_features = 15, .out_features = 24, .unit = 8, .copies = 3, .copied = 2, .gather_output = 1}},
     {"column, no bias", 0, {.in_features = 16, .out_features = 24, .no_bias = 1}},
     {"column, bias left to the caller", 0, {.in_features = 16, .out_features = 19, .skip_bias_add = 1}},
     {"column, two parts", 0, {.in_features = 16, .out_features = 22, .parts = 2}},
@@ -3327,6 +3376,7 @@ int main(void) {
         cmocka_unit_test(test_automatic_names),
         cmocka_unit_test(test_automatic_names_after_errors),
         cmocka_unit_test(test_automatic_names_of_stages),
+        cmocka_unit_test(test_copied_params_refuse),
         cmocka_unit_test(test_padded_params_refuse),
         cmocka_unit_test(test_params_refuse),
         cmocka_unit_test(test_reading_a_registry_that_is_not_there),

@@ -924,6 +924,19 @@ static void test_plain_mlp_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Nothing sums the gradients of keys and values that several ranks have. */
+static void test_plain_copies_refused(void **state) {
+    const mt_self_attention_desc d = {.hidden = HIDDEN, .heads = 8, .kv_heads = 2};
+    mt_self_attention_tensors s = {.rotary = {0}};
+    mt_batch batch = {.sequences = 1, .seq = 1};
+    test_rank r;
+    (void)state;
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
+    REFUSED(r.ctx, MT_ERR_SHAPE, "mt_parallel_attention_forward: 2 kv_heads|4 tensor ranks",
+            mt_parallel_attention_forward(r.ctx, r.grid.tp, &batch, mt_none(), &s, mt_none(), &d, NULL));
+    test_paper_rank_close(&r);
+}
+
 static void test_plain_attention_refuses(void **state) {
     const mt_self_attention_desc d = {.hidden = HIDDEN, .heads = 8}, odd = {.hidden = HIDDEN, .heads = 7};
     const mt_self_attention_desc rotary = {.hidden = HIDDEN, .heads = 8, .rotary_base = 1e4f, .max_seq = 20};
@@ -978,7 +991,8 @@ static void test_plain_attention_refuses(void **state) {
 /* ---- refusals ---------------------------------------------------------------------------------------------------- */
 
 static void test_plain_row_calls_refuse(void **state) {
-    const mt_linear_desc padded = {.padded_out_features = 6}, add = {.input_is_parallel = 1, .add_to_dx = 1};
+    const mt_linear_desc padded = {.padded_out_features = 6}, copies = {.unit = 2, .copies = 2, .copied = 2},
+                         add = {.input_is_parallel = 1, .add_to_dx = 1};
     mt_linear_saved saved;
     test_rank r;
     (void)state;
@@ -987,6 +1001,8 @@ static void test_plain_row_calls_refuse(void **state) {
     mt_tensor dw = test_tensor(&r, 5, 5, 7.0f);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_forward|padded_out_features",
             mt_row_parallel_forward(r.ctx, r.grid.tp, x, w, mt_none(), y, &padded, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_forward|sets copies",
+            mt_row_parallel_forward(r.ctx, r.grid.tp, x, w, mt_none(), y, &copies, NULL));
     saved.x = x;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_backward|dx|dy|overlap",
             mt_row_parallel_backward(r.ctx, r.grid.tp, y, w, y, dw, mt_none(), &add, &saved));
@@ -1210,6 +1226,7 @@ int main(void) {
         cmocka_unit_test(test_plain_calls_with_hostile_sizes),
         cmocka_unit_test(test_hash_log_of_tensors),
         cmocka_unit_test(test_plain_mlp_refuses),
+        cmocka_unit_test(test_plain_copies_refused),
         cmocka_unit_test(test_plain_attention_refuses),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
