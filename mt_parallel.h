@@ -232,7 +232,7 @@ typedef struct mt_param_desc {
        computes only its part of the gradient of a copy. mt_sync_gradients sums the parts over the tensor group, so all
        copies stay equal. In whole tensors, in checkpoints, in the norm and in the hash log each feature counts once.
        With more than one copy, the parameter must be a matrix that is split by rows or a vector that is split, with
-       one part and no padded_features (MT_ERR_ARGUMENT). 0: 1 */
+       one part, no padded_features and at most 65536 pieces (MT_ERR_ARGUMENT). 0: 1 */
     int64_t copies;
     int64_t copied; /* must be 0 with one copy */
 } mt_param_desc;
@@ -2244,7 +2244,7 @@ static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b)
 }
 
 #define MTI_PARAM_ELEMENTS ((int64_t)1 << 48) /* padded to 1024 shards, they still fit in int64_t */
-#define MTI_PARAM_PARTS 65536                 /* calls loop over the parts of a parameter */
+#define MTI_PARAM_PARTS 65536                 /* calls loop over the parts or pieces of a parameter */
 #define MTI_SHARDS_MAX 1024                   /* of mt_context_desc.invariant */
 
 static mt_status mti_padding_check(mt_context *ctx, const char *function, const mt_param_desc *d) {
@@ -2267,15 +2267,17 @@ static mt_status mti_padding_check(mt_context *ctx, const char *function, const 
 
 static mt_status mti_copies_check(mt_context *ctx, const char *function, const mt_param_desc *d) {
     int64_t copies = d->copies ? d->copies : 1, unit = d->unit ? d->unit : 1;
+    int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows;
     if (copies == 1 && d->copied == 0) return MT_SUCCESS;
-    if (copies > 1 && copies <= MTI_PARAM_ELEMENTS / d->rows / d->cols && d->copied > 0 && d->copied <= unit &&
-        (unit - d->copied) % copies == 0 && d->parts <= 1 && !d->padded_features &&
-        (d->placement == MT_SPLIT_ROWS || (d->placement == MT_SPLIT_COLS && d->rows == 1)))
+    if (copies > 1 && copies <= MTI_PARAM_ELEMENTS / d->rows / d->cols && copies <= MTI_PARAM_PARTS / (n / unit) &&
+        d->copied > 0 && d->copied <= unit && (unit - d->copied) % copies == 0 && d->parts <= 1 &&
+        !d->padded_features && (d->placement == MT_SPLIT_ROWS || (d->placement == MT_SPLIT_COLS && d->rows == 1)))
         return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT,
-                   "%s: '%s' has copies %lld and copied %lld: a unit of %lld cannot be divided in this way, or the "
-                   "parameter has padded_features, several parts, or another placement than rows",
-                   function, d->name, (long long)d->copies, (long long)d->copied, (long long)unit);
+                   "%s: '%s' has copies %lld and copied %lld: a unit of %lld cannot be divided in this way, there are "
+                   "more than %d pieces, or the parameter has padded_features, several parts, or another placement "
+                   "than rows",
+                   function, d->name, (long long)d->copies, (long long)d->copied, (long long)unit, MTI_PARAM_PARTS);
 }
 
 /* Checks the fields that say how a parameter is split. ctx NULL: without a message. */

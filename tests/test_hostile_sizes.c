@@ -312,6 +312,7 @@ static void call_params(hostile *h, int64_t a, int64_t b, int64_t c) {
                        .parts = c,
                        .unit = size_of(h, 1),
                        .init_std = 1.0f};
+    if (test_below(&h->random, 2)) d.parts = 1, d.copies = size_of(h, 2), d.copied = size_of(h, 1);
     mt_param *p;
     mt_status status = mt_params_add(h->ctx, h->rank.params, &d, &p);
     said(h, status);
@@ -328,6 +329,7 @@ static void call_linear(hostile *h, int64_t a, int64_t b, int64_t c) {
                         .parts = size_of(h, 0),
                         .unit = size_of(h, 0),
                         .sequence_parallel = test_below(&h->random, 2) == 0};
+    if (test_below(&h->random, 2)) d.parts = 1, d.copies = size_of(h, 2), d.copied = size_of(h, 1);
     mt_column_parallel_linear column;
     mt_row_parallel_linear row;
     mt_linear_saved saved;
@@ -335,6 +337,7 @@ static void call_linear(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_status first = mt_column_parallel_linear_create(h->ctx, h->rank.params, "column", &d, &column), second;
     said(h, first);
     d.input_is_parallel = 1;
+    d.copies = d.copied = 0;
     second = mt_row_parallel_linear_create(h->ctx, h->rank.params, "row", &d, &row);
     said(h, second);
     if (params(h) != MT_SUCCESS) return;
