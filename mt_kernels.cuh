@@ -6444,7 +6444,7 @@ extern "C++" {
 /* Rotates two vectors, `low` and `high`, of a query or key. With PAIRS they are neighbours, which hold whole pairs.
    Otherwise they are a vector of the first half and the same vector of the second half. `row` is the token, and col /
    MTI_VECTOR the number of the vector of angles among those of all queries and keys. TYPE is the type of qkv. The
-   table is then f32. */
+   table is then f32, and all vectors are whole. */
 template <int TYPE, bool PAIRS> struct mti_rotary_op {
     struct input {
         mti_fetched<TYPE == MTI_ANY_TYPE ? MTI_ANY_TYPE : MT_F32> cosine, sine;
@@ -6463,7 +6463,8 @@ template <int TYPE, bool PAIRS> struct mti_rotary_op {
         int64_t i = col / MTI_VECTOR, head = mti_divide_by(i, vectors), group = mti_divide_by(head, turned);
         place p;
         p.angle = (i - head * vectors.by) * MTI_VECTOR;
-        p.angles = mti_vector_size(half, p.angle);
+        /* Typed vectors are whole. In f32, ptxas for sm_120 spills a register if it knows that. */
+        p.angles = mti_fetched<TYPE>::size == 2 ? MTI_VECTOR : mti_vector_size(half, p.angle);
         /* adding `group` skips the values of earlier groups */
         p.low = (head + group) * head_dim + (PAIRS ? 2 * p.angle : p.angle);
         p.high = p.low + (PAIRS ? MTI_VECTOR : half);
