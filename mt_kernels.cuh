@@ -348,6 +348,34 @@ typedef struct mt_attention_desc {
     mt_qkv_layout qkv_layout;   /* of qkv and dqkv; 0: MT_QKV_PER_GROUP */
     mt_rotary_form rotary_form; /* 0: MT_ROTARY_HALVES */
     int64_t rotary_dim;         /* the first rotary_dim features of a head are turned; 0: head_dim */
+    /* advanced */
+    /* Keys of a sequence; 0: seq. Other numbers are for mt_dot_product_attention_forward. lengths is then limited by
+       kv_seq, and query i has the position i + kv_seq - seq among the keys: the last query and the last key have the
+       same position. mask, window and alibi_slopes use this position, and element numbers of dropout count kv_seq keys
+       for each query. */
+    int64_t kv_seq;
+    /* Sliding window: a query at position p sees a key at position j only if |p - j| < window. With MT_MASK_CAUSAL
+       these are the last `window` keys, as in Mistral (arXiv 2310.06825). 0: no window */
+    int64_t window;
+    /* Soft cap c of the scores: a score x becomes c * tanh(x / c), as in Gemma 2 (arXiv 2408.00118). It comes before
+       alibi_slopes and bias. 0: none */
+    float softcap;
+    /* ALiBi (arXiv 2108.12409): adds -alibi_slopes[a] * |p - j| to the score of a query at position p of head a and a
+       key at position j. One slope for each query head of this call, on the context's device, at least 0. NULL: none */
+    const float *alibi_slopes;
+    /* Packed sequences: the batch * seq tokens are `documents` documents, one after the other, and a query sees only
+       keys of its own document. Document d has the tokens [cu_seqlens[d], cu_seqlens[d + 1]), so the array has
+       documents + 1 ascending numbers, from 0 to batch * seq, on the context's device. A document also ends at the end
+       of a sequence. A CPU checks the numbers (MT_ERR_DATA), a GPU does not. kv_seq must be 0 or seq. NULL: none */
+    const int32_t *cu_seqlens;
+    int64_t documents;
+    /* Is added to the scores: [bias_batch * bias_heads * seq, kv_seq], of a float type. In MT_U8 it is a boolean mask
+       instead: a query does not see the keys with 0. bias_batch is 1 or batch and bias_heads 1 or the number of query
+       heads (0: 1); all sequences or heads share a bias where it is 1. The value for sequence b, head a and query i is
+       in row (b * bias_heads + a) * seq + i, with 0 for b or a where they share. -INFINITY masks a key. mt_none(), or a
+       view of zeros as in a zero-initialised desc: none */
+    mt_tensor bias;
+    int64_t bias_batch, bias_heads;
 } mt_attention_desc;
 
 /* forward:  out [batch * seq, heads * head_dim] = dropout(softmax(scale * q k^T, masked)) v, with heads =
@@ -356,13 +384,28 @@ typedef struct mt_attention_desc {
    backward: dqkv = the gradient of qkv, of the same shape. It takes the out and lse of forward and computes the
              probabilities again. dout must not overlap out.
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
-   cores, if nvcc compiled the program for such a GPU (-arch=native). Other calls use a slower kernel without them: see
-   docs/gpus.md.
+   cores, if nvcc compiled the program for such a GPU (-arch=native). Other calls use a slower kernel without them, also
+   those with kv_seq, window, softcap, alibi_slopes, cu_seqlens or bias: see docs/gpus.md.
    Error: MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
+
+/* Attention with queries, keys and values in separate tensors: for cross-attention, and for keys of earlier steps. With
+   desc->kv_seq = 0 it computes what mt_attention_forward computes. desc->qkv_layout is not read.
+     q, dq         [batch * seq, heads * head_dim]. The query at position i of sequence b is row b * seq + i
+     k, v, dk, dv  [batch * kv_seq, groups * head_dim], in the same way
+     out, lse      as in mt_attention_forward: [batch * seq, heads * head_dim] and [heads, batch * seq]
+     dbias         optional, MT_F32, of the shape of desc->bias: backward adds the gradient of the bias to it
+   A query that sees no key has out = 0 and lse = -INFINITY, and adds nothing to the gradients. backward overwrites dq,
+   dk and dv. They must overlap no other tensor (MT_ERR_ARGUMENT). Other errors are those of mt_attention_forward. */
+MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
+                                                  mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse);
+MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
+                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse,
+                                                   mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv,
+                                                   mt_tensor dbias);
 
 /* Rotary position embedding (arXiv 2104.09864) of the first R features of each head. R is desc->rotary_dim, or head_dim
    if this is 0. R must be even. desc->rotary_form selects the features that are rotated together: with
@@ -2093,7 +2136,7 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
    type MT_ARG_FLOAT by an f32 copy in the arena. It fills the copy if the view is read (MT_ARG_IN). mti_end rounds the
    copy back if the view is written (MT_ARG_OUT). With MTI_AS_IS, the loop takes the view in its own type. */
 #define MTI_COUNT(args) ((int)(sizeof(args) / sizeof *(args)))
-#define MTI_ARGS 8  /* maximum number of views of an operator */
+#define MTI_ARGS 12 /* maximum number of views of an operator */
 #define MTI_AS_IS 8 /* with the values of mt_arg.use */
 
 typedef struct mti_operator {
@@ -5086,12 +5129,13 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
     if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
     if (s->batch < 0 || s->seq < 1 || s->seq > INT_MAX || s->groups < 1 || s->heads_per_group < 1 || s->head_dim < 1 ||
         mt_size_mul(s->batch, s->seq) < 0 || s->heads_per_group > INT64_MAX - 2 ||
-        mt_size_mul(mt_size_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
+        mt_size_mul(mt_size_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0 || s->kv_seq < 0 ||
+        s->kv_seq > INT_MAX || mt_size_mul(s->batch, s->kv_seq) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: batch %lld, seq %lld, groups %lld, heads_per_group %lld, head_dim %lld is not a "
-                       "valid shape",
+                       "%s: batch %lld, seq %lld, groups %lld, heads_per_group %lld, head_dim %lld, kv_seq "
+                       "%lld is not a valid shape",
                        where, (long long)s->batch, (long long)s->seq, (long long)s->groups,
-                       (long long)s->heads_per_group, (long long)s->head_dim);
+                       (long long)s->heads_per_group, (long long)s->head_dim, (long long)s->kv_seq);
     if (s->qkv_layout != MT_QKV_PER_GROUP && s->qkv_layout != MT_QKV_CONCATENATED && s->qkv_layout != MT_QKV_SEPARATE)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: qkv_layout %d does not exist", where, (int)s->qkv_layout);
     return MT_SUCCESS;
@@ -5120,65 +5164,182 @@ static int64_t mti_attention_width(const mt_attention_desc *s) {
     return s->groups * (s->heads_per_group + 2) * s->head_dim;
 }
 
+/* Sets the fields whose 0 means another number. */
+static mt_attention_desc mti_attention_defaults(const mt_attention_desc *desc) {
+    mt_attention_desc s = *desc;
+    if (s.kv_seq == 0) s.kv_seq = s.seq;
+    if (s.bias_batch == 0) s.bias_batch = 1;
+    if (s.bias_heads == 0) s.bias_heads = 1;
+    if (s.scale == 0.0f) s.scale = (float)(1.0 / sqrt((double)s.head_dim));
+    return s;
+}
+
 static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t b;
     if (!s->lengths || mt_context_device(ctx) != MT_DEVICE_CPU) return MT_SUCCESS;
     for (b = 0; b < s->batch; b++)
-        if (s->lengths[b] < 0 || s->lengths[b] > s->seq)
+        if (s->lengths[b] < 0 || s->lengths[b] > s->kv_seq)
             return mt_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, must be in [0, %lld]", where, (long long)b,
-                           (long)s->lengths[b], (long long)s->seq);
+                           (long)s->lengths[b], (long long)s->kv_seq);
     return MT_SUCCESS;
 }
 
+static mt_status mti_expect_documents(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    int64_t d, tokens = s->batch * s->seq;
+    if (!s->cu_seqlens && s->documents == 0) return MT_SUCCESS;
+    if (!s->cu_seqlens || s->documents < 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: documents is %lld, but cu_seqlens is %s", where,
+                       (long long)s->documents, s->cu_seqlens ? "set" : "NULL");
+    if (s->kv_seq != s->seq)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: with cu_seqlens, kv_seq %lld must be seq %lld", where,
+                       (long long)s->kv_seq, (long long)s->seq);
+    if (mt_context_device(ctx) != MT_DEVICE_CPU) return MT_SUCCESS;
+    for (d = 0; d <= s->documents; d++)
+        if (s->cu_seqlens[d] < (d > 0 ? s->cu_seqlens[d - 1] : 0) || (d == 0 && s->cu_seqlens[0] > 0) ||
+            (d == s->documents ? s->cu_seqlens[d] != tokens : s->cu_seqlens[d] > tokens))
+            return mt_fail(ctx, MT_ERR_DATA,
+                           "%s: cu_seqlens[%lld] is %ld; the numbers must ascend from 0 to %lld, the tokens", where,
+                           (long long)d, (long)s->cu_seqlens[d], (long long)tokens);
+    return MT_SUCCESS;
+}
+
+/* Checks the fields that change scores. */
+static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    int64_t heads = mti_attention_heads(s), h;
+    MT_TRY(mti_expect_finite(ctx, where, "scale", s->scale));
+    if (s->window < 0 || !(s->softcap >= 0.0f && s->softcap <= FLT_MAX))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: window is %lld, softcap %g, must be at least 0", where,
+                       (long long)s->window, (double)s->softcap);
+    for (h = 0; s->alibi_slopes && mt_context_device(ctx) == MT_DEVICE_CPU && h < heads; h++)
+        if (!(s->alibi_slopes[h] >= 0.0f && s->alibi_slopes[h] <= FLT_MAX))
+            return mt_fail(ctx, MT_ERR_DATA, "%s: alibi_slopes[%lld] is %g, must be at least 0", where, (long long)h,
+                           (double)s->alibi_slopes[h]);
+    if ((s->bias_batch != 1 && s->bias_batch != s->batch) || (s->bias_heads != 1 && s->bias_heads != heads))
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch is %lld, must be 1 or %lld; bias_heads is %lld, 1 or %lld",
+                       where, (long long)s->bias_batch, (long long)s->batch, (long long)s->bias_heads,
+                       (long long)heads);
+    if (s->bias.data && s->bias.dtype != MT_U8 && !mt_dtype_is_float(s->bias.dtype))
+        return mt_fail(ctx, MT_ERR_DTYPE, "%s: bias is %s, must be f32, bf16 or f16, or u8 for a mask", where,
+                       mt_dtype_name(s->bias.dtype));
+    return mti_expect_documents(ctx, where, s);
+}
+
+/* s has no defaults left. */
 static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s);
     if (s->mask != MT_MASK_CAUSAL && s->mask != MT_MASK_BIDIRECTIONAL)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mask %d does not exist", where, (int)s->mask);
-    MT_TRY(mti_expect_finite(ctx, where, "scale", s->scale));
+    MT_TRY(mti_expect_scores(ctx, where, s));
     MT_TRY(mti_expect_dropout(ctx, where, s->dropout, s->batch, heads));
     if (s->dropout.p > 0.0f &&
         mt_size_mul(mt_size_mul(mt_size_mul(s->dropout.at.first_row + s->batch, s->dropout.at.global_cols), s->seq),
-                    s->seq) < 0)
+                    s->kv_seq) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: sequence %lld + %lld of %lld heads, seq %lld: a probability has no 64-bit "
+                       "%s: sequence %lld + %lld of %lld heads, seq %lld, kv_seq %lld: a probability has no 64-bit "
                        "element number",
                        where, (long long)s->dropout.at.first_row, (long long)s->batch,
-                       (long long)s->dropout.at.global_cols, (long long)s->seq);
+                       (long long)s->dropout.at.global_cols, (long long)s->seq, (long long)s->kv_seq);
     return mti_expect_lengths(ctx, where, s);
+}
+
+/* The numbers [first, end) of the keys that a query sees, or of the queries that see a key. None if end <= first. */
+typedef struct mti_span {
+    int64_t first, end;
+} mti_span;
+
+/* The span of both. */
+MT_INLINE MT_HOST_DEVICE mti_span mti_span_of_both(mti_span a, int64_t first, int64_t end) {
+    if (first > a.first) a.first = first;
+    if (end < a.end) a.end = end;
+    return a;
+}
+
+/* Narrows `all` to the tokens that are in one document with token i of sequence b. A binary search finds the last
+   document that begins at or before the token. */
+MT_INLINE MT_HOST_DEVICE mti_span mti_document_of(const mt_attention_desc *s, int64_t b, int64_t i, mti_span all) {
+    int64_t low = 0, high = s->documents, token = b * s->seq + i;
+    if (!s->cu_seqlens) return all;
+    while (high - low > 1) {
+        int64_t middle = low + (high - low) / 2;
+        if (s->cu_seqlens[middle] <= token) low = middle;
+        else high = middle;
+    }
+    return mti_span_of_both(all, s->cu_seqlens[low] - b * s->seq, s->cu_seqlens[low + 1] - b * s->seq);
+}
+
+/* The keys that query i of sequence b sees. `length` keys are no padding. */
+MT_INLINE MT_HOST_DEVICE mti_span mti_keys_of(const mt_attention_desc *s, int64_t length, int64_t b, int64_t i) {
+    int64_t position = i + s->kv_seq - s->seq;
+    mti_span all = {0, length};
+    all = mti_document_of(s, b, i, all);
+    if (s->mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, 0, position + 1);
+    return s->window > 0 ? mti_span_of_both(all, position - s->window + 1, position + s->window) : all;
+}
+
+/* The queries that see key j of sequence b. */
+MT_INLINE MT_HOST_DEVICE mti_span mti_queries_of(const mt_attention_desc *s, int64_t length, int64_t b, int64_t j) {
+    int64_t i = j - (s->kv_seq - s->seq); /* the query at the key's position */
+    mti_span all = {0, j < length ? s->seq : 0};
+    all = mti_document_of(s, b, j, all);
+    if (s->mask == MT_MASK_CAUSAL) all = mti_span_of_both(all, i, s->seq);
+    return s->window > 0 ? mti_span_of_both(all, i - s->window + 1, i + s->window) : all;
+}
+
+/* The row of desc.bias for query i of a head of sequence b. */
+MT_INLINE MT_HOST_DEVICE int64_t mti_bias_row(const mt_attention_desc *s, int64_t b, int64_t head, int64_t i) {
+    int64_t sequence = s->bias_batch > 1 ? b : 0, of_head = s->bias_heads > 1 ? head : 0;
+    return (sequence * s->bias_heads + of_head) * s->seq + i;
 }
 
 /* One call of attention: its arguments, and below them what all heads share in the loops of a CPU. */
 typedef struct mti_attention {
     mt_context *ctx;
-    const mt_attention_desc *desc;
-    mt_tensor qkv, out, lse, dout, dqkv;
-    mti_qkv_cols cols;
-    float scale;
+    mt_attention_desc desc; /* without defaults */
+    /* q has head j of group g at column g * q_step + j * head_dim; k and v have group g at g * kv_step */
+    mt_tensor q, k, v, out, lse, dout, dq, dk, dv, dbias;
+    int64_t q_step, kv_step;
     int64_t panel, pitch;  /* panel: rows of a panel; pitch: leading dimension of scores and grads */
     float *scores, *grads; /* [panel, pitch]; grads for backward only */
     float *factors;        /* [panel]; forward: 1 / the sum of exponentials; backward: rowsum(dout * out) */
+    float *slopes;         /* [pitch]; backward with a soft cap: its derivative for a row of scores */
     void *gemm;            /* scratch memory of the products */
 } mti_attention;
 
 typedef struct mti_head {       /* one query head of one sequence */
     int64_t batch, group, head; /* head: its index among all query heads of this shard */
-    int64_t length;             /* visible keys */
-    int64_t token;              /* first row of the sequence */
-    int64_t q_col, k_col, v_col, out_col;
+    int64_t length;             /* keys that are no padding */
+    int64_t query, key;         /* first rows of the sequence */
+    int64_t q_col, kv_col, out_col;
 } mti_head;
 
-static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
+static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_desc *desc, mt_tensor out,
                                            mt_tensor lse) {
     mti_attention a;
     memset(&a, 0, sizeof a);
     a.ctx = ctx;
-    a.desc = desc;
-    a.qkv = qkv;
+    a.desc = *desc;
     a.out = out;
     a.lse = lse;
-    a.cols = mti_qkv_cols_of(desc);
-    a.scale = desc->scale != 0.0f ? desc->scale : (float)(1.0 / sqrt((double)desc->head_dim));
+    a.q_step = desc->heads_per_group * desc->head_dim;
+    a.kv_step = desc->head_dim;
     return a;
+}
+
+/* Returns the columns of t from `col` on. */
+static mt_tensor mti_cols_from(mt_tensor t, int64_t col) { return mt_tensor_cols(t, col, t.cols - col); }
+
+/* Sets the views of queries, keys and values, and of their gradients, in fused tensors. dqkv is optional. */
+static void mti_attention_fused(mti_attention *a, mt_tensor qkv, mt_tensor dqkv) {
+    mti_qkv_cols c = mti_qkv_cols_of(&a->desc);
+    a->q = qkv;
+    a->k = mti_cols_from(qkv, c.key);
+    a->v = mti_cols_from(a->k, c.value);
+    a->q_step = c.q_step;
+    a->kv_step = c.kv_step;
+    if (!dqkv.data) return;
+    a->dq = dqkv;
+    a->dk = mti_cols_from(dqkv, c.key);
+    a->dv = mti_cols_from(a->dk, c.value);
 }
 
 /* The rows of a panel, which are the queries whose scores for all visible keys are stored at once. A causal panel is
@@ -5186,44 +5347,55 @@ static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_d
 #define MTI_PANEL 128
 #define MTI_PANEL_CAUSAL 64
 
-/* Allocates the scratch memory. The pitch is larger than seq, so that rows do not share cache sets if seq is a power of
-   two. */
-static mt_status mti_attention_scratch(mti_attention *a, int backward) {
-    const mt_attention_desc *s = a->desc;
-    int64_t widest = mt_max(s->seq, s->head_dim), tallest;
-    void *scores = NULL, *grads = NULL, *factors = NULL;
-    a->panel = mt_min(s->mask == MT_MASK_CAUSAL ? MTI_PANEL_CAUSAL : MTI_PANEL, s->seq);
-    a->pitch = mt_round_up(s->seq, 16) + 16;
-    tallest = backward ? widest : a->panel;
-    MT_TRY(mt_arena_alloc(a->ctx, (size_t)(a->panel * a->pitch) * sizeof(float), &scores));
-    if (backward) MT_TRY(mt_arena_alloc(a->ctx, (size_t)(a->panel * a->pitch) * sizeof(float), &grads));
-    MT_TRY(mt_arena_alloc(a->ctx, (size_t)a->panel * sizeof(float), &factors));
-    MT_TRY(mt_arena_alloc(a->ctx, mti_gemm_bytes(tallest, widest, widest), &a->gemm));
-    a->scores = (float *)scores;
-    a->grads = (float *)grads;
-    a->factors = (float *)factors;
+static mt_status mti_attention_floats(mti_attention *a, int64_t count, float **out) {
+    void *memory = NULL;
+    MT_TRY(mt_arena_alloc(a->ctx, (size_t)count * sizeof(float), &memory));
+    *out = (float *)memory;
     return MT_SUCCESS;
 }
 
-/* Locates query head `member` of a group: its columns in qkv and out, and its rows. */
+/* Allocates the scratch memory. The pitch is larger than kv_seq, so that rows do not share cache sets if kv_seq is a
+   power of two. */
+static mt_status mti_attention_scratch(mti_attention *a, int backward) {
+    const mt_attention_desc *s = &a->desc;
+    int64_t widest = mt_max(mt_max(s->seq, s->kv_seq), s->head_dim), tallest;
+    a->panel = mt_min(s->mask == MT_MASK_CAUSAL || s->window > 0 ? MTI_PANEL_CAUSAL : MTI_PANEL, s->seq);
+    a->pitch = mt_round_up(s->kv_seq, 16) + 16;
+    tallest = backward ? widest : a->panel;
+    MT_TRY(mti_attention_floats(a, a->panel * a->pitch, &a->scores));
+    if (backward) MT_TRY(mti_attention_floats(a, a->panel * a->pitch, &a->grads));
+    if (backward && s->softcap > 0.0f) MT_TRY(mti_attention_floats(a, a->pitch, &a->slopes));
+    MT_TRY(mti_attention_floats(a, a->panel, &a->factors));
+    return mt_arena_alloc(a->ctx, mti_gemm_bytes(tallest, widest, widest), &a->gemm);
+}
+
+/* Locates query head `member` of a group: its columns and its rows. */
 static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_t group, int64_t member) {
-    const mt_attention_desc *s = a->desc;
+    const mt_attention_desc *s = &a->desc;
     mti_head h;
     h.batch = batch;
     h.group = group;
     h.head = group * s->heads_per_group + member;
-    h.length = s->lengths ? s->lengths[batch] : s->seq;
-    h.token = batch * s->seq;
-    h.q_col = group * a->cols.q_step + member * s->head_dim;
-    h.k_col = a->cols.key + group * a->cols.kv_step;
-    h.v_col = h.k_col + a->cols.value;
+    h.length = s->lengths ? s->lengths[batch] : s->kv_seq;
+    h.query = batch * s->seq;
+    h.key = batch * s->kv_seq;
+    h.q_col = group * a->q_step + member * s->head_dim;
+    h.kv_col = group * a->kv_step;
     h.out_col = h.head * s->head_dim;
     return h;
 }
 
-/* The number of keys that query i of a sequence of `length` keys sees. */
-static int64_t mti_visible(const mt_attention_desc *s, int64_t length, int64_t i) {
-    return s->mask == MT_MASK_CAUSAL ? mt_min(length, i + 1) : length;
+/* The keys that the queries [i0, i0 + rows) of a head see together. */
+static mti_span mti_attention_span(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows) {
+    mti_span all = {0, 0};
+    int64_t i;
+    for (i = i0; i < i0 + rows; i++) {
+        mti_span one = mti_keys_of(&a->desc, h->length, h->batch, i);
+        if (one.end <= one.first) continue;
+        all.first = all.end > 0 ? mt_min(all.first, one.first) : one.first;
+        all.end = mt_max(all.end, one.end);
+    }
+    return all;
 }
 
 static float *mti_at(mt_tensor t, int64_t row, int64_t col) { return (float *)t.data + row * mt_tensor_ld(t) + col; }
@@ -5249,17 +5421,53 @@ static mt_status mti_attention_product(const mti_attention *a, int trans_x, int 
     return mti_cpu_gemm(a->ctx, &g, a->gemm);
 }
 
-/* scores [rows, n] = scale q k^T, for the query rows [i0, i0 + rows) of a head and its first n keys. */
-static mt_status mti_attention_scores(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows, int64_t n) {
-    int64_t ld = mt_tensor_ld(a->qkv);
-    return mti_attention_product(a, 0, 1, rows, n, a->desc->head_dim, a->scale, mti_at(a->qkv, h->token + i0, h->q_col),
-                                 ld, mti_at(a->qkv, h->token, h->k_col), ld, 0.0f, a->scores, a->pitch);
+/* scores [rows, n] = scale q k^T, for the query rows [i0, i0 + rows) of a head and n keys from `first` on. */
+static mt_status mti_attention_scores(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
+                                      int64_t first, int64_t n) {
+    return mti_attention_product(
+        a, 0, 1, rows, n, a->desc.head_dim, a->desc.scale, mti_at(a->q, h->query + i0, h->q_col), mt_tensor_ld(a->q),
+        mti_at(a->k, h->key + first, h->kv_col), mt_tensor_ld(a->k), 0.0f, a->scores, a->pitch);
+}
+
+/* Caps n scores x. slopes, if it is not NULL, becomes the derivative of the soft cap. */
+static void mti_attention_cap_row(float cap, float *x, float *slopes, int64_t n) {
+    int64_t j;
+    for (j = 0; j < n; j++) {
+        float t = tanhf(x[j] / cap);
+        x[j] = cap * t;
+        if (slopes) slopes[j] = 1.0f - t * t;
+    }
+}
+
+/* Adds what a distance of keys costs: x[j] belongs to key first + j. */
+static void mti_attention_alibi_row(float slope, int64_t position, int64_t first, float *x, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) {
+        float distance = (float)(position - first - j);
+        x[j] -= slope * (distance < 0.0f ? -distance : distance);
+    }
+}
+
+/* Changes the scores x of query i for n keys from `first` on as desc.softcap, alibi_slopes and bias say. */
+static void mti_attention_change_row(const mti_attention *a, const mti_head *h, int64_t i, int64_t first, float *x,
+                                     int64_t n, float *slopes) {
+    const mt_attention_desc *s = &a->desc;
+    int64_t row = mti_bias_row(s, h->batch, h->head, i), j;
+    if (s->softcap > 0.0f) mti_attention_cap_row(s->softcap, x, slopes, n);
+    if (s->alibi_slopes) mti_attention_alibi_row(s->alibi_slopes[h->head], i + s->kv_seq - s->seq, first, x, n);
+    if (!s->bias.data) return;
+    if (s->bias.dtype == MT_U8) {
+        const uint8_t *seen = (const uint8_t *)s->bias.data + row * mt_tensor_ld(s->bias) + first;
+        for (j = 0; j < n; j++)
+            if (!seen[j]) x[j] = -(float)INFINITY;
+    } else mti_row_add(x, mti_at(s->bias, row, first), x, n);
 }
 
 /* The global element number of the probability of query i and key 0. */
 static int64_t mti_probability_element(const mti_attention *a, const mti_head *h, int64_t i) {
-    const mt_attention_desc *s = a->desc;
-    return (mti_random_element(s->dropout.at, h->batch, h->head) * s->seq + i) * s->seq;
+    const mt_attention_desc *s = &a->desc;
+    return (mti_random_element(s->dropout.at, h->batch, h->head) * s->seq + i) * s->kv_seq;
 }
 
 static void mti_attention_drop_row(const mt_dropout *dropout, int64_t e, float *p, int64_t n) {
@@ -5273,54 +5481,76 @@ static void mti_attention_drop_row(const mt_dropout *dropout, int64_t e, float *
     }
 }
 
-/* scores = exp(scores - maximum of the row), with dropout. factors[r] = 1 / the sum of row r. The caller multiplies the
-   output by factors[r] instead of the scores, because the output has fewer columns. */
-static void mti_attention_softmax(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows, int64_t n) {
+/* Fills the elements of x [n] outside of [first, end) with zeros. */
+static void mti_attention_zero_outside(float *x, int64_t first, int64_t end, int64_t n) {
+    mti_row_fill(x, 0.0f, first);
+    mti_row_fill(x + end, 0.0f, n - end);
+}
+
+/* The scores of query i in a panel for the keys of `panel`: which of them the query sees, as columns of the panel. */
+static mti_span mti_attention_seen(const mti_attention *a, const mti_head *h, int64_t i, mti_span panel) {
+    mti_span seen = mti_span_of_both(mti_keys_of(&a->desc, h->length, h->batch, i), panel.first, panel.end);
+    if (seen.end <= seen.first) seen.first = seen.end = panel.first;
+    seen.first -= panel.first;
+    seen.end -= panel.first;
+    return seen;
+}
+
+/* scores = exp(scores - maximum of the row), with dropout. factors[r] = 1 / the sum of row r, or 0 if it sees no key.
+   The caller multiplies the output by factors[r] instead of the scores, because the output has fewer columns. */
+static void mti_attention_softmax(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows, mti_span keys) {
     int64_t r;
     for (r = 0; r < rows; r++) {
-        float *p = a->scores + r * a->pitch;
-        int64_t seen = mti_visible(a->desc, h->length, i0 + r);
-        float top = mti_row_max(p, seen), sum = mti_row_exp(p, top, p, seen);
-        mti_row_fill(p + seen, 0.0f, n - seen);
-        a->factors[r] = 1.0f / sum;
-        if (a->lse.data) *mti_at(a->lse, h->head, h->token + i0 + r) = top + logf(sum);
-        if (a->desc->dropout.p > 0.0f)
-            mti_attention_drop_row(&a->desc->dropout, mti_probability_element(a, h, i0 + r), p, seen);
+        float *p = a->scores + r * a->pitch, *x, top = -(float)INFINITY, sum;
+        mti_span seen = mti_attention_seen(a, h, i0 + r, keys);
+        int64_t n = seen.end - seen.first, first = keys.first + seen.first;
+        x = p + seen.first;
+        mti_attention_change_row(a, h, i0 + r, first, x, n, NULL);
+        if (n > 0) top = mti_row_max(x, n);
+        if (top == -(float)INFINITY) seen.end = seen.first; /* every key is masked */
+        mti_attention_zero_outside(p, seen.first, seen.end, keys.end - keys.first);
+        sum = seen.end > seen.first ? mti_row_exp(x, top, x, n) : 0.0f;
+        a->factors[r] = sum > 0.0f ? 1.0f / sum : 0.0f;
+        if (a->lse.data) *mti_at(a->lse, h->head, h->query + i0 + r) = sum > 0.0f ? top + logf(sum) : top;
+        if (a->desc.dropout.p > 0.0f)
+            mti_attention_drop_row(&a->desc.dropout, mti_probability_element(a, h, i0 + r) + first, x,
+                                   seen.end - seen.first);
     }
 }
 
-/* Writes the results for a sequence of length 0. */
-static void mti_attention_nothing_seen(const mti_attention *a, const mti_head *h) {
+/* Writes the results of queries that see no key. */
+static void mti_attention_nothing_seen(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows) {
     int64_t i;
-    for (i = 0; i < a->desc->seq; i++) {
-        mti_row_fill(mti_at(a->out, h->token + i, h->out_col), 0.0f, a->desc->head_dim);
-        if (a->lse.data) *mti_at(a->lse, h->head, h->token + i) = -(float)INFINITY;
+    for (i = i0; i < i0 + rows; i++) {
+        mti_row_fill(mti_at(a->out, h->query + i, h->out_col), 0.0f, a->desc.head_dim);
+        if (a->lse.data) *mti_at(a->lse, h->head, h->query + i) = -(float)INFINITY;
     }
 }
 
 /* Computes the output of a query head, panel by panel. */
 static mt_status mti_attention_forward_head(const mti_attention *a, const mti_head *h) {
-    const mt_attention_desc *s = a->desc;
+    const mt_attention_desc *s = &a->desc;
     int64_t i0, r;
-    if (h->length == 0) {
-        mti_attention_nothing_seen(a, h);
-        return MT_SUCCESS;
-    }
     for (i0 = 0; i0 < s->seq; i0 += a->panel) {
-        int64_t rows = mt_min(a->panel, s->seq - i0), n = mti_visible(s, h->length, i0 + rows - 1);
-        float *out = mti_at(a->out, h->token + i0, h->out_col);
-        MT_TRY(mti_attention_scores(a, h, i0, rows, n));
-        mti_attention_softmax(a, h, i0, rows, n);
+        int64_t rows = mt_min(a->panel, s->seq - i0), ld = mt_tensor_ld(a->out), n;
+        float *out = mti_at(a->out, h->query + i0, h->out_col);
+        mti_span keys = mti_attention_span(a, h, i0, rows);
+        n = keys.end - keys.first;
+        if (n == 0) {
+            mti_attention_nothing_seen(a, h, i0, rows);
+            continue;
+        }
+        MT_TRY(mti_attention_scores(a, h, i0, rows, keys.first, n));
+        mti_attention_softmax(a, h, i0, rows, keys);
         MT_TRY(mti_attention_product(a, 0, 0, rows, s->head_dim, n, 1.0f, a->scores, a->pitch,
-                                     mti_at(a->qkv, h->token, h->v_col), mt_tensor_ld(a->qkv), 0.0f, out,
-                                     mt_tensor_ld(a->out)));
-        for (r = 0; r < rows; r++) mti_row_scale(out + r * mt_tensor_ld(a->out), a->factors[r], s->head_dim);
+                                     mti_at(a->v, h->key + keys.first, h->kv_col), mt_tensor_ld(a->v), 0.0f, out, ld));
+        for (r = 0; r < rows; r++) mti_row_scale(out + r * ld, a->factors[r], s->head_dim);
     }
     return MT_SUCCESS;
 }
 
 static mt_status mti_cpu_attention_forward(const mti_attention *a) {
-    const mt_attention_desc *s = a->desc;
+    const mt_attention_desc *s = &a->desc;
     int64_t b, g, j;
     for (b = 0; b < s->batch; b++)
         for (g = 0; g < s->groups; g++)
@@ -5345,81 +5575,95 @@ static void mti_attention_backward_row(float *scores, float *grads, float lse, f
 
 /* Computes the probabilities p of a panel and the gradients of its scores. With dropout D, scores become D p, which dv
    needs, and D is applied to the incoming gradient first. delta = rowsum(dout * out) holds with and without D, because
-   out contains D. */
+   out contains D. The gradient of the bias is that of the changed scores, before the soft cap's derivative. */
 static void mti_attention_backward_panel(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
-                                         int64_t n) {
-    int64_t r;
-    for (r = 0; r < rows; r++) {
-        float *p = a->scores + r * a->pitch, *d = a->grads + r * a->pitch;
-        int64_t seen = mti_visible(a->desc, h->length, i0 + r), e = 0;
-        int drop = a->desc->dropout.p > 0.0f;
-        if (drop) {
-            e = mti_probability_element(a, h, i0 + r);
-            mti_attention_drop_row(&a->desc->dropout, e, d, seen);
+                                         mti_span keys) {
+    const mt_attention_desc *s = &a->desc;
+    int64_t i;
+    for (i = i0; i < i0 + rows; i++) {
+        float *p = a->scores + (i - i0) * a->pitch, *d = a->grads + (i - i0) * a->pitch, *dbias;
+        float lse = *mti_at(a->lse, h->head, h->query + i);
+        mti_span seen = mti_attention_seen(a, h, i, keys);
+        int64_t n, first = keys.first + seen.first, e = 0, j;
+        if (lse == -(float)INFINITY) seen.end = seen.first;
+        n = seen.end - seen.first;
+        mti_attention_zero_outside(p, seen.first, seen.end, keys.end - keys.first);
+        mti_attention_zero_outside(d, seen.first, seen.end, keys.end - keys.first);
+        p += seen.first;
+        d += seen.first;
+        mti_attention_change_row(a, h, i, first, p, n, a->slopes);
+        if (s->dropout.p > 0.0f) {
+            e = mti_probability_element(a, h, i) + first;
+            mti_attention_drop_row(&s->dropout, e, d, n);
         }
-        mti_attention_backward_row(p, d, *mti_at(a->lse, h->head, h->token + i0 + r), a->factors[r], seen);
-        if (drop) mti_attention_drop_row(&a->desc->dropout, e, p, seen);
-        mti_row_fill(p + seen, 0.0f, n - seen);
-        mti_row_fill(d + seen, 0.0f, n - seen);
+        mti_attention_backward_row(p, d, lse, a->factors[i - i0], n);
+        if (s->dropout.p > 0.0f) mti_attention_drop_row(&s->dropout, e, p, n);
+        if (a->dbias.data) {
+            dbias = mti_at(a->dbias, mti_bias_row(s, h->batch, h->head, i), first);
+            mti_row_add(dbias, d, dbias, n);
+        }
+        for (j = 0; s->softcap > 0.0f && j < n; j++) d[j] *= a->slopes[j];
     }
 }
 
-/* Computes what a panel adds to dqkv: dv += p^T dout, dq = scale ds k, dk += scale ds^T q. With beta = 0, dv and dk are
-   written instead. */
+/* Computes what a panel adds to the gradients: dv += p^T dout, dq = scale ds k, dk += scale ds^T q. */
 static mt_status mti_attention_backward_products(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
-                                                 int64_t n, float beta) {
-    int64_t d = a->desc->head_dim, ld = mt_tensor_ld(a->qkv), dld = mt_tensor_ld(a->dqkv), t = h->token;
-    MT_TRY(mti_attention_product(a, 1, 0, n, d, rows, 1.0f, a->scores, a->pitch, mti_at(a->dout, t + i0, h->out_col),
-                                 mt_tensor_ld(a->dout), beta, mti_at(a->dqkv, t, h->v_col), dld));
-    MT_TRY(mti_attention_product(a, 0, 0, rows, d, n, a->scale, a->grads, a->pitch, mti_at(a->qkv, t, h->k_col), ld,
-                                 0.0f, mti_at(a->dqkv, t + i0, h->q_col), dld));
-    return mti_attention_product(a, 1, 0, n, d, rows, a->scale, a->grads, a->pitch, mti_at(a->qkv, t + i0, h->q_col),
-                                 ld, beta, mti_at(a->dqkv, t, h->k_col), dld);
+                                                 mti_span keys) {
+    int64_t d = a->desc.head_dim, n = keys.end - keys.first, query = h->query + i0, key = h->key + keys.first;
+    MT_TRY(mti_attention_product(a, 1, 0, n, d, rows, 1.0f, a->scores, a->pitch, mti_at(a->dout, query, h->out_col),
+                                 mt_tensor_ld(a->dout), 1.0f, mti_at(a->dv, key, h->kv_col), mt_tensor_ld(a->dv)));
+    MT_TRY(mti_attention_product(a, 0, 0, rows, d, n, a->desc.scale, a->grads, a->pitch, mti_at(a->k, key, h->kv_col),
+                                 mt_tensor_ld(a->k), 0.0f, mti_at(a->dq, query, h->q_col), mt_tensor_ld(a->dq)));
+    return mti_attention_product(a, 1, 0, n, d, rows, a->desc.scale, a->grads, a->pitch, mti_at(a->q, query, h->q_col),
+                                 mt_tensor_ld(a->q), 1.0f, mti_at(a->dk, key, h->kv_col), mt_tensor_ld(a->dk));
 }
 
-/* Computes dqkv of a query head, panel by panel, from the last panel to the first. The last panel sees every key. For
-   the first head of a group, this panel writes dk and dv, and all others add to them. */
-static mt_status mti_attention_backward_head(const mti_attention *a, const mti_head *h, int first_of_group) {
-    const mt_attention_desc *s = a->desc;
+/* Fills `rows` rows of a head with zeros. */
+static void mti_attention_clear(mt_tensor t, int64_t row, int64_t col, int64_t rows, int64_t head_dim) {
+    int64_t i;
+    for (i = 0; i < rows; i++) mti_row_fill(mti_at(t, row + i, col), 0.0f, head_dim);
+}
+
+/* Computes the gradients of a query head, panel by panel, from the last panel to the first: a causal panel adds to
+   fewer keys than the one after it. */
+static mt_status mti_attention_backward_head(const mti_attention *a, const mti_head *h) {
+    const mt_attention_desc *s = &a->desc;
     int64_t i0, r;
-    float beta = first_of_group ? 0.0f : 1.0f;
     for (i0 = (s->seq - 1) / a->panel * a->panel; i0 >= 0; i0 -= a->panel) {
-        int64_t rows = mt_min(a->panel, s->seq - i0), n = mti_visible(s, h->length, i0 + rows - 1);
-        const float *dout = mti_at(a->dout, h->token + i0, h->out_col);
-        const float *out = mti_at(a->out, h->token + i0, h->out_col);
+        int64_t rows = mt_min(a->panel, s->seq - i0), n;
+        const float *dout = mti_at(a->dout, h->query + i0, h->out_col);
+        const float *out = mti_at(a->out, h->query + i0, h->out_col);
+        mti_span keys = mti_attention_span(a, h, i0, rows);
+        n = keys.end - keys.first;
+        if (n == 0) {
+            mti_attention_clear(a->dq, h->query + i0, h->q_col, rows, s->head_dim);
+            continue;
+        }
         for (r = 0; r < rows; r++)
             a->factors[r] = mti_row_dot(dout + r * mt_tensor_ld(a->dout), out + r * mt_tensor_ld(a->out), s->head_dim);
-        MT_TRY(mti_attention_scores(a, h, i0, rows, n));
+        MT_TRY(mti_attention_scores(a, h, i0, rows, keys.first, n));
         MT_TRY(mti_attention_product(a, 0, 1, rows, n, s->head_dim, 1.0f, dout, mt_tensor_ld(a->dout),
-                                     mti_at(a->qkv, h->token, h->v_col), mt_tensor_ld(a->qkv), 0.0f, a->grads,
+                                     mti_at(a->v, h->key + keys.first, h->kv_col), mt_tensor_ld(a->v), 0.0f, a->grads,
                                      a->pitch));
-        mti_attention_backward_panel(a, h, i0, rows, n);
-        MT_TRY(mti_attention_backward_products(a, h, i0, rows, n, beta));
-        beta = 1.0f;
+        mti_attention_backward_panel(a, h, i0, rows, keys);
+        MT_TRY(mti_attention_backward_products(a, h, i0, rows, keys));
     }
     return MT_SUCCESS;
 }
 
-/* Writes zeros to dk and dv of the keys past the length, which no query sees, and to dq of a sequence of length 0. */
-static void mti_attention_clear(const mti_attention *a, const mti_head *h) {
-    int64_t i, d = a->desc->head_dim;
-    for (i = h->length; i < a->desc->seq; i++) {
-        mti_row_fill(mti_at(a->dqkv, h->token + i, h->k_col), 0.0f, d);
-        mti_row_fill(mti_at(a->dqkv, h->token + i, h->v_col), 0.0f, d);
-        if (h->length == 0) mti_row_fill(mti_at(a->dqkv, h->token + i, h->q_col), 0.0f, d);
-    }
-}
-
+/* The heads of a group add to the same dk and dv, which are zero before the first of them. */
 static mt_status mti_cpu_attention_backward(const mti_attention *a) {
-    const mt_attention_desc *s = a->desc;
+    const mt_attention_desc *s = &a->desc;
     int64_t b, g, j;
     for (b = 0; b < s->batch; b++)
-        for (g = 0; g < s->groups; g++)
+        for (g = 0; g < s->groups; g++) {
+            mti_attention_clear(a->dk, b * s->kv_seq, g * a->kv_step, s->kv_seq, s->head_dim);
+            mti_attention_clear(a->dv, b * s->kv_seq, g * a->kv_step, s->kv_seq, s->head_dim);
             for (j = 0; j < s->heads_per_group; j++) {
                 mti_head h = mti_attention_head(a, b, g, j);
-                mti_attention_clear(a, &h);
-                if (h.length > 0) MT_TRY(mti_attention_backward_head(a, &h, j == 0));
+                MT_TRY(mti_attention_backward_head(a, &h));
             }
+        }
     return MT_SUCCESS;
 }
 
@@ -5432,26 +5676,31 @@ extern "C++" {
 #define MTI_PLAIN_WIDTH 8 /* elements of a head per lane: 32 lanes hold a head_dim of up to 256 */
 
 struct mti_plain {
-    mt_attention_desc s;
-    mti_view qkv, out, lse, dout, dqkv;
-    mti_qkv_cols cols;
+    mt_attention_desc s; /* without defaults */
+    mti_view q, k, v, out, lse, dout, dq, dk, dv, bias, dbias;
+    int64_t q_step, kv_step;
+    int64_t value, dvalue; /* v begins this number of elements after k, and dv after dk; see mti_flash_fits */
     float scale;
     mti_drop drop;
 
     __device__ int64_t q_col(int64_t head) const {
-        return head / s.heads_per_group * cols.q_step + head % s.heads_per_group * s.head_dim;
+        return head / s.heads_per_group * q_step + head % s.heads_per_group * s.head_dim;
     }
-    __device__ int64_t k_col(int64_t head) const { return cols.key + head / s.heads_per_group * cols.kv_step; }
-    __device__ int64_t length(int64_t b) const { /* at most seq; a GPU does not check lengths */
-        return s.lengths ? min((int64_t)s.lengths[b], s.seq) : s.seq;
+    __device__ int64_t k_col(int64_t head) const { return head / s.heads_per_group * kv_step; }
+    __device__ int64_t length(int64_t b) const { /* at most kv_seq; a GPU does not check lengths */
+        return s.lengths ? min((int64_t)s.lengths[b], s.kv_seq) : s.kv_seq;
     }
-    __device__ int64_t visible(int64_t b, int64_t i) const { /* the number of keys that query i sees */
-        int64_t n = length(b);
-        return s.mask == MT_MASK_CAUSAL && i + 1 < n ? i + 1 : n;
+    /* the keys that query i sees; a GPU does not check cu_seqlens either */
+    __device__ mti_span keys(int64_t b, int64_t i) const {
+        return mti_span_of_both(mti_keys_of(&s, length(b), b, i), 0, s.kv_seq);
+    }
+    __device__ mti_span queries(int64_t b, int64_t j) const {
+        return mti_span_of_both(mti_queries_of(&s, length(b), b, j), 0, s.seq);
     }
     /* 0 if probability (b, head, i, j) is dropped, otherwise the factor of dropout */
     __device__ float kept(int64_t b, int64_t head, int64_t i, int64_t j) const {
-        uint64_t e = (mti_element_of(drop.at, b, head) * (uint64_t)s.seq + (uint64_t)i) * (uint64_t)s.seq + (uint64_t)j;
+        uint64_t e =
+            (mti_element_of(drop.at, b, head) * (uint64_t)s.seq + (uint64_t)i) * (uint64_t)s.kv_seq + (uint64_t)j;
         uint32_t words[4];
         if (!drop.on) return 1.0f;
         mti_philox(e >> 2, mti_subsequence(&drop.at), drop.at.seed, words);
@@ -5464,15 +5713,30 @@ struct mti_plain {
         for (int64_t d = 0; d < s.head_dim; d++) sum += mti_get(a, a_row, a_col + d) * mti_get(b, b_row, b_col + d);
         return sum;
     }
+    /* Returns the score of a query and a key. *slope is its derivative by the scaled product of the two. */
+    __device__ float score(int64_t b, int64_t head, int64_t i, int64_t j, float *slope) const {
+        float x = scale * dot(q, b * s.seq + i, q_col(head), k, b * s.kv_seq + j, k_col(head));
+        *slope = 1.0f;
+        if (s.softcap > 0.0f) {
+            float t = tanhf(x / s.softcap);
+            x = s.softcap * t;
+            *slope = 1.0f - t * t;
+        }
+        if (s.alibi_slopes) x -= s.alibi_slopes[head] * fabsf((float)(i + s.kv_seq - s.seq - j));
+        if (!bias.data) return x;
+        int64_t row = mti_bias_row(&s, b, head, i);
+        if (bias.dtype != MT_U8) return x + mti_get(bias, row, j);
+        return ((const uint8_t *)bias.data)[row * bias.ld + j] ? x : -INFINITY;
+    }
 };
 
 /* Finds the sequence, head and row of a warp. Returns 0 if the warp has no row. The grid is rows x heads x
    sequences. */
-static __device__ __forceinline__ int mti_plain_row(const mti_plain &p, int64_t *b, int64_t *head, int64_t *i) {
+static __device__ __forceinline__ int mti_plain_row(int64_t rows, int64_t *b, int64_t *head, int64_t *i) {
     *b = blockIdx.z;
     *head = blockIdx.y;
     *i = (int64_t)blockIdx.x * MTI_PLAIN_WARPS + (threadIdx.x >> 5);
-    return *i < p.s.seq;
+    return *i < rows;
 }
 
 /* A warp owns a query of a head. Warps share no memory, and there is no barrier. The warp goes over the keys, 32 at a
@@ -5484,37 +5748,39 @@ static __device__ __forceinline__ int mti_plain_row(const mti_plain &p, int64_t 
       times its elements of each of the 32 values. A shuffle gets e from the lane that owns the key. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_forward_kernel(mti_plain p) {
     int64_t b, head, i, lane = threadIdx.x & 31;
-    float acc[MTI_PLAIN_WIDTH] = {}, top = -INFINITY, sum = 0.0f;
-    if (!mti_plain_row(p, &b, &head, &i)) return;
-    int64_t row = b * p.s.seq + i, n = p.length(b) > 0 ? p.visible(b, i) : 0, k = p.k_col(head), v = k + p.cols.value;
-    for (int64_t j0 = 0; j0 < n; j0 += 32) {
+    float acc[MTI_PLAIN_WIDTH] = {}, top = -INFINITY, sum = 0.0f, slope;
+    if (!mti_plain_row(p.s.seq, &b, &head, &i)) return;
+    mti_span keys = p.keys(b, i);
+    int64_t row = b * p.s.seq + i, v = p.k_col(head);
+    for (int64_t j0 = keys.first; j0 < keys.end; j0 += 32) {
         int64_t j = j0 + lane;
-        float score = j < n ? p.scale * p.dot(p.qkv, row, p.q_col(head), p.qkv, b * p.s.seq + j, k) : -INFINITY;
-        float now = fmaxf(top, mti_warp_max(score)), e = j < n ? expf(score - now) : 0.0f, before = expf(top - now);
+        float score = j < keys.end ? p.score(b, head, i, j, &slope) : -INFINITY;
+        float now = fmaxf(top, mti_warp_max(score)), e = score == -INFINITY ? 0.0f : expf(score - now);
+        float before = now == top ? 1.0f : expf(top - now);
         sum = sum * before + mti_warp_sum(e);
-        if (j < n) e *= p.kept(b, head, i, j);
+        if (j < keys.end) e *= p.kept(b, head, i, j);
         for (int w = 0; w < MTI_PLAIN_WIDTH; w++) acc[w] *= before;
-        for (int q = 0; q < 32 && j0 + q < n; q++) {
+        for (int q = 0; q < 32 && j0 + q < keys.end; q++) {
             float weight = __shfl_sync(0xffffffffu, e, q);
             for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
-                acc[w] += weight * mti_get(p.qkv, b * p.s.seq + j0 + q, v + w * 32 + lane);
+                acc[w] += weight * mti_get(p.v, b * p.s.kv_seq + j0 + q, v + w * 32 + lane);
         }
         top = now;
     }
     for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
-        mti_put(p.out, row, head * p.s.head_dim + w * 32 + lane, n > 0 ? acc[w] / sum : 0.0f);
-    if (lane == 0 && p.lse.data) mti_put(p.lse, head, row, n > 0 ? top + logf(sum) : -INFINITY);
+        mti_put(p.out, row, head * p.s.head_dim + w * 32 + lane, sum > 0.0f ? acc[w] / sum : 0.0f);
+    if (lane == 0 && p.lse.data) mti_put(p.lse, head, row, sum > 0.0f ? top + logf(sum) : -INFINITY);
 }
 
 /* For one query and key, with p = e^(score - lse) and the dropout D: *weight = D p, *dscore = p (D (dout . v) -
-   delta). */
+   delta). *slope is that of mti_plain.score. */
 static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_t b, int64_t head, int64_t i, int64_t j,
-                                                      float delta, float *weight, float *dscore) {
-    int64_t row = b * p.s.seq + i, key = b * p.s.seq + j, k = p.k_col(head), out = head * p.s.head_dim;
-    float prob = expf(p.scale * p.dot(p.qkv, row, p.q_col(head), p.qkv, key, k) - mti_get(p.lse, head, row));
-    float drop = p.kept(b, head, i, j);
+                                                      float delta, float *weight, float *dscore, float *slope) {
+    int64_t row = b * p.s.seq + i, key = b * p.s.kv_seq + j, k = p.k_col(head), out = head * p.s.head_dim;
+    float score = p.score(b, head, i, j, slope), lse = mti_get(p.lse, head, row);
+    float prob = lse == -INFINITY ? 0.0f : expf(score - lse), drop = p.kept(b, head, i, j);
     *weight = prob * drop;
-    *dscore = prob * (drop * p.dot(p.dout, row, out, p.qkv, key, k + p.cols.value) - delta);
+    *dscore = prob * (drop * p.dot(p.dout, row, out, p.v, key, k) - delta);
 }
 
 /* A warp owns a query of a head, as in forward, without shared memory or a barrier. For each 32 keys, each lane
@@ -5522,21 +5788,25 @@ static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_
    lane of the key. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dq_kernel(mti_plain p) {
     int64_t b, head, i, lane = threadIdx.x & 31;
-    float acc[MTI_PLAIN_WIDTH] = {}, weight, ds;
-    if (!mti_plain_row(p, &b, &head, &i)) return;
-    int64_t row = b * p.s.seq + i, n = p.length(b) > 0 ? p.visible(b, i) : 0, out = head * p.s.head_dim;
-    float delta = n > 0 ? p.dot(p.dout, row, out, p.out, row, out) : 0.0f;
-    for (int64_t j0 = 0; j0 < n; j0 += 32) {
+    float acc[MTI_PLAIN_WIDTH] = {}, weight, ds, slope;
+    if (!mti_plain_row(p.s.seq, &b, &head, &i)) return;
+    mti_span keys = p.keys(b, i);
+    int64_t row = b * p.s.seq + i, out = head * p.s.head_dim;
+    float delta = keys.first < keys.end ? p.dot(p.dout, row, out, p.out, row, out) : 0.0f;
+    for (int64_t j0 = keys.first; j0 < keys.end; j0 += 32) {
         ds = 0.0f;
-        if (j0 + lane < n) mti_plain_pair(p, b, head, i, j0 + lane, delta, &weight, &ds);
-        for (int q = 0; q < 32 && j0 + q < n; q++) {
+        if (j0 + lane < keys.end) {
+            mti_plain_pair(p, b, head, i, j0 + lane, delta, &weight, &ds, &slope);
+            ds *= slope;
+        }
+        for (int q = 0; q < 32 && j0 + q < keys.end; q++) {
             float d = __shfl_sync(0xffffffffu, ds, q);
             for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
-                acc[w] += d * mti_get(p.qkv, b * p.s.seq + j0 + q, p.k_col(head) + w * 32 + lane);
+                acc[w] += d * mti_get(p.k, b * p.s.kv_seq + j0 + q, p.k_col(head) + w * 32 + lane);
         }
     }
     for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
-        mti_put(p.dqkv, row, p.q_col(head) + w * 32 + lane, p.scale * acc[w]);
+        mti_put(p.dq, row, p.q_col(head) + w * 32 + lane, p.scale * acc[w]);
 }
 
 /* A warp owns key j of a group, without shared memory or a barrier. It goes over the queries of all heads of the group
@@ -5544,46 +5814,87 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dq_k
    elements of dk and dv. Shuffles get weight and dscore from the lane of the query. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dkv_kernel(mti_plain p) {
     int64_t b, group, j, lane = threadIdx.x & 31;
-    float dk[MTI_PLAIN_WIDTH] = {}, dv[MTI_PLAIN_WIDTH] = {}, weight, ds;
-    if (!mti_plain_row(p, &b, &group, &j)) return;
-    int64_t first = p.s.mask == MT_MASK_CAUSAL ? j : 0, end = j < p.length(b) ? p.s.seq : 0;
-    int64_t k = p.k_col(group * p.s.heads_per_group);
+    float dk[MTI_PLAIN_WIDTH] = {}, dv[MTI_PLAIN_WIDTH] = {}, weight, ds, slope;
+    if (!mti_plain_row(p.s.kv_seq, &b, &group, &j)) return;
+    mti_span queries = p.queries(b, j);
+    int64_t key = b * p.s.kv_seq + j, k = group * p.kv_step;
     for (int64_t head = group * p.s.heads_per_group; head < (group + 1) * p.s.heads_per_group; head++)
-        for (int64_t i0 = first; i0 < end; i0 += 32) {
+        for (int64_t i0 = queries.first; i0 < queries.end; i0 += 32) {
             int64_t i = i0 + lane, row = b * p.s.seq + i, out = head * p.s.head_dim;
             weight = ds = 0.0f;
-            if (i < end) mti_plain_pair(p, b, head, i, j, p.dot(p.dout, row, out, p.out, row, out), &weight, &ds);
-            for (int q = 0; q < 32 && i0 + q < end; q++) {
+            if (i < queries.end) {
+                mti_plain_pair(p, b, head, i, j, p.dot(p.dout, row, out, p.out, row, out), &weight, &ds, &slope);
+                ds *= slope;
+            }
+            for (int q = 0; q < 32 && i0 + q < queries.end; q++) {
                 float a = __shfl_sync(0xffffffffu, weight, q), d = __shfl_sync(0xffffffffu, ds, q);
                 for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++) {
                     dv[w] += a * mti_get(p.dout, b * p.s.seq + i0 + q, out + w * 32 + lane);
-                    dk[w] += d * mti_get(p.qkv, b * p.s.seq + i0 + q, p.q_col(head) + w * 32 + lane);
+                    dk[w] += d * mti_get(p.q, b * p.s.seq + i0 + q, p.q_col(head) + w * 32 + lane);
                 }
             }
         }
     for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++) {
-        mti_put(p.dqkv, b * p.s.seq + j, k + w * 32 + lane, p.scale * dk[w]);
-        mti_put(p.dqkv, b * p.s.seq + j, k + p.cols.value + w * 32 + lane, dv[w]);
+        mti_put(p.dk, key, k + w * 32 + lane, p.scale * dk[w]);
+        mti_put(p.dv, key, k + w * 32 + lane, dv[w]);
     }
+}
+
+/* A warp owns a row of the bias, without shared memory or a barrier, and a lane every 32nd element of it. The lane adds
+   the gradients of the scores of all sequences and heads that share the element, in their order. The grid is queries x
+   bias_heads x bias_batch. */
+static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dbias_kernel(mti_plain p) {
+    int64_t first_b, first_head, i, lane = threadIdx.x & 31, heads = p.s.groups * p.s.heads_per_group;
+    float weight, ds, slope;
+    if (!mti_plain_row(p.s.seq, &first_b, &first_head, &i)) return;
+    int64_t row = mti_bias_row(&p.s, first_b, first_head, i);
+    int64_t end_b = p.s.bias_batch > 1 ? first_b + 1 : p.s.batch,
+            end_head = p.s.bias_heads > 1 ? first_head + 1 : heads;
+    for (int64_t j = lane; j < p.s.kv_seq; j += 32) {
+        float sum = 0.0f;
+        for (int64_t b = first_b; b < end_b; b++) {
+            mti_span keys = p.keys(b, i);
+            for (int64_t head = first_head; j >= keys.first && j < keys.end && head < end_head; head++) {
+                int64_t q = b * p.s.seq + i, out = head * p.s.head_dim;
+                mti_plain_pair(p, b, head, i, j, p.dot(p.dout, q, out, p.out, q, out), &weight, &ds, &slope);
+                sum += ds;
+            }
+        }
+        mti_put(p.dbias, row, j, mti_get(p.dbias, row, j) + sum);
+    }
+}
+
+/* Returns the number of elements from a to b, two views of one tensor or of two. */
+static int64_t mti_elements_between(mt_tensor a, mt_tensor b) {
+    return ((intptr_t)b.data - (intptr_t)a.data) / (intptr_t)mt_dtype_size(a.dtype);
 }
 
 static mti_plain mti_plain_of(const mti_attention *a) {
     mti_plain p;
     memset(&p, 0, sizeof p);
-    p.s = *a->desc;
-    p.qkv = mti_view_of(a->qkv);
+    p.s = a->desc;
+    p.q = mti_view_of(a->q);
+    p.k = mti_view_of(a->k);
+    p.v = mti_view_of(a->v);
     p.out = mti_view_of(a->out);
     p.lse = mti_view_of(a->lse);
     p.dout = mti_view_of(a->dout);
-    p.dqkv = mti_view_of(a->dqkv);
-    p.cols = a->cols;
-    p.scale = a->scale;
-    p.drop = mti_drop_of(a->desc->dropout);
+    p.dq = mti_view_of(a->dq);
+    p.dk = mti_view_of(a->dk);
+    p.dv = mti_view_of(a->dv);
+    p.bias = mti_view_of(a->desc.bias);
+    p.dbias = mti_view_of(a->dbias);
+    p.q_step = a->q_step;
+    p.kv_step = a->kv_step;
+    p.value = mti_elements_between(a->k, a->v);
+    p.dvalue = mti_elements_between(a->dk, a->dv);
+    p.scale = a->desc.scale;
+    p.drop = mti_drop_of(a->desc.dropout);
     return p;
 }
 
-static dim3 mti_plain_grid(const mt_attention_desc *s, int64_t heads) {
-    return dim3((unsigned)((s->seq + MTI_PLAIN_WARPS - 1) / MTI_PLAIN_WARPS), (unsigned)heads, (unsigned)s->batch);
+static dim3 mti_plain_grid(int64_t rows, int64_t heads, int64_t batch) {
+    return dim3((unsigned)((rows + MTI_PLAIN_WARPS - 1) / MTI_PLAIN_WARPS), (unsigned)heads, (unsigned)batch);
 }
 
 /* The tensor-core path on a GPU: FlashAttention-2 (arXiv 2307.08691) for bf16 and f16 on sm_80 and later. Its three
@@ -5860,21 +6171,21 @@ template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_flash f) {
     constexpr int Step = MTI_FLASH_KEYS, Tile = Step * HeadDim, Held = mti_flash_held<HeadDim>();
     MT_DYN_SHARED(uint16_t, q);
-    int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.qkv.ld;
+    int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.k.ld;
     int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS; /* blocks with the most keys start first */
     int row = first + (int)threadIdx.x / 32 * 32;
     int keys = f.keys(b, first);
-    const uint16_t *k = f.in(f.p.qkv, b, f.p.k_col(head));
+    const uint16_t *k = f.in(f.p.k, b, f.p.k_col(head));
     uint16_t *own = q + (row - first) * HeadDim, *tiles = q + MTI_FLASH_ROWS * HeadDim;
     int now = 0; /* k is at tiles + now, v in the next of the three tiles */
     float s[2][Step / 8][4], acc[2][HeadDim / 8][4], top[2][2], sum[2][2] = {};
     uint32_t x[HeadDim / 16][2][4], p[Step / 16][2][4] = {}, kept[2];
     for (int i = 0; i < 4; i++) top[i / 2][i % 2] = -INFINITY;
     mti_tile_zero(acc);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)f.p.s.seq);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.q, b, f.p.q_col(head)), f.p.k.ld, first, (int)f.p.s.seq);
     mti_tile_fetch<Step, HeadDim, 128>(tiles, k, ld, 0, keys);
     mti_cp_async_commit();
-    mti_tile_fetch<Step, HeadDim, 128>(tiles + Tile, k + f.p.cols.value, ld, 0, keys);
+    mti_tile_fetch<Step, HeadDim, 128>(tiles + Tile, k + f.p.value, ld, 0, keys);
     mti_cp_async_commit();
     mti_cp_async_wait<1>();
     __syncthreads(); /* q has arrived */
@@ -5899,7 +6210,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_fl
         }
         mti_cp_async_wait<1>();
         __syncthreads(); /* v has arrived, and all warps have read k */
-        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(k_tile, k + f.p.cols.value, ld, key + Step, keys);
+        if (key + Step < keys) mti_tile_fetch<Step, HeadDim, 128>(k_tile, k + f.p.value, ld, key + Step, keys);
         mti_cp_async_commit();
         if (seen) mti_tile_add_product<HeadDim, BF16>(acc, p, v_tile);
         now = free_tile;
@@ -5971,22 +6282,22 @@ template <int HeadDim, bool BF16, bool DROP>
 static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f) {
     constexpr int Step = MTI_FLASH_DQ_KEYS, Held = mti_flash_dq_held<HeadDim, DROP>();
     MT_DYN_SHARED(uint16_t, q);
-    int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.qkv.ld, seq = f.p.s.seq;
+    int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.k.ld, seq = f.p.s.seq;
     int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS;
     int warp = (int)threadIdx.x / 32 * 32, row = first + warp, i = (int)threadIdx.x;
     int keys = f.keys(b, first);
-    const uint16_t *k = f.in(f.p.qkv, b, f.p.k_col(head));
+    const uint16_t *k = f.in(f.p.k, b, f.p.k_col(head));
     uint16_t *dout = q + MTI_FLASH_ROWS * HeadDim, *pairs = dout + MTI_FLASH_ROWS * HeadDim;
     float *lse = (float *)(pairs + 4 * Step * HeadDim), *delta = lse + MTI_FLASH_ROWS;
     int now = 0; /* the pair in use is at pairs + now, the other one at pairs + 2 * Step * HeadDim - now */
     float s[2][Step / 8][4], dp[2][Step / 8][4], dq[2][HeadDim / 8][4];
     uint32_t x[HeadDim / 16][2][4], y[HeadDim / 16][2][4], ds[Step / 16][2][4], kept[2];
     mti_tile_zero(dq);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.qkv, b, f.p.q_col(head)), ld, first, (int)seq);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(q, f.in(f.p.q, b, f.p.q_col(head)), f.p.k.ld, first, (int)seq);
     mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, 128>(dout, f.in(f.p.dout, b, head * HeadDim), f.p.dout.ld, first, (int)seq);
     if (i < MTI_FLASH_ROWS / 2) /* 16 bytes of lse or delta */
         mti_cp_async16(lse + i * 4, (i < 32 ? f.lse : f.delta) + f.stat(b, head) + first + i % 32 * 4, 16);
-    mti_flash_fetch_keys<HeadDim, Step>(pairs, k, k + f.p.cols.value, ld, 0, keys);
+    mti_flash_fetch_keys<HeadDim, Step>(pairs, k, k + f.p.value, ld, 0, keys);
     mti_cp_async_wait<0>();
     __syncthreads(); /* q and dout have arrived */
     mti_tile_hold<HeadDim, Held>(x, q + warp * HeadDim);
@@ -5995,7 +6306,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
         mti_cp_async_wait<0>();
         __syncthreads(); /* the pair has arrived, and all warps have read the other one */
         if (key + Step < keys)
-            mti_flash_fetch_keys<HeadDim, Step>(pairs + 2 * Step * HeadDim - now, k, k + f.p.cols.value, ld, key + Step,
+            mti_flash_fetch_keys<HeadDim, Step>(pairs + 2 * Step * HeadDim - now, k, k + f.p.value, ld, key + Step,
                                                 keys);
         if (f.sees(row + 31, key, keys)) {
             mti_tile_scores<HeadDim, BF16, Held>(dp, y, dout + warp * HeadDim, pairs + now + Step * HeadDim);
@@ -6014,7 +6325,7 @@ static __global__ void __launch_bounds__(128, 2) mti_flash_dq_kernel(mti_flash f
     mti_cp_async_wait<0>();
     __syncthreads();
     mti_tile_scale(dq, f.p.scale);
-    mti_tile_store<HeadDim, BF16>(dq, q + warp * HeadDim, f.out(f.p.dqkv, b, row, f.p.q_col(head)), f.p.dqkv.ld,
+    mti_tile_store<HeadDim, BF16>(dq, q + warp * HeadDim, f.out(f.p.dq, b, row, f.p.q_col(head)), f.p.dq.ld,
                                   (int)seq - row);
 }
 
@@ -6042,7 +6353,7 @@ static __device__ __forceinline__ void mti_flash_fetch_queries(const mti_flash &
     constexpr int Step = mti_flash_dkv_queries<HeadDim>(), Threads = mti_flash_dkv_threads<HeadDim>();
     int64_t b = blockIdx.z;
     int seq = (int)f.p.s.seq, i = (int)threadIdx.x;
-    mti_tile_fetch<Step, HeadDim, Threads>(set, f.in(f.p.qkv, b, f.p.q_col(head)), f.p.qkv.ld, query, seq);
+    mti_tile_fetch<Step, HeadDim, Threads>(set, f.in(f.p.q, b, f.p.q_col(head)), f.p.k.ld, query, seq);
     mti_tile_fetch<Step, HeadDim, Threads>(set + Step * HeadDim, f.in(f.p.dout, b, head * HeadDim), f.p.dout.ld, query,
                                            seq);
     if (i < Step / 2) {
@@ -6118,7 +6429,7 @@ static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_f
     constexpr int Step = mti_flash_dkv_queries<HeadDim>(), Part = mti_flash_dkv_part<HeadDim>(),
                   Threads = mti_flash_dkv_threads<HeadDim>(), Held = mti_flash_dkv_held<HeadDim, DROP>();
     MT_DYN_SHARED(uint16_t, k);
-    int64_t b = blockIdx.z, ld = f.p.qkv.ld, seq = f.p.s.seq, k_col = f.p.k_col(blockIdx.y * f.p.s.heads_per_group);
+    int64_t b = blockIdx.z, ld = f.p.k.ld, seq = f.p.s.seq, k_col = blockIdx.y * f.p.kv_step;
     int head = (int)(blockIdx.y * f.p.s.heads_per_group),
         heads = head + (int)f.p.s.heads_per_group; /* one past the last head */
     int first = (int)blockIdx.x * MTI_FLASH_ROWS, length = (int)f.p.length(b), lane = (int)threadIdx.x % 32;
@@ -6130,8 +6441,8 @@ static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_f
     own.k = k + warp * HeadDim, own.v = v + warp * HeadDim;
     mti_tile_zero(own.dk);
     mti_tile_zero(own.dv);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, Threads>(k, f.in(f.p.qkv, b, k_col), ld, first, length);
-    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, Threads>(v, f.in(f.p.qkv, b, k_col + f.p.cols.value), ld, first, length);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, Threads>(k, f.in(f.p.k, b, k_col), ld, first, length);
+    mti_tile_fetch<MTI_FLASH_ROWS, HeadDim, Threads>(v, f.in(f.p.k, b, k_col + f.p.value), ld, first, length);
     mti_cp_async_commit();
     mti_flash_fetch_queries<HeadDim>(f, sets, head, begin);
     mti_cp_async_wait<1>();
@@ -6159,10 +6470,9 @@ static __global__ void __launch_bounds__(mti_flash_dkv_threads<HeadDim>(), mti_f
     __syncthreads();
     mti_tile_scale(own.dk, f.p.scale);
     mti_tile_scale(own.dv, f.p.drop.scale);
-    mti_tile_store<HeadDim, BF16>(own.dk, k + warp * HeadDim, f.out(f.p.dqkv, b, row, k_col), f.p.dqkv.ld,
+    mti_tile_store<HeadDim, BF16>(own.dk, k + warp * HeadDim, f.out(f.p.dk, b, row, k_col), f.p.dk.ld, (int)seq - row);
+    mti_tile_store<HeadDim, BF16>(own.dv, v + warp * HeadDim, f.out(f.p.dk, b, row, k_col + f.p.dvalue), f.p.dk.ld,
                                   (int)seq - row);
-    mti_tile_store<HeadDim, BF16>(own.dv, v + warp * HeadDim, f.out(f.p.dqkv, b, row, k_col + f.p.cols.value),
-                                  f.p.dqkv.ld, (int)seq - row);
 }
 
 template <int HeadDim> static constexpr int mti_flash_forward_bytes() {
@@ -6184,14 +6494,14 @@ static_assert(mti_flash_is_small<64>() && mti_flash_is_small<96>() && mti_flash_
 
 static mt_status mti_flash_launch(const mti_attention *a, const char *name, void (*kernel)(mti_flash), int64_t heads,
                                   unsigned threads, int bytes, const mti_flash &f) {
-    dim3 grid((unsigned)(f.pitch / MTI_FLASH_ROWS), (unsigned)heads, (unsigned)a->desc->batch);
+    dim3 grid((unsigned)(f.pitch / MTI_FLASH_ROWS), (unsigned)heads, (unsigned)a->desc.batch);
     MT_CUDA_TRY(a->ctx, cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     MT_LAUNCH_KERNEL(kernel, grid, threads, (size_t)bytes, mt_context_stream(a->ctx), f);
     return mt_cuda_launched(a->ctx, name);
 }
 
 static mti_flash mti_flash_of(const mti_attention *a) {
-    mti_flash f = {mti_plain_of(a), a->scale * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc->seq, MTI_FLASH_ROWS)};
+    mti_flash f = {mti_plain_of(a), a->desc.scale * MTI_LOG2E, NULL, NULL, mt_round_up(a->desc.seq, MTI_FLASH_ROWS)};
     return f;
 }
 
@@ -6201,17 +6511,17 @@ template <int HeadDim> static mt_status mti_flash_run_forward(const mti_attentio
         {mti_flash_forward_kernel<HeadDim, false, false>, mti_flash_forward_kernel<HeadDim, false, true>},
         {mti_flash_forward_kernel<HeadDim, true, false>, mti_flash_forward_kernel<HeadDim, true, true>}};
     MT_TRY(mt_cuda_enter(a->ctx));
-    return mti_flash_launch(a, "mt_attention_forward", kernels[a->qkv.dtype == MT_BF16][f.p.drop.on != 0],
-                            mti_attention_heads(a->desc), 128, mti_flash_forward_bytes<HeadDim>(), f);
+    return mti_flash_launch(a, "mt_attention_forward", kernels[a->q.dtype == MT_BF16][f.p.drop.on != 0],
+                            mti_attention_heads(&a->desc), 128, mti_flash_forward_bytes<HeadDim>(), f);
 }
 
 /* mt_attention_backward releases the memory of lse and delta when it ends. */
 template <int HeadDim> static mt_status mti_flash_run_backward(const mti_attention *a) {
-    const mt_attention_desc *s = a->desc;
+    const mt_attention_desc *s = &a->desc;
     static const char *const name = "mt_attention_backward";
     mti_flash f = mti_flash_of(a);
     int64_t heads = mti_attention_heads(s), stats = s->batch * heads * f.pitch;
-    int bf16 = a->qkv.dtype == MT_BF16, drop = f.p.drop.on != 0;
+    int bf16 = a->q.dtype == MT_BF16, drop = f.p.drop.on != 0;
     void (*dq[2][2])(mti_flash) = {
         {mti_flash_dq_kernel<HeadDim, false, false>, mti_flash_dq_kernel<HeadDim, false, true>},
         {mti_flash_dq_kernel<HeadDim, true, false>, mti_flash_dq_kernel<HeadDim, true, true>}};
@@ -6231,8 +6541,29 @@ template <int HeadDim> static mt_status mti_flash_run_backward(const mti_attenti
                             mti_flash_dkv_bytes<HeadDim>(), f);
 }
 
+/* Whether the tensor-core kernels can read or write a view. mt_none() is not read. */
 static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
-    return !t.data || (t.dtype == a->qkv.dtype && mti_is_wide(t));
+    return !t.data || (t.dtype == a->q.dtype && mti_is_wide(t));
+}
+
+/* The same for q, k and v, whose rows must be the same distance apart: a second distance spills registers of the dkv
+   kernel. The kernels find a value by its distance from the key. */
+static int mti_flash_fits_inputs(const mti_attention *a) {
+    int64_t ld = mt_tensor_ld(a->k);
+    return mti_flash_fits_view(a, a->q) && mti_flash_fits_view(a, a->k) && mti_flash_fits_view(a, a->v) &&
+           mt_tensor_ld(a->q) == ld && mt_tensor_ld(a->v) == ld;
+}
+
+/* The same for the gradients. dq may have another distance. */
+static int mti_flash_fits_gradients(const mti_attention *a) {
+    return mti_flash_fits_view(a, a->dq) && mti_flash_fits_view(a, a->dk) && mti_flash_fits_view(a, a->dv) &&
+           mt_tensor_ld(a->dk) == mt_tensor_ld(a->dv);
+}
+
+/* Whether the only masks are a causal one and lengths, and nothing else changes a score. */
+static int mti_flash_fits_scores(const mt_attention_desc *s) {
+    return s->kv_seq == s->seq && s->window == 0 && s->softcap == 0.0f && !s->alibi_slopes && !s->cu_seqlens &&
+           !s->bias.data;
 }
 
 /* Sets *arch to the architecture that nvcc compiled this GPU's kernels for: 80 for compute_80. It can be older than the
@@ -6256,11 +6587,11 @@ static mt_status mti_built_for(mt_context *ctx, int *arch) {
 /* Whether the tensor-core kernels of a head size can run a call. The maximum of the scores is taken before scale, so
    scale must be positive. Positions are int, so seq is limited. */
 template <int HeadDim> static int mti_flash_fits(const mti_attention *a, int capability, int built_for) {
-    const mt_attention_desc *s = a->desc;
+    const mt_attention_desc *s = &a->desc;
     (void)capability; /* at least built_for */
-    return s->head_dim == HeadDim && built_for >= 80 && a->scale > 0.0f && s->seq <= INT_MAX / 2 &&
-           a->qkv.dtype != MT_F32 && mti_flash_fits_view(a, a->qkv) && mti_flash_fits_view(a, a->out) &&
-           mti_flash_fits_view(a, a->dout) && mti_flash_fits_view(a, a->dqkv);
+    return s->head_dim == HeadDim && built_for >= 80 && s->scale > 0.0f && s->seq <= INT_MAX / 2 &&
+           mti_flash_fits_scores(s) && a->q.dtype != MT_F32 && mti_flash_fits_inputs(a) &&
+           mti_flash_fits_view(a, a->out) && mti_flash_fits_view(a, a->dout) && mti_flash_fits_gradients(a);
 }
 
 static int mti_plain_fits(const mti_attention *a, int capability, int built_for) {
@@ -6268,21 +6599,29 @@ static int mti_plain_fits(const mti_attention *a, int capability, int built_for)
     return 1; /* mti_cuda_attention_check refuses what it cannot run */
 }
 
+/* `rows` x heads x sequences are the warps of a plain kernel. */
+static mt_status mti_plain_launch(const mti_attention *a, const char *name, void (*kernel)(mti_plain), int64_t rows,
+                                  int64_t heads, int64_t batch) {
+    MT_LAUNCH_KERNEL(kernel, mti_plain_grid(rows, heads, batch), 32 * MTI_PLAIN_WARPS, 0, mt_context_stream(a->ctx),
+                     mti_plain_of(a));
+    return mt_cuda_launched(a->ctx, name);
+}
+
 static mt_status mti_plain_run_forward(const mti_attention *a) {
+    const mt_attention_desc *s = &a->desc;
     MT_TRY(mt_cuda_enter(a->ctx));
-    MT_LAUNCH_KERNEL(mti_plain_forward_kernel, mti_plain_grid(a->desc, mti_attention_heads(a->desc)),
-                     32 * MTI_PLAIN_WARPS, 0, mt_context_stream(a->ctx), mti_plain_of(a));
-    return mt_cuda_launched(a->ctx, "mt_attention_forward");
+    return mti_plain_launch(a, "mt_attention_forward", mti_plain_forward_kernel, s->seq, mti_attention_heads(s),
+                            s->batch);
 }
 
 static mt_status mti_plain_run_backward(const mti_attention *a) {
+    const mt_attention_desc *s = &a->desc;
+    static const char *const name = "mt_attention_backward";
     MT_TRY(mt_cuda_enter(a->ctx));
-    MT_LAUNCH_KERNEL(mti_plain_dq_kernel, mti_plain_grid(a->desc, mti_attention_heads(a->desc)), 32 * MTI_PLAIN_WARPS,
-                     0, mt_context_stream(a->ctx), mti_plain_of(a));
-    MT_TRY(mt_cuda_launched(a->ctx, "mt_attention_backward"));
-    MT_LAUNCH_KERNEL(mti_plain_dkv_kernel, mti_plain_grid(a->desc, a->desc->groups), 32 * MTI_PLAIN_WARPS, 0,
-                     mt_context_stream(a->ctx), mti_plain_of(a));
-    return mt_cuda_launched(a->ctx, "mt_attention_backward");
+    MT_TRY(mti_plain_launch(a, name, mti_plain_dq_kernel, s->seq, mti_attention_heads(s), s->batch));
+    MT_TRY(mti_plain_launch(a, name, mti_plain_dkv_kernel, s->kv_seq, s->groups, s->batch));
+    if (!a->dbias.data) return MT_SUCCESS;
+    return mti_plain_launch(a, name, mti_plain_dbias_kernel, s->seq, s->bias_heads, s->bias_batch);
 }
 
 /* The kernels of attention on a GPU. The first row that fits a call runs it, forward and backward. To add a kernel, add
@@ -6322,8 +6661,8 @@ static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_de
 static mt_status mti_cuda_attention(const mti_attention *a, int backward) {
     const mti_attention_kernels *kernels;
     int built_for = 0;
-    MT_TRY(mti_cuda_attention_check(a->ctx, a->desc));
-    if (a->desc->batch * a->desc->seq * a->desc->groups == 0) return MT_SUCCESS;
+    MT_TRY(mti_cuda_attention_check(a->ctx, &a->desc));
+    if (a->desc.batch * a->desc.seq * a->desc.groups == 0) return MT_SUCCESS;
     MT_TRY(mti_built_for(a->ctx, &built_for));
     kernels = mti_attention_choose(a, mt_context_compute_capability(a->ctx), built_for);
     return backward ? kernels->backward(a) : kernels->forward(a);
@@ -6334,53 +6673,150 @@ static mt_status mti_cuda_attention(const mti_attention *a, int backward) {
 
 /* Attention on a CPU. A meta context allocates the scratch memory as well. */
 static mt_status mti_attention_loop(mti_operator *op, mti_attention *a, int backward) {
-    if (mti_is_empty(a->qkv)) return MT_SUCCESS;
+    if (mti_is_empty(a->q)) return MT_SUCCESS;
     MT_TRY(mti_attention_scratch(a, backward));
     if (!op->on_cpu) return MT_SUCCESS;
     return backward ? mti_cpu_attention_backward(a) : mti_cpu_attention_forward(a);
 }
 
+/* What an operator of attention requires of desc.bias; `use` adds to MT_ARG_IN. bias in MT_U8 is never widened. */
+static mt_arg mti_bias_arg(mt_attention_desc *s) {
+    mt_arg arg;
+    arg.name = "bias";
+    arg.view = &s->bias;
+    arg.rows = s->bias_batch * s->bias_heads * s->seq;
+    arg.cols = s->kv_seq;
+    arg.type = s->bias.dtype == MT_U8 ? MT_ARG_ANY : MT_ARG_FLOAT;
+    arg.use = MT_ARG_IN | MT_ARG_OPTIONAL;
+    return arg;
+}
+
+/* Checks desc and writes it to *s without defaults. A fused tensor has as many keys as queries. */
+static mt_status mti_attention_desc_check(mt_context *ctx, const char *where, const mt_attention_desc *desc, int fused,
+                                          mt_attention_desc *s) {
+    MT_TRY(mti_expect_heads(ctx, where, desc));
+    *s = mti_attention_defaults(desc);
+    if (fused && s->kv_seq != s->seq)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: kv_seq is %lld, must be 0 or seq %lld in a fused qkv", where,
+                       (long long)s->kv_seq, (long long)s->seq);
+    return mti_expect_attention(ctx, where, s);
+}
+
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse) {
     static const char *const where = "mt_attention_forward";
-    MT_TRY(mti_expect_heads(ctx, where, desc));
-    const int64_t tokens = desc->batch * desc->seq, heads = mti_attention_heads(desc);
-    mt_arg args[] = {{"qkv", &qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN},
-                     {"out", &out, tokens, heads * desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL}};
+    mt_attention_desc s;
+    MT_TRY(mti_attention_desc_check(ctx, where, desc, 1, &s));
+    const int64_t tokens = s.batch * s.seq, heads = mti_attention_heads(&s);
+    mt_arg args[] = {{"qkv", &qkv, tokens, mti_attention_width(&s), MT_ARG_FLOAT, MT_ARG_IN},
+                     {"out", &out, tokens, heads * s.head_dim, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL},
+                     mti_bias_arg(&s)};
     mti_attention a;
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_attention(ctx, where, desc));
     MT_TRY(mt_check_apart(ctx, where, "out", out, "qkv", qkv));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
-    a = mti_attention_resolve(ctx, desc, qkv, out, lse);
+    a = mti_attention_resolve(ctx, &s, out, lse);
+    mti_attention_fused(&a, qkv, mt_none());
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
 }
 
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
     static const char *const where = "mt_attention_backward";
-    MT_TRY(mti_expect_heads(ctx, where, desc));
-    const int64_t tokens = desc->batch * desc->seq, heads = mti_attention_heads(desc);
-    const int64_t width = mti_attention_width(desc), out_width = heads * desc->head_dim;
+    mt_attention_desc s;
+    MT_TRY(mti_attention_desc_check(ctx, where, desc, 1, &s));
+    const int64_t tokens = s.batch * s.seq, heads = mti_attention_heads(&s);
+    const int64_t width = mti_attention_width(&s), out_width = heads * s.head_dim;
     mt_arg args[] = {{"qkv", &qkv, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
                      {"out", &out, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN},
                      {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
                      {"dout", &dout, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dqkv", &dqkv, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT}};
+                     {"dqkv", &dqkv, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT},
+                     mti_bias_arg(&s)};
     mti_attention a;
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_attention(ctx, where, desc));
     MT_TRY(mt_check_apart(ctx, where, "dout", dout, "out", out));
     MT_TRY(mt_check_apart(ctx, where, "dqkv", dqkv, "qkv", qkv));
     MT_TRY(mt_check_apart(ctx, where, "dqkv", dqkv, "out", out));
     MT_TRY(mt_check_apart(ctx, where, "dqkv", dqkv, "dout", dout));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
-    a = mti_attention_resolve(ctx, desc, qkv, out, lse);
+    a = mti_attention_resolve(ctx, &s, out, lse);
     a.dout = dout;
-    a.dqkv = dqkv;
+    mti_attention_fused(&a, qkv, dqkv);
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
+}
+
+MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
+                                                  mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse) {
+    static const char *const where = "mt_dot_product_attention_forward";
+    mt_attention_desc s;
+    MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
+    const int64_t heads = mti_attention_heads(&s), tokens = s.batch * s.seq, width = heads * s.head_dim;
+    const int64_t keys = s.batch * s.kv_seq, kv_width = s.groups * s.head_dim;
+    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL},
+                     mti_bias_arg(&s)};
+    mti_attention a;
+    mti_operator op;
+    int i;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    for (i = 0; i < 3; i++) MT_TRY(mt_check_apart(ctx, where, "out", out, args[i].name, *args[i].view));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    a = mti_attention_resolve(ctx, &s, out, lse);
+    a.q = q, a.k = k, a.v = v;
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
+}
+
+/* Checks that no output overlaps another tensor. args has `count` tensors, the last `outputs` of which are outputs. */
+static mt_status mti_expect_outputs_apart(mt_context *ctx, const char *where, const mt_arg *args, int count,
+                                          int outputs) {
+    int i, j;
+    for (i = count - outputs; i < count; i++)
+        for (j = 0; j < i; j++)
+            MT_TRY(mt_check_apart(ctx, where, args[i].name, *args[i].view, args[j].name, *args[j].view));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
+                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse,
+                                                   mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv,
+                                                   mt_tensor dbias) {
+    static const char *const where = "mt_dot_product_attention_backward";
+    mt_attention_desc s;
+    MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
+    const int64_t heads = mti_attention_heads(&s), tokens = s.batch * s.seq, width = heads * s.head_dim;
+    const int64_t keys = s.batch * s.kv_seq, kv_width = s.groups * s.head_dim;
+    mt_arg bias = mti_bias_arg(&s);
+    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN},
+                     bias,
+                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
+                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dout", &dout, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
+                     {"dq", &dq, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"dk", &dk, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"dv", &dv, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"dbias", &dbias, bias.rows, bias.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+    mti_attention a;
+    mti_operator op;
+    if (dbias.data && (!s.bias.data || s.bias.dtype == MT_U8))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: dbias is given, but desc.bias is %s", where,
+                       s.bias.data ? "a boolean mask" : "mt_none()");
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 4));
+    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    a = mti_attention_resolve(ctx, &s, out, lse);
+    a.q = q, a.k = k, a.v = v;
+    a.dout = dout;
+    a.dq = dq, a.dk = dk, a.dv = dv;
+    a.dbias = dbias;
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
 }
 

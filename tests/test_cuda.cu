@@ -1086,6 +1086,100 @@ static void attention(int64_t batch, int64_t seq, int64_t groups, int64_t per_gr
     same("mt_attention_backward", dqkv, 1e-5);
 }
 
+/* What changes the scores: bits of `what`. Separate views, more or fewer keys than queries, and each option alone and
+   with the others. */
+enum {
+    KV_SEQ = 1,
+    LENGTHS = 2,
+    WINDOW = 4,
+    SOFTCAP = 8,
+    ALIBI = 16,
+    DOCUMENTS = 32,
+    BIAS = 64,
+    SEEN = 128,
+    DROP = 256
+};
+
+/* Sets what needs memory of the device, in `s` for the CPU and in *on_gpu for the GPU. */
+static void attention_options(int what, mt_attention_desc *s, mt_attention_desc *on_gpu) {
+    static const float slopes[] = {0.5f, 0.0f, 1.0f, 0.25f};
+    static const int32_t lengths[] = {9, 0}, documents[] = {0, 4, 11, 11, 26};
+    int64_t rows = s->bias_batch * s->bias_heads * s->seq, n = s->kv_seq ? s->kv_seq : s->seq;
+    pair bias = pair_noise(rows, n, odd, 5, 1.0f), seen = pair_of(MT_U8, rows, n, dense), slope = pair_f32(1, 4);
+    *on_gpu = *s;
+    on_gpu->dropout.at = with_offset(s->dropout.at);
+    if (what & LENGTHS) s->lengths = lengths, on_gpu->lengths = ids_on_gpu(lengths, 2);
+    if (what & DOCUMENTS) s->cu_seqlens = documents, on_gpu->cu_seqlens = ids_on_gpu(documents, 5);
+    if (what & DOCUMENTS) s->documents = on_gpu->documents = 4;
+    if (what & ALIBI) {
+        OK(mt_upload(gpu, slopes, slope.gpu));
+        s->alibi_slopes = slopes, on_gpu->alibi_slopes = (const float *)slope.gpu.data;
+    }
+    if (what & BIAS) s->bias = bias.cpu, on_gpu->bias = bias.gpu;
+    if (what & SEEN) {
+        for (int64_t i = 0; i < rows * n; i++) ((uint8_t *)seen.cpu.data)[i] = i / n != 3 && i * 7 % 11 < 7;
+        OK(mt_upload(gpu, seen.cpu.data, seen.gpu));
+        s->bias = seen.cpu, on_gpu->bias = seen.gpu;
+    }
+}
+
+static void dot_product_attention(int what, int i) {
+    mt_attention_desc s = {}, on_gpu;
+    s.batch = 2, s.seq = 13, s.groups = 1 + i % 2, s.heads_per_group = 2, s.head_dim = 5 + i % 3 * 16;
+    s.mask = i & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
+    s.kv_seq = !(what & KV_SEQ) || what & DOCUMENTS ? 0 : i & 2 ? 9 : 37;
+    s.window = what & WINDOW ? 5 : 0;
+    s.softcap = what & SOFTCAP ? 2.0f : 0.0f;
+    s.dropout.p = what & DROP ? 0.2f : 0.0f;
+    int64_t heads = s.groups * 2, width = heads * s.head_dim, kv_width = s.groups * s.head_dim;
+    int64_t tokens = 26, keys = 2 * (s.kv_seq ? s.kv_seq : s.seq);
+    s.dropout.at = place(heads);
+    s.bias_batch = i & 4 ? 2 : 1, s.bias_heads = i & 8 ? heads : 1;
+    attention_options(what, &s, &on_gpu);
+    double tolerance = type == MT_F32 ? 1e-5 : 1e-3; /* out may be rounded to neighbours, which changes the gradients */
+    pair q = pair_noise(tokens, width, odd, 1, 1.0f), k = pair_noise(keys, kv_width, wide, 2, 1.0f),
+         v = pair_noise(keys, kv_width, odd, 3, 1.0f), out = pair_new(tokens, width, dense),
+         lse = pair_f32(heads, tokens), dout = pair_noise(tokens, width, odd, 4, 1.0f),
+         dq = pair_new(tokens, width, odd), dk = pair_new(keys, kv_width, wide), dv = pair_new(keys, kv_width, odd),
+         dbias = what & BIAS ? noise_f32(s.bias_batch * s.bias_heads * s.seq, keys / 2, 6, 1.0f) : none();
+    BOTH(mt_dot_product_attention_forward(cpu, &s, q.cpu, k.cpu, v.cpu, out.cpu, lse.cpu),
+         mt_dot_product_attention_forward(gpu, &on_gpu, q.gpu, k.gpu, v.gpu, out.gpu, lse.gpu));
+    same("mt_dot_product_attention_forward", out, 5e-6);
+    same("lse", lse, 5e-6);
+    BOTH(mt_dot_product_attention_backward(cpu, &s, q.cpu, k.cpu, v.cpu, out.cpu, lse.cpu, dout.cpu, dq.cpu, dk.cpu,
+                                           dv.cpu, dbias.cpu),
+         mt_dot_product_attention_backward(gpu, &on_gpu, q.gpu, k.gpu, v.gpu, out.gpu, lse.gpu, dout.gpu, dq.gpu,
+                                           dk.gpu, dv.gpu, dbias.gpu));
+    same("dq", dq, tolerance);
+    same("dk", dk, tolerance);
+    same("dv", dv, tolerance);
+    if (what & BIAS) same("dbias", dbias, tolerance);
+}
+
+static void test_dot_product_attention(void **state) {
+    (void)state;
+    static const int sets[] = {0,
+                               KV_SEQ,
+                               LENGTHS,
+                               WINDOW,
+                               SOFTCAP,
+                               ALIBI,
+                               DOCUMENTS,
+                               BIAS,
+                               SEEN,
+                               KV_SEQ | WINDOW | ALIBI | BIAS | DROP,
+                               511 & ~(KV_SEQ | SEEN),
+                               511 & ~(DOCUMENTS | BIAS)};
+    for (int i = 0; i < 48; i++) {
+        static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        type = types[i % 3];
+        dot_product_attention(sets[i % 12], i / 3);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
 static void test_attention(void **state) {
     (void)state;
     for (int i = 0; i < 24; i++) {
@@ -2086,6 +2180,7 @@ int main(void) {
         cmocka_unit_test(test_embedding_backward_of_a_row),
         cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_dot_product_attention),
         cmocka_unit_test(test_ids),
         cmocka_unit_test(test_wrong_ids),
         cmocka_unit_test(test_uploads),

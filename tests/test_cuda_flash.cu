@@ -475,7 +475,9 @@ static void test_table(void **state) {
         if (type != MT_F32 && chip >= 80 && built_for >= 80 && (dim == 64 || dim == 96 || dim == 128))
             snprintf(name, sizeof name, "flash_%d", (int)dim);
         s.batch = 1, s.seq = c.seq, s.groups = 1, s.heads_per_group = 1, s.head_dim = dim;
-        a = mti_attention_resolve(gpu, &s, tensor_new(type, c.seq, 3 * dim), tensor_new(type, c.seq, dim), mt_none());
+        s = mti_attention_defaults(&s);
+        a = mti_attention_resolve(gpu, &s, tensor_new(type, c.seq, dim), mt_none());
+        mti_attention_fused(&a, tensor_new(type, c.seq, 3 * dim), mt_none());
         k = mti_attention_choose(&a, chip, built_for);
         if (strcmp(k->name, name) != 0)
             fail_msg("%s runs on sm_%d, compiled for %d: %s, expected %s", describe(&c), chip, built_for, k->name,

@@ -297,7 +297,7 @@ static void test_moves(void **state) {
 
 /* ---- every operator, in every combination of types -------------------------------------------------------------- */
 
-#define VIEWS 9
+#define VIEWS 11
 #define PAIRS 6
 
 typedef struct view {
@@ -958,6 +958,23 @@ static mt_status run_rotary_backward(mt_context *c, const mt_tensor *v) {
     return mt_rotary_backward(c, &s, v[0], v[1]);
 }
 
+static mt_attention_desc dot_product_of(mt_tensor bias) {
+    mt_attention_desc s = attention_of(9, 0.2f);
+    s.kv_seq = 11;
+    s.softcap = 3.0f;
+    s.bias = bias;
+    s.bias_heads = 4;
+    return s;
+}
+static mt_status run_dot_product(mt_context *c, const mt_tensor *v) {
+    mt_attention_desc s = dot_product_of(v[3]);
+    return mt_dot_product_attention_forward(c, &s, v[0], v[1], v[2], v[4], mt_none());
+}
+static mt_status run_dot_product_backward(mt_context *c, const mt_tensor *v) {
+    mt_attention_desc s = dot_product_of(v[3]);
+    return mt_dot_product_attention_backward(c, &s, v[0], v[1], v[2], v[4], v[5], v[6], v[7], v[8], v[9], mt_none());
+}
+
 static void test_attention(void **state) {
     static const operation list[] = {
         {"mt_attention_forward",
@@ -987,12 +1004,25 @@ static void test_attention(void **state) {
         run_padded_attention_backward,
         {IN("qkv", 134, 48), IN("out", 134, 24), F32("lse", 4, 134), IN("dout", 134, 24), OUT("dqkv", 134, 48)},
         {{0, 0}}};
+    static const operation dot_product = {
+        "mt_dot_product_attention_forward",
+        run_dot_product,
+        {IN("q", 18, 24), IN("k", 22, 12), IN("v", 22, 12), IN("bias", 36, 11), OUT("out", 18, 24)},
+        {{0, 0}}};
+    static const operation dot_product_backward = {
+        "mt_dot_product_attention_backward",
+        run_dot_product_backward,
+        {IN("q", 18, 24), IN("k", 22, 12), IN("v", 22, 12), IN("bias", 36, 11), IN("out", 18, 24), F32("lse", 4, 18),
+         IN("dout", 18, 24), OUT("dq", 18, 24), OUT("dk", 22, 12), OUT("dv", 22, 12)},
+        {{0, 0}}};
     mt_context *meta = other_context(MT_DEVICE_META, 0);
     int types;
     (void)state;
     CHECK_OPERATIONS(list);
     /* all of one type, and mixed types */
     for (types = 0; types < 81; types += 10) check_combination(&padded, types, meta);
+    for (types = 0; types < 243; types += 10) check_combination(&dot_product, types, meta);
+    for (types = 0; types < 19683; types += 757) check_combination(&dot_product_backward, types, meta);
     mt_context_destroy(meta);
 }
 

@@ -1,0 +1,528 @@
+/* test_attention.c - tests attention with separate queries, keys and values, and all that changes its scores: sliding
+   windows, soft caps, ALiBi, packed documents, biases and boolean masks. Forward is compared with a reference in double
+   precision that follows the definitions in mt_kernels.cuh, backward with central differences of that reference, and
+   both with values that PyTorch computed (golden/attention.safetensors). test_kernels.c tests the rest of attention. */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+#include "mt_test.h"
+#include "mt_reference.h"
+
+/* ---- the reference ----------------------------------------------------------------------------------------------- */
+
+/* One call of attention in double precision. x holds q, k, v and the bias, one after the other, without padding. */
+typedef struct problem {
+    mt_attention_desc s;       /* without defaults, but for bias.data, which says whether there is a bias */
+    const unsigned char *seen; /* the boolean mask, in the shape of a bias; NULL: none */
+    const double *dout;
+} problem;
+
+static int64_t heads_of(const problem *p) { return p->s.groups * p->s.heads_per_group; }
+static int64_t q_size(const problem *p) { return p->s.batch * p->s.seq * heads_of(p) * p->s.head_dim; }
+static int64_t k_size(const problem *p) { return p->s.batch * p->s.kv_seq * p->s.groups * p->s.head_dim; }
+static int64_t bias_rows(const problem *p) { return p->s.bias_batch * p->s.bias_heads * p->s.seq; }
+static int64_t bias_size(const problem *p) { return p->s.bias.data ? bias_rows(p) * p->s.kv_seq : 0; }
+static int64_t x_size(const problem *p) { return q_size(p) + 2 * k_size(p) + bias_size(p); }
+
+static int64_t bias_index(const problem *p, int64_t b, int64_t a, int64_t i, int64_t j) {
+    const mt_attention_desc *s = &p->s;
+    int64_t n = (s->bias_batch == 1 ? 0 : b) * s->bias_heads + (s->bias_heads == 1 ? 0 : a);
+    return (n * s->seq + i) * s->kv_seq + j;
+}
+
+/* The document of a token: the number of documents that end at or before it. */
+static int64_t document(const mt_attention_desc *s, int64_t token) {
+    int64_t d = 0;
+    while (s->cu_seqlens[d + 1] <= token) d++;
+    return d;
+}
+
+static int sees(const problem *p, int64_t b, int64_t a, int64_t i, int64_t j) {
+    const mt_attention_desc *s = &p->s;
+    int64_t position = i + s->kv_seq - s->seq;
+    if (s->lengths && j >= s->lengths[b]) return 0;
+    if (s->mask == MT_MASK_CAUSAL && j > position) return 0;
+    if (s->window && llabs((long long)(position - j)) >= s->window) return 0;
+    if (s->cu_seqlens && document(s, b * s->seq + i) != document(s, b * s->seq + j)) return 0;
+    return !p->seen || p->seen[bias_index(p, b, a, i, j)];
+}
+
+static double score(const problem *p, const double *x, int64_t b, int64_t a, int64_t i, int64_t j) {
+    const mt_attention_desc *s = &p->s;
+    const double *q = x + ((b * s->seq + i) * heads_of(p) + a) * s->head_dim;
+    const double *k = x + q_size(p) + ((b * s->kv_seq + j) * s->groups + a / s->heads_per_group) * s->head_dim;
+    double v = ref_dot(q, k, (size_t)s->head_dim) * (double)s->scale, cap = (double)s->softcap;
+    if (s->softcap > 0) v = cap * tanh(v / cap);
+    if (s->alibi_slopes) v -= (double)s->alibi_slopes[a] * (double)llabs((long long)(i + s->kv_seq - s->seq - j));
+    if (s->bias.data) v += x[q_size(p) + 2 * k_size(p) + bias_index(p, b, a, i, j)];
+    return v;
+}
+
+/* Computes the output [head_dim] of one query. Returns its lse. */
+static double query(const problem *p, const double *x, int64_t b, int64_t a, int64_t i, double *out) {
+    const mt_attention_desc *s = &p->s;
+    const double *v = x + q_size(p) + k_size(p);
+    double top = -INFINITY, sum = 0, terms[64];
+    int64_t j, d;
+    mt_random at = s->dropout.at;
+    assert_true(s->kv_seq <= 64);
+    for (j = 0; j < s->kv_seq; j++) {
+        terms[j] = sees(p, b, a, i, j) ? score(p, x, b, a, i, j) : -INFINITY;
+        if (terms[j] > top) top = terms[j];
+    }
+    for (d = 0; d < s->head_dim; d++) out[d] = 0;
+    if (top == -INFINITY) return top;
+    for (j = 0; j < s->kv_seq; j++) sum += exp(terms[j] - top);
+    for (j = 0; j < s->kv_seq; j++) {
+        uint64_t e = (ref_element(at, b, a) * (uint64_t)s->seq + (uint64_t)i) * (uint64_t)s->kv_seq + (uint64_t)j;
+        double w = exp(terms[j] - top) / sum * ref_keep(s->dropout, e);
+        for (d = 0; d < s->head_dim; d++)
+            out[d] += w * v[((b * s->kv_seq + j) * s->groups + a / s->heads_per_group) * s->head_dim + d];
+    }
+    return top + log(sum);
+}
+
+/* lse may be NULL */
+static void forward(const problem *p, const double *x, double *out, double *lse) {
+    const mt_attention_desc *s = &p->s;
+    int64_t b, a, i, tokens = s->batch * s->seq;
+    for (b = 0; b < s->batch; b++)
+        for (a = 0; a < heads_of(p); a++)
+            for (i = 0; i < s->seq; i++) {
+                double l = query(p, x, b, a, i, out + ((b * s->seq + i) * heads_of(p) + a) * s->head_dim);
+                if (lse) lse[a * tokens + b * s->seq + i] = l;
+            }
+}
+
+static double objective(const double *x, const void *user) {
+    const problem *p = (const problem *)user;
+    double *out = (double *)malloc((size_t)q_size(p) * sizeof *out), dot;
+    assert_non_null(out);
+    forward(p, x, out, NULL);
+    dot = ref_dot(out, p->dout, (size_t)q_size(p));
+    free(out);
+    return dot;
+}
+
+/* ---- the library ------------------------------------------------------------------------------------------------- */
+
+/* The inputs and results of one call. Every matrix has an ld of its own. */
+typedef struct tensors {
+    mt_tensor q, k, v, out, lse, dout, dq, dk, dv, dbias;
+} tensors;
+
+static tensors random_tensors(const problem *p) {
+    const mt_attention_desc *s = &p->s;
+    int64_t t = s->batch * s->seq, keys = s->batch * s->kv_seq, w = heads_of(p) * s->head_dim;
+    int64_t kw = s->groups * s->head_dim;
+    tensors x;
+    x.q = ref_random(t, w, 3, 1.5f, 0), x.k = ref_random(keys, kw, 1, 1.5f, 0), x.v = ref_random(keys, kw, 0, 1.5f, 0);
+    x.out = ref_guarded(t, w, 2), x.lse = ref_guarded(heads_of(p), t, 1), x.dout = ref_random(t, w, 5, 1, 0);
+    x.dq = ref_guarded(t, w, 1), x.dk = ref_guarded(keys, kw, 2), x.dv = ref_guarded(keys, kw, 3);
+    x.dbias = mt_none();
+    if (s->bias.data) x.dbias = ref_filled(bias_rows(p), s->kv_seq, 4, 0.0f);
+    return x;
+}
+
+/* q, k, v and bias as one array for the reference */
+static double *inputs(const problem *p, const tensors *x) {
+    double *all = ref_doubles((size_t)x_size(p));
+    ref_read(x->q, all);
+    ref_read(x->k, all + q_size(p));
+    ref_read(x->v, all + q_size(p) + k_size(p));
+    if (p->s.bias.data) ref_read(p->s.bias, all + q_size(p) + 2 * k_size(p));
+    return all;
+}
+
+static void run(const mt_attention_desc *s, tensors *x) {
+    OK(mt_dot_product_attention_forward(ref.ctx, s, x->q, x->k, x->v, x->out, x->lse));
+    OK(mt_dot_product_attention_backward(ref.ctx, s, x->q, x->k, x->v, x->out, x->lse, x->dout, x->dq, x->dk, x->dv,
+                                         x->dbias));
+}
+
+/* s is what the user sets; fields of p.s that are 0 in s get their defaults here. */
+static void try_attention(mt_attention_desc s, const unsigned char *seen) {
+    problem p;
+    tensors x;
+    double *all, *out, *lse, *g, terms;
+    memset(&p, 0, sizeof p);
+    p.s = s;
+    p.seen = seen;
+    if (!p.s.kv_seq) p.s.kv_seq = s.seq;
+    if (!p.s.bias_batch) p.s.bias_batch = 1;
+    if (!p.s.bias_heads) p.s.bias_heads = 1;
+    if (p.s.scale == 0) p.s.scale = (float)(1 / sqrt((double)s.head_dim));
+    if (seen) p.s.bias = mt_none();
+    x = random_tensors(&p);
+    all = inputs(&p, &x);
+    out = ref_doubles((size_t)q_size(&p)), lse = ref_doubles((size_t)(heads_of(&p) * s.batch * s.seq));
+    p.dout = ref_values(x.dout);
+    forward(&p, all, out, lse);
+    run(&s, &x);
+    ASSERT_CLOSE(x.out, out, 2e-6, 1e-6);
+    ASSERT_CLOSE(x.lse, lse, 2e-6, 1e-6);
+    g = ref_gradient(objective, &p, all, (size_t)x_size(&p));
+    terms = sqrt((double)(s.seq * s.heads_per_group * p.s.batch));
+    ASSERT_CLOSE(x.dq, g, 2e-6 * (1 + terms), 1e-6);
+    ASSERT_CLOSE(x.dk, g + q_size(&p), 2e-6 * (1 + terms), 1e-6);
+    ASSERT_CLOSE(x.dv, g + q_size(&p) + k_size(&p), 2e-6 * (1 + terms), 1e-6);
+    if (p.s.bias.data) ASSERT_CLOSE(x.dbias, g + q_size(&p) + 2 * k_size(&p), 2e-6 * (1 + terms), 1e-6);
+    ref_release();
+}
+
+static mt_attention_desc shape(int64_t batch, int64_t seq, int64_t groups, int64_t members, int64_t dim, int mask) {
+    mt_attention_desc s;
+    memset(&s, 0, sizeof s);
+    s.batch = batch, s.seq = seq, s.groups = groups, s.heads_per_group = members, s.head_dim = dim;
+    s.mask = (mt_mask)mask;
+    return s;
+}
+
+/* ---- tests ------------------------------------------------------------------------------------------------------- */
+
+/* The fused call and the one with separate views have the same bits. */
+static void test_separate_views(void **state) {
+    int i;
+    (void)state;
+    for (i = 0; i < 4; i++) {
+        mt_attention_desc s = shape(2, 9, 2, 1 + i / 2, 6, i % 2);
+        int64_t w = s.groups * s.heads_per_group * 6, kw = s.groups * 6, r, c;
+        mt_tensor qkv = ref_random(18, w + 2 * kw, 1, 1.5f, 0), out = ref_guarded(18, w, 0), dqkv, lse;
+        tensors x;
+        memset(&x, 0, sizeof x);
+        lse = ref_guarded(s.groups * s.heads_per_group, 18, 0), dqkv = ref_guarded(18, w + 2 * kw, 0);
+        x.q = ref_copy(mt_tensor_cols(qkv, 0, w), 3), x.k = ref_copy(mt_tensor_cols(qkv, w, kw), 2);
+        x.v = ref_copy(mt_tensor_cols(qkv, w + kw, kw), 0), x.out = ref_guarded(18, w, 7);
+        x.lse = ref_guarded(lse.rows, 18, 2), x.dout = ref_random(18, w, 0, 1, 0), x.dq = ref_guarded(18, w, 1);
+        x.dk = ref_guarded(18, kw, 1), x.dv = ref_guarded(18, kw, 1);
+        run(&s, &x);
+        s.qkv_layout = MT_QKV_SEPARATE;
+        OK(mt_attention_forward(ref.ctx, &s, qkv, out, lse));
+        OK(mt_attention_backward(ref.ctx, &s, qkv, out, lse, x.dout, dqkv));
+        for (r = 0; r < 18; r++) {
+            assert_memory_equal(ref_row(out, r), ref_row(x.out, r), (size_t)w * sizeof(float));
+            assert_memory_equal(ref_row(dqkv, r), ref_row(x.dq, r), (size_t)w * sizeof(float));
+            assert_memory_equal(ref_row(dqkv, r) + w, ref_row(x.dk, r), (size_t)kw * sizeof(float));
+            assert_memory_equal(ref_row(dqkv, r) + w + kw, ref_row(x.dv, r), (size_t)kw * sizeof(float));
+        }
+        for (c = 0; c < lse.rows; c++) assert_memory_equal(ref_row(lse, c), ref_row(x.lse, c), 18 * sizeof(float));
+        ref_release();
+    }
+}
+
+/* More keys than queries, and fewer: the last query and the last key have one position. */
+static void test_kv_seq(void **state) {
+    static const int64_t sizes[][2] = {{1, 7}, {4, 9}, {5, 5}, {9, 4}, {3, 1}};
+    static const int32_t lengths[] = {4, 0};
+    int i;
+    (void)state;
+    for (i = 0; i < 5 * 2 * 3; i++) {
+        mt_attention_desc s = shape(2, sizes[i / 6][0], 2, 1 + i % 3, 4, i / 3 % 2);
+        s.kv_seq = sizes[i / 6][1];
+        if (i % 3 == 1 && s.kv_seq >= 4) s.lengths = lengths;
+        if (i % 3 == 2) s.window = 3;
+        try_attention(s, NULL);
+    }
+}
+
+static void test_window(void **state) {
+    int64_t window;
+    int mask;
+    (void)state;
+    for (mask = 0; mask < 2; mask++)
+        for (window = 1; window < 12; window += 1 + window / 4) {
+            mt_attention_desc s = shape(2, 10, 1, 2, 5, mask);
+            s.window = window;
+            try_attention(s, NULL);
+        }
+}
+
+static void test_softcap(void **state) {
+    static const float caps[] = {0.5f, 3.0f, 50.0f};
+    int i;
+    (void)state;
+    for (i = 0; i < 6; i++) {
+        mt_attention_desc s = shape(1, 8, 2, 2, 6, i % 2);
+        s.softcap = caps[i / 2];
+        try_attention(s, NULL);
+    }
+}
+
+static void test_alibi(void **state) {
+    static const float slopes[] = {0.5f, 0.25f, 0.0f, 1.0f};
+    int i;
+    (void)state;
+    for (i = 0; i < 4; i++) {
+        mt_attention_desc s = shape(2, 6, 2, 2, 4, i % 2);
+        s.alibi_slopes = slopes;
+        if (i / 2) s.kv_seq = 9;
+        try_attention(s, NULL);
+    }
+}
+
+/* Documents that end inside of a sequence, at its end, and in the next one; empty ones; one for each token. */
+static void test_documents(void **state) {
+    static const int32_t packed[][17] = {{0, 3, 8, 8, 13, 16}, {0, 16}, {0, 0, 1, 7, 8, 16, 16}};
+    static const int counts[] = {5, 1, 6};
+    int32_t each[17];
+    int i;
+    (void)state;
+    for (i = 0; i < 17; i++) each[i] = i;
+    for (i = 0; i < 8; i++) {
+        mt_attention_desc s = shape(2, 8, 1, 2, 4, i % 2);
+        s.cu_seqlens = i / 2 < 3 ? packed[i / 2] : each;
+        s.documents = i / 2 < 3 ? counts[i / 2] : 16;
+        try_attention(s, NULL);
+        s.window = 2;
+        try_attention(s, NULL);
+    }
+}
+
+/* A token sees what it would see if its document were a sequence of its own. */
+static void test_documents_are_sequences(void **state) {
+    static const int32_t ends[] = {0, 5, 6, 14};
+    int mask, d;
+    (void)state;
+    for (mask = 0; mask < 2; mask++) {
+        mt_attention_desc s = shape(1, 14, 2, 2, 4, mask);
+        mt_tensor qkv = ref_random(14, 32, 0, 1.5f, 0), out = ref_guarded(14, 16, 0), one = ref_guarded(14, 16, 0);
+        s.cu_seqlens = ends, s.documents = 3;
+        OK(mt_attention_forward(ref.ctx, &s, qkv, out, mt_none()));
+        for (d = 0; d < 3; d++) {
+            mt_attention_desc own = shape(1, ends[d + 1] - ends[d], 2, 2, 4, mask);
+            OK(mt_attention_forward(ref.ctx, &own, mt_tensor_rows(qkv, ends[d], own.seq),
+                                    mt_tensor_rows(one, ends[d], own.seq), mt_none()));
+        }
+        ASSERT_CLOSE(out, ref_values(one), 1e-6, 1e-6);
+        ref_release();
+    }
+}
+
+/* Biases of all four shapes, with -INFINITY in one row, and in all of another row. */
+static void test_bias(void **state) {
+    int i;
+    (void)state;
+    for (i = 0; i < 16; i++) {
+        mt_attention_desc s = shape(2, 5, 2, 2, 4, i % 2);
+        int64_t j;
+        s.bias_batch = i & 2 ? 2 : 1, s.bias_heads = i & 4 ? 4 : 0;
+        if (i & 8) s.kv_seq = 7, s.softcap = 2.0f;
+        s.bias = ref_random(s.bias_batch * (i & 4 ? 4 : 1) * 5, i & 8 ? 7 : 5, 3, 1.0f, 0);
+        try_attention(s, NULL);
+        s.bias = ref_random(s.bias_batch * (i & 4 ? 4 : 1) * 5, i & 8 ? 7 : 5, 3, 1.0f, 0);
+        ref_row(s.bias, 3)[0] = -INFINITY;
+        for (j = 0; j < s.bias.cols; j++) ref_row(s.bias, 1)[j] = -INFINITY;
+        {
+            tensors x;
+            problem p;
+            memset(&p, 0, sizeof p);
+            p.s = s;
+            if (!p.s.kv_seq) p.s.kv_seq = 5;
+            if (!p.s.bias_heads) p.s.bias_heads = 1;
+            x = random_tensors(&p);
+            run(&s, &x);
+            for (j = 0; j < 16; j++) assert_true(j / 4 > 0 && s.bias_heads == 4 ? 1 : ref_row(x.out, 1)[j] == 0.0f);
+            for (j = 0; j < 16; j++) assert_true(ref_row(x.dq, 1)[j] == ref_row(x.dq, 1)[j]);
+            for (j = 0; j < s.bias.cols; j++) assert_true(ref_row(x.dbias, 1)[j] == 0.0f);
+            assert_true(ref_row(x.dbias, 3)[0] == 0.0f && ref_row(x.lse, 0)[1] == -INFINITY);
+        }
+        ref_release();
+    }
+}
+
+/* A boolean mask hides what it says, also everything from a query. */
+static void test_mask(void **state) {
+    int i;
+    (void)state;
+    for (i = 0; i < 8; i++) {
+        mt_attention_desc s = shape(2, 6, 1, 3, 4, i % 2);
+        unsigned char seen[2 * 3 * 6 * 8];
+        size_t n;
+        s.bias_batch = i & 2 ? 2 : 1, s.bias_heads = i & 4 ? 3 : 1;
+        for (n = 0; n < sizeof seen; n++) seen[n] = test_float(&ref.random) > -0.2f;
+        memset(seen + 12, 0, 6);
+        s.bias = mt_tensor_make(seen, MT_U8, s.bias_batch * s.bias_heads * 6, 6);
+        try_attention(s, seen);
+    }
+}
+
+/* Everything at once, with dropout. */
+static void test_together(void **state) {
+    static const float slopes[] = {0.5f, 0.25f, 0.125f, 1.0f};
+    static const int32_t lengths[] = {11, 7}, documents[] = {0, 5, 17, 22};
+    int i;
+    (void)state;
+    for (i = 0; i < 4; i++) {
+        mt_attention_desc s = shape(2, 11, 2, 2, 6, i % 2);
+        s.lengths = lengths, s.window = 6, s.softcap = 4.0f, s.alibi_slopes = slopes, s.scale = 0.7f;
+        s.cu_seqlens = documents, s.documents = 3;
+        s.bias = ref_random(4 * 11, 11, 0, 1, 0), s.bias_heads = 4;
+        s.dropout.p = i / 2 ? 0.4f : 0.0f;
+        s.dropout.at.seed = 3, s.dropout.at.subsequence = 9;
+        s.dropout.at.first_row = 5, s.dropout.at.first_col = 2, s.dropout.at.global_cols = 9;
+        try_attention(s, NULL);
+    }
+}
+
+/* Sizes around a panel of queries: a narrow window, whose panels see few keys, has the results of the same mask as a
+   bias. */
+static void test_panels(void **state) {
+    int64_t i, j, n = 200;
+    int mask;
+    (void)state;
+    for (mask = 0; mask < 2; mask++) {
+        mt_attention_desc s = shape(1, n, 1, 2, 8, mask);
+        mt_tensor qkv = ref_random(n, 32, 0, 1.5f, 0), dout = ref_random(n, 16, 0, 1, 0), out[2], lse[2], dqkv[2];
+        s.bias = ref_filled(n, n, 0, 0.0f);
+        for (i = 0; i < n; i++)
+            for (j = 0; j < n; j++)
+                if (llabs((long long)(i - j)) >= 5) ref_row(s.bias, i)[j] = -INFINITY;
+        for (i = 0; i < 2; i++) {
+            out[i] = ref_guarded(n, 16, 0), lse[i] = ref_guarded(2, n, 0), dqkv[i] = ref_guarded(n, 32, 0);
+            if (i == 1) s.bias = mt_none(), s.window = 5;
+            OK(mt_attention_forward(ref.ctx, &s, qkv, out[i], lse[i]));
+            OK(mt_attention_backward(ref.ctx, &s, qkv, out[i], lse[i], dout, dqkv[i]));
+        }
+        ASSERT_CLOSE(out[1], ref_values(out[0]), 1e-6, 1e-6);
+        ASSERT_CLOSE(lse[1], ref_values(lse[0]), 1e-6, 1e-6);
+        ASSERT_CLOSE(dqkv[1], ref_values(dqkv[0]), 1e-5, 1e-6);
+        ref_release();
+    }
+}
+
+/* ---- golden values ----------------------------------------------------------------------------------------------- */
+
+/* What a case of golden/make_attention.py sets. */
+typedef struct golden_case {
+    const char *name;
+    int64_t seq, kv_seq;
+    int bidirectional;
+    int64_t window;
+    float softcap;
+    int alibi, documents;
+    int64_t bias_batch, bias_heads;
+} golden_case;
+
+static const golden_case golden_cases[] = {
+    {"cross", 5, 9, 1, 0, 0, 0, 0, 0, 0},       {"later", 3, 9, 0, 0, 0, 0, 0, 0, 0},
+    {"window", 10, 10, 0, 4, 0, 0, 0, 0, 0},    {"local", 10, 10, 1, 3, 0, 0, 0, 0, 0},
+    {"softcap", 10, 10, 0, 0, 2, 0, 0, 0, 0},   {"alibi", 10, 10, 0, 0, 0, 1, 0, 0, 0},
+    {"documents", 10, 10, 0, 0, 0, 0, 1, 0, 0}, {"bias", 10, 10, 1, 0, 0, 0, 0, 1, 4},
+    {"together", 10, 10, 0, 6, 3, 1, 1, 2, 1}};
+
+/* Reads a tensor of a case as a matrix of rows with `cols` elements. */
+static mt_tensor golden(const mt_safetensors *file, const char *name, const char *part, int64_t cols) {
+    char full[64];
+    const mt_safetensors_tensor *t;
+    mt_tensor m;
+    snprintf(full, sizeof full, "%s.%s", name, part);
+    t = mt_safetensors_find(file, full);
+    assert_non_null(t);
+    m = ref_guarded(t->bytes / (int64_t)sizeof(float) / cols, cols, 0);
+    OK(mt_safetensors_read(ref.ctx, t, (float *)m.data));
+    return m;
+}
+
+static void test_golden(void **state) {
+    static const float slopes[] = {0.5f, 0.25f, 0.125f, 0.0625f};
+    static const int32_t documents[] = {0, 4, 10, 13, 20};
+    mt_safetensors *file;
+    size_t i;
+    (void)state;
+    OK(mt_safetensors_open(ref.ctx, "tests/golden/attention.safetensors", &file));
+    for (i = 0; i < sizeof golden_cases / sizeof *golden_cases; i++) {
+        const golden_case *c = &golden_cases[i];
+        mt_attention_desc s = shape(2, c->seq, 2, 2, 4, c->bidirectional);
+        tensors x;
+        s.kv_seq = c->kv_seq, s.window = c->window, s.softcap = c->softcap;
+        if (c->alibi) s.alibi_slopes = slopes;
+        if (c->documents) s.cu_seqlens = documents, s.documents = 4;
+        s.bias_batch = c->bias_batch, s.bias_heads = c->bias_heads;
+        if (c->bias_batch) s.bias = golden(file, c->name, "bias", c->kv_seq);
+        x.q = golden(file, c->name, "q", 16), x.k = golden(file, c->name, "k", 8);
+        x.v = golden(file, c->name, "v", 8), x.dout = golden(file, c->name, "dout", 16);
+        x.out = ref_guarded(x.q.rows, 16, 0), x.lse = ref_guarded(4, x.q.rows, 0), x.dq = ref_guarded(x.q.rows, 16, 0);
+        x.dk = ref_guarded(x.k.rows, 8, 0), x.dv = ref_guarded(x.k.rows, 8, 0), x.dbias = mt_none();
+        if (c->bias_batch) x.dbias = ref_filled(s.bias.rows, s.bias.cols, 0, 0.0f);
+        run(&s, &x);
+        ASSERT_CLOSE(x.out, ref_values(golden(file, c->name, "out", 16)), 2e-6, 1e-6);
+        ASSERT_CLOSE(x.dq, ref_values(golden(file, c->name, "dq", 16)), 5e-6, 1e-6);
+        ASSERT_CLOSE(x.dk, ref_values(golden(file, c->name, "dk", 8)), 5e-6, 1e-6);
+        ASSERT_CLOSE(x.dv, ref_values(golden(file, c->name, "dv", 8)), 5e-6, 1e-6);
+        if (c->bias_batch) ASSERT_CLOSE(x.dbias, ref_values(golden(file, c->name, "dbias", s.bias.cols)), 5e-6, 1e-6);
+        ref_release();
+    }
+    mt_safetensors_close(file);
+}
+
+/* ---- refusals ---------------------------------------------------------------------------------------------------- */
+
+#define FORWARD(s) mt_dot_product_attention_forward(ref.ctx, &s, x.q, x.k, x.v, x.out, x.lse)
+#define BACKWARD(s)                                                                                                    \
+    mt_dot_product_attention_backward(ref.ctx, &s, x.q, x.k, x.v, x.out, x.lse, x.dout, x.dq, x.dk, x.dv, x.dbias)
+
+static void test_refusals(void **state) {
+    static const int32_t unsorted[] = {0, 7, 5, 12}, late[] = {1, 12}, early[] = {0, 11}, far[] = {0, 13};
+    static const float negative[] = {1.0f, -1.0f, 0.0f, 0.0f};
+    mt_attention_desc good = shape(2, 6, 2, 2, 4, 0), s;
+    problem p;
+    tensors x, y;
+    (void)state;
+    memset(&p, 0, sizeof p);
+    p.s = good;
+    p.s.kv_seq = 6;
+    x = random_tensors(&p);
+    run(&good, &x);
+    s = good, s.window = -1;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "window is -1", FORWARD(s));
+    s = good, s.softcap = -1.0f;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "softcap -1", FORWARD(s));
+    s = good, s.kv_seq = 5;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "k is [12, 8], must be [10, 8]", FORWARD(s));
+    s = good, s.kv_seq = -1;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "kv_seq -1", FORWARD(s));
+    s = good, s.alibi_slopes = negative;
+    ASSERT_REFUSED(MT_ERR_DATA, "alibi_slopes[1] is -1", FORWARD(s));
+    s = good, s.cu_seqlens = unsorted, s.documents = 3;
+    ASSERT_REFUSED(MT_ERR_DATA, "cu_seqlens[2] is 5", FORWARD(s));
+    s.cu_seqlens = late, s.documents = 1;
+    ASSERT_REFUSED(MT_ERR_DATA, "cu_seqlens[0] is 1", BACKWARD(s));
+    s.cu_seqlens = early;
+    ASSERT_REFUSED(MT_ERR_DATA, "cu_seqlens[1] is 11", FORWARD(s));
+    s.cu_seqlens = far;
+    ASSERT_REFUSED(MT_ERR_DATA, "cu_seqlens[1] is 13", FORWARD(s));
+    s.documents = 0;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "documents is 0, but cu_seqlens is set", FORWARD(s));
+    s = good, s.bias = ref_filled(6, 5, 0, 0.0f);
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias is [6, 5], must be [6, 6]", FORWARD(s));
+    s.bias_heads = 3;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is 3", FORWARD(s));
+    s = good, s.bias = mt_tensor_make(x.out.data, MT_I32, 6, 6);
+    ASSERT_REFUSED(MT_ERR_DTYPE, "bias is i32", FORWARD(s));
+    y = x, x.dbias = ref_filled(6, 6, 0, 0.0f);
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dbias is given, but desc.bias is mt_none()", BACKWARD(good));
+    x = y, x.dk = x.dv;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dv", BACKWARD(good));
+    x = y, x.out = x.q;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "out", FORWARD(good));
+    s = good, s.kv_seq = 7;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "kv_seq is 7, must be 0 or seq 6",
+                   mt_attention_forward(ref.ctx, &s, y.q, y.out, y.lse));
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {REF_TEST(test_separate_views),
+                                       REF_TEST(test_kv_seq),
+                                       REF_TEST(test_window),
+                                       REF_TEST(test_softcap),
+                                       REF_TEST(test_alibi),
+                                       REF_TEST(test_documents),
+                                       REF_TEST(test_documents_are_sequences),
+                                       REF_TEST(test_bias),
+                                       REF_TEST(test_mask),
+                                       REF_TEST(test_together),
+                                       REF_TEST(test_panels),
+                                       REF_TEST(test_golden),
+                                       REF_TEST(test_refusals)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
