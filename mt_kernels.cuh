@@ -1539,7 +1539,7 @@ static __device__ __forceinline__ void mti_map_vector(const Op &op, int64_t row,
    number is 6.8 times the bytes that an element moves.
      y = a + b           12 of 41    bias                   10 of 27    conversion to f32           8 of 41
      bias and GELU       24 of 41    bias and erf GELU      35 of 41    bias and SwiGLU            27 of 68
-     bias, squared ReLU  15 of 41    fill                    7 of 14    rotary embeddings          21 of 27
+     bias, squared ReLU  15 of 41    fill                    7 of 14    rotary embeddings          20 of 27
      y = a * b           12 of 41    times a row            11 of 27    times a column             11 of 27
      sigmoid             18 of 27    SiLU                   18 of 27    sigmoid gate               21 of 41
      sigmoid, backward   24 of 41    SiLU, backward         25 of 41    sigmoid gate, backward     29 of 68
