@@ -201,8 +201,8 @@ MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tenso
                           a program with this layout as it is. kv_heads must be heads: MT_ERR_SHAPE.
      MT_QKV_SEPARATE      There are three layers, which share f, so the communication is the same. A rank has the rows
                           of its heads in each weight (unit = the query heads of a group, or the head size).
-   With the last two, kv_heads must be a multiple of t (in invariant mode, of V), or heads if kv_heads is less:
-   MT_ERR_SHAPE.
+   With the last two, kv_heads must be a multiple of t (in invariant mode, of V). If kv_heads is less than t (V), heads
+   must be a multiple instead. Otherwise create returns MT_ERR_SHAPE.
    The first values of a weight depend on its name and on the positions of its elements, so models of different layouts
    begin with different values. After the same weights are copied into each layout, the models compute the same outputs,
    up to rounding. */
