@@ -116,8 +116,8 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
 typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
 
 /* C [m, n] = alpha op(A) op(B) + beta C, with op(A) [m, k] and op(B) [k, n]. op(A) is A, or A^T with MT_TRANS. With
-   beta == 0, C is not read. On a CPU in f32, an element differs from the exact one by at most (2 + sqrt(k)) * 6e-8
-   times the sum of the absolute values of its k products.
+   beta == 0, C is not read. On a CPU in f32, with random inputs, the tests measure that an element differs from the
+   exact one by at most (2 + sqrt(k)) * 6e-8 times the sum of the absolute values of its k products.
    Error: MT_ERR_UNSUPPORTED (m, n, k or an ld is above 2^31 - 1). */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c);
@@ -360,7 +360,7 @@ typedef struct mt_attention_desc {
     /* Soft cap c of the scores: a score x becomes c * tanh(x / c), as in Gemma 2 (arXiv 2408.00118). It comes before
        alibi_slopes and bias. 0: none */
     float softcap;
-    /* ALiBi (arXiv 2108.12409): adds -alibi_slopes[a] * |p - j| to the score of a query at position p of head a and a
+    /* ALiBi (arXiv 2108.12409): adds -alibi_slopes[a] * |p - j| to the score of head a for a query at position p and a
        key at position j. One slope for each query head of this call, on the context's device, at least 0. NULL: none */
     const float *alibi_slopes;
     /* Packed sequences: the batch * seq tokens are `documents` documents, one after the other, and a query sees only
@@ -369,11 +369,11 @@ typedef struct mt_attention_desc {
        of a sequence. A CPU checks the numbers (MT_ERR_DATA), a GPU does not. kv_seq must be 0 or seq. NULL: none */
     const int32_t *cu_seqlens;
     int64_t documents;
-    /* Is added to the scores: [bias_batch * bias_heads * seq, kv_seq], of a float type. In MT_U8 it is a boolean mask
-       instead: a query does not see the keys with 0. bias_batch is 1 or batch and bias_heads 1 or the number of query
-       heads (0: 1); all sequences or heads share a bias where it is 1. The value for sequence b, head a and query i is
-       in row (b * bias_heads + a) * seq + i, with 0 for b or a where they share. -INFINITY masks a key. mt_none(), or a
-       view of zeros as in a zero-initialised desc: none */
+    /* A bias that is added to the scores: [bias_batch * bias_heads * seq, kv_seq], of a float type. In MT_U8 it is a
+       boolean mask instead: a query does not see the keys with 0. bias_batch is 1 (all sequences share the bias) or
+       batch. bias_heads is 1 (all heads share it) or the number of query heads. 0 means 1. The value for sequence b,
+       head a and query i is in row (b * bias_heads + a) * seq + i, with 0 for b or a where they share. -INFINITY masks
+       a key. mt_none(), or a view of zeros as in a zero-initialised desc: no bias */
     mt_tensor bias;
     int64_t bias_batch, bias_heads;
 } mt_attention_desc;
@@ -385,7 +385,7 @@ typedef struct mt_attention_desc {
              probabilities again. dout must not overlap out.
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
    cores, if nvcc compiled the program for such a GPU (-arch=native). Other calls use a slower kernel without them, also
-   those with kv_seq, window, softcap, alibi_slopes, cu_seqlens or bias: see docs/gpus.md.
+   those with a kv_seq other than seq, or with window, softcap, alibi_slopes, cu_seqlens or bias: see docs/gpus.md.
    Error: MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
@@ -399,7 +399,8 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
      out, lse      as in mt_attention_forward: [batch * seq, heads * head_dim] and [heads, batch * seq]
      dbias         optional, MT_F32, of the shape of desc->bias: backward adds the gradient of the bias to it
    A query that sees no key has out = 0 and lse = -INFINITY, and adds nothing to the gradients. backward overwrites dq,
-   dk and dv. They must overlap no other tensor (MT_ERR_ARGUMENT). Other errors are those of mt_attention_forward. */
+   dk and dv. MT_ERR_ARGUMENT: out of forward, or dq, dk, dv or dbias, overlaps another tensor of the call, or dbias is
+   given without a bias of a float type. Other errors are those of mt_attention_forward. */
 MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
@@ -5168,6 +5169,7 @@ static int64_t mti_attention_width(const mt_attention_desc *s) {
 static mt_attention_desc mti_attention_defaults(const mt_attention_desc *desc) {
     mt_attention_desc s = *desc;
     if (s.kv_seq == 0) s.kv_seq = s.seq;
+    s.window = mt_min(s.window, s.seq + s.kv_seq); /* hides nothing; a larger one could overflow below */
     if (s.bias_batch == 0) s.bias_batch = 1;
     if (s.bias_heads == 0) s.bias_heads = 1;
     if (s.scale == 0.0f) s.scale = (float)(1.0 / sqrt((double)s.head_dim));
@@ -5218,6 +5220,9 @@ static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch is %lld, must be 1 or %lld; bias_heads is %lld, 1 or %lld",
                        where, (long long)s->bias_batch, (long long)s->batch, (long long)s->bias_heads,
                        (long long)heads);
+    if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias_batch, s->bias_heads), s->seq), s->kv_seq) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch %lld, bias_heads %lld, seq %lld: a bias has too many rows",
+                       where, (long long)s->bias_batch, (long long)s->bias_heads, (long long)s->seq);
     if (s->bias.data && s->bias.dtype != MT_U8 && !mt_dtype_is_float(s->bias.dtype))
         return mt_fail(ctx, MT_ERR_DTYPE, "%s: bias is %s, must be f32, bf16 or f16, or u8 for a mask", where,
                        mt_dtype_name(s->bias.dtype));
@@ -5507,11 +5512,12 @@ static void mti_attention_softmax(const mti_attention *a, const mti_head *h, int
         x = p + seen.first;
         mti_attention_change_row(a, h, i0 + r, first, x, n, NULL);
         if (n > 0) top = mti_row_max(x, n);
-        if (top == -(float)INFINITY) seen.end = seen.first; /* every key is masked */
+        if (top == -(float)INFINITY && mti_row_sum(x, n) == top)
+            seen.end = seen.first; /* all are masked, none is NaN */
         mti_attention_zero_outside(p, seen.first, seen.end, keys.end - keys.first);
         sum = seen.end > seen.first ? mti_row_exp(x, top, x, n) : 0.0f;
-        a->factors[r] = sum > 0.0f ? 1.0f / sum : 0.0f;
-        if (a->lse.data) *mti_at(a->lse, h->head, h->query + i0 + r) = sum > 0.0f ? top + logf(sum) : top;
+        a->factors[r] = sum == 0.0f ? 0.0f : 1.0f / sum; /* NaN stays NaN */
+        if (a->lse.data) *mti_at(a->lse, h->head, h->query + i0 + r) = sum == 0.0f ? top : top + logf(sum);
         if (a->desc.dropout.p > 0.0f)
             mti_attention_drop_row(&a->desc.dropout, mti_probability_element(a, h, i0 + r) + first, x,
                                    seen.end - seen.first);
@@ -5768,8 +5774,8 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_forward
         top = now;
     }
     for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
-        mti_put(p.out, row, head * p.s.head_dim + w * 32 + lane, sum > 0.0f ? acc[w] / sum : 0.0f);
-    if (lane == 0 && p.lse.data) mti_put(p.lse, head, row, sum > 0.0f ? top + logf(sum) : -INFINITY);
+        mti_put(p.out, row, head * p.s.head_dim + w * 32 + lane, sum == 0.0f ? 0.0f : acc[w] / sum);
+    if (lane == 0 && p.lse.data) mti_put(p.lse, head, row, sum == 0.0f ? -INFINITY : top + logf(sum));
 }
 
 /* For one query and key, with p = e^(score - lse) and the dropout D: *weight = D p, *dscore = p (D (dout . v) -

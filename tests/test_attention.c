@@ -232,7 +232,7 @@ static void test_window(void **state) {
     for (mask = 0; mask < 2; mask++)
         for (window = 1; window < 12; window += 1 + window / 4) {
             mt_attention_desc s = shape(2, 10, 1, 2, 5, mask);
-            s.window = window;
+            s.window = window < 11 ? window : INT64_MAX;
             try_attention(s, NULL);
         }
 }

@@ -1125,9 +1125,9 @@ static void attention_options(int what, mt_attention_desc *s, mt_attention_desc 
 
 static void dot_product_attention(int what, int i) {
     mt_attention_desc s = {}, on_gpu;
-    s.batch = 2, s.seq = 13, s.groups = 1 + i % 2, s.heads_per_group = 2, s.head_dim = 5 + i % 3 * 16;
+    s.batch = 2, s.seq = 13, s.groups = 1 + i / 2 % 2, s.heads_per_group = 2, s.head_dim = 5 + i % 3 * 16;
     s.mask = i & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
-    s.kv_seq = !(what & KV_SEQ) || what & DOCUMENTS ? 0 : i & 2 ? 9 : 37;
+    s.kv_seq = !(what & KV_SEQ) || what & DOCUMENTS ? 0 : i & 4 ? 9 : 37;
     s.window = what & WINDOW ? 5 : 0;
     s.softcap = what & SOFTCAP ? 2.0f : 0.0f;
     s.dropout.p = what & DROP ? 0.2f : 0.0f;
@@ -1170,14 +1170,33 @@ static void test_dot_product_attention(void **state) {
                                KV_SEQ | WINDOW | ALIBI | BIAS | DROP,
                                511 & ~(KV_SEQ | SEEN),
                                511 & ~(DOCUMENTS | BIAS)};
-    for (int i = 0; i < 48; i++) {
+    for (int i = 0; i < 12 * 16; i++) {
         static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
-        type = types[i % 3];
-        dot_product_attention(sets[i % 12], i / 3);
+        type = types[(i / 12 + i) % 3];
+        dot_product_attention(sets[i % 12], i / 12);
         mt_arena_release(cpu, on_cpu);
         mt_arena_release(gpu, on_gpu);
     }
+}
+
+/* A NaN in a query stays one in its output, so that a loss scaler sees it. */
+static void test_attention_keeps_nan(void **state) {
+    mt_attention_desc s = {};
+    float x[12];
+    (void)state;
+    type = MT_F32;
+    s.batch = 1, s.seq = 4, s.groups = 1, s.heads_per_group = 1, s.head_dim = 1, s.mask = MT_MASK_BIDIRECTIONAL;
+    for (int i = 0; i < 12; i++) x[i] = i == 6 ? NAN : 1.0f;
+    pair qkv = pair_new(4, 3, dense), out = pair_new(4, 1, dense), lse = pair_f32(1, 4);
+    OK(mt_upload(cpu, x, qkv.cpu));
+    OK(mt_upload(gpu, x, qkv.gpu));
+    BOTH(mt_attention_forward(cpu, &s, qkv.cpu, out.cpu, lse.cpu),
+         mt_attention_forward(gpu, &s, qkv.gpu, out.gpu, lse.gpu));
+    float *a = download(cpu, out.cpu), *b = download(gpu, out.gpu), *c = download(gpu, lse.gpu);
+    assert_true(isnan(a[2]) && isnan(b[2]) && isnan(c[2]));
+    assert_true(a[1] == 1.0f && b[1] == 1.0f);
+    free(a), free(b), free(c);
 }
 
 static void test_attention(void **state) {
@@ -2181,6 +2200,7 @@ int main(void) {
         cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_dot_product_attention),
+        cmocka_unit_test(test_attention_keeps_nan),
         cmocka_unit_test(test_ids),
         cmocka_unit_test(test_wrong_ids),
         cmocka_unit_test(test_uploads),
