@@ -28,7 +28,8 @@
 # the flags of `split` must first differ in `line`.
 #
 # Each program must pass without a bug. With a bug it must fail within MT_PLANTED_LIMIT seconds (20), or four times its
-# time without a bug if this is longer; a timeout counts as a failure, too.
+# time without a bug if this is longer; a timeout counts as a failure, too. Some bugs are races, which a test does not
+# lose each time: a bug that was not found is tried again, three times in all. -v prints how often a bug was tried.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -172,10 +173,11 @@ run_with() {
     settings=$4
     [ "$settings" != - ] || settings=
     [ "$5" = - ] || settings="$settings MT_TEST_CASE=$5"
+    # A bug that makes the engine hang is found sooner. Without a bug, a busy machine must not look like a hang.
+    [ "$1" = 0 ] || settings="MTE_PATIENCE=2 $settings"
     # A program that fails does not remove its files, so they go to a folder that is removed at the end.
     # shellcheck disable=SC2086  # a list of assignments
-    timeout -k 2 "$2" env MT_PLANTED="$1" MTE_PATIENCE=2 TMPDIR="$work/tmp" $settings "$work/$3" \
-        >"$work/run.$lane" 2>&1 </dev/null
+    timeout -k 2 "$2" env MT_PLANTED="$1" TMPDIR="$work/tmp" $settings "$work/$3" >"$work/run.$lane" 2>&1 </dev/null
 }
 
 # train NUMBER LOG FLAGS
@@ -215,9 +217,12 @@ try_lane() {
     while IFS=$tab read -r number list title program settings case line split; do
         take "$number" || continue
         start=$(now)
-        outcome=ok
-        how=$(how_found "$number" "$program" "$settings" "$case" "$line" "$split") || outcome=FAIL
-        printf '%s\t%s\t%s\t%s, %s ms\n' "$list" $outcome "$title" "$how" $(($(now) - start)) >>"$work/outcomes.$lane"
+        outcome=FAIL
+        for tries in 1 2 3; do
+            how=$(how_found "$number" "$program" "$settings" "$case" "$line" "$split") && outcome=ok && break
+        done
+        printf '%s\t%s\t%s\t%s, try %d, %s ms\n' "$list" $outcome "$title" "$how" "$tries" $(($(now) - start)) \
+            >>"$work/outcomes.$lane"
     done <"$work/bugs"
 }
 
@@ -321,7 +326,8 @@ cut -f 4-6 "$work/bugs" | grep -v '^train_gpt' | sort -u >"$work/passes"
 in_lanes pass_lane
 cat "$work"/seconds.* >"$work/seconds"
 cat "$work"/passed.* >"$work/passed"
-cat "$work/passed"
+# Most lines say that a program passes. Without -v they are left out, so that a failure can be seen among them.
+if [ $verbose = 1 ]; then cat "$work/passed"; else grep -v '^  ok ' "$work/passed"; fi
 check "each program was run without a bug" \
     number_is "$(grep -c '^  \(ok  \|FAIL\)  ' "$work/passed")" "$(wc -l <"$work/passes")"
 passed=$((passed + $(grep -c '^  ok ' "$work/passed"))) failed=$((failed + $(grep -c '^  FAIL ' "$work/passed")))
