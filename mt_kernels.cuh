@@ -166,14 +166,16 @@ MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias);
 MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias);
 
 typedef enum mt_activation {
-    MT_GELU_TANH = 0,   /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): GPT-2 */
-    MT_GELU_ERF = 1,    /* 0.5 x (1 + erf(x / sqrt(2))): BERT, arXiv 1606.08415 */
-    MT_SWIGLU = 2,      /* silu(gate) * up, for h = [gate | up]: arXiv 2002.05202 */
-    MT_SQUARED_RELU = 3 /* max(x, 0)^2, whose slope is 2 max(x, 0): Primer, arXiv 2109.08668; Nemotron */
+    MT_GELU_TANH = 0,    /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): GPT-2 */
+    MT_GELU_ERF = 1,     /* 0.5 x (1 + erf(x / sqrt(2))): BERT, arXiv 1606.08415 */
+    MT_SWIGLU = 2,       /* silu(gate) * up, for h = [gate | up]: arXiv 2002.05202 */
+    MT_SQUARED_RELU = 3, /* max(x, 0)^2, whose slope is 2 max(x, 0): Primer, arXiv 2109.08668; Nemotron */
+    MT_RELU = 4,         /* max(x, 0), whose slope is 1 for x > 0, otherwise 0: the Transformer, arXiv 1706.03762 */
+    MT_TANH = 5          /* tanh(x): the pooler of BERT, arXiv 1810.04805 */
 } mt_activation;
 
 /* The number of activations: they are the values from 0 to MT_ACTIVATION_COUNT - 1. */
-#define MT_ACTIVATION_COUNT 4
+#define MT_ACTIVATION_COUNT 6
 
 /* forward:  h [tokens, w] += bias [1, w] (optional), then y [tokens, f] = act(h)
    backward: dh [tokens, w] = dy [tokens, f] * act'(h), dbias [1, w] += column sums of dh (optional). h is as forward
@@ -936,6 +938,22 @@ MT_INLINE float mti_normal_cdf(float x, float e) {
     return size < 1.0f ? p : tail;
 }
 
+/* tanh(x), with the sign of x, where u = |x| and e = e^-2u:
+   u < 0.625:  u + u^3 P(u^2). P is fitted like q in mti_exp, with a relative error of 4.4e-9.
+   u >= 0.625: 1 - 2 e / (1 + e), which is 1 for large u and infinity.
+   The relative error of tanh is at most 1.6e-7. NaN stays NaN, and -0 stays -0. */
+MT_INLINE float mti_tanh(float x) {
+    float u = mt_f32_from_bits(mt_f32_bits(x) & 0x7fffffffu), z = u * u, e = mti_exp(-2.0f * u);
+    float large = 1.0f - 2.0f * e / (1.0f + e), p = -5.70498451e-3f * z + 2.06390849e-2f;
+    uint32_t is_small = 0u - (uint32_t)(u < 0.625f), size;
+    p = p * z - 5.37397143e-2f;
+    p = p * z + 1.33314422e-1f;
+    p = p * z - 3.33332819e-1f;
+    p = u + u * (z * p);
+    size = (mt_f32_bits(p) & is_small) | (mt_f32_bits(large) & ~is_small);
+    return mt_f32_from_bits(size | (mt_f32_bits(x) & 0x80000000u));
+}
+
 #if MT_HAS_CUDA
 extern "C++" {
 
@@ -1540,7 +1558,8 @@ static __device__ __forceinline__ void mti_map_vector(const Op &op, int64_t row,
    number is 6.8 times the bytes that an element moves.
      y = a + b           12 of 41    bias                   10 of 27    conversion to f32           8 of 41
      bias and GELU       24 of 41    bias and erf GELU      35 of 41    bias and SwiGLU            27 of 68
-     bias, squared ReLU  15 of 41    fill                    7 of 14    rotary embeddings          20 of 27
+     bias and ReLU       14 of 41    bias, squared ReLU     15 of 41    bias and tanh              27 of 41
+     fill                 7 of 14    rotary embeddings      20 of 27
      y = a * b           12 of 41    times a row            11 of 27    times a column             11 of 27
      sigmoid             18 of 27    SiLU                   18 of 27    sigmoid gate               21 of 41
      sigmoid, backward   24 of 41    SiLU, backward         25 of 41    sigmoid gate, backward     29 of 68
@@ -1647,8 +1666,8 @@ static __device__ __forceinline__ void mti_columns_row(const Op &op, int64_t row
    Instructions per element in bf16 on sm_90 in the loop over groups, and the budget as at mti_map_ahead_kernel: column
    sums 3 of 14, GELU 25 of 41, erf GELU 31 of 41, SwiGLU 25 of 68, dropout 27 of 27, or 39 in rows that do not begin at
    a multiple of four elements. The column sums need 48 registers, so an SM has 5 blocks with 80 KiB of loads in flight.
-   GELU needs 80 registers: 3 blocks with 48 KiB. The backward of squared ReLU has 10 of 41 instructions, that of a
-   product with a row 9 of 41. */
+   GELU needs 80 registers: 3 blocks with 48 KiB. The backward of squared ReLU has 10 of 41 instructions, that of ReLU
+   12, that of tanh 18, and that of a product with a row 9. */
 template <int TYPE, bool WIDE, int AHEAD, int SUMS, typename Op>
 static __global__ void __launch_bounds__(MTI_LANES *MTI_DEEP, 2)
     mti_columns_kernel(Op op, int64_t rows, int64_t cols, float *partial) {
@@ -3539,6 +3558,19 @@ MT_INLINE float mti_silu(float x) { return x / (1.0f + mti_exp(-x)); }
 
 static MT_HOST_DEVICE float mti_relu(float x) { return x < 0.0f ? 0.0f : x; } /* NaN stays NaN */
 
+/* 1 or 0, and NaN for NaN. Bit masks select the result, as in mti_exp. 0x3f800000 are the bits of 1. */
+MT_INLINE MT_HOST_DEVICE float mti_relu_slope(float x) {
+    uint32_t positive = 0u - (uint32_t)(x > 0.0f), number = 0u - (uint32_t)(x == x);
+    return mt_f32_from_bits((0x3f800000u & positive) | (mt_f32_bits(x) & ~number));
+}
+
+/* 1 - tanh(x)^2 = 4 e / (1 + e)^2 with e = e^-2|x|. Nothing cancels, and the relative error is at most 3.2e-7 where the
+   slope is above 1e-37. */
+MT_INLINE float mti_tanh_slope(float x) {
+    float u = mt_f32_from_bits(mt_f32_bits(x) & 0x7fffffffu), e = mti_exp(-2.0f * u), s = 1.0f / (1.0f + e);
+    return 4.0f * e * (s * s);
+}
+
 static void mti_gelu_tanh_row(const float *h, float *y, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
@@ -3555,6 +3587,18 @@ static void mti_squared_relu_row(const float *h, float *y, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
     for (j = 0; j < n; j++) y[j] = mti_relu(h[j]) * mti_relu(h[j]);
+}
+
+static void mti_relu_row(const float *h, float *y, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = mti_relu(h[j]);
+}
+
+static void mti_tanh_row(const float *h, float *y, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) y[j] = mti_tanh(h[j]);
 }
 
 static void mti_swiglu_row(const float *gate, const float *up, float *y, int64_t n) {
@@ -3581,6 +3625,18 @@ static void mti_squared_relu_backward_row(const float *h, const float *dy, float
     for (j = 0; j < n; j++) dh[j] = dy[j] * (2.0f * mti_relu(h[j]));
 }
 
+static void mti_relu_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) dh[j] = dy[j] * mti_relu_slope(h[j]);
+}
+
+static void mti_tanh_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) dh[j] = dy[j] * mti_tanh_slope(h[j]);
+}
+
 /* gate is limited to at least -80, so that e^-gate does not overflow. */
 static void mti_swiglu_backward_row(const float *gate, const float *up, const float *dy, float *dgate, float *dup,
                                     int64_t n) {
@@ -3603,6 +3659,8 @@ static void mti_activation_block(mt_activation kind, float *h, const float *bias
     if (kind == MT_GELU_TANH) mti_gelu_tanh_row(h, y, n);
     else if (kind == MT_GELU_ERF) mti_gelu_erf_row(h, y, n);
     else if (kind == MT_SQUARED_RELU) mti_squared_relu_row(h, y, n);
+    else if (kind == MT_RELU) mti_relu_row(h, y, n);
+    else if (kind == MT_TANH) mti_tanh_row(h, y, n);
     else mti_swiglu_row(h, h + f, y, n);
 }
 
@@ -3620,6 +3678,8 @@ static void mti_activation_backward_block(mt_activation kind, const float *h, co
     if (kind == MT_GELU_TANH) mti_gelu_tanh_backward_row(h, dy, dh, n);
     else if (kind == MT_GELU_ERF) mti_gelu_erf_backward_row(h, dy, dh, n);
     else if (kind == MT_SQUARED_RELU) mti_squared_relu_backward_row(h, dy, dh, n);
+    else if (kind == MT_RELU) mti_relu_backward_row(h, dy, dh, n);
+    else if (kind == MT_TANH) mti_tanh_backward_row(h, dy, dh, n);
     else mti_swiglu_backward_row(h, h + f, dy, dh, dh + f, n);
     if (dbias) mti_row_add(dbias, dh, dbias, n);
     if (dbias && kind == MT_SWIGLU) mti_row_add(dbias + f, dh + f, dbias + f, n);
@@ -3642,6 +3702,8 @@ static __device__ __forceinline__ float mti_activation_of(int kind, int fast, fl
     if (kind == MT_GELU_ERF && fast) return x * mti_cuda_normal_cdf(x, __expf(-0.5f * x * x));
     if (kind == MT_GELU_ERF) return 0.5f * x * erfcf(x * -0.70710678f); /* nothing cancels in the left tail */
     if (kind == MT_SQUARED_RELU) return mti_relu(x) * mti_relu(x);
+    if (kind == MT_RELU) return mti_relu(x);
+    if (kind == MT_TANH) return tanhf(x);
     float u = kind == MT_GELU_TANH ? -1.5957691216f * (x + 0.044715f * x * x * x) : -x;
     return mti_cuda_quotient(fast, x, 1.0f + mti_cuda_exp(fast, u));
 }
@@ -3652,6 +3714,11 @@ static __device__ __forceinline__ float mti_activation_slope(int kind, int fast,
         return (fast ? mti_cuda_normal_cdf(x, e) : 0.5f * erfcf(x * -0.70710678f)) + x * 0.3989422804f * e;
     }
     if (kind == MT_SQUARED_RELU) return 2.0f * mti_relu(x);
+    if (kind == MT_RELU) return mti_relu_slope(x);
+    if (kind == MT_TANH) {
+        float e = mti_cuda_exp(fast, -2.0f * fabsf(x)), s = mti_cuda_quotient(fast, 1.0f, 1.0f + e);
+        return 4.0f * e * (s * s);
+    }
     if (kind == MT_GELU_TANH) {
         float u = -1.5957691216f * (x + 0.044715f * x * x * x);
         float s = mti_cuda_quotient(fast, 1.0f, 1.0f + mti_cuda_exp(fast, u));
@@ -3953,7 +4020,7 @@ static mt_status mti_cuda_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor
     return mti_lt_linear(ctx, &g, mt_none(), separate);
 }
 
-/* cuBLASLt has an activation epilogue for MT_GELU_TANH only. */
+/* cuBLASLt has an epilogue that also writes h for MT_GELU_TANH only. That of ReLU writes one bit of each element. */
 static mt_status mti_cuda_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                                     mt_tensor bias, mt_tensor h, mt_tensor y) {
     mti_matmul s = mti_lt_sizes(0, 1, x.rows, weight.rows, x.cols, 0.0f);

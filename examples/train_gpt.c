@@ -71,12 +71,13 @@ enum { TEXT, WHOLE, REAL, SWITCH, DTYPE, DEVICE, RECOMPUTE, SCHEDULE, ACTIVATION
 
 /* The values of flags of the kinds DTYPE to CONFIG, in this order. The index of a value is its number in mt_dtype,
    mt_device, mt_recompute, mt_schedule or mt_activation, or in the table of set_config. */
-static const char *const choices[][4] = {{"f32", "bf16", "f16"},
-                                         {"cpu", "cuda"},
-                                         {"none", "selective", "full"},
-                                         {"1f1b", "gpipe"},
-                                         {"gelu", "gelu-erf", "swiglu", "squared-relu"},
-                                         {"gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b"}};
+static const char *const choices[][MT_ACTIVATION_COUNT] = {
+    {"f32", "bf16", "f16"},
+    {"cpu", "cuda"},
+    {"none", "selective", "full"},
+    {"1f1b", "gpipe"},
+    {"gelu", "gelu-erf", "swiglu", "squared-relu", "relu", "tanh"},
+    {"gpt2-1.2b", "gpt2-2.5b", "gpt2-4.2b", "gpt2-8.3b"}};
 
 typedef struct flag {
     const char *name;
@@ -150,7 +151,7 @@ static const flag flags[] = {
     {"no-pinning", SWITCH, AT(no_pinning), 0, 1, "let ranks move between cores, for a machine with other work"},
     {"rotary", SWITCH, AT(rotary), 0, 1, "rotary instead of learned positions"},
     {"activation", ACTIVATION, AT(activation), 0, MT_ACTIVATION_COUNT - 1,
-     "gelu (with tanh, as in GPT-2), gelu-erf, swiglu or squared-relu"},
+     "gelu (with tanh, as in GPT-2), gelu-erf, swiglu, squared-relu, relu or tanh"},
     {"rmsnorm", SWITCH, AT(rmsnorm), 0, 1, "RMSNorm instead of layer normalisation"},
     {"untied", SWITCH, AT(untied), 0, 1, "an output head with its own weight"},
     {"dry-run", SWITCH, AT(dry_run), 0, 1, "print parameters, bytes and collectives per rank, train nothing"},

@@ -218,6 +218,8 @@ static inline double ref_activation(mt_activation kind, double x) {
     if (kind == MT_GELU_TANH) return 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x * x * x)));
     if (kind == MT_GELU_ERF) return 0.5 * x * erfc(-x / sqrt(2.0)); /* erfc: no cancellation for negative x */
     if (kind == MT_SQUARED_RELU) return x > 0 ? x * x : 0;
+    if (kind == MT_RELU) return x > 0 ? x : 0;
+    if (kind == MT_TANH) return tanh(x);
     return x / (1 + exp(-x));
 }
 

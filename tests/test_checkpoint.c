@@ -636,9 +636,9 @@ static void padded_vocabulary(void **state) {
 
 /* Only a model that is a GPT-2 gets the names and the config.json of GPT-2: its activation must be GELU. */
 static void what_is_a_gpt2(void **state) {
-    static const mt_activation kinds[] = {MT_GELU_TANH, MT_GELU_ERF, MT_SQUARED_RELU};
+    static const mt_activation kinds[] = {MT_GELU_TANH, MT_GELU_ERF, MT_SQUARED_RELU, MT_RELU, MT_TANH};
     (void)state;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 5; i++) {
         job save = {
             .model = GPT2, .activation = kinds[i], .action = SAVE, .fill = 1, .directory = "a", .state = {.step = 1}};
         run(&save);
@@ -1386,7 +1386,7 @@ static void bounds_of_a_model(void **state) {
                   {"gpt.norm", "1", "2", "must be a whole number from 0 to 1"},
                   {"gpt.norm_eps", "1e-30", "0", "must be above 0"},
                   {"gpt.norm_eps", "1e-5", "-1e-5", "must be above 0"},
-                  {"gpt.activation", "3", NUMBER(MT_ACTIVATION_COUNT), "must be a whole number from 0 to "},
+                  {"gpt.activation", "5", NUMBER(MT_ACTIVATION_COUNT), "must be a whole number from 0 to "},
                   {"gpt.mask", "1", "-1", "must be a whole number from 0 to 1"},
                   {"gpt.rotary_base", "3e38", "-1", "must be at least 0"},
                   {"gpt.rotary_base", "0", "4e38", "must be a finite number"},

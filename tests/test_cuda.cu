@@ -2107,6 +2107,8 @@ static void test_padding_is_kept(void **state) {
 static double exact_activation(int kind, double x, int slope) {
     double u = kind == MT_GELU_TANH ? 2 * sqrt(2 / M_PI) * (x + 0.044715 * x * x * x) : x, s = 1 / (1 + exp(-u));
     if (kind == MT_SQUARED_RELU) return x < 0 ? 0 : slope ? 2 * x : x * x;
+    if (kind == MT_RELU) return x <= 0 ? 0 : slope ? 1 : x;
+    if (kind == MT_TANH) return slope ? 1 / cosh(x) / cosh(x) : tanh(x);
     if (kind == MT_GELU_ERF) {
         double cdf = 0.5 * erfc(-x / sqrt(2));
         return slope ? cdf + x * exp(-0.5 * x * x) / sqrt(2 * M_PI) : x * cdf;

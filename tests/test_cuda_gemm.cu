@@ -167,13 +167,13 @@ static void check_operators(mt_dtype type, mt_dtype wide, sizes s, mt_activation
 
 static void test_epilogues(void **state) {
     static const mt_dtype types[][2] = {{MT_F32, MT_F32}, {MT_BF16, MT_BF16}, {MT_F16, MT_F16}, {MT_BF16, MT_F32}};
-    static const mt_activation kinds[] = {MT_GELU_TANH, MT_GELU_TANH, MT_GELU_ERF, MT_SQUARED_RELU};
+    static const mt_activation kinds[] = {MT_GELU_TANH, MT_GELU_TANH, MT_GELU_ERF, MT_SQUARED_RELU, MT_RELU, MT_TANH};
     static const sizes shapes[] = {{8, 16, 24, 0},  {1, 8, 8, 0}, {13, 40, 16, 0},
                                    {33, 24, 72, 8}, {5, 7, 9, 0}, {6, 8, 12, 3}};
     (void)state;
     for (int i = 0; i < 4; i++)
         for (size_t j = 0; j < sizeof shapes / sizeof *shapes; j++)
-            for (int how = 0; how < 8; how++)
+            for (int how = 0; how < 12; how++)
                 check_operators(types[i][0], types[i][1], shapes[j], kinds[how / 2], how & 1);
 }
 

@@ -282,6 +282,60 @@ static void test_squared_relu(void **state) {
                    mt_activation_forward(ref.ctx, (mt_activation)MT_ACTIVATION_COUNT, h, mt_none(), y));
 }
 
+/* Value and slope of ReLU are exact. At 0 the slope is 0. */
+static void test_relu(void **state) {
+    static const float in[] = {0, -0.0f, 1e-45f, -1e-45f, 1e-38f, -1e-38f, 1, -1, 3e38f, -3e38f, INFINITY, -INFINITY};
+    enum { n = 1000 };
+    mt_tensor h = ref_random(1, n, 0, 2, 0), y = ref_guarded(1, n, 0), dy = ref_random(1, n, 0, 2, 0);
+    mt_tensor dh = ref_guarded(1, n, 0);
+    float *x = ref_row(h, 0), *value = ref_row(y, 0), *slope = ref_row(dh, 0);
+    int i;
+    (void)state;
+    memcpy(x, in, sizeof in);
+    OK(mt_activation_forward(ref.ctx, MT_RELU, h, mt_none(), y));
+    OK(mt_activation_backward(ref.ctx, MT_RELU, h, dy, dh, mt_none()));
+    for (i = 0; i < n; i++) {
+        float up = ref_row(dy, 0)[i];
+        if (value[i] != (x[i] > 0 ? x[i] : 0) || slope[i] != (x[i] > 0 ? up : 0))
+            fail_msg("ReLU of %.9g is %.9g; its gradient is %.9g for dy %.9g", (double)x[i], (double)value[i],
+                     (double)slope[i], (double)up);
+    }
+    for (i = 0; i < n; i++) x[i] = i & 1 ? NAN : -NAN;
+    OK(mt_activation_forward(ref.ctx, MT_RELU, h, mt_none(), y));
+    OK(mt_activation_backward(ref.ctx, MT_RELU, h, dy, dh, mt_none()));
+    for (i = 0; i < n; i++) assert_true(value[i] != value[i] && slope[i] != slope[i]);
+}
+
+/* tanh is within 1.6e-7 of its value, and its slope within 3.2e-7 of its value. Below FLT_MIN the slope may be 0. */
+static void test_tanh(void **state) {
+    enum { n = 100000 };
+    mt_tensor h = ref_guarded(1, n, 0), y = ref_guarded(1, n, 0), one = ref_filled(1, n, 0, 1);
+    mt_tensor dh = ref_guarded(1, n, 0);
+    float *x = ref_row(h, 0), *value = ref_row(y, 0), *slope = ref_row(dh, 0);
+    double worst = 0, worst_slope = 0;
+    int i;
+    (void)state;
+    for (i = 0; i < n; i++) x[i] = (float)ldexp((double)test_float(&ref.random), i & 1 ? i / 2 % 7 : i / 2 % 180 - 130);
+    for (i = 0; i < 100; i++) x[i] = 0.625f + (float)(i - 50) * 6e-8f; /* the formula changes at 0.625 */
+    x[100] = 1e-45f, x[101] = INFINITY, x[102] = -INFINITY, x[103] = FLT_MAX, x[104] = -FLT_MAX;
+    x[105] = 0, x[106] = -0.0f, x[107] = NAN;
+    OK(mt_activation_forward(ref.ctx, MT_TANH, h, mt_none(), y));
+    OK(mt_activation_backward(ref.ctx, MT_TANH, h, one, dh, mt_none()));
+    for (i = 0; i < n; i++) {
+        double want = tanh((double)x[i]), want_slope = 1 / cosh((double)x[i]) / cosh((double)x[i]);
+        if (!(fabsf(x[i]) > 0)) continue;
+        worst = fmax(worst, fabs((double)value[i] / want - 1));
+        assert_true(fabsf(value[i]) <= 1 && slope[i] >= 0);
+        if (want_slope > 1e-37) worst_slope = fmax(worst_slope, fabs((double)slope[i] / want_slope - 1));
+        else assert_true(slope[i] <= 1.1e-37f);
+    }
+    if (!(worst <= 1.6e-7 && worst_slope <= 3.2e-7))
+        fail_msg("tanh is off by %.3g of its value, its slope by %.3g", worst, worst_slope);
+    assert_true(value[101] == 1 && value[102] == -1 && slope[101] == 0 && slope[102] == 0 && slope[103] == 0);
+    assert_true(value[105] == 0 && !signbit(value[105]) && value[106] == 0 && signbit(value[106]) && slope[106] == 1);
+    assert_true(value[107] != value[107] && slope[107] != slope[107]);
+}
+
 /* exp is within two units in the last place, 1.2e-7. Phi is within 9e-8, so erf(x) = 2 Phi(sqrt(2) x) - 1 is within
    1.8e-7. For x < 0, Phi is also within 4e-7 of its value, plus the effect of rounding x^2 / 2 on e^(-x^2 / 2). */
 static void test_exp_and_normal(void **state) {
@@ -367,6 +421,14 @@ static double act_objective(const double *x, const void *user) {
     return dot;
 }
 
+/* Moves h + bias away from 0, where ReLU has no derivative. */
+static void leave_the_kink(mt_tensor h, mt_tensor bias) {
+    int64_t i, j;
+    for (i = 0; i < h.rows; i++)
+        for (j = 0; j < h.cols; j++)
+            if (fabsf(ref_row(h, i)[j] + ref_row(bias, 0)[j]) < 1e-3f) ref_row(h, i)[j] += 0.01f;
+}
+
 static void try_activation(mt_activation kind, int64_t t, int64_t f, int with_bias, int in_place) {
     int64_t w = kind == MT_SWIGLU ? 2 * f : f;
     mt_tensor h = ref_random(t, w, 3, 3, 0), bias = with_bias ? ref_random(1, w, 0, 1, 0) : ref_filled(1, w, 0, 0);
@@ -376,6 +438,7 @@ static void try_activation(mt_activation kind, int64_t t, int64_t f, int with_bi
     act_case c = {kind, t, f, w, NULL};
     size_t i;
     c.dy = ref_values(dy);
+    if (kind == MT_RELU) leave_the_kink(h, bias);
     ref_read(h, x);
     ref_read(bias, x + nh);
     act_values(x, &c, want);
@@ -2305,6 +2368,8 @@ static const struct CMUnitTest tests[] = {
     REF_TEST(test_activation_sweep),
     REF_TEST(test_activation_near_zero),
     REF_TEST(test_squared_relu),
+    REF_TEST(test_relu),
+    REF_TEST(test_tanh),
     REF_TEST(test_exp_and_normal),
     REF_TEST(test_sqrt_sweep),
     REF_TEST(test_bias),

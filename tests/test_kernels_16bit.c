@@ -529,6 +529,18 @@ static mt_status run_squared_relu(mt_context *c, const mt_tensor *v) {
 static mt_status run_squared_relu_backward(mt_context *c, const mt_tensor *v) {
     return mt_activation_backward(c, MT_SQUARED_RELU, v[0], v[1], v[2], v[3]);
 }
+static mt_status run_relu(mt_context *c, const mt_tensor *v) {
+    return mt_activation_forward(c, MT_RELU, v[0], v[1], v[2]);
+}
+static mt_status run_relu_backward(mt_context *c, const mt_tensor *v) {
+    return mt_activation_backward(c, MT_RELU, v[0], v[1], v[2], v[3]);
+}
+static mt_status run_tanh(mt_context *c, const mt_tensor *v) {
+    return mt_activation_forward(c, MT_TANH, v[0], v[1], v[2]);
+}
+static mt_status run_tanh_backward(mt_context *c, const mt_tensor *v) {
+    return mt_activation_backward(c, MT_TANH, v[0], v[1], v[2], v[3]);
+}
 static mt_status run_gelu_backward(mt_context *c, const mt_tensor *v) {
     return mt_activation_backward(c, MT_GELU_TANH, v[0], v[1], v[2], v[3]);
 }
@@ -547,6 +559,16 @@ static void test_activation(void **state) {
         {"mt_activation_forward", run_squared_relu, {IN("h", 5, 37), IN("bias", 1, 37), OUT("y", 5, 37)}, {{0, 0}}},
         {"mt_activation_backward",
          run_squared_relu_backward,
+         {IN("h", 5, 37), IN("dy", 5, 37), OUT("dh", 5, 37), F32("dbias", 1, 37)},
+         {{2, 0}}},
+        {"mt_activation_forward", run_relu, {IN("h", 5, 37), IN("bias", 1, 37), OUT("y", 5, 37)}, {{0, 0}}},
+        {"mt_activation_backward",
+         run_relu_backward,
+         {IN("h", 5, 37), IN("dy", 5, 37), OUT("dh", 5, 37), F32("dbias", 1, 37)},
+         {{2, 0}}},
+        {"mt_activation_forward", run_tanh, {IN("h", 5, 37), IN("bias", 1, 37), OUT("y", 5, 37)}, {{0, 0}}},
+        {"mt_activation_backward",
+         run_tanh_backward,
          {IN("h", 5, 37), IN("dy", 5, 37), OUT("dh", 5, 37), F32("dbias", 1, 37)},
          {{2, 0}}},
         {"mt_activation_backward",

@@ -812,6 +812,8 @@ static void test_shape_of_a_model(void **state) {
                                          {"--ffn 64", "--ffn is 64, the model in |has 44 features in its MLP"},
                                          {"--vocab 256", "--vocab is 256, the model in |has 300 tokens in its"},
                                          {"--activation gelu", "--activation is gelu, the model in |has swiglu"},
+                                         {"--activation relu", "--activation is relu, the model in |has swiglu"},
+                                         {"--activation tanh", "--activation is tanh, the model in |has swiglu"},
                                          {"--config gpt2-1.2b --tp 2", "--layers is 40, the model in |has 2 layers"}};
     char words[WORDS], start[WORDS], c[SCRATCH_PATH], text[4096];
     double whole[8], again[8];

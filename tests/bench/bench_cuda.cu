@@ -525,7 +525,8 @@ static void activation_rows(mt_dtype dtype, mt_activation kind, const std::strin
 }
 
 static void item_activation() {
-    static const char *const names[MT_ACTIVATION_COUNT] = {"GELU", "GELU by erf", "SwiGLU", "squared ReLU"};
+    static const char *const names[MT_ACTIVATION_COUNT] = {"GELU",         "GELU by erf", "SwiGLU",
+                                                           "squared ReLU", "ReLU",        "tanh"};
     for (mt_dtype dtype : two_types)
         for (int kind = 0; kind < MT_ACTIVATION_COUNT; kind++) activation_rows(dtype, (mt_activation)kind, names[kind]);
 }
