@@ -34,7 +34,7 @@
     int main(void) { int32_t pi[] = {3, 1, 4, 1, 5}; mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, train, pi); }
 
    The library has four headers. Each includes those below it in this list and works without those above it:
-       megatron.h       attention, MLP, transformer layer, GPT, checkpoints of a GPT             (this header)
+       megatron.h       attention, MLP, transformer layer, language model, GPT, checkpoints of a GPT  (this header)
        mt_parallel.h    process grid, parameters, column- and row-parallel linear, vocabulary-parallel embedding and
                         loss, AdamW, pipelines, checkpoints
        mt_kernels.cuh   the operators, forward and backward
@@ -67,7 +67,7 @@
    Threads: A rank is one thread, with a context, communicators and a registry of its own.
    Macros:  mt_comm.h lists those that configure the implementation.
 
-   Sections of the implementation: >>mlp >>attention >>layer >>gpt >>checkpoint */
+   Sections of the implementation: >>mlp >>attention >>layer >>model >>gpt >>checkpoint */
 
 #include "mt_parallel.h" /* outside the guard: a second #include may add the implementation */
 
@@ -92,15 +92,18 @@ typedef struct mt_batch {
     const int32_t *lengths;
     uint64_t seed, step; /* of dropout; use a new step for each optimizer step */
     /* advanced */
+    /* [sequences * seq], in memory of the context's device, for models with token types (BERT's segments): the type of
+       each token. It must not change until backward. MT_ERR_ARGUMENT for a model without token types. NULL: all 0 */
+    const int32_t *token_types;
     /* mt_random.offset of dropout, such as step << 20 in memory of the device; the same number until backward */
     const uint64_t *random_offset;
     /* Optional, [1, 1], MT_F32, in memory of the device: the gradient of the loss is multiplied by it (see mt_step).
        Backward reads it, or forward if backward_scale is set. mt_none() counts as 1 */
     mt_tensor loss_scale;
     /* The scale that mt_gpt_backward will get, if it is known before forward. Forward then also computes the gradient
-       of the loss: with one tensor rank, outside invariant mode, the logits are read once instead of twice. On a CPU
-       and in invariant mode, losses and gradients have the same bits as without it. Elsewhere they differ by rounding
-       at most. Without effect when saved is NULL. 0: backward computes the gradient of the loss */
+       of the loss of the tokens: with one tensor rank, outside invariant mode, the logits are read once instead of
+       twice. On a CPU and in invariant mode, losses and gradients have the same bits as without it. Elsewhere they
+       differ by rounding at most. Without effect when saved is NULL. 0: backward computes the gradient of the loss */
     float backward_scale;
 } mt_batch;
 
@@ -455,6 +458,85 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
 MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy,
                                                mt_tensor dx, const mt_transformer_layer_saved *saved);
 
+/* ---- language model: embedding and layers ------------------------------------------------------------------------ */
+
+/* The part that transformer models have in common: an embedding (tokens, learned positions, token types, norm,
+   dropout), layers, and a final norm. Its output is hidden states, [tokens, hidden]. mt_gpt below adds a head and a
+   loss to it. Use it alone for an encoder, or for a model with a head of your own. */
+typedef struct mt_language_model_desc {
+    int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
+    /* Describes every layer. Leave layer_number and max_seq 0: create sets them. When output_init_std is 0, it becomes
+       init_std / sqrt(2 * layers). With rotary there are no learned positions */
+    mt_transformer_layer_desc layer;
+    /* advanced */
+    /* 1: the layers and the final norm are called encoder.layers.N and encoder.final_layernorm, as in Megatron-LM's
+       BERT; 0: decoder.layers.N and decoder.final_layernorm */
+    int is_encoder;
+    int64_t token_types; /* number of token types, see mt_batch.token_types; 0: the model has no token types */
+    int embedding_norm;  /* 1: the sum of the embeddings is normalised, before the dropout */
+    /* 1: an output head uses the weight of the token embedding, which is therefore also on the last pipeline stage */
+    int tied_head;
+    /* layer.recompute applies only to this number of layers, the first ones of each stage; must be 0 with
+       MT_RECOMPUTE_NONE (MT_ERR_ARGUMENT); 0: all layers */
+    int64_t recompute_layers;
+    float embedding_dropout; /* of the sum of the embeddings */
+    /* rows of the token embedding with padding of your own, such as 50304 for a vocab of 50257; see mt_embedding_desc.
+       0: none */
+    int64_t padded_vocab;
+} mt_language_model_desc;
+
+/* This rank's shard of the model or, on a grid with several pipeline stages, of its stage. Every stage has the same
+   number of layers. The first stage has the embeddings, and the last one has the final norm. Members that a stage does
+   not have are zero. */
+typedef struct mt_language_model {
+    mt_language_model_desc desc;
+    mt_vocab_parallel_embedding tokens; /* embedding.word_embeddings.weight */
+    mt_param *positions;                /* embedding.position_embeddings.weight [max_seq, hidden]; NULL with rotary */
+    mt_param *token_types;              /* embedding.tokentype_embeddings.weight [token_types, hidden]; may be NULL */
+    mt_norm_layer embedding_norm;       /* embedding.layernorm.*; weight is NULL without embedding_norm */
+    mt_transformer_layer *layers;       /* layers[i]: decoder.layers.<first_layer + i>.*; the registry owns the array */
+    int64_t first_layer, local_layers;  /* global number of layers[0]; number of layers of this stage */
+    mt_norm_layer final_norm;           /* decoder.final_layernorm.*; weight is NULL with MT_POST_LN */
+    const mt_grid *grid;
+} mt_language_model;
+
+/* What one forward keeps for its backward. Its tensors are in the arena until the caller's mt_arena_release. Several
+   forwards may be in flight, each with a `saved` of its own. */
+typedef struct mt_language_model_saved {
+    mt_transformer_layer_saved *layers; /* [local_layers], from mt_language_model_saved_create */
+    mt_batch batch;
+    const int32_t *ids; /* the ids of the forward that waits for its backward; NULL: none waits */
+    mt_norm_saved embedding_norm, final_norm;
+} mt_language_model_saved;
+
+/* create adds the parameters of this rank's stage to the registry, which owns them; out needs no destroy. saved_create
+   allocates host memory, which saved_destroy frees. Errors: MT_ERR_SHAPE (`layers` is not a multiple of the number of
+   stages, or hidden, heads and kv_heads break a rule of mt_self_attention_desc), MT_ERR_ARGUMENT (a value is out of
+   range, or there are several stages and mt_context_desc.arena_symmetric is set), MT_ERR_MEMORY. */
+MT_API mt_status mt_language_model_create(mt_context *ctx, mt_params *params, const mt_language_model_desc *desc,
+                                          mt_language_model *out);
+MT_API mt_status mt_language_model_saved_create(mt_context *ctx, const mt_language_model *model,
+                                                mt_language_model_saved *out);
+/* NULL and a zero-initialised struct are allowed. */
+MT_API void mt_language_model_saved_destroy(mt_language_model_saved *saved);
+
+/* forward computes output, the hidden states, from ids. backward gets the gradient of output, doutput, and adds to the
+   gradients of the parameters. ids [sequences * seq] are in memory of the context's device, the same on every tensor
+   rank, and must not change until backward. output and doutput are [tokens, hidden], or [tokens / t, hidden] with
+   sequence_parallel, in the model's type. When saved is NULL, forward is evaluation, without dropout. Call backward
+   once for each forward with saved.
+   With several pipeline stages, call both in the functions of your mt_pipeline_stage (see mt_gpt_stage_forward). input
+   is the output of the stage before, and must not change until backward; dinput is its gradient. On the first stage
+   input and dinput are mt_none(). On every stage output and doutput are given; the output of the last stage is that of
+   the model.
+   Communication over the tensor group: that of mt_gpt_forward and mt_gpt_backward without head and loss.
+   Errors: those of mt_gpt_forward and mt_gpt_backward. */
+MT_API mt_status mt_language_model_forward(mt_context *ctx, const mt_language_model *model, const mt_batch *batch,
+                                           const int32_t *ids, mt_tensor input, mt_tensor output,
+                                           mt_language_model_saved *saved);
+MT_API mt_status mt_language_model_backward(mt_context *ctx, const mt_language_model *model, mt_tensor doutput,
+                                            mt_tensor dinput, mt_language_model_saved *saved);
+
 /* ---- GPT --------------------------------------------------------------------------------------------------------- */
 
 /* A GPT is a token embedding, learned positions (not with rotary), layers, a final norm (not with MT_POST_LN), an
@@ -465,12 +547,10 @@ typedef struct mt_gpt_desc {
        becomes init_std / sqrt(2 * layers). */
     mt_transformer_layer_desc layer;
     /* advanced */
-    /* layer.recompute applies only to this number of layers, the first ones of each stage; must be 0 with
-       MT_RECOMPUTE_NONE (MT_ERR_ARGUMENT); 0: all layers */
-    int64_t recompute_layers;
-    int untied_head;         /* 1: the output head has a weight of its own */
-    float embedding_dropout; /* of the sum of token and position embedding */
-    float label_smoothing;   /* see mt_cross_entropy_desc */
+    int64_t recompute_layers; /* as in mt_language_model_desc */
+    int untied_head;          /* 1: the output head has a weight of its own */
+    float embedding_dropout;  /* of the sum of token and position embedding */
+    float label_smoothing;    /* see mt_cross_entropy_desc */
     /* targets of this value have loss 0 and gradient 0; MT_IGNORE_ZERO: targets of 0; 0: -100, as in PyTorch */
     int32_t ignore_index;
     /* rows of the embedding and of the output head with padding of your own, such as 50304 for a vocab of 50257; see
@@ -478,29 +558,18 @@ typedef struct mt_gpt_desc {
     int64_t padded_vocab;
 } mt_gpt_desc;
 
-/* This rank's shard of the model or, on a grid with several pipeline stages, of its stage. Every stage has the same
-   number of layers. The first stage has the embeddings, and the last one has the final norm and the head. Members that
-   a stage does not have are zero.
-   A tied embedding is on the first and on the last stage; mt_sync_gradients adds up its two gradients. */
+/* This rank's shard of the model or of its pipeline stage. The last stage has the head. A tied embedding is on the
+   first and on the last stage; mt_sync_gradients adds up its two gradients. */
 typedef struct mt_gpt {
     mt_gpt_desc desc;
-    mt_vocab_parallel_embedding tokens; /* embedding.word_embeddings.weight */
-    mt_param *positions;                /* embedding.position_embeddings.weight [max_seq, hidden]; NULL with rotary */
-    mt_transformer_layer *layers;       /* layers[i]: decoder.layers.<first_layer + i>.*; the registry owns the array */
-    int64_t first_layer, local_layers;  /* global number of layers[0]; number of layers of this stage */
-    mt_norm_layer final_norm;           /* decoder.final_layernorm.*; weight is NULL with MT_POST_LN */
-    mt_column_parallel_linear head;     /* its weight is tokens.weight, or output_layer.weight with untied_head */
+    mt_language_model model;
+    mt_column_parallel_linear head; /* its weight is model.tokens.weight, or output_layer.weight with untied_head */
     mt_cross_entropy_desc loss;
-    const mt_grid *grid;
 } mt_gpt;
 
-/* What one forward keeps for its backward. Its tensors are in the arena until the caller's mt_arena_release. Several
-   forwards may be in flight, each with an mt_gpt_saved of its own. */
+/* What one forward keeps for its backward, as mt_language_model_saved. */
 typedef struct mt_gpt_saved {
-    mt_transformer_layer_saved *layers; /* [local_layers], from mt_gpt_saved_create */
-    mt_batch batch;
-    const int32_t *ids; /* the ids of the forward that waits for its backward; NULL: none waits */
-    mt_norm_saved final_norm;
+    mt_language_model_saved model;
     mt_linear_saved head;
     mt_cross_entropy_saved loss;
 } mt_gpt_saved;
@@ -1722,7 +1791,7 @@ static mt_status mti_layer_norm(mt_context *ctx, mt_params *params, const char *
     return mt_norm_layer_create(ctx, params, full, &n, out);
 }
 
-/* Creates the norms and blocks in the order of forward. mti_gpt_backward relies on this order in the registry. */
+/* Creates the norms and blocks in the order of forward. mti_model_backward relies on this order in the registry. */
 static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char *name,
                                   const mt_transformer_layer_desc *d, mt_transformer_layer *out) {
     char full[MT_NAME_MAX];
@@ -1991,317 +2060,321 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     return status;
 }
 
-/* ---- >>gpt ------------------------------------------------------------------------------------------------------- */
+/* ---- >>model ----------------------------------------------------------------------------------------------------- */
 
 #define MTI_LAYERS_MAX (1 << 17)
 
-static mt_status mti_gpt_check(mt_context *ctx, const mt_grid *grid, const mt_gpt_desc *d) {
+static mt_status mti_model_sizes_check(mt_context *ctx, const char *function, const mt_language_model_desc *d) {
     if (d->padded_vocab && (d->padded_vocab < d->vocab || d->padded_vocab > INT32_MAX))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_create: padded_vocab %lld, must be 0 or from vocab %lld to %d",
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: padded_vocab %lld, must be 0 or from vocab %lld to %d", function,
                        (long long)d->padded_vocab, (long long)d->vocab, INT32_MAX);
     if (d->vocab < 1 || d->vocab > INT32_MAX || d->layers < 1 || d->layers > MTI_LAYERS_MAX || d->max_seq < 1 ||
-        d->recompute_layers < 0 || d->recompute_layers > d->layers || !mti_probability(d->embedding_dropout) ||
-        !(d->label_smoothing >= 0.0f && d->label_smoothing < 1.0f))
+        d->token_types < 0 || d->token_types > INT32_MAX || d->recompute_layers < 0 ||
+        d->recompute_layers > d->layers || !mti_probability(d->embedding_dropout))
         return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "mt_gpt_create: vocab %lld, layers %lld, max_seq %lld, embedding_dropout %g, "
-                       "label_smoothing %g, recompute_layers %lld",
-                       (long long)d->vocab, (long long)d->layers, (long long)d->max_seq, (double)d->embedding_dropout,
-                       (double)d->label_smoothing, (long long)d->recompute_layers);
-    if (d->layer.layer_number || (d->layer.max_seq && d->layer.max_seq != d->max_seq))
-        return mt_fail(
-            ctx, MT_ERR_ARGUMENT,
-            "mt_gpt_create: layer.layer_number is %lld, layer.max_seq %lld; the GPT sets them, to the number "
-            "of each layer and to max_seq %lld",
-            (long long)d->layer.layer_number, (long long)d->layer.max_seq, (long long)d->max_seq);
-    if (d->recompute_layers && d->layer.recompute == MT_RECOMPUTE_NONE)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_create: recompute_layers is %lld, but layer.recompute is 0",
-                       (long long)d->recompute_layers);
-    if (d->layers % grid->pp_size != 0)
-        return mt_fail(ctx, MT_ERR_SHAPE, "mt_gpt_create: %lld layers cannot be divided over %d pipeline stages",
-                       (long long)d->layers, grid->pp_size);
-    if (grid->pp_size > 1 && mt_context_arena_symmetric(ctx))
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "mt_gpt_create: %d pipeline stages do not use their arenas alike, as "
-                       "mt_context_desc.arena_symmetric promises",
-                       grid->pp_size);
+                       "%s: vocab %lld, layers %lld, max_seq %lld, token_types %lld, embedding_dropout %g, "
+                       "recompute_layers %lld",
+                       function, (long long)d->vocab, (long long)d->layers, (long long)d->max_seq,
+                       (long long)d->token_types, (double)d->embedding_dropout, (long long)d->recompute_layers);
     return MT_SUCCESS;
 }
 
-static int mti_gpt_is_first(const mt_gpt *gpt) { return gpt->grid->pp_rank == 0; }
-static int mti_gpt_is_last(const mt_gpt *gpt) { return gpt->grid->pp_rank + 1 == gpt->grid->pp_size; }
+static mt_status mti_model_check(mt_context *ctx, const char *function, const mt_grid *grid,
+                                 const mt_language_model_desc *d) {
+    MT_TRY(mti_model_sizes_check(ctx, function, d));
+    if (d->layer.layer_number || (d->layer.max_seq && d->layer.max_seq != d->max_seq))
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: layer.layer_number is %lld, layer.max_seq %lld; the model sets them, to the number of each "
+                       "layer and to max_seq %lld",
+                       function, (long long)d->layer.layer_number, (long long)d->layer.max_seq, (long long)d->max_seq);
+    if (d->recompute_layers && d->layer.recompute == MT_RECOMPUTE_NONE)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: recompute_layers is %lld, but layer.recompute is 0", function,
+                       (long long)d->recompute_layers);
+    if (d->layers % grid->pp_size != 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld layers cannot be divided over %d pipeline stages", function,
+                       (long long)d->layers, grid->pp_size);
+    if (grid->pp_size > 1 && mt_context_arena_symmetric(ctx))
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: %d pipeline stages do not use their arenas alike, as "
+                       "mt_context_desc.arena_symmetric promises",
+                       function, grid->pp_size);
+    return MT_SUCCESS;
+}
 
-/* Creates the token embedding, which is on the first stage and, for a tied head, also on the last one, and the learned
-   positions, which are on the first stage. */
-static mt_status mti_gpt_embedding(mt_context *ctx, mt_params *params, mt_gpt *gpt) {
-    const mt_transformer_layer_desc *l = &gpt->desc.layer;
-    mt_embedding_desc e;
+static int mti_model_is_first(const mt_language_model *m) { return m->grid->pp_rank == 0; }
+static int mti_model_is_last(const mt_language_model *m) { return m->grid->pp_rank + 1 == m->grid->pp_size; }
+
+/* Adds a table that every tensor rank has whole: of positions, or of token types. */
+static mt_status mti_model_table(mt_context *ctx, mt_params *params, const mt_language_model *m, const char *name,
+                                 int64_t rows, mt_param **out) {
+    const mt_transformer_layer_desc *l = &m->desc.layer;
     mt_param_desc p;
-    if (!mti_gpt_is_first(gpt) && (!mti_gpt_is_last(gpt) || gpt->desc.untied_head)) return MT_SUCCESS;
-    memset(&e, 0, sizeof e);
-    e.vocab = gpt->desc.vocab;
-    e.padded_vocab = gpt->desc.padded_vocab;
-    e.features = l->hidden;
-    e.init_std = l->init_std;
-    e.sequence_parallel = l->sequence_parallel;
-    e.shared = !gpt->desc.untied_head;
-    MT_TRY(mt_vocab_parallel_embedding_create(ctx, params, "embedding.word_embeddings", &e, &gpt->tokens));
-    if (l->rotary_base > 0.0f || !mti_gpt_is_first(gpt)) return MT_SUCCESS;
     memset(&p, 0, sizeof p);
-    p.name = "embedding.position_embeddings.weight";
-    p.rows = gpt->desc.max_seq;
+    p.name = name;
+    p.rows = rows;
     p.cols = l->hidden;
     p.init_std = l->init_std == 0.0f ? 0.02f : l->init_std;
     p.weight_decay = 1;
     p.sequence_partial = l->sequence_parallel;
-    return mt_params_add(ctx, params, &p, &gpt->positions);
+    return mt_params_add(ctx, params, &p, out);
 }
 
-/* Creates the layers of this stage. While it does, gpt->desc.layer is the desc of the current layer. */
-static mt_status mti_gpt_layers(mt_context *ctx, mt_params *params, mt_gpt *gpt) {
-    int64_t recomputed = gpt->desc.recompute_layers ? gpt->desc.recompute_layers : gpt->local_layers, i;
-    mt_recompute recompute = gpt->desc.layer.recompute;
+/* Creates the token embedding, which is on the first stage and, for a tied head, also on the last one, and what is
+   added to it on the first stage. */
+static mt_status mti_model_embedding(mt_context *ctx, mt_params *params, mt_language_model *m) {
+    const mt_language_model_desc *d = &m->desc;
+    mt_embedding_desc e;
+    if (!mti_model_is_first(m) && (!mti_model_is_last(m) || !d->tied_head)) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.vocab = d->vocab;
+    e.padded_vocab = d->padded_vocab;
+    e.features = d->layer.hidden;
+    e.init_std = d->layer.init_std;
+    e.sequence_parallel = d->layer.sequence_parallel;
+    e.shared = d->tied_head;
+    MT_TRY(mt_vocab_parallel_embedding_create(ctx, params, "embedding.word_embeddings", &e, &m->tokens));
+    if (!mti_model_is_first(m)) return MT_SUCCESS;
+    if (d->layer.rotary_base <= 0.0f)
+        MT_TRY(mti_model_table(ctx, params, m, "embedding.position_embeddings.weight", d->max_seq, &m->positions));
+    if (d->token_types)
+        MT_TRY(
+            mti_model_table(ctx, params, m, "embedding.tokentype_embeddings.weight", d->token_types, &m->token_types));
+    if (!d->embedding_norm) return MT_SUCCESS;
+    return mti_layer_norm(ctx, params, "embedding", "layernorm", &d->layer, &m->embedding_norm);
+}
+
+/* Creates the layers of this stage. While it does, m->desc.layer is the desc of the current layer. */
+static mt_status mti_model_layers(mt_context *ctx, mt_params *params, mt_language_model *m) {
+    int64_t recomputed = m->desc.recompute_layers ? m->desc.recompute_layers : m->local_layers, i;
+    mt_recompute recompute = m->desc.layer.recompute;
     char name[MT_NAME_MAX];
     void *memory;
-    MT_TRY(mt_params_buffer(ctx, params, (size_t)gpt->local_layers * sizeof *gpt->layers, 1, &memory));
-    gpt->layers = (mt_transformer_layer *)memory;
-    for (i = 0; i < gpt->local_layers; i++) {
-        gpt->desc.layer.layer_number = gpt->first_layer + i;
-        gpt->desc.layer.recompute = i < recomputed ? recompute : MT_RECOMPUTE_NONE;
-        snprintf(name, sizeof name, "decoder.layers.%lld", (long long)(gpt->first_layer + i));
-        MT_TRY(mt_transformer_layer_create(ctx, params, name, &gpt->desc.layer, &gpt->layers[i]));
+    MT_TRY(mt_params_buffer(ctx, params, (size_t)m->local_layers * sizeof *m->layers, 1, &memory));
+    m->layers = (mt_transformer_layer *)memory;
+    for (i = 0; i < m->local_layers; i++) {
+        m->desc.layer.layer_number = m->first_layer + i;
+        m->desc.layer.recompute = i < recomputed ? recompute : MT_RECOMPUTE_NONE;
+        snprintf(name, sizeof name, "%s.layers.%lld", m->desc.is_encoder ? "encoder" : "decoder",
+                 (long long)(m->first_layer + i));
+        MT_TRY(mt_transformer_layer_create(ctx, params, name, &m->desc.layer, &m->layers[i]));
     }
-    gpt->desc.layer.recompute = recompute;
-    gpt->desc.layer.layer_number = 0;
+    m->desc.layer.recompute = recompute;
+    m->desc.layer.layer_number = 0;
     return MT_SUCCESS;
 }
 
-static mt_status mti_gpt_create(mt_context *ctx, mt_params *params, mt_gpt *gpt) {
-    const mt_transformer_layer_desc *l = &gpt->desc.layer;
-    mt_linear_desc head;
-    MT_TRY(mti_gpt_embedding(ctx, params, gpt));
-    MT_TRY(mti_gpt_layers(ctx, params, gpt));
-    if (!mti_gpt_is_last(gpt)) return MT_SUCCESS;
-    if (l->placement != MT_POST_LN)
-        MT_TRY(mti_layer_norm(ctx, params, "decoder", "final_layernorm", l, &gpt->final_norm));
-    memset(&head, 0, sizeof head);
-    head.in_features = l->hidden;
-    head.out_features = gpt->desc.vocab;
-    head.padded_out_features = gpt->desc.padded_vocab;
-    head.no_bias = 1;
-    head.sequence_parallel = l->sequence_parallel;
-    if (gpt->desc.untied_head) head.init_std = l->init_std;
-    else head.weight = gpt->tokens.weight;
-    return mt_column_parallel_linear_create(ctx, params, "output_layer", &head, &gpt->head);
+/* Creates the parts of a model whose desc mti_model_check has accepted. */
+static mt_status mti_model_create(mt_context *ctx, mt_params *params, const mt_language_model_desc *desc,
+                                  mt_language_model *m) {
+    mt_transformer_layer_desc *l = &m->desc.layer;
+    m->desc = *desc;
+    m->grid = mt_params_grid(params);
+    m->local_layers = desc->layers / m->grid->pp_size;
+    m->first_layer = m->grid->pp_rank * m->local_layers;
+    l->max_seq = l->rotary_base > 0.0f ? desc->max_seq : 0;
+    if (l->output_init_std == 0.0f)
+        l->output_init_std = (l->init_std == 0.0f ? 0.02f : l->init_std) / sqrtf(2.0f * (float)desc->layers);
+    MT_TRY(mti_model_embedding(ctx, params, m));
+    MT_TRY(mti_model_layers(ctx, params, m));
+    if (!mti_model_is_last(m) || l->placement == MT_POST_LN) return MT_SUCCESS;
+    return mti_layer_norm(ctx, params, desc->is_encoder ? "encoder" : "decoder", "final_layernorm", l, &m->final_norm);
 }
 
-MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_desc *desc, mt_gpt *out) {
+MT_API mt_status mt_language_model_create(mt_context *ctx, mt_params *params, const mt_language_model_desc *desc,
+                                          mt_language_model *out) {
+    static const char *const function = "mt_language_model_create";
     size_t mark;
-    MT_TRY(mt_create_check(ctx, "mt_gpt_create", params, desc, out));
-    MT_TRY(mti_gpt_check(ctx, mt_params_grid(params), desc));
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
+    MT_TRY(mti_model_check(ctx, function, mt_params_grid(params), desc));
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
-    out->desc = *desc;
-    out->desc.layer.max_seq = desc->layer.rotary_base > 0.0f ? desc->max_seq : 0;
-    if (desc->layer.output_init_std == 0.0f)
-        out->desc.layer.output_init_std =
-            (desc->layer.init_std == 0.0f ? 0.02f : desc->layer.init_std) / sqrtf(2.0f * (float)desc->layers);
-    out->loss.vocab = desc->vocab;
-    out->loss.padded_vocab = desc->padded_vocab;
-    out->loss.label_smoothing = desc->label_smoothing;
-    out->loss.ignore_index = desc->ignore_index;
-    out->grid = mt_params_grid(params);
-    out->local_layers = desc->layers / mt_params_grid(params)->pp_size;
-    out->first_layer = mt_params_grid(params)->pp_rank * out->local_layers;
-    return mt_create_end(params, mark, out, sizeof *out, mti_gpt_create(ctx, params, out));
+    return mt_create_end(params, mark, out, sizeof *out, mti_model_create(ctx, params, desc, out));
 }
 
-MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *out) {
+static mt_status mti_model_saved_create(mt_context *ctx, const char *function, const mt_language_model *model,
+                                        mt_language_model_saved *out) {
     void *memory;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!gpt || !gpt->layers || !out)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_saved_create: %s",
-                       out ? "the model was not created" : "out is NULL");
-    memory = mt_host_alloc((size_t)gpt->local_layers * sizeof *out->layers);
-    if (!memory) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for %lld layers", (long long)gpt->local_layers);
+    if (!model || !model->layers || !out)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, out ? "the model was not created" : "out is NULL");
+    memory = mt_host_alloc((size_t)model->local_layers * sizeof *out->layers);
+    if (!memory) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for %lld layers", (long long)model->local_layers);
     memset(out, 0, sizeof *out);
     out->layers = (mt_transformer_layer_saved *)memory;
     return MT_SUCCESS;
 }
 
-MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved) {
+MT_API mt_status mt_language_model_saved_create(mt_context *ctx, const mt_language_model *model,
+                                                mt_language_model_saved *out) {
+    return mti_model_saved_create(ctx, "mt_language_model_saved_create", model, out);
+}
+
+MT_API void mt_language_model_saved_destroy(mt_language_model_saved *saved) {
     if (!saved) return;
     mt_host_free(saved->layers);
     memset(saved, 0, sizeof *saved);
 }
 
-static mt_dropout mti_gpt_dropout(const mt_gpt *gpt, const mt_batch *batch, int64_t rows, int training) {
-    return mti_row_dropout(batch, training ? gpt->desc.embedding_dropout : 0.0f, gpt->desc.layers, 3,
-                           gpt->desc.layer.sequence_parallel, gpt->grid->tp, rows, gpt->desc.layer.hidden);
+static mt_dropout mti_model_dropout(const mt_language_model *m, const mt_batch *batch, int64_t rows, int training) {
+    return mti_row_dropout(batch, training ? m->desc.embedding_dropout : 0.0f, m->desc.layers, 3,
+                           m->desc.layer.sequence_parallel, m->grid->tp, rows, m->desc.layer.hidden);
 }
 
-/* *out becomes an array in the arena with the position of each of this rank's rows in its sequence. */
-static mt_status mti_gpt_positions(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, int64_t rows,
-                                   int32_t **out) {
+/* *out becomes an array with the row of the table for each of this rank's rows: the position of the token in its
+   sequence, or its type. The array is in the arena, or a part of batch->token_types. */
+static mt_status mti_model_table_ids(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
+                                     const mt_param *table, int64_t rows, const int32_t **out) {
+    int64_t first = m->desc.layer.sequence_parallel ? m->grid->tp_rank * rows : 0;
+    int types = table == m->token_types;
     mt_tensor ids = mt_none();
-    int64_t first = gpt->desc.layer.sequence_parallel ? gpt->grid->tp_rank * rows : 0;
+    *out = batch->token_types + first;
+    if (types && batch->token_types) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, rows, &ids));
-    *out = (int32_t *)ids.data;
-    return mt_position_ids(ctx, first, batch->seq, *out, rows);
+    *out = (const int32_t *)ids.data;
+    return mt_position_ids(ctx, types ? 0 : first, types ? 1 : batch->seq, (int32_t *)ids.data, rows);
 }
 
-/* Computes x, the sum of token and position embedding with dropout. */
-static mt_status mti_gpt_embed(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
-                               mt_tensor x, int training) {
-    mt_dropout dropout = mti_gpt_dropout(gpt, batch, x.rows, training);
-    MT_TRY(mt_vocab_parallel_embedding_forward(ctx, &gpt->tokens, ids, batch->sequences * batch->seq, x));
-    if (gpt->positions) {
+/* Adds the rows of a table to x. Does nothing when the model does not have the table. */
+static mt_status mti_model_add_table(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
+                                     const mt_param *table, mt_tensor x) {
+    size_t mark = mt_arena_mark(ctx);
+    const int32_t *ids;
+    if (!table) return MT_SUCCESS;
+    MT_TRY(mti_model_table_ids(ctx, m, batch, table, x.rows, &ids));
+    MT_TRY(mt_embedding_forward(ctx, table->value, 0, ids, 1.0f, x));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* Computes the sum of the embeddings of tokens, positions and token types. */
+static mt_status mti_model_embed_sum(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
+                                     const int32_t *ids, mt_tensor x) {
+    MT_TRY(mt_vocab_parallel_embedding_forward(ctx, &m->tokens, ids, batch->sequences * batch->seq, x));
+    MT_TRY(mti_model_add_table(ctx, m, batch, m->positions, x));
+    return mti_model_add_table(ctx, m, batch, m->token_types, x);
+}
+
+/* Computes x, the sum of the embeddings with norm and dropout. */
+static mt_status mti_model_embed(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, const int32_t *ids,
+                                 mt_tensor x, mt_language_model_saved *saved) {
+    mt_dropout dropout = mti_model_dropout(m, batch, x.rows, saved != NULL);
+    if (m->embedding_norm.weight) {
         size_t mark = mt_arena_mark(ctx);
-        int32_t *positions;
-        MT_TRY(mti_gpt_positions(ctx, gpt, batch, x.rows, &positions));
-        MT_TRY(mt_embedding_forward(ctx, gpt->positions->value, 0, positions, 1.0f, x));
-        mt_arena_release(ctx, mark);
+        mt_tensor sum;
+        MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &sum));
+        MT_TRY(mti_model_embed_sum(ctx, m, batch, ids, sum));
+        MT_TRY(mt_norm_layer_forward(ctx, &m->embedding_norm, sum, x, saved ? &saved->embedding_norm : NULL));
+        if (!saved) mt_arena_release(ctx, mark);
+    } else {
+        MT_TRY(mti_model_embed_sum(ctx, m, batch, ids, x));
     }
     if (dropout.p > 0.0f) MT_TRY(mt_bias_dropout_add_forward(ctx, x, mt_none(), mt_none(), dropout, x));
-    return training ? mt_hash_log_activation(ctx, "embedding", 0, "output", x, gpt->desc.layer.sequence_parallel, NULL)
-                    : MT_SUCCESS;
+    return saved ? mt_hash_log_activation(ctx, "embedding", 0, "output", x, m->desc.layer.sequence_parallel, NULL)
+                 : MT_SUCCESS;
 }
 
 /* *out becomes memory for the next activation or gradient [rows, hidden]: `spare`, a tensor that is no longer needed,
    or new memory in the arena when spare is mt_none(). */
-static mt_status mti_gpt_room(mt_context *ctx, const mt_gpt *gpt, mt_tensor spare, int64_t rows, mt_tensor *out) {
+static mt_status mti_model_room(mt_context *ctx, const mt_language_model *m, mt_tensor spare, int64_t rows,
+                                mt_tensor *out) {
     *out = spare;
     if (spare.data) return MT_SUCCESS;
-    return mt_arena_tensor(ctx, gpt->layers[0].attention.proj.weight->value.dtype, rows, gpt->desc.layer.hidden, out);
+    return mt_arena_tensor(ctx, m->layers[0].attention.proj.weight->value.dtype, rows, m->desc.layer.hidden, out);
 }
 
-/* Returns the number of this rank's rows of a batch that mti_gpt_call_check has accepted. */
-static int64_t mti_gpt_rows(const mt_gpt *gpt, const mt_batch *batch) {
-    return batch->sequences * batch->seq / (gpt->desc.layer.sequence_parallel ? gpt->grid->tp_size : 1);
+/* Returns the number of this rank's rows of a batch that mti_model_call_check has accepted. */
+static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch) {
+    return batch->sequences * batch->seq / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
 }
 
-/* Runs this stage without the head: the embedding (on the first stage; the others begin with `input`), the layers and
-   the final norm. *y [rows, hidden] is the result: `output`, or on the last stage a tensor in the arena. Inference
-   alternates between two tensors for the activations; training keeps all of them. */
-static mt_status mti_gpt_trunk(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
-                               mt_tensor input, mt_tensor output, mt_gpt_saved *saved, mt_tensor *y) {
-    int64_t rows = mti_gpt_rows(gpt, batch), i;
-    mt_tensor x = input, next, spare = mt_none();
+/* Runs this stage: the embedding (on the first stage; the others begin with `input`), the layers and the final norm. *y
+   [rows, hidden] is the result: `output` or, when output is mt_none(), a tensor in the arena. Inference alternates
+   between two tensors for the activations; training keeps all of them. */
+static mt_status mti_model_forward(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
+                                   const int32_t *ids, mt_tensor input, mt_tensor output,
+                                   mt_language_model_saved *saved, mt_tensor *y) {
+    int64_t rows = mti_model_rows(m, batch), i;
+    mt_tensor x = input, next, spare = mt_none(), last = m->final_norm.weight ? mt_none() : output;
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     if (!input.data) {
-        MT_TRY(mti_gpt_room(ctx, gpt, spare, rows, &x));
-        MT_TRY(MT_RANGE("embedding forward", mti_gpt_embed(ctx, gpt, batch, ids, x, saved != NULL)));
+        MT_TRY(mti_model_room(ctx, m, spare, rows, &x));
+        MT_TRY(MT_RANGE("embedding forward", mti_model_embed(ctx, m, batch, ids, x, saved)));
     }
-    for (i = 0; i < gpt->local_layers; i++) {
-        MT_TRY(mti_gpt_room(ctx, gpt, i + 1 == gpt->local_layers && output.data ? output : spare, rows, &next));
-        MT_TRY(mt_transformer_layer_forward(ctx, &gpt->layers[i], batch, x, next, saved ? &saved->layers[i] : NULL));
+    for (i = 0; i < m->local_layers; i++) {
+        MT_TRY(mti_model_room(ctx, m, i + 1 == m->local_layers && last.data ? last : spare, rows, &next));
+        MT_TRY(mt_transformer_layer_forward(ctx, &m->layers[i], batch, x, next, saved ? &saved->layers[i] : NULL));
         if (!saved && x.data != input.data) spare = x;
         x = next;
     }
     *y = x;
-    if (!gpt->final_norm.weight) return MT_SUCCESS;
-    MT_TRY(mti_gpt_room(ctx, gpt, spare, rows, y));
-    return mt_norm_layer_forward(ctx, &gpt->final_norm, x, *y, saved ? &saved->final_norm : NULL);
+    if (!m->final_norm.weight) return MT_SUCCESS;
+    MT_TRY(mti_model_room(ctx, m, output.data ? output : spare, rows, y));
+    return mt_norm_layer_forward(ctx, &m->final_norm, x, *y, saved ? &saved->final_norm : NULL);
 }
 
 /* Checks the model and the batch. */
-static mt_status mti_gpt_call_check(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch) {
+static mt_status mti_model_call_check(mt_context *ctx, const char *function, const mt_language_model *m,
+                                      const mt_batch *batch) {
     int64_t rows;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!gpt || !gpt->layers) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the model was not created", function);
-    MT_TRY(mt_check_param(ctx, function, gpt->layers[0].attention.proj.weight));
-    if (gpt->positions) MT_TRY(mt_check_param(ctx, function, gpt->positions));
-    MT_TRY(mti_batch_check(ctx, function, batch, gpt->desc.max_seq));
-    return mt_sequence_rows(ctx, function, gpt->grid->tp, gpt->desc.layer.sequence_parallel,
-                            batch->sequences * batch->seq, &rows);
+    if (!m || !m->layers) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the model was not created", function);
+    MT_TRY(mt_check_param(ctx, function, m->layers[0].attention.proj.weight));
+    if (m->positions) MT_TRY(mt_check_param(ctx, function, m->positions));
+    if (m->token_types) MT_TRY(mt_check_param(ctx, function, m->token_types));
+    MT_TRY(mti_batch_check(ctx, function, batch, m->desc.max_seq));
+    if (batch->token_types && !m->desc.token_types)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the batch has token_types, and the model has none", function);
+    return mt_sequence_rows(ctx, function, m->grid->tp, m->desc.layer.sequence_parallel, batch->sequences * batch->seq,
+                            &rows);
 }
 
-/* Checks the tensor t at the start (at_end 0: input, dinput) or at the end (at_end 1: output, doutput) of this stage. t
-   must be mt_none() where the pipeline begins or ends, and otherwise [rows, hidden]. */
-static mt_status mti_gpt_boundary(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
-                                  int at_end, const char *name, mt_tensor t) {
-    int none = at_end ? mti_gpt_is_last(gpt) : mti_gpt_is_first(gpt);
+/* Checks the tensor t at the start (input, dinput) or at the end (output, doutput) of this stage. t must be mt_none()
+   when `none` is 1, and otherwise [rows, hidden]. */
+static mt_status mti_model_boundary(mt_context *ctx, const char *function, const mt_language_model *m,
+                                    const mt_batch *batch, int none, const char *name, mt_tensor t) {
     if (none != !t.data)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: stage %d of %d %s %s; mt_gpt_stage_forward and mt_gpt_stage_backward are "
-                       "for pipelines",
-                       function, gpt->grid->pp_rank, gpt->grid->pp_size, none ? "takes no" : "needs", name);
+                       "%s: stage %d of %d %s %s; functions with \"stage\" in their names are for pipelines", function,
+                       m->grid->pp_rank, m->grid->pp_size, none ? "takes no" : "needs", name);
     if (none) return MT_SUCCESS;
-    return mt_check_activation(ctx, function, gpt->layers[0].attention.proj.weight, name, t, mti_gpt_rows(gpt, batch),
-                               gpt->desc.layer.hidden);
+    return mt_check_activation(ctx, function, m->layers[0].attention.proj.weight, name, t, mti_model_rows(m, batch),
+                               m->desc.layer.hidden);
 }
 
-static mt_tensor mti_as_column(mt_tensor row) { return mt_tensor_make(row.data, row.dtype, row.cols, 1); }
-
-/* *logits = this rank's columns of the logits, in the arena. Their rows are a multiple of 64 elements apart, whatever
-   the vocabulary: cuBLASLt then reads and writes them without copies, and kernels load whole vectors. Nothing reads or
-   writes the columns between the rows. */
-static mt_status mti_gpt_logits_room(mt_context *ctx, const mt_gpt *gpt, mt_dtype dtype, int64_t tokens,
-                                     mt_tensor *logits) {
-    MT_TRY(mt_arena_tensor(ctx, dtype, tokens, mt_round_up(gpt->head.local_features, 64), logits));
-    *logits = mt_tensor_cols(*logits, 0, gpt->head.local_features);
-    return MT_SUCCESS;
-}
-
-/* Returns 1 if the forward with this batch also computes the gradient of the loss. */
-static int mti_gpt_in_one_pass(const mt_batch *batch) { return batch->backward_scale != 0.0f; }
-
-/* Computes the loss. When backward follows, saved->loss.logits becomes the logits, or their gradient. */
-static mt_status mti_gpt_loss(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, mt_tensor logits,
-                              const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved) {
-    if (!saved || !mti_gpt_in_one_pass(batch))
-        return MT_RANGE("loss forward",
-                        mt_vocab_parallel_cross_entropy_forward(ctx, gpt->head.tp, &gpt->loss, logits, targets, loss,
-                                                                saved ? &saved->loss : NULL));
-    memset(&saved->loss, 0, sizeof saved->loss);
-    saved->loss.logits = logits;
-    return MT_RANGE("loss forward and backward",
-                    mt_vocab_parallel_cross_entropy_forward_backward(ctx, gpt->head.tp, &gpt->loss, logits, targets,
-                                                                     batch->loss_scale, batch->backward_scale, loss));
-}
-
-/* Runs this stage and, on the last stage, the head and the loss. */
-static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
-                                 const int32_t *targets, mt_tensor input, mt_tensor output, mt_tensor loss,
-                                 mt_gpt_saved *saved) {
-    mt_tensor x, logits;
-    MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, input, output, saved, &x));
-    if (!mti_gpt_is_last(gpt)) return MT_SUCCESS;
-    MT_TRY(mti_gpt_logits_room(ctx, gpt, x.dtype, batch->sequences * batch->seq, &logits));
-    MT_TRY(MT_RANGE("head forward",
-                    mt_column_parallel_linear_forward(ctx, &gpt->head, x, logits, saved ? &saved->head : NULL)));
-    MT_TRY(mti_gpt_loss(ctx, gpt, batch, logits, targets, loss, saved));
-    return saved ? mt_hash_log_activation(ctx, "loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
-}
-
-static mt_status mti_gpt_forward_check(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
-                                       const int32_t *ids, const int32_t *targets, mt_tensor input, mt_tensor output,
-                                       mt_tensor loss, const mt_gpt_saved *saved) {
+/* Checks what the forward of a model reads. output_none says whether output must be mt_none(). */
+static mt_status mti_model_forward_check(mt_context *ctx, const char *function, const mt_language_model *m,
+                                         const mt_batch *batch, const int32_t *ids, mt_tensor input, mt_tensor output,
+                                         int output_none, const mt_language_model_saved *saved) {
     int64_t tokens;
-    MT_TRY(mti_gpt_call_check(ctx, function, gpt, batch));
+    MT_TRY(mti_model_call_check(ctx, function, m, batch));
     if (!(batch->backward_scale >= -FLT_MAX && batch->backward_scale <= FLT_MAX))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: backward_scale is %g, must be finite", function,
                        (double)batch->backward_scale);
     tokens = batch->sequences * batch->seq;
     if (saved) MT_TRY(mt_check_tokens(ctx, function, tokens));
-    if (saved && !saved->layers)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved was not created with mt_gpt_saved_create", function);
-    MT_TRY(mti_gpt_boundary(ctx, function, gpt, batch, 0, "input", input));
-    MT_TRY(mti_gpt_boundary(ctx, function, gpt, batch, 1, "output", output));
-    if (mti_gpt_is_last(gpt)) MT_TRY(mt_tensor_check(ctx, function, "loss", loss, MT_ARG_F32, 1, tokens));
-    MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
-    return mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mt_ignore_index(gpt->loss.ignore_index));
+    MT_TRY(mti_model_boundary(ctx, function, m, batch, mti_model_is_first(m), "input", input));
+    MT_TRY(mti_model_boundary(ctx, function, m, batch, output_none, "output", output));
+    if (batch->token_types) MT_TRY(mt_ids_check(ctx, "token type", batch->token_types, tokens, m->desc.token_types, 0));
+    return mt_ids_check(ctx, "token id", ids, tokens, m->desc.vocab, 0);
 }
 
-static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
-                                     const int32_t *ids, const int32_t *targets, mt_tensor input, mt_tensor output,
-                                     mt_tensor loss, mt_gpt_saved *saved) {
-    size_t mark;
-    mt_status status;
-    MT_TRY(mti_gpt_forward_check(ctx, function, gpt, batch, ids, targets, input, output, loss, saved));
-    mark = mt_arena_mark(ctx);
+/* Checks that saved, which may be NULL, comes from the function `creator`. */
+static mt_status mti_model_saved_check(mt_context *ctx, const char *function, const char *creator,
+                                       const mt_language_model_saved *saved) {
+    if (!saved || saved->layers) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved was not created with %s", function, creator);
+}
+
+/* Begins a forward whose arguments were checked, ids included. */
+static mt_status mti_model_begin_forward(mt_context *ctx, mt_language_model_saved *saved, size_t *mark) {
+    *mark = mt_arena_mark(ctx);
     if (saved) saved->ids = NULL;
-    MT_TRY(mt_layers_trust_ids(ctx, 1)); /* mti_gpt_forward_check has checked them */
-    status = mti_gpt_forward(ctx, gpt, batch, ids, targets, input, output, loss, saved);
+    return mt_layers_trust_ids(ctx, 1);
+}
+
+/* Ends a forward. Releases the arena after an error and in inference; otherwise notes what backward needs. */
+static mt_status mti_model_end_forward(mt_context *ctx, size_t mark, mt_status status, const mt_batch *batch,
+                                       const int32_t *ids, mt_language_model_saved *saved) {
     mt_layers_trust_ids(ctx, 0);
     if (status != MT_SUCCESS || !saved) {
         mt_arena_release(ctx, mark);
@@ -2310,6 +2383,331 @@ static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, cons
     saved->batch = *batch;
     saved->ids = ids;
     return MT_SUCCESS;
+}
+
+MT_API mt_status mt_language_model_forward(mt_context *ctx, const mt_language_model *model, const mt_batch *batch,
+                                           const int32_t *ids, mt_tensor input, mt_tensor output,
+                                           mt_language_model_saved *saved) {
+    static const char *const function = "mt_language_model_forward";
+    mt_tensor y;
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_model_forward_check(ctx, function, model, batch, ids, input, output, 0, saved));
+    MT_TRY(mti_model_saved_check(ctx, function, "mt_language_model_saved_create", saved));
+    MT_TRY(mt_check_sent(ctx, function, model->grid->tp, model->desc.layer.sequence_parallel, "input", input, "output",
+                         output));
+    MT_TRY(mt_check_apart(ctx, function, "input", input, "output", output));
+    MT_TRY(mti_model_begin_forward(ctx, saved, &mark));
+    status = mti_model_forward(ctx, model, batch, ids, input, output, saved, &y);
+    return mti_model_end_forward(ctx, mark, status, batch, ids, saved);
+}
+
+/* The argument of mti_table_rows. */
+typedef struct mti_table_call {
+    mt_tensor dx;
+    const int32_t *ids; /* of the rows of dx */
+} mti_table_call;
+
+/* An operator for mt_sum_over_tokens: adds the gradient of a table for some rows of dx. */
+static mt_status mti_table_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dtable,
+                                mt_tensor none) {
+    const mti_table_call *c = (const mti_table_call *)arg;
+    (void)none;
+    return mt_embedding_backward(ctx, mt_tensor_rows(c->dx, first, count), 0, c->ids + first, dtable);
+}
+
+/* Adds to the gradient of the first `used` rows of a table; the others are not in the batch. Does nothing when the
+   model does not have the table. */
+static mt_status mti_model_table_backward(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
+                                          const mt_param *table, int64_t used, mt_tensor dx) {
+    mti_table_call call;
+    if (!table) return MT_SUCCESS;
+    MT_TRY(mti_model_table_ids(ctx, m, batch, table, dx.rows, &call.ids));
+    call.dx = dx;
+    return mt_sum_over_tokens(ctx, m->grid->tp, m->desc.layer.sequence_parallel, mti_table_rows, &call, dx.rows,
+                              mt_tensor_rows(table->grad, 0, used), mt_none());
+}
+
+/* dx is the gradient of the embedding's output. The call overwrites it. */
+static mt_status mti_model_embed_backward(mt_context *ctx, const mt_language_model *m,
+                                          const mt_language_model_saved *saved, mt_tensor dx) {
+    const mt_batch *batch = &saved->batch;
+    mt_dropout dropout = mti_model_dropout(m, batch, dx.rows, 1);
+    if (dropout.p > 0.0f) MT_TRY(mt_bias_dropout_add_backward(ctx, dx, dropout, dx, mt_none()));
+    if (m->embedding_norm.weight)
+        MT_TRY(mt_norm_layer_backward(ctx, &m->embedding_norm, dx, mt_none(), dx, &saved->embedding_norm));
+    MT_TRY(mti_model_table_backward(ctx, m, batch, m->positions, batch->seq, dx));
+    MT_TRY(mti_model_table_backward(ctx, m, batch, m->token_types, m->desc.token_types, dx));
+    return mt_vocab_parallel_embedding_backward(ctx, &m->tokens, saved->ids, batch->sequences * batch->seq, dx);
+}
+
+/* Returns the last parameter of a layer that may have no bias. */
+static const mt_param *mti_last_of(const mt_param *weight, const mt_param *bias) { return bias ? bias : weight; }
+
+/* Computes *dy, the gradient of the last layer's output. The final norm may overwrite doutput when `scratch` is 1. */
+static mt_status mti_model_norm_backward(mt_context *ctx, const mt_language_model *m, mt_tensor doutput, int scratch,
+                                         const mt_language_model_saved *saved, mt_tensor *dy) {
+    const mt_norm_layer *norm = &m->final_norm;
+    *dy = doutput;
+    if (!norm->weight) return MT_SUCCESS;
+    if (!scratch) MT_TRY(mti_model_room(ctx, m, mt_none(), doutput.rows, dy));
+    MT_TRY(mt_norm_layer_backward(ctx, norm, doutput, mt_none(), *dy, &saved->final_norm));
+    return mt_gradients_final(ctx, norm->weight, mti_last_of(norm->weight, norm->bias));
+}
+
+/* Runs the backward of this stage. The gradients of a layer are final after its backward. Those of the embeddings are
+   never declared final here: mt_sync_gradients sums them. When scratch is 1, doutput is overwritten. */
+static mt_status mti_model_backward(mt_context *ctx, const mt_language_model *m, mt_tensor doutput, int scratch,
+                                    mt_tensor dinput, const mt_language_model_saved *saved) {
+    mt_tensor dy, next, spare = mt_none();
+    int64_t i;
+    mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
+    MT_TRY(mti_model_norm_backward(ctx, m, doutput, scratch, saved, &dy));
+    for (i = m->local_layers; i-- > 0;) {
+        const mt_transformer_layer *layer = &m->layers[i];
+        MT_TRY(mti_model_room(ctx, m, i == 0 && dinput.data ? dinput : spare, dy.rows, &next));
+        MT_TRY(mt_transformer_layer_backward(ctx, layer, dy, next, &saved->layers[i]));
+        MT_TRY(
+            mt_gradients_final(ctx, layer->input_norm.weight, mti_last_of(layer->mlp.fc2.weight, layer->mlp.fc2.bias)));
+        if (scratch || dy.data != doutput.data) spare = dy;
+        dy = next;
+    }
+    if (!mti_model_is_first(m)) return MT_SUCCESS;
+    return MT_RANGE("embedding backward", mti_model_embed_backward(ctx, m, saved, dy));
+}
+
+/* Checks what the backward of a model reads. doutput_none says whether doutput must be mt_none(). */
+static mt_status mti_model_backward_check(mt_context *ctx, const char *function, const mt_language_model *m,
+                                          mt_tensor doutput, int doutput_none, mt_tensor dinput,
+                                          const mt_language_model_saved *saved) {
+    MT_TRY(mti_model_call_check(ctx, function, m, &saved->batch));
+    MT_TRY(mti_model_boundary(ctx, function, m, &saved->batch, doutput_none, "doutput", doutput));
+    return mti_model_boundary(ctx, function, m, &saved->batch, mti_model_is_first(m), "dinput", dinput);
+}
+
+MT_API mt_status mt_language_model_backward(mt_context *ctx, const mt_language_model *model, mt_tensor doutput,
+                                            mt_tensor dinput, mt_language_model_saved *saved) {
+    static const char *const function = "mt_language_model_backward";
+    size_t mark;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!saved || !saved->ids) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved holds no forward", function);
+    MT_TRY(mti_model_backward_check(ctx, function, model, doutput, 0, dinput, saved));
+    MT_TRY(mt_check_sent(ctx, function, model->grid->tp, model->desc.layer.sequence_parallel, "doutput", doutput,
+                         "dinput", dinput));
+    MT_TRY(mt_check_apart(ctx, function, "doutput", doutput, "dinput", dinput));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mt_layers_trust_ids(ctx, 1));
+    status = mti_model_backward(ctx, model, doutput, 0, dinput, saved);
+    mt_layers_trust_ids(ctx, 0);
+    mt_arena_release(ctx, mark);
+    saved->ids = NULL;
+    return status;
+}
+
+/* Runs the stages one after the other in inference. On the last stage *x becomes the output of the model. */
+static mt_status mti_model_infer(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, const int32_t *ids,
+                                 mt_tensor *x) {
+    int stage = m->grid->pp_rank;
+    mt_tensor input = mt_none(), output = mt_none();
+    size_t n = (size_t)(mti_model_rows(m, batch) * m->desc.layer.hidden);
+    if (!mti_model_is_first(m)) {
+        MT_TRY(mti_model_room(ctx, m, input, mti_model_rows(m, batch), &input));
+        MT_TRY(mt_recv(ctx, m->grid->pp, input.data, n, input.dtype, stage - 1));
+    }
+    if (!mti_model_is_last(m)) MT_TRY(mti_model_room(ctx, m, output, mti_model_rows(m, batch), &output));
+    MT_TRY(mti_model_forward(ctx, m, batch, ids, input, output, NULL, x));
+    return mti_model_is_last(m) ? MT_SUCCESS : mt_send(ctx, m->grid->pp, x->data, n, x->dtype, stage + 1);
+}
+
+/* *room becomes the tensor in which the last stage computes logits: `logits` or, with several stages, a contiguous
+   tensor in the arena, which mti_model_share sends. */
+static mt_status mti_model_share_room(mt_context *ctx, const mt_language_model *m, mt_tensor logits, mt_tensor *room) {
+    *room = logits;
+    if (m->grid->pp_size == 1 || !logits.data) return MT_SUCCESS;
+    return mt_arena_tensor(ctx, logits.dtype, logits.rows, logits.cols, room);
+}
+
+/* Copies the room of the last stage to the logits of every stage. */
+static mt_status mti_model_share(mt_context *ctx, const mt_language_model *m, mt_tensor room, mt_tensor logits) {
+    size_t n = (size_t)(room.rows * room.cols);
+    if (m->grid->pp_size == 1 || !logits.data) return MT_SUCCESS;
+    MT_TRY(mt_broadcast(ctx, m->grid->pp, room.data, room.data, n, room.dtype, m->grid->pp_size - 1));
+    return mt_copy(ctx, room, logits);
+}
+
+/* An output head with its loss, and what its forward keeps: those of GPT, and the two of BERT. */
+typedef struct mti_output {
+    const mt_column_parallel_linear *head;
+    const mt_cross_entropy_desc *loss;
+    mt_linear_saved *head_saved; /* NULL: inference */
+    mt_cross_entropy_saved *loss_saved;
+    mt_tensor loss_scale;
+    float forward_scale; /* not 0: forward also computes the gradient of the loss, with this scale */
+} mti_output;
+
+static mti_output mti_output_of(const mt_column_parallel_linear *head, const mt_cross_entropy_desc *loss,
+                                mt_linear_saved *head_saved, mt_cross_entropy_saved *loss_saved, const mt_batch *batch,
+                                float forward_scale) {
+    mti_output o;
+    o.head = head;
+    o.loss = loss;
+    o.head_saved = head_saved;
+    o.loss_saved = loss_saved;
+    o.loss_scale = batch->loss_scale;
+    o.forward_scale = forward_scale;
+    return o;
+}
+
+static mt_tensor mti_as_column(mt_tensor row) { return mt_tensor_make(row.data, row.dtype, row.cols, 1); }
+
+/* *logits = this rank's columns of the logits, in the arena. Their rows are a multiple of 64 elements apart, whatever
+   the vocabulary: cuBLASLt then reads and writes them without copies, and kernels load whole vectors. Nothing reads or
+   writes the columns between the rows. */
+static mt_status mti_output_room(mt_context *ctx, const mti_output *o, mt_dtype dtype, int64_t rows,
+                                 mt_tensor *logits) {
+    MT_TRY(mt_arena_tensor(ctx, dtype, rows, mt_round_up(o->head->local_features, 64), logits));
+    *logits = mt_tensor_cols(*logits, 0, o->head->local_features);
+    return MT_SUCCESS;
+}
+
+/* Returns 1 if forward also computes the gradient of the loss. */
+static int mti_output_in_one_pass(const mti_output *o) { return o->head_saved && o->forward_scale != 0.0f; }
+
+/* Computes the loss. When backward follows, o->loss_saved->logits becomes the logits, or their gradient. */
+static mt_status mti_output_loss(mt_context *ctx, const mti_output *o, mt_tensor logits, const int32_t *targets,
+                                 mt_tensor loss) {
+    if (!mti_output_in_one_pass(o))
+        return MT_RANGE("loss forward", mt_vocab_parallel_cross_entropy_forward(ctx, o->head->tp, o->loss, logits,
+                                                                                targets, loss, o->loss_saved));
+    memset(o->loss_saved, 0, sizeof *o->loss_saved);
+    o->loss_saved->logits = logits;
+    return MT_RANGE("loss forward and backward",
+                    mt_vocab_parallel_cross_entropy_forward_backward(ctx, o->head->tp, o->loss, logits, targets,
+                                                                     o->loss_scale, o->forward_scale, loss));
+}
+
+/* Computes the logits of x, and their loss. */
+static mt_status mti_output_forward(mt_context *ctx, const mti_output *o, mt_tensor x, const int32_t *targets,
+                                    mt_tensor loss) {
+    mt_tensor logits;
+    MT_TRY(mti_output_room(ctx, o, x.dtype, loss.cols, &logits));
+    MT_TRY(MT_RANGE("head forward", mt_column_parallel_linear_forward(ctx, o->head, x, logits, o->head_saved)));
+    return mti_output_loss(ctx, o, logits, targets, loss);
+}
+
+/* Computes dx, the gradient of scale * sum(loss). */
+static mt_status mti_output_backward(mt_context *ctx, const mti_output *o, float scale, mt_tensor dx) {
+    if (!mti_output_in_one_pass(o))
+        MT_TRY(MT_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(
+                                             ctx, o->head->tp, o->loss, o->loss_scale, scale, o->loss_saved)));
+    MT_TRY(mt_hash_log_activation(ctx, o->head->name, 0, "output_grad", o->loss_saved->logits, 0, o->head->weight));
+    return MT_RANGE("head backward",
+                    mt_column_parallel_linear_backward(ctx, o->head, o->loss_saved->logits, dx, o->head_saved));
+}
+
+/* Creates the output head of a vocabulary. With m->desc.tied_head it has the weight of the token embedding. */
+static mt_status mti_output_create(mt_context *ctx, mt_params *params, const mt_language_model *m, int no_bias,
+                                   int sequence_parallel, mt_column_parallel_linear *out) {
+    const mt_transformer_layer_desc *l = &m->desc.layer;
+    mt_linear_desc d;
+    memset(&d, 0, sizeof d);
+    d.in_features = l->hidden;
+    d.out_features = m->desc.vocab;
+    d.padded_out_features = m->desc.padded_vocab;
+    d.no_bias = no_bias;
+    if (m->desc.tied_head) d.weight = m->tokens.weight;
+    else d.init_std = l->init_std;
+    d.sequence_parallel = sequence_parallel;
+    return mt_column_parallel_linear_create(ctx, params, "output_layer", &d, out);
+}
+
+/* ---- >>gpt ------------------------------------------------------------------------------------------------------- */
+
+static mt_language_model_desc mti_gpt_model(const mt_gpt_desc *d) {
+    mt_language_model_desc m;
+    memset(&m, 0, sizeof m);
+    m.vocab = d->vocab;
+    m.layers = d->layers;
+    m.max_seq = d->max_seq;
+    m.layer = d->layer;
+    m.tied_head = !d->untied_head;
+    m.recompute_layers = d->recompute_layers;
+    m.embedding_dropout = d->embedding_dropout;
+    m.padded_vocab = d->padded_vocab;
+    return m;
+}
+
+MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_desc *desc, mt_gpt *out) {
+    static const char *const function = "mt_gpt_create";
+    mt_language_model_desc m;
+    size_t mark;
+    mt_status status;
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
+    m = mti_gpt_model(desc);
+    MT_TRY(mti_model_check(ctx, function, mt_params_grid(params), &m));
+    if (!(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: label_smoothing %g, must be at least 0 and below 1", function,
+                       (double)desc->label_smoothing);
+    mark = mt_params_mark(params);
+    memset(out, 0, sizeof *out);
+    status = mti_model_create(ctx, params, &m, &out->model);
+    if (status == MT_SUCCESS && mti_model_is_last(&out->model))
+        status = mti_output_create(ctx, params, &out->model, 1, desc->layer.sequence_parallel, &out->head);
+    out->desc = *desc;
+    out->desc.layer = out->model.desc.layer;
+    out->loss.vocab = desc->vocab;
+    out->loss.padded_vocab = desc->padded_vocab;
+    out->loss.label_smoothing = desc->label_smoothing;
+    out->loss.ignore_index = desc->ignore_index;
+    return mt_create_end(params, mark, out, sizeof *out, status);
+}
+
+MT_API mt_status mt_gpt_saved_create(mt_context *ctx, const mt_gpt *gpt, mt_gpt_saved *out) {
+    if (out) memset(out, 0, sizeof *out);
+    return mti_model_saved_create(ctx, "mt_gpt_saved_create", gpt ? &gpt->model : NULL, out ? &out->model : NULL);
+}
+
+MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved) {
+    if (!saved) return;
+    mt_language_model_saved_destroy(&saved->model);
+    memset(saved, 0, sizeof *saved);
+}
+
+static mti_output mti_gpt_output(const mt_gpt *gpt, const mt_batch *batch, mt_gpt_saved *saved) {
+    return mti_output_of(&gpt->head, &gpt->loss, saved ? &saved->head : NULL, saved ? &saved->loss : NULL, batch,
+                         batch->backward_scale);
+}
+
+/* Runs this stage and, on the last stage, the head and the loss. */
+static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                                 const int32_t *targets, mt_tensor input, mt_tensor output, mt_tensor loss,
+                                 mt_gpt_saved *saved) {
+    mti_output out = mti_gpt_output(gpt, batch, saved);
+    mt_tensor x;
+    MT_TRY(mti_model_forward(ctx, &gpt->model, batch, ids, input, output, saved ? &saved->model : NULL, &x));
+    if (!mti_model_is_last(&gpt->model)) return MT_SUCCESS;
+    MT_TRY(mti_output_forward(ctx, &out, x, targets, loss));
+    return saved ? mt_hash_log_activation(ctx, "loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
+}
+
+static mt_status mti_gpt_run_forward(mt_context *ctx, const char *function, const mt_gpt *gpt, const mt_batch *batch,
+                                     const int32_t *ids, const int32_t *targets, mt_tensor input, mt_tensor output,
+                                     mt_tensor loss, mt_gpt_saved *saved) {
+    const mt_language_model *m = gpt ? &gpt->model : NULL;
+    mt_language_model_saved *kept = saved ? &saved->model : NULL;
+    int64_t tokens;
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_model_forward_check(ctx, function, m, batch, ids, input, output, m && m->grid && mti_model_is_last(m),
+                                   kept));
+    MT_TRY(mti_model_saved_check(ctx, function, "mt_gpt_saved_create", kept));
+    tokens = batch->sequences * batch->seq;
+    if (mti_model_is_last(m)) MT_TRY(mt_tensor_check(ctx, function, "loss", loss, MT_ARG_F32, 1, tokens));
+    MT_TRY(mt_ids_check(ctx, "target", targets, tokens, gpt->desc.vocab, mt_ignore_index(gpt->loss.ignore_index)));
+    MT_TRY(mti_model_begin_forward(ctx, kept, &mark));
+    status = mti_gpt_forward(ctx, gpt, batch, ids, targets, input, output, loss, saved);
+    return mti_model_end_forward(ctx, mark, status, batch, ids, kept);
 }
 
 MT_API mt_status mt_gpt_stage_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
@@ -2323,94 +2721,46 @@ MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_bat
     return mti_gpt_run_forward(ctx, "mt_gpt_forward", gpt, batch, ids, targets, mt_none(), mt_none(), loss, saved);
 }
 
-/* The argument of mti_position_rows. */
-typedef struct mti_position_call {
-    mt_tensor dx;
-    int32_t *positions; /* of the rows of dx */
-} mti_position_call;
-
-/* An operator for mt_sum_over_tokens: adds the gradient of the position table for some rows of dx. */
-static mt_status mti_position_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dtable,
-                                   mt_tensor none) {
-    const mti_position_call *c = (const mti_position_call *)arg;
-    (void)none;
-    return mt_embedding_backward(ctx, mt_tensor_rows(c->dx, first, count), 0, c->positions + first, dtable);
-}
-
-/* dx is the gradient of the embedding's output. The call overwrites it. */
-static mt_status mti_gpt_embed_backward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
-                                        mt_tensor dx) {
-    mt_dropout dropout = mti_gpt_dropout(gpt, batch, dx.rows, 1);
-    if (dropout.p > 0.0f) MT_TRY(mt_bias_dropout_add_backward(ctx, dx, dropout, dx, mt_none()));
-    if (gpt->positions) {
-        mti_position_call call;
-        MT_TRY(mti_gpt_positions(ctx, gpt, batch, dx.rows, &call.positions));
-        call.dx = dx;
-        MT_TRY(mt_sum_over_tokens(ctx, gpt->grid->tp, gpt->desc.layer.sequence_parallel, mti_position_rows, &call,
-                                  dx.rows, mt_tensor_rows(gpt->positions->grad, 0, batch->seq), mt_none()));
+/* Runs the backward of the head, on the last stage, and of this stage. */
+static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_tensor doutput, mt_tensor dinput,
+                                  mt_gpt_saved *saved) {
+    mti_output out = mti_gpt_output(gpt, &saved->model.batch, saved);
+    int last = mti_model_is_last(&gpt->model);
+    mt_tensor dy = doutput;
+    mt_hash_log_tokens(ctx, saved->model.batch.first_sequence * saved->model.batch.seq);
+    if (last) {
+        MT_TRY(mti_model_room(ctx, &gpt->model, mt_none(), saved->head.x.rows, &dy));
+        MT_TRY(mti_output_backward(ctx, &out, scale, dy));
+        if (gpt->desc.untied_head) MT_TRY(mt_gradients_final(ctx, gpt->head.weight, gpt->head.weight));
     }
-    return mt_vocab_parallel_embedding_backward(ctx, &gpt->tokens, ids, batch->sequences * batch->seq, dx);
+    return mti_model_backward(ctx, &gpt->model, dy, last, dinput, &saved->model);
 }
 
-/* Returns the last parameter of a layer that may have no bias. */
-static const mt_param *mti_last_of(const mt_param *weight, const mt_param *bias) { return bias ? bias : weight; }
-
-/* Computes *dy, the gradient of the last layer's output, in the arena. saved->loss.logits has the gradient of the
-   logits. */
-static mt_status mti_gpt_head_backward(mt_context *ctx, const mt_gpt *gpt, const mt_gpt_saved *saved, mt_tensor *dy) {
-    MT_TRY(mti_gpt_room(ctx, gpt, mt_none(), saved->head.x.rows, dy));
-    MT_TRY(mt_hash_log_activation(ctx, gpt->head.name, 0, "output_grad", saved->loss.logits, 0, gpt->head.weight));
-    MT_TRY(MT_RANGE("head backward",
-                    mt_column_parallel_linear_backward(ctx, &gpt->head, saved->loss.logits, *dy, &saved->head)));
-    if (gpt->desc.untied_head) MT_TRY(mt_gradients_final(ctx, gpt->head.weight, gpt->head.weight));
-    if (!gpt->final_norm.weight) return MT_SUCCESS;
-    MT_TRY(mt_norm_layer_backward(ctx, &gpt->final_norm, *dy, mt_none(), *dy, &saved->final_norm));
-    return mt_gradients_final(ctx, gpt->final_norm.weight, mti_last_of(gpt->final_norm.weight, gpt->final_norm.bias));
-}
-
-/* Runs the backward of this stage. The gradients of a layer are final after its backward. Those of an embedding are
-   never declared final here: mt_sync_gradients sums them. */
-static mt_status mti_gpt_backward(mt_context *ctx, const mt_gpt *gpt, mt_tensor doutput, mt_tensor dinput,
-                                  const mt_gpt_saved *saved) {
-    mt_tensor dy = doutput, next, spare = mt_none();
-    int64_t i;
-    mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
-    if (mti_gpt_is_last(gpt)) MT_TRY(mti_gpt_head_backward(ctx, gpt, saved, &dy));
-    for (i = gpt->local_layers; i-- > 0;) {
-        const mt_transformer_layer *layer = &gpt->layers[i];
-        MT_TRY(mti_gpt_room(ctx, gpt, i == 0 && dinput.data ? dinput : spare, dy.rows, &next));
-        MT_TRY(mt_transformer_layer_backward(ctx, layer, dy, next, &saved->layers[i]));
-        MT_TRY(
-            mt_gradients_final(ctx, layer->input_norm.weight, mti_last_of(layer->mlp.fc2.weight, layer->mlp.fc2.bias)));
-        if (dy.data != doutput.data) spare = dy;
-        dy = next;
-    }
-    if (!mti_gpt_is_first(gpt)) return MT_SUCCESS;
-    return MT_RANGE("embedding backward", mti_gpt_embed_backward(ctx, gpt, &saved->batch, saved->ids, dy));
+/* Checks, before a backward, that saved holds a forward, and that its gradient of the loss has this scale. */
+static mt_status mti_saved_check(mt_context *ctx, const char *function, const char *name, float scale,
+                                 const mt_language_model_saved *saved) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!saved || !saved->ids) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved holds no forward", function);
+    if (saved->batch.backward_scale != 0.0f && scale != saved->batch.backward_scale)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is %.9g, must be %.9g, the backward_scale of the batch", function,
+                       name, (double)scale, (double)saved->batch.backward_scale);
+    return MT_SUCCESS;
 }
 
 static mt_status mti_gpt_run_backward(mt_context *ctx, const char *function, const mt_gpt *gpt, float scale,
                                       mt_tensor doutput, mt_tensor dinput, mt_gpt_saved *saved) {
+    const mt_language_model *m = gpt ? &gpt->model : NULL;
     size_t mark;
-    mt_status status = MT_SUCCESS;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!saved || !saved->ids) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved holds no forward", function);
-    if (mti_gpt_in_one_pass(&saved->batch) && scale != saved->batch.backward_scale)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scale is %.9g, must be %.9g, the backward_scale of the batch",
-                       function, (double)scale, (double)saved->batch.backward_scale);
-    MT_TRY(mti_gpt_call_check(ctx, function, gpt, &saved->batch));
-    MT_TRY(mti_gpt_boundary(ctx, function, gpt, &saved->batch, 1, "doutput", doutput));
-    MT_TRY(mti_gpt_boundary(ctx, function, gpt, &saved->batch, 0, "dinput", dinput));
+    mt_status status;
+    MT_TRY(mti_saved_check(ctx, function, "scale", scale, saved ? &saved->model : NULL));
+    MT_TRY(mti_model_backward_check(ctx, function, m, doutput, m && m->grid && mti_model_is_last(m), dinput,
+                                    &saved->model));
     mark = mt_arena_mark(ctx);
     MT_TRY(mt_layers_trust_ids(ctx, 1));
-    if (mti_gpt_is_last(gpt) && !mti_gpt_in_one_pass(&saved->batch))
-        status =
-            MT_RANGE("loss backward", mt_vocab_parallel_cross_entropy_backward(
-                                          ctx, gpt->head.tp, &gpt->loss, saved->batch.loss_scale, scale, &saved->loss));
-    if (status == MT_SUCCESS) status = mti_gpt_backward(ctx, gpt, doutput, dinput, saved);
+    status = mti_gpt_backward(ctx, gpt, scale, doutput, dinput, saved);
     mt_layers_trust_ids(ctx, 0);
     mt_arena_release(ctx, mark);
-    saved->ids = NULL;
+    saved->model.ids = NULL;
     return status;
 }
 
@@ -2444,7 +2794,7 @@ static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_batch *batch, mt_te
     return MT_SUCCESS;
 }
 
-/* Computes the logits from x, the output of mti_gpt_trunk on the last stage. */
+/* Computes the logits from x, the output of the model on the last stage. */
 static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, mt_tensor x,
                                      mt_tensor logits) {
     MT_TRY(mt_gather_tokens(ctx, gpt->head.tp, gpt->desc.layer.sequence_parallel, x, &x));
@@ -2452,24 +2802,14 @@ static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const m
     return mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, logits);
 }
 
-/* Runs the stages one after the other. The last stage computes the logits and broadcasts them to the others. */
+/* The last stage computes the logits and broadcasts them to the others. */
 static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 mt_tensor logits) {
-    int stage = gpt->grid->pp_rank, stages = gpt->grid->pp_size;
-    mt_tensor input = mt_none(), output = mt_none(), all = logits, x;
-    size_t n = (size_t)(mti_gpt_rows(gpt, batch) * gpt->desc.layer.hidden);
-    if (!mti_gpt_is_first(gpt)) {
-        MT_TRY(mti_gpt_room(ctx, gpt, input, mti_gpt_rows(gpt, batch), &input));
-        MT_TRY(mt_recv(ctx, gpt->grid->pp, input.data, n, input.dtype, stage - 1));
-    }
-    if (!mti_gpt_is_last(gpt)) MT_TRY(mti_gpt_room(ctx, gpt, output, mti_gpt_rows(gpt, batch), &output));
-    MT_TRY(mti_gpt_trunk(ctx, gpt, batch, ids, input, output, NULL, &x));
-    if (!mti_gpt_is_last(gpt)) MT_TRY(mt_send(ctx, gpt->grid->pp, x.data, n, x.dtype, stage + 1));
-    if (stages > 1) MT_TRY(mt_arena_tensor(ctx, logits.dtype, logits.rows, logits.cols, &all)); /* contiguous */
-    if (mti_gpt_is_last(gpt)) MT_TRY(mti_gpt_head_logits(ctx, gpt, batch, x, all));
-    if (stages == 1) return MT_SUCCESS;
-    MT_TRY(mt_broadcast(ctx, gpt->grid->pp, all.data, all.data, (size_t)(all.rows * all.cols), all.dtype, stages - 1));
-    return mt_copy(ctx, all, logits);
+    mt_tensor x, room;
+    MT_TRY(mti_model_infer(ctx, &gpt->model, batch, ids, &x));
+    MT_TRY(mti_model_share_room(ctx, &gpt->model, logits, &room));
+    if (mti_model_is_last(&gpt->model)) MT_TRY(mti_gpt_head_logits(ctx, gpt, batch, x, room));
+    return mti_model_share(ctx, &gpt->model, room, logits);
 }
 
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
@@ -2478,7 +2818,7 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     int64_t tokens;
     size_t mark;
     mt_status status;
-    MT_TRY(mti_gpt_call_check(ctx, function, gpt, batch));
+    MT_TRY(mti_model_call_check(ctx, function, gpt ? &gpt->model : NULL, batch));
     tokens = batch->sequences * batch->seq;
     MT_TRY(mt_tensor_check(ctx, function, "logits", logits, MT_ARG_FLOAT,
                            logits.rows == batch->sequences ? batch->sequences : tokens, gpt->desc.vocab));
@@ -2850,7 +3190,7 @@ MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, co
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt || !desc)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: %s is NULL", gpt ? "desc" : "gpt");
-    if (gpt->tokens.weight && mt_params_find(params, gpt->tokens.weight->name) != gpt->tokens.weight)
+    if (gpt->model.tokens.weight && mt_params_find(params, gpt->model.tokens.weight->name) != gpt->model.tokens.weight)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: the gpt is not of this registry");
     if (desc->format || desc->model)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: desc.%s is set, a GPT has its own",

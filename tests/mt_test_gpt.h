@@ -483,7 +483,7 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     MT_TRY(mt_params_set_data_parallel(w->ctx, w->params, &r->share));
     MT_TRY(mt_gpt_create(w->ctx, w->params, &model, &w->gpt));
     MT_TRY(gpt_init(w, &model));
-    MT_TRY(gpt_fill_padding(w, w->gpt.tokens.weight));
+    MT_TRY(gpt_fill_padding(w, w->gpt.model.tokens.weight));
     MT_TRY(gpt_fill_padding(w, w->gpt.head.weight));
     for (int i = 0; i < GPT_BATCH; i++) MT_TRY(mt_gpt_saved_create(w->ctx, &w->gpt, &w->saved[i]));
     MT_TRY(mt_optimizer_create(w->ctx, w->params, &adamw, &w->optimizer));

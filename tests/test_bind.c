@@ -738,7 +738,7 @@ static void test_positions_changed_by_hand(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     logits = test_tensor(&r, 4, 8, 7.0f);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_logits(r.ctx, &gpt, &batch, ids, logits));
-    gpt.positions->value.data = test_floats(&r, 32, 5.0f);
+    gpt.model.positions->value.data = test_floats(&r, 32, 5.0f);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gpt_logits|value.data of 'embedding.position_embeddings.weight'",
             mt_gpt_logits(r.ctx, &gpt, &batch, ids, logits));
     test_paper_rank_close(&r);

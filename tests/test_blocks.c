@@ -1123,7 +1123,7 @@ static void test_gpt_parameters(void **state) {
         if (!mt_params_find(r.params, names[i])) fail_msg("there is no %s", names[i]);
     assert_int_equal(mt_params_count(r.params), 2 + 2 * 12 + 2); /* tied: no output_layer */
     assert_int_equal(mt_params_global_elements(r.params), VOCAB * 16 + 10 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16);
-    assert_ptr_equal(gpt.head.weight, gpt.tokens.weight);
+    assert_ptr_equal(gpt.head.weight, gpt.model.tokens.weight);
     /* 0.02 / sqrt(2 * 2); the standard error of 1024 draws is 2.2 % */
     p = mt_params_find(r.params, "decoder.layers.0.mlp.linear_fc2.weight");
     for (int64_t i = 0; i < 1024; i++) square += pow((double)((const float *)p->value.data)[i], 2);
@@ -1608,8 +1608,8 @@ static void test_rotary_forms(void **state) {
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
             ASSERT_STATUS(r.ctx, MT_SUCCESS, disturb_params(&r, 0.4f));
             for (int l = 0; i == 2 && l < 2; l++) {
-                convert_to_pairs(&r, &d.layer, gpt.layers[l].attention.qkv.weight);
-                convert_to_pairs(&r, &d.layer, gpt.layers[l].attention.qkv.bias);
+                convert_to_pairs(&r, &d.layer, gpt.model.layers[l].attention.qkv.weight);
+                convert_to_pairs(&r, &d.layer, gpt.model.layers[l].attention.qkv.bias);
             }
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_logits(r.ctx, &gpt, &batch, ids, mt_tensor_f32(logits[i], 10, 11)));
         }

@@ -136,7 +136,7 @@ static mt_status step(logger *l, const job *job) {
     MT_TRY(mt_gpt_saved_create(ctx, &l->gpt, &l->saved));
     MT_TRY(mt_params_init(ctx, l->rank.params, 5));
     if (job->spoil && mt_comm_rank(l->rank.world) == job->spoil)
-        ((float *)l->gpt.layers[0].mlp.fc2.bias->value.data)[3] = 1.0f;
+        ((float *)l->gpt.model.layers[0].mlp.fc2.bias->value.data)[3] = 1.0f;
     MT_TRY(mt_hash_log_create(ctx, &l->rank.grid, &l->log));
     for (int64_t i = l->rank.grid.dp_rank * share; i < (l->rank.grid.dp_rank + 1) * share; i++) {
         mt_batch batch = {.sequences = 1, .seq = SEQ, .first_sequence = i, .seed = 1};

@@ -694,11 +694,11 @@ static mt_status parts_rank(mt_comm *world, void *user) {
     last = s == w.grid.pp_size - 1;
     boundaries = (s > 0) + !last;
     l = mt_comm_ledger(w.grid.pp);
-    CHECK(w.gpt.first_layer == s * 8 / w.grid.pp_size && w.gpt.local_layers == 8 / w.grid.pp_size);
+    CHECK(w.gpt.model.first_layer == s * 8 / w.grid.pp_size && w.gpt.model.local_layers == 8 / w.grid.pp_size);
     for (int i = 0; i < 8; i++) {
         char name[MT_NAME_MAX];
         snprintf(name, sizeof name, "decoder.layers.%d.mlp.linear_fc1.weight", i);
-        CHECK((mt_params_find(w.params, name) != NULL) == (i / w.gpt.local_layers == s));
+        CHECK((mt_params_find(w.params, name) != NULL) == (i / w.gpt.model.local_layers == s));
     }
     CHECK((mt_params_find(w.params, "embedding.word_embeddings.weight") != NULL) == (s == 0 || (last && tied)));
     CHECK((mt_params_find(w.params, "embedding.position_embeddings.weight") != NULL) ==
