@@ -3112,7 +3112,8 @@ static mt_status mti_bert_forward(mt_context *ctx, const mt_bert *bert, const mt
 static mt_status mti_bert_loss_check(mt_context *ctx, const char *function, const mt_bert *bert, const mt_batch *batch,
                                      const int32_t *targets, const int32_t *order, mt_tensor lm_loss,
                                      mt_tensor sop_loss) {
-    int64_t tokens = batch->sequences * batch->seq, ignored = mt_ignore_index(bert->desc.ignore_index);
+    int64_t tokens = batch->sequences * batch->seq;
+    int32_t ignored = mt_ignore_index(bert->desc.ignore_index);
     int last = mti_model_is_last(&bert->model);
     if (last) MT_TRY(mt_tensor_check(ctx, function, "lm_loss", lm_loss, MT_ARG_F32, 1, tokens));
     MT_TRY(mt_ids_check(ctx, "target", targets, tokens, bert->desc.vocab, ignored));
