@@ -80,8 +80,14 @@ LENGTHS = {"bert": [12, 7, 12, 10]}
 IGNORED = {"gpt2": [0, 5, 17, 23, 40, 47], "residual_post_ln": [3, 30]}  # token indices
 
 
+def stack(c):
+    """What precedes the names of the layers and of the final norm."""
+    return "encoder" if "token_types" in c else "decoder"
+
+
 def make_parameters(c, generator):
-    """All parameters by the library's names, float64 holding float32 values."""
+    """All parameters by the library's names, float64 holding float32 values. A configuration with
+    token_types is a whole BERT, see make_bert.py."""
     head_dim = c["hidden"] // c["heads"]
     qkv = (c["heads"] + 2 * c["kv_heads"]) * head_dim
     fc1 = c["ffn"] * (2 if c["activation"] == SWIGLU else 1)
@@ -104,8 +110,12 @@ def make_parameters(c, generator):
     add("embedding.word_embeddings.weight", (c["vocab"], c["hidden"]), 0.4)
     if not c["rotary_base"]:
         add("embedding.position_embeddings.weight", (c["seq"], c["hidden"]), 0.3)
+    if "token_types" in c:
+        add("embedding.tokentype_embeddings.weight", (c["token_types"], c["hidden"]), 0.3)
+        if c["placement"] == POST_LN:
+            add_norm("embedding.layernorm")
     for i in range(c["layers"]):
-        layer = f"decoder.layers.{i}."
+        layer = f"{stack(c)}.layers.{i}."
         add_norm(layer + "input_layernorm")
         add_linear(layer + "self_attention.linear_qkv", qkv, c["hidden"])
         add_linear(layer + "self_attention.linear_proj", c["hidden"], c["heads"] * head_dim)
@@ -113,9 +123,15 @@ def make_parameters(c, generator):
         add_linear(layer + "mlp.linear_fc1", fc1, c["hidden"])
         add_linear(layer + "mlp.linear_fc2", c["hidden"], c["ffn"])
     if c["placement"] != POST_LN:
-        add_norm("decoder.final_layernorm")
+        add_norm(stack(c) + ".final_layernorm")
     if c["untied_head"]:
         add("output_layer.weight", (c["vocab"], c["hidden"]), 0.4)
+    if "token_types" in c:
+        add_linear("lm_head.dense", c["hidden"], c["hidden"])
+        add_norm("lm_head.layer_norm")
+        add("output_layer.bias", (c["vocab"],), 0.3)
+        add_linear("pooler.dense", c["hidden"], c["hidden"])
+        add_linear("binary_head", 2, c["hidden"])
     return parameters
 
 
@@ -157,13 +173,17 @@ def attention(c, p, name, x, key_mask):
     return linear(p, name + ".linear_proj", out.transpose(1, 2).reshape(b, s, c["hidden"]))
 
 
+def gelu(c, x):
+    return F.gelu(x, approximate="tanh" if c["activation"] == GELU_TANH else "none")
+
+
 def mlp(c, p, name, x):
     h = linear(p, name + ".linear_fc1", x)
     if c["activation"] == SWIGLU:
         gate, up = h.chunk(2, dim=-1)
         h = F.silu(gate) * up
     else:
-        h = F.gelu(h, approximate="tanh" if c["activation"] == GELU_TANH else "none")
+        h = gelu(c, h)
     return linear(p, name + ".linear_fc2", h)
 
 
@@ -183,47 +203,56 @@ def layer(c, p, name, x, key_mask):
     return m + feed(m)
 
 
-def forward(c, p, ids, targets, lengths):
-    """Logits [tokens, vocab] and the loss of each token, 0 where ignored."""
+def hidden_states(c, p, ids, lengths, token_types=None):
+    """[sequences, seq, hidden]"""
     key_mask = torch.arange(c["seq"])[None, :] < lengths[:, None]
     x = F.embedding(ids, p["embedding.word_embeddings.weight"])
     if not c["rotary_base"]:
         x = x + p["embedding.position_embeddings.weight"][None]
+    if token_types is not None:
+        x = x + F.embedding(token_types, p["embedding.tokentype_embeddings.weight"])
+        if c["placement"] == POST_LN:
+            x = norm(c, p, "embedding.layernorm", x)
     for i in range(c["layers"]):
-        x = layer(c, p, f"decoder.layers.{i}.", x, key_mask)
+        x = layer(c, p, f"{stack(c)}.layers.{i}.", x, key_mask)
     if c["placement"] != POST_LN:
-        x = norm(c, p, "decoder.final_layernorm", x)
+        x = norm(c, p, stack(c) + ".final_layernorm", x)
+    return x
+
+
+def forward(c, p, batch):
+    """What a file records of a forward pass: logits [tokens, vocab], and the loss of each token, 0
+    where ignored. Then the sum of the losses that the gradient is of."""
+    x = hidden_states(c, p, batch["ids"], batch["lengths"])
     head = p["output_layer.weight" if c["untied_head"] else "embedding.word_embeddings.weight"]
     logits = F.linear(x, head).view(-1, c["vocab"])
-    loss = F.cross_entropy(logits, targets.view(-1), ignore_index=c["ignore_index"],
+    loss = F.cross_entropy(logits, batch["targets"].view(-1), ignore_index=c["ignore_index"],
                            reduction="none", label_smoothing=c["label_smoothing"])
-    return logits, loss
+    return {"logits": logits, "loss": loss}, loss.sum() / c["valid"]
 
 
-def train(c, initial, ids, targets, lengths, dtype):
-    """All values that a file records about one run, computed in dtype."""
+def train(c, forward, initial, batch, dtype):
+    """All values that a file records about one run, computed in dtype; and the gradient norms."""
     p = {name: value.to(dtype).clone().requires_grad_() for name, value in initial.items()}
     optimizer = torch.optim.AdamW(
         [{"params": [t for t in p.values() if t.dim() == 2], "weight_decay": c["weight_decay"]},
          {"params": [t for t in p.values() if t.dim() == 1], "weight_decay": 0.0}], lr=c["lr"],
         betas=(c["beta1"], c["beta2"]), eps=c["adam_eps"])
-    valid = int((targets != c["ignore_index"]).sum())
     out, step_loss, norms = {}, [], []
     for step in range(c["steps"]):
         optimizer.zero_grad()
-        logits, loss = forward(c, p, ids, targets, lengths)
-        total = loss.sum() / valid
+        values, total = forward(c, p, batch)
         total.backward()
         step_loss.append(total.item())
         if step == 0:
-            out["logits"], out["loss"] = logits.detach(), loss.detach()
+            out.update({name: value.detach() for name, value in values.items()})
             out.update({"gradient/" + name: t.grad.clone() for name, t in p.items()})
         norms.append(torch.nn.utils.clip_grad_norm_(list(p.values()), c["max_norm"]).item())
         optimizer.step()
     out["grad_norm"] = torch.tensor([norms[0]], dtype=torch.float64)
     out["step_loss"] = torch.tensor(step_loss, dtype=torch.float64)
     out.update({"final/" + name: t.detach() for name, t in p.items()})
-    return out, valid, norms
+    return out, norms
 
 
 def record(name, tensor):
@@ -241,26 +270,27 @@ def relative_error(got, want):
     return ((got.double() - want).abs().max() / want.abs().max()).item()
 
 
-def make(name, seed):
-    """The bytes of one file, and a line for the table."""
-    c = {**DEFAULTS, **VARIANTS[name]}
-    generator = torch.Generator().manual_seed(seed)
-    initial = make_parameters(c, generator)
+def make_batch(c, generator, lengths, ignored):
+    """ids, targets and lengths; `ignored` are indices of tokens without a target. Sets c["valid"]."""
     ids = torch.randint(0, c["vocab"], (c["sequences"], c["seq"]), generator=generator)
     targets = torch.randint(0, c["vocab"], (c["sequences"], c["seq"]), generator=generator)
-    lengths = torch.tensor(LENGTHS.get(name, [c["seq"]] * c["sequences"]))
-    for token in IGNORED.get(name, []):
+    lengths = torch.tensor(lengths or [c["seq"]] * c["sequences"])
+    for token in ignored:
         targets.view(-1)[token] = c["ignore_index"]
     targets[torch.arange(c["seq"])[None, :] >= lengths[:, None]] = c["ignore_index"]
     ids[0, 0], ids[0, 1] = 0, c["vocab"] - 1                 # first and last row of the table
     targets[0, 1], targets[0, 2] = 0, c["vocab"] - 1
+    c["valid"] = int((targets != c["ignore_index"]).sum())
+    return {"ids": ids, "targets": targets, "lengths": lengths}
 
-    out, valid, norms = train(c, initial, ids, targets, lengths, torch.float64)
-    single, _, _ = train(c, initial, ids, targets, lengths, torch.float32)
 
-    records = [record("config/" + key, torch.tensor([value]))
-               for key, value in {**c, "valid": valid}.items()]
-    records += [record("ids", ids), record("targets", targets), record("lengths", lengths)]
+def make_file(name, c, forward, initial, batch):
+    """The bytes of one file, and a line for the table."""
+    out, norms = train(c, forward, initial, batch, torch.float64)
+    single, _ = train(c, forward, initial, batch, torch.float32)
+
+    records = [record("config/" + key, torch.tensor([value])) for key, value in c.items()]
+    records += [record(key, value) for key, value in batch.items()]
     records += [record("initial/" + key, value) for key, value in initial.items()]
     records += [record(key, value) for key, value in out.items()]
     data = b"MTGOLD01" + struct.pack("<i", len(records)) + b"".join(records)
@@ -276,10 +306,17 @@ def make(name, seed):
     return data, line
 
 
-def main():
-    check = sys.argv[1:] == ["--check"]
-    if sys.argv[1:] and not check:
-        sys.exit(__doc__)
+def make(name, seed):
+    c = {**DEFAULTS, **VARIANTS[name]}
+    generator = torch.Generator().manual_seed(seed)
+    initial = make_parameters(c, generator)
+    batch = make_batch(c, generator, LENGTHS.get(name), IGNORED.get(name, []))
+    return make_file(name, c, forward, initial, batch)
+
+
+def write_or_check(names, make, first_seed, check):
+    """Makes the files of these names, and writes them, or with `check` compares them with those
+    here. Returns the number of files that differ."""
     torch.set_num_threads(1)
     folder = os.path.dirname(os.path.abspath(__file__))
     print(f"torch {torch.__version__}; errors of float32 PyTorch, relative to the largest element "
@@ -288,7 +325,7 @@ def main():
           f"{'final':>8s}  "
           "gradient norm of each step  loss of each step")
     different = 0
-    for seed, name in enumerate(VARIANTS, start=1234):
+    for seed, name in enumerate(names, start=first_seed):
         data, line = make(name, seed)
         path = os.path.join(folder, name + ".bin")
         if check:
@@ -300,7 +337,14 @@ def main():
             with open(path, "wb") as file:
                 file.write(data)
         print(line)
-    sys.exit(1 if different else 0)
+    return different
+
+
+def main():
+    check = sys.argv[1:] == ["--check"]
+    if sys.argv[1:] and not check:
+        sys.exit(__doc__)
+    sys.exit(1 if write_or_check(VARIANTS, make, 1234, check) else 0)
 
 
 if __name__ == "__main__":
