@@ -1,9 +1,9 @@
 /* test_golden.c - tests the library against PyTorch.
 
-   Small GPT-2, Llama, BERT and residual-post-LN models are trained for 5 steps on every split (tensor x data x
-   sequence parallelism x micro-batches) and compared with what PyTorch computed in float64: logits, the loss of
-   every token, every gradient, the gradient norm, and every weight after the steps. tests/golden/make_golden.py
-   created the values and describes the files.
+   Small GPT-2, Llama, BERT and residual-post-LN models, and whole BERTs with both of their heads, are trained for 5
+   steps on every split (tensor x data x pipeline x sequence parallelism x micro-batches) and compared with what PyTorch
+   computed in float64: logits, every loss, every gradient, the gradient norm, and every weight after the steps.
+   tests/golden/make_golden.py and make_bert.py created the values and describe the files.
 
        cc -std=gnu17 -O2 -I. tests/test_golden.c -lpthread -lm      Run it in the root of the repository. */
 
@@ -144,8 +144,8 @@ static double worst_error(const record *want, int64_t first, const float *got, i
 
 typedef enum micro_batches {
     WHOLE = 0,    /* all sequences of a data rank in one call */
-    SINGLE = 1,   /* one sequence at a time: forward, then backward */
-    IN_FLIGHT = 2 /* all forwards, one sequence each, then all backwards, last first */
+    SINGLE = 1,   /* one sequence at a time: forward, then backward; in a pipeline 1F1B */
+    IN_FLIGHT = 2 /* all forwards, one sequence each, then all backwards, last first; in a pipeline GPipe */
 } micro_batches;
 
 #define MAX_SEQUENCES 4
@@ -155,7 +155,7 @@ typedef enum micro_batches {
 
 typedef struct run {
     const golden *g;
-    int tp, data, sequence_parallel;
+    int tp, data, pipeline, sequence_parallel;
     int invariant; /* mt_context_desc.invariant */
     micro_batches micro;
     pthread_mutex_t lock;
@@ -164,17 +164,30 @@ typedef struct run {
     char message[MESSAGE_BYTES]; /* the first failures */
 } run;
 
+/* A GPT (mt_gpt), or a whole BERT (mt_bert). */
+typedef struct model {
+    mt_gpt gpt;
+    mt_bert bert;
+} model;
+
+typedef struct kept {
+    mt_gpt_saved gpt;
+    mt_bert_saved bert;
+} kept;
+
 typedef struct rank {
     run *run;
     mt_comm *world;
     mt_context *ctx;
     mt_grid grid;
     mt_params *params;
-    mt_gpt gpt;
-    mt_gpt_saved saved[MAX_SEQUENCES];
+    int is_bert;
+    model model;
+    kept saved[MAX_SEQUENCES];
     mt_optimizer optimizer;
     int64_t seq, first, count; /* the sequences of this data rank */
     float loss[MAX_TOKENS], logits[MAX_TOKENS * MAX_TOKENS], host[MAX_PARAMETER];
+    float sop_loss[MAX_SEQUENCES], sop_logits[2 * MAX_SEQUENCES];
 } rank;
 
 static void report(rank *r, const char *format, ...) {
@@ -220,7 +233,26 @@ static void check(rank *r, int kind, const char *prefix, const char *name, int64
                (double)((const float *)want->data)[where], error, allowed);
 }
 
-static mt_gpt_desc describe(const golden *g, int sequence_parallel) {
+static mt_transformer_layer_desc describe_layer(const golden *g, int sequence_parallel) {
+    mt_transformer_layer_desc d;
+    memset(&d, 0, sizeof d);
+    d.hidden = integer(g, "hidden");
+    d.heads = integer(g, "heads");
+    d.kv_heads = integer(g, "kv_heads");
+    d.ffn = integer(g, "ffn");
+    d.placement = (mt_ln_placement)integer(g, "placement");
+    d.norm = (mt_norm_kind)integer(g, "norm");
+    d.norm_eps = (float)number(g, "norm_eps");
+    d.activation = (mt_activation)integer(g, "activation");
+    d.mask = (mt_mask)integer(g, "mask");
+    d.rotary_base = (float)number(g, "rotary_base");
+    d.no_bias = (int)integer(g, "no_bias");
+    d.sequence_parallel = sequence_parallel;
+    return d;
+}
+
+static mt_status create_gpt(rank *r) {
+    const golden *g = r->run->g;
     mt_gpt_desc d;
     memset(&d, 0, sizeof d);
     d.vocab = integer(g, "vocab");
@@ -229,19 +261,31 @@ static mt_gpt_desc describe(const golden *g, int sequence_parallel) {
     d.untied_head = (int)integer(g, "untied_head");
     d.label_smoothing = (float)number(g, "label_smoothing");
     d.ignore_index = (int32_t)integer(g, "ignore_index");
-    d.layer.hidden = integer(g, "hidden");
-    d.layer.heads = integer(g, "heads");
-    d.layer.kv_heads = integer(g, "kv_heads");
-    d.layer.ffn = integer(g, "ffn");
-    d.layer.placement = (mt_ln_placement)integer(g, "placement");
-    d.layer.norm = (mt_norm_kind)integer(g, "norm");
-    d.layer.norm_eps = (float)number(g, "norm_eps");
-    d.layer.activation = (mt_activation)integer(g, "activation");
-    d.layer.mask = (mt_mask)integer(g, "mask");
-    d.layer.rotary_base = (float)number(g, "rotary_base");
-    d.layer.no_bias = (int)integer(g, "no_bias");
-    d.layer.sequence_parallel = sequence_parallel;
-    return d;
+    d.layer = describe_layer(g, r->run->sequence_parallel);
+    MT_TRY(mt_gpt_create(r->ctx, r->params, &d, &r->model.gpt));
+    for (int i = 0; i < MAX_SEQUENCES; i++) MT_TRY(mt_gpt_saved_create(r->ctx, &r->model.gpt, &r->saved[i].gpt));
+    return MT_SUCCESS;
+}
+
+static mt_status create_bert(rank *r) {
+    const golden *g = r->run->g;
+    mt_bert_desc d;
+    memset(&d, 0, sizeof d);
+    d.vocab = integer(g, "vocab");
+    d.layers = integer(g, "layers");
+    d.max_seq = integer(g, "seq");
+    d.token_types = integer(g, "token_types");
+    d.ignore_index = (int32_t)integer(g, "ignore_index");
+    d.layer = describe_layer(g, r->run->sequence_parallel);
+    MT_TRY(mt_bert_create(r->ctx, r->params, &d, &r->model.bert));
+    for (int i = 0; i < MAX_SEQUENCES; i++) MT_TRY(mt_bert_saved_create(r->ctx, &r->model.bert, &r->saved[i].bert));
+    return MT_SUCCESS;
+}
+
+static int is_last_stage(const rank *r) { return r->grid.pp_rank + 1 == r->grid.pp_size; }
+
+static const int32_t *tokens_of(const rank *r, const char *name, int64_t sequence) {
+    return (const int32_t *)find(r->run->g, name)->data + sequence * r->seq;
 }
 
 /* Sequences [from, from + count) of the global batch. */
@@ -255,56 +299,121 @@ static mt_batch batch_of(const rank *r, int64_t from, int64_t count) {
     b.seq = r->seq;
     b.first_sequence = from;
     b.lengths = padded ? lengths + from : NULL;
+    b.token_types = r->is_bert ? tokens_of(r, "token_types", from) : NULL;
     return b;
 }
 
-static const int32_t *tokens_of(const rank *r, const char *name, int64_t sequence) {
-    return (const int32_t *)find(r->run->g, name)->data + sequence * r->seq;
-}
-
-static mt_status forward(rank *r, int64_t from, int64_t count, mt_gpt_saved *saved) {
+/* The forward of one stage. saved NULL: evaluation */
+static mt_status forward(rank *r, int64_t from, int64_t count, mt_tensor input, mt_tensor output, kept *saved) {
     mt_batch batch = batch_of(r, from, count);
     const int32_t *ids = tokens_of(r, "ids", from), *targets = tokens_of(r, "targets", from);
     mt_tensor loss = mt_tensor_f32(r->loss + (from - r->first) * r->seq, 1, count * r->seq);
-    return mt_gpt_forward(r->ctx, &r->gpt, &batch, ids, targets, loss, saved);
+    mt_tensor sop_loss = mt_tensor_f32(r->sop_loss + (from - r->first), 1, count);
+    if (!r->is_bert)
+        return mt_gpt_stage_forward(r->ctx, &r->model.gpt, &batch, ids, targets, input, output, loss,
+                                    saved ? &saved->gpt : NULL);
+    return mt_bert_stage_forward(r->ctx, &r->model.bert, &batch, ids, targets,
+                                 (const int32_t *)find(r->run->g, "sentence_order")->data + from, input, output, loss,
+                                 sop_loss, saved ? &saved->bert : NULL);
 }
 
-static mt_status backward(rank *r, mt_gpt_saved *saved) {
-    MT_TRY(mt_gpt_backward(r->ctx, &r->gpt, (float)(1.0 / number(r->run->g, "valid")), saved));
+static mt_status backward(rank *r, mt_tensor doutput, mt_tensor dinput, kept *saved) {
+    float scale = (float)(1.0 / number(r->run->g, "valid"));
+    if (r->is_bert)
+        MT_TRY(mt_bert_stage_backward(r->ctx, &r->model.bert, scale, (float)number(r->run->g, "sop_scale"), doutput,
+                                      dinput, &saved->bert));
+    else MT_TRY(mt_gpt_stage_backward(r->ctx, &r->model.gpt, scale, doutput, dinput, &saved->gpt));
     return mt_accumulate_gradients(r->ctx, r->params);
 }
 
-/* Runs forward and backward for the sequences of this data rank. Their losses are in r->loss. */
+/* The functions of a pipeline. Evaluation and WHOLE have one micro-batch, of all sequences of this data rank. */
+static mt_status evaluate_stage(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+    rank *r = (rank *)user;
+    (void)ctx, (void)a;
+    return forward(r, r->first, r->count, input, output, NULL);
+}
+
+static mt_status forward_stage(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+    rank *r = (rank *)user;
+    int64_t count = r->run->micro == WHOLE ? r->count : 1;
+    (void)ctx;
+    return forward(r, r->first + a->micro_batch * count, count, input, output, &r->saved[a->slot]);
+}
+
+static mt_status backward_stage(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
+    rank *r = (rank *)user;
+    (void)ctx;
+    return backward(r, doutput, dinput, &r->saved[a->slot]);
+}
+
+/* evaluation 1: one forward of all sequences of this data rank */
+static mt_status run_pipeline(rank *r, int evaluation) {
+    mt_pipeline_stage stage;
+    mt_action actions[6 * MAX_SEQUENCES];
+    int whole = evaluation || r->run->micro == WHOLE, count = 0;
+    mt_schedule schedule = evaluation                   ? MT_SCHEDULE_FORWARD_ONLY
+                           : r->run->micro == IN_FLIGHT ? MT_SCHEDULE_GPIPE
+                                                        : MT_SCHEDULE_1F1B;
+    memset(&stage, 0, sizeof stage);
+    stage.rows = (whole ? r->count : 1) * r->seq / (r->run->sequence_parallel ? r->run->tp : 1);
+    stage.cols = integer(r->run->g, "hidden");
+    stage.forward = evaluation ? evaluate_stage : forward_stage;
+    stage.backward = evaluation ? NULL : backward_stage;
+    stage.user = r;
+    MT_TRY(mt_pipeline_schedule(schedule, r->grid.pp_size, r->grid.pp_rank, whole ? 1 : (int)r->count, actions,
+                                6 * MAX_SEQUENCES, &count));
+    return mt_pipeline_run(r->ctx, &r->grid, &stage, actions, count);
+}
+
+/* Runs forward and backward for the sequences of this data rank. Their losses are in r->loss of the last stage. */
 static mt_status accumulate(rank *r) {
     size_t mark = mt_arena_mark(r->ctx);
     int64_t step = r->run->micro == WHOLE ? r->count : 1, end = r->first + r->count;
+    mt_tensor none = mt_none();
+    if (r->run->pipeline > 1) return run_pipeline(r, 0);
     if (r->run->micro == IN_FLIGHT) {
-        for (int64_t i = r->first; i < end; i++) MT_TRY(forward(r, i, 1, &r->saved[i - r->first]));
-        for (int64_t i = end - 1; i >= r->first; i--) MT_TRY(backward(r, &r->saved[i - r->first]));
+        for (int64_t i = r->first; i < end; i++) MT_TRY(forward(r, i, 1, none, none, &r->saved[i - r->first]));
+        for (int64_t i = end - 1; i >= r->first; i--) MT_TRY(backward(r, none, none, &r->saved[i - r->first]));
         mt_arena_release(r->ctx, mark);
         return MT_SUCCESS;
     }
     for (int64_t i = r->first; i < end; i += step) {
-        MT_TRY(forward(r, i, step, &r->saved[0]));
-        MT_TRY(backward(r, &r->saved[0]));
+        MT_TRY(forward(r, i, step, none, none, &r->saved[0]));
+        MT_TRY(backward(r, none, none, &r->saved[0]));
         mt_arena_release(r->ctx, mark);
     }
     return MT_SUCCESS;
 }
 
-static mt_status check_evaluation(rank *r) {
+/* Checks the losses of this data rank, which the last stage has. */
+static void check_losses(rank *r) {
+    if (!is_last_stage(r)) return;
+    check(r, 0, "", "loss", r->first * r->seq, r->loss, r->count * r->seq);
+    if (r->is_bert) check(r, 0, "", "sop_loss", r->first, r->sop_loss, r->count);
+}
+
+/* Computes all logits of this data rank, and of a GPT also those of the last tokens alone. */
+static mt_status check_logits(rank *r) {
     int64_t vocab = integer(r->run->g, "vocab"), tokens = r->count * r->seq, token = r->first * r->seq;
     mt_batch batch = batch_of(r, r->first, r->count);
     const int32_t *ids = tokens_of(r, "ids", r->first);
-    MT_TRY(forward(r, r->first, r->count, NULL));
-    check(r, 0, "", "loss", token, r->loss, tokens);
-    MT_TRY(mt_gpt_logits(r->ctx, &r->gpt, &batch, ids, mt_tensor_f32(r->logits, tokens, vocab)));
+    mt_tensor all = mt_tensor_f32(r->logits, tokens, vocab), last = mt_tensor_f32(r->logits, r->count, vocab);
+    if (r->is_bert)
+        MT_TRY(mt_bert_logits(r->ctx, &r->model.bert, &batch, ids, all, mt_tensor_f32(r->sop_logits, r->count, 2)));
+    else MT_TRY(mt_gpt_logits(r->ctx, &r->model.gpt, &batch, ids, all));
     check(r, 0, "", "logits", token * vocab, r->logits, tokens * vocab);
-    if (batch.lengths) return MT_SUCCESS;
-    MT_TRY(mt_gpt_logits(r->ctx, &r->gpt, &batch, ids, mt_tensor_f32(r->logits, r->count, vocab)));
+    if (r->is_bert) check(r, 0, "", "sop_logits", 2 * r->first, r->sop_logits, 2 * r->count);
+    if (r->is_bert || batch.lengths) return MT_SUCCESS;
+    MT_TRY(mt_gpt_logits(r->ctx, &r->model.gpt, &batch, ids, last));
     for (int64_t i = 0; i < r->count; i++)
         check(r, 0, "", "logits", (token + (i + 1) * r->seq - 1) * vocab, r->logits + i * vocab, vocab);
     return MT_SUCCESS;
+}
+
+static mt_status check_evaluation(rank *r) {
+    MT_TRY(run_pipeline(r, 1));
+    check_losses(r);
+    return check_logits(r);
 }
 
 static mt_status gather(rank *r, const mt_param *p, mt_tensor shard, int64_t *n) {
@@ -324,13 +433,22 @@ static mt_status check_parameters(rank *r, int kind, const char *prefix) {
     return MT_SUCCESS;
 }
 
+/* Checks that the stages together have as many parameters as PyTorch. */
+static mt_status count_parameters(rank *r) {
+    const golden *g = r->run->g;
+    float expected = 0, found = 0;
+    for (int i = 0; i < g->count; i++) expected += strncmp(g->records[i].name, "initial/", 8) == 0;
+    for (int i = 0; i < mt_params_count(r->params); i++) /* the last stage's copy of the embedding is not counted */
+        found += r->grid.pp_rank == 0 || !mt_params_at(r->params, i)->desc.shared_embedding;
+    MT_TRY(mt_all_reduce(r->ctx, r->grid.pp, &found, &found, 1, MT_F32, MT_SUM));
+    if (found != expected) report(r, "%g parameters, PyTorch has %g", (double)found, (double)expected);
+    return MT_SUCCESS;
+}
+
 /* Checks that the library and PyTorch have the same parameters, and that gather returns what scatter stored. */
 static mt_status load_parameters(rank *r) {
     const golden *g = r->run->g;
-    int expected = 0;
-    for (int i = 0; i < g->count; i++) expected += strncmp(g->records[i].name, "initial/", 8) == 0;
-    if (mt_params_count(r->params) != expected)
-        report(r, "%d parameters, PyTorch has %d", mt_params_count(r->params), expected);
+    MT_TRY(count_parameters(r));
     for (int i = 0; i < mt_params_count(r->params); i++) {
         mt_param *p = mt_params_at(r->params, i);
         char name[160];
@@ -350,12 +468,14 @@ static mt_status load_parameters(rank *r) {
     return MT_SUCCESS;
 }
 
-/* The mean loss of the global batch: sum(loss) / valid. */
+/* The loss of the global batch: sum(loss) / valid, and of a BERT also sop_scale * sum(sop_loss). */
 static mt_status mean_loss(rank *r, float *mean) {
     double sum = 0;
-    for (int64_t i = 0; i < r->count * r->seq; i++) sum += r->loss[i];
-    *mean = (float)(sum / number(r->run->g, "valid"));
-    return mt_all_reduce(r->ctx, r->grid.dp, mean, mean, 1, MT_F32, MT_SUM);
+    for (int64_t i = 0; i < r->count * r->seq; i++) sum += r->loss[i] / number(r->run->g, "valid");
+    for (int64_t i = 0; r->is_bert && i < r->count; i++) sum += r->sop_loss[i] * number(r->run->g, "sop_scale");
+    *mean = (float)sum;
+    MT_TRY(mt_all_reduce(r->ctx, r->grid.dp, mean, mean, 1, MT_F32, MT_SUM));
+    return mt_broadcast(r->ctx, r->grid.pp, mean, mean, 1, MT_F32, r->grid.pp_size - 1);
 }
 
 static mt_status train(rank *r) {
@@ -364,12 +484,13 @@ static mt_status train(rank *r) {
     for (int64_t step = 0; step < integer(g, "steps"); step++) {
         float norm = NAN, mean = NAN;
         for (int i = 0; i < MAX_TOKENS; i++) r->loss[i] = NAN;
+        for (int i = 0; i < MAX_SEQUENCES; i++) r->sop_loss[i] = NAN;
         MT_TRY(mt_params_zero_grad(r->ctx, r->params));
         MT_TRY(accumulate(r));
         MT_TRY(mt_sync_gradients(r->ctx, r->params));
         MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
         if (step == 0) {
-            check(r, 0, "", "loss", r->first * r->seq, r->loss, r->count * r->seq);
+            check_losses(r);
             MT_TRY(check_parameters(r, 1, "gradient/"));
             check(r, 2, "", "grad_norm", 0, &norm, 1);
         }
@@ -382,8 +503,7 @@ static mt_status train(rank *r) {
 
 static mt_status build(rank *r) {
     const golden *g = r->run->g;
-    mt_gpt_desc model = describe(g, r->run->sequence_parallel);
-    mt_grid_desc shape = {r->run->tp, r->run->data, 1};
+    mt_grid_desc shape = {r->run->tp, r->run->data, r->run->pipeline};
     mt_context_desc where;
     mt_optimizer_desc adam = {(float)number(g, "beta1"),
                               (float)number(g, "beta2"),
@@ -397,9 +517,9 @@ static mt_status build(rank *r) {
     MT_TRY(mt_grid_create(r->world, &shape, &r->grid));
     MT_TRY(mt_context_create(r->world, &where, &r->ctx));
     MT_TRY(mt_params_create(r->ctx, &r->grid, &r->params));
-    MT_TRY(mt_gpt_create(r->ctx, r->params, &model, &r->gpt));
+    r->is_bert = find(g, "config/token_types") != NULL;
+    MT_TRY(r->is_bert ? create_bert(r) : create_gpt(r));
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
-    for (int i = 0; i < MAX_SEQUENCES; i++) MT_TRY(mt_gpt_saved_create(r->ctx, &r->gpt, &r->saved[i]));
     MT_TRY(mt_optimizer_create(r->ctx, r->params, &adam, &r->optimizer));
     r->seq = integer(g, "seq");
     r->count = integer(g, "sequences") / r->run->data;
@@ -425,7 +545,8 @@ static mt_status rank_main(mt_comm *world, void *user) {
         report(r, "%s: %s", mt_status_name(status), r->ctx ? mt_last_error(r->ctx) : mt_comm_last_error(world));
     if (r->ctx) {
         mt_optimizer_destroy(r->ctx, &r->optimizer);
-        for (int i = 0; i < MAX_SEQUENCES; i++) mt_gpt_saved_destroy(&r->saved[i]);
+        for (int i = 0; i < MAX_SEQUENCES; i++) mt_gpt_saved_destroy(&r->saved[i].gpt);
+        for (int i = 0; i < MAX_SEQUENCES; i++) mt_bert_saved_destroy(&r->saved[i].bert);
         mt_params_destroy(r->params);
     }
     mt_context_destroy(r->ctx);
@@ -442,7 +563,7 @@ static void execute(run *run) {
     mt_launch_desc launch;
     mt_status status;
     memset(&launch, 0, sizeof launch);
-    launch.ranks = run->tp * run->data;
+    launch.ranks = run->tp * run->data * run->pipeline;
     launch.timeout_s = 60;
     launch.logger.log = silent;
     pthread_mutex_init(&run->lock, NULL);
@@ -461,10 +582,11 @@ static const char *micro_name(micro_batches micro) {
 }
 
 /* Returns 1 if the split is possible: sequence parallelism divides the tokens of every call, and invariant mode those
-   of every training call. */
+   of every training call. Pipelines have at most 8 ranks. */
 static int possible(const golden *g, const run *run) {
     int64_t sequences = run->micro == WHOLE ? integer(g, "sequences") / run->data : 1,
             tokens = sequences * integer(g, "seq");
+    if (run->pipeline > 1 && (integer(g, "layers") % run->pipeline != 0 || run->tp * run->data > 4)) return 0;
     if (run->tp > integer(g, "heads")) return 0;
     if (run->invariant && (run->invariant % run->tp != 0 || tokens % run->invariant != 0)) return 0;
     return !run->sequence_parallel || (run->tp > 1 && tokens % run->tp == 0);
@@ -475,8 +597,8 @@ static int execute_and_print(run *run, double worst[4]) {
     for (int i = 0; i < 4; i++)
         if (!(run->worst[i] <= worst[i])) worst[i] = run->worst[i];
     if (run->failures)
-        print_message("   %s, tensor %d, data %d, sequence parallel %d, invariant %d, %s: %d wrong%s\n",
-                      run->g->variant, run->tp, run->data, run->sequence_parallel, run->invariant,
+        print_message("   %s, tensor %d, data %d, pipeline %d, sequence parallel %d, invariant %d, %s: %d wrong%s\n",
+                      run->g->variant, run->tp, run->data, run->pipeline, run->sequence_parallel, run->invariant,
                       micro_name(run->micro), run->failures, run->message);
     return run->failures != 0;
 }
@@ -490,7 +612,7 @@ static void check_variant(const char *variant) {
     golden_load(variant, &g);
     while (2 * shards <= integer(&g, "heads")) shards *= 2;
     for (size_t t = 0; t < sizeof tensors / sizeof *tensors; t++)
-        for (int variation = 0; variation < 24; variation++) {
+        for (int variation = 0; variation < 48; variation++) {
             run run;
             memset(&run, 0, sizeof run);
             run.g = &g;
@@ -498,7 +620,8 @@ static void check_variant(const char *variant) {
             run.data = 1 + variation % 2;
             run.sequence_parallel = variation / 2 % 2;
             run.micro = (micro_batches)(variation / 4 % 3);
-            run.invariant = variation < 12 ? 0 : shards;
+            run.invariant = variation / 12 % 2 ? shards : 0;
+            run.pipeline = 1 + variation / 24;
             if (!possible(&g, &run)) continue;
             runs++;
             wrong += execute_and_print(&run, worst);
@@ -528,6 +651,16 @@ static void test_bert(void **state) {
 static void test_residual_post_ln(void **state) {
     (void)state;
     check_variant("residual_post_ln");
+}
+
+static void test_bert_post_ln(void **state) {
+    (void)state;
+    check_variant("bert_post_ln");
+}
+
+static void test_bert_pre_ln(void **state) {
+    (void)state;
+    check_variant("bert_pre_ln");
 }
 
 /* Changes elements of every compared record, one at a time, by 1e-3 of the largest element. Each change must be found,
@@ -575,7 +708,7 @@ static void check_planted(const char *name, int64_t element, const char *expecte
     values[element] += 1e-3f * largest;
     run.g = &g;
     run.tp = 2;
-    run.data = 1;
+    run.data = run.pipeline = 1;
     execute(&run);
     golden_free(&g);
     if (run.failures != 2 || !strstr(run.message, expected))
@@ -598,6 +731,8 @@ int main(void) {
         cmocka_unit_test(test_llama),
         cmocka_unit_test(test_bert),
         cmocka_unit_test(test_residual_post_ln),
+        cmocka_unit_test(test_bert_post_ln),
+        cmocka_unit_test(test_bert_pre_ln),
         cmocka_unit_test(test_run_catches_a_planted_error),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
