@@ -1,5 +1,5 @@
-/* mt_test_gpt.h - what the tests that train a GPT share: a small GPT, trained for a few steps on any device, in any
-   type and on any grid, and the result of its training. C and C++. Include it after the implementation of
+/* mt_test_gpt.h - what the tests that train a GPT or a BERT share: a small model, trained for a few steps on any device,
+   in any type and on any grid, and the result of its training. C and C++. Include it after the implementation of
    megatron.h. */
 
 #ifndef MT_TEST_GPT_H
@@ -36,7 +36,8 @@ typedef struct gpt_run {
     mt_dtype dtype;
     int tp, data, sequence_parallel, invariant;
     /* 0: like GPT-2; 1: like Llama (RMSNorm, SwiGLU, rotary, GQA, no biases, untied head); 2: like GPT-2 with
-       MT_POST_LN; 3: like GPT-2 with MT_RESIDUAL_POST_LN */
+       MT_POST_LN; 3: like GPT-2 with MT_RESIDUAL_POST_LN; GPT_BERT: the original BERT, an mt_bert; GPT_BERT + 1: a BERT
+       with MT_PRE_LN */
     int llama;
     int stochastic;   /* 1: stochastic rounding of the parameters */
     float loss_scale; /* the initial loss scale; 0: none */
@@ -66,6 +67,8 @@ typedef struct gpt_run {
     int one_pass;  /* 1: forward computes the gradient of the loss, too (mt_batch.backward_scale) */
 } gpt_run;
 
+enum { GPT_BERT = 4 };
+
 enum {
     GPT_BOUND_KINDS = 31,  /* 1: values, 2: grads, 4: exp_avg, 8: exp_avg_sq, 16: master */
     GPT_BOUND_ONE = 32,    /* with mt_param_bind: every second parameter, or with GPT_BOUND_FILLED all */
@@ -82,11 +85,14 @@ typedef struct gpt_worker {
     mt_params *params;
     mt_gpt gpt;
     mt_gpt_saved saved[GPT_BATCH]; /* one for each slot */
+    mt_bert bert;                  /* instead of gpt */
+    mt_bert_saved bert_saved[GPT_BATCH];
     mt_optimizer optimizer;
     mt_loss_scaler scaler;
     mt_step numbers;          /* with on_device */
     mt_graph *graph;          /* with graph */
     int32_t *ids;             /* for each micro-batch the ids and targets of a sequence, on the device */
+    int32_t *types;           /* of a BERT, for each micro-batch: its token types, sentence order and length */
     mt_tensor losses, totals; /* losses: one row for each slot; totals: the sum of each micro-batch's losses */
     int step;
     mt_tensor memory[5]; /* [1, n]: what is bound of values, grads, exp_avg, exp_avg_sq and master, or mt_none() */
@@ -95,6 +101,8 @@ typedef struct gpt_worker {
     mt_status (*forward)(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output);
     mt_status (*backward)(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput);
 } gpt_worker;
+
+static inline int gpt_is_bert(const gpt_run *r) { return r->llama >= GPT_BERT; }
 
 static inline int32_t gpt_vocab(const gpt_run *r) { return r->vocab ? r->vocab : GPT_VOCAB; }
 
@@ -119,7 +127,8 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     }
     d.layer.recompute = r->recompute;
     d.layer.qkv_layout = r->qkv_layout;
-    if (r->llama >= 2) d.layer.placement = r->llama == 2 ? MT_POST_LN : MT_RESIDUAL_POST_LN;
+    if (r->llama == 2 || r->llama == GPT_BERT) d.layer.placement = MT_POST_LN;
+    if (r->llama == 3) d.layer.placement = MT_RESIDUAL_POST_LN;
     if (r->llama != 1) return d;
     d.untied_head = 1;
     d.label_smoothing = 0.1f;
@@ -130,10 +139,32 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     return d;
 }
 
+static inline mt_bert_desc gpt_bert_model(const gpt_run *r) {
+    mt_gpt_desc of = gpt_model(r);
+    mt_bert_desc d;
+    memset(&d, 0, sizeof d);
+    d.vocab = of.vocab;
+    d.padded_vocab = of.padded_vocab;
+    d.layers = of.layers;
+    d.max_seq = of.max_seq;
+    d.embedding_dropout = of.embedding_dropout;
+    d.layer = of.layer;
+    if (r->llama != GPT_BERT) return d;
+    d.layer.activation = MT_GELU_ERF;
+    d.layer.norm_eps = 1e-12f;
+    return d;
+}
+
 /* Returns the scale of the loss for backward. */
 static inline float gpt_scale(const gpt_worker *w) {
     float scale = w->scaler.scale > 0.0f && !w->r->on_device ? w->scaler.scale : 1.0f;
     return scale / (GPT_BATCH * GPT_SEQ);
+}
+
+/* The token types of a micro-batch, of a BERT. Its sentence order and its length follow them. */
+#define GPT_TYPES (GPT_SEQ + 2)
+static inline int32_t *gpt_types(const gpt_worker *w, int64_t sequence) {
+    return w->types + GPT_TYPES * (sequence - w->grid.dp_rank * (GPT_BATCH / w->grid.dp_size));
 }
 
 static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
@@ -144,6 +175,10 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
     batch.first_sequence = sequence;
     batch.seed = 5;
     batch.step = (uint64_t)w->step;
+    if (gpt_is_bert(w->r)) {
+        batch.token_types = gpt_types(w, sequence);
+        batch.lengths = batch.token_types + GPT_SEQ + 1;
+    }
     if (w->r->one_pass) batch.backward_scale = gpt_scale(w);
     if (!w->r->on_device) return batch;
     batch.step = 0;
@@ -154,6 +189,14 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
 
 /* Uploads the sequences of this data rank, and those after them for tests with more micro-batches. Each step has the
    same text, so that the loss falls. shift: 0, or another number for another text */
+static inline mt_status gpt_load_types(gpt_worker *w, int64_t n, int64_t sequence) {
+    int32_t types[GPT_TYPES], length = GPT_SEQ - (int32_t)(sequence % 3);
+    for (int i = 0; i < GPT_SEQ; i++) types[i] = i > 2 + sequence % 3;
+    types[GPT_SEQ] = (int32_t)(sequence % 2);
+    types[GPT_SEQ + 1] = length;
+    return mt_upload(w->ctx, types, mt_tensor_make(w->types + GPT_TYPES * n, MT_I32, 1, GPT_TYPES));
+}
+
 static inline mt_status gpt_load_text(gpt_worker *w, int64_t shift) {
     int64_t first = w->grid.dp_rank * (GPT_BATCH / w->grid.dp_size);
     int32_t ids[GPT_SEQ + 1], vocab = gpt_vocab(w->r);
@@ -163,14 +206,17 @@ static inline mt_status gpt_load_text(gpt_worker *w, int64_t shift) {
         ids[0] = (int32_t)((first + n + shift) % vocab);
         for (int i = 1; i <= GPT_SEQ; i++) ids[i] = (ids[i - 1] * 3 + 1 + (int32_t)test_below(&seed, 2)) % vocab;
         MT_TRY(mt_upload(w->ctx, ids, mt_tensor_make(to, MT_I32, 1, GPT_SEQ)));
+        for (int i = 1; gpt_is_bert(w->r) && i <= GPT_SEQ; i++)
+            if (i % 3 == 1 || i > GPT_SEQ - (first + n) % 3) ids[i] = -100; /* the padding, and others */
         MT_TRY(mt_upload(w->ctx, ids + 1, mt_tensor_make(to + GPT_SEQ, MT_I32, 1, GPT_SEQ)));
+        if (gpt_is_bert(w->r)) MT_TRY(gpt_load_types(w, n, first + n));
     }
     return MT_SUCCESS;
 }
 
 static inline mt_status gpt_load(gpt_worker *w) { return gpt_load_text(w, 0); }
 
-/* The forward of a micro-batch, which is one sequence. */
+/* The forward of a micro-batch, which is one sequence. The loss of the sentence order follows those of the tokens. */
 static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input,
                                     mt_tensor output) {
     gpt_worker *w = (gpt_worker *)user;
@@ -178,13 +224,21 @@ static inline mt_status gpt_forward(mt_context *ctx, void *user, const mt_action
     mt_batch batch = gpt_batch_of(w, sequence);
     mt_tensor loss = mt_tensor_rows(w->losses, a->slot, 1);
     const int32_t *ids = w->ids + 2 * GPT_SEQ * a->micro_batch;
-    MT_TRY(mt_gpt_stage_forward(ctx, &w->gpt, &batch, ids, ids + GPT_SEQ, input, output, loss, &w->saved[a->slot]));
+    if (gpt_is_bert(w->r))
+        MT_TRY(mt_bert_stage_forward(ctx, &w->bert, &batch, ids, ids + GPT_SEQ, batch.token_types + GPT_SEQ, input,
+                                     output, mt_tensor_cols(loss, 0, GPT_SEQ), mt_tensor_cols(loss, GPT_SEQ, 1),
+                                     &w->bert_saved[a->slot]));
+    else
+        MT_TRY(mt_gpt_stage_forward(ctx, &w->gpt, &batch, ids, ids + GPT_SEQ, input, output, loss, &w->saved[a->slot]));
     if (w->grid.pp_rank + 1 < w->grid.pp_size) return MT_SUCCESS;
     return mt_sum(ctx, loss, mt_tensor_rows(w->totals, a->micro_batch, 1));
 }
 
 static inline mt_status gpt_backward_of(gpt_worker *w, int slot, mt_tensor doutput, mt_tensor dinput) {
-    MT_TRY(mt_gpt_stage_backward(w->ctx, &w->gpt, gpt_scale(w), doutput, dinput, &w->saved[slot]));
+    float scale = gpt_scale(w);
+    if (gpt_is_bert(w->r))
+        MT_TRY(mt_bert_stage_backward(w->ctx, &w->bert, scale, scale, doutput, dinput, &w->bert_saved[slot]));
+    else MT_TRY(mt_gpt_stage_backward(w->ctx, &w->gpt, scale, doutput, dinput, &w->saved[slot]));
     return mt_accumulate_gradients(w->ctx, w->params);
 }
 
@@ -216,7 +270,7 @@ static inline mt_status gpt_run_schedule(gpt_worker *w) {
     int count = 0;
     memset(&stage, 0, sizeof stage);
     stage.rows = GPT_SEQ / (w->r->sequence_parallel ? w->grid.tp_size : 1);
-    stage.cols = w->gpt.desc.layer.hidden;
+    stage.cols = gpt_model(w->r).layer.hidden;
     stage.dtype = w->r->dtype;
     stage.forward = w->forward ? w->forward : gpt_forward;
     stage.backward = w->backward ? w->backward : gpt_backward;
@@ -419,13 +473,21 @@ static inline mt_status gpt_bind_each(gpt_worker *w) {
     return MT_SUCCESS;
 }
 
+static inline mt_status gpt_create(gpt_worker *w, mt_params *params, mt_gpt *gpt, mt_bert *bert) {
+    mt_gpt_desc model = gpt_model(w->r);
+    mt_bert_desc bert_model = gpt_bert_model(w->r);
+    if (gpt_is_bert(w->r)) return mt_bert_create(w->ctx, params, &bert_model, bert);
+    return mt_gpt_create(w->ctx, params, &model, gpt);
+}
+
 /* Fills bound values with those that mt_params_init gives to another registry. */
-static inline mt_status gpt_fill_values(gpt_worker *w, const mt_gpt_desc *model) {
+static inline mt_status gpt_fill_values(gpt_worker *w) {
     mt_params *other;
+    mt_bert bert;
     mt_gpt gpt;
     MT_TRY(mt_params_create(w->ctx, &w->grid, &other));
     MT_TRY(mt_params_set_dtype(w->ctx, other, w->r->dtype));
-    MT_TRY(mt_gpt_create(w->ctx, other, model, &gpt));
+    MT_TRY(gpt_create(w, other, &gpt, &bert));
     MT_TRY(mt_params_init(w->ctx, other, 77));
     for (int i = 0; i < mt_params_count(other); i++)
         MT_TRY(mt_copy(w->ctx, mt_params_at(other, i)->value, mt_params_at(w->params, i)->value));
@@ -434,7 +496,7 @@ static inline mt_status gpt_fill_values(gpt_worker *w, const mt_gpt_desc *model)
 }
 
 /* Binds memory, and initialises the parameters. */
-static inline mt_status gpt_init(gpt_worker *w, const mt_gpt_desc *model) {
+static inline mt_status gpt_init(gpt_worker *w) {
     mt_params_memory m;
     if (w->r->bound) MT_TRY(gpt_bound_memory(w));
     m = gpt_memory(w);
@@ -442,7 +504,33 @@ static inline mt_status gpt_init(gpt_worker *w, const mt_gpt_desc *model) {
     else if (w->r->bound) MT_TRY(mt_params_bind(w->ctx, w->params, &m));
     if (!(w->r->bound & GPT_BOUND_FILLED)) return mt_params_init(w->ctx, w->params, 77);
     if (w->r->bound & GPT_BOUND_ONE) MT_TRY(mt_params_bind(w->ctx, w->params, NULL));
-    return gpt_fill_values(w, model);
+    return gpt_fill_values(w);
+}
+
+/* Creates the model and initialises it. */
+static inline mt_status gpt_open_model(gpt_worker *w) {
+    mt_column_parallel_linear *head = gpt_is_bert(w->r) ? &w->bert.head : &w->gpt.head;
+    MT_TRY(gpt_create(w, w->params, &w->gpt, &w->bert));
+    MT_TRY(gpt_init(w));
+    MT_TRY(gpt_fill_padding(w, gpt_is_bert(w->r) ? w->bert.model.tokens.weight : w->gpt.model.tokens.weight));
+    MT_TRY(gpt_fill_padding(w, head->weight));
+    for (int i = 0; i < GPT_BATCH; i++) {
+        if (gpt_is_bert(w->r)) MT_TRY(mt_bert_saved_create(w->ctx, &w->bert, &w->bert_saved[i]));
+        else MT_TRY(mt_gpt_saved_create(w->ctx, &w->gpt, &w->saved[i]));
+    }
+    return MT_SUCCESS;
+}
+
+/* Allocates memory for the text and the losses, and loads the text. */
+static inline mt_status gpt_open_text(gpt_worker *w) {
+    int64_t losses = GPT_SEQ + gpt_is_bert(w->r);
+    void *memory;
+    MT_TRY(mt_arena_alloc(w->ctx, GPT_BATCH * 2 * GPT_SEQ * sizeof(int32_t), &memory));
+    w->ids = (int32_t *)memory;
+    if (gpt_is_bert(w->r)) MT_TRY(mt_arena_alloc(w->ctx, GPT_BATCH * GPT_TYPES * sizeof(int32_t), &memory));
+    w->types = (int32_t *)memory;
+    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH, losses, &w->losses));
+    return gpt_load(w);
 }
 
 static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w) {
@@ -450,10 +538,8 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     mt_context_desc where;
     mt_optimizer_desc adamw;
     mt_loss_scaler_desc scale;
-    mt_gpt_desc model = gpt_model(r);
     mt_gemm_options gemm;
     mt_parallel_options parallel;
-    void *memory;
     memset(w, 0, sizeof *w);
     w->r = r;
     w->world = world;
@@ -481,20 +567,13 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     MT_TRY(mt_params_create(w->ctx, &w->grid, &w->params));
     MT_TRY(mt_params_set_dtype(w->ctx, w->params, r->dtype));
     MT_TRY(mt_params_set_data_parallel(w->ctx, w->params, &r->share));
-    MT_TRY(mt_gpt_create(w->ctx, w->params, &model, &w->gpt));
-    MT_TRY(gpt_init(w, &model));
-    MT_TRY(gpt_fill_padding(w, w->gpt.model.tokens.weight));
-    MT_TRY(gpt_fill_padding(w, w->gpt.head.weight));
-    for (int i = 0; i < GPT_BATCH; i++) MT_TRY(mt_gpt_saved_create(w->ctx, &w->gpt, &w->saved[i]));
+    MT_TRY(gpt_open_model(w));
     MT_TRY(mt_optimizer_create(w->ctx, w->params, &adamw, &w->optimizer));
     if (r->loss_scale > 0.0f) MT_TRY(mt_loss_scaler_create(w->ctx, &scale, &w->scaler));
     if (r->on_device)
         MT_TRY(
             mt_step_create(w->ctx, &w->optimizer, r->loss_scale > 0.0f ? &w->scaler : NULL, gpt_clip(r), &w->numbers));
-    MT_TRY(mt_arena_alloc(w->ctx, GPT_BATCH * 2 * GPT_SEQ * sizeof(int32_t), &memory));
-    w->ids = (int32_t *)memory;
-    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH, GPT_SEQ, &w->losses));
-    return gpt_load(w);
+    return gpt_open_text(w);
 }
 
 static inline void gpt_close(gpt_worker *w) {
@@ -502,6 +581,7 @@ static inline void gpt_close(gpt_worker *w) {
     mt_step_destroy(w->ctx, &w->numbers);
     mt_optimizer_destroy(w->ctx, &w->optimizer);
     for (int i = 0; i < GPT_BATCH; i++) mt_gpt_saved_destroy(&w->saved[i]);
+    for (int i = 0; i < GPT_BATCH; i++) mt_bert_saved_destroy(&w->bert_saved[i]);
     mt_params_destroy(w->params);
     for (int k = 0; k < 5; k++)
         mt_context_free(w->ctx, w->memory[k].data, (size_t)w->memory[k].cols * mt_dtype_size(w->memory[k].dtype));
@@ -526,7 +606,7 @@ static inline mt_status gpt_rank(mt_comm *world, void *user) {
 }
 
 static inline const char *gpt_name(const gpt_run *r) {
-    static const char *const names[] = {"GPT-2", "Llama", "post-LN", "residual post-LN"};
+    static const char *const names[] = {"GPT-2", "Llama", "post-LN", "residual post-LN", "BERT", "BERT, pre-LN"};
     static const char *const recompute[] = {"", ", selective recomputation", ", full recomputation"};
     static char text[192];
     snprintf(text, sizeof text, "%s, %s, tensor %d x data %d x pipeline %d%s%s%s%s%s", names[r->llama],
