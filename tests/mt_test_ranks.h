@@ -1,6 +1,7 @@
 /* mt_test_ranks.h - what the tests of mt_parallel.h and megatron.h share: a rank with its grid, context and registry, a
-   launch that fails the test when a rank fails, comparisons that print the element that differs, and checks of calls
-   that must be refused. Include it after the implementation of megatron.h. */
+   launch that fails the test when a rank fails, comparisons that print the element that differs, checks of all
+   parameters of a registry, and checks of calls that must be refused. Include it after the implementation of
+   megatron.h. */
 
 #ifndef MT_TEST_RANKS_H
 #define MT_TEST_RANKS_H
@@ -135,6 +136,49 @@ static inline uint64_t test_name_seed(const char *name) {
     uint64_t seed = 14695981039346656037u;
     for (; *name; name++) seed = (seed ^ (unsigned char)*name) * 1099511628211u;
     return seed;
+}
+
+/* Sets every parameter, including biases and norms, to its value + noise in (-scale, scale) that depends on the global
+   element. */
+static inline mt_status disturb_params(test_rank *r, float scale) {
+    for (int i = 0; i < mt_params_count(r->params); i++) {
+        mt_param *p = mt_params_at(r->params, i);
+        int64_t n = p->desc.rows * p->desc.cols;
+        float *x = (float *)malloc((size_t)n * sizeof *x);
+        uint64_t seed = test_name_seed(p->name);
+        mt_status status = mt_param_gather(r->ctx, r->params, p, p->value, x);
+        for (int64_t k = 0; status == MT_SUCCESS && k < n; k++) x[k] += scale * test_float(&seed);
+        if (status == MT_SUCCESS) status = mt_param_scatter(r->ctx, p, x, p->value);
+        free(x);
+        MT_TRY(status);
+    }
+    return MT_SUCCESS;
+}
+
+/* Gathers all gradients, one whole parameter after the other, in the order of the registry. */
+static inline mt_status gather_grads(test_rank *r, float *out, int64_t room, int64_t *n) {
+    *n = 0;
+    for (int i = 0; i < mt_params_count(r->params); i++) {
+        const mt_param *p = mt_params_at(r->params, i);
+        CHECK(*n + p->desc.rows * p->desc.cols <= room);
+        MT_TRY(mt_param_gather(r->ctx, r->params, p, p->grad, out + *n));
+        *n += p->desc.rows * p->desc.cols;
+    }
+    return MT_SUCCESS;
+}
+
+/* Checks that the padding of a parameter is exactly zero, in its value and its gradient. */
+static inline mt_status check_padding(const mt_param *p) {
+    const mt_param_desc *d = &p->desc;
+    for (int64_t i = 0; i < p->value.rows; i++)
+        for (int64_t j = 0; j < p->value.cols; j++) {
+            int by_rows = d->placement == MT_SPLIT_ROWS;
+            if (d->placement == MT_REPLICATED) continue;
+            if (test_param_global(d, p->tp_size, p->tp_rank, by_rows ? i : j) >= 0) continue;
+            CHECK(((const float *)p->value.data)[i * p->value.cols + j] == 0.0f);
+            CHECK(((const float *)p->grad.data)[i * p->value.cols + j] == 0.0f);
+        }
+    return MT_SUCCESS;
 }
 
 /* Main thread: runs f on `ranks` threads. The error of any rank fails the test; its message is on stderr. */
