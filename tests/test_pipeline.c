@@ -800,78 +800,22 @@ static void test_gpt_evaluation(void **state) {
 
 /* ---- the hash log ------------------------------------------------------------------------------------------------ */
 
-#define MAX_LINES 512
-
-typedef struct lines {
-    gpt_run run;
-    char name[MAX_LINES][128];
-    uint64_t hash[MAX_LINES];
-    int count, spoil; /* spoil: change the last stage's copy of the embedding */
-} lines;
-
-static void keep_line(void *user, const char *name, uint64_t hash, int differs) {
-    lines *all = (lines *)user;
-    if (all->count == MAX_LINES) abort();
-    snprintf(all->name[all->count], sizeof all->name[0], "%s%s", name, differs ? " differs" : "");
-    all->hash[all->count++] = hash;
-}
-
-static mt_status log_step(gpt_worker *w, mt_hash_log *log) {
-    float loss, norm;
-    MT_TRY(gpt_gradients(w, 0, &loss, &norm));
-    MT_TRY(mt_hash_log_value(w->ctx, log, "loss", loss));
-    for (int i = 0; i < mt_params_count(w->params); i++) {
-        const mt_param *p = mt_params_at(w->params, i);
-        MT_TRY(mt_hash_log_shard(w->ctx, log, p, ".grad", p->grad));
-    }
-    MT_TRY(mt_hash_log_value(w->ctx, log, "grad_norm", norm));
-    for (int i = 0; i < mt_params_count(w->params); i++) {
-        const mt_param *p = mt_params_at(w->params, i);
-        MT_TRY(mt_hash_log_shard(w->ctx, log, p, "", p->value));
-    }
-    return MT_SUCCESS;
-}
-
-static mt_status log_rank(mt_comm *world, void *user) {
-    lines *l = (lines *)user, *mine = (lines *)calloc(1, sizeof *mine);
-    mt_hash_log *log = NULL;
-    gpt_worker w;
-    mt_status status = mine ? gpt_open(world, &l->run, &w) : MT_ERR_MEMORY;
-    if (status == MT_SUCCESS) status = mt_hash_log_create(w.ctx, &w.grid, &log);
-    if (status == MT_SUCCESS && l->spoil && w.grid.pp_rank + 1 == w.grid.pp_size)
-        ((float *)mt_params_find(w.params, "embedding.word_embeddings.weight")->value.data)[0] = 3.0f;
-    for (int step = 0; status == MT_SUCCESS && step < 2; step++) { /* the log is empty again after the first step */
-        mine->count = 0;
-        status = log_step(&w, log);
-        if (status == MT_SUCCESS) status = mt_hash_log_flush(w.ctx, log, keep_line, mine);
-    }
-    if (status == MT_SUCCESS && mt_comm_rank(world) == 0) {
-        memcpy(l->name, mine->name, sizeof l->name);
-        memcpy(l->hash, mine->hash, sizeof l->hash);
-        l->count = mine->count;
-    }
-    mt_hash_log_destroy(log);
-    gpt_close(&w);
-    free(mine);
-    return status;
-}
-
 /* The log has the same lines in the same order as on one rank. */
 static void test_gpt_hash_log(void **state) {
-    static lines one, many;
+    static gpt_lines one, many;
     int differ = 0;
     (void)state;
     for (int llama = 0; llama < 2; llama++) {
         one.run = run_of(-1, MT_F32, llama, 4);
         one.run.padded_vocab = llama ? 48 : 0; /* the lines have no padding */
-        gpt_launch(&one.run, log_rank, &one);
+        gpt_launch(&one.run, gpt_log_rank, &one);
         assert_true(one.count > 200);
         for (int i = 0; i < SPLITS; i++) {
             many.run = run_of(i, MT_F32, llama, 4);
             many.run.padded_vocab = one.run.padded_vocab;
             many.run.junk = llama ? 2.0f : 0.0f;
             many.spoil = 0;
-            gpt_launch(&many.run, log_rank, &many);
+            gpt_launch(&many.run, gpt_log_rank, &many);
             assert_int_equal(one.count, many.count);
             for (int j = 0; j < one.count; j++) {
                 assert_string_equal(one.name[j], many.name[j]);
@@ -881,7 +825,7 @@ static void test_gpt_hash_log(void **state) {
     }
     many.run = run_of(3, MT_F32, 0, 4);
     many.spoil = 1;
-    gpt_launch(&many.run, log_rank, &many);
+    gpt_launch(&many.run, gpt_log_rank, &many);
     for (int j = 0; j < many.count; j++)
         differ += strcmp(many.name[j], "embedding.word_embeddings.weight differs") == 0;
     assert_int_equal(differ, 1); /* only the line that stands for the copies differs */
