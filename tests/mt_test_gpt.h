@@ -407,13 +407,16 @@ static inline mt_status gpt_keep_weights(gpt_worker *w) {
     return status;
 }
 
-/* Fills the rows of the embedding and of the head from the vocabulary on. */
+/* Fills the rows of the embedding and of the head, or the columns of the bias, from the vocabulary on. */
 static inline mt_status gpt_fill_padding(gpt_worker *w, mt_param *p) {
-    int64_t first, real;
+    int is_bias = p && p->desc.rows == 1;
+    int64_t n, first, real;
     if (!p || w->r->junk == 0.0f) return MT_SUCCESS;
-    first = w->grid.tp_rank * p->value.rows;
-    real = mt_max(0, mt_min(p->value.rows, gpt_vocab(w->r) - first));
-    return mt_fill(w->ctx, mt_tensor_rows(p->value, real, p->value.rows - real), w->r->junk);
+    n = is_bias ? p->value.cols : p->value.rows;
+    first = w->grid.tp_rank * n;
+    real = mt_max(0, mt_min(n, gpt_vocab(w->r) - first));
+    if (is_bias) return mt_fill(w->ctx, mt_tensor_cols(p->value, real, n - real), w->r->junk);
+    return mt_fill(w->ctx, mt_tensor_rows(p->value, real, n - real), w->r->junk);
 }
 
 /* Returns the first element of a parameter in bound memory, and writes their number to *total. */
@@ -514,6 +517,7 @@ static inline mt_status gpt_open_model(gpt_worker *w) {
     MT_TRY(gpt_init(w));
     MT_TRY(gpt_fill_padding(w, gpt_is_bert(w->r) ? w->bert.model.tokens.weight : w->gpt.model.tokens.weight));
     MT_TRY(gpt_fill_padding(w, head->weight));
+    MT_TRY(gpt_fill_padding(w, head->bias));
     for (int i = 0; i < GPT_BATCH; i++) {
         if (gpt_is_bert(w->r)) MT_TRY(mt_bert_saved_create(w->ctx, &w->bert, &w->bert_saved[i]));
         else MT_TRY(mt_gpt_saved_create(w->ctx, &w->gpt, &w->saved[i]));
