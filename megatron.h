@@ -2322,8 +2322,10 @@ static mt_status mti_model_table_ids(mt_context *ctx, const mt_language_model *m
     int64_t first = m->desc.layer.sequence_parallel ? m->grid->tp_rank * rows : 0;
     int types = table == m->token_types;
     mt_tensor ids = mt_none();
-    *out = batch->token_types + first;
-    if (types && batch->token_types) return MT_SUCCESS;
+    if (types && batch->token_types) {
+        *out = batch->token_types + first;
+        return MT_SUCCESS;
+    }
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, rows, &ids));
     *out = (const int32_t *)ids.data;
     return mt_position_ids(ctx, types ? 0 : first, types ? 1 : batch->seq, (int32_t *)ids.data, rows);
