@@ -1,4 +1,4 @@
-/* test_cuda_gpt.cu - trains a GPT on 1, 2, 4 and 8 GPUs, or on ranks that share one, and compares losses, gradients
+/* test_cuda_gpt.cu - trains a GPT, and a BERT, on 1, 2, 4 and 8 GPUs, or on ranks that share one, and compares losses, gradients
    and weights with the CPU's, in f32, bf16 and f16. In invariant mode all have the same bits.
      On GPUs:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_gpt.cu -lcublasLt    (and -DMT_USE_NCCL -lnccl)
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. */
@@ -387,8 +387,8 @@ static void test_host_memory_is_refused(void **state) {
 
 /* Runs one rank in invariant mode, once for each type and model. */
 static const gpt_result *one_rank(mt_dtype dtype, int llama) {
-    static gpt_result one[2][2];
-    static int done[2][2];
+    static gpt_result one[2][GPT_BERT + 2];
+    static int done[2][GPT_BERT + 2];
     int i = dtype != MT_F32;
     if (!done[i][llama]) gpt_execute(run_of(MT_DEVICE_CUDA, dtype, 0, 8, llama), &one[i][llama]);
     done[i][llama] = 1;
@@ -473,6 +473,176 @@ static void test_invariant_mode(void **state) {
             gpt_execute(r, &many);
             assert_bits_of_one_rank(&r, &many);
         }
+}
+
+/* ---- BERT -------------------------------------------------------------------------------------------------------- */
+
+/* Training as on the CPU, in the planned arena, on several GPUs, with sequence parallelism and on two stages. Steps
+   whose numbers are in the GPU's memory, and those of a graph, have the same bits as others. */
+static void test_bert_as_on_the_cpu(void **state) {
+    static const struct {
+        size_t split;
+        int pipeline;
+        mt_dtype dtype;
+    } ways[] = {{0, 1, MT_F32}, {1, 1, MT_F32}, {2, 1, MT_F32}, {4, 2, MT_F32}, {1, 1, MT_BF16}, {2, 2, MT_BF16}};
+    static gpt_result on_cpu, on_gpu, stepped;
+    (void)state;
+    for (int i = 0; i < 12; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, ways[i % 6].dtype, ways[i % 6].split, 0, GPT_BERT + i / 6), c;
+        if (!test_takes((size_t)(i + i / 6), 2)) continue;
+        r.pipeline = ways[i % 6].pipeline;
+        r.one_pass = i / 6;
+        c = r;
+        c.device = MT_DEVICE_CPU;
+        gpt_execute(c, &on_cpu);
+        gpt_execute(r, &on_gpu);
+        if (r.dtype == MT_F32) assert_near(&r, &on_cpu, &on_gpu);
+        else gpt_assert_near(&r, &on_cpu, &on_gpu, backend_error(&r));
+        assert_true(on_cpu.loss[GPT_STEPS - 1] < on_cpu.loss[0]);
+        assert_planned(r, &on_gpu);
+        if (i % 6 != 2) continue;
+        r.on_device = 1;
+        for (r.graph = 0; r.graph < 2; r.graph++) {
+            gpt_execute(r, &stepped);
+            if (memcmp(&on_gpu, &stepped, GPT_SAME_BYTES) != 0)
+                fail_msg("%s: other bits with on_device, graph %d", gpt_name(&r), r.graph);
+        }
+    }
+}
+
+static void test_bert_invariant(void **state) {
+    static const struct {
+        size_t split;
+        int pipeline;
+    } ways[] = {{1, 1}, {2, 1}, {4, 1}, {0, 2}, {4, 2}};
+    static gpt_result many;
+    (void)state;
+    for (int i = 0; i < 10; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, i % 3 ? MT_F32 : MT_BF16, ways[i % 5].split, 8, GPT_BERT + i / 5);
+        if (!test_takes((size_t)(i + i / 5), 2)) continue;
+        r.pipeline = ways[i % 5].pipeline;
+        r.recompute = (mt_recompute)(i % 3);
+        gpt_execute(r, &many);
+        assert_bits_of_one_rank(&r, &many);
+    }
+}
+
+/* All sequences in one call. The results of rank 0. */
+typedef struct whole_batch {
+    gpt_run r;
+    float lm[GPT_BATCH * GPT_SEQ], sop[GPT_BATCH], logits[GPT_BATCH * GPT_SEQ * GPT_VOCAB], sop_logits[GPT_BATCH * 2];
+    float grads[GPT_MAX_FLOATS];
+    int64_t n[128]; /* elements of each parameter */
+    int count;
+} whole_batch;
+
+/* Uploads ids, targets, token types, sentence orders and lengths, one after the other. */
+static mt_status load_whole_batch(gpt_worker *w, int32_t **ids) {
+    enum { TOKENS = GPT_BATCH * GPT_SEQ };
+    int32_t host[3 * TOKENS + 2 * GPT_BATCH];
+    void *memory;
+    uint64_t seed = 3;
+    for (int i = 0; i < TOKENS; i++) {
+        host[i] = (int32_t)test_below(&seed, GPT_VOCAB);
+        host[TOKENS + i] = i % 3 ? (int32_t)test_below(&seed, GPT_VOCAB) : -100;
+        host[2 * TOKENS + i] = (i + i / GPT_SEQ) / 3 % 2;
+    }
+    for (int i = 0; i < GPT_BATCH; i++) {
+        host[3 * TOKENS + i] = i == 2 ? -100 : i % 2;
+        host[3 * TOKENS + GPT_BATCH + i] = GPT_SEQ - i;
+    }
+    MT_TRY(mt_arena_alloc(w->ctx, sizeof host, &memory));
+    *ids = (int32_t *)memory;
+    return mt_upload(w->ctx, host, mt_tensor_make(memory, MT_I32, 1, 3 * TOKENS + 2 * GPT_BATCH));
+}
+
+static mt_status keep_whole_gradients(gpt_worker *w, whole_batch *out) {
+    int64_t at = 0;
+    for (int i = 0; i < mt_params_count(w->params); i++) {
+        const mt_param *p = mt_params_at(w->params, i);
+        int64_t n = p->desc.rows * p->desc.cols;
+        float *x = (float *)malloc((size_t)n * sizeof *x);
+        mt_status status = x ? mt_param_gather(w->ctx, w->params, p, p->grad, x) : MT_ERR_MEMORY;
+        if (status == MT_SUCCESS && mt_comm_rank(w->world) == 0) {
+            memcpy(out->grads + at, x, (size_t)n * sizeof *x);
+            out->n[i] = n;
+            out->count = i + 1;
+        }
+        free(x);
+        MT_TRY(status);
+        at += n;
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status run_whole_batch(gpt_worker *w, whole_batch *out) {
+    enum { TOKENS = GPT_BATCH * GPT_SEQ };
+    mt_batch batch = gpt_batch_of(w, 0);
+    int first = mt_comm_rank(w->world) == 0;
+    float skipped[TOKENS * GPT_VOCAB];
+    mt_tensor lm, sop, logits, sop_logits;
+    int32_t *ids;
+    MT_TRY(load_whole_batch(w, &ids));
+    batch.sequences = GPT_BATCH;
+    batch.token_types = ids + 2 * TOKENS;
+    batch.lengths = ids + 3 * TOKENS + GPT_BATCH;
+    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, 1, TOKENS, &lm));
+    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, 1, GPT_BATCH, &sop));
+    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, TOKENS, GPT_VOCAB, &logits));
+    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH, 2, &sop_logits));
+    MT_TRY(mt_bert_forward(w->ctx, &w->bert, &batch, ids, ids + TOKENS, ids + 3 * TOKENS, lm, sop, &w->bert_saved[0]));
+    MT_TRY(mt_bert_backward(w->ctx, &w->bert, 0.1f, 0.7f, &w->bert_saved[0]));
+    MT_TRY(mt_sync_gradients(w->ctx, w->params));
+    MT_TRY(mt_bert_logits(w->ctx, &w->bert, &batch, ids, logits, sop_logits));
+    MT_TRY(mt_download(w->ctx, lm, first ? out->lm : skipped));
+    MT_TRY(mt_download(w->ctx, sop, first ? out->sop : skipped));
+    MT_TRY(mt_download(w->ctx, logits, first ? out->logits : skipped));
+    MT_TRY(mt_download(w->ctx, sop_logits, first ? out->sop_logits : skipped));
+    return keep_whole_gradients(w, out);
+}
+
+static mt_status whole_batch_rank(mt_comm *world, void *user) {
+    whole_batch *out = (whole_batch *)user;
+    gpt_worker w;
+    mt_status status = gpt_open(world, &out->r, &w);
+    if (status == MT_SUCCESS) status = run_whole_batch(&w, out);
+    gpt_close(&w);
+    return status;
+}
+
+/* Checks that n floats differ by at most 1e-5 of the largest of them. */
+static void assert_close(const gpt_run *r, const char *what, const float *want, const float *got, int64_t n) {
+    double most = 0;
+    for (int64_t i = 0; i < n; i++) most = fmax(most, fabs((double)want[i]));
+    for (int64_t i = 0; i < n; i++)
+        if (!(fabs((double)got[i] - (double)want[i]) <= 1e-5 * most))
+            fail_msg("%s: %s[%lld] is %.9g, on the CPU %.9g", gpt_name(r), what, (long long)i, (double)got[i],
+                     (double)want[i]);
+}
+
+/* Several sequences in a call, whose first tokens the pooler takes: losses, logits and gradients of both heads. */
+static void test_bert_whole_batch(void **state) {
+    static whole_batch on_cpu, on_gpu;
+    (void)state;
+    for (int llama = GPT_BERT; llama < GPT_BERT + 2; llama++) {
+        memset(&on_cpu, 0, sizeof on_cpu);
+        on_cpu.r = run_of(MT_DEVICE_CPU, MT_F32, 0, 0, llama);
+        gpt_launch(&on_cpu.r, whole_batch_rank, &on_cpu);
+        for (size_t split = 0; split < 3; split++) {
+            const gpt_run *r = &on_gpu.r;
+            int64_t at = 0;
+            memset(&on_gpu, 0, sizeof on_gpu);
+            on_gpu.r = run_of(MT_DEVICE_CUDA, MT_F32, split, 0, llama);
+            gpt_launch(&on_gpu.r, whole_batch_rank, &on_gpu);
+            assert_close(r, "lm_loss", on_cpu.lm, on_gpu.lm, GPT_BATCH * GPT_SEQ);
+            assert_close(r, "sop_loss", on_cpu.sop, on_gpu.sop, GPT_BATCH);
+            assert_close(r, "lm_logits", on_cpu.logits, on_gpu.logits, GPT_BATCH * GPT_SEQ * GPT_VOCAB);
+            assert_close(r, "sop_logits", on_cpu.sop_logits, on_gpu.sop_logits, 2 * GPT_BATCH);
+            assert_int_equal(on_gpu.count, on_cpu.count);
+            for (int i = 0; i < on_cpu.count; at += on_cpu.n[i++])
+                assert_close(r, "a gradient", on_cpu.grads + at, on_gpu.grads + at, on_cpu.n[i]);
+        }
+    }
 }
 
 /* A micro-batch with a wrong token id (1000 at index 5) on the ranks of `where`, or a right one on the others. */
@@ -688,6 +858,9 @@ int main(void) {
         cmocka_unit_test(test_host_memory_is_refused),
         cmocka_unit_test(test_invariant_mode),
         cmocka_unit_test(test_epilogues),
+        cmocka_unit_test(test_bert_as_on_the_cpu),
+        cmocka_unit_test(test_bert_invariant),
+        cmocka_unit_test(test_bert_whole_batch),
         cmocka_unit_test(test_wrong_id),
         cmocka_unit_test(test_steps_with_other_texts),
     };
