@@ -1035,6 +1035,39 @@ static void test_hash_log(void **state) {
     }
 }
 
+/* The lines of activations do not depend on the number of sequences in a micro-batch: those of the sentence order have a
+   row for each sequence. */
+static void log_of_micro_batches(int micro, gpt_lines *out) {
+    static worker w;
+    split s = {1, 1, 1, 0, micro, 0};
+    mt_comm *world = open_alone(&w, &cases[0], s);
+    mt_hash_log *log = NULL;
+    out->count = 0;
+    ASSERT_STATUS(w.r.ctx, MT_SUCCESS, mt_hash_log_create(w.r.ctx, &w.r.grid, &log));
+    ASSERT_STATUS(w.r.ctx, MT_SUCCESS, run_passes(&w));
+    ASSERT_STATUS(w.r.ctx, MT_SUCCESS, mt_hash_log_flush(w.r.ctx, log, gpt_keep_line, out));
+    mt_hash_log_destroy(log);
+    close_alone(&w, world);
+}
+
+static void test_hash_log_of_micro_batches(void **state) {
+    static gpt_lines one, many;
+    int sop = 0;
+    (void)state;
+    log_of_micro_batches(1, &one);
+    for (int micro = 2; micro <= SEQUENCES; micro *= 2) {
+        log_of_micro_batches(micro, &many);
+        assert_int_equal(one.count, many.count);
+        for (int i = 0; i < one.count; i++) {
+            assert_string_equal(one.name[i], many.name[i]);
+            if (one.hash[i] != many.hash[i]) fail_msg("micro-batches of %d: %s", micro, one.name[i]);
+            sop += strstr(one.name[i], "sop_loss.output") || strstr(one.name[i], "pooler") ||
+                   strstr(one.name[i], "binary_head");
+        }
+    }
+    assert_true(sop > 8);
+}
+
 /* Outside invariant mode: the losses are near those of one rank; every recomputation, also of one layer of each stage,
    and a sharded optimizer give the same bits. */
 static void test_options(void **state) {
@@ -1515,6 +1548,34 @@ static void test_language_model_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Backward does not change doutput, with and without a final norm. */
+static void test_language_model_keeps_doutput(void **state) {
+    static const int32_t ids[BAD_TOKENS] = {0, 1, 2};
+    (void)state;
+    for (int placement = MT_PRE_LN; placement <= MT_RESIDUAL_POST_LN; placement++) {
+        mt_language_model_desc d = {.vocab = 10, .layers = 3, .max_seq = 8, .layer = small_layer};
+        mt_batch batch = {.sequences = 2, .seq = BAD_SEQ};
+        mt_language_model_saved saved;
+        mt_language_model m;
+        mt_tensor y, dy;
+        test_rank r;
+        test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+        d.layer.placement = (mt_ln_placement)placement;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_language_model_create(r.ctx, r.params, &d, &m));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_language_model_saved_create(r.ctx, &m, &saved));
+        y = test_tensor(&r, BAD_TOKENS, 16, NAN);
+        dy = test_tensor(&r, BAD_TOKENS, 16, 0.5f);
+        ((float *)dy.data)[0] = 0.25f;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_language_model_forward(r.ctx, &m, &batch, ids, mt_none(), y, &saved));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_language_model_backward(r.ctx, &m, dy, mt_none(), &saved));
+        assert_true(((const float *)dy.data)[0] == 0.25f);
+        test_untouched("doutput", (const float *)dy.data + 1, BAD_TOKENS * 16 - 1, 0.5f);
+        mt_language_model_saved_destroy(&saved);
+        test_paper_rank_close(&r);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_split),
@@ -1530,6 +1591,7 @@ int main(void) {
         cmocka_unit_test(test_parameters),
         cmocka_unit_test(test_invariant_training),
         cmocka_unit_test(test_hash_log),
+        cmocka_unit_test(test_hash_log_of_micro_batches),
         cmocka_unit_test(test_options),
         cmocka_unit_test(test_padded_vocabulary),
         cmocka_unit_test(test_recompute_layers),
@@ -1542,6 +1604,7 @@ int main(void) {
         cmocka_unit_test(test_backward_refuses),
         cmocka_unit_test(test_stages_refuse),
         cmocka_unit_test(test_language_model_refuses),
+        cmocka_unit_test(test_language_model_keeps_doutput),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
