@@ -95,16 +95,18 @@ typedef struct mt_batch {
     /* [sequences * seq], in memory of the context's device, for models with token types (BERT's segments): the type of
        each token. It must not change until backward. MT_ERR_ARGUMENT for a model without token types. NULL: all 0 */
     const int32_t *token_types;
-    /* mt_random.offset of dropout, such as step << 20 in memory of the device; the same number until backward */
+    /* A number in memory of the device that is added to the subsequence of dropout when the masks are drawn (see
+       mt_random and mt_step_random_offset); the same number until backward has returned. With step << 20 in it, leave
+       `step` 0. NULL: 0 */
     const uint64_t *random_offset;
-    /* Optional, [1, 1], MT_F32, in memory of the device: the gradient of the loss is multiplied by it (see mt_step).
-       Backward reads it, or forward if backward_scale is set. mt_none() counts as 1 */
+    /* [1, 1], MT_F32, in memory of the device: the gradients of all losses are multiplied by it (see
+       mt_step_loss_scale). Backward reads it and, if backward_scale is set, forward, too. mt_none(): 1 */
     mt_tensor loss_scale;
-    /* The scale that mt_gpt_backward or mt_bert_backward will get, if it is known before forward. Forward then also
-       computes the gradient of the loss of the tokens: with one tensor rank, outside invariant mode, the logits are
-       read once instead of twice. On a CPU and in invariant mode, losses and gradients have the same bits as without
-       it. Elsewhere they differ by rounding at most. Without effect when saved is NULL. 0: backward computes the
-       gradient of the loss */
+    /* The scale of mt_gpt_backward, or the lm_scale of mt_bert_backward, if it is known before forward. Forward then
+       also computes the gradient of the tokens' loss: with one tensor rank, outside invariant mode, the logits are read
+       once instead of twice. On a CPU and in invariant mode, losses and gradients have the same bits as without it.
+       On a GPU outside invariant mode they may differ by rounding. It must be finite (MT_ERR_ARGUMENT). Without effect
+       when saved is NULL. 0: backward computes the gradient */
     float backward_scale;
 } mt_batch;
 
@@ -115,9 +117,9 @@ typedef struct mt_batch {
    this rank's tensor under sequence parallelism. Each (seed, step, layer,
    site) has random numbers of its own, for step < 2^44, layer < 2^18 and site < 4.
    The transformer layer with layer_number n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the
-   output of attention and (n, 2) for the output of the MLP. A GPT numbers its layers from 0, and uses
-   (mt_gpt_desc.layers, 3) for the embedding. In a program that has a GPT, your own blocks therefore need layer numbers
-   greater than mt_gpt_desc.layers. */
+   output of attention and (n, 2) for the output of the MLP. A GPT, BERT or language model with L layers has the layer
+   numbers 0 to L - 1, and uses (L, 3) for the embedding. Blocks of your own beside it therefore need numbers greater
+   than L. Two models in one program draw the same masks, unless their batches have different seeds. */
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site);
 
 /* ---- MLP --------------------------------------------------------------------------------------------------------- */
@@ -466,19 +468,20 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
    losses to it. Use it alone for an encoder, or for a model with heads of your own. */
 typedef struct mt_language_model_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
-    /* Describes every layer. Leave layer_number and max_seq 0: create sets them. When output_init_std is 0, it becomes
-       init_std / sqrt(2 * layers). With rotary there are no learned positions */
+    /* Describes every layer. Leave layer.layer_number and layer.max_seq 0 (otherwise MT_ERR_ARGUMENT): create sets them
+       in each layer. When output_init_std is 0, it becomes init_std / sqrt(2 * layers). init_std is also that of the
+       embeddings. With rotary there are no learned positions */
     mt_transformer_layer_desc layer;
     /* advanced */
-    /* 1: the layers and the final norm are called encoder.layers.N and encoder.final_layernorm, as in Megatron-LM's
-       BERT; 0: decoder.layers.N and decoder.final_layernorm */
+    /* 1: the names of the layers and of the final norm begin with "encoder", as in Megatron-LM's BERT; 0: with
+       "decoder" */
     int is_encoder;
     int64_t token_types; /* number of token types, see mt_batch.token_types; 0: the model has no token types */
     int embedding_norm;  /* 1: the sum of the embeddings is normalised, before the dropout */
     /* 1: an output head uses the weight of the token embedding, which is therefore also on the last pipeline stage */
     int tied_head;
-    /* layer.recompute applies only to this number of layers, the first ones of each stage; must be 0 with
-       MT_RECOMPUTE_NONE (MT_ERR_ARGUMENT); 0: all layers */
+    /* layer.recompute applies to the first recompute_layers layers of each stage; must be 0 with MT_RECOMPUTE_NONE
+       (MT_ERR_ARGUMENT). 0: to all layers */
     int64_t recompute_layers;
     float embedding_dropout; /* of the sum of the embeddings */
     /* rows of the token embedding with padding of your own, such as 50304 for a vocab of 50257; see mt_embedding_desc.
@@ -487,22 +490,24 @@ typedef struct mt_language_model_desc {
 } mt_language_model_desc;
 
 /* This rank's shard of the model or, on a grid with several pipeline stages, of its stage. Every stage has the same
-   number of layers. The first stage has the embeddings, and the last one has the final norm. Members that a stage does
-   not have are zero. */
+   number of layers. The first stage has the embeddings. The last stage has the final norm and, with tied_head, a second
+   copy of the token embedding; mt_sync_gradients adds up the gradients of the two copies. Members that a stage does not
+   have are zero. STACK below is "encoder" with is_encoder, and otherwise "decoder". */
 typedef struct mt_language_model {
     mt_language_model_desc desc;
     mt_vocab_parallel_embedding tokens; /* embedding.word_embeddings.weight */
     mt_param *positions;                /* embedding.position_embeddings.weight [max_seq, hidden]; NULL with rotary */
     mt_param *token_types;              /* embedding.tokentype_embeddings.weight [token_types, hidden]; may be NULL */
     mt_norm_layer embedding_norm;       /* embedding.layernorm.*; weight is NULL without embedding_norm */
-    mt_transformer_layer *layers;       /* layers[i]: decoder.layers.<first_layer + i>.*; the registry owns the array */
+    mt_transformer_layer *layers;       /* layers[i]: STACK.layers.<first_layer + i>.*; the registry owns the array */
     int64_t first_layer, local_layers;  /* global number of layers[0]; number of layers of this stage */
-    mt_norm_layer final_norm;           /* decoder.final_layernorm.*; weight is NULL with MT_POST_LN */
+    mt_norm_layer final_norm;           /* STACK.final_layernorm.*; weight is NULL with MT_POST_LN */
     const mt_grid *grid;
 } mt_language_model;
 
-/* What one forward keeps for its backward. Its tensors are in the arena until the caller's mt_arena_release. Several
-   forwards may be in flight, each with a `saved` of its own. */
+/* What one forward keeps for its backward: tensors in the arena, until the caller's mt_arena_release, and the pointers
+   of the call. It can be used again after its backward. Several forwards may be in flight, each with a `saved` of its
+   own. */
 typedef struct mt_language_model_saved {
     mt_transformer_layer_saved *layers; /* [local_layers], from mt_language_model_saved_create */
     mt_batch batch;
@@ -518,20 +523,27 @@ MT_API mt_status mt_language_model_create(mt_context *ctx, mt_params *params, co
                                           mt_language_model *out);
 MT_API mt_status mt_language_model_saved_create(mt_context *ctx, const mt_language_model *model,
                                                 mt_language_model_saved *out);
-/* NULL and a zero-initialised struct are allowed. */
+/* saved may be NULL or zero-initialised. */
 MT_API void mt_language_model_saved_destroy(mt_language_model_saved *saved);
 
-/* forward computes output, the hidden states, from ids. backward gets the gradient of output, doutput, and adds to the
-   gradients of the parameters. ids [sequences * seq] are in memory of the context's device, the same on every tensor
-   rank, and must not change until backward. output and doutput are [tokens, hidden], or [tokens / t, hidden] with
-   sequence_parallel, in the model's type. When saved is NULL, forward is evaluation, without dropout. Call backward
+/* Let tokens be batch->sequences * batch->seq. forward computes output [tokens, hidden] from ids [tokens]. backward
+   reads doutput, the gradient of output, and adds to the gradients of the parameters; it does not change doutput. With
+   sequence_parallel output and doutput are [tokens / t, hidden], this rank's rows. They have the model's type. ids are
+   in memory of the context's device, the same on every tensor rank, and must not change until backward. On a grid with
+   one stage, input and dinput are mt_none(). When saved is NULL, forward is evaluation, without dropout. Call backward
    once for each forward with saved.
-   With several pipeline stages, call both in the functions of your mt_pipeline_stage (see mt_gpt_stage_forward). input
-   is the output of the stage before, and must not change until backward; dinput is its gradient. On the first stage
-   input and dinput are mt_none(). On every stage output and doutput are given; the output of the last stage is that of
-   the model.
-   Communication over the tensor group: that of mt_gpt_forward and mt_gpt_backward without head and loss.
-   Errors: those of mt_gpt_forward and mt_gpt_backward. */
+   With several pipeline stages, call both functions in those of your mt_pipeline_stage (see mt_gpt_stage_forward). On
+   every stage but the first, input is the output of the stage before, and dinput becomes its gradient; input must not
+   change until backward. output and doutput are given on every stage, also on the last one.
+   When t > 1, output and dinput must be contiguous; with sequence_parallel input and doutput, too (MT_ERR_SHAPE).
+   output must not overlap input, nor dinput doutput (MT_ERR_ARGUMENT).
+   Communication over the tensor group: forward does 1 all-reduce for the embedding and 2 for each layer of the stage,
+   and backward does 2 for each layer. With sequence_parallel forward does 1 reduce-scatter for the embedding, and 2
+   all-gathers and 2 reduce-scatters for each layer; backward does 4 all-gathers and 2 reduce-scatters for each layer,
+   and 1 all-gather for the embedding. For recomputation see mt_recompute. After mt_sync_gradients_begin, backward also
+   sums gradients over the data group, as mt_gpt_backward does.
+   MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id or a token type is out of range; on a GPU a
+   later call returns it, see mt_ids_check. MT_ERR_ARGUMENT: saved holds no forward. */
 MT_API mt_status mt_language_model_forward(mt_context *ctx, const mt_language_model *model, const mt_batch *batch,
                                            const int32_t *ids, mt_tensor input, mt_tensor output,
                                            mt_language_model_saved *saved);
@@ -552,7 +564,8 @@ typedef struct mt_gpt_desc {
     int untied_head;          /* 1: the output head has a weight of its own */
     float embedding_dropout;  /* of the sum of token and position embedding */
     float label_smoothing;    /* see mt_cross_entropy_desc */
-    /* targets of this value have loss 0 and gradient 0; MT_IGNORE_ZERO: targets of 0; 0: -100, as in PyTorch */
+    /* targets of this value have loss 0 and gradient 0. Set MT_IGNORE_ZERO to ignore targets of 0. 0: -100, as in
+       PyTorch */
     int32_t ignore_index;
     /* rows of the embedding and of the output head with padding of your own, such as 50304 for a vocab of 50257; see
        mt_embedding_desc. The logits of mt_gpt_logits and the tensors of checkpoints are without padding. 0: none */
@@ -586,26 +599,27 @@ MT_API void mt_gpt_saved_destroy(mt_gpt_saved *saved); /* NULL and a zero-initia
 
 /* Computes the loss of every token, on a grid with one pipeline stage. With more stages use mt_gpt_stage_forward.
    ids, targets [sequences * seq] are in memory of the context's device. They are the same on every tensor rank, and
-   must not change until backward. loss is [1, sequences * seq], MT_F32. Give padding tokens the target ignore_index:
-   their loss is then 0. When saved is NULL, forward is evaluation, without dropout.
+   must not change until backward. loss is [1, sequences * seq], MT_F32. Give padding tokens the target -100, or your
+   ignore_index: their loss is then 0. When saved is NULL, forward is evaluation, without dropout.
    Communication over the tensor group: 1 all-reduce for the embedding, and 2 for each layer. With sequence_parallel: 1
    reduce-scatter for the embedding, 2 all-gathers and 2 reduce-scatters for each layer, and 1 all-gather for the head.
    In both cases also 1 all-gather of 4 floats per token for the loss.
    MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_ARGUMENT: batch->backward_scale is not finite. MT_ERR_DATA:
-   an id or a target is out of range. After these errors, loss and saved are unchanged. On a GPU, forward succeeds with
-   such an id, its results are of no use, and a later call returns MT_ERR_DATA: see mt_ids_check. */
+   an id or a target is out of range. After these errors, loss and saved are unchanged. A GPU does not wait for the
+   check of ids: forward then returns MT_SUCCESS with useless results, and a later call returns MT_ERR_DATA (see
+   mt_ids_check). */
 MT_API mt_status mt_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 const int32_t *targets, mt_tensor loss, mt_gpt_saved *saved);
 
 /* Adds the gradient of scale * sum(loss) to the gradient of every parameter. scale is usually 1 / (tokens of the whole
-   global batch). Call mt_gpt_backward once for each forward: it overwrites the saved logits and sets saved->ids to
-   NULL.
+   global batch). Call mt_gpt_backward once for each forward: it overwrites the saved logits, and afterwards saved
+   holds no forward.
    Communication over the tensor group, without recomputation: 1 all-reduce for the head and 2 for each layer. With
    sequence_parallel: 1 all-gather and 1 reduce-scatter for the head, 4 all-gathers and 2 reduce-scatters for each
    layer, and 1 all-gather for the embedding. After mt_sync_gradients_begin, mt_gpt_backward also sums gradients over
    the data group, each bucket as soon as its gradients are final.
-   MT_ERR_ARGUMENT: saved holds no forward, or scale is not the backward_scale of its batch. After the second of these,
-   saved still holds the forward. */
+   MT_ERR_ARGUMENT: saved holds no forward, or its batch has a backward_scale, and scale is another number. After the
+   second of these, saved still holds the forward. */
 MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale, mt_gpt_saved *saved);
 
 /* mt_gpt_forward and mt_gpt_backward for one stage of a pipeline. The functions `forward` and `backward` of your
@@ -634,7 +648,8 @@ MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float
    or [sequences, vocab] for the last token of each sequence. When the batch has lengths, this is the last valid token;
    for a sequence of length 0 it is the first one. logits may have any float type; in MT_F32 the logits of a 16-bit
    model are not rounded to 16 bits.
-   All tensor ranks of all pipeline stages call it with the same batch and ids, and every rank gets the whole logits.
+   Collective over the tensor and the pipeline group: all their ranks call it with the same batch and ids, and every
+   rank gets the whole logits. On a GPU the call waits when it looks up the last tokens of a batch that has lengths.
    MT_ERR_SHAPE: batch->seq is greater than max_seq. MT_ERR_DATA: an id is out of range; on a GPU a later call returns
    it: see mt_ids_check. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
@@ -642,12 +657,14 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 
 /* ---- BERT -------------------------------------------------------------------------------------------------------- */
 
-/* A BERT (arXiv 1810.04805) as in Megatron-LM: token, position and token type embeddings, layers without a causal mask,
-   and two heads with a loss each.
+/* A BERT (arXiv 1810.04805) as in Megatron-LM: embeddings of tokens, positions (not with rotary) and token types,
+   layers without a causal mask, and two heads with a loss each.
    - masked LM: y = norm(act(x W + b)) for each token, then logits with the weight of the token embedding and a bias of
-     their own. act is layer.activation.
-   - sentence order (ALBERT, arXiv 1909.11942; the original BERT predicts the next sentence with the same head): logits
-     of 2 classes from tanh(x W + b) of the first token of each sequence, the pooler.
+     their own. act is layer.activation, and norm is layer.norm.
+   - sentence order: logits of 2 classes for each sequence, pooled W2 + b2 with pooled = tanh(x W1 + b1), the pooler,
+     where x is the output for the first token of the sequence. The original BERT trains this head for the prediction
+     of the next sentence, and ALBERT (arXiv 1909.11942) and Megatron-LM for the order of sentences.
+   The heads have biases also with layer.no_bias.
    layer.placement selects the norms (arXiv 1909.08053, figure 7). With MT_POST_LN, as in the original BERT, the sum of
    the embeddings has a norm and there is no final norm. With the others there is a final norm, and the sum of the
    embeddings has none. */
@@ -661,15 +678,16 @@ typedef struct mt_bert_desc {
     int64_t token_types;      /* see mt_batch.token_types; 0: 2 */
     int64_t recompute_layers; /* as in mt_language_model_desc */
     float embedding_dropout;  /* of the sum of the embeddings */
-    int32_t ignore_index;     /* targets of this value have loss 0 and gradient 0; as in mt_gpt_desc */
+    int32_t ignore_index;     /* as in mt_gpt_desc, for targets; an order of sentences is ignored when it is -100 */
     int64_t padded_vocab;     /* as in mt_gpt_desc; also for the bias of the logits */
 } mt_bert_desc;
 
-/* This rank's shard of the model or of its pipeline stage. The last stage has the heads. The dense layers of the heads
-   are column-parallel, so each rank computes its share of them. */
+/* This rank's shard of the model or of its pipeline stage. The last stage has the heads; on the others their members
+   are zero. lm_dense and pooler are column-parallel with gather_output: a rank computes hidden / t columns, and every
+   rank gets all of them. */
 typedef struct mt_bert {
     mt_bert_desc desc;
-    mt_language_model model;               /* with is_encoder */
+    mt_language_model model;               /* its names begin with "encoder" */
     mt_column_parallel_linear lm_dense;    /* lm_head.dense.* [hidden, hidden] */
     mt_norm_layer lm_norm;                 /* lm_head.layer_norm.* */
     mt_column_parallel_linear head;        /* its weight is model.tokens.weight; output_layer.bias [1, vocab] */
@@ -697,12 +715,13 @@ MT_API void mt_bert_saved_destroy(mt_bert_saved *saved); /* NULL and a zero-init
 /* Computes both losses, on a grid with one pipeline stage. With more stages use mt_bert_stage_forward.
    ids, targets [sequences * seq] and sentence_order [sequences] are in memory of the context's device. They are the
    same on every tensor rank, and must not change until backward. ids is the text with its masks. targets has the
-   original token where a token is to be predicted, and ignore_index elsewhere. sentence_order has the class of each
-   sequence, 0 or 1, or ignore_index. lm_loss is [1, sequences * seq] and sop_loss [1, sequences], both MT_F32. With
-   no_binary_head, sentence_order is NULL and sop_loss is mt_none(). batch->lengths masks padding, and
-   batch->token_types has the segment of each token. When saved is NULL, forward is evaluation, without dropout.
-   Communication over the tensor group: that of mt_gpt_forward. The masked-LM head adds 1 all-gather of [tokens,
-   hidden]. The sentence order adds 1 all-gather of [sequences, hidden] and 1 of 4 floats per sequence; with
+   original token where a token is to be predicted, and -100 (or your ignore_index) elsewhere. sentence_order has the
+   class of each sequence, 0 or 1, or -100. lm_loss is [1, sequences * seq] and sop_loss [1, sequences], both MT_F32.
+   With no_binary_head, sentence_order must be NULL and sop_loss mt_none() (MT_ERR_ARGUMENT). batch->lengths masks
+   padding, and batch->token_types has the segment of each token. When saved is NULL, forward is evaluation, without
+   dropout.
+   Communication over the tensor group: that of mt_gpt_forward, and 1 all-gather of [tokens, hidden], the output of
+   lm_dense. The sentence order adds 1 all-gather of [sequences, hidden] and 1 of 4 floats per sequence; with
    sequence_parallel also 1 all-reduce of [sequences, hidden], which gives every rank the first token of each sequence.
    Errors: those of mt_gpt_forward. */
 MT_API mt_status mt_bert_forward(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, const int32_t *ids,
@@ -712,15 +731,17 @@ MT_API mt_status mt_bert_forward(mt_context *ctx, const mt_bert *bert, const mt_
 /* Adds the gradient of lm_scale * sum(lm_loss) + sop_scale * sum(sop_loss) to the gradient of every parameter. lm_scale
    is usually 1 / (targets of the whole global batch that are not ignored), and sop_scale 1 / (its sequences). With
    no_binary_head, sop_scale is not used. batch->loss_scale multiplies both, and batch->backward_scale is the lm_scale.
-   Call mt_bert_backward once for each forward.
-   Communication over the tensor group: that of mt_gpt_backward. The masked-LM head adds 1 all-reduce of [tokens,
-   hidden], and the sentence order 2 of [sequences, hidden].
-   MT_ERR_ARGUMENT: saved holds no forward, or lm_scale is not the backward_scale of its batch. */
+   Call mt_bert_backward once for each forward: it overwrites tensors of saved, which afterwards holds no forward.
+   Communication over the tensor group: that of mt_gpt_backward, and 1 all-reduce of [tokens, hidden] for the logits.
+   The sentence order adds 2 all-reduces of [sequences, hidden].
+   MT_ERR_ARGUMENT: saved holds no forward, or its batch has a backward_scale, and lm_scale is another number. After the
+   second of these, saved still holds the forward. */
 MT_API mt_status mt_bert_backward(mt_context *ctx, const mt_bert *bert, float lm_scale, float sop_scale,
                                   mt_bert_saved *saved);
 
-/* mt_bert_forward and mt_bert_backward for one stage of a pipeline, as mt_gpt_stage_forward and mt_gpt_stage_backward:
-   input, output, doutput and dinput have the same rules. */
+/* mt_bert_forward and mt_bert_backward for one stage of a pipeline. input, output, doutput and dinput have the rules of
+   mt_gpt_stage_forward. All stages pass the same batch, ids, targets, sentence_order and scales. The last stage writes
+   the losses; on the others lm_loss and sop_loss may be mt_none(). */
 MT_API mt_status mt_bert_stage_forward(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, const int32_t *ids,
                                        const int32_t *targets, const int32_t *sentence_order, mt_tensor input,
                                        mt_tensor output, mt_tensor lm_loss, mt_tensor sop_loss, mt_bert_saved *saved);
@@ -728,8 +749,8 @@ MT_API mt_status mt_bert_stage_backward(mt_context *ctx, const mt_bert *bert, fl
                                         mt_tensor doutput, mt_tensor dinput, mt_bert_saved *saved);
 
 /* Computes logits, without dropout: lm_logits [sequences * seq, vocab] and sop_logits [sequences, 2], of any float
-   type. One of them may be mt_none(). All tensor ranks of all pipeline stages call it with the same batch and ids, and
-   every rank gets the whole logits. Errors: those of mt_gpt_logits; MT_ERR_ARGUMENT (sop_logits with
+   type. One of them may be mt_none(), on every rank alike. Collective over the tensor and the pipeline group, as
+   mt_gpt_logits: every rank gets the whole logits. Errors: those of mt_gpt_logits; MT_ERR_ARGUMENT (sop_logits with
    no_binary_head). */
 MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, const int32_t *ids,
                                 mt_tensor lm_logits, mt_tensor sop_logits);
@@ -2289,12 +2310,12 @@ MT_API mt_status mt_language_model_create(mt_context *ctx, mt_params *params, co
 static mt_status mti_model_saved_create(mt_context *ctx, const char *function, const mt_language_model *model,
                                         mt_language_model_saved *out) {
     void *memory;
+    if (out) memset(out, 0, sizeof *out);
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!model || !model->layers || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, out ? "the model was not created" : "out is NULL");
     memory = mt_host_alloc((size_t)model->local_layers * sizeof *out->layers);
     if (!memory) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for %lld layers", (long long)model->local_layers);
-    memset(out, 0, sizeof *out);
     out->layers = (mt_transformer_layer_saved *)memory;
     return MT_SUCCESS;
 }
@@ -2874,7 +2895,7 @@ MT_API mt_status mt_gpt_backward(mt_context *ctx, const mt_gpt *gpt, float scale
 static mt_status mti_last_row(mt_context *ctx, const mt_batch *batch, int64_t sequence, int64_t *row) {
     int32_t length = (int32_t)batch->seq;
     if (batch->lengths) MT_TRY(mt_download(ctx, mt_tensor_make(batch->lengths + sequence, MT_I32, 1, 1), &length));
-    *row = sequence * batch->seq + (length > 0 ? length - 1 : 0);
+    *row = sequence * batch->seq + mt_max(0, mt_min(length, batch->seq) - 1);
     return MT_SUCCESS;
 }
 
@@ -3002,7 +3023,7 @@ MT_API mt_status mt_bert_create(mt_context *ctx, mt_params *params, const mt_ber
     out->loss.vocab = desc->vocab;
     out->loss.padded_vocab = desc->padded_vocab;
     out->sop_loss.vocab = 2;
-    out->loss.ignore_index = out->sop_loss.ignore_index = desc->ignore_index;
+    out->loss.ignore_index = desc->ignore_index; /* sop_loss has -100: 0 is a class */
     if (status == MT_SUCCESS && mti_model_is_last(&out->model)) status = mti_bert_heads(ctx, params, out);
     return mt_create_end(params, mark, out, sizeof *out, status);
 }
@@ -3115,17 +3136,17 @@ static mt_status mti_bert_loss_check(mt_context *ctx, const char *function, cons
                                      const int32_t *targets, const int32_t *order, mt_tensor lm_loss,
                                      mt_tensor sop_loss) {
     int64_t tokens = batch->sequences * batch->seq;
-    int32_t ignored = mt_ignore_index(bert->desc.ignore_index);
     int last = mti_model_is_last(&bert->model);
     if (last) MT_TRY(mt_tensor_check(ctx, function, "lm_loss", lm_loss, MT_ARG_F32, 1, tokens));
-    MT_TRY(mt_ids_check(ctx, "target", targets, tokens, bert->desc.vocab, ignored));
+    MT_TRY(mt_ids_check(ctx, "target", targets, tokens, bert->desc.vocab, mt_ignore_index(bert->loss.ignore_index)));
     if (bert->desc.no_binary_head) {
         if (!order && !sop_loss.data) return MT_SUCCESS;
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there is a %s, and the model has no_binary_head", function,
                        order ? "sentence_order" : "sop_loss");
     }
     if (last) MT_TRY(mt_tensor_check(ctx, function, "sop_loss", sop_loss, MT_ARG_F32, 1, batch->sequences));
-    return mt_ids_check(ctx, "sentence order", order, batch->sequences, 2, ignored);
+    return mt_ids_check(ctx, "sentence order", order, batch->sequences, 2,
+                        mt_ignore_index(bert->sop_loss.ignore_index));
 }
 
 static mt_status mti_bert_run_forward(mt_context *ctx, const char *function, const mt_bert *bert, const mt_batch *batch,
