@@ -870,9 +870,10 @@ static mt_status gpt_passes(test_rank *r, const mt_gpt *gpt, const gpt_case *c, 
     static const uint64_t step5 = (uint64_t)5 << 20;
     int32_t ids[GPT_TOKENS], targets[GPT_TOKENS], lengths[BATCH];
     int64_t per = BATCH / s.data, first = per * r->grid.dp_rank, n = per / s.micro, k;
-    mt_gpt_saved saved[BATCH] = {{0}};
+    mt_gpt_saved saved[BATCH];
     mt_status status = MT_SUCCESS;
     size_t mark = mt_arena_mark(r->ctx);
+    memset(saved, 0, sizeof saved);
     gpt_data(c, ids, targets, lengths);
     for (k = 0; k < n && status == MT_SUCCESS; k++) {
         mt_batch b = gpt_batch(c, first + k * s.micro, s.micro, lengths);
