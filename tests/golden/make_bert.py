@@ -20,7 +20,7 @@ Gradients are those of sum(loss) / (targets that are not ignored) + sop_scale * 
 Further records, beside those of make_golden.py:
 
     config/token_types, config/sop_scale
-    token_types     [sequences, seq]; sentence_order [1, sequences]: 0, 1 or ignore_index
+    token_types     [sequences, seq]; sentence_order [1, sequences]: 0, 1 or -100
     sop_logits      [sequences, 2]; sop_loss [1, sequences]
     step_loss       the sum of which the gradient is taken, before each of the 5 steps
 """
