@@ -1382,7 +1382,9 @@ typedef struct mt_checkpoint_format {
 } mt_checkpoint_format;
 
 typedef struct mt_checkpoint_desc {
-    const char *directory;   /* of a run's checkpoints; save creates it, but not its parent; the string is copied */
+    /* of a run's checkpoints; save creates it, but not its parent; the string is copied. NULL: the checkpoint can only
+       import */
+    const char *directory;
     mt_optimizer *optimizer; /* must outlive the checkpoint; NULL: parameters only */
     int keep;                /* number of newest checkpoints that save keeps; it removes the others; 0: 2 */
     /* advanced */
@@ -1407,8 +1409,10 @@ typedef struct mt_training_state {
 } mt_training_state;
 
 /* Creates a checkpoint; opens and writes no file. Allocates host memory for the largest unsharded parameter in f32
-   (twice if the format has convert), and 1 KiB of device memory. params must outlive the checkpoint. Not collective.
-   MT_ERR_ARGUMENT: mt_params_init was not called; a value of desc is out of range (the limit of directory is
+   (twice if the format has convert), and 1 KiB of device memory. params must have all its parameters, and outlive the
+   checkpoint. Load and import allocate parameters that have no memory yet, as mt_params_init does; save needs
+   mt_params_init or one of them before. Not collective.
+   MT_ERR_ARGUMENT: the registry has no parameters; a value of desc is out of range (the limit of directory is
    MT_PATH_MAX - 128 characters); the optimizer is of another registry; a field has no name or no value, or its name is
    already used by another field or by the library's metadata. */
 MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
@@ -2815,17 +2819,23 @@ static mt_status mti_pointers_check(mt_context *ctx, const char *function, const
     return MT_SUCCESS;
 }
 
+/* Compares the settings of the ranks, allocates values and gradients, and sets them to zero. */
+static mt_status mti_params_begin(mt_context *ctx, mt_params *params, const char *function, const uint64_t *seed) {
+    MT_TRY(mti_params_compare(ctx, params, function, seed, mti_pointers_check(ctx, function, params)));
+    if (!params->placed) MT_TRY(mti_params_place(ctx, params));
+    MT_TRY(mti_memory_zero(ctx, params, MTI_IN_VALUES));
+    return mt_params_zero_grad(ctx, params);
+}
+
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed) {
     static const char *const function = "mt_params_init";
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || params->count == 0)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, params ? "there are no parameters" : "params is NULL");
-    MT_TRY(mti_params_compare(ctx, params, function, &seed, mti_pointers_check(ctx, function, params)));
-    if (!params->placed) MT_TRY(mti_params_place(ctx, params));
-    MT_TRY(mti_memory_zero(ctx, params, MTI_IN_VALUES));
+    MT_TRY(mti_params_begin(ctx, params, function, &seed));
     for (i = 0; i < params->count; i++) MT_TRY(mti_param_init(ctx, params->list[i], seed));
-    return mt_params_zero_grad(ctx, params);
+    return MT_SUCCESS;
 }
 
 /* -- memory of the caller -- */
@@ -3005,17 +3015,25 @@ MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params
     return mti_bind(ctx, "mt_param_bind", param->registry, param->index, 1, memory);
 }
 
-static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, const char *function) {
+/* Checks the registry of a call, whose parameters need not have memory yet. */
+static mt_status mti_params_known(mt_context *ctx, const mt_params *params, const char *function) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!params || !params->placed)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
-                       params ? "call mt_params_init first" : "params is NULL");
+    if (!params || params->count == 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, params ? "there are no parameters" : "params is NULL");
     if (mt_context_invariant(ctx) != mt_context_invariant(params->ctx) ||
         mt_context_invariant_data(ctx) != mt_context_invariant_data(params->ctx))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the registry was made with invariant %d, %d, the context has %d, %d",
                        function, mt_context_invariant(params->ctx), mt_context_invariant_data(params->ctx),
                        mt_context_invariant(ctx), mt_context_invariant_data(ctx));
     return mti_pointers_check(ctx, function, params);
+}
+
+static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, const char *function) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!params || !params->placed)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
+                       params ? "call mt_params_init first" : "params is NULL");
+    return mti_params_known(ctx, params, function);
 }
 
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
@@ -8095,6 +8113,7 @@ static mt_status mti_state_read(mt_context *ctx, const mt_safetensors *file, mt_
 
 struct mt_checkpoint {
     mt_params *params;
+    int count; /* of params, when the checkpoint was created */
     mt_optimizer *optimizer;
     int keep;
     mt_checkpoint_format format; /* zeros: no format */
@@ -8178,14 +8197,16 @@ MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const 
     void *memory;
     size_t end;
     mt_status status;
-    MT_TRY(mti_params_ready(ctx, params, function));
-    if (!desc || !desc->directory || !desc->directory[0] || !out)
+    MT_TRY(mti_params_known(ctx, params, function));
+    if (!desc || (desc->directory && !desc->directory[0]) || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
-                       out ? "desc or desc->directory is NULL or empty" : "out is NULL");
+                       !out   ? "out is NULL"
+                       : desc ? "desc->directory is empty"
+                              : "desc is NULL");
     *out = NULL;
-    if (desc->keep < 0 || strlen(desc->directory) > MT_PATH_MAX - 128)
+    if (desc->keep < 0 || (desc->directory && strlen(desc->directory) > MT_PATH_MAX - 128))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: keep is %d, the directory has %zu characters, at most %d", function,
-                       desc->keep, strlen(desc->directory), MT_PATH_MAX - 128);
+                       desc->keep, desc->directory ? strlen(desc->directory) : 0, MT_PATH_MAX - 128);
     if (desc->optimizer && desc->optimizer->params != params)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the optimizer is not of this registry", function);
     if (desc->model && !desc->format)
@@ -8196,12 +8217,13 @@ MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const 
     MT_TRY(mti_host_new(ctx, sizeof *c, &memory));
     c = (mt_checkpoint *)memory;
     c->params = params;
+    c->count = params->count;
     c->optimizer = desc->optimizer;
     c->keep = desc->keep ? desc->keep : 2;
     if (desc->format) c->format = *desc->format;
     c->model = desc->model;
     c->writer.file.fd = c->lock = -1;
-    snprintf(c->directory, sizeof c->directory, "%s", desc->directory);
+    snprintf(c->directory, sizeof c->directory, "%s", desc->directory ? desc->directory : "");
     for (end = strlen(c->directory); end > 1 && c->directory[end - 1] == '/'; end--) c->directory[end - 1] = 0;
     status = mti_checkpoint_fields(ctx, c, desc);
     if (status == MT_SUCCESS) status = mti_checkpoint_memory(ctx, c);
@@ -8561,11 +8583,25 @@ static mt_status mti_checkpoint_lock(mt_context *ctx, mt_checkpoint *c) {
     return MT_SUCCESS;
 }
 
+/* Checks that the registry has the parameters that it had in mt_checkpoint_create. */
+static mt_status mti_checkpoint_params(mt_context *ctx, const char *function, const mt_checkpoint *c) {
+    if (c->params->count == c->count) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the registry had %d parameters in mt_checkpoint_create, and has %d",
+                   function, c->count, c->params->count);
+}
+
+/* Checks that the checkpoint has a directory. */
+static mt_status mti_directory_check(mt_context *ctx, const char *function, const mt_checkpoint *c) {
+    if (c->directory[0]) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mt_checkpoint_desc.directory is NULL, so this can only import", function);
+}
+
 MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint) {
     mt_status status = MT_SUCCESS;
     mt_comm *world;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!checkpoint) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_lock: checkpoint is NULL");
+    MT_TRY(mti_directory_check(ctx, "mt_checkpoint_lock", checkpoint));
     world = checkpoint->params->grid->world;
     if (mt_comm_rank(world) == 0 && mt_context_has_data(ctx)) status = mti_checkpoint_lock(ctx, checkpoint);
     return mti_agree(ctx, world, checkpoint->exchange, status);
@@ -8725,6 +8761,7 @@ static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt
     int first = mt_comm_rank(world) == 0 && mt_context_has_data(ctx);
     mti_part model = mti_model_part(c), optimizer;
     mt_status status = mti_params_ready(ctx, c->params, "mt_checkpoint_save"), io = MT_SUCCESS;
+    if (status == MT_SUCCESS) status = mti_checkpoint_params(ctx, "mt_checkpoint_save", c);
     if (status == MT_SUCCESS) status = mti_save_values(ctx, c, state);
     if (first && status == MT_SUCCESS) status = mti_save_prepare(ctx, c, state->step, beside);
     MT_TRY(mti_agree(ctx, world, c->exchange, status));
@@ -8752,6 +8789,7 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
     if (state->step > MTI_STEPS_MAX)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_save: step %lld, must be at most %lld",
                        (long long)state->step, (long long)MTI_STEPS_MAX);
+    MT_TRY(mti_directory_check(ctx, "mt_checkpoint_save", checkpoint));
     MT_TRY(mt_checkpoint_path(ctx, checkpoint->directory, state->step, final_path, sizeof final_path));
     mti_beside(ctx, checkpoint->directory, state->step, beside);
     status = mti_checkpoint_save(ctx, checkpoint, state, final_path, beside);
@@ -9012,7 +9050,8 @@ static mt_status mti_source_arena(mt_context *ctx, const mt_checkpoint *c) {
 /* Opens and checks the files on this rank. state NULL: parameters only; otherwise state->step must be `step`. */
 static mt_status mti_source_open(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s, int64_t step,
                                  mt_training_state *state, mt_optimizer *optimizer) {
-    MT_TRY(mti_params_ready(ctx, c->params, "mt_checkpoint_load"));
+    MT_TRY(mti_params_known(ctx, c->params, "mt_checkpoint_load"));
+    MT_TRY(mti_checkpoint_params(ctx, "mt_checkpoint_load", c));
     MT_TRY(mti_source_arena(ctx, c));
     MT_TRY(mti_source_open_model(ctx, c, directory, s));
     if (state && c->optimizer) MT_TRY(mti_source_open_optimizer(ctx, c, directory, s));
@@ -9045,6 +9084,8 @@ static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const ch
     status = mti_agree(ctx, world, c->exchange,
                        mti_source_open(ctx, c, directory, &s, step, state ? &theirs : NULL, &steps));
     if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_counts(ctx, c, &s));
+    if (status == MT_SUCCESS && !c->params->placed)
+        status = mti_params_begin(ctx, c->params, state ? "mt_checkpoint_load" : "mt_checkpoint_import", NULL);
     if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_apply(ctx, c, &s));
     if (status == MT_SUCCESS && state) status = mti_source_take_fields(ctx, c, &s);
     mti_source_close(&s);
@@ -9066,6 +9107,7 @@ MT_API mt_status mt_checkpoint_load(mt_context *ctx, mt_checkpoint *checkpoint, 
                                     mt_training_state *state) {
     char path[MT_PATH_MAX];
     MT_TRY(mti_load_check(ctx, "mt_checkpoint_load", checkpoint, state, "state"));
+    MT_TRY(mti_directory_check(ctx, "mt_checkpoint_load", checkpoint));
     MT_TRY(mt_checkpoint_path(ctx, checkpoint->directory, step, path, sizeof path));
     return mti_checkpoint_load(ctx, checkpoint, path, step, state);
 }

@@ -105,13 +105,12 @@ static mt_status rank_main(mt_comm *world, void *user) {
     mt_context *ctx = NULL;
     mt_params *params = NULL;
     mt_gpt gpt;
-    mt_checkpoint_desc files = {.directory = j->directory};
+    mt_checkpoint_desc files = {.directory = NULL}; /* only imports */
     mt_checkpoint *checkpoint = NULL;
     mt_status status = mt_context_create(world, NULL, &ctx);
     if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid);
     if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
     if (status == MT_SUCCESS) status = mt_gpt_create(ctx, params, &j->gpt, &gpt);
-    if (status == MT_SUCCESS) status = mt_params_init(ctx, params, 0);
     if (status == MT_SUCCESS) status = mt_gpt_checkpoint_create(ctx, params, &gpt, &files, &checkpoint);
     if (status == MT_SUCCESS) status = load(ctx, world, checkpoint, j, &refused);
     if (status == MT_SUCCESS) status = speak(ctx, &gpt, j, mt_comm_rank(world) == 0);

@@ -648,7 +648,7 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     mt_loss_scaler_desc constant = {.initial_scale = 1, .growth = 1};
     mt_data_parallel_desc share = {.bucket_bytes = (size_t)(o->bucket_mb * 1e6),
                                    .sharded_optimizer = o->distributed_optimizer};
-    mt_checkpoint_desc files = {.directory = o->checkpoint ? o->checkpoint : o->init_from, .optimizer = &t->optimizer};
+    mt_checkpoint_desc files = {.directory = o->checkpoint, .optimizer = &t->optimizer};
     t->job = job;
     t->micro_tokens = (int64_t)(o->micro_batch * o->seq);
     MT_TRY(mt_context_create(world, &where, &t->ctx));

@@ -848,7 +848,8 @@ static mt_status golden_compare(const golden_run *g, replica *m) {
 static mt_status golden_rank(mt_comm *world, void *user) {
     const golden_run *g = (const golden_run *)user;
     mt_grid_desc shape = {.tp = g->tp};
-    mt_checkpoint_desc c = {.directory = in_scratch("unused")};
+    mt_checkpoint_desc c = {.directory = NULL};
+    mt_training_state s = {.step = 0};
     mt_gpt_desc d;
     replica m;
     memset(&m, 0, sizeof m);
@@ -859,9 +860,13 @@ static mt_status golden_rank(mt_comm *world, void *user) {
     d.layer.qkv_layout = g->qkv_layout;
     d.padded_vocab = g->padded;
     MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
-    MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5));
+    if (!g->padded) MT_TRY(mt_params_init(m.r.ctx, m.r.params, 5)); /* all values are loaded anyway */
     MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &m.checkpoint));
     MT_TRY(mt_checkpoint_import(m.r.ctx, m.checkpoint, g->directory));
+    CHECK(mt_checkpoint_lock(m.r.ctx, m.checkpoint) == MT_ERR_ARGUMENT);
+    CHECK(mt_checkpoint_load(m.r.ctx, m.checkpoint, 0, &s) == MT_ERR_ARGUMENT);
+    CHECK(mt_checkpoint_save(m.r.ctx, m.checkpoint, &s) == MT_ERR_ARGUMENT);
+    CHECK(strstr(mt_last_error(m.r.ctx), "mt_checkpoint_save: mt_checkpoint_desc.directory is NULL"));
     MT_TRY(golden_compare(g, &m));
     replica_close(&m);
     return MT_SUCCESS;
@@ -2196,7 +2201,10 @@ static void arguments(void **state) {
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, replica_open(world, &j, &m));
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, replica_open(world2, &other, &n));
     mt_context *ctx = m.r.ctx;
-    REFUSED(ctx, MT_ERR_ARGUMENT, "directory", mt_checkpoint_create(ctx, m.r.params, NULL, &c));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_checkpoint_create(ctx, m.r.params, NULL, &c));
+    d.directory = "";
+    REFUSED(ctx, MT_ERR_ARGUMENT, "directory is empty", mt_checkpoint_create(ctx, m.r.params, &d, &c));
+    d.directory = "x";
     REFUSED(ctx, MT_ERR_ARGUMENT, "out", mt_checkpoint_create(ctx, m.r.params, &d, NULL));
     REFUSED(ctx, MT_ERR_ARGUMENT, "checkpoint", mt_checkpoint_lock(ctx, NULL));
     d.keep = -1;
