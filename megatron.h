@@ -764,23 +764,48 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
    another number of heads, another activation, another rotary_form, or another qkv_layout, as the optimizer's state has
    the order of the weights). Files without a qkv_layout, rotary_form or rotary_dim have 0.
 
-   Hugging Face: A GPT with MT_PRE_LN, MT_LAYER_NORM, MT_GELU_TANH or MT_GELU_ERF, biases, learned positions, kv_heads
-   equal to heads, a causal mask, a tied head and another qkv_layout than MT_QKV_SEPARATE is a GPT-2. Its files have the
-   names and layouts of GPT2LMHeadModel in Hugging Face's transformers: weights [in, out], QKV as [q | k | v], and a
-   config.json. Save, load and import convert QKV to the layout of the model. GPT2LMHeadModel.from_pretrained opens the
-   directory of the checkpoint. mt_checkpoint_import reads files that transformers wrote, with or without "transformer."
-   before the names. It ignores the causal masks in such files (attn.bias, attn.masked_bias), and lm_head.weight,
-   because the head is tied.
+   Hugging Face: These two kinds of GPT have the names and layouts of Hugging Face's transformers in their files, and a
+   config.json, so that from_pretrained opens the directory of the checkpoint. The head may be tied or not.
+     GPT2LMHeadModel   MT_PRE_LN, MT_LAYER_NORM, any activation except MT_SWIGLU, biases, learned positions, kv_heads
+                       equal to heads, a causal mask
+     LlamaForCausalLM  MT_PRE_LN, MT_RMS_NORM, MT_SWIGLU, rotary positions of all features of a head, a causal mask
+   mt_checkpoint_import reads files that transformers wrote, with or without the first word of the names
+   ("transformer.", "model."). Save, load and import convert to and from the qkv_layout and the rotary_form of the
+   model. Import ignores causal masks and frequencies in the files and, when the head is tied, lm_head.weight.
+   When load or import has read a config.json of this model, the next save keeps its members (token ids, dropout, ...),
+   and generation_config.json.
    Any other GPT is stored with the names, shapes and layouts of the registry. Files never have the padding of
-   mt_gpt_desc.padded_vocab, so they load with any padded_vocab. */
+   mt_gpt_desc.padded_vocab, so they load with any padded_vocab.
+
+   A table of your own (mt_checkpoint_desc.table) takes the place of these names. `part` of its rows is an
+   mt_layer_part. Import then ignores config.json, and save keeps it as it is. */
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
+/* Values of mt_tensor_name.part in the table of a model of transformer layers. This row is for files that have the
+   queries of each layer in a tensor of their own:
+       {"layers.#.wq.weight", "decoder.layers.#.self_attention.linear_qkv.weight", MT_PART_QUERY, 0}
+   QUERY, KEY, VALUE  of self_attention.linear_qkv.*, whatever the qkv_layout of the model is; with MT_QKV_SEPARATE, of
+                      self_attention.query.*, key.* and value.*. In the file all heads come one after the other, and
+                      with rotary positions each is as with MT_ROTARY_HALVES
+   QUERY_PAIRS, KEY_PAIRS  the same for files with MT_ROTARY_PAIRS, such as those of Meta's Llama
+   GATE, UP           of mlp.linear_fc1.* with MT_SWIGLU */
+typedef enum mt_layer_part {
+    MT_PART_QUERY = 1,
+    MT_PART_KEY = 2,
+    MT_PART_VALUE = 3,
+    MT_PART_QUERY_PAIRS = 4,
+    MT_PART_KEY_PAIRS = 5,
+    MT_PART_GATE = 6,
+    MT_PART_UP = 7
+} mt_layer_part;
+
 /* Reads the desc of a stored GPT, for mt_gpt_create. directory is that of one checkpoint (see mt_checkpoint_path) or of
-   a GPT-2 of Hugging Face. The desc of a checkpoint is in its metadata; that of Hugging Face is in config.json. Fields
-   that do not change the output of a model (dropout, init_std, sequence_parallel, padded_vocab, ...) become 0. Not
-   collective. MT_ERR_IO: the files cannot be read. MT_ERR_DATA: they describe no GPT that this library can build. After
-   an error *out is unchanged. */
+   a GPT-2 or a Llama of Hugging Face. The desc of a checkpoint is in its metadata; that of Hugging Face is in
+   config.json. Fields that do not change the output of a model (dropout, init_std, sequence_parallel, padded_vocab,
+   ...) become 0. Not collective. MT_ERR_IO: the files cannot be read. MT_ERR_DATA: they describe no GPT that this
+   library can build; the message names the member of config.json, its value and what is accepted. After an error *out
+   is unchanged. */
 MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
 
 #ifdef __cplusplus
@@ -3341,214 +3366,360 @@ static mt_gpt_desc mti_gpt_plain(const mt_gpt_desc *desc) {
     return d;
 }
 
-/* Returns 1 when the model is a GPT-2, as the comment of mt_gpt_checkpoint_create defines it. */
+/* -- names -- */
+
+/* The rows of queries (which 0), keys (1) or values (2). The other form of rotary positions than the model's is
+   converted. */
+static void mti_part_qkv(const mt_transformer_layer_desc *l, const mt_param *p, int which, int pairs,
+                         mt_tensor_part *out) {
+    int64_t heads = l->heads, groups = l->kv_heads ? l->kv_heads : heads, head = l->hidden / heads;
+    int64_t queries = (l->qkv_layout == MT_QKV_PER_GROUP ? heads / groups : heads) * head;
+    int64_t others = (l->qkv_layout == MT_QKV_PER_GROUP ? 1 : groups) * head;
+    out->rows = which == 0 ? queries : others;
+    out->first = which == 0 ? 0 : queries + (which - 1) * others;
+    out->unit = queries + 2 * others;
+    if (l->qkv_layout == MT_QKV_SEPARATE) {
+        out->first = 0;
+        out->unit = out->rows = p->desc.rows == 1 ? p->desc.cols : p->desc.rows;
+    }
+    out->zip_unit = head;
+    if (which == 2 || l->rotary_base == 0.0f || pairs == (l->rotary_form == MT_ROTARY_PAIRS)) return;
+    out->zip = l->rotary_dim ? l->rotary_dim : head;
+    if (!pairs) out->zip = -out->zip;
+}
+
+/* Explains an mt_layer_part. */
+static void mti_layer_part(const mt_transformer_layer_desc *l, const mt_param *p, int part, mt_tensor_part *out) {
+    int64_t rows = p->desc.rows == 1 ? p->desc.cols : p->desc.rows;
+    if (part == MT_PART_GATE || part == MT_PART_UP) {
+        out->unit = rows;
+        out->rows = rows / 2;
+        out->first = part == MT_PART_GATE ? 0 : rows / 2;
+    } else if (part == MT_PART_QUERY_PAIRS || part == MT_PART_KEY_PAIRS) {
+        mti_part_qkv(l, p, part - MT_PART_QUERY_PAIRS, 1, out);
+    } else if (part >= MT_PART_QUERY && part <= MT_PART_VALUE) {
+        mti_part_qkv(l, p, part - MT_PART_QUERY, 0, out);
+    }
+}
+
+static void mti_gpt_part(const void *model, const mt_param *p, int part, mt_tensor_part *out) {
+    mti_layer_part(&((const mt_gpt *)model)->desc.layer, p, part, out);
+}
+
+/* The last row of each table is only for a tied head. */
+#define MTI_LAYER "decoder.layers.#."
+static const mt_tensor_name mti_gpt2_names[] = {
+    {"transformer.wte.weight", "embedding.word_embeddings.weight", 0, 0},
+    {"transformer.wpe.weight", "embedding.position_embeddings.weight", 0, 0},
+    {"transformer.ln_f.weight", "decoder.final_layernorm.weight", 0, 0},
+    {"transformer.ln_f.bias", "decoder.final_layernorm.bias", 0, 0},
+    {"transformer.h.#.ln_1.weight", MTI_LAYER "input_layernorm.weight", 0, 0},
+    {"transformer.h.#.ln_1.bias", MTI_LAYER "input_layernorm.bias", 0, 0},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_QUERY, 1},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_KEY, 1},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_VALUE, 1},
+    {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.linear_qkv.bias", MT_PART_QUERY, 0},
+    {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.linear_qkv.bias", MT_PART_KEY, 0},
+    {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.linear_qkv.bias", MT_PART_VALUE, 0},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.query.weight", 0, 1},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.key.weight", 0, 1},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.value.weight", 0, 1},
+    {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.query.bias", 0, 0},
+    {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.key.bias", 0, 0},
+    {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.value.bias", 0, 0},
+    {"transformer.h.#.attn.c_proj.weight", MTI_LAYER "self_attention.linear_proj.weight", 0, 1},
+    {"transformer.h.#.attn.c_proj.bias", MTI_LAYER "self_attention.linear_proj.bias", 0, 0},
+    {"transformer.h.#.ln_2.weight", MTI_LAYER "pre_mlp_layernorm.weight", 0, 0},
+    {"transformer.h.#.ln_2.bias", MTI_LAYER "pre_mlp_layernorm.bias", 0, 0},
+    {"transformer.h.#.mlp.c_fc.weight", MTI_LAYER "mlp.linear_fc1.weight", 0, 1},
+    {"transformer.h.#.mlp.c_fc.bias", MTI_LAYER "mlp.linear_fc1.bias", 0, 0},
+    {"transformer.h.#.mlp.c_proj.weight", MTI_LAYER "mlp.linear_fc2.weight", 0, 1},
+    {"transformer.h.#.mlp.c_proj.bias", MTI_LAYER "mlp.linear_fc2.bias", 0, 0},
+    {"transformer.h.#.attn.bias", NULL, 0, 0}, /* the causal mask, in files of older versions */
+    {"transformer.h.#.attn.masked_bias", NULL, 0, 0},
+    {"lm_head.weight", "output_layer.weight", 0, 0},
+    {"lm_head.weight", NULL, 0, 0}};
+
+static const mt_tensor_name mti_llama_names[] = {
+    {"model.embed_tokens.weight", "embedding.word_embeddings.weight", 0, 0},
+    {"model.norm.weight", "decoder.final_layernorm.weight", 0, 0},
+    {"model.layers.#.input_layernorm.weight", MTI_LAYER "input_layernorm.weight", 0, 0},
+    {"model.layers.#.self_attn.q_proj.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_QUERY, 0},
+    {"model.layers.#.self_attn.k_proj.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_KEY, 0},
+    {"model.layers.#.self_attn.v_proj.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_VALUE, 0},
+    {"model.layers.#.self_attn.q_proj.bias", MTI_LAYER "self_attention.linear_qkv.bias", MT_PART_QUERY, 0},
+    {"model.layers.#.self_attn.k_proj.bias", MTI_LAYER "self_attention.linear_qkv.bias", MT_PART_KEY, 0},
+    {"model.layers.#.self_attn.v_proj.bias", MTI_LAYER "self_attention.linear_qkv.bias", MT_PART_VALUE, 0},
+    {"model.layers.#.self_attn.q_proj.weight", MTI_LAYER "self_attention.query.weight", MT_PART_QUERY, 0},
+    {"model.layers.#.self_attn.k_proj.weight", MTI_LAYER "self_attention.key.weight", MT_PART_KEY, 0},
+    {"model.layers.#.self_attn.v_proj.weight", MTI_LAYER "self_attention.value.weight", MT_PART_VALUE, 0},
+    {"model.layers.#.self_attn.q_proj.bias", MTI_LAYER "self_attention.query.bias", MT_PART_QUERY, 0},
+    {"model.layers.#.self_attn.k_proj.bias", MTI_LAYER "self_attention.key.bias", MT_PART_KEY, 0},
+    {"model.layers.#.self_attn.v_proj.bias", MTI_LAYER "self_attention.value.bias", MT_PART_VALUE, 0},
+    {"model.layers.#.self_attn.o_proj.weight", MTI_LAYER "self_attention.linear_proj.weight", 0, 0},
+    {"model.layers.#.self_attn.o_proj.bias", MTI_LAYER "self_attention.linear_proj.bias", 0, 0},
+    {"model.layers.#.post_attention_layernorm.weight", MTI_LAYER "pre_mlp_layernorm.weight", 0, 0},
+    {"model.layers.#.mlp.gate_proj.weight", MTI_LAYER "mlp.linear_fc1.weight", MT_PART_GATE, 0},
+    {"model.layers.#.mlp.up_proj.weight", MTI_LAYER "mlp.linear_fc1.weight", MT_PART_UP, 0},
+    {"model.layers.#.mlp.gate_proj.bias", MTI_LAYER "mlp.linear_fc1.bias", MT_PART_GATE, 0},
+    {"model.layers.#.mlp.up_proj.bias", MTI_LAYER "mlp.linear_fc1.bias", MT_PART_UP, 0},
+    {"model.layers.#.mlp.down_proj.weight", MTI_LAYER "mlp.linear_fc2.weight", 0, 0},
+    {"model.layers.#.mlp.down_proj.bias", MTI_LAYER "mlp.linear_fc2.bias", 0, 0},
+    {"model.layers.#.self_attn.rotary_emb.inv_freq", NULL, 0, 0}, /* in files of older versions */
+    {"lm_head.weight", "output_layer.weight", 0, 0},
+    {"lm_head.weight", NULL, 0, 0}};
+
+#define MTI_LENGTH(list) (int)(sizeof(list) / sizeof *(list))
+
+/* The tables with an untied head, and with a tied one. */
+static const mt_tensor_table mti_gpt2_tables[] = {{mti_gpt2_names, MTI_LENGTH(mti_gpt2_names) - 1, "transformer."},
+                                                  {mti_gpt2_names, MTI_LENGTH(mti_gpt2_names), "transformer."}};
+static const mt_tensor_table mti_llama_tables[] = {{mti_llama_names, MTI_LENGTH(mti_llama_names) - 1, "model."},
+                                                   {mti_llama_names, MTI_LENGTH(mti_llama_names), "model."}};
+
+/* Return 1 when the model is a GPT-2 or a Llama, as the comment of mt_gpt_checkpoint_create defines them. */
 static int mti_is_gpt2(const mt_gpt_desc *desc) {
     mt_gpt_desc d = mti_gpt_plain(desc);
-    return d.layer.placement == MT_PRE_LN && d.layer.norm == MT_LAYER_NORM && d.layer.activation <= MT_GELU_ERF &&
+    return d.layer.placement == MT_PRE_LN && d.layer.norm == MT_LAYER_NORM && d.layer.activation != MT_SWIGLU &&
            d.layer.mask == MT_MASK_CAUSAL && d.layer.rotary_base == 0.0f && d.layer.kv_heads == d.layer.heads &&
-           !d.layer.no_bias && !d.untied_head && d.layer.qkv_layout != MT_QKV_SEPARATE;
+           !d.layer.no_bias;
 }
 
-/* Values of mt_tensor_layout.form. MATRIX: [out, in] as in the registry; VECTOR: one dimension; CONV1D: [in, out], as
-   in the Conv1D of transformers; QKV, in addition to one of these: [q | k | v], whatever the model's qkv_layout is. */
-enum { MTI_FORM_MATRIX = 0, MTI_FORM_VECTOR = 1, MTI_FORM_CONV1D = 2, MTI_FORM_QKV = 4 };
-
-#define MTI_GPT2_COUNT(list) (int)(sizeof(list) / sizeof *(list))
-
-/* The names of a parameter in the registry and in GPT-2, without decoder.layers.N. and h.N. in mti_gpt2_layer. */
-typedef struct mti_gpt2_name {
-    const char *ours, *theirs;
-    int form;
-} mti_gpt2_name;
-
-static const mti_gpt2_name mti_gpt2_model[] = {{"embedding.word_embeddings.weight", "wte.weight", MTI_FORM_MATRIX},
-                                               {"embedding.position_embeddings.weight", "wpe.weight", MTI_FORM_MATRIX},
-                                               {"decoder.final_layernorm.weight", "ln_f.weight", MTI_FORM_VECTOR},
-                                               {"decoder.final_layernorm.bias", "ln_f.bias", MTI_FORM_VECTOR}};
-
-static const mti_gpt2_name mti_gpt2_layer[] = {
-    {"input_layernorm.weight", "ln_1.weight", MTI_FORM_VECTOR},
-    {"input_layernorm.bias", "ln_1.bias", MTI_FORM_VECTOR},
-    {"self_attention.linear_qkv.weight", "attn.c_attn.weight", MTI_FORM_QKV | MTI_FORM_CONV1D},
-    {"self_attention.linear_qkv.bias", "attn.c_attn.bias", MTI_FORM_QKV | MTI_FORM_VECTOR},
-    {"self_attention.linear_proj.weight", "attn.c_proj.weight", MTI_FORM_CONV1D},
-    {"self_attention.linear_proj.bias", "attn.c_proj.bias", MTI_FORM_VECTOR},
-    {"pre_mlp_layernorm.weight", "ln_2.weight", MTI_FORM_VECTOR},
-    {"pre_mlp_layernorm.bias", "ln_2.bias", MTI_FORM_VECTOR},
-    {"mlp.linear_fc1.weight", "mlp.c_fc.weight", MTI_FORM_CONV1D},
-    {"mlp.linear_fc1.bias", "mlp.c_fc.bias", MTI_FORM_VECTOR},
-    {"mlp.linear_fc2.weight", "mlp.c_proj.weight", MTI_FORM_CONV1D},
-    {"mlp.linear_fc2.bias", "mlp.c_proj.bias", MTI_FORM_VECTOR}};
-
-static const mti_gpt2_name *mti_gpt2_find(const mti_gpt2_name *list, int count, const char *ours) {
-    while (count-- > 0)
-        if (strcmp(list[count].ours, ours) == 0) return &list[count];
-    return NULL;
+static int mti_is_llama(const mt_gpt_desc *desc) {
+    mt_gpt_desc d = mti_gpt_plain(desc);
+    return d.layer.placement == MT_PRE_LN && d.layer.norm == MT_RMS_NORM && d.layer.activation == MT_SWIGLU &&
+           d.layer.mask == MT_MASK_CAUSAL && d.layer.rotary_base > 0.0f && d.layer.rotary_dim == 0;
 }
 
-/* Returns the prefix of GPT-2's names in a file: "transformer." in dialect 0, which save writes, and "" in dialect 1.
-   Returns NULL when the file has the registry's names: in dialect 2, and for a model that is no GPT-2. */
-static const char *mti_gpt2_prefix(const mt_gpt *gpt, int dialect) {
-    if (!mti_is_gpt2(&gpt->desc)) return NULL;
-    return dialect == 0 ? "transformer." : dialect == 1 ? "" : NULL;
+/* Returns the table of a GPT of Hugging Face, or NULL for any other GPT. */
+static const mt_tensor_table *mti_gpt_table(const mt_gpt_desc *desc) {
+    if (mti_is_gpt2(desc)) return &mti_gpt2_tables[desc->untied_head == 0];
+    return mti_is_llama(desc) ? &mti_llama_tables[desc->untied_head == 0] : NULL;
 }
 
-/* Sets the name and shape that GPT-2 has for a parameter. A parameter that GPT-2 does not have keeps its own. */
-static void mti_gpt_layout(const void *model, const mt_param *p, int dialect, mt_tensor_layout *l) {
-    static const char layers[] = "decoder.layers.";
-    const char *prefix = mti_gpt2_prefix((const mt_gpt *)model, dialect);
-    const mti_gpt2_name *found = NULL;
-    const char *rest = p->name + sizeof layers - 1, *dot;
-    if (!prefix) return;
-    if (strncmp(p->name, layers, sizeof layers - 1) == 0 && (dot = strchr(rest, '.')) != NULL) {
-        found = mti_gpt2_find(mti_gpt2_layer, MTI_GPT2_COUNT(mti_gpt2_layer), dot + 1);
-        if (found) snprintf(l->name, sizeof l->name, "%sh.%.*s.%s", prefix, (int)(dot - rest), rest, found->theirs);
-    } else {
-        found = mti_gpt2_find(mti_gpt2_model, MTI_GPT2_COUNT(mti_gpt2_model), p->name);
-        if (found) snprintf(l->name, sizeof l->name, "%s%s", prefix, found->theirs);
-    }
-    if (!found) return;
-    l->form = found->form;
-    l->dims = l->form & MTI_FORM_VECTOR ? 1 : 2;
-    l->shape[0] = l->form & (MTI_FORM_VECTOR | MTI_FORM_CONV1D) ? p->desc.cols : p->desc.rows;
-    l->shape[1] = l->form & MTI_FORM_CONV1D ? p->desc.rows : p->desc.cols;
+/* -- config.json -- */
+
+/* Where a config.json is read from. */
+typedef struct mti_config {
+    mt_context *ctx;       /* NULL: without messages */
+    const char *directory; /* of the file; NULL: `text` is read */
+    const char *text;
+    char path[MT_PATH_MAX]; /* for messages */
+} mti_config;
+
+/* Reads fields. A file that does not exist is an error. */
+static mt_status mti_config_fields(const mti_config *c, const mt_field *fields, int count) {
+    if (!c->directory) return mt_json_parse(c->ctx, c->path, c->text, fields, count);
+    return mt_json_read(c->ctx, c->directory, "config.json", fields, count, NULL);
 }
 
-/* Returns 1 for a tensor of a GPT-2 that is no parameter here: the causal mask, which older versions of transformers
-   store, and lm_head.weight, which is the tied embedding. */
-static int mti_gpt_ignores(const void *model, const char *name, int dialect) {
-    const char *prefix = mti_gpt2_prefix((const mt_gpt *)model, dialect), *rest;
-    size_t n = prefix ? strlen(prefix) : 0;
-    if (!prefix) return 0;
-    if (strcmp(name, "lm_head.weight") == 0) return 1;
-    rest = strncmp(name, prefix, n) == 0 && strncmp(name + n, "h.", 2) == 0 ? strchr(name + n + 2, '.') : NULL;
-    return rest && (strcmp(rest, ".attn.bias") == 0 || strcmp(rest, ".attn.masked_bias") == 0);
+static mt_status mti_config_refuse(const mti_config *c, const char *name, const char *value, const char *wanted) {
+    return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is %s, must be %s", c->path, name, value, wanted);
 }
 
-/* y [cols, rows] = transpose of x [rows, cols], in blocks of 32 x 32, which fit into the cache. */
-static void mti_host_transpose(const float *x, int64_t rows, int64_t cols, float *y) {
-    int64_t r, c, i, j;
-    for (r = 0; r < rows; r += 32)
-        for (c = 0; c < cols; c += 32)
-            for (j = c; j < mt_min(c + 32, cols); j++)
-                for (i = r; i < mt_min(r + 32, rows); i++) y[j * rows + i] = x[i * cols + j];
+static mt_status mti_config_refuse_text(const mti_config *c, const char *name, const char *value, const char *wanted) {
+    return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is '%s', must be %s", c->path, name, value, wanted);
 }
 
-static void mti_swap(float **x, float **y) {
-    float *z = *x;
-    *x = *y;
-    *y = z;
-}
+/* A member of config.json that must have one value, because another one changes what the model computes. */
+typedef struct mti_fixed {
+    const char *name;
+    int value, must_be;
+} mti_fixed;
 
-/* To the file: separates queries, keys and values, then transposes. From the file: the reverse, in reverse order. */
-static mt_status mti_gpt_convert(const void *model, const mt_param *p, const mt_tensor_layout *l, int to_file,
-                                 float **x, float **spare) {
-    const mt_transformer_layer_desc *d = &((const mt_gpt *)model)->desc.layer;
-    int64_t rows = p->desc.rows, cols = p->desc.cols, third = rows * cols / 3;
-    int64_t width = l->form & MTI_FORM_VECTOR ? 1 : cols;
-    if ((l->form & MTI_FORM_CONV1D) && !to_file) {
-        mti_host_transpose(*x, cols, rows, *spare);
-        mti_swap(x, spare);
-    }
-    if ((l->form & MTI_FORM_QKV) && d->qkv_layout == MT_QKV_PER_GROUP) {
-        int64_t head_dim = d->hidden / d->heads;
-        if (to_file)
-            MT_TRY(mt_qkv_to_separate(d->heads, d->heads, head_dim, width, *x, *spare, *spare + third,
-                                      *spare + 2 * third));
-        else MT_TRY(mt_qkv_from_separate(d->heads, d->heads, head_dim, width, *x, *x + third, *x + 2 * third, *spare));
-        mti_swap(x, spare);
-    }
-    if ((l->form & MTI_FORM_CONV1D) && to_file) {
-        mti_host_transpose(*x, rows, cols, *spare);
-        mti_swap(x, spare);
-    }
+static mt_status mti_config_fixed(const mti_config *c, const mti_fixed *list, int count) {
+    int i;
+    for (i = 0; i < count; i++)
+        if (list[i].value != list[i].must_be)
+            return mti_config_refuse(c, list[i].name, list[i].value ? "true" : "false",
+                                     list[i].must_be ? "true" : "false");
     return MT_SUCCESS;
 }
 
-/* The values of activation_function in a config.json that are accepted. */
+/* Checks the epsilon of the norms. */
+static mt_status mti_config_eps(const mti_config *c, const char *name, double eps) {
+    if ((float)eps > 0 && eps < 1) return MT_SUCCESS;
+    return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is %g, must be above 0 and below 1", c->path, name, eps);
+}
+
+/* The names of activations in config.json. The first of each activation is written. */
 static const struct {
     const char *name;
     mt_activation activation;
-} mti_gpt2_activations[] = {{"gelu_new", MT_GELU_TANH}, {"gelu_pytorch_tanh", MT_GELU_TANH}, {"gelu", MT_GELU_ERF}};
+} mti_activations[] = {{"gelu_new", MT_GELU_TANH}, {"gelu_fast", MT_GELU_TANH}, {"gelu_pytorch_tanh", MT_GELU_TANH},
+                       {"gelu", MT_GELU_ERF},      {"relu2", MT_SQUARED_RELU},  {"relu", MT_RELU},
+                       {"tanh", MT_TANH}};
 
-/* The members of config.json that determine the logits. Defaults are those of transformers' GPT2Config. */
-typedef struct mti_gpt2_config {
-    int64_t vocab_size, n_positions, n_embd, n_layer, n_head, n_inner;
-    double layer_norm_epsilon;
-    char model_type[64], activation_function[64]; /* truncated when longer; every accepted value fits */
-    int scale_attn_weights, scale_attn_by_inverse_layer_idx, add_cross_attention, tie_word_embeddings;
-} mti_gpt2_config;
-
-enum { MTI_CONFIG_FIELDS = 13 };
-
-static void mti_config_fields(mti_gpt2_config *c, mt_field *out) {
-    const mt_field list[MTI_CONFIG_FIELDS] = {
-        {"vocab_size", MT_FIELD_I64, &c->vocab_size, 1, INT32_MAX, 0, 0, 0},
-        {"n_positions", MT_FIELD_I64, &c->n_positions, 1, INT32_MAX, 0, 0, 0},
-        {"n_embd", MT_FIELD_I64, &c->n_embd, 1, INT32_MAX, 0, 0, 0},
-        {"n_layer", MT_FIELD_I64, &c->n_layer, 1, MTI_LAYERS_MAX, 0, 0, 0},
-        {"n_head", MT_FIELD_I64, &c->n_head, 1, INT32_MAX, 0, 0, 0},
-        {"n_inner", MT_FIELD_I64, &c->n_inner, 0, INT32_MAX, 0, 0, 1},
-        {"layer_norm_epsilon", MT_FIELD_F64, &c->layer_norm_epsilon, 0, 0, 0, 0, 0},
-        {"model_type", MT_FIELD_TEXT, c->model_type, 0, 0, sizeof c->model_type, 0, 0},
-        {"activation_function", MT_FIELD_TEXT, c->activation_function, 0, 0, sizeof c->activation_function, 0, 0},
-        {"scale_attn_weights", MT_FIELD_BOOL, &c->scale_attn_weights, 0, 0, 0, 0, 0},
-        {"scale_attn_by_inverse_layer_idx", MT_FIELD_BOOL, &c->scale_attn_by_inverse_layer_idx, 0, 0, 0, 0, 0},
-        {"add_cross_attention", MT_FIELD_BOOL, &c->add_cross_attention, 0, 0, 0, 0, 0},
-        {"tie_word_embeddings", MT_FIELD_BOOL, &c->tie_word_embeddings, 0, 0, 0, 0, 0}};
-    memcpy(out, list, sizeof list);
+static mt_status mti_config_activation(const mti_config *c, const char *name, const char *value, mt_activation *out) {
+    int i;
+    for (i = 0; i < MTI_LENGTH(mti_activations); i++)
+        if (strcmp(value, mti_activations[i].name) == 0) {
+            *out = mti_activations[i].activation;
+            return MT_SUCCESS;
+        }
+    return mti_config_refuse_text(c, name, value, "gelu_new, gelu_fast, gelu_pytorch_tanh, gelu, relu, relu2 or tanh");
 }
 
-/* Writes *out. path is that of config.json, for messages. */
-static mt_status mti_config_to_desc(mt_context *ctx, const char *path, const mti_gpt2_config *c, mt_gpt_desc *out) {
-    size_t i = 0, n = sizeof mti_gpt2_activations / sizeof *mti_gpt2_activations;
-    while (i < n && strcmp(c->activation_function, mti_gpt2_activations[i].name) != 0) i++;
-    if (strcmp(c->model_type, "gpt2") != 0)
-        return mt_fail(ctx, MT_ERR_DATA, "%s: model_type is '%s', must be gpt2", path, c->model_type);
-    if (i == n || !c->scale_attn_weights || c->scale_attn_by_inverse_layer_idx || c->add_cross_attention ||
-        !c->tie_word_embeddings)
-        return mt_fail(
-            ctx, MT_ERR_DATA,
-            "%s: activation_function '%s', scale_attn_weights %d, "
-            "scale_attn_by_inverse_layer_idx %d, add_cross_attention %d, tie_word_embeddings %d: a GPT-2 with "
-            "these settings is not supported",
-            path, c->activation_function, c->scale_attn_weights, c->scale_attn_by_inverse_layer_idx,
-            c->add_cross_attention, c->tie_word_embeddings);
-    if (!c->n_inner && c->n_embd > INT32_MAX / 4)
-        return mt_fail(ctx, MT_ERR_DATA, "%s: n_embd is %lld, must be from 1 to %d without n_inner", path,
-                       (long long)c->n_embd, INT32_MAX / 4);
-    if (!((float)c->layer_norm_epsilon > 0 && c->layer_norm_epsilon < 1))
-        return mt_fail(ctx, MT_ERR_DATA, "%s: layer_norm_epsilon is %g, must be above 0 and below 1", path,
-                       c->layer_norm_epsilon);
-    memset(out, 0, sizeof *out);
-    out->vocab = c->vocab_size;
-    out->max_seq = c->n_positions;
-    out->layers = c->n_layer;
-    out->layer.hidden = c->n_embd;
-    out->layer.heads = c->n_head;
-    out->layer.ffn = c->n_inner;
-    out->layer.norm_eps = (float)c->layer_norm_epsilon;
-    out->layer.activation = mti_gpt2_activations[i].activation;
-    *out = mti_gpt_plain(out);
+static const char *mti_activation_text(mt_activation activation) {
+    int i = 0;
+    while (mti_activations[i].activation != activation) i++;
+    return mti_activations[i].name;
+}
+
+/* Reads the config.json of a GPT-2. Defaults are those of transformers' GPT2Config. *out is zero. */
+static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
+    mt_transformer_layer_desc *l = &out->layer;
+    double eps = 1e-5;
+    char activation[64] = "gelu_new"; /* truncated when longer; every accepted value fits */
+    int tied = 1;
+    mti_fixed fixed[] = {
+        {"scale_attn_weights", 1, 1}, {"scale_attn_by_inverse_layer_idx", 0, 0}, {"add_cross_attention", 0, 0}};
+    const mt_field fields[] = {{"vocab_size", MT_FIELD_I64, &out->vocab, 1, INT32_MAX, 0, 0, 0},
+                               {"n_positions", MT_FIELD_I64, &out->max_seq, 1, INT32_MAX, 0, 0, 0},
+                               {"n_embd", MT_FIELD_I64, &l->hidden, 1, INT32_MAX, 0, 0, 0},
+                               {"n_layer", MT_FIELD_I64, &out->layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
+                               {"n_head", MT_FIELD_I64, &l->heads, 1, INT32_MAX, 0, 0, 0},
+                               {"n_inner", MT_FIELD_I64, &l->ffn, 0, INT32_MAX, 0, 0, 1},
+                               {"layer_norm_epsilon", MT_FIELD_F64, &eps, 0, 0, 0, 0, 0},
+                               {"activation_function", MT_FIELD_TEXT, activation, 0, 0, sizeof activation, 0, 0},
+                               {"tie_word_embeddings", MT_FIELD_BOOL, &tied, 0, 0, 0, 0, 0},
+                               {fixed[0].name, MT_FIELD_BOOL, &fixed[0].value, 0, 0, 0, 0, 0},
+                               {fixed[1].name, MT_FIELD_BOOL, &fixed[1].value, 0, 0, 0, 0, 0},
+                               {fixed[2].name, MT_FIELD_BOOL, &fixed[2].value, 0, 0, 0, 0, 0}};
+    out->vocab = 50257;
+    out->max_seq = 1024;
+    out->layers = l->heads = 12;
+    l->hidden = 768;
+    MT_TRY(mti_config_fields(c, fields, MTI_LENGTH(fields)));
+    MT_TRY(mti_config_activation(c, "activation_function", activation, &l->activation));
+    MT_TRY(mti_config_fixed(c, fixed, MTI_LENGTH(fixed)));
+    MT_TRY(mti_config_eps(c, "layer_norm_epsilon", eps));
+    if (!l->ffn && l->hidden > INT32_MAX / 4)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: n_embd is %lld, must be from 1 to %d without n_inner", c->path,
+                       (long long)l->hidden, INT32_MAX / 4);
+    if (l->hidden % l->heads != 0)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: n_embd is %lld, must be a multiple of n_head %lld", c->path,
+                       (long long)l->hidden, (long long)l->heads);
+    l->norm_eps = (float)eps;
+    out->untied_head = !tied;
     return MT_SUCCESS;
 }
 
-static void mti_config_defaults(mti_gpt2_config *c) {
-    const mti_gpt2_config defaults = {50257, 1024, 768, 12, 12, 0, 1e-5, "", "gelu_new", 1, 0, 0, 1};
-    *c = defaults;
+/* The members of a Llama's config.json that are not members of mt_gpt_desc. Texts are truncated when longer; every
+   accepted value fits. */
+typedef struct mti_llama {
+    double eps, theta, factor;
+    int64_t head_dim;
+    int tied, attention_bias, mlp_bias;
+    char activation[64], rope_type[64], scaling_type[64], scaling[64];
+} mti_llama;
+
+enum { MTI_LLAMA_FIELDS = 20 };
+
+/* rope_theta and rope_parameters.rope_theta are the same; transformers 5 writes the second one. */
+static void mti_llama_fields(mt_gpt_desc *d, mti_llama *x, mt_field *out) {
+    mt_transformer_layer_desc *l = &d->layer;
+    const mt_field list[MTI_LLAMA_FIELDS] = {
+        {"vocab_size", MT_FIELD_I64, &d->vocab, 1, INT32_MAX, 0, 0, 0},
+        {"max_position_embeddings", MT_FIELD_I64, &d->max_seq, 1, INT32_MAX, 0, 0, 0},
+        {"hidden_size", MT_FIELD_I64, &l->hidden, 1, INT32_MAX, 0, 0, 0},
+        {"num_hidden_layers", MT_FIELD_I64, &d->layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
+        {"num_attention_heads", MT_FIELD_I64, &l->heads, 1, INT32_MAX, 0, 0, 0},
+        {"num_key_value_heads", MT_FIELD_I64, &l->kv_heads, 0, INT32_MAX, 0, 0, 1},
+        {"intermediate_size", MT_FIELD_I64, &l->ffn, 1, INT32_MAX, 0, 0, 0},
+        {"head_dim", MT_FIELD_I64, &x->head_dim, 0, INT32_MAX, 0, 0, 1},
+        {"rms_norm_eps", MT_FIELD_F64, &x->eps, 0, 0, 0, 0, 0},
+        {"rope_theta", MT_FIELD_F64, &x->theta, 0, 0, 0, 0, 1},
+        {"rope_parameters.rope_theta", MT_FIELD_F64, &x->theta, 0, 0, 0, 0, 1},
+        {"rope_parameters.rope_type", MT_FIELD_TEXT, x->rope_type, 0, 0, sizeof x->rope_type, 0, 0},
+        {"rope_scaling.rope_type", MT_FIELD_TEXT, x->scaling_type, 0, 0, sizeof x->scaling_type, 0, 0},
+        {"rope_scaling.type", MT_FIELD_TEXT, x->scaling, 0, 0, sizeof x->scaling, 0, 0},
+        {"rope_scaling.factor", MT_FIELD_F64, &x->factor, 0, 0, 0, 0, 1},
+        {"hidden_act", MT_FIELD_TEXT, x->activation, 0, 0, sizeof x->activation, 0, 0},
+        {"tie_word_embeddings", MT_FIELD_BOOL, &x->tied, 0, 0, 0, 0, 0},
+        {"attention_bias", MT_FIELD_BOOL, &x->attention_bias, 0, 0, 0, 0, 0},
+        {"mlp_bias", MT_FIELD_BOOL, &x->mlp_bias, 0, 0, 0, 0, 0},
+        {"rope_parameters.factor", MT_FIELD_F64, &x->factor, 0, 0, 0, 0, 1}};
+    memcpy(out, list, sizeof list);
 }
 
-/* Reads the desc from config.json. *exists is 0, and *out unchanged, when there is no such file. */
-static mt_status mti_config_read(mt_context *ctx, const char *directory, int *exists, mt_gpt_desc *out) {
-    mt_field fields[MTI_CONFIG_FIELDS];
-    mti_gpt2_config c;
-    char path[MT_PATH_MAX];
-    mti_config_defaults(&c);
-    mti_config_fields(&c, fields);
-    MT_TRY(mt_json_read(ctx, directory, "config.json", fields, MTI_CONFIG_FIELDS, exists));
-    if (!*exists) return MT_SUCCESS;
-    snprintf(path, sizeof path, "%.*s/config.json", MT_PATH_MAX - 16, directory);
-    return mti_config_to_desc(ctx, path, &c, out);
+/* Refuses what this library's rotary positions cannot be. */
+static mt_status mti_llama_rope(const mti_config *c, const mti_llama *x) {
+    const char *wanted = "'default' or missing: positions are not scaled";
+    if (strcmp(x->rope_type, "default") != 0)
+        return mti_config_refuse_text(c, "rope_parameters.rope_type", x->rope_type, wanted);
+    if (strcmp(x->scaling_type, "default") != 0)
+        return mti_config_refuse_text(c, "rope_scaling.rope_type", x->scaling_type, wanted);
+    if (strcmp(x->scaling, "default") != 0) return mti_config_refuse_text(c, "rope_scaling.type", x->scaling, wanted);
+    if (x->factor != 1)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: the factor of rope_scaling is %g, must be 1 or missing", c->path,
+                       x->factor);
+    if (!((float)x->theta > 0))
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: rope_theta is %g, must be above 0", c->path, x->theta);
+    return MT_SUCCESS;
+}
+
+/* Reads the config.json of a Llama. Defaults are those of transformers' LlamaConfig. *out is zero. */
+static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
+    mt_transformer_layer_desc *l = &out->layer;
+    mti_llama x = {1e-6, 10000, 1, 0, 0, 0, 0, "silu", "default", "default", "default"};
+    mt_field fields[MTI_LLAMA_FIELDS];
+    mti_llama_fields(out, &x, fields);
+    out->vocab = 32000;
+    out->max_seq = 2048;
+    out->layers = l->heads = 32;
+    l->hidden = 4096;
+    l->ffn = 11008;
+    MT_TRY(mti_config_fields(c, fields, MTI_LLAMA_FIELDS));
+    if (strcmp(x.activation, "silu") != 0 && strcmp(x.activation, "swish") != 0)
+        return mti_config_refuse_text(c, "hidden_act", x.activation, "silu");
+    MT_TRY(mti_llama_rope(c, &x));
+    MT_TRY(mti_config_eps(c, "rms_norm_eps", x.eps));
+    if (x.mlp_bias != x.attention_bias)
+        return mti_config_refuse(c, "mlp_bias", x.mlp_bias ? "true" : "false",
+                                 x.attention_bias ? "true, as attention_bias is" : "false, as attention_bias is");
+    if (l->hidden % l->heads != 0)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: hidden_size is %lld, must be a multiple of num_attention_heads %lld",
+                       c->path, (long long)l->hidden, (long long)l->heads);
+    if (x.head_dim && x.head_dim != l->hidden / l->heads)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: head_dim is %lld, must be hidden_size / num_attention_heads, %lld",
+                       c->path, (long long)x.head_dim, (long long)(l->hidden / l->heads));
+    if (l->kv_heads && l->heads % l->kv_heads != 0)
+        return mt_fail(c->ctx, MT_ERR_DATA,
+                       "%s: num_key_value_heads is %lld, must be a divisor of num_attention_heads %lld", c->path,
+                       (long long)l->kv_heads, (long long)l->heads);
+    l->norm = MT_RMS_NORM;
+    l->activation = MT_SWIGLU;
+    l->norm_eps = (float)x.eps;
+    l->rotary_base = (float)x.theta;
+    l->no_bias = !x.mlp_bias;
+    out->untied_head = !x.tied;
+    return MT_SUCCESS;
+}
+
+/* Reads the desc from a config.json. */
+static mt_status mti_config_read(const mti_config *c, mt_gpt_desc *out) {
+    char type[64] = "";
+    const mt_field field = {"model_type", MT_FIELD_TEXT, type, 0, 0, sizeof type, 0, 0};
+    mt_gpt_desc d;
+    memset(&d, 0, sizeof d);
+    MT_TRY(mti_config_fields(c, &field, 1));
+    if (strcmp(type, "gpt2") == 0) MT_TRY(mti_gpt2_read(c, &d));
+    else if (strcmp(type, "llama") == 0) MT_TRY(mti_llama_read(c, &d));
+    else return mti_config_refuse_text(c, "model_type", type, "gpt2 or llama");
+    *out = mti_gpt_plain(&d);
+    return MT_SUCCESS;
+}
+
+/* Reads the desc from DIRECTORY/config.json. *exists is 0, and *out unchanged, when there is no such file. */
+static mt_status mti_config_open(mt_context *ctx, const char *directory, int *exists, mt_gpt_desc *out) {
+    mti_config c;
+    memset(&c, 0, sizeof c);
+    c.ctx = ctx;
+    c.directory = directory;
+    snprintf(c.path, sizeof c.path, "%.*s/config.json", MT_PATH_MAX - 16, directory);
+    MT_TRY(mt_json_read(ctx, directory, "config.json", NULL, 0, exists));
+    return *exists ? mti_config_read(&c, out) : MT_SUCCESS;
 }
 
 static const char *mti_float_text(float x, char *text) {
@@ -3560,27 +3731,128 @@ static const char *mti_float_text(float x, char *text) {
     return text;
 }
 
-/* Writes the text of config.json. bos_token_id and eos_token_id are 50256 with GPT-2's vocabulary of 50257 tokens, and
+/* Writes a config.json of a GPT-2. bos_token_id and eos_token_id are 50256 with GPT-2's vocabulary of 50257 tokens, and
    null with any other. */
-static int mti_gpt_config(const void *model, char *text, size_t bytes) {
-    mt_gpt_desc d = mti_gpt_plain(&((const mt_gpt *)model)->desc);
+static int mti_gpt2_write(const mt_gpt_desc *d, char *text, size_t bytes) {
     char eps[MT_FIELD_TEXT_MAX], embedding[MT_FIELD_TEXT_MAX], attention[MT_FIELD_TEXT_MAX], hidden[MT_FIELD_TEXT_MAX];
-    int has_end = d.vocab == 50257;
-    if (!mti_is_gpt2(&d)) return 0;
-    return snprintf(text, bytes,
-                    "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n"
-                    "  \"activation_function\": \"%s\",\n  \"vocab_size\": %lld,\n  \"n_positions\": %lld,\n"
-                    "  \"n_embd\": %lld,\n  \"n_layer\": %lld,\n  \"n_head\": %lld,\n  \"n_inner\": %lld,\n"
-                    "  \"layer_norm_epsilon\": %s,\n  \"embd_pdrop\": %s,\n  \"attn_pdrop\": %s,\n"
-                    "  \"resid_pdrop\": %s,\n  \"bos_token_id\": %s,\n  \"eos_token_id\": %s,\n"
-                    "  \"tie_word_embeddings\": true\n}\n",
-                    d.layer.activation == MT_GELU_ERF ? "gelu" : "gelu_new", (long long)d.vocab, (long long)d.max_seq,
-                    (long long)d.layer.hidden, (long long)d.layers, (long long)d.layer.heads, (long long)d.layer.ffn,
-                    mti_float_text(d.layer.norm_eps, eps), mti_float_text(d.embedding_dropout, embedding),
-                    mti_float_text(d.layer.attention_dropout, attention),
-                    mti_float_text(d.layer.hidden_dropout, hidden), has_end ? "50256" : "null",
-                    has_end ? "50256" : "null");
+    int has_end = d->vocab == 50257;
+    return snprintf(
+        text, bytes,
+        "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n"
+        "  \"activation_function\": \"%s\",\n  \"vocab_size\": %lld,\n  \"n_positions\": %lld,\n"
+        "  \"n_embd\": %lld,\n  \"n_layer\": %lld,\n  \"n_head\": %lld,\n  \"n_inner\": %lld,\n"
+        "  \"layer_norm_epsilon\": %s,\n  \"embd_pdrop\": %s,\n  \"attn_pdrop\": %s,\n"
+        "  \"resid_pdrop\": %s,\n  \"bos_token_id\": %s,\n  \"eos_token_id\": %s,\n"
+        "  \"tie_word_embeddings\": %s\n}\n",
+        mti_activation_text(d->layer.activation), (long long)d->vocab, (long long)d->max_seq,
+        (long long)d->layer.hidden, (long long)d->layers, (long long)d->layer.heads, (long long)d->layer.ffn,
+        mti_float_text(d->layer.norm_eps, eps), mti_float_text(d->embedding_dropout, embedding),
+        mti_float_text(d->layer.attention_dropout, attention), mti_float_text(d->layer.hidden_dropout, hidden),
+        has_end ? "50256" : "null", has_end ? "50256" : "null", d->untied_head ? "false" : "true");
 }
+
+/* Writes a config.json of a Llama. The token ids are null, because the library does not know them. */
+static int mti_llama_write(const mt_gpt_desc *d, char *text, size_t bytes) {
+    char eps[MT_FIELD_TEXT_MAX], theta[MT_FIELD_TEXT_MAX], attention[MT_FIELD_TEXT_MAX];
+    const char *biases = d->layer.no_bias ? "false" : "true";
+    mti_float_text(d->layer.rotary_base, theta);
+    return snprintf(text, bytes,
+                    "{\n  \"architectures\": [\"LlamaForCausalLM\"],\n  \"model_type\": \"llama\",\n"
+                    "  \"hidden_act\": \"silu\",\n  \"vocab_size\": %lld,\n  \"max_position_embeddings\": %lld,\n"
+                    "  \"hidden_size\": %lld,\n  \"num_hidden_layers\": %lld,\n  \"num_attention_heads\": %lld,\n"
+                    "  \"num_key_value_heads\": %lld,\n  \"head_dim\": %lld,\n  \"intermediate_size\": %lld,\n"
+                    "  \"rms_norm_eps\": %s,\n  \"rope_theta\": %s,\n"
+                    "  \"rope_parameters\": {\"rope_theta\": %s, \"rope_type\": \"default\"},\n"
+                    "  \"attention_bias\": %s,\n  \"mlp_bias\": %s,\n  \"attention_dropout\": %s,\n"
+                    "  \"bos_token_id\": null,\n  \"eos_token_id\": null,\n  \"tie_word_embeddings\": %s\n}\n",
+                    (long long)d->vocab, (long long)d->max_seq, (long long)d->layer.hidden, (long long)d->layers,
+                    (long long)d->layer.heads, (long long)d->layer.kv_heads,
+                    (long long)(d->layer.hidden / d->layer.heads), (long long)d->layer.ffn,
+                    mti_float_text(d->layer.norm_eps, eps), theta, theta, biases, biases,
+                    mti_float_text(d->layer.attention_dropout, attention), d->untied_head ? "false" : "true");
+}
+
+/* Replaces the value of a member of the object in text, if it has the member. The text has room for it. */
+static void mti_config_set(char *text, const char *name, const char *value) {
+    size_t from, to, n = strlen(value);
+    if (!mt_json_find(text, name, &from, &to)) return;
+    memmove(text + from + n, text + to, strlen(text + to) + 1);
+    memcpy(text + from, value, n);
+}
+
+/* Returns 1 when the member of the object in text contains a word. */
+static int mti_config_has(const char *text, const char *name, const char *word) {
+    size_t from, to;
+    const char *at = mt_json_find(text, name, &from, &to) ? strstr(text + from, word) : NULL;
+    return at && at < text + to;
+}
+
+/* Copies a config.json that describes the same model, with the type that the files have and the head that they have
+   names for. Returns its length. */
+static int mti_config_keep(const mt_gpt_desc *d, const char *given, int64_t max_seq, mt_dtype dtype, const char *head,
+                           char *text, size_t bytes) {
+    const char *type = dtype == MT_BF16 ? "\"bfloat16\"" : dtype == MT_F16 ? "\"float16\"" : "\"float32\"";
+    char value[64];
+    if (strlen(given) + 512 > bytes) return (int)strlen(given) + 512;
+    memcpy(text, given, strlen(given) + 1);
+    mti_config_set(text, "dtype", type);
+    mti_config_set(text, "torch_dtype", type);
+    snprintf(value, sizeof value, "[\"%s\"]", head);
+    if (!mti_config_has(text, "architectures", head)) mti_config_set(text, "architectures", value);
+    snprintf(value, sizeof value, "%lld", (long long)d->max_seq);
+    if (d->max_seq != max_seq) mti_config_set(text, "max_position_embeddings", value);
+    return (int)strlen(text);
+}
+
+/* Returns the index of the first field in which two models differ, or -1. With rotary max_seq may differ, as no weight
+   depends on it. */
+static int mti_gpt_differ(mt_gpt_desc *a, mt_gpt_desc *b) {
+    mt_field a_fields[MTI_GPT_FIELDS], b_fields[MTI_GPT_FIELDS];
+    char a_text[MT_FIELD_TEXT_MAX], b_text[MT_FIELD_TEXT_MAX];
+    int i;
+    mti_gpt_fields(a, a_fields);
+    mti_gpt_fields(b, b_fields);
+    for (i = 0; i < MTI_GPT_FIELDS; i++) {
+        if (b->layer.rotary_base > 0.0f && b_fields[i].value == (void *)&b->max_seq) continue;
+        mt_field_text(&a_fields[i], a_text);
+        mt_field_text(&b_fields[i], b_text);
+        if (strcmp(a_text, b_text) != 0) return i;
+    }
+    return -1;
+}
+
+/* The form of rotary positions and the layout of QKV in a file of Hugging Face are converted to those of the model. */
+static void mti_gpt_adopt(mt_gpt_desc *theirs, const mt_gpt_desc *ours) {
+    if (!mti_gpt_table(ours)) return;
+    theirs->layer.qkv_layout = ours->layer.qkv_layout;
+    theirs->layer.rotary_form = ours->layer.rotary_form;
+}
+
+/* Writes the text of config.json. */
+static int mti_gpt_config(const void *model, const char *given, char *text, size_t bytes) {
+    const mt_gpt *gpt = (const mt_gpt *)model;
+    mt_gpt_desc d = mti_gpt_plain(&gpt->desc), theirs;
+    int llama = mti_is_llama(&d);
+    mti_config c;
+    if (!mti_gpt_table(&d)) return 0;
+    memset(&c, 0, sizeof c);
+    c.text = given;
+    if (given && mti_config_read(&c, &theirs) == MT_SUCCESS) {
+        mti_gpt_adopt(&theirs, &d);
+        if (mti_gpt_differ(&theirs, &d) < 0)
+            return mti_config_keep(&d, given, theirs.max_seq, gpt->model.tokens.weight->value.dtype,
+                                   llama ? "LlamaForCausalLM" : "GPT2LMHeadModel", text, bytes);
+    }
+    return llama ? mti_llama_write(&d, text, bytes) : mti_gpt2_write(&d, text, bytes);
+}
+
+/* Copies the config.json of a model with a table of the program. */
+static int mti_gpt_other_config(const void *model, const char *given, char *text, size_t bytes) {
+    (void)model;
+    return given ? snprintf(text, bytes, "%s", given) : 0;
+}
+
+/* -- metadata -- */
 
 static const char *mti_gpt_metadata(const void *model, int index, char *value) {
     mt_gpt_desc d = mti_gpt_plain(&((const mt_gpt *)model)->desc);
@@ -3609,50 +3881,75 @@ static mt_status mti_gpt_read_metadata(mt_context *ctx, const mt_safetensors *fi
 }
 
 /* Reads the desc from the metadata of the first file or, when the metadata has none, from config.json. *known is 0 when
-   neither has one. */
+   neither has one. *config is 1 when it is from config.json. */
 static mt_status mti_gpt_source(mt_context *ctx, const char *directory, const mt_safetensors_set *files, int *known,
-                                mt_gpt_desc *out) {
+                                int *config, mt_gpt_desc *out) {
     const mt_safetensors *first = mt_safetensors_set_file(files, 0);
     memset(out, 0, sizeof *out);
     *known = 1;
-    if (mt_safetensors_metadata(first, "gpt.vocab")) return mti_gpt_read_metadata(ctx, first, out);
-    return mti_config_read(ctx, directory, known, out);
+    *config = !mt_safetensors_metadata(first, "gpt.vocab");
+    return *config ? mti_config_open(ctx, directory, known, out) : mti_gpt_read_metadata(ctx, first, out);
 }
 
-/* Returns MT_ERR_DATA when the files describe another GPT. *dialect becomes 0 for GPT-2's names with "transformer.", 1
-   for those without, and 2 for the registry's names. With rotary max_seq may differ, as no weight depends on it. A
-   GPT-2 of Hugging Face has [q | k | v], which becomes the layout of the model. */
-static mt_status mti_gpt_compare(mt_context *ctx, const void *model, const char *directory,
-                                 const mt_safetensors_set *files, int *dialect) {
-    const mt_gpt *gpt = (const mt_gpt *)model;
-    mt_gpt_desc theirs, ours = mti_gpt_plain(&gpt->desc);
+/* Writes the value of a field in words: fields of an enum have names. */
+static const char *mti_gpt_value(const mt_field *f, char text[MT_FIELD_TEXT_MAX]) {
+    static const char *const placements[] = {"MT_PRE_LN", "MT_POST_LN", "MT_RESIDUAL_POST_LN"};
+    static const char *const norms[] = {"MT_LAYER_NORM", "MT_RMS_NORM"};
+    static const char *const activations[] = {"MT_GELU_TANH",    "MT_GELU_ERF", "MT_SWIGLU",
+                                              "MT_SQUARED_RELU", "MT_RELU",     "MT_TANH"};
+    static const char *const masks[] = {"MT_MASK_CAUSAL", "MT_MASK_BIDIRECTIONAL"};
+    static const char *const layouts[] = {"MT_QKV_PER_GROUP", "MT_QKV_CONCATENATED", "MT_QKV_SEPARATE"};
+    static const char *const forms[] = {"MT_ROTARY_HALVES", "MT_ROTARY_PAIRS"};
+    static const struct {
+        const char *name;
+        const char *const *values;
+        int count;
+    } enums[] = {
+        {"gpt.placement", placements, MTI_LENGTH(placements)},    {"gpt.norm", norms, MTI_LENGTH(norms)},
+        {"gpt.activation", activations, MTI_LENGTH(activations)}, {"gpt.mask", masks, MTI_LENGTH(masks)},
+        {"gpt.qkv_layout", layouts, MTI_LENGTH(layouts)},         {"gpt.rotary_form", forms, MTI_LENGTH(forms)}};
+    int i, value = 0;
+    for (i = 0; i < MTI_LENGTH(enums); i++) {
+        if (strcmp(f->name, enums[i].name) != 0) continue;
+        memcpy(&value, f->value, sizeof value);
+        if (value >= 0 && value < enums[i].count) return enums[i].values[value];
+    }
+    mt_field_text(f, text);
+    return text;
+}
+
+/* Returns MT_ERR_DATA when the model of the directory is another one than ours. */
+static mt_status mti_gpt_same(mt_context *ctx, const char *directory, mt_gpt_desc *theirs, mt_gpt_desc *ours) {
     mt_field their_fields[MTI_GPT_FIELDS], our_fields[MTI_GPT_FIELDS];
     char their_text[MT_FIELD_TEXT_MAX], our_text[MT_FIELD_TEXT_MAX];
-    int i, known;
-    *dialect = mt_safetensors_set_find(files, "transformer.wte.weight") ? 0
-               : mt_safetensors_set_find(files, "wte.weight")           ? 1
-                                                                        : 2;
-    MT_TRY(mti_gpt_source(ctx, directory, files, &known, &theirs));
-    if (known && !mt_safetensors_metadata(mt_safetensors_set_file(files, 0), "gpt.vocab"))
-        theirs.layer.qkv_layout = mti_is_gpt2(&ours) ? ours.layer.qkv_layout : MT_QKV_CONCATENATED;
-    mti_gpt_fields(&theirs, their_fields);
-    mti_gpt_fields(&ours, our_fields);
-    for (i = 0; known && i < MTI_GPT_FIELDS; i++) {
-        if (ours.layer.rotary_base > 0.0f && our_fields[i].value == (void *)&ours.max_seq) continue;
-        if (our_fields[i].value == (void *)&ours.layer.qkv_layout) continue; /* below, with the names of the layouts */
-        mt_field_text(&their_fields[i], their_text);
-        mt_field_text(&our_fields[i], our_text);
-        if (strcmp(their_text, our_text) != 0)
-            return mt_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory, our_fields[i].name + 4,
-                           their_text, our_text);
-    }
-    if (!known || theirs.layer.qkv_layout == ours.layer.qkv_layout) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: its model has qkv_layout %s, this one %s", directory,
-                   mti_qkv_layout_name(theirs.layer.qkv_layout), mti_qkv_layout_name(ours.layer.qkv_layout));
+    int i = mti_gpt_differ(theirs, ours);
+    if (i < 0) return MT_SUCCESS;
+    mti_gpt_fields(theirs, their_fields);
+    mti_gpt_fields(ours, our_fields);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory, our_fields[i].name + 4,
+                   mti_gpt_value(&their_fields[i], their_text), mti_gpt_value(&our_fields[i], our_text));
 }
 
-static const mt_checkpoint_format mti_gpt_format = {mti_gpt_metadata, mti_gpt_config,  mti_gpt_compare,
-                                                    mti_gpt_layout,   mti_gpt_convert, mti_gpt_ignores};
+/* Returns MT_ERR_DATA when the files describe another GPT. */
+static mt_status mti_gpt_compare(mt_context *ctx, const void *model, const char *directory,
+                                 const mt_safetensors_set *files) {
+    mt_gpt_desc theirs, ours = mti_gpt_plain(&((const mt_gpt *)model)->desc);
+    int known, config;
+    MT_TRY(mti_gpt_source(ctx, directory, files, &known, &config, &theirs));
+    if (known && config) mti_gpt_adopt(&theirs, &ours);
+    return known ? mti_gpt_same(ctx, directory, &theirs, &ours) : MT_SUCCESS;
+}
+
+/* The same with a table of the program: only metadata describe the GPT. */
+static mt_status mti_gpt_other_compare(mt_context *ctx, const void *model, const char *directory,
+                                       const mt_safetensors_set *files) {
+    const mt_safetensors *first = mt_safetensors_set_file(files, 0);
+    return mt_safetensors_metadata(first, "gpt.vocab") ? mti_gpt_compare(ctx, model, directory, files) : MT_SUCCESS;
+}
+
+static const mt_checkpoint_format mti_gpt_format = {mti_gpt_metadata, mti_gpt_config, mti_gpt_compare, mti_gpt_part};
+static const mt_checkpoint_format mti_gpt_other_format = {mti_gpt_metadata, mti_gpt_other_config, mti_gpt_other_compare,
+                                                          mti_gpt_part};
 
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out) {
@@ -3666,7 +3963,8 @@ MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, co
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: desc.%s is set, a GPT has its own",
                        desc->format ? "format" : "model");
     d = *desc;
-    d.format = &mti_gpt_format;
+    d.format = desc->table ? &mti_gpt_other_format : &mti_gpt_format;
+    if (!desc->table) d.table = mti_gpt_table(&gpt->desc);
     d.model = gpt;
     return mt_checkpoint_create(ctx, params, &d, out);
 }
@@ -3675,12 +3973,12 @@ MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt
     mt_safetensors_set *files;
     mt_gpt_desc theirs;
     mt_status status;
-    int known;
+    int known, config;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!directory || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_desc_read: %s is NULL", directory ? "out" : "directory");
     MT_TRY(mt_safetensors_set_open(ctx, directory, "model", &files));
-    status = mti_gpt_source(ctx, directory, files, &known, &theirs);
+    status = mti_gpt_source(ctx, directory, files, &known, &config, &theirs);
     mt_safetensors_set_close(files);
     if (status == MT_SUCCESS && known) *out = theirs;
     if (status != MT_SUCCESS || known) return status;

@@ -1302,13 +1302,20 @@ MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *fi
                                        const char *wanted);
 
 /* Reads fields from the file DIRECTORY/NAME, which is one JSON object. A field that the object does not have stays as
-   it is. Other members of the object are ignored. A text that is longer than its array is truncated. Whole numbers must
-   not be negative.
+   it is. Other members of the object are ignored. The field "a.b" is member b of the object that is member a. A text
+   that is longer than its array is truncated. Whole numbers must not be negative.
    When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
    MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, or a value is not of its field's kind or range.
    After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, value or size. */
 MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
                               int count, int *exists);
+
+/* The same for a text in memory. `where` is what messages call it. With ctx NULL there is no message. */
+MT_API mt_status mt_json_parse(mt_context *ctx, const char *where, const char *text, const mt_field *fields, int count);
+
+/* Finds a member of the JSON object `text`: its value is text[*from] to text[*to - 1]. Returns 0 when the object has no
+   such member or is not well-formed. Only the outermost members are found. */
+MT_API int mt_json_find(const char *text, const char *name, size_t *from, size_t *to);
 
 /* ---- checkpoints ------------------------------------------------------------------------------------------------- */
 
@@ -1323,13 +1330,14 @@ MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char
    sharded, and load on any tensor x data x pipeline grid. With one pipeline stage its files are:
      model.safetensors      the parameters in the registry's type; training state and fields are in its __metadata__
      optimizer.safetensors  for each parameter P: P.exp_avg, P.exp_avg_sq and, if it has a master, P.master, all F32
-     config.json            only with a format that writes one (mt_checkpoint_format)
+     config.json            only with a format that writes one (mt_checkpoint_format), and then also
+     generation_config.json if the directory that was loaded has one
    With 4 stages, model.safetensors becomes model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as
    Hugging Face shards a model; the same holds for the optimizer. A parameter that the first and the last stage share is
    in the first stage's file.
 
-   The model's files have the registry's names, shapes and layouts, unless a format changes them. The optimizer's files
-   always have the registry's.
+   The model's files have the registry's names, shapes and layouts, unless mt_checkpoint_desc.table has others. Load and
+   import also read files with the registry's own. The optimizer's files always have the registry's.
 
    Versions: each file has the version of the library that wrote it. The library reads files of its own version and of
    older ones. A file of a newer version, even a newer patch, is MT_ERR_DATA with a message that has both versions.
@@ -1345,40 +1353,59 @@ MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char
    file system without locks nothing is locked. */
 typedef struct mt_checkpoint mt_checkpoint; /* opaque */
 
-/* The name and shape that a parameter has in a file. */
-typedef struct mt_tensor_layout {
-    char name[MT_NAME_MAX + 32];
-    int dims;         /* 1 or 2 */
-    int64_t shape[2]; /* has as many elements as the parameter */
-    int form;         /* for the format's own use */
-} mt_tensor_layout;
+/* A table of the names and layouts that parameters have in files of another program. One table serves save, load and
+   import. This one is for a program whose layers are called layers.0, layers.1, ...:
+       static const mt_tensor_name names[] = {{"net.embed.weight", "embedding.weight", 0, 0},
+                                              {"net.h.#.fc.weight", "layers.#.up.weight", 0, 1},   // transposed
+                                              {"net.h.#.q.weight", "layers.#.qk.weight", 1, 0},    // part 1 and
+                                              {"net.h.#.k.weight", "layers.#.qk.weight", 2, 0},    // part 2 of qk
+                                              {"net.h.#.mask", NULL, 0, 0}};                       // is ignored
+       static const mt_tensor_table table = {names, 5, "net."};
+   Several rows of the table may have the same parameter: each of these tensors of the file has a part of it. Several
+   rows may have the same tensor: it has these parts one below the other, in the order of the table. They must be of one
+   pipeline stage. A parameter without a row has its own name in the file. */
+typedef struct mt_tensor_name {
+    const char *file;  /* name of the tensor in a file, at most MT_NAME_MAX characters; one '#' stands for a number */
+    const char *param; /* name of the parameter; '#': the same number. NULL: load and import ignore the tensor */
+    int part;          /* a number that mt_checkpoint_format.part explains; 0: the whole parameter */
+    int transposed;    /* 1: the file has [in, out]. No effect on a parameter of one row */
+} mt_tensor_name;
 
-/* A format changes metadata, names and layouts of the model's files. megatron.h has one for its GPT, with the names of
-   Hugging Face (mt_gpt_checkpoint_create). Every function is optional (NULL), and none may communicate. Their argument
-   `model` is mt_checkpoint_desc.model. */
+typedef struct mt_tensor_table {
+    const mt_tensor_name *names;
+    int count;
+    /* beginning of names in files. Save writes it; load and import also read files in which it is missing from all
+       names. NULL: none */
+    const char *prefix;
+} mt_tensor_table;
+
+/* A part of a parameter: of every `unit` rows, the `rows` rows from row `first` on. For example, unit 8, first 2 and
+   rows 3 are the rows 2, 3, 4, 10, 11, 12, 18, ... A parameter of one row, such as a bias, counts as one row for each
+   element. All parts of a parameter have the same unit, and together they have all its rows, once.
+   With zip, the rows of the part have another order in the file. They are divided into groups of zip_unit rows. Rows
+   2 i and 2 i + 1 of a group in the file are rows i and i + zip / 2 of the group in the parameter, for i < zip / 2.
+   When zip is negative, file and parameter change places. */
+typedef struct mt_tensor_part {
+    int64_t unit, first, rows; /* rows 0: the row of the table is not used for this parameter */
+    int64_t zip_unit, zip;     /* zip must be even; 0: the same order */
+} mt_tensor_part;
+
+/* A format describes the model of a checkpoint. megatron.h has one for its GPT (mt_gpt_checkpoint_create). Every
+   function is optional (NULL), and none may communicate. Their argument `model` is mt_checkpoint_desc.model. */
 typedef struct mt_checkpoint_format {
     /* Adds metadata. Called with index 0, 1, ...: returns the name of that entry and writes its value. Returns NULL
        when there are no more entries. */
     const char *(*metadata)(const void *model, int index, char value[MT_FIELD_TEXT_MAX]);
-    /* Writes the text of config.json, at most 4095 characters, to text. Returns its length, as snprintf does; 0: no
-       file. */
-    int (*config)(const void *model, char *text, size_t bytes);
-    /* Returns an error when the files in the directory are not of this model. load and import call it before the
-       format's other functions. A format may know several sets of names, which it numbers as dialects; check writes the
-       dialect of these files to *dialect (0 on entry). save writes dialect 0. */
-    mt_status (*check)(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files,
-                       int *dialect);
-    /* Changes the name and the shape that a parameter has in the files. On entry *layout has the registry's name and
-       shape. When the new shape has another number of elements, save, load and import return MT_ERR_SHAPE. */
-    void (*layout)(const void *model, const mt_param *param, int dialect, mt_tensor_layout *layout);
-    /* Converts a whole tensor in host memory from the registry's layout to that of the file, or back when to_file is 0.
-       *x is the tensor, on entry and on return. *spare is scratch memory of the same size. The function may swap the
-       two pointers. */
-    mt_status (*convert)(const void *model, const mt_param *param, const mt_tensor_layout *layout, int to_file,
-                         float **x, float **spare);
-    /* Returns 1 for a tensor that may be in a file although it is no parameter; load ignores it. Without this function
-       such a tensor is MT_ERR_DATA. */
-    int (*ignores)(const void *model, const char *name, int dialect);
+    /* Writes the text of config.json to text, and returns its length, as snprintf does; 0: no file. given is the text
+       of config.json in the directory that load or import has read last, or NULL: members of it that the format does
+       not know should be kept. bytes is 4096 more than the length of given. */
+    int (*config)(const void *model, const char *given, char *text, size_t bytes);
+    /* Returns an error when the files in the directory are not of this model. load and import call it before they read
+       tensors. */
+    mt_status (*check)(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files);
+    /* Explains a number `part` of the table, which is not 0: writes to *out what part of the parameter it is. On entry
+       *out is zero. */
+    void (*part)(const void *model, const mt_param *param, int part, mt_tensor_part *out);
 } mt_checkpoint_format;
 
 typedef struct mt_checkpoint_desc {
@@ -1392,7 +1419,8 @@ typedef struct mt_checkpoint_desc {
        values must outlive the checkpoint */
     const mt_field *fields;
     int field_count;
-    const mt_checkpoint_format *format; /* must outlive the checkpoint; NULL: the registry's names and layouts */
+    const mt_tensor_table *table;       /* must outlive the checkpoint; NULL: the registry's names and layouts */
+    const mt_checkpoint_format *format; /* is copied; NULL: none */
     const void *model;                  /* passed to the format's functions; MT_ERR_ARGUMENT without a format */
 } mt_checkpoint_desc;
 
@@ -1409,12 +1437,13 @@ typedef struct mt_training_state {
 } mt_training_state;
 
 /* Creates a checkpoint; opens and writes no file. Allocates host memory for the largest unsharded parameter in f32
-   (twice if the format has convert), and 1 KiB of device memory. params must have all its parameters, and outlive the
-   checkpoint. Load and import allocate parameters that have no memory yet, as mt_params_init does; save needs
-   mt_params_init or one of them before. Not collective.
+   (twice with a table that changes layouts), and 1 KiB of device memory. params must have all its parameters, and
+   outlive the checkpoint. Load and import allocate parameters that have no memory yet, as mt_params_init does; save
+   needs mt_params_init or one of them before. Not collective.
    MT_ERR_ARGUMENT: the registry has no parameters; a value of desc is out of range (the limit of directory is
    MT_PATH_MAX - 128 characters); the optimizer is of another registry; a field has no name or no value, or its name is
-   already used by another field or by the library's metadata. */
+   already used by another field or by the library's metadata; a row of the table has no name, the parts of a parameter
+   are not all its rows, or the parts of a tensor have different widths. */
 MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
                                       mt_checkpoint **out);
 MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /* NULL is allowed */
@@ -7984,29 +8013,82 @@ static void mti_json_value(mti_json *j, const mt_field *f) {
     if (!fits) mti_json_fail(j, "a number is too large");
 }
 
+/* Reads the members of an object whose name in messages and fields begins with `path`, as "a." */
+static const mt_field *mti_json_members(mti_json *j, const char *path, const mt_field *fields, int fields_count) {
+    char name[160];
+    size_t begin = strlen(path);
+    int count = 0, i;
+    memcpy(name, path, begin);
+    mti_json_take(j, '{', "it does not begin with '{'");
+    while (mti_json_next(j, &count, '}')) {
+        size_t length = begin + mti_json_string(j, name + begin, sizeof name - begin - 2);
+        const mt_field *inner = NULL;
+        mti_json_take(j, ':', "a colon is missing");
+        for (i = 0; i < fields_count; i++)
+            if (length < sizeof name - 2 && strcmp(name, fields[i].name) == 0) break;
+        if (i < fields_count) {
+            mti_json_value(j, &fields[i]);
+            if (j->error) return &fields[i];
+        } else if (mti_json_peek(j) == '{' && begin == 0 && length < sizeof name - 2) {
+            memcpy(name + length, ".", 2);
+            for (i = 0; i < fields_count && strncmp(fields[i].name, name, length + 1) != 0; i++) continue;
+            if (i < fields_count) inner = mti_json_members(j, name, fields, fields_count);
+            else mti_json_skip(j, 1);
+            if (inner) return inner;
+        } else mti_json_skip(j, 1);
+    }
+    return NULL;
+}
+
 /* Reads the fields of a JSON object. text is the whole file. */
 static mt_status mti_json_object(mt_context *ctx, const char *path, const void *text, size_t bytes,
                                  const mt_field *fields, int fields_count) {
     mti_json j = mti_json_begin(text, bytes);
-    char name[64];
-    int count = 0, i;
-    mti_json_take(&j, '{', "it does not begin with '{'");
-    while (mti_json_next(&j, &count, '}')) {
-        size_t length = mti_json_string(&j, name, sizeof name);
-        mti_json_take(&j, ':', "a colon is missing");
-        for (i = 0; i < fields_count && (length >= sizeof name || strcmp(name, fields[i].name) != 0); i++) continue;
-        if (i < fields_count) mti_json_value(&j, &fields[i]);
-        else mti_json_skip(&j, 1);
-    }
+    const mt_field *wrong = mti_json_members(&j, "", fields, fields_count);
+    char value[MT_FIELD_TEXT_MAX];
+    int i;
     mti_json_end(&j);
+    if (wrong)
+        return mt_fail(ctx, MT_ERR_DATA, "%s: JSON, byte %lld: %s: %s", path, (long long)(j.at - j.start), wrong->name,
+                       j.error);
     MT_TRY(mti_json_status(ctx, &j, path, "JSON"));
     for (i = 0; i < fields_count; i++)
         if (!mti_field_in_range(&fields[i], fields[i].value)) {
-            mt_field_text(&fields[i], name);
-            return mt_fail(ctx, MT_ERR_DATA, "%s: %s is %s, must be from %lld to %lld", path, fields[i].name, name,
+            mt_field_text(&fields[i], value);
+            return mt_fail(ctx, MT_ERR_DATA, "%s: %s is %s, must be from %lld to %lld", path, fields[i].name, value,
                            (long long)fields[i].low, (long long)fields[i].high);
         }
     return MT_SUCCESS;
+}
+
+MT_API mt_status mt_json_parse(mt_context *ctx, const char *where, const char *text, const mt_field *fields,
+                               int count) {
+    if (!where || !text || (!fields && count > 0))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_json_parse: %s is NULL", !where ? "where" : !text ? "text" : "fields");
+    MT_TRY(mti_fields_check(ctx, "mt_json_parse", fields, count));
+    return mti_json_object(ctx, where, text, strlen(text), fields, count);
+}
+
+MT_API int mt_json_find(const char *text, const char *name, size_t *from, size_t *to) {
+    mti_json j;
+    char key[128];
+    int count = 0, found = 0;
+    if (!text || !name || !from || !to) return 0;
+    j = mti_json_begin(text, strlen(text));
+    mti_json_take(&j, '{', "it does not begin with '{'");
+    while (mti_json_next(&j, &count, '}')) {
+        size_t length = mti_json_string(&j, key, sizeof key), begin;
+        mti_json_take(&j, ':', "a colon is missing");
+        mti_json_peek(&j);
+        begin = (size_t)(j.at - j.start);
+        mti_json_skip(&j, 1);
+        if (length >= sizeof key || strcmp(key, name) != 0) continue;
+        found = 1;
+        *from = begin;
+        *to = (size_t)(j.at - j.start);
+    }
+    mti_json_end(&j);
+    return found && !j.error;
 }
 
 MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
@@ -8109,6 +8191,36 @@ static mt_status mti_state_read(mt_context *ctx, const mt_safetensors *file, mt_
     return fault ? mt_safetensors_refuse(ctx, file, fault, mti_state_fault_wanted(fault)) : MT_SUCCESS;
 }
 
+/* -- names and layouts -- */
+
+/* A part of a parameter in a tensor of a file. */
+typedef struct mti_slice {
+    int param, tensor; /* indices in the registry and in mti_table_map.tensors */
+    int row;           /* of the table; -1: the parameter has no row */
+    int next;          /* piece of the same tensor, below this one; -1: none */
+    int64_t at, count; /* its first row in the tensor; its rows */
+    mt_tensor_part part;
+} mti_slice;
+
+/* A tensor of a file. */
+typedef struct mti_stored {
+    int row;            /* the first of the table with its name; -1: the name is that of its parameter */
+    int64_t number;     /* in the place of '#'; -1: none */
+    int first;          /* its first piece */
+    int64_t rows, cols; /* before it is transposed; a vector has cols 1 */
+    int vector, transposed;
+    int whole; /* 1: it is one parameter, as in the registry */
+} mti_stored;
+
+/* Which tensor of the files has which parts of the parameters of this rank's stage. */
+typedef struct mti_table_map {
+    const mt_tensor_table *table; /* NULL: names and layouts of the registry */
+    mti_stored *tensors;          /* in the order of the files */
+    mti_slice *pieces;            /* in the order of the parameters */
+    int *begin;                   /* the first piece of each parameter, and at the end piece_count */
+    int tensor_count, piece_count;
+} mti_table_map;
+
 /* -- saving -- */
 
 struct mt_checkpoint {
@@ -8118,35 +8230,250 @@ struct mt_checkpoint {
     int keep;
     mt_checkpoint_format format; /* zeros: no format */
     const void *model;
-    mt_field *fields; /* a copy of mt_checkpoint_desc.fields */
+    mti_table_map own, other; /* of the registry's names; of the table, empty without one */
+    mt_field *fields;         /* a copy of mt_checkpoint_desc.fields */
     int field_count;
-    /* whole: a tensor in host memory; spare: a second one for format.convert, or NULL */
+    /* whole: a parameter in host memory; spare: a tensor of a file that is not one whole parameter, or NULL */
     float *whole, *spare;
-    int64_t elements; /* floats in each of whole and spare */
-    void *exchange;   /* device memory of MT_ERROR_BYTES, for mti_agree */
+    int held;       /* the index of the parameter in whole, or of the tensor in spare; -1: none */
+    char *given[2]; /* texts of the files mti_given_names that were loaded last, or NULL */
+    void *exchange; /* device memory of MT_ERROR_BYTES, for mti_agree */
     /* file descriptor of the lock, on the first rank after mti_checkpoint_lock; otherwise -1 */
     int lock;
     char directory[MT_PATH_MAX];
     mt_safetensors_writer writer; /* its file also writes the JSON files */
 };
 
-static int64_t mti_largest_param(const mt_params *params) {
-    int64_t most = 0;
+/* Returns 1 when name is the pattern, with a number in the place of '#', which goes to *number (-1: there is none). */
+static int mti_pattern_fits(const char *pattern, const char *name, int64_t *number) {
+    const char *place = strchr(pattern, '#');
+    size_t n = place ? (size_t)(place - pattern) : 0, digits;
+    char text[32];
+    uint64_t value;
+    *number = -1;
+    if (!place) return strcmp(pattern, name) == 0;
+    if (strncmp(pattern, name, n) != 0) return 0;
+    digits = strspn(name + n, "0123456789");
+    if (digits == 0 || digits > 18 || (digits > 1 && name[n] == '0')) return 0;
+    memcpy(text, name + n, digits);
+    text[digits] = 0;
+    if (!mt_parse_whole(text, (uint64_t)INT64_MAX, &value)) return 0;
+    *number = (int64_t)value;
+    return strcmp(place + 1, name + n + digits) == 0;
+}
+
+/* Writes the pattern with a number in the place of '#'. */
+static void mti_pattern_text(const char *pattern, int64_t number, char *text, size_t bytes) {
+    const char *place = strchr(pattern, '#');
+    if (!place || number < 0) snprintf(text, bytes, "%s", pattern);
+    else snprintf(text, bytes, "%.*s%lld%s", (int)(place - pattern), pattern, (long long)number, place + 1);
+}
+
+/* Returns the file's name of a row; bare: without the prefix of the table. */
+static const char *mti_row_file(const mt_tensor_table *table, int row, int bare) {
+    const char *file = table->names[row].file;
+    size_t n = bare && table->prefix ? strlen(table->prefix) : 0;
+    return strncmp(file, table->prefix ? table->prefix : "", n) == 0 ? file + n : file;
+}
+
+/* Returns the first row of the table with the same file. */
+static int mti_row_first(const mt_tensor_table *table, int row) {
+    int first = 0;
+    while (strcmp(table->names[first].file, table->names[row].file) != 0) first++;
+    return first;
+}
+
+/* Returns 1 when another row of the table has the same file. */
+static int mti_row_is_shared(const mt_tensor_table *table, int row) {
     int i;
-    for (i = 0; i < params->count; i++) {
-        int64_t n = params->list[i]->desc.rows * params->list[i]->desc.cols;
-        if (n > most) most = n;
+    for (i = 0; i < table->count; i++)
+        if (i != row && strcmp(table->names[i].file, table->names[row].file) == 0) return 1;
+    return 0;
+}
+
+/* The rows and columns of a parameter in tables: a parameter of one row is a column. */
+static int64_t mti_named_rows(const mt_param *p) { return p->desc.rows == 1 ? p->desc.cols : p->desc.rows; }
+static int64_t mti_named_cols(const mt_param *p) { return p->desc.rows == 1 ? 1 : p->desc.cols; }
+
+static mt_status mti_table_check(mt_context *ctx, const mt_tensor_table *table) {
+    int i;
+    if (!table->names || table->count <= 0)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: the table has %d names", table->count);
+    for (i = 0; i < table->count; i++) {
+        const mt_tensor_name *n = &table->names[i];
+        if (!n->file || !n->file[0] || strlen(n->file) > MT_NAME_MAX)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "mt_checkpoint_create: row %d of the table has no file, or one of more than %d characters",
+                           i, MT_NAME_MAX);
+        if (n->param && !strchr(n->param, '#') != !strchr(n->file, '#'))
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: only one of '%s' and '%s' has a number '#'",
+                           n->file, n->param);
     }
+    return MT_SUCCESS;
+}
+
+/* Checks that the part is a part of n rows. */
+static int mti_part_is_valid(const mt_tensor_part *x, int64_t n) {
+    int64_t zip = x->zip < 0 ? -x->zip : x->zip;
+    if (x->unit <= 0 || n % x->unit != 0 || x->first < 0 || x->rows <= 0 || x->first > x->unit - x->rows) return 0;
+    return zip == 0 || (zip % 2 == 0 && zip <= x->zip_unit && n / x->unit * x->rows % x->zip_unit == 0);
+}
+
+/* Adds a piece to the list of its tensor, which is made when there is none of this name. */
+static void mti_map_join(mti_table_map *map, int k, int64_t number) {
+    mti_slice *piece = &map->pieces[k];
+    int row = piece->row < 0 ? -1 : mti_row_first(map->table, piece->row), *link;
+    int t = piece->row >= 0 && mti_row_is_shared(map->table, piece->row) ? map->tensor_count - 1 : -1;
+    while (t >= 0 && (map->tensors[t].row != row || map->tensors[t].number != number)) t--;
+    if (t < 0) {
+        t = map->tensor_count++;
+        map->tensors[t].row = row;
+        map->tensors[t].number = number;
+        map->tensors[t].first = -1;
+    }
+    piece->tensor = t;
+    for (link = &map->tensors[t].first; *link >= 0 && map->pieces[*link].row < piece->row;)
+        link = &map->pieces[*link].next;
+    piece->next = *link;
+    *link = k;
+}
+
+/* Adds the piece of parameter i that a row of the table describes; row -1: the whole parameter. */
+static mt_status mti_map_piece(mt_context *ctx, const mt_checkpoint *c, mti_table_map *map, int i, int row,
+                               int64_t number) {
+    const mt_param *p = c->params->list[i];
+    int64_t n = mti_named_rows(p);
+    mti_slice *piece = &map->pieces[map->piece_count];
+    int part = row < 0 ? 0 : map->table->names[row].part;
+    memset(piece, 0, sizeof *piece);
+    piece->param = i;
+    piece->row = row;
+    piece->part.unit = piece->part.rows = part == 0 ? n : 0;
+    if (part != 0 && c->format.part) (c->format.part)(c->model, p, part, &piece->part);
+    if (piece->part.rows == 0 && (part == 0 || c->format.part)) return MT_SUCCESS;
+    if (!mti_part_is_valid(&piece->part, n))
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "mt_checkpoint_create: part %d of '%s' is rows %lld to %lld of %lld, zip %lld of %lld, which the "
+            "%lld rows cannot have",
+            part, p->name, (long long)piece->part.first, (long long)piece->part.first + (long long)piece->part.rows - 1,
+            (long long)piece->part.unit, (long long)piece->part.zip, (long long)piece->part.zip_unit, (long long)n);
+    piece->count = n / piece->part.unit * piece->part.rows;
+    mti_map_join(map, map->piece_count++, number);
+    return MT_SUCCESS;
+}
+
+/* Checks that the pieces of a parameter have each of its rows once. */
+static mt_status mti_map_covers(mt_context *ctx, const mt_checkpoint *c, const mti_table_map *map, int i) {
+    const mti_slice *x = &map->pieces[map->begin[i]], *end = &map->pieces[map->piece_count], *y;
+    int64_t unit = x->part.unit, rows = 0;
+    int apart = 1;
+    for (; x < end; x++) {
+        rows += x->part.rows;
+        if (x->part.unit != unit) apart = 0;
+        for (y = x + 1; y < end; y++)
+            if (x->part.first < y->part.first + y->part.rows && y->part.first < x->part.first + x->part.rows) apart = 0;
+    }
+    if (apart && rows == unit) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: the parts of '%s' in the table are not each row once",
+                   c->params->list[i]->name);
+}
+
+/* Computes where the pieces of a tensor are in it, and its shape. */
+static mt_status mti_map_finish(mt_context *ctx, const mt_checkpoint *c, mti_table_map *map, int t) {
+    mti_stored *s = &map->tensors[t];
+    const mt_param *first = c->params->list[map->pieces[s->first].param];
+    const mti_slice *one = &map->pieces[s->first];
+    int k, same = 1;
+    s->cols = mti_named_cols(first);
+    s->vector = first->desc.rows == 1;
+    s->transposed = s->row >= 0 && map->table->names[s->row].transposed && !s->vector;
+    for (k = s->first; k >= 0; k = map->pieces[k].next) {
+        const mt_param *p = c->params->list[map->pieces[k].param];
+        map->pieces[k].at = s->rows;
+        s->rows += map->pieces[k].count;
+        same = same && mti_named_cols(p) == s->cols && (p->desc.rows == 1) == s->vector;
+    }
+    s->whole = one->next < 0 && one->part.rows == one->part.unit && one->part.zip == 0 && !s->transposed;
+    if (same) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: '%s' of the table has parts of different widths",
+                   map->table->names[s->row].file);
+}
+
+/* Finds the tensors of the parameters of this stage. On entry *map is zero. */
+static mt_status mti_map_build(mt_context *ctx, const mt_checkpoint *c, const mt_tensor_table *table,
+                               mti_table_map *map) {
+    int i, r, rows = table ? table->count : 0, pieces = 0;
+    int64_t number;
+    void *memory;
+    map->table = table;
+    if (table) MT_TRY(mti_table_check(ctx, table));
+    for (i = 0; i < c->count; i++)
+        for (r = -1; r < rows; r++)
+            pieces += r < 0 || (table->names[r].param &&
+                                mti_pattern_fits(table->names[r].param, c->params->list[i]->name, &number));
+    MT_TRY(mti_host_new(ctx, (size_t)pieces * sizeof *map->pieces, &memory));
+    map->pieces = (mti_slice *)memory;
+    MT_TRY(mti_host_new(ctx, (size_t)pieces * sizeof *map->tensors, &memory));
+    map->tensors = (mti_stored *)memory;
+    MT_TRY(mti_host_new(ctx, (size_t)(c->count + 1) * sizeof *map->begin, &memory));
+    map->begin = (int *)memory;
+    for (i = 0; i < c->count; i++) {
+        map->begin[i] = map->piece_count;
+        for (r = 0; r < rows; r++)
+            if (table->names[r].param && mti_pattern_fits(table->names[r].param, c->params->list[i]->name, &number))
+                MT_TRY(mti_map_piece(ctx, c, map, i, r, number));
+        if (map->piece_count == map->begin[i]) MT_TRY(mti_map_piece(ctx, c, map, i, -1, -1));
+        MT_TRY(mti_map_covers(ctx, c, map, i));
+    }
+    map->begin[c->count] = map->piece_count;
+    for (i = 0; i < map->tensor_count; i++) MT_TRY(mti_map_finish(ctx, c, map, i));
+    return MT_SUCCESS;
+}
+
+static void mti_map_free(mti_table_map *map) {
+    mt_host_free(map->tensors);
+    mt_host_free(map->pieces);
+    mt_host_free(map->begin);
+}
+
+/* Returns the row of the parameter that is row r of a piece. */
+static int64_t mti_slice_row(const mti_slice *x, int64_t r) {
+    int64_t half = (x->part.zip < 0 ? -x->part.zip : x->part.zip) / 2, k = half ? r % x->part.zip_unit : 0;
+    if (k < 2 * half) r += (x->part.zip > 0 ? k / 2 + k % 2 * half : k % half * 2 + k / half) - k;
+    return r / x->part.rows * x->part.unit + x->part.first + r % x->part.rows;
+}
+
+/* Copies a piece between the whole parameter and a tensor of a file, in blocks of 32 x 32, which fit into the cache. */
+static void mti_slice_copy(const mti_stored *s, const mti_slice *x, int to_file, float *param, float *tensor) {
+    int64_t cols = s->cols, r, c, i, j;
+    for (r = 0; r < x->count; r += 32)
+        for (c = 0; c < cols; c += 32)
+            for (i = r; i < mt_min(r + 32, x->count); i++) {
+                float *ours = param + mti_slice_row(x, i) * cols;
+                for (j = c; j < mt_min(c + 32, cols); j++) {
+                    float *theirs = tensor + (s->transposed ? j * s->rows + x->at + i : (x->at + i) * cols + j);
+                    if (to_file) *theirs = ours[j];
+                    else ours[j] = *theirs;
+                }
+            }
+}
+
+static int64_t mti_largest_stored(const mti_table_map *map, int all) {
+    int64_t most = 0;
+    int t;
+    for (t = 0; t < map->tensor_count; t++)
+        if (all || !map->tensors[t].whole) most = mt_max(most, map->tensors[t].rows * map->tensors[t].cols);
     return most;
 }
 
 static mt_status mti_checkpoint_memory(mt_context *ctx, mt_checkpoint *c) {
+    int64_t spare = mti_largest_stored(&c->other, 0);
     void *memory;
-    c->elements = mti_largest_param(c->params);
-    MT_TRY(mti_host_new(ctx, (size_t)c->elements * sizeof(float), &memory));
+    MT_TRY(mti_host_new(ctx, (size_t)mti_largest_stored(&c->own, 1) * sizeof(float), &memory));
     c->whole = (float *)memory;
-    if (c->format.convert) MT_TRY(mti_host_new(ctx, (size_t)c->elements * sizeof(float), &memory));
-    if (c->format.convert) c->spare = (float *)memory;
+    if (spare > 0) MT_TRY(mti_host_new(ctx, (size_t)spare * sizeof(float), &memory));
+    if (spare > 0) c->spare = (float *)memory;
     return mt_context_alloc(ctx, MT_ERROR_BYTES, &c->exchange);
 }
 
@@ -8222,10 +8549,12 @@ MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const 
     c->keep = desc->keep ? desc->keep : 2;
     if (desc->format) c->format = *desc->format;
     c->model = desc->model;
-    c->writer.file.fd = c->lock = -1;
+    c->held = c->writer.file.fd = c->lock = -1;
     snprintf(c->directory, sizeof c->directory, "%s", desc->directory ? desc->directory : "");
     for (end = strlen(c->directory); end > 1 && c->directory[end - 1] == '/'; end--) c->directory[end - 1] = 0;
     status = mti_checkpoint_fields(ctx, c, desc);
+    if (status == MT_SUCCESS) status = mti_map_build(ctx, c, NULL, &c->own);
+    if (status == MT_SUCCESS && desc->table) status = mti_map_build(ctx, c, desc->table, &c->other);
     if (status == MT_SUCCESS) status = mti_checkpoint_memory(ctx, c);
     if (status == MT_SUCCESS) *out = c;
     else mt_checkpoint_destroy(ctx, c);
@@ -8237,8 +8566,12 @@ MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint) {
     if (checkpoint->lock >= 0) close(checkpoint->lock);
     mt_context_free(ctx, checkpoint->exchange, MT_ERROR_BYTES);
     mti_header_free(&checkpoint->writer);
+    mti_map_free(&checkpoint->own);
+    mti_map_free(&checkpoint->other);
     mt_host_free(checkpoint->whole);
     mt_host_free(checkpoint->spare);
+    mt_host_free(checkpoint->given[0]);
+    mt_host_free(checkpoint->given[1]);
     mt_host_free(checkpoint->fields);
     mt_host_free(checkpoint);
 }
@@ -8361,10 +8694,11 @@ static int mti_param_is_ours(const mt_params *params, const mt_param *p) {
    mt_optimizer_state. */
 enum { MTI_VALUE = -1 };
 
-/* A part of a checkpoint: for each number from first to last, one tensor of each parameter. */
+/* A part of a checkpoint: for each number from first to last, the tensors of a map. */
 typedef struct mti_part {
     const char *stem;
-    int dialect; /* a dialect of the format; -1: the registry's names and layouts */
+    const mti_table_map *map;
+    int bare; /* 1: names are without the prefix of the table */
     mt_dtype dtype;
     int first, last; /* MTI_VALUE, or a range of mt_optimizer_state */
 } mti_part;
@@ -8372,7 +8706,8 @@ typedef struct mti_part {
 static mti_part mti_model_part(const mt_checkpoint *c) {
     mti_part part;
     part.stem = "model";
-    part.dialect = 0;
+    part.map = c->other.table ? &c->other : &c->own;
+    part.bare = 0;
     part.dtype = mt_params_dtype(c->params);
     part.first = part.last = MTI_VALUE;
     return part;
@@ -8381,38 +8716,39 @@ static mti_part mti_model_part(const mt_checkpoint *c) {
 static mti_part mti_optimizer_part(const mt_checkpoint *c) {
     mti_part part;
     part.stem = "optimizer";
-    part.dialect = -1;
+    part.map = &c->own;
+    part.bare = 0;
     part.dtype = MT_F32;
     part.first = MT_EXP_AVG;
     part.last = mti_has_masters(c->optimizer) ? MT_MASTER : MT_EXP_AVG_SQ;
     return part;
 }
 
-/* Checks that a tensor of a file has as many elements as its parameter, because c->whole has memory for no more. */
-static mt_status mti_layout_check(mt_context *ctx, const mt_param *p, const mt_tensor_layout *l) {
-    int64_t elements = p->desc.rows * p->desc.cols;
-    if (l->dims == 1 && l->shape[0] == elements) return MT_SUCCESS;
-    if (l->dims == 2 && mt_size_mul(l->shape[0], l->shape[1]) == elements) return MT_SUCCESS;
-    return mt_fail(
-        ctx, MT_ERR_SHAPE,
-        "mt_checkpoint_format.layout: '%.100s' has dims %d, shape [%lld, %lld]; must have dims 1 or 2 and the "
-        "%lld elements of %s",
-        l->name, l->dims, (long long)l->shape[0], (long long)l->shape[1], (long long)elements, p->name);
+/* The name and shape of a tensor in a file. */
+typedef struct mti_layout {
+    char name[MT_NAME_MAX + 32];
+    int dims; /* 1 or 2 */
+    int64_t shape[2];
+} mti_layout;
+
+static const mt_param *mti_stored_param(const mt_checkpoint *c, const mti_table_map *map, int t) {
+    return c->params->list[map->pieces[map->tensors[t].first].param];
 }
 
-/* Writes the name and shape that tensor number `what` of a parameter has in a part's file. */
-static mt_status mti_part_layout(mt_context *ctx, const mt_checkpoint *c, const mti_part *part, const mt_param *p,
-                                 int what, mt_tensor_layout *l) {
+/* Returns the layout that tensor t of a part has in its file, for number `what`. */
+static mti_layout mti_part_layout(const mt_checkpoint *c, const mti_part *part, int t, int what) {
     static const char *const suffixes[] = {".exp_avg", ".exp_avg_sq", ".master"};
-    int row = p->desc.rows == 1;
-    memset(l, 0, sizeof *l);
-    snprintf(l->name, sizeof l->name, "%s%s", p->name, what == MTI_VALUE ? "" : suffixes[what]);
-    l->dims = row ? 1 : 2;
-    l->shape[0] = row ? p->desc.cols : p->desc.rows;
-    l->shape[1] = p->desc.cols;
-    if (part->dialect < 0 || !c->format.layout) return MT_SUCCESS;
-    (c->format.layout)(c->model, p, part->dialect, l);
-    return mti_layout_check(ctx, p, l);
+    const mti_stored *s = &part->map->tensors[t];
+    mti_layout l;
+    if (s->row >= 0)
+        mti_pattern_text(mti_row_file(part->map->table, s->row, part->bare), s->number, l.name, sizeof l.name);
+    else
+        snprintf(l.name, sizeof l.name, "%s%s", mti_stored_param(c, part->map, t)->name,
+                 what == MTI_VALUE ? "" : suffixes[what]);
+    l.dims = s->vector ? 1 : 2;
+    l.shape[0] = s->transposed ? s->cols : s->rows;
+    l.shape[1] = s->transposed ? s->rows : s->cols;
+    return l;
 }
 
 static void mti_put_fields(mt_context *ctx, mt_safetensors_writer *w, const mt_field *fields, int count) {
@@ -8450,21 +8786,18 @@ static void mti_put_metadata(mt_context *ctx, mt_checkpoint *c, const mt_trainin
 }
 
 /* Makes the header of a part's file, without its end. */
-static mt_status mti_put_header(mt_context *ctx, mt_checkpoint *c, const mti_part *part,
-                                const mt_training_state *state) {
+static void mti_put_header(mt_context *ctx, mt_checkpoint *c, const mti_part *part, const mt_training_state *state) {
     const char *dtype = part->dtype == MT_F32 ? "F32" : part->dtype == MT_BF16 ? "BF16" : "F16";
-    mt_tensor_layout l;
-    int what, i;
+    int what, t;
     mti_put_metadata(ctx, c, state);
     for (what = part->first; what <= part->last; what++)
-        for (i = 0; i < c->params->count; i++) {
-            const mt_param *p = c->params->list[i];
-            if (!mti_param_is_ours(c->params, p)) continue;
-            MT_TRY(mti_part_layout(ctx, c, part, p, what, &l));
-            mti_header_tensor(ctx, &c->writer, l.name, dtype, l.dims, l.shape,
-                              p->desc.rows * p->desc.cols * (int64_t)mt_dtype_size(part->dtype));
+        for (t = 0; t < part->map->tensor_count; t++) {
+            const mti_stored *s = &part->map->tensors[t];
+            mti_layout l = mti_part_layout(c, part, t, what);
+            if (mti_param_is_ours(c->params, mti_stored_param(c, part->map, t)))
+                mti_header_tensor(ctx, &c->writer, l.name, dtype, l.dims, l.shape,
+                                  s->rows * s->cols * (int64_t)mt_dtype_size(part->dtype));
         }
-    return MT_SUCCESS;
 }
 
 /* Writes the name of a part's file: STEM.safetensors, or with several stages that of one stage. */
@@ -8479,51 +8812,56 @@ static mt_status mti_part_begin(mt_context *ctx, mt_checkpoint *c, const mti_par
     char name[64], path[MT_PATH_MAX];
     mti_part_name(name, sizeof name, part->stem, c->params->grid->pp_rank, c->params->grid->pp_size);
     MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
-    MT_TRY(mti_put_header(ctx, c, part, state));
+    mti_put_header(ctx, c, part, state);
     MT_TRY(mti_header_end(ctx, &c->writer, path));
     MT_TRY(mti_file_begin(ctx, &c->writer.file, directory, name));
     mti_header_write(&c->writer);
     return MT_SUCCESS;
 }
 
-/* Converts c->whole between the registry's layout and that of the file. */
-static mt_status mti_layout_convert(mt_checkpoint *c, const mti_part *part, const mt_param *p,
-                                    const mt_tensor_layout *l, int to_file) {
-    if (part->dialect < 0 || !c->format.convert) return MT_SUCCESS;
-    return (c->format.convert)(c->model, p, l, to_file, &c->whole, &c->spare);
-}
-
-/* Writes n elements of c->whole. Rounding the values of a 16-bit parameter to 16 bits is exact. */
-static void mti_put_elements(mt_checkpoint *c, mt_dtype dtype, int64_t n) {
+/* Writes n elements. Rounding the values of a 16-bit parameter to 16 bits is exact. */
+static void mti_put_elements(mt_checkpoint *c, const float *x, mt_dtype dtype, int64_t n) {
     uint16_t bits[256];
     int64_t i, count;
     if (dtype == MT_F32) {
-        mti_file_put(&c->writer.file, c->whole, (size_t)n * sizeof(float));
+        mti_file_put(&c->writer.file, x, (size_t)n * sizeof(float));
         return;
     }
     for (i = 0; i < n; i += count) {
         count = mt_min(n - i, (int64_t)(sizeof bits / sizeof *bits));
-        mt_f32_to_16bit(dtype, c->whole + i, bits, count);
+        mt_f32_to_16bit(dtype, x + i, bits, count);
         mti_file_put(&c->writer.file, bits, (size_t)count * sizeof *bits);
     }
 }
 
-/* Gathers every tensor of a part and writes it when `writes` is 1. Collective: after an error with the file, which goes
-   to *io, a rank still gathers. */
-static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_part *part, int writes, mt_status *io) {
-    mt_tensor_layout l;
-    int what, i;
-    for (what = part->first; what <= part->last; what++)
-        for (i = 0; i < c->params->count; i++) {
-            const mt_param *p = c->params->list[i];
-            if (!mti_param_is_ours(c->params, p)) continue;
+/* Gathers the parameters of tensor t, one after the other, and writes the tensor when `writes` is 1. */
+static mt_status mti_stored_write(mt_context *ctx, mt_checkpoint *c, const mti_part *part, int t, int what,
+                                  int writes) {
+    const mti_stored *s = &part->map->tensors[t];
+    int k;
+    for (k = s->first; k >= 0; k = part->map->pieces[k].next) {
+        const mti_slice *piece = &part->map->pieces[k];
+        const mt_param *p = c->params->list[piece->param];
+        if (c->held != piece->param)
             MT_TRY(what == MTI_VALUE ? mt_param_gather(ctx, c->params, p, p->value, c->whole)
                                      : mt_optimizer_gather(ctx, c->optimizer, p, (mt_optimizer_state)what, c->whole));
-            if (!writes || *io != MT_SUCCESS) continue;
-            *io = mti_part_layout(ctx, c, part, p, what, &l);
-            if (*io == MT_SUCCESS) *io = mti_layout_convert(c, part, p, &l, 1);
-            mti_put_elements(c, part->dtype, p->desc.rows * p->desc.cols);
-        }
+        c->held = piece->param;
+        if (writes && !s->whole) mti_slice_copy(s, piece, 1, c->whole, c->spare);
+    }
+    if (writes) mti_put_elements(c, s->whole ? c->whole : c->spare, part->dtype, s->rows * s->cols);
+    return MT_SUCCESS;
+}
+
+/* Gathers every tensor of a part and writes it when `writes` is 1. Collective: after an error with the file, *io, a
+   rank still gathers. */
+static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_part *part, int writes, mt_status *io) {
+    int what, t;
+    for (what = part->first; what <= part->last; what++) {
+        c->held = -1;
+        for (t = 0; t < part->map->tensor_count; t++)
+            if (mti_param_is_ours(c->params, mti_stored_param(c, part->map, t)))
+                MT_TRY(mti_stored_write(ctx, c, part, t, what, writes && *io == MT_SUCCESS));
+    }
     return MT_SUCCESS;
 }
 
@@ -8727,18 +9065,32 @@ static mt_status mti_save_check(mt_context *ctx, mt_checkpoint *c, const char *d
     return status;
 }
 
-#define MTI_CONFIG_MAX 4096
+#define MTI_GIVEN_MAX (1 << 20) /* bytes */
+#define MTI_CONFIG_MAX 4096     /* bytes of a config.json, in addition to those of the one that was loaded */
 
-static mt_status mti_config_write(mt_context *ctx, mt_checkpoint *c, const char *directory) {
-    char text[MTI_CONFIG_MAX];
-    int length = c->format.config ? (c->format.config)(c->model, text, sizeof text) : 0;
-    if (length <= 0) return MT_SUCCESS;
-    if (length >= MTI_CONFIG_MAX)
-        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: a config.json of %d bytes, at most %d are written", directory,
-                       length, MTI_CONFIG_MAX - 1);
-    MT_TRY(mti_file_begin(ctx, &c->writer.file, directory, "config.json"));
+static const char *const mti_given_names[] = {"config.json", "generation_config.json"};
+
+static mt_status mti_given_write(mt_context *ctx, mt_checkpoint *c, const char *directory, int which,
+                                 const char *text) {
+    MT_TRY(mti_file_begin(ctx, &c->writer.file, directory, mti_given_names[which]));
     mti_file_text(&c->writer.file, text);
     return mti_file_end(ctx, &c->writer.file, 0);
+}
+
+static mt_status mti_config_write(mt_context *ctx, mt_checkpoint *c, const char *directory) {
+    int bytes = MTI_CONFIG_MAX + (c->given[0] ? (int)strlen(c->given[0]) : 0), length;
+    void *text;
+    mt_status status = MT_SUCCESS;
+    if (!c->format.config) return MT_SUCCESS;
+    MT_TRY(mti_host_new(ctx, (size_t)bytes, &text));
+    length = (c->format.config)(c->model, c->given[0], (char *)text, (size_t)bytes);
+    if (length >= bytes)
+        status = mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: a config.json of %d bytes, at most %d are written", directory,
+                         length, bytes - 1);
+    else if (length > 0) status = mti_given_write(ctx, c, directory, 0, (const char *)text);
+    if (status == MT_SUCCESS && length > 0 && c->given[1]) status = mti_given_write(ctx, c, directory, 1, c->given[1]);
+    mt_host_free(text);
+    return status;
 }
 
 /* Checks the files, writes the indexes and config.json, and renames the directory. Called on the first rank when all
@@ -8802,11 +9154,13 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
 /* The files that are loaded. */
 typedef struct mti_source {
     mt_safetensors_set model, optimizer;
-    int dialect; /* of the model's files */
+    const mti_table_map *map; /* of the names in the model's files */
+    int bare;                 /* see mti_part */
     int has_masters;
+    char *given[2]; /* on the first rank: texts of the files mti_given_names, NULL: no such file */
 } mti_source;
 
-static int mti_shape_fits(const mt_tensor_layout *l, const mt_safetensors_tensor *t) {
+static int mti_shape_fits(const mti_layout *l, const mt_safetensors_tensor *t) {
     int dims = l->dims;
     if (t->dims == 2 && dims == 1 && t->shape[0] == 1) return t->shape[1] == l->shape[0]; /* a vector as one row */
     return t->dims == dims && t->shape[0] == l->shape[0] && (dims == 1 || t->shape[1] == l->shape[1]);
@@ -8821,7 +9175,7 @@ static void mti_shape_text(const int64_t *shape, int dims, char *text, size_t by
 }
 
 /* Checks that the files have a tensor with this name and shape, of type F32, F64, BF16 or F16. */
-static mt_status mti_source_check_tensor(mt_context *ctx, const mt_safetensors_set *b, const mt_tensor_layout *l) {
+static mt_status mti_source_check_tensor(mt_context *ctx, const mt_safetensors_set *b, const mti_layout *l) {
     const mt_safetensors_tensor *t = mt_safetensors_set_find(b, l->name);
     char theirs[192], ours[64];
     int type;
@@ -8838,22 +9192,76 @@ static mt_status mti_source_check_tensor(mt_context *ctx, const mt_safetensors_s
 /* Checks that every tensor of a part is in the files and has the right shape and type. */
 static mt_status mti_source_check_part(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
                                        const mti_part *part) {
-    mt_tensor_layout l;
-    int what, i;
+    mti_layout l;
+    int what, t;
     for (what = part->first; what <= part->last; what++)
-        for (i = 0; i < c->params->count; i++) {
-            MT_TRY(mti_part_layout(ctx, c, part, c->params->list[i], what, &l));
+        for (t = 0; t < part->map->tensor_count; t++) {
+            l = mti_part_layout(c, part, t, what);
             MT_TRY(mti_source_check_tensor(ctx, b, &l));
         }
     return MT_SUCCESS;
 }
 
-static mt_status mti_source_open_model(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s) {
+/* Returns 1 when the files have a tensor of a part. With a prefix, names that do not begin with it do not count. */
+static int mti_source_has(const mt_checkpoint *c, const mt_safetensors_set *b, const mti_part *part) {
+    const char *prefix = part->map->table ? part->map->table->prefix : NULL;
+    int t;
+    for (t = 0; t < part->map->tensor_count; t++) {
+        mti_layout l = mti_part_layout(c, part, t, MTI_VALUE);
+        int row = part->map->tensors[t].row;
+        if (part->map->table && row < 0) continue;
+        if (prefix && strncmp(part->map->table->names[row].file, prefix, strlen(prefix)) != 0) continue;
+        if (mt_safetensors_set_find(b, l.name)) return 1;
+    }
+    return 0;
+}
+
+/* Finds out which names the files have: those of the table, those without its prefix, or those of the registry. */
+static void mti_source_names(const mt_checkpoint *c, mti_source *s) {
+    mti_part full = mti_model_part(c), bare = full, own = full;
+    bare.bare = 1;
+    own.map = &c->own;
+    s->map = full.map;
+    s->bare = 0;
+    if (full.map == own.map || mti_source_has(c, &s->model, &full)) return;
+    s->bare = full.map->table->prefix && mti_source_has(c, &s->model, &bare);
+    if (!s->bare && mti_source_has(c, &s->model, &own)) s->map = own.map;
+}
+
+static mti_part mti_source_part(const mt_checkpoint *c, const mti_source *s) {
     mti_part part = mti_model_part(c);
-    MT_TRY(mti_set_open(ctx, directory, part.stem, &s->model));
-    if (c->format.check) MT_TRY((c->format.check)(ctx, c->model, directory, &s->model, &s->dialect));
-    part.dialect = s->dialect;
-    return mti_source_check_part(ctx, c, &s->model, &part);
+    part.map = s->map;
+    part.bare = s->bare;
+    return part;
+}
+
+/* Reads the texts that save keeps, on the first rank. */
+static mt_status mti_source_given(mt_context *ctx, const mt_checkpoint *c, const char *directory, mti_source *s) {
+    char path[MT_PATH_MAX];
+    int i;
+    for (i = 0; c->format.config && mt_comm_rank(c->params->grid->world) == 0 && i < 2; i++) {
+        void *text = NULL;
+        size_t bytes = 0;
+        MT_TRY(mti_path(ctx, directory, mti_given_names[i], path, sizeof path));
+        if (mti_exists(path)) {
+            mt_status status = mti_text_read(ctx, path, &text, &bytes);
+            s->given[i] = (char *)text;
+            MT_TRY(status);
+        }
+        if (bytes > MTI_GIVEN_MAX)
+            return mt_fail(ctx, MT_ERR_DATA, "%s: has %zu bytes, must be at most %d", path, bytes, MTI_GIVEN_MAX);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_source_open_model(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s) {
+    mti_part part;
+    MT_TRY(mti_set_open(ctx, directory, "model", &s->model));
+    if (c->format.check) MT_TRY((c->format.check)(ctx, c->model, directory, &s->model));
+    mti_source_names(c, s);
+    part = mti_source_part(c, s);
+    MT_TRY(mti_source_check_part(ctx, c, &s->model, &part));
+    return mti_source_given(ctx, c, directory, s);
 }
 
 /* Verifies the checksums; each file is read by one rank. needed = 1: a file without a checksum is an error. */
@@ -8868,22 +9276,28 @@ static mt_status mti_source_verify(mt_context *ctx, const mt_checkpoint *c, cons
     return MT_SUCCESS;
 }
 
-static int mti_source_ignores(const mt_checkpoint *c, const mti_part *part, const char *name) {
-    return part->dialect >= 0 && c->format.ignores && (c->format.ignores)(c->model, name, part->dialect);
+/* Returns 1 for a tensor that the table has without a parameter. */
+static int mti_source_ignores(const mti_part *part, const char *name) {
+    const mt_tensor_table *table = part->map->table;
+    int64_t number;
+    int i;
+    for (i = 0; table && i < table->count; i++)
+        if (!table->names[i].param && mti_pattern_fits(mti_row_file(table, i, part->bare), name, &number)) return 1;
+    return 0;
 }
 
 /* Returns an error that names a tensor that belongs to no parameter of this rank. */
 static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
                                        const mti_part *part) {
-    mt_tensor_layout l;
-    int f, k, i, what;
+    mti_layout l;
+    int f, k, t, what;
     for (f = 0; f < b->count; f++)
         for (k = 0; k < mt_safetensors_count(b->files[f]); k++) {
             const char *name = mt_safetensors_at(b->files[f], k)->name;
-            int ours = mti_source_ignores(c, part, name);
+            int ours = mti_source_ignores(part, name);
             for (what = part->first; what <= part->last && !ours; what++)
-                for (i = 0; i < c->params->count && !ours; i++) {
-                    MT_TRY(mti_part_layout(ctx, c, part, c->params->list[i], what, &l));
+                for (t = 0; t < part->map->tensor_count && !ours; t++) {
+                    l = mti_part_layout(c, part, t, what);
                     ours = strcmp(l.name, name) == 0;
                 }
             if (!ours) return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not a parameter of this model", b->path, name);
@@ -8899,8 +9313,8 @@ static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const
     int32_t wanted = 0;
     int64_t has = b->tensors;
     int i, k;
-    for (i = 0; i < c->params->count; i++)
-        wanted += mti_param_is_ours(c->params, c->params->list[i]) ? part->last - part->first + 1 : 0;
+    for (i = 0; i < part->map->tensor_count; i++)
+        wanted += mti_param_is_ours(c->params, mti_stored_param(c, part->map, i)) ? part->last - part->first + 1 : 0;
     if (mt_comm_size(pipeline) > 1) {
         mt_tensor one = mt_tensor_make(c->exchange, MT_I32, 1, 1);
         MT_TRY(mt_upload(ctx, &wanted, one));
@@ -8909,10 +9323,27 @@ static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const
     }
     for (i = 0; i < b->count; i++)
         for (k = 0; k < mt_safetensors_count(b->files[i]); k++)
-            has -= mti_source_ignores(c, part, mt_safetensors_at(b->files[i], k)->name);
+            has -= mti_source_ignores(part, mt_safetensors_at(b->files[i], k)->name);
     if (has == wanted) return MT_SUCCESS;
     if (mt_comm_size(pipeline) == 1) MT_TRY(mti_source_name_extra(ctx, c, b, part));
     return mt_fail(ctx, MT_ERR_DATA, "%s: has %lld tensors, the model %d", b->path, (long long)has, (int)wanted);
+}
+
+/* Reads parameter i into c->whole. */
+static mt_status mti_source_read(mt_context *ctx, mt_checkpoint *c, const mt_safetensors_set *b, const mti_part *part,
+                                 int i, int what) {
+    int k;
+    for (k = part->map->begin[i]; k < part->map->begin[i + 1]; k++) {
+        const mti_slice *piece = &part->map->pieces[k];
+        const mti_stored *s = &part->map->tensors[piece->tensor];
+        mti_layout l = mti_part_layout(c, part, piece->tensor, what);
+        if (s->whole || c->held != piece->tensor)
+            MT_TRY(mt_safetensors_read(ctx, mt_safetensors_set_find(b, l.name), s->whole ? c->whole : c->spare));
+        if (s->whole) continue;
+        c->held = piece->tensor;
+        mti_slice_copy(s, piece, 0, c->whole, c->spare);
+    }
+    return MT_SUCCESS;
 }
 
 /* Loads tensor number `what` of parameter i and writes it to its tensor number `as`. Every rank reads the whole tensor
@@ -8920,10 +9351,7 @@ static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const
 static mt_status mti_source_scatter(mt_context *ctx, mt_checkpoint *c, const mt_safetensors_set *b,
                                     const mti_part *part, int i, int what, int as) {
     const mt_param *p = c->params->list[i];
-    mt_tensor_layout l;
-    MT_TRY(mti_part_layout(ctx, c, part, p, what, &l));
-    MT_TRY(mt_safetensors_read(ctx, mt_safetensors_set_find(b, l.name), c->whole));
-    MT_TRY(mti_layout_convert(c, part, p, &l, 0));
+    MT_TRY(mti_source_read(ctx, c, b, part, i, what));
     if (as == MTI_VALUE) return mt_param_scatter(ctx, p, c->whole, p->value);
     return mt_optimizer_scatter(ctx, c->optimizer, p, (mt_optimizer_state)as, c->whole);
 }
@@ -8931,10 +9359,10 @@ static mt_status mti_source_scatter(mt_context *ctx, mt_checkpoint *c, const mt_
 /* Loads all tensors. Parameters are loaded from the masters when the files have masters. Otherwise masters are loaded
    from the parameters. */
 static mt_status mti_source_apply(mt_context *ctx, mt_checkpoint *c, const mti_source *s) {
-    mti_part model = mti_model_part(c), optimizer = model;
+    mti_part model = mti_source_part(c, s), optimizer = model;
     int masters = c->optimizer && !c->optimizer->desc.stochastic_rounding, i, what;
     int value = masters ? (int)MT_MASTER : (int)MTI_VALUE; /* scattering a master also writes its parameter */
-    model.dialect = s->dialect;
+    c->held = -1;
     if (s->optimizer.count > 0) optimizer = mti_optimizer_part(c);
     for (i = 0; i < c->params->count; i++) {
         if (masters && s->has_masters)
@@ -8946,16 +9374,27 @@ static mt_status mti_source_apply(mt_context *ctx, mt_checkpoint *c, const mti_s
     return MT_SUCCESS;
 }
 
+/* The next save keeps the texts of the files that were loaded. */
+static void mti_source_keep(mt_checkpoint *c, mti_source *s) {
+    int i;
+    for (i = 0; i < 2; i++) {
+        mt_host_free(c->given[i]);
+        c->given[i] = s->given[i];
+        s->given[i] = NULL;
+    }
+}
+
 static void mti_source_close(mti_source *s) {
     mti_set_close(&s->model);
     mti_set_close(&s->optimizer);
+    mt_host_free(s->given[0]);
+    mt_host_free(s->given[1]);
 }
 
 /* Opens and checks the optimizer's files. They have the masters of all parameters or of none. */
 static mt_status mti_source_open_optimizer(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s) {
     mti_part part = mti_optimizer_part(c);
-    mt_tensor_layout l;
-    MT_TRY(mti_part_layout(ctx, c, &part, c->params->list[0], MT_MASTER, &l));
+    mti_layout l = mti_part_layout(c, &part, 0, MT_MASTER);
     MT_TRY(mti_set_open(ctx, directory, part.stem, &s->optimizer));
     s->has_masters = mt_safetensors_set_find(&s->optimizer, l.name) != NULL;
     part.last = s->has_masters ? MT_MASTER : MT_EXP_AVG_SQ;
@@ -9062,8 +9501,7 @@ static mt_status mti_source_open(mt_context *ctx, mt_checkpoint *c, const char *
 
 /* Calls mti_source_count for each part. Collective: called after mti_source_open has succeeded on every rank. */
 static mt_status mti_source_counts(mt_context *ctx, mt_checkpoint *c, const mti_source *s) {
-    mti_part part = mti_model_part(c);
-    part.dialect = s->dialect;
+    mti_part part = mti_source_part(c, s);
     MT_TRY(mti_source_count(ctx, c, &s->model, &part));
     if (s->optimizer.count == 0) return MT_SUCCESS;
     part = mti_optimizer_part(c);
@@ -9088,6 +9526,7 @@ static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const ch
         status = mti_params_begin(ctx, c->params, state ? "mt_checkpoint_load" : "mt_checkpoint_import", NULL);
     if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_apply(ctx, c, &s));
     if (status == MT_SUCCESS && state) status = mti_source_take_fields(ctx, c, &s);
+    if (status == MT_SUCCESS) mti_source_keep(c, &s);
     mti_source_close(&s);
     if (status != MT_SUCCESS || !state) return status;
     *state = theirs;

@@ -5,8 +5,8 @@
    ./gen DIR --prompt "The "
    ./gen DIR --tp 4 --tokens 200
 
-   DIR is a directory that train_gpt --checkpoint wrote, or one of the step-N directories in it, or a GPT-2 of Hugging
-   Face (model.safetensors and config.json).
+   DIR is a directory that train_gpt --checkpoint wrote, or one of the step-N directories in it, or a GPT-2 or Llama of
+   Hugging Face (model.safetensors and config.json).
    With a vocabulary of 256, a token is a byte: --prompt and the output are text. With any other vocabulary, --ids and
    the output are numbers of tokens, because the program has no tokenizer.
    --temperature 0 always takes the most probable token. The same DIR and flags give the same tokens with every --tp,

@@ -75,7 +75,8 @@ typedef struct flag {
 
 #define AT(field) offsetof(options, field)
 static const flag flags[] = {
-    {"init-from", TEXT, AT(init_from), 0, 0, "DIR of checkpoints, of one checkpoint, or of a GPT-2 of Hugging Face"},
+    {"init-from", TEXT, AT(init_from), 0, 0,
+     "DIR of checkpoints, of one checkpoint, or of a GPT-2 or Llama of transformers"},
     {"data", TEXT, AT(data), 0, 0, "FILE to evaluate on; without it, only the model is printed"},
     {"seq", WHOLE, AT(seq), 0, 1 << 20, "tokens of a window (0: the positions of the model)"},
     {"stride", WHOLE, AT(stride), 0, 1 << 20, "tokens between windows of a text (0: 32, or --seq if that is less)"},

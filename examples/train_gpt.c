@@ -10,7 +10,7 @@
    ./train_gpt --tp 2 --pp 2 --micro-batch 2   two pipeline stages, 8 micro-batches; --schedule gpipe instead of 1f1b
    ./train_gpt --device cuda --dtype bf16      on GPUs: rank r is on GPU r; with more ranks than GPUs, ranks share them
    ./train_gpt --checkpoint DIR --save-interval 100 --resume   continues a run that was stopped or killed, on any split
-   ./train_gpt --init-from DIR ...  begins with the model of a checkpoint, or with a GPT-2 of Hugging Face
+   ./train_gpt --init-from DIR ...  begins with the model of a checkpoint, or with a GPT-2 or Llama of Hugging Face
    ./train_gpt --help               all flags
 
    Ranks that are processes, on GPUs over NCCL, or on CPUs over MPI (see mt_world_from_env):
@@ -143,7 +143,7 @@ static const flag flags[] = {
      "continue from the newest checkpoint, if there is one; logs continue after its step.\n"
      "                              Data, --seq, --batch, --seed and --dtype must not change; other flags may"},
     {"init-from", TEXT, AT(init_from), 0, 0,
-     "DIR of a checkpoint, or of a GPT-2 of Hugging Face: the run begins with its model.\n"
+     "DIR of a checkpoint, or of a GPT-2 or Llama of Hugging Face: the run begins with its model.\n"
      "                              Flags of the shape may be left out; they must not contradict the model"},
     {"threads", WHOLE, AT(threads), 1, 1024, "threads of the GEMM library on each rank"},
     {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"},

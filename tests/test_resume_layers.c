@@ -72,6 +72,7 @@ typedef struct job {
     const char *second;        /* name of the second layer; NULL: "second" */
     int one_layer, no_optimizer;
     const mt_checkpoint_format *format;
+    const mt_tensor_table *table;
     notes n;
     /* Results on the first rank. */
     mt_status status; /* of the load */
@@ -89,7 +90,7 @@ typedef struct model {
     mt_optimizer adam;
     mt_checkpoint *checkpoint;
     mt_field fields[FIELDS];
-    int wrong; /* case of wrong_layout */
+    int wrong; /* case of wrong_part */
 } model;
 
 static mt_status model_open(mt_comm *world, const job *j, notes *n, model *m) {
@@ -112,6 +113,7 @@ static mt_status model_open(mt_comm *world, const job *j, notes *n, model *m) {
     if (!j->no_optimizer) MT_TRY(mt_optimizer_create(m->r.ctx, m->r.params, NULL, &m->adam));
     notes_fields(n, m->fields);
     c.optimizer = j->no_optimizer ? NULL : &m->adam;
+    c.table = j->table;
     c.format = j->format;
     c.model = j->format ? m : NULL;
     return mt_checkpoint_create(m->r.ctx, m->r.params, &c, &m->checkpoint);
@@ -666,7 +668,7 @@ static void killed(void **state) {
 
 /* ---- a format of the program's own ------------------------------------------------------------------------------- */
 
-/* In the file, weights are [in, out] and names begin with "net.". Dialect 1: names without this prefix. */
+/* In the file, weights are [in, out] and names begin with "net.". */
 static const char *my_metadata(const void *model, int index, char value[MT_FIELD_TEXT_MAX]) {
     (void)model;
     if (index > 0) return NULL;
@@ -674,66 +676,69 @@ static const char *my_metadata(const void *model, int index, char value[MT_FIELD
     return "author";
 }
 
-static int my_config(const void *model, char *text, size_t bytes) {
+static int my_config(const void *model, const char *given, char *text, size_t bytes) {
     (void)model;
+    CHECK(!given || strncmp(given, "{\"layers\": 2, ", 14) == 0);
     return snprintf(text, bytes, "{\"layers\": 2, \"eps\": 1e-5, \"name\": \"net\", \"norm\": true}\n");
 }
 
-static mt_status my_check(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files,
-                          int *dialect) {
+static mt_status my_check(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files) {
     const mt_safetensors *first = mt_safetensors_set_file(files, 0);
     (void)model;
     CHECK(directory && !mt_safetensors_set_file(files, 1) && !mt_safetensors_set_file(files, -1));
-    *dialect = mt_safetensors_set_find(files, "net.first.weight") == NULL;
     if (strcmp(mt_safetensors_metadata(first, "author"), "nobody") == 0) return MT_SUCCESS;
     return mt_safetensors_refuse(ctx, first, "author", "nobody");
 }
 
-static void my_layout(const void *model, const mt_param *p, int dialect, mt_tensor_layout *l) {
+/* Part 1 are the even rows and part 2 the odd ones. Part 3 is not used for parameters of one row, and otherwise has all
+   rows, in another order: half of them, zipped with the others. */
+static void my_part(const void *model, const mt_param *p, int part, mt_tensor_part *out) {
+    int64_t rows = p->desc.rows == 1 ? p->desc.cols : p->desc.rows;
     (void)model;
-    snprintf(l->name, sizeof l->name, "%s%s", dialect == 0 ? "net." : "", p->name);
-    l->form = l->dims == 2;
-    if (!l->form) return;
-    l->shape[0] = p->desc.cols;
-    l->shape[1] = p->desc.rows;
-}
-
-static mt_status my_convert(const void *model, const mt_param *p, const mt_tensor_layout *l, int to_file, float **x,
-                            float **spare) {
-    int64_t rows = to_file ? p->desc.rows : p->desc.cols, cols = to_file ? p->desc.cols : p->desc.rows;
-    float *from = *x;
-    (void)model;
-    if (!l->form) return MT_SUCCESS;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < cols; c++) (*spare)[c * rows + r] = from[r * cols + c];
-    *x = *spare;
-    *spare = from;
-    return MT_SUCCESS;
+    out->unit = part == 3 ? rows : 2;
+    out->rows = part == 3 ? (p->desc.rows == 1 ? 0 : rows) : 1;
+    out->first = part == 2;
+    out->zip_unit = out->zip = part == 3 ? rows : 0;
 }
 
 static const mt_checkpoint_format mine = {
-    .metadata = my_metadata, .config = my_config, .check = my_check, .layout = my_layout, .convert = my_convert};
+    .metadata = my_metadata, .config = my_config, .check = my_check, .part = my_part};
+static const mt_tensor_name my_names[] = {{"net.first.weight", "first.weight", 0, 1},
+                                          {"net.first.even", "first.bias", 1, 0},
+                                          {"net.first.odd", "first.bias", 2, 0},
+                                          {"net.second.weight", "second.weight", 3, 1},
+                                          {"net.mask.#", NULL, 0, 0},
+                                          {"net.never", "second.bias", 3, 0}};
+static const mt_tensor_table my_table = {my_names, 6, "net."};
 
 static void own_format(void **state) {
-    job j = {.tp = 2, .format = &mine}, save = j, strange = j;
+    job j = {.tp = 2, .format = &mine, .table = &my_table}, save = j, strange = j;
     mt_context *ctx;
     mt_safetensors *s;
-    float transposed[IN * MIDDLE];
+    float transposed[IN * MIDDLE], zipped[MIDDLE * OUT], even[MIDDLE / 2];
+    const float *bias = save.values + 4 * IN * MIDDLE, *second = bias + 4 * MIDDLE; /* value, two moments, master */
     (void)state;
     goes_on(j, j);
     save.directory = "r", save.to = save.save_at = HALF, save.n = written;
     run(&save);
     for (int r = 0; r < MIDDLE; r++)
         for (int c = 0; c < IN; c++) transposed[c * MIDDLE + r] = save.values[r * IN + c];
+    for (int r = 0; r < MIDDLE / 2; r++) even[r] = bias[2 * r];
+    for (int r = 0; r < OUT; r++)
+        for (int c = 0; c < MIDDLE; c++) zipped[c * OUT + r] = second[(r / 2 + r % 2 * (OUT / 2)) * MIDDLE + c];
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, in_scratch("r/step-00000003/model.safetensors"), &s));
     expect_tensor(ctx, s, "net.first.weight", IN, MIDDLE, transposed);
+    expect_tensor(ctx, s, "net.second.weight", MIDDLE, OUT, zipped);
+    expect_tensor(ctx, s, "net.first.even", 0, MIDDLE / 2, even);
+    assert_non_null(mt_safetensors_find(s, "second.bias"));
+    assert_int_equal(mt_safetensors_count(s), 5);
     assert_string_equal(mt_safetensors_metadata(s, "author"), "nobody");
     mt_safetensors_close(s);
     shell("grep -q '^{\"layers\": 2, ' '%s'", in_scratch("r/step-00000003/config.json"));
-    /* Without the format, the names in the file are those of another model. With it, a field that must match is
+    /* Without the table, the names in the file are those of another model. With it, a field that must match is
        refused. */
-    strange.format = NULL;
+    strange.table = NULL;
     refused(strange, MT_ERR_DATA, "has no tensor 'first.weight'");
     strange = j;
     strange.n = fresh, strange.n.width = 5;
@@ -742,69 +747,66 @@ static void own_format(void **state) {
     forget("r");
 }
 
-enum { WIDER = 64 };
-
-/* Layouts that no two-dimensional parameter can have. */
-static void wrong_layout(const void *user, const mt_param *p, int dialect, mt_tensor_layout *l) {
-    (void)dialect;
-    if (p->desc.rows == 1) return;
-    switch (((const model *)user)->wrong) {
-    case 1: l->shape[0] = WIDER; break;
-    case 2: l->dims = 1; break;
-    case 3: l->dims = 3; break;
-    case 4: l->dims = 0; break;
-    case 5: l->shape[0] *= -1, l->shape[1] *= -1; break;
-    case 6: l->shape[0] = l->shape[1] = INT64_MAX; break;
-    case 7: l->dims = 1, l->shape[0] *= l->shape[1]; break; /* this one is valid */
-    default: break;
-    }
+/* Parts that first.weight, [20, 12] or so, cannot have. */
+static void wrong_part(const void *user, const mt_param *p, int part, mt_tensor_part *out) {
+    static const mt_tensor_part parts[] = {{MIDDLE, 0, MIDDLE, 0, 0},
+                                           {0, 0, 1, 0, 0},
+                                           {7, 0, 7, 0, 0},
+                                           {MIDDLE, -1, MIDDLE, 0, 0},
+                                           {MIDDLE, 1, MIDDLE, 0, 0},
+                                           {MIDDLE, INT64_MAX, MIDDLE, 0, 0},
+                                           {MIDDLE, 0, -1, 0, 0},
+                                           {MIDDLE, 0, MIDDLE, MIDDLE, 3},
+                                           {MIDDLE, 0, MIDDLE, 2, 4},
+                                           {MIDDLE, 0, MIDDLE, 7, 2},
+                                           {MIDDLE, 0, MIDDLE - 1, 0, 0}};
+    (void)p;
+    (void)part;
+    *out = parts[((const model *)user)->wrong];
 }
 
-/* user: the checkpoint to import. Its layers are wider, as the first layout says. */
-static mt_status wrong_layouts_rank(mt_comm *world, void *user) {
-    static const mt_checkpoint_format format = {.layout = wrong_layout};
-    job j = {.tp = 2, .directory = "w", .format = &format};
+static void wrong_tables(void **state) {
+    static const struct {
+        mt_tensor_name names[3];
+        const char *words;
+    } wrong[] = {{{{NULL, "first.weight", 0, 0}}, "row 0 of the table has no file"},
+                 {{{"", "first.weight", 0, 0}}, "row 0 of the table has no file"},
+                 {{{"a", "b", 0, 0}, {"h.#", "first", 0, 0}}, "only one of 'h.#' and 'first' has a number '#'"},
+                 {{{"a", "first.weight", 0, 0}, {"b", "first.weight", 0, 0}}, "'first.weight'|not each row once"},
+                 {{{"a", "first.weight", 0, 0}, {"a", "second.weight", 0, 0}}, "'a'|parts of different widths"},
+                 {{{"a", "first.bias", 0, 0}, {"a", "second.weight", 0, 0}}, "'a'|parts of different widths"}};
+    static const mt_tensor_name all = {"a", "first.weight", 1, 0};
+    job j = {.tp = 1, .directory = "w"};
+    mt_checkpoint_format format = {.part = wrong_part};
+    mt_checkpoint_desc c = {.directory = in_scratch("w")};
+    mt_tensor_table table = {&all, 1, NULL};
     notes n = fresh;
-    mt_training_state s = {.step = 1};
+    mt_checkpoint *out;
+    mt_comm *world;
     model m;
-    MT_TRY(model_open(world, &j, &n, &m));
-    for (m.wrong = 1; m.wrong < 7; m.wrong++) {
-        CHECK(mt_checkpoint_import(m.r.ctx, m.checkpoint, (const char *)user) == MT_ERR_SHAPE);
-        CHECK(strstr(mt_last_error(m.r.ctx), "layout: 'first.weight' has dims"));
-        m.r.ctx->error[0] = 0;
-        CHECK(mt_checkpoint_save(m.r.ctx, m.checkpoint, &s) == MT_ERR_SHAPE);
-        CHECK(strstr(mt_last_error(m.r.ctx), "the 240 elements of first.weight"));
-        m.r.ctx->error[0] = 0;
-    }
-    MT_TRY(mt_checkpoint_save(m.r.ctx, m.checkpoint, &s));
-    MT_TRY(mt_checkpoint_load(m.r.ctx, m.checkpoint, 1, &s));
-    model_close(&m);
-    return MT_SUCCESS;
-}
-
-static void wrong_layouts(void **state) {
-    mt_param_desc list[] = {{.name = "first.weight", .rows = WIDER, .cols = IN},
-                            {.name = "first.bias", .rows = 1, .cols = MIDDLE},
-                            {.name = "second.weight", .rows = WIDER, .cols = MIDDLE},
-                            {.name = "second.bias", .rows = 1, .cols = OUT}};
-    mt_param *param;
-    mt_checkpoint_desc c = {.directory = in_scratch("wide")};
-    mt_training_state s = {.step = 1};
-    mt_checkpoint *wide;
-    char path[SCRATCH_PATH];
-    test_rank r;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
-    for (int i = 0; i < 4; i++) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &list[i], &param));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_create(r.ctx, r.params, &c, &wide));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_save(r.ctx, wide, &s));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_checkpoint_path(r.ctx, in_scratch("wide"), 1, path, sizeof path));
-    mt_checkpoint_destroy(r.ctx, wide);
-    test_paper_rank_close(&r);
-    test_launch(2, wrong_layouts_rank, path);
-    forget("w");
-    forget("wide");
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &world));
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, model_open(world, &j, &n, &m));
+    c.table = &table;
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "part 1 of 'first.weight'", mt_checkpoint_create(m.r.ctx, m.r.params, &c, &out));
+    c.format = &format, c.model = &m;
+    for (m.wrong = 1; m.wrong < 10; m.wrong++)
+        REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "part 1 of 'first.weight' is rows",
+                mt_checkpoint_create(m.r.ctx, m.r.params, &c, &out));
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "'first.weight'|not each row once",
+            mt_checkpoint_create(m.r.ctx, m.r.params, &c, &out));
+    m.wrong = 0;
+    ASSERT_STATUS(m.r.ctx, MT_SUCCESS, mt_checkpoint_create(m.r.ctx, m.r.params, &c, &out));
+    mt_checkpoint_destroy(m.r.ctx, out);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        table.names = wrong[i].names;
+        for (table.count = 1; table.count < 3 && wrong[i].names[table.count].file; table.count++) continue;
+        REFUSED(m.r.ctx, MT_ERR_ARGUMENT, wrong[i].words, mt_checkpoint_create(m.r.ctx, m.r.params, &c, &out));
+    }
+    table.count = 0;
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "the table has 0 names", mt_checkpoint_create(m.r.ctx, m.r.params, &c, &out));
+    model_close(&m);
+    mt_comm_destroy(world);
 }
 
 /* ---- JSON -------------------------------------------------------------------------------------------------------- */
@@ -874,7 +876,7 @@ int main(void) {
         cmocka_unit_test(files),     cmocka_unit_test(other_models),      cmocka_unit_test(other_fields),
         cmocka_unit_test(arguments), cmocka_unit_test(reading_arguments), cmocka_unit_test(field_arguments),
         cmocka_unit_test(killed),    cmocka_unit_test(own_format),        cmocka_unit_test(json),
-        cmocka_unit_test(not_saved), cmocka_unit_test(wrong_layouts),     cmocka_unit_test(without_data),
+        cmocka_unit_test(not_saved), cmocka_unit_test(wrong_tables),      cmocka_unit_test(without_data),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }

@@ -88,15 +88,28 @@ static inline int readers_safetensors(mt_context *ctx, const unsigned char *byte
     return took;
 }
 
+/* Reads the bytes as a config.json of a GPT and, if they describe one, writes it again as a save does. */
 static inline int readers_config(mt_context *ctx, const unsigned char *bytes, size_t size) {
-    mti_gpt2_config config;
-    mt_field fields[MTI_CONFIG_FIELDS];
+    mti_config config;
     mt_gpt_desc d;
-    mti_config_defaults(&config);
-    mti_config_fields(&config, fields);
-    mt_status status = mti_json_object(ctx, "fuzz", bytes, size, fields, MTI_CONFIG_FIELDS);
-    if (status == MT_SUCCESS) status = mti_config_to_desc(ctx, "fuzz", &config, &d);
+    char *text = (char *)malloc(size + 1), *again = (char *)malloc(size + 4096);
+    READERS_HOLD(text && again);
+    memset(&config, 0, sizeof config);
+    memcpy(text, bytes, size);
+    text[size] = 0;
+    config.ctx = ctx;
+    config.text = text;
+    snprintf(config.path, sizeof config.path, "fuzz");
+    mt_status status = mti_json_object(ctx, "fuzz", bytes, size, NULL, 0); /* ends where the memory ends */
+    if (status == MT_SUCCESS) status = mti_config_read(&config, &d);
     readers_status(ctx, status);
+    if (status == MT_SUCCESS) {
+        int length = mti_config_keep(&d, text, d.max_seq + 1, MT_BF16, "LlamaForCausalLM", again, size + 4096);
+        READERS_HOLD(length < (int)size + 4096 && length == (int)strlen(again));
+        READERS_HOLD(mt_json_parse(ctx, "again", again, NULL, 0) == MT_SUCCESS);
+    }
+    free(text);
+    free(again);
     return status == MT_SUCCESS;
 }
 

@@ -1,0 +1,67 @@
+"""Writes small models with Hugging Face's transformers, and the logits that PyTorch computes with them.
+
+    python tests/golden/make_hf.py
+
+gpt2_hf_untied/   a GPT2LMHeadModel whose head is not its embedding, with gelu_fast
+llama_hf/         a LlamaForCausalLM with two key/value heads, in several files with an index
+llama_hf_tied/    a LlamaForCausalLM in bf16, with a tied head and biases
+
+Each directory has what save_pretrained writes: config.json, with token ids and a member that the library does not know,
+generation_config.json, the model, and expected.safetensors: ids [tokens] (as floats) and logits [tokens, vocab],
+computed in float64 from the stored weights. tests/test_names.c loads the models and compares, and compares what it
+saves with these files. Every weight and bias is random. A Llama's heads have 6 features, because with 4 the two
+forms of rotary positions turn into each other in the same way. Created with PyTorch 2.15.0, transformers 5.24.0.
+"""
+
+import json
+import os
+import shutil
+
+import torch
+from safetensors.torch import save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SEQUENCES, SEQ, VOCAB = 2, 12, 61
+
+
+def write(name, model, seed, dtype=torch.float32, **how):
+    folder = os.path.join(HERE, name)
+    shutil.rmtree(folder, ignore_errors=True)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            mean = 1.0 if ("norm" in key or ".ln_" in key) and key.endswith("weight") else 0.0
+            p.copy_(mean + 0.3 * torch.randn(p.shape, generator=generator))
+    model = model.eval().to(dtype)
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(folder, **how)
+    config = os.path.join(folder, "config.json")
+    with open(config) as f:
+        members = json.load(f)
+    members["a_member_of_another_program"] = {"bits": [8, 4], "note": "kept"}
+    with open(config, "w") as f:
+        json.dump(members, f, indent=2)
+        f.write("\n")
+    ids = torch.randint(0, VOCAB, (SEQUENCES, SEQ), generator=generator)
+    stored = type(model).from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = stored(ids).logits.view(-1, VOCAB)
+    expected = {"ids": ids.flatten(), "logits": logits}
+    save_file({k: v.to(torch.float32).contiguous() for k, v in expected.items()},
+              os.path.join(folder, "expected.safetensors"))
+
+
+tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+write("gpt2_hf_untied",
+      GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=SEQ, n_embd=32, n_layer=2, n_head=8, n_inner=40,
+                                 layer_norm_epsilon=1e-4, activation_function="gelu_fast", tie_word_embeddings=False,
+                                 attn_implementation="eager", **tokens)), 11)
+llama = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 24, "num_hidden_layers": 2,
+         "num_attention_heads": 8, "max_position_embeddings": SEQ, "rms_norm_eps": 1e-4, "attn_implementation": "eager",
+         **tokens}
+write("llama_hf", LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, rope_theta=500.0, **llama)), 12,
+      max_shard_size="30KB")
+write("llama_hf_tied",
+      LlamaForCausalLM(LlamaConfig(num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
+                                   **llama)), 13, torch.bfloat16)

@@ -1,0 +1,500 @@
+/* test_names.c - tests the tables of names: models of Hugging Face on every split against the logits of PyTorch, what
+   is saved against the files of transformers, tables of a program's own, and what a config.json may not say. Run it
+   from the root of the checkout. */
+
+#define MEGATRON_IMPLEMENTATION
+#include "megatron.h"
+
+#include "mt_test_ranks.h"
+#include "mt_test_scratch.h"
+
+enum { SEQUENCES = 2, SEQ = 12, TOKENS = SEQUENCES * SEQ, VOCAB = 61 };
+
+/* A model of transformers, and how this library makes it. */
+typedef struct source {
+    const char *directory;
+    int tp, pp;
+    mt_qkv_layout qkv_layout;
+    mt_rotary_form rotary_form;
+    mt_dtype dtype;
+    const char *to; /* the checkpoint is saved to this directory; NULL: it is not saved */
+    const mt_tensor_table *table;
+    int no_logits; /* 1: the logits are not compared */
+} source;
+
+typedef struct replica {
+    test_rank r;
+    mt_gpt gpt;
+    mt_checkpoint *checkpoint;
+} replica;
+
+static mt_status read_expected(mt_context *ctx, const char *model, const char *name, float *out) {
+    char path[MT_PATH_MAX];
+    mt_safetensors *s;
+    print_to(path, sizeof path, "%s/expected.safetensors", model);
+    MT_TRY(mt_safetensors_open(ctx, path, &s));
+    mt_status status = mt_safetensors_read(ctx, mt_safetensors_find(s, name), out);
+    mt_safetensors_close(s);
+    return status;
+}
+
+/* Compares the logits with those in the directory `golden`, to 1e-5 of the largest. */
+static mt_status same_logits(replica *m, const char *golden) {
+    mt_batch batch = {.sequences = SEQUENCES, .seq = SEQ};
+    float *logits = test_floats(&m->r, TOKENS * VOCAB, 0), *want = test_floats(&m->r, TOKENS * VOCAB, 0), x[TOKENS];
+    int32_t ids[TOKENS];
+    double most = 0;
+    MT_TRY(read_expected(m->r.ctx, golden, "ids", x));
+    MT_TRY(read_expected(m->r.ctx, golden, "logits", want));
+    for (int i = 0; i < TOKENS; i++) ids[i] = (int32_t)x[i];
+    for (int i = 0; i < TOKENS * VOCAB; i++) most = fmax(most, fabs((double)want[i]));
+    MT_TRY(mt_gpt_logits(m->r.ctx, &m->gpt, &batch, ids, mt_tensor_f32(logits, TOKENS, VOCAB)));
+    return test_near_f32("logits", logits, want, TOKENS * VOCAB, 1e-5 * most);
+}
+
+static mt_status replica_open(mt_comm *world, const source *s, replica *m) {
+    mt_grid_desc shape = {.tp = s->tp, .pp = s->pp ? s->pp : 1};
+    mt_checkpoint_desc c = {.directory = s->to ? in_scratch(s->to) : NULL, .table = s->table};
+    mt_gpt_desc d;
+    memset(m, 0, sizeof *m);
+    MT_TRY(test_rank_open(world, shape, NULL, &m->r));
+    MT_TRY(mt_params_set_dtype(m->r.ctx, m->r.params, s->dtype));
+    MT_TRY(mt_gpt_desc_read(m->r.ctx, s->directory, &d));
+    d.layer.qkv_layout = s->qkv_layout;
+    if (d.layer.kv_heads < d.layer.heads && s->qkv_layout == MT_QKV_CONCATENATED) d.layer.qkv_layout = MT_QKV_SEPARATE;
+    if (d.layer.rotary_base > 0) d.layer.rotary_form = s->rotary_form;
+    MT_TRY(mt_gpt_create(m->r.ctx, m->r.params, &d, &m->gpt));
+    return mt_gpt_checkpoint_create(m->r.ctx, m->r.params, &m->gpt, &c, &m->checkpoint);
+}
+
+static void replica_close(replica *m) {
+    mt_checkpoint_destroy(m->r.ctx, m->checkpoint);
+    test_rank_close(&m->r);
+}
+
+/* Saves what is loaded. The values stay: a load of what was saved gives the same logits. */
+static mt_status save(replica *m, const source *s) {
+    mt_training_state state = {.step = 5};
+    if (!s->to) return MT_SUCCESS;
+    MT_TRY(mt_checkpoint_save(m->r.ctx, m->checkpoint, &state));
+    for (int i = 0; i < mt_params_count(m->r.params); i++) {
+        mt_tensor value = mt_params_at(m->r.params, i)->value;
+        memset(value.data, 0, (size_t)(value.rows * value.cols) * mt_dtype_size(value.dtype));
+    }
+    return mt_checkpoint_load(m->r.ctx, m->checkpoint, 5, &state);
+}
+
+/* The directory of the golden logits: that of the model, or the one that is left of it. */
+static const char *golden_of(const source *s) { return strncmp(s->directory, "tests/", 6) == 0 ? s->directory : NULL; }
+
+static mt_status import_rank(mt_comm *world, void *user) {
+    const source *s = (const source *)user;
+    replica m;
+    MT_TRY(replica_open(world, s, &m));
+    MT_TRY(mt_checkpoint_import(m.r.ctx, m.checkpoint, s->directory));
+    MT_TRY(save(&m, s));
+    if (!s->no_logits && golden_of(s)) MT_TRY(same_logits(&m, golden_of(s)));
+    replica_close(&m);
+    return MT_SUCCESS;
+}
+
+static void import(source s) { test_launch(s.tp * (s.pp ? s.pp : 1), import_rank, &s); }
+
+static const char *const models[] = {"tests/golden/gpt2_hf_untied", "tests/golden/llama_hf",
+                                     "tests/golden/llama_hf_tied"};
+enum { MODELS = 3 };
+
+static void logits(void **state) {
+    (void)state;
+    for (int i = 0; i < MODELS; i++)
+        for (int tp = 1; tp <= 8; tp *= 2)
+            for (int layout = 0; layout < 3; layout++)
+                import((source){.directory = models[i],
+                                .tp = tp,
+                                .qkv_layout = (mt_qkv_layout)layout,
+                                .rotary_form = tp == 2 ? MT_ROTARY_PAIRS : MT_ROTARY_HALVES});
+}
+
+/* ---- what is saved ----------------------------------------------------------------------------------------------- */
+
+/* All tensors of `ours` are in `theirs`, with the same shape, type and bits, and there are as many. */
+static void same_tensors(const char *ours, const char *theirs) {
+    mt_context *ctx;
+    mt_safetensors_set *a, *b;
+    int tensors[2] = {0, 0};
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, ours, "model", &a));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, theirs, "model", &b));
+    for (int f = 0; mt_safetensors_set_file(b, f); f++)
+        tensors[1] += mt_safetensors_count(mt_safetensors_set_file(b, f));
+    for (int f = 0; mt_safetensors_set_file(a, f); f++)
+        for (int i = 0; i < mt_safetensors_count(mt_safetensors_set_file(a, f)); i++, tensors[0]++) {
+            const mt_safetensors_tensor *x = mt_safetensors_at(mt_safetensors_set_file(a, f), i);
+            const mt_safetensors_tensor *y = mt_safetensors_set_find(b, x->name);
+            if (!y) fail_msg("%s has no '%s'", theirs, x->name);
+            assert_string_equal(x->dtype, y->dtype);
+            assert_int_equal(x->dims, y->dims);
+            assert_memory_equal(x->shape, y->shape, sizeof x->shape);
+            assert_memory_equal(x->data, y->data, (size_t)x->bytes);
+        }
+    assert_int_equal(tensors[0], tensors[1]);
+    mt_safetensors_set_close(a);
+    mt_safetensors_set_close(b);
+    mt_context_destroy(ctx);
+}
+
+/* What an import saves has the tensors and the config of transformers, on every split, and is imported again. */
+static void saved_as_transformers_saves(void **state) {
+    static const int splits[][2] = {{1, 1}, {2, 1}, {8, 1}, {1, 2}, {4, 2}};
+    (void)state;
+    for (int i = 0; i < MODELS; i++)
+        for (size_t k = 0; k < sizeof splits / sizeof *splits; k++) {
+            source s = {.directory = models[i], .tp = splits[k][0], .pp = splits[k][1], .to = "a"}, again = s;
+            const char *saved = in_scratch("a/step-00000005");
+            s.qkv_layout = (mt_qkv_layout)(k % 3);
+            s.rotary_form = k == 1 ? MT_ROTARY_PAIRS : MT_ROTARY_HALVES;
+            s.dtype = i == 2 ? MT_BF16 : MT_F32;
+            s.no_logits = s.dtype != MT_F32;
+            import(s);
+            same_tensors(saved, models[i]);
+            shell("cmp '%s/config.json' %s/config.json", saved, models[i]);
+            shell("cmp '%s/generation_config.json' %s/generation_config.json", saved, models[i]);
+            again.directory = saved, again.tp = 2, again.pp = 1, again.to = "b", again.dtype = s.dtype;
+            again.qkv_layout = s.qkv_layout, again.rotary_form = s.rotary_form;
+            import(again);
+            same_tensors(in_scratch("b/step-00000005"), models[i]);
+            shell("cmp '%s/config.json' %s/config.json", in_scratch("b/step-00000005"), models[i]);
+            forget("a");
+            forget("b");
+        }
+}
+
+/* The type in config.json is that of the tensors, and a class without a head becomes one with a head. */
+static void members_that_change(void **state) {
+    source s = {.directory = in_scratch("c"), .tp = 2, .to = "a"};
+    (void)state;
+    shell("cp -r tests/golden/llama_hf_tied '%s'", in_scratch("c"));
+    shell("sed -i 's/LlamaForCausalLM/LlamaModel/' '%s'", in_scratch("c/config.json"));
+    import(s);
+    shell("sed -e 's/LlamaModel/LlamaForCausalLM/' -e 's/bfloat16/float32/' '%s' | tr -d ' \\n' > '%s'",
+          in_scratch("c/config.json"), in_scratch("wanted"));
+    shell("tr -d ' \\n' < '%s' | cmp - '%s'", in_scratch("a/step-00000005/config.json"), in_scratch("wanted"));
+    forget("a");
+    forget("c");
+    forget("wanted");
+}
+
+/* A model that was not imported gets a config.json of its own, which describes it. */
+static mt_status fresh_rank(mt_comm *world, void *user) {
+    const source *s = (const source *)user;
+    mt_training_state state = {.step = 5};
+    replica m;
+    MT_TRY(replica_open(world, s, &m));
+    MT_TRY(mt_params_init(m.r.ctx, m.r.params, 3));
+    MT_TRY(mt_checkpoint_save(m.r.ctx, m.checkpoint, &state));
+    replica_close(&m);
+    return MT_SUCCESS;
+}
+
+static void configs_of_new_models(void **state) {
+    mt_context *ctx;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    for (int i = 0; i < MODELS; i++) {
+        source s = {.directory = models[i], .tp = 1, .to = "a"};
+        mt_gpt_desc a, b;
+        int exists;
+        test_launch(1, fresh_rank, &s);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_open(ctx, models[i], &exists, &a));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_open(ctx, in_scratch("a/step-00000005"), &exists, &b));
+        assert_int_equal(exists, 1);
+        assert_int_equal(mti_gpt_differ(&a, &b), -1);
+        assert_int_equal(a.max_seq, b.max_seq);
+        shell("! test -e '%s'", in_scratch("a/step-00000005/generation_config.json"));
+        forget("a");
+    }
+    mt_context_destroy(ctx);
+}
+
+/* ---- other names ------------------------------------------------------------------------------------------------- */
+
+/* Saves an imported model with the names of the registry, as older versions saved a Llama and an untied GPT-2, and
+   loads it. */
+static mt_status registry_names_rank(mt_comm *world, void *user) {
+    const source *s = (const source *)user;
+    mt_training_state state = {.step = 5};
+    mt_checkpoint_desc c = {.directory = in_scratch("old")};
+    mt_checkpoint *old;
+    replica m;
+    MT_TRY(replica_open(world, s, &m));
+    c.format = &mti_gpt_format;
+    c.model = &m.gpt;
+    MT_TRY(mt_checkpoint_create(m.r.ctx, m.r.params, &c, &old));
+    MT_TRY(mt_checkpoint_import(m.r.ctx, m.checkpoint, s->directory));
+    MT_TRY(mt_checkpoint_save(m.r.ctx, old, &state));
+    MT_TRY(mt_params_init(m.r.ctx, m.r.params, 7));
+    MT_TRY(mt_checkpoint_import(m.r.ctx, m.checkpoint, in_scratch("old/step-00000005")));
+    MT_TRY(same_logits(&m, s->directory));
+    mt_checkpoint_destroy(m.r.ctx, old);
+    replica_close(&m);
+    return MT_SUCCESS;
+}
+
+static void names_of_the_registry(void **state) {
+    (void)state;
+    for (int i = 0; i < MODELS; i++) {
+        source s = {.directory = models[i], .tp = 2};
+        test_launch(2, registry_names_rank, &s);
+        shell("grep -q embedding.word_embeddings.weight '%s'", in_scratch("old/step-00000005/model.safetensors"));
+        forget("old");
+    }
+}
+
+/* Writes the model of a directory again, under other names. */
+static void rename_tensors(const char *directory, const char *prefix, const char *to) {
+    mt_context *ctx;
+    mt_safetensors_set *set;
+    mt_safetensors_writer *w;
+    char path[MT_PATH_MAX];
+    int64_t one = 2;
+    float zeros[2] = {0, 0};
+    size_t n = strlen(prefix);
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, directory, "model", &set));
+    print_to(path, sizeof path, "%s/model.safetensors", to);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_create(ctx, path, NULL, 0, &w));
+    for (int pass = 0; pass < 2; pass++) {
+        for (int f = 0; mt_safetensors_set_file(set, f); f++)
+            for (int i = 0; i < mt_safetensors_count(mt_safetensors_set_file(set, f)); i++) {
+                const mt_safetensors_tensor *t = mt_safetensors_at(mt_safetensors_set_file(set, f), i);
+                const char *name = strncmp(t->name, prefix, n) == 0 ? t->name + n : t->name;
+                if (pass == 0)
+                    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, name, t->dtype, t->dims, t->shape));
+                else ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, t->data, (size_t)t->bytes));
+            }
+        if (pass == 0)
+            ASSERT_STATUS(ctx, MT_SUCCESS,
+                          mt_safetensors_add(ctx, w, "layers.1.self_attn.rotary_emb.inv_freq", "F32", 1, &one));
+        else ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, zeros, sizeof zeros));
+    }
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, w));
+    mt_safetensors_destroy(w);
+    mt_safetensors_set_close(set);
+    mt_context_destroy(ctx);
+}
+
+/* Names without "model.", and a tensor that is no parameter. */
+static void bare_names(void **state) {
+    source s = {.directory = in_scratch("c"), .tp = 2, .to = "a", .dtype = MT_BF16};
+    (void)state;
+    shell("mkdir '%s' && cp tests/golden/llama_hf_tied/config.json '%s'", in_scratch("c"), in_scratch("c"));
+    rename_tensors("tests/golden/llama_hf_tied", "model.", in_scratch("c"));
+    import(s);
+    same_tensors(in_scratch("a/step-00000005"), "tests/golden/llama_hf_tied");
+    forget("a");
+    forget("c");
+}
+
+/* ---- a table of the program's own -------------------------------------------------------------------------------- */
+
+/* The names of Meta's Llama, whose rotary positions are in pairs. One tensor has gate and up, the wrong way round. */
+#define LAYER "decoder.layers.#."
+static const mt_tensor_name meta_names[] = {
+    {"tok_embeddings.weight", "embedding.word_embeddings.weight", 0, 0},
+    {"norm.weight", "decoder.final_layernorm.weight", 0, 0},
+    {"output.weight", "output_layer.weight", 0, 0},
+    {"layers.#.attention_norm.weight", LAYER "input_layernorm.weight", 0, 0},
+    {"layers.#.attention.wq.weight", LAYER "self_attention.linear_qkv.weight", MT_PART_QUERY_PAIRS, 0},
+    {"layers.#.attention.wk.weight", LAYER "self_attention.linear_qkv.weight", MT_PART_KEY_PAIRS, 0},
+    {"layers.#.attention.wv.weight", LAYER "self_attention.linear_qkv.weight", MT_PART_VALUE, 1},
+    {"layers.#.attention.wo.weight", LAYER "self_attention.linear_proj.weight", 0, 1},
+    {"layers.#.ffn_norm.weight", LAYER "pre_mlp_layernorm.weight", 0, 0},
+    {"layers.#.feed_forward.w31.weight", LAYER "mlp.linear_fc1.weight", MT_PART_UP, 0},
+    {"layers.#.feed_forward.w31.weight", LAYER "mlp.linear_fc1.weight", MT_PART_GATE, 0},
+    {"layers.#.feed_forward.w2.weight", LAYER "mlp.linear_fc2.weight", 0, 0},
+    {"rope.freqs", NULL, 0, 0}};
+static const mt_tensor_table meta = {meta_names, sizeof meta_names / sizeof *meta_names, NULL};
+
+/* Loads with the table of transformers and saves with that of Meta, then the other way round. */
+static mt_status own_table_rank(mt_comm *world, void *user) {
+    source s = *(const source *)user;
+    mt_training_state state = {.step = 5};
+    mt_checkpoint_desc c = {.directory = in_scratch("meta"), .table = &meta};
+    mt_checkpoint *other;
+    char path[MT_PATH_MAX];
+    replica m;
+    MT_TRY(replica_open(world, &s, &m));
+    MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &other));
+    MT_TRY(mt_checkpoint_import(m.r.ctx, m.checkpoint, s.directory));
+    MT_TRY(mt_checkpoint_save(m.r.ctx, other, &state));
+    MT_TRY(mt_params_init(m.r.ctx, m.r.params, 7));
+    MT_TRY(mt_checkpoint_path(m.r.ctx, c.directory, 5, path, sizeof path));
+    MT_TRY(mt_checkpoint_import(m.r.ctx, other, path));
+    MT_TRY(same_logits(&m, s.directory));
+    MT_TRY(mt_checkpoint_save(m.r.ctx, m.checkpoint, &state));
+    mt_checkpoint_destroy(m.r.ctx, other);
+    replica_close(&m);
+    return MT_SUCCESS;
+}
+
+static void own_table(void **state) {
+    float pairs[48 * 48], halves[48 * 48], back[48 * 48];
+    mt_context *ctx;
+    mt_safetensors_set *theirs;
+    mt_safetensors *ours;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    for (int i = 0; i < 4; i++) {
+        source s = {.directory = models[1], .tp = 1 << i, .to = "a", .rotary_form = (mt_rotary_form)(i / 2)};
+        test_launch(s.tp, own_table_rank, &s);
+        same_tensors(in_scratch("a/step-00000005"), models[1]);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, models[1], "model", &theirs));
+        ASSERT_STATUS(ctx, MT_SUCCESS,
+                      mt_safetensors_open(ctx, in_scratch("meta/step-00000005/model.safetensors"), &ours));
+        assert_int_equal(mt_safetensors_count(ours), 3 + 2 * 8);
+        ASSERT_STATUS(ctx, MT_SUCCESS,
+                      mt_safetensors_read(ctx, mt_safetensors_find(ours, "layers.1.attention.wq.weight"), pairs));
+        ASSERT_STATUS(ctx, MT_SUCCESS,
+                      mt_safetensors_read(
+                          ctx, mt_safetensors_set_find(theirs, "model.layers.1.self_attn.q_proj.weight"), halves));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_rotary_pairs_from_halves(8, 6, 0, 48, halves, back));
+        assert_memory_equal(pairs, back, sizeof pairs);
+        mt_safetensors_close(ours);
+        mt_safetensors_set_close(theirs);
+        forget("a");
+        forget("meta");
+    }
+    mt_context_destroy(ctx);
+}
+
+/* ---- what a config.json may not say ------------------------------------------------------------------------------ */
+
+static void refused_configs(void **state) {
+    static const struct {
+        const char *from, *to, *words;
+    } wrong[] = {
+        {"\"llama\"", "\"mistral\"", "model_type is 'mistral', must be gpt2 or llama"},
+        {"\"silu\"", "\"gelu\"", "hidden_act is 'gelu', must be silu"},
+        {"\"default\"", "\"llama3\"", "rope_parameters.rope_type is 'llama3', must be 'default' or missing"},
+        {"\"pretraining_tp\": 1", "\"rope_scaling\": {\"rope_type\": \"linear\", \"factor\": 2.0}",
+         "rope_scaling.rope_type is 'linear', must be 'default' or missing"},
+        {"\"pretraining_tp\": 1", "\"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2.0}",
+         "rope_scaling.type is 'dynamic', must be 'default' or missing"},
+        {"\"pretraining_tp\": 1", "\"rope_scaling\": {\"factor\": 2.0}", "factor of rope_scaling is 2, must be 1"},
+        {"500.0", "0.0", "rope_theta is 0, must be above 0"},
+        {"\"attention_bias\": false", "\"attention_bias\": true", "mlp_bias is false, must be true, as attention_bias"},
+        {"\"mlp_bias\": false", "\"mlp_bias\": true", "mlp_bias is true, must be false, as attention_bias is"},
+        {"\"head_dim\": 6", "\"head_dim\": 8", "head_dim is 8, must be hidden_size / num_attention_heads, 6"},
+        {"\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3",
+         "num_key_value_heads is 3, must be a divisor of num_attention_heads 8"},
+        {"\"num_attention_heads\": 8", "\"num_attention_heads\": 5",
+         "hidden_size is 48, must be a multiple of num_attention_heads 5"},
+        {"0.0001", "0.0", "rms_norm_eps is 0, must be above 0"},
+        {"\"hidden_size\": 48", "\"hidden_size\": 0", "hidden_size is 0, must be from 1 to 2147483647"},
+        {"\"vocab_size\": 61", "\"vocab_size\": \"many\"", "vocab_size: a whole number is missing"},
+        {"\"tie_word_embeddings\": false", "\"tie_word_embeddings\": 0",
+         "tie_word_embeddings: true or false is missing"}};
+    mt_context *ctx;
+    mt_gpt_desc d;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    shell("cp -r tests/golden/llama_hf '%s'", in_scratch("c"));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, in_scratch("c"), &d));
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        mt_status status;
+        shell("sed 's#%s#%s#' tests/golden/llama_hf/config.json > '%s'", wrong[i].from, wrong[i].to,
+              in_scratch("c/config.json"));
+        status = mt_gpt_desc_read(ctx, in_scratch("c"), &d);
+        REFUSED(ctx, MT_ERR_DATA, wrong[i].words, status);
+    }
+    forget("c");
+    mt_context_destroy(ctx);
+}
+
+/* Forms of a config.json that mean the same: of transformers 4, and with members that are null. */
+static void equal_configs(void **state) {
+    static const char *const edits[] = {
+        "s#\"rope_parameters\": {#\"rope_theta\": 500.0, \"other\": {#;s#\"rope_theta\": 500.0,$#\"x\": 1,#",
+        "s#\"head_dim\": 6#\"head_dim\": null#", "s#\"pretraining_tp\": 1#\"rope_scaling\": null#",
+        "s#\"silu\"#\"swish\"#"};
+    mt_context *ctx;
+    mt_gpt_desc want, d;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, "tests/golden/llama_hf", &want));
+    assert_true(want.layer.rotary_base == 500.0f && want.layer.kv_heads == 2 && want.layer.norm_eps == 1e-4f);
+    assert_true(want.layer.ffn == 24 && want.max_seq == SEQ && want.untied_head && want.layer.no_bias);
+    shell("cp -r tests/golden/llama_hf '%s'", in_scratch("c"));
+    for (size_t i = 0; i < sizeof edits / sizeof *edits; i++) {
+        shell("sed '%s' tests/golden/llama_hf/config.json > '%s'", edits[i], in_scratch("c/config.json"));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, in_scratch("c"), &d));
+        assert_int_equal(mti_gpt_differ(&d, &want), -1);
+    }
+    forget("c");
+    mt_context_destroy(ctx);
+}
+
+/* A model that differs in one thing is refused with the name of the field and its values in words. */
+static mt_status other_rank(mt_comm *world, void *user) {
+    static const struct {
+        int field;
+        const char *words;
+    } cases[] = {{0, "its model has activation MT_GELU_TANH, this one MT_GELU_ERF"},
+                 {1, "its model has norm MT_LAYER_NORM, this one MT_RMS_NORM"},
+                 {2, "its model has placement MT_PRE_LN, this one MT_POST_LN"},
+                 {3, "its model has mask MT_MASK_CAUSAL, this one MT_MASK_BIDIRECTIONAL"},
+                 {4, "its model has untied_head 1, this one 0"}};
+    (void)user;
+    for (int i = 0; i < 5; i++) {
+        source s = {.directory = models[0], .tp = 2};
+        mt_checkpoint_desc c = {.directory = NULL};
+        mt_gpt_desc d;
+        replica m;
+        memset(&m, 0, sizeof m);
+        MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, NULL, &m.r));
+        MT_TRY(mt_gpt_desc_read(m.r.ctx, s.directory, &d));
+        if (i == 0) d.layer.activation = MT_GELU_ERF;
+        if (i == 1) d.layer.norm = MT_RMS_NORM;
+        if (i == 2) d.layer.placement = MT_POST_LN;
+        if (i == 3) d.layer.mask = MT_MASK_BIDIRECTIONAL;
+        if (i == 4) d.untied_head = 0;
+        MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
+        MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &m.checkpoint));
+        CHECK(mt_checkpoint_import(m.r.ctx, m.checkpoint, s.directory) == MT_ERR_DATA);
+        if (!strstr(mt_last_error(m.r.ctx), cases[i].words)) fprintf(stderr, "%s\n", mt_last_error(m.r.ctx));
+        CHECK(strstr(mt_last_error(m.r.ctx), cases[i].words));
+        replica_close(&m);
+    }
+    return MT_SUCCESS;
+}
+
+static void other_models(void **state) {
+    (void)state;
+    test_launch(2, other_rank, NULL);
+}
+
+static int open_all(void **state) {
+    (void)state;
+    return scratch_open("test_names");
+}
+
+static int close_all(void **state) {
+    (void)state;
+    return scratch_close();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(logits),
+        cmocka_unit_test(saved_as_transformers_saves),
+        cmocka_unit_test(members_that_change),
+        cmocka_unit_test(configs_of_new_models),
+        cmocka_unit_test(names_of_the_registry),
+        cmocka_unit_test(bare_names),
+        cmocka_unit_test(own_table),
+        cmocka_unit_test(refused_configs),
+        cmocka_unit_test(equal_configs),
+        cmocka_unit_test(other_models),
+    };
+    return cmocka_run_group_tests(tests, open_all, close_all);
+}
