@@ -3415,25 +3415,28 @@ static const mt_tensor_name mti_gpt2_names[] = {
     {"transformer.ln_f.bias", "decoder.final_layernorm.bias", 0, 0},
     {"transformer.h.#.ln_1.weight", MTI_LAYER "input_layernorm.weight", 0, 0},
     {"transformer.h.#.ln_1.bias", MTI_LAYER "input_layernorm.bias", 0, 0},
-    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_QUERY, 1},
-    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_KEY, 1},
-    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_VALUE, 1},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_QUERY,
+     MT_TENSOR_TRANSPOSED},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_KEY,
+     MT_TENSOR_TRANSPOSED},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.linear_qkv.weight", MT_PART_VALUE,
+     MT_TENSOR_TRANSPOSED},
     {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.linear_qkv.bias", MT_PART_QUERY, 0},
     {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.linear_qkv.bias", MT_PART_KEY, 0},
     {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.linear_qkv.bias", MT_PART_VALUE, 0},
-    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.query.weight", 0, 1},
-    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.key.weight", 0, 1},
-    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.value.weight", 0, 1},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.query.weight", 0, MT_TENSOR_TRANSPOSED},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.key.weight", 0, MT_TENSOR_TRANSPOSED},
+    {"transformer.h.#.attn.c_attn.weight", MTI_LAYER "self_attention.value.weight", 0, MT_TENSOR_TRANSPOSED},
     {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.query.bias", 0, 0},
     {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.key.bias", 0, 0},
     {"transformer.h.#.attn.c_attn.bias", MTI_LAYER "self_attention.value.bias", 0, 0},
-    {"transformer.h.#.attn.c_proj.weight", MTI_LAYER "self_attention.linear_proj.weight", 0, 1},
+    {"transformer.h.#.attn.c_proj.weight", MTI_LAYER "self_attention.linear_proj.weight", 0, MT_TENSOR_TRANSPOSED},
     {"transformer.h.#.attn.c_proj.bias", MTI_LAYER "self_attention.linear_proj.bias", 0, 0},
     {"transformer.h.#.ln_2.weight", MTI_LAYER "pre_mlp_layernorm.weight", 0, 0},
     {"transformer.h.#.ln_2.bias", MTI_LAYER "pre_mlp_layernorm.bias", 0, 0},
-    {"transformer.h.#.mlp.c_fc.weight", MTI_LAYER "mlp.linear_fc1.weight", 0, 1},
+    {"transformer.h.#.mlp.c_fc.weight", MTI_LAYER "mlp.linear_fc1.weight", 0, MT_TENSOR_TRANSPOSED},
     {"transformer.h.#.mlp.c_fc.bias", MTI_LAYER "mlp.linear_fc1.bias", 0, 0},
-    {"transformer.h.#.mlp.c_proj.weight", MTI_LAYER "mlp.linear_fc2.weight", 0, 1},
+    {"transformer.h.#.mlp.c_proj.weight", MTI_LAYER "mlp.linear_fc2.weight", 0, MT_TENSOR_TRANSPOSED},
     {"transformer.h.#.mlp.c_proj.bias", MTI_LAYER "mlp.linear_fc2.bias", 0, 0},
     {"transformer.h.#.attn.bias", NULL, 0, 0}, /* the causal mask, in files of older versions */
     {"transformer.h.#.attn.masked_bias", NULL, 0, 0},
@@ -3472,10 +3475,12 @@ static const mt_tensor_name mti_llama_names[] = {
 #define MTI_LENGTH(list) (int)(sizeof(list) / sizeof *(list))
 
 /* The tables with an untied head, and with a tied one. */
-static const mt_tensor_table mti_gpt2_tables[] = {{mti_gpt2_names, MTI_LENGTH(mti_gpt2_names) - 1, "transformer."},
-                                                  {mti_gpt2_names, MTI_LENGTH(mti_gpt2_names), "transformer."}};
-static const mt_tensor_table mti_llama_tables[] = {{mti_llama_names, MTI_LENGTH(mti_llama_names) - 1, "model."},
-                                                   {mti_llama_names, MTI_LENGTH(mti_llama_names), "model."}};
+static const mt_tensor_table mti_gpt2_tables[] = {
+    {mti_gpt2_names, MTI_LENGTH(mti_gpt2_names) - 1, "transformer.", NULL, 0},
+    {mti_gpt2_names, MTI_LENGTH(mti_gpt2_names), "transformer.", NULL, 0}};
+static const mt_tensor_table mti_llama_tables[] = {
+    {mti_llama_names, MTI_LENGTH(mti_llama_names) - 1, "model.", NULL, 0},
+    {mti_llama_names, MTI_LENGTH(mti_llama_names), "model.", NULL, 0}};
 
 /* Return 1 when the model is a GPT-2 or a Llama, as the comment of mt_gpt_checkpoint_create defines them. */
 static int mti_is_gpt2(const mt_gpt_desc *desc) {

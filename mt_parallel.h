@@ -1353,14 +1353,22 @@ MT_API int mt_json_find(const char *text, const char *name, size_t *from, size_t
    file system without locks nothing is locked. */
 typedef struct mt_checkpoint mt_checkpoint; /* opaque */
 
+/* Flags of a row of a table of names, see mt_tensor_table. */
+typedef enum mt_tensor_flags {
+    MT_TENSOR_TRANSPOSED = 1, /* the file has [in, out]. No effect on a parameter of one row */
+    /* the files of an import may be without the tensor. A parameter of which a tensor is missing keeps its value, which
+       needs mt_params_init before (MT_ERR_ARGUMENT), and import logs a warning. mt_checkpoint_load needs all tensors */
+    MT_TENSOR_OPTIONAL = 2
+} mt_tensor_flags;
+
 /* A table of the names and layouts that parameters have in files of another program. One table serves save, load and
    import. This one is for a program whose layers are called layers.0, layers.1, ...:
        static const mt_tensor_name names[] = {{"net.embed.weight", "embedding.weight", 0, 0},
-                                              {"net.h.#.fc.weight", "layers.#.up.weight", 0, 1},   // transposed
-                                              {"net.h.#.q.weight", "layers.#.qk.weight", 1, 0},    // part 1 and
-                                              {"net.h.#.k.weight", "layers.#.qk.weight", 2, 0},    // part 2 of qk
-                                              {"net.h.#.mask", NULL, 0, 0}};                       // is ignored
-       static const mt_tensor_table table = {names, 5, "net."};
+                                              {"net.h.#.fc.weight", "layers.#.up.weight", 0, MT_TENSOR_TRANSPOSED},
+                                              {"net.h.#.q.weight", "layers.#.qk.weight", 1, 0},  // part 1 and
+                                              {"net.h.#.k.weight", "layers.#.qk.weight", 2, 0},  // part 2 of qk
+                                              {"net.h.#.mask", NULL, 0, 0}};                     // is ignored
+       static const mt_tensor_table table = {names, 5, "net.", NULL, 0};
    Several rows of the table may have the same parameter: each of these tensors of the file has a part of it. Several
    rows may have the same tensor: it has these parts one below the other, in the order of the table. They must be of one
    pipeline stage. A parameter without a row has its own name in the file. */
@@ -1368,8 +1376,14 @@ typedef struct mt_tensor_name {
     const char *file;  /* name of the tensor in a file, at most MT_NAME_MAX characters; one '#' stands for a number */
     const char *param; /* name of the parameter; '#': the same number. NULL: load and import ignore the tensor */
     int part;          /* a number that mt_checkpoint_format.part explains; 0: the whole parameter */
-    int transposed;    /* 1: the file has [in, out]. No effect on a parameter of one row */
+    int flags;         /* sum of mt_tensor_flags */
 } mt_tensor_name;
+
+/* Another ending that the names of tensors may have in files that load and import read. */
+typedef struct mt_tensor_alias {
+    const char *ending;     /* in the files, such as "gamma" */
+    const char *stands_for; /* in the table, such as "weight" */
+} mt_tensor_alias;
 
 typedef struct mt_tensor_table {
     const mt_tensor_name *names;
@@ -1377,6 +1391,8 @@ typedef struct mt_tensor_table {
     /* beginning of names in files. Save writes it; load and import also read files in which it is missing from all
        names. NULL: none */
     const char *prefix;
+    const mt_tensor_alias *aliases; /* [alias_count] */
+    int alias_count;
 } mt_tensor_table;
 
 /* A part of a parameter: of every `unit` rows, the `rows` rows from row `first` on. For example, unit 8, first 2 and
@@ -8387,7 +8403,7 @@ static mt_status mti_map_finish(mt_context *ctx, const mt_checkpoint *c, mti_tab
     int k, same = 1;
     s->cols = mti_named_cols(first);
     s->vector = first->desc.rows == 1;
-    s->transposed = s->row >= 0 && map->table->names[s->row].transposed && !s->vector;
+    s->transposed = s->row >= 0 && (map->table->names[s->row].flags & MT_TENSOR_TRANSPOSED) && !s->vector;
     for (k = s->first; k >= 0; k = map->pieces[k].next) {
         const mt_param *p = c->params->list[map->pieces[k].param];
         map->pieces[k].at = s->rows;
@@ -8698,7 +8714,8 @@ enum { MTI_VALUE = -1 };
 typedef struct mti_part {
     const char *stem;
     const mti_table_map *map;
-    int bare; /* 1: names are without the prefix of the table */
+    int bare;    /* 1: names are without the prefix of the table */
+    int lenient; /* 1: optional tensors may be missing */
     mt_dtype dtype;
     int first, last; /* MTI_VALUE, or a range of mt_optimizer_state */
 } mti_part;
@@ -8707,7 +8724,7 @@ static mti_part mti_model_part(const mt_checkpoint *c) {
     mti_part part;
     part.stem = "model";
     part.map = c->other.table ? &c->other : &c->own;
-    part.bare = 0;
+    part.bare = part.lenient = 0;
     part.dtype = mt_params_dtype(c->params);
     part.first = part.last = MTI_VALUE;
     return part;
@@ -8717,7 +8734,7 @@ static mti_part mti_optimizer_part(const mt_checkpoint *c) {
     mti_part part;
     part.stem = "optimizer";
     part.map = &c->own;
-    part.bare = 0;
+    part.bare = part.lenient = 0;
     part.dtype = MT_F32;
     part.first = MT_EXP_AVG;
     part.last = mti_has_masters(c->optimizer) ? MT_MASTER : MT_EXP_AVG_SQ;
@@ -9155,7 +9172,7 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
 typedef struct mti_source {
     mt_safetensors_set model, optimizer;
     const mti_table_map *map; /* of the names in the model's files */
-    int bare;                 /* see mti_part */
+    int bare, lenient;        /* see mti_part */
     int has_masters;
     char *given[2]; /* on the first rank: texts of the files mti_given_names, NULL: no such file */
 } mti_source;
@@ -9174,9 +9191,36 @@ static void mti_shape_text(const int64_t *shape, int dims, char *text, size_t by
         used += (size_t)snprintf(text + used, bytes - used, "%s%lld", i > 0 ? ", " : "", (long long)shape[i]);
 }
 
+/* Finds a tensor by its name in the table, or with another ending. */
+static const mt_safetensors_tensor *mti_source_find(const mt_safetensors_set *b, const mti_part *part,
+                                                    const char *name) {
+    const mt_safetensors_tensor *found = mt_safetensors_set_find(b, name);
+    const mt_tensor_table *table = part->map->table;
+    char other[2 * MT_NAME_MAX + 64];
+    size_t n = strlen(name), ending;
+    int i;
+    for (i = 0; !found && table && i < table->alias_count; i++) {
+        ending = strlen(table->aliases[i].stands_for);
+        if (ending > n || strcmp(name + n - ending, table->aliases[i].stands_for) != 0) continue;
+        snprintf(other, sizeof other, "%.*s%s", (int)(n - ending), name, table->aliases[i].ending);
+        found = mt_safetensors_set_find(b, other);
+    }
+    return found;
+}
+
+/* Returns 1 when the files have no tensor t of a part, and need not have it. */
+static int mti_source_lacks(const mt_checkpoint *c, const mt_safetensors_set *b, const mti_part *part, int t) {
+    int row = part->map->tensors[t].row;
+    mti_layout l;
+    if (!part->lenient || row < 0 || !(part->map->table->names[row].flags & MT_TENSOR_OPTIONAL)) return 0;
+    l = mti_part_layout(c, part, t, MTI_VALUE);
+    return !mti_source_find(b, part, l.name);
+}
+
 /* Checks that the files have a tensor with this name and shape, of type F32, F64, BF16 or F16. */
-static mt_status mti_source_check_tensor(mt_context *ctx, const mt_safetensors_set *b, const mti_layout *l) {
-    const mt_safetensors_tensor *t = mt_safetensors_set_find(b, l->name);
+static mt_status mti_source_check_tensor(mt_context *ctx, const mt_safetensors_set *b, const mti_part *part,
+                                         const mti_layout *l) {
+    const mt_safetensors_tensor *t = mti_source_find(b, part, l->name);
     char theirs[192], ours[64];
     int type;
     if (!t) return mt_fail(ctx, MT_ERR_DATA, "%s: has no tensor '%s'", b->path, l->name);
@@ -9197,7 +9241,11 @@ static mt_status mti_source_check_part(mt_context *ctx, const mt_checkpoint *c, 
     for (what = part->first; what <= part->last; what++)
         for (t = 0; t < part->map->tensor_count; t++) {
             l = mti_part_layout(c, part, t, what);
-            MT_TRY(mti_source_check_tensor(ctx, b, &l));
+            if (!mti_source_lacks(c, b, part, t)) MT_TRY(mti_source_check_tensor(ctx, b, part, &l));
+            else if (!c->params->placed)
+                return mt_fail(ctx, MT_ERR_ARGUMENT,
+                               "%s: has no tensor '%s'; call mt_params_init first, as the parameter keeps its value",
+                               b->path, l.name);
         }
     return MT_SUCCESS;
 }
@@ -9211,7 +9259,7 @@ static int mti_source_has(const mt_checkpoint *c, const mt_safetensors_set *b, c
         int row = part->map->tensors[t].row;
         if (part->map->table && row < 0) continue;
         if (prefix && strncmp(part->map->table->names[row].file, prefix, strlen(prefix)) != 0) continue;
-        if (mt_safetensors_set_find(b, l.name)) return 1;
+        if (mti_source_find(b, part, l.name)) return 1;
     }
     return 0;
 }
@@ -9232,6 +9280,7 @@ static mti_part mti_source_part(const mt_checkpoint *c, const mti_source *s) {
     mti_part part = mti_model_part(c);
     part.map = s->map;
     part.bare = s->bare;
+    part.lenient = s->lenient;
     return part;
 }
 
@@ -9297,8 +9346,10 @@ static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, 
             int ours = mti_source_ignores(part, name);
             for (what = part->first; what <= part->last && !ours; what++)
                 for (t = 0; t < part->map->tensor_count && !ours; t++) {
+                    const mt_safetensors_tensor *found;
                     l = mti_part_layout(c, part, t, what);
-                    ours = strcmp(l.name, name) == 0;
+                    found = mti_source_find(b, part, l.name);
+                    ours = found && strcmp(found->name, name) == 0;
                 }
             if (!ours) return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is not a parameter of this model", b->path, name);
         }
@@ -9314,7 +9365,8 @@ static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const
     int64_t has = b->tensors;
     int i, k;
     for (i = 0; i < part->map->tensor_count; i++)
-        wanted += mti_param_is_ours(c->params, mti_stored_param(c, part->map, i)) ? part->last - part->first + 1 : 0;
+        if (mti_param_is_ours(c->params, mti_stored_param(c, part->map, i)) && !mti_source_lacks(c, b, part, i))
+            wanted += part->last - part->first + 1;
     if (mt_comm_size(pipeline) > 1) {
         mt_tensor one = mt_tensor_make(c->exchange, MT_I32, 1, 1);
         MT_TRY(mt_upload(ctx, &wanted, one));
@@ -9338,12 +9390,31 @@ static mt_status mti_source_read(mt_context *ctx, mt_checkpoint *c, const mt_saf
         const mti_stored *s = &part->map->tensors[piece->tensor];
         mti_layout l = mti_part_layout(c, part, piece->tensor, what);
         if (s->whole || c->held != piece->tensor)
-            MT_TRY(mt_safetensors_read(ctx, mt_safetensors_set_find(b, l.name), s->whole ? c->whole : c->spare));
+            MT_TRY(mt_safetensors_read(ctx, mti_source_find(b, part, l.name), s->whole ? c->whole : c->spare));
         if (s->whole) continue;
         c->held = piece->tensor;
         mti_slice_copy(s, piece, 0, c->whole, c->spare);
     }
     return MT_SUCCESS;
+}
+
+/* Returns 1 when the files lack a part of parameter i, which therefore keeps its value. One rank logs it. */
+static int mti_source_keeps(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b, const mti_part *part,
+                            int i) {
+    const mt_grid *g = c->params->grid;
+    char text[MT_PATH_MAX + 512];
+    mti_layout l;
+    int k;
+    for (k = part->map->begin[i]; k < part->map->begin[i + 1]; k++) {
+        int t = part->map->pieces[k].tensor;
+        if (!mti_source_lacks(c, b, part, t)) continue;
+        l = mti_part_layout(c, part, t, MTI_VALUE);
+        snprintf(text, sizeof text, "%s: has no tensor '%s'; '%s' keeps its value", b->path, l.name,
+                 c->params->list[i]->name);
+        if (g->tp_rank == 0 && g->dp_rank == 0) mt_log(ctx, MT_LOG_WARNING, text);
+        return 1;
+    }
+    return 0;
 }
 
 /* Loads tensor number `what` of parameter i and writes it to its tensor number `as`. Every rank reads the whole tensor
@@ -9367,7 +9438,8 @@ static mt_status mti_source_apply(mt_context *ctx, mt_checkpoint *c, const mti_s
     for (i = 0; i < c->params->count; i++) {
         if (masters && s->has_masters)
             MT_TRY(mti_source_scatter(ctx, c, &s->optimizer, &optimizer, i, MT_MASTER, value));
-        else MT_TRY(mti_source_scatter(ctx, c, &s->model, &model, i, MTI_VALUE, value));
+        else if (!mti_source_keeps(ctx, c, &s->model, &model, i))
+            MT_TRY(mti_source_scatter(ctx, c, &s->model, &model, i, MTI_VALUE, value));
         for (what = MT_EXP_AVG; s->optimizer.count > 0 && what <= MT_EXP_AVG_SQ; what++)
             MT_TRY(mti_source_scatter(ctx, c, &s->optimizer, &optimizer, i, what, what));
     }
@@ -9519,6 +9591,7 @@ static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const ch
     mt_status status;
     memset(&s, 0, sizeof s);
     memset(&steps, 0, sizeof steps);
+    s.lenient = !state;
     status = mti_agree(ctx, world, c->exchange,
                        mti_source_open(ctx, c, directory, &s, step, state ? &theirs : NULL, &steps));
     if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_counts(ctx, c, &s));

@@ -306,14 +306,14 @@ static const mt_tensor_name meta_names[] = {
     {"layers.#.attention_norm.weight", LAYER "input_layernorm.weight", 0, 0},
     {"layers.#.attention.wq.weight", LAYER "self_attention.linear_qkv.weight", MT_PART_QUERY_PAIRS, 0},
     {"layers.#.attention.wk.weight", LAYER "self_attention.linear_qkv.weight", MT_PART_KEY_PAIRS, 0},
-    {"layers.#.attention.wv.weight", LAYER "self_attention.linear_qkv.weight", MT_PART_VALUE, 1},
-    {"layers.#.attention.wo.weight", LAYER "self_attention.linear_proj.weight", 0, 1},
+    {"layers.#.attention.wv.weight", LAYER "self_attention.linear_qkv.weight", MT_PART_VALUE, MT_TENSOR_TRANSPOSED},
+    {"layers.#.attention.wo.weight", LAYER "self_attention.linear_proj.weight", 0, MT_TENSOR_TRANSPOSED},
     {"layers.#.ffn_norm.weight", LAYER "pre_mlp_layernorm.weight", 0, 0},
     {"layers.#.feed_forward.w31.weight", LAYER "mlp.linear_fc1.weight", MT_PART_UP, 0},
     {"layers.#.feed_forward.w31.weight", LAYER "mlp.linear_fc1.weight", MT_PART_GATE, 0},
     {"layers.#.feed_forward.w2.weight", LAYER "mlp.linear_fc2.weight", 0, 0},
     {"rope.freqs", NULL, 0, 0}};
-static const mt_tensor_table meta = {meta_names, sizeof meta_names / sizeof *meta_names, NULL};
+static const mt_tensor_table meta = {meta_names, sizeof meta_names / sizeof *meta_names, NULL, NULL, 0};
 
 /* Loads with the table of transformers and saves with that of Meta, then the other way round. */
 static mt_status own_table_rank(mt_comm *world, void *user) {

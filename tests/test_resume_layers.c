@@ -703,13 +703,13 @@ static void my_part(const void *model, const mt_param *p, int part, mt_tensor_pa
 
 static const mt_checkpoint_format mine = {
     .metadata = my_metadata, .config = my_config, .check = my_check, .part = my_part};
-static const mt_tensor_name my_names[] = {{"net.first.weight", "first.weight", 0, 1},
+static const mt_tensor_name my_names[] = {{"net.first.weight", "first.weight", 0, MT_TENSOR_TRANSPOSED},
                                           {"net.first.even", "first.bias", 1, 0},
                                           {"net.first.odd", "first.bias", 2, 0},
-                                          {"net.second.weight", "second.weight", 3, 1},
+                                          {"net.second.weight", "second.weight", 3, MT_TENSOR_TRANSPOSED},
                                           {"net.mask.#", NULL, 0, 0},
                                           {"net.never", "second.bias", 3, 0}};
-static const mt_tensor_table my_table = {my_names, 6, "net."};
+static const mt_tensor_table my_table = {my_names, 6, "net.", NULL, 0};
 
 static void own_format(void **state) {
     job j = {.tp = 2, .format = &mine, .table = &my_table}, save = j, strange = j;
@@ -779,7 +779,7 @@ static void wrong_tables(void **state) {
     job j = {.tp = 1, .directory = "w"};
     mt_checkpoint_format format = {.part = wrong_part};
     mt_checkpoint_desc c = {.directory = in_scratch("w")};
-    mt_tensor_table table = {&all, 1, NULL};
+    mt_tensor_table table = {&all, 1, NULL, NULL, 0};
     notes n = fresh;
     mt_checkpoint *out;
     mt_comm *world;
