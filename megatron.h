@@ -755,7 +755,7 @@ MT_API mt_status mt_bert_stage_backward(mt_context *ctx, const mt_bert *bert, fl
 MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, const int32_t *ids,
                                 mt_tensor lm_logits, mt_tensor sop_logits);
 
-/* ---- checkpoints of a GPT ---------------------------------------------------------------------------------------- */
+/* ---- checkpoints of a GPT and of a BERT -------------------------------------------------------------------------- */
 
 /* Creates an mt_checkpoint of a GPT. Call it instead of mt_checkpoint_create (mt_parallel.h); save, load, import and
    destroy are the functions of mt_parallel.h. gpt must outlive the checkpoint. desc->format and desc->model must
@@ -782,6 +782,15 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
+/* The same for a BERT. With MT_POST_LN, MT_LAYER_NORM, biases and learned positions (the original BERT) the files have
+   the names and layouts of transformers and a config.json: BertForPreTraining opens them or, with no_binary_head,
+   BertForMaskedLM. Any other BERT is stored with the names, shapes and layouts of the registry.
+   mt_checkpoint_import reads files of BertForPreTraining, BertForMaskedLM and BertModel, also with the older names of
+   norms (LayerNorm.gamma, LayerNorm.beta). Parameters of heads that the files do not have keep their values, which
+   needs mt_params_init before. A model with no_binary_head ignores pooler and sentence order in the files. */
+MT_API mt_status mt_bert_checkpoint_create(mt_context *ctx, mt_params *params, const mt_bert *bert,
+                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
+
 /* Values of mt_tensor_name.part in the table of a model of transformer layers. This row is for files that have the
    queries of each layer in a tensor of their own:
        {"layers.#.wq.weight", "decoder.layers.#.self_attention.linear_qkv.weight", MT_PART_QUERY, 0}
@@ -807,6 +816,10 @@ typedef enum mt_layer_part {
    library can build; the message names the member of config.json, its value and what is accepted. After an error *out
    is unchanged. */
 MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
+
+/* The same for a BERT: a checkpoint, or a BERT of Hugging Face. For the latter no_binary_head is 1 unless the files
+   have the tensors of sentence order. */
+MT_API mt_status mt_bert_desc_read(mt_context *ctx, const char *directory, mt_bert_desc *out);
 
 #ifdef __cplusplus
 }
@@ -3354,15 +3367,52 @@ static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
     memcpy(out, list, sizeof list);
 }
 
-/* Returns the desc with its defaults filled in, so that equal models have equal descs. */
+/* The same for a BERT. no_binary_head does not change what the encoder computes, and is not compared. */
+static void mti_bert_fields(mt_bert_desc *d, mt_field *out) {
+    mt_transformer_layer_desc *l = &d->layer;
+    const mt_field list[MTI_GPT_FIELDS] = {
+        {"bert.vocab", MT_FIELD_I64, &d->vocab, 1, INT32_MAX, 0, 0, 0},
+        {"bert.layers", MT_FIELD_I64, &d->layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
+        {"bert.max_seq", MT_FIELD_I64, &d->max_seq, 1, INT32_MAX, 0, 0, 0},
+        {"bert.hidden", MT_FIELD_I64, &l->hidden, 1, INT32_MAX, 0, 0, 0},
+        {"bert.heads", MT_FIELD_I64, &l->heads, 1, INT32_MAX, 0, 0, 0},
+        {"bert.kv_heads", MT_FIELD_I64, &l->kv_heads, 1, INT32_MAX, 0, 0, 0},
+        {"bert.ffn", MT_FIELD_I64, &l->ffn, 1, INT32_MAX, 0, 0, 0},
+        {"bert.placement", MT_FIELD_INT, &l->placement, MT_PRE_LN, MT_RESIDUAL_POST_LN, 0, 0, 0},
+        {"bert.norm", MT_FIELD_INT, &l->norm, MT_LAYER_NORM, MT_RMS_NORM, 0, 0, 0},
+        {"bert.norm_eps", MT_FIELD_F32, &l->norm_eps, 0, 0, 0, 0, 0},
+        {"bert.activation", MT_FIELD_INT, &l->activation, 0, MT_ACTIVATION_COUNT - 1, 0, 0, 0},
+        {"bert.rotary_base", MT_FIELD_F32, &l->rotary_base, 0, 0, 0, 0, 0},
+        {"bert.no_bias", MT_FIELD_INT, &l->no_bias, 0, 1, 0, 0, 0},
+        {"bert.token_types", MT_FIELD_I64, &d->token_types, 1, INT32_MAX, 0, 0, 0},
+        {"bert.no_binary_head", MT_FIELD_INT, &d->no_binary_head, 0, 1, 0, 0, 0},
+        {"bert.qkv_layout", MT_FIELD_INT, &l->qkv_layout, MT_QKV_PER_GROUP, MT_QKV_SEPARATE, 0, 0, 0},
+        {"bert.rotary_form", MT_FIELD_INT, &l->rotary_form, MT_ROTARY_HALVES, MT_ROTARY_PAIRS, 0, 0, 0},
+        {"bert.rotary_dim", MT_FIELD_I64, &l->rotary_dim, 0, INT32_MAX, 0, 0, 0}};
+    memcpy(out, list, sizeof list);
+}
+
+static void mti_layer_plain(mt_transformer_layer_desc *l) {
+    if (!l->kv_heads) l->kv_heads = l->heads;
+    if (!l->ffn) l->ffn = 4 * l->hidden;
+    if (l->norm_eps == 0.0f) l->norm_eps = 1e-5f;
+    if (l->heads > 0 && l->rotary_dim == l->hidden / l->heads) l->rotary_dim = 0;
+    l->no_bias = l->no_bias != 0;
+}
+
+/* Return the desc with its defaults filled in, so that equal models have equal descs. */
 static mt_gpt_desc mti_gpt_plain(const mt_gpt_desc *desc) {
     mt_gpt_desc d = *desc;
-    if (!d.layer.kv_heads) d.layer.kv_heads = d.layer.heads;
-    if (!d.layer.ffn) d.layer.ffn = 4 * d.layer.hidden;
-    if (d.layer.norm_eps == 0.0f) d.layer.norm_eps = 1e-5f;
-    if (d.layer.heads > 0 && d.layer.rotary_dim == d.layer.hidden / d.layer.heads) d.layer.rotary_dim = 0;
-    d.layer.no_bias = d.layer.no_bias != 0;
+    mti_layer_plain(&d.layer);
     d.untied_head = d.untied_head != 0;
+    return d;
+}
+
+static mt_bert_desc mti_bert_plain(const mt_bert_desc *desc) {
+    mt_bert_desc d = *desc;
+    mti_layer_plain(&d.layer);
+    if (!d.token_types) d.token_types = 2;
+    d.no_binary_head = d.no_binary_head != 0;
     return d;
 }
 
@@ -3400,6 +3450,10 @@ static void mti_layer_part(const mt_transformer_layer_desc *l, const mt_param *p
     } else if (part >= MT_PART_QUERY && part <= MT_PART_VALUE) {
         mti_part_qkv(l, p, part - MT_PART_QUERY, 0, out);
     }
+}
+
+static void mti_bert_part(const void *model, const mt_param *p, int part, mt_tensor_part *out) {
+    mti_layer_part(&((const mt_bert *)model)->desc.layer, p, part, out);
 }
 
 static void mti_gpt_part(const void *model, const mt_param *p, int part, mt_tensor_part *out) {
@@ -3472,6 +3526,56 @@ static const mt_tensor_name mti_llama_names[] = {
     {"lm_head.weight", "output_layer.weight", 0, 0},
     {"lm_head.weight", NULL, 0, 0}};
 
+#define MTI_BERT "bert.encoder.layer.#."
+#define MTI_ENCODER "encoder.layers.#."
+#define MTI_ATTENTION MTI_ENCODER "self_attention."
+
+/* The last four rows are only for a BERT without a binary head. With MT_POST_LN the norms follow their blocks. */
+static const mt_tensor_name mti_bert_names[] = {
+    {"bert.embeddings.word_embeddings.weight", "embedding.word_embeddings.weight", 0, 0},
+    {"bert.embeddings.position_embeddings.weight", "embedding.position_embeddings.weight", 0, 0},
+    {"bert.embeddings.token_type_embeddings.weight", "embedding.tokentype_embeddings.weight", 0, 0},
+    {"bert.embeddings.LayerNorm.weight", "embedding.layernorm.weight", 0, 0},
+    {"bert.embeddings.LayerNorm.bias", "embedding.layernorm.bias", 0, 0},
+    {MTI_BERT "attention.self.query.weight", MTI_ATTENTION "linear_qkv.weight", MT_PART_QUERY, 0},
+    {MTI_BERT "attention.self.key.weight", MTI_ATTENTION "linear_qkv.weight", MT_PART_KEY, 0},
+    {MTI_BERT "attention.self.value.weight", MTI_ATTENTION "linear_qkv.weight", MT_PART_VALUE, 0},
+    {MTI_BERT "attention.self.query.bias", MTI_ATTENTION "linear_qkv.bias", MT_PART_QUERY, 0},
+    {MTI_BERT "attention.self.key.bias", MTI_ATTENTION "linear_qkv.bias", MT_PART_KEY, 0},
+    {MTI_BERT "attention.self.value.bias", MTI_ATTENTION "linear_qkv.bias", MT_PART_VALUE, 0},
+    {MTI_BERT "attention.self.query.weight", MTI_ATTENTION "query.weight", 0, 0},
+    {MTI_BERT "attention.self.key.weight", MTI_ATTENTION "key.weight", 0, 0},
+    {MTI_BERT "attention.self.value.weight", MTI_ATTENTION "value.weight", 0, 0},
+    {MTI_BERT "attention.self.query.bias", MTI_ATTENTION "query.bias", 0, 0},
+    {MTI_BERT "attention.self.key.bias", MTI_ATTENTION "key.bias", 0, 0},
+    {MTI_BERT "attention.self.value.bias", MTI_ATTENTION "value.bias", 0, 0},
+    {MTI_BERT "attention.output.dense.weight", MTI_ATTENTION "linear_proj.weight", 0, 0},
+    {MTI_BERT "attention.output.dense.bias", MTI_ATTENTION "linear_proj.bias", 0, 0},
+    {MTI_BERT "attention.output.LayerNorm.weight", MTI_ENCODER "input_layernorm.weight", 0, 0},
+    {MTI_BERT "attention.output.LayerNorm.bias", MTI_ENCODER "input_layernorm.bias", 0, 0},
+    {MTI_BERT "intermediate.dense.weight", MTI_ENCODER "mlp.linear_fc1.weight", 0, 0},
+    {MTI_BERT "intermediate.dense.bias", MTI_ENCODER "mlp.linear_fc1.bias", 0, 0},
+    {MTI_BERT "output.dense.weight", MTI_ENCODER "mlp.linear_fc2.weight", 0, 0},
+    {MTI_BERT "output.dense.bias", MTI_ENCODER "mlp.linear_fc2.bias", 0, 0},
+    {MTI_BERT "output.LayerNorm.weight", MTI_ENCODER "pre_mlp_layernorm.weight", 0, 0},
+    {MTI_BERT "output.LayerNorm.bias", MTI_ENCODER "pre_mlp_layernorm.bias", 0, 0},
+    {"cls.predictions.transform.dense.weight", "lm_head.dense.weight", 0, MT_TENSOR_OPTIONAL},
+    {"cls.predictions.transform.dense.bias", "lm_head.dense.bias", 0, MT_TENSOR_OPTIONAL},
+    {"cls.predictions.transform.LayerNorm.weight", "lm_head.layer_norm.weight", 0, MT_TENSOR_OPTIONAL},
+    {"cls.predictions.transform.LayerNorm.bias", "lm_head.layer_norm.bias", 0, MT_TENSOR_OPTIONAL},
+    {"cls.predictions.bias", "output_layer.bias", 0, MT_TENSOR_OPTIONAL},
+    {"cls.predictions.decoder.weight", NULL, 0, 0}, /* copies of the embedding and of cls.predictions.bias */
+    {"cls.predictions.decoder.bias", NULL, 0, 0},
+    {"bert.embeddings.position_ids", NULL, 0, 0}, /* in files of older versions */
+    {"bert.pooler.dense.weight", "pooler.dense.weight", 0, MT_TENSOR_OPTIONAL},
+    {"bert.pooler.dense.bias", "pooler.dense.bias", 0, MT_TENSOR_OPTIONAL},
+    {"cls.seq_relationship.weight", "binary_head.weight", 0, MT_TENSOR_OPTIONAL},
+    {"cls.seq_relationship.bias", "binary_head.bias", 0, MT_TENSOR_OPTIONAL},
+    {"bert.pooler.dense.weight", NULL, 0, 0},
+    {"bert.pooler.dense.bias", NULL, 0, 0},
+    {"cls.seq_relationship.weight", NULL, 0, 0},
+    {"cls.seq_relationship.bias", NULL, 0, 0}};
+
 #define MTI_LENGTH(list) (int)(sizeof(list) / sizeof *(list))
 
 /* The tables with an untied head, and with a tied one. */
@@ -3481,6 +3585,13 @@ static const mt_tensor_table mti_gpt2_tables[] = {
 static const mt_tensor_table mti_llama_tables[] = {
     {mti_llama_names, MTI_LENGTH(mti_llama_names) - 1, "model.", NULL, 0},
     {mti_llama_names, MTI_LENGTH(mti_llama_names), "model.", NULL, 0}};
+
+/* The tables with the binary head, and without it. */
+static const mt_tensor_alias mti_bert_aliases[] = {{"LayerNorm.gamma", "LayerNorm.weight"},
+                                                   {"LayerNorm.beta", "LayerNorm.bias"}};
+static const mt_tensor_table mti_bert_tables[] = {
+    {mti_bert_names, MTI_LENGTH(mti_bert_names) - 4, "bert.", mti_bert_aliases, 2},
+    {mti_bert_names, MTI_LENGTH(mti_bert_names), "bert.", mti_bert_aliases, 2}};
 
 /* Return 1 when the model is a GPT-2 or a Llama, as the comment of mt_gpt_checkpoint_create defines them. */
 static int mti_is_gpt2(const mt_gpt_desc *desc) {
@@ -3500,6 +3611,14 @@ static int mti_is_llama(const mt_gpt_desc *desc) {
 static const mt_tensor_table *mti_gpt_table(const mt_gpt_desc *desc) {
     if (mti_is_gpt2(desc)) return &mti_gpt2_tables[desc->untied_head == 0];
     return mti_is_llama(desc) ? &mti_llama_tables[desc->untied_head == 0] : NULL;
+}
+
+/* Returns the table of a BERT of Hugging Face, or NULL for any other BERT. */
+static const mt_tensor_table *mti_bert_table(const mt_bert_desc *desc) {
+    mt_bert_desc d = mti_bert_plain(desc);
+    int is_bert = d.layer.placement == MT_POST_LN && d.layer.norm == MT_LAYER_NORM && d.layer.rotary_base == 0.0f &&
+                  d.layer.kv_heads == d.layer.heads && !d.layer.no_bias;
+    return is_bert ? &mti_bert_tables[d.no_binary_head] : NULL;
 }
 
 /* -- config.json -- */
@@ -3716,15 +3835,64 @@ static mt_status mti_config_read(const mti_config *c, mt_gpt_desc *out) {
     return MT_SUCCESS;
 }
 
+/* Prepares reading DIRECTORY/config.json. *exists is 0 when there is no such file. */
+static mt_status mti_config_begin(mt_context *ctx, const char *directory, mti_config *c, int *exists) {
+    memset(c, 0, sizeof *c);
+    c->ctx = ctx;
+    c->directory = directory;
+    snprintf(c->path, sizeof c->path, "%.*s/config.json", MT_PATH_MAX - 16, directory);
+    return mt_json_read(ctx, directory, "config.json", NULL, 0, exists);
+}
+
 /* Reads the desc from DIRECTORY/config.json. *exists is 0, and *out unchanged, when there is no such file. */
 static mt_status mti_config_open(mt_context *ctx, const char *directory, int *exists, mt_gpt_desc *out) {
     mti_config c;
-    memset(&c, 0, sizeof c);
-    c.ctx = ctx;
-    c.directory = directory;
-    snprintf(c.path, sizeof c.path, "%.*s/config.json", MT_PATH_MAX - 16, directory);
-    MT_TRY(mt_json_read(ctx, directory, "config.json", NULL, 0, exists));
+    MT_TRY(mti_config_begin(ctx, directory, &c, exists));
     return *exists ? mti_config_read(&c, out) : MT_SUCCESS;
+}
+
+/* Reads the config.json of a BERT. Defaults are those of transformers' BertConfig. */
+static mt_status mti_bert_config_read(const mti_config *c, mt_bert_desc *out) {
+    mt_bert_desc d;
+    mt_transformer_layer_desc *l = &d.layer;
+    double eps = 1e-12;
+    char type[64] = "", activation[64] = "gelu", positions[64] = "absolute"; /* truncated; accepted values fit */
+    mti_fixed fixed[] = {{"is_decoder", 0, 0}, {"add_cross_attention", 0, 0}, {"tie_word_embeddings", 1, 1}};
+    const mt_field fields[] = {{"vocab_size", MT_FIELD_I64, &d.vocab, 1, INT32_MAX, 0, 0, 0},
+                               {"max_position_embeddings", MT_FIELD_I64, &d.max_seq, 1, INT32_MAX, 0, 0, 0},
+                               {"type_vocab_size", MT_FIELD_I64, &d.token_types, 1, INT32_MAX, 0, 0, 0},
+                               {"hidden_size", MT_FIELD_I64, &l->hidden, 1, INT32_MAX, 0, 0, 0},
+                               {"num_hidden_layers", MT_FIELD_I64, &d.layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
+                               {"num_attention_heads", MT_FIELD_I64, &l->heads, 1, INT32_MAX, 0, 0, 0},
+                               {"intermediate_size", MT_FIELD_I64, &l->ffn, 1, INT32_MAX, 0, 0, 0},
+                               {"layer_norm_eps", MT_FIELD_F64, &eps, 0, 0, 0, 0, 0},
+                               {"model_type", MT_FIELD_TEXT, type, 0, 0, sizeof type, 0, 0},
+                               {"hidden_act", MT_FIELD_TEXT, activation, 0, 0, sizeof activation, 0, 0},
+                               {"position_embedding_type", MT_FIELD_TEXT, positions, 0, 0, sizeof positions, 0, 0},
+                               {fixed[0].name, MT_FIELD_BOOL, &fixed[0].value, 0, 0, 0, 0, 0},
+                               {fixed[1].name, MT_FIELD_BOOL, &fixed[1].value, 0, 0, 0, 0, 0},
+                               {fixed[2].name, MT_FIELD_BOOL, &fixed[2].value, 0, 0, 0, 0, 0}};
+    memset(&d, 0, sizeof d);
+    d.vocab = 30522;
+    d.max_seq = 512;
+    d.token_types = 2;
+    d.layers = l->heads = 12;
+    l->hidden = 768;
+    l->ffn = 3072;
+    MT_TRY(mti_config_fields(c, fields, MTI_LENGTH(fields)));
+    if (strcmp(type, "bert") != 0) return mti_config_refuse_text(c, "model_type", type, "bert");
+    if (strcmp(positions, "absolute") != 0)
+        return mti_config_refuse_text(c, "position_embedding_type", positions, "absolute");
+    MT_TRY(mti_config_activation(c, "hidden_act", activation, &l->activation));
+    MT_TRY(mti_config_fixed(c, fixed, MTI_LENGTH(fixed)));
+    MT_TRY(mti_config_eps(c, "layer_norm_eps", eps));
+    if (l->hidden % l->heads != 0)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: hidden_size is %lld, must be a multiple of num_attention_heads %lld",
+                       c->path, (long long)l->hidden, (long long)l->heads);
+    l->placement = MT_POST_LN;
+    l->norm_eps = (float)eps;
+    *out = mti_bert_plain(&d);
+    return MT_SUCCESS;
 }
 
 static const char *mti_float_text(float x, char *text) {
@@ -3793,9 +3961,9 @@ static int mti_config_has(const char *text, const char *name, const char *word) 
 }
 
 /* Copies a config.json that describes the same model, with the type that the files have and the head that they have
-   names for. Returns its length. */
-static int mti_config_keep(const mt_gpt_desc *d, const char *given, int64_t max_seq, mt_dtype dtype, const char *head,
-                           char *text, size_t bytes) {
+   names for. max_seq is the number of positions; 0: as it is. Returns the length of the text. */
+static int mti_config_keep(const char *given, int64_t max_seq, mt_dtype dtype, const char *head, char *text,
+                           size_t bytes) {
     const char *type = dtype == MT_BF16 ? "\"bfloat16\"" : dtype == MT_F16 ? "\"float16\"" : "\"float32\"";
     char value[64];
     if (strlen(given) + 512 > bytes) return (int)strlen(given) + 512;
@@ -3804,26 +3972,38 @@ static int mti_config_keep(const mt_gpt_desc *d, const char *given, int64_t max_
     mti_config_set(text, "torch_dtype", type);
     snprintf(value, sizeof value, "[\"%s\"]", head);
     if (!mti_config_has(text, "architectures", head)) mti_config_set(text, "architectures", value);
-    snprintf(value, sizeof value, "%lld", (long long)d->max_seq);
-    if (d->max_seq != max_seq) mti_config_set(text, "max_position_embeddings", value);
+    snprintf(value, sizeof value, "%lld", (long long)max_seq);
+    if (max_seq > 0) mti_config_set(text, "max_position_embeddings", value);
     return (int)strlen(text);
 }
 
-/* Returns the index of the first field in which two models differ, or -1. With rotary max_seq may differ, as no weight
-   depends on it. */
-static int mti_gpt_differ(mt_gpt_desc *a, mt_gpt_desc *b) {
-    mt_field a_fields[MTI_GPT_FIELDS], b_fields[MTI_GPT_FIELDS];
+/* Returns the index of the first of MTI_GPT_FIELDS fields in which two models differ, or -1. With rotary max_seq may
+   differ, as no weight depends on it. */
+static int mti_fields_differ(const mt_field *a, const mt_field *b, int rotary) {
     char a_text[MT_FIELD_TEXT_MAX], b_text[MT_FIELD_TEXT_MAX];
     int i;
-    mti_gpt_fields(a, a_fields);
-    mti_gpt_fields(b, b_fields);
     for (i = 0; i < MTI_GPT_FIELDS; i++) {
-        if (b->layer.rotary_base > 0.0f && b_fields[i].value == (void *)&b->max_seq) continue;
-        mt_field_text(&a_fields[i], a_text);
-        mt_field_text(&b_fields[i], b_text);
+        const char *name = strchr(b[i].name, '.') + 1;
+        if (strcmp(name, "no_binary_head") == 0 || (rotary && strcmp(name, "max_seq") == 0)) continue;
+        mt_field_text(&a[i], a_text);
+        mt_field_text(&b[i], b_text);
         if (strcmp(a_text, b_text) != 0) return i;
     }
     return -1;
+}
+
+static int mti_gpt_differ(mt_gpt_desc *a, mt_gpt_desc *b) {
+    mt_field a_fields[MTI_GPT_FIELDS], b_fields[MTI_GPT_FIELDS];
+    mti_gpt_fields(a, a_fields);
+    mti_gpt_fields(b, b_fields);
+    return mti_fields_differ(a_fields, b_fields, b->layer.rotary_base > 0.0f);
+}
+
+static int mti_bert_differ(mt_bert_desc *a, mt_bert_desc *b) {
+    mt_field a_fields[MTI_GPT_FIELDS], b_fields[MTI_GPT_FIELDS];
+    mti_bert_fields(a, a_fields);
+    mti_bert_fields(b, b_fields);
+    return mti_fields_differ(a_fields, b_fields, b->layer.rotary_base > 0.0f);
 }
 
 /* The form of rotary positions and the layout of QKV in a file of Hugging Face are converted to those of the model. */
@@ -3845,25 +4025,56 @@ static int mti_gpt_config(const void *model, const char *given, char *text, size
     if (given && mti_config_read(&c, &theirs) == MT_SUCCESS) {
         mti_gpt_adopt(&theirs, &d);
         if (mti_gpt_differ(&theirs, &d) < 0)
-            return mti_config_keep(&d, given, theirs.max_seq, gpt->model.tokens.weight->value.dtype,
+            return mti_config_keep(given, theirs.max_seq == d.max_seq ? 0 : d.max_seq,
+                                   gpt->model.tokens.weight->value.dtype,
                                    llama ? "LlamaForCausalLM" : "GPT2LMHeadModel", text, bytes);
     }
     return llama ? mti_llama_write(&d, text, bytes) : mti_gpt2_write(&d, text, bytes);
 }
 
+/* Writes a config.json of a BERT. */
+static int mti_bert_write(const mt_bert_desc *d, const char *head, char *text, size_t bytes) {
+    char eps[MT_FIELD_TEXT_MAX], attention[MT_FIELD_TEXT_MAX], hidden[MT_FIELD_TEXT_MAX];
+    return snprintf(text, bytes,
+                    "{\n  \"architectures\": [\"%s\"],\n  \"model_type\": \"bert\",\n  \"hidden_act\": \"%s\",\n"
+                    "  \"vocab_size\": %lld,\n  \"max_position_embeddings\": %lld,\n  \"type_vocab_size\": %lld,\n"
+                    "  \"hidden_size\": %lld,\n  \"num_hidden_layers\": %lld,\n  \"num_attention_heads\": %lld,\n"
+                    "  \"intermediate_size\": %lld,\n  \"layer_norm_eps\": %s,\n"
+                    "  \"attention_probs_dropout_prob\": %s,\n  \"hidden_dropout_prob\": %s,\n"
+                    "  \"pad_token_id\": null,\n  \"tie_word_embeddings\": true\n}\n",
+                    head, mti_activation_text(d->layer.activation), (long long)d->vocab, (long long)d->max_seq,
+                    (long long)d->token_types, (long long)d->layer.hidden, (long long)d->layers,
+                    (long long)d->layer.heads, (long long)d->layer.ffn, mti_float_text(d->layer.norm_eps, eps),
+                    mti_float_text(d->layer.attention_dropout, attention),
+                    mti_float_text(d->layer.hidden_dropout, hidden));
+}
+
+static int mti_bert_config(const void *model, const char *given, char *text, size_t bytes) {
+    const mt_bert *bert = (const mt_bert *)model;
+    mt_bert_desc d = mti_bert_plain(&bert->desc), theirs;
+    const char *head = d.no_binary_head ? "BertForMaskedLM" : "BertForPreTraining";
+    mti_config c;
+    if (!mti_bert_table(&d)) return 0;
+    memset(&c, 0, sizeof c);
+    c.text = given;
+    if (given && mti_bert_config_read(&c, &theirs) == MT_SUCCESS) {
+        theirs.layer.qkv_layout = d.layer.qkv_layout;
+        if (mti_bert_differ(&theirs, &d) < 0)
+            return mti_config_keep(given, 0, bert->model.tokens.weight->value.dtype, head, text, bytes);
+    }
+    return mti_bert_write(&d, head, text, bytes);
+}
+
 /* Copies the config.json of a model with a table of the program. */
-static int mti_gpt_other_config(const void *model, const char *given, char *text, size_t bytes) {
+static int mti_given_config(const void *model, const char *given, char *text, size_t bytes) {
     (void)model;
     return given ? snprintf(text, bytes, "%s", given) : 0;
 }
 
 /* -- metadata -- */
 
-static const char *mti_gpt_metadata(const void *model, int index, char *value) {
-    mt_gpt_desc d = mti_gpt_plain(&((const mt_gpt *)model)->desc);
-    mt_field fields[MTI_GPT_FIELDS];
+static const char *mti_fields_metadata(const mt_field *fields, int index, char *value) {
     int i, n = 0;
-    mti_gpt_fields(&d, fields);
     for (i = 0; i < MTI_GPT_FIELDS; i++) {
         mt_field_text(&fields[i], value);
         if (i >= MTI_GPT_REQUIRED && strcmp(value, "0") == 0) continue;
@@ -3872,16 +4083,33 @@ static const char *mti_gpt_metadata(const void *model, int index, char *value) {
     return NULL;
 }
 
-/* Reads the desc from the metadata of a file. *out is zero. */
-static mt_status mti_gpt_read_metadata(mt_context *ctx, const mt_safetensors *file, mt_gpt_desc *out) {
+static const char *mti_gpt_metadata(const void *model, int index, char *value) {
+    mt_gpt_desc d = mti_gpt_plain(&((const mt_gpt *)model)->desc);
     mt_field fields[MTI_GPT_FIELDS];
+    mti_gpt_fields(&d, fields);
+    return mti_fields_metadata(fields, index, value);
+}
+
+static const char *mti_bert_metadata(const void *model, int index, char *value) {
+    mt_bert_desc d = mti_bert_plain(&((const mt_bert *)model)->desc);
+    mt_field fields[MTI_GPT_FIELDS];
+    mti_bert_fields(&d, fields);
+    return mti_fields_metadata(fields, index, value);
+}
+
+/* Reads fields of the layers `l` from the metadata of a file. The desc is zero. */
+static mt_status mti_fields_read(mt_context *ctx, const mt_safetensors *file, const mt_field *fields,
+                                 const mt_transformer_layer_desc *l) {
     int i;
-    mti_gpt_fields(out, fields);
     MT_TRY(mt_safetensors_fields(ctx, file, fields, MTI_GPT_REQUIRED));
     for (i = MTI_GPT_REQUIRED; i < MTI_GPT_FIELDS; i++)
         if (mt_safetensors_metadata(file, fields[i].name)) MT_TRY(mt_safetensors_fields(ctx, file, &fields[i], 1));
-    if (!(out->layer.norm_eps > 0.0f)) return mt_safetensors_refuse(ctx, file, "gpt.norm_eps", "above 0");
-    if (!(out->layer.rotary_base >= 0.0f)) return mt_safetensors_refuse(ctx, file, "gpt.rotary_base", "at least 0");
+    for (i = 0; i < MTI_GPT_REQUIRED; i++) {
+        if (fields[i].value == (const void *)&l->norm_eps && !(l->norm_eps > 0.0f))
+            return mt_safetensors_refuse(ctx, file, fields[i].name, "above 0");
+        if (fields[i].value == (const void *)&l->rotary_base && !(l->rotary_base >= 0.0f))
+            return mt_safetensors_refuse(ctx, file, fields[i].name, "at least 0");
+    }
     return MT_SUCCESS;
 }
 
@@ -3890,14 +4118,33 @@ static mt_status mti_gpt_read_metadata(mt_context *ctx, const mt_safetensors *fi
 static mt_status mti_gpt_source(mt_context *ctx, const char *directory, const mt_safetensors_set *files, int *known,
                                 int *config, mt_gpt_desc *out) {
     const mt_safetensors *first = mt_safetensors_set_file(files, 0);
+    mt_field fields[MTI_GPT_FIELDS];
     memset(out, 0, sizeof *out);
     *known = 1;
     *config = !mt_safetensors_metadata(first, "gpt.vocab");
-    return *config ? mti_config_open(ctx, directory, known, out) : mti_gpt_read_metadata(ctx, first, out);
+    mti_gpt_fields(out, fields);
+    return *config ? mti_config_open(ctx, directory, known, out) : mti_fields_read(ctx, first, fields, &out->layer);
+}
+
+/* The same for a BERT. What config.json does not tell is in the tensors. */
+static mt_status mti_bert_source(mt_context *ctx, const char *directory, const mt_safetensors_set *files, int *known,
+                                 int *config, mt_bert_desc *out) {
+    const mt_safetensors *first = mt_safetensors_set_file(files, 0);
+    mt_field fields[MTI_GPT_FIELDS];
+    mti_config c;
+    memset(out, 0, sizeof *out);
+    *known = 1;
+    *config = !mt_safetensors_metadata(first, "bert.vocab");
+    mti_bert_fields(out, fields);
+    if (!*config) return mti_fields_read(ctx, first, fields, &out->layer);
+    MT_TRY(mti_config_begin(ctx, directory, &c, known));
+    if (*known) MT_TRY(mti_bert_config_read(&c, out));
+    out->no_binary_head = !mt_safetensors_set_find(files, "cls.seq_relationship.weight");
+    return MT_SUCCESS;
 }
 
 /* Writes the value of a field in words: fields of an enum have names. */
-static const char *mti_gpt_value(const mt_field *f, char text[MT_FIELD_TEXT_MAX]) {
+static const char *mti_field_value(const mt_field *f, char text[MT_FIELD_TEXT_MAX]) {
     static const char *const placements[] = {"MT_PRE_LN", "MT_POST_LN", "MT_RESIDUAL_POST_LN"};
     static const char *const norms[] = {"MT_LAYER_NORM", "MT_RMS_NORM"};
     static const char *const activations[] = {"MT_GELU_TANH",    "MT_GELU_ERF", "MT_SWIGLU",
@@ -3909,13 +4156,12 @@ static const char *mti_gpt_value(const mt_field *f, char text[MT_FIELD_TEXT_MAX]
         const char *name;
         const char *const *values;
         int count;
-    } enums[] = {
-        {"gpt.placement", placements, MTI_LENGTH(placements)},    {"gpt.norm", norms, MTI_LENGTH(norms)},
-        {"gpt.activation", activations, MTI_LENGTH(activations)}, {"gpt.mask", masks, MTI_LENGTH(masks)},
-        {"gpt.qkv_layout", layouts, MTI_LENGTH(layouts)},         {"gpt.rotary_form", forms, MTI_LENGTH(forms)}};
+    } enums[] = {{"placement", placements, MTI_LENGTH(placements)},    {"norm", norms, MTI_LENGTH(norms)},
+                 {"activation", activations, MTI_LENGTH(activations)}, {"mask", masks, MTI_LENGTH(masks)},
+                 {"qkv_layout", layouts, MTI_LENGTH(layouts)},         {"rotary_form", forms, MTI_LENGTH(forms)}};
     int i, value = 0;
     for (i = 0; i < MTI_LENGTH(enums); i++) {
-        if (strcmp(f->name, enums[i].name) != 0) continue;
+        if (strcmp(strchr(f->name, '.') + 1, enums[i].name) != 0) continue;
         memcpy(&value, f->value, sizeof value);
         if (value >= 0 && value < enums[i].count) return enums[i].values[value];
     }
@@ -3923,26 +4169,39 @@ static const char *mti_gpt_value(const mt_field *f, char text[MT_FIELD_TEXT_MAX]
     return text;
 }
 
-/* Returns MT_ERR_DATA when the model of the directory is another one than ours. */
-static mt_status mti_gpt_same(mt_context *ctx, const char *directory, mt_gpt_desc *theirs, mt_gpt_desc *ours) {
-    mt_field their_fields[MTI_GPT_FIELDS], our_fields[MTI_GPT_FIELDS];
+/* Returns MT_ERR_DATA: the model of the directory has another value of a field than ours. */
+static mt_status mti_fields_refuse(mt_context *ctx, const char *directory, const mt_field *theirs,
+                                   const mt_field *ours) {
     char their_text[MT_FIELD_TEXT_MAX], our_text[MT_FIELD_TEXT_MAX];
-    int i = mti_gpt_differ(theirs, ours);
-    if (i < 0) return MT_SUCCESS;
-    mti_gpt_fields(theirs, their_fields);
-    mti_gpt_fields(ours, our_fields);
-    return mt_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory, our_fields[i].name + 4,
-                   mti_gpt_value(&their_fields[i], their_text), mti_gpt_value(&our_fields[i], our_text));
+    return mt_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory, strchr(ours->name, '.') + 1,
+                   mti_field_value(theirs, their_text), mti_field_value(ours, our_text));
 }
 
 /* Returns MT_ERR_DATA when the files describe another GPT. */
 static mt_status mti_gpt_compare(mt_context *ctx, const void *model, const char *directory,
                                  const mt_safetensors_set *files) {
     mt_gpt_desc theirs, ours = mti_gpt_plain(&((const mt_gpt *)model)->desc);
-    int known, config;
+    mt_field their_fields[MTI_GPT_FIELDS], our_fields[MTI_GPT_FIELDS];
+    int known, config, i;
     MT_TRY(mti_gpt_source(ctx, directory, files, &known, &config, &theirs));
     if (known && config) mti_gpt_adopt(&theirs, &ours);
-    return known ? mti_gpt_same(ctx, directory, &theirs, &ours) : MT_SUCCESS;
+    mti_gpt_fields(&theirs, their_fields);
+    mti_gpt_fields(&ours, our_fields);
+    i = known ? mti_gpt_differ(&theirs, &ours) : -1;
+    return i < 0 ? MT_SUCCESS : mti_fields_refuse(ctx, directory, &their_fields[i], &our_fields[i]);
+}
+
+static mt_status mti_bert_compare(mt_context *ctx, const void *model, const char *directory,
+                                  const mt_safetensors_set *files) {
+    mt_bert_desc theirs, ours = mti_bert_plain(&((const mt_bert *)model)->desc);
+    mt_field their_fields[MTI_GPT_FIELDS], our_fields[MTI_GPT_FIELDS];
+    int known, config, i;
+    MT_TRY(mti_bert_source(ctx, directory, files, &known, &config, &theirs));
+    if (known && config && mti_bert_table(&ours)) theirs.layer.qkv_layout = ours.layer.qkv_layout;
+    mti_bert_fields(&theirs, their_fields);
+    mti_bert_fields(&ours, our_fields);
+    i = known ? mti_bert_differ(&theirs, &ours) : -1;
+    return i < 0 ? MT_SUCCESS : mti_fields_refuse(ctx, directory, &their_fields[i], &our_fields[i]);
 }
 
 /* The same with a table of the program: only metadata describe the GPT. */
@@ -3952,25 +4211,57 @@ static mt_status mti_gpt_other_compare(mt_context *ctx, const void *model, const
     return mt_safetensors_metadata(first, "gpt.vocab") ? mti_gpt_compare(ctx, model, directory, files) : MT_SUCCESS;
 }
 
+static mt_status mti_bert_other_compare(mt_context *ctx, const void *model, const char *directory,
+                                        const mt_safetensors_set *files) {
+    const mt_safetensors *first = mt_safetensors_set_file(files, 0);
+    return mt_safetensors_metadata(first, "bert.vocab") ? mti_bert_compare(ctx, model, directory, files) : MT_SUCCESS;
+}
+
 static const mt_checkpoint_format mti_gpt_format = {mti_gpt_metadata, mti_gpt_config, mti_gpt_compare, mti_gpt_part};
-static const mt_checkpoint_format mti_gpt_other_format = {mti_gpt_metadata, mti_gpt_other_config, mti_gpt_other_compare,
+static const mt_checkpoint_format mti_gpt_other_format = {mti_gpt_metadata, mti_given_config, mti_gpt_other_compare,
                                                           mti_gpt_part};
+static const mt_checkpoint_format mti_bert_format = {mti_bert_metadata, mti_bert_config, mti_bert_compare,
+                                                     mti_bert_part};
+static const mt_checkpoint_format mti_bert_other_format = {mti_bert_metadata, mti_given_config, mti_bert_other_compare,
+                                                           mti_bert_part};
+
+/* Checks the arguments. tokens is the weight of the model's token embedding, or NULL on stages without it. */
+static mt_status mti_model_checkpoint_check(mt_context *ctx, const char *function, const mt_params *params,
+                                            const mt_param *tokens, const mt_checkpoint_desc *desc) {
+    if (!desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", function);
+    if (tokens && mt_params_find(params, tokens->name) != tokens)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the model is not of this registry", function);
+    if (desc->format || desc->model)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc.%s is set, the model has its own", function,
+                       desc->format ? "format" : "model");
+    return MT_SUCCESS;
+}
 
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out) {
+    static const char *const function = "mt_gpt_checkpoint_create";
     mt_checkpoint_desc d;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!gpt || !desc)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: %s is NULL", gpt ? "desc" : "gpt");
-    if (gpt->model.tokens.weight && mt_params_find(params, gpt->model.tokens.weight->name) != gpt->model.tokens.weight)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: the gpt is not of this registry");
-    if (desc->format || desc->model)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_checkpoint_create: desc.%s is set, a GPT has its own",
-                       desc->format ? "format" : "model");
+    if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
+    MT_TRY(mti_model_checkpoint_check(ctx, function, params, gpt->model.tokens.weight, desc));
     d = *desc;
     d.format = desc->table ? &mti_gpt_other_format : &mti_gpt_format;
     if (!desc->table) d.table = mti_gpt_table(&gpt->desc);
     d.model = gpt;
+    return mt_checkpoint_create(ctx, params, &d, out);
+}
+
+MT_API mt_status mt_bert_checkpoint_create(mt_context *ctx, mt_params *params, const mt_bert *bert,
+                                           const mt_checkpoint_desc *desc, mt_checkpoint **out) {
+    static const char *const function = "mt_bert_checkpoint_create";
+    mt_checkpoint_desc d;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!bert) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: bert is NULL", function);
+    MT_TRY(mti_model_checkpoint_check(ctx, function, params, bert->model.tokens.weight, desc));
+    d = *desc;
+    d.format = desc->table ? &mti_bert_other_format : &mti_bert_format;
+    if (!desc->table) d.table = mti_bert_table(&bert->desc);
+    d.model = bert;
     return mt_checkpoint_create(ctx, params, &d, out);
 }
 
@@ -3988,6 +4279,23 @@ MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt
     if (status == MT_SUCCESS && known) *out = theirs;
     if (status != MT_SUCCESS || known) return status;
     return mt_fail(ctx, MT_ERR_DATA, "%s: neither the metadata of its model nor a config.json describes a GPT",
+                   directory);
+}
+
+MT_API mt_status mt_bert_desc_read(mt_context *ctx, const char *directory, mt_bert_desc *out) {
+    mt_safetensors_set *files;
+    mt_bert_desc theirs;
+    mt_status status;
+    int known, config;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!directory || !out)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_bert_desc_read: %s is NULL", directory ? "out" : "directory");
+    MT_TRY(mt_safetensors_set_open(ctx, directory, "model", &files));
+    status = mti_bert_source(ctx, directory, files, &known, &config, &theirs);
+    mt_safetensors_set_close(files);
+    if (status == MT_SUCCESS && known) *out = theirs;
+    if (status != MT_SUCCESS || known) return status;
+    return mt_fail(ctx, MT_ERR_DATA, "%s: neither the metadata of its model nor a config.json describes a BERT",
                    directory);
 }
 

@@ -367,6 +367,202 @@ static void own_table(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* ---- BERT -------------------------------------------------------------------------------------------------------- */
+
+static const char bert_model[] = "tests/golden/bert_hf";
+
+/* How a BERT is imported, from which directory. */
+typedef struct bert_run {
+    const char *directory;
+    int tp, pp;
+    mt_qkv_layout qkv_layout;
+    const char *to;  /* saves to this directory; NULL: does not save */
+    int encoder;     /* 1: the files have no heads, which are then loaded from the golden model */
+    int no_binary;   /* 1: no_binary_head, whatever the files have */
+    int want_binary; /* 1: the files have no sentence order, but the model has it */
+} bert_run;
+
+static mt_status bert_logits(test_rank *r, const mt_bert *bert, int binary) {
+    mt_batch batch = {.sequences = SEQUENCES, .seq = SEQ};
+    float x[TOKENS], *got = test_floats(r, TOKENS * VOCAB, 0), *want = test_floats(r, TOKENS * VOCAB, 0), sop[4];
+    int32_t ids[TOKENS], types[TOKENS], lengths[SEQUENCES];
+    double most = 0;
+    MT_TRY(read_expected(r->ctx, bert_model, "ids", x));
+    for (int i = 0; i < TOKENS; i++) ids[i] = (int32_t)x[i];
+    MT_TRY(read_expected(r->ctx, bert_model, "types", x));
+    for (int i = 0; i < TOKENS; i++) types[i] = (int32_t)x[i];
+    MT_TRY(read_expected(r->ctx, bert_model, "lengths", x));
+    for (int i = 0; i < SEQUENCES; i++) lengths[i] = (int32_t)x[i];
+    batch.token_types = types;
+    batch.lengths = lengths;
+    MT_TRY(read_expected(r->ctx, bert_model, "logits", want));
+    for (int i = 0; i < TOKENS * VOCAB; i++) most = fmax(most, fabs((double)want[i]));
+    MT_TRY(mt_bert_logits(r->ctx, bert, &batch, ids, mt_tensor_f32(got, TOKENS, VOCAB),
+                          binary ? mt_tensor_f32(sop, SEQUENCES, 2) : mt_none()));
+    MT_TRY(test_near_f32("logits", got, want, TOKENS * VOCAB, 1e-5 * most));
+    MT_TRY(read_expected(r->ctx, bert_model, "binary_logits", want));
+    return binary ? test_near_f32("sentence order", sop, want, 4, 1e-5) : MT_SUCCESS;
+}
+
+static mt_status bert_rank(mt_comm *world, void *user) {
+    const bert_run *b = (const bert_run *)user;
+    mt_grid_desc shape = {.tp = b->tp, .pp = b->pp ? b->pp : 1};
+    mt_checkpoint_desc c = {.directory = b->to ? in_scratch(b->to) : NULL};
+    mt_training_state state = {.step = 5};
+    mt_checkpoint *checkpoint;
+    mt_bert_desc d;
+    mt_bert bert;
+    test_rank r;
+    MT_TRY(test_rank_open(world, shape, NULL, &r));
+    MT_TRY(mt_bert_desc_read(r.ctx, b->directory, &d));
+    d.layer.qkv_layout = b->qkv_layout;
+    CHECK(d.layer.norm_eps == 1e-12f && d.layer.activation == MT_GELU_ERF && d.token_types == 2);
+    CHECK(d.no_binary_head == (b->encoder || b->want_binary));
+    if (b->no_binary) d.no_binary_head = 1;
+    if (b->encoder || b->want_binary) d.no_binary_head = 0;
+    MT_TRY(mt_bert_create(r.ctx, r.params, &d, &bert));
+    MT_TRY(mt_bert_checkpoint_create(r.ctx, r.params, &bert, &c, &checkpoint));
+    if (b->encoder || b->want_binary) { /* the heads keep their values */
+        CHECK(mt_checkpoint_import(r.ctx, checkpoint, b->directory) == MT_ERR_ARGUMENT);
+        CHECK(strstr(mt_last_error(r.ctx), "call mt_params_init first, as the parameter keeps its value"));
+        MT_TRY(mt_params_init(r.ctx, r.params, 3));
+        MT_TRY(mt_checkpoint_import(r.ctx, checkpoint, bert_model));
+        for (int i = 0; i < mt_params_count(r.params); i++) {
+            const mt_param *p = mt_params_at(r.params, i);
+            int kept = strncmp(p->name, "binary", 6) == 0 || (b->encoder && strstr(p->name, "head"));
+            if (!kept && !strstr(p->name, "pooler") && !strstr(p->name, "output_layer"))
+                memset(p->value.data, 0, (size_t)(p->value.rows * p->value.cols) * sizeof(float));
+        }
+    }
+    MT_TRY(mt_checkpoint_import(r.ctx, checkpoint, b->directory));
+    if (b->to) MT_TRY(mt_checkpoint_save(r.ctx, checkpoint, &state));
+    if (b->to) MT_TRY(mt_checkpoint_load(r.ctx, checkpoint, 5, &state));
+    MT_TRY(bert_logits(&r, &bert, !d.no_binary_head));
+    mt_checkpoint_destroy(r.ctx, checkpoint);
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void run_bert(bert_run b) { test_launch(b.tp * (b.pp ? b.pp : 1), bert_rank, &b); }
+
+static void bert(void **state) {
+    (void)state;
+    for (int tp = 1; tp <= 8; tp *= 2)
+        for (int layout = 0; layout < 3; layout++)
+            run_bert((bert_run){.directory = bert_model, .tp = tp, .qkv_layout = (mt_qkv_layout)layout});
+}
+
+static void bert_saved(void **state) {
+    static const int splits[][2] = {{1, 1}, {8, 1}, {2, 2}};
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        run_bert((bert_run){.directory = bert_model,
+                            .tp = splits[i][0],
+                            .pp = splits[i][1],
+                            .to = "a",
+                            .qkv_layout = (mt_qkv_layout)i});
+        same_tensors(in_scratch("a/step-00000005"), bert_model);
+        shell("cmp '%s' tests/golden/bert_hf/config.json", in_scratch("a/step-00000005/config.json"));
+        forget("a");
+    }
+}
+
+/* Writes the golden BERT as another class of transformers: without tensors that begin with one of `without`, and as
+   BertModel without the first word of names, or with older names of norms. */
+static void other_class(const char *to, const char *const without[2], int bare, int older) {
+    mt_context *ctx;
+    mt_safetensors *s;
+    mt_safetensors_writer *w;
+    char path[MT_PATH_MAX];
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, "tests/golden/bert_hf/model.safetensors", &s));
+    shell("mkdir -p '%s' && cp tests/golden/bert_hf/config.json '%s'", in_scratch(to), in_scratch(to));
+    print_to(path, sizeof path, "%s/model.safetensors", in_scratch(to));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_create(ctx, path, NULL, 0, &w));
+    for (int pass = 0; pass < 2; pass++)
+        for (int i = 0; i < mt_safetensors_count(s); i++) {
+            const mt_safetensors_tensor *t = mt_safetensors_at(s, i);
+            char name[200];
+            char *norm;
+            if (strncmp(t->name, without[0], strlen(without[0])) == 0) continue;
+            if (without[1] && strncmp(t->name, without[1], strlen(without[1])) == 0) continue;
+            print_to(name, sizeof name, "%s", t->name + (bare && strncmp(t->name, "bert.", 5) == 0 ? 5 : 0));
+            if (older && (norm = strstr(name, "LayerNorm.")) != NULL)
+                strcpy(norm + 10, strcmp(norm + 10, "weight") == 0 ? "gamma" : "beta");
+            if (pass == 0)
+                ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, name, t->dtype, t->dims, t->shape));
+            else ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, t->data, (size_t)t->bytes));
+        }
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, w));
+    mt_safetensors_destroy(w);
+    mt_safetensors_close(s);
+    mt_context_destroy(ctx);
+}
+
+/* Files of BertForMaskedLM and of BertModel, with older names, and a model without a binary head. */
+static void bert_classes(void **state) {
+    static const char *const masked[] = {"bert.pooler", "cls.seq"}, *const encoder[] = {"cls.", NULL};
+    static const char *const none[] = {"none", NULL};
+    (void)state;
+    other_class("masked", masked, 0, 0);
+    other_class("encoder", encoder, 1, 0);
+    other_class("older", none, 0, 1);
+    for (int tp = 1; tp <= 4; tp *= 2) {
+        run_bert((bert_run){.directory = in_scratch("encoder"), .tp = tp, .encoder = 1});
+        run_bert((bert_run){.directory = in_scratch("masked"), .tp = tp, .want_binary = 1});
+        run_bert((bert_run){.directory = in_scratch("older"), .tp = tp});
+    }
+    run_bert((bert_run){.directory = bert_model, .tp = 2, .no_binary = 1, .to = "a"});
+    same_tensors(in_scratch("a/step-00000005"), in_scratch("masked"));
+    shell("grep -q BertForMaskedLM '%s'", in_scratch("a/step-00000005/config.json"));
+    forget("a");
+    forget("masked");
+    forget("encoder");
+    forget("older");
+}
+
+/* A BERT that is not the original one has the names of the registry; its desc is in the metadata. */
+static mt_status own_bert_rank(mt_comm *world, void *user) {
+    mt_checkpoint_desc c = {.directory = in_scratch("a")};
+    mt_training_state state = {.step = 5};
+    mt_checkpoint *checkpoint;
+    mt_bert_desc d;
+    mt_bert b;
+    test_rank r;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, NULL, &r));
+    MT_TRY(mt_bert_desc_read(r.ctx, bert_model, &d));
+    d.layer.placement = MT_PRE_LN;
+    d.token_types = 3;
+    d.no_binary_head = 1;
+    MT_TRY(mt_bert_create(r.ctx, r.params, &d, &b));
+    MT_TRY(mt_params_init(r.ctx, r.params, 3));
+    MT_TRY(mt_bert_checkpoint_create(r.ctx, r.params, &b, &c, &checkpoint));
+    MT_TRY(mt_checkpoint_save(r.ctx, checkpoint, &state));
+    MT_TRY(mt_checkpoint_load(r.ctx, checkpoint, 5, &state));
+    CHECK(mt_checkpoint_import(r.ctx, checkpoint, bert_model) == MT_ERR_DATA);
+    CHECK(strstr(mt_last_error(r.ctx), "its model has placement MT_POST_LN, this one MT_PRE_LN"));
+    mt_checkpoint_destroy(r.ctx, checkpoint);
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void own_bert(void **state) {
+    mt_context *ctx;
+    mt_bert_desc d;
+    mt_gpt_desc gpt;
+    (void)state;
+    test_launch(2, own_bert_rank, NULL);
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bert_desc_read(ctx, in_scratch("a/step-00000005"), &d));
+    assert_true(d.vocab == VOCAB && d.max_seq == SEQ && d.layer.placement == MT_PRE_LN && d.token_types == 3);
+    assert_true(d.no_binary_head == 1 && d.layer.heads == 8 && d.layer.ffn == 40 && d.layer.norm_eps == 1e-12f);
+    shell("! test -e '%s'", in_scratch("a/step-00000005/config.json"));
+    REFUSED(ctx, MT_ERR_DATA, "describes a GPT", mt_gpt_desc_read(ctx, in_scratch("a/step-00000005"), &gpt));
+    forget("a");
+    mt_context_destroy(ctx);
+}
+
 /* ---- what a config.json may not say ------------------------------------------------------------------------------ */
 
 static void refused_configs(void **state) {
@@ -407,6 +603,39 @@ static void refused_configs(void **state) {
         status = mt_gpt_desc_read(ctx, in_scratch("c"), &d);
         REFUSED(ctx, MT_ERR_DATA, wrong[i].words, status);
     }
+    forget("c");
+    mt_context_destroy(ctx);
+}
+
+static void refused_berts(void **state) {
+    static const struct {
+        const char *from, *to, *words;
+    } wrong[] = {
+        {"\"bert\"", "\"roberta\"", "model_type is 'roberta', must be bert"},
+        {"\"gelu\"", "\"silu\"", "hidden_act is 'silu', must be gelu_new"},
+        {"\"is_decoder\": false", "\"is_decoder\": true", "is_decoder is true, must be false"},
+        {"\"add_cross_attention\": false", "\"add_cross_attention\": true", "add_cross_attention is true, must be"},
+        {"\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false",
+         "tie_word_embeddings is false, must be true"},
+        {"\"use_cache\": true", "\"position_embedding_type\": \"relative_key\"",
+         "position_embedding_type is 'relative_key', must be absolute"},
+        {"1e-12", "0.0", "layer_norm_eps is 0, must be above 0"},
+        {"\"num_attention_heads\": 8", "\"num_attention_heads\": 5", "hidden_size is 32, must be a multiple of"}};
+    mt_context *ctx;
+    mt_bert_desc d;
+    mt_gpt_desc gpt;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    shell("cp -r tests/golden/bert_hf '%s'", in_scratch("c"));
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        mt_status status;
+        shell("sed 's#%s#%s#' tests/golden/bert_hf/config.json > '%s'", wrong[i].from, wrong[i].to,
+              in_scratch("c/config.json"));
+        status = mt_bert_desc_read(ctx, in_scratch("c"), &d);
+        REFUSED(ctx, MT_ERR_DATA, wrong[i].words, status);
+    }
+    REFUSED(ctx, MT_ERR_DATA, "model_type is 'bert', must be gpt2 or llama", mt_gpt_desc_read(ctx, bert_model, &gpt));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "out is NULL", mt_bert_desc_read(ctx, bert_model, NULL));
     forget("c");
     mt_context_destroy(ctx);
 }
@@ -492,6 +721,11 @@ int main(void) {
         cmocka_unit_test(names_of_the_registry),
         cmocka_unit_test(bare_names),
         cmocka_unit_test(own_table),
+        cmocka_unit_test(bert),
+        cmocka_unit_test(bert_saved),
+        cmocka_unit_test(bert_classes),
+        cmocka_unit_test(own_bert),
+        cmocka_unit_test(refused_berts),
         cmocka_unit_test(refused_configs),
         cmocka_unit_test(equal_configs),
         cmocka_unit_test(other_models),

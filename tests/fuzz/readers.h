@@ -103,8 +103,12 @@ static inline int readers_config(mt_context *ctx, const unsigned char *bytes, si
     mt_status status = mti_json_object(ctx, "fuzz", bytes, size, NULL, 0); /* ends where the memory ends */
     if (status == MT_SUCCESS) status = mti_config_read(&config, &d);
     readers_status(ctx, status);
+    if (status != MT_SUCCESS) {
+        mt_bert_desc bert;
+        readers_status(ctx, mti_bert_config_read(&config, &bert));
+    }
     if (status == MT_SUCCESS) {
-        int length = mti_config_keep(&d, text, d.max_seq + 1, MT_BF16, "LlamaForCausalLM", again, size + 4096);
+        int length = mti_config_keep(text, d.max_seq + 1, MT_BF16, "LlamaForCausalLM", again, size + 4096);
         READERS_HOLD(length < (int)size + 4096 && length == (int)strlen(again));
         READERS_HOLD(mt_json_parse(ctx, "again", again, NULL, 0) == MT_SUCCESS);
     }

@@ -5,6 +5,8 @@
 gpt2_hf_untied/   a GPT2LMHeadModel whose head is not its embedding, with gelu_fast
 llama_hf/         a LlamaForCausalLM with two key/value heads, in several files with an index
 llama_hf_tied/    a LlamaForCausalLM in bf16, with a tied head and biases
+bert_hf/          a BertForPreTraining; expected.safetensors also has types [tokens], lengths [sequences] and
+                  binary_logits [sequences, 2], and its logits are those of masked LM
 
 Each directory has what save_pretrained writes: config.json, with token ids and a member that the library does not know,
 generation_config.json, the model, and expected.safetensors: ids [tokens] (as floats) and logits [tokens, vocab],
@@ -19,7 +21,8 @@ import shutil
 
 import torch
 from safetensors.torch import save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel, LlamaConfig,
+                          LlamaForCausalLM)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SEQUENCES, SEQ, VOCAB = 2, 12, 61
@@ -31,10 +34,11 @@ def write(name, model, seed, dtype=torch.float32, **how):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, p in model.named_parameters():
-            mean = 1.0 if ("norm" in key or ".ln_" in key) and key.endswith("weight") else 0.0
+            mean = 1.0 if ("norm" in key.lower() or ".ln_" in key) and key.endswith("weight") else 0.0
             p.copy_(mean + 0.3 * torch.randn(p.shape, generator=generator))
     model = model.eval().to(dtype)
-    model.generation_config.max_new_tokens = 7
+    if model.can_generate():
+        model.generation_config.max_new_tokens = 7
     model.save_pretrained(folder, **how)
     config = os.path.join(folder, "config.json")
     with open(config) as f:
@@ -45,9 +49,17 @@ def write(name, model, seed, dtype=torch.float32, **how):
         f.write("\n")
     ids = torch.randint(0, VOCAB, (SEQUENCES, SEQ), generator=generator)
     stored = type(model).from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    expected = {"ids": ids.flatten()}
     with torch.no_grad():
-        logits = stored(ids).logits.view(-1, VOCAB)
-    expected = {"ids": ids.flatten(), "logits": logits}
+        if name == "bert_hf":
+            types = (torch.arange(SEQ) >= 5).long().expand(SEQUENCES, SEQ)
+            lengths = torch.tensor([SEQ, 9])
+            out = stored(ids, attention_mask=torch.arange(SEQ) < lengths[:, None], token_type_ids=types)
+            logits = out.prediction_logits
+            expected.update(types=types.flatten(), lengths=lengths, binary_logits=out.seq_relationship_logits)
+        else:
+            logits = stored(ids).logits
+    expected["logits"] = logits.view(-1, VOCAB)
     save_file({k: v.to(torch.float32).contiguous() for k, v in expected.items()},
               os.path.join(folder, "expected.safetensors"))
 
@@ -65,3 +77,7 @@ write("llama_hf", LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, rope_theta
 write("llama_hf_tied",
       LlamaForCausalLM(LlamaConfig(num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
                                    **llama)), 13, torch.bfloat16)
+write("bert_hf",
+      BertForPreTraining(BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=8,
+                                    intermediate_size=40, max_position_embeddings=SEQ, hidden_dropout_prob=0.2,
+                                    attn_implementation="eager", **tokens)), 14)
