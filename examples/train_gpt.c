@@ -666,7 +666,8 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
     MT_TRY(mt_loss_scaler_create(t->ctx, o->dtype == MT_F16 ? NULL : &constant, &t->scaler));
     MT_TRY(create_slots(t));
     if (o->hash_log) MT_TRY(mt_hash_log_create(t->ctx, &t->grid, &t->hashes));
-    if (files.directory) MT_TRY(mt_gpt_checkpoint_create(t->ctx, t->params, &t->gpt, &files, &t->checkpoint));
+    if (o->checkpoint || o->init_from)
+        MT_TRY(mt_gpt_checkpoint_create(t->ctx, t->params, &t->gpt, &files, &t->checkpoint));
     if (device == MT_DEVICE_META) return MT_SUCCESS;
     t->staging = (int32_t *)malloc((size_t)o->seq * sizeof *t->staging);
     if (t->staging) return MT_SUCCESS;
@@ -992,12 +993,19 @@ static mt_status compare_notes(trainer *t, const char *theirs, const char *ours)
     return MT_SUCCESS;
 }
 
+/* Loads the weights of --init-from. All ranks have the same error, which rank 0 prints. */
+static mt_status begin_from(trainer *t, const char *directory) {
+    mt_status status = mt_checkpoint_import(t->ctx, t->checkpoint, directory);
+    if (status == MT_ERR_IO || status == MT_ERR_DATA) return refuse(t, "%s", mt_last_error(t->ctx));
+    return status;
+}
+
 /* Loads the newest checkpoint or, without one, the weights of --init-from. Without both the weights stay random. */
 static mt_status load(trainer *t, int64_t newest) {
     const options *o = &t->job->o;
     mt_training_state state;
     char note[MT_NOTE_MAX];
-    if (newest < 0) return o->init_from ? mt_checkpoint_import(t->ctx, t->checkpoint, o->init_from) : MT_SUCCESS;
+    if (newest < 0) return o->init_from ? begin_from(t, o->init_from) : MT_SUCCESS;
     MT_TRY(mt_checkpoint_load(t->ctx, t->checkpoint, newest, &state));
     note_flags(t->job, note);
     MT_TRY(compare_notes(t, state.note, note));

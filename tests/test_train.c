@@ -890,6 +890,31 @@ static void test_gpt2_of_hugging_face(void **state) {
     }
 }
 
+/* A Llama of Hugging Face gives shape and weights; files that are not what config.json says are refused once. */
+static void test_begins_with_a_llama(void **state) {
+    static unsigned char file[LLMC_HEADER_BYTES + 2 * 400];
+    int32_t header[3] = {LLMC_MAGIC, 1, 400};
+    char words[WORDS];
+    (void)state;
+    memcpy(file, header, sizeof header);
+    for (int i = 0; i < 400; i++) file[LLMC_HEADER_BYTES + 2 * i] = (unsigned char)(i % 61);
+    write_bytes("good.bin", file, sizeof file);
+    shell("cp -r tests/golden/llama_hf '%s'", in_scratch("llama"));
+    for (int i = 0; i < 2; i++) {
+        print_to(words, sizeof words,
+                 "--data %s --init-from %s --seq 12 --batch 4 --steps 2 --warmup 0 --sample 0 --eval-interval 0 "
+                 "--tp %d --checkpoint %s",
+                 in_scratch("good.bin"), in_scratch("llama"), 2 << i, in_scratch("run"));
+        assert_int_equal(run_train_gpt(words), i);
+        if (i == 0)
+            shell("cmp '%s' '%s'", in_scratch("run/step-00000002/config.json"), in_scratch("llama/config.json"));
+        shell("sed -i 's/\"num_hidden_layers\": 2/\"num_hidden_layers\": 3/' '%s'", in_scratch("llama/config.json"));
+        forget("run");
+    }
+    expect_one_sentence("has no tensor 'model.layers.2.input_layernorm.weight'");
+    forget("llama");
+}
+
 /* The sign of a NaN is not printed. */
 static void test_nan_has_no_sign(void **state) {
     char words[WORDS], text[16384];
@@ -1089,6 +1114,7 @@ int main(void) {
         cmocka_unit_test(test_positions),
         cmocka_unit_test(test_shape_of_a_model),
         cmocka_unit_test(test_gpt2_of_hugging_face),
+        cmocka_unit_test(test_begins_with_a_llama),
         cmocka_unit_test(test_nan_has_no_sign),
     };
     return cmocka_run_group_tests(tests, open_scratch, remove_scratch);
