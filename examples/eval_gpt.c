@@ -777,10 +777,20 @@ static mt_status write_results(const evaluator *e, double seconds) {
 
 /* ---- the job ----------------------------------------------------------------------------------------------------- */
 
+/* Loads the model. When a file is wrong, all ranks have the same error, and rank 0 prints it. */
+static mt_status import_model(mt_comm *world, evaluator *e, job *j, int *refused) {
+    mt_status status = mt_checkpoint_import(e->ctx, e->checkpoint, j->path);
+    *refused = status == MT_ERR_IO || status == MT_ERR_DATA;
+    if (*refused && mt_comm_rank(world) == 0) fprintf(stderr, "eval_gpt: %s\n", mt_last_error(e->ctx));
+    if (*refused) __atomic_store_n(&j->refused, 1, __ATOMIC_RELAXED);
+    return status;
+}
+
 static mt_status rank_main(mt_comm *world, void *user) {
     job *j = (job *)user;
     evaluator e;
     size_t arena = 0;
+    int refused = 0;
     mt_status status = plan(world, j, &arena);
     if (status != MT_SUCCESS) { /* rank 0 has printed why: the launcher must not report it again */
         __atomic_store_n(&j->refused, 1, __ATOMIC_RELAXED);
@@ -789,11 +799,11 @@ static mt_status rank_main(mt_comm *world, void *user) {
     memset(&e, 0, sizeof e);
     status = evaluator_create(world, j, (mt_device)j->o.device, arena, &e);
     if (status == MT_SUCCESS && mt_comm_rank(world) == 0) print_model(j);
-    if (status == MT_SUCCESS) status = mt_checkpoint_import(e.ctx, e.checkpoint, j->path);
+    if (status == MT_SUCCESS) status = import_model(world, &e, j, &refused);
     if (status == MT_SUCCESS) status = evaluate(&e);
     if (status == MT_SUCCESS && mt_comm_rank(world) == 0) status = write_results(&e, now() - e.start);
     evaluator_destroy(&e);
-    return status;
+    return refused ? MT_SUCCESS : status; /* the launcher must not report it again */
 }
 
 static mt_status run(job *j) {
