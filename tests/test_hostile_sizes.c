@@ -458,6 +458,58 @@ static void call_gpt(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_gpt_saved_destroy(&saved);
 }
 
+static void call_bert(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_bert_desc d = {.vocab = size_of(h, 16),
+                      .layers = size_of(h, 1),
+                      .max_seq = size_of(h, 8),
+                      .layer = {.hidden = size_of(h, 8), .heads = size_of(h, 2)},
+                      .no_binary_head = test_below(&h->random, 4) == 0,
+                      .token_types = test_below(&h->random, 2) ? size_of(h, 2) : 0,
+                      .recompute_layers = size_of(h, 0)};
+    mt_bert_saved saved;
+    mt_bert bert;
+    mt_batch batch = batch_of(h, a, b);
+    int64_t tokens = times(a, b);
+    const int32_t *order = d.no_binary_head ? NULL : ids(h, a);
+    mt_tensor sop = d.no_binary_head ? mt_none() : view32(h, 1, a);
+    mt_status status = mt_bert_create(h->ctx, h->rank.params, &d, &bert);
+    if (test_below(&h->random, 2)) batch.token_types = ids(h, tokens);
+    said(h, status);
+    if (status != MT_SUCCESS || params(h) != MT_SUCCESS || mt_bert_saved_create(h->ctx, &bert, &saved) != MT_SUCCESS)
+        return;
+    if (mt_bert_forward(h->ctx, &bert, &batch, ids(h, tokens), ids(h, tokens), order, view32(h, 1, tokens), sop,
+                        &saved) == MT_SUCCESS)
+        said(h, mt_bert_backward(h->ctx, &bert, 1.0f, 1.0f, &saved));
+    mt_arena_release(h->ctx, 0);
+    said(h, mt_bert_logits(h->ctx, &bert, &batch, ids(h, tokens), maybe(h, view32(h, c, d.vocab)),
+                           maybe(h, view32(h, a, 2))));
+    mt_bert_saved_destroy(&saved);
+}
+
+static void call_language_model(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_language_model_desc d = {.vocab = size_of(h, 16),
+                                .layers = size_of(h, 1),
+                                .max_seq = size_of(h, 8),
+                                .layer = {.hidden = size_of(h, 8), .heads = size_of(h, 2)},
+                                .token_types = size_of(h, 2),
+                                .embedding_norm = test_below(&h->random, 2) == 0,
+                                .padded_vocab = test_below(&h->random, 2) ? size_of(h, 16) : 0};
+    mt_language_model_saved saved;
+    mt_language_model model;
+    mt_batch batch = batch_of(h, a, b);
+    int64_t tokens = times(a, b), rows = test_below(&h->random, 2) ? tokens : c;
+    mt_tensor none = mt_none();
+    mt_status status = mt_language_model_create(h->ctx, h->rank.params, &d, &model);
+    if (test_below(&h->random, 2)) batch.token_types = ids(h, tokens);
+    said(h, status);
+    if (status != MT_SUCCESS || params(h) != MT_SUCCESS) return;
+    if (mt_language_model_saved_create(h->ctx, &model, &saved) != MT_SUCCESS) return;
+    if (mt_language_model_forward(h->ctx, &model, &batch, ids(h, tokens), none, view32(h, rows, d.layer.hidden),
+                                  &saved) == MT_SUCCESS)
+        said(h, mt_language_model_backward(h->ctx, &model, view32(h, rows, d.layer.hidden), none, &saved));
+    mt_language_model_saved_destroy(&saved);
+}
+
 static void call_host(hostile *h, int64_t a, int64_t b, int64_t c) {
     static float qkv[8 * 8 * 8 * 4], q[8 * 8 * 8 * 4], k[8 * 8 * 8 * 4], v[8 * 8 * 8 * 4];
     int fits = a <= 8 && b <= 8 && c <= 8;
@@ -499,7 +551,9 @@ static const struct {
                  {"embedding", call_embedding, 1},
                  {"mlp", call_mlp, 1},
                  {"layer", call_layer, 1},
-                 {"gpt", call_gpt, 1}};
+                 {"gpt", call_gpt, 1},
+                 {"bert", call_bert, 1},
+                 {"language model", call_language_model, 1}};
 
 static void call_all(const mt_context_desc *where, int ranks) {
     static hostile h;
