@@ -58,6 +58,7 @@ static const bert_case cases[] = {
      {.vocab = VOCAB,
       .layers = 2,
       .max_seq = SEQ,
+      .ignore_index = MT_IGNORE_ZERO,
       .layer = {.hidden = 16,
                 .heads = 8,
                 .placement = MT_RESIDUAL_POST_LN,
@@ -109,7 +110,7 @@ static void fill_data(worker *w) {
     uint64_t seed = 4;
     for (int i = 0; i < SEQUENCES; i++) {
         w->lengths[i] = i < 3 ? SEQ - 2 * i : SEQ;
-        w->order[i] = i == 2 ? -100 : i % 2;
+        w->order[i] = i == 2 ? -100 : i % 2; /* also with MT_IGNORE_ZERO: 0 is a class */
     }
     for (int i = 0; i < TOKENS; i++) {
         int padding = w->c->lengths && i % SEQ >= w->lengths[i / SEQ];
@@ -1328,6 +1329,8 @@ static void losses_are_refused(mt_context *ctx, call good) {
     c = good;
     c.order = order;
     REFUSED(ctx, MT_ERR_DATA, "sentence order 2|index 1|[0, 2)", call_forward(ctx, c));
+    order[1] = -1;
+    REFUSED(ctx, MT_ERR_DATA, "sentence order -1|index 1", call_forward(ctx, c));
     c.order = NULL;
     REFUSED(ctx, MT_ERR_ARGUMENT, "NULL|2 elements", call_forward(ctx, c));
     c = good;
