@@ -1,6 +1,6 @@
-/* mt_test_gpt.h - what the tests that train a GPT or a BERT share: a small model, trained for a few steps on any device,
-   in any type and on any grid, and the result of its training. C and C++. Include it after the implementation of
-   megatron.h. */
+/* mt_test_gpt.h - what the tests that train a GPT or a BERT share: a small model, trained for a few steps on any
+   device, in any type and on any grid, and the result of its training. C and C++. Include it after the implementation
+   of megatron.h. */
 
 #ifndef MT_TEST_GPT_H
 #define MT_TEST_GPT_H

@@ -1,5 +1,5 @@
-/* test_bert.c - tests mt_bert, and mt_language_model with a head of the test's own: every split against one rank, finite
-   differences, communication, logits, bits, memory and refusals. test_golden.c compares BERTs with PyTorch.
+/* test_bert.c - tests mt_bert, and mt_language_model with a head of the test's own: every split against one rank,
+   finite differences, communication, logits, bits, memory and refusals. test_golden.c compares BERTs with PyTorch.
        cc -std=gnu17 -O2 -I. tests/test_bert.c -lpthread -lm */
 
 #define MEGATRON_IMPLEMENTATION
@@ -1037,8 +1037,8 @@ static void test_hash_log(void **state) {
     }
 }
 
-/* The lines of activations do not depend on the number of sequences in a micro-batch: those of the sentence order have a
-   row for each sequence. */
+/* The lines of activations do not depend on the number of sequences in a micro-batch: those of the sentence order have
+   a row for each sequence. */
 static void log_of_micro_batches(int micro, gpt_lines *out) {
     static worker w;
     split s = {1, 1, 1, 0, micro, 0};

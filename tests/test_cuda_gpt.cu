@@ -1,5 +1,5 @@
-/* test_cuda_gpt.cu - trains a GPT, and a BERT, on 1, 2, 4 and 8 GPUs, or on ranks that share one, and compares losses, gradients
-   and weights with the CPU's, in f32, bf16 and f16. In invariant mode all have the same bits.
+/* test_cuda_gpt.cu - trains a GPT, and a BERT, on 1, 2, 4 and 8 GPUs, or on ranks that share one, and compares losses,
+   gradients and weights with the CPU's, in f32, bf16 and f16. In invariant mode all have the same bits.
      On GPUs:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_gpt.cu -lcublasLt    (and -DMT_USE_NCCL -lnccl)
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. */
 
