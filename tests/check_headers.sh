@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/report.sh
 . tests/report.sh
 headers="mt_comm.h mt_kernels.cuh mt_parallel.h megatron.h" # from the lowest to the highest
-programs=$(echo examples/*.c examples/*.cu examples/*/*.c examples/*/*.cu tests/*.h tests/*.c tests/*.cu \
+programs=$(echo examples/*.h examples/*.c examples/*.cu examples/*/*.c examples/*/*.cu tests/*.h tests/*.c tests/*.cu \
     tests/bench/*.c tests/bench/*.cu)
 warnings="-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Werror -Wfatal-errors"
 sources=$PWD/tests/package
@@ -467,12 +467,13 @@ long_function() {
 # A program of each kind has a long function.
 planted_programs() {
     n=0
-    for file in examples/train_gpt.c tests/test_comm.c tests/test_cuda.cu tests/mt_test.h tests/bench/bench.c; do
+    for file in examples/train.h examples/train_gpt.c tests/test_comm.c tests/test_cuda.cu tests/mt_test.h \
+        tests/bench/bench.c; do
         n=$((n + 1))
         mkdir -p "$work/planted/${file%/*}"
         long_function | sed "s/bad/bad$n/" >"$work/planted/$file"
     done
-    planted raw '/* bad1 bad2 bad3 bad4 bad5 */' check_function_length
+    planted raw '/* bad1 bad2 bad3 bad4 bad5 bad6 */' check_function_length
     rm -r "$work/planted"
 }
 
