@@ -1054,6 +1054,9 @@ MT_API mt_tensor mt_step_loss_scale(const mt_step *step);
    min_lr at step `total` and min_lr from there on. A negative step or warmup counts as 0. */
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr);
 
+/* The same with a straight line from lr down to min_lr, as BERT is trained. */
+MT_API float mt_linear_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr);
+
 /* ---- pipeline: stages, several micro-batches in flight ----------------------------------------------------------- */
 
 /* A schedule is the list of actions of one stage in one step. mt_pipeline_schedule makes it, or you write it yourself.
@@ -6176,15 +6179,31 @@ MT_API const uint64_t *mt_step_random_offset(const mt_step *step) { return &step
 
 MT_API mt_tensor mt_step_loss_scale(const mt_step *step) { return mt_tensor_f32(&step->values->scaler.scale, 1, 1); }
 
-MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr) {
-    double progress;
+/* Returns the learning rate of a step of the warm-up, or from `total` on, with *progress = -1. Otherwise *progress
+   becomes the share of the decay that is done, in [0, 1). */
+static float mti_schedule_ends(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr, double *progress) {
+    *progress = -1.0;
     if (step < 0) step = 0;
     if (warmup < 0) warmup = 0;
     if (step < warmup) return (float)((double)lr * (double)(step + 1) / (double)warmup);
     if (step >= total) return min_lr;
-    progress = (double)(step - warmup) / (double)(total - warmup);
+    *progress = (double)(step - warmup) / (double)(total - warmup);
+    return lr;
+}
+
+MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr) {
+    double progress;
+    float end = mti_schedule_ends(step, warmup, total, lr, min_lr, &progress);
+    if (progress < 0.0) return end;
     return (float)((double)min_lr +
                    0.5 * ((double)lr - (double)min_lr) * (1.0 + cos(3.14159265358979323846 * progress)));
+}
+
+MT_API float mt_linear_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr) {
+    double progress;
+    float end = mti_schedule_ends(step, warmup, total, lr, min_lr, &progress);
+    if (progress < 0.0) return end;
+    return (float)((double)min_lr + ((double)lr - (double)min_lr) * (1.0 - progress));
 }
 
 /* ---- >>pipeline -------------------------------------------------------------------------------------------------- */

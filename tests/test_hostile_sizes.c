@@ -130,6 +130,7 @@ static void call_views(hostile *h, int64_t a, int64_t b, int64_t c) {
     said(h, mt_fill(h->ctx, mt_shard_cols(t, int_of(h, 1), int_of(h, 2)), 0.0f));
     (void)mt_invariant_micro_batch(int_of(h, 4), a);
     (void)mt_cosine_schedule(a, b, c, 1.0f, 0.1f);
+    (void)mt_linear_schedule(a, b, c, 1.0f, 0.1f);
     mt_hash_log_tokens(h->ctx, a);
     (void)mt_params_at(h->rank.params, int_of(h, 0));
 }

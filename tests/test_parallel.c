@@ -1652,6 +1652,23 @@ static void test_cosine_schedule(void **state) {
     }
 }
 
+/* Up to 4 steps of warm-up, a line from 1 to 0.1 until step 20, then 0.1. */
+static void test_linear_schedule(void **state) {
+    static const struct {
+        int64_t step, warmup, total;
+        double want;
+    } golden[] = {{0, 4, 20, 0.25},   {3, 4, 20, 1.0},  {4, 4, 20, 1.0},  {8, 4, 20, 0.775}, {12, 4, 20, 0.55},
+                  {16, 4, 20, 0.325}, {20, 4, 20, 0.1}, {99, 4, 20, 0.1}, {0, 0, 10, 1.0},   {5, 0, 10, 0.55},
+                  {9, 0, 10, 0.19},   {7, 10, 5, 0.8},  {10, 10, 5, 0.1}, {-3, -3, 10, 1.0}, {0, 1, 2, 1.0}};
+    (void)state;
+    for (size_t i = 0; i < sizeof golden / sizeof *golden; i++) {
+        float got = mt_linear_schedule(golden[i].step, golden[i].warmup, golden[i].total, 1.0f, 0.1f);
+        if (fabs((double)got - golden[i].want) > 6e-8)
+            fail_msg("step %lld of %lld after %lld: %.9g, expected %.9g", (long long)golden[i].step,
+                     (long long)golden[i].total, (long long)golden[i].warmup, (double)got, golden[i].want);
+    }
+}
+
 /* ---- bad input --------------------------------------------------------------------------------------------------- */
 
 /* Creations are refused on rank 1 of a meta tensor group of 4 ranks: arguments are checked before any communication. */
@@ -2245,6 +2262,8 @@ static void test_sizes_that_cannot_be(void **state) {
     assert_true(norm == 3.0f && scaler.good_steps == 0 && scaler.skipped == 0);
     assert_true(mt_cosine_schedule(INT64_MIN, INT64_MIN, INT64_MAX, 1.0f, 0.5f) == 1.0f);
     assert_true(mt_cosine_schedule(INT64_MAX - 1, INT64_MIN, INT64_MAX, 1.0f, 0.5f) == 0.5f);
+    assert_true(mt_linear_schedule(INT64_MIN, INT64_MIN, INT64_MAX, 1.0f, 0.5f) == 1.0f);
+    assert_true(mt_linear_schedule(INT64_MAX - 1, INT64_MIN, INT64_MAX, 1.0f, 0.5f) == 0.5f);
     test_paper_rank_close(&r);
 }
 
@@ -3405,6 +3424,7 @@ int main(void) {
         cmocka_unit_test(test_optimizer_refuses),
         cmocka_unit_test(test_step_refuses),
         cmocka_unit_test(test_cosine_schedule),
+        cmocka_unit_test(test_linear_schedule),
         cmocka_unit_test(test_linear_create_refuses),
         cmocka_unit_test(test_linear_create_refuses_null),
         cmocka_unit_test(test_linear_create_refuses_weights),
