@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Makes token files for train_gpt and eval_gpt from text.
+"""Makes token files for train_gpt, train_bert and eval_gpt from text.
 
     python3 examples/text_to_bin.py train    --tokenizer gpt2 --out train.bin TEXT [TEXT ...]
+    python3 examples/text_to_bin.py bert     --tokenizer vocab.txt --out bert.bin TEXT [TEXT ...]
     python3 examples/text_to_bin.py wikitext --tokenizer gpt2 --out wikitext.bin wiki.test.tokens
     python3 examples/text_to_bin.py lambada  --tokenizer gpt2 --out lambada.bin lambada_test.jsonl
 
@@ -10,6 +11,10 @@ directory with tokenizer.json, with vocab.json and merges.txt (GPT-2's BPE), or 
 "bytes" need the package tokenizers of PyPI. No token is added to a text.
 
 train      The texts, one after the other. --separator ID puts this token in front of each text.
+bert       The texts, one after the other, with marks of sentences and words, and with the tokenizer's numbers of [PAD],
+           [CLS], [SEP] and [MASK]. A sentence ends at a new line, or at a full stop with white space behind it. Words
+           are those of the tokenizer; with "bytes", which has the special tokens 256 to 259, a run of letters and
+           digits, or any other byte.
 wikitext   A text of WikiText, detokenised by the rules of Megatron-LM, with the number of words of the original, which
            eval_gpt needs for the perplexity per word: the parts between single spaces. --keep leaves the text as it is.
 lambada    Each line is {"text": ...}, or {"context": ..., "continuation": ...}. The last word of a passage is what
@@ -18,8 +23,10 @@ lambada    Each line is {"text": ...}, or {"context": ..., "continuation": ...}.
 
 The file is that of llm.c: 256 int32, then uint16 tokens, all little-endian. The header has the number 20240520, the
 version 1, the number of tokens, the number of words of the original text (0: unknown) and the number of passages (0: a
-text). Further numbers are 0. With passages, two int32 for each of them follow the tokens: the tokens of the passage,
-and how many of them, at its end, are its last word.
+text). With passages, two int32 for each of them follow the tokens: the tokens of the passage, and how many of them, at
+its end, are its last word. In a file for train_bert the next numbers are 1 and the special tokens [PAD], [CLS], [SEP]
+and [MASK], and a byte for each token follows the tokens: 1 if it begins a word, plus 2 if it begins a sentence. Further
+numbers are 0.
 """
 import argparse
 import array
@@ -29,6 +36,8 @@ import re
 import sys
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256
+SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+WORD_START, SENTENCE_START = 1, 2
 WHITE_SPACE = " \t\n\v\f\r"  # that of the C locale, as eval_gpt counts words
 
 # The rules of Megatron-LM (tasks/zeroshot_gpt/detokenizer.py) in their order: name, pattern, replacement. Its rule for
@@ -120,10 +129,51 @@ def tokenizer_files(path):
     raise Problem(f"--tokenizer {path} has no tokenizer.json, no vocab.json with merges.txt, and no vocab.txt")
 
 
+def is_letter(byte):
+    """Bytes above 127 are parts of letters in UTF-8."""
+    return byte > 127 or chr(byte).isalnum()
+
+
+class Bytes:
+    """A token is a byte."""
+
+    def encode(self, text):
+        return list(text.encode("utf-8"))
+
+    def words(self, text):
+        """The tokens, and for each of them 1 if it begins a word."""
+        tokens = self.encode(text)
+        inside = [i > 0 and is_letter(t) and is_letter(tokens[i - 1]) for i, t in enumerate(tokens)]
+        return tokens, [0 if i else 1 for i in inside]
+
+    def special(self, name):
+        return 256 + SPECIAL.index(name)
+
+
+class Tokenizer:
+    """One of the package tokenizers."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def encode(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def words(self, text):
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        words = encoding.word_ids
+        return encoding.ids, [int(i == 0 or word is None or word != words[i - 1]) for i, word in enumerate(words)]
+
+    def special(self, name):
+        token = self.tokenizer.token_to_id(name)
+        if token is None:
+            raise Problem(f"the tokenizer has no {name}")
+        return token
+
+
 def load_tokenizer(path, cased):
-    """A function from a text to a list of numbers."""
     if path == "bytes":
-        return lambda text: list(text.encode("utf-8"))
+        return Bytes()
     kind, files = tokenizer_files(path)
     for file in files:
         if not os.path.exists(file):
@@ -143,7 +193,7 @@ def load_tokenizer(path, cased):
         raise Problem(f"--tokenizer {path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    return Tokenizer(tokenizer)
 
 
 # ---- token files -----------------------------------------------------------------------------------------------------
@@ -156,47 +206,72 @@ def little_endian(kind, numbers):
     return values.tobytes()
 
 
-def write_bin(path, tokens, words=0, passages=()):
-    """passages: a pair for each of them, its tokens and those of its last word."""
+def write_bin(path, tokens, words=0, passages=(), special=(), marks=()):
+    """passages: a pair for each of them, its tokens and those of its last word. marks: one for each token, or none."""
     if tokens and max(tokens) > 65535:
         raise Problem(f"token {max(tokens)} does not fit into 16 bits, which the file has for each token")
     if max(len(tokens), words) > 2**31 - 1:
         raise Problem(f"{len(tokens)} tokens are too many: a file has at most {2**31 - 1}")
-    header = [MAGIC, VERSION, len(tokens), words, len(passages)]
+    header = [MAGIC, VERSION, len(tokens), words, len(passages)] + ([1] + list(special) if marks else [])
     with open(path, "wb") as file:
         file.write(little_endian("i", header + [0] * (HEADER - len(header))))
         file.write(little_endian("H", tokens))
         file.write(little_endian("i", [number for passage in passages for number in passage]))
+        file.write(bytes(marks))
 
 
-def make_train(o, encode):
+def make_train(o, tokenizer):
     if o.separator is not None and not 0 <= o.separator <= 65535:
         raise Problem(f"--separator {o.separator}: expected a token from 0 to 65535")
     tokens = []
     for path in o.files:
         tokens += [] if o.separator is None else [o.separator]
-        tokens += encode(read_text(path))
+        tokens += tokenizer.encode(read_text(path))
     write_bin(o.out, tokens)
     print(f"{o.out}: {len(tokens)} tokens of {len(o.files)} texts")
 
 
-def make_wikitext(o, encode):
+def sentences_of(text):
+    """The sentences without white space around them. None of them is empty."""
+    parts = re.split(r"\n|(?<=\.)\s", text)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def make_bert(o, tokenizer):
+    special = [tokenizer.special(name) for name in SPECIAL]
+    tokens, marks, sentences = [], [], 0
+    for path in o.files:
+        for sentence in sentences_of(read_text(path)):
+            more, starts = tokenizer.words(sentence)
+            if not more:
+                continue
+            tokens += more
+            marks += [SENTENCE_START | WORD_START] + [WORD_START if start else 0 for start in starts[1:]]
+            sentences += 1
+    if not tokens:
+        raise Problem("the texts have no tokens")
+    write_bin(o.out, tokens, special=special, marks=marks)
+    words = sum(mark & WORD_START for mark in marks)
+    print(f"{o.out}: {len(tokens)} tokens, {words} words, {sentences} sentences of {len(o.files)} texts")
+
+
+def make_wikitext(o, tokenizer):
     text = read_text(o.file)
     words = count_words(text)
     if words == 0:
         raise Problem(f"{o.file} has no words")
-    tokens = encode(text if o.keep else detokenise_wikitext(text))
+    tokens = tokenizer.encode(text if o.keep else detokenise_wikitext(text))
     write_bin(o.out, tokens, words=words)
     print(f"{o.out}: {len(tokens)} tokens of {words} words, {len(tokens) / words:.4f} for each word")
 
 
-def make_lambada(o, encode):
+def make_lambada(o, tokenizer):
     tokens, passages = [], []
     for number, line in enumerate(read_text(o.file).split("\n"), 1):
         if not line.strip():
             continue
         try:
-            before, last = (encode(part) for part in split_last_word(passage_text(line)))
+            before, last = (tokenizer.encode(part) for part in split_last_word(passage_text(line)))
         except Problem as problem:
             raise Problem(f"{o.file}, line {number}: {problem}") from problem
         if not before or not last:
@@ -213,7 +288,8 @@ def make_lambada(o, encode):
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tasks = parser.add_subparsers(dest="task", required=True)
-    for name, make in (("train", make_train), ("wikitext", make_wikitext), ("lambada", make_lambada)):
+    for name, make in (("train", make_train), ("bert", make_bert), ("wikitext", make_wikitext),
+                       ("lambada", make_lambada)):
         task = tasks.add_parser(name)
         task.set_defaults(make=make)
         task.add_argument("--tokenizer", required=True, help="bytes, a file, or a directory")
@@ -221,6 +297,7 @@ def parse(arguments):
         task.add_argument("--out", required=True, metavar="FILE.bin")
         if name == "train":
             task.add_argument("--separator", type=int, metavar="ID", help="token in front of each text")
+        if name in ("train", "bert"):
             task.add_argument("files", nargs="+", metavar="TEXT")
         else:
             task.add_argument("file", metavar="TEXT" if name == "wikitext" else "JSONL")

@@ -2,7 +2,7 @@
    checkpoints, printing, the plan of a dry run, and main. It is a part of these programs, not of the library.
 
    A program includes it once. Before that it includes megatron.h with the implementation, and defines
-       PROGRAM, MODEL_NAME          the program's name, which begins its messages, and the model's
+       PROGRAM                      the name of the program, which begins its messages
        ADAM_BETA2, ADAM_EPS         of AdamW; 0 is the default of mt_optimizer_desc
        TOKEN_INPUTS                 number of int32 on the device for each token of a step, such as ids and targets
        SEQUENCE_INPUTS              the same for each sequence
@@ -165,6 +165,10 @@ static mt_status stage_backward(trainer *t, const mt_action *a, mt_tensor doutpu
 
 /* Computes means from the TOTALS sums over all sequences of a pass. */
 static void means_of(const pass *p, const float *sums, float *means);
+
+/* Returns the name of the model. print_more prints what is to be known of it besides its shape. */
+static const char *model_name(const options *o);
+static void print_more(const trainer *t);
 
 /* Returns the learning rate of a step. */
 static float learning_rate(const options *o, int64_t step);
@@ -1035,15 +1039,15 @@ static void print_ledgers(const trainer *t) {
 
 static void print_model(const trainer *t) {
     const options *o = &t->job->o;
-    printf(MODEL_NAME
-           ": %.15g layers, hidden %.15g, heads %.15g, vocabulary %.15g, %lld parameters in %s; %.15g x tensor, "
+    printf("%s: %.15g layers, hidden %.15g, heads %.15g, vocabulary %.15g, %lld parameters in %s; %.15g x tensor, "
            "%.15g x data parallel%s",
-           o->layers, o->hidden, o->heads, o->vocab, (long long)t->job->parameters, mt_dtype_name((mt_dtype)o->dtype),
-           o->tp, o->dp, o->sequence_parallel ? ", sequence parallel" : "");
+           model_name(o), o->layers, o->hidden, o->heads, o->vocab, (long long)t->job->parameters,
+           mt_dtype_name((mt_dtype)o->dtype), o->tp, o->dp, o->sequence_parallel ? ", sequence parallel" : "");
     if (o->pp > 1) printf("; %.15g pipeline stages, %s", o->pp, choices[SCHEDULE - DTYPE][o->schedule]);
     printf("\n");
     printf("data: %lld tokens, %.15g sequences of %.15g per step, GEMM: %s\n", (long long)t->job->data.count, o->batch,
            o->seq, o->device == MT_DEVICE_CUDA ? "cuBLASLt" : mt_gemm_library());
+    print_more(t);
     fflush(stdout);
 }
 

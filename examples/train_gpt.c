@@ -34,7 +34,6 @@
 
 #define GPT2_VOCAB 50257
 #define PROGRAM "train_gpt"
-#define MODEL_NAME "GPT"
 #define ADAM_BETA2 0.95f
 #define ADAM_EPS 0.0f
 enum { TOKEN_INPUTS = 2, SEQUENCE_INPUTS = 0, SEQUENCE_LOSSES = 0 };
@@ -255,6 +254,13 @@ static mt_status stage_backward(trainer *t, const mt_action *a, mt_tensor doutpu
 static void means_of(const pass *p, const float *sums, float *means) {
     means[0] = sums[0] / (float)((double)p->of * p->t->job->o.seq);
 }
+
+static const char *model_name(const options *o) {
+    (void)o;
+    return "GPT";
+}
+
+static void print_more(const trainer *t) { (void)t; }
 
 static float learning_rate(const options *o, int64_t step) {
     return mt_cosine_schedule(step, (int64_t)o->warmup, (int64_t)o->steps, (float)o->lr, (float)o->min_lr);

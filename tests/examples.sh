@@ -1,6 +1,7 @@
 #!/bin/sh
-# Builds each example with the command in its first lines and runs it, train_gpt for only 3 steps, eval_gpt
-# on a small text. 05_own_weights is two programs: their losses must agree, and few of their lines may differ.
+# Builds each example with the command in its first lines and runs it, train_gpt and train_bert for only
+# 3 steps, eval_gpt on a small text. 05_own_weights is two programs: their losses must agree, and few of their lines may
+# differ.
 #
 #   sh tests/examples.sh [NAME]      one line per command, closing line "N passed, N failed, N skipped"
 set -u
@@ -20,7 +21,7 @@ example_commands() { sed -n '1,30s/^[^A-Za-z]*\(cc .* -o .*\)$/\1/p' "$1" | sed 
 # The arguments to run it with: those of its command, but only few steps of training.
 example_arguments() {
     case $1:$2 in
-    train_gpt:*) echo "--steps 3" ;;
+    train_gpt:* | train_bert:*) echo "--steps 3" ;;
     embed:*) echo "tests/golden/bert_hf --ids tests/golden/embed/ids.txt" ;;
     eval_gpt:*) echo "--init-from tests/golden/gpt2_hf --data tests/golden/eval/text.bin" ;;
     *"&& ./"*) echo "$2" | sed 's|.*&& \./[^ ]*||' ;;

@@ -54,12 +54,21 @@ def read_bin(path):
     with open(path, "rb") as file:
         data = file.read()
     header = struct.unpack("<256i", data[:1024])
-    assert header[:2] == (20240520, 1) and not any(header[5:])
+    assert header[:2] == (20240520, 1) and not any(header[10 if header[5] else 5:])
     count, words, passages = header[2:5]
-    assert len(data) == 1024 + 2 * count + 8 * passages
+    assert len(data) == 1024 + 2 * count + 8 * passages + header[5] * count
     tokens = list(struct.unpack(f"<{count}H", data[1024:1024 + 2 * count]))
-    numbers = struct.unpack(f"<{2 * passages}i", data[1024 + 2 * count:])
+    numbers = struct.unpack(f"<{2 * passages}i", data[1024 + 2 * count:1024 + 2 * count + 8 * passages])
     return tokens, words, list(zip(numbers[::2], numbers[1::2]))
+
+
+def read_marks(path):
+    """The special tokens, and the marks of the tokens."""
+    with open(path, "rb") as file:
+        data = file.read()
+    header = struct.unpack("<256i", data[:1024])
+    assert header[5] == 1 and header[3:5] == (0, 0)
+    return header[6:10], list(data[1024 + 2 * header[2]:])
 
 
 class Case(unittest.TestCase):
@@ -131,6 +140,15 @@ class Plain(Case):
         self.assertEqual(self.make("train", "--separator", "50256", one, two)[0],
                          [50256, 97, 98, 13, 10, 50256, 195, 164])
 
+    def test_bert(self):
+        one, two = self.path("one", " A b2. C-d\n\n.e\n"), self.path("two", "\u00e4x 3.5")
+        tokens, words, passages = self.make("bert", one, two)
+        self.assertEqual((bytes(tokens).decode(), words, passages), ("A b2.C-d.e\u00e4x 3.5", 0, []))
+        special, marks = read_marks(self.path("out.bin"))
+        self.assertEqual(special, (256, 257, 258, 259))
+        self.assertEqual("".join(map(str, marks)), "31101" + "311" + "31" + "3001111")
+        self.refuse("the texts have no tokens", "bert", self.path("blank", " \n "))
+
     def test_lambada(self):
         lines = [{"text": "One, two\nthree four. "}, {"context": "Who is ", "continuation": " Otto"},
                  {"text": " a man to man"}]
@@ -196,10 +214,15 @@ class Tokenizers(Case):
         self.assertEqual(self.make("train", text, tokenizer=vocab)[0], [5, 6, 7, 9])
         self.assertEqual(self.make("train", "--cased", text, tokenizer=vocab)[0], [8, 6, 7, 9])
         self.assertEqual(self.make("train", text, tokenizer=self.folder)[0], [5, 6, 7, 9])
+        text = self.path("text", "The cats. The\ncat")
+        self.assertEqual(self.make("bert", text, tokenizer=vocab)[0], [5, 6, 7, 9, 5, 6])
+        self.assertEqual(read_marks(self.path("out.bin")), ((0, 2, 3, 4), [3, 1, 0, 1, 3, 3]))
 
     def test_refusals(self):
         text = self.path("text", "a b")
         self.refuse("text.json", "train", text, tokenizer=self.path("text.json", "no tokenizer"))
+        folder, _ = self.gpt2_folder()
+        self.refuse("the tokenizer has no [PAD]", "bert", text, tokenizer=folder)
 
 
 if __name__ == "__main__":

@@ -1,65 +1,19 @@
 /* test_train.c - tests examples/train_gpt.c, which it runs in this process: the loss over 50 steps against one rank on
    every split, input and log files, and the refusal of each wrong flag. Run it from the root of the checkout. */
 
-#define main train_gpt_main
+#define main program_main
 #include "../examples/train_gpt.c"
 #undef main
 
-#include "mt_test.h"
 #include "mt_test_locale.h"
-#include "mt_test_scratch.h"
+#include "mt_test_train.h"
 
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
-#define MAX_ARGS 64
 #define STEPS (SANITIZED ? 20 : 50)     /* with two evaluations */
 #define LEARNED (SANITIZED ? 0.5 : 1.0) /* by which the loss falls at least */
-#define WORDS 4096                      /* characters of a command line */
-
-/* Runs train_gpt with these words as its arguments. Its output goes to the files "out" and "err". */
-static int run_train_gpt(const char *words) {
-    static char text[WORDS];
-    char *argv[MAX_ARGS] = {(char *)(uintptr_t) "train_gpt"};
-    int argc = 1, out = dup(1), err = dup(2), rc;
-    print_to(text, sizeof text, "%s", words);
-    for (char *w = strtok(text, " "); w && argc < MAX_ARGS - 1; w = strtok(NULL, " ")) argv[argc++] = w;
-    fflush(NULL);
-    assert_non_null(freopen(in_scratch("out"), "w", stdout));
-    assert_non_null(freopen(in_scratch("err"), "w", stderr));
-    /* unbuffered, as before: the text is in the file even if the process ends early */
-    setvbuf(stderr, NULL, _IONBF, 0);
-    optind = 0; /* resets getopt */
-    rc = train_gpt_main(argc, argv);
-    fflush(NULL);
-    dup2(out, 1);
-    dup2(err, 2);
-    close(out);
-    close(err);
-    return rc;
-}
-
-static void read_text(const char *name, char *text, size_t bytes) {
-    FILE *f = fopen(in_scratch(name), "r");
-    assert_non_null(f);
-    text[fread(text, 1, bytes - 1, f)] = 0;
-    fclose(f);
-}
-
-static void write_bytes(const char *name, const void *bytes, size_t size) {
-    FILE *f = fopen(in_scratch(name), "wb");
-    assert_non_null(f);
-    assert_int_equal(fwrite(bytes, 1, size, f), size);
-    fclose(f);
-}
-
-static void expect_error(const char *words, const char *sentence) {
-    char text[4096];
-    int rc = run_train_gpt(words);
-    read_text("err", text, sizeof text);
-    if (rc == 0 || !strstr(text, sentence)) fail_msg("train_gpt %s: exit %d, stderr: %s", words, rc, text);
-}
 
 /* Rank 0, a thread, opens a pipe that no process reads, and blocks for ever. */
 static void test_stuck_rank_ends_the_process(void **state) {
@@ -73,7 +27,7 @@ static void test_stuck_rank_ends_the_process(void **state) {
              in_scratch("pipe"));
     child = fork();
     assert_true(child >= 0);
-    if (child == 0) _exit(run_train_gpt(words) + 40);
+    if (child == 0) _exit(run_program(words) + 40);
     while (waitpid(child, &status, WNOHANG) == 0) {
         struct timespec nap = {0, 20000000};
         nanosleep(&nap, NULL);
@@ -84,21 +38,6 @@ static void test_stuck_rank_ends_the_process(void **state) {
     assert_non_null(strstr(text, "rank 1 of 2: MT_ERR_TIMEOUT: "));
     assert_non_null(strstr(text, "rank 0 of 2: has not returned from its function"));
     assert_true(cm_seconds_() - start > 5.0); /* the watch gives a stuck rank that long to return */
-}
-
-/* A text that is independent of the project's files: sentences of few words, which a small model learns quickly. */
-static void write_text(void) {
-    static const char *const words[] = {"the ",     "a ",   "rank ", "sums ",   "splits ", "rows ",
-                                        "columns ", "of ",  "and ",  "every ",  "layer ",  "tensor ",
-                                        "token ",   "has ", "sees ", "again.\n"};
-    static char text[40000];
-    uint64_t seed = 3, word = 0;
-    size_t used = 0;
-    while (used + 16 < sizeof text) {
-        word = (3 * word + 1 + test_random(&seed) % 3) % 16;
-        used += (size_t)snprintf(text + used, sizeof text - used, "%s", words[word]);
-    }
-    write_bytes("text", text, used);
 }
 
 /* The losses and gradient norms of a run, from its CSV. */
@@ -113,7 +52,7 @@ static curve train_curve(const char *model, const char *split) {
     write_text();
     print_to(words, sizeof words, "--data %s --steps %d --log %s --sample 0 --eval-interval %d %s %s",
              in_scratch("text"), STEPS, in_scratch("log.csv"), STEPS / 2, model, split);
-    if (run_train_gpt(words) != 0) {
+    if (run_program(words) != 0) {
         read_text("err", line, sizeof line);
         fail_msg("train_gpt %s: %s", words, line);
     }
@@ -274,12 +213,12 @@ static void test_hash_log_of_stages(void **state) {
              "--data LICENSE --sample 0 --steps 2 --hidden 16 --seq 8 --batch 8 --dtype bf16 --invariant 4 "
              "--tp 1 --hash-log %s",
              in_scratch("one.hash"));
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
     print_to(words, sizeof words,
              "--data LICENSE --sample 0 --steps 2 --hidden 16 --seq 8 --batch 8 --dtype bf16 --invariant 4 "
              "--pp 4 --hash-log %s",
              in_scratch("split.hash"));
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
     assert_same_file("one.hash", "split.hash", "--pp 4");
 }
 
@@ -289,8 +228,8 @@ static void test_f16_scales_the_loss(void **state) {
     char text[8192];
     (void)state;
     assert_int_equal(
-        run_train_gpt("--data LICENSE --sample 0 --layers 1 --hidden 16 --seq 8 --batch 2 --dtype f16 --tp 2 "
-                      "--steps 30"),
+        run_program("--data LICENSE --sample 0 --layers 1 --hidden 16 --seq 8 --batch 2 --dtype f16 --tp 2 "
+                    "--steps 30"),
         0);
     read_text("out", text, sizeof text);
     assert_non_null(strstr(text, "parameters in f16;"));
@@ -362,7 +301,7 @@ static double bytes_per_parameter(const char *flags) {
     long long parameters;
     size_t model, state;
     print_to(words, sizeof words, "--data megatron.h --hidden 256 --tp 2 --dp 4 --dry-run %s", flags);
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
     read_text("out", text, sizeof text);
     at = strstr(text, "per rank: ");
     assert_non_null(at);
@@ -406,7 +345,7 @@ static void assert_done_as_planned(const char *model, const char *dry) {
     char words[WORDS], wet[4096];
     const char *at = strstr(dry, "communication of one step");
     print_to(words, sizeof words, "%s --steps 1 --sample 0", model);
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
     read_text("out", wet, sizeof wet);
     assert_non_null(at);
     assert_non_null(strstr(wet, at));
@@ -418,7 +357,7 @@ static void test_dry_run_and_ledger(void **state) {
     char words[WORDS], dry[4096];
     (void)state;
     print_to(words, sizeof words, "%s --dry-run", model);
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
     read_text("out", dry, sizeof dry);
     assert_null(strstr(dry, "step "));
     assert_non_null(strstr(dry, "per rank: "));
@@ -448,7 +387,7 @@ static void test_configurations(void **state) {
         double all;
         print_to(words, sizeof words, "--config %s --dp 64 --batch 512 --dtype f16 --dry-run --sample 0",
                  paper[i].name);
-        assert_int_equal(run_train_gpt(words), 0);
+        assert_int_equal(run_program(words), 0);
         read_text("out", text, sizeof text);
         assert_true(fabs((double)whole / 1e9 - paper[i].billions) < 0.05);
         snprintf(line, sizeof line, " %lld parameters in f16; %lld x tensor, 64 x data", whole, t);
@@ -465,7 +404,7 @@ static void test_configurations(void **state) {
         assert_int_equal(sscanf(strstr(text, "  all ") + 5, "%lf", &all), 1);
         assert_true(all < 32e9); /* the memory of the paper's GPUs */
     }
-    assert_int_equal(run_train_gpt("--config gpt2-8.3b --layers 2 --tp 4 --dry-run --sample 0"), 0);
+    assert_int_equal(run_program("--config gpt2-8.3b --layers 2 --tp 4 --dry-run --sample 0"), 0);
     read_text("out", text, sizeof text);
     assert_non_null(strstr(text, "GPT: 2 layers, hidden 3072, heads 32, vocabulary 50257,"));
     assert_non_null(strstr(text, "4 x tensor"));
@@ -479,7 +418,7 @@ static void test_dry_run_of_a_pipeline(void **state) {
     char words[WORDS], dry[4096];
     (void)state;
     print_to(words, sizeof words, "%s --dry-run", model);
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
     read_text("out", dry, sizeof dry);
     assert_non_null(
         strstr(dry, "46880 parameters in f32")); /* 256 x 32, 16 x 32, 3 x (12 x 32 x 32 + 13 x 32), 2 x 32 */
@@ -503,18 +442,18 @@ static void test_sampling(void **state) {
                                      "--sample 40 --prompt static --lr 0 --min-lr 0";
     char with[512];
     (void)state;
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
     read_text("out", one, sizeof one);
     assert_non_null(strstr(one, "continuation of static\n---\n"));
     snprintf(with, sizeof with, "%s --tp 4 --dp 2 --sequence-parallel", words);
-    assert_int_equal(run_train_gpt(with), 0);
+    assert_int_equal(run_program(with), 0);
     read_text("out", four, sizeof four);
     assert_string_equal(strstr(one, "continuation"), strstr(four, "continuation"));
     snprintf(with, sizeof with, "%s --layers 2", words);
-    assert_int_equal(run_train_gpt(with), 0);
+    assert_int_equal(run_program(with), 0);
     read_text("out", one, sizeof one);
     snprintf(with, sizeof with, "%s --layers 2 --tp 2 --pp 2 --dp 2", words);
-    assert_int_equal(run_train_gpt(with), 0);
+    assert_int_equal(run_program(with), 0);
     read_text("out", four, sizeof four);
     assert_string_equal(strstr(one, "continuation"), strstr(four, "continuation"));
 }
@@ -544,11 +483,26 @@ static void test_token_file(void **state) {
     (void)state;
     write_bin("good.bin", LLMC_MAGIC, 1, BIN_TOKENS, BIN_TOKENS, 50256);
     print_to(words, sizeof words, SMALL "--data %s", in_scratch("good.bin"));
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
     read_text("out", text, sizeof text);
     assert_non_null(strstr(text, "vocabulary 50257"));
     assert_non_null(strstr(text, "data: 4000 tokens"));
     assert_non_null(strstr(text, "loss 10.8")); /* ln 50257 = 10.82 */
+}
+
+/* A token file for train_bert has a byte for each token behind the tokens. */
+static void test_token_file_with_marks(void **state) {
+    static unsigned char file[LLMC_HEADER_BYTES + 3 * 1000];
+    int32_t header[6] = {LLMC_MAGIC, 1, 1000, 0, 0, 1};
+    char words[WORDS];
+    (void)state;
+    memcpy(file, header, sizeof header);
+    memset(file + LLMC_HEADER_BYTES + 2000, 3, 1000);
+    write_bytes("good.bin", file, sizeof file);
+    print_to(words, sizeof words, SMALL "--data %s --vocab 1", in_scratch("good.bin"));
+    assert_int_equal(run_program(words), 0);
+    write_bytes("good.bin", file, sizeof file - 1);
+    expect_error(words, "announces 1000 tokens");
 }
 
 static void test_bad_files(void **state) {
@@ -596,7 +550,7 @@ static void test_smallest_file(void **state) {
              "--layers 1 --hidden 8 --heads 2 --seq 8 --batch 2 --steps 2 --eval-interval 1 --sample 9 "
              "--data %s",
              in_scratch("short.txt"));
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
 }
 
 /* A run that is refused leaves the log of the previous run unchanged. */
@@ -607,7 +561,7 @@ static void test_refusal_keeps_the_log(void **state) {
     print_to(words, sizeof words, "--data megatron.h --heads 5 --log %s", in_scratch("log.csv"));
     expect_error(words, "heads 5");
     print_to(words, sizeof words, "--data megatron.h --dry-run --log %s", in_scratch("log.csv"));
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
     read_text("log.csv", text, sizeof text);
     assert_string_equal(text, "precious");
 }
@@ -631,7 +585,7 @@ static int read_losses(const char *log, int first, double *loss) {
 static void run_six_steps(const char *words) {
     char all[WORDS], text[1024];
     print_to(all, sizeof all, SIX_STEPS "%s", in_scratch("text"), words);
-    if (run_train_gpt(all) == 0) return;
+    if (run_program(all) == 0) return;
     read_text("err", text, sizeof text);
     fail_msg("train_gpt %s: %s", all, text);
 }
@@ -822,16 +776,16 @@ static void test_shape_of_a_model(void **state) {
     print_to(c, sizeof c, "%s", in_scratch("checkpoints"));
     print_to(start, sizeof start, run, in_scratch("text"), 2);
     print_to(words, sizeof words, "%s %s --checkpoint %s", start, shape, c);
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
     for (int i = 0; i < 2; i++) {
         print_to(words, sizeof words, "%s %s --init-from %s/step-00000002 --log %s", start, i ? shape : "", c,
                  in_scratch("init.csv"));
-        if (run_train_gpt(words) != 0) expect_error(words, "nothing");
+        if (run_program(words) != 0) expect_error(words, "nothing");
         assert_int_equal(read_losses("init.csv", 1, i ? again : whole), 2);
     }
     assert_memory_equal(whole, again, 2 * sizeof *whole);
     print_to(words, sizeof words, "%s --steps 3 --checkpoint %s --resume --tp 4", start, c);
-    assert_int_equal(run_train_gpt(words), 0);
+    assert_int_equal(run_program(words), 0);
     for (size_t i = 0; i < COUNT(bad); i++) {
         print_to(words, sizeof words, "%s --init-from %s/step-00000002 %s", start, c, bad[i][0]);
         expect_error(words, "train_gpt: --");
@@ -883,7 +837,7 @@ static void test_gpt2_of_hugging_face(void **state) {
                  "--data %s --init-from tests/golden/gpt2_hf --seq 1 --batch 4 --steps 6 --warmup 0 --sample 0 "
                  "--eval-interval 0 --log %s %s",
                  in_scratch("good.bin"), in_scratch("init.csv"), splits[i]);
-        assert_int_equal(run_train_gpt(words), 0);
+        assert_int_equal(run_program(words), 0);
         assert_int_equal(read_losses("init.csv", 1, loss), 6);
         if (!(fabs(loss[0] - want) <= 1e-5 * want)) fail_msg("%s: loss %.9g, PyTorch %.9g", splits[i], loss[0], want);
         assert_true(loss[5] < loss[0] - 0.2);
@@ -905,7 +859,7 @@ static void test_begins_with_a_llama(void **state) {
                  "--data %s --init-from %s --seq 12 --batch 4 --steps 2 --warmup 0 --sample 0 --eval-interval 0 "
                  "--tp %d --checkpoint %s",
                  in_scratch("good.bin"), in_scratch("llama"), 2 << i, in_scratch("run"));
-        assert_int_equal(run_train_gpt(words), i);
+        assert_int_equal(run_program(words), i);
         if (i == 0)
             shell("cmp '%s' '%s'", in_scratch("run/step-00000002/config.json"), in_scratch("llama/config.json"));
         shell("sed -i 's/\"num_hidden_layers\": 2/\"num_hidden_layers\": 3/' '%s'", in_scratch("llama/config.json"));
@@ -1061,7 +1015,7 @@ static void test_decimal_comma(void **state) {
 static void test_help(void **state) {
     char text[8192];
     (void)state;
-    assert_int_equal(run_train_gpt("--help"), 0);
+    assert_int_equal(run_program("--help"), 0);
     read_text("out", text, sizeof text);
     for (int i = 0; i < FLAGS; i++) assert_non_null(strstr(text, flags[i].name));
 }
@@ -1098,6 +1052,7 @@ int main(void) {
         cmocka_unit_test(test_dry_run_of_a_pipeline),
         cmocka_unit_test(test_sampling),
         cmocka_unit_test(test_token_file),
+        cmocka_unit_test(test_token_file_with_marks),
         cmocka_unit_test(test_bad_files),
         cmocka_unit_test(test_absurd_flags),
         cmocka_unit_test(test_steps_that_are_not_finite),
