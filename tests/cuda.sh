@@ -69,17 +69,18 @@ evaluates_on_the_engine() {
     done
 }
 
-few_steps="--layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --sample 4 --no-pinning --data megatron.h"
+bert_steps="--layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 4 --no-pinning --data megatron.h"
+few_steps="$bert_steps --sample 4"
 
-# examples/train_gpt.c as it is, on two GPUs over NCCL: the losses of the CPU in f32, within 1e-5 of the loss, or 2e-2
-# in bf16 and f16.
+# trains_on_the_engine PROGRAM FLAG...: a program of examples/ as it is, on two GPUs over NCCL. It has the losses of the
+# CPU in f32, within 1e-5 of the loss, or 2e-2 in bf16 and f16.
 trains_on_the_engine() {
-    "$CC" -O2 -I. examples/train_gpt.c -o "$build/train_gpt_cpu" -lm -lpthread || return 1
-    # shellcheck disable=SC2086  # a list of flags
-    "$build/train_gpt_cpu" $few_steps --tp 2 --log "$build/cpu.csv" || return 1
+    program=$1
+    shift
+    "$CC" -O2 -I. "examples/$program.c" -o "$build/${program}_cpu" -lm -lpthread || return 1
+    "$build/${program}_cpu" "$@" --tp 2 --log "$build/cpu.csv" || return 1
     for dtype in f32 $(in_full && echo bf16 f16); do
-        # shellcheck disable=SC2086
-        "$engine/train_gpt" $few_steps --tp 2 --device cuda --dtype $dtype --log "$build/$dtype.csv" || return 1
+        "$engine/$program" "$@" --tp 2 --device cuda --dtype $dtype --log "$build/$dtype.csv" || return 1
         paste -d , "$build/cpu.csv" "$build/$dtype.csv" >"$build/both.csv"
         awk -F, -v allowed="$([ $dtype = f32 ] && echo 1e-5 || echo 2e-2)" 'NR == 1 { half = NF / 2; next }
             { n++; d = $2 - $(2 + half); if (d < 0) d = -d; if (!($2 > 0) || d > allowed * $2) wrong = 1 }
@@ -313,7 +314,10 @@ example() {
     check "eval_gpt --device cuda has the results of PyTorch" evaluates_on_the_engine
 }
 training() {
-    check "train_gpt --device cuda" trains_on_the_engine
+    # shellcheck disable=SC2086  # a list of flags
+    check "train_gpt --device cuda" trains_on_the_engine train_gpt $few_steps
+    # shellcheck disable=SC2086
+    check "train_bert --device cuda" trains_on_the_engine train_bert $bert_steps --eval-interval 2
     check "train_gpt --cuda-graph has the bits of calls without a graph" trains_as_a_graph
 }
 processes() {

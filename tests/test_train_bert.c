@@ -249,7 +249,8 @@ static int read_log(const char *name, int first, double rows[][COLUMNS]) {
     return n;
 }
 
-#define SMALL "--data %s --layers 2 --hidden 32 --heads 8 --seq 32 --batch 8 --dropout 0.1 --warmup 3 --lr 5e-3 "
+#define SMALL                                                                                                          \
+    "--data %s --layers 2 --hidden 32 --heads 8 --seq 32 --batch 8 --dropout 0.1 --warmup 3 --lr 5e-3 --no-pinning "
 
 static void train_rows(const char *flags, double rows[STEPS][COLUMNS]) {
     char words[WORDS], text[1024];
