@@ -3732,7 +3732,7 @@ static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
 /* The members of a Llama's config.json that are not members of mt_gpt_desc. Texts are truncated when longer; every
    accepted value fits. */
 typedef struct mti_llama {
-    double eps, theta, factor;
+    double eps, theta, older_theta, factor; /* theta is above 0 when the file has it in rope_parameters */
     int64_t head_dim;
     int tied, attention_bias, mlp_bias;
     char activation[64], rope_type[64], scaling_type[64], scaling[64];
@@ -3740,7 +3740,7 @@ typedef struct mti_llama {
 
 enum { MTI_LLAMA_FIELDS = 20 };
 
-/* rope_theta and rope_parameters.rope_theta are the same; transformers 5 writes the second one. */
+/* transformers 4 writes rope_theta, and transformers 5 rope_parameters.rope_theta, which counts if a file has both. */
 static void mti_llama_fields(mt_gpt_desc *d, mti_llama *x, mt_field *out) {
     mt_transformer_layer_desc *l = &d->layer;
     const mt_field list[MTI_LLAMA_FIELDS] = {
@@ -3753,7 +3753,7 @@ static void mti_llama_fields(mt_gpt_desc *d, mti_llama *x, mt_field *out) {
         {"intermediate_size", MT_FIELD_I64, &l->ffn, 1, INT32_MAX, 0, 0, 0},
         {"head_dim", MT_FIELD_I64, &x->head_dim, 0, INT32_MAX, 0, 0, 1},
         {"rms_norm_eps", MT_FIELD_F64, &x->eps, 0, 0, 0, 0, 0},
-        {"rope_theta", MT_FIELD_F64, &x->theta, 0, 0, 0, 0, 1},
+        {"rope_theta", MT_FIELD_F64, &x->older_theta, 0, 0, 0, 0, 1},
         {"rope_parameters.rope_theta", MT_FIELD_F64, &x->theta, 0, 0, 0, 0, 1},
         {"rope_parameters.rope_type", MT_FIELD_TEXT, x->rope_type, 0, 0, sizeof x->rope_type, 0, 0},
         {"rope_scaling.rope_type", MT_FIELD_TEXT, x->scaling_type, 0, 0, sizeof x->scaling_type, 0, 0},
@@ -3776,17 +3776,18 @@ static mt_status mti_llama_rope(const mti_config *c, const mti_llama *x) {
         return mti_config_refuse_text(c, "rope_scaling.rope_type", x->scaling_type, wanted);
     if (strcmp(x->scaling, "default") != 0) return mti_config_refuse_text(c, "rope_scaling.type", x->scaling, wanted);
     if (x->factor != 1)
-        return mt_fail(c->ctx, MT_ERR_DATA, "%s: the factor of rope_scaling is %g, must be 1 or missing", c->path,
+        return mt_fail(c->ctx, MT_ERR_DATA,
+                       "%s: the factor of rope_scaling or rope_parameters is %g, must be 1 or missing", c->path,
                        x->factor);
-    if (!((float)x->theta > 0))
-        return mt_fail(c->ctx, MT_ERR_DATA, "%s: rope_theta is %g, must be above 0", c->path, x->theta);
+    if (!((float)x->theta > 0 && x->theta <= FLT_MAX))
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: rope_theta is %g, must be above 0, and a float", c->path, x->theta);
     return MT_SUCCESS;
 }
 
 /* Reads the config.json of a Llama. Defaults are those of transformers' LlamaConfig. *out is zero. */
 static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
     mt_transformer_layer_desc *l = &out->layer;
-    mti_llama x = {1e-6, 10000, 1, 0, 0, 0, 0, "silu", "default", "default", "default"};
+    mti_llama x = {1e-6, -1, 10000, 1, 0, 0, 0, 0, "silu", "default", "default", "default"};
     mt_field fields[MTI_LLAMA_FIELDS];
     mti_llama_fields(out, &x, fields);
     out->vocab = 32000;
@@ -3797,6 +3798,7 @@ static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
     MT_TRY(mti_config_fields(c, fields, MTI_LLAMA_FIELDS));
     if (strcmp(x.activation, "silu") != 0 && strcmp(x.activation, "swish") != 0)
         return mti_config_refuse_text(c, "hidden_act", x.activation, "silu");
+    if (x.theta == -1) x.theta = x.older_theta;
     MT_TRY(mti_llama_rope(c, &x));
     MT_TRY(mti_config_eps(c, "rms_norm_eps", x.eps));
     if (x.mlp_bias != x.attention_bias)
@@ -4225,11 +4227,13 @@ static const mt_checkpoint_format mti_bert_format = {mti_bert_metadata, mti_bert
 static const mt_checkpoint_format mti_bert_other_format = {mti_bert_metadata, mti_given_config, mti_bert_other_compare,
                                                            mti_bert_part};
 
-/* Checks the arguments. tokens is the weight of the model's token embedding, or NULL on stages without it. */
+/* Checks the arguments. */
 static mt_status mti_model_checkpoint_check(mt_context *ctx, const char *function, const mt_params *params,
-                                            const mt_param *tokens, const mt_checkpoint_desc *desc) {
+                                            const mt_language_model *model, const mt_checkpoint_desc *desc) {
+    const mt_param *weight = model->layers ? model->layers[0].attention.proj.weight : NULL; /* every stage has it */
     if (!desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", function);
-    if (tokens && mt_params_find(params, tokens->name) != tokens)
+    if (!weight) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the model was not created", function);
+    if (mt_params_find(params, weight->name) != weight)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the model is not of this registry", function);
     if (desc->format || desc->model)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc.%s is set, the model has its own", function,
@@ -4243,7 +4247,7 @@ MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, co
     mt_checkpoint_desc d;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
-    MT_TRY(mti_model_checkpoint_check(ctx, function, params, gpt->model.tokens.weight, desc));
+    MT_TRY(mti_model_checkpoint_check(ctx, function, params, &gpt->model, desc));
     d = *desc;
     d.format = desc->table ? &mti_gpt_other_format : &mti_gpt_format;
     if (!desc->table) d.table = mti_gpt_table(&gpt->desc);
@@ -4257,7 +4261,7 @@ MT_API mt_status mt_bert_checkpoint_create(mt_context *ctx, mt_params *params, c
     mt_checkpoint_desc d;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!bert) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: bert is NULL", function);
-    MT_TRY(mti_model_checkpoint_check(ctx, function, params, bert->model.tokens.weight, desc));
+    MT_TRY(mti_model_checkpoint_check(ctx, function, params, &bert->model, desc));
     d = *desc;
     d.format = desc->table ? &mti_bert_other_format : &mti_bert_format;
     if (!desc->table) d.table = mti_bert_table(&bert->desc);

@@ -8384,15 +8384,20 @@ static mt_status mti_map_piece(mt_context *ctx, const mt_checkpoint *c, mti_tabl
     piece->param = i;
     piece->row = row;
     piece->part.unit = piece->part.rows = part == 0 ? n : 0;
-    if (part != 0 && c->format.part) (c->format.part)(c->model, p, part, &piece->part);
-    if (piece->part.rows == 0 && (part == 0 || c->format.part)) return MT_SUCCESS;
+    if (part != 0 && !c->format.part)
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "mt_checkpoint_create: the table has part %d of '%s', which only mt_checkpoint_format.part explains", part,
+            p->name);
+    if (part != 0) (c->format.part)(c->model, p, part, &piece->part);
+    if (piece->part.rows == 0) return MT_SUCCESS;
     if (!mti_part_is_valid(&piece->part, n))
         return mt_fail(
             ctx, MT_ERR_ARGUMENT,
-            "mt_checkpoint_create: part %d of '%s' is rows %lld to %lld of %lld, zip %lld of %lld, which the "
-            "%lld rows cannot have",
-            part, p->name, (long long)piece->part.first, (long long)piece->part.first + (long long)piece->part.rows - 1,
-            (long long)piece->part.unit, (long long)piece->part.zip, (long long)piece->part.zip_unit, (long long)n);
+            "mt_checkpoint_create: part %d of '%s' is rows from %lld on, %lld of each %lld, zip %lld of %lld, "
+            "which the %lld rows cannot have",
+            part, p->name, (long long)piece->part.first, (long long)piece->part.rows, (long long)piece->part.unit,
+            (long long)piece->part.zip, (long long)piece->part.zip_unit, (long long)n);
     piece->count = n / piece->part.unit * piece->part.rows;
     mti_map_join(map, map->piece_count++, number);
     return MT_SUCCESS;
@@ -8415,6 +8420,10 @@ static mt_status mti_map_covers(mt_context *ctx, const mt_checkpoint *c, const m
 }
 
 /* Computes where the pieces of a tensor are in it, and its shape. */
+static int mti_piece_transposed(const mti_table_map *map, const mti_slice *piece) {
+    return piece->row >= 0 && (map->table->names[piece->row].flags & MT_TENSOR_TRANSPOSED);
+}
+
 static mt_status mti_map_finish(mt_context *ctx, const mt_checkpoint *c, mti_table_map *map, int t) {
     mti_stored *s = &map->tensors[t];
     const mt_param *first = c->params->list[map->pieces[s->first].param];
@@ -8422,9 +8431,13 @@ static mt_status mti_map_finish(mt_context *ctx, const mt_checkpoint *c, mti_tab
     int k, same = 1;
     s->cols = mti_named_cols(first);
     s->vector = first->desc.rows == 1;
-    s->transposed = s->row >= 0 && (map->table->names[s->row].flags & MT_TENSOR_TRANSPOSED) && !s->vector;
+    s->transposed = mti_piece_transposed(map, one) && !s->vector;
     for (k = s->first; k >= 0; k = map->pieces[k].next) {
         const mt_param *p = c->params->list[map->pieces[k].param];
+        if (mti_piece_transposed(map, &map->pieces[k]) != mti_piece_transposed(map, one))
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "mt_checkpoint_create: the rows of '%s' in the table do not agree on MT_TENSOR_TRANSPOSED",
+                           map->table->names[one->row].file);
         map->pieces[k].at = s->rows;
         s->rows += map->pieces[k].count;
         same = same && mti_named_cols(p) == s->cols && (p->desc.rows == 1) == s->vector;
@@ -9269,30 +9282,46 @@ static mt_status mti_source_check_part(mt_context *ctx, const mt_checkpoint *c, 
     return MT_SUCCESS;
 }
 
-/* Returns 1 when the files have a tensor of a part. With a prefix, names that do not begin with it do not count. */
-static int mti_source_has(const mt_checkpoint *c, const mt_safetensors_set *b, const mti_part *part) {
-    const char *prefix = part->map->table ? part->map->table->prefix : NULL;
-    int t;
-    for (t = 0; t < part->map->tensor_count; t++) {
-        mti_layout l = mti_part_layout(c, part, t, MTI_VALUE);
-        int row = part->map->tensors[t].row;
-        if (part->map->table && row < 0) continue;
-        if (prefix && strncmp(part->map->table->names[row].file, prefix, strlen(prefix)) != 0) continue;
-        if (mti_source_find(b, part, l.name)) return 1;
-    }
+/* Returns 1 when `name` is that of a row with a parameter; bare = 1: without the prefix. With a prefix, rows that do
+   not begin with it do not count. */
+static int mti_table_has(const mt_tensor_table *table, const char *name, int bare) {
+    size_t n = table->prefix ? strlen(table->prefix) : 0;
+    int64_t number;
+    int i;
+    for (i = 0; i < table->count; i++)
+        if (table->names[i].param && strncmp(table->names[i].file, n ? table->prefix : "", n) == 0 &&
+            mti_pattern_fits(mti_row_file(table, i, bare), name, &number))
+            return 1;
+    return 0;
+}
+
+/* Returns 1 when a tensor of the files has a name of the table. It depends on the files alone, so all pipeline stages
+   get the same answer. */
+static int mti_files_have(const mt_safetensors_set *b, const mt_tensor_table *table, int bare) {
+    int i, t;
+    for (i = 0; i < b->count; i++)
+        for (t = 0; t < mt_safetensors_count(b->files[i]); t++)
+            if (mti_table_has(table, mt_safetensors_at(b->files[i], t)->name, bare)) return 1;
+    return 0;
+}
+
+/* Returns 1 when the files have a tensor with the name of a parameter of this stage. */
+static int mti_files_have_own(const mt_checkpoint *c, const mt_safetensors_set *b) {
+    int i;
+    for (i = 0; i < c->params->count; i++)
+        if (mt_safetensors_set_find(b, c->params->list[i]->name)) return 1;
     return 0;
 }
 
 /* Finds out which names the files have: those of the table, those without its prefix, or those of the registry. */
 static void mti_source_names(const mt_checkpoint *c, mti_source *s) {
-    mti_part full = mti_model_part(c), bare = full, own = full;
-    bare.bare = 1;
-    own.map = &c->own;
-    s->map = full.map;
+    const mt_tensor_table *table;
+    s->map = mti_model_part(c).map;
     s->bare = 0;
-    if (full.map == own.map || mti_source_has(c, &s->model, &full)) return;
-    s->bare = full.map->table->prefix && mti_source_has(c, &s->model, &bare);
-    if (!s->bare && mti_source_has(c, &s->model, &own)) s->map = own.map;
+    table = s->map->table;
+    if (!table || mti_files_have(&s->model, table, 0)) return;
+    s->bare = table->prefix && mti_files_have(&s->model, table, 1);
+    if (!s->bare && mti_files_have_own(c, &s->model)) s->map = &c->own;
 }
 
 static mti_part mti_source_part(const mt_checkpoint *c, const mti_source *s) {
@@ -9615,7 +9644,9 @@ static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const ch
                        mti_source_open(ctx, c, directory, &s, step, state ? &theirs : NULL, &steps));
     if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_counts(ctx, c, &s));
     if (status == MT_SUCCESS && !c->params->placed)
-        status = mti_params_begin(ctx, c->params, state ? "mt_checkpoint_load" : "mt_checkpoint_import", NULL);
+        status =
+            mti_agree(ctx, world, c->exchange,
+                      mti_params_begin(ctx, c->params, state ? "mt_checkpoint_load" : "mt_checkpoint_import", NULL));
     if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_apply(ctx, c, &s));
     if (status == MT_SUCCESS && state) status = mti_source_take_fields(ctx, c, &s);
     if (status == MT_SUCCESS) mti_source_keep(c, &s);

@@ -563,6 +563,109 @@ static void own_bert(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* ---- a table of few rows ----------------------------------------------------------------------------------------- */
+
+/* On two pipeline stages, the second one has none of these parameters. */
+static const mt_tensor_name few_names[] = {{"tok.weight", "embedding.word_embeddings.weight", 0, 0},
+                                           {"mask.#", NULL, 0, 0}};
+static const mt_tensor_table few = {few_names, 2, NULL, NULL, 0};
+
+/* Copies a model in one file, and adds a tensor. */
+static void copy_with(const char *from, const char *to, const char *name) {
+    int64_t one = 1;
+    float value = 1;
+    mt_context *ctx;
+    mt_safetensors *file;
+    mt_safetensors_writer *w;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, from, &file));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_create(ctx, to, NULL, 0, &w));
+    for (int i = 0; i < mt_safetensors_count(file); i++) {
+        const mt_safetensors_tensor *t = mt_safetensors_at(file, i);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, t->name, t->dtype, t->dims, t->shape));
+    }
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, name, "F32", 1, &one));
+    for (int i = 0; i < mt_safetensors_count(file); i++) {
+        const mt_safetensors_tensor *t = mt_safetensors_at(file, i);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, t->data, (size_t)t->bytes));
+    }
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, &value, sizeof value));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, w));
+    mt_safetensors_destroy(w);
+    mt_safetensors_close(file);
+    mt_context_destroy(ctx);
+}
+
+static mt_status few_rank(mt_comm *world, void *user) {
+    const source *s = (const source *)user;
+    mt_checkpoint_desc c = {.directory = NULL, .table = &few};
+    mt_checkpoint *other;
+    replica m;
+    MT_TRY(replica_open(world, s, &m));
+    MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &other));
+    MT_TRY(mt_checkpoint_import(m.r.ctx, other, in_scratch("few")));
+    MT_TRY(same_logits(&m, s->directory));
+    mt_checkpoint_destroy(m.r.ctx, other);
+    replica_close(&m);
+    return MT_SUCCESS;
+}
+
+static mt_status few_save_rank(mt_comm *world, void *user) {
+    const source *s = (const source *)user;
+    mt_training_state state = {.step = 5};
+    mt_checkpoint_desc c = {.directory = in_scratch("a"), .table = &few};
+    mt_checkpoint *other;
+    replica m;
+    MT_TRY(replica_open(world, s, &m));
+    MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &other));
+    MT_TRY(mt_checkpoint_import(m.r.ctx, m.checkpoint, s->directory));
+    MT_TRY(mt_checkpoint_save(m.r.ctx, other, &state));
+    mt_checkpoint_destroy(m.r.ctx, other);
+    replica_close(&m);
+    return MT_SUCCESS;
+}
+
+static void table_of_few_rows(void **state) {
+    source s = {.directory = models[1], .tp = 1};
+    (void)state;
+    test_launch(1, few_save_rank, &s);
+    shell("mkdir '%s'", in_scratch("few"));
+    copy_with(in_scratch("a/step-00000005/model.safetensors"), in_scratch("few/model.safetensors"), "mask.3");
+    for (s.tp = 1; s.tp <= 2; s.tp++)
+        for (s.pp = 1; s.pp <= 2; s.pp++) test_launch(s.tp * s.pp, few_rank, &s);
+    forget("a");
+    forget("few");
+}
+
+/* A model that was not created, and one of another registry, on the stage that has no embedding, too. */
+static mt_status strange_rank(mt_comm *world, void *user) {
+    source s = {.directory = models[1], .tp = 1, .pp = 2};
+    mt_checkpoint_desc c = {.directory = NULL};
+    mt_checkpoint *out;
+    replica m, other;
+    mt_gpt none;
+    mt_bert bert;
+    (void)user;
+    memset(&none, 0, sizeof none);
+    memset(&bert, 0, sizeof bert);
+    MT_TRY(replica_open(world, &s, &m));
+    MT_TRY(replica_open(world, &s, &other));
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "the model was not created",
+            mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &none, &c, &out));
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "the model was not created",
+            mt_bert_checkpoint_create(m.r.ctx, m.r.params, &bert, &c, &out));
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "the model is not of this registry",
+            mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &other.gpt, &c, &out));
+    replica_close(&other);
+    replica_close(&m);
+    return MT_SUCCESS;
+}
+
+static void strange_models(void **state) {
+    (void)state;
+    test_launch(2, strange_rank, NULL);
+}
+
 /* ---- what a config.json may not say ------------------------------------------------------------------------------ */
 
 static void refused_configs(void **state) {
@@ -576,8 +679,10 @@ static void refused_configs(void **state) {
          "rope_scaling.rope_type is 'linear', must be 'default' or missing"},
         {"\"pretraining_tp\": 1", "\"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2.0}",
          "rope_scaling.type is 'dynamic', must be 'default' or missing"},
-        {"\"pretraining_tp\": 1", "\"rope_scaling\": {\"factor\": 2.0}", "factor of rope_scaling is 2, must be 1"},
+        {"\"pretraining_tp\": 1", "\"rope_scaling\": {\"factor\": 2.0}",
+         "factor of rope_scaling or rope_parameters is 2, must"},
         {"500.0", "0.0", "rope_theta is 0, must be above 0"},
+        {"500.0", "1e60", "rope_theta is 1e+60, must be above 0, and a float"},
         {"\"attention_bias\": false", "\"attention_bias\": true", "mlp_bias is false, must be true, as attention_bias"},
         {"\"mlp_bias\": false", "\"mlp_bias\": true", "mlp_bias is true, must be false, as attention_bias is"},
         {"\"head_dim\": 6", "\"head_dim\": 8", "head_dim is 8, must be hidden_size / num_attention_heads, 6"},
@@ -645,7 +750,9 @@ static void equal_configs(void **state) {
     static const char *const edits[] = {
         "s#\"rope_parameters\": {#\"rope_theta\": 500.0, \"other\": {#;s#\"rope_theta\": 500.0,$#\"x\": 1,#",
         "s#\"head_dim\": 6#\"head_dim\": null#", "s#\"pretraining_tp\": 1#\"rope_scaling\": null#",
-        "s#\"silu\"#\"swish\"#"};
+        "s#\"silu\"#\"swish\"#",
+        /* rope_parameters counts, wherever the other one stands */
+        "s#\"pretraining_tp\": 1#\"rope_theta\": 7.0#", "s#^{#{\"rope_theta\": 7.0,#"};
     mt_context *ctx;
     mt_gpt_desc want, d;
     (void)state;
@@ -726,6 +833,8 @@ int main(void) {
         cmocka_unit_test(bert_classes),
         cmocka_unit_test(own_bert),
         cmocka_unit_test(refused_berts),
+        cmocka_unit_test(table_of_few_rows),
+        cmocka_unit_test(strange_models),
         cmocka_unit_test(refused_configs),
         cmocka_unit_test(equal_configs),
         cmocka_unit_test(other_models),

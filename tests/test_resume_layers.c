@@ -774,7 +774,9 @@ static void wrong_tables(void **state) {
                  {{{"a", "b", 0, 0}, {"h.#", "first", 0, 0}}, "only one of 'h.#' and 'first' has a number '#'"},
                  {{{"a", "first.weight", 0, 0}, {"b", "first.weight", 0, 0}}, "'first.weight'|not each row once"},
                  {{{"a", "first.weight", 0, 0}, {"a", "second.weight", 0, 0}}, "'a'|parts of different widths"},
-                 {{{"a", "first.bias", 0, 0}, {"a", "second.weight", 0, 0}}, "'a'|parts of different widths"}};
+                 {{{"a", "first.bias", 0, 0}, {"a", "second.weight", 0, 0}}, "'a'|parts of different widths"},
+                 {{{"a", "first.weight", 0, 0}, {"a", "second.weight", 0, MT_TENSOR_TRANSPOSED}},
+                  "the rows of 'a'|do not agree on MT_TENSOR_TRANSPOSED"}};
     static const mt_tensor_name all = {"a", "first.weight", 1, 0};
     job j = {.tp = 1, .directory = "w"};
     mt_checkpoint_format format = {.part = wrong_part};
@@ -788,7 +790,8 @@ static void wrong_tables(void **state) {
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &world));
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, model_open(world, &j, &n, &m));
     c.table = &table;
-    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "part 1 of 'first.weight'", mt_checkpoint_create(m.r.ctx, m.r.params, &c, &out));
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "part 1 of 'first.weight'|mt_checkpoint_format.part",
+            mt_checkpoint_create(m.r.ctx, m.r.params, &c, &out));
     c.format = &format, c.model = &m;
     for (m.wrong = 1; m.wrong < 10; m.wrong++)
         REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "part 1 of 'first.weight' is rows",
