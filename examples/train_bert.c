@@ -44,10 +44,10 @@ static const char *const loss_names[][2] = {{"lm_loss", "lm loss"}, {"sop_loss",
 static const char *const validation_names[][2] = {
     {"val_lm_loss", "validation lm loss"}, {"val_sop_loss", "sop loss"}, {"val_sop_accuracy", "sop accuracy"}};
 
-/* The library compares the other sizes of the model. */
-enum { FIXED_LINES = 7 };
-static const char *const noted[] = {"seq", "batch",  "seed",   "dtype",   "placement", "heads",       "steps",
-                                    "lr",  "min-lr", "warmup", "dropout", "clip",      "weight-decay"};
+/* Those of the model are not noted: the library compares the shape. */
+enum { FIXED_LINES = 5 };
+static const char *const noted[] = {"seq",    "batch",  "seed",    "dtype", "steps",       "lr",
+                                    "min-lr", "warmup", "dropout", "clip",  "weight-decay"};
 static const char *const configs[] = {"bert-336m", "bert-1.3b", "bert-3.9b"};
 
 struct model {
@@ -374,7 +374,7 @@ static mt_status create_saved(trainer *t) {
 }
 
 static mt_status create_checkpoint(trainer *t, const mt_checkpoint_desc *files) {
-    return mt_checkpoint_create(t->ctx, t->params, files, &t->checkpoint);
+    return mt_bert_checkpoint_create(t->ctx, t->params, &t->model.bert, files, &t->checkpoint);
 }
 
 static void destroy_model(trainer *t) {
