@@ -770,10 +770,11 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
                        equal to heads, a causal mask
      LlamaForCausalLM  MT_PRE_LN, MT_RMS_NORM, MT_SWIGLU, rotary positions of all features of a head, a causal mask
    mt_checkpoint_import reads files that transformers wrote, with or without the first word of the names
-   ("transformer.", "model."). Save, load and import convert to and from the qkv_layout and the rotary_form of the
-   model. Import ignores causal masks and frequencies in the files and, when the head is tied, lm_head.weight.
-   When load or import has read a config.json of this model, the next save keeps its members (token ids, dropout, ...),
-   and generation_config.json.
+   ("transformer.", "model."), and converts them to the qkv_layout and the rotary_form of the model. Files that this
+   library wrote load only into a model with the qkv_layout and the rotary_form that their metadata name, because the
+   optimizer's state has the order of the weights. Import ignores causal masks and frequencies in the files and, when
+   the head is tied, lm_head.weight. When load or import has read a config.json of this model, the next save keeps its
+   members (token ids, dropout, ...), and generation_config.json.
    Any other GPT is stored with the names, shapes and layouts of the registry. Files never have the padding of
    mt_gpt_desc.padded_vocab, so they load with any padded_vocab.
 

@@ -8340,6 +8340,9 @@ static mt_status mti_table_check(mt_context *ctx, const mt_tensor_table *table) 
             return mt_fail(ctx, MT_ERR_ARGUMENT,
                            "mt_checkpoint_create: row %d of the table has no file, or one of more than %d characters",
                            i, MT_NAME_MAX);
+        if (strchr(n->file, '#') != strrchr(n->file, '#'))
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: '%s' has two '#', must have one at most",
+                           n->file);
         if (n->param && !strchr(n->param, '#') != !strchr(n->file, '#'))
             return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: only one of '%s' and '%s' has a number '#'",
                            n->file, n->param);
@@ -9332,11 +9335,11 @@ static mti_part mti_source_part(const mt_checkpoint *c, const mti_source *s) {
     return part;
 }
 
-/* Reads the texts that save keeps, on the first rank. */
+/* Reads the texts that save keeps, on the first rank. Without a directory, nothing is saved. */
 static mt_status mti_source_given(mt_context *ctx, const mt_checkpoint *c, const char *directory, mti_source *s) {
     char path[MT_PATH_MAX];
     int i;
-    for (i = 0; c->format.config && mt_comm_rank(c->params->grid->world) == 0 && i < 2; i++) {
+    for (i = 0; c->format.config && c->directory[0] && mt_comm_rank(c->params->grid->world) == 0 && i < 2; i++) {
         void *text = NULL;
         size_t bytes = 0;
         MT_TRY(mti_path(ctx, directory, mti_given_names[i], path, sizeof path));

@@ -631,6 +631,7 @@ static void table_of_few_rows(void **state) {
     test_launch(1, few_save_rank, &s);
     shell("mkdir '%s'", in_scratch("few"));
     copy_with(in_scratch("a/step-00000005/model.safetensors"), in_scratch("few/model.safetensors"), "mask.3");
+    shell("mkdir '%s'", in_scratch("few/generation_config.json")); /* nothing reads it, because nothing is saved */
     for (s.tp = 1; s.tp <= 2; s.tp++)
         for (s.pp = 1; s.pp <= 2; s.pp++) test_launch(s.tp * s.pp, few_rank, &s);
     forget("a");

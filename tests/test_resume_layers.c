@@ -771,6 +771,7 @@ static void wrong_tables(void **state) {
         const char *words;
     } wrong[] = {{{{NULL, "first.weight", 0, 0}}, "row 0 of the table has no file"},
                  {{{"", "first.weight", 0, 0}}, "row 0 of the table has no file"},
+                 {{{"x.#.#", "x.#", 0, 0}}, "'x.#.#' has two '#'"},
                  {{{"a", "b", 0, 0}, {"h.#", "first", 0, 0}}, "only one of 'h.#' and 'first' has a number '#'"},
                  {{{"a", "first.weight", 0, 0}, {"b", "first.weight", 0, 0}}, "'first.weight'|not each row once"},
                  {{{"a", "first.weight", 0, 0}, {"a", "second.weight", 0, 0}}, "'a'|parts of different widths"},
