@@ -145,6 +145,8 @@ static void set_config(options *o);
 /* Loads the data, and completes and checks the flags. Returns 0 after it has printed what is wrong. A reason that only
    the ranks can tell together is for refuse_later. */
 static int prepare(job *j);
+/* Reads the desc of the model in the directory `from`, and gives its shape to the flags. */
+static mt_status read_origin(mt_context *ctx, job *j, const char *from);
 
 /* Creates the parameters of this rank. */
 static mt_status create_model(trainer *t);
@@ -476,7 +478,6 @@ struct job {
     struct setup setup;
     needs stages[MAX_RANKS];
     int64_t parameters;           /* of the whole model */
-    mt_gpt_desc origin;           /* the model of --init-from or --resume; zeros: there is none */
     FILE *log, *hash_log;         /* only rank 0 opens them */
     mt_status planned;            /* the status of --dry-run */
     char refusal[MT_ERROR_BYTES]; /* why the run does not begin; empty: it begins */
@@ -1161,6 +1162,57 @@ static void refuse_later(job *job, const char *format, ...) {
     va_start(args, format);
     vsnprintf(job->refusal, sizeof job->refusal, format, args);
     va_end(args);
+}
+
+/* ---- the model of a checkpoint: flags that are not given take its shape ------------------------------------------ */
+
+/* `theirs` is of the model in `from`, with the plural of what it counts. A flag of 0 is as if it was not given. */
+static void take_number(job *job, const char *from, const char *name, int64_t theirs, const char *plural) {
+    const flag *f = flag_of(name);
+    double ours, their = (double)theirs;
+    memcpy(&ours, field(f, &job->o), sizeof ours);
+    if (*given(&job->o, f) && ours != 0 && ours != their)
+        refuse_later(job, "--%s is %.15g, the model in %s has %lld %s", name, ours, from, (long long)theirs, plural);
+    memcpy(field(f, &job->o), &their, sizeof their);
+}
+
+/* The values of the flag are those of the model's desc. */
+static void take_choice(job *job, const char *from, const char *name, int theirs) {
+    const flag *f = flag_of(name);
+    const char *their = choices[f->kind - DTYPE][theirs];
+    int ours;
+    memcpy(&ours, field(f, &job->o), sizeof ours);
+    if (*given(&job->o, f) && ours != theirs)
+        refuse_later(job, "--%s is %s, the model in %s has %s", name, choice(f, ours), from, their ? their : "another");
+    memcpy(field(f, &job->o), &theirs, sizeof theirs);
+}
+
+/* A model has so many positions. A sequence that is not asked for may be shorter. */
+static void take_seq(job *job, const char *from, int64_t positions) {
+    options *o = &job->o;
+    if (*given(o, flag_of("seq")) && o->seq > (double)positions)
+        refuse_later(job, "--seq is %.15g, the model in %s has %lld positions", o->seq, from, (long long)positions);
+    o->seq = fmin(o->seq, (double)positions);
+}
+
+/* Reads the desc of the model that this run begins with. */
+static mt_status find_origin(job *job) {
+    const options *o = &job->o;
+    const char *from = o->init_from;
+    char path[MT_PATH_MAX];
+    int64_t step = -1;
+    mt_context *ctx = NULL;
+    mt_context_desc small = {.arena_bytes = 64};
+    mt_status status = mt_context_create(NULL, &small, &ctx);
+    if (status == MT_SUCCESS && o->resume && o->checkpoint &&
+        mt_checkpoint_latest(ctx, NULL, o->checkpoint, &step) == MT_SUCCESS && step >= 0 &&
+        mt_checkpoint_path(ctx, o->checkpoint, step, path, sizeof path) == MT_SUCCESS)
+        from = path;
+    if (status == MT_SUCCESS && from) {
+        if (read_origin(ctx, job, from) != MT_SUCCESS) refuse_later(job, "%s", mt_last_error(ctx));
+    }
+    mt_context_destroy(ctx);
+    return status;
 }
 
 /* Plans all stages, from the last to the first. When speaks is 1, prints the plan after the first stage. */

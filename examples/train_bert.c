@@ -9,6 +9,7 @@
    ./train_bert --placement post-ln the norms of the original BERT; pre-ln, the default, are those of Megatron-LM
    ./train_bert --config bert-1.3b --dp 64 --dtype f16 --dry-run      a model of the paper (arXiv 1909.08053, table 4)
    ./train_bert --data FILE.bin ... tokens of examples/text_to_bin.py bert
+   ./train_bert --init-from DIR ... begins with the model of a checkpoint, or with a BERT of Hugging Face
    ./train_bert --help              all flags
 
    Processes, GPUs, checkpoints, logs and --invariant are as in train_gpt.c. train.h, beside this file, has what both
@@ -62,6 +63,7 @@ struct setup {
     int32_t special[4]; /* [PAD], [CLS], [SEP], [MASK] */
     int32_t words;      /* a random token is from 0 to words - 1 */
     int64_t padded_vocab;
+    mt_bert_desc origin; /* the model of --init-from or --resume; zeros: there is none */
 };
 
 #include "train.h"
@@ -86,6 +88,9 @@ static const flag flags[] = {
     {"log", TEXT, AT(log), 0, 0,
      "FILE.csv: write step,lm_loss,sop_loss,grad_norm,tokens_per_s,lr,val_lm_loss,val_sop_loss,val_sop_accuracy"},
     FILE_FLAGS,
+    {"init-from", TEXT, AT(init_from), 0, 0,
+     "DIR of a checkpoint, or of a BERT of Hugging Face: the run begins with its model.\n"
+     "                              Flags of the shape may be left out; they must not contradict the model"},
     RANK_FLAGS,
     {"dry-run", SWITCH, AT(dry_run), 0, 1, "print parameters, bytes and collectives per rank, train nothing"},
     {"help", SWITCH, AT(help), 0, 1, "this text"},
@@ -158,6 +163,23 @@ static int mark_text(dataset *d) {
     return d->marks != NULL;
 }
 
+/* ---- the model of a checkpoint ----------------------------------------------------------------------------------- */
+
+static mt_status read_origin(mt_context *ctx, job *j, const char *from) {
+    const mt_bert_desc *d = &j->setup.origin;
+    MT_TRY(mt_bert_desc_read(ctx, from, &j->setup.origin));
+    take_number(j, from, "layers", d->layers, "layers");
+    take_number(j, from, "hidden", d->layer.hidden, "hidden features");
+    take_number(j, from, "heads", d->layer.heads, "heads");
+    take_number(j, from, "ffn", d->layer.ffn, "features in its MLP");
+    take_number(j, from, "vocab", d->vocab, "tokens in its vocabulary");
+    take_choice(j, from, "placement", (int)d->layer.placement);
+    take_seq(j, from, d->max_seq);
+    return MT_SUCCESS;
+}
+
+/* ---- data: lists of sentences ------------------------------------------------------------------------------------ */
+
 /* Lists the sentences. Those that begin in the training part of the data are for training. */
 static int find_sentences(const dataset *d, setup *s) {
     for (int64_t i = 0; i < d->count; i++) s->count += (d->marks[i] & SENTENCE_START) != 0;
@@ -189,6 +211,7 @@ static int prepare(job *j) {
     dataset *d = &j->data;
     setup *s = &j->setup;
     double unit;
+    if (find_origin(j) != MT_SUCCESS) return 0;
     if (!load_data(o, d) || (d->text && !mark_text(d)) || !find_tokens(o, d, s) || !find_sentences(d, s)) return 0;
     for (int64_t i = 0; !d->text && i < d->count; i++) d->hash = (d->hash ^ d->marks[i]) * 1099511628211u;
     if (o->vocab == 0) o->vocab = d->text ? 260 : BERT_VOCAB;
@@ -346,23 +369,26 @@ static int make_sequence(const job *j, sequence *q) {
 
 /* ---- one rank ---------------------------------------------------------------------------------------------------- */
 
+/* What has no flag is as in the model that the run begins with. */
 static mt_status create_model(trainer *t) {
     const options *o = &t->job->o;
-    mt_bert_desc d = {.vocab = (int64_t)o->vocab,
-                      .layers = (int64_t)o->layers,
-                      .max_seq = (int64_t)o->seq,
-                      .layer = {.hidden = (int64_t)o->hidden,
-                                .heads = (int64_t)o->heads,
-                                .ffn = (int64_t)o->ffn,
-                                .placement = (mt_ln_placement)o->placement,
-                                .activation = MT_GELU_ERF,
-                                .attention_dropout = (float)o->dropout,
-                                .hidden_dropout = (float)o->dropout,
-                                .sequence_parallel = o->sequence_parallel,
-                                .recompute = (mt_recompute)o->recompute},
-                      .embedding_dropout = (float)o->dropout,
-                      .ignore_index = IGNORED,
-                      .padded_vocab = t->job->setup.padded_vocab};
+    mt_bert_desc d = t->job->setup.origin;
+    mt_transformer_layer_desc *l = &d.layer;
+    if (!d.layers) l->activation = MT_GELU_ERF;
+    d.vocab = (int64_t)o->vocab;
+    d.layers = (int64_t)o->layers;
+    d.max_seq = d.max_seq > (int64_t)o->seq ? d.max_seq : (int64_t)o->seq;
+    d.no_binary_head = 0;
+    d.embedding_dropout = (float)o->dropout;
+    d.ignore_index = IGNORED;
+    d.padded_vocab = t->job->setup.padded_vocab;
+    l->hidden = (int64_t)o->hidden;
+    l->heads = (int64_t)o->heads;
+    l->ffn = (int64_t)o->ffn;
+    l->placement = (mt_ln_placement)o->placement;
+    l->attention_dropout = l->hidden_dropout = (float)o->dropout;
+    l->sequence_parallel = o->sequence_parallel;
+    l->recompute = (mt_recompute)o->recompute;
     return mt_bert_create(t->ctx, t->params, &d, &t->model.bert);
 }
 

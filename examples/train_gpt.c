@@ -353,16 +353,6 @@ static mt_status finish(trainer *t) {
 
 /* ---- the model of a checkpoint: flags that are not given take its shape ------------------------------------------ */
 
-/* `theirs` is of the model in `from`, with the plural of what it counts. A flag of 0 is as if it was not given. */
-static void take_number(job *job, const char *from, const char *name, int64_t theirs, const char *plural) {
-    const flag *f = flag_of(name);
-    double ours, their = (double)theirs;
-    memcpy(&ours, field(f, &job->o), sizeof ours);
-    if (*given(&job->o, f) && ours != 0 && ours != their)
-        refuse_later(job, "--%s is %.15g, the model in %s has %lld %s", name, ours, from, (long long)theirs, plural);
-    memcpy(field(f, &job->o), &their, sizeof their);
-}
-
 /* `otherwise` is what a model without the switch has. */
 static void take_switch(job *job, const char *from, const char *name, int theirs, const char *otherwise) {
     const flag *f = flag_of(name);
@@ -379,15 +369,12 @@ static void take_positions(job *job, const char *from) {
     if (o->max_seq > 0 && o->max_seq != (double)positions)
         refuse_later(job, "--max-seq is %.15g, the model in %s has %lld positions", o->max_seq, from,
                      (long long)positions);
-    if (*given(o, flag_of("seq")) && o->seq > (double)positions)
-        refuse_later(job, "--seq is %.15g, the model in %s has %lld positions", o->seq, from, (long long)positions);
-    o->seq = fmin(o->seq, (double)positions);
+    take_seq(job, from, positions);
 }
 
 static void take_shape(job *job, const char *from) {
     const mt_gpt_desc *d = &job->setup.origin;
     const mt_transformer_layer_desc *l = &d->layer;
-    int ours = job->o.activation;
     take_number(job, from, "layers", d->layers, "layers");
     take_number(job, from, "hidden", l->hidden, "hidden features");
     take_number(job, from, "heads", l->heads, "heads");
@@ -398,31 +385,13 @@ static void take_shape(job *job, const char *from) {
     take_switch(job, from, "rmsnorm", l->norm == MT_RMS_NORM, "layer normalisation");
     take_switch(job, from, "untied", d->untied_head, "an output head that is its embedding");
     take_positions(job, from);
-    if (*given(&job->o, flag_of("activation")) && ours != (int)l->activation)
-        refuse_later(job, "--activation is %s, the model in %s has %s", choices[ACTIVATION - DTYPE][ours], from,
-                     choices[ACTIVATION - DTYPE][l->activation]);
-    job->o.activation = (int)l->activation;
+    take_choice(job, from, "activation", (int)l->activation);
 }
 
-/* Reads the desc of the model that this run begins with. */
-static mt_status find_origin(job *job) {
-    const options *o = &job->o;
-    const char *from = o->init_from;
-    char path[MT_PATH_MAX];
-    int64_t step = -1;
-    mt_context *ctx = NULL;
-    mt_context_desc small = {.arena_bytes = 64};
-    mt_status status = mt_context_create(NULL, &small, &ctx);
-    if (status == MT_SUCCESS && o->resume && o->checkpoint &&
-        mt_checkpoint_latest(ctx, NULL, o->checkpoint, &step) == MT_SUCCESS && step >= 0 &&
-        mt_checkpoint_path(ctx, o->checkpoint, step, path, sizeof path) == MT_SUCCESS)
-        from = path;
-    if (status == MT_SUCCESS && from) {
-        if (mt_gpt_desc_read(ctx, from, &job->setup.origin) == MT_SUCCESS) take_shape(job, from);
-        else refuse_later(job, "%s", mt_last_error(ctx));
-    }
-    mt_context_destroy(ctx);
-    return status;
+static mt_status read_origin(mt_context *ctx, job *job, const char *from) {
+    MT_TRY(mt_gpt_desc_read(ctx, from, &job->setup.origin));
+    take_shape(job, from);
+    return MT_SUCCESS;
 }
 
 static int prepare(job *job) {
