@@ -761,25 +761,24 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
    destroy are the functions of mt_parallel.h. gpt must outlive the checkpoint. desc->format and desc->model must
    be NULL (MT_ERR_ARGUMENT), because a GPT has a format of its own. The files describe the GPT in their metadata. Load
    and import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (for example
-   another number of heads, another activation, another rotary_form, or another qkv_layout, as the optimizer's state has
-   the order of the weights). Files without a qkv_layout, rotary_form or rotary_dim have 0.
+   another number of heads, another activation, another rotary_form or another qkv_layout). Metadata without a
+   qkv_layout, rotary_form or rotary_dim, of older versions, mean 0.
 
-   Hugging Face: These two kinds of GPT have the names and layouts of Hugging Face's transformers in their files, and a
-   config.json, so that from_pretrained opens the directory of the checkpoint. The head may be tied or not.
+   Hugging Face: A GPT of one of the two kinds below is stored with the names and layouts of Hugging Face's transformers
+   and a config.json, so that from_pretrained opens the directory of the checkpoint. Its head may be tied or not.
      GPT2LMHeadModel   MT_PRE_LN, MT_LAYER_NORM, any activation except MT_SWIGLU, biases, learned positions, kv_heads
                        equal to heads, a causal mask
-     LlamaForCausalLM  MT_PRE_LN, MT_RMS_NORM, MT_SWIGLU, rotary positions of all features of a head, a causal mask
+     LlamaForCausalLM  MT_PRE_LN, MT_RMS_NORM, MT_SWIGLU, rotary positions of all features of a head, a causal mask, any
+                       kv_heads, biases everywhere or nowhere
    mt_checkpoint_import reads files that transformers wrote, with or without the first word of the names
-   ("transformer.", "model."), and converts them to the qkv_layout and the rotary_form of the model. Files that this
-   library wrote load only into a model with the qkv_layout and the rotary_form that their metadata name, because the
-   optimizer's state has the order of the weights. Import ignores causal masks and frequencies in the files and, when
-   the head is tied, lm_head.weight. When load or import has read a config.json of this model, the next save keeps its
-   members (token ids, dropout, ...), and generation_config.json.
+   ("transformer.", "model."), and converts them to the qkv_layout and the rotary_form of the model. Import ignores
+   causal masks and frequencies in the files and, when the head is tied, lm_head.weight. When load or import has read a
+   config.json of this model, saves keep its members (token ids, dropout, ...), and generation_config.json.
    Any other GPT is stored with the names, shapes and layouts of the registry. Files never have the padding of
    mt_gpt_desc.padded_vocab, so they load with any padded_vocab.
 
    A table of your own (mt_checkpoint_desc.table) takes the place of these names. `part` of its rows is an
-   mt_layer_part. Import then ignores config.json, and save keeps it as it is. */
+   mt_layer_part. Import then does not check config.json, and saves copy the one that was read last. */
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
@@ -795,10 +794,10 @@ MT_API mt_status mt_bert_checkpoint_create(mt_context *ctx, mt_params *params, c
 /* Values of mt_tensor_name.part in the table of a model of transformer layers. This row is for files that have the
    queries of each layer in a tensor of their own:
        {"layers.#.wq.weight", "decoder.layers.#.self_attention.linear_qkv.weight", MT_PART_QUERY, 0}
-   QUERY, KEY, VALUE  of self_attention.linear_qkv.*, whatever the qkv_layout of the model is; with MT_QKV_SEPARATE, of
-                      self_attention.query.*, key.* and value.*. In the file all heads come one after the other, and
-                      with rotary positions each is as with MT_ROTARY_HALVES
-   QUERY_PAIRS, KEY_PAIRS  the same for files with MT_ROTARY_PAIRS, such as those of Meta's Llama
+   QUERY, KEY, VALUE  of self_attention.linear_qkv.*; with MT_QKV_SEPARATE, of self_attention.query.*, key.* and value.*
+                      In the file the heads follow one another. With rotary positions, queries and keys are in halves
+                      in the file (MT_ROTARY_HALVES)
+   QUERY_PAIRS, KEY_PAIRS  the same for files in pairs (MT_ROTARY_PAIRS), such as Meta's Llama
    GATE, UP           of mlp.linear_fc1.* with MT_SWIGLU */
 typedef enum mt_layer_part {
     MT_PART_QUERY = 1,
@@ -818,8 +817,9 @@ typedef enum mt_layer_part {
    is unchanged. */
 MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out);
 
-/* The same for a BERT: a checkpoint, or a BERT of Hugging Face. For the latter no_binary_head is 1 unless the files
-   have the tensors of sentence order. */
+/* The same for a BERT of a checkpoint or of Hugging Face. For the latter no_binary_head becomes 1 when the files have
+   no tensors of sentence order (cls.seq_relationship). Set it to 0 to keep the pooler of a BertModel, and call
+   mt_params_init before the import. */
 MT_API mt_status mt_bert_desc_read(mt_context *ctx, const char *directory, mt_bert_desc *out);
 
 #ifdef __cplusplus

@@ -1333,14 +1333,15 @@ MT_API int mt_json_find(const char *text, const char *name, size_t *from, size_t
    sharded, and load on any tensor x data x pipeline grid. With one pipeline stage its files are:
      model.safetensors      the parameters in the registry's type; training state and fields are in its __metadata__
      optimizer.safetensors  for each parameter P: P.exp_avg, P.exp_avg_sq and, if it has a master, P.master, all F32
-     config.json            only with a format that writes one (mt_checkpoint_format), and then also
-     generation_config.json if the directory that was loaded has one
+     config.json            if the format writes one (mt_checkpoint_format.config)
+     generation_config.json beside config.json, if load or import has read one
    With 4 stages, model.safetensors becomes model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as
    Hugging Face shards a model; the same holds for the optimizer. A parameter that the first and the last stage share is
    in the first stage's file.
 
-   The model's files have the registry's names, shapes and layouts, unless mt_checkpoint_desc.table has others. Load and
-   import also read files with the registry's own. The optimizer's files always have the registry's.
+   The model's files have the registry's names, shapes and layouts, unless mt_checkpoint_desc.table has others. With a
+   table, load and import also read files with the names of the registry. The optimizer's files always have the
+   registry's names and layouts.
 
    Versions: each file has the version of the library that wrote it. The library reads files of its own version and of
    older ones. A file of a newer version, even a newer patch, is MT_ERR_DATA with a message that has both versions.
@@ -1356,13 +1357,29 @@ MT_API int mt_json_find(const char *text, const char *name, size_t *from, size_t
    file system without locks nothing is locked. */
 typedef struct mt_checkpoint mt_checkpoint; /* opaque */
 
-/* Flags of a row of a table of names, see mt_tensor_table. */
+/* Flags of a row of an mt_tensor_table. */
 typedef enum mt_tensor_flags {
-    MT_TENSOR_TRANSPOSED = 1, /* the file has [in, out]. No effect on a parameter of one row */
-    /* the files of an import may be without the tensor. A parameter of which a tensor is missing keeps its value, which
-       needs mt_params_init before (MT_ERR_ARGUMENT), and import logs a warning. mt_checkpoint_load needs all tensors */
+    /* the file has the tensor as [in, out]; parts are then columns of it. No effect on a parameter of one row */
+    MT_TENSOR_TRANSPOSED = 1,
+    /* an import may lack the tensor: its parameter keeps its value, and import logs a warning. MT_ERR_ARGUMENT: the
+       parameter has no value yet; call mt_params_init before. mt_checkpoint_load needs all tensors */
     MT_TENSOR_OPTIONAL = 2
 } mt_tensor_flags;
+
+/* A row of an mt_tensor_table. */
+typedef struct mt_tensor_name {
+    const char *file;  /* name of the tensor in a file, at most MT_NAME_MAX characters; one '#' may stand for a number
+   */
+    const char *param; /* name of the parameter, with the same '#'. NULL: load and import ignore the tensor */
+    int part;          /* a number that mt_checkpoint_format.part explains; 0: the whole parameter */
+    int flags;         /* sum of mt_tensor_flags */
+} mt_tensor_name;
+
+/* Load and import also accept this ending in place of the table's, for example "x.gamma" for "x.weight". */
+typedef struct mt_tensor_alias {
+    const char *ending;     /* in the files, such as "gamma" */
+    const char *stands_for; /* in the table, such as "weight" */
+} mt_tensor_alias;
 
 /* A table of the names and layouts that parameters have in files of another program. One table serves save, load and
    import. This one is for a program whose layers are called layers.0, layers.1, ...:
@@ -1372,27 +1389,15 @@ typedef enum mt_tensor_flags {
                                               {"net.h.#.k.weight", "layers.#.qk.weight", 2, 0},  // part 2 of qk
                                               {"net.h.#.mask", NULL, 0, 0}};                     // is ignored
        static const mt_tensor_table table = {names, 5, "net.", NULL, 0};
-   Several rows of the table may have the same parameter: each of these tensors of the file has a part of it. Several
-   rows may have the same tensor: it has these parts one below the other, in the order of the table. They must be of one
-   pipeline stage. A parameter without a row has its own name in the file. */
-typedef struct mt_tensor_name {
-    const char *file;  /* name of the tensor in a file, at most MT_NAME_MAX characters; one '#' stands for a number */
-    const char *param; /* name of the parameter; '#': the same number. NULL: load and import ignore the tensor */
-    int part;          /* a number that mt_checkpoint_format.part explains; 0: the whole parameter */
-    int flags;         /* sum of mt_tensor_flags */
-} mt_tensor_name;
-
-/* Another ending that the names of tensors may have in files that load and import read. */
-typedef struct mt_tensor_alias {
-    const char *ending;     /* in the files, such as "gamma" */
-    const char *stands_for; /* in the table, such as "weight" */
-} mt_tensor_alias;
-
+   A parameter may have several rows: each of their tensors has one part of it. A tensor may have several rows: it has
+   their parts one below the other, in the order of the table. All parameters of one tensor must be on one pipeline
+   stage. A parameter without a row has its own name in the file. A row whose parameter the registry does not have is
+   not used. */
 typedef struct mt_tensor_table {
-    const mt_tensor_name *names;
+    const mt_tensor_name *names; /* [count] */
     int count;
-    /* beginning of names in files. Save writes it; load and import also read files in which it is missing from all
-       names. NULL: none */
+    /* a beginning of names in `names`, such as "net.". Load and import also read files in which no name has it. Rows
+       that do not begin with it, such as "lm_head.weight", keep their names. NULL: none */
     const char *prefix;
     const mt_tensor_alias *aliases; /* [alias_count] */
     int alias_count;
@@ -1401,9 +1406,10 @@ typedef struct mt_tensor_table {
 /* A part of a parameter: of every `unit` rows, the `rows` rows from row `first` on. For example, unit 8, first 2 and
    rows 3 are the rows 2, 3, 4, 10, 11, 12, 18, ... A parameter of one row, such as a bias, counts as one row for each
    element. All parts of a parameter have the same unit, and together they have all its rows, once.
-   With zip, the rows of the part have another order in the file. They are divided into groups of zip_unit rows. Rows
-   2 i and 2 i + 1 of a group in the file are rows i and i + zip / 2 of the group in the parameter, for i < zip / 2.
-   When zip is negative, file and parameter change places. */
+   With zip, the rows of the part have another order in the file. They are divided into groups of zip_unit rows. The
+   first |zip| rows of a group are two halves in the parameter and pairs in the file: rows i and i + zip / 2 of the
+   parameter are rows 2 i and 2 i + 1 of the file. The other rows keep their places. A negative zip is the reverse:
+   pairs in the parameter, halves in the file. */
 typedef struct mt_tensor_part {
     int64_t unit, first, rows; /* rows 0: the row of the table is not used for this parameter */
     int64_t zip_unit, zip;     /* zip must be even; 0: the same order */
@@ -1415,24 +1421,25 @@ typedef struct mt_checkpoint_format {
     /* Adds metadata. Called with index 0, 1, ...: returns the name of that entry and writes its value. Returns NULL
        when there are no more entries. */
     const char *(*metadata)(const void *model, int index, char value[MT_FIELD_TEXT_MAX]);
-    /* Writes the text of config.json to text, and returns its length, as snprintf does; 0: no file. given is the text
-       of config.json in the directory that load or import has read last, or NULL: members of it that the format does
-       not know should be kept. bytes is 4096 more than the length of given. */
+    /* Writes the text of config.json to text, and returns its length, as snprintf does; 0: no file. given is the
+       config.json that load or import has read last, or NULL; keep its members that the format does not know. bytes is
+       4096 more than the length of given. */
     int (*config)(const void *model, const char *given, char *text, size_t bytes);
     /* Returns an error when the files in the directory are not of this model. load and import call it before they read
        tensors. */
     mt_status (*check)(mt_context *ctx, const void *model, const char *directory, const mt_safetensors_set *files);
     /* Explains a number `part` of the table, which is not 0: writes to *out what part of the parameter it is. On entry
-       *out is zero. */
+       *out is zero; leave it so when the parameter has no such part, and the row is not used. Without this function
+       every part must be 0 (MT_ERR_ARGUMENT). */
     void (*part)(const void *model, const mt_param *param, int part, mt_tensor_part *out);
 } mt_checkpoint_format;
 
 typedef struct mt_checkpoint_desc {
-    /* of a run's checkpoints; save creates it, but not its parent; the string is copied. NULL: the checkpoint can only
-       import */
+    /* directory of the run's checkpoints; save creates it, but not its parent; the string is copied. NULL: the
+       checkpoint can only import */
     const char *directory;
     mt_optimizer *optimizer; /* must outlive the checkpoint; NULL: parameters only */
-    int keep;                /* number of newest checkpoints that save keeps; it removes the others; 0: 2 */
+    int keep;                /* save keeps so many of the newest checkpoints, and removes the others; 0: 2 */
     /* advanced */
     /* variables of the program that are saved and loaded with the parameters. The array is copied, but its names and
        values must outlive the checkpoint */
@@ -1457,12 +1464,12 @@ typedef struct mt_training_state {
 
 /* Creates a checkpoint; opens and writes no file. Allocates host memory for the largest unsharded parameter in f32
    (twice with a table that changes layouts), and 1 KiB of device memory. params must have all its parameters, and
-   outlive the checkpoint. Load and import allocate parameters that have no memory yet, as mt_params_init does; save
-   needs mt_params_init or one of them before. Not collective.
+   outlive the checkpoint. Load and import allocate parameters that have no memory yet, as mt_params_init does; an
+   import that lacks tensors (MT_TENSOR_OPTIONAL) and a save need mt_params_init or one of them before. Not collective.
    MT_ERR_ARGUMENT: the registry has no parameters; a value of desc is out of range (the limit of directory is
    MT_PATH_MAX - 128 characters); the optimizer is of another registry; a field has no name or no value, or its name is
-   already used by another field or by the library's metadata; a row of the table has no name, the parts of a parameter
-   are not all its rows, or the parts of a tensor have different widths. */
+   already used by another field or by the library's metadata; a row breaks a rule of mt_tensor_table, the parts of a
+   parameter do not have each of its rows once, or the parts of a tensor have different widths. */
 MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_checkpoint_desc *desc,
                                       mt_checkpoint **out);
 MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /* NULL is allowed */
@@ -1488,8 +1495,8 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
 
 /* Loads the checkpoint of a step, which may have been saved on another grid. Collective over the grid's world. Before
    it writes the first parameter, it checks the names, shapes and types (F32, F64, BF16 or F16) of all tensors, the
-   checksums, mt_checkpoint_format.check, the training state and the fields. No tensor may be missing or unknown. A
-   tensor may have another type than its parameter.
+   checksums, mt_checkpoint_format.check, the training state and the fields. No tensor may be missing, and none may be
+   unknown that the table does not ignore. A tensor may have another type than its parameter.
    With an optimizer, f32 parameters are then loaded from the masters in the files, if there are any, and masters that
    the files do not have become copies of the loaded parameters.
    MT_ERR_IO, MT_ERR_DATA: the message names the file and the reason. MT_ERR_MEMORY: the arena has no memory for the

@@ -8,8 +8,8 @@
    DIR has a BERT of Hugging Face (model.safetensors and config.json), such as a sentence encoder of the package
    sentence-transformers, or a checkpoint of an mt_bert. Each line of the input, the file --ids or the standard input,
    is one sentence: the numbers of its tokens, with those that the tokenizer adds at its ends ([CLS] and [SEP]). Each
-   line of the output is its vector: the mean of the encoder's outputs over the tokens, divided by its length.
-   --normalize 0 leaves out the division. With --out the vectors are the tensor "embeddings" [sentences, hidden], F32,
+   line of the output is its vector: the mean of the encoder's outputs over the tokens, scaled to the length 1.
+   --normalize 0 leaves out the scaling. With --out the vectors are the tensor "embeddings" [sentences, hidden], F32,
    of a safetensors file.
    The vectors are the same with every --tp, up to rounding. */
 

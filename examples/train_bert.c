@@ -33,7 +33,7 @@
 #include <stdio.h>
 
 #define BERT_VOCAB 30522 /* of bert-base-uncased */
-#define PAD_TO 128       /* Megatron-LM pads a vocabulary to a multiple of this and of the tensor parallel ranks */
+#define PAD_TO 128       /* Megatron-LM pads a vocabulary to a multiple of this times the tensor parallel ranks */
 #define PROGRAM "train_bert"
 #define ADAM_BETA2 0.0f
 #define ADAM_EPS 0.0f
