@@ -1054,7 +1054,7 @@ MT_API mt_tensor mt_step_loss_scale(const mt_step *step);
    min_lr at step `total` and min_lr from there on. A negative step or warmup counts as 0. */
 MT_API float mt_cosine_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr);
 
-/* The same with a straight line from lr down to min_lr, as BERT is trained. */
+/* The same with a linear decay instead of the cosine, as for BERT. */
 MT_API float mt_linear_schedule(int64_t step, int64_t warmup, int64_t total, float lr, float min_lr);
 
 /* ---- pipeline: stages, several micro-batches in flight ----------------------------------------------------------- */
