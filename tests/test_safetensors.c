@@ -117,6 +117,19 @@ static void long_tensors(void **state) {
     }
 }
 
+/* A text of exactly as many characters as its room is cut, because it ends with a NUL. */
+static void text_of_the_size_of_its_room(void **state) {
+    char *room = (char *)malloc(8);
+    mt_field f = {.name = "t", .kind = MT_FIELD_TEXT, .value = room, .bytes = 8};
+    mt_context *ctx;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_parse(ctx, "text", "{\"t\": \"12345678\"}", &f, 1));
+    assert_string_equal(room, "1234567");
+    mt_context_destroy(ctx);
+    free(room);
+}
+
 /* F64 is rounded to floats. An element that is too large for a float is an error, an infinite one is not. */
 static void doubles(void **state) {
     enum { N = 5000 };
@@ -622,6 +635,7 @@ static int close_all(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(text_of_the_size_of_its_room),
         cmocka_unit_test(good_files),
         cmocka_unit_test(long_tensors),
         cmocka_unit_test(doubles),
