@@ -1455,6 +1455,8 @@ static mt_attention_desc mti_attention_shard(const mt_attention_desc *whole, int
     *first = mt_min(whole->groups, shard * each);
     s.groups = mt_min(each, whole->groups - *first);
     s.dropout.at.first_col += *first * s.heads_per_group;
+    s.bias_first_head += *first * s.heads_per_group;
+    if (s.alibi_slopes) s.alibi_slopes += *first * s.heads_per_group;
     return s;
 }
 

@@ -372,23 +372,29 @@ typedef struct mt_attention_desc {
     const int32_t *cu_seqlens;
     int64_t documents;
     /* A bias that is added to the scores: [bias_batch * bias_heads * seq, kv_seq], of a float type. In MT_U8 it is a
-       boolean mask instead: a query does not see the keys with 0. bias_batch is 1 (all sequences share the bias) or
-       batch. bias_heads is 1 (all heads share it) or the number of query heads. 0 means 1. The value for sequence b,
-       head a and query i is in row (b * bias_heads + a) * seq + i, with 0 for b or a where they share. -INFINITY masks
-       a key. mt_none(), or a view of zeros as in a zero-initialised desc: no bias */
+       boolean mask instead: a query does not see the keys with 0. -INFINITY masks a key. mt_none(), or a view of zeros
+       as in a zero-initialised desc: no bias.
+       bias_batch is 1 (all sequences share the bias) or batch. bias_heads is 1 (all heads share it), or at least
+       bias_first_head plus the number of query heads of this call: the bias may hold the heads of all tensor ranks.
+       0 means 1. The value for sequence b, head a and query i is in row
+       (b * bias_heads + bias_first_head + a) * seq + i. If sequences share the bias, b is 0 there. If heads share it,
+       bias_first_head + a is 0. Error: MT_ERR_SHAPE (bias_heads is too small, or bias_first_head is negative) */
     mt_tensor bias;
-    int64_t bias_batch, bias_heads;
+    mt_tensor dbias; /* optional, MT_F32, of the shape of bias: backward adds the gradient of the bias to it */
+    int64_t bias_batch, bias_heads, bias_first_head;
 } mt_attention_desc;
 
 /* forward:  out [batch * seq, heads * head_dim] = dropout(softmax(scale * q k^T, masked)) v, with heads =
              groups * heads_per_group. lse [heads, batch * seq] = the log of the sum of exponentials of the scaled
              scores. It is optional: only backward needs it.
-   backward: dqkv = the gradient of qkv, of the same shape. It takes the out and lse of forward and computes the
-             probabilities again. dout must not overlap out.
+   backward: dqkv = the gradient of qkv, of the same shape, and desc->dbias (optional) += the gradient of the bias. It
+             takes the out and lse of forward and computes the probabilities again. dout must not overlap out.
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
    cores, if nvcc compiled the program for such a GPU (-arch=native). Other calls use a slower kernel without them, also
    those with a kv_seq other than seq, or with window, softcap, alibi_slopes, cu_seqlens or bias: see docs/gpus.md.
-   Error: MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
+   desc->dbias is not read in forward. In backward, only the rows of this call's heads change. Errors:
+   MT_ERR_ARGUMENT (in backward: dbias overlaps another tensor of the call, or there is no bias of a float type),
+   MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
@@ -399,16 +405,14 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
      q, dq         [batch * seq, heads * head_dim]. The query at position i of sequence b is row b * seq + i
      k, v, dk, dv  [batch * kv_seq, groups * head_dim], in the same way
      out, lse      as in mt_attention_forward: [batch * seq, heads * head_dim] and [heads, batch * seq]
-     dbias         optional, MT_F32, of the shape of desc->bias: backward adds the gradient of the bias to it
    A query that sees no key has out = 0 and lse = -INFINITY, and adds nothing to the gradients. backward overwrites dq,
-   dk and dv. MT_ERR_ARGUMENT: out of forward, or dq, dk, dv or dbias, overlaps another tensor of the call, or dbias is
-   given without a bias of a float type. Other errors are those of mt_attention_forward. */
+   dk and dv, and adds to desc->dbias. MT_ERR_ARGUMENT: out of forward, or dq, dk or dv, overlaps another tensor of the
+   call. Other errors are those of mt_attention_forward and mt_attention_backward. */
 MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse);
 MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                    mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse,
-                                                   mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv,
-                                                   mt_tensor dbias);
+                                                   mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv);
 
 /* Rotary position embedding (arXiv 2104.09864) of the first R features of each head. R is desc->rotary_dim, or head_dim
    if this is 0. R must be even. desc->rotary_form selects the features that are rotated together: with
@@ -5272,6 +5276,27 @@ static mt_status mti_expect_documents(mt_context *ctx, const char *where, const 
     return MT_SUCCESS;
 }
 
+/* Checks the fields of the bias, except the shapes of its views. */
+static mt_status mti_expect_bias(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    int64_t heads = mti_attention_heads(s);
+    if (s->bias_batch != 1 && s->bias_batch != s->batch)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch is %lld, must be 1 or %lld", where, (long long)s->bias_batch,
+                       (long long)s->batch);
+    if (s->bias_first_head < 0 ||
+        (s->bias_heads != 1 && (s->bias_heads < heads || s->bias_first_head > s->bias_heads - heads)))
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: bias_heads is %lld, must be 1 or at least bias_first_head %lld + %lld heads, with "
+                       "bias_first_head >= 0",
+                       where, (long long)s->bias_heads, (long long)s->bias_first_head, (long long)heads);
+    if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias_batch, s->bias_heads), s->seq), s->kv_seq) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch %lld, bias_heads %lld, seq %lld: a bias has too many rows",
+                       where, (long long)s->bias_batch, (long long)s->bias_heads, (long long)s->seq);
+    if (s->bias.data && s->bias.dtype != MT_U8 && !mt_dtype_is_float(s->bias.dtype))
+        return mt_fail(ctx, MT_ERR_DTYPE, "%s: bias is %s, must be f32, bf16 or f16, or u8 for a mask", where,
+                       mt_dtype_name(s->bias.dtype));
+    return MT_SUCCESS;
+}
+
 /* Checks the fields that change scores. */
 static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s), h;
@@ -5283,16 +5308,7 @@ static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_
         if (!(s->alibi_slopes[h] >= 0.0f && s->alibi_slopes[h] <= FLT_MAX))
             return mt_fail(ctx, MT_ERR_DATA, "%s: alibi_slopes[%lld] is %g, must be at least 0", where, (long long)h,
                            (double)s->alibi_slopes[h]);
-    if ((s->bias_batch != 1 && s->bias_batch != s->batch) || (s->bias_heads != 1 && s->bias_heads != heads))
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch is %lld, must be 1 or %lld; bias_heads is %lld, 1 or %lld",
-                       where, (long long)s->bias_batch, (long long)s->batch, (long long)s->bias_heads,
-                       (long long)heads);
-    if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias_batch, s->bias_heads), s->seq), s->kv_seq) < 0)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch %lld, bias_heads %lld, seq %lld: a bias has too many rows",
-                       where, (long long)s->bias_batch, (long long)s->bias_heads, (long long)s->seq);
-    if (s->bias.data && s->bias.dtype != MT_U8 && !mt_dtype_is_float(s->bias.dtype))
-        return mt_fail(ctx, MT_ERR_DTYPE, "%s: bias is %s, must be f32, bf16 or f16, or u8 for a mask", where,
-                       mt_dtype_name(s->bias.dtype));
+    MT_TRY(mti_expect_bias(ctx, where, s));
     return mti_expect_documents(ctx, where, s);
 }
 
@@ -5357,9 +5373,9 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_queries_of(const mt_attention_desc *s, int
     return s->window > 0 ? mti_span_of_both(all, i - s->window + 1, i + s->window) : all;
 }
 
-/* The row of desc.bias for query i of a head of sequence b. */
+/* The row of desc.bias and desc.dbias for query i of a head of sequence b. */
 MT_INLINE MT_HOST_DEVICE int64_t mti_bias_row(const mt_attention_desc *s, int64_t b, int64_t head, int64_t i) {
-    int64_t sequence = s->bias_batch > 1 ? b : 0, of_head = s->bias_heads > 1 ? head : 0;
+    int64_t sequence = s->bias_batch > 1 ? b : 0, of_head = s->bias_heads > 1 ? s->bias_first_head + head : 0;
     return (sequence * s->bias_heads + of_head) * s->seq + i;
 }
 
@@ -5368,7 +5384,7 @@ typedef struct mti_attention {
     mt_context *ctx;
     mt_attention_desc desc; /* without defaults */
     /* q has head j of group g at column g * q_step + j * head_dim; k and v have group g at g * kv_step */
-    mt_tensor q, k, v, out, lse, dout, dq, dk, dv, dbias;
+    mt_tensor q, k, v, out, lse, dout, dq, dk, dv;
     int64_t q_step, kv_step;
     int64_t panel, pitch;  /* panel: rows of a panel; pitch: leading dimension of scores and grads */
     float *scores, *grads; /* [panel, pitch]; grads for backward only */
@@ -5671,8 +5687,8 @@ static void mti_attention_backward_panel(const mti_attention *a, const mti_head 
         }
         mti_attention_backward_row(p, d, lse, a->factors[i - i0], n);
         if (s->dropout.p > 0.0f) mti_attention_drop_row(&s->dropout, e, p, n);
-        if (a->dbias.data) {
-            dbias = mti_at(a->dbias, mti_bias_row(s, h->batch, h->head, i), first);
+        if (s->dbias.data) {
+            dbias = mti_at(s->dbias, mti_bias_row(s, h->batch, h->head, i), first);
             mti_row_add(dbias, d, dbias, n);
         }
         for (j = 0; s->softcap > 0.0f && j < n; j++) d[j] *= a->slopes[j];
@@ -5915,7 +5931,7 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dkv_
 
 /* A warp owns a row of the bias, without shared memory or a barrier, and a lane every 32nd element of it. The lane adds
    the gradients of the scores of all sequences and heads that share the element, in their order. The grid is queries x
-   bias_heads x bias_batch. */
+   heads of this call x bias_batch. If heads share the bias, it has one of them, which stands for all. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dbias_kernel(mti_plain p) {
     int64_t first_b, first_head, i, lane = threadIdx.x & 31, heads = p.s.groups * p.s.heads_per_group;
     float weight, ds, slope;
@@ -5956,7 +5972,7 @@ static mti_plain mti_plain_of(const mti_attention *a) {
     p.dk = mti_view_of(a->dk);
     p.dv = mti_view_of(a->dv);
     p.bias = mti_view_of(a->desc.bias);
-    p.dbias = mti_view_of(a->dbias);
+    p.dbias = mti_view_of(a->desc.dbias);
     p.q_step = a->q_step;
     p.kv_step = a->kv_step;
     p.value = mti_elements_between(a->k, a->v);
@@ -6693,8 +6709,9 @@ static mt_status mti_plain_run_backward(const mti_attention *a) {
     MT_TRY(mt_cuda_enter(a->ctx));
     MT_TRY(mti_plain_launch(a, name, mti_plain_dq_kernel, s->seq, mti_attention_heads(s), s->batch));
     MT_TRY(mti_plain_launch(a, name, mti_plain_dkv_kernel, s->kv_seq, s->groups, s->batch));
-    if (!a->dbias.data) return MT_SUCCESS;
-    return mti_plain_launch(a, name, mti_plain_dbias_kernel, s->seq, s->bias_heads, s->bias_batch);
+    if (!s->dbias.data) return MT_SUCCESS;
+    return mti_plain_launch(a, name, mti_plain_dbias_kernel, s->seq, s->bias_heads > 1 ? mti_attention_heads(s) : 1,
+                            s->bias_batch);
 }
 
 /* The kernels of attention on a GPU. The first row that fits a call runs it, forward and backward. To add a kernel, add
@@ -6764,6 +6781,33 @@ static mt_arg mti_bias_arg(mt_attention_desc *s) {
     return arg;
 }
 
+/* What backward requires of desc.dbias. */
+static mt_arg mti_dbias_arg(mt_attention_desc *s) {
+    mt_arg arg = mti_bias_arg(s);
+    arg.name = "dbias";
+    arg.view = &s->dbias;
+    arg.type = MT_ARG_F32;
+    arg.use = MT_ARG_IN_OUT | MT_ARG_OPTIONAL;
+    return arg;
+}
+
+/* Refuses a desc.dbias without a bias that has a gradient. */
+static mt_status mti_expect_dbias(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    if (!s->dbias.data || (s->bias.data && s->bias.dtype != MT_U8)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc.dbias is given, but desc.bias is %s", where,
+                   s->bias.data ? "a boolean mask" : "mt_none()");
+}
+
+/* Checks that no output overlaps another tensor. args has `count` tensors, the last `outputs` of which are outputs. */
+static mt_status mti_expect_outputs_apart(mt_context *ctx, const char *where, const mt_arg *args, int count,
+                                          int outputs) {
+    int i, j;
+    for (i = count - outputs; i < count; i++)
+        for (j = 0; j < i; j++)
+            MT_TRY(mt_check_apart(ctx, where, args[i].name, *args[i].view, args[j].name, *args[j].view));
+    return MT_SUCCESS;
+}
+
 /* Checks desc and writes it to *s without defaults. A fused tensor has as many keys as queries. */
 static mt_status mti_attention_desc_check(mt_context *ctx, const char *where, const mt_attention_desc *desc, int fused,
                                           mt_attention_desc *s) {
@@ -6803,18 +6847,18 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     const int64_t tokens = s.batch * s.seq, heads = mti_attention_heads(&s);
     const int64_t width = mti_attention_width(&s), out_width = heads * s.head_dim;
     mt_arg args[] = {{"qkv", &qkv, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"out", &out, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN},
+                     mti_bias_arg(&s),
                      {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
+                     {"out", &out, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN},
                      {"dout", &dout, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN},
                      {"dqkv", &dqkv, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT},
-                     mti_bias_arg(&s)};
+                     mti_dbias_arg(&s)};
     mti_attention a;
     mti_operator op;
+    MT_TRY(mti_expect_dbias(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dout", dout, "out", out));
-    MT_TRY(mt_check_apart(ctx, where, "dqkv", dqkv, "qkv", qkv));
-    MT_TRY(mt_check_apart(ctx, where, "dqkv", dqkv, "out", out));
-    MT_TRY(mt_check_apart(ctx, where, "dqkv", dqkv, "dout", dout));
+    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.dout = dout;
@@ -6846,42 +6890,28 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
 }
 
-/* Checks that no output overlaps another tensor. args has `count` tensors, the last `outputs` of which are outputs. */
-static mt_status mti_expect_outputs_apart(mt_context *ctx, const char *where, const mt_arg *args, int count,
-                                          int outputs) {
-    int i, j;
-    for (i = count - outputs; i < count; i++)
-        for (j = 0; j < i; j++)
-            MT_TRY(mt_check_apart(ctx, where, args[i].name, *args[i].view, args[j].name, *args[j].view));
-    return MT_SUCCESS;
-}
-
 MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                    mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse,
-                                                   mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv,
-                                                   mt_tensor dbias) {
+                                                   mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv) {
     static const char *const where = "mt_dot_product_attention_backward";
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
     const int64_t heads = mti_attention_heads(&s), tokens = s.batch * s.seq, width = heads * s.head_dim;
     const int64_t keys = s.batch * s.kv_seq, kv_width = s.groups * s.head_dim;
-    mt_arg bias = mti_bias_arg(&s);
     mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
                      {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN},
                      {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN},
-                     bias,
+                     mti_bias_arg(&s),
                      {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
                      {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
                      {"dout", &dout, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
                      {"dq", &dq, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT},
                      {"dk", &dk, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT},
                      {"dv", &dv, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"dbias", &dbias, bias.rows, bias.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+                     mti_dbias_arg(&s)};
     mti_attention a;
     mti_operator op;
-    if (dbias.data && (!s.bias.data || s.bias.dtype == MT_U8))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: dbias is given, but desc.bias is %s", where,
-                       s.bias.data ? "a boolean mask" : "mt_none()");
+    MT_TRY(mti_expect_dbias(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 4));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
@@ -6889,7 +6919,6 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
     a.q = q, a.k = k, a.v = v;
     a.dout = dout;
     a.dq = dq, a.dk = dk, a.dv = dv;
-    a.dbias = dbias;
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
 }
 

@@ -26,7 +26,7 @@ static int64_t x_size(const problem *p) { return q_size(p) + 2 * k_size(p) + bia
 
 static int64_t bias_index(const problem *p, int64_t b, int64_t a, int64_t i, int64_t j) {
     const mt_attention_desc *s = &p->s;
-    int64_t n = (s->bias_batch == 1 ? 0 : b) * s->bias_heads + (s->bias_heads == 1 ? 0 : a);
+    int64_t n = (s->bias_batch == 1 ? 0 : b) * s->bias_heads + (s->bias_heads == 1 ? 0 : s->bias_first_head + a);
     return (n * s->seq + i) * s->kv_seq + j;
 }
 
@@ -134,10 +134,18 @@ static double *inputs(const problem *p, const tensors *x) {
     return all;
 }
 
-static void run(const mt_attention_desc *s, tensors *x) {
-    OK(mt_dot_product_attention_forward(ref.ctx, s, x->q, x->k, x->v, x->out, x->lse));
-    OK(mt_dot_product_attention_backward(ref.ctx, s, x->q, x->k, x->v, x->out, x->lse, x->dout, x->dq, x->dk, x->dv,
-                                         x->dbias));
+static void run(const mt_attention_desc *desc, tensors *x) {
+    mt_attention_desc s = *desc;
+    OK(mt_dot_product_attention_forward(ref.ctx, &s, x->q, x->k, x->v, x->out, x->lse));
+    s.dbias = x->dbias;
+    OK(mt_dot_product_attention_backward(ref.ctx, &s, x->q, x->k, x->v, x->out, x->lse, x->dout, x->dq, x->dk, x->dv));
+}
+
+/* Compares bit for bit. */
+static void assert_same(mt_tensor a, mt_tensor b) {
+    int64_t r;
+    assert_true(a.rows == b.rows && a.cols == b.cols);
+    for (r = 0; r < a.rows; r++) assert_memory_equal(ref_row(a, r), ref_row(b, r), (size_t)a.cols * sizeof(float));
 }
 
 /* s is what the user sets; fields of p.s that are 0 in s get their defaults here. */
@@ -180,14 +188,15 @@ static mt_attention_desc shape(int64_t batch, int64_t seq, int64_t groups, int64
 
 /* ---- tests ------------------------------------------------------------------------------------------------------- */
 
-/* The fused call and the one with separate views have the same bits. */
+/* The fused call and the one with separate views have the same bits, also in the gradient of a bias. */
 static void test_separate_views(void **state) {
     int i;
     (void)state;
-    for (i = 0; i < 4; i++) {
-        mt_attention_desc s = shape(2, 9, 2, 1 + i / 2, 6, i % 2);
-        int64_t w = s.groups * s.heads_per_group * 6, kw = s.groups * 6, r, c;
+    for (i = 0; i < 8; i++) {
+        mt_attention_desc s = shape(2, 9, 2, 1 + i / 2 % 2, 6, i % 2);
+        int64_t w = s.groups * s.heads_per_group * 6, kw = s.groups * 6;
         mt_tensor qkv = ref_random(18, w + 2 * kw, 1, 1.5f, 0), out = ref_guarded(18, w, 0), dqkv, lse;
+        mt_tensor dbias = mt_none();
         tensors x;
         memset(&x, 0, sizeof x);
         lse = ref_guarded(s.groups * s.heads_per_group, 18, 0), dqkv = ref_guarded(18, w + 2 * kw, 0);
@@ -195,17 +204,21 @@ static void test_separate_views(void **state) {
         x.v = ref_copy(mt_tensor_cols(qkv, w + kw, kw), 0), x.out = ref_guarded(18, w, 7);
         x.lse = ref_guarded(lse.rows, 18, 2), x.dout = ref_random(18, w, 0, 1, 0), x.dq = ref_guarded(18, w, 1);
         x.dk = ref_guarded(18, kw, 1), x.dv = ref_guarded(18, kw, 1);
+        if (i >= 4) {
+            s.bias_batch = 2, s.bias_heads = 5, s.bias_first_head = 1;
+            s.bias = ref_random(90, 9, 2, 1.0f, 0);
+            x.dbias = ref_filled(90, 9, 1, 2.0f), dbias = ref_filled(90, 9, 0, 2.0f);
+        }
         run(&s, &x);
-        s.qkv_layout = MT_QKV_SEPARATE;
+        s.qkv_layout = MT_QKV_SEPARATE, s.dbias = dbias;
         OK(mt_attention_forward(ref.ctx, &s, qkv, out, lse));
         OK(mt_attention_backward(ref.ctx, &s, qkv, out, lse, x.dout, dqkv));
-        for (r = 0; r < 18; r++) {
-            assert_memory_equal(ref_row(out, r), ref_row(x.out, r), (size_t)w * sizeof(float));
-            assert_memory_equal(ref_row(dqkv, r), ref_row(x.dq, r), (size_t)w * sizeof(float));
-            assert_memory_equal(ref_row(dqkv, r) + w, ref_row(x.dk, r), (size_t)kw * sizeof(float));
-            assert_memory_equal(ref_row(dqkv, r) + w + kw, ref_row(x.dv, r), (size_t)kw * sizeof(float));
-        }
-        for (c = 0; c < lse.rows; c++) assert_memory_equal(ref_row(lse, c), ref_row(x.lse, c), 18 * sizeof(float));
+        assert_same(out, x.out);
+        assert_same(lse, x.lse);
+        assert_same(mt_tensor_cols(dqkv, 0, w), x.dq);
+        assert_same(mt_tensor_cols(dqkv, w, kw), x.dk);
+        assert_same(mt_tensor_cols(dqkv, w + kw, kw), x.dv);
+        if (i >= 4) assert_same(dbias, x.dbias);
         ref_release();
     }
 }
@@ -326,6 +339,62 @@ static void test_bias(void **state) {
             for (j = 0; j < s.bias.cols; j++) assert_true(ref_row(x.dbias, 1)[j] == 0.0f);
             assert_true(ref_row(x.dbias, 3)[0] == 0.0f && ref_row(x.lse, 0)[1] == -INFINITY);
         }
+        ref_release();
+    }
+}
+
+/* A bias with more heads than the call. */
+static void test_bias_of_more_heads(void **state) {
+    int i;
+    (void)state;
+    for (i = 0; i < 6; i++) {
+        mt_attention_desc s = shape(2, 5, 2, 2, 4, i % 2);
+        s.bias_batch = i % 2 + 1, s.bias_heads = 7, s.bias_first_head = i / 2 + 1;
+        s.bias = ref_random(s.bias_batch * 35, 5, 1, 1.0f, 0);
+        try_attention(s, NULL);
+    }
+}
+
+/* Two calls with half of the heads each have the bits of one call with all heads. The gradients of the heads of no
+   call keep what they were. */
+static void test_bias_first_head(void **state) {
+    int i, half;
+    (void)state;
+    for (i = 0; i < 4; i++) {
+        mt_attention_desc s = shape(2, 6, 2, 2, 4, i % 2);
+        mt_tensor dbias = ref_filled((1 + i / 2) * 42, 6, 0, 3.0f);
+        tensors x, y;
+        problem p;
+        int64_t b, r;
+        s.bias_batch = 1 + i / 2, s.bias_heads = 7, s.bias_first_head = 2;
+        s.bias = ref_random(s.bias_batch * 42, 6, 1, 1.0f, 0);
+        memset(&p, 0, sizeof p);
+        p.s = s, p.s.kv_seq = 6;
+        x = random_tensors(&p), y = x;
+        mt_fill(ref.ctx, x.dbias, 3.0f);
+        run(&s, &x);
+        y.out = ref_guarded(12, 16, 0), y.lse = ref_guarded(4, 12, 0), y.dq = ref_guarded(12, 16, 0);
+        y.dk = ref_guarded(12, 8, 0), y.dv = ref_guarded(12, 8, 0), y.dbias = dbias;
+        for (half = 0; half < 2; half++) {
+            mt_attention_desc own = s;
+            tensors z = y;
+            own.groups = 1, own.bias_first_head = 2 + 2 * half;
+            z.q = mt_tensor_cols(x.q, 8 * half, 8), z.out = mt_tensor_cols(y.out, 8 * half, 8);
+            z.k = mt_tensor_cols(x.k, 4 * half, 4), z.dk = mt_tensor_cols(y.dk, 4 * half, 4);
+            z.v = mt_tensor_cols(x.v, 4 * half, 4), z.dv = mt_tensor_cols(y.dv, 4 * half, 4);
+            z.dout = mt_tensor_cols(x.dout, 8 * half, 8), z.dq = mt_tensor_cols(y.dq, 8 * half, 8);
+            z.lse = mt_tensor_rows(y.lse, 2 * half, 2);
+            run(&own, &z);
+        }
+        assert_same(y.out, x.out);
+        assert_same(y.lse, x.lse);
+        assert_same(y.dq, x.dq);
+        assert_same(y.dk, x.dk);
+        assert_same(y.dv, x.dv);
+        assert_same(y.dbias, x.dbias);
+        for (b = 0; b < s.bias_batch; b++)
+            for (r = 0; r < 42; r++) /* a first query that sees one key has the gradient 0 */
+                assert_true((ref_row(dbias, b * 42 + r)[0] == 3.0f) == (r < 2 * 6 || r >= 6 * 6) || r % 6 == 0);
         ref_release();
     }
 }
@@ -459,7 +528,7 @@ static void test_golden(void **state) {
 
 #define FORWARD(s) mt_dot_product_attention_forward(ref.ctx, &s, x.q, x.k, x.v, x.out, x.lse)
 #define BACKWARD(s)                                                                                                    \
-    mt_dot_product_attention_backward(ref.ctx, &s, x.q, x.k, x.v, x.out, x.lse, x.dout, x.dq, x.dk, x.dv, x.dbias)
+    mt_dot_product_attention_backward(ref.ctx, &s, x.q, x.k, x.v, x.out, x.lse, x.dout, x.dq, x.dk, x.dv)
 
 static void test_refusals(void **state) {
     static const int32_t unsorted[] = {0, 7, 5, 12}, late[] = {1, 12}, early[] = {0, 11}, far[] = {0, 13};
@@ -496,18 +565,77 @@ static void test_refusals(void **state) {
     s = good, s.bias = ref_filled(6, 5, 0, 0.0f);
     ASSERT_REFUSED(MT_ERR_SHAPE, "bias is [6, 5], must be [6, 6]", FORWARD(s));
     s.bias_heads = 3;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is 3", FORWARD(s));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is 3, must be 1 or at least bias_first_head 0 + 4 heads", FORWARD(s));
+    s.bias_heads = 6, s.bias_first_head = 3;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is 6, must be 1 or at least bias_first_head 3 + 4 heads", FORWARD(s));
+    s.bias_first_head = INT64_MAX;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is 6, must be 1 or at least bias_first_head 9223372036854775807",
+                   FORWARD(s));
+    s.bias_first_head = -1;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_first_head -1", BACKWARD(s));
+    s.bias_heads = 1;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_first_head -1", FORWARD(s));
+    s.bias_heads = INT64_MIN, s.bias_first_head = 0;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is -9223372036854775808", FORWARD(s));
     s = good, s.bias = mt_tensor_make(x.out.data, MT_I32, 6, 6);
     ASSERT_REFUSED(MT_ERR_DTYPE, "bias is i32", FORWARD(s));
-    y = x, x.dbias = ref_filled(6, 6, 0, 0.0f);
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dbias is given, but desc.bias is mt_none()", BACKWARD(good));
-    x = y, x.dk = x.dv;
+    y = x, x.dk = x.dv;
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "dv", BACKWARD(good));
     x = y, x.out = x.q;
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "out", FORWARD(good));
     s = good, s.kv_seq = 7;
     ASSERT_REFUSED(MT_ERR_SHAPE, "kv_seq is 7, must be 0 or seq 6",
                    mt_attention_forward(ref.ctx, &s, y.q, y.out, y.lse));
+}
+
+/* desc.dbias: what backward refuses, separate and fused, and forward does not read. */
+static void test_dbias_refusals(void **state) {
+    unsigned char seen[36];
+    mt_attention_desc s = shape(2, 6, 2, 2, 4, 0);
+    mt_tensor bias, dbias, qkv, dqkv, *all[9];
+    tensors x;
+    problem p;
+    size_t i;
+    (void)state;
+    memset(&p, 0, sizeof p);
+    p.s = s, p.s.kv_seq = 6;
+    x = random_tensors(&p), bias = ref_random(6, 6, 0, 1, 0), dbias = ref_filled(6, 6, 0, 0.0f);
+    qkv = ref_random(12, 32, 0, 1, 0), dqkv = ref_guarded(12, 32, 0);
+    memset(seen, 1, sizeof seen);
+#define FUSED(s) mt_attention_backward(ref.ctx, &s, qkv, x.out, x.lse, x.dout, dqkv)
+#define BOTH_REFUSE(status, part)                                                                                      \
+    ASSERT_REFUSED(status, "mt_dot_product_attention_backward: " part, BACKWARD(s));                                   \
+    ASSERT_REFUSED(status, "mt_attention_backward: " part, FUSED(s));                                                  \
+    OK(FORWARD(s));                                                                                                    \
+    OK(mt_attention_forward(ref.ctx, &s, qkv, x.out, x.lse))
+    s.dbias = dbias;
+    BOTH_REFUSE(MT_ERR_ARGUMENT, "desc.dbias is given, but desc.bias is mt_none()");
+    s.bias = mt_tensor_make(seen, MT_U8, 6, 6);
+    BOTH_REFUSE(MT_ERR_ARGUMENT, "desc.dbias is given, but desc.bias is a boolean mask");
+    s.bias = bias, s.dbias = ref_filled(5, 6, 0, 0.0f);
+    BOTH_REFUSE(MT_ERR_SHAPE, "dbias is [5, 6], must be [6, 6]");
+    s.dbias = mt_tensor_make(dbias.data, MT_BF16, 6, 6);
+    BOTH_REFUSE(MT_ERR_DTYPE, "dbias is bf16, must be f32");
+    s.dbias = bias;
+    BOTH_REFUSE(MT_ERR_ARGUMENT, "dbias [6, 6] and bias [6, 6] overlap");
+    s.dbias = mt_tensor_make(x.lse.data, MT_F32, 6, 6);
+    BOTH_REFUSE(MT_ERR_ARGUMENT, "dbias [6, 6] and lse [4, 12] overlap");
+    all[0] = &x.q, all[1] = &x.k, all[2] = &x.v, all[3] = &x.out, all[4] = &x.dout, all[5] = &x.dq, all[6] = &x.dk;
+    all[7] = &x.dv, all[8] = NULL;
+    for (i = 0; all[i]; i++) {
+        s.dbias = mt_tensor_make(all[i]->data, MT_F32, 6, 6);
+        ASSERT_REFUSED(MT_ERR_ARGUMENT, "dbias [6, 6] and ", BACKWARD(s));
+    }
+    all[0] = &qkv, all[1] = &x.out, all[2] = &x.dout, all[3] = &dqkv, all[4] = NULL;
+    for (i = 0; all[i]; i++) {
+        s.dbias = mt_tensor_make(all[i]->data, MT_F32, 6, 6);
+        ASSERT_REFUSED(MT_ERR_ARGUMENT, "dbias [6, 6] and ", FUSED(s));
+    }
+    s.dbias = dbias;
+    OK(BACKWARD(s));
+    OK(FUSED(s));
+#undef BOTH_REFUSE
+#undef FUSED
 }
 
 int main(void) {
@@ -519,10 +647,13 @@ int main(void) {
                                        REF_TEST(test_documents),
                                        REF_TEST(test_documents_are_sequences),
                                        REF_TEST(test_bias),
+                                       REF_TEST(test_bias_of_more_heads),
+                                       REF_TEST(test_bias_first_head),
                                        REF_TEST(test_mask),
                                        REF_TEST(test_together),
                                        REF_TEST(test_panels),
                                        REF_TEST(test_golden),
-                                       REF_TEST(test_refusals)};
+                                       REF_TEST(test_refusals),
+                                       REF_TEST(test_dbias_refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1836,6 +1836,34 @@ static void test_core_attention_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Virtual shards have the bias and the slopes of their own heads: the results are those of one call. */
+static void test_core_attention_shards(void **state) {
+    static const float slopes[] = {0.5f, 0.25f, 0.0f, 1.0f};
+    mt_attention_desc s = {.batch = 2, .seq = 4, .groups = 2, .heads_per_group = 2, .head_dim = 4};
+    test_rank r;
+    float out[2][8 * 16], dqkv[2][8 * 32], dbias[2][7 * 16];
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+    mt_tensor qkv = mt_tensor_f32(test_noise(&r, 8 * 32, 1, 1.0f), 8, 32);
+    mt_tensor dout = mt_tensor_f32(test_noise(&r, 8 * 16, 2, 1.0f), 8, 16), lse = test_tensor(&r, 4, 8, 0.0f);
+    s.alibi_slopes = slopes;
+    s.bias = mt_tensor_f32(test_noise(&r, 7 * 16, 3, 1.0f), 28, 4);
+    s.bias_heads = 7, s.bias_first_head = 2;
+    for (int i = 0; i < 2; i++) {
+        memset(dbias[i], 0, sizeof dbias[i]);
+        s.dbias = mt_tensor_f32(dbias[i], 28, 4);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_core_attention_forward(r.ctx, &s, 1 + i, qkv, mt_tensor_f32(out[i], 8, 16), lse));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_core_attention_backward(r.ctx, &s, 1 + i, qkv, mt_tensor_f32(out[i], 8, 16), lse, dout,
+                                                 mt_tensor_f32(dqkv[i], 8, 32)));
+    }
+    assert_memory_equal(out[1], out[0], sizeof out[0]);
+    assert_memory_equal(dqkv[1], dqkv[0], sizeof dqkv[0]);
+    assert_memory_equal(dbias[1], dbias[0], sizeof dbias[0]);
+    test_paper_rank_close(&r);
+}
+
 static void test_qkv_refuses(void **state) {
     static const int64_t bad[][4] = {{0, 1, 2, 2},  {4, 0, 2, 2}, {4, 3, 2, 2},
                                      {4, 2, 0, 2},  {4, 2, 2, 0}, {-4, 2, 2, 2},
@@ -2566,6 +2594,7 @@ int main(void) {
         cmocka_unit_test(test_layouts_are_permutations),
         cmocka_unit_test(test_qkv_round_trip),
         cmocka_unit_test(test_core_attention_refuses),
+        cmocka_unit_test(test_core_attention_shards),
         cmocka_unit_test(test_core_attention_desc),
         cmocka_unit_test(test_qk_norm),
         cmocka_unit_test(test_qk_norm_refuses),

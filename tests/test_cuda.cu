@@ -1134,7 +1134,7 @@ static void dot_product_attention(int what, int i) {
     int64_t heads = s.groups * 2, width = heads * s.head_dim, kv_width = s.groups * s.head_dim;
     int64_t tokens = 26, keys = 2 * (s.kv_seq ? s.kv_seq : s.seq);
     s.dropout.at = place(heads);
-    s.bias_batch = i & 4 ? 2 : 1, s.bias_heads = i & 8 ? heads : 1;
+    s.bias_batch = i & 4 ? 2 : 1, s.bias_heads = i & 8 ? heads + (i & 2 ? 3 : 0) : 1, s.bias_first_head = i & 2;
     attention_options(what, &s, &on_gpu);
     double tolerance = type == MT_F32 ? 1e-5 : 1e-3; /* out may be rounded to neighbours, which changes the gradients */
     pair q = pair_noise(tokens, width, odd, 1, 1.0f), k = pair_noise(keys, kv_width, wide, 2, 1.0f),
@@ -1146,10 +1146,11 @@ static void dot_product_attention(int what, int i) {
          mt_dot_product_attention_forward(gpu, &on_gpu, q.gpu, k.gpu, v.gpu, out.gpu, lse.gpu));
     same("mt_dot_product_attention_forward", out, 5e-6);
     same("lse", lse, 5e-6);
+    s.dbias = dbias.cpu, on_gpu.dbias = dbias.gpu;
     BOTH(mt_dot_product_attention_backward(cpu, &s, q.cpu, k.cpu, v.cpu, out.cpu, lse.cpu, dout.cpu, dq.cpu, dk.cpu,
-                                           dv.cpu, dbias.cpu),
+                                           dv.cpu),
          mt_dot_product_attention_backward(gpu, &on_gpu, q.gpu, k.gpu, v.gpu, out.gpu, lse.gpu, dout.gpu, dq.gpu,
-                                           dk.gpu, dv.gpu, dbias.gpu));
+                                           dk.gpu, dv.gpu));
     same("dq", dq, tolerance);
     same("dk", dk, tolerance);
     same("dv", dv, tolerance);
@@ -1177,6 +1178,33 @@ static void test_dot_product_attention(void **state) {
         dot_product_attention(sets[i % 12], i / 12);
         mt_arena_release(cpu, on_cpu);
         mt_arena_release(gpu, on_gpu);
+    }
+}
+
+/* The bias and its gradient in a fused call, also of a bias that has more heads than the call. */
+static void test_fused_bias(void **state) {
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    (void)state;
+    for (int i = 0; i < 3 * 4; i++) {
+        mt_attention_desc s = {}, on_gpu;
+        size_t on_cpu = mt_arena_mark(cpu), mark = mt_arena_mark(gpu);
+        type = types[i % 3];
+        s.batch = 2, s.seq = 11, s.groups = 2, s.heads_per_group = 2, s.head_dim = 16;
+        s.bias_batch = 1 + i / 3 % 2, s.bias_heads = i / 6 ? 6 : 1, s.bias_first_head = i / 6;
+        pair qkv = pair_noise(22, 128, odd, 1, 1.0f), out = pair_new(22, 64, dense), lse = pair_f32(4, 22),
+             dout = pair_noise(22, 64, wide, 2, 1.0f), dqkv = pair_new(22, 128, odd);
+        attention_options(BIAS, &s, &on_gpu);
+        pair dbias = noise_f32(s.bias.rows, 11, 6, 1.0f);
+        s.dbias = dbias.cpu, on_gpu.dbias = dbias.gpu;
+        BOTH(mt_attention_forward(cpu, &s, qkv.cpu, out.cpu, lse.cpu),
+             mt_attention_forward(gpu, &on_gpu, qkv.gpu, out.gpu, lse.gpu));
+        same("mt_attention_forward", out, 5e-6);
+        BOTH(mt_attention_backward(cpu, &s, qkv.cpu, out.cpu, lse.cpu, dout.cpu, dqkv.cpu),
+             mt_attention_backward(gpu, &on_gpu, qkv.gpu, out.gpu, lse.gpu, dout.gpu, dqkv.gpu));
+        same("mt_attention_backward", dqkv, type == MT_F32 ? 1e-5 : 1e-3);
+        same("dbias", dbias, type == MT_F32 ? 1e-5 : 1e-3);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, mark);
     }
 }
 
@@ -2202,6 +2230,7 @@ int main(void) {
         cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_dot_product_attention),
+        cmocka_unit_test(test_fused_bias),
         cmocka_unit_test(test_attention_keeps_nan),
         cmocka_unit_test(test_ids),
         cmocka_unit_test(test_wrong_ids),

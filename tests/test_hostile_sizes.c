@@ -188,14 +188,15 @@ static void call_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
     s.kv_seq = size_of(h, b);
     s.window = size_of(h, 3);
     s.bias = maybe(h, view(h, times(times(a, heads), b), s.kv_seq));
-    s.bias_batch = a, s.bias_heads = heads;
+    s.dbias = maybe(h, view32(h, times(times(a, heads), b), s.kv_seq));
+    s.bias_batch = a, s.bias_heads = heads, s.bias_first_head = size_of(h, 0);
     int64_t keys = times(a, s.kv_seq), kv_width = times(s.groups, c);
     said(h, mt_dot_product_attention_forward(h->ctx, &s, view(h, tokens, out), view(h, keys, kv_width),
                                              view(h, keys, kv_width), view(h, tokens, out), mt_none()));
     said(h, mt_dot_product_attention_backward(h->ctx, &s, view(h, tokens, out), view(h, keys, kv_width),
                                               view(h, keys, kv_width), view(h, tokens, out), view32(h, heads, tokens),
                                               view(h, tokens, out), view(h, tokens, out), view(h, keys, kv_width),
-                                              view(h, keys, kv_width), mt_none()));
+                                              view(h, keys, kv_width)));
     s.rotary_form = (mt_rotary_form)test_below(&h->random, 3);
     said(h, mt_rotary_forward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
     s.rotary_dim = size_of(h, 0);

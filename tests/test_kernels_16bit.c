@@ -994,7 +994,14 @@ static mt_status run_dot_product(mt_context *c, const mt_tensor *v) {
 }
 static mt_status run_dot_product_backward(mt_context *c, const mt_tensor *v) {
     mt_attention_desc s = dot_product_of(v[3]);
-    return mt_dot_product_attention_backward(c, &s, v[0], v[1], v[2], v[4], v[5], v[6], v[7], v[8], v[9], mt_none());
+    s.dbias = v[10];
+    return mt_dot_product_attention_backward(c, &s, v[0], v[1], v[2], v[4], v[5], v[6], v[7], v[8], v[9]);
+}
+static mt_status run_biased_attention_backward(mt_context *c, const mt_tensor *v) {
+    mt_attention_desc s = attention_of(9, 0.2f);
+    s.bias = v[1], s.dbias = v[6];
+    s.bias_heads = 5, s.bias_first_head = 1;
+    return mt_attention_backward(c, &s, v[0], v[3], v[2], v[4], v[5]);
 }
 
 static void test_attention(void **state) {
@@ -1021,6 +1028,11 @@ static void test_attention(void **state) {
         {"mt_rotary_forward", run_rotary, {IN("table", 9, 6), IN("qkv", 18, 48)}, {{0, 0}}},
         {"mt_rotary_backward", run_rotary_backward, {IN("table", 9, 6), IN("dqkv", 18, 48)}, {{0, 0}}},
     };
+    static const operation biased = {"mt_attention_backward",
+                                     run_biased_attention_backward,
+                                     {IN("qkv", 18, 48), IN("bias", 45, 9), F32("lse", 4, 18), IN("out", 18, 24),
+                                      IN("dout", 18, 24), OUT("dqkv", 18, 48), F32("dbias", 45, 9)},
+                                     {{0, 0}}};
     static const operation padded = {
         "mt_attention_backward",
         run_padded_attention_backward,
@@ -1035,7 +1047,7 @@ static void test_attention(void **state) {
         "mt_dot_product_attention_backward",
         run_dot_product_backward,
         {IN("q", 18, 24), IN("k", 22, 12), IN("v", 22, 12), IN("bias", 36, 11), IN("out", 18, 24), F32("lse", 4, 18),
-         IN("dout", 18, 24), OUT("dq", 18, 24), OUT("dk", 22, 12), OUT("dv", 22, 12)},
+         IN("dout", 18, 24), OUT("dq", 18, 24), OUT("dk", 22, 12), OUT("dv", 22, 12), F32("dbias", 36, 11)},
         {{0, 0}}};
     mt_context *meta = other_context(MT_DEVICE_META, 0);
     int types;
@@ -1043,6 +1055,7 @@ static void test_attention(void **state) {
     CHECK_OPERATIONS(list);
     /* all of one type, and mixed types */
     for (types = 0; types < 81; types += 10) check_combination(&padded, types, meta);
+    for (types = 0; types < 243; types += 10) check_combination(&biased, types, meta);
     for (types = 0; types < 243; types += 10) check_combination(&dot_product, types, meta);
     for (types = 0; types < 19683; types += 757) check_combination(&dot_product_backward, types, meta);
     mt_context_destroy(meta);
