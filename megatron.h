@@ -3342,81 +3342,118 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
 
 /* ---- >>checkpoint ------------------------------------------------------------------------------------------------ */
 
-/* A file has the first MTI_GPT_REQUIRED fields, and the others only when they are not 0. */
-enum { MTI_GPT_REQUIRED = 15, MTI_GPT_FIELDS = 18 };
+#define MTI_LENGTH(list) (int)(sizeof(list) / sizeof *(list))
 
-/* The fields of the desc that determine the logits of a GPT, and max_seq. The limits are those of mt_gpt_create. */
-static void mti_gpt_fields(mt_gpt_desc *d, mt_field *out) {
-    mt_transformer_layer_desc *l = &d->layer;
-    const mt_field list[MTI_GPT_FIELDS] = {
-        {"gpt.vocab", MT_FIELD_I64, &d->vocab, 1, INT32_MAX, 0, 0, 0},
-        {"gpt.layers", MT_FIELD_I64, &d->layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
-        {"gpt.max_seq", MT_FIELD_I64, &d->max_seq, 1, INT32_MAX, 0, 0, 0},
-        {"gpt.hidden", MT_FIELD_I64, &l->hidden, 1, INT32_MAX, 0, 0, 0},
-        {"gpt.heads", MT_FIELD_I64, &l->heads, 1, INT32_MAX, 0, 0, 0},
-        {"gpt.kv_heads", MT_FIELD_I64, &l->kv_heads, 1, INT32_MAX, 0, 0, 0},
-        {"gpt.ffn", MT_FIELD_I64, &l->ffn, 1, INT32_MAX, 0, 0, 0},
-        {"gpt.placement", MT_FIELD_INT, &l->placement, MT_PRE_LN, MT_RESIDUAL_POST_LN, 0, 0, 0},
-        {"gpt.norm", MT_FIELD_INT, &l->norm, MT_LAYER_NORM, MT_RMS_NORM, 0, 0, 0},
-        {"gpt.norm_eps", MT_FIELD_F32, &l->norm_eps, 0, 0, 0, 0, 0},
-        {"gpt.activation", MT_FIELD_INT, &l->activation, 0, MT_ACTIVATION_COUNT - 1, 0, 0, 0},
-        {"gpt.mask", MT_FIELD_INT, &l->mask, MT_MASK_CAUSAL, MT_MASK_BIDIRECTIONAL, 0, 0, 0},
-        {"gpt.rotary_base", MT_FIELD_F32, &l->rotary_base, 0, 0, 0, 0, 0},
-        {"gpt.no_bias", MT_FIELD_INT, &l->no_bias, 0, 1, 0, 0, 0},
-        {"gpt.untied_head", MT_FIELD_INT, &d->untied_head, 0, 1, 0, 0, 0},
-        {"gpt.qkv_layout", MT_FIELD_INT, &l->qkv_layout, MT_QKV_PER_GROUP, MT_QKV_SEPARATE, 0, 0, 0},
-        {"gpt.rotary_form", MT_FIELD_INT, &l->rotary_form, MT_ROTARY_HALVES, MT_ROTARY_PAIRS, 0, 0, 0},
-        {"gpt.rotary_dim", MT_FIELD_I64, &l->rotary_dim, 0, INT32_MAX, 0, 0, 0}};
-    memcpy(out, list, sizeof list);
+/* A GPT or a BERT, as the files of a checkpoint describe it. */
+typedef struct mti_described {
+    int is_bert;
+    mt_gpt_desc d;       /* of a BERT: what mt_bert_desc has in common with it */
+    int64_t token_types; /* of a BERT */
+    int no_binary_head;  /* of a BERT; does not change what the encoder computes, and is not compared */
+} mti_described;
+
+static const char *const mti_placement_words[] = {"MT_PRE_LN", "MT_POST_LN", "MT_RESIDUAL_POST_LN"};
+static const char *const mti_norm_words[] = {"MT_LAYER_NORM", "MT_RMS_NORM"};
+static const char *const mti_activation_words[] = {"MT_GELU_TANH",    "MT_GELU_ERF", "MT_SWIGLU",
+                                                   "MT_SQUARED_RELU", "MT_RELU",     "MT_TANH"};
+static const char *const mti_mask_words[] = {"MT_MASK_CAUSAL", "MT_MASK_BIDIRECTIONAL"};
+static const char *const mti_layout_words[] = {"MT_QKV_PER_GROUP", "MT_QKV_CONCATENATED", "MT_QKV_SEPARATE"};
+static const char *const mti_form_words[] = {"MT_ROTARY_HALVES", "MT_ROTARY_PAIRS"};
+
+/* The fields in the metadata of a file, in the order of the file: what determines the logits of a GPT and what a BERT's
+   encoder computes, max_seq and no_binary_head. The limits are those of mt_gpt_create. */
+#define MTI_BOTH(name) "gpt." name, "bert." name
+#define MTI_AT(member) offsetof(mti_described, member)
+static const struct {
+    const char *gpt, *bert; /* the name in the metadata of a GPT and of a BERT; NULL: it does not have the field */
+    mt_field_kind kind;
+    size_t at;                /* the place in mti_described */
+    int64_t low, high;        /* as in mt_field; a float must be at least 0 (low 0) or above 0 (low 1) */
+    int optional;             /* 1: a file has the field only when it is not 0 */
+    const char *const *words; /* the names of the values from 0 to high in messages; NULL: numbers */
+} mti_fields[] = {
+    {MTI_BOTH("vocab"), MT_FIELD_I64, MTI_AT(d.vocab), 1, INT32_MAX, 0, NULL},
+    {MTI_BOTH("layers"), MT_FIELD_I64, MTI_AT(d.layers), 1, MTI_LAYERS_MAX, 0, NULL},
+    {MTI_BOTH("max_seq"), MT_FIELD_I64, MTI_AT(d.max_seq), 1, INT32_MAX, 0, NULL},
+    {MTI_BOTH("hidden"), MT_FIELD_I64, MTI_AT(d.layer.hidden), 1, INT32_MAX, 0, NULL},
+    {MTI_BOTH("heads"), MT_FIELD_I64, MTI_AT(d.layer.heads), 1, INT32_MAX, 0, NULL},
+    {MTI_BOTH("kv_heads"), MT_FIELD_I64, MTI_AT(d.layer.kv_heads), 1, INT32_MAX, 0, NULL},
+    {MTI_BOTH("ffn"), MT_FIELD_I64, MTI_AT(d.layer.ffn), 1, INT32_MAX, 0, NULL},
+    {MTI_BOTH("placement"), MT_FIELD_INT, MTI_AT(d.layer.placement), 0, MT_RESIDUAL_POST_LN, 0, mti_placement_words},
+    {MTI_BOTH("norm"), MT_FIELD_INT, MTI_AT(d.layer.norm), 0, MT_RMS_NORM, 0, mti_norm_words},
+    {MTI_BOTH("norm_eps"), MT_FIELD_F32, MTI_AT(d.layer.norm_eps), 1, 0, 0, NULL},
+    {MTI_BOTH("activation"), MT_FIELD_INT, MTI_AT(d.layer.activation), 0, MT_ACTIVATION_COUNT - 1, 0,
+     mti_activation_words},
+    {"gpt.mask", NULL, MT_FIELD_INT, MTI_AT(d.layer.mask), 0, MT_MASK_BIDIRECTIONAL, 0, mti_mask_words},
+    {MTI_BOTH("rotary_base"), MT_FIELD_F32, MTI_AT(d.layer.rotary_base), 0, 0, 0, NULL},
+    {MTI_BOTH("no_bias"), MT_FIELD_INT, MTI_AT(d.layer.no_bias), 0, 1, 0, NULL},
+    {"gpt.untied_head", NULL, MT_FIELD_INT, MTI_AT(d.untied_head), 0, 1, 0, NULL},
+    {NULL, "bert.token_types", MT_FIELD_I64, MTI_AT(token_types), 1, INT32_MAX, 0, NULL},
+    {NULL, "bert.no_binary_head", MT_FIELD_INT, MTI_AT(no_binary_head), 0, 1, 0, NULL},
+    {MTI_BOTH("qkv_layout"), MT_FIELD_INT, MTI_AT(d.layer.qkv_layout), 0, MT_QKV_SEPARATE, 1, mti_layout_words},
+    {MTI_BOTH("rotary_form"), MT_FIELD_INT, MTI_AT(d.layer.rotary_form), 0, MT_ROTARY_PAIRS, 1, mti_form_words},
+    {MTI_BOTH("rotary_dim"), MT_FIELD_I64, MTI_AT(d.layer.rotary_dim), 0, INT32_MAX, 1, NULL}};
+
+/* Makes *out field i of the model. Returns 0 when the model does not have the field. */
+static int mti_described_field(mti_described *m, int i, mt_field *out) {
+    memset(out, 0, sizeof *out);
+    out->name = m->is_bert ? mti_fields[i].bert : mti_fields[i].gpt;
+    out->kind = mti_fields[i].kind;
+    out->value = (char *)m + mti_fields[i].at;
+    out->low = mti_fields[i].low;
+    out->high = mti_fields[i].high;
+    return out->name != NULL;
 }
 
-/* The same for a BERT. no_binary_head does not change what the encoder computes, and is not compared. */
-static void mti_bert_fields(mt_bert_desc *d, mt_field *out) {
-    mt_transformer_layer_desc *l = &d->layer;
-    const mt_field list[MTI_GPT_FIELDS] = {
-        {"bert.vocab", MT_FIELD_I64, &d->vocab, 1, INT32_MAX, 0, 0, 0},
-        {"bert.layers", MT_FIELD_I64, &d->layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
-        {"bert.max_seq", MT_FIELD_I64, &d->max_seq, 1, INT32_MAX, 0, 0, 0},
-        {"bert.hidden", MT_FIELD_I64, &l->hidden, 1, INT32_MAX, 0, 0, 0},
-        {"bert.heads", MT_FIELD_I64, &l->heads, 1, INT32_MAX, 0, 0, 0},
-        {"bert.kv_heads", MT_FIELD_I64, &l->kv_heads, 1, INT32_MAX, 0, 0, 0},
-        {"bert.ffn", MT_FIELD_I64, &l->ffn, 1, INT32_MAX, 0, 0, 0},
-        {"bert.placement", MT_FIELD_INT, &l->placement, MT_PRE_LN, MT_RESIDUAL_POST_LN, 0, 0, 0},
-        {"bert.norm", MT_FIELD_INT, &l->norm, MT_LAYER_NORM, MT_RMS_NORM, 0, 0, 0},
-        {"bert.norm_eps", MT_FIELD_F32, &l->norm_eps, 0, 0, 0, 0, 0},
-        {"bert.activation", MT_FIELD_INT, &l->activation, 0, MT_ACTIVATION_COUNT - 1, 0, 0, 0},
-        {"bert.rotary_base", MT_FIELD_F32, &l->rotary_base, 0, 0, 0, 0, 0},
-        {"bert.no_bias", MT_FIELD_INT, &l->no_bias, 0, 1, 0, 0, 0},
-        {"bert.token_types", MT_FIELD_I64, &d->token_types, 1, INT32_MAX, 0, 0, 0},
-        {"bert.no_binary_head", MT_FIELD_INT, &d->no_binary_head, 0, 1, 0, 0, 0},
-        {"bert.qkv_layout", MT_FIELD_INT, &l->qkv_layout, MT_QKV_PER_GROUP, MT_QKV_SEPARATE, 0, 0, 0},
-        {"bert.rotary_form", MT_FIELD_INT, &l->rotary_form, MT_ROTARY_HALVES, MT_ROTARY_PAIRS, 0, 0, 0},
-        {"bert.rotary_dim", MT_FIELD_I64, &l->rotary_dim, 0, INT32_MAX, 0, 0, 0}};
-    memcpy(out, list, sizeof list);
-}
-
-static void mti_layer_plain(mt_transformer_layer_desc *l) {
+/* Fills in the defaults, so that equal models have equal fields. */
+static void mti_described_plain(mti_described *m) {
+    mt_transformer_layer_desc *l = &m->d.layer;
     if (!l->kv_heads) l->kv_heads = l->heads;
     if (!l->ffn) l->ffn = 4 * l->hidden;
     if (l->norm_eps == 0.0f) l->norm_eps = 1e-5f;
     if (l->heads > 0 && l->rotary_dim == l->hidden / l->heads) l->rotary_dim = 0;
     l->no_bias = l->no_bias != 0;
+    m->d.untied_head = m->d.untied_head != 0;
+    if (m->is_bert && !m->token_types) m->token_types = 2;
+    m->no_binary_head = m->no_binary_head != 0;
 }
 
-/* Return the desc with its defaults filled in, so that equal models have equal descs. */
-static mt_gpt_desc mti_gpt_plain(const mt_gpt_desc *desc) {
-    mt_gpt_desc d = *desc;
-    mti_layer_plain(&d.layer);
-    d.untied_head = d.untied_head != 0;
-    return d;
+static mti_described mti_describe_gpt(const mt_gpt_desc *desc) {
+    mti_described m;
+    memset(&m, 0, sizeof m);
+    m.d = *desc;
+    mti_described_plain(&m);
+    return m;
 }
 
-static mt_bert_desc mti_bert_plain(const mt_bert_desc *desc) {
-    mt_bert_desc d = *desc;
-    mti_layer_plain(&d.layer);
-    if (!d.token_types) d.token_types = 2;
-    d.no_binary_head = d.no_binary_head != 0;
-    return d;
+static mti_described mti_describe_bert(const mt_bert_desc *desc) {
+    mti_described m;
+    memset(&m, 0, sizeof m);
+    m.is_bert = 1;
+    m.d.vocab = desc->vocab;
+    m.d.layers = desc->layers;
+    m.d.max_seq = desc->max_seq;
+    m.d.layer = desc->layer;
+    m.token_types = desc->token_types;
+    m.no_binary_head = desc->no_binary_head;
+    mti_described_plain(&m);
+    return m;
+}
+
+/* Returns the index of the first field in which two models of a kind differ, or -1. With rotary max_seq may differ, as
+   no weight depends on it. */
+static int mti_described_differ(mti_described *theirs, mti_described *ours) {
+    char their_text[MT_FIELD_TEXT_MAX], our_text[MT_FIELD_TEXT_MAX];
+    int rotary = ours->d.layer.rotary_base > 0.0f, i;
+    mt_field x, y;
+    for (i = 0; i < MTI_LENGTH(mti_fields); i++) {
+        if (!mti_described_field(theirs, i, &x) || !mti_described_field(ours, i, &y)) continue;
+        if (y.value == &ours->no_binary_head || (rotary && y.value == &ours->d.max_seq)) continue;
+        mt_field_text(&x, their_text);
+        mt_field_text(&y, our_text);
+        if (strcmp(their_text, our_text) != 0) return i;
+    }
+    return -1;
 }
 
 /* -- names -- */
@@ -3579,8 +3616,6 @@ static const mt_tensor_name mti_bert_names[] = {
     {"cls.seq_relationship.weight", NULL, 0, 0},
     {"cls.seq_relationship.bias", NULL, 0, 0}};
 
-#define MTI_LENGTH(list) (int)(sizeof(list) / sizeof *(list))
-
 /* The tables with an untied head, and with a tied one. */
 static const mt_tensor_table mti_gpt2_tables[] = {
     {mti_gpt2_names, MTI_LENGTH(mti_gpt2_names) - 1, "transformer.", NULL, 0},
@@ -3596,32 +3631,31 @@ static const mt_tensor_table mti_bert_tables[] = {
     {mti_bert_names, MTI_LENGTH(mti_bert_names) - 4, "bert.", mti_bert_aliases, 2},
     {mti_bert_names, MTI_LENGTH(mti_bert_names), "bert.", mti_bert_aliases, 2}};
 
-/* Return 1 when the model is a GPT-2 or a Llama, as the comment of mt_gpt_checkpoint_create defines them. */
-static int mti_is_gpt2(const mt_gpt_desc *desc) {
-    mt_gpt_desc d = mti_gpt_plain(desc);
-    return d.layer.placement == MT_PRE_LN && d.layer.norm == MT_LAYER_NORM && d.layer.activation != MT_SWIGLU &&
-           d.layer.mask == MT_MASK_CAUSAL && d.layer.rotary_base == 0.0f && d.layer.kv_heads == d.layer.heads &&
-           !d.layer.no_bias;
+/* Return 1 when the model is one of these, as the comments of mt_gpt_checkpoint_create and mt_bert_checkpoint_create
+   define them. */
+static int mti_is_gpt2(const mti_described *m) {
+    const mt_transformer_layer_desc *l = &m->d.layer;
+    return !m->is_bert && l->placement == MT_PRE_LN && l->norm == MT_LAYER_NORM && l->activation != MT_SWIGLU &&
+           l->mask == MT_MASK_CAUSAL && l->rotary_base == 0.0f && l->kv_heads == l->heads && !l->no_bias;
 }
 
-static int mti_is_llama(const mt_gpt_desc *desc) {
-    mt_gpt_desc d = mti_gpt_plain(desc);
-    return d.layer.placement == MT_PRE_LN && d.layer.norm == MT_RMS_NORM && d.layer.activation == MT_SWIGLU &&
-           d.layer.mask == MT_MASK_CAUSAL && d.layer.rotary_base > 0.0f && d.layer.rotary_dim == 0;
+static int mti_is_llama(const mti_described *m) {
+    const mt_transformer_layer_desc *l = &m->d.layer;
+    return !m->is_bert && l->placement == MT_PRE_LN && l->norm == MT_RMS_NORM && l->activation == MT_SWIGLU &&
+           l->mask == MT_MASK_CAUSAL && l->rotary_base > 0.0f && l->rotary_dim == 0;
 }
 
-/* Returns the table of a GPT of Hugging Face, or NULL for any other GPT. */
-static const mt_tensor_table *mti_gpt_table(const mt_gpt_desc *desc) {
-    if (mti_is_gpt2(desc)) return &mti_gpt2_tables[desc->untied_head == 0];
-    return mti_is_llama(desc) ? &mti_llama_tables[desc->untied_head == 0] : NULL;
+static int mti_is_bert(const mti_described *m) {
+    const mt_transformer_layer_desc *l = &m->d.layer;
+    return m->is_bert && l->placement == MT_POST_LN && l->norm == MT_LAYER_NORM && l->rotary_base == 0.0f &&
+           l->kv_heads == l->heads && !l->no_bias;
 }
 
-/* Returns the table of a BERT of Hugging Face, or NULL for any other BERT. */
-static const mt_tensor_table *mti_bert_table(const mt_bert_desc *desc) {
-    mt_bert_desc d = mti_bert_plain(desc);
-    int is_bert = d.layer.placement == MT_POST_LN && d.layer.norm == MT_LAYER_NORM && d.layer.rotary_base == 0.0f &&
-                  d.layer.kv_heads == d.layer.heads && !d.layer.no_bias;
-    return is_bert ? &mti_bert_tables[d.no_binary_head] : NULL;
+/* Returns the table of a model of Hugging Face, or NULL for any other model. */
+static const mt_tensor_table *mti_described_table(const mti_described *m) {
+    if (mti_is_gpt2(m)) return &mti_gpt2_tables[!m->d.untied_head];
+    if (mti_is_llama(m)) return &mti_llama_tables[!m->d.untied_head];
+    return mti_is_bert(m) ? &mti_bert_tables[m->no_binary_head] : NULL;
 }
 
 /* -- config.json -- */
@@ -3826,66 +3860,32 @@ static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
     return MT_SUCCESS;
 }
 
-/* Reads the desc from a config.json. */
-static mt_status mti_config_read(const mti_config *c, mt_gpt_desc *out) {
-    char type[64] = "";
-    const mt_field field = {"model_type", MT_FIELD_TEXT, type, 0, 0, sizeof type, 0, 0};
-    mt_gpt_desc d;
-    memset(&d, 0, sizeof d);
-    MT_TRY(mti_config_fields(c, &field, 1));
-    if (strcmp(type, "gpt2") == 0) MT_TRY(mti_gpt2_read(c, &d));
-    else if (strcmp(type, "llama") == 0) MT_TRY(mti_llama_read(c, &d));
-    else return mti_config_refuse_text(c, "model_type", type, "gpt2 or llama");
-    *out = mti_gpt_plain(&d);
-    return MT_SUCCESS;
-}
-
-/* Prepares reading DIRECTORY/config.json. *exists is 0 when there is no such file. */
-static mt_status mti_config_begin(mt_context *ctx, const char *directory, mti_config *c, int *exists) {
-    memset(c, 0, sizeof *c);
-    c->ctx = ctx;
-    c->directory = directory;
-    snprintf(c->path, sizeof c->path, "%.*s/config.json", MT_PATH_MAX - 16, directory);
-    return mt_json_read(ctx, directory, "config.json", NULL, 0, exists);
-}
-
-/* Reads the desc from DIRECTORY/config.json. *exists is 0, and *out unchanged, when there is no such file. */
-static mt_status mti_config_open(mt_context *ctx, const char *directory, int *exists, mt_gpt_desc *out) {
-    mti_config c;
-    MT_TRY(mti_config_begin(ctx, directory, &c, exists));
-    return *exists ? mti_config_read(&c, out) : MT_SUCCESS;
-}
-
-/* Reads the config.json of a BERT. Defaults are those of transformers' BertConfig. */
-static mt_status mti_bert_config_read(const mti_config *c, mt_bert_desc *out) {
-    mt_bert_desc d;
-    mt_transformer_layer_desc *l = &d.layer;
+/* Reads the config.json of a BERT. Defaults are those of transformers' BertConfig. *out is zero. */
+static mt_status mti_bert_read(const mti_config *c, mti_described *out) {
+    mt_transformer_layer_desc *l = &out->d.layer;
     double eps = 1e-12;
-    char type[64] = "", activation[64] = "gelu", positions[64] = "absolute"; /* truncated; accepted values fit */
+    char activation[64] = "gelu", positions[64] = "absolute"; /* truncated when longer; accepted values fit */
     mti_fixed fixed[] = {{"is_decoder", 0, 0}, {"add_cross_attention", 0, 0}, {"tie_word_embeddings", 1, 1}};
-    const mt_field fields[] = {{"vocab_size", MT_FIELD_I64, &d.vocab, 1, INT32_MAX, 0, 0, 0},
-                               {"max_position_embeddings", MT_FIELD_I64, &d.max_seq, 1, INT32_MAX, 0, 0, 0},
-                               {"type_vocab_size", MT_FIELD_I64, &d.token_types, 1, INT32_MAX, 0, 0, 0},
+    const mt_field fields[] = {{"vocab_size", MT_FIELD_I64, &out->d.vocab, 1, INT32_MAX, 0, 0, 0},
+                               {"max_position_embeddings", MT_FIELD_I64, &out->d.max_seq, 1, INT32_MAX, 0, 0, 0},
+                               {"type_vocab_size", MT_FIELD_I64, &out->token_types, 1, INT32_MAX, 0, 0, 0},
                                {"hidden_size", MT_FIELD_I64, &l->hidden, 1, INT32_MAX, 0, 0, 0},
-                               {"num_hidden_layers", MT_FIELD_I64, &d.layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
+                               {"num_hidden_layers", MT_FIELD_I64, &out->d.layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
                                {"num_attention_heads", MT_FIELD_I64, &l->heads, 1, INT32_MAX, 0, 0, 0},
                                {"intermediate_size", MT_FIELD_I64, &l->ffn, 1, INT32_MAX, 0, 0, 0},
                                {"layer_norm_eps", MT_FIELD_F64, &eps, 0, 0, 0, 0, 0},
-                               {"model_type", MT_FIELD_TEXT, type, 0, 0, sizeof type, 0, 0},
                                {"hidden_act", MT_FIELD_TEXT, activation, 0, 0, sizeof activation, 0, 0},
                                {"position_embedding_type", MT_FIELD_TEXT, positions, 0, 0, sizeof positions, 0, 0},
                                {fixed[0].name, MT_FIELD_BOOL, &fixed[0].value, 0, 0, 0, 0, 0},
                                {fixed[1].name, MT_FIELD_BOOL, &fixed[1].value, 0, 0, 0, 0, 0},
                                {fixed[2].name, MT_FIELD_BOOL, &fixed[2].value, 0, 0, 0, 0, 0}};
-    memset(&d, 0, sizeof d);
-    d.vocab = 30522;
-    d.max_seq = 512;
-    d.token_types = 2;
-    d.layers = l->heads = 12;
+    out->d.vocab = 30522;
+    out->d.max_seq = 512;
+    out->token_types = 2;
+    out->d.layers = l->heads = 12;
     l->hidden = 768;
     l->ffn = 3072;
     MT_TRY(mti_config_fields(c, fields, MTI_LENGTH(fields)));
-    if (strcmp(type, "bert") != 0) return mti_config_refuse_text(c, "model_type", type, "bert");
     if (strcmp(positions, "absolute") != 0)
         return mti_config_refuse_text(c, "position_embedding_type", positions, "absolute");
     MT_TRY(mti_config_activation(c, "hidden_act", activation, &l->activation));
@@ -3896,8 +3896,35 @@ static mt_status mti_bert_config_read(const mti_config *c, mt_bert_desc *out) {
                        c->path, (long long)l->hidden, (long long)l->heads);
     l->placement = MT_POST_LN;
     l->norm_eps = (float)eps;
-    *out = mti_bert_plain(&d);
     return MT_SUCCESS;
+}
+
+/* Reads the config.json of a GPT or, when out->is_bert is 1, of a BERT. */
+static mt_status mti_config_read(const mti_config *c, mti_described *out) {
+    char type[64] = "";
+    const mt_field field = {"model_type", MT_FIELD_TEXT, type, 0, 0, sizeof type, 0, 0};
+    mti_described m;
+    memset(&m, 0, sizeof m);
+    m.is_bert = out->is_bert;
+    MT_TRY(mti_config_fields(c, &field, 1));
+    if (m.is_bert && strcmp(type, "bert") == 0) MT_TRY(mti_bert_read(c, &m));
+    else if (!m.is_bert && strcmp(type, "gpt2") == 0) MT_TRY(mti_gpt2_read(c, &m.d));
+    else if (!m.is_bert && strcmp(type, "llama") == 0) MT_TRY(mti_llama_read(c, &m.d));
+    else return mti_config_refuse_text(c, "model_type", type, m.is_bert ? "bert" : "gpt2 or llama");
+    mti_described_plain(&m);
+    *out = m;
+    return MT_SUCCESS;
+}
+
+/* Reads DIRECTORY/config.json. *exists is 0, and *out unchanged, when there is no such file. */
+static mt_status mti_config_open(mt_context *ctx, const char *directory, int *exists, mti_described *out) {
+    mti_config c;
+    memset(&c, 0, sizeof c);
+    c.ctx = ctx;
+    c.directory = directory;
+    snprintf(c.path, sizeof c.path, "%.*s/config.json", MT_PATH_MAX - 16, directory);
+    MT_TRY(mt_json_read(ctx, directory, "config.json", NULL, 0, exists));
+    return *exists ? mti_config_read(&c, out) : MT_SUCCESS;
 }
 
 static const char *mti_float_text(float x, char *text) {
@@ -3950,6 +3977,23 @@ static int mti_llama_write(const mt_gpt_desc *d, char *text, size_t bytes) {
                     mti_float_text(d->layer.attention_dropout, attention), d->untied_head ? "false" : "true");
 }
 
+/* Writes a config.json of a BERT of the class `head`. */
+static int mti_bert_write(const mti_described *m, const char *head, char *text, size_t bytes) {
+    char eps[MT_FIELD_TEXT_MAX], attention[MT_FIELD_TEXT_MAX], hidden[MT_FIELD_TEXT_MAX];
+    return snprintf(text, bytes,
+                    "{\n  \"architectures\": [\"%s\"],\n  \"model_type\": \"bert\",\n  \"hidden_act\": \"%s\",\n"
+                    "  \"vocab_size\": %lld,\n  \"max_position_embeddings\": %lld,\n  \"type_vocab_size\": %lld,\n"
+                    "  \"hidden_size\": %lld,\n  \"num_hidden_layers\": %lld,\n  \"num_attention_heads\": %lld,\n"
+                    "  \"intermediate_size\": %lld,\n  \"layer_norm_eps\": %s,\n"
+                    "  \"attention_probs_dropout_prob\": %s,\n  \"hidden_dropout_prob\": %s,\n"
+                    "  \"pad_token_id\": null,\n  \"tie_word_embeddings\": true\n}\n",
+                    head, mti_activation_text(m->d.layer.activation), (long long)m->d.vocab, (long long)m->d.max_seq,
+                    (long long)m->token_types, (long long)m->d.layer.hidden, (long long)m->d.layers,
+                    (long long)m->d.layer.heads, (long long)m->d.layer.ffn, mti_float_text(m->d.layer.norm_eps, eps),
+                    mti_float_text(m->d.layer.attention_dropout, attention),
+                    mti_float_text(m->d.layer.hidden_dropout, hidden));
+}
+
 /* Replaces the value of a member of the object in text, if it has the member. The text has room for it. */
 static void mti_config_set(char *text, const char *name, const char *value) {
     size_t from, to, n = strlen(value);
@@ -3982,92 +4026,42 @@ static int mti_config_keep(const char *given, int64_t max_seq, mt_dtype dtype, c
     return (int)strlen(text);
 }
 
-/* Returns the index of the first of MTI_GPT_FIELDS fields in which two models differ, or -1. With rotary max_seq may
-   differ, as no weight depends on it. */
-static int mti_fields_differ(const mt_field *a, const mt_field *b, int rotary) {
-    char a_text[MT_FIELD_TEXT_MAX], b_text[MT_FIELD_TEXT_MAX];
-    int i;
-    for (i = 0; i < MTI_GPT_FIELDS; i++) {
-        const char *name = strchr(b[i].name, '.') + 1;
-        if (strcmp(name, "no_binary_head") == 0 || (rotary && strcmp(name, "max_seq") == 0)) continue;
-        mt_field_text(&a[i], a_text);
-        mt_field_text(&b[i], b_text);
-        if (strcmp(a_text, b_text) != 0) return i;
-    }
-    return -1;
+/* The layout of QKV and the form of rotary positions in a file of Hugging Face are converted to those of the model. */
+static void mti_described_adopt(mti_described *theirs, const mti_described *ours) {
+    if (!mti_described_table(ours)) return;
+    theirs->d.layer.qkv_layout = ours->d.layer.qkv_layout;
+    theirs->d.layer.rotary_form = ours->d.layer.rotary_form;
 }
 
-static int mti_gpt_differ(mt_gpt_desc *a, mt_gpt_desc *b) {
-    mt_field a_fields[MTI_GPT_FIELDS], b_fields[MTI_GPT_FIELDS];
-    mti_gpt_fields(a, a_fields);
-    mti_gpt_fields(b, b_fields);
-    return mti_fields_differ(a_fields, b_fields, b->layer.rotary_base > 0.0f);
-}
-
-static int mti_bert_differ(mt_bert_desc *a, mt_bert_desc *b) {
-    mt_field a_fields[MTI_GPT_FIELDS], b_fields[MTI_GPT_FIELDS];
-    mti_bert_fields(a, a_fields);
-    mti_bert_fields(b, b_fields);
-    return mti_fields_differ(a_fields, b_fields, b->layer.rotary_base > 0.0f);
-}
-
-/* The form of rotary positions and the layout of QKV in a file of Hugging Face are converted to those of the model. */
-static void mti_gpt_adopt(mt_gpt_desc *theirs, const mt_gpt_desc *ours) {
-    if (!mti_gpt_table(ours)) return;
-    theirs->layer.qkv_layout = ours->layer.qkv_layout;
-    theirs->layer.rotary_form = ours->layer.rotary_form;
-}
-
-/* Writes the text of config.json. */
-static int mti_gpt_config(const void *model, const char *given, char *text, size_t bytes) {
-    const mt_gpt *gpt = (const mt_gpt *)model;
-    mt_gpt_desc d = mti_gpt_plain(&gpt->desc), theirs;
-    int llama = mti_is_llama(&d);
+/* Writes the text of config.json. dtype is the type of the parameters. */
+static int mti_described_config(mti_described *m, mt_dtype dtype, const char *given, char *text, size_t bytes) {
+    const char *head = mti_is_llama(m) ? "LlamaForCausalLM" : "GPT2LMHeadModel";
+    mti_described theirs = *m;
     mti_config c;
-    if (!mti_gpt_table(&d)) return 0;
+    if (!mti_described_table(m)) return 0;
+    if (m->is_bert) head = m->no_binary_head ? "BertForMaskedLM" : "BertForPreTraining";
     memset(&c, 0, sizeof c);
     c.text = given;
     if (given && mti_config_read(&c, &theirs) == MT_SUCCESS) {
-        mti_gpt_adopt(&theirs, &d);
-        if (mti_gpt_differ(&theirs, &d) < 0)
-            return mti_config_keep(given, theirs.max_seq == d.max_seq ? 0 : d.max_seq,
-                                   gpt->model.tokens.weight->value.dtype,
-                                   llama ? "LlamaForCausalLM" : "GPT2LMHeadModel", text, bytes);
+        mti_described_adopt(&theirs, m);
+        if (mti_described_differ(&theirs, m) < 0)
+            return mti_config_keep(given, theirs.d.max_seq == m->d.max_seq ? 0 : m->d.max_seq, dtype, head, text,
+                                   bytes);
     }
-    return llama ? mti_llama_write(&d, text, bytes) : mti_gpt2_write(&d, text, bytes);
+    if (m->is_bert) return mti_bert_write(m, head, text, bytes);
+    return mti_is_llama(m) ? mti_llama_write(&m->d, text, bytes) : mti_gpt2_write(&m->d, text, bytes);
 }
 
-/* Writes a config.json of a BERT. */
-static int mti_bert_write(const mt_bert_desc *d, const char *head, char *text, size_t bytes) {
-    char eps[MT_FIELD_TEXT_MAX], attention[MT_FIELD_TEXT_MAX], hidden[MT_FIELD_TEXT_MAX];
-    return snprintf(text, bytes,
-                    "{\n  \"architectures\": [\"%s\"],\n  \"model_type\": \"bert\",\n  \"hidden_act\": \"%s\",\n"
-                    "  \"vocab_size\": %lld,\n  \"max_position_embeddings\": %lld,\n  \"type_vocab_size\": %lld,\n"
-                    "  \"hidden_size\": %lld,\n  \"num_hidden_layers\": %lld,\n  \"num_attention_heads\": %lld,\n"
-                    "  \"intermediate_size\": %lld,\n  \"layer_norm_eps\": %s,\n"
-                    "  \"attention_probs_dropout_prob\": %s,\n  \"hidden_dropout_prob\": %s,\n"
-                    "  \"pad_token_id\": null,\n  \"tie_word_embeddings\": true\n}\n",
-                    head, mti_activation_text(d->layer.activation), (long long)d->vocab, (long long)d->max_seq,
-                    (long long)d->token_types, (long long)d->layer.hidden, (long long)d->layers,
-                    (long long)d->layer.heads, (long long)d->layer.ffn, mti_float_text(d->layer.norm_eps, eps),
-                    mti_float_text(d->layer.attention_dropout, attention),
-                    mti_float_text(d->layer.hidden_dropout, hidden));
+static int mti_gpt_config(const void *model, const char *given, char *text, size_t bytes) {
+    const mt_gpt *gpt = (const mt_gpt *)model;
+    mti_described m = mti_describe_gpt(&gpt->desc);
+    return mti_described_config(&m, gpt->model.tokens.weight->value.dtype, given, text, bytes);
 }
 
 static int mti_bert_config(const void *model, const char *given, char *text, size_t bytes) {
     const mt_bert *bert = (const mt_bert *)model;
-    mt_bert_desc d = mti_bert_plain(&bert->desc), theirs;
-    const char *head = d.no_binary_head ? "BertForMaskedLM" : "BertForPreTraining";
-    mti_config c;
-    if (!mti_bert_table(&d)) return 0;
-    memset(&c, 0, sizeof c);
-    c.text = given;
-    if (given && mti_bert_config_read(&c, &theirs) == MT_SUCCESS) {
-        theirs.layer.qkv_layout = d.layer.qkv_layout;
-        if (mti_bert_differ(&theirs, &d) < 0)
-            return mti_config_keep(given, 0, bert->model.tokens.weight->value.dtype, head, text, bytes);
-    }
-    return mti_bert_write(&d, head, text, bytes);
+    mti_described m = mti_describe_bert(&bert->desc);
+    return mti_described_config(&m, bert->model.tokens.weight->value.dtype, given, text, bytes);
 }
 
 /* Copies the config.json of a model with a table of the program. */
@@ -4078,157 +4072,122 @@ static int mti_given_config(const void *model, const char *given, char *text, si
 
 /* -- metadata -- */
 
-static const char *mti_fields_metadata(const mt_field *fields, int index, char *value) {
+static const char *mti_described_metadata(mti_described *m, int index, char *value) {
+    mt_field f;
     int i, n = 0;
-    for (i = 0; i < MTI_GPT_FIELDS; i++) {
-        mt_field_text(&fields[i], value);
-        if (i >= MTI_GPT_REQUIRED && strcmp(value, "0") == 0) continue;
-        if (n++ == index) return fields[i].name;
+    for (i = 0; i < MTI_LENGTH(mti_fields); i++) {
+        if (!mti_described_field(m, i, &f)) continue;
+        mt_field_text(&f, value);
+        if (mti_fields[i].optional && strcmp(value, "0") == 0) continue;
+        if (n++ == index) return f.name;
     }
     return NULL;
 }
 
 static const char *mti_gpt_metadata(const void *model, int index, char *value) {
-    mt_gpt_desc d = mti_gpt_plain(&((const mt_gpt *)model)->desc);
-    mt_field fields[MTI_GPT_FIELDS];
-    mti_gpt_fields(&d, fields);
-    return mti_fields_metadata(fields, index, value);
+    mti_described m = mti_describe_gpt(&((const mt_gpt *)model)->desc);
+    return mti_described_metadata(&m, index, value);
 }
 
 static const char *mti_bert_metadata(const void *model, int index, char *value) {
-    mt_bert_desc d = mti_bert_plain(&((const mt_bert *)model)->desc);
-    mt_field fields[MTI_GPT_FIELDS];
-    mti_bert_fields(&d, fields);
-    return mti_fields_metadata(fields, index, value);
+    mti_described m = mti_describe_bert(&((const mt_bert *)model)->desc);
+    return mti_described_metadata(&m, index, value);
 }
 
-/* Reads fields of the layers `l` from the metadata of a file. The desc is zero. */
-static mt_status mti_fields_read(mt_context *ctx, const mt_safetensors *file, const mt_field *fields,
-                                 const mt_transformer_layer_desc *l) {
+/* Returns 1 when the metadata describe a model. */
+static int mti_described_has(const mt_safetensors_set *files, int is_bert) {
+    return mt_safetensors_metadata(mt_safetensors_set_file(files, 0), is_bert ? "bert.vocab" : "gpt.vocab") != NULL;
+}
+
+/* Reads the fields from the metadata of a file. Only is_bert of *out is set. */
+static mt_status mti_described_read(mt_context *ctx, const mt_safetensors *file, mti_described *out) {
+    mt_field f;
+    float x;
     int i;
-    MT_TRY(mt_safetensors_fields(ctx, file, fields, MTI_GPT_REQUIRED));
-    for (i = MTI_GPT_REQUIRED; i < MTI_GPT_FIELDS; i++)
-        if (mt_safetensors_metadata(file, fields[i].name)) MT_TRY(mt_safetensors_fields(ctx, file, &fields[i], 1));
-    for (i = 0; i < MTI_GPT_REQUIRED; i++) {
-        if (fields[i].value == (const void *)&l->norm_eps && !(l->norm_eps > 0.0f))
-            return mt_safetensors_refuse(ctx, file, fields[i].name, "above 0");
-        if (fields[i].value == (const void *)&l->rotary_base && !(l->rotary_base >= 0.0f))
-            return mt_safetensors_refuse(ctx, file, fields[i].name, "at least 0");
+    for (i = 0; i < MTI_LENGTH(mti_fields); i++) {
+        if (!mti_described_field(out, i, &f)) continue;
+        if (mti_fields[i].optional && !mt_safetensors_metadata(file, f.name)) continue;
+        MT_TRY(mt_safetensors_fields(ctx, file, &f, 1));
+    }
+    for (i = 0; i < MTI_LENGTH(mti_fields); i++) {
+        if (!mti_described_field(out, i, &f) || f.kind != MT_FIELD_F32) continue;
+        memcpy(&x, f.value, sizeof x);
+        if (!(x >= 0.0f) || (f.low && x == 0.0f))
+            return mt_safetensors_refuse(ctx, file, f.name, f.low ? "above 0" : "at least 0");
     }
     return MT_SUCCESS;
 }
 
-/* Reads the desc from the metadata of the first file or, when the metadata has none, from config.json. *known is 0 when
-   neither has one. *config is 1 when it is from config.json. */
-static mt_status mti_gpt_source(mt_context *ctx, const char *directory, const mt_safetensors_set *files, int *known,
-                                int *config, mt_gpt_desc *out) {
-    const mt_safetensors *first = mt_safetensors_set_file(files, 0);
-    mt_field fields[MTI_GPT_FIELDS];
+/* Reads the model from the metadata of the first file or, when the metadata has none, from config.json. *known is 0
+   when neither has one. What the config.json of a BERT does not tell is in the tensors. */
+static mt_status mti_described_source(mt_context *ctx, const char *directory, const mt_safetensors_set *files,
+                                      int is_bert, int *known, mti_described *out) {
     memset(out, 0, sizeof *out);
+    out->is_bert = is_bert;
     *known = 1;
-    *config = !mt_safetensors_metadata(first, "gpt.vocab");
-    mti_gpt_fields(out, fields);
-    return *config ? mti_config_open(ctx, directory, known, out) : mti_fields_read(ctx, first, fields, &out->layer);
-}
-
-/* The same for a BERT. What config.json does not tell is in the tensors. */
-static mt_status mti_bert_source(mt_context *ctx, const char *directory, const mt_safetensors_set *files, int *known,
-                                 int *config, mt_bert_desc *out) {
-    const mt_safetensors *first = mt_safetensors_set_file(files, 0);
-    mt_field fields[MTI_GPT_FIELDS];
-    mti_config c;
-    memset(out, 0, sizeof *out);
-    *known = 1;
-    *config = !mt_safetensors_metadata(first, "bert.vocab");
-    mti_bert_fields(out, fields);
-    if (!*config) return mti_fields_read(ctx, first, fields, &out->layer);
-    MT_TRY(mti_config_begin(ctx, directory, &c, known));
-    if (*known) MT_TRY(mti_bert_config_read(&c, out));
-    out->no_binary_head = !mt_safetensors_set_find(files, "cls.seq_relationship.weight");
+    if (mti_described_has(files, is_bert)) return mti_described_read(ctx, mt_safetensors_set_file(files, 0), out);
+    MT_TRY(mti_config_open(ctx, directory, known, out));
+    if (is_bert) out->no_binary_head = !mt_safetensors_set_find(files, "cls.seq_relationship.weight");
     return MT_SUCCESS;
 }
 
-/* Writes the value of a field in words: fields of an enum have names. */
-static const char *mti_field_value(const mt_field *f, char text[MT_FIELD_TEXT_MAX]) {
-    static const char *const placements[] = {"MT_PRE_LN", "MT_POST_LN", "MT_RESIDUAL_POST_LN"};
-    static const char *const norms[] = {"MT_LAYER_NORM", "MT_RMS_NORM"};
-    static const char *const activations[] = {"MT_GELU_TANH",    "MT_GELU_ERF", "MT_SWIGLU",
-                                              "MT_SQUARED_RELU", "MT_RELU",     "MT_TANH"};
-    static const char *const masks[] = {"MT_MASK_CAUSAL", "MT_MASK_BIDIRECTIONAL"};
-    static const char *const layouts[] = {"MT_QKV_PER_GROUP", "MT_QKV_CONCATENATED", "MT_QKV_SEPARATE"};
-    static const char *const forms[] = {"MT_ROTARY_HALVES", "MT_ROTARY_PAIRS"};
-    static const struct {
-        const char *name;
-        const char *const *values;
-        int count;
-    } enums[] = {{"placement", placements, MTI_LENGTH(placements)},    {"norm", norms, MTI_LENGTH(norms)},
-                 {"activation", activations, MTI_LENGTH(activations)}, {"mask", masks, MTI_LENGTH(masks)},
-                 {"qkv_layout", layouts, MTI_LENGTH(layouts)},         {"rotary_form", forms, MTI_LENGTH(forms)}};
-    int i, value = 0;
-    for (i = 0; i < MTI_LENGTH(enums); i++) {
-        if (strcmp(strchr(f->name, '.') + 1, enums[i].name) != 0) continue;
-        memcpy(&value, f->value, sizeof value);
-        if (value >= 0 && value < enums[i].count) return enums[i].values[value];
-    }
-    mt_field_text(f, text);
-    return text;
+/* Writes the value of a field, in words if it has some. */
+static const char *mti_described_value(mti_described *m, int i, char text[MT_FIELD_TEXT_MAX]) {
+    mt_field f;
+    int value = 0;
+    mti_described_field(m, i, &f);
+    mt_field_text(&f, text);
+    if (!mti_fields[i].words) return text;
+    memcpy(&value, f.value, sizeof value);
+    return value >= f.low && value <= f.high ? mti_fields[i].words[value] : text;
 }
 
-/* Returns MT_ERR_DATA: the model of the directory has another value of a field than ours. */
-static mt_status mti_fields_refuse(mt_context *ctx, const char *directory, const mt_field *theirs,
-                                   const mt_field *ours) {
+/* Returns MT_ERR_DATA when the files describe another model. */
+static mt_status mti_described_check(mt_context *ctx, mti_described *ours, const char *directory,
+                                     const mt_safetensors_set *files) {
     char their_text[MT_FIELD_TEXT_MAX], our_text[MT_FIELD_TEXT_MAX];
-    return mt_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory, strchr(ours->name, '.') + 1,
-                   mti_field_value(theirs, their_text), mti_field_value(ours, our_text));
+    mti_described theirs;
+    mt_field f;
+    int known, i;
+    MT_TRY(mti_described_source(ctx, directory, files, ours->is_bert, &known, &theirs));
+    if (!mti_described_has(files, ours->is_bert)) mti_described_adopt(&theirs, ours);
+    i = known ? mti_described_differ(&theirs, ours) : -1;
+    if (i < 0) return MT_SUCCESS;
+    mti_described_field(ours, i, &f);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory, strchr(f.name, '.') + 1,
+                   mti_described_value(&theirs, i, their_text), mti_described_value(ours, i, our_text));
 }
 
-/* Returns MT_ERR_DATA when the files describe another GPT. */
-static mt_status mti_gpt_compare(mt_context *ctx, const void *model, const char *directory,
-                                 const mt_safetensors_set *files) {
-    mt_gpt_desc theirs, ours = mti_gpt_plain(&((const mt_gpt *)model)->desc);
-    mt_field their_fields[MTI_GPT_FIELDS], our_fields[MTI_GPT_FIELDS];
-    int known, config, i;
-    MT_TRY(mti_gpt_source(ctx, directory, files, &known, &config, &theirs));
-    if (known && config) mti_gpt_adopt(&theirs, &ours);
-    mti_gpt_fields(&theirs, their_fields);
-    mti_gpt_fields(&ours, our_fields);
-    i = known ? mti_gpt_differ(&theirs, &ours) : -1;
-    return i < 0 ? MT_SUCCESS : mti_fields_refuse(ctx, directory, &their_fields[i], &our_fields[i]);
+static mt_status mti_gpt_check(mt_context *ctx, const void *model, const char *directory,
+                               const mt_safetensors_set *files) {
+    mti_described ours = mti_describe_gpt(&((const mt_gpt *)model)->desc);
+    return mti_described_check(ctx, &ours, directory, files);
 }
 
-static mt_status mti_bert_compare(mt_context *ctx, const void *model, const char *directory,
-                                  const mt_safetensors_set *files) {
-    mt_bert_desc theirs, ours = mti_bert_plain(&((const mt_bert *)model)->desc);
-    mt_field their_fields[MTI_GPT_FIELDS], our_fields[MTI_GPT_FIELDS];
-    int known, config, i;
-    MT_TRY(mti_bert_source(ctx, directory, files, &known, &config, &theirs));
-    if (known && config && mti_bert_table(&ours)) theirs.layer.qkv_layout = ours.layer.qkv_layout;
-    mti_bert_fields(&theirs, their_fields);
-    mti_bert_fields(&ours, our_fields);
-    i = known ? mti_bert_differ(&theirs, &ours) : -1;
-    return i < 0 ? MT_SUCCESS : mti_fields_refuse(ctx, directory, &their_fields[i], &our_fields[i]);
+static mt_status mti_bert_check(mt_context *ctx, const void *model, const char *directory,
+                                const mt_safetensors_set *files) {
+    mti_described ours = mti_describe_bert(&((const mt_bert *)model)->desc);
+    return mti_described_check(ctx, &ours, directory, files);
 }
 
-/* The same with a table of the program: only metadata describe the GPT. */
-static mt_status mti_gpt_other_compare(mt_context *ctx, const void *model, const char *directory,
-                                       const mt_safetensors_set *files) {
-    const mt_safetensors *first = mt_safetensors_set_file(files, 0);
-    return mt_safetensors_metadata(first, "gpt.vocab") ? mti_gpt_compare(ctx, model, directory, files) : MT_SUCCESS;
+/* The same with a table of the program: only metadata describe the model. */
+static mt_status mti_gpt_other_check(mt_context *ctx, const void *model, const char *directory,
+                                     const mt_safetensors_set *files) {
+    return mti_described_has(files, 0) ? mti_gpt_check(ctx, model, directory, files) : MT_SUCCESS;
 }
 
-static mt_status mti_bert_other_compare(mt_context *ctx, const void *model, const char *directory,
-                                        const mt_safetensors_set *files) {
-    const mt_safetensors *first = mt_safetensors_set_file(files, 0);
-    return mt_safetensors_metadata(first, "bert.vocab") ? mti_bert_compare(ctx, model, directory, files) : MT_SUCCESS;
+static mt_status mti_bert_other_check(mt_context *ctx, const void *model, const char *directory,
+                                      const mt_safetensors_set *files) {
+    return mti_described_has(files, 1) ? mti_bert_check(ctx, model, directory, files) : MT_SUCCESS;
 }
 
-static const mt_checkpoint_format mti_gpt_format = {mti_gpt_metadata, mti_gpt_config, mti_gpt_compare, mti_gpt_part};
-static const mt_checkpoint_format mti_gpt_other_format = {mti_gpt_metadata, mti_given_config, mti_gpt_other_compare,
-                                                          mti_gpt_part};
-static const mt_checkpoint_format mti_bert_format = {mti_bert_metadata, mti_bert_config, mti_bert_compare,
-                                                     mti_bert_part};
-static const mt_checkpoint_format mti_bert_other_format = {mti_bert_metadata, mti_given_config, mti_bert_other_compare,
-                                                           mti_bert_part};
+/* Without a table of the program, and with one. */
+static const mt_checkpoint_format mti_gpt_formats[] = {
+    {mti_gpt_metadata, mti_gpt_config, mti_gpt_check, mti_gpt_part},
+    {mti_gpt_metadata, mti_given_config, mti_gpt_other_check, mti_gpt_part}};
+static const mt_checkpoint_format mti_bert_formats[] = {
+    {mti_bert_metadata, mti_bert_config, mti_bert_check, mti_bert_part},
+    {mti_bert_metadata, mti_given_config, mti_bert_other_check, mti_bert_part}};
 
 /* Checks the arguments. */
 static mt_status mti_model_checkpoint_check(mt_context *ctx, const char *function, const mt_params *params,
@@ -4248,12 +4207,14 @@ MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, co
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out) {
     static const char *const function = "mt_gpt_checkpoint_create";
     mt_checkpoint_desc d;
+    mti_described m;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
     MT_TRY(mti_model_checkpoint_check(ctx, function, params, &gpt->model, desc));
+    m = mti_describe_gpt(&gpt->desc);
     d = *desc;
-    d.format = desc->table ? &mti_gpt_other_format : &mti_gpt_format;
-    if (!desc->table) d.table = mti_gpt_table(&gpt->desc);
+    d.format = &mti_gpt_formats[desc->table != NULL];
+    if (!desc->table) d.table = mti_described_table(&m);
     d.model = gpt;
     return mt_checkpoint_create(ctx, params, &d, out);
 }
@@ -4262,48 +4223,52 @@ MT_API mt_status mt_bert_checkpoint_create(mt_context *ctx, mt_params *params, c
                                            const mt_checkpoint_desc *desc, mt_checkpoint **out) {
     static const char *const function = "mt_bert_checkpoint_create";
     mt_checkpoint_desc d;
+    mti_described m;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!bert) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: bert is NULL", function);
     MT_TRY(mti_model_checkpoint_check(ctx, function, params, &bert->model, desc));
+    m = mti_describe_bert(&bert->desc);
     d = *desc;
-    d.format = desc->table ? &mti_bert_other_format : &mti_bert_format;
-    if (!desc->table) d.table = mti_bert_table(&bert->desc);
+    d.format = &mti_bert_formats[desc->table != NULL];
+    if (!desc->table) d.table = mti_described_table(&m);
     d.model = bert;
     return mt_checkpoint_create(ctx, params, &d, out);
 }
 
-MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out) {
+static mt_status mti_desc_read(mt_context *ctx, const char *function, const char *directory, const void *out,
+                               int is_bert, mti_described *theirs) {
     mt_safetensors_set *files;
-    mt_gpt_desc theirs;
     mt_status status;
-    int known, config;
+    int known;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!directory || !out)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gpt_desc_read: %s is NULL", directory ? "out" : "directory");
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, directory ? "out" : "directory");
     MT_TRY(mt_safetensors_set_open(ctx, directory, "model", &files));
-    status = mti_gpt_source(ctx, directory, files, &known, &config, &theirs);
+    status = mti_described_source(ctx, directory, files, is_bert, &known, theirs);
     mt_safetensors_set_close(files);
-    if (status == MT_SUCCESS && known) *out = theirs;
     if (status != MT_SUCCESS || known) return status;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: neither the metadata of its model nor a config.json describes a GPT",
-                   directory);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: neither the metadata of its model nor a config.json describes a %s",
+                   directory, is_bert ? "BERT" : "GPT");
+}
+
+MT_API mt_status mt_gpt_desc_read(mt_context *ctx, const char *directory, mt_gpt_desc *out) {
+    mti_described m;
+    MT_TRY(mti_desc_read(ctx, "mt_gpt_desc_read", directory, out, 0, &m));
+    *out = m.d;
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_bert_desc_read(mt_context *ctx, const char *directory, mt_bert_desc *out) {
-    mt_safetensors_set *files;
-    mt_bert_desc theirs;
-    mt_status status;
-    int known, config;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!directory || !out)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_bert_desc_read: %s is NULL", directory ? "out" : "directory");
-    MT_TRY(mt_safetensors_set_open(ctx, directory, "model", &files));
-    status = mti_bert_source(ctx, directory, files, &known, &config, &theirs);
-    mt_safetensors_set_close(files);
-    if (status == MT_SUCCESS && known) *out = theirs;
-    if (status != MT_SUCCESS || known) return status;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: neither the metadata of its model nor a config.json describes a BERT",
-                   directory);
+    mti_described m;
+    MT_TRY(mti_desc_read(ctx, "mt_bert_desc_read", directory, out, 1, &m));
+    memset(out, 0, sizeof *out);
+    out->vocab = m.d.vocab;
+    out->layers = m.d.layers;
+    out->max_seq = m.d.max_seq;
+    out->layer = m.d.layer;
+    out->no_binary_head = m.no_binary_head;
+    out->token_types = m.token_types;
+    return MT_SUCCESS;
 }
 
 #ifdef __cplusplus

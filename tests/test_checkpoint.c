@@ -916,24 +916,18 @@ static mt_status rewrite_rank(mt_comm *world, void *user) {
 static void written_like_hugging_face(mt_gpt_desc how) {
     mt_context *ctx;
     mt_safetensors *theirs, *ours;
-    mt_gpt_desc a, b;
-    mt_field fields[2][MTI_GPT_FIELDS];
+    mti_described a, b;
     int exists;
     char path[MT_PATH_MAX];
+    memset(&a, 0, sizeof a);
+    memset(&b, 0, sizeof b);
     test_launch(2, rewrite_rank, &how);
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_checkpoint_path(ctx, in_scratch("hf"), 0, path, sizeof path));
     ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_open(ctx, "tests/golden/gpt2_hf", &exists, &a));
     ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_open(ctx, path, &exists, &b));
     assert_true(exists);
-    mti_gpt_fields(&a, fields[0]);
-    mti_gpt_fields(&b, fields[1]);
-    for (int i = 0; i < MTI_GPT_FIELDS; i++) {
-        char x[MT_FIELD_TEXT_MAX], y[MT_FIELD_TEXT_MAX];
-        mt_field_text(&fields[0][i], x);
-        mt_field_text(&fields[1][i], y);
-        assert_string_equal(x, y);
-    }
+    assert_int_equal(mti_described_differ(&a, &b), -1);
     strcat(path, "/model.safetensors");
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, path, &ours));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, "tests/golden/gpt2_hf/model.safetensors", &theirs));
@@ -2198,7 +2192,7 @@ static void arguments(void **state) {
     REFUSED(ctx, MT_ERR_ARGUMENT, "not of this registry", mt_gpt_checkpoint_create(ctx, m.r.params, &n.gpt, &d, &c));
     REFUSED(ctx, MT_ERR_ARGUMENT, "gpt is NULL", mt_gpt_checkpoint_create(ctx, m.r.params, NULL, &d, &c));
     REFUSED(ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_gpt_checkpoint_create(ctx, m.r.params, &m.gpt, NULL, &c));
-    d.format = &mti_gpt_format;
+    d.format = mti_gpt_formats;
     REFUSED(ctx, MT_ERR_ARGUMENT, "desc.format", mt_gpt_checkpoint_create(ctx, m.r.params, &m.gpt, &d, &c));
     d.format = NULL, d.model = &m;
     REFUSED(ctx, MT_ERR_ARGUMENT, "desc.model", mt_gpt_checkpoint_create(ctx, m.r.params, &m.gpt, &d, &c));

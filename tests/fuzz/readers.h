@@ -91,24 +91,24 @@ static inline int readers_safetensors(mt_context *ctx, const unsigned char *byte
 /* Reads the bytes as a config.json of a GPT and, if they describe one, writes it again as a save does. */
 static inline int readers_config(mt_context *ctx, const unsigned char *bytes, size_t size) {
     mti_config config;
-    mt_gpt_desc d;
+    mti_described gpt, bert;
     char *text = (char *)malloc(size + 1), *again = (char *)malloc(size + 4096);
     READERS_HOLD(text && again);
     memset(&config, 0, sizeof config);
+    memset(&gpt, 0, sizeof gpt);
+    memset(&bert, 0, sizeof bert);
+    bert.is_bert = 1;
     memcpy(text, bytes, size);
     text[size] = 0;
     config.ctx = ctx;
     config.text = text;
     snprintf(config.path, sizeof config.path, "fuzz");
     mt_status status = mti_json_object(ctx, "fuzz", bytes, size, NULL, 0); /* ends where the memory ends */
-    if (status == MT_SUCCESS) status = mti_config_read(&config, &d);
+    if (status == MT_SUCCESS) status = mti_config_read(&config, &gpt);
     readers_status(ctx, status);
-    if (status != MT_SUCCESS) {
-        mt_bert_desc bert;
-        readers_status(ctx, mti_bert_config_read(&config, &bert));
-    }
+    if (status != MT_SUCCESS) readers_status(ctx, mti_config_read(&config, &bert));
     if (status == MT_SUCCESS) {
-        int length = mti_config_keep(text, d.max_seq + 1, MT_BF16, "LlamaForCausalLM", again, size + 4096);
+        int length = mti_config_keep(text, gpt.d.max_seq + 1, MT_BF16, "LlamaForCausalLM", again, size + 4096);
         READERS_HOLD(length < (int)size + 4096 && length == (int)strlen(again));
         READERS_HOLD(mt_json_parse(ctx, "again", again, NULL, 0) == MT_SUCCESS);
     }
