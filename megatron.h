@@ -2390,7 +2390,7 @@ static mt_status mti_model_table_ids(mt_context *ctx, const mt_language_model *m
     }
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, rows, &ids));
     *out = (const int32_t *)ids.data;
-    return mt_position_ids(ctx, types ? 0 : first, types ? 1 : batch->seq, (int32_t *)ids.data, rows);
+    return mt_position_ids(ctx, types ? 0 : first, types ? 1 : batch->seq, NULL, 0, (int32_t *)ids.data, rows);
 }
 
 /* Adds the rows of a table to x. Does nothing when the model does not have the table. */

@@ -368,7 +368,8 @@ typedef struct mt_attention_desc {
     /* Packed sequences: the batch * seq tokens are `documents` documents, one after the other, and a query sees only
        keys of its own document. Document d has the tokens [cu_seqlens[d], cu_seqlens[d + 1]), so the array has
        documents + 1 ascending numbers, from 0 to batch * seq, on the context's device. A document also ends at the end
-       of a sequence. A CPU checks the numbers (MT_ERR_DATA), a GPU does not. kv_seq must be 0 or seq. NULL: none */
+       of a sequence. A CPU checks the numbers (MT_ERR_DATA), a GPU does not. kv_seq must be 0 or seq. NULL: none.
+       mt_rotary_forward and mt_rotary_backward read it, too */
     const int32_t *cu_seqlens;
     int64_t documents;
     /* A bias that is added to the scores: [bias_batch * bias_heads * seq, kv_seq], of a float type. In MT_U8 it is a
@@ -419,10 +420,13 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
    MT_ROTARY_HALVES, feature i and feature i + R / 2 by the angle number i. The features from R on stay as they are.
    table:    table [seq, R]: row p holds the R / 2 cosines, then the R / 2 sines, of the angles p * base^(-2 i / R),
              i = 0 ... R / 2 - 1. It is the same for both forms.
-   forward:  rotates the queries and keys of qkv in place. A token at position p of its sequence uses row p of table.
+   forward:  rotates the queries and keys of qkv in place. A token at position p uses row p of table.
    backward: rotates the gradients of the queries and keys in dqkv back, in place.
-   forward and backward read the five sizes of desc, qkv_layout, rotary_form and rotary_dim. They do not read mask,
-   scale, lengths or dropout. Errors: MT_ERR_SHAPE (R is odd or is not in [0, head_dim]), MT_ERR_ARGUMENT. */
+   The position of a token is its index in its sequence. With desc->cu_seqlens, it is the number of tokens before it in
+   its document and its sequence, so a document that a sequence contains is rotated as if it were a sequence of its own.
+   forward and backward read the five sizes of desc, qkv_layout, rotary_form, rotary_dim, cu_seqlens and documents. They
+   do not read mask, scale, lengths or dropout. Errors: MT_ERR_SHAPE (R is odd or is not in [0, head_dim], or cu_seqlens
+   is set and kv_seq is neither 0 nor seq), MT_ERR_ARGUMENT, MT_ERR_DATA (cu_seqlens, on a CPU). */
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv);
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor dqkv);
@@ -440,8 +444,14 @@ MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *de
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
                               int32_t ignore);
 
-/* ids[i] = (first_token + i) % seq for i < count: the positions of consecutive tokens in sequences of length seq. */
-MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count);
+/* ids[i] = (first_token + i) % seq for i < count: the positions of consecutive tokens in sequences of length seq.
+   With cu_seqlens, the tokens are `documents` documents, one after the other, and a position is the number of tokens
+   before the token in its document and its sequence, as in mt_rotary_forward. Document d has the tokens
+   [cu_seqlens[d], cu_seqlens[d + 1]), which are counted as first_token is. The array has documents + 1 ascending
+   numbers, from 0 to at least first_token + count, on the context's device. A CPU checks the numbers (MT_ERR_DATA), a
+   GPU does not. NULL and 0: no documents. */
+MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, const int32_t *cu_seqlens,
+                                 int64_t documents, int32_t *ids, int64_t count);
 
 /* Looks up the rows of `ids`, one id per token, in a shard of a table. table and dtable [rows, h] hold the rows
    [first_row, first_row + rows) of the whole table; first_row is 0 for a whole table.
@@ -5257,23 +5267,31 @@ static mt_status mti_expect_lengths(mt_context *ctx, const char *where, const mt
     return MT_SUCCESS;
 }
 
+/* Checks the documents of tokens. cu_seqlens ends with a number in [least, most]. */
+static mt_status mti_expect_cu_seqlens(mt_context *ctx, const char *where, const int32_t *cu_seqlens, int64_t documents,
+                                       int64_t least, int64_t most) {
+    int64_t d;
+    if (!cu_seqlens && documents == 0) return MT_SUCCESS;
+    if (!cu_seqlens || documents < 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: documents is %lld, but cu_seqlens is %s", where, (long long)documents,
+                       cu_seqlens ? "set" : "NULL");
+    if (mt_context_device(ctx) != MT_DEVICE_CPU) return MT_SUCCESS;
+    for (d = 0; d <= documents; d++)
+        if (cu_seqlens[d] < (d > 0 ? cu_seqlens[d - 1] : 0) || (d == 0 && cu_seqlens[0] > 0) || cu_seqlens[d] > most ||
+            (d == documents && cu_seqlens[d] < least))
+            return mt_fail(ctx, MT_ERR_DATA,
+                           "%s: cu_seqlens[%lld] is %ld; the numbers must ascend from 0 to %s%lld, the tokens", where,
+                           (long long)d, (long)cu_seqlens[d], least < most ? "at least " : "", (long long)least);
+    return MT_SUCCESS;
+}
+
+/* s has no defaults left. */
 static mt_status mti_expect_documents(mt_context *ctx, const char *where, const mt_attention_desc *s) {
-    int64_t d, tokens = s->batch * s->seq;
-    if (!s->cu_seqlens && s->documents == 0) return MT_SUCCESS;
-    if (!s->cu_seqlens || s->documents < 1)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: documents is %lld, but cu_seqlens is %s", where,
-                       (long long)s->documents, s->cu_seqlens ? "set" : "NULL");
-    if (s->kv_seq != s->seq)
+    int64_t tokens = s->batch * s->seq;
+    if (s->cu_seqlens && s->kv_seq != s->seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: with cu_seqlens, kv_seq %lld must be seq %lld", where,
                        (long long)s->kv_seq, (long long)s->seq);
-    if (mt_context_device(ctx) != MT_DEVICE_CPU) return MT_SUCCESS;
-    for (d = 0; d <= s->documents; d++)
-        if (s->cu_seqlens[d] < (d > 0 ? s->cu_seqlens[d - 1] : 0) || (d == 0 && s->cu_seqlens[0] > 0) ||
-            (d == s->documents ? s->cu_seqlens[d] != tokens : s->cu_seqlens[d] > tokens))
-            return mt_fail(ctx, MT_ERR_DATA,
-                           "%s: cu_seqlens[%lld] is %ld; the numbers must ascend from 0 to %lld, the tokens", where,
-                           (long long)d, (long)s->cu_seqlens[d], (long long)tokens);
-    return MT_SUCCESS;
+    return mti_expect_cu_seqlens(ctx, where, s->cu_seqlens, s->documents, tokens, tokens);
 }
 
 /* Checks the fields of the bias, except the shapes of its views. */
@@ -5353,6 +5371,14 @@ MT_INLINE MT_HOST_DEVICE mti_span mti_document_of(const mt_attention_desc *s, in
         else high = middle;
     }
     return mti_span_of_both(all, s->cu_seqlens[low] - b * s->seq, s->cu_seqlens[low + 1] - b * s->seq);
+}
+
+/* The position of token i of sequence b in its document, or in its sequence if the document began before it. It is in
+   [0, i], whatever cu_seqlens holds. */
+MT_INLINE MT_HOST_DEVICE int64_t mti_document_position(const mt_attention_desc *s, int64_t b, int64_t i) {
+    mti_span all = {0, i};
+    all = mti_document_of(s, b, i, all);
+    return all.first < i ? i - all.first : 0;
 }
 
 /* The keys that query i of sequence b sees. `length` keys are no padding. */
@@ -6965,15 +6991,16 @@ MT_INLINE void mti_rotary_head(float *x, const float *table, float sign, int64_t
 
 static void mti_cpu_rotary(const mt_attention_desc *desc, mt_tensor table, float sign, mt_tensor qkv) {
     int64_t i, g, j, half = table.cols / 2;
-    for (i = 0; i < qkv.rows; i++)
+    for (i = 0; i < qkv.rows; i++) {
+        const float *angles = mti_row(table, mti_document_position(desc, i / desc->seq, i % desc->seq));
         for (g = 0; g < desc->groups; g++)
             for (j = 0; j < desc->heads_per_group + 1; j++) { /* the queries, then the key */
                 float *x = mti_row(qkv, i) + (g * (desc->heads_per_group + 2) + j) * desc->head_dim;
-                const float *angles = mti_row(table, i % desc->seq);
                 /* constant steps let a compiler make a fast loop of each form */
                 if (desc->rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, sign, half, 2, 1);
                 else mti_rotary_head(x, angles, sign, half, 1, half);
             }
+    }
 }
 
 #if MT_HAS_CUDA
@@ -7011,7 +7038,9 @@ template <int TYPE, bool PAIRS> struct mti_rotary_op {
         return p;
     }
     template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int, input &in) const {
-        int64_t position = row - mti_divide_by(row, seq) * seq.by;
+        fetch_at<WIDE>(row, row - mti_divide_by(row, seq) * seq.by, col, in);
+    }
+    template <bool WIDE> __device__ void fetch_at(int64_t row, int64_t position, int64_t col, input &in) const {
         place p = at(col);
         mti_fetch<WIDE>(qkv, row, p.low, p.in_low, in.low);
         mti_fetch<WIDE>(qkv, row, p.high, p.in_high, in.high);
@@ -7034,6 +7063,20 @@ template <int TYPE, bool PAIRS> struct mti_rotary_op {
         }
         mti_store<WIDE, TYPE>(qkv, row, p.low, p.in_low, both);
         mti_store<WIDE, TYPE>(qkv, row, p.high, p.in_high, both + MTI_VECTOR);
+    }
+};
+
+/* mti_rotary_op for packed documents. A kernel of its own keeps the search out of the kernel for sequences. */
+template <int TYPE, bool PAIRS> struct mti_rotary_documents_op {
+    typedef typename mti_rotary_op<TYPE, PAIRS>::input input;
+    mti_rotary_op<TYPE, PAIRS> op;
+    mt_attention_desc s;
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int, input &in) const {
+        int64_t b = mti_divide_by(row, op.seq);
+        op.template fetch_at<WIDE>(row, mti_document_position(&s, b, row - b * op.seq.by), col, in);
+    }
+    template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int n, const input &in) const {
+        op.template finish<WIDE>(row, col, n, in);
     }
 };
 
@@ -7077,7 +7120,10 @@ static mt_status mti_cuda_rotary(mt_context *ctx, const mt_attention_desc *s, mt
                                                               mti_divider_of(turned, items),
                                                               mti_divider_of(s->seq, qkv.rows),
                                                               sign};
-            return mti_map_ahead<type.value, 1>(ctx, "mt_rotary", op, how.wide, qkv.rows, items * MTI_VECTOR);
+            if (!s->cu_seqlens)
+                return mti_map_ahead<type.value, 1>(ctx, "mt_rotary", op, how.wide, qkv.rows, items * MTI_VECTOR);
+            mti_rotary_documents_op<type.value, pairs.value != 0> of_documents = {op, *s};
+            return mti_map_ahead<type.value, 1>(ctx, "mt_rotary", of_documents, how.wide, qkv.rows, items * MTI_VECTOR);
         });
     });
 }
@@ -7102,8 +7148,9 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
     MT_TRY(mti_expect_rotary(ctx, where, desc));
     mt_arg args[] = {{name, &qkv, desc->batch * desc->seq, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT},
                      {"table", &table, desc->seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN}};
-    mt_attention_desc s = *desc;
+    mt_attention_desc s = mti_attention_defaults(desc);
     mti_operator op;
+    MT_TRY(mti_expect_documents(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     if (s.qkv_layout != MT_QKV_PER_GROUP) { /* one group, in which all queries and keys but the last are "queries" */
@@ -7123,9 +7170,11 @@ MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *de
 
 /* ---- >>ids: the position ids of tokens, and the check of token ids ----------------------------------------------- */
 
-static void mti_cpu_position_ids(int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
+/* The desc has the length of a sequence and the documents. */
+static void mti_cpu_position_ids(const mt_attention_desc *s, int64_t first_token, int32_t *ids, int64_t count) {
     int64_t i;
-    for (i = 0; i < count; i++) ids[i] = (int32_t)((first_token + i) % seq);
+    for (i = 0; i < count; i++)
+        ids[i] = (int32_t)mti_document_position(s, (first_token + i) / s->seq, (first_token + i) % s->seq);
 }
 
 /* Stores the first id that is neither in [0, error->limit) nor `ignore` in *error. */
@@ -7149,11 +7198,26 @@ static __global__ void __launch_bounds__(256)
     for (; i < count; i += step) ids[i] = (int32_t)((first + i) % seq);
 }
 
-static mt_status mti_cuda_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
+/* The same for packed documents, in a kernel of its own: the search takes longer than the division. */
+static __global__ void __launch_bounds__(256)
+    mti_document_position_kernel(mt_attention_desc s, int64_t first, int32_t *ids, int64_t count) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    for (; i < count; i += step) {
+        int64_t b = (first + i) / s.seq;
+        ids[i] = (int32_t)mti_document_position(&s, b, first + i - b * s.seq);
+    }
+}
+
+static mt_status mti_cuda_position_ids(mt_context *ctx, const mt_attention_desc *s, int64_t first_token, int32_t *ids,
+                                       int64_t count) {
     if (count == 0) return MT_SUCCESS;
     MT_TRY(mt_cuda_enter(ctx));
-    MT_LAUNCH_KERNEL(mti_position_kernel, mti_grid(count, 256), 256, 0, mt_context_stream(ctx), first_token, seq, ids,
-                     count);
+    if (s->cu_seqlens)
+        MT_LAUNCH_KERNEL(mti_document_position_kernel, mti_grid(count, 256), 256, 0, mt_context_stream(ctx), *s,
+                         first_token, ids, count);
+    else
+        MT_LAUNCH_KERNEL(mti_position_kernel, mti_grid(count, 256), 256, 0, mt_context_stream(ctx), first_token, s->seq,
+                         ids, count);
     return mt_cuda_launched(ctx, "mt_position_ids");
 }
 
@@ -7214,15 +7278,22 @@ MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *
     return error.found ? mt_range_fail(ctx, &error) : MT_SUCCESS;
 }
 
-MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, int32_t *ids, int64_t count) {
+MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, const int32_t *cu_seqlens,
+                                 int64_t documents, int32_t *ids, int64_t count) {
+    mt_attention_desc s;
     mti_operator op;
     MT_TRY(mti_expect_pointer(ctx, "mt_position_ids", "ids", ids, count));
     if (seq < 1 || seq > INT32_MAX || first_token < 0 || first_token > INT64_MAX - count)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_position_ids: first_token %lld, seq %lld, count %lld are out of range",
                        (long long)first_token, (long long)seq, (long long)count);
+    MT_TRY(mti_expect_cu_seqlens(ctx, "mt_position_ids", cu_seqlens, documents, first_token + count, INT64_MAX));
+    memset(&s, 0, sizeof s);
+    s.seq = seq;
+    s.cu_seqlens = cu_seqlens;
+    s.documents = documents;
     MT_TRY(mti_begin(&op, ctx, NULL, 0));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_position_ids(ctx, first_token, seq, ids, count),
-                                mti_cpu_position_ids(first_token, seq, ids, count)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_position_ids(ctx, &s, first_token, ids, count),
+                                mti_cpu_position_ids(&s, first_token, ids, count)));
 }
 
 /* ---- >>embedding ------------------------------------------------------------------------------------------------- */

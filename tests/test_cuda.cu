@@ -1002,7 +1002,7 @@ static void embedding(shape s) {
     BOTH(mt_embedding_backward(cpu, y.cpu, 2, ids, dtable.cpu),
          mt_embedding_backward(gpu, y.gpu, 2, on_gpu, dtable.gpu));
     same("mt_embedding_backward", dtable, type == MT_F32 ? 0 : 1e-2);
-    BOTH(mt_position_ids(cpu, 11, 7, ids, tokens), mt_position_ids(gpu, 11, 7, on_gpu, tokens));
+    BOTH(mt_position_ids(cpu, 11, 7, NULL, 0, ids, tokens), mt_position_ids(gpu, 11, 7, NULL, 0, on_gpu, tokens));
     BOTH(mt_embedding_forward(cpu, table.cpu, 0, ids, 0.0f, y.cpu),
          mt_embedding_forward(gpu, table.gpu, 0, on_gpu, 0.0f, y.gpu));
     same("mt_position_ids", y, 0);
@@ -1277,29 +1277,60 @@ static void test_sum(void **state) {
 
 /* Heads whose halves are whole vectors and heads whose halves are not, for aligned and unaligned data; forward and
    backward. */
+/* Also with packed documents, one of which goes on in the second sequence. */
 static void test_rotary(void **state) {
     static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    static const int32_t packed[] = {0, 2, 2, 5, 9, 14};
     static const layout places[] = {{0, 0}, {8, 0}, {3, 1}};
     static const int64_t dims[][2] = {{2, 0}, {16, 0}, {20, 0}, {48, 0}, {64, 0}, {64, 16}, {48, 32}, {23, 14}};
     (void)state;
-    for (int i = 0; i < 2 * 3 * 3 * 8; i++) {
-        mt_attention_desc s;
+    for (int i = 0; i < 2 * 2 * 3 * 3 * 8; i++) {
+        mt_attention_desc s, with_ids;
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
         memset(&s, 0, sizeof s);
         s.batch = 2, s.seq = 7, s.groups = 1 + i % 4 * 3, s.heads_per_group = 1 + i % 3,
         s.head_dim = dims[i / 9 % 8][0];
-        s.rotary_dim = dims[i / 9 % 8][1], s.rotary_form = (mt_rotary_form)(i / 72);
+        s.rotary_dim = dims[i / 9 % 8][1], s.rotary_form = (mt_rotary_form)(i / 72 % 2);
         s.qkv_layout = (mt_qkv_layout)(i / 4 % 2);
         type = types[i % 3];
+        with_ids = s;
+        if (i >= 144) {
+            s.cu_seqlens = packed, with_ids.cu_seqlens = ids_on_gpu(packed, 6);
+            s.documents = with_ids.documents = 5;
+        }
         pair qkv = pair_noise(14, s.groups * (s.heads_per_group + 2) * s.head_dim, places[i / 3 % 3], 1, 1.0f);
         pair table = pair_of(MT_F32, 7, s.rotary_dim ? s.rotary_dim : s.head_dim, places[i % 2]);
         BOTH(mt_rotary_table(cpu, 100.0f, table.cpu), mt_rotary_table(gpu, 100.0f, table.gpu));
-        BOTH(mt_rotary_forward(cpu, &s, table.cpu, qkv.cpu), mt_rotary_forward(gpu, &s, table.gpu, qkv.gpu));
+        BOTH(mt_rotary_forward(cpu, &s, table.cpu, qkv.cpu), mt_rotary_forward(gpu, &with_ids, table.gpu, qkv.gpu));
         same("mt_rotary_forward", qkv, 1e-6);
-        BOTH(mt_rotary_backward(cpu, &s, table.cpu, qkv.cpu), mt_rotary_backward(gpu, &s, table.gpu, qkv.gpu));
+        BOTH(mt_rotary_backward(cpu, &s, table.cpu, qkv.cpu), mt_rotary_backward(gpu, &with_ids, table.gpu, qkv.gpu));
         same("mt_rotary_backward", qkv, 1e-6);
         mt_arena_release(cpu, on_cpu);
         mt_arena_release(gpu, on_gpu);
+    }
+}
+
+/* A GPU does not check cu_seqlens. Whatever the numbers are, a token has a position in its sequence. */
+static void test_wrong_documents(void **state) {
+    static const int32_t wrong[][4] = {
+        {9, 9, 9, 9}, {-5, -9, INT32_MIN, 3}, {INT32_MAX, 0, INT32_MAX, 0}, {3, 12, 1, 5}};
+    (void)state;
+    type = MT_F32;
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        mt_attention_desc s = {};
+        size_t mark = mt_arena_mark(gpu);
+        mt_tensor ids;
+        int32_t host[14];
+        pair qkv = pair_noise(14, 3 * 16, dense, 1, 1.0f), table = pair_f32(7, 16);
+        s.batch = 2, s.seq = 7, s.groups = s.heads_per_group = 1, s.head_dim = 16;
+        s.cu_seqlens = ids_on_gpu(wrong[i], 4), s.documents = 3;
+        OK(mt_rotary_table(gpu, 100.0f, table.gpu));
+        OK(mt_rotary_forward(gpu, &s, table.gpu, qkv.gpu));
+        OK(mt_arena_tensor(gpu, MT_I32, 1, 14, &ids));
+        OK(mt_position_ids(gpu, 0, 7, s.cu_seqlens, 3, (int32_t *)ids.data, 14));
+        OK(mt_download(gpu, ids, host));
+        for (int t = 0; t < 14; t++) assert_true(host[t] >= 0 && host[t] <= t % 7);
+        mt_arena_release(gpu, mark);
     }
 }
 
@@ -1341,9 +1372,17 @@ static void test_many_tokens(void **state) {
     (void)state;
     type = MT_F32;
     OK(mt_arena_tensor(gpu, MT_I32, 1, TOKENS, &on_gpu));
-    BOTH(mt_position_ids(cpu, 3, 5, a, TOKENS), mt_position_ids(gpu, 3, 5, (int32_t *)on_gpu.data, TOKENS));
-    OK(mt_download(gpu, on_gpu, b));
-    assert_memory_equal(a, b, sizeof a);
+    static const int32_t packed[] = {0, 2, 2, 40, 41, 999, 1200};
+    const int32_t *documents[] = {packed, ids_on_gpu(packed, 7)};
+    for (int i = 0; i < 2; i++) {
+        BOTH(mt_position_ids(cpu, 3, 50, documents[0], 6, a, TOKENS),
+             mt_position_ids(gpu, 3, 50, documents[1], 6, (int32_t *)on_gpu.data, TOKENS));
+        if (i == 1)
+            BOTH(mt_position_ids(cpu, 3, 5, NULL, 0, a, TOKENS),
+                 mt_position_ids(gpu, 3, 5, NULL, 0, (int32_t *)on_gpu.data, TOKENS));
+        OK(mt_download(gpu, on_gpu, b));
+        assert_memory_equal(a, b, sizeof a);
+    }
     const int32_t *ids = (const int32_t *)on_gpu.data;
     pair logits = noise_f32(TOKENS, 9, 1, 5.0f), stats = pair_f32(TOKENS, 4), loss = pair_f32(1, TOKENS);
     pair lse = pair_f32(2, TOKENS), table = pair_f32(TOKENS, 4), dtable = noise_f32(9, 4, 2, 1.0f);
@@ -2258,6 +2297,7 @@ int main(void) {
         cmocka_unit_test(test_many_shards),
         cmocka_unit_test(test_sum),
         cmocka_unit_test(test_rotary),
+        cmocka_unit_test(test_wrong_documents),
         cmocka_unit_test(test_lengths_too_long),
         cmocka_unit_test(test_ahead),
         cmocka_unit_test(test_divider),

@@ -318,7 +318,7 @@ static mt_status run_gpt(test_rank *r, loss_run *run) {
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
     MT_TRY(mt_arena_tensor(r->ctx, MT_I32, 1, tokens, &ids));
     MT_TRY(mt_arena_tensor(r->ctx, MT_F32, 1, tokens, &loss));
-    MT_TRY(mt_position_ids(r->ctx, 0, tokens, (int32_t *)ids.data, tokens));
+    MT_TRY(mt_position_ids(r->ctx, 0, tokens, NULL, 0, (int32_t *)ids.data, tokens));
     MT_TRY(mt_gpt_saved_create(r->ctx, &gpt, &saved));
     mt_status status = MT_SUCCESS;
     for (int i = 0; status == MT_SUCCESS && i < 2; i++) { /* the first time chooses the products */

@@ -148,6 +148,8 @@ static void call_products(hostile *h, int64_t a, int64_t b, int64_t c) {
     said(h, mt_linear_gradients(h->ctx, view(h, a, b), view(h, a, c), view32(h, b, c), maybe(h, view32(h, 1, b))));
 }
 
+static const int32_t documents[] = {0, 3, 9};
+
 static void call_elements(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_random at = random_at(h, b);
     mt_adamw hyper = {0.1f, 0.9f, 0.99f, 1e-8f, 0.1f, 1.0f, size_of(h, 3), test_below(&h->random, 2) ? &at : NULL};
@@ -170,7 +172,8 @@ static void call_elements(hostile *h, int64_t a, int64_t b, int64_t c) {
     said(h, mt_embedding_forward(h->ctx, view(h, c, b), size_of(h, 0), ids(h, a), 1.0f, view(h, a, b)));
     said(h, mt_embedding_backward(h->ctx, view(h, a, b), size_of(h, 0), ids(h, a), view32(h, c, b)));
     said(h, mt_ids_check(h->ctx, "id", ids(h, a), a, b, 0));
-    said(h, mt_position_ids(h->ctx, b, c, h->meta || a <= SIDE ? h->ids : NULL, a));
+    said(h, mt_position_ids(h->ctx, b, c, NULL, 0, h->meta || a <= SIDE ? h->ids : NULL, a));
+    said(h, mt_position_ids(h->ctx, b, c, documents, 2, h->meta || a <= SIDE ? h->ids : NULL, a));
 }
 
 static void call_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
@@ -201,6 +204,8 @@ static void call_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
     said(h, mt_rotary_forward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
     s.rotary_dim = size_of(h, 0);
     said(h, mt_rotary_forward(h->ctx, &s, view(h, b, s.rotary_dim), view(h, tokens, width)));
+    said(h, mt_rotary_backward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
+    s.cu_seqlens = documents, s.documents = 2, s.kv_seq = size_of(h, 0);
     said(h, mt_rotary_backward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
 }
 

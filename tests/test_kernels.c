@@ -1145,6 +1145,30 @@ static void test_rotary(void **state) {
             try_rotary((mt_rotary_form)form, dims[i][0], dims[i][1]);
 }
 
+/* A document has the bits that it has alone, and so has its part in each sequence. */
+static void test_rotary_documents(void **state) {
+    static const int32_t ends[] = {0, 3, 3, 4, 9, 14}, parts[] = {0, 3, 4, 7, 9, 14}; /* 2 sequences of 7 tokens */
+    int i, d;
+    (void)state;
+    for (i = 0; i < 12; i++) {
+        mt_attention_desc s = attention(2, 7, 2, 2, 8, MT_MASK_CAUSAL), own;
+        mt_tensor table = ref_guarded(7, 8, 1), qkv = ref_random(14, 64, 3, 1, 0), alone = ref_copy(qkv, 2);
+        s.qkv_layout = (mt_qkv_layout)(i % 3), s.rotary_form = (mt_rotary_form)(i / 3 % 2);
+        OK(mt_rotary_table(ref.ctx, 100, table));
+        own = s, own.batch = 1;
+        s.cu_seqlens = ends, s.documents = 5;
+        OK((i < 6 ? mt_rotary_forward : mt_rotary_backward)(ref.ctx, &s, table, qkv));
+        for (d = 0; d < 5; d++) {
+            mt_tensor rows = mt_tensor_rows(alone, parts[d], parts[d + 1] - parts[d]);
+            own.seq = rows.rows;
+            OK((i < 6 ? mt_rotary_forward : mt_rotary_backward)(ref.ctx, &own, mt_tensor_rows(table, 0, own.seq),
+                                                                rows));
+        }
+        for (d = 0; d < 14; d++) assert_memory_equal(ref_row(qkv, d), ref_row(alone, d), 64 * sizeof(float));
+        ref_release();
+    }
+}
+
 /* ---- embedding -------------------------------------------------------------------------------------------------- */
 
 static void test_embedding(void **state) {
@@ -1172,9 +1196,8 @@ static void test_embedding(void **state) {
 }
 
 static void test_ids(void **state) {
-    int32_t ids[7] = {0, 4, 3, -100, 2, 5, -1}, positions[9], *volatile nothing = NULL;
+    int32_t ids[7] = {0, 4, 3, -100, 2, 5, -1};
     mt_context *ctx = ref.ctx;
-    int i;
     (void)state;
     OK(mt_ids_check(ctx, "token id", ids, 3, 5, 0));
     OK(mt_ids_check(ctx, "target", ids, 5, 5, -100));
@@ -1185,11 +1208,45 @@ static void test_ids(void **state) {
     OK(mt_ids_check(ctx, "target", ids + 6, 1, 5, -1));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "ids is NULL, must hold 3", mt_ids_check(ctx, "token id", NULL, 3, 5, 0));
     ASSERT_REFUSED(MT_ERR_SHAPE, "the count of ids is -3", mt_ids_check(ctx, "token id", ids, -3, 5, 0));
-    OK(mt_position_ids(ctx, 8, 5, positions, 9));
+}
+
+static void test_position_ids(void **state) {
+    int32_t positions[9], *volatile nothing = NULL;
+    mt_context *ctx = ref.ctx;
+    int i;
+    (void)state;
+    OK(mt_position_ids(ctx, 8, 5, NULL, 0, positions, 9));
     for (i = 0; i < 9; i++) assert_int_equal(positions[i], (8 + i) % 5);
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "seq 0", mt_position_ids(ctx, 8, 0, positions, 9));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "first_token -1", mt_position_ids(ctx, -1, 5, positions, 9));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "ids is NULL", mt_position_ids(ctx, 0, 5, nothing, 9));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "seq 0", mt_position_ids(ctx, 8, 0, NULL, 0, positions, 9));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "first_token -1", mt_position_ids(ctx, -1, 5, NULL, 0, positions, 9));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "ids is NULL", mt_position_ids(ctx, 0, 5, NULL, 0, nothing, 9));
+}
+
+/* Three sequences of 7 tokens. Document 0 ends inside of the first one, 1 is empty, 2 goes on in the second one, where
+   it begins again at 0, 3 ends with it, and 4 is the third one with a rest that no sequence has. */
+static void test_position_ids_of_documents(void **state) {
+    static const int32_t documents[] = {0, 4, 4, 9, 14, 25},
+                         want[] = {0, 1, 2, 3, 0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6};
+    static const int32_t late[] = {1, 20}, unsorted[] = {0, 7, 5, 21};
+    int32_t ids[21];
+    int first, count;
+    (void)state;
+    for (first = 0; first < 21; first++)
+        for (count = 0; count <= 21 - first; count++) {
+            memset(ids, -1, sizeof ids);
+            OK(mt_position_ids(ref.ctx, first, 7, documents, 5, ids, count));
+            assert_memory_equal(ids, want + first, (size_t)count * sizeof *ids);
+            if (count < 21) assert_int_equal(ids[count], -1);
+        }
+    OK(mt_position_ids(ref.ctx, 4, 7, documents, 5, ids, 21)); /* up to the last token */
+    ASSERT_REFUSED(MT_ERR_DATA, "mt_position_ids: cu_seqlens[5] is 25; the numbers must ascend from 0 to at least 26",
+                   mt_position_ids(ref.ctx, 5, 7, documents, 5, ids, 21));
+    ASSERT_REFUSED(MT_ERR_DATA, "cu_seqlens[0] is 1", mt_position_ids(ref.ctx, 0, 7, late, 1, ids, 1));
+    ASSERT_REFUSED(MT_ERR_DATA, "cu_seqlens[2] is 5", mt_position_ids(ref.ctx, 0, 7, unsorted, 3, ids, 1));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "documents is 0, but cu_seqlens is set",
+                   mt_position_ids(ref.ctx, 0, 7, documents, 0, ids, 1));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "documents is 2, but cu_seqlens is NULL",
+                   mt_position_ids(ref.ctx, 0, 7, NULL, 2, ids, 1));
 }
 
 /* ---- cross-entropy ---------------------------------------------------------------------------------------------- */
@@ -1661,6 +1718,7 @@ static void test_bad_attention(void **state) {
 }
 
 static void test_bad_rotary(void **state) {
+    static const int32_t ends[] = {0, 2, 5};
     mt_context *ctx = ref.ctx;
     mt_attention_desc s = attention(2, 3, 2, 2, 4, MT_MASK_CAUSAL), odd = attention(2, 3, 2, 2, 3, MT_MASK_CAUSAL);
     mt_tensor qkv = ref_random(6, 32, 0, 1, 0), table = ref_random(3, 4, 0, 1, 0), wrong = ref_random(3, 6, 0, 1, 0),
@@ -1696,6 +1754,16 @@ static void test_bad_rotary(void **state) {
     s.rotary_dim = 2;
     ASSERT_REFUSED(MT_ERR_SHAPE, "table is [3, 4], must be [3, 2]", mt_rotary_forward(ctx, &s, table, qkv));
     s.rotary_dim = 0;
+    s.cu_seqlens = ends, s.documents = 2;
+    ASSERT_REFUSED(MT_ERR_DATA,
+                   "mt_rotary_forward: cu_seqlens[2] is 5; the numbers must ascend from 0 to 6, the tokens",
+                   mt_rotary_forward(ctx, &s, table, qkv));
+    s.documents = 0;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_rotary_backward: documents is 0", mt_rotary_backward(ctx, &s, table, qkv));
+    s.documents = 2, s.kv_seq = 4;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "with cu_seqlens, kv_seq 4 must be seq 3", mt_rotary_forward(ctx, &s, table, qkv));
+    s.cu_seqlens = NULL, s.documents = 0;
+    OK(mt_rotary_forward(ctx, &s, table, qkv)); /* kv_seq is not read */
     assert_int_equal(mt_rotary_table(NULL, 10, table), MT_ERR_ARGUMENT);
     assert_int_equal(mt_rotary_forward(NULL, &s, table, qkv), MT_ERR_ARGUMENT);
 }
@@ -1990,7 +2058,8 @@ static void test_meta_of_sequences(void **state) {
     FINE(mt_rotary_forward(c, &s, table, qkv));
     FINE(mt_rotary_backward(c, &s, table, qkv));
     FINE(mt_ids_check(c, "id", ids, 6, 5, 0));
-    FINE(mt_position_ids(c, 0, 3, ids, 6));
+    FINE(mt_position_ids(c, 0, 3, NULL, 0, ids, 6));
+    FINE(mt_position_ids(c, 0, 3, ids, 2, ids, 6));
     FINE(mt_embedding_forward(c, x, 0, ids, 0, y));
     FINE(mt_embedding_backward(c, y, 0, ids, x));
     FINE(mt_cross_entropy_stats(c, &ce, logits, ids, mt_tensor_f32((float *)z.data, 6, 4)));
@@ -2399,8 +2468,11 @@ static const struct CMUnitTest tests[] = {
     REF_TEST(test_attention_memory),
     REF_TEST(test_rotary_table),
     REF_TEST(test_rotary),
+    REF_TEST(test_rotary_documents),
     REF_TEST(test_embedding),
     REF_TEST(test_ids),
+    REF_TEST(test_position_ids),
+    REF_TEST(test_position_ids_of_documents),
     REF_TEST(test_cross_entropy),
     REF_TEST(test_cross_entropy_large_logits),
     REF_TEST(test_cross_entropy_masked),

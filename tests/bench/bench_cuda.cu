@@ -580,7 +580,7 @@ static void embedding_rows(int64_t tokens, int64_t h) {
     int32_t *ids, *words = zipf_ids(vocab, tokens, &distinct);
     std::string size = ", h " + std::to_string(h);
     DO(mt_arena_alloc(ctx, (size_t)tokens * sizeof *ids, (void **)&ids));
-    DO(mt_position_ids(ctx, 0, vocab, ids, tokens));
+    DO(mt_position_ids(ctx, 0, vocab, NULL, 0, ids, tokens));
     memory_row("bf16 embedding, distinct ids" + size, 2 * bytes(y), y,
                [&] { DO(mt_embedding_forward(ctx, table, 0, ids, 0.0f, y)); });
     memory_row("bf16 embedding, natural text" + size, 2 * bytes(y), y,
