@@ -415,6 +415,17 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
                                                    mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse,
                                                    mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv);
 
+/* slopes [1, n], MT_F32, becomes the slopes of the heads first_head to first_head + n - 1 of a model with `heads` heads,
+   for mt_attention_desc.alibi_slopes. When `heads` is a power of 2, head h has the slope 2^(-8 (h + 1) / heads) (arXiv
+   2108.12409). Otherwise let m be the largest power of 2 below `heads`: the first m heads have the slopes of a model
+   with m heads, and the others have every second slope of a model with 2 m heads, from its first on, as in the code of
+   that paper. MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */
+MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_head, mt_tensor slopes);
+
+/* For authors of blocks: checks desc as mt_dot_product_attention_forward does, with the bias and its gradient, before a
+   block communicates. `where` is the name of the calling function, for the error message. */
+MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc);
+
 /* Rotary position embedding (arXiv 2104.09864) of the first R features of each head. R is desc->rotary_dim, or head_dim
    if this is 0. R must be even. desc->rotary_form selects the features that are rotated together: with
    MT_ROTARY_HALVES, feature i and feature i + R / 2 by the angle number i. The features from R on stay as they are.
@@ -6845,6 +6856,14 @@ static mt_status mti_attention_desc_check(mt_context *ctx, const char *where, co
     return mti_expect_attention(ctx, where, s);
 }
 
+MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc) {
+    mt_attention_desc s;
+    MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
+    mt_arg args[] = {mti_bias_arg(&s), mti_dbias_arg(&s)};
+    MT_TRY(mti_expect_dbias(ctx, where, &s));
+    return mt_args_check(ctx, where, args, MTI_COUNT(args));
+}
+
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse) {
     static const char *const where = "mt_attention_forward";
@@ -6946,6 +6965,30 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
     a.dout = dout;
     a.dq = dq, a.dk = dk, a.dv = dv;
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
+}
+
+/* The slope of head h, see mt_alibi_slopes. */
+static float mti_alibi_slope(int64_t heads, int64_t h) {
+    int64_t power = 1;
+    while (2 * power <= heads) power *= 2;
+    if (h < power) return (float)pow(2.0, -8.0 * (double)(h + 1) / (double)power);
+    return (float)pow(2.0, -8.0 * (double)(2 * (h - power) + 1) / (double)(2 * power));
+}
+
+MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_head, mt_tensor slopes) {
+    float host[64];
+    int64_t n = slopes.cols, i, j;
+    MT_TRY(mt_tensor_check(ctx, "mt_alibi_slopes", "slopes", slopes, MT_ARG_F32, 1, n));
+    if (heads < 1 || heads > INT_MAX || first_head < 0 || n > heads || first_head > heads - n)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_alibi_slopes: heads %lld, the first of %lld slopes is that of head %lld", (long long)heads,
+                       (long long)n, (long long)first_head);
+    for (i = 0; i < n; i += 64) {
+        int64_t count = mt_min(64, n - i);
+        for (j = 0; j < count; j++) host[j] = mti_alibi_slope(heads, first_head + i + j);
+        MT_TRY(mt_upload(ctx, host, mt_tensor_cols(slopes, i, count)));
+    }
+    return MT_SUCCESS;
 }
 
 /* ---- >>rotary ---------------------------------------------------------------------------------------------------- */

@@ -459,6 +459,29 @@ static void test_panels(void **state) {
     }
 }
 
+/* ---- the slopes of ALiBi ----------------------------------------------------------------------------------------- */
+
+/* The slopes that the authors of ALiBi give for 8 heads, and those of their code for 12 heads. */
+static void test_alibi_slopes(void **state) {
+    static const double of_12[] = {0.5,       0.25,       0.125,      0.0625,     0.03125,    0.015625,
+                                   0.0078125, 0.00390625, 0.70710678, 0.35355339, 0.17677669, 0.08838835};
+    mt_tensor x = ref_random(1, 12, 0, 1.0f, 0);
+    (void)state;
+    OK(mt_alibi_slopes(ref.ctx, 8, 0, mt_tensor_cols(x, 0, 8)));
+    for (int i = 0; i < 8; i++) assert_true(((const float *)x.data)[i] == ldexpf(1.0f, -1 - i));
+    OK(mt_alibi_slopes(ref.ctx, 12, 0, x));
+    for (int i = 0; i < 12; i++) assert_true(fabs((double)((const float *)x.data)[i] - of_12[i]) < 1e-7);
+    OK(mt_alibi_slopes(ref.ctx, 12, 7, mt_tensor_cols(x, 0, 3))); /* the heads of a tensor rank */
+    for (int i = 0; i < 3; i++) assert_true(fabs((double)((const float *)x.data)[i] - of_12[7 + i]) < 1e-7);
+    OK(mt_alibi_slopes(ref.ctx, 1, 0, mt_tensor_cols(x, 0, 1)));
+    assert_true(*(const float *)x.data == ldexpf(1.0f, -8));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "heads 0", mt_alibi_slopes(ref.ctx, 0, 0, mt_tensor_cols(x, 0, 1)));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "heads 8, the first of 4 slopes is that of head 5",
+                   mt_alibi_slopes(ref.ctx, 8, 5, mt_tensor_cols(x, 0, 4)));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "head -1", mt_alibi_slopes(ref.ctx, 8, -1, mt_tensor_cols(x, 0, 4)));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "slopes", mt_alibi_slopes(ref.ctx, 8, 0, mt_tensor_f32(x.data, 2, 4)));
+}
+
 /* ---- golden values ----------------------------------------------------------------------------------------------- */
 
 /* What a case of golden/make_attention.py sets. */
@@ -652,6 +675,7 @@ int main(void) {
                                        REF_TEST(test_mask),
                                        REF_TEST(test_together),
                                        REF_TEST(test_panels),
+                                       REF_TEST(test_alibi_slopes),
                                        REF_TEST(test_golden),
                                        REF_TEST(test_refusals),
                                        REF_TEST(test_dbias_refusals)};
