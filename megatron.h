@@ -99,6 +99,25 @@ typedef struct mt_batch {
        mt_random and mt_step_random_offset); the same number until backward has returned. With step << 20 in it, leave
        `step` 0. NULL: 0 */
     const uint64_t *random_offset;
+    /* Packed documents: the sequences * seq tokens are `documents` documents, one after the other. The array has
+       documents + 1 ascending numbers, from 0 to sequences * seq, in memory of the context's device. Document d has the
+       tokens from cu_seqlens[d] to cu_seqlens[d + 1] - 1. A token attends only to its own document, and its position is
+       counted from the first token of its document. So a document has the outputs that it has alone. A document also
+       ends at the end of a sequence. A CPU checks the numbers (MT_ERR_DATA), a GPU does not. They must not change until
+       backward. NULL: each sequence is one document */
+    const int32_t *cu_seqlens;
+    int64_t documents; /* must be 0 without cu_seqlens (MT_ERR_ARGUMENT) */
+    /* A bias that is added to the attention scores in every layer, in memory of the context's device:
+       [bias_batch * bias_heads * seq, seq], of a float type. In MT_U8 it is a boolean mask instead: a token does not
+       attend to the tokens with 0. bias_batch is 1 or `sequences`, and bias_heads is 1 or the number of query heads of
+       the whole model; 0 means 1. See mt_attention_desc. All tensor ranks pass the whole bias. It must not change until
+       backward. mt_none(): no bias */
+    mt_tensor attention_bias;
+    int64_t bias_batch, bias_heads;
+    /* MT_F32, of the shape of attention_bias, which must be of a float type (MT_ERR_ARGUMENT): backward adds to it the
+       gradient of the bias for this rank's layers and heads. Sum it over the tensor group, and over the pipeline group.
+       In invariant mode bias_heads must be the number of heads (MT_ERR_ARGUMENT). mt_none(): it is not computed */
+    mt_tensor attention_dbias;
     /* [1, 1], MT_F32, in memory of the device: the gradients of all losses are multiplied by it (see
        mt_step_loss_scale). Backward reads it and, if backward_scale is set, forward, too. mt_none(): 1 */
     mt_tensor loss_scale;
@@ -229,6 +248,11 @@ typedef struct mt_self_attention_desc {
     /* only the first rotary_dim features of a head are turned: the head size times Megatron's --rotary-percent; 0: all.
        rotary_form and rotary_dim must be 0 without rotary (MT_ERR_ARGUMENT) */
     int64_t rotary_dim;
+    /* As in mt_attention_desc: a token at position p attends to position j only if |p - j| < window (0: no window), and
+       the soft cap of the scores (0: none) */
+    int64_t window;
+    float softcap;
+    int alibi;                       /* 1: ALiBi (arXiv 2108.12409) with the slopes of mt_alibi_slopes */
     int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
     int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
     int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
@@ -244,13 +268,16 @@ typedef struct mt_self_attention {
     mt_column_parallel_linear separate[3];
     mt_row_parallel_linear proj; /* NAME.linear_proj.* */
     mt_tensor rotary;            /* the table of mt_rotary_table, owned by the registry; mt_none(): no rotary */
-    int64_t pieces;              /* of each query group; 1 when there are enough groups */
-    int64_t head_dim, groups;    /* groups: number of groups (or pieces) of this rank, empty ones included */
-    int64_t first_group;         /* global index of this rank's first group (or piece) */
+    /* [1, n], MT_F32, owned by the registry: the slopes of the query heads in this rank's non-empty groups. You may
+       write others there (see mt_upload), at least 0. mt_none(): no ALiBi */
+    mt_tensor alibi_slopes;
+    int64_t pieces;           /* of each query group; 1 when there are enough groups */
+    int64_t head_dim, groups; /* groups: number of groups (or pieces) of this rank, empty ones included */
+    int64_t first_group;      /* global index of this rank's first group (or piece) */
 } mt_self_attention;
 
 typedef struct mt_self_attention_saved {
-    mt_batch batch; /* the batch of forward; the array `lengths` must not change until backward */
+    mt_batch batch; /* the batch of forward; the arrays that it points to must not change until backward */
     mt_linear_saved qkv_in, proj_in;
     /* qkv [tokens, local features of QKV], out [tokens, proj.local_features], lse [n, tokens], where n is the number of
        query heads in this rank's non-empty groups. With recompute_core, out and lse are not valid after forward. */
@@ -281,6 +308,9 @@ typedef struct mt_self_attention_tensors {
     /* the table [max_seq, R] of mt_rotary_table, MT_F32, where R is desc.rotary_dim, or D if this is 0; mt_none() when
        desc.rotary_base is 0 */
     mt_tensor rotary;
+    /* [1, n], MT_F32: the slopes of this rank's n query heads, as mt_alibi_slopes computes them or others; mt_none()
+       when desc.alibi is 0. It is not read when n is 0 */
+    mt_tensor alibi_slopes;
 } mt_self_attention_tensors;
 
 /* Attention without a registry: mt_self_attention_forward and mt_self_attention_backward on tensors in your own memory.
@@ -290,7 +320,7 @@ typedef struct mt_self_attention_tensors {
    mt_self_attention_backward. The caller sums dw and db over the data group. With sequence_parallel, proj.db is the sum
    over this rank's rows; the caller sums it over the tensor group.
    Errors: those of mt_self_attention_create, mt_self_attention_forward and mt_column_parallel_linear_from_tensors.
-   MT_ERR_ARGUMENT: rotary does not go with rotary_base or, in backward, dw is mt_none(), or db where there is a
+   MT_ERR_ARGUMENT: rotary does not go with rotary_base, or alibi_slopes with alibi, or, in backward, dw is mt_none(), or db where there is a
    bias. */
 MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, const mt_batch *batch, mt_tensor x,
                                                const mt_self_attention_tensors *tensors, mt_tensor y,
@@ -330,8 +360,8 @@ MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt
 /* Returns the desc that mt_core_attention_forward and mt_core_attention_backward need for the output of the layer `qkv`
    on this rank. The layer's parts and unit say which layout it computes: MT_QKV_PER_GROUP with 1 part and the unit
    (heads_per_group + 2) * head_dim, MT_QKV_CONCATENATED, with one query head per group, with 3 parts and the unit
-   head_dim. The field `groups` counts only this rank's non-empty groups. The mask is causal. dropout.at has this rank's
-   first_row, first_col and global_cols, and dropout.p is 0. To use dropout, copy p, at.seed, at.subsequence and
+   head_dim. The field `groups` counts only this rank's non-empty groups. The mask is causal. lengths, cu_seqlens and
+   the bias are those of batch. dropout.at has this rank's first_row, first_col and global_cols, and dropout.p is 0. To use dropout, copy p, at.seed, at.subsequence and
    at.offset from the result of mt_batch_dropout into dropout.
    When a pointer is NULL, the layer has copies, or the parts and the unit are others, all fields of the result are 0,
    and every call with it fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
@@ -417,6 +447,10 @@ typedef struct mt_transformer_layer_desc {
        features of a head that it turns (0: all) */
     mt_rotary_form rotary_form;
     int64_t rotary_dim;
+    /* As in mt_self_attention_desc: sliding window, soft cap of the scores and ALiBi (0: none) */
+    int64_t window;
+    float softcap;
+    int alibi;
     int sequence_parallel;  /* 1: x and y are [tokens / t, hidden] */
     mt_recompute recompute; /* 0: MT_RECOMPUTE_NONE */
     float init_std;         /* standard deviation of the initial weights of qkv and fc1; 0: 0.02 */
@@ -470,7 +504,7 @@ typedef struct mt_language_model_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
     /* Describes every layer. Leave layer.layer_number and layer.max_seq 0 (otherwise MT_ERR_ARGUMENT): create sets them
        in each layer. When output_init_std is 0, it becomes init_std / sqrt(2 * layers). init_std is also that of the
-       embeddings. With rotary there are no learned positions */
+       embeddings. With rotary or ALiBi there are no learned positions */
     mt_transformer_layer_desc layer;
     /* advanced */
     /* 1: the names of the layers and of the final norm begin with "encoder", as in Megatron-LM's BERT; 0: with
@@ -496,7 +530,7 @@ typedef struct mt_language_model_desc {
 typedef struct mt_language_model {
     mt_language_model_desc desc;
     mt_vocab_parallel_embedding tokens; /* embedding.word_embeddings.weight */
-    mt_param *positions;                /* embedding.position_embeddings.weight [max_seq, hidden]; NULL with rotary */
+    mt_param *positions;                /* embedding.position_embeddings.weight [max_seq, hidden]; may be NULL */
     mt_param *token_types;              /* embedding.tokentype_embeddings.weight [token_types, hidden]; may be NULL */
     mt_norm_layer embedding_norm;       /* embedding.layernorm.*; weight is NULL without embedding_norm */
     mt_transformer_layer *layers;       /* layers[i]: STACK.layers.<first_layer + i>.*; the registry owns the array */
@@ -552,7 +586,7 @@ MT_API mt_status mt_language_model_backward(mt_context *ctx, const mt_language_m
 
 /* ---- GPT --------------------------------------------------------------------------------------------------------- */
 
-/* A GPT is a token embedding, learned positions (not with rotary), layers, a final norm (not with MT_POST_LN), an
+/* A GPT is a token embedding, learned positions (not with rotary or ALiBi), layers, a final norm (not with MT_POST_LN), an
    output head and cross-entropy. The output head uses the weight of the token embedding unless untied_head is set. */
 typedef struct mt_gpt_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
@@ -657,7 +691,7 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 
 /* ---- BERT -------------------------------------------------------------------------------------------------------- */
 
-/* A BERT (arXiv 1810.04805) as in Megatron-LM: embeddings of tokens, positions (not with rotary) and token types,
+/* A BERT (arXiv 1810.04805) as in Megatron-LM: embeddings of tokens, positions (not with rotary or ALiBi) and token types,
    layers without a causal mask, and two heads with a loss each.
    - masked LM: y = norm(act(x W + b)) for each token, then logits with the weight of the token embedding and a bias of
      their own. act is layer.activation, and norm is layer.norm.
@@ -761,10 +795,10 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
    destroy are the functions of mt_parallel.h. gpt must outlive the checkpoint. desc->format and desc->model must
    be NULL (MT_ERR_ARGUMENT), because a GPT has a format of its own. The files describe the GPT in their metadata. Load
    and import return MT_ERR_DATA for files that describe a different GPT, even when all shapes agree (for example
-   another number of heads, another activation, another rotary_form or another qkv_layout). Metadata without a
-   qkv_layout, rotary_form or rotary_dim, of older versions, mean 0.
+   another number of heads, another activation, another window or another qkv_layout). Metadata without a qkv_layout,
+   rotary_form, rotary_dim, window, softcap or alibi mean 0.
 
-   Hugging Face: A GPT of one of the two kinds below is stored with the names and layouts of Hugging Face's transformers
+   Hugging Face: A GPT of one of the two kinds below, without window, softcap and alibi, is stored with the names and layouts of Hugging Face's transformers
    and a config.json, so that from_pretrained opens the directory of the checkpoint. Its head may be tied or not.
      GPT2LMHeadModel   MT_PRE_LN, MT_LAYER_NORM, any activation except MT_SWIGLU, biases, learned positions, kv_heads
                        equal to heads, a causal mask
@@ -782,8 +816,8 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
-/* The same for a BERT. With MT_POST_LN, MT_LAYER_NORM, biases and learned positions (the original BERT) the files have
-   the names and layouts of transformers and a config.json: BertForPreTraining opens them or, with no_binary_head,
+/* The same for a BERT. With MT_POST_LN, MT_LAYER_NORM, biases and learned positions, and without window and softcap
+   (the original BERT), the files have the names and layouts of transformers and a config.json: BertForPreTraining opens them or, with no_binary_head,
    BertForMaskedLM. Any other BERT is stored with the names, shapes and layouts of the registry.
    mt_checkpoint_import reads files of BertForPreTraining, BertForMaskedLM and BertModel, also with the older names of
    norms (LayerNorm.gamma, LayerNorm.beta). Parameters of heads that the files do not have keep their values, which
@@ -1095,9 +1129,8 @@ MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer
     return d;
 }
 
-/* max_seq 0: there is no limit. lengths in the memory of a GPU are not checked, because reading them would wait. */
+/* max_seq 0: there is no limit. mti_batch_scores_check checks the fields that change scores. */
 static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt_batch *batch, int64_t max_seq) {
-    int64_t i;
     if (!batch) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: batch is NULL", function);
     if (batch->sequences < 1 || batch->seq < 1 || batch->first_sequence < 0 ||
         batch->sequences > INT32_MAX / batch->seq || batch->first_sequence > INT64_MAX / batch->seq - batch->sequences)
@@ -1106,10 +1139,6 @@ static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt
     if (max_seq > 0 && batch->seq > max_seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: sequences of %lld tokens, max_seq is %lld", function,
                        (long long)batch->seq, (long long)max_seq);
-    for (i = 0; batch->lengths && mt_context_device(ctx) == MT_DEVICE_CPU && i < batch->sequences; i++)
-        if (batch->lengths[i] < 0 || batch->lengths[i] > batch->seq)
-            return mt_fail(ctx, MT_ERR_DATA, "%s: lengths[%lld] is %ld, sequences have %lld tokens", function,
-                           (long long)i, (long)batch->lengths[i], (long long)batch->seq);
     return MT_SUCCESS;
 }
 
@@ -1190,6 +1219,16 @@ static mt_status mti_attention_rotary_check(mt_context *ctx, const char *functio
     return MT_SUCCESS;
 }
 
+static mt_status mti_attention_scores_check(mt_context *ctx, const char *function, const char *name,
+                                            const mt_self_attention_desc *d) {
+    if (d->window >= 0 && d->softcap >= 0.0f && d->softcap <= FLT_MAX && (d->alibi == 0 || d->alibi == 1))
+        return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_ARGUMENT,
+        "%s: '%s' has window %lld and softcap %g, which must be at least 0, and alibi %d, which must be 0 or 1",
+        function, name, (long long)d->window, (double)d->softcap, d->alibi);
+}
+
 /* shards is the number of parts into which the query groups are split: V in invariant mode, and t otherwise. */
 static mt_status mti_attention_check(mt_context *ctx, const char *function, const char *name,
                                      const mt_self_attention_desc *d, int shards) {
@@ -1210,18 +1249,35 @@ static mt_status mti_attention_check(mt_context *ctx, const char *function, cons
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld heads cannot be split over %d %s", function, name,
                        (long long)d->heads, shards, mti_shards_name(ctx));
     MT_TRY(mti_attention_rotary_check(ctx, function, name, d));
+    MT_TRY(mti_attention_scores_check(ctx, function, name, d));
     return mti_qkv_layout_check(ctx, function, name, d, shards);
 }
 
-/* Without a registry (params NULL), the caller sets the table. */
-static mt_status mti_attention_rotary(mt_context *ctx, mt_params *params, mt_self_attention *out) {
-    int64_t turned = mti_attention_rotary_dim(&out->desc);
+/* Sets *out to a table [rows, cols], MT_F32, of the registry. */
+static mt_status mti_attention_buffer(mt_context *ctx, mt_params *params, int64_t rows, int64_t cols, mt_tensor *out) {
     void *table;
-    out->rotary = mt_none();
-    if (out->desc.rotary_base <= 0.0f || !params) return MT_SUCCESS;
-    MT_TRY(mt_params_buffer(ctx, params, (size_t)(out->desc.max_seq * turned) * sizeof(float), 0, &table));
-    out->rotary = mt_tensor_f32((const float *)table, out->desc.max_seq, turned);
-    return mt_rotary_table(ctx, out->desc.rotary_base, out->rotary);
+    MT_TRY(mt_params_buffer(ctx, params, (size_t)(rows * cols) * sizeof(float), 0, &table));
+    *out = mt_tensor_f32((const float *)table, rows, cols);
+    return MT_SUCCESS;
+}
+
+/* The number of query groups of the model, or of their pieces, that are not empty on this rank. */
+static int64_t mti_attention_used_groups(const mt_self_attention *a) {
+    return mt_max(0, mt_min(a->groups, a->desc.kv_heads * a->pieces - a->first_group));
+}
+
+/* Makes the tables of rotary and of ALiBi. Without a registry (params NULL), the caller sets them. */
+static mt_status mti_attention_tables(mt_context *ctx, mt_params *params, mt_self_attention *out) {
+    const mt_self_attention_desc *d = &out->desc;
+    int64_t each = d->heads / (d->kv_heads * out->pieces), heads = mti_attention_used_groups(out) * each;
+    if (!params) return MT_SUCCESS;
+    if (d->rotary_base > 0.0f) {
+        MT_TRY(mti_attention_buffer(ctx, params, d->max_seq, mti_attention_rotary_dim(d), &out->rotary));
+        MT_TRY(mt_rotary_table(ctx, d->rotary_base, out->rotary));
+    }
+    if (!d->alibi || heads == 0) return MT_SUCCESS;
+    MT_TRY(mti_attention_buffer(ctx, params, 1, heads, &out->alibi_slopes));
+    return mt_alibi_slopes(ctx, d->heads, out->first_group * each, out->alibi_slopes);
 }
 
 /* Makes the layer of queries, keys or values, or of all three. The last `copied` features of a unit are keys and
@@ -1286,7 +1342,7 @@ static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, c
     MT_TRY(mti_origin_row(ctx, from, name, "linear_proj", &proj, &out->proj));
     out->groups = out->proj.local_features / proj.unit;
     out->first_group = out->proj.weight->tp_rank * out->groups;
-    return mti_attention_rotary(ctx, from->params, out);
+    return mti_attention_tables(ctx, from->params, out);
 }
 
 MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
@@ -1322,6 +1378,18 @@ static int mti_is_concatenated(const mt_column_parallel_linear *layer, int64_t h
     return layer->desc.parts == 3 && head_dim > 0 && layer->desc.unit == head_dim;
 }
 
+/* Sets what the batch says of the scores. first_head is the first query head of the call. */
+static void mti_batch_scores(const mt_batch *batch, int64_t first_head, mt_attention_desc *s) {
+    s->lengths = batch->lengths;
+    s->cu_seqlens = batch->cu_seqlens;
+    s->documents = batch->documents;
+    s->bias = batch->attention_bias;
+    s->dbias = batch->attention_dbias;
+    s->bias_batch = batch->bias_batch;
+    s->bias_heads = batch->bias_heads;
+    s->bias_first_head = first_head;
+}
+
 /* Returns the desc of a rank that has places for `groups` query groups. all is the number of groups of the model. */
 static mt_attention_desc mti_rank_attention(int64_t groups, int tp_rank, int64_t all, int64_t heads_per_group,
                                             int64_t head_dim, mt_qkv_layout qkv_layout, const mt_batch *batch) {
@@ -1334,7 +1402,7 @@ static mt_attention_desc mti_rank_attention(int64_t groups, int tp_rank, int64_t
     s.heads_per_group = heads_per_group;
     s.head_dim = head_dim;
     s.qkv_layout = qkv_layout;
-    s.lengths = batch->lengths;
+    mti_batch_scores(batch, first * heads_per_group, &s);
     s.dropout.at.first_row = batch->first_sequence;
     s.dropout.at.first_col = first * heads_per_group;
     s.dropout.at.global_cols = all * heads_per_group;
@@ -1363,6 +1431,9 @@ static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt
     s.mask = a->desc.mask;
     s.rotary_form = a->desc.rotary_form;
     s.rotary_dim = a->desc.rotary_dim;
+    s.window = a->desc.window;
+    s.softcap = a->desc.softcap;
+    s.alibi_slopes = (const float *)a->alibi_slopes.data;
     s.dropout.p = random.p;
     s.dropout.at.seed = random.at.seed;
     s.dropout.at.subsequence = random.at.subsequence;
@@ -1704,6 +1775,23 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
     return MT_SUCCESS;
 }
 
+/* Checks the fields of the batch that change scores. Every rank checks them for all heads of the model, so all ranks
+   return the same error. */
+static mt_status mti_batch_scores_check(mt_context *ctx, const char *function, const mt_self_attention *a,
+                                        const mt_batch *batch) {
+    int64_t groups = a->desc.kv_heads * a->pieces, heads = a->desc.heads;
+    mt_attention_desc s = mti_rank_attention(groups, 0, groups, heads / groups, a->head_dim, a->desc.qkv_layout, batch);
+    if (batch->bias_heads > 1 && batch->bias_heads != heads)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_heads is %lld, must be 1 or the %lld heads of the model", function,
+                       (long long)batch->bias_heads, (long long)heads);
+    if (mt_context_invariant(ctx) && batch->attention_dbias.data && heads > 1 && batch->bias_heads != heads)
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "%s: attention_dbias in invariant mode needs bias_heads %lld, the heads of the model; it is %lld", function,
+            (long long)heads, (long long)batch->bias_heads);
+    return mt_attention_check(ctx, function, &s);
+}
+
 /* Checks the parameters, the batch and two activations: x and y, or dy and dx. For attention and the whole layer. */
 static mt_status mti_block_check(mt_context *ctx, const char *function, const mt_self_attention *a,
                                  const mt_batch *batch, const char *in_name, mt_tensor in, const char *out_name,
@@ -1711,6 +1799,7 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     int64_t rows = 0;
     MT_TRY(mt_check_param(ctx, function, a->proj.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, a->rotary.data ? a->desc.max_seq : 0));
+    MT_TRY(mti_batch_scores_check(ctx, function, a, batch));
     MT_TRY(
         mt_sequence_rows(ctx, function, a->proj.tp, a->desc.sequence_parallel, batch->sequences * batch->seq, &rows));
     MT_TRY(mt_check_activation(ctx, function, a->proj.weight, in_name, in, rows, a->desc.hidden));
@@ -1802,6 +1891,18 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
     return mti_attention_call_backward(ctx, "mt_self_attention_backward", attention, dy, dx, saved);
 }
 
+/* Takes the slopes of ALiBi from the caller's tensors. */
+static mt_status mti_own_slopes(mt_context *ctx, const char *function, const mt_self_attention_tensors *tensors,
+                                mt_self_attention *out) {
+    int64_t heads = mti_attention_used_groups(out) * (out->desc.heads / out->desc.kv_heads);
+    out->alibi_slopes = tensors->alibi_slopes;
+    if (out->desc.alibi && heads == 0) return MT_SUCCESS;
+    if (out->desc.alibi)
+        return mt_tensor_check(ctx, function, "alibi_slopes", tensors->alibi_slopes, MT_ARG_F32, 1, heads);
+    if (!tensors->alibi_slopes.data) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: there are alibi_slopes, but alibi is 0", function);
+}
+
 /* Makes attention of tensors. own has MTI_ORIGIN_PARAMS parameters. */
 static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_comm *tp,
                                    const mt_self_attention_tensors *tensors, const mt_self_attention_desc *desc,
@@ -1839,7 +1940,7 @@ static mt_status mti_own_attention(mt_context *ctx, const char *function, mt_com
             return mt_fail(ctx, MT_ERR_DTYPE, "%s: the weight of column-parallel layer %d is %s, proj.w is %s",
                            function, i, mt_dtype_name(from->columns[i].w.dtype), mt_dtype_name(from->row->w.dtype));
     out->rotary = tensors->rotary;
-    return MT_SUCCESS;
+    return mti_own_slopes(ctx, function, tensors, out);
 }
 
 MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, const mt_batch *batch, mt_tensor x,
@@ -1963,6 +2064,9 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     a.rotary_base = d->rotary_base;
     a.rotary_form = d->rotary_form;
     a.rotary_dim = d->rotary_dim;
+    a.window = d->window;
+    a.softcap = d->softcap;
+    a.alibi = d->alibi;
     a.max_seq = d->max_seq;
     a.dropout = d->attention_dropout;
     a.layer_number = d->layer_number;
@@ -2291,7 +2395,7 @@ static mt_status mti_model_embedding(mt_context *ctx, mt_params *params, mt_lang
     e.shared = d->tied_head;
     MT_TRY(mt_vocab_parallel_embedding_create(ctx, params, "embedding.word_embeddings", &e, &m->tokens));
     if (!mti_model_is_first(m)) return MT_SUCCESS;
-    if (d->layer.rotary_base <= 0.0f)
+    if (d->layer.rotary_base <= 0.0f && !d->layer.alibi)
         MT_TRY(mti_model_table(ctx, params, m, "embedding.position_embeddings.weight", d->max_seq, &m->positions));
     if (d->token_types)
         MT_TRY(
@@ -2390,7 +2494,9 @@ static mt_status mti_model_table_ids(mt_context *ctx, const mt_language_model *m
     }
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, rows, &ids));
     *out = (const int32_t *)ids.data;
-    return mt_position_ids(ctx, types ? 0 : first, types ? 1 : batch->seq, NULL, 0, (int32_t *)ids.data, rows);
+    /* sequences of 1 token: all types are 0 */
+    if (types) return mt_position_ids(ctx, 0, 1, NULL, 0, (int32_t *)ids.data, rows);
+    return mt_position_ids(ctx, first, batch->seq, batch->cu_seqlens, batch->documents, (int32_t *)ids.data, rows);
 }
 
 /* Adds the rows of a table to x. Does nothing when the model does not have the table. */
@@ -2481,6 +2587,7 @@ static mt_status mti_model_call_check(mt_context *ctx, const char *function, con
     if (m->positions) MT_TRY(mt_check_param(ctx, function, m->positions));
     if (m->token_types) MT_TRY(mt_check_param(ctx, function, m->token_types));
     MT_TRY(mti_batch_check(ctx, function, batch, m->desc.max_seq));
+    MT_TRY(mti_batch_scores_check(ctx, function, &m->layers[0].attention, batch));
     if (batch->token_types && !m->desc.token_types)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the batch has token_types, and the model has none", function);
     return mt_sequence_rows(ctx, function, m->grid->tp, m->desc.layer.sequence_parallel, batch->sequences * batch->seq,
@@ -3392,7 +3499,10 @@ static const struct {
     {NULL, "bert.no_binary_head", MT_FIELD_INT, MTI_AT(no_binary_head), 0, 1, 0, NULL},
     {MTI_BOTH("qkv_layout"), MT_FIELD_INT, MTI_AT(d.layer.qkv_layout), 0, MT_QKV_SEPARATE, 1, mti_layout_words},
     {MTI_BOTH("rotary_form"), MT_FIELD_INT, MTI_AT(d.layer.rotary_form), 0, MT_ROTARY_PAIRS, 1, mti_form_words},
-    {MTI_BOTH("rotary_dim"), MT_FIELD_I64, MTI_AT(d.layer.rotary_dim), 0, INT32_MAX, 1, NULL}};
+    {MTI_BOTH("rotary_dim"), MT_FIELD_I64, MTI_AT(d.layer.rotary_dim), 0, INT32_MAX, 1, NULL},
+    {MTI_BOTH("window"), MT_FIELD_I64, MTI_AT(d.layer.window), 0, INT64_MAX, 1, NULL},
+    {MTI_BOTH("softcap"), MT_FIELD_F32, MTI_AT(d.layer.softcap), 0, 0, 1, NULL},
+    {MTI_BOTH("alibi"), MT_FIELD_INT, MTI_AT(d.layer.alibi), 0, 1, 1, NULL}};
 
 /* Makes *out field i of the model. Returns 0 when the model does not have the field. */
 static int mti_described_field(mti_described *m, int i, mt_field *out) {
@@ -3440,15 +3550,15 @@ static mti_described mti_describe_bert(const mt_bert_desc *desc) {
     return m;
 }
 
-/* Returns the index of the first field in which two models of a kind differ, or -1. With rotary max_seq may differ, as
-   no weight depends on it. */
+/* Returns the index of the first field in which two models of a kind differ, or -1. With rotary or ALiBi max_seq may
+   differ, as no weight depends on it. */
 static int mti_described_differ(mti_described *theirs, mti_described *ours) {
     char their_text[MT_FIELD_TEXT_MAX], our_text[MT_FIELD_TEXT_MAX];
-    int rotary = ours->d.layer.rotary_base > 0.0f, i;
+    int any_seq = ours->d.layer.rotary_base > 0.0f || ours->d.layer.alibi, i;
     mt_field x, y;
     for (i = 0; i < MTI_LENGTH(mti_fields); i++) {
         if (!mti_described_field(theirs, i, &x) || !mti_described_field(ours, i, &y)) continue;
-        if (y.value == &ours->no_binary_head || (rotary && y.value == &ours->d.max_seq)) continue;
+        if (y.value == &ours->no_binary_head || (any_seq && y.value == &ours->d.max_seq)) continue;
         mt_field_text(&x, their_text);
         mt_field_text(&y, our_text);
         if (strcmp(their_text, our_text) != 0) return i;
@@ -3653,6 +3763,7 @@ static int mti_is_bert(const mti_described *m) {
 
 /* Returns the table of a model of Hugging Face, or NULL for any other model. */
 static const mt_tensor_table *mti_described_table(const mti_described *m) {
+    if (m->d.layer.window > 0 || m->d.layer.softcap > 0.0f || m->d.layer.alibi) return NULL;
     if (mti_is_gpt2(m)) return &mti_gpt2_tables[!m->d.untied_head];
     if (mti_is_llama(m)) return &mti_llama_tables[!m->d.untied_head];
     return mti_is_bert(m) ? &mti_bert_tables[m->no_binary_head] : NULL;
@@ -4072,13 +4183,19 @@ static int mti_given_config(const void *model, const char *given, char *text, si
 
 /* -- metadata -- */
 
+/* Returns 1 for the text of the integer 0 or of the float 0. */
+static int mti_is_zero_text(const char *text) {
+    text += strspn(text, "0.");
+    return *text == 0 || *text == 'e';
+}
+
 static const char *mti_described_metadata(mti_described *m, int index, char *value) {
     mt_field f;
     int i, n = 0;
     for (i = 0; i < MTI_LENGTH(mti_fields); i++) {
         if (!mti_described_field(m, i, &f)) continue;
         mt_field_text(&f, value);
-        if (mti_fields[i].optional && strcmp(value, "0") == 0) continue;
+        if (mti_fields[i].optional && mti_is_zero_text(value)) continue;
         if (n++ == index) return f.name;
     }
     return NULL;

@@ -51,10 +51,10 @@ typedef struct options {
     double tp, dp, pp, layers, hidden, heads, kv_heads, ffn, seq, max_seq, batch, micro_batch, steps, warmup, seed,
         eval_interval;
     double sample, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay, label_smoothing;
-    double temperature, timeout, bucket_mb, save_interval;
+    double temperature, timeout, bucket_mb, save_interval, window, softcap;
     int dtype, device, cuda_graph, recompute, schedule, config, distributed_optimizer, sequence_parallel, no_pinning,
         rotary, activation, placement;
-    int rmsnorm, untied, resume, dry_run, help;
+    int rmsnorm, untied, alibi, resume, dry_run, help;
     char given[MAX_FLAGS]; /* 1: flags[i] was given, also by --config */
 } options;
 

@@ -91,6 +91,9 @@ static const flag flags[] = {
      "                              Flags of the shape may be left out; they must not contradict the model"},
     RANK_FLAGS,
     {"rotary", SWITCH, AT(rotary), 0, 1, "rotary instead of learned positions"},
+    {"alibi", SWITCH, AT(alibi), 0, 1, "ALiBi instead of learned positions"},
+    {"window", WHOLE, AT(window), 0, 1 << 30, "a token sees only the last N tokens, itself included (0: all)"},
+    {"softcap", REAL, AT(softcap), 0, 1e6, "soft cap of the attention scores (0: none)"},
     {"activation", ACTIVATION, AT(activation), 0, MT_ACTIVATION_COUNT - 1,
      "gelu (with tanh, as in GPT-2), gelu-erf, swiglu, squared-relu, relu or tanh"},
     {"rmsnorm", SWITCH, AT(rmsnorm), 0, 1, "RMSNorm instead of layer normalisation"},
@@ -185,6 +188,9 @@ static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
                                .qkv_layout = origin->layer.qkv_layout,
                                .rotary_form = origin->layer.rotary_form,
                                .rotary_dim = origin->layer.rotary_dim,
+                               .window = (int64_t)o->window,
+                               .softcap = o->softcap > 0 ? (float)o->softcap : origin->layer.softcap,
+                               .alibi = o->alibi,
                                .sequence_parallel = o->sequence_parallel,
                                .recompute = (mt_recompute)o->recompute},
                      .untied_head = o->untied,
@@ -361,11 +367,11 @@ static void take_switch(job *job, const char *from, const char *name, int theirs
     memcpy(field(f, &job->o), &theirs, sizeof theirs);
 }
 
-/* The positions of a model with rotary are not fixed. */
+/* The positions of a model with rotary or ALiBi are not fixed. */
 static void take_positions(job *job, const char *from) {
     options *o = &job->o;
     int64_t positions = job->setup.origin.max_seq;
-    if (o->rotary) return;
+    if (o->rotary || o->alibi) return;
     if (o->max_seq > 0 && o->max_seq != (double)positions)
         refuse_later(job, "--max-seq is %.15g, the model in %s has %lld positions", o->max_seq, from,
                      (long long)positions);
@@ -382,6 +388,8 @@ static void take_shape(job *job, const char *from) {
     take_number(job, from, "ffn", l->ffn, "features in its MLP");
     take_number(job, from, "vocab", d->vocab, "tokens in its vocabulary");
     take_switch(job, from, "rotary", l->rotary_base > 0, "learned positions");
+    take_switch(job, from, "alibi", l->alibi, "other positions");
+    take_number(job, from, "window", l->window, "tokens in its window");
     take_switch(job, from, "rmsnorm", l->norm == MT_RMS_NORM, "layer normalisation");
     take_switch(job, from, "untied", d->untied_head, "an output head that is its embedding");
     take_positions(job, from);

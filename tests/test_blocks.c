@@ -11,6 +11,14 @@
 
 typedef enum kind { MLP, ATTENTION, LAYER } kind;
 
+typedef enum bias_kind {
+    NO_BIAS,
+    MASK,      /* boolean, one for all sequences and heads */
+    ONE_BIAS,  /* one for all sequences and heads, with a gradient */
+    HEAD_BIAS, /* one for each head, with a gradient */
+    FULL_BIAS  /* one for each sequence and head, with a gradient */
+} bias_kind;
+
 typedef struct block_case {
     const char *name;
     kind kind;
@@ -18,7 +26,11 @@ typedef struct block_case {
     mt_self_attention_desc attention;
     mt_transformer_layer_desc layer;
     int lengths; /* 1: the sequences have different lengths */
+    int packed;  /* 1: the batch is packed documents */
+    bias_kind bias;
 } block_case;
+
+#define DOCUMENTS 5
 
 typedef struct block {
     const block_case *c;
@@ -27,6 +39,8 @@ typedef struct block {
     mt_self_attention attention;
     mt_transformer_layer layer;
     mt_batch batch;
+    int32_t cu_seqlens[DOCUMENTS + 1];
+    uint8_t mask[12 * 12];
     int64_t hidden;
     int sequence_parallel;
 } block;
@@ -38,6 +52,32 @@ typedef struct block_saved {
 } block_saved;
 
 static const int32_t some_lengths[] = {7, 12, 0, 5};
+
+/* The second of 5 documents is empty, and the fourth one begins in the first sequence and ends in the second one. */
+static void pack_documents(int64_t sequences, int64_t seq, int32_t *cu_seqlens) {
+    const int64_t ends[DOCUMENTS] = {seq / 3, seq / 3, seq - 2, sequences * seq - seq / 2, sequences * seq};
+    cu_seqlens[0] = 0;
+    for (int i = 0; i < DOCUMENTS; i++) cu_seqlens[i + 1] = (int32_t)ends[i];
+}
+
+static int64_t block_heads(const block *b) { return b->c->kind == LAYER ? b->c->layer.heads : b->c->attention.heads; }
+
+/* Sets the bias of the batch, and zeros for its gradient. */
+static void set_bias(block *b) {
+    mt_batch *batch = &b->batch;
+    int64_t rows, n;
+    batch->bias_heads = b->c->bias >= HEAD_BIAS ? block_heads(b) : 1;
+    batch->bias_batch = b->c->bias == FULL_BIAS ? batch->sequences : 1;
+    rows = batch->bias_batch * batch->bias_heads * batch->seq;
+    n = rows * batch->seq;
+    batch->attention_bias = mt_tensor_f32(test_noise(b->r, n, 50, 1.0f), rows, batch->seq);
+    batch->attention_dbias = mt_tensor_f32(test_floats(b->r, n, 0.0f), rows, batch->seq);
+    if (b->c->bias != MASK) return;
+    for (int64_t i = 0; i < n; i++)
+        b->mask[i] = i % batch->seq == i / batch->seq || ((const float *)batch->attention_bias.data)[i] > -0.5f;
+    batch->attention_bias = mt_tensor_make(b->mask, MT_U8, rows, batch->seq);
+    batch->attention_dbias = mt_none();
+}
 
 static mt_status block_create(block *b) {
     test_rank *r = b->r;
@@ -68,6 +108,10 @@ static mt_status block_open(block *b, const block_case *c, test_rank *r, int seq
     b->batch.seed = 11;
     b->batch.step = 2;
     b->batch.lengths = c->lengths ? some_lengths : NULL;
+    pack_documents(sequences, seq, b->cu_seqlens);
+    b->batch.cu_seqlens = c->packed ? b->cu_seqlens : NULL;
+    b->batch.documents = c->packed ? DOCUMENTS : 0;
+    if (c->bias != NO_BIAS) set_bias(b);
     MT_TRY(block_create(b));
     MT_TRY(mt_params_init(r->ctx, r->params, 7));
     return disturb_params(r, 0.3f);
@@ -162,14 +206,31 @@ static const block_case cases[] = {
      .attention = {.hidden = 24, .heads = 12, .kv_heads = 3, .no_bias = 1, .dropout = 0.2f}},
     {"attention, separate, 2 groups of 6 heads", ATTENTION,
      .attention = {.hidden = 24, .heads = 12, .kv_heads = 2, .qkv_layout = MT_QKV_SEPARATE, .dropout = 0.2f}},
-    {"layer, 1 group of 8 heads", LAYER,
-     .layer = {.hidden = 32, .heads = 8, .kv_heads = 1, .attention_dropout = 0.1f}}};
+    {"layer, 1 group of 8 heads", LAYER, .layer = {.hidden = 32, .heads = 8, .kv_heads = 1, .attention_dropout = 0.1f}},
+    {"attention, window, soft cap, lengths", ATTENTION,
+     .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL, .window = 4, .softcap = 1.5f, .dropout = 0.1f},
+     .lengths = 1},
+    {"attention, 5 heads with ALiBi, packed", ATTENTION,
+     .attention = {.hidden = 20, .heads = 5, .alibi = 1, .dropout = 0.2f}, .packed = 1},
+    {"attention, groups with ALiBi, rotary, packed", ATTENTION,
+     .attention = {ATT_GQA, .alibi = 1, .window = 6, .rotary_base = 100.0f, .max_seq = 12}, .packed = 1},
+    {"attention, 2 groups of 6 heads with ALiBi", ATTENTION,
+     .attention = {.hidden = 24, .heads = 12, .kv_heads = 2, .alibi = 1}, .bias = ONE_BIAS},
+    {"attention, mask", ATTENTION, .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL}, .bias = MASK},
+    {"attention, 5 heads, a bias for each", ATTENTION, .attention = {.hidden = 20, .heads = 5, .dropout = 0.1f},
+     .bias = HEAD_BIAS},
+    {"attention, separate, a bias for each sequence and head", ATTENTION,
+     .attention = {ATT_GQA, .qkv_layout = MT_QKV_SEPARATE, .softcap = 2.0f}, .bias = FULL_BIAS},
+    {"layer, ALiBi, window, soft cap, packed, a bias for each head", LAYER,
+     .layer = {ATT_MHA, .alibi = 1, .window = 5, .softcap = 1.0f, .attention_dropout = 0.1f}, .packed = 1,
+     .bias = HEAD_BIAS}};
 #define CASES ((int)(sizeof cases / sizeof *cases))
 #define SEQUENCES 2
 #define SEQ 12
 #define TOKENS (SEQUENCES * SEQ)
 #define WIDTH_MAX 32
 #define PARAMS_MAX 16384
+#define BIAS_MAX (TOKENS * 8 * SEQ)
 
 /* Absolute tolerances, as in Megatron's tests of version 2.0. Values here are about 1. */
 static double case_tolerance(const block_case *c) { return c->kind == LAYER ? 5e-5 : 5e-6; }
@@ -183,7 +244,7 @@ static int case_fits(const block_case *c, int ranks) {
 }
 
 typedef struct outcome {
-    float y[TOKENS * WIDTH_MAX], dx[TOKENS * WIDTH_MAX], grads[PARAMS_MAX];
+    float y[TOKENS * WIDTH_MAX], dx[TOKENS * WIDTH_MAX], grads[PARAMS_MAX], dbias[BIAS_MAX];
 } outcome;
 
 typedef struct expected {
@@ -220,6 +281,17 @@ static mt_status check_block_ledger(const block *b) {
     return check_ledger(b->r->grid.tp, "training step", b->sequence_parallel ? sequence : plain, TOKENS * b->hidden, 0);
 }
 
+/* The gradient of the bias, summed over the tensor ranks, is that of one rank. */
+static mt_status bias_gradient_against_serial(const block *b, outcome *serial) {
+    mt_tensor d = b->batch.attention_dbias;
+    size_t n = (size_t)(d.rows * d.cols);
+    if (!d.data) return MT_SUCCESS;
+    CHECK(n <= BIAS_MAX);
+    MT_TRY(mt_all_reduce(b->r->ctx, b->r->grid.tp, d.data, d.data, n, MT_F32, MT_SUM));
+    if (b->r->grid.tp_size == 1 && !b->sequence_parallel) memcpy(serial->dbias, d.data, n * sizeof(float));
+    return test_near_f32("dbias", (const float *)d.data, serial->dbias, (int64_t)n, case_tolerance(b->c));
+}
+
 static mt_status block_against_serial(const block *b, outcome *serial) {
     test_rank *r = b->r;
     int ranks = r->grid.tp_size, shards = b->sequence_parallel ? ranks : 1;
@@ -237,6 +309,7 @@ static mt_status block_against_serial(const block *b, outcome *serial) {
     MT_TRY(block_backward(b, dy, dx, &saved));
     MT_TRY(check_block_ledger(b));
     mt_arena_release(r->ctx, mark);
+    MT_TRY(bias_gradient_against_serial(b, serial));
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
     for (int i = 0; i < mt_params_count(r->params); i++) MT_TRY(check_padding(mt_params_at(r->params, i)));
     MT_TRY(gather_grads(r, grads, PARAMS_MAX, &params));
@@ -378,6 +451,16 @@ static const block_case small_cases[] = {
                .norm = MT_RMS_NORM,
                .attention_dropout = 0.2f,
                .hidden_dropout = 0.2f}},
+    {"attention, window, soft cap, packed, rotary", ATTENTION,
+     .attention = {.hidden = 12, .heads = 2, .window = 3, .softcap = 0.5f, .rotary_base = 10.0f, .max_seq = 9},
+     .packed = 1},
+    {"attention, ALiBi, a bias for each sequence and head", ATTENTION,
+     .attention = {.hidden = 12, .heads = 3, .alibi = 1, .softcap = 1.0f, .dropout = 0.2f}, .bias = FULL_BIAS},
+    {"layer, ALiBi, window, one bias", LAYER,
+     .layer = {.hidden = 8, .heads = 2, .ffn = 12, .alibi = 1, .window = 4, .attention_dropout = 0.2f},
+     .bias = ONE_BIAS},
+    {"attention, mask, packed", ATTENTION, .attention = {.hidden = 12, .heads = 3, .mask = MT_MASK_BIDIRECTIONAL},
+     .packed = 1, .bias = MASK},
 };
 #define SMALL_CASES ((int)(sizeof small_cases / sizeof *small_cases))
 
@@ -480,6 +563,12 @@ static void test_gradients_are_finite_differences(void **state) {
         d.w = (float *)at.x.data;
         d.g = (const float *)dx.data;
         check_all_directions(&r, d);
+        if (!b.batch.attention_dbias.data) continue;
+        d.what = "bias";
+        d.w = (float *)b.batch.attention_bias.data;
+        d.g = (const float *)b.batch.attention_dbias.data;
+        d.n = b.batch.attention_bias.rows * SMALL_SEQ;
+        check_directions(&d);
     }
     test_paper_rank_close(&r);
 }
@@ -1072,6 +1161,7 @@ static void test_gpt_parameters(void **state) {
                                         "decoder.final_layernorm.bias"};
     double square = 0;
     const mt_param *p;
+    const mt_gpt_desc alibi = {.vocab = 9, .layers = 1, .max_seq = 4, .layer = {.hidden = 8, .heads = 2, .alibi = 1}};
     test_rank r;
     mt_gpt gpt;
     (void)state;
@@ -1092,6 +1182,45 @@ static void test_gpt_parameters(void **state) {
     assert_null(mt_params_find(r.params, "decoder.final_layernorm.bias"));         /* RMSNorm */
     ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_open(&r, &gpt_cases[2], 0, &gpt));
     assert_null(mt_params_find(r.params, "decoder.final_layernorm.weight")); /* post-LN */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &alibi, &gpt));
+    assert_null(mt_params_find(r.params, "embedding.position_embeddings.weight")); /* ALiBi */
+    test_paper_rank_close(&r);
+}
+
+/* The losses of a packed batch are those of each document alone: positions, learned or rotary, begin again. Documents
+   also end at the end of a sequence, so the third one is two here. */
+static void test_packed_documents_are_alone(void **state) {
+    static const mt_gpt_desc models[] = {
+        {.vocab = VOCAB, .layers = 2, .max_seq = 8, .layer = {.hidden = 16, .heads = 4}},
+        {.vocab = VOCAB, .layers = 2, .max_seq = 8, .layer = {.hidden = 16, .heads = 4, .rotary_base = 10.0f}},
+        {.vocab = VOCAB, .layers = 1, .max_seq = 8, .layer = {.hidden = 20, .heads = 5, .alibi = 1, .window = 3}}};
+    static const int32_t cu_seqlens[] = {0, 3, 4, 11, 16}, alone[] = {0, 3, 4, 8, 11, 16};
+    int32_t ids[17];
+    uint64_t seed = 5;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    for (int i = 0; i < 17; i++) ids[i] = (int32_t)test_below(&seed, VOCAB);
+    for (size_t k = 0; k < sizeof models / sizeof *models; k++) {
+        mt_batch b = {.sequences = 2, .seq = 8, .cu_seqlens = cu_seqlens, .documents = 4};
+        float packed[16], own[8];
+        mt_gpt gpt;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &models[k], &gpt));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 7));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, disturb_params(&r, 0.3f));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_gpt_forward(r.ctx, &gpt, &b, ids, ids + 1, mt_tensor_f32(packed, 1, 16), NULL));
+        for (int d = 0; d < 5; d++) {
+            int n = alone[d + 1] - alone[d];
+            const int32_t *first = ids + alone[d];
+            mt_batch one = {.sequences = 1, .seq = n};
+            ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                          mt_gpt_forward(r.ctx, &gpt, &one, first, first + 1, mt_tensor_f32(own, 1, n), NULL));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, test_near_f32("loss", packed + alone[d], own, n, 1e-6));
+        }
+    }
     test_paper_rank_close(&r);
 }
 
@@ -1973,6 +2102,11 @@ static void test_attention_create_refuses(void **state) {
         {{.hidden = 12, .heads = 4, .rotary_base = 1e4f, .max_seq = 8}, MT_ERR_SHAPE, "head size (is 3)"},
         {{.hidden = 16, .heads = 4, .rotary_base = -1.0f}, MT_ERR_ARGUMENT, "rotary_base -1"},
         {{.hidden = 16, .heads = 4, .rotary_base = INFINITY, .max_seq = 8}, MT_ERR_ARGUMENT, "inf"},
+        {{.hidden = 16, .heads = 4, .window = -1}, MT_ERR_ARGUMENT, "'a'|window -1"},
+        {{.hidden = 16, .heads = 4, .softcap = -1.0f}, MT_ERR_ARGUMENT, "'a'|softcap -1"},
+        {{.hidden = 16, .heads = 4, .softcap = INFINITY}, MT_ERR_ARGUMENT, "softcap inf"},
+        {{.hidden = 16, .heads = 4, .softcap = NAN}, MT_ERR_ARGUMENT, "softcap|nan"},
+        {{.hidden = 16, .heads = 4, .alibi = 2}, MT_ERR_ARGUMENT, "alibi 2"},
         {{.hidden = 16, .heads = 4, .init_std = -1.0f}, MT_ERR_ARGUMENT, "a.linear_qkv|init_std -1"},
         {{.hidden = 16, .heads = 4, .output_init_std = -1.0f}, MT_ERR_ARGUMENT, "a.linear_proj|init_std -1"}};
     mt_self_attention_desc good = {.hidden = 16, .heads = 4};
@@ -2127,8 +2261,12 @@ static mt_status backward_of_nothing(const block *b, mt_context *ctx, mt_tensor 
 
 /* The batch of b has 2 sequences of 6 tokens. x and y have 12 or 3 rows of 16. */
 static void batches_are_refused(const block *b, mt_tensor x, mt_tensor y, int backward) {
-    static const int32_t low[] = {6, -1}, high[] = {7, 2};
-    static const struct {
+    static const int32_t low[] = {6, -1}, high[] = {7, 2}, cut[] = {0, 4, 11}, back[] = {0, 5, 4, 12};
+    static const float bias[12 * 6] = {0};
+    static const uint8_t mask[6 * 6] = {0};
+    const mt_tensor one = mt_tensor_f32(bias, 6, 6), two = mt_tensor_f32(bias, 12, 6);
+    const mt_tensor bytes = mt_tensor_make(mask, MT_U8, 6, 6);
+    const struct {
         mt_batch batch;
         mt_status status;
         const char *words;
@@ -2142,8 +2280,22 @@ static void batches_are_refused(const block *b, mt_tensor x, mt_tensor y, int ba
                {{.sequences = INT64_MAX, .seq = INT64_MAX}, MT_ERR_ARGUMENT, "9223372036854775807"},
                {{.sequences = 1, .seq = 12}, MT_ERR_SHAPE, "12 tokens|max_seq is 8"},
                {{.sequences = 2, .seq = 5}, MT_ERR_SHAPE, "10"},
-               {{.sequences = 2, .seq = 6, .lengths = low}, MT_ERR_DATA, "lengths[1] is -1|6 tokens"},
-               {{.sequences = 2, .seq = 6, .lengths = high}, MT_ERR_DATA, "lengths[0] is 7|6 tokens"}};
+               {{.sequences = 2, .seq = 6, .lengths = low}, MT_ERR_DATA, "lengths[1] is -1|[0, 6]"},
+               {{.sequences = 2, .seq = 6, .lengths = high}, MT_ERR_DATA, "lengths[0] is 7|[0, 6]"},
+               {{.sequences = 2, .seq = 6, .cu_seqlens = cut}, MT_ERR_ARGUMENT, "documents is 0|cu_seqlens is set"},
+               {{.sequences = 2, .seq = 6, .documents = 2}, MT_ERR_ARGUMENT, "documents is 2|cu_seqlens is NULL"},
+               {{.sequences = 2, .seq = 6, .cu_seqlens = cut, .documents = 2}, MT_ERR_DATA, "cu_seqlens[2] is 11|12"},
+               {{.sequences = 2, .seq = 6, .cu_seqlens = back, .documents = 3}, MT_ERR_DATA, "cu_seqlens[2] is 4"},
+               {{.sequences = 2, .seq = 6, .attention_bias = two}, MT_ERR_SHAPE, "bias is [12, 6], must be [6, 6]"},
+               {{.sequences = 2, .seq = 6, .attention_bias = one, .bias_heads = 2},
+                MT_ERR_SHAPE,
+                "bias_heads is 2|1 or the 4 heads"},
+               {{.sequences = 2, .seq = 6, .attention_bias = one, .bias_batch = 3}, MT_ERR_SHAPE, "bias_batch is 3"},
+               {{.sequences = 2, .seq = 6, .attention_dbias = one}, MT_ERR_ARGUMENT, "dbias"},
+               {{.sequences = 2, .seq = 6, .attention_bias = bytes, .attention_dbias = one}, MT_ERR_ARGUMENT, "dbias"},
+               {{.sequences = 2, .seq = 6, .attention_bias = one, .attention_dbias = two},
+                MT_ERR_SHAPE,
+                "dbias is [12, 6], must be [6, 6]"}};
     mt_context *ctx = b->r->ctx;
     block_saved s;
     memset(&s, 0, sizeof s);
@@ -2412,7 +2564,7 @@ static void gpt_calls_are_refused(test_rank *r, const mt_gpt *gpt, float *out, m
         REFUSED(r->ctx, MT_ERR_ARGUMENT, "9223372036854775806", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
         b = good;
         b.lengths = lengths;
-        REFUSED(r->ctx, MT_ERR_DATA, "lengths[1] is 7|6 tokens", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
+        REFUSED(r->ctx, MT_ERR_DATA, "lengths[1] is 7|[0, 6]", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
         REFUSED(r->ctx, MT_ERR_ARGUMENT, "ids is NULL", gpt_call(f, r->ctx, gpt, &good, NULL, out, saved));
     }
 }
@@ -2593,6 +2745,7 @@ int main(void) {
         cmocka_unit_test(test_rotary_forms),
         cmocka_unit_test(test_layouts_are_permutations),
         cmocka_unit_test(test_qkv_round_trip),
+        cmocka_unit_test(test_packed_documents_are_alone),
         cmocka_unit_test(test_core_attention_refuses),
         cmocka_unit_test(test_core_attention_shards),
         cmocka_unit_test(test_core_attention_desc),

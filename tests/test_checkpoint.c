@@ -255,6 +255,9 @@ typedef struct job {
     mt_qkv_layout qkv_layout;
     mt_rotary_form rotary_form; /* of LLAMA */
     int64_t rotary_dim;
+    int64_t window;
+    float softcap;
+    int alibi;
     int64_t padded; /* padded_vocab */
     /* results */
     mt_training_state state;
@@ -283,7 +286,10 @@ static mt_gpt_desc model_desc(const job *j) {
                                .heads = j->heads ? j->heads : 6,
                                .ffn = 44,
                                .activation = j->activation,
-                               .qkv_layout = j->qkv_layout}};
+                               .qkv_layout = j->qkv_layout,
+                               .window = j->window,
+                               .softcap = j->softcap,
+                               .alibi = j->alibi}};
     if (j->model != LLAMA) return d;
     d.untied_head = 1;
     d.layer.kv_heads = j->kv_heads ? j->kv_heads : 4;
@@ -602,6 +608,52 @@ static void forms_of_rotary(void **state) {
         load.rotary_dim = dims[i] == 2 ? 0 : 2;
         run_quietly(&load);
         expect_refusal(&load, MT_ERR_DATA, dims[i] == 2 ? "rotary_dim 2, this one 0" : "rotary_dim 0, this one 2");
+        forget("a");
+    }
+    mt_context_destroy(ctx);
+}
+
+/* Files tell the window, the soft cap and ALiBi, unless they are 0. They have the names of the registry then, and no
+   config.json. A model with others does not load them. */
+static void changed_scores(void **state) {
+    static const struct {
+        int64_t window;
+        float softcap;
+        int alibi;
+        const char *word, *refusal;
+    } cases[] = {{3, 0.0f, 0, "gpt.window", "has window 3, this one 0"},
+                 {0, 1.5f, 0, "gpt.softcap", "has softcap 1.5"},
+                 {0, 0.0f, 1, "gpt.alibi", "has alibi 1, this one 0"}};
+    mt_context *ctx;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    for (int i = 0; i < 6; i++) {
+        const int c = i % 3;
+        job save = {.model = i / 3 ? LLAMA : GPT2, .action = SAVE, .fill = 1, .directory = "a", .state = {.step = 1}};
+        const char *directory = in_scratch("a/step-00000001");
+        job load;
+        mt_gpt_desc d;
+        save.window = cases[c].window;
+        save.softcap = cases[c].softcap;
+        save.alibi = cases[c].alibi;
+        load = save;
+        run_quietly(&save);
+        expect_success(&save);
+        for (int k = 0; k < 3; k++)
+            shell("%s grep -q %s '%s/model.safetensors'", k == c ? "" : "!", cases[k].word, directory);
+        shell("grep -q word_embeddings '%s/model.safetensors' && ! test -e '%s/config.json'", directory, directory);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, directory, &d));
+        assert_true(d.layer.window == save.window && d.layer.softcap == save.softcap && d.layer.alibi == save.alibi);
+        load.action = LOAD;
+        load.step = 1;
+        load.fill = 0;
+        load.tp = 2;
+        run_quietly(&load);
+        expect_success(&load);
+        load.window = load.alibi = 0;
+        load.softcap = 0.0f;
+        run_quietly(&load);
+        expect_refusal(&load, MT_ERR_DATA, cases[c].refusal);
         forget("a");
     }
     mt_context_destroy(ctx);
@@ -2253,6 +2305,7 @@ int main(void) {
         cmocka_unit_test(every_split),
         cmocka_unit_test(layouts_of_qkv),
         cmocka_unit_test(forms_of_rotary),
+        cmocka_unit_test(changed_scores),
         cmocka_unit_test(padded_vocabulary),
         cmocka_unit_test(what_is_a_gpt2),
         cmocka_unit_test(invariant_mode),

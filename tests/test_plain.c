@@ -698,6 +698,9 @@ static const block_case block_cases[] = {
     {"the bias left to the caller; recomputed",
      {.hidden = HIDDEN, .skip_bias_add = 1},
      {.hidden = HIDDEN, .heads = 8, .skip_bias_add = 1, .recompute_core = 1}},
+    {"ALiBi, window and soft cap",
+     {.hidden = HIDDEN},
+     {.hidden = HIDDEN, .heads = 12, .alibi = 1, .window = 5, .softcap = 1.5f}},
 };
 #define BLOCK_CASES ((int)(sizeof block_cases / sizeof *block_cases))
 
@@ -749,6 +752,7 @@ static mt_status block_open(block_test *t) {
     else t->attention_own.qkv = own_of(r, t->attention.qkv.weight, t->attention.qkv.bias);
     t->attention_own.proj = own_of(r, t->attention.proj.weight, t->attention.proj.bias);
     t->attention_own.rotary = copy_of(r, t->attention.rotary);
+    t->attention_own.alibi_slopes = copy_of(r, t->attention.alibi_slopes);
     t->x = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 1 + me);
     t->dy = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 20 + me);
     t->before = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 40 + me);
@@ -940,6 +944,7 @@ static void test_plain_copies_refused(void **state) {
 static void test_plain_attention_refuses(void **state) {
     const mt_self_attention_desc d = {.hidden = HIDDEN, .heads = 8}, odd = {.hidden = HIDDEN, .heads = 7};
     const mt_self_attention_desc rotary = {.hidden = HIDDEN, .heads = 8, .rotary_base = 1e4f, .max_seq = 20};
+    const mt_self_attention_desc alibi = {.hidden = HIDDEN, .heads = 8, .alibi = 1};
     mt_self_attention_saved saved;
     block_test t;
     test_rank r;
@@ -961,6 +966,10 @@ static void test_plain_attention_refuses(void **state) {
     s.rotary = x;
     ATTENTION(MT_ERR_ARGUMENT, "rotary table", tp, &t.batch, x, &s, y, &d);
     s.rotary = mt_none();
+    ATTENTION(MT_ERR_SHAPE, "alibi_slopes is [0, 0]|[1, 8]", tp, &t.batch, x, &s, y, &alibi);
+    s.alibi_slopes = x;
+    ATTENTION(MT_ERR_ARGUMENT, "there are alibi_slopes, but alibi is 0", tp, &t.batch, x, &s, y, &d);
+    s.alibi_slopes = mt_none();
     s.proj.w = with_shape(s.proj.w, HIDDEN, 8, 8);
     ATTENTION(MT_ERR_SHAPE, "proj.w is [48, 8]|[48, 48]", tp, &t.batch, x, &s, y, &d);
     s = t.attention_own;

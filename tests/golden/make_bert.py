@@ -61,7 +61,7 @@ def cross_entropy(c, logits, targets):
 
 
 def forward(c, p, batch):
-    x = hidden_states(c, p, batch["ids"], batch["lengths"], batch["token_types"])
+    x = hidden_states(c, p, batch)
     y = norm(c, p, "lm_head.layer_norm", gelu(c, linear(p, "lm_head.dense", x)))
     logits = F.linear(y, p["embedding.word_embeddings.weight"], p["output_layer.bias"])
     logits = logits.view(-1, c["vocab"])

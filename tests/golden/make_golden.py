@@ -10,7 +10,7 @@ difference is the library's. The table shows the errors of PyTorch itself in flo
 
 Every weight, bias and norm gain is random, so the test detects an omitted bias, or a gain taken as 1.
 
-The four models, each with 4 sequences of 12 tokens:
+The models, each with 4 sequences of 12 tokens:
 
     gpt2              pre-LN, LayerNorm, GELU (tanh), biases, learned positions, tied head, causal;
                       label smoothing, some targets ignored
@@ -19,6 +19,11 @@ The four models, each with 4 sequences of 12 tokens:
     bert              post-LN, GELU (erf), bidirectional with key padding, tied head; 8 heads of
                       size 2; targets of the padding are ignored; some steps are not clipped
     residual_post_ln  one layer, residual connection taken after the norm; its ignore_index is -1
+    window_packed     like llama, with a sliding window, a soft cap of the scores, and sequences that
+                      are packed documents
+    alibi_bias        like gpt2, with ALiBi over 6 heads instead of learned positions, and a bias of
+                      the scores for each sequence and head, whose gradient is recorded
+    mask_packed       like bert, with packed documents, a sliding window both ways, and a boolean mask
 
 Gradients are those of sum(loss of each token) / (number of targets that are not ignored). Then
 AdamW does 5 steps on the same batch, each with the gradient clipped to norm max_norm, weight decay
@@ -40,6 +45,10 @@ QKV rows per query group [q..q k v], SwiGLU fc1 rows [gate; up]):
     initial/PARAM   the parameter; gradient/PARAM its gradient there; final/PARAM it after 5 steps
     logits          [tokens, vocab]; loss [1, tokens]; grad_norm [1, 1]: at the initial parameters
     step_loss       [1, 5]: sum(loss) / valid before each of the 5 steps
+    positions       [sequences, seq], packed models: the position of each token in its document
+    bias            [sequences * heads * seq, seq]; gradient_bias: its gradient at the initial
+                    parameters
+    mask            [seq, seq]: 0 where a query does not see a key
 """
 
 import math
@@ -75,14 +84,28 @@ VARIANTS = {
     "residual_post_ln": dict(
         vocab=61, layers=1, hidden=16, heads=4, kv_heads=4, ffn=64, placement=RESIDUAL_POST_LN,
         ignore_index=-1),
+    "window_packed": dict(
+        vocab=37, layers=2, hidden=32, heads=8, kv_heads=4, ffn=34, norm=RMS_NORM,
+        activation=SWIGLU, rotary_base=100.0, no_bias=1, window=4, softcap=1.5),
+    "alibi_bias": dict(
+        vocab=61, layers=2, hidden=24, heads=6, kv_heads=6, ffn=64, alibi=1),
+    "mask_packed": dict(
+        vocab=61, layers=2, hidden=16, heads=4, kv_heads=4, ffn=64, placement=POST_LN,
+        activation=GELU_ERF, mask=BIDIRECTIONAL, window=5),
 }
-LENGTHS = {"bert": [12, 7, 12, 10]}
+LENGTHS = {"bert": [12, 7, 12, 10], "mask_packed": [12, 12, 9, 12]}
+DOCUMENTS = {"window_packed": [[12], [5, 7], [1, 8, 3], [2, 2, 8]],  # tokens of each document
+             "mask_packed": [[3, 9], [12], [6, 6], [1, 1, 10]]}
 IGNORED = {"gpt2": [0, 5, 17, 23, 40, 47], "residual_post_ln": [3, 30]}  # token indices
 
 
 def stack(c):
     """What precedes the names of the layers and of the final norm."""
     return "encoder" if "token_types" in c else "decoder"
+
+
+def has_positions(c):
+    return not c["rotary_base"] and not c.get("alibi")
 
 
 def make_parameters(c, generator):
@@ -108,7 +131,7 @@ def make_parameters(c, generator):
             add(name + ".bias", (c["hidden"],), 0.3)
 
     add("embedding.word_embeddings.weight", (c["vocab"], c["hidden"]), 0.4)
-    if not c["rotary_base"]:
+    if has_positions(c):
         add("embedding.position_embeddings.weight", (c["seq"], c["hidden"]), 0.3)
     if "token_types" in c:
         add("embedding.tokentype_embeddings.weight", (c["token_types"], c["hidden"]), 0.3)
@@ -145,17 +168,54 @@ def linear(p, name, x):
     return F.linear(x, p[name + ".weight"], p.get(name + ".bias"))
 
 
-def rotate(c, x):
+def rotate(c, x, positions):
     """Rotary embedding of x [sequences, heads, seq, head_dim], two-halves form."""
     half = x.shape[-1] // 2
     frequency = c["rotary_base"] ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = torch.arange(c["seq"], dtype=torch.float64)[:, None] * frequency[None, :]
+    angle = positions.to(torch.float64)[:, None, :, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def attention(c, p, name, x, key_mask):
+def alibi_slopes(heads):
+    """The slopes of the heads, as the authors of ALiBi define them (arXiv 2108.12409, and the code
+    that they published for numbers of heads that are not a power of 2)."""
+    def of_power(n):
+        start = 2.0 ** (-(2.0 ** -(math.log2(n) - 3)))
+        return [start * start ** i for i in range(n)]
+    if math.log2(heads).is_integer():
+        return of_power(heads)
+    closest = 2 ** math.floor(math.log2(heads))
+    return of_power(closest) + alibi_slopes(2 * closest)[0::2][:heads - closest]
+
+
+def changed_attention(c, q, k, v, batch):
+    """Attention whose scores are changed. q, k, v are [sequences, heads, seq, head_dim]."""
+    s = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if c.get("softcap"):
+        s = c["softcap"] * torch.tanh(s / c["softcap"])
+    at = torch.arange(c["seq"])
+    distance = (at[:, None] - at[None, :]).abs()
+    if c.get("alibi"):
+        s = s - torch.tensor(alibi_slopes(c["heads"]), dtype=s.dtype)[:, None, None] * distance
+    if "bias" in batch:
+        s = s + batch["bias"].to(s.dtype).view(c["sequences"], c["heads"], c["seq"], c["seq"])
+    sees = (at[None, :] < batch["lengths"][:, None])[:, None, :].expand(-1, c["seq"], -1)
+    if c["mask"] == CAUSAL:
+        sees = sees & (at[None, :] <= at[:, None])
+    if c.get("window"):
+        sees = sees & (distance < c["window"])
+    if "positions" in batch:
+        start = at - batch["positions"]
+        sees = sees & (start[:, :, None] == start[:, None, :])
+    if "mask" in batch:
+        sees = sees & (batch["mask"] != 0)
+    p = s.masked_fill(~sees[:, None], -1e9).softmax(dim=-1)
+    return (p * sees[:, None]) @ v                           # 0 for a query that sees no key
+
+
+def attention(c, p, name, x, batch):
     b, s = c["sequences"], c["seq"]
     groups, per_group = c["kv_heads"], c["heads"] // c["kv_heads"]
     head_dim = c["hidden"] // c["heads"]
@@ -164,11 +224,15 @@ def attention(c, p, name, x, key_mask):
     k = qkv[:, :, :, per_group].transpose(1, 2)
     v = qkv[:, :, :, per_group + 1].transpose(1, 2)
     if c["rotary_base"]:
-        q, k = rotate(c, q), rotate(c, k)
+        positions = batch.get("positions", torch.arange(c["seq"])[None])
+        q, k = rotate(c, q, positions), rotate(c, k, positions)
     k, v = k.repeat_interleave(per_group, dim=1), v.repeat_interleave(per_group, dim=1)
-    if c["mask"] == CAUSAL:
+    if any(name in c for name in ("window", "softcap", "alibi")):
+        out = changed_attention(c, q, k, v, batch)
+    elif c["mask"] == CAUSAL:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
+        key_mask = torch.arange(s)[None, :] < batch["lengths"][:, None]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask[:, None, None, :])
     return linear(p, name + ".linear_proj", out.transpose(1, 2).reshape(b, s, c["hidden"]))
 
@@ -187,10 +251,10 @@ def mlp(c, p, name, x):
     return linear(p, name + ".linear_fc2", h)
 
 
-def layer(c, p, name, x, key_mask):
+def layer(c, p, name, x, batch):
     def norm1(t): return norm(c, p, name + "input_layernorm", t)
     def norm2(t): return norm(c, p, name + "pre_mlp_layernorm", t)
-    def attend(t): return attention(c, p, name + "self_attention", t, key_mask)
+    def attend(t): return attention(c, p, name + "self_attention", t, batch)
     def feed(t): return mlp(c, p, name + "mlp", t)
     if c["placement"] == PRE_LN:
         x = x + attend(norm1(x))
@@ -203,18 +267,18 @@ def layer(c, p, name, x, key_mask):
     return m + feed(m)
 
 
-def hidden_states(c, p, ids, lengths, token_types=None):
+def hidden_states(c, p, batch):
     """[sequences, seq, hidden]"""
-    key_mask = torch.arange(c["seq"])[None, :] < lengths[:, None]
-    x = F.embedding(ids, p["embedding.word_embeddings.weight"])
-    if not c["rotary_base"]:
-        x = x + p["embedding.position_embeddings.weight"][None]
-    if token_types is not None:
-        x = x + F.embedding(token_types, p["embedding.tokentype_embeddings.weight"])
+    x = F.embedding(batch["ids"], p["embedding.word_embeddings.weight"])
+    if has_positions(c):
+        table = p["embedding.position_embeddings.weight"]
+        x = x + (F.embedding(batch["positions"], table) if "positions" in batch else table[None])
+    if "token_types" in batch:
+        x = x + F.embedding(batch["token_types"], p["embedding.tokentype_embeddings.weight"])
         if c["placement"] == POST_LN:
             x = norm(c, p, "embedding.layernorm", x)
     for i in range(c["layers"]):
-        x = layer(c, p, f"{stack(c)}.layers.{i}.", x, key_mask)
+        x = layer(c, p, f"{stack(c)}.layers.{i}.", x, batch)
     if c["placement"] != POST_LN:
         x = norm(c, p, stack(c) + ".final_layernorm", x)
     return x
@@ -223,7 +287,7 @@ def hidden_states(c, p, ids, lengths, token_types=None):
 def forward(c, p, batch):
     """What a file records of a forward pass: logits [tokens, vocab], and the loss of each token, 0
     where ignored. Then the sum of the losses that the gradient is of."""
-    x = hidden_states(c, p, batch["ids"], batch["lengths"])
+    x = hidden_states(c, p, batch)
     head = p["output_layer.weight" if c["untied_head"] else "embedding.word_embeddings.weight"]
     logits = F.linear(x, head).view(-1, c["vocab"])
     loss = F.cross_entropy(logits, batch["targets"].view(-1), ignore_index=c["ignore_index"],
@@ -239,6 +303,8 @@ def train(c, forward, initial, batch, dtype):
          {"params": [t for t in p.values() if t.dim() == 1], "weight_decay": 0.0}], lr=c["lr"],
         betas=(c["beta1"], c["beta2"]), eps=c["adam_eps"])
     out, step_loss, norms = {}, [], []
+    if "bias" in batch:
+        batch["bias"].grad = None
     for step in range(c["steps"]):
         optimizer.zero_grad()
         values, total = forward(c, p, batch)
@@ -247,6 +313,8 @@ def train(c, forward, initial, batch, dtype):
         if step == 0:
             out.update({name: value.detach() for name, value in values.items()})
             out.update({"gradient/" + name: t.grad.clone() for name, t in p.items()})
+            if "bias" in batch:
+                out["gradient_bias"] = batch["bias"].grad.clone()
         norms.append(torch.nn.utils.clip_grad_norm_(list(p.values()), c["max_norm"]).item())
         optimizer.step()
     out["grad_norm"] = torch.tensor([norms[0]], dtype=torch.float64)
@@ -258,7 +326,7 @@ def train(c, forward, initial, batch, dtype):
 def record(name, tensor):
     """One record as bytes; floating point is rounded to float32."""
     floating = tensor.is_floating_point()
-    tensor = tensor.to(torch.float32 if floating else torch.int32)
+    tensor = tensor.detach().to(torch.float32 if floating else torch.int32)
     tensor = tensor.reshape(1, -1) if tensor.dim() < 2 else tensor
     assert len(name) < 64 and tensor.dim() == 2
     assert not floating or bool(torch.isfinite(tensor).all())
@@ -282,6 +350,21 @@ def make_batch(c, generator, lengths, ignored):
     targets[0, 1], targets[0, 2] = 0, c["vocab"] - 1
     c["valid"] = int((targets != c["ignore_index"]).sum())
     return {"ids": ids, "targets": targets, "lengths": lengths}
+
+
+def add_to_batch(name, c, batch, generator):
+    """What changes the scores of a model beside the numbers in its configuration."""
+    if name in DOCUMENTS:
+        assert all(sum(documents) == c["seq"] for documents in DOCUMENTS[name])
+        batch["positions"] = torch.cat([torch.arange(n) for row in DOCUMENTS[name] for n in row])
+        batch["positions"] = batch["positions"].view(c["sequences"], c["seq"])
+    if name == "alibi_bias":
+        shape = (c["sequences"] * c["heads"] * c["seq"], c["seq"])
+        bias = torch.randn(shape, generator=generator, dtype=torch.float64)
+        batch["bias"] = bias.to(torch.float32).to(torch.float64).requires_grad_()
+    if name == "mask_packed":
+        mask = torch.rand((c["seq"], c["seq"]), generator=generator) < 0.75
+        batch["mask"] = (mask | torch.eye(c["seq"], dtype=torch.bool)).to(torch.int32)
 
 
 def make_file(name, c, forward, initial, batch):
@@ -311,6 +394,7 @@ def make(name, seed):
     generator = torch.Generator().manual_seed(seed)
     initial = make_parameters(c, generator)
     batch = make_batch(c, generator, LENGTHS.get(name), IGNORED.get(name, []))
+    add_to_batch(name, c, batch, generator)
     return make_file(name, c, forward, initial, batch)
 
 
