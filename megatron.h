@@ -811,8 +811,9 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
    Any other GPT is stored with the names, shapes and layouts of the registry. Files never have the padding of
    mt_gpt_desc.padded_vocab, so they load with any padded_vocab.
 
-   A table of your own (mt_checkpoint_desc.table) takes the place of these names. `part` of its rows is an
-   mt_layer_part. Import then does not check config.json, and saves copy the one that was read last. */
+   A table of your own (mt_checkpoint_desc.table) takes the place of these names. `part` of its rows is 0 or an
+   mt_layer_part (otherwise MT_ERR_ARGUMENT). Import then does not check config.json, and saves copy the one that was
+   read last. */
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
@@ -4306,6 +4307,17 @@ static const mt_checkpoint_format mti_bert_formats[] = {
     {mti_bert_metadata, mti_bert_config, mti_bert_check, mti_bert_part},
     {mti_bert_metadata, mti_given_config, mti_bert_other_check, mti_bert_part}};
 
+/* Checks the parts of a table of the program. mt_checkpoint_create checks the rest of it. */
+static mt_status mti_model_parts_check(mt_context *ctx, const char *function, const mt_tensor_table *table) {
+    int i;
+    for (i = 0; table->names && i < table->count; i++)
+        if (table->names[i].param && (table->names[i].part < 0 || table->names[i].part > MT_PART_UP))
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: row %d of the table has part %d of '%s', must be 0 or an mt_layer_part", function, i,
+                           table->names[i].part, table->names[i].param);
+    return MT_SUCCESS;
+}
+
 /* Checks the arguments. */
 static mt_status mti_model_checkpoint_check(mt_context *ctx, const char *function, const mt_params *params,
                                             const mt_language_model *model, const mt_checkpoint_desc *desc) {
@@ -4317,7 +4329,7 @@ static mt_status mti_model_checkpoint_check(mt_context *ctx, const char *functio
     if (desc->format || desc->model)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc.%s is set, the model has its own", function,
                        desc->format ? "format" : "model");
-    return MT_SUCCESS;
+    return desc->table ? mti_model_parts_check(ctx, function, desc->table) : MT_SUCCESS;
 }
 
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,

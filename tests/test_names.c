@@ -669,6 +669,34 @@ static void strange_models(void **state) {
     test_launch(2, strange_rank, NULL);
 }
 
+/* A part that no model has, in a row whose parameter is only on the first stage, and in a row that ignores a tensor. */
+static mt_status parts_rank(mt_comm *world, void *user) {
+    source s = {.directory = models[1], .tp = 1, .pp = 2};
+    mt_tensor_name names[] = {{"mask.#", NULL, 99, 0}, {"emb", "embedding.word_embeddings.weight", 0, 0}};
+    mt_tensor_table table = {names, 2, NULL, NULL, 0};
+    mt_checkpoint_desc c = {.directory = NULL, .table = &table};
+    mt_checkpoint *out;
+    replica m;
+    (void)user;
+    MT_TRY(replica_open(world, &s, &m));
+    MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &out));
+    mt_checkpoint_destroy(m.r.ctx, out);
+    names[1].part = MT_PART_UP + 1;
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT,
+            "row 1 of the table has part 8 of 'embedding.word_embeddings.weight', must be 0 or",
+            mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &out));
+    names[1].part = -1;
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "row 1 of the table has part -1 of 'embedding.word_embeddings.weight'",
+            mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &out));
+    replica_close(&m);
+    return MT_SUCCESS;
+}
+
+static void unknown_parts(void **state) {
+    (void)state;
+    test_launch(2, parts_rank, NULL);
+}
+
 /* ---- what a config.json may not say ------------------------------------------------------------------------------ */
 
 static void refused_configs(void **state) {
@@ -841,6 +869,7 @@ int main(void) {
         cmocka_unit_test(refused_berts),
         cmocka_unit_test(table_of_few_rows),
         cmocka_unit_test(strange_models),
+        cmocka_unit_test(unknown_parts),
         cmocka_unit_test(refused_configs),
         cmocka_unit_test(equal_configs),
         cmocka_unit_test(other_models),
