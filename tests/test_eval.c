@@ -2,67 +2,22 @@
    against a forward for each target and against PyTorch (golden/eval), windows, ties, padded vocabularies, and the
    refusal of each wrong flag and file. Run it from the root of the checkout. */
 
-#define main eval_gpt_main
+#define PROGRAM "eval_gpt"
+#define main program_main
 #include "../examples/eval_gpt.c"
 #undef main
 
-#include "mt_test.h"
-#include "mt_test_scratch.h"
+#include "mt_test_program.h"
 
-#define MAX_ARGS 64
-#define WORDS 4096     /* characters of a command line */
 #define MAX_TOKENS 512 /* of the files */
 #define CONTEXT 12     /* positions of golden/gpt2_hf */
-#define COUNT(a) (sizeof(a) / sizeof *(a))
 #define MODEL "--init-from tests/golden/gpt2_hf --no-pinning "
-
-/* Runs eval_gpt with these words as its arguments. Its output goes to the files "out" and "err". */
-static int run_eval_gpt(const char *words) {
-    static char text[WORDS];
-    char *argv[MAX_ARGS] = {(char *)(uintptr_t) "eval_gpt"};
-    int argc = 1, out = dup(1), err = dup(2), rc;
-    print_to(text, sizeof text, "%s", words);
-    for (char *w = strtok(text, " "); w && argc < MAX_ARGS - 1; w = strtok(NULL, " ")) argv[argc++] = w;
-    fflush(NULL);
-    assert_non_null(freopen(in_scratch("out"), "w", stdout));
-    assert_non_null(freopen(in_scratch("err"), "w", stderr));
-    setvbuf(stderr, NULL, _IONBF, 0); /* as before */
-    optind = 0;                       /* resets getopt */
-    rc = eval_gpt_main(argc, argv);
-    fflush(NULL);
-    dup2(out, 1);
-    dup2(err, 2);
-    close(out);
-    close(err);
-    return rc;
-}
-
-static void read_text(const char *path, char *text, size_t bytes) {
-    FILE *f = fopen(path, "r");
-    assert_non_null(f);
-    text[fread(text, 1, bytes - 1, f)] = 0;
-    fclose(f);
-}
-
-static void expect_success(const char *words) {
-    char text[4096];
-    int rc = run_eval_gpt(words);
-    read_text(in_scratch("err"), text, sizeof text);
-    if (rc != 0) fail_msg("eval_gpt %s: exit %d, stderr: %s", words, rc, text);
-}
-
-static void expect_error(const char *words, const char *sentence) {
-    char text[4096];
-    int rc = run_eval_gpt(words);
-    read_text(in_scratch("err"), text, sizeof text);
-    if (rc == 0 || !strstr(text, sentence)) fail_msg("eval_gpt %s: exit %d, stderr: %s", words, rc, text);
-}
 
 /* Reads the file "out" of a run, and returns the number after `word`. */
 static double printed_after(const char *word) {
     char text[4096];
     const char *at;
-    read_text(in_scratch("out"), text, sizeof text);
+    read_text("out", text, sizeof text);
     at = strstr(text, word);
     if (!at) fail_msg("no '%s' in: %s", word, text);
     return strtod(at + strlen(word), NULL);
@@ -495,7 +450,6 @@ static void test_bad_flags(void **state) {
     write_bin("bad.bin", (const int32_t[]){1, 2, 3}, 3, 0, NULL, 0);
     print_to(words, sizeof words, MODEL "--data %s --log %s", in_scratch("bad.bin"), in_scratch("bad.bin"));
     expect_error(words, "is the same file as --data");
-    expect_success("--help");
     expect_success(MODEL);
     assert_true(printed_after("vocabulary ") > 60);
 }
@@ -525,6 +479,7 @@ int main(void) {
         cmocka_unit_test(test_ties_and_padded_vocabulary),
         cmocka_unit_test(test_bad_files),
         cmocka_unit_test(test_bad_flags),
+        cmocka_unit_test(test_help),
     };
     return cmocka_run_group_tests(tests, open_scratch, remove_scratch);
 }

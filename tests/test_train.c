@@ -6,7 +6,7 @@
 #undef main
 
 #include "mt_test_locale.h"
-#include "mt_test_train.h"
+#include "mt_test_program.h"
 
 #include <signal.h>
 #include <sys/stat.h>
@@ -97,8 +97,6 @@ static void compare_splits(const char *model, const char *const *splits, size_t 
         assert_same_curve(&serial, &c, splits[i]);
     }
 }
-
-#define COUNT(a) (sizeof(a) / sizeof *(a))
 
 static void test_gpt2_any_split(void **state) {
     static const char *const splits[] = {
@@ -1010,14 +1008,6 @@ static void test_decimal_comma(void **state) {
     }
     for (int step = 0; step < 3; step++) assert_string_equal(losses[0][step], losses[1][step]);
     shell("cd '%s' && diff -r point comma && rm -r point comma", scratch);
-}
-
-static void test_help(void **state) {
-    char text[8192];
-    (void)state;
-    assert_int_equal(run_program("--help"), 0);
-    read_text("out", text, sizeof text);
-    for (int i = 0; i < FLAGS; i++) assert_non_null(strstr(text, flags[i].name));
 }
 
 static int open_scratch(void **state) {

@@ -6,7 +6,7 @@
 #include "../examples/train_bert.c"
 #undef main
 
-#include "mt_test_train.h"
+#include "mt_test_program.h"
 
 #define STEPS 12 /* with two validations */
 #define SEQUENCES 600
@@ -553,14 +553,6 @@ static void test_absurd_flags(void **state) {
     write_bytes("short", "One sentence only", 17);
     print_to(words, sizeof words, "--data %s", in_scratch("short"));
     expect_error(words, "both need at least 2");
-}
-
-static void test_help(void **state) {
-    char text[8192];
-    (void)state;
-    assert_int_equal(run_program("--help"), 0);
-    read_text("out", text, sizeof text);
-    for (int i = 0; i < FLAGS; i++) assert_non_null(strstr(text, flags[i].name));
 }
 
 static int open_scratch(void **state) {

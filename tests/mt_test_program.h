@@ -1,14 +1,15 @@
-/* mt_test_train.h - runs a training program of examples/ in the process of its test. The test has included the program
-   with its main renamed to program_main. */
+/* mt_test_program.h - runs a program of examples/ in the process of its test. The test has included the program with
+   its main renamed to program_main, and its name is PROGRAM. */
 
-#ifndef MT_TEST_TRAIN_H
-#define MT_TEST_TRAIN_H
+#ifndef MT_TEST_PROGRAM_H
+#define MT_TEST_PROGRAM_H
 
 #include "mt_test.h"
 #include "mt_test_scratch.h"
 
 #define MAX_ARGS 64
 #define WORDS 4096 /* characters of a command line */
+#define COUNT(a) (sizeof(a) / sizeof *(a))
 
 /* Runs the program with these words as its arguments. Its output goes to the files "out" and "err". */
 static inline int run_program(const char *words) {
@@ -46,11 +47,27 @@ static inline void write_bytes(const char *name, const void *bytes, size_t size)
     fclose(f);
 }
 
+static inline void expect_success(const char *words) {
+    char text[4096];
+    int rc = run_program(words);
+    read_text("err", text, sizeof text);
+    if (rc != 0) fail_msg(PROGRAM " %s: exit %d, stderr: %s", words, rc, text);
+}
+
 static inline void expect_error(const char *words, const char *sentence) {
     char text[4096];
     int rc = run_program(words);
     read_text("err", text, sizeof text);
     if (rc == 0 || !strstr(text, sentence)) fail_msg(PROGRAM " %s: exit %d, stderr: %s", words, rc, text);
+}
+
+/* The help has every flag. */
+static inline void test_help(void **state) {
+    char text[8192];
+    (void)state;
+    expect_success("--help");
+    read_text("out", text, sizeof text);
+    for (int i = 0; i < FLAGS; i++) assert_non_null(strstr(text, flags[i].name));
 }
 
 /* A text that is independent of the project's files: sentences of few words, which a small model learns quickly. */
