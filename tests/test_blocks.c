@@ -1188,6 +1188,29 @@ static void test_gpt_parameters(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Shards add to the gradient of a shared bias one after the other, so its bits would depend on the split. */
+static void test_shared_bias_gradient_in_invariant_mode(void **state) {
+    const mt_self_attention_desc d = {.hidden = 16, .heads = 4};
+    const mt_context_desc where = {.invariant = 2};
+    mt_batch batch = {.sequences = 1, .seq = 2};
+    mt_self_attention a;
+    mt_tensor x, y;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, &where, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_self_attention_create(r.ctx, r.params, "a", &d, &a));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 7));
+    x = mt_tensor_f32(test_noise(&r, 32, 1, 1.0f), 2, 16);
+    y = test_tensor(&r, 2, 16, NAN);
+    batch.attention_bias = mt_tensor_f32(test_noise(&r, 4, 2, 1.0f), 2, 2);
+    batch.attention_dbias = test_tensor(&r, 2, 2, 0.0f);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "attention_dbias in invariant mode|bias_heads 4|it is 0",
+            mt_self_attention_forward(r.ctx, &a, &batch, x, y, NULL));
+    batch.attention_dbias = mt_none();
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_self_attention_forward(r.ctx, &a, &batch, x, y, NULL));
+    test_paper_rank_close(&r);
+}
+
 /* The losses of a packed batch are those of each document alone: positions, learned or rotary, begin again. Documents
    also end at the end of a sequence, so the third one is two here. */
 static void test_packed_documents_are_alone(void **state) {
@@ -2746,6 +2769,7 @@ int main(void) {
         cmocka_unit_test(test_layouts_are_permutations),
         cmocka_unit_test(test_qkv_round_trip),
         cmocka_unit_test(test_packed_documents_are_alone),
+        cmocka_unit_test(test_shared_bias_gradient_in_invariant_mode),
         cmocka_unit_test(test_core_attention_refuses),
         cmocka_unit_test(test_core_attention_shards),
         cmocka_unit_test(test_core_attention_desc),
