@@ -320,8 +320,8 @@ typedef struct mt_self_attention_tensors {
    mt_self_attention_backward. The caller sums dw and db over the data group. With sequence_parallel, proj.db is the sum
    over this rank's rows; the caller sums it over the tensor group.
    Errors: those of mt_self_attention_create, mt_self_attention_forward and mt_column_parallel_linear_from_tensors.
-   MT_ERR_ARGUMENT: rotary does not go with rotary_base, or alibi_slopes with alibi, or, in backward, dw is mt_none(), or db where there is a
-   bias. */
+   MT_ERR_ARGUMENT: rotary does not go with rotary_base, or alibi_slopes with alibi, or, in backward, dw is mt_none(),
+   or db where there is a bias. */
 MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, const mt_batch *batch, mt_tensor x,
                                                const mt_self_attention_tensors *tensors, mt_tensor y,
                                                const mt_self_attention_desc *desc, mt_self_attention_saved *saved);
@@ -361,8 +361,8 @@ MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt
    on this rank. The layer's parts and unit say which layout it computes: MT_QKV_PER_GROUP with 1 part and the unit
    (heads_per_group + 2) * head_dim, MT_QKV_CONCATENATED, with one query head per group, with 3 parts and the unit
    head_dim. The field `groups` counts only this rank's non-empty groups. The mask is causal. lengths, cu_seqlens and
-   the bias are those of batch. dropout.at has this rank's first_row, first_col and global_cols, and dropout.p is 0. To use dropout, copy p, at.seed, at.subsequence and
-   at.offset from the result of mt_batch_dropout into dropout.
+   the bias are those of batch. dropout.at has this rank's first_row, first_col and global_cols, and dropout.p is 0. To
+   use dropout, copy p, at.seed, at.subsequence and at.offset from the result of mt_batch_dropout into dropout.
    When a pointer is NULL, the layer has copies, or the parts and the unit are others, all fields of the result are 0,
    and every call with it fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
 MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
@@ -586,8 +586,9 @@ MT_API mt_status mt_language_model_backward(mt_context *ctx, const mt_language_m
 
 /* ---- GPT --------------------------------------------------------------------------------------------------------- */
 
-/* A GPT is a token embedding, learned positions (not with rotary or ALiBi), layers, a final norm (not with MT_POST_LN), an
-   output head and cross-entropy. The output head uses the weight of the token embedding unless untied_head is set. */
+/* A GPT is a token embedding, learned positions (not with rotary or ALiBi), layers, a final norm (not with MT_POST_LN),
+   an output head and cross-entropy. The output head uses the weight of the token embedding unless untied_head is set.
+   */
 typedef struct mt_gpt_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
     /* Describes every layer. Leave layer_number and max_seq 0: mt_gpt_create sets them. When output_init_std is 0, it
@@ -691,8 +692,8 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
 
 /* ---- BERT -------------------------------------------------------------------------------------------------------- */
 
-/* A BERT (arXiv 1810.04805) as in Megatron-LM: embeddings of tokens, positions (not with rotary or ALiBi) and token types,
-   layers without a causal mask, and two heads with a loss each.
+/* A BERT (arXiv 1810.04805) as in Megatron-LM: embeddings of tokens, positions (not with rotary or ALiBi) and token
+   types, layers without a causal mask, and two heads with a loss each.
    - masked LM: y = norm(act(x W + b)) for each token, then logits with the weight of the token embedding and a bias of
      their own. act is layer.activation, and norm is layer.norm.
    - sentence order: logits of 2 classes for each sequence, pooled W2 + b2 with pooled = tanh(x W1 + b1), the pooler,
@@ -798,8 +799,9 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
    another number of heads, another activation, another window or another qkv_layout). Metadata without a qkv_layout,
    rotary_form, rotary_dim, window, softcap or alibi mean 0.
 
-   Hugging Face: A GPT of one of the two kinds below, without window, softcap and alibi, is stored with the names and layouts of Hugging Face's transformers
-   and a config.json, so that from_pretrained opens the directory of the checkpoint. Its head may be tied or not.
+   Hugging Face: A GPT of one of the two kinds below, without window, softcap and alibi, is stored with the names and
+   layouts of Hugging Face's transformers and a config.json, so that from_pretrained opens the directory of the
+   checkpoint. Its head may be tied or not.
      GPT2LMHeadModel   MT_PRE_LN, MT_LAYER_NORM, any activation except MT_SWIGLU, biases, learned positions, kv_heads
                        equal to heads, a causal mask
      LlamaForCausalLM  MT_PRE_LN, MT_RMS_NORM, MT_SWIGLU, rotary positions of all features of a head, a causal mask, any
@@ -818,11 +820,11 @@ MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, co
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
 /* The same for a BERT. With MT_POST_LN, MT_LAYER_NORM, biases and learned positions, and without window and softcap
-   (the original BERT), the files have the names and layouts of transformers and a config.json: BertForPreTraining opens them or, with no_binary_head,
-   BertForMaskedLM. Any other BERT is stored with the names, shapes and layouts of the registry.
-   mt_checkpoint_import reads files of BertForPreTraining, BertForMaskedLM and BertModel, also with the older names of
-   norms (LayerNorm.gamma, LayerNorm.beta). Parameters of heads that the files do not have keep their values, which
-   needs mt_params_init before. A model with no_binary_head ignores pooler and sentence order in the files. */
+   (the original BERT), the files have the names and layouts of transformers and a config.json: BertForPreTraining opens
+   them or, with no_binary_head, BertForMaskedLM. Any other BERT is stored with the names, shapes and layouts of the
+   registry. mt_checkpoint_import reads files of BertForPreTraining, BertForMaskedLM and BertModel, also with the older
+   names of norms (LayerNorm.gamma, LayerNorm.beta). Parameters of heads that the files do not have keep their values,
+   which needs mt_params_init before. A model with no_binary_head ignores pooler and sentence order in the files. */
 MT_API mt_status mt_bert_checkpoint_create(mt_context *ctx, mt_params *params, const mt_bert *bert,
                                            const mt_checkpoint_desc *desc, mt_checkpoint **out);
 

@@ -415,11 +415,11 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
                                                    mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse,
                                                    mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv);
 
-/* slopes [1, n], MT_F32, becomes the slopes of the heads first_head to first_head + n - 1 of a model with `heads` heads,
-   for mt_attention_desc.alibi_slopes. When `heads` is a power of 2, head h has the slope 2^(-8 (h + 1) / heads) (arXiv
-   2108.12409). Otherwise let m be the largest power of 2 below `heads`: the first m heads have the slopes of a model
-   with m heads, and the others have every second slope of a model with 2 m heads, from its first on, as in the code of
-   that paper. MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */
+/* slopes [1, n], MT_F32, becomes the slopes of the heads first_head to first_head + n - 1 of a model with `heads`
+   heads, for mt_attention_desc.alibi_slopes. When `heads` is a power of 2, head h has the slope 2^(-8 (h + 1) / heads)
+   (arXiv 2108.12409). Otherwise let m be the largest power of 2 below `heads`: the first m heads have the slopes of a
+   model with m heads, and the others have every second slope of a model with 2 m heads, from its first on, as in the
+   code of that paper. MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */
 MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_head, mt_tensor slopes);
 
 /* For authors of blocks: checks desc as mt_dot_product_attention_forward does, with the bias and its gradient, before a
