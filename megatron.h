@@ -1159,16 +1159,16 @@ static const char *mti_shards_name(const mt_context *ctx) {
 /* Returns into how many pieces each query group is divided, so that each of `shards` shards has a piece. A piece has a
    copy of the key and the value. The number is 1 when there are enough groups. Otherwise it is one with which the shard
    with the most query heads has as few as possible, and of these the smallest one. */
-static int64_t mti_group_pieces(const mt_self_attention_desc *d, int shards) {
-    int64_t n = d->heads / d->kv_heads, best = 1, most = INT64_MAX, i, k;
-    if (d->kv_heads >= shards) return 1;
+static int64_t mti_group_pieces(int64_t heads, int64_t kv_heads, int shards) {
+    int64_t n = heads / kv_heads, best = 1, most = INT64_MAX, i, k;
+    if (kv_heads >= shards) return 1;
     for (i = 1; i <= n / i; i++) /* i and n / i are divisors of n */
         for (k = 0; k < 2 && n % i == 0; k++) {
-            int64_t pieces = k == 0 ? i : n / i, all = d->kv_heads * pieces;
-            int64_t heads = mt_round_up(all, shards) / shards * (n / pieces);
-            if (all < shards || heads > most || (heads == most && pieces > best)) continue;
+            int64_t pieces = k == 0 ? i : n / i, all = kv_heads * pieces;
+            int64_t share = mt_round_up(all, shards) / shards * (n / pieces);
+            if (all < shards || share > most || (share == most && pieces > best)) continue;
             best = pieces;
-            most = heads;
+            most = share;
         }
     return best;
 }
@@ -1233,6 +1233,18 @@ static mt_status mti_attention_scores_check(mt_context *ctx, const char *functio
 }
 
 /* shards is the number of parts into which the query groups are split: V in invariant mode, and t otherwise. */
+static mt_status mti_heads_check(mt_context *ctx, const char *function, const char *name, int64_t hidden, int64_t heads,
+                                 int64_t kv_heads, int shards) {
+    if (hidden % heads != 0 || heads % kv_heads != 0)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: '%s': hidden %lld must be a multiple of heads %lld, heads of kv_heads %lld", function, name,
+                       (long long)hidden, (long long)heads, (long long)kv_heads);
+    if (heads < shards)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld heads cannot be split over %d %s", function, name,
+                       (long long)heads, shards, mti_shards_name(ctx));
+    return MT_SUCCESS;
+}
+
 static mt_status mti_attention_check(mt_context *ctx, const char *function, const char *name,
                                      const mt_self_attention_desc *d, int shards) {
     if (d->hidden < 1 || d->hidden > INT32_MAX || d->heads < 1 || d->kv_heads < 1 || d->max_seq < 0 ||
@@ -1244,13 +1256,7 @@ static mt_status mti_attention_check(mt_context *ctx, const char *function, cons
                        function, name, (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads,
                        (long long)d->max_seq, (long long)d->layer_number, (double)d->dropout, (double)d->rotary_base,
                        (int)d->mask);
-    if (d->hidden % d->heads != 0 || d->heads % d->kv_heads != 0)
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: '%s': hidden %lld must be a multiple of heads %lld, heads of kv_heads %lld", function, name,
-                       (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads);
-    if (d->heads < shards)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld heads cannot be split over %d %s", function, name,
-                       (long long)d->heads, shards, mti_shards_name(ctx));
+    MT_TRY(mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards));
     MT_TRY(mti_attention_rotary_check(ctx, function, name, d));
     MT_TRY(mti_attention_scores_check(ctx, function, name, d));
     return mti_qkv_layout_check(ctx, function, name, d, shards);
@@ -1283,67 +1289,95 @@ static mt_status mti_attention_tables(mt_context *ctx, mt_params *params, mt_sel
     return mt_alibi_slopes(ctx, d->heads, out->first_group * each, out->alibi_slopes);
 }
 
-/* Makes the layer of queries, keys or values, or of all three. The last `copied` features of a unit are keys and
-   values, of which each piece of a query group has a copy. A unit is only divided when there are pieces. */
-static mt_status mti_attention_input(mt_context *ctx, const mti_origin *from, int index, const char *name,
-                                     const char *suffix, const mt_self_attention *a, int64_t out_features,
-                                     int64_t parts, int64_t unit, int64_t copied, mt_column_parallel_linear *out) {
-    const mt_self_attention_desc *d = &a->desc;
+/* What the layers of an attention block are made from, besides a desc of each kind of layer. */
+typedef struct mti_heads {
+    int64_t heads, kv_heads, head_dim, pieces; /* pieces: of each query group */
+} mti_heads;
+
+/* Returns the fields of a column-parallel layer of an attention block that do not depend on what it computes. */
+static mt_linear_desc mti_attention_linear(int64_t in_features, int no_bias, int sequence_parallel, float init_std,
+                                           int add_to_dx) {
     mt_linear_desc l;
     memset(&l, 0, sizeof l);
-    l.in_features = d->hidden;
+    l.in_features = in_features;
+    l.no_bias = no_bias;
+    l.sequence_parallel = sequence_parallel;
+    l.init_std = init_std;
+    l.add_to_dx = add_to_dx;
+    return l;
+}
+
+/* Makes the layer of queries, keys or values, or of all three. l is from mti_attention_linear. The last `copied`
+   features of a unit are keys and values, of which each piece of a query group has a copy. A unit is only divided when
+   there are pieces. */
+static mt_status mti_attention_input(mt_context *ctx, const mti_origin *from, int index, const char *name,
+                                     const char *suffix, mt_linear_desc l, int64_t pieces, int64_t out_features,
+                                     int64_t parts, int64_t unit, int64_t copied, mt_column_parallel_linear *out) {
     l.out_features = out_features;
     l.parts = parts;
     l.unit = unit;
-    if (copied > 0 && a->pieces > 1) {
-        l.copies = a->pieces;
+    if (copied > 0 && pieces > 1) {
+        l.copies = pieces;
         l.copied = copied;
     }
     l.parts_by_shard = parts > 1;
-    l.no_bias = d->no_bias;
-    l.sequence_parallel = d->sequence_parallel;
-    l.init_std = d->init_std;
-    l.add_to_dx = d->add_to_dx;
     return mti_origin_column(ctx, from, index, name, suffix, &l, out);
 }
 
-/* Makes the layers that compute queries, keys and values. width is the number of columns of a query group. */
-static mt_status mti_attention_inputs(mt_context *ctx, const mti_origin *from, const char *name,
-                                      mt_self_attention *out) {
-    static const char *const names[] = {"query", "key", "value"};
-    const mt_self_attention_desc *d = &out->desc;
-    int64_t groups = d->kv_heads, head = out->head_dim, queries = d->heads / groups * head, width = queries + 2 * head;
+/* Makes the layers NAME.query, NAME.key and NAME.value. key_value has two layers. */
+static mt_status mti_attention_separate(mt_context *ctx, const mti_origin *from, const char *name, const mti_heads *h,
+                                        const mt_linear_desc *of_query, const mt_linear_desc *of_key_value,
+                                        mt_column_parallel_linear *query, mt_column_parallel_linear *key_value) {
+    static const char *const names[] = {"key", "value"};
+    int64_t groups = h->kv_heads, head = h->head_dim, queries = h->heads / groups * head;
     int i;
-    if (d->qkv_layout == MT_QKV_PER_GROUP)
-        return mti_attention_input(ctx, from, 0, name, "linear_qkv", out, groups * width, 1, width, 2 * head,
-                                   &out->qkv);
-    if (d->qkv_layout == MT_QKV_CONCATENATED)
-        return mti_attention_input(ctx, from, 0, name, "linear_qkv", out, groups * width, 3, head, 0, &out->qkv);
-    for (i = 0; i < 3; i++) {
-        int64_t all = groups * (i == 0 ? queries : head), unit = i == 0 ? queries / out->pieces : head;
-        MT_TRY(
-            mti_attention_input(ctx, from, i, name, names[i], out, all, 1, unit, i == 0 ? 0 : head, &out->separate[i]));
-    }
+    MT_TRY(mti_attention_input(ctx, from, 0, name, "query", *of_query, h->pieces, groups * queries, 1,
+                               queries / h->pieces, 0, query));
+    for (i = 0; i < 2; i++)
+        MT_TRY(mti_attention_input(ctx, from, 1 + i, name, names[i], *of_key_value, h->pieces, groups * head, 1, head,
+                                   head, &key_value[i]));
     return MT_SUCCESS;
 }
 
-/* Makes the layers. out->desc and out->head_dim are set. */
+/* Makes the layers that compute queries, keys and values. width is the number of columns of a query group. */
+static mt_status mti_attention_inputs(mt_context *ctx, const mti_origin *from, const char *name, const mti_heads *h,
+                                      mt_self_attention *out) {
+    const mt_self_attention_desc *d = &out->desc;
+    int64_t groups = h->kv_heads, head = h->head_dim, width = (h->heads / groups + 2) * head;
+    mt_linear_desc l = mti_attention_linear(d->hidden, d->no_bias, d->sequence_parallel, d->init_std, d->add_to_dx);
+    if (d->qkv_layout == MT_QKV_SEPARATE)
+        return mti_attention_separate(ctx, from, name, h, &l, &l, &out->separate[0], &out->separate[1]);
+    if (d->qkv_layout == MT_QKV_CONCATENATED)
+        return mti_attention_input(ctx, from, 0, name, "linear_qkv", l, h->pieces, groups * width, 3, head, 0,
+                                   &out->qkv);
+    return mti_attention_input(ctx, from, 0, name, "linear_qkv", l, h->pieces, groups * width, 1, width, 2 * head,
+                               &out->qkv);
+}
+
+/* Makes the row-parallel layer. The caller sets the other fields of l. */
+static mt_status mti_attention_proj(mt_context *ctx, const mti_origin *from, const char *name, const mti_heads *h,
+                                    mt_linear_desc l, mt_row_parallel_linear *out) {
+    l.in_features = h->heads * h->head_dim;
+    l.out_features = l.in_features;
+    l.unit = h->heads / h->kv_heads / h->pieces * h->head_dim;
+    l.input_is_parallel = 1;
+    return mti_origin_row(ctx, from, name, "linear_proj", &l, out);
+}
+
+/* Makes the layers. out->desc, out->head_dim and out->pieces are set. */
 static mt_status mti_attention_create(mt_context *ctx, const mti_origin *from, const char *name,
                                       mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
-    mt_linear_desc proj;
-    memset(&proj, 0, sizeof proj);
-    proj.in_features = d->hidden;
-    proj.out_features = d->hidden;
-    proj.unit = d->heads / d->kv_heads / out->pieces * out->head_dim;
-    proj.input_is_parallel = 1;
-    proj.no_bias = d->no_bias;
+    mt_linear_desc proj = mti_attention_linear(0, d->no_bias, d->sequence_parallel, d->output_init_std, 0);
+    mti_heads h;
+    h.heads = d->heads;
+    h.kv_heads = d->kv_heads;
+    h.head_dim = out->head_dim;
+    h.pieces = out->pieces;
     proj.skip_bias_add = d->skip_bias_add;
-    proj.sequence_parallel = d->sequence_parallel;
-    proj.init_std = d->output_init_std;
-    MT_TRY(mti_attention_inputs(ctx, from, name, out));
-    MT_TRY(mti_origin_row(ctx, from, name, "linear_proj", &proj, &out->proj));
-    out->groups = out->proj.local_features / proj.unit;
+    MT_TRY(mti_attention_inputs(ctx, from, name, &h, out));
+    MT_TRY(mti_attention_proj(ctx, from, name, &h, proj, &out->proj));
+    out->groups = out->proj.local_features / out->proj.desc.unit;
     out->first_group = out->proj.weight->tp_rank * out->groups;
     return mti_attention_tables(ctx, from->params, out);
 }
@@ -1364,7 +1398,7 @@ MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, co
     memset(out, 0, sizeof *out);
     out->desc = d;
     out->head_dim = d.hidden / d.heads;
-    out->pieces = mti_group_pieces(&d, mt_params_shards(params));
+    out->pieces = mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params));
     return mt_create_end(params, mark, out, sizeof *out, mti_attention_create(ctx, &from, name, out));
 }
 
@@ -1426,21 +1460,25 @@ MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear 
                               width / head_dim - 2, head_dim, parts ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP, batch);
 }
 
+/* Sets the dropout of a desc from mti_rank_attention, which has the place of the probabilities. */
+static void mti_attention_dropout(mt_attention_desc *s, mt_dropout random) {
+    s->dropout.p = random.p;
+    s->dropout.at.seed = random.at.seed;
+    s->dropout.at.subsequence = random.at.subsequence;
+    s->dropout.at.offset = random.at.offset;
+}
+
 static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt_batch *batch, int training) {
     int64_t groups = a->desc.kv_heads * a->pieces;
     mt_attention_desc s = mti_rank_attention(a->groups, a->proj.weight->tp_rank, groups, a->desc.heads / groups,
                                              a->head_dim, a->desc.qkv_layout, batch);
-    mt_dropout random = mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 0);
+    mti_attention_dropout(&s, mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 0));
     s.mask = a->desc.mask;
     s.rotary_form = a->desc.rotary_form;
     s.rotary_dim = a->desc.rotary_dim;
     s.window = a->desc.window;
     s.softcap = a->desc.softcap;
     s.alibi_slopes = (const float *)a->alibi_slopes.data;
-    s.dropout.p = random.p;
-    s.dropout.at.seed = random.at.seed;
-    s.dropout.at.subsequence = random.at.subsequence;
-    s.dropout.at.offset = random.at.offset;
     return s;
 }
 
@@ -1795,18 +1833,23 @@ static mt_status mti_batch_scores_check(mt_context *ctx, const char *function, c
     return mt_attention_check(ctx, function, &s);
 }
 
+/* Checks an activation that has the tokens of the batch, or with sequence parallelism this rank's share of them. */
+static mt_status mti_tokens_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *proj,
+                                  const mt_batch *batch, const char *name, mt_tensor t, int64_t cols) {
+    int64_t tokens = batch->sequences * batch->seq, rows = 0;
+    MT_TRY(mt_sequence_rows(ctx, function, proj->tp, proj->desc.sequence_parallel, tokens, &rows));
+    return mt_check_activation(ctx, function, proj->weight, name, t, rows, cols);
+}
+
 /* Checks the parameters, the batch and two activations: x and y, or dy and dx. For attention and the whole layer. */
 static mt_status mti_block_check(mt_context *ctx, const char *function, const mt_self_attention *a,
                                  const mt_batch *batch, const char *in_name, mt_tensor in, const char *out_name,
                                  mt_tensor out) {
-    int64_t rows = 0;
     MT_TRY(mt_check_param(ctx, function, a->proj.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, a->rotary.data ? a->desc.max_seq : 0));
     MT_TRY(mti_batch_scores_check(ctx, function, a, batch));
-    MT_TRY(
-        mt_sequence_rows(ctx, function, a->proj.tp, a->desc.sequence_parallel, batch->sequences * batch->seq, &rows));
-    MT_TRY(mt_check_activation(ctx, function, a->proj.weight, in_name, in, rows, a->desc.hidden));
-    return mt_check_activation(ctx, function, a->proj.weight, out_name, out, rows, a->desc.hidden);
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, batch, in_name, in, a->desc.hidden));
+    return mti_tokens_check(ctx, function, &a->proj, batch, out_name, out, a->desc.hidden);
 }
 
 static mt_status mti_attention_call_forward(mt_context *ctx, const char *function, const mt_self_attention *attention,
