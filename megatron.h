@@ -34,7 +34,7 @@
     int main(void) { int32_t pi[] = {3, 1, 4, 1, 5}; mt_launch_desc d = {.ranks = 2}; return mt_launch(&d, train, pi); }
 
    The library has four headers. Each includes those below it in this list and works without those above it:
-       megatron.h       attention, MLP, transformer layer, GPT, BERT, checkpoints of models        (this header)
+       megatron.h       self- and cross-attention, MLP, transformer layer, GPT, BERT, checkpoints (this header)
        mt_parallel.h    process grid, parameters, column- and row-parallel linear, vocabulary-parallel embedding and
                         loss, AdamW, pipelines, checkpoints
        mt_kernels.cuh   the operators, forward and backward
@@ -67,7 +67,7 @@
    Threads: A rank is one thread, with a context, communicators and a registry of its own.
    Macros:  mt_comm.h lists those that configure the implementation.
 
-   Sections of the implementation: >>mlp >>attention >>layer >>model >>gpt >>bert >>checkpoint */
+   Sections of the implementation: >>mlp >>attention >>cross >>layer >>model >>gpt >>bert >>checkpoint */
 
 #include "mt_parallel.h" /* outside the guard: a second #include may add the implementation */
 
@@ -136,9 +136,10 @@ typedef struct mt_batch {
    this rank's tensor under sequence parallelism. Each (seed, step, layer,
    site) has random numbers of its own, for step < 2^44, layer < 2^18 and site < 4.
    The transformer layer with layer_number n uses (layer, site) = (n, 0) for attention probabilities, (n, 1) for the
-   output of attention and (n, 2) for the output of the MLP. A GPT, BERT or language model with L layers has the layer
-   numbers 0 to L - 1, and uses (L, 3) for the embedding. Blocks of your own beside it therefore need numbers greater
-   than L. Two models in one program draw the same masks, unless their batches have different seeds. */
+   output of attention and (n, 2) for the output of the MLP. Cross-attention uses (n, 3) for its probabilities. A GPT,
+   BERT or language model with L layers has the layer numbers 0 to L - 1, and uses (L, 3) for the embedding. Blocks of
+   your own beside it therefore need numbers greater than L. Two models in one program draw the same masks, unless their
+   batches have different seeds. */
 MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer, int site);
 
 /* ---- MLP --------------------------------------------------------------------------------------------------------- */
@@ -405,6 +406,88 @@ MT_API mt_status mt_rotary_halves_from_pairs(int64_t heads, int64_t head_dim, in
                                              const float *pairs, float *halves);
 MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
                                              const float *halves, float *pairs);
+
+/* ---- cross-attention --------------------------------------------------------------------------------------------- */
+
+/* Attention with queries from x, and keys and values from another sequence, `memory`: in the decoder of arXiv
+   1706.03762 the output of the encoder (CrossAttention of Megatron-LM). A query sees all valid keys of its sequence.
+   There is no causal mask and no rotary. A mask or a bias can be given, see mt_cross_attention_forward.
+   The heads are split over the tensor ranks as in mt_self_attention with MT_QKV_SEPARATE: the layers of queries, keys
+   and values are column-parallel, core attention runs on this rank's query groups, and the projection is row-parallel.
+   hidden must be a multiple of heads, and heads a multiple of kv_heads. heads must be at least t, and in invariant mode
+   at least V. Otherwise create returns MT_ERR_SHAPE. kv_heads need not be a multiple of t (V): the last ranks then have
+   empty groups. When it is less than t (V), each group is divided into pieces. Both are as in mt_self_attention with
+   MT_QKV_PER_GROUP.
+   Communication over the tensor group: forward does 1 all-reduce, of y. Backward does 2: one of dx, and one of dmemory
+   for keys and values together. With sequence_parallel forward does 2 all-gathers (x, memory) and 1 reduce-scatter (y),
+   and backward does 3 all-gathers (dy, x, memory) and 2 reduce-scatters (dx, dmemory). A gradient that is mt_none() is
+   not reduced. */
+typedef struct mt_cross_attention_desc {
+    int64_t hidden, heads;
+    int64_t kv_heads;     /* number of query groups; 0: heads */
+    int64_t kv_hidden;    /* features of memory; 0: hidden */
+    float dropout;        /* of attention probabilities */
+    int64_t layer_number; /* selects the dropout masks. It may be that of a self-attention in the same layer */
+    int no_bias;          /* 1: query, key, value and proj have no bias */
+    /* advanced */
+    float softcap;                   /* soft cap of the scores, see mt_attention_desc; 0: none */
+    int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
+    int sequence_parallel;           /* 1: x and y are [queries / t, hidden], and memory is [keys / t, kv_hidden] */
+    int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
+    float init_std, output_init_std; /* as in mt_self_attention_desc: of query, key and value, and of proj */
+    int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
+    int add_to_dmemory;              /* the same for dmemory, to sum it over the layers that read one memory */
+} mt_cross_attention_desc;
+
+typedef struct mt_cross_attention {
+    mt_cross_attention_desc desc;
+    mt_column_parallel_linear query;               /* NAME.query.*, from x */
+    mt_column_parallel_linear key_value[2];        /* NAME.key.* and NAME.value.*, from memory */
+    mt_row_parallel_linear proj;                   /* NAME.linear_proj.* */
+    int64_t pieces, head_dim, groups, first_group; /* as in mt_self_attention */
+} mt_cross_attention;
+
+typedef struct mt_cross_attention_saved {
+    mt_batch batch, memory_batch; /* of forward; its arrays must not change until backward */
+    mt_linear_saved query_in, memory_in, proj_in;
+    /* q, out [queries, proj.local_features], k, v [keys, key_value[i].local_features], lse [n, queries], where n is the
+       number of query heads in this rank's non-empty groups. With recompute_core, out and lse are not valid after
+       forward. */
+    mt_tensor q, k, v, out, lse;
+} mt_cross_attention_saved;
+
+/* Forward computes y from x and memory. Backward computes dx and dmemory from dy, and adds to the gradients of the
+   parameters.
+     x, y, dx, dy     [queries, hidden], with queries = batch->sequences * batch->seq
+     memory, dmemory  [keys, kv_hidden], with keys = memory_batch->sequences * memory_batch->seq
+   With sequence_parallel each rank has 1 / t of these rows, and t must divide queries and keys. batch is that of the
+   tokens of x, and memory_batch that of memory, such as the encoder's. Sequence i of one belongs to sequence i of the
+   other. Of their fields:
+     sequences, first_sequence  must be the same in both
+     seq                        of batch is the number of queries of a sequence, of memory_batch that of its keys
+     lengths                    of memory_batch: the first lengths[i] keys of sequence i are valid. With length 0, core
+                                attention returns zeros. Those of batch mask nothing: y has a row for every query
+     attention_bias             of memory_batch, with its bias_batch, bias_heads and attention_dbias: the bias or mask
+                                of these scores, [bias_batch * bias_heads * seq of batch, seq of memory_batch]. That
+                                of batch has no effect
+     seed, step, random_offset  of batch select the dropout masks; those of memory_batch have no effect
+     cu_seqlens                 must be NULL in both (MT_ERR_ARGUMENT)
+   The other fields have no effect. A probability is dropped by its index in [sequence, head, query, key], see
+   mt_attention_desc. Inference (saved NULL) has no dropout. Backward uses the batches of forward.
+   y must overlap neither x nor memory. dx and dmemory must not overlap each other, dy, x or memory (MT_ERR_ARGUMENT).
+   x and memory may be the same tensor. When t > 1, y, dx and dmemory must be contiguous; with sequence_parallel x,
+   memory and dy, too (MT_ERR_SHAPE). x and memory must not change until backward has returned. The tensors of saved are
+   in the arena until the caller's mt_arena_release. When dx or dmemory is mt_none(), backward does not compute it.
+   MT_ERR_SHAPE: the batches have different numbers of sequences. MT_ERR_ARGUMENT: their first_sequence differs.
+   Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range; the limit of hidden and kv_hidden is 2^31 - 1),
+   MT_ERR_SHAPE (see mt_cross_attention_desc), and those of the linear layers. */
+MT_API mt_status mt_cross_attention_create(mt_context *ctx, mt_params *params, const char *name,
+                                           const mt_cross_attention_desc *desc, mt_cross_attention *out);
+MT_API mt_status mt_cross_attention_forward(mt_context *ctx, const mt_cross_attention *attention, const mt_batch *batch,
+                                            mt_tensor x, const mt_batch *memory_batch, mt_tensor memory, mt_tensor y,
+                                            mt_cross_attention_saved *saved);
+MT_API mt_status mt_cross_attention_backward(mt_context *ctx, const mt_cross_attention *attention, mt_tensor dy,
+                                             mt_tensor dx, mt_tensor dmemory, const mt_cross_attention_saved *saved);
 
 /* ---- transformer layer ------------------------------------------------------------------------------------------- */
 
@@ -1132,7 +1215,7 @@ MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer
     return d;
 }
 
-/* max_seq 0: there is no limit. mti_batch_scores_check checks the fields that change scores. */
+/* max_seq 0: there is no limit. mti_scores_check checks the fields that change scores. */
 static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt_batch *batch, int64_t max_seq) {
     if (!batch) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: batch is NULL", function);
     if (batch->sequences < 1 || batch->seq < 1 || batch->first_sequence < 0 ||
@@ -1816,21 +1899,27 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
     return MT_SUCCESS;
 }
 
-/* Checks the fields of the batch that change scores. Every rank checks them for all heads of the model, so all ranks
-   return the same error. */
-static mt_status mti_batch_scores_check(mt_context *ctx, const char *function, const mt_self_attention *a,
-                                        const mt_batch *batch) {
-    int64_t groups = a->desc.kv_heads * a->pieces, heads = a->desc.heads;
-    mt_attention_desc s = mti_rank_attention(groups, 0, groups, heads / groups, a->head_dim, a->desc.qkv_layout, batch);
-    if (batch->bias_heads > 1 && batch->bias_heads != heads)
+/* Checks what a batch says of the scores. s is a desc for all heads of the model on every rank, so all ranks return the
+   same error. */
+static mt_status mti_scores_check(mt_context *ctx, const char *function, const mt_attention_desc *s) {
+    int64_t heads = s->groups * s->heads_per_group;
+    if (s->bias_heads > 1 && s->bias_heads != heads)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_heads is %lld, must be 1 or the %lld heads of the model", function,
-                       (long long)batch->bias_heads, (long long)heads);
-    if (mt_context_invariant(ctx) && batch->attention_dbias.data && heads > 1 && batch->bias_heads != heads)
+                       (long long)s->bias_heads, (long long)heads);
+    if (mt_context_invariant(ctx) && s->dbias.data && heads > 1 && s->bias_heads != heads)
         return mt_fail(
             ctx, MT_ERR_ARGUMENT,
             "%s: attention_dbias in invariant mode needs bias_heads %lld, the heads of the model; it is %lld", function,
-            (long long)heads, (long long)batch->bias_heads);
-    return mt_attention_check(ctx, function, &s);
+            (long long)heads, (long long)s->bias_heads);
+    return mt_attention_check(ctx, function, s);
+}
+
+static mt_status mti_batch_scores_check(mt_context *ctx, const char *function, const mt_self_attention *a,
+                                        const mt_batch *batch) {
+    int64_t groups = a->desc.kv_heads * a->pieces;
+    mt_attention_desc s =
+        mti_rank_attention(groups, 0, groups, a->desc.heads / groups, a->head_dim, a->desc.qkv_layout, batch);
+    return mti_scores_check(ctx, function, &s);
 }
 
 /* Checks an activation that has the tokens of the batch, or with sequence parallelism this rank's share of them. */
@@ -2077,6 +2166,349 @@ MT_API mt_status mt_rotary_halves_from_pairs(int64_t heads, int64_t head_dim, in
 MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
                                              const float *halves, float *pairs) {
     return mti_rotary_convert(heads, head_dim, rotary_dim, cols, NULL, halves, pairs);
+}
+
+/* ---- >>cross ----------------------------------------------------------------------------------------------------- */
+
+/* shards is that of mti_heads_check. */
+static mt_status mti_cross_desc_check(mt_context *ctx, const char *function, const char *name,
+                                      const mt_cross_attention_desc *d, int shards) {
+    if (d->hidden < 1 || d->hidden > INT32_MAX || d->kv_hidden < 1 || d->kv_hidden > INT32_MAX || d->heads < 1 ||
+        d->kv_heads < 1 || d->layer_number < 0 || !mti_probability(d->dropout) ||
+        !(d->softcap >= 0.0f && d->softcap <= FLT_MAX))
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' has hidden %lld, heads %lld, kv_heads %lld, kv_hidden %lld, layer_number %lld, "
+                       "dropout %g, softcap %g",
+                       function, name, (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads,
+                       (long long)d->kv_hidden, (long long)d->layer_number, (double)d->dropout, (double)d->softcap);
+    return mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards);
+}
+
+/* Makes the layers. out->desc, out->head_dim and out->pieces are set. */
+static mt_status mti_cross_create(mt_context *ctx, mt_params *params, const char *name, mt_cross_attention *out) {
+    const mt_cross_attention_desc *d = &out->desc;
+    mti_origin from = mti_from_registry(params);
+    mt_linear_desc query, key_value, proj;
+    mti_heads h;
+    h.heads = d->heads;
+    h.kv_heads = d->kv_heads;
+    h.head_dim = out->head_dim;
+    h.pieces = out->pieces;
+    query = mti_attention_linear(d->hidden, d->no_bias, d->sequence_parallel, d->init_std, d->add_to_dx);
+    key_value = mti_attention_linear(d->kv_hidden, d->no_bias, d->sequence_parallel, d->init_std, d->add_to_dmemory);
+    proj = mti_attention_linear(0, d->no_bias, d->sequence_parallel, d->output_init_std, 0);
+    proj.skip_bias_add = d->skip_bias_add;
+    MT_TRY(mti_attention_separate(ctx, &from, name, &h, &query, &key_value, &out->query, out->key_value));
+    MT_TRY(mti_attention_proj(ctx, &from, name, &h, proj, &out->proj));
+    out->groups = out->proj.local_features / out->proj.desc.unit;
+    out->first_group = out->proj.weight->tp_rank * out->groups;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_cross_attention_create(mt_context *ctx, mt_params *params, const char *name,
+                                           const mt_cross_attention_desc *desc, mt_cross_attention *out) {
+    static const char *const function = "mt_cross_attention_create";
+    mt_cross_attention_desc d;
+    char full[MT_NAME_MAX];
+    size_t mark;
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
+    d = *desc;
+    if (!d.kv_heads) d.kv_heads = d.heads;
+    if (!d.kv_hidden) d.kv_hidden = d.hidden;
+    MT_TRY(mti_cross_desc_check(ctx, function, name, &d, mt_params_shards(params)));
+    mark = mt_params_mark(params);
+    memset(out, 0, sizeof *out);
+    out->desc = d;
+    out->head_dim = d.hidden / d.heads;
+    out->pieces = mti_group_pieces(d.heads, d.kv_heads, mt_params_shards(params));
+    return mt_create_end(params, mark, out, sizeof *out, mti_cross_create(ctx, params, name, out));
+}
+
+/* `groups` is the number of groups of a rank. */
+static mt_attention_desc mti_cross_rank(const mt_cross_attention *a, int64_t groups, int tp_rank, const mt_batch *batch,
+                                        const mt_batch *memory_batch) {
+    int64_t all = a->desc.kv_heads * a->pieces;
+    mt_attention_desc s =
+        mti_rank_attention(groups, tp_rank, all, a->desc.heads / all, a->head_dim, MT_QKV_SEPARATE, batch);
+    s.kv_seq = memory_batch->seq;
+    mti_batch_scores(memory_batch, s.dropout.at.first_col, &s);
+    return s;
+}
+
+static mt_attention_desc mti_cross_desc(const mt_cross_attention *a, const mt_batch *batch,
+                                        const mt_batch *memory_batch, int training) {
+    mt_attention_desc s = mti_cross_rank(a, a->groups, a->proj.weight->tp_rank, batch, memory_batch);
+    mti_attention_dropout(&s, mt_batch_dropout(batch, training ? a->desc.dropout : 0.0f, a->desc.layer_number, 3));
+    s.mask = MT_MASK_BIDIRECTIONAL;
+    s.softcap = a->desc.softcap;
+    return s;
+}
+
+/* The tensors of core attention, or their gradients, are an array of four: queries, keys, values and outputs. */
+#define MTI_CROSS_OUT 3
+
+/* Returns the number of columns that a query group has in tensor number i. */
+static int64_t mti_cross_width(const mt_attention_desc *desc, int i) {
+    return i == 0 || i == MTI_CROSS_OUT ? mti_out_width(desc) : desc->head_dim;
+}
+
+/* Returns the columns of desc->groups groups of tensor number i. first is the number of the first group. */
+static mt_tensor mti_cross_cols(const mt_attention_desc *desc, const mt_tensor *t, int i, int64_t first) {
+    return mti_attention_cols(desc, t[i], first, mti_cross_width(desc, i));
+}
+
+/* Runs core attention on one virtual shard. desc and first are from mti_attention_shard; the tensors are those of the
+   whole rank. */
+static mt_status mti_cross_shard_forward(mt_context *ctx, const mt_attention_desc *desc, int64_t first,
+                                         const mt_tensor *t, mt_tensor lse) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor in[MTI_CROSS_OUT], out, to;
+    int i;
+    if (desc->groups == 0) return MT_SUCCESS;
+    for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_input(ctx, mti_cross_cols(desc, t, i, first), &in[i]));
+    out = mti_cross_cols(desc, t, MTI_CROSS_OUT, first);
+    MT_TRY(mt_invariant_output(ctx, out, &to));
+    MT_TRY(mt_dot_product_attention_forward(ctx, desc, in[0], in[1], in[2], to, mti_attention_lse(desc, lse, first)));
+    MT_TRY(mt_invariant_store(ctx, to, out));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cross_core_forward(mt_context *ctx, const mt_cross_attention *a, const mt_attention_desc *desc,
+                                        const mt_cross_attention_saved *saved) {
+    mt_tensor t[MTI_CROSS_OUT + 1] = {saved->q, saved->k, saved->v, saved->out};
+    int s, shards = a->proj.weight->shards;
+    int64_t first;
+    for (s = 0; s < shards && desc->groups > 0; s++) {
+        mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
+        MT_TRY(mti_cross_shard_forward(ctx, &part, first, t, saved->lse));
+    }
+    return mti_attention_zero_rest(ctx, desc, saved->out, mti_out_width(desc));
+}
+
+/* d has the gradients of the tensors t. */
+static mt_status mti_cross_shard_backward(mt_context *ctx, const mt_attention_desc *desc, int64_t first,
+                                          const mt_tensor *t, mt_tensor lse, const mt_tensor *d) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor in[MTI_CROSS_OUT + 1], to[MTI_CROSS_OUT], dout;
+    int i;
+    if (desc->groups == 0) return MT_SUCCESS;
+    for (i = 0; i <= MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_input(ctx, mti_cross_cols(desc, t, i, first), &in[i]));
+    MT_TRY(mt_invariant_input(ctx, mti_cross_cols(desc, d, MTI_CROSS_OUT, first), &dout));
+    for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_output(ctx, mti_cross_cols(desc, d, i, first), &to[i]));
+    MT_TRY(mt_dot_product_attention_backward(ctx, desc, in[0], in[1], in[2], in[MTI_CROSS_OUT],
+                                             mti_attention_lse(desc, lse, first), dout, to[0], to[1], to[2]));
+    for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mt_invariant_store(ctx, to[i], mti_cross_cols(desc, d, i, first)));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_cross_core_backward(mt_context *ctx, const mt_cross_attention *a, const mt_attention_desc *desc,
+                                         const mt_cross_attention_saved *saved, const mt_tensor *d) {
+    mt_tensor t[MTI_CROSS_OUT + 1] = {saved->q, saved->k, saved->v, saved->out};
+    int i, s, shards = a->proj.weight->shards;
+    int64_t first;
+    for (s = 0; s < shards && desc->groups > 0; s++) {
+        mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
+        MT_TRY(mti_cross_shard_backward(ctx, &part, first, t, saved->lse, d));
+    }
+    for (i = 0; i < MTI_CROSS_OUT; i++) MT_TRY(mti_attention_zero_rest(ctx, desc, d[i], mti_cross_width(desc, i)));
+    return MT_SUCCESS;
+}
+
+/* Allocates the outputs of core attention, saved->out and saved->lse. For inference, saved->lse is mt_none(). */
+static mt_status mti_cross_room(mt_context *ctx, const mt_attention_desc *desc, mt_cross_attention_saved *saved,
+                                int training) {
+    saved->lse = mt_none();
+    MT_TRY(mt_arena_tensor(ctx, saved->q.dtype, saved->q.rows, saved->q.cols, &saved->out));
+    if (!training) return MT_SUCCESS;
+    return mt_arena_tensor(ctx, MT_F32, desc->groups * desc->heads_per_group, saved->q.rows, &saved->lse);
+}
+
+static void mti_cross_log_tokens(mt_context *ctx, const mt_batch *batch) {
+    mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
+}
+
+/* Computes queries, keys and values. The tokens of x come last, because what follows logs them. */
+static mt_status mti_cross_inputs(mt_context *ctx, const mt_cross_attention *a, const mt_batch *batch, mt_tensor x,
+                                  const mt_batch *memory_batch, mt_tensor memory, mt_cross_attention_saved *saved,
+                                  int training) {
+    mt_tensor kv[2] = {saved->k, saved->v};
+    mti_cross_log_tokens(ctx, memory_batch);
+    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, a->key_value, 2, memory, kv,
+                                                    training ? &saved->memory_in : NULL));
+    mti_cross_log_tokens(ctx, batch);
+    return mt_column_parallel_linear_forward(ctx, &a->query, x, saved->q, training ? &saved->query_in : NULL);
+}
+
+/* With recompute_core, only saved->q, k and v stay in the arena. */
+static mt_status mti_cross_forward(mt_context *ctx, const mt_cross_attention *a, const mt_batch *batch, mt_tensor x,
+                                   const mt_batch *memory_batch, mt_tensor memory, mt_tensor y,
+                                   mt_cross_attention_saved *saved, int training) {
+    mt_attention_desc desc = mti_cross_desc(a, batch, memory_batch, training);
+    int64_t queries = desc.batch * desc.seq, keys = desc.batch * desc.kv_seq;
+    size_t mark;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, queries, a->query.local_features, &saved->q));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, keys, a->key_value[0].local_features, &saved->k));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, keys, a->key_value[1].local_features, &saved->v));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_cross_room(ctx, &desc, saved, training));
+    MT_TRY(mti_cross_inputs(ctx, a, batch, x, memory_batch, memory, saved, training));
+    MT_TRY(mti_cross_core_forward(ctx, a, &desc, saved));
+    if (training)
+        MT_TRY(mt_hash_log_activation(ctx, a->proj.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
+    MT_TRY(mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
+    if (a->desc.recompute_core) mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* Checks the parameters and the two batches. */
+static mt_status mti_cross_batches_check(mt_context *ctx, const char *function, const mt_cross_attention *a,
+                                         const mt_batch *batch, const mt_batch *memory_batch) {
+    char memory[64];
+    mt_attention_desc s;
+    MT_TRY(mt_check_param(ctx, function, a->proj.weight));
+    MT_TRY(mti_batch_check(ctx, function, batch, 0));
+    snprintf(memory, sizeof memory, "%s: memory_batch", function); /* begins the message */
+    MT_TRY(mti_batch_check(ctx, memory, memory_batch, 0));
+    if (batch->sequences != memory_batch->sequences)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: batch has %lld sequences, memory_batch %lld", function,
+                       (long long)batch->sequences, (long long)memory_batch->sequences);
+    if (batch->first_sequence != memory_batch->first_sequence)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: first_sequence of batch is %lld, that of memory_batch %lld", function,
+                       (long long)batch->first_sequence, (long long)memory_batch->first_sequence);
+    if (batch->cu_seqlens || memory_batch->cu_seqlens)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s has cu_seqlens; cross-attention has no packed documents", function,
+                       batch->cu_seqlens ? "batch" : "memory_batch");
+    s = mti_cross_rank(a, a->desc.kv_heads * a->pieces, 0, batch, memory_batch);
+    return mti_scores_check(ctx, memory, &s);
+}
+
+static mt_status mti_cross_forward_check(mt_context *ctx, const char *function, const mt_cross_attention *a,
+                                         const mt_batch *batch, mt_tensor x, const mt_batch *memory_batch,
+                                         mt_tensor memory, mt_tensor y) {
+    int sp = a->desc.sequence_parallel;
+    MT_TRY(mti_cross_batches_check(ctx, function, a, batch, memory_batch));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, batch, "x", x, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, memory_batch, "memory", memory, a->desc.kv_hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, batch, "y", y, a->desc.hidden));
+    MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "x", x, "y", y));
+    MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "memory", memory, "y", y));
+    MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
+    return mt_check_apart(ctx, function, "memory", memory, "y", y);
+}
+
+MT_API mt_status mt_cross_attention_forward(mt_context *ctx, const mt_cross_attention *attention, const mt_batch *batch,
+                                            mt_tensor x, const mt_batch *memory_batch, mt_tensor memory, mt_tensor y,
+                                            mt_cross_attention_saved *saved) {
+    static const char *const function = "mt_cross_attention_forward";
+    mt_cross_attention_saved local;
+    size_t mark;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
+    MT_TRY(mti_cross_forward_check(ctx, function, attention, batch, x, memory_batch, memory, y));
+    mark = mt_arena_mark(ctx);
+    status = MT_RANGE("cross-attention forward", mti_cross_forward(ctx, attention, batch, x, memory_batch, memory, y,
+                                                                   saved ? saved : &local, saved != NULL));
+    if (status == MT_SUCCESS && saved) {
+        saved->batch = *batch;
+        saved->memory_batch = *memory_batch;
+    } else mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* Adds to the gradients of query, key and value, and computes dmemory and dx. d has the gradients of queries, keys and
+   values. */
+static mt_status mti_cross_inputs_backward(mt_context *ctx, const mt_cross_attention *a, const mt_tensor *d,
+                                           mt_tensor dx, mt_tensor dmemory, const mt_cross_attention_saved *saved) {
+    int i;
+    mti_cross_log_tokens(ctx, &saved->memory_batch);
+    for (i = 0; i < 2; i++)
+        MT_TRY(
+            mt_hash_log_activation(ctx, a->key_value[i].name, 0, "output_grad", d[1 + i], 0, a->key_value[i].weight));
+    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, a->key_value, 2, d + 1, dmemory, &saved->memory_in));
+    mti_cross_log_tokens(ctx, &saved->batch);
+    MT_TRY(mt_hash_log_activation(ctx, a->query.name, 0, "output_grad", d[0], 0, a->query.weight));
+    return mt_column_parallel_linear_backward(ctx, &a->query, d[0], dx, &saved->query_in);
+}
+
+static mt_status mti_cross_backward(mt_context *ctx, const mt_cross_attention *a, mt_tensor dy, mt_tensor dx,
+                                    mt_tensor dmemory, const mt_cross_attention_saved *saved) {
+    mt_attention_desc desc = mti_cross_desc(a, &saved->batch, &saved->memory_batch, 1);
+    mt_cross_attention_saved again = *saved;
+    mt_tensor d[MTI_CROSS_OUT + 1];
+    mti_cross_log_tokens(ctx, &saved->batch);
+    if (a->desc.recompute_core) {
+        MT_TRY(mti_cross_room(ctx, &desc, &again, 1));
+        MT_TRY(mti_cross_core_forward(ctx, a, &desc, &again));
+        again.proj_in.x = again.out;
+        saved = &again;
+    }
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->q.rows, saved->q.cols, &d[0]));
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->k.rows, saved->k.cols, &d[1]));
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->v.rows, saved->v.cols, &d[2]));
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->out.rows, saved->out.cols, &d[MTI_CROSS_OUT]));
+    MT_TRY(mt_row_parallel_linear_backward(ctx, &a->proj, dy, d[MTI_CROSS_OUT], &saved->proj_in));
+    MT_TRY(mti_cross_core_backward(ctx, a, &desc, saved, d));
+    return mti_cross_inputs_backward(ctx, a, d, dx, dmemory, saved);
+}
+
+/* Checks, before anything is added to a gradient, that saved is of a forward with the same sizes. */
+static mt_status mti_cross_saved_check(mt_context *ctx, const char *function, const mt_cross_attention *a,
+                                       const mt_cross_attention_saved *s) {
+    int64_t queries = s->batch.sequences * s->batch.seq, keys = s->memory_batch.sequences * s->memory_batch.seq;
+    const mt_param *w = a->proj.weight;
+    MT_TRY(mt_check_activation(ctx, function, w, "saved q", s->q, queries, a->query.local_features));
+    MT_TRY(mt_check_activation(ctx, function, w, "saved k", s->k, keys, a->key_value[0].local_features));
+    MT_TRY(mt_check_activation(ctx, function, w, "saved v", s->v, keys, a->key_value[1].local_features));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, &s->batch, "saved x", s->query_in.x, a->desc.hidden));
+    MT_TRY(
+        mti_tokens_check(ctx, function, &a->proj, &s->memory_batch, "saved memory", s->memory_in.x, a->desc.kv_hidden));
+    if (a->desc.recompute_core) return MT_SUCCESS;
+    return mt_check_activation(ctx, function, w, "saved out", s->out, queries, a->proj.local_features);
+}
+
+/* Checks that dx or dmemory does not overlap what backward reads. */
+static mt_status mti_cross_apart(mt_context *ctx, const char *function, const mt_cross_attention_saved *saved,
+                                 mt_tensor dy, const char *name, mt_tensor d) {
+    MT_TRY(mt_check_apart(ctx, function, "dy", dy, name, d));
+    MT_TRY(mt_check_apart(ctx, function, "saved x", saved->query_in.x, name, d));
+    return mt_check_apart(ctx, function, "saved memory", saved->memory_in.x, name, d);
+}
+
+static mt_status mti_cross_backward_check(mt_context *ctx, const char *function, const mt_cross_attention *a,
+                                          mt_tensor dy, mt_tensor dx, mt_tensor dmemory,
+                                          const mt_cross_attention_saved *saved) {
+    int sp = a->desc.sequence_parallel;
+    const mt_batch *keys = &saved->memory_batch;
+    MT_TRY(mti_cross_batches_check(ctx, function, a, &saved->batch, keys));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, &saved->batch, "dy", dy, a->desc.hidden));
+    if (dx.data) MT_TRY(mti_tokens_check(ctx, function, &a->proj, &saved->batch, "dx", dx, a->desc.hidden));
+    if (dmemory.data) MT_TRY(mti_tokens_check(ctx, function, &a->proj, keys, "dmemory", dmemory, a->desc.kv_hidden));
+    MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dmemory", dmemory));
+    MT_TRY(mti_cross_apart(ctx, function, saved, dy, "dx", dx));
+    MT_TRY(mti_cross_apart(ctx, function, saved, dy, "dmemory", dmemory));
+    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dmemory", dmemory));
+    return mti_cross_saved_check(ctx, function, a, saved);
+}
+
+MT_API mt_status mt_cross_attention_backward(mt_context *ctx, const mt_cross_attention *attention, mt_tensor dy,
+                                             mt_tensor dx, mt_tensor dmemory, const mt_cross_attention_saved *saved) {
+    static const char *const function = "mt_cross_attention_backward";
+    size_t mark;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!attention || !saved)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
+    MT_TRY(mti_cross_backward_check(ctx, function, attention, dy, dx, dmemory, saved));
+    mark = mt_arena_mark(ctx);
+    status = MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved));
+    mt_arena_release(ctx, mark);
+    return status;
 }
 
 /* ---- >>layer ----------------------------------------------------------------------------------------------------- */

@@ -1,7 +1,7 @@
-/* test_cuda_custom_block.cu - runs the block of examples/02_custom_block.c on 1 and 2 GPUs, or on ranks that share one,
-   in f32, bf16 and f16, with and without sequence parallelism, and compares its output, gradients and losses with
-   the CPU's. In invariant mode every split has the same bits. The block uses functions that no block of megatron.h
-   uses on a GPU: shared f and g, QK-norm, a gate, an activation without an epilogue.
+/* test_cuda_custom_block.cu - runs the block of examples/02_custom_block.c, and mt_cross_attention, on 1 and 2 GPUs, or
+   on ranks that share one, in f32, bf16 and f16, with and without sequence parallelism, and compares their outputs,
+   gradients and losses with the CPU's. In invariant mode every split has the same bits. They use functions that no GPT
+   uses on a GPU: shared f and g, QK-norm, a gate, an activation without an epilogue, attention to another sequence.
      On GPUs:       nvcc -std=c++20 -O2 -arch=native -I. tests/test_cuda_custom_block.cu -lcublasLt
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. */
 
@@ -11,6 +11,7 @@
 #include "mt_test_ranks.h"
 
 enum { FEW = 2, RANKS = 2, TENSORS = 16 /* y, dx and the gradients of 14 parameters */ };
+enum { CROSS_TENSORS = 11 /* y, dx, dmemory and the gradients of 8 parameters */, KEYS = 3 /* of a sequence */ };
 
 /* 1 rank; 2 ranks; 2 ranks with sequence parallelism */
 static int ranks_of(int split) { return split == 0 ? 1 : RANKS; }
@@ -21,7 +22,7 @@ static int is_sequence_parallel(int split) { return split == 2; }
 /* What the ranks of a launch compute. They have the same weights and the same share of the same x and dy on every
    device. */
 typedef struct result {
-    int cuda, split;
+    int cuda, split, cross_attention, invariant;
     mt_dtype dtype;
     char names[TENSORS][MT_NAME_MAX];
     float *values[RANKS][TENSORS];
@@ -45,18 +46,19 @@ static mt_status keep(mt_context *ctx, result *out, int rank, int i, const char 
     return MT_SUCCESS;
 }
 
-/* This rank's rows of noise that is the same for every split and device, rounded to the type. */
+/* This rank's rows of noise that is the same for every split and device, rounded to the type. first is the first of
+   them. */
 static mt_status noise(test_rank *r, int64_t first, uint64_t seed, mt_tensor t) {
     size_t mark = mt_arena_mark(r->ctx);
     mt_tensor wide;
     MT_TRY(mt_arena_tensor(r->ctx, MT_F32, t.rows, t.cols, &wide));
-    MT_TRY(mt_upload(r->ctx, test_noise(r, TOKENS * HIDDEN, seed, 1.0f) + first * HIDDEN, wide));
+    MT_TRY(mt_upload(r->ctx, test_noise(r, TOKENS * HIDDEN, seed, 1.0f) + first * t.cols, wide));
     MT_TRY(mt_convert(r->ctx, wide, t));
     mt_arena_release(r->ctx, mark);
     return MT_SUCCESS;
 }
 
-static mt_status compute(test_rank *r, result *out) {
+static mt_status custom_block(test_rank *r, result *out) {
     const int sp = is_sequence_parallel(out->split), rank = r->grid.tp_rank;
     const int64_t rows = sp ? TOKENS / r->grid.tp_size : TOKENS;
     block b;
@@ -86,6 +88,74 @@ static mt_status compute(test_rank *r, result *out) {
     return MT_SUCCESS;
 }
 
+/* The gradients are whole, so that in invariant mode they can be compared between splits. */
+static mt_status keep_gradients(test_rank *r, result *out, int first) {
+    if (mt_params_count(r->params) != CROSS_TENSORS - first) return MT_ERR_DATA;
+    for (int i = first; i < CROSS_TENSORS; i++) {
+        mt_param *p = mt_params_at(r->params, i - first);
+        float *whole = (float *)malloc((size_t)(p->desc.rows * p->desc.cols) * sizeof(float));
+        if (!whole) return MT_ERR_MEMORY;
+        out->values[r->grid.tp_rank][i] = whole;
+        MT_TRY(mt_param_gather(r->ctx, r->params, p, p->grad, whole));
+        if (r->grid.tp_rank != 0) continue;
+        out->sizes[i] = p->desc.rows * p->desc.cols;
+        snprintf(out->names[i], MT_NAME_MAX, "%s", p->name);
+    }
+    return MT_SUCCESS;
+}
+
+/* Two sequences of queries, and fewer keys, of which the first sequence has one less. With two ranks the only key head
+   is in two pieces. The key's bias shifts all scores of a query alike, so its gradient would be rounding errors without
+   a soft cap and scores that it changes. */
+static mt_status cross_attention(test_rank *r, result *out) {
+    static const int32_t lengths[2] = {KEYS - 1, KEYS};
+    const int sp = is_sequence_parallel(out->split), rank = r->grid.tp_rank, shares = sp ? r->grid.tp_size : 1;
+    const int64_t rows = TOKENS / shares, keys = 2 * KEYS / shares;
+    mt_cross_attention_desc d;
+    mt_cross_attention a;
+    mt_cross_attention_saved saved;
+    mt_batch batch, memory_batch;
+    mt_tensor x, y, dy, dx, memory, dmemory, valid;
+    memset(&d, 0, sizeof d);
+    d.hidden = HIDDEN;
+    d.heads = HEADS;
+    d.kv_heads = 1;
+    d.kv_hidden = HIDDEN / 2;
+    d.dropout = 0.2f;
+    d.softcap = 1.0f;
+    d.init_std = 0.3f;
+    d.sequence_parallel = sp;
+    mt_arena_request list[] = {{&x, out->dtype, rows, HIDDEN},
+                               {&y, out->dtype, rows, HIDDEN},
+                               {&dy, out->dtype, rows, HIDDEN},
+                               {&dx, out->dtype, rows, HIDDEN},
+                               {&memory, out->dtype, keys, d.kv_hidden},
+                               {&dmemory, out->dtype, keys, d.kv_hidden},
+                               {&valid, MT_I32, 1, 2}};
+    MT_TRY(mt_params_set_dtype(r->ctx, r->params, out->dtype));
+    MT_TRY(mt_cross_attention_create(r->ctx, r->params, "cross", &d, &a));
+    MT_TRY(mt_params_init(r->ctx, r->params, 1234));
+    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+    MT_TRY(mt_arena_tensors(r->ctx, list, 7));
+    MT_TRY(noise(r, sp ? rank * rows : 0, 1, x));
+    MT_TRY(noise(r, sp ? rank * rows : 0, 2, dy));
+    MT_TRY(noise(r, sp ? rank * keys : 0, 3, memory));
+    MT_TRY(mt_upload(r->ctx, lengths, valid));
+    memset(&batch, 0, sizeof batch);
+    batch.sequences = 2;
+    batch.seq = TOKENS / 2;
+    memory_batch = batch;
+    memory_batch.seq = KEYS;
+    memory_batch.lengths = (const int32_t *)valid.data;
+    MT_TRY(mt_cross_attention_forward(r->ctx, &a, &batch, x, &memory_batch, memory, y, &saved));
+    MT_TRY(keep(r->ctx, out, rank, 0, "y", y));
+    MT_TRY(mt_cross_attention_backward(r->ctx, &a, dy, dx, dmemory, &saved));
+    MT_TRY(keep(r->ctx, out, rank, 1, "dx", dx));
+    MT_TRY(keep(r->ctx, out, rank, 2, "dmemory", dmemory));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    return keep_gradients(r, out, 3);
+}
+
 static mt_status result_rank(mt_comm *world, void *user) {
     result *out = (result *)user;
     mt_grid_desc shape;
@@ -96,17 +166,20 @@ static mt_status result_rank(mt_comm *world, void *user) {
     shape.tp = mt_comm_size(world);
     where.device = out->cuda ? MT_DEVICE_CUDA : MT_DEVICE_CPU;
     where.arena_bytes = (size_t)16 << 20;
+    where.invariant = out->invariant;
     mt_status status = test_rank_open(world, shape, &where, &r);
-    if (status == MT_SUCCESS) status = compute(&r, out);
+    if (status == MT_SUCCESS) status = out->cross_attention ? cross_attention(&r, out) : custom_block(&r, out);
     test_rank_close(&r);
     return status;
 }
 
-static void result_of(int cuda, int split, mt_dtype dtype, result *out) {
+static void result_of(int cuda, int split, mt_dtype dtype, int cross, int invariant, result *out) {
     memset(out, 0, sizeof *out);
     out->cuda = cuda;
     out->split = split;
     out->dtype = dtype;
+    out->cross_attention = cross;
+    out->invariant = invariant;
     test_launch(ranks_of(split), result_rank, out);
 }
 
@@ -130,13 +203,13 @@ static double distance(const float *a, const float *b, int64_t n) {
    middle of two 16-bit numbers to different sides. The tolerance is reached when all elements of a tensor differ by
    half a unit in the last place, 2^-9 of a bf16 and 2^-12 of an f16, at least. The differences here are less than half
    of it, because few values are that near the middle. */
-static void compare(int split, mt_dtype dtype) {
+static void compare(int split, mt_dtype dtype, int cross) {
     const double tolerance = dtype == MT_F32 ? 2e-6 : dtype == MT_BF16 ? 0x1p-9 : 0x1p-12;
     result cpu, gpu;
-    result_of(0, split, dtype, &cpu);
-    result_of(1, split, dtype, &gpu);
+    result_of(0, split, dtype, cross, 0, &cpu);
+    result_of(1, split, dtype, cross, 0, &gpu);
     for (int rank = 0; rank < ranks_of(split); rank++)
-        for (int i = 0; i < TENSORS; i++) {
+        for (int i = 0; i < (cross ? CROSS_TENSORS : TENSORS); i++) {
             double apart = distance(gpu.values[rank][i], cpu.values[rank][i], cpu.sizes[i]);
             if (!(apart <= tolerance))
                 fail_msg("rank %d of %d, %s, sequence parallel %d: %s is apart from the CPU's by %.3g, allowed %.3g",
@@ -150,7 +223,28 @@ static void compare(int split, mt_dtype dtype) {
 static void test_gradients_are_those_of_the_cpu(void **state) {
     (void)state;
     for (int dtype = MT_F32; dtype <= MT_F16; dtype++)
-        for (int split = 0; split < 3; split++) compare(split, (mt_dtype)dtype);
+        for (int split = 0; split < 3; split++) compare(split, (mt_dtype)dtype, 0);
+}
+
+static void test_cross_attention_is_that_of_the_cpu(void **state) {
+    (void)state;
+    for (int dtype = MT_F32; dtype <= MT_F16; dtype++)
+        for (int split = 0; split < 3; split++) compare(split, (mt_dtype)dtype, 1);
+}
+
+/* In invariant mode two ranks have the bits of one. */
+static void test_cross_attention_in_invariant_mode(void **state) {
+    (void)state;
+    for (int dtype = MT_F32; dtype <= MT_F16; dtype++) {
+        result one, two;
+        result_of(1, 0, (mt_dtype)dtype, 1, RANKS, &one);
+        result_of(1, 1, (mt_dtype)dtype, 1, RANKS, &two);
+        for (int i = 0; i < CROSS_TENSORS; i++)
+            if (memcmp(one.values[0][i], two.values[0][i], (size_t)one.sizes[i] * sizeof(float)) != 0)
+                fail_msg("%s: %s has other bits on two ranks", mt_dtype_name((mt_dtype)dtype), one.names[i]);
+        result_free(&one);
+        result_free(&two);
+    }
 }
 
 /* ---- losses ------------------------------------------------------------------------------------------------------ */
@@ -202,6 +296,8 @@ TEST_INVARIANT(f16, MT_F16)
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gradients_are_those_of_the_cpu),
+        cmocka_unit_test(test_cross_attention_is_that_of_the_cpu),
+        cmocka_unit_test(test_cross_attention_in_invariant_mode),
         cmocka_unit_test(test_losses_are_those_of_the_cpu),
         cmocka_unit_test(test_invariant_bits_f32),
         cmocka_unit_test(test_invariant_bits_bf16),

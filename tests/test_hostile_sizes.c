@@ -412,6 +412,33 @@ static void call_mlp(hostile *h, int64_t a, int64_t b, int64_t c) {
         said(h, mt_mlp_backward(h->ctx, &mlp, view32(h, c, a), maybe(h, view32(h, c, a)), &saved));
 }
 
+static void call_cross_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_cross_attention_desc d = {.hidden = size_of(h, 8),
+                                 .heads = size_of(h, 2),
+                                 .kv_heads = size_of(h, 0),
+                                 .kv_hidden = size_of(h, 6),
+                                 .dropout = 0.1f,
+                                 .layer_number = size_of(h, 0),
+                                 .sequence_parallel = test_below(&h->random, 2) == 0};
+    mt_cross_attention_saved saved;
+    mt_cross_attention layer;
+    mt_batch batch = batch_of(h, a, b), memory_batch = batch;
+    int ranks = d.sequence_parallel ? mt_comm_size(h->rank.grid.tp) : 1;
+    int64_t rows = times(a, b) / ranks, keys;
+    mt_status status = mt_cross_attention_create(h->ctx, h->rank.params, "cross", &d, &layer);
+    memory_batch.seq = size_of(h, c);
+    memory_batch.sequences = size_of(h, batch.sequences);
+    keys = times(a, c) / ranks;
+    said(h, status);
+    if (status != MT_SUCCESS || params(h) != MT_SUCCESS) return;
+    status = mt_cross_attention_forward(h->ctx, &layer, &batch, view32(h, rows, d.hidden), &memory_batch,
+                                        view32(h, keys, d.kv_hidden), view32(h, rows, d.hidden), &saved);
+    if (status == MT_SUCCESS)
+        status = mt_cross_attention_backward(h->ctx, &layer, view32(h, rows, d.hidden), view32(h, rows, d.hidden),
+                                             maybe(h, view32(h, keys, d.kv_hidden)), &saved);
+    said(h, status);
+}
+
 static void call_layer(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_transformer_layer_desc d = {.hidden = size_of(h, 8),
                                    .heads = size_of(h, 2),
@@ -557,6 +584,7 @@ static const struct {
                  {"linear", call_linear, 1},
                  {"embedding", call_embedding, 1},
                  {"mlp", call_mlp, 1},
+                 {"cross-attention", call_cross_attention, 1},
                  {"layer", call_layer, 1},
                  {"gpt", call_gpt, 1},
                  {"bert", call_bert, 1},
