@@ -1985,6 +1985,13 @@ static __device__ __forceinline__ float mti_ex2(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+/* 1 / x, within 1 unit in the last place. Subnormal arguments count as 0, and subnormal results become 0. */
+static __device__ __forceinline__ float mti_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 #undef MTI_PTX_SM80
 #undef MTI_PTX_COPY
 #endif

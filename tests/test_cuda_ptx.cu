@@ -214,12 +214,37 @@ static void test_ex2(void **state) {
     assert_true(y[0] == 0.0f && y[2] == 1.0f);
 }
 
+/* ---- reciprocal -------------------------------------------------------------------------------------------------- */
+
+static __global__ void reciprocal_kernel(const float *x, float *y, int n) {
+    int i = (int)threadIdx.x;
+    if (i < n) y[i] = mti_reciprocal(x[i]);
+}
+
+static void test_reciprocal(void **state) {
+    float x[512], y[512];
+    (void)state;
+    for (int i = 0; i < 512; i++) x[i] = ldexpf(1.0f + (float)i / 512, i / 2 - 126) * (i % 3 ? 1.0f : -1.0f);
+    x[0] = INFINITY, x[1] = -INFINITY, x[2] = 1.0f, x[3] = NAN, x[4] = 1e-40f;
+    float *on_x = (float *)to_gpu(x, sizeof x), *on_y = (float *)to_gpu(x, sizeof y);
+    MT_LAUNCH_KERNEL(reciprocal_kernel, 1, 512, 0, 0, on_x, on_y, 512);
+    from_gpu(y, on_y, sizeof y);
+    CUDA_OK(cudaFree(on_x));
+    for (int i = 5; i < 512; i++) {
+        double expected = 1.0 / (double)x[i], error = fabs((double)y[i] - expected);
+        if (fabs(expected) < 0x1p-126) assert_true(y[i] == 0.0f);
+        else if (!(error <= 0x1p-23 * fabs(expected)))
+            fail_msg("1 / %.9g is %.9g, expected %.9g", (double)x[i], (double)y[i], expected);
+    }
+    assert_true(y[0] == 0.0f && y[1] == 0.0f && y[2] == 1.0f && isnan(y[3]) && isinf(y[4]));
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_cp_async), cmocka_unit_test(test_cp_async_groups),
         cmocka_unit_test(test_ldmatrix), cmocka_unit_test(test_ldmatrix_trans),
         cmocka_unit_test(test_mma_bf16), cmocka_unit_test(test_mma_f16),
-        cmocka_unit_test(test_ex2),
+        cmocka_unit_test(test_ex2),      cmocka_unit_test(test_reciprocal),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

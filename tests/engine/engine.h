@@ -412,6 +412,12 @@ inline float mti_ex2(float x) {
     return y < 0x1p-126f ? 0.0f : y;
 }
 
+// rcp.approx.ftz.f32
+inline float mti_reciprocal(float x) {
+    const float y = 1.0f / (::fabsf(x) < 0x1p-126f ? ::copysignf(0.0f, x) : x);
+    return ::fabsf(y) < 0x1p-126f ? ::copysignf(0.0f, y) : y;
+}
+
 // ldmatrix.sync.aligned.m8n8.x4[.trans].shared.b16
 inline void mti_ldmatrix_x4(uint32_t *r, const void *row, MTE_PLACE) {
     ::mte::LdmatrixOperands operands = {r, row};
