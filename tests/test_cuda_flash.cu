@@ -12,7 +12,8 @@
 #if defined(MT_CUDA_ENGINE)
 namespace mte {
 void set_ptx_arch(int arch);
-}
+size_t copies_that_read();
+} // namespace mte
 #endif
 
 static mt_context *cpu, *gpu;
@@ -20,11 +21,14 @@ static mt_context *cpu, *gpu;
 #define OK(call) ASSERT_STATUS(gpu, MT_SUCCESS, call)
 
 typedef struct config {
-    int64_t batch, seq, groups, per_group, dim;
-    mt_dtype type;
-    mt_mask mask;
-    int padded;
-    float p;
+    int64_t batch = 1, seq = 1, groups = 1, per_group = 1, dim = 64;
+    mt_dtype type = MT_BF16;
+    mt_mask mask = MT_MASK_CAUSAL;
+    int padded = 0;
+    float p = 0.0f;
+    int64_t window = 0;
+    float softcap = 0.0f;
+    int packed = 0; /* which documents: see set_documents */
 } config;
 
 /* The arguments of one call, on the GPU. The 8 elements between rows must stay unchanged. */
@@ -34,10 +38,13 @@ typedef struct call {
 } call;
 
 static const char *describe(const config *c) {
-    static char text[160];
-    snprintf(text, sizeof text, "%s, head_dim %d, %s, batch %d, seq %d, %d groups of %d%s, dropout %g",
-             mt_dtype_name(c->type), (int)c->dim, c->mask == MT_MASK_CAUSAL ? "causal" : "bidirectional", (int)c->batch,
-             (int)c->seq, (int)c->groups, (int)c->per_group, c->padded ? ", padded" : "", (double)c->p);
+    static char text[240];
+    snprintf(
+        text, sizeof text,
+        "%s, head_dim %d, %s, batch %d, seq %d, %d groups of %d%s, dropout %g, window %d, softcap %g, documents %d",
+        mt_dtype_name(c->type), (int)c->dim, c->mask == MT_MASK_CAUSAL ? "causal" : "bidirectional", (int)c->batch,
+        (int)c->seq, (int)c->groups, (int)c->per_group, c->padded ? ", padded" : "", (double)c->p, (int)c->window,
+        (double)c->softcap, c->packed);
     return text;
 }
 
@@ -104,6 +111,28 @@ static void gap_untouched(const char *what, mt_tensor t) {
 
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
 
+#define DOCUMENTS 256 /* the most documents of a call */
+
+/* Sets the documents of a call. packed is
+   1: documents of 1 and of no tokens, ends inside a tile and between tiles, a document over the end of a sequence
+   2: one document
+   3: documents of five tokens */
+static void set_documents(const config *c, mt_attention_desc *s) {
+    static int32_t ends[DOCUMENTS + 1];
+    int32_t tokens = (int32_t)(c->batch * c->seq), half = tokens / 2, n = 1;
+    const int32_t mixed[] = {1, 1, 2, 37, 64, 65, half - 20, half + 25, tokens - 1, tokens};
+    mt_tensor ids;
+    if (c->packed == 1)
+        for (; n <= 10; n++) ends[n] = mt_max(ends[n - 1], mt_min(mixed[n - 1], tokens));
+    if (c->packed == 3)
+        for (; ends[n - 1] < tokens && n < DOCUMENTS; n++) ends[n] = mt_min(n * 5, tokens);
+    if (c->packed > 1) ends[n++] = tokens;
+    OK(mt_arena_tensor(gpu, MT_I32, 1, n, &ids));
+    OK(mt_upload(gpu, ends, ids));
+    s->cu_seqlens = (const int32_t *)ids.data;
+    s->documents = n - 1;
+}
+
 static call call_new(const config *c, float size) {
     static const uint64_t offset = 0x123456789abu;
     static int32_t lengths[8];
@@ -114,6 +143,9 @@ static call call_new(const config *c, float size) {
     k.s.batch = c->batch, k.s.seq = c->seq, k.s.groups = c->groups, k.s.heads_per_group = c->per_group,
     k.s.head_dim = c->dim;
     k.s.mask = c->mask;
+    k.s.window = c->window;
+    k.s.softcap = c->softcap;
+    if (c->packed) set_documents(c, &k.s);
     k.s.dropout.p = c->p;
     k.s.dropout.at.seed = 0x123456789abcdefu, k.s.dropout.at.subsequence = 0xfedcba987654321u;
     k.s.dropout.at.first_row = 5, k.s.dropout.at.first_col = 3, k.s.dropout.at.global_cols = heads + 7;
@@ -173,10 +205,11 @@ static void near(const config *c, const char *what, mt_tensor got, mt_tensor exp
     free(x);
 }
 
+/* A capped score is softcap times a tanh, whose error is at most 3e-7. */
 static void near_lse(const config *c, mt_tensor got, mt_tensor expected) {
-    float *x = download(got), *y = (float *)expected.data;
+    float *x = download(got), *y = (float *)expected.data, bound = 1e-5f + c->softcap * 3e-7f;
     for (int64_t i = 0; i < got.rows * got.cols; i++)
-        if (!(fabsf(x[i] - y[i]) <= 1e-5f) && x[i] != y[i]) /* -infinity without keys */
+        if (!(fabsf(x[i] - y[i]) <= bound) && x[i] != y[i]) /* -infinity without keys */
             fail_msg("%s: lse %lld is %.9g, on the CPU %.9g", describe(c), (long long)i, (double)x[i], (double)y[i]);
     gap_untouched("lse", got);
     free(x);
@@ -205,7 +238,7 @@ static void rescale(const config *c, call *k, float even, float odd, float low, 
    of dim products that f32 rounds, and cancel where one key has all of p. 2^-25 is half of f16's last place for small
    numbers. */
 static void against_cpu_with(config c, call k) {
-    int32_t lengths[8];
+    int32_t lengths[8], ends[DOCUMENTS + 1];
     uint64_t offset = 0;
     mt_attention_desc s = k.s;
     double ds = (double)c.dim * 6e-8 + sqrt((double)c.seq) / 33554432.0, size = 2.0 * sqrt((double)c.dim);
@@ -214,6 +247,10 @@ static void against_cpu_with(config c, call k) {
     if (c.padded) {
         OK(mt_download(gpu, mt_tensor_make(k.s.lengths, MT_I32, 1, c.batch), lengths));
         s.lengths = lengths;
+    }
+    if (c.packed) {
+        OK(mt_download(gpu, mt_tensor_make(k.s.cu_seqlens, MT_I32, 1, k.s.documents + 1), ends));
+        s.cu_seqlens = ends;
     }
     if (c.p > 0) OK(mt_download(gpu, mt_tensor_make(k.s.dropout.at.offset, MT_I32, 1, 2), &offset));
     s.dropout.at.offset = &offset;
@@ -302,6 +339,203 @@ static void test_short(void **state) {
                     0,
                     i & 4 ? 0.1f : 0.0f};
         against_cpu(c);
+    }
+}
+
+/* ---- windows, soft caps and documents --------------------------------------------------------------------------- */
+
+/* Every head size and type. c has the rest, except what differs between the six calls. */
+static config of_each(config c, int i) {
+    c.dim = 64 + i / 2 * 32, c.type = i % 2 ? MT_F16 : MT_BF16;
+    c.mask = (i + i / 2) % 2 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
+    return c;
+}
+
+static void test_window(void **state) {
+    static const int64_t windows[] = {40, 150, 1, 64, 66, 33};
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        config c = of_each({1, 277, 1, 1}, i);
+        c.window = windows[i];
+        against_cpu(c);
+    }
+}
+
+/* Scores are up to five times the cap, or far below it. */
+static void test_softcap(void **state) {
+    static const float caps[] = {0.8f, 50.0f, 3.0f};
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        config c = of_each({1, 150, 1, 1}, i);
+        c.softcap = caps[i % 3];
+        against_cpu(c);
+    }
+}
+
+static void test_documents(void **state) {
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        config c = of_each({2, 141, 1, 1}, i);
+        c.packed = 1 + i * 2 % 3;
+        against_cpu(c);
+    }
+}
+
+/* Queries without keys share a warp with others: those of a window behind the length. */
+static void test_window_and_padding(void **state) {
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        config c = of_each({4, 150, 1, 1}, i);
+        c.padded = 1, c.window = 30 + i, c.packed = i % 2;
+        against_cpu(c);
+    }
+}
+
+/* Options together: one combination in 7, which takes a minute or two, or one in 307. */
+static void test_options_together(void **state) {
+    static const int64_t windows[] = {0, 1, 20, 64, 131}, seqs[] = {130, 77, 192};
+    static const float caps[] = {0.0f, 1.5f, 30.0f};
+    (void)state;
+    for (int i = 0; i < 6 * 5 * 3 * 3 * 4 * 2 * 2; i++) {
+        int j = i / 6;
+        config c = of_each({}, i % 6);
+        if (i % (test_all() ? 7 : 307) != 0) continue;
+        c.window = windows[j % 5], c.softcap = caps[j / 5 % 3], c.seq = seqs[j / 15 % 3], c.packed = j / 45 % 4;
+        c.padded = j / 180 % 2, c.p = j / 360 ? 0.2f : 0.0f;
+        c.batch = 1 + j % 2, c.groups = 1 + j / 2 % 2, c.per_group = 1 + j % 3;
+        against_cpu(c);
+    }
+}
+
+/* Fills columns [from, to) of the tokens [first, end) with NaN. */
+static void poison(mt_tensor t, int64_t first, int64_t end, int64_t from, int64_t to) {
+    OK(mt_fill(gpu, mt_tensor_cols(mt_tensor_rows(t, first, end - first), from, to - from), NAN));
+}
+
+/* Checks rows of two results: they have the same bits where no row of the warp sees a token of [192, 256). A warp has
+   `warp` rows, and a row sees `before` tokens before it and `after` behind it. */
+static void same_where_hidden(const config *c, const char *what, mt_tensor a, mt_tensor b, int64_t col, int64_t cols,
+                              int64_t warp, int64_t before, int64_t after) {
+    float *x = download(mt_tensor_cols(a, col, cols)), *y = download(mt_tensor_cols(b, col, cols));
+    int64_t hidden = 0;
+    for (int64_t i = 0; i < c->seq; i++) {
+        int64_t first = i / warp * warp - before, end = i / warp * warp + warp + after;
+        bool same = memcmp(x + i * cols, y + i * cols, (size_t)cols * sizeof *x) == 0;
+        if (end > 192 && first < 256) continue;
+        hidden++;
+        if (!same) fail_msg("%s: %s: row %d depends on a token that its warp does not see", describe(c), what, (int)i);
+    }
+    assert_true(hidden > c->seq / 3);
+    free(x);
+    free(y);
+}
+
+/* A warp skips the tiles that all of its rows do not see: NaN in them changes no result. */
+static void test_hidden_tiles_are_skipped(void **state) {
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        config c = of_each({1, 400, 1, 1}, i);
+        c.window = 20;
+        size_t mark = mt_arena_mark(gpu);
+        int64_t after = c.mask == MT_MASK_CAUSAL ? 0 : 19, warp = c.dim == 64 ? 32 : 16, dim = c.dim;
+        call a = call_new(&c, 2.0f), b = call_new(&c, 2.0f), d = call_new(&c, 2.0f);
+        run(&a);
+        poison(b.qkv, 192, 256, dim, 3 * dim); /* keys and values */
+        OK(mt_attention_forward(gpu, &b.s, b.qkv, b.out, b.lse));
+        OK(mt_attention_backward(gpu, &b.s, b.qkv, a.out, a.lse, b.dout, b.dqkv));
+        same_where_hidden(&c, "out", a.out, b.out, 0, dim, 32, 19, after);
+        same_where_hidden(&c, "dq", a.dqkv, b.dqkv, 0, dim, 32, 19, after);
+        poison(d.qkv, 192, 256, 0, dim); /* queries */
+        poison(d.dout, 192, 256, 0, dim);
+        OK(mt_attention_backward(gpu, &d.s, d.qkv, a.out, a.lse, d.dout, d.dqkv));
+        same_where_hidden(&c, "dk and dv", a.dqkv, d.dqkv, dim, 2 * dim, warp, after, 19);
+        mt_arena_release(gpu, mark);
+    }
+}
+
+/* A block loads only the tiles that one of its rows sees. In a window of 32 these are at most 128 + 31 * 2 columns,
+   and up to 63 more on both sides; in documents of 32 tokens, 128. Without that a block would load 1024, or on average
+   576 in a causal mask. */
+static void test_loads(void **state) {
+#if defined(MT_CUDA_ENGINE)
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        config c = of_each({1, 1024, 1, 1}, i);
+        size_t mark = mt_arena_mark(gpu), before, forward, all, columns = i % 2 == 0 ? 128 + 62 + 2 * 63 : 128;
+        int32_t ends[33];
+        mt_tensor ids;
+        c.window = i % 2 == 0 ? 32 : 0;
+        call k = call_new(&c, 2.0f);
+        for (int d = 0; d <= 32; d++) ends[d] = d * 32;
+        OK(mt_arena_tensor(gpu, MT_I32, 1, 33, &ids));
+        OK(mt_upload(gpu, ends, ids));
+        if (i % 2) k.s.cu_seqlens = (const int32_t *)ids.data, k.s.documents = 32;
+        before = mte::copies_that_read();
+        OK(mt_attention_forward(gpu, &k.s, k.qkv, k.out, k.lse));
+        forward = mte::copies_that_read() - before;
+        OK(mt_attention_backward(gpu, &k.s, k.qkv, k.out, k.lse, k.dout, k.dqkv));
+        all = mte::copies_that_read() - before;
+        size_t row = (size_t)c.dim / 8; /* copies of a row; lse and delta take two for four rows */
+        if (forward > 8 * (128 + 2 * columns) * row) fail_msg("%s: forward copies %zu times", describe(&c), forward);
+        if (all - forward > 8 * (2 * (256 + 2 * columns) * row + 64 + columns / 2))
+            fail_msg("%s: backward copies %zu times", describe(&c), all - forward);
+        mt_arena_release(gpu, mark);
+    }
+#else
+    (void)state;
+    skip(); /* a GPU does not count them */
+#endif
+}
+
+/* A GPU does not check lengths and cu_seqlens. Wrong ones give results of no use, but access no other memory. */
+static void test_wrong_numbers(void **state) {
+    static const int32_t wrong[][6] = {{0, 900, -7, 50, 300, 282},
+                                       {1 << 30, 0, 0, 5, -(1 << 30), 1},
+                                       {-5, -5, 0x7fffffff, 0x7fffffff, 9, -0x7fffffff}};
+    (void)state;
+    for (int i = 0; i < 9; i++) {
+        config c = of_each({2, 141, 1, 1}, i % 6);
+        size_t mark = mt_arena_mark(gpu);
+        mt_tensor ids;
+        c.window = i % 2 * 50;
+        call k = call_new(&c, 2.0f);
+        OK(mt_arena_tensor(gpu, MT_I32, 1, 6, &ids));
+        OK(mt_upload(gpu, wrong[i % 3], ids));
+        k.s.cu_seqlens = (const int32_t *)ids.data, k.s.documents = 5;
+        if (i % 4 > 1) k.s.lengths = k.s.cu_seqlens + 1;
+        run(&k);
+        gap_untouched("out", k.out);
+        gap_untouched("lse", k.lse);
+        gap_untouched("dqkv", k.dqkv);
+        mt_arena_release(gpu, mark);
+    }
+}
+
+static __global__ void cap_kernel(float cap, float *x) {
+    float s[1][1][4];
+    for (int i = 0; i < 4; i++) s[0][0][i] = x[threadIdx.x * 4 + i];
+    mti_flash_cap(cap, s);
+    for (int i = 0; i < 4; i++) x[threadIdx.x * 4 + i] = s[0][0][i];
+}
+
+/* tanh with a relative error of at most 6e-7, from numbers that it does not change to those where it is 1. */
+static void test_tanh(void **state) {
+    enum { N = 1024 };
+    float x[N], y[N], cap = 0.25f;
+    mt_tensor t;
+    (void)state;
+    for (int i = 0; i < N; i++) x[i] = (i % 2 ? -4.0f : 4.0f) * (i < 512 ? (float)i / 256 : ldexpf(1.0f, 700 - i));
+    x[2] = INFINITY, x[3] = -INFINITY, x[4] = NAN;
+    for (int i = 5; i < 9; i++) x[i] = 40.0f * (float)i;
+    OK(mt_arena_tensor(gpu, MT_F32, 1, N, &t));
+    OK(mt_upload(gpu, x, t));
+    MT_LAUNCH_KERNEL(cap_kernel, 1, N / 4, 0, gpu->stream, cap, (float *)t.data);
+    OK(mt_download(gpu, t, y));
+    for (int i = 0; i < N; i++) {
+        double expected = tanh((double)x[i] * (double)cap);
+        if (fabs(expected) < 1e-37) continue; /* subnormal */
+        if (i == 4 ? !isnan(y[i]) : !(fabs((double)y[i] - expected) <= 6e-7 * fabs(expected)))
+            fail_msg("tanh(%.9g) is %.9g, expected %.9g", (double)(x[i] * cap), (double)y[i], expected);
     }
 }
 
@@ -461,20 +695,21 @@ static void test_table(void **state) {
     static const int chips[] = {60, 70, 75, 80, 86, 87, 89, 90, 100, 103, 120, 121};
     int rows = (int)(sizeof mti_attention_table / sizeof mti_attention_table[0]), chosen[16] = {};
     (void)state;
-    for (int i = 0; i < 13 * 3 * 12 * 12; i++) {
+    for (int i = 0; i < 13 * 3 * 12 * 12 * 2; i++) {
         int64_t dim = dims[i % 13];
         mt_dtype type = types[i / 13 % 3];
-        int chip = chips[i / 39 % 12], built_for = chips[i / 39 / 12];
+        int chip = chips[i / 39 % 12], built_for = chips[i / 39 / 12 % 12], spans = i / 39 / 144;
         config c = {1, 2, 1, 1, dim, type, MT_MASK_CAUSAL, 0, 0.0f};
         size_t mark = mt_arena_mark(gpu);
         mt_attention_desc s = {};
         mti_attention a;
         const mti_attention_kernels *k;
-        char name[16] = "plain";
+        char name[24] = "plain";
         if (built_for > chip) continue; /* does not run */
         if (type != MT_F32 && chip >= 80 && built_for >= 80 && (dim == 64 || dim == 96 || dim == 128))
-            snprintf(name, sizeof name, "flash_%d", (int)dim);
+            snprintf(name, sizeof name, "flash_%d%s", (int)dim, spans ? "_spans" : "");
         s.batch = 1, s.seq = c.seq, s.groups = 1, s.heads_per_group = 1, s.head_dim = dim;
+        s.window = spans;
         s = mti_attention_defaults(&s);
         a = mti_attention_resolve(gpu, &s, tensor_new(type, c.seq, dim), mt_none());
         mti_attention_fused(&a, tensor_new(type, c.seq, 3 * dim), mt_none());
@@ -487,6 +722,47 @@ static void test_table(void **state) {
     }
     assert_string_equal(mti_attention_table[rows - 1].name, "plain");
     for (int i = 0; i < rows; i++) assert_true(chosen[i] > 0);
+}
+
+/* Which row of the table runs a call with options, forward and backward. */
+static void test_table_of_options(void **state) {
+    static const struct {
+        const char *name;
+        int64_t window = 0;
+        float softcap = 0.0f;
+        int packed = 0, kv_seq = 0, alibi = 0, bias = 0;
+    } cases[] = {{"flash_64"}, /* a window of seq hides nothing */
+                 {"flash_64", 141},
+                 {"flash_64", 1000000},
+                 {"flash_64_spans", 140},
+                 {"flash_64_spans", 1},
+                 {"flash_64_spans", 0, 50.0f},
+                 {"flash_64_spans", 0, 0.0f, 1},
+                 {"flash_64_spans", 20, 1.0f, 1},
+                 {"plain", 0, 1e35f},
+                 {"plain", 0, 1e-35f}, /* a factor of the kernels would overflow */
+                 {"plain", 20, 0.0f, 0, 150},
+                 {"plain", 20, 0.0f, 0, 0, 1},
+                 {"plain", 0, 1.0f, 0, 0, 0, 1}};
+    static const float slope = 1.0f;
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        config c = {
+            1, 141, 1, 1, 64, MT_BF16, MT_MASK_CAUSAL, 0, 0.0f, cases[i].window, cases[i].softcap, cases[i].packed};
+        size_t mark = mt_arena_mark(gpu);
+        call k = call_new(&c, 1.0f);
+        k.s.kv_seq = cases[i].kv_seq;
+        if (cases[i].alibi) k.s.alibi_slopes = &slope;
+        if (cases[i].bias) k.s.bias = k.lse; /* not read */
+        mt_attention_desc s = mti_attention_defaults(&k.s);
+        mti_attention a = mti_attention_resolve(gpu, &s, k.out, k.lse);
+        mti_attention_fused(&a, k.qkv, mt_none());
+        assert_string_equal(mti_attention_choose(&a, 90, 90)->name, cases[i].name);
+        a.dout = k.dout;
+        mti_attention_fused(&a, k.qkv, k.dqkv);
+        assert_string_equal(mti_attention_choose(&a, 90, 90)->name, cases[i].name);
+        mt_arena_release(gpu, mark);
+    }
 }
 
 /* The plain kernels do not round probabilities: different bits of nearly the same numbers show that they were used. */
@@ -636,11 +912,21 @@ int main(void) {
         cmocka_unit_test(test_groups),
         cmocka_unit_test(test_padding),
         cmocka_unit_test(test_dropout),
+        cmocka_unit_test(test_tanh),
+        cmocka_unit_test(test_window),
+        cmocka_unit_test(test_softcap),
+        cmocka_unit_test(test_documents),
+        cmocka_unit_test(test_window_and_padding),
+        cmocka_unit_test(test_options_together),
+        cmocka_unit_test(test_hidden_tiles_are_skipped),
+        cmocka_unit_test(test_loads),
+        cmocka_unit_test(test_wrong_numbers),
         cmocka_unit_test(test_run_to_run),
         cmocka_unit_test(test_split),
         cmocka_unit_test(test_rows_are_independent),
         cmocka_unit_test(test_layouts),
         cmocka_unit_test(test_table),
+        cmocka_unit_test(test_table_of_options),
         cmocka_unit_test(test_built_for_older_chips),
         cmocka_unit_test(test_build_without_arch),
         cmocka_unit_test(test_arena),

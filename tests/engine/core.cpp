@@ -589,8 +589,12 @@ static void check_copy(const void *destination, const void *source, int source_b
 }
 
 // Starts a cp.async. The hardware may move the data at any time until the wait; MTE_CP selects the time.
+static size_t copies_with_source;
+size_t copies_that_read() { return copies_with_source; }
+
 void copy_async(void *destination, const void *source, int source_bytes) {
     check_copy(destination, source, source_bytes);
+    copies_with_source += source_bytes > 0;
     PendingCopy copy = {static_cast<char *>(destination), static_cast<const char *>(source), source_bytes,
                         current->copy_group};
     access(current, destination, copy_bytes, Access::copy_begin, __builtin_return_address(0));

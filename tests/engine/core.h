@@ -164,6 +164,7 @@ void complete_mma_f16(Warp *warp, unsigned group);
 void copy_async(void *destination, const void *source, int source_bytes);
 void copy_commit();
 void copy_wait(int groups_left);
+size_t copies_that_read(); // the number of copies so far with source_bytes > 0
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
