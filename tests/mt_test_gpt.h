@@ -64,7 +64,8 @@ typedef struct gpt_run {
     int vocab;     /* 0: GPT_VOCAB */
     int on_device; /* 1: the numbers of a step are in memory of the device (mt_step) */
     int graph;     /* 1: with on_device: step 1 is recorded as a CUDA graph, which steps 1, 2, ... launch */
-    int one_pass;  /* 1: forward computes the gradient of the loss, too (mt_batch.backward_scale) */
+    int scores; /* 1: attention has a window, a soft cap and packed documents; 2: also ALiBi, and a bias for each head */
+    int one_pass; /* 1: forward computes the gradient of the loss, too (mt_batch.backward_scale) */
 } gpt_run;
 
 enum { GPT_BERT = 4 };
@@ -93,6 +94,8 @@ typedef struct gpt_worker {
     mt_graph *graph;          /* with graph */
     int32_t *ids;             /* for each micro-batch the ids and targets of a sequence, on the device */
     int32_t *types;           /* of a BERT, for each micro-batch: its token types, sentence order and length */
+    int32_t *cu_seqlens;      /* with scores: of a micro-batch */
+    mt_tensor bias;           /* with scores 2 */
     mt_tensor losses, totals; /* losses: one row for each slot; totals: the sum of each micro-batch's losses */
     int step;
     mt_tensor memory[5]; /* [1, n]: what is bound of values, grads, exp_avg, exp_avg_sq and master, or mt_none() */
@@ -124,6 +127,11 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
     if (r->wide) {
         d.layer.hidden = d.layer.ffn = 128;
         d.layer.heads = d.layer.kv_heads = 2;
+    }
+    if (r->scores) {
+        d.layer.window = 4;
+        d.layer.softcap = 1.5f;
+        d.layer.alibi = r->scores == 2;
     }
     d.layer.recompute = r->recompute;
     d.layer.qkv_layout = r->qkv_layout;
@@ -167,6 +175,29 @@ static inline int32_t *gpt_types(const gpt_worker *w, int64_t sequence) {
     return w->types + GPT_TYPES * (sequence - w->grid.dp_rank * (GPT_BATCH / w->grid.dp_size));
 }
 
+#define GPT_DOCUMENTS 3
+
+/* Allocates and fills what changes the scores of attention. */
+static inline mt_status gpt_load_scores(gpt_worker *w) {
+    static const int32_t cu_seqlens[GPT_DOCUMENTS + 1] = {0, 3, 3, GPT_SEQ};
+    int64_t rows = gpt_model(w->r).layer.heads * GPT_SEQ, i;
+    mt_tensor ends = mt_none();
+    float *host;
+    uint64_t seed = 77;
+    mt_status status;
+    if (!w->r->scores) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(w->ctx, MT_I32, 1, GPT_DOCUMENTS + 1, &ends));
+    MT_TRY(mt_upload(w->ctx, cu_seqlens, ends));
+    w->cu_seqlens = (int32_t *)ends.data;
+    MT_TRY(mt_arena_tensor(w->ctx, MT_F32, rows, GPT_SEQ, &w->bias));
+    host = (float *)malloc((size_t)(rows * GPT_SEQ) * sizeof *host);
+    if (!host) return MT_ERR_MEMORY;
+    for (i = 0; i < rows * GPT_SEQ; i++) host[i] = test_float(&seed);
+    status = mt_upload(w->ctx, host, w->bias);
+    free(host);
+    return status;
+}
+
 static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
     mt_batch batch;
     memset(&batch, 0, sizeof batch);
@@ -178,6 +209,14 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
     if (gpt_is_bert(w->r)) {
         batch.token_types = gpt_types(w, sequence);
         batch.lengths = batch.token_types + GPT_SEQ + 1;
+    }
+    if (w->r->scores) {
+        batch.cu_seqlens = w->cu_seqlens;
+        batch.documents = GPT_DOCUMENTS;
+    }
+    if (w->r->scores == 2) {
+        batch.attention_bias = w->bias;
+        batch.bias_heads = gpt_model(w->r).layer.heads;
     }
     if (w->r->one_pass) batch.backward_scale = gpt_scale(w);
     if (!w->r->on_device) return batch;
@@ -534,6 +573,7 @@ static inline mt_status gpt_open_text(gpt_worker *w) {
     if (gpt_is_bert(w->r)) MT_TRY(mt_arena_alloc(w->ctx, GPT_BATCH * GPT_TYPES * sizeof(int32_t), &memory));
     w->types = (int32_t *)memory;
     MT_TRY(mt_arena_tensor(w->ctx, MT_F32, GPT_BATCH, losses, &w->losses));
+    MT_TRY(gpt_load_scores(w));
     return gpt_load(w);
 }
 

@@ -260,6 +260,25 @@ static void test_attention_on_tensor_cores(void **state) {
     }
 }
 
+/* Windows, soft caps and packed documents in the model, with ALiBi and a bias on the plain kernels, and without them on
+   tensor cores. */
+static void test_scores(void **state) {
+    static gpt_result on_cpu, on_gpu;
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, i < 2 ? MT_F32 : i == 2 ? MT_BF16 : MT_F16, i % 2, 0, i == 1), c;
+        r.scores = i == 0 || i == 3 ? 2 : 1;
+        r.wide = i >= 2;
+        c = r;
+        c.device = MT_DEVICE_CPU;
+        gpt_execute(c, &on_cpu);
+        gpt_execute(r, &on_gpu);
+        if (r.dtype == MT_F32) assert_near(&r, &on_cpu, &on_gpu);
+        else gpt_assert_near(&r, &on_cpu, &on_gpu, gpt_half_error(r.dtype));
+        assert_planned(r, &on_gpu);
+    }
+}
+
 /* Tokens in chunks, with communication beside products or not, give the same bits, and the CPU's results for the same
    chunks. The two streams run concurrently. */
 static void test_overlap(void **state) {
@@ -850,6 +869,7 @@ int main(void) {
         cmocka_unit_test(test_odd_vocabulary),
 #endif
         cmocka_unit_test(test_attention_on_tensor_cores),
+        cmocka_unit_test(test_scores),
         cmocka_unit_test(test_overlap),
         cmocka_unit_test(test_copies),
         cmocka_unit_test(test_pipeline),
