@@ -99,24 +99,25 @@ typedef struct mt_batch {
        mt_random and mt_step_random_offset); the same number until backward has returned. With step << 20 in it, leave
        `step` 0. NULL: 0 */
     const uint64_t *random_offset;
-    /* Packed documents: the sequences * seq tokens are `documents` documents, one after the other. The array has
-       documents + 1 ascending numbers, from 0 to sequences * seq, in memory of the context's device. Document d has the
-       tokens from cu_seqlens[d] to cu_seqlens[d + 1] - 1. A token attends only to its own document, and its position is
-       counted from the first token of its document. So a document has the outputs that it has alone. A document also
-       ends at the end of a sequence. A CPU checks the numbers (MT_ERR_DATA), a GPU does not. They must not change until
-       backward. NULL: each sequence is one document */
+    /* Packed documents, one after the other. cu_seqlens has documents + 1 ascending numbers, from 0 to sequences * seq,
+       in memory of the context's device. Document d has the tokens cu_seqlens[d] to cu_seqlens[d + 1] - 1. The end of a
+       sequence also ends a document: the rest is a document of its own. A token attends only to its document, and
+       positions begin at 0 in each. Without dropout, a document has the outputs that it has alone. A CPU checks the
+       numbers (MT_ERR_DATA), a GPU does not. They must not change until backward. NULL: a sequence is one document */
     const int32_t *cu_seqlens;
     int64_t documents; /* must be 0 without cu_seqlens (MT_ERR_ARGUMENT) */
     /* A bias that is added to the attention scores in every layer, in memory of the context's device:
-       [bias_batch * bias_heads * seq, seq], of a float type. In MT_U8 it is a boolean mask instead: a token does not
-       attend to the tokens with 0. bias_batch is 1 or `sequences`, and bias_heads is 1 or the number of query heads of
-       the whole model; 0 means 1. See mt_attention_desc. All tensor ranks pass the whole bias. It must not change until
-       backward. mt_none(): no bias */
+       [bias_batch * bias_heads * seq, seq], of a float type, with rows in the order sequence, head, query. In MT_U8 it
+       is a boolean mask instead: a token does not attend to the tokens with 0. bias_batch is 1 or `sequences`, and
+       bias_heads is 1 or the number of query heads of the whole model (MT_ERR_SHAPE); 0 means 1. All tensor ranks pass
+       the whole bias. It must not change until backward. mt_none(): no bias */
     mt_tensor attention_bias;
     int64_t bias_batch, bias_heads;
-    /* MT_F32, of the shape of attention_bias, which must be of a float type (MT_ERR_ARGUMENT): backward adds to it the
-       gradient of the bias for this rank's layers and heads. Sum it over the tensor group, and over the pipeline group.
-       In invariant mode bias_heads must be the number of heads (MT_ERR_ARGUMENT). mt_none(): it is not computed */
+    /* MT_F32, of the shape of attention_bias, which must be of a float type (MT_ERR_ARGUMENT). Backward adds to it the
+       gradient of the bias. A rank adds the part of its layers, heads and sequences: sum it over the tensor and the
+       pipeline group, and over the data group if data ranks share the bias. It must overlap no other tensor of the call
+       (MT_ERR_ARGUMENT). In invariant mode bias_heads must be the number of heads (MT_ERR_ARGUMENT), and the bits are
+       the same on every tensor split, but not with other numbers of data ranks or stages. mt_none(): no gradient */
     mt_tensor attention_dbias;
     /* [1, 1], MT_F32, in memory of the device: the gradients of all losses are multiplied by it (see
        mt_step_loss_scale). Backward reads it and, if backward_scale is set, forward, too. mt_none(): 1 */
@@ -249,14 +250,12 @@ typedef struct mt_self_attention_desc {
     /* only the first rotary_dim features of a head are turned: the head size times Megatron's --rotary-percent; 0: all.
        rotary_form and rotary_dim must be 0 without rotary (MT_ERR_ARGUMENT) */
     int64_t rotary_dim;
-    /* As in mt_attention_desc: a token at position p attends to position j only if |p - j| < window (0: no window), and
-       the soft cap of the scores (0: none) */
-    int64_t window;
-    float softcap;
-    int alibi;                       /* 1: ALiBi (arXiv 2108.12409) with the slopes of mt_alibi_slopes */
-    int skip_bias_add;               /* as in mt_mlp_desc, for proj.bias */
-    int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
-    int recompute_core;              /* 1: backward runs core attention again, and saved does not keep out and lse */
+    int64_t window;        /* sliding window: position p attends to position j only if |p - j| < window; 0: none */
+    float softcap;         /* soft cap of the scores, see mt_attention_desc; 0: none */
+    int alibi;             /* 1: ALiBi (arXiv 2108.12409) with the slopes of mt_alibi_slopes */
+    int skip_bias_add;     /* as in mt_mlp_desc, for proj.bias */
+    int sequence_parallel; /* 1: x and y are [tokens / t, hidden] */
+    int recompute_core;    /* 1: backward runs core attention again, and saved does not keep out and lse */
     float init_std, output_init_std; /* standard deviation of the initial weights of qkv and of proj; 0: 0.02 */
     int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
 } mt_self_attention_desc;
@@ -269,8 +268,9 @@ typedef struct mt_self_attention {
     mt_column_parallel_linear separate[3];
     mt_row_parallel_linear proj; /* NAME.linear_proj.* */
     mt_tensor rotary;            /* the table of mt_rotary_table, owned by the registry; mt_none(): no rotary */
-    /* [1, n], MT_F32, owned by the registry: the slopes of the query heads in this rank's non-empty groups. You may
-       write others there (see mt_upload), at least 0. mt_none(): no ALiBi */
+    /* The slopes of this rank's n query heads (those in non-empty groups), [1, n], MT_F32, owned by the registry. You
+       may write others there (see mt_upload). They must be at least 0: with another one, only its rank fails, on a CPU
+       with MT_ERR_DATA. Checkpoints do not store slopes. mt_none(): no ALiBi, or no heads on this rank */
     mt_tensor alibi_slopes;
     int64_t pieces;           /* of each query group; 1 when there are enough groups */
     int64_t head_dim, groups; /* groups: number of groups (or pieces) of this rank, empty ones included */
@@ -310,7 +310,7 @@ typedef struct mt_self_attention_tensors {
        desc.rotary_base is 0 */
     mt_tensor rotary;
     /* [1, n], MT_F32: the slopes of this rank's n query heads, as mt_alibi_slopes computes them or others; mt_none()
-       when desc.alibi is 0. It is not read when n is 0 */
+       when desc.alibi is 0. With alibi every rank passes memory, also one without heads (n is 0) */
     mt_tensor alibi_slopes;
 } mt_self_attention_tensors;
 
@@ -412,8 +412,8 @@ MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, in
 /* Attention with queries from x, and keys and values from another sequence, `memory`: in the decoder of arXiv
    1706.03762 the output of the encoder (CrossAttention of Megatron-LM). A query sees all valid keys of its sequence.
    There is no causal mask and no rotary. A mask or a bias can be given, see mt_cross_attention_forward.
-   The heads are split over the tensor ranks as in mt_self_attention with MT_QKV_SEPARATE: the layers of queries, keys
-   and values are column-parallel, core attention runs on this rank's query groups, and the projection is row-parallel.
+   The heads are split over the tensor ranks: the layers of queries, keys and values are column-parallel, core attention
+   runs on this rank's query groups, and the projection is row-parallel.
    hidden must be a multiple of heads, and heads a multiple of kv_heads. heads must be at least t, and in invariant mode
    at least V. Otherwise create returns MT_ERR_SHAPE. kv_heads need not be a multiple of t (V): the last ranks then have
    empty groups. When it is less than t (V), each group is divided into pieces. Both are as in mt_self_attention with
@@ -466,7 +466,8 @@ typedef struct mt_cross_attention_saved {
      sequences, first_sequence  must be the same in both
      seq                        of batch is the number of queries of a sequence, of memory_batch that of its keys
      lengths                    of memory_batch: the first lengths[i] keys of sequence i are valid. With length 0, core
-                                attention returns zeros. Those of batch mask nothing: y has a row for every query
+                                attention returns zeros. lengths of batch has no effect: padded queries also get a row
+                                of y
      attention_bias             of memory_batch, with its bias_batch, bias_heads and attention_dbias: the bias or mask
                                 of these scores, [bias_batch * bias_heads * seq of batch, seq of memory_batch]. That
                                 of batch has no effect
@@ -670,8 +671,7 @@ MT_API mt_status mt_language_model_backward(mt_context *ctx, const mt_language_m
 /* ---- GPT --------------------------------------------------------------------------------------------------------- */
 
 /* A GPT is a token embedding, learned positions (not with rotary or ALiBi), layers, a final norm (not with MT_POST_LN),
-   an output head and cross-entropy. The output head uses the weight of the token embedding unless untied_head is set.
-   */
+   an output head and cross-entropy. The output head has the weight of the token embedding unless untied_head is set. */
 typedef struct mt_gpt_desc {
     int64_t vocab, layers, max_seq; /* max_seq: tokens of the longest sequence */
     /* Describes every layer. Leave layer_number and max_seq 0: mt_gpt_create sets them. When output_init_std is 0, it
@@ -902,12 +902,13 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
 MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, const mt_gpt *gpt,
                                           const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
-/* The same for a BERT. With MT_POST_LN, MT_LAYER_NORM, biases and learned positions, and without window and softcap
-   (the original BERT), the files have the names and layouts of transformers and a config.json: BertForPreTraining opens
-   them or, with no_binary_head, BertForMaskedLM. Any other BERT is stored with the names, shapes and layouts of the
-   registry. mt_checkpoint_import reads files of BertForPreTraining, BertForMaskedLM and BertModel, also with the older
-   names of norms (LayerNorm.gamma, LayerNorm.beta). Parameters of heads that the files do not have keep their values,
-   which needs mt_params_init before. A model with no_binary_head ignores pooler and sentence order in the files. */
+/* The same for a BERT. With MT_POST_LN, MT_LAYER_NORM, biases and learned positions, without window, softcap and
+   alibi (the original BERT), the files have the names and layouts of transformers and a config.json:
+   BertForPreTraining opens them or, with no_binary_head, BertForMaskedLM. Any other BERT is stored with the names,
+   shapes and layouts of the registry.
+   mt_checkpoint_import reads files of BertForPreTraining, BertForMaskedLM and BertModel, also with the older names of
+   norms (LayerNorm.gamma, LayerNorm.beta). Parameters of heads that the files do not have keep their values, which
+   needs mt_params_init before. A model with no_binary_head ignores pooler and sentence order in the files. */
 MT_API mt_status mt_bert_checkpoint_create(mt_context *ctx, mt_params *params, const mt_bert *bert,
                                            const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
@@ -1937,6 +1938,8 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
     MT_TRY(mt_check_param(ctx, function, a->proj.weight));
     MT_TRY(mti_batch_check(ctx, function, batch, a->rotary.data ? a->desc.max_seq : 0));
     MT_TRY(mti_batch_scores_check(ctx, function, a, batch));
+    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", batch->attention_dbias, in_name, in));
+    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", batch->attention_dbias, out_name, out));
     MT_TRY(mti_tokens_check(ctx, function, &a->proj, batch, in_name, in, a->desc.hidden));
     return mti_tokens_check(ctx, function, &a->proj, batch, out_name, out, a->desc.hidden);
 }
@@ -2031,7 +2034,8 @@ static mt_status mti_own_slopes(mt_context *ctx, const char *function, const mt_
                                 mt_self_attention *out) {
     int64_t heads = mti_attention_used_groups(out) * (out->desc.heads / out->desc.kv_heads);
     out->alibi_slopes = tensors->alibi_slopes;
-    if (out->desc.alibi && heads == 0) return MT_SUCCESS;
+    if (out->desc.alibi && !tensors->alibi_slopes.data)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: alibi is 1, but alibi_slopes is mt_none()", function);
     if (out->desc.alibi)
         return mt_tensor_check(ctx, function, "alibi_slopes", tensors->alibi_slopes, MT_ARG_F32, 1, heads);
     if (!tensors->alibi_slopes.data) return MT_SUCCESS;
@@ -2474,7 +2478,10 @@ static mt_status mti_cross_saved_check(mt_context *ctx, const char *function, co
 /* Checks that dx or dmemory does not overlap what backward reads. */
 static mt_status mti_cross_apart(mt_context *ctx, const char *function, const mt_cross_attention_saved *saved,
                                  mt_tensor dy, const char *name, mt_tensor d) {
+    mt_tensor dbias = saved->memory_batch.attention_dbias;
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, name, d));
+    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", dbias, "dy", dy));
+    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", dbias, name, d));
     MT_TRY(mt_check_apart(ctx, function, "saved x", saved->query_in.x, name, d));
     return mt_check_apart(ctx, function, "saved memory", saved->memory_in.x, name, d);
 }

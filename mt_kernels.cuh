@@ -423,8 +423,10 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
    code of that paper. MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */
 MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_head, mt_tensor slopes);
 
-/* For authors of blocks: checks desc as mt_dot_product_attention_forward does, with the bias and its gradient, before a
-   block communicates. `where` is the name of the calling function, for the error message. */
+/* For authors of blocks: checks desc, the shapes of its bias and dbias, and on a CPU the numbers of lengths, cu_seqlens
+   and alibi_slopes. Call it before the block communicates. Pass a desc of all heads of the model, so that all ranks
+   return the same error. groups must be at least 1. `where` is the name of the calling function, for the error message.
+   Errors: those of mt_dot_product_attention_backward for desc. */
 MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc);
 
 /* Rotary position embedding (arXiv 2104.09864) of the first R features of each head. R is desc->rotary_dim, or head_dim
@@ -7026,7 +7028,8 @@ MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt
     MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
     mt_arg args[] = {mti_bias_arg(&s), mti_dbias_arg(&s)};
     MT_TRY(mti_expect_dbias(ctx, where, &s));
-    return mt_args_check(ctx, where, args, MTI_COUNT(args));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    return mt_check_apart(ctx, where, "dbias", s.dbias, "bias", s.bias);
 }
 
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,

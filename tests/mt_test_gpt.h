@@ -64,8 +64,8 @@ typedef struct gpt_run {
     int vocab;     /* 0: GPT_VOCAB */
     int on_device; /* 1: the numbers of a step are in memory of the device (mt_step) */
     int graph;     /* 1: with on_device: step 1 is recorded as a CUDA graph, which steps 1, 2, ... launch */
-    int scores; /* 1: attention has a window, a soft cap and packed documents; 2: also ALiBi, and a bias for each head */
-    int one_pass; /* 1: forward computes the gradient of the loss, too (mt_batch.backward_scale) */
+    int scores;    /* 1: a window, a soft cap and packed documents; 2: also ALiBi and a bias of each head */
+    int one_pass;  /* 1: forward computes the gradient of the loss, too (mt_batch.backward_scale) */
 } gpt_run;
 
 enum { GPT_BERT = 4 };

@@ -482,6 +482,27 @@ static void test_alibi_slopes(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "slopes", mt_alibi_slopes(ref.ctx, 8, 0, mt_tensor_f32(x.data, 2, 4)));
 }
 
+/* A desc is refused before a call, with the errors of the call. */
+static void test_check(void **state) {
+    mt_attention_desc s = {.batch = 2, .seq = 3, .groups = 2, .heads_per_group = 2, .head_dim = 4};
+    mt_tensor bias = ref_random(12, 3, 0, 1.0f, 0);
+    static const int32_t lengths[] = {3, 4};
+    (void)state;
+    OK(mt_attention_check(ref.ctx, "f", &s));
+    s.bias = bias, s.bias_heads = 4;
+    OK(mt_attention_check(ref.ctx, "f", &s));
+    s.dbias = bias;
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "f: dbias [12, 3] and bias [12, 3] overlap", mt_attention_check(ref.ctx, "f", &s));
+    s.dbias = mt_none(), s.bias_heads = 3;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "f: bias_heads is 3", mt_attention_check(ref.ctx, "f", &s));
+    s.bias_heads = 1;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "f: bias is [12, 3], must be [3, 3]", mt_attention_check(ref.ctx, "f", &s));
+    s.bias = mt_none(), s.lengths = lengths;
+    ASSERT_REFUSED(MT_ERR_DATA, "f: lengths[1] is 4", mt_attention_check(ref.ctx, "f", &s));
+    s.lengths = NULL, s.groups = 0;
+    ASSERT_REFUSED(MT_ERR_SHAPE, "f: batch 2, seq 3, groups 0", mt_attention_check(ref.ctx, "f", &s));
+}
+
 /* ---- golden values ----------------------------------------------------------------------------------------------- */
 
 /* What a case of golden/make_attention.py sets. */
@@ -676,6 +697,7 @@ int main(void) {
                                        REF_TEST(test_together),
                                        REF_TEST(test_panels),
                                        REF_TEST(test_alibi_slopes),
+                                       REF_TEST(test_check),
                                        REF_TEST(test_golden),
                                        REF_TEST(test_refusals),
                                        REF_TEST(test_dbias_refusals)};

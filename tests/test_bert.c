@@ -1297,7 +1297,7 @@ static void batches_are_refused(mt_context *ctx, call good, mt_status (*f)(mt_co
     REFUSED(ctx, MT_ERR_ARGUMENT, "0 sequences", f(ctx, c));
     b = *good.batch;
     b.lengths = lengths;
-    REFUSED(ctx, MT_ERR_DATA, "lengths[1] is 7|6 tokens", f(ctx, c));
+    REFUSED(ctx, MT_ERR_DATA, "lengths[1] is 7|[0, 6]", f(ctx, c));
     b = *good.batch;
     b.token_types = types;
     REFUSED(ctx, MT_ERR_DATA, "token type 2|index 3|[0, 2)", f(ctx, c));

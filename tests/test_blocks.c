@@ -2316,6 +2316,13 @@ static void batches_are_refused(const block *b, mt_tensor x, mt_tensor y, int ba
                {{.sequences = 2, .seq = 6, .attention_bias = one, .bias_batch = 3}, MT_ERR_SHAPE, "bias_batch is 3"},
                {{.sequences = 2, .seq = 6, .attention_dbias = one}, MT_ERR_ARGUMENT, "dbias"},
                {{.sequences = 2, .seq = 6, .attention_bias = bytes, .attention_dbias = one}, MT_ERR_ARGUMENT, "dbias"},
+               {{.sequences = 2, .seq = 6, .attention_bias = one, .attention_dbias = one}, MT_ERR_ARGUMENT, "overlap"},
+               {{.sequences = 2, .seq = 6, .attention_bias = one, .attention_dbias = mt_tensor_f32(x.data, 6, 6)},
+                MT_ERR_ARGUMENT,
+                "attention_dbias|overlap"},
+               {{.sequences = 2, .seq = 6, .attention_bias = one, .attention_dbias = mt_tensor_f32(y.data, 6, 6)},
+                MT_ERR_ARGUMENT,
+                "attention_dbias|overlap"},
                {{.sequences = 2, .seq = 6, .attention_bias = one, .attention_dbias = two},
                 MT_ERR_SHAPE,
                 "dbias is [12, 6], must be [6, 6]"}};

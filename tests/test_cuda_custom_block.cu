@@ -209,7 +209,7 @@ static void compare(int split, mt_dtype dtype, int cross) {
     result_of(0, split, dtype, cross, 0, &cpu);
     result_of(1, split, dtype, cross, 0, &gpu);
     for (int rank = 0; rank < ranks_of(split); rank++)
-        for (int i = 0; i < (cross ? CROSS_TENSORS : TENSORS); i++) {
+        for (int i = 0; i < (cross ? (int)CROSS_TENSORS : (int)TENSORS); i++) {
             double apart = distance(gpu.values[rank][i], cpu.values[rank][i], cpu.sizes[i]);
             if (!(apart <= tolerance))
                 fail_msg("rank %d of %d, %s, sequence parallel %d: %s is apart from the CPU's by %.3g, allowed %.3g",

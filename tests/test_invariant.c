@@ -132,7 +132,7 @@ static const model models[] = {
       .layers = 1,
       .max_seq = 8,
       .layer = {.hidden = 36, .heads = 18, .kv_heads = 3, .rotary_base = 100.0f, .attention_dropout = 0.1f}}},
-    {"ALiBi, window and soft cap of 9 heads on 8 shards",
+    {"packed documents; ALiBi, window and soft cap of 9 heads on 8 shards",
      8,
      2,
      20,
@@ -309,6 +309,19 @@ static int32_t token_of(int step, int64_t sequence, int64_t position, int64_t vo
     return (int32_t)(test_random(&seed) % (uint64_t)vocab);
 }
 
+/* A model with ALiBi has packed documents: two in each sequence. */
+static mt_status pack_documents(worker *w, mt_batch *batch) {
+    int64_t seq = batch->seq, n = 2 * batch->sequences;
+    mt_tensor ends;
+    if (!w->run->model->gpt.layer.alibi) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(w->rank.ctx, MT_I32, 1, n + 1, &ends));
+    for (int64_t i = 0; i <= n && is_real(w); i++)
+        ((int32_t *)ends.data)[i] = (int32_t)(i / 2 * seq + i % 2 * (seq / 3 + 1));
+    batch->cu_seqlens = (const int32_t *)ends.data;
+    batch->documents = n;
+    return MT_SUCCESS;
+}
+
 /* Runs forward and backward for sequences [first, first + count). *loss is the sum of their losses. */
 static mt_status micro_batch(worker *w, int step, int64_t first, int64_t count, mt_tensor loss) {
     const model *m = w->run->model;
@@ -330,6 +343,7 @@ static mt_status micro_batch(worker *w, int step, int64_t first, int64_t count, 
         ((int32_t *)lengths.data)[i] = (int32_t)(m->seq - (first + i) % 5);
     if (w->rank.grid.tp_size % 4 == 2) batch.backward_scale = scale; /* the loss and its gradient in one call */
     if (m->padded) batch.lengths = (const int32_t *)lengths.data;
+    MT_TRY(pack_documents(w, &batch));
     MT_TRY(mt_gpt_forward(ctx, &w->gpt, &batch, ids.data, targets.data, losses, &w->saved));
     MT_TRY(mt_sum(ctx, losses, loss));
     MT_TRY(mt_gpt_backward(ctx, &w->gpt, scale, &w->saved));

@@ -753,6 +753,8 @@ static mt_status block_open(block_test *t) {
     t->attention_own.proj = own_of(r, t->attention.proj.weight, t->attention.proj.bias);
     t->attention_own.rotary = copy_of(r, t->attention.rotary);
     t->attention_own.alibi_slopes = copy_of(r, t->attention.alibi_slopes);
+    if (t->c->attention.alibi && !t->attention_own.alibi_slopes.data) /* a rank without heads */
+        t->attention_own.alibi_slopes = mt_tensor_f32(test_floats(r, 1, 0.0f), 1, 0);
     t->x = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 1 + me);
     t->dy = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 20 + me);
     t->before = noise_of(r, mt_params_dtype(r->params), rows, HIDDEN, 40 + me);
@@ -966,8 +968,9 @@ static void test_plain_attention_refuses(void **state) {
     s.rotary = x;
     ATTENTION(MT_ERR_ARGUMENT, "rotary table", tp, &t.batch, x, &s, y, &d);
     s.rotary = mt_none();
-    ATTENTION(MT_ERR_SHAPE, "alibi_slopes is [0, 0]|[1, 8]", tp, &t.batch, x, &s, y, &alibi);
+    ATTENTION(MT_ERR_ARGUMENT, "alibi is 1, but alibi_slopes is mt_none()", tp, &t.batch, x, &s, y, &alibi);
     s.alibi_slopes = x;
+    ATTENTION(MT_ERR_SHAPE, "alibi_slopes is|must be [1, 8]", tp, &t.batch, x, &s, y, &alibi);
     ATTENTION(MT_ERR_ARGUMENT, "there are alibi_slopes, but alibi is 0", tp, &t.batch, x, &s, y, &d);
     s.alibi_slopes = mt_none();
     s.proj.w = with_shape(s.proj.w, HIDDEN, 8, 8);
