@@ -375,11 +375,11 @@ typedef struct mt_attention_desc {
     /* A bias that is added to the scores: [bias_batch * bias_heads * seq, kv_seq], of a float type. In MT_U8 it is a
        boolean mask instead: a query does not see the keys with 0. -INFINITY masks a key. mt_none(), or a view of zeros
        as in a zero-initialised desc: no bias.
-       bias_batch is 1 (all sequences share the bias) or batch. bias_heads is 1 (all heads share it), or at least
-       bias_first_head plus the number of query heads of this call: the bias may hold the heads of all tensor ranks.
-       0 means 1. The value for sequence b, head a and query i is in row
-       (b * bias_heads + bias_first_head + a) * seq + i. If sequences share the bias, b is 0 there. If heads share it,
-       bias_first_head + a is 0. Error: MT_ERR_SHAPE (bias_heads is too small, or bias_first_head is negative) */
+       bias_batch is 1 (all sequences share the bias) or batch. bias_heads is the number of heads in the bias. With 1,
+       all heads share it. Otherwise head a of this call reads head bias_first_head + a, so the bias may hold the heads
+       of all tensor ranks. 0 means 1. The value for sequence b, head a and query i is in row
+       (b * bias_heads + bias_first_head + a) * seq + i. An index that is shared counts as 0 there. Error: MT_ERR_SHAPE
+       (bias_heads is too small, or bias_first_head is negative) */
     mt_tensor bias;
     mt_tensor dbias; /* optional, MT_F32, of the shape of bias: backward adds the gradient of the bias to it */
     int64_t bias_batch, bias_heads, bias_first_head;
@@ -391,11 +391,11 @@ typedef struct mt_attention_desc {
    backward: dqkv = the gradient of qkv, of the same shape, and desc->dbias (optional) += the gradient of the bias. It
              takes the out and lse of forward and computes the probabilities again. dout must not overlap out.
    Scratch memory grows linearly with seq. On GPUs from sm_80 on, bf16 and f16 with head_dim 64, 96 or 128 use tensor
-   cores, if nvcc compiled the program for such a GPU (-arch=native). Their time is proportional to the number of keys
-   that queries see, also with a window or documents. Other calls use a slower kernel without tensor cores, also those
-   with a kv_seq other than seq, or with alibi_slopes or bias: see docs/gpus.md.
-   desc->dbias is not read in forward. In backward, only the rows of this call's heads change. Errors:
-   MT_ERR_ARGUMENT (in backward: dbias overlaps another tensor of the call, or there is no bias of a float type),
+   cores, if nvcc compiled the program for such a GPU (-arch=native). They skip tiles of keys that no query of a block
+   sees, so a window or short documents make them faster. Other calls use a slower kernel without tensor cores, also
+   those with a kv_seq other than seq, or with alibi_slopes or bias: see docs/gpus.md.
+   Forward does not read desc->dbias. Backward changes only the rows of this call's heads in it. Errors: MT_ERR_ARGUMENT
+   (in backward: dbias overlaps another tensor of the call, or the bias is missing or is a boolean mask),
    MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse);
@@ -418,9 +418,9 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
 
 /* slopes [1, n], MT_F32, becomes the slopes of the heads first_head to first_head + n - 1 of a model with `heads`
    heads, for mt_attention_desc.alibi_slopes. When `heads` is a power of 2, head h has the slope 2^(-8 (h + 1) / heads)
-   (arXiv 2108.12409). Otherwise let m be the largest power of 2 below `heads`: the first m heads have the slopes of a
-   model with m heads, and the others have every second slope of a model with 2 m heads, from its first on, as in the
-   code of that paper. MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */
+   (arXiv 2108.12409). Otherwise let m be the largest power of 2 below `heads`. The first m heads have the slopes of a
+   model with m heads. Head m + k has the slope of head 2 k of a model with 2 m heads, as in the code of that paper.
+   MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */
 MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_head, mt_tensor slopes);
 
 /* For authors of blocks: checks desc, the shapes of its bias and dbias, and on a CPU the numbers of lengths, cu_seqlens
@@ -437,7 +437,8 @@ MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt
    forward:  rotates the queries and keys of qkv in place. A token at position p uses row p of table.
    backward: rotates the gradients of the queries and keys in dqkv back, in place.
    The position of a token is its index in its sequence. With desc->cu_seqlens, it is the number of tokens before it in
-   its document and its sequence, so a document that a sequence contains is rotated as if it were a sequence of its own.
+   its document and its sequence: a document is rotated as if it were a sequence of its own, and one that goes on in the
+   next sequence begins again at 0 there.
    forward and backward read the five sizes of desc, qkv_layout, rotary_form, rotary_dim, cu_seqlens and documents. They
    do not read mask, scale, lengths or dropout. Errors: MT_ERR_SHAPE (R is odd or is not in [0, head_dim], or cu_seqlens
    is set and kv_seq is neither 0 nor seq), MT_ERR_ARGUMENT, MT_ERR_DATA (cu_seqlens, on a CPU). */
@@ -460,10 +461,10 @@ MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *
 
 /* ids[i] = (first_token + i) % seq for i < count: the positions of consecutive tokens in sequences of length seq.
    With cu_seqlens, the tokens are `documents` documents, one after the other, and a position is the number of tokens
-   before the token in its document and its sequence, as in mt_rotary_forward. Document d has the tokens
-   [cu_seqlens[d], cu_seqlens[d + 1]), which are counted as first_token is. The array has documents + 1 ascending
-   numbers, from 0 to at least first_token + count, on the context's device. A CPU checks the numbers (MT_ERR_DATA), a
-   GPU does not. NULL and 0: no documents. */
+   before the token in its document and its sequence, as in mt_rotary_forward. cu_seqlens and first_token count from the
+   same token: the first one of document 0. Document d has the tokens [cu_seqlens[d], cu_seqlens[d + 1]). The array has
+   documents + 1 ascending numbers, from 0 to at least first_token + count, on the context's device. A CPU checks the
+   numbers (MT_ERR_DATA), a GPU does not. NULL and 0: no documents. */
 MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, const int32_t *cu_seqlens,
                                  int64_t documents, int32_t *ids, int64_t count);
 
