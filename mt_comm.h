@@ -642,8 +642,10 @@ typedef mt_status (*mt_rank_function)(mt_comm *world, void *user);
 /* Runs rank_main once per rank, each on its own thread, and waits for all of them. A single rank runs on the caller's
    thread. desc may be NULL (all defaults). When a rank returns while others wait for it, they get MT_ERR_PEER. Returns
    MT_SUCCESS when no rank failed. Otherwise returns the status of the lowest rank that failed with an error other than
-   MT_ERR_PEER, or MT_ERR_PEER when no rank failed with another error. Errors of mt_launch itself: MT_ERR_ARGUMENT
-   (rank_main is NULL, a value of desc is out of range), MT_ERR_MEMORY, MT_ERR_SYSTEM (no thread for a rank).
+   MT_ERR_PEER, or MT_ERR_PEER when no rank failed with another error. The logger gets the message of each rank that
+   failed; an error that several ranks have is reported once, with their number. Errors of mt_launch itself:
+   MT_ERR_ARGUMENT (rank_main is NULL, a value of desc is out of range), MT_ERR_MEMORY, MT_ERR_SYSTEM (no thread for a
+   rank).
    mt_launch cannot end a thread that does not return. When one rank has failed, and another rank has not returned
    timeout_s later (at least 5 s), mt_launch calls desc->stuck, which should end the process with _exit. If stuck
    returns, mt_launch goes on waiting.
@@ -6704,19 +6706,37 @@ static void mti_launch_say(const mt_launch_desc *desc, const char *format, ...) 
     else fprintf(stderr, "%s\n", text);
 }
 
+/* Counts the ranks behind `first` that have failed with its message and were not reported, and notes that they are.
+   Ranks that have lost another one are reported one by one. */
+static int mti_ranks_say_the_same(mti_rank *first, mti_rank *end) {
+    int same = 0;
+    mti_rank *rank;
+    if (first->status == MT_ERR_PEER || first->status == MT_ERR_TIMEOUT) return 0;
+    for (rank = first + 1; rank < end; rank++) {
+        if (!rank->ended || rank->told || rank->status != first->status) continue;
+        if (strcmp(mti_rank_sentence(rank), mti_rank_sentence(first)) != 0) continue;
+        rank->told++;
+        same++;
+    }
+    return same;
+}
+
 /* Reports the ranks that have failed, and returns the status of the first one. Ranks with MT_ERR_PEER come last,
-   because another rank's failure has usually caused theirs. */
+   because another rank's failure has usually caused theirs. A refusal that several ranks have is reported once. */
 static mt_status mti_launch_report(const mt_launch_desc *desc, mti_rank *ranks, int count) {
     mt_status first = MT_SUCCESS;
-    int secondary, r;
+    int secondary, r, same;
+    char more[64];
     for (secondary = 0; secondary < 2; secondary++) {
         for (r = 0; r < count; r++) {
             mti_rank *rank = &ranks[r];
             if (!rank->ended || rank->status == MT_SUCCESS || (rank->status == MT_ERR_PEER) != secondary) continue;
             MT_KEEP(first, rank->status);
             if (rank->told++) continue;
-            mti_launch_say(desc, "rank %d of %d: %s: %s", rank->rank, rank->world->size, mt_status_name(rank->status),
-                           mti_rank_sentence(rank));
+            same = mti_ranks_say_the_same(rank, ranks + count);
+            snprintf(more, sizeof more, " (%d more rank%s with the same error)", same, same == 1 ? "" : "s");
+            mti_launch_say(desc, "rank %d of %d: %s: %s%s", rank->rank, rank->world->size, mt_status_name(rank->status),
+                           mti_rank_sentence(rank), same > 0 ? more : "");
         }
     }
     return first;

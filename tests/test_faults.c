@@ -616,6 +616,26 @@ static void test_launch_arguments(void **state) {
 }
 
 #if !TEST_OVER_MPI
+/* Ranks 1 and 2 refuse alike, rank 0 with other words, and rank 3 waits for them. */
+static mt_status refusing_rank(mt_comm *world, void *user) {
+    mt_context *ctx = new_context(world);
+    int rank = mt_comm_rank(world);
+    mt_status status = rank == 3 ? mt_barrier(ctx, world) : mt_fail(ctx, MT_ERR_SHAPE, "hidden is %d", rank ? 5 : 4);
+    (void)user;
+    mt_context_destroy(ctx);
+    return status;
+}
+
+static void test_a_refusal_is_reported_once(void **state) {
+    fault f;
+    (void)state;
+    assert_int_equal(launch_fault(&f, 0, 4, 5, refusing_rank), MT_ERR_SHAPE);
+    assert_string_equal(f.lines[0], "rank 0 of 4: MT_ERR_SHAPE: hidden is 4");
+    assert_string_equal(f.lines[1], "rank 1 of 4: MT_ERR_SHAPE: hidden is 5 (1 more rank with the same error)");
+    assert_said(f.lines[2], "rank 3 of 4: MT_ERR_PEER");
+    assert_string_equal(f.lines[3], "");
+}
+
 static void test_no_threads(void **state) {
     fault f;
     int allowed;
@@ -714,6 +734,7 @@ int main(void) {
         cmocka_unit_test(test_arguments),
         cmocka_unit_test(test_launch_arguments),
 #if !TEST_OVER_MPI
+        cmocka_unit_test(test_a_refusal_is_reported_once),
         cmocka_unit_test(test_no_threads),
 #endif
         cmocka_unit_test(test_leaving_without_launcher),
