@@ -14,6 +14,7 @@ typedef enum kind { MLP, ATTENTION, LAYER } kind;
 typedef enum bias_kind {
     NO_BIAS,
     MASK,      /* boolean, one for all sequences and heads */
+    FULL_MASK, /* boolean, one for each sequence and head */
     ONE_BIAS,  /* one for all sequences and heads, with a gradient */
     HEAD_BIAS, /* one for each head, with a gradient */
     FULL_BIAS  /* one for each sequence and head, with a gradient */
@@ -40,7 +41,7 @@ typedef struct block {
     mt_transformer_layer layer;
     mt_batch batch;
     int32_t cu_seqlens[DOCUMENTS + 1];
-    uint8_t mask[12 * 12];
+    uint8_t mask[2 * 8 * 12 * 12];
     int64_t hidden;
     int sequence_parallel;
 } block;
@@ -66,15 +67,18 @@ static int64_t block_heads(const block *b) { return b->c->kind == LAYER ? b->c->
 static void set_bias(block *b) {
     mt_batch *batch = &b->batch;
     int64_t rows, n;
-    batch->bias_heads = b->c->bias >= HEAD_BIAS ? block_heads(b) : 1;
-    batch->bias_batch = b->c->bias == FULL_BIAS ? batch->sequences : 1;
+    int is_mask = b->c->bias == MASK || b->c->bias == FULL_MASK,
+        full = b->c->bias == FULL_MASK || b->c->bias == FULL_BIAS;
+    batch->bias_heads = full || b->c->bias == HEAD_BIAS ? block_heads(b) : 1;
+    batch->bias_batch = full ? batch->sequences : 1;
     rows = batch->bias_batch * batch->bias_heads * batch->seq;
     n = rows * batch->seq;
     batch->attention_bias = mt_tensor_f32(test_noise(b->r, n, 50, 1.0f), rows, batch->seq);
     batch->attention_dbias = mt_tensor_f32(test_floats(b->r, n, 0.0f), rows, batch->seq);
-    if (b->c->bias != MASK) return;
+    if (!is_mask) return;
     for (int64_t i = 0; i < n; i++)
-        b->mask[i] = i % batch->seq == i / batch->seq || ((const float *)batch->attention_bias.data)[i] > -0.5f;
+        b->mask[i] =
+            i % batch->seq == i / batch->seq % batch->seq || ((const float *)batch->attention_bias.data)[i] > -0.5f;
     batch->attention_bias = mt_tensor_make(b->mask, MT_U8, rows, batch->seq);
     batch->attention_dbias = mt_none();
 }
@@ -217,6 +221,8 @@ static const block_case cases[] = {
     {"attention, 2 groups of 6 heads with ALiBi", ATTENTION,
      .attention = {.hidden = 24, .heads = 12, .kv_heads = 2, .alibi = 1}, .bias = ONE_BIAS},
     {"attention, mask", ATTENTION, .attention = {ATT_MHA, .mask = MT_MASK_BIDIRECTIONAL}, .bias = MASK},
+    {"attention, groups, a mask for each sequence and head", ATTENTION, .attention = {ATT_GQA, .dropout = 0.1f},
+     .bias = FULL_MASK},
     {"attention, 5 heads, a bias for each", ATTENTION, .attention = {.hidden = 20, .heads = 5, .dropout = 0.1f},
      .bias = HEAD_BIAS},
     {"attention, separate, a bias for each sequence and head", ATTENTION,

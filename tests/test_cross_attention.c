@@ -310,6 +310,41 @@ static void test_pytorch(void **state) {
         for (int sp = 0; sp <= 1; sp++) test_launch(ranks, golden_rank, &sp);
 }
 
+/* ---- masks ------------------------------------------------------------------------------------------------------- */
+
+/* A boolean mask, of all or for each sequence and head, gives the bits of a bias that is 0 or -INFINITY. */
+static void test_masks(void **state) {
+    static const cross_case c = {"masks", {.hidden = 16, .heads = 4, .kv_heads = 2, .dropout = 0.1f}, 6, 10, {10, 7}};
+    static outcome want;
+    uint8_t bytes[SEQUENCES * 4 * 6 * 10];
+    test_rank r;
+    cross b;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, cross_open(&b, &c, &r, 0, MT_F32));
+    for (int i = 0; i < 4; i++) {
+        const int full = i / 2, boolean = i % 2;
+        int64_t rows = full ? SEQUENCES * 4 * 6 : 6, n = rows * 10;
+        float *bias = test_noise(&r, n, 9, 1.0f);
+        size_t mark = mt_arena_mark(r.ctx);
+        pass p;
+        for (int64_t k = 0; k < n; k++) {
+            bytes[k] = bias[k] > -0.4f;
+            bias[k] = bytes[k] ? 0.0f : -INFINITY;
+        }
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, pass_open(&b, 0, SEQUENCES, &p));
+        p.memory_batch.bias_batch = full ? SEQUENCES : 1;
+        p.memory_batch.bias_heads = full ? 4 : 1;
+        p.memory_batch.attention_bias =
+            boolean ? mt_tensor_make(bytes, MT_U8, rows, 10) : mt_tensor_f32(bias, rows, 10);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, pass_forward(&b, &p, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, pass_backward(&b, &p));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, record_pass(&b, &p, &want, !boolean, 0));
+        mt_arena_release(r.ctx, mark);
+    }
+    test_paper_rank_close(&r);
+}
+
 /* ---- every split against one rank -------------------------------------------------------------------------------- */
 
 static const cross_case split_cases[] = {
@@ -1193,6 +1228,7 @@ int main(void) {
         cmocka_unit_test(test_every_split),
         cmocka_unit_test(test_no_gradients_of_inputs),
         cmocka_unit_test(test_the_same_bits),
+        cmocka_unit_test(test_masks),
         cmocka_unit_test(test_finite_differences),
         cmocka_unit_test(test_of_x_with_itself),
         cmocka_unit_test(test_inference),
