@@ -189,7 +189,7 @@ static mt_gpt_desc model_of(const options *o, const mt_gpt_desc *origin) {
                                .rotary_form = origin->layer.rotary_form,
                                .rotary_dim = origin->layer.rotary_dim,
                                .window = (int64_t)o->window,
-                               .softcap = o->softcap > 0 ? (float)o->softcap : origin->layer.softcap,
+                               .softcap = (float)o->softcap,
                                .alibi = o->alibi,
                                .sequence_parallel = o->sequence_parallel,
                                .recompute = (mt_recompute)o->recompute},
@@ -367,6 +367,16 @@ static void take_switch(job *job, const char *from, const char *name, int theirs
     memcpy(field(f, &job->o), &theirs, sizeof theirs);
 }
 
+/* A number of which 0 means none: a flag of 0 also contradicts a model that has it. */
+static void take_limit(job *job, const char *from, const char *name, double theirs) {
+    const flag *f = flag_of(name);
+    double ours;
+    memcpy(&ours, field(f, &job->o), sizeof ours);
+    if (*given(&job->o, f) && (float)ours != (float)theirs)
+        refuse_later(job, "--%s is %.15g, the model in %s has %.9g", name, ours, from, theirs);
+    memcpy(field(f, &job->o), &theirs, sizeof theirs);
+}
+
 /* The positions of a model with rotary or ALiBi are not fixed. */
 static void take_positions(job *job, const char *from) {
     options *o = &job->o;
@@ -389,7 +399,8 @@ static void take_shape(job *job, const char *from) {
     take_number(job, from, "vocab", d->vocab, "tokens in its vocabulary");
     take_switch(job, from, "rotary", l->rotary_base > 0, "learned positions");
     take_switch(job, from, "alibi", l->alibi, "other positions");
-    take_number(job, from, "window", l->window, "tokens in its window");
+    take_limit(job, from, "window", (double)l->window);
+    take_limit(job, from, "softcap", (double)l->softcap);
     take_switch(job, from, "rmsnorm", l->norm == MT_RMS_NORM, "layer normalisation");
     take_switch(job, from, "untied", d->untied_head, "an output head that is its embedding");
     take_positions(job, from);

@@ -29,7 +29,7 @@ embeds() {
 }
 
 every_split() {
-    for flags in "--tp 1" "--tp 2 --batch 1" "--tp 3 --batch 2" "--tp 4 --batch 4096"; do
+    for flags in "--tp 1" "--tp 2 --batch 1" "--tp 3 --batch 2" "--tp 8" "--tp 4 --batch 4096"; do
         # shellcheck disable=SC2086  # a list of flags
         embeds split $flags && near "$build/split.txt" $vectors || return 1
     done
@@ -97,7 +97,7 @@ refusals() {
 }
 
 check "embed builds" "$CC" -O2 -I. examples/embed.c -o "$build/embed" -lm -lpthread
-check "embed: the vectors of transformers, on 1, 2, 3 and 4 ranks" every_split
+check "embed: the vectors of transformers, on 1, 2, 3, 4 and 8 ranks" every_split
 check "embed: vectors that are not normalised" not_normalised
 check "embed: vectors in a safetensors file" to_a_file
 check "embed: what it refuses" refusals

@@ -514,14 +514,15 @@ typedef struct golden_case {
     float softcap;
     int alibi, documents;
     int64_t bias_batch, bias_heads;
+    int mask; /* 1: the bias is a boolean mask */
 } golden_case;
 
 static const golden_case golden_cases[] = {
-    {"cross", 5, 9, 1, 0, 0, 0, 0, 0, 0},       {"later", 3, 9, 0, 0, 0, 0, 0, 0, 0},
-    {"window", 10, 10, 0, 4, 0, 0, 0, 0, 0},    {"local", 10, 10, 1, 3, 0, 0, 0, 0, 0},
-    {"softcap", 10, 10, 0, 0, 2, 0, 0, 0, 0},   {"alibi", 10, 10, 0, 0, 0, 1, 0, 0, 0},
-    {"documents", 10, 10, 0, 0, 0, 0, 1, 0, 0}, {"bias", 10, 10, 1, 0, 0, 0, 0, 1, 4},
-    {"together", 10, 10, 0, 6, 3, 1, 1, 2, 1}};
+    {"cross", 5, 9, 1, 0, 0, 0, 0, 0, 0, 0},       {"later", 3, 9, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"window", 10, 10, 0, 4, 0, 0, 0, 0, 0, 0},    {"local", 10, 10, 1, 3, 0, 0, 0, 0, 0, 0},
+    {"softcap", 10, 10, 0, 0, 2, 0, 0, 0, 0, 0},   {"alibi", 10, 10, 0, 0, 0, 1, 0, 0, 0, 0},
+    {"documents", 10, 10, 0, 0, 0, 0, 1, 0, 0, 0}, {"bias", 10, 10, 1, 0, 0, 0, 0, 1, 4, 0},
+    {"together", 10, 10, 0, 6, 3, 1, 1, 2, 1, 0},  {"mask", 10, 10, 0, 0, 0, 0, 0, 2, 4, 1}};
 
 /* Reads a tensor of a case as a matrix of rows with `cols` elements. */
 static mt_tensor golden(const mt_safetensors *file, const char *name, const char *part, int64_t cols) {
@@ -536,7 +537,16 @@ static mt_tensor golden(const mt_safetensors *file, const char *name, const char
     return m;
 }
 
+/* The boolean mask of a case. */
+static mt_tensor golden_mask(const mt_safetensors *file, const golden_case *c, unsigned char *seen) {
+    mt_tensor m = golden(file, c->name, "mask", c->kv_seq);
+    int64_t i;
+    for (i = 0; i < m.rows * m.cols; i++) seen[i] = ((const float *)m.data)[i] != 0.0f;
+    return mt_tensor_make(seen, MT_U8, m.rows, m.cols);
+}
+
 static void test_golden(void **state) {
+    unsigned char seen[2 * 4 * 10 * 10];
     static const float slopes[] = {0.5f, 0.25f, 0.125f, 0.0625f};
     static const int32_t documents[] = {0, 4, 10, 13, 20};
     mt_safetensors *file;
@@ -551,18 +561,19 @@ static void test_golden(void **state) {
         if (c->alibi) s.alibi_slopes = slopes;
         if (c->documents) s.cu_seqlens = documents, s.documents = 4;
         s.bias_batch = c->bias_batch, s.bias_heads = c->bias_heads;
-        if (c->bias_batch) s.bias = golden(file, c->name, "bias", c->kv_seq);
+        if (c->mask) s.bias = golden_mask(file, c, seen);
+        else if (c->bias_batch) s.bias = golden(file, c->name, "bias", c->kv_seq);
         x.q = golden(file, c->name, "q", 16), x.k = golden(file, c->name, "k", 8);
         x.v = golden(file, c->name, "v", 8), x.dout = golden(file, c->name, "dout", 16);
         x.out = ref_guarded(x.q.rows, 16, 0), x.lse = ref_guarded(4, x.q.rows, 0), x.dq = ref_guarded(x.q.rows, 16, 0);
         x.dk = ref_guarded(x.k.rows, 8, 0), x.dv = ref_guarded(x.k.rows, 8, 0), x.dbias = mt_none();
-        if (c->bias_batch) x.dbias = ref_filled(s.bias.rows, s.bias.cols, 0, 0.0f);
+        if (c->bias_batch && !c->mask) x.dbias = ref_filled(s.bias.rows, s.bias.cols, 0, 0.0f);
         run(&s, &x);
         ASSERT_CLOSE(x.out, ref_values(golden(file, c->name, "out", 16)), 2e-6, 1e-6);
         ASSERT_CLOSE(x.dq, ref_values(golden(file, c->name, "dq", 16)), 5e-6, 1e-6);
         ASSERT_CLOSE(x.dk, ref_values(golden(file, c->name, "dk", 8)), 5e-6, 1e-6);
         ASSERT_CLOSE(x.dv, ref_values(golden(file, c->name, "dv", 8)), 5e-6, 1e-6);
-        if (c->bias_batch) ASSERT_CLOSE(x.dbias, ref_values(golden(file, c->name, "dbias", s.bias.cols)), 5e-6, 1e-6);
+        if (x.dbias.data) ASSERT_CLOSE(x.dbias, ref_values(golden(file, c->name, "dbias", s.bias.cols)), 5e-6, 1e-6);
         ref_release();
     }
     mt_safetensors_close(file);

@@ -756,7 +756,7 @@ static void test_positions(void **state) {
 static void test_shape_of_a_model(void **state) {
     static const char *const run = "--data %s --batch 4 --seq 16 --steps %d --warmup 0 --sample 0 --eval-interval 0 ";
     static const char *const shape = "--layers 2 --hidden 32 --heads 8 --kv-heads 4 --ffn 44 --activation swiglu "
-                                     "--rmsnorm --rotary --untied --vocab 300 ";
+                                     "--rmsnorm --rotary --untied --vocab 300 --window 6 --softcap 20.1 ";
     static const char *const bad[][2] = {{"--layers 4", "--layers is 4, the model in |has 2 layers"},
                                          {"--hidden 64", "--hidden is 64, the model in |has 32 hidden features"},
                                          {"--heads 4", "--heads is 4, the model in |has 8 heads"},
@@ -766,6 +766,10 @@ static void test_shape_of_a_model(void **state) {
                                          {"--activation gelu", "--activation is gelu, the model in |has swiglu"},
                                          {"--activation relu", "--activation is relu, the model in |has swiglu"},
                                          {"--activation tanh", "--activation is tanh, the model in |has swiglu"},
+                                         {"--window 0", "--window is 0, the model in |has 6"},
+                                         {"--softcap 0", "--softcap is 0, the model in |has 20.1"},
+                                         {"--softcap 20", "--softcap is 20, the model in |has 20.1"},
+                                         {"--alibi", "--alibi is given, the model in |has other positions"},
                                          {"--config gpt2-1.2b --tp 2", "--layers is 40, the model in |has 2 layers"}};
     char words[WORDS], start[WORDS], c[SCRATCH_PATH], text[4096];
     double whole[8], again[8];

@@ -3,9 +3,10 @@
     python tests/golden/make_attention.py
 
 Case CASE has the tensors CASE.q, CASE.k, CASE.v, CASE.dout, CASE.out, CASE.dq, CASE.dk, CASE.dv, all [batch, tokens,
-heads, head_dim], and CASE.bias and CASE.dbias where it has a bias. Each case without a soft cap is one call of
-torch.nn.functional.scaled_dot_product_attention, whose attn_mask holds the window, the documents, ALiBi and the bias.
-Cases with a soft cap are written out. Computed in float64 from float32 inputs. Created with PyTorch 2.15.0.
+heads, head_dim]. It has CASE.bias and CASE.dbias with a bias, and CASE.mask (0: hidden) with a boolean mask. Each case
+without a soft cap is one call of torch.nn.functional.scaled_dot_product_attention, whose attn_mask holds the window,
+the documents, ALiBi and the bias, or the mask. Cases with a soft cap are written out. Computed in float64 from float32
+inputs. Created with PyTorch 2.15.0.
 """
 
 import os
@@ -52,7 +53,7 @@ def attention(q, k, v, changes, softcap):
     return torch.softmax(softcap * torch.tanh(scores / softcap) + changes, -1) @ v
 
 
-def case(seq, kv_seq, causal, window=0, softcap=0.0, alibi=False, documents=None, bias_shape=None):
+def case(seq, kv_seq, causal, window=0, softcap=0.0, alibi=False, documents=None, bias_shape=None, mask_shape=None):
     q, k, v = noise(BATCH, seq, HEADS, DIM), noise(BATCH, kv_seq, GROUPS, DIM), noise(BATCH, kv_seq, GROUPS, DIM)
     dout, values = noise(BATCH, seq, HEADS, DIM), [q, k, v]
     if bias_shape:
@@ -65,10 +66,15 @@ def case(seq, kv_seq, causal, window=0, softcap=0.0, alibi=False, documents=None
     if bias_shape:
         changes = changes + values[3]
     changes = changes.masked_fill(~visible(seq, kv_seq, causal, window, documents), float("-inf"))
+    if mask_shape:
+        mask = (noise(*mask_shape, seq, kv_seq) > -0.5) | torch.eye(seq, kv_seq, dtype=torch.bool)
+        changes = mask & visible(seq, kv_seq, causal, window, documents)  # boolean: PyTorch hides where it is False
     out = attention(*[x.transpose(1, 2) for x in values[:3]], changes, softcap).transpose(1, 2)
     grads = torch.autograd.grad((out * dout).sum(), values)
     names = ["q", "k", "v", "bias"][:len(values)]
     result = {**dict(zip(names, values)), "out": out, "dout": dout}
+    if mask_shape:
+        result["mask"] = mask
     return {**result, **{"d" + name: grad for name, grad in zip(names, grads)}}
 
 
@@ -82,6 +88,7 @@ cases = {
     "documents": case(10, 10, True, documents=DOCUMENTS),
     "bias": case(10, 10, False, bias_shape=(1, HEADS)),
     "together": case(10, 10, True, window=6, softcap=3.0, alibi=True, documents=DOCUMENTS, bias_shape=(BATCH, 1)),
+    "mask": case(10, 10, True, mask_shape=(BATCH, HEADS)),
 }
 tensors = {f"{name}.{key}": x.detach().float().contiguous() for name, one in cases.items() for key, x in one.items()}
 save_file(tensors, os.path.join(os.path.dirname(os.path.abspath(__file__)), "attention.safetensors"))
