@@ -1354,15 +1354,22 @@ static mt_status mti_attention_buffer(mt_context *ctx, mt_params *params, int64_
     return MT_SUCCESS;
 }
 
-/* The number of query groups of the model, or of their pieces, that are not empty on this rank. */
-static int64_t mti_attention_used_groups(const mt_self_attention *a) {
-    return mt_max(0, mt_min(a->groups, a->desc.kv_heads * a->pieces - a->first_group));
+/* The number of groups that are not empty on a rank with places for `groups` groups, which begin with number `first`.
+   all is the number of groups of the model. */
+static int64_t mti_used_groups(int64_t groups, int64_t first, int64_t all) {
+    return mt_max(0, mt_min(groups, all - first));
+}
+
+/* The number of query heads in the non-empty groups of this rank. */
+static int64_t mti_attention_heads_here(const mt_self_attention *a) {
+    int64_t all = a->desc.kv_heads * a->pieces;
+    return mti_used_groups(a->groups, a->first_group, all) * (a->desc.heads / all);
 }
 
 /* Makes the tables of rotary and of ALiBi. Without a registry (params NULL), the caller sets them. */
 static mt_status mti_attention_tables(mt_context *ctx, mt_params *params, mt_self_attention *out) {
     const mt_self_attention_desc *d = &out->desc;
-    int64_t each = d->heads / (d->kv_heads * out->pieces), heads = mti_attention_used_groups(out) * each;
+    int64_t heads = mti_attention_heads_here(out), first = out->first_group * (d->heads / (d->kv_heads * out->pieces));
     if (!params) return MT_SUCCESS;
     if (d->rotary_base > 0.0f) {
         MT_TRY(mti_attention_buffer(ctx, params, d->max_seq, mti_attention_rotary_dim(d), &out->rotary));
@@ -1370,7 +1377,7 @@ static mt_status mti_attention_tables(mt_context *ctx, mt_params *params, mt_sel
     }
     if (!d->alibi || heads == 0) return MT_SUCCESS;
     MT_TRY(mti_attention_buffer(ctx, params, 1, heads, &out->alibi_slopes));
-    return mt_alibi_slopes(ctx, d->heads, out->first_group * each, out->alibi_slopes);
+    return mt_alibi_slopes(ctx, d->heads, first, out->alibi_slopes);
 }
 
 /* What the layers of an attention block are made from, besides a desc of each kind of layer. */
@@ -1519,7 +1526,7 @@ static mt_attention_desc mti_rank_attention(int64_t groups, int tp_rank, int64_t
     memset(&s, 0, sizeof s);
     s.batch = batch->sequences;
     s.seq = batch->seq;
-    s.groups = mt_max(0, mt_min(groups, all - first)); /* without the empty groups */
+    s.groups = mti_used_groups(groups, first, all);
     s.heads_per_group = heads_per_group;
     s.head_dim = head_dim;
     s.qkv_layout = qkv_layout;
@@ -2032,7 +2039,7 @@ MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_atten
 /* Takes the slopes of ALiBi from the caller's tensors. */
 static mt_status mti_own_slopes(mt_context *ctx, const char *function, const mt_self_attention_tensors *tensors,
                                 mt_self_attention *out) {
-    int64_t heads = mti_attention_used_groups(out) * (out->desc.heads / out->desc.kv_heads);
+    int64_t heads = mti_attention_heads_here(out);
     out->alibi_slopes = tensors->alibi_slopes;
     if (out->desc.alibi && !tensors->alibi_slopes.data)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: alibi is 1, but alibi_slopes is mt_none()", function);
@@ -2475,13 +2482,11 @@ static mt_status mti_cross_saved_check(mt_context *ctx, const char *function, co
     return mt_check_activation(ctx, function, w, "saved out", s->out, queries, a->proj.local_features);
 }
 
-/* Checks that dx or dmemory does not overlap what backward reads. */
+/* Checks that dx or dmemory overlaps neither what backward reads nor attention_dbias. */
 static mt_status mti_cross_apart(mt_context *ctx, const char *function, const mt_cross_attention_saved *saved,
                                  mt_tensor dy, const char *name, mt_tensor d) {
-    mt_tensor dbias = saved->memory_batch.attention_dbias;
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, name, d));
-    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", dbias, "dy", dy));
-    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", dbias, name, d));
+    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", saved->memory_batch.attention_dbias, name, d));
     MT_TRY(mt_check_apart(ctx, function, "saved x", saved->query_in.x, name, d));
     return mt_check_apart(ctx, function, "saved memory", saved->memory_in.x, name, d);
 }
@@ -2497,6 +2502,7 @@ static mt_status mti_cross_backward_check(mt_context *ctx, const char *function,
     if (dmemory.data) MT_TRY(mti_tokens_check(ctx, function, &a->proj, keys, "dmemory", dmemory, a->desc.kv_hidden));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dx", dx));
     MT_TRY(mt_check_sent(ctx, function, a->proj.tp, sp, "dy", dy, "dmemory", dmemory));
+    MT_TRY(mt_check_apart(ctx, function, "attention_dbias", keys->attention_dbias, "dy", dy));
     MT_TRY(mti_cross_apart(ctx, function, saved, dy, "dx", dx));
     MT_TRY(mti_cross_apart(ctx, function, saved, dy, "dmemory", dmemory));
     MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dmemory", dmemory));

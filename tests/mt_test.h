@@ -87,7 +87,14 @@ static inline int32_t test_ignored(int32_t ignore_index) {
 #endif
 
 #if defined(MT_COMM_H)
-/* Returns t with another data type, of the same memory. */
+/* Return t with another shape, or with another data type, of the same memory. */
+static inline mt_tensor with_shape(mt_tensor t, int64_t rows, int64_t cols, int64_t ld) {
+    t.rows = rows;
+    t.cols = cols;
+    t.ld = ld;
+    return t;
+}
+
 static inline mt_tensor with_dtype(mt_tensor t, mt_dtype dtype) {
     t.dtype = dtype;
     return t;

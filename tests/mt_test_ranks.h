@@ -199,6 +199,9 @@ static inline void test_paper_rank(int ranks, int rank, mt_grid_desc shape, cons
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, test_rank_open(world, shape, where, out));
 }
 
+/* Opens rank 1 of 4 tensor parallel ranks. */
+static inline void open_quarter(test_rank *r) { test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, r); }
+
 static inline void test_paper_rank_close(test_rank *r) {
     mt_comm *world = r->world;
     test_rank_close(r);

@@ -2043,8 +2043,6 @@ static void test_qkv_refuses(void **state) {
 /* ---- bad input --------------------------------------------------------------------------------------------------- */
 
 /* Rank 1 of a meta tensor group of 4 ranks: arguments are checked before any communication. */
-static void open_quarter(test_rank *r) { test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, r); }
-
 #define HUGE_SIZE (INT64_MAX / 2)
 
 static void test_mlp_create_refuses(void **state) {
@@ -2232,11 +2230,7 @@ static void test_layer_create_refuses(void **state) {
 }
 
 static mt_tensor with(mt_tensor t, int64_t rows, int64_t cols, int64_t ld, mt_dtype dtype) {
-    t.rows = rows;
-    t.cols = cols;
-    t.ld = ld;
-    t.dtype = dtype;
-    return t;
+    return with_dtype(with_shape(t, rows, cols, ld), dtype);
 }
 
 /* batch may be NULL for an MLP, which takes none. b is not changed. */

@@ -997,8 +997,6 @@ static void test_memory(void **state) {
 
 /* ---- refusals ---------------------------------------------------------------------------------------------------- */
 
-static void open_quarter(test_rank *r) { test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, r); }
-
 static void test_create_refuses(void **state) {
     static const struct {
         mt_cross_attention_desc desc;
@@ -1068,13 +1066,6 @@ static mt_status backward_of(const call *c) {
     return mt_cross_attention_backward(c->ctx, c->a, c->p.dy, c->p.dx, c->p.dmemory, &saved);
 }
 
-static mt_tensor with(mt_tensor t, int64_t rows, int64_t cols, int64_t ld) {
-    t.rows = rows;
-    t.cols = cols;
-    t.ld = ld;
-    return t;
-}
-
 /* Calls `call` with *PLACE = VALUE, which it must refuse. */
 #define REFUSED_WITH(status, words, call, place, ...)                                                                  \
     do {                                                                                                               \
@@ -1123,16 +1114,17 @@ static void forwards_are_refused(const call *from) {
     REFUSED_WITH(MT_ERR_DTYPE, "x is bf16", forward_of, x, with_dtype(x, MT_BF16));
     REFUSED_WITH(MT_ERR_DTYPE, "memory is f16", forward_of, memory, with_dtype(memory, MT_F16));
     REFUSED_WITH(MT_ERR_DTYPE, "y is i32", forward_of, y, with_dtype(y, MT_I32));
-    REFUSED_WITH(MT_ERR_SHAPE, "x is|15]|16]", forward_of, x, with(x, x.rows, 15, 16));
-    REFUSED_WITH(MT_ERR_SHAPE, "memory is|16]|12]", forward_of, memory, with(memory, memory.rows, 16, 16));
-    REFUSED_WITH(MT_ERR_SHAPE, "y is", forward_of, y, with(y, y.rows - 1, 16, 16));
-    REFUSED_WITH(MT_ERR_SHAPE, "y|ld 20|contiguous", forward_of, y, with(y, y.rows, 16, 20));
-    REFUSED_WITH(MT_ERR_ARGUMENT, "memory is|data is NULL", forward_of, memory, with(mt_none(), memory.rows, 12, 12));
+    REFUSED_WITH(MT_ERR_SHAPE, "x is|15]|16]", forward_of, x, with_shape(x, x.rows, 15, 16));
+    REFUSED_WITH(MT_ERR_SHAPE, "memory is|16]|12]", forward_of, memory, with_shape(memory, memory.rows, 16, 16));
+    REFUSED_WITH(MT_ERR_SHAPE, "y is", forward_of, y, with_shape(y, y.rows - 1, 16, 16));
+    REFUSED_WITH(MT_ERR_SHAPE, "y|ld 20|contiguous", forward_of, y, with_shape(y, y.rows, 16, 20));
+    REFUSED_WITH(MT_ERR_ARGUMENT, "memory is|data is NULL", forward_of, memory,
+                 with_shape(mt_none(), memory.rows, 12, 12));
     REFUSED_WITH(MT_ERR_ARGUMENT, "x [|and y|overlap", forward_of, y, x);
-    REFUSED_WITH(MT_ERR_ARGUMENT, "memory [|and y|overlap", forward_of, y, with(memory, y.rows, 16, 16));
+    REFUSED_WITH(MT_ERR_ARGUMENT, "memory [|and y|overlap", forward_of, y, with_shape(memory, y.rows, 16, 16));
     if (!good.a->desc.sequence_parallel) return;
-    REFUSED_WITH(MT_ERR_SHAPE, "x|ld 20|contiguous", forward_of, x, with(x, x.rows, 16, 20));
-    REFUSED_WITH(MT_ERR_SHAPE, "memory|ld 20|contiguous", forward_of, memory, with(memory, memory.rows, 12, 20));
+    REFUSED_WITH(MT_ERR_SHAPE, "x|ld 20|contiguous", forward_of, x, with_shape(x, x.rows, 16, 20));
+    REFUSED_WITH(MT_ERR_SHAPE, "memory|ld 20|contiguous", forward_of, memory, with_shape(memory, memory.rows, 12, 20));
     REFUSED_WITH(MT_ERR_SHAPE, "18 tokens|4 tensor ranks", forward_of, memory_batch.seq, 9);
 }
 
@@ -1149,27 +1141,30 @@ static void backwards_are_refused(const call *from) {
     assert_int_equal(backward_of(&c), MT_ERR_ARGUMENT);
     REFUSED_WITH(MT_ERR_DTYPE, "dy is bf16", backward_of, dy, with_dtype(dy, MT_BF16));
     REFUSED_WITH(MT_ERR_DTYPE, "dmemory is bf16", backward_of, dmemory, with_dtype(dmemory, MT_BF16));
-    REFUSED_WITH(MT_ERR_SHAPE, "dx is|15]", backward_of, dx, with(dx, dx.rows, 15, 16));
-    REFUSED_WITH(MT_ERR_SHAPE, "dmemory is|11]", backward_of, dmemory, with(dmemory, dmemory.rows, 11, 12));
-    REFUSED_WITH(MT_ERR_ARGUMENT, "dy is|data is NULL", backward_of, dy, with(mt_none(), dy.rows, 16, 16));
-    REFUSED_WITH(MT_ERR_SHAPE, "dx|ld 20|contiguous", backward_of, dx, with(dx, dx.rows, 16, 20));
-    REFUSED_WITH(MT_ERR_SHAPE, "dmemory|ld 20|contiguous", backward_of, dmemory, with(dmemory, dmemory.rows, 12, 20));
+    REFUSED_WITH(MT_ERR_SHAPE, "dx is|15]", backward_of, dx, with_shape(dx, dx.rows, 15, 16));
+    REFUSED_WITH(MT_ERR_SHAPE, "dmemory is|11]", backward_of, dmemory, with_shape(dmemory, dmemory.rows, 11, 12));
+    REFUSED_WITH(MT_ERR_ARGUMENT, "dy is|data is NULL", backward_of, dy, with_shape(mt_none(), dy.rows, 16, 16));
+    REFUSED_WITH(MT_ERR_SHAPE, "dx|ld 20|contiguous", backward_of, dx, with_shape(dx, dx.rows, 16, 20));
+    REFUSED_WITH(MT_ERR_SHAPE, "dmemory|ld 20|contiguous", backward_of, dmemory,
+                 with_shape(dmemory, dmemory.rows, 12, 20));
     REFUSED_WITH(MT_ERR_ARGUMENT, "dy [|and dx|overlap", backward_of, dx, dy);
     REFUSED_WITH(MT_ERR_ARGUMENT, "saved x [|and dx|overlap", backward_of, dx, good.p.x);
     REFUSED_WITH(MT_ERR_ARGUMENT, "saved memory [|and dx|overlap", backward_of, dx,
-                 with(good.p.memory, dx.rows, 16, 16));
-    REFUSED_WITH(MT_ERR_ARGUMENT, "dy [|and dmemory|overlap", backward_of, dmemory, with(dy, dmemory.rows, 12, 12));
+                 with_shape(good.p.memory, dx.rows, 16, 16));
+    REFUSED_WITH(MT_ERR_ARGUMENT, "dy [|and dmemory|overlap", backward_of, dmemory,
+                 with_shape(dy, dmemory.rows, 12, 12));
     REFUSED_WITH(MT_ERR_ARGUMENT, "saved x [|and dmemory|overlap", backward_of, dmemory,
-                 with(good.p.x, dmemory.rows, 12, 12));
+                 with_shape(good.p.x, dmemory.rows, 12, 12));
     REFUSED_WITH(MT_ERR_ARGUMENT, "saved memory [|and dmemory|overlap", backward_of, dmemory, good.p.memory);
-    REFUSED_WITH(MT_ERR_ARGUMENT, "dx [|and dmemory|overlap", backward_of, dmemory, with(dx, dmemory.rows, 12, 12));
-    REFUSED_WITH(MT_ERR_SHAPE, "saved q", backward_of, saved.q, with(good.p.saved.q, 11, 4, 4));
-    REFUSED_WITH(MT_ERR_SHAPE, "saved k", backward_of, saved.k, with(good.p.saved.k, 20, 3, 4));
-    REFUSED_WITH(MT_ERR_SHAPE, "saved v", backward_of, saved.v, with(good.p.saved.v, 19, 4, 4));
-    REFUSED_WITH(MT_ERR_SHAPE, "saved out", backward_of, saved.out, with(good.p.saved.out, 12, 3, 4));
-    REFUSED_WITH(MT_ERR_SHAPE, "saved x", backward_of, saved.query_in.x, with(good.p.x, good.p.x.rows, 15, 16));
+    REFUSED_WITH(MT_ERR_ARGUMENT, "dx [|and dmemory|overlap", backward_of, dmemory,
+                 with_shape(dx, dmemory.rows, 12, 12));
+    REFUSED_WITH(MT_ERR_SHAPE, "saved q", backward_of, saved.q, with_shape(good.p.saved.q, 11, 4, 4));
+    REFUSED_WITH(MT_ERR_SHAPE, "saved k", backward_of, saved.k, with_shape(good.p.saved.k, 20, 3, 4));
+    REFUSED_WITH(MT_ERR_SHAPE, "saved v", backward_of, saved.v, with_shape(good.p.saved.v, 19, 4, 4));
+    REFUSED_WITH(MT_ERR_SHAPE, "saved out", backward_of, saved.out, with_shape(good.p.saved.out, 12, 3, 4));
+    REFUSED_WITH(MT_ERR_SHAPE, "saved x", backward_of, saved.query_in.x, with_shape(good.p.x, good.p.x.rows, 15, 16));
     REFUSED_WITH(MT_ERR_SHAPE, "saved memory", backward_of, saved.memory_in.x,
-                 with(good.p.memory, good.p.memory.rows, 11, 12));
+                 with_shape(good.p.memory, good.p.memory.rows, 11, 12));
 }
 
 /* Fills saved as a forward does. A rank of paper cannot communicate, so it cannot run one. */

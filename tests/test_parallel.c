@@ -1672,8 +1672,6 @@ static void test_linear_schedule(void **state) {
 /* ---- bad input --------------------------------------------------------------------------------------------------- */
 
 /* Creations are refused on rank 1 of a meta tensor group of 4 ranks: arguments are checked before any communication. */
-static void open_quarter(test_rank *r) { test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, r); }
-
 static const mt_linear_desc good_linear = {.in_features = 8, .out_features = 12};
 
 static void test_linear_create_refuses(void **state) {
@@ -1811,13 +1809,6 @@ static void test_parts_by_shard(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'s'|2 parts|parts_by_shard",
             mt_row_parallel_linear_create(r.ctx, r.params, "s", &d, &row));
     test_paper_rank_close(&r);
-}
-
-static mt_tensor with_shape(mt_tensor t, int64_t rows, int64_t cols, int64_t ld) {
-    t.rows = rows;
-    t.cols = cols;
-    t.ld = ld;
-    return t;
 }
 
 /* A layer behind function pointers, so that the refusals are written once for both kinds. */

@@ -301,13 +301,6 @@ static mt_tensor noise_of(test_rank *r, mt_dtype dtype, int64_t rows, int64_t co
     return t;
 }
 
-static mt_tensor with_shape(mt_tensor t, int64_t rows, int64_t cols, int64_t ld) {
-    t.rows = rows;
-    t.cols = cols;
-    t.ld = ld;
-    return t;
-}
-
 static int same_bits(mt_tensor a, mt_tensor b) {
     return a.rows == b.rows && a.cols == b.cols && a.dtype == b.dtype &&
            memcmp(a.data, b.data, (size_t)(a.rows * a.cols) * mt_dtype_size(a.dtype)) == 0;
