@@ -1,9 +1,9 @@
 /* test_golden.c - tests the library against PyTorch.
 
-   Small GPT-2, Llama, BERT and residual-post-LN models, models with windows, soft caps, ALiBi, packed documents, masks
-   and biases, and whole BERTs with both of their heads, are trained for 5 steps on every split (tensor x data x
-   pipeline x sequence parallelism x micro-batches) and compared with what PyTorch computed in float64: logits, every
-   loss, every gradient, the gradient norm, and every weight after the steps.
+   Small GPT-2 and Llama models, each with a tied and an untied head, BERT and residual-post-LN models, models with
+   windows, soft caps, ALiBi, packed documents, masks and biases, and whole BERTs with both of their heads, are trained
+   for 5 steps on every split (tensor x data x pipeline x sequence parallelism x micro-batches) and compared with what
+   PyTorch computed in float64: logits, every loss, every gradient, the gradient norm, and every weight after the steps.
    tests/golden/make_golden.py and make_bert.py created the values and describe the files.
 
        cc -std=gnu17 -O2 -I. tests/test_golden.c -lpthread -lm      Run it in the root of the repository. */
@@ -725,6 +725,16 @@ static void test_mask_packed(void **state) {
     check_variant("mask_packed");
 }
 
+static void test_gpt2_untied(void **state) {
+    (void)state;
+    check_variant("gpt2_untied");
+}
+
+static void test_llama_tied(void **state) {
+    (void)state;
+    check_variant("llama_tied");
+}
+
 static void test_bert_post_ln(void **state) {
     (void)state;
     check_variant("bert_post_ln");
@@ -806,6 +816,8 @@ int main(void) {
         cmocka_unit_test(test_window_packed),
         cmocka_unit_test(test_alibi_bias),
         cmocka_unit_test(test_mask_packed),
+        cmocka_unit_test(test_gpt2_untied),
+        cmocka_unit_test(test_llama_tied),
         cmocka_unit_test(test_bert_post_ln),
         cmocka_unit_test(test_bert_pre_ln),
         cmocka_unit_test(test_run_catches_a_planted_error),

@@ -3,6 +3,8 @@
     python tests/golden/make_golden.py            writes NAME.bin beside this script, prints a table
     python tests/golden/make_golden.py --check    writes nothing; exit 1 if a file would change
 
+Names of models after that, such as llama bert, restrict it to these.
+
 Each model is implemented here with torch.nn.functional and autograd, and shares no code with the
 library. It computes in float64 from parameters that are first rounded to float32, so the library
 starts from exactly the same numbers. The reference's own rounding (1e-16) is negligible: every
@@ -24,6 +26,9 @@ The models, each with 4 sequences of 12 tokens:
     alibi_bias        like gpt2, with ALiBi over 6 heads instead of learned positions, and a bias of
                       the scores for each sequence and head, whose gradient is recorded
     mask_packed       like bert, with packed documents, a sliding window both ways, and a boolean mask
+    gpt2_untied       like gpt2, without label smoothing, with an untied head; 8 heads of size 2; its
+                      vocabulary of 53 and its ffn of 42 are multiples of neither 4 nor 8
+    llama_tied        like llama, with a tied head and biases everywhere; 2 groups of queries
 
 Gradients are those of sum(loss of each token) / (number of targets that are not ignored). Then
 AdamW does 5 steps on the same batch, each with the gradient clipped to norm max_norm, weight decay
@@ -92,11 +97,17 @@ VARIANTS = {
     "mask_packed": dict(
         vocab=61, layers=2, hidden=16, heads=4, kv_heads=4, ffn=64, placement=POST_LN,
         activation=GELU_ERF, mask=BIDIRECTIONAL, window=5),
+    "gpt2_untied": dict(
+        vocab=53, layers=2, hidden=16, heads=8, kv_heads=8, ffn=42, untied_head=1),
+    "llama_tied": dict(
+        vocab=37, layers=2, hidden=32, heads=8, kv_heads=2, ffn=22, norm=RMS_NORM, norm_eps=1e-3,
+        activation=SWIGLU, rotary_base=500.0),
 }
 LENGTHS = {"bert": [12, 7, 12, 10], "mask_packed": [12, 12, 9, 12]}
 DOCUMENTS = {"window_packed": [[12], [5, 7], [1, 8, 3], [2, 2, 8]],  # tokens of each document
              "mask_packed": [[3, 9], [12], [6, 6], [1, 1, 10]]}
-IGNORED = {"gpt2": [0, 5, 17, 23, 40, 47], "residual_post_ln": [3, 30]}  # token indices
+IGNORED = {"gpt2": [0, 5, 17, 23, 40, 47], "residual_post_ln": [3, 30],  # token indices
+           "gpt2_untied": [7, 30], "llama_tied": [0, 11, 12, 46]}
 
 
 def stack(c):
@@ -398,9 +409,13 @@ def make(name, seed):
     return make_file(name, c, forward, initial, batch)
 
 
-def write_or_check(names, make, first_seed, check):
-    """Makes the files of these names, and writes them, or with `check` compares them with those
-    here. Returns the number of files that differ."""
+def write_or_check(names, make, first_seed, usage):
+    """Makes the files of these names, or of those in the command line, and writes them, or with
+    --check compares them with those here. Returns the number of files that differ."""
+    check = sys.argv[1:2] == ["--check"]
+    wanted = sys.argv[2 if check else 1:]
+    if not set(wanted) <= set(names):
+        sys.exit(usage)
     torch.set_num_threads(1)
     folder = os.path.dirname(os.path.abspath(__file__))
     print(f"torch {torch.__version__}; errors of float32 PyTorch, relative to the largest element "
@@ -410,6 +425,8 @@ def write_or_check(names, make, first_seed, check):
           "gradient norm of each step  loss of each step")
     different = 0
     for seed, name in enumerate(names, start=first_seed):
+        if wanted and name not in wanted:
+            continue
         data, line = make(name, seed)
         path = os.path.join(folder, name + ".bin")
         if check:
@@ -424,12 +441,5 @@ def write_or_check(names, make, first_seed, check):
     return different
 
 
-def main():
-    check = sys.argv[1:] == ["--check"]
-    if sys.argv[1:] and not check:
-        sys.exit(__doc__)
-    sys.exit(1 if write_or_check(VARIANTS, make, 1234, check) else 0)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(1 if write_or_check(VARIANTS, make, 1234, __doc__) else 0)
