@@ -252,32 +252,66 @@ static void names_of_the_registry(void **state) {
     }
 }
 
-/* Writes the model of a directory again, under other names. */
-static void rename_tensors(const char *directory, const char *prefix, const char *to) {
+/* What a copy of a model changes. */
+typedef struct changes {
+    const char *prefix;     /* is left out of names; NULL: none */
+    const char *without[2]; /* tensors whose names begin with one of these are left out; NULL: none */
+    int older;              /* 1: older names of norms */
+    int f64;                /* 1: every tensor has type F64 */
+    const char *added;      /* one more tensor; NULL: none */
+} changes;
+
+/* Writes the name of a copied tensor to out. Returns 0 for a tensor that is left out. */
+static int changed_name(const changes *c, const char *name, char out[200]) {
+    size_t n = c->prefix && strncmp(name, c->prefix, strlen(c->prefix)) == 0 ? strlen(c->prefix) : 0;
+    char *norm;
+    for (int i = 0; i < 2; i++)
+        if (c->without[i] && strncmp(name, c->without[i], strlen(c->without[i])) == 0) return 0;
+    print_to(out, 200, "%s", name + n);
+    if (c->older && (norm = strstr(out, "LayerNorm.")) != NULL)
+        strcpy(norm + 10, strcmp(norm + 10, "weight") == 0 ? "gamma" : "beta");
+    return 1;
+}
+
+static void write_f64(mt_context *ctx, mt_safetensors_writer *w, const mt_safetensors_tensor *t) {
+    size_t n = 1;
+    float *x;
+    for (int i = 0; i < t->dims; i++) n *= (size_t)t->shape[i];
+    x = (float *)malloc(n * sizeof *x);
+    assert_non_null(x);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, t, x));
+    for (size_t i = 0; i < n; i++) {
+        double wide = (double)x[i];
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, &wide, sizeof wide));
+    }
+    free(x);
+}
+
+/* Writes the model of the directory `from` to the directory `to`, which exists. config.json is not copied. */
+static void copy_model(const char *from, const char *to, changes c) {
+    static const int64_t two = 2;
+    static const float zeros[2] = {0, 0};
     mt_context *ctx;
     mt_safetensors_set *set;
     mt_safetensors_writer *w;
-    char path[MT_PATH_MAX];
-    int64_t one = 2;
-    float zeros[2] = {0, 0};
-    size_t n = strlen(prefix);
+    char path[MT_PATH_MAX], name[200];
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, directory, "model", &set));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, from, "model", &set));
     print_to(path, sizeof path, "%s/model.safetensors", to);
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_create(ctx, path, NULL, 0, &w));
     for (int pass = 0; pass < 2; pass++) {
         for (int f = 0; mt_safetensors_set_file(set, f); f++)
             for (int i = 0; i < mt_safetensors_count(mt_safetensors_set_file(set, f)); i++) {
                 const mt_safetensors_tensor *t = mt_safetensors_at(mt_safetensors_set_file(set, f), i);
-                const char *name = strncmp(t->name, prefix, n) == 0 ? t->name + n : t->name;
+                const char *dtype = c.f64 ? "F64" : t->dtype;
+                if (!changed_name(&c, t->name, name)) continue;
                 if (pass == 0)
-                    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, name, t->dtype, t->dims, t->shape));
+                    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, name, dtype, t->dims, t->shape));
+                else if (c.f64) write_f64(ctx, w, t);
                 else ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, t->data, (size_t)t->bytes));
             }
-        if (pass == 0)
-            ASSERT_STATUS(ctx, MT_SUCCESS,
-                          mt_safetensors_add(ctx, w, "layers.1.self_attn.rotary_emb.inv_freq", "F32", 1, &one));
-        else ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, zeros, sizeof zeros));
+        if (c.added && pass == 0) ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, c.added, "F32", 1, &two));
+        if (c.added && pass == 1) ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, zeros, sizeof zeros));
     }
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, w));
     mt_safetensors_destroy(w);
@@ -290,7 +324,8 @@ static void bare_names(void **state) {
     source s = {.directory = in_scratch("c"), .tp = 2, .to = "a", .dtype = MT_BF16};
     (void)state;
     shell("mkdir '%s' && cp tests/golden/llama_hf_tied/config.json '%s'", in_scratch("c"), in_scratch("c"));
-    rename_tensors("tests/golden/llama_hf_tied", "model.", in_scratch("c"));
+    copy_model("tests/golden/llama_hf_tied", in_scratch("c"),
+               (changes){.prefix = "model.", .added = "layers.1.self_attn.rotary_emb.inv_freq"});
     import(s);
     same_tensors(in_scratch("a/step-00000005"), "tests/golden/llama_hf_tied");
     forget("a");
@@ -469,46 +504,18 @@ static void bert_saved(void **state) {
     }
 }
 
-/* Writes the golden BERT as another class of transformers: without tensors that begin with one of `without`, and as
-   BertModel without the first word of names, or with older names of norms. */
-static void other_class(const char *to, const char *const without[2], int bare, int older) {
-    mt_context *ctx;
-    mt_safetensors *s;
-    mt_safetensors_writer *w;
-    char path[MT_PATH_MAX];
-    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, "tests/golden/bert_hf/model.safetensors", &s));
+/* Writes the golden BERT as another class of transformers. */
+static void other_class(const char *to, changes c) {
     shell("mkdir -p '%s' && cp tests/golden/bert_hf/config.json '%s'", in_scratch(to), in_scratch(to));
-    print_to(path, sizeof path, "%s/model.safetensors", in_scratch(to));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_create(ctx, path, NULL, 0, &w));
-    for (int pass = 0; pass < 2; pass++)
-        for (int i = 0; i < mt_safetensors_count(s); i++) {
-            const mt_safetensors_tensor *t = mt_safetensors_at(s, i);
-            char name[200];
-            char *norm;
-            if (strncmp(t->name, without[0], strlen(without[0])) == 0) continue;
-            if (without[1] && strncmp(t->name, without[1], strlen(without[1])) == 0) continue;
-            print_to(name, sizeof name, "%s", t->name + (bare && strncmp(t->name, "bert.", 5) == 0 ? 5 : 0));
-            if (older && (norm = strstr(name, "LayerNorm.")) != NULL)
-                strcpy(norm + 10, strcmp(norm + 10, "weight") == 0 ? "gamma" : "beta");
-            if (pass == 0)
-                ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, name, t->dtype, t->dims, t->shape));
-            else ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, t->data, (size_t)t->bytes));
-        }
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, w));
-    mt_safetensors_destroy(w);
-    mt_safetensors_close(s);
-    mt_context_destroy(ctx);
+    copy_model(bert_model, in_scratch(to), c);
 }
 
 /* Files of BertForMaskedLM and of BertModel, with older names, and a model without a binary head. */
 static void bert_classes(void **state) {
-    static const char *const masked[] = {"bert.pooler", "cls.seq"}, *const encoder[] = {"cls.", NULL};
-    static const char *const none[] = {"none", NULL};
     (void)state;
-    other_class("masked", masked, 0, 0);
-    other_class("encoder", encoder, 1, 0);
-    other_class("older", none, 0, 1);
+    other_class("masked", (changes){.without = {"bert.pooler", "cls.seq"}});
+    other_class("encoder", (changes){.without = {"cls."}, .prefix = "bert."});
+    other_class("older", (changes){.older = 1});
     for (int tp = 1; tp <= 4; tp *= 2) {
         run_bert((bert_run){.directory = in_scratch("encoder"), .tp = tp, .encoder = 1});
         run_bert((bert_run){.directory = in_scratch("masked"), .tp = tp, .want_binary = 1});
@@ -572,32 +579,6 @@ static const mt_tensor_name few_names[] = {{"tok.weight", "embedding.word_embedd
                                            {"mask.#", NULL, 0, 0}};
 static const mt_tensor_table few = {few_names, 2, NULL, NULL, 0};
 
-/* Copies a model in one file, and adds a tensor. */
-static void copy_with(const char *from, const char *to, const char *name) {
-    int64_t one = 1;
-    float value = 1;
-    mt_context *ctx;
-    mt_safetensors *file;
-    mt_safetensors_writer *w;
-    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, from, &file));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_create(ctx, to, NULL, 0, &w));
-    for (int i = 0; i < mt_safetensors_count(file); i++) {
-        const mt_safetensors_tensor *t = mt_safetensors_at(file, i);
-        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, t->name, t->dtype, t->dims, t->shape));
-    }
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, name, "F32", 1, &one));
-    for (int i = 0; i < mt_safetensors_count(file); i++) {
-        const mt_safetensors_tensor *t = mt_safetensors_at(file, i);
-        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, t->data, (size_t)t->bytes));
-    }
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, &value, sizeof value));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, w));
-    mt_safetensors_destroy(w);
-    mt_safetensors_close(file);
-    mt_context_destroy(ctx);
-}
-
 static mt_status few_rank(mt_comm *world, void *user) {
     const source *s = (const source *)user;
     mt_checkpoint_desc c = {.directory = NULL, .table = &few};
@@ -632,7 +613,7 @@ static void table_of_few_rows(void **state) {
     (void)state;
     test_launch(1, few_save_rank, &s);
     shell("mkdir '%s'", in_scratch("few"));
-    copy_with(in_scratch("a/step-00000005/model.safetensors"), in_scratch("few/model.safetensors"), "mask.3");
+    copy_model(in_scratch("a/step-00000005"), in_scratch("few"), (changes){.added = "mask.3"});
     shell("mkdir '%s'", in_scratch("few/generation_config.json")); /* nothing reads it, because nothing is saved */
     for (s.tp = 1; s.tp <= 2; s.tp++)
         for (s.pp = 1; s.pp <= 2; s.pp++) test_launch(s.tp * s.pp, few_rank, &s);
