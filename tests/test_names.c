@@ -17,9 +17,9 @@ typedef struct source {
     mt_qkv_layout qkv_layout;
     mt_rotary_form rotary_form;
     mt_dtype dtype;
-    const char *to; /* the checkpoint is saved to this directory; NULL: it is not saved */
-    const mt_tensor_table *table;
-    int no_logits; /* 1: the logits are not compared */
+    const char *to;     /* the checkpoint is saved to this directory; NULL: it is not saved */
+    const char *golden; /* the directory of the golden logits; NULL: that of the model, if it is in tests/ */
+    int no_logits;      /* 1: the logits are not compared */
 } source;
 
 typedef struct replica {
@@ -54,7 +54,7 @@ static mt_status same_logits(replica *m, const char *golden) {
 
 static mt_status replica_open(mt_comm *world, const source *s, replica *m) {
     mt_grid_desc shape = {.tp = s->tp, .pp = s->pp ? s->pp : 1};
-    mt_checkpoint_desc c = {.directory = s->to ? in_scratch(s->to) : NULL, .table = s->table};
+    mt_checkpoint_desc c = {.directory = s->to ? in_scratch(s->to) : NULL};
     mt_gpt_desc d;
     memset(m, 0, sizeof *m);
     MT_TRY(test_rank_open(world, shape, NULL, &m->r));
@@ -84,8 +84,10 @@ static mt_status save(replica *m, const source *s) {
     return mt_checkpoint_load(m->r.ctx, m->checkpoint, 5, &state);
 }
 
-/* The directory of the golden logits: that of the model, or the one that is left of it. */
-static const char *golden_of(const source *s) { return strncmp(s->directory, "tests/", 6) == 0 ? s->directory : NULL; }
+static const char *golden_of(const source *s) {
+    if (s->golden) return s->golden;
+    return strncmp(s->directory, "tests/", 6) == 0 ? s->directory : NULL;
+}
 
 static mt_status import_rank(mt_comm *world, void *user) {
     const source *s = (const source *)user;
@@ -100,16 +102,26 @@ static mt_status import_rank(mt_comm *world, void *user) {
 
 static void import(source s) { test_launch(s.tp * (s.pp ? s.pp : 1), import_rank, &s); }
 
-static const char *const models[] = {"tests/golden/gpt2_hf_untied", "tests/golden/llama_hf",
-                                     "tests/golden/llama_hf_tied"};
-enum { MODELS = 3 };
+static const char gpt2_model[] = "tests/golden/gpt2_hf_tied", untied_gpt2_model[] = "tests/golden/gpt2_hf_untied",
+                  llama_model[] = "tests/golden/llama_hf";
+
+static const struct {
+    const char *directory;
+    mt_dtype dtype; /* of its files */
+} models[] = {{gpt2_model, MT_F32},
+              {llama_model, MT_F32},
+              {untied_gpt2_model, MT_F32},
+              {"tests/golden/llama_hf_tied", MT_BF16},
+              {"tests/golden/gpt2_hf_f16", MT_F16},
+              {"tests/golden/llama_hf_f16", MT_F16}};
+enum { MODELS = sizeof models / sizeof *models };
 
 static void logits(void **state) {
     (void)state;
     for (int i = 0; i < MODELS; i++)
         for (int tp = 1; tp <= 8; tp *= 2)
             for (int layout = 0; layout < 3; layout++)
-                import((source){.directory = models[i],
+                import((source){.directory = models[i].directory,
                                 .tp = tp,
                                 .qkv_layout = (mt_qkv_layout)layout,
                                 .rotary_form = tp == 2 ? MT_ROTARY_PAIRS : MT_ROTARY_HALVES});
@@ -149,21 +161,22 @@ static void saved_as_transformers_saves(void **state) {
     (void)state;
     for (int i = 0; i < MODELS; i++)
         for (size_t k = 0; k < sizeof splits / sizeof *splits; k++) {
-            source s = {.directory = models[i], .tp = splits[k][0], .pp = splits[k][1], .to = "a"}, again = s;
+            const char *directory = models[i].directory;
+            source s = {.directory = directory, .tp = splits[k][0], .pp = splits[k][1], .to = "a"}, again = s;
             const char *saved = in_scratch("a/step-00000005");
             s.qkv_layout = (mt_qkv_layout)(k % 3);
             s.rotary_form = k == 1 ? MT_ROTARY_PAIRS : MT_ROTARY_HALVES;
-            s.dtype = i == 2 ? MT_BF16 : MT_F32;
+            s.dtype = models[i].dtype;
             s.no_logits = s.dtype != MT_F32;
             import(s);
-            same_tensors(saved, models[i]);
-            shell("cmp '%s/config.json' %s/config.json", saved, models[i]);
-            shell("cmp '%s/generation_config.json' %s/generation_config.json", saved, models[i]);
+            same_tensors(saved, directory);
+            shell("cmp '%s/config.json' %s/config.json", saved, directory);
+            shell("cmp '%s/generation_config.json' %s/generation_config.json", saved, directory);
             again.directory = saved, again.tp = 2, again.pp = 1, again.to = "b", again.dtype = s.dtype;
             again.qkv_layout = s.qkv_layout, again.rotary_form = s.rotary_form;
             import(again);
-            same_tensors(in_scratch("b/step-00000005"), models[i]);
-            shell("cmp '%s/config.json' %s/config.json", in_scratch("b/step-00000005"), models[i]);
+            same_tensors(in_scratch("b/step-00000005"), directory);
+            shell("cmp '%s/config.json' %s/config.json", in_scratch("b/step-00000005"), directory);
             forget("a");
             forget("b");
         }
@@ -201,13 +214,13 @@ static void configs_of_new_models(void **state) {
     (void)state;
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     for (int i = 0; i < MODELS; i++) {
-        source s = {.directory = models[i], .tp = 1, .to = "a"};
+        source s = {.directory = models[i].directory, .tp = 1, .to = "a"};
         mti_described a, b;
         int exists;
         memset(&a, 0, sizeof a);
         memset(&b, 0, sizeof b);
         test_launch(1, fresh_rank, &s);
-        ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_open(ctx, models[i], &exists, &a));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_open(ctx, models[i].directory, &exists, &a));
         ASSERT_STATUS(ctx, MT_SUCCESS, mti_config_open(ctx, in_scratch("a/step-00000005"), &exists, &b));
         assert_int_equal(exists, 1);
         assert_int_equal(mti_described_differ(&a, &b), -1);
@@ -245,7 +258,7 @@ static mt_status registry_names_rank(mt_comm *world, void *user) {
 static void names_of_the_registry(void **state) {
     (void)state;
     for (int i = 0; i < MODELS; i++) {
-        source s = {.directory = models[i], .tp = 2};
+        source s = {.directory = models[i].directory, .tp = 2};
         test_launch(2, registry_names_rank, &s);
         shell("grep -q embedding.word_embeddings.weight '%s'", in_scratch("old/step-00000005/model.safetensors"));
         forget("old");
@@ -332,6 +345,46 @@ static void bare_names(void **state) {
     forget("c");
 }
 
+/* ---- f64 --------------------------------------------------------------------------------------------------------- */
+
+static void saved_equals(const char *directory) {
+    same_tensors(in_scratch("a/step-00000005"), directory);
+    shell("cmp '%s' %s/config.json", in_scratch("a/step-00000005/config.json"), directory);
+    forget("a");
+}
+
+/* Imports files in f64. Saved as f32 and f16 they are those in the directories f32 (NULL: not compared) and f16. */
+static void import_f64(const char *directory, const char *golden, const char *f32, const char *f16) {
+    for (int i = 0; i < 4; i++) {
+        source s = {.directory = directory,
+                    .golden = golden,
+                    .tp = 1 << i,
+                    .qkv_layout = (mt_qkv_layout)(i % 3),
+                    .rotary_form = i == 1 ? MT_ROTARY_PAIRS : MT_ROTARY_HALVES};
+        import(s);
+        s.to = "a";
+        if (f32) import(s), saved_equals(f32);
+        s.dtype = MT_F16;
+        s.no_logits = 1;
+        import(s);
+        saved_equals(f16);
+    }
+}
+
+/* transformers has rounded the GPT-2 in f64 to f32 and to f16. The Llama in f64 has the numbers of that in f16. */
+static void files_in_f64(void **state) {
+    static const char llama[] = "tests/golden/llama_hf_f16";
+    char c[SCRATCH_PATH];
+    (void)state;
+    print_to(c, sizeof c, "%s", in_scratch("c"));
+    import_f64("tests/golden/gpt2_hf_f64", NULL, gpt2_model, "tests/golden/gpt2_hf_f16");
+    shell("mkdir '%s' && cp %s/*.json '%s'", c, llama, c);
+    shell("sed -i 's/float16/float64/' '%s/config.json'", c);
+    copy_model(llama, c, (changes){.f64 = 1});
+    import_f64(c, llama, NULL, llama);
+    forget("c");
+}
+
 /* ---- a table of the program's own -------------------------------------------------------------------------------- */
 
 /* The names of Meta's Llama, whose rotary positions are in pairs. One tensor has gate and up, the wrong way round. */
@@ -382,10 +435,10 @@ static void own_table(void **state) {
     (void)state;
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     for (int i = 0; i < 4; i++) {
-        source s = {.directory = models[1], .tp = 1 << i, .to = "a", .rotary_form = (mt_rotary_form)(i / 2)};
+        source s = {.directory = llama_model, .tp = 1 << i, .to = "a", .rotary_form = (mt_rotary_form)(i / 2)};
         test_launch(s.tp, own_table_rank, &s);
-        same_tensors(in_scratch("a/step-00000005"), models[1]);
-        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, models[1], "model", &theirs));
+        same_tensors(in_scratch("a/step-00000005"), llama_model);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, llama_model, "model", &theirs));
         ASSERT_STATUS(ctx, MT_SUCCESS,
                       mt_safetensors_open(ctx, in_scratch("meta/step-00000005/model.safetensors"), &ours));
         assert_int_equal(mt_safetensors_count(ours), 3 + 2 * 8);
@@ -609,7 +662,7 @@ static mt_status few_save_rank(mt_comm *world, void *user) {
 }
 
 static void table_of_few_rows(void **state) {
-    source s = {.directory = models[1], .tp = 1};
+    source s = {.directory = llama_model, .tp = 1};
     (void)state;
     test_launch(1, few_save_rank, &s);
     shell("mkdir '%s'", in_scratch("few"));
@@ -623,7 +676,7 @@ static void table_of_few_rows(void **state) {
 
 /* A model that was not created, and one of another registry, on the stage that has no embedding, too. */
 static mt_status strange_rank(mt_comm *world, void *user) {
-    source s = {.directory = models[1], .tp = 1, .pp = 2};
+    source s = {.directory = llama_model, .tp = 1, .pp = 2};
     mt_checkpoint_desc c = {.directory = NULL};
     mt_checkpoint *out;
     replica m, other;
@@ -652,7 +705,7 @@ static void strange_models(void **state) {
 
 /* A part that no model has, in a row whose parameter is only on the first stage, and in a row that ignores a tensor. */
 static mt_status parts_rank(mt_comm *world, void *user) {
-    source s = {.directory = models[1], .tp = 1, .pp = 2};
+    source s = {.directory = llama_model, .tp = 1, .pp = 2};
     mt_tensor_name names[] = {{"mask.#", NULL, 99, 0}, {"emb", "embedding.word_embeddings.weight", 0, 0}};
     mt_tensor_table table = {names, 2, NULL, NULL, 0};
     mt_checkpoint_desc c = {.directory = NULL, .table = &table};
@@ -797,7 +850,7 @@ static mt_status other_rank(mt_comm *world, void *user) {
                  {4, "its model has untied_head 1, this one 0"}};
     (void)user;
     for (int i = 0; i < 5; i++) {
-        source s = {.directory = models[0], .tp = 2};
+        source s = {.directory = untied_gpt2_model, .tp = 2};
         mt_checkpoint_desc c = {.directory = NULL};
         mt_gpt_desc d;
         replica m;
@@ -842,6 +895,7 @@ int main(void) {
         cmocka_unit_test(configs_of_new_models),
         cmocka_unit_test(names_of_the_registry),
         cmocka_unit_test(bare_names),
+        cmocka_unit_test(files_in_f64),
         cmocka_unit_test(own_table),
         cmocka_unit_test(bert),
         cmocka_unit_test(bert_saved),

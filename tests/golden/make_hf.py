@@ -1,10 +1,15 @@
 """Writes small models with Hugging Face's transformers, and the logits that PyTorch computes with them.
 
-    python tests/golden/make_hf.py
+    python tests/golden/make_hf.py              writes all directories
+    python tests/golden/make_hf.py NAME...      writes these
 
+gpt2_hf_tied/     a GPT2LMHeadModel with 8 heads, whose head is its embedding, with gelu_new
+gpt2_hf_f64/      the same in f64: rounded to f32, its weights are those of gpt2_hf_tied
+gpt2_hf_f16/      the same in f16
 gpt2_hf_untied/   a GPT2LMHeadModel whose head is not its embedding, with gelu_fast
 llama_hf/         a LlamaForCausalLM with two key/value heads, in several files with an index
 llama_hf_tied/    a LlamaForCausalLM in bf16, with a tied head and biases
+llama_hf_f16/     a LlamaForCausalLM in f16
 bert_hf/          a BertForPreTraining; expected.safetensors also has types [tokens], lengths [sequences] and
                   binary_logits [sequences, 2], and its logits are those of masked LM
 
@@ -18,6 +23,7 @@ forms of rotary positions turn into each other in the same way. Created with PyT
 import json
 import os
 import shutil
+import sys
 
 import torch
 from safetensors.torch import save_file
@@ -28,14 +34,18 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 SEQUENCES, SEQ, VOCAB = 2, 12, 61
 
 
-def write(name, model, seed, dtype=torch.float32, **how):
+def write(name, model, seed, dtype=torch.float32, drawn=torch.float32, **how):
+    """Weights are drawn as numbers of type `drawn`, and stored as `dtype`."""
+    if sys.argv[1:] and name not in sys.argv[1:]:
+        return
     folder = os.path.join(HERE, name)
     shutil.rmtree(folder, ignore_errors=True)
     generator = torch.Generator().manual_seed(seed)
+    model = model.to(drawn)
     with torch.no_grad():
         for key, p in model.named_parameters():
             mean = 1.0 if ("norm" in key.lower() or ".ln_" in key) and key.endswith("weight") else 0.0
-            p.copy_(mean + 0.3 * torch.randn(p.shape, generator=generator))
+            p.copy_(mean + 0.3 * torch.randn(p.shape, generator=generator, dtype=drawn))
     model = model.eval().to(dtype)
     if model.can_generate():
         model.generation_config.max_new_tokens = 7
@@ -69,6 +79,11 @@ write("gpt2_hf_untied",
       GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=SEQ, n_embd=32, n_layer=2, n_head=8, n_inner=40,
                                  layer_norm_epsilon=1e-4, activation_function="gelu_fast", tie_word_embeddings=False,
                                  attn_implementation="eager", **tokens)), 11)
+for name, dtype in (("gpt2_hf_tied", torch.float32), ("gpt2_hf_f64", torch.float64), ("gpt2_hf_f16", torch.float16)):
+    write(name,
+          GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=SEQ, n_embd=16, n_layer=2, n_head=8, n_inner=40,
+                                     layer_norm_epsilon=1e-4, attn_implementation="eager", **tokens)), 15, dtype,
+          torch.float64)
 llama = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 24, "num_hidden_layers": 2,
          "num_attention_heads": 8, "max_position_embeddings": SEQ, "rms_norm_eps": 1e-4, "attn_implementation": "eager",
          **tokens}
@@ -77,6 +92,7 @@ write("llama_hf", LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, rope_theta
 write("llama_hf_tied",
       LlamaForCausalLM(LlamaConfig(num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
                                    **llama)), 13, torch.bfloat16)
+write("llama_hf_f16", LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **llama)), 16, torch.float16)
 write("bert_hf",
       BertForPreTraining(BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=8,
                                     intermediate_size=40, max_position_embeddings=SEQ, hidden_dropout_prob=0.2,
