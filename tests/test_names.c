@@ -17,7 +17,9 @@ typedef struct source {
     mt_qkv_layout qkv_layout;
     mt_rotary_form rotary_form;
     mt_dtype dtype;
-    const char *to;     /* the checkpoint is saved to this directory; NULL: it is not saved */
+    const char *to;               /* the checkpoint is saved to this directory; NULL: it is not saved */
+    const mt_tensor_table *table; /* of the program's own, of own_table_rank */
+    int64_t padded_vocab;
     const char *golden; /* the directory of the golden logits; NULL: that of the model, if it is in tests/ */
     int no_logits;      /* 1: the logits are not compared */
 } source;
@@ -60,6 +62,7 @@ static mt_status replica_open(mt_comm *world, const source *s, replica *m) {
     MT_TRY(test_rank_open(world, shape, NULL, &m->r));
     MT_TRY(mt_params_set_dtype(m->r.ctx, m->r.params, s->dtype));
     MT_TRY(mt_gpt_desc_read(m->r.ctx, s->directory, &d));
+    d.padded_vocab = s->padded_vocab;
     d.layer.qkv_layout = s->qkv_layout;
     if (d.layer.kv_heads < d.layer.heads && s->qkv_layout == MT_QKV_CONCATENATED) d.layer.qkv_layout = MT_QKV_SEPARATE;
     if (d.layer.rotary_base > 0) d.layer.rotary_form = s->rotary_form;
@@ -405,11 +408,11 @@ static const mt_tensor_name meta_names[] = {
     {"rope.freqs", NULL, 0, 0}};
 static const mt_tensor_table meta = {meta_names, sizeof meta_names / sizeof *meta_names, NULL, NULL, 0};
 
-/* Loads with the table of transformers and saves with that of Meta, then the other way round. */
+/* Loads with the table of transformers and saves with the other one, then the other way round. */
 static mt_status own_table_rank(mt_comm *world, void *user) {
     source s = *(const source *)user;
     mt_training_state state = {.step = 5};
-    mt_checkpoint_desc c = {.directory = in_scratch("meta"), .table = &meta};
+    mt_checkpoint_desc c = {.directory = in_scratch("own"), .table = s.table};
     mt_checkpoint *other;
     char path[MT_PATH_MAX];
     replica m;
@@ -420,6 +423,7 @@ static mt_status own_table_rank(mt_comm *world, void *user) {
     MT_TRY(mt_params_init(m.r.ctx, m.r.params, 7));
     MT_TRY(mt_checkpoint_path(m.r.ctx, c.directory, 5, path, sizeof path));
     MT_TRY(mt_checkpoint_import(m.r.ctx, other, path));
+    for (int i = 0; i < mt_params_count(m.r.params); i++) MT_TRY(check_padding(mt_params_at(m.r.params, i)));
     MT_TRY(same_logits(&m, s.directory));
     MT_TRY(mt_checkpoint_save(m.r.ctx, m.checkpoint, &state));
     mt_checkpoint_destroy(m.r.ctx, other);
@@ -435,12 +439,13 @@ static void own_table(void **state) {
     (void)state;
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     for (int i = 0; i < 4; i++) {
-        source s = {.directory = llama_model, .tp = 1 << i, .to = "a", .rotary_form = (mt_rotary_form)(i / 2)};
+        source s = {
+            .directory = llama_model, .tp = 1 << i, .to = "a", .table = &meta, .rotary_form = (mt_rotary_form)(i / 2)};
         test_launch(s.tp, own_table_rank, &s);
         same_tensors(in_scratch("a/step-00000005"), llama_model);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, llama_model, "model", &theirs));
         ASSERT_STATUS(ctx, MT_SUCCESS,
-                      mt_safetensors_open(ctx, in_scratch("meta/step-00000005/model.safetensors"), &ours));
+                      mt_safetensors_open(ctx, in_scratch("own/step-00000005/model.safetensors"), &ours));
         assert_int_equal(mt_safetensors_count(ours), 3 + 2 * 8);
         ASSERT_STATUS(ctx, MT_SUCCESS,
                       mt_safetensors_read(ctx, mt_safetensors_find(ours, "layers.1.attention.wq.weight"), pairs));
@@ -452,9 +457,68 @@ static void own_table(void **state) {
         mt_safetensors_close(ours);
         mt_safetensors_set_close(theirs);
         forget("a");
-        forget("meta");
+        forget("own");
     }
     mt_context_destroy(ctx);
+}
+
+/* A table for the tied GPT-2: the vocabulary is in columns, keys and values are in one tensor without queries. */
+static const mt_tensor_name columns_names[] = {
+    {"words", "embedding.word_embeddings.weight", 0, MT_TENSOR_TRANSPOSED},
+    {"places", "embedding.position_embeddings.weight", 0, 0},
+    {"h.#.q.weight", LAYER "self_attention.linear_qkv.weight", MT_PART_QUERY, 0},
+    {"h.#.kv.weight", LAYER "self_attention.linear_qkv.weight", MT_PART_KEY, 0},
+    {"h.#.kv.weight", LAYER "self_attention.linear_qkv.weight", MT_PART_VALUE, 0},
+    {"h.#.q.bias", LAYER "self_attention.linear_qkv.bias", MT_PART_QUERY, 0},
+    {"h.#.kv.bias", LAYER "self_attention.linear_qkv.bias", MT_PART_KEY, 0},
+    {"h.#.kv.bias", LAYER "self_attention.linear_qkv.bias", MT_PART_VALUE, 0},
+    {"h.#.up.weight", LAYER "mlp.linear_fc1.weight", 0, MT_TENSOR_TRANSPOSED}};
+static const mt_tensor_table columns = {columns_names, sizeof columns_names / sizeof *columns_names, NULL, NULL, 0};
+
+/* The file of this table has the vocabulary without padding, and no head. */
+static void columns_of_the_vocabulary(void) {
+    enum { HIDDEN = 16 };
+    float rows[VOCAB * HIDDEN], words[HIDDEN * VOCAB];
+    mt_context *ctx;
+    mt_safetensors_set *theirs, *ours;
+    const mt_safetensors_tensor *t;
+    int tensors = 0;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, gpt2_model, "model", &theirs));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, in_scratch("own/step-00000005"), "model", &ours));
+    for (int f = 0; mt_safetensors_set_file(ours, f); f++)
+        tensors += mt_safetensors_count(mt_safetensors_set_file(ours, f));
+    assert_int_equal(tensors, 4 + 2 * 14);
+    t = mt_safetensors_set_find(ours, "words");
+    assert_true(t && t->dims == 2 && t->shape[0] == HIDDEN && t->shape[1] == VOCAB);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_read(ctx, t, words));
+    ASSERT_STATUS(ctx, MT_SUCCESS,
+                  mt_safetensors_read(ctx, mt_safetensors_set_find(theirs, "transformer.wte.weight"), rows));
+    for (int i = 0; i < VOCAB * HIDDEN; i++) assert_true(words[i % HIDDEN * VOCAB + i / HIDDEN] == rows[i]);
+    mt_safetensors_set_close(ours);
+    mt_safetensors_set_close(theirs);
+    mt_context_destroy(ctx);
+}
+
+/* The vocabulary of 61 is padded to 64 rows, or to 96: then the last quarter of the ranks has only padding. */
+static void padded_own_table(void **state) {
+    static const int splits[][2] = {{1, 1}, {2, 1}, {4, 1}, {8, 1}, {2, 2}, {4, 2}};
+    (void)state;
+    for (size_t i = 0; i < sizeof splits / sizeof *splits; i++)
+        for (int64_t padded = 64; padded <= 96; padded += 32) {
+            source s = {.directory = gpt2_model,
+                        .tp = splits[i][0],
+                        .pp = splits[i][1],
+                        .to = "a",
+                        .table = &columns,
+                        .padded_vocab = padded,
+                        .qkv_layout = i % 2 ? MT_QKV_CONCATENATED : MT_QKV_PER_GROUP};
+            test_launch(s.tp * s.pp, own_table_rank, &s);
+            same_tensors(in_scratch("a/step-00000005"), gpt2_model);
+            columns_of_the_vocabulary();
+            forget("a");
+            forget("own");
+        }
 }
 
 /* ---- BERT -------------------------------------------------------------------------------------------------------- */
@@ -897,6 +961,7 @@ int main(void) {
         cmocka_unit_test(bare_names),
         cmocka_unit_test(files_in_f64),
         cmocka_unit_test(own_table),
+        cmocka_unit_test(padded_own_table),
         cmocka_unit_test(bert),
         cmocka_unit_test(bert_saved),
         cmocka_unit_test(bert_classes),
