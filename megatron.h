@@ -1056,12 +1056,17 @@ static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const c
     return mti_origin_row(ctx, from, name, "linear_fc2", &fc2, &out->fc2);
 }
 
+static mt_status mti_init_std_check(mt_context *ctx, const char *function, const char *name, float init_std,
+                                    float output_init_std) {
+    MT_TRY(mt_check_float(ctx, function, name, "init_std", init_std, MT_FLOAT_AT_LEAST_0));
+    return mt_check_float(ctx, function, name, "output_init_std", output_init_std, MT_FLOAT_AT_LEAST_0);
+}
+
 static mt_status mti_mlp_desc_check(mt_context *ctx, const char *function, const char *name, const mt_mlp_desc *d) {
-    if (d->hidden >= 1 && d->hidden <= INT32_MAX && d->ffn >= 0 && d->ffn <= INT32_MAX && (int)d->activation >= 0 &&
-        (int)d->activation < MT_ACTIVATION_COUNT)
-        return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has hidden %lld, ffn %lld, activation %d", function, name,
-                   (long long)d->hidden, (long long)d->ffn, (int)d->activation);
+    MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "ffn", d->ffn, 0, INT32_MAX));
+    MT_TRY(mt_check_enum(ctx, function, name, "activation", (int)d->activation, MT_ACTIVATION_WORDS));
+    return mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std);
 }
 
 MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
@@ -1217,23 +1222,20 @@ MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer
 }
 
 /* max_seq 0: there is no limit. mti_scores_check checks the fields that change scores. */
-static mt_status mti_batch_check(mt_context *ctx, const char *function, const mt_batch *batch, int64_t max_seq) {
-    if (!batch) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: batch is NULL", function);
-    if (batch->sequences < 1 || batch->seq < 1 || batch->first_sequence < 0 ||
-        batch->sequences > INT32_MAX / batch->seq || batch->first_sequence > INT64_MAX / batch->seq - batch->sequences)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: batch of %lld sequences of %lld tokens, first sequence %lld",
-                       function, (long long)batch->sequences, (long long)batch->seq, (long long)batch->first_sequence);
+static mt_status mti_batch_check(mt_context *ctx, const char *function, const char *name, const mt_batch *batch,
+                                 int64_t max_seq) {
+    if (!batch) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, name);
+    MT_TRY(mt_check_integer(ctx, function, name, "sequences", batch->sequences, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "seq", batch->seq, 1, INT64_MAX));
+    if (batch->sequences > INT32_MAX / batch->seq)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has %lld sequences of %lld tokens, must have at most %d tokens",
+                       function, name, (long long)batch->sequences, (long long)batch->seq, INT32_MAX);
+    MT_TRY(mt_check_integer(ctx, function, name, "first_sequence", batch->first_sequence, 0,
+                            INT64_MAX / batch->seq - batch->sequences));
     if (max_seq > 0 && batch->seq > max_seq)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: sequences of %lld tokens, max_seq is %lld", function,
                        (long long)batch->seq, (long long)max_seq);
     return MT_SUCCESS;
-}
-
-static int mti_probability(float p) { return p >= 0.0f && p < 1.0f; }
-
-static const char *mti_qkv_layout_name(mt_qkv_layout layout) {
-    static const char *const names[] = {"MT_QKV_PER_GROUP", "MT_QKV_CONCATENATED", "MT_QKV_SEPARATE"};
-    return names[layout];
 }
 
 static const char *mti_shards_name(const mt_context *ctx) {
@@ -1263,9 +1265,6 @@ static mt_status mti_qkv_layout_check(mt_context *ctx, const char *function, con
     int divided = d->kv_heads < shards; /* query groups are divided into pieces */
     int64_t split = divided ? d->heads : d->kv_heads;
     if (d->qkv_layout == MT_QKV_PER_GROUP) return MT_SUCCESS;
-    if (d->qkv_layout != MT_QKV_CONCATENATED && d->qkv_layout != MT_QKV_SEPARATE)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': qkv_layout %d does not exist", function, name,
-                       (int)d->qkv_layout);
     if (d->qkv_layout == MT_QKV_CONCATENATED && d->heads != d->kv_heads)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: '%s' has %lld heads and %lld kv_heads, which must be equal with MT_QKV_CONCATENATED; use "
@@ -1275,7 +1274,7 @@ static mt_status mti_qkv_layout_check(mt_context *ctx, const char *function, con
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: '%s': %lld %s are not a multiple of %d %s, which %s needs; use MT_QKV_PER_GROUP", function,
                        name, (long long)split, divided ? "heads" : "kv_heads", shards, mti_shards_name(ctx),
-                       mti_qkv_layout_name(d->qkv_layout));
+                       d->qkv_layout == MT_QKV_SEPARATE ? "MT_QKV_SEPARATE" : "MT_QKV_CONCATENATED");
     return MT_SUCCESS;
 }
 
@@ -1284,45 +1283,35 @@ static int64_t mti_attention_rotary_dim(const mt_self_attention_desc *d) {
     return d->rotary_dim ? d->rotary_dim : d->hidden / d->heads;
 }
 
+/* Checks max_seq, rotary_form and rotary_dim together with rotary_base. */
 static mt_status mti_attention_rotary_check(mt_context *ctx, const char *function, const char *name,
                                             const mt_self_attention_desc *d) {
     int64_t head_dim = d->hidden / d->heads;
-    if (d->rotary_form != MT_ROTARY_HALVES && d->rotary_form != MT_ROTARY_PAIRS)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': rotary_form %d does not exist", function, name,
-                       (int)d->rotary_form);
-    if (d->rotary_base == 0.0f && d->max_seq > 0)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has max_seq %lld, which only rotary uses, and rotary_base 0",
-                       function, name, (long long)d->max_seq);
-    if (d->rotary_base == 0.0f && (d->rotary_form != MT_ROTARY_HALVES || d->rotary_dim != 0))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has rotary_form %d and rotary_dim %lld, but rotary_base 0",
-                       function, name, (int)d->rotary_form, (long long)d->rotary_dim);
+    const char *unused = d->max_seq > 0                       ? "max_seq"
+                         : d->rotary_form != MT_ROTARY_HALVES ? "rotary_form"
+                         : d->rotary_dim != 0                 ? "rotary_dim"
+                                                              : NULL;
+    if (d->rotary_base == 0.0f && unused)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which only rotary uses, but rotary_base is 0", function,
+                       name, unused);
     if (d->rotary_base == 0.0f) return MT_SUCCESS;
-    if (d->rotary_dim < 0 || d->rotary_dim > head_dim || d->rotary_dim % 2 != 0)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': rotary_dim is %lld, must be even and in [0, %lld]", function, name,
-                       (long long)d->rotary_dim, (long long)head_dim);
-    if (d->max_seq < 1 || mti_attention_rotary_dim(d) % 2 != 0)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': rotary needs max_seq (is %lld) and an even head size (is %lld)",
-                       function, name, (long long)d->max_seq, (long long)head_dim);
-    return MT_SUCCESS;
+    MT_TRY(mt_check_size(ctx, function, name, "max_seq", d->max_seq, 1, INT32_MAX));
+    MT_TRY(mt_check_size(ctx, function, name, "rotary_dim", d->rotary_dim, 0, head_dim));
+    if (mti_attention_rotary_dim(d) % 2 == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %s is %lld, must be even for rotary", function, name,
+                   d->rotary_dim ? "rotary_dim" : "the head size", (long long)mti_attention_rotary_dim(d));
 }
 
-static mt_status mti_attention_scores_check(mt_context *ctx, const char *function, const char *name,
-                                            const mt_self_attention_desc *d) {
-    if (d->window >= 0 && d->softcap >= 0.0f && d->softcap <= FLT_MAX && (d->alibi == 0 || d->alibi == 1))
-        return MT_SUCCESS;
-    return mt_fail(
-        ctx, MT_ERR_ARGUMENT,
-        "%s: '%s' has window %lld and softcap %g, which must be at least 0, and alibi %d, which must be 0 or 1",
-        function, name, (long long)d->window, (double)d->softcap, d->alibi);
-}
-
-/* shards is the number of parts into which the query groups are split: V in invariant mode, and t otherwise. */
+/* shards is the number of parts into which the query groups are split: V in invariant mode, and t otherwise. kv_heads
+   has its default instead of 0. */
 static mt_status mti_heads_check(mt_context *ctx, const char *function, const char *name, int64_t hidden, int64_t heads,
                                  int64_t kv_heads, int shards) {
-    if (hidden % heads != 0 || heads % kv_heads != 0)
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: '%s': hidden %lld must be a multiple of heads %lld, heads of kv_heads %lld", function, name,
-                       (long long)hidden, (long long)heads, (long long)kv_heads);
+    if (hidden % heads != 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': hidden is %lld, must be a multiple of heads %lld", function, name,
+                       (long long)hidden, (long long)heads);
+    if (heads % kv_heads != 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': kv_heads is %lld, must divide heads %lld", function, name,
+                       (long long)kv_heads, (long long)heads);
     if (heads < shards)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %lld heads cannot be split over %d %s", function, name,
                        (long long)heads, shards, mti_shards_name(ctx));
@@ -1331,18 +1320,22 @@ static mt_status mti_heads_check(mt_context *ctx, const char *function, const ch
 
 static mt_status mti_attention_check(mt_context *ctx, const char *function, const char *name,
                                      const mt_self_attention_desc *d, int shards) {
-    if (d->hidden < 1 || d->hidden > INT32_MAX || d->heads < 1 || d->kv_heads < 1 || d->max_seq < 0 ||
-        d->max_seq > INT32_MAX || d->layer_number < 0 || !mti_probability(d->dropout) || !(d->rotary_base >= 0.0f) ||
-        (d->mask != MT_MASK_CAUSAL && d->mask != MT_MASK_BIDIRECTIONAL))
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: '%s' has hidden %lld, heads %lld, kv_heads %lld, max_seq %lld, layer_number %lld, "
-                       "dropout %g, rotary_base %.9g, mask %d",
-                       function, name, (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads,
-                       (long long)d->max_seq, (long long)d->layer_number, (double)d->dropout, (double)d->rotary_base,
-                       (int)d->mask);
+    MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "heads", d->heads, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "kv_heads", d->kv_heads, 0, INT64_MAX));
+    MT_TRY(mt_check_enum(ctx, function, name, "mask", (int)d->mask, MT_MASK_WORDS));
+    MT_TRY(mt_check_float(ctx, function, name, "rotary_base", d->rotary_base, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_integer(ctx, function, name, "max_seq", d->max_seq, 0, INT32_MAX));
+    MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));
+    MT_TRY(mt_check_enum(ctx, function, name, "qkv_layout", (int)d->qkv_layout, MT_QKV_LAYOUT_WORDS));
+    MT_TRY(mt_check_enum(ctx, function, name, "rotary_form", (int)d->rotary_form, MT_ROTARY_FORM_WORDS));
+    MT_TRY(mt_check_integer(ctx, function, name, "window", d->window, 0, INT64_MAX));
+    MT_TRY(mt_check_float(ctx, function, name, "softcap", d->softcap, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_integer(ctx, function, name, "alibi", d->alibi, 0, 1));
+    MT_TRY(mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std));
     MT_TRY(mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards));
     MT_TRY(mti_attention_rotary_check(ctx, function, name, d));
-    MT_TRY(mti_attention_scores_check(ctx, function, name, d));
     return mti_qkv_layout_check(ctx, function, name, d, shards);
 }
 
@@ -1745,10 +1738,12 @@ static mt_status mti_core_check(mt_context *ctx, const char *function, const mt_
                                 const char *qkv_name, mt_tensor qkv, const char *out_name, mt_tensor out) {
     int64_t groups, tokens;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!desc || shards < 1 || desc->groups < 0 || desc->heads_per_group < 1 || desc->head_dim < 1 ||
-        desc->heads_per_group > INT32_MAX / desc->head_dim - 2)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s, %d shards", function, desc ? "desc is empty" : "desc is NULL",
-                       shards);
+    if (!desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", function);
+    MT_TRY(mt_check_integer(ctx, function, NULL, "shards", shards, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "groups", desc->groups, 0, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "head_dim", desc->head_dim, 1, INT32_MAX / 3));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "heads_per_group", desc->heads_per_group, 1,
+                            INT32_MAX / desc->head_dim - 2));
     tokens = mt_size_mul(desc->batch, desc->seq);
     groups = qkv.cols / mti_qkv_width(desc);
     if (groups < desc->groups || groups % shards != 0 || qkv.cols != groups * mti_qkv_width(desc) ||
@@ -1943,7 +1938,7 @@ static mt_status mti_block_check(mt_context *ctx, const char *function, const mt
                                  const mt_batch *batch, const char *in_name, mt_tensor in, const char *out_name,
                                  mt_tensor out) {
     MT_TRY(mt_check_param(ctx, function, a->proj.weight));
-    MT_TRY(mti_batch_check(ctx, function, batch, a->rotary.data ? a->desc.max_seq : 0));
+    MT_TRY(mti_batch_check(ctx, function, "batch", batch, a->rotary.data ? a->desc.max_seq : 0));
     MT_TRY(mti_batch_scores_check(ctx, function, a, batch));
     MT_TRY(mt_check_apart(ctx, function, "attention_dbias", batch->attention_dbias, in_name, in));
     MT_TRY(mt_check_apart(ctx, function, "attention_dbias", batch->attention_dbias, out_name, out));
@@ -2184,14 +2179,14 @@ MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, in
 /* shards is that of mti_heads_check. */
 static mt_status mti_cross_desc_check(mt_context *ctx, const char *function, const char *name,
                                       const mt_cross_attention_desc *d, int shards) {
-    if (d->hidden < 1 || d->hidden > INT32_MAX || d->kv_hidden < 1 || d->kv_hidden > INT32_MAX || d->heads < 1 ||
-        d->kv_heads < 1 || d->layer_number < 0 || !mti_probability(d->dropout) ||
-        !(d->softcap >= 0.0f && d->softcap <= FLT_MAX))
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: '%s' has hidden %lld, heads %lld, kv_heads %lld, kv_hidden %lld, layer_number %lld, "
-                       "dropout %g, softcap %g",
-                       function, name, (long long)d->hidden, (long long)d->heads, (long long)d->kv_heads,
-                       (long long)d->kv_hidden, (long long)d->layer_number, (double)d->dropout, (double)d->softcap);
+    MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "heads", d->heads, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "kv_heads", d->kv_heads, 0, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "kv_hidden", d->kv_hidden, 0, INT32_MAX));
+    MT_TRY(mt_check_float(ctx, function, name, "dropout", d->dropout, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_integer(ctx, function, name, "layer_number", d->layer_number, 0, INT64_MAX));
+    MT_TRY(mt_check_float(ctx, function, name, "softcap", d->softcap, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std));
     return mti_heads_check(ctx, function, name, d->hidden, d->heads, d->kv_heads, shards);
 }
 
@@ -2381,9 +2376,9 @@ static mt_status mti_cross_batches_check(mt_context *ctx, const char *function, 
     char memory[64];
     mt_attention_desc s;
     MT_TRY(mt_check_param(ctx, function, a->proj.weight));
-    MT_TRY(mti_batch_check(ctx, function, batch, 0));
+    MT_TRY(mti_batch_check(ctx, function, "batch", batch, 0));
     snprintf(memory, sizeof memory, "%s: memory_batch", function); /* begins the message */
-    MT_TRY(mti_batch_check(ctx, memory, memory_batch, 0));
+    MT_TRY(mti_batch_check(ctx, function, "memory_batch", memory_batch, 0));
     if (batch->sequences != memory_batch->sequences)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: batch has %lld sequences, memory_batch %lld", function,
                        (long long)batch->sequences, (long long)memory_batch->sequences);
@@ -2579,6 +2574,22 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     return mt_mlp_create(ctx, params, full, &m, &out->mlp);
 }
 
+#define MTI_LN_PLACEMENT_WORDS "MT_PRE_LN MT_POST_LN MT_RESIDUAL_POST_LN"
+
+/* Checks the fields that the blocks of the layer do not have. */
+static mt_status mti_layer_desc_check(mt_context *ctx, const char *function, const char *name,
+                                      const mt_transformer_layer_desc *d) {
+    MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT64_MAX));
+    MT_TRY(mt_check_enum(ctx, function, name, "placement", (int)d->placement, MTI_LN_PLACEMENT_WORDS));
+    MT_TRY(mt_check_enum(ctx, function, name, "norm", (int)d->norm, MT_NORM_WORDS));
+    MT_TRY(mt_check_float(ctx, function, name, "norm_eps", d->norm_eps, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_float(ctx, function, name, "attention_dropout", d->attention_dropout, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_float(ctx, function, name, "hidden_dropout", d->hidden_dropout, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_enum(ctx, function, name, "recompute", (int)d->recompute,
+                         "MT_RECOMPUTE_NONE MT_RECOMPUTE_SELECTIVE MT_RECOMPUTE_FULL"));
+    return mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std);
+}
+
 MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
                                              const mt_transformer_layer_desc *desc, mt_transformer_layer *out) {
     static const char *const function = "mt_transformer_layer_create";
@@ -2587,15 +2598,7 @@ MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params,
     MT_TRY(mt_create_check(ctx, function, params, desc, out));
     MT_TRY(mt_layer_name(ctx, params, name, full));
     name = full;
-    if (desc->placement < MT_PRE_LN || desc->placement > MT_RESIDUAL_POST_LN ||
-        !mti_probability(desc->hidden_dropout) || desc->norm < MT_LAYER_NORM || desc->norm > MT_RMS_NORM ||
-        !(desc->norm_eps >= 0.0f) || desc->hidden < 1 || desc->recompute < MT_RECOMPUTE_NONE ||
-        desc->recompute > MT_RECOMPUTE_FULL)
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: '%s' has hidden %lld, placement %d, norm %d, norm_eps %g, "
-                       "hidden_dropout %g, recompute %d",
-                       function, name, (long long)desc->hidden, (int)desc->placement, (int)desc->norm,
-                       (double)desc->norm_eps, (double)desc->hidden_dropout, (int)desc->recompute);
+    MT_TRY(mti_layer_desc_check(ctx, function, name, desc));
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     out->desc = *desc;
@@ -2817,30 +2820,28 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
 #define MTI_LAYERS_MAX (1 << 17)
 
 static mt_status mti_model_sizes_check(mt_context *ctx, const char *function, const mt_language_model_desc *d) {
-    if (d->padded_vocab && (d->padded_vocab < d->vocab || d->padded_vocab > INT32_MAX))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: padded_vocab %lld, must be 0 or from vocab %lld to %d", function,
-                       (long long)d->padded_vocab, (long long)d->vocab, INT32_MAX);
-    if (d->vocab < 1 || d->vocab > INT32_MAX || d->layers < 1 || d->layers > MTI_LAYERS_MAX || d->max_seq < 1 ||
-        d->token_types < 0 || d->token_types > INT32_MAX || d->recompute_layers < 0 ||
-        d->recompute_layers > d->layers || !mti_probability(d->embedding_dropout))
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: vocab %lld, layers %lld, max_seq %lld, token_types %lld, embedding_dropout %g, "
-                       "recompute_layers %lld",
-                       function, (long long)d->vocab, (long long)d->layers, (long long)d->max_seq,
-                       (long long)d->token_types, (double)d->embedding_dropout, (long long)d->recompute_layers);
-    return MT_SUCCESS;
+    MT_TRY(mt_check_integer(ctx, function, NULL, "vocab", d->vocab, 1, INT32_MAX));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "layers", d->layers, 1, MTI_LAYERS_MAX));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "max_seq", d->max_seq, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "token_types", d->token_types, 0, INT32_MAX));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "recompute_layers", d->recompute_layers, 0, d->layers));
+    MT_TRY(mt_check_float(ctx, function, NULL, "embedding_dropout", d->embedding_dropout, MT_FLOAT_PROBABILITY));
+    if (!d->padded_vocab || (d->padded_vocab >= d->vocab && d->padded_vocab <= INT32_MAX)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: padded_vocab is %lld, must be 0 or from vocab %lld to %d", function,
+                   (long long)d->padded_vocab, (long long)d->vocab, INT32_MAX);
 }
 
 static mt_status mti_model_check(mt_context *ctx, const char *function, const mt_grid *grid,
                                  const mt_language_model_desc *d) {
     MT_TRY(mti_model_sizes_check(ctx, function, d));
-    if (d->layer.layer_number || (d->layer.max_seq && d->layer.max_seq != d->max_seq))
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: layer.layer_number is %lld, layer.max_seq %lld; the model sets them, to the number of each "
-                       "layer and to max_seq %lld",
-                       function, (long long)d->layer.layer_number, (long long)d->layer.max_seq, (long long)d->max_seq);
+    if (d->layer.max_seq && d->layer.max_seq != d->max_seq)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer.max_seq is %lld, must be 0 or max_seq %lld", function,
+                       (long long)d->layer.max_seq, (long long)d->max_seq);
+    if (d->layer.layer_number)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer.layer_number is %lld, must be 0: the model numbers its layers",
+                       function, (long long)d->layer.layer_number);
     if (d->recompute_layers && d->layer.recompute == MT_RECOMPUTE_NONE)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: recompute_layers is %lld, but layer.recompute is 0", function,
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: recompute_layers is %lld, must be 0 with MT_RECOMPUTE_NONE", function,
                        (long long)d->recompute_layers);
     if (d->layers % grid->pp_size != 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld layers cannot be divided over %d pipeline stages", function,
@@ -3077,7 +3078,7 @@ static mt_status mti_model_call_check(mt_context *ctx, const char *function, con
     MT_TRY(mt_check_param(ctx, function, m->layers[0].attention.proj.weight));
     if (m->positions) MT_TRY(mt_check_param(ctx, function, m->positions));
     if (m->token_types) MT_TRY(mt_check_param(ctx, function, m->token_types));
-    MT_TRY(mti_batch_check(ctx, function, batch, m->desc.max_seq));
+    MT_TRY(mti_batch_check(ctx, function, "batch", batch, m->desc.max_seq));
     MT_TRY(mti_batch_scores_check(ctx, function, &m->layers[0].attention, batch));
     if (batch->token_types && !m->desc.token_types)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the batch has token_types, and the model has none", function);
@@ -3104,9 +3105,7 @@ static mt_status mti_model_forward_check(mt_context *ctx, const char *function, 
                                          int output_none, const mt_language_model_saved *saved) {
     int64_t tokens;
     MT_TRY(mti_model_call_check(ctx, function, m, batch));
-    if (!(batch->backward_scale >= -FLT_MAX && batch->backward_scale <= FLT_MAX))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: backward_scale is %g, must be finite", function,
-                       (double)batch->backward_scale);
+    MT_TRY(mt_check_float(ctx, function, NULL, "backward_scale", batch->backward_scale, MT_FLOAT_FINITE));
     tokens = batch->sequences * batch->seq;
     if (saved) MT_TRY(mt_check_tokens(ctx, function, tokens));
     MT_TRY(mti_model_boundary(ctx, function, m, batch, mti_model_is_first(m), "input", input));
@@ -3403,9 +3402,7 @@ MT_API mt_status mt_gpt_create(mt_context *ctx, mt_params *params, const mt_gpt_
     MT_TRY(mt_create_check(ctx, function, params, desc, out));
     m = mti_gpt_model(desc);
     MT_TRY(mti_model_check(ctx, function, mt_params_grid(params), &m));
-    if (!(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: label_smoothing %g, must be at least 0 and below 1", function,
-                       (double)desc->label_smoothing);
+    MT_TRY(mt_check_float(ctx, function, NULL, "label_smoothing", desc->label_smoothing, MT_FLOAT_PROBABILITY));
     mark = mt_params_mark(params);
     memset(out, 0, sizeof *out);
     status = mti_model_create(ctx, params, &m, &out->model);
@@ -3950,14 +3947,6 @@ typedef struct mti_described {
     int no_binary_head;  /* of a BERT; does not change what the encoder computes, and is not compared */
 } mti_described;
 
-static const char *const mti_placement_words[] = {"MT_PRE_LN", "MT_POST_LN", "MT_RESIDUAL_POST_LN"};
-static const char *const mti_norm_words[] = {"MT_LAYER_NORM", "MT_RMS_NORM"};
-static const char *const mti_activation_words[] = {"MT_GELU_TANH",    "MT_GELU_ERF", "MT_SWIGLU",
-                                                   "MT_SQUARED_RELU", "MT_RELU",     "MT_TANH"};
-static const char *const mti_mask_words[] = {"MT_MASK_CAUSAL", "MT_MASK_BIDIRECTIONAL"};
-static const char *const mti_layout_words[] = {"MT_QKV_PER_GROUP", "MT_QKV_CONCATENATED", "MT_QKV_SEPARATE"};
-static const char *const mti_form_words[] = {"MT_ROTARY_HALVES", "MT_ROTARY_PAIRS"};
-
 /* The fields in the metadata of a file, in the order of the file: what determines the logits of a GPT and what a BERT's
    encoder computes, max_seq and no_binary_head. The limits are those of mt_gpt_create. */
 #define MTI_BOTH(name) "gpt." name, "bert." name
@@ -3965,10 +3954,10 @@ static const char *const mti_form_words[] = {"MT_ROTARY_HALVES", "MT_ROTARY_PAIR
 static const struct {
     const char *gpt, *bert; /* the name in the metadata of a GPT and of a BERT; NULL: it does not have the field */
     mt_field_kind kind;
-    size_t at;                /* the place in mti_described */
-    int64_t low, high;        /* as in mt_field; a float must be at least 0 (low 0) or above 0 (low 1) */
-    int optional;             /* 1: a file has the field only when it is not 0 */
-    const char *const *words; /* the names of the values from 0 to high in messages; NULL: numbers */
+    size_t at;         /* the place in mti_described */
+    int64_t low, high; /* as in mt_field; a float must be at least 0 (low 0) or above 0 (low 1) */
+    int optional;      /* 1: a file has the field only when it is not 0 */
+    const char *words; /* as in mt_check_enum, for messages; NULL: numbers */
 } mti_fields[] = {
     {MTI_BOTH("vocab"), MT_FIELD_I64, MTI_AT(d.vocab), 1, INT32_MAX, 0, NULL},
     {MTI_BOTH("layers"), MT_FIELD_I64, MTI_AT(d.layers), 1, MTI_LAYERS_MAX, 0, NULL},
@@ -3977,19 +3966,19 @@ static const struct {
     {MTI_BOTH("heads"), MT_FIELD_I64, MTI_AT(d.layer.heads), 1, INT32_MAX, 0, NULL},
     {MTI_BOTH("kv_heads"), MT_FIELD_I64, MTI_AT(d.layer.kv_heads), 1, INT32_MAX, 0, NULL},
     {MTI_BOTH("ffn"), MT_FIELD_I64, MTI_AT(d.layer.ffn), 1, INT32_MAX, 0, NULL},
-    {MTI_BOTH("placement"), MT_FIELD_INT, MTI_AT(d.layer.placement), 0, MT_RESIDUAL_POST_LN, 0, mti_placement_words},
-    {MTI_BOTH("norm"), MT_FIELD_INT, MTI_AT(d.layer.norm), 0, MT_RMS_NORM, 0, mti_norm_words},
+    {MTI_BOTH("placement"), MT_FIELD_INT, MTI_AT(d.layer.placement), 0, MT_RESIDUAL_POST_LN, 0, MTI_LN_PLACEMENT_WORDS},
+    {MTI_BOTH("norm"), MT_FIELD_INT, MTI_AT(d.layer.norm), 0, MT_RMS_NORM, 0, MT_NORM_WORDS},
     {MTI_BOTH("norm_eps"), MT_FIELD_F32, MTI_AT(d.layer.norm_eps), 1, 0, 0, NULL},
     {MTI_BOTH("activation"), MT_FIELD_INT, MTI_AT(d.layer.activation), 0, MT_ACTIVATION_COUNT - 1, 0,
-     mti_activation_words},
-    {"gpt.mask", NULL, MT_FIELD_INT, MTI_AT(d.layer.mask), 0, MT_MASK_BIDIRECTIONAL, 0, mti_mask_words},
+     MT_ACTIVATION_WORDS},
+    {"gpt.mask", NULL, MT_FIELD_INT, MTI_AT(d.layer.mask), 0, MT_MASK_BIDIRECTIONAL, 0, MT_MASK_WORDS},
     {MTI_BOTH("rotary_base"), MT_FIELD_F32, MTI_AT(d.layer.rotary_base), 0, 0, 0, NULL},
     {MTI_BOTH("no_bias"), MT_FIELD_INT, MTI_AT(d.layer.no_bias), 0, 1, 0, NULL},
     {"gpt.untied_head", NULL, MT_FIELD_INT, MTI_AT(d.untied_head), 0, 1, 0, NULL},
     {NULL, "bert.token_types", MT_FIELD_I64, MTI_AT(token_types), 1, INT32_MAX, 0, NULL},
     {NULL, "bert.no_binary_head", MT_FIELD_INT, MTI_AT(no_binary_head), 0, 1, 0, NULL},
-    {MTI_BOTH("qkv_layout"), MT_FIELD_INT, MTI_AT(d.layer.qkv_layout), 0, MT_QKV_SEPARATE, 1, mti_layout_words},
-    {MTI_BOTH("rotary_form"), MT_FIELD_INT, MTI_AT(d.layer.rotary_form), 0, MT_ROTARY_PAIRS, 1, mti_form_words},
+    {MTI_BOTH("qkv_layout"), MT_FIELD_INT, MTI_AT(d.layer.qkv_layout), 0, MT_QKV_SEPARATE, 1, MT_QKV_LAYOUT_WORDS},
+    {MTI_BOTH("rotary_form"), MT_FIELD_INT, MTI_AT(d.layer.rotary_form), 0, MT_ROTARY_PAIRS, 1, MT_ROTARY_FORM_WORDS},
     {MTI_BOTH("rotary_dim"), MT_FIELD_I64, MTI_AT(d.layer.rotary_dim), 0, INT32_MAX, 1, NULL},
     {MTI_BOTH("window"), MT_FIELD_I64, MTI_AT(d.layer.window), 0, INT64_MAX, 1, NULL},
     {MTI_BOTH("softcap"), MT_FIELD_F32, MTI_AT(d.layer.softcap), 0, 0, 1, NULL},
@@ -4747,7 +4736,8 @@ static const char *mti_described_value(mti_described *m, int i, char text[MT_FIE
     mt_field_text(&f, text);
     if (!mti_fields[i].words) return text;
     memcpy(&value, f.value, sizeof value);
-    return value >= f.low && value <= f.high ? mti_fields[i].words[value] : text;
+    mt_enum_word(mti_fields[i].words, value, text);
+    return text;
 }
 
 /* Returns MT_ERR_DATA when the files describe another model. */

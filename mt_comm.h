@@ -1371,12 +1371,15 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
         snprintf(text, sizeof text, "mt_context_create: threads is %d, must not be negative", desc->threads);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
-    if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data) ||
-        (desc->invariant_data && !desc->invariant)) {
-        snprintf(text, sizeof text,
-                 "mt_context_create: invariant is %d, invariant_data %d: must be 0 or a power of two up to "
-                 "1024, and invariant_data goes with invariant",
-                 desc->invariant, desc->invariant_data);
+    if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data)) {
+        int first = !mti_is_shard_count(desc->invariant);
+        snprintf(text, sizeof text, "mt_context_create: %s is %d, must be 0 or a power of two up to 1024",
+                 first ? "invariant" : "invariant_data", first ? desc->invariant : desc->invariant_data);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
+    if (desc->invariant_data && !desc->invariant) {
+        snprintf(text, sizeof text, "mt_context_create: invariant_data is %d, must be 0 without invariant",
+                 desc->invariant_data);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
     if (desc->stream && desc->device != MT_DEVICE_CUDA) {

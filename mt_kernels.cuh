@@ -176,6 +176,7 @@ typedef enum mt_activation {
 
 /* The number of activations: they are the values from 0 to MT_ACTIVATION_COUNT - 1. */
 #define MT_ACTIVATION_COUNT 6
+#define MT_ACTIVATION_WORDS "MT_GELU_TANH MT_GELU_ERF MT_SWIGLU MT_SQUARED_RELU MT_RELU MT_TANH" /* see mt_check_enum */
 
 /* forward:  h [tokens, w] += bias [1, w] (optional), then y [tokens, f] = act(h)
    backward: dh [tokens, w] = dy [tokens, f] * act'(h), dbias [1, w] += column sums of dh (optional). h is as forward
@@ -249,6 +250,7 @@ typedef enum mt_norm_kind {
     /* x * rstd * gain, with rstd = 1 / sqrt(mean(x^2) + eps): arXiv 1910.07467. bias and dbias must be mt_none() */
     MT_RMS_NORM = 1
 } mt_norm_kind;
+#define MT_NORM_WORDS "MT_LAYER_NORM MT_RMS_NORM" /* see mt_check_enum */
 
 /* Normalises each row. x, y, dy, dresidual and dx are [tokens, h]. gain, bias, dgain and dbias are [1, h].
    forward:  y = norm(x). stats [tokens, 2] = mean and rstd of each row, for backward. RMSNorm writes 0 as the mean.
@@ -303,6 +305,7 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
 typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
+#define MT_MASK_WORDS "MT_MASK_CAUSAL MT_MASK_BIDIRECTIONAL" /* see mt_check_enum */
 
 /* The order of queries, keys and values in the columns of qkv, and in the rows of the weights that compute it. A model
    has G query groups of n query heads, so A = G * n query heads, with D features each (n = heads_per_group, D =
@@ -320,6 +323,7 @@ typedef enum mt_mask { MT_MASK_CAUSAL = 0, MT_MASK_BIDIRECTIONAL = 1 } mt_mask;
    On a tensor rank G and A are the numbers of this rank's groups and heads. mt_self_attention_desc in megatron.h says
    how a weight of each layout is split. */
 typedef enum mt_qkv_layout { MT_QKV_PER_GROUP = 0, MT_QKV_CONCATENATED = 1, MT_QKV_SEPARATE = 2 } mt_qkv_layout;
+#define MT_QKV_LAYOUT_WORDS "MT_QKV_PER_GROUP MT_QKV_CONCATENATED MT_QKV_SEPARATE" /* see mt_check_enum */
 
 /* The two features that rotary position embedding turns together, for i = 0 ... R / 2 - 1, where R is the number of
    features that it turns.
@@ -327,6 +331,7 @@ typedef enum mt_qkv_layout { MT_QKV_PER_GROUP = 0, MT_QKV_CONCATENATED = 1, MT_Q
    MT_ROTARY_PAIRS   2 i and 2 i + 1: GPT-J, Megatron-LM with --rotary-interleaved, and Llama in the files of Meta
    mt_rotary_pairs_from_halves in megatron.h converts weights. */
 typedef enum mt_rotary_form { MT_ROTARY_HALVES = 0, MT_ROTARY_PAIRS = 1 } mt_rotary_form;
+#define MT_ROTARY_FORM_WORDS "MT_ROTARY_HALVES MT_ROTARY_PAIRS" /* see mt_check_enum */
 
 /* The sizes and options of scaled dot-product attention. Query heads form `groups` query groups. A group has
    heads_per_group query heads that share one key/value head. heads_per_group is 1 for MHA and more for GQA (arXiv
@@ -639,6 +644,10 @@ MT_API float mt_clip_coefficient(float norm, float max_norm);
    "loss_scaler.min_scale", or NULL. */
 MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *desc);
 
+/* For authors of checkpoints: returns what a field that mt_loss_scaler_fault has returned must be, such as
+   "at least 1". Returns NULL for another name. */
+MT_API const char *mt_loss_scaler_wanted(const char *field);
+
 /* ---- a training step that does not wait -------------------------------------------------------------------------- */
 
 /* The numbers of a training step that change from step to step. On a GPU they are in its memory, so the host need not
@@ -696,6 +705,38 @@ typedef struct mt_arg {
 MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count);
 MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
                                  int64_t rows, int64_t cols);
+
+/* What a float may be, for mt_check_float. Infinities and NaN are never allowed. */
+typedef enum mt_float_range {
+    MT_FLOAT_FINITE = 0,     /* any finite number */
+    MT_FLOAT_AT_LEAST_0 = 1, /* at least 0 */
+    MT_FLOAT_ABOVE_0 = 2,    /* above 0 */
+    MT_FLOAT_PROBABILITY = 3 /* at least 0 and below 1 */
+} mt_float_range;
+
+/* Each of these functions checks one field of a desc. The message names this field, its value and what it must be:
+   "mt_mlp_create: 'decoder.mlp': hidden is 0, must be from 1 to 2147483647". `function` is the name of your function,
+   and `name` that of the block. When name is NULL, the message has no name. When ctx is NULL, there is no message.
+     mt_check_integer  value must be in [low, high]. With high INT64_MAX, the message has no upper limit
+     mt_check_size     the same, but the error is MT_ERR_SHAPE
+     mt_check_enum     value must be that of a word. `words` has one word for each value of the enum, from 0 on, with
+                       spaces between them: MT_MASK_WORDS, or "MY_ADD MY_MULTIPLY"
+     mt_check_float    value must be in the range
+   Error: MT_ERR_ARGUMENT. */
+MT_API mt_status mt_check_integer(mt_context *ctx, const char *function, const char *name, const char *field,
+                                  int64_t value, int64_t low, int64_t high);
+MT_API mt_status mt_check_size(mt_context *ctx, const char *function, const char *name, const char *field,
+                               int64_t value, int64_t low, int64_t high);
+MT_API mt_status mt_check_enum(mt_context *ctx, const char *function, const char *name, const char *field, int value,
+                               const char *words);
+MT_API mt_status mt_check_float(mt_context *ctx, const char *function, const char *name, const char *field, float value,
+                                mt_float_range range);
+
+#define MT_WORD_MAX 32
+
+/* Writes the word of the value to text, for a message: the word of 1 in "MY_ADD MY_MULTIPLY" is MY_MULTIPLY. A value
+   without a word is written as a number. A word is cut after MT_WORD_MAX - 1 characters. */
+MT_API void mt_enum_word(const char *words, int value, char text[MT_WORD_MAX]);
 
 /* Returns MT_ERR_ARGUMENT when the valid views a and b overlap. Views of different columns of one matrix do not
    overlap, and mt_none() overlaps nothing. Addresses of a meta context have no meaning, so they are not compared.
@@ -786,16 +827,15 @@ static mt_status mti_kernels_open(mt_context *ctx, mti_kernels **out) {
 }
 
 MT_API mt_status mt_gemm_set_options(mt_context *ctx, const mt_gemm_options *options) {
+    static const char *const function = "mt_gemm_set_options";
     mt_gemm_options o;
     mti_kernels *k;
     if (!ctx) return MT_ERR_ARGUMENT;
     memset(&o, 0, sizeof o);
     if (options) o = *options;
-    if (o.choice < MT_GEMM_MEASURED || o.choice > MT_GEMM_HEURISTIC || o.epilogue < MT_EPILOGUE_SEPARATE ||
-        o.epilogue > MT_EPILOGUE_MEASURED)
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "mt_gemm_set_options: choice is %d, epilogue %d: must be at most %d and %d", (int)o.choice,
-                       (int)o.epilogue, MT_GEMM_HEURISTIC, MT_EPILOGUE_MEASURED);
+    MT_TRY(mt_check_enum(ctx, function, NULL, "choice", (int)o.choice, "MT_GEMM_MEASURED MT_GEMM_HEURISTIC"));
+    MT_TRY(mt_check_enum(ctx, function, NULL, "epilogue", (int)o.epilogue,
+                         "MT_EPILOGUE_SEPARATE MT_EPILOGUE_FUSED MT_EPILOGUE_MEASURED"));
     MT_TRY(mti_kernels_open(ctx, &k));
     k->options = o;
     if (mt_context_invariant(ctx)) k->options.epilogue = MT_EPILOGUE_SEPARATE;
@@ -910,9 +950,85 @@ static mt_status mti_expect_same_or_apart(mt_context *ctx, const char *where, mt
 }
 
 static mt_status mti_expect_finite(mt_context *ctx, const char *where, const char *name, float value) {
-    if (!(value - value == 0.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is %g, must be finite", where, name, (double)value);
-    return MT_SUCCESS;
+    return mt_check_float(ctx, where, NULL, name, value, MT_FLOAT_FINITE);
+}
+
+/* Refuses a field. `is` is its value. */
+static mt_status mti_field_fail(mt_context *ctx, mt_status status, const char *function, const char *name,
+                                const char *field, const char *is, const char *wanted) {
+    if (!name) return mt_fail(ctx, status, "%s: %s is %s, must be %s", function, field, is, wanted);
+    return mt_fail(ctx, status, "%s: '%s': %s is %s, must be %s", function, name, field, is, wanted);
+}
+
+static mt_status mti_integer_check(mt_context *ctx, mt_status status, const char *function, const char *name,
+                                   const char *field, int64_t value, int64_t low, int64_t high) {
+    char is[32], wanted[64];
+    if (value >= low && value <= high) return MT_SUCCESS;
+    snprintf(is, sizeof is, "%lld", (long long)value);
+    if (high == INT64_MAX) snprintf(wanted, sizeof wanted, "at least %lld", (long long)low);
+    else if (high - 1 == low) snprintf(wanted, sizeof wanted, "%lld or %lld", (long long)low, (long long)high);
+    else snprintf(wanted, sizeof wanted, "from %lld to %lld", (long long)low, (long long)high);
+    return mti_field_fail(ctx, status, function, name, field, is, wanted);
+}
+
+MT_API mt_status mt_check_integer(mt_context *ctx, const char *function, const char *name, const char *field,
+                                  int64_t value, int64_t low, int64_t high) {
+    return mti_integer_check(ctx, MT_ERR_ARGUMENT, function, name, field, value, low, high);
+}
+
+MT_API mt_status mt_check_size(mt_context *ctx, const char *function, const char *name, const char *field,
+                               int64_t value, int64_t low, int64_t high) {
+    return mti_integer_check(ctx, MT_ERR_SHAPE, function, name, field, value, low, high);
+}
+
+/* Returns the number of words, which have spaces between them. */
+static int mti_word_count(const char *words) {
+    int count = 1;
+    for (; *words; words++) count += *words == ' ';
+    return count;
+}
+
+MT_API mt_status mt_check_enum(mt_context *ctx, const char *function, const char *name, const char *field, int value,
+                               const char *words) {
+    char is[16], wanted[512];
+    int count = mti_word_count(words);
+    size_t n = 0;
+    if (value >= 0 && value < count) return MT_SUCCESS;
+    for (; *words && n + 5 < sizeof wanted; words++) {
+        const char *between = " or ";
+        if (*words != ' ') {
+            wanted[n++] = *words;
+            continue;
+        }
+        if (--count > 1) between = ", ";
+        memcpy(wanted + n, between, strlen(between));
+        n += strlen(between);
+    }
+    wanted[n] = 0;
+    snprintf(is, sizeof is, "%d", value);
+    return mti_field_fail(ctx, MT_ERR_ARGUMENT, function, name, field, is, wanted);
+}
+
+MT_API void mt_enum_word(const char *words, int value, char text[MT_WORD_MAX]) {
+    int i;
+    snprintf(text, MT_WORD_MAX, "%d", value);
+    if (value < 0 || value >= mti_word_count(words)) return;
+    for (i = 0; i < value; i++) words = strchr(words, ' ') + 1;
+    snprintf(text, MT_WORD_MAX, "%.*s", (int)strcspn(words, " "), words);
+}
+
+MT_API mt_status mt_check_float(mt_context *ctx, const char *function, const char *name, const char *field, float value,
+                                mt_float_range range) {
+    static const char *const wanted[] = {"finite", "at least 0 and finite", "above 0 and finite",
+                                         "at least 0 and below 1"};
+    char is[32];
+    int finite = value >= -FLT_MAX && value <= FLT_MAX; /* a NaN is not */
+    MT_TRY(mt_check_integer(ctx, function, name, "mt_float_range", (int)range, 0, MT_FLOAT_PROBABILITY));
+    if (finite && (range != MT_FLOAT_ABOVE_0 || value > 0.0f) && (range != MT_FLOAT_PROBABILITY || value < 1.0f) &&
+        (range == MT_FLOAT_FINITE || value >= 0.0f))
+        return MT_SUCCESS;
+    snprintf(is, sizeof is, "%g", (double)value);
+    return mti_field_fail(ctx, MT_ERR_ARGUMENT, function, name, field, is, wanted[range]);
 }
 
 /* ---- >>math ------------------------------------------------------------------------------------------------------ */
@@ -2525,9 +2641,10 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
     mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_hash", args, MTI_COUNT(args)));
-    if (!hash || first_row < 0 || first_col < 0 || global_cols < 0)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: row %lld, column %lld of %lld, hash %s", (long long)first_row,
-                       (long long)first_col, (long long)global_cols, hash ? "given" : "NULL");
+    MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "first_row", first_row, 0, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "first_col", first_col, 0, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "global_cols", global_cols, 0, INT64_MAX));
+    if (!hash) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: hash is NULL");
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash),
                                 *hash += mti_cpu_hash(x, first_row, first_col, global_cols)));
@@ -3561,9 +3678,7 @@ MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias
 
 static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_activation kind) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if ((int)kind < 0 || (int)kind >= MT_ACTIVATION_COUNT)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", where, (int)kind);
-    return MT_SUCCESS;
+    return mt_check_enum(ctx, where, NULL, "kind", (int)kind, MT_ACTIVATION_WORDS);
 }
 
 /* The number of columns of h if y has `cols` columns. */
@@ -4186,8 +4301,7 @@ MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x,
 static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kind kind, mt_tensor x,
                                  const char *bias_name, mt_tensor bias) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (kind != MT_LAYER_NORM && kind != MT_RMS_NORM)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: norm %d does not exist", where, (int)kind);
+    MT_TRY(mt_check_enum(ctx, where, NULL, "kind", (int)kind, MT_NORM_WORDS));
     if (x.cols == 0) return mt_fail(ctx, MT_ERR_SHAPE, "%s: x is [%lld, 0], needs columns", where, (long long)x.rows);
     if (kind == MT_RMS_NORM && bias.data)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld], but RMSNorm has no bias: pass mt_none()", where,
@@ -4916,8 +5030,7 @@ MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x
     mti_operator op;
     MT_TRY(mti_expect_norm(ctx, where, kind, x, "bias", bias));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    if (!(eps >= 0.0f && eps <= FLT_MAX))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: eps is %g, must be at least 0", where, (double)eps);
+    MT_TRY(mt_check_float(ctx, where, NULL, "eps", eps, MT_FLOAT_AT_LEAST_0));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats),
                                 mti_cpu_norm_forward(kind, x, gain, bias, eps, y, stats)));
@@ -5033,10 +5146,7 @@ MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_ra
 /* ---- >>dropout --------------------------------------------------------------------------------------------------- */
 
 static mt_status mti_expect_probability(mt_context *ctx, const char *where, float p) {
-    if (!(p >= 0.0f && p < 1.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the dropout probability is %g, must be at least 0 and less than 1",
-                       where, (double)p);
-    return MT_SUCCESS;
+    return mt_check_float(ctx, where, NULL, "the dropout probability", p, MT_FLOAT_PROBABILITY);
 }
 
 static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropout dropout, int64_t rows,
@@ -5231,18 +5341,19 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
 static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
-    if (s->batch < 0 || s->seq < 1 || s->seq > INT_MAX || s->groups < 1 || s->heads_per_group < 1 || s->head_dim < 1 ||
-        mt_size_mul(s->batch, s->seq) < 0 || s->heads_per_group > INT64_MAX - 2 ||
-        mt_size_mul(mt_size_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0 || s->kv_seq < 0 ||
-        s->kv_seq > INT_MAX || mt_size_mul(s->batch, s->kv_seq) < 0)
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: batch %lld, seq %lld, groups %lld, heads_per_group %lld, head_dim %lld, kv_seq "
-                       "%lld is not a valid shape",
-                       where, (long long)s->batch, (long long)s->seq, (long long)s->groups,
-                       (long long)s->heads_per_group, (long long)s->head_dim, (long long)s->kv_seq);
-    if (s->qkv_layout != MT_QKV_PER_GROUP && s->qkv_layout != MT_QKV_CONCATENATED && s->qkv_layout != MT_QKV_SEPARATE)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: qkv_layout %d does not exist", where, (int)s->qkv_layout);
-    return MT_SUCCESS;
+    MT_TRY(mt_check_size(ctx, where, NULL, "batch", s->batch, 0, INT64_MAX));
+    MT_TRY(mt_check_size(ctx, where, NULL, "seq", s->seq, 1, INT_MAX));
+    MT_TRY(mt_check_size(ctx, where, NULL, "groups", s->groups, 1, INT64_MAX));
+    MT_TRY(mt_check_size(ctx, where, NULL, "heads_per_group", s->heads_per_group, 1, INT64_MAX - 2));
+    MT_TRY(mt_check_size(ctx, where, NULL, "head_dim", s->head_dim, 1, INT64_MAX));
+    MT_TRY(mt_check_size(ctx, where, NULL, "kv_seq", s->kv_seq, 0, INT_MAX));
+    if (mt_size_mul(s->batch, mt_max(s->seq, s->kv_seq)) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: a batch of %lld sequences of %lld tokens has too many tokens", where,
+                       (long long)s->batch, (long long)mt_max(s->seq, s->kv_seq));
+    if (mt_size_mul(mt_size_mul(s->groups, s->heads_per_group + 2), s->head_dim) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld groups of %lld heads of %lld features have too many columns", where,
+                       (long long)s->groups, (long long)s->heads_per_group, (long long)s->head_dim);
+    return mt_check_enum(ctx, where, NULL, "qkv_layout", (int)s->qkv_layout, MT_QKV_LAYOUT_WORDS);
 }
 
 static int64_t mti_attention_heads(const mt_attention_desc *s) { return s->groups * s->heads_per_group; }
@@ -5341,9 +5452,8 @@ static mt_status mti_expect_bias(mt_context *ctx, const char *where, const mt_at
 static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s), h;
     MT_TRY(mti_expect_finite(ctx, where, "scale", s->scale));
-    if (s->window < 0 || !(s->softcap >= 0.0f && s->softcap <= FLT_MAX))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: window is %lld, softcap %g, must be at least 0", where,
-                       (long long)s->window, (double)s->softcap);
+    MT_TRY(mt_check_integer(ctx, where, NULL, "window", s->window, 0, INT64_MAX));
+    MT_TRY(mt_check_float(ctx, where, NULL, "softcap", s->softcap, MT_FLOAT_AT_LEAST_0));
     for (h = 0; s->alibi_slopes && mt_context_device(ctx) == MT_DEVICE_CPU && h < heads; h++)
         if (!(s->alibi_slopes[h] >= 0.0f && s->alibi_slopes[h] <= FLT_MAX))
             return mt_fail(ctx, MT_ERR_DATA, "%s: alibi_slopes[%lld] is %g, must be at least 0", where, (long long)h,
@@ -5355,8 +5465,7 @@ static mt_status mti_expect_scores(mt_context *ctx, const char *where, const mt_
 /* s has no defaults left. */
 static mt_status mti_expect_attention(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     int64_t heads = mti_attention_heads(s);
-    if (s->mask != MT_MASK_CAUSAL && s->mask != MT_MASK_BIDIRECTIONAL)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mask %d does not exist", where, (int)s->mask);
+    MT_TRY(mt_check_enum(ctx, where, NULL, "mask", (int)s->mask, MT_MASK_WORDS));
     MT_TRY(mti_expect_scores(ctx, where, s));
     MT_TRY(mti_expect_dropout(ctx, where, s->dropout, s->batch, heads));
     if (s->dropout.p > 0.0f &&
@@ -7148,10 +7257,11 @@ MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_h
     float host[64];
     int64_t n = slopes.cols, i, j;
     MT_TRY(mt_tensor_check(ctx, "mt_alibi_slopes", "slopes", slopes, MT_ARG_F32, 1, n));
-    if (heads < 1 || heads > INT_MAX || first_head < 0 || n > heads || first_head > heads - n)
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "mt_alibi_slopes: heads %lld, the first of %lld slopes is that of head %lld", (long long)heads,
-                       (long long)n, (long long)first_head);
+    MT_TRY(mt_check_integer(ctx, "mt_alibi_slopes", NULL, "heads", heads, 1, INT_MAX));
+    MT_TRY(mt_check_integer(ctx, "mt_alibi_slopes", NULL, "first_head", first_head, 0, INT64_MAX));
+    if (n > heads || first_head > heads - n)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_alibi_slopes: there are %lld heads, not %lld from head %lld on",
+                       (long long)heads, (long long)n, (long long)first_head);
     for (i = 0; i < n; i += 64) {
         int64_t count = mt_min(64, n - i);
         for (j = 0; j < count; j++) host[j] = mti_alibi_slope(heads, first_head + i + j);
@@ -7171,11 +7281,8 @@ static mt_status mti_expect_even(mt_context *ctx, const char *where, const char 
 }
 
 static mt_status mti_expect_rotary(mt_context *ctx, const char *where, const mt_attention_desc *s) {
-    if (s->rotary_form != MT_ROTARY_HALVES && s->rotary_form != MT_ROTARY_PAIRS)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: rotary_form %d does not exist", where, (int)s->rotary_form);
-    if (s->rotary_dim < 0 || s->rotary_dim > s->head_dim)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: rotary_dim is %lld, must be in [0, %lld]", where,
-                       (long long)s->rotary_dim, (long long)s->head_dim);
+    MT_TRY(mt_check_enum(ctx, where, NULL, "rotary_form", (int)s->rotary_form, MT_ROTARY_FORM_WORDS));
+    MT_TRY(mt_check_size(ctx, where, NULL, "rotary_dim", s->rotary_dim, 0, s->head_dim));
     return mti_expect_even(ctx, where, s->rotary_dim ? "rotary_dim" : "head_dim", mti_rotary_dim(s));
 }
 
@@ -7348,8 +7455,7 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_rotary_table", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_even(ctx, "mt_rotary_table", "the number of columns", table.cols));
-    if (!(base > 0.0f && base <= FLT_MAX))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rotary_table: base is %.9g, must be positive", (double)base);
+    MT_TRY(mt_check_float(ctx, "mt_rotary_table", NULL, "base", base, MT_FLOAT_ABOVE_0));
     MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary_table(ctx, base, table), mti_cpu_rotary_table(base, table)));
 }
@@ -7495,9 +7601,8 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
     mt_attention_desc s;
     mti_operator op;
     MT_TRY(mti_expect_pointer(ctx, "mt_position_ids", "ids", ids, count));
-    if (seq < 1 || seq > INT32_MAX || first_token < 0 || first_token > INT64_MAX - count)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_position_ids: first_token %lld, seq %lld, count %lld are out of range",
-                       (long long)first_token, (long long)seq, (long long)count);
+    MT_TRY(mt_check_integer(ctx, "mt_position_ids", NULL, "first_token", first_token, 0, INT64_MAX - count));
+    MT_TRY(mt_check_integer(ctx, "mt_position_ids", NULL, "seq", seq, 1, INT32_MAX));
     MT_TRY(mti_expect_cu_seqlens(ctx, "mt_position_ids", cu_seqlens, documents, first_token + count, INT64_MAX));
     memset(&s, 0, sizeof s);
     s.seq = seq;
@@ -7934,13 +8039,9 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
 static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, const mt_cross_entropy_shard_desc *s) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
-    if (s->vocab < 1 || s->first_col < 0)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: vocab is %lld, first_col is %lld", where, (long long)s->vocab,
-                       (long long)s->first_col);
-    if (!(s->label_smoothing >= 0.0f && s->label_smoothing < 1.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: label_smoothing is %g, must be at least 0 and less than 1", where,
-                       (double)s->label_smoothing);
-    return MT_SUCCESS;
+    MT_TRY(mt_check_size(ctx, where, NULL, "vocab", s->vocab, 1, INT64_MAX));
+    MT_TRY(mt_check_size(ctx, where, NULL, "first_col", s->first_col, 0, INT64_MAX));
+    return mt_check_float(ctx, where, NULL, "label_smoothing", s->label_smoothing, MT_FLOAT_PROBABILITY);
 }
 
 /* The number of columns of a shard that are not padding. */
@@ -8568,12 +8669,9 @@ MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *h) {
     if (!h) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: hyper is NULL");
     if (h->step < 1)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: step is %lld, counts from 1", (long long)h->step);
-    if (!(h->beta1 >= 0.0f && h->beta1 < 1.0f && h->beta2 >= 0.0f && h->beta2 < 1.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "mt_adamw_step: beta1 is %g and beta2 is %g, must be at least 0 and less than 1",
-                       (double)h->beta1, (double)h->beta2);
-    if (!(h->eps >= 0.0f && h->eps <= FLT_MAX))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_adamw_step: eps is %g, must be at least 0", (double)h->eps);
+    MT_TRY(mt_check_float(ctx, "mt_adamw_step", NULL, "beta1", h->beta1, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_float(ctx, "mt_adamw_step", NULL, "beta2", h->beta2, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_float(ctx, "mt_adamw_step", NULL, "eps", h->eps, MT_FLOAT_AT_LEAST_0));
     MT_TRY(mti_expect_finite(ctx, "mt_adamw_step", "lr", h->lr));
     MT_TRY(mti_expect_finite(ctx, "mt_adamw_step", "weight_decay", h->weight_decay));
     return mti_expect_finite(ctx, "mt_adamw_step", "grad_scale", h->grad_scale);
@@ -9061,9 +9159,9 @@ static mt_status mti_multi_create(mt_context *ctx, int is_adamw, int stochastic_
 
 static mt_status mti_multi_check(mt_context *ctx, const char *where, const void *tensors, int count, const void *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (out && (tensors || count == 0) && count >= 0) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: out is %s, tensors is %s, count is %d", where, out ? "set" : "NULL",
-                   tensors ? "set" : "NULL", count);
+    MT_TRY(mt_check_integer(ctx, where, NULL, "count", count, 0, INT64_MAX));
+    if (out && (tensors || count == 0)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", where, out ? "tensors" : "out");
 }
 
 MT_API mt_status mt_multi_tensor_create_adamw(mt_context *ctx, const mt_adamw_tensor *tensors, int count,
@@ -9152,13 +9250,44 @@ MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *d) {
     return d->hysteresis <= 0 ? "loss_scaler.hysteresis" : NULL;
 }
 
+#define MTI_SCALER_AT(member) offsetof(mt_loss_scaler_desc, member)
+static const struct {
+    const char *name, *wanted;
+    size_t at; /* the place in mt_loss_scaler_desc */
+    int whole; /* 1: an int; 0: a float */
+} mti_scaler_fields[] = {
+    {"loss_scaler.initial_scale", "at least loss_scaler.min_scale", MTI_SCALER_AT(initial_scale), 0},
+    {"loss_scaler.min_scale", "above 0, and so large that 1 / min_scale is finite", MTI_SCALER_AT(min_scale), 0},
+    {"loss_scaler.growth", "at least 1", MTI_SCALER_AT(growth), 0},
+    {"loss_scaler.backoff", "above 0 and at most 1", MTI_SCALER_AT(backoff), 0},
+    {"loss_scaler.growth_interval", "at least 1", MTI_SCALER_AT(growth_interval), 1},
+    {"loss_scaler.hysteresis", "at least 1", MTI_SCALER_AT(hysteresis), 1}};
+#undef MTI_SCALER_AT
+
+/* Returns the place of the field in mti_scaler_fields, or -1. */
+static int mti_scaler_field(const char *name) {
+    int i = MTI_COUNT(mti_scaler_fields) - 1;
+    while (i >= 0 && strcmp(mti_scaler_fields[i].name, name) != 0) i--;
+    return i;
+}
+
+MT_API const char *mt_loss_scaler_wanted(const char *field) {
+    int i = field ? mti_scaler_field(field) : -1;
+    return i < 0 ? NULL : mti_scaler_fields[i].wanted;
+}
+
 static mt_status mti_loss_scaler_check(mt_context *ctx, const mt_loss_scaler_desc *d) {
-    if (!mt_loss_scaler_fault(d)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT,
-                   "mt_loss_scaler_create: initial_scale %.9g, min_scale %.9g, growth %g, backoff %g, "
-                   "growth_interval %d, hysteresis %d",
-                   (double)d->initial_scale, (double)d->min_scale, (double)d->growth, (double)d->backoff,
-                   d->growth_interval, d->hysteresis);
+    const char *fault = mt_loss_scaler_fault(d);
+    char is[32];
+    float x;
+    int i, n;
+    if (!fault) return MT_SUCCESS;
+    i = mti_scaler_field(fault);
+    memcpy(&x, (const char *)d + mti_scaler_fields[i].at, sizeof x);
+    memcpy(&n, (const char *)d + mti_scaler_fields[i].at, sizeof n);
+    if (mti_scaler_fields[i].whole) snprintf(is, sizeof is, "%d", n);
+    else snprintf(is, sizeof is, "%.9g", (double)x);
+    return mti_field_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create", NULL, fault, is, mti_scaler_fields[i].wanted);
 }
 
 MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out) {

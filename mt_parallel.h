@@ -682,7 +682,8 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
    error message. Add a new parameter with mt_params_add. Set sequence_partial for a replicated parameter whose gradient
    covers only this rank's tokens (sequence parallelism) or heads (a gain per head). */
 
-/* For the create function of a block:
+/* For the create function of a block. mt_check_integer, mt_check_size, mt_check_enum and mt_check_float in
+   mt_kernels.cuh check the fields of a desc.
      mt_create_check  returns MT_ERR_ARGUMENT when an argument is NULL. The message names the argument.
      mt_layer_name    writes the name of the block to out, which has MT_NAME_MAX characters: a copy of `name` or, when
                       `name` is NULL, the next layer.N. Give the layers of the block names of their own, that begin with
@@ -1580,11 +1581,11 @@ MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_opti
     if (!ctx) return MT_ERR_ARGUMENT;
     memset(&o, 0, sizeof o);
     if (options) o = *options;
-    if (o.overlap_chunks < 0 || o.overlap_chunks > MT_OVERLAP_CHUNKS_MAX || (o.no_overlap & ~MT_OVERLAP_ALL))
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "mt_parallel_set_options: overlap_chunks is %d, must be 0 to %d; no_overlap is %d, must be bits "
-                       "of mt_overlap",
-                       o.overlap_chunks, MT_OVERLAP_CHUNKS_MAX, o.no_overlap);
+    if (o.no_overlap & ~MT_OVERLAP_ALL)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_parallel_set_options: no_overlap is %d, must be bits of mt_overlap",
+                       o.no_overlap);
+    MT_TRY(mt_check_integer(ctx, "mt_parallel_set_options", NULL, "overlap_chunks", o.overlap_chunks, 0,
+                            MT_OVERLAP_CHUNKS_MAX));
     MT_TRY(mti_parallel_open(ctx, &p));
     p->options = o;
     return MT_SUCCESS;
@@ -1630,9 +1631,11 @@ static mt_status mti_overlap_begin(mt_context *ctx, const mt_comm *comm, int kin
 static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[3], char *text, size_t text_bytes) {
     int tp = desc->tp ? desc->tp : 1, pipeline = desc->pp ? desc->pp : 1, data = desc->dp;
     int64_t model = (int64_t)tp * pipeline;
-    if (desc->tp < 0 || desc->dp < 0 || desc->pp < 0 || world < 1) {
-        snprintf(text, text_bytes, "mt_grid: tp %d, dp %d, pp %d on %d ranks: sizes must not be negative", desc->tp,
-                 desc->dp, desc->pp, world);
+    const char *field = desc->tp < 0 ? "tp" : desc->dp < 0 ? "dp" : desc->pp < 0 ? "pp" : NULL;
+    if (field || world < 1) {
+        int value = desc->tp < 0 ? desc->tp : desc->dp < 0 ? desc->dp : desc->pp < 0 ? desc->pp : world;
+        snprintf(text, text_bytes, "mt_grid: %s is %d, must be at least %d", field ? field : "world_size", value,
+                 !field);
         return MT_ERR_ARGUMENT;
     }
     if (!data && world % model == 0) data = (int)(world / model);
@@ -2087,7 +2090,8 @@ MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params,
                        : params->placed ? "comes after mt_params_init"
                                         : "comes after mt_params_bind");
     if (desc->bucket_bytes > SIZE_MAX / 4)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_data_parallel: bucket_bytes is %zu", desc->bucket_bytes);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_data_parallel: bucket_bytes is %zu, must be at most %zu",
+                       desc->bucket_bytes, SIZE_MAX / 4);
     params->buckets.desc = *desc;
     return MT_SUCCESS;
 }
@@ -2305,59 +2309,65 @@ static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b)
 #define MTI_PARAM_ELEMENTS ((int64_t)1 << 48) /* padded to 1024 shards, they still fit in int64_t */
 #define MTI_PARAM_PARTS 65536                 /* calls loop over the parts or pieces of a parameter */
 #define MTI_SHARDS_MAX 1024                   /* of mt_context_desc.invariant */
+#define MTI_PLACEMENT_WORDS "MT_REPLICATED MT_SPLIT_ROWS MT_SPLIT_COLS"
 
 static mt_status mti_padding_check(mt_context *ctx, const char *function, const mt_param_desc *d) {
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows;
     int64_t other = d->placement == MT_SPLIT_COLS ? d->rows : d->cols;
     if (!d->padded_features) return MT_SUCCESS;
     if (d->placement == MT_REPLICATED || d->parts > 1)
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: '%s' has padded_features %lld, placement %d and %lld parts; only a parameter that "
-                       "is split and has one part can have padding",
-                       function, d->name, (long long)d->padded_features, (int)d->placement, (long long)d->parts);
-    if (d->padded_features >= n && d->padded_features <= MTI_PARAM_ELEMENTS / other &&
-        d->padded_features % mt_max(d->unit, 1) == 0)
-        return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_SHAPE,
-                   "%s: '%s' has padded_features %lld, must be at least its %lld features, of whole units of "
-                   "%lld, and not too large",
-                   function, d->name, (long long)d->padded_features, (long long)n, (long long)mt_max(d->unit, 1));
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': padded_features is %lld, must be 0 %s", function, d->name,
+                       (long long)d->padded_features,
+                       d->parts > 1 ? "with several parts" : "with placement MT_REPLICATED");
+    MT_TRY(mt_check_size(ctx, function, d->name, "padded_features", d->padded_features, n, MTI_PARAM_ELEMENTS / other));
+    if (d->padded_features % mt_max(d->unit, 1) == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': padded_features is %lld, must be a multiple of unit %lld", function,
+                   d->name, (long long)d->padded_features, (long long)d->unit);
 }
 
 static mt_status mti_copies_check(mt_context *ctx, const char *function, const mt_param_desc *d) {
     int64_t copies = d->copies ? d->copies : 1, unit = d->unit ? d->unit : 1;
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows;
+    int64_t most = mt_min(MTI_PARAM_ELEMENTS / d->rows / d->cols, MTI_PARAM_PARTS / (n / unit));
+    const char *without = d->placement == MT_REPLICATED                   ? "with placement MT_REPLICATED"
+                          : d->placement == MT_SPLIT_COLS && d->rows != 1 ? "for a matrix with placement MT_SPLIT_COLS"
+                          : d->parts > 1                                  ? "with several parts"
+                          : d->padded_features                            ? "with padded_features"
+                                                                          : NULL;
     if (copies == 1 && d->copied == 0) return MT_SUCCESS;
-    if (copies > 1 && copies <= MTI_PARAM_ELEMENTS / d->rows / d->cols && copies <= MTI_PARAM_PARTS / (n / unit) &&
-        d->copied > 0 && d->copied <= unit && (unit - d->copied) % copies == 0 && d->parts <= 1 &&
-        !d->padded_features && (d->placement == MT_SPLIT_ROWS || (d->placement == MT_SPLIT_COLS && d->rows == 1)))
-        return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT,
-                   "%s: '%s' has copies %lld and copied %lld: a unit of %lld cannot be divided in this way, there are "
-                   "more than %d pieces, or the parameter has padded_features, several parts, or another placement "
-                   "than rows",
-                   function, d->name, (long long)d->copies, (long long)d->copied, (long long)unit, MTI_PARAM_PARTS);
+    if (copies == 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': copied is %lld, must be 0 with one copy", function, d->name,
+                       (long long)d->copied);
+    if (without)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': copies is %lld, must be 0 %s", function, d->name,
+                       (long long)d->copies, without);
+    MT_TRY(mt_check_integer(ctx, function, d->name, "copies", d->copies, 0, most));
+    MT_TRY(mt_check_integer(ctx, function, d->name, "copied", d->copied, 1, unit));
+    if ((unit - d->copied) % copies == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': copies is %lld, must divide the %lld features that are not copied",
+                   function, d->name, (long long)copies, (long long)(unit - d->copied));
 }
 
 /* Checks the fields that say how a parameter is split. ctx NULL: without a message. */
 static mt_status mti_sharding_check(mt_context *ctx, const char *function, const mt_param_desc *d) {
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows, parts = d->parts ? d->parts : 1;
     int64_t unit = d->unit ? d->unit : 1;
-    if (d->placement < MT_REPLICATED || d->placement > MT_SPLIT_COLS)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has placement %d", function, d->name, (int)d->placement);
-    if (d->rows < 1 || d->cols < 1 || d->rows > MTI_PARAM_ELEMENTS / d->cols)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' has shape [%lld, %lld]", function, d->name, (long long)d->rows,
-                       (long long)d->cols);
-    if (parts > MTI_PARAM_PARTS)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has %lld parts, must have at most %d", function, d->name,
-                       (long long)parts, MTI_PARAM_PARTS);
-    if (parts < 1 || unit < 1 || n % parts != 0 || n / parts % unit != 0)
+    MT_TRY(mt_check_size(ctx, function, d->name, "rows", d->rows, 1, INT64_MAX));
+    MT_TRY(mt_check_size(ctx, function, d->name, "cols", d->cols, 1, INT64_MAX));
+    MT_TRY(mt_check_enum(ctx, function, d->name, "placement", (int)d->placement, MTI_PLACEMENT_WORDS));
+    if (d->rows > MTI_PARAM_ELEMENTS / d->cols)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' is [%lld, %lld], which is more than %lld elements", function,
+                       d->name, (long long)d->rows, (long long)d->cols, (long long)MTI_PARAM_ELEMENTS);
+    if (parts > MTI_PARAM_PARTS) return mt_check_integer(ctx, function, d->name, "parts", d->parts, 0, MTI_PARAM_PARTS);
+    MT_TRY(mt_check_size(ctx, function, d->name, "parts", d->parts, 0, MTI_PARAM_PARTS));
+    MT_TRY(mt_check_size(ctx, function, d->name, "unit", d->unit, 0, INT64_MAX));
+    if (n % parts != 0 || n / parts % unit != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "%s: %lld features of '%s' cannot be split into %lld parts of whole units of %lld", function,
                        (long long)n, d->name, (long long)parts, (long long)unit);
     if (d->placement == MT_REPLICATED && (parts > 1 || unit > 1))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has parts %lld and unit %lld, but is not split", function,
-                       d->name, (long long)parts, (long long)unit);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': %s is %lld, but placement is MT_REPLICATED", function, d->name,
+                       parts > 1 ? "parts" : "unit", (long long)(parts > 1 ? parts : unit));
     MT_TRY(mti_copies_check(ctx, function, d));
     return mti_padding_check(ctx, function, d);
 }
@@ -2375,14 +2385,13 @@ static mt_status mti_param_check(mt_context *ctx, const mt_params *params, const
     if (mt_params_find(params, d->name))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: there is already a parameter '%s'", d->name);
     MT_TRY(mti_sharding_check(ctx, "mt_params_add", d));
+    MT_TRY(mt_check_float(ctx, "mt_params_add", d->name, "init_std", d->init_std, MT_FLOAT_AT_LEAST_0));
+    if (d->init_std > 0.0f && d->init_value != 0.0f)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s': init_value is %g, must be 0 with init_std", d->name,
+                       (double)d->init_value);
     if (d->sequence_partial && d->placement != MT_REPLICATED)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' is sequence_partial and split (placement %d)",
-                       d->name, (int)d->placement);
-    if (!(d->init_std >= 0.0f) || (d->init_std > 0.0f && d->init_value != 0.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "mt_params_add: '%s' has init_std %g and init_value %g; init_std must not be negative, and only "
-                       "one of them may be set",
-                       d->name, (double)d->init_std, (double)d->init_value);
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_add: '%s' is sequence_partial, but placement is %s", d->name,
+                       d->placement == MT_SPLIT_ROWS ? "MT_SPLIT_ROWS" : "MT_SPLIT_COLS");
     return MT_SUCCESS;
 }
 
@@ -3654,12 +3663,11 @@ static mt_status mti_linear_unused(mt_context *ctx, const char *function, const 
    split. */
 static mt_status mti_linear_check(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d,
                                   int whole) {
-    if (d->in_features < 1 || d->out_features < 1 || d->parts < 0 || d->unit < 0 || !(d->init_std >= 0.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: '%s' has in_features %lld, out_features %lld, parts %lld, unit %lld, "
-                       "init_std %g",
-                       function, name, (long long)d->in_features, (long long)d->out_features, (long long)d->parts,
-                       (long long)d->unit, (double)d->init_std);
+    MT_TRY(mt_check_integer(ctx, function, name, "in_features", d->in_features, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "out_features", d->out_features, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "parts", d->parts, 0, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "unit", d->unit, 0, INT64_MAX));
+    MT_TRY(mt_check_float(ctx, function, name, "init_std", d->init_std, MT_FLOAT_AT_LEAST_0));
     MT_TRY(mti_linear_unused(ctx, function, name, d));
     if (!mt_context_invariant(ctx) || d->parts < 2 || d->parts_by_shard || whole) return MT_SUCCESS;
     return mt_fail(
@@ -3875,12 +3883,13 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
     if (desc->input_is_parallel)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets input_is_parallel, which is for row-parallel layers",
                        function, name);
-    if (desc->weight && (desc->weight->desc.rows != desc->out_features ||
-                         desc->weight->desc.cols != desc->in_features || desc->weight->desc.placement != MT_SPLIT_ROWS))
-        return mt_fail(
-            ctx, MT_ERR_SHAPE, "%s: '%s' is [%lld, %lld], the shared weight '%s' is [%lld, %lld], placement %d",
-            function, name, (long long)desc->out_features, (long long)desc->in_features, desc->weight->name,
-            (long long)desc->weight->desc.rows, (long long)desc->weight->desc.cols, (int)desc->weight->desc.placement);
+    if (desc->weight && desc->weight->desc.placement != MT_SPLIT_ROWS)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' shares the weight '%s', whose placement is not MT_SPLIT_ROWS",
+                       function, name, desc->weight->name);
+    if (desc->weight && (desc->weight->desc.rows != desc->out_features || desc->weight->desc.cols != desc->in_features))
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' is [%lld, %lld], the shared weight '%s' is [%lld, %lld]", function,
+                       name, (long long)desc->out_features, (long long)desc->in_features, desc->weight->name,
+                       (long long)desc->weight->desc.rows, (long long)desc->weight->desc.cols);
     if (desc->weight && (desc->weight->desc.parts != (desc->parts ? desc->parts : 1) ||
                          desc->weight->desc.unit != (desc->unit ? desc->unit : 1)))
         return mt_fail(ctx, MT_ERR_SHAPE,
@@ -4257,8 +4266,7 @@ static mt_status mti_activation_check(mt_context *ctx, const char *function, con
     int64_t features, width = kind == MT_SWIGLU ? 2 : 1;
     if (!ctx) return MT_ERR_ARGUMENT;
     MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
-    if ((int)kind < 0 || (int)kind >= MT_ACTIVATION_COUNT)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: activation %d does not exist", function, (int)kind);
+    MT_TRY(mt_check_enum(ctx, function, NULL, "kind", (int)kind, MT_ACTIVATION_WORDS));
     if (layer->desc.gather_output && mti_left_bias(layer, 0).data)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "%s: '%s' has gather_output and skip_bias_add; its output is whole, but its bias is split",
@@ -4846,9 +4854,10 @@ MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols) {
 
 static mt_status mti_norm_desc_check(mt_context *ctx, const char *function, const char *name,
                                      const mt_norm_layer_desc *d) {
-    if (d->features < 1 || d->groups < 0 || d->kind < MT_LAYER_NORM || d->kind > MT_RMS_NORM || !(d->eps >= 0.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has features %lld, groups %lld, kind %d, eps %g", function, name,
-                       (long long)d->features, (long long)d->groups, (int)d->kind, (double)d->eps);
+    MT_TRY(mt_check_integer(ctx, function, name, "features", d->features, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "groups", d->groups, 0, INT64_MAX));
+    MT_TRY(mt_check_enum(ctx, function, name, "kind", (int)d->kind, MT_NORM_WORDS));
+    MT_TRY(mt_check_float(ctx, function, name, "eps", d->eps, MT_FLOAT_AT_LEAST_0));
     if (d->groups > 0 && d->sequence_parallel)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "%s: '%s' has groups %lld and sequence_parallel; heads are split, and see all tokens", function,
@@ -5010,12 +5019,9 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
 
 /* ---- >>vocab ----------------------------------------------------------------------------------------------------- */
 
-static mt_status mti_vocab_check(mt_context *ctx, const char *function, int64_t vocab, int64_t padded_vocab) {
-    if (vocab < 1 || vocab > INT32_MAX)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: vocab %lld, must be from 1 to %d", function, (long long)vocab,
-                       INT32_MAX);
+static mt_status mti_padded_vocab_check(mt_context *ctx, const char *function, int64_t vocab, int64_t padded_vocab) {
     if (!padded_vocab || (padded_vocab >= vocab && padded_vocab <= INT32_MAX)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: padded_vocab %lld, must be 0 or from vocab %lld to %d", function,
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: padded_vocab is %lld, must be 0 or from vocab %lld to %d", function,
                    (long long)padded_vocab, (long long)vocab, INT32_MAX);
 }
 
@@ -5026,10 +5032,10 @@ MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *
     mt_param_desc w;
     MT_TRY(mt_create_check(ctx, function, params, desc, out));
     MT_TRY(mt_layer_name(ctx, params, name, full));
-    MT_TRY(mti_vocab_check(ctx, function, desc->vocab, desc->padded_vocab));
-    if (desc->features < 1)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: features %lld, must be positive", function,
-                       (long long)desc->features);
+    MT_TRY(mt_check_integer(ctx, function, full, "vocab", desc->vocab, 1, INT32_MAX));
+    MT_TRY(mt_check_integer(ctx, function, full, "features", desc->features, 1, INT64_MAX));
+    MT_TRY(mt_check_float(ctx, function, full, "init_std", desc->init_std, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mti_padded_vocab_check(ctx, function, desc->vocab, desc->padded_vocab));
     memset(out, 0, sizeof *out);
     memset(&w, 0, sizeof w);
     w.rows = desc->vocab;
@@ -5118,9 +5124,9 @@ static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, 
     int shards;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tp || !desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tp ? "desc" : "tp");
-    MT_TRY(mti_vocab_check(ctx, function, desc->vocab, desc->padded_vocab));
-    if (!(desc->label_smoothing >= 0.0f && desc->label_smoothing < 1.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: label_smoothing %g", function, (double)desc->label_smoothing);
+    MT_TRY(mt_check_integer(ctx, function, NULL, "vocab", desc->vocab, 1, INT32_MAX));
+    MT_TRY(mt_check_float(ctx, function, NULL, "label_smoothing", desc->label_smoothing, MT_FLOAT_PROBABILITY));
+    MT_TRY(mti_padded_vocab_check(ctx, function, desc->vocab, desc->padded_vocab));
     MT_TRY(mti_expect_shards(ctx, function, tp));
     shards = mti_shards(ctx, tp);
     MT_TRY(mt_tensor_check(
@@ -5676,15 +5682,14 @@ MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
 /* ---- >>optimizer ------------------------------------------------------------------------------------------------- */
 
 static mt_status mti_optimizer_check(mt_context *ctx, const mt_params *params, const mt_optimizer_desc *d) {
-    if (d->stochastic_rounding && params->dtype == MT_F32)
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "mt_optimizer_create: stochastic_rounding is for bf16 and f16 parameters, these "
-                       "are f32");
-    if (d->beta1 >= 0.0f && d->beta1 < 1.0f && d->beta2 >= 0.0f && d->beta2 < 1.0f && d->eps > 0.0f &&
-        d->eps <= FLT_MAX && d->weight_decay >= 0.0f && d->weight_decay <= FLT_MAX)
-        return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_create: beta1 %g, beta2 %g, eps %g, weight_decay %g",
-                   (double)d->beta1, (double)d->beta2, (double)d->eps, (double)d->weight_decay);
+    static const char *const function = "mt_optimizer_create";
+    MT_TRY(mt_check_float(ctx, function, NULL, "beta1", d->beta1, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_float(ctx, function, NULL, "beta2", d->beta2, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_float(ctx, function, NULL, "eps", d->eps, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_float(ctx, function, NULL, "weight_decay", d->weight_decay, MT_FLOAT_AT_LEAST_0));
+    if (!d->stochastic_rounding || params->dtype != MT_F32) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: stochastic_rounding is for bf16 and f16 parameters, these are f32",
+                   function);
 }
 
 /* Allocates m, v or the masters. */
@@ -5859,8 +5864,7 @@ MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimi
 static mt_status mti_optimizer_state_check(mt_context *ctx, const char *function, const mt_optimizer *optimizer,
                                            const mt_param *param, mt_optimizer_state state, const void *other) {
     MT_TRY(mti_optimizer_shard_check(ctx, function, optimizer, param, "the tensor", other));
-    if (state == MT_EXP_AVG || state == MT_EXP_AVG_SQ || state == MT_MASTER) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: state is %d", function, (int)state);
+    return mt_check_enum(ctx, function, NULL, "state", (int)state, "MT_EXP_AVG MT_EXP_AVG_SQ MT_MASTER");
 }
 
 /* Copies between this rank's share of a parameter's state and the place of that share in `whole`, which has the
@@ -6083,6 +6087,14 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
 
 /* -- a step that does not wait -- */
 
+/* Returns what the field that mti_scaler_fault has returned must be. */
+static const char *mti_scaler_wanted(const char *fault) {
+    const char *wanted = mt_loss_scaler_wanted(fault);
+    if (wanted) return wanted;
+    return strcmp(fault, "loss_scaler.scale") == 0 ? "at least loss_scaler.min_scale"
+                                                   : "below loss_scaler.growth_interval";
+}
+
 /* Returns the name of the first field of a scaler that is out of range, or NULL. */
 static const char *mti_scaler_fault(const mt_loss_scaler *scaler) {
     const char *fault = mt_loss_scaler_fault(&scaler->desc);
@@ -6105,12 +6117,11 @@ MT_API mt_status mt_step_create(mt_context *ctx, mt_optimizer *optimizer, const 
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!optimizer || !optimizer->params || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, out ? "optimizer" : "out");
-    if (!(max_norm >= -FLT_MAX && max_norm <= FLT_MAX))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: max_norm is %g", function, (double)max_norm);
+    MT_TRY(mt_check_float(ctx, function, NULL, "max_norm", max_norm, MT_FLOAT_FINITE));
     memset(&first, 0, sizeof first);
     if (scaler) {
         const char *fault = mti_scaler_fault(scaler);
-        if (fault) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is out of range", function, fault);
+        if (fault) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s must be %s", function, fault, mti_scaler_wanted(fault));
         first.scaler = *scaler;
     } else {
         mt_loss_scaler_desc none;
@@ -6145,8 +6156,9 @@ static mt_status mti_step_check(mt_context *ctx, const char *function, const mt_
 MT_API mt_status mt_step_begin(mt_context *ctx, const mt_step *step, float lr, uint64_t number) {
     mt_step_values first;
     MT_TRY(mti_step_check(ctx, "mt_step_begin", step));
-    if (!(lr >= -FLT_MAX && lr <= FLT_MAX) || number >> 44)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_step_begin: lr is %g, number is %llu", (double)lr,
+    MT_TRY(mt_check_float(ctx, "mt_step_begin", NULL, "lr", lr, MT_FLOAT_FINITE));
+    if (number >> 44)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_step_begin: number is %llu, must be below 2^44",
                        (unsigned long long)number);
     number <<= 20;
     first.random_offset = number;
@@ -6329,10 +6341,15 @@ static const char *mti_pipeline_wrong(const mt_pipeline_stage *stage, const mt_a
     return NULL;
 }
 
+#define MTI_ACTION_WORDS                                                                                               \
+    "MT_FORWARD MT_BACKWARD MT_SEND_FORWARD MT_RECV_FORWARD MT_SEND_BACKWARD MT_RECV_BACKWARD "                        \
+    "MT_SEND_FORWARD_RECV_BACKWARD MT_SEND_BACKWARD_RECV_FORWARD"
+
 /* Checks the arguments of mt_pipeline_run, including each action. */
 static mt_status mti_pipeline_check(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                     const mt_action *actions, int count) {
     static const char *const function = "mt_pipeline_run";
+    char kind[MT_WORD_MAX];
     int i, forwards = 0;
     if (!grid || !grid->pp || !stage || !stage->forward || !actions)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
@@ -6340,20 +6357,24 @@ static mt_status mti_pipeline_check(mt_context *ctx, const mt_grid *grid, const 
                        : !stage           ? "stage is NULL"
                        : actions          ? "stage->forward is NULL"
                                           : "actions is NULL");
-    if (stage->rows < 1 || stage->cols < 1 || !mt_dtype_is_float(stage->dtype))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: [%lld, %lld] in %s cannot travel between stages", function,
-                       (long long)stage->rows, (long long)stage->cols, mt_dtype_name(stage->dtype));
-    if (count < 0) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: count is %d, must not be negative", function, count);
+    MT_TRY(mt_check_integer(ctx, function, NULL, "stage->rows", stage->rows, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "stage->cols", stage->cols, 1, INT64_MAX));
+    if (!mt_dtype_is_float(stage->dtype))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: stage->dtype is %s, must be f32, bf16 or f16", function,
+                       mt_dtype_name(stage->dtype));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "count", count, 0, INT64_MAX));
     if (mt_size_mul(mt_size_mul(stage->rows, stage->cols), 8 * mt_max(1, count)) < 0)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: [%lld, %lld] in up to %d slots is more than can be counted", function,
                        (long long)stage->rows, (long long)stage->cols, count);
     for (i = 0; i < count; i++) {
         const mt_action *a = &actions[i];
         const char *wrong = mti_pipeline_wrong(stage, actions, count, i, !forwards);
-        if (wrong)
+        if (wrong) {
+            mt_enum_word(MTI_ACTION_WORDS, (int)a->kind, kind);
             return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s: action %d of %d: kind %d, micro-batch %d, slot %d, recv_slot %d: %s", function, i,
-                           count, (int)a->kind, a->micro_batch, a->slot, a->recv_slot, wrong);
+                           "%s: action %d of %d: kind %s, micro-batch %d, slot %d, recv_slot %d: %s", function, i,
+                           count, kind, a->micro_batch, a->slot, a->recv_slot, wrong);
+        }
         forwards += a->kind == MT_FORWARD;
     }
     return MT_SUCCESS;
@@ -8190,18 +8211,6 @@ static mt_field mti_optimizer_field(mt_optimizer *optimizer) {
     return field;
 }
 
-/* What the fields of a loss scaler must be, in addition to their ranges. */
-static const struct {
-    const char *name, *wanted;
-} mti_state_wanted[] = {{"loss_scaler.initial_scale", "at least loss_scaler.min_scale"},
-                        {"loss_scaler.min_scale", "above 0, and so large that 1 / min_scale is finite"},
-                        {"loss_scaler.growth", "at least 1"},
-                        {"loss_scaler.backoff", "above 0 and at most 1"},
-                        {"loss_scaler.growth_interval", "at least 1"},
-                        {"loss_scaler.hysteresis", "at least 1"},
-                        {"loss_scaler.scale", "at least loss_scaler.min_scale"},
-                        {"loss_scaler.good_steps", "below loss_scaler.growth_interval"}};
-
 /* Returns 1 when all fields of a scaler are 0. memcmp would also compare the padding of the struct, which the caller
    need not set. */
 static int mti_scaler_is_none(const mt_loss_scaler *s) {
@@ -8217,20 +8226,13 @@ static const char *mti_state_fault(const mt_training_state *state) {
     return mti_scaler_fault(scaler);
 }
 
-/* Returns what the field that mti_state_fault has returned must be. */
-static const char *mti_state_fault_wanted(const char *fault) {
-    size_t i = 0;
-    while (strcmp(mti_state_wanted[i].name, fault) != 0) i++;
-    return mti_state_wanted[i].wanted;
-}
-
 static mt_status mti_state_read(mt_context *ctx, const mt_safetensors *file, mt_training_state *state) {
     mt_field fields[MTI_STATE_FIELDS];
     const char *fault;
     mti_state_fields(state, fields);
     MT_TRY(mt_safetensors_fields(ctx, file, fields, MTI_STATE_FIELDS));
     fault = mti_state_fault(state);
-    return fault ? mt_safetensors_refuse(ctx, file, fault, mti_state_fault_wanted(fault)) : MT_SUCCESS;
+    return fault ? mt_safetensors_refuse(ctx, file, fault, mti_scaler_wanted(fault)) : MT_SUCCESS;
 }
 
 /* -- names and layouts -- */
@@ -8589,9 +8591,10 @@ MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const 
                        : desc ? "desc->directory is empty"
                               : "desc is NULL");
     *out = NULL;
-    if (desc->keep < 0 || (desc->directory && strlen(desc->directory) > MT_PATH_MAX - 128))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: keep is %d, the directory has %zu characters, at most %d", function,
-                       desc->keep, desc->directory ? strlen(desc->directory) : 0, MT_PATH_MAX - 128);
+    if (desc->directory && strlen(desc->directory) > MT_PATH_MAX - 128)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: directory has %zu characters, must have at most %d", function,
+                       strlen(desc->directory), MT_PATH_MAX - 128);
+    MT_TRY(mt_check_integer(ctx, function, NULL, "keep", desc->keep, 0, INT64_MAX));
     if (desc->optimizer && desc->optimizer->params != params)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the optimizer is not of this registry", function);
     if (desc->model && !desc->format)
@@ -9036,7 +9039,7 @@ static mt_status mti_save_values(mt_context *ctx, const mt_checkpoint *c, const 
     fault = mti_state_fault(&copy);
     if (fault) {
         while (strcmp(fields[i].name, fault) != 0) i++;
-        return mti_save_refuse(ctx, &fields[i], mti_state_fault_wanted(fault));
+        return mti_save_refuse(ctx, &fields[i], mti_scaler_wanted(fault));
     }
     if (c->optimizer) {
         fields[0] = mti_optimizer_field(c->optimizer);

@@ -222,6 +222,20 @@ static inline void test_refused(mt_context *ctx, mt_status got, mt_status expect
 #define REFUSED(ctx, expected, words, ...)                                                                             \
     test_refused(ctx, (__VA_ARGS__), expected, #__VA_ARGS__, words, __FILE__, __LINE__)
 
+/* Main thread: checks that a call returned the expected error, and that its message is the name of the function and
+   `rest`, and nothing else. */
+static inline void test_refused_exactly(mt_context *ctx, mt_status got, mt_status expected, const char *call,
+                                        const char *rest, const char *file, int line) {
+    const char *message = mt_last_error(ctx), *colon = strstr(message, ": ");
+    if (got != expected || !colon || strcmp(colon + 2, rest) != 0)
+        fail_msg("%s:%d: %s: got %s '%s', expected %s '%s'", file, line, call, mt_status_name(got), message,
+                 mt_status_name(expected), rest);
+    *(char *)mt_last_error(ctx) = 0; /* a later check must not find this message */
+}
+
+#define REFUSED_EXACTLY(ctx, expected, rest, ...)                                                                      \
+    test_refused_exactly(ctx, (__VA_ARGS__), expected, #__VA_ARGS__, rest, __FILE__, __LINE__)
+
 /* Main thread: checks that every element is still `value`. */
 static inline void test_untouched(const char *what, const float *x, int64_t n, float value) {
     for (int64_t i = 0; i < n; i++)

@@ -1200,20 +1200,36 @@ static const mt_transformer_layer_desc small_layer = {.hidden = 16, .heads = 4};
 static void test_create_refuses(void **state) {
     static const struct {
         mt_bert_desc desc;
-        const char *words;
-    } bad[] = {{{.vocab = 0, .layers = 2, .max_seq = 4}, "vocab 0"},
-               {{.vocab = 8, .padded_vocab = 7, .layers = 2, .max_seq = 4}, "padded_vocab 7|vocab 8"},
-               {{.vocab = 8, .layers = 0, .max_seq = 4}, "layers 0"},
-               {{.vocab = 8, .layers = 2, .max_seq = -1}, "max_seq -1"},
-               {{.vocab = 8, .layers = 2, .max_seq = 4, .token_types = -1}, "token_types -1"},
-               {{.vocab = 8, .layers = 2, .max_seq = 4, .token_types = (int64_t)1 << 31}, "token_types 2147483648"},
-               {{.vocab = 8, .layers = 2, .max_seq = 4, .embedding_dropout = 1.0f}, "embedding_dropout 1"},
-               {{.vocab = 8, .layers = 2, .max_seq = 4, .embedding_dropout = NAN}, "embedding_dropout|nan"},
-               {{.vocab = 8, .layers = 2, .max_seq = 4, .recompute_layers = 1}, "recompute_layers is 1"},
-               {{.vocab = 8, .layers = 2, .max_seq = 4, .recompute_layers = 3}, "recompute_layers 3"},
-               {{.vocab = 8, .layers = 2, .max_seq = 4, .layer.layer_number = 1}, "layer.layer_number is 1"},
-               {{.vocab = 8, .layers = 2, .max_seq = 4, .layer.max_seq = 5}, "layer.max_seq 5"},
-               {{.vocab = 8, .layers = 2, .max_seq = 4, .layer.activation = MT_SWIGLU}, "mt_bert_create|MT_SWIGLU"}};
+        const char *rest; /* of the message, behind the function */
+    } bad[] = {
+        {{.vocab = 0, .layers = 0, .max_seq = 4}, "vocab is 0, must be from 1 to 2147483647"},
+        {{.vocab = (int64_t)INT32_MAX + 1, .layers = 2, .max_seq = 4},
+         "vocab is 2147483648, must be from 1 to 2147483647"},
+        {{.vocab = 8, .layers = 0}, "layers is 0, must be from 1 to 131072"},
+        {{.vocab = 8, .layers = (1 << 17) + 1, .max_seq = 4}, "layers is 131073, must be from 1 to 131072"},
+        {{.vocab = 8, .layers = 2, .max_seq = -1}, "max_seq is -1, must be at least 1"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .layer.max_seq = 5}, "layer.max_seq is 5, must be 0 or max_seq 4"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .layer.layer_number = 1},
+         "layer.layer_number is 1, must be 0: the model numbers its layers"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .recompute_layers = 1},
+         "recompute_layers is 1, must be 0 with MT_RECOMPUTE_NONE"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .recompute_layers = 3}, "recompute_layers is 3, must be from 0 to 2"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .token_types = -1}, "token_types is -1, must be from 0 to 2147483647"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .token_types = (int64_t)1 << 31},
+         "token_types is 2147483648, must be from 0 to 2147483647"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .recompute_layers = -1},
+         "recompute_layers is -1, must be from 0 to 2"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .embedding_dropout = 1.0f},
+         "embedding_dropout is 1, must be at least 0 and below 1"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .embedding_dropout = NAN},
+         "embedding_dropout is nan, must be at least 0 and below 1"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .padded_vocab = 7},
+         "padded_vocab is 7, must be 0 or from vocab 8 to 2147483647"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .padded_vocab = (int64_t)1 << 31},
+         "padded_vocab is 2147483648, must be 0 or from vocab 8 to 2147483647"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .layer.activation = MT_SWIGLU},
+         "layer.activation is MT_SWIGLU, which the masked-LM head cannot use; use mt_language_model_create and a head "
+         "of your own"}};
     mt_bert_desc d = {.vocab = 8, .layers = 2, .max_seq = 4, .layer = small_layer};
     mt_language_model_desc m = {.vocab = 8, .layers = 2, .max_seq = 4, .token_types = -1, .layer = small_layer};
     mt_language_model model;
@@ -1224,18 +1240,18 @@ static void test_create_refuses(void **state) {
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         mt_bert_desc each = bad[i].desc;
         each.layer.hidden = small_layer.hidden, each.layer.heads = small_layer.heads;
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words, mt_bert_create(r.ctx, r.params, &each, &bert));
+        REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, bad[i].rest, mt_bert_create(r.ctx, r.params, &each, &bert));
     }
     assert_int_equal(mt_bert_create(NULL, r.params, &d, &bert), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_bert_create(r.ctx, NULL, &d, &bert));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_bert_create(r.ctx, r.params, NULL, &bert));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_bert_create(r.ctx, r.params, &d, NULL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_language_model_create|token_types -1",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_language_model_create: token_types is -1",
             mt_language_model_create(r.ctx, r.params, &m, &model));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_language_model_create(r.ctx, r.params, NULL, &model));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_language_model_create(r.ctx, r.params, &m, NULL));
     d.layer.heads = 3;
-    REFUSED(r.ctx, MT_ERR_SHAPE, "encoder.layers.0|hidden 16|heads 3", mt_bert_create(r.ctx, r.params, &d, &bert));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "encoder.layers.0|hidden is 16|heads 3", mt_bert_create(r.ctx, r.params, &d, &bert));
     assert_int_equal(mt_params_count(r.params), 0);
     test_paper_rank_close(&r);
 }
@@ -1294,7 +1310,7 @@ static void batches_are_refused(mt_context *ctx, call good, mt_status (*f)(mt_co
     REFUSED(ctx, MT_ERR_SHAPE, "10 tokens|4 tensor ranks", f(ctx, c));
     b = *good.batch;
     b.sequences = 0;
-    REFUSED(ctx, MT_ERR_ARGUMENT, "0 sequences", f(ctx, c));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "'batch': sequences is 0", f(ctx, c));
     b = *good.batch;
     b.lengths = lengths;
     REFUSED(ctx, MT_ERR_DATA, "lengths[1] is 7|[0, 6]", f(ctx, c));

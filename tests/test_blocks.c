@@ -1838,7 +1838,8 @@ static void test_qk_norm_refuses(void **state) {
     fused.desc.unit = QK_HEAD;
     REFUSED(r.ctx, MT_ERR_SHAPE, "3 parts|query groups", mt_qk_norm_create(r.ctx, r.params, "a", &d, &fused, &norm));
     d.eps = -1.0f;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "a.q_layernorm|eps -1", mt_qk_norm_create(r.ctx, r.params, "a", &d, &layer, &norm));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "a.q_layernorm|eps is -1",
+            mt_qk_norm_create(r.ctx, r.params, "a", &d, &layer, &norm));
     assert_int_equal(mt_params_count(r.params), 2);
     d.eps = 0.0f;
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_qk_norm_create(r.ctx, r.params, "a", &d, &layer, &norm));
@@ -1961,9 +1962,19 @@ static void test_core_attention_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "out is [7, 16]|[8, 16]", FORWARD(&s, 1, qkv, mt_tensor_rows(out, 0, 7), two));
     REFUSED(r.ctx, MT_ERR_DTYPE, "qkv is i32", FORWARD(&s, 1, i32, out, two));
     REFUSED(r.ctx, MT_ERR_SHAPE, "lse is [1, 8]|[2, 8]", FORWARD(&s, 1, qkv, out, mt_tensor_rows(lse, 0, 1)));
+    REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, "shards is 0, must be at least 1", FORWARD(&s, 0, qkv, out, two));
+    bad.groups = -1;
+    REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, "groups is -1, must be at least 0", FORWARD(&bad, 2, qkv, out, two));
+    bad.groups = 1, bad.head_dim = 0;
+    REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, "head_dim is 0, must be from 1 to 715827882",
+                    FORWARD(&bad, 2, qkv, out, two));
+    bad.head_dim = 4, bad.heads_per_group = 0;
+    REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, "heads_per_group is 0, must be from 1 to 536870909",
+                    FORWARD(&bad, 2, qkv, out, two));
+    bad.heads_per_group = 2;
     bad.mask = (mt_mask)5;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mask 5", FORWARD(&bad, 2, qkv, out, two));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mask 5", BACKWARD(&bad, 2, qkv, out, two, dout, dqkv));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mask is 5", FORWARD(&bad, 2, qkv, out, two));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mask is 5", BACKWARD(&bad, 2, qkv, out, two, dout, dqkv));
     bad = s;
     bad.groups = 2; /* there are rows of lse for this rank's groups, not for more */
     REFUSED(r.ctx, MT_ERR_SHAPE, "lse is [2, 8]|[4, 8]", FORWARD(&bad, 2, qkv, out, two));
@@ -2049,17 +2060,32 @@ static void test_mlp_create_refuses(void **state) {
     static const struct {
         mt_mlp_desc desc;
         mt_status status;
-        const char *words;
+        const char *rest; /* of the message, behind the function */
     } bad[] = {
-        {{.hidden = 0}, MT_ERR_ARGUMENT, "'m'|hidden 0"},
-        {{.hidden = -8}, MT_ERR_ARGUMENT, "hidden -8"},
-        {{.hidden = 8, .ffn = -1}, MT_ERR_ARGUMENT, "ffn -1"},
-        {{.hidden = HUGE_SIZE}, MT_ERR_ARGUMENT, "hidden 4611686018427387903"},
-        {{.hidden = 8, .ffn = HUGE_SIZE + 1, .activation = MT_SWIGLU}, MT_ERR_ARGUMENT, "ffn 4611686018427387904"},
-        {{.hidden = 8, .activation = (mt_activation)MT_ACTIVATION_COUNT}, MT_ERR_ARGUMENT, "hidden 8|activation"},
-        {{.hidden = 8, .init_std = -1.0f}, MT_ERR_ARGUMENT, "m.linear_fc1|init_std -1"},
-        {{.hidden = 8, .no_bias = 1, .skip_bias_add = 1}, MT_ERR_ARGUMENT, "m.linear_fc2|skip_bias_add|no_bias"},
-        {{.hidden = 8, .output_init_std = NAN}, MT_ERR_ARGUMENT, "m.linear_fc2|init_std|nan"}};
+        {{.hidden = 0, .ffn = -1}, MT_ERR_ARGUMENT, "'m': hidden is 0, must be from 1 to 2147483647"},
+        {{.hidden = -8}, MT_ERR_ARGUMENT, "'m': hidden is -8, must be from 1 to 2147483647"},
+        {{.hidden = (int64_t)INT32_MAX + 1},
+         MT_ERR_ARGUMENT,
+         "'m': hidden is 2147483648, must be from 1 to 2147483647"},
+        {{.hidden = 8, .ffn = -1, .activation = (mt_activation)-1},
+         MT_ERR_ARGUMENT,
+         "'m': ffn is -1, must be from 0 to 2147483647"},
+        {{.hidden = 8, .ffn = HUGE_SIZE + 1, .activation = MT_SWIGLU},
+         MT_ERR_ARGUMENT,
+         "'m': ffn is 4611686018427387904, must be from 0 to 2147483647"},
+        {{.hidden = 8, .activation = (mt_activation)MT_ACTIVATION_COUNT},
+         MT_ERR_ARGUMENT,
+         "'m': activation is 6, must be MT_GELU_TANH, MT_GELU_ERF, MT_SWIGLU, MT_SQUARED_RELU, MT_RELU or MT_TANH"},
+        {{.hidden = 8, .activation = (mt_activation)-1},
+         MT_ERR_ARGUMENT,
+         "'m': activation is -1, must be MT_GELU_TANH, MT_GELU_ERF, MT_SWIGLU, MT_SQUARED_RELU, MT_RELU or MT_TANH"},
+        {{.hidden = 8, .no_bias = 1, .skip_bias_add = 1},
+         MT_ERR_ARGUMENT,
+         "'m.linear_fc2' sets skip_bias_add, but with no_bias there is no bias"},
+        {{.hidden = 8, .init_std = -1.0f}, MT_ERR_ARGUMENT, "'m': init_std is -1, must be at least 0 and finite"},
+        {{.hidden = 8, .output_init_std = NAN},
+         MT_ERR_ARGUMENT,
+         "'m': output_init_std is nan, must be at least 0 and finite"}};
     static char name[MT_NAME_MAX];
     mt_mlp_desc good = {.hidden = 8};
     float x[8] = {0};
@@ -2069,7 +2095,7 @@ static void test_mlp_create_refuses(void **state) {
     memset(name, 'n', MT_NAME_MAX - 12);
     open_quarter(&r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_mlp_create(r.ctx, r.params, "m", &bad[i].desc, &m));
+        REFUSED_EXACTLY(r.ctx, bad[i].status, bad[i].rest, mt_mlp_create(r.ctx, r.params, "m", &bad[i].desc, &m));
         assert_int_equal(mt_params_count(r.params), 0);
     }
     assert_int_equal(mt_mlp_create(NULL, r.params, "m", &good, &m), MT_ERR_ARGUMENT);
@@ -2084,65 +2110,97 @@ static void test_mlp_create_refuses(void **state) {
     test_paper_rank_close(&r);
 }
 
+static const struct {
+    mt_self_attention_desc desc;
+    mt_status status;
+    const char *rest; /* of the message, behind the function */
+} bad_attention[] = {
+    {{.hidden = 0, .heads = 0}, MT_ERR_ARGUMENT, "'a': hidden is 0, must be from 1 to 2147483647"},
+    {{.hidden = HUGE_SIZE, .heads = HUGE_SIZE},
+     MT_ERR_ARGUMENT,
+     "'a': hidden is 4611686018427387903, must be from 1 to 2147483647"},
+    {{.hidden = 16, .heads = 0}, MT_ERR_ARGUMENT, "'a': heads is 0, must be at least 1"},
+    {{.hidden = 16, .heads = -4}, MT_ERR_ARGUMENT, "'a': heads is -4, must be at least 1"},
+    {{.hidden = 16, .heads = 4, .kv_heads = -2}, MT_ERR_ARGUMENT, "'a': kv_heads is -2, must be at least 0"},
+    {{.hidden = 16, .heads = 4, .mask = (mt_mask)2, .rotary_base = -1.0f},
+     MT_ERR_ARGUMENT,
+     "'a': mask is 2, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL"},
+    {{.hidden = 16, .heads = 4, .rotary_base = -1.0f},
+     MT_ERR_ARGUMENT,
+     "'a': rotary_base is -1, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .rotary_base = INFINITY, .max_seq = 8},
+     MT_ERR_ARGUMENT,
+     "'a': rotary_base is inf, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .max_seq = -1}, MT_ERR_ARGUMENT, "'a': max_seq is -1, must be from 0 to 2147483647"},
+    {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = HUGE_SIZE},
+     MT_ERR_ARGUMENT,
+     "'a': max_seq is 4611686018427387903, must be from 0 to 2147483647"},
+    {{.hidden = 16, .heads = 4, .dropout = 1.0f, .layer_number = -1},
+     MT_ERR_ARGUMENT,
+     "'a': dropout is 1, must be at least 0 and below 1"},
+    {{.hidden = 16, .heads = 4, .dropout = -0.5f},
+     MT_ERR_ARGUMENT,
+     "'a': dropout is -0.5, must be at least 0 and below 1"},
+    {{.hidden = 16, .heads = 4, .dropout = NAN},
+     MT_ERR_ARGUMENT,
+     "'a': dropout is nan, must be at least 0 and below 1"},
+    {{.hidden = 16, .heads = 4, .layer_number = -1}, MT_ERR_ARGUMENT, "'a': layer_number is -1, must be at least 0"},
+    {{.hidden = 16, .heads = 4, .qkv_layout = (mt_qkv_layout)3},
+     MT_ERR_ARGUMENT,
+     "'a': qkv_layout is 3, must be MT_QKV_PER_GROUP, MT_QKV_CONCATENATED or MT_QKV_SEPARATE"},
+    {{.hidden = 16, .heads = 4, .rotary_form = (mt_rotary_form)2},
+     MT_ERR_ARGUMENT,
+     "'a': rotary_form is 2, must be MT_ROTARY_HALVES or MT_ROTARY_PAIRS"},
+    {{.hidden = 16, .heads = 4, .window = -1, .softcap = -1.0f},
+     MT_ERR_ARGUMENT,
+     "'a': window is -1, must be at least 0"},
+    {{.hidden = 16, .heads = 4, .softcap = -1.0f, .alibi = 2},
+     MT_ERR_ARGUMENT,
+     "'a': softcap is -1, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .softcap = INFINITY},
+     MT_ERR_ARGUMENT,
+     "'a': softcap is inf, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .softcap = NAN}, MT_ERR_ARGUMENT, "'a': softcap is nan, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .alibi = 2}, MT_ERR_ARGUMENT, "'a': alibi is 2, must be 0 or 1"},
+    {{.hidden = 16, .heads = 4, .alibi = -1}, MT_ERR_ARGUMENT, "'a': alibi is -1, must be 0 or 1"},
+    {{.hidden = 16, .heads = 4, .init_std = -1.0f},
+     MT_ERR_ARGUMENT,
+     "'a': init_std is -1, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .qkv_layout = MT_QKV_SEPARATE, .init_std = INFINITY},
+     MT_ERR_ARGUMENT,
+     "'a': init_std is inf, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .output_init_std = -1.0f},
+     MT_ERR_ARGUMENT,
+     "'a': output_init_std is -1, must be at least 0 and finite"},
+    {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "'a': hidden is 18, must be a multiple of heads 4"},
+    {{.hidden = 30, .heads = 10, .kv_heads = 4}, MT_ERR_SHAPE, "'a': kv_heads is 4, must divide heads 10"},
+    {{.hidden = 16, .heads = 2}, MT_ERR_SHAPE, "'a': 2 heads cannot be split over 4 tensor ranks"},
+    {{.hidden = 18, .heads = 6, .kv_heads = 2, .qkv_layout = MT_QKV_SEPARATE},
+     MT_ERR_SHAPE,
+     "'a': 6 heads are not a multiple of 4 tensor ranks, which MT_QKV_SEPARATE needs; use MT_QKV_PER_GROUP"},
+    {{.hidden = 16, .heads = 8, .kv_heads = 4, .qkv_layout = MT_QKV_CONCATENATED},
+     MT_ERR_SHAPE,
+     "'a' has 8 heads and 4 kv_heads, which must be equal with MT_QKV_CONCATENATED; use MT_QKV_PER_GROUP or "
+     "MT_QKV_SEPARATE"},
+    {{.hidden = 12, .heads = 6, .qkv_layout = MT_QKV_CONCATENATED},
+     MT_ERR_SHAPE,
+     "'a': 6 kv_heads are not a multiple of 4 tensor ranks, which MT_QKV_CONCATENATED needs; use MT_QKV_PER_GROUP"},
+    {{.hidden = 12, .heads = 12, .kv_heads = 6, .qkv_layout = MT_QKV_SEPARATE},
+     MT_ERR_SHAPE,
+     "'a': 6 kv_heads are not a multiple of 4 tensor ranks, which MT_QKV_SEPARATE needs; use MT_QKV_PER_GROUP"},
+    {{.hidden = 16, .heads = 4, .no_bias = 1, .skip_bias_add = 1},
+     MT_ERR_ARGUMENT,
+     "'a.linear_proj' sets skip_bias_add, but with no_bias there is no bias"}};
+
 static void test_attention_create_refuses(void **state) {
-    static const struct {
-        mt_self_attention_desc desc;
-        mt_status status;
-        const char *words;
-    } bad[] = {
-        {{.hidden = 0, .heads = 4}, MT_ERR_ARGUMENT, "'a'|hidden 0"},
-        {{.hidden = 16, .heads = 0}, MT_ERR_ARGUMENT, "heads 0"},
-        {{.hidden = 16, .heads = -4}, MT_ERR_ARGUMENT, "heads -4"},
-        {{.hidden = 16, .heads = 4, .kv_heads = -2}, MT_ERR_ARGUMENT, "kv_heads -2"},
-        {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "hidden 18|heads 4"},
-        {{.hidden = 30, .heads = 10, .kv_heads = 4}, MT_ERR_SHAPE, "heads 10|kv_heads 4"},
-        {{.hidden = 16, .heads = 2}, MT_ERR_SHAPE, "2 heads|4 tensor ranks"},
-        {{.hidden = 18, .heads = 6, .kv_heads = 2, .qkv_layout = MT_QKV_SEPARATE},
-         MT_ERR_SHAPE,
-         "6 heads|4 tensor ranks|MT_QKV_SEPARATE"},
-        {{.hidden = 16, .heads = 4, .qkv_layout = (mt_qkv_layout)3}, MT_ERR_ARGUMENT, "'a'|qkv_layout 3"},
-        {{.hidden = 16, .heads = 8, .kv_heads = 4, .qkv_layout = MT_QKV_CONCATENATED},
-         MT_ERR_SHAPE,
-         "8 heads|4 kv_heads|MT_QKV_CONCATENATED"},
-        {{.hidden = 12, .heads = 6, .qkv_layout = MT_QKV_CONCATENATED},
-         MT_ERR_SHAPE,
-         "6 kv_heads|4 tensor ranks|MT_QKV_CONCATENATED"},
-        {{.hidden = 12, .heads = 12, .kv_heads = 6, .qkv_layout = MT_QKV_SEPARATE},
-         MT_ERR_SHAPE,
-         "6 kv_heads|4 tensor ranks|MT_QKV_SEPARATE"},
-        {{.hidden = 16, .heads = 4, .qkv_layout = MT_QKV_SEPARATE, .init_std = -1.0f},
-         MT_ERR_ARGUMENT,
-         "a.query|init_std -1"},
-        {{.hidden = HUGE_SIZE, .heads = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},
-        {{.hidden = 16, .heads = 4, .dropout = 1.0f}, MT_ERR_ARGUMENT, "dropout 1"},
-        {{.hidden = 16, .heads = 4, .dropout = -0.5f}, MT_ERR_ARGUMENT, "dropout -0.5"},
-        {{.hidden = 16, .heads = 4, .dropout = NAN}, MT_ERR_ARGUMENT, "dropout|nan"},
-        {{.hidden = 16, .heads = 4, .mask = (mt_mask)2}, MT_ERR_ARGUMENT, "mask 2"},
-        {{.hidden = 16, .heads = 4, .layer_number = -1}, MT_ERR_ARGUMENT, "layer_number -1"},
-        {{.hidden = 16, .heads = 4, .max_seq = -1}, MT_ERR_ARGUMENT, "max_seq -1"},
-        {{.hidden = 16, .heads = 4, .max_seq = 8}, MT_ERR_ARGUMENT, "'a'|max_seq 8|rotary_base 0"},
-        {{.hidden = 16, .heads = 4, .no_bias = 1, .skip_bias_add = 1},
-         MT_ERR_ARGUMENT,
-         "a.linear_proj|skip_bias_add|no_bias"},
-        {{.hidden = 16, .heads = 4, .rotary_base = 1e4f}, MT_ERR_SHAPE, "max_seq (is 0)"},
-        {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = HUGE_SIZE}, MT_ERR_ARGUMENT, "4611686018427387903"},
-        {{.hidden = 12, .heads = 4, .rotary_base = 1e4f, .max_seq = 8}, MT_ERR_SHAPE, "head size (is 3)"},
-        {{.hidden = 16, .heads = 4, .rotary_base = -1.0f}, MT_ERR_ARGUMENT, "rotary_base -1"},
-        {{.hidden = 16, .heads = 4, .rotary_base = INFINITY, .max_seq = 8}, MT_ERR_ARGUMENT, "inf"},
-        {{.hidden = 16, .heads = 4, .window = -1}, MT_ERR_ARGUMENT, "'a'|window -1"},
-        {{.hidden = 16, .heads = 4, .softcap = -1.0f}, MT_ERR_ARGUMENT, "'a'|softcap -1"},
-        {{.hidden = 16, .heads = 4, .softcap = INFINITY}, MT_ERR_ARGUMENT, "softcap inf"},
-        {{.hidden = 16, .heads = 4, .softcap = NAN}, MT_ERR_ARGUMENT, "softcap|nan"},
-        {{.hidden = 16, .heads = 4, .alibi = 2}, MT_ERR_ARGUMENT, "alibi 2"},
-        {{.hidden = 16, .heads = 4, .init_std = -1.0f}, MT_ERR_ARGUMENT, "a.linear_qkv|init_std -1"},
-        {{.hidden = 16, .heads = 4, .output_init_std = -1.0f}, MT_ERR_ARGUMENT, "a.linear_proj|init_std -1"}};
     mt_self_attention_desc good = {.hidden = 16, .heads = 4};
     mt_self_attention a;
     test_rank r;
     (void)state;
     open_quarter(&r);
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_self_attention_create(r.ctx, r.params, "a", &bad[i].desc, &a));
+    for (size_t i = 0; i < sizeof bad_attention / sizeof *bad_attention; i++) {
+        REFUSED_EXACTLY(r.ctx, bad_attention[i].status, bad_attention[i].rest,
+                        mt_self_attention_create(r.ctx, r.params, "a", &bad_attention[i].desc, &a));
         assert_int_equal(mt_params_count(r.params), 0);
     }
     assert_int_equal(mt_self_attention_create(NULL, r.params, "a", &good, &a), MT_ERR_ARGUMENT);
@@ -2157,54 +2215,108 @@ static void test_rotary_create_refuses(void **state) {
     static const struct {
         mt_self_attention_desc desc;
         mt_status status;
-        const char *words;
-    } bad[] = {{{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_form = (mt_rotary_form)2},
+        const char *rest; /* of the message, behind the function */
+    } bad[] = {{{.hidden = 16, .heads = 4, .max_seq = 8, .rotary_form = MT_ROTARY_PAIRS},
                 MT_ERR_ARGUMENT,
-                "'a'|rotary_form 2"},
-               {{.hidden = 16, .heads = 4, .rotary_form = MT_ROTARY_PAIRS},
+                "'a' sets max_seq, which only rotary uses, but rotary_base is 0"},
+               {{.hidden = 16, .heads = 4, .rotary_form = MT_ROTARY_PAIRS, .rotary_dim = 2},
                 MT_ERR_ARGUMENT,
-                "'a'|rotary_form 1|rotary_base 0"},
-               {{.hidden = 16, .heads = 4, .rotary_dim = 2}, MT_ERR_ARGUMENT, "rotary_dim 2|rotary_base 0"},
+                "'a' sets rotary_form, which only rotary uses, but rotary_base is 0"},
+               {{.hidden = 16, .heads = 4, .rotary_dim = 2},
+                MT_ERR_ARGUMENT,
+                "'a' sets rotary_dim, which only rotary uses, but rotary_base is 0"},
+               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f},
+                MT_ERR_SHAPE,
+                "'a': max_seq is 0, must be from 1 to 2147483647"},
+               {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_form = (mt_rotary_form)-1},
+                MT_ERR_ARGUMENT,
+                "'a': rotary_form is -1, must be MT_ROTARY_HALVES or MT_ROTARY_PAIRS"},
                {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_dim = 3},
                 MT_ERR_SHAPE,
-                "'a'|rotary_dim is 3|[0, 4]"},
+                "'a': rotary_dim is 3, must be even for rotary"},
                {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_dim = 6},
                 MT_ERR_SHAPE,
-                "rotary_dim is 6|[0, 4]"},
+                "'a': rotary_dim is 6, must be from 0 to 4"},
                {{.hidden = 16, .heads = 4, .rotary_base = 1e4f, .max_seq = 8, .rotary_dim = -2},
                 MT_ERR_SHAPE,
-                "rotary_dim is -2|[0, 4]"}};
+                "'a': rotary_dim is -2, must be from 0 to 4"},
+               {{.hidden = 12, .heads = 4, .rotary_base = 1e4f, .max_seq = 8},
+                MT_ERR_SHAPE,
+                "'a': the head size is 3, must be even for rotary"}};
     mt_self_attention a;
     test_rank r;
     (void)state;
     open_quarter(&r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_self_attention_create(r.ctx, r.params, "a", &bad[i].desc, &a));
+        REFUSED_EXACTLY(r.ctx, bad[i].status, bad[i].rest,
+                        mt_self_attention_create(r.ctx, r.params, "a", &bad[i].desc, &a));
         assert_int_equal(mt_params_count(r.params), 0);
     }
     test_paper_rank_close(&r);
 }
 
+static const struct {
+    mt_transformer_layer_desc desc;
+    mt_status status;
+    const char *rest; /* of the message, behind the function */
+} bad_layers[] = {
+    {{.hidden = 0, .heads = 4, .placement = (mt_ln_placement)3},
+     MT_ERR_ARGUMENT,
+     "'l': hidden is 0, must be at least 1"},
+    {{.hidden = 16, .heads = 4, .placement = (mt_ln_placement)3, .norm = (mt_norm_kind)2},
+     MT_ERR_ARGUMENT,
+     "'l': placement is 3, must be MT_PRE_LN, MT_POST_LN or MT_RESIDUAL_POST_LN"},
+    {{.hidden = 16, .heads = 4, .norm = (mt_norm_kind)2},
+     MT_ERR_ARGUMENT,
+     "'l': norm is 2, must be MT_LAYER_NORM or MT_RMS_NORM"},
+    {{.hidden = 16, .heads = 4, .norm = (mt_norm_kind)-1},
+     MT_ERR_ARGUMENT,
+     "'l': norm is -1, must be MT_LAYER_NORM or MT_RMS_NORM"},
+    {{.hidden = 16, .heads = 4, .norm_eps = -1e-5f},
+     MT_ERR_ARGUMENT,
+     "'l': norm_eps is -1e-05, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .norm_eps = NAN},
+     MT_ERR_ARGUMENT,
+     "'l': norm_eps is nan, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .attention_dropout = 1.5f, .hidden_dropout = 1.0f},
+     MT_ERR_ARGUMENT,
+     "'l': attention_dropout is 1.5, must be at least 0 and below 1"},
+    {{.hidden = 16, .heads = 4, .hidden_dropout = 1.0f},
+     MT_ERR_ARGUMENT,
+     "'l': hidden_dropout is 1, must be at least 0 and below 1"},
+    {{.hidden = 16, .heads = 4, .hidden_dropout = NAN},
+     MT_ERR_ARGUMENT,
+     "'l': hidden_dropout is nan, must be at least 0 and below 1"},
+    {{.hidden = 16, .heads = 4, .recompute = (mt_recompute)3},
+     MT_ERR_ARGUMENT,
+     "'l': recompute is 3, must be MT_RECOMPUTE_NONE, MT_RECOMPUTE_SELECTIVE or MT_RECOMPUTE_FULL"},
+    {{.hidden = 16, .heads = 4, .init_std = NAN},
+     MT_ERR_ARGUMENT,
+     "'l': init_std is nan, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = 4, .output_init_std = -1.0f},
+     MT_ERR_ARGUMENT,
+     "'l': output_init_std is -1, must be at least 0 and finite"},
+    {{.hidden = 16, .heads = -4}, MT_ERR_ARGUMENT, "'l.self_attention': heads is -4, must be at least 1"},
+    {{.hidden = 16, .heads = 4, .kv_heads = -1},
+     MT_ERR_ARGUMENT,
+     "'l.self_attention': kv_heads is -1, must be at least 0"},
+    {{.hidden = 16, .heads = 2, .kv_heads = 1},
+     MT_ERR_SHAPE,
+     "'l.self_attention': 2 heads cannot be split over 4 tensor ranks"},
+    {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "'l.self_attention': hidden is 18, must be a multiple of heads 4"},
+    {{.hidden = 16, .heads = 4, .mask = (mt_mask)7},
+     MT_ERR_ARGUMENT,
+     "'l.self_attention': mask is 7, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL"},
+    {{.hidden = 16, .heads = 4, .max_seq = 8},
+     MT_ERR_ARGUMENT,
+     "'l.self_attention' sets max_seq, which only rotary uses, but rotary_base is 0"},
+    {{.hidden = 16, .heads = 4, .ffn = -5}, MT_ERR_ARGUMENT, "'l.mlp': ffn is -5, must be from 0 to 2147483647"},
+    {{.hidden = 16, .heads = 4, .activation = (mt_activation)7},
+     MT_ERR_ARGUMENT,
+     "'l.mlp': activation is 7, must be MT_GELU_TANH, MT_GELU_ERF, MT_SWIGLU, MT_SQUARED_RELU, MT_RELU or "
+     "MT_TANH"}};
+
 static void test_layer_create_refuses(void **state) {
-    static const struct {
-        mt_transformer_layer_desc desc;
-        mt_status status;
-        const char *words;
-    } bad[] = {{{.hidden = 0, .heads = 4}, MT_ERR_ARGUMENT, "'l'|hidden 0"},
-               {{.hidden = 16, .heads = 4, .placement = (mt_ln_placement)3}, MT_ERR_ARGUMENT, "placement 3"},
-               {{.hidden = 16, .heads = 4, .norm = (mt_norm_kind)2}, MT_ERR_ARGUMENT, "norm 2"},
-               {{.hidden = 16, .heads = 4, .norm_eps = -1e-5f}, MT_ERR_ARGUMENT, "norm_eps -1e-05"},
-               {{.hidden = 16, .heads = 4, .norm_eps = NAN}, MT_ERR_ARGUMENT, "norm_eps|nan"},
-               {{.hidden = 16, .heads = 4, .hidden_dropout = 1.0f}, MT_ERR_ARGUMENT, "hidden_dropout 1"},
-               {{.hidden = 16, .heads = 4, .hidden_dropout = NAN}, MT_ERR_ARGUMENT, "hidden_dropout|nan"},
-               {{.hidden = 16, .heads = 4, .attention_dropout = 1.5f}, MT_ERR_ARGUMENT, "dropout 1.5"},
-               {{.hidden = 16, .heads = 2, .kv_heads = 1}, MT_ERR_SHAPE, "2 heads|4 tensor ranks"},
-               {{.hidden = 18, .heads = 4}, MT_ERR_SHAPE, "hidden 18|heads 4"},
-               {{.hidden = 16, .heads = 4, .max_seq = 8}, MT_ERR_ARGUMENT, "max_seq 8|rotary_base 0"},
-               {{.hidden = 16, .heads = 4, .ffn = -5}, MT_ERR_ARGUMENT, "ffn -5"},
-               {{.hidden = 16, .heads = 4, .activation = (mt_activation)7}, MT_ERR_ARGUMENT, "activation 7"},
-               {{.hidden = 16, .heads = 4, .mask = (mt_mask)7}, MT_ERR_ARGUMENT, "mask 7"},
-               {{.hidden = 16, .heads = 4, .init_std = NAN}, MT_ERR_ARGUMENT, "init_std"}};
     mt_transformer_layer_desc good = {.hidden = 16, .heads = 4};
     float x[16] = {0};
     mt_batch batch = {.sequences = 1, .seq = 1};
@@ -2212,9 +2324,9 @@ static void test_layer_create_refuses(void **state) {
     test_rank r;
     (void)state;
     open_quarter(&r);
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        REFUSED(r.ctx, bad[i].status, bad[i].words,
-                mt_transformer_layer_create(r.ctx, r.params, "l", &bad[i].desc, &l));
+    for (size_t i = 0; i < sizeof bad_layers / sizeof *bad_layers; i++) {
+        REFUSED_EXACTLY(r.ctx, bad_layers[i].status, bad_layers[i].rest,
+                        mt_transformer_layer_create(r.ctx, r.params, "l", &bad_layers[i].desc, &l));
         assert_int_equal(mt_params_count(r.params), 0);
     }
     assert_int_equal(mt_transformer_layer_create(NULL, r.params, "l", &good, &l), MT_ERR_ARGUMENT);
@@ -2223,7 +2335,7 @@ static void test_layer_create_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_transformer_layer_create(r.ctx, r.params, "l", NULL, &l));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_transformer_layer_create(r.ctx, r.params, "l", &good, NULL));
     good.activation = (mt_activation)7; /* refused by its last part, after attention was created */
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation 7", mt_transformer_layer_create(r.ctx, r.params, "l", &good, &l));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation is 7", mt_transformer_layer_create(r.ctx, r.params, "l", &good, &l));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
             mt_transformer_layer_forward(r.ctx, &l, &batch, mt_tensor_f32(x, 1, 16), mt_tensor_f32(x, 1, 16), NULL));
     test_paper_rank_close(&r);
@@ -2293,13 +2405,15 @@ static void batches_are_refused(const block *b, mt_tensor x, mt_tensor y, int ba
         mt_batch batch;
         mt_status status;
         const char *words;
-    } bad[] = {{{.sequences = 0, .seq = 6}, MT_ERR_ARGUMENT, "0 sequences of 6"},
-               {{.sequences = 2, .seq = 0}, MT_ERR_ARGUMENT, "2 sequences of 0"},
-               {{.sequences = -2, .seq = -6}, MT_ERR_ARGUMENT, "-2 sequences of -6"},
-               {{.sequences = 2, .seq = 6, .first_sequence = -1}, MT_ERR_ARGUMENT, "first sequence -1"},
+    } bad[] = {{{.sequences = 0, .seq = 6}, MT_ERR_ARGUMENT, "'batch': sequences is 0, must be at least 1"},
+               {{.sequences = 2, .seq = 0}, MT_ERR_ARGUMENT, "'batch': seq is 0, must be at least 1"},
+               {{.sequences = -2, .seq = -6}, MT_ERR_ARGUMENT, "'batch': sequences is -2"},
+               {{.sequences = 2, .seq = 6, .first_sequence = -1},
+                MT_ERR_ARGUMENT,
+                "'batch': first_sequence is -1, must be from 0 to"},
                {{.sequences = 2, .seq = 6, .first_sequence = INT64_MAX},
                 MT_ERR_ARGUMENT,
-                "first sequence 9223372036854775807"},
+                "'batch': first_sequence is 9223372036854775807"},
                {{.sequences = INT64_MAX, .seq = INT64_MAX}, MT_ERR_ARGUMENT, "9223372036854775807"},
                {{.sequences = 1, .seq = 12}, MT_ERR_SHAPE, "12 tokens|max_seq is 8"},
                {{.sequences = 2, .seq = 5}, MT_ERR_SHAPE, "10"},
@@ -2483,21 +2597,33 @@ static const mt_transformer_layer_desc gpt_layer = {.hidden = 16, .heads = 4};
 static void test_gpt_create_refuses(void **state) {
     static const struct {
         mt_gpt_desc desc;
-        const char *words;
-    } bad[] = {{{.vocab = 0, .layers = 1, .max_seq = 4}, "vocab 0"},
-               {{.vocab = (int64_t)INT32_MAX + 1, .layers = 1, .max_seq = 4}, "vocab 2147483648"},
-               {{.vocab = 8, .padded_vocab = 7, .layers = 1, .max_seq = 4}, "padded_vocab 7|vocab 8"},
-               {{.vocab = 8, .padded_vocab = (int64_t)1 << 31, .layers = 1, .max_seq = 4}, "padded_vocab 2147483648"},
-               {{.vocab = 8, .layers = 0, .max_seq = 4}, "layers 0"},
-               {{.vocab = 8, .layers = 1 << 20, .max_seq = 4}, "layers 1048576"},
-               {{.vocab = 8, .layers = 1, .max_seq = 0}, "max_seq 0"},
-               {{.vocab = 8, .layers = 1, .max_seq = 4, .embedding_dropout = 1.0f}, "embedding_dropout 1"},
-               {{.vocab = 8, .layers = 1, .max_seq = 4, .embedding_dropout = NAN}, "embedding_dropout|nan"},
-               {{.vocab = 8, .layers = 1, .max_seq = 4, .label_smoothing = 1.0f}, "label_smoothing 1"},
-               {{.vocab = 8, .layers = 1, .max_seq = 4, .label_smoothing = -0.1f}, "label_smoothing -0.1"},
-               {{.vocab = 8, .layers = 1, .max_seq = 4, .recompute_layers = 1}, "recompute_layers is 1"},
-               {{.vocab = 8, .layers = 1, .max_seq = 4, .layer.layer_number = 1}, "layer.layer_number is 1"},
-               {{.vocab = 8, .layers = 1, .max_seq = 4, .layer.max_seq = 5}, "layer.max_seq 5"}};
+        const char *rest; /* of the message, behind the function */
+    } bad[] = {
+        {{.vocab = 0, .layers = 0, .max_seq = 4}, "vocab is 0, must be from 1 to 2147483647"},
+        {{.vocab = (int64_t)INT32_MAX + 1, .layers = 1, .max_seq = 4},
+         "vocab is 2147483648, must be from 1 to 2147483647"},
+        {{.vocab = 8, .layers = 0}, "layers is 0, must be from 1 to 131072"},
+        {{.vocab = 8, .layers = (1 << 17) + 1, .max_seq = 4}, "layers is 131073, must be from 1 to 131072"},
+        {{.vocab = 8, .layers = 1, .max_seq = -1}, "max_seq is -1, must be at least 1"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .layer.max_seq = 5}, "layer.max_seq is 5, must be 0 or max_seq 4"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .layer.layer_number = 1},
+         "layer.layer_number is 1, must be 0: the model numbers its layers"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .recompute_layers = 1},
+         "recompute_layers is 1, must be 0 with MT_RECOMPUTE_NONE"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .recompute_layers = 2}, "recompute_layers is 2, must be 0 or 1"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .recompute_layers = -1}, "recompute_layers is -1, must be 0 or 1"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .embedding_dropout = 1.0f},
+         "embedding_dropout is 1, must be at least 0 and below 1"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .embedding_dropout = NAN},
+         "embedding_dropout is nan, must be at least 0 and below 1"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .padded_vocab = 7},
+         "padded_vocab is 7, must be 0 or from vocab 8 to 2147483647"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .padded_vocab = (int64_t)1 << 31},
+         "padded_vocab is 2147483648, must be 0 or from vocab 8 to 2147483647"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .label_smoothing = 1.0f},
+         "label_smoothing is 1, must be at least 0 and below 1"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .label_smoothing = -0.1f},
+         "label_smoothing is -0.1, must be at least 0 and below 1"}};
     mt_gpt_desc d = {.vocab = 8, .layers = 2, .max_seq = 4, .layer = gpt_layer};
     mt_gpt gpt;
     test_rank r;
@@ -2506,7 +2632,7 @@ static void test_gpt_create_refuses(void **state) {
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         mt_gpt_desc each = bad[i].desc;
         each.layer.hidden = gpt_layer.hidden, each.layer.heads = gpt_layer.heads;
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words, mt_gpt_create(r.ctx, r.params, &each, &gpt));
+        REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, bad[i].rest, mt_gpt_create(r.ctx, r.params, &each, &gpt));
     }
     assert_int_equal(mt_gpt_create(NULL, r.params, &d, &gpt), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "params is NULL", mt_gpt_create(r.ctx, NULL, &d, &gpt));
@@ -2531,7 +2657,7 @@ static void test_gpt_create_refuses_a_layer(void **state) {
     (void)state;
     open_quarter(&r);
     d.layer.hidden = 18; /* refused by its first layer, after the embedding was created */
-    REFUSED(r.ctx, MT_ERR_SHAPE, "decoder.layers.0|hidden 18|heads 4", mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "decoder.layers.0|hidden is 18|heads 4", mt_gpt_create(r.ctx, r.params, &d, &gpt));
     d.layer = gpt_layer;
     d.layer.heads = 2;
     REFUSED(r.ctx, MT_ERR_SHAPE, "2 heads|4 tensor ranks", mt_gpt_create(r.ctx, r.params, &d, &gpt));
@@ -2588,7 +2714,7 @@ static void gpt_calls_are_refused(test_rank *r, const mt_gpt *gpt, float *out, m
         b.seq = 5;
         REFUSED(r->ctx, MT_ERR_SHAPE, "10 tokens|4 tensor ranks", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
         b.seq = 0;
-        REFUSED(r->ctx, MT_ERR_ARGUMENT, "2 sequences of 0", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
+        REFUSED(r->ctx, MT_ERR_ARGUMENT, "'batch': seq is 0", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
         b = good;
         b.first_sequence = INT64_MAX - 1;
         REFUSED(r->ctx, MT_ERR_ARGUMENT, "9223372036854775806", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));

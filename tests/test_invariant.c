@@ -903,25 +903,25 @@ static void test_layers(void **state) {
 
 /* ---- what is refused --------------------------------------------------------------------------------------------- */
 
-static void refuse_context(int invariant, int invariant_data) {
+static void refuse_context(int invariant, int invariant_data, const char *rest) {
     mt_comm *world = NULL;
     mt_context *ctx = NULL;
     mt_context_desc where = {.invariant = invariant, .invariant_data = invariant_data};
-    char word[64];
+    char message[128];
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &world));
     ASSERT_STATUS((mt_context *)NULL, MT_ERR_ARGUMENT, mt_context_create(world, &where, &ctx));
-    snprintf(word, sizeof word, "invariant is %d, invariant_data %d", invariant, invariant_data);
-    assert_non_null(strstr(mt_comm_last_error(world), word));
+    snprintf(message, sizeof message, "mt_context_create: %s", rest);
+    assert_string_equal(mt_comm_last_error(world), message);
     mt_comm_destroy(world);
 }
 
 static void test_refused_shards(void **state) {
     (void)state;
-    refuse_context(-1, 0);
-    refuse_context(6, 0);
-    refuse_context(2048, 0);
-    refuse_context(8, 3);
-    refuse_context(0, 8);
+    refuse_context(-1, 0, "invariant is -1, must be 0 or a power of two up to 1024");
+    refuse_context(6, 0, "invariant is 6, must be 0 or a power of two up to 1024");
+    refuse_context(2048, 0, "invariant is 2048, must be 0 or a power of two up to 1024");
+    refuse_context(8, 3, "invariant_data is 3, must be 0 or a power of two up to 1024");
+    refuse_context(0, 8, "invariant_data is 8, must be 0 without invariant");
 }
 
 /* Checks that a registry is refused on this grid, on the meta device. */

@@ -70,7 +70,8 @@ static void test_rows_without_columns(void **state) {
     OK(mt_attention_forward(ref.ctx, &s, mt_tensor_f32(memory, 0, 6), mt_tensor_f32(memory, 0, 2), mt_none()));
     s.seq = INT64_MAX;
     t = mt_tensor_f32(memory, 0, 6);
-    ASSERT_REFUSED(MT_ERR_SHAPE, "seq 9223372036854775807", mt_attention_forward(ref.ctx, &s, t, t, mt_none()));
+    ASSERT_REFUSED(MT_ERR_SHAPE, ": seq is 9223372036854775807, must be from 1 to 2147483647",
+                   mt_attention_forward(ref.ctx, &s, t, t, mt_none()));
 }
 
 /* mt_tensor_rows and mt_tensor_cols with ranges that no view can have. */
@@ -276,9 +277,10 @@ static void test_squared_relu(void **state) {
     OK(mt_activation_backward(ref.ctx, MT_SQUARED_RELU, h, dy, dh, mt_none()));
     assert_true(ref_row(y, 0)[0] != ref_row(y, 0)[0] && ref_row(dh, 0)[0] != ref_row(dh, 0)[0]);
     assert_true(ref_row(y, 0)[1] == INFINITY && ref_row(y, 0)[2] == 0 && ref_row(dh, 0)[2] == 0);
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "activation -1 does not exist",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT,
+                   "kind is -1, must be MT_GELU_TANH, MT_GELU_ERF, MT_SWIGLU, MT_SQUARED_RELU, MT_RELU or MT_TANH",
                    mt_activation_forward(ref.ctx, (mt_activation)-1, h, mt_none(), y));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "does not exist",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "kind is 6, must be MT_GELU_TANH",
                    mt_activation_forward(ref.ctx, (mt_activation)MT_ACTIVATION_COUNT, h, mt_none(), y));
 }
 
@@ -1217,8 +1219,10 @@ static void test_position_ids(void **state) {
     (void)state;
     OK(mt_position_ids(ctx, 8, 5, NULL, 0, positions, 9));
     for (i = 0; i < 9; i++) assert_int_equal(positions[i], (8 + i) % 5);
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "seq 0", mt_position_ids(ctx, 8, 0, NULL, 0, positions, 9));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "first_token -1", mt_position_ids(ctx, -1, 5, NULL, 0, positions, 9));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "seq is 0, must be from 1 to 2147483647",
+                   mt_position_ids(ctx, 8, 0, NULL, 0, positions, 9));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "first_token is -1, must be from 0 to",
+                   mt_position_ids(ctx, -1, 5, NULL, 0, positions, 9));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "ids is NULL", mt_position_ids(ctx, 0, 5, NULL, 0, nothing, 9));
 }
 
@@ -1548,7 +1552,8 @@ static void test_bad_elementwise(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_bias_backward: dbias is [1, 5]", mt_bias_backward(ctx, x, row5));
     assert_int_equal(mt_bias_forward(NULL, x, row), MT_ERR_ARGUMENT);
     assert_int_equal(mt_bias_backward(NULL, x, row), MT_ERR_ARGUMENT);
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "activation 9 does not exist",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT,
+                   "kind is 9, must be MT_GELU_TANH, MT_GELU_ERF, MT_SWIGLU, MT_SQUARED_RELU, MT_RELU or MT_TANH",
                    mt_activation_forward(ctx, (mt_activation)9, x, none, y));
     ASSERT_REFUSED(MT_ERR_SHAPE, "h is [3, 8], must be [3, 4]",
                    mt_activation_forward(ctx, MT_GELU_TANH, wide, none, y));
@@ -1556,7 +1561,8 @@ static void test_bad_elementwise(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "bias is [1, 4], must be [1, 8]", mt_activation_forward(ctx, MT_SWIGLU, wide, row, y));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "y [3, 4] and h [3, 4] overlap",
                    mt_activation_forward(ctx, MT_GELU_ERF, x, none, x));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "activation -1", mt_activation_backward(ctx, (mt_activation)-1, x, y, x, none));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "kind is -1, must be MT_GELU_TANH, ",
+                   mt_activation_backward(ctx, (mt_activation)-1, x, y, x, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "dh is [3, 8], must be [3, 4]",
                    mt_activation_backward(ctx, MT_GELU_ERF, x, y, wide, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "h is [3, 4], must be [3, 8]",
@@ -1577,13 +1583,15 @@ static void test_bad_norm(void **state) {
               none = mt_none();
     (void)state;
 #define FORWARD(kind, x, gain, bias, eps, y, stats) mt_norm_forward(ctx, kind, x, gain, bias, eps, y, stats)
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "norm 2 does not exist", FORWARD((mt_norm_kind)2, x, g, none, 0, y, none));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "kind is 2, must be MT_LAYER_NORM or MT_RMS_NORM",
+                   FORWARD((mt_norm_kind)2, x, g, none, 0, y, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "gain is [1, 5], must be [1, 4]", FORWARD(MT_LAYER_NORM, x, g5, none, 0, y, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "bias is [1, 5], must be [1, 4]", FORWARD(MT_LAYER_NORM, x, g, g5, 0, y, none));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "RMSNorm has no bias", FORWARD(MT_RMS_NORM, x, g, g, 0, y, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "y is [3, 5], must be [3, 4]", FORWARD(MT_LAYER_NORM, x, g, none, 0, wide, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "stats is [4, 2], must be [3, 2]", FORWARD(MT_LAYER_NORM, x, g, none, 0, y, st4));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "eps is -1", FORWARD(MT_LAYER_NORM, x, g, none, -1, y, none));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "eps is -1, must be at least 0 and finite",
+                   FORWARD(MT_LAYER_NORM, x, g, none, -1, y, none));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "eps is ", FORWARD(MT_LAYER_NORM, x, g, none, NAN, y, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "x is [3, 0], needs columns",
                    FORWARD(MT_LAYER_NORM, mt_tensor_cols(x, 0, 0), g, none, 0, y, none));
@@ -1591,7 +1599,8 @@ static void test_bad_norm(void **state) {
 #undef FORWARD
 #define BACKWARD(kind, gain, stats, dy, dres, dx, dgain, dbias)                                                        \
     mt_norm_backward(ctx, kind, x, gain, stats, dy, dres, dx, dgain, dbias)
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "norm -1", BACKWARD((mt_norm_kind)-1, g, st, y, none, y, g, none));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "kind is -1, must be MT_LAYER_NORM or MT_RMS_NORM",
+                   BACKWARD((mt_norm_kind)-1, g, st, y, none, y, g, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "gain is [1, 5]", BACKWARD(MT_LAYER_NORM, g5, st, y, none, y, g, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "stats is [4, 2]", BACKWARD(MT_LAYER_NORM, g, st4, y, none, y, g, none));
     ASSERT_REFUSED(MT_ERR_SHAPE, "stats is [0, 0]", BACKWARD(MT_LAYER_NORM, g, none, y, none, y, g, none));
@@ -1660,6 +1669,90 @@ static void test_bad_random(void **state) {
 #undef FORWARD
 }
 
+/* The last message must be `expected`, and nothing else. Without a context there is no message. */
+#define CHECK_REFUSED(status, expected, check, ...)                                                                    \
+    do {                                                                                                               \
+        ASSERT_REFUSED(status, expected, check(ref.ctx, __VA_ARGS__));                                                 \
+        assert_string_equal(mt_last_error(ref.ctx), expected);                                                         \
+        assert_int_equal(check(NULL, __VA_ARGS__), status);                                                            \
+    } while (0)
+
+/* mt_check_integer and the other checks of one field, at their limits. */
+static void test_checks_of_fields(void **state) {
+    static const float infinite[] = {INFINITY, -INFINITY, NAN};
+    char text[MT_WORD_MAX];
+    (void)state;
+#define INTEGER(status, expected, ...) CHECK_REFUSED(status, expected, mt_check_integer, "f", __VA_ARGS__)
+    INTEGER(MT_ERR_ARGUMENT, "f: 'a': n is 0, must be from 1 to 3", "a", "n", 0, 1, 3);
+    INTEGER(MT_ERR_ARGUMENT, "f: n is 4, must be from 1 to 3", NULL, "n", 4, 1, 3);
+    INTEGER(MT_ERR_ARGUMENT, "f: n is 2, must be 0 or 1", NULL, "n", 2, 0, 1);
+    INTEGER(MT_ERR_ARGUMENT, "f: n is -9223372036854775808, must be at least -1", NULL, "n", INT64_MIN, -1, INT64_MAX);
+#undef INTEGER
+    OK(mt_check_integer(ref.ctx, "f", NULL, "n", 1, 1, 3));
+    OK(mt_check_integer(ref.ctx, "f", NULL, "n", 3, 1, 3));
+    OK(mt_check_integer(NULL, "f", NULL, "n", INT64_MAX, 0, INT64_MAX));
+    CHECK_REFUSED(MT_ERR_SHAPE, "f: 'a': n is 0, must be at least 1", mt_check_size, "f", "a", "n", 0, 1, INT64_MAX);
+    OK(mt_check_size(ref.ctx, "f", "a", "n", 1, 1, 1));
+#define ENUM(expected, ...) CHECK_REFUSED(MT_ERR_ARGUMENT, expected, mt_check_enum, "f", __VA_ARGS__)
+    ENUM("f: 'a': k is 3, must be A, BC or D", "a", "k", 3, "A BC D");
+    ENUM("f: k is -1, must be A or BC", NULL, "k", -1, "A BC");
+    ENUM("f: k is 1, must be A", NULL, "k", 1, "A");
+#undef ENUM
+    for (int i = 0; i < 3; i++) OK(mt_check_enum(ref.ctx, "f", NULL, "k", i, "A BC D"));
+#define FLOAT(expected, ...) CHECK_REFUSED(MT_ERR_ARGUMENT, expected, mt_check_float, "f", "a", "x", __VA_ARGS__)
+    FLOAT("f: 'a': x is -1.4013e-45, must be at least 0 and finite", -1e-45f, MT_FLOAT_AT_LEAST_0);
+    FLOAT("f: 'a': x is 0, must be above 0 and finite", 0.0f, MT_FLOAT_ABOVE_0);
+    FLOAT("f: 'a': x is 1, must be at least 0 and below 1", 1.0f, MT_FLOAT_PROBABILITY);
+    FLOAT("f: 'a': x is -0.5, must be at least 0 and below 1", -0.5f, MT_FLOAT_PROBABILITY);
+    FLOAT("f: 'a': x is inf, must be finite", INFINITY, MT_FLOAT_FINITE);
+    FLOAT("f: 'a': mt_float_range is 4, must be from 0 to 3", 0.0f, (mt_float_range)4);
+#undef FLOAT
+    for (int range = MT_FLOAT_FINITE; range <= MT_FLOAT_PROBABILITY; range++)
+        for (int i = 0; i < 3; i++)
+            ASSERT_REFUSED(MT_ERR_ARGUMENT, "f: x is ",
+                           mt_check_float(ref.ctx, "f", NULL, "x", infinite[i], (mt_float_range)range));
+    OK(mt_check_float(ref.ctx, "f", NULL, "x", -FLT_MAX, MT_FLOAT_FINITE));
+    OK(mt_check_float(ref.ctx, "f", NULL, "x", -0.0f, MT_FLOAT_AT_LEAST_0));
+    OK(mt_check_float(ref.ctx, "f", NULL, "x", FLT_MAX, MT_FLOAT_AT_LEAST_0));
+    OK(mt_check_float(ref.ctx, "f", NULL, "x", 1e-45f, MT_FLOAT_ABOVE_0));
+    OK(mt_check_float(ref.ctx, "f", NULL, "x", 0.0f, MT_FLOAT_PROBABILITY));
+    OK(mt_check_float(ref.ctx, "f", NULL, "x", 0.99999994f, MT_FLOAT_PROBABILITY));
+#define WORD(expected, words, value) (mt_enum_word(words, value, text), assert_string_equal(text, expected))
+    WORD("A", "A BC D", 0);
+    WORD("BC", "A BC D", 1);
+    WORD("D", "A BC D", 2);
+    WORD("3", "A BC D", 3);
+    WORD("-1", "A BC D", -1);
+    WORD("abcdefghijklmnopqrstuvwxyzabcde", "abcdefghijklmnopqrstuvwxyzabcdefgh", 0);
+#undef WORD
+}
+
+/* The words of each enum are the names of its values. */
+static void test_words_of_enums(void **state) {
+    static const struct {
+        const char *words, *word;
+        int value;
+    } all[] = {
+#define IS(words, value) {words, #value, (int)value}
+        IS(MT_ACTIVATION_WORDS, MT_GELU_TANH),     IS(MT_ACTIVATION_WORDS, MT_GELU_ERF),
+        IS(MT_ACTIVATION_WORDS, MT_SWIGLU),        IS(MT_ACTIVATION_WORDS, MT_SQUARED_RELU),
+        IS(MT_ACTIVATION_WORDS, MT_RELU),          IS(MT_ACTIVATION_WORDS, MT_TANH),
+        IS(MT_NORM_WORDS, MT_LAYER_NORM),          IS(MT_NORM_WORDS, MT_RMS_NORM),
+        IS(MT_MASK_WORDS, MT_MASK_CAUSAL),         IS(MT_MASK_WORDS, MT_MASK_BIDIRECTIONAL),
+        IS(MT_QKV_LAYOUT_WORDS, MT_QKV_PER_GROUP), IS(MT_QKV_LAYOUT_WORDS, MT_QKV_CONCATENATED),
+        IS(MT_QKV_LAYOUT_WORDS, MT_QKV_SEPARATE),  IS(MT_ROTARY_FORM_WORDS, MT_ROTARY_HALVES),
+        IS(MT_ROTARY_FORM_WORDS, MT_ROTARY_PAIRS)};
+#undef IS
+    char text[MT_WORD_MAX];
+    (void)state;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        mt_enum_word(all[i].words, all[i].value, text);
+        assert_string_equal(text, all[i].word);
+    }
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "k is 6",
+                   mt_check_enum(ref.ctx, "f", NULL, "k", MT_ACTIVATION_COUNT, MT_ACTIVATION_WORDS));
+}
+
 static void test_bad_attention(void **state) {
     mt_context *ctx = ref.ctx;
     mt_attention_desc good = attention(2, 3, 2, 2, 4, MT_MASK_CAUSAL), s = good;
@@ -1677,18 +1770,20 @@ static void test_bad_attention(void **state) {
         ASSERT_REFUSED(status, words, mt_attention_backward(ctx, &s, qkv, out, lse, dout, dqkv));                      \
     } while (0)
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "desc is NULL", FORWARD(NULL, qkv, out, lse));
-    WITH(batch, -2, MT_ERR_SHAPE, "batch -2");
+    WITH(batch, -2, MT_ERR_SHAPE, ": batch is -2, must be at least 0");
     WITH(batch, 3, MT_ERR_SHAPE, "qkv is [6, 32], must be [9, 32]");
-    WITH(seq, 0, MT_ERR_SHAPE, "seq 0");
-    WITH(groups, 0, MT_ERR_SHAPE, "groups 0");
-    WITH(groups, INT64_MAX / 3, MT_ERR_SHAPE, "not a valid shape");
-    WITH(heads_per_group, 0, MT_ERR_SHAPE, "heads_per_group 0");
-    WITH(heads_per_group, INT64_MAX, MT_ERR_SHAPE, "heads_per_group 9223372036854775807");
-    WITH(head_dim, 0, MT_ERR_SHAPE, "head_dim 0");
+    WITH(seq, 0, MT_ERR_SHAPE, ": seq is 0, must be from 1 to 2147483647");
+    WITH(groups, 0, MT_ERR_SHAPE, ": groups is 0, must be at least 1");
+    WITH(groups, INT64_MAX / 3, MT_ERR_SHAPE, "have too many columns");
+    WITH(heads_per_group, 0, MT_ERR_SHAPE, "heads_per_group is 0, must be from 1 to 9223372036854775805");
+    WITH(heads_per_group, INT64_MAX, MT_ERR_SHAPE, "heads_per_group is 9223372036854775807, must be from 1 to");
+    WITH(head_dim, 0, MT_ERR_SHAPE, ": head_dim is 0, must be at least 1");
     WITH(head_dim, 5, MT_ERR_SHAPE, "qkv is [6, 32], must be [6, 40]");
-    WITH(mask, (mt_mask)2, MT_ERR_ARGUMENT, "mask 2 does not exist");
-    WITH(qkv_layout, (mt_qkv_layout)3, MT_ERR_ARGUMENT, "qkv_layout 3 does not exist");
-    WITH(qkv_layout, (mt_qkv_layout)-1, MT_ERR_ARGUMENT, "qkv_layout -1 does not exist");
+    WITH(mask, (mt_mask)2, MT_ERR_ARGUMENT, ": mask is 2, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL");
+    WITH(qkv_layout, (mt_qkv_layout)3, MT_ERR_ARGUMENT,
+         ": qkv_layout is 3, must be MT_QKV_PER_GROUP, MT_QKV_CONCATENATED or MT_QKV_SEPARATE");
+    WITH(qkv_layout, (mt_qkv_layout)-1, MT_ERR_ARGUMENT,
+         ": qkv_layout is -1, must be MT_QKV_PER_GROUP, MT_QKV_CONCATENATED or MT_QKV_SEPARATE");
     WITH(scale, NAN, MT_ERR_ARGUMENT, "scale is ");
     WITH(dropout.p, 1.0f, MT_ERR_ARGUMENT, "probability is 1");
     WITH(dropout.p, 0.5f, MT_ERR_SHAPE, "not inside a tensor of 0 columns");
@@ -1726,8 +1821,8 @@ static void test_bad_rotary(void **state) {
     (void)state;
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_rotary_table: the number of columns is 3, must be even",
                    mt_rotary_table(ctx, 10, mt_tensor_cols(table, 0, 3)));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "base is 0, must be positive", mt_rotary_table(ctx, 0, table));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "base is inf", mt_rotary_table(ctx, INFINITY, table));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "base is 0, must be above 0 and finite", mt_rotary_table(ctx, 0, table));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "base is inf, must be above 0 and finite", mt_rotary_table(ctx, INFINITY, table));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_rotary_forward: table is [3, 6], must be [3, 4]",
                    mt_rotary_forward(ctx, &s, wrong, qkv));
     ASSERT_REFUSED(MT_ERR_SHAPE, "mt_rotary_backward: table is [3, 6], must be [3, 4]",
@@ -1738,17 +1833,19 @@ static void test_bad_rotary(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "head_dim is 3, must be even", mt_rotary_forward(ctx, &odd, table, odd_qkv));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "desc is NULL", mt_rotary_backward(ctx, NULL, table, qkv));
     s.qkv_layout = (mt_qkv_layout)3;
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_rotary_forward: qkv_layout 3 does not exist",
-                   mt_rotary_forward(ctx, &s, table, qkv));
+    ASSERT_REFUSED(
+        MT_ERR_ARGUMENT,
+        "mt_rotary_forward: qkv_layout is 3, must be MT_QKV_PER_GROUP, MT_QKV_CONCATENATED or MT_QKV_SEPARATE",
+        mt_rotary_forward(ctx, &s, table, qkv));
     s.qkv_layout = MT_QKV_PER_GROUP;
     s.rotary_form = (mt_rotary_form)2;
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_rotary_forward: rotary_form 2 does not exist",
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "mt_rotary_forward: rotary_form is 2, must be MT_ROTARY_HALVES or MT_ROTARY_PAIRS",
                    mt_rotary_forward(ctx, &s, table, qkv));
     s.rotary_form = MT_ROTARY_PAIRS;
     s.rotary_dim = 6;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "rotary_dim is 6, must be in [0, 4]", mt_rotary_forward(ctx, &s, table, qkv));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "rotary_dim is 6, must be from 0 to 4", mt_rotary_forward(ctx, &s, table, qkv));
     s.rotary_dim = -2;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "rotary_dim is -2, must be in [0, 4]", mt_rotary_backward(ctx, &s, table, qkv));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "rotary_dim is -2, must be from 0 to 4", mt_rotary_backward(ctx, &s, table, qkv));
     s.rotary_dim = 3;
     ASSERT_REFUSED(MT_ERR_SHAPE, "rotary_dim is 3, must be even", mt_rotary_forward(ctx, &s, table, qkv));
     s.rotary_dim = 2;
@@ -1802,9 +1899,9 @@ static void test_bad_cross_entropy(void **state) {
         ASSERT_REFUSED(status, words, mt_cross_entropy_combine(ctx, &s, stats, 1, t, loss, lse));                      \
         ASSERT_REFUSED(status, words, mt_cross_entropy_backward(ctx, &s, x, t, lse, mt_none(), 1));                    \
     } while (0)
-    WITH(vocab, 0, MT_ERR_SHAPE, "vocab is 0");
-    WITH(first_col, -1, MT_ERR_SHAPE, "first_col is -1");
-    WITH(label_smoothing, 1, MT_ERR_ARGUMENT, "label_smoothing is 1");
+    WITH(vocab, 0, MT_ERR_SHAPE, ": vocab is 0, must be at least 1");
+    WITH(first_col, -1, MT_ERR_SHAPE, ": first_col is -1, must be at least 0");
+    WITH(label_smoothing, 1, MT_ERR_ARGUMENT, ": label_smoothing is 1, must be at least 0 and below 1");
     WITH(label_smoothing, -0.5f, MT_ERR_ARGUMENT, "label_smoothing is -0.5");
     WITH(label_smoothing, NAN, MT_ERR_ARGUMENT, "label_smoothing is ");
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "desc is NULL", mt_cross_entropy_stats(ctx, NULL, x, t, stats));
@@ -1850,11 +1947,11 @@ static void test_bad_adamw(void **state) {
     } while (0)
     OK(mt_adamw_check(ctx, &good));
     WITH(step, 0, "step is 0, counts from 1");
-    WITH(beta1, 1, "beta1 is 1");
+    WITH(beta1, 1, ": beta1 is 1, must be at least 0 and below 1");
     WITH(beta1, -0.5f, "beta1 is -0.5");
-    WITH(beta2, 1.5f, "beta2 is 1.5");
+    WITH(beta2, 1.5f, ": beta2 is 1.5, must be at least 0 and below 1");
     WITH(beta2, NAN, "beta2 is ");
-    WITH(eps, -1, "eps is -1");
+    WITH(eps, -1, ": eps is -1, must be at least 0 and finite");
     WITH(lr, NAN, "lr is ");
     WITH(weight_decay, INFINITY, "weight_decay is inf");
     WITH(grad_scale, NAN, "grad_scale is ");
@@ -2483,6 +2580,8 @@ static const struct CMUnitTest tests[] = {
     REF_TEST(test_bad_elementwise),
     REF_TEST(test_bad_norm),
     REF_TEST(test_bad_random),
+    REF_TEST(test_checks_of_fields),
+    REF_TEST(test_words_of_enums),
     REF_TEST(test_bad_attention),
     REF_TEST(test_bad_rotary),
     REF_TEST(test_bad_embedding),

@@ -513,23 +513,35 @@ static void test_loss_scaler(void **state) {
 }
 
 static void test_loss_scaler_refuses(void **state) {
-    static const mt_loss_scaler_desc bad[] = {
-        {.initial_scale = -1},       {.initial_scale = NAN},
-        {.initial_scale = INFINITY}, {.initial_scale = 1, .min_scale = 2},
-        {.min_scale = -1},           {.growth = 0.5f},
-        {.growth = INFINITY},        {.backoff = 2},
-        {.backoff = -0.5f},          {.growth_interval = -1},
-        {.hysteresis = -1},          {.initial_scale = 16777216, .min_scale = 33554432}};
-    static const char *const words[] = {
-        "initial_scale -1", "initial_scale",      "initial_scale inf", "min_scale 2",
-        "min_scale -1",     "growth 0.5",         "growth inf",        "backoff 2",
-        "backoff -0.5",     "growth_interval -1", "hysteresis -1",     "initial_scale 16777216, min_scale 33554432"};
+    static const struct {
+        mt_loss_scaler_desc desc;
+        const char *rest; /* of the message, behind the function */
+    } bad[] = {
+        {{.initial_scale = -1}, "loss_scaler.initial_scale is -1, must be at least loss_scaler.min_scale"},
+        {{.initial_scale = NAN}, "loss_scaler.initial_scale is nan, must be at least loss_scaler.min_scale"},
+        {{.initial_scale = INFINITY}, "loss_scaler.initial_scale is inf, must be at least loss_scaler.min_scale"},
+        {{.initial_scale = 1, .min_scale = 2},
+         "loss_scaler.initial_scale is 1, must be at least loss_scaler.min_scale"},
+        {{.initial_scale = 16777216, .min_scale = 33554432},
+         "loss_scaler.initial_scale is 16777216, must be at least loss_scaler.min_scale"},
+        {{.min_scale = -1}, "loss_scaler.min_scale is -1, must be above 0, and so large that 1 / min_scale is finite"},
+        {{.min_scale = 1e-40f},
+         "loss_scaler.min_scale is 9.9999461e-41, must be above 0, and so large that 1 / min_scale is finite"},
+        {{.growth = 0.5f}, "loss_scaler.growth is 0.5, must be at least 1"},
+        {{.growth = INFINITY}, "loss_scaler.growth is inf, must be at least 1"},
+        {{.backoff = 2}, "loss_scaler.backoff is 2, must be above 0 and at most 1"},
+        {{.backoff = -0.5f}, "loss_scaler.backoff is -0.5, must be above 0 and at most 1"},
+        {{.growth_interval = -1}, "loss_scaler.growth_interval is -1, must be at least 1"},
+        {{.hysteresis = -1}, "loss_scaler.hysteresis is -1, must be at least 1"}};
     mt_context *ctx = NULL;
     mt_loss_scaler s;
     (void)state;
     ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        REFUSED(ctx, MT_ERR_ARGUMENT, words[i], mt_loss_scaler_create(ctx, &bad[i], &s));
+        REFUSED_EXACTLY(ctx, MT_ERR_ARGUMENT, bad[i].rest, mt_loss_scaler_create(ctx, &bad[i].desc, &s));
+    assert_string_equal(mt_loss_scaler_wanted("loss_scaler.backoff"), "above 0 and at most 1");
+    assert_null(mt_loss_scaler_wanted("backoff"));
+    assert_null(mt_loss_scaler_wanted(NULL));
     REFUSED(ctx, MT_ERR_ARGUMENT, "out is NULL", mt_loss_scaler_create(ctx, NULL, NULL));
     assert_int_equal(mt_loss_scaler_create(NULL, NULL, &s), MT_ERR_ARGUMENT);
     mt_context_destroy(ctx);

@@ -150,9 +150,9 @@ static void test_grids_that_do_not_fit(void **state) {
                {{2, 2, 3}, MT_ERR_SHAPE, {"pp 3", "dp 2", "8 ranks"}},
                {{16, 0, 0}, MT_ERR_SHAPE, {"tp 16", "8 ranks", ""}},
                {{2, 16, 0}, MT_ERR_SHAPE, {"dp 16", "", ""}},
-               {{-2, 0, 0}, MT_ERR_ARGUMENT, {"tp -2", "negative", ""}},
-               {{2, -1, 0}, MT_ERR_ARGUMENT, {"dp -1", "", ""}},
-               {{2, 0, -4}, MT_ERR_ARGUMENT, {"pp -4", "", ""}},
+               {{-2, 0, 0}, MT_ERR_ARGUMENT, {"tp is -2, must be at least 0", "", ""}},
+               {{2, -1, 0}, MT_ERR_ARGUMENT, {"dp is -1, must be at least 0", "", ""}},
+               {{2, 0, -4}, MT_ERR_ARGUMENT, {"pp is -4, must be at least 0", "", ""}},
                {{INT_MAX, INT_MAX, INT_MAX}, MT_ERR_SHAPE, {"2147483647", "8 ranks", ""}}};
     mt_comm *world = NULL;
     mt_grid grid;
@@ -407,50 +407,63 @@ static void test_seeds_give_different_models(void **state) {
     test_paper_rank_close(&r);
 }
 
+static char longest_name[MT_NAME_MAX + 1]; /* one character too long */
+
+static const struct {
+    mt_param_desc desc;
+    mt_status status;
+    const char *words;
+} bad_params[] = {
+    {{.name = NULL, .rows = 0, .cols = 3}, MT_ERR_SHAPE, "'param.0': rows is 0, must be at least 1"},
+    {{.name = "", .rows = 1, .cols = 1}, MT_ERR_ARGUMENT, "1 to 95"},
+    {{.name = longest_name, .rows = 1, .cols = 1}, MT_ERR_ARGUMENT, "xxxx|95"},
+    {{.name = "there", .rows = 1, .cols = 1}, MT_ERR_ARGUMENT, "already|'there'"},
+    {{.name = "a", .rows = 0, .cols = 3}, MT_ERR_SHAPE, "'a': rows is 0, must be at least 1"},
+    {{.name = "a", .rows = 3, .cols = -7}, MT_ERR_SHAPE, "'a': cols is -7, must be at least 1"},
+    {{.name = "a", .rows = INT64_MAX / 2, .cols = 4}, MT_ERR_SHAPE, "[4611686018427387903, 4]"},
+    {{.name = "a", .rows = 9, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2}, MT_ERR_SHAPE, "9 features|2 parts"},
+    {{.name = "a", .rows = 8, .cols = 9, .placement = MT_SPLIT_COLS, .parts = 2}, MT_ERR_SHAPE, "9 features|2 parts"},
+    {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .unit = 5},
+     MT_ERR_SHAPE,
+     "12 features|units of 5"},
+    {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2, .unit = 4}, MT_ERR_SHAPE, "12|2|4"},
+    {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = -2},
+     MT_ERR_SHAPE,
+     "'a': parts is -2, must be from 0 to 65536"},
+    {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .unit = -1},
+     MT_ERR_SHAPE,
+     "'a': unit is -1, must be at least 0"},
+    {{.name = "a", .rows = 12, .cols = 4, .placement = (mt_placement)3},
+     MT_ERR_ARGUMENT,
+     "'a': placement is 3, must be MT_REPLICATED, MT_SPLIT_ROWS or MT_SPLIT_COLS"},
+    {{.name = "a", .rows = 12, .cols = 4, .init_std = -0.5f},
+     MT_ERR_ARGUMENT,
+     "'a': init_std is -0.5, must be at least 0 and finite"},
+    {{.name = "a", .rows = 12, .cols = 4, .init_std = NAN},
+     MT_ERR_ARGUMENT,
+     "'a': init_std is nan, must be at least 0 and finite"},
+    {{.name = "a", .rows = 2, .cols = 4, .init_std = 1.0f, .init_value = 1.0f},
+     MT_ERR_ARGUMENT,
+     "'a': init_value is 1, must be 0 with init_std"},
+    {{.name = "a", .rows = 12, .cols = 4, .parts = 2},
+     MT_ERR_ARGUMENT,
+     "'a': parts is 2, but placement is MT_REPLICATED"},
+    {{.name = "a", .rows = 12, .cols = 4, .unit = 3},
+     MT_ERR_ARGUMENT,
+     "'a': unit is 3, but placement is MT_REPLICATED"},
+};
+
 static void test_params_add_refuses(void **state) {
-    static char longest[MT_NAME_MAX + 1];
-    static const struct {
-        mt_param_desc desc;
-        mt_status status;
-        const char *words;
-    } bad[] = {
-        {{.name = NULL, .rows = 0, .cols = 3}, MT_ERR_SHAPE, "'param.0'|[0, 3]"},
-        {{.name = "", .rows = 1, .cols = 1}, MT_ERR_ARGUMENT, "1 to 95"},
-        {{.name = longest, .rows = 1, .cols = 1}, MT_ERR_ARGUMENT, "xxxx|95"},
-        {{.name = "there", .rows = 1, .cols = 1}, MT_ERR_ARGUMENT, "already|'there'"},
-        {{.name = "a", .rows = 0, .cols = 3}, MT_ERR_SHAPE, "'a'|[0, 3]"},
-        {{.name = "a", .rows = 3, .cols = -7}, MT_ERR_SHAPE, "[3, -7]"},
-        {{.name = "a", .rows = INT64_MAX / 2, .cols = 4}, MT_ERR_SHAPE, "[4611686018427387903, 4]"},
-        {{.name = "a", .rows = 9, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2},
-         MT_ERR_SHAPE,
-         "9 features|2 parts"},
-        {{.name = "a", .rows = 8, .cols = 9, .placement = MT_SPLIT_COLS, .parts = 2},
-         MT_ERR_SHAPE,
-         "9 features|2 parts"},
-        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .unit = 5},
-         MT_ERR_SHAPE,
-         "12 features|units of 5"},
-        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2, .unit = 4},
-         MT_ERR_SHAPE,
-         "12|2|4"},
-        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = -2}, MT_ERR_SHAPE, "-2 parts"},
-        {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .unit = -1}, MT_ERR_SHAPE, "units of -1"},
-        {{.name = "a", .rows = 12, .cols = 4, .placement = (mt_placement)3}, MT_ERR_ARGUMENT, "placement 3"},
-        {{.name = "a", .rows = 12, .cols = 4, .init_std = -0.5f}, MT_ERR_ARGUMENT, "init_std -0.5"},
-        {{.name = "a", .rows = 12, .cols = 4, .init_std = NAN}, MT_ERR_ARGUMENT, "init_std|nan"},
-        {{.name = "a", .rows = 2, .cols = 4, .init_std = 1.0f, .init_value = 1.0f}, MT_ERR_ARGUMENT, "init_value 1"},
-        {{.name = "a", .rows = 12, .cols = 4, .parts = 2}, MT_ERR_ARGUMENT, "parts 2"},
-        {{.name = "a", .rows = 12, .cols = 4, .unit = 3}, MT_ERR_ARGUMENT, "unit 3"},
-    };
     mt_param_desc good = {.name = "b", .rows = 1, .cols = 1};
     mt_param *p = NULL;
     test_rank r;
     (void)state;
-    memset(longest, 'x', MT_NAME_MAX);
+    memset(longest_name, 'x', MT_NAME_MAX);
     open_alone(&r);
     add_matrix(&r, "there", 2, 2, 0.0f);
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        REFUSED(r.ctx, bad[i].status, bad[i].words, mt_params_add(r.ctx, r.params, &bad[i].desc, &p));
+    for (size_t i = 0; i < sizeof bad_params / sizeof *bad_params; i++) {
+        REFUSED(r.ctx, bad_params[i].status, bad_params[i].words,
+                mt_params_add(r.ctx, r.params, &bad_params[i].desc, &p));
         assert_int_equal(mt_params_count(r.params), 1);
         assert_null(p);
     }
@@ -461,21 +474,31 @@ static void test_params_add_refuses(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'b'|after mt_params_init", mt_params_add(r.ctx, r.params, &good, &p));
     assert_int_equal(mt_params_count(r.params), 1);
-    longest[MT_NAME_MAX - 1] = 0; /* 95 characters are allowed */
+    longest_name[MT_NAME_MAX - 1] = 0; /* 95 characters are allowed */
     ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
-    add_matrix(&r, longest, 2, 2, 0.0f);
-    assert_non_null(mt_params_find(r.params, longest));
+    add_matrix(&r, longest_name, 2, 2, 0.0f);
+    assert_non_null(mt_params_find(r.params, longest_name));
     test_paper_rank_close(&r);
 }
 
 static void test_copied_params_refuse(void **state) {
     static const mt_param_desc good = {
         .name = "a", .rows = 24, .cols = 4, .placement = MT_SPLIT_ROWS, .unit = 8, .copies = 3, .copied = 2};
+    static const char *const rest[] = {"'a': copies is 4, must divide the 6 features that are not copied",
+                                       "'a': copied is 9, must be from 1 to 8",
+                                       "'a': copied is 0, must be from 1 to 8",
+                                       "'a': copied is 2, must be 0 with one copy",
+                                       "'a': copies is -3, must be from 0 to 21845",
+                                       "'a': copies is 9223372036854775806, must be from 0 to 21845",
+                                       "'a': copies is 3, must be 0 with several parts",
+                                       "'a': copies is 3, must be 0 with padded_features",
+                                       "'a': copies is 3, must be 0 for a matrix with placement MT_SPLIT_COLS",
+                                       "'a': copies is 3, must be 0 with placement MT_REPLICATED"};
     mt_param *p = NULL;
     test_rank r;
     (void)state;
     test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, NULL, &r);
-    for (int i = 0; i < 9; i++) {
+    for (int i = 0; i < (int)(sizeof rest / sizeof *rest); i++) {
         mt_param_desc d = good;
         if (i == 0) d.copies = 4;
         if (i == 1) d.copied = 9;
@@ -486,7 +509,8 @@ static void test_copied_params_refuse(void **state) {
         if (i == 6) d.parts = 3;
         if (i == 7) d.padded_features = 48;
         if (i == 8) d.placement = MT_SPLIT_COLS, d.rows = 4, d.cols = 24;
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a' has copies|copied", mt_params_add(r.ctx, r.params, &d, &p));
+        if (i == 9) d.placement = MT_REPLICATED, d.unit = 0;
+        REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, rest[i], mt_params_add(r.ctx, r.params, &d, &p));
         assert_int_equal(mt_params_count(r.params), 0);
     }
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &good, &p));
@@ -501,22 +525,22 @@ static void test_padded_params_refuse(void **state) {
     } bad[] = {
         {{.name = "a", .rows = 12, .cols = 4, .padded_features = 16},
          MT_ERR_ARGUMENT,
-         "padded_features 16|placement 0"},
+         "'a': padded_features is 16, must be 0 with placement MT_REPLICATED"},
         {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2, .padded_features = 16},
          MT_ERR_ARGUMENT,
-         "padded_features 16|2 parts"},
+         "'a': padded_features is 16, must be 0 with several parts"},
         {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .padded_features = 11},
          MT_ERR_SHAPE,
-         "padded_features 11|12 features"},
+         "'a': padded_features is 11, must be from 12 to 70368744177664"},
         {{.name = "a", .rows = 1, .cols = 12, .placement = MT_SPLIT_COLS, .unit = 4, .padded_features = 18},
          MT_ERR_SHAPE,
-         "padded_features 18|units of 4"},
+         "'a': padded_features is 18, must be a multiple of unit 4"},
         {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .padded_features = INT64_MAX},
          MT_ERR_SHAPE,
-         "padded_features 9223372036854775807"},
+         "'a': padded_features is 9223372036854775807, must be from 12 to 70368744177664"},
         {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .padded_features = -1},
          MT_ERR_SHAPE,
-         "padded_features -1"},
+         "'a': padded_features is -1, must be from 12 to 70368744177664"},
     };
     mt_param *p = NULL;
     test_rank r;
@@ -1535,12 +1559,19 @@ static void test_adamw(void **state) {
 }
 
 static void test_optimizer_refuses(void **state) {
-    static const mt_optimizer_desc bad[] = {{.beta1 = 1.0f},       {.beta1 = -0.5f},  {.beta2 = 1.5f},
-                                            {.beta2 = NAN},        {.eps = -1e-8f},   {.weight_decay = -0.1f},
-                                            {.weight_decay = NAN}, {.eps = INFINITY}, {.weight_decay = INFINITY}};
-    static const char *const words[] = {"beta1 1",          "beta1 -0.5", "beta2 1.5",
-                                        "beta2|nan",        "eps -1e-08", "weight_decay -0.1",
-                                        "weight_decay|nan", "eps inf",    "weight_decay inf"};
+    static const struct {
+        mt_optimizer_desc desc;
+        const char *rest; /* of the message, behind the function */
+    } bad[] = {{{.beta1 = 1.0f, .beta2 = 1.5f}, "beta1 is 1, must be at least 0 and below 1"},
+               {{.beta1 = -0.5f}, "beta1 is -0.5, must be at least 0 and below 1"},
+               {{.beta2 = 1.5f}, "beta2 is 1.5, must be at least 0 and below 1"},
+               {{.beta2 = NAN}, "beta2 is nan, must be at least 0 and below 1"},
+               {{.eps = -1e-8f}, "eps is -1e-08, must be at least 0 and finite"},
+               {{.eps = INFINITY}, "eps is inf, must be at least 0 and finite"},
+               {{.weight_decay = -0.1f}, "weight_decay is -0.1, must be at least 0 and finite"},
+               {{.weight_decay = NAN}, "weight_decay is nan, must be at least 0 and finite"},
+               {{.weight_decay = INFINITY}, "weight_decay is inf, must be at least 0 and finite"},
+               {{.stochastic_rounding = 1}, "stochastic_rounding is for bf16 and f16 parameters, these are f32"}};
     mt_optimizer o = {0};
     mt_param *p, other;
     mt_tensor m;
@@ -1560,7 +1591,7 @@ static void test_optimizer_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_optimizer_create(r.ctx, NULL, NULL, &o));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_optimizer_create(r.ctx, r.params, NULL, NULL));
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, words[i], mt_optimizer_create(r.ctx, r.params, &bad[i], &o));
+        REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, bad[i].rest, mt_optimizer_create(r.ctx, r.params, &bad[i].desc, &o));
     assert_int_equal(mt_context_allocated(r.ctx), held);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_optimizer_create(r.ctx, r.params, NULL, &o));
     assert_int_equal(mt_optimizer_step(NULL, &o, 0.1f, 1.0f), MT_ERR_ARGUMENT);
@@ -1570,7 +1601,8 @@ static void test_optimizer_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "param is NULL", mt_optimizer_moments(r.ctx, &o, NULL, &m, &m));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "m or v is NULL", mt_optimizer_moments(r.ctx, &o, p, &m, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a' is not of this", mt_optimizer_moments(r.ctx, &o, &other, &m, &m));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "state is 3", mt_optimizer_gather(r.ctx, &o, p, (mt_optimizer_state)3, &one));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "state is 3, must be MT_EXP_AVG, MT_EXP_AVG_SQ or MT_MASTER",
+            mt_optimizer_gather(r.ctx, &o, p, (mt_optimizer_state)3, &one));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a' is not of this", mt_optimizer_scatter(r.ctx, &o, &other, MT_MASTER, &one));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "lr|nan", mt_optimizer_step(r.ctx, &o, NAN, 1.0f));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "grad_scale|inf", mt_optimizer_step(r.ctx, &o, 0.1f, INFINITY));
@@ -1606,11 +1638,12 @@ static void test_step_refuses(void **state) {
     assert_int_equal(mt_step_create(NULL, &o, NULL, 1.0f, &step), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_step_create(r.ctx, &o, NULL, 1.0f, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "max_norm|nan", mt_step_create(r.ctx, &o, NULL, NAN, &step));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "growth", mt_step_create(r.ctx, &o, &scaler, 1.0f, &step));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_step_create: loss_scaler.growth must be at least 1",
+            mt_step_create(r.ctx, &o, &scaler, 1.0f, &step));
     assert_int_equal(mt_context_allocated(r.ctx), held);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_step_create(r.ctx, &o, NULL, 1.0f, &step));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, p->value, 2.0f));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "lr|nan", mt_step_begin(r.ctx, &step, NAN, 0));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "lr is nan, must be finite", mt_step_begin(r.ctx, &step, NAN, 0));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "number|17592186044416", mt_step_begin(r.ctx, &step, 0.1f, (uint64_t)1 << 44));
     REFUSED(r.ctx, MT_ERR_SHAPE, "loss", mt_step_update(r.ctx, &step, p->value));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_step_read(r.ctx, &step, NULL));
@@ -1678,17 +1711,26 @@ static void test_linear_create_refuses(void **state) {
     static const struct {
         mt_linear_desc desc;
         mt_status status;
-        const char *words;
-    } bad[] = {{{0, 12, .parts = 0}, MT_ERR_ARGUMENT, "in_features 0"},
-               {{8, -3, .parts = 0}, MT_ERR_ARGUMENT, "out_features -3"},
-               {{8, 12, .parts = -1}, MT_ERR_ARGUMENT, "parts -1"},
-               {{8, 12, .unit = -1}, MT_ERR_ARGUMENT, "unit -1"},
-               {{8, 12, .init_std = -1.0f}, MT_ERR_ARGUMENT, "init_std -1"},
-               {{8, 12, .init_std = NAN}, MT_ERR_ARGUMENT, "init_std|nan"},
-               {{8, 12, .no_bias = 1, .skip_bias_add = 1}, MT_ERR_ARGUMENT, "'l'|skip_bias_add|no_bias"},
-               {{INT64_MAX / 2, INT64_MAX / 2, .parts = 0}, MT_ERR_SHAPE, "4611686018427387903"},
-               {{10, 10, .parts = 4}, MT_ERR_SHAPE, "10 features|4 parts"},
-               {{10, 10, .unit = 4}, MT_ERR_SHAPE, "10 features|units of 4"}};
+        const char *rest; /* of the message, behind the function */
+    } bad[] = {
+        {{0, -3, .parts = 0}, MT_ERR_ARGUMENT, "'l': in_features is 0, must be at least 1"},
+        {{8, -3, .parts = -1}, MT_ERR_ARGUMENT, "'l': out_features is -3, must be at least 1"},
+        {{8, 12, .parts = -1, .unit = -1}, MT_ERR_ARGUMENT, "'l': parts is -1, must be at least 0"},
+        {{8, 12, .unit = -1}, MT_ERR_ARGUMENT, "'l': unit is -1, must be at least 0"},
+        {{8, 12, .init_std = -1.0f}, MT_ERR_ARGUMENT, "'l': init_std is -1, must be at least 0 and finite"},
+        {{8, 12, .init_std = NAN}, MT_ERR_ARGUMENT, "'l': init_std is nan, must be at least 0 and finite"},
+        {{8, 12, .no_bias = 1, .skip_bias_add = 1},
+         MT_ERR_ARGUMENT,
+         "'l' sets skip_bias_add, but with no_bias there is no bias"},
+        {{INT64_MAX / 2, INT64_MAX / 2, .parts = 0},
+         MT_ERR_SHAPE,
+         "'l.weight' is [4611686018427387903, 4611686018427387903], which is more than 281474976710656 elements"},
+        {{10, 10, .parts = 4},
+         MT_ERR_SHAPE,
+         "10 features of 'l.weight' cannot be split into 4 parts of whole units of 1"},
+        {{10, 10, .unit = 4},
+         MT_ERR_SHAPE,
+         "10 features of 'l.weight' cannot be split into 1 parts of whole units of 4"}};
     mt_column_parallel_linear column;
     mt_row_parallel_linear row;
     mt_linear_desc d = good_linear;
@@ -1696,10 +1738,10 @@ static void test_linear_create_refuses(void **state) {
     (void)state;
     open_quarter(&r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        REFUSED(r.ctx, bad[i].status, bad[i].words,
-                mt_column_parallel_linear_create(r.ctx, r.params, "l", &bad[i].desc, &column));
-        REFUSED(r.ctx, bad[i].status, bad[i].words,
-                mt_row_parallel_linear_create(r.ctx, r.params, "l", &bad[i].desc, &row));
+        REFUSED_EXACTLY(r.ctx, bad[i].status, bad[i].rest,
+                        mt_column_parallel_linear_create(r.ctx, r.params, "l", &bad[i].desc, &column));
+        REFUSED_EXACTLY(r.ctx, bad[i].status, bad[i].rest,
+                        mt_row_parallel_linear_create(r.ctx, r.params, "l", &bad[i].desc, &row));
     }
     d.input_is_parallel = 1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'l'|input_is_parallel|row-parallel",
@@ -1712,7 +1754,7 @@ static void test_linear_create_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "padded_out_features",
             mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row));
     d.padded_out_features = 11;
-    REFUSED(r.ctx, MT_ERR_SHAPE, "'l.weight'|11|12 features",
+    REFUSED(r.ctx, MT_ERR_SHAPE, "'l.weight': padded_features is 11, must be from 12 to",
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     assert_int_equal(mt_params_count(r.params), 0);
     test_paper_rank_close(&r);
@@ -1775,12 +1817,17 @@ static void test_linear_create_refuses_weights(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "padded_out_features 16|'a.weight' 0",
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     assert_int_equal(mt_params_count(r.params), 2);
+    d.padded_out_features = 0;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "row", &good_linear, &row));
+    d.weight = row.weight;
+    REFUSED_EXACTLY(r.ctx, MT_ERR_SHAPE, "'l' shares the weight 'row.weight', whose placement is not MT_SPLIT_ROWS",
+                    mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     add_matrix(&r, "l.bias", 1, 1, 0.0f);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|l.bias",
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &good_linear, &column));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "already|l.bias",
             mt_row_parallel_linear_create(r.ctx, r.params, "l", &good_linear, &row));
-    assert_int_equal(mt_params_count(r.params), 3);
+    assert_int_equal(mt_params_count(r.params), 5);
     assert_null(mt_params_find(r.params, "l.weight"));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", /* a layer whose creation failed cannot be used */
@@ -2156,21 +2203,32 @@ static void test_trusted_ids(void **state) {
     test_paper_rank_close(&r);
 }
 
+static const struct {
+    mt_embedding_desc desc;
+    mt_status status;
+    const char *rest; /* of the message, behind the function */
+} bad_embeddings[] = {{{.vocab = 0, .features = 0}, MT_ERR_ARGUMENT, "'e': vocab is 0, must be from 1 to 2147483647"},
+                      {{.vocab = (int64_t)INT32_MAX + 1, .features = 4},
+                       MT_ERR_ARGUMENT,
+                       "'e': vocab is 2147483648, must be from 1 to 2147483647"},
+                      {{.vocab = 10, .features = 0}, MT_ERR_ARGUMENT, "'e': features is 0, must be at least 1"},
+                      {{.vocab = 10, .features = INT64_MAX / 2},
+                       MT_ERR_SHAPE,
+                       "'e.weight' is [10, 4611686018427387903], which is more than 281474976710656 elements"},
+                      {{.vocab = 10, .features = 4, .init_std = -1.0f},
+                       MT_ERR_ARGUMENT,
+                       "'e': init_std is -1, must be at least 0 and finite"},
+                      {{.vocab = 10, .features = 4, .padded_vocab = 9},
+                       MT_ERR_ARGUMENT,
+                       "padded_vocab is 9, must be 0 or from vocab 10 to 2147483647"},
+                      {{.vocab = 10, .features = 4, .padded_vocab = -1},
+                       MT_ERR_ARGUMENT,
+                       "padded_vocab is -1, must be 0 or from vocab 10 to 2147483647"},
+                      {{.vocab = 10, .features = 4, .padded_vocab = (int64_t)INT32_MAX + 1},
+                       MT_ERR_ARGUMENT,
+                       "padded_vocab is 2147483648, must be 0 or from vocab 10 to 2147483647"}};
+
 static void test_embedding_refuses(void **state) {
-    static const struct {
-        mt_embedding_desc desc;
-        mt_status status;
-        const char *words;
-    } bad[] = {{{.vocab = 0, .features = 4}, MT_ERR_ARGUMENT, "vocab 0"},
-               {{.vocab = (int64_t)INT32_MAX + 1, .features = 4}, MT_ERR_ARGUMENT, "vocab 2147483648"},
-               {{.vocab = 10, .features = 0}, MT_ERR_ARGUMENT, "features 0"},
-               {{.vocab = 10, .features = INT64_MAX / 2}, MT_ERR_SHAPE, "4611686018427387903"},
-               {{.vocab = 10, .features = 4, .init_std = -1.0f}, MT_ERR_ARGUMENT, "init_std -1"},
-               {{.vocab = 10, .features = 4, .padded_vocab = 9}, MT_ERR_ARGUMENT, "padded_vocab 9|vocab 10"},
-               {{.vocab = 10, .features = 4, .padded_vocab = -1}, MT_ERR_ARGUMENT, "padded_vocab -1|vocab 10"},
-               {{.vocab = 10, .features = 4, .padded_vocab = (int64_t)INT32_MAX + 1},
-                MT_ERR_ARGUMENT,
-                "padded_vocab 2147483648"}};
     mt_embedding_desc d = {.vocab = 10, .features = 4, .sequence_parallel = 1};
     int32_t ids[8] = {0, 9, 3, 4, 5, 6, 7, 8}, worse[8] = {0, 9, 3, 4, 10, 6, -1, 8};
     mt_vocab_parallel_embedding e = {0};
@@ -2178,9 +2236,9 @@ static void test_embedding_refuses(void **state) {
     test_rank r;
     (void)state;
     open_quarter(&r);
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        REFUSED(r.ctx, bad[i].status, bad[i].words,
-                mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &bad[i].desc, &e));
+    for (size_t i = 0; i < sizeof bad_embeddings / sizeof *bad_embeddings; i++)
+        REFUSED_EXACTLY(r.ctx, bad_embeddings[i].status, bad_embeddings[i].rest,
+                        mt_vocab_parallel_embedding_create(r.ctx, r.params, "e", &bad_embeddings[i].desc, &e));
     assert_int_equal(mt_vocab_parallel_embedding_create(NULL, r.params, "e", &d, &e), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_vocab_parallel_embedding_create(r.ctx, NULL, "e", &d, &e));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "name ''|95", mt_vocab_parallel_embedding_create(r.ctx, r.params, "", &d, &e));
@@ -2243,7 +2301,8 @@ static void test_sizes_that_cannot_be(void **state) {
     assert_int_equal(mt_shard_cols(x, 1, 2).cols, 2);
     assert_null(mt_shard_cols(mt_none(), 0, 0).data);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_tree_sum(r.ctx, mt_tensor_f32((const float *)x.data, INT64_MAX, 0)));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "65537 parts|65536", mt_params_add(r.ctx, r.params, &parts, &p));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "parts is 65537, must be from 0 to 65536",
+            mt_params_add(r.ctx, r.params, &parts, &p));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "c", &d, &column));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     REFUSED(r.ctx, MT_ERR_SHAPE, "y is",
@@ -2335,16 +2394,18 @@ static void test_padded_vocabulary_refuses(void **state) {
 static void test_cross_entropy_refuses(void **state) {
     static const struct {
         mt_cross_entropy_desc desc;
-        const char *words;
-    } bad[] = {{{.vocab = 0}, "vocab 0"},
-               {{.vocab = -3}, "vocab -3"},
-               {{.vocab = INT64_MAX}, "vocab 9223372036854775807"},
-               {{.vocab = (int64_t)INT32_MAX + 1}, "vocab 2147483648"},
-               {{.vocab = 10, .padded_vocab = 9}, "padded_vocab 9|vocab 10"},
-               {{.vocab = 10, .padded_vocab = (int64_t)INT32_MAX + 1}, "padded_vocab 2147483648"},
-               {{.vocab = 10, .label_smoothing = 1.0f}, "label_smoothing 1"},
-               {{.vocab = 10, .label_smoothing = -0.1f}, "label_smoothing -0.1"},
-               {{.vocab = 10, .label_smoothing = NAN}, "label_smoothing|nan"}};
+        const char *rest; /* of the message, behind the function */
+    } bad[] = {{{.vocab = 0, .label_smoothing = 1.0f}, "vocab is 0, must be from 1 to 2147483647"},
+               {{.vocab = -3}, "vocab is -3, must be from 1 to 2147483647"},
+               {{.vocab = INT64_MAX}, "vocab is 9223372036854775807, must be from 1 to 2147483647"},
+               {{.vocab = (int64_t)INT32_MAX + 1}, "vocab is 2147483648, must be from 1 to 2147483647"},
+               {{.vocab = 10, .label_smoothing = 1.0f, .padded_vocab = 9},
+                "label_smoothing is 1, must be at least 0 and below 1"},
+               {{.vocab = 10, .label_smoothing = -0.1f}, "label_smoothing is -0.1, must be at least 0 and below 1"},
+               {{.vocab = 10, .label_smoothing = NAN}, "label_smoothing is nan, must be at least 0 and below 1"},
+               {{.vocab = 10, .padded_vocab = 9}, "padded_vocab is 9, must be 0 or from vocab 10 to 2147483647"},
+               {{.vocab = 10, .padded_vocab = (int64_t)INT32_MAX + 1},
+                "padded_vocab is 2147483648, must be 0 or from vocab 10 to 2147483647"}};
     mt_cross_entropy_saved saved = {0};
     int32_t targets[3] = {0, -100, 9};
     entropy e;
@@ -2354,10 +2415,10 @@ static void test_cross_entropy_refuses(void **state) {
     entropy_open(&e, targets);
     ctx = e.r.ctx, tp = e.r.grid.tp;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        REFUSED(ctx, MT_ERR_ARGUMENT, bad[i].words,
-                mt_vocab_parallel_cross_entropy_forward(ctx, tp, &bad[i].desc, e.x, targets, e.loss, &saved));
-        REFUSED(ctx, MT_ERR_ARGUMENT, bad[i].words,
-                mt_vocab_parallel_cross_entropy_backward(ctx, tp, &bad[i].desc, mt_none(), 1.0f, &e.good));
+        REFUSED_EXACTLY(ctx, MT_ERR_ARGUMENT, bad[i].rest,
+                        mt_vocab_parallel_cross_entropy_forward(ctx, tp, &bad[i].desc, e.x, targets, e.loss, &saved));
+        REFUSED_EXACTLY(ctx, MT_ERR_ARGUMENT, bad[i].rest,
+                        mt_vocab_parallel_cross_entropy_backward(ctx, tp, &bad[i].desc, mt_none(), 1.0f, &e.good));
     }
     assert_null(saved.targets);
     entropy_close(&e);
@@ -2617,13 +2678,16 @@ static void test_norm_layer_on_every_split(void **state) {
 static void test_norm_layer_refuses(void **state) {
     static const struct {
         mt_norm_layer_desc desc;
-        const char *words;
-    } bad[] = {{{.features = 0}, "'n'|features 0"},
-               {{.features = 4, .groups = -1}, "groups -1"},
-               {{.features = 4, .kind = (mt_norm_kind)2}, "kind 2"},
-               {{.features = 4, .eps = -1.0f}, "eps -1"},
-               {{.features = 4, .eps = NAN}, "eps"},
-               {{.features = 4, .groups = 2, .sequence_parallel = 1}, "groups 2|sequence_parallel"}};
+        const char *rest; /* of the message, behind the function */
+    } bad[] = {{{.features = 0, .groups = -1}, "'n': features is 0, must be at least 1"},
+               {{.features = 4, .groups = -1}, "'n': groups is -1, must be at least 0"},
+               {{.features = 4, .kind = (mt_norm_kind)2}, "'n': kind is 2, must be MT_LAYER_NORM or MT_RMS_NORM"},
+               {{.features = 4, .kind = (mt_norm_kind)-1, .eps = NAN},
+                "'n': kind is -1, must be MT_LAYER_NORM or MT_RMS_NORM"},
+               {{.features = 4, .eps = -1.0f}, "'n': eps is -1, must be at least 0 and finite"},
+               {{.features = 4, .eps = NAN}, "'n': eps is nan, must be at least 0 and finite"},
+               {{.features = 4, .groups = 2, .sequence_parallel = 1},
+                "'n' has groups 2 and sequence_parallel; heads are split, and see all tokens"}};
     mt_norm_layer_desc d = {.features = 4, .groups = 2};
     mt_norm_layer layer;
     mt_norm_saved saved = {0};
@@ -2631,7 +2695,8 @@ static void test_norm_layer_refuses(void **state) {
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, bad[i].words, mt_norm_layer_create(r.ctx, r.params, "n", &bad[i].desc, &layer));
+        REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, bad[i].rest,
+                        mt_norm_layer_create(r.ctx, r.params, "n", &bad[i].desc, &layer));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_norm_layer_create(r.ctx, r.params, "n", NULL, &layer));
     assert_int_equal(mt_params_count(r.params), 0);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_norm_layer_create(r.ctx, r.params, "n", &d, &layer));
@@ -2677,12 +2742,12 @@ static void test_options(void **state) {
     assert_int_equal(mt_parallel_get_options(r.ctx).overlap_chunks, 0);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_set_options(r.ctx, &o));
     o.overlap_chunks++;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "overlap_chunks is 9", mt_parallel_set_options(r.ctx, &o));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "overlap_chunks is 9, must be from 0 to 8", mt_parallel_set_options(r.ctx, &o));
     o.overlap_chunks = -1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "overlap_chunks is -1", mt_parallel_set_options(r.ctx, &o));
     o.overlap_chunks = 1;
     o.no_overlap = 16;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "no_overlap is 16", mt_parallel_set_options(r.ctx, &o));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "no_overlap is 16, must be bits of mt_overlap", mt_parallel_set_options(r.ctx, &o));
     assert_int_equal(mt_parallel_get_options(r.ctx).no_overlap, MT_OVERLAP_GRADIENTS);
     assert_int_equal(mt_parallel_get_options(r.ctx).overlap_chunks, MT_OVERLAP_CHUNKS_MAX);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_set_options(r.ctx, NULL));
@@ -2945,11 +3010,11 @@ static void test_layer_and_activation_refuse(void **state) {
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
 #define FORWARD(kind, y) mt_column_parallel_linear_activation_forward(r.ctx, &before, kind, x, h, y, NULL)
 #define BACKWARD(kind, h) mt_row_parallel_linear_activation_backward(r.ctx, &layer, &before, kind, dy, h, dh, &saved)
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation 7", FORWARD(none, y));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "kind is 7, must be MT_GELU_TANH, ", FORWARD(none, y));
         REFUSED(r.ctx, MT_ERR_SHAPE, "y is [8, 6]", FORWARD(MT_GELU_ERF, y));
         REFUSED(r.ctx, MT_ERR_SHAPE, "y is [7, 6]", FORWARD(MT_SWIGLU, mt_tensor_rows(y, 0, 7)));
         REFUSED(r.ctx, MT_ERR_DTYPE, "y is bf16", FORWARD(MT_SWIGLU, with_dtype(y, MT_BF16)));
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation 7", BACKWARD(none, h));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "kind is 7, must be MT_GELU_TANH, ", BACKWARD(none, h));
         REFUSED(r.ctx, MT_ERR_SHAPE, "saved->x is [8, 6]|[8, 12]", BACKWARD(MT_GELU_TANH, h));
         REFUSED(r.ctx, MT_ERR_SHAPE, "h is [8, 6]|[8, 12]", BACKWARD(MT_SWIGLU, mt_tensor_cols(h, 0, 6)));
         before.desc.gather_output = 1;
@@ -2980,8 +3045,8 @@ static void test_activation_refuses(void **state) {
 #define FORWARD(layer, ...) mt_column_parallel_activation_forward(r.ctx, layer, __VA_ARGS__)
 #define BACKWARD(layer, ...) mt_column_parallel_activation_backward(r.ctx, layer, __VA_ARGS__)
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", FORWARD(NULL, MT_GELU_ERF, h, y));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation 7", FORWARD(&c, none, h, y));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "activation 7", BACKWARD(&c, none, h, y, dh));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "kind is 7, must be MT_GELU_TANH, ", FORWARD(&c, none, h, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "kind is 7, must be MT_GELU_TANH, ", BACKWARD(&c, none, h, y, dh));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'w'|gather_output|skip_bias_add", FORWARD(&whole, MT_GELU_ERF, h, y));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'w'|gather_output|skip_bias_add", BACKWARD(&whole, MT_GELU_ERF, h, y, dh));
     c.bias = NULL; /* otherwise the kernel compares h with the bias */

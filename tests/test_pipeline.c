@@ -407,7 +407,7 @@ static int by_hand(mt_action *list, const char *text) {
 
 static void test_lists_made_by_hand(void **state) {
     static const char *const wrong[][2] = {
-        {"B00", "action 0 of 1: kind 1, micro-batch 0, slot 0|needs the forward"},
+        {"B00", "action 0 of 1: kind MT_BACKWARD, micro-batch 0, slot 0|needs the forward"},
         {"F00 B11", "action 1 of 2|micro-batch 1, slot 1|needs the forward"}, /* in no slot */
         {"F00 F11 B01 B10", "action 2 of 4"},                                 /* in the other slot */
         {"F00 B00 B00", "action 2 of 3"},                                     /* twice */
@@ -475,7 +475,16 @@ static void test_executor_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "backward is NULL", mt_pipeline_run(r.ctx, &r.grid, &bad, list, count));
     bad = stage;
     bad.rows = 0;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "[0, 32] in f32", mt_pipeline_run(r.ctx, &r.grid, &bad, list, count));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "stage->rows is 0, must be at least 1",
+            mt_pipeline_run(r.ctx, &r.grid, &bad, list, count));
+    bad = stage;
+    bad.cols = -1;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "stage->cols is -1, must be at least 1",
+            mt_pipeline_run(r.ctx, &r.grid, &bad, list, count));
+    bad = stage;
+    bad.dtype = MT_I32;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "stage->dtype is i32, must be f32, bf16 or f16",
+            mt_pipeline_run(r.ctx, &r.grid, &bad, list, count));
     list[0].slot = 1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "action 0 of 6|slot 0", mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
     list[0].slot = 0;

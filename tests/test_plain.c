@@ -901,7 +901,7 @@ static void test_plain_mlp_refuses(void **state) {
     MLP(MT_ERR_ARGUMENT, "tp is NULL", NULL, x, &m, y, &d);
     MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_forward: tensors is NULL", tp, x, NULL, y, &d);
     MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_forward: desc is NULL", tp, x, &m, y, NULL);
-    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_forward|hidden 0", tp, x, &m, y, &none);
+    MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_forward: 'mlp': hidden is 0", tp, x, &m, y, &none);
     MLP(MT_ERR_SHAPE, "fc1.w is [192, 48]|[100, 48]", tp, x, &m, y, &wide);
     MLP(MT_ERR_ARGUMENT, "no_bias", tp, x, &m, y, &no_bias);
     MLP(MT_ERR_SHAPE, "mt_parallel_mlp_forward: x is [24, 8]", tp, bad, &m, y, &d);
@@ -954,7 +954,7 @@ static void test_plain_attention_refuses(void **state) {
     ATTENTION(MT_ERR_ARGUMENT, "tp is NULL", NULL, &t.batch, x, &s, y, &d);
     ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_forward: tensors is NULL", tp, &t.batch, x, NULL, y, &d);
     ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_forward: desc is NULL", tp, &t.batch, x, &s, y, NULL);
-    ATTENTION(MT_ERR_SHAPE, "mt_parallel_attention_forward|hidden 48|heads 7", tp, &t.batch, x, &s, y, &odd);
+    ATTENTION(MT_ERR_SHAPE, "mt_parallel_attention_forward|hidden is 48|heads 7", tp, &t.batch, x, &s, y, &odd);
     ATTENTION(MT_ERR_SHAPE, "rotary is [0, 0]|[20, 6]", tp, &t.batch, x, &s, y, &rotary);
     ATTENTION(MT_ERR_ARGUMENT, "batch is NULL", tp, NULL, x, &s, y, &d);
     ATTENTION(MT_ERR_SHAPE, "mt_parallel_attention_forward: x is [24, 8]", tp, &t.batch, bad, &s, y, &d);
@@ -1042,7 +1042,7 @@ static void test_plain_calls_refuse(void **state) {
     FORWARD(MT_ERR_SHAPE, "w is [5, 8]|[6, 8]", tp, x, w, b, y, &sizes);
     FORWARD(MT_ERR_SHAPE, "w [5, 7]|ld 8|contiguous", tp, x, with_shape(w, 5, 7, 8), b, y, NULL);
     FORWARD(MT_ERR_SHAPE, "10 features|2 parts", tp, x, w, b, y, &(mt_linear_desc){.parts = 2, .unit = 3});
-    FORWARD(MT_ERR_ARGUMENT, "out_features -1", tp, x, with_shape(w, -5, 8, 8), b, y, NULL);
+    FORWARD(MT_ERR_ARGUMENT, "out_features is -1", tp, x, with_shape(w, -5, 8, 8), b, y, NULL);
     FORWARD(MT_ERR_DTYPE, "'b' is bf16|'w' is f32", tp, x, w, half, y, NULL);
     FORWARD(MT_ERR_ARGUMENT, "input_is_parallel", tp, x, w, b, y, &split);
     FORWARD(MT_ERR_ARGUMENT, "no_bias", tp, x, w, b, y, &no_bias);

@@ -536,7 +536,7 @@ static void test_absurd_flags(void **state) {
         {"--seq 7", "--seq 7: expected a whole number from 8"},
         {"--seq 9 --tp 2 --sequence-parallel", "--seq 9 is not a multiple of --tp 2"},
         {"--batch 5 --dp 2", "--batch 5 is not a multiple of --dp 2"},
-        {"--heads 5 --tp 1", "hidden 128 must be a multiple of heads 5"},
+        {"--heads 5 --tp 1", "hidden is 128, must be a multiple of heads 5"},
         {"--resume", "train_bert: --resume needs --checkpoint DIR"},
         {"--cuda-graph", "cuda-graph"},
         {"--rotary", "rotary"},
