@@ -1,9 +1,10 @@
 /* 04_generate - loads a GPT from a checkpoint, on any number of tensor parallel ranks, and generates text.
 
-   cc -O3 -march=native -I. examples/04_generate.c -o gen -lm -lpthread && ./gen tests/golden/gpt2_hf --ids 1,2,3
-
-   ./gen DIR --prompt "The "
-   ./gen DIR --tp 4 --tokens 200
+   cc -O3 -march=native -I. examples/04_generate.c -o generate -lm -lpthread
+   ./generate --init-from tests/golden/gpt2_hf --ids 1,2,3
+   ./generate --init-from DIR --prompt "The "
+   ./generate --init-from DIR --tp 4 --tokens 200
+   ./generate --help                                all flags
 
    DIR is a directory that train_gpt --checkpoint wrote, or one of the step-N directories in it, or a GPT-2 or Llama of
    Hugging Face (model.safetensors and config.json).
@@ -14,14 +15,16 @@
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
+#include <getopt.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 typedef struct job {
-    const char *directory, *prompt, *ids;
+    const char *init_from, *prompt, *ids;
     double tp, tokens, temperature, seed;
+    int help;
     char path[MT_PATH_MAX]; /* of the model */
     mt_gpt_desc gpt;
     int32_t *history; /* the tokens of the prompt */
@@ -126,9 +129,9 @@ static mt_status find_model(job *j) {
     mt_context *ctx;
     int64_t step = -1;
     MT_TRY(mt_context_create(NULL, &(mt_context_desc){.arena_bytes = 64}, &ctx));
-    mt_status status = mt_checkpoint_latest(ctx, NULL, j->directory, &step);
-    if (step >= 0) status = mt_checkpoint_path(ctx, j->directory, step, j->path, sizeof j->path);
-    else snprintf(j->path, sizeof j->path, "%s", j->directory);
+    mt_status status = mt_checkpoint_latest(ctx, NULL, j->init_from, &step);
+    if (step >= 0) status = mt_checkpoint_path(ctx, j->init_from, step, j->path, sizeof j->path);
+    else snprintf(j->path, sizeof j->path, "%s", j->init_from);
     if (status == MT_SUCCESS) status = mt_gpt_desc_read(ctx, j->path, &j->gpt);
     if (status != MT_SUCCESS) fprintf(stderr, "04_generate: %s\n", mt_last_error(ctx));
     mt_context_destroy(ctx);
@@ -166,38 +169,90 @@ static int read_prompt(job *j) {
     return j->prompted > 0;
 }
 
-static int read_number(const char *name, const char *text, double low, double high, double *out) {
+/* ---- flags ------------------------------------------------------------------------------------------------------- */
+
+enum { TEXT, WHOLE, REAL, SWITCH };
+
+typedef struct flag {
+    const char *name;
+    int kind;
+    size_t offset;
+    double low, high; /* allowed range, inclusive */
+    const char *help;
+} flag;
+
+#define AT(field) offsetof(job, field)
+static const flag flags[] = {
+    {"init-from", TEXT, AT(init_from), 0, 0,
+     "DIR of checkpoints, of one checkpoint, or of a GPT-2 or Llama of transformers"},
+    {"prompt", TEXT, AT(prompt), 0, 0, "TEXT to continue, if a token is a byte; default: a newline"},
+    {"ids", TEXT, AT(ids), 0, 0, "1,2,3: the tokens to continue, instead of --prompt"},
+    {"tokens", WHOLE, AT(tokens), 0, 1 << 20, "tokens to generate"},
+    {"tp", WHOLE, AT(tp), 1, 1024, "tensor parallel ranks"},
+    {"temperature", REAL, AT(temperature), 0, 100, "temperature; 0 always takes the most probable token"},
+    {"seed", WHOLE, AT(seed), 0, 4294967295.0, "seed of the tokens that are drawn"},
+    {"help", SWITCH, AT(help), 0, 1, "this text"},
+};
+#define FLAGS (int)(sizeof flags / sizeof *flags)
+
+static void *field(const flag *f, job *j) { return (char *)j + f->offset; }
+
+/* Sets a flag. Messages print numbers with %.15g, which writes whole numbers without a point. */
+static int parse_value(const flag *f, const char *text, job *j) {
+    const int on = 1;
     char *end;
-    *out = strtod(text, &end);
-    if (end != text && !*end && *out >= low && *out <= high) return 1;
-    fprintf(stderr, "04_generate: %s %s: expected a number from %.15g to %.15g\n", name, text, low, high);
-    return 0;
+    double x;
+    if (f->kind == SWITCH) memcpy(field(f, j), &on, sizeof on);
+    if (f->kind == TEXT) memcpy(field(f, j), &text, sizeof text);
+    if (f->kind == SWITCH || f->kind == TEXT) return 1;
+    x = strtod(text, &end);
+    if (end == text || *end || !(x >= f->low && x <= f->high) || (f->kind == WHOLE && x != floor(x))) {
+        fprintf(stderr, "04_generate: --%s %s: expected %s from %.15g to %.15g\n", f->name, text,
+                f->kind == WHOLE ? "a whole number" : "a number", f->low, f->high);
+        return 0;
+    }
+    memcpy(field(f, j), &x, sizeof x);
+    return 1;
 }
 
-static int parse(int argc, char **argv, job *j) {
-    j->directory = argc > 1 ? argv[1] : NULL;
-    for (int i = 2; i < argc; i += 2) {
-        const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : "";
-        int ok = 1;
-        if (strcmp(name, "--prompt") == 0) j->prompt = value;
-        else if (strcmp(name, "--ids") == 0) j->ids = value;
-        else if (strcmp(name, "--tp") == 0) ok = read_number(name, value, 1, 1024, &j->tp);
-        else if (strcmp(name, "--tokens") == 0) ok = read_number(name, value, 0, 1 << 20, &j->tokens);
-        else if (strcmp(name, "--temperature") == 0) ok = read_number(name, value, 0, 100, &j->temperature);
-        else if (strcmp(name, "--seed") == 0) ok = read_number(name, value, 0, 4294967295.0, &j->seed);
-        else ok = fprintf(stderr, "04_generate: unknown flag '%s'\n", name) < 0;
-        if (!ok) return 0;
+static void print_help(job *j) {
+    printf("usage: 04_generate --init-from DIR [flags]\n");
+    for (int i = 0; i < FLAGS; i++) {
+        const flag *f = &flags[i];
+        double x = 0;
+        if (f->kind == WHOLE || f->kind == REAL) memcpy(&x, field(f, j), sizeof x);
+        printf("  --%-12s %s", f->name, f->help);
+        if (f->kind == WHOLE || f->kind == REAL) printf(" (default %.15g)", x);
+        printf("\n");
     }
-    if (j->directory) return 1;
-    fprintf(stderr, "usage: 04_generate DIR [--prompt TEXT | --ids 1,2,3] [--tokens N] [--tp N] [--temperature T] "
-                    "[--seed N]\n");
-    return 0;
+}
+
+static int parse_flags(int argc, char **argv, job *j) {
+    struct option table[FLAGS + 1];
+    int index, c;
+    memset(table, 0, sizeof table);
+    for (index = 0; index < FLAGS; index++) {
+        table[index].name = flags[index].name;
+        table[index].has_arg = flags[index].kind != SWITCH;
+    }
+    while ((c = getopt_long(argc, argv, "", table, &index)) == 0)
+        if (!parse_value(&flags[index], optarg, j)) return 0;
+    if (c != -1) return 0; /* getopt_long has printed what is wrong */
+    if (optind < argc)
+        fprintf(stderr, "04_generate: unexpected argument '%s'; flags start with --, see --help\n", argv[optind]);
+    else if (!j->init_from && !j->help) fprintf(stderr, "04_generate: --init-from DIR is missing, see --help\n");
+    return optind >= argc && (j->init_from || j->help);
 }
 
 int main(int argc, char **argv) {
     job j = {.tp = 2, .tokens = 40, .temperature = 0.7};
     mt_status status = MT_ERR_ARGUMENT;
-    if (parse(argc, argv, &j) && find_model(&j) == MT_SUCCESS && read_prompt(&j)) {
+    if (!parse_flags(argc, argv, &j)) return 1;
+    if (j.help) {
+        print_help(&j);
+        return 0;
+    }
+    if (find_model(&j) == MT_SUCCESS && read_prompt(&j)) {
         mt_launch_desc launch = {.ranks = (int)j.tp};
         status = mt_launch(&launch, rank_main, &j);
     }

@@ -160,10 +160,10 @@ killing() {
 
 # ---- 04_generate ---------------------------------------------------------------------------------------------------
 
-# same_tokens ARGUMENTS: compares the tokens on 1, 2 and 4 ranks
+# same_tokens DIR FLAGS: compares the tokens on 1, 2 and 4 ranks
 same_tokens() {
     for tp in 1 2 4; do
-        "$build/generate" "$@" --tp $tp >"$build/tokens.$tp" || return 1
+        "$build/generate" --init-from "$@" --tp $tp >"$build/tokens.$tp" || return 1
     done
     cat "$build/tokens.1"
     [ "$(wc -c <"$build/tokens.1")" -gt 45 ] && cmp "$build/tokens.1" "$build/tokens.2" &&
@@ -203,25 +203,42 @@ refused_once() {
     rm -rf "$build/renamed" && cp -r tests/golden/gpt2_hf "$build/renamed" || return 1
     sed 's/h\.0\.ln_1\.weight/h.0.ln_9.weight/' tests/golden/gpt2_hf/model.safetensors \
         >"$build/renamed/model.safetensors"
-    refused "has no tensor 'transformer.h.0.ln_1.weight'" "$build/renamed" --ids 1 --tp 4 &&
+    refused "has no tensor 'transformer.h.0.ln_1.weight'" --init-from "$build/renamed" --ids 1 --tp 4 &&
         [ "$(wc -l <"$build/sentence")" = 1 ]
+}
+
+# The flags are those of train_gpt and eval_gpt, and so are the messages.
+help_and_defaults() {
+    "$build/generate" --help >"$build/help" && cat "$build/help" || return 1
+    for flag in init-from prompt ids tokens tp temperature seed help; do
+        grep -q "^  --$flag " "$build/help" || return 1
+    done
+    grep -qx 'usage: 04_generate --init-from DIR \[flags\]' "$build/help" &&
+        grep -q 'tensor parallel ranks (default 2)' "$build/help"
 }
 
 refusals() {
     mkdir -p "$build/empty"
+    gpt2="--init-from tests/golden/gpt2_hf --ids 1"
     refused_once || return 1
-    refused "usage: 04_generate DIR" &&
-        refused "nonexistent: has neither model.safetensors nor its index" "$build/nonexistent" &&
-        refused "empty: has neither model.safetensors nor its index" "$build/empty" &&
-        refused "vocabulary of 61 is not bytes; give the prompt with --ids" tests/golden/gpt2_hf --prompt a &&
-        refused "ids 1,61: expected numbers from 0 to 60" tests/golden/gpt2_hf --ids 1,61 &&
-        refused "expected numbers from 0 to 60" tests/golden/gpt2_hf --ids 1,-1 &&
-        refused "expected numbers from 0 to 60" tests/golden/gpt2_hf --ids 1,x &&
-        refused "the prompt is empty" tests/golden/gpt2_hf --ids "" &&
-        refused "cannot be split over 5 tensor ranks" tests/golden/gpt2_hf --ids 1 --tp 5 &&
-        refused "tp 0: expected a number" tests/golden/gpt2_hf --ids 1 --tp 0 &&
-        refused "tokens 2000000: expected a number from 0 to 1048576" tests/golden/gpt2_hf --tokens 2000000 &&
-        refused "unknown flag '--nonsense'" tests/golden/gpt2_hf --nonsense 1
+    # shellcheck disable=SC2086  # a list of flags
+    refused "^04_generate: --init-from DIR is missing, see --help$" --ids 1 &&
+        refused "^04_generate: unexpected argument 'runs/a'; flags start with --, see --help$" runs/a --ids 1 &&
+        refused "requires an argument" --init-from &&
+        refused "nonexistent: has neither model.safetensors nor its index" --init-from "$build/nonexistent" &&
+        refused "empty: has neither model.safetensors nor its index" --init-from "$build/empty" &&
+        refused "vocabulary of 61 is not bytes; give the prompt with --ids" \
+            --init-from tests/golden/gpt2_hf --prompt a &&
+        refused "ids 1,61: expected numbers from 0 to 60" $gpt2,61 &&
+        refused "expected numbers from 0 to 60" $gpt2,-1 &&
+        refused "expected numbers from 0 to 60" $gpt2,x &&
+        refused "the prompt is empty" $gpt2 --ids "" &&
+        refused "cannot be split over 5 tensor ranks" $gpt2 --tp 5 &&
+        refused "--tp 0: expected a whole number from 1 to 1024" $gpt2 --tp 0 &&
+        refused "--tp 1.5: expected a whole number" $gpt2 --tp 1.5 &&
+        refused "--tokens 2000000: expected a whole number from 0 to 1048576" $gpt2 --tokens 2000000 &&
+        refused "--temperature nan: expected a number from 0 to 100" $gpt2 --temperature nan &&
+        refused "nonsense" $gpt2 --nonsense 1
 }
 
 generating() {
@@ -229,6 +246,7 @@ generating() {
     check "04_generate: a GPT-2 of Hugging Face writes the same tokens on 1, 2 and 4 ranks" of_hugging_face
     check "04_generate: so does what train_gpt has trained" of_train_gpt
     check "04_generate: what it refuses" refusals
+    check "04_generate: --help" help_and_defaults
 }
 
 [ $# -gt 0 ] || set -- fuzzing python_safetensors generating killing

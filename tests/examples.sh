@@ -22,6 +22,7 @@ example_commands() { sed -n '1,30s/^[^A-Za-z]*\(cc .* -o .*\)$/\1/p' "$1" | sed 
 example_arguments() {
     case $1:$2 in
     train_gpt:* | train_bert:*) echo "--steps 3" ;;
+    04_generate:*) echo "--init-from tests/golden/gpt2_hf --ids 1,2,3" ;;
     embed:*) echo "tests/golden/bert_hf --ids tests/golden/embed/ids.txt" ;;
     eval_gpt:*) echo "--init-from tests/golden/gpt2_hf --data tests/golden/eval/text.bin" ;;
     *"&& ./"*) echo "$2" | sed 's|.*&& \./[^ ]*||' ;;
