@@ -9,9 +9,9 @@
    ./eval_gpt --init-from DIR --data FILE --tp 2 --dp 2 --pp 2    any split; --device cuda --dtype bf16 on GPUs
    ./eval_gpt --help                                              all flags
 
-   DIR is a directory that train_gpt --checkpoint wrote, or one of the step-N directories in it, or a GPT-2 of Hugging
-   Face (model.safetensors and config.json). The model has the shape and the vocabulary of DIR. Without --data the
-   program only prints them.
+   DIR is a directory that train_gpt --checkpoint wrote, or one of the step-N directories in it, or a GPT-2 or Llama of
+   Hugging Face (model.safetensors and config.json). The model has the shape and the vocabulary of DIR. Without --data
+   the program only prints them.
    FILE is a text, if the vocabulary is 256 (a token is a byte), or a token file, which examples/text_to_bin.py writes.
 
    Perplexity is exp(-sum log P / words), as in arXiv 1909.08053, section 5.3 and appendix E. Words are those of the

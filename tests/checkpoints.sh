@@ -178,6 +178,22 @@ of_hugging_face() {
         same_tokens tests/golden/gpt2_hf --ids 1,2,3 --temperature 0
 }
 
+# Each line of generate.txt: a model, a prompt, and the tokens that transformers writes after it.
+as_transformers() {
+    lines=0
+    while read -r golden prompt tokens; do
+        echo "$prompt,$tokens" | tr ',\n' '  ' >"$build/tokens" && echo >>"$build/tokens" || return 1
+        count=$(echo "$tokens" | tr ',' '\n' | wc -l)
+        for tp in 1 2 4; do
+            "$build/generate" --init-from "tests/golden/$golden" --ids "$prompt" --tokens "$count" --temperature 0 \
+                --tp $tp >"$build/tokens.$tp" && diff "$build/tokens" "$build/tokens.$tp" ||
+                { echo "$golden, prompt $prompt, --tp $tp"; return 1; }
+        done
+        lines=$((lines + 1))
+    done <tests/golden/generate.txt
+    [ $lines -eq 12 ]
+}
+
 of_train_gpt() {
     rm -rf "$build/text"
     # shellcheck disable=SC2086  # a list of flags
@@ -244,7 +260,8 @@ refusals() {
 generating() {
     "$CC" -O2 -I. examples/04_generate.c -o "$build/generate" -lm -lpthread || return
     check "04_generate: a GPT-2 of Hugging Face writes the same tokens on 1, 2 and 4 ranks" of_hugging_face
-    check "04_generate: so does what train_gpt has trained" of_train_gpt
+    check "04_generate: the most probable tokens of transformers, GPT-2 and Llama, on 1, 2 and 4 ranks" as_transformers
+    check "04_generate: a model of train_gpt writes the same tokens on 1, 2 and 4 ranks" of_train_gpt
     check "04_generate: what it refuses" refusals
     check "04_generate: --help" help_and_defaults
 }

@@ -212,36 +212,48 @@ static void test_windows_count_each_target_once(void **state) {
 static const char *const splits[] = {"--tp 2",        "--tp 4 --dp 2",          "--tp 2 --sequence-parallel",
                                      "--tp 2 --pp 2", "--dp 3 --micro-batch 1", "--tp 4 --pp 2 --sequence-parallel"};
 
-/* A line of expected.txt for each run: PyTorch's sum, or the passages that are right, on every split. */
-static void test_golden_values_on_every_split(void **state) {
-    char line[256], words[WORDS];
-    FILE *f = fopen("tests/golden/eval/expected.txt", "r");
-    int lines = 0;
-    (void)state;
-    assert_non_null(f);
-    while (fgets(line, sizeof line, f)) {
-        char kind[8], value[64];
-        int seq, stride = 0, is_text = strncmp(line, "text", 4) == 0;
-        assert_int_equal(is_text ? sscanf(line, "%7s %d %d %63s", kind, &seq, &stride, value)
-                                 : sscanf(line, "%7s %d %63s", kind, &seq, value),
-                         is_text ? 4 : 3);
-        for (size_t i = 0; i <= COUNT(splits); i++) {
-            double right[MAX_TOKENS];
-            if (i > 0 && (seq % 4 || !test_takes(i + (size_t)lines, 2))) continue;
-            print_to(words, sizeof words, MODEL "--data %s --log %s --seq %d --stride %d %s",
-                     is_text ? TEXT_BIN : CLOZE_BIN, in_scratch("log.csv"), seq, stride, i > 0 ? splits[i - 1] : "");
-            expect_success(words);
-            if (is_text && !(fabs(printed_after("sum of losses ") / strtod(value, NULL) - 1) < 1e-6))
-                fail_msg("%s: not %s", words, value);
-            if (is_text) continue;
-            assert_int_equal(read_log(3, right), strlen(value));
-            for (size_t p = 0; p < strlen(value); p++)
-                if ((right[p] > 0) != (value[p] == '1')) fail_msg("%s: passage %d", words, (int)p + 1);
-        }
-        lines++;
+/* Runs the text or the cloze test of a line of golden/eval on each split: PyTorch's sum, or the passages that are
+   right. */
+static void check_golden_line(const char *model, const char *line, int number) {
+    char kind[8], value[64], words[WORDS];
+    int seq, stride = 0, is_text = strncmp(line, "text", 4) == 0;
+    assert_int_equal(is_text ? sscanf(line, "%7s %d %d %63s", kind, &seq, &stride, value)
+                             : sscanf(line, "%7s %d %63s", kind, &seq, value),
+                     is_text ? 4 : 3);
+    for (size_t i = 0; i <= COUNT(splits); i++) {
+        double right[MAX_TOKENS];
+        if (i > 0 && (seq % 4 || !test_takes(i + (size_t)number, 2))) continue;
+        print_to(words, sizeof words,
+                 "--init-from tests/golden/%s --no-pinning --data %s --log %s --seq %d --stride %d %s", model,
+                 is_text ? TEXT_BIN : CLOZE_BIN, in_scratch("log.csv"), seq, stride, i > 0 ? splits[i - 1] : "");
+        expect_success(words);
+        if (is_text && !(fabs(printed_after("sum of losses ") / strtod(value, NULL) - 1) < 1e-6))
+            fail_msg("%s: not %s", words, value);
+        if (is_text) continue;
+        assert_int_equal(read_log(3, right), strlen(value));
+        for (size_t p = 0; p < strlen(value); p++)
+            if ((right[p] > 0) != (value[p] == '1')) fail_msg("%s: passage %d", words, (int)p + 1);
     }
-    fclose(f);
-    assert_int_equal(lines, 6);
+}
+
+/* The files have the results of PyTorch with a GPT-2, with a Llama of two key/value heads, and with one in bf16 that
+   has biases and a tied head. */
+static void test_golden_values_on_every_split(void **state) {
+    static const struct {
+        const char *model, *file;
+        int lines;
+    } golden[] = {{"gpt2_hf", "expected", 6}, {"llama_hf", "llama_hf", 4}, {"llama_hf_tied", "llama_hf_tied", 4}};
+    (void)state;
+    for (size_t i = 0; i < COUNT(golden); i++) {
+        char line[256], path[64];
+        int lines = 0;
+        print_to(path, sizeof path, "tests/golden/eval/%s.txt", golden[i].file);
+        FILE *f = fopen(path, "r");
+        assert_non_null(f);
+        while (fgets(line, sizeof line, f)) check_golden_line(golden[i].model, line, lines++);
+        fclose(f);
+        assert_int_equal(lines, golden[i].lines);
+    }
 }
 
 /* The losses of data ranks and pipeline stages have the bits of one rank, also when some ranks have no window. */

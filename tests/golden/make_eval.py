@@ -2,20 +2,22 @@
 
     python tests/golden/make_eval.py
 
-eval/text.bin      random tokens, in the format of examples/text_to_bin.py
-eval/cloze.bin     passages. The answers of some are what the model predicts; of others one token differs.
-eval/expected.txt  a line "text SEQ STRIDE SUM" for each pair of flags, with the sum of the losses of all targets; a
-                   line "cloze SEQ RIGHT", with a digit 1 for each passage that is right, and 0 for the others
+eval/text.bin       random tokens, in the format of examples/text_to_bin.py
+eval/cloze.bin      passages. The answers of some are what gpt2_hf/ predicts; of others one token differs.
+eval/expected.txt   a line "text SEQ STRIDE SUM" for each pair of flags, with the sum of the losses of all targets; a
+                    line "cloze SEQ RIGHT", with a digit 1 for each passage that is right, and 0 for the others
+eval/llama_hf.txt, eval/llama_hf_tied.txt
+                    the lines of the text for these models
 
-The model is that of gpt2_hf/, in float64. Each target has a forward of its own, over the tokens that it may see.
-Created with PyTorch 2.15.0, transformers 5.23.0.
+The model of expected.txt is that of gpt2_hf/. All are in float64. Each target has a forward of its own, over the tokens
+that it may see. Created with PyTorch 2.15.0 and transformers 5.23.0, those of the Llamas with transformers 5.24.0.
 """
 
 import os
 import sys
 
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.append(os.path.join(HERE, "..", "..", "examples"))
@@ -23,8 +25,15 @@ from text_to_bin import write_bin  # noqa: E402
 
 TOKENS, WORDS, PASSAGES = 45, 37, 24
 PAIRS = [(12, 12), (12, 5), (12, 1), (8, 3)]
+LLAMAS = ["llama_hf", "llama_hf_tied"]
 
-model = GPT2LMHeadModel.from_pretrained(os.path.join(HERE, "gpt2_hf"), attn_implementation="eager").eval().double()
+
+def load(name):
+    return AutoModelForCausalLM.from_pretrained(os.path.join(HERE, name), attn_implementation="eager",
+                                                dtype=torch.float64).eval()
+
+
+model = load("gpt2_hf")
 vocab, positions = model.config.vocab_size, model.config.n_positions
 generator = torch.Generator().manual_seed(11)
 
@@ -60,14 +69,22 @@ def make_passage(number):
     return tokens, answer
 
 
+def write_sums(file):
+    for seq, stride in PAIRS:
+        total = sum(loss(text, t, seq, stride) for t in range(1, TOKENS))
+        file.write(f"text {seq} {stride} {total:.12g}\n")
+
+
 text = draw(TOKENS)
 write_bin(os.path.join(HERE, "eval", "text.bin"), text, words=WORDS)
 passages = [make_passage(i) for i in range(PASSAGES)]
 write_bin(os.path.join(HERE, "eval", "cloze.bin"), sum((tokens for tokens, _ in passages), []),
           passages=[(len(tokens), answer) for tokens, answer in passages])
 with open(os.path.join(HERE, "eval", "expected.txt"), "w", encoding="ascii") as file:
-    for seq, stride in PAIRS:
-        total = sum(loss(text, t, seq, stride) for t in range(1, TOKENS))
-        file.write(f"text {seq} {stride} {total:.12g}\n")
+    write_sums(file)
     for seq in (positions, 5):
         file.write(f"cloze {seq} " + "".join(str(int(is_right(*p, seq))) for p in passages) + "\n")
+for name in LLAMAS:
+    model = load(name)
+    with open(os.path.join(HERE, "eval", name + ".txt"), "w", encoding="ascii") as file:
+        write_sums(file)
