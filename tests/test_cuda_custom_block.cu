@@ -1,7 +1,8 @@
-/* test_cuda_custom_block.cu - runs the block of examples/02_custom_block.c, and mt_cross_attention, on 1 and 2 GPUs, or
-   on ranks that share one, in f32, bf16 and f16, with and without sequence parallelism, and compares their outputs,
-   gradients and losses with the CPU's. In invariant mode every split has the same bits. They use functions that no GPT
-   uses on a GPU: shared f and g, QK-norm, a gate, an activation without an epilogue, attention to another sequence.
+/* test_cuda_custom_block.cu - runs the block of examples/02_custom_block.c, mt_cross_attention, and self- and
+   cross-attention with a bias that has a gradient, on 1 and 2 GPUs, or on ranks that share one, in f32, bf16 and f16,
+   with and without sequence parallelism, and compares their outputs, gradients and losses with the CPU's. In invariant
+   mode every split has the same bits. They use functions that no GPT uses on a GPU: shared f and g, QK-norm, a gate, an
+   activation without an epilogue, attention to another sequence, the gradient of a bias of the scores.
      On GPUs:       nvcc -std=c++20 -O2 -arch=native -I. tests/test_cuda_custom_block.cu -lcublasLt
      Without GPUs:  the engine in tests/engine/ runs the same file on a CPU. */
 
@@ -11,7 +12,9 @@
 #include "mt_test_ranks.h"
 
 enum { FEW = 2, RANKS = 2, TENSORS = 16 /* y, dx and the gradients of 14 parameters */ };
-enum { CROSS_TENSORS = 11 /* y, dx, dmemory and the gradients of 8 parameters */, KEYS = 3 /* of a sequence */ };
+enum { KEYS = 3 /* of a sequence, in cross-attention */ };
+enum { CUSTOM_BLOCK, CROSS_ATTENTION, SELF_ATTENTION };
+enum { NO_BIAS, SHARED_BIAS, OWN_BIAS /* of each sequence and head */ };
 
 /* 1 rank; 2 ranks; 2 ranks with sequence parallelism */
 static int ranks_of(int split) { return split == 0 ? 1 : RANKS; }
@@ -22,8 +25,9 @@ static int is_sequence_parallel(int split) { return split == 2; }
 /* What the ranks of a launch compute. They have the same weights and the same share of the same x and dy on every
    device. */
 typedef struct result {
-    int cuda, split, cross_attention, invariant;
+    int cuda, split, block, bias, invariant;
     mt_dtype dtype;
+    int count; /* of tensors */
     char names[TENSORS][MT_NAME_MAX];
     float *values[RANKS][TENSORS];
     int64_t sizes[TENSORS];
@@ -42,6 +46,7 @@ static mt_status keep(mt_context *ctx, result *out, int rank, int i, const char 
     mt_arena_release(ctx, mark);
     if (rank != 0) return MT_SUCCESS;
     out->sizes[i] = size;
+    out->count = i + 1;
     snprintf(out->names[i], MT_NAME_MAX, "%s", name);
     return MT_SUCCESS;
 }
@@ -52,7 +57,7 @@ static mt_status noise(test_rank *r, int64_t first, uint64_t seed, mt_tensor t) 
     size_t mark = mt_arena_mark(r->ctx);
     mt_tensor wide;
     MT_TRY(mt_arena_tensor(r->ctx, MT_F32, t.rows, t.cols, &wide));
-    MT_TRY(mt_upload(r->ctx, test_noise(r, TOKENS * HIDDEN, seed, 1.0f) + first * t.cols, wide));
+    MT_TRY(mt_upload(r->ctx, test_noise(r, (first + t.rows) * t.cols, seed, 1.0f) + first * t.cols, wide));
     MT_TRY(mt_convert(r->ctx, wide, t));
     mt_arena_release(r->ctx, mark);
     return MT_SUCCESS;
@@ -88,10 +93,11 @@ static mt_status custom_block(test_rank *r, result *out) {
     return MT_SUCCESS;
 }
 
-/* The gradients are whole, so that in invariant mode they can be compared between splits. */
-static mt_status keep_gradients(test_rank *r, result *out, int first) {
-    if (mt_params_count(r->params) != CROSS_TENSORS - first) return MT_ERR_DATA;
-    for (int i = first; i < CROSS_TENSORS; i++) {
+/* Keeps the gradients of all parameters from number `first` on. They are whole, so that in invariant mode they can be
+   compared between splits. */
+static mt_status keep_gradients(test_rank *r, result *out, int first, int parameters) {
+    if (mt_params_count(r->params) != parameters) return MT_ERR_DATA;
+    for (int i = first; i < first + parameters; i++) {
         mt_param *p = mt_params_at(r->params, i - first);
         float *whole = (float *)malloc((size_t)(p->desc.rows * p->desc.cols) * sizeof(float));
         if (!whole) return MT_ERR_MEMORY;
@@ -99,9 +105,72 @@ static mt_status keep_gradients(test_rank *r, result *out, int first) {
         MT_TRY(mt_param_gather(r->ctx, r->params, p, p->grad, whole));
         if (r->grid.tp_rank != 0) continue;
         out->sizes[i] = p->desc.rows * p->desc.cols;
+        out->count = i + 1;
         snprintf(out->names[i], MT_NAME_MAX, "%s", p->name);
     }
     return MT_SUCCESS;
+}
+
+/* Sets the bias of the scores, and its gradient, to which backward adds: 1 on the first rank, 0 on the other one. */
+static mt_status set_bias(test_rank *r, const result *out, int64_t queries, mt_batch *keys) {
+    int own = out->bias == OWN_BIAS;
+    if (out->bias == NO_BIAS) return MT_SUCCESS;
+    keys->bias_batch = own ? keys->sequences : 1;
+    keys->bias_heads = own ? HEADS : 1;
+    int64_t rows = keys->bias_batch * keys->bias_heads * queries;
+    MT_TRY(mt_arena_tensor(r->ctx, out->dtype, rows, keys->seq, &keys->attention_bias));
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, rows, keys->seq, &keys->attention_dbias));
+    MT_TRY(noise(r, 0, 4, keys->attention_bias));
+    return mt_fill(r->ctx, keys->attention_dbias, r->grid.tp_rank == 0 ? 1.0f : 0.0f);
+}
+
+/* Keeps the gradient of the bias, summed over the ranks, as tensor number i. */
+static mt_status keep_bias_gradient(test_rank *r, result *out, int i, mt_tensor d) {
+    if (out->bias == NO_BIAS) return MT_SUCCESS;
+    MT_TRY(mt_all_reduce(r->ctx, r->grid.tp, d.data, d.data, (size_t)(d.rows * d.cols), MT_F32, MT_SUM));
+    return keep(r->ctx, out, r->grid.tp_rank, i, "attention_dbias", d);
+}
+
+/* Two sequences, two query heads for each key head, rotary positions. */
+static mt_status self_attention(test_rank *r, result *out) {
+    const int sp = is_sequence_parallel(out->split), rank = r->grid.tp_rank;
+    const int64_t rows = sp ? TOKENS / r->grid.tp_size : TOKENS;
+    mt_self_attention_desc d;
+    mt_self_attention a;
+    mt_self_attention_saved saved;
+    mt_batch batch;
+    mt_tensor x, y, dy, dx;
+    mt_arena_request list[] = {{&x, out->dtype, rows, HIDDEN},
+                               {&y, out->dtype, rows, HIDDEN},
+                               {&dy, out->dtype, rows, HIDDEN},
+                               {&dx, out->dtype, rows, HIDDEN}};
+    memset(&d, 0, sizeof d);
+    d.hidden = HIDDEN;
+    d.heads = HEADS;
+    d.kv_heads = HEADS / 2;
+    d.rotary_base = 1e4f;
+    d.max_seq = TOKENS / 2;
+    d.dropout = 0.2f;
+    d.init_std = 0.3f;
+    d.sequence_parallel = sp;
+    memset(&batch, 0, sizeof batch);
+    batch.sequences = 2;
+    batch.seq = TOKENS / 2;
+    MT_TRY(mt_params_set_dtype(r->ctx, r->params, out->dtype));
+    MT_TRY(mt_self_attention_create(r->ctx, r->params, "self", &d, &a));
+    MT_TRY(mt_params_init(r->ctx, r->params, 1234));
+    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+    MT_TRY(mt_arena_tensors(r->ctx, list, 4));
+    MT_TRY(noise(r, sp ? rank * rows : 0, 1, x));
+    MT_TRY(noise(r, sp ? rank * rows : 0, 2, dy));
+    MT_TRY(set_bias(r, out, batch.seq, &batch));
+    MT_TRY(mt_self_attention_forward(r->ctx, &a, &batch, x, y, &saved));
+    MT_TRY(keep(r->ctx, out, rank, 0, "y", y));
+    MT_TRY(mt_self_attention_backward(r->ctx, &a, dy, dx, &saved));
+    MT_TRY(keep(r->ctx, out, rank, 1, "dx", dx));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    MT_TRY(keep_gradients(r, out, 2, 4));
+    return keep_bias_gradient(r, out, 6, batch.attention_dbias);
 }
 
 /* Two sequences of queries, and fewer keys, of which the first sequence has one less. With two ranks the only key head
@@ -147,13 +216,15 @@ static mt_status cross_attention(test_rank *r, result *out) {
     memory_batch = batch;
     memory_batch.seq = KEYS;
     memory_batch.lengths = (const int32_t *)valid.data;
+    MT_TRY(set_bias(r, out, batch.seq, &memory_batch));
     MT_TRY(mt_cross_attention_forward(r->ctx, &a, &batch, x, &memory_batch, memory, y, &saved));
     MT_TRY(keep(r->ctx, out, rank, 0, "y", y));
     MT_TRY(mt_cross_attention_backward(r->ctx, &a, dy, dx, dmemory, &saved));
     MT_TRY(keep(r->ctx, out, rank, 1, "dx", dx));
     MT_TRY(keep(r->ctx, out, rank, 2, "dmemory", dmemory));
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
-    return keep_gradients(r, out, 3);
+    MT_TRY(keep_gradients(r, out, 3, 8));
+    return keep_bias_gradient(r, out, 11, memory_batch.attention_dbias);
 }
 
 static mt_status result_rank(mt_comm *world, void *user) {
@@ -168,17 +239,21 @@ static mt_status result_rank(mt_comm *world, void *user) {
     where.arena_bytes = (size_t)16 << 20;
     where.invariant = out->invariant;
     mt_status status = test_rank_open(world, shape, &where, &r);
-    if (status == MT_SUCCESS) status = out->cross_attention ? cross_attention(&r, out) : custom_block(&r, out);
+    if (status == MT_SUCCESS)
+        status = out->block == CROSS_ATTENTION  ? cross_attention(&r, out)
+                 : out->block == SELF_ATTENTION ? self_attention(&r, out)
+                                                : custom_block(&r, out);
     test_rank_close(&r);
     return status;
 }
 
-static void result_of(int cuda, int split, mt_dtype dtype, int cross, int invariant, result *out) {
+static void result_of(int cuda, int split, mt_dtype dtype, int block, int bias, int invariant, result *out) {
     memset(out, 0, sizeof *out);
     out->cuda = cuda;
     out->split = split;
     out->dtype = dtype;
-    out->cross_attention = cross;
+    out->block = block;
+    out->bias = bias;
     out->invariant = invariant;
     test_launch(ranks_of(split), result_rank, out);
 }
@@ -203,19 +278,21 @@ static double distance(const float *a, const float *b, int64_t n) {
    middle of two 16-bit numbers to different sides. The tolerance is reached when all elements of a tensor differ by
    half a unit in the last place, 2^-9 of a bf16 and 2^-12 of an f16, at least. The differences here are less than half
    of it, because few values are that near the middle. */
-static void compare(int split, mt_dtype dtype, int cross) {
+static void compare(int split, mt_dtype dtype, int block, int bias) {
     const double tolerance = dtype == MT_F32 ? 2e-6 : dtype == MT_BF16 ? 0x1p-9 : 0x1p-12;
     result cpu, gpu;
-    result_of(0, split, dtype, cross, 0, &cpu);
-    result_of(1, split, dtype, cross, 0, &gpu);
+    result_of(0, split, dtype, block, bias, 0, &cpu);
+    result_of(1, split, dtype, block, bias, 0, &gpu);
     for (int rank = 0; rank < ranks_of(split); rank++)
-        for (int i = 0; i < (cross ? (int)CROSS_TENSORS : (int)TENSORS); i++) {
+        for (int i = 0; i < cpu.count; i++) {
             double apart = distance(gpu.values[rank][i], cpu.values[rank][i], cpu.sizes[i]);
             if (!(apart <= tolerance))
-                fail_msg("rank %d of %d, %s, sequence parallel %d: %s is apart from the CPU's by %.3g, allowed %.3g",
-                         rank, ranks_of(split), mt_dtype_name(dtype), is_sequence_parallel(split), cpu.names[i], apart,
-                         tolerance);
+                fail_msg("rank %d of %d, %s, sequence parallel %d, bias %d: %s is apart from the CPU's by %.3g, "
+                         "allowed %.3g",
+                         rank, ranks_of(split), mt_dtype_name(dtype), is_sequence_parallel(split), bias, cpu.names[i],
+                         apart, tolerance);
         }
+    if (bias != NO_BIAS) assert_string_equal(gpu.names[gpu.count - 1], "attention_dbias");
     result_free(&cpu);
     result_free(&gpu);
 }
@@ -223,25 +300,38 @@ static void compare(int split, mt_dtype dtype, int cross) {
 static void test_gradients_are_those_of_the_cpu(void **state) {
     (void)state;
     for (int dtype = MT_F32; dtype <= MT_F16; dtype++)
-        for (int split = 0; split < 3; split++) compare(split, (mt_dtype)dtype, 0);
+        for (int split = 0; split < 3; split++) compare(split, (mt_dtype)dtype, CUSTOM_BLOCK, NO_BIAS);
 }
 
 static void test_cross_attention_is_that_of_the_cpu(void **state) {
     (void)state;
     for (int dtype = MT_F32; dtype <= MT_F16; dtype++)
-        for (int split = 0; split < 3; split++) compare(split, (mt_dtype)dtype, 1);
+        for (int split = 0; split < 3; split++) compare(split, (mt_dtype)dtype, CROSS_ATTENTION, NO_BIAS);
+}
+
+static void test_bias_gradients_are_those_of_the_cpu(void **state) {
+    (void)state;
+    for (int dtype = MT_F32; dtype <= MT_F16; dtype++)
+        for (int split = 0; split < 3; split++)
+            for (int block = CROSS_ATTENTION; block <= SELF_ATTENTION; block++)
+                for (int bias = SHARED_BIAS; bias <= OWN_BIAS; bias++)
+                    if (test_takes((size_t)(dtype + split + block + bias), 2))
+                        compare(split, (mt_dtype)dtype, block, bias);
 }
 
 /* In invariant mode two ranks have the bits of one. */
-static void test_cross_attention_in_invariant_mode(void **state) {
+static void test_attention_in_invariant_mode(void **state) {
+    static const int ways[][2] = {{CROSS_ATTENTION, NO_BIAS}, {CROSS_ATTENTION, OWN_BIAS}, {SELF_ATTENTION, OWN_BIAS}};
     (void)state;
-    for (int dtype = MT_F32; dtype <= MT_F16; dtype++) {
+    for (int i = 0; i < 9; i++) {
+        mt_dtype dtype = (mt_dtype)(MT_F32 + i % 3);
         result one, two;
-        result_of(1, 0, (mt_dtype)dtype, 1, RANKS, &one);
-        result_of(1, 1, (mt_dtype)dtype, 1, RANKS, &two);
-        for (int i = 0; i < CROSS_TENSORS; i++)
-            if (memcmp(one.values[0][i], two.values[0][i], (size_t)one.sizes[i] * sizeof(float)) != 0)
-                fail_msg("%s: %s has other bits on two ranks", mt_dtype_name((mt_dtype)dtype), one.names[i]);
+        result_of(1, 0, dtype, ways[i / 3][0], ways[i / 3][1], RANKS, &one);
+        result_of(1, 1, dtype, ways[i / 3][0], ways[i / 3][1], RANKS, &two);
+        assert_int_equal(one.count, two.count);
+        for (int k = 0; k < one.count; k++)
+            if (memcmp(one.values[0][k], two.values[0][k], (size_t)one.sizes[k] * sizeof(float)) != 0)
+                fail_msg("%s, bias %d: %s has other bits on two ranks", mt_dtype_name(dtype), one.bias, one.names[k]);
         result_free(&one);
         result_free(&two);
     }
@@ -297,7 +387,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gradients_are_those_of_the_cpu),
         cmocka_unit_test(test_cross_attention_is_that_of_the_cpu),
-        cmocka_unit_test(test_cross_attention_in_invariant_mode),
+        cmocka_unit_test(test_bias_gradients_are_those_of_the_cpu),
+        cmocka_unit_test(test_attention_in_invariant_mode),
         cmocka_unit_test(test_losses_are_those_of_the_cpu),
         cmocka_unit_test(test_invariant_bits_f32),
         cmocka_unit_test(test_invariant_bits_bf16),
