@@ -194,6 +194,12 @@ static char *given(options *o, const flag *f) {
     return &o->given[f - flag_table(&count)];
 }
 
+/* Marks the flags of the model that --config sets. */
+static void give_shape(options *o) {
+    static const char *const names[] = {"layers", "hidden", "heads", "seq", "vocab"};
+    for (int i = 0; i < COUNT_OF(names); i++) *given(o, flag_of(names[i])) = 1;
+}
+
 static const char *choice(const flag *f, int i) { return f->kind == CONFIG ? configs[i] : choices[f->kind - DTYPE][i]; }
 
 static int parse_choice(const flag *f, const char *text, options *o) {

@@ -108,6 +108,7 @@ static void set_config(options *o) {
     static const struct {
         double hidden, heads, layers, tp;
     } table[] = {{1024, 16, 24, 1}, {2048, 32, 24, 1}, {2560, 40, 48, 4}};
+    give_shape(o);
     o->hidden = table[o->config].hidden;
     o->heads = table[o->config].heads;
     o->layers = table[o->config].layers;
@@ -217,6 +218,7 @@ static int prepare(job *j) {
     if (o->vocab == 0) o->vocab = d->text ? 260 : BERT_VOCAB;
     unit = PAD_TO * (o->invariant > 0 ? o->invariant : o->tp); /* --invariant: the same on every split */
     s->padded_vocab = (int64_t)(ceil(o->vocab / unit) * unit);
+    if (j->refusal[0]) return 1; /* what follows would judge flags that the model has changed */
     if (!check_options(o, s)) return 0;
     if (!d->text) s->words = (int32_t)o->vocab;
     return 1;

@@ -114,8 +114,7 @@ static void set_config(options *o) {
     static const struct {
         double hidden, heads, layers, tp;
     } table[] = {{1536, 16, 40, 1}, {1920, 20, 54, 2}, {2304, 24, 64, 4}, {3072, 32, 72, 8}};
-    static const char *const sets[] = {"hidden", "heads", "layers", "seq", "vocab"};
-    for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) *given(o, flag_of(sets[i])) = 1;
+    give_shape(o);
     o->hidden = table[o->config].hidden;
     o->heads = table[o->config].heads;
     o->layers = table[o->config].layers;
@@ -372,7 +371,9 @@ static void take_limit(job *job, const char *from, const char *name, double thei
     const flag *f = flag_of(name);
     double ours;
     memcpy(&ours, field(f, &job->o), sizeof ours);
-    if (*given(&job->o, f) && (float)ours != (float)theirs)
+    if (*given(&job->o, f) && (float)ours != (float)theirs && theirs == 0)
+        refuse_later(job, "--%s is %.15g, the model in %s has none", name, ours, from);
+    else if (*given(&job->o, f) && (float)ours != (float)theirs)
         refuse_later(job, "--%s is %.15g, the model in %s has %.9g", name, ours, from, theirs);
     memcpy(field(f, &job->o), &theirs, sizeof theirs);
 }
@@ -391,14 +392,15 @@ static void take_positions(job *job, const char *from) {
 static void take_shape(job *job, const char *from) {
     const mt_gpt_desc *d = &job->setup.origin;
     const mt_transformer_layer_desc *l = &d->layer;
+    const char *positions = l->alibi ? "ALiBi" : l->rotary_base > 0 ? "rotary positions" : "learned positions";
     take_number(job, from, "layers", d->layers, "layers");
     take_number(job, from, "hidden", l->hidden, "hidden features");
     take_number(job, from, "heads", l->heads, "heads");
     take_number(job, from, "kv-heads", l->kv_heads, "key/value heads");
     take_number(job, from, "ffn", l->ffn, "features in its MLP");
     take_number(job, from, "vocab", d->vocab, "tokens in its vocabulary");
-    take_switch(job, from, "rotary", l->rotary_base > 0, "learned positions");
-    take_switch(job, from, "alibi", l->alibi, "other positions");
+    take_switch(job, from, "rotary", l->rotary_base > 0, positions);
+    take_switch(job, from, "alibi", l->alibi, positions);
     take_limit(job, from, "window", (double)l->window);
     take_limit(job, from, "softcap", (double)l->softcap);
     take_switch(job, from, "rmsnorm", l->norm == MT_RMS_NORM, "layer normalisation");
@@ -417,6 +419,7 @@ static int prepare(job *job) {
     options *o = &job->o;
     if (find_origin(job) != MT_SUCCESS || !load_data(o, &job->data)) return 0;
     if (o->vocab == 0) o->vocab = job->data.text ? 256 : GPT2_VOCAB;
+    if (job->refusal[0]) return 1; /* what follows would judge flags that the model has changed */
     return check_options(o, job->data.count, job->data.text);
 }
 

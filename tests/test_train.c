@@ -769,7 +769,7 @@ static void test_shape_of_a_model(void **state) {
                                          {"--window 0", "--window is 0, the model in |has 6"},
                                          {"--softcap 0", "--softcap is 0, the model in |has 20.1"},
                                          {"--softcap 20", "--softcap is 20, the model in |has 20.1"},
-                                         {"--alibi", "--alibi is given, the model in |has other positions"},
+                                         {"--alibi", "--alibi is given, the model in |has rotary positions"},
                                          {"--config gpt2-1.2b --tp 2", "--layers is 40, the model in |has 2 layers"}};
     char words[WORDS], start[WORDS], c[SCRATCH_PATH], text[4096];
     double whole[8], again[8];
@@ -802,6 +802,62 @@ static void test_shape_of_a_model(void **state) {
     print_to(words, sizeof words, "%s --checkpoint %s --resume --tp 4", start, c);
     expect_error(words, "optimizer.safetensors");
     expect_one_sentence("optimizer.safetensors"); /* of all four ranks */
+    forget("checkpoints");
+}
+
+/* Any flag of the shape that contradicts a GPT-2 is refused with one sentence, which names one flag that was given. */
+static void test_flags_that_contradict_a_gpt2(void **state) {
+    static const char *const bad[][2] = {
+        {"--layers 4", "--layers is 4, the model in %s has 2 layers"},
+        {"--hidden 64", "--hidden is 64, the model in %s has 16 hidden features"},
+        {"--heads 2", "--heads is 2, the model in %s has 4 heads"},
+        {"--kv-heads 2", "--kv-heads is 2, the model in %s has 4 key/value heads"},
+        {"--ffn 64", "--ffn is 64, the model in %s has 40 features in its MLP"},
+        {"--vocab 62", "--vocab is 62, the model in %s has 61 tokens in its vocabulary"},
+        {"--seq 13", "--seq is 13, the model in %s has 12 positions"},
+        {"--max-seq 20", "--max-seq is 20, the model in %s has 12 positions"},
+        {"--max-seq 8", "--max-seq is 8, the model in %s has 12 positions"},
+        {"--max-seq 8 --seq 9", "--max-seq is 8, the model in %s has 12 positions"},
+        {"--rotary", "--rotary is given, the model in %s has learned positions"},
+        {"--alibi", "--alibi is given, the model in %s has learned positions"},
+        {"--window 6", "--window is 6, the model in %s has none"},
+        {"--softcap 20.5", "--softcap is 20.5, the model in %s has none"},
+        {"--activation relu", "--activation is relu, the model in %s has gelu"},
+        {"--rmsnorm", "--rmsnorm is given, the model in %s has layer normalisation"},
+        {"--untied", "--untied is given, the model in %s has an output head that is its embedding"},
+        {"--config gpt2-1.2b", "--layers is 40, the model in %s has 2 layers"},
+        {"--activation relu --layers 4 --batch 5 --dp 2", "--layers is 4, the model in %s has 2 layers"}};
+    static const char *const from = "tests/golden/gpt2_hf";
+    char words[WORDS], sentence[512], text[1024];
+    (void)state;
+    write_bin("good.bin", LLMC_MAGIC, 1, BIN_TOKENS, BIN_TOKENS, 60);
+    for (size_t i = 0; i < 2 * COUNT(bad); i++) {
+        const char *flags = bad[i / 2][0], *want = bad[i / 2][1], *at = strstr(want, "%s");
+        print_to(sentence, sizeof sentence, "train_gpt: %.*s%s%s\n", (int)(at - want), want, from, at + 2);
+        print_to(words, sizeof words, "--init-from %s --data %s --batch 4 --sample 0 --steps 1 %s %s", from,
+                 in_scratch("good.bin"), flags, i % 2 ? "--dry-run" : "");
+        if (run_program(words) == 0) fail_msg("not refused: %s", words);
+        read_text("err", text, sizeof text);
+        if (strcmp(text, sentence) != 0) fail_msg("%s: %s", words, text);
+    }
+    print_to(words, sizeof words,
+             "--init-from %s --data %s --batch 4 --sample 0 --steps 1 --warmup 0 --layers 2 --hidden 16 --heads 4 "
+             "--kv-heads 4 --ffn 40 --vocab 61 --seq 12 --max-seq 12 --window 0 --softcap 0 --activation gelu",
+             from, in_scratch("good.bin"));
+    expect_success(words);
+}
+
+/* The positions that a model has are named, when a flag asks for others. */
+static void test_flags_that_contradict_alibi(void **state) {
+    char words[WORDS], c[SCRATCH_PATH];
+    (void)state;
+    write_text();
+    print_to(c, sizeof c, "%s", in_scratch("checkpoints"));
+    print_to(words, sizeof words, "--checkpoint %s --steps 1 --alibi", c);
+    run_six_steps(words);
+    print_to(words, sizeof words, "--init-from %s/step-00000001 --rotary", c);
+    refuse_six_steps(words, "train_gpt: --rotary is given, the model in ");
+    expect_one_sentence("step-00000001 has ALiBi\n");
     forget("checkpoints");
 }
 
@@ -1062,6 +1118,8 @@ int main(void) {
         cmocka_unit_test(test_logs_go_on),
         cmocka_unit_test(test_positions),
         cmocka_unit_test(test_shape_of_a_model),
+        cmocka_unit_test(test_flags_that_contradict_a_gpt2),
+        cmocka_unit_test(test_flags_that_contradict_alibi),
         cmocka_unit_test(test_gpt2_of_hugging_face),
         cmocka_unit_test(test_begins_with_a_llama),
         cmocka_unit_test(test_nan_has_no_sign),

@@ -481,13 +481,16 @@ static double first_loss(const char *from, const char *data, const char *flags) 
 static void test_init_from(void **state) {
     static const struct {
         const char *flags, *sentence;
-    } bad[] = {{"--layers 3", "--layers is 3, the model in "},
-               {"--hidden 64", "has 32 hidden features"},
-               {"--heads 4", "has 8 heads"},
-               {"--ffn 64", "has 128 features in its MLP"},
-               {"--vocab 300", "has 260 tokens in its vocabulary"},
-               {"--seq 64", "--seq is 64, the model in "},
-               {"--placement pre-ln", "has post-ln"}};
+    } bad[] = {{"--layers 3", "--layers is 3, the model in %s has 2 layers"},
+               {"--hidden 64", "--hidden is 64, the model in %s has 32 hidden features"},
+               {"--heads 4", "--heads is 4, the model in %s has 8 heads"},
+               {"--ffn 64", "--ffn is 64, the model in %s has 128 features in its MLP"},
+               {"--vocab 300", "--vocab is 300, the model in %s has 260 tokens in its vocabulary"},
+               {"--vocab 100", "--vocab is 100, the model in %s has 260 tokens in its vocabulary"},
+               {"--seq 64", "--seq is 64, the model in %s has 32 positions"},
+               {"--placement pre-ln", "--placement is pre-ln, the model in %s has post-ln"},
+               {"--config bert-336m", "--layers is 24, the model in %s has 2 layers"},
+               {"--placement pre-ln --heads 4 --batch 5 --dp 2", "--heads is 4, the model in %s has 8 heads"}};
     static double rows[STEPS][COLUMNS];
     char words[WORDS], from[WORDS];
     double loss, fresh;
@@ -502,8 +505,13 @@ static void test_init_from(void **state) {
     assert_true(fabs(first_loss(from, in_scratch("text"), "--layers 2 --placement post-ln --tp 1") - loss) < 1e-4);
     assert_true(fabs(first_loss(from, in_scratch("text"), "--pp 2 --tp 2 --sequence-parallel") - loss) < 1e-4);
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        const char *want = bad[i].sentence, *at = strstr(want, "%s");
+        char text[1024], sentence[WORDS];
+        print_to(sentence, sizeof sentence, "train_bert: %.*s%s%s\n", (int)(at - want), want, from, at + 2);
         print_to(words, sizeof words, "--init-from %s --data %s %s", from, in_scratch("text"), bad[i].flags);
-        expect_error(words, bad[i].sentence);
+        expect_error(words, "train_bert: --");
+        read_text("err", text, sizeof text);
+        if (strcmp(text, sentence) != 0) fail_msg("%s: %s", words, text);
     }
     forget("c");
     print_to(words, sizeof words, "--init-from tests/golden/gpt2_hf --data %s", in_scratch("text"));
