@@ -254,7 +254,8 @@ refusals() {
         refused "--tp 1.5: expected a whole number" $gpt2 --tp 1.5 &&
         refused "--tokens 2000000: expected a whole number from 0 to 1048576" $gpt2 --tokens 2000000 &&
         refused "--temperature nan: expected a number from 0 to 100" $gpt2 --temperature nan &&
-        refused "nonsense" $gpt2 --nonsense 1
+        refused "nonsense" $gpt2 --nonsense 1 &&
+        refused "--layers" $gpt2 --layers 2 && [ "$(wc -l <"$build/sentence")" = 1 ]
 }
 
 generating() {

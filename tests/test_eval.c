@@ -442,11 +442,28 @@ static void test_bad_files(void **state) {
     expect_error("--init-from nonexistent --data LICENSE", "nonexistent: has neither model.safetensors nor its index");
 }
 
+/* The shape is that of the model. One sentence names the flag. */
+static void test_flags_of_the_shape(void **state) {
+    static const char *const bad[][2] = {{"--seq 13", "--seq 13 is more than the 12 positions of the model"},
+                                         {"--layers 2", "--layers"},
+                                         {"--hidden 16", "--hidden"},
+                                         {"--activation gelu", "--activation"},
+                                         {"--max-seq 12", "--max-seq"},
+                                         {"--vocab 61", "--vocab"}};
+    char words[WORDS], text[1024];
+    (void)state;
+    for (size_t i = 0; i < COUNT(bad); i++) {
+        print_to(words, sizeof words, MODEL "--data " TEXT_BIN " %s", bad[i][0]);
+        expect_error(words, bad[i][1]);
+        read_text("err", text, sizeof text);
+        if (strchr(text, '\n') != text + strlen(text) - 1) fail_msg("%s: not one sentence: %s", bad[i][0], text);
+    }
+}
+
 static void test_bad_flags(void **state) {
     char words[WORDS];
     (void)state;
     expect_error("", "--init-from DIR is missing, see --help");
-    expect_error(MODEL "--data " TEXT_BIN " --seq 13", "--seq 13 is more than the 12 positions of the model");
     expect_error(MODEL "--data " TEXT_BIN " --seq 4 --stride 5", "--stride 5 is more than --seq 4");
     expect_error(MODEL "--data " TEXT_BIN " --seq 11 --tp 2 --sequence-parallel", "--seq 11 is not a multiple of --tp");
     expect_error(MODEL "--data " TEXT_BIN " --tp 64 --dp 64", "are more than 1024 ranks");
@@ -490,6 +507,7 @@ int main(void) {
         cmocka_unit_test(test_largest),
         cmocka_unit_test(test_ties_and_padded_vocabulary),
         cmocka_unit_test(test_bad_files),
+        cmocka_unit_test(test_flags_of_the_shape),
         cmocka_unit_test(test_bad_flags),
         cmocka_unit_test(test_help),
     };
