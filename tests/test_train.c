@@ -140,6 +140,37 @@ static void test_llama_any_split(void **state) {
                    splits, COUNT(splits));
 }
 
+/* The largest difference between the losses of two runs, as a part of the loss. */
+static double curve_distance(const curve *a, const curve *b) {
+    double most = 0;
+    for (int i = 0; i < STEPS; i++) most = fmax(most, fabs(a->loss[i] - b->loss[i]) / a->loss[i]);
+    return most;
+}
+
+/* Each activation learns, on two ranks as on one, and not as the default does, from which it is at least ten times as
+   far away as the two ranks are from one.
+   A wrong word is refused with the words that there are. */
+static void test_activations(void **state) {
+    static const char *const names[] = {"gelu", "gelu-erf", "relu", "squared-relu", "tanh"};
+    static const char *const model =
+        "--layers 1 --hidden 96 --ffn 192 --heads 4 --seq 16 --batch 8 --warmup 10 --lr 3e-3 --no-pinning";
+    char words[WORDS];
+    curve usual = train_curve(model, "--tp 1");
+    (void)state;
+    for (size_t i = 0; i < COUNT(names); i++) {
+        print_to(words, sizeof words, "%s --activation %s", model, names[i]);
+        curve one = train_curve(words, "--tp 1"), two = train_curve(words, "--tp 2");
+        double far = curve_distance(&usual, &one), near = curve_distance(&one, &two);
+        assert_true(one.loss[STEPS - 1] < one.loss[0] - LEARNED);
+        assert_same_curve(&one, &two, words);
+        if (i == 0) assert_memory_equal(&one, &usual, sizeof one);
+        else if (!(far > 10 * near)) fail_msg("%s: %g from gelu, two ranks are %g from one", names[i], far, near);
+    }
+    expect_error("--activation swish", "train_gpt: --activation swish: expected gelu (with tanh, as in GPT-2), "
+                                       "gelu-erf, swiglu, squared-relu, relu or tanh\n");
+    expect_error("--activation squared", "squared: expected gelu");
+}
+
 /* Compares two files byte by byte. The error message names the line of the first difference. */
 static void assert_same_file(const char *name, const char *other, const char *split) {
     FILE *a = fopen(in_scratch(name), "r"), *b = fopen(in_scratch(other), "r");
@@ -1089,6 +1120,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gpt2_any_split),
         cmocka_unit_test(test_llama_any_split),
+        cmocka_unit_test(test_activations),
         cmocka_unit_test(test_invariant_any_split),
         cmocka_unit_test(test_hash_log_of_the_last_step),
         cmocka_unit_test(test_invariant_in_bf16),
