@@ -247,20 +247,36 @@ check_optimized() {
     return $bad
 }
 
-# check_readme COMPILER: the program of README.md, compiled by its first command for a program of the reader, and at -O2
-check_readme() {
-    awk '/^```c$/ { inside = 1; next } /^```/ { if (inside) exit } inside' README.md >"$work/readme.c"
-    options=$(sed -n 's/^cc \(.*\) yours\.c -lm .*/\1/p' README.md)
-    case $options in
-    *-O3*) ;;
-    *) echo "README.md has no command cc -O3 ... yours.c -lm"; return 1 ;;
-    esac
-    for level in -O2 -O3; do
-        # shellcheck disable=SC2086  # a list of flags
-        "$1" $options $level -Wall -Wextra -Werror "$work/readme.c" -o "$work/readme" -lm -lpthread && continue
-        echo "^ $1 $options $level"
-        return 1
+# readme_commands: prints the commands of README.md that build a program of the reader with cc or mpicc, and whose
+# libraries are here. Without the full matrix only the first one.
+readme_commands() {
+    sed -n 's/^\(cc\|mpicc\) \(.* yours\.c [^#]*[^# ]\) *\(#.*\)*$/\1 \2/p' README.md | while read -r command; do
+        case $command in
+        *MT_USE_ONEDNN*) have_package libdnnl-dev && in_full || continue ;;
+        *MT_USE_CBLAS*) have_package libopenblas-dev && in_full || continue ;;
+        mpicc*) have_package libopenmpi-dev && in_full || continue ;;
+        esac
+        echo "$command"
     done
+}
+
+# check_readme COMPILER: the program of README.md, compiled at -O2 and -O3 by its commands for a program of the reader
+check_readme() {
+    awk '/^```c$/ { inside = 1; next } /^```/ { if (inside) exit } inside' README.md >"$work/yours.c"
+    readme_commands >"$work/commands"
+    [ "$(sed -n '1s/^cc .*-O3 .* yours\.c .*/yes/p' "$work/commands")" = yes ] ||
+        { echo "README.md has no command cc -O3 ... yours.c"; return 1; }
+    while read -r command; do
+        flags=$(echo "${command#* }" | sed "s|yours\.c|$work/yours.c|")
+        driver=$1
+        [ "${command%% *}" = cc ] || driver=mpicc
+        for level in -O2 -O3; do
+            # shellcheck disable=SC2086  # a list of flags, of which a later -O counts
+            OMPI_CC=$1 MPICH_CC=$1 "$driver" -Wall -Wextra -Werror $flags $level -o "$work/yours" </dev/null && continue
+            echo "^ $1 $level: $command"
+            return 1
+        done
+    done <"$work/commands"
 }
 
 # check_macros_before COMPILER LANGUAGE STANDARD [HEADERS...]: compiles the implementation after these system headers
@@ -564,9 +580,8 @@ check_compiler() {
             check_top implementation "$compiler" "$language" "$1" "-D${gemm##*:}"
     done
     case $compiler in
-    gcc) if in_full; then set -- -O1 -O2 "-O3 -march=native"; else set -- "-O3 -march=native"; fi ;;
+    gcc) if in_full; then set -- -O1; else set --; fi ;; # -O2 and -O3: the program of README.md
     g++) if in_full; then set -- -O3; else set --; fi ;;
-    clang) if in_full; then set -- "-O3 -march=native"; else set --; fi ;;
     *) set -- ;; # has no further warnings
     esac
     [ $# -eq 0 ] || check "$compiler with optimization: $*" check_optimized "$compiler" "$language" "$standard" "$@"
@@ -580,7 +595,7 @@ check_compiler() {
     check "$compiler -std=$1 after ${2:+$2, $3 and }the usual macros: the implementation" \
         check_macros_before "$compiler" "$language" "$@"
     [ "$language" = c ] || return 0
-    check "$compiler -Wall -Wextra: the program of README.md at -O2 and -O3" check_readme "$compiler"
+    check "$compiler -Wall -Wextra: the commands of README.md at -O2 and -O3" check_readme "$compiler"
     check "$compiler: the examples in strict C99 and C11" check_examples "$compiler"
     check "$compiler: exported symbols are mt_, local ones mt_ or mti_, no mutable data" check_symbols "$compiler"
     ! in_full || check "$compiler -fPIC: the same" check_symbols "$compiler" -fPIC
