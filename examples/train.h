@@ -456,7 +456,7 @@ static int is_apart_from(const char *flag, const char *log, const char *other, c
 static int is_log_apart(const options *o, const char *flag, const char *log) {
     int apart =
         !log || (is_apart(flag, log, "--data", o->data) && is_apart(flag, log, "", "/dev/stdout") &&
-                 is_apart(flag, log, "", "/dev/stderr") && is_apart_from(flag, log, "--init-from", o->init_from, 0) &&
+                 is_apart(flag, log, "", "/dev/stderr") && is_apart_from(flag, log, "--init-from", o->init_from, 1) &&
                  is_apart_from(flag, log, "--checkpoint", o->checkpoint, 1));
     for (size_t i = 0; log && !o->data && apart && i < OWN_DATA; i++)
         apart = is_apart(flag, log, "the data's", own_data[i]);
@@ -484,6 +484,7 @@ struct job {
     struct setup setup;
     needs stages[MAX_RANKS];
     int64_t parameters;           /* of the whole model */
+    char newest[MT_PATH_MAX];     /* the newest checkpoint in the directory of --init-from */
     FILE *log, *hash_log;         /* only rank 0 opens them */
     mt_status planned;            /* the status of --dry-run */
     char refusal[MT_ERROR_BYTES]; /* why the run does not begin; empty: it begins */
@@ -1201,24 +1202,26 @@ static void take_seq(job *job, const char *from, int64_t positions) {
     o->seq = fmin(o->seq, (double)positions);
 }
 
-/* Reads the desc of the model that this run begins with. */
-static mt_status find_origin(job *job) {
-    const options *o = &job->o;
-    const char *from = o->init_from;
-    char path[MT_PATH_MAX];
+/* Sets path to the newest checkpoint in a directory of checkpoints, or returns 0. */
+static int newest_in(mt_context *ctx, const char *directory, char path[MT_PATH_MAX]) {
     int64_t step = -1;
+    return mt_checkpoint_latest(ctx, NULL, directory, &step) == MT_SUCCESS && step >= 0 &&
+           mt_checkpoint_path(ctx, directory, step, path, MT_PATH_MAX) == MT_SUCCESS;
+}
+
+/* Reads the desc of the model that this run begins with. --init-from becomes the directory of one model. */
+static mt_status find_origin(job *job) {
+    options *o = &job->o;
+    char path[MT_PATH_MAX];
+    const char *from;
     mt_context *ctx = NULL;
     mt_context_desc small = {.arena_bytes = 64};
-    mt_status status = mt_context_create(NULL, &small, &ctx);
-    if (status == MT_SUCCESS && o->resume && o->checkpoint &&
-        mt_checkpoint_latest(ctx, NULL, o->checkpoint, &step) == MT_SUCCESS && step >= 0 &&
-        mt_checkpoint_path(ctx, o->checkpoint, step, path, sizeof path) == MT_SUCCESS)
-        from = path;
-    if (status == MT_SUCCESS && from) {
-        if (read_origin(ctx, job, from) != MT_SUCCESS) refuse_later(job, "%s", mt_last_error(ctx));
-    }
+    MT_TRY(mt_context_create(NULL, &small, &ctx));
+    if (o->init_from && newest_in(ctx, o->init_from, job->newest)) o->init_from = job->newest;
+    from = o->resume && o->checkpoint && newest_in(ctx, o->checkpoint, path) ? path : o->init_from;
+    if (from && read_origin(ctx, job, from) != MT_SUCCESS) refuse_later(job, "%s", mt_last_error(ctx));
     mt_context_destroy(ctx);
-    return status;
+    return MT_SUCCESS;
 }
 
 /* Plans all stages, from the last to the first. When speaks is 1, prints the plan after the first stage. */

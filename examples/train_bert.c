@@ -89,8 +89,8 @@ static const flag flags[] = {
      "FILE.csv: write step,lm_loss,sop_loss,grad_norm,tokens_per_s,lr,val_lm_loss,val_sop_loss,val_sop_accuracy"},
     FILE_FLAGS,
     {"init-from", TEXT, AT(init_from), 0, 0,
-     "DIR of a checkpoint, or of a BERT of Hugging Face: the run begins with its model.\n"
-     "                              Flags of the shape may be left out; they must not contradict the model"},
+     "DIR of checkpoints, of one checkpoint, or of a BERT of Hugging Face: the run begins with its\n"
+     "                              model. Flags of the shape may be left out; they must not contradict the model"},
     RANK_FLAGS,
     {"dry-run", SWITCH, AT(dry_run), 0, 1, "print parameters, bytes and collectives per rank, train nothing"},
     {"help", SWITCH, AT(help), 0, 1, "this text"},

@@ -87,8 +87,8 @@ static const flag flags[] = {
     {"log", TEXT, AT(log), 0, 0, "FILE.csv: write step,loss,grad_norm,tokens_per_s,lr,val_loss"},
     FILE_FLAGS,
     {"init-from", TEXT, AT(init_from), 0, 0,
-     "DIR of a checkpoint, or of a GPT-2 or Llama of Hugging Face: the run begins with its model.\n"
-     "                              Flags of the shape may be left out; they must not contradict the model"},
+     "DIR of checkpoints, of one checkpoint, or of a GPT-2 or Llama of Hugging Face: the run begins with its\n"
+     "                              model. Flags of the shape may be left out; they must not contradict the model"},
     RANK_FLAGS,
     {"rotary", SWITCH, AT(rotary), 0, 1, "rotary instead of learned positions"},
     {"alibi", SWITCH, AT(alibi), 0, 1, "ALiBi instead of learned positions"},

@@ -651,6 +651,10 @@ static void test_checkpoints(void **state) {
     run_six_steps(words);
     assert_int_equal(read_losses("init.csv", 1, again), 1);
     assert_true(again[0] < whole[1]); /* the model has learned */
+    print_to(words, sizeof words, "--init-from %s --steps 1 --log %s", c, in_scratch("init.csv"));
+    run_six_steps(words);
+    assert_int_equal(read_losses("init.csv", 1, rest), 1);
+    assert_true(rest[0] == again[0]); /* the newest checkpoint of a directory is that of step 3 */
     print_to(words, sizeof words, "--checkpoint %s", c);
     refuse_six_steps(words, "has a checkpoint of step 3: go on with --resume");
     print_to(words, sizeof words, "--checkpoint %s --resume --batch 8", c);
