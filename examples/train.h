@@ -55,8 +55,10 @@ typedef struct options {
     int dtype, device, cuda_graph, recompute, schedule, config, distributed_optimizer, sequence_parallel, no_pinning,
         rotary, activation, placement;
     int rmsnorm, untied, alibi, resume, dry_run, help;
-    char given[MAX_FLAGS]; /* 1: flags[i] was given, also by --config */
+    char given[MAX_FLAGS]; /* of flags[i]: GIVEN, GIVEN_BY_CONFIG, or 0 */
 } options;
+
+enum { GIVEN = 1, GIVEN_BY_CONFIG };
 
 enum { TEXT, WHOLE, REAL, SWITCH, DTYPE, DEVICE, RECOMPUTE, SCHEDULE, ACTIVATION, PLACEMENT, CONFIG };
 
@@ -197,7 +199,7 @@ static char *given(options *o, const flag *f) {
 /* Marks the flags of the model that --config sets. */
 static void give_shape(options *o) {
     static const char *const names[] = {"layers", "hidden", "heads", "seq", "vocab"};
-    for (int i = 0; i < COUNT_OF(names); i++) *given(o, flag_of(names[i])) = 1;
+    for (int i = 0; i < COUNT_OF(names); i++) *given(o, flag_of(names[i])) = GIVEN_BY_CONFIG;
 }
 
 static const char *choice(const flag *f, int i) { return f->kind == CONFIG ? configs[i] : choices[f->kind - DTYPE][i]; }
@@ -259,7 +261,7 @@ static int parse_options(int argc, char **argv, options *o) {
     }
     while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
         const flag *f = &flags[index];
-        *given(o, f) = 1;
+        *given(o, f) = GIVEN;
         if (f->kind == SWITCH) memcpy(field(f, o), &on, sizeof on);
         else if (!parse_value(f, optarg, o)) return 0;
     }
@@ -1173,13 +1175,22 @@ static void refuse_later(job *job, const char *format, ...) {
 
 /* ---- the model of a checkpoint: flags that are not given take its shape ------------------------------------------ */
 
-/* `theirs` is of the model in `from`, with the plural of what it counts. A flag of 0 is as if it was not given. */
+/* `theirs` is of the model in `from`, with the plural of what it counts. */
+static void refuse_number(job *job, const char *from, const char *name, double ours, int64_t theirs,
+                          const char *plural) {
+    options *o = &job->o;
+    if (*given(o, flag_of(name)) == GIVEN_BY_CONFIG)
+        refuse_later(job, "--config %s has %.15g %s, the model in %s has %lld %s", configs[o->config], ours, plural,
+                     from, (long long)theirs, plural);
+    else refuse_later(job, "--%s is %.15g, the model in %s has %lld %s", name, ours, from, (long long)theirs, plural);
+}
+
+/* As refuse_number, if they differ. A flag of 0 is as if it was not given. */
 static void take_number(job *job, const char *from, const char *name, int64_t theirs, const char *plural) {
     const flag *f = flag_of(name);
     double ours, their = (double)theirs;
     memcpy(&ours, field(f, &job->o), sizeof ours);
-    if (*given(&job->o, f) && ours != 0 && ours != their)
-        refuse_later(job, "--%s is %.15g, the model in %s has %lld %s", name, ours, from, (long long)theirs, plural);
+    if (*given(&job->o, f) && ours != 0 && ours != their) refuse_number(job, from, name, ours, theirs, plural);
     memcpy(field(f, &job->o), &their, sizeof their);
 }
 
@@ -1198,7 +1209,7 @@ static void take_choice(job *job, const char *from, const char *name, int theirs
 static void take_seq(job *job, const char *from, int64_t positions) {
     options *o = &job->o;
     if (*given(o, flag_of("seq")) && o->seq > (double)positions)
-        refuse_later(job, "--seq is %.15g, the model in %s has %lld positions", o->seq, from, (long long)positions);
+        refuse_number(job, from, "seq", o->seq, positions, "positions");
     o->seq = fmin(o->seq, (double)positions);
 }
 

@@ -218,7 +218,8 @@ static int prepare(job *j) {
     if (o->vocab == 0) o->vocab = d->text ? 260 : BERT_VOCAB;
     unit = PAD_TO * (o->invariant > 0 ? o->invariant : o->tp); /* --invariant: the same on every split */
     s->padded_vocab = (int64_t)(ceil(o->vocab / unit) * unit);
-    if (j->refusal[0]) return 1; /* what follows would judge flags that the model has changed */
+    /* the model has replaced the flags, so the checks below would report values that nobody gave */
+    if (j->refusal[0]) return 1;
     if (!check_options(o, s)) return 0;
     if (!d->text) s->words = (int32_t)o->vocab;
     return 1;

@@ -419,7 +419,8 @@ static int prepare(job *job) {
     options *o = &job->o;
     if (find_origin(job) != MT_SUCCESS || !load_data(o, &job->data)) return 0;
     if (o->vocab == 0) o->vocab = job->data.text ? 256 : GPT2_VOCAB;
-    if (job->refusal[0]) return 1; /* what follows would judge flags that the model has changed */
+    /* the model has replaced the flags, so the checks below would report values that nobody gave */
+    if (job->refusal[0]) return 1;
     return check_options(o, job->data.count, job->data.text);
 }
 

@@ -792,20 +792,21 @@ static void test_shape_of_a_model(void **state) {
     static const char *const run = "--data %s --batch 4 --seq 16 --steps %d --warmup 0 --sample 0 --eval-interval 0 ";
     static const char *const shape = "--layers 2 --hidden 32 --heads 8 --kv-heads 4 --ffn 44 --activation swiglu "
                                      "--rmsnorm --rotary --untied --vocab 300 --window 6 --softcap 20.1 ";
-    static const char *const bad[][2] = {{"--layers 4", "--layers is 4, the model in |has 2 layers"},
-                                         {"--hidden 64", "--hidden is 64, the model in |has 32 hidden features"},
-                                         {"--heads 4", "--heads is 4, the model in |has 8 heads"},
-                                         {"--kv-heads 8", "--kv-heads is 8, the model in |has 4 key/value heads"},
-                                         {"--ffn 64", "--ffn is 64, the model in |has 44 features in its MLP"},
-                                         {"--vocab 256", "--vocab is 256, the model in |has 300 tokens in its"},
-                                         {"--activation gelu", "--activation is gelu, the model in |has swiglu"},
-                                         {"--activation relu", "--activation is relu, the model in |has swiglu"},
-                                         {"--activation tanh", "--activation is tanh, the model in |has swiglu"},
-                                         {"--window 0", "--window is 0, the model in |has 6"},
-                                         {"--softcap 0", "--softcap is 0, the model in |has 20.1"},
-                                         {"--softcap 20", "--softcap is 20, the model in |has 20.1"},
-                                         {"--alibi", "--alibi is given, the model in |has rotary positions"},
-                                         {"--config gpt2-1.2b --tp 2", "--layers is 40, the model in |has 2 layers"}};
+    static const char *const bad[][2] = {
+        {"--layers 4", "--layers is 4, the model in |has 2 layers"},
+        {"--hidden 64", "--hidden is 64, the model in |has 32 hidden features"},
+        {"--heads 4", "--heads is 4, the model in |has 8 heads"},
+        {"--kv-heads 8", "--kv-heads is 8, the model in |has 4 key/value heads"},
+        {"--ffn 64", "--ffn is 64, the model in |has 44 features in its MLP"},
+        {"--vocab 256", "--vocab is 256, the model in |has 300 tokens in its"},
+        {"--activation gelu", "--activation is gelu, the model in |has swiglu"},
+        {"--activation relu", "--activation is relu, the model in |has swiglu"},
+        {"--activation tanh", "--activation is tanh, the model in |has swiglu"},
+        {"--window 0", "--window is 0, the model in |has 6"},
+        {"--softcap 0", "--softcap is 0, the model in |has 20.1"},
+        {"--softcap 20", "--softcap is 20, the model in |has 20.1"},
+        {"--alibi", "--alibi is given, the model in |has rotary positions"},
+        {"--config gpt2-1.2b --tp 2", "--config gpt2-1.2b has 40 layers, the model in |has 2 layers"}};
     char words[WORDS], start[WORDS], c[SCRATCH_PATH], text[4096];
     double whole[8], again[8];
     (void)state;
@@ -860,7 +861,13 @@ static void test_flags_that_contradict_a_gpt2(void **state) {
         {"--activation relu", "--activation is relu, the model in %s has gelu"},
         {"--rmsnorm", "--rmsnorm is given, the model in %s has layer normalisation"},
         {"--untied", "--untied is given, the model in %s has an output head that is its embedding"},
-        {"--config gpt2-1.2b", "--layers is 40, the model in %s has 2 layers"},
+        {"--config gpt2-1.2b", "--config gpt2-1.2b has 40 layers, the model in %s has 2 layers"},
+        {"--layers 2 --config gpt2-1.2b", "--config gpt2-1.2b has 40 layers, the model in %s has 2 layers"},
+        {"--config gpt2-1.2b --layers 4", "--layers is 4, the model in %s has 2 layers"},
+        {"--config gpt2-1.2b --layers 2", "--config gpt2-1.2b has 1536 hidden features, the model in %s has 16 hidden "
+                                          "features"},
+        {"--config gpt2-1.2b --layers 2 --hidden 16 --heads 4 --vocab 61",
+         "--config gpt2-1.2b has 1024 positions, the model in %s has 12 positions"},
         {"--activation relu --layers 4 --batch 5 --dp 2", "--layers is 4, the model in %s has 2 layers"}};
     static const char *const from = "tests/golden/gpt2_hf";
     char words[WORDS], sentence[512], text[1024];

@@ -489,7 +489,11 @@ static void test_init_from(void **state) {
                {"--vocab 100", "--vocab is 100, the model in %s has 260 tokens in its vocabulary"},
                {"--seq 64", "--seq is 64, the model in %s has 32 positions"},
                {"--placement pre-ln", "--placement is pre-ln, the model in %s has post-ln"},
-               {"--config bert-336m --dry-run", "--layers is 24, the model in %s has 2 layers"},
+               {"--config bert-336m --dry-run", "--config bert-336m has 24 layers, the model in %s has 2 layers"},
+               {"--config bert-336m --layers 2 --hidden 32 --heads 8",
+                "--config bert-336m has 30522 tokens in its vocabulary, the model in %s has 260 tokens in its "
+                "vocabulary"},
+               {"--config bert-336m --layers 3", "--layers is 3, the model in %s has 2 layers"},
                {"--placement pre-ln --heads 4 --batch 5 --dp 2", "--heads is 4, the model in %s has 8 heads"}};
     static double rows[STEPS][COLUMNS];
     char words[WORDS], from[WORDS];
