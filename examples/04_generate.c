@@ -184,16 +184,22 @@ typedef struct flag {
 #define AT(field) offsetof(job, field)
 static const flag flags[] = {
     {"init-from", TEXT, AT(init_from), 0, 0,
-     "DIR of checkpoints, of one checkpoint, or of a GPT-2 or Llama of transformers"},
-    {"prompt", TEXT, AT(prompt), 0, 0, "TEXT to continue, if a token is a byte; default: a newline"},
+     "DIR of checkpoints, of one checkpoint, or of a GPT-2 or Llama of transformers, which has the shape of the model"},
+    {"prompt", TEXT, AT(prompt), 0, 0, "TEXT to continue (models whose tokens are bytes); default: a newline"},
     {"ids", TEXT, AT(ids), 0, 0, "1,2,3: the tokens to continue, instead of --prompt"},
     {"tokens", WHOLE, AT(tokens), 0, 1 << 20, "tokens to generate"},
     {"tp", WHOLE, AT(tp), 1, 1024, "tensor parallel ranks"},
-    {"temperature", REAL, AT(temperature), 0, 100, "temperature; 0 always takes the most probable token"},
+    {"temperature", REAL, AT(temperature), 0, 100, "0: always the most probable token; higher: more random"},
     {"seed", WHOLE, AT(seed), 0, 4294967295.0, "seed of the tokens that are drawn"},
     {"help", SWITCH, AT(help), 0, 1, "this text"},
 };
 #define FLAGS (int)(sizeof flags / sizeof *flags)
+
+/* Flags of train_gpt for the shape of a model, which are refused. */
+static const char *const shape_flags[] = {"config",  "layers",     "hidden",  "heads",  "kv-heads", "ffn",
+                                          "seq",     "max-seq",    "vocab",   "rotary", "alibi",    "window",
+                                          "softcap", "activation", "rmsnorm", "untied"};
+#define SHAPE_FLAGS (int)(sizeof shape_flags / sizeof *shape_flags)
 
 static void *field(const flag *f, job *j) { return (char *)j + f->offset; }
 
@@ -228,15 +234,23 @@ static void print_help(job *j) {
 }
 
 static int parse_flags(int argc, char **argv, job *j) {
-    struct option table[FLAGS + 1];
+    struct option table[FLAGS + SHAPE_FLAGS + 1];
     int index, c;
     memset(table, 0, sizeof table);
     for (index = 0; index < FLAGS; index++) {
         table[index].name = flags[index].name;
         table[index].has_arg = flags[index].kind != SWITCH;
     }
-    while ((c = getopt_long(argc, argv, "", table, &index)) == 0)
-        if (!parse_value(&flags[index], optarg, j)) return 0;
+    for (int i = 0; i < SHAPE_FLAGS; i++) {
+        table[FLAGS + i].name = shape_flags[i];
+        table[FLAGS + i].has_arg = optional_argument;
+    }
+    while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
+        if (index >= FLAGS)
+            fprintf(stderr, "04_generate: --%s: the model in --init-from DIR has its own shape, see --help\n",
+                    table[index].name);
+        if (index >= FLAGS || !parse_value(&flags[index], optarg, j)) return 0;
+    }
     if (c != -1) return 0; /* getopt_long has printed what is wrong */
     if (optind < argc)
         fprintf(stderr, "04_generate: unexpected argument '%s'; flags start with --, see --help\n", argv[optind]);

@@ -76,7 +76,7 @@ typedef struct flag {
 #define AT(field) offsetof(options, field)
 static const flag flags[] = {
     {"init-from", TEXT, AT(init_from), 0, 0,
-     "DIR of checkpoints, of one checkpoint, or of a GPT-2 or Llama of transformers"},
+     "DIR of checkpoints, of one checkpoint, or of a GPT-2 or Llama of transformers, which has the shape of the model"},
     {"data", TEXT, AT(data), 0, 0, "FILE to evaluate on; without it, only the model is printed"},
     {"seq", WHOLE, AT(seq), 0, 1 << 20, "tokens of a window (0: the positions of the model)"},
     {"stride", WHOLE, AT(stride), 0, 1 << 20, "tokens between windows of a text (0: 32, or --seq if that is less)"},
@@ -95,6 +95,12 @@ static const flag flags[] = {
     {"help", SWITCH, AT(help), 0, 1, "this text"},
 };
 #define FLAGS (int)(sizeof flags / sizeof *flags)
+
+/* Flags of train_gpt for the shape of a model, which are refused. */
+static const char *const shape_flags[] = {"config", "layers",  "hidden",     "heads",   "kv-heads",
+                                          "ffn",    "max-seq", "vocab",      "rotary",  "alibi",
+                                          "window", "softcap", "activation", "rmsnorm", "untied"};
+#define SHAPE_FLAGS (int)(sizeof shape_flags / sizeof *shape_flags)
 
 static void *field(const flag *f, options *o) { return (char *)o + f->offset; }
 
@@ -142,15 +148,23 @@ static void print_help(options *o) {
 
 static int parse_options(int argc, char **argv, options *o) {
     const int on = 1;
-    struct option table[FLAGS + 1];
+    struct option table[FLAGS + SHAPE_FLAGS + 1];
     int index, c;
     memset(table, 0, sizeof table);
     for (index = 0; index < FLAGS; index++) {
         table[index].name = flags[index].name;
         table[index].has_arg = flags[index].kind != SWITCH;
     }
+    for (int i = 0; i < SHAPE_FLAGS; i++) {
+        table[FLAGS + i].name = shape_flags[i];
+        table[FLAGS + i].has_arg = optional_argument;
+    }
     while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
-        const flag *f = &flags[index];
+        const flag *f = index < FLAGS ? &flags[index] : NULL;
+        if (!f)
+            fprintf(stderr, "eval_gpt: --%s: the model in --init-from DIR has its own shape, see --help\n",
+                    table[index].name);
+        if (!f) return 0;
         if (f->kind == SWITCH) memcpy(field(f, o), &on, sizeof on);
         else if (!parse_value(f, optarg, o)) return 0;
     }

@@ -255,7 +255,17 @@ refusals() {
         refused "--tokens 2000000: expected a whole number from 0 to 1048576" $gpt2 --tokens 2000000 &&
         refused "--temperature nan: expected a number from 0 to 100" $gpt2 --temperature nan &&
         refused "nonsense" $gpt2 --nonsense 1 &&
-        refused "--layers" $gpt2 --layers 2 && [ "$(wc -l <"$build/sentence")" = 1 ]
+        refuses_the_shape
+}
+
+# A flag of train_gpt for the shape of a model is refused with one sentence.
+refuses_the_shape() {
+    for flag in "config gpt2-1.2b" "layers 2" "hidden 16" "heads 4" "kv-heads 4" "ffn 40" "seq 12" "max-seq 12" \
+        "vocab 61" rotary alibi "window 0" "softcap 20" "activation gelu" rmsnorm untied; do
+        want="04_generate: --${flag%% *}: the model in --init-from DIR has its own shape, see --help"
+        # shellcheck disable=SC2086  # a list of flags
+        refused "$want" $gpt2 --$flag && [ "$(cat "$build/sentence")" = "$want" ] || return 1
+    done
 }
 
 generating() {
