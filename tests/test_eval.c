@@ -212,9 +212,9 @@ static void test_windows_count_each_target_once(void **state) {
 static const char *const splits[] = {"--tp 2",        "--tp 4 --dp 2",          "--tp 2 --sequence-parallel",
                                      "--tp 2 --pp 2", "--dp 3 --micro-batch 1", "--tp 4 --pp 2 --sequence-parallel"};
 
-/* Runs the text or the cloze test of a line of golden/eval on each split: PyTorch's sum, or the passages that are
-   right. */
-static void check_golden_line(const char *model, const char *line, int number) {
+/* Runs the text, or the passages in the file `cloze`, of a line of golden/eval on each split: PyTorch's sum, or the
+   passages that are right. */
+static void check_golden_line(const char *model, const char *cloze, const char *line, int number) {
     char kind[8], value[64], words[WORDS];
     int seq, stride = 0, is_text = strncmp(line, "text", 4) == 0;
     assert_int_equal(is_text ? sscanf(line, "%7s %d %d %63s", kind, &seq, &stride, value)
@@ -225,7 +225,7 @@ static void check_golden_line(const char *model, const char *line, int number) {
         if (i > 0 && (seq % 4 || !test_takes(i + (size_t)number, 2))) continue;
         print_to(words, sizeof words,
                  "--init-from tests/golden/%s --no-pinning --data %s --log %s --seq %d --stride %d %s", model,
-                 is_text ? TEXT_BIN : CLOZE_BIN, in_scratch("log.csv"), seq, stride, i > 0 ? splits[i - 1] : "");
+                 is_text ? TEXT_BIN : cloze, in_scratch("log.csv"), seq, stride, i > 0 ? splits[i - 1] : "");
         expect_success(words);
         if (is_text && !(fabs(printed_after("sum of losses ") / strtod(value, NULL) - 1) < 1e-6))
             fail_msg("%s: not %s", words, value);
@@ -240,9 +240,11 @@ static void check_golden_line(const char *model, const char *line, int number) {
    has biases and a tied head. */
 static void test_golden_values_on_every_split(void **state) {
     static const struct {
-        const char *model, *file;
+        const char *model, *file, *cloze;
         int lines;
-    } golden[] = {{"gpt2_hf", "expected", 6}, {"llama_hf", "llama_hf", 4}, {"llama_hf_tied", "llama_hf_tied", 4}};
+    } golden[] = {{"gpt2_hf", "expected", CLOZE_BIN, 6},
+                  {"llama_hf", "llama_hf", "tests/golden/eval/llama_hf_cloze.bin", 6},
+                  {"llama_hf_tied", "llama_hf_tied", NULL, 4}};
     (void)state;
     for (size_t i = 0; i < COUNT(golden); i++) {
         char line[256], path[64];
@@ -250,7 +252,7 @@ static void test_golden_values_on_every_split(void **state) {
         print_to(path, sizeof path, "tests/golden/eval/%s.txt", golden[i].file);
         FILE *f = fopen(path, "r");
         assert_non_null(f);
-        while (fgets(line, sizeof line, f)) check_golden_line(golden[i].model, line, lines++);
+        while (fgets(line, sizeof line, f)) check_golden_line(golden[i].model, golden[i].cloze, line, lines++);
         fclose(f);
         assert_int_equal(lines, golden[i].lines);
     }

@@ -7,7 +7,9 @@ eval/cloze.bin      passages. The answers of some are what gpt2_hf/ predicts; of
 eval/expected.txt   a line "text SEQ STRIDE SUM" for each pair of flags, with the sum of the losses of all targets; a
                     line "cloze SEQ RIGHT", with a digit 1 for each passage that is right, and 0 for the others
 eval/llama_hf.txt, eval/llama_hf_tied.txt
-                    the lines of the text for these models
+                    the lines of the text for these models, in the first one also those of the passages of
+eval/llama_hf_cloze.bin
+                    which are made with llama_hf/
 
 The model of expected.txt is that of gpt2_hf/. All are in float64. Each target has a forward of its own, over the tokens
 that it may see. Created with PyTorch 2.15.0 and transformers 5.23.0, those of the Llamas with transformers 5.24.0.
@@ -69,6 +71,18 @@ def make_passage(number):
     return tokens, answer
 
 
+def write_passages(name):
+    passages = [make_passage(i) for i in range(PASSAGES)]
+    write_bin(os.path.join(HERE, "eval", name), sum((tokens for tokens, _ in passages), []),
+              passages=[(len(tokens), answer) for tokens, answer in passages])
+    return passages
+
+
+def write_right(file, passages):
+    for seq in (positions, 5):
+        file.write(f"cloze {seq} " + "".join(str(int(is_right(*p, seq))) for p in passages) + "\n")
+
+
 def write_sums(file):
     for seq, stride in PAIRS:
         total = sum(loss(text, t, seq, stride) for t in range(1, TOKENS))
@@ -77,14 +91,13 @@ def write_sums(file):
 
 text = draw(TOKENS)
 write_bin(os.path.join(HERE, "eval", "text.bin"), text, words=WORDS)
-passages = [make_passage(i) for i in range(PASSAGES)]
-write_bin(os.path.join(HERE, "eval", "cloze.bin"), sum((tokens for tokens, _ in passages), []),
-          passages=[(len(tokens), answer) for tokens, answer in passages])
+of_gpt2 = write_passages("cloze.bin")
 with open(os.path.join(HERE, "eval", "expected.txt"), "w", encoding="ascii") as file:
     write_sums(file)
-    for seq in (positions, 5):
-        file.write(f"cloze {seq} " + "".join(str(int(is_right(*p, seq))) for p in passages) + "\n")
+    write_right(file, of_gpt2)
 for name in LLAMAS:
     model = load(name)
     with open(os.path.join(HERE, "eval", name + ".txt"), "w", encoding="ascii") as file:
         write_sums(file)
+        if name == "llama_hf":
+            write_right(file, write_passages("llama_hf_cloze.bin"))
