@@ -64,8 +64,10 @@ typedef struct gpt_run {
     int vocab;     /* 0: GPT_VOCAB */
     int on_device; /* 1: the numbers of a step are in memory of the device (mt_step) */
     int graph;     /* 1: with on_device: step 1 is recorded as a CUDA graph, which steps 1, 2, ... launch */
-    int scores;    /* 1: a window, a soft cap and packed documents; 2: also ALiBi and a bias of each head */
-    int one_pass;  /* 1: forward computes the gradient of the loss, too (mt_batch.backward_scale) */
+    /* 1: a window, a soft cap and packed documents; 2: also ALiBi and a bias of each head; 3: only ALiBi and a boolean
+       mask of each head */
+    int scores;
+    int one_pass; /* 1: forward computes the gradient of the loss, too (mt_batch.backward_scale) */
 } gpt_run;
 
 enum { GPT_BERT = 4 };
@@ -95,7 +97,7 @@ typedef struct gpt_worker {
     int32_t *ids;             /* for each micro-batch the ids and targets of a sequence, on the device */
     int32_t *types;           /* of a BERT, for each micro-batch: its token types, sentence order and length */
     int32_t *cu_seqlens;      /* with scores: of a micro-batch */
-    mt_tensor bias;           /* with scores 2 */
+    mt_tensor bias;           /* with scores 2 and 3 */
     mt_tensor losses, totals; /* losses: one row for each slot; totals: the sum of each micro-batch's losses */
     int step;
     mt_tensor memory[5]; /* [1, n]: what is bound of values, grads, exp_avg, exp_avg_sq and master, or mt_none() */
@@ -128,11 +130,11 @@ static inline mt_gpt_desc gpt_model(const gpt_run *r) {
         d.layer.hidden = d.layer.ffn = 128;
         d.layer.heads = d.layer.kv_heads = 2;
     }
-    if (r->scores) {
+    if (r->scores == 1 || r->scores == 2) {
         d.layer.window = 4;
         d.layer.softcap = 1.5f;
-        d.layer.alibi = r->scores == 2;
     }
+    d.layer.alibi = r->scores >= 2;
     d.layer.recompute = r->recompute;
     d.layer.qkv_layout = r->qkv_layout;
     if (r->llama == 2 || r->llama == GPT_BERT) d.layer.placement = MT_POST_LN;
@@ -177,6 +179,19 @@ static inline int32_t *gpt_types(const gpt_worker *w, int64_t sequence) {
 
 #define GPT_DOCUMENTS 3
 
+/* A third of the mask is 0. A token sees itself, so that all have an output, and their gradients. */
+static inline mt_status gpt_load_mask(gpt_worker *w) {
+    int64_t rows = gpt_model(w->r).layer.heads * GPT_SEQ, i;
+    unsigned char *host = (unsigned char *)malloc((size_t)(rows * GPT_SEQ));
+    uint64_t seed = 78;
+    mt_status status = host ? mt_arena_tensor(w->ctx, MT_U8, rows, GPT_SEQ, &w->bias) : MT_ERR_MEMORY;
+    for (i = 0; host && i < rows * GPT_SEQ; i++)
+        host[i] = test_below(&seed, 3) > 0 || i % GPT_SEQ == i / GPT_SEQ % GPT_SEQ;
+    if (status == MT_SUCCESS) status = mt_upload(w->ctx, host, w->bias);
+    free(host);
+    return status;
+}
+
 /* Allocates and fills what changes the scores of attention. */
 static inline mt_status gpt_load_scores(gpt_worker *w) {
     static const int32_t cu_seqlens[GPT_DOCUMENTS + 1] = {0, 3, 3, GPT_SEQ};
@@ -185,6 +200,7 @@ static inline mt_status gpt_load_scores(gpt_worker *w) {
     float *host;
     uint64_t seed = 77;
     mt_status status;
+    if (w->r->scores == 3) return gpt_load_mask(w);
     if (!w->r->scores) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(w->ctx, MT_I32, 1, GPT_DOCUMENTS + 1, &ends));
     MT_TRY(mt_upload(w->ctx, cu_seqlens, ends));
@@ -210,11 +226,11 @@ static inline mt_batch gpt_batch_of(const gpt_worker *w, int64_t sequence) {
         batch.token_types = gpt_types(w, sequence);
         batch.lengths = batch.token_types + GPT_SEQ + 1;
     }
-    if (w->r->scores) {
+    if (w->cu_seqlens) {
         batch.cu_seqlens = w->cu_seqlens;
         batch.documents = GPT_DOCUMENTS;
     }
-    if (w->r->scores == 2) {
+    if (w->r->scores >= 2) {
         batch.attention_bias = w->bias;
         batch.bias_heads = gpt_model(w->r).layer.heads;
     }
@@ -652,11 +668,14 @@ static inline mt_status gpt_rank(mt_comm *world, void *user) {
 static inline const char *gpt_name(const gpt_run *r) {
     static const char *const names[] = {"GPT-2", "Llama", "post-LN", "residual post-LN", "BERT", "BERT, pre-LN"};
     static const char *const recompute[] = {"", ", selective recomputation", ", full recomputation"};
-    static char text[192];
-    snprintf(text, sizeof text, "%s, %s, tensor %d x data %d x pipeline %d%s%s%s%s%s", names[r->llama],
+    static const char *const scores[] = {"", ", a window, a soft cap and documents",
+                                         ", a window, a soft cap, documents, ALiBi and a bias", ", ALiBi and a mask"};
+    static char text[256];
+    snprintf(text, sizeof text, "%s, %s, tensor %d x data %d x pipeline %d%s%s%s%s%s%s", names[r->llama],
              mt_dtype_name(r->dtype), r->tp, r->data, r->pipeline ? r->pipeline : 1,
              r->schedule == MT_SCHEDULE_GPIPE ? ", GPipe" : "", r->sequence_parallel ? ", sequence parallel" : "",
-             r->invariant ? ", invariant" : "", r->one_pass ? ", loss in one pass" : "", recompute[r->recompute]);
+             r->invariant ? ", invariant" : "", r->one_pass ? ", loss in one pass" : "", recompute[r->recompute],
+             scores[r->scores]);
     return text;
 }
 

@@ -260,21 +260,27 @@ static void test_attention_on_tensor_cores(void **state) {
     }
 }
 
-/* Windows, soft caps and packed documents in the model, with ALiBi and a bias on the plain kernels, and without them on
-   tensor cores. */
+/* Windows, soft caps, packed documents, ALiBi, a bias and a boolean mask in the model, on 1 and 2 ranks. Heads of 64
+   features in 16 bits are on tensor cores, if neither ALiBi nor a bias or mask needs the plain kernels. */
 static void test_scores(void **state) {
+    static const struct {
+        int scores, split, llama, wide;
+        mt_dtype dtype;
+    } ways[] = {{1, 0, 0, 0, MT_F32},  {1, 1, 1, 0, MT_F32}, {1, 0, 0, 1, MT_BF16}, {1, 1, 0, 0, MT_BF16},
+                {2, 0, 0, 0, MT_F32},  {2, 1, 0, 1, MT_F16}, {3, 0, 0, 0, MT_F32},  {3, 1, 0, 0, MT_F32},
+                {3, 0, 0, 0, MT_BF16}, {3, 1, 0, 0, MT_BF16}};
     static gpt_result on_cpu, on_gpu;
     (void)state;
-    for (int i = 0; i < 4; i++) {
-        gpt_run r = run_of(MT_DEVICE_CUDA, i < 2 ? MT_F32 : i == 2 ? MT_BF16 : MT_F16, i % 2, 0, i == 1), c;
-        r.scores = i == 0 || i == 3 ? 2 : 1;
-        r.wide = i >= 2;
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, ways[i].dtype, (size_t)ways[i].split, 0, ways[i].llama), c;
+        r.scores = ways[i].scores;
+        r.wide = ways[i].wide;
         c = r;
         c.device = MT_DEVICE_CPU;
         gpt_execute(c, &on_cpu);
         gpt_execute(r, &on_gpu);
         if (r.dtype == MT_F32) assert_near(&r, &on_cpu, &on_gpu);
-        else gpt_assert_near(&r, &on_cpu, &on_gpu, gpt_half_error(r.dtype));
+        else gpt_assert_near(&r, &on_cpu, &on_gpu, r.wide ? gpt_half_error(r.dtype) : backend_error(&r));
         assert_planned(r, &on_gpu);
     }
 }
