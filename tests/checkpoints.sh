@@ -3,9 +3,11 @@
 #
 #   sh tests/checkpoints.sh [PART...]        one line per check, closing line "N passed, N failed, N skipped"
 #
-# Parts: fuzzing, python_safetensors, generating, killing; default: all of them. MT_TEST_ALL=1 kills runs of each type.
-# MT_FUZZ_SECONDS is the time that the fuzzer runs (60). Python needs numpy and safetensors of PyPI, which are installed
-# in a virtual environment in the build directory. A part whose packages cannot be installed is skipped, with a message.
+# Parts: fuzzing, python_safetensors, in_transformers, generating, killing; default: all of them. MT_TEST_ALL=1 kills
+# runs of each type. MT_FUZZ_SECONDS is the time that the fuzzer runs (60). Python needs numpy and safetensors of PyPI,
+# which are installed in a virtual environment in the build directory. A part whose packages cannot be installed is
+# skipped, with a message. torch and transformers, for in_transformers, are not installed by this script: MT_PYTHON is
+# an interpreter that has them (python3).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -39,6 +41,23 @@ fuzzing() {
         return
     fi
     check "the readers of files, fuzzed for $seconds s, address and undefined behaviour sanitizers" fuzz
+}
+
+# ---- transformers --------------------------------------------------------------------------------------------------
+
+opened_by_transformers() {
+    rm -rf "$build/transformers.d" && mkdir "$build/transformers.d" || return 1
+    "$CC" -O1 -I. tests/transformers_peer.c -o "$build/transformers_peer" -lm -lpthread &&
+        PYTHONDONTWRITEBYTECODE=1 "${MT_PYTHON:-python3}" tests/transformers_peer.py "$build/transformers_peer" \
+            "$build/transformers.d"
+}
+
+in_transformers() {
+    if hidden transformers || ! "${MT_PYTHON:-python3}" -c 'import safetensors, torch, transformers' 2>/dev/null; then
+        skip "transformers: ${MT_PYTHON:-python3} (MT_PYTHON) does not have it and torch"
+        return
+    fi
+    check "transformers opens what we save, no tensor is missing, and the logits are ours" opened_by_transformers
 }
 
 # ---- Python's safetensors ------------------------------------------------------------------------------------------
@@ -277,7 +296,7 @@ generating() {
     check "04_generate: --help" help_and_defaults
 }
 
-[ $# -gt 0 ] || set -- fuzzing python_safetensors generating killing
+[ $# -gt 0 ] || set -- fuzzing python_safetensors in_transformers generating killing
 case $* in
 *generating* | *killing*)
     train_gpt=$build/train_gpt
