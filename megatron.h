@@ -499,6 +499,7 @@ MT_API mt_status mt_cross_attention_backward(mt_context *ctx, const mt_cross_att
    MT_RESIDUAL_POST_LN  n = LN(x), x1 = n + D(attn(n)), m = LN(x1), y = m + D(mlp(m)): Megatron's
                         --apply-residual-connection-post-layernorm */
 typedef enum mt_ln_placement { MT_PRE_LN = 0, MT_POST_LN = 1, MT_RESIDUAL_POST_LN = 2 } mt_ln_placement;
+#define MT_LN_PLACEMENT_WORDS "MT_PRE_LN MT_POST_LN MT_RESIDUAL_POST_LN" /* see mt_check_enum */
 
 /* Selects the activations that forward does not keep and backward computes again (arXiv 2205.05198; Megatron's
    --recompute-granularity). The results have the same bits in each mode, because dropout draws the same masks again.
@@ -511,6 +512,7 @@ typedef enum mt_ln_placement { MT_PRE_LN = 0, MT_POST_LN = 1, MT_RESIDUAL_POST_L
                            With MT_POST_LN backward also repeats fc2: 6 all-reduces, or 8 all-gathers and 6
                            reduce-scatters */
 typedef enum mt_recompute { MT_RECOMPUTE_NONE = 0, MT_RECOMPUTE_SELECTIVE = 1, MT_RECOMPUTE_FULL = 2 } mt_recompute;
+#define MT_RECOMPUTE_WORDS "MT_RECOMPUTE_NONE MT_RECOMPUTE_SELECTIVE MT_RECOMPUTE_FULL" /* see mt_check_enum */
 
 typedef struct mt_transformer_layer_desc {
     int64_t hidden, heads;
@@ -1153,10 +1155,10 @@ static mt_status mti_mlp_call_backward(mt_context *ctx, const char *function, co
     mt_status status;
     MT_TRY(mti_mlp_check(ctx, function, mlp, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    MT_TRY(mt_check_activation(ctx, function, mlp->fc1.weight, "saved x", saved->fc1.x, dy.rows, mlp->desc.hidden));
+    MT_TRY(mt_check_activation(ctx, function, mlp->fc1.weight, "saved.fc1.x", saved->fc1.x, dy.rows, mlp->desc.hidden));
     MT_TRY(mt_check_sent(ctx, function, mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
-    MT_TRY(mt_check_apart(ctx, function, "saved x", saved->fc1.x, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "saved.fc1.x", saved->fc1.x, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -1221,19 +1223,27 @@ MT_API mt_dropout mt_batch_dropout(const mt_batch *batch, float p, int64_t layer
     return d;
 }
 
+/* As mt_check_integer, for a field of the batch `name`. */
+static mt_status mti_batch_field_check(mt_context *ctx, const char *function, const char *name, const char *field,
+                                       int64_t value, int64_t low, int64_t high) {
+    char full[64];
+    snprintf(full, sizeof full, "%s.%s", name, field);
+    return mt_check_integer(ctx, function, NULL, full, value, low, high);
+}
+
 /* max_seq 0: there is no limit. mti_scores_check checks the fields that change scores. */
 static mt_status mti_batch_check(mt_context *ctx, const char *function, const char *name, const mt_batch *batch,
                                  int64_t max_seq) {
     if (!batch) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, name);
-    MT_TRY(mt_check_integer(ctx, function, name, "sequences", batch->sequences, 1, INT64_MAX));
-    MT_TRY(mt_check_integer(ctx, function, name, "seq", batch->seq, 1, INT64_MAX));
+    MT_TRY(mti_batch_field_check(ctx, function, name, "sequences", batch->sequences, 1, INT64_MAX));
+    MT_TRY(mti_batch_field_check(ctx, function, name, "seq", batch->seq, 1, INT64_MAX));
     if (batch->sequences > INT32_MAX / batch->seq)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has %lld sequences of %lld tokens, must have at most %d tokens",
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s has %lld sequences of %lld tokens, must have at most %d tokens",
                        function, name, (long long)batch->sequences, (long long)batch->seq, INT32_MAX);
-    MT_TRY(mt_check_integer(ctx, function, name, "first_sequence", batch->first_sequence, 0,
-                            INT64_MAX / batch->seq - batch->sequences));
+    MT_TRY(mti_batch_field_check(ctx, function, name, "first_sequence", batch->first_sequence, 0,
+                                 INT64_MAX / batch->seq - batch->sequences));
     if (max_seq > 0 && batch->seq > max_seq)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: sequences of %lld tokens, max_seq is %lld", function,
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s.seq is %lld, must be at most max_seq %lld", function, name,
                        (long long)batch->seq, (long long)max_seq);
     return MT_SUCCESS;
 }
@@ -1287,14 +1297,15 @@ static int64_t mti_attention_rotary_dim(const mt_self_attention_desc *d) {
 static mt_status mti_attention_rotary_check(mt_context *ctx, const char *function, const char *name,
                                             const mt_self_attention_desc *d) {
     int64_t head_dim = d->hidden / d->heads;
-    const char *unused = d->max_seq > 0                       ? "max_seq"
-                         : d->rotary_form != MT_ROTARY_HALVES ? "rotary_form"
-                         : d->rotary_dim != 0                 ? "rotary_dim"
-                                                              : NULL;
-    if (d->rotary_base == 0.0f && unused)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which only rotary uses, but rotary_base is 0", function,
-                       name, unused);
-    if (d->rotary_base == 0.0f) return MT_SUCCESS;
+    if (d->rotary_base == 0.0f) {
+        if (d->max_seq == 0 && d->rotary_form != MT_ROTARY_HALVES)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: '%s': rotary_form is MT_ROTARY_PAIRS, must be MT_ROTARY_HALVES without rotary_base",
+                           function, name);
+        if (d->max_seq == 0 && d->rotary_dim == 0) return MT_SUCCESS;
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': %s is %lld, must be 0 without rotary_base", function, name,
+                       d->max_seq ? "max_seq" : "rotary_dim", (long long)(d->max_seq ? d->max_seq : d->rotary_dim));
+    }
     MT_TRY(mt_check_size(ctx, function, name, "max_seq", d->max_seq, 1, INT32_MAX));
     MT_TRY(mt_check_size(ctx, function, name, "rotary_dim", d->rotary_dim, 0, head_dim));
     if (mti_attention_rotary_dim(d) % 2 == 0) return MT_SUCCESS;
@@ -1303,7 +1314,7 @@ static mt_status mti_attention_rotary_check(mt_context *ctx, const char *functio
 }
 
 /* shards is the number of parts into which the query groups are split: V in invariant mode, and t otherwise. kv_heads
-   has its default instead of 0. */
+   must not be 0: the caller has set its default. */
 static mt_status mti_heads_check(mt_context *ctx, const char *function, const char *name, int64_t hidden, int64_t heads,
                                  int64_t kv_heads, int shards) {
     if (hidden % heads != 0)
@@ -1566,6 +1577,19 @@ static mt_attention_desc mti_attention_desc(const mt_self_attention *a, const mt
     return s;
 }
 
+static mt_status mti_query_groups_check(mt_context *ctx, const char *function, const char *name, int64_t features,
+                                        const mt_column_parallel_linear *layer) {
+    const mt_linear_desc *d = &layer->desc;
+    if (mti_is_per_group(layer, features)) return MT_SUCCESS;
+    if (d->parts > 1 || d->copies > 1)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': '%s' has no query groups: its %s is %lld", function, name,
+                       layer->name, d->parts > 1 ? "parts" : "copies",
+                       (long long)(d->parts > 1 ? d->parts : d->copies));
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "%s: '%s': features is %lld, must divide the unit %lld of '%s' into three heads or more", function,
+                   name, (long long)features, (long long)d->unit, layer->name);
+}
+
 MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const char *name, const mt_norm_layer_desc *desc,
                                    const mt_column_parallel_linear *layer, mt_qk_norm *out) {
     static const char *const function = "mt_qk_norm_create";
@@ -1578,13 +1602,9 @@ MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const cha
     name = full;
     if (!layer || !layer->weight) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the layer was not created", function);
     if (desc->groups != 0)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' has groups %lld, must be 0: they are those of '%s'", function,
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': groups is %lld, must be 0: they are those of '%s'", function,
                        name, (long long)desc->groups, layer->name);
-    if (!mti_is_per_group(layer, desc->features))
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: '%s' has heads of %lld, and '%s' has a unit of %lld, %lld parts: it must have query groups",
-                       function, name, (long long)desc->features, layer->name, (long long)layer->desc.unit,
-                       (long long)mt_max(1, layer->desc.parts));
+    MT_TRY(mti_query_groups_check(ctx, function, name, desc->features, layer));
     per_head = *desc;
     per_head.groups = layer->desc.out_features / layer->desc.unit;
     MT_TRY(mt_param_name(ctx, q, name, "q_layernorm"));
@@ -1746,16 +1766,15 @@ static mt_status mti_core_check(mt_context *ctx, const char *function, const mt_
                             INT32_MAX / desc->head_dim - 2));
     tokens = mt_size_mul(desc->batch, desc->seq);
     groups = qkv.cols / mti_qkv_width(desc);
-    if (groups < desc->groups || groups % shards != 0 || qkv.cols != groups * mti_qkv_width(desc) ||
-        out.cols != groups * mti_out_width(desc))
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s has %lld columns, %s %lld, for %lld groups of %lld heads of %lld",
-                       function, qkv_name, (long long)qkv.cols, out_name, (long long)out.cols, (long long)desc->groups,
-                       (long long)desc->heads_per_group, (long long)desc->head_dim);
+    if (groups < desc->groups || groups % shards != 0 || qkv.cols != groups * mti_qkv_width(desc))
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s has %lld columns, for %lld groups of %lld heads of %lld", function,
+                       qkv_name, (long long)qkv.cols, (long long)desc->groups, (long long)desc->heads_per_group,
+                       (long long)desc->head_dim);
     if (desc->qkv_layout != MT_QKV_PER_GROUP && groups != desc->groups)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld of %lld groups are empty, which needs MT_QKV_PER_GROUP", function,
                        (long long)(groups - desc->groups), (long long)groups);
     MT_TRY(mt_tensor_check(ctx, function, qkv_name, qkv, MT_ARG_FLOAT, tokens, qkv.cols));
-    return mt_tensor_check(ctx, function, out_name, out, MT_ARG_FLOAT, tokens, out.cols);
+    return mt_tensor_check(ctx, function, out_name, out, MT_ARG_FLOAT, tokens, groups * mti_out_width(desc));
 }
 
 /* Checks lse, which has rows for the non-empty groups only. */
@@ -1999,9 +2018,9 @@ static mt_status mti_attention_saved_check(mt_context *ctx, const char *function
                                            const mt_self_attention_saved *saved) {
     int64_t tokens = saved->batch.sequences * saved->batch.seq,
             width = a->proj.local_features + 2 * a->groups * a->head_dim;
-    MT_TRY(mt_check_activation(ctx, function, a->proj.weight, "saved qkv", saved->qkv, tokens, width));
+    MT_TRY(mt_check_activation(ctx, function, a->proj.weight, "saved.qkv", saved->qkv, tokens, width));
     if (a->desc.recompute_core) return MT_SUCCESS;
-    return mt_check_activation(ctx, function, a->proj.weight, "saved out", saved->out, tokens, a->proj.local_features);
+    return mt_check_activation(ctx, function, a->proj.weight, "saved.out", saved->out, tokens, a->proj.local_features);
 }
 
 static mt_status mti_attention_call_backward(mt_context *ctx, const char *function, const mt_self_attention *attention,
@@ -2016,7 +2035,7 @@ static mt_status mti_attention_call_backward(mt_context *ctx, const char *functi
         mti_block_check(ctx, function, attention, &saved->batch, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
     MT_TRY(mt_check_sent(ctx, function, attention->proj.tp, attention->desc.sequence_parallel, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
-    MT_TRY(mt_check_apart(ctx, function, "saved x", saved->qkv_in.x, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "saved.qkv_in.x", saved->qkv_in.x, "dx", dx));
     MT_TRY(mti_attention_saved_check(ctx, function, attention, saved));
     desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
@@ -2467,14 +2486,14 @@ static mt_status mti_cross_saved_check(mt_context *ctx, const char *function, co
                                        const mt_cross_attention_saved *s) {
     int64_t queries = s->batch.sequences * s->batch.seq, keys = s->memory_batch.sequences * s->memory_batch.seq;
     const mt_param *w = a->proj.weight;
-    MT_TRY(mt_check_activation(ctx, function, w, "saved q", s->q, queries, a->query.local_features));
-    MT_TRY(mt_check_activation(ctx, function, w, "saved k", s->k, keys, a->key_value[0].local_features));
-    MT_TRY(mt_check_activation(ctx, function, w, "saved v", s->v, keys, a->key_value[1].local_features));
-    MT_TRY(mti_tokens_check(ctx, function, &a->proj, &s->batch, "saved x", s->query_in.x, a->desc.hidden));
-    MT_TRY(
-        mti_tokens_check(ctx, function, &a->proj, &s->memory_batch, "saved memory", s->memory_in.x, a->desc.kv_hidden));
+    MT_TRY(mt_check_activation(ctx, function, w, "saved.q", s->q, queries, a->query.local_features));
+    MT_TRY(mt_check_activation(ctx, function, w, "saved.k", s->k, keys, a->key_value[0].local_features));
+    MT_TRY(mt_check_activation(ctx, function, w, "saved.v", s->v, keys, a->key_value[1].local_features));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, &s->batch, "saved.query_in.x", s->query_in.x, a->desc.hidden));
+    MT_TRY(mti_tokens_check(ctx, function, &a->proj, &s->memory_batch, "saved.memory_in.x", s->memory_in.x,
+                            a->desc.kv_hidden));
     if (a->desc.recompute_core) return MT_SUCCESS;
-    return mt_check_activation(ctx, function, w, "saved out", s->out, queries, a->proj.local_features);
+    return mt_check_activation(ctx, function, w, "saved.out", s->out, queries, a->proj.local_features);
 }
 
 /* Checks that dx or dmemory overlaps neither what backward reads nor attention_dbias. */
@@ -2482,8 +2501,8 @@ static mt_status mti_cross_apart(mt_context *ctx, const char *function, const mt
                                  mt_tensor dy, const char *name, mt_tensor d) {
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, name, d));
     MT_TRY(mt_check_apart(ctx, function, "attention_dbias", saved->memory_batch.attention_dbias, name, d));
-    MT_TRY(mt_check_apart(ctx, function, "saved x", saved->query_in.x, name, d));
-    return mt_check_apart(ctx, function, "saved memory", saved->memory_in.x, name, d);
+    MT_TRY(mt_check_apart(ctx, function, "saved.query_in.x", saved->query_in.x, name, d));
+    return mt_check_apart(ctx, function, "saved.memory_in.x", saved->memory_in.x, name, d);
 }
 
 static mt_status mti_cross_backward_check(mt_context *ctx, const char *function, const mt_cross_attention *a,
@@ -2574,19 +2593,17 @@ static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char
     return mt_mlp_create(ctx, params, full, &m, &out->mlp);
 }
 
-#define MTI_LN_PLACEMENT_WORDS "MT_PRE_LN MT_POST_LN MT_RESIDUAL_POST_LN"
-
-/* Checks the fields that the blocks of the layer do not have. */
+/* Checks the fields that the layer uses itself, or passes to its blocks under another name. The blocks check the
+   others. */
 static mt_status mti_layer_desc_check(mt_context *ctx, const char *function, const char *name,
                                       const mt_transformer_layer_desc *d) {
-    MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT64_MAX));
-    MT_TRY(mt_check_enum(ctx, function, name, "placement", (int)d->placement, MTI_LN_PLACEMENT_WORDS));
+    MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
+    MT_TRY(mt_check_enum(ctx, function, name, "placement", (int)d->placement, MT_LN_PLACEMENT_WORDS));
     MT_TRY(mt_check_enum(ctx, function, name, "norm", (int)d->norm, MT_NORM_WORDS));
     MT_TRY(mt_check_float(ctx, function, name, "norm_eps", d->norm_eps, MT_FLOAT_AT_LEAST_0));
     MT_TRY(mt_check_float(ctx, function, name, "attention_dropout", d->attention_dropout, MT_FLOAT_PROBABILITY));
     MT_TRY(mt_check_float(ctx, function, name, "hidden_dropout", d->hidden_dropout, MT_FLOAT_PROBABILITY));
-    MT_TRY(mt_check_enum(ctx, function, name, "recompute", (int)d->recompute,
-                         "MT_RECOMPUTE_NONE MT_RECOMPUTE_SELECTIVE MT_RECOMPUTE_FULL"));
+    MT_TRY(mt_check_enum(ctx, function, name, "recompute", (int)d->recompute, MT_RECOMPUTE_WORDS));
     return mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std);
 }
 
@@ -2807,8 +2824,8 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     MT_TRY(mti_layer_check(ctx, function, layer, &saved->attention.batch, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     weight = layer->attention.proj.weight;
-    MT_TRY(mt_check_activation(ctx, function, weight, "saved->x", saved->x, dy.rows, dy.cols));
-    MT_TRY(mt_check_apart(ctx, function, "saved->x", saved->x, "dx", dx));
+    MT_TRY(mt_check_activation(ctx, function, weight, "saved.x", saved->x, dy.rows, dy.cols));
+    MT_TRY(mt_check_apart(ctx, function, "saved.x", saved->x, "dx", dx));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -2826,9 +2843,8 @@ static mt_status mti_model_sizes_check(mt_context *ctx, const char *function, co
     MT_TRY(mt_check_integer(ctx, function, NULL, "token_types", d->token_types, 0, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, NULL, "recompute_layers", d->recompute_layers, 0, d->layers));
     MT_TRY(mt_check_float(ctx, function, NULL, "embedding_dropout", d->embedding_dropout, MT_FLOAT_PROBABILITY));
-    if (!d->padded_vocab || (d->padded_vocab >= d->vocab && d->padded_vocab <= INT32_MAX)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: padded_vocab is %lld, must be 0 or from vocab %lld to %d", function,
-                   (long long)d->padded_vocab, (long long)d->vocab, INT32_MAX);
+    if (!d->padded_vocab) return MT_SUCCESS;
+    return mt_check_integer(ctx, function, NULL, "padded_vocab", d->padded_vocab, d->vocab, INT32_MAX);
 }
 
 static mt_status mti_model_check(mt_context *ctx, const char *function, const mt_grid *grid,
@@ -3966,7 +3982,7 @@ static const struct {
     {MTI_BOTH("heads"), MT_FIELD_I64, MTI_AT(d.layer.heads), 1, INT32_MAX, 0, NULL},
     {MTI_BOTH("kv_heads"), MT_FIELD_I64, MTI_AT(d.layer.kv_heads), 1, INT32_MAX, 0, NULL},
     {MTI_BOTH("ffn"), MT_FIELD_I64, MTI_AT(d.layer.ffn), 1, INT32_MAX, 0, NULL},
-    {MTI_BOTH("placement"), MT_FIELD_INT, MTI_AT(d.layer.placement), 0, MT_RESIDUAL_POST_LN, 0, MTI_LN_PLACEMENT_WORDS},
+    {MTI_BOTH("placement"), MT_FIELD_INT, MTI_AT(d.layer.placement), 0, MT_RESIDUAL_POST_LN, 0, MT_LN_PLACEMENT_WORDS},
     {MTI_BOTH("norm"), MT_FIELD_INT, MTI_AT(d.layer.norm), 0, MT_RMS_NORM, 0, MT_NORM_WORDS},
     {MTI_BOTH("norm_eps"), MT_FIELD_F32, MTI_AT(d.layer.norm_eps), 1, 0, 0, NULL},
     {MTI_BOTH("activation"), MT_FIELD_INT, MTI_AT(d.layer.activation), 0, MT_ACTIVATION_COUNT - 1, 0,
@@ -4787,14 +4803,19 @@ static const mt_checkpoint_format mti_bert_formats[] = {
     {mti_bert_metadata, mti_bert_config, mti_bert_check, mti_bert_part},
     {mti_bert_metadata, mti_given_config, mti_bert_other_check, mti_bert_part}};
 
+/* Part 0 is all of a parameter. */
+#define MTI_PART_WORDS                                                                                                 \
+    "0 MT_PART_QUERY MT_PART_KEY MT_PART_VALUE MT_PART_QUERY_PAIRS MT_PART_KEY_PAIRS MT_PART_GATE MT_PART_UP"
+
 /* Checks the parts of a table of the program. mt_checkpoint_create checks the rest of it. */
 static mt_status mti_model_parts_check(mt_context *ctx, const char *function, const mt_tensor_table *table) {
+    char field[48];
     int i;
-    for (i = 0; table->names && i < table->count; i++)
-        if (table->names[i].param && (table->names[i].part < 0 || table->names[i].part > MT_PART_UP))
-            return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s: row %d of the table has part %d of '%s', must be 0 or an mt_layer_part", function, i,
-                           table->names[i].part, table->names[i].param);
+    for (i = 0; table->names && i < table->count; i++) {
+        if (!table->names[i].param) continue;
+        snprintf(field, sizeof field, "table.names[%d].part", i);
+        MT_TRY(mt_check_enum(ctx, function, table->names[i].param, field, table->names[i].part, MTI_PART_WORDS));
+    }
     return MT_SUCCESS;
 }
 

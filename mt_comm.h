@@ -118,6 +118,7 @@ MT_API const char *mt_status_string(mt_status status);
    rounds the sum once; over NCCL, NCCL rounds at each rank. The operators of mt_kernels.cuh take matrices of the three
    float types. */
 typedef enum mt_dtype { MT_F32 = 0, MT_BF16 = 1, MT_F16 = 2, MT_I32 = 3, MT_U8 = 4 } mt_dtype;
+#define MT_DTYPE_WORDS "MT_F32 MT_BF16 MT_F16 MT_I32 MT_U8" /* see mt_check_enum in mt_kernels.cuh */
 
 MT_API size_t mt_dtype_size(mt_dtype dtype);      /* bytes per element; 0 for an unknown type */
 MT_API const char *mt_dtype_name(mt_dtype dtype); /* "f32", "bf16", ... */
@@ -1354,21 +1355,35 @@ static int mti_is_built(mt_device device) {
 
 static int mti_is_shard_count(int n) { return n >= 0 && n <= 1024 && (n & (n - 1)) == 0; }
 
-static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) {
-    mt_device device = desc->device == MT_DEVICE_META ? desc->planned : desc->device;
+/* Checks device and planned. */
+static mt_status mti_device_check(mt_comm *world, const mt_context_desc *desc) {
+    int plans = desc->device == MT_DEVICE_META;
+    mt_device device = plans ? desc->planned : desc->device;
     char text[192];
-    if (!mti_is_built(device)) {
+    if (mti_is_built(device)) return MT_SUCCESS;
+    if (device == MT_DEVICE_CUDA)
         snprintf(text, sizeof text,
-                 "mt_context_create: device %d is not built into this program: it has MT_DEVICE_CPU (0) and "
-                 "MT_DEVICE_META (2); for MT_DEVICE_CUDA (1) compile the implementation with nvcc, as a .cu file",
-                 (int)device);
-        return mti_context_refuse(world, desc, MT_ERR_UNSUPPORTED, text);
-    }
+                 "mt_context_create: %s is MT_DEVICE_CUDA, which is not built into this program: compile the "
+                 "implementation with nvcc, as a .cu file",
+                 plans ? "planned" : "device");
+    else if (device == MT_DEVICE_META)
+        snprintf(text, sizeof text,
+                 "mt_context_create: planned is MT_DEVICE_META, must be MT_DEVICE_CPU or MT_DEVICE_CUDA");
+    else
+        snprintf(text, sizeof text, "mt_context_create: %s is %d, must be MT_DEVICE_CPU%s",
+                 plans ? "planned" : "device", (int)device,
+                 plans ? " or MT_DEVICE_CUDA" : ", MT_DEVICE_CUDA or MT_DEVICE_META");
+    return mti_context_refuse(world, desc, MT_ERR_UNSUPPORTED, text);
+}
+
+static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) {
+    char text[192];
+    MT_TRY(mti_device_check(world, desc));
     if ((desc->allocator.alloc == NULL) != (desc->allocator.free == NULL))
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT,
                                   "mt_context_create: the allocator needs both alloc and free, or neither");
     if (desc->threads < 0) {
-        snprintf(text, sizeof text, "mt_context_create: threads is %d, must not be negative", desc->threads);
+        snprintf(text, sizeof text, "mt_context_create: threads is %d, must be at least 0", desc->threads);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
     if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data)) {
@@ -3348,18 +3363,18 @@ static size_t mti_recv_elements(const mt_comm *comm, const mti_call *call) {
     return call->kind == MT_ALL_GATHER ? mti_all_blocks(comm, call) : call->count;
 }
 
+#define MTI_DTYPES "MT_F32, MT_BF16, MT_F16, MT_I32 or MT_U8"
+
 static mt_status mti_check_dtype(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     const char *name = mti_call_name(call->kind);
     if (call->kind == MT_BARRIER) return MT_SUCCESS;
     if (mt_dtype_size(call->dtype) == 0)
-        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: dtype is %d, which is not an mt_dtype", name,
-                          (int)call->dtype);
+        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: dtype is %d, must be " MTI_DTYPES, name, (int)call->dtype);
     if (!mti_reduces(call)) return MT_SUCCESS;
     if (call->dtype == MT_U8)
         return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: u8 moves but does not reduce; use f32 or i32", name);
     if (call->op != MT_SUM && call->op != MT_MAX)
-        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: op is %d, must be MT_SUM (0) or MT_MAX (1)", name,
-                          (int)call->op);
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: op is %d, must be MT_SUM or MT_MAX", name, (int)call->op);
     return MT_SUCCESS;
 }
 
@@ -3369,7 +3384,7 @@ static mt_status mti_check_peer(mt_context *ctx, mt_comm *comm, const mti_call *
     const char *name = mti_call_name(call->kind);
     int lowest = call->kind == MTI_SEND_RECV ? -1 : 0;
     if (peer < lowest || peer >= comm->size)
-        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s is %d, must lie in [%d, %d] on \"%s\"", name, what,
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s is %d, must be from %d to %d on \"%s\"", name, what,
                           peer, lowest, comm->size - 1, comm->name);
     if (peer == comm->rank && mti_is_p2p(call) && (call->root != call->source || call->count != call->recvcount))
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
@@ -6104,7 +6119,7 @@ MT_API const char *mt_f32_digits(float x, char text[32]) {
 static mt_status mti_check_view(mt_context *ctx, mt_comm *comm, const char *name, const char *what, mt_tensor t) {
     MT_TRY(mti_check_home(ctx, comm, name));
     if (mt_dtype_size(t.dtype) == 0)
-        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: the dtype of %s is %d, which is not an mt_dtype", name, what,
+        return mti_refuse(ctx, comm, MT_ERR_DTYPE, "mt_%s: %s.dtype is %d, must be " MTI_DTYPES, name, what,
                           (int)t.dtype);
     if (t.rows < 0 || t.cols < 0 || (t.cols > 0 && t.rows > INT64_MAX / 8 / t.cols))
         return mti_refuse(ctx, comm, MT_ERR_SHAPE, "mt_%s: %s is [%lld, %lld], which is not a valid shape", name, what,
@@ -6280,7 +6295,9 @@ MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_strea
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_begin: %s",
                        comm ? "the last one has not ended" : "comm is NULL");
     if (stream < MT_STREAM_NONE || stream > MT_STREAM_THIRD)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_begin: stream is %d, must be an mt_stream", (int)stream);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_overlap_begin: stream is %d, must be MT_STREAM_NONE, MT_STREAM_SECOND or MT_STREAM_THIRD",
+                       (int)stream);
     if (ctx->device != MT_DEVICE_CUDA || comm->size == 1 || ctx->invariant || stream == MT_STREAM_NONE)
         return MT_SUCCESS;
     return mti_cuda_fork(ctx, stream == MT_STREAM_THIRD ? ctx->third_stream : ctx->second_stream);
@@ -6845,15 +6862,15 @@ static mt_status mti_launch_check(const mt_launch_desc *desc, mt_rank_function r
         return MT_ERR_ARGUMENT;
     }
     if (desc->ranks < 1 || desc->ranks > MTI_MAX_RANKS) {
-        mti_launch_say(desc, "mt_launch: ranks is %d, must lie in [1, %d]", desc->ranks, MTI_MAX_RANKS);
+        mti_launch_say(desc, "mt_launch: ranks is %d, must be from 1 to %d", desc->ranks, MTI_MAX_RANKS);
         return MT_ERR_ARGUMENT;
     }
     if (desc->cores_per_rank < 1) {
-        mti_launch_say(desc, "mt_launch: cores_per_rank is %d, must not be negative", desc->cores_per_rank);
+        mti_launch_say(desc, "mt_launch: cores_per_rank is %d, must be at least 0", desc->cores_per_rank);
         return MT_ERR_ARGUMENT;
     }
     if (!(desc->timeout_s >= 0)) {
-        mti_launch_say(desc, "mt_launch: timeout_s is %g, must not be negative", desc->timeout_s);
+        mti_launch_say(desc, "mt_launch: timeout_s is %g, must be at least 0", desc->timeout_s);
         return MT_ERR_ARGUMENT;
     }
     return MT_SUCCESS;

@@ -644,8 +644,8 @@ MT_API float mt_clip_coefficient(float norm, float max_norm);
    "loss_scaler.min_scale", or NULL. */
 MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *desc);
 
-/* For authors of checkpoints: returns what a field that mt_loss_scaler_fault has returned must be, such as
-   "at least 1". Returns NULL for another name. */
+/* For authors of checkpoints: takes a name that mt_loss_scaler_fault has returned, and returns what this field must be,
+   such as "at least 1"; NULL for another name. */
 MT_API const char *mt_loss_scaler_wanted(const char *field);
 
 /* ---- a training step that does not wait -------------------------------------------------------------------------- */
@@ -719,10 +719,10 @@ typedef enum mt_float_range {
    and `name` that of the block. When name is NULL, the message has no name. When ctx is NULL, there is no message.
      mt_check_integer  value must be in [low, high]. With high INT64_MAX, the message has no upper limit
      mt_check_size     the same, but the error is MT_ERR_SHAPE
-     mt_check_enum     value must be that of a word. `words` has one word for each value of the enum, from 0 on, with
+     mt_check_enum     value must have a word. `words` has one word for each value of the enum, from 0 on, with
                        spaces between them: MT_MASK_WORDS, or "MY_ADD MY_MULTIPLY"
      mt_check_float    value must be in the range
-   Error: MT_ERR_ARGUMENT. */
+   Errors: MT_ERR_ARGUMENT; mt_check_size: MT_ERR_SHAPE. In mt_check_float, an unknown range is also MT_ERR_ARGUMENT. */
 MT_API mt_status mt_check_integer(mt_context *ctx, const char *function, const char *name, const char *field,
                                   int64_t value, int64_t low, int64_t high);
 MT_API mt_status mt_check_size(mt_context *ctx, const char *function, const char *name, const char *field,
@@ -732,7 +732,7 @@ MT_API mt_status mt_check_enum(mt_context *ctx, const char *function, const char
 MT_API mt_status mt_check_float(mt_context *ctx, const char *function, const char *name, const char *field, float value,
                                 mt_float_range range);
 
-#define MT_WORD_MAX 32
+#define MT_WORD_MAX 32 /* characters of a word, with the NUL */
 
 /* Writes the word of the value to text, for a message: the word of 1 in "MY_ADD MY_MULTIPLY" is MY_MULTIPLY. A value
    without a word is written as a number. A word is cut after MT_WORD_MAX - 1 characters. */
@@ -826,6 +826,9 @@ static mt_status mti_kernels_open(mt_context *ctx, mti_kernels **out) {
     return MT_SUCCESS;
 }
 
+#define MTI_GEMM_CHOICE_WORDS "MT_GEMM_MEASURED MT_GEMM_HEURISTIC"
+#define MTI_EPILOGUE_WORDS "MT_EPILOGUE_SEPARATE MT_EPILOGUE_FUSED MT_EPILOGUE_MEASURED"
+
 MT_API mt_status mt_gemm_set_options(mt_context *ctx, const mt_gemm_options *options) {
     static const char *const function = "mt_gemm_set_options";
     mt_gemm_options o;
@@ -833,9 +836,8 @@ MT_API mt_status mt_gemm_set_options(mt_context *ctx, const mt_gemm_options *opt
     if (!ctx) return MT_ERR_ARGUMENT;
     memset(&o, 0, sizeof o);
     if (options) o = *options;
-    MT_TRY(mt_check_enum(ctx, function, NULL, "choice", (int)o.choice, "MT_GEMM_MEASURED MT_GEMM_HEURISTIC"));
-    MT_TRY(mt_check_enum(ctx, function, NULL, "epilogue", (int)o.epilogue,
-                         "MT_EPILOGUE_SEPARATE MT_EPILOGUE_FUSED MT_EPILOGUE_MEASURED"));
+    MT_TRY(mt_check_enum(ctx, function, NULL, "choice", (int)o.choice, MTI_GEMM_CHOICE_WORDS));
+    MT_TRY(mt_check_enum(ctx, function, NULL, "epilogue", (int)o.epilogue, MTI_EPILOGUE_WORDS));
     MT_TRY(mti_kernels_open(ctx, &k));
     k->options = o;
     if (mt_context_invariant(ctx)) k->options.epilogue = MT_EPILOGUE_SEPARATE;
@@ -853,7 +855,8 @@ MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx) {
 
 static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char *name, mt_dtype dtype) {
     if (mt_dtype_size(dtype) == 0)
-        return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s has data type %d, which does not exist", where, name, (int)dtype);
+        return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s.dtype is %d, must be MT_F32, MT_BF16, MT_F16, MT_I32 or MT_U8", where,
+                       name, (int)dtype);
     return MT_SUCCESS;
 }
 
@@ -966,7 +969,8 @@ static mt_status mti_integer_check(mt_context *ctx, mt_status status, const char
     if (value >= low && value <= high) return MT_SUCCESS;
     snprintf(is, sizeof is, "%lld", (long long)value);
     if (high == INT64_MAX) snprintf(wanted, sizeof wanted, "at least %lld", (long long)low);
-    else if (high - 1 == low) snprintf(wanted, sizeof wanted, "%lld or %lld", (long long)low, (long long)high);
+    else if (low < high && low == high - 1)
+        snprintf(wanted, sizeof wanted, "%lld or %lld", (long long)low, (long long)high);
     else snprintf(wanted, sizeof wanted, "from %lld to %lld", (long long)low, (long long)high);
     return mti_field_fail(ctx, status, function, name, field, is, wanted);
 }
@@ -2810,13 +2814,14 @@ typedef struct mti_matmul {
     int64_t lda, ldb, ldc;
 } mti_matmul;
 
+#define MTI_TRANSPOSE_WORDS "MT_NO_TRANS MT_TRANS"
+
 /* Checks what the argument table of mt_gemm cannot express. */
 static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b,
                                  mt_tensor c, const mti_matmul *g) {
     int64_t inner_b = trans_b ? b.cols : b.rows;
-    if ((trans_a != MT_NO_TRANS && trans_a != MT_TRANS) || (trans_b != MT_NO_TRANS && trans_b != MT_TRANS))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gemm: trans_a is %d and trans_b is %d, must be 0 or 1", (int)trans_a,
-                       (int)trans_b);
+    MT_TRY(mt_check_enum(ctx, "mt_gemm", NULL, "trans_a", (int)trans_a, MTI_TRANSPOSE_WORDS));
+    MT_TRY(mt_check_enum(ctx, "mt_gemm", NULL, "trans_b", (int)trans_b, MTI_TRANSPOSE_WORDS));
     if (g->k != inner_b)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_gemm: a is [%lld, %lld]%s, b is [%lld, %lld]%s: inner sizes %lld and %lld "
@@ -5146,7 +5151,7 @@ MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_ra
 /* ---- >>dropout --------------------------------------------------------------------------------------------------- */
 
 static mt_status mti_expect_probability(mt_context *ctx, const char *where, float p) {
-    return mt_check_float(ctx, where, NULL, "the dropout probability", p, MT_FLOAT_PROBABILITY);
+    return mt_check_float(ctx, where, NULL, "dropout.p", p, MT_FLOAT_PROBABILITY);
 }
 
 static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropout dropout, int64_t rows,
@@ -5433,12 +5438,11 @@ static mt_status mti_expect_bias(mt_context *ctx, const char *where, const mt_at
     if (s->bias_batch != 1 && s->bias_batch != s->batch)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch is %lld, must be 1 or %lld", where, (long long)s->bias_batch,
                        (long long)s->batch);
-    if (s->bias_first_head < 0 ||
-        (s->bias_heads != 1 && (s->bias_heads < heads || s->bias_first_head > s->bias_heads - heads)))
+    MT_TRY(mt_check_size(ctx, where, NULL, "bias_first_head", s->bias_first_head, 0, INT64_MAX));
+    if (s->bias_heads != 1 && (s->bias_heads < heads || s->bias_first_head > s->bias_heads - heads))
         return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: bias_heads is %lld, must be 1 or at least bias_first_head %lld + %lld heads, with "
-                       "bias_first_head >= 0",
-                       where, (long long)s->bias_heads, (long long)s->bias_first_head, (long long)heads);
+                       "%s: bias_heads is %lld, must be 1 or at least bias_first_head %lld + %lld heads", where,
+                       (long long)s->bias_heads, (long long)s->bias_first_head, (long long)heads);
     if (mt_size_mul(mt_size_mul(mt_size_mul(s->bias_batch, s->bias_heads), s->seq), s->kv_seq) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: bias_batch %lld, bias_heads %lld, seq %lld: a bias has too many rows",
                        where, (long long)s->bias_batch, (long long)s->bias_heads, (long long)s->seq);
@@ -7052,14 +7056,16 @@ static const mti_attention_kernels *mti_attention_choose(const mti_attention *a,
     return k;
 }
 
+static mt_status mti_cuda_attention_limit(mt_context *ctx, const char *field, int64_t value, int most) {
+    if (value <= most) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "attention on a GPU: %s is %lld, must be at most %d", field,
+                   (long long)value, most);
+}
+
 static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_desc *s) {
-    if (s->head_dim <= 32 * MTI_PLAIN_WIDTH && s->groups * s->heads_per_group <= 65535 && s->batch <= 65535)
-        return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_UNSUPPORTED,
-                   "attention on a GPU: head_dim %lld (at most %d), %lld heads, batch %lld (at most "
-                   "65535)",
-                   (long long)s->head_dim, 32 * MTI_PLAIN_WIDTH, (long long)(s->groups * s->heads_per_group),
-                   (long long)s->batch);
+    MT_TRY(mti_cuda_attention_limit(ctx, "head_dim", s->head_dim, 32 * MTI_PLAIN_WIDTH));
+    MT_TRY(mti_cuda_attention_limit(ctx, "groups * heads_per_group", s->groups * s->heads_per_group, 65535));
+    return mti_cuda_attention_limit(ctx, "batch", s->batch, 65535);
 }
 
 static mt_status mti_cuda_attention(const mti_attention *a, int backward) {
@@ -7621,9 +7627,7 @@ static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const 
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], %s is [%lld, %lld]: widths differ", where,
                        table_name, (long long)table.rows, (long long)table.cols, y_name, (long long)y.rows,
                        (long long)y.cols);
-    if (first_row < 0)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: first_row is %lld, must not be negative", where,
-                       (long long)first_row);
+    MT_TRY(mt_check_integer(ctx, where, NULL, "first_row", first_row, 0, INT64_MAX));
     return mti_expect_pointer(ctx, where, "ids", ids, y.rows);
 }
 
@@ -9117,8 +9121,7 @@ static mt_status mti_expect_adamw_tensor(mt_context *ctx, const mt_adamw_tensor 
 static mt_status mti_expect_square_tensor(mt_context *ctx, const mt_square_tensor *t) {
     static const char *const where = "mt_multi_tensor_create_squares";
     MT_TRY(mt_tensor_check(ctx, where, "x", t->x, MT_ARG_F32, t->x.rows, t->x.cols));
-    if (t->out >= 0) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: out is %lld, must not be negative", where, (long long)t->out);
+    return mt_check_integer(ctx, where, NULL, "out", t->out, 0, INT64_MAX);
 }
 
 /* Copies the tensors that are not empty into a new list. One of adamw and squares may be not NULL. */
@@ -9256,9 +9259,9 @@ static const struct {
     size_t at; /* the place in mt_loss_scaler_desc */
     int whole; /* 1: an int; 0: a float */
 } mti_scaler_fields[] = {
-    {"loss_scaler.initial_scale", "at least loss_scaler.min_scale", MTI_SCALER_AT(initial_scale), 0},
+    {"loss_scaler.initial_scale", "at least min_scale and finite", MTI_SCALER_AT(initial_scale), 0},
     {"loss_scaler.min_scale", "above 0, and so large that 1 / min_scale is finite", MTI_SCALER_AT(min_scale), 0},
-    {"loss_scaler.growth", "at least 1", MTI_SCALER_AT(growth), 0},
+    {"loss_scaler.growth", "at least 1 and finite", MTI_SCALER_AT(growth), 0},
     {"loss_scaler.backoff", "above 0 and at most 1", MTI_SCALER_AT(backoff), 0},
     {"loss_scaler.growth_interval", "at least 1", MTI_SCALER_AT(growth_interval), 1},
     {"loss_scaler.hysteresis", "at least 1", MTI_SCALER_AT(hysteresis), 1}};
@@ -9286,8 +9289,9 @@ static mt_status mti_loss_scaler_check(mt_context *ctx, const mt_loss_scaler_des
     memcpy(&x, (const char *)d + mti_scaler_fields[i].at, sizeof x);
     memcpy(&n, (const char *)d + mti_scaler_fields[i].at, sizeof n);
     if (mti_scaler_fields[i].whole) snprintf(is, sizeof is, "%d", n);
-    else snprintf(is, sizeof is, "%.9g", (double)x);
-    return mti_field_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create", NULL, fault, is, mti_scaler_fields[i].wanted);
+    else mt_f32_digits(x, is);
+    return mti_field_fail(ctx, MT_ERR_ARGUMENT, "mt_loss_scaler_create", NULL, fault + strlen("loss_scaler."), is,
+                          mti_scaler_fields[i].wanted);
 }
 
 MT_API mt_status mt_loss_scaler_create(mt_context *ctx, const mt_loss_scaler_desc *desc, mt_loss_scaler *out) {

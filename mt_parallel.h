@@ -194,6 +194,7 @@ typedef enum mt_placement {
     MT_SPLIT_ROWS = 1, /* rows are split over the tensor group */
     MT_SPLIT_COLS = 2  /* columns are split over the tensor group */
 } mt_placement;
+#define MT_PLACEMENT_WORDS "MT_REPLICATED MT_SPLIT_ROWS MT_SPLIT_COLS" /* see mt_check_enum */
 
 /* Describes a parameter: its global shape, how it is split, and its first values. */
 typedef struct mt_param_desc {
@@ -293,8 +294,8 @@ MT_API mt_status mt_params_set_data_parallel(mt_context *ctx, mt_params *params,
    (mt_params_bind).
    MT_ERR_ARGUMENT: the name is empty, taken or too long, or NULL with several pipeline stages, another field is out of
    range, or mt_params_init or mt_params_bind was already called.
-   MT_ERR_SHAPE: rows or cols is not positive, rows * cols is above 2^48, parts * unit does not divide the split
-   dimension, or padded_features breaks a rule of its comment. */
+   MT_ERR_SHAPE: rows or cols is not positive, unit is negative, rows * cols is above 2^48, parts * unit does not divide
+   the split dimension, or padded_features breaks a rule of its comment. */
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out);
 
 /* Sets mt_param_desc.weight_decay of a parameter, for instance of one that the create function of a layer has added.
@@ -404,9 +405,9 @@ typedef struct mt_shard {
 /* Writes the shape of the shard to *rows and *cols, padding included. It is the shape of mt_param.value. Needs neither
    a context nor a communicator, so that a program can plan its memory before it creates anything. No communication.
    Errors, without a message: MT_ERR_ARGUMENT (a pointer is NULL, placement or invariant is out of range, tp_rank is not
-   in [0, tp_size), parts is above 65536, or parts or unit is above 1 with MT_REPLICATED), MT_ERR_SHAPE (rows or cols is
-   not positive, rows * cols is above 2^48, parts * unit does not divide the split dimension, or tp_size does not divide
-   `invariant`). */
+   in [0, tp_size), parts is above 65536, or parts or unit is above 1 with MT_REPLICATED), MT_ERR_SHAPE
+   (rows or cols is not positive, unit is negative, rows * cols is above 2^48, parts * unit does not divide the split
+   dimension, or tp_size does not divide `invariant`). */
 MT_API mt_status mt_shard_size(const mt_shard *shard, int64_t *rows, int64_t *cols);
 
 /* Copies between a whole matrix and a shard of it, both contiguous and in host memory. With to_whole 0, `from` is the
@@ -807,9 +808,8 @@ typedef struct mt_vocab_parallel_embedding {
    the gradient. ids [tokens] are in memory of the context's device, and must be the same in both calls.
    Communication: forward all-reduces y (g). With sequence_parallel y and dy are [tokens / t, features]: forward
    reduce-scatters y, and backward all-gathers dy.
-   Errors: MT_ERR_ARGUMENT of create (vocab is not in [1, 2^31 - 1], padded_vocab is less than vocab or above 2^31 - 1,
-   or features is less than 1), MT_ERR_DATA (an id is not in [0, vocab); on a GPU a later call returns it, see
-   mt_ids_check). */
+   Errors: MT_ERR_ARGUMENT of create (a field of desc is out of range), MT_ERR_DATA (an id is not in [0, vocab); on a
+   GPU a later call returns it, see mt_ids_check). */
 MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *params, const char *name,
                                                     const mt_embedding_desc *desc, mt_vocab_parallel_embedding *out);
 MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_vocab_parallel_embedding *layer,
@@ -852,7 +852,7 @@ typedef struct mt_cross_entropy_saved {
    Communication: forward all-gathers four floats for each token over tp, in invariant mode for each token and virtual
    shard.
    MT_ERR_DATA: a target is neither in [0, vocab) nor ignore_index; on a GPU a later call returns it, see mt_ids_check.
-   MT_ERR_ARGUMENT: padded_vocab is less than vocab. */
+   MT_ERR_ARGUMENT: a field of desc is out of range. */
 MT_API mt_status mt_vocab_parallel_cross_entropy_forward(mt_context *ctx, mt_comm *tp,
                                                          const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                          const int32_t *targets, mt_tensor loss,
@@ -1296,7 +1296,8 @@ MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]);
 /* Reads each field from the entry of the same name in a file's metadata. Ignores must_match.
    MT_ERR_DATA: there is no such entry, it is not a value of the field's kind and range, or it is a text that is longer
    than the field's array. The message names the file, the field, its value and what the value must be. After an error
-   some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, value or size. */
+   some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, no value or an unknown kind,
+   or is a text of 0 bytes. */
 MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *file, const mt_field *fields, int count);
 
 /* Returns MT_ERR_DATA with the message "FILE: its metadata has NAME 'VALUE', must be WANTED". VALUE is what the
@@ -1310,7 +1311,8 @@ MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *fi
    that is longer than its array is truncated. Whole numbers must not be negative.
    When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
    MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, or a value is not of its field's kind or range.
-   After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, value or size. */
+   After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, no value or
+   an unknown kind, or is a text of 0 bytes. */
 MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
                               int count, int *exists);
 
@@ -1635,7 +1637,7 @@ static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[3
     if (field || world < 1) {
         int value = desc->tp < 0 ? desc->tp : desc->dp < 0 ? desc->dp : desc->pp < 0 ? desc->pp : world;
         snprintf(text, text_bytes, "mt_grid: %s is %d, must be at least %d", field ? field : "world_size", value,
-                 !field);
+                 field ? 0 : 1);
         return MT_ERR_ARGUMENT;
     }
     if (!data && world % model == 0) data = (int)(world / model);
@@ -2067,14 +2069,21 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
     return MT_SUCCESS;
 }
 
+/* Refuses a dtype that must be that of floats. */
+static mt_status mti_float_dtype_fail(mt_context *ctx, mt_status status, const char *function, const char *field,
+                                      mt_dtype dtype) {
+    char word[MT_WORD_MAX];
+    mt_enum_word(MT_DTYPE_WORDS, (int)dtype, word);
+    return mt_fail(ctx, status, "%s: %s is %s, must be MT_F32, MT_BF16 or MT_F16", function, field, word);
+}
+
 MT_API mt_status mt_params_set_dtype(mt_context *ctx, mt_params *params, mt_dtype dtype) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!params || params->count > 0)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_params_set_dtype: %s",
                        params ? "there are parameters already" : "params is NULL");
     if (!mt_dtype_is_float(dtype))
-        return mt_fail(ctx, MT_ERR_DTYPE, "mt_params_set_dtype: parameters cannot be %s, but f32, bf16 or f16",
-                       mt_dtype_name(dtype));
+        return mti_float_dtype_fail(ctx, MT_ERR_DTYPE, "mt_params_set_dtype", "dtype", dtype);
     params->dtype = dtype;
     return MT_SUCCESS;
 }
@@ -2309,7 +2318,6 @@ static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b)
 #define MTI_PARAM_ELEMENTS ((int64_t)1 << 48) /* padded to 1024 shards, they still fit in int64_t */
 #define MTI_PARAM_PARTS 65536                 /* calls loop over the parts or pieces of a parameter */
 #define MTI_SHARDS_MAX 1024                   /* of mt_context_desc.invariant */
-#define MTI_PLACEMENT_WORDS "MT_REPLICATED MT_SPLIT_ROWS MT_SPLIT_COLS"
 
 static mt_status mti_padding_check(mt_context *ctx, const char *function, const mt_param_desc *d) {
     int64_t n = d->placement == MT_SPLIT_COLS ? d->cols : d->rows;
@@ -2339,7 +2347,7 @@ static mt_status mti_copies_check(mt_context *ctx, const char *function, const m
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': copied is %lld, must be 0 with one copy", function, d->name,
                        (long long)d->copied);
     if (without)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': copies is %lld, must be 0 %s", function, d->name,
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s': copies is %lld, must be 0 or 1 %s", function, d->name,
                        (long long)d->copies, without);
     MT_TRY(mt_check_integer(ctx, function, d->name, "copies", d->copies, 0, most));
     MT_TRY(mt_check_integer(ctx, function, d->name, "copied", d->copied, 1, unit));
@@ -2354,7 +2362,7 @@ static mt_status mti_sharding_check(mt_context *ctx, const char *function, const
     int64_t unit = d->unit ? d->unit : 1;
     MT_TRY(mt_check_size(ctx, function, d->name, "rows", d->rows, 1, INT64_MAX));
     MT_TRY(mt_check_size(ctx, function, d->name, "cols", d->cols, 1, INT64_MAX));
-    MT_TRY(mt_check_enum(ctx, function, d->name, "placement", (int)d->placement, MTI_PLACEMENT_WORDS));
+    MT_TRY(mt_check_enum(ctx, function, d->name, "placement", (int)d->placement, MT_PLACEMENT_WORDS));
     if (d->rows > MTI_PARAM_ELEMENTS / d->cols)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' is [%lld, %lld], which is more than %lld elements", function,
                        d->name, (long long)d->rows, (long long)d->cols, (long long)MTI_PARAM_ELEMENTS);
@@ -3871,6 +3879,14 @@ MT_API mt_status mt_sequence_rows(mt_context *ctx, const char *function, mt_comm
                    (long long)tokens, ranks);
 }
 
+/* Checks that a field, in which 0 means 1, has the value of the shared weight. */
+static mt_status mti_shared_check(mt_context *ctx, const char *function, const char *name, const char *field,
+                                  int64_t value, const mt_param *weight, int64_t shared) {
+    if ((value ? value : 1) == shared) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %s is %lld, that of the shared weight '%s' is %lld", function, name,
+                   field, (long long)value, weight->name, (long long)shared);
+}
+
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
                                                   const mt_linear_desc *desc, mt_column_parallel_linear *out) {
     static const char *const function = "mt_column_parallel_linear_create";
@@ -3890,19 +3906,18 @@ MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *pa
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' is [%lld, %lld], the shared weight '%s' is [%lld, %lld]", function,
                        name, (long long)desc->out_features, (long long)desc->in_features, desc->weight->name,
                        (long long)desc->weight->desc.rows, (long long)desc->weight->desc.cols);
-    if (desc->weight && (desc->weight->desc.parts != (desc->parts ? desc->parts : 1) ||
-                         desc->weight->desc.unit != (desc->unit ? desc->unit : 1)))
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: '%s' has %lld parts of units of %lld, the shared weight '%s' %lld of %lld", function, name,
-                       (long long)(desc->parts ? desc->parts : 1), (long long)(desc->unit ? desc->unit : 1),
-                       desc->weight->name, (long long)desc->weight->desc.parts, (long long)desc->weight->desc.unit);
+    if (desc->weight) {
+        MT_TRY(mti_shared_check(ctx, function, name, "parts", desc->parts, desc->weight, desc->weight->desc.parts));
+        MT_TRY(mti_shared_check(ctx, function, name, "unit", desc->unit, desc->weight, desc->weight->desc.unit));
+    }
     if (desc->weight && (desc->copies > 1 || desc->weight->desc.copies > 1))
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' shares the weight '%s', and one of them has copies", function, name,
                        desc->weight->name);
     if (desc->weight && desc->padded_out_features &&
         desc->padded_out_features != mti_padded(desc->out_features, desc->weight->desc.padded_features))
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' has padded_out_features %lld, the shared weight '%s' %lld",
-                       function, name, (long long)desc->padded_out_features, desc->weight->name,
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: '%s': padded_out_features is %lld, that of the shared weight '%s' is %lld", function, name,
+                       (long long)desc->padded_out_features, desc->weight->name,
                        (long long)desc->weight->desc.padded_features);
     memset(out, 0, sizeof *out);
     mark = mt_params_mark(params);
@@ -4128,12 +4143,12 @@ static mt_status mti_column_call_backward(mt_context *ctx, const char *function,
     size_t mark;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    MT_TRY(mti_column_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
+    MT_TRY(mti_column_check(ctx, function, layer, "saved.x", saved->x, "dy", dy));
     MT_TRY(mti_column_gradients(ctx, function, layer));
     if (dx.data)
         MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
-    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "saved->x", saved->x, "dx", dx));
-    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved->x", saved->x));
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "saved.x", saved->x, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", saved->x));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_column_backward_gathered(ctx, layer, dy, dx, saved->x)));
     return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, layer->desc.sequence_parallel, NULL);
@@ -4194,12 +4209,12 @@ MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, cons
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     sp = layers[0].desc.sequence_parallel;
     for (i = 0; i < count; i++) {
-        MT_TRY(mti_column_check(ctx, function, &layers[i], "saved->x", saved->x, "dy", dy[i]));
+        MT_TRY(mti_column_check(ctx, function, &layers[i], "saved.x", saved->x, "dy", dy[i]));
         MT_TRY(mti_column_gradients(ctx, function, &layers[i]));
     }
     if (dx.data) MT_TRY(mt_check_activation(ctx, function, layers[0].weight, "dx", dx, saved->x.rows, saved->x.cols));
-    MT_TRY(mt_check_sent(ctx, function, layers[0].tp, sp, "saved->x", saved->x, "dx", dx));
-    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved->x", saved->x));
+    MT_TRY(mt_check_sent(ctx, function, layers[0].tp, sp, "saved.x", saved->x, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", saved->x));
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_linear_end(ctx, mark, mti_column_backward(ctx, &l, dy, dx, saved->x)));
     return mt_hash_log_activation(ctx, layers[0].name, 0, "input_grad", dx, sp, NULL);
@@ -4509,10 +4524,10 @@ static mt_status mti_row_backward_check(mt_context *ctx, const char *function, c
                                         mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    MT_TRY(mti_row_check(ctx, function, layer, "saved->x", saved->x, "dy", dy));
+    MT_TRY(mti_row_check(ctx, function, layer, "saved.x", saved->x, "dy", dy));
     if (dx.data) MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
     MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
-    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved->x", saved->x));
+    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", saved->x));
     if (layer->desc.add_to_dx) MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dy", dy));
     MT_TRY(mti_check_gradient(ctx, function, layer->weight));
     if (!layer->bias || layer->desc.skip_bias_add) return MT_SUCCESS;
@@ -4623,7 +4638,7 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
                        "%s: '%s' needs input_is_parallel and must not have add_to_dx, and the layer before it must not "
                        "have gather_output",
                        function, layer->name);
-    MT_TRY(mti_activation_check(ctx, function, before, kind, h, "saved->x", saved->x));
+    MT_TRY(mti_activation_check(ctx, function, before, kind, h, "saved.x", saved->x));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
     MT_TRY(mti_check_gradient(ctx, function, mti_column_left(before)));
     mark = mt_arena_mark(ctx);
@@ -4998,8 +5013,8 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
     MT_TRY(mti_norm_layer_check(ctx, function, layer, "dy", dy, "dx", dx));
-    MT_TRY(mt_check_activation(ctx, function, layer->weight, "saved->x", saved->x, dy.rows, dy.cols));
-    MT_TRY(mt_tensor_check(ctx, function, "saved->stats", saved->stats, MT_ARG_F32,
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "saved.x", saved->x, dy.rows, dy.cols));
+    MT_TRY(mt_tensor_check(ctx, function, "saved.stats", saved->stats, MT_ARG_F32,
                            dy.rows * (dy.cols / layer->desc.features), 2));
     if (dresidual.data)
         MT_TRY(mt_check_activation(ctx, function, layer->weight, "dresidual", dresidual, dy.rows, dy.cols));
@@ -5019,12 +5034,6 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
 
 /* ---- >>vocab ----------------------------------------------------------------------------------------------------- */
 
-static mt_status mti_padded_vocab_check(mt_context *ctx, const char *function, int64_t vocab, int64_t padded_vocab) {
-    if (!padded_vocab || (padded_vocab >= vocab && padded_vocab <= INT32_MAX)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: padded_vocab is %lld, must be 0 or from vocab %lld to %d", function,
-                   (long long)padded_vocab, (long long)vocab, INT32_MAX);
-}
-
 MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *params, const char *name,
                                                     const mt_embedding_desc *desc, mt_vocab_parallel_embedding *out) {
     static const char *const function = "mt_vocab_parallel_embedding_create";
@@ -5035,7 +5044,8 @@ MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *
     MT_TRY(mt_check_integer(ctx, function, full, "vocab", desc->vocab, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, full, "features", desc->features, 1, INT64_MAX));
     MT_TRY(mt_check_float(ctx, function, full, "init_std", desc->init_std, MT_FLOAT_AT_LEAST_0));
-    MT_TRY(mti_padded_vocab_check(ctx, function, desc->vocab, desc->padded_vocab));
+    if (desc->padded_vocab)
+        MT_TRY(mt_check_integer(ctx, function, full, "padded_vocab", desc->padded_vocab, desc->vocab, INT32_MAX));
     memset(out, 0, sizeof *out);
     memset(&w, 0, sizeof w);
     w.rows = desc->vocab;
@@ -5126,7 +5136,8 @@ static mt_status mti_cross_entropy_check(mt_context *ctx, const char *function, 
     if (!tp || !desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tp ? "desc" : "tp");
     MT_TRY(mt_check_integer(ctx, function, NULL, "vocab", desc->vocab, 1, INT32_MAX));
     MT_TRY(mt_check_float(ctx, function, NULL, "label_smoothing", desc->label_smoothing, MT_FLOAT_PROBABILITY));
-    MT_TRY(mti_padded_vocab_check(ctx, function, desc->vocab, desc->padded_vocab));
+    if (desc->padded_vocab)
+        MT_TRY(mt_check_integer(ctx, function, NULL, "padded_vocab", desc->padded_vocab, desc->vocab, INT32_MAX));
     MT_TRY(mti_expect_shards(ctx, function, tp));
     shards = mti_shards(ctx, tp);
     MT_TRY(mt_tensor_check(
@@ -5860,11 +5871,13 @@ MT_API mt_status mt_optimizer_master(mt_context *ctx, const mt_optimizer *optimi
     return MT_SUCCESS;
 }
 
+#define MTI_STATE_WORDS "MT_EXP_AVG MT_EXP_AVG_SQ MT_MASTER"
+
 /* Checks the arguments of a call that reads or writes a state. */
 static mt_status mti_optimizer_state_check(mt_context *ctx, const char *function, const mt_optimizer *optimizer,
                                            const mt_param *param, mt_optimizer_state state, const void *other) {
     MT_TRY(mti_optimizer_shard_check(ctx, function, optimizer, param, "the tensor", other));
-    return mt_check_enum(ctx, function, NULL, "state", (int)state, "MT_EXP_AVG MT_EXP_AVG_SQ MT_MASTER");
+    return mt_check_enum(ctx, function, NULL, "state", (int)state, MTI_STATE_WORDS);
 }
 
 /* Copies between this rank's share of a parameter's state and the place of that share in `whole`, which has the
@@ -6087,13 +6100,7 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
 
 /* -- a step that does not wait -- */
 
-/* Returns what the field that mti_scaler_fault has returned must be. */
-static const char *mti_scaler_wanted(const char *fault) {
-    const char *wanted = mt_loss_scaler_wanted(fault);
-    if (wanted) return wanted;
-    return strcmp(fault, "loss_scaler.scale") == 0 ? "at least loss_scaler.min_scale"
-                                                   : "below loss_scaler.growth_interval";
-}
+static mt_status mti_scaler_check(mt_context *ctx, const char *function, const mt_loss_scaler *scaler);
 
 /* Returns the name of the first field of a scaler that is out of range, or NULL. */
 static const char *mti_scaler_fault(const mt_loss_scaler *scaler) {
@@ -6101,6 +6108,13 @@ static const char *mti_scaler_fault(const mt_loss_scaler *scaler) {
     if (fault) return fault;
     if (!(scaler->scale >= scaler->desc.min_scale && scaler->scale <= FLT_MAX)) return "loss_scaler.scale";
     return scaler->good_steps < scaler->desc.growth_interval ? NULL : "loss_scaler.good_steps";
+}
+
+/* Takes a name that mti_scaler_fault has returned, and returns what this field must be. */
+static const char *mti_scaler_wanted(const char *fault) {
+    const char *wanted = mt_loss_scaler_wanted(fault);
+    if (wanted) return wanted;
+    return strcmp(fault, "loss_scaler.scale") == 0 ? "at least min_scale and finite" : "below growth_interval";
 }
 
 static mt_tensor mti_step_memory(const mt_step_values *values, size_t bytes) {
@@ -6120,8 +6134,7 @@ MT_API mt_status mt_step_create(mt_context *ctx, mt_optimizer *optimizer, const 
     MT_TRY(mt_check_float(ctx, function, NULL, "max_norm", max_norm, MT_FLOAT_FINITE));
     memset(&first, 0, sizeof first);
     if (scaler) {
-        const char *fault = mti_scaler_fault(scaler);
-        if (fault) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s must be %s", function, fault, mti_scaler_wanted(fault));
+        MT_TRY(mti_scaler_check(ctx, function, scaler));
         first.scaler = *scaler;
     } else {
         mt_loss_scaler_desc none;
@@ -6331,11 +6344,11 @@ static int mti_pipeline_has_forward(const mt_action *actions, const mt_action *b
 static const char *mti_pipeline_wrong(const mt_pipeline_stage *stage, const mt_action *actions, int count, int i,
                                       int first) {
     const mt_action *a = &actions[i];
-    if (a->kind < MT_FORWARD || a->kind > MT_SEND_BACKWARD_RECV_FORWARD) return "its kind is not an mt_action_kind";
-    if (a->slot < 0 || a->recv_slot < 0 || a->slot >= count || a->recv_slot >= count)
-        return "slots must not be negative, and fewer than there are actions";
+    if (a->slot < 0 || a->slot >= count) return "slot must be at least 0 and below the number of actions";
+    if (a->recv_slot < 0 || a->recv_slot >= count)
+        return "recv_slot must be at least 0 and below the number of actions";
     if (a->kind == MT_FORWARD && first && a->slot != 0) return "the first forward must be in slot 0";
-    if (a->kind == MT_BACKWARD && !stage->backward) return "stage->backward is NULL";
+    if (a->kind == MT_BACKWARD && !stage->backward) return "stage.backward is NULL";
     if (a->kind == MT_BACKWARD && !mti_pipeline_has_forward(actions, a))
         return "this backward needs the forward of its micro-batch in its slot, and nothing else there since";
     return NULL;
@@ -6349,31 +6362,34 @@ static const char *mti_pipeline_wrong(const mt_pipeline_stage *stage, const mt_a
 static mt_status mti_pipeline_check(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                     const mt_action *actions, int count) {
     static const char *const function = "mt_pipeline_run";
-    char kind[MT_WORD_MAX];
+    char word[MT_WORD_MAX];
     int i, forwards = 0;
     if (!grid || !grid->pp || !stage || !stage->forward || !actions)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
                        !grid || !grid->pp ? "the grid was not created"
                        : !stage           ? "stage is NULL"
-                       : actions          ? "stage->forward is NULL"
+                       : actions          ? "stage.forward is NULL"
                                           : "actions is NULL");
-    MT_TRY(mt_check_integer(ctx, function, NULL, "stage->rows", stage->rows, 1, INT64_MAX));
-    MT_TRY(mt_check_integer(ctx, function, NULL, "stage->cols", stage->cols, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "stage.rows", stage->rows, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "stage.cols", stage->cols, 1, INT64_MAX));
     if (!mt_dtype_is_float(stage->dtype))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: stage->dtype is %s, must be f32, bf16 or f16", function,
-                       mt_dtype_name(stage->dtype));
+        return mti_float_dtype_fail(ctx, MT_ERR_ARGUMENT, function, "stage.dtype", stage->dtype);
     MT_TRY(mt_check_integer(ctx, function, NULL, "count", count, 0, INT64_MAX));
     if (mt_size_mul(mt_size_mul(stage->rows, stage->cols), 8 * mt_max(1, count)) < 0)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: [%lld, %lld] in up to %d slots is more than can be counted", function,
                        (long long)stage->rows, (long long)stage->cols, count);
     for (i = 0; i < count; i++) {
         const mt_action *a = &actions[i];
-        const char *wrong = mti_pipeline_wrong(stage, actions, count, i, !forwards);
+        const char *wrong;
+        char field[32];
+        snprintf(field, sizeof field, "actions[%d].kind", i);
+        MT_TRY(mt_check_enum(ctx, function, NULL, field, (int)a->kind, MTI_ACTION_WORDS));
+        wrong = mti_pipeline_wrong(stage, actions, count, i, !forwards);
         if (wrong) {
-            mt_enum_word(MTI_ACTION_WORDS, (int)a->kind, kind);
+            mt_enum_word(MTI_ACTION_WORDS, (int)a->kind, word);
             return mt_fail(ctx, MT_ERR_ARGUMENT,
                            "%s: action %d of %d: kind %s, micro-batch %d, slot %d, recv_slot %d: %s", function, i,
-                           count, kind, a->micro_batch, a->slot, a->recv_slot, wrong);
+                           count, word, a->micro_batch, a->slot, a->recv_slot, wrong);
         }
         forwards += a->kind == MT_FORWARD;
     }
@@ -7386,7 +7402,7 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_read: %s is NULL",
                        !tensor ? "tensor"
                        : !out  ? "out"
-                               : "tensor->file");
+                               : "tensor.file");
     type = mti_safetensors_dtypes[mti_safetensors_dtype(tensor->dtype)].dtype;
     if (type < 0)
         return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, F64, BF16 or F16",
@@ -7913,15 +7929,18 @@ MT_API void mt_field_text(const mt_field *field, char text[MT_FIELD_TEXT_MAX]) {
     }
 }
 
+#define MTI_FIELD_WORDS "MT_FIELD_I64 MT_FIELD_U64 MT_FIELD_INT MT_FIELD_F32 MT_FIELD_F64 MT_FIELD_BOOL MT_FIELD_TEXT"
+
 /* Checks that every field has a name, a value and a kind, and a text a size. */
 static mt_status mti_fields_check(mt_context *ctx, const char *function, const mt_field *fields, int count) {
     int i;
     for (i = 0; i < count; i++) {
         const mt_field *f = &fields[i];
-        if (!f->name || !f->name[0] || !f->value || (int)f->kind < MT_FIELD_I64 || f->kind > MT_FIELD_TEXT ||
-            (f->kind == MT_FIELD_TEXT && f->bytes == 0))
-            return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: field %d (%.100s) has no name, value or size", function, i,
-                           f->name ? f->name : "");
+        if (!f->name || !f->name[0]) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: fields[%d] has no name", function, i);
+        if (!f->value) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%.100s': value is NULL", function, f->name);
+        MT_TRY(mt_check_enum(ctx, function, f->name, "kind", (int)f->kind, MTI_FIELD_WORDS));
+        if (f->kind == MT_FIELD_TEXT && f->bytes == 0)
+            return mt_check_integer(ctx, function, f->name, "bytes", 0, 1, INT64_MAX);
     }
     return MT_SUCCESS;
 }
@@ -8226,6 +8245,30 @@ static const char *mti_state_fault(const mt_training_state *state) {
     return mti_scaler_fault(scaler);
 }
 
+/* Returns the field of this name, which is one of the list. */
+static const mt_field *mti_state_field(const mt_field fields[MTI_STATE_FIELDS], const char *name) {
+    while (strcmp(fields->name, name) != 0) fields++;
+    return fields;
+}
+
+static mt_status mti_scaler_check(mt_context *ctx, const char *function, const mt_loss_scaler *scaler) {
+    const char *fault = mti_scaler_fault(scaler);
+    mt_field fields[MTI_STATE_FIELDS];
+    const mt_field *field;
+    mt_training_state state;
+    char text[MT_FIELD_TEXT_MAX];
+    if (!fault) return MT_SUCCESS;
+    memset(&state, 0, sizeof state);
+    state.scaler = *scaler;
+    mti_state_fields(&state, fields);
+    field = mti_state_field(fields, fault);
+    if (field->kind == MT_FIELD_F32) mt_f32_digits(*(const float *)field->value, text);
+    else mt_field_text(field, text);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scaler.%s%s is %s, must be %s", function,
+                   mt_loss_scaler_wanted(fault) ? "desc." : "", fault + strlen("loss_scaler."), text,
+                   mti_scaler_wanted(fault));
+}
+
 static mt_status mti_state_read(mt_context *ctx, const mt_safetensors *file, mt_training_state *state) {
     mt_field fields[MTI_STATE_FIELDS];
     const char *fault;
@@ -8397,10 +8440,10 @@ static mt_status mti_map_piece(mt_context *ctx, const mt_checkpoint *c, mti_tabl
     piece->row = row;
     piece->part.unit = piece->part.rows = part == 0 ? n : 0;
     if (part != 0 && !c->format.part)
-        return mt_fail(
-            ctx, MT_ERR_ARGUMENT,
-            "mt_checkpoint_create: the table has part %d of '%s', which only mt_checkpoint_format.part explains", part,
-            p->name);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_checkpoint_create: '%s': table.names[%d].part is %d, must be 0 without "
+                       "mt_checkpoint_format.part",
+                       p->name, row, part);
     if (part != 0) (c->format.part)(c->model, p, part, &piece->part);
     if (piece->part.rows == 0) return MT_SUCCESS;
     if (!mti_part_is_valid(&piece->part, n))
@@ -8572,7 +8615,7 @@ static mt_status mti_checkpoint_fields(mt_context *ctx, mt_checkpoint *c, const 
         const mt_field *f = &c->fields[i];
         if (mti_field_is_taken(c, f->name, i))
             return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "mt_checkpoint_create: field %d: another field is also called '%.100s'", i, f->name);
+                           "mt_checkpoint_create: fields[%d]: another field is also called '%.100s'", i, f->name);
     }
     return MT_SUCCESS;
 }
@@ -8588,7 +8631,7 @@ MT_API mt_status mt_checkpoint_create(mt_context *ctx, mt_params *params, const 
     if (!desc || (desc->directory && !desc->directory[0]) || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
                        !out   ? "out is NULL"
-                       : desc ? "desc->directory is empty"
+                       : desc ? "desc.directory is empty"
                               : "desc is NULL");
     *out = NULL;
     if (desc->directory && strlen(desc->directory) > MT_PATH_MAX - 128)
@@ -9033,14 +9076,10 @@ static mt_status mti_save_values(mt_context *ctx, const mt_checkpoint *c, const 
     mt_training_state copy = *state;
     mt_field fields[MTI_STATE_FIELDS];
     const char *fault;
-    int i = 0;
     mti_state_fields(&copy, fields);
     MT_TRY(mti_save_fields(ctx, fields, MTI_STATE_FIELDS));
     fault = mti_state_fault(&copy);
-    if (fault) {
-        while (strcmp(fields[i].name, fault) != 0) i++;
-        return mti_save_refuse(ctx, &fields[i], mti_scaler_wanted(fault));
-    }
+    if (fault) return mti_save_refuse(ctx, mti_state_field(fields, fault), mti_scaler_wanted(fault));
     if (c->optimizer) {
         fields[0] = mti_optimizer_field(c->optimizer);
         MT_TRY(mti_save_fields(ctx, fields, 1));

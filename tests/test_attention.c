@@ -629,9 +629,9 @@ static void test_refusals(void **state) {
     ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is 6, must be 1 or at least bias_first_head 9223372036854775807",
                    FORWARD(s));
     s.bias_first_head = -1;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_first_head -1", BACKWARD(s));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_first_head is -1, must be at least 0", BACKWARD(s));
     s.bias_heads = 1;
-    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_first_head -1", FORWARD(s));
+    ASSERT_REFUSED(MT_ERR_SHAPE, "bias_first_head is -1, must be at least 0", FORWARD(s));
     s.bias_heads = INT64_MIN, s.bias_first_head = 0;
     ASSERT_REFUSED(MT_ERR_SHAPE, "bias_heads is -9223372036854775808", FORWARD(s));
     s = good, s.bias = mt_tensor_make(x.out.data, MT_I32, 6, 6);

@@ -1223,10 +1223,9 @@ static void test_create_refuses(void **state) {
          "embedding_dropout is 1, must be at least 0 and below 1"},
         {{.vocab = 8, .layers = 2, .max_seq = 4, .embedding_dropout = NAN},
          "embedding_dropout is nan, must be at least 0 and below 1"},
-        {{.vocab = 8, .layers = 2, .max_seq = 4, .padded_vocab = 7},
-         "padded_vocab is 7, must be 0 or from vocab 8 to 2147483647"},
+        {{.vocab = 8, .layers = 2, .max_seq = 4, .padded_vocab = 7}, "padded_vocab is 7, must be from 8 to 2147483647"},
         {{.vocab = 8, .layers = 2, .max_seq = 4, .padded_vocab = (int64_t)1 << 31},
-         "padded_vocab is 2147483648, must be 0 or from vocab 8 to 2147483647"},
+         "padded_vocab is 2147483648, must be from 8 to 2147483647"},
         {{.vocab = 8, .layers = 2, .max_seq = 4, .layer.activation = MT_SWIGLU},
          "layer.activation is MT_SWIGLU, which the masked-LM head cannot use; use mt_language_model_create and a head "
          "of your own"}};
@@ -1305,12 +1304,12 @@ static void batches_are_refused(mt_context *ctx, call good, mt_status (*f)(mt_co
     c.batch = &b;
     assert_int_equal(f(NULL, good), MT_ERR_ARGUMENT);
     b.seq = 9;
-    REFUSED(ctx, MT_ERR_SHAPE, "9 tokens|max_seq is 8", f(ctx, c));
+    REFUSED(ctx, MT_ERR_SHAPE, "batch.seq is 9, must be at most max_seq 8", f(ctx, c));
     b.seq = 5;
     REFUSED(ctx, MT_ERR_SHAPE, "10 tokens|4 tensor ranks", f(ctx, c));
     b = *good.batch;
     b.sequences = 0;
-    REFUSED(ctx, MT_ERR_ARGUMENT, "'batch': sequences is 0", f(ctx, c));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "batch.sequences is 0", f(ctx, c));
     b = *good.batch;
     b.lengths = lengths;
     REFUSED(ctx, MT_ERR_DATA, "lengths[1] is 7|[0, 6]", f(ctx, c));

@@ -1827,16 +1827,18 @@ static void test_qk_norm_refuses(void **state) {
     mt_tensor wide = test_tensor(&r, QK_TOKENS, QK_COLS + 1, 7.0f), qkv = mt_tensor_f32(wide.data, QK_TOKENS, QK_COLS);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, qk_layer(&r, QK_UNIT, &layer));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, qk_layer(&r, 2 * QK_HEAD, &other));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a'|groups 2|'qkv'",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'a': groups is 2|'qkv'",
             mt_qk_norm_create(r.ctx, r.params, "a", &again, &layer, &norm));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "desc is NULL", mt_qk_norm_create(r.ctx, r.params, "a", NULL, &layer, &norm));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_qk_norm_create(r.ctx, r.params, "a", &d, NULL, &norm));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "heads of 4|'other'|unit of 8", /* two heads in each group */
-            mt_qk_norm_create(r.ctx, r.params, "a", &d, &other, &norm));
+    REFUSED_EXACTLY(r.ctx, MT_ERR_SHAPE, /* two heads in each group */
+                    "'a': features is 4, must divide the unit 8 of 'other' into three heads or more",
+                    mt_qk_norm_create(r.ctx, r.params, "a", &d, &other, &norm));
     mt_column_parallel_linear fused = layer;
     fused.desc.parts = 3;
     fused.desc.unit = QK_HEAD;
-    REFUSED(r.ctx, MT_ERR_SHAPE, "3 parts|query groups", mt_qk_norm_create(r.ctx, r.params, "a", &d, &fused, &norm));
+    REFUSED_EXACTLY(r.ctx, MT_ERR_SHAPE, "'a': 'qkv' has no query groups: its parts is 3",
+                    mt_qk_norm_create(r.ctx, r.params, "a", &d, &fused, &norm));
     d.eps = -1.0f;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "a.q_layernorm|eps is -1",
             mt_qk_norm_create(r.ctx, r.params, "a", &d, &layer, &norm));
@@ -2218,13 +2220,13 @@ static void test_rotary_create_refuses(void **state) {
         const char *rest; /* of the message, behind the function */
     } bad[] = {{{.hidden = 16, .heads = 4, .max_seq = 8, .rotary_form = MT_ROTARY_PAIRS},
                 MT_ERR_ARGUMENT,
-                "'a' sets max_seq, which only rotary uses, but rotary_base is 0"},
+                "'a': max_seq is 8, must be 0 without rotary_base"},
                {{.hidden = 16, .heads = 4, .rotary_form = MT_ROTARY_PAIRS, .rotary_dim = 2},
                 MT_ERR_ARGUMENT,
-                "'a' sets rotary_form, which only rotary uses, but rotary_base is 0"},
+                "'a': rotary_form is MT_ROTARY_PAIRS, must be MT_ROTARY_HALVES without rotary_base"},
                {{.hidden = 16, .heads = 4, .rotary_dim = 2},
                 MT_ERR_ARGUMENT,
-                "'a' sets rotary_dim, which only rotary uses, but rotary_base is 0"},
+                "'a': rotary_dim is 2, must be 0 without rotary_base"},
                {{.hidden = 16, .heads = 4, .rotary_base = 1e4f},
                 MT_ERR_SHAPE,
                 "'a': max_seq is 0, must be from 1 to 2147483647"},
@@ -2262,7 +2264,7 @@ static const struct {
 } bad_layers[] = {
     {{.hidden = 0, .heads = 4, .placement = (mt_ln_placement)3},
      MT_ERR_ARGUMENT,
-     "'l': hidden is 0, must be at least 1"},
+     "'l': hidden is 0, must be from 1 to 2147483647"},
     {{.hidden = 16, .heads = 4, .placement = (mt_ln_placement)3, .norm = (mt_norm_kind)2},
      MT_ERR_ARGUMENT,
      "'l': placement is 3, must be MT_PRE_LN, MT_POST_LN or MT_RESIDUAL_POST_LN"},
@@ -2309,7 +2311,7 @@ static const struct {
      "'l.self_attention': mask is 7, must be MT_MASK_CAUSAL or MT_MASK_BIDIRECTIONAL"},
     {{.hidden = 16, .heads = 4, .max_seq = 8},
      MT_ERR_ARGUMENT,
-     "'l.self_attention' sets max_seq, which only rotary uses, but rotary_base is 0"},
+     "'l.self_attention': max_seq is 8, must be 0 without rotary_base"},
     {{.hidden = 16, .heads = 4, .ffn = -5}, MT_ERR_ARGUMENT, "'l.mlp': ffn is -5, must be from 0 to 2147483647"},
     {{.hidden = 16, .heads = 4, .activation = (mt_activation)7},
      MT_ERR_ARGUMENT,
@@ -2405,17 +2407,17 @@ static void batches_are_refused(const block *b, mt_tensor x, mt_tensor y, int ba
         mt_batch batch;
         mt_status status;
         const char *words;
-    } bad[] = {{{.sequences = 0, .seq = 6}, MT_ERR_ARGUMENT, "'batch': sequences is 0, must be at least 1"},
-               {{.sequences = 2, .seq = 0}, MT_ERR_ARGUMENT, "'batch': seq is 0, must be at least 1"},
-               {{.sequences = -2, .seq = -6}, MT_ERR_ARGUMENT, "'batch': sequences is -2"},
+    } bad[] = {{{.sequences = 0, .seq = 6}, MT_ERR_ARGUMENT, "batch.sequences is 0, must be at least 1"},
+               {{.sequences = 2, .seq = 0}, MT_ERR_ARGUMENT, "batch.seq is 0, must be at least 1"},
+               {{.sequences = -2, .seq = -6}, MT_ERR_ARGUMENT, "batch.sequences is -2"},
                {{.sequences = 2, .seq = 6, .first_sequence = -1},
                 MT_ERR_ARGUMENT,
-                "'batch': first_sequence is -1, must be from 0 to"},
+                "batch.first_sequence is -1, must be from 0 to"},
                {{.sequences = 2, .seq = 6, .first_sequence = INT64_MAX},
                 MT_ERR_ARGUMENT,
-                "'batch': first_sequence is 9223372036854775807"},
+                "batch.first_sequence is 9223372036854775807"},
                {{.sequences = INT64_MAX, .seq = INT64_MAX}, MT_ERR_ARGUMENT, "9223372036854775807"},
-               {{.sequences = 1, .seq = 12}, MT_ERR_SHAPE, "12 tokens|max_seq is 8"},
+               {{.sequences = 1, .seq = 12}, MT_ERR_SHAPE, "batch.seq is 12, must be at most max_seq 8"},
                {{.sequences = 2, .seq = 5}, MT_ERR_SHAPE, "10"},
                {{.sequences = 2, .seq = 6, .lengths = low}, MT_ERR_DATA, "lengths[1] is -1|[0, 6]"},
                {{.sequences = 2, .seq = 6, .lengths = high}, MT_ERR_DATA, "lengths[0] is 7|[0, 6]"},
@@ -2487,7 +2489,7 @@ static void block_calls_are_refused(const block *b, mt_tensor x, mt_tensor y) {
     REFUSED(ctx, MT_ERR_ARGUMENT, "dy [|and dx|overlap", backward_with(b, batch, x, x, &s));
     REFUSED(ctx, MT_ERR_ARGUMENT, "dy [|and dx|overlap", backward_with(b, batch, x, later, &s));
     s.mlp.fc1.x = s.attention.qkv_in.x = s.layer.x = y;
-    REFUSED(ctx, MT_ERR_ARGUMENT, "saved|x [|and dx|overlap", backward_with(b, batch, x, y, &s));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "saved.|x [|and dx|overlap", backward_with(b, batch, x, y, &s));
     batches_are_refused(b, x, y, 0);
     batches_are_refused(b, x, y, 1);
 }
@@ -2616,10 +2618,9 @@ static void test_gpt_create_refuses(void **state) {
          "embedding_dropout is 1, must be at least 0 and below 1"},
         {{.vocab = 8, .layers = 1, .max_seq = 4, .embedding_dropout = NAN},
          "embedding_dropout is nan, must be at least 0 and below 1"},
-        {{.vocab = 8, .layers = 1, .max_seq = 4, .padded_vocab = 7},
-         "padded_vocab is 7, must be 0 or from vocab 8 to 2147483647"},
+        {{.vocab = 8, .layers = 1, .max_seq = 4, .padded_vocab = 7}, "padded_vocab is 7, must be from 8 to 2147483647"},
         {{.vocab = 8, .layers = 1, .max_seq = 4, .padded_vocab = (int64_t)1 << 31},
-         "padded_vocab is 2147483648, must be 0 or from vocab 8 to 2147483647"},
+         "padded_vocab is 2147483648, must be from 8 to 2147483647"},
         {{.vocab = 8, .layers = 1, .max_seq = 4, .label_smoothing = 1.0f},
          "label_smoothing is 1, must be at least 0 and below 1"},
         {{.vocab = 8, .layers = 1, .max_seq = 4, .label_smoothing = -0.1f},
@@ -2710,11 +2711,12 @@ static void gpt_calls_are_refused(test_rank *r, const mt_gpt *gpt, float *out, m
         REFUSED(r->ctx, MT_ERR_ARGUMENT, "not created", gpt_call(f, r->ctx, NULL, &good, ids, out, saved));
         REFUSED(r->ctx, MT_ERR_ARGUMENT, "batch is NULL", gpt_call(f, r->ctx, gpt, NULL, ids, out, saved));
         b.seq = 9;
-        REFUSED(r->ctx, MT_ERR_SHAPE, "9 tokens|max_seq is 8", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
+        REFUSED(r->ctx, MT_ERR_SHAPE, "batch.seq is 9, must be at most max_seq 8",
+                gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
         b.seq = 5;
         REFUSED(r->ctx, MT_ERR_SHAPE, "10 tokens|4 tensor ranks", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
         b.seq = 0;
-        REFUSED(r->ctx, MT_ERR_ARGUMENT, "'batch': seq is 0", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
+        REFUSED(r->ctx, MT_ERR_ARGUMENT, "batch.seq is 0", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));
         b = good;
         b.first_sequence = INT64_MAX - 1;
         REFUSED(r->ctx, MT_ERR_ARGUMENT, "9223372036854775806", gpt_call(f, r->ctx, gpt, &b, ids, out, saved));

@@ -1100,11 +1100,11 @@ static void batches_are_refused(const call *from, mt_status (*run)(const call *c
     static const float bias[6 * 10] = {0};
     const call good = *from;
     call c;
-    REFUSED_WITH(MT_ERR_ARGUMENT, "'batch': sequences is 0", run, batch.sequences, 0);
-    REFUSED_WITH(MT_ERR_ARGUMENT, "'memory_batch': sequences is 0", run, memory_batch.sequences, 0);
-    REFUSED_WITH(MT_ERR_ARGUMENT, "'batch': seq is 0", run, batch.seq, 0);
-    REFUSED_WITH(MT_ERR_ARGUMENT, "'memory_batch': seq is -1", run, memory_batch.seq, -1);
-    REFUSED_WITH(MT_ERR_ARGUMENT, "'batch': first_sequence is -1", run, batch.first_sequence, -1);
+    REFUSED_WITH(MT_ERR_ARGUMENT, "batch.sequences is 0", run, batch.sequences, 0);
+    REFUSED_WITH(MT_ERR_ARGUMENT, "memory_batch.sequences is 0", run, memory_batch.sequences, 0);
+    REFUSED_WITH(MT_ERR_ARGUMENT, "batch.seq is 0", run, batch.seq, 0);
+    REFUSED_WITH(MT_ERR_ARGUMENT, "memory_batch.seq is -1", run, memory_batch.seq, -1);
+    REFUSED_WITH(MT_ERR_ARGUMENT, "batch.first_sequence is -1", run, batch.first_sequence, -1);
     REFUSED_WITH(MT_ERR_SHAPE, "batch has 3 sequences, memory_batch 2", run, batch.sequences, 3);
     REFUSED_WITH(MT_ERR_SHAPE, "batch has 2 sequences, memory_batch 1", run, memory_batch.sequences, 1);
     REFUSED_WITH(MT_ERR_ARGUMENT, "batch is 4|memory_batch 3", run, batch.first_sequence, 4);
@@ -1169,22 +1169,23 @@ static void backwards_are_refused(const call *from) {
     REFUSED_WITH(MT_ERR_SHAPE, "dmemory|ld 20|contiguous", backward_of, dmemory,
                  with_shape(dmemory, dmemory.rows, 12, 20));
     REFUSED_WITH(MT_ERR_ARGUMENT, "dy [|and dx|overlap", backward_of, dx, dy);
-    REFUSED_WITH(MT_ERR_ARGUMENT, "saved x [|and dx|overlap", backward_of, dx, good.p.x);
-    REFUSED_WITH(MT_ERR_ARGUMENT, "saved memory [|and dx|overlap", backward_of, dx,
+    REFUSED_WITH(MT_ERR_ARGUMENT, "saved.query_in.x [|and dx|overlap", backward_of, dx, good.p.x);
+    REFUSED_WITH(MT_ERR_ARGUMENT, "saved.memory_in.x [|and dx|overlap", backward_of, dx,
                  with_shape(good.p.memory, dx.rows, 16, 16));
     REFUSED_WITH(MT_ERR_ARGUMENT, "dy [|and dmemory|overlap", backward_of, dmemory,
                  with_shape(dy, dmemory.rows, 12, 12));
-    REFUSED_WITH(MT_ERR_ARGUMENT, "saved x [|and dmemory|overlap", backward_of, dmemory,
+    REFUSED_WITH(MT_ERR_ARGUMENT, "saved.query_in.x [|and dmemory|overlap", backward_of, dmemory,
                  with_shape(good.p.x, dmemory.rows, 12, 12));
-    REFUSED_WITH(MT_ERR_ARGUMENT, "saved memory [|and dmemory|overlap", backward_of, dmemory, good.p.memory);
+    REFUSED_WITH(MT_ERR_ARGUMENT, "saved.memory_in.x [|and dmemory|overlap", backward_of, dmemory, good.p.memory);
     REFUSED_WITH(MT_ERR_ARGUMENT, "dx [|and dmemory|overlap", backward_of, dmemory,
                  with_shape(dx, dmemory.rows, 12, 12));
-    REFUSED_WITH(MT_ERR_SHAPE, "saved q", backward_of, saved.q, with_shape(good.p.saved.q, 11, 4, 4));
-    REFUSED_WITH(MT_ERR_SHAPE, "saved k", backward_of, saved.k, with_shape(good.p.saved.k, 20, 3, 4));
-    REFUSED_WITH(MT_ERR_SHAPE, "saved v", backward_of, saved.v, with_shape(good.p.saved.v, 19, 4, 4));
-    REFUSED_WITH(MT_ERR_SHAPE, "saved out", backward_of, saved.out, with_shape(good.p.saved.out, 12, 3, 4));
-    REFUSED_WITH(MT_ERR_SHAPE, "saved x", backward_of, saved.query_in.x, with_shape(good.p.x, good.p.x.rows, 15, 16));
-    REFUSED_WITH(MT_ERR_SHAPE, "saved memory", backward_of, saved.memory_in.x,
+    REFUSED_WITH(MT_ERR_SHAPE, "saved.q", backward_of, saved.q, with_shape(good.p.saved.q, 11, 4, 4));
+    REFUSED_WITH(MT_ERR_SHAPE, "saved.k", backward_of, saved.k, with_shape(good.p.saved.k, 20, 3, 4));
+    REFUSED_WITH(MT_ERR_SHAPE, "saved.v", backward_of, saved.v, with_shape(good.p.saved.v, 19, 4, 4));
+    REFUSED_WITH(MT_ERR_SHAPE, "saved.out", backward_of, saved.out, with_shape(good.p.saved.out, 12, 3, 4));
+    REFUSED_WITH(MT_ERR_SHAPE, "saved.query_in.x", backward_of, saved.query_in.x,
+                 with_shape(good.p.x, good.p.x.rows, 15, 16));
+    REFUSED_WITH(MT_ERR_SHAPE, "saved.memory_in.x", backward_of, saved.memory_in.x,
                  with_shape(good.p.memory, good.p.memory.rows, 11, 12));
 }
 

@@ -436,7 +436,8 @@ static void check_collective_arguments(void) {
             mt_all_reduce(C, W, NULL, B, 4, MT_F32, MT_SUM));
     REFUSED(MT_ERR_ARGUMENT, "mt_all_reduce: recvbuf is NULL, count is 4",
             mt_all_reduce(C, W, A, NULL, 4, MT_F32, MT_SUM));
-    REFUSED(MT_ERR_DTYPE, "mt_all_reduce: dtype is 77", mt_all_reduce(C, W, A, B, 4, (mt_dtype)77, MT_SUM));
+    REFUSED(MT_ERR_DTYPE, "mt_all_reduce: dtype is 77, must be MT_F32, MT_BF16, MT_F16, MT_I32 or MT_U8",
+            mt_all_reduce(C, W, A, B, 4, (mt_dtype)77, MT_SUM));
     REFUSED(MT_ERR_ARGUMENT, "to its 2-byte elements", mt_all_reduce(C, W, (char *)A + 1, B, 4, MT_BF16, MT_SUM));
     REFUSED(MT_ERR_DTYPE, "mt_all_reduce: u8", mt_all_reduce(C, W, A, B, 4, MT_U8, MT_SUM));
     REFUSED(MT_ERR_DTYPE, "mt_reduce_scatter: u8", mt_reduce_scatter(C, W, A, B, 4, MT_U8, MT_MAX));
@@ -602,7 +603,7 @@ static void test_launch_arguments(void **state) {
     (void)state;
     memset(&d, 0, sizeof d);
     assert_int_equal(launch_fault(&f, 0, -1, 1, barrier_rank), MT_ERR_ARGUMENT);
-    assert_string_equal(f.lines[0], "mt_launch: ranks is -1, must lie in [1, 1024]");
+    assert_string_equal(f.lines[0], "mt_launch: ranks is -1, must be from 1 to 1024");
     assert_int_equal(launch_fault(&f, 0, 1025, 1, barrier_rank), MT_ERR_ARGUMENT);
     assert_said(f.lines[0], "1025");
     assert_int_equal(launch_fault(&f, 0, 2, -0.5, barrier_rank), MT_ERR_ARGUMENT);

@@ -197,8 +197,10 @@ static void test_bad_inputs(void **state) {
                    mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1, a, b, 0, c));
     ASSERT_REFUSED(MT_ERR_SHAPE, "c is [3, 4], must be [3, 5]", GEMM(a, b, a));
     ASSERT_REFUSED(MT_ERR_SHAPE, "c is [4, 5], must be [3, 5]", GEMM(a, b, b));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "trans_a is 2", mt_gemm(ctx, (mt_transpose)2, MT_NO_TRANS, 1, a, b, 0, c));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "trans_b is 3", mt_gemm(ctx, MT_NO_TRANS, (mt_transpose)3, 1, a, b, 0, c));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "trans_a is 2, must be MT_NO_TRANS or MT_TRANS",
+                   mt_gemm(ctx, (mt_transpose)2, MT_NO_TRANS, 1, a, b, 0, c));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "trans_b is 3, must be MT_NO_TRANS or MT_TRANS",
+                   mt_gemm(ctx, MT_NO_TRANS, (mt_transpose)3, 1, a, b, 0, c));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "a is [3, 4] but its data is NULL", GEMM(null, b, c));
     ASSERT_REFUSED(MT_ERR_SHAPE, "a is [3, 4] with ld 3", GEMM(with_ld(a, 3), b, c));
     ASSERT_REFUSED(MT_ERR_SHAPE, "b is [4, 5] with ld -5", GEMM(a, with_ld(b, -5), c));
@@ -208,7 +210,8 @@ static void test_bad_inputs(void **state) {
     ASSERT_REFUSED(MT_ERR_UNSUPPORTED, "largest ld 3000000000", GEMM(with_ld(a, 3000000000), b, c));
     ASSERT_REFUSED(MT_ERR_DTYPE, "b is u8, must be f32, bf16 or f16", GEMM(a, with_dtype(b, MT_U8), c));
     ASSERT_REFUSED(MT_ERR_DTYPE, "c is i32, must be f32", GEMM(a, b, with_dtype(c, MT_I32)));
-    ASSERT_REFUSED(MT_ERR_DTYPE, "a has data type 77", GEMM(with_dtype(a, (mt_dtype)77), b, c));
+    ASSERT_REFUSED(MT_ERR_DTYPE, "a.dtype is 77, must be MT_F32, MT_BF16, MT_F16, MT_I32 or MT_U8",
+                   GEMM(with_dtype(a, (mt_dtype)77), b, c));
     ASSERT_REFUSED(MT_ERR_ARGUMENT, "c [4, 4] and a [4, 4] overlap",
                    GEMM(mt_tensor_f32((float *)b.data, 4, 4), mt_tensor_f32((float *)c.data, 4, 4) /* never read */,
                         mt_tensor_f32((float *)b.data, 4, 4)));

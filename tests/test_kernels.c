@@ -1647,12 +1647,12 @@ static void test_bad_random(void **state) {
     assert_int_equal(mt_random_normal(NULL, x, 1, at), MT_ERR_ARGUMENT);
 #define FORWARD(bias, residual, d, y) mt_bias_dropout_add_forward(ctx, x, bias, residual, d, y)
     d.p = 1;
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "probability is 1,", FORWARD(none, none, d, y));
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "probability is 1,", mt_bias_dropout_add_backward(ctx, x, d, y, none));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dropout.p is 1,", FORWARD(none, none, d, y));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dropout.p is 1,", mt_bias_dropout_add_backward(ctx, x, d, y, none));
     d.p = -0.1f;
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "probability is -0.1,", FORWARD(none, none, d, y));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dropout.p is -0.1,", FORWARD(none, none, d, y));
     d.p = NAN;
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "probability is ", FORWARD(none, none, d, y));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "dropout.p is ", FORWARD(none, none, d, y));
     d.p = 0.5f;
     d.at.global_cols = 2;
     ASSERT_REFUSED(MT_ERR_SHAPE, "not inside a tensor of 2 columns", FORWARD(none, none, d, y));
@@ -1686,6 +1686,7 @@ static void test_checks_of_fields(void **state) {
     INTEGER(MT_ERR_ARGUMENT, "f: 'a': n is 0, must be from 1 to 3", "a", "n", 0, 1, 3);
     INTEGER(MT_ERR_ARGUMENT, "f: n is 4, must be from 1 to 3", NULL, "n", 4, 1, 3);
     INTEGER(MT_ERR_ARGUMENT, "f: n is 2, must be 0 or 1", NULL, "n", 2, 0, 1);
+    INTEGER(MT_ERR_ARGUMENT, "f: n is 0, must be from 1 to -9223372036854775808", NULL, "n", 0, 1, INT64_MIN);
     INTEGER(MT_ERR_ARGUMENT, "f: n is -9223372036854775808, must be at least -1", NULL, "n", INT64_MIN, -1, INT64_MAX);
 #undef INTEGER
     OK(mt_check_integer(ref.ctx, "f", NULL, "n", 1, 1, 3));
@@ -1734,14 +1735,33 @@ static void test_words_of_enums(void **state) {
         int value;
     } all[] = {
 #define IS(words, value) {words, #value, (int)value}
-        IS(MT_ACTIVATION_WORDS, MT_GELU_TANH),     IS(MT_ACTIVATION_WORDS, MT_GELU_ERF),
-        IS(MT_ACTIVATION_WORDS, MT_SWIGLU),        IS(MT_ACTIVATION_WORDS, MT_SQUARED_RELU),
-        IS(MT_ACTIVATION_WORDS, MT_RELU),          IS(MT_ACTIVATION_WORDS, MT_TANH),
-        IS(MT_NORM_WORDS, MT_LAYER_NORM),          IS(MT_NORM_WORDS, MT_RMS_NORM),
-        IS(MT_MASK_WORDS, MT_MASK_CAUSAL),         IS(MT_MASK_WORDS, MT_MASK_BIDIRECTIONAL),
-        IS(MT_QKV_LAYOUT_WORDS, MT_QKV_PER_GROUP), IS(MT_QKV_LAYOUT_WORDS, MT_QKV_CONCATENATED),
-        IS(MT_QKV_LAYOUT_WORDS, MT_QKV_SEPARATE),  IS(MT_ROTARY_FORM_WORDS, MT_ROTARY_HALVES),
-        IS(MT_ROTARY_FORM_WORDS, MT_ROTARY_PAIRS)};
+        IS(MT_ACTIVATION_WORDS, MT_GELU_TANH),
+        IS(MT_ACTIVATION_WORDS, MT_GELU_ERF),
+        IS(MT_ACTIVATION_WORDS, MT_SWIGLU),
+        IS(MT_ACTIVATION_WORDS, MT_SQUARED_RELU),
+        IS(MT_ACTIVATION_WORDS, MT_RELU),
+        IS(MT_ACTIVATION_WORDS, MT_TANH),
+        IS(MT_NORM_WORDS, MT_LAYER_NORM),
+        IS(MT_NORM_WORDS, MT_RMS_NORM),
+        IS(MT_MASK_WORDS, MT_MASK_CAUSAL),
+        IS(MT_MASK_WORDS, MT_MASK_BIDIRECTIONAL),
+        IS(MT_QKV_LAYOUT_WORDS, MT_QKV_PER_GROUP),
+        IS(MT_QKV_LAYOUT_WORDS, MT_QKV_CONCATENATED),
+        IS(MT_QKV_LAYOUT_WORDS, MT_QKV_SEPARATE),
+        IS(MT_ROTARY_FORM_WORDS, MT_ROTARY_HALVES),
+        IS(MT_ROTARY_FORM_WORDS, MT_ROTARY_PAIRS),
+        IS(MT_DTYPE_WORDS, MT_F32),
+        IS(MT_DTYPE_WORDS, MT_BF16),
+        IS(MT_DTYPE_WORDS, MT_F16),
+        IS(MT_DTYPE_WORDS, MT_I32),
+        IS(MT_DTYPE_WORDS, MT_U8),
+        IS(MTI_TRANSPOSE_WORDS, MT_NO_TRANS),
+        IS(MTI_TRANSPOSE_WORDS, MT_TRANS),
+        IS(MTI_GEMM_CHOICE_WORDS, MT_GEMM_MEASURED),
+        IS(MTI_GEMM_CHOICE_WORDS, MT_GEMM_HEURISTIC),
+        IS(MTI_EPILOGUE_WORDS, MT_EPILOGUE_SEPARATE),
+        IS(MTI_EPILOGUE_WORDS, MT_EPILOGUE_FUSED),
+        IS(MTI_EPILOGUE_WORDS, MT_EPILOGUE_MEASURED)};
 #undef IS
     char text[MT_WORD_MAX];
     (void)state;
@@ -1785,7 +1805,7 @@ static void test_bad_attention(void **state) {
     WITH(qkv_layout, (mt_qkv_layout)-1, MT_ERR_ARGUMENT,
          ": qkv_layout is -1, must be MT_QKV_PER_GROUP, MT_QKV_CONCATENATED or MT_QKV_SEPARATE");
     WITH(scale, NAN, MT_ERR_ARGUMENT, "scale is ");
-    WITH(dropout.p, 1.0f, MT_ERR_ARGUMENT, "probability is 1");
+    WITH(dropout.p, 1.0f, MT_ERR_ARGUMENT, "dropout.p is 1");
     WITH(dropout.p, 0.5f, MT_ERR_SHAPE, "not inside a tensor of 0 columns");
     WITH(lengths, lengths, MT_ERR_DATA, "lengths[1] is 4, must be in [0, 3]");
     lengths[1] = 3;

@@ -792,10 +792,11 @@ static mt_status parts_rank(mt_comm *world, void *user) {
     mt_checkpoint_destroy(m.r.ctx, out);
     names[1].part = MT_PART_UP + 1;
     REFUSED(m.r.ctx, MT_ERR_ARGUMENT,
-            "row 1 of the table has part 8 of 'embedding.word_embeddings.weight', must be 0 or",
+            "'embedding.word_embeddings.weight': table.names[1].part is 8, must be 0, MT_PART_QUERY, MT_PART_KEY, "
+            "MT_PART_VALUE, MT_PART_QUERY_PAIRS, MT_PART_KEY_PAIRS, MT_PART_GATE or MT_PART_UP",
             mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &out));
     names[1].part = -1;
-    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "row 1 of the table has part -1 of 'embedding.word_embeddings.weight'",
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "'embedding.word_embeddings.weight': table.names[1].part is -1",
             mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &out));
     replica_close(&m);
     return MT_SUCCESS;

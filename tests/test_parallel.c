@@ -490,10 +490,10 @@ static void test_copied_params_refuse(void **state) {
                                        "'a': copied is 2, must be 0 with one copy",
                                        "'a': copies is -3, must be from 0 to 21845",
                                        "'a': copies is 9223372036854775806, must be from 0 to 21845",
-                                       "'a': copies is 3, must be 0 with several parts",
-                                       "'a': copies is 3, must be 0 with padded_features",
-                                       "'a': copies is 3, must be 0 for a matrix with placement MT_SPLIT_COLS",
-                                       "'a': copies is 3, must be 0 with placement MT_REPLICATED"};
+                                       "'a': copies is 3, must be 0 or 1 with several parts",
+                                       "'a': copies is 3, must be 0 or 1 with padded_features",
+                                       "'a': copies is 3, must be 0 or 1 for a matrix with placement MT_SPLIT_COLS",
+                                       "'a': copies is 3, must be 0 or 1 with placement MT_REPLICATED"};
     mt_param *p = NULL;
     test_rank r;
     (void)state;
@@ -1617,7 +1617,7 @@ static void test_optimizer_refuses(void **state) {
 
 static void test_step_refuses(void **state) {
     mt_optimizer o = {0};
-    mt_loss_scaler scaler;
+    mt_loss_scaler scaler, good;
     mt_step step = {0};
     mt_step_values values;
     mt_param *p;
@@ -1632,14 +1632,23 @@ static void test_step_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "no step", mt_step_update(r.ctx, NULL, mt_none()));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "no step", mt_step_read(r.ctx, &step, &values));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_optimizer_create(r.ctx, r.params, NULL, &o));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_loss_scaler_create(r.ctx, NULL, &scaler));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_loss_scaler_create(r.ctx, NULL, &good));
+    scaler = good;
     scaler.desc.growth = 0.5f;
     held = mt_context_allocated(r.ctx);
     assert_int_equal(mt_step_create(NULL, &o, NULL, 1.0f, &step), MT_ERR_ARGUMENT);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "out is NULL", mt_step_create(r.ctx, &o, NULL, 1.0f, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "max_norm|nan", mt_step_create(r.ctx, &o, NULL, NAN, &step));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_step_create: loss_scaler.growth must be at least 1",
-            mt_step_create(r.ctx, &o, &scaler, 1.0f, &step));
+    REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, "scaler.desc.growth is 0.5, must be at least 1 and finite",
+                    mt_step_create(r.ctx, &o, &scaler, 1.0f, &step));
+    scaler = good;
+    scaler.scale = INFINITY;
+    REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, "scaler.scale is inf, must be at least min_scale and finite",
+                    mt_step_create(r.ctx, &o, &scaler, 1.0f, &step));
+    scaler = good;
+    scaler.good_steps = scaler.desc.growth_interval;
+    REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, "scaler.good_steps is 1000, must be below growth_interval",
+                    mt_step_create(r.ctx, &o, &scaler, 1.0f, &step));
     assert_int_equal(mt_context_allocated(r.ctx), held);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_step_create(r.ctx, &o, NULL, 1.0f, &step));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, p->value, 2.0f));
@@ -1706,6 +1715,56 @@ static void test_linear_schedule(void **state) {
 
 /* Creations are refused on rank 1 of a meta tensor group of 4 ranks: arguments are checked before any communication. */
 static const mt_linear_desc good_linear = {.in_features = 8, .out_features = 12};
+
+/* The words of the enums of this header and of the model's are in the order of their values. */
+static void test_words_of_enums(void **state) {
+    static const struct {
+        const char *words, *word;
+        int value;
+    } all[] = {
+#define IS(words, value) {words, #value, (int)value}
+        IS(MT_PLACEMENT_WORDS, MT_REPLICATED),
+        IS(MT_PLACEMENT_WORDS, MT_SPLIT_ROWS),
+        IS(MT_PLACEMENT_WORDS, MT_SPLIT_COLS),
+        IS(MTI_STATE_WORDS, MT_EXP_AVG),
+        IS(MTI_STATE_WORDS, MT_EXP_AVG_SQ),
+        IS(MTI_STATE_WORDS, MT_MASTER),
+        IS(MTI_ACTION_WORDS, MT_FORWARD),
+        IS(MTI_ACTION_WORDS, MT_BACKWARD),
+        IS(MTI_ACTION_WORDS, MT_SEND_FORWARD),
+        IS(MTI_ACTION_WORDS, MT_RECV_FORWARD),
+        IS(MTI_ACTION_WORDS, MT_SEND_BACKWARD),
+        IS(MTI_ACTION_WORDS, MT_RECV_BACKWARD),
+        IS(MTI_ACTION_WORDS, MT_SEND_FORWARD_RECV_BACKWARD),
+        IS(MTI_ACTION_WORDS, MT_SEND_BACKWARD_RECV_FORWARD),
+        IS(MTI_FIELD_WORDS, MT_FIELD_I64),
+        IS(MTI_FIELD_WORDS, MT_FIELD_U64),
+        IS(MTI_FIELD_WORDS, MT_FIELD_INT),
+        IS(MTI_FIELD_WORDS, MT_FIELD_F32),
+        IS(MTI_FIELD_WORDS, MT_FIELD_F64),
+        IS(MTI_FIELD_WORDS, MT_FIELD_BOOL),
+        IS(MTI_FIELD_WORDS, MT_FIELD_TEXT),
+        IS(MTI_PART_WORDS, MT_PART_QUERY),
+        IS(MTI_PART_WORDS, MT_PART_KEY),
+        IS(MTI_PART_WORDS, MT_PART_VALUE),
+        IS(MTI_PART_WORDS, MT_PART_QUERY_PAIRS),
+        IS(MTI_PART_WORDS, MT_PART_KEY_PAIRS),
+        IS(MTI_PART_WORDS, MT_PART_GATE),
+        IS(MTI_PART_WORDS, MT_PART_UP),
+        IS(MT_LN_PLACEMENT_WORDS, MT_PRE_LN),
+        IS(MT_LN_PLACEMENT_WORDS, MT_POST_LN),
+        IS(MT_LN_PLACEMENT_WORDS, MT_RESIDUAL_POST_LN),
+        IS(MT_RECOMPUTE_WORDS, MT_RECOMPUTE_NONE),
+        IS(MT_RECOMPUTE_WORDS, MT_RECOMPUTE_SELECTIVE),
+        IS(MT_RECOMPUTE_WORDS, MT_RECOMPUTE_FULL)};
+#undef IS
+    char text[MT_WORD_MAX];
+    (void)state;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        mt_enum_word(all[i].words, all[i].value, text);
+        assert_string_equal(text, all[i].word);
+    }
+}
 
 static void test_linear_create_refuses(void **state) {
     static const struct {
@@ -1810,11 +1869,15 @@ static void test_linear_create_refuses_weights(void **state) {
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     d.out_features = 12;
     d.parts = 2;
-    REFUSED(r.ctx, MT_ERR_SHAPE, "'a.weight'|2 parts",
-            mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
+    REFUSED_EXACTLY(r.ctx, MT_ERR_SHAPE, "'l': parts is 2, that of the shared weight 'a.weight' is 1",
+                    mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     d.parts = 0;
+    d.unit = 3;
+    REFUSED_EXACTLY(r.ctx, MT_ERR_SHAPE, "'l': unit is 3, that of the shared weight 'a.weight' is 1",
+                    mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
+    d.unit = 0;
     d.padded_out_features = 16;
-    REFUSED(r.ctx, MT_ERR_SHAPE, "padded_out_features 16|'a.weight' 0",
+    REFUSED(r.ctx, MT_ERR_SHAPE, "padded_out_features is 16|'a.weight' is 0",
             mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
     assert_int_equal(mt_params_count(r.params), 2);
     d.padded_out_features = 0;
@@ -1909,10 +1972,10 @@ static void linear_calls_are_refused(const any_linear *l, mt_tensor x, mt_tensor
     REFUSED(ctx, MT_ERR_ARGUMENT, "dy is|data is NULL",
             any_backward(l, mt_tensor_f32(NULL, y.rows, y.cols), x, &saved));
     memset(&wrong, 0, sizeof wrong);
-    REFUSED(ctx, MT_ERR_SHAPE, "saved->x", any_backward(l, y, x, &wrong));
+    REFUSED(ctx, MT_ERR_SHAPE, "saved.x", any_backward(l, y, x, &wrong));
     wrong = saved_of(with_dtype(x, MT_BF16));
-    REFUSED(ctx, MT_ERR_DTYPE, "saved->x", any_backward(l, y, x, &wrong));
-    REFUSED(ctx, MT_ERR_ARGUMENT, "dx [|saved->x|overlap", any_backward(l, y, x, &saved));
+    REFUSED(ctx, MT_ERR_DTYPE, "saved.x", any_backward(l, y, x, &wrong));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "dx [|saved.x|overlap", any_backward(l, y, x, &saved));
 }
 
 static void test_linear_calls_refuse(void **state) {
@@ -2220,13 +2283,13 @@ static const struct {
                        "'e': init_std is -1, must be at least 0 and finite"},
                       {{.vocab = 10, .features = 4, .padded_vocab = 9},
                        MT_ERR_ARGUMENT,
-                       "padded_vocab is 9, must be 0 or from vocab 10 to 2147483647"},
+                       "'e': padded_vocab is 9, must be from 10 to 2147483647"},
                       {{.vocab = 10, .features = 4, .padded_vocab = -1},
                        MT_ERR_ARGUMENT,
-                       "padded_vocab is -1, must be 0 or from vocab 10 to 2147483647"},
+                       "'e': padded_vocab is -1, must be from 10 to 2147483647"},
                       {{.vocab = 10, .features = 4, .padded_vocab = (int64_t)INT32_MAX + 1},
                        MT_ERR_ARGUMENT,
-                       "padded_vocab is 2147483648, must be 0 or from vocab 10 to 2147483647"}};
+                       "'e': padded_vocab is 2147483648, must be from 10 to 2147483647"}};
 
 static void test_embedding_refuses(void **state) {
     mt_embedding_desc d = {.vocab = 10, .features = 4, .sequence_parallel = 1};
@@ -2403,9 +2466,9 @@ static void test_cross_entropy_refuses(void **state) {
                 "label_smoothing is 1, must be at least 0 and below 1"},
                {{.vocab = 10, .label_smoothing = -0.1f}, "label_smoothing is -0.1, must be at least 0 and below 1"},
                {{.vocab = 10, .label_smoothing = NAN}, "label_smoothing is nan, must be at least 0 and below 1"},
-               {{.vocab = 10, .padded_vocab = 9}, "padded_vocab is 9, must be 0 or from vocab 10 to 2147483647"},
+               {{.vocab = 10, .padded_vocab = 9}, "padded_vocab is 9, must be from 10 to 2147483647"},
                {{.vocab = 10, .padded_vocab = (int64_t)INT32_MAX + 1},
-                "padded_vocab is 2147483648, must be 0 or from vocab 10 to 2147483647"}};
+                "padded_vocab is 2147483648, must be from 10 to 2147483647"}};
     mt_cross_entropy_saved saved = {0};
     int32_t targets[3] = {0, -100, 9};
     entropy e;
@@ -2709,14 +2772,14 @@ static void test_norm_layer_refuses(void **state) {
             mt_norm_layer_forward(r.ctx, &layer, mt_tensor_cols(x, 0, 7), x, NULL));
     REFUSED(r.ctx, MT_ERR_SHAPE, "y", mt_norm_layer_forward(r.ctx, &layer, x, mt_tensor_cols(x, 0, 4), NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", mt_norm_layer_backward(r.ctx, &layer, x, mt_none(), x, NULL));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "saved->x", mt_norm_layer_backward(r.ctx, &layer, x, mt_none(), x, &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "saved.x", mt_norm_layer_backward(r.ctx, &layer, x, mt_none(), x, &saved));
     mt_tensor stats = test_tensor(&r, 12, 2, 0.0f), dx = test_tensor(&r, 6, 8, 7.0f);
     saved = (mt_norm_saved){x, mt_tensor_rows(stats, 0, 6)};
-    REFUSED(r.ctx, MT_ERR_SHAPE, "saved->stats|[12, 2]", mt_norm_layer_backward(r.ctx, &layer, x, x, dx, &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "saved.stats|[12, 2]", mt_norm_layer_backward(r.ctx, &layer, x, x, dx, &saved));
     saved.stats = mt_tensor_cols(stats, 0, 1);
-    REFUSED(r.ctx, MT_ERR_SHAPE, "saved->stats|[12, 2]", mt_norm_layer_backward(r.ctx, &layer, x, x, dx, &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "saved.stats|[12, 2]", mt_norm_layer_backward(r.ctx, &layer, x, x, dx, &saved));
     saved.stats = with_dtype(stats, MT_BF16);
-    REFUSED(r.ctx, MT_ERR_DTYPE, "saved->stats|bf16", mt_norm_layer_backward(r.ctx, &layer, x, x, dx, &saved));
+    REFUSED(r.ctx, MT_ERR_DTYPE, "saved.stats|bf16", mt_norm_layer_backward(r.ctx, &layer, x, x, dx, &saved));
     saved.stats = stats;
     REFUSED(r.ctx, MT_ERR_SHAPE, "dresidual|[5, 8]",
             mt_norm_layer_backward(r.ctx, &layer, x, mt_tensor_rows(x, 0, 5), dx, &saved));
@@ -2918,9 +2981,9 @@ static void test_shared_f_and_g_refuse(void **state) {
     REFUSED(r.ctx, MT_ERR_SHAPE, "[8, 12]", mt_row_parallel_linear_forward_shared(r.ctx, b.out, 2, swapped, y, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL",
             mt_row_parallel_linear_backward_shared(r.ctx, b.out, 2, y, h, NULL));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "saved->x", mt_row_parallel_linear_backward_shared(r.ctx, b.out, 2, y, h, saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "saved.x", mt_row_parallel_linear_backward_shared(r.ctx, b.out, 2, y, h, saved));
     saved[0] = saved_of(x);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "dx [|saved->x|overlap",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "dx [|saved.x|overlap",
             mt_column_parallel_linear_backward_shared(r.ctx, b.in, 2, h, x, saved));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_column_parallel_linear_tensors(r.ctx, b.in, 2, x, NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "0 layers", mt_row_parallel_linear_tensors(r.ctx, b.out, 0, y, h));
@@ -3015,7 +3078,7 @@ static void test_layer_and_activation_refuse(void **state) {
         REFUSED(r.ctx, MT_ERR_SHAPE, "y is [7, 6]", FORWARD(MT_SWIGLU, mt_tensor_rows(y, 0, 7)));
         REFUSED(r.ctx, MT_ERR_DTYPE, "y is bf16", FORWARD(MT_SWIGLU, with_dtype(y, MT_BF16)));
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "kind is 7, must be MT_GELU_TANH, ", BACKWARD(none, h));
-        REFUSED(r.ctx, MT_ERR_SHAPE, "saved->x is [8, 6]|[8, 12]", BACKWARD(MT_GELU_TANH, h));
+        REFUSED(r.ctx, MT_ERR_SHAPE, "saved.x is [8, 6]|[8, 12]", BACKWARD(MT_GELU_TANH, h));
         REFUSED(r.ctx, MT_ERR_SHAPE, "h is [8, 6]|[8, 12]", BACKWARD(MT_SWIGLU, mt_tensor_cols(h, 0, 6)));
         before.desc.gather_output = 1;
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "'out'|gather_output", BACKWARD(MT_SWIGLU, h));
@@ -3482,6 +3545,7 @@ int main(void) {
         cmocka_unit_test(test_cosine_schedule),
         cmocka_unit_test(test_linear_schedule),
         cmocka_unit_test(test_linear_create_refuses),
+        cmocka_unit_test(test_words_of_enums),
         cmocka_unit_test(test_linear_create_refuses_null),
         cmocka_unit_test(test_linear_create_refuses_weights),
         cmocka_unit_test(test_parts_by_shard),

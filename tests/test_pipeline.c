@@ -440,7 +440,9 @@ static void test_lists_made_by_hand(void **state) {
         static const int slots[] = {INT32_MAX, INT32_MIN, -1, 9};
         list[8].slot = list[8].recv_slot = 8;
         *(k % 2 ? &list[8].slot : &list[8].recv_slot) = slots[k];
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, "action 8 of 9|slots must not",
+        REFUSED(r.ctx, MT_ERR_ARGUMENT,
+                k % 2 ? "action 8 of 9|: slot must be at least 0 and"
+                      : "action 8 of 9|: recv_slot must be at least 0 and",
                 mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
         assert_int_equal(mt_pipeline_slots(list, count), k == 0 ? INT32_MAX : k == 3 ? 10 : 9);
     }
@@ -475,21 +477,25 @@ static void test_executor_refuses(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "backward is NULL", mt_pipeline_run(r.ctx, &r.grid, &bad, list, count));
     bad = stage;
     bad.rows = 0;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "stage->rows is 0, must be at least 1",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "stage.rows is 0, must be at least 1",
             mt_pipeline_run(r.ctx, &r.grid, &bad, list, count));
     bad = stage;
     bad.cols = -1;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "stage->cols is -1, must be at least 1",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "stage.cols is -1, must be at least 1",
             mt_pipeline_run(r.ctx, &r.grid, &bad, list, count));
     bad = stage;
     bad.dtype = MT_I32;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "stage->dtype is i32, must be f32, bf16 or f16",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "stage.dtype is MT_I32, must be MT_F32, MT_BF16 or MT_F16",
             mt_pipeline_run(r.ctx, &r.grid, &bad, list, count));
+    bad.dtype = (mt_dtype)9;
+    REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, "stage.dtype is 9, must be MT_F32, MT_BF16 or MT_F16",
+                    mt_pipeline_run(r.ctx, &r.grid, &bad, list, count));
     list[0].slot = 1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "action 0 of 6|slot 0", mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
     list[0].slot = 0;
     list[2].kind = (mt_action_kind)9;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "action 2 of 6: kind 9", mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "actions[2].kind is 9, must be MT_FORWARD, MT_BACKWARD, ",
+            mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));
     list[2].kind = MT_FORWARD;
     t.uneven = 1;
     REFUSED(r.ctx, MT_ERR_SHAPE, "micro-batch 1 keeps more", mt_pipeline_run(r.ctx, &r.grid, &stage, list, count));

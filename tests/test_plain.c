@@ -916,7 +916,7 @@ static void test_plain_mlp_refuses(void **state) {
     m.fc1.dw = mt_none();
     MLP(MT_ERR_ARGUMENT, "dw of the column", &m, dx, &d, &saved);
     MLP(MT_ERR_ARGUMENT, "mt_parallel_mlp_backward: saved is NULL", &t.mlp_own, dx, &d, NULL);
-    MLP(MT_ERR_ARGUMENT, "saved x|overlap", &t.mlp_own, x, &d, &saved);
+    MLP(MT_ERR_ARGUMENT, "saved.fc1.x|overlap", &t.mlp_own, x, &d, &saved);
 #undef MLP
     assert_true(same_bits(dx, t.before));
     assert_true(same_bits(t.mlp_own.fc2.dw, t.mlp.fc2.weight->grad)); /* nothing was added */
@@ -978,15 +978,15 @@ static void test_plain_attention_refuses(void **state) {
     ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_backward|db of the column", &s, dx, &d, &saved);
     s = t.attention_own;
     ATTENTION(MT_ERR_ARGUMENT, "mt_parallel_attention_backward: saved is NULL", &s, dx, &d, NULL);
-    ATTENTION(MT_ERR_ARGUMENT, "saved x|overlap", &s, x, &d, &saved);
+    ATTENTION(MT_ERR_ARGUMENT, "saved.qkv_in.x|overlap", &s, x, &d, &saved);
     s.qkv.w.dtype = s.qkv.b.dtype = MT_BF16;
     ATTENTION(MT_ERR_DTYPE, "mt_parallel_attention_backward|bf16|f32", &s, dx, &d, &saved);
     s = t.attention_own;
     saved.qkv.cols--;
-    ATTENTION(MT_ERR_SHAPE, "saved qkv is [24, 143]|[24, 144]", &s, dx, &d, &saved);
+    ATTENTION(MT_ERR_SHAPE, "saved.qkv is [24, 143]|[24, 144]", &s, dx, &d, &saved);
     saved.qkv.cols++;
     saved.out.rows--;
-    ATTENTION(MT_ERR_SHAPE, "saved out is [23, 48]|[24, 48]", &s, dx, &d, &saved);
+    ATTENTION(MT_ERR_SHAPE, "saved.out is [23, 48]|[24, 48]", &s, dx, &d, &saved);
 #undef ATTENTION
     assert_true(same_bits(dx, t.before));
     assert_true(same_bits(t.attention_own.proj.dw, t.attention.proj.weight->grad)); /* nothing was added */
@@ -1057,14 +1057,14 @@ static void test_plain_calls_refuse(void **state) {
             mt_row_parallel_forward(c, tp, x, w, b, with_shape(y, 4, 4, 4), &split, NULL));
 #define BACKWARD(status, words, ...) REFUSED(c, status, words, mt_column_parallel_backward(c, __VA_ARGS__))
     BACKWARD(MT_ERR_ARGUMENT, "mt_column_parallel_backward|saved is NULL", tp, y, w, dx, dw, db, NULL, NULL);
-    BACKWARD(MT_ERR_SHAPE, "saved->x is [0, 0]", tp, y, w, dx, dw, db, NULL, &saved);
+    BACKWARD(MT_ERR_SHAPE, "saved.x is [0, 0]", tp, y, w, dx, dw, db, NULL, &saved);
     saved.x = x;
     BACKWARD(MT_ERR_ARGUMENT, "gradient of 'w'", tp, y, w, dx, none, db, NULL, &saved);
     BACKWARD(MT_ERR_SHAPE, "dw is [5, 7]|[5, 8]", tp, y, w, dx, with_shape(dw, 5, 7, 7), db, NULL, &saved);
     BACKWARD(MT_ERR_SHAPE, "db is [1, 4]|[1, 5]", tp, y, w, dx, dw, with_shape(db, 1, 4, 4), NULL, &saved);
     BACKWARD(MT_ERR_DTYPE, "db is bf16", tp, y, w, dx, dw, half, NULL, &saved);
     BACKWARD(MT_ERR_SHAPE, "dx is [4, 7]|[4, 8]", tp, y, w, with_shape(dx, 4, 7, 7), dw, db, NULL, &saved);
-    BACKWARD(MT_ERR_ARGUMENT, "dx [|saved->x|overlap", tp, y, w, x, dw, db, &(mt_linear_desc){.add_to_dx = 1}, &saved);
+    BACKWARD(MT_ERR_ARGUMENT, "dx [|saved.x|overlap", tp, y, w, x, dw, db, &(mt_linear_desc){.add_to_dx = 1}, &saved);
 #undef BACKWARD
     REFUSED(c, MT_ERR_ARGUMENT, "mt_row_parallel_backward|gradient of 'w'",
             mt_row_parallel_backward(c, tp, with_shape(y, 4, 5, 5), w, dx, none, db, &split, &saved));

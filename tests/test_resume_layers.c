@@ -487,20 +487,21 @@ static void arguments(void **state) {
     open_one(&r);
     for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) {
         f.name = taken[i].name;
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0: another field is also called",
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "fields[0]: another field is also called",
                 mt_checkpoint_create(r.ctx, r.params, &c, &out));
     }
     f.name = NULL;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0 ()", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "fields[0] has no name", mt_checkpoint_create(r.ctx, r.params, &c, &out));
     f.name = "my";
     for (int i = 0; i < 2; i++) {
         f.kind = kinds[i];
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0 (my)", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, kinds[i] == MT_FIELD_TEXT ? "'my': bytes is 0" : "'my': kind is 7",
+                mt_checkpoint_create(r.ctx, r.params, &c, &out));
     }
     f.kind = MT_FIELD_I64, f.value = NULL;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 0 (my)", mt_checkpoint_create(r.ctx, r.params, &c, &out));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'my': value is NULL", mt_checkpoint_create(r.ctx, r.params, &c, &out));
     c.fields = two, c.field_count = 2;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "field 1: another field is also called 'my'",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "fields[1]: another field is also called 'my'",
             mt_checkpoint_create(r.ctx, r.params, &c, &out));
     c.field_count = 0;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "field_count is 0", mt_checkpoint_create(r.ctx, r.params, &c, &out));
@@ -561,10 +562,13 @@ static void field_arguments(void **state) {
         if (i == 1) bad[1].value = NULL;
         if (i == 2) bad[1].kind = MT_FIELD_TEXT; /* of 0 bytes */
         if (i == 3) bad[1].kind = (mt_field_kind)-1;
-        const char *words = i == 0 ? "field 1 () has no name" : "field 1 (step) has no name, value or size";
+        static const char *const rest[] = {"fields[1] has no name", "'step': value is NULL",
+                                           "'step': bytes is 0, must be at least 1",
+                                           "'step': kind is -1, must be MT_FIELD_I64, MT_FIELD_U64, MT_FIELD_INT, "
+                                           "MT_FIELD_F32, MT_FIELD_F64, MT_FIELD_BOOL or MT_FIELD_TEXT"};
         x = 5;
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_safetensors_fields(r.ctx, file, bad, 2));
-        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_json_read(r.ctx, in_scratch("r"), "a.json", bad, 2, NULL));
+        REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, rest[i], mt_safetensors_fields(r.ctx, file, bad, 2));
+        REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT, rest[i], mt_json_read(r.ctx, in_scratch("r"), "a.json", bad, 2, NULL));
         assert_true(x == 5);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_safetensors_fields(r.ctx, file, bad, 1));
         assert_true(x == 1);
@@ -791,7 +795,8 @@ static void wrong_tables(void **state) {
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &world));
     ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, model_open(world, &j, &n, &m));
     c.table = &table;
-    REFUSED(m.r.ctx, MT_ERR_ARGUMENT, "part 1 of 'first.weight'|mt_checkpoint_format.part",
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT,
+            "'first.weight': table.names[0].part is 1, must be 0 without mt_checkpoint_format.part",
             mt_checkpoint_create(m.r.ctx, m.r.params, &c, &out));
     c.format = &format, c.model = &m;
     for (m.wrong = 1; m.wrong < 10; m.wrong++)
