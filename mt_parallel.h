@@ -405,7 +405,7 @@ typedef struct mt_shard {
 /* Writes the shape of the shard to *rows and *cols, padding included. It is the shape of mt_param.value. Needs neither
    a context nor a communicator, so that a program can plan its memory before it creates anything. No communication.
    Errors, without a message: MT_ERR_ARGUMENT (a pointer is NULL, placement or invariant is out of range, tp_rank is not
-   in [0, tp_size), parts is above 65536, or parts or unit is above 1 with MT_REPLICATED), MT_ERR_SHAPE
+   in [0, tp_size), parts is negative or above 65536, or parts or unit is above 1 with MT_REPLICATED), MT_ERR_SHAPE
    (rows or cols is not positive, unit is negative, rows * cols is above 2^48, parts * unit does not divide the split
    dimension, or tp_size does not divide `invariant`). */
 MT_API mt_status mt_shard_size(const mt_shard *shard, int64_t *rows, int64_t *cols);
@@ -2366,8 +2366,7 @@ static mt_status mti_sharding_check(mt_context *ctx, const char *function, const
     if (d->rows > MTI_PARAM_ELEMENTS / d->cols)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' is [%lld, %lld], which is more than %lld elements", function,
                        d->name, (long long)d->rows, (long long)d->cols, (long long)MTI_PARAM_ELEMENTS);
-    if (parts > MTI_PARAM_PARTS) return mt_check_integer(ctx, function, d->name, "parts", d->parts, 0, MTI_PARAM_PARTS);
-    MT_TRY(mt_check_size(ctx, function, d->name, "parts", d->parts, 0, MTI_PARAM_PARTS));
+    MT_TRY(mt_check_integer(ctx, function, d->name, "parts", d->parts, 0, MTI_PARAM_PARTS));
     MT_TRY(mt_check_size(ctx, function, d->name, "unit", d->unit, 0, INT64_MAX));
     if (n % parts != 0 || n / parts % unit != 0)
         return mt_fail(ctx, MT_ERR_SHAPE,

@@ -428,7 +428,7 @@ static const struct {
      "12 features|units of 5"},
     {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2, .unit = 4}, MT_ERR_SHAPE, "12|2|4"},
     {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = -2},
-     MT_ERR_SHAPE,
+     MT_ERR_ARGUMENT,
      "'a': parts is -2, must be from 0 to 65536"},
     {{.name = "a", .rows = 12, .cols = 4, .placement = MT_SPLIT_ROWS, .unit = -1},
      MT_ERR_SHAPE,

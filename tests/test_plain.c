@@ -190,7 +190,7 @@ static void test_shards_refuse(void **state) {
         {{.rows = 4, .cols = 4, .unit = 2}, MT_ERR_ARGUMENT},
         {{.rows = 9, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 2}, MT_ERR_SHAPE},
         {{.rows = 4, .cols = 9, .placement = MT_SPLIT_COLS, .unit = 2}, MT_ERR_SHAPE},
-        {{.rows = 4, .cols = 8, .placement = MT_SPLIT_COLS, .parts = -2}, MT_ERR_SHAPE},
+        {{.rows = 4, .cols = 8, .placement = MT_SPLIT_COLS, .parts = -2}, MT_ERR_ARGUMENT},
         {{.rows = 4, .cols = 1 << 17, .placement = MT_SPLIT_COLS, .parts = 1 << 17}, MT_ERR_ARGUMENT},
         {{.rows = 4, .cols = 4, .placement = MT_SPLIT_ROWS, .tp_size = -1}, MT_ERR_ARGUMENT},
         {{.rows = 4, .cols = 4, .placement = MT_SPLIT_ROWS, .tp_rank = 1}, MT_ERR_ARGUMENT},
