@@ -379,7 +379,8 @@ static void test_refusals(void **state) {
     mt_hash_log_destroy(second);
     mt_hash_log_destroy(NULL);
     mt_hash_log_tokens(r.ctx, 5); /* without a log, nothing happens */
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "row -1", mt_hash(r.ctx, mt_none(), -1, 0, 0, &none.list[0].hash));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "first_row is -1, must be at least 0",
+            mt_hash(r.ctx, mt_none(), -1, 0, 0, &none.list[0].hash));
     test_paper_rank_close(&r);
 }
 

@@ -280,12 +280,14 @@ static void test_refusals(void **state) {
     test_rank r;
     (void)state;
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "recompute 3", mt_transformer_layer_create(r.ctx, r.params, "layer", &d, &layer));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "layers 2|recompute_layers 3", mt_gpt_create(r.ctx, r.params, &g, &gpt));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "recompute is 3",
+            mt_transformer_layer_create(r.ctx, r.params, "layer", &d, &layer));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "recompute_layers is 3", mt_gpt_create(r.ctx, r.params, &g, &gpt));
     g.recompute_layers = -1;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "recompute_layers -1", mt_gpt_create(r.ctx, r.params, &g, &gpt));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "recompute_layers is -1", mt_gpt_create(r.ctx, r.params, &g, &gpt));
     g.recompute_layers = 1;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "recompute_layers is 1|layer.recompute", mt_gpt_create(r.ctx, r.params, &g, &gpt));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "recompute_layers is 1, must be 0 with MT_RECOMPUTE_NONE",
+            mt_gpt_create(r.ctx, r.params, &g, &gpt));
     test_paper_rank_close(&r);
 }
 

@@ -2,9 +2,9 @@
 
      transformers_peer SOURCE TO TENSOR STAGES KIND
 
-   creates the model that SOURCE/config.json describes, on TENSOR x STAGES ranks. KIND is `import` (its weights are those
-   of SOURCE) or `new` (its weights are new). Saves it to TO/step-00000005, and writes its logits for the tokens in
-   SOURCE/expected.safetensors to TO/logits.f32 and, of a BERT, those of the sentence order to TO/order.f32. */
+   creates the model that SOURCE/config.json describes, on TENSOR x STAGES ranks. KIND is `import` (its weights are
+   those of SOURCE) or `new` (its weights are new). Saves it to TO/step-00000005, and writes its logits for the tokens
+   in SOURCE/expected.safetensors to TO/logits.f32 and, of a BERT, those of the sentence order to TO/order.f32. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
