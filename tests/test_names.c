@@ -963,6 +963,56 @@ static int close_all(void **state) {
     return scratch_close();
 }
 
+/* The words of the enums of mt_parallel.h and megatron.h are in the order of their values. */
+static void words_of_enums(void **state) {
+    static const struct {
+        const char *words, *word;
+        int value;
+    } all[] = {
+#define IS(words, value) {words, #value, (int)value}
+        IS(MT_PLACEMENT_WORDS, MT_REPLICATED),
+        IS(MT_PLACEMENT_WORDS, MT_SPLIT_ROWS),
+        IS(MT_PLACEMENT_WORDS, MT_SPLIT_COLS),
+        IS(MTI_STATE_WORDS, MT_EXP_AVG),
+        IS(MTI_STATE_WORDS, MT_EXP_AVG_SQ),
+        IS(MTI_STATE_WORDS, MT_MASTER),
+        IS(MTI_ACTION_WORDS, MT_FORWARD),
+        IS(MTI_ACTION_WORDS, MT_BACKWARD),
+        IS(MTI_ACTION_WORDS, MT_SEND_FORWARD),
+        IS(MTI_ACTION_WORDS, MT_RECV_FORWARD),
+        IS(MTI_ACTION_WORDS, MT_SEND_BACKWARD),
+        IS(MTI_ACTION_WORDS, MT_RECV_BACKWARD),
+        IS(MTI_ACTION_WORDS, MT_SEND_FORWARD_RECV_BACKWARD),
+        IS(MTI_ACTION_WORDS, MT_SEND_BACKWARD_RECV_FORWARD),
+        IS(MTI_FIELD_WORDS, MT_FIELD_I64),
+        IS(MTI_FIELD_WORDS, MT_FIELD_U64),
+        IS(MTI_FIELD_WORDS, MT_FIELD_INT),
+        IS(MTI_FIELD_WORDS, MT_FIELD_F32),
+        IS(MTI_FIELD_WORDS, MT_FIELD_F64),
+        IS(MTI_FIELD_WORDS, MT_FIELD_BOOL),
+        IS(MTI_FIELD_WORDS, MT_FIELD_TEXT),
+        IS(MTI_PART_WORDS, MT_PART_QUERY),
+        IS(MTI_PART_WORDS, MT_PART_KEY),
+        IS(MTI_PART_WORDS, MT_PART_VALUE),
+        IS(MTI_PART_WORDS, MT_PART_QUERY_PAIRS),
+        IS(MTI_PART_WORDS, MT_PART_KEY_PAIRS),
+        IS(MTI_PART_WORDS, MT_PART_GATE),
+        IS(MTI_PART_WORDS, MT_PART_UP),
+        IS(MT_LN_PLACEMENT_WORDS, MT_PRE_LN),
+        IS(MT_LN_PLACEMENT_WORDS, MT_POST_LN),
+        IS(MT_LN_PLACEMENT_WORDS, MT_RESIDUAL_POST_LN),
+        IS(MT_RECOMPUTE_WORDS, MT_RECOMPUTE_NONE),
+        IS(MT_RECOMPUTE_WORDS, MT_RECOMPUTE_SELECTIVE),
+        IS(MT_RECOMPUTE_WORDS, MT_RECOMPUTE_FULL)};
+#undef IS
+    char text[MT_WORD_MAX];
+    (void)state;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        mt_enum_word(all[i].words, all[i].value, text);
+        assert_string_equal(text, all[i].word);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits),
@@ -986,6 +1036,7 @@ int main(void) {
         cmocka_unit_test(refused_configs),
         cmocka_unit_test(equal_configs),
         cmocka_unit_test(other_models),
+        cmocka_unit_test(words_of_enums),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }

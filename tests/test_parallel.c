@@ -1716,56 +1716,6 @@ static void test_linear_schedule(void **state) {
 /* Creations are refused on rank 1 of a meta tensor group of 4 ranks: arguments are checked before any communication. */
 static const mt_linear_desc good_linear = {.in_features = 8, .out_features = 12};
 
-/* The words of the enums of this header and of the model's are in the order of their values. */
-static void test_words_of_enums(void **state) {
-    static const struct {
-        const char *words, *word;
-        int value;
-    } all[] = {
-#define IS(words, value) {words, #value, (int)value}
-        IS(MT_PLACEMENT_WORDS, MT_REPLICATED),
-        IS(MT_PLACEMENT_WORDS, MT_SPLIT_ROWS),
-        IS(MT_PLACEMENT_WORDS, MT_SPLIT_COLS),
-        IS(MTI_STATE_WORDS, MT_EXP_AVG),
-        IS(MTI_STATE_WORDS, MT_EXP_AVG_SQ),
-        IS(MTI_STATE_WORDS, MT_MASTER),
-        IS(MTI_ACTION_WORDS, MT_FORWARD),
-        IS(MTI_ACTION_WORDS, MT_BACKWARD),
-        IS(MTI_ACTION_WORDS, MT_SEND_FORWARD),
-        IS(MTI_ACTION_WORDS, MT_RECV_FORWARD),
-        IS(MTI_ACTION_WORDS, MT_SEND_BACKWARD),
-        IS(MTI_ACTION_WORDS, MT_RECV_BACKWARD),
-        IS(MTI_ACTION_WORDS, MT_SEND_FORWARD_RECV_BACKWARD),
-        IS(MTI_ACTION_WORDS, MT_SEND_BACKWARD_RECV_FORWARD),
-        IS(MTI_FIELD_WORDS, MT_FIELD_I64),
-        IS(MTI_FIELD_WORDS, MT_FIELD_U64),
-        IS(MTI_FIELD_WORDS, MT_FIELD_INT),
-        IS(MTI_FIELD_WORDS, MT_FIELD_F32),
-        IS(MTI_FIELD_WORDS, MT_FIELD_F64),
-        IS(MTI_FIELD_WORDS, MT_FIELD_BOOL),
-        IS(MTI_FIELD_WORDS, MT_FIELD_TEXT),
-        IS(MTI_PART_WORDS, MT_PART_QUERY),
-        IS(MTI_PART_WORDS, MT_PART_KEY),
-        IS(MTI_PART_WORDS, MT_PART_VALUE),
-        IS(MTI_PART_WORDS, MT_PART_QUERY_PAIRS),
-        IS(MTI_PART_WORDS, MT_PART_KEY_PAIRS),
-        IS(MTI_PART_WORDS, MT_PART_GATE),
-        IS(MTI_PART_WORDS, MT_PART_UP),
-        IS(MT_LN_PLACEMENT_WORDS, MT_PRE_LN),
-        IS(MT_LN_PLACEMENT_WORDS, MT_POST_LN),
-        IS(MT_LN_PLACEMENT_WORDS, MT_RESIDUAL_POST_LN),
-        IS(MT_RECOMPUTE_WORDS, MT_RECOMPUTE_NONE),
-        IS(MT_RECOMPUTE_WORDS, MT_RECOMPUTE_SELECTIVE),
-        IS(MT_RECOMPUTE_WORDS, MT_RECOMPUTE_FULL)};
-#undef IS
-    char text[MT_WORD_MAX];
-    (void)state;
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        mt_enum_word(all[i].words, all[i].value, text);
-        assert_string_equal(text, all[i].word);
-    }
-}
-
 static void test_linear_create_refuses(void **state) {
     static const struct {
         mt_linear_desc desc;
@@ -3545,7 +3495,6 @@ int main(void) {
         cmocka_unit_test(test_cosine_schedule),
         cmocka_unit_test(test_linear_schedule),
         cmocka_unit_test(test_linear_create_refuses),
-        cmocka_unit_test(test_words_of_enums),
         cmocka_unit_test(test_linear_create_refuses_null),
         cmocka_unit_test(test_linear_create_refuses_weights),
         cmocka_unit_test(test_parts_by_shard),
