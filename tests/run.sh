@@ -9,10 +9,11 @@ cd "$(dirname "$0")/.." || exit 1
 
 usage() {
     cat <<'END'
-sh tests/run.sh [--all] [--strict] [PATTERN...]
+sh tests/run.sh [--all | --rest] [--strict] [PATTERN...]
 
   PATTERN      only the tests whose name contains one of these regular expressions
   --all        the full matrix instead of everything once
+  --rest       the full matrix without the tests that are the same in both, for after a run without --all
   --strict     what could not be tested is a failure (also: MT_TEST_STRICT=1), except what needs nvcc or a GPU; the
                headers of CUDA are expected, unless MT_TEST_WITHOUT names nvcc
 
@@ -28,10 +29,11 @@ The last line is "N passed, N failed, N skipped", counting test cases and, elsew
 END
 }
 
-strict=${MT_TEST_STRICT:-0} all=OFF pattern=
+strict=${MT_TEST_STRICT:-0} all=OFF without= pattern=
 for argument in "$@"; do
     case $argument in
     --all) all=ON ;;
+    --rest) all=ON without='^same$' ;;
     --strict) strict=1 ;;
     --help) usage; exit 0 ;;
     -*) usage >&2; exit 2 ;;
@@ -70,7 +72,7 @@ with_cmake() {
     start=$(now)
     cmake --build "$build" -j "$jobs" -- -k >"$build/build.log" 2>&1 || { show_ends "$build/build.log"; failed=1; }
     echo "built in $((($(now) - start) / 1000)) s"
-    (cd "$build" && ctest -j "$jobs" --output-on-failure ${pattern:+-R "$pattern"})
+    (cd "$build" && ctest -j "$jobs" --output-on-failure ${without:+-LE "$without"} ${pattern:+-R "$pattern"})
     code=$? before=$failed
     summary "$build/Testing/Temporary/LastTest.log"
     [ $code -eq 0 ] || [ "$failed" -gt "$before" ] || failed=$((failed + 1))
