@@ -1700,6 +1700,8 @@ static void test_checks_of_fields(void **state) {
     ENUM("f: k is 1, must be A", NULL, "k", 1, "A");
 #undef ENUM
     for (int i = 0; i < 3; i++) OK(mt_check_enum(ref.ctx, "f", NULL, "k", i, "A BC D"));
+    ASSERT_REFUSED(MT_ERR_ARGUMENT, "k is 6",
+                   mt_check_enum(ref.ctx, "f", NULL, "k", MT_ACTIVATION_COUNT, MT_ACTIVATION_WORDS));
 #define FLOAT(expected, ...) CHECK_REFUSED(MT_ERR_ARGUMENT, expected, mt_check_float, "f", "a", "x", __VA_ARGS__)
     FLOAT("f: 'a': x is -1.4013e-45, must be at least 0 and finite", -1e-45f, MT_FLOAT_AT_LEAST_0);
     FLOAT("f: 'a': x is 0, must be above 0 and finite", 0.0f, MT_FLOAT_ABOVE_0);
@@ -1726,51 +1728,6 @@ static void test_checks_of_fields(void **state) {
     WORD("-1", "A BC D", -1);
     WORD("abcdefghijklmnopqrstuvwxyzabcde", "abcdefghijklmnopqrstuvwxyzabcdefgh", 0);
 #undef WORD
-}
-
-/* The words of each enum are the names of its values. */
-static void test_words_of_enums(void **state) {
-    static const struct {
-        const char *words, *word;
-        int value;
-    } all[] = {
-#define IS(words, value) {words, #value, (int)value}
-        IS(MT_ACTIVATION_WORDS, MT_GELU_TANH),
-        IS(MT_ACTIVATION_WORDS, MT_GELU_ERF),
-        IS(MT_ACTIVATION_WORDS, MT_SWIGLU),
-        IS(MT_ACTIVATION_WORDS, MT_SQUARED_RELU),
-        IS(MT_ACTIVATION_WORDS, MT_RELU),
-        IS(MT_ACTIVATION_WORDS, MT_TANH),
-        IS(MT_NORM_WORDS, MT_LAYER_NORM),
-        IS(MT_NORM_WORDS, MT_RMS_NORM),
-        IS(MT_MASK_WORDS, MT_MASK_CAUSAL),
-        IS(MT_MASK_WORDS, MT_MASK_BIDIRECTIONAL),
-        IS(MT_QKV_LAYOUT_WORDS, MT_QKV_PER_GROUP),
-        IS(MT_QKV_LAYOUT_WORDS, MT_QKV_CONCATENATED),
-        IS(MT_QKV_LAYOUT_WORDS, MT_QKV_SEPARATE),
-        IS(MT_ROTARY_FORM_WORDS, MT_ROTARY_HALVES),
-        IS(MT_ROTARY_FORM_WORDS, MT_ROTARY_PAIRS),
-        IS(MT_DTYPE_WORDS, MT_F32),
-        IS(MT_DTYPE_WORDS, MT_BF16),
-        IS(MT_DTYPE_WORDS, MT_F16),
-        IS(MT_DTYPE_WORDS, MT_I32),
-        IS(MT_DTYPE_WORDS, MT_U8),
-        IS(MTI_TRANSPOSE_WORDS, MT_NO_TRANS),
-        IS(MTI_TRANSPOSE_WORDS, MT_TRANS),
-        IS(MTI_GEMM_CHOICE_WORDS, MT_GEMM_MEASURED),
-        IS(MTI_GEMM_CHOICE_WORDS, MT_GEMM_HEURISTIC),
-        IS(MTI_EPILOGUE_WORDS, MT_EPILOGUE_SEPARATE),
-        IS(MTI_EPILOGUE_WORDS, MT_EPILOGUE_FUSED),
-        IS(MTI_EPILOGUE_WORDS, MT_EPILOGUE_MEASURED)};
-#undef IS
-    char text[MT_WORD_MAX];
-    (void)state;
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        mt_enum_word(all[i].words, all[i].value, text);
-        assert_string_equal(text, all[i].word);
-    }
-    ASSERT_REFUSED(MT_ERR_ARGUMENT, "k is 6",
-                   mt_check_enum(ref.ctx, "f", NULL, "k", MT_ACTIVATION_COUNT, MT_ACTIVATION_WORDS));
 }
 
 static void test_bad_attention(void **state) {
@@ -2601,7 +2558,6 @@ static const struct CMUnitTest tests[] = {
     REF_TEST(test_bad_norm),
     REF_TEST(test_bad_random),
     REF_TEST(test_checks_of_fields),
-    REF_TEST(test_words_of_enums),
     REF_TEST(test_bad_attention),
     REF_TEST(test_bad_rotary),
     REF_TEST(test_bad_embedding),
