@@ -63,27 +63,38 @@ static mt_status noise(test_rank *r, int64_t first, uint64_t seed, mt_tensor t) 
     return MT_SUCCESS;
 }
 
-static mt_status custom_block(test_rank *r, result *out) {
-    const int sp = is_sequence_parallel(out->split), rank = r->grid.tp_rank;
-    const int64_t rows = sp ? TOKENS / r->grid.tp_size : TOKENS;
-    block b;
-    block_saved saved;
+/* What goes into a block and comes out of it: this rank's rows of [TOKENS, HIDDEN]. */
+typedef struct ends {
     mt_tensor x, y, dy, dx;
-    mt_arena_request memory[] = {{&x, out->dtype, rows, HIDDEN},
-                                 {&y, out->dtype, rows, HIDDEN},
-                                 {&dy, out->dtype, rows, HIDDEN},
-                                 {&dx, out->dtype, rows, HIDDEN}};
-    MT_TRY(mt_params_set_dtype(r->ctx, r->params, out->dtype));
-    MT_TRY(block_create(r->ctx, r->params, sp, &b));
+} ends;
+
+/* Initialises the parameters, and makes the tensors. x and dy are noise. */
+static mt_status make_ends(test_rank *r, const result *out, ends *e) {
+    const int sp = is_sequence_parallel(out->split);
+    const int64_t rows = sp ? TOKENS / r->grid.tp_size : TOKENS, first = sp ? r->grid.tp_rank * rows : 0;
+    mt_arena_request list[] = {{&e->x, out->dtype, rows, HIDDEN},
+                               {&e->y, out->dtype, rows, HIDDEN},
+                               {&e->dy, out->dtype, rows, HIDDEN},
+                               {&e->dx, out->dtype, rows, HIDDEN}};
     MT_TRY(mt_params_init(r->ctx, r->params, 1234));
     MT_TRY(mt_params_zero_grad(r->ctx, r->params));
-    MT_TRY(mt_arena_tensors(r->ctx, memory, 4));
-    MT_TRY(noise(r, sp ? rank * rows : 0, 1, x));
-    MT_TRY(noise(r, sp ? rank * rows : 0, 2, dy));
-    MT_TRY(block_forward(r->ctx, &b, x, y, &saved));
-    MT_TRY(keep(r->ctx, out, rank, 0, "y", y));
-    MT_TRY(block_backward(r->ctx, &b, dy, dx, &saved));
-    MT_TRY(keep(r->ctx, out, rank, 1, "dx", dx));
+    MT_TRY(mt_arena_tensors(r->ctx, list, 4));
+    MT_TRY(noise(r, first, 1, e->x));
+    return noise(r, first, 2, e->dy);
+}
+
+static mt_status custom_block(test_rank *r, result *out) {
+    const int rank = r->grid.tp_rank;
+    block b;
+    block_saved saved;
+    ends e;
+    MT_TRY(mt_params_set_dtype(r->ctx, r->params, out->dtype));
+    MT_TRY(block_create(r->ctx, r->params, is_sequence_parallel(out->split), &b));
+    MT_TRY(make_ends(r, out, &e));
+    MT_TRY(block_forward(r->ctx, &b, e.x, e.y, &saved));
+    MT_TRY(keep(r->ctx, out, rank, 0, "y", e.y));
+    MT_TRY(block_backward(r->ctx, &b, e.dy, e.dx, &saved));
+    MT_TRY(keep(r->ctx, out, rank, 1, "dx", e.dx));
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
     if (mt_params_count(r->params) != TENSORS - 2) return MT_ERR_DATA;
     for (int i = 2; i < TENSORS; i++) {
@@ -133,17 +144,11 @@ static mt_status keep_bias_gradient(test_rank *r, result *out, int i, mt_tensor 
 
 /* Two sequences, two query heads for each key head, rotary positions. */
 static mt_status self_attention(test_rank *r, result *out) {
-    const int sp = is_sequence_parallel(out->split), rank = r->grid.tp_rank;
-    const int64_t rows = sp ? TOKENS / r->grid.tp_size : TOKENS;
     mt_self_attention_desc d;
     mt_self_attention a;
     mt_self_attention_saved saved;
     mt_batch batch;
-    mt_tensor x, y, dy, dx;
-    mt_arena_request list[] = {{&x, out->dtype, rows, HIDDEN},
-                               {&y, out->dtype, rows, HIDDEN},
-                               {&dy, out->dtype, rows, HIDDEN},
-                               {&dx, out->dtype, rows, HIDDEN}};
+    ends e;
     memset(&d, 0, sizeof d);
     d.hidden = HIDDEN;
     d.heads = HEADS;
@@ -152,22 +157,18 @@ static mt_status self_attention(test_rank *r, result *out) {
     d.max_seq = TOKENS / 2;
     d.dropout = 0.2f;
     d.init_std = 0.3f;
-    d.sequence_parallel = sp;
+    d.sequence_parallel = is_sequence_parallel(out->split);
     memset(&batch, 0, sizeof batch);
     batch.sequences = 2;
     batch.seq = TOKENS / 2;
     MT_TRY(mt_params_set_dtype(r->ctx, r->params, out->dtype));
     MT_TRY(mt_self_attention_create(r->ctx, r->params, "self", &d, &a));
-    MT_TRY(mt_params_init(r->ctx, r->params, 1234));
-    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
-    MT_TRY(mt_arena_tensors(r->ctx, list, 4));
-    MT_TRY(noise(r, sp ? rank * rows : 0, 1, x));
-    MT_TRY(noise(r, sp ? rank * rows : 0, 2, dy));
+    MT_TRY(make_ends(r, out, &e));
     MT_TRY(set_bias(r, out, batch.seq, &batch));
-    MT_TRY(mt_self_attention_forward(r->ctx, &a, &batch, x, y, &saved));
-    MT_TRY(keep(r->ctx, out, rank, 0, "y", y));
-    MT_TRY(mt_self_attention_backward(r->ctx, &a, dy, dx, &saved));
-    MT_TRY(keep(r->ctx, out, rank, 1, "dx", dx));
+    MT_TRY(mt_self_attention_forward(r->ctx, &a, &batch, e.x, e.y, &saved));
+    MT_TRY(keep(r->ctx, out, r->grid.tp_rank, 0, "y", e.y));
+    MT_TRY(mt_self_attention_backward(r->ctx, &a, e.dy, e.dx, &saved));
+    MT_TRY(keep(r->ctx, out, r->grid.tp_rank, 1, "dx", e.dx));
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
     MT_TRY(keep_gradients(r, out, 2, 4));
     return keep_bias_gradient(r, out, 6, batch.attention_dbias);
@@ -178,13 +179,14 @@ static mt_status self_attention(test_rank *r, result *out) {
    a soft cap and scores that it changes. */
 static mt_status cross_attention(test_rank *r, result *out) {
     static const int32_t lengths[2] = {KEYS - 1, KEYS};
-    const int sp = is_sequence_parallel(out->split), rank = r->grid.tp_rank, shares = sp ? r->grid.tp_size : 1;
-    const int64_t rows = TOKENS / shares, keys = 2 * KEYS / shares;
+    const int sp = is_sequence_parallel(out->split), rank = r->grid.tp_rank;
+    const int64_t keys = 2 * KEYS / (sp ? r->grid.tp_size : 1);
     mt_cross_attention_desc d;
     mt_cross_attention a;
     mt_cross_attention_saved saved;
     mt_batch batch, memory_batch;
-    mt_tensor x, y, dy, dx, memory, dmemory, valid;
+    mt_tensor memory, dmemory, valid;
+    ends e;
     memset(&d, 0, sizeof d);
     d.hidden = HIDDEN;
     d.heads = HEADS;
@@ -194,20 +196,12 @@ static mt_status cross_attention(test_rank *r, result *out) {
     d.softcap = 1.0f;
     d.init_std = 0.3f;
     d.sequence_parallel = sp;
-    mt_arena_request list[] = {{&x, out->dtype, rows, HIDDEN},
-                               {&y, out->dtype, rows, HIDDEN},
-                               {&dy, out->dtype, rows, HIDDEN},
-                               {&dx, out->dtype, rows, HIDDEN},
-                               {&memory, out->dtype, keys, d.kv_hidden},
-                               {&dmemory, out->dtype, keys, d.kv_hidden},
-                               {&valid, MT_I32, 1, 2}};
+    mt_arena_request list[] = {
+        {&memory, out->dtype, keys, d.kv_hidden}, {&dmemory, out->dtype, keys, d.kv_hidden}, {&valid, MT_I32, 1, 2}};
     MT_TRY(mt_params_set_dtype(r->ctx, r->params, out->dtype));
     MT_TRY(mt_cross_attention_create(r->ctx, r->params, "cross", &d, &a));
-    MT_TRY(mt_params_init(r->ctx, r->params, 1234));
-    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
-    MT_TRY(mt_arena_tensors(r->ctx, list, 7));
-    MT_TRY(noise(r, sp ? rank * rows : 0, 1, x));
-    MT_TRY(noise(r, sp ? rank * rows : 0, 2, dy));
+    MT_TRY(make_ends(r, out, &e));
+    MT_TRY(mt_arena_tensors(r->ctx, list, 3));
     MT_TRY(noise(r, sp ? rank * keys : 0, 3, memory));
     MT_TRY(mt_upload(r->ctx, lengths, valid));
     memset(&batch, 0, sizeof batch);
@@ -217,10 +211,10 @@ static mt_status cross_attention(test_rank *r, result *out) {
     memory_batch.seq = KEYS;
     memory_batch.lengths = (const int32_t *)valid.data;
     MT_TRY(set_bias(r, out, batch.seq, &memory_batch));
-    MT_TRY(mt_cross_attention_forward(r->ctx, &a, &batch, x, &memory_batch, memory, y, &saved));
-    MT_TRY(keep(r->ctx, out, rank, 0, "y", y));
-    MT_TRY(mt_cross_attention_backward(r->ctx, &a, dy, dx, dmemory, &saved));
-    MT_TRY(keep(r->ctx, out, rank, 1, "dx", dx));
+    MT_TRY(mt_cross_attention_forward(r->ctx, &a, &batch, e.x, &memory_batch, memory, e.y, &saved));
+    MT_TRY(keep(r->ctx, out, rank, 0, "y", e.y));
+    MT_TRY(mt_cross_attention_backward(r->ctx, &a, e.dy, e.dx, dmemory, &saved));
+    MT_TRY(keep(r->ctx, out, rank, 1, "dx", e.dx));
     MT_TRY(keep(r->ctx, out, rank, 2, "dmemory", dmemory));
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
     MT_TRY(keep_gradients(r, out, 3, 8));
