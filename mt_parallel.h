@@ -1633,11 +1633,13 @@ static mt_status mti_overlap_begin(mt_context *ctx, const mt_comm *comm, int kin
 static mt_status mti_grid_sizes(const mt_grid_desc *desc, int world, int sizes[3], char *text, size_t text_bytes) {
     int tp = desc->tp ? desc->tp : 1, pipeline = desc->pp ? desc->pp : 1, data = desc->dp;
     int64_t model = (int64_t)tp * pipeline;
-    const char *field = desc->tp < 0 ? "tp" : desc->dp < 0 ? "dp" : desc->pp < 0 ? "pp" : NULL;
-    if (field || world < 1) {
-        int value = desc->tp < 0 ? desc->tp : desc->dp < 0 ? desc->dp : desc->pp < 0 ? desc->pp : world;
-        snprintf(text, text_bytes, "mt_grid: %s is %d, must be at least %d", field ? field : "world_size", value,
-                 field ? 0 : 1);
+    const char *const names[] = {"tp", "dp", "pp", "world_size"};
+    const int values[] = {desc->tp, desc->dp, desc->pp, world};
+    int i;
+    for (i = 0; i < 4; i++) {
+        int least = i == 3;
+        if (values[i] >= least) continue;
+        snprintf(text, text_bytes, "mt_grid: %s is %d, must be at least %d", names[i], values[i], least);
         return MT_ERR_ARGUMENT;
     }
     if (!data && world % model == 0) data = (int)(world / model);
