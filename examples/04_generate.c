@@ -246,10 +246,12 @@ static int parse_flags(int argc, char **argv, job *j) {
         table[FLAGS + i].has_arg = optional_argument;
     }
     while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
-        if (index >= FLAGS)
+        if (index >= FLAGS) {
             fprintf(stderr, "04_generate: --%s: the model in --init-from DIR has its own shape, see --help\n",
                     table[index].name);
-        if (index >= FLAGS || !parse_value(&flags[index], optarg, j)) return 0;
+            return 0;
+        }
+        if (!parse_value(&flags[index], optarg, j)) return 0;
     }
     if (c != -1) return 0; /* getopt_long has printed what is wrong */
     if (optind < argc)

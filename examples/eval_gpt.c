@@ -160,13 +160,13 @@ static int parse_options(int argc, char **argv, options *o) {
         table[FLAGS + i].has_arg = optional_argument;
     }
     while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
-        const flag *f = index < FLAGS ? &flags[index] : NULL;
-        if (!f)
+        if (index >= FLAGS) {
             fprintf(stderr, "eval_gpt: --%s: the model in --init-from DIR has its own shape, see --help\n",
                     table[index].name);
-        if (!f) return 0;
-        if (f->kind == SWITCH) memcpy(field(f, o), &on, sizeof on);
-        else if (!parse_value(f, optarg, o)) return 0;
+            return 0;
+        }
+        if (flags[index].kind == SWITCH) memcpy(field(&flags[index], o), &on, sizeof on);
+        else if (!parse_value(&flags[index], optarg, o)) return 0;
     }
     if (c != -1) return 0; /* getopt_long has printed what is wrong */
     if (optind < argc)
