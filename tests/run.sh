@@ -9,11 +9,11 @@ cd "$(dirname "$0")/.." || exit 1
 
 usage() {
     cat <<'END'
-sh tests/run.sh [--all | --rest] [--strict] [PATTERN...]
+sh tests/run.sh [--variants | --all] [--strict] [PATTERN...]
 
   PATTERN      only the tests whose name contains one of these regular expressions
-  --all        the full matrix instead of everything once
-  --rest       the full matrix without the tests that are the same in both, for after a run without --all
+  --variants   instead of everything once: the same in other ways, with sanitizers, each GEMM library, nvcc and others
+  --all        both, with all combinations instead of a sample, and the planted bugs
   --strict     what could not be tested is a failure (also: MT_TEST_STRICT=1), except what needs nvcc or a GPU; the
                headers of CUDA are expected, unless MT_TEST_WITHOUT names nvcc
 
@@ -29,11 +29,10 @@ The last line is "N passed, N failed, N skipped", counting test cases and, elsew
 END
 }
 
-strict=${MT_TEST_STRICT:-0} all=OFF without= pattern=
+strict=${MT_TEST_STRICT:-0} tests=quick bench=OFF pattern=
 for argument in "$@"; do
     case $argument in
-    --all) all=ON ;;
-    --rest) all=ON without='^same$' ;;
+    --variants | --all) tests=${argument#--} bench=ON ;;
     --strict) strict=1 ;;
     --help) usage; exit 0 ;;
     -*) usage >&2; exit 2 ;;
@@ -61,8 +60,8 @@ cmake_options() {
 with_cmake() {
     rm -rf "$build"/tests/test_* "$build/engine" # otherwise a program that no longer builds would pass
     # shellcheck disable=SC2046  # a list of options
-    cmake -S . -B "$build" -G "Unix Makefiles" -DCMAKE_C_COMPILER="$CC" -DMEGATRON_TEST_ALL=$all \
-        -DMEGATRON_BUILD_EXAMPLES=OFF -DMEGATRON_BUILD_BENCH=$all $(cmake_options) >"$build/configure.log" 2>&1 ||
+    cmake -S . -B "$build" -G "Unix Makefiles" -DCMAKE_C_COMPILER="$CC" -DMEGATRON_TESTS=$tests \
+        -DMEGATRON_BUILD_EXAMPLES=OFF -DMEGATRON_BUILD_BENCH=$bench $(cmake_options) >"$build/configure.log" 2>&1 ||
         { show_log "$build/configure.log"; failed=1; return; }
     not_expected='^$' # without nvcc, CUDA is not expected either
     ! hidden nvcc || not_expected='^CUDA: '
@@ -72,7 +71,8 @@ with_cmake() {
     start=$(now)
     cmake --build "$build" -j "$jobs" -- -k >"$build/build.log" 2>&1 || { show_ends "$build/build.log"; failed=1; }
     echo "built in $((($(now) - start) / 1000)) s"
-    (cd "$build" && ctest -j "$jobs" --output-on-failure ${without:+-LE "$without"} ${pattern:+-R "$pattern"})
+    (cd "$build" && ctest -j "$jobs" --output-on-failure $([ $tests != variants ] || echo -L '^variant$') \
+        ${pattern:+-R "$pattern"})
     code=$? before=$failed
     summary "$build/Testing/Temporary/LastTest.log"
     [ $code -eq 0 ] || [ "$failed" -gt "$before" ] || failed=$((failed + 1))
@@ -117,9 +117,9 @@ with_cc() {
 # shellcheck disable=SC2046  # a word, or none
 ensure_packages build-essential cmake libdnnl-dev libopenblas-dev clang clang-format ccache locales \
     openmpi-bin libopenmpi-dev \
-    $([ $all = OFF ] || echo pkg-config) # only the test of the installed package needs it
+    $([ $tests = quick ] || echo pkg-config) # only the test of the installed package needs it
 have_library libc stdio.h m || { echo "No working C compiler: $CC"; failed=1; closing_line; exit 1; }
-echo "$("$CC" --version | head -n 1); $jobs cores; $([ $all = ON ] && echo "the full matrix" || echo "everything once")"
+echo "$("$CC" --version | head -n 1); $jobs cores; tests: $tests"
 if have_command cmake && have_command make; then with_cmake; else with_cc; fi
 if [ -s "$build/left_out" ]; then
     echo "Left out$([ "$strict" = 0 ] || echo ", which is a failure with --strict"):"
