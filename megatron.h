@@ -1992,6 +1992,18 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
     return mti_attention_call_forward(ctx, "mt_self_attention_forward", attention, batch, x, y, saved);
 }
 
+/* With recompute_core: computes out and lse of *saved again. */
+static mt_status mti_attention_core_again(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                          mt_self_attention_saved *saved) {
+    mt_status status;
+    MT_TRY(mti_attention_room(ctx, a, desc, saved, 1));
+    mt_trace_recompute(ctx, 1);
+    status = mti_attention_core_forward(ctx, a, desc, saved);
+    mt_trace_recompute(ctx, 0);
+    saved->proj_in.x = saved->out;
+    return status;
+}
+
 static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                         mt_tensor dy, mt_tensor dx, const mt_self_attention_saved *saved) {
     mt_self_attention_saved again = *saved;
@@ -1999,9 +2011,7 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
     mt_tensor dout, dqkv, cols[3];
     int count;
     if (a->desc.recompute_core) {
-        MT_TRY(mti_attention_room(ctx, a, desc, &again, 1));
-        MT_TRY(mti_attention_core_forward(ctx, a, desc, &again));
-        again.proj_in.x = again.out;
+        MT_TRY(mti_attention_core_again(ctx, a, desc, &again));
         saved = &again;
     }
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->out.rows, saved->out.cols, &dout));
@@ -2460,6 +2470,18 @@ static mt_status mti_cross_inputs_backward(mt_context *ctx, const mt_cross_atten
     return mt_column_parallel_linear_backward(ctx, &a->query, d[0], dx, &saved->query_in);
 }
 
+/* With recompute_core: computes out and lse of *saved again. */
+static mt_status mti_cross_core_again(mt_context *ctx, const mt_cross_attention *a, const mt_attention_desc *desc,
+                                      mt_cross_attention_saved *saved) {
+    mt_status status;
+    MT_TRY(mti_cross_room(ctx, desc, saved, 1));
+    mt_trace_recompute(ctx, 1);
+    status = mti_cross_core_forward(ctx, a, desc, saved);
+    mt_trace_recompute(ctx, 0);
+    saved->proj_in.x = saved->out;
+    return status;
+}
+
 static mt_status mti_cross_backward(mt_context *ctx, const mt_cross_attention *a, mt_tensor dy, mt_tensor dx,
                                     mt_tensor dmemory, const mt_cross_attention_saved *saved) {
     mt_attention_desc desc = mti_cross_desc(a, &saved->batch, &saved->memory_batch, 1);
@@ -2467,9 +2489,7 @@ static mt_status mti_cross_backward(mt_context *ctx, const mt_cross_attention *a
     mt_tensor d[MTI_CROSS_OUT + 1];
     mti_cross_log_tokens(ctx, &saved->batch);
     if (a->desc.recompute_core) {
-        MT_TRY(mti_cross_room(ctx, &desc, &again, 1));
-        MT_TRY(mti_cross_core_forward(ctx, a, &desc, &again));
-        again.proj_in.x = again.out;
+        MT_TRY(mti_cross_core_again(ctx, a, &desc, &again));
         saved = &again;
     }
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->q.rows, saved->q.cols, &d[0]));
@@ -2790,7 +2810,9 @@ static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *la
     mt_status status;
     if (layer->desc.placement == MT_POST_LN) MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &y));
     mt_hash_log_pause(ctx, 1);
+    mt_trace_recompute(ctx, 1);
     status = mti_layer_forward(ctx, layer, &batch, x, y, saved);
+    mt_trace_recompute(ctx, 0);
     mt_hash_log_pause(ctx, 0);
     return status;
 }

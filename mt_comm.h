@@ -148,7 +148,8 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count);
    communication, but there is no data. Do not dereference pointers from such a context. To learn how much memory a
    training step needs, set mt_context_desc.planned to the device that you plan for, and run one step on MT_DEVICE_META
    with a communicator from mt_comm_create_meta, in one thread. mt_arena_peak is then the arena_bytes that the step
-   needs, and the device needs arena_bytes + mt_context_allocated in all. */
+   needs, and the device needs arena_bytes + mt_context_allocated in all. The context also keeps a trace of the step,
+   from which mt_plan_step in mt_parallel.h predicts its time. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
 /* Allocates memory on the context's device. Set both functions or neither. alloc returns memory aligned to `alignment`
@@ -276,6 +277,11 @@ MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **com
    exist. Its collectives check their arguments and count calls and bytes (mt_comm_ledger) but move nothing.
    Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out);
+
+/* Says where the ranks of a meta communicator are among all ranks of the program: rank r of the group is `stride` ranks
+   after rank r - 1. mt_grid_create sets it. A prediction of time needs it, because ranks that are far apart are on
+   different machines. At first it is 1. Ignored for stride < 1. */
+MT_API void mt_comm_set_stride(mt_comm *comm, int stride);
 
 /* Splits comm into groups, as MPI_Comm_split does. Ranks with the same color form a group, ordered by key, then by rank
    in comm. color < 0 gives *out = NULL. The new group has the timeout of comm. Collective over comm. A meta
@@ -563,6 +569,59 @@ MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status);
 MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket);
 MT_API mt_status mt_overlap_wait_all(mt_context *ctx);
 MT_API int mt_overlap_is_planned(const mt_context *ctx); /* 1: on a GPU, or planned for a GPU on MT_DEVICE_META */
+
+/* ---- the trace: what a step would do, on MT_DEVICE_META ---------------------------------------------------------- */
+
+/* The kinds of work in a trace. They differ in what their time depends on. */
+typedef enum mt_work {
+    MT_WORK_MEMORY = 0,        /* an operator that mainly reads and writes memory: its bytes */
+    MT_WORK_GEMM = 1,          /* a matrix product: its FLOPs and shape */
+    MT_WORK_ATTENTION = 2,     /* scaled dot-product attention: its FLOPs */
+    MT_WORK_OPTIMIZER = 3,     /* norm of the gradients and AdamW: its bytes */
+    MT_WORK_COMMUNICATION = 4, /* a collective, a send or a receive: its bytes and group */
+    MT_WORK_OVERLAP_BEGIN = 5, /* mt_overlap_begin, mt_overlap_end and mt_overlap_wait, if work overlaps on a GPU */
+    MT_WORK_OVERLAP_END = 6,
+    MT_WORK_OVERLAP_WAIT = 7,
+    MT_WORK_COUNT = 8
+} mt_work;
+
+/* One operator or communication. Fields that a kind of work does not have are 0. */
+typedef struct mt_trace_entry {
+    mt_work work;
+    const char *name; /* of the function ("mt_gemm") or of the collective ("all_reduce"); a string constant */
+    mt_dtype dtype;   /* of the operands or of the buffer */
+    /* Floating-point operations: two for each multiply-add of a product. In attention they are those of the scores that
+       the mask, the window and the key length allow: two products in forward and four in backward, without the scores
+       that backward computes again. */
+    double flops;
+    double bytes;      /* of the views that an operator reads and writes; for communication as in the ledger */
+    int64_t m, n, k;   /* MT_WORK_GEMM: the product of an [m, k] and a [k, n] matrix */
+    int recomputed;    /* 1: a backward does again what the forward has done, see mt_trace_recompute */
+    int ranks, stride; /* MT_WORK_COMMUNICATION: size of the group, and the stride of mt_comm_set_stride */
+    mt_collective collective;
+    int to, from;     /* MT_SEND, MT_RECV: ranks of the group, -1: none. mt_send_recv is an MT_SEND that has both */
+    mt_stream stream; /* MT_WORK_OVERLAP_BEGIN: the stream of the work until MT_WORK_OVERLAP_END */
+    int ticket;       /* MT_WORK_OVERLAP_END, MT_WORK_OVERLAP_WAIT */
+} mt_trace_entry;
+
+typedef struct mt_trace {
+    mt_trace_entry *entries; /* in the order of the calls */
+    size_t count;
+} mt_trace;
+
+/* A context on MT_DEVICE_META appends an entry to its trace for each operator and each communication of more than one
+   rank. mt_context_take_trace moves the trace to *out, which the caller frees with mt_trace_free. The trace of the
+   context is then empty. Call it before a step, to drop what came before, and after the step. On other devices *out is
+   empty.
+   Errors: MT_ERR_ARGUMENT; MT_ERR_MEMORY (there was no memory for an entry: *out is empty). */
+MT_API mt_status mt_context_take_trace(mt_context *ctx, mt_trace *out);
+MT_API void mt_trace_free(mt_trace *trace); /* NULL is allowed */
+
+/* For authors of operators and blocks. mt_trace_add appends a copy of *entry; it sets entry.recomputed itself.
+   mt_trace_recompute(ctx, 1) marks what follows as recomputed, until mt_trace_recompute(ctx, 0). They do nothing on
+   other devices than MT_DEVICE_META. */
+MT_API void mt_trace_add(mt_context *ctx, const mt_trace_entry *entry);
+MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);
 
 /* ---- CUDA graphs: a step that is recorded once ------------------------------------------------------------------- */
 
@@ -1003,6 +1062,11 @@ struct mt_context {
     mt_comm *nccl;              /* list of the communicators over NCCL that belong to this context */
     uint64_t nccl_calls;        /* number of calls on these communicators so far */
     struct mti_window *windows; /* list of the memory registered with these communicators */
+    mt_trace trace;             /* MT_DEVICE_META */
+    size_t trace_capacity;
+    int trace_lost;           /* 1: there was no memory for an entry */
+    int recomputes;           /* see mt_trace_recompute */
+    mt_stream planned_stream; /* MT_DEVICE_META: the stream between mt_overlap_begin and mt_overlap_end */
     char error[MT_ERROR_BYTES];
 };
 
@@ -1102,6 +1166,7 @@ struct mt_comm {
     mti_group *group;    /* threads: the shared group; over MPI: a copy that only this process uses; else NULL */
     struct mti_mpi *mpi; /* only over MPI */
     int rank, size;
+    int stride;             /* see mt_comm_set_stride */
     mti_nccl nccl;          /* only over NCCL */
     struct mti_rank *owner; /* the launched rank that the communicator belongs to, or NULL */
     mt_comm *next;          /* in the list mti_rank.children of the owner */
@@ -1480,6 +1545,7 @@ MT_API void mt_context_destroy(mt_context *ctx) {
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
     if (ctx->device != MT_DEVICE_META && ctx->arena)
         (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
+    mt_trace_free(&ctx->trace);
     mt_host_free(ctx);
 }
 
@@ -1576,7 +1642,9 @@ MT_API size_t mt_context_allocated(const mt_context *ctx) { return ctx ? ctx->al
 MT_API size_t mt_arena_mark(const mt_context *ctx) { return ctx ? ctx->arena_used : 0; }
 
 MT_API void mt_arena_release(mt_context *ctx, size_t mark) {
-    if (ctx && mark < ctx->arena_used && ctx->stream == ctx->compute_stream) ctx->arena_used = mark;
+    if (!ctx || ctx->stream != ctx->compute_stream) return; /* work overlaps */
+    if (ctx->planned_stream != MT_STREAM_NONE && ctx->planned == MT_DEVICE_CUDA) return;
+    if (mark < ctx->arena_used) ctx->arena_used = mark;
 }
 
 MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top) {
@@ -2435,7 +2503,12 @@ MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out) {
     *out = NULL;
     if (size < 1 || rank < 0 || rank >= size) return MT_ERR_ARGUMENT;
     *out = mti_comm_new(&mti_meta, rank, size, "meta");
+    mt_comm_set_stride(*out, 1);
     return *out ? MT_SUCCESS : MT_ERR_MEMORY;
+}
+
+MT_API void mt_comm_set_stride(mt_comm *comm, int stride) {
+    if (comm && stride >= 1) comm->stride = stride;
 }
 
 MT_API int mt_comm_rank(const mt_comm *comm) { return comm ? comm->rank : 0; }
@@ -3931,6 +4004,85 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
     return call;
 }
 
+/* -- the trace -- */
+
+MT_API void mt_trace_free(mt_trace *trace) {
+    if (!trace) return;
+    mt_host_free(trace->entries);
+    memset(trace, 0, sizeof *trace);
+}
+
+MT_API mt_status mt_context_take_trace(mt_context *ctx, mt_trace *out) {
+    int lost;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_take_trace: out is NULL");
+    lost = ctx->trace_lost;
+    *out = ctx->trace;
+    memset(&ctx->trace, 0, sizeof ctx->trace);
+    ctx->trace_capacity = 0;
+    ctx->trace_lost = 0;
+    if (!lost) return MT_SUCCESS;
+    mt_trace_free(out);
+    return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_take_trace: there was no memory for an entry");
+}
+
+/* Doubles the capacity of the trace. Returns 0 when there is no memory. */
+static int mti_trace_grow(mt_context *ctx) {
+    size_t capacity = ctx->trace_capacity ? 2 * ctx->trace_capacity : 256;
+    mt_trace_entry *entries = (mt_trace_entry *)mt_host_alloc(capacity * sizeof *entries);
+    if (!entries) return 0;
+    if (ctx->trace.count) memcpy(entries, ctx->trace.entries, ctx->trace.count * sizeof *entries);
+    mt_host_free(ctx->trace.entries);
+    ctx->trace.entries = entries;
+    ctx->trace_capacity = capacity;
+    return 1;
+}
+
+MT_API void mt_trace_add(mt_context *ctx, const mt_trace_entry *entry) {
+    mt_trace_entry *added;
+    if (!ctx || !entry || ctx->device != MT_DEVICE_META || ctx->trace_lost) return;
+    if (ctx->trace.count == ctx->trace_capacity && !mti_trace_grow(ctx)) {
+        ctx->trace_lost = 1;
+        return;
+    }
+    added = &ctx->trace.entries[ctx->trace.count++];
+    *added = *entry;
+    added->recomputed = ctx->recomputes;
+}
+
+MT_API void mt_trace_recompute(mt_context *ctx, int recomputes) {
+    if (ctx) ctx->recomputes = recomputes != 0;
+}
+
+static void mti_trace_call(mt_context *ctx, const mt_comm *comm, const mti_call *call, mt_collective kind,
+                           size_t bytes) {
+    mt_trace_entry e;
+    if (ctx->device != MT_DEVICE_META) return;
+    memset(&e, 0, sizeof e);
+    e.work = MT_WORK_COMMUNICATION;
+    e.name = mti_call_name(call->kind);
+    e.dtype = call->dtype;
+    e.bytes = (double)bytes;
+    e.ranks = comm->size;
+    e.stride = comm->stride;
+    e.collective = kind;
+    e.to = kind == MT_SEND || kind == MT_RECV ? call->root : -1;
+    e.from = kind == MT_SEND || kind == MT_RECV ? call->source : -1;
+    mt_trace_add(ctx, &e);
+}
+
+static void mti_trace_overlap(mt_context *ctx, mt_work work, const char *name, mt_stream stream, int ticket) {
+    mt_trace_entry e;
+    memset(&e, 0, sizeof e);
+    e.work = work;
+    e.name = name;
+    e.stream = stream;
+    e.ticket = ticket;
+    mt_trace_add(ctx, &e);
+}
+
+/* -- the collectives -- */
+
 /* Checks, runs and records a collective. Further chunks of a call add to its bytes, but not to the number of calls. */
 static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t elements = call->count;
@@ -3940,6 +4092,7 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
     if (comm->size == 1) return MT_SUCCESS;
     if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
     mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
+    mti_trace_call(ctx, comm, call, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
     comm->ledger.calls[call->kind] -= (uint64_t)call->goes_on;
     return MT_SUCCESS;
 }
@@ -3952,6 +4105,8 @@ static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call
     if (comm->size == 1) return MT_SUCCESS;
     if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
     if (call->source >= 0) mti_record(comm, MT_RECV, call->recvcount * element);
+    mti_trace_call(ctx, comm, call, call->root >= 0 ? MT_SEND : MT_RECV,
+                   element * (call->count > call->recvcount ? call->count : call->recvcount));
     return MT_SUCCESS;
 }
 
@@ -6291,22 +6446,28 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
 
 MT_API mt_status mt_overlap_begin(mt_context *ctx, const mt_comm *comm, mt_stream stream) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!comm || ctx->stream != ctx->compute_stream)
+    if (!comm || ctx->stream != ctx->compute_stream || ctx->planned_stream != MT_STREAM_NONE)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_begin: %s",
                        comm ? "the last one has not ended" : "comm is NULL");
     if (stream < MT_STREAM_NONE || stream > MT_STREAM_THIRD)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "mt_overlap_begin: stream is %d, must be MT_STREAM_NONE, MT_STREAM_SECOND or MT_STREAM_THIRD",
                        (int)stream);
-    if (ctx->device != MT_DEVICE_CUDA || comm->size == 1 || ctx->invariant || stream == MT_STREAM_NONE)
+    if (ctx->device == MT_DEVICE_CPU || comm->size == 1 || ctx->invariant || stream == MT_STREAM_NONE)
         return MT_SUCCESS;
+    if (ctx->device == MT_DEVICE_META) {
+        ctx->planned_stream = stream;
+        mti_trace_overlap(ctx, MT_WORK_OVERLAP_BEGIN, "overlap_begin", stream, 0);
+        return MT_SUCCESS;
+    }
     return mti_cuda_fork(ctx, stream == MT_STREAM_THIRD ? ctx->third_stream : ctx->second_stream);
 }
 
 MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status) {
     int third, low, high;
-    if (!ctx || ctx->stream == ctx->compute_stream) return status; /* nothing overlaps */
-    third = ctx->stream == ctx->third_stream;
+    if (!ctx || (ctx->stream == ctx->compute_stream && ctx->planned_stream == MT_STREAM_NONE))
+        return status; /* nothing overlaps */
+    third = ctx->planned_stream ? ctx->planned_stream == MT_STREAM_THIRD : ctx->stream == ctx->third_stream;
     low = third ? MT_OVERLAP_TICKET_THIRD : 0;
     high = third ? MT_OVERLAP_TICKET_THIRD : MT_OVERLAP_TICKETS - 1;
     if (ticket < low || ticket > high) {
@@ -6314,14 +6475,23 @@ MT_API mt_status mt_overlap_end(mt_context *ctx, int ticket, mt_status status) {
                 mt_fail(ctx, MT_ERR_ARGUMENT, "mt_overlap_end: ticket is %d, must be %d to %d", ticket, low, high));
         ticket = low; /* the overlap ends in any case */
     }
+    if (ctx->planned_stream) {
+        mti_trace_overlap(ctx, MT_WORK_OVERLAP_END, "overlap_end", ctx->planned_stream, ticket);
+        ctx->planned_stream = MT_STREAM_NONE;
+        ctx->pending |= 1u << ticket;
+        return status;
+    }
     MT_KEEP(status, mti_cuda_fork_end(ctx, ticket));
     return status;
 }
 
 MT_API mt_status mt_overlap_wait(mt_context *ctx, int ticket) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    return ticket >= 0 && ticket <= MT_OVERLAP_TICKET_THIRD && ctx->pending >> ticket & 1u ? mti_cuda_join(ctx, ticket)
-                                                                                           : MT_SUCCESS;
+    if (ticket < 0 || ticket > MT_OVERLAP_TICKET_THIRD || !(ctx->pending >> ticket & 1u)) return MT_SUCCESS;
+    if (ctx->device != MT_DEVICE_META) return mti_cuda_join(ctx, ticket);
+    mti_trace_overlap(ctx, MT_WORK_OVERLAP_WAIT, "overlap_wait", MT_STREAM_NONE, ticket);
+    ctx->pending &= ~(1u << ticket);
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_overlap_wait_all(mt_context *ctx) {

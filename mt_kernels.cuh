@@ -2310,7 +2310,10 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
 
    Kernels read and write every type, but loops read and write f32. So on a CPU, mti_begin replaces each 16-bit view of
    type MT_ARG_FLOAT by an f32 copy in the arena. It fills the copy if the view is read (MT_ARG_IN). mti_end rounds the
-   copy back if the view is written (MT_ARG_OUT). With MTI_AS_IS, the loop takes the view in its own type. */
+   copy back if the view is written (MT_ARG_OUT). With MTI_AS_IS, the loop takes the view in its own type.
+
+   mti_end adds op->work to the trace of a meta context. mti_begin fills it in for an operator that reads and writes its
+   views once. Operators for which this is not true change it in between. */
 #define MTI_COUNT(args) ((int)(sizeof(args) / sizeof *(args)))
 #define MTI_ARGS 12 /* maximum number of views of an operator */
 #define MTI_AS_IS 8 /* with the values of mt_arg.use */
@@ -2322,6 +2325,7 @@ typedef struct mti_operator {
     int on_cuda, on_cpu;       /* where the operator runs; both are 0 if there is nothing to do */
     size_t mark;               /* the arena mark before the copies */
     mt_tensor given[MTI_ARGS]; /* the 16-bit views that have copies; data is NULL for the others */
+    mt_trace_entry work;       /* name is NULL if there is nothing to do */
 } mti_operator;
 
 /* Rounds the results back to 16 bits and releases all arena memory, including what the operator itself took. */
@@ -2330,8 +2334,23 @@ static mt_status mti_end(mti_operator *op, mt_status status) {
     if (status == MT_PLANNED) status = MT_SUCCESS;
     for (i = 0; status == MT_SUCCESS && op->on_cpu && i < op->count; i++)
         if (op->given[i].data && (op->args[i].use & MT_ARG_OUT)) mti_cpu_convert(*op->args[i].view, op->given[i]);
+    if (status == MT_SUCCESS && op->work.name) mt_trace_add(op->ctx, &op->work);
     mt_arena_release(op->ctx, op->mark);
     return status;
+}
+
+/* The bytes of all elements of a view, read or written once. */
+static double mti_view_bytes(mt_tensor t) {
+    return t.data ? (double)t.rows * (double)t.cols * (double)mt_dtype_size(t.dtype) : 0.0;
+}
+
+/* The bytes of the views that an operator reads and writes, without those of f32 copies. */
+static double mti_work_bytes(const mt_arg *args, int count) {
+    double bytes = 0.0;
+    int i;
+    for (i = 0; i < count; i++)
+        bytes += (((args[i].use & MT_ARG_IN) != 0) + ((args[i].use & MT_ARG_OUT) != 0)) * mti_view_bytes(*args[i].view);
+    return bytes;
 }
 
 /* Replaces *arg->view by an f32 copy if the loop needs one. *given is then the 16-bit view, otherwise mt_none(). */
@@ -2346,8 +2365,8 @@ static mt_status mti_widen(mti_operator *op, const mt_arg *arg, mt_tensor *given
 }
 
 /* Fills op and makes the f32 copies. If mti_begin fails, the caller must not call mti_end. An operator without
-   arguments (count 0) always runs. */
-static mt_status mti_begin(mti_operator *op, mt_context *ctx, const mt_arg *args, int count) {
+   arguments (count 0) always runs. `name` is that of the public function. */
+static mt_status mti_begin(mti_operator *op, mt_context *ctx, const char *name, const mt_arg *args, int count) {
     int i, runs = count == 0 || !mti_is_empty(*args[0].view);
     mt_status status = MT_SUCCESS;
     op->ctx = ctx;
@@ -2356,6 +2375,12 @@ static mt_status mti_begin(mti_operator *op, mt_context *ctx, const mt_arg *args
     op->on_cpu = runs && mt_context_device(ctx) == MT_DEVICE_CPU;
     op->count = runs && !op->on_cuda ? count : 0;
     op->mark = mt_arena_mark(ctx);
+    memset(&op->work, 0, sizeof op->work);
+    if (runs && !mt_context_has_data(ctx)) {
+        op->work.name = name;
+        op->work.dtype = count ? args[0].view->dtype : MT_F32;
+        op->work.bytes = mti_work_bytes(args, count);
+    }
     for (i = 0; status == MT_SUCCESS && i < op->count; i++) status = mti_widen(op, &args[i], &op->given[i]);
     return status == MT_SUCCESS ? status : mti_end(op, status);
 }
@@ -2406,7 +2431,7 @@ MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
     mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_fill", args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_fill", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_fill(ctx, y, value), mti_cpu_fill(y, value)));
 }
 
@@ -2461,7 +2486,7 @@ MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
         return mt_fail(ctx, MT_ERR_SHAPE, "mt_copy: x is [%lld, %lld], y is [%lld, %lld], must be the same",
                        (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
     MT_TRY(mti_expect_same_or_apart(ctx, "mt_copy", x, y));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_copy", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_copy_view(ctx, x, y), mti_cpu_copy(x, y)));
 }
 
@@ -2470,7 +2495,7 @@ MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_upload", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, "mt_upload", "host", host, y.rows * y.cols));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_upload", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_upload(ctx, host, y),
                                 mti_cpu_copy(mt_tensor_make(host, y.dtype, y.rows, y.cols), y)));
 }
@@ -2482,7 +2507,7 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
     MT_TRY(mti_expect_pointer(ctx, "mt_download", "host", host, x.rows * x.cols));
     if (mt_context_device(ctx) == MT_DEVICE_META && !mti_is_empty(x))
         memset(host, 0, (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_download", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_download(ctx, x, host),
                                 mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols))));
 }
@@ -2559,7 +2584,7 @@ MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_convert", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_same_or_apart(ctx, "mt_convert", x, y));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_convert", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_convert(ctx, x, y),
                                 x.dtype == y.dtype ? mti_cpu_copy(x, y) : mti_cpu_convert(x, y)));
 }
@@ -2570,7 +2595,7 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) 
                      {"b", &b, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_add", args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_add", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_add(ctx, a, b, y), mti_cpu_add(a, b, y)));
 }
 
@@ -2649,7 +2674,7 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
     MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "first_col", first_col, 0, INT64_MAX));
     MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "global_cols", global_cols, 0, INT64_MAX));
     if (!hash) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: hash is NULL");
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_hash", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash),
                                 *hash += mti_cpu_hash(x, first_row, first_col, global_cols)));
 }
@@ -2782,7 +2807,7 @@ static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int sq
                      {"out", &out, 1, 1, MT_ARG_F32, MT_ARG_IN_OUT}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_sum(ctx, x, squares, out), mti_cpu_sum(x, squares, out)));
 }
 
@@ -3581,13 +3606,14 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
     mt_arg args[] = {{"c", &c, c.rows, c.cols, MT_ARG_FLOAT, MT_ARG_OUT | (beta != 0.0f ? MT_ARG_IN : 0)},
                      {"a", &a, a.rows, a.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"b", &b, b.rows, b.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    mt_dtype dtype = a.dtype;
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_gemm", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_gemm(ctx, trans_a, trans_b, a, b, c, &g));
     MT_TRY(mti_expect_gemm_sizes(ctx, &g, a, b, c));
     MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "a", a));
     MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "b", b));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_gemm", args, MTI_COUNT(args)));
     g.alpha = alpha;
     g.beta = beta;
     g.a = (const float *)a.data;
@@ -3596,6 +3622,10 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
     g.lda = mt_max(1, mt_tensor_ld(a));
     g.ldb = mt_max(1, mt_tensor_ld(b));
     g.ldc = mt_max(1, mt_tensor_ld(c));
+    op.work.work = MT_WORK_GEMM;
+    op.work.dtype = dtype;
+    op.work.flops = 2.0 * (double)g.m * (double)g.n * (double)g.k;
+    op.work.m = g.m, op.work.n = g.n, op.work.k = g.k;
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_gemm(ctx, &g, a, b, c), mti_gemm_loop(&op, &g)));
 }
 
@@ -3665,7 +3695,7 @@ MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
                      {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_bias_forward", args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_bias_forward", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_forward(ctx, y, bias), mti_cpu_bias_forward(y, bias)));
 }
 
@@ -3675,7 +3705,7 @@ MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_bias_backward", args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, "mt_bias_backward", "dbias", dbias, "dy", dy));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_bias_backward", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_backward(ctx, dy, dbias), mti_cpu_column_sums(dy, dbias)));
 }
 
@@ -4009,7 +4039,7 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_forward(ctx, kind, h, bias, y),
                                 mti_cpu_activation_forward(kind, h, bias, y)));
 }
@@ -4026,7 +4056,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias),
                                 mti_cpu_activation_backward(kind, h, dy, dh, dbias)));
 }
@@ -5036,7 +5066,7 @@ MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x
     MT_TRY(mti_expect_norm(ctx, where, kind, x, "bias", bias));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_float(ctx, where, NULL, "eps", eps, MT_FLOAT_AT_LEAST_0));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats),
                                 mti_cpu_norm_forward(kind, x, gain, bias, eps, y, stats)));
 }
@@ -5066,7 +5096,7 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
     MT_TRY(mt_check_apart(ctx, where, "dx", dx, "x", x));
     MT_TRY(mti_expect_norm_sum(ctx, where, "dgain", dgain, x, dy, dx));
     MT_TRY(mti_expect_norm_sum(ctx, where, "dbias", dbias, x, dy, dx));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias),
                                 mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias)));
 }
@@ -5144,7 +5174,7 @@ MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_ra
     MT_TRY(mt_args_check(ctx, "mt_random_normal", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));
     MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_random_normal", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_random_normal(ctx, y, std, at), mti_cpu_random_normal(y, std, at)));
 }
 
@@ -5321,7 +5351,7 @@ MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_te
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_dropout(ctx, where, dropout, x.rows, x.cols));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_forward(ctx, x, bias, residual, dropout, y),
                                 mti_cpu_bias_dropout_add_forward(x, bias, residual, dropout, y)));
 }
@@ -5335,7 +5365,7 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_dropout(ctx, where, dropout, dy.rows, dy.cols));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_backward(ctx, dy, dropout, dx, dbias),
                                 mti_cpu_bias_dropout_add_backward(dy, dropout, dx, dbias)));
 }
@@ -7139,6 +7169,22 @@ static mt_status mti_attention_desc_check(mt_context *ctx, const char *where, co
     return mti_expect_attention(ctx, where, s);
 }
 
+/* Notes the floating-point operations of `products` products for each score. Documents and key padding are in memory
+   that a meta context does not have: all keys count. */
+static void mti_attention_work(mti_operator *op, const mt_attention_desc *desc, int products) {
+    mt_attention_desc s = *desc;
+    double scores = 0.0;
+    int64_t i;
+    if (!op->work.name) return;
+    s.cu_seqlens = NULL;
+    for (i = 0; i < s.seq; i++) {
+        mti_span seen = mti_keys_of(&s, s.kv_seq, 0, i);
+        scores += (double)mt_max(0, seen.end - seen.first);
+    }
+    op->work.work = MT_WORK_ATTENTION;
+    op->work.flops = 2.0 * products * scores * (double)s.batch * (double)mti_attention_heads(&s) * (double)s.head_dim;
+}
+
 MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc) {
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
@@ -7162,9 +7208,10 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "out", out, "qkv", qkv));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     a = mti_attention_resolve(ctx, &s, out, lse);
     mti_attention_fused(&a, qkv, mt_none());
+    mti_attention_work(&op, &s, 2);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
 }
 
@@ -7188,10 +7235,11 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dout", dout, "out", out));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.dout = dout;
     mti_attention_fused(&a, qkv, dqkv);
+    mti_attention_work(&op, &s, 4);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
 }
 
@@ -7213,9 +7261,10 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
     int i;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     for (i = 0; i < 3; i++) MT_TRY(mt_check_apart(ctx, where, "out", out, args[i].name, *args[i].view));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
+    mti_attention_work(&op, &s, 2);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
 }
 
@@ -7243,11 +7292,12 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
     MT_TRY(mti_expect_dbias(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 4));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
     a.dout = dout;
     a.dq = dq, a.dk = dk, a.dv = dv;
+    mti_attention_work(&op, &s, 4);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
 }
 
@@ -7462,7 +7512,7 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     MT_TRY(mt_args_check(ctx, "mt_rotary_table", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_even(ctx, "mt_rotary_table", "the number of columns", table.cols));
     MT_TRY(mt_check_float(ctx, "mt_rotary_table", NULL, "base", base, MT_FLOAT_ABOVE_0));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_rotary_table", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary_table(ctx, base, table), mti_cpu_rotary_table(base, table)));
 }
 
@@ -7476,7 +7526,7 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
     mti_operator op;
     MT_TRY(mti_expect_documents(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     if (s.qkv_layout != MT_QKV_PER_GROUP) { /* one group, in which all queries and keys but the last are "queries" */
         s.heads_per_group = s.groups * (s.heads_per_group + 1) - 1;
         s.groups = 1;
@@ -7596,7 +7646,8 @@ MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *
     error.limit = limit;
     snprintf(error.function, sizeof error.function, "mt_ids_check");
     snprintf(error.name, sizeof error.name, "%s", what ? what : "id");
-    MT_TRY(mti_begin(&op, ctx, NULL, 0));
+    MT_TRY(mti_begin(&op, ctx, "mt_ids_check", NULL, 0));
+    op.work.bytes = (double)count * sizeof *ids;
     MT_TRY(mti_end(&op, MTI_RUN(&op, mti_cuda_ids_check(ctx, ids, count, ignore, &error),
                                 mti_cpu_ids_check(ids, count, ignore, &error))));
     return error.found ? mt_range_fail(ctx, &error) : MT_SUCCESS;
@@ -7614,7 +7665,8 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
     s.seq = seq;
     s.cu_seqlens = cu_seqlens;
     s.documents = documents;
-    MT_TRY(mti_begin(&op, ctx, NULL, 0));
+    MT_TRY(mti_begin(&op, ctx, "mt_position_ids", NULL, 0));
+    op.work.bytes = (double)count * sizeof *ids;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_position_ids(ctx, &s, first_token, ids, count),
                                 mti_cpu_position_ids(&s, first_token, ids, count)));
 }
@@ -8019,7 +8071,8 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_embedding(ctx, where, "table", table, first_row, ids, "y", y));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "table", table));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    op.work.bytes = (beta != 0.0f ? 3.0 : 2.0) * mti_view_bytes(y); /* reads one row of the table for each token */
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_forward(ctx, table, first_row, ids, beta, y),
                                 mti_cpu_embedding_forward(table, first_row, ids, beta, y)));
 }
@@ -8033,7 +8086,8 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_embedding(ctx, where, "dtable", dtable, first_row, ids, "dy", dy));
     MT_TRY(mt_check_apart(ctx, where, "dtable", dtable, "dy", dy));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    op.work.bytes = mti_view_bytes(dy) + 8.0 * (double)dy.rows * (double)dy.cols; /* adds to a row for each token */
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable),
                                 mti_cpu_embedding_backward(dy, first_row, ids, dtable)));
 }
@@ -8604,7 +8658,7 @@ MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
     MT_TRY(mt_check_apart(ctx, where, "stats", stats, "logits", logits));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_stats(ctx, desc, logits, targets, stats),
                                 mti_cpu_cross_entropy_stats(desc, logits, targets, stats)));
 }
@@ -8621,7 +8675,7 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be 1 to %d", where, shards, MTI_CE_SHARDS);
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, loss.cols));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_combine(ctx, desc, gathered, shards, targets, loss, lse),
                                 mti_cpu_cross_entropy_combine(desc, gathered, shards, targets, loss, lse)));
 }
@@ -8636,7 +8690,7 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
     MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_backward(ctx, desc, logits, targets, lse, dloss, scale),
                                 mti_cpu_cross_entropy_backward(desc, logits, targets, lse, dloss, scale)));
 }
@@ -8655,7 +8709,7 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld columns from %lld on are only a part of a vocabulary of %lld",
                        where, (long long)logits.cols, (long long)desc->first_col, (long long)desc->vocab);
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy(ctx, desc, logits, targets, dloss, scale, loss),
                                 mti_cpu_cross_entropy(desc, logits, targets, dloss, scale, loss)));
 }
@@ -8854,7 +8908,8 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
     MT_TRY(mt_adamw_check(ctx, hyper));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_rounding(ctx, hyper->stochastic_rounding, param, master));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    op.work.work = MT_WORK_OPTIMIZER;
     return mti_end(&op,
                    MTI_RUN(&op,
                            hyper->stochastic_rounding ? mti_cuda_adamw<true>(ctx, hyper, param, master, grad, m, v)
@@ -9211,6 +9266,7 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
                                        const mt_adamw_values *values) {
     static const char *const where = "mt_multi_tensor_adamw";
     mti_operator op;
+    int i;
     MT_TRY(mt_adamw_check(ctx, hyper));
     if (!list || !list->is_adamw || hyper->stochastic_rounding)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", where,
@@ -9218,7 +9274,14 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
                        : list->is_adamw ? "stochastic_rounding must be NULL, because the list says how to round"
                                         : "the list is for sums of squares");
     if (list->count == 0) return MT_SUCCESS;
-    MT_TRY(mti_begin(&op, ctx, NULL, 0));
+    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    op.work.work = MT_WORK_OPTIMIZER;
+    for (i = 0; i < list->count; i++) {
+        const mt_adamw_tensor *t = &list->adamw[i];
+        op.work.bytes +=
+            2.0 * (mti_view_bytes(t->param) + mti_view_bytes(t->master) + mti_view_bytes(t->m) + mti_view_bytes(t->v)) +
+            mti_view_bytes(t->grad);
+    }
     return mti_end(
         &op, MTI_RUN(&op, mti_cuda_multi_adamw(ctx, list, hyper, values), mti_cpu_multi_adamw(list, hyper, values)));
 }
@@ -9231,6 +9294,7 @@ static void mti_cpu_multi_squares(const mt_multi_tensor *list, mt_tensor out) {
 MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_tensor *list, mt_tensor out) {
     static const char *const where = "mt_multi_tensor_sum_of_squares";
     mti_operator op;
+    int i;
     MT_TRY(mt_tensor_check(ctx, where, "out", out, MT_ARG_F32, 1, out.cols));
     if (!list || list->is_adamw)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", where, list ? "the list is for AdamW" : "list is NULL");
@@ -9238,7 +9302,9 @@ MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: a tensor has column %lld of out, which has %lld columns", where,
                        (long long)(list->outs - 1), (long long)out.cols);
     if (list->count == 0) return MT_SUCCESS;
-    MT_TRY(mti_begin(&op, ctx, NULL, 0));
+    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    op.work.work = MT_WORK_OPTIMIZER;
+    for (i = 0; i < list->count; i++) op.work.bytes += mti_view_bytes(list->squares[i].x);
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multi_squares(ctx, list, out), mti_cpu_multi_squares(list, out)));
 }
 
@@ -9410,7 +9476,8 @@ MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_tensor loss,
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_step_decide", args, MTI_COUNT(args)));
     if (!values) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_step_decide: values is NULL");
-    MT_TRY(mti_begin(&op, ctx, NULL, 0));
+    MT_TRY(mti_begin(&op, ctx, "mt_step_decide", NULL, 0));
+    op.work.work = MT_WORK_OPTIMIZER;
     return mti_end(
         &op, MTI_RUN(&op, mti_cuda_step_decide(ctx, sums, loss, values), mti_cpu_step_decide(sums, loss, values)));
 }
@@ -9765,7 +9832,7 @@ static mt_status mti_run_pointwise(mt_context *ctx, const char *name, mti_pointw
     int count = kind == MTI_SIGMOID || kind == MTI_SILU ? 2 : 3;
     mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, count));
-    MT_TRY(mti_begin(&op, ctx, args, count));
+    MT_TRY(mti_begin(&op, ctx, name, args, count));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_pointwise(ctx, name, kind, a, b, y), mti_cpu_pointwise(kind, a, b, y)));
 }
 
@@ -9790,7 +9857,7 @@ MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tenso
     if (!drow.data && !dx.data) return MT_SUCCESS;
     if (!drow.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_ROW, "dy", dy, "row", row, "dx", dx);
     MT_TRY(mti_expect_sum_apart(ctx, name, args, MTI_COUNT(args), 4));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_row_backward(ctx, x, row, dy, dx, drow),
                                 mti_cpu_multiply_row_backward(x, row, dy, dx, drow)));
 }
@@ -9813,7 +9880,7 @@ MT_API mt_status mt_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tenso
     if (!dcol.data && !dx.data) return MT_SUCCESS;
     if (!dcol.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_COL, "dy", dy, "col", col, "dx", dx);
     MT_TRY(mti_expect_sum_apart(ctx, name, args, MTI_COUNT(args), 0));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_col_backward(ctx, x, col, dy, dx, dcol),
                                 mti_cpu_multiply_col_backward(x, col, dy, dx, dcol)));
 }
@@ -9849,7 +9916,7 @@ MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_te
     mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, name, "dgate", dgate, "dx", dx));
-    MT_TRY(mti_begin(&op, ctx, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_gate_backward(ctx, gate, x, dy, dgate, dx),
                                 mti_cpu_gate_backward(gate, x, dy, dgate, dx)));
 }
