@@ -47,7 +47,7 @@
 
 /* The flags of all programs. A program does not read the fields of flags that its table lacks. */
 typedef struct options {
-    const char *data, *log, *hash_log, *prompt, *checkpoint, *init_from;
+    const char *data, *log, *hash_log, *prompt, *checkpoint, *init_from, *machine;
     double tp, dp, pp, layers, hidden, heads, kv_heads, ffn, seq, max_seq, batch, micro_batch, steps, warmup, seed,
         eval_interval;
     double sample, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay, label_smoothing;
@@ -298,6 +298,7 @@ static int check_split(options *o) {
                 MAX_RANKS);
     else if ((o->resume || o->save_interval > 0) && !o->checkpoint)
         fprintf(stderr, PROGRAM ": --%s needs --checkpoint DIR\n", o->resume ? "resume" : "save-interval");
+    else if (o->machine && !o->dry_run) fprintf(stderr, PROGRAM ": --machine needs --dry-run\n");
     else return 1;
     return 0;
 }
@@ -486,6 +487,7 @@ struct job {
     struct setup setup;
     needs stages[MAX_RANKS];
     int64_t parameters;           /* of the whole model */
+    mt_trace traces[MAX_RANKS];   /* of a step of each stage; only for --machine */
     char newest[MT_PATH_MAX];     /* the newest checkpoint in the directory of --init-from */
     FILE *log, *hash_log;         /* only rank 0 opens them */
     mt_status planned;            /* the status of --dry-run */
@@ -565,7 +567,7 @@ static mt_status create_slots(trainer *t) {
 /* Returns 1 for a flag that may differ between ranks: it concerns only the rank's machine, or a log that only rank 0
    writes. Of --data the ranks compare the tokens, and of --config the flags that it sets. */
 static int may_differ(const flag *f) {
-    static const char *const names[] = {"config", "data", "log", "timeout", "no-pinning", "dry-run", "help"};
+    static const char *const names[] = {"config", "data", "log", "timeout", "no-pinning", "dry-run", "machine", "help"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (strcmp(f->name, names[i]) == 0) return 1;
     return 0;
@@ -1135,6 +1137,80 @@ static mt_status train(trainer *t) {
     return finish(t);
 }
 
+/* ---- the plan of a dry run --------------------------------------------------------------------------------------- */
+
+/* What a trace has of one function: calls, and sums over them. */
+typedef struct function_cost {
+    const char *name;
+    int ranks; /* of a collective, else 0 */
+    int calls;
+    double flops, bytes, seconds;
+} function_cost;
+
+enum { FUNCTIONS = 128 };
+
+/* Sums up a trace by function, in the order of their first calls. Returns the number of functions. */
+static int sum_trace(mt_context *ctx, const mt_machine *machine, const mt_trace *trace, function_cost *costs) {
+    int count = 0, f;
+    for (size_t i = 0; i < trace->count; i++) {
+        const mt_trace_entry *e = &trace->entries[i];
+        double seconds = 0;
+        if (e->work > MT_WORK_COMMUNICATION || mt_machine_seconds(ctx, machine, e, &seconds) != MT_SUCCESS) continue;
+        for (f = 0; f < count && (strcmp(costs[f].name, e->name) != 0 || costs[f].ranks != e->ranks); f++) {
+        }
+        if (f == FUNCTIONS) continue;
+        if (f == count) costs[count++] = (function_cost){.name = e->name, .ranks = e->ranks};
+        costs[f].calls++;
+        costs[f].flops += e->flops;
+        costs[f].bytes += e->bytes;
+        costs[f].seconds += seconds;
+    }
+    return count;
+}
+
+static void print_functions(mt_context *ctx, const mt_machine *machine, const mt_trace *trace) {
+    function_cost costs[FUNCTIONS];
+    int count = sum_trace(ctx, machine, trace, costs);
+    printf("  %-40s %7s %12s %12s %12s\n", "function, each by itself", "calls", "GFLOP", "GB", "ms");
+    for (int f = 0; f < count; f++) {
+        char name[64];
+        snprintf(name, sizeof name, costs[f].ranks ? "%s of %d ranks" : "%s", costs[f].name, costs[f].ranks);
+        printf("  %-40s %7d %12.3f %12.3f %12.3f\n", name, costs[f].calls, costs[f].flops / 1e9, costs[f].bytes / 1e9,
+               costs[f].seconds * 1e3);
+    }
+}
+
+/* Prints the time of a step, what it means for the job, and where a rank of stage 0 spends it. */
+static void print_time(const job *job, const mt_machine *machine, const mt_step_time *times) {
+    const options *o = &job->o;
+    double flops = 0, seconds = times->seconds, peak = mt_machine_peak(machine, (mt_dtype)o->dtype);
+    for (int i = 0; i < (int)o->pp; i++) flops += times[i].flops / o->pp; /* the mean over the stages */
+    printf("time of a step on %s: %.4g s, %.0f tokens/s, %.4g TFLOP/s of each rank", mt_machine_name(machine), seconds,
+           o->batch * o->seq / seconds, flops / seconds / 1e12);
+    if (peak > 0) printf(", MFU %.1f %%", 100 * flops / seconds / peak);
+    printf(
+        "\n  products %.1f %%, attention %.1f %%, other operators %.1f %%, optimizer %.1f %%, communication %.1f %%, "
+        "bubble %.1f %%\n  communication at the same time as computation: %.4g s\n",
+        100 * times->gemm / seconds, 100 * times->attention / seconds, 100 * times->memory / seconds,
+        100 * times->optimizer / seconds, 100 * times->communication / seconds, 100 * times->bubble / seconds,
+        times->overlapped);
+    for (int i = 0; i < (int)o->pp; i++)
+        if (mt_machine_capacity(machine) > 0 && (double)job->stages[i].all > mt_machine_capacity(machine))
+            printf("  stage %d does not fit: it needs %.1f of %.1f GB\n", i, (double)job->stages[i].all / 1e9,
+                   mt_machine_capacity(machine) / 1e9);
+}
+
+static mt_status predict(trainer *t) {
+    static mt_step_time times[MAX_RANKS];
+    mt_machine *machine = NULL;
+    MT_TRY(mt_machine_read(t->ctx, t->job->o.machine, &machine));
+    mt_status status = mt_plan_step(t->ctx, machine, t->job->traces, (int)t->job->o.pp, times);
+    if (status == MT_SUCCESS) print_time(t->job, machine, times);
+    if (status == MT_SUCCESS) print_functions(t->ctx, machine, t->job->traces);
+    mt_machine_destroy(machine);
+    return status;
+}
+
 /* Returns the number of parameters of this stage, without the last stage's copy of a shared embedding. */
 static int64_t stage_parameters(const trainer *t) {
     int64_t n = mt_params_global_elements(t->params);
@@ -1149,8 +1225,12 @@ static int64_t stage_parameters(const trainer *t) {
 static mt_status plan_stage(job *job, int stage, trainer *t) {
     needs *n = &job->stages[stage];
     float losses[LOSSES], norm, means[TOTALS];
+    mt_trace set_up;
     MT_TRY(start_steps(t));
+    MT_TRY(mt_context_take_trace(t->ctx, &set_up));
+    mt_trace_free(&set_up);
     MT_TRY(train_step(t, 0, 0.0f, losses, &norm));
+    if (job->o.machine) MT_TRY(mt_context_take_trace(t->ctx, &job->traces[stage]));
     *n = (needs){.parameters = mt_params_elements(t->params),
                  .model = t->model_bytes,
                  .optimizer = t->optimizer_bytes,
@@ -1251,10 +1331,13 @@ static mt_status plan(job *job, int speaks) {
             print_model(&t);
             print_memory(job);
             print_ledgers(&t);
+            if (job->o.machine) status = predict(&t);
+            if (status != MT_SUCCESS) refuse_later(job, "%s", mt_last_error(t.ctx));
         }
         trainer_destroy(&t);
         mt_comm_destroy(world);
     }
+    for (int stage = 0; stage < (int)job->o.pp; stage++) mt_trace_free(&job->traces[stage]);
     return status;
 }
 

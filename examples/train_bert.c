@@ -93,6 +93,8 @@ static const flag flags[] = {
      "                              model. Flags of the shape may be left out; they must not contradict the model"},
     RANK_FLAGS,
     {"dry-run", SWITCH, AT(dry_run), 0, 1, "print parameters, bytes and collectives per rank, train nothing"},
+    {"machine", TEXT, AT(machine), 0, 0,
+     "FILE with the rates of a machine, see docs/planning.md: --dry-run also predicts the time of a step"},
     {"help", SWITCH, AT(help), 0, 1, "this text"},
 };
 #define FLAGS (int)(sizeof flags / sizeof *flags)

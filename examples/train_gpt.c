@@ -99,6 +99,8 @@ static const flag flags[] = {
     {"rmsnorm", SWITCH, AT(rmsnorm), 0, 1, "RMSNorm instead of layer normalisation"},
     {"untied", SWITCH, AT(untied), 0, 1, "an output head with its own weight"},
     {"dry-run", SWITCH, AT(dry_run), 0, 1, "print parameters, bytes and collectives per rank, train nothing"},
+    {"machine", TEXT, AT(machine), 0, 0,
+     "FILE with the rates of a machine, see docs/planning.md: --dry-run also predicts the time of a step"},
     {"help", SWITCH, AT(help), 0, 1, "this text"},
 };
 #define FLAGS (int)(sizeof flags / sizeof *flags)

@@ -439,6 +439,45 @@ static void test_configurations(void **state) {
     assert_non_null(strstr(text, "4 x tensor"));
 }
 
+/* On a machine whose operators each take a second, and whose messages and collectives take none. */
+static void test_dry_run_on_a_machine(void **state) {
+    static const char *const model = "--layers 2 --hidden 32 --heads 8 --seq 16 --batch 8 --data megatron.h --dry-run";
+    static const char *const parts = "products %lf %%, attention %lf %%, other operators %lf %%, optimizer %lf %%, "
+                                     "communication %lf %%, bubble %lf %%";
+    char words[WORDS], text[16384];
+    double part[6], seconds, tokens, all = 0;
+    const char *at;
+    (void)state;
+    static const char rates[] = "name slow\ngemm * * * * 1e30\nattention * * 1e30\nmemory * * 1e30\noperator 1\n"
+                                "link 1e30 0\nnode 8\ncapacity 1000\npeak f32 1e6\n";
+    write_bytes("machine", rates, strlen(rates));
+    for (int pp = 1; pp <= 2; pp++) {
+        print_to(words, sizeof words, "%s --tp 2 --pp %d --machine %s", model, pp, in_scratch("machine"));
+        assert_int_equal(run_program(words), 0);
+        read_text("out", text, sizeof text);
+        at = strstr(text, "time of a step on slow: ");
+        assert_non_null(at);
+        assert_int_equal(sscanf(at + 24, "%lf s, %lf tokens/s", &seconds, &tokens), 2);
+        assert_true(seconds > 50 && fabs(tokens - 8 * 16 / seconds) <= 0.5);
+        assert_non_null(strstr(at, ", MFU "));
+        at = strstr(at, "products ");
+        assert_non_null(at);
+        assert_int_equal(sscanf(at, parts, &part[0], &part[1], &part[2], &part[3], &part[4], &part[5]), 6);
+        all = part[0] + part[1] + part[2] + part[3] + part[4] + part[5];
+        assert_true(all > 99.6 && all < 100.4);
+        assert_true((part[5] > 1) == (pp == 2) && part[4] < 0.1 && part[0] > 5 && part[1] > 1 && part[3] > 0.1);
+        assert_non_null(strstr(at, "stage 0 does not fit: it needs 0.0 of 0.0 GB"));
+        assert_true((strstr(at, "stage 1 does not fit") != NULL) == (pp == 2));
+        assert_non_null(strstr(at, "\n  mt_gemm "));
+        assert_non_null(strstr(at, "\n  all_reduce of 2 ranks "));
+    }
+    write_bytes("machine", "gemm f32 1 2 3\n", 15);
+    expect_error(words, "machine, line 1: 'gemm' has 4 values, must have 5");
+    print_to(words, sizeof words, "--data megatron.h --machine %s", in_scratch("machine"));
+    expect_error(words, "train_gpt: --machine needs --dry-run");
+    forget("machine");
+}
+
 /* The dry run lists each stage. The embedding and its copy count as one parameter of the model. */
 static void test_dry_run_of_a_pipeline(void **state) {
     static const char *const model =
@@ -1142,6 +1181,7 @@ int main(void) {
         cmocka_unit_test(test_seed_and_dropout_matter),
         cmocka_unit_test(test_dry_run_and_ledger),
         cmocka_unit_test(test_configurations),
+        cmocka_unit_test(test_dry_run_on_a_machine),
         cmocka_unit_test(test_dry_run_of_a_pipeline),
         cmocka_unit_test(test_sampling),
         cmocka_unit_test(test_token_file),
