@@ -18,6 +18,7 @@
 
 #include <getopt.h>
 #include <sched.h>
+#include <stdarg.h>
 #include <sys/resource.h>
 
 #define HIDDEN 768
@@ -30,7 +31,7 @@
 #define MANY_RANKS 8
 #define MAX_RANKS 8
 #define MAX_CASES 32
-#define MAX_PARTS 40
+#define MAX_PARTS 64
 #define MAX_ROUNDS 101
 #define TRIES 3              /* the limit of rounds, as a multiple of the rounds that are kept */
 #define SLOW 1.04            /* calibration time over its best, above which a round is discarded */
@@ -39,7 +40,7 @@
 typedef struct options {
     int csv, quick, help;
     double seconds;
-    const char *only;
+    const char *only, *machine;
 } options;
 
 /* ---- statistics and the table ------------------------------------------------------------------------------------ */
@@ -112,7 +113,7 @@ typedef struct team {
     double best[MAX_RANKS], calibration[MAX_RANKS], elapsed[MAX_RANKS];
     double slowness[TRIES * MAX_ROUNDS];
     double seconds[TRIES * MAX_ROUNDS][MAX_CASES];
-    double parts[TRIES * MAX_ROUNDS][MAX_PARTS]; /* of the case with parts, at most one in an item */
+    double parts[TRIES * MAX_ROUNDS][MAX_CASES][MAX_PARTS];
 } team;
 
 typedef struct worker {
@@ -255,7 +256,7 @@ static mt_status take_round(worker *w, const bench_case *cases, int count) {
         MT_TRY(take(w, &cases[i], t->reps[i], &seconds, &slow));
         if (rank_of(w) != 0) continue;
         t->seconds[index][i] = seconds;
-        for (int p = 0; p < cases[i].parts; p++) t->parts[index][p] = w->parts[p];
+        for (int p = 0; p < cases[i].parts; p++) t->parts[index][i][p] = w->parts[p];
     }
     MT_TRY(barrier(w));
     if (rank_of(w) == 0) {
@@ -299,13 +300,13 @@ static double case_ratio(const team *t, int a, int b, double factor) {
     return stat_of(v, t->rounds).median;
 }
 
-/* Returns factor * the sum of the seconds of the parts for which chosen[p] is set. */
-static stat3 part_time(const team *t, const int *chosen, int parts, double factor) {
+/* Returns factor * the sum of the seconds of those parts of case c for which chosen[p] is set. */
+static stat3 part_time(const team *t, int c, const int *chosen, int parts, double factor) {
     double v[MAX_ROUNDS];
     for (int i = 0; i < t->rounds; i++) {
         v[i] = 0;
         for (int p = 0; p < parts; p++)
-            if (chosen[p]) v[i] += factor * t->parts[t->kept[i]][p];
+            if (chosen[p]) v[i] += factor * t->parts[t->kept[i]][c][p];
     }
     return stat_of(v, t->rounds);
 }
@@ -313,22 +314,34 @@ static stat3 part_time(const team *t, const int *chosen, int parts, double facto
 /* ---- a place to compute: this rank of a split, or rank 0 alone --------------------------------------------------- */
 
 typedef struct place {
-    mt_comm *solo; /* a group of this rank alone; NULL: the place uses the world */
+    mt_comm *solo; /* a group of this rank alone, or of the meta device; NULL: the place uses the world */
     mt_context *ctx;
     mt_grid grid;
 } place;
 
+static int grid_ranks(mt_grid_desc d) { return (d.tp ? d.tp : 1) * (d.dp ? d.dp : 1) * (d.pp ? d.pp : 1); }
+
 /* where is the desc of the context: threads, arena and invariant mode. */
-static mt_status place_create(worker *w, int tp, int data, mt_context_desc where, place *out) {
+static mt_status place_create(worker *w, mt_grid_desc shape, mt_context_desc where, place *out) {
     mt_comm *world = w->world;
-    mt_grid_desc shape = {.tp = tp, .dp = data};
     memset(out, 0, sizeof *out);
-    if (tp * data == 1) {
+    if (grid_ranks(shape) == 1) {
         MT_TRY(mt_comm_create_local(1, 0, &out->solo));
         world = out->solo;
     }
     MT_TRY(mt_context_create(world, &where, &out->ctx));
     return mt_grid_create(world, &shape, &out->grid);
+}
+
+static mt_grid_desc split_of(int tp) { return (mt_grid_desc){.tp = tp, .dp = 1}; }
+
+/* A place of a rank on the meta device. */
+static mt_status place_plan(mt_grid_desc shape, int rank, int invariant, place *out) {
+    mt_context_desc where = {.device = MT_DEVICE_META, .invariant = invariant};
+    memset(out, 0, sizeof *out);
+    MT_TRY(mt_comm_create_meta(grid_ranks(shape), rank, &out->solo));
+    MT_TRY(mt_context_create(out->solo, &where, &out->ctx));
+    return mt_grid_create(out->solo, &shape, &out->grid);
 }
 
 static void place_destroy(place *p) {
@@ -388,7 +401,14 @@ typedef struct op {
     float beta;
 } op;
 
+typedef struct ops_size {
+    int64_t tokens, seq, hidden, heads;
+} ops_size;
+
+static const ops_size layer_size = {TOKENS, TOKENS, HIDDEN, HEADS};
+
 typedef struct ops {
+    const ops_size *size;
     place place;
     float *memory;
     size_t bytes, used;
@@ -496,13 +516,17 @@ static double attention_flops(double sequences, double seq, double width) {
     return 2 * sequences * seq * (seq + 1) * width;
 }
 
+static double ops_attention_flops(const ops *s) {
+    return attention_flops((double)(s->size->tokens / s->size->seq), (double)s->size->seq, (double)s->out.cols);
+}
+
 static void ops_list_forward(ops *s) {
     const mt_transpose n = MT_NO_TRANS, t = MT_TRANS;
     ops_view(s, "norm 1", NORM, op_norm, 2 * bytes_of(s->x), s->x, s->n1, s->stats1, mt_none());
     ops_gemm(s, "qkv", n, t, s->n1, s->wqkv, 0, s->qkv);
     ops_view(s, "qkv bias", BIAS_DROPOUT, op_bias, 2 * bytes_of(s->qkv), s->qkv, s->bias_q, mt_none(), mt_none());
     ops_add(s, "attention", ATTENTION, op_attention, bytes_of(s->qkv) + bytes_of(s->out))->flops =
-        attention_flops(1, TOKENS, (double)s->out.cols);
+        ops_attention_flops(s);
     ops_gemm(s, "proj", n, t, s->out, s->wproj, 0, s->x1);
     ops_reduce(s, "all-reduce of proj", s->x1);
     ops_add_forward(s, "bias, dropout, residual 1", s->x, s->x1);
@@ -529,7 +553,7 @@ static void ops_list_backward(ops *s) {
     ops_gemm(s, "proj input gradient", n, n, first, s->wproj, 0, s->dout);
     ops_gemm(s, "proj weight gradient", t, n, first, s->out, 1, s->gproj);
     ops_add(s, "attention backward", ATTENTION, op_attention_backward, 2 * bytes_of(s->qkv) + 2 * bytes_of(s->out))
-        ->flops = 2 * attention_flops(1, TOKENS, (double)s->out.cols);
+        ->flops = 2 * ops_attention_flops(s);
     ops_gemm(s, "qkv input gradient", n, n, s->dqkv, s->wqkv, 0, s->dinner);
     ops_reduce(s, "all-reduce of qkv input gradient", s->dinner);
     ops_view(s, "qkv bias backward", BIAS_DROPOUT, op_bias_backward, bytes_of(s->dqkv), s->dqkv, s->dbias_q, mt_none(),
@@ -548,50 +572,51 @@ static mt_tensor ops_tensor(ops *s, int64_t rows, int64_t cols) {
 }
 
 static void ops_activations(ops *s, int64_t split) {
+    const int64_t tokens = s->size->tokens, hidden = s->size->hidden;
     mt_tensor *const wide[] = {&s->x, &s->n1, &s->x1, &s->n2, &s->y, &s->dy, &s->dblock, &s->dinner, &s->dx1, &s->dx};
     mt_tensor *const inner[] = {&s->h, &s->act, &s->dact, &s->dh};
-    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) *wide[i] = ops_tensor(s, TOKENS, HIDDEN);
-    for (size_t i = 0; i < sizeof inner / sizeof *inner; i++) *inner[i] = ops_tensor(s, TOKENS, 4 * HIDDEN / split);
-    s->stats1 = ops_tensor(s, TOKENS, 2);
-    s->stats2 = ops_tensor(s, TOKENS, 2);
-    s->qkv = ops_tensor(s, TOKENS, 3 * HIDDEN / split);
-    s->dqkv = ops_tensor(s, TOKENS, 3 * HIDDEN / split);
-    s->out = ops_tensor(s, TOKENS, HIDDEN / split);
-    s->dout = ops_tensor(s, TOKENS, HIDDEN / split);
-    s->lse = ops_tensor(s, HEADS / split, TOKENS);
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) *wide[i] = ops_tensor(s, tokens, hidden);
+    for (size_t i = 0; i < sizeof inner / sizeof *inner; i++) *inner[i] = ops_tensor(s, tokens, 4 * hidden / split);
+    s->stats1 = ops_tensor(s, tokens, 2);
+    s->stats2 = ops_tensor(s, tokens, 2);
+    s->qkv = ops_tensor(s, tokens, 3 * hidden / split);
+    s->dqkv = ops_tensor(s, tokens, 3 * hidden / split);
+    s->out = ops_tensor(s, tokens, hidden / split);
+    s->dout = ops_tensor(s, tokens, hidden / split);
+    s->lse = ops_tensor(s, s->size->heads / split, tokens);
 }
 
 static void ops_parameters(ops *s, int64_t split) {
+    const int64_t hidden = s->size->hidden;
     mt_tensor *const wide[] = {&s->gain, &s->dgain, &s->bias_h, &s->dbias_h};
-    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) *wide[i] = ops_tensor(s, 1, HIDDEN);
-    s->bias_q = ops_tensor(s, 1, 3 * HIDDEN / split);
-    s->dbias_q = ops_tensor(s, 1, 3 * HIDDEN / split);
-    s->bias_f = ops_tensor(s, 1, 4 * HIDDEN / split);
-    s->dbias_f = ops_tensor(s, 1, 4 * HIDDEN / split);
-    s->wqkv = ops_tensor(s, 3 * HIDDEN / split, HIDDEN);
-    s->gqkv = ops_tensor(s, 3 * HIDDEN / split, HIDDEN);
-    s->wproj = ops_tensor(s, HIDDEN, HIDDEN / split);
-    s->gproj = ops_tensor(s, HIDDEN, HIDDEN / split);
-    s->wfc1 = ops_tensor(s, 4 * HIDDEN / split, HIDDEN);
-    s->gfc1 = ops_tensor(s, 4 * HIDDEN / split, HIDDEN);
-    s->wfc2 = ops_tensor(s, HIDDEN, 4 * HIDDEN / split);
-    s->gfc2 = ops_tensor(s, HIDDEN, 4 * HIDDEN / split);
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) *wide[i] = ops_tensor(s, 1, hidden);
+    s->bias_q = ops_tensor(s, 1, 3 * hidden / split);
+    s->dbias_q = ops_tensor(s, 1, 3 * hidden / split);
+    s->bias_f = ops_tensor(s, 1, 4 * hidden / split);
+    s->dbias_f = ops_tensor(s, 1, 4 * hidden / split);
+    s->wqkv = ops_tensor(s, 3 * hidden / split, hidden);
+    s->gqkv = ops_tensor(s, 3 * hidden / split, hidden);
+    s->wproj = ops_tensor(s, hidden, hidden / split);
+    s->gproj = ops_tensor(s, hidden, hidden / split);
+    s->wfc1 = ops_tensor(s, 4 * hidden / split, hidden);
+    s->gfc1 = ops_tensor(s, 4 * hidden / split, hidden);
+    s->wfc2 = ops_tensor(s, hidden, 4 * hidden / split);
+    s->gfc2 = ops_tensor(s, hidden, 4 * hidden / split);
 }
 
-/* Creates the tensors and the list of operators for this rank of a split over `split` ranks. */
-static mt_status ops_create(worker *w, int split, float dropout, ops *s) {
+/* Creates the tensors and the list of operators for a rank of a split over `split` ranks, in s->place. */
+static mt_status ops_build(ops *s, int split, float dropout, const ops_size *size) {
     void *memory;
-    memset(s, 0, sizeof *s);
-    MT_TRY(place_create(w, split, 1, (mt_context_desc){.threads = 1, .arena_bytes = (size_t)64 << 20}, &s->place));
+    s->size = size;
     s->dropout.p = dropout;
-    s->dropout.at = (mt_random){.seed = 1, .subsequence = 1, .global_cols = HIDDEN};
-    s->desc = (mt_attention_desc){.batch = 1,
-                                  .seq = TOKENS,
-                                  .groups = HEADS / split,
+    s->dropout.at = (mt_random){.seed = 1, .subsequence = 1, .global_cols = size->hidden};
+    s->desc = (mt_attention_desc){.batch = size->tokens / size->seq,
+                                  .seq = size->seq,
+                                  .groups = size->heads / split,
                                   .heads_per_group = 1,
-                                  .head_dim = HIDDEN / HEADS,
+                                  .head_dim = size->hidden / size->heads,
                                   .dropout = s->dropout};
-    s->desc.dropout.at.global_cols = HEADS;
+    s->desc.dropout.at.global_cols = size->heads;
     ops_activations(s, split); /* counts the floats */
     ops_parameters(s, split);
     s->bytes = s->used * sizeof(float);
@@ -603,6 +628,13 @@ static mt_status ops_create(worker *w, int split, float dropout, ops *s) {
     ops_list_forward(s);
     ops_list_backward(s);
     return MT_SUCCESS;
+}
+
+static mt_status ops_create(worker *w, int split, float dropout, const ops_size *size, ops *s) {
+    mt_context_desc where = {.threads = 1, .arena_bytes = (size_t)64 << 20};
+    memset(s, 0, sizeof *s);
+    MT_TRY(place_create(w, split_of(split), where, &s->place));
+    return ops_build(s, split, dropout, size);
 }
 
 static void ops_destroy(ops *s) {
@@ -688,8 +720,8 @@ static void gemm_rows(const team *t, const gemm_item *g) {
 static mt_status gemm_measure(worker *w) {
     gemm_item *g = w->item;
     bench_case cases[MAX_CASES] = {{0}};
-    MT_TRY(ops_create(w, 1, 0, &g->one));
-    MT_TRY(ops_create(w, RANKS, 0, &g->two));
+    MT_TRY(ops_create(w, 1, 0, &layer_size, &g->one));
+    MT_TRY(ops_create(w, RANKS, 0, &layer_size, &g->two));
     gemm_indices(&g->one, g->index_one);
     g->count = gemm_indices(&g->two, g->index);
     for (int i = 0; i < g->count; i++) {
@@ -732,7 +764,7 @@ static mt_status layer_create(worker *w, int split, int threads, float dropout, 
     mt_tensor *const views[] = {&l->x, &l->y, &l->dy, &l->dx};
     mt_random at = {.seed = 3, .global_cols = HIDDEN};
     memset(l, 0, sizeof *l);
-    MT_TRY(place_create(w, split, 1, (mt_context_desc){.threads = threads}, &l->place));
+    MT_TRY(place_create(w, split_of(split), (mt_context_desc){.threads = threads}, &l->place));
     MT_TRY(mt_params_create(l->place.ctx, &l->place.grid, &l->params));
     MT_TRY(mt_transformer_layer_create(l->place.ctx, l->params, "layer", &d, &l->layer));
     MT_TRY(mt_params_init(l->place.ctx, l->params, 1234));
@@ -785,8 +817,8 @@ static mt_status run_replay(worker *w, int arg) {
 
 static mt_status layer_item_create(worker *w, layer_item *l) {
     int first = rank_of(w) == 0;
-    MT_TRY(ops_create(w, 1, 0, &l->gemms.one));
-    MT_TRY(ops_create(w, RANKS, 0, &l->gemms.two));
+    MT_TRY(ops_create(w, 1, 0, &layer_size, &l->gemms.one));
+    MT_TRY(ops_create(w, RANKS, 0, &layer_size, &l->gemms.two));
     if (first) MT_TRY(layer_create(w, 1, 1, 0, &l->layers[LAYER_1]));
     if (first) MT_TRY(layer_create(w, 1, 2, 0, &l->layers[LAYER_1_THREADS_2]));
     if (first) MT_TRY(layer_create(w, 1, 1, 0.1f, &l->layers[LAYER_1_DROPOUT]));
@@ -853,7 +885,7 @@ static void layer_rows(const team *t, const layer_item *l) {
     layer_rows_of(t, "TP=1, 1 thread, dropout 0.1", LAYER_1_DROPOUT, LAYER_1, 1, "speed without dropout");
     layer_rows_of(t, "TP=2, dropout 0.1", LAYER_2_DROPOUT, LAYER_1_DROPOUT, 2, "speed of TP=1 with dropout");
     layer_gemm_rows(t, l);
-    stat3 r = part_time(t, reduces, l->gemms.two.count, 1e3);
+    stat3 r = part_time(t, REPLAY_2, reduces, l->gemms.two.count, 1e3);
     row("layer", "its 4 all-reduces, waiting included", r, "ms", r.median / case_time(t, LAYER_2, 1e3).median,
         "layer TP=2");
     row("layer", "all-reduces in one TP=2 step (ledger)", exactly((double)l->all_reduces), "calls", 0, NULL);
@@ -943,7 +975,7 @@ static mt_status block_layers(one_block *m) {
 static mt_status block_create(worker *w, int split, int kind, one_block *m) {
     mt_tensor *const views[] = {&m->x, &m->y, &m->dy, &m->dx};
     mt_random at = {.seed = 3, .global_cols = HIDDEN};
-    MT_TRY(place_create(w, split, 1, (mt_context_desc){.threads = 1}, &m->place));
+    MT_TRY(place_create(w, split_of(split), (mt_context_desc){.threads = 1}, &m->place));
     MT_TRY(mt_params_create(m->place.ctx, &m->place.grid, &m->params));
     m->kind = kind;
     MT_TRY(block_layers(m));
@@ -1137,7 +1169,7 @@ static void breakdown_op_row(const team *t, const op *o, int index, double all) 
     int chosen[MAX_PARTS] = {0};
     double rate;
     chosen[index] = 1;
-    stat3 s = part_time(t, chosen, MAX_PARTS, 1e3);
+    stat3 s = part_time(t, BREAK_REPLAY, chosen, MAX_PARTS, 1e3);
     rate = (o->flops > 0 ? o->flops : o->bytes) * 1e-6 / s.median;
     snprintf(versus, sizeof versus, "layer  %6.1f %s", rate, unit);
     row("breakdown", o->name, s, "ms", s.median / all, opt->csv ? "layer" : versus);
@@ -1148,7 +1180,7 @@ static void breakdown_kind_row(const team *t, const ops *s, int kind, double all
     char name[64];
     int chosen[MAX_PARTS] = {0};
     for (int i = 0; i < s->count; i++) chosen[i] = kind == KINDS || s->list[i].kind == kind;
-    stat3 x = part_time(t, chosen, s->count, 1e3);
+    stat3 x = part_time(t, BREAK_REPLAY, chosen, s->count, 1e3);
     snprintf(name, sizeof name, "all %s", kind == KINDS ? "operators" : kind_names[kind]);
     row("breakdown", name, x, "ms", x.median / all, "layer");
 }
@@ -1164,7 +1196,7 @@ static mt_status breakdown_measure(worker *w) {
     breakdown_item *b = w->item;
     bench_case cases[BREAK_CASES] = {
         [BREAK_LAYER] = {run_breakdown_layer, 0, 0, 0}, [BREAK_REPLAY] = {run_breakdown_replay, 0, 0, MAX_PARTS}};
-    MT_TRY(ops_create(w, RANKS, 0, &b->ops));
+    MT_TRY(ops_create(w, RANKS, 0, &layer_size, &b->ops));
     MT_TRY(layer_create(w, RANKS, 1, 0, &b->layer));
     MT_TRY(measure(w, cases, BREAK_CASES));
     if (rank_of(w) == 0) breakdown_rows(w->team, b);
@@ -1184,16 +1216,19 @@ static mt_status item_breakdown(worker *w) {
 
 typedef struct gpt_size {
     int64_t layers, hidden, heads, vocab, max_seq, seq, batch;
+    int64_t micro; /* sequences of a micro-batch; 0: as many as the rank has */
+    int sequence_parallel;
+    mt_recompute recompute;
 } gpt_size;
 
-static const gpt_size gpt2_124m = {12, HIDDEN, HEADS, GPT_VOCAB, 1024, 64, 4};
+static const gpt_size gpt2_124m = {12, HIDDEN, HEADS, GPT_VOCAB, 1024, 64, 4, 0, 0, MT_RECOMPUTE_NONE};
 
 typedef struct gpt_model {
     const gpt_size *size;
     place place;
     mt_params *params;
     mt_gpt gpt;
-    mt_gpt_saved saved;
+    mt_gpt_saved saved[RANKS]; /* of the slots of a pipeline of RANKS stages; without a pipeline the first one */
     mt_optimizer optimizer;
     mt_tensor loss;
     int64_t first, count, micro; /* this rank's first sequence and number of sequences; sequences of a micro-batch */
@@ -1203,14 +1238,18 @@ typedef struct gpt_model {
 } gpt_model;
 
 #define GPT_TOKENS 4096                    /* enough for every size */
-static int32_t gpt_tokens[GPT_TOKENS + 1]; /* below every vocabulary; set by main */
+#define GPT_LEAST_VOCAB 2048               /* the smallest vocabulary */
+static int32_t gpt_tokens[GPT_TOKENS + 1]; /* set by main */
 
 /* Creates the model in m->place, whose context is on the CPU or the meta device. */
 static mt_status gpt_build(gpt_model *m, const gpt_size *size) {
     mt_gpt_desc d = {.vocab = size->vocab,
                      .layers = size->layers,
                      .max_seq = size->max_seq,
-                     .layer = {.hidden = size->hidden, .heads = size->heads}};
+                     .layer = {.hidden = size->hidden,
+                               .heads = size->heads,
+                               .sequence_parallel = size->sequence_parallel,
+                               .recompute = size->recompute}};
     mt_optimizer_desc adamw = {.beta2 = 0.95f, .weight_decay = 0.1f};
     mt_context *ctx = m->place.ctx;
     int invariant = mt_context_invariant(ctx);
@@ -1218,71 +1257,112 @@ static mt_status gpt_build(gpt_model *m, const gpt_size *size) {
     m->size = size;
     m->count = size->batch / m->place.grid.dp_size;
     m->first = m->place.grid.dp_rank * m->count;
-    m->micro = invariant ? mt_invariant_micro_batch(invariant, size->batch) : m->count;
+    m->micro = invariant ? mt_invariant_micro_batch(invariant, size->batch) : size->micro ? size->micro : m->count;
     m->tokens = gpt_tokens;
     MT_TRY(mt_params_create(ctx, &m->place.grid, &m->params));
     MT_TRY(mt_gpt_create(ctx, m->params, &d, &m->gpt));
     MT_TRY(mt_params_init(ctx, m->params, 1234));
     MT_TRY(mt_optimizer_create(ctx, m->params, &adamw, &m->optimizer));
-    MT_TRY(mt_gpt_saved_create(ctx, &m->gpt, &m->saved));
+    for (int i = 0; i < RANKS; i++) MT_TRY(mt_gpt_saved_create(ctx, &m->gpt, &m->saved[i]));
     return mt_arena_tensor(ctx, MT_F32, 1, m->micro * size->seq, &m->loss);
 }
 
 static void gpt_destroy(gpt_model *m) {
-    if (m->created) mt_gpt_saved_destroy(&m->saved);
+    for (int i = 0; i < RANKS && m->created; i++) mt_gpt_saved_destroy(&m->saved[i]);
     if (m->created) mt_optimizer_destroy(m->place.ctx, &m->optimizer);
     mt_params_destroy(m->params);
     place_destroy(&m->place);
 }
 
-static mt_status gpt_micro_batch(gpt_model *m, int64_t first) {
-    mt_context *ctx = m->place.ctx;
-    mt_batch batch = {.sequences = m->micro,
+static mt_batch gpt_batch(const gpt_model *m, int64_t first) {
+    return (mt_batch){.sequences = m->micro,
                       .seq = m->size->seq,
                       .first_sequence = first,
                       .step = m->step,
                       .backward_scale = 1.0f / (float)(m->size->batch * m->size->seq)};
+}
+
+static mt_status gpt_micro_batch(gpt_model *m, int64_t first) {
+    mt_context *ctx = m->place.ctx;
+    mt_batch batch = gpt_batch(m, first);
     const int32_t *ids = m->tokens + first * m->size->seq;
     size_t mark = mt_arena_mark(ctx);
-    MT_TRY(mt_gpt_forward(ctx, &m->gpt, &batch, ids, ids + 1, m->loss, &m->saved));
-    MT_TRY(mt_gpt_backward(ctx, &m->gpt, batch.backward_scale, &m->saved));
+    MT_TRY(mt_gpt_forward(ctx, &m->gpt, &batch, ids, ids + 1, m->loss, &m->saved[0]));
+    MT_TRY(mt_gpt_backward(ctx, &m->gpt, batch.backward_scale, &m->saved[0]));
     mt_arena_release(ctx, mark);
     return mt_accumulate_gradients(ctx, m->params);
+}
+
+static mt_status gpt_stage_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+    gpt_model *m = user;
+    int64_t first = m->first + a->micro_batch * m->micro;
+    mt_batch batch = gpt_batch(m, first);
+    const int32_t *ids = m->tokens + first * m->size->seq;
+    return mt_gpt_stage_forward(ctx, &m->gpt, &batch, ids, ids + 1, input, output, m->loss, &m->saved[a->slot]);
+}
+
+static mt_status gpt_stage_backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor dout, mt_tensor din) {
+    gpt_model *m = user;
+    return mt_gpt_stage_backward(ctx, &m->gpt, gpt_batch(m, 0).backward_scale, dout, din, &m->saved[a->slot]);
+}
+
+/* Runs the micro-batches of a step through a pipeline of RANKS stages. */
+static mt_status gpt_pipeline(gpt_model *m) {
+    enum { MOST = 64 };
+    mt_action actions[MOST];
+    const mt_grid *grid = &m->place.grid;
+    mt_pipeline_stage stage = {.rows = m->micro * m->size->seq,
+                               .cols = m->size->hidden,
+                               .forward = gpt_stage_forward,
+                               .backward = gpt_stage_backward,
+                               .user = m};
+    int count = 0;
+    MT_TRY(mt_pipeline_schedule(MT_SCHEDULE_1F1B, grid->pp_size, grid->pp_rank, (int)(m->count / m->micro), actions,
+                                MOST, &count));
+    return mt_pipeline_run(m->place.ctx, grid, &stage, actions, count);
 }
 
 static mt_status gpt_step(gpt_model *m) {
     mt_context *ctx = m->place.ctx;
     float norm = 0;
+    int stages = m->place.grid.pp_size;
     m->step++;
     MT_TRY(mt_params_zero_grad(ctx, m->params));
-    for (int64_t i = 0; i < m->count; i += m->micro) MT_TRY(gpt_micro_batch(m, m->first + i));
+    for (int64_t i = 0; i < m->count && stages == 1; i += m->micro) MT_TRY(gpt_micro_batch(m, m->first + i));
+    if (stages > 1) MT_TRY(gpt_pipeline(m));
     MT_TRY(mt_sync_gradients(ctx, m->params));
     MT_TRY(mt_grad_norm(ctx, m->params, &norm));
     return mt_optimizer_step(ctx, &m->optimizer, 1e-4f, mt_clip_coefficient(norm, 1.0f));
 }
 
-/* Runs one step on the meta device. *arena becomes the arena that a rank of this split needs, in bytes. */
-static mt_status gpt_plan(int tp, int data, int invariant, const gpt_size *size, size_t *arena) {
+/* Runs one step of a rank on the meta device. *arena becomes the arena that it needs, in bytes. trace is optional: it
+   becomes the trace of the step. */
+static mt_status gpt_plan(mt_grid_desc shape, int rank, int invariant, const gpt_size *size, size_t *arena,
+                          mt_trace *trace) {
     gpt_model m = {0};
-    mt_context_desc where = {.device = MT_DEVICE_META, .invariant = invariant};
-    mt_grid_desc shape = {.tp = tp, .dp = data};
-    mt_comm *world = NULL;
-    mt_status status = mt_comm_create_meta(tp * data, 0, &world);
-    if (status == MT_SUCCESS) status = mt_context_create(world, &where, &m.place.ctx);
-    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &m.place.grid);
+    mt_trace set_up = {0};
+    mt_status status = place_plan(shape, rank, invariant, &m.place);
     if (status == MT_SUCCESS) status = gpt_build(&m, size);
+    if (status == MT_SUCCESS) status = mt_context_take_trace(m.place.ctx, &set_up);
     if (status == MT_SUCCESS) status = gpt_step(&m);
     if (status == MT_SUCCESS) *arena = mt_arena_peak(m.place.ctx);
+    if (status == MT_SUCCESS && trace) status = mt_context_take_trace(m.place.ctx, trace);
+    if (status != MT_SUCCESS) fprintf(stderr, "bench: plan of a step: %s\n", mt_last_error(m.place.ctx));
+    mt_trace_free(&set_up);
     gpt_destroy(&m);
-    mt_comm_destroy(world);
     return status;
 }
 
-static mt_status gpt_create(worker *w, gpt_model *m, int tp, int data, int invariant, const gpt_size *size) {
+static mt_status gpt_create_on(worker *w, gpt_model *m, mt_grid_desc shape, int invariant, const gpt_size *size) {
     mt_context_desc where = {.threads = 1, .invariant = invariant};
-    MT_TRY(gpt_plan(tp, data, invariant, size, &where.arena_bytes));
-    MT_TRY(place_create(w, tp, data, where, &m->place));
+    int rank = grid_ranks(shape) > 1 ? rank_of(w) : 0;
+    MT_TRY(gpt_plan(shape, rank, invariant, size, &where.arena_bytes, NULL));
+    MT_TRY(place_create(w, shape, where, &m->place));
     return gpt_build(m, size);
+}
+
+static mt_status gpt_create(worker *w, gpt_model *m, int tp, int data, int invariant, const gpt_size *size) {
+    return gpt_create_on(w, m, (mt_grid_desc){.tp = tp, .dp = data}, invariant, size);
 }
 
 enum { GPT_TP2, GPT_DP2, GPT_TP1, GPT_CASES };
@@ -1366,7 +1446,7 @@ static mt_status item_gpt(worker *w) {
 /* ---- item invariant: what invariant mode costs ------------------------------------------------------------------- */
 
 /* A GPT of 17M parameters that 8 virtual shards divide without padding. */
-static const gpt_size gpt_of_8_heads = {4, 512, 8, 8192, 256, 256, 8};
+static const gpt_size gpt_of_8_heads = {4, 512, 8, 8192, 256, 256, 8, 0, 0, MT_RECOMPUTE_NONE};
 
 /* A model in both modes. */
 typedef struct price {
@@ -1451,18 +1531,19 @@ typedef struct transfer_item {
     float *a, *b;
 } transfer_item;
 
-static mt_status run_transfer(worker *w, int arg) {
-    transfer_item *x = w->item;
-    size_t n = transfers[arg].bytes / sizeof(float);
+static mt_status transfer_call(worker *w, const transfer *t, const transfer_item *x) {
+    size_t n = t->bytes / sizeof(float);
     size_t size = (size_t)mt_comm_size(w->world);
     int peer = (rank_of(w) + 1) % (int)size;
-    switch (transfers[arg].call) {
+    switch (t->call) {
     case ALL_REDUCE_CALL: return mt_all_reduce(w->ctx, w->world, x->a, x->a, n, MT_F32, MT_SUM);
     case ALL_GATHER_CALL: return mt_all_gather(w->ctx, w->world, x->b, x->a, n / size, MT_F32);
     case REDUCE_SCATTER_CALL: return mt_reduce_scatter(w->ctx, w->world, x->a, x->b, n / size, MT_F32, MT_SUM);
     default: return mt_send_recv(w->ctx, w->world, x->a, n, peer, x->b, n, peer, MT_F32);
     }
 }
+
+static mt_status run_transfer(worker *w, int arg) { return transfer_call(w, &transfers[arg], w->item); }
 
 static mt_status run_memcpy(worker *w, int arg) {
     transfer_item *x = w->item;
@@ -1511,6 +1592,544 @@ static mt_status transfers_item(worker *w, int count, size_t bytes) {
 
 static mt_status item_collectives(worker *w) { return transfers_item(w, TRANSFERS, (size_t)64 << 20); }
 static mt_status item_many_ranks(worker *w) { return transfers_item(w, 2, (size_t)64 << 10); }
+
+/* ---- item plan: steps that are predicted, and then measured ------------------------------------------------------ */
+
+/* No rate comes from a measured step. Products: mt_gemm alone, in the shapes of the traces of the steps. Operators:
+   each alone, in the shapes of the calibration model. Links: transfers alone. All cases alternate in each round. */
+
+/* A step of a GPT on a grid. With pp, there are RANKS stages. */
+typedef struct setup {
+    const char *name;
+    mt_grid_desc grid;
+    gpt_size size;
+} setup;
+
+static const setup setups[] = {
+    {"1 rank", {.tp = 1}, {3, 256, 4, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE}},
+    {"1 rank, hidden 320", {.tp = 1}, {2, 320, 5, 2560, 144, 144, 1, 0, 0, MT_RECOMPUTE_NONE}},
+    {"1 rank, recomputed", {.tp = 1}, {3, 256, 4, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_FULL}},
+    {"TP=2", {.tp = RANKS}, {4, 256, 4, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE}},
+    {"TP=2, sequence parallel", {.tp = RANKS}, {4, 256, 4, 2048, 96, 96, 2, 0, 1, MT_RECOMPUTE_NONE}},
+    {"TP=2, recomputed", {.tp = RANKS}, {4, 256, 4, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_FULL}},
+    {"TP=2, hidden 512", {.tp = RANKS}, {2, 512, 8, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE}},
+    {"DP=2", {.tp = 1, .dp = RANKS}, {2, 256, 4, 2048, 96, 96, 4, 0, 0, MT_RECOMPUTE_NONE}},
+    {"DP=2, 2 micro-batches", {.tp = 1, .dp = RANKS}, {2, 256, 4, 2048, 96, 96, 4, 1, 0, MT_RECOMPUTE_NONE}},
+    {"PP=2, 4 micro-batches", {.tp = 1, .dp = 1, .pp = RANKS}, {4, 256, 4, 2048, 96, 96, 4, 1, 0, MT_RECOMPUTE_NONE}}};
+#define SETUPS (int)(sizeof setups / sizeof *setups)
+
+/* The model whose operators are measured. It is none of the setups. */
+static const gpt_size calibration_size = {2, 384, 6, 3072, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE};
+static const ops_size calibration_ops = {192, 96, 384, 6};
+
+static const transfer links[] = {{"all_reduce 16 KB", ALL_REDUCE_CALL, 16 << 10},
+                                 {"all_reduce 512 KB", ALL_REDUCE_CALL, 512 << 10},
+                                 {"all_reduce 8 MB", ALL_REDUCE_CALL, 8 << 20},
+                                 {"all_gather 16 KB", ALL_GATHER_CALL, 16 << 10},
+                                 {"all_gather 512 KB", ALL_GATHER_CALL, 512 << 10},
+                                 {"reduce_scatter 16 KB", REDUCE_SCATTER_CALL, 16 << 10},
+                                 {"reduce_scatter 512 KB", REDUCE_SCATTER_CALL, 512 << 10},
+                                 {"send_recv 16 KB each way", SEND_RECV_CALL, 16 << 10},
+                                 {"send_recv 256 KB each way", SEND_RECV_CALL, 256 << 10}};
+#define LINKS (int)(sizeof links / sizeof *links)
+
+/* A shape of mt_gemm in the traces. With beta 0: forward and input gradients. With beta 1: weight gradients. */
+typedef struct product {
+    int64_t m, n, k;
+    int forward, gradient;
+} product;
+
+typedef struct product_list {
+    product all[MAX_PARTS];
+    int count;
+} product_list;
+
+/* Calls of operators outside the layer, after those of ops.list. */
+enum { ZERO, LOOKUP, LOOKUP_BACKWARD, LOSS, LOSS_STATS, LOSS_BACKWARD, SQUARES, ADAMW, CALLS };
+
+typedef struct calibration {
+    gpt_model model;
+    ops ops; /* in the place of the model */
+    mt_tensor logits, loss, stats, lse;
+    mt_tensor spare; /* as large as the gradients, which stay as they are: AdamW of zeros is faster */
+} calibration;
+
+/* What is measured on one rank alone, [0], and on all ranks at once, [1]. */
+enum { ALONE, TOGETHER, CROWDS };
+
+/* The cases: products and operators in both ways, links, steps. */
+enum { PRODUCT_CASE, OPERATOR_CASE = PRODUCT_CASE + CROWDS, LINK_CASE = OPERATOR_CASE + CROWDS };
+#define STEP_CASE (LINK_CASE + LINKS)
+
+typedef struct machine_text {
+    char text[16384];
+    size_t used;
+} machine_text;
+
+/* The machines as the item plan has measured them, for the item scaling. Rank 0 writes and reads them. */
+static machine_text machines[CROWDS];
+
+typedef struct plan_item {
+    gpt_model models[SETUPS];
+    mt_trace traces[SETUPS][RANKS];
+    product_list products[CROWDS];
+    calibration cal;
+    mt_trace_entry work[MAX_PARTS]; /* of the calls of the calibration */
+    transfer_item buffers;
+    float *pool;
+    size_t at_b, at_c; /* the next B and C in the pool */
+} plan_item;
+
+/* -- products -- */
+
+/* Matrices in floats: A is always at the start of the pool, because the operator before has just written it. B and C
+   move through the pool, because weights and gradients are in memory and not in a cache. */
+#define POOL_A ((size_t)4 << 20)
+#define POOL_B ((size_t)8 << 20)
+#define POOL_FLOATS (POOL_A + 2 * POOL_B)
+
+static float *pool_take(float *pool, size_t *at, int64_t count) {
+    float *result;
+    if (*at + (size_t)count > POOL_B) *at = 0;
+    result = pool + *at;
+    *at += (size_t)(count + 15) / 16 * 16;
+    return result;
+}
+
+static mt_status product_run(worker *w, plan_item *p, const product *x, mt_transpose ta, mt_transpose tb) {
+    float *b = pool_take(p->pool + POOL_A, &p->at_b, x->n * x->k);
+    float *c = pool_take(p->pool + POOL_A + POOL_B, &p->at_c, x->m * x->n);
+    mt_tensor first = ta == MT_TRANS ? mt_tensor_f32(p->pool, x->k, x->m) : mt_tensor_f32(p->pool, x->m, x->k);
+    mt_tensor second = tb == MT_TRANS ? mt_tensor_f32(b, x->n, x->k) : mt_tensor_f32(b, x->k, x->n);
+    return mt_gemm(w->ctx, ta, tb, 1.0f, first, second, ta == MT_TRANS ? 1.0f : 0.0f, mt_tensor_f32(c, x->m, x->n));
+}
+
+/* The time of a product is the mean over the ways in which it occurs. The trace does not tell forward (A B^T) from
+   input gradients (A B). */
+static mt_status run_products(worker *w, int crowd) {
+    plan_item *p = w->item;
+    const product_list *list = &p->products[crowd];
+    for (int i = 0; i < list->count; i++) {
+        const product *x = &list->all[i];
+        double start = now();
+        if (x->forward) MT_TRY(product_run(w, p, x, MT_NO_TRANS, MT_TRANS));
+        if (x->forward) MT_TRY(product_run(w, p, x, MT_NO_TRANS, MT_NO_TRANS));
+        if (x->gradient) MT_TRY(product_run(w, p, x, MT_TRANS, MT_NO_TRANS));
+        w->parts[i] = (now() - start) / (2 * x->forward + x->gradient);
+    }
+    return MT_SUCCESS;
+}
+
+static void products_note(product_list *list, const mt_trace_entry *e) {
+    double once = 4.0 * ((double)e->m * (double)e->k + (double)e->k * (double)e->n + (double)e->m * (double)e->n);
+    int i = 0;
+    if (e->work != MT_WORK_GEMM) return;
+    while (i < list->count && (list->all[i].m != e->m || list->all[i].n != e->n || list->all[i].k != e->k)) i++;
+    if (i == MAX_PARTS) return;
+    if (i == list->count) list->all[list->count++] = (product){e->m, e->n, e->k, 0, 0};
+    if (e->bytes > once) list->all[i].gradient = 1;
+    else list->all[i].forward = 1;
+}
+
+/* -- operators -- */
+
+static mt_status calibration_call(calibration *c, int call) {
+    const mt_cross_entropy_shard_desc desc = {c->model.size->vocab, 0, 0.0f, 0};
+    mt_context *ctx = c->model.place.ctx;
+    const mt_param *table = c->model.gpt.model.tokens.weight;
+    const int32_t *ids = gpt_tokens;
+    float norm = 0;
+    if (call < c->ops.count) return c->ops.list[call].run(&c->ops, &c->ops.list[call]);
+    switch (call - c->ops.count) {
+    case ZERO: return mt_fill(ctx, c->spare, 0.0f);
+    case LOOKUP: return mt_embedding_forward(ctx, table->value, 0, ids, 0.0f, c->ops.x);
+    case LOOKUP_BACKWARD: return mt_embedding_backward(ctx, c->ops.dx, 0, ids, table->grad);
+    case LOSS: return mt_cross_entropy_forward_backward(ctx, &desc, c->logits, ids, mt_none(), 1.0f, c->loss);
+    case LOSS_STATS: return mt_cross_entropy_stats(ctx, &desc, c->logits, ids, c->stats);
+    case LOSS_BACKWARD: return mt_cross_entropy_backward(ctx, &desc, c->logits, ids, c->lse, mt_none(), 1.0f);
+    case SQUARES: return mt_grad_norm(ctx, c->model.params, &norm);
+    default: return mt_optimizer_step(ctx, &c->model.optimizer, 0.0f, 1.0f);
+    }
+}
+
+static mt_status run_operators(worker *w, int crowd) {
+    calibration *c = &((plan_item *)w->item)->cal;
+    (void)crowd;
+    for (int i = 0; i < c->ops.count + CALLS; i++) {
+        double start = now();
+        MT_TRY(calibration_call(c, i));
+        w->parts[i] = now() - start;
+    }
+    return MT_SUCCESS;
+}
+
+/* Builds the calibration in c->model.place. */
+static mt_status calibration_build(calibration *c) {
+    mt_context *ctx = c->model.place.ctx;
+    int64_t tokens = calibration_ops.tokens;
+    MT_TRY(gpt_build(&c->model, &calibration_size));
+    MT_TRY(gpt_step(&c->model));
+    c->ops.place = c->model.place;
+    MT_TRY(ops_build(&c->ops, 1, 0, &calibration_ops));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, calibration_size.vocab, &c->logits));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, tokens, &c->loss));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, 4, &c->stats));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 2, tokens, &c->lse));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, mt_params_global_elements(c->model.params), &c->spare));
+    MT_TRY(mt_fill(ctx, c->logits, 0.5f));
+    return mt_fill(ctx, c->lse, 4.0f);
+}
+
+static void calibration_destroy(calibration *c) {
+    if (c->ops.memory) mt_context_free(c->ops.place.ctx, c->ops.memory, c->ops.bytes);
+    gpt_destroy(&c->model);
+}
+
+/* Writes the entry of each call: of its largest one, if it has several. */
+static mt_status calibration_entries(calibration *c, mt_trace_entry *work) {
+    mt_trace trace;
+    for (int i = 0; i < c->ops.count + CALLS; i++) {
+        MT_TRY(calibration_call(c, i));
+        MT_TRY(mt_context_take_trace(c->model.place.ctx, &trace));
+        for (size_t e = 0; e < trace.count; e++)
+            if (trace.entries[e].bytes > work[i].bytes) work[i] = trace.entries[e];
+        mt_trace_free(&trace);
+    }
+    return MT_SUCCESS;
+}
+
+/* The same calls on the meta device say what each of them is in a trace. */
+static mt_status calibration_plan(mt_trace_entry *work) {
+    calibration *c = calloc(1, sizeof *c);
+    mt_trace set_up = {0};
+    mt_status status = MT_ERR_MEMORY;
+    if (!c) return status;
+    status = place_plan(split_of(1), 0, 0, &c->model.place);
+    if (status == MT_SUCCESS) status = calibration_build(c);
+    if (status == MT_SUCCESS) status = mt_context_take_trace(c->model.place.ctx, &set_up);
+    if (status == MT_SUCCESS) status = calibration_entries(c, work);
+    mt_trace_free(&set_up);
+    calibration_destroy(c);
+    free(c);
+    return status;
+}
+
+/* -- links -- */
+
+static mt_status run_link(worker *w, int arg) {
+    const transfer_item *x = &((plan_item *)w->item)->buffers;
+    return transfer_call(w, &links[arg], x);
+}
+
+/* The factors of 1 / bandwidth and of the latency in the time of a transfer between 2 ranks. */
+static void link_factors(const transfer *t, double *bytes, double *latencies) {
+    int half = t->call == ALL_GATHER_CALL || t->call == REDUCE_SCATTER_CALL;
+    *bytes = (half ? 0.5 : 1.0) * (double)t->bytes;
+    *latencies = t->call == ALL_REDUCE_CALL ? 2 : 1;
+}
+
+/* Least squares of the relative errors. x[0]: seconds of a byte, x[1]: seconds of a latency. */
+static void link_fit(const team *t, double x[2]) {
+    double aa = 0, ab = 0, bb = 0, a1 = 0, b1 = 0, det;
+    for (int i = 0; i < LINKS; i++) {
+        double a, b, seconds = case_time(t, LINK_CASE + i, 1).median;
+        link_factors(&links[i], &a, &b);
+        a /= seconds, b /= seconds;
+        aa += a * a, ab += a * b, bb += b * b, a1 += a, b1 += b;
+    }
+    det = aa * bb - ab * ab;
+    x[0] = (a1 * bb - b1 * ab) / det;
+    x[1] = (b1 * aa - a1 * ab) / det;
+    if (x[1] < 0) x[0] = a1 / aa, x[1] = 0;
+}
+
+static void link_rows(const team *t, const double x[2]) {
+    for (int i = 0; i < LINKS; i++) {
+        double a, b, seconds = case_time(t, LINK_CASE + i, 1).median;
+        link_factors(&links[i], &a, &b);
+        row("plan", links[i].name, case_time(t, LINK_CASE + i, 1e6), "us", (a * x[0] + b * x[1]) / seconds,
+            "fitted / measured");
+    }
+}
+
+/* -- the machine -- */
+
+static void machine_add(machine_text *m, const char *format, ...) {
+    va_list values;
+    int n;
+    va_start(values, format);
+    n = vsnprintf(m->text + m->used, sizeof m->text - m->used, format, values);
+    va_end(values);
+    if (n > 0 && m->used + (size_t)n < sizeof m->text) m->used += (size_t)n;
+}
+
+/* Returns the rate of an operator of the calibration, over all its calls: FLOPs of attention, otherwise bytes, per
+   second. name NULL: of all operators whose time is that of their bytes. */
+static double operator_rate(const team *t, const plan_item *p, int crowd, const char *name) {
+    int chosen[MAX_PARTS] = {0};
+    double amount = 0;
+    for (int i = 0; i < MAX_PARTS; i++) {
+        const mt_trace_entry *e = &p->work[i];
+        int by_bytes = e->work == MT_WORK_MEMORY || e->work == MT_WORK_OPTIMIZER;
+        if (!e->name || (name ? strcmp(name, e->name) != 0 : !by_bytes)) continue;
+        chosen[i] = 1;
+        amount += e->work == MT_WORK_ATTENTION ? e->flops : e->bytes;
+    }
+    return amount / part_time(t, OPERATOR_CASE + crowd, chosen, MAX_PARTS, 1).median;
+}
+
+static int operator_is_first(const plan_item *p, int i) {
+    if (!p->work[i].name || p->work[i].work == MT_WORK_GEMM) return 0;
+    for (int j = 0; j < i; j++)
+        if (p->work[j].name && strcmp(p->work[j].name, p->work[i].name) == 0) return 0;
+    return 1;
+}
+
+static void machine_write(const team *t, const plan_item *p, int crowd, const double link[2], machine_text *m) {
+    const product_list *list = &p->products[crowd];
+    m->used = 0;
+    machine_add(m, "name this machine, %s\n", crowd == ALONE ? "one rank" : "2 ranks at once");
+    for (int i = 0; i < list->count; i++) {
+        const product *x = &list->all[i];
+        int chosen[MAX_PARTS] = {0};
+        chosen[i] = 1;
+        machine_add(m, "gemm f32 %lld %lld %lld %.4g\n", (long long)x->m, (long long)x->n, (long long)x->k,
+                    2.0 * (double)x->m * (double)x->n * (double)x->k /
+                        part_time(t, PRODUCT_CASE + crowd, chosen, MAX_PARTS, 1).median);
+    }
+    for (int i = 0; i < MAX_PARTS; i++)
+        if (operator_is_first(p, i))
+            machine_add(m, "%s %s f32 %.4g\n", p->work[i].work == MT_WORK_ATTENTION ? "attention" : "memory",
+                        p->work[i].name, operator_rate(t, p, crowd, p->work[i].name));
+    machine_add(m, "memory * * %.4g\n", operator_rate(t, p, crowd, NULL));
+    machine_add(m, "node %d\nlink %.4g %.4g\noverlap 0\n", RANKS, 1 / link[0], link[1]);
+}
+
+/* Predicts the seconds of a step. */
+static mt_status predict(const machine_text *m, const mt_trace *traces, int stages, double *seconds) {
+    place here;
+    mt_machine *machine = NULL;
+    mt_step_time times[RANKS];
+    mt_status status = place_plan(split_of(1), 0, 0, &here);
+    if (status == MT_SUCCESS) status = mt_machine_create(here.ctx, m->text, &machine);
+    if (status == MT_SUCCESS) status = mt_plan_step(here.ctx, machine, traces, stages, times);
+    if (status == MT_SUCCESS) *seconds = times[0].seconds;
+    else fprintf(stderr, "bench: prediction: %s\n", mt_last_error(here.ctx));
+    mt_machine_destroy(machine);
+    place_destroy(&here);
+    return status;
+}
+
+static mt_status machine_save(const machine_text *m) {
+    FILE *f = opt->machine ? fopen(opt->machine, "w") : NULL;
+    if (!opt->machine) return MT_SUCCESS;
+    if (f && fwrite(m->text, 1, m->used, f) == m->used && fclose(f) == 0) return MT_SUCCESS;
+    fprintf(stderr, "bench: cannot write %s\n", opt->machine);
+    return MT_ERR_IO;
+}
+
+/* -- rows -- */
+
+static void operator_rows(const team *t, const plan_item *p) {
+    for (int i = 0; i < MAX_PARTS; i++) {
+        const mt_trace_entry *e = &p->work[i];
+        char name[64];
+        double one, two;
+        if (!operator_is_first(p, i)) continue;
+        one = 1e-9 * operator_rate(t, p, ALONE, e->name);
+        two = 1e-9 * operator_rate(t, p, TOGETHER, e->name);
+        snprintf(name, sizeof name, "%s, 2 ranks at once", e->name);
+        row("plan", name, exactly(two), e->work == MT_WORK_ATTENTION ? "GFLOP/s" : "GB/s", two / one, "1 rank alone");
+    }
+}
+
+static int crowd_of(const setup *s) { return grid_ranks(s->grid) > 1 ? TOGETHER : ALONE; }
+static int stages_of(const setup *s) { return s->grid.pp > 1 ? s->grid.pp : 1; }
+
+static mt_status step_rows(const team *t, const plan_item *p) {
+    double largest = 0, sum = 0;
+    for (int i = 0; i < SETUPS; i++) {
+        const setup *s = &setups[i];
+        stat3 measured = case_time(t, STEP_CASE + i, 1e3);
+        double predicted = 0, deviation;
+        MT_TRY(predict(&machines[crowd_of(s)], p->traces[i], stages_of(s), &predicted));
+        deviation = fabs(1e3 * predicted / measured.median - 1);
+        row("plan", s->name, measured, "ms", 0, NULL);
+        row("plan", "  predicted", exactly(1e3 * predicted), "ms", 1e3 * predicted / measured.median, "measured");
+        largest = fmax(largest, deviation);
+        sum += deviation;
+    }
+    row("plan", "largest deviation", exactly(100 * largest), "%", 0, NULL);
+    row("plan", "mean deviation", exactly(100 * sum / SETUPS), "%", 0, NULL);
+    return MT_SUCCESS;
+}
+
+static mt_status plan_rows(const team *t, const plan_item *p) {
+    double link[2];
+    link_fit(t, link);
+    for (int crowd = 0; crowd < CROWDS; crowd++) machine_write(t, p, crowd, link, &machines[crowd]);
+    operator_rows(t, p);
+    link_rows(t, link);
+    MT_TRY(step_rows(t, p));
+    return machine_save(&machines[TOGETHER]);
+}
+
+/* -- the item -- */
+
+static mt_status plan_traces(plan_item *p) {
+    for (int i = 0; i < SETUPS; i++) {
+        const setup *s = &setups[i];
+        size_t arena;
+        for (int stage = 0; stage < stages_of(s); stage++) {
+            mt_trace *trace = &p->traces[i][stage];
+            MT_TRY(gpt_plan(s->grid, stage, 0, &s->size, &arena, trace));
+            for (size_t e = 0; e < trace->count; e++) products_note(&p->products[crowd_of(s)], &trace->entries[e]);
+        }
+    }
+    return calibration_plan(p->work);
+}
+
+static mt_status plan_create(worker *w, plan_item *p) {
+    mt_context_desc where = {.threads = 1, .arena_bytes = (size_t)128 << 20};
+    mt_random at = {.seed = 11, .global_cols = (int64_t)POOL_FLOATS};
+    void *pool;
+    MT_TRY(plan_traces(p));
+    MT_TRY(place_create(w, split_of(1), where, &p->cal.model.place));
+    MT_TRY(calibration_build(&p->cal));
+    MT_TRY(mt_context_alloc(w->ctx, POOL_FLOATS * sizeof(float), &pool));
+    p->pool = pool;
+    MT_TRY(mt_random_normal(w->ctx, mt_tensor_f32(p->pool, 1, (int64_t)POOL_FLOATS), 0.02f, at));
+    MT_TRY(transfer_buffers(w, (size_t)8 << 20, &p->buffers));
+    for (int i = 0; i < SETUPS; i++)
+        if (crowd_of(&setups[i]) == TOGETHER || rank_of(w) == 0)
+            MT_TRY(gpt_create_on(w, &p->models[i], setups[i].grid, 0, &setups[i].size));
+    return MT_SUCCESS;
+}
+
+static void plan_destroy(worker *w, plan_item *p) {
+    calibration_destroy(&p->cal);
+    mt_context_free(w->ctx, p->pool, POOL_FLOATS * sizeof(float));
+    mt_context_free(w->ctx, p->buffers.a, (size_t)8 << 20);
+    mt_context_free(w->ctx, p->buffers.b, (size_t)8 << 20);
+    for (int i = 0; i < SETUPS; i++) {
+        gpt_destroy(&p->models[i]);
+        for (int stage = 0; stage < RANKS; stage++) mt_trace_free(&p->traces[i][stage]);
+    }
+}
+
+static mt_status run_setup(worker *w, int arg) { return gpt_step(&((plan_item *)w->item)->models[arg]); }
+
+static mt_status plan_measure(worker *w) {
+    plan_item *p = w->item;
+    bench_case cases[MAX_CASES] = {{0}};
+    MT_TRY(plan_create(w, p));
+    for (int crowd = 0; crowd < CROWDS; crowd++) {
+        cases[PRODUCT_CASE + crowd] = (bench_case){run_products, crowd, crowd == ALONE, MAX_PARTS};
+        cases[OPERATOR_CASE + crowd] = (bench_case){run_operators, crowd, crowd == ALONE, MAX_PARTS};
+    }
+    for (int i = 0; i < LINKS; i++) cases[LINK_CASE + i] = (bench_case){run_link, i, 0, 0};
+    for (int i = 0; i < SETUPS; i++)
+        cases[STEP_CASE + i] = (bench_case){run_setup, i, crowd_of(&setups[i]) == ALONE, 0};
+    MT_TRY(measure(w, cases, STEP_CASE + SETUPS));
+    return rank_of(w) == 0 ? plan_rows(w->team, p) : MT_SUCCESS;
+}
+
+static mt_status item_plan(worker *w) {
+    plan_item *p = calloc(1, sizeof *p);
+    mt_status status = MT_ERR_MEMORY;
+    if (!p) return status;
+    w->item = p;
+    status = plan_measure(w);
+    plan_destroy(w, p);
+    free(p);
+    return status;
+}
+
+/* ---- item scaling: the paper's scaling runs, at sizes for a CPU -------------------------------------------------- */
+
+/* arXiv 1909.08053, table 1, has 1.2, 2.5, 4.2 and 8.3 billion parameters on 1, 2, 4 and 8 ranks of a tensor group:
+   about as many for each rank. These GPTs have about 1/400 of them in their layers, with the same batch for all. */
+static const gpt_size weak_sizes[] = {{4, 256, 8, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE},
+                                      {5, 320, 16, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE},
+                                      {7, 384, 16, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE},
+                                      {8, 512, 16, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE}};
+static const gpt_size strong_size = {4, 512, 16, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE};
+
+/* The cases: each GPT on 1 rank, and on all ranks of the team. Weak: the GPT on all ranks is larger. */
+enum { WEAK_ONE, WEAK_ALL, STRONG_ONE, STRONG_ALL, SCALING_CASES };
+
+static int scaling_is_alone(int c) { return c == WEAK_ONE || c == STRONG_ONE; }
+
+static const gpt_size *scaling_size(int c, int ranks) {
+    if (c == WEAK_ONE) return &weak_sizes[0];
+    if (c == WEAK_ALL) return &weak_sizes[ranks >= 8 ? 3 : ranks / 2];
+    return &strong_size;
+}
+
+static mt_status run_scaling(worker *w, int arg) { return gpt_step(&((gpt_model *)w->item)[arg]); }
+
+static double scaling_flops(const gpt_model *m) {
+    const gpt_size *s = m->size;
+    return 6 * (double)mt_params_global_elements(m->params) * (double)(s->batch * s->seq) +
+           (double)s->layers * 3 * attention_flops((double)s->batch, (double)s->seq, (double)s->hidden);
+}
+
+/* Prints what the machine of the item plan predicts, if that item has run, for as many ranks as it has measured. */
+static mt_status scaling_predicted(const team *t, int c) {
+    const machine_text *machine = &machines[scaling_is_alone(c) ? ALONE : TOGETHER];
+    double seconds = 0;
+    size_t arena;
+    mt_trace trace;
+    mt_status status;
+    if (t->size != RANKS || machine->used == 0) return MT_SUCCESS;
+    MT_TRY(gpt_plan(split_of(scaling_is_alone(c) ? 1 : RANKS), 0, 0, scaling_size(c, t->size), &arena, &trace));
+    status = predict(machine, &trace, 1, &seconds);
+    mt_trace_free(&trace);
+    if (status == MT_SUCCESS)
+        row("scaling", "  predicted from the rates of item plan", exactly(1e3 * seconds), "ms",
+            seconds / case_time(t, c, 1).median, "measured");
+    return status;
+}
+
+static mt_status scaling_rows(const team *t, const gpt_model *models) {
+    int cores = t->size < team_core_count ? t->size : team_core_count;
+    for (int c = 0; c < SCALING_CASES; c++) {
+        const gpt_size *size = models[c].size;
+        int one = c == WEAK_ALL ? WEAK_ONE : STRONG_ONE;
+        double work = scaling_flops(&models[c]) / scaling_flops(&models[one]);
+        char name[64], versus[64];
+        snprintf(name, sizeof name, "%s, TP=%d, %lld layers, hidden %lld, %.1fM", c <= WEAK_ALL ? "weak" : "strong",
+                 scaling_is_alone(c) ? 1 : t->size, (long long)size->layers, (long long)size->hidden,
+                 1e-6 * (double)mt_params_global_elements(models[c].params));
+        snprintf(versus, sizeof versus, "efficiency on %d core%s", cores, cores > 1 ? "s" : "");
+        row("scaling", name, case_time(t, c, 1e3), "ms", case_ratio(t, one, c, work / cores),
+            scaling_is_alone(c) ? NULL : versus);
+        MT_TRY(scaling_predicted(t, c));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status scaling_measure(worker *w) {
+    gpt_model *models = w->item;
+    bench_case cases[SCALING_CASES];
+    for (int c = 0; c < SCALING_CASES; c++) {
+        int alone = scaling_is_alone(c);
+        cases[c] = (bench_case){run_scaling, c, alone, 0};
+        if (!alone || rank_of(w) == 0)
+            MT_TRY(gpt_create(w, &models[c], alone ? 1 : w->team->size, 1, 0, scaling_size(c, w->team->size)));
+    }
+    MT_TRY(measure(w, cases, SCALING_CASES));
+    return rank_of(w) == 0 ? scaling_rows(w->team, models) : MT_SUCCESS;
+}
+
+static mt_status item_scaling(worker *w) {
+    gpt_model models[SCALING_CASES] = {{0}};
+    mt_status status;
+    w->item = models;
+    status = scaling_measure(w);
+    for (int c = 0; c < SCALING_CASES; c++) gpt_destroy(&models[c]);
+    return status;
+}
 
 /* ---- item bandwidth ---------------------------------------------------------------------------------------------- */
 
@@ -1764,6 +2383,13 @@ static const item items[] = {
     {"gpt2", "training step, 12 layers, vocabulary 50257, 4 sequences of 64 tokens, AdamW, clipped", item_gpt, RANKS},
     {"invariant", "training step in invariant mode, beside the default", item_invariant, RANKS},
     {"invariant", "more ranks than cores, not pinned", item_invariant_many, MANY_RANKS},
+    {"plan",
+     "training step of small GPTs, measured and predicted; rates of products from the shapes of these steps, of other "
+     "operators from another model (hidden 384)",
+     item_plan, RANKS},
+    {"scaling", "tensor parallel GPTs, one rank per core; weak: as many parameters for each rank", item_scaling, RANKS},
+    {"scaling", "4 ranks, not pinned", item_scaling, 4},
+    {"scaling", "8 ranks, not pinned", item_scaling, 8},
     {"collectives", "ranks as threads, one per core", item_collectives, RANKS},
     {"collectives", "more ranks than cores, not pinned", item_many_ranks, MANY_RANKS},
     {"bandwidth", "operators on one core; bytes read and written, each tensor counted once", item_bandwidth, RANKS}};
@@ -1842,11 +2468,13 @@ static void print_rounds(void) {
 }
 
 static void print_help(void) {
-    printf("usage: bench [--csv] [--quick] [--seconds S] [--only ITEM]\n"
+    printf("usage: bench [--csv] [--quick] [--seconds S] [--only ITEM] [--machine FILE]\n"
            "  --csv        lines item,name,median,min,max,unit,ratio,versus instead of a table; comments go to stderr\n"
            "  --quick      3 to 5 samples of each\n"
            "  --seconds S  time for each item (default 15)\n"
-           "  --only ITEM  one of gemm layer composed breakdown gpt2 invariant collectives bandwidth memory\n");
+           "  --only ITEM  one of gemm layer composed breakdown gpt2 invariant plan scaling collectives bandwidth\n"
+           "               memory\n"
+           "  --machine FILE  item plan writes the rates of 2 ranks at once, for train_gpt --dry-run --machine FILE\n");
 }
 
 /* When libgomp is told to bind threads, it binds the first thread as it is loaded. All ranks would inherit its core. */
@@ -1867,10 +2495,13 @@ static int known_item(const char *name) {
 }
 
 static int parse(int argc, char **argv, options *o) {
-    static const struct option table[] = {
-        {"csv", no_argument, NULL, 'c'},           {"quick", no_argument, NULL, 'q'},
-        {"seconds", required_argument, NULL, 's'}, {"only", required_argument, NULL, 'o'},
-        {"help", no_argument, NULL, 'h'},          {NULL, 0, NULL, 0}};
+    static const struct option table[] = {{"csv", no_argument, NULL, 'c'},
+                                          {"quick", no_argument, NULL, 'q'},
+                                          {"seconds", required_argument, NULL, 's'},
+                                          {"only", required_argument, NULL, 'o'},
+                                          {"machine", required_argument, NULL, 'm'},
+                                          {"help", no_argument, NULL, 'h'},
+                                          {NULL, 0, NULL, 0}};
     int c;
     while ((c = getopt_long(argc, argv, "", table, NULL)) != -1) {
         char *end = NULL;
@@ -1878,6 +2509,7 @@ static int parse(int argc, char **argv, options *o) {
         else if (c == 'q') o->quick = 1;
         else if (c == 'h') o->help = 1;
         else if (c == 'o') o->only = optarg;
+        else if (c == 'm') o->machine = optarg;
         else if (c == 's') o->seconds = strtod(optarg, &end);
         else return 0;
         if (c == 's' && (*end || !(o->seconds > 0))) return 0;
@@ -1895,7 +2527,7 @@ int main(int argc, char **argv) {
     opt = &o;
     team_core_count = allowed_cores(team_cores, RANKS);
     free_gib_at_start = free_gib();
-    for (int i = 0; i <= GPT_TOKENS; i++) gpt_tokens[i] = (int32_t)((uint32_t)i * 2654435761u % 8192);
+    for (int i = 0; i <= GPT_TOKENS; i++) gpt_tokens[i] = (int32_t)((uint32_t)i * 2654435761u % GPT_LEAST_VOCAB);
     if (bound_by_openmp()) return 1;
     print_machine();
     table_begin();
