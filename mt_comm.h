@@ -278,10 +278,10 @@ MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **com
    Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out);
 
-/* Says where the ranks of a meta communicator are among all ranks of the program: rank r of the group is `stride` ranks
-   after rank r - 1. mt_grid_create sets it. A prediction of time needs it, because ranks that are far apart are on
-   different machines. At first it is 1. Ignored for stride < 1. */
-MT_API void mt_comm_set_stride(mt_comm *comm, int stride);
+/* Says how far the last rank of a meta communicator is from its first one, counted in ranks of the whole program.
+   mt_grid_create sets this span for its groups. A prediction of time needs it, because ranks that are far apart are in
+   different nodes. At first it is size - 1: all ranks are neighbours. A smaller span is ignored. */
+MT_API void mt_comm_set_span(mt_comm *comm, int span);
 
 /* Splits comm into groups, as MPI_Comm_split does. Ranks with the same color form a group, ordered by key, then by rank
    in comm. color < 0 gives *out = NULL. The new group has the timeout of comm. Collective over comm. A meta
@@ -579,7 +579,7 @@ typedef enum mt_work {
     MT_WORK_ATTENTION = 2,     /* scaled dot-product attention: its FLOPs */
     MT_WORK_OPTIMIZER = 3,     /* norm of the gradients and AdamW: its bytes */
     MT_WORK_COMMUNICATION = 4, /* a collective, a send or a receive: its bytes and group */
-    MT_WORK_OVERLAP_BEGIN = 5, /* mt_overlap_begin, mt_overlap_end and mt_overlap_wait, if work overlaps on a GPU */
+    MT_WORK_OVERLAP_BEGIN = 5, /* mt_overlap_begin, _end and _wait where they would overlap on a GPU */
     MT_WORK_OVERLAP_END = 6,
     MT_WORK_OVERLAP_WAIT = 7,
     MT_WORK_COUNT = 8
@@ -588,19 +588,19 @@ typedef enum mt_work {
 /* One operator or communication. Fields that a kind of work does not have are 0. */
 typedef struct mt_trace_entry {
     mt_work work;
-    const char *name; /* of the function ("mt_gemm") or of the collective ("all_reduce"); a string constant */
+    const char *name; /* of the function ("mt_gemm") or of the collective ("all_reduce"); must outlive the trace */
     mt_dtype dtype;   /* of the operands or of the buffer */
-    /* Floating-point operations: two for each multiply-add of a product. In attention they are those of the scores that
-       the mask, the window and the key length allow: two products in forward and four in backward, without the scores
-       that backward computes again. */
+    /* Floating-point operations: two for each multiply-add of a product. Attention counts the scores that the mask and
+       the window allow, for two products in forward and four in backward. That backward computes the scores again does
+       not count. Key lengths and packed documents are data, so all keys count. */
     double flops;
-    double bytes;      /* of the views that an operator reads and writes; for communication as in the ledger */
-    int64_t m, n, k;   /* MT_WORK_GEMM: the product of an [m, k] and a [k, n] matrix */
-    int recomputed;    /* 1: a backward does again what the forward has done, see mt_trace_recompute */
-    int ranks, stride; /* MT_WORK_COMMUNICATION: size of the group, and the stride of mt_comm_set_stride */
+    double bytes;    /* read plus written by an operator, without scratch memory; for communication as in mt_ledger */
+    int64_t m, n, k; /* MT_WORK_GEMM: the product of an [m, k] and a [k, n] matrix */
+    int recomputed;  /* 1: forward work that a backward does again, see mt_trace_recompute */
+    int ranks, span; /* MT_WORK_COMMUNICATION: size of the group, and its span as in mt_comm_set_span */
     mt_collective collective;
-    int to, from;     /* MT_SEND, MT_RECV: ranks of the group, -1: none. mt_send_recv is an MT_SEND that has both */
-    mt_stream stream; /* MT_WORK_OVERLAP_BEGIN: the stream of the work until MT_WORK_OVERLAP_END */
+    int to, from;     /* MT_SEND, MT_RECV: ranks of the group, -1: none. An mt_send_recv that sends is an MT_SEND */
+    mt_stream stream; /* MT_WORK_OVERLAP_BEGIN: the stream of the entries until MT_WORK_OVERLAP_END */
     int ticket;       /* MT_WORK_OVERLAP_END, MT_WORK_OVERLAP_WAIT */
 } mt_trace_entry;
 
@@ -609,17 +609,17 @@ typedef struct mt_trace {
     size_t count;
 } mt_trace;
 
-/* A context on MT_DEVICE_META appends an entry to its trace for each operator and each communication of more than one
-   rank. mt_context_take_trace moves the trace to *out, which the caller frees with mt_trace_free. The trace of the
-   context is then empty. Call it before a step, to drop what came before, and after the step. On other devices *out is
-   empty.
+/* A context on MT_DEVICE_META appends an entry to its trace for each operator, and for each collective, send and
+   receive in a group of more than one rank. Each chunk of a collective has an entry of its own. mt_context_take_trace
+   moves the trace to *out, which the caller frees with mt_trace_free. The trace of the context is then empty. Before a
+   step, take the trace and free it; after the step, take it again. On other devices *out is empty.
    Errors: MT_ERR_ARGUMENT; MT_ERR_MEMORY (there was no memory for an entry: *out is empty). */
 MT_API mt_status mt_context_take_trace(mt_context *ctx, mt_trace *out);
 MT_API void mt_trace_free(mt_trace *trace); /* NULL is allowed */
 
-/* For authors of operators and blocks. mt_trace_add appends a copy of *entry; it sets entry.recomputed itself.
-   mt_trace_recompute(ctx, 1) marks what follows as recomputed, until mt_trace_recompute(ctx, 0). They do nothing on
-   other devices than MT_DEVICE_META. */
+/* For authors of operators and blocks. They do nothing on other devices than MT_DEVICE_META.
+   mt_trace_add        appends a copy of *entry, in which it sets `recomputed`.
+   mt_trace_recompute  (ctx, 1) marks the entries that follow as recomputed, until (ctx, 0). Pairs may be nested. */
 MT_API void mt_trace_add(mt_context *ctx, const mt_trace_entry *entry);
 MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);
 
@@ -1065,7 +1065,7 @@ struct mt_context {
     mt_trace trace;             /* MT_DEVICE_META */
     size_t trace_capacity;
     int trace_lost;           /* 1: there was no memory for an entry */
-    int recomputes;           /* see mt_trace_recompute */
+    int recomputes;           /* number of open pairs of mt_trace_recompute */
     mt_stream planned_stream; /* MT_DEVICE_META: the stream between mt_overlap_begin and mt_overlap_end */
     char error[MT_ERROR_BYTES];
 };
@@ -1166,7 +1166,7 @@ struct mt_comm {
     mti_group *group;    /* threads: the shared group; over MPI: a copy that only this process uses; else NULL */
     struct mti_mpi *mpi; /* only over MPI */
     int rank, size;
-    int stride;             /* see mt_comm_set_stride */
+    int span;               /* see mt_comm_set_span */
     mti_nccl nccl;          /* only over NCCL */
     struct mti_rank *owner; /* the launched rank that the communicator belongs to, or NULL */
     mt_comm *next;          /* in the list mti_rank.children of the owner */
@@ -2503,12 +2503,12 @@ MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out) {
     *out = NULL;
     if (size < 1 || rank < 0 || rank >= size) return MT_ERR_ARGUMENT;
     *out = mti_comm_new(&mti_meta, rank, size, "meta");
-    mt_comm_set_stride(*out, 1);
+    mt_comm_set_span(*out, size - 1);
     return *out ? MT_SUCCESS : MT_ERR_MEMORY;
 }
 
-MT_API void mt_comm_set_stride(mt_comm *comm, int stride) {
-    if (comm && stride >= 1) comm->stride = stride;
+MT_API void mt_comm_set_span(mt_comm *comm, int span) {
+    if (comm && span >= comm->size - 1) comm->span = span;
 }
 
 MT_API int mt_comm_rank(const mt_comm *comm) { return comm ? comm->rank : 0; }
@@ -4047,11 +4047,11 @@ MT_API void mt_trace_add(mt_context *ctx, const mt_trace_entry *entry) {
     }
     added = &ctx->trace.entries[ctx->trace.count++];
     *added = *entry;
-    added->recomputed = ctx->recomputes;
+    added->recomputed = ctx->recomputes > 0;
 }
 
 MT_API void mt_trace_recompute(mt_context *ctx, int recomputes) {
-    if (ctx) ctx->recomputes = recomputes != 0;
+    if (ctx) ctx->recomputes += recomputes ? 1 : -1;
 }
 
 static void mti_trace_call(mt_context *ctx, const mt_comm *comm, const mti_call *call, mt_collective kind,
@@ -4064,7 +4064,7 @@ static void mti_trace_call(mt_context *ctx, const mt_comm *comm, const mti_call 
     e.dtype = call->dtype;
     e.bytes = (double)bytes;
     e.ranks = comm->size;
-    e.stride = comm->stride;
+    e.span = comm->span;
     e.collective = kind;
     e.to = kind == MT_SEND || kind == MT_RECV ? call->root : -1;
     e.from = kind == MT_SEND || kind == MT_RECV ? call->source : -1;
@@ -6704,7 +6704,7 @@ static mt_status mti_graph_check(mt_context *ctx, const char *function, int reco
     if (ctx->recording != recording)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the context %s", function,
                        recording ? "does not record: call mt_graph_begin before" : "records already");
-    if (ctx->stream != ctx->compute_stream)
+    if (ctx->stream != ctx->compute_stream || ctx->planned_stream != MT_STREAM_NONE)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the last mt_overlap_begin has no mt_overlap_end", function);
     return MT_SUCCESS;
 }

@@ -2313,7 +2313,7 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
    copy back if the view is written (MT_ARG_OUT). With MTI_AS_IS, the loop takes the view in its own type.
 
    mti_end adds op->work to the trace of a meta context. mti_begin fills it in for an operator that reads and writes its
-   views once. Operators for which this is not true change it in between. */
+   views once. Other operators change it between the two calls. */
 #define MTI_COUNT(args) ((int)(sizeof(args) / sizeof *(args)))
 #define MTI_ARGS 12 /* maximum number of views of an operator */
 #define MTI_AS_IS 8 /* with the values of mt_arg.use */
@@ -2820,7 +2820,7 @@ MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out) 
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
     int64_t step, i;
     MT_TRY(mt_tensor_check(ctx, "mt_tree_sum", "x", x, MT_ARG_F32, x.rows, x.cols));
-    if (mti_is_empty(x) || mt_context_device(ctx) == MT_DEVICE_META) return MT_SUCCESS;
+    if (mti_is_empty(x)) return MT_SUCCESS;
     for (step = 1; step < x.rows; step *= 2)
         for (i = 0; i + step < x.rows; i += 2 * step)
             MT_TRY(mt_add(ctx, mt_tensor_rows(x, i, 1), mt_tensor_rows(x, i + step, 1), mt_tensor_rows(x, i, 1)));
@@ -7523,10 +7523,14 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
     mt_arg args[] = {{name, &qkv, desc->batch * desc->seq, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT},
                      {"table", &table, desc->seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN}};
     mt_attention_desc s = mti_attention_defaults(desc);
+    /* turns the first features of queries and keys */
+    const double turned = (double)mti_rotary_dim(desc) * (double)(s.groups * (s.heads_per_group + 1));
+    const double bytes = 2.0 * (double)qkv.rows * turned * (double)mt_dtype_size(qkv.dtype) + mti_view_bytes(table);
     mti_operator op;
     MT_TRY(mti_expect_documents(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    op.work.bytes = bytes;
     if (s.qkv_layout != MT_QKV_PER_GROUP) { /* one group, in which all queries and keys but the last are "queries" */
         s.heads_per_group = s.groups * (s.heads_per_group + 1) - 1;
         s.groups = 1;
@@ -8067,12 +8071,14 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
     static const char *const where = "mt_embedding_forward";
     mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | (beta != 0.0f ? MT_ARG_IN : 0)},
                      {"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    /* reads one row of the table for each token */
+    const double bytes = (beta != 0.0f ? 3.0 : 2.0) * mti_view_bytes(y);
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_embedding(ctx, where, "table", table, first_row, ids, "y", y));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "table", table));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    op.work.bytes = (beta != 0.0f ? 3.0 : 2.0) * mti_view_bytes(y); /* reads one row of the table for each token */
+    op.work.bytes = bytes;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_forward(ctx, table, first_row, ids, beta, y),
                                 mti_cpu_embedding_forward(table, first_row, ids, beta, y)));
 }
@@ -8082,12 +8088,14 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
     static const char *const where = "mt_embedding_backward";
     mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"dtable", &dtable, dtable.rows, dtable.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+    /* adds to one row of the table for each token */
+    const double bytes = mti_view_bytes(dy) + 8.0 * (double)dy.rows * (double)dy.cols;
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_embedding(ctx, where, "dtable", dtable, first_row, ids, "dy", dy));
     MT_TRY(mt_check_apart(ctx, where, "dtable", dtable, "dy", dy));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    op.work.bytes = mti_view_bytes(dy) + 8.0 * (double)dy.rows * (double)dy.cols; /* adds to a row for each token */
+    op.work.bytes = bytes;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable),
                                 mti_cpu_embedding_backward(dy, first_row, ids, dtable)));
 }
@@ -8910,6 +8918,7 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
     MT_TRY(mti_expect_rounding(ctx, hyper->stochastic_rounding, param, master));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     op.work.work = MT_WORK_OPTIMIZER;
+    if (master.data) op.work.bytes -= mti_view_bytes(param); /* is only written */
     return mti_end(&op,
                    MTI_RUN(&op,
                            hyper->stochastic_rounding ? mti_cuda_adamw<true>(ctx, hyper, param, master, grad, m, v)
@@ -9278,9 +9287,8 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
     op.work.work = MT_WORK_OPTIMIZER;
     for (i = 0; i < list->count; i++) {
         const mt_adamw_tensor *t = &list->adamw[i];
-        op.work.bytes +=
-            2.0 * (mti_view_bytes(t->param) + mti_view_bytes(t->master) + mti_view_bytes(t->m) + mti_view_bytes(t->v)) +
-            mti_view_bytes(t->grad);
+        op.work.bytes += (t->master.data ? 1.0 : 2.0) * mti_view_bytes(t->param) + mti_view_bytes(t->grad) +
+                         2.0 * (mti_view_bytes(t->master) + mti_view_bytes(t->m) + mti_view_bytes(t->v));
     }
     return mti_end(
         &op, MTI_RUN(&op, mti_cuda_multi_adamw(ctx, list, hyper, values), mti_cpu_multi_adamw(list, hyper, values)));

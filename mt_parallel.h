@@ -1525,13 +1525,14 @@ MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int6
 /* ---- the time of a step on a machine that you do not have -------------------------------------------------------- */
 
 /* A machine has the rates that determine the time of the entries of a trace (mt_trace in mt_comm.h). It is read from a
-   text. Each line has a key and its values; # begins a comment. Rates are per second and per rank.
+   text. Each line has a key and its values; # begins a comment. Rates are per second. They are those of one rank,
+   except `network`, which is that of a node.
        name       TEXT                  to show
        gemm       TYPE M N K FLOPS      the product of an [M, K] and a [K, N] matrix
-       gemm       TYPE * * * FLOPS      products of every shape, if no other line has their type
+       gemm       TYPE * * * FLOPS      products of every shape, used if no line with a shape has their type
        attention  NAME TYPE FLOPS
        memory     NAME TYPE BYTES       operators that read and write memory, and the optimizer
-       operator   SECONDS               is added to each operator, for the launch of a kernel; without this line 0
+       operator   SECONDS               is added to the time of each operator, for its launch; without this line 0
        node       RANKS                 ranks in a node, which have consecutive numbers; without this line 1
        link       BYTES SECONDS         between ranks of a node: bytes each way, and latency
        network    BYTES SECONDS         between nodes: bytes each way of a whole node, and latency
@@ -1539,25 +1540,27 @@ MT_API mt_status mt_checkpoint_path(mt_context *ctx, const char *directory, int6
        peak       TYPE FLOPS            for mt_machine_peak
        capacity   BYTES                 memory of a rank, for mt_machine_capacity
    TYPE is f32, bf16, f16 or *, which means any type; integers count as f32. NAME is the name of an operator in the
-   trace, such as mt_norm_forward, or *. A line with a name counts before one with *, and then one with a type.
+   trace, such as mt_norm_forward, or *, which means any. When several lines fit, the one that names the operator
+   counts. When several of these are left, the one that names the type counts, and of equal lines the last one.
 
    An entry takes this time, where n ranks communicate B bytes (as in mt_ledger) with bandwidth W and latency L:
-       product                     FLOPs / rate; if the rate is of every shape, at least bytes / rate of memory
-       attention                   FLOPs / rate
+       product                     FLOPs / rate; if no line has its shape, at least bytes / rate of memory
+       attention                   FLOPs / rate, at least bytes / rate of memory
        other operators             bytes / rate
        all_reduce                  2 (n - 1) / n B / W + 2 L ceil(log2 n)
        all_gather, reduce_scatter  (n - 1) / n B / W + L ceil(log2 n)
        broadcast, barrier          B / W + L ceil(log2 n)
        send, recv                  B / W + L
-   The rate of a shape without a line is taken from the lines of its type: the logarithm of the rate is their mean, in
-   which a line weighs 1 / d^4. d is the distance of the logarithms of M, N and K.
-   Inside a node, W and L are those of the link. When the group has ranks in several nodes, L is that of the network.
-   W is then that of the link or, if this is less, q / R of the network. Here q is the number of ranks that the group
-   has in a node of R ranks. The other ranks of the node use the rest of the network at the same time. */
+   A shape without a line gets its rate from the lines that have shapes and its type: the logarithm of the rate is their
+   mean, in which a line of the shape M', N', K' weighs 1 / d^4, where d^2 is the sum of the squares of ln(M / M'),
+   ln(N / N') and ln(K / K').
+   A group is inside a node if its span (mt_comm_set_span) is less than RANKS. W and L are then those of the link. For
+   other groups L is that of the network, and W is that of the link or, if this is less, q / RANKS of the network. Here
+   q is the number of ranks that the group has in a node. The other ranks of the node use the rest of the network. */
 typedef struct mt_machine mt_machine;
 
-/* mt_machine_read reads the text from a file, mt_machine_create from memory. The caller destroys *out.
-   Errors: MT_ERR_DATA (the message names the line), MT_ERR_IO, MT_ERR_MEMORY. */
+/* mt_machine_read reads the text from a file, mt_machine_create from memory. The caller destroys *out. A text has at
+   most 1 MiB. Errors: MT_ERR_ARGUMENT, MT_ERR_DATA (the message names the line), MT_ERR_IO, MT_ERR_MEMORY. */
 MT_API mt_status mt_machine_read(mt_context *ctx, const char *path, mt_machine **out);
 MT_API mt_status mt_machine_create(mt_context *ctx, const char *text, mt_machine **out);
 MT_API void mt_machine_destroy(mt_machine *machine);                      /* NULL is allowed */
@@ -1565,27 +1568,30 @@ MT_API const char *mt_machine_name(const mt_machine *machine);            /* "" 
 MT_API double mt_machine_peak(const mt_machine *machine, mt_dtype dtype); /* FLOP/s; 0 if the text has none */
 MT_API double mt_machine_capacity(const mt_machine *machine);             /* bytes; 0 if the text has none */
 
-/* Predicts the seconds of one entry alone. 0 for the entries of overlaps. MT_ERR_DATA: the machine has no rate for
-   the entry. */
+/* Predicts the seconds of one entry by itself; 0 for the entries of overlaps. Errors: MT_ERR_ARGUMENT (also: a field of
+   *entry is not valid), MT_ERR_DATA (the machine has no rate for the entry). */
 MT_API mt_status mt_machine_seconds(mt_context *ctx, const mt_machine *machine, const mt_trace_entry *entry,
                                     double *seconds);
 
-/* Where the time of a rank goes in one step. The parts from gemm to bubble add up to `seconds`. */
+/* Where the time of a rank goes in one step, in seconds. The parts from gemm to bubble add up to `seconds`. */
 typedef struct mt_step_time {
     double seconds; /* of the step: the same for all stages */
     double gemm, attention, memory, optimizer;
-    double communication; /* exposed: in which the rank does nothing else */
+    double communication; /* in which the rank only communicates, or waits for work in another stream */
     double bubble;        /* in which the rank waits for other stages */
-    double overlapped;    /* of communication at the same time as computation; not a part of `seconds` */
-    double flops;         /* of products and attention; without what is recomputed, as for MFU (arXiv 2204.02311) */
-    double recomputed;    /* FLOPs that are recomputed */
+    double overlapped;    /* of work in other streams, for which the rank did not wait; not a part of `seconds` */
+    /* FLOPs of products and attention, without and with recomputation: the work of the model, and what comes on top.
+       Attention counts only scores that the mask allows, so MFU from `flops` is below that of arXiv 2204.02311. */
+    double flops, recomputed;
 } mt_step_time;
 
-/* Predicts the time of one step. traces[s] is the trace of a rank of pipeline stage s, for `stages` stages; the
-   stages exchange messages as in mt_pipeline_run, and wait for each other. Without a pipeline there is one trace.
-   out[s] is the time of this rank. The first pass over new memory, waits for data or for the host, and a slower rank
-   are not predicted. Errors: MT_ERR_DATA (the machine lacks a rate), MT_ERR_ARGUMENT (a stage waits for a message
-   that no stage sends), MT_ERR_MEMORY. */
+/* Predicts the time of one step. traces[s] is the trace of a rank of pipeline stage s, for `stages` stages. Without a
+   pipeline there is one trace. out has `stages` elements: out[s] is the time of that rank. Stages wait for each other
+   in messages and in collectives that have ranks of several stages. Not predicted: reading data, waits of the host,
+   ranks that are slower than others, and two streams that share a network. ctx may be any context; it gets the message
+   of an error. After an error, *out is undefined. Errors: MT_ERR_DATA (the machine has no rate for an entry),
+   MT_ERR_ARGUMENT (also: an entry is not valid; a stage waits for a message or a collective in which other stages do
+   not take part), MT_ERR_MEMORY. */
 MT_API mt_status mt_plan_step(mt_context *ctx, const mt_machine *machine, const mt_trace *traces, int stages,
                               mt_step_time *out);
 
@@ -1771,7 +1777,7 @@ static mt_status mti_grid_group(mt_comm *world, const int sizes[3], mt_group gro
     }
     if (!mt_comm_is_meta(world)) MT_TRY(mt_comm_split(world, first, rank, out));
     else if (size > 0) MT_TRY(mt_comm_create_meta(size, index, out));
-    if (size > 1) mt_comm_set_stride(*out, (last - first) / (size - 1)); /* of the model group: the mean distance */
+    if (size > 1) mt_comm_set_span(*out, last - first);
     if (*out) mt_comm_set_name(*out, name);
     return MT_SUCCESS;
 }
@@ -9871,7 +9877,7 @@ static int mti_machine_number(const char *word, size_t n, double *out) {
 static const char *mti_machine_value(char letter, const char *word, size_t n, mti_rate *row, double *number) {
     int any = n == 1 && word[0] == '*', i;
     if (letter == 'w') {
-        if (n >= sizeof row->name) return "a name of at most 39 characters";
+        if (n >= sizeof row->name || memchr(word, 0, n)) return "a name of at most 39 characters";
         if (!any) memcpy(row->name, word, n);
         return NULL;
     }
@@ -9951,6 +9957,9 @@ static mt_status mti_machine_line(mt_context *ctx, mt_machine *m, mti_machine_te
         }
         row.key = i;
         if (i == MTI_GEMM_RATE) memcpy(row.shape, numbers, sizeof row.shape);
+        if ((row.shape[0] > 0) != (row.shape[1] > 0) || (row.shape[0] > 0) != (row.shape[2] > 0))
+            return mt_fail(ctx, MT_ERR_DATA, "%s, line %d: the shape of 'gemm' must be three numbers or * * *", t->path,
+                           t->line);
         row.rate = numbers[i == MTI_GEMM_RATE ? 3 : 0];
         return mti_machine_add_rate(ctx, m, &row);
     }
@@ -9974,10 +9983,14 @@ static mt_status mti_machine_lines(mt_context *ctx, const char *path, const char
     return MT_SUCCESS;
 }
 
+#define MTI_MACHINE_BYTES ((size_t)1 << 20)
+
 static mt_status mti_machine_new(mt_context *ctx, const char *path, const char *text, size_t bytes, mt_machine **out) {
     void *memory;
     mt_machine *m;
     mt_status status;
+    if (bytes > MTI_MACHINE_BYTES)
+        return mt_fail(ctx, MT_ERR_DATA, "%s: has %zu bytes, must have at most %zu", path, bytes, MTI_MACHINE_BYTES);
     MT_TRY(mti_host_new(ctx, sizeof *m, &memory));
     m = (mt_machine *)memory;
     m->ranks_per_node = 1;
@@ -10033,7 +10046,8 @@ static double mti_rate_of(const mt_machine *m, int key, const char *name, mt_dty
         int fits = 2 * (r->name[0] != 0) + (r->dtype >= 0);
         if (r->key != key || (r->name[0] && strcmp(r->name, name) != 0) || (r->dtype >= 0 && r->dtype != (int)dtype))
             continue;
-        if (fits > best) best = fits, rate = r->rate;
+        if (r->shape[0] > 0) continue;
+        if (fits >= best) best = fits, rate = r->rate;
     }
     return rate;
 }
@@ -10042,44 +10056,74 @@ MT_API double mt_machine_peak(const mt_machine *machine, mt_dtype dtype) {
     return machine ? mti_rate_of(machine, MTI_PEAK_RATE, "", dtype) : 0;
 }
 
-/* The rate of a product from the lines with shapes; 0 if there are none. */
-static double mti_shape_rate(const mt_machine *m, const mt_trace_entry *e) {
+/* Has a line with a shape the type of this entry? `typed`: only lines that name the type. */
+static int mti_has_shape(const mti_rate *r, const mt_trace_entry *e, int typed) {
+    return r->key == MTI_GEMM_RATE && r->shape[0] > 0 && (r->dtype == (int)e->dtype || (!typed && r->dtype < 0));
+}
+
+/* The square of the distance between the logarithms of the shapes. */
+static double mti_shape_distance(const mti_rate *r, const mt_trace_entry *e) {
     const double shape[3] = {(double)e->m, (double)e->n, (double)e->k};
-    double sum = 0, weights = 0;
-    int i, d;
+    double square = 0;
+    int d;
+    for (d = 0; d < 3; d++) {
+        double distance = log(shape[d] / r->shape[d]);
+        square += distance * distance;
+    }
+    return square;
+}
+
+/* The rate of a product from the lines with shapes; 0 if there are none. *exact = a line has this shape. */
+static double mti_shape_rate(const mt_machine *m, const mt_trace_entry *e, int *exact) {
+    double sum = 0, weights = 0, rate = 0;
+    int i, typed = 0;
+    for (i = 0; i < m->count; i++) typed |= mti_has_shape(&m->rates[i], e, 1);
+    *exact = 0;
     for (i = 0; i < m->count; i++) {
-        const mti_rate *r = &m->rates[i];
-        double square = 0, weight;
-        if (r->key != MTI_GEMM_RATE || !(r->shape[0] > 0) || (r->dtype >= 0 && r->dtype != (int)e->dtype)) continue;
-        for (d = 0; d < 3; d++) {
-            double distance = log(shape[d] / r->shape[d]);
-            square += distance * distance;
+        double square, weight;
+        if (!mti_has_shape(&m->rates[i], e, typed)) continue;
+        square = mti_shape_distance(&m->rates[i], e);
+        if (square < 1e-12) {
+            *exact = 1;
+            rate = m->rates[i].rate;
+            continue;
         }
-        if (square < 1e-12) return r->rate;
         weight = 1 / (square * square);
-        sum += weight * log(r->rate);
+        sum += weight * log(m->rates[i].rate);
         weights += weight;
     }
+    if (*exact) return rate;
     return weights > 0 ? exp(sum / weights) : 0;
 }
 
+/* A product whose shape has a line takes FLOPs / rate, another one at least the time of its bytes. */
 static double mti_gemm_seconds(const mt_machine *m, const mt_trace_entry *e) {
-    double rate = mti_shape_rate(m, e), memory = mti_rate_of(m, MTI_MEMORY_RATE, e->name, e->dtype), seconds;
-    if (rate > 0) return e->flops / rate;
-    rate = mti_rate_of(m, MTI_GEMM_RATE, "", e->dtype);
+    double memory = mti_rate_of(m, MTI_MEMORY_RATE, e->name, e->dtype), rate, seconds;
+    int exact = 0;
+    if (!(e->flops > 0)) return 0;
+    rate = mti_shape_rate(m, e, &exact);
+    if (!(rate > 0)) rate = mti_rate_of(m, MTI_GEMM_RATE, "", e->dtype);
+    if (!(rate > 0)) return -1;
+    seconds = e->flops / rate;
+    return !exact && memory > 0 && e->bytes / memory > seconds ? e->bytes / memory : seconds;
+}
+
+static double mti_attention_seconds(const mt_machine *m, const mt_trace_entry *e) {
+    double memory = mti_rate_of(m, MTI_MEMORY_RATE, e->name, e->dtype);
+    double rate = mti_rate_of(m, MTI_ATTENTION_RATE, e->name, e->dtype), seconds;
     if (!(rate > 0)) return -1;
     seconds = e->flops / rate;
     return memory > 0 && e->bytes / memory > seconds ? e->bytes / memory : seconds;
 }
 
 static double mti_communication_seconds(const mt_machine *m, const mt_trace_entry *e) {
-    double n = e->ranks, nodes = m->ranks_per_node, share = 1, steps = ceil(log2(n));
-    double together = floor(nodes / e->stride); /* ranks of the group in one node */
-    int leaves = n > together;                  /* 1: the group has ranks in other nodes */
+    double n = e->ranks, node = m->ranks_per_node, share = 1, steps = ceil(log2(n));
+    int leaves = e->span >= m->ranks_per_node; /* 1: the group has ranks in other nodes */
     double bandwidth = m->bandwidth[0], latency = m->latency[leaves];
     if (leaves) {
-        double across = m->bandwidth[1] * (together > 1 ? together : 1) / nodes;
-        if (across < bandwidth || nodes == 1) bandwidth = across;
+        double together = floor(node * (n - 1) / e->span); /* ranks of the group in one node */
+        double across = m->bandwidth[1] * (together > 1 ? together : 1) / node;
+        if (across < bandwidth || node == 1) bandwidth = across;
     }
     if (!(bandwidth > 0)) return -1;
     switch (e->collective) {
@@ -10100,10 +10144,7 @@ static double mti_entry_seconds(const mt_machine *m, const mt_trace_entry *e) {
     double rate = 0, seconds = 0;
     switch (e->work) {
     case MT_WORK_GEMM: seconds = mti_gemm_seconds(m, e); break;
-    case MT_WORK_ATTENTION:
-        rate = mti_rate_of(m, MTI_ATTENTION_RATE, e->name, e->dtype);
-        seconds = rate > 0 ? e->flops / rate : -1;
-        break;
+    case MT_WORK_ATTENTION: seconds = mti_attention_seconds(m, e); break;
     case MT_WORK_MEMORY:
     case MT_WORK_OPTIMIZER:
         rate = mti_rate_of(m, MTI_MEMORY_RATE, e->name, e->dtype);
@@ -10118,6 +10159,23 @@ static double mti_entry_seconds(const mt_machine *m, const mt_trace_entry *e) {
     return seconds < 0 ? -1 : seconds + m->operator_seconds;
 }
 
+/* Refuses what the library does not write into a trace. */
+static mt_status mti_trace_check(mt_context *ctx, const char *function, size_t at, const mt_trace_entry *e) {
+    const char *wrong = NULL;
+    if (e->work < MT_WORK_MEMORY || e->work >= MT_WORK_COUNT) wrong = "work";
+    else if (!e->name) wrong = "name";
+    else if (!(e->flops >= 0 && e->flops <= DBL_MAX)) wrong = "flops";
+    else if (!(e->bytes >= 0 && e->bytes <= DBL_MAX)) wrong = "bytes";
+    else if (e->work == MT_WORK_GEMM && (e->m < 0 || e->n < 0 || e->k < 0)) wrong = "m, n, k";
+    else if (e->work == MT_WORK_COMMUNICATION && (e->ranks < 2 || e->span < e->ranks - 1)) wrong = "ranks, span";
+    else if (e->collective < MT_ALL_REDUCE || e->collective >= MT_COLLECTIVE_COUNT) wrong = "collective";
+    else if (e->stream < MT_STREAM_NONE || e->stream > MT_STREAM_THIRD) wrong = "stream";
+    else if (e->ticket < 0 || e->ticket > MT_OVERLAP_TICKET_THIRD) wrong = "ticket";
+    if (!wrong) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: entry %zu (%s): %s is not valid", function, at, e->name ? e->name : "",
+                   wrong);
+}
+
 static mt_status mti_plan_seconds(mt_context *ctx, const char *function, const mt_machine *m, const mt_trace_entry *e,
                                   double *seconds) {
     const char *key = "memory";
@@ -10126,7 +10184,7 @@ static mt_status mti_plan_seconds(mt_context *ctx, const char *function, const m
     *seconds = 0;
     if (e->work == MT_WORK_GEMM) key = "gemm";
     else if (e->work == MT_WORK_ATTENTION) key = "attention";
-    else if (e->work == MT_WORK_COMMUNICATION) key = m->bandwidth[0] > 0 ? "network" : "link";
+    else if (e->work == MT_WORK_COMMUNICATION) key = e->span >= m->ranks_per_node ? "network" : "link";
     return mt_fail(ctx, MT_ERR_DATA, "%s: machine '%s' has no '%s' for %s of %s%s", function, m->name, key, e->name,
                    mt_dtype_name(e->dtype), e->work == MT_WORK_COMMUNICATION ? " between the ranks" : "");
 }
@@ -10140,6 +10198,7 @@ MT_API mt_status mt_machine_seconds(mt_context *ctx, const mt_machine *machine, 
                        !machine ? "machine"
                        : entry  ? "seconds"
                                 : "entry");
+    MT_TRY(mti_trace_check(ctx, function, 0, entry));
     return mti_plan_seconds(ctx, function, machine, entry, seconds);
 }
 
@@ -10164,55 +10223,56 @@ typedef struct mti_step_run {
     const mt_machine *machine;
     mti_stage_run *stages;
     int count;
-    int ranks; /* number of ranks of a stage */
+    int ranks; /* number of ranks of a stage; 0: no stage needs another one */
 } mti_step_run;
 
 static int mti_is_message(const mt_trace_entry *e) {
     return e->work == MT_WORK_COMMUNICATION && (e->collective == MT_SEND || e->collective == MT_RECV);
 }
 
-/* Does the entry need other stages: a message, or a collective whose group has ranks of several stages? */
+/* Does the entry need other stages: a message between stages, or a collective whose group has ranks of several? */
 static int mti_needs_stages(const mti_step_run *run, const mt_trace_entry *e) {
-    if (e->work != MT_WORK_COMMUNICATION || run->count == 1) return 0;
-    if (mti_is_message(e)) return 1;
-    return (double)(e->ranks - 1) * e->stride >= run->ranks;
+    return e->work == MT_WORK_COMMUNICATION && run->ranks > 0 && e->span >= run->ranks;
+}
+
+/* The wait for the work in another stream until `until` is communication that is not hidden. */
+static void mti_stage_wait(mti_stage_run *s, double until) {
+    if (until <= s->now) return;
+    s->time->communication += until - s->now;
+    s->time->overlapped -= until - s->now;
+    s->now = until;
+}
+
+/* The time of an operator or a communication: in another stream, or in its part of the step. */
+static void mti_stage_spend(mti_stage_run *s, mt_work work, double seconds) {
+    mt_step_time *t = s->time;
+    double *const parts[] = {&t->memory, &t->gemm, &t->attention, &t->optimizer, &t->communication};
+    if (s->stream != MT_STREAM_NONE) {
+        s->streams[s->stream] += seconds;
+        t->overlapped += seconds;
+        return;
+    }
+    *parts[work] += seconds; /* in the order of mt_work */
+    s->now += seconds;
 }
 
 /* Adds an entry that needs no other stage. */
 static mt_status mti_stage_add(const mti_step_run *run, mti_stage_run *s, const mt_trace_entry *e) {
-    double seconds, until;
+    double seconds;
     MT_TRY(mti_plan_seconds(run->ctx, "mt_plan_step", run->machine, e, &seconds));
     if (e->recomputed) s->time->recomputed += e->flops;
     else s->time->flops += e->flops;
-    switch (e->work) {
-    case MT_WORK_OVERLAP_BEGIN:
+    if (e->work <= MT_WORK_COMMUNICATION) {
+        mti_stage_spend(s, e->work, seconds);
+    } else if (e->work == MT_WORK_OVERLAP_BEGIN) {
         s->stream = run->machine->overlap != 0 ? e->stream : MT_STREAM_NONE;
         if (s->streams[s->stream] < s->now) s->streams[s->stream] = s->now;
-        return MT_SUCCESS;
-    case MT_WORK_OVERLAP_END:
+    } else if (e->work == MT_WORK_OVERLAP_END) {
         s->tickets[e->ticket] = s->stream == MT_STREAM_NONE ? 0 : s->streams[s->stream];
         s->stream = MT_STREAM_NONE;
-        return MT_SUCCESS;
-    case MT_WORK_OVERLAP_WAIT:
-        until = s->tickets[e->ticket];
-        if (until <= s->now) return MT_SUCCESS;
-        s->time->communication += until - s->now;
-        s->time->overlapped -= until - s->now;
-        s->now = until;
-        return MT_SUCCESS;
-    case MT_WORK_GEMM: s->time->gemm += seconds; break;
-    case MT_WORK_ATTENTION: s->time->attention += seconds; break;
-    case MT_WORK_MEMORY: s->time->memory += seconds; break;
-    case MT_WORK_OPTIMIZER: s->time->optimizer += seconds; break;
-    case MT_WORK_COMMUNICATION:
-        if (s->stream == MT_STREAM_NONE) break;
-        s->streams[s->stream] += seconds;
-        s->time->overlapped += seconds;
-        return MT_SUCCESS;
-    case MT_WORK_COUNT: return MT_SUCCESS;
+    } else {
+        mti_stage_wait(s, s->tickets[e->ticket]);
     }
-    if (e->work == MT_WORK_COMMUNICATION) s->time->communication += seconds;
-    s->now += seconds;
     return MT_SUCCESS;
 }
 
@@ -10220,6 +10280,7 @@ static mt_status mti_stage_add(const mti_step_run *run, mti_stage_run *s, const 
 static mt_status mti_stage_advance(const mti_step_run *run, mti_stage_run *s) {
     for (; s->at < s->trace->count; s->at++) {
         const mt_trace_entry *e = &s->trace->entries[s->at];
+        MT_TRY(mti_trace_check(run->ctx, "mt_plan_step", s->at, e));
         if (mti_needs_stages(run, e)) {
             s->stopped = 1;
             s->sent = !mti_is_message(e) || e->to < 0;
@@ -10229,6 +10290,8 @@ static mt_status mti_stage_advance(const mti_step_run *run, mti_stage_run *s) {
         }
         MT_TRY(mti_stage_add(run, s, e));
     }
+    mti_stage_wait(s, s->streams[MT_STREAM_SECOND]);
+    mti_stage_wait(s, s->streams[MT_STREAM_THIRD]);
     return MT_SUCCESS;
 }
 
@@ -10266,7 +10329,8 @@ static int mti_deliver(mti_step_run *run, int from, double seconds) {
 /* Does the stage wait in this collective? */
 static int mti_waits_in(const mti_stage_run *s, const mt_trace_entry *collective) {
     const mt_trace_entry *e = mti_stage_entry(s);
-    return e && !mti_is_message(e) && e->collective == collective->collective && e->ranks == collective->ranks;
+    return e && !mti_is_message(e) && e->collective == collective->collective && e->ranks == collective->ranks &&
+           e->span == collective->span && e->bytes == collective->bytes;
 }
 
 /* Runs a collective for which as many stages wait as it has. Returns 1 if there are as many. */
@@ -10327,6 +10391,13 @@ static mt_status mti_step_run_all(mti_step_run *run) {
                    run->stages[i].at, mti_stage_entry(&run->stages[i])->name);
 }
 
+/* The number of ranks of a stage is the distance of two ranks of the pipeline group, the group with messages whose
+   ranks are farthest apart. */
+static int mti_stage_ranks(const mt_trace_entry *e, int before) {
+    int distance = mti_is_message(e) && e->ranks > 1 ? e->span / (e->ranks - 1) : 0;
+    return distance > before ? distance : before;
+}
+
 MT_API mt_status mt_plan_step(mt_context *ctx, const mt_machine *machine, const mt_trace *traces, int stages,
                               mt_step_time *out) {
     static const char *const function = "mt_plan_step";
@@ -10353,8 +10424,8 @@ MT_API mt_status mt_plan_step(mt_context *ctx, const mt_machine *machine, const 
     for (i = 0; i < stages; i++) {
         run.stages[i].trace = &traces[i];
         run.stages[i].time = &out[i];
-        for (j = 0; j < traces[i].count && !run.ranks; j++)
-            if (mti_is_message(&traces[i].entries[j])) run.ranks = traces[i].entries[j].stride;
+        for (j = 0; stages > 1 && j < traces[i].count; j++)
+            run.ranks = mti_stage_ranks(&traces[i].entries[j], run.ranks);
     }
     status = mti_step_run_all(&run);
     for (i = 0; i < stages; i++)

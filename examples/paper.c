@@ -4,10 +4,10 @@
 
    It trains nothing and needs no GPU. Each training step runs once on MT_DEVICE_META, which keeps a trace of it, and
    mt_plan_step predicts its time on a machine that is described by a text. There are two pages:
-   1. The machine of the paper, DGX-2H servers. Its numbers are those of data sheets, except one: the rate of the
-      products is fitted to the 39 TFLOP/s of the 1.2B model on one GPU. The program finds it by bisection. Everything
-      else is a prediction, and is printed with the number of the paper and the error.
-   2. The same steps on H100 servers. No number of this page is measured.
+   1. The machine of the paper, DGX-2H servers. Peak and bandwidths are those of data sheets, the bandwidths times an
+      assumed factor. Latencies are assumed. The rate of the products is fitted to the 39 TFLOP/s of the 1.2B model on
+      one GPU; the program finds it by bisection. Each prediction is printed with the number of the paper and the error.
+   2. The same steps on H100 servers. Nothing was measured on these.
    Numbers of the paper that need trained weights are listed at the end, with the commands that compute them.
    docs/paper.md explains the output. */
 
@@ -203,8 +203,8 @@ static mt_status step_of(rank *r, const shape *m, mt_trace *trace) {
 static void halve_gradients(mt_trace *trace, const rank *r) {
     for (size_t i = 0; i < trace->count; i++) {
         mt_trace_entry *e = &trace->entries[i];
-        if (e->work == MT_WORK_COMMUNICATION && e->ranks == r->grid.dp_size && e->stride == r->grid.tp_size &&
-            e->dtype == MT_F32 && r->grid.dp_size > 1)
+        if (e->work == MT_WORK_COMMUNICATION && e->ranks == r->grid.dp_size &&
+            e->span == (e->ranks - 1) * r->grid.tp_size && e->dtype == MT_F32 && r->grid.dp_size > 1)
             e->bytes /= 2;
     }
 }

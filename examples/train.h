@@ -487,7 +487,8 @@ struct job {
     struct setup setup;
     needs stages[MAX_RANKS];
     int64_t parameters;           /* of the whole model */
-    mt_trace traces[MAX_RANKS];   /* of a step of each stage; only for --machine */
+    mt_machine *machine;          /* --machine, or NULL */
+    mt_trace traces[MAX_RANKS];   /* with a machine: of a step of each stage */
     char newest[MT_PATH_MAX];     /* the newest checkpoint in the directory of --init-from */
     FILE *log, *hash_log;         /* only rank 0 opens them */
     mt_status planned;            /* the status of --dry-run */
@@ -1139,27 +1140,26 @@ static mt_status train(trainer *t) {
 
 /* ---- the plan of a dry run --------------------------------------------------------------------------------------- */
 
-/* What a trace has of one function: calls, and sums over them. */
+/* What a trace has of one function: calls, and sums over them. ranks, span: of the group of a collective, else 0. */
 typedef struct function_cost {
     const char *name;
-    int ranks; /* of a collective, else 0 */
-    int calls;
+    int ranks, span, calls;
     double flops, bytes, seconds;
 } function_cost;
 
 enum { FUNCTIONS = 128 };
 
-/* Sums up a trace by function, in the order of their first calls. Returns the number of functions. */
+/* Sums up a trace by function and group, in the order of their first calls. Returns the number of rows. */
 static int sum_trace(mt_context *ctx, const mt_machine *machine, const mt_trace *trace, function_cost *costs) {
     int count = 0, f;
     for (size_t i = 0; i < trace->count; i++) {
         const mt_trace_entry *e = &trace->entries[i];
         double seconds = 0;
         if (e->work > MT_WORK_COMMUNICATION || mt_machine_seconds(ctx, machine, e, &seconds) != MT_SUCCESS) continue;
-        for (f = 0; f < count && (strcmp(costs[f].name, e->name) != 0 || costs[f].ranks != e->ranks); f++) {
-        }
+        for (f = 0; f < count; f++)
+            if (strcmp(costs[f].name, e->name) == 0 && costs[f].ranks == e->ranks && costs[f].span == e->span) break;
         if (f == FUNCTIONS) continue;
-        if (f == count) costs[count++] = (function_cost){.name = e->name, .ranks = e->ranks};
+        if (f == count) costs[count++] = (function_cost){.name = e->name, .ranks = e->ranks, .span = e->span};
         costs[f].calls++;
         costs[f].flops += e->flops;
         costs[f].bytes += e->bytes;
@@ -1169,14 +1169,14 @@ static int sum_trace(mt_context *ctx, const mt_machine *machine, const mt_trace 
 }
 
 static void print_functions(mt_context *ctx, const mt_machine *machine, const mt_trace *trace) {
-    function_cost costs[FUNCTIONS];
+    static function_cost costs[FUNCTIONS];
     int count = sum_trace(ctx, machine, trace, costs);
     printf("  %-40s %7s %12s %12s %12s\n", "function, each by itself", "calls", "GFLOP", "GB", "ms");
     for (int f = 0; f < count; f++) {
-        char name[64];
-        snprintf(name, sizeof name, costs[f].ranks ? "%s of %d ranks" : "%s", costs[f].name, costs[f].ranks);
-        printf("  %-40s %7d %12.3f %12.3f %12.3f\n", name, costs[f].calls, costs[f].flops / 1e9, costs[f].bytes / 1e9,
-               costs[f].seconds * 1e3);
+        const function_cost *c = &costs[f];
+        char name[80];
+        snprintf(name, sizeof name, c->ranks ? "%s, %d ranks, 0 to %d" : "%s", c->name, c->ranks, c->span);
+        printf("  %-40s %7d %12.3f %12.3f %12.3f\n", name, c->calls, c->flops / 1e9, c->bytes / 1e9, c->seconds * 1e3);
     }
 }
 
@@ -1202,13 +1202,11 @@ static void print_time(const job *job, const mt_machine *machine, const mt_step_
 
 static mt_status predict(trainer *t) {
     static mt_step_time times[MAX_RANKS];
-    mt_machine *machine = NULL;
-    MT_TRY(mt_machine_read(t->ctx, t->job->o.machine, &machine));
-    mt_status status = mt_plan_step(t->ctx, machine, t->job->traces, (int)t->job->o.pp, times);
-    if (status == MT_SUCCESS) print_time(t->job, machine, times);
-    if (status == MT_SUCCESS) print_functions(t->ctx, machine, t->job->traces);
-    mt_machine_destroy(machine);
-    return status;
+    const job *job = t->job;
+    MT_TRY(mt_plan_step(t->ctx, job->machine, job->traces, (int)job->o.pp, times));
+    print_time(job, job->machine, times);
+    print_functions(t->ctx, job->machine, job->traces);
+    return MT_SUCCESS;
 }
 
 /* Returns the number of parameters of this stage, without the last stage's copy of a shared embedding. */
@@ -1230,7 +1228,7 @@ static mt_status plan_stage(job *job, int stage, trainer *t) {
     MT_TRY(mt_context_take_trace(t->ctx, &set_up));
     mt_trace_free(&set_up);
     MT_TRY(train_step(t, 0, 0.0f, losses, &norm));
-    if (job->o.machine) MT_TRY(mt_context_take_trace(t->ctx, &job->traces[stage]));
+    if (job->machine) MT_TRY(mt_context_take_trace(t->ctx, &job->traces[stage]));
     *n = (needs){.parameters = mt_params_elements(t->params),
                  .model = t->model_bytes,
                  .optimizer = t->optimizer_bytes,
@@ -1315,6 +1313,17 @@ static mt_status find_origin(job *job) {
     return MT_SUCCESS;
 }
 
+/* Reads --machine before anything is planned. */
+static mt_status read_machine(job *job) {
+    mt_context *ctx = NULL;
+    mt_context_desc small = {.arena_bytes = 64};
+    if (!job->o.machine) return MT_SUCCESS;
+    MT_TRY(mt_context_create(NULL, &small, &ctx));
+    if (mt_machine_read(ctx, job->o.machine, &job->machine) != MT_SUCCESS) refuse_later(job, "%s", mt_last_error(ctx));
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
 /* Plans all stages, from the last to the first. When speaks is 1, prints the plan after the first stage. */
 static mt_status plan(job *job, int speaks) {
     mt_status status = MT_SUCCESS;
@@ -1331,7 +1340,7 @@ static mt_status plan(job *job, int speaks) {
             print_model(&t);
             print_memory(job);
             print_ledgers(&t);
-            if (job->o.machine) status = predict(&t);
+            if (job->machine) status = predict(&t);
             if (status != MT_SUCCESS) refuse_later(job, "%s", mt_last_error(t.ctx));
         }
         trainer_destroy(&t);
@@ -1399,8 +1408,10 @@ static mt_status rank_main(mt_comm *world, void *user) {
 static mt_status dry_run(mt_comm *world, void *user) {
     job *j = (job *)user;
     if (mt_comm_rank(world) != 0) return MT_SUCCESS;
+    MT_TRY(read_machine(j));
     j->planned = j->refusal[0] ? MT_ERR_ARGUMENT : plan(j, 1);
     if (j->refusal[0]) fprintf(stderr, PROGRAM ": %s\n", j->refusal);
+    mt_machine_destroy(j->machine);
     return MT_SUCCESS;
 }
 

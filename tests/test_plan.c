@@ -130,6 +130,7 @@ static void test_bytes(void **state) {
     mt_adamw_tensor adamw;
     mt_multi_tensor *list = NULL;
     mt_square_tensor square;
+    mt_attention_desc rotary;
     mt_trace trace;
     test_rank r;
     (void)state;
@@ -149,14 +150,25 @@ static void test_bytes(void **state) {
     assert_entry(r.ctx, MT_WORK_MEMORY, "mt_embedding_forward", MT_F32, 0, 2 * 240);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_embedding_backward(r.ctx, y, 0, ids, view(r.ctx, MT_F32, 1000, 10)));
     assert_entry(r.ctx, MT_WORK_MEMORY, "mt_embedding_backward", MT_F32, 0, 3 * 240);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_embedding_forward(r.ctx, view(r.ctx, MT_F32, 1000, 10), 0, ids, 1, x));
+    assert_entry(r.ctx, MT_WORK_MEMORY, "mt_embedding_forward", MT_BF16, 0, 3 * 120);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_embedding_backward(r.ctx, x, 0, ids, view(r.ctx, MT_F32, 1000, 10)));
+    assert_entry(r.ctx, MT_WORK_MEMORY, "mt_embedding_backward", MT_BF16, 0, 120 + 2 * 240);
+    rotary =
+        (mt_attention_desc){.batch = 2, .seq = 3, .groups = 2, .heads_per_group = 3, .head_dim = 8, .rotary_dim = 4};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_rotary_forward(r.ctx, &rotary, view(r.ctx, MT_F32, 3, 4), view(r.ctx, MT_BF16, 6, 80)));
+    assert_entry(r.ctx, MT_WORK_MEMORY, "mt_rotary_forward", MT_BF16, 0, 2 * 6 * 4 * 8 * 2 + 48); /* 6 + 2 heads */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_tree_sum(r.ctx, with_shape(y, 2, 10, 0)));
+    assert_entry(r.ctx, MT_WORK_MEMORY, "mt_add", MT_F32, 0, 3 * 40);
     p = view(r.ctx, MT_BF16, 3, 4), master = view(r.ctx, MT_F32, 3, 4), g = view(r.ctx, MT_F32, 3, 4);
     m = view(r.ctx, MT_F32, 3, 4), v = view(r.ctx, MT_F32, 3, 4);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_adamw_step(r.ctx, &hyper, p, master, g, m, v));
-    assert_entry(r.ctx, MT_WORK_OPTIMIZER, "mt_adamw_step", MT_BF16, 0, 12 * (2 * 2 + 4 + 3 * 8));
+    assert_entry(r.ctx, MT_WORK_OPTIMIZER, "mt_adamw_step", MT_BF16, 0, 12 * (2 + 4 + 3 * 8)); /* p is only written */
     adamw = (mt_adamw_tensor){.param = p, .master = master, .grad = g, .m = m, .v = v};
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_multi_tensor_create_adamw(r.ctx, &adamw, 1, 0, &list));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_multi_tensor_adamw(r.ctx, list, &hyper, NULL));
-    assert_entry(r.ctx, MT_WORK_OPTIMIZER, "mt_multi_tensor_adamw", MT_F32, 0, 12 * (2 * 2 + 4 + 3 * 8));
+    assert_entry(r.ctx, MT_WORK_OPTIMIZER, "mt_multi_tensor_adamw", MT_F32, 0, 12 * (2 + 4 + 3 * 8));
     mt_multi_tensor_destroy(r.ctx, list);
     square = (mt_square_tensor){.x = g};
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_multi_tensor_create_squares(r.ctx, &square, 1, &list));
@@ -183,6 +195,8 @@ static void test_own_entries(void **state) {
     open_meta(1, (mt_grid_desc){.tp = 1}, MT_DEVICE_CPU, &r);
     for (int i = 0; i < 1000; i++) mt_trace_add(r.ctx, &own);
     mt_trace_recompute(r.ctx, 1);
+    mt_trace_recompute(r.ctx, 1);
+    mt_trace_recompute(r.ctx, 0);
     mt_trace_add(r.ctx, &own);
     mt_trace_recompute(r.ctx, 0);
     mt_trace_add(r.ctx, NULL);
@@ -240,35 +254,35 @@ static void test_communication(void **state) {
         const mt_trace_entry *e = &trace.entries[i];
         if (e->work != MT_WORK_COMMUNICATION || e->collective != expected[i].kind || e->bytes != expected[i].bytes ||
             strcmp(e->name, expected[i].name) != 0 || e->to != expected[i].to || e->from != expected[i].from ||
-            e->ranks != 2 || e->stride != 1 || e->dtype != MT_F32)
-            fail_msg("entry %zu: %s, %.0f bytes, %d to %d, %d ranks, stride %d", i, e->name, e->bytes, e->from, e->to,
-                     e->ranks, e->stride);
+            e->ranks != 2 || e->span != 1 || e->dtype != MT_F32)
+            fail_msg("entry %zu: %s, %.0f bytes, %d to %d, %d ranks, span %d", i, e->name, e->bytes, e->from, e->to,
+                     e->ranks, e->span);
     }
     mt_trace_free(&trace);
     test_paper_rank_close(&r);
 }
 
-/* The stride of each group of a grid of 2 x 3 x 4 ranks, tensor, data and pipeline. */
-static void test_strides(void **state) {
+/* The span of each group of a grid of 2 x 3 x 4 ranks, tensor, data and pipeline. */
+static void test_spans(void **state) {
     mt_trace_entry e;
     test_rank r;
     float *x;
     (void)state;
     open_meta(24, (mt_grid_desc){.tp = 2, .pp = 4}, MT_DEVICE_CPU, &r);
-    mt_comm *const groups[] = {r.world, r.grid.tp, r.grid.dp, r.grid.pp, r.grid.embedding};
-    static const int ranks[] = {24, 2, 3, 4, 2}, strides[] = {1, 1, 2, 6, 18};
+    mt_comm *const groups[] = {r.world, r.grid.tp, r.grid.dp, r.grid.pp, r.grid.model, r.grid.embedding};
+    static const int ranks[] = {24, 2, 3, 4, 8, 2}, spans[] = {23, 1, 4, 18, 19, 18};
     x = (float *)view(r.ctx, MT_F32, 1, 100).data;
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 6; i++) {
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, groups[i], x, x, 1, MT_F32, MT_SUM));
         e = only_entry(r.ctx);
         assert_int_equal(e.ranks, ranks[i]);
-        assert_int_equal(e.stride, strides[i]);
+        assert_int_equal(e.span, spans[i]);
     }
-    mt_comm_set_stride(r.grid.tp, 7);
-    mt_comm_set_stride(r.grid.tp, 0); /* ignored */
-    mt_comm_set_stride(NULL, 2);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.tp, x, x, 1, MT_F32, MT_SUM));
-    assert_int_equal(only_entry(r.ctx).stride, 7);
+    mt_comm_set_span(r.grid.dp, 7);
+    mt_comm_set_span(r.grid.dp, 1); /* ignored: 3 ranks */
+    mt_comm_set_span(NULL, 2);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.dp, x, x, 1, MT_F32, MT_SUM));
+    assert_int_equal(only_entry(r.ctx).span, 7);
     test_paper_rank_close(&r);
 }
 
@@ -403,6 +417,7 @@ static const char rates[] = "# a comment, and an empty line\n"
                             "\n"
                             "name  two nodes, of four \t\r\n"
                             "node 4\n"
+                            "gemm * * * * 1 # the last line counts\r\n"
                             "gemm * * * * 1e12 # every product\r\n"
                             "gemm f32 * * * 5e11\n"
                             "attention * f16 2e11\n"
@@ -426,7 +441,7 @@ static void assert_seconds(mt_context *ctx, const mt_machine *m, mt_trace_entry 
     double seconds = -1;
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_machine_seconds(ctx, m, &e, &seconds));
     if (fabs(seconds - expected) > 1e-12 + 1e-9 * expected)
-        fail_msg("%s, %d ranks, stride %d: %.9g s, expected %.9g", e.name, e.ranks, e.stride, seconds, expected);
+        fail_msg("%s, %d ranks, span %d: %.9g s, expected %.9g", e.name, e.ranks, e.span, seconds, expected);
 }
 
 static void test_rates(void **state) {
@@ -459,7 +474,9 @@ static void test_rates(void **state) {
     assert_seconds(r.ctx, m, e, 1.001);
     e.bytes = 7e9; /* takes longer than its FLOPs */
     assert_seconds(r.ctx, m, e, 7.001);
-    e.work = MT_WORK_OVERLAP_WAIT;
+    e.work = MT_WORK_ATTENTION;
+    assert_seconds(r.ctx, m, e, 7.001);
+    e = (mt_trace_entry){.work = MT_WORK_OVERLAP_WAIT, .name = "overlap_wait"};
     assert_seconds(r.ctx, m, e, 0);
     mt_machine_destroy(m);
     assert_string_equal(mt_machine_name(NULL), "");
@@ -471,7 +488,7 @@ static void test_rates(void **state) {
 /* Products between the shapes of the lines. */
 static void test_shapes(void **state) {
     static const char text[] = "gemm f32 100 100 100 1e9\ngemm f32 400 100 100 4e9\ngemm f32 * * * 1\n"
-                               "gemm f16 100 100 100 7e9\n";
+                               "gemm * 100 100 100 5\ngemm f16 100 100 100 7e9\nmemory * * 1e9\n";
     mt_trace_entry e = {.work = MT_WORK_GEMM, .name = "mt_gemm", .flops = 4e9, .m = 100, .n = 100, .k = 100};
     mt_machine *m;
     test_rank r;
@@ -489,6 +506,14 @@ static void test_shapes(void **state) {
                              (1 + 1 / pow(1 + pow(log(4) / log(1e4), 2), 2))));
     e.dtype = MT_F16, e.m = 3, e.n = 5; /* the only line of its type */
     assert_seconds(r.ctx, m, e, 4.0 / 7);
+    e.bytes = 2e9; /* take longer than the FLOPs */
+    assert_seconds(r.ctx, m, e, 2);
+    e.m = e.n = e.k = 100; /* a measured shape */
+    assert_seconds(r.ctx, m, e, 4.0 / 7);
+    e.dtype = MT_BF16, e.flops = 5; /* a line of any type */
+    assert_seconds(r.ctx, m, e, 1);
+    e = (mt_trace_entry){.work = MT_WORK_GEMM, .name = "mt_gemm"}; /* an empty product */
+    assert_seconds(r.ctx, m, e, 0);
     mt_machine_destroy(m);
     test_paper_rank_close(&r);
 }
@@ -525,17 +550,14 @@ static void test_collectives(void **state) {
         mt_trace_entry e = {.work = MT_WORK_COMMUNICATION, .name = "collective", .bytes = 1e9};
         e.collective = cases[i].kind;
         e.ranks = cases[i].ranks;
-        e.stride = cases[i].stride;
+        e.span = (cases[i].ranks - 1) * cases[i].stride;
         assert_seconds(r.ctx, m, e, cases[i].seconds);
     }
-    assert_seconds(r.ctx, alone,
-                   (mt_trace_entry){.work = MT_WORK_COMMUNICATION,
-                                    .name = "send",
-                                    .bytes = 1e9,
-                                    .ranks = 2,
-                                    .stride = 1,
-                                    .collective = MT_SEND},
-                   1);
+    assert_seconds(
+        r.ctx, alone,
+        (mt_trace_entry){
+            .work = MT_WORK_COMMUNICATION, .name = "send", .bytes = 1e9, .ranks = 2, .span = 1, .collective = MT_SEND},
+        1);
     mt_machine_destroy(alone);
     mt_machine_destroy(m);
     test_paper_rank_close(&r);
@@ -558,6 +580,7 @@ static void test_texts_refused(void **state) {
         {"node 1.5", "'node' has '1.5', must be a whole number from 1"},
         {"overlap 2", "'overlap' has '2', must be 0 or 1"},
         {"link 1e9", "'link' has 1 values, must have 2"},
+        {"gemm f32 100 * * 1", "line 1: the shape of 'gemm' must be three numbers or * * *"},
         {"operator -1", "'operator' has '-1', must be a number"},
         {"memory a_name_that_is_longer_than_any_of_the_operators f32 1", "must be a name of at most 39 characters"},
     };
@@ -577,6 +600,11 @@ static void test_texts_refused(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "path is NULL", mt_machine_read(r.ctx, NULL, &m));
     REFUSED(r.ctx, MT_ERR_IO, path, mt_machine_read(r.ctx, path, &m));
     assert_int_equal(mt_machine_create(NULL, "", &m), MT_ERR_ARGUMENT);
+    char *large = (char *)calloc(1, (1 << 20) + 2);
+    memset(large, '#', (1 << 20) + 1);
+    REFUSED(r.ctx, MT_ERR_DATA, "machine: has 1048577 bytes, must have at most 1048576",
+            mt_machine_create(r.ctx, large, &m));
+    free(large);
     assert_int_equal(mt_machine_read(NULL, path, &m), MT_ERR_ARGUMENT);
     test_paper_rank_close(&r);
 }
@@ -608,7 +636,7 @@ static void test_file(void **state) {
     REFUSED(r.ctx, MT_ERR_DATA, "has no 'memory'", mt_machine_seconds(r.ctx, m, &e, &seconds));
     e.work = MT_WORK_GEMM;
     REFUSED(r.ctx, MT_ERR_DATA, "has no 'gemm'", mt_machine_seconds(r.ctx, m, &e, &seconds));
-    e = (mt_trace_entry){.work = MT_WORK_COMMUNICATION, .name = "all_reduce", .ranks = 4, .stride = 1};
+    e = (mt_trace_entry){.work = MT_WORK_COMMUNICATION, .name = "all_reduce", .ranks = 4, .span = 3};
     REFUSED(r.ctx, MT_ERR_DATA, "has no 'network' for all_reduce of f32 between the ranks",
             mt_machine_seconds(r.ctx, m, &e, &seconds));
     mt_machine_destroy(m);
@@ -618,6 +646,47 @@ static void test_file(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "entry is NULL", mt_machine_seconds(r.ctx, m, NULL, &seconds));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "seconds is NULL", mt_machine_seconds(r.ctx, m, &e, NULL));
     assert_int_equal(mt_machine_seconds(NULL, m, &e, &seconds), MT_ERR_ARGUMENT);
+    mt_machine_destroy(m);
+    test_paper_rank_close(&r);
+}
+
+/* Entries that the library does not write are refused, whatever the machine. */
+static void test_entries_refused(void **state) {
+    static const struct {
+        mt_trace_entry e;
+        const char *what;
+    } cases[] = {
+        {{.work = (mt_work)-1, .name = "x"}, "entry 0 (x): work"},
+        {{.work = MT_WORK_COUNT, .name = "x"}, "work"},
+        {{.work = MT_WORK_MEMORY}, "entry 0 (): name"},
+        {{.name = "x", .flops = -1}, "flops"},
+        {{.name = "x", .bytes = INFINITY}, "bytes"},
+        {{.name = "x", .bytes = NAN}, "bytes"},
+        {{.work = MT_WORK_GEMM, .name = "x", .k = -1}, "m, n, k"},
+        {{.work = MT_WORK_COMMUNICATION, .name = "x", .ranks = 1}, "ranks, span"},
+        {{.work = MT_WORK_COMMUNICATION, .name = "x", .ranks = 3, .span = 1}, "ranks, span"},
+        {{.work = MT_WORK_COMMUNICATION, .name = "x", .ranks = 2, .span = 1, .collective = MT_COLLECTIVE_COUNT},
+         "collective"},
+        {{.work = MT_WORK_OVERLAP_BEGIN, .name = "x", .stream = (mt_stream)1000}, "stream"},
+        {{.work = MT_WORK_OVERLAP_END, .name = "x", .ticket = MT_OVERLAP_TICKET_THIRD + 1}, "ticket"},
+        {{.work = MT_WORK_OVERLAP_WAIT, .name = "x", .ticket = -1}, "ticket"},
+    };
+    mt_step_time times[2];
+    mt_machine *m;
+    test_rank r;
+    (void)state;
+    open_meta(1, (mt_grid_desc){.tp = 1}, MT_DEVICE_CPU, &r);
+    m = machine_of(r.ctx, rates);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_trace_entry e = cases[i].e;
+        mt_trace traces[2] = {{&e, 1}, {&e, 1}};
+        char words[80];
+        double seconds;
+        snprintf(words, sizeof words, "mt_machine_seconds: |%s is not valid", cases[i].what);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_machine_seconds(r.ctx, m, &e, &seconds));
+        snprintf(words, sizeof words, "mt_plan_step: |%s is not valid", cases[i].what);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_plan_step(r.ctx, m, traces, 2, times));
+    }
     mt_machine_destroy(m);
     test_paper_rank_close(&r);
 }
@@ -652,7 +721,7 @@ static mt_trace_entry *add(list *l, mt_work work, const char *name, double secon
 static void add_reduce(list *l, double seconds) {
     mt_trace_entry *e = add(l, MT_WORK_COMMUNICATION, "all_reduce", seconds);
     e->ranks = 2;
-    e->stride = 1;
+    e->span = 1;
     e->collective = MT_ALL_REDUCE;
 }
 
@@ -714,6 +783,36 @@ static void test_one_stage(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Operators between begin and end are in the stream, too. Work that no call waits for belongs to the step. Two traces
+   without messages do not wait for each other. */
+static void test_streams(void **state) {
+    static list l;
+    mt_trace traces[2];
+    mt_step_time t[2];
+    mt_machine *m;
+    test_rank r;
+    (void)state;
+    open_meta(1, (mt_grid_desc){.tp = 1}, MT_DEVICE_CPU, &r);
+    m = machine_of(r.ctx, unit);
+    add(&l, MT_WORK_OVERLAP_BEGIN, "overlap_begin", 0)->stream = MT_STREAM_THIRD;
+    add_reduce(&l, 10);
+    add(&l, MT_WORK_MEMORY, "mt_convert", 5);
+    add(&l, MT_WORK_OVERLAP_END, "overlap_end", 0)->ticket = MT_OVERLAP_TICKET_THIRD;
+    add(&l, MT_WORK_GEMM, "mt_gemm", 3);
+    traces[0] = traces[1] = l.trace;
+    for (int stages = 1; stages <= 2; stages++) {
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_plan_step(r.ctx, m, traces, stages, t));
+        assert_time("seconds", t[stages - 1].seconds, 15);
+        assert_time("gemm", t[stages - 1].gemm, 3);
+        assert_time("memory", t[stages - 1].memory, 0);
+        assert_time("communication", t[stages - 1].communication, 12);
+        assert_time("overlapped", t[stages - 1].overlapped, 3);
+        assert_time("bubble", t[stages - 1].bubble, 0);
+    }
+    mt_machine_destroy(m);
+    test_paper_rank_close(&r);
+}
+
 /* Adds what a stage does in a step, from the library's schedule: forward takes 1 s, backward 2 s, a message `message`
    seconds. */
 static void add_stage(list *l, mt_schedule schedule, int stages, int stage, int micro_batches, double message) {
@@ -731,7 +830,7 @@ static void add_stage(list *l, mt_schedule schedule, int stages, int stage, int 
         }
         e = add(l, MT_WORK_COMMUNICATION, "message", message);
         e->ranks = stages;
-        e->stride = 2;
+        e->span = 2 * (stages - 1);
         e->collective = k == MT_RECV_FORWARD || k == MT_RECV_BACKWARD ? MT_RECV : MT_SEND;
         if (k == MT_SEND_FORWARD || k == MT_SEND_FORWARD_RECV_BACKWARD) e->to = stage + 1;
         if (k == MT_SEND_BACKWARD || k == MT_SEND_BACKWARD_RECV_FORWARD) e->to = stage - 1;
@@ -796,20 +895,20 @@ static void test_stages_meet(void **state) {
         memset(&lists[s].trace, 0, sizeof lists[s].trace);
         if (s > 0) { /* a message tells how many ranks a stage has: 2 */
             e = add(&lists[s], MT_WORK_COMMUNICATION, "recv", 0);
-            e->collective = MT_RECV, e->from = s - 1, e->ranks = 3, e->stride = 2;
+            e->collective = MT_RECV, e->from = s - 1, e->ranks = 3, e->span = 4;
         }
         if (s < 2) {
             e = add(&lists[s], MT_WORK_COMMUNICATION, "send", 0);
-            e->collective = MT_SEND, e->to = s + 1, e->ranks = 3, e->stride = 2;
+            e->collective = MT_SEND, e->to = s + 1, e->ranks = 3, e->span = 4;
         }
         add(&lists[s], MT_WORK_GEMM, "mt_gemm", 1 + s); /* 1, 2, 3 */
         add_reduce(&lists[s], 1);                       /* inside a stage */
         if (s != 1) {                                   /* of stages 0 and 2, at 4 */
             add_reduce(&lists[s], 2);
-            lists[s].entries[lists[s].trace.count - 1].stride = 4;
+            lists[s].entries[lists[s].trace.count - 1].span = 4;
         }
         e = add(&lists[s], MT_WORK_COMMUNICATION, "all_reduce", 6); /* of all 6 ranks, at 6: 2 * 5/6 * 6 = 10 s */
-        e->collective = MT_ALL_REDUCE, e->ranks = 6, e->stride = 1;
+        e->collective = MT_ALL_REDUCE, e->ranks = 6, e->span = 5;
         add(&lists[s], MT_WORK_OPTIMIZER, "mt_adamw_step", 1 + s);
         traces[s] = lists[s].trace;
     }
@@ -832,12 +931,24 @@ static void test_stages_meet(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_products),    cmocka_unit_test(test_attention),     cmocka_unit_test(test_bytes),
-        cmocka_unit_test(test_own_entries), cmocka_unit_test(test_communication), cmocka_unit_test(test_strides),
-        cmocka_unit_test(test_overlaps),    cmocka_unit_test(test_step_of_a_gpt), cmocka_unit_test(test_rates),
-        cmocka_unit_test(test_shapes),      cmocka_unit_test(test_collectives),   cmocka_unit_test(test_texts_refused),
-        cmocka_unit_test(test_file),        cmocka_unit_test(test_one_stage),     cmocka_unit_test(test_pipelines),
+        cmocka_unit_test(test_products),
+        cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_bytes),
+        cmocka_unit_test(test_own_entries),
+        cmocka_unit_test(test_communication),
+        cmocka_unit_test(test_spans),
+        cmocka_unit_test(test_overlaps),
+        cmocka_unit_test(test_step_of_a_gpt),
+        cmocka_unit_test(test_rates),
+        cmocka_unit_test(test_shapes),
+        cmocka_unit_test(test_collectives),
+        cmocka_unit_test(test_texts_refused),
+        cmocka_unit_test(test_file),
+        cmocka_unit_test(test_one_stage),
+        cmocka_unit_test(test_pipelines),
         cmocka_unit_test(test_stages_meet),
+        cmocka_unit_test(test_entries_refused),
+        cmocka_unit_test(test_streams),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

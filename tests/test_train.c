@@ -469,7 +469,7 @@ static void test_dry_run_on_a_machine(void **state) {
         assert_non_null(strstr(at, "stage 0 does not fit: it needs 0.0 of 0.0 GB"));
         assert_true((strstr(at, "stage 1 does not fit") != NULL) == (pp == 2));
         assert_non_null(strstr(at, "\n  mt_gemm "));
-        assert_non_null(strstr(at, "\n  all_reduce of 2 ranks "));
+        assert_non_null(strstr(at, "\n  all_reduce, 2 ranks, 0 to 1 "));
     }
     write_bytes("machine", "gemm f32 1 2 3\n", 15);
     expect_error(words, "machine, line 1: 'gemm' has 4 values, must have 5");
