@@ -2817,10 +2817,23 @@ MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out) 
     return mti_sum(ctx, "mt_sum_of_squares", x, 1, out);
 }
 
+/* On the meta device, where x may have any number of rows, the additions are one entry. */
+static void mti_trace_tree_sum(mt_context *ctx, mt_tensor x) {
+    mt_trace_entry e;
+    memset(&e, 0, sizeof e);
+    e.name = "mt_tree_sum";
+    e.bytes = 12.0 * (double)(x.rows - 1) * (double)x.cols; /* each addition reads two rows and writes one */
+    mt_trace_add(ctx, &e);
+}
+
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
     int64_t step, i;
     MT_TRY(mt_tensor_check(ctx, "mt_tree_sum", "x", x, MT_ARG_F32, x.rows, x.cols));
     if (mti_is_empty(x)) return MT_SUCCESS;
+    if (!mt_context_has_data(ctx)) {
+        mti_trace_tree_sum(ctx, x);
+        return MT_SUCCESS;
+    }
     for (step = 1; step < x.rows; step *= 2)
         for (i = 0; i + step < x.rows; i += 2 * step)
             MT_TRY(mt_add(ctx, mt_tensor_rows(x, i, 1), mt_tensor_rows(x, i + step, 1), mt_tensor_rows(x, i, 1)));
@@ -7169,20 +7182,29 @@ static mt_status mti_attention_desc_check(mt_context *ctx, const char *where, co
     return mti_expect_attention(ctx, where, s);
 }
 
+/* The sum of `count` numbers from `first` on, each cut to [0, top]. */
+static double mti_cut_sum(double first, double count, double top) {
+    double below = first < 0 ? (-first < count ? -first : count) : 0, end = first + count - 1 - top;
+    double above = end > 0 ? (end < count - below ? end : count - below) : 0, between = count - below - above;
+    return between * (first + below) + between * (between - 1) / 2 + above * top;
+}
+
+/* The number of scores of a head and a sequence: for the query at position p, the keys from p - window + 1 to p or, in
+   both directions, to p + window - 1. */
+static double mti_scores(const mt_attention_desc *s) {
+    double queries = (double)s->seq, keys = (double)s->kv_seq, first = keys - queries, window = (double)s->window;
+    double all = queries * keys;
+    if (s->mask == MT_MASK_CAUSAL) all = mti_cut_sum(first + 1, queries, keys);
+    else if (s->window > 0) all = mti_cut_sum(first + window, queries, keys);
+    return s->window > 0 ? all - mti_cut_sum(first - window + 1, queries, keys) : all;
+}
+
 /* Notes the floating-point operations of `products` products for each score. Documents and key padding are in memory
    that a meta context does not have: all keys count. */
-static void mti_attention_work(mti_operator *op, const mt_attention_desc *desc, int products) {
-    mt_attention_desc s = *desc;
-    double scores = 0.0;
-    int64_t i;
-    if (!op->work.name) return;
-    s.cu_seqlens = NULL;
-    for (i = 0; i < s.seq; i++) {
-        mti_span seen = mti_keys_of(&s, s.kv_seq, 0, i);
-        scores += (double)mt_max(0, seen.end - seen.first);
-    }
+static void mti_attention_work(mti_operator *op, const mt_attention_desc *s, int products) {
     op->work.work = MT_WORK_ATTENTION;
-    op->work.flops = 2.0 * products * scores * (double)s.batch * (double)mti_attention_heads(&s) * (double)s.head_dim;
+    op->work.flops =
+        2.0 * products * mti_scores(s) * (double)s->batch * (double)mti_attention_heads(s) * (double)s->head_dim;
 }
 
 MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc) {
