@@ -7202,6 +7202,7 @@ static double mti_scores(const mt_attention_desc *s) {
 /* Notes the floating-point operations of `products` products for each score. Documents and key padding are in memory
    that a meta context does not have: all keys count. */
 static void mti_attention_work(mti_operator *op, const mt_attention_desc *s, int products) {
+    if (!op->work.name) return;
     op->work.work = MT_WORK_ATTENTION;
     op->work.flops =
         2.0 * products * mti_scores(s) * (double)s->batch * (double)mti_attention_heads(s) * (double)s->head_dim;
@@ -9307,7 +9308,7 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
     if (list->count == 0) return MT_SUCCESS;
     MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
     op.work.work = MT_WORK_OPTIMIZER;
-    for (i = 0; i < list->count; i++) {
+    for (i = 0; op.work.name && i < list->count; i++) {
         const mt_adamw_tensor *t = &list->adamw[i];
         op.work.bytes += (t->master.data ? 1.0 : 2.0) * mti_view_bytes(t->param) + mti_view_bytes(t->grad) +
                          2.0 * (mti_view_bytes(t->master) + mti_view_bytes(t->m) + mti_view_bytes(t->v));
@@ -9334,7 +9335,7 @@ MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_
     if (list->count == 0) return MT_SUCCESS;
     MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
     op.work.work = MT_WORK_OPTIMIZER;
-    for (i = 0; i < list->count; i++) op.work.bytes += mti_view_bytes(list->squares[i].x);
+    for (i = 0; op.work.name && i < list->count; i++) op.work.bytes += mti_view_bytes(list->squares[i].x);
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multi_squares(ctx, list, out), mti_cpu_multi_squares(list, out)));
 }
 

@@ -10044,9 +10044,8 @@ static double mti_rate_of(const mt_machine *m, int key, const char *name, mt_dty
     for (i = 0; i < m->count; i++) {
         const mti_rate *r = &m->rates[i];
         int fits = 2 * (r->name[0] != 0) + (r->dtype >= 0);
-        if (r->key != key || (r->name[0] && strcmp(r->name, name) != 0) || (r->dtype >= 0 && r->dtype != (int)dtype))
-            continue;
-        if (r->shape[0] > 0) continue;
+        if (r->key != key || r->shape[0] > 0) continue;
+        if ((r->name[0] && strcmp(r->name, name) != 0) || (r->dtype >= 0 && r->dtype != (int)dtype)) continue;
         if (fits >= best) best = fits, rate = r->rate;
     }
     return rate;
@@ -10096,24 +10095,26 @@ static double mti_shape_rate(const mt_machine *m, const mt_trace_entry *e, int *
     return weights > 0 ? exp(sum / weights) : 0;
 }
 
-/* A product whose shape has a line takes FLOPs / rate, another one at least the time of its bytes. */
+/* The time of the FLOPs of an entry, but at least that of its bytes. */
+static double mti_flops_seconds(const mt_machine *m, const mt_trace_entry *e, double rate) {
+    double memory = mti_rate_of(m, MTI_MEMORY_RATE, e->name, e->dtype), seconds = e->flops / rate;
+    return memory > 0 && e->bytes / memory > seconds ? e->bytes / memory : seconds;
+}
+
+/* The bytes of a product do not count if its shape has a line, because then they are part of the rate. */
 static double mti_gemm_seconds(const mt_machine *m, const mt_trace_entry *e) {
-    double memory = mti_rate_of(m, MTI_MEMORY_RATE, e->name, e->dtype), rate, seconds;
+    double rate;
     int exact = 0;
     if (!(e->flops > 0)) return 0;
     rate = mti_shape_rate(m, e, &exact);
+    if (exact) return e->flops / rate;
     if (!(rate > 0)) rate = mti_rate_of(m, MTI_GEMM_RATE, "", e->dtype);
-    if (!(rate > 0)) return -1;
-    seconds = e->flops / rate;
-    return !exact && memory > 0 && e->bytes / memory > seconds ? e->bytes / memory : seconds;
+    return rate > 0 ? mti_flops_seconds(m, e, rate) : -1;
 }
 
 static double mti_attention_seconds(const mt_machine *m, const mt_trace_entry *e) {
-    double memory = mti_rate_of(m, MTI_MEMORY_RATE, e->name, e->dtype);
-    double rate = mti_rate_of(m, MTI_ATTENTION_RATE, e->name, e->dtype), seconds;
-    if (!(rate > 0)) return -1;
-    seconds = e->flops / rate;
-    return memory > 0 && e->bytes / memory > seconds ? e->bytes / memory : seconds;
+    double rate = mti_rate_of(m, MTI_ATTENTION_RATE, e->name, e->dtype);
+    return rate > 0 ? mti_flops_seconds(m, e, rate) : -1;
 }
 
 static double mti_communication_seconds(const mt_machine *m, const mt_trace_entry *e) {
@@ -10211,7 +10212,7 @@ typedef struct mti_stage_run {
     double now;        /* the clock of the computation */
     double streams[3]; /* when the work in a stream ends */
     double tickets[MT_OVERLAP_TICKET_THIRD + 1];
-    mt_stream stream;   /* where communication goes */
+    mt_stream stream;   /* where work goes; MT_STREAM_NONE: the step waits for it */
     int stopped;        /* 1: at an entry that needs other stages */
     int sent, received; /* 1: this half of the entry is done */
     double done;        /* when the halves were done */
@@ -10235,7 +10236,7 @@ static int mti_needs_stages(const mti_step_run *run, const mt_trace_entry *e) {
     return e->work == MT_WORK_COMMUNICATION && run->ranks > 0 && e->span >= run->ranks;
 }
 
-/* The wait for the work in another stream until `until` is communication that is not hidden. */
+/* Waits for the work in another stream until `until`. The wait counts as communication. */
 static void mti_stage_wait(mti_stage_run *s, double until) {
     if (until <= s->now) return;
     s->time->communication += until - s->now;

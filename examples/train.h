@@ -1190,7 +1190,7 @@ static void print_time(const job *job, const mt_machine *machine, const mt_step_
     if (peak > 0) printf(", MFU %.1f %%", 100 * flops / seconds / peak);
     printf(
         "\n  products %.1f %%, attention %.1f %%, other operators %.1f %%, optimizer %.1f %%, communication %.1f %%, "
-        "bubble %.1f %%\n  communication at the same time as computation: %.4g s\n",
+        "bubble %.1f %%\n  work in other streams at the same time: %.4g s\n",
         100 * times->gemm / seconds, 100 * times->attention / seconds, 100 * times->memory / seconds,
         100 * times->optimizer / seconds, 100 * times->communication / seconds, 100 * times->bubble / seconds,
         times->overlapped);
@@ -1298,14 +1298,19 @@ static int newest_in(mt_context *ctx, const char *directory, char path[MT_PATH_M
            mt_checkpoint_path(ctx, directory, step, path, MT_PATH_MAX) == MT_SUCCESS;
 }
 
+/* A context for files, before there are ranks. */
+static mt_status open_small(mt_context **ctx) {
+    mt_context_desc desc = {.arena_bytes = 64};
+    return mt_context_create(NULL, &desc, ctx);
+}
+
 /* Reads the desc of the model that this run begins with. --init-from becomes the directory of one model. */
 static mt_status find_origin(job *job) {
     options *o = &job->o;
     char path[MT_PATH_MAX];
     const char *from;
     mt_context *ctx = NULL;
-    mt_context_desc small = {.arena_bytes = 64};
-    MT_TRY(mt_context_create(NULL, &small, &ctx));
+    MT_TRY(open_small(&ctx));
     if (o->init_from && newest_in(ctx, o->init_from, job->newest)) o->init_from = job->newest;
     from = o->resume && o->checkpoint && newest_in(ctx, o->checkpoint, path) ? path : o->init_from;
     if (from && read_origin(ctx, job, from) != MT_SUCCESS) refuse_later(job, "%s", mt_last_error(ctx));
@@ -1316,9 +1321,8 @@ static mt_status find_origin(job *job) {
 /* Reads --machine before anything is planned. */
 static mt_status read_machine(job *job) {
     mt_context *ctx = NULL;
-    mt_context_desc small = {.arena_bytes = 64};
     if (!job->o.machine) return MT_SUCCESS;
-    MT_TRY(mt_context_create(NULL, &small, &ctx));
+    MT_TRY(open_small(&ctx));
     if (mt_machine_read(ctx, job->o.machine, &job->machine) != MT_SUCCESS) refuse_later(job, "%s", mt_last_error(ctx));
     mt_context_destroy(ctx);
     return MT_SUCCESS;

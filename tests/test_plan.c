@@ -8,8 +8,7 @@
 #define GPT_STEPS 1
 #include "mt_test_gpt.h"
 #include "mt_test_ranks.h"
-
-#include <unistd.h>
+#include "mt_test_scratch.h"
 
 /* ---- entries of operators ---------------------------------------------------------------------------------------- */
 
@@ -612,8 +611,8 @@ static void test_texts_refused(void **state) {
 
 /* A machine is read from a file as from memory. An entry without a rate is refused. */
 static void test_file(void **state) {
-    char path[] = "/tmp/test_plan_XXXXXX";
-    int fd = mkstemp(path);
+    const char *path = in_scratch("machine.txt");
+    FILE *file = fopen(path, "wb");
     mt_trace_entry e = {.work = MT_WORK_ATTENTION, .name = "mt_attention_forward", .flops = 6e11};
     double seconds;
     mt_machine *m = NULL;
@@ -622,10 +621,9 @@ static void test_file(void **state) {
     test_rank r;
     (void)state;
     open_meta(1, (mt_grid_desc){.tp = 1}, MT_DEVICE_CPU, &r);
-    assert_true(fd >= 0 && write(fd, rates, strlen(rates)) == (ssize_t)strlen(rates));
-    close(fd);
+    assert_true(file && fputs(rates, file) >= 0 && fclose(file) == 0);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_machine_read(r.ctx, path, &m));
-    unlink(path);
+    forget("machine.txt");
     assert_seconds(r.ctx, m, e, 2.001);
     mt_machine_destroy(m);
     m = machine_of(r.ctx, "name M\nattention other f32 1\nmemory * bf16 1\ngemm f16 1 1 1 1\nnode 2\nlink 1 1");
@@ -930,6 +928,16 @@ static void test_stages_meet(void **state) {
     test_paper_rank_close(&r);
 }
 
+static int open_all(void **state) {
+    (void)state;
+    return scratch_open("test_plan");
+}
+
+static int close_all(void **state) {
+    (void)state;
+    return scratch_close();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_products),
@@ -951,5 +959,5 @@ int main(void) {
         cmocka_unit_test(test_entries_refused),
         cmocka_unit_test(test_streams),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests(tests, open_all, close_all);
 }
