@@ -62,18 +62,6 @@ in_transformers() {
 
 # ---- Python's safetensors ------------------------------------------------------------------------------------------
 
-python_has() { "$1" -c 'import numpy, safetensors' 2>/dev/null; }
-
-# Sets python to an interpreter that has both packages.
-find_python() {
-    for python in python3 "$build/python/bin/python"; do
-        python_has "$python" && return 0
-    done
-    [ "${MT_INSTALL:-yes}" != no ] || return 1
-    { python3 -m venv "$build/python" || { ensure_packages python3-venv && python3 -m venv "$build/python"; }; } &&
-        "$build/python/bin/pip" install --quiet numpy safetensors && python_has "$python"
-}
-
 with_python() {
     rm -rf "$build/peer.d" && mkdir "$build/peer.d" || return 1
     "$CC" -O1 -I. tests/checkpoints_peer.c -o "$build/peer" -lm -lpthread &&
@@ -81,7 +69,7 @@ with_python() {
 }
 
 python_safetensors() {
-    if hidden python3 || ! have_command python3 || ! find_python >"$build/python.log" 2>&1; then
+    if ! have_command python3 || ! find_python "$build/python" numpy safetensors >"$build/python.log" 2>&1; then
         leave_out "Python's safetensors: no Python with numpy and safetensors here, and they could not be installed"
         return
     fi

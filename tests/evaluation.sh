@@ -20,18 +20,6 @@ export PYTHONDONTWRITEBYTECODE
 
 # ---- text_to_bin.py ------------------------------------------------------------------------------------------------
 
-has_tokenizers() { "$1" -c 'import tokenizers' 2>/dev/null; }
-
-# Sets python to an interpreter that has the package tokenizers.
-find_tokenizers() {
-    for python in python3 "$build/python/bin/python"; do
-        has_tokenizers "$python" && return 0
-    done
-    [ "${MT_INSTALL:-yes}" != no ] || return 1
-    { python3 -m venv "$build/python" || { ensure_packages python3-venv && python3 -m venv "$build/python"; }; } &&
-        "$build/python/bin/pip" install --quiet tokenizers && has_tokenizers "$python"
-}
-
 text_to_bin() {
     if ! have_command python3; then
         leave_out "text_to_bin.py: no python3 here"
@@ -39,7 +27,7 @@ text_to_bin() {
     fi
     check "text_to_bin.py: rules of WikiText, words, last words, files, refusals" \
         python3 tests/test_text_to_bin.py Plain
-    if hidden tokenizers || ! find_tokenizers >"$build/python.log" 2>&1; then
+    if hidden tokenizers || ! find_python "$build/python" tokenizers >"$build/python.log" 2>&1; then
         leave_out "text_to_bin.py with tokenizers: the package is not here, and could not be installed"
         return
     fi

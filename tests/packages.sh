@@ -110,6 +110,25 @@ hidden_package() {
     esac
 }
 
+python_has() {
+    interpreter=$1
+    shift
+    for module in "$@"; do "$interpreter" -c "import $module" 2>/dev/null || return 1; done
+}
+
+# find_python FOLDER PACKAGE...: sets python to an interpreter that has these packages of PyPI, whose modules have the
+# same names: python3, or a virtual environment in FOLDER, in which they are installed if that is allowed.
+find_python() {
+    environment=$1
+    shift
+    for python in python3 "$environment/bin/python"; do
+        python_has "$python" "$@" && return 0
+    done
+    [ "${MT_INSTALL:-yes}" != no ] || return 1
+    { python3 -m venv "$environment" || { ensure_packages python3-venv && python3 -m venv "$environment"; }; } &&
+        "$environment/bin/pip" install --quiet "$@" && python_has "$python" "$@"
+}
+
 # nvcc_fast [NVCC]: prints nvcc's flag for the fastest compilation of kernels, if there is one: for programs that are
 # not run
 nvcc_fast() { "${1:-nvcc}" --help | grep -q -e --Ofast-compile && echo -Ofc=max; }

@@ -1,0 +1,209 @@
+"""Tests examples/figures.py: PAPER_TXT=FILE python tests/test_figures.py [Reading | Drawing]
+
+FILE is the output of examples/paper.c. Drawing needs matplotlib.
+"""
+
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+from unittest import mock
+from xml.etree import ElementTree
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+SCRIPT = os.path.join(ROOT, "examples", "figures.py")
+BENCH = os.path.join(ROOT, "tests", "bench", "results", "2026-11-25-epyc-2-cores-plan.txt")
+PAPER = os.environ["PAPER_TXT"]
+sys.path.append(os.path.dirname(SCRIPT))
+import figures  # noqa: E402
+
+# What train_gpt and train_bert write: validations only at some steps.
+GPT_LOG = ("step,loss,grad_norm,tokens_per_s,lr,val_loss\n"
+           "1,5.5,1,100,0.1,\n2,3.25,1,100,0.1,2.5\n3,2.5,1,100,0.1,\n4,2.25,1,100,0.1,0\n")
+BERT_LOG = "step,loss,lm_loss,val_lm_loss\n" + "".join(
+    f"{step},9,{4 - step / 64},{3.5 if step % 20 == 0 else ''}\n" for step in range(1, 51))
+
+PAPER_TABLE = """
+Weak scaling: {title}
+  model         GPUs  heads    s/step             %      paper     error
+  GPT-2 1.2B   {n:>5d}     16     1.000    {first}      100.0         -
+  GPT-2 2.5B   {m:>5d}     20     2.000    {second}       90.5    -1.6 %
+"""
+TITLES = "FLOP/s of a GPU in % of the 1.2B model on one", "the same with 64-way data parallel, batch 512"
+
+
+def paper_text():
+    """Two pages with the same tables and other numbers."""
+    text = "what mt_plan_step predicts\n"
+    for page, scale in (1, 1.0), (2, 0.5):
+        text += f"\n==== page {page}: a machine ====\n"
+        for i, title in enumerate(TITLES):
+            text += PAPER_TABLE.format(title=title, n=1 + 63 * i, m=2 + 126 * i, first=scale * (100 - i),
+                                       second=scale * (89 - i))
+        text += "\nStrong scaling: batch 8 on more GPUs (table 8)\n  GPT-2 1.2B       4     16     3.000     1.00\n"
+    return text
+
+
+def bench_row(name, ranks, end=""):
+    return f"{name}, TP={ranks}, 4 layers, hidden 256, 3.7M             119.5       105.2 -     140.2  ms{end}\n"
+
+
+def efficiency(value, cores=2):
+    return f"             {value}  efficiency on {cores} cores"
+
+
+BENCH_TEXT = ("[scaling] tensor parallel GPTs\n" + bench_row("weak", 1) + bench_row("weak", 2, efficiency(0.911)) +
+              bench_row("  predicted", 2, "             1.020  measured") + bench_row("strong", 1) +
+              bench_row("strong", 2, efficiency(0.888)) + bench_row("weak", 1) +
+              bench_row("weak", 4, efficiency(1.005)))
+
+
+class Case(unittest.TestCase):
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def path(self, name, text=None):
+        path = os.path.join(self.folder, name)
+        if text is not None:
+            with open(path, "w") as file:
+                file.write(text)
+        return path
+
+    def refuse(self, message, call, *arguments):
+        with self.assertRaises(SystemExit) as caught:
+            call(*arguments)
+        self.assertIn(message, str(caught.exception))
+
+
+class Reading(Case):
+
+    def test_logs(self):
+        log = self.path("log.csv", GPT_LOG)
+        self.assertEqual(figures.read_log(log), ([1, 2, 3, 4], [5.5, 3.25, 2.5, 2.25]))
+        self.assertEqual(figures.read_log(log, "val_loss"), ([2, 4], [2.5, 0]))
+        self.assertEqual(figures.read_perplexity(log), ([2, 4], [math.exp(2.5), 1]))
+        self.assertEqual(figures.read_log(self.path("bert.csv", BERT_LOG), "val_lm_loss"), ([20, 40], [3.5, 3.5]))
+
+    def test_labels(self):
+        self.assertEqual(figures.split_label("2 layers, lr=1=a/b.csv"), ("2 layers, lr=1", "a/b.csv"))
+
+    def test_paper(self):
+        path = self.path("paper.txt", paper_text())
+        self.assertEqual(figures.read_paper(path, figures.MODEL_PARALLEL), ([1, 2], [100, 89], [100, 90.5]))
+        self.assertEqual(figures.read_paper(path, figures.WITH_DATA_PARALLEL), ([64, 128], [99, 88], [100, 90.5]))
+
+    def test_paper_of_the_program(self):
+        """Figure 5 of the paper, and beside each number the prediction in the same line of page 1."""
+        with open(PAPER) as file:
+            page, = re.findall("==== page 1.*(?===== page 2)", file.read(), re.DOTALL)
+        for title, gpus, paper in ((figures.MODEL_PARALLEL, [1, 2, 4, 8], [100, 95, 82, 77]),
+                                   (figures.WITH_DATA_PARALLEL, [64, 128, 256, 512], [96, 83, 79, 74])):
+            read = figures.read_paper(PAPER, title)
+            self.assertEqual((read[0], read[2]), (gpus, paper))
+            table = page[page.index(title):]
+            for n, predicted, measured in zip(*read):
+                line = re.search(rf"^  GPT-2 \S+ +{n} .*$", table, re.MULTILINE)[0]
+                self.assertRegex(line, f" {predicted:.1f} +{measured:.1f} ")
+
+    def test_bench(self):
+        cores, ranks, percentages = figures.read_bench(self.path("bench.txt", BENCH_TEXT))
+        self.assertEqual((cores, ranks), (2, [1, 2, 4]))
+        self.assertEqual([round(percentage, 6) for percentage in percentages], [100, 91.1, 100.5])
+
+    def test_bench_of_the_results(self):
+        cores, ranks, percentages = figures.read_bench(BENCH)
+        self.assertEqual((cores, ranks), (2, [1, 2, 4, 8]))
+        self.assertEqual([round(percentage, 6) for percentage in percentages], [100, 91.1, 86, 95.5])
+
+    def test_refusals(self):
+        log = self.path("log.csv", GPT_LOG)
+        self.refuse("log.csv has no column lm_loss", figures.read_log, log, "lm_loss")
+        self.refuse("log.csv has no values in column val_loss", figures.read_perplexity,
+                    self.path("log.csv", GPT_LOG[:GPT_LOG.index("2,3.25")]))
+        self.refuse("has no column loss", figures.read_log, self.path("empty.csv", ""))
+        self.refuse("log.csv: expected LABEL=LOG.csv", figures.split_label, log)
+        one_page = self.path("paper.txt", paper_text().replace("page 1", "page 3"))
+        self.refuse("paper.txt has no table Weak", figures.read_paper, one_page, figures.MODEL_PARALLEL)
+        for text in "", BENCH_TEXT + BENCH_TEXT, BENCH_TEXT + bench_row("weak", 8, efficiency(0.9, cores=4)):
+            self.refuse("expected the item scaling of one run", figures.read_bench, self.path("bench.txt", text))
+        self.refuse("Draws the figures", figures.main, ["scaling", "out.svg"])
+        self.refuse("Draws the figures", figures.main, ["scaling", "out.svg", "one.txt"])
+        self.refuse("Draws the figures", figures.main, ["nonexistent", "out.svg", "a=b"])
+        self.refuse("nonexistent.txt", figures.main, ["scaling", "out.svg", "a.txt", "nonexistent.txt"])
+        with mock.patch.dict(sys.modules, {"matplotlib": None}):
+            self.refuse("pip install matplotlib", figures.main, ["losses", "out.svg", "a=b"])
+
+
+class Drawing(Case):
+
+    def axes_of(self, *arguments):
+        """The axes of the figure that a command would save."""
+        with mock.patch.object(figures, "save") as save:
+            figures.main([arguments[0], "out.svg", *arguments[1:]])
+        (figure, out), _ = save.call_args
+        self.assertEqual(out, "out.svg")
+        return figure.axes
+
+    def curves(self, *arguments):
+        """The label, the steps and the values of each curve."""
+        axes, = self.axes_of(*arguments)
+        return [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+
+    def test_losses(self):
+        log = self.path("log.csv", GPT_LOG)
+        steps = [1, 2, 3, 4], [5.5, 3.25, 2.5, 2.25]
+        self.assertEqual(self.curves("losses", f"a={log}", f"b={log}"), [("a", *steps), ("b", *steps)])
+
+    def test_placement(self):
+        (label, steps, means), (_, *validations) = self.curves("placement", f"a={self.path('bert.csv', BERT_LOG)}")
+        self.assertEqual((label, steps), ("a", [20, 40]))
+        self.assertEqual(means, [4 - 10.5 / 64, 4 - 30.5 / 64])
+        self.assertEqual(validations, [[20, 40], [3.5, 3.5]])
+
+    def test_perplexity(self):
+        log = self.path("log.csv", GPT_LOG)
+        values = [2, 4], [math.exp(2.5), 1]
+        self.assertEqual(self.curves("perplexity", f"a={log}", f"+b={log}"), [("a", *values), ("b", *values)])
+        axes, = self.axes_of("perplexity", f"a={log}", f"+b={log}")
+        model, split = axes.lines
+        self.assertGreater(model.get_linewidth(), 2 * split.get_linewidth())
+
+    def test_scaling(self):
+        left, right = self.axes_of("scaling", self.path("paper.txt", paper_text()), self.path("bench.txt", BENCH_TEXT))
+        heights = [[round(bar.get_height(), 6) for bar in bars] for bars in left.containers]
+        self.assertEqual(heights, [[100, 90.5], [100, 89], [100, 91.1, 100.5]])
+        self.assertEqual([bar.get_alpha() for bar in left.containers[2]], [1, 1, 0.5])
+        self.assertEqual([label.get_text() for label in left.get_xticklabels()], ["1", "2", "4"])
+        heights = [[bar.get_height() for bar in bars] for bars in right.containers]
+        self.assertEqual(heights, [[100, 90.5], [99, 88]])
+        for axes in left, right:  # each bar is at its number of GPUs
+            for bars in axes.containers:
+                self.assertEqual([round(bar.get_center()[0]) for bar in bars], list(range(len(bars))))
+
+    def draw(self, *arguments):
+        """Runs the script. Returns the file that it writes."""
+        out = self.path("out.svg")
+        subprocess.run([sys.executable, SCRIPT, arguments[0], out, *arguments[1:]], check=True)
+        with open(out, "rb") as file:
+            return file.read()
+
+    def test_script(self):
+        """The script writes small SVG files, and the same bytes in each run."""
+        gpt, bert = self.path("gpt.csv", GPT_LOG), self.path("bert.csv", BERT_LOG)
+        for arguments in (["losses", f"a={gpt}"], ["placement", f"a={bert}"],
+                          ["perplexity", f"a={gpt}", f"+b={gpt}"], ["scaling", PAPER, BENCH]):
+            with self.subTest(arguments[0]):
+                drawn = self.draw(*arguments)
+                self.assertEqual(ElementTree.fromstring(drawn).tag, "{http://www.w3.org/2000/svg}svg")
+                self.assertLess(len(drawn), 60000)
+        self.assertEqual(drawn, self.draw(*arguments))
+
+
+if __name__ == "__main__":
+    unittest.main()
