@@ -136,16 +136,17 @@ def draw_placement(out, logs):
 
 
 def draw_perplexity(out, logs):
+    """The first steps, where the perplexity falls from that of the vocabulary, are out of sight."""
     figure, axes = make_figure()
+    last = []
     for log in logs:
         label, path = split_label(log)
-        style = {"color": "black", "linewidth": 0.8} if label[:1] == "+" else {"linewidth": 3.5, "alpha": 0.6}
-        axes.plot(*read_perplexity(path), label=label.lstrip("+"), **style)
-    axes.set_yscale("log")
-    ticks = [2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100, 200]
-    axes.set_yticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    finish(figure, axes, out, "validation perplexity of a byte")
+        steps, values = read_perplexity(path)
+        style = {"color": "black", "linewidth": 0.8} if label[:1] == "+" else {"linewidth": 3, "alpha": 0.6}
+        axes.plot(steps, values, label=label.lstrip("+"), **style)
+        last.append(values[-1])
+    axes.set_ylim(0.9 * min(last), 1.5 * max(last))
+    finish(figure, axes, out, "validation perplexity")
 
 
 def draw_bars(axes, kinds, cores=None):
