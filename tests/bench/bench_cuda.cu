@@ -16,9 +16,9 @@
 
 #include <cublasLt.h>
 
-/* What the library has launched: kernels, products of cuBLASLt, copies and fills. Not counted on tests/engine, where
-   the program is linked to another build of the library. */
-static int64_t launched;
+/* What the library has launched on this thread: kernels, products of cuBLASLt, copies and fills. Not counted on
+   tests/engine, where the program is linked to another build of the library. */
+static thread_local int64_t launched;
 
 #ifdef __CUDACC__
 #undef MT_LAUNCH_KERNEL
@@ -41,7 +41,6 @@ static int64_t launched;
 #include <functional>
 #include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 #define NO_GPU 77
@@ -52,9 +51,10 @@ static struct options {
     std::string only;
 } opt = {0, 15, 0, ""};
 
-static mt_comm *world;
-static mt_context *ctx;
-static mt_grid grid;
+/* Ranks are threads, and each has its own. */
+static thread_local mt_comm *world;
+static thread_local mt_context *ctx;
+static thread_local mt_grid grid;
 static size_t other_arena;   /* bytes of the arena of a second context */
 static const char *item_now; /* name of the item that runs */
 static int not_finite;       /* number of results that were not */
@@ -1156,52 +1156,85 @@ static void item_optimizer() {
     gpt_close(&m);
 }
 
-/* ---- ranks that share the GPU ------------------------------------------------------------------------------------ */
+/* ---- ranks ------------------------------------------------------------------------------------------------------- */
 
-/* One rank's share of a measurement: `calls` all-reduces after each barrier, on the host's clock. */
-static void rank_of_all_reduce(mt_comm *comm, int64_t count, mt_dtype dtype, std::vector<double> *samples) {
-    mt_context *own = NULL;
-    mt_context_desc where;
-    mt_tensor x;
-    mt_random at = {1, 5, 0, 0, count, NULL};
-    int calls = opt.tiny ? 1 : 10;
-    auto must = [&](mt_status status) {
-        if (status == MT_SUCCESS) return;
-        fprintf(stderr, "bench_cuda: %s: %s\n", mt_status_name(status), mt_comm_last_error(comm));
-        exit(1);
-    };
-    memset(&where, 0, sizeof where);
-    where.device = MT_DEVICE_CUDA;
-    where.arena_bytes = ((size_t)count * 4 + (1 << 20)) * 4;
-    must(mt_context_create(comm, &where, &own));
-    must(mt_arena_tensor(own, dtype, 1, count, &x));
-    must(mt_random_normal(own, x, 1e-3f, at));
-    for (int i = 0; i <= opt.samples; i++) { /* the first is a warm-up */
-        must(mt_barrier(own, comm));
-        double begin = host_clock();
-        for (int k = 0; k < calls; k++) must(mt_all_reduce(own, comm, x.data, x.data, (size_t)count, dtype, MT_SUM));
-        must(mt_context_synchronize(own));
-        if (samples && i > 0) samples->push_back((host_clock() - begin) / calls);
-        must(mt_fill(own, x, 1e-3f)); /* sums of sums would overflow */
-    }
-    mt_context_destroy(own);
+/* Runs f as a rank of `own`, with a context and a grid of tensor ranks. */
+static mt_status run_rank(mt_comm *own, const mt_context_desc &where, const work &f) {
+    mt_comm *outer_world = world;
+    mt_context *outer = ctx;
+    mt_grid outer_grid = grid;
+    mt_grid_desc shape = {mt_comm_size(own), 1, 1};
+    world = own;
+    MT_TRY(mt_context_create(own, &where, &ctx));
+    if (!mt_comm_is_meta(own)) MT_TRY(mt_comm_create_for(ctx, own, &world));
+    MT_TRY(mt_grid_create(world, &shape, &grid));
+    f();
+    mt_grid_destroy(&grid);
+    if (world != own) mt_comm_destroy(world);
+    mt_context_destroy(ctx);
+    world = outer_world, ctx = outer, grid = outer_grid;
+    return MT_SUCCESS;
 }
 
+struct ranks_job {
+    int gpus;
+    size_t arena;
+    const work *f;
+};
+
+static mt_status rank_main(mt_comm *own, void *user) {
+    const ranks_job *job = (const ranks_job *)user;
+    mt_context_desc where;
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_CUDA;
+    where.ordinal = mt_comm_rank(own) % job->gpus;
+    where.arena_bytes = job->arena;
+    return run_rank(own, where, *job->f);
+}
+
+/* Runs f on `ranks` threads, each with a context that has an arena of this size, on `gpus` GPUs. The ranks communicate
+   over NCCL when it is built in and each rank has a GPU of its own. */
+static void as_ranks(int ranks, int gpus, size_t arena, const work &f) {
+    ranks_job job = {gpus, arena, &f};
+    mt_launch_desc d;
+    memset(&d, 0, sizeof d);
+    d.ranks = ranks, d.no_pinning = 1, d.timeout_s = 60;
+    if (mt_launch(&d, rank_main, &job) != MT_SUCCESS) exit(1); /* it has printed why */
+}
+
+/* Measures f, which all ranks call, on the host's clock. A sample is the time of one of `calls` calls. `after` runs
+   between the samples. */
+static timing measure_ranks(int samples, int calls, const work &f, const work &after) {
+    std::vector<double> seconds;
+    for (int i = 0; i <= samples; i++) { /* the first is a warm-up */
+        DO(mt_barrier(ctx, world));
+        double begin = host_clock();
+        for (int k = 0; k < calls; k++) f();
+        DO(mt_context_synchronize(ctx));
+        if (i > 0) seconds.push_back((host_clock() - begin) / calls);
+        after();
+    }
+    return timing_of(seconds);
+}
+
+/* The ranks share the GPU. */
 static void all_reduce_row(int ranks, int64_t size, mt_dtype dtype) {
-    size_t mark = mt_arena_mark(ctx);
-    std::vector<mt_comm *> comms((size_t)ranks);
-    std::vector<std::thread> threads;
-    std::vector<double> samples;
-    int64_t count = size / (int64_t)mt_dtype_size(dtype);
-    mt_tensor from = noise(dtype, 1, count), to = empty(dtype, 1, count);
-    timing copy =
-        measure([&] { CUDA(cudaMemcpyAsync(to.data, from.data, (size_t)size, cudaMemcpyDeviceToDevice, stream())); });
-    if (mt_comm_create_local(ranks, 60, comms.data()) != MT_SUCCESS) exit(1);
-    for (int r = 0; r < ranks; r++)
-        threads.emplace_back(rank_of_all_reduce, comms[(size_t)r], count, dtype, r == 0 ? &samples : NULL);
-    for (std::thread &t : threads) t.join();
-    for (mt_comm *comm : comms) mt_comm_destroy(comm);
-    timing t = timing_of(samples);
+    size_t mark = mt_arena_mark(ctx), count = (size_t)size / mt_dtype_size(dtype);
+    mt_tensor from = noise(dtype, 1, (int64_t)count), to = empty(dtype, 1, (int64_t)count);
+    work copy_once = [&] {
+        CUDA(cudaMemcpyAsync(to.data, from.data, (size_t)size, cudaMemcpyDeviceToDevice, stream()));
+    };
+    timing copy = measure(copy_once), t = copy;
+    as_ranks(ranks, 1, (count * 4 + (1 << 20)) * 4, [&] {
+        mt_tensor x = empty(dtype, 1, (int64_t)count);
+        mt_random at = {1, 5, 0, 0, (int64_t)count, NULL};
+        DO(mt_random_normal(ctx, x, 1e-3f, at));
+        timing mine = measure_ranks(
+            opt.samples, opt.tiny ? 1 : 10,
+            [&] { DO(mt_all_reduce(ctx, world, x.data, x.data, count, dtype, MT_SUM)); },
+            [&] { DO(mt_fill(ctx, x, 1e-3f)); }); /* sums of sums would overflow */
+        if (mt_comm_rank(world) == 0) t = mine;
+    });
     row(type_of(dtype) + "all-reduce, " + std::to_string(ranks) + " ranks, " + std::to_string(size >> 10) + " KiB", t,
         1e-9 * (double)size, "GB/s", copy.median / t.median, "one copy of as many bytes");
     mt_arena_release(ctx, mark);
