@@ -1029,7 +1029,7 @@ static void item_layer_big() {
     for (const shape &s : shapes_of(big)) layer_rows(s, "", 0);
 }
 
-/* ---- GPT-2 124M -------------------------------------------------------------------------------------------------- */
+/* ---- GPT --------------------------------------------------------------------------------------------------------- */
 
 struct gpt_model {
     mt_params *params;
@@ -1045,16 +1045,14 @@ struct gpt_model {
     size_t mark;
 };
 
-static void gpt_open(gpt_model *m, int64_t padded_vocab) {
-    mt_gpt_desc d;
+/* On all ranks of the grid. The batch has sequences of max_seq tokens. */
+static void gpt_open(gpt_model *m, const mt_gpt_desc &d, int64_t sequences) {
     mt_optimizer_desc adamw;
     size_t distinct;
-    memset(m, 0, sizeof *m), memset(&d, 0, sizeof d), memset(&adamw, 0, sizeof adamw);
+    memset(m, 0, sizeof *m), memset(&adamw, 0, sizeof adamw);
     m->mark = mt_arena_mark(ctx);
-    d.vocab = opt.tiny ? 93 : 50257, d.layers = opt.tiny ? 2 : 12, d.max_seq = opt.tiny ? 16 : 1024;
-    d.layer.hidden = opt.tiny ? 32 : 768, d.layer.heads = opt.tiny ? 4 : 12, d.padded_vocab = padded_vocab;
     adamw.beta2 = 0.95f, adamw.weight_decay = 0.1f;
-    m->batch.sequences = opt.tiny ? 2 : 16, m->batch.seq = d.max_seq;
+    m->batch.sequences = sequences, m->batch.seq = d.max_seq;
     m->tokens = m->batch.sequences * m->batch.seq;
     m->batch.backward_scale = 1.0f / (float)m->tokens;
     DO(mt_params_create(ctx, &grid, &m->params));
@@ -1066,7 +1064,7 @@ static void gpt_open(gpt_model *m, int64_t padded_vocab) {
     DO(mt_gpt_saved_create(ctx, &m->gpt, &m->saved));
     m->ids = zipf_ids(d.vocab, m->tokens + 1, &distinct);
     m->loss = empty(MT_F32, 1, m->tokens);
-    m->flop = 6.0 * (double)m->optimizer.elements * (double)m->tokens +
+    m->flop = 6.0 * (double)mt_params_global_elements(m->params) * (double)m->tokens +
               6.0 * (double)(m->tokens * (d.max_seq + 1)) * (double)(d.layer.hidden * d.layers);
 }
 
@@ -1107,9 +1105,17 @@ static void gpt_graph_rows(const std::string &name, gpt_model *m) {
     mt_graph_destroy(ctx, graph);
 }
 
+static void gpt2_open(gpt_model *m, int64_t padded_vocab) {
+    mt_gpt_desc d;
+    memset(&d, 0, sizeof d);
+    d.vocab = opt.tiny ? 93 : 50257, d.layers = opt.tiny ? 2 : 12, d.max_seq = opt.tiny ? 16 : 1024;
+    d.layer.hidden = opt.tiny ? 32 : 768, d.layer.heads = opt.tiny ? 4 : 12, d.padded_vocab = padded_vocab;
+    gpt_open(m, d, opt.tiny ? 2 : 16);
+}
+
 static void gpt_rows(int64_t padded_vocab) {
     gpt_model m;
-    gpt_open(&m, padded_vocab);
+    gpt2_open(&m, padded_vocab);
     std::string name = "GPT-2 124M, 16 x 1024 tokens, vocabulary " + std::to_string(m.gpt.desc.vocab);
     if (padded_vocab) name += " padded to " + std::to_string(padded_vocab);
     work step = [&] {
@@ -1138,7 +1144,7 @@ static void item_gpt2() {
 static void item_optimizer() {
     gpt_model m;
     float norm = 0;
-    gpt_open(&m, 0);
+    gpt2_open(&m, 0);
     for (int i = 0; i < mt_params_count(m.params); i++) {
         mt_random at = {1, stream_number++, 0, 0, mt_params_at(m.params, i)->grad.cols, NULL};
         DO(mt_random_normal(ctx, mt_params_at(m.params, i)->grad, 1e-3f, at));
