@@ -139,7 +139,7 @@ trains_as_a_graph() {
 trains_as_processes() { sh tests/processes.sh "$engine/train_gpt" "$build/processes" $few_steps; }
 
 # The shapes are tiny: this only checks that every item of the benchmark runs, as a process of its own, and prints rows
-# of its own item.
+# of its own item. Ranks have a GPU each, or share one.
 bench_on_the_engine() {
     rows=$build/bench_cuda.csv
     for item in $("$engine/bench_cuda" --list); do
@@ -147,6 +147,8 @@ bench_on_the_engine() {
         lines=$(wc -l <"$rows")
         [ "$lines" -gt 1 ] && [ "$(grep -c "^$item,\"" "$rows")" -eq $((lines - 1)) ] || return 1
     done
+    MTE_DEVICES=1 "$engine/bench_cuda" --tiny --csv --only scaling >"$rows" &&
+        grep '^scaling,"weak, 8.3B, 1 of 4 layers, 8 ranks on 1 GPU, per GPU"' "$rows" || return 1
     ! "$engine/bench_cuda" --tiny --only none
 }
 

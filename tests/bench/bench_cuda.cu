@@ -2,6 +2,8 @@
 
    nvcc -O3 -std=c++17 -arch=native -I. tests/bench/bench_cuda.cu -o bench_cuda -lcublasLt && ./bench_cuda
 
+   With several GPUs add -DMT_USE_NCCL and -lnccl: the ranks of the item scaling then communicate over NCCL.
+
    ./bench_cuda               measures everything, in some minutes; ./bench_cuda --help lists the flags
    ./bench_cuda --only norm   measures one item; ./bench_cuda --list lists the items
    tests/bench/README.md explains the rows.
@@ -313,18 +315,19 @@ static void lt_destroy(lt_product *p) {
     cublasLtMatmulDescDestroy(p->desc);
 }
 
-/* The limit of what computes: a bf16 product of this size, which stays at the bottom of the arena. */
+/* The limit of what computes: a bf16 product of this size, at the bottom of the arena while an item runs. */
 static int64_t large() { return opt.tiny ? 64 : 8192; }
 
+static lt_product limit_gemm;
+
 static const lt_product &large_gemm() {
-    static lt_product p;
-    if (!p.found) {
+    if (!limit_gemm.found) {
         int64_t n = large();
         mt_tensor a = noise(MT_BF16, n, n), b = noise(MT_BF16, n, n);
-        p = lt_fastest(MT_NO_TRANS, MT_TRANS, a, b, 0.0f, empty(MT_BF16, n, n));
-        if (!p.found) fprintf(stderr, "bench_cuda: cuBLASLt has no bf16 GEMM\n"), exit(1);
+        limit_gemm = lt_fastest(MT_NO_TRANS, MT_TRANS, a, b, 0.0f, empty(MT_BF16, n, n));
+        if (!limit_gemm.found) fprintf(stderr, "bench_cuda: cuBLASLt has no bf16 GEMM\n"), exit(1);
     }
-    return p;
+    return limit_gemm;
 }
 
 /* A row of `flop` operations whose limit is the rate of the large GEMM. Returns the seconds of a call. */
@@ -1252,13 +1255,144 @@ static void item_ranks() {
             for (mt_dtype dtype : {MT_F32, MT_BF16}) all_reduce_row(ranks, size, dtype);
 }
 
+/* ---- scaling ----------------------------------------------------------------------------------------------------- */
+
+/* arXiv 1909.08053: GPTs with about as many parameters for each of their ranks, and a batch of 8 sequences for all.
+   Memory: a parameter takes 18 bytes (2 for the value; 4 each for gradient, master and both moments), which is 20 GiB
+   for the 1.2 billion of one rank. Each layer keeps its input, 2 bytes x 8192 tokens x hidden: 0.9 GiB in 40 layers,
+   3.4 GiB in 72. With logits and the work of a layer, and an arena of twice that (see scaling_plan), a rank with all
+   layers is planned to take 24 to 26 GiB. With an eighth of the layers, the 8 ranks of 8.3B take 38 GiB of one GPU. */
+static const struct {
+    int ranks;
+    int64_t layers;
+} paper_splits[] = {{1, 40}, {2, 54}, {4, 64}, {8, 72}}; /* in the order of `paper` */
+
+struct scaling_run {
+    shape s;
+    int64_t all_layers;
+    mt_gpt_desc gpt;
+    int ranks, gpus;
+    size_t arena, memory; /* bytes of a rank's arena, and all that a rank takes */
+    timing t;
+    double flop;
+};
+
+/* A model of the paper, with an eighth of its layers unless `full`. */
+static scaling_run scaling_of(size_t model, int full, int ranks) {
+    scaling_run r;
+    memset(&r, 0, sizeof r);
+    r.s = paper[model], r.all_layers = paper_splits[model].layers, r.ranks = ranks;
+    r.gpus = std::min(ranks, mt_device_count(MT_DEVICE_CUDA));
+    if (opt.tiny) r.s.hidden = 64, r.s.heads = 8, r.s.seq = 16, r.s.sequences = 2, r.all_layers = 4;
+    r.gpt.vocab = opt.tiny ? 93 : 50257, r.gpt.padded_vocab = opt.tiny ? 96 : 51200;
+    r.gpt.layers = full ? r.all_layers : (r.all_layers + 4) / 8, r.gpt.max_seq = r.s.seq;
+    r.gpt.layer.hidden = r.s.hidden, r.gpt.layer.heads = r.s.heads, r.gpt.layer.recompute = MT_RECOMPUTE_FULL;
+    return r;
+}
+
+static void scaling_step(gpt_model *m) {
+    DO(mt_step_begin(ctx, &m->numbers, 1e-5f, 1));
+    gpt_step(m);
+    DO(mt_barrier(ctx, world)); /* the slowest rank counts */
+}
+
+/* Plans a step. The arena is twice as large as a step needs, because the first step copies the operands of products to
+   measure their algorithms. */
+static void scaling_plan(scaling_run *r) {
+    mt_comm *meta = NULL;
+    mt_context_desc where;
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_META, where.planned = MT_DEVICE_CUDA;
+    mt_status status = mt_comm_create_meta(r->ranks, 0, &meta);
+    work plan = [&] {
+        gpt_model m;
+        gpt_open(&m, r->gpt, r->s.sequences);
+        scaling_step(&m);
+        r->arena = 2 * mt_arena_peak(ctx);
+        r->memory = r->arena + mt_context_allocated(ctx) + ((size_t)64 << 20); /* workspace of cuBLASLt, small things */
+        gpt_close(&m);
+    };
+    if (status == MT_SUCCESS) status = run_rank(meta, where, plan);
+    if (status != MT_SUCCESS) fprintf(stderr, "bench_cuda: %s\n", mt_comm_last_error(meta)), exit(1);
+    mt_comm_destroy(meta);
+}
+
+static std::string scaling_name(const scaling_run &r) {
+    std::string name = std::string(r.s.name, 4) + ", " + std::to_string(r.gpt.layers);
+    if (r.gpt.layers < r.all_layers) name += " of " + std::to_string(r.all_layers);
+    name += " layers, " + std::to_string(r.ranks) + (r.ranks > 1 ? " ranks" : " rank");
+    return name + " on " + std::to_string(r.gpus) + (r.gpus > 1 ? " GPUs" : " GPU");
+}
+
+/* Plans a step. Do the ranks fit in the memory of their GPUs? */
+static bool scaling_fits(scaling_run *r) {
+    size_t all, memory = 0, total = 0;
+    scaling_plan(r);
+    all = r->memory * (size_t)((r->ranks + r->gpus - 1) / r->gpus);
+    CUDA(cudaMemGetInfo(&memory, &total));
+    if (all <= memory) return true;
+    fprintf(stderr, "# scaling, %s: not measured: it takes %.1f GiB of a GPU, %.1f GiB are free\n",
+            scaling_name(*r).c_str(), (double)all / (1 << 30), (double)memory / (1 << 30));
+    return false;
+}
+
+static void scaling_measure(scaling_run *r) {
+    as_ranks(r->ranks, r->gpus, r->arena, [&] {
+        gpt_model m;
+        gpt_open(&m, r->gpt, r->s.sequences);
+        timing t = measure_ranks(
+            std::min(opt.samples, 5), 1, [&] { scaling_step(&m); }, [] {});
+        if (mt_comm_rank(world) == 0) {
+            check_finite(scaling_name(*r), m.loss);
+            r->t = t, r->flop = m.flop;
+        }
+        gpt_close(&m);
+    });
+}
+
+/* Prints the rows of a run; those of more ranks compare with one rank. */
+static void scaling_rows(const std::string &how, const scaling_run &r, const scaling_run &one) {
+    std::string name = how + scaling_name(r);
+    double rate = 1e-12 * r.flop / r.gpus, rate_of_one = 1e-12 * one.flop / one.t.median;
+    double efficiency = r.ranks > 1 ? rate / r.t.median / rate_of_one : 0;
+    print_row(name + ", step", 1e3 * r.t.median, 1e3 * r.t.low, 1e3 * r.t.high, "ms", r.t.median, 0, "");
+    row(name + ", per GPU", r.t, rate, "TFLOP/s", efficiency, r.ranks > 1 ? "1.2B on one rank" : "");
+    if (how == "strong, ") row(name + ", speed-up", r.t, one.t.median, "times", 0, "");
+}
+
+/* Runs with this depth. */
+static void scaling_at_depth(int full, const std::vector<size_t> &splits) {
+    scaling_run one = scaling_of(0, full, 1);
+    if (splits.empty() || !scaling_fits(&one)) return;
+    scaling_measure(&one);
+    scaling_rows("", one, one);
+    for (bool weak : {true, false})
+        for (size_t i : splits) {
+            scaling_run r = scaling_of(weak ? i : 0, full, paper_splits[i].ranks);
+            if (r.ranks == 1 || !scaling_fits(&r)) continue;
+            scaling_measure(&r);
+            scaling_rows(weak ? "weak, " : "strong, ", r, one);
+        }
+}
+
+/* All layers where each rank has a GPU; other numbers of ranks share the GPUs, and have an eighth of the layers. */
+static void item_scaling() {
+    std::vector<size_t> apart, shared;
+    for (size_t i = 0; i < 4; i++) {
+        scaling_run r = scaling_of(i, 1, paper_splits[i].ranks);
+        (r.ranks == r.gpus && scaling_fits(&r) ? apart : shared).push_back(i);
+    }
+    scaling_at_depth(1, apart);
+    scaling_at_depth(0, shared);
+}
+
 /* ---- main -------------------------------------------------------------------------------------------------------- */
 
-/* In the order of --list. `limit`: the item needs the large GEMM. */
+/* In the order of --list. An item needs 1: the large GEMM; 2: the GPU's memory for its ranks. */
 static const struct {
     const char *name, *title;
     void (*run)();
-    int limit;
+    int needs;
 } items[] = {{"limits", "what this GPU does at most, measured here", item_limits, 1},
              {"add", "additions and conversions", item_add, 0},
              {"bias", "bias and its gradient", item_bias, 0},
@@ -1281,6 +1415,7 @@ static const struct {
              {"gpt2", "training step of GPT-2 124M, bf16, AdamW, clipped", item_gpt2, 1},
              {"optimizer", "gradient norm and AdamW over all parameters of GPT-2 124M", item_optimizer, 0},
              {"ranks", "ranks that are threads and share this GPU", item_ranks, 0},
+             {"scaling", "the paper's GPTs on 1 to 8 tensor parallel ranks, bf16, full recomputation", item_scaling, 2},
              {"gemm-paper", "the products of the layers of the paper", item_gemm_paper, 0},
              {"layer-paper", "the layers of the paper", item_layer_paper, 1},
              {"gemm-big", "the products of large layers", item_gemm_big, 0},
@@ -1315,25 +1450,36 @@ static int parse(int argc, char **argv) {
     return 2;
 }
 
-/* Creates the context, with an arena of 8 tenths of the free memory. */
-static void open_context() {
+static void print_head() {
+    cudaDeviceProp gpu;
+    CUDA(cudaGetDeviceProperties(&gpu, 0));
+    fprintf(opt.csv ? stderr : stdout, "# %s, %d SMs, %.0f GiB, CUDA %d; megatron.h %s; %d samples\n", gpu.name,
+            gpu.multiProcessorCount, (double)gpu.totalGlobalMem / (1 << 30), CUDART_VERSION, MT_VERSION, opt.samples);
+}
+
+/* Creates the context, with an arena of 8 tenths of the free memory, or a small one that leaves it to ranks. */
+static void open_context(bool leave) {
     mt_context_desc where;
     mt_grid_desc one = {1, 1, 1};
-    cudaDeviceProp gpu;
     size_t memory = 0, all = 0;
     CUDA(cudaMemGetInfo(&memory, &all));
-    CUDA(cudaGetDeviceProperties(&gpu, 0));
     memset(&where, 0, sizeof where);
     where.device = MT_DEVICE_CUDA;
-    where.arena_bytes = opt.tiny ? (size_t)256 << 20 : memory / 10 * 8;
+    where.arena_bytes = leave ? (size_t)1 << 20 : opt.tiny ? (size_t)256 << 20 : memory / 10 * 8;
     other_arena = opt.tiny ? (size_t)256 << 20 : memory / 10;
     if (mt_comm_create_local(1, 0, &world) != MT_SUCCESS || mt_context_create(world, &where, &ctx) != MT_SUCCESS ||
         mt_grid_create(world, &one, &grid) != MT_SUCCESS) {
         fprintf(stderr, "bench_cuda: %s\n", world ? mt_comm_last_error(world) : "no communicator");
         exit(1);
     }
-    fprintf(opt.csv ? stderr : stdout, "# %s, %d SMs, %.0f GiB, CUDA %d; megatron.h %s; %d samples\n", gpu.name,
-            gpu.multiProcessorCount, (double)all / (1 << 30), CUDART_VERSION, MT_VERSION, opt.samples);
+}
+
+static void close_context() {
+    if (limit_gemm.found) lt_destroy(&limit_gemm);
+    limit_gemm.found = 0;
+    mt_grid_destroy(&grid);
+    mt_context_destroy(ctx);
+    mt_comm_destroy(world);
 }
 
 int main(int argc, char **argv) {
@@ -1343,19 +1489,16 @@ int main(int argc, char **argv) {
         printf("bench_cuda: no GPU here, nothing was measured\n");
         return NO_GPU;
     }
-    open_context();
+    print_head();
     if (opt.csv) printf("item,name,median,min,max,unit,us,ratio,versus\n");
     for (const auto &i : items) {
         if (!opt.only.empty() && opt.only != i.name) continue;
         item_now = i.name;
         if (!opt.csv) printf("\n[%s] %s\n", i.name, i.title);
-        if (i.limit) large_gemm(); /* at the bottom of the arena, below the mark */
-        size_t mark = mt_arena_mark(ctx);
+        open_context(i.needs == 2);
+        if (i.needs == 1) large_gemm();
         i.run();
-        mt_arena_release(ctx, mark);
+        close_context();
     }
-    mt_grid_destroy(&grid);
-    mt_context_destroy(ctx);
-    mt_comm_destroy(world);
     return not_finite > 0;
 }
