@@ -18,7 +18,8 @@ check_log=$work/check.log
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
-# nvcc's stand-in writes programs that do nothing. The benchmark is $STANDIN_BENCH, or two of its lines.
+# nvcc's stand-in writes programs that do nothing. The benchmark is $STANDIN_BENCH, or two of its lines. The probe finds
+# $STANDIN_GPUS GPUs (1).
 make_nvcc() {
     cat >"$work/nvcc" <<'END'
 #!/bin/sh
@@ -33,6 +34,7 @@ while [ $# -gt 0 ]; do
 done
 case $out in
 */bench_cuda) cp "$STANDIN_BENCH" "$out" ;;
+*/probe) printf '#!/bin/sh\necho "a stand-in, sm_90, %s of them"\n' "${STANDIN_GPUS:-1}" >"$out" ;;
 *) echo '#!/bin/sh' >"$out" ;;
 esac
 chmod +x "$out"
@@ -84,7 +86,7 @@ END
 }
 
 # Expects the rows of the stand-in for the benchmark, whose item `crash` crashes after its row, and those of the peer,
-# PyTorch. With --only there are the rows of one item.
+# PyTorch. With --only there are the rows of one item. NCCL is for several GPUs.
 csv_of_a_gpu() {
     bench="sh tests/bench/bench.sh --device cuda --csv --quick"
     # shellcheck disable=SC2086  # a command
@@ -95,8 +97,12 @@ csv_of_a_gpu() {
     is_csv "$work/gpu.csv" "h 64, s 16" "h 8192, s 8192, forward + backward" "GPT-2 124M, gradient norm" || return 1
     [ "$(grep -c 'h 64, s 16' "$work/gpu.csv")" -eq 3 ] || return 1
     ! grep -v '^item,name\|^[a-z-]*,"' "$work/gpu.csv" || return 1
+    ! grep -e -lnccl "$work/nvcc.txt" || return 1
+    rm -f "$work/bench/cuda/include/nccl.h" # it may be a link
+    : >"$work/bench/cuda/include/nccl.h"
     # shellcheck disable=SC2086
-    with_standins STANDIN_BENCH="$work/benchmark" $bench --only norm >"$work/gpu.csv" || return 1
+    with_standins STANDIN_BENCH="$work/benchmark" STANDIN_GPUS=2 $bench --only norm >"$work/gpu.csv" || return 1
+    grep -e " -DMT_USE_NCCL -lnccl$" "$work/nvcc.txt" || return 1
     is_csv "$work/gpu.csv" "h 64, s 16" "bf16 RMSNorm backward, h 4096" && ! grep '^layer' "$work/gpu.csv"
 }
 

@@ -4,9 +4,10 @@
 #   sh tests/bench/bench.sh [--device cpu|cuda] [ARGUMENTS]      cpu: bench.c (the default); cuda: bench_cuda.cu
 #
 # ARGUMENTS are the program's, see --help. On cuda each item runs as a process of its own, of at most MT_BENCH_SECONDS
-# (120), so that a crash costs one item. Then follow rows of PyTorch, when it is installed: peer_pytorch_cuda.py, also
-# one process for each item; not with --tiny. With --csv all rows form one CSV. The last line names what has failed; the
-# exit status is then 1, and 77 where there is no GPU.
+# (120), so that a crash costs one item. With several GPUs the program is built with NCCL, where it is found. Then follow
+# rows of PyTorch, when it is installed: peer_pytorch_cuda.py, also one process for each item; not with --tiny. With
+# --csv all rows form one CSV. The last line names what has failed; the exit status is then 1, and 77 where there is no
+# GPU.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -35,10 +36,18 @@ bench_cuda() {
         esac
         shift
     done
-    need_gpu "$build" "nothing was measured" >&2
-    # shellcheck disable=SC2046  # a list of flags
-    nvcc -O3 -std=c++17 -arch=native -I. tests/bench/bench_cuda.cu -o "$build/bench_cuda" \
-        $(cublas_flags "$build/cuda") || exit 1
+    (need_gpu "$build" "nothing was measured") >"$build/gpu"
+    code=$?
+    cat "$build/gpu" >&2
+    [ $code -eq 0 ] || exit $code
+    find_nvcc
+    libraries=$(cublas_flags "$build/cuda")
+    case $(cat "$build/gpu") in # the ranks of an item have a GPU each, if there are several
+    *" 1 of them") ;;
+    *) [ ! -e "$build/cuda/include/nccl.h" ] || libraries="$libraries -DMT_USE_NCCL -lnccl" ;;
+    esac
+    # shellcheck disable=SC2086  # a list of flags
+    nvcc -O3 -std=c++17 -arch=native -I. tests/bench/bench_cuda.cu -o "$build/bench_cuda" $libraries || exit 1
     # shellcheck disable=SC2086  # a list of flags
     case " $flags " in
     *" --list "* | *" --help "*) exec "$build/bench_cuda" $flags ;;

@@ -1450,11 +1450,19 @@ static int parse(int argc, char **argv) {
     return 2;
 }
 
-static void print_head() {
+#ifdef MT_USE_NCCL
+#define GPUS " GPUs with NCCL"
+#else
+#define GPUS " GPUs without NCCL"
+#endif
+
+static void print_head(int devices) {
     cudaDeviceProp gpu;
+    std::string gpus = devices > 1 ? ", " + std::to_string(devices) + GPUS : "";
     CUDA(cudaGetDeviceProperties(&gpu, 0));
-    fprintf(opt.csv ? stderr : stdout, "# %s, %d SMs, %.0f GiB, CUDA %d; megatron.h %s; %d samples\n", gpu.name,
-            gpu.multiProcessorCount, (double)gpu.totalGlobalMem / (1 << 30), CUDART_VERSION, MT_VERSION, opt.samples);
+    fprintf(opt.csv ? stderr : stdout, "# %s, %d SMs, %.0f GiB%s, CUDA %d; megatron.h %s; %d samples\n", gpu.name,
+            gpu.multiProcessorCount, (double)gpu.totalGlobalMem / (1 << 30), gpus.c_str(), CUDART_VERSION, MT_VERSION,
+            opt.samples);
 }
 
 /* Creates the context, with an arena of 8 tenths of the free memory, or a small one that leaves it to ranks. */
@@ -1489,7 +1497,7 @@ int main(int argc, char **argv) {
         printf("bench_cuda: no GPU here, nothing was measured\n");
         return NO_GPU;
     }
-    print_head();
+    print_head(devices);
     if (opt.csv) printf("item,name,median,min,max,unit,us,ratio,versus\n");
     for (const auto &i : items) {
         if (!opt.only.empty() && opt.only != i.name) continue;
