@@ -10101,7 +10101,7 @@ static double mti_flops_seconds(const mt_machine *m, const mt_trace_entry *e, do
     return memory > 0 && e->bytes / memory > seconds ? e->bytes / memory : seconds;
 }
 
-/* The bytes of a product do not count if its shape has a line, because then they are part of the rate. */
+/* A line for this shape was measured with its bytes, so they are not counted again. */
 static double mti_gemm_seconds(const mt_machine *m, const mt_trace_entry *e) {
     double rate;
     int exact = 0;
@@ -10212,7 +10212,7 @@ typedef struct mti_stage_run {
     double now;        /* the clock of the computation */
     double streams[3]; /* when the work in a stream ends */
     double tickets[MT_OVERLAP_TICKET_THIRD + 1];
-    mt_stream stream;   /* where work goes; MT_STREAM_NONE: the step waits for it */
+    mt_stream stream;   /* of the entries that follow; MT_STREAM_NONE: they advance `now` */
     int stopped;        /* 1: at an entry that needs other stages */
     int sent, received; /* 1: this half of the entry is done */
     double done;        /* when the halves were done */
@@ -10236,7 +10236,8 @@ static int mti_needs_stages(const mti_step_run *run, const mt_trace_entry *e) {
     return e->work == MT_WORK_COMMUNICATION && run->ranks > 0 && e->span >= run->ranks;
 }
 
-/* Waits for the work in another stream until `until`. The wait counts as communication. */
+/* Advances the clock to `until`, when work in another stream ends. The difference counts as communication, whatever
+   the work is. */
 static void mti_stage_wait(mti_stage_run *s, double until) {
     if (until <= s->now) return;
     s->time->communication += until - s->now;
