@@ -1190,7 +1190,7 @@ static void print_time(const job *job, const mt_machine *machine, const mt_step_
     if (peak > 0) printf(", MFU %.1f %%", 100 * flops / seconds / peak);
     printf(
         "\n  products %.1f %%, attention %.1f %%, other operators %.1f %%, optimizer %.1f %%, communication %.1f %%, "
-        "bubble %.1f %%\n  work in other streams at the same time: %.4g s\n",
+        "bubble %.1f %%\n  hidden behind the above: %.4g s of work in other streams\n",
         100 * times->gemm / seconds, 100 * times->attention / seconds, 100 * times->memory / seconds,
         100 * times->optimizer / seconds, 100 * times->communication / seconds, 100 * times->bubble / seconds,
         times->overlapped);

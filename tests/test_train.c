@@ -465,6 +465,7 @@ static void test_dry_run_on_a_machine(void **state) {
         assert_int_equal(sscanf(at, parts, &part[0], &part[1], &part[2], &part[3], &part[4], &part[5]), 6);
         all = part[0] + part[1] + part[2] + part[3] + part[4] + part[5];
         assert_true(all > 99.6 && all < 100.4);
+        assert_non_null(strstr(at, "\n  hidden behind the above: "));
         assert_true((part[5] > 1) == (pp == 2) && part[4] < 0.1 && part[0] > 5 && part[1] > 1 && part[3] > 0.1);
         assert_non_null(strstr(at, "stage 0 does not fit: it needs 0.0 of 0.0 GB"));
         assert_true((strstr(at, "stage 1 does not fit") != NULL) == (pp == 2));
