@@ -1040,12 +1040,21 @@ MT_API mt_status mt_check_float(mt_context *ctx, const char *function, const cha
 #define MTI_PARTIALS 32 /* partial sums of a reduction; fixed, so that every processor adds in the same order */
 #define MTI_BLOCK 1024  /* columns that several small loops process one after the other while they are in L1 */
 
+/* a if `first` is 1, b if it is 0, by a bit mask. gcc does not move arithmetic that may trap out of a branch, so it
+   would vectorise ?: between computed floats on AVX-512 only. */
+MT_INLINE float mti_select(int first, float a, float b) {
+    uint32_t mask = 0u - (uint32_t)first;
+    return mt_f32_from_bits((mt_f32_bits(a) & mask) | (mt_f32_bits(b) & ~mask));
+}
+
+MT_INLINE float mti_abs(float x) { return mt_f32_from_bits(mt_f32_bits(x) & 0x7fffffffu); }
+
 /* e^x. A multiple of ln 2 is subtracted from x, so that |r| <= 0.348. ln 2 is split into two parts for this (Cody and
    Waite). Then exp(r) = 1 + r + r^2 q(r). The coefficients of q are fitted by weighted least squares (Lawson) for the
    smallest relative error, 3.2e-9. Adding 1.5 * 2^23 to x / ln 2 rounds it to an integer, which is in the low bits of
    t.
    Results below FLT_MIN become 0, exp(-inf) = 0, exp(inf) = inf, and NaN stays NaN. Bit masks select the results at
-   both ends of the range: gcc vectorises a choice between computed floats only for AVX-512. */
+   both ends of the range, see mti_select. */
 MT_INLINE MT_HOST_DEVICE float mti_exp(float x) {
     const float round = 12582912.0f;
     float t = x * 1.44269504f + round;
@@ -1069,7 +1078,7 @@ MT_INLINE MT_HOST_DEVICE float mti_exp(float x) {
    where e is not 0. Nothing cancels in the left tail.
    P and S are fitted like q in mti_exp. The error of erf is at most 1.5e-7. */
 MT_INLINE float mti_normal_cdf(float x, float e) {
-    float size = x < 0.0f ? -x : x, z = x * x, u = 1.0f / (1.0f + 0.33f * size);
+    float size = mti_abs(x), z = x * x, u = 1.0f / (1.0f + 0.33f * size);
     float p = -7.65420828e-6f * z + 1.13486371e-4f, s = 4.34392653e-2f * u - 1.37640953e-1f, tail;
     p = p * z - 1.18632999e-3f;
     s = s * u + 1.07992314e-1f;
@@ -1082,9 +1091,9 @@ MT_INLINE float mti_normal_cdf(float x, float e) {
     s = s * u + 1.31830275e-1f;
     s = s * u + 1.31644055e-1f;
     tail = e * (s * u);
-    tail = x < 0.0f ? tail : 1.0f - tail;
+    tail = mti_select(x < 0.0f, tail, 1.0f - tail);
     p = 0.5f + x * p;
-    return size < 1.0f ? p : tail;
+    return mti_select(size < 1.0f, p, tail);
 }
 
 /* tanh(x), with the sign of x, where u = |x| and e = e^-2u:
@@ -1092,15 +1101,13 @@ MT_INLINE float mti_normal_cdf(float x, float e) {
    u >= 0.625: 1 - 2 e / (1 + e), which is 1 for large u and infinity.
    The relative error of tanh is at most 1.6e-7. NaN stays NaN, and -0 stays -0. */
 MT_INLINE float mti_tanh(float x) {
-    float u = mt_f32_from_bits(mt_f32_bits(x) & 0x7fffffffu), z = u * u, e = mti_exp(-2.0f * u);
+    float u = mti_abs(x), z = u * u, e = mti_exp(-2.0f * u);
     float large = 1.0f - 2.0f * e / (1.0f + e), p = -5.70498451e-3f * z + 2.06390849e-2f;
-    uint32_t is_small = 0u - (uint32_t)(u < 0.625f), size;
     p = p * z - 5.37397143e-2f;
     p = p * z + 1.33314422e-1f;
     p = p * z - 3.33332819e-1f;
     p = u + u * (z * p);
-    size = (mt_f32_bits(p) & is_small) | (mt_f32_bits(large) & ~is_small);
-    return mt_f32_from_bits(size | (mt_f32_bits(x) & 0x80000000u));
+    return mt_f32_from_bits(mt_f32_bits(mti_select(u < 0.625f, p, large)) | (mt_f32_bits(x) & 0x80000000u));
 }
 
 #if MT_HAS_CUDA
@@ -1134,8 +1141,9 @@ static __device__ __forceinline__ float mti_cuda_normal_cdf(float x, float e) {
    sqrt(x) from the bits of x, then takes two Newton steps and one Heron step. It scales small x up first, so that no
    intermediate result is denormal. */
 MT_INLINE float mti_sqrt(float x) {
-    float up = x < 1e-20f ? 18446744073709551616.0f : 1.0f;   /* 2^64 */
-    float down = x < 1e-20f ? 2.3283064365386963e-10f : 1.0f; /* 2^-32 */
+    int small = x < 1e-20f;
+    float up = mti_select(small, 18446744073709551616.0f, 1.0f);   /* 2^64 */
+    float down = mti_select(small, 2.3283064365386963e-10f, 1.0f); /* 2^-32 */
     float v = x * up;
     float y = mt_f32_from_bits(0x5f3759dfu - (mt_f32_bits(v) >> 1));
     float s;
@@ -1143,8 +1151,7 @@ MT_INLINE float mti_sqrt(float x) {
     y = y * (1.5f - (0.5f * v * y) * y);
     s = v * y;
     s = 0.5f * (s + v / s) * down;
-    s = x > 0.0f ? s : x;
-    return x <= FLT_MAX ? s : x;
+    return mti_select((x > 0.0f) & (x <= FLT_MAX), s, x);
 }
 
 /* ---- >>views: rows of a tensor for loops, elements of a tensor for kernels --------------------------------------- */
@@ -3740,7 +3747,8 @@ MT_INLINE float mti_gelu_tanh(float x) { /* 0.5 (1 + tanh u) = 1 / (1 + e^-2u) *
 }
 
 MT_INLINE float mti_gelu_tanh_slope(float x) {
-    float low = x < -10.0f ? -10.0f : x, t = low > 10.0f ? 10.0f : low; /* outside of [-10, 10] the slope is 0 or 1 */
+    float low = mti_select(x < -10.0f, -10.0f, x); /* outside of [-10, 10] the slope is 0 or 1 */
+    float t = mti_select(low > 10.0f, 10.0f, low);
     float e = mti_exp(-1.59576912f * t * (1.0f + 0.044715f * t * t));
     float s = 1.0f / (1.0f + e);
     return s + t * s * (e * s) * 1.59576912f * (1.0f + 0.134145f * t * t);
@@ -3757,6 +3765,9 @@ MT_INLINE float mti_silu(float x) { return x / (1.0f + mti_exp(-x)); }
 
 static MT_HOST_DEVICE float mti_relu(float x) { return x < 0.0f ? 0.0f : x; } /* NaN stays NaN */
 
+/* The same, for loops on a CPU that compute with the result. */
+MT_INLINE float mti_relu_masked(float x) { return mti_select(x < 0.0f, 0.0f, x); }
+
 /* 1 or 0, and NaN for NaN. Bit masks select the result, as in mti_exp. 0x3f800000 are the bits of 1. */
 MT_INLINE MT_HOST_DEVICE float mti_relu_slope(float x) {
     uint32_t positive = 0u - (uint32_t)(x > 0.0f), number = 0u - (uint32_t)(x == x);
@@ -3766,7 +3777,7 @@ MT_INLINE MT_HOST_DEVICE float mti_relu_slope(float x) {
 /* 1 - tanh(x)^2 = 4 e / (1 + e)^2 with e = e^-2|x|. Nothing cancels, and the relative error is at most 3.2e-7 where the
    slope is above 1e-37. */
 MT_INLINE float mti_tanh_slope(float x) {
-    float u = mt_f32_from_bits(mt_f32_bits(x) & 0x7fffffffu), e = mti_exp(-2.0f * u), s = 1.0f / (1.0f + e);
+    float e = mti_exp(-2.0f * mti_abs(x)), s = 1.0f / (1.0f + e);
     return 4.0f * e * (s * s);
 }
 
@@ -3785,7 +3796,10 @@ static void mti_gelu_erf_row(const float *h, float *y, int64_t n) {
 static void mti_squared_relu_row(const float *h, float *y, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
-    for (j = 0; j < n; j++) y[j] = mti_relu(h[j]) * mti_relu(h[j]);
+    for (j = 0; j < n; j++) {
+        float x = mti_relu_masked(h[j]);
+        y[j] = x * x;
+    }
 }
 
 static void mti_relu_row(const float *h, float *y, int64_t n) {
@@ -3821,7 +3835,7 @@ static void mti_gelu_erf_backward_row(const float *h, const float *dy, float *dh
 static void mti_squared_relu_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
     int64_t j;
     MT_INDEPENDENT
-    for (j = 0; j < n; j++) dh[j] = dy[j] * (2.0f * mti_relu(h[j]));
+    for (j = 0; j < n; j++) dh[j] = dy[j] * (2.0f * mti_relu_masked(h[j]));
 }
 
 static void mti_relu_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
@@ -3842,7 +3856,7 @@ static void mti_swiglu_backward_row(const float *gate, const float *up, const fl
     int64_t j;
     MT_INDEPENDENT
     for (j = 0; j < n; j++) {
-        float g = gate[j] < -80.0f ? -80.0f : gate[j], u = up[j], d = dy[j];
+        float g = mti_select(gate[j] < -80.0f, -80.0f, gate[j]), u = up[j], d = dy[j];
         float e = mti_exp(-g);
         float s = 1.0f / (1.0f + e);
         dgate[j] = d * u * s * (1.0f + g * (e * s));
@@ -5214,7 +5228,7 @@ static void mti_dropout_block(const float *x, const float *bias, const float *re
     MT_INDEPENDENT
     for (j = 0; j < n; j++) {
         float kept = (x[j] + bias[j]) * scale;
-        y[j] = residual[j] + (words[j] >= threshold ? kept : 0.0f);
+        y[j] = residual[j] + mti_select(words[j] >= threshold, kept, 0.0f);
     }
 }
 
