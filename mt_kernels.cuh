@@ -797,6 +797,13 @@ MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
 #define MTI_UNROLL
 #endif
 
+/* Brings the line of the cache at an address into L1. */
+#if defined(__GNUC__)
+#define MTI_PREFETCH(address) __builtin_prefetch(address)
+#else
+#define MTI_PREFETCH(address) ((void)(address))
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -1141,9 +1148,9 @@ static __device__ __forceinline__ float mti_cuda_normal_cdf(float x, float e) {
    sqrt(x) from the bits of x, then takes two Newton steps and one Heron step. It scales small x up first, so that no
    intermediate result is denormal. */
 MT_INLINE float mti_sqrt(float x) {
-    int small = x < 1e-20f;
-    float up = mti_select(small, 18446744073709551616.0f, 1.0f);   /* 2^64 */
-    float down = mti_select(small, 2.3283064365386963e-10f, 1.0f); /* 2^-32 */
+    int tiny = x < 1e-20f;
+    float up = mti_select(tiny, 18446744073709551616.0f, 1.0f);   /* 2^64 */
+    float down = mti_select(tiny, 2.3283064365386963e-10f, 1.0f); /* 2^-32 */
     float v = x * up;
     float y = mt_f32_from_bits(0x5f3759dfu - (mt_f32_bits(v) >> 1));
     float s;
@@ -1417,14 +1424,29 @@ template <int TYPE> struct mti_ahead { static const int value = TYPE == MT_BF16 
 
 /* One of the two neighbours of x in a 16-bit type, as a float. `word` chooses which one: see stochastic rounding in
    docs/gpus.md. Infinity and NaN do not change. For a number that is denormal in f16, 2^-14 is added before rounding
-   and subtracted afterwards, so that the bits to drop are at the same place as in a normal number. */
-static MT_HOST_DEVICE float mti_round_stochastic(int dtype, float x, uint32_t word) {
+   and subtracted afterwards, so that the bits to drop are at the same place as in a normal number. A caller passes 1
+   for is_finite when it does not need the result for infinity and NaN. */
+MT_INLINE MT_HOST_DEVICE float mti_round_by(int dtype, float x, uint32_t word, int is_finite) {
     int drop = dtype == MT_BF16 ? 16 : 13;
     uint32_t u = mt_f32_bits(x), size = u & 0x7fffffffu;
     float shift = dtype == MT_F16 && size < 0x38800000u ? 6.103515625e-5f : 0.0f;
-    if (size >= 0x7f800000u) return x;
+    if (!is_finite && size >= 0x7f800000u) return x;
     size = mt_f32_bits(mt_f32_from_bits(size) + shift) + (word >> (32 - drop));
     return mt_f32_from_bits(mt_f32_bits(mt_f32_from_bits(size >> drop << drop) - shift) | (u & 0x80000000u));
+}
+
+MT_INLINE MT_HOST_DEVICE float mti_round_stochastic(int dtype, float x, uint32_t word) {
+    return mti_round_by(dtype, x, word, 0);
+}
+
+/* mti_round_stochastic of n elements. A mask selects what is not finite, because a branch would not vectorise. */
+static void mti_round_row(int dtype, float *x, const uint32_t *words, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) {
+        int finite = (mt_f32_bits(x[j]) & 0x7fffffffu) < 0x7f800000u;
+        x[j] = mti_select(finite, mti_round_by(dtype, x[j], words[j], 1), x[j]);
+    }
 }
 
 /* y = x for two different float types. A conversion between bf16 and f16 goes through f32, which is exact. */
@@ -8247,6 +8269,21 @@ static int64_t mti_target_column(const mt_cross_entropy_shard_desc *s, int32_t t
     return target != mti_ignore_index(s->ignore_index) && col >= 0 && col < real ? col : -1;
 }
 
+#define MTI_CE_STEP 128 /* columns between two prefetches */
+
+/* mti_row_exp for n columns of x. Meanwhile the `ahead` columns behind them come into the cache. The processor would
+   not fetch them itself, because exponentials of a block in L1 take longer than its prefetcher waits. */
+static float mti_row_exp_ahead(const float *x, float shift, float *y, int64_t n, int64_t ahead) {
+    int64_t j, k;
+    for (j = 0; j < n; j += MTI_CE_STEP) {
+        int64_t count = mt_min(MTI_CE_STEP, n - j);
+        for (k = j; k < mt_min(j + MTI_CE_STEP, ahead); k += 16) MTI_PREFETCH(x + n + k);
+        MT_INDEPENDENT
+        for (k = j; k < j + count; k++) y[k] = mti_exp(x[k] - shift);
+    }
+    return mti_row_sum(y, n);
+}
+
 /* out[0] = max of x, out[1] = sum of e^(x - max), out[3] = sum of x. It reads memory once: it processes a block of
    columns at a time, and rescales the sum in double if the maximum grows (Milakov and Gimelshein, arXiv 1805.02867). */
 static void mti_row_softmax_stats(const float *x, int64_t n, float *out) {
@@ -8260,7 +8297,8 @@ static void mti_row_softmax_stats(const float *x, int64_t n, float *out) {
             exps = exps > 0.0 ? exps * exp((double)top - (double)block_top) : exps;
             top = block_top;
         }
-        if (top != -(float)INFINITY) exps += (double)mti_row_exp(x + j, top, room, count);
+        if (top != -(float)INFINITY)
+            exps += (double)mti_row_exp_ahead(x + j, top, room, count, mt_min(MTI_BLOCK, n - j - count));
         sum += (double)mti_row_sum(x + j, count);
     }
     out[0] = top;
@@ -8927,16 +8965,13 @@ static void mti_adamw_16bit_row(const mti_adamw a, const mt_random *round, int64
                                 float *master, const float *grad, float *m, float *v, int64_t n) {
     float room[MTI_WORDS];
     uint32_t words[MTI_WORDS_ROOM];
-    int64_t j, k, count;
+    int64_t j, count;
     for (j = 0; j < n; j += count) {
         float *p = master ? master + j : room;
         count = mt_min(MTI_WORDS, n - j);
         if (!master) mt_f32_from_16bit(dtype, param + j, room, count);
         mti_adamw_row(a, p, grad + j, m + j, v + j, count);
-        if (round) {
-            const uint32_t *w = mti_random_words(*round, e + j, count, words);
-            for (k = 0; k < count; k++) room[k] = mti_round_stochastic((int)dtype, room[k], w[k]);
-        }
+        if (round) mti_round_row((int)dtype, room, mti_random_words(*round, e + j, count, words), count);
         mt_f32_to_16bit(dtype, p, param + j, count);
     }
 }
