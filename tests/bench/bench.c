@@ -7,10 +7,11 @@
    ./bench                 measures everything, in some minutes; ./bench --help lists the flags
    tests/bench/README.md explains the rows.
 
-   How it measures: two ranks, one thread each, pinned one per core. The cases that are compared alternate (A B A B ...)
-   in rounds of one run, after a warm-up that touches all memory. Before each sample a fixed calibration loop runs on
-   the cores that take part. A round in which this loop was more than 4 % slower than its best time is discarded and
-   repeated, up to a limit. Ratios are medians of the ratios within rounds. */
+   How it measures: ranks (two; up to 8 in some items) of one thread each, pinned one per core where there are enough
+   cores. The cases that are compared alternate (A B A B ...) in rounds of one run, after a warm-up that touches all
+   memory. Before each sample a fixed calibration loop runs on the cores that take part. A round in which this loop was
+   more than 4 % slower than its best time is discarded and repeated, up to a limit. Ratios are medians of the ratios
+   within rounds. */
 
 #define _GNU_SOURCE
 #define MEGATRON_IMPLEMENTATION
@@ -38,7 +39,7 @@
 #define SHORTEST_SAMPLE 5e-3 /* seconds; a shorter call is repeated within a sample */
 
 typedef struct options {
-    int csv, quick, help;
+    int csv, quick, tiny, help; /* tiny: one sample, and small GPTs in plan and scaling */
     double seconds;
     const char *only, *machine;
 } options;
@@ -213,7 +214,7 @@ static mt_status warm_up(worker *w, const bench_case *c, int *reps, double *seco
 static mt_status plan_rounds(worker *w, const bench_case *cases, int count) {
     team *t = w->team;
     double total = 0, seconds = 0;
-    int least = opt->quick ? 3 : 5, most = opt->quick ? 5 : MAX_ROUNDS;
+    int least = opt->tiny ? 1 : opt->quick ? 3 : 5, most = opt->tiny ? 1 : opt->quick ? 5 : MAX_ROUNDS;
     for (int i = 0; i < count; i++) {
         MT_TRY(warm_up(w, &cases[i], &t->reps[i], &seconds));
         total += seconds * t->reps[i] + 4e-3; /* about 4 ms for the calibration */
@@ -271,7 +272,8 @@ static mt_status take_round(worker *w, const bench_case *cases, int count) {
 static mt_status measure(worker *w, const bench_case *cases, int count) {
     team *t = w->team;
     MT_TRY(plan_rounds(w, cases, count));
-    while (clean_rounds(t) < t->rounds && t->tries < TRIES * t->rounds) MT_TRY(take_round(w, cases, count));
+    while (clean_rounds(t) < t->rounds && t->tries < (opt->tiny ? 1 : TRIES) * t->rounds)
+        MT_TRY(take_round(w, cases, count));
     MT_TRY(barrier(w));
     if (rank_of(w) == 0) choose_rounds(t);
     return barrier(w);
@@ -363,20 +365,21 @@ static void pin_self(void *cores) {
     sched_setaffinity(0, sizeof one, &one);
 }
 
+/* Returns the number of cores that this process may run on, and stores the first `limit` of them. */
 static int allowed_cores(int *cores, int limit) {
     cpu_set_t set;
     int count = 0;
     if (sched_getaffinity(0, sizeof set, &set) != 0) return 0;
-    for (int c = 0; c < CPU_SETSIZE && count < limit; c++)
-        if (CPU_ISSET((size_t)c, &set)) cores[count++] = c;
+    for (int c = 0; c < CPU_SETSIZE; c++)
+        if (CPU_ISSET((size_t)c, &set) && count++ < limit) cores[count - 1] = c;
     return count;
 }
 
-static int team_cores[RANKS], team_core_count; /* set by main before any thread starts */
+static int first_cores[RANKS], core_count; /* set by main before any thread starts */
 
 static int pin_gemm_threads(void) {
-    if (!bench_gomp_parallel || !bench_omp_thread || team_core_count < RANKS) return 0;
-    bench_gomp_parallel(pin_self, team_cores, RANKS, 0);
+    if (!bench_gomp_parallel || !bench_omp_thread || core_count < RANKS) return 0;
+    bench_gomp_parallel(pin_self, first_cores, RANKS, 0);
     return 1;
 }
 
@@ -1605,7 +1608,8 @@ typedef struct setup {
     gpt_size size;
 } setup;
 
-static const setup setups[] = {
+/* main makes them small for --tiny. */
+static setup setups[] = {
     {"1 rank", {.tp = 1}, {3, 256, 4, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE}},
     {"1 rank, hidden 320", {.tp = 1}, {2, 320, 5, 2560, 144, 144, 1, 0, 0, MT_RECOMPUTE_NONE}},
     {"1 rank, recomputed", {.tp = 1}, {3, 256, 4, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_FULL}},
@@ -1617,6 +1621,13 @@ static const setup setups[] = {
     {"DP=2, 2 micro-batches", {.tp = 1, .dp = RANKS}, {2, 256, 4, 2048, 96, 96, 4, 1, 0, MT_RECOMPUTE_NONE}},
     {"PP=2, 4 micro-batches", {.tp = 1, .dp = 1, .pp = RANKS}, {4, 256, 4, 2048, 96, 96, 4, 1, 0, MT_RECOMPUTE_NONE}}};
 #define SETUPS (int)(sizeof setups / sizeof *setups)
+
+/* The size with two layers, which two stages can share, and short sequences. */
+static gpt_size tiny_size(gpt_size size) {
+    size.layers = 2;
+    size.seq = size.max_seq = 16;
+    return size;
+}
 
 /* The model whose operators are measured. It is none of the setups. */
 static const gpt_size calibration_size = {2, 384, 6, 3072, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE};
@@ -1840,7 +1851,7 @@ static void link_fit(const team *t, double x[2]) {
     det = aa * bb - ab * ab;
     x[0] = (a1 * bb - b1 * ab) / det;
     x[1] = (b1 * aa - a1 * ab) / det;
-    if (x[1] < 0) x[0] = a1 / aa, x[1] = 0;
+    if (x[0] <= 0 || x[1] < 0) x[0] = a1 / aa, x[1] = 0; /* bandwidth alone explains the times best */
 }
 
 static void link_rows(const team *t, const double x[2]) {
@@ -2054,19 +2065,49 @@ static const gpt_size weak_sizes[] = {{4, 256, 8, 2048, 96, 96, 2, 0, 0, MT_RECO
                                       {7, 384, 16, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE},
                                       {8, 512, 16, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE}};
 static const gpt_size strong_size = {4, 512, 16, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE};
+static const gpt_size heads_size = {4, 384, 0, 2048, 96, 96, 2, 0, 0, MT_RECOMPUTE_NONE}; /* the heads vary: table 7 */
 
-/* The cases: each GPT on 1 rank, and on all ranks of the team. Weak: the GPT on all ranks is larger. */
-enum { WEAK_ONE, WEAK_ALL, STRONG_ONE, STRONG_ALL, SCALING_CASES };
+/* A GPT on a grid of tp x dp ranks. `one` is the run on one rank that it compares with. */
+typedef struct scaling_run {
+    const char *name;
+    int tp, dp, one;
+    gpt_size size;
+} scaling_run;
 
-static int scaling_is_alone(int c) { return c == WEAK_ONE || c == STRONG_ONE; }
+enum { WEAK_ONE, STRONG_ONE, SCALING_MOST = 8 };
 
-static const gpt_size *scaling_size(int c, int ranks) {
-    if (c == WEAK_ONE) return &weak_sizes[0];
-    if (c == WEAK_ALL) return &weak_sizes[ranks >= 8 ? 3 : ranks / 2];
-    return &strong_size;
+typedef struct scaling_item {
+    scaling_run runs[SCALING_MOST];
+    gpt_model models[SCALING_MOST];
+    int count;
+} scaling_item;
+
+static void scaling_add(scaling_item *s, const char *name, int tp, int dp, int one, gpt_size size) {
+    size.batch *= dp;
+    s->runs[s->count++] = (scaling_run){name, tp, dp, one, opt->tiny ? tiny_size(size) : size};
 }
 
-static mt_status run_scaling(worker *w, int arg) { return gpt_step(&((gpt_model *)w->item)[arg]); }
+static gpt_size weak_size(int tp) { return weak_sizes[tp >= 8 ? 3 : tp / 2]; }
+
+/* Lists the runs of a team: on one rank and on all ranks. With data parallelism, each replica has the whole batch of
+   the other runs. */
+static void scaling_list(scaling_item *s, int ranks) {
+    scaling_add(s, "weak", 1, 1, WEAK_ONE, weak_size(1));
+    scaling_add(s, "strong", 1, 1, STRONG_ONE, strong_size);
+    scaling_add(s, "weak", ranks, 1, WEAK_ONE, weak_size(ranks));
+    scaling_add(s, "weak", ranks / 2, 2, WEAK_ONE, weak_size(ranks / 2));
+    scaling_add(s, "strong", ranks, 1, STRONG_ONE, strong_size);
+    for (int heads = 16; heads <= 32 && ranks == RANKS; heads += 8) {
+        gpt_size size = heads_size;
+        size.heads = heads;
+        scaling_add(s, "heads", ranks, 1, WEAK_ONE, size);
+    }
+}
+
+static int scaling_is_alone(const scaling_run *r) { return r->tp * r->dp == 1; }
+static mt_grid_desc scaling_grid(const scaling_run *r) { return (mt_grid_desc){.tp = r->tp, .dp = r->dp}; }
+
+static mt_status run_scaling(worker *w, int arg) { return gpt_step(&((scaling_item *)w->item)->models[arg]); }
 
 static double scaling_flops(const gpt_model *m) {
     const gpt_size *s = m->size;
@@ -2075,59 +2116,61 @@ static double scaling_flops(const gpt_model *m) {
 }
 
 /* Prints what the machine of the item plan predicts, if that item has run, for as many ranks as it has measured. */
-static mt_status scaling_predicted(const team *t, int c) {
-    const machine_text *machine = &machines[scaling_is_alone(c) ? ALONE : TOGETHER];
+static mt_status scaling_predicted(const team *t, const scaling_run *r, double measured) {
+    const machine_text *machine = &machines[scaling_is_alone(r) ? ALONE : TOGETHER];
     double seconds = 0;
     size_t arena;
     mt_trace trace;
     mt_status status;
     if (t->size != RANKS || machine->used == 0) return MT_SUCCESS;
-    MT_TRY(gpt_plan(split_of(scaling_is_alone(c) ? 1 : RANKS), 0, 0, scaling_size(c, t->size), &arena, &trace));
+    MT_TRY(gpt_plan(scaling_grid(r), 0, 0, &r->size, &arena, &trace));
     status = predict(machine, &trace, 1, &seconds);
     mt_trace_free(&trace);
     if (status == MT_SUCCESS)
-        row("scaling", "  predicted from the rates of item plan", exactly(1e3 * seconds), "ms",
-            seconds / case_time(t, c, 1).median, "measured");
+        row("scaling", "  predicted from the rates of item plan", exactly(1e3 * seconds), "ms", seconds / measured,
+            "measured");
     return status;
 }
 
-static mt_status scaling_rows(const team *t, const gpt_model *models) {
-    int cores = t->size < team_core_count ? t->size : team_core_count;
-    for (int c = 0; c < SCALING_CASES; c++) {
-        const gpt_size *size = models[c].size;
-        int one = c == WEAK_ALL ? WEAK_ONE : STRONG_ONE;
-        double work = scaling_flops(&models[c]) / scaling_flops(&models[one]);
-        char name[64], versus[64];
-        snprintf(name, sizeof name, "%s, TP=%d, %lld layers, hidden %lld, %.1fM", c <= WEAK_ALL ? "weak" : "strong",
-                 scaling_is_alone(c) ? 1 : t->size, (long long)size->layers, (long long)size->hidden,
-                 1e-6 * (double)mt_params_global_elements(models[c].params));
-        snprintf(versus, sizeof versus, "efficiency on %d core%s", cores, cores > 1 ? "s" : "");
-        row("scaling", name, case_time(t, c, 1e3), "ms", case_ratio(t, one, c, work / cores),
-            scaling_is_alone(c) ? NULL : versus);
-        MT_TRY(scaling_predicted(t, c));
-    }
-    return MT_SUCCESS;
+/* examples/figures.py reads these rows. */
+static mt_status scaling_row(const team *t, const scaling_item *s, int c) {
+    const scaling_run *r = &s->runs[c];
+    int cores = t->size < core_count ? t->size : core_count;
+    double work = scaling_flops(&s->models[c]) / scaling_flops(&s->models[r->one]);
+    char grid[32], heads[32] = "", name[96], versus[64];
+    if (r->dp > 1) snprintf(grid, sizeof grid, "TP=%d x DP=%d", r->tp, r->dp);
+    else snprintf(grid, sizeof grid, "TP=%d", r->tp);
+    if (strcmp(r->name, "heads") == 0) snprintf(heads, sizeof heads, " %lld", (long long)r->size.heads);
+    snprintf(name, sizeof name, "%s%s, %s, %lld layers, hidden %lld, %.1fM", r->name, heads, grid,
+             (long long)r->size.layers, (long long)r->size.hidden,
+             1e-6 * (double)mt_params_global_elements(s->models[c].params));
+    snprintf(versus, sizeof versus, "efficiency on %d core%s", cores, cores > 1 ? "s" : "");
+    row("scaling", name, case_time(t, c, 1e3), "ms", case_ratio(t, r->one, c, work / cores),
+        scaling_is_alone(r) ? NULL : versus);
+    return scaling_predicted(t, r, case_time(t, c, 1).median);
 }
 
 static mt_status scaling_measure(worker *w) {
-    gpt_model *models = w->item;
-    bench_case cases[SCALING_CASES];
-    for (int c = 0; c < SCALING_CASES; c++) {
-        int alone = scaling_is_alone(c);
+    scaling_item *s = w->item;
+    bench_case cases[SCALING_MOST];
+    for (int c = 0; c < s->count; c++) {
+        const scaling_run *r = &s->runs[c];
+        int alone = scaling_is_alone(r);
         cases[c] = (bench_case){run_scaling, c, alone, 0};
-        if (!alone || rank_of(w) == 0)
-            MT_TRY(gpt_create(w, &models[c], alone ? 1 : w->team->size, 1, 0, scaling_size(c, w->team->size)));
+        if (!alone || rank_of(w) == 0) MT_TRY(gpt_create_on(w, &s->models[c], scaling_grid(r), 0, &r->size));
     }
-    MT_TRY(measure(w, cases, SCALING_CASES));
-    return rank_of(w) == 0 ? scaling_rows(w->team, models) : MT_SUCCESS;
+    MT_TRY(measure(w, cases, s->count));
+    for (int c = 0; c < s->count && rank_of(w) == 0; c++) MT_TRY(scaling_row(w->team, s, c));
+    return MT_SUCCESS;
 }
 
 static mt_status item_scaling(worker *w) {
-    gpt_model models[SCALING_CASES] = {{0}};
+    scaling_item s = {0};
     mt_status status;
-    w->item = models;
+    w->item = &s;
+    scaling_list(&s, w->team->size);
     status = scaling_measure(w);
-    for (int c = 0; c < SCALING_CASES; c++) gpt_destroy(&models[c]);
+    for (int c = 0; c < s.count; c++) gpt_destroy(&s.models[c]);
     return status;
 }
 
@@ -2382,16 +2425,16 @@ static const item items[] = {
     {"breakdown", "the layer's operators at TP=2, one after the other, as rank 0 sees them", item_breakdown, RANKS},
     {"gpt2", "training step, 12 layers, vocabulary 50257, 4 sequences of 64 tokens, AdamW, clipped", item_gpt, RANKS},
     {"invariant", "training step in invariant mode, beside the default", item_invariant, RANKS},
-    {"invariant", "more ranks than cores, not pinned", item_invariant_many, MANY_RANKS},
+    {"invariant", "8 ranks", item_invariant_many, MANY_RANKS},
     {"plan",
      "training step of small GPTs, measured and predicted; rates of products from the shapes of these steps, of other "
      "operators from another model (hidden 384)",
      item_plan, RANKS},
     {"scaling", "tensor parallel GPTs, one rank per core; weak: as many parameters for each rank", item_scaling, RANKS},
-    {"scaling", "4 ranks, not pinned", item_scaling, 4},
-    {"scaling", "8 ranks, not pinned", item_scaling, 8},
+    {"scaling", "4 ranks", item_scaling, 4},
+    {"scaling", "8 ranks", item_scaling, 8},
     {"collectives", "ranks as threads, one per core", item_collectives, RANKS},
-    {"collectives", "more ranks than cores, not pinned", item_many_ranks, MANY_RANKS},
+    {"collectives", "8 ranks", item_many_ranks, MANY_RANKS},
     {"bandwidth", "operators on one core; bytes read and written, each tensor counted once", item_bandwidth, RANKS}};
 #define ITEMS (int)(sizeof items / sizeof *items)
 
@@ -2417,11 +2460,17 @@ static mt_status rank_main(mt_comm *world, void *user) {
 static mt_status run_item(const item *i, team *t) {
     mt_launch_desc ranks = {.ranks = i->ranks};
     session s = {i, t};
+    int pinned = i->ranks <= core_count;
+    char title[256];
     if (!wanted(i->name)) return MT_SUCCESS;
     memset(t, 0, sizeof *t);
     t->size = i->ranks;
-    t->calibrators = i->ranks <= team_core_count ? i->ranks : 1;
-    table_item(i->name, i->title);
+    t->calibrators = pinned ? i->ranks : 1;
+    snprintf(title, sizeof title, "%s%s", i->title,
+             i->ranks == RANKS ? ""
+             : pinned          ? ", each with a core"
+                               : ", more than cores, not pinned");
+    table_item(i->name, title);
     return mt_launch(&ranks, rank_main, &s);
 }
 
@@ -2447,13 +2496,16 @@ static void print_machine(void) {
     while (f && fgets(line, sizeof line, f))
         if (sscanf(line, "model name : %199[^\n]", model) == 1) break;
     if (f) fclose(f);
-    fprintf(notes(), "# %s, %d core%s used; GEMM: %s, 1 thread per rank unless said; %s run\n", model, team_core_count,
-            team_core_count == 1 ? "" : "s", mt_gemm_library(), opt->quick ? "quick" : "full");
+    fprintf(notes(), "# %s, %d core%s; GEMM: %s, 1 thread per rank unless said; %s run\n", model, core_count,
+            core_count == 1 ? "" : "s", mt_gemm_library(),
+            opt->tiny    ? "tiny"
+            : opt->quick ? "quick"
+                         : "full");
     if (getloadavg(&load, 1) == 1 && load > 1)
         fprintf(notes(),
                 "# load average %.1f at the start: other programs run, which the calibration loop sees only in part\n",
                 load);
-    if (team_core_count < RANKS) fprintf(notes(), "# fewer cores than ranks: two-rank rows mean little\n");
+    if (core_count < RANKS) fprintf(notes(), "# fewer cores than ranks: two-rank rows mean little\n");
     fprintf(notes(), "# layer: GFLOP = 72 tokens hidden^2 (GEMMs) + 6 seq (seq + 1) hidden (causal attention) = %.2f\n",
             1e-9 * layer_flops());
     fprintf(notes(), "# GPT-2: GFLOP = 6 parameters tokens + 6 seq (seq + 1) hidden per sequence and layer\n");
@@ -2468,9 +2520,10 @@ static void print_rounds(void) {
 }
 
 static void print_help(void) {
-    printf("usage: bench [--csv] [--quick] [--seconds S] [--only ITEM] [--machine FILE]\n"
+    printf("usage: bench [--csv] [--quick] [--tiny] [--seconds S] [--only ITEM] [--machine FILE]\n"
            "  --csv        lines item,name,median,min,max,unit,ratio,versus instead of a table; comments go to stderr\n"
            "  --quick      3 to 5 samples of each\n"
+           "  --tiny       one sample of each, and small GPTs in plan and scaling: only shows that everything runs\n"
            "  --seconds S  time for each item (default 15)\n"
            "  --only ITEM  one of gemm layer composed breakdown gpt2 invariant plan scaling collectives bandwidth\n"
            "               memory\n"
@@ -2480,11 +2533,11 @@ static void print_help(void) {
 /* When libgomp is told to bind threads, it binds the first thread as it is loaded. All ranks would inherit its core. */
 static int bound_by_openmp(void) {
     int asked = getenv("OMP_PROC_BIND") || getenv("OMP_PLACES") || getenv("GOMP_CPU_AFFINITY");
-    if (team_core_count >= RANKS || !asked) return 0;
+    if (core_count >= RANKS || !asked) return 0;
     fprintf(stderr,
             "bench: OpenMP has bound this process to %d core; unset OMP_PROC_BIND, OMP_PLACES and\n"
             "bench: GOMP_CPU_AFFINITY: it pins its threads itself\n",
-            team_core_count);
+            core_count);
     return 1;
 }
 
@@ -2495,18 +2548,17 @@ static int known_item(const char *name) {
 }
 
 static int parse(int argc, char **argv, options *o) {
-    static const struct option table[] = {{"csv", no_argument, NULL, 'c'},
-                                          {"quick", no_argument, NULL, 'q'},
-                                          {"seconds", required_argument, NULL, 's'},
-                                          {"only", required_argument, NULL, 'o'},
-                                          {"machine", required_argument, NULL, 'm'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {NULL, 0, NULL, 0}};
+    static const struct option table[] = {
+        {"csv", no_argument, NULL, 'c'},        {"quick", no_argument, NULL, 'q'},
+        {"tiny", no_argument, NULL, 't'},       {"seconds", required_argument, NULL, 's'},
+        {"only", required_argument, NULL, 'o'}, {"machine", required_argument, NULL, 'm'},
+        {"help", no_argument, NULL, 'h'},       {NULL, 0, NULL, 0}};
     int c;
     while ((c = getopt_long(argc, argv, "", table, NULL)) != -1) {
         char *end = NULL;
         if (c == 'c') o->csv = 1;
         else if (c == 'q') o->quick = 1;
+        else if (c == 't') o->tiny = 1;
         else if (c == 'h') o->help = 1;
         else if (c == 'o') o->only = optarg;
         else if (c == 'm') o->machine = optarg;
@@ -2525,8 +2577,9 @@ int main(int argc, char **argv) {
         return o.help ? 0 : 1;
     }
     opt = &o;
-    team_core_count = allowed_cores(team_cores, RANKS);
+    core_count = allowed_cores(first_cores, RANKS);
     free_gib_at_start = free_gib();
+    for (int i = 0; i < SETUPS && o.tiny; i++) setups[i].size = tiny_size(setups[i].size);
     for (int i = 0; i <= GPT_TOKENS; i++) gpt_tokens[i] = (int32_t)((uint32_t)i * 2654435761u % GPT_LEAST_VOCAB);
     if (bound_by_openmp()) return 1;
     print_machine();
