@@ -21,18 +21,21 @@ of a token, which is a byte when the data is a text. A label that begins with + 
 before it: its curve is thin and black, on top of the other. docs/training.md, "Larger models learn faster", has the
 commands that made docs/perplexity.svg.
 
-scaling: weak scaling in %, as in figure 5 of arXiv 1909.08053. PAPER.txt is the output of examples/paper.c, which has
-the numbers of the paper and the predictions. BENCH.txt is the output of tests/bench/bench.c, with the item scaling.
+scaling: weak scaling in % and the speed-up of strong scaling, as in figure 5 and table 8 of arXiv 1909.08053. PAPER.txt
+is the output of examples/paper.c, which has the numbers of the paper and the predictions. BENCH.txt is the output of
+tests/bench/bench.c, with the item scaling. Hatched bars have more ranks than cores.
 docs/paper.md, "Weak scaling", has the commands that made docs/scaling.svg.
 """
 import csv
 import math
 import re
 import sys
+from typing import NamedTuple
 
 MEAN_OF = 20
 MODEL_PARALLEL = "Weak scaling: FLOP/s of a GPU"  # the beginnings of the titles of tables
 WITH_DATA_PARALLEL = "Weak scaling: the same with 64-way data parallel"
+STRONG = "Strong scaling"
 
 # ---- reading; needs no packages --------------------------------------------------------------------------------------
 
@@ -62,32 +65,38 @@ def read_perplexity(path):
 
 
 def read_paper(path, title):
-    """A table of page 1 of the output of examples/paper.c: GPUs, predictions and the paper's numbers."""
+    """A table of page 1 of the output of examples/paper.c: by numbers of GPUs, the predictions and the paper's
+    numbers."""
     with open(path) as file:
         page = file.read().partition("==== page 1")[2].partition("==== page 2")[0]
     table = page.partition("\n" + title)[2].partition("\n\n")[0]
     rows = [line.split() for line in table.splitlines() if line.startswith("  GPT-2 ")]
     if not rows:
         sys.exit(f"figures.py: {path} has no table {title}")
-    return [int(row[2]) for row in rows], [float(row[5]) for row in rows], [float(row[6]) for row in rows]
+    return {int(row[2]): float(row[5]) for row in rows}, {int(row[2]): float(row[6]) for row in rows}
 
 
-def read_bench(path):
-    """The cores, the numbers of ranks, and their efficiencies in % of the weak scaling in the output of the benchmark.
-    One rank has 100 % by definition."""
+class Measured(NamedTuple):
+    cores: int  # how many cores the ranks used: at most one for each rank
+    efficiency: float  # compared with one rank; 1: as many times faster as there are cores
+
+
+def read_bench(path, kind):
+    """The tensor parallel rows of a kind, "weak" or "strong", in the output of the benchmark, by numbers of ranks. One
+    rank has the efficiency 1 by definition."""
     with open(path) as file:
-        rows = re.findall(r"^weak, TP=(\d+),.* ([0-9.]+)  efficiency on (\d+) cores", file.read(), re.MULTILINE)
-    ranks, cores = [int(row[0]) for row in rows], {int(row[2]) for row in rows}
-    if not rows or len(cores) > 1 or len(set(ranks)) < len(ranks):
+        rows = re.findall(rf"^{kind}, TP=(\d+),.* ([0-9.]+)  efficiency on (\d+) cores?$", file.read(), re.MULTILINE)
+    runs = {int(ranks): Measured(int(cores), float(efficiency)) for ranks, efficiency, cores in rows}
+    if not rows or len(runs) < len(rows):
         sys.exit(f"figures.py: {path}: expected the item scaling of one run of the benchmark")
-    return cores.pop(), [1] + ranks, [100.0] + [100 * float(row[1]) for row in rows]
+    return {1: Measured(1, 1.0), **runs}
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def make_figure(columns=1, **options):
-    """A figure and its axes."""
+def make_figure(rows=1, columns=1, **options):
+    """A figure and its axes. Each row is 3 inches high."""
     try:
         import matplotlib
     except ImportError:
@@ -95,7 +104,7 @@ def make_figure(columns=1, **options):
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "megatron.h"  # the same bytes in every run
     import matplotlib.pyplot as plt
-    return plt.subplots(1, columns, figsize=(7, 3), **options)
+    return plt.subplots(rows, columns, figsize=(7, 3 * rows), **options)
 
 
 def save(figure, out):
@@ -149,36 +158,65 @@ def draw_perplexity(out, logs):
     finish(figure, axes, out, "validation perplexity")
 
 
-def draw_bars(axes, kinds, cores=None):
-    """Bars side by side for each number of GPUs. Each kind of bars has a label, a colour, the numbers of GPUs, and the
-    percentages. With more ranks than `cores`, the last kind is light."""
-    groups, width = sorted({n for kind in kinds for n in kind[2]}), 0.8 / len(kinds)
-    for i, (label, colour, gpus, percentages) in enumerate(kinds):
-        places = [groups.index(n) + (i - (len(kinds) - 1) / 2) * width for n in gpus]
-        bars = axes.bar(places, percentages, width * 0.92, label=label, color=colour)
-        axes.bar_label(bars, [f"{percentage:.0f}" for percentage in percentages], fontsize=6.5, padding=1)
-        for bar, n in zip(bars, gpus):
-            bar.set_alpha(0.5 if cores and i == len(kinds) - 1 and n > cores else 1)
-    axes.set_xticks(range(len(groups)), [str(n) for n in groups])
+class Bars(NamedTuple):
+    """Bars of one kind."""
+    label: str
+    colour: str
+    heights: dict  # by numbers of GPUs or ranks
+    hatched: bool = False
+
+
+def draw_bars(axes, kinds, digits=0):
+    """For each number of GPUs or ranks, the bars of the kinds that have it, side by side, with their heights above."""
+    numbers = sorted({n for kind in kinds for n in kind.heights})
+    beside = {n: [kind for kind in kinds if n in kind.heights] for n in numbers}
+    width = 0.8 / max(len(group) for group in beside.values())
+    for kind in kinds:
+        own = [n for n in numbers if n in kind.heights]
+        places = [numbers.index(n) + (beside[n].index(kind) - (len(beside[n]) - 1) / 2) * width for n in own]
+        style = {"facecolor": "none", "hatch": "////"} if kind.hatched else {"facecolor": kind.colour}
+        bars = axes.bar(places, [kind.heights[n] for n in own], width * 0.92, label=kind.label,
+                        edgecolor=kind.colour, linewidth=0.6, **style)
+        axes.bar_label(bars, [f"{kind.heights[n]:.{digits}f}" for n in own], fontsize=6.5, padding=1)
+    axes.set_xticks(range(len(numbers)), [str(n) for n in numbers])
+
+
+def bars_of_paper(path, title):
+    predicted, paper = read_paper(path, title)
+    return [Bars("the paper, V100", "tab:gray", paper), Bars("predicted, V100", "tab:blue", predicted)]
+
+
+def bars_of_bench(runs, height):
+    """The bars of ranks with a core each, and those of ranks that share cores, if there are any. height gives that of a
+    run."""
+    most = max(run.cores for run in runs.values())
+    own = {n: height(run) for n, run in runs.items() if n <= run.cores}
+    shared = {n: height(run) for n, run in runs.items() if n > run.cores}
+    core = "core" if most == 1 else "cores"
+    bars = [Bars(f"measured, {most} CPU {core}", "tab:orange", own)]
+    return bars + [Bars(f"measured, more ranks than the {most} {core}", "tab:orange", shared, True)] if shared else bars
 
 
 def draw_scaling(out, files):
     if len(files) != 2:
-        sys.exit(__doc__)
-    cores, ranks, efficiencies = read_bench(files[1])
-    figure, (left, right) = make_figure(2, sharey=True, gridspec_kw={"width_ratios": [1.25, 1], "wspace": 0.06})
-    for axes, title in (left, MODEL_PARALLEL), (right, WITH_DATA_PARALLEL):
-        gpus, predicted, measured = read_paper(files[0], title)
-        kinds = [("the paper, V100", "tab:gray", gpus, measured), ("predicted, V100", "tab:blue", gpus, predicted)]
-        if axes is left:
-            label = f"measured on {cores} CPU cores (light: more ranks than cores)"
-            draw_bars(axes, kinds + [(label, "tab:orange", ranks, efficiencies)], cores)
-        else:
-            draw_bars(axes, kinds)
-    left.set_xlabel("GPUs or ranks, model parallel")
-    right.set_xlabel("GPUs, model and data parallel")
-    left.set_ylabel("weak scaling, %")
-    figure.legend(*left.get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 0.9), ncols=3,
+        sys.exit(f"figures.py: scaling needs two files, PAPER.txt and BENCH.txt, not {len(files)}")
+    paper, bench = files
+    weak, strong = read_bench(bench, "weak"), read_bench(bench, "strong")
+    figure, ((left, right), (below, speed_ups)) = make_figure(2, 2, gridspec_kw={"hspace": 0.5, "wspace": 0.25})
+    draw_bars(left, bars_of_paper(paper, MODEL_PARALLEL))
+    draw_bars(right, bars_of_paper(paper, WITH_DATA_PARALLEL))
+    draw_bars(below, bars_of_bench(weak, lambda run: 100 * run.efficiency))
+    draw_bars(speed_ups, bars_of_paper(paper, STRONG) +
+              bars_of_bench(strong, lambda run: run.efficiency * run.cores), digits=1)
+    for axes, title, numbers, heights in (
+            (left, "Weak scaling, model parallel", "GPUs", "FLOP/s of each GPU, %"),
+            (right, "Weak scaling, model and data parallel", "GPUs", "FLOP/s of each GPU, %"),
+            (below, "Weak scaling on a CPU, small GPTs", "ranks", "FLOP/s of each core, %"),
+            (speed_ups, "Strong scaling", "GPUs or ranks", "speed-up")):
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel(numbers, fontsize=9)
+        axes.set_ylabel(heights, fontsize=9)
+    figure.legend(*speed_ups.get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 0.93), ncols=2,
                   frameon=False, fontsize=8)
     save(figure, out)
 
@@ -187,8 +225,12 @@ DRAW = {"losses": draw_losses, "placement": draw_placement, "perplexity": draw_p
 
 
 def main(arguments):
-    if len(arguments) < 3 or arguments[0] not in DRAW:
+    if not arguments:
         sys.exit(__doc__)
+    if arguments[0] not in DRAW:
+        sys.exit(f"figures.py: '{arguments[0]}' is none of the figures {', '.join(DRAW)}")
+    if len(arguments) < 3:
+        sys.exit(f"figures.py: {arguments[0]} needs OUT.svg and at least one file")
     try:
         DRAW[arguments[0]](arguments[1], arguments[2:])
     except OSError as error:
