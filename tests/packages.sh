@@ -233,9 +233,10 @@ cublas_flags() {
     echo "-I$1/include -L$1/lib -Xlinker -rpath -Xlinker $1/lib -lcublasLt"
 }
 
-# need_gpu FOLDER WORDS [COMMAND...]: prints the GPU of this machine. Without a GPU or without nvcc, prints this and
-# WORDS, and ends the script with status 77; with 1 when the GPU cannot be used. The probe, built in FOLDER, has no
-# kernels, so only the host compiler runs. COMMAND runs it, with a time limit; without COMMAND, timeout with 60 s.
+# need_gpu FOLDER WORDS [COMMAND...]: prints the GPU of this machine; later `FOLDER/probe count` prints how many there
+# are. Without a GPU or without nvcc, prints this and WORDS, and ends the script with status 77; with 1 when the GPU
+# cannot be used. The probe, built in FOLDER, has no kernels, so only the host compiler runs. COMMAND runs it, with a
+# time limit; without COMMAND, timeout with 60 s.
 need_gpu() {
     folder=$1 words=$2
     shift 2
@@ -244,11 +245,12 @@ need_gpu() {
     cat >"$folder/probe.cpp" <<'END'
 #include <cstdio>
 #include <cuda_runtime_api.h>
-int main() {
+int main(int argc, char **) {
     int n = 0;
     cudaDeviceProp gpu;
     if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0 || cudaGetDeviceProperties(&gpu, 0) != cudaSuccess) return 1;
-    printf("%s, sm_%d%d, %d of them\n", gpu.name, gpu.major, gpu.minor, n);
+    if (argc > 1) printf("%d\n", n);
+    else printf("%s, sm_%d%d, %d of them\n", gpu.name, gpu.major, gpu.minor, n);
     return 0;
 }
 END

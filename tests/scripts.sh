@@ -19,7 +19,7 @@ trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
 # nvcc's stand-in writes programs that do nothing. The benchmark is $STANDIN_BENCH, or two of its lines. The probe finds
-# $STANDIN_GPUS GPUs (1).
+# $STANDIN_GPUS GPUs (1). With STANDIN_NCCL=no, programs that use NCCL do not compile.
 make_nvcc() {
     cat >"$work/nvcc" <<'END'
 #!/bin/sh
@@ -33,8 +33,14 @@ while [ $# -gt 0 ]; do
     shift
 done
 case $out in
+*/nccl) [ "${STANDIN_NCCL:-yes}" = yes ] || { echo 'nccl.cpp:3: error: an old NCCL' >&2; exit 1; } ;;
+esac
+case $out in
 */bench_cuda) cp "$STANDIN_BENCH" "$out" ;;
-*/probe) printf '#!/bin/sh\necho "a stand-in, sm_90, %s of them"\n' "${STANDIN_GPUS:-1}" >"$out" ;;
+*/probe)
+    gpus=${STANDIN_GPUS:-1}
+    printf '#!/bin/sh\n[ $# -eq 0 ] && echo "a stand-in, sm_90, %s of them" || echo %s\n' "$gpus" "$gpus" >"$out"
+    ;;
 *) echo '#!/bin/sh' >"$out" ;;
 esac
 chmod +x "$out"
@@ -98,8 +104,11 @@ csv_of_a_gpu() {
     [ "$(grep -c 'h 64, s 16' "$work/gpu.csv")" -eq 3 ] || return 1
     ! grep -v '^item,name\|^[a-z-]*,"' "$work/gpu.csv" || return 1
     ! grep -e -lnccl "$work/nvcc.txt" || return 1
-    rm -f "$work/bench/cuda/include/nccl.h" # it may be a link
-    : >"$work/bench/cuda/include/nccl.h"
+    # shellcheck disable=SC2086
+    with_standins STANDIN_BENCH="$work/benchmark" STANDIN_GPUS=2 STANDIN_NCCL=no $bench --only norm \
+        >"$work/gpu.csv" 2>"$work/gpu.err" || return 1
+    grep "^# without NCCL: nccl.cpp:3: error: an old NCCL$" "$work/gpu.err" || return 1
+    ! grep -e -DMT_USE_NCCL "$work/nvcc.txt" || return 1
     # shellcheck disable=SC2086
     with_standins STANDIN_BENCH="$work/benchmark" STANDIN_GPUS=2 $bench --only norm >"$work/gpu.csv" || return 1
     grep -e " -DMT_USE_NCCL -lnccl$" "$work/nvcc.txt" || return 1

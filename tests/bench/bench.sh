@@ -4,10 +4,10 @@
 #   sh tests/bench/bench.sh [--device cpu|cuda] [ARGUMENTS]      cpu: bench.c (the default); cuda: bench_cuda.cu
 #
 # ARGUMENTS are the program's, see --help. On cuda each item runs as a process of its own, of at most MT_BENCH_SECONDS
-# (120), so that a crash costs one item. With several GPUs the program is built with NCCL, where it is found. Then follow
-# rows of PyTorch, when it is installed: peer_pytorch_cuda.py, also one process for each item; not with --tiny. With
-# --csv all rows form one CSV. The last line names what has failed; the exit status is then 1, and 77 where there is no
-# GPU.
+# (120; 480 for the item scaling), so that a crash costs one item. With several GPUs the program is built with NCCL,
+# where a program with it links. Then follow rows of PyTorch, when it is installed: peer_pytorch_cuda.py, also one
+# process for each item; not with --tiny. With --csv all rows form one CSV. The last line names what has failed; the
+# exit status is then 1, and 77 where there is no GPU.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -27,6 +27,19 @@ bench_cpu() {
         exec "$build/bench" "$@"
 }
 
+# Prints the flags for NCCL, or on stderr why it is not used. It must be 2.19 or later, as in mt_comm.h.
+nccl_flags() {
+    printf '%s\n' '#include <nccl.h>' '#if NCCL_VERSION_CODE < NCCL_VERSION(2, 19, 0)' '#error "older than NCCL 2.19"' \
+        '#endif' 'int main() { int version; return ncclGetVersion(&version); }' >"$build/nccl.cpp"
+    # shellcheck disable=SC2086  # a list of flags
+    if nvcc "$build/nccl.cpp" -o "$build/nccl" $libraries -lnccl >"$build/nccl.log" 2>&1; then
+        echo "-DMT_USE_NCCL -lnccl"
+    else
+        why=$(grep -m 1 -i 'error\|cannot find' "$build/nccl.log") || why="a program with it does not link"
+        echo "# without NCCL: $why" >&2
+    fi
+}
+
 bench_cuda() {
     items=
     flags="$*"
@@ -42,10 +55,8 @@ bench_cuda() {
     [ $code -eq 0 ] || exit $code
     find_nvcc
     libraries=$(cublas_flags "$build/cuda")
-    case $(cat "$build/gpu") in # the ranks of an item have a GPU each, if there are several
-    *" 1 of them") ;;
-    *) [ ! -e "$build/cuda/include/nccl.h" ] || libraries="$libraries -DMT_USE_NCCL -lnccl" ;;
-    esac
+    # The ranks of an item have a GPU each, if there are several.
+    [ "$("$build/probe" count)" -eq 1 ] || libraries="$libraries $(nccl_flags)"
     # shellcheck disable=SC2086  # a list of flags
     nvcc -O3 -std=c++17 -arch=native -I. tests/bench/bench_cuda.cu -o "$build/bench_cuda" $libraries || exit 1
     # shellcheck disable=SC2086  # a list of flags
@@ -68,7 +79,9 @@ bench_cuda() {
 run_item() {
     name=$1
     shift
-    timeout -k 5 "${MT_BENCH_SECONDS:-120}" "$@" >"$build/item.txt"
+    seconds=120
+    [ "$name" != scaling ] || seconds=480
+    timeout -k 5 "${MT_BENCH_SECONDS:-$seconds}" "$@" >"$build/item.txt"
     code=$?
     grep -v "$([ $rows -eq 0 ] && echo '^$' || echo '^item,name\|^# ')" "$build/item.txt"
     rows=1
