@@ -121,6 +121,32 @@ csv_of_the_engine() {
         >"$work/tiny.csv" && is_csv "$work/tiny.csv" "epilogues measured"
 }
 
+# Programs read what the items plan and scaling write. train_gpt predicts a step from the rates of small matrices.
+rows_of_the_cpu() {
+    bench="$work/bench/bench --tiny --seconds 0.1"
+    $bench --only scaling >"$work/scaling.txt" || return 1
+    cat "$work/scaling.txt"
+    python3 - "$work/scaling.txt" <<'END' || return 1
+import sys
+sys.dont_write_bytecode = True
+sys.path.append("examples")
+import figures
+for kind in "weak", "strong":
+    runs = figures.read_bench(sys.argv[1], kind)
+    assert list(runs) == [1, 2, 4, 8], runs
+    assert all(run.efficiency > 0 and 1 <= run.cores <= n for n, run in runs.items()), runs
+END
+    for name in "weak, TP=2 x DP=2" "heads 16, TP=2" "heads 24, TP=2" "heads 32, TP=2"; do
+        grep "^$name, .* efficiency on " "$work/scaling.txt" || return 1
+    done
+    $bench --only plan --machine "$work/machine.txt" || return 1
+    "$CC" -O0 -I. examples/train_gpt.c -o "$work/train_gpt" -lm -lpthread || return 1
+    dry_run="$work/train_gpt --dry-run --data LICENSE --sample 0 --tp 2"
+    $dry_run --machine "$work/machine.txt" >"$work/dry.txt" || return 1
+    cat "$work/dry.txt"
+    grep "^time of a step on this machine, 2 ranks at once: [0-9.]* s, " "$work/dry.txt"
+}
+
 csv_of_the_cpu() {
     (MT_BUILD_DIR=$work sh tests/bench/bench.sh --csv --quick --only memory) >"$work/memory.csv" &&
         is_csv "$work/memory.csv" "TP=2" &&
@@ -139,6 +165,7 @@ gpu() {
 cpu() {
     have_command python3 || { leave_out "the CSV of benchmarks: no python3 here to read it"; return; }
     check "bench.sh --csv is a CSV" csv_of_the_cpu
+    check "figures.py reads the item scaling, train_gpt --dry-run the machine of the item plan" rows_of_the_cpu
 }
 
 [ $# -gt 0 ] || { sed -n '5,7s/^# *//p' "$0" >&2; exit 2; }
