@@ -116,8 +116,8 @@ python_has() {
     for module in "$@"; do "$interpreter" -c "import $module" 2>/dev/null || return 1; done
 }
 
-# find_python FOLDER PACKAGE...: sets python to an interpreter that has these packages of PyPI, whose modules have the
-# same names: python3, or a virtual environment in FOLDER, in which they are installed if that is allowed.
+# find_python FOLDER PACKAGE...: sets python to one that can import each PACKAGE: python3, or that of a virtual
+# environment in FOLDER. Installs them there unless MT_INSTALL=no. Package and module must have the same name.
 find_python() {
     environment=$1
     shift
