@@ -1167,11 +1167,7 @@ static void item_optimizer() {
 
 /* ---- ranks ------------------------------------------------------------------------------------------------------- */
 
-/* Runs f as a rank of `own`, with a context and a grid of tensor ranks. */
-static mt_status run_rank(mt_comm *own, const mt_context_desc &where, const work &f) {
-    mt_comm *outer_world = world;
-    mt_context *outer = ctx;
-    mt_grid outer_grid = grid;
+static mt_status run_in(mt_comm *own, const mt_context_desc &where, const work &f) {
     mt_grid_desc shape = {mt_comm_size(own), 1, 1};
     world = own;
     MT_TRY(mt_context_create(own, &where, &ctx));
@@ -1181,8 +1177,18 @@ static mt_status run_rank(mt_comm *own, const mt_context_desc &where, const work
     mt_grid_destroy(&grid);
     if (world != own) mt_comm_destroy(world);
     mt_context_destroy(ctx);
-    world = outer_world, ctx = outer, grid = outer_grid;
     return MT_SUCCESS;
+}
+
+/* Runs f as a rank of `own`, with a context and a grid of tensor ranks. After an error, what was created stays: the
+   program then ends. */
+static mt_status run_rank(mt_comm *own, const mt_context_desc &where, const work &f) {
+    mt_comm *outer_world = world;
+    mt_context *outer = ctx;
+    mt_grid outer_grid = grid;
+    mt_status status = run_in(own, where, f);
+    world = outer_world, ctx = outer, grid = outer_grid;
+    return status;
 }
 
 struct ranks_job {
@@ -1388,38 +1394,43 @@ static void item_scaling() {
 
 /* ---- main -------------------------------------------------------------------------------------------------------- */
 
-/* In the order of --list. An item needs 1: the large GEMM; 2: the GPU's memory for its ranks. */
+/* What an item needs: the large GEMM to compare with, or the memory of the GPUs for its ranks. */
+enum needs { NOTHING, LARGE_GEMM, WHOLE_MEMORY };
+
+/* In the order of --list. */
 static const struct {
     const char *name, *title;
     void (*run)();
-    int needs;
-} items[] = {{"limits", "what this GPU does at most, measured here", item_limits, 1},
-             {"add", "additions and conversions", item_add, 0},
-             {"bias", "bias and its gradient", item_bias, 0},
-             {"activation", "activations, with and without a bias", item_activation, 0},
-             {"dropout", "dropout with bias and residual", item_dropout, 0},
-             {"norm", "LayerNorm and RMSNorm", item_norm, 0},
-             {"embedding", "lookup of 50304 ids, and its gradient", item_embedding, 0},
-             {"cross-entropy", "cross-entropy of 8192 tokens", item_cross_entropy, 0},
-             {"adamw", "AdamW and sums of squares, 128 Mi elements", item_adamw, 0},
-             {"rotary", "rotary position embedding", item_rotary, 0},
-             {"hash", "hashes", item_hash, 0},
-             {"pointwise", "operators of two tensors, element by element", item_pointwise, 0},
-             {"attention", "2048 features, 16384 tokens in sequences of 2048", item_attention, 1},
-             {"attention-lengths", "bf16, 2048 features, 16384 tokens, other sequences", item_attention_lengths, 1},
-             {"attention-plain", "the kernels without tensor cores", item_attention_plain, 1},
-             {"gemm", "the products of a layer, bf16, 8192 tokens, weight gradients into f32", item_gemm, 0},
-             {"linear", "products with bias, GELU and gradients of the bias, bf16, 8192 tokens", item_linear, 0},
-             {"block", "MLP and attention, bf16, one rank", item_block, 1},
-             {"layer", "one pre-LN GPT layer, bf16, one rank, no dropout", item_layer, 1},
-             {"gpt2", "training step of GPT-2 124M, bf16, AdamW, clipped", item_gpt2, 1},
-             {"optimizer", "gradient norm and AdamW over all parameters of GPT-2 124M", item_optimizer, 0},
-             {"ranks", "ranks that are threads and share this GPU", item_ranks, 0},
-             {"scaling", "the paper's GPTs on 1 to 8 tensor parallel ranks, bf16, full recomputation", item_scaling, 2},
-             {"gemm-paper", "the products of the layers of the paper", item_gemm_paper, 0},
-             {"layer-paper", "the layers of the paper", item_layer_paper, 1},
-             {"gemm-big", "the products of large layers", item_gemm_big, 0},
-             {"layer-big", "large layers", item_layer_big, 1}};
+    enum needs needs;
+} items[] = {
+    {"limits", "what this GPU does at most, measured here", item_limits, LARGE_GEMM},
+    {"add", "additions and conversions", item_add, NOTHING},
+    {"bias", "bias and its gradient", item_bias, NOTHING},
+    {"activation", "activations, with and without a bias", item_activation, NOTHING},
+    {"dropout", "dropout with bias and residual", item_dropout, NOTHING},
+    {"norm", "LayerNorm and RMSNorm", item_norm, NOTHING},
+    {"embedding", "lookup of 50304 ids, and its gradient", item_embedding, NOTHING},
+    {"cross-entropy", "cross-entropy of 8192 tokens", item_cross_entropy, NOTHING},
+    {"adamw", "AdamW and sums of squares, 128 Mi elements", item_adamw, NOTHING},
+    {"rotary", "rotary position embedding", item_rotary, NOTHING},
+    {"hash", "hashes", item_hash, NOTHING},
+    {"pointwise", "operators of two tensors, element by element", item_pointwise, NOTHING},
+    {"attention", "2048 features, 16384 tokens in sequences of 2048", item_attention, LARGE_GEMM},
+    {"attention-lengths", "bf16, 2048 features, 16384 tokens, other sequences", item_attention_lengths, LARGE_GEMM},
+    {"attention-plain", "the kernels without tensor cores", item_attention_plain, LARGE_GEMM},
+    {"gemm", "the products of a layer, bf16, 8192 tokens, weight gradients into f32", item_gemm, NOTHING},
+    {"linear", "products with bias, GELU and gradients of the bias, bf16, 8192 tokens", item_linear, NOTHING},
+    {"block", "MLP and attention, bf16, one rank", item_block, LARGE_GEMM},
+    {"layer", "one pre-LN GPT layer, bf16, one rank, no dropout", item_layer, LARGE_GEMM},
+    {"gpt2", "training step of GPT-2 124M, bf16, AdamW, clipped", item_gpt2, LARGE_GEMM},
+    {"optimizer", "gradient norm and AdamW over all parameters of GPT-2 124M", item_optimizer, NOTHING},
+    {"ranks", "ranks that are threads and share this GPU", item_ranks, NOTHING},
+    {"scaling", "the paper's GPTs on 1 to 8 tensor parallel ranks, bf16, full recomputation", item_scaling,
+     WHOLE_MEMORY},
+    {"gemm-paper", "the products of the layers of the paper", item_gemm_paper, NOTHING},
+    {"layer-paper", "the layers of the paper", item_layer_paper, LARGE_GEMM},
+    {"gemm-big", "the products of large layers", item_gemm_big, NOTHING},
+    {"layer-big", "large layers", item_layer_big, LARGE_GEMM}};
 
 static int usage(int code) {
     printf("bench_cuda [--list] [--only ITEM] [--quick] [--tiny] [--csv]\n"
@@ -1451,29 +1462,29 @@ static int parse(int argc, char **argv) {
 }
 
 #ifdef MT_USE_NCCL
-#define GPUS " GPUs with NCCL"
+#define WITH_OR_WITHOUT_NCCL "with NCCL"
 #else
-#define GPUS " GPUs without NCCL"
+#define WITH_OR_WITHOUT_NCCL "without NCCL"
 #endif
 
 static void print_head(int devices) {
     cudaDeviceProp gpu;
-    std::string gpus = devices > 1 ? ", " + std::to_string(devices) + GPUS : "";
+    std::string gpus = devices > 1 ? ", " + std::to_string(devices) + " GPUs " WITH_OR_WITHOUT_NCCL : "";
     CUDA(cudaGetDeviceProperties(&gpu, 0));
     fprintf(opt.csv ? stderr : stdout, "# %s, %d SMs, %.0f GiB%s, CUDA %d; megatron.h %s; %d samples\n", gpu.name,
             gpu.multiProcessorCount, (double)gpu.totalGlobalMem / (1 << 30), gpus.c_str(), CUDART_VERSION, MT_VERSION,
             opt.samples);
 }
 
-/* Creates the context, with an arena of 8 tenths of the free memory, or a small one that leaves it to ranks. */
-static void open_context(bool leave) {
+/* Creates the context, with an arena of 8 tenths of the free memory, or a small one for an item whose ranks need it. */
+static void open_context(enum needs needs) {
     mt_context_desc where;
     mt_grid_desc one = {1, 1, 1};
     size_t memory = 0, all = 0;
     CUDA(cudaMemGetInfo(&memory, &all));
     memset(&where, 0, sizeof where);
     where.device = MT_DEVICE_CUDA;
-    where.arena_bytes = leave ? (size_t)1 << 20 : opt.tiny ? (size_t)256 << 20 : memory / 10 * 8;
+    where.arena_bytes = needs == WHOLE_MEMORY ? (size_t)1 << 20 : opt.tiny ? (size_t)256 << 20 : memory / 10 * 8;
     other_arena = opt.tiny ? (size_t)256 << 20 : memory / 10;
     if (mt_comm_create_local(1, 0, &world) != MT_SUCCESS || mt_context_create(world, &where, &ctx) != MT_SUCCESS ||
         mt_grid_create(world, &one, &grid) != MT_SUCCESS) {
@@ -1503,8 +1514,8 @@ int main(int argc, char **argv) {
         if (!opt.only.empty() && opt.only != i.name) continue;
         item_now = i.name;
         if (!opt.csv) printf("\n[%s] %s\n", i.name, i.title);
-        open_context(i.needs == 2);
-        if (i.needs == 1) large_gemm();
+        open_context(i.needs);
+        if (i.needs == LARGE_GEMM) large_gemm();
         i.run();
         close_context();
     }
