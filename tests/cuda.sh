@@ -149,6 +149,13 @@ bench_on_the_engine() {
     done
     MTE_DEVICES=1 "$engine/bench_cuda" --tiny --csv --only scaling >"$rows" &&
         grep '^scaling,"weak, 8.3B, 1 of 4 layers, 8 ranks on 1 GPU, per GPU"' "$rows" || return 1
+    # With all layers 2 ranks fit in these GPUs, but the one to compare with does not.
+    said=$build/bench_cuda.txt
+    MTE_DEVICES=2 MTE_MEMORY=68 "$engine/bench_cuda" --tiny --csv --only scaling >"$rows" 2>"$said" || return 1
+    cat "$said"
+    grep '^# scaling, 1.2B, 4 layers, 1 rank on 1 GPU: not measured with all layers: it takes ' "$said" &&
+        grep '^scaling,"weak, 2.5B, 1 of 4 layers, 2 ranks on 2 GPUs, planned for a rank"' "$rows" &&
+        ! grep '"1.2B, 4 layers' "$rows" || return 1
     ! "$engine/bench_cuda" --tiny --only none
 }
 

@@ -1274,6 +1274,7 @@ static const struct {
 } paper_splits[] = {{1, 40}, {2, 54}, {4, 64}, {8, 72}}; /* in the order of `paper` */
 
 struct scaling_run {
+    const char *how; /* the first words of its rows */
     shape s;
     int64_t all_layers;
     mt_gpt_desc gpt;
@@ -1284,10 +1285,10 @@ struct scaling_run {
 };
 
 /* A model of the paper, with an eighth of its layers unless `full`. */
-static scaling_run scaling_of(size_t model, int full, int ranks) {
+static scaling_run scaling_of(const char *how, size_t model, int full, int ranks) {
     scaling_run r;
     memset(&r, 0, sizeof r);
-    r.s = paper[model], r.all_layers = paper_splits[model].layers, r.ranks = ranks;
+    r.how = how, r.s = paper[model], r.all_layers = paper_splits[model].layers, r.ranks = ranks;
     r.gpus = std::min(ranks, mt_device_count(MT_DEVICE_CUDA));
     if (opt.tiny) r.s.hidden = 64, r.s.heads = 8, r.s.seq = 16, r.s.sequences = 2, r.all_layers = 4;
     r.gpt.vocab = opt.tiny ? 93 : 50257, r.gpt.padded_vocab = opt.tiny ? 96 : 51200;
@@ -1324,7 +1325,7 @@ static void scaling_plan(scaling_run *r) {
 }
 
 static std::string scaling_name(const scaling_run &r) {
-    std::string name = std::string(r.s.name, 4) + ", " + std::to_string(r.gpt.layers);
+    std::string name = r.how + std::string(r.s.name, 4) + ", " + std::to_string(r.gpt.layers);
     if (r.gpt.layers < r.all_layers) name += " of " + std::to_string(r.all_layers);
     name += " layers, " + std::to_string(r.ranks) + (r.ranks > 1 ? " ranks" : " rank");
     return name + " on " + std::to_string(r.gpus) + (r.gpus > 1 ? " GPUs" : " GPU");
@@ -1337,9 +1338,23 @@ static bool scaling_fits(scaling_run *r) {
     all = r->memory * (size_t)((r->ranks + r->gpus - 1) / r->gpus);
     CUDA(cudaMemGetInfo(&memory, &total));
     if (all <= memory) return true;
-    fprintf(stderr, "# scaling, %s: not measured: it takes %.1f GiB of a GPU, %.1f GiB are free\n",
-            scaling_name(*r).c_str(), (double)all / (1 << 30), (double)memory / (1 << 30));
+    fprintf(stderr, "# scaling, %s: not measured%s: it takes %.1f GiB of a GPU, %.1f GiB are free\n",
+            scaling_name(*r).c_str(), r->gpt.layers == r->all_layers ? " with all layers" : "", (double)all / (1 << 30),
+            (double)memory / (1 << 30));
     return false;
+}
+
+/* Adds the runs of a split: one rank or, on several, weak and strong scaling. Adds none, with a message, if one does
+   not fit. */
+static bool scaling_add(std::vector<scaling_run> *runs, size_t split, int full) {
+    int ranks = paper_splits[split].ranks;
+    std::vector<scaling_run> own;
+    if (ranks == 1) own = {scaling_of("", split, full, 1)};
+    else own = {scaling_of("weak, ", split, full, ranks), scaling_of("strong, ", 0, full, ranks)};
+    for (scaling_run &r : own)
+        if (!scaling_fits(&r)) return false;
+    runs->insert(runs->end(), own.begin(), own.end());
+    return true;
 }
 
 static void scaling_measure(scaling_run *r) {
@@ -1357,39 +1372,40 @@ static void scaling_measure(scaling_run *r) {
 }
 
 /* Prints the rows of a run; those of more ranks compare with one rank. */
-static void scaling_rows(const std::string &how, const scaling_run &r, const scaling_run &one) {
-    std::string name = how + scaling_name(r);
+static void scaling_rows(const scaling_run &r, const scaling_run &one) {
+    std::string name = scaling_name(r);
     double rate = 1e-12 * r.flop / r.gpus, rate_of_one = 1e-12 * one.flop / one.t.median;
-    double efficiency = r.ranks > 1 ? rate / r.t.median / rate_of_one : 0;
+    double efficiency = r.ranks > 1 ? rate / r.t.median / rate_of_one : 0, gib = (double)r.memory / (1 << 30);
     print_row(name + ", step", 1e3 * r.t.median, 1e3 * r.t.low, 1e3 * r.t.high, "ms", r.t.median, 0, "");
     row(name + ", per GPU", r.t, rate, "TFLOP/s", efficiency, r.ranks > 1 ? "1.2B on one rank" : "");
-    if (how == "strong, ") row(name + ", speed-up", r.t, one.t.median, "times", 0, "");
+    if (r.how == std::string("strong, ")) row(name + ", speed-up", r.t, one.t.median, "times", 0, "");
+    print_row(name + ", planned for a rank", gib, gib, gib, "GiB", r.t.median, 0, "");
 }
 
-/* Runs with this depth. */
-static void scaling_at_depth(int full, const std::vector<size_t> &splits) {
-    scaling_run one = scaling_of(0, full, 1);
-    if (splits.empty() || !scaling_fits(&one)) return;
-    scaling_measure(&one);
-    scaling_rows("", one, one);
-    for (bool weak : {true, false})
-        for (size_t i : splits) {
-            scaling_run r = scaling_of(weak ? i : 0, full, paper_splits[i].ranks);
-            if (r.ranks == 1 || !scaling_fits(&r)) continue;
+/* Measures runs of one depth. The first is that of one rank. */
+static void scaling_at_depth(std::vector<scaling_run> runs) {
+    for (const char *how : {"", "weak, ", "strong, "})
+        for (scaling_run &r : runs) {
+            if (r.how != std::string(how)) continue;
             scaling_measure(&r);
-            scaling_rows(weak ? "weak, " : "strong, ", r, one);
+            scaling_rows(r, runs[0]);
         }
 }
 
-/* All layers where each rank has a GPU; other numbers of ranks share the GPUs, and have an eighth of the layers. */
+/* A split has all layers if each rank has a GPU and all runs of the split fit. Other splits have an eighth of them.
+   Rows compare with one rank of the same depth, so without it no split has this depth. */
 static void item_scaling() {
-    std::vector<size_t> apart, shared;
-    for (size_t i = 0; i < 4; i++) {
-        scaling_run r = scaling_of(i, 1, paper_splits[i].ranks);
-        (r.ranks == r.gpus && scaling_fits(&r) ? apart : shared).push_back(i);
+    std::vector<scaling_run> full, eighth;
+    int devices = mt_device_count(MT_DEVICE_CUDA);
+    for (size_t i = 0; i < sizeof paper_splits / sizeof *paper_splits; i++) {
+        bool apart = paper_splits[i].ranks <= devices && (i == 0 || !full.empty());
+        if (apart && scaling_add(&full, i, 1)) continue;
+        if (i == 0) fprintf(stderr, "# scaling: no run has all layers, because the one to compare with does not fit\n");
+        if (eighth.empty() && !scaling_add(&eighth, 0, 0)) break;
+        if (i > 0) scaling_add(&eighth, i, 0);
     }
-    scaling_at_depth(1, apart);
-    scaling_at_depth(0, shared);
+    scaling_at_depth(full);
+    if (full.empty() || eighth.size() > 1) scaling_at_depth(eighth); /* not one rank that nothing compares with */
 }
 
 /* ---- main -------------------------------------------------------------------------------------------------------- */
