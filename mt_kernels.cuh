@@ -54,7 +54,7 @@
 
    This is the list of the sections of the implementation. Each section begins at a comment with its name.
    These sections are shared by operators: >>options >>check >>math >>views >>vector-loads >>16bit >>rows >>map
-   >>columns >>random-words >>ptx >>tile >>dispatch.
+   >>columns >>random-words >>panels >>ptx >>tile >>dispatch.
    Each of these sections holds one operator or a few related ones (checks, CPU loop, kernels, launch, public
    functions): >>fill >>copy >>add >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout
    >>attention >>rotary >>ids >>embedding >>cross-entropy >>adamw >>multi-tensor >>step >>pointwise */
@@ -2136,6 +2136,195 @@ static __device__ __forceinline__ uint64_t mti_element_of(mt_random at, int64_t 
 } /* extern "C++" */
 #endif
 
+/* ---- >>panels: products of packed panels on a CPU ---------------------------------------------------------------- */
+
+/* The micro-kernel holds MTI_MR x MTI_NR sums in registers: 8 x 32 sums take 16 of the 32 registers of AVX-512, and 6 x
+   16 sums take 12 of the 16 registers of AVX2. A register holds MTI_SIMD floats. The sum for an element of c adds the
+   products over k in the same order, whatever its place in a tile. */
+#if defined(__AVX512F__)
+#define MTI_SIMD 16
+#define MTI_MR 8
+#elif defined(__AVX__)
+#define MTI_SIMD 8
+#define MTI_MR 6
+#else
+#define MTI_SIMD 4
+#define MTI_MR 4
+#endif
+#define MTI_NR (2 * MTI_SIMD)
+
+#if defined(__GNUC__) && !defined(__CUDACC__)
+typedef float mti_float4 __attribute__((vector_size(16)));
+typedef int32_t mti_int4 __attribute__((vector_size(16)));
+#ifdef __clang__
+#define MTI_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define MTI_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, __extension__(mti_int4){i, j, k, l})
+#endif
+
+/* Writes the transpose of x [4, 4], whose rows are `row` apart, to out, whose rows are `width` apart. */
+MT_INLINE void mti_transpose4(const float *x, int64_t row, float *out, int width) {
+    mti_float4 a, b, c, d, ab, cd;
+    memcpy(&a, x, sizeof a);
+    memcpy(&b, x + row, sizeof b);
+    memcpy(&c, x + 2 * row, sizeof c);
+    memcpy(&d, x + 3 * row, sizeof d);
+    ab = MTI_SHUFFLE(a, b, 0, 4, 1, 5);
+    cd = MTI_SHUFFLE(c, d, 0, 4, 1, 5);
+    a = MTI_SHUFFLE(a, b, 2, 6, 3, 7);
+    c = MTI_SHUFFLE(c, d, 2, 6, 3, 7);
+    b = MTI_SHUFFLE(ab, cd, 0, 1, 4, 5);
+    ab = MTI_SHUFFLE(ab, cd, 2, 3, 6, 7);
+    memcpy(out, &b, sizeof b);
+    memcpy(out + width, &ab, sizeof ab);
+    b = MTI_SHUFFLE(a, c, 0, 1, 4, 5);
+    ab = MTI_SHUFFLE(a, c, 2, 3, 6, 7);
+    memcpy(out + 2 * width, &b, sizeof b);
+    memcpy(out + 3 * width, &ab, sizeof ab);
+}
+
+/* Packs `width` rows of contiguous elements, four at a time. The last four may repeat rows. Returns the number of
+   columns that it has packed. */
+MT_INLINE int64_t mti_pack_rows4(const float *x, int64_t row, int64_t k, int width, float *out) {
+    int64_t p;
+    int i;
+    for (p = 0; p + 4 <= k; p += 4)
+        for (i = 0; i < width; i += 4) {
+            int first = i + 4 <= width ? i : width - 4;
+            mti_transpose4(x + first * row + p, row, out + p * width + first, width);
+        }
+    return p;
+}
+#else
+MT_INLINE int64_t mti_pack_rows4(const float *x, int64_t row, int64_t k, int width, float *out) {
+    (void)x, (void)row, (void)k, (void)width, (void)out;
+    return 0;
+}
+#endif
+
+/* Packs a panel of `rows` <= `width` rows of a matrix whose element (i, p) is x[i * row + p * col]. Element (i, p) goes
+   to out[p * width + i]. Rows from `rows` to `width` become 0. */
+MT_INLINE void mti_pack_panel(const float *x, int64_t row, int64_t col, int64_t rows, int64_t k, int width,
+                              float *out) {
+    int64_t i, p, done = 0;
+    if (row == 1 && rows == width) {
+        for (p = 0; p < k; p++, x += col, out += width) memcpy(out, x, (size_t)width * sizeof(float));
+        return;
+    }
+    if (col == 1 && rows == width) done = mti_pack_rows4(x, row, k, width, out);
+    for (i = 0; i < rows; i++)
+        for (p = done; p < k; p++) out[p * width + i] = x[i * row + p * col];
+    for (; i < width; i++)
+        for (p = 0; p < k; p++) out[p * width + i] = 0.0f;
+}
+
+/* Packs all rows, in panels of `width` rows. */
+static void mti_pack(const float *x, int64_t row, int64_t col, int64_t rows, int64_t k, int width, float *out) {
+    int64_t i;
+    for (i = 0; i < rows; i += width)
+        mti_pack_panel(x + i * row, row, col, mt_min(width, rows - i), k, width, out + i * k);
+}
+
+#if defined(__GNUC__) && !defined(__CUDACC__)
+typedef float mti_simd __attribute__((vector_size(4 * MTI_SIMD)));
+
+/* c [MTI_MR, MTI_NR] = alpha a b + beta c, a sum over k. Row i of a is a[i][p * step]; b is a packed panel. */
+MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float alpha, float beta,
+                             float *c, int64_t ldc) {
+    mti_simd s[MTI_MR][2], b0, b1, zero = {0};
+    int64_t p;
+    int i, j;
+    MTI_UNROLL
+    for (i = 0; i < MTI_MR; i++) s[i][0] = s[i][1] = zero;
+    for (p = 0; p < k; p++, b += MTI_NR) {
+        memcpy(&b0, b, sizeof b0);
+        memcpy(&b1, b + MTI_SIMD, sizeof b1);
+        MTI_UNROLL
+        for (i = 0; i < MTI_MR; i++) {
+            s[i][0] += a[i][p * step] * b0;
+            s[i][1] += a[i][p * step] * b1;
+        }
+    }
+    MTI_UNROLL
+    for (i = 0; i < MTI_MR; i++)
+        for (j = 0; j < 2; j++, c += MTI_SIMD) {
+            s[i][j] *= alpha;
+            if (beta != 0.0f) {
+                memcpy(&b0, c, sizeof b0);
+                s[i][j] += beta * b0;
+            }
+            memcpy(c, &s[i][j], sizeof b0);
+            if (j == 1) c += ldc - MTI_NR;
+        }
+}
+#else
+MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float alpha, float beta,
+                             float *c, int64_t ldc) {
+    float sums[MTI_MR * MTI_NR];
+    int64_t p;
+    int i, j;
+    for (i = 0; i < MTI_MR * MTI_NR; i++) sums[i] = 0.0f;
+    for (p = 0; p < k; p++, b += MTI_NR)
+        for (i = 0; i < MTI_MR; i++)
+            for (j = 0; j < MTI_NR; j++) sums[i * MTI_NR + j] += a[i][p * step] * b[j];
+    for (i = 0; i < MTI_MR; i++, c += ldc)
+        for (j = 0; j < MTI_NR; j++) c[j] = alpha * sums[i * MTI_NR + j] + (beta != 0.0f ? beta * c[j] : 0.0f);
+}
+#endif
+
+typedef struct mti_gemm_piece { /* one block of a product: c [m, n] = alpha a [m, k] b [k, n] + beta c */
+    const float *a;
+    const float *packed_a; /* NULL: a is read in place, with its strides */
+    const float *packed_b;
+    float *c;
+    int64_t a_row, a_col, ldc, m, n, k;
+    float alpha, beta;
+} mti_gemm_piece;
+
+/* mti_gemm_sums for the tile from row i on, over [first, end) of the inner dimension. b is the panel. Rows that a does
+   not have repeat its last one. */
+static void mti_gemm_panel(const mti_gemm_piece *x, int64_t i, int64_t first, int64_t end, const float *b, float *c,
+                           int64_t ldc) {
+    const float *rows[MTI_MR], *a = x->a + i * x->a_row + first * x->a_col;
+    int64_t last = x->m - i - 1, k = end - first;
+    int r;
+    b += first * MTI_NR;
+    if (x->packed_a) {
+        MTI_UNROLL
+        for (r = 0; r < MTI_MR; r++) rows[r] = x->packed_a + i * x->k + first * MTI_MR + r;
+        mti_gemm_sums(k, rows, MTI_MR, b, x->alpha, x->beta, c, ldc);
+        return;
+    }
+    MTI_UNROLL
+    for (r = 0; r < MTI_MR; r++) rows[r] = a + mt_min(r, last) * x->a_row;
+    if (x->a_col == 1) mti_gemm_sums(k, rows, 1, b, x->alpha, x->beta, c, ldc);
+    else mti_gemm_sums(k, rows, x->a_col, b, x->alpha, x->beta, c, ldc);
+}
+
+/* Copies m rows of n elements. */
+static void mti_gemm_copy(const float *x, int64_t ldx, float *y, int64_t ldy, int64_t m, int64_t n) {
+    int64_t i, j;
+    for (i = 0; i < m; i++)
+        for (j = 0; j < n; j++) y[i * ldy + j] = x[i * ldx + j];
+}
+
+/* Computes the tile of a block from row i and column j on. It sums over [first, end) of the inner dimension. A part of
+   a tile goes through a whole one, so that an element has the same bits in any place of a tile. */
+static void mti_gemm_tile(const mti_gemm_piece *x, int64_t i, int64_t j, int64_t first, int64_t end) {
+    float room[MTI_MR * MTI_NR], *c = x->c + i * x->ldc + j;
+    const float *b = x->packed_b + j * x->k;
+    int64_t m = mt_min(MTI_MR, x->m - i), n = mt_min(MTI_NR, x->n - j), r;
+    if (m == MTI_MR && n == MTI_NR) {
+        for (r = 0; r < m; r++) MTI_PREFETCH(c + r * x->ldc);
+        mti_gemm_panel(x, i, first, end, b, c, x->ldc);
+        return;
+    }
+    memset(room, 0, sizeof room);
+    if (x->beta != 0.0f) mti_gemm_copy(c, x->ldc, room, MTI_NR, m, n);
+    mti_gemm_panel(x, i, first, end, b, room, MTI_NR);
+    mti_gemm_copy(room, MTI_NR, c, x->ldc, m, n);
+}
+
 /* ---- >>ptx: wrappers of PTX instructions ------------------------------------------------------------------------- */
 
 #if MT_HAS_CUDA
@@ -3060,23 +3249,11 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 #else
 MT_API const char *mt_gemm_library(void) { return "built-in"; }
 
-/* The micro-kernel holds MTI_MR x MTI_NR sums in registers: 8 x 32 sums take 16 of the 32 registers of AVX-512, and 6 x
-   16 sums take 12 of the 16 registers of AVX2. A register holds MTI_SIMD floats. The sum for an element of c adds the
-   products over k in the same order, whatever its place in a tile. */
-#if defined(__AVX512F__)
-#define MTI_SIMD 16
-#define MTI_MR 8
-#elif defined(__AVX__)
-#define MTI_SIMD 8
-#define MTI_MR 6
-#else
-#define MTI_SIMD 4
-#define MTI_MR 4
-#endif
-#define MTI_NR (2 * MTI_SIMD)
-#define MTI_KC 256  /* a panel of b, MTI_KC x MTI_NR, stays in L1 */
-#define MTI_MC 192  /* a block of a, MTI_MC x MTI_KC, stays in L2; a multiple of every MTI_MR */
-#define MTI_NC 2048 /* a block of b, MTI_KC x MTI_NC, stays in L3 */
+/* A panel of b, MTI_KC x MTI_NR, stays in L1. A block of a, MTI_MC x MTI_KC, stays in L2; MTI_MC is a multiple of every
+   MTI_MR. A block of b, MTI_KC x MTI_NC, stays in L3. */
+#define MTI_KC (MTI_SIMD == 16 ? 256 : 384)
+#define MTI_MC 192
+#define MTI_NC 2048
 
 /* The bytes of scratch memory that the built-in GEMM needs for packing. They never decrease when m, n or k grows. */
 static size_t mti_builtin_gemm_bytes(int64_t m, int64_t n, int64_t k) {
@@ -3085,114 +3262,12 @@ static size_t mti_builtin_gemm_bytes(int64_t m, int64_t n, int64_t k) {
     return mt_align_up((size_t)a * sizeof(float)) + mt_align_up((size_t)b * sizeof(float));
 }
 
-/* Packs a panel of `rows` <= `width` rows of a matrix whose element (i, p) is x[i * row + p * col]. Element (i, p) goes
-   to out[p * width + i]. Rows from `rows` to `width` become 0. */
-static void mti_pack_panel(const float *x, int64_t row, int64_t col, int64_t rows, int64_t k, int width, float *out) {
-    int64_t i, p;
-    if (row == 1 && rows == width) {
-        for (p = 0; p < k; p++, x += col, out += width) memcpy(out, x, (size_t)width * sizeof(float));
-        return;
-    }
-    for (i = 0; i < rows; i++)
-        for (p = 0; p < k; p++) out[p * width + i] = x[i * row + p * col];
-    for (; i < width; i++)
-        for (p = 0; p < k; p++) out[p * width + i] = 0.0f;
-}
-
-/* Packs all rows, in panels of `width` rows. */
-static void mti_pack(const float *x, int64_t row, int64_t col, int64_t rows, int64_t k, int width, float *out) {
-    int64_t i;
-    for (i = 0; i < rows; i += width)
-        mti_pack_panel(x + i * row, row, col, mt_min(width, rows - i), k, width, out + i * k);
-}
-
-#if defined(__GNUC__) && !defined(__CUDACC__)
-typedef float mti_simd __attribute__((vector_size(4 * MTI_SIMD)));
-
-/* sums [MTI_MR, MTI_NR] = a b over k. Row i of a is a[i][p * step]; b is a packed panel. */
-MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float *sums) {
-    mti_simd s[MTI_MR][2], b0, b1, zero = {0};
-    int64_t p;
-    int i;
-    MTI_UNROLL
-    for (i = 0; i < MTI_MR; i++) s[i][0] = s[i][1] = zero;
-    for (p = 0; p < k; p++, b += MTI_NR) {
-        memcpy(&b0, b, sizeof b0);
-        memcpy(&b1, b + MTI_SIMD, sizeof b1);
-        MTI_UNROLL
-        for (i = 0; i < MTI_MR; i++) {
-            s[i][0] += a[i][p * step] * b0;
-            s[i][1] += a[i][p * step] * b1;
-        }
-    }
-    memcpy(sums, s, sizeof s);
-}
-#else
-MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float *sums) {
-    int64_t p;
-    int i, j;
-    for (i = 0; i < MTI_MR * MTI_NR; i++) sums[i] = 0.0f;
-    for (p = 0; p < k; p++, b += MTI_NR)
-        for (i = 0; i < MTI_MR; i++)
-            for (j = 0; j < MTI_NR; j++) sums[i * MTI_NR + j] += a[i][p * step] * b[j];
-}
-#endif
-
-/* The same as mti_gemm_sums for a packed panel a. */
-static void mti_gemm_sums_packed(int64_t k, const float *a, const float *b, float *sums) {
-    const float *rows[MTI_MR];
-    int i;
-    MTI_UNROLL
-    for (i = 0; i < MTI_MR; i++) rows[i] = a + i;
-    mti_gemm_sums(k, rows, MTI_MR, b, sums);
-}
-
-/* The same as mti_gemm_sums for a matrix a that is not packed. Rows from `count` on repeat the last row, and their sums
-   are not used. */
-static void mti_gemm_sums_strided(int64_t k, const float *a, int64_t row, int64_t col, int64_t count, const float *b,
-                                  float *sums) {
-    const float *rows[MTI_MR];
-    int i;
-    MTI_UNROLL
-    for (i = 0; i < MTI_MR; i++) rows[i] = a + mt_min(i, count - 1) * row;
-    if (col == 1) mti_gemm_sums(k, rows, 1, b, sums);
-    else mti_gemm_sums(k, rows, col, b, sums);
-}
-
-/* c = alpha * sums + beta * c, for the m x n elements of the tile that lie inside c. */
-MT_INLINE void mti_gemm_store(const float *sums, float alpha, float beta, float *c, int64_t ldc, int64_t m, int64_t n) {
-    int64_t i, j;
-    for (i = 0; i < m; i++, c += ldc, sums += MTI_NR) {
-        if (beta == 0.0f)
-            for (j = 0; j < n; j++) c[j] = alpha * sums[j];
-        else
-            for (j = 0; j < n; j++) c[j] = alpha * sums[j] + beta * c[j];
-    }
-}
-
-typedef struct mti_gemm_piece { /* one block of a product: c [m, n] = alpha a [m, k] b [k, n] + beta c */
-    const float *a;
-    const float *packed_a; /* NULL: a is read in place, with its strides */
-    const float *packed_b;
-    float *c;
-    int64_t a_row, a_col, ldc, m, n, k;
-    float alpha, beta;
-} mti_gemm_piece;
-
 /* Computes one block of a product, tile by tile. The inner loop goes over the rows of a, so that a panel of b stays in
    L1. */
 static void mti_gemm_block(const mti_gemm_piece *x) {
-    float sums[MTI_MR * MTI_NR];
     int64_t i, j;
     for (j = 0; j < x->n; j += MTI_NR)
-        for (i = 0; i < x->m; i += MTI_MR) {
-            int64_t m = mt_min(MTI_MR, x->m - i), n = mt_min(MTI_NR, x->n - j);
-            float *c = x->c + i * x->ldc + j;
-            if (x->packed_a) mti_gemm_sums_packed(x->k, x->packed_a + i * x->k, x->packed_b + j * x->k, sums);
-            else mti_gemm_sums_strided(x->k, x->a + i * x->a_row, x->a_row, x->a_col, m, x->packed_b + j * x->k, sums);
-            if (n == MTI_NR) mti_gemm_store(sums, x->alpha, x->beta, c, x->ldc, m, MTI_NR);
-            else mti_gemm_store(sums, x->alpha, x->beta, c, x->ldc, m, n);
-        }
+        for (i = 0; i < x->m; i += MTI_MR) mti_gemm_tile(x, i, j, 0, x->k);
 }
 
 /* The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008). a is
@@ -5703,6 +5778,11 @@ MT_INLINE MT_HOST_DEVICE int64_t mti_bias_row(const mt_attention_desc *s, int64_
     return (sequence * s->bias_heads + of_head) * s->seq + i;
 }
 
+/* A CPU computes the scores of MTI_QUERIES queries and MTI_KEYS keys at a time, a block that stays in L2. Both are
+   multiples of every MTI_MR, and MTI_KEYS of every MTI_NR. */
+#define MTI_QUERIES 96
+#define MTI_KEYS 192
+
 /* One call of attention: its arguments, and below them what all heads share in the loops of a CPU. */
 typedef struct mti_attention {
     mt_context *ctx;
@@ -5710,11 +5790,10 @@ typedef struct mti_attention {
     /* q has head j of group g at column g * q_step + j * head_dim; k and v have group g at g * kv_step */
     mt_tensor q, k, v, out, lse, dout, dq, dk, dv;
     int64_t q_step, kv_step;
-    int64_t panel, pitch;  /* panel: rows of a panel; pitch: leading dimension of scores and grads */
-    float *scores, *grads; /* [panel, pitch]; grads for backward only */
-    float *factors;        /* [panel]; forward: 1 / the sum of exponentials; backward: rowsum(dout * out) */
-    float *slopes;         /* [pitch]; backward with a soft cap: its derivative for a row of scores */
-    void *gemm;            /* scratch memory of the products */
+    float *scores, *grads; /* [queries, MTI_KEYS], a block; grads for backward only */
+    /* packed k and v of a group, as the right operand of products that sum over features or over keys; packed q and
+       dout of MTI_QUERIES queries, for sums over queries. NULL: not needed */
+    float *k_features, *k_keys, *v_features, *v_keys, *q_queries, *dout_queries;
 } mti_attention;
 
 typedef struct mti_head {       /* one query head of one sequence */
@@ -5754,11 +5833,6 @@ static void mti_attention_fused(mti_attention *a, mt_tensor qkv, mt_tensor dqkv)
     a->dv = mti_cols_from(a->dk, c.value);
 }
 
-/* The rows of a panel, which are the queries whose scores for all visible keys are stored at once. A causal panel is
-   smaller, because it also computes the scores above the diagonal, which are not used. */
-#define MTI_PANEL 128
-#define MTI_PANEL_CAUSAL 64
-
 static mt_status mti_attention_floats(mti_attention *a, int64_t count, float **out) {
     void *memory = NULL;
     MT_TRY(mt_arena_alloc(a->ctx, (size_t)count * sizeof(float), &memory));
@@ -5766,19 +5840,19 @@ static mt_status mti_attention_floats(mti_attention *a, int64_t count, float **o
     return MT_SUCCESS;
 }
 
-/* Allocates the scratch memory. The pitch is larger than kv_seq, so that rows do not share cache sets if kv_seq is a
-   power of two. */
+/* Allocates the scratch memory. */
 static mt_status mti_attention_scratch(mti_attention *a, int backward) {
     const mt_attention_desc *s = &a->desc;
-    int64_t widest = mt_max(mt_max(s->seq, s->kv_seq), s->head_dim), tallest;
-    a->panel = mt_min(s->mask == MT_MASK_CAUSAL || s->window > 0 ? MTI_PANEL_CAUSAL : MTI_PANEL, s->seq);
-    a->pitch = mt_round_up(s->kv_seq, 16) + 16;
-    tallest = backward ? widest : a->panel;
-    MT_TRY(mti_attention_floats(a, a->panel * a->pitch, &a->scores));
-    if (backward) MT_TRY(mti_attention_floats(a, a->panel * a->pitch, &a->grads));
-    if (backward && s->softcap > 0.0f) MT_TRY(mti_attention_floats(a, a->pitch, &a->slopes));
-    MT_TRY(mti_attention_floats(a, a->panel, &a->factors));
-    return mt_arena_alloc(a->ctx, mti_gemm_bytes(tallest, widest, widest), &a->gemm);
+    int64_t head = mt_round_up(s->head_dim, MTI_NR), queries = mt_min(MTI_QUERIES, s->seq);
+    int64_t features = mt_round_up(s->kv_seq, MTI_NR) * s->head_dim, keys = s->kv_seq * head;
+    MT_TRY(mti_attention_floats(a, queries * MTI_KEYS, &a->scores));
+    MT_TRY(mti_attention_floats(a, features, &a->k_features));
+    if (!backward) return mti_attention_floats(a, keys, &a->v_keys);
+    MT_TRY(mti_attention_floats(a, queries * MTI_KEYS, &a->grads));
+    MT_TRY(mti_attention_floats(a, keys, &a->k_keys));
+    MT_TRY(mti_attention_floats(a, features, &a->v_features));
+    MT_TRY(mti_attention_floats(a, queries * head, &a->q_queries));
+    return mti_attention_floats(a, queries * head, &a->dout_queries);
 }
 
 /* Locates query head `member` of a group: its columns and its rows. */
@@ -5797,48 +5871,151 @@ static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_
     return h;
 }
 
-/* The keys that the queries [i0, i0 + rows) of a head see together. */
-static mti_span mti_attention_span(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows) {
-    mti_span all = {0, 0};
-    int64_t i;
-    for (i = i0; i < i0 + rows; i++) {
-        mti_span one = mti_keys_of(&a->desc, h->length, h->batch, i);
-        if (one.end <= one.first) continue;
-        all.first = all.end > 0 ? mt_min(all.first, one.first) : one.first;
-        all.end = mt_max(all.end, one.end);
-    }
-    return all;
-}
-
 static float *mti_at(mt_tensor t, int64_t row, int64_t col) { return (float *)t.data + row * mt_tensor_ld(t) + col; }
 
-/* c [m, n] = alpha op(x) op(y) + beta c. */
-static mt_status mti_attention_product(const mti_attention *a, int trans_x, int trans_y, int64_t m, int64_t n,
-                                       int64_t k, float alpha, const float *x, int64_t ldx, const float *y, int64_t ldy,
-                                       float beta, float *c, int64_t ldc) {
-    mti_matmul g;
-    g.trans_a = trans_x;
-    g.trans_b = trans_y;
-    g.m = m;
-    g.n = n;
-    g.k = k;
-    g.alpha = alpha;
-    g.beta = beta;
-    g.a = x;
-    g.b = y;
-    g.c = c;
-    g.lda = ldx;
-    g.ldb = ldy;
-    g.ldc = ldc;
-    return mti_cpu_gemm(a->ctx, &g, a->gemm);
+/* Packs n rows of t, from column `col` on, for products that sum over features. */
+static void mti_pack_features(mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t head_dim, float *out) {
+    mti_pack(mti_at(t, row, col), mt_tensor_ld(t), 1, n, head_dim, MTI_NR, out);
 }
 
-/* scores [rows, n] = scale q k^T, for the query rows [i0, i0 + rows) of a head and n keys from `first` on. */
-static mt_status mti_attention_scores(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
-                                      int64_t first, int64_t n) {
-    return mti_attention_product(
-        a, 0, 1, rows, n, a->desc.head_dim, a->desc.scale, mti_at(a->q, h->query + i0, h->q_col), mt_tensor_ld(a->q),
-        mti_at(a->k, h->key + first, h->kv_col), mt_tensor_ld(a->k), 0.0f, a->scores, a->pitch);
+/* Packs n rows of t, from column `col` on, for products that sum over rows: `block` rows at a time. */
+static void mti_pack_rows(mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t head_dim, int64_t block,
+                          float *out) {
+    int64_t i;
+    for (i = 0; i < n; i += block)
+        mti_pack(mti_at(t, row + i, col), 1, mt_tensor_ld(t), head_dim, mt_min(block, n - i), MTI_NR,
+                 out + i * mt_round_up(head_dim, MTI_NR));
+}
+
+/* Packs the keys and values of a group. */
+static void mti_attention_pack(const mti_attention *a, int64_t batch, int64_t group) {
+    const mt_attention_desc *s = &a->desc;
+    int64_t n = s->kv_seq, d = s->head_dim, row = batch * n, col = group * a->kv_step;
+    mti_pack_features(a->k, row, col, n, d, a->k_features);
+    if (a->k_keys) mti_pack_rows(a->k, row, col, n, d, MTI_KEYS, a->k_keys);
+    if (a->v_features) mti_pack_features(a->v, row, col, n, d, a->v_features);
+    if (a->v_keys) mti_pack_rows(a->v, row, col, n, d, MTI_KEYS, a->v_keys);
+}
+
+/* A block of scores: queries [query, query + rows) of a head and keys [key, key + keys) of its group. */
+typedef struct mti_score_block {
+    int64_t query, rows, key, keys;
+    mti_span seen[MTI_QUERIES];                /* of each query: the keys that it sees, as columns of the block */
+    mti_span by_queries[MTI_QUERIES / MTI_MR]; /* the columns that the queries of a tile see together */
+    mti_span by_keys[MTI_KEYS / MTI_MR];       /* the queries that see a key of a tile, as rows of the block */
+} mti_score_block;
+
+/* Extends `all` so that it also has the numbers [first, end), if these are any. */
+static void mti_span_extend(mti_span *all, int64_t first, int64_t end) {
+    if (end <= first) return;
+    if (all->end <= all->first) all->first = first, all->end = end;
+    all->first = mt_min(all->first, first);
+    all->end = mt_max(all->end, end);
+}
+
+/* Notes that the queries [first, end) of a block see its columns `seen`. */
+static void mti_scores_note(mti_score_block *b, int64_t first, int64_t end, mti_span seen) {
+    int64_t t;
+    for (t = first / MTI_MR; t * MTI_MR < end; t++) mti_span_extend(&b->by_queries[t], seen.first, seen.end);
+    for (t = seen.first / MTI_MR; t * MTI_MR < seen.end; t++) mti_span_extend(&b->by_keys[t], first, end);
+}
+
+/* Sets what the queries of a block see. Returns 0 if they see no key of it. */
+static int mti_scores_see(const mti_attention *a, const mti_head *h, mti_score_block *b) {
+    int64_t r, first = 0; /* the first of the queries that see the same */
+    int any = 0;
+    memset(b->by_queries, 0, sizeof b->by_queries);
+    memset(b->by_keys, 0, sizeof b->by_keys);
+    for (r = 0; r < b->rows; r++) {
+        mti_span *seen = &b->seen[r];
+        *seen = mti_span_of_both(mti_keys_of(&a->desc, h->length, h->batch, b->query + r), b->key, b->key + b->keys);
+        seen->first -= b->key;
+        seen->end -= b->key;
+        if (seen->end <= seen->first) seen->first = seen->end = 0;
+        any |= seen->end > 0;
+        if (seen->first == b->seen[first].first && seen->end == b->seen[first].end) continue;
+        mti_scores_note(b, first, r, b->seen[first]);
+        first = r;
+    }
+    mti_scores_note(b, first, b->rows, b->seen[first]);
+    return any;
+}
+
+/* c [m, n] = alpha a b + beta c, without the tiles whose columns no query of the tile sees. */
+static void mti_score_tiles(const mti_gemm_piece *x, const mti_span *seen) {
+    int64_t i, j;
+    for (j = 0; j < x->n; j += MTI_NR)
+        for (i = 0; i < x->m; i += MTI_MR) {
+            const mti_span *t = &seen[i / MTI_MR];
+            if (j < t->end && j + MTI_NR > t->first) mti_gemm_tile(x, i, j, 0, x->k);
+        }
+}
+
+/* c [m, n] += alpha a b, where the rows of a tile sum over their span. */
+static void mti_score_sums(const mti_gemm_piece *x, const mti_span *seen) {
+    int64_t i, j;
+    for (j = 0; j < x->n; j += MTI_NR)
+        for (i = 0; i < x->m; i += MTI_MR) {
+            const mti_span *t = &seen[i / MTI_MR];
+            if (t->end > t->first) mti_gemm_tile(x, i, j, t->first, t->end);
+        }
+}
+
+/* out [rows, keys] = alpha x y^T: x has the queries of the block, from column `col` on, and y packed features. */
+static void mti_scores_of(const mti_attention *a, const mti_head *h, const mti_score_block *b, float alpha, mt_tensor x,
+                          int64_t col, const float *y, float *out) {
+    mti_gemm_piece g;
+    g.a = mti_at(x, h->query + b->query, col);
+    g.packed_a = NULL;
+    g.packed_b = y + b->key * a->desc.head_dim;
+    g.c = out;
+    g.a_row = mt_tensor_ld(x);
+    g.a_col = 1;
+    g.ldc = MTI_KEYS;
+    g.m = b->rows;
+    g.n = b->keys;
+    g.k = a->desc.head_dim;
+    g.alpha = alpha;
+    g.beta = 0.0f;
+    mti_score_tiles(&g, b->by_queries);
+}
+
+/* The rows of the queries of a block in out, from column `col` on, += alpha x y, for x [rows, keys]. */
+static void mti_scores_to_queries(const mti_attention *a, const mti_head *h, const mti_score_block *b, float alpha,
+                                  const float *x, const float *y, mt_tensor out, int64_t col) {
+    mti_gemm_piece g;
+    g.a = x;
+    g.packed_a = NULL;
+    g.packed_b = y + b->key * mt_round_up(a->desc.head_dim, MTI_NR);
+    g.c = mti_at(out, h->query + b->query, col);
+    g.a_row = MTI_KEYS;
+    g.a_col = 1;
+    g.ldc = mt_tensor_ld(out);
+    g.m = b->rows;
+    g.n = a->desc.head_dim;
+    g.k = b->keys;
+    g.alpha = alpha;
+    g.beta = 1.0f;
+    mti_score_sums(&g, b->by_queries);
+}
+
+/* The rows of the keys of a block in out += alpha x^T y, for x [rows, keys] and y with packed queries. */
+static void mti_scores_to_keys(const mti_attention *a, const mti_head *h, const mti_score_block *b, float alpha,
+                               const float *x, const float *y, mt_tensor out) {
+    mti_gemm_piece g;
+    g.a = x;
+    g.packed_a = NULL;
+    g.packed_b = y;
+    g.c = mti_at(out, h->key + b->key, h->kv_col);
+    g.a_row = 1;
+    g.a_col = MTI_KEYS;
+    g.ldc = mt_tensor_ld(out);
+    g.m = b->keys;
+    g.n = a->desc.head_dim;
+    g.k = b->rows;
+    g.alpha = alpha;
+    g.beta = 1.0f;
+    mti_score_sums(&g, b->by_keys);
 }
 
 /* Caps n scores x. slopes, if it is not NULL, becomes the derivative of the soft cap. */
@@ -5899,79 +6076,96 @@ static void mti_attention_zero_outside(float *x, int64_t first, int64_t end, int
     mti_row_fill(x + end, 0.0f, n - end);
 }
 
-/* The scores of query i in a panel for the keys of `panel`: which of them the query sees, as columns of the panel. */
-static mti_span mti_attention_seen(const mti_attention *a, const mti_head *h, int64_t i, mti_span panel) {
-    mti_span seen = mti_span_of_both(mti_keys_of(&a->desc, h->length, h->batch, i), panel.first, panel.end);
-    if (seen.end <= seen.first) seen.first = seen.end = panel.first;
-    seen.first -= panel.first;
-    seen.end -= panel.first;
-    return seen;
+/* The softmax of the queries of a head so far: the largest score, and the sum of e^(score - top). */
+typedef struct mti_softmax {
+    float top[MTI_QUERIES], sum[MTI_QUERIES];
+} mti_softmax;
+
+/* Adds the scores x of row r, n keys from `first` on, to its softmax. They become e^(score - top), with dropout.
+   Returns 0 if all of them are masked, and the row of the output `out` must not get them. */
+static int mti_softmax_add(const mti_attention *a, const mti_head *h, mti_softmax *m, int64_t r, int64_t i,
+                           int64_t first, float *x, int64_t n, float *out) {
+    const mt_dropout *dropout = &a->desc.dropout;
+    float top, old = m->top[r];
+    mti_attention_change_row(a, h, i, first, x, n, NULL);
+    top = mti_row_max(x, n);
+    if (top == -(float)INFINITY && mti_row_sum(x, n) == top) return 0; /* all are masked, none is NaN */
+    if (top < old) top = old;
+    if (top > old && m->sum[r] != 0.0f) {
+        float factor = mti_exp(old - top);
+        m->sum[r] *= factor;
+        mti_row_scale(out, factor, a->desc.head_dim);
+    }
+    m->top[r] = top;
+    m->sum[r] += mti_row_exp(x, top, x, n);
+    if (dropout->p > 0.0f) mti_attention_drop_row(dropout, mti_probability_element(a, h, i) + first, x, n);
+    return 1;
 }
 
-/* scores = exp(scores - maximum of the row), with dropout. factors[r] = 1 / the sum of row r, or 0 if it sees no key.
-   The caller multiplies the output by factors[r] instead of the scores, because the output has fewer columns. */
-static void mti_attention_softmax(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows, mti_span keys) {
+/* scores = e^(scores - the largest of the row so far), with dropout. The output so far is scaled to the same number
+   (arXiv 2205.14135, algorithm 1). Rows of scores that are not seen become 0. */
+static void mti_scores_softmax(const mti_attention *a, const mti_head *h, const mti_score_block *b, mti_softmax *m) {
+    int64_t r;
+    for (r = 0; r < b->rows; r++) {
+        float *p = a->scores + r * MTI_KEYS, *out = mti_at(a->out, h->query + b->query + r, h->out_col);
+        mti_span seen = b->seen[r];
+        if (seen.end > seen.first &&
+            !mti_softmax_add(a, h, m, r, b->query + r, b->key + seen.first, p + seen.first, seen.end - seen.first, out))
+            seen.end = seen.first;
+        mti_attention_zero_outside(p, seen.first, seen.end, b->keys);
+    }
+}
+
+/* Divides the output by the sums, and writes lse. A query that sees no key has the output 0. */
+static void mti_softmax_end(const mti_attention *a, const mti_head *h, const mti_softmax *m, int64_t query,
+                            int64_t rows) {
     int64_t r;
     for (r = 0; r < rows; r++) {
-        float *p = a->scores + r * a->pitch, *x, top = -(float)INFINITY, sum;
-        mti_span seen = mti_attention_seen(a, h, i0 + r, keys);
-        int64_t n = seen.end - seen.first, first = keys.first + seen.first;
-        x = p + seen.first;
-        mti_attention_change_row(a, h, i0 + r, first, x, n, NULL);
-        if (n > 0) top = mti_row_max(x, n);
-        if (top == -(float)INFINITY && mti_row_sum(x, n) == top)
-            seen.end = seen.first; /* all are masked, none is NaN */
-        mti_attention_zero_outside(p, seen.first, seen.end, keys.end - keys.first);
-        sum = seen.end > seen.first ? mti_row_exp(x, top, x, n) : 0.0f;
-        a->factors[r] = sum == 0.0f ? 0.0f : 1.0f / sum; /* NaN stays NaN */
-        if (a->lse.data) *mti_at(a->lse, h->head, h->query + i0 + r) = sum == 0.0f ? top : top + logf(sum);
-        if (a->desc.dropout.p > 0.0f)
-            mti_attention_drop_row(&a->desc.dropout, mti_probability_element(a, h, i0 + r) + first, x,
-                                   seen.end - seen.first);
+        int64_t row = h->query + query + r;
+        float sum = m->sum[r];
+        mti_row_scale(mti_at(a->out, row, h->out_col), sum == 0.0f ? 0.0f : 1.0f / sum, a->desc.head_dim);
+        if (a->lse.data) *mti_at(a->lse, h->head, row) = sum == 0.0f ? m->top[r] : m->top[r] + logf(sum);
     }
 }
 
-/* Writes the results of queries that see no key. */
-static void mti_attention_nothing_seen(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows) {
+/* Fills `rows` rows of a head with zeros. */
+static void mti_attention_clear(mt_tensor t, int64_t row, int64_t col, int64_t rows, int64_t head_dim) {
     int64_t i;
-    for (i = i0; i < i0 + rows; i++) {
-        mti_row_fill(mti_at(a->out, h->query + i, h->out_col), 0.0f, a->desc.head_dim);
-        if (a->lse.data) *mti_at(a->lse, h->head, h->query + i) = -(float)INFINITY;
-    }
+    for (i = 0; i < rows; i++) mti_row_fill(mti_at(t, row + i, col), 0.0f, head_dim);
 }
 
-/* Computes the output of a query head, panel by panel. */
-static mt_status mti_attention_forward_head(const mti_attention *a, const mti_head *h) {
+/* Computes the output of a query head, block by block. */
+static void mti_attention_forward_head(const mti_attention *a, const mti_head *h) {
     const mt_attention_desc *s = &a->desc;
-    int64_t i0, r;
-    for (i0 = 0; i0 < s->seq; i0 += a->panel) {
-        int64_t rows = mt_min(a->panel, s->seq - i0), ld = mt_tensor_ld(a->out), n;
-        float *out = mti_at(a->out, h->query + i0, h->out_col);
-        mti_span keys = mti_attention_span(a, h, i0, rows);
-        n = keys.end - keys.first;
-        if (n == 0) {
-            mti_attention_nothing_seen(a, h, i0, rows);
-            continue;
+    mti_softmax m;
+    mti_score_block b;
+    for (b.query = 0; b.query < s->seq; b.query += MTI_QUERIES) {
+        b.rows = mt_min(MTI_QUERIES, s->seq - b.query);
+        mti_row_fill(m.top, -(float)INFINITY, b.rows);
+        mti_row_fill(m.sum, 0.0f, b.rows);
+        mti_attention_clear(a->out, h->query + b.query, h->out_col, b.rows, s->head_dim);
+        for (b.key = 0; b.key < s->kv_seq; b.key += MTI_KEYS) {
+            b.keys = mt_min(MTI_KEYS, s->kv_seq - b.key);
+            if (!mti_scores_see(a, h, &b)) continue;
+            mti_scores_of(a, h, &b, s->scale, a->q, h->q_col, a->k_features, a->scores);
+            mti_scores_softmax(a, h, &b, &m);
+            mti_scores_to_queries(a, h, &b, 1.0f, a->scores, a->v_keys, a->out, h->out_col);
         }
-        MT_TRY(mti_attention_scores(a, h, i0, rows, keys.first, n));
-        mti_attention_softmax(a, h, i0, rows, keys);
-        MT_TRY(mti_attention_product(a, 0, 0, rows, s->head_dim, n, 1.0f, a->scores, a->pitch,
-                                     mti_at(a->v, h->key + keys.first, h->kv_col), mt_tensor_ld(a->v), 0.0f, out, ld));
-        for (r = 0; r < rows; r++) mti_row_scale(out + r * ld, a->factors[r], s->head_dim);
+        mti_softmax_end(a, h, &m, b.query, b.rows);
     }
-    return MT_SUCCESS;
 }
 
-static mt_status mti_cpu_attention_forward(const mti_attention *a) {
+static void mti_cpu_attention_forward(const mti_attention *a) {
     const mt_attention_desc *s = &a->desc;
     int64_t b, g, j;
     for (b = 0; b < s->batch; b++)
-        for (g = 0; g < s->groups; g++)
+        for (g = 0; g < s->groups; g++) {
+            mti_attention_pack(a, b, g);
             for (j = 0; j < s->heads_per_group; j++) {
                 mti_head h = mti_attention_head(a, b, g, j);
-                MT_TRY(mti_attention_forward_head(a, &h));
+                mti_attention_forward_head(a, &h);
             }
-    return MT_SUCCESS;
+        }
 }
 
 /* scores = p = e^(scores - lse), and grads = p (grads - delta). On entry grads is the gradient of p, on return the
@@ -5986,98 +6180,93 @@ static void mti_attention_backward_row(float *scores, float *grads, float lse, f
     }
 }
 
-/* Computes the probabilities p of a panel and the gradients of its scores. With dropout D, scores become D p, which dv
-   needs, and D is applied to the incoming gradient first. delta = rowsum(dout * out) holds with and without D, because
-   out contains D. The gradient of the bias is that of the changed scores, before the soft cap's derivative. */
-static void mti_attention_backward_panel(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
-                                         mti_span keys) {
+/* Row r of a block in backward: scores become p, and grads, the gradients of p, those of the scores. With dropout D,
+   scores become D p, which dv needs, and D is applied to the incoming gradient first. delta = rowsum(dout * out) holds
+   with and without D, because out contains D. The gradient of the bias is that of the changed scores, before the soft
+   cap's derivative. */
+static void mti_scores_backward_row(const mti_attention *a, const mti_head *h, int64_t i, int64_t first, float *p,
+                                    float *d, int64_t n, float delta) {
     const mt_attention_desc *s = &a->desc;
-    int64_t i;
-    for (i = i0; i < i0 + rows; i++) {
-        float *p = a->scores + (i - i0) * a->pitch, *d = a->grads + (i - i0) * a->pitch, *dbias;
-        float lse = *mti_at(a->lse, h->head, h->query + i);
-        mti_span seen = mti_attention_seen(a, h, i, keys);
-        int64_t n, first = keys.first + seen.first, e = 0, j;
-        if (lse == -(float)INFINITY) seen.end = seen.first;
-        n = seen.end - seen.first;
-        mti_attention_zero_outside(p, seen.first, seen.end, keys.end - keys.first);
-        mti_attention_zero_outside(d, seen.first, seen.end, keys.end - keys.first);
-        p += seen.first;
-        d += seen.first;
-        mti_attention_change_row(a, h, i, first, p, n, a->slopes);
-        if (s->dropout.p > 0.0f) {
-            e = mti_probability_element(a, h, i) + first;
-            mti_attention_drop_row(&s->dropout, e, d, n);
-        }
-        mti_attention_backward_row(p, d, lse, a->factors[i - i0], n);
-        if (s->dropout.p > 0.0f) mti_attention_drop_row(&s->dropout, e, p, n);
-        if (s->dbias.data) {
-            dbias = mti_at(s->dbias, mti_bias_row(s, h->batch, h->head, i), first);
-            mti_row_add(dbias, d, dbias, n);
-        }
-        for (j = 0; s->softcap > 0.0f && j < n; j++) d[j] *= a->slopes[j];
+    int64_t e = 0, j;
+    float slopes[MTI_KEYS], *dbias;
+    mti_attention_change_row(a, h, i, first, p, n, slopes);
+    if (s->dropout.p > 0.0f) {
+        e = mti_probability_element(a, h, i) + first;
+        mti_attention_drop_row(&s->dropout, e, d, n);
+    }
+    mti_attention_backward_row(p, d, *mti_at(a->lse, h->head, h->query + i), delta, n);
+    if (s->dropout.p > 0.0f) mti_attention_drop_row(&s->dropout, e, p, n);
+    if (s->dbias.data) {
+        dbias = mti_at(s->dbias, mti_bias_row(s, h->batch, h->head, i), first);
+        mti_row_add(dbias, d, dbias, n);
+    }
+    for (j = 0; s->softcap > 0.0f && j < n; j++) d[j] *= slopes[j];
+}
+
+/* Computes the probabilities of a block and the gradients of its scores. What is not seen becomes 0. */
+static void mti_scores_backward_rows(const mti_attention *a, const mti_head *h, const mti_score_block *b,
+                                     const float *deltas) {
+    int64_t r;
+    for (r = 0; r < b->rows; r++) {
+        float *p = a->scores + r * MTI_KEYS, *d = a->grads + r * MTI_KEYS;
+        mti_span seen = b->seen[r];
+        if (*mti_at(a->lse, h->head, h->query + b->query + r) == -(float)INFINITY) seen.end = seen.first;
+        mti_attention_zero_outside(p, seen.first, seen.end, b->keys);
+        mti_attention_zero_outside(d, seen.first, seen.end, b->keys);
+        if (seen.end > seen.first)
+            mti_scores_backward_row(a, h, b->query + r, b->key + seen.first, p + seen.first, d + seen.first,
+                                    seen.end - seen.first, deltas[r]);
     }
 }
 
-/* Computes what a panel adds to the gradients: dv += p^T dout, dq = scale ds k, dk += scale ds^T q. */
-static mt_status mti_attention_backward_products(const mti_attention *a, const mti_head *h, int64_t i0, int64_t rows,
-                                                 mti_span keys) {
-    int64_t d = a->desc.head_dim, n = keys.end - keys.first, query = h->query + i0, key = h->key + keys.first;
-    MT_TRY(mti_attention_product(a, 1, 0, n, d, rows, 1.0f, a->scores, a->pitch, mti_at(a->dout, query, h->out_col),
-                                 mt_tensor_ld(a->dout), 1.0f, mti_at(a->dv, key, h->kv_col), mt_tensor_ld(a->dv)));
-    MT_TRY(mti_attention_product(a, 0, 0, rows, d, n, a->desc.scale, a->grads, a->pitch, mti_at(a->k, key, h->kv_col),
-                                 mt_tensor_ld(a->k), 0.0f, mti_at(a->dq, query, h->q_col), mt_tensor_ld(a->dq)));
-    return mti_attention_product(a, 1, 0, n, d, rows, a->desc.scale, a->grads, a->pitch, mti_at(a->q, query, h->q_col),
-                                 mt_tensor_ld(a->q), 1.0f, mti_at(a->dk, key, h->kv_col), mt_tensor_ld(a->dk));
+/* Computes what a block adds to the gradients: dv += p^T dout, dq += scale ds k, dk += scale ds^T q. */
+static void mti_scores_backward(const mti_attention *a, const mti_head *h, const mti_score_block *b,
+                                const float *deltas) {
+    float scale = a->desc.scale;
+    mti_scores_of(a, h, b, scale, a->q, h->q_col, a->k_features, a->scores);
+    mti_scores_of(a, h, b, 1.0f, a->dout, h->out_col, a->v_features, a->grads);
+    mti_scores_backward_rows(a, h, b, deltas);
+    mti_scores_to_keys(a, h, b, 1.0f, a->scores, a->dout_queries, a->dv);
+    mti_scores_to_queries(a, h, b, scale, a->grads, a->k_keys, a->dq, h->q_col);
+    mti_scores_to_keys(a, h, b, scale, a->grads, a->q_queries, a->dk);
 }
 
-/* Fills `rows` rows of a head with zeros. */
-static void mti_attention_clear(mt_tensor t, int64_t row, int64_t col, int64_t rows, int64_t head_dim) {
-    int64_t i;
-    for (i = 0; i < rows; i++) mti_row_fill(mti_at(t, row + i, col), 0.0f, head_dim);
-}
-
-/* Computes the gradients of a query head, panel by panel, from the last panel to the first: a causal panel adds to
-   fewer keys than the one after it. */
-static mt_status mti_attention_backward_head(const mti_attention *a, const mti_head *h) {
+/* Computes the gradients of a query head, block by block. */
+static void mti_attention_backward_head(const mti_attention *a, const mti_head *h) {
     const mt_attention_desc *s = &a->desc;
-    int64_t i0, r;
-    for (i0 = (s->seq - 1) / a->panel * a->panel; i0 >= 0; i0 -= a->panel) {
-        int64_t rows = mt_min(a->panel, s->seq - i0), n;
-        const float *dout = mti_at(a->dout, h->query + i0, h->out_col);
-        const float *out = mti_at(a->out, h->query + i0, h->out_col);
-        mti_span keys = mti_attention_span(a, h, i0, rows);
-        n = keys.end - keys.first;
-        if (n == 0) {
-            mti_attention_clear(a->dq, h->query + i0, h->q_col, rows, s->head_dim);
-            continue;
+    float deltas[MTI_QUERIES];
+    mti_score_block b;
+    int64_t r;
+    for (b.query = 0; b.query < s->seq; b.query += MTI_QUERIES) {
+        int64_t row = h->query + b.query;
+        b.rows = mt_min(MTI_QUERIES, s->seq - b.query);
+        for (r = 0; r < b.rows; r++)
+            deltas[r] =
+                mti_row_dot(mti_at(a->dout, row + r, h->out_col), mti_at(a->out, row + r, h->out_col), s->head_dim);
+        mti_pack_rows(a->q, row, h->q_col, b.rows, s->head_dim, MTI_QUERIES, a->q_queries);
+        mti_pack_rows(a->dout, row, h->out_col, b.rows, s->head_dim, MTI_QUERIES, a->dout_queries);
+        mti_attention_clear(a->dq, row, h->q_col, b.rows, s->head_dim);
+        for (b.key = 0; b.key < s->kv_seq; b.key += MTI_KEYS) {
+            b.keys = mt_min(MTI_KEYS, s->kv_seq - b.key);
+            if (mti_scores_see(a, h, &b)) mti_scores_backward(a, h, &b, deltas);
         }
-        for (r = 0; r < rows; r++)
-            a->factors[r] = mti_row_dot(dout + r * mt_tensor_ld(a->dout), out + r * mt_tensor_ld(a->out), s->head_dim);
-        MT_TRY(mti_attention_scores(a, h, i0, rows, keys.first, n));
-        MT_TRY(mti_attention_product(a, 0, 1, rows, n, s->head_dim, 1.0f, dout, mt_tensor_ld(a->dout),
-                                     mti_at(a->v, h->key + keys.first, h->kv_col), mt_tensor_ld(a->v), 0.0f, a->grads,
-                                     a->pitch));
-        mti_attention_backward_panel(a, h, i0, rows, keys);
-        MT_TRY(mti_attention_backward_products(a, h, i0, rows, keys));
     }
-    return MT_SUCCESS;
 }
 
 /* The heads of a group add to the same dk and dv, which are zero before the first of them. */
-static mt_status mti_cpu_attention_backward(const mti_attention *a) {
+static void mti_cpu_attention_backward(const mti_attention *a) {
     const mt_attention_desc *s = &a->desc;
     int64_t b, g, j;
     for (b = 0; b < s->batch; b++)
         for (g = 0; g < s->groups; g++) {
+            mti_attention_pack(a, b, g);
             mti_attention_clear(a->dk, b * s->kv_seq, g * a->kv_step, s->kv_seq, s->head_dim);
             mti_attention_clear(a->dv, b * s->kv_seq, g * a->kv_step, s->kv_seq, s->head_dim);
             for (j = 0; j < s->heads_per_group; j++) {
                 mti_head h = mti_attention_head(a, b, g, j);
-                MT_TRY(mti_attention_backward_head(a, &h));
+                mti_attention_backward_head(a, &h);
             }
         }
-    return MT_SUCCESS;
 }
 
 #if MT_HAS_CUDA
@@ -7249,7 +7438,9 @@ static mt_status mti_attention_loop(mti_operator *op, mti_attention *a, int back
     if (mti_is_empty(a->q)) return MT_SUCCESS;
     MT_TRY(mti_attention_scratch(a, backward));
     if (!op->on_cpu) return MT_SUCCESS;
-    return backward ? mti_cpu_attention_backward(a) : mti_cpu_attention_forward(a);
+    if (backward) mti_cpu_attention_backward(a);
+    else mti_cpu_attention_forward(a);
+    return MT_SUCCESS;
 }
 
 /* What an operator of attention requires of desc.bias; `use` adds to MT_ARG_IN. bias in MT_U8 is never widened. */

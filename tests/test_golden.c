@@ -115,14 +115,14 @@ static double optional(const golden *g, const char *name) {
 
    Weights get the same errors through AdamW's division by sqrt(v), which enlarges them where a gradient is almost 0:
    there PyTorch is off by up to 1e-5. A key bias has a gradient of exactly 0 (it shifts all scores of a query
-   alike); AdamW scales its rounding noise of about 1e-8 by lr / eps = 1e3 per step. So the tolerance of its tensor,
-   the QKV bias, is 2e-4.
+   alike); AdamW scales its rounding noise, up to 4e-8, by lr / eps = 1e3 per step. So the tolerance of its tensor, the
+   QKV bias, is 5e-4.
 
    One wrong element, sign, mask or factor is an error of 1e-3 to 1: see test_comparison_catches_one_wrong_element. */
 static double tolerance(const char *name) {
     size_t length = strlen(name);
     if (strncmp(name, "final/", 6) == 0)
-        return length > 15 && strcmp(name + length - 15, "linear_qkv.bias") == 0 ? 2e-4 : 5e-5;
+        return length > 15 && strcmp(name + length - 15, "linear_qkv.bias") == 0 ? 5e-4 : 5e-5;
     if (strncmp(name, "gradient", 8) == 0) return 1e-5;
     if (strcmp(name, "step_loss") == 0) return 1e-5;
     return 5e-6; /* loss, logits, grad_norm */

@@ -881,20 +881,20 @@ static void test_attention_panels(void **state) {
     int mask;
     (void)state;
     for (mask = 0; mask < 2; mask++) {
-        try_attention(attention(1, MTI_PANEL - 1, 1, 1, 8, (mt_mask)mask), 0);
-        try_attention(attention(1, MTI_PANEL, 2, 1, 8, (mt_mask)mask), 0);
-        try_attention(attention(2, MTI_PANEL + 1, 1, 2, 12, (mt_mask)mask), 0);
-        try_attention(attention(1, 3 * MTI_PANEL + 17, 1, 2, 24, (mt_mask)mask), 0);
+        try_attention(attention(1, MTI_KEYS - 1, 1, 1, 8, (mt_mask)mask), 0);
+        try_attention(attention(1, MTI_KEYS, 2, 1, 8, (mt_mask)mask), 0);
+        try_attention(attention(2, MTI_KEYS + 1, 1, 2, 12, (mt_mask)mask), 0);
+        try_attention(attention(1, 3 * MTI_KEYS + 17, 1, 2, 24, (mt_mask)mask), 0);
     }
 }
 
 static void test_attention_padding(void **state) {
-    static const int32_t small[] = {0, 1, 5, 9}, big[] = {0, 3, MTI_PANEL - 28, MTI_PANEL + 2, MTI_PANEL + 30};
+    static const int32_t small[] = {0, 1, 5, 9}, big[] = {0, 3, MTI_KEYS - 28, MTI_KEYS + 2, MTI_KEYS + 30};
     int mask;
     (void)state;
     for (mask = 0; mask < 2; mask++) {
         mt_attention_desc s = attention(4, 9, 2, 2, 4, (mt_mask)mask),
-                          l = attention(5, MTI_PANEL + 30, 1, 2, 8, (mt_mask)mask);
+                          l = attention(5, MTI_KEYS + 30, 1, 2, 8, (mt_mask)mask);
         s.lengths = small;
         l.lengths = big;
         try_attention(s, 1);
@@ -933,7 +933,7 @@ static void test_attention_dropout(void **state) {
     for (i = 0; i < 3; i++)
         for (mask = 0; mask < 2; mask++) {
             mt_attention_desc s = attention(3, 9, 2, 2, 4, (mt_mask)mask),
-                              l = attention(1, MTI_PANEL + 130, 1, 2, 8, (mt_mask)mask);
+                              l = attention(1, MTI_KEYS + 130, 1, 2, 8, (mt_mask)mask);
             s.dropout.p = l.dropout.p = p[i];
             s.dropout.at.seed = l.dropout.at.seed = 42;
             s.dropout.at.subsequence = l.dropout.at.subsequence = 17;
@@ -1031,7 +1031,7 @@ static void test_attention_layouts(void **state) {
         for (layout = MT_QKV_CONCATENATED; layout <= MT_QKV_SEPARATE; layout++) {
             mt_attention_desc one = attention(2, 9, 3, 1, 4, (mt_mask)mask),
                               gqa = attention(3, 8, 2, 3, 6, (mt_mask)mask),
-                              mqa = attention(1, MTI_PANEL + 9, 1, 4, 8, (mt_mask)mask);
+                              mqa = attention(1, MTI_KEYS + 9, 1, 4, 8, (mt_mask)mask);
             gqa.lengths = lengths;
             gqa.dropout.p = 0.3f;
             gqa.dropout.at.global_cols = 6;
