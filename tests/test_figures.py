@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import unittest
 from unittest import mock
 from xml.etree import ElementTree
@@ -19,6 +18,7 @@ BENCH = os.path.join(ROOT, "tests", "bench", "results", "2026-11-25-epyc-2-cores
 PAPER = os.environ["PAPER_TXT"]
 sys.path.append(os.path.dirname(SCRIPT))
 import figures  # noqa: E402
+from scratch_case import ScratchCase  # noqa: E402
 
 # What train_gpt and train_bert write: validations only at some steps.
 GPT_LOG = ("step,loss,grad_norm,tokens_per_s,lr,val_loss\n"
@@ -64,19 +64,7 @@ BENCH_TEXT = ("[scaling] tensor parallel GPTs\n" + bench_row("weak", 1) + bench_
               bench_row("strong", 4, efficiency(0.75)))
 
 
-class Case(unittest.TestCase):
-
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = folder.name
-
-    def path(self, name, text=None):
-        path = os.path.join(self.folder, name)
-        if text is not None:
-            with open(path, "w") as file:
-                file.write(text)
-        return path
+class Case(ScratchCase):
 
     def refuse(self, message, call, *arguments):
         with self.assertRaises(SystemExit) as caught:

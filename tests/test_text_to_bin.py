@@ -10,12 +10,12 @@ import os
 import re
 import struct
 import sys
-import tempfile
 import unittest
 from unittest import mock
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "examples"))
 import text_to_bin  # noqa: E402
+from scratch_case import ScratchCase  # noqa: E402
 
 # What each rule does to a text.
 RULES = {
@@ -71,19 +71,7 @@ def read_marks(path):
     return header[6:10], list(data[1024 + 2 * header[2]:])
 
 
-class Case(unittest.TestCase):
-
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = folder.name
-
-    def path(self, name, text=None):
-        path = os.path.join(self.folder, name)
-        if text is not None:
-            with open(path, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-        return path
+class Case(ScratchCase):
 
     def run_main(self, *arguments):
         """The exit status, and what was printed to stdout and stderr."""

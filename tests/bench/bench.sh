@@ -53,7 +53,7 @@ bench_cuda() {
     code=$?
     cat "$build/gpu" >&2
     [ $code -eq 0 ] || exit $code
-    find_nvcc
+    find_nvcc # need_gpu has found it, but in another shell
     libraries=$(cublas_flags "$build/cuda")
     # The ranks of an item have a GPU each, if there are several.
     [ "$("$build/probe" count)" -eq 1 ] || libraries="$libraries $(nccl_flags)"
