@@ -57,7 +57,7 @@
    >>columns >>random-words >>panels >>ptx >>tile >>dispatch.
    Each of these sections holds one operator or a few related ones (checks, CPU loop, kernels, launch, public
    functions): >>fill >>copy >>add >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout
-   >>attention >>rotary >>ids >>embedding >>cross-entropy >>adamw >>multi-tensor >>step >>pointwise */
+   >>attention >>rotary >>kv-cache >>ids >>embedding >>cross-entropy >>adamw >>multi-tensor >>step >>pointwise */
 
 #include "mt_comm.h" /* outside the guard: a second #include may come with MEGATRON_IMPLEMENTATION */
 
@@ -450,6 +450,44 @@ MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table);
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv);
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor dqkv);
+
+/* ---- key/value cache --------------------------------------------------------------------------------------------- */
+
+/* The keys and values of earlier tokens in one attention layer, for inference. The cache has room for max_seq positions
+   of each of `batch` sequences. The key at position p of sequence b and group g is row (b * groups + g) * max_seq + p of
+   keys, and its value is this row of values. The caller owns the memory of both and of lengths. */
+typedef struct mt_kv_cache {
+    mt_tensor keys, values; /* [batch * groups * max_seq, head_dim], contiguous, both of the type of qkv */
+    int64_t max_seq;        /* at least 1 */
+    /* `batch` numbers on the context's device: the tokens of each sequence that the cache holds before a call. They are
+       at least 0. The operators do not change them: the caller adds the new tokens after its last layer */
+    const int32_t *lengths;
+} mt_kv_cache;
+
+/* append:    turns the queries and keys of qkv in place, as mt_rotary_forward does, and copies the keys and values to
+              the cache. Token i of sequence b has the position lengths[b] + i. table is [max_seq, R], or mt_none() for a
+              model without rotary position embedding.
+   attention: out [batch * seq, heads * head_dim] = the attention of the queries in qkv to the keys and values in the
+              cache, after append has added those of qkv. Query i of sequence b sees the keys 0 ... lengths[b] + i, or
+              the last desc->window of them.
+   desc->seq is the number of new tokens of each sequence: 1 for a step that adds one token, the length of the longest
+   prompt for prompts. desc->lengths has the number of new tokens of each sequence, 0 to seq (NULL: all have seq). The
+   rows of qkv after these are not read. Their rows of out become 0. A sequence with 0 new tokens keeps its cache.
+   Both read the five sizes of desc, qkv_layout, lengths, rotary_form and rotary_dim; attention also reads scale, window,
+   softcap and alibi_slopes. mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must not be set.
+   Attention reads the keys and values in their own type. On a CPU, calls with at most MT_KV_DECODE_QUERIES queries for
+   each key/value head (seq * heads_per_group) read each key and value once, without a copy. Longer calls, and all calls
+   in invariant mode, compute blocks of scores as mt_attention_forward does, and then a row of out has the same bits as
+   in a mt_attention_forward of the whole sequence.
+   Errors: MT_ERR_UNSUPPORTED (a field is set that must not be), MT_ERR_SHAPE (max_seq is below 1, or keys or values are
+   not contiguous), MT_ERR_DTYPE (keys and values do not have the type of qkv), MT_ERR_DATA (on a CPU: lengths are out of
+   range, or a sequence has more than max_seq tokens with the new ones). A GPU does not check lengths. With wrong ones
+   its results are undefined, but it accesses no memory outside of the tensors. */
+#define MT_KV_DECODE_QUERIES 16
+MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv,
+                                    const mt_kv_cache *cache);
+MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv,
+                                       const mt_kv_cache *cache, mt_tensor out);
 
 /* ---- embedding --------------------------------------------------------------------------------------------------- */
 
@@ -7878,6 +7916,263 @@ MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *des
 
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor dqkv) {
     return mti_rotary(ctx, "mt_rotary_backward", desc, table, -1.0f, "dqkv", dqkv);
+}
+
+/* ---- >>kv-cache: the keys and values of earlier tokens ----------------------------------------------------------- */
+
+/* One call of an operator of this section. */
+typedef struct mti_kv {
+    mt_context *ctx;
+    mt_attention_desc desc; /* without defaults */
+    mt_kv_cache cache;
+    mt_tensor qkv, table, out; /* table: of append, optional. out: of attention */
+    mti_qkv_cols cols;         /* of qkv */
+} mti_kv;
+
+/* The number of new tokens of sequence b. */
+MT_INLINE MT_HOST_DEVICE int64_t mti_kv_new(const mt_attention_desc *s, int64_t b) {
+    return s->lengths ? s->lengths[b] : s->seq;
+}
+
+/* The row of keys and values for position 0. */
+MT_INLINE MT_HOST_DEVICE int64_t mti_kv_row(const mti_kv *k, int64_t b, int64_t g) {
+    return (b * k->desc.groups + g) * k->cache.max_seq;
+}
+
+/* Refuses the options of attention that have no meaning for a cache. */
+static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    const char *field = NULL;
+    MT_TRY(mt_check_enum(ctx, where, NULL, "mask", (int)s->mask, MT_MASK_WORDS));
+    if (s->mask != MT_MASK_CAUSAL) field = "a mask other than MT_MASK_CAUSAL";
+    if (s->dropout.p != 0.0f) field = "dropout";
+    if (s->kv_seq != 0) field = "kv_seq";
+    if (s->cu_seqlens || s->documents != 0) field = "cu_seqlens";
+    if (s->bias.data || s->dbias.data) field = "a bias";
+    if (!field) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: attention with a key/value cache has no %s", where, field);
+}
+
+/* Checks the cache, except the shapes of its views. */
+static mt_status mti_kv_expect_cache(mt_context *ctx, const char *where, const mt_attention_desc *s,
+                                     const mt_kv_cache *cache, mt_dtype dtype) {
+    if (!cache) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: cache is NULL", where);
+    MT_TRY(mt_check_size(ctx, where, "cache", "max_seq", cache->max_seq, 1, INT_MAX));
+    if (mt_size_mul(mt_size_mul(mt_size_mul(s->batch, s->groups), cache->max_seq), s->head_dim) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: a cache of %lld sequences, %lld groups and %lld positions is too large",
+                       where, (long long)s->batch, (long long)s->groups, (long long)cache->max_seq);
+    MT_TRY(mti_expect_pointer(ctx, where, "cache.lengths", cache->lengths, s->batch));
+    if (cache->keys.dtype != dtype || cache->values.dtype != dtype)
+        return mt_fail(ctx, MT_ERR_DTYPE, "%s: keys are %s and values %s, both must be %s, as qkv is", where,
+                       mt_dtype_name(cache->keys.dtype), mt_dtype_name(cache->values.dtype), mt_dtype_name(dtype));
+    if (mt_tensor_ld(cache->keys) == s->head_dim && mt_tensor_ld(cache->values) == s->head_dim) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: the ld of keys is %lld and that of values %lld, both must be head_dim %lld",
+                   where, (long long)mt_tensor_ld(cache->keys), (long long)mt_tensor_ld(cache->values),
+                   (long long)s->head_dim);
+}
+
+/* Checks the numbers of tokens. */
+static mt_status mti_kv_expect_lengths(const mti_kv *k, const char *where) {
+    int64_t b, most = k->cache.max_seq;
+    if (mt_context_device(k->ctx) != MT_DEVICE_CPU) return MT_SUCCESS;
+    MT_TRY(mti_expect_lengths(k->ctx, where, &k->desc));
+    for (b = 0; b < k->desc.batch; b++) {
+        int64_t held = k->cache.lengths[b], added = mti_kv_new(&k->desc, b);
+        if (held < 0 || held > most)
+            return mt_fail(k->ctx, MT_ERR_DATA, "%s: cache.lengths[%lld] is %lld, must be in [0, %lld]", where,
+                           (long long)b, (long long)held, (long long)most);
+        if (held + added > most)
+            return mt_fail(k->ctx, MT_ERR_DATA,
+                           "%s: sequence %lld has %lld tokens and gets %lld more; the cache has room for %lld", where,
+                           (long long)b, (long long)held, (long long)added, (long long)most);
+    }
+    return MT_SUCCESS;
+}
+
+/* Checks desc and the cache, and fills k with them. The caller checks the views with its table of arguments. */
+static mt_status mti_kv_check(mt_context *ctx, const char *where, const mt_attention_desc *desc, mt_tensor qkv,
+                              const mt_kv_cache *cache, mti_kv *k) {
+    MT_TRY(mti_expect_heads(ctx, where, desc));
+    MT_TRY(mti_kv_expect_options(ctx, where, desc));
+    MT_TRY(mti_kv_expect_cache(ctx, where, desc, cache, qkv.dtype));
+    memset(k, 0, sizeof *k);
+    k->ctx = ctx;
+    k->desc = mti_attention_defaults(desc);
+    k->desc.window = mt_min(desc->window, cache->max_seq); /* a larger one hides nothing, and could overflow */
+    k->cache = *cache;
+    k->qkv = qkv;
+    k->cols = mti_qkv_cols_of(desc);
+    return mti_expect_scores(ctx, where, &k->desc);
+}
+
+/* Turns a head of a token in place. */
+static void mti_kv_turn(const mti_kv *k, const float *angles, float *x) {
+    int64_t half = k->table.cols / 2;
+    if (!k->table.data) return;
+    if (k->desc.rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, 1.0f, half, 2, 1);
+    else mti_rotary_head(x, angles, 1.0f, half, 1, half);
+}
+
+/* Rounds a row of head_dim numbers to the type of the cache, and stores it in row `row` of t. */
+static void mti_kv_store(mt_tensor t, int64_t row, const float *x) {
+    if (t.dtype == MT_F32) memcpy(mti_row(t, row), x, (size_t)t.cols * sizeof *x);
+    else mt_f32_to_16bit(t.dtype, x, mti_row16(t, row), t.cols);
+}
+
+/* Adds token i of sequence b. */
+static void mti_kv_append_token(const mti_kv *k, int64_t b, int64_t i) {
+    const mt_attention_desc *s = &k->desc;
+    int64_t position = k->cache.lengths[b] + i, g, j;
+    const float *angles = mti_row(k->table, position);
+    float *x = mti_row(k->qkv, b * s->seq + i);
+    for (g = 0; g < s->groups; g++) {
+        float *key = x + k->cols.key + g * k->cols.kv_step;
+        int64_t row = mti_kv_row(k, b, g) + position;
+        for (j = 0; j < s->heads_per_group; j++) mti_kv_turn(k, angles, x + g * k->cols.q_step + j * s->head_dim);
+        mti_kv_turn(k, angles, key);
+        mti_kv_store(k->cache.keys, row, key);
+        mti_kv_store(k->cache.values, row, key + k->cols.value);
+    }
+}
+
+static void mti_cpu_kv_cache_append(const mti_kv *k) {
+    int64_t b, i;
+    for (b = 0; b < k->desc.batch; b++)
+        for (i = 0; i < mti_kv_new(&k->desc, b); i++) mti_kv_append_token(k, b, i);
+}
+
+/* Copies n rows of a cache, from `row` on, to out [n, cols] in f32. */
+static void mti_kv_load(mt_tensor t, int64_t row, int64_t n, float *out) {
+    if (t.dtype == MT_F32) memcpy(out, mti_row(t, row), (size_t)(n * t.cols) * sizeof *out);
+    else mt_f32_from_16bit(t.dtype, mti_row16(t, row), out, n * t.cols);
+}
+
+/* The scratch memory of attention in blocks: that of mt_attention_forward, and for 16-bit caches an f32 copy of the keys
+   or values of a group. */
+static mt_status mti_kv_scratch(const mti_kv *k, mti_attention *a, float **copy) {
+    mt_attention_desc s = k->desc;
+    s.kv_seq = k->cache.max_seq;
+    *a = mti_attention_resolve(k->ctx, &s, k->out, mt_none());
+    a->q = k->qkv;
+    a->q_step = k->cols.q_step;
+    *copy = NULL;
+    MT_TRY(mti_attention_scratch(a, 0));
+    if (k->cache.keys.dtype == MT_F32) return MT_SUCCESS;
+    return mti_attention_floats(a, k->cache.max_seq * s.head_dim, copy);
+}
+
+/* Packs the keys and values of a group of sequence b, as mti_attention_pack does. copy: see mti_kv_scratch. */
+static void mti_kv_pack(const mti_kv *k, mti_attention *a, float *copy, int64_t b, int64_t g) {
+    int64_t n = a->desc.kv_seq, d = a->desc.head_dim, row = mti_kv_row(k, b, g);
+    mt_tensor keys = k->cache.keys, values = k->cache.values;
+    if (copy) {
+        keys = values = mt_tensor_f32(copy, n, d);
+        mti_kv_load(k->cache.keys, row, n, copy);
+    }
+    mti_pack_features(keys, copy ? 0 : row, 0, n, d, a->k_features);
+    if (copy) mti_kv_load(k->cache.values, row, n, copy);
+    mti_pack_rows(values, copy ? 0 : row, 0, n, d, MTI_KEYS, a->v_keys);
+}
+
+/* Attention in blocks of scores. For each sequence, desc gets its own numbers of queries and keys. */
+static void mti_kv_attention_blocks(const mti_kv *k, mti_attention *a, float *copy) {
+    const mt_attention_desc *s = &k->desc;
+    int64_t b, g, j;
+    for (b = 0; b < s->batch; b++) {
+        a->desc.seq = mti_kv_new(s, b);
+        a->desc.kv_seq = k->cache.lengths[b] + a->desc.seq;
+        for (g = 0; g < s->groups && a->desc.seq > 0; g++) {
+            mti_kv_pack(k, a, copy, b, g);
+            for (j = 0; j < s->heads_per_group; j++) {
+                mti_head h = mti_attention_head(a, b, g, j);
+                h.length = a->desc.kv_seq;
+                h.query = b * s->seq;
+                mti_attention_forward_head(a, &h);
+            }
+        }
+    }
+}
+
+/* Attention on a CPU. A meta context allocates the scratch memory as well. */
+static mt_status mti_kv_attention_loop(mti_operator *op, mti_kv *k) {
+    mti_attention a;
+    float *copy = NULL;
+    int64_t b, first;
+    if (mti_is_empty(k->qkv)) return MT_SUCCESS;
+    MT_TRY(mti_kv_scratch(k, &a, &copy));
+    if (!op->on_cpu) return MT_SUCCESS;
+    for (b = 0; b < k->desc.batch; b++) {
+        first = mti_kv_new(&k->desc, b);
+        mti_attention_clear(k->out, b * k->desc.seq + first, 0, k->desc.seq - first, k->out.cols);
+    }
+    mti_kv_attention_blocks(k, &a, copy);
+    return MT_SUCCESS;
+}
+
+/* Notes the work of attention. The lengths are in memory that a meta context does not have: all positions count. */
+static void mti_kv_work(mti_operator *op, const mti_kv *k) {
+    const mt_attention_desc *s = &k->desc;
+    double queries = (double)(s->batch * s->seq) * (double)mti_attention_heads(s);
+    if (!op->work.name) return;
+    op->work.work = MT_WORK_ATTENTION;
+    op->work.flops = 4.0 * queries * (double)k->cache.max_seq * (double)s->head_dim;
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+static mt_status mti_cuda_kv_cache_append(const mti_kv *k) {
+    return mt_fail(k->ctx, MT_ERR_UNSUPPORTED, "mt_kv_cache_append: there is no kernel for a GPU yet");
+}
+
+static mt_status mti_cuda_kv_cache_attention(const mti_kv *k) {
+    return mt_fail(k->ctx, MT_ERR_UNSUPPORTED, "mt_kv_cache_attention: there is no kernel for a GPU yet");
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv,
+                                    const mt_kv_cache *cache) {
+    static const char *const where = "mt_kv_cache_append";
+    mti_kv k;
+    mti_operator op;
+    MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
+    MT_TRY(mti_expect_rotary(ctx, where, desc));
+    const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
+    mt_arg args[] = {
+        {"qkv", &k.qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT},
+        {"table", &table, cache->max_seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
+        {"keys", &k.cache.keys, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+        {"values", &k.cache.values, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
+    MT_TRY(mti_kv_expect_lengths(&k, where));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    k.table = table;
+    /* reads the whole qkv and the row of the table for each token, writes the turned part back, and the cache */
+    op.work.bytes = (double)tokens * (double)mt_dtype_size(qkv.dtype) * (double)desc->head_dim * (double)desc->groups *
+                    (double)((table.data ? 2 : 1) * (desc->heads_per_group + 1) + 3);
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_kv_cache_append(&k), mti_cpu_kv_cache_append(&k)));
+}
+
+MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv,
+                                       const mt_kv_cache *cache, mt_tensor out) {
+    static const char *const where = "mt_kv_cache_attention";
+    mti_kv k;
+    mti_operator op;
+    MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
+    const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
+    mt_arg args[] = {{"qkv", &k.qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN},
+                     {"keys", &k.cache.keys, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"values", &k.cache.values, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"out", &k.out, tokens, mti_attention_heads(desc) * desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT}};
+    k.out = out;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 1));
+    MT_TRY(mti_kv_expect_lengths(&k, where));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_kv_work(&op, &k);
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_kv_cache_attention(&k), mti_kv_attention_loop(&op, &k)));
 }
 
 /* ---- >>ids: the position ids of tokens, and the check of token ids ----------------------------------------------- */
