@@ -297,6 +297,25 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved);
 
+/* Inference with the keys and values of earlier tokens (see mt_kv_cache in mt_kernels.cuh): adds those of x to the
+   cache, and computes y from x and the cache, without dropout.
+     batch   seq new tokens for each sequence: 1 for a step of generation, the longest prompt for prompts. lengths has
+             the number of new tokens of each sequence that are valid (NULL: all). cu_seqlens, documents,
+             attention_bias and attention_dbias must not be set (MT_ERR_UNSUPPORTED). Other fields have no effect
+     cache   keys and values [sequences * n * max_seq, head size], contiguous, in the model's type, where n =
+             mt_self_attention_cache_groups; mt_none() when n is 0. In invariant mode they lie virtual shard by virtual
+             shard. The caller adds the new tokens to lengths after its last layer (mt_kv_cache_advance)
+     x, y    [tokens, hidden] on every tensor rank, also with sequence_parallel: the tokens of a step need not be a
+             multiple of t. y must not overlap x. Rows of tokens that are not valid have no meaning
+   Communication: 1 all-reduce over the tensor group.
+   Errors: MT_ERR_UNSUPPORTED (the mask is not causal), MT_ERR_SHAPE (with rotary, the max_seq of the cache is greater
+   than that of the layer), and those of mt_kv_cache_append. The cache is then as before, except for keys and values at
+   positions from lengths on. */
+MT_API mt_status mt_self_attention_cached_forward(mt_context *ctx, const mt_self_attention *attention,
+                                                  const mt_batch *batch, const mt_kv_cache *cache, mt_tensor x,
+                                                  mt_tensor y);
+MT_API int64_t mt_self_attention_cache_groups(const mt_self_attention *attention); /* key/value heads of this rank */
+
 /* The tensors of attention in your own memory, see mt_linear_tensors. A group has n = heads / kv_heads query heads of D
    features. qkv and separate are split by rows, and proj by columns in units of n * D:
      MT_QKV_PER_GROUP     qkv, in units of (n + 2) * D
@@ -581,6 +600,12 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
 MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy,
                                                mt_tensor dx, const mt_transformer_layer_saved *saved);
 
+/* Inference with the keys and values of earlier tokens: mt_self_attention_cached_forward with the norms, residuals and
+   the MLP of the layer. batch, cache, x, y and errors are as there. Communication: 2 all-reduces. */
+MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_transformer_layer *layer,
+                                                     const mt_batch *batch, const mt_kv_cache *cache, mt_tensor x,
+                                                     mt_tensor y);
+
 /* ---- language model: embedding and layers ------------------------------------------------------------------------ */
 
 /* The part that GPT and BERT have in common: an embedding (tokens, learned positions, token types, norm, dropout),
@@ -774,6 +799,62 @@ MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float
    it: see mt_ids_check. */
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor logits);
+
+/* The keys and values of earlier tokens, for text generation with a GPT: room for max_seq tokens of each of `sequences`
+   sequences, in all layers of this rank's stage. A sequence here is a slot for one text. It can begin a new text while
+   the others go on. See docs/inference.md. */
+typedef struct mt_gpt_cache {
+    int64_t sequences, max_seq;
+    int64_t local_layers; /* of this stage */
+    mt_kv_cache *layers;  /* [local_layers], on the host. All of them have the same lengths */
+    int32_t *lengths;     /* [sequences], on the context's device: the tokens that each sequence has in the cache */
+    void *memory;         /* of keys and values */
+    size_t bytes;         /* mt_gpt_cache_bytes */
+} mt_gpt_cache;
+
+/* mt_gpt_cache_create allocates the cache with mt_context_alloc, outside the arena, after mt_params_init. All sequences
+   are empty. max_seq is at most that of the model; 0: that of the model. On MT_DEVICE_META the bytes are only counted.
+   mt_gpt_cache_destroy frees it. A zero-initialised cache is allowed.
+   mt_gpt_cache_bytes returns the bytes of keys and values on this rank:
+       2 * layers of this stage * key/value heads of this rank * sequences * max_seq * head size * bytes of an element
+   where each of the 2 * layers parts is rounded up to a multiple of 64 bytes. max_seq 0: that of the model. It returns
+   -1 if an argument is out of range or the number is too large. `lengths` takes 4 * sequences bytes more, also rounded
+   up.
+   Errors: MT_ERR_ARGUMENT (sequences or max_seq is out of range), MT_ERR_UNSUPPORTED (the mask of the layers is not
+   causal), MT_ERR_MEMORY. */
+MT_API mt_status mt_gpt_cache_create(mt_context *ctx, const mt_gpt *gpt, int64_t sequences, int64_t max_seq,
+                                     mt_gpt_cache *out);
+MT_API void mt_gpt_cache_destroy(mt_context *ctx, mt_gpt_cache *cache);
+MT_API int64_t mt_gpt_cache_bytes(const mt_gpt *gpt, int64_t sequences, int64_t max_seq);
+
+/* Sets the number of tokens of one sequence, 0 to max_seq: 0 begins a new text in its slot, and a smaller number than
+   before takes back the last tokens. Positions that the sequence has never had hold zeros. Every rank calls it. It does
+   not communicate, and the other sequences do not change.
+   Error: MT_ERR_ARGUMENT (the sequence or the length is out of range). */
+MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *cache, int64_t sequence, int64_t length);
+
+/* Adds the tokens of the batch to the cache, and computes their logits, without dropout. A loop of generation calls it
+   once with the prompts (prefill), and then with batch->seq = 1 for each step.
+     batch     sequences is that of the cache. seq is the number of new tokens of each sequence. lengths has the number
+               of them that are valid, 0 to seq (NULL: all): prompts may have different lengths, and a sequence with 0
+               stays as it is. cu_seqlens, documents, attention_bias and attention_dbias must not be set
+               (MT_ERR_UNSUPPORTED). The other fields have no effect
+     ids       [sequences * seq], as in mt_gpt_logits. Ids after the valid ones are not used, but must be in [0, vocab)
+     logits    [sequences * seq, vocab] for all new tokens, or [sequences, vocab] for the last valid new token of each
+               sequence, as in mt_gpt_logits. Rows of tokens that are not valid, and of sequences with 0 new tokens,
+               have finite numbers without a meaning. mt_none(): no logits are computed
+   The logits are those of mt_gpt_logits for the whole text up to rounding. In invariant mode on a CPU with the built-in
+   GEMM they have the same bits, on every split and for every division of the text into calls.
+   Collective over the tensor and the pipeline group, as mt_gpt_logits: all ranks pass the same batch and ids, and have
+   caches of the same sizes. Communication over the tensor group: 1 all-reduce for the embedding and 2 for each layer of
+   [sequences * seq, hidden], also with sequence_parallel, and 1 all-gather for the logits. On a GPU the call does not
+   wait, except to look up the last tokens of a batch that has lengths and more than one token for each sequence.
+   Errors, after which the lengths of the cache are as before: MT_ERR_ARGUMENT (another number of sequences, or a cache
+   of another model), MT_ERR_SHAPE (seq is greater than the model's max_seq), MT_ERR_DATA (an id is out of range, on a
+   GPU as in mt_gpt_logits; on a CPU: a sequence would have more than max_seq tokens). A GPU does not check the number
+   of tokens. There a sequence keeps at most max_seq, and the logits of a sequence with more are undefined. */
+MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                                      const mt_gpt_cache *cache, mt_tensor logits);
 
 /* ---- BERT -------------------------------------------------------------------------------------------------------- */
 
@@ -1900,6 +1981,58 @@ static mt_status mti_attention_log(mt_context *ctx, const mt_column_parallel_lin
     return MT_SUCCESS;
 }
 
+/* The part of a cache that belongs to the groups of desc, from mti_attention_shard. */
+static mt_kv_cache mti_cache_shard(const mt_attention_desc *desc, int64_t first, const mt_kv_cache *cache) {
+    int64_t rows = desc->batch * cache->max_seq; /* of a group */
+    mt_kv_cache part = *cache;
+    part.keys = mt_tensor_rows(cache->keys, first * rows, desc->groups * rows);
+    part.values = mt_tensor_rows(cache->values, first * rows, desc->groups * rows);
+    return part;
+}
+
+/* Adds the keys and values of one virtual shard to the cache, and runs core attention on it. */
+static mt_status mti_attention_shard_cached(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                            int64_t first, const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_kv_cache part = mti_cache_shard(desc, first, cache);
+    mt_tensor table = a->rotary.data ? mt_tensor_rows(a->rotary, 0, cache->max_seq) : mt_none(), to;
+    if (desc->groups == 0) return MT_SUCCESS;
+    out = mti_attention_cols(desc, out, first, mti_out_width(desc));
+    MT_TRY(mti_qkv_input(ctx, desc, first, qkv, &qkv));
+    MT_TRY(mt_invariant_output(ctx, out, &to));
+    MT_TRY(mt_kv_cache_append(ctx, desc, table, qkv, &part));
+    MT_TRY(mt_kv_cache_attention(ctx, desc, qkv, &part, to));
+    MT_TRY(mt_invariant_store(ctx, to, out));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* Core attention with a cache, which turns the queries and keys of qkv itself. */
+static mt_status mti_attention_core_cached(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                           const mt_kv_cache *cache, mt_tensor qkv, mt_tensor out) {
+    int s, shards = a->proj.weight->shards;
+    int64_t first;
+    for (s = 0; s < shards && desc->groups > 0; s++) {
+        mt_attention_desc part = mti_attention_shard(desc, a->groups, s, shards, &first);
+        MT_TRY(mti_attention_shard_cached(ctx, a, &part, first, cache, qkv, out));
+    }
+    return mti_attention_zero_rest(ctx, desc, out, mti_out_width(desc));
+}
+
+/* Computes y from x with a cache. */
+static mt_status mti_attention_cached(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
+                                      const mt_kv_cache *cache, mt_tensor x, mt_tensor y) {
+    const mt_column_parallel_linear *layers;
+    mt_tensor qkv, out, cols[3];
+    int count;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, a->groups * mti_qkv_width(desc), &qkv));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, a->proj.local_features, &out));
+    count = mti_attention_layers(a, qkv, &layers, cols);
+    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, layers, count, x, cols, NULL));
+    MT_TRY(mti_attention_core_cached(ctx, a, desc, cache, qkv, out));
+    return mt_row_parallel_linear_forward(ctx, &a->proj, out, y, NULL);
+}
+
 /* With recompute_core, only saved->qkv stays in the arena. */
 static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention *a, const mt_attention_desc *desc,
                                        mt_tensor x, mt_tensor y, mt_self_attention_saved *saved, int training) {
@@ -1990,6 +2123,59 @@ static mt_status mti_attention_call_forward(mt_context *ctx, const char *functio
 MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
                                            mt_tensor x, mt_tensor y, mt_self_attention_saved *saved) {
     return mti_attention_call_forward(ctx, "mt_self_attention_forward", attention, batch, x, y, saved);
+}
+
+/* Checks desc and the numbers of a cache, with a desc of all groups of the model, and the shapes of the cache on this
+   rank. */
+static mt_status mti_cache_check(mt_context *ctx, const char *function, const mt_self_attention *a,
+                                 const mt_batch *batch, const mt_kv_cache *cache) {
+    int64_t groups = a->desc.kv_heads * a->pieces, rows;
+    mt_attention_desc s =
+        mti_rank_attention(groups, 0, groups, a->desc.heads / groups, a->head_dim, a->desc.qkv_layout, batch);
+    s.mask = a->desc.mask;
+    MT_TRY(mt_kv_cache_check(ctx, function, &s, cache));
+    if (a->rotary.data && cache->max_seq > a->desc.max_seq)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: the cache has max_seq %lld, must be at most that of the layer, %lld",
+                       function, (long long)cache->max_seq, (long long)a->desc.max_seq);
+    rows = mt_size_mul(mt_size_mul(batch->sequences, mt_self_attention_cache_groups(a)), cache->max_seq);
+    if (rows == 0) return MT_SUCCESS;
+    MT_TRY(mt_check_activation(ctx, function, a->proj.weight, "keys", cache->keys, rows, a->head_dim));
+    return mt_check_activation(ctx, function, a->proj.weight, "values", cache->values, rows, a->head_dim);
+}
+
+/* Inference with a cache runs without sequence parallelism. Clears it in a copy of the struct of a layer. */
+static void mti_attention_whole_tokens(mt_self_attention *a) {
+    int i;
+    a->desc.sequence_parallel = a->qkv.desc.sequence_parallel = a->proj.desc.sequence_parallel = 0;
+    for (i = 0; i < 3; i++) a->separate[i].desc.sequence_parallel = 0;
+}
+
+MT_API int64_t mt_self_attention_cache_groups(const mt_self_attention *attention) {
+    if (!attention || attention->pieces < 1) return 0;
+    return mti_used_groups(attention->groups, attention->first_group, attention->desc.kv_heads * attention->pieces);
+}
+
+MT_API mt_status mt_self_attention_cached_forward(mt_context *ctx, const mt_self_attention *attention,
+                                                  const mt_batch *batch, const mt_kv_cache *cache, mt_tensor x,
+                                                  mt_tensor y) {
+    static const char *const function = "mt_self_attention_cached_forward";
+    mt_self_attention a;
+    mt_attention_desc desc;
+    size_t mark;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!attention) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: attention is NULL", function);
+    a = *attention;
+    mti_attention_whole_tokens(&a);
+    MT_TRY(mti_block_check(ctx, function, &a, batch, "x", x, "y", y));
+    MT_TRY(mti_cache_check(ctx, function, &a, batch, cache));
+    MT_TRY(mt_check_sent(ctx, function, a.proj.tp, 0, "x", x, "y", y));
+    MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
+    desc = mti_attention_desc(&a, batch, 0);
+    mark = mt_arena_mark(ctx);
+    status = MT_RANGE("attention forward", mti_attention_cached(ctx, &a, &desc, cache, x, y));
+    mt_arena_release(ctx, mark);
+    return status;
 }
 
 /* With recompute_core: computes out and lse of *saved again. */
@@ -2660,7 +2846,8 @@ typedef struct mti_sublayer {
     const mt_norm_layer *norm;
     const mt_param *bias; /* of the block's row-parallel layer, which has skip_bias_add; NULL: no bias */
     mt_dropout dropout;
-    int index; /* 0: attention; 1: MLP */
+    const mt_kv_cache *cache; /* NULL: attention has none */
+    int index;                /* 0: attention; 1: MLP */
 } mti_sublayer;
 
 static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_batch *batch, int index, int64_t rows,
@@ -2668,6 +2855,7 @@ static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_
     mti_sublayer h;
     h.layer = layer;
     h.batch = batch;
+    h.cache = NULL;
     h.index = index;
     h.norm = index == 0 ? &layer->input_norm : &layer->mlp_norm;
     h.bias = index == 0 ? layer->attention.proj.bias : layer->mlp.fc2.bias;
@@ -2678,6 +2866,8 @@ static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_
 
 static mt_status mti_sublayer_block_forward(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor y,
                                             mt_transformer_layer_saved *saved) {
+    if (h->index == 0 && h->cache)
+        return mt_self_attention_cached_forward(ctx, &h->layer->attention, h->batch, h->cache, x, y);
     if (h->index == 0)
         return mt_self_attention_forward(ctx, &h->layer->attention, h->batch, x, y, saved ? &saved->attention : NULL);
     return mt_mlp_forward(ctx, &h->layer->mlp, x, y, saved ? &saved->mlp : NULL);
@@ -2776,12 +2966,15 @@ static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt
     return mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, in_name, in, out_name, out);
 }
 
-/* When y is mt_none(), computes only the tensors of *saved. With MT_POST_LN y must not be mt_none(). */
+/* When y is mt_none(), computes only the tensors of *saved. With MT_POST_LN y must not be mt_none(). cache may be
+   NULL. */
 static mt_status mti_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
-                                   mt_tensor x, mt_tensor y, mt_transformer_layer_saved *saved) {
+                                   const mt_kv_cache *cache, mt_tensor x, mt_tensor y,
+                                   mt_transformer_layer_saved *saved) {
     mti_sublayer first = mti_sublayer_of(layer, batch, 0, x.rows, saved != NULL);
     mti_sublayer second = mti_sublayer_of(layer, batch, 1, x.rows, saved != NULL);
     mt_tensor middle;
+    first.cache = cache;
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &middle));
     MT_TRY(mti_sublayer_forward(ctx, &first, x, middle, saved));
     return mti_sublayer_forward(ctx, &second, middle, y, saved);
@@ -2795,9 +2988,36 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
     MT_TRY(mt_check_apart(ctx, "mt_transformer_layer_forward", "x", x, "y", y));
     if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
     mark = mt_arena_mark(ctx);
-    status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, x, y, saved));
+    status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, NULL, x, y, saved));
     if (saved) saved->x = x;
     if (status != MT_SUCCESS || !saved || layer->desc.recompute == MT_RECOMPUTE_FULL) mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* As mti_attention_whole_tokens, for a layer. */
+static void mti_layer_whole_tokens(mt_transformer_layer *layer) {
+    mti_attention_whole_tokens(&layer->attention);
+    layer->desc.sequence_parallel = layer->mlp.desc.sequence_parallel = 0;
+    layer->mlp.fc1.desc.sequence_parallel = layer->mlp.fc2.desc.sequence_parallel = 0;
+}
+
+MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_transformer_layer *layer,
+                                                     const mt_batch *batch, const mt_kv_cache *cache, mt_tensor x,
+                                                     mt_tensor y) {
+    static const char *const function = "mt_transformer_layer_cached_forward";
+    mt_transformer_layer l;
+    size_t mark;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
+    l = *layer;
+    mti_layer_whole_tokens(&l);
+    MT_TRY(mti_layer_check(ctx, function, &l, batch, "x", x, "y", y));
+    MT_TRY(mti_cache_check(ctx, function, &l.attention, batch, cache));
+    MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
+    mark = mt_arena_mark(ctx);
+    status = MT_RANGE("layer forward", mti_layer_forward(ctx, &l, batch, cache, x, y, NULL));
+    mt_arena_release(ctx, mark);
     return status;
 }
 
@@ -2811,7 +3031,7 @@ static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *la
     if (layer->desc.placement == MT_POST_LN) MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &y));
     mt_hash_log_pause(ctx, 1);
     mt_trace_recompute(ctx, 1);
-    status = mti_layer_forward(ctx, layer, &batch, x, y, saved);
+    status = mti_layer_forward(ctx, layer, &batch, NULL, x, y, saved);
     mt_trace_recompute(ctx, 0);
     mt_hash_log_pause(ctx, 0);
     return status;
@@ -3077,6 +3297,20 @@ static mt_status mti_model_room(mt_context *ctx, const mt_language_model *m, mt_
     return mt_arena_tensor(ctx, m->layers[0].attention.proj.weight->value.dtype, rows, m->desc.layer.hidden, out);
 }
 
+/* Computes x, the sum of the embeddings of tokens and of positions that follow those in the cache. */
+static mt_status mti_model_embed_cached(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
+                                        const int32_t *ids, const mt_gpt_cache *cache, mt_tensor x) {
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor positions;
+    MT_TRY(mt_vocab_parallel_embedding_forward(ctx, &m->tokens, ids, x.rows, x));
+    if (!m->positions) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, x.rows, &positions));
+    MT_TRY(mt_kv_cache_positions(ctx, &cache->layers[0], batch->sequences, batch->seq, (int32_t *)positions.data));
+    MT_TRY(mt_embedding_forward(ctx, m->positions->value, 0, (const int32_t *)positions.data, 1.0f, x));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
 /* Returns the number of this rank's rows of a batch that mti_model_call_check has accepted. */
 static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch) {
     return batch->sequences * batch->seq / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
@@ -3084,20 +3318,22 @@ static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch)
 
 /* Runs this stage: the embedding (on the first stage; the others begin with `input`), the layers and the final norm. *y
    [rows, hidden] is the result: `output` or, when output is mt_none(), a tensor in the arena. Inference alternates
-   between two tensors for the activations; training keeps all of them. */
+   between two tensors for the activations; training keeps all of them. cache is for inference with a GPT, or NULL. */
 static mt_status mti_model_forward(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
-                                   const int32_t *ids, mt_tensor input, mt_tensor output,
+                                   const int32_t *ids, const mt_gpt_cache *cache, mt_tensor input, mt_tensor output,
                                    mt_language_model_saved *saved, mt_tensor *y) {
     int64_t rows = mti_model_rows(m, batch), i;
     mt_tensor x = input, next, spare = mt_none(), last = m->final_norm.weight ? mt_none() : output;
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
     if (!input.data) {
         MT_TRY(mti_model_room(ctx, m, spare, rows, &x));
-        MT_TRY(MT_RANGE("embedding forward", mti_model_embed(ctx, m, batch, ids, x, saved)));
+        MT_TRY(MT_RANGE("embedding forward", cache ? mti_model_embed_cached(ctx, m, batch, ids, cache, x)
+                                                   : mti_model_embed(ctx, m, batch, ids, x, saved)));
     }
     for (i = 0; i < m->local_layers; i++) {
         MT_TRY(mti_model_room(ctx, m, i + 1 == m->local_layers && last.data ? last : spare, rows, &next));
-        MT_TRY(mt_transformer_layer_forward(ctx, &m->layers[i], batch, x, next, saved ? &saved->layers[i] : NULL));
+        if (cache) MT_TRY(mt_transformer_layer_cached_forward(ctx, &m->layers[i], batch, &cache->layers[i], x, next));
+        else MT_TRY(mt_transformer_layer_forward(ctx, &m->layers[i], batch, x, next, saved ? &saved->layers[i] : NULL));
         if (!saved && x.data != input.data) spare = x;
         x = next;
     }
@@ -3192,7 +3428,7 @@ MT_API mt_status mt_language_model_forward(mt_context *ctx, const mt_language_mo
                          output));
     MT_TRY(mt_check_apart(ctx, function, "input", input, "output", output));
     MT_TRY(mti_model_begin_forward(ctx, saved, &mark));
-    status = mti_model_forward(ctx, model, batch, ids, input, output, saved, &y);
+    status = mti_model_forward(ctx, model, batch, ids, NULL, input, output, saved, &y);
     return mti_model_end_forward(ctx, mark, status, batch, ids, saved);
 }
 
@@ -3299,9 +3535,10 @@ MT_API mt_status mt_language_model_backward(mt_context *ctx, const mt_language_m
     return status;
 }
 
-/* Runs the stages one after the other in inference. On the last stage *x becomes the output of the model. */
+/* Runs the stages one after the other in inference. On the last stage *x becomes the output of the model. cache is
+   for a GPT, or NULL. */
 static mt_status mti_model_infer(mt_context *ctx, const mt_language_model *m, const mt_batch *batch, const int32_t *ids,
-                                 mt_tensor *x) {
+                                 const mt_gpt_cache *cache, mt_tensor *x) {
     int stage = m->grid->pp_rank;
     mt_tensor input = mt_none(), output = mt_none();
     size_t n = (size_t)(mti_model_rows(m, batch) * m->desc.layer.hidden);
@@ -3310,7 +3547,7 @@ static mt_status mti_model_infer(mt_context *ctx, const mt_language_model *m, co
         MT_TRY(mt_recv(ctx, m->grid->pp, input.data, n, input.dtype, stage - 1));
     }
     if (!mti_model_is_last(m)) MT_TRY(mti_model_room(ctx, m, output, mti_model_rows(m, batch), &output));
-    MT_TRY(mti_model_forward(ctx, m, batch, ids, input, output, NULL, x));
+    MT_TRY(mti_model_forward(ctx, m, batch, ids, cache, input, output, NULL, x));
     return mti_model_is_last(m) ? MT_SUCCESS : mt_send(ctx, m->grid->pp, x->data, n, x->dtype, stage + 1);
 }
 
@@ -3477,7 +3714,7 @@ static mt_status mti_gpt_forward(mt_context *ctx, const mt_gpt *gpt, const mt_ba
                                  mt_gpt_saved *saved) {
     mti_output out = mti_gpt_output(gpt, batch, saved);
     mt_tensor x;
-    MT_TRY(mti_model_forward(ctx, &gpt->model, batch, ids, input, output, saved ? &saved->model : NULL, &x));
+    MT_TRY(mti_model_forward(ctx, &gpt->model, batch, ids, NULL, input, output, saved ? &saved->model : NULL, &x));
     if (!mti_model_is_last(&gpt->model)) return MT_SUCCESS;
     MT_TRY(mti_output_forward(ctx, &out, x, targets, loss));
     return saved ? mt_hash_log_activation(ctx, "loss", 0, "output", mti_as_column(loss), 0, NULL) : MT_SUCCESS;
@@ -3598,7 +3835,7 @@ static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const m
 static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                 mt_tensor logits) {
     mt_tensor x, room;
-    MT_TRY(mti_model_infer(ctx, &gpt->model, batch, ids, &x));
+    MT_TRY(mti_model_infer(ctx, &gpt->model, batch, ids, NULL, &x));
     MT_TRY(mti_model_share_room(ctx, &gpt->model, logits, &room));
     if (mti_model_is_last(&gpt->model)) MT_TRY(mti_gpt_head_logits(ctx, gpt, batch, x, room));
     return mti_model_share(ctx, &gpt->model, room, logits);
@@ -3617,6 +3854,161 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
     mark = mt_arena_mark(ctx);
     status = mti_gpt_logits(ctx, gpt, batch, ids, logits);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* The bytes of the keys, or of the values, of a layer. -1: too many. */
+static int64_t mti_gpt_cache_layer_bytes(const mt_gpt *gpt, int64_t sequences, int64_t max_seq) {
+    const mt_self_attention *a = &gpt->model.layers[0].attention;
+    int64_t rows = mt_size_mul(mt_size_mul(sequences, mt_self_attention_cache_groups(a)), max_seq);
+    int64_t bytes = mt_size_mul(mt_size_mul(rows, a->head_dim), (int64_t)mt_dtype_size(a->proj.weight->value.dtype));
+    return bytes < 0 || bytes > INT64_MAX / 2 ? -1 : (int64_t)mt_align_up((size_t)bytes);
+}
+
+MT_API int64_t mt_gpt_cache_bytes(const mt_gpt *gpt, int64_t sequences, int64_t max_seq) {
+    if (!gpt || !gpt->model.layers || sequences < 0 || max_seq < 0) return -1;
+    if (max_seq == 0) max_seq = gpt->desc.max_seq;
+    return mt_size_mul(mti_gpt_cache_layer_bytes(gpt, sequences, max_seq), 2 * gpt->model.local_layers);
+}
+
+/* Allocates the memory of a cache, and makes the views of its layers. */
+static mt_status mti_gpt_cache_fill(mt_context *ctx, const mt_gpt *gpt, mt_gpt_cache *c) {
+    const mt_self_attention *a = &gpt->model.layers[0].attention;
+    mt_dtype dtype = a->proj.weight->value.dtype;
+    int64_t rows = c->sequences * mt_self_attention_cache_groups(a) * c->max_seq, i;
+    size_t part = c->bytes / (size_t)(2 * c->local_layers);
+    void *memory;
+    c->layers = (mt_kv_cache *)mt_host_alloc((size_t)c->local_layers * sizeof *c->layers);
+    if (!c->layers) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for %lld layers", (long long)c->local_layers);
+    MT_TRY(mt_context_alloc(ctx, (size_t)c->sequences * sizeof *c->lengths, &memory));
+    c->lengths = (int32_t *)memory;
+    MT_TRY(mt_context_alloc(ctx, c->bytes, &c->memory));
+    for (i = 0; i < c->local_layers; i++) {
+        const char *keys = (const char *)c->memory + 2 * (size_t)i * part;
+        c->layers[i].keys = mt_tensor_make(keys, dtype, rows, a->head_dim);
+        c->layers[i].values = mt_tensor_make(keys + part, dtype, rows, a->head_dim);
+        c->layers[i].max_seq = c->max_seq;
+        c->layers[i].lengths = c->lengths;
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_gpt_cache_create(mt_context *ctx, const mt_gpt *gpt, int64_t sequences, int64_t max_seq,
+                                     mt_gpt_cache *out) {
+    static const char *const function = "mt_gpt_cache_create";
+    int64_t bytes;
+    mt_status status;
+    if (out) memset(out, 0, sizeof *out);
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!gpt || !gpt->model.layers || !out)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function, out ? "the model was not created" : "out is NULL");
+    MT_TRY(mt_check_param(ctx, function, gpt->model.layers[0].attention.proj.weight));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "sequences", sequences, 1, INT32_MAX));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "max_seq", max_seq, 0, mt_min(gpt->desc.max_seq, INT32_MAX)));
+    if (gpt->desc.layer.mask != MT_MASK_CAUSAL)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: the layers have a mask other than MT_MASK_CAUSAL", function);
+    bytes = mt_gpt_cache_bytes(gpt, sequences, max_seq);
+    if (bytes < 0 || (uint64_t)bytes > SIZE_MAX / 2)
+        return mt_fail(ctx, MT_ERR_MEMORY, "%s: %lld sequences of %lld tokens need too many bytes", function,
+                       (long long)sequences, (long long)(max_seq ? max_seq : gpt->desc.max_seq));
+    out->sequences = sequences;
+    out->max_seq = max_seq ? max_seq : gpt->desc.max_seq;
+    out->local_layers = gpt->model.local_layers;
+    out->bytes = (size_t)bytes;
+    status = mti_gpt_cache_fill(ctx, gpt, out);
+    if (status != MT_SUCCESS) mt_gpt_cache_destroy(ctx, out);
+    return status;
+}
+
+MT_API void mt_gpt_cache_destroy(mt_context *ctx, mt_gpt_cache *cache) {
+    if (!cache) return;
+    mt_host_free(cache->layers);
+    mt_context_free(ctx, cache->memory, cache->bytes);
+    mt_context_free(ctx, cache->lengths, (size_t)cache->sequences * sizeof *cache->lengths);
+    memset(cache, 0, sizeof *cache);
+}
+
+static mt_status mti_gpt_cache_created(mt_context *ctx, const char *function, const mt_gpt_cache *cache) {
+    if (cache && cache->layers) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the cache was not created with mt_gpt_cache_create", function);
+}
+
+MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *cache, int64_t sequence, int64_t length) {
+    static const char *const function = "mt_gpt_cache_set_length";
+    int32_t value = (int32_t)length;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_gpt_cache_created(ctx, function, cache));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "sequence", sequence, 0, cache->sequences - 1));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "length", length, 0, cache->max_seq));
+    return mt_upload(ctx, &value, mt_tensor_make(cache->lengths + sequence, MT_I32, 1, 1));
+}
+
+/* A copy of the model that runs without sequence parallelism. The layers clear it themselves. */
+static mt_language_model mti_model_whole_tokens(const mt_language_model *model) {
+    mt_language_model m = *model;
+    m.desc.layer.sequence_parallel = m.tokens.desc.sequence_parallel = 0;
+    return m;
+}
+
+/* Checks what a call with a cache reads. m is from mti_model_whole_tokens. */
+static mt_status mti_gpt_cached_check(mt_context *ctx, const char *function, const mt_language_model *m,
+                                      const mt_batch *batch, const int32_t *ids, const mt_gpt_cache *cache) {
+    const mt_self_attention *a;
+    MT_TRY(mti_model_call_check(ctx, function, m, batch));
+    MT_TRY(mti_gpt_cache_created(ctx, function, cache));
+    a = &m->layers[0].attention;
+    if (batch->sequences != cache->sequences || m->local_layers != cache->local_layers)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: the batch has %lld sequences and this stage %lld layers, the cache has %lld and %lld",
+                       function, (long long)batch->sequences, (long long)m->local_layers, (long long)cache->sequences,
+                       (long long)cache->local_layers);
+    MT_TRY(mti_cache_check(ctx, function, a, batch, &cache->layers[0]));
+    return mt_ids_check(ctx, "token id", ids, batch->sequences * batch->seq, m->desc.vocab, 0);
+}
+
+/* Adds the tokens of the batch to the cache. On the last stage *x becomes the outputs of the model for `rows` tokens:
+   all new ones, or the last one of each sequence. rows 0: none. m is from mti_model_whole_tokens. */
+static mt_status mti_gpt_cached_hidden(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
+                                       const int32_t *ids, const mt_gpt_cache *cache, int64_t rows, mt_tensor *x) {
+    MT_TRY(mti_model_infer(ctx, m, batch, ids, cache, x));
+    if (!mti_model_is_last(m) || rows == 0) return MT_SUCCESS;
+    return mti_gpt_pick_rows(ctx, batch, *x, rows, x);
+}
+
+/* Ends a call that has succeeded on this rank: the cache has the new tokens. */
+static mt_status mti_gpt_cache_advance(mt_context *ctx, const mt_batch *batch, const mt_gpt_cache *cache) {
+    return mt_kv_cache_advance(ctx, cache->max_seq, batch->sequences, batch->seq, batch->lengths, cache->lengths);
+}
+
+/* logits may be mt_none(). */
+static mt_status mti_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m,
+                                       const mt_batch *batch, const int32_t *ids, const mt_gpt_cache *cache,
+                                       mt_tensor logits) {
+    mt_tensor x, room;
+    MT_TRY(mti_gpt_cached_hidden(ctx, m, batch, ids, cache, logits.data ? logits.rows : 0, &x));
+    MT_TRY(mti_model_share_room(ctx, m, logits, &room));
+    if (mti_model_is_last(m) && logits.data) MT_TRY(mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, room));
+    MT_TRY(mti_model_share(ctx, m, room, logits));
+    return mti_gpt_cache_advance(ctx, batch, cache);
+}
+
+MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                                      const mt_gpt_cache *cache, mt_tensor logits) {
+    static const char *const function = "mt_gpt_cached_logits";
+    mt_language_model m;
+    size_t mark;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
+    m = mti_model_whole_tokens(&gpt->model);
+    MT_TRY(mti_gpt_cached_check(ctx, function, &m, batch, ids, cache));
+    if (logits.data)
+        MT_TRY(mt_tensor_check(ctx, function, "logits", logits, MT_ARG_FLOAT,
+                               logits.rows == batch->sequences ? logits.rows : batch->sequences * batch->seq,
+                               gpt->desc.vocab));
+    mark = mt_arena_mark(ctx);
+    status = mti_gpt_cached_logits(ctx, gpt, &m, batch, ids, cache, logits);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -3797,7 +4189,7 @@ static mt_status mti_bert_forward(mt_context *ctx, const mt_bert *bert, const mt
                                   mt_tensor lm_loss, mt_tensor sop_loss, mt_bert_saved *saved) {
     mti_output out = mti_bert_lm_output(bert, batch, saved);
     mt_tensor x, y;
-    MT_TRY(mti_model_forward(ctx, &bert->model, batch, ids, input, output, saved ? &saved->model : NULL, &x));
+    MT_TRY(mti_model_forward(ctx, &bert->model, batch, ids, NULL, input, output, saved ? &saved->model : NULL, &x));
     if (!mti_model_is_last(&bert->model)) return MT_SUCCESS;
     MT_TRY(mti_bert_lm_hidden(ctx, bert, x, batch->sequences * batch->seq, saved, &y));
     MT_TRY(mti_output_forward(ctx, &out, y, targets, lm_loss));
@@ -3942,7 +4334,7 @@ static mt_status mti_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_
                                  mt_tensor lm_logits, mt_tensor sop_logits) {
     const mt_language_model *m = &bert->model;
     mt_tensor x, lm_room, sop_room;
-    MT_TRY(mti_model_infer(ctx, m, batch, ids, &x));
+    MT_TRY(mti_model_infer(ctx, m, batch, ids, NULL, &x));
     MT_TRY(mti_model_share_room(ctx, m, lm_logits, &lm_room));
     MT_TRY(mti_model_share_room(ctx, m, sop_logits, &sop_room));
     if (mti_model_is_last(m)) MT_TRY(mti_bert_head_logits(ctx, bert, batch, x, lm_room, sop_room));

@@ -454,8 +454,8 @@ MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *de
 /* ---- key/value cache --------------------------------------------------------------------------------------------- */
 
 /* The keys and values of earlier tokens in one attention layer, for inference. The cache has room for max_seq positions
-   of each of `batch` sequences. The key at position p of sequence b and group g is row (b * groups + g) * max_seq + p of
-   keys, and its value is this row of values. The caller owns the memory of both and of lengths. */
+   of each of `batch` sequences. The key at position p of sequence b and group g is row (b * groups + g) * max_seq + p
+   of keys, and its value is this row of values. The caller owns the memory of both and of lengths. */
 typedef struct mt_kv_cache {
     mt_tensor keys, values; /* [batch * groups * max_seq, head_dim], contiguous, both of the type of qkv */
     int64_t max_seq;        /* at least 1 */
@@ -465,29 +465,44 @@ typedef struct mt_kv_cache {
 } mt_kv_cache;
 
 /* append:    turns the queries and keys of qkv in place, as mt_rotary_forward does, and copies the keys and values to
-              the cache. Token i of sequence b has the position lengths[b] + i. table is [max_seq, R], or mt_none() for a
-              model without rotary position embedding.
+              the cache. Token i of sequence b has the position lengths[b] + i. table is [max_seq, R], or mt_none() for
+              a model without rotary position embedding.
    attention: out [batch * seq, heads * head_dim] = the attention of the queries in qkv to the keys and values in the
               cache, after append has added those of qkv. Query i of sequence b sees the keys 0 ... lengths[b] + i, or
               the last desc->window of them.
    desc->seq is the number of new tokens of each sequence: 1 for a step that adds one token, the length of the longest
    prompt for prompts. desc->lengths has the number of new tokens of each sequence, 0 to seq (NULL: all have seq). The
    rows of qkv after these are not read. Their rows of out become 0. A sequence with 0 new tokens keeps its cache.
-   Both read the five sizes of desc, qkv_layout, lengths, rotary_form and rotary_dim; attention also reads scale, window,
-   softcap and alibi_slopes. mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must not be set.
+   Both read the five sizes of desc, qkv_layout, lengths, rotary_form and rotary_dim; attention also reads scale,
+   window, softcap and alibi_slopes. mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must not be set.
    Attention reads the keys and values in their own type. On a CPU, calls with at most MT_KV_DECODE_QUERIES queries for
    each key/value head (seq * heads_per_group) read each key and value once, without a copy. Longer calls, and all calls
    in invariant mode, compute blocks of scores as mt_attention_forward does, and then a row of out has the same bits as
    in a mt_attention_forward of the whole sequence.
    Errors: MT_ERR_UNSUPPORTED (a field is set that must not be), MT_ERR_SHAPE (max_seq is below 1, or keys or values are
-   not contiguous), MT_ERR_DTYPE (keys and values do not have the type of qkv), MT_ERR_DATA (on a CPU: lengths are out of
-   range, or a sequence has more than max_seq tokens with the new ones). A GPU does not check lengths. With wrong ones
-   its results are undefined, but it accesses no memory outside of the tensors. */
+   not contiguous), MT_ERR_DTYPE (keys and values do not have the type of qkv), MT_ERR_DATA (on a CPU: lengths are out
+   of range, or a sequence has more than max_seq tokens with the new ones). A GPU does not check lengths. With wrong
+   ones its results are undefined, but it accesses no memory outside of the tensors. */
 #define MT_KV_DECODE_QUERIES 16
 MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv,
                                     const mt_kv_cache *cache);
 MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv,
                                        const mt_kv_cache *cache, mt_tensor out);
+
+/* For authors of blocks that use a cache.
+   check:     checks desc and max_seq and, on a CPU, desc->lengths and cache->lengths. It does not read keys and values.
+              Call it before the block communicates, with a desc of all groups of the model, so that all ranks return
+              the same error. `where` is the name of the calling function, for the error message.
+   positions: ids[b * seq + i] = lengths[b] + i, the position of token i of sequence b, but at most max_seq - 1. For
+              mt_embedding_forward.
+   advance:   lengths[b] += added[b], or += seq when added is NULL, but at most to max_seq: adds the new tokens of each
+              sequence to the array `lengths` of the caches. Call it after the last layer. */
+MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_attention_desc *desc,
+                                   const mt_kv_cache *cache);
+MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
+                                       int32_t *ids);
+MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added,
+                                     int32_t *lengths);
 
 /* ---- embedding --------------------------------------------------------------------------------------------------- */
 
@@ -7952,15 +7967,20 @@ static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const
     return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: attention with a key/value cache has no %s", where, field);
 }
 
-/* Checks the cache, except the shapes of its views. */
-static mt_status mti_kv_expect_cache(mt_context *ctx, const char *where, const mt_attention_desc *s,
-                                     const mt_kv_cache *cache, mt_dtype dtype) {
+/* Checks the fields of the cache that all operators of this section read. */
+static mt_status mti_kv_expect_cache(mt_context *ctx, const char *where, const mt_kv_cache *cache, int64_t batch) {
+    if (!ctx) return MT_ERR_ARGUMENT;
     if (!cache) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: cache is NULL", where);
     MT_TRY(mt_check_size(ctx, where, "cache", "max_seq", cache->max_seq, 1, INT_MAX));
+    return mti_expect_pointer(ctx, where, "cache.lengths", cache->lengths, batch);
+}
+
+/* Checks the keys and values, except their shapes. */
+static mt_status mti_kv_expect_views(mt_context *ctx, const char *where, const mt_attention_desc *s,
+                                     const mt_kv_cache *cache, mt_dtype dtype) {
     if (mt_size_mul(mt_size_mul(mt_size_mul(s->batch, s->groups), cache->max_seq), s->head_dim) < 0)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: a cache of %lld sequences, %lld groups and %lld positions is too large",
                        where, (long long)s->batch, (long long)s->groups, (long long)cache->max_seq);
-    MT_TRY(mti_expect_pointer(ctx, where, "cache.lengths", cache->lengths, s->batch));
     if (cache->keys.dtype != dtype || cache->values.dtype != dtype)
         return mt_fail(ctx, MT_ERR_DTYPE, "%s: keys are %s and values %s, both must be %s, as qkv is", where,
                        mt_dtype_name(cache->keys.dtype), mt_dtype_name(cache->values.dtype), mt_dtype_name(dtype));
@@ -7988,20 +8008,34 @@ static mt_status mti_kv_expect_lengths(const mti_kv *k, const char *where) {
     return MT_SUCCESS;
 }
 
-/* Checks desc and the cache, and fills k with them. The caller checks the views with its table of arguments. */
-static mt_status mti_kv_check(mt_context *ctx, const char *where, const mt_attention_desc *desc, mt_tensor qkv,
-                              const mt_kv_cache *cache, mti_kv *k) {
+/* Checks desc and the fields of the cache, and fills k with them. */
+static mt_status mti_kv_fill(mt_context *ctx, const char *where, const mt_attention_desc *desc,
+                             const mt_kv_cache *cache, mti_kv *k) {
     MT_TRY(mti_expect_heads(ctx, where, desc));
     MT_TRY(mti_kv_expect_options(ctx, where, desc));
-    MT_TRY(mti_kv_expect_cache(ctx, where, desc, cache, qkv.dtype));
+    MT_TRY(mti_kv_expect_cache(ctx, where, cache, desc->batch));
     memset(k, 0, sizeof *k);
     k->ctx = ctx;
     k->desc = mti_attention_defaults(desc);
     k->desc.window = mt_min(desc->window, cache->max_seq); /* a larger one hides nothing, and could overflow */
     k->cache = *cache;
-    k->qkv = qkv;
     k->cols = mti_qkv_cols_of(desc);
     return mti_expect_scores(ctx, where, &k->desc);
+}
+
+/* The same for an operator, which checks the views with its table of arguments. */
+static mt_status mti_kv_check(mt_context *ctx, const char *where, const mt_attention_desc *desc, mt_tensor qkv,
+                              const mt_kv_cache *cache, mti_kv *k) {
+    MT_TRY(mti_kv_fill(ctx, where, desc, cache, k));
+    k->qkv = qkv;
+    return mti_kv_expect_views(ctx, where, desc, cache, qkv.dtype);
+}
+
+MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_attention_desc *desc,
+                                   const mt_kv_cache *cache) {
+    mti_kv k;
+    MT_TRY(mti_kv_fill(ctx, where, desc, cache, &k));
+    return mti_kv_expect_lengths(&k, where);
 }
 
 /* Turns a head of a token in place. */
@@ -8046,8 +8080,8 @@ static void mti_kv_load(mt_tensor t, int64_t row, int64_t n, float *out) {
     else mt_f32_from_16bit(t.dtype, mti_row16(t, row), out, n * t.cols);
 }
 
-/* The scratch memory of attention in blocks: that of mt_attention_forward, and for 16-bit caches an f32 copy of the keys
-   or values of a group. */
+/* The scratch memory of attention in blocks: that of mt_attention_forward, and for 16-bit caches an f32 copy of the
+   keys or values of a group. */
 static mt_status mti_kv_scratch(const mti_kv *k, mti_attention *a, float **copy) {
     mt_attention_desc s = k->desc;
     s.kv_seq = k->cache.max_seq;
@@ -8137,13 +8171,12 @@ MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *de
     mti_kv k;
     mti_operator op;
     MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
-    MT_TRY(mti_expect_rotary(ctx, where, desc));
+    if (table.data) MT_TRY(mti_expect_rotary(ctx, where, desc));
     const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
-    mt_arg args[] = {
-        {"qkv", &k.qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT},
-        {"table", &table, cache->max_seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-        {"keys", &k.cache.keys, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-        {"values", &k.cache.values, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mt_arg args[] = {{"qkv", &k.qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT},
+                     {"table", &table, cache->max_seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
+                     {"keys", &k.cache.keys, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     {"values", &k.cache.values, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
     MT_TRY(mti_kv_expect_lengths(&k, where));
@@ -8173,6 +8206,103 @@ MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc 
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     mti_kv_work(&op, &k);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_kv_cache_attention(&k), mti_kv_attention_loop(&op, &k)));
+}
+
+/* The position of token i of sequence b, at most max_seq - 1. */
+MT_INLINE MT_HOST_DEVICE int32_t mti_kv_position(int64_t max_seq, const int32_t *lengths, int64_t b, int64_t i) {
+    int64_t position = lengths[b] + i;
+    return (int32_t)(position < max_seq ? position : max_seq - 1);
+}
+
+/* The length of sequence b after a call that adds added[b] or seq tokens. */
+MT_INLINE MT_HOST_DEVICE int32_t mti_kv_advanced(int64_t max_seq, int64_t seq, const int32_t *added,
+                                                 const int32_t *lengths, int64_t b) {
+    int64_t length = lengths[b] + (added ? added[b] : seq);
+    return (int32_t)(length < max_seq ? length : max_seq);
+}
+
+static void mti_cpu_kv_positions(const mt_kv_cache *cache, int64_t batch, int64_t seq, int32_t *ids) {
+    int64_t b, i;
+    for (b = 0; b < batch; b++)
+        for (i = 0; i < seq; i++) ids[b * seq + i] = mti_kv_position(cache->max_seq, cache->lengths, b, i);
+}
+
+static void mti_cpu_kv_advance(int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added, int32_t *lengths) {
+    int64_t b;
+    for (b = 0; b < batch; b++) lengths[b] = mti_kv_advanced(max_seq, seq, added, lengths, b);
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* Each thread owns every (grid size)-th id. The kernel uses no shared memory and no barrier. */
+static __global__ void __launch_bounds__(256)
+    mti_kv_position_kernel(int64_t max_seq, const int32_t *lengths, int64_t batch, int64_t seq, int32_t *ids) {
+    int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    for (; t < batch * seq; t += step) {
+        int64_t b = mti_divide(t, seq);
+        ids[t] = mti_kv_position(max_seq, lengths, b, t - b * seq);
+    }
+}
+
+/* The same for the lengths of the sequences. */
+static __global__ void __launch_bounds__(256)
+    mti_kv_advance_kernel(int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added, int32_t *lengths) {
+    int64_t b = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    for (; b < batch; b += step) lengths[b] = mti_kv_advanced(max_seq, seq, added, lengths, b);
+}
+
+static mt_status mti_cuda_kv_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
+                                       int32_t *ids) {
+    if (batch == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_kv_position_kernel, mti_grid(batch * seq, 256), 256, 0, mt_context_stream(ctx), cache->max_seq,
+                     cache->lengths, batch, seq, ids);
+    return mt_cuda_launched(ctx, "mt_kv_cache_positions");
+}
+
+static mt_status mti_cuda_kv_advance(mt_context *ctx, int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added,
+                                     int32_t *lengths) {
+    if (batch == 0) return MT_SUCCESS;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_kv_advance_kernel, mti_grid(batch, 256), 256, 0, mt_context_stream(ctx), max_seq, batch, seq,
+                     added, lengths);
+    return mt_cuda_launched(ctx, "mt_kv_cache_advance");
+}
+
+} /* extern "C++" */
+#endif
+
+/* Checks the numbers of sequences and of tokens. */
+static mt_status mti_kv_expect_tokens(mt_context *ctx, const char *where, int64_t batch, int64_t seq) {
+    MT_TRY(mt_check_size(ctx, where, NULL, "batch", batch, 0, INT_MAX));
+    return mt_check_size(ctx, where, NULL, "seq", seq, 1, INT_MAX);
+}
+
+MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
+                                       int32_t *ids) {
+    static const char *const where = "mt_kv_cache_positions";
+    mti_operator op;
+    MT_TRY(mti_kv_expect_tokens(ctx, where, batch, seq));
+    MT_TRY(mti_kv_expect_cache(ctx, where, cache, batch));
+    MT_TRY(mti_expect_pointer(ctx, where, "ids", ids, batch * seq));
+    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    op.work.bytes = (double)(batch * (seq + 1)) * sizeof *ids;
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_kv_positions(ctx, cache, batch, seq, ids),
+                                mti_cpu_kv_positions(cache, batch, seq, ids)));
+}
+
+MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added,
+                                     int32_t *lengths) {
+    static const char *const where = "mt_kv_cache_advance";
+    mti_operator op;
+    MT_TRY(mti_kv_expect_tokens(ctx, where, batch, seq));
+    MT_TRY(mt_check_size(ctx, where, NULL, "max_seq", max_seq, 1, INT_MAX));
+    MT_TRY(mti_expect_pointer(ctx, where, "lengths", lengths, batch));
+    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    op.work.bytes = (double)(batch * (added ? 3 : 2)) * sizeof *lengths;
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_kv_advance(ctx, max_seq, batch, seq, added, lengths),
+                                mti_cpu_kv_advance(max_seq, batch, seq, added, lengths)));
 }
 
 /* ---- >>ids: the position ids of tokens, and the check of token ids ----------------------------------------------- */
