@@ -3013,8 +3013,8 @@ MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_t
     l = *layer;
     mti_layer_whole_tokens(&l);
     MT_TRY(mti_layer_check(ctx, function, &l, batch, "x", x, "y", y));
-    MT_TRY(mti_cache_check(ctx, function, &l.attention, batch, cache));
     MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
+    MT_TRY(mti_cache_check(ctx, function, &l.attention, batch, cache));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer forward", mti_layer_forward(ctx, &l, batch, cache, x, y, NULL));
     mt_arena_release(ctx, mark);

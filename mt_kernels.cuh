@@ -7964,7 +7964,7 @@ static mt_status mti_kv_expect_options(mt_context *ctx, const char *where, const
     if (s->cu_seqlens || s->documents != 0) field = "cu_seqlens";
     if (s->bias.data || s->dbias.data) field = "a bias";
     if (!field) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: attention with a key/value cache has no %s", where, field);
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: %s cannot be used with a key/value cache", where, field);
 }
 
 /* Checks the fields of the cache that all operators of this section read. */
