@@ -8080,18 +8080,22 @@ static void mti_kv_load(mt_tensor t, int64_t row, int64_t n, float *out) {
     else mt_f32_from_16bit(t.dtype, mti_row16(t, row), out, n * t.cols);
 }
 
+/* A call of attention whose keys and values are not views: each sequence has its own number of them. */
+static mti_attention mti_kv_resolve(const mti_kv *k) {
+    mti_attention a = mti_attention_resolve(k->ctx, &k->desc, k->out, mt_none());
+    a.q = k->qkv;
+    a.q_step = k->cols.q_step;
+    a.desc.kv_seq = k->cache.max_seq;
+    a.desc.lengths = NULL;
+    return a;
+}
+
 /* The scratch memory of attention in blocks: that of mt_attention_forward, and for 16-bit caches an f32 copy of the
    keys or values of a group. */
 static mt_status mti_kv_scratch(const mti_kv *k, mti_attention *a, float **copy) {
-    mt_attention_desc s = k->desc;
-    s.kv_seq = k->cache.max_seq;
-    *a = mti_attention_resolve(k->ctx, &s, k->out, mt_none());
-    a->q = k->qkv;
-    a->q_step = k->cols.q_step;
-    *copy = NULL;
     MT_TRY(mti_attention_scratch(a, 0));
     if (k->cache.keys.dtype == MT_F32) return MT_SUCCESS;
-    return mti_attention_floats(a, k->cache.max_seq * s.head_dim, copy);
+    return mti_attention_floats(a, k->cache.max_seq * k->desc.head_dim, copy);
 }
 
 /* Packs the keys and values of a group of sequence b, as mti_attention_pack does. copy: see mti_kv_scratch. */
@@ -8107,38 +8111,245 @@ static void mti_kv_pack(const mti_kv *k, mti_attention *a, float *copy, int64_t 
     mti_pack_rows(values, copy ? 0 : row, 0, n, d, MTI_KEYS, a->v_keys);
 }
 
-/* Attention in blocks of scores. For each sequence, desc gets its own numbers of queries and keys. */
-static void mti_kv_attention_blocks(const mti_kv *k, mti_attention *a, float *copy) {
-    const mt_attention_desc *s = &k->desc;
-    int64_t b, g, j;
-    for (b = 0; b < s->batch; b++) {
-        a->desc.seq = mti_kv_new(s, b);
-        a->desc.kv_seq = k->cache.lengths[b] + a->desc.seq;
-        for (g = 0; g < s->groups && a->desc.seq > 0; g++) {
-            mti_kv_pack(k, a, copy, b, g);
-            for (j = 0; j < s->heads_per_group; j++) {
-                mti_head h = mti_attention_head(a, b, g, j);
-                h.length = a->desc.kv_seq;
-                h.query = b * s->seq;
-                mti_attention_forward_head(a, &h);
+/* The attention of the queries of a group, in blocks of scores. */
+static void mti_kv_blocks_group(const mti_kv *k, mti_attention *a, float *copy, int64_t b, int64_t g) {
+    int64_t j;
+    mti_kv_pack(k, a, copy, b, g);
+    for (j = 0; j < a->desc.heads_per_group; j++) {
+        mti_head h = mti_attention_head(a, b, g, j);
+        h.query = b * k->desc.seq;
+        mti_attention_forward_head(a, &h);
+    }
+}
+
+/* Attention with few queries reads MTI_KV_KEYS keys at a time, then their values. All queries of a group use them while
+   they are in L1. */
+#define MTI_KV_KEYS 64
+
+/* The scratch memory of attention with few queries. The rows of q, out and block have `width` floats: head_dim, rounded
+   up to whole vectors, with zeros after head_dim. */
+typedef struct mti_kv_few {
+    int64_t width;
+    float *q, *out; /* [MT_KV_DECODE_QUERIES, width]: token by token, each with its heads of the group */
+    float *scores;  /* [MT_KV_DECODE_QUERIES, MTI_KV_KEYS] */
+    float *block;   /* [MTI_KV_KEYS, width]: keys or values that cannot be read in place */
+    mti_softmax softmax;
+} mti_kv_few;
+
+#if defined(__GNUC__) && !defined(__CUDACC__)
+/* The sum of x in four parts: lane l of the result has the lanes l, l + 4, l + 8, ... of x. */
+MT_INLINE mti_float4 mti_kv_fold(mti_simd x) {
+    mti_float4 part[MTI_SIMD / 4];
+    memcpy(part, &x, sizeof x);
+#if MTI_SIMD == 16
+    return (part[0] + part[2]) + (part[1] + part[3]);
+#elif MTI_SIMD == 8
+    return part[0] + part[1];
+#else
+    return part[0];
+#endif
+}
+
+/* out[i] = scale * q k[i], for four keys of `width` floats. */
+MT_INLINE void mti_kv_dot4(const float *q, const float *const k[4], int64_t width, float scale, float *out) {
+    mti_simd s[4], x, y, zero = {0};
+    mti_float4 f[4], ab, cd;
+    int64_t d;
+    int i;
+    MTI_UNROLL
+    for (i = 0; i < 4; i++) s[i] = zero;
+    for (d = 0; d < width; d += MTI_SIMD) {
+        memcpy(&x, q + d, sizeof x);
+        MTI_UNROLL
+        for (i = 0; i < 4; i++) {
+            memcpy(&y, k[i] + d, sizeof y);
+            s[i] += x * y;
+        }
+    }
+    MTI_UNROLL
+    for (i = 0; i < 4; i++) f[i] = mti_kv_fold(s[i]);
+    ab = MTI_SHUFFLE(f[0], f[1], 0, 4, 1, 5) + MTI_SHUFFLE(f[0], f[1], 2, 6, 3, 7);
+    cd = MTI_SHUFFLE(f[2], f[3], 0, 4, 1, 5) + MTI_SHUFFLE(f[2], f[3], 2, 6, 3, 7);
+    ab = (MTI_SHUFFLE(ab, cd, 0, 1, 4, 5) + MTI_SHUFFLE(ab, cd, 2, 3, 6, 7)) * scale;
+    memcpy(out, &ab, sizeof ab);
+}
+
+/* out[r] += the sum of p[r][j] values[j] over n values, for `rows` rows of out and p, and MTI_NR features. */
+MT_INLINE void mti_kv_sum_tile(int rows, const float *p, const float *values, int64_t width, int64_t n, float *out) {
+    mti_simd s[4][2], x, y;
+    int64_t j;
+    int r;
+    MTI_UNROLL
+    for (r = 0; r < rows; r++) memcpy(s[r], out + r * width, sizeof s[r]);
+    for (j = 0; j < n; j++, values += width) {
+        memcpy(&x, values, sizeof x);
+        memcpy(&y, values + MTI_SIMD, sizeof y);
+        MTI_UNROLL
+        for (r = 0; r < rows; r++) {
+            s[r][0] += p[r * MTI_KV_KEYS + j] * x;
+            s[r][1] += p[r * MTI_KV_KEYS + j] * y;
+        }
+    }
+    MTI_UNROLL
+    for (r = 0; r < rows; r++) memcpy(out + r * width, s[r], sizeof s[r]);
+}
+#else
+MT_INLINE void mti_kv_dot4(const float *q, const float *const k[4], int64_t width, float scale, float *out) {
+    int i;
+    for (i = 0; i < 4; i++) out[i] = scale * mti_row_dot(q, k[i], width);
+}
+
+MT_INLINE void mti_kv_sum_tile(int rows, const float *p, const float *values, int64_t width, int64_t n, float *out) {
+    int64_t r, j, d;
+    for (r = 0; r < rows; r++)
+        for (j = 0; j < n; j++)
+            for (d = 0; d < MTI_NR; d++) out[r * width + d] += p[r * MTI_KV_KEYS + j] * values[j * width + d];
+}
+#endif
+
+/* out[j] = scale * q keys[j] for n keys. Writes up to three more numbers. */
+static void mti_kv_scores(const float *q, const float *keys, int64_t width, int64_t n, float scale, float *out) {
+    const float *k[4];
+    int64_t j, i;
+    for (j = 0; j < n; j += 4) {
+        for (i = 0; i < 4; i++) k[i] = keys + mt_min(j + i, n - 1) * width;
+        mti_kv_dot4(q, k, width, scale, out + j);
+    }
+}
+
+/* out += p values, for `rows` rows of p and n values. */
+static void mti_kv_sums(int64_t rows, const float *p, const float *values, int64_t width, int64_t n, float *out) {
+    int64_t r, d;
+    for (r = 0; r < rows; r += 4)
+        for (d = 0; d < width; d += MTI_NR) {
+            const float *of = p + r * MTI_KV_KEYS;
+            float *to = out + r * width + d;
+            switch (mt_min(4, rows - r)) {
+            case 1: mti_kv_sum_tile(1, of, values + d, width, n, to); break;
+            case 2: mti_kv_sum_tile(2, of, values + d, width, n, to); break;
+            case 3: mti_kv_sum_tile(3, of, values + d, width, n, to); break;
+            default: mti_kv_sum_tile(4, of, values + d, width, n, to); break;
             }
         }
+}
+
+static mt_status mti_kv_few_scratch(mti_attention *a, mti_kv_few *f) {
+    f->width = mt_round_up(a->desc.head_dim, MTI_NR);
+    MT_TRY(mti_attention_floats(a, MT_KV_DECODE_QUERIES * f->width, &f->q));
+    MT_TRY(mti_attention_floats(a, MT_KV_DECODE_QUERIES * f->width, &f->out));
+    MT_TRY(mti_attention_floats(a, MT_KV_DECODE_QUERIES * MTI_KV_KEYS, &f->scores));
+    return mti_attention_floats(a, MTI_KV_KEYS * f->width, &f->block);
+}
+
+/* Copies a row of head_dim floats to one of `width` floats. */
+static void mti_kv_widen_row(const mti_kv_few *f, const float *x, int64_t head_dim, float *out) {
+    memcpy(out, x, (size_t)head_dim * sizeof *x);
+    mti_row_fill(out + head_dim, 0.0f, f->width - head_dim);
+}
+
+/* Returns n rows of a cache, from `row` on, as floats with rows of f->width: in place, or converted in f->block. */
+static const float *mti_kv_rows(mti_kv_few *f, mt_tensor t, int64_t row, int64_t n) {
+    int64_t j;
+    if (t.cols == f->width && t.dtype == MT_F32) return mti_row(t, row);
+    if (t.cols == f->width) mti_kv_load(t, row, n, f->block);
+    for (j = 0; t.cols < f->width && j < n; j++) {
+        mti_kv_load(t, row + j, 1, f->block + j * f->width);
+        mti_row_fill(f->block + j * f->width + t.cols, 0.0f, f->width - t.cols);
+    }
+    return f->block;
+}
+
+/* The keys of the block [key, key + n) that query i sees, as numbers in the block. */
+static mti_span mti_kv_seen(const mti_attention *a, int64_t i, int64_t key, int64_t n) {
+    mti_span seen = mti_span_of_both(mti_keys_of(&a->desc, a->desc.kv_seq, 0, i), key, key + n);
+    seen.first = mt_min(seen.first - key, n);
+    seen.end = mt_max(seen.end - key, seen.first);
+    return seen;
+}
+
+/* Adds the block of keys [key, key + n) of a group to the softmax and the outputs of its queries. */
+static void mti_kv_few_block(const mti_kv *k, const mti_attention *a, mti_kv_few *f, int64_t b, int64_t g, int64_t key,
+                             int64_t n) {
+    const mt_attention_desc *s = &a->desc;
+    int64_t row = mti_kv_row(k, b, g) + key, queries = s->seq * s->heads_per_group, r;
+    const float *keys = mti_kv_rows(f, k->cache.keys, row, n);
+    for (r = 0; r < queries; r++) {
+        mti_head h = mti_attention_head(a, b, g, r % s->heads_per_group);
+        int64_t i = r / s->heads_per_group;
+        mti_span seen = mti_kv_seen(a, i, key, n);
+        float *p = f->scores + r * MTI_KV_KEYS, *out = f->out + r * f->width;
+        if (seen.end > seen.first) mti_kv_scores(f->q + r * f->width, keys, f->width, n, s->scale, p);
+        if (seen.end == seen.first ||
+            !mti_softmax_add(a, &h, &f->softmax, r, i, key + seen.first, p + seen.first, seen.end - seen.first, out))
+            seen.end = seen.first;
+        mti_attention_zero_outside(p, seen.first, seen.end, n);
+    }
+    mti_kv_sums(queries, f->scores, mti_kv_rows(f, k->cache.values, row, n), f->width, n, f->out);
+}
+
+/* The attention of the queries of a group. */
+static void mti_kv_few_group(const mti_kv *k, const mti_attention *a, mti_kv_few *f, int64_t b, int64_t g) {
+    const mt_attention_desc *s = &a->desc;
+    int64_t queries = s->seq * s->heads_per_group, key = mti_keys_of(s, s->kv_seq, 0, 0).first, r, n;
+    mti_row_fill(f->softmax.top, -(float)INFINITY, queries);
+    mti_row_fill(f->softmax.sum, 0.0f, queries);
+    mti_row_fill(f->out, 0.0f, queries * f->width);
+    for (r = 0; r < queries; r++) {
+        mti_head h = mti_attention_head(a, b, g, r % s->heads_per_group);
+        const float *q = mti_at(a->q, b * k->desc.seq + r / s->heads_per_group, h.q_col);
+        mti_kv_widen_row(f, q, s->head_dim, f->q + r * f->width);
+    }
+    for (; key < s->kv_seq; key += n) {
+        n = mt_min(MTI_KV_KEYS, s->kv_seq - key);
+        mti_kv_few_block(k, a, f, b, g, key, n);
+    }
+    for (r = 0; r < queries; r++) {
+        mti_head h = mti_attention_head(a, b, g, r % s->heads_per_group);
+        float *out = mti_at(a->out, b * k->desc.seq + r / s->heads_per_group, h.out_col), sum = f->softmax.sum[r];
+        memcpy(out, f->out + r * f->width, (size_t)s->head_dim * sizeof *out);
+        mti_row_scale(out, sum == 0.0f ? 0.0f : 1.0f / sum, s->head_dim);
+    }
+}
+
+/* Returns 1 if a call has few queries. In invariant mode all calls compute blocks, so that a query has the same bits in
+   every call. */
+static int mti_kv_is_few(const mti_kv *k) {
+    return !mt_context_invariant(k->ctx) && k->desc.heads_per_group <= MT_KV_DECODE_QUERIES / k->desc.seq;
+}
+
+/* The scratch memory of a loop. */
+typedef struct mti_kv_room {
+    mti_attention a;
+    float *copy;    /* see mti_kv_scratch */
+    mti_kv_few few; /* for few queries */
+} mti_kv_room;
+
+/* Computes the attention of sequence b, which has new tokens. desc gets its numbers of queries and keys. */
+static void mti_kv_attention_sequence(const mti_kv *k, mti_kv_room *room, int64_t b) {
+    mti_attention *a = &room->a;
+    int64_t g;
+    a->desc.seq = mti_kv_new(&k->desc, b);
+    a->desc.kv_seq = k->cache.lengths[b] + a->desc.seq;
+    for (g = 0; g < a->desc.groups; g++) {
+        if (mti_kv_is_few(k)) mti_kv_few_group(k, a, &room->few, b, g);
+        else mti_kv_blocks_group(k, a, room->copy, b, g);
     }
 }
 
 /* Attention on a CPU. A meta context allocates the scratch memory as well. */
 static mt_status mti_kv_attention_loop(mti_operator *op, mti_kv *k) {
-    mti_attention a;
-    float *copy = NULL;
-    int64_t b, first;
+    mti_kv_room room;
+    int64_t b, n;
     if (mti_is_empty(k->qkv)) return MT_SUCCESS;
-    MT_TRY(mti_kv_scratch(k, &a, &copy));
-    if (!op->on_cpu) return MT_SUCCESS;
-    for (b = 0; b < k->desc.batch; b++) {
-        first = mti_kv_new(&k->desc, b);
-        mti_attention_clear(k->out, b * k->desc.seq + first, 0, k->desc.seq - first, k->out.cols);
+    memset(&room, 0, sizeof room);
+    room.a = mti_kv_resolve(k);
+    if (mti_kv_is_few(k)) MT_TRY(mti_kv_few_scratch(&room.a, &room.few));
+    else MT_TRY(mti_kv_scratch(k, &room.a, &room.copy));
+    for (b = 0; b < k->desc.batch && op->on_cpu; b++) {
+        n = mti_kv_new(&k->desc, b);
+        if (n > 0) mti_kv_attention_sequence(k, &room, b);
+        mti_attention_clear(k->out, b * k->desc.seq + n, 0, k->desc.seq - n, k->out.cols);
     }
-    mti_kv_attention_blocks(k, &a, copy);
     return MT_SUCCESS;
 }
 
