@@ -8124,7 +8124,7 @@ static void mti_kv_blocks_group(const mti_kv *k, mti_attention *a, float *copy, 
 
 /* Attention with few queries reads MTI_KV_KEYS keys at a time, then their values. All queries of a group use them while
    they are in L1. */
-#define MTI_KV_KEYS 64
+#define MTI_KV_KEYS 256
 
 /* The scratch memory of attention with few queries. The rows of q, out and block have `width` floats: head_dim, rounded
    up to whole vectors, with zeros after head_dim. */
@@ -8136,7 +8136,59 @@ typedef struct mti_kv_few {
     mti_softmax softmax;
 } mti_kv_few;
 
-#if defined(__GNUC__) && !defined(__CUDACC__)
+/* Memory that is read next, `rows` rows of `bytes` bytes: while the loops compute a row, they prefetch one of these.
+   Without it, a processor waits at each change between keys and values. */
+typedef struct mti_kv_ahead {
+    const char *next;
+    int64_t rows, bytes;
+} mti_kv_ahead;
+
+/* Prefetches rows [first, first + count), or those of them that there are. */
+MT_INLINE void mti_kv_prefetch(mti_kv_ahead ahead, int64_t first, int64_t count) {
+    int64_t at = first * ahead.bytes, end = mt_min(first + count, ahead.rows) * ahead.bytes;
+    for (; at < end; at += 64) MTI_PREFETCH(ahead.next + at);
+}
+
+static mti_kv_ahead mti_kv_ahead_of(mt_tensor t, int64_t row, int64_t rows) {
+    mti_kv_ahead ahead;
+    ahead.rows = rows;
+    ahead.bytes = t.cols * (int64_t)mt_dtype_size(t.dtype);
+    ahead.next = (const char *)t.data + row * ahead.bytes;
+    return ahead;
+}
+
+/* Keys or values as the loops below read them: rows of mti_kv_few.width numbers, one after the other, in f32 or
+   bf16. */
+typedef struct mti_kv_block {
+    const char *data;
+    int is_bf16;
+} mti_kv_block;
+
+#if (defined(__clang__) || defined(__GNUC__)) && !defined(__CUDACC__)
+#if defined(__clang__) || __GNUC__ >= 9
+#define MTI_KV_BF16 1
+typedef uint16_t mti_simd_half __attribute__((vector_size(2 * MTI_SIMD)));
+typedef uint32_t mti_simd_word __attribute__((vector_size(4 * MTI_SIMD)));
+#endif
+
+/* Loads MTI_SIMD numbers from number `at` on. */
+MT_INLINE mti_simd mti_kv_vector(int is_bf16, const char *data, int64_t at) {
+    mti_simd x;
+#ifdef MTI_KV_BF16
+    if (is_bf16) {
+        mti_simd_half half;
+        mti_simd_word word;
+        memcpy(&half, data + 2 * at, sizeof half);
+        word = __builtin_convertvector(half, mti_simd_word) << 16;
+        memcpy(&x, &word, sizeof x);
+        return x;
+    }
+#endif
+    (void)is_bf16;
+    memcpy(&x, data + 4 * at, sizeof x);
+    return x;
+}
+
 /* The sum of x in four parts: lane l of the result has the lanes l, l + 4, l + 8, ... of x. */
 MT_INLINE mti_float4 mti_kv_fold(mti_simd x) {
     mti_float4 part[MTI_SIMD / 4];
@@ -8150,9 +8202,10 @@ MT_INLINE mti_float4 mti_kv_fold(mti_simd x) {
 #endif
 }
 
-/* out[i] = scale * q k[i], for four keys of `width` floats. */
-MT_INLINE void mti_kv_dot4(const float *q, const float *const k[4], int64_t width, float scale, float *out) {
-    mti_simd s[4], x, y, zero = {0};
+/* out[i] = scale * q k for four keys k, which begin at the numbers at[i] of the block. */
+MT_INLINE void mti_kv_dot4(int is_bf16, const float *q, const char *keys, const int64_t at[4], int64_t width,
+                           float scale, float *out) {
+    mti_simd s[4], x, zero = {0};
     mti_float4 f[4], ab, cd;
     int64_t d;
     int i;
@@ -8161,10 +8214,7 @@ MT_INLINE void mti_kv_dot4(const float *q, const float *const k[4], int64_t widt
     for (d = 0; d < width; d += MTI_SIMD) {
         memcpy(&x, q + d, sizeof x);
         MTI_UNROLL
-        for (i = 0; i < 4; i++) {
-            memcpy(&y, k[i] + d, sizeof y);
-            s[i] += x * y;
-        }
+        for (i = 0; i < 4; i++) s[i] += x * mti_kv_vector(is_bf16, keys, at[i] + d);
     }
     MTI_UNROLL
     for (i = 0; i < 4; i++) f[i] = mti_kv_fold(s[i]);
@@ -8174,16 +8224,18 @@ MT_INLINE void mti_kv_dot4(const float *q, const float *const k[4], int64_t widt
     memcpy(out, &ab, sizeof ab);
 }
 
-/* out[r] += the sum of p[r][j] values[j] over n values, for `rows` rows of out and p, and MTI_NR features. */
-MT_INLINE void mti_kv_sum_tile(int rows, const float *p, const float *values, int64_t width, int64_t n, float *out) {
+/* out[r] += the sum of p[r][j] values[j] over n values, for `rows` rows of out and p, and MTI_NR features from d on. */
+MT_INLINE void mti_kv_sum_tile(int rows, int is_bf16, const float *p, const char *values, int64_t width, int64_t d,
+                               int64_t n, mti_kv_ahead ahead, float *out) {
     mti_simd s[4][2], x, y;
     int64_t j;
     int r;
     MTI_UNROLL
-    for (r = 0; r < rows; r++) memcpy(s[r], out + r * width, sizeof s[r]);
-    for (j = 0; j < n; j++, values += width) {
-        memcpy(&x, values, sizeof x);
-        memcpy(&y, values + MTI_SIMD, sizeof y);
+    for (r = 0; r < rows; r++) memcpy(s[r], out + r * width + d, sizeof s[r]);
+    for (j = 0; j < n; j++) {
+        mti_kv_prefetch(ahead, j, 1);
+        x = mti_kv_vector(is_bf16, values, j * width + d);
+        y = mti_kv_vector(is_bf16, values, j * width + d + MTI_SIMD);
         MTI_UNROLL
         for (r = 0; r < rows; r++) {
             s[r][0] += p[r * MTI_KV_KEYS + j] * x;
@@ -8191,46 +8243,66 @@ MT_INLINE void mti_kv_sum_tile(int rows, const float *p, const float *values, in
         }
     }
     MTI_UNROLL
-    for (r = 0; r < rows; r++) memcpy(out + r * width, s[r], sizeof s[r]);
+    for (r = 0; r < rows; r++) memcpy(out + r * width + d, s[r], sizeof s[r]);
 }
 #else
-MT_INLINE void mti_kv_dot4(const float *q, const float *const k[4], int64_t width, float scale, float *out) {
+MT_INLINE void mti_kv_dot4(int is_bf16, const float *q, const char *keys, const int64_t at[4], int64_t width,
+                           float scale, float *out) {
     int i;
-    for (i = 0; i < 4; i++) out[i] = scale * mti_row_dot(q, k[i], width);
+    (void)is_bf16;
+    for (i = 0; i < 4; i++) out[i] = scale * mti_row_dot(q, (const float *)(const void *)keys + at[i], width);
 }
 
-MT_INLINE void mti_kv_sum_tile(int rows, const float *p, const float *values, int64_t width, int64_t n, float *out) {
-    int64_t r, j, d;
+MT_INLINE void mti_kv_sum_tile(int rows, int is_bf16, const float *p, const char *values, int64_t width, int64_t d,
+                               int64_t n, mti_kv_ahead ahead, float *out) {
+    const float *v = (const float *)(const void *)values + d;
+    int64_t r, j, i;
+    (void)is_bf16, (void)ahead;
     for (r = 0; r < rows; r++)
         for (j = 0; j < n; j++)
-            for (d = 0; d < MTI_NR; d++) out[r * width + d] += p[r * MTI_KV_KEYS + j] * values[j * width + d];
+            for (i = 0; i < MTI_NR; i++) out[r * width + d + i] += p[r * MTI_KV_KEYS + j] * v[j * width + i];
 }
 #endif
 
 /* out[j] = scale * q keys[j] for n keys. Writes up to three more numbers. */
-static void mti_kv_scores(const float *q, const float *keys, int64_t width, int64_t n, float scale, float *out) {
-    const float *k[4];
-    int64_t j, i;
+MT_INLINE void mti_kv_scores_of(int is_bf16, const float *q, const char *keys, int64_t width, int64_t n, float scale,
+                                mti_kv_ahead ahead, float *out) {
+    int64_t j, i, at[4];
     for (j = 0; j < n; j += 4) {
-        for (i = 0; i < 4; i++) k[i] = keys + mt_min(j + i, n - 1) * width;
-        mti_kv_dot4(q, k, width, scale, out + j);
+        mti_kv_prefetch(ahead, j, 4);
+        for (i = 0; i < 4; i++) at[i] = mt_min(j + i, n - 1) * width;
+        mti_kv_dot4(is_bf16, q, keys, at, width, scale, out + j);
+    }
+}
+
+static void mti_kv_scores(const float *q, mti_kv_block keys, int64_t width, int64_t n, float scale, mti_kv_ahead ahead,
+                          float *out) {
+    if (keys.is_bf16) mti_kv_scores_of(1, q, keys.data, width, n, scale, ahead, out);
+    else mti_kv_scores_of(0, q, keys.data, width, n, scale, ahead, out);
+}
+
+/* out += p values, for `rows` <= 4 rows of p and n values. */
+MT_INLINE void mti_kv_sums_of(int64_t rows, int is_bf16, const float *p, const char *values, int64_t width, int64_t n,
+                              mti_kv_ahead ahead, float *out) {
+    int64_t d;
+    for (d = 0; d < width; d += MTI_NR, ahead.rows = 0) {
+        if (rows == 1) mti_kv_sum_tile(1, is_bf16, p, values, width, d, n, ahead, out);
+        else if (rows == 2) mti_kv_sum_tile(2, is_bf16, p, values, width, d, n, ahead, out);
+        else if (rows == 3) mti_kv_sum_tile(3, is_bf16, p, values, width, d, n, ahead, out);
+        else mti_kv_sum_tile(4, is_bf16, p, values, width, d, n, ahead, out);
     }
 }
 
 /* out += p values, for `rows` rows of p and n values. */
-static void mti_kv_sums(int64_t rows, const float *p, const float *values, int64_t width, int64_t n, float *out) {
-    int64_t r, d;
-    for (r = 0; r < rows; r += 4)
-        for (d = 0; d < width; d += MTI_NR) {
-            const float *of = p + r * MTI_KV_KEYS;
-            float *to = out + r * width + d;
-            switch (mt_min(4, rows - r)) {
-            case 1: mti_kv_sum_tile(1, of, values + d, width, n, to); break;
-            case 2: mti_kv_sum_tile(2, of, values + d, width, n, to); break;
-            case 3: mti_kv_sum_tile(3, of, values + d, width, n, to); break;
-            default: mti_kv_sum_tile(4, of, values + d, width, n, to); break;
-            }
-        }
+static void mti_kv_sums(int64_t rows, const float *p, mti_kv_block values, int64_t width, int64_t n, mti_kv_ahead ahead,
+                        float *out) {
+    int64_t r;
+    for (r = 0; r < rows; r += 4, ahead.rows = 0) {
+        const float *of = p + r * MTI_KV_KEYS;
+        float *to = out + r * width;
+        if (values.is_bf16) mti_kv_sums_of(mt_min(4, rows - r), 1, of, values.data, width, n, ahead, to);
+        else mti_kv_sums_of(mt_min(4, rows - r), 0, of, values.data, width, n, ahead, to);
+    }
 }
 
 static mt_status mti_kv_few_scratch(mti_attention *a, mti_kv_few *f) {
@@ -8247,16 +8319,33 @@ static void mti_kv_widen_row(const mti_kv_few *f, const float *x, int64_t head_d
     mti_row_fill(out + head_dim, 0.0f, f->width - head_dim);
 }
 
-/* Returns n rows of a cache, from `row` on, as floats with rows of f->width: in place, or converted in f->block. */
-static const float *mti_kv_rows(mti_kv_few *f, mt_tensor t, int64_t row, int64_t n) {
+/* Returns whether the loops can read a cache where it is. For more than two queries, converting bf16 once is faster. */
+static int mti_kv_in_place(const mti_kv_few *f, mt_tensor t, int64_t queries) {
+    if (t.cols != f->width) return 0;
+#ifdef MTI_KV_BF16
+    if (t.dtype == MT_BF16) return queries <= 2;
+#endif
+    (void)queries;
+    return t.dtype == MT_F32;
+}
+
+/* Returns n rows of a cache, from `row` on: in place, or as f32 in f->block. */
+static mti_kv_block mti_kv_rows(mti_kv_few *f, mt_tensor t, int64_t row, int64_t n, int64_t queries) {
+    mti_kv_block out;
     int64_t j;
-    if (t.cols == f->width && t.dtype == MT_F32) return mti_row(t, row);
+    out.is_bf16 = 0;
+    out.data = (const char *)f->block;
+    if (mti_kv_in_place(f, t, queries)) {
+        out.is_bf16 = t.dtype == MT_BF16;
+        out.data = (const char *)t.data + row * t.cols * (int64_t)mt_dtype_size(t.dtype);
+        return out;
+    }
     if (t.cols == f->width) mti_kv_load(t, row, n, f->block);
     for (j = 0; t.cols < f->width && j < n; j++) {
         mti_kv_load(t, row + j, 1, f->block + j * f->width);
         mti_row_fill(f->block + j * f->width + t.cols, 0.0f, f->width - t.cols);
     }
-    return f->block;
+    return out;
 }
 
 /* The keys of the block [key, key + n) that query i sees, as numbers in the block. */
@@ -8272,19 +8361,24 @@ static void mti_kv_few_block(const mti_kv *k, const mti_attention *a, mti_kv_few
                              int64_t n) {
     const mt_attention_desc *s = &a->desc;
     int64_t row = mti_kv_row(k, b, g) + key, queries = s->seq * s->heads_per_group, r;
-    const float *keys = mti_kv_rows(f, k->cache.keys, row, n);
+    mti_kv_block keys = mti_kv_rows(f, k->cache.keys, row, n, queries);
+    mti_kv_ahead values = mti_kv_ahead_of(k->cache.values, row, n);
+    mti_kv_ahead next = mti_kv_ahead_of(k->cache.keys, row + n, mt_min(n, s->kv_seq - key - n));
     for (r = 0; r < queries; r++) {
         mti_head h = mti_attention_head(a, b, g, r % s->heads_per_group);
         int64_t i = r / s->heads_per_group;
         mti_span seen = mti_kv_seen(a, i, key, n);
         float *p = f->scores + r * MTI_KV_KEYS, *out = f->out + r * f->width;
-        if (seen.end > seen.first) mti_kv_scores(f->q + r * f->width, keys, f->width, n, s->scale, p);
+        if (seen.end > seen.first) {
+            mti_kv_scores(f->q + r * f->width, keys, f->width, n, s->scale, values, p);
+            values.rows = 0;
+        }
         if (seen.end == seen.first ||
             !mti_softmax_add(a, &h, &f->softmax, r, i, key + seen.first, p + seen.first, seen.end - seen.first, out))
             seen.end = seen.first;
         mti_attention_zero_outside(p, seen.first, seen.end, n);
     }
-    mti_kv_sums(queries, f->scores, mti_kv_rows(f, k->cache.values, row, n), f->width, n, f->out);
+    mti_kv_sums(queries, f->scores, mti_kv_rows(f, k->cache.values, row, n, queries), f->width, n, next, f->out);
 }
 
 /* The attention of the queries of a group. */
