@@ -209,6 +209,37 @@ static void call_attention(hostile *h, int64_t a, int64_t b, int64_t c) {
     said(h, mt_rotary_backward(h->ctx, &s, view(h, b, c), view(h, tokens, width)));
 }
 
+/* A cache of `batch` sequences with `groups` groups, and lengths of 0. */
+static mt_kv_cache cache_of(hostile *h, int64_t batch, int64_t groups, int64_t head_dim) {
+    mt_kv_cache k = {.max_seq = size_of(h, 8), .lengths = ids(h, batch)};
+    int64_t rows = times(times(batch, groups), k.max_seq);
+    k.keys = view(h, rows, head_dim);
+    k.values = view_as(h, k.keys.dtype, rows, head_dim);
+    return k;
+}
+
+static void call_kv_cache(hostile *h, int64_t a, int64_t b, int64_t c) {
+    mt_attention_desc s = {
+        .batch = a, .seq = b, .groups = size_of(h, 1), .heads_per_group = size_of(h, 2), .head_dim = c};
+    int64_t tokens = times(a, b), heads = times(s.groups, s.heads_per_group), both = s.heads_per_group;
+    if (__builtin_add_overflow(both, 2, &both)) both = INT64_MAX;
+    int64_t width = times(times(s.groups, both), c);
+    mt_kv_cache k = cache_of(h, a, s.groups, c);
+    s.window = size_of(h, 3);
+    s.rotary_form = (mt_rotary_form)test_below(&h->random, 3);
+    s.rotary_dim = test_below(&h->random, 2) ? 0 : size_of(h, 2);
+    if (test_below(&h->random, 2)) s.lengths = ids(h, a);
+    said(h, mt_kv_cache_append(h->ctx, &s, maybe(h, view(h, k.max_seq, s.rotary_dim ? s.rotary_dim : c)),
+                               view_as(h, k.keys.dtype, tokens, width), &k));
+    said(h, mt_kv_cache_attention(h->ctx, &s, view_as(h, k.keys.dtype, tokens, width), &k,
+                                  view(h, tokens, times(heads, c))));
+    said(h, mt_kv_cache_check(h->ctx, "the test", &s, &k));
+    if (h->meta || (a >= 0 && b >= 0 && tokens <= SIDE))
+        said(h, mt_kv_cache_positions(h->ctx, &k, a, b, (int32_t *)h->memory[0]));
+    if (h->meta || a <= SIDE) said(h, mt_kv_cache_advance(h->ctx, k.max_seq, a, b, NULL, (int32_t *)h->memory[0]));
+    memset(h->memory[0], 0, SIDE * sizeof(int32_t));
+}
+
 static void call_cross_entropy(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_cross_entropy_shard_desc s = {.vocab = size_of(h, b), .first_col = size_of(h, 0), .label_smoothing = 0.1f};
     mt_cross_entropy_desc d = {.vocab = size_of(h, b), .label_smoothing = 0.1f};
@@ -457,16 +488,35 @@ static void call_layer(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_batch batch = batch_of(h, a, b);
     int ranks = d.sequence_parallel ? mt_comm_size(h->rank.grid.tp) : 1;
     int64_t rows = times(a, b) / ranks;
+    mt_kv_cache cache;
     mt_status status = mt_transformer_layer_create(h->ctx, h->rank.params, "layer", &d, &layer);
     (void)c;
     said(h, status);
     if (status != MT_SUCCESS || params(h) != MT_SUCCESS) return;
     said(h, mt_transformer_layer_forward(h->ctx, &layer, &batch, view32(h, rows, d.hidden), view32(h, rows, d.hidden),
                                          NULL));
+    cache = cache_of(h, a, mt_self_attention_cache_groups(&layer.attention), layer.attention.head_dim);
+    said(h, mt_transformer_layer_cached_forward(h->ctx, &layer, &batch, &cache, view32(h, times(a, b), d.hidden),
+                                                view32(h, times(a, b), d.hidden)));
+    said(h, mt_self_attention_cached_forward(h->ctx, &layer.attention, &batch, &cache, view32(h, times(a, b), d.hidden),
+                                             view32(h, times(a, b), d.hidden)));
     if (mt_transformer_layer_forward(h->ctx, &layer, &batch, view32(h, rows, d.hidden), view32(h, rows, d.hidden),
                                      &saved) == MT_SUCCESS)
         said(h, mt_transformer_layer_backward(h->ctx, &layer, view32(h, rows, d.hidden), view32(h, rows, d.hidden),
                                               &saved));
+}
+
+/* A cache of a model, with a random length. */
+static void call_gpt_cache(hostile *h, const mt_gpt *gpt, const mt_batch *batch, int64_t a, int64_t b, int64_t c) {
+    int64_t tokens = times(a, b), bytes = mt_gpt_cache_bytes(gpt, a, c);
+    mt_gpt_cache cache;
+    assert_true(bytes >= -1);
+    if (mt_gpt_cache_create(h->ctx, gpt, test_below(&h->random, 4) ? a : size_of(h, 1), c, &cache) != MT_SUCCESS)
+        return;
+    said(h, mt_gpt_cache_set_length(h->ctx, &cache, size_of(h, 0), size_of(h, 0)));
+    said(h, mt_gpt_cached_logits(h->ctx, gpt, batch, ids(h, tokens), &cache,
+                                 maybe(h, view32(h, test_below(&h->random, 2) ? a : tokens, gpt->desc.vocab))));
+    mt_gpt_cache_destroy(h->ctx, &cache);
 }
 
 static void call_gpt(hostile *h, int64_t a, int64_t b, int64_t c) {
@@ -490,6 +540,7 @@ static void call_gpt(hostile *h, int64_t a, int64_t b, int64_t c) {
     mt_arena_release(h->ctx, 0);
     said(h, mt_gpt_logits(h->ctx, &gpt, &batch, ids(h, tokens), view32(h, test_below(&h->random, 2) ? a : c, d.vocab)));
     mt_gpt_saved_destroy(&saved);
+    call_gpt_cache(h, &gpt, &batch, a, b, c);
 }
 
 static void call_bert(hostile *h, int64_t a, int64_t b, int64_t c) {
@@ -576,6 +627,7 @@ static const struct {
                  {"products", call_products, 0},
                  {"elements", call_elements, 0},
                  {"attention", call_attention, 0},
+                 {"key/value cache", call_kv_cache, 0},
                  {"cross-entropy", call_cross_entropy, 0},
                  {"collectives", call_collectives, 0},
                  {"pipeline", call_pipeline, 0},
