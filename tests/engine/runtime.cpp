@@ -374,6 +374,7 @@ struct Operation {
     bool done = false;
     // operations that must be done first: event waits, the legacy default stream
     std::vector<std::shared_ptr<Operation>> after;
+    std::vector<Stream *> followers; // streams with an operation that has this one in `after`
     Rendezvous *rendezvous = nullptr;
     Clock clock;
 };
@@ -398,6 +399,10 @@ struct Stream {
     Clock clock;                      // clock of the last operation that ran
     std::shared_ptr<Capture> capture; // null: operations are run, not recorded
     Tail tail;
+};
+
+struct OldestFirst {
+    bool operator()(const Stream *a, const Stream *b) const { return a->index < b->index; }
 };
 
 struct Event {
@@ -460,7 +465,11 @@ struct Past {
 
 struct Queues {
     std::vector<std::unique_ptr<Stream>> all;
-    std::vector<Stream *> streams; // streams that are not destroyed, or still have operations
+    std::vector<Stream *> streams;        // streams that are not destroyed, or still have operations
+    std::set<Stream *, OldestFirst> busy; // streams that have operations
+    // In the schedule eager: at least the streams whose first operation is ready. There may be many whose first
+    // operation waits for another rank, so not all are looked at after each operation.
+    std::set<Stream *, OldestFirst> candidates;
     std::set<const void *> handles;
     std::set<const void *> events;
     Stream *default_streams[kElsewhere] = {};
@@ -550,9 +559,30 @@ static bool ready(const Operation &o) {
 
 static std::vector<OperationRef> ready_operations() {
     std::vector<OperationRef> found;
-    for (Stream *s : queues().streams)
-        if (!s->queue.empty() && ready(*s->queue.front())) found.push_back(s->queue.front());
+    for (Stream *s : queues().busy)
+        if (ready(*s->queue.front())) found.push_back(s->queue.front());
     return found;
+}
+
+static bool eager() { return config().streams == Schedule::eager; }
+
+// Called when the stream has another first operation, or when one that this waits for is done.
+static void may_be_ready(Stream *s) {
+    if (!eager() || s->queue.empty()) return;
+    queues().candidates.insert(s);
+    if (const Rendezvous *r = s->queue.front()->rendezvous)
+        for (const OperationRef &o : r->participants) queues().candidates.insert(o->stream);
+}
+
+// The first of ready_operations, which the schedule eager takes.
+static OperationRef first_ready() {
+    std::set<Stream *, OldestFirst> &candidates = queues().candidates;
+    while (!candidates.empty()) {
+        Stream *s = *candidates.begin();
+        if (!s->queue.empty() && ready(*s->queue.front())) return s->queue.front();
+        candidates.erase(candidates.begin());
+    }
+    return nullptr;
 }
 
 static void set_clocks(const std::vector<OperationRef> &group) {
@@ -580,9 +610,12 @@ static void retire(const OperationRef &o) {
     o->done = true;
     o->work = nullptr;
     o->after.clear();
+    for (Stream *follower : o->followers) may_be_ready(follower);
     o->rendezvous = nullptr;
     s->clock = o->clock;
     s->queue.pop_front();
+    if (s->queue.empty()) queues().busy.erase(s);
+    may_be_ready(s);
     if (s->destroyed && s->queue.empty()) forget(s);
 }
 
@@ -605,11 +638,13 @@ static void run(OperationRef o) {
     notify();
 }
 
-// Ids of the operations that must run before `target` is done, including `target`.
+// Ids of the operations that must run before `target` is done, including `target`; none in the schedule eager, which
+// does not use them.
 typedef std::unordered_set<uint32_t> Needed;
 
 static Needed needed_for(const OperationRef &target) {
     Needed needed;
+    if (eager()) return needed;
     std::vector<Operation *> open = {target.get()};
     while (!open.empty()) {
         Operation *o = open.back();
@@ -627,13 +662,12 @@ static Needed needed_for(const OperationRef &target) {
 }
 
 static OperationRef pick(const std::vector<OperationRef> &candidates) {
-    if (candidates.empty()) return nullptr;
-    bool first = config().streams == Schedule::eager;
-    return candidates[first ? 0 : random_below(candidates.size())];
+    return candidates.empty() ? nullptr : candidates[random_below(candidates.size())];
 }
 
 // Selects the next operation to run while a host thread waits for the operations in `needed`.
 static OperationRef choose(const Needed &needed) {
+    if (eager()) return first_ready();
     std::vector<OperationRef> all = ready_operations();
     std::vector<OperationRef> wanted;
     std::vector<OperationRef> others;
@@ -648,8 +682,10 @@ static OperationRef choose(const Needed &needed) {
 
 // Runs operations until `target` is done. When none can run, waits for other host threads.
 static void wait_for(OperationRef target) {
+    Needed needed;
+    size_t enqueued = 0; // operations when `needed` was found; only another one can be missing there
     while (!target->done) {
-        Needed needed = needed_for(target);
+        if (std::exchange(enqueued, queues().past.size()) != queues().past.size()) needed = needed_for(target);
         bool ran = false;
         while (!target->done) {
             OperationRef next = choose(needed);
@@ -678,10 +714,9 @@ static void wait_for_device(int device) {
 
 // Runs operations after one was enqueued: all that are ready (eager), up to two (random), or none.
 static void run_some() {
-    bool eager = config().streams == Schedule::eager;
-    uint64_t steps = eager ? UINT64_MAX : config().streams == Schedule::random ? random_below(3) : 0;
+    uint64_t steps = eager() ? UINT64_MAX : config().streams == Schedule::random ? random_below(3) : 0;
     for (; steps; steps--) {
-        OperationRef next = pick(ready_operations());
+        OperationRef next = eager() ? first_ready() : pick(ready_operations());
         if (!next) return;
         run(next);
     }
@@ -768,7 +803,11 @@ static OperationRef append(Stream *s, const char *label, std::function<void()> w
     wait_legacy(*o);
     if (rendezvous) rendezvous->participants.push_back(o);
     q.past.push_back(Past{s->index, o->sequence, label});
+    if (s->queue.empty()) queues().busy.insert(s);
     s->queue.push_back(o);
+    for (const OperationRef &before : o->after)
+        if (!before->done) before->followers.push_back(s);
+    may_be_ready(s);
     s->last = o;
     notify();
     if (!q.running) run_some();
