@@ -29,10 +29,11 @@ The last line is "N passed, N failed, N skipped", counting test cases and, elsew
 END
 }
 
-strict=${MT_TEST_STRICT:-0} tests=quick bench=OFF pattern=
+strict=${MT_TEST_STRICT:-0} tests=quick bench=OFF pattern='' times=''
 for argument in "$@"; do
     case $argument in
-    --variants | --all) tests=${argument#--} bench=ON ;;
+    --variants) tests=variants ;;
+    --all) tests=all bench=ON ;;
     --strict) strict=1 ;;
     --help) usage; exit 0 ;;
     -*) usage >&2; exit 2 ;;
@@ -70,10 +71,12 @@ with_cmake() {
     grep -v "$not_expected" "$build/not_here" >"$build/left_out"
     start=$(now)
     cmake --build "$build" -j "$jobs" -- -k >"$build/build.log" 2>&1 || { show_ends "$build/build.log"; failed=1; }
-    echo "built in $((($(now) - start) / 1000)) s"
-    (cd "$build" && ctest -j "$jobs" --output-on-failure $([ $tests != variants ] || echo -L '^variant$') \
+    built=$((($(now) - start) / 1000)) start=$(now)
+    echo "built in $built s"
+    # One more than there are cores, because some tests wait for most of their time.
+    (cd "$build" && ctest -j $((jobs + 1)) --output-on-failure $([ $tests != variants ] || echo -L '^variant$') \
         ${pattern:+-R "$pattern"})
-    code=$? before=$failed
+    code=$? before=$failed times="wall time: build $built s, tests $((($(now) - start) / 1000)) s"
     summary "$build/Testing/Temporary/LastTest.log"
     [ $code -eq 0 ] || [ "$failed" -gt "$before" ] || failed=$((failed + 1))
 }
@@ -101,6 +104,7 @@ reasons() {
 # Without CMake: builds and runs only the test programs, one after the other.
 with_cc() {
     echo "CMake and make: not here, $CC alone builds the test programs, and nothing else is tested" >"$build/left_out"
+    began=$(now)
     for source in tests/test_*.c; do
         name=$(basename "$source" .c) log=$build/$(basename "$source").log start=$(now)
         "$CC" -O1 -g -I. "$source" -o "$build/$name" -lm -lpthread >"$log" 2>&1 && "$build/$name" >>"$log" 2>&1
@@ -112,6 +116,7 @@ with_cc() {
         line "$([ "$bad" = 0 ] && echo ok || echo FAIL)" "$name" "$start" "$ok passed"
         [ "$bad" = 0 ] || show_log "$log"
     done
+    times="wall time: build and tests $((($(now) - began) / 1000)) s"
 }
 
 # shellcheck disable=SC2046  # a word, or none
@@ -128,5 +133,6 @@ if [ -s "$build/left_out" ]; then
     [ "$strict" = 0 ] || [ "$failed" -gt 0 ] || failed=1
 fi
 [ ! -s "$build/not_expected" ] || echo "Left out, which is no failure: $(cat "$build/not_expected")"
+[ -z "$times" ] || echo "$times"
 closing_line
 [ "$failed" -eq 0 ]
