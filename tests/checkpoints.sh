@@ -4,10 +4,10 @@
 #   sh tests/checkpoints.sh [PART...]        one line per check, closing line "N passed, N failed, N skipped"
 #
 # Parts: fuzzing, python_safetensors, in_transformers, generating, killing; default: all of them. MT_TEST_ALL=1 kills
-# runs of each type. MT_FUZZ_SECONDS is the time that the fuzzer runs (60). Python needs numpy and safetensors of PyPI,
-# which are installed in a virtual environment in the build directory. A part whose packages cannot be installed is
-# skipped, with a message. torch and transformers, for in_transformers, are not installed by this script: MT_PYTHON is
-# an interpreter that has them (python3).
+# runs of each type. MT_FUZZ_SECONDS is the time that the fuzzer runs (20, in the full matrix 60). Python needs numpy
+# and safetensors of PyPI, which are installed in a virtual environment in the build directory. A part whose packages
+# cannot be installed is skipped, with a message. torch and transformers, for in_transformers, are not installed by this
+# script: MT_PYTHON is an interpreter that has them (python3).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -18,7 +18,8 @@ build=${MT_BUILD_DIR:-build}/checkpoints
 mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/check-${1:-all}.log check_lines=40
-seconds=${MT_FUZZ_SECONDS:-60}
+seconds=${MT_FUZZ_SECONDS:-$(if in_full; then echo 60; else echo 20; fi)}
+find_implementation "$build"
 
 # ---- the fuzzer ----------------------------------------------------------------------------------------------------
 
@@ -47,7 +48,9 @@ fuzzing() {
 
 opened_by_transformers() {
     rm -rf "$build/transformers.d" && mkdir "$build/transformers.d" || return 1
-    "$CC" -O1 -I. tests/transformers_peer.c -o "$build/transformers_peer" -lm -lpthread &&
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -O1 -I. $declarations tests/transformers_peer.c -o "$build/transformers_peer" "$implementation" -lm \
+        -lpthread &&
         PYTHONDONTWRITEBYTECODE=1 "${MT_PYTHON:-python3}" tests/transformers_peer.py "$build/transformers_peer" \
             "$build/transformers.d"
 }
@@ -64,7 +67,8 @@ in_transformers() {
 
 with_python() {
     rm -rf "$build/peer.d" && mkdir "$build/peer.d" || return 1
-    "$CC" -O1 -I. tests/checkpoints_peer.c -o "$build/peer" -lm -lpthread &&
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -O1 -I. $declarations tests/checkpoints_peer.c -o "$build/peer" "$implementation" -lm -lpthread &&
         "$python" tests/checkpoints_peer.py "$build/peer" "$build/peer.d"
 }
 
@@ -276,7 +280,8 @@ refuses_the_shape() {
 }
 
 generating() {
-    "$CC" -O2 -I. examples/04_generate.c -o "$build/generate" -lm -lpthread || return
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -O2 -I. $declarations examples/04_generate.c -o "$build/generate" "$implementation" -lm -lpthread || return
     check "04_generate: a GPT-2 of Hugging Face writes the same tokens on 1, 2 and 4 ranks" of_hugging_face
     check "04_generate: the most probable tokens of transformers, GPT-2 and Llama, on 1, 2 and 4 ranks" as_transformers
     check "04_generate: a model of train_gpt writes the same tokens on 1, 2 and 4 ranks" of_train_gpt
@@ -288,7 +293,9 @@ generating() {
 case $* in
 *generating* | *killing*)
     train_gpt=$build/train_gpt
-    check "train_gpt builds" "$CC" -O2 -I. examples/train_gpt.c -o "$train_gpt" -lm -lpthread
+    # shellcheck disable=SC2086  # a list of flags
+    check "train_gpt builds" "$CC" -O2 -I. $declarations examples/train_gpt.c -o "$train_gpt" \
+        "$implementation" -lm -lpthread
     ;;
 esac
 for part in "$@"; do $part; done

@@ -21,8 +21,11 @@ engine=$(dirname "$build")/engine/fast
 
 # examples/03_nccl on 2 GPUs has the losses of 01_mlp.
 nccl_example() {
-    "$CC" -O2 -I. examples/01_mlp.c -o "$build/01_mlp" -lm -lpthread && "$build/01_mlp" 2 >"$build/01_mlp.txt" \
-        && "$engine/03_nccl" 2 >"$build/03_nccl.txt" && cat "$build/03_nccl.txt" || return 1
+    find_implementation "$build"
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -O2 -I. $declarations examples/01_mlp.c -o "$build/01_mlp" "$implementation" -lm -lpthread &&
+        "$build/01_mlp" 2 >"$build/01_mlp.txt" &&
+        "$engine/03_nccl" 2 >"$build/03_nccl.txt" && cat "$build/03_nccl.txt" || return 1
     paste "$build/01_mlp.txt" "$build/03_nccl.txt" | awk '
         $1 == "step" {
             n++; d = $4 - $8; if (d < 0) d = -d
@@ -77,7 +80,10 @@ few_steps="$bert_steps --sample 4"
 trains_on_the_engine() {
     program=$1
     shift
-    "$CC" -O2 -I. "examples/$program.c" -o "$build/${program}_cpu" -lm -lpthread || return 1
+    find_implementation "$build"
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -O2 -I. $declarations "examples/$program.c" -o "$build/${program}_cpu" "$implementation" -lm -lpthread ||
+        return 1
     "$build/${program}_cpu" "$@" --tp 2 --log "$build/cpu.csv" || return 1
     for dtype in f32 $(in_full && echo bf16 f16); do
         "$engine/$program" "$@" --tp 2 --device cuda --dtype $dtype --log "$build/$dtype.csv" || return 1

@@ -35,10 +35,18 @@ first_program() {
         "$work/loop.txt"
 }
 
+# builds NAME
+builds() {
+    find_implementation "$work"
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -std=c99 -O2 -Wall -Wextra -Werror -I. $declarations "$work/$1.c" -o "$work/$1" "$implementation" -lm \
+        -lpthread
+}
+
 # The program with its own weights has the same losses and input gradients on 1, 2 and 4 ranks, up to rounding.
 own_weights_program() {
     program_of docs/own-weights.md >"$work/own.c"
-    "$CC" -std=c99 -O2 -Wall -Wextra -Werror -I. "$work/own.c" -o "$work/own" -lm -lpthread || return 1
+    builds own || return 1
     for ranks in 1 2 4; do
         "$work/own" $ranks >"$work/own$ranks.txt" || return 1
         paste "$work/own1.txt" "$work/own$ranks.txt" | awk '
@@ -56,7 +64,7 @@ own_weights_program() {
 # to rounding.
 pipeline_program() {
     program_of docs/many-ranks.md >"$work/pipe.c"
-    "$CC" -std=c99 -O2 -Wall -Wextra -Werror -I. "$work/pipe.c" -o "$work/pipe" -lm -lpthread || return 1
+    builds pipe || return 1
     for stages in 1 2 4; do
         "$work/pipe" $stages >"$work/pipe$stages.txt" || return 1
         paste "$work/pipe1.txt" "$work/pipe$stages.txt" | awk '

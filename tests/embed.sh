@@ -96,7 +96,9 @@ refusals() {
         refused "unknown flag '--nonsense'" "1\n" $model --nonsense 1
 }
 
-check "embed builds" "$CC" -O2 -I. examples/embed.c -o "$build/embed" -lm -lpthread
+find_implementation "$build"
+# shellcheck disable=SC2086  # a list of flags
+check "embed builds" "$CC" -O2 -I. $declarations examples/embed.c -o "$build/embed" "$implementation" -lm -lpthread
 check "embed: the vectors of transformers, on 1, 2, 3, 4 and 8 ranks" every_split
 check "embed: vectors that are not normalised" not_normalised
 check "embed: vectors in a safetensors file" to_a_file

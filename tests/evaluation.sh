@@ -97,8 +97,11 @@ cloze() {
 }
 
 trained() {
+    find_implementation "$build"
     for name in train_gpt eval_gpt; do
-        check "$name builds" "$CC" -O2 -I. examples/$name.c -o "$build/$name" -lm -lpthread
+        # shellcheck disable=SC2086  # a list of flags
+        check "$name builds" "$CC" -O2 -I. $declarations examples/$name.c -o "$build/$name" "$implementation" -lm \
+            -lpthread
     done
     check "a model of bytes is trained" trains
     check "eval_gpt: the perplexity of a text that the model has learned" learned

@@ -29,6 +29,12 @@ example_arguments() {
     esac
 }
 
+# shared FILE: sets `declarations` and `implementation` as find_implementation does, but 01_mlp has all of its own
+shared() {
+    find_implementation "$build"
+    case $1 in 01_mlp) declarations='' implementation=-lm ;; esac
+}
+
 # run_example NAME COMMAND: commands with a GEMM library run only in the full matrix
 run_example() {
     title=$1
@@ -39,7 +45,8 @@ run_example() {
     *-ldnnl*) title="$1, oneDNN"; have_package libdnnl-dev || { leave_out "$title: not here"; return; } ;;
     *-lopenblas*) title="$1, OpenBLAS"; have_package libopenblas-dev || { leave_out "$title: not here"; return; } ;;
     esac
-    compile=$(echo "${2%%&&*}" | sed "s|^cc |$CC |; s| -o [^ ]*| -o $build/$1|")
+    shared "$1"
+    compile=$(echo "${2%%&&*}" | sed "s|^cc |$CC $declarations |; s| -o [^ ]*| -o $build/$1 $implementation|")
     # shellcheck disable=SC2046  # arguments
     check "$title" sh -c "$compile && exec \"\$@\"" sh "$build/$1" $(example_arguments "$1" "$2")
 }
@@ -56,7 +63,10 @@ own=examples/05_own_weights
 
 # own_build NAME SOURCE: compiles SOURCE with the command in the first lines of the example NAME.c
 own_build() {
-    compile=$(example_commands "$own/$1.c" | sed "s|&&.*||; s|^cc |$CC |; s| $own/$1.c | $2 |; s| -o [^ ]*| -o $2.out|")
+    shared "$1"
+    [ "$1" = after ] || declarations='' implementation=-lm
+    compile=$(example_commands "$own/$1.c" | sed "s|&&.*||; s|^cc |$CC $declarations |; s| $own/$1.c | $2 |
+        s| -o [^ ]*| -o $2.out $implementation|")
     [ -n "$compile" ] && sh -c "$compile"
 }
 

@@ -19,7 +19,12 @@ check_log=$build/check.log
 PYTHONDONTWRITEBYTECODE=1 PAPER_TXT=$build/paper.txt
 export PYTHONDONTWRITEBYTECODE PAPER_TXT
 
-paper() { "$CC" -O0 -I. examples/paper.c -o "$build/paper" -lm -lpthread && "$build/paper" >"$PAPER_TXT"; }
+paper() {
+    find_implementation "$build"
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -O0 -I. $declarations examples/paper.c -o "$build/paper" "$implementation" -lm -lpthread &&
+        "$build/paper" >"$PAPER_TXT"
+}
 
 figures() {
     if ! have_command python3; then

@@ -7,6 +7,18 @@
 # For programs that define MEGATRON_IMPLEMENTATION, but are linked to another build of the implementation.
 DECLARATIONS_ONLY="-DMEGATRON_IMPLEMENTED -DMT_PARALLEL_IMPLEMENTED -DMT_KERNELS_IMPLEMENTED -DMT_COMM_IMPLEMENTED"
 
+# find_implementation FOLDER: sets `declarations` and `implementation`, flags and an argument to compile a program that
+# has only declarations, and link it to an implementation with the built-in GEMM: that of CMake
+# ($MT_TEST_IMPLEMENTATION), else one that is built in FOLDER. In the full matrix, a program compiles the implementation
+# itself, as a reader's does.
+find_implementation() {
+    declarations='' implementation=-lm
+    [ "${MT_TEST_ALL:-0}" != 1 ] || return 0
+    declarations=$DECLARATIONS_ONLY implementation=${MT_TEST_IMPLEMENTATION:-$1/implementation.o}
+    [ -z "${MT_TEST_IMPLEMENTATION:-}" ] && [ "${found_implementation:-}" != "$implementation" ] || return 0
+    "$CC" -O2 -I. -c tests/package/implementation.c -o "$implementation" && found_implementation=$implementation
+}
+
 # The flags of AddressSanitizer and UndefinedBehaviorSanitizer. tests/CMakeLists.txt reads this line. -g1 has the line
 # numbers that reports of sanitizers need; -g takes the compiler a third longer.
 SANITIZE="-g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"

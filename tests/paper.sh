@@ -146,14 +146,18 @@ flags_exist() {
 
 build_programs() {
     for program in train_gpt train_bert eval_gpt 04_generate; do
-        "$CC" -O0 -I. "examples/$program.c" -o "$build/$program" -lm -lpthread || return 1
+        # shellcheck disable=SC2086  # a list of flags
+        "$CC" -O0 -I. $declarations "examples/$program.c" -o "$build/$program" "$implementation" -lm -lpthread ||
+            return 1
     done
 }
 
 runs() { "$build/paper" >"$output" && cat "$output" && ! grep -i 'nan\|inf ' "$output"; }
 
-check "paper builds without a warning" "$CC" -std=c11 -O2 -Wall -Wextra -Werror -I. examples/paper.c -o "$build/paper" \
-    -lm -lpthread
+find_implementation "$build"
+# shellcheck disable=SC2086  # a list of flags
+check "paper builds without a warning" "$CC" -std=c11 -O2 -Wall -Wextra -Werror -I. $declarations examples/paper.c \
+    -o "$build/paper" "$implementation" -lm -lpthread
 check "paper runs" runs
 check "paper: the parameters of eight models" parameters
 check "paper: the fitted constant gives 39 TFLOP/s" fitted

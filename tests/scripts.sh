@@ -140,7 +140,9 @@ END
         grep "^$name, .* efficiency on " "$work/scaling.txt" || return 1
     done
     $bench --only plan --machine "$work/machine.txt" || return 1
-    "$CC" -O0 -I. examples/train_gpt.c -o "$work/train_gpt" -lm -lpthread || return 1
+    find_implementation "$work"
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -O0 -I. $declarations examples/train_gpt.c -o "$work/train_gpt" "$implementation" -lm -lpthread || return 1
     dry_run="$work/train_gpt --dry-run --data LICENSE --sample 0 --tp 2"
     $dry_run --machine "$work/machine.txt" >"$work/dry.txt" || return 1
     cat "$work/dry.txt"

@@ -10,10 +10,8 @@
 #include <math.h>
 
 #if defined(MT_CUDA_ENGINE)
-namespace mte {
-void set_ptx_arch(int arch);
-size_t copies_that_read();
-} // namespace mte
+#include "core.h"
+#include "runtime.h"
 #endif
 
 static mt_context *cpu, *gpu;

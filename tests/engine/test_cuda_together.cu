@@ -1,0 +1,39 @@
+/* Four test programs in one file, so that the kernels, which take a compiler most of the time, are compiled only once:
+   test_cuda, whose small grids are then those of all four, and what needs private functions of mt_kernels.cuh. The
+   program runs the test whose name it has: CMake links test_cuda_flash and the others to test_cuda. Each is also a
+   program of its own, see gpu.sh. */
+
+#include "core.h" // outside of the namespaces, as all headers
+
+#define main test_cuda
+#include "../test_cuda.cu"
+#undef main
+#undef OK
+
+namespace flash {
+#define main test_cuda_flash
+#include "../test_cuda_flash.cu"
+#undef main
+#undef OK
+} // namespace flash
+
+namespace gemm {
+#define main test_cuda_gemm
+#include "../test_cuda_gemm.cu"
+#undef main
+#undef OK
+} // namespace gemm
+
+namespace ptx {
+#define main test_cuda_ptx
+#include "../test_cuda_ptx.cu"
+#undef main
+} // namespace ptx
+
+int main(int argc, char **argv) {
+    const char *slash = argc > 0 ? strrchr(argv[0], '/') : NULL, *name = slash ? slash + 1 : argc > 0 ? argv[0] : "";
+    if (strcmp(name, "test_cuda_flash") == 0) return flash::test_cuda_flash();
+    if (strcmp(name, "test_cuda_gemm") == 0) return gemm::test_cuda_gemm();
+    if (strcmp(name, "test_cuda_ptx") == 0) return ptx::test_cuda_ptx();
+    return test_cuda();
+}
