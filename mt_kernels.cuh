@@ -478,11 +478,12 @@ typedef struct mt_kv_cache {
    Attention reads the keys and values in their own type. On a CPU, calls with at most MT_KV_DECODE_QUERIES queries for
    each key/value head (seq * heads_per_group) read each key and value once, without a copy. Longer calls, and all calls
    in invariant mode, compute blocks of scores as mt_attention_forward does, and then a row of out has the same bits as
-   in a mt_attention_forward of the whole sequence.
-   Errors: MT_ERR_UNSUPPORTED (a field is set that must not be), MT_ERR_SHAPE (max_seq is below 1, or keys or values are
-   not contiguous), MT_ERR_DTYPE (keys and values do not have the type of qkv), MT_ERR_DATA (on a CPU: lengths are out
-   of range, or a sequence has more than max_seq tokens with the new ones). A GPU does not check lengths. With wrong
-   ones its results are undefined, but it accesses no memory outside of the tensors. */
+   in a mt_attention_forward of the whole sequence. On a GPU, docs/gpus.md says which kernel runs.
+   Errors: MT_ERR_UNSUPPORTED (a field is set that must not be; attention on a GPU: as in mt_attention_forward),
+   MT_ERR_SHAPE (max_seq is below 1, or keys or values are not contiguous), MT_ERR_DTYPE (keys and values do not have
+   the type of qkv), MT_ERR_DATA (on a CPU: lengths are out of range, or a sequence has more than max_seq tokens with
+   the new ones). A GPU does not check lengths. With wrong ones its results are undefined, but it accesses no memory
+   outside of the tensors. */
 #define MT_KV_DECODE_QUERIES 16
 MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv,
                                     const mt_kv_cache *cache);

@@ -753,6 +753,72 @@ static void item_attention_plain() {
     attention_rows(MT_F32, opt.tiny ? 20 : 1024, 64, 1, MT_MASK_CAUSAL);
 }
 
+/* ---- attention with a key/value cache ---------------------------------------------------------------------------- */
+
+/* The cache of one layer and a call with `seq` new tokens for each sequence. All sequences hold `held` tokens. */
+struct cached {
+    mt_attention_desc s;
+    mt_kv_cache cache;
+    mt_tensor qkv, out, table;
+    std::string name;
+};
+
+static cached cached_of(mt_dtype dtype, int64_t batch, int64_t seq, int64_t held, int64_t groups, int64_t per_group,
+                        int64_t head_dim) {
+    std::vector<int32_t> host((size_t)batch, (int32_t)held);
+    mt_tensor lengths = empty(MT_I32, 1, batch);
+    cached c;
+    memset(&c.s, 0, sizeof c.s);
+    c.s.batch = batch, c.s.seq = seq, c.s.groups = groups, c.s.heads_per_group = per_group, c.s.head_dim = head_dim;
+    c.cache.max_seq = held + seq;
+    c.cache.keys = noise(dtype, batch * groups * c.cache.max_seq, head_dim);
+    c.cache.values = noise(dtype, batch * groups * c.cache.max_seq, head_dim);
+    DO(mt_upload(ctx, host.data(), lengths));
+    c.cache.lengths = (const int32_t *)lengths.data;
+    c.qkv = noise(dtype, batch * seq, groups * (per_group + 2) * head_dim);
+    c.out = empty(dtype, batch * seq, groups * per_group * head_dim);
+    c.table = empty(MT_F32, c.cache.max_seq, head_dim);
+    DO(mt_rotary_table(ctx, 10000.0f, c.table));
+    c.name = type_of(dtype) + std::to_string(batch) + " x " + std::to_string(held + seq) + " tokens, " +
+             std::to_string(groups) + " groups of " + std::to_string(per_group) + ", head size " +
+             std::to_string(head_dim);
+    return c;
+}
+
+/* One new token for each sequence: attention reads all keys and values once. */
+static void decode_row(mt_dtype dtype, int64_t batch, int64_t tokens, int64_t groups, int64_t per_group,
+                       int64_t head_dim) {
+    size_t mark = mt_arena_mark(ctx);
+    cached c = cached_of(dtype, batch, 1, opt.tiny ? 299 : tokens - 1, groups, per_group, head_dim);
+    memory_row(c.name, bytes(c.cache.keys) + bytes(c.cache.values), c.out,
+               [&] { DO(mt_kv_cache_attention(ctx, &c.s, c.qkv, &c.cache, c.out)); });
+    mt_arena_release(ctx, mark);
+}
+
+/* Prompts in an empty cache. Append reads qkv once, and writes the turned queries and keys, and the cache. */
+static void prompt_rows(int64_t batch, int64_t seq, int64_t groups, int64_t per_group, int64_t head_dim) {
+    size_t mark = mt_arena_mark(ctx);
+    cached c = cached_of(MT_BF16, batch, opt.tiny ? 33 : seq, 0, groups, per_group, head_dim);
+    double cache = bytes(c.cache.keys) + bytes(c.cache.values), tokens = (double)(c.s.batch * c.s.seq);
+    memory_row("prompts, append, " + c.name, 2 * bytes(c.qkv) + cache / 2, c.qkv,
+               [&] { DO(mt_kv_cache_append(ctx, &c.s, c.table, c.qkv, &c.cache)); });
+    compute_row("prompts, attention, " + c.name, 2.0 * tokens * (double)c.s.seq * (double)c.out.cols,
+                [&] { DO(mt_kv_cache_attention(ctx, &c.s, c.qkv, &c.cache, c.out)); });
+    check_finite("prompts, " + c.name, c.out);
+    mt_arena_release(ctx, mark);
+}
+
+static void item_decode() {
+    int64_t batch = opt.tiny ? 2 : 16, groups = opt.tiny ? 1 : 8;
+    for (int64_t per_group : {1, 4, 8}) decode_row(MT_BF16, batch, 8192, groups, per_group, 128);
+    decode_row(MT_BF16, batch, 8192, groups, 4, 64);
+    decode_row(MT_F16, batch, 8192, groups, 4, 128);
+    decode_row(MT_F32, batch, 4096, groups, 4, 128);
+    decode_row(MT_BF16, 1, 65536, groups, 4, 128);
+    decode_row(MT_BF16, batch, 512, groups, 4, 128);
+    prompt_rows(opt.tiny ? 1 : 8, 2048, groups, opt.tiny ? 2 : 4, 128);
+}
+
 /* ---- products ---------------------------------------------------------------------------------------------------- */
 
 struct shape {
@@ -1434,6 +1500,8 @@ static const struct {
     {"attention", "2048 features, 16384 tokens in sequences of 2048", item_attention, LARGE_GEMM},
     {"attention-lengths", "bf16, 2048 features, 16384 tokens, other sequences", item_attention_lengths, LARGE_GEMM},
     {"attention-plain", "the kernels without tensor cores", item_attention_plain, LARGE_GEMM},
+    {"decode", "attention with a key/value cache: one new token for each sequence, and prompts", item_decode,
+     LARGE_GEMM},
     {"gemm", "the products of a layer, bf16, 8192 tokens, weight gradients into f32", item_gemm, NOTHING},
     {"linear", "products with bias, GELU and gradients of the bias, bf16, 8192 tokens", item_linear, NOTHING},
     {"block", "MLP and attention, bf16, one rank", item_block, LARGE_GEMM},
