@@ -8518,7 +8518,7 @@ struct mti_kv_gpu {
     }
 };
 
-static mti_cached mti_kv_tokens(const mti_kv *kv) {
+static mti_cached mti_cached_of(const mti_kv *kv) {
     mti_cached c = {kv->cache.lengths, kv->desc.lengths, kv->desc.seq, kv->cache.max_seq, kv->desc.window};
     return c;
 }
@@ -8533,15 +8533,15 @@ static mti_kv_gpu mti_kv_gpu_of(const mti_kv *kv) {
     k.keys = mti_view_of(kv->cache.keys);
     k.values = mti_view_of(kv->cache.values);
     k.out = mti_view_of(kv->out);
-    k.tokens = mti_kv_tokens(kv);
+    k.tokens = mti_cached_of(kv);
     return k;
 }
 
 /* Moves vector `vector` of a query (head < heads_per_group), a key (heads_per_group) or a value of a token. Queries and
    keys first have mti_rotary_op's pairs of vectors, which are turned, then the vectors behind them, which are not. */
 template <int TYPE, bool PAIRS>
-static __device__ __forceinline__ void mti_kv_move(const mti_kv_gpu &k, int64_t row, int64_t group, int64_t head,
-                                                   int64_t vector, int64_t position, int64_t to) {
+static __device__ __forceinline__ void mti_kv_move_vector(const mti_kv_gpu &k, int64_t row, int64_t group, int64_t head,
+                                                          int64_t vector, int64_t position, int64_t to) {
     const bool WIDE = TYPE != MTI_ANY_TYPE;
     int64_t d = k.s.head_dim, turned = (k.half + MTI_VECTOR - 1) / MTI_VECTOR, angle = vector * MTI_VECTOR;
     bool query = head < k.s.heads_per_group, key = head == k.s.heads_per_group;
@@ -8582,8 +8582,8 @@ template <int TYPE, bool PAIRS> static __global__ void __launch_bounds__(256) mt
                 position = k.tokens.held(b) + row - b * k.s.seq;
         int64_t in_token = i - row * of_token, slot = mti_divide(in_token, k.vectors), group = mti_divide(slot, heads);
         if (row - b * k.s.seq >= k.tokens.tokens(b)) continue;
-        mti_kv_move<TYPE, PAIRS>(k, row, group, slot - group * heads, in_token - slot * k.vectors, position,
-                                 k.row(b, group) + position);
+        mti_kv_move_vector<TYPE, PAIRS>(k, row, group, slot - group * heads, in_token - slot * k.vectors, position,
+                                        k.row(b, group) + position);
     }
 }
 
@@ -8608,14 +8608,14 @@ static mt_status mti_cuda_kv_cache_append(const mti_kv *kv) {
 }
 
 /* Attention to a cache, for any float type and for head_dim up to 256. The queries of all heads of a group at all new
-   tokens of a sequence are rows: row i * heads_per_group + j is head j at token i. A block owns a tile of ROWS rows of a
-   group, and one split of the keys. Each key and value is read once for the tile, 16 bytes at a time.
+   tokens of a sequence are rows: row i * heads_per_group + j is head j at token i. A block owns a tile of ROWS rows of
+   a group, and one split of the keys. It reads each key and value once for the tile, 16 bytes at a time.
 
-   LANES neighbouring lanes of a warp share a key, and each of them has 8 features of it. So a warp works on 32 / LANES *
-   MTI_KV_AHEAD keys in a step:
+   LANES neighbouring lanes of a warp share a key, and each of them has 8 features of it. So a warp works on
+   32 / LANES * MTI_KV_AHEAD keys in a step:
    1. It fetches the values of the step, while the keys that the step before has fetched arrive.
-   2. Each lane multiplies its features of the queries and keys. Shuffles add the products of LANES lanes, so that all of
-      them have the scores.
+   2. Each lane multiplies its features of the queries and keys. Shuffles add the products of LANES lanes, so that all
+      of them have the scores.
    3. It fetches the keys of the next step.
    4. Online softmax: each group of LANES lanes has its own maximum and sum of exponentials for each row.
    5. Each lane adds the values to its features of the result.
@@ -8634,7 +8634,7 @@ static mt_status mti_cuda_kv_cache_append(const mti_kv *kv) {
 
 /* The state of a lane: its features of the queries and of the results. The other numbers are the same in all lanes that
    share a key. */
-template <int ROWS> struct mti_kv_rows {
+template <int ROWS> struct mti_split_rows {
     float q[ROWS][MTI_VECTOR], acc[ROWS][MTI_VECTOR]; /* q: multiplied by scale */
     float top[ROWS], sum[ROWS];                       /* the largest score so far, and the sum of exponentials */
     int end[ROWS];                                    /* as mti_kv_gpu.end */
@@ -8642,14 +8642,14 @@ template <int ROWS> struct mti_kv_rows {
 };
 
 /* The keys of a block: [begin, end), and its tile and split. */
-struct mti_kv_block {
+struct mti_split_block {
     int64_t b, group, row; /* row: the first one of the tile */
     int begin, end, split;
 };
 
-template <int ROWS> static __device__ __forceinline__ mti_kv_block mti_kv_find_block(const mti_kv_gpu &k) {
+template <int ROWS> static __device__ __forceinline__ mti_split_block mti_split_find_block(const mti_kv_gpu &k) {
     int64_t rows = k.s.seq * k.s.heads_per_group, tiles = (rows + ROWS - 1) / ROWS;
-    mti_kv_block m;
+    mti_split_block m;
     m.b = blockIdx.z, m.group = blockIdx.y;
     m.split = (int)(blockIdx.x / tiles);
     m.row = (tiles - 1 - blockIdx.x % tiles) * ROWS; /* tiles with the most keys start first */
@@ -8666,8 +8666,8 @@ template <int ROWS> static __device__ __forceinline__ mti_kv_block mti_kv_find_b
 
 /* Loads the features [col, col + n) of the queries. */
 template <int TYPE, int ROWS>
-static __device__ __forceinline__ void mti_kv_begin(const mti_kv_gpu &k, const mti_kv_block &m, int col, int n,
-                                                    mti_kv_rows<ROWS> &x) {
+static __device__ __forceinline__ void mti_split_begin(const mti_kv_gpu &k, const mti_split_block &m, int col, int n,
+                                                       mti_split_rows<ROWS> &x) {
     int64_t h = k.s.heads_per_group;
     MT_DEVICE_UNROLL
     for (int r = 0; r < ROWS; r++) {
@@ -8686,8 +8686,8 @@ static __device__ __forceinline__ void mti_kv_begin(const mti_kv_gpu &k, const m
 /* Fetches the features [col, col + n) of the lane's keys or values: those at key, key + step, .... A key from `end` on
    is 0. */
 template <int TYPE>
-static __device__ __forceinline__ void mti_kv_fetch(const mti_view &v, int64_t row, int key, int step, int end, int col,
-                                                    int n, mti_fetched<TYPE> (&out)[MTI_KV_AHEAD]) {
+static __device__ __forceinline__ void mti_split_fetch(const mti_view &v, int64_t row, int key, int step, int end,
+                                                       int col, int n, mti_fetched<TYPE> (&out)[MTI_KV_AHEAD]) {
     MT_DEVICE_UNROLL
     for (int u = 0; u < MTI_KV_AHEAD; u++) {
         memset(&out[u], 0, sizeof out[u]);
@@ -8697,9 +8697,9 @@ static __device__ __forceinline__ void mti_kv_fetch(const mti_view &v, int64_t r
 
 /* s = the scores of the rows and the lane's keys. Keys that a row does not see get -infinity. */
 template <int TYPE, int LANES, int ROWS>
-static __device__ __forceinline__ void mti_kv_scores(const mti_kv_gpu &k, const mti_kv_rows<ROWS> &x,
-                                                     const mti_fetched<TYPE> (&keys)[MTI_KV_AHEAD], int key,
-                                                     float (&s)[ROWS][MTI_KV_AHEAD]) {
+static __device__ __forceinline__ void mti_split_scores(const mti_kv_gpu &k, const mti_split_rows<ROWS> &x,
+                                                        const mti_fetched<TYPE> (&keys)[MTI_KV_AHEAD], int key,
+                                                        float (&s)[ROWS][MTI_KV_AHEAD]) {
     MT_DEVICE_UNROLL
     for (int u = 0; u < MTI_KV_AHEAD; u++) {
         float y[MTI_VECTOR];
@@ -8724,20 +8724,21 @@ static __device__ __forceinline__ void mti_kv_scores(const mti_kv_gpu &k, const 
 }
 
 /* The factor of what belongs to the maximum `top` when it becomes `now`. Both may be -infinity. */
-static __device__ __forceinline__ float mti_kv_factor(int fast, float top, float now) {
+static __device__ __forceinline__ float mti_split_factor(int fast, float top, float now) {
     return top == now ? 1.0f : mti_cuda_exp(fast, top - now);
 }
 
 /* Raises the maxima to those of the scores, and turns the scores into exponentials. */
 template <int ROWS>
-static __device__ __forceinline__ void mti_kv_softmax(int fast, mti_kv_rows<ROWS> &x, float (&s)[ROWS][MTI_KV_AHEAD]) {
+static __device__ __forceinline__ void mti_split_softmax(int fast, mti_split_rows<ROWS> &x,
+                                                         float (&s)[ROWS][MTI_KV_AHEAD]) {
     MT_DEVICE_UNROLL
     for (int r = 0; r < ROWS; r++) {
         float now = x.top[r];
         MT_DEVICE_UNROLL
         for (int u = 0; u < MTI_KV_AHEAD; u++) now = fmaxf(now, s[r][u]);
         if (__any_sync(0xffffffffu, now != x.top[r])) {
-            float factor = mti_kv_factor(fast, x.top[r], now);
+            float factor = mti_split_factor(fast, x.top[r], now);
             MT_DEVICE_UNROLL
             for (int e = 0; e < MTI_VECTOR; e++) x.acc[r][e] *= factor;
             x.sum[r] *= factor;
@@ -8753,7 +8754,7 @@ static __device__ __forceinline__ void mti_kv_softmax(int fast, mti_kv_rows<ROWS
 
 /* Merges the results of the lanes of a warp that have the same features, into its first LANES lanes. */
 template <int LANES, int ROWS>
-static __device__ __forceinline__ void mti_kv_merge_lanes(int fast, mti_kv_rows<ROWS> &x) {
+static __device__ __forceinline__ void mti_split_merge_lanes(int fast, mti_split_rows<ROWS> &x) {
     MT_DEVICE_UNROLL
     for (int o = 8; o <= 16; o += 8) {
         if (o < LANES) continue;
@@ -8761,7 +8762,7 @@ static __device__ __forceinline__ void mti_kv_merge_lanes(int fast, mti_kv_rows<
         for (int r = 0; r < ROWS; r++) {
             float top = __shfl_xor_sync(0xffffffffu, x.top[r], o), sum = __shfl_xor_sync(0xffffffffu, x.sum[r], o);
             float now = fmaxf(top, x.top[r]);
-            float own = mti_kv_factor(fast, x.top[r], now), other = mti_kv_factor(fast, top, now);
+            float own = mti_split_factor(fast, x.top[r], now), other = mti_split_factor(fast, top, now);
             x.top[r] = now;
             x.sum[r] = x.sum[r] * own + sum * other;
             MT_DEVICE_UNROLL
@@ -8772,21 +8773,21 @@ static __device__ __forceinline__ void mti_kv_merge_lanes(int fast, mti_kv_rows<
 }
 
 /* What a warp leaves in shared memory for the other warps: the results of ROWS rows of at most WIDTH features. */
-template <int ROWS, int WIDTH> struct mti_kv_part {
+template <int ROWS, int WIDTH> struct mti_split_part {
     float acc[ROWS][WIDTH];
     float2 stats[ROWS];
 };
 
 /* Merges the features [col, col + 8) of a row, in the order of the warps. Returns the maximum and the sum. */
 template <int ROWS, int WIDTH>
-static __device__ __forceinline__ float2 mti_kv_merge_warps(int fast, const mti_kv_part<ROWS, WIDTH> *parts, int row,
-                                                            int col, float *acc) {
+static __device__ __forceinline__ float2 mti_split_merge_warps(int fast, const mti_split_part<ROWS, WIDTH> *parts,
+                                                               int row, int col, float *acc) {
     float2 all = make_float2(-INFINITY, 0.0f);
     for (int w = 0; w < MTI_KV_WARPS; w++) all.x = fmaxf(all.x, parts[w].stats[row].x);
     MT_DEVICE_UNROLL
     for (int e = 0; e < MTI_VECTOR; e++) acc[e] = 0.0f;
     for (int w = 0; w < MTI_KV_WARPS; w++) {
-        float factor = mti_kv_factor(fast, parts[w].stats[row].x, all.x);
+        float factor = mti_split_factor(fast, parts[w].stats[row].x, all.x);
         all.y += parts[w].stats[row].y * factor;
         MT_DEVICE_UNROLL
         for (int e = 0; e < MTI_VECTOR; e++) acc[e] += parts[w].acc[row][col + e] * factor;
@@ -8796,8 +8797,8 @@ static __device__ __forceinline__ float2 mti_kv_merge_warps(int fast, const mti_
 
 /* Stores features of out. A query without keys has the sum 0. */
 template <int TYPE>
-static __device__ __forceinline__ void mti_kv_store_out(const mti_kv_gpu &k, int64_t token, int64_t head, int col,
-                                                        float sum, float *acc) {
+static __device__ __forceinline__ void mti_split_store_out(const mti_kv_gpu &k, int64_t token, int64_t head, int col,
+                                                           float sum, float *acc) {
     float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
     MT_DEVICE_UNROLL
     for (int e = 0; e < MTI_VECTOR; e++) acc[e] *= factor;
@@ -8807,48 +8808,48 @@ static __device__ __forceinline__ void mti_kv_store_out(const mti_kv_gpu &k, int
 
 /* Each thread stores 8 features of a row of the tile: in out, or in the scratch memory if there are more splits. */
 template <int TYPE, int LANES, int ROWS>
-static __device__ __forceinline__ void mti_kv_finish(const mti_kv_gpu &k, const mti_kv_block &m, int fast,
-                                                     const mti_kv_part<ROWS, LANES * MTI_VECTOR> *parts) {
+static __device__ __forceinline__ void mti_split_finish(const mti_kv_gpu &k, const mti_split_block &m, int fast,
+                                                        const mti_split_part<ROWS, LANES * MTI_VECTOR> *parts) {
     int64_t h = k.s.heads_per_group;
     for (int item = (int)threadIdx.x; item < ROWS * LANES; item += 32 * MTI_KV_WARPS) {
         int r = item / LANES, col = item % LANES * MTI_VECTOR;
         int64_t i = mti_divide(m.row + r, h), head = m.group * h + m.row + r - i * h;
         float acc[MTI_VECTOR];
         if (i >= k.s.seq || col >= k.s.head_dim) continue;
-        float2 stats = mti_kv_merge_warps(fast, parts, r, col, acc);
+        float2 stats = mti_split_merge_warps(fast, parts, r, col, acc);
         if (k.splits > 1) {
             int64_t at = k.split_of(m.b, i, head, m.split);
             float4 *to = (float4 *)(k.sums + at * k.pitch + col);
             to[0] = make_float4(acc[0], acc[1], acc[2], acc[3]), to[1] = make_float4(acc[4], acc[5], acc[6], acc[7]);
             if (col == 0) k.stats[at] = stats;
-        } else mti_kv_store_out<TYPE>(k, m.b * k.s.seq + i, head, col, stats.y, acc);
+        } else mti_split_store_out<TYPE>(k, m.b * k.s.seq + i, head, col, stats.y, acc);
     }
 }
 
-/* The grid is (splits x tiles) x groups x sequences. The barrier separates writing the results of the warps from reading
-   them. */
+/* The grid is (splits x tiles) x groups x sequences. The barrier separates writing the results of the warps from
+   reading them. */
 template <int TYPE, int LANES, int ROWS>
 static __global__ void __launch_bounds__(32 * MTI_KV_WARPS, ROWS == 8 ? 2 : 3) mti_kv_attention_kernel(mti_kv_gpu k) {
-    typedef mti_kv_part<ROWS, LANES * MTI_VECTOR> part;
+    typedef mti_split_part<ROWS, LANES * MTI_VECTOR> part;
     constexpr int Across = 32 / LANES, Step = Across * MTI_KV_AHEAD;
     MT_SHARED(part, parts, MTI_KV_WARPS);
     int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x / 32, col = lane % LANES * MTI_VECTOR;
     int n = min(max((int)k.s.head_dim - col, 0), MTI_VECTOR), fast = mti_type_of<TYPE>(k.out) != MT_F32;
-    mti_kv_block m = mti_kv_find_block<ROWS>(k);
+    mti_split_block m = mti_split_find_block<ROWS>(k);
     mti_fetched<TYPE> keys[MTI_KV_AHEAD], values[MTI_KV_AHEAD];
-    mti_kv_rows<ROWS> x;
+    mti_split_rows<ROWS> x;
     float s[ROWS][MTI_KV_AHEAD];
     if (k.splits > 1 && m.begin >= m.end) return;
-    mti_kv_begin<TYPE>(k, m, col, n, x);
+    mti_split_begin<TYPE>(k, m, col, n, x);
     int64_t row = k.row(m.b, m.group);
     int step = m.begin / (MTI_KV_WARPS * Step) * (MTI_KV_WARPS * Step) + warp * Step; /* the first key of a step */
     int key = step + lane / LANES;
-    mti_kv_fetch(k.keys, row, key, Across, m.end, col, n, keys);
+    mti_split_fetch(k.keys, row, key, Across, m.end, col, n, keys);
     for (; step < m.end; step += MTI_KV_WARPS * Step, key += MTI_KV_WARPS * Step) {
-        mti_kv_fetch(k.values, row, key, Across, m.end, col, n, values);
-        mti_kv_scores<TYPE, LANES>(k, x, keys, key, s);
-        mti_kv_fetch(k.keys, row, key + MTI_KV_WARPS * Step, Across, m.end, col, n, keys);
-        mti_kv_softmax(fast, x, s);
+        mti_split_fetch(k.values, row, key, Across, m.end, col, n, values);
+        mti_split_scores<TYPE, LANES>(k, x, keys, key, s);
+        mti_split_fetch(k.keys, row, key + MTI_KV_WARPS * Step, Across, m.end, col, n, keys);
+        mti_split_softmax(fast, x, s);
         MT_DEVICE_UNROLL
         for (int u = 0; u < MTI_KV_AHEAD; u++) {
             float y[MTI_VECTOR];
@@ -8858,7 +8859,7 @@ static __global__ void __launch_bounds__(32 * MTI_KV_WARPS, ROWS == 8 ? 2 : 3) m
                 x.acc[i / MTI_VECTOR][i % MTI_VECTOR] += s[i / MTI_VECTOR][u] * y[i % MTI_VECTOR];
         }
     }
-    mti_kv_merge_lanes<LANES>(fast, x);
+    mti_split_merge_lanes<LANES>(fast, x);
     MT_DEVICE_UNROLL
     for (int r = 0; r < ROWS && lane < LANES; r++) {
         float4 *to = (float4 *)(parts[warp].acc[r] + col);
@@ -8867,14 +8868,14 @@ static __global__ void __launch_bounds__(32 * MTI_KV_WARPS, ROWS == 8 ? 2 : 3) m
         if (lane == 0) parts[warp].stats[r] = make_float2(x.top[r], x.sum[r]);
     }
     __syncthreads();
-    mti_kv_finish<TYPE, LANES, ROWS>(k, m, fast, parts);
+    mti_split_finish<TYPE, LANES, ROWS>(k, m, fast, parts);
 }
 
 /* Merges the splits of a query. A block owns a query of a head, and each of its warps owns every fourth split that the
    query sees. A lane has 8 features. The barrier is that of mti_kv_attention_kernel. The grid is heads x tokens x
    sequences. */
 template <int TYPE> static __global__ void __launch_bounds__(32 * MTI_KV_WARPS) mti_kv_merge_kernel(mti_kv_gpu k) {
-    typedef mti_kv_part<1, 32 * MTI_VECTOR> part;
+    typedef mti_split_part<1, 32 * MTI_VECTOR> part;
     MT_SHARED(part, parts, MTI_KV_WARPS);
     int64_t head = blockIdx.x, i = blockIdx.y, b = blockIdx.z;
     int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x / 32, col = lane * MTI_VECTOR;
@@ -8884,7 +8885,8 @@ template <int TYPE> static __global__ void __launch_bounds__(32 * MTI_KV_WARPS) 
     for (int split = k.tokens.first(end) / MTI_KV_SPLIT + warp; split * MTI_KV_SPLIT < end; split += MTI_KV_WARPS) {
         int64_t at = k.split_of(b, i, head, split);
         float2 stats = k.stats[at];
-        float now = fmaxf(top, stats.x), own = mti_kv_factor(fast, top, now), other = mti_kv_factor(fast, stats.x, now);
+        float now = fmaxf(top, stats.x), own = mti_split_factor(fast, top, now),
+              other = mti_split_factor(fast, stats.x, now);
         MT_DEVICE_UNROLL
         for (int e = 0; e < MTI_VECTOR && col < k.pitch; e++)
             acc[e] = acc[e] * own + k.sums[at * k.pitch + col + e] * other;
@@ -8896,12 +8898,12 @@ template <int TYPE> static __global__ void __launch_bounds__(32 * MTI_KV_WARPS) 
     if (lane == 0) parts[warp].stats[0] = make_float2(top, sum);
     __syncthreads();
     if (warp > 0 || col >= k.s.head_dim) return;
-    float2 stats = mti_kv_merge_warps(fast, parts, 0, col, acc);
-    mti_kv_store_out<TYPE>(k, b * k.s.seq + i, head, col, stats.y, acc);
+    float2 stats = mti_split_merge_warps(fast, parts, 0, col, acc);
+    mti_split_store_out<TYPE>(k, b * k.s.seq + i, head, col, stats.y, acc);
 }
 
 /* Takes the scratch memory: (4 round_up(head_dim, 8) + 8) bytes for each query head of a token and each split. */
-static mt_status mti_kv_splits(const mti_kv *kv, mti_kv_gpu *k) {
+static mt_status mti_split_room(const mti_kv *kv, mti_kv_gpu *k) {
     const mt_attention_desc *s = &kv->desc;
     int64_t n = s->batch * s->seq * mti_attention_heads(s);
     void *memory = NULL;
@@ -8918,7 +8920,7 @@ static mt_status mti_kv_splits(const mti_kv *kv, mti_kv_gpu *k) {
 }
 
 /* Launches the kernel with tiles of 1, 4 or 8 rows, and with 8, 16 or 32 lanes for a key. */
-template <int TYPE> static mt_status mti_kv_launch(const mti_kv *kv, const mti_kv_gpu &k) {
+template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const mti_kv_gpu &k) {
     int64_t d = k.s.head_dim, rows = k.s.seq * k.s.heads_per_group;
     return mti_by_kind<3>(TYPE == MTI_ANY_TYPE || d > 128 ? 2 : d > 64, [&](auto lanes) {
         return mti_by_kind<3>(rows > 4 ? 2 : rows > 1, [&](auto tile) {
@@ -8954,7 +8956,7 @@ static mt_status mti_kv_run_flash(const mti_kv *kv) {
     a.q = kv->qkv, a.k = kv->cache.keys, a.v = kv->cache.values;
     a.q_step = kv->cols.q_step;
     f = mti_flash_of(&a);
-    f.cached = mti_kv_tokens(kv);
+    f.cached = mti_cached_of(kv);
     MT_TRY(mt_cuda_enter(kv->ctx));
     if (kv->desc.head_dim == 64) return mti_kv_flash<64>(&a, f);
     return kv->desc.head_dim == 96 ? mti_kv_flash<96>(&a, f) : mti_kv_flash<128>(&a, f);
@@ -8967,11 +8969,11 @@ static mt_status mti_cuda_kv_cache_attention(const mti_kv *kv) {
     MT_TRY(mti_cuda_attention_check(kv->ctx, &kv->desc));
     MT_TRY(mti_built_for(kv->ctx, &built_for));
     if (mti_kv_flash_fits(kv, type, built_for)) return mti_kv_run_flash(kv);
-    MT_TRY(mti_kv_splits(kv, &k));
+    MT_TRY(mti_split_room(kv, &k));
     MT_TRY(mt_cuda_enter(kv->ctx));
     return mti_by_type(type, [&](auto t) {
         dim3 grid((unsigned)mti_attention_heads(&k.s), (unsigned)k.s.seq, (unsigned)k.s.batch);
-        MT_TRY(mti_kv_launch<t.value>(kv, k));
+        MT_TRY(mti_split_attention<t.value>(kv, k));
         if (k.splits == 1) return MT_SUCCESS;
         MT_LAUNCH_KERNEL(mti_kv_merge_kernel<t.value>, grid, 32 * MTI_KV_WARPS, 0, mt_context_stream(kv->ctx), k);
         return mt_cuda_launched(kv->ctx, "mt_kv_cache_attention");

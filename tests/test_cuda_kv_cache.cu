@@ -1,12 +1,12 @@
 /* test_cuda_kv_cache.cu - tests attention with a key/value cache on MT_DEVICE_CUDA, against loops in double precision
-   and against the CPU backend in f32, with the same 16-bit inputs.
-     On a GPU:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_kv_cache.cu -lcublasLt
+   and against the CPU backend in f32, with the same 16-bit inputs. Compares a GPT with a cache with mt_gpt_logits.
+     On a GPU:       nvcc -std=c++20 -O2 -arch=native -I. tests/test_cuda_kv_cache.cu -lcublasLt
      Without a GPU:  the engine in tests/engine/ runs the same file on a CPU. */
 
 #define MEGATRON_IMPLEMENTATION
-#include "mt_kernels.cuh"
+#include "megatron.h"
 
-#include "mt_test.h"
+#include "mt_test_ranks.h"
 
 #include <math.h>
 #include <vector>
@@ -438,7 +438,7 @@ static void test_prompts(void **state) {
     check(c);
 }
 
-/* More queries than a tile of the kernel on tensor cores has, in all of its head sizes; also with a window and a cap. */
+/* More queries than a tile of the kernel on tensor cores has, in all of its head sizes, also with a window or a cap. */
 static void test_long_prompts(void **state) {
     const int64_t sizes[] = {64, 96, 128, 32};
     (void)state;
@@ -662,6 +662,31 @@ static void test_graph(void **state) {
     mt_arena_release(gpu, mark);
 }
 
+static void test_positions_and_lengths(void **state) {
+    const int32_t held[BATCH] = {0, 5, 62, 63, 64, 1, 60, 0}, added[BATCH] = {0, 3, 2, 1, 0, 2, 3, 3};
+    (void)state;
+    for (int with = 0; with < 2; with++) {
+        size_t mark = mt_arena_mark(gpu);
+        int32_t lengths[BATCH], positions[3 * BATCH];
+        mt_kv_cache cache;
+        mt_tensor ids;
+        memset(&cache, 0, sizeof cache);
+        cache.max_seq = 64;
+        cache.lengths = upload_numbers(held, BATCH);
+        OK(mt_arena_tensor(gpu, MT_I32, 1, 3 * BATCH, &ids));
+        OK(mt_kv_cache_positions(gpu, &cache, BATCH, 3, (int32_t *)ids.data));
+        OK(mt_kv_cache_advance(gpu, 64, BATCH, 3, with ? upload_numbers(added, BATCH) : NULL,
+                               (int32_t *)cache.lengths));
+        OK(mt_download(gpu, ids, positions));
+        OK(mt_download(gpu, mt_tensor_make((void *)cache.lengths, MT_I32, 1, BATCH), lengths));
+        for (int b = 0; b < BATCH; b++) {
+            for (int i = 0; i < 3; i++) assert_int_equal(positions[b * 3 + i], mt_min(held[b] + i, 63));
+            assert_int_equal(lengths[b], mt_min(held[b] + (with ? added[b] : 3), 64));
+        }
+        mt_arena_release(gpu, mark);
+    }
+}
+
 static void test_refusals(void **state) {
     size_t mark = mt_arena_mark(gpu);
     config c;
@@ -672,6 +697,134 @@ static void test_refusals(void **state) {
     ASSERT_STATUS(gpu, MT_ERR_UNSUPPORTED, mt_kv_cache_attention(gpu, &k.s, k.qkv, &k.cache, k.out));
     assert_non_null(strstr(mt_last_error(gpu), "head_dim is 257"));
     mt_arena_release(gpu, mark);
+}
+
+/* ---- a GPT ------------------------------------------------------------------------------------------------------- */
+
+enum { TEXTS = 3, TEXT = 20, VOCAB = 37 };
+
+/* invariant: virtual shards, or 0. logits: of rank 0, those of all calls in their order. */
+typedef struct model_run {
+    mt_dtype dtype;
+    int invariant;
+    floats logits;
+} model_run;
+
+static mt_gpt_desc model_desc(void) {
+    mt_gpt_desc d;
+    memset(&d, 0, sizeof d);
+    d.vocab = VOCAB;
+    d.layers = 2;
+    d.max_seq = 24;
+    d.layer.hidden = 256;
+    d.layer.heads = 4, d.layer.kv_heads = 2; /* heads of 64 features: prompts run on tensor cores in 16 bits */
+    d.layer.norm = MT_RMS_NORM;
+    d.layer.rotary_base = 100.0f;
+    return d;
+}
+
+static mt_status ids_of(test_rank *r, const int32_t *host, int64_t n, const int32_t **out) {
+    mt_tensor t;
+    MT_TRY(mt_arena_tensor(r->ctx, MT_I32, 1, n, &t));
+    *out = (const int32_t *)t.data;
+    return mt_upload(r->ctx, host, t);
+}
+
+/* Feeds the tokens [at[b], at[b] + n[b]) of each text, and compares their logits with those of the whole texts. */
+static mt_status feed(test_rank *r, model_run *run, const mt_gpt *gpt, const mt_gpt_cache *cache, const int32_t *text,
+                      int32_t *at, const int32_t *n, int64_t seq, const floats &whole, double tolerance) {
+    size_t mark = mt_arena_mark(r->ctx);
+    std::vector<int32_t> host((size_t)(TEXTS * seq));
+    floats got((size_t)(TEXTS * seq * VOCAB));
+    const int32_t *ids;
+    mt_tensor logits;
+    mt_batch batch;
+    memset(&batch, 0, sizeof batch);
+    batch.sequences = TEXTS, batch.seq = seq;
+    for (int b = 0; b < TEXTS; b++)
+        for (int i = 0; i < n[b]; i++) host[(size_t)(b * seq + i)] = text[b * TEXT + at[b] + i];
+    MT_TRY(ids_of(r, host.data(), TEXTS * seq, &ids));
+    MT_TRY(ids_of(r, n, TEXTS, &batch.lengths));
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, TEXTS * seq, VOCAB, &logits));
+    MT_TRY(mt_gpt_cached_logits(r->ctx, gpt, &batch, ids, cache, logits));
+    MT_TRY(mt_download(r->ctx, logits, got.data()));
+    for (int b = 0; b < TEXTS; at[b] += n[b], b++)
+        for (int i = 0; i < n[b]; i++) {
+            const float *x = &got[(size_t)((b * seq + i) * VOCAB)];
+            MT_TRY(test_near_f32("logits", x, &whole[(size_t)((b * TEXT + at[b] + i) * VOCAB)], VOCAB, tolerance));
+            if (mt_comm_rank(r->world) == 0) run->logits.insert(run->logits.end(), x, x + VOCAB);
+        }
+    mt_arena_release(r->ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* Prompts of 12, 3 and no tokens, then tokens one by one, with a text that begins late. */
+static mt_status generate_like(test_rank *r, model_run *run, const mt_gpt *gpt, const mt_gpt_cache *cache) {
+    const int32_t prompts[] = {12, 3, 0}, one[] = {1, 1, 1}, late[] = {1, 2, 6};
+    int32_t text[TEXTS * TEXT], at[TEXTS] = {0, 0, 0};
+    floats whole((size_t)(TEXTS * TEXT * VOCAB));
+    uint64_t seed = 11;
+    double most = 0, tolerance;
+    const int32_t *ids;
+    mt_tensor logits;
+    mt_batch batch;
+    memset(&batch, 0, sizeof batch);
+    batch.sequences = TEXTS, batch.seq = TEXT;
+    for (int32_t &t : text) t = (int32_t)test_below(&seed, VOCAB);
+    MT_TRY(ids_of(r, text, TEXTS * TEXT, &ids));
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, TEXTS * TEXT, VOCAB, &logits));
+    MT_TRY(mt_gpt_logits(r->ctx, gpt, &batch, ids, logits));
+    MT_TRY(mt_download(r->ctx, logits, whole.data()));
+    for (float x : whole) most = fmax(most, fabs(x));
+    tolerance = most * (run->dtype == MT_F32 ? 4e-6 : 4e-2);
+    MT_TRY(feed(r, run, gpt, cache, text, at, prompts, 12, whole, tolerance));
+    for (int i = 0; i < 2; i++) {
+        MT_TRY(feed(r, run, gpt, cache, text, at, one, 1, whole, tolerance));
+        MT_TRY(feed(r, run, gpt, cache, text, at, late, 6, whole, tolerance));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status model_main(mt_comm *world, void *user) {
+    model_run *run = (model_run *)user;
+    mt_gpt_desc d = model_desc();
+    mt_grid_desc shape;
+    mt_context_desc where;
+    mt_gpt_cache cache;
+    test_rank r;
+    mt_gpt gpt;
+    memset(&shape, 0, sizeof shape);
+    memset(&where, 0, sizeof where);
+    memset(&cache, 0, sizeof cache);
+    shape.tp = mt_comm_size(world);
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = (size_t)32 << 20;
+    where.invariant = run->invariant;
+    MT_TRY(test_rank_open(world, shape, &where, &r)); /* ranks share a GPU */
+    mt_status status = mt_params_set_dtype(r.ctx, r.params, run->dtype);
+    if (status == MT_SUCCESS) status = mt_gpt_create(r.ctx, r.params, &d, &gpt);
+    if (status == MT_SUCCESS) status = mt_params_init(r.ctx, r.params, 3);
+    if (status == MT_SUCCESS) status = mt_gpt_cache_create(r.ctx, &gpt, TEXTS, TEXT, &cache);
+    if (status == MT_SUCCESS) status = generate_like(&r, run, &gpt, &cache);
+    mt_gpt_cache_destroy(r.ctx, &cache);
+    test_rank_close(&r);
+    return status;
+}
+
+static void test_gpt(void **state) {
+    (void)state;
+    for (int type = 0; type < 2; type++)
+        for (int invariant = 0; invariant < 3; invariant += 2) {
+            model_run runs[2];
+            for (int tp = 1; tp <= 2; tp++) {
+                model_run *run = &runs[tp - 1];
+                run->dtype = type ? MT_BF16 : MT_F32;
+                run->invariant = invariant;
+                test_launch(tp, model_main, run);
+                assert_int_equal(run->logits.size(), 39 * VOCAB);
+            }
+            if (invariant) same_bits("another split", runs[0].logits, runs[1].logits, runs[0].logits.size());
+        }
 }
 
 static int open_contexts(void **state) {
@@ -707,7 +860,9 @@ int main(void) {
         cmocka_unit_test(test_wrong_lengths),
         cmocka_unit_test(test_memory),
         cmocka_unit_test(test_graph),
+        cmocka_unit_test(test_positions_and_lengths),
         cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_gpt),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }
