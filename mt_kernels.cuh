@@ -8907,11 +8907,14 @@ static mt_status mti_split_room(const mti_kv *kv, mti_kv_gpu *k) {
     const mt_attention_desc *s = &kv->desc;
     int64_t n = s->batch * s->seq * mti_attention_heads(s);
     void *memory = NULL;
-    k->splits = 1;
+    k->splits = 1; /* max_seq is below 2^30, so it and the splits are numbers of 32 bits */
     if (s->seq > MTI_KV_FEW || k->tokens.max_seq <= MTI_KV_SPLIT) return MT_SUCCESS;
     k->splits = (int)((k->tokens.max_seq + MTI_KV_SPLIT - 1) / MTI_KV_SPLIT);
     k->pitch = (int)mt_round_up(s->head_dim, MTI_VECTOR);
-    n *= k->splits;
+    n = mt_size_mul(n, k->splits);
+    if (mt_size_mul(mt_size_mul(n, k->pitch), sizeof(float)) < 0)
+        return mt_fail(kv->ctx, MT_ERR_MEMORY, "mt_kv_cache_attention: %d splits of the keys need too much memory",
+                       k->splits);
     MT_TRY(mt_arena_alloc(kv->ctx, (size_t)(n * k->pitch) * sizeof(float), &memory));
     k->sums = (float *)memory;
     MT_TRY(mt_arena_alloc(kv->ctx, (size_t)n * sizeof(float2), &memory));
@@ -8922,6 +8925,9 @@ static mt_status mti_split_room(const mti_kv *kv, mti_kv_gpu *k) {
 /* Launches the kernel with tiles of 1, 4 or 8 rows, and with 8, 16 or 32 lanes for a key. */
 template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const mti_kv_gpu &k) {
     int64_t d = k.s.head_dim, rows = k.s.seq * k.s.heads_per_group;
+    if (mt_size_mul(rows, k.splits) < 0 || rows * k.splits > INT_MAX)
+        return mt_fail(kv->ctx, MT_ERR_UNSUPPORTED, "mt_kv_cache_attention: %lld queries of a group, and %d splits",
+                       (long long)rows, k.splits);
     return mti_by_kind<3>(TYPE == MTI_ANY_TYPE || d > 128 ? 2 : d > 64, [&](auto lanes) {
         return mti_by_kind<3>(rows > 4 ? 2 : rows > 1, [&](auto tile) {
             constexpr int Lanes = TYPE == MTI_ANY_TYPE ? 32 : 8 << decltype(lanes)::value;
@@ -8939,8 +8945,7 @@ template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const
 static int mti_kv_flash_fits(const mti_kv *kv, int type, int built_for) {
     const mt_attention_desc *s = &kv->desc;
     return (s->head_dim == 64 || s->head_dim == 96 || s->head_dim == 128) && (type == MT_BF16 || type == MT_F16) &&
-           built_for >= 80 && s->seq > MTI_KV_FEW && s->scale > 0.0f && mti_flash_fits_scores(s) &&
-           kv->cache.max_seq <= INT_MAX / 2;
+           built_for >= 80 && s->seq > MTI_KV_FEW && s->scale > 0.0f && mti_flash_fits_scores(s);
 }
 
 template <int HeadDim> static mt_status mti_kv_flash(const mti_attention *a, const mti_flash &f) {
@@ -8967,6 +8972,7 @@ static mt_status mti_cuda_kv_cache_attention(const mti_kv *kv) {
     int built_for = 0;
     int type = mti_row_type(kv->desc.head_dim, kv->qkv, kv->cache.keys, kv->cache.values, kv->out);
     MT_TRY(mti_cuda_attention_check(kv->ctx, &kv->desc));
+    MT_TRY(mti_cuda_attention_limit(kv->ctx, "max_seq", kv->cache.max_seq, INT_MAX / 2));
     MT_TRY(mti_built_for(kv->ctx, &built_for));
     if (mti_kv_flash_fits(kv, type, built_for)) return mti_kv_run_flash(kv);
     MT_TRY(mti_split_room(kv, &k));

@@ -553,6 +553,7 @@ static void test_run_to_run(void **state) {
 static void part_has_bits_of_whole(mt_dtype type, int64_t seq) {
     size_t mark = mt_arena_mark(gpu);
     config c = usual(type, seq);
+    c.window = seq == 6 ? 7 : 0;
     call all = call_new(&c), part = all;
     c.groups = c.per_group = c.batch = 1;
     c.held = {10};
