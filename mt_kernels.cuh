@@ -57,7 +57,8 @@
    >>columns >>random-words >>panels >>ptx >>tile >>dispatch.
    Each of these sections holds one operator or a few related ones (checks, CPU loop, kernels, launch, public
    functions): >>fill >>copy >>add >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout
-   >>attention >>rotary >>kv-cache >>ids >>embedding >>cross-entropy >>adamw >>multi-tensor >>step >>pointwise */
+   >>attention >>rotary >>kv-cache >>ids >>embedding >>cross-entropy >>sample >>adamw >>multi-tensor >>step
+   >>pointwise */
 
 #include "mt_comm.h" /* outside the guard: a second #include may come with MEGATRON_IMPLEMENTATION */
 
@@ -582,6 +583,50 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
 MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc,
                                                    mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                                    float scale, mt_tensor loss);
+
+/* ---- sampling of the next token from a vocabulary shard ---------------------------------------------------------- */
+
+/* Says how the token of a row of logits x is drawn. The kept tokens are found in the order of Hugging Face's
+   transformers: the logits are divided by the temperature, then top_k, then top_p, with probabilities over the tokens
+   that are left. Tokens are ordered by their logit, the largest first, and equal logits by their id, the lowest first.
+     top_k  keeps the first top_k tokens
+     top_p  keeps a token when the tokens before it have together less than top_p of the probability. The first token
+            is always kept. Probabilities are multiples of 2^-32 of the largest one
+   The token is drawn by the Gumbel-max trick (arXiv 1611.00712, section 2): it is the kept token with the largest
+   x / temperature - log(-log(1 - v)), computed in double, which has the probability softmax(x / temperature). Here
+   v = (word + 1/2) / 2^32, and `word` is the random word (see mt_random) of the element at row `position` and column
+   `id` of a tensor with vocab columns, with the subsequence `sequence`. So a token depends on its own logits, the seed,
+   the sequence and the position. It does not depend on the split, or on the other sequences of a batch. */
+typedef struct mt_sample_desc {
+    float temperature; /* 0: the first token in the order above, without random numbers */
+    int64_t top_k;     /* 0: all tokens */
+    float top_p;       /* 0 or 1: all tokens */
+    uint64_t seed;
+    uint64_t first_sequence;   /* row i has the sequence first_sequence + i, */
+    const uint64_t *sequences; /* or sequences[i], if this is given: [rows], in memory of the context's device */
+    int64_t position;          /* row i has the position `position`, */
+    const int32_t *positions;  /* plus positions[i], if this is given: [rows], in memory of the context's device */
+} mt_sample_desc;
+
+/* Returns how many candidates decide the draw in a shard with `cols` columns: 1 without top_k and top_p and at
+   temperature 0, otherwise at most top_k, and with top_p alone all columns. */
+MT_API int64_t mt_sample_count(const mt_sample_desc *desc, int64_t cols);
+
+/* Call mt_sample_candidates on each shard, gather all candidates with mt_all_gather, then call mt_sample_ids. logits
+   [rows, cols] has the columns of the vocabulary from first_col on. Columns whose index in the vocabulary is `vocab`
+   or more are padding, and are never drawn.
+   candidates: candidates [rows, 2 k], with k = mt_sample_count(desc, cols). The first k columns are logits and the
+               others their ids, which are int32_t. If there are k or fewer columns without padding, these are all of
+               them, then logits of -infinity with the id -1. Otherwise, with k > 1, these are the first k tokens in the
+               order above, by increasing id, and with k = 1 the token that is drawn from this shard alone.
+   ids:        ids[i] = the token that is drawn for row i, from gathered [shards * rows, 2 k], the candidates of shard
+               0, 1, ... in this order. All shards have the same number of columns.
+   MT_ERR_DATA: a logit is NaN. mt_sample_ids returns it, so that all ranks do; then ids[i] is -1. A GPU only writes
+   the -1. Infinities are allowed: logits of -infinity are not drawn, unless all of a row are. */
+MT_API mt_status mt_sample_candidates(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, int64_t first_col,
+                                      mt_tensor logits, mt_tensor candidates);
+MT_API mt_status mt_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, mt_tensor gathered,
+                               int shards, int32_t *ids);
 
 /* ---- optimizer --------------------------------------------------------------------------------------------------- */
 
@@ -10319,6 +10364,692 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy(ctx, desc, logits, targets, dloss, scale, loss),
                                 mti_cpu_cross_entropy(desc, logits, targets, dloss, scale, loss)));
+}
+
+/* ---- >>sample: the next token ------------------------------------------------------------------------------------ */
+
+/* The order of tokens: the largest logit first, then the lowest id. The token with the larger number is before the
+   other. NaN is before all logits, and -0 equals 0. */
+MT_INLINE MT_HOST_DEVICE uint64_t mti_sample_order(float x, int32_t id) {
+    uint32_t bits = mt_f32_bits(x + 0.0f);
+    bits = x != x ? 0xffffffffu : bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+    return (uint64_t)bits << 32 | (0xffffffffu - (uint32_t)id);
+}
+
+/* The logit of a token, from its order. */
+static MT_HOST_DEVICE float mti_sample_logit(uint64_t order) {
+    uint32_t bits = (uint32_t)(order >> 32);
+    return mt_f32_from_bits(bits ^ (bits >> 31 ? 0x80000000u : 0xffffffffu));
+}
+
+/* The probability of a token relative to that of the first one, in units of 2^-32. Sums of these integers do not depend
+   on the order of additions. sharp is 1 / temperature. */
+static MT_HOST_DEVICE uint64_t mti_sample_mass(float x, float top, double sharp) {
+    double d = x == top ? 0.0 : ((double)x - (double)top) * sharp;
+    return d > -100.0 ? (uint64_t)((double)mti_exp((float)d) * 4294967296.0) : 0;
+}
+
+/* A number of the Gumbel distribution, from a random word. It is below MTI_GUMBEL_MOST. */
+#define MTI_GUMBEL_MOST 23.0
+static MT_HOST_DEVICE double mti_gumbel(uint32_t word) {
+    return -log(-log1p(-((double)word + 0.5) * 2.3283064365386963e-10));
+}
+
+/* Returns the largest word with which a logit may reach the score `best`: gap is logit / temperature - best. This is a
+   bound: -log(-log(1 - v)) < -log(v). */
+static MT_HOST_DEVICE uint32_t mti_sample_most(double gap) {
+    double most = 0.0;
+    if (!(gap < 0.0)) return 0xffffffffu;
+    if (gap > -MTI_GUMBEL_MOST) most = (double)mti_exp((float)gap) * (4294967296.0 * 1.00001) + 1.0;
+    return most < 4294967295.0 ? (uint32_t)most : 0xffffffffu;
+}
+
+/* A radix search through the orders of tokens takes MTI_SAMPLE_DIGITS passes, with digits of 11, 11 and 10 bits of the
+   logit, then of the id. */
+#define MTI_SAMPLE_DIGITS 6
+#define MTI_SAMPLE_BINS 2048
+static MT_HOST_DEVICE int mti_sample_shift(int digit) {
+    int low = digit % 3 == 2 ? 0 : 21 - digit % 3 * 11;
+    return digit < 3 ? low + 32 : low;
+}
+static MT_HOST_DEVICE uint64_t mti_sample_mask(int digit) { return digit % 3 == 2 ? 1023 : 2047; }
+
+MT_API int64_t mt_sample_count(const mt_sample_desc *desc, int64_t cols) {
+    int all_p;
+    if (!desc || cols < 1) return 0;
+    all_p = desc->top_p == 0.0f || desc->top_p == 1.0f;
+    if (desc->temperature == 0.0f || (desc->top_k == 0 && all_p)) return 1;
+    return desc->top_k > 0 ? mt_min(desc->top_k, cols) : cols;
+}
+
+/* Whether the first token is taken, without random numbers. */
+static int mti_sample_greedy(const mt_sample_desc *s) { return s->temperature == 0.0f || s->top_k == 1; }
+
+static mt_status mti_expect_sample(mt_context *ctx, const char *where, const mt_sample_desc *s, int64_t vocab) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
+    MT_TRY(mt_check_float(ctx, where, NULL, "temperature", s->temperature, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_integer(ctx, where, NULL, "top_k", s->top_k, 0, INT64_MAX));
+    if (!(s->top_p >= 0.0f && s->top_p <= 1.0f))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: top_p is %g, must be from 0 to 1", where, (double)s->top_p);
+    MT_TRY(mt_check_integer(ctx, where, NULL, "position", s->position, 0, INT32_MAX));
+    return mt_check_size(ctx, where, NULL, "vocab", vocab, 1, INT32_MAX);
+}
+
+static double mti_sample_sharp(const mt_sample_desc *s) {
+    return s->temperature > 0.0f ? 1.0 / (double)s->temperature : 1.0;
+}
+
+/* The number of columns of a shard that are not padding. */
+static int64_t mti_sample_columns(int64_t vocab, int64_t first_col, int64_t cols) {
+    return mt_max(0, mt_min(cols, vocab - first_col));
+}
+
+/* The random words of a row: its element `id` is token `id`. */
+static MT_HOST_DEVICE mt_random mti_sample_random(const mt_sample_desc *s, int64_t vocab, int64_t row) {
+    mt_random at = {0, 0, 0, 0, 0, NULL};
+    at.seed = s->seed;
+    at.subsequence = s->sequences ? s->sequences[row] : s->first_sequence + (uint64_t)row;
+    at.first_row = s->position + (s->positions ? s->positions[row] : 0);
+    at.global_cols = vocab;
+    return at;
+}
+
+/* The tokens of a row on a CPU: columns of a shard, or gathered candidates. These are in several parts, one of each
+   shard. */
+typedef struct mti_sample_row {
+    mt_tensor x;
+    int64_t row, step;   /* part s is row `row + s * step` of x */
+    int64_t parts, cols; /* tokens of a part */
+    int64_t first;       /* the id of the first column, or -1: the ids are behind the logits */
+} mti_sample_row;
+
+static int32_t mti_sample_id(const mti_sample_row *r, const float *x, int64_t j) {
+    int32_t id;
+    if (r->first >= 0) return (int32_t)(r->first + j);
+    memcpy(&id, x + r->cols + j, sizeof id);
+    return id;
+}
+
+/* What is known of the tokens that a row keeps. */
+typedef struct mti_sample_kept {
+    uint64_t from; /* a token is kept if its order is not below this */
+    int64_t count;
+    uint64_t mass;  /* of all together */
+    uint64_t first; /* the largest order */
+} mti_sample_kept;
+
+/* Counts the tokens that are kept, and finds the first one. */
+static void mti_sample_look(const mti_sample_row *r, mti_sample_kept *kept) {
+    int64_t s, j;
+    kept->count = 0;
+    kept->first = 0;
+    for (s = 0; s < r->parts; s++) {
+        const float *x = mti_row(r->x, r->row + s * r->step);
+        for (j = 0; j < r->cols; j++) {
+            int32_t id = mti_sample_id(r, x, j);
+            uint64_t order = mti_sample_order(x[j], id);
+            if (id < 0 || order < kept->from) continue;
+            kept->count++;
+            if (order > kept->first) kept->first = order;
+        }
+    }
+}
+
+/* Adds the weights of the tokens whose order begins with the digits in `known`, in bins by their next digit. The weight
+   is the mass of the token, or 1 if sharp is 0. Bits of `known` that are set in `mask` count. */
+static void mti_sample_weigh(const mti_sample_row *r, const mti_sample_kept *kept, double sharp, uint64_t known,
+                             uint64_t mask, int digit, uint64_t *bins) {
+    int shift = mti_sample_shift(digit);
+    uint64_t low = mti_sample_mask(digit);
+    float top = mti_sample_logit(kept->first);
+    int64_t s, j;
+    for (s = 0; s < r->parts; s++) {
+        const float *x = mti_row(r->x, r->row + s * r->step);
+        for (j = 0; j < r->cols; j++) {
+            int32_t id = mti_sample_id(r, x, j);
+            uint64_t order = mti_sample_order(x[j], id);
+            if (id < 0 || order < kept->from || ((order ^ known) & mask)) continue;
+            bins[order >> shift & low] += sharp > 0.0 ? mti_sample_mass(x[j], top, sharp) : 1;
+        }
+    }
+}
+
+/* Keeps the first tokens whose weights together reach `target`. Each pass finds the next digit of the last of them. */
+static void mti_sample_limit(const mti_sample_row *r, mti_sample_kept *kept, double sharp, uint64_t target) {
+    uint64_t bins[MTI_SAMPLE_BINS], known = 0, mask = 0, above = 0;
+    int digit, bin;
+    for (digit = 0; digit < MTI_SAMPLE_DIGITS; digit++) {
+        memset(bins, 0, sizeof bins);
+        mti_sample_weigh(r, kept, sharp, known, mask, digit, bins);
+        for (bin = (int)mti_sample_mask(digit); bin > 0 && above + bins[bin] < target; bin--) above += bins[bin];
+        known |= (uint64_t)bin << mti_sample_shift(digit);
+        mask |= mti_sample_mask(digit) << mti_sample_shift(digit);
+        if (sharp == 0.0 && above + bins[bin] == target) break; /* all tokens of the bin */
+    }
+    kept->from = known;
+}
+
+/* Returns the mass that top_p keeps of `mass`: the tokens before the last kept one have less. */
+static MT_HOST_DEVICE uint64_t mti_sample_target(float top_p, uint64_t mass) {
+    uint64_t target = (uint64_t)ceil((double)top_p * (double)mass);
+    return target > 0 ? target : 1;
+}
+
+/* Finds the tokens of gathered candidates that top_k and top_p keep. */
+static void mti_sample_keep(const mt_sample_desc *s, const mti_sample_row *r, mti_sample_kept *kept) {
+    uint64_t bins[MTI_SAMPLE_BINS];
+    int bin;
+    kept->from = 0;
+    mti_sample_look(r, kept);
+    if (mti_sample_greedy(s) || kept->count < 2 || kept->first >> 32 == 0xffffffffu) return;
+    if (s->top_k > 0 && s->top_k < kept->count) mti_sample_limit(r, kept, 0.0, (uint64_t)s->top_k);
+    if (s->top_p == 0.0f || s->top_p == 1.0f) return;
+    memset(bins, 0, sizeof bins);
+    mti_sample_weigh(r, kept, mti_sample_sharp(s), 0, 0, 0, bins);
+    for (kept->mass = 0, bin = 0; bin < MTI_SAMPLE_BINS; bin++) kept->mass += bins[bin];
+    mti_sample_limit(r, kept, mti_sample_sharp(s), mti_sample_target(s->top_p, kept->mass));
+}
+
+/* A draw from the tokens of a row, one run of consecutive ids after the other. */
+typedef struct mti_draw {
+    mt_random at;
+    double sharp, best; /* 1 / temperature, and the largest score so far */
+    int noisy;          /* 0: no random numbers */
+    int32_t id;         /* the token of this score, or -1 */
+    float logit;        /* NaN: the row has one */
+} mti_draw;
+
+static mti_draw mti_draw_begin(const mt_sample_desc *s, int64_t vocab, int64_t row) {
+    mti_draw d;
+    d.at = mti_sample_random(s, vocab, row);
+    d.sharp = mti_sample_sharp(s);
+    d.noisy = !mti_sample_greedy(s);
+    d.best = -(double)INFINITY;
+    d.id = -1;
+    d.logit = -(float)INFINITY;
+    return d;
+}
+
+/* Returns the number of the first NaN, or n. */
+static int64_t mti_row_nan(const float *x, int64_t n) {
+    int64_t j;
+    int any = 0;
+    for (j = 0; j < n; j++) any |= x[j] != x[j];
+    for (j = any ? 0 : n; j < n && x[j] == x[j];) j++;
+    return j;
+}
+
+/* Draws from at most MTI_WORDS tokens. Most of them cannot reach the best score, which their random word shows. */
+static void mti_draw_block(mti_draw *d, const float *x, int64_t n, int32_t id) {
+    uint32_t room[MTI_WORDS_ROOM], most = 0xffffffffu;
+    const uint32_t *words = NULL;
+    double top = (double)mti_row_max(x, n) * d->sharp;
+    int64_t j;
+    if (d->id >= 0 && top + (d->noisy ? MTI_GUMBEL_MOST : 0.0) < d->best) return;
+    if (d->noisy) {
+        words = mti_random_words(d->at, mti_random_element(d->at, 0, id), n, room);
+        most = mti_sample_most(top - d->best);
+    }
+    for (j = 0; j < n; j++) {
+        double score;
+        if (words && words[j] > most) continue;
+        score = (double)x[j] * d->sharp + (words ? mti_gumbel(words[j]) : 0.0);
+        if (d->id >= 0 && (score < d->best || (score == d->best && id + (int32_t)j > d->id))) continue;
+        d->best = score;
+        d->id = id + (int32_t)j;
+        d->logit = x[j];
+    }
+}
+
+static void mti_draw_run(mti_draw *d, const float *x, int64_t n, int32_t id) {
+    int64_t j, wrong;
+    for (j = 0; j < n && d->logit == d->logit; j += MTI_WORDS) {
+        int64_t count = mt_min(MTI_WORDS, n - j);
+        wrong = mti_row_nan(x + j, count);
+        if (wrong == count) {
+            mti_draw_block(d, x + j, count, id + (int32_t)j);
+            continue;
+        }
+        d->id = id + (int32_t)(j + wrong);
+        d->logit = x[j + wrong];
+    }
+}
+
+/* Draws from the tokens that are kept, in runs of consecutive ids. */
+static void mti_draw_kept(mti_draw *d, const mti_sample_row *r, uint64_t from) {
+    int64_t s, j, n;
+    for (s = 0; s < r->parts; s++) {
+        const float *x = mti_row(r->x, r->row + s * r->step);
+        for (j = 0; j < r->cols; j += mt_max(n, 1)) {
+            int32_t id = mti_sample_id(r, x, j);
+            for (n = 0; id >= 0 && j + n < r->cols; n++)
+                if (mti_sample_id(r, x, j + n) != id + n || mti_sample_order(x[j + n], id + (int32_t)n) < from) break;
+            mti_draw_run(d, x + j, n, id);
+        }
+    }
+}
+
+/* Writes the tokens of a shard that are kept, in k places. */
+static void mti_sample_write(const mti_sample_row *r, uint64_t from, int64_t k, float *out) {
+    const float *x = mti_row(r->x, r->row);
+    int32_t none = -1;
+    int64_t j, n = 0;
+    for (j = 0; j < r->cols && n < k; j++) {
+        int32_t id = mti_sample_id(r, x, j);
+        if (mti_sample_order(x[j], id) < from) continue;
+        memcpy(out + k + n, &id, sizeof id);
+        out[n++] = x[j];
+    }
+    for (; n < k; n++) {
+        out[n] = -(float)INFINITY;
+        memcpy(out + k + n, &none, sizeof none);
+    }
+}
+
+static void mti_cpu_sample_candidates(const mt_sample_desc *s, int64_t vocab, int64_t first_col, mt_tensor logits,
+                                      mt_tensor candidates) {
+    int64_t i, k = candidates.cols / 2;
+    mti_sample_row r = {logits, 0, 0, 1, 0, 0};
+    r.cols = mti_sample_columns(vocab, first_col, logits.cols);
+    r.first = first_col;
+    for (i = 0; i < logits.rows; i++) {
+        mti_draw d = mti_draw_begin(s, vocab, i);
+        mti_sample_kept kept = {0, 0, 0, 0};
+        float *out = mti_row(candidates, i);
+        r.row = i;
+        if (k > 1 && k < r.cols) mti_sample_limit(&r, &kept, 0.0, (uint64_t)k);
+        if (k > 1 || r.cols < 1) {
+            mti_sample_write(&r, kept.from, k, out);
+            continue;
+        }
+        mti_draw_run(&d, mti_row(logits, i), r.cols, (int32_t)first_col);
+        out[0] = d.logit;
+        memcpy(out + 1, &d.id, sizeof d.id);
+    }
+}
+
+/* Returns the number of the first row with a NaN, or rows. */
+static int64_t mti_cpu_sample_ids(const mt_sample_desc *s, int64_t vocab, mt_tensor gathered, int64_t shards,
+                                  int32_t *ids) {
+    int64_t i, rows = gathered.rows / shards, wrong = rows;
+    mti_sample_row r = {gathered, 0, 0, 0, 0, -1};
+    r.step = rows;
+    r.parts = shards;
+    r.cols = gathered.cols / 2;
+    for (i = rows - 1; i >= 0; i--) {
+        mti_draw d = mti_draw_begin(s, vocab, i);
+        mti_sample_kept kept = {0, 0, 0, 0};
+        r.row = i;
+        mti_sample_keep(s, &r, &kept);
+        mti_draw_kept(&d, &r, kept.from);
+        ids[i] = d.logit == d.logit ? d.id : -1;
+        if (ids[i] < 0) wrong = i;
+    }
+    return wrong;
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* The tokens of a row for a kernel, as in mti_sample_row. `cols` are those of a part, `count` those of all parts. */
+struct mti_sample_source {
+    mti_view x;
+    int64_t row, step, cols, count, first;
+
+    /* Returns logit c and stores its id, which is -1 where there is no candidate. */
+    template <int TYPE> __device__ __forceinline__ float get(int64_t c, int32_t *id) const {
+        if (first >= 0) {
+            *id = (int32_t)(first + c);
+            return mti_get<TYPE>(x, row, c);
+        }
+        int64_t part = mti_divide(c, cols);
+        const float *p = (const float *)x.data + (row + part * step) * x.ld + c - part * cols;
+        *id = __float_as_int(p[cols]);
+        return *p;
+    }
+};
+
+/* The arguments of the kernels. */
+struct mti_sampling {
+    mt_sample_desc desc;
+    int64_t vocab;
+    double sharp;
+    int greedy;
+};
+
+#define MTI_SAMPLE_THREADS 512
+
+/* Returns the maximum, or the sum, of v over the block to all threads. shared has an element for each warp. The barriers
+   separate its use from that before and after. */
+template <int SUM>
+static __device__ __forceinline__ unsigned long long mti_sample_total(unsigned long long v,
+                                                                      unsigned long long *shared) {
+    for (int o = 16; o > 0; o >>= 1) {
+        unsigned long long other = __shfl_xor_sync(0xffffffffu, v, o);
+        v = SUM ? v + other : v > other ? v : other;
+    }
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = v;
+    __syncthreads();
+    v = shared[0];
+    for (int w = 1; w < (int)blockDim.x / 32; w++) v = SUM ? v + shared[w] : v > shared[w] ? v : shared[w];
+    return v;
+}
+
+/* Finds the bin in which the weights of the bins, from the last one on, reach `target`: found[0] = its number, found[1]
+   = the weight of those behind it, found[2] = its own. One warp owns all bins, a lane a 32nd of them. Without such a bin
+   it is bin 0. */
+template <typename Bin>
+static __device__ void mti_sample_find(const Bin *bins, unsigned long long target, unsigned long long *found) {
+    int lane = (int)threadIdx.x, last = MTI_SAMPLE_BINS - 1 - lane * (MTI_SAMPLE_BINS / 32), bin = last;
+    unsigned long long sum = 0, before, up;
+    for (int b = 0; b < MTI_SAMPLE_BINS / 32; b++) sum += bins[last - b];
+    before = sum;
+    for (int o = 1; o < 32; o *= 2) {
+        up = __shfl_up_sync(0xffffffffu, before, o);
+        if (lane >= o) before += up;
+    }
+    unsigned reached = __ballot_sync(0xffffffffu, before >= target);
+    before -= sum;
+    if (lane != (reached ? __ffs((int)reached) - 1 : 31)) return;
+    for (; bin > last - MTI_SAMPLE_BINS / 32 + 1 && before + bins[bin] < target; bin--) before += bins[bin];
+    found[0] = (unsigned long long)bin;
+    found[1] = before;
+    found[2] = bins[bin];
+}
+
+/* As mti_sample_limit: returns the order of the last token that is kept, of those from `from` on. Bin is unsigned for
+   counts (sharp is 0), and unsigned long long for masses relative to the logit `top`. Barriers separate clearing the
+   bins, adding to them, finding the digit in them, and reading this digit. Additions of integers give the same bins in
+   any order. */
+template <int TYPE, typename Bin>
+static __device__ uint64_t mti_sample_search(const mti_sample_source &src, uint64_t from, float top, double sharp,
+                                             unsigned long long target, Bin *bins, unsigned long long *found) {
+    uint64_t known = 0, mask = 0;
+    for (int digit = 0; digit < MTI_SAMPLE_DIGITS; digit++) {
+        int shift = mti_sample_shift(digit);
+        uint64_t low = mti_sample_mask(digit);
+        __syncthreads();
+        for (int b = (int)threadIdx.x; b < MTI_SAMPLE_BINS; b += (int)blockDim.x) bins[b] = 0;
+        __syncthreads();
+        for (int64_t c = threadIdx.x; c < src.count; c += blockDim.x) {
+            int32_t id;
+            float x = src.get<TYPE>(c, &id);
+            uint64_t order = mti_sample_order(x, id);
+            if (id < 0 || order < from || ((order ^ known) & mask)) continue;
+            atomicAdd(&bins[order >> shift & low], (Bin)(sharp > 0.0 ? mti_sample_mass(x, top, sharp) : 1));
+        }
+        __syncthreads();
+        if (threadIdx.x < 32) mti_sample_find(bins, target, found);
+        __syncthreads();
+        known |= (uint64_t)found[0] << shift;
+        mask |= low << shift;
+        target -= found[1];
+        if (sharp == 0.0 && found[2] == target) break; /* all tokens of the bin */
+    }
+    return known;
+}
+
+/* The best token that a thread knows. `rank` orders scores; that of NaN is the largest. */
+struct mti_sample_best {
+    double score;
+    unsigned long long rank;
+    int32_t id;
+    float logit;
+
+    __device__ __forceinline__ void take(float x, int32_t token, double with) {
+        unsigned long long bits = (unsigned long long)__double_as_longlong(with + 0.0);
+        bits = x != x ? ~0ull : bits ^ (bits >> 63 ? ~0ull : 1ull << 63);
+        if (id >= 0 && (bits < rank || (bits == rank && token > id))) return;
+        score = x != x ? (double)INFINITY : with;
+        rank = bits;
+        id = token;
+        logit = x;
+    }
+};
+
+/* Draws from the tokens whose order is at least `from`, and returns what the thread knows of them. A lane owns four
+   tokens with the same Philox block, or one candidate. Most tokens cannot reach the best score of the warp, which their
+   random word shows, so the logarithms in double are rare. */
+template <int TYPE>
+static __device__ mti_sample_best mti_sample_part(const mti_sampling &s, const mti_sample_source &src, mt_random at,
+                                                  uint64_t from) {
+    mti_sample_best own = {-(double)INFINITY, 0, -1, -INFINITY};
+    int gathered = src.first < 0;
+    uint64_t e = (uint64_t)(at.first_row * at.global_cols) + (gathered ? 0 : (uint64_t)src.first);
+    int64_t skip = gathered ? 0 : (int64_t)(e & 3), units = gathered ? src.count : (skip + src.count + 3) / 4;
+    double best = own.score;
+    for (int64_t base = threadIdx.x & ~31u; base < units; base += blockDim.x) {
+        int64_t unit = base + (threadIdx.x & 31);
+        uint32_t words[4] = {0, 0, 0, 0}, most = 0xffffffffu;
+        float x[4], top = -INFINITY;
+        int32_t id[4];
+        int any = 0;
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < 4; j++) {
+            int64_t c = gathered ? unit : 4 * unit - skip + j;
+            id[j] = -1, x[j] = -INFINITY;
+            if (unit < units && c >= 0 && c < src.count && !(gathered && j > 0)) x[j] = src.get<TYPE>(c, &id[j]);
+            if (id[j] >= 0 && mti_sample_order(x[j], id[j]) < from) id[j] = -1;
+            if (id[j] < 0) continue;
+            any = 1;
+            top = x[j] != x[j] ? INFINITY : fmaxf(top, x[j]);
+        }
+        double gap = (double)top * s.sharp - best;
+        any = any && !(gap < (s.greedy ? 0.0 : -MTI_GUMBEL_MOST));
+        if (!__any_sync(0xffffffffu, any)) continue;
+        if (any && !s.greedy) {
+            uint64_t block = gathered ? (e + (uint64_t)id[0]) >> 2 : (e >> 2) + (uint64_t)unit;
+            mti_philox(block, mti_subsequence(&at), at.seed, words);
+            if (gathered) words[0] = words[(e + (uint64_t)id[0]) & 3];
+            most = mti_sample_most(gap);
+        }
+        MT_DEVICE_UNROLL
+        for (int j = 0; j < 4; j++)
+            if (any && id[j] >= 0 && (words[j] <= most || x[j] != x[j]))
+                own.take(x[j], id[j], (double)x[j] * s.sharp + (s.greedy ? 0.0 : mti_gumbel(words[j])));
+        best = own.score;
+        for (int o = 16; o > 0; o >>= 1) best = fmax(best, __shfl_xor_sync(0xffffffffu, best, o));
+    }
+    return own;
+}
+
+/* Returns the token that the block draws to every thread: its id, or -1, and its logit. */
+template <int TYPE>
+static __device__ mti_sample_best mti_sample_draw(const mti_sampling &s, const mti_sample_source &src, mt_random at,
+                                                  uint64_t from, unsigned long long *shared) {
+    mti_sample_best own = mti_sample_part<TYPE>(s, src, at, from);
+    unsigned long long mine = own.id < 0 ? 0 : own.rank, most = mti_sample_total<0>(mine, shared);
+    unsigned long long low = own.id >= 0 && own.rank == most ? 0xffffffffull - (unsigned)own.id : 0;
+    unsigned long long lowest = mti_sample_total<0>(low, shared);
+    unsigned long long bits = low == lowest && low ? mt_f32_bits(own.logit) : 0;
+    bits = mti_sample_total<0>(bits, shared);
+    own.id = lowest ? (int32_t)(0xffffffffull - lowest) : -1;
+    own.logit = mt_f32_from_bits((uint32_t)bits);
+    return own;
+}
+
+/* Writes the tokens whose order is at least `from` in k places, by increasing column. A warp owns a part of the columns.
+   It counts its tokens, then the warps' counts in `shared` say where it writes. */
+template <int TYPE>
+static __device__ void mti_sample_store(const mti_sample_source &src, uint64_t from, int64_t k, float *out,
+                                        unsigned long long *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, warps = (int)blockDim.x / 32;
+    int64_t span = (src.count + 32 * warps - 1) / (32 * warps) * 32, begin = warp * span, n = 0, total = 0;
+    int64_t end = begin + span < src.count ? begin + span : src.count;
+    for (int pass = 0; pass < 2; pass++) {
+        for (int64_t base = begin; base < end; base += 32) {
+            int32_t id = -1;
+            float x = base + lane < end ? src.get<TYPE>(base + lane, &id) : 0.0f;
+            unsigned kept = __ballot_sync(0xffffffffu, id >= 0 && mti_sample_order(x, id) >= from);
+            int64_t at = n + __popc(kept & ((1u << lane) - 1));
+            if (pass == 1 && (kept >> lane & 1) && at < k) {
+                out[at] = x;
+                out[k + at] = __int_as_float(id);
+            }
+            n += __popc(kept);
+        }
+        if (pass == 1) break;
+        __syncthreads();
+        if (lane == 0) shared[warp] = (unsigned long long)n;
+        __syncthreads();
+        n = 0;
+        for (int w = 0; w < warps; w++) {
+            if (w < warp) n += (int64_t)shared[w];
+            total += (int64_t)shared[w];
+        }
+    }
+    for (int64_t at = total + threadIdx.x; at < k; at += blockDim.x) {
+        out[at] = -INFINITY;
+        out[k + at] = __int_as_float(-1);
+    }
+}
+
+/* A block owns row first + blockIdx.x. Without top_k and top_p it draws a token. Otherwise it finds the order of the
+   last of k tokens, and writes them. The barriers are those of the functions that it calls. */
+template <int TYPE>
+static __global__ void __launch_bounds__(MTI_SAMPLE_THREADS)
+    mti_sample_candidates_kernel(int64_t first, mti_sampling s, mti_sample_source src, mti_view candidates, int64_t k) {
+    MT_SHARED(unsigned, bins, MTI_SAMPLE_BINS);
+    MT_SHARED(unsigned long long, shared, 32);
+    uint64_t from = 0;
+    src.row = first + blockIdx.x;
+    float *out = (float *)candidates.data + src.row * candidates.ld;
+    if (k == 1) {
+        mti_sample_best best = mti_sample_draw<TYPE>(s, src, mti_sample_random(&s.desc, s.vocab, src.row), 0, shared);
+        if (threadIdx.x > 0) return;
+        out[0] = best.id < 0 ? -INFINITY : best.logit;
+        out[1] = __int_as_float(best.id);
+        return;
+    }
+    if (k < src.count) from = mti_sample_search<TYPE>(src, 0, 0.0f, 0.0, (unsigned long long)k, bins, shared);
+    mti_sample_store<TYPE>(src, from, k, out, shared);
+}
+
+/* Draws the token of row first + blockIdx.x, which the block owns, from its candidates. A NaN is the first of all
+   orders. The barriers are those of the functions that it calls. */
+static __global__ void __launch_bounds__(MTI_SAMPLE_THREADS)
+    mti_sample_ids_kernel(int64_t first, mti_sampling s, mti_sample_source src, int32_t *ids) {
+    MT_SHARED(unsigned long long, bins, MTI_SAMPLE_BINS);
+    MT_SHARED(unsigned long long, shared, 32);
+    uint64_t from = 0, top = 0;
+    unsigned long long count = 0, mass = 0;
+    src.row = first + blockIdx.x;
+    for (int64_t c = threadIdx.x; c < src.count; c += blockDim.x) {
+        int32_t id;
+        float x = src.get<MT_F32>(c, &id);
+        uint64_t order = mti_sample_order(x, id);
+        if (id < 0) continue;
+        count++;
+        top = order > top ? order : top;
+    }
+    top = mti_sample_total<0>(top, shared);
+    count = mti_sample_total<1>(count, shared);
+    int wrong = count == 0 || top >> 32 == 0xffffffffu;
+    float most = mti_sample_logit(top);
+    if (!wrong && !s.greedy && s.desc.top_k > 0 && (unsigned long long)s.desc.top_k < count)
+        from = mti_sample_search<MT_F32>(src, 0, most, 0.0, (unsigned long long)s.desc.top_k, bins, shared);
+    if (!wrong && !s.greedy && s.desc.top_p > 0.0f && s.desc.top_p < 1.0f) {
+        for (int64_t c = threadIdx.x; c < src.count; c += blockDim.x) {
+            int32_t id;
+            float x = src.get<MT_F32>(c, &id);
+            if (id >= 0 && mti_sample_order(x, id) >= from) mass += mti_sample_mass(x, most, s.sharp);
+        }
+        mass = mti_sample_total<1>(mass, shared);
+        from = mti_sample_search<MT_F32>(src, from, most, s.sharp, mti_sample_target(s.desc.top_p, mass), bins, shared);
+    }
+    mti_sample_best best = mti_sample_draw<MT_F32>(s, src, mti_sample_random(&s.desc, s.vocab, src.row), from, shared);
+    if (threadIdx.x == 0) ids[src.row] = wrong ? -1 : best.id;
+}
+
+static mti_sampling mti_sampling_of(const mt_sample_desc *desc, int64_t vocab) {
+    mti_sampling s;
+    s.desc = *desc;
+    s.vocab = vocab;
+    s.sharp = mti_sample_sharp(desc);
+    s.greedy = mti_sample_greedy(desc);
+    return s;
+}
+
+static mti_sample_source mti_sample_source_of(mt_tensor x, int64_t step, int64_t cols, int64_t parts, int64_t first) {
+    mti_sample_source src;
+    src.x = mti_view_of(x);
+    src.row = 0;
+    src.step = step;
+    src.cols = cols;
+    src.count = parts * cols;
+    src.first = first;
+    return src;
+}
+
+static unsigned mti_sample_threads(int64_t count) {
+    return (unsigned)mt_max(32, mt_min(MTI_SAMPLE_THREADS, mt_round_up((count + 3) / 4, 32)));
+}
+
+static mt_status mti_cuda_sample_candidates(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab,
+                                            int64_t first_col, mt_tensor logits, mt_tensor candidates) {
+    int64_t cols = mti_sample_columns(vocab, first_col, logits.cols), k = candidates.cols / 2;
+    mti_sample_source src = mti_sample_source_of(logits, 0, cols, 1, first_col);
+    mti_sampling s = mti_sampling_of(desc, vocab);
+    MT_TRY(mt_cuda_enter(ctx));
+    return mti_ce_by_type(logits, [&](auto type) {
+        MTI_LAUNCH_BLOCKS(mti_sample_candidates_kernel<decltype(type)::value>, logits.rows, mti_sample_threads(cols), 0,
+                          mt_context_stream(ctx), s, src, mti_view_of(candidates), k);
+        return mt_cuda_launched(ctx, "mt_sample_candidates");
+    });
+}
+
+static mt_status mti_cuda_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, mt_tensor gathered,
+                                     int64_t shards, int32_t *ids) {
+    int64_t rows = gathered.rows / shards;
+    mti_sample_source src = mti_sample_source_of(gathered, rows, gathered.cols / 2, shards, -1);
+    mti_sampling s = mti_sampling_of(desc, vocab);
+    MT_TRY(mt_cuda_enter(ctx));
+    MTI_LAUNCH_BLOCKS(mti_sample_ids_kernel, rows, mti_sample_threads(4 * src.count), 0, mt_context_stream(ctx), s, src,
+                      ids);
+    return mt_cuda_launched(ctx, "mt_sample_ids");
+}
+
+} /* extern "C++" */
+#endif
+
+MT_API mt_status mt_sample_candidates(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, int64_t first_col,
+                                      mt_tensor logits, mt_tensor candidates) {
+    static const char *const where = "mt_sample_candidates";
+    mt_arg args[] = {
+        {"candidates", &candidates, logits.rows, 2 * mt_sample_count(desc, logits.cols), MT_ARG_F32, MT_ARG_OUT},
+        {"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    mti_operator op;
+    MT_TRY(mti_expect_sample(ctx, where, desc, vocab));
+    MT_TRY(mt_check_size(ctx, where, NULL, "first_col", first_col, 0, INT64_MAX));
+    MT_TRY(mt_args_check(ctx, where, &args[1], 1));
+    MT_TRY(mt_args_check(ctx, where, args, 1));
+    MT_TRY(mt_check_apart(ctx, where, "candidates", candidates, "logits", logits));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_sample_candidates(ctx, desc, vocab, first_col, logits, candidates),
+                                mti_cpu_sample_candidates(desc, vocab, first_col, logits, candidates)));
+}
+
+MT_API mt_status mt_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, mt_tensor gathered,
+                               int shards, int32_t *ids) {
+    static const char *const where = "mt_sample_ids";
+    mt_arg args[] = {{"gathered", &gathered, gathered.rows, gathered.cols, MT_ARG_F32, MT_ARG_IN}};
+    int64_t wrong = gathered.rows;
+    mti_operator op;
+    MT_TRY(mti_expect_sample(ctx, where, desc, vocab));
+    MT_TRY(mt_check_integer(ctx, where, NULL, "shards", shards, 1, INT32_MAX));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    if (gathered.rows % shards != 0 || gathered.cols % 2 != 0 || gathered.cols < 2)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: gathered is [%lld, %lld], must be [%d * rows, 2 * candidates]", where,
+                       (long long)gathered.rows, (long long)gathered.cols, shards);
+    MT_TRY(mti_expect_pointer(ctx, where, "ids", ids, gathered.rows / shards));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    op.work.bytes += (double)(gathered.rows / shards) * sizeof *ids;
+    MT_TRY(mti_end(&op, MTI_RUN(&op, mti_cuda_sample_ids(ctx, desc, vocab, gathered, shards, ids),
+                                wrong = mti_cpu_sample_ids(desc, vocab, gathered, shards, ids))));
+    if (wrong >= gathered.rows / shards) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DATA, "%s: the logits of row %lld have a NaN", where, (long long)wrong);
 }
 
 /* ---- >>adamw ----------------------------------------------------------------------------------------------------- */

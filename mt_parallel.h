@@ -55,8 +55,8 @@
    functions of layers, which add parameters, also return the errors of mt_params_add. After an error of a create
    function, the registry is as before.
 
-   Sections of the implementation: >>options >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>buckets
-   >>sync >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint >>plan */
+   Sections of the implementation: >>options >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>sample
+   >>buckets >>sync >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint >>plan */
 
 /* This #include is outside the guard, so that a second #include of this file, with MEGATRON_IMPLEMENTATION, also
    reaches mt_kernels.cuh and mt_comm.h. */
@@ -868,6 +868,20 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
                                                                   const mt_cross_entropy_desc *desc, mt_tensor logits,
                                                                   const int32_t *targets, mt_tensor dloss, float scale,
                                                                   mt_tensor loss);
+
+/* Draws a token for each row of logits [rows, local vocabulary], of any float type: the output of a column-parallel head
+   without gather_output, split as described above. desc says how: see mt_sample_desc in mt_kernels.cuh. vocab is the
+   size of the whole vocabulary without padding, and padded_vocab is that of mt_cross_entropy_desc. Padding is never
+   drawn. Every rank gets the same ids [rows], in memory of the context's device. From logits with the same bits, as in
+   invariant mode, every split draws the same tokens. A CUDA graph can record the call, with the positions in
+   desc->positions.
+   Communication: one all-gather over tp. Each rank sends 2 numbers of 4 bytes for each row and candidate. It has 1
+   candidate for each row at temperature 0, with top_k 1, and without top_k and top_p. With top_k these are the smaller
+   of top_k and the local vocabulary. So the whole logits are gathered only with top_p without top_k. The arena holds
+   the candidates of all ranks.
+   MT_ERR_DATA on every rank: a logit is NaN; on a GPU a later call returns it, see mt_ids_check, and the id is -1. */
+MT_API mt_status mt_vocab_parallel_sample(mt_context *ctx, mt_comm *tp, int64_t vocab, int64_t padded_vocab,
+                                          const mt_sample_desc *desc, mt_tensor logits, int32_t *ids);
 
 /* ---- gradients --------------------------------------------------------------------------------------------------- */
 
@@ -5315,6 +5329,47 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 2, logits.rows, &lse));
     status = mti_cross_entropy_forward(ctx, tp, desc, logits, targets, loss, lse);
     if (status == MT_SUCCESS) status = mti_cross_entropy_backward(ctx, tp, desc, logits, targets, lse, dloss, scale);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* ---- >>sample ---------------------------------------------------------------------------------------------------- */
+
+static mt_status mti_sample_check(mt_context *ctx, const char *function, mt_comm *tp, int64_t vocab,
+                                  int64_t padded_vocab, const mt_sample_desc *desc, mt_tensor logits) {
+    int64_t shards;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!tp || !desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tp ? "desc" : "tp");
+    MT_TRY(mt_check_integer(ctx, function, NULL, "vocab", vocab, 1, INT32_MAX));
+    if (padded_vocab) MT_TRY(mt_check_integer(ctx, function, NULL, "padded_vocab", padded_vocab, vocab, INT32_MAX));
+    MT_TRY(mti_expect_shards(ctx, function, tp));
+    shards = mti_shards(ctx, tp);
+    return mt_tensor_check(
+        ctx, function, "logits", logits, MT_ARG_FLOAT, logits.rows,
+        shards * mti_shard_features(mti_padded(vocab, padded_vocab), 1, 1, (int)shards * mt_comm_size(tp)));
+}
+
+/* The columns of a rank have consecutive ids, also in invariant mode: the padding of its virtual shards is at the end of
+   the vocabulary. So a rank is one shard. Ids are sent as they are, so the type of the all-gather is MT_I32. */
+static mt_status mti_sample(mt_context *ctx, mt_comm *tp, int64_t vocab, const mt_sample_desc *desc, mt_tensor logits,
+                            int32_t *ids) {
+    int64_t rows = logits.rows, k = mt_sample_count(desc, logits.cols);
+    mt_tensor all, own;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, mt_size_mul(rows, mt_comm_size(tp)), 2 * k, &all));
+    own = mt_tensor_rows(all, mt_comm_rank(tp) * rows, rows);
+    MT_TRY(mt_sample_candidates(ctx, desc, vocab, mt_comm_rank(tp) * logits.cols, logits, own));
+    MT_TRY(mt_all_gather(ctx, tp, own.data, all.data, (size_t)(rows * 2 * k), MT_I32));
+    MT_TRY(mt_sample_ids(ctx, desc, vocab, all, mt_comm_size(tp), ids));
+    return mt_ids_check(ctx, "sampled id", ids, rows, vocab, 0);
+}
+
+MT_API mt_status mt_vocab_parallel_sample(mt_context *ctx, mt_comm *tp, int64_t vocab, int64_t padded_vocab,
+                                          const mt_sample_desc *desc, mt_tensor logits, int32_t *ids) {
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_sample_check(ctx, "mt_vocab_parallel_sample", tp, vocab, padded_vocab, desc, logits));
+    mark = mt_arena_mark(ctx);
+    status = mti_sample(ctx, tp, vocab, desc, logits, ids);
     mt_arena_release(ctx, mark);
     return status;
 }

@@ -2249,6 +2249,103 @@ static void test_pointwise(void **state) {
     for (int i = 0; i < 3; i++) assert_true(sums[i] == 0); /* an empty sum */
 }
 
+/* ---- sampling ---------------------------------------------------------------------------------------------------- */
+
+#define SAMPLING(temperature, top_k, top_p)                                                                            \
+    { temperature, top_k, top_p, 12345, 0, NULL, 3, NULL }
+static const mt_sample_desc samplings[] = {SAMPLING(0.0f, 0, 0.0f),  SAMPLING(1.0f, 0, 0.0f),   SAMPLING(0.7f, 5, 0.0f),
+                                           SAMPLING(1.3f, 40, 0.9f), SAMPLING(1.0f, 1, 0.5f),   SAMPLING(5.0f, 0, 0.5f),
+                                           SAMPLING(2.0f, 0, 0.99f), SAMPLING(0.1f, 1000, 1.0f)};
+
+/* Draws from three shards, of which the last has padding, as the CPU does. The candidates have the same bits. */
+static void draws(pair *logits, const mt_sample_desc *given, int64_t vocab) {
+    int64_t rows = logits[0].cpu.rows, cols = logits[0].cpu.cols, k = mt_sample_count(given, cols);
+    mt_sample_desc on_cpu = *given, on_gpu = *given;
+    pair all = pair_f32(3 * rows, 2 * k);
+    int32_t *ids = (int32_t *)malloc((size_t)rows * sizeof *ids), *positions = (int32_t *)calloc((size_t)rows, 4);
+    int32_t *got = (int32_t *)malloc((size_t)rows * sizeof *got), *there;
+    uint64_t *sequences = (uint64_t *)calloc((size_t)rows, sizeof *sequences);
+    mt_tensor room, x, y;
+    for (int64_t i = 0; i < rows; i++) sequences[i] = (uint64_t)i << 33 | 5, positions[i] = (int32_t)(i * 7);
+    OK(mt_arena_tensor(gpu, MT_U8, 1, rows * 8, &room));
+    OK(mt_upload(gpu, sequences, room));
+    on_cpu.sequences = sequences, on_gpu.sequences = (const uint64_t *)room.data;
+    on_cpu.positions = positions, on_gpu.positions = ids_on_gpu(positions, rows);
+    for (int s = 0; s < 3; s++) {
+        BOTH(
+            mt_sample_candidates(cpu, &on_cpu, vocab, s * cols, logits[s].cpu, mt_tensor_rows(all.cpu, s * rows, rows)),
+            mt_sample_candidates(gpu, &on_gpu, vocab, s * cols, logits[s].gpu,
+                                 mt_tensor_rows(all.gpu, s * rows, rows)));
+        x = mt_tensor_rows(all.cpu, s * rows, rows), y = mt_tensor_rows(all.gpu, s * rows, rows);
+        float *bits = (float *)malloc((size_t)(rows * 2 * k) * sizeof *bits);
+        OK(mt_download(gpu, y, bits));
+        if (memcmp(bits, x.data, (size_t)(rows * 2 * k) * sizeof *bits) != 0)
+            fail_msg("%s, T %g, top_k %d, top_p %g: shard %d has other candidates", mt_dtype_name(type),
+                     (double)given->temperature, (int)given->top_k, (double)given->top_p, s);
+        free(bits);
+    }
+    there = ids_on_gpu(positions, rows);
+    mt_status wrong = mt_sample_ids(cpu, &on_cpu, vocab, all.cpu, 3, ids);
+    assert_true(wrong == MT_SUCCESS || wrong == MT_ERR_DATA);
+    OK(mt_sample_ids(gpu, &on_gpu, vocab, all.gpu, 3, there));
+    OK(mt_download(gpu, mt_tensor_make(there, MT_I32, 1, rows), got));
+    for (int64_t i = 0; i < rows; i++)
+        if (got[i] != ids[i])
+            fail_msg("%s, T %g, top_k %d, top_p %g: row %d draws %d, on the CPU %d", mt_dtype_name(type),
+                     (double)given->temperature, (int)given->top_k, (double)given->top_p, (int)i, got[i], ids[i]);
+    free(ids), free(positions), free(got), free(sequences);
+}
+
+static void sampling(shape s) {
+    for (size_t d = 0; d < sizeof samplings / sizeof *samplings; d++) {
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        pair logits[3];
+        for (int k = 0; k < 3; k++) logits[k] = pair_noise(s.rows, s.cols, s.l, 50 + (uint64_t)k, d % 2 ? 4.0f : 15.0f);
+        draws(logits, &samplings[d], 3 * s.cols - (s.cols > 3 ? s.cols / 2 + s.cols * (int64_t)(d % 2) : 0));
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
+static void test_sampling(void **state) {
+    static const shape list[] = {{3, 5003, {3, 1}}, {1, 2112, {0, 0}}};
+    (void)state;
+    each_type(sampling, shapes, SHAPES);
+    each_type(sampling, list, 2);
+}
+
+/* Rows of equal logits, of zeros of both signs, of infinities, and with a NaN. */
+static void special_sampling(shape s) {
+    for (size_t d = 0; d < sizeof samplings / sizeof *samplings; d++) {
+        size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        float *x = (float *)malloc((size_t)(s.rows * s.cols) * sizeof *x);
+        pair logits[3], f = pair_f32(s.rows, s.cols);
+        for (int k = 0; k < 3; k++) {
+            logits[k] = pair_new(s.rows, s.cols, s.l);
+            for (int64_t i = 0; i < s.rows * s.cols; i++) {
+                int64_t row = i / s.cols, col = i % s.cols;
+                x[i] = row == 0 ? 1.5f : row == 1 ? (col % 2 ? 0.0f : -0.0f) : (float)(col % 3);
+                if (row == 2 && col % 5) x[i] = -INFINITY;
+                if (row == 3) x[i] = col == s.cols - 1 && k == 1 ? INFINITY : -INFINITY;
+                if (row == 4 && k == 2 && col == s.cols / 2) x[i] = NAN;
+                if (row == 5) x[i] = -INFINITY;
+            }
+            BOTH(mt_upload(cpu, x, f.cpu), mt_upload(gpu, x, f.gpu));
+            BOTH(mt_convert(cpu, f.cpu, logits[k].cpu), mt_convert(gpu, f.gpu, logits[k].gpu));
+        }
+        draws(logits, &samplings[d], 3 * s.cols);
+        free(x);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
+static void test_special_sampling(void **state) {
+    static const shape list[] = {{6, 300, {0, 0}}, {6, 37, {3, 1}}};
+    (void)state;
+    each_type(special_sampling, list, 2);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_memory),
@@ -2293,6 +2390,8 @@ int main(void) {
         cmocka_unit_test(test_cross_entropy_of_virtual_shards),
         cmocka_unit_test(test_cross_entropy_alignments),
         cmocka_unit_test(test_cross_entropy_refuses),
+        cmocka_unit_test(test_sampling),
+        cmocka_unit_test(test_special_sampling),
         cmocka_unit_test(test_many_tokens),
         cmocka_unit_test(test_many_shards),
         cmocka_unit_test(test_sum),
