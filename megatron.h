@@ -856,6 +856,22 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
 MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                       const mt_gpt_cache *cache, mt_tensor logits);
 
+/* Adds the tokens of the batch to the cache, as mt_gpt_cached_logits, and draws the next token of each sequence from the
+   logits of its last valid new token. desc says how (see mt_sample_desc). Without desc->positions, the position of a
+   token is desc->position plus the number of tokens that its sequence then has in the cache: pass in desc->position how
+   many tokens of the text are no longer in the cache. The logits are not gathered, see mt_vocab_parallel_sample.
+   next_ids [sequences] are in memory of the context's device: they can be the ids of the next call, with batch->seq 1.
+   Every rank gets them. The ids of sequences with 0 new tokens have no meaning, but are in [0, vocab).
+   The tokens do not depend on the other sequences of the batch. They depend on the split only where rounding decides
+   between two tokens, and not at all where the logits have the same bits (see mt_gpt_cached_logits).
+   Collective over the tensor and the pipeline group. Communication over the tensor group: that of mt_gpt_cached_logits,
+   with the all-gather of mt_vocab_parallel_sample instead of that of the logits. The last stage of a pipeline
+   broadcasts the ids to the others. On a GPU the call waits only where mt_gpt_cached_logits does.
+   Errors: those of mt_gpt_cached_logits; MT_ERR_ARGUMENT (desc); MT_ERR_DATA on every rank: a logit is NaN, on a GPU as
+   in mt_vocab_parallel_sample. After the last one the cache has the new tokens. */
+MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                               const mt_gpt_cache *cache, const mt_sample_desc *desc, int32_t *next_ids);
+
 /* ---- BERT -------------------------------------------------------------------------------------------------------- */
 
 /* A BERT (arXiv 1810.04805) as in Megatron-LM: embeddings of tokens, positions (not with rotary or ALiBi) and token
@@ -4009,6 +4025,54 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
                                gpt->desc.vocab));
     mark = mt_arena_mark(ctx);
     status = mti_gpt_cached_logits(ctx, gpt, &m, batch, ids, cache, logits);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* Draws from the logits in f32 of x, the outputs of the model on the last stage. */
+static mt_status mti_gpt_draw(mt_context *ctx, const mt_gpt *gpt, const mt_sample_desc *desc, mt_tensor x,
+                              int32_t *ids) {
+    mt_tensor logits;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, x.rows, gpt->head.local_features, &logits));
+    MT_TRY(mt_column_parallel_linear_product(ctx, &gpt->head, x, 0, logits));
+    return mt_vocab_parallel_sample(ctx, gpt->head.tp, gpt->desc.vocab, gpt->desc.padded_vocab, desc, logits, ids);
+}
+
+/* When a logit is NaN, the last stage still shares the ids: that of the row is -1, from which the others have the same
+   error. */
+static mt_status mti_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m, const mt_batch *batch,
+                                const int32_t *ids, const mt_gpt_cache *cache, const mt_sample_desc *desc,
+                                mt_tensor next) {
+    mt_sample_desc s = *desc;
+    mt_status status = MT_SUCCESS;
+    mt_tensor x, room;
+    if (!s.positions) s.positions = cache->lengths;
+    MT_TRY(mti_gpt_cached_hidden(ctx, m, batch, ids, cache, batch->sequences, &x));
+    MT_TRY(mti_gpt_cache_advance(ctx, batch, cache));
+    MT_TRY(mti_model_share_room(ctx, m, next, &room));
+    if (mti_model_is_last(m)) status = mti_gpt_draw(ctx, gpt, &s, x, (int32_t *)room.data);
+    if (status != MT_SUCCESS && status != MT_ERR_DATA) return status;
+    MT_TRY(mti_model_share(ctx, m, room, next));
+    if (mti_model_is_last(m)) return status;
+    return mt_ids_check(ctx, "sampled id", (const int32_t *)next.data, next.cols, gpt->desc.vocab, 0);
+}
+
+MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
+                               const mt_gpt_cache *cache, const mt_sample_desc *desc, int32_t *next_ids) {
+    static const char *const function = "mt_gpt_sample";
+    mt_language_model m;
+    mt_tensor next;
+    size_t mark;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!gpt) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: gpt is NULL", function);
+    m = mti_model_whole_tokens(&gpt->model);
+    MT_TRY(mt_sample_check(ctx, function, desc));
+    MT_TRY(mti_gpt_cached_check(ctx, function, &m, batch, ids, cache));
+    next = mt_tensor_make(next_ids, MT_I32, 1, batch->sequences);
+    MT_TRY(mt_tensor_check(ctx, function, "next_ids", next, MT_ARG_ANY, 1, batch->sequences));
+    mark = mt_arena_mark(ctx);
+    status = mti_gpt_sample(ctx, gpt, &m, batch, ids, cache, desc, next);
     mt_arena_release(ctx, mark);
     return status;
 }

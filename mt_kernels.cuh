@@ -847,6 +847,10 @@ MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *
    MT_ERR_ARGUMENT. */
 MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
 
+/* Checks *desc as mt_sample_ids does. `function` is the name of your function for the message. MT_ERR_ARGUMENT: desc is
+   NULL, or a field is out of range. */
+MT_API mt_status mt_sample_check(mt_context *ctx, const char *function, const mt_sample_desc *desc);
+
 /* Returns the target of tokens without a loss, from the field mt_cross_entropy_shard_desc.ignore_index: its value,
    but 0 for MT_IGNORE_ZERO, and -100 for 0. */
 MT_API int32_t mt_ignore_index(int32_t ignore_index);
@@ -10425,14 +10429,18 @@ MT_API int64_t mt_sample_count(const mt_sample_desc *desc, int64_t cols) {
 /* Whether the first token is taken, without random numbers. */
 static int mti_sample_greedy(const mt_sample_desc *s) { return s->temperature == 0.0f || s->top_k == 1; }
 
-static mt_status mti_expect_sample(mt_context *ctx, const char *where, const mt_sample_desc *s, int64_t vocab) {
+MT_API mt_status mt_sample_check(mt_context *ctx, const char *function, const mt_sample_desc *desc) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!s) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", where);
-    MT_TRY(mt_check_float(ctx, where, NULL, "temperature", s->temperature, MT_FLOAT_AT_LEAST_0));
-    MT_TRY(mt_check_integer(ctx, where, NULL, "top_k", s->top_k, 0, INT64_MAX));
-    if (!(s->top_p >= 0.0f && s->top_p <= 1.0f))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: top_p is %g, must be from 0 to 1", where, (double)s->top_p);
-    MT_TRY(mt_check_integer(ctx, where, NULL, "position", s->position, 0, INT32_MAX));
+    if (!desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", function);
+    MT_TRY(mt_check_float(ctx, function, NULL, "temperature", desc->temperature, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_integer(ctx, function, NULL, "top_k", desc->top_k, 0, INT64_MAX));
+    if (!(desc->top_p >= 0.0f && desc->top_p <= 1.0f))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: top_p is %g, must be from 0 to 1", function, (double)desc->top_p);
+    return mt_check_integer(ctx, function, NULL, "position", desc->position, 0, INT32_MAX);
+}
+
+static mt_status mti_expect_sample(mt_context *ctx, const char *where, const mt_sample_desc *s, int64_t vocab) {
+    MT_TRY(mt_sample_check(ctx, where, s));
     return mt_check_size(ctx, where, NULL, "vocab", vocab, 1, INT32_MAX);
 }
 

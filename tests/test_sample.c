@@ -1,6 +1,6 @@
-/* test_sample.c - tests the sampling of tokens: mt_sample_candidates and mt_sample_ids of mt_kernels.cuh, and
-   mt_vocab_parallel_sample. A sorted search in double precision with the same random words draws the same tokens on
-   every split; the kept tokens are those of Hugging Face's transformers; frequencies agree with softmax.
+/* test_sample.c - tests the sampling of tokens: mt_sample_candidates and mt_sample_ids of mt_kernels.cuh,
+   mt_vocab_parallel_sample, and mt_gpt_sample. A sorted search in double precision with the same random words draws the
+   same tokens on every split; the kept tokens are those of Hugging Face's transformers; frequencies agree with softmax.
        cc -std=gnu17 -O2 -I. tests/test_sample.c -lpthread -lm */
 
 #define MEGATRON_IMPLEMENTATION
@@ -508,6 +508,177 @@ static void test_no_rows_and_meta(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* ---- a GPT with a cache ------------------------------------------------------------------------------------------ */
+
+enum { TEXTS = 3, PROMPT = 6, STEPS = 8, GPT_VOCAB = 101, GPT_SEQ = 16 };
+
+typedef struct gpt_case {
+    mt_sample_desc desc;
+    int tp, pp, invariant, untied;
+    int64_t padded;
+    int32_t text[TEXTS][GPT_SEQ + 1]; /* what rank 0 has generated */
+} gpt_case;
+
+static mt_status gpt_open(mt_comm *world, const gpt_case *c, test_rank *r, mt_gpt *gpt) {
+    mt_context_desc where = {.arena_bytes = (size_t)8 << 20, .invariant = c->invariant};
+    mt_gpt_desc d = {.vocab = GPT_VOCAB,
+                     .layers = 2,
+                     .max_seq = GPT_SEQ,
+                     .untied_head = c->untied,
+                     .padded_vocab = c->padded,
+                     .layer = {.hidden = 32, .heads = 4}};
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = c->tp, .pp = c->pp}, &where, r));
+    MT_TRY(mt_gpt_create(r->ctx, r->params, &d, gpt));
+    MT_TRY(mt_params_init(r->ctx, r->params, 5));
+    return disturb_params(r, 0.4f);
+}
+
+/* What the reference draws from the logits of the whole text, in a batch that has no cache. */
+static mt_status check_next(test_rank *r, const mt_gpt *gpt, const gpt_case *c, const int32_t *lengths,
+                            const int32_t *next) {
+    float *logits = test_floats(r, TEXTS * GPT_VOCAB, 0.0f);
+    mt_batch batch = {.sequences = TEXTS, .seq = GPT_SEQ, .lengths = lengths};
+    int32_t ids[TEXTS * GPT_SEQ] = {0};
+    token room[GPT_VOCAB];
+    for (int i = 0; i < TEXTS; i++) memcpy(ids + i * GPT_SEQ, c->text[i], (size_t)lengths[i] * sizeof *ids);
+    MT_TRY(mt_gpt_logits(r->ctx, gpt, &batch, ids, mt_tensor_f32(logits, TEXTS, GPT_VOCAB)));
+    for (int i = 0; i < TEXTS; i++) {
+        uint64_t sequence = c->desc.first_sequence + (uint64_t)i;
+        int32_t want =
+            ref_draw(logits + i * GPT_VOCAB, GPT_VOCAB, &c->desc, sequence, c->desc.position + lengths[i], room);
+        if (want >= 0 && want != next[i])
+            fprintf(stderr, "text %d of %d tokens: %d, expected %d\n", i, lengths[i], next[i], want);
+        CHECK(want < 0 || want == next[i]);
+    }
+    test_rank_free_memory(r);
+    return MT_SUCCESS;
+}
+
+/* Checks that a step has gathered only candidates, and that only the last stage of a pipeline has. */
+static mt_status check_gathered(const test_rank *r, const gpt_case *c, int last) {
+    mt_ledger got = mt_comm_ledger(r->grid.tp);
+    int64_t k = mt_sample_count(&c->desc, test_ceil(GPT_VOCAB, c->tp));
+    int64_t calls = c->tp > 1 && last;
+    CHECK((int64_t)got.calls[MT_ALL_GATHER] == calls);
+    if (!c->padded && !c->invariant) CHECK((int64_t)got.bytes[MT_ALL_GATHER] == calls * c->tp * TEXTS * k * 8);
+    return MT_SUCCESS;
+}
+
+/* The prompts have different lengths, and the second text ends after two steps. */
+static mt_status gpt_rank(mt_comm *world, void *user) {
+    gpt_case *c = (gpt_case *)user, mine = *c;
+    int rank = mt_comm_rank(world);
+    int32_t prompts[TEXTS * PROMPT], lengths[TEXTS] = {PROMPT, 2, 4}, valid[TEXTS] = {PROMPT, 2, 4}, next[TEXTS];
+    mt_batch batch = {.sequences = TEXTS, .seq = PROMPT, .lengths = valid};
+    mt_gpt gpt;
+    mt_gpt_cache cache;
+    test_rank r;
+    MT_TRY(gpt_open(world, c, &r, &gpt));
+    MT_TRY(mt_gpt_cache_create(r.ctx, &gpt, TEXTS, 0, &cache));
+    for (int i = 0; i < TEXTS * PROMPT; i++) prompts[i] = i * 37 % GPT_VOCAB;
+    for (int i = 0; i < TEXTS; i++) memcpy(mine.text[i], prompts + i * PROMPT, PROMPT * sizeof *prompts);
+    for (int step = 0; step < STEPS; step++, batch.seq = 1) {
+        size_t mark = mt_arena_mark(r.ctx);
+        mt_comm_ledger_reset(r.grid.tp);
+        MT_TRY(mt_gpt_sample(r.ctx, &gpt, &batch, step ? next : prompts, &cache, &c->desc, next));
+        CHECK(mt_arena_mark(r.ctx) == mark);
+        MT_TRY(check_gathered(&r, c, r.grid.pp_rank == c->pp - 1));
+        for (int i = 0; i < TEXTS && step > 0; i++) lengths[i] += valid[i];
+        for (int i = 0; i < TEXTS; i++) CHECK(cache.lengths[i] == lengths[i]);
+        for (int i = 0; i < TEXTS; i++) CHECK(next[i] >= 0 && next[i] < GPT_VOCAB);
+        if (valid[1] == 0) next[1] = mine.text[1][lengths[1]]; /* has no meaning */
+        MT_TRY(check_next(&r, &gpt, &mine, lengths, next));
+        for (int i = 0; i < TEXTS; i++) mine.text[i][lengths[i]] = next[i];
+        valid[0] = valid[2] = 1, valid[1] = step < 2;
+    }
+    mt_gpt_cache_destroy(r.ctx, &cache);
+    test_rank_close(&r);
+    if (rank == 0) memcpy(c->text, mine.text, sizeof mine.text);
+    return MT_SUCCESS;
+}
+
+/* Every split generates the same texts, as does the reference from the logits of mt_gpt_logits. */
+static void test_texts_of_a_gpt(void **state) {
+    static const int shapes[][2] = {{1, 1}, {2, 1}, {4, 1}, {1, 2}, {2, 2}};
+    static const mt_sample_desc descs[] = {{.temperature = 0},
+                                           {.temperature = 1, .seed = 8, .first_sequence = 100, .position = 7},
+                                           {.temperature = 2, .top_k = 20, .top_p = 0.9f},
+                                           {.temperature = 1.5f, .top_p = 0.8f, .seed = 2}};
+    (void)state;
+    for (int n = 0; n < 16; n++) {
+        gpt_case first = {.desc = descs[n / 4], .invariant = n % 2 ? 4 : 0, .untied = n / 2 % 2};
+        first.padded = first.untied ? 120 : 0;
+        if (!test_takes((size_t)n, 3)) continue;
+        for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+            gpt_case c = first;
+            c.tp = shapes[i][0], c.pp = shapes[i][1];
+            test_launch(c.tp * c.pp, gpt_rank, &c);
+            if (i == 0) memcpy(first.text, c.text, sizeof c.text);
+            assert_memory_equal(first.text, c.text, sizeof c.text);
+        }
+    }
+}
+
+/* A NaN in the head of one rank of the last stage is an error of all ranks. */
+static mt_status gpt_nan_rank(mt_comm *world, void *user) {
+    const gpt_case *c = (const gpt_case *)user;
+    int32_t ids[2] = {1, 2}, next[2];
+    mt_batch batch = {.sequences = 2, .seq = 1};
+    mt_gpt gpt;
+    mt_gpt_cache cache;
+    test_rank r;
+    MT_TRY(gpt_open(world, c, &r, &gpt));
+    MT_TRY(mt_gpt_cache_create(r.ctx, &gpt, 2, 4, &cache));
+    if (r.grid.pp_rank == 1 && r.grid.tp_rank == 1) ((float *)gpt.head.weight->value.data)[3] = NAN;
+    CHECK(mt_gpt_sample(r.ctx, &gpt, &batch, ids, &cache, &c->desc, next) == MT_ERR_DATA);
+    CHECK(test_has_words(mt_last_error(r.ctx), r.grid.pp_rank ? "mt_sample_ids|row 0|NaN" : "sampled id -1"));
+    mt_gpt_cache_destroy(r.ctx, &cache);
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_nan_of_a_gpt(void **state) {
+    gpt_case c = {.desc = {.temperature = 1}, .tp = 2, .pp = 2, .untied = 1};
+    (void)state;
+    test_launch(4, gpt_nan_rank, &c);
+}
+
+static void test_gpt_refusals(void **state) {
+    gpt_case c = {.tp = 1, .pp = 1};
+    mt_batch batch = {.sequences = 1, .seq = 2};
+    mt_sample_desc good = {.temperature = 1}, bad = {.temperature = -1};
+    mt_gpt_cache cache, empty = {0};
+    int32_t ids[2] = {1, 2}, next[1] = {-5};
+    mt_comm *world;
+    mt_gpt gpt;
+    test_rank r;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_comm_create_local(1, 0, &world));
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, gpt_open(world, &c, &r, &gpt));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_cache_create(r.ctx, &gpt, 1, 3, &cache));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gpt_sample|temperature is -1",
+            mt_gpt_sample(r.ctx, &gpt, &batch, ids, &cache, &bad, next));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gpt_sample|desc is NULL",
+            mt_gpt_sample(r.ctx, &gpt, &batch, ids, &cache, NULL, next));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "gpt is NULL", mt_gpt_sample(r.ctx, NULL, &batch, ids, &cache, &good, next));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_gpt_sample(r.ctx, &gpt, &batch, ids, &empty, &good, next));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "next_ids", mt_gpt_sample(r.ctx, &gpt, &batch, ids, &cache, &good, NULL));
+    assert_int_equal(mt_gpt_sample(NULL, &gpt, &batch, ids, &cache, &good, next), MT_ERR_ARGUMENT);
+    ids[1] = GPT_VOCAB;
+    REFUSED(r.ctx, MT_ERR_DATA, "token id 101", mt_gpt_sample(r.ctx, &gpt, &batch, ids, &cache, &good, next));
+    assert_true(cache.lengths[0] == 0 && next[0] == -5);
+    ids[1] = 2;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_sample(r.ctx, &gpt, &batch, ids, &cache, &good, next));
+    REFUSED(r.ctx, MT_ERR_DATA, "mt_gpt_sample|room for 3",
+            mt_gpt_sample(r.ctx, &gpt, &batch, ids, &cache, &good, next));
+    assert_int_equal(cache.lengths[0], 2);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sample_check(r.ctx, "mine", &good));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mine: temperature", mt_sample_check(r.ctx, "mine", &bad));
+    mt_gpt_cache_destroy(r.ctx, &cache);
+    test_rank_close(&r);
+    mt_comm_destroy(world);
+}
+
 int main(void) {
     static const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_draws_of_every_split),
@@ -520,6 +691,9 @@ int main(void) {
         cmocka_unit_test(test_nan),
         cmocka_unit_test_setup_teardown(test_refusals, open_one, close_one),
         cmocka_unit_test_setup_teardown(test_no_rows_and_meta, open_one, close_one),
+        cmocka_unit_test(test_texts_of_a_gpt),
+        cmocka_unit_test(test_nan_of_a_gpt),
+        cmocka_unit_test(test_gpt_refusals),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
