@@ -10,8 +10,12 @@
    Hugging Face (model.safetensors and config.json).
    With a vocabulary of 256, a token is a byte: --prompt and the output are text. With any other vocabulary, --ids and
    the output are numbers of tokens, because the program has no tokenizer.
-   --temperature 0 always takes the most probable token. The same DIR and flags give the same tokens with every --tp,
-   except where rounding decides between two tokens. */
+   --temperature 0 always takes the most probable token. --top-k and --top-p leave out improbable ones, as in Hugging
+   Face's transformers. The same DIR and flags give the same tokens with every --tp, except where rounding decides
+   between two tokens.
+   The keys and values of earlier tokens are kept, so that each further token takes a forward of this token only. When
+   the text becomes longer than the model allows, its last half begins a new cache: the model then sees only this half
+   and what follows. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -23,7 +27,7 @@
 
 typedef struct job {
     const char *init_from, *prompt, *ids;
-    double tp, tokens, temperature, seed;
+    double tp, tokens, temperature, top_k, top_p, seed;
     int help;
     char path[MT_PATH_MAX]; /* of the model */
     mt_gpt_desc gpt;
@@ -40,54 +44,57 @@ static void print_token(const job *j, int32_t token) {
     else printf("\\x%02x", (unsigned)token); /* a terminal should not see control characters */
 }
 
-/* Draws token number n from softmax(logits / temperature). All ranks have the same logits, so they draw the same. */
-static int32_t draw_token(const job *j, const float *logits, int64_t n) {
-    uint32_t counter[4] = {(uint32_t)n, 0, 0, 0}, key[2] = {(uint32_t)j->seed, 0}, random[4];
-    int32_t vocab = (int32_t)j->gpt.vocab, best = 0, i;
-    double sum = 0, u;
-    for (i = 1; i < vocab; i++)
-        if (logits[i] > logits[best]) best = i;
-    if (j->temperature == 0) return best;
-    mt_philox4x32(counter, key, random);
-    for (i = 0; i < vocab; i++) sum += exp((double)(logits[i] - logits[best]) / j->temperature);
-    u = random[0] / 4294967296.0 * sum;
-    for (i = 0; i < vocab - 1; i++)
-        if ((u -= exp((double)(logits[i] - logits[best]) / j->temperature)) < 0) break;
-    return i;
+/* Adds tokens [from, to) of the text to the cache, and draws the next one. `first` is the first token in the cache. */
+static mt_status next_token(mt_context *ctx, const mt_gpt *gpt, const job *j, const mt_gpt_cache *cache, int64_t first,
+                            int64_t from, int64_t to, int32_t *text) {
+    mt_batch batch = {.sequences = 1, .seq = to - from};
+    mt_sample_desc how = {.temperature = (float)j->temperature,
+                          .top_k = (int64_t)j->top_k,
+                          .top_p = (float)j->top_p,
+                          .seed = (uint64_t)j->seed,
+                          .position = first};
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor ids, next;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, batch.seq, &ids));
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, 1, &next));
+    MT_TRY(mt_upload(ctx, text + from, ids));
+    MT_TRY(mt_gpt_sample(ctx, gpt, &batch, (const int32_t *)ids.data, cache, &how, (int32_t *)next.data));
+    MT_TRY(mt_download(ctx, next, text + to));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
 }
 
-/* Generates j->tokens tokens after the prompt. Each takes a whole forward over the last max_seq tokens. */
-static mt_status generate(mt_context *ctx, const mt_gpt *gpt, const job *j, int32_t *history, float *logits,
-                          int speaks) {
-    for (int64_t n = j->prompted; n < j->prompted + (int64_t)j->tokens; n++) {
-        mt_batch batch = {.sequences = 1, .seq = n < gpt->desc.max_seq ? n : gpt->desc.max_seq};
-        size_t mark = mt_arena_mark(ctx);
-        mt_tensor ids, out;
-        MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, batch.seq, &ids));
-        MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, gpt->desc.vocab, &out));
-        MT_TRY(mt_upload(ctx, history + n - batch.seq, ids));
-        MT_TRY(mt_gpt_logits(ctx, gpt, &batch, (const int32_t *)ids.data, out));
-        MT_TRY(mt_download(ctx, out, logits));
-        mt_arena_release(ctx, mark);
-        history[n] = draw_token(j, logits, n);
-        if (speaks) print_token(j, history[n]);
+/* Generates the tokens of the text [count] after the prompt. Its tokens [first, held) are in the cache. */
+static mt_status generate(mt_context *ctx, const mt_gpt *gpt, const job *j, const mt_gpt_cache *cache, int32_t *text,
+                          int64_t count, int speaks) {
+    int64_t first = 0, held = 0, n;
+    for (n = j->prompted; n < count; n++) {
+        if (n - first > cache->max_seq) {
+            first = held = n - (cache->max_seq + 1) / 2;
+            MT_TRY(mt_gpt_cache_set_length(ctx, cache, 0, 0));
+        }
+        MT_TRY(next_token(ctx, gpt, j, cache, first, held, n, text));
+        held = n;
+        if (speaks) print_token(j, text[n]);
         if (speaks) fflush(stdout);
     }
     return MT_SUCCESS;
 }
 
-/* Allocates a history for the prompt and the new tokens, and the logits, and generates. Rank 0 prints the tokens. */
+/* Allocates the text and the cache, and generates. Rank 0 prints the tokens. */
 static mt_status speak(mt_context *ctx, const mt_gpt *gpt, const job *j, int speaks) {
     int64_t count = j->prompted + (int64_t)j->tokens;
-    int32_t *history = (int32_t *)malloc((size_t)count * sizeof *history);
-    float *logits = (float *)malloc((size_t)j->gpt.vocab * sizeof *logits);
-    mt_status status = history && logits ? MT_SUCCESS : MT_ERR_MEMORY;
-    if (history) memcpy(history, j->history, (size_t)j->prompted * sizeof *history);
-    for (int64_t i = 0; speaks && history && i < j->prompted; i++) print_token(j, history[i]);
-    if (status == MT_SUCCESS) status = generate(ctx, gpt, j, history, logits, speaks);
+    int32_t *text = (int32_t *)malloc((size_t)count * sizeof *text);
+    mt_gpt_cache cache = {0};
+    mt_status status = text ? MT_SUCCESS : MT_ERR_MEMORY;
+    if (status == MT_SUCCESS)
+        status = mt_gpt_cache_create(ctx, gpt, 1, count < gpt->desc.max_seq ? count : gpt->desc.max_seq, &cache);
+    if (text) memcpy(text, j->history, (size_t)j->prompted * sizeof *text);
+    for (int64_t i = 0; speaks && text && i < j->prompted; i++) print_token(j, text[i]);
+    if (status == MT_SUCCESS) status = generate(ctx, gpt, j, &cache, text, count, speaks);
     if (speaks) printf("\n");
-    free(history);
-    free(logits);
+    mt_gpt_cache_destroy(ctx, &cache);
+    free(text);
     return status;
 }
 
@@ -190,6 +197,8 @@ static const flag flags[] = {
     {"tokens", WHOLE, AT(tokens), 0, 1 << 20, "tokens to generate"},
     {"tp", WHOLE, AT(tp), 1, 1024, "tensor parallel ranks"},
     {"temperature", REAL, AT(temperature), 0, 100, "0: always the most probable token; higher: more random"},
+    {"top-k", WHOLE, AT(top_k), 0, 2147483647.0, "draw from the K most probable tokens (0: all)"},
+    {"top-p", REAL, AT(top_p), 0, 1, "draw from the most probable tokens that together have probability P (1: all)"},
     {"seed", WHOLE, AT(seed), 0, 4294967295.0, "seed of the tokens that are drawn"},
     {"help", SWITCH, AT(help), 0, 1, "this text"},
 };
@@ -261,7 +270,7 @@ static int parse_flags(int argc, char **argv, job *j) {
 }
 
 int main(int argc, char **argv) {
-    job j = {.tp = 2, .tokens = 40, .temperature = 0.7};
+    job j = {.tp = 2, .tokens = 40, .temperature = 0.7, .top_p = 1};
     mt_status status = MT_ERR_ARGUMENT;
     if (!parse_flags(argc, argv, &j)) return 1;
     if (j.help) {

@@ -83,7 +83,9 @@ static const flag flags[] = {
     {"eval-interval", WHOLE, AT(eval_interval), 0, 1e9, "steps between validation losses (0: never)"},
     {"sample", WHOLE, AT(sample), 0, 1 << 20, "tokens to generate at the end"},
     {"prompt", TEXT, AT(prompt), 0, 0, "TEXT to continue; default: from the validation text"},
-    {"temperature", REAL, AT(temperature), 1e-3, 100, "temperature of --sample"},
+    {"temperature", REAL, AT(temperature), 0, 100, "temperature of --sample (0: always the most probable token)"},
+    {"top-k", WHOLE, AT(top_k), 0, 2147483647.0, "draw from the K most probable tokens (0: all)"},
+    {"top-p", REAL, AT(top_p), 0, 1, "draw from the most probable tokens that together have probability P (1: all)"},
     {"log", TEXT, AT(log), 0, 0, "FILE.csv: write step,loss,grad_norm,tokens_per_s,lr,val_loss"},
     FILE_FLAGS,
     {"init-from", TEXT, AT(init_from), 0, 0,
@@ -275,56 +277,51 @@ static float learning_rate(const options *o, int64_t step) {
 
 /* ---- sampling ---------------------------------------------------------------------------------------------------- */
 
-/* Draws token number n from softmax(logits / temperature). All ranks have the same logits, so they draw the same. */
-static int32_t draw_token(const options *o, const float *logits, uint64_t n) {
-    uint32_t counter[4] = {(uint32_t)n, (uint32_t)(n >> 32), 0x73616d70, 0}, key[2] = {(uint32_t)(uint64_t)o->seed, 0},
-             r[4];
-    int32_t vocab = (int32_t)o->vocab, i;
-    double max = logits[0], sum = 0, u;
-    mt_philox4x32(counter, key, r);
-    for (i = 1; i < vocab; i++) max = fmax(max, logits[i]);
-    for (i = 0; i < vocab; i++) sum += exp((logits[i] - max) / o->temperature);
-    u = r[0] / 4294967296.0 * sum;
-    for (i = 0; i < vocab - 1; i++)
-        if ((u -= exp((logits[i] - max) / o->temperature)) < 0) break;
-    return i;
-}
-
 static void print_token(const dataset *d, int32_t token) {
     if (!d->text) printf("%d ", (int)token);
     else if (token == '\n' || token == '\t' || (token >= ' ' && token < 127)) putchar(token);
     else printf("\\x%02x", (unsigned)token); /* a terminal should not see control characters */
 }
 
-/* Computes the logits of the token after history [count]. The sequence is padded: sequence parallelism needs a multiple
-   of the tensor ranks, and invariant mode the same number of tokens on every split. */
-static mt_status next_logits(trainer *t, const int32_t *history, int64_t count, float *logits) {
+/* Adds tokens [from, to) of the text to the cache, and draws the next one. `first` is the first token in the cache. */
+static mt_status next_token(trainer *t, const mt_gpt_cache *cache, int64_t first, int64_t from, int64_t to,
+                            int32_t *text) {
     const options *o = &t->job->o;
-    int64_t unit = (int64_t)fmax(o->invariant, o->sequence_parallel ? o->tp : 1), max = (int64_t)o->seq;
-    int32_t used = (int32_t)(count < max ? count : max);
-    mt_batch batch = {.sequences = 1, .seq = (int64_t)fmin((double)((used + unit - 1) / unit * unit), (double)max)};
-    mt_tensor ids, length, out;
+    mt_batch batch = {.sequences = 1, .seq = to - from};
+    mt_sample_desc how = {.temperature = (float)o->temperature,
+                          .top_k = (int64_t)o->top_k,
+                          .top_p = (float)o->top_p,
+                          .seed = (uint64_t)o->seed,
+                          .first_sequence = 0x73616d70,
+                          .position = first};
+    size_t mark = mt_arena_mark(t->ctx);
+    mt_tensor ids, next;
     MT_TRY(mt_arena_tensor(t->ctx, MT_I32, 1, batch.seq, &ids));
-    MT_TRY(mt_arena_tensor(t->ctx, MT_I32, 1, 1, &length));
-    MT_TRY(mt_arena_tensor(t->ctx, MT_F32, 1, (int64_t)o->vocab, &out));
-    MT_TRY(mt_upload(t->ctx, history + count - used, ids));
-    MT_TRY(mt_upload(t->ctx, &used, length));
-    batch.lengths = (const int32_t *)length.data;
-    MT_TRY(mt_gpt_logits(t->ctx, &t->model.gpt, &batch, (const int32_t *)ids.data, out));
-    return mt_download(t->ctx, out, logits);
+    MT_TRY(mt_arena_tensor(t->ctx, MT_I32, 1, 1, &next));
+    MT_TRY(mt_upload(t->ctx, text + from, ids));
+    MT_TRY(mt_gpt_sample(t->ctx, &t->model.gpt, &batch, (const int32_t *)ids.data, cache, &how, (int32_t *)next.data));
+    MT_TRY(mt_download(t->ctx, next, text + to));
+    mt_arena_release(t->ctx, mark);
+    return MT_SUCCESS;
 }
 
-/* Generates o->sample tokens after history [count]. Each takes a whole forward. */
-static mt_status generate(trainer *t, int32_t *history, int64_t count, float *logits) {
-    const options *o = &t->job->o;
-    size_t mark = mt_arena_mark(t->ctx);
-    if (mt_context_device(t->ctx) == MT_DEVICE_META) /* the longest history needs the most memory */
-        return next_logits(t, history, count + (int64_t)o->sample - 1, logits);
-    for (int64_t n = 0; n < (int64_t)o->sample; n++, count++) {
-        MT_TRY(next_logits(t, history, count, logits));
-        mt_arena_release(t->ctx, mark);
-        history[count] = draw_token(o, logits, (uint64_t)n);
-        if (mt_comm_rank(t->grid.world) == 0) print_token(&t->job->data, history[count]);
+/* Generates o->sample tokens after text [count]. Its tokens [first, held) are in the cache, which has room for one
+   sequence. When it is full, the last half of the sequence begins a new cache. A dry run plans the longest call. */
+static mt_status generate(trainer *t, const mt_gpt_cache *cache, int32_t *text, int64_t count) {
+    int64_t first = 0, held = 0, half = (cache->max_seq + 1) / 2, end = count + (int64_t)t->job->o.sample;
+    if (mt_context_device(t->ctx) == MT_DEVICE_META) {
+        int64_t longest = count > cache->max_seq ? half : count;
+        return next_token(t, cache, 0, 0, end > cache->max_seq && longest < half ? half : longest, text);
+    }
+    for (; count < end; count++) {
+        if (count - first > cache->max_seq) {
+            first = held = count - half;
+            MT_TRY(mt_gpt_cache_set_length(t->ctx, cache, 0, 0));
+        }
+        MT_TRY(next_token(t, cache, first, held, count, text));
+        held = count;
+        if (mt_comm_rank(t->grid.world) == 0) print_token(&t->job->data, text[count]);
+        fflush(stdout);
     }
     return MT_SUCCESS;
 }
@@ -336,25 +333,23 @@ static mt_status finish(trainer *t) {
     int64_t prompt =
         o->prompt && o->prompt[0] && d->text ? (int64_t)strlen(o->prompt) : (int64_t)(o->seq < 64 ? o->seq : 64);
     int speaks = mt_comm_rank(t->grid.world) == 0 && mt_context_device(t->ctx) != MT_DEVICE_META;
-    int32_t *history;
-    float *logits;
+    int32_t *text;
+    mt_gpt_cache cache = {0};
     mt_status status;
     if (o->sample == 0 || t->grid.dp_rank != 0) return MT_SUCCESS;
-    /* next_logits also reads padding after the last token */
-    history =
-        (int32_t *)calloc((size_t)(prompt + (int64_t)fmax(o->tp, o->invariant) + (int64_t)o->sample), sizeof *history);
-    logits = (float *)malloc((size_t)o->vocab * sizeof *logits);
-    for (int64_t i = 0; history && i < prompt; i++)
-        history[i] = o->prompt && o->prompt[0] && d->text ? (unsigned char)o->prompt[i] : d->tokens[d->train + i];
+    text = (int32_t *)calloc((size_t)(prompt + (int64_t)o->sample + (int64_t)o->seq), sizeof *text);
+    for (int64_t i = 0; text && i < prompt; i++)
+        text[i] = o->prompt && o->prompt[0] && d->text ? (unsigned char)o->prompt[i] : d->tokens[d->train + i];
     if (speaks) {
         printf("continuation of ");
-        for (int64_t i = 0; history && i < prompt; i++) print_token(d, history[i]);
+        for (int64_t i = 0; text && i < prompt; i++) print_token(d, text[i]);
         printf("\n---\n");
     }
-    status = history && logits ? generate(t, history, prompt, logits) : MT_ERR_MEMORY;
+    status = text ? mt_gpt_cache_create(t->ctx, &t->model.gpt, 1, (int64_t)o->seq, &cache) : MT_ERR_MEMORY;
+    if (status == MT_SUCCESS) status = generate(t, &cache, text, prompt);
     if (speaks) printf("\n---\n");
-    free(history);
-    free(logits);
+    mt_gpt_cache_destroy(t->ctx, &cache);
+    free(text);
     return status;
 }
 
@@ -440,5 +435,6 @@ int main(int argc, char **argv) {
     job.o.min_lr = 3e-4;
     job.o.weight_decay = 0.1;
     job.o.temperature = 0.7;
+    job.o.top_p = 1;
     return train_main(argc, argv, &job);
 }
