@@ -11025,9 +11025,9 @@ static mt_status mti_cuda_sample_ids(mt_context *ctx, const mt_sample_desc *desc
 MT_API mt_status mt_sample_candidates(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, int64_t first_col,
                                       mt_tensor logits, mt_tensor candidates) {
     static const char *const where = "mt_sample_candidates";
-    mt_arg args[] = {
-        {"candidates", &candidates, logits.rows, 2 * mt_sample_count(desc, logits.cols), MT_ARG_F32, MT_ARG_OUT},
-        {"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    mt_arg args[] = {{"candidates", &candidates, logits.rows, mt_size_mul(2, mt_sample_count(desc, logits.cols)),
+                      MT_ARG_F32, MT_ARG_OUT},
+                     {"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN}};
     mti_operator op;
     MT_TRY(mti_expect_sample(ctx, where, desc, vocab));
     MT_TRY(mt_check_size(ctx, where, NULL, "first_col", first_col, 0, INT64_MAX));

@@ -261,6 +261,21 @@ static void call_cross_entropy(hostile *h, int64_t a, int64_t b, int64_t c) {
     said(h, mt_vocab_parallel_cross_entropy_backward(h->ctx, tp, &d, maybe(h, view32(h, 1, a)), 1.0f, &saved));
 }
 
+static void call_sampling(hostile *h, int64_t a, int64_t b, int64_t c) {
+    int64_t rows = a, k, padded = test_below(&h->random, 2) ? 0 : size_of(h, b);
+    mt_sample_desc s = {.temperature = test_below(&h->random, 4) ? 1.0f : 0.0f,
+                        .top_k = size_of(h, c),
+                        .top_p = test_below(&h->random, 2) ? 0.5f : 0.0f,
+                        .position = size_of(h, 3)};
+    int shards = int_of(h, 2);
+    int32_t *next = rows <= SIDE ? h->ids : NULL;
+    k = times(2, mt_sample_count(&s, b));
+    said(h, mt_sample_candidates(h->ctx, &s, size_of(h, b), size_of(h, 0), view(h, rows, b), view32(h, rows, k)));
+    said(h, mt_sample_ids(h->ctx, &s, size_of(h, b), view32(h, times(shards, rows), k), shards, next));
+    said(h, mt_vocab_parallel_sample(h->ctx, h->rank.grid.tp, size_of(h, b), padded, &s, view(h, rows, b), next));
+    memset(h->ids, 0, sizeof h->ids);
+}
+
 /* ---- collectives and pipelines
  * --------------------------------------------------------------------------------------- */
 
@@ -629,6 +644,7 @@ static const struct {
                  {"attention", call_attention, 0},
                  {"key/value cache", call_kv_cache, 0},
                  {"cross-entropy", call_cross_entropy, 0},
+                 {"sampling", call_sampling, 0},
                  {"collectives", call_collectives, 0},
                  {"pipeline", call_pipeline, 0},
                  {"host", call_host, 0},

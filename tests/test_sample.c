@@ -382,9 +382,9 @@ static void test_special_logits(void **state) {
         }
 }
 
-/* Candidates: the largest logits by increasing id, then -infinity with the id -1. */
+/* Candidates: the largest logits by increasing id, then -infinity with the id -1. -0 and 0 are equal. */
 static void test_candidates(void **state) {
-    static const float x[] = {1, 5, 2, 5, 3, 4, 9, 9}, padded[] = {3, 1};
+    static const float x[] = {1, 5, 2, 5, 3, 4, 9, 9}, padded[] = {3, 1}, zeros[] = {-0.0f, 0.0f, -0.0f, 0.0f};
     mt_sample_desc s = {.temperature = 1, .top_k = 3};
     float *out = test_floats(&one, 16, 7.0f);
     int32_t ids[3];
@@ -393,6 +393,11 @@ static void test_candidates(void **state) {
                   mt_sample_candidates(one.ctx, &s, 16, 10, mt_tensor_f32((float *)x, 1, 8), mt_tensor_f32(out, 1, 6)));
     memcpy(ids, out + 3, sizeof ids);
     assert_true(out[0] == 5 && out[1] == 5 && out[2] == 4 && ids[0] == 11 && ids[1] == 13 && ids[2] == 15);
+    ASSERT_STATUS(
+        one.ctx, MT_SUCCESS,
+        mt_sample_candidates(one.ctx, &s, 4, 0, mt_tensor_f32((float *)zeros, 1, 4), mt_tensor_f32(out, 1, 6)));
+    memcpy(ids, out + 3, sizeof ids);
+    assert_true(ids[0] == 0 && ids[1] == 1 && ids[2] == 2);
     s.top_k = 4;
     ASSERT_STATUS(
         one.ctx, MT_SUCCESS,
