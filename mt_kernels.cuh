@@ -10483,7 +10483,6 @@ static int32_t mti_sample_id(const mti_sample_row *r, const float *x, int64_t j)
 typedef struct mti_sample_kept {
     uint64_t from; /* a token is kept if its order is not below this */
     int64_t count;
-    uint64_t mass;  /* of all together */
     uint64_t first; /* the largest order */
 } mti_sample_kept;
 
@@ -10523,13 +10522,28 @@ static void mti_sample_weigh(const mti_sample_row *r, const mti_sample_kept *kep
     }
 }
 
-/* Keeps the first tokens whose weights together reach `target`. Each pass finds the next digit of the last of them. */
-static void mti_sample_limit(const mti_sample_row *r, mti_sample_kept *kept, double sharp, uint64_t target) {
-    uint64_t bins[MTI_SAMPLE_BINS], known = 0, mask = 0, above = 0;
+/* Returns the mass that top_p keeps of `mass`: the tokens before the last kept one have less. */
+static MT_HOST_DEVICE uint64_t mti_sample_target(float top_p, uint64_t mass) {
+    uint64_t target = (uint64_t)ceil((double)top_p * (double)mass);
+    return target > 0 ? target : 1;
+}
+
+static uint64_t mti_sample_sum(const uint64_t *bins) {
+    uint64_t sum = 0;
+    int bin;
+    for (bin = 0; bin < MTI_SAMPLE_BINS; bin++) sum += bins[bin];
+    return sum;
+}
+
+/* Keeps the first top_k tokens or, if sharp is not 0, the first ones that have top_p of the mass. Each pass finds the
+   next digit of the last of them. */
+static void mti_sample_limit(const mti_sample_row *r, mti_sample_kept *kept, double sharp, int64_t top_k, float top_p) {
+    uint64_t bins[MTI_SAMPLE_BINS], known = 0, mask = 0, above = 0, target = (uint64_t)top_k;
     int digit, bin;
     for (digit = 0; digit < MTI_SAMPLE_DIGITS; digit++) {
         memset(bins, 0, sizeof bins);
         mti_sample_weigh(r, kept, sharp, known, mask, digit, bins);
+        if (digit == 0 && sharp > 0.0) target = mti_sample_target(top_p, mti_sample_sum(bins));
         for (bin = (int)mti_sample_mask(digit); bin > 0 && above + bins[bin] < target; bin--) above += bins[bin];
         known |= (uint64_t)bin << mti_sample_shift(digit);
         mask |= mti_sample_mask(digit) << mti_sample_shift(digit);
@@ -10538,25 +10552,12 @@ static void mti_sample_limit(const mti_sample_row *r, mti_sample_kept *kept, dou
     kept->from = known;
 }
 
-/* Returns the mass that top_p keeps of `mass`: the tokens before the last kept one have less. */
-static MT_HOST_DEVICE uint64_t mti_sample_target(float top_p, uint64_t mass) {
-    uint64_t target = (uint64_t)ceil((double)top_p * (double)mass);
-    return target > 0 ? target : 1;
-}
-
 /* Finds the tokens of gathered candidates that top_k and top_p keep. */
 static void mti_sample_keep(const mt_sample_desc *s, const mti_sample_row *r, mti_sample_kept *kept) {
-    uint64_t bins[MTI_SAMPLE_BINS];
-    int bin;
-    kept->from = 0;
     mti_sample_look(r, kept);
     if (mti_sample_greedy(s) || kept->count < 2 || kept->first >> 32 == 0xffffffffu) return;
-    if (s->top_k > 0 && s->top_k < kept->count) mti_sample_limit(r, kept, 0.0, (uint64_t)s->top_k);
-    if (s->top_p == 0.0f || s->top_p == 1.0f) return;
-    memset(bins, 0, sizeof bins);
-    mti_sample_weigh(r, kept, mti_sample_sharp(s), 0, 0, 0, bins);
-    for (kept->mass = 0, bin = 0; bin < MTI_SAMPLE_BINS; bin++) kept->mass += bins[bin];
-    mti_sample_limit(r, kept, mti_sample_sharp(s), mti_sample_target(s->top_p, kept->mass));
+    if (s->top_k > 0 && s->top_k < kept->count) mti_sample_limit(r, kept, 0.0, s->top_k, 0.0f);
+    if (s->top_p > 0.0f && s->top_p < 1.0f) mti_sample_limit(r, kept, mti_sample_sharp(s), 0, s->top_p);
 }
 
 /* A draw from the tokens of a row, one run of consecutive ids after the other. */
@@ -10663,10 +10664,10 @@ static void mti_cpu_sample_candidates(const mt_sample_desc *s, int64_t vocab, in
     r.first = first_col;
     for (i = 0; i < logits.rows; i++) {
         mti_draw d = mti_draw_begin(s, vocab, i);
-        mti_sample_kept kept = {0, 0, 0, 0};
+        mti_sample_kept kept = {0, 0, 0};
         float *out = mti_row(candidates, i);
         r.row = i;
-        if (k > 1 && k < r.cols) mti_sample_limit(&r, &kept, 0.0, (uint64_t)k);
+        if (k > 1 && k < r.cols) mti_sample_limit(&r, &kept, 0.0, k, 0.0f);
         if (k > 1 || r.cols < 1) {
             mti_sample_write(&r, kept.from, k, out);
             continue;
@@ -10687,7 +10688,7 @@ static int64_t mti_cpu_sample_ids(const mt_sample_desc *s, int64_t vocab, mt_ten
     r.cols = gathered.cols / 2;
     for (i = rows - 1; i >= 0; i--) {
         mti_draw d = mti_draw_begin(s, vocab, i);
-        mti_sample_kept kept = {0, 0, 0, 0};
+        mti_sample_kept kept = {0, 0, 0};
         r.row = i;
         mti_sample_keep(s, &r, &kept);
         mti_draw_kept(&d, &r, kept.from);

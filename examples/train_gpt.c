@@ -306,12 +306,14 @@ static mt_status next_token(trainer *t, const mt_gpt_cache *cache, int64_t first
 }
 
 /* Generates o->sample tokens after text [count]. Its tokens [first, held) are in the cache, which has room for one
-   sequence. When it is full, the last half of the sequence begins a new cache. A dry run plans the longest call. */
+   sequence. When it is full, the last half of the sequence begins a new cache. A dry run plans the longest call, and
+   one of a single token. */
 static mt_status generate(trainer *t, const mt_gpt_cache *cache, int32_t *text, int64_t count) {
     int64_t first = 0, held = 0, half = (cache->max_seq + 1) / 2, end = count + (int64_t)t->job->o.sample;
     if (mt_context_device(t->ctx) == MT_DEVICE_META) {
         int64_t longest = count > cache->max_seq ? half : count;
-        return next_token(t, cache, 0, 0, end > cache->max_seq && longest < half ? half : longest, text);
+        MT_TRY(next_token(t, cache, 0, 0, end > cache->max_seq && longest < half ? half : longest, text));
+        return next_token(t, cache, 0, 0, 1, text);
     }
     for (; count < end; count++) {
         if (count - first > cache->max_seq) {

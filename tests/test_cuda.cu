@@ -2331,7 +2331,8 @@ static void special_sampling(shape s) {
                 x[i] = row == 0 ? 1.5f : row == 1 ? (col % 2 ? 0.0f : -0.0f) : (float)(col % 3);
                 if (row == 2 && col % 5) x[i] = -INFINITY;
                 if (row == 3) x[i] = col == s.cols - 1 && k == 1 ? INFINITY : -INFINITY;
-                if (row == 4 && k == 2 && col == s.cols / 2) x[i] = NAN;
+                if (row == 4) x[i] = col < s.cols / 3 * 2 ? 50.0f : 0.0f;
+                if (row == 4 && k == 2 && col == s.cols - 1) x[i] = NAN;
                 if (row == 5) x[i] = -INFINITY;
             }
             BOTH(mt_upload(cpu, x, f.cpu), mt_upload(gpu, x, f.gpu));
@@ -2345,9 +2346,9 @@ static void special_sampling(shape s) {
 }
 
 static void test_special_sampling(void **state) {
-    static const shape list[] = {{6, 300, {0, 0}}, {6, 37, {3, 1}}};
+    static const shape list[] = {{6, 300, {0, 0}}, {6, 37, {3, 1}}, {6, 3000, {0, 0}}};
     (void)state;
-    each_type(special_sampling, list, 2);
+    each_type(special_sampling, list, 3);
 }
 
 int main(void) {
