@@ -237,7 +237,7 @@ refused_once() {
 # The flags are those of train_gpt and eval_gpt, and so are the messages.
 help_and_defaults() {
     "$build/generate" --help >"$build/help" && cat "$build/help" || return 1
-    for flag in init-from prompt ids tokens tp temperature seed help; do
+    for flag in init-from prompt ids tokens tp temperature top-k top-p seed help; do
         grep -q "^  --$flag " "$build/help" || return 1
     done
     grep -qx 'usage: 04_generate --init-from DIR \[flags\]' "$build/help" &&

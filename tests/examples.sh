@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds each example with the command in its first lines and runs it, train_gpt and train_bert for only
-# 3 steps, eval_gpt on a small text. 05_own_weights is two programs: their losses must agree, and few of their lines may
-# differ.
+# 3 steps, eval_gpt on a small text. 04_generate and train_gpt must write the same text on 1 and 2 ranks. 05_own_weights
+# is two programs: their losses must agree, and few of their lines may differ.
 #
 #   sh tests/examples.sh [NAME]      one line per command, closing line "N passed, N failed, N skipped"
 set -u
@@ -157,6 +157,50 @@ own_weights() {
     check "05_own_weights: without one of its changes the losses differ" own_mistakes
 }
 
+# ---- 04_generate and the texts of train_gpt -----------------------------------------------------------------------
+
+# Both programs write 60 tokens, which are more than the 12 positions of the model, and 16 of the trained one.
+generate() { "$build/04_generate" --init-from tests/golden/gpt2_hf --ids 1,2,3 --tokens 60 "$@" 2>&1; }
+train_and_write() {
+    "$build/train_gpt" --data LICENSE --layers 1 --hidden 16 --heads 2 --seq 16 --batch 2 --steps 3 --sample 60 \
+        --prompt The --eval-interval 0 "$@" 2>&1 | sed -n '/^continuation/,$p'
+}
+
+# same_text COMMAND FLAGS AND FLAGS: the command writes the same with both
+same_text() {
+    command=$1 first=
+    shift
+    while [ "$1" != AND ]; do first="$first $1" && shift; done
+    shift
+    # shellcheck disable=SC2086  # a list of flags
+    "$command" $first >"$build/text.1" && "$command" "$@" >"$build/text.2" || return 1
+    diff "$build/text.1" "$build/text.2" && [ "$(wc -c <"$build/text.1")" -gt 60 ]
+}
+
+other_text() { ! same_text "$@" >/dev/null && [ -s "$build/text.1" ] && [ -s "$build/text.2" ]; }
+
+texts() {
+    for command in generate train_and_write; do
+        same_text $command --temperature 0 --tp 1 AND --temperature 0 --tp 2 &&
+            same_text $command --top-k 1 AND --temperature 0 &&
+            same_text $command --top-p 1e-6 AND --temperature 0 &&
+            same_text $command --top-k 5 --top-p 0.9 --tp 1 AND --top-k 5 --top-p 0.9 --tp 2 &&
+            same_text $command --top-k 100000 AND --top-p 1 &&
+            other_text $command --top-k 5 AND --temperature 0 || return 1
+    done
+    same_text generate --top-k 1 --seed 5 AND --temperature 0 && other_text generate --top-k 5 AND --top-k 5 --seed 2
+}
+
+texts_are_refused() {
+    for flags in "--top-k -1" "--top-k 1.5" "--top-p 1.5" "--top-p -0.1" "--top-p x" "--temperature -1"; do
+        for command in "04_generate --init-from tests/golden/gpt2_hf" "train_gpt --data LICENSE"; do
+            # shellcheck disable=SC2086  # a list of flags
+            "$build"/$command $flags >"$build/text.1" 2>"$build/text.2" && return 1
+            grep -q -- "$flags: expected a" "$build/text.2" && [ ! -s "$build/text.1" ] || return 1
+        done
+    done
+}
+
 # ---- all examples --------------------------------------------------------------------------------------------------
 
 for source in examples/*.c; do
@@ -176,5 +220,9 @@ done
 case ${1:-} in
 "" | 05_own_weights) own_weights ;;
 esac
+if [ $# -eq 0 ]; then
+    check "04_generate, train_gpt: the same text on 1 and 2 ranks, with --top-k, --top-p and --temperature" texts
+    check "04_generate, train_gpt: wrong --top-k, --top-p and --temperature are refused" texts_are_refused
+fi
 closing_line
 [ "$failed" -eq 0 ]
