@@ -50,7 +50,8 @@ typedef struct options {
     const char *data, *log, *hash_log, *prompt, *checkpoint, *init_from, *machine;
     double tp, dp, pp, layers, hidden, heads, kv_heads, ffn, seq, max_seq, batch, micro_batch, steps, warmup, seed,
         eval_interval;
-    double sample, top_k, top_p, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay, label_smoothing;
+    double sample, top_k, top_p, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay,
+        label_smoothing;
     double temperature, timeout, bucket_mb, save_interval, window, softcap;
     int dtype, device, cuda_graph, recompute, schedule, config, distributed_optimizer, sequence_parallel, no_pinning,
         rotary, activation, placement;
