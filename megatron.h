@@ -856,10 +856,10 @@ MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *ca
 MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                       const mt_gpt_cache *cache, mt_tensor logits);
 
-/* Adds the tokens of the batch to the cache, as mt_gpt_cached_logits, and draws the next token of each sequence from the
-   logits of its last valid new token. desc says how (see mt_sample_desc). Without desc->positions, the position of a
-   token is desc->position plus the number of tokens that its sequence then has in the cache: pass in desc->position how
-   many tokens of the text are no longer in the cache. The logits are not gathered, see mt_vocab_parallel_sample.
+/* Adds the tokens of the batch to the cache, as mt_gpt_cached_logits, and draws the next token of each sequence from
+   the logits of its last valid new token. desc says how (see mt_sample_desc). Without desc->positions, the position of
+   a token is desc->position plus the number of tokens that its sequence then has in the cache: pass in desc->position
+   how many tokens of the text are no longer in the cache. The logits are not gathered, see mt_vocab_parallel_sample.
    next_ids [sequences] are in memory of the context's device: they can be the ids of the next call, with batch->seq 1.
    Every rank gets them. The ids of sequences with 0 new tokens have no meaning, but are in [0, vocab).
    The tokens do not depend on the other sequences of the batch. They depend on the split only where rounding decides

@@ -10729,8 +10729,8 @@ struct mti_sampling {
 
 #define MTI_SAMPLE_THREADS 512
 
-/* Returns the maximum, or the sum, of v over the block to all threads. shared has an element for each warp. The barriers
-   separate its use from that before and after. */
+/* Returns the maximum, or the sum, of v over the block to all threads. shared has an element for each warp. The
+   barriers separate its use from that before and after. */
 template <int SUM>
 static __device__ __forceinline__ unsigned long long mti_sample_total(unsigned long long v,
                                                                       unsigned long long *shared) {
@@ -10747,8 +10747,8 @@ static __device__ __forceinline__ unsigned long long mti_sample_total(unsigned l
 }
 
 /* Finds the bin in which the weights of the bins, from the last one on, reach `target`: found[0] = its number, found[1]
-   = the weight of those behind it, found[2] = its own. One warp owns all bins, a lane a 32nd of them. Without such a bin
-   it is bin 0. */
+   = the weight of those behind it, found[2] = its own. One warp owns all bins, a lane a 32nd of them. Without such a
+   bin it is bin 0. */
 template <typename Bin>
 static __device__ void mti_sample_find(const Bin *bins, unsigned long long target, unsigned long long *found) {
     int lane = (int)threadIdx.x, last = MTI_SAMPLE_BINS - 1 - lane * (MTI_SAMPLE_BINS / 32), bin = last;
@@ -10879,8 +10879,8 @@ static __device__ mti_sample_best mti_sample_draw(const mti_sampling &s, const m
     return own;
 }
 
-/* Writes the tokens whose order is at least `from` in k places, by increasing column. A warp owns a part of the columns.
-   It counts its tokens, then the warps' counts in `shared` say where it writes. */
+/* Writes the tokens whose order is at least `from` in k places, by increasing column. A warp owns a part of the
+   columns. It counts its tokens, then the warps' counts in `shared` say where it writes. */
 template <int TYPE>
 static __device__ void mti_sample_store(const mti_sample_source &src, uint64_t from, int64_t k, float *out,
                                         unsigned long long *shared) {

@@ -869,9 +869,9 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
                                                                   const int32_t *targets, mt_tensor dloss, float scale,
                                                                   mt_tensor loss);
 
-/* Draws a token for each row of logits [rows, local vocabulary], of any float type: the output of a column-parallel head
-   without gather_output, split as described above. desc says how: see mt_sample_desc in mt_kernels.cuh. vocab is the
-   size of the whole vocabulary without padding, and padded_vocab is that of mt_cross_entropy_desc. Padding is never
+/* Draws a token for each row of logits [rows, local vocabulary], of any float type: the output of a column-parallel
+   head without gather_output, split as described above. desc says how: see mt_sample_desc in mt_kernels.cuh. vocab is
+   the size of the whole vocabulary without padding, and padded_vocab is that of mt_cross_entropy_desc. Padding is never
    drawn. Every rank gets the same ids [rows], in memory of the context's device. From logits with the same bits, as in
    invariant mode, every split draws the same tokens. A CUDA graph can record the call, with the positions in
    desc->positions.
@@ -5349,8 +5349,8 @@ static mt_status mti_sample_check(mt_context *ctx, const char *function, mt_comm
         shards * mti_shard_features(mti_padded(vocab, padded_vocab), 1, 1, (int)shards * mt_comm_size(tp)));
 }
 
-/* The columns of a rank have consecutive ids, also in invariant mode: the padding of its virtual shards is at the end of
-   the vocabulary. So a rank is one shard. Ids are sent as they are, so the type of the all-gather is MT_I32. */
+/* The columns of a rank have consecutive ids, also in invariant mode: the padding of its virtual shards is at the end
+   of the vocabulary. So a rank is one shard. Ids are sent as they are, so the type of the all-gather is MT_I32. */
 static mt_status mti_sample(mt_context *ctx, mt_comm *tp, int64_t vocab, const mt_sample_desc *desc, mt_tensor logits,
                             int32_t *ids) {
     int64_t rows = logits.rows, k = mt_sample_count(desc, logits.cols);
