@@ -1446,6 +1446,113 @@ static mt_status item_gpt(worker *w) {
     return status;
 }
 
+/* ---- item inference ---------------------------------------------------------------------------------------------- */
+
+/* An encoder of BERT's shape, without heads: one forward of a sequence of 128 tokens. */
+typedef struct encoder_size {
+    const char *name;
+    int64_t layers, hidden, heads;
+    mt_dtype dtype;
+} encoder_size;
+
+static const encoder_size encoder_sizes[] = {{"BERT-base, float", 12, 768, 12, MT_F32},
+                                             {"BERT-base, bf16", 12, 768, 12, MT_BF16},
+                                             {"BERT-large, float", 24, 1024, 16, MT_F32},
+                                             {"BERT-large, bf16", 24, 1024, 16, MT_BF16}};
+#define ENCODERS (int)(sizeof encoder_sizes / sizeof *encoder_sizes)
+enum { ENCODER_SEQ = 128, ENCODER_VOCAB = 30522 };
+
+typedef struct encoder {
+    place place;
+    mt_params *params;
+    mt_language_model model;
+    mt_tensor output;
+} encoder;
+
+enum { ENCODER_TP2, ENCODER_TP1, ENCODER_CASES };
+
+typedef struct encoder_item {
+    encoder models[ENCODER_CASES];
+} encoder_item;
+
+static mt_status encoder_build(encoder *e, const encoder_size *size) {
+    mt_language_model_desc d = {.vocab = opt->tiny ? GPT_LEAST_VOCAB : ENCODER_VOCAB,
+                                .layers = opt->tiny ? 1 : size->layers,
+                                .max_seq = 512,
+                                .layer = {.hidden = size->hidden,
+                                          .heads = size->heads,
+                                          .placement = MT_POST_LN,
+                                          .activation = MT_GELU_ERF,
+                                          .mask = MT_MASK_BIDIRECTIONAL},
+                                .is_encoder = 1,
+                                .token_types = 2,
+                                .embedding_norm = 1};
+    mt_context *ctx = e->place.ctx;
+    MT_TRY(mt_params_create(ctx, &e->place.grid, &e->params));
+    MT_TRY(mt_params_set_dtype(ctx, e->params, size->dtype));
+    MT_TRY(mt_language_model_create(ctx, e->params, &d, &e->model));
+    MT_TRY(mt_params_init(ctx, e->params, 1234));
+    return mt_arena_tensor(ctx, size->dtype, ENCODER_SEQ, size->hidden, &e->output);
+}
+
+static mt_status encoder_create(worker *w, int tp, const encoder_size *size, encoder *e) {
+    mt_context_desc where = {.threads = 1,
+                             .arena_bytes = (size_t)192 << 20}; /* the 16-bit embedding begins as floats */
+    MT_TRY(place_create(w, split_of(tp), where, &e->place));
+    return encoder_build(e, size);
+}
+
+static void encoder_destroy(encoder *e) {
+    mt_params_destroy(e->params);
+    place_destroy(&e->place);
+}
+
+static mt_status run_encoder(worker *w, int arg) {
+    encoder *e = &((encoder_item *)w->item)->models[arg];
+    mt_context *ctx = e->place.ctx;
+    mt_batch batch = {.sequences = 1, .seq = ENCODER_SEQ};
+    size_t mark = mt_arena_mark(ctx);
+    MT_TRY(mt_language_model_forward(ctx, &e->model, &batch, gpt_tokens, mt_none(), e->output, NULL));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* FLOP of the products: 24 hidden^2 for each token and layer, and the two of attention without a mask. */
+static double encoder_flops(const encoder *e) {
+    double h = (double)e->model.desc.layer.hidden;
+    return (double)e->model.desc.layers * ENCODER_SEQ * (24 * h * h + 4 * ENCODER_SEQ * h);
+}
+
+static mt_status encoder_measure(worker *w, const encoder_size *size) {
+    encoder_item *e = w->item;
+    bench_case cases[ENCODER_CASES] = {
+        [ENCODER_TP2] = {run_encoder, ENCODER_TP2, 0, 0}, [ENCODER_TP1] = {run_encoder, ENCODER_TP1, 1, 0}};
+    MT_TRY(encoder_create(w, RANKS, size, &e->models[ENCODER_TP2]));
+    if (rank_of(w) == 0) MT_TRY(encoder_create(w, 1, size, &e->models[ENCODER_TP1]));
+    MT_TRY(measure(w, cases, ENCODER_CASES));
+    for (int c = ENCODER_CASES - 1; c >= 0 && rank_of(w) == 0; c--) {
+        char name[64];
+        snprintf(name, sizeof name, "%s, TP=%d", size->name, c == ENCODER_TP1 ? 1 : RANKS);
+        row("inference", name, case_time(w->team, c, 1e3), "ms", case_ratio(w->team, ENCODER_TP1, c, 1),
+            c == ENCODER_TP1 ? NULL : "speed of TP=1");
+        row("inference", c == ENCODER_TP1 ? "  1 core" : "  2 cores together",
+            case_rate(w->team, c, 1e-9 * encoder_flops(&e->models[c])), "GFLOP/s", 0, NULL);
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status item_inference(worker *w) {
+    for (int i = 0; i < ENCODERS; i++) {
+        encoder_item e = {0};
+        mt_status status;
+        w->item = &e;
+        status = encoder_measure(w, &encoder_sizes[i]);
+        for (int c = 0; c < ENCODER_CASES; c++) encoder_destroy(&e.models[c]);
+        MT_TRY(status);
+    }
+    return MT_SUCCESS;
+}
+
 /* ---- item invariant: what invariant mode costs ------------------------------------------------------------------- */
 
 /* A GPT of 17M parameters that 8 virtual shards divide without padding. */
@@ -2424,6 +2531,7 @@ static const item items[] = {
      item_composed, RANKS},
     {"breakdown", "the layer's operators at TP=2, one after the other, as rank 0 sees them", item_breakdown, RANKS},
     {"gpt2", "training step, 12 layers, vocabulary 50257, 4 sequences of 64 tokens, AdamW, clipped", item_gpt, RANKS},
+    {"inference", "one forward of an encoder: batch 1, 128 tokens", item_inference, RANKS},
     {"invariant", "training step in invariant mode, beside the default", item_invariant, RANKS},
     {"invariant", "8 ranks", item_invariant_many, MANY_RANKS},
     {"plan",

@@ -2,6 +2,8 @@
 
     python tests/bench/peer_pytorch.py            some minutes
     python tests/bench/peer_pytorch.py --quick    a few iterations of each, for a look
+    python tests/bench/peer_pytorch.py --only inference
+                                                  only point 5; "--only training": all but point 5
 
 1. One pre-LN GPT layer, forward and backward (gradients of its input and of all weights): hidden
    768, 12 heads, one sequence of 1024 tokens, float32, no dropout, scaled_dot_product_attention.
@@ -12,6 +14,11 @@
    fused AdamW; 2 threads.
 3. One all-reduce of 3 MB between 2 processes over gloo.
 4. The GEMM of the layer's first MLP product, which shows the rate that PyTorch's BLAS reaches.
+5. Inference, with 1 and with 2 threads. BERT-base and BERT-large without heads: one sequence of 128
+   tokens, in float32 and bfloat16, in PyTorch (transformers' BertModel with
+   scaled_dot_product_attention, as it is and compiled) and in ONNX Runtime (float32, after its
+   transformer optimizer). GPT-2 124M: generate of transformers, greedy, batch 1, 64 tokens after
+   a prompt of 64, in float32 and bfloat16; the time of one token. What is not installed is left out.
 
 This process starts each measurement in a process of its own, with this environment: the allocator
 keeps its memory, OpenMP threads are pinned one per core, and OpenBLAS uses its AVX-512 kernels. MKL
@@ -24,6 +31,7 @@ median of each figure. Exits with 77 when PyTorch is not installed.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -197,6 +205,77 @@ def run_gemm(args):
     return {"step": summary(repeat(lambda: torch.mm(x, w.t(), out=y), args.iterations, 5))}
 
 
+BERT_SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16)}
+BERT_SEQ, PROMPT, GENERATED = 128, 64, 64
+
+
+def make_bert(size):
+    """Returns a BertModel with random weights, without pooler, and the ids of one sequence."""
+    import torch
+    from transformers import BertConfig, BertModel
+    layers, hidden, heads = BERT_SHAPES[size]
+    torch.manual_seed(1234)
+    config = BertConfig(num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads,
+                        intermediate_size=4 * hidden, attn_implementation="sdpa")
+    model = BertModel(config, add_pooling_layer=False).eval()
+    return model, torch.randint(0, config.vocab_size, (1, BERT_SEQ))
+
+
+def run_bert(args):
+    import torch
+    model, ids = make_bert(args.size)
+    model = model.to(getattr(torch, args.dtype))
+    if args.compiled:
+        model = torch.compile(model)
+    with torch.inference_mode():
+        return {"step": summary(repeat(lambda: model(ids), args.iterations, 5))}
+
+
+def run_bert_onnx(args):
+    """Exports a BertModel, lets ONNX Runtime's transformer optimizer fuse its operators, and runs it."""
+    import onnxruntime
+    import torch
+    from onnxruntime.transformers import optimizer
+
+    class HiddenStates(torch.nn.Module):  # the exporter wants one input and one output
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(input_ids=ids).last_hidden_state
+    model, ids = make_bert(args.size)
+    layers, hidden, heads = BERT_SHAPES[args.size]
+    with tempfile.TemporaryDirectory() as folder:
+        plain, fused = os.path.join(folder, "plain.onnx"), os.path.join(folder, "fused.onnx")
+        torch.onnx.export(HiddenStates(model), (ids,), plain, input_names=["input_ids"],
+                          dynamo=False)
+        graph = optimizer.optimize_model(plain, "bert", num_heads=heads, hidden_size=hidden)
+        graph.save_model_to_file(fused, use_external_data_format=True)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = args.threads
+        session = onnxruntime.InferenceSession(fused, options, providers=["CPUExecutionProvider"])
+    feed = {"input_ids": ids.numpy()}
+    return {"step": summary(repeat(lambda: session.run(None, feed), args.iterations, 5))}
+
+
+def run_decode(args):
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(1234)
+    model = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", eos_token_id=None))
+    model = model.eval().to(getattr(torch, args.dtype))
+    ids = torch.randint(0, 50257, (1, PROMPT))
+
+    def generate(tokens):
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
+                           min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    prefill = summary(repeat(lambda: generate(1), args.iterations, 2))["median"]
+    whole = repeat(lambda: generate(1 + GENERATED), args.iterations, 1)
+    return {"step": summary([(seconds - prefill) / GENERATED for seconds in whole])}
+
+
 def join_group(args):
     import torch.distributed as dist
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{args.port}",
@@ -207,7 +286,8 @@ def join_group(args):
 def run_part(args):
     import torch
     torch.set_num_threads(args.threads)
-    part = {"layer": run_layer, "gpt2": run_gpt2, "all_reduce": run_all_reduce, "gemm": run_gemm}
+    part = {"layer": run_layer, "gpt2": run_gpt2, "all_reduce": run_all_reduce, "gemm": run_gemm,
+            "bert": run_bert, "bert_onnx": run_bert_onnx, "decode": run_decode}
     result = part[args.part](args)
     if args.rank == 0:
         print("RESULT " + json.dumps(result), flush=True)
@@ -227,21 +307,21 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(part, cores, iterations, threads=1, rank=0, world=1, port=0):
+def start(part, cores, iterations, threads=1, rank=0, world=1, port=0, flags=()):
     environment = {**os.environ, **TUNING, "OMP_NUM_THREADS": str(threads),
                    "OMP_PLACES": ",".join("{%d}" % core for core in cores)}
     environment.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
     command = [sys.executable, os.path.abspath(__file__), "--part", part,
                "--iterations", str(iterations), "--threads", str(threads),
-               "--rank", str(rank), "--world", str(world), "--port", str(port)]
+               "--rank", str(rank), "--world", str(world), "--port", str(port), *flags]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True,
                             preexec_fn=lambda: os.sched_setaffinity(0, cores))
 
 
-def measure(part, cores, iterations, threads=1, world=1):
+def measure(part, cores, iterations, threads=1, world=1, flags=()):
     """Returns the result of rank 0. Each of several processes gets one core and one thread."""
     if world == 1:
-        processes = [start(part, cores[:threads], iterations, threads)]
+        processes = [start(part, cores[:threads], iterations, threads, flags=flags)]
     else:
         port = free_port()
         processes = [start(part, [cores[r]], iterations, 1, r, world, port) for r in range(world)]
@@ -314,19 +394,60 @@ def take_measurements(cores, quick):
     return rows, rates
 
 
-def report(torch, quick):
+def missing(*modules):
+    return [name for name in modules if importlib.util.find_spec(name) is None]
+
+
+def inference_parts():
+    """Returns (name, text, part, flags, iterations) of what can be measured here."""
+    parts = []
+    for size in BERT_SHAPES:
+        for dtype in ("float32", "bfloat16"):
+            flags = ("--size", size, "--dtype", dtype)
+            name, text = f"bert_{size}_{dtype}", f"BERT-{size} {dtype}"
+            parts += [(f"pytorch_{name}", text, "bert", flags, 40),
+                      (f"pytorch_{name}_compiled", f"{text} compiled", "bert",
+                       (*flags, "--compiled"), 40)]
+        parts.append((f"onnxruntime_bert_{size}", f"BERT-{size} ONNX Runtime", "bert_onnx",
+                      ("--size", size), 40))
+    for dtype in ("float32", "bfloat16"):
+        parts.append((f"transformers_gpt2_{dtype}", f"GPT-2 {dtype} a token", "decode",
+                      ("--dtype", dtype), 10))
+    needs = {"bert_onnx": ("transformers", "onnx", "onnxruntime")}
+    kept = [p for p in parts if not missing(*needs.get(p[2], ("transformers",)))]
+    if len(kept) < len(parts):
+        absent = missing("transformers", "onnx", "onnxruntime")
+        print(f"inference: {len(parts) - len(kept)} rows left out, not installed: "
+              + ", ".join(absent))
+    return kept
+
+
+def measure_inference(cores, quick):
+    rows = []
+    for name, text, part, flags, iterations in inference_parts():
+        for threads in (1, 2)[:len(cores)]:
+            step = measure(part, cores, 3 if quick else iterations, threads, flags=flags)["step"]
+            rows.append((f"{name}_{threads}t", f"{text}, {threads}t", step, "ms"))
+    return rows
+
+
+def report(torch, quick, only):
     cores = sorted(os.sched_getaffinity(0))[:2]
     describe(torch)
+    rows, rates = [], []
     with tempfile.TemporaryDirectory() as folder:
         choose_mkl_kernels(torch, folder, cores[0], 20 if quick else 100)
-        rows, rates = take_measurements(cores, quick)
+        if only != "inference":
+            rows, rates = take_measurements(cores, quick)
+        if only != "training":
+            rows += measure_inference(cores, quick)
     factor = {"ms": 1e3, "us": 1e6}
-    print(f"\n{'':28s} {'median':>10s} {'10 %':>10s} {'90 %':>10s} {'':7s} n")
+    print(f"\n{'':34s} {'median':>10s} {'10 %':>10s} {'90 %':>10s} {'':7s} n")
     for _, text, s, unit in rows:
-        print(f"{text:28s} " + " ".join(f"{s[q] * factor[unit]:10.2f}"
+        print(f"{text:34s} " + " ".join(f"{s[q] * factor[unit]:10.2f}"
               for q in ("median", "p10", "p90")) + f" {unit:7s} {s['n']}")
     for _, text, rate in rates:
-        print(f"{text:28s} {rate:10.1f} {'':21s} GFLOP/s")
+        print(f"{text:34s} {rate:10.1f} {'':21s} GFLOP/s")
     print()
     for name, _, s, unit in rows:
         print(f"{name},{s['median'] * factor[unit]:.3f},{unit}")
@@ -338,6 +459,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few iterations")
+    parser.add_argument("--only", choices=("training", "inference"), help="a part of it")
+    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
+    for name in ("--size", "--dtype"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
     for name in ("--part", "--iterations", "--threads", "--rank", "--world", "--port"):
         parser.add_argument(name, type=str if name == "--part" else int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -349,7 +474,7 @@ def main():
     if args.part:
         run_part(args)
     else:
-        report(torch, args.quick)
+        report(torch, args.quick, args.only)
 
 
 if __name__ == "__main__":
