@@ -1553,6 +1553,128 @@ static mt_status item_inference(worker *w) {
     return MT_SUCCESS;
 }
 
+/* ---- item decode ------------------------------------------------------------------------------------------------- */
+
+enum { DECODE_PROMPT = 64, DECODE_STEPS = 64 };
+enum { DECODE_TP2, DECODE_TP2_COPY, DECODE_TP1, DECODE_TP1_COPY, DECODE_CASES };
+
+/* GPT-2 124M for inference, with a key/value cache, and two buffers for a memcpy. */
+typedef struct decoder {
+    place place;
+    mt_params *params;
+    mt_gpt gpt;
+    mt_gpt_cache cache;
+    mt_tensor logits;
+    char *from, *to;
+    size_t copy; /* bytes of each buffer: half of those of the weights that a step reads */
+} decoder;
+
+typedef struct decode_item {
+    decoder models[2]; /* TP=2, TP=1 */
+} decode_item;
+
+static const decoder *decode_model(const worker *w, int c) { return &((decode_item *)w->item)->models[c / 2]; }
+
+/* The bytes of the weights that a step reads on this rank: all but the positions. The embedding is the output head. */
+static size_t decode_bytes(const decoder *d) {
+    size_t elements = 0;
+    for (int i = 0; i < mt_params_count(d->params); i++) {
+        const mt_param *p = mt_params_at(d->params, i);
+        if (p != d->gpt.model.positions) elements += (size_t)(p->value.rows * p->value.cols);
+    }
+    return elements * mt_dtype_size(d->gpt.model.positions->value.dtype);
+}
+
+static mt_status decode_build(decoder *d, mt_dtype dtype) {
+    mt_gpt_desc shape = {.vocab = opt->tiny ? GPT_LEAST_VOCAB : GPT_VOCAB,
+                         .layers = opt->tiny ? 1 : 12,
+                         .max_seq = 1024,
+                         .layer = {.hidden = HIDDEN, .heads = HEADS}};
+    mt_batch prompt = {.sequences = 1, .seq = DECODE_PROMPT};
+    mt_context *ctx = d->place.ctx;
+    MT_TRY(mt_params_create(ctx, &d->place.grid, &d->params));
+    MT_TRY(mt_params_set_dtype(ctx, d->params, dtype));
+    MT_TRY(mt_gpt_create(ctx, d->params, &shape, &d->gpt));
+    MT_TRY(mt_params_init(ctx, d->params, 1234));
+    MT_TRY(mt_gpt_cache_create(ctx, &d->gpt, 1, DECODE_PROMPT + DECODE_STEPS, &d->cache));
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, shape.vocab, &d->logits));
+    d->copy = decode_bytes(d) / 2;
+    d->from = calloc(1, d->copy);
+    d->to = calloc(1, d->copy);
+    if (!d->from || !d->to) return MT_ERR_MEMORY;
+    memset(d->from, 1, d->copy);
+    return mt_gpt_cached_logits(ctx, &d->gpt, &prompt, gpt_tokens, &d->cache, mt_none());
+}
+
+static mt_status decode_create(worker *w, int tp, mt_dtype dtype, decoder *d) {
+    mt_context_desc where = {.threads = 1, .arena_bytes = (size_t)192 << 20}; /* as in encoder_create */
+    MT_TRY(place_create(w, split_of(tp), where, &d->place));
+    return decode_build(d, dtype);
+}
+
+static void decode_destroy(decoder *d) {
+    free(d->from);
+    free(d->to);
+    mt_gpt_cache_destroy(d->place.ctx, &d->cache);
+    mt_params_destroy(d->params);
+    place_destroy(&d->place);
+}
+
+/* Generates DECODE_STEPS tokens after the prompt. */
+static mt_status run_decode(worker *w, int c) {
+    const decoder *d = decode_model(w, c);
+    mt_batch batch = {.sequences = 1, .seq = 1};
+    MT_TRY(mt_gpt_cache_set_length(d->place.ctx, &d->cache, 0, DECODE_PROMPT));
+    for (int i = 0; i < DECODE_STEPS; i++)
+        MT_TRY(mt_gpt_cached_logits(d->place.ctx, &d->gpt, &batch, gpt_tokens + i, &d->cache, d->logits));
+    return MT_SUCCESS;
+}
+
+static mt_status run_decode_copy(worker *w, int c) {
+    const decoder *d = decode_model(w, c);
+    memcpy(d->to, d->from, d->copy);
+    __asm__ volatile("" : : "r"(d->to) : "memory");
+    return MT_SUCCESS;
+}
+
+static void decode_rows(const team *t, const char *dtype) {
+    for (int tp = 1; tp <= RANKS; tp++) {
+        int c = tp == 1 ? DECODE_TP1 : DECODE_TP2;
+        char name[64];
+        snprintf(name, sizeof name, "GPT-2 124M, %s, TP=%d, a token", dtype, tp);
+        row("decode", name, case_time(t, c, 1e3 / DECODE_STEPS), "ms", case_ratio(t, c + 1, c, DECODE_STEPS),
+            "memcpy of as many bytes as the weights");
+        row("decode", "  tokens", case_rate(t, c, DECODE_STEPS), "tokens/s", case_ratio(t, DECODE_TP1, c, 1),
+            "speed of TP=1");
+    }
+}
+
+static mt_status decode_measure(worker *w, mt_dtype dtype) {
+    decode_item *d = w->item;
+    bench_case cases[DECODE_CASES] = {[DECODE_TP2] = {run_decode, DECODE_TP2, 0, 0},
+                                      [DECODE_TP2_COPY] = {run_decode_copy, DECODE_TP2_COPY, 0, 0},
+                                      [DECODE_TP1] = {run_decode, DECODE_TP1, 1, 0},
+                                      [DECODE_TP1_COPY] = {run_decode_copy, DECODE_TP1_COPY, 1, 0}};
+    MT_TRY(decode_create(w, RANKS, dtype, &d->models[0]));
+    if (rank_of(w) == 0) MT_TRY(decode_create(w, 1, dtype, &d->models[1]));
+    MT_TRY(measure(w, cases, DECODE_CASES));
+    if (rank_of(w) == 0) decode_rows(w->team, dtype == MT_F32 ? "float" : "bf16");
+    return MT_SUCCESS;
+}
+
+static mt_status item_decode(worker *w) {
+    static const mt_dtype dtypes[] = {MT_F32, MT_BF16};
+    for (int i = 0; i < 2; i++) {
+        decode_item d = {0};
+        mt_status status;
+        w->item = &d;
+        status = decode_measure(w, dtypes[i]);
+        for (int c = 0; c < 2; c++) decode_destroy(&d.models[c]);
+        MT_TRY(status);
+    }
+    return MT_SUCCESS;
+}
+
 /* ---- item invariant: what invariant mode costs ------------------------------------------------------------------- */
 
 /* A GPT of 17M parameters that 8 virtual shards divide without padding. */
@@ -2532,6 +2654,7 @@ static const item items[] = {
     {"breakdown", "the layer's operators at TP=2, one after the other, as rank 0 sees them", item_breakdown, RANKS},
     {"gpt2", "training step, 12 layers, vocabulary 50257, 4 sequences of 64 tokens, AdamW, clipped", item_gpt, RANKS},
     {"inference", "one forward of an encoder: batch 1, 128 tokens", item_inference, RANKS},
+    {"decode", "generation with a key/value cache, batch 1: 64 tokens after a prompt of 64", item_decode, RANKS},
     {"invariant", "training step in invariant mode, beside the default", item_invariant, RANKS},
     {"invariant", "8 ranks", item_invariant_many, MANY_RANKS},
     {"plan",
