@@ -19,7 +19,7 @@
        and the gate, a GPU computes the fp32 result with approximate functions. Its error is at most 4e-5 times the
        value, for slopes plus 2e-6. Rounding to f16 adds up to 4.9e-4 times the value. On a CPU, the scratch memory of
        an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
-       mt_hash and mt_adamw_step make no such copy.
+       mt_hash and mt_adamw_step make no such copy, and there is none of a whole mt_kv_cache.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.

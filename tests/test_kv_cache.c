@@ -286,16 +286,21 @@ static void test_positions_and_lengths(void **state) {
         s = good, k = c.cache;                                                                                         \
     } while (0)
 
+/* A cache and tensors for two new tokens of each of three sequences. */
+static cached small_cache(void) {
+    cached c = open_cache(sizes(2, 2, 8), 8, MT_F32, 100);
+    c.s.seq = 2;
+    c.qkv = ref_random(6, width(&c.s), 0, 1, 0);
+    c.out = ref_random(6, 32, 0, 1, 0);
+    return c;
+}
+
 static void test_operators_refuse(void **state) {
-    mt_attention_desc good = sizes(2, 2, 8), s;
-    cached c = open_cache(good, 8, MT_F32, 100);
+    cached c = small_cache();
+    mt_attention_desc good = c.s, s = good;
     int32_t cu_seqlens[2] = {0, 6};
     mt_kv_cache k = c.cache;
     (void)state;
-    good.seq = 2;
-    c.qkv = ref_random(6, width(&good), 0, 1, 0);
-    c.out = ref_random(6, 32, 0, 1, 0);
-    s = good;
     s.mask = MT_MASK_BIDIRECTIONAL;
     BOTH_REFUSE(MT_ERR_UNSUPPORTED, "MT_MASK_CAUSAL");
     s.mask = (mt_mask)7;
@@ -332,6 +337,14 @@ static void test_operators_refuse(void **state) {
     BOTH_REFUSE(MT_ERR_ARGUMENT, "cache.lengths is NULL");
     k.keys.data = NULL;
     BOTH_REFUSE(MT_ERR_ARGUMENT, "keys is [48, 8] but its data is NULL");
+}
+
+/* Numbers of tokens, and arguments that only one of the operators has. */
+static void test_operators_refuse_lengths(void **state) {
+    cached c = small_cache();
+    mt_attention_desc good = c.s, s = good;
+    mt_kv_cache k = c.cache;
+    (void)state;
     c.lengths[1] = 7;
     BOTH_REFUSE(MT_ERR_DATA, "sequence 1 has 7 tokens and gets 2 more; the cache has room for 8");
     c.lengths[1] = 9;
@@ -739,13 +752,10 @@ static void test_blocks_refuse(void **state) {
     test_paper_rank_close(&r);
 }
 
-static void test_models_refuse(void **state) {
+static void test_models_refuse_caches(void **state) {
     mt_gpt_desc d = small_model(16, 4, 2), bidirectional;
     mt_gpt gpt, other, fresh;
     mt_gpt_cache c, empty, short_one;
-    mt_batch batch = {.sequences = 2, .seq = 1};
-    int32_t ids[4] = {0, 1, 2, 3};
-    mt_tensor logits;
     test_rank r;
     (void)state;
     memset(&empty, 0, sizeof empty);
@@ -769,6 +779,39 @@ static void test_models_refuse(void **state) {
     assert_int_equal(mt_gpt_cache_bytes(&gpt, 2, 0), 2 * 2 * 2 * 2 * 16 * 4 * 4);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_cache_create(r.ctx, &gpt, 2, 0, &c));
     assert_int_equal(c.max_seq, 16);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "sequence is 2", mt_gpt_cache_set_length(r.ctx, &c, 2, 0));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "sequence is -1", mt_gpt_cache_set_length(r.ctx, &c, -1, 0));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "length is 17", mt_gpt_cache_set_length(r.ctx, &c, 0, 17));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gpt_cache_create", mt_gpt_cache_set_length(r.ctx, &empty, 0, 0));
+    assert_int_equal(c.lengths[0], 0);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_cache_create(r.ctx, &gpt, 2, 1, &short_one));
+    mt_gpt_cache_destroy(r.ctx, &short_one);
+    mt_gpt_cache_destroy(r.ctx, &c);
+    mt_gpt_cache_destroy(r.ctx, &empty);
+    mt_gpt_cache_destroy(r.ctx, NULL);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
+    bidirectional = d, bidirectional.layer.mask = MT_MASK_BIDIRECTIONAL;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &bidirectional, &other));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "MT_MASK_CAUSAL", mt_gpt_cache_create(r.ctx, &other, 2, 0, &c));
+    test_paper_rank_close(&r);
+}
+
+static void test_models_refuse(void **state) {
+    mt_gpt_desc d = small_model(16, 4, 2);
+    mt_gpt gpt, fresh;
+    mt_gpt_cache c, empty;
+    mt_batch batch = {.sequences = 2, .seq = 1};
+    int32_t ids[4] = {0, 1, 2, 3};
+    mt_tensor logits;
+    test_rank r;
+    (void)state;
+    memset(&empty, 0, sizeof empty);
+    memset(&fresh, 0, sizeof fresh);
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_cache_create(r.ctx, &gpt, 2, 0, &c));
     logits = test_tensor(&r, 2, VOCAB, 5);
 #define LOGITS mt_gpt_cached_logits(r.ctx, &gpt, &batch, ids, &c, logits)
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "gpt is NULL", mt_gpt_cached_logits(r.ctx, NULL, &batch, ids, &c, logits));
@@ -791,24 +834,10 @@ static void test_models_refuse(void **state) {
     logits.cols++, c.lengths[1] = 16;
     REFUSED(r.ctx, MT_ERR_DATA, "sequence 1 has 16 tokens|1 more", LOGITS);
     c.lengths[1] = 0;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "sequence is 2", mt_gpt_cache_set_length(r.ctx, &c, 2, 0));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "sequence is -1", mt_gpt_cache_set_length(r.ctx, &c, -1, 0));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "length is 17", mt_gpt_cache_set_length(r.ctx, &c, 0, 17));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gpt_cache_create", mt_gpt_cache_set_length(r.ctx, &empty, 0, 0));
-    assert_int_equal(c.lengths[0], 0);
     test_untouched("logits", (const float *)logits.data, 2 * VOCAB, 5);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, LOGITS);
     assert_int_equal(c.lengths[0], 1);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_cache_create(r.ctx, &gpt, 2, 1, &short_one));
-    mt_gpt_cache_destroy(r.ctx, &short_one);
     mt_gpt_cache_destroy(r.ctx, &c);
-    mt_gpt_cache_destroy(r.ctx, &empty);
-    mt_gpt_cache_destroy(r.ctx, NULL);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
-    bidirectional = d, bidirectional.layer.mask = MT_MASK_BIDIRECTIONAL;
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &bidirectional, &other));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
-    REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "MT_MASK_CAUSAL", mt_gpt_cache_create(r.ctx, &other, 2, 0, &c));
     test_paper_rank_close(&r);
 }
 
@@ -953,11 +982,13 @@ int main(void) {
         REF_TEST(test_huge_windows),
         REF_TEST(test_positions_and_lengths),
         REF_TEST(test_operators_refuse),
+        REF_TEST(test_operators_refuse_lengths),
         cmocka_unit_test(test_logits_like_the_whole_text),
         cmocka_unit_test(test_16_bit_models),
         cmocka_unit_test(test_same_bits),
         cmocka_unit_test(test_layer),
         cmocka_unit_test(test_blocks_refuse),
+        cmocka_unit_test(test_models_refuse_caches),
         cmocka_unit_test(test_models_refuse),
         cmocka_unit_test(test_dry_run),
         cmocka_unit_test(test_continuations_of_transformers),
