@@ -19,7 +19,8 @@
        and the gate, a GPU computes the fp32 result with approximate functions. Its error is at most 4e-5 times the
        value, for slopes plus 2e-6. Rounding to f16 adds up to 4.9e-4 times the value. On a CPU, the scratch memory of
        an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
-       mt_hash and mt_adamw_step make no such copy, and there is none of a whole mt_kv_cache.
+       mt_hash and mt_adamw_step make no such copy, mt_gemm only where its comment says so, and there is none of a whole
+       mt_kv_cache.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -41,11 +42,12 @@
 
    Operators do not communicate between ranks. They start no threads, allocate no memory and keep no state between
    calls, with two exceptions. A GEMM library may start threads (see mt_context_desc.threads) and allocate memory. A
-   context keeps the GEMM options and, on a GPU, cuBLASLt's handle, its workspace and the algorithms chosen so far.
+   context keeps the GEMM options and, on a GPU, cuBLASLt's handle, its workspace and the algorithms chosen so far. On a
+   CPU with oneDNN it keeps the primitives of the last 64 shapes of 16-bit products, which oneDNN allocates.
 
    Macros for your compiler line: MT_USE_ONEDNN or MT_USE_CBLAS chooses the GEMM library for a CPU. With neither, a
-   built-in loop computes GEMMs. MT_CBLAS_HEADER names the header that declares cblas_sgemm, for instance
-   '<mkl_cblas.h>' (default: <cblas.h>).
+   built-in loop computes GEMMs. oneDNN may have version 2 or 3: the products were tested with 2.6 and 3.2.
+   MT_CBLAS_HEADER names the header that declares cblas_sgemm, for instance '<mkl_cblas.h>' (default: <cblas.h>).
 
    To add an operator, follow docs/adding-an-operator.md. For a short example, search this file for >>bias. You change
    three places in this header (the declaration, the operator's section, the list of sections below) and three tests:
@@ -119,6 +121,10 @@ typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
 /* C [m, n] = alpha op(A) op(B) + beta C, with op(A) [m, k] and op(B) [k, n]. op(A) is A, or A^T with MT_TRANS. With
    beta == 0, C is not read. On a CPU in f32, with random inputs, the tests measure that an element differs from the
    exact one by at most (2 + sqrt(k)) * 6e-8 times the sum of the absolute values of its k products.
+   On a CPU, oneDNN reads a and b in 16 bits, without f32 copies, if all of these hold: they have the same type, C has
+   this type or MT_F32, alpha is 1, and the processor has instructions for the type (AVX512-BF16 or AMX for bf16; f16
+   needs oneDNN 3, and AVX512-FP16 or AMX-FP16). The sums are in f32, and the scratch memory is what oneDNN asks for.
+   These instructions take denormal bf16 numbers for 0. All other 16-bit products are those of the f32 copies.
    Error: MT_ERR_UNSUPPORTED (m, n, k or an ld is above 2^31 - 1). */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c);
@@ -918,7 +924,9 @@ MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
 /* The state that this header keeps in a context. */
 typedef struct mti_kernels {
     mt_gemm_options options;
-    void *gemm; /* the mti_lt of a GPU, which gemm_destroy frees; NULL before the first product and on a CPU */
+    /* The mti_lt of a GPU, or the mti_dnnl of a CPU; gemm_destroy frees it. NULL before the first product that needs it
+       and with another GEMM library. */
+    void *gemm;
     void (*gemm_destroy)(mt_context *ctx, void *gemm);
     int built_for; /* see mti_built_for; 0 before its first call */
 } mti_kernels;
@@ -3233,14 +3241,16 @@ MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
 
 /* ---- >>gemm ------------------------------------------------------------------------------------------------------ */
 
-/* c [m, n] = alpha op(a) op(b) + beta c. All three matrices are row-major f32 with leading dimensions. */
+/* c [m, n] = alpha op(a) op(b) + beta c. All three matrices are row-major with leading dimensions. */
 typedef struct mti_matmul {
     int trans_a, trans_b;
+    mt_dtype a_type, b_type, c_type;
     int64_t m, n, k;
     float alpha, beta;
-    const float *a, *b;
-    float *c;
+    const void *a, *b;
+    void *c;
     int64_t lda, ldb, ldc;
+    void *plan; /* see mti_native_plan */
 } mti_matmul;
 
 #define MTI_TRANSPOSE_WORDS "MT_NO_TRANS MT_TRANS"
@@ -3272,12 +3282,13 @@ static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g, mt_
     return MT_SUCCESS;
 }
 
-/* c = beta c. This is the result if k or alpha is 0. */
+/* c = beta c, in f32. This is the result if k or alpha is 0. */
 static void mti_gemm_scale(const mti_matmul *g) {
+    float *c = (float *)g->c;
     int64_t i;
-    for (i = 0; i < g->m; i++) {
-        if (g->beta == 0.0f) mti_row_fill(g->c + i * g->ldc, 0.0f, g->n);
-        else mti_row_scale(g->c + i * g->ldc, g->beta, g->n);
+    for (i = 0; i < g->m; i++, c += g->ldc) {
+        if (g->beta == 0.0f) mti_row_fill(c, 0.0f, g->n);
+        else mti_row_scale(c, g->beta, g->n);
     }
 }
 
@@ -3307,21 +3318,289 @@ static int mti_threads_set(int threads) {
 static void mti_threads_restore(int before) {
     if (before > 0) mti_omp_set_num_threads(before);
 }
+static int mti_threads_now(void) { return mti_omp_get_max_threads ? mti_omp_get_max_threads() : 0; }
 #else
+static int mti_threads_now(void) { return 0; }
 static int mti_threads_set(int threads) { return (void)threads, 0; }
 static void mti_threads_restore(int before) { (void)before; }
 #endif
 
-static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
-    int before = mti_threads_set(mt_context_threads(ctx));
-    dnnl_status_t status = dnnl_sgemm(g->trans_a ? 'T' : 'N', g->trans_b ? 'T' : 'N', g->m, g->n, g->k, g->alpha, g->a,
-                                      g->lda, g->b, g->ldb, g->beta, g->c, g->ldc);
-    (void)scratch;
-    mti_threads_restore(before);
+static mt_status mti_dnnl_check(mt_context *ctx, const mti_matmul *g, const char *call, dnnl_status_t status) {
     if (status == dnnl_success) return MT_SUCCESS;
     return mt_fail(ctx, status == dnnl_out_of_memory ? MT_ERR_MEMORY : MT_ERR_SYSTEM,
-                   "mt_gemm: dnnl_sgemm of m %lld, n %lld, k %lld failed with status %d", (long long)g->m,
+                   "mt_gemm: %s of m %lld, n %lld, k %lld failed with status %d", call, (long long)g->m,
                    (long long)g->n, (long long)g->k, (int)status);
+}
+
+/* The key of a plan: what distinguishes products for oneDNN. oneDNN chooses the blocks of a product by the number of
+   threads, so it is a part of the key. */
+typedef struct mti_dnnl_key {
+    int64_t m, n, k, lda, ldb, ldc;
+    int trans_a, trans_b, type, c_type, threads;
+    float beta;
+} mti_dnnl_key;
+
+/* A 16-bit product of oneDNN. */
+typedef struct mti_dnnl_plan {
+    mti_dnnl_key key;
+    uint64_t used;              /* the value of mti_dnnl.clock at the last use */
+    dnnl_primitive_desc_t desc; /* NULL: oneDNN is not fast in this type, so the operands are widened */
+    dnnl_primitive_t primitive; /* NULL before the first product: a meta context does not need it */
+    dnnl_memory_t memory[4];    /* a, b, c and scratch memory; their addresses are set for each product */
+    size_t bytes;               /* of scratch memory */
+} mti_dnnl_plan;
+
+#define MTI_DNNL_PLANS 64 /* maximum number of plans of a context */
+
+/* The oneDNN state of a context, created by its first 16-bit product. */
+typedef struct mti_dnnl {
+    dnnl_engine_t engine;
+    dnnl_stream_t stream;
+    uint64_t clock; /* counts the uses of plans */
+    int count;
+    mti_dnnl_plan plans[MTI_DNNL_PLANS];
+} mti_dnnl;
+
+static void mti_dnnl_forget(mti_dnnl_plan *p) {
+    int i;
+    for (i = 0; i < 4; i++)
+        if (p->memory[i]) dnnl_memory_destroy(p->memory[i]);
+    if (p->primitive) dnnl_primitive_destroy(p->primitive);
+    if (p->desc) dnnl_primitive_desc_destroy(p->desc);
+    memset(p, 0, sizeof *p);
+}
+
+static void mti_dnnl_destroy(mt_context *ctx, void *gemm) {
+    mti_dnnl *d = (mti_dnnl *)gemm;
+    int i;
+    (void)ctx;
+    for (i = 0; i < d->count; i++) mti_dnnl_forget(&d->plans[i]);
+    if (d->stream) dnnl_stream_destroy(d->stream);
+    if (d->engine) dnnl_engine_destroy(d->engine);
+    mt_host_free(d);
+}
+
+/* Returns the oneDNN state of the context. Creates it on the first call. */
+static mt_status mti_dnnl_open(mt_context *ctx, const mti_matmul *g, mti_dnnl **out) {
+    mti_kernels *k;
+    MT_TRY(mti_kernels_open(ctx, &k));
+    *out = (mti_dnnl *)k->gemm;
+    if (*out) return MT_SUCCESS;
+    *out = (mti_dnnl *)mt_host_alloc(sizeof **out);
+    if (!*out) return mt_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof **out);
+    k->gemm = *out;
+    k->gemm_destroy = mti_dnnl_destroy;
+    MT_TRY(mti_dnnl_check(ctx, g, "dnnl_engine_create", dnnl_engine_create(&(*out)->engine, dnnl_cpu, 0)));
+    return mti_dnnl_check(ctx, g, "dnnl_stream_create",
+                          dnnl_stream_create(&(*out)->stream, (*out)->engine, dnnl_stream_default_flags));
+}
+
+static dnnl_data_type_t mti_dnnl_type(int dtype) {
+    return dtype == MT_F32 ? dnnl_f32 : dtype == MT_BF16 ? dnnl_bf16 : dnnl_f16;
+}
+
+/* op(x) [rows, cols] in the memory of a row-major x */
+typedef struct mti_dnnl_view {
+    dnnl_dims_t dims, strides;
+    dnnl_data_type_t type;
+} mti_dnnl_view;
+
+static mti_dnnl_view mti_dnnl_view_of(int dtype, int64_t rows, int64_t cols, int trans, int64_t ld) {
+    mti_dnnl_view v;
+    memset(&v, 0, sizeof v);
+    v.dims[0] = rows, v.dims[1] = cols;
+    v.strides[0] = trans ? 1 : ld, v.strides[1] = trans ? ld : 1;
+    v.type = mti_dnnl_type(dtype);
+    return v;
+}
+
+/* *out = the primitive descriptor of the product of three views: a, b and c. The C API of oneDNN changed in version
+   3. */
+#if DNNL_VERSION_MAJOR >= 3
+static dnnl_status_t mti_dnnl_add_sum(dnnl_post_ops_t ops, float beta) {
+    return dnnl_post_ops_append_sum(ops, beta, 0, dnnl_data_type_undef);
+}
+
+static dnnl_status_t mti_dnnl_describe(mti_dnnl *d, const mti_dnnl_view *v, dnnl_primitive_attr_t attr,
+                                       dnnl_primitive_desc_t *out) {
+    dnnl_memory_desc_t memory[3] = {NULL, NULL, NULL};
+    dnnl_status_t status = dnnl_success;
+    int i;
+    for (i = 0; i < 3 && status == dnnl_success; i++)
+        status = dnnl_memory_desc_create_with_strides(&memory[i], 2, v[i].dims, v[i].type, v[i].strides);
+    if (status == dnnl_success)
+        status = dnnl_matmul_primitive_desc_create(out, d->engine, memory[0], memory[1], NULL, memory[2], attr);
+    for (i = 0; i < 3; i++)
+        if (memory[i]) dnnl_memory_desc_destroy(memory[i]);
+    return status;
+}
+#else
+static dnnl_status_t mti_dnnl_add_sum(dnnl_post_ops_t ops, float beta) { return dnnl_post_ops_append_sum(ops, beta); }
+
+static dnnl_status_t mti_dnnl_describe(mti_dnnl *d, const mti_dnnl_view *v, dnnl_primitive_attr_t attr,
+                                       dnnl_primitive_desc_t *out) {
+    dnnl_memory_desc_t memory[3];
+    dnnl_matmul_desc_t matmul;
+    dnnl_status_t status = dnnl_success;
+    int i;
+    for (i = 0; i < 3 && status == dnnl_success; i++)
+        status = dnnl_memory_desc_init_by_strides(&memory[i], 2, v[i].dims, v[i].type, v[i].strides);
+    if (status == dnnl_success) status = dnnl_matmul_desc_init(&matmul, &memory[0], &memory[1], NULL, &memory[2]);
+    return status == dnnl_success ? dnnl_primitive_desc_create(out, &matmul, attr, d->engine, NULL) : status;
+}
+#endif
+
+/* The attributes of a plan: the caller provides the scratch memory, and c = a b + beta c. */
+static dnnl_status_t mti_dnnl_attributes(float beta, dnnl_primitive_attr_t *out) {
+    dnnl_post_ops_t ops = NULL;
+    dnnl_status_t status = dnnl_primitive_attr_create(out);
+    if (status == dnnl_success) status = dnnl_primitive_attr_set_scratchpad_mode(*out, dnnl_scratchpad_mode_user);
+    if (beta == 0.0f || status != dnnl_success) return status;
+    status = dnnl_post_ops_create(&ops);
+    if (status == dnnl_success) status = mti_dnnl_add_sum(ops, beta);
+    if (status == dnnl_success) status = dnnl_primitive_attr_set_post_ops(*out, ops);
+    if (ops) dnnl_post_ops_destroy(ops);
+    return status;
+}
+
+/* Whether a descriptor multiplies 16-bit operands with instructions for their type. Where the processor has none,
+   oneDNN has reference loops ("ref") and a GEMM that emulates them ("gemm:jit"), which are slower than f32. With the
+   instructions, that GEMM is fast: oneDNN 2 chooses it for a leading dimension that exceeds the number of columns. */
+static int mti_dnnl_is_fast(dnnl_primitive_desc_t desc) {
+    int bf16 = (int)dnnl_cpu_isa_avx512_core_bf16, has = (int)dnnl_get_effective_cpu_isa();
+    const char *name = NULL;
+    return dnnl_primitive_desc_query(desc, dnnl_query_impl_info_str, 0, (void *)&name) == dnnl_success && name &&
+           !strstr(name, "ref") && ((has & bf16) == bf16 || !strstr(name, "gemm:jit"));
+}
+
+/* Fills the plan, whose key is set. */
+static mt_status mti_dnnl_plan_make(mt_context *ctx, mti_dnnl *d, const mti_matmul *g, mti_dnnl_plan *p) {
+    const mti_dnnl_key *q = &p->key;
+    dnnl_primitive_attr_t attr = NULL;
+    mti_dnnl_view v[3];
+    dnnl_status_t status = mti_dnnl_attributes(q->beta, &attr);
+    v[0] = mti_dnnl_view_of(q->type, q->m, q->k, q->trans_a, q->lda);
+    v[1] = mti_dnnl_view_of(q->type, q->k, q->n, q->trans_b, q->ldb);
+    v[2] = mti_dnnl_view_of(q->c_type, q->m, q->n, 0, q->ldc);
+    if (status == dnnl_success) status = mti_dnnl_describe(d, v, attr, &p->desc);
+    if (attr) dnnl_primitive_attr_destroy(attr);
+    if (status == dnnl_out_of_memory) return mti_dnnl_check(ctx, g, "dnnl_primitive_desc_create", status);
+    if (status != dnnl_success || !mti_dnnl_is_fast(p->desc)) {
+        if (p->desc) dnnl_primitive_desc_destroy(p->desc);
+        p->desc = NULL;
+        return MT_SUCCESS;
+    }
+    p->bytes = dnnl_memory_desc_get_size(dnnl_primitive_desc_query_md(p->desc, dnnl_query_scratchpad_md, 0));
+    return MT_SUCCESS;
+}
+
+/* Returns a place for one more plan. If all places are taken, evicts the least recently used plan. */
+static mti_dnnl_plan *mti_dnnl_place(mti_dnnl *d) {
+    mti_dnnl_plan *oldest = &d->plans[0];
+    int i;
+    if (d->count < MTI_DNNL_PLANS) return &d->plans[d->count++];
+    for (i = 1; i < MTI_DNNL_PLANS; i++)
+        if (d->plans[i].used < oldest->used) oldest = &d->plans[i];
+    mti_dnnl_forget(oldest);
+    return oldest;
+}
+
+static void mti_dnnl_key_of(const mti_matmul *g, mti_dnnl_key *key) {
+    memset(key, 0, sizeof *key);
+    key->m = g->m, key->n = g->n, key->k = g->k;
+    key->lda = g->lda, key->ldb = g->ldb, key->ldc = g->ldc;
+    key->trans_a = g->trans_a, key->trans_b = g->trans_b;
+    key->type = (int)g->a_type, key->c_type = (int)g->c_type;
+    key->threads = mti_threads_now();
+    key->beta = g->beta;
+}
+
+/* *out = the plan of a product, which is created if it does not exist yet. */
+static mt_status mti_dnnl_plan_of(mt_context *ctx, mti_dnnl *d, const mti_matmul *g, mti_dnnl_plan **out) {
+    mti_dnnl_plan fresh;
+    mt_status status;
+    int i;
+    memset(&fresh, 0, sizeof fresh);
+    mti_dnnl_key_of(g, &fresh.key);
+    fresh.used = ++d->clock;
+    for (i = 0; i < d->count; i++)
+        if (memcmp(&d->plans[i].key, &fresh.key, sizeof fresh.key) == 0) {
+            *out = &d->plans[i];
+            (*out)->used = fresh.used;
+            return MT_SUCCESS;
+        }
+    status = mti_dnnl_plan_make(ctx, d, g, &fresh);
+    if (status != MT_SUCCESS) return status;
+    *out = mti_dnnl_place(d);
+    **out = fresh;
+    return MT_SUCCESS;
+}
+
+/* g->plan = the plan of oneDNN for a product of 16-bit operands as they are, or NULL if the operands are widened. */
+static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) {
+    mti_dnnl_plan *p = NULL;
+    mti_dnnl *d;
+    mt_status status;
+    int before;
+    if (g->a_type == MT_F32 || g->a_type != g->b_type || (g->c_type != g->a_type && g->c_type != MT_F32) ||
+        g->alpha != 1.0f || g->m == 0 || g->n == 0 || g->k == 0)
+        return MT_SUCCESS;
+    MT_TRY(mti_dnnl_open(ctx, g, &d));
+    before = mti_threads_set(mt_context_threads(ctx));
+    status = mti_dnnl_plan_of(ctx, d, g, &p);
+    mti_threads_restore(before);
+    g->plan = status == MT_SUCCESS && p->desc ? p : NULL;
+    return status;
+}
+
+/* Creates what a plan needs to run, in its first product. */
+static dnnl_status_t mti_dnnl_plan_open(mti_dnnl *d, mti_dnnl_plan *p) {
+    static const dnnl_query_t views[] = {dnnl_query_src_md, dnnl_query_weights_md, dnnl_query_dst_md,
+                                         dnnl_query_scratchpad_md};
+    dnnl_status_t status = dnnl_success;
+    int i;
+    for (i = 0; i < 4 && status == dnnl_success; i++)
+        if (!p->memory[i])
+            status = dnnl_memory_create(&p->memory[i], dnnl_primitive_desc_query_md(p->desc, views[i], 0), d->engine,
+                                        DNNL_MEMORY_NONE);
+    if (status == dnnl_success && !p->primitive) status = dnnl_primitive_create(&p->primitive, p->desc);
+    return status;
+}
+
+static dnnl_status_t mti_dnnl_run(mti_dnnl *d, mti_dnnl_plan *p, const mti_matmul *g, void *scratch) {
+    static const int names[] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_SCRATCHPAD};
+    dnnl_exec_arg_t args[4];
+    void *data[4];
+    dnnl_status_t status = mti_dnnl_plan_open(d, p);
+    int i;
+    data[0] = (void *)(uintptr_t)g->a, data[1] = (void *)(uintptr_t)g->b, data[2] = g->c, data[3] = scratch;
+    for (i = 0; i < 4 && status == dnnl_success; i++) {
+        args[i].arg = names[i];
+        args[i].memory = p->memory[i];
+        status = dnnl_memory_set_data_handle(p->memory[i], data[i]);
+    }
+    if (status == dnnl_success) status = dnnl_primitive_execute(p->primitive, d->stream, 4, args);
+    return status == dnnl_success ? dnnl_stream_wait(d->stream) : status;
+}
+
+/* oneDNN allocates the scratch memory of an f32 product itself. */
+static size_t mti_gemm_bytes(const mti_matmul *g) { return g->plan ? ((mti_dnnl_plan *)g->plan)->bytes : 0; }
+
+static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
+    int before = mti_threads_set(mt_context_threads(ctx));
+    mti_dnnl *d = NULL;
+    mt_status status = g->plan ? mti_dnnl_open(ctx, g, &d) : MT_SUCCESS;
+    if (d) {
+        status =
+            mti_dnnl_check(ctx, g, "dnnl_primitive_execute", mti_dnnl_run(d, (mti_dnnl_plan *)g->plan, g, scratch));
+    } else if (status == MT_SUCCESS) {
+        status = mti_dnnl_check(ctx, g, "dnnl_sgemm",
+                                dnnl_sgemm(g->trans_a ? 'T' : 'N', g->trans_b ? 'T' : 'N', g->m, g->n, g->k, g->alpha,
+                                           (const float *)g->a, g->lda, (const float *)g->b, g->ldb, g->beta,
+                                           (float *)g->c, g->ldc));
+    }
+    mti_threads_restore(before);
+    return status;
 }
 
 #elif defined(MT_USE_CBLAS)
@@ -3344,10 +3623,13 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
     (void)scratch;
     mti_threads_set(mt_context_threads(ctx));
     cblas_sgemm(CblasRowMajor, g->trans_a ? CblasTrans : CblasNoTrans, g->trans_b ? CblasTrans : CblasNoTrans,
-                (int)g->m, (int)g->n, (int)g->k, g->alpha, g->a, (int)g->lda, g->b, (int)g->ldb, g->beta, g->c,
-                (int)g->ldc);
+                (int)g->m, (int)g->n, (int)g->k, g->alpha, (const float *)g->a, (int)g->lda, (const float *)g->b,
+                (int)g->ldb, g->beta, (float *)g->c, (int)g->ldc);
     return MT_SUCCESS;
 }
+
+/* A CBLAS library allocates its scratch memory itself. */
+static size_t mti_gemm_bytes(const mti_matmul *g) { return (void)g, (size_t)0; }
 
 #else
 MT_API const char *mt_gemm_library(void) { return "built-in"; }
@@ -3394,18 +3676,18 @@ static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
             x.n = mt_min(MTI_NC, g->n - j);
             x.k = mt_min(MTI_KC, g->k - p);
             x.beta = p == 0 ? g->beta : 1.0f;
-            mti_pack(g->b + j * b_col + p * b_row, b_col, b_row, x.n, x.k, MTI_NR, room_b);
+            mti_pack((const float *)g->b + j * b_col + p * b_row, b_col, b_row, x.n, x.k, MTI_NR, room_b);
             for (i = 0; i < g->m; i += MTI_MC) {
                 x.m = mt_min(MTI_MC, g->m - i);
-                x.a = g->a + i * a_row + p * a_col;
-                x.c = g->c + i * g->ldc + j;
+                x.a = (const float *)g->a + i * a_row + p * a_col;
+                x.c = (float *)g->c + i * g->ldc + j;
                 if (pack_a) mti_pack(x.a, a_row, a_col, x.m, x.k, MTI_MR, room_a);
                 mti_gemm_block(&x);
             }
         }
 }
 
-static size_t mti_gemm_bytes(int64_t m, int64_t n, int64_t k) { return mti_builtin_gemm_bytes(m, n, k); }
+static size_t mti_gemm_bytes(const mti_matmul *g) { return mti_builtin_gemm_bytes(g->m, g->n, g->k); }
 
 static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
     (void)ctx;
@@ -3414,12 +3696,11 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 }
 #endif
 
-#if defined(MT_USE_ONEDNN) || defined(MT_USE_CBLAS)
-/* oneDNN and CBLAS libraries allocate their scratch memory themselves. */
-static size_t mti_gemm_bytes(int64_t m, int64_t n, int64_t k) { return (void)m, (void)n, (void)k, (size_t)0; }
+#if !defined(MT_USE_ONEDNN)
+static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) { return (void)ctx, (void)g, MT_SUCCESS; }
 #endif
 
-/* Computes the product g on a CPU. scratch has at least mti_gemm_bytes(m, n, k) bytes. */
+/* Computes the product g on a CPU. scratch has at least mti_gemm_bytes(g) bytes. */
 static mt_status mti_cpu_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
     if (g->m == 0 || g->n == 0) return MT_SUCCESS;
     if (g->k != 0 && g->alpha != 0.0f) return mti_library_gemm(ctx, g, scratch);
@@ -3872,6 +4153,15 @@ MT_API mt_status mt_gemm_prepare(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
+/* Sets the operands of a product: the given views, or their f32 copies. */
+static void mti_gemm_operands(mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
+    g->a = a.data, g->b = b.data, g->c = c.data;
+    g->a_type = a.dtype, g->b_type = b.dtype, g->c_type = c.dtype;
+    g->lda = mt_max(1, mt_tensor_ld(a));
+    g->ldb = mt_max(1, mt_tensor_ld(b));
+    g->ldc = mt_max(1, mt_tensor_ld(c));
+}
+
 static mti_matmul mti_gemm_sizes(mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b) {
     mti_matmul g;
     memset(&g, 0, sizeof g);
@@ -3886,7 +4176,7 @@ static mti_matmul mti_gemm_sizes(mt_transpose trans_a, mt_transpose trans_b, mt_
 /* The product on a CPU. A meta context allocates the scratch memory as well. */
 static mt_status mti_gemm_loop(mti_operator *op, const mti_matmul *g) {
     void *scratch = NULL;
-    MT_TRY(mt_arena_alloc(op->ctx, mti_gemm_bytes(g->m, g->n, g->k), &scratch));
+    MT_TRY(mt_arena_alloc(op->ctx, mti_gemm_bytes(g), &scratch));
     return op->on_cpu ? mti_cpu_gemm(op->ctx, g, scratch) : MT_SUCCESS;
 }
 
@@ -3898,20 +4188,19 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
                      {"b", &b, b.rows, b.cols, MT_ARG_FLOAT, MT_ARG_IN}};
     mt_dtype dtype = a.dtype;
     mti_operator op;
+    int i;
     MT_TRY(mt_args_check(ctx, "mt_gemm", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_gemm(ctx, trans_a, trans_b, a, b, c, &g));
     MT_TRY(mti_expect_gemm_sizes(ctx, &g, a, b, c));
     MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "a", a));
     MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "b", b));
-    MT_TRY(mti_begin(&op, ctx, "mt_gemm", args, MTI_COUNT(args)));
     g.alpha = alpha;
     g.beta = beta;
-    g.a = (const float *)a.data;
-    g.b = (const float *)b.data;
-    g.c = (float *)c.data;
-    g.lda = mt_max(1, mt_tensor_ld(a));
-    g.ldb = mt_max(1, mt_tensor_ld(b));
-    g.ldc = mt_max(1, mt_tensor_ld(c));
+    mti_gemm_operands(&g, a, b, c);
+    if (mt_context_planned(ctx) != MT_DEVICE_CUDA) MT_TRY(mti_native_plan(ctx, &g));
+    for (i = 0; g.plan && i < MTI_COUNT(args); i++) args[i].use |= MTI_AS_IS;
+    MT_TRY(mti_begin(&op, ctx, "mt_gemm", args, MTI_COUNT(args)));
+    mti_gemm_operands(&g, a, b, c);
     op.work.work = MT_WORK_GEMM;
     op.work.dtype = dtype;
     op.work.flops = 2.0 * (double)g.m * (double)g.n * (double)g.k;

@@ -6,6 +6,9 @@
 #include "mt_test.h"
 #include "mt_reference.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #if defined(MT_USE_ONEDNN)
 #include <dnnl.h>
 #endif
@@ -261,6 +264,268 @@ static void test_small_arena(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* ---- 16-bit types ----------------------------------------------------------------------------------------------- */
+
+#define GUARD16 0x7fe5u /* a NaN in bf16 and in f16 */
+
+typedef struct types {
+    mt_dtype a, b, c;
+} types;
+
+static double value_of(mt_tensor t, int64_t i, int64_t j) {
+    uint16_t h;
+    if (t.dtype == MT_F32) return (double)ref_row(t, i)[j];
+    h = ((const uint16_t *)t.data)[i * t.ld + j];
+    if (t.dtype == MT_BF16) {
+        uint32_t bits = (uint32_t)h << 16;
+        float x;
+        memcpy(&x, &bits, sizeof x);
+        return (double)x;
+    }
+    if ((h & 0x7fff) > 0x7c00) return NAN;
+    return (h & 0x8000 ? -1.0 : 1.0) *
+           ldexp((h & 0x3ff) | (h & 0x7c00 ? 0x400 : 0), (h & 0x7c00 ? h >> 10 & 31 : 1) - 25);
+}
+
+/* A matrix of random numbers below 2 in its type. Its memory ends with the last element; the gaps between the rows are
+   NaN. With `filled` 0 all of it is NaN. */
+static mt_tensor random_of(mt_dtype dtype, int64_t rows, int64_t cols, int64_t pad, int filled) {
+    int64_t ld = cols + pad, n = rows > 0 && cols > 0 ? (rows - 1) * ld + cols : 0, i, j;
+    uint16_t *data;
+    mt_tensor t;
+    if (dtype == MT_F32) return filled ? ref_random(rows, cols, pad, 1, 0) : ref_guarded(rows, cols, pad);
+    data = (uint16_t *)ref_bytes((size_t)n * sizeof *data);
+    for (i = 0; i < n; i++) data[i] = GUARD16;
+    t = with_shape(mt_tensor_make(data, dtype, rows, cols), rows, cols, ld);
+    for (i = 0; filled && i < rows; i++)
+        for (j = 0; j < cols; j++) {
+            uint64_t word = test_random(&ref.random);
+            unsigned exponent = (unsigned)(word >> 32 & 3), bits = (unsigned)(word & 0xffff);
+            data[i * ld + j] = (uint16_t)(dtype == MT_BF16 ? (bits & 0x807f) | (124 + exponent) << 7
+                                                           : (bits & 0x83ff) | (12 + exponent) << 10);
+        }
+    return t;
+}
+
+static double *values_of(mt_tensor t) {
+    double *x = ref_doubles((size_t)(t.rows * t.cols));
+    int64_t i, j;
+    for (i = 0; i < t.rows; i++)
+        for (j = 0; j < t.cols; j++) x[i * t.cols + j] = value_of(t, i, j);
+    return x;
+}
+
+/* As check_product: the products of 16-bit numbers are exact, and their sum has the error of an fp32 sum. A 16-bit
+   result is rounded once more. */
+static void check_16bit(int ta, int tb, float alpha, mt_tensor a, mt_tensor b, float beta, const double *before,
+                        mt_tensor c) {
+    double round = c.dtype == MT_F32 ? 0 : c.dtype == MT_BF16 ? 1.0 / 256 : 1.0 / 2048;
+    const double *va = values_of(a), *vb = values_of(b);
+    int64_t i, j, p, k = ta ? a.rows : a.cols;
+    for (i = 0; i < c.rows; i++) {
+        for (j = 0; j < c.cols; j++) {
+            double sum = 0, size = 0, old = beta != 0.0f ? (double)beta * before[i * c.cols + j] : 0, want, allowed;
+            for (p = 0; p < k; p++) {
+                double product = va[ta ? p * a.cols + i : i * a.cols + p] * vb[tb ? j * b.cols + p : p * b.cols + j];
+                sum += product;
+                size += fabs(product);
+            }
+            want = (double)alpha * sum + old;
+            allowed = (2 + sqrt((double)k)) * 5.97e-8 * (fabs((double)alpha) * size + fabs(old));
+            allowed += round * (fabs(want) + allowed) + (c.dtype == MT_F16 ? 3e-8 : 0);
+            if (!(fabs(value_of(c, i, j) - want) <= allowed))
+                fail_msg("%c%c %s %s %s m %ld n %ld k %ld alpha %g beta %g: c[%ld, %ld] is %.9g, must be %.9g",
+                         ta ? 'T' : 'N', tb ? 'T' : 'N', mt_dtype_name(a.dtype), mt_dtype_name(b.dtype),
+                         mt_dtype_name(c.dtype), (long)c.rows, (long)c.cols, (long)k, (double)alpha, (double)beta,
+                         (long)i, (long)j, value_of(c, i, j), want);
+        }
+        for (j = c.cols; c.dtype != MT_F32 && i + 1 < c.rows && j < c.ld; j++)
+            assert_int_equal(((const uint16_t *)c.data)[i * c.ld + j], GUARD16);
+    }
+    ref_check_guards();
+}
+
+static void try_16bit(types t, int form, int64_t m, int64_t n, int64_t k, float alpha, float beta, int64_t pad) {
+    int ta = form & 1, tb = form >> 1;
+    mt_tensor a = random_of(t.a, ta ? k : m, ta ? m : k, pad, 1),
+              b = random_of(t.b, tb ? n : k, tb ? k : n, 2 * pad, 1);
+    mt_tensor c = random_of(t.c, m, n, 3 * pad, beta != 0.0f);
+    const double *before = values_of(c);
+    OK(mt_gemm(ref.ctx, (mt_transpose)ta, (mt_transpose)tb, alpha, a, b, beta, c));
+    check_16bit(ta, tb, alpha, a, b, beta, before, c);
+    ref_release();
+}
+
+static const types type_list[] = {
+    {MT_BF16, MT_BF16, MT_BF16}, {MT_BF16, MT_BF16, MT_F32}, {MT_F16, MT_F16, MT_F16},  {MT_F16, MT_F16, MT_F32},
+    {MT_BF16, MT_BF16, MT_F16},  {MT_BF16, MT_F16, MT_F32},  {MT_F32, MT_BF16, MT_F32}, {MT_F16, MT_F32, MT_BF16},
+};
+#define TYPES (sizeof type_list / sizeof *type_list)
+
+/* Every combination of types in which a library may read 16-bit operands as they are, and others. */
+static void test_16bit_forms(void **state) {
+    static const int64_t sizes[][3] = {{1, 1, 1},   {1, 1, 2},    {2, 3, 5},     {7, 19, 33},  {67, 71, 131},
+                                       {8, 48, 64}, {33, 32, 31}, {5, 2100, 70}, {200, 6, 300}};
+    static const float factors[][2] = {{1, 0}, {1, 1}, {1, -0.5f}, {0.25f, 0}, {-2, 2}};
+    size_t t, s, f, i = 0;
+    int form;
+    (void)state;
+    for (t = 0; t < TYPES; t++)
+        for (s = 0; s < sizeof sizes / sizeof *sizes; s++)
+            for (f = 0; f < sizeof factors / sizeof *factors; f++)
+                for (form = 0; form < 4; form++)
+                    if (test_takes(i++, 3))
+                        try_16bit(type_list[t], form, sizes[s][0], sizes[s][1], sizes[s][2], factors[f][0],
+                                  factors[f][1], (int64_t)(s + f + (size_t)form) % 3);
+}
+
+static void test_16bit_random(void **state) {
+    int i;
+    (void)state;
+    for (i = 0; i < 200; i++) {
+        int64_t m = 1 + (int64_t)test_below(&ref.random, 90), n = 1 + (int64_t)test_below(&ref.random, 150);
+        try_16bit(type_list[i % 4], i / 4 % 4, m, n, 1 + (int64_t)test_below(&ref.random, 320), 1, (float)(i % 3) / 2,
+                  (int64_t)test_below(&ref.random, 20));
+    }
+}
+
+/* k or alpha is 0: c becomes beta c. */
+static void test_16bit_empty(void **state) {
+    size_t t;
+    int form;
+    (void)state;
+    for (t = 0; t < TYPES; t++)
+        for (form = 0; form < 4; form++) {
+            try_16bit(type_list[t], form, 5, 7, 0, 1, 0.5f, 1);
+            try_16bit(type_list[t], form, 5, 7, 0, 1, 0, 1);
+            try_16bit(type_list[t], form, 5, 7, 3, 0, 0.5f, 1);
+            try_16bit(type_list[t], form, 0, 7, 3, 1, 0.5f, 1);
+        }
+}
+
+/* Hashes the results of products of many shapes: more than a context keeps plans for. */
+static mt_status many_shapes(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor c, uint64_t *hash) {
+    int64_t i;
+    *hash = 0;
+    for (i = 0; i < 100; i++) {
+        int64_t m = 1 + i % 9, n = 1 + i / 9, k = 40 + i;
+        mt_tensor x = mt_tensor_make(a.data, a.dtype, m, k), y = mt_tensor_make(b.data, b.dtype, n, k);
+        mt_tensor z = mt_tensor_make(c.data, c.dtype, m, n);
+        MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1, x, y, 0, z));
+        MT_TRY(mt_hash(ctx, z, i, 0, 100, hash));
+    }
+    return MT_SUCCESS;
+}
+
+/* A product has the same bits after its plan was evicted, and in a new context. */
+static void test_16bit_many_shapes(void **state) {
+    size_t t;
+    (void)state;
+    for (t = 0; t < 4; t++) {
+        mt_tensor a = random_of(type_list[t].a, 1, 1300, 0, 1), b = random_of(type_list[t].b, 1, 1700, 0, 1);
+        mt_tensor c = random_of(type_list[t].c, 1, 110, 0, 0);
+        uint64_t first = 0, again = 0, fresh = 0;
+        OK(many_shapes(ref.ctx, a, b, c, &first));
+        OK(many_shapes(ref.ctx, a, b, c, &again));
+        mt_context_destroy(ref.ctx);
+        ref_setup(state);
+        OK(many_shapes(ref.ctx, a, b, c, &fresh));
+        assert_true(first == again && first == fresh && first != 0);
+        ref_release();
+    }
+}
+
+typedef struct two_threads {
+    mt_tensor a, b;
+    uint64_t hash[2];
+} two_threads;
+
+static mt_status thread_of_two(mt_comm *world, void *user) {
+    two_threads *t = (two_threads *)user;
+    uint16_t room[110];
+    mt_context_desc d;
+    mt_context *ctx = NULL;
+    mt_status status;
+    int i;
+    memset(&d, 0, sizeof d);
+    d.threads = 1;
+    MT_TRY(mt_context_create(NULL, &d, &ctx));
+    status = MT_SUCCESS;
+    for (i = 0; i < 5 && status == MT_SUCCESS; i++)
+        status = many_shapes(ctx, t->a, t->b, mt_tensor_make(room, t->a.dtype, 1, 110), &t->hash[mt_comm_rank(world)]);
+    mt_context_destroy(ctx);
+    return status;
+}
+
+/* Two contexts in two threads compute the same bits as one context. */
+static void test_16bit_two_threads(void **state) {
+    mt_launch_desc launch;
+    int type;
+    (void)state;
+    memset(&launch, 0, sizeof launch);
+    launch.ranks = 2;
+    for (type = 0; type < 2; type++) {
+        mt_dtype dtype = type ? MT_F16 : MT_BF16;
+        two_threads t;
+        uint64_t want = 0;
+        memset(&t, 0, sizeof t);
+        t.a = random_of(dtype, 1, 1300, 0, 1);
+        t.b = random_of(dtype, 1, 1700, 0, 1);
+        OK(many_shapes(ref.ctx, t.a, t.b, random_of(dtype, 1, 110, 0, 0), &want));
+        ASSERT_STATUS(NULL, MT_SUCCESS, mt_launch(&launch, thread_of_two, &t));
+        assert_true(t.hash[0] == want && t.hash[1] == want);
+        ref_release();
+    }
+}
+
+/* oneDNN reads bf16 as it is exactly where the processor has instructions for bf16. Elsewhere mt_gemm widens the
+   operands to copies in the arena. */
+static void test_16bit_memory(void **state) {
+#if defined(MT_USE_ONEDNN)
+    static const types t = {MT_BF16, MT_BF16, MT_F32};
+    int bf16 = (int)dnnl_cpu_isa_avx512_core_bf16, native = ((int)dnnl_get_effective_cpu_isa() & bf16) == bf16, form;
+    (void)state;
+    if (getenv("ONEDNN_MAX_CPU_ISA")) assert_false(native);
+    for (form = 0; form < 8; form++) {
+        mt_arena_reset_peak(ref.ctx);
+        try_16bit(t, form & 3, 256, 256, 256, 1, 0, form / 4 * 8);
+        assert_true((mt_arena_peak(ref.ctx) < (size_t)2 * 256 * 256 * sizeof(float)) == native);
+    }
+#else
+    (void)state;
+    skip();
+#endif
+}
+
+/* Runs the tests of 16-bit products in a process in which oneDNN has no instructions for bf16: in AVX512_CORE it
+   emulates them, and in AVX2 it has no product in bf16. */
+static void test_without_bf16(void **state) {
+#if defined(MT_USE_ONEDNN) && defined(__x86_64__) && defined(__linux__)
+    static const char *const sets[] = {"AVX512_CORE", "AVX2"};
+    size_t i;
+    (void)state;
+    for (i = 0; i < 2; i++) {
+        int status = 0;
+        pid_t child = fork();
+        if (child == 0) {
+            char name[] = "test_gemm", *argv[] = {name, NULL};
+            setenv("ONEDNN_MAX_CPU_ISA", sets[i], 1);
+            setenv("MT_TEST_CASE", "test_16bit", 1);
+            execv("/proc/self/exe", argv);
+            _exit(127);
+        }
+        assert_true(child > 0 && waitpid(child, &status, 0) == child);
+        assert_true(WIFEXITED(status));
+        assert_int_equal(WEXITSTATUS(status), 0);
+    }
+#else
+    (void)state;
+    skip();
+#endif
+}
+
+/* ---- the name of the library ------------------------------------------------------------------------------------ */
+
 /* Returns 1 if a library with this name is loaded in the process, 0 if not, -1 if Linux's list of libraries is
    missing. */
 static int is_loaded(const char *name) {
@@ -329,10 +594,28 @@ static void test_options(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        REF_TEST(test_tails),         REF_TEST(test_depths),       REF_TEST(test_blocks),     REF_TEST(test_alpha_beta),
-        REF_TEST(test_random_shapes), REF_TEST(test_empty),        REF_TEST(test_same_bits),  REF_TEST(test_gram),
-        REF_TEST(test_not_finite),    REF_TEST(test_threads),      REF_TEST(test_bad_inputs), REF_TEST(test_meta),
-        REF_TEST(test_small_arena),   REF_TEST(test_library_name), REF_TEST(test_options),
+        REF_TEST(test_tails),
+        REF_TEST(test_depths),
+        REF_TEST(test_blocks),
+        REF_TEST(test_alpha_beta),
+        REF_TEST(test_random_shapes),
+        REF_TEST(test_empty),
+        REF_TEST(test_same_bits),
+        REF_TEST(test_gram),
+        REF_TEST(test_not_finite),
+        REF_TEST(test_threads),
+        REF_TEST(test_bad_inputs),
+        REF_TEST(test_meta),
+        REF_TEST(test_small_arena),
+        REF_TEST(test_16bit_forms),
+        REF_TEST(test_16bit_random),
+        REF_TEST(test_16bit_empty),
+        REF_TEST(test_16bit_many_shapes),
+        REF_TEST(test_16bit_two_threads),
+        REF_TEST(test_16bit_memory),
+        REF_TEST(test_without_bf16),
+        REF_TEST(test_library_name),
+        REF_TEST(test_options),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
