@@ -125,6 +125,11 @@ typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
    this type or MT_F32, alpha is 1, and the processor has instructions for the type (AVX512-BF16 or AMX for bf16; f16
    needs oneDNN 3, and AVX512-FP16 or AMX-FP16). The sums are in f32, and the scratch memory is what oneDNN asks for.
    These instructions take denormal bf16 numbers for 0. All other 16-bit products are those of the f32 copies.
+   Products x W^T with a few rows of x, as in decoding, read W once, in its own type, at the speed of memory: up to 8
+   rows, or 4 where oneDNN reads both in 16 bits. This needs gcc or clang, k of at least 32 and, with oneDNN or CBLAS,
+   mt_context_desc.threads = 1. With the built-in loop, the bits of a row of C do not depend on the number of rows m.
+   With oneDNN and CBLAS they do not within these 8 or 4 rows, but a product with more rows may round differently, also
+   in invariant mode.
    Error: MT_ERR_UNSUPPORTED (m, n, k or an ld is above 2^31 - 1). */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c);
@@ -879,6 +884,10 @@ MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
 #include <limits.h>
 #include <math.h>
 
+#if defined(__F16C__) && defined(__GNUC__) && !defined(__CUDACC__)
+#include <immintrin.h>
+#endif
+
 #if defined(MT_USE_ONEDNN) && defined(MT_USE_CBLAS)
 #error "mt_kernels.cuh: define MT_USE_ONEDNN or MT_USE_CBLAS, not both"
 #endif
@@ -906,11 +915,13 @@ MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
 #define MTI_UNROLL
 #endif
 
-/* Brings the line of the cache at an address into L1. */
+/* Brings the line of the cache at an address into L1, or into L2. */
 #if defined(__GNUC__)
 #define MTI_PREFETCH(address) __builtin_prefetch(address)
+#define MTI_PREFETCH_L2(address) __builtin_prefetch(address, 0, 2)
 #else
 #define MTI_PREFETCH(address) ((void)(address))
+#define MTI_PREFETCH_L2(address) ((void)(address))
 #endif
 
 #ifdef __cplusplus
@@ -2264,6 +2275,10 @@ static __device__ __forceinline__ uint64_t mti_element_of(mt_random at, int64_t 
 #endif
 #define MTI_NR (2 * MTI_SIMD)
 
+/* A product sums at most MTI_KC products over k at once, and adds these sums in the order of k. A panel of b, MTI_KC x
+   MTI_NR, stays in L1. */
+#define MTI_KC (MTI_SIMD == 16 ? 256 : 384)
+
 #if defined(__GNUC__) && !defined(__CUDACC__)
 typedef float mti_float4 __attribute__((vector_size(16)));
 typedef int32_t mti_int4 __attribute__((vector_size(16)));
@@ -2338,6 +2353,60 @@ static void mti_pack(const float *x, int64_t row, int64_t col, int64_t rows, int
 
 #if defined(__GNUC__) && !defined(__CUDACC__)
 typedef float mti_simd __attribute__((vector_size(4 * MTI_SIMD)));
+typedef int32_t mti_simd_ints __attribute__((vector_size(4 * MTI_SIMD)));
+
+/* MTI_EXCHANGE takes the blocks of d elements that have the even numbers (h = 0) or the odd ones (h = 1) from a and
+   from b, in turns. */
+#define MTI_FROM(j, d, h) ((j) & (d) ? MTI_SIMD + (j) - ((h) ? 0 : (d)) : (j) + ((h) ? (d) : 0))
+#define MTI_FROM4(j, d, h) MTI_FROM(j, d, h), MTI_FROM(j + 1, d, h), MTI_FROM(j + 2, d, h), MTI_FROM(j + 3, d, h)
+#if MTI_SIMD == 16
+#define MTI_FROMS(d, h) MTI_FROM4(0, d, h), MTI_FROM4(4, d, h), MTI_FROM4(8, d, h), MTI_FROM4(12, d, h)
+#elif MTI_SIMD == 8
+#define MTI_FROMS(d, h) MTI_FROM4(0, d, h), MTI_FROM4(4, d, h)
+#else
+#define MTI_FROMS(d, h) MTI_FROM4(0, d, h)
+#endif
+#ifdef __clang__
+#define MTI_EXCHANGE(a, b, d, h) __builtin_shufflevector(a, b, MTI_FROMS(d, h))
+#else
+#define MTI_EXCHANGE(a, b, d, h) __builtin_shuffle(a, b, __extension__(mti_simd_ints){MTI_FROMS(d, h)})
+#endif
+
+/* One of the steps of mti_transpose_simd: exchanges blocks of d elements between rows whose numbers differ by d. */
+#define MTI_TRANSPOSE_STEP(t, d)                                                                                       \
+    MTI_UNROLL                                                                                                         \
+    for (i = 0; i < MTI_SIMD; i++)                                                                                     \
+        if (!(i & (d))) {                                                                                              \
+            mti_simd low = t[i], high = t[i + (d)];                                                                    \
+            t[i] = MTI_EXCHANGE(low, high, d, 0);                                                                      \
+            t[i + (d)] = MTI_EXCHANGE(low, high, d, 1);                                                                \
+        }
+
+/* Transposes t [MTI_SIMD, MTI_SIMD] in registers. */
+MT_INLINE void mti_transpose_simd(mti_simd *t) {
+    int i;
+#if MTI_SIMD == 16
+    MTI_TRANSPOSE_STEP(t, 8)
+#endif
+#if MTI_SIMD >= 8
+    MTI_TRANSPOSE_STEP(t, 4)
+#endif
+    MTI_TRANSPOSE_STEP(t, 2)
+    MTI_TRANSPOSE_STEP(t, 1)
+}
+
+/* Widens the low (which = 0) or the high half of each element, 16 bits of the type, as mt_f32_from_16bit does. */
+MT_INLINE mti_simd mti_simd_widen(mt_dtype type, mti_simd t, int which) {
+    mti_simd_ints u = (mti_simd_ints)t, high = __extension__(mti_simd_ints){0} + (int32_t)0xffff0000, size, less, more;
+    u = which ? u & high : u << 16;
+    if (type == MT_BF16) return (mti_simd)u;
+    size = (u & 0x7fffffff) >> 3;
+    less = size < 0x00800000;
+    more = size >= 0x0f800000;
+    size += 0x38000000 + (more & 0x38000000) + (less & 0x00800000);
+    t = (mti_simd)size - (mti_simd)(less & 0x38800000);
+    return (mti_simd)((mti_simd_ints)t | (u & (int32_t)0x80000000));
+}
 
 /* c [MTI_MR, MTI_NR] = alpha a b + beta c, a sum over k. Row i of a is a[i][p * step]; b is a packed panel. */
 MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float alpha, float beta,
@@ -2381,6 +2450,134 @@ MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, con
     for (i = 0; i < MTI_MR; i++, c += ldc)
         for (j = 0; j < MTI_NR; j++) c[j] = alpha * sums[i * MTI_NR + j] + (beta != 0.0f ? beta * c[j] : 0.0f);
 }
+#endif
+
+/* A product with few rows: c [m, n] = alpha a [m, k] b^T [n, k] + beta c. a and c are f32. */
+typedef struct mti_few {
+    const float *a;
+    const unsigned char *b;
+    float *c;
+    int64_t lda, ldb, ldc, m, n, k;
+    float alpha, beta;
+} mti_few;
+
+#define MTI_FEW 4                    /* rows of a that are multiplied at once */
+#define MTI_FEW_LEAST (2 * MTI_SIMD) /* the shortest rows of b: a register of 16-bit elements */
+#define MTI_FEW_AHEAD (1 << 19)      /* bytes of the next rows of b that L2 can hold together with the present ones */
+
+#if defined(__GNUC__) && !defined(__CUDACC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define MTI_HAS_FEW 1
+
+/* How a register gets elements of b. In pairs: it holds two 16-bit elements in each place, which become floats after
+   the transposition. Otherwise: it holds one float in each place; an instruction of F16C widens f16. */
+#if defined(__F16C__) && MTI_SIMD >= 8
+#define MTI_FEW_PAIRS(type) ((type) == MT_BF16)
+#else
+#define MTI_FEW_PAIRS(type) ((type) != MT_F32)
+#endif
+#define MTI_FEW_STEP(type) (MTI_FEW_PAIRS(type) ? 2 * MTI_SIMD : MTI_SIMD) /* elements of b in a register */
+
+MT_INLINE mti_simd mti_few_load(mt_dtype type, const unsigned char *b) {
+    mti_simd t;
+#if defined(__F16C__) && MTI_SIMD >= 8
+    if (type == MT_F16) {
+#if MTI_SIMD == 16
+        return (mti_simd)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)b));
+#else
+        return (mti_simd)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)b));
+#endif
+    }
+#endif
+    (void)type;
+    memcpy(&t, b, sizeof t);
+    return t;
+}
+
+/* Adds to s [m, MTI_SIMD] the products of MTI_FEW_STEP elements of k, without those before `first`. These are elements
+   p and following of m rows x, and are `at` bytes after the addresses b of MTI_SIMD rows. The order of the sums is that
+   of mti_gemm_sums. The lines of the cache `ahead` of b are brought into L2. */
+MT_INLINE void mti_few_step(int m, mt_dtype type, const unsigned char *const *b, int64_t at, int64_t ahead,
+                            const float *const *x, int64_t p, int first, mti_simd *s) {
+    mti_simd t[MTI_SIMD];
+    int i, r;
+    MTI_UNROLL
+    for (i = 0; i < MTI_SIMD; i++) {
+        t[i] = mti_few_load(type, b[i] + at);
+        MTI_PREFETCH_L2(b[i] + at + ahead);
+    }
+    mti_transpose_simd(t);
+    MTI_UNROLL
+    for (i = 0; i < MTI_SIMD; i++) {
+        if (!MTI_FEW_PAIRS(type)) {
+            if (i < first) continue;
+            for (r = 0; r < m; r++) s[r] += x[r][p + i] * t[i];
+        } else {
+            mti_simd even = mti_simd_widen(type, t[i], 0), odd = mti_simd_widen(type, t[i], 1);
+            if (2 * i + 1 < first) continue;
+            if (2 * i >= first)
+                for (r = 0; r < m; r++) s[r] += x[r][p + 2 * i] * even;
+            for (r = 0; r < m; r++) s[r] += x[r][p + 2 * i + 1] * odd;
+        }
+    }
+}
+
+/* Computes c for m rows of a from row i on, and MTI_SIMD rows of b from row j on. Rows that do not exist repeat the
+   last one. k is at least MTI_FEW_LEAST. */
+MT_INLINE void mti_few_tile(const mti_few *g, int m, mt_dtype type, int64_t i, int64_t j) {
+    const unsigned char *b[MTI_SIMD];
+    const float *x[MTI_FEW];
+    float *c = g->c + i * g->ldc + j;
+    mti_simd s[MTI_FEW], sums[MTI_FEW], zero = {0};
+    int64_t size = (int64_t)mt_dtype_size(type), step = MTI_FEW_STEP(type), p, q, end;
+    int64_t ahead = j + 2 * MTI_SIMD <= g->n && MTI_SIMD * g->k * size <= MTI_FEW_AHEAD ? MTI_SIMD * g->ldb * size : 0;
+    size_t width = (size_t)mt_min(MTI_SIMD, g->n - j) * sizeof *c;
+    int r;
+    for (r = 0; r < MTI_SIMD; r++) b[r] = g->b + mt_min(j + r, g->n - 1) * g->ldb * size;
+    for (r = 0; r < m; r++) {
+        x[r] = g->a + mt_min(i + r, g->m - 1) * g->lda;
+        sums[r] = zero;
+        if (g->beta != 0.0f && i + r < g->m) memcpy(&sums[r], c + r * g->ldc, width);
+    }
+    for (p = 0; p < g->k; p = end) {
+        float beta = p == 0 ? g->beta : 1.0f;
+        end = mt_min(p + MTI_KC, g->k);
+        for (r = 0; r < m; r++) s[r] = zero;
+        for (q = p; q + step <= end; q += step) mti_few_step(m, type, b, q * size, ahead, x, q, 0, s);
+        if (q < end) mti_few_step(m, type, b, (end - step) * size, 0, x, end - step, (int)(step - (end - q)), s);
+        for (r = 0; r < m; r++) {
+            s[r] *= g->alpha;
+            if (beta != 0.0f) s[r] += beta * sums[r];
+            sums[r] = s[r];
+        }
+    }
+    for (r = 0; r < m; r++)
+        if (i + r < g->m) memcpy(c + r * g->ldc, &sums[r], width);
+}
+
+static void mti_few_tile1(const mti_few *g, mt_dtype type, int64_t i, int64_t j) {
+    if (type == MT_F32) mti_few_tile(g, 1, MT_F32, i, j);
+    else if (type == MT_BF16) mti_few_tile(g, 1, MT_BF16, i, j);
+    else mti_few_tile(g, 1, MT_F16, i, j);
+}
+
+static void mti_few_tile4(const mti_few *g, mt_dtype type, int64_t i, int64_t j) {
+    if (type == MT_F32) mti_few_tile(g, MTI_FEW, MT_F32, i, j);
+    else if (type == MT_BF16) mti_few_tile(g, MTI_FEW, MT_BF16, i, j);
+    else mti_few_tile(g, MTI_FEW, MT_F16, i, j);
+}
+
+/* The product g. Reads b, whose elements have the type, once from memory. The bits of a row of c do not depend on m. */
+static void mti_few_rows(const mti_few *g, mt_dtype type) {
+    int64_t i, j;
+    for (j = 0; j < g->n; j += MTI_SIMD)
+        for (i = 0; i < g->m; i += MTI_FEW) {
+            if (g->m - i == 1) mti_few_tile1(g, type, i, j);
+            else mti_few_tile4(g, type, i, j);
+        }
+}
+#else
+#define MTI_HAS_FEW 0
+static void mti_few_rows(const mti_few *g, mt_dtype type) { (void)g, (void)type; }
 #endif
 
 typedef struct mti_gemm_piece { /* one block of a product: c [m, n] = alpha a [m, k] b [k, n] + beta c */
@@ -3250,6 +3447,7 @@ typedef struct mti_matmul {
     const void *a, *b;
     void *c;
     int64_t lda, ldb, ldc;
+    int few;    /* see mti_gemm_is_few */
     void *plan; /* see mti_native_plan */
 } mti_matmul;
 
@@ -3584,7 +3782,7 @@ static dnnl_status_t mti_dnnl_run(mti_dnnl *d, mti_dnnl_plan *p, const mti_matmu
 }
 
 /* oneDNN allocates the scratch memory of an f32 product itself. */
-static size_t mti_gemm_bytes(const mti_matmul *g) { return g->plan ? ((mti_dnnl_plan *)g->plan)->bytes : 0; }
+static size_t mti_library_bytes(const mti_matmul *g) { return g->plan ? ((mti_dnnl_plan *)g->plan)->bytes : 0; }
 
 static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
     int before = mti_threads_set(mt_context_threads(ctx));
@@ -3629,14 +3827,13 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 }
 
 /* A CBLAS library allocates its scratch memory itself. */
-static size_t mti_gemm_bytes(const mti_matmul *g) { return (void)g, (size_t)0; }
+static size_t mti_library_bytes(const mti_matmul *g) { return (void)g, (size_t)0; }
 
 #else
 MT_API const char *mt_gemm_library(void) { return "built-in"; }
 
-/* A panel of b, MTI_KC x MTI_NR, stays in L1. A block of a, MTI_MC x MTI_KC, stays in L2; MTI_MC is a multiple of every
-   MTI_MR. A block of b, MTI_KC x MTI_NC, stays in L3. */
-#define MTI_KC (MTI_SIMD == 16 ? 256 : 384)
+/* A block of a, MTI_MC x MTI_KC, stays in L2; MTI_MC is a multiple of every MTI_MR. A block of b, MTI_KC x MTI_NC,
+   stays in L3. */
 #define MTI_MC 192
 #define MTI_NC 2048
 
@@ -3687,7 +3884,7 @@ static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
         }
 }
 
-static size_t mti_gemm_bytes(const mti_matmul *g) { return mti_builtin_gemm_bytes(g->m, g->n, g->k); }
+static size_t mti_library_bytes(const mti_matmul *g) { return mti_builtin_gemm_bytes(g->m, g->n, g->k); }
 
 static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
     (void)ctx;
@@ -3700,11 +3897,48 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) { return (void)ctx, (void)g, MT_SUCCESS; }
 #endif
 
+#define MTI_FEW_MOST 8        /* up to here mti_few_rows is faster than CBLAS, the built-in loop and dnnl_sgemm */
+#define MTI_FEW_MOST_NATIVE 4 /* up to here it is faster than oneDNN with 16-bit operands as they are */
+
+/* Whether mti_few_rows, which runs on one thread, computes a product. The answer depends on sizes and options, but not
+   on types, so that widened operands give the same bits. */
+static int mti_gemm_is_few(mt_context *ctx, const mti_matmul *g, int64_t most) {
+    int one = 1;
+#if defined(MT_USE_ONEDNN) || defined(MT_USE_CBLAS)
+    one = mt_context_threads(ctx) == 1;
+#endif
+    (void)ctx;
+    return MTI_HAS_FEW && one && !g->trans_a && g->trans_b && g->m > 0 && g->m <= most && g->n > 0 &&
+           g->k >= MTI_FEW_LEAST && g->alpha != 0.0f;
+}
+
+/* Chooses how a product runs: with few rows, with a plan, or by the library in f32. */
+static mt_status mti_gemm_choose(mt_context *ctx, mti_matmul *g) {
+    if (mt_context_planned(ctx) == MT_DEVICE_CUDA) return MT_SUCCESS;
+    g->few = mti_gemm_is_few(ctx, g, MTI_FEW_MOST_NATIVE);
+    if (!g->few) MT_TRY(mti_native_plan(ctx, g));
+    if (!g->plan) g->few = mti_gemm_is_few(ctx, g, MTI_FEW_MOST);
+    return MT_SUCCESS;
+}
+
+/* Computes a product with few rows. a and c are f32. */
+static void mti_gemm_few(const mti_matmul *g) {
+    mti_few f;
+    f.a = (const float *)g->a, f.b = (const unsigned char *)g->b, f.c = (float *)g->c;
+    f.lda = g->lda, f.ldb = g->ldb, f.ldc = g->ldc;
+    f.m = g->m, f.n = g->n, f.k = g->k;
+    f.alpha = g->alpha, f.beta = g->beta;
+    mti_few_rows(&f, g->b_type);
+}
+
+static size_t mti_gemm_bytes(const mti_matmul *g) { return g->few ? 0 : mti_library_bytes(g); }
+
 /* Computes the product g on a CPU. scratch has at least mti_gemm_bytes(g) bytes. */
 static mt_status mti_cpu_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
     if (g->m == 0 || g->n == 0) return MT_SUCCESS;
-    if (g->k != 0 && g->alpha != 0.0f) return mti_library_gemm(ctx, g, scratch);
-    mti_gemm_scale(g);
+    if (!g->few && g->k != 0 && g->alpha != 0.0f) return mti_library_gemm(ctx, g, scratch);
+    if (g->few) mti_gemm_few(g);
+    else mti_gemm_scale(g);
     return MT_SUCCESS;
 }
 
@@ -4197,8 +4431,9 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
     g.alpha = alpha;
     g.beta = beta;
     mti_gemm_operands(&g, a, b, c);
-    if (mt_context_planned(ctx) != MT_DEVICE_CUDA) MT_TRY(mti_native_plan(ctx, &g));
-    for (i = 0; g.plan && i < MTI_COUNT(args); i++) args[i].use |= MTI_AS_IS;
+    MT_TRY(mti_gemm_choose(ctx, &g));
+    for (i = 0; i < MTI_COUNT(args); i++)
+        if (g.plan || (g.few && args[i].view == &b)) args[i].use |= MTI_AS_IS;
     MT_TRY(mti_begin(&op, ctx, "mt_gemm", args, MTI_COUNT(args)));
     mti_gemm_operands(&g, a, b, c);
     op.work.work = MT_WORK_GEMM;

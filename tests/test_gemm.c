@@ -403,6 +403,89 @@ static void test_16bit_empty(void **state) {
         }
 }
 
+/* ---- few rows --------------------------------------------------------------------------------------------------- */
+
+/* The products of decoding, with 1 to 9 rows of activations. The sizes are near those of a register (4, 8, 16, 32
+   elements) and of a block of k (256, 384). */
+static void test_few_rows(void **state) {
+    static const int64_t ns[] = {1, 3, 4, 15, 16, 17, 33, 70}, ks[] = {3, 4, 16, 31, 32, 33, 47, 256, 300, 389, 801};
+    static const float factors[][2] = {{1, 0}, {1, 1}, {-0.5f, 0.25f}};
+    size_t n, k, f, t, i = 0;
+    int64_t m;
+    (void)state;
+    for (t = 0; t <= TYPES; t++)
+        for (n = 0; n < sizeof ns / sizeof *ns; n++)
+            for (k = 0; k < sizeof ks / sizeof *ks; k++)
+                for (f = 0; f < 3; f++)
+                    for (m = 1; m <= 9; m++) {
+                        types x = {MT_F32, MT_F32, MT_F32};
+                        if (t < TYPES) x = type_list[t];
+                        if (test_takes(i++, 17))
+                            try_16bit(x, 2, m, ns[n], ks[k], factors[f][0], factors[f][1], (int64_t)(i % 3));
+                    }
+}
+
+/* The first row of b that is not finite makes one column of c so. */
+static void test_few_not_finite(void **state) {
+    size_t t;
+    (void)state;
+    for (t = 0; t < 4; t += 2) {
+        mt_tensor a = random_of(type_list[t].a, 3, 40, 0, 1), b = random_of(type_list[t].b, 21, 40, 2, 1);
+        mt_tensor c = random_of(MT_F32, 3, 21, 0, 0);
+        int64_t i, j;
+        ((uint16_t *)b.data)[7 * b.ld + 39] = t ? 0x7c00 : 0x7f80;
+        ((uint16_t *)b.data)[9 * b.ld + 1] = GUARD16;
+        OK(mt_gemm(ref.ctx, MT_NO_TRANS, MT_TRANS, 1, a, b, 0, c));
+        for (i = 0; i < 3; i++)
+            for (j = 0; j < 21; j++) {
+                float got = ref_row(c, i)[j];
+                assert_true(j == 9 ? got != got : (j == 7) == (fabsf(got) > 1e30f));
+            }
+        ref_release();
+    }
+}
+
+/* The bits of a row do not depend on the number of rows: with the built-in loop never, with a library from 1 to 4. */
+static void test_rows_alone(void **state) {
+    static const int64_t ks[] = {40, 256, 300, 800};
+    int builtin = strcmp(mt_gemm_library(), "built-in") == 0;
+    size_t t, k;
+    (void)state;
+    for (t = 0; t <= TYPES; t++)
+        for (k = 0; k < 4; k++) {
+            types x = {MT_F32, MT_F32, MT_F32};
+            int64_t rows = builtin ? 40 : 4, m, i;
+            mt_tensor a, b, all, some, before;
+            size_t size;
+            if (t < TYPES) x = type_list[t];
+            size = 37 * mt_dtype_size(x.c);
+            a = random_of(x.a, rows, ks[k], 0, 1);
+            b = random_of(x.b, 37, ks[k], 1, 1);
+            before = random_of(x.c, rows, 37, 0, 1);
+            all = random_of(x.c, rows, 37, 0, 0);
+            some = random_of(x.c, rows, 37, 0, 0);
+            OK(mt_copy(ref.ctx, before, all));
+            OK(mt_gemm(ref.ctx, MT_NO_TRANS, MT_TRANS, 0.75f, a, b, 0.5f, all));
+            for (m = 1; m < rows; m++)
+                for (i = 0; i + m <= rows; i += m + 3) {
+                    mt_tensor y = mt_tensor_rows(some, i, m);
+                    OK(mt_copy(ref.ctx, before, some));
+                    OK(mt_gemm(ref.ctx, MT_NO_TRANS, MT_TRANS, 0.75f, mt_tensor_rows(a, i, m), b, 0.5f, y));
+                    assert_memory_equal(y.data, mt_tensor_rows(all, i, m).data, (size_t)m * size);
+                }
+            ref_release();
+        }
+}
+
+/* A product with few rows takes no copy of its weight. */
+static void test_few_memory(void **state) {
+    static const types t = {MT_BF16, MT_BF16, MT_BF16};
+    (void)state;
+    mt_arena_reset_peak(ref.ctx);
+    try_16bit(t, 2, 3, 500, 512, 1, 0, 1);
+    assert_true(mt_arena_peak(ref.ctx) < (size_t)16384);
+}
+
 /* Hashes the results of products of many shapes: more than a context keeps plans for. */
 static mt_status many_shapes(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor c, uint64_t *hash) {
     int64_t i;
@@ -610,6 +693,10 @@ int main(void) {
         REF_TEST(test_16bit_forms),
         REF_TEST(test_16bit_random),
         REF_TEST(test_16bit_empty),
+        REF_TEST(test_few_rows),
+        REF_TEST(test_few_not_finite),
+        REF_TEST(test_rows_alone),
+        REF_TEST(test_few_memory),
         REF_TEST(test_16bit_many_shapes),
         REF_TEST(test_16bit_two_threads),
         REF_TEST(test_16bit_memory),
