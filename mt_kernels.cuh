@@ -124,7 +124,8 @@ typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
    On a CPU, oneDNN reads a and b in 16 bits, without f32 copies, if all of these hold: they have the same type, C has
    this type or MT_F32, alpha is 1, and the processor has instructions for the type (AVX512-BF16 or AMX for bf16; f16
    needs oneDNN 3, and AVX512-FP16 or AMX-FP16). The sums are in f32, and the scratch memory is what oneDNN asks for.
-   These instructions take denormal bf16 numbers for 0. All other 16-bit products are those of the f32 copies.
+   These instructions take denormal bf16 numbers for 0. All other 16-bit products have the bits of those of f32 copies;
+   the built-in loop makes no copies of a and b.
    Products x W^T with a few rows of x, as in decoding, read W once, in its own type, at the speed of memory: up to 8
    rows, or 4 where oneDNN reads both in 16 bits. This needs gcc or clang, k of at least 32 and, with oneDNN or CBLAS,
    mt_context_desc.threads = 1. With the built-in loop, the bits of a row of C do not depend on the number of rows m.
@@ -2593,7 +2594,7 @@ typedef struct mti_gemm_piece { /* one block of a product: c [m, n] = alpha a [m
    not have repeat its last one. */
 static void mti_gemm_panel(const mti_gemm_piece *x, int64_t i, int64_t first, int64_t end, const float *b, float *c,
                            int64_t ldc) {
-    const float *rows[MTI_MR], *a = x->a + i * x->a_row + first * x->a_col;
+    const float *rows[MTI_MR], *a;
     int64_t last = x->m - i - 1, k = end - first;
     int r;
     b += first * MTI_NR;
@@ -2603,6 +2604,7 @@ static void mti_gemm_panel(const mti_gemm_piece *x, int64_t i, int64_t first, in
         mti_gemm_sums(k, rows, MTI_MR, b, x->alpha, x->beta, c, ldc);
         return;
     }
+    a = x->a + i * x->a_row + first * x->a_col;
     MTI_UNROLL
     for (r = 0; r < MTI_MR; r++) rows[r] = a + mt_min(r, last) * x->a_row;
     if (x->a_col == 1) mti_gemm_sums(k, rows, 1, b, x->alpha, x->beta, c, ldc);
@@ -3830,6 +3832,7 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 static size_t mti_library_bytes(const mti_matmul *g) { return (void)g, (size_t)0; }
 
 #else
+#define MTI_GEMM_WIDENS 1 /* the built-in GEMM widens 16-bit operands when it packs them */
 MT_API const char *mt_gemm_library(void) { return "built-in"; }
 
 /* A block of a, MTI_MC x MTI_KC, stays in L2; MTI_MC is a multiple of every MTI_MR. A block of b, MTI_KC x MTI_NC,
@@ -3852,13 +3855,50 @@ static void mti_gemm_block(const mti_gemm_piece *x) {
         for (i = 0; i < x->m; i += MTI_MR) mti_gemm_tile(x, i, j, 0, x->k);
 }
 
+#define MTI_PACK_COLS 64 /* columns of 16-bit rows that are widened at once */
+
+/* mti_pack_panel for elements of a 16-bit type, which it widens. row or col is 1. */
+static void mti_pack_panel16(mt_dtype type, const uint16_t *x, int64_t row, int64_t col, int64_t rows, int64_t k,
+                             int width, float *out) {
+    float room[MTI_NR * MTI_PACK_COLS];
+    int64_t i, p, n;
+    if (row == 1 && rows == width) {
+        for (p = 0; p < k; p++) mt_f32_from_16bit(type, x + p * col, out + p * width, width);
+        return;
+    }
+    for (p = 0; p < k; p += n) {
+        n = mt_min(MTI_PACK_COLS, k - p);
+        if (col == 1) {
+            for (i = 0; i < rows; i++) mt_f32_from_16bit(type, x + i * row + p, room + i * MTI_PACK_COLS, n);
+            mti_pack_panel(room, MTI_PACK_COLS, 1, rows, n, width, out + p * width);
+        } else {
+            for (i = 0; i < n; i++) mt_f32_from_16bit(type, x + (p + i) * col, room + i * width, rows);
+            mti_pack_panel(room, 1, width, rows, n, width, out + p * width);
+        }
+    }
+}
+
+/* mti_pack for a matrix of any float type that begins at element `at` of x. row or col is 1. */
+static void mti_pack_typed(mt_dtype type, const void *x, int64_t at, int64_t row, int64_t col, int64_t rows, int64_t k,
+                           int width, float *out) {
+    const uint16_t *from = (const uint16_t *)x + at;
+    int64_t i;
+    if (type == MT_F32) {
+        mti_pack((const float *)x + at, row, col, rows, k, width, out);
+        return;
+    }
+    for (i = 0; i < rows; i += width)
+        mti_pack_panel16(type, from + i * row, row, col, mt_min(width, rows - i), k, width, out + i * k);
+}
+
 /* The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008). a is
-   packed only if more than four panels of b read it, because otherwise packing costs more than it saves. */
+   packed only if more than four panels of b read it, because otherwise packing costs more than it saves, or if it must
+   be widened. */
 static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
     int64_t a_row = g->trans_a ? 1 : g->lda, a_col = g->trans_a ? g->lda : 1;
     int64_t b_row = g->trans_b ? 1 : g->ldb, b_col = g->trans_b ? g->ldb : 1;
     int64_t kc = mt_min(g->k, MTI_KC), i, j, p;
-    int pack_a = g->n > 4 * MTI_NR;
+    int pack_a = g->n > 4 * MTI_NR || g->a_type != MT_F32;
     float *room_b = (float *)scratch;
     float *room_a = room_b + mt_round_up(mt_round_up(mt_min(g->n, MTI_NC), MTI_NR) * kc, 16);
     mti_gemm_piece x;
@@ -3873,12 +3913,13 @@ static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
             x.n = mt_min(MTI_NC, g->n - j);
             x.k = mt_min(MTI_KC, g->k - p);
             x.beta = p == 0 ? g->beta : 1.0f;
-            mti_pack((const float *)g->b + j * b_col + p * b_row, b_col, b_row, x.n, x.k, MTI_NR, room_b);
+            mti_pack_typed(g->b_type, g->b, j * b_col + p * b_row, b_col, b_row, x.n, x.k, MTI_NR, room_b);
             for (i = 0; i < g->m; i += MTI_MC) {
                 x.m = mt_min(MTI_MC, g->m - i);
-                x.a = (const float *)g->a + i * a_row + p * a_col;
+                x.a = pack_a ? NULL : (const float *)g->a + i * a_row + p * a_col;
                 x.c = (float *)g->c + i * g->ldc + j;
-                if (pack_a) mti_pack(x.a, a_row, a_col, x.m, x.k, MTI_MR, room_a);
+                if (pack_a)
+                    mti_pack_typed(g->a_type, g->a, i * a_row + p * a_col, a_row, a_col, x.m, x.k, MTI_MR, room_a);
                 mti_gemm_block(&x);
             }
         }
@@ -3893,6 +3934,9 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 }
 #endif
 
+#if !defined(MTI_GEMM_WIDENS)
+#define MTI_GEMM_WIDENS 0
+#endif
 #if !defined(MT_USE_ONEDNN)
 static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) { return (void)ctx, (void)g, MT_SUCCESS; }
 #endif
@@ -4433,7 +4477,9 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
     mti_gemm_operands(&g, a, b, c);
     MT_TRY(mti_gemm_choose(ctx, &g));
     for (i = 0; i < MTI_COUNT(args); i++)
-        if (g.plan || (g.few && args[i].view == &b)) args[i].use |= MTI_AS_IS;
+        if (g.plan || (args[i].view == &b && (g.few || MTI_GEMM_WIDENS)) ||
+            (args[i].view == &a && !g.few && MTI_GEMM_WIDENS))
+            args[i].use |= MTI_AS_IS;
     MT_TRY(mti_begin(&op, ctx, "mt_gemm", args, MTI_COUNT(args)));
     mti_gemm_operands(&g, a, b, c);
     op.work.work = MT_WORK_GEMM;
