@@ -7239,7 +7239,8 @@ struct mti_flash {
         return (uint16_t *)v.data + (b * p.s.seq + row) * v.ld + col;
     }
     __device__ const uint16_t *cached_keys(int64_t b, int64_t head) const {
-        return (const uint16_t *)p.k.data + (b * p.s.groups + head / p.s.heads_per_group) * cached.max_seq * p.k.ld;
+        return (const uint16_t *)p.k.data +
+               (b * p.s.groups + head / p.s.heads_per_group) * cached.max_seq * p.s.head_dim;
     }
     __device__ mti_span cached_span(int64_t b, int64_t i) const {
         mti_span all = {0, cached.end(b, i)};
@@ -7588,7 +7589,7 @@ template <int HeadDim, bool BF16, bool DROP, bool SPANS, bool CACHED = false>
 static __global__ void __launch_bounds__(128, 2) mti_flash_forward_kernel(mti_flash f) {
     constexpr int Step = MTI_FLASH_KEYS, Tile = Step * HeadDim, Held = mti_flash_held<HeadDim, DROP, SPANS>();
     MT_DYN_SHARED(uint16_t, q);
-    int64_t b = blockIdx.z, head = blockIdx.y, ld = f.p.k.ld;
+    int64_t b = blockIdx.z, head = blockIdx.y, ld = CACHED ? HeadDim : f.p.k.ld;
     int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * MTI_FLASH_ROWS; /* blocks with the most keys start first */
     int warp = (int)threadIdx.x / 32 * 32, row = first + warp;
     int begin = 0, keys = SPANS ? 0 : f.keys(b, first);
@@ -9541,21 +9542,25 @@ static mt_status mti_split_room(const mti_kv *kv, mti_kv_gpu *k) {
     return MT_SUCCESS;
 }
 
-/* Launches the kernel with tiles of 1, 4 or 8 rows, and with 8, 16 or 32 lanes for a key. */
+/* Launches the kernel with tiles of 1, 4 or 8 rows, and with 8, 16 or 32 lanes for a key. With 8 rows, keys and values
+   in f32 would need too many registers. */
 template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const mti_kv_gpu &k) {
     int64_t d = k.s.head_dim, rows = k.s.seq * k.s.heads_per_group;
     if (mt_size_mul(rows, k.splits) < 0 || rows * k.splits > INT_MAX)
         return mt_fail(kv->ctx, MT_ERR_UNSUPPORTED, "mt_kv_cache_attention: %lld queries of a group, and %d splits",
                        (long long)rows, k.splits);
     return mti_by_kind<3>(TYPE == MTI_ANY_TYPE || d > 128 ? 2 : d > 64, [&](auto lanes) {
-        return mti_by_kind<3>(rows > 4 ? 2 : rows > 1, [&](auto tile) {
-            constexpr int Lanes = TYPE == MTI_ANY_TYPE ? 32 : 8 << decltype(lanes)::value;
-            constexpr int Rows = decltype(tile)::value == 0 ? 1 : 2 << decltype(tile)::value;
-            dim3 grid((unsigned)((rows + Rows - 1) / Rows * k.splits), (unsigned)k.s.groups, (unsigned)k.s.batch);
-            MT_LAUNCH_KERNEL((mti_kv_attention_kernel<TYPE, Lanes, Rows>), grid, 32 * MTI_KV_WARPS, 0,
-                             mt_context_stream(kv->ctx), k);
-            return mt_cuda_launched(kv->ctx, "mt_kv_cache_attention");
-        });
+        return mti_by_kind < mti_fetched<TYPE>::size == 2
+                   ? 3
+                   : 2 > (rows > 4 ? 2 : rows > 1, [&](auto tile) {
+                         constexpr int Lanes = TYPE == MTI_ANY_TYPE ? 32 : 8 << decltype(lanes)::value;
+                         constexpr int Rows = decltype(tile)::value == 0 ? 1 : 2 << decltype(tile)::value;
+                         dim3 grid((unsigned)((rows + Rows - 1) / Rows * k.splits), (unsigned)k.s.groups,
+                                   (unsigned)k.s.batch);
+                         MT_LAUNCH_KERNEL((mti_kv_attention_kernel<TYPE, Lanes, Rows>), grid, 32 * MTI_KV_WARPS, 0,
+                                          mt_context_stream(kv->ctx), k);
+                         return mt_cuda_launched(kv->ctx, "mt_kv_cache_attention");
+                     });
     });
 }
 

@@ -715,10 +715,10 @@ static mt_gpt_desc model_desc(void) {
     mt_gpt_desc d;
     memset(&d, 0, sizeof d);
     d.vocab = VOCAB;
-    d.layers = 2;
+    d.layers = 1;
     d.max_seq = 24;
-    d.layer.hidden = 256;
-    d.layer.heads = 4, d.layer.kv_heads = 2; /* heads of 64 features: prompts run on tensor cores in 16 bits */
+    d.layer.hidden = 128;
+    d.layer.heads = 2, d.layer.kv_heads = 1; /* heads of 64 features: prompts run on tensor cores in 16 bits */
     d.layer.norm = MT_RMS_NORM;
     d.layer.rotary_base = 100.0f;
     return d;
