@@ -2,7 +2,8 @@
 
    It implements the part of CMocka (https://cmocka.org) that the tests use, with the same names and output. Only the
    thread that runs a case may use assertions. MT_TEST_CASE selects the cases whose name contains its value, or with "="
-   before it the case of exactly this name. MT_TEST_LIST=1 prints the names of these cases, and runs none.
+   before it the case of exactly this name. MT_TEST_EXCEPT names cases that do not run, with spaces between them.
+   MT_TEST_LIST=1 prints the names of the cases that would run, and runs none.
 
        MT_TEST_CASE=split build/tests/test_comm
        MT_TEST_CASE==test_split build/tests/test_comm
@@ -81,8 +82,20 @@ static inline int cm_run_(const struct CMUnitTest *test, void *group_state) {
     return how;
 }
 
+/* Returns 1 when one of the words of the list is the name. */
+static inline int cm_is_one_of_(const char *name, const char *list) {
+    size_t length = strlen(name);
+    const char *at = list;
+    while (at && (at = strstr(at, name)) != NULL) {
+        if ((at == list || at[-1] == ' ') && (at[length] == ' ' || at[length] == 0)) return 1;
+        at++;
+    }
+    return 0;
+}
+
 static inline int cm_chosen_(const struct CMUnitTest *test) {
     const char *pattern = getenv("MT_TEST_CASE");
+    if (cm_is_one_of_(test->name, getenv("MT_TEST_EXCEPT"))) return 0;
     if (pattern && pattern[0] == '=') return strcmp(test->name, pattern + 1) == 0;
     return !pattern || strstr(test->name, pattern) != NULL;
 }

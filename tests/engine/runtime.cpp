@@ -19,7 +19,6 @@
 #include <set>
 #include <string>
 #include <thread>
-#include <unordered_set>
 #include <utility>
 
 #include <sys/mman.h>
@@ -557,10 +556,11 @@ static bool ready(const Operation &o) {
                                                                   [](const OperationRef &p) { return at_head(*p); });
 }
 
-static std::vector<OperationRef> ready_operations() {
-    std::vector<OperationRef> found;
+// The streams whose first operation is ready.
+static std::vector<Stream *> ready_streams() {
+    std::vector<Stream *> found;
     for (Stream *s : queues().busy)
-        if (ready(*s->queue.front())) found.push_back(s->queue.front());
+        if (ready(*s->queue.front())) found.push_back(s);
     return found;
 }
 
@@ -574,7 +574,7 @@ static void may_be_ready(Stream *s) {
         for (const OperationRef &o : r->participants) queues().candidates.insert(o->stream);
 }
 
-// The first of ready_operations, which the schedule eager takes.
+// The first operation of the first of ready_streams, which the schedule eager takes.
 static OperationRef first_ready() {
     std::set<Stream *, OldestFirst> &candidates = queues().candidates;
     while (!candidates.empty()) {
@@ -638,21 +638,22 @@ static void run(OperationRef o) {
     notify();
 }
 
-// Ids of the operations that must run before `target` is done, including `target`; none in the schedule eager, which
+// Index: id. The operations that must run before `target` is done, including `target`; none in the schedule eager, which
 // does not use them.
-typedef std::unordered_set<uint32_t> Needed;
+typedef std::vector<bool> Needed;
 
 static Needed needed_for(const OperationRef &target) {
-    Needed needed;
-    if (eager()) return needed;
+    if (eager()) return {};
+    Needed needed(queues().past.size() + 1);
     std::vector<Operation *> open = {target.get()};
     while (!open.empty()) {
         Operation *o = open.back();
         open.pop_back();
-        if (o->done || needed.count(o->id)) continue;
+        if (o->done || needed[o->id]) continue;
         for (const OperationRef &earlier : o->stream->queue) {
             if (earlier->id > o->id) break;
-            if (!needed.insert(earlier->id).second) continue;
+            if (needed[earlier->id]) continue;
+            needed[earlier->id] = true;
             for (const OperationRef &before : earlier->after) open.push_back(before.get());
             if (!earlier->rendezvous) continue;
             for (const OperationRef &peer : earlier->rendezvous->participants) open.push_back(peer.get());
@@ -661,17 +662,20 @@ static Needed needed_for(const OperationRef &target) {
     return needed;
 }
 
-static OperationRef pick(const std::vector<OperationRef> &candidates) {
-    return candidates.empty() ? nullptr : candidates[random_below(candidates.size())];
+static OperationRef pick(const std::vector<Stream *> &streams) {
+    return streams.empty() ? nullptr : streams[random_below(streams.size())]->queue.front();
 }
 
 // Selects the next operation to run while a host thread waits for the operations in `needed`.
 static OperationRef choose(const Needed &needed) {
     if (eager()) return first_ready();
-    std::vector<OperationRef> all = ready_operations();
-    std::vector<OperationRef> wanted;
-    std::vector<OperationRef> others;
-    for (const OperationRef &o : all) (needed.count(o->id) ? wanted : others).push_back(o);
+    std::vector<Stream *> all = ready_streams();
+    std::vector<Stream *> wanted;
+    std::vector<Stream *> others;
+    for (Stream *s : all) {
+        uint32_t id = s->queue.front()->id; // one that is new is not needed
+        (id < needed.size() && needed[id] ? wanted : others).push_back(s);
+    }
     switch (config().streams) {
     case Schedule::lazy: return pick(wanted);
     case Schedule::greedy: return pick(others.empty() ? wanted : others);
@@ -716,7 +720,7 @@ static void wait_for_device(int device) {
 static void run_some() {
     uint64_t steps = eager() ? UINT64_MAX : config().streams == Schedule::random ? random_below(3) : 0;
     for (; steps; steps--) {
-        OperationRef next = eager() ? first_ready() : pick(ready_operations());
+        OperationRef next = eager() ? first_ready() : pick(ready_streams());
         if (!next) return;
         run(next);
     }
