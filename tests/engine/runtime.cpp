@@ -638,8 +638,8 @@ static void run(OperationRef o) {
     notify();
 }
 
-// Index: id. The operations that must run before `target` is done, including `target`; none in the schedule eager, which
-// does not use them.
+// Index: id. The operations that must run before `target` is done, including `target`; none in the schedule eager,
+// which does not use them.
 typedef std::vector<bool> Needed;
 
 static Needed needed_for(const OperationRef &target) {
