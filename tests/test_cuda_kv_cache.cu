@@ -404,6 +404,15 @@ static void test_one_token(void **state) {
     check(c);
 }
 
+/* Each of the four warps that merge splits has several of them. */
+static void test_many_splits(void **state) {
+    (void)state;
+    config c;
+    c.batch = 2, c.dim = 32, c.max_seq = 2600;
+    c.held = {2599, 1400};
+    check(c);
+}
+
 /* A tile has 1, 4 or 8 rows, of the heads of a group and of several tokens. */
 static void test_tiles(void **state) {
     const int64_t sizes[] = {1, 2, 3, 4, 5, 7, 8, 9, 16};
@@ -589,7 +598,8 @@ static void test_parts(void **state) {
 
 /* ---- wrong numbers, memory, graphs ------------------------------------------------------------------------------- */
 
-/* A GPU does not check lengths, but it writes nowhere else. */
+/* A GPU does not check lengths, but it writes nowhere else: neither behind the cache of the last sequence, nor in that
+   of another one. */
 static void test_wrong_lengths(void **state) {
     const int32_t held[] = {-1, INT32_MIN, 65, INT32_MAX, 63, 64}, added[] = {3, 9, -5, INT32_MAX, INT32_MIN, 2};
     (void)state;
@@ -597,14 +607,16 @@ static void test_wrong_lengths(void **state) {
         for (int64_t seq = 1; seq < 12; seq += 9) {
             size_t mark = mt_arena_mark(gpu);
             config c;
-            c.batch = 2, c.groups = 2, c.seq = seq, c.rotary = HALVES;
-            c.held = {held[i], 3};
-            if (i > 0) c.added = {added[i], (int32_t)seq};
+            c.batch = 3, c.groups = 2, c.seq = seq, c.rotary = HALVES;
+            c.held = {held[i], 3, held[i]};
+            if (i > 0) c.added = {added[i], (int32_t)seq, added[i]};
             c.type = i % 2 ? MT_BF16 : MT_F32;
             call k = call_new(&c);
             if (i == 0) k.s.lengths = NULL;
+            mt_tensor other = mt_tensor_rows(k.cache.keys, cache_row(&c, 1, 0, 0), 3);
+            floats before = download(other);
             run(&k);
-            OK(mt_context_synchronize(gpu));
+            same_bits("another sequence", before, download(other), before.size() - 1);
             check_gaps(&c, &k);
             mt_arena_release(gpu, mark);
         }
@@ -847,23 +859,15 @@ static int close_contexts(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_head_sizes),
-        cmocka_unit_test(test_one_token),
-        cmocka_unit_test(test_tiles),
-        cmocka_unit_test(test_prompts),
-        cmocka_unit_test(test_long_prompts),
-        cmocka_unit_test(test_window),
-        cmocka_unit_test(test_softcap_and_alibi),
-        cmocka_unit_test(test_rotary),
-        cmocka_unit_test(test_offsets),
-        cmocka_unit_test(test_run_to_run),
-        cmocka_unit_test(test_parts),
-        cmocka_unit_test(test_wrong_lengths),
-        cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_graph),
-        cmocka_unit_test(test_positions_and_lengths),
-        cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_gpt),
+        cmocka_unit_test(test_head_sizes),    cmocka_unit_test(test_one_token),
+        cmocka_unit_test(test_many_splits),   cmocka_unit_test(test_tiles),
+        cmocka_unit_test(test_prompts),       cmocka_unit_test(test_long_prompts),
+        cmocka_unit_test(test_window),        cmocka_unit_test(test_softcap_and_alibi),
+        cmocka_unit_test(test_rotary),        cmocka_unit_test(test_offsets),
+        cmocka_unit_test(test_run_to_run),    cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_wrong_lengths), cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_graph),         cmocka_unit_test(test_positions_and_lengths),
+        cmocka_unit_test(test_refusals),      cmocka_unit_test(test_gpt),
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);
 }
