@@ -747,6 +747,134 @@ static mt_status item_gemm(worker *w) {
     return status;
 }
 
+/* ---- item gemm: bf16, and few rows of activations ---------------------------------------------------------------- */
+
+enum { FEW_CASES = 8, TYPED_CASES = 6, READ_CASES = 2 };
+
+static const struct {
+    mt_dtype dtype;
+    int64_t rows, n;
+} few_list[FEW_CASES] = {{MT_F32, 1, GPT_VOCAB},  {MT_F32, 4, GPT_VOCAB},  {MT_F32, 8, GPT_VOCAB},
+                         {MT_F32, 1, 4 * HIDDEN}, {MT_BF16, 1, GPT_VOCAB}, {MT_BF16, 4, GPT_VOCAB},
+                         {MT_BF16, 8, GPT_VOCAB}, {MT_BF16, 1, 4 * HIDDEN}};
+
+static const struct {
+    const char *name;
+    mt_transpose trans_a, trans_b;
+    int64_t m, n, k;
+} typed_list[TYPED_CASES / 2] = {{"forward", MT_NO_TRANS, MT_TRANS, TOKENS, 4 * HIDDEN, HIDDEN},
+                                 {"input gradient", MT_NO_TRANS, MT_NO_TRANS, TOKENS, HIDDEN, 4 * HIDDEN},
+                                 {"weight gradient", MT_TRANS, MT_NO_TRANS, 4 * HIDDEN, HIDDEN, TOKENS}};
+
+typedef struct products_item {
+    char *weights, *x, *y; /* of GPT_VOCAB x HIDDEN floats, and of TOKENS x 4 HIDDEN */
+    size_t at;             /* weights from here on are read next, so that they are not in a cache */
+    uint64_t sum;
+} products_item;
+
+#define WEIGHT_BYTES ((size_t)GPT_VOCAB * HIDDEN * sizeof(float))
+
+static const char *next_weights(products_item *p, size_t bytes) {
+    if (p->at + bytes > WEIGHT_BYTES) p->at = 0;
+    p->at += bytes;
+    return p->weights + p->at - bytes;
+}
+
+static mt_status run_few(worker *w, int arg) {
+    products_item *p = w->item;
+    mt_dtype dtype = few_list[arg].dtype;
+    int64_t m = few_list[arg].rows, n = few_list[arg].n;
+    const char *b = next_weights(p, (size_t)(n * HIDDEN) * mt_dtype_size(dtype));
+    return mt_gemm(w->ctx, MT_NO_TRANS, MT_TRANS, 1, mt_tensor_make(p->x, dtype, m, HIDDEN),
+                   mt_tensor_make(b, dtype, n, HIDDEN), 0, mt_tensor_make(p->y, dtype, m, n));
+}
+
+/* Reads as many bytes as a weight [GPT_VOCAB, HIDDEN] has in f32 (0) or bf16 (1). */
+static mt_status run_read(worker *w, int arg) {
+    products_item *p = w->item;
+    size_t bytes = WEIGHT_BYTES >> arg, i, j;
+    const uint64_t *x = (const uint64_t *)(const void *)next_weights(p, bytes);
+    uint64_t sum = 0;
+    for (i = 0; i + 64 <= bytes / 8; i += 64) {
+        for (j = 0; j < 64; j += 8) __builtin_prefetch(x + i + j + 1024);
+        for (j = 0; j < 64; j++) sum += x[i + j];
+    }
+    p->sum += sum;
+    return MT_SUCCESS;
+}
+
+/* Case 2 i is typed_list[i] in f32, and 2 i + 1 in bf16. */
+static mt_status run_typed(worker *w, int arg) {
+    products_item *p = w->item;
+    mt_dtype dtype = arg % 2 ? MT_BF16 : MT_F32;
+    int64_t m = typed_list[arg / 2].m, n = typed_list[arg / 2].n, k = typed_list[arg / 2].k;
+    int ta = typed_list[arg / 2].trans_a == MT_TRANS, tb = typed_list[arg / 2].trans_b == MT_TRANS;
+    return mt_gemm(w->ctx, typed_list[arg / 2].trans_a, typed_list[arg / 2].trans_b, 1,
+                   mt_tensor_make(p->x, dtype, ta ? k : m, ta ? m : k),
+                   mt_tensor_make(p->weights, dtype, tb ? n : k, tb ? k : n), ta ? 1.0f : 0.0f,
+                   mt_tensor_make(p->y, ta ? MT_F32 : dtype, m, n));
+}
+
+static void products_rows(const team *t) {
+    char name[64];
+    for (int i = 0; i < TYPED_CASES; i++) {
+        int64_t m = typed_list[i / 2].m, n = typed_list[i / 2].n, k = typed_list[i / 2].k;
+        snprintf(name, sizeof name, "%s %s %lldx%lldx%lld", i % 2 ? "bf16" : "f32", typed_list[i / 2].name,
+                 (long long)m, (long long)n, (long long)k);
+        row("gemm", name, case_rate(t, i, 2e-9 * (double)(m * n * k)), "GFLOP/s", case_ratio(t, i - i % 2, i, 1),
+            i % 2 ? "f32 rate" : NULL);
+    }
+    for (int i = 0; i < FEW_CASES; i++) {
+        int read = TYPED_CASES + FEW_CASES + (few_list[i].dtype == MT_BF16), c = TYPED_CASES + i;
+        double bytes = (double)few_list[i].n * HIDDEN * (double)mt_dtype_size(few_list[i].dtype);
+        snprintf(name, sizeof name, "%s %lldx%lldx%d, bytes of the weight", mt_dtype_name(few_list[i].dtype),
+                 (long long)few_list[i].rows, (long long)few_list[i].n, HIDDEN);
+        row("gemm", name, case_rate(t, c, 1e-9 * bytes), "GB/s",
+            case_ratio(t, read, c, (double)few_list[i].n / GPT_VOCAB), "read's GB/s");
+    }
+    row("gemm", "read of 154 MB", case_rate(t, TYPED_CASES + FEW_CASES, 1e-9 * (double)WEIGHT_BYTES), "GB/s", 0, NULL);
+}
+
+/* bf16 patterns of numbers near 1, which are numbers near 1 as f32, too. */
+static mt_status products_create(worker *w, products_item *p) {
+    const size_t sizes[3] = {WEIGHT_BYTES, (size_t)TOKENS * 4 * HIDDEN * sizeof(float),
+                             (size_t)8 * GPT_VOCAB * sizeof(float) + (size_t)TOKENS * 4 * HIDDEN * sizeof(float)};
+    char **const all[3] = {&p->weights, &p->x, &p->y};
+    for (int i = 0; i < 3; i++) {
+        void *memory;
+        MT_TRY(mt_context_alloc(w->ctx, sizes[i], &memory));
+        *all[i] = memory;
+        for (size_t j = 0; j < sizes[i] / 2; j++)
+            ((uint16_t *)memory)[j] = (uint16_t)(0x3f80 | (j * 0x9e37 >> 3 & 0x803f));
+    }
+    return MT_SUCCESS;
+}
+
+static void products_destroy(worker *w, products_item *p) {
+    if (p->weights) mt_context_free(w->ctx, p->weights, WEIGHT_BYTES);
+    if (p->x) mt_context_free(w->ctx, p->x, (size_t)TOKENS * 4 * HIDDEN * sizeof(float));
+    if (p->y)
+        mt_context_free(w->ctx, p->y,
+                        (size_t)8 * GPT_VOCAB * sizeof(float) + (size_t)TOKENS * 4 * HIDDEN * sizeof(float));
+}
+
+/* Only rank 0 computes. */
+static mt_status item_products(worker *w) {
+    products_item p = {0};
+    bench_case cases[TYPED_CASES + FEW_CASES + READ_CASES];
+    mt_status status = MT_SUCCESS;
+    for (int i = 0; i < TYPED_CASES; i++) cases[i] = (bench_case){run_typed, i, 1, 0};
+    for (int i = 0; i < FEW_CASES; i++) cases[TYPED_CASES + i] = (bench_case){run_few, i, 1, 0};
+    for (int i = 0; i < READ_CASES; i++) cases[TYPED_CASES + FEW_CASES + i] = (bench_case){run_read, i, 1, 0};
+    w->item = &p;
+    if (rank_of(w) == 0) status = products_create(w, &p);
+    if (status == MT_SUCCESS) status = measure(w, cases, TYPED_CASES + FEW_CASES + READ_CASES);
+    if (status == MT_SUCCESS && rank_of(w) == 0) products_rows(w->team);
+    products_destroy(w, &p);
+    w->item = NULL;
+    return status;
+}
+
 /* ---- item layer -------------------------------------------------------------------------------------------------- */
 
 typedef struct one_layer {
@@ -2647,6 +2775,7 @@ typedef struct item {
 
 static const item items[] = {
     {"gemm", "mt_gemm alone: the GEMMs of one layer, hidden 768, 1024 tokens; m x n x k of a rank", item_gemm, RANKS},
+    {"gemm", "mt_gemm in bf16, and with few rows, on one core; m x n x k", item_products, RANKS},
     {"layer", "one layer, forward + backward, hidden 768, 12 heads, one sequence of 1024 tokens, float", item_layer,
      RANKS},
     {"composed", "blocks of the functions for authors of blocks beside built-in ones, forward + backward, hidden 768",
