@@ -126,8 +126,8 @@ typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
    needs oneDNN 3, and AVX512-FP16 or AMX-FP16). The sums are in f32, and the scratch memory is what oneDNN asks for.
    These instructions take denormal bf16 numbers for 0. All other 16-bit products have the bits of those of f32 copies;
    the built-in loop makes no copies of a and b.
-   Products x W^T with a few rows of x, as in decoding, read W once, in its own type, at the speed of memory: up to 8
-   rows, or 4 where oneDNN reads both in 16 bits. This needs gcc or clang, k of at least 32 and, with oneDNN or CBLAS,
+   Products x W^T with a few rows of x, as in decoding, read W once, in its own type, with one row at the speed of
+   memory: up to 8 rows, or 4 where oneDNN reads both in 16 bits. This needs gcc or clang, k of at least 32 and, with oneDNN or CBLAS,
    mt_context_desc.threads = 1. With the built-in loop, the bits of a row of C do not depend on the number of rows m.
    With oneDNN and CBLAS they do not within these 8 or 4 rows, but a product with more rows may round differently, also
    in invariant mode.
