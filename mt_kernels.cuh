@@ -127,10 +127,10 @@ typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
    These instructions take denormal bf16 numbers for 0. All other 16-bit products have the bits of those of f32 copies;
    the built-in loop makes no copies of a and b.
    Products x W^T with a few rows of x, as in decoding, read W once, in its own type, with one row at the speed of
-   memory: up to 8 rows, or 4 where oneDNN reads both in 16 bits. This needs gcc or clang, k of at least 32 and, with oneDNN or CBLAS,
-   mt_context_desc.threads = 1. With the built-in loop, the bits of a row of C do not depend on the number of rows m.
-   With oneDNN and CBLAS they do not within these 8 or 4 rows, but a product with more rows may round differently, also
-   in invariant mode.
+   memory: up to 8 rows, or 4 where oneDNN reads both in 16 bits. This needs gcc or clang, k of at least 32 and, with
+   oneDNN or CBLAS, mt_context_desc.threads = 1. With the built-in loop, the bits of a row of C do not depend on the
+   number of rows m. With oneDNN and CBLAS they do not within these 8 or 4 rows, but a product with more rows may round
+   differently, also in invariant mode.
    Error: MT_ERR_UNSUPPORTED (m, n, k or an ld is above 2^31 - 1). */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c);
@@ -2454,13 +2454,13 @@ MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, con
 #endif
 
 /* A product with few rows: c [m, n] = alpha a [m, k] b^T [n, k] + beta c. a and c are f32. */
-typedef struct mti_few {
+typedef struct mti_few_product {
     const float *a;
     const unsigned char *b;
     float *c;
     int64_t lda, ldb, ldc, m, n, k;
     float alpha, beta;
-} mti_few;
+} mti_few_product;
 
 #define MTI_FEW 4                    /* rows of a that are multiplied at once */
 #define MTI_FEW_LEAST (2 * MTI_SIMD) /* the shortest rows of b: a register of 16-bit elements */
@@ -2524,7 +2524,7 @@ MT_INLINE void mti_few_step(int m, mt_dtype type, const unsigned char *const *b,
 
 /* Computes c for m rows of a from row i on, and MTI_SIMD rows of b from row j on. Rows that do not exist repeat the
    last one. k is at least MTI_FEW_LEAST. */
-MT_INLINE void mti_few_tile(const mti_few *g, int m, mt_dtype type, int64_t i, int64_t j) {
+MT_INLINE void mti_few_tile(const mti_few_product *g, int m, mt_dtype type, int64_t i, int64_t j) {
     const unsigned char *b[MTI_SIMD];
     const float *x[MTI_FEW];
     float *c = g->c + i * g->ldc + j;
@@ -2555,20 +2555,20 @@ MT_INLINE void mti_few_tile(const mti_few *g, int m, mt_dtype type, int64_t i, i
         if (i + r < g->m) memcpy(c + r * g->ldc, &sums[r], width);
 }
 
-static void mti_few_tile1(const mti_few *g, mt_dtype type, int64_t i, int64_t j) {
+static void mti_few_tile1(const mti_few_product *g, mt_dtype type, int64_t i, int64_t j) {
     if (type == MT_F32) mti_few_tile(g, 1, MT_F32, i, j);
     else if (type == MT_BF16) mti_few_tile(g, 1, MT_BF16, i, j);
     else mti_few_tile(g, 1, MT_F16, i, j);
 }
 
-static void mti_few_tile4(const mti_few *g, mt_dtype type, int64_t i, int64_t j) {
+static void mti_few_tile4(const mti_few_product *g, mt_dtype type, int64_t i, int64_t j) {
     if (type == MT_F32) mti_few_tile(g, MTI_FEW, MT_F32, i, j);
     else if (type == MT_BF16) mti_few_tile(g, MTI_FEW, MT_BF16, i, j);
     else mti_few_tile(g, MTI_FEW, MT_F16, i, j);
 }
 
 /* The product g. Reads b, whose elements have the type, once from memory. The bits of a row of c do not depend on m. */
-static void mti_few_rows(const mti_few *g, mt_dtype type) {
+static void mti_few_rows(const mti_few_product *g, mt_dtype type) {
     int64_t i, j;
     for (j = 0; j < g->n; j += MTI_SIMD)
         for (i = 0; i < g->m; i += MTI_FEW) {
@@ -2578,7 +2578,7 @@ static void mti_few_rows(const mti_few *g, mt_dtype type) {
 }
 #else
 #define MTI_HAS_FEW 0
-static void mti_few_rows(const mti_few *g, mt_dtype type) { (void)g, (void)type; }
+static void mti_few_rows(const mti_few_product *g, mt_dtype type) { (void)g, (void)type; }
 #endif
 
 typedef struct mti_gemm_piece { /* one block of a product: c [m, n] = alpha a [m, k] b [k, n] + beta c */
@@ -3967,7 +3967,7 @@ static mt_status mti_gemm_choose(mt_context *ctx, mti_matmul *g) {
 
 /* Computes a product with few rows. a and c are f32. */
 static void mti_gemm_few(const mti_matmul *g) {
-    mti_few f;
+    mti_few_product f;
     f.a = (const float *)g->a, f.b = (const unsigned char *)g->b, f.c = (float *)g->c;
     f.lda = g->lda, f.ldb = g->ldb, f.ldc = g->ldc;
     f.m = g->m, f.n = g->n, f.k = g->k;
