@@ -297,24 +297,27 @@ MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attent
 MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
                                             mt_tensor dx, const mt_self_attention_saved *saved);
 
-/* Inference with the keys and values of earlier tokens (see mt_kv_cache in mt_kernels.cuh): adds those of x to the
-   cache, and computes y from x and the cache, without dropout.
-     batch   seq new tokens for each sequence: 1 for a step of generation, the longest prompt for prompts. lengths has
-             the number of new tokens of each sequence that are valid (NULL: all). cu_seqlens, documents,
-             attention_bias and attention_dbias must not be set (MT_ERR_UNSUPPORTED). Other fields have no effect
-     cache   keys and values [sequences * n * max_seq, head size], contiguous, in the model's type, where n =
-             mt_self_attention_cache_groups; mt_none() when n is 0. In invariant mode they lie virtual shard by virtual
-             shard. The caller adds the new tokens to lengths after its last layer (mt_kv_cache_advance)
-     x, y    [tokens, hidden] on every tensor rank, also with sequence_parallel: the tokens of a step need not be a
-             multiple of t. y must not overlap x. Rows of tokens that are not valid have no meaning
+/* Inference with a key/value cache (see mt_kv_cache in mt_kernels.cuh): adds the keys and values of x to the cache, and
+   computes y from x and the cache, without dropout.
+     batch   seq is the number of new tokens of each sequence: 1 for a step of generation, the length of the longest
+             prompt for prompts. lengths has the number of valid new tokens of each sequence (NULL: all are valid).
+             cu_seqlens, documents, attention_bias and attention_dbias must not be set (MT_ERR_UNSUPPORTED). Other
+             fields have no effect
+     cache   keys and values are [sequences * n * max_seq, head size], contiguous, in the model's type, where n =
+             mt_self_attention_cache_groups; mt_none() when n is 0. In invariant mode the rows of a virtual shard follow
+             those of the one before. After its last layer the caller adds the new tokens to lengths
+             (mt_kv_cache_advance)
+     x, y    [sequences * seq, hidden] on every tensor rank, also with sequence_parallel, because the tokens of a step
+             need not be a multiple of t. y must not overlap x. In y, rows of tokens that are not valid have no meaning
    Communication: 1 all-reduce over the tensor group.
    Errors: MT_ERR_UNSUPPORTED (the mask is not causal), MT_ERR_SHAPE (with rotary, the max_seq of the cache is greater
-   than that of the layer), and those of mt_kv_cache_append. The cache is then as before, except for keys and values at
-   positions from lengths on. */
+   than that of the layer), and those of mt_kv_cache_append. After an error, only keys and values at positions from
+   lengths on may have changed.
+   mt_self_attention_cache_groups returns n, the number of key/value heads of this rank. */
 MT_API mt_status mt_self_attention_cached_forward(mt_context *ctx, const mt_self_attention *attention,
                                                   const mt_batch *batch, const mt_kv_cache *cache, mt_tensor x,
                                                   mt_tensor y);
-MT_API int64_t mt_self_attention_cache_groups(const mt_self_attention *attention); /* key/value heads of this rank */
+MT_API int64_t mt_self_attention_cache_groups(const mt_self_attention *attention);
 
 /* The tensors of attention in your own memory, see mt_linear_tensors. A group has n = heads / kv_heads query heads of D
    features. qkv and separate are split by rows, and proj by columns in units of n * D:
@@ -600,8 +603,8 @@ MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transfor
 MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy,
                                                mt_tensor dx, const mt_transformer_layer_saved *saved);
 
-/* Inference with the keys and values of earlier tokens: mt_self_attention_cached_forward with the norms, residuals and
-   the MLP of the layer. batch, cache, x, y and errors are as there. Communication: 2 all-reduces. */
+/* Inference with a key/value cache: mt_self_attention_cached_forward with the norms, residuals and MLP of the layer.
+   batch, cache, x, y and the errors are as there. Communication: 2 all-reduces over the tensor group. */
 MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_transformer_layer *layer,
                                                      const mt_batch *batch, const mt_kv_cache *cache, mt_tensor x,
                                                      mt_tensor y);
@@ -800,26 +803,26 @@ MT_API mt_status mt_gpt_stage_backward(mt_context *ctx, const mt_gpt *gpt, float
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                mt_tensor logits);
 
-/* The keys and values of earlier tokens, for text generation with a GPT: room for max_seq tokens of each of `sequences`
-   sequences, in all layers of this rank's stage. A sequence here is a slot for one text. It can begin a new text while
-   the others go on. See docs/inference.md. */
+/* The key/value cache of a GPT, for text generation: the keys and values of up to max_seq tokens of each of `sequences`
+   sequences, in all layers of this rank's stage. A sequence is a slot for one text. It can begin a new text while the
+   others go on. See docs/inference.md. */
 typedef struct mt_gpt_cache {
     int64_t sequences, max_seq;
     int64_t local_layers; /* of this stage */
     mt_kv_cache *layers;  /* [local_layers], on the host. All of them have the same lengths */
-    int32_t *lengths;     /* [sequences], on the context's device: the tokens that each sequence has in the cache */
+    int32_t *lengths;     /* [sequences], on the context's device: how many tokens of each sequence are in the cache */
     void *memory;         /* of keys and values */
-    size_t bytes;         /* mt_gpt_cache_bytes */
+    size_t bytes;         /* of memory, see mt_gpt_cache_bytes */
 } mt_gpt_cache;
 
-/* mt_gpt_cache_create allocates the cache with mt_context_alloc, outside the arena, after mt_params_init. All sequences
-   are empty. max_seq is at most that of the model; 0: that of the model. On MT_DEVICE_META the bytes are only counted.
-   mt_gpt_cache_destroy frees it. A zero-initialised cache is allowed.
+/* mt_gpt_cache_create allocates the cache with mt_context_alloc, outside the arena. Call it after mt_params_init. All
+   sequences are empty. max_seq is at most that of the model; 0: that of the model. On MT_DEVICE_META the bytes are only
+   counted. mt_gpt_cache_destroy frees the cache, before its context is destroyed. *cache may be all zeros.
    mt_gpt_cache_bytes returns the bytes of keys and values on this rank:
        2 * layers of this stage * key/value heads of this rank * sequences * max_seq * head size * bytes of an element
    where each of the 2 * layers parts is rounded up to a multiple of 64 bytes. max_seq 0: that of the model. It returns
-   -1 if an argument is out of range or the number is too large. `lengths` takes 4 * sequences bytes more, also rounded
-   up.
+   -1 if an argument is out of range or the number is too large. `lengths` is not in this number: it takes 4 * sequences
+   bytes, also rounded up.
    Errors: MT_ERR_ARGUMENT (sequences or max_seq is out of range), MT_ERR_UNSUPPORTED (the mask of the layers is not
    causal), MT_ERR_MEMORY. */
 MT_API mt_status mt_gpt_cache_create(mt_context *ctx, const mt_gpt *gpt, int64_t sequences, int64_t max_seq,
@@ -827,48 +830,57 @@ MT_API mt_status mt_gpt_cache_create(mt_context *ctx, const mt_gpt *gpt, int64_t
 MT_API void mt_gpt_cache_destroy(mt_context *ctx, mt_gpt_cache *cache);
 MT_API int64_t mt_gpt_cache_bytes(const mt_gpt *gpt, int64_t sequences, int64_t max_seq);
 
-/* Sets the number of tokens of one sequence, 0 to max_seq: 0 begins a new text in its slot, and a smaller number than
-   before takes back the last tokens. Positions that the sequence has never had hold zeros. Every rank calls it. It does
-   not communicate, and the other sequences do not change.
+/* Sets the number of tokens of one sequence, 0 to max_seq. 0 begins a new text in its slot. A smaller number than
+   before removes the last tokens. A larger number adds positions with the keys and values that are in memory there:
+   those of tokens that were removed earlier, or zeros. Every rank calls it, with the same arguments. It does not
+   communicate. The other sequences do not change.
    Error: MT_ERR_ARGUMENT (the sequence or the length is out of range). */
 MT_API mt_status mt_gpt_cache_set_length(mt_context *ctx, const mt_gpt_cache *cache, int64_t sequence, int64_t length);
 
 /* Adds the tokens of the batch to the cache, and computes their logits, without dropout. A loop of generation calls it
    once with the prompts (prefill), and then with batch->seq = 1 for each step.
      batch     sequences is that of the cache. seq is the number of new tokens of each sequence. lengths has the number
-               of them that are valid, 0 to seq (NULL: all): prompts may have different lengths, and a sequence with 0
-               stays as it is. cu_seqlens, documents, attention_bias and attention_dbias must not be set
-               (MT_ERR_UNSUPPORTED). The other fields have no effect
-     ids       [sequences * seq], as in mt_gpt_logits. Ids after the valid ones are not used, but must be in [0, vocab)
+               of valid new tokens of each sequence, 0 to seq (NULL: all are valid). So prompts may have different
+               lengths, and a sequence with 0 stays as it is. cu_seqlens, documents, attention_bias and attention_dbias
+               must not be set (MT_ERR_UNSUPPORTED). The other fields have no effect
+     ids       [sequences * seq], as in mt_gpt_logits. Ids after the valid ones must be in [0, vocab). They have no
+               effect
      logits    [sequences * seq, vocab] for all new tokens, or [sequences, vocab] for the last valid new token of each
                sequence, as in mt_gpt_logits. Rows of tokens that are not valid, and of sequences with 0 new tokens,
                have finite numbers without a meaning. mt_none(): no logits are computed
-   The logits are those of mt_gpt_logits for the whole text up to rounding. In invariant mode on a CPU with the built-in
-   GEMM they have the same bits, on every split and for every division of the text into calls.
+   The logits are those of mt_gpt_logits for the whole text, up to rounding. In invariant mode on a CPU with the
+   built-in GEMM they have the bits of mt_gpt_logits, on every split and however the text is divided into calls.
    Collective over the tensor and the pipeline group, as mt_gpt_logits: all ranks pass the same batch and ids, and have
    caches of the same sizes. Communication over the tensor group: 1 all-reduce for the embedding and 2 for each layer of
-   [sequences * seq, hidden], also with sequence_parallel, and 1 all-gather for the logits. On a GPU the call does not
-   wait, except to look up the last tokens of a batch that has lengths and more than one token for each sequence.
-   Errors, after which the lengths of the cache are as before: MT_ERR_ARGUMENT (another number of sequences, or a cache
-   of another model), MT_ERR_SHAPE (seq is greater than the model's max_seq), MT_ERR_DATA (an id is out of range, on a
-   GPU as in mt_gpt_logits; on a CPU: a sequence would have more than max_seq tokens). A GPU does not check the number
-   of tokens. There a sequence keeps at most max_seq, and the logits of a sequence with more are undefined. */
+   [sequences * seq, hidden], also with sequence_parallel, and 1 all-gather for the logits. On a pipeline, each stage
+   sends [sequences * seq, hidden] to the next, and the last stage broadcasts the logits. On a GPU the call waits only
+   to look up the last tokens of a batch that has lengths and more than one token for each sequence.
+   Errors: MT_ERR_ARGUMENT (the batch has another number of sequences than the cache, or the cache is of another model),
+   MT_ERR_SHAPE (seq is greater than the model's max_seq), MT_ERR_DATA (an id is out of range, on a GPU as in
+   mt_gpt_logits; on a CPU: a sequence would have more than max_seq tokens). After an error the lengths of the cache are
+   as before. A GPU does not check the number of tokens: a sequence that gets too many has max_seq tokens afterwards,
+   and its logits are undefined. */
 MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                       const mt_gpt_cache *cache, mt_tensor logits);
 
-/* Adds the tokens of the batch to the cache, as mt_gpt_cached_logits, and draws the next token of each sequence from
-   the logits of its last valid new token. desc says how (see mt_sample_desc). Without desc->positions, the position of
-   a token is desc->position plus the number of tokens that its sequence then has in the cache: pass in desc->position
-   how many tokens of the text are no longer in the cache. The logits are not gathered, see mt_vocab_parallel_sample.
-   next_ids [sequences] are in memory of the context's device: they can be the ids of the next call, with batch->seq 1.
-   Every rank gets them. The ids of sequences with 0 new tokens have no meaning, but are in [0, vocab).
+/* Adds the tokens of the batch to the cache, as mt_gpt_cached_logits does, and draws the next token of each sequence
+   from the logits of its last valid new token. The logits are in f32, and are gathered only where
+   mt_vocab_parallel_sample says so. desc says how to draw (see mt_sample_desc). The drawn token's position is
+   desc->position plus desc->positions[i] or, when positions is NULL, plus the number of tokens of the sequence in the
+   cache, with the new ones. When the cache no longer has the first tokens of a text, add their number: in
+   desc->position if it is the same for all sequences, otherwise pass positions.
+   next_ids [sequences] is in memory of the context's device. Every rank gets all of it. It may be the ids of the next
+   call, with batch->seq 1, and also the ids of this call. The next_ids of sequences with 0 new tokens have no meaning,
+   but are in [0, vocab).
    The tokens do not depend on the other sequences of the batch. They depend on the split only where rounding decides
-   between two tokens, and not at all where the logits have the same bits (see mt_gpt_cached_logits).
+   between two tokens. When the logits have the same bits on every split, as in invariant mode, the tokens are the same
+   on every split.
    Collective over the tensor and the pipeline group. Communication over the tensor group: that of mt_gpt_cached_logits,
    with the all-gather of mt_vocab_parallel_sample instead of that of the logits. The last stage of a pipeline
    broadcasts the ids to the others. On a GPU the call waits only where mt_gpt_cached_logits does.
-   Errors: those of mt_gpt_cached_logits; MT_ERR_ARGUMENT (desc); MT_ERR_DATA on every rank: a logit is NaN, on a GPU as
-   in mt_vocab_parallel_sample. After the last one the cache has the new tokens. */
+   Errors: those of mt_gpt_cached_logits; MT_ERR_ARGUMENT (a field of desc is out of range); MT_ERR_DATA on every rank
+   (a logit is NaN, on a GPU as in mt_vocab_parallel_sample). When the draw fails, because a logit is NaN or the arena
+   has no room for logits and candidates, the cache already has the new tokens. */
 MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                const mt_gpt_cache *cache, const mt_sample_desc *desc, int32_t *next_ids);
 

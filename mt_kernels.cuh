@@ -19,8 +19,8 @@
        and the gate, a GPU computes the fp32 result with approximate functions. Its error is at most 4e-5 times the
        value, for slopes plus 2e-6. Rounding to f16 adds up to 4.9e-4 times the value. On a CPU, the scratch memory of
        an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
-       mt_hash and mt_adamw_step make no such copy, mt_gemm only where its comment says so, and there is none of a whole
-       mt_kv_cache.
+       mt_hash and mt_adamw_step make no such copy. The comment of mt_gemm says when it makes one. The operators of
+       mt_kv_cache copy at most the keys or values of one group of one sequence.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -43,10 +43,10 @@
    Operators do not communicate between ranks. They start no threads, allocate no memory and keep no state between
    calls, with two exceptions. A GEMM library may start threads (see mt_context_desc.threads) and allocate memory. A
    context keeps the GEMM options and, on a GPU, cuBLASLt's handle, its workspace and the algorithms chosen so far. On a
-   CPU with oneDNN it keeps the primitives of the last 64 shapes of 16-bit products, which oneDNN allocates.
+   CPU with oneDNN it also keeps oneDNN's primitives for the last 64 shapes of 16-bit products.
 
    Macros for your compiler line: MT_USE_ONEDNN or MT_USE_CBLAS chooses the GEMM library for a CPU. With neither, a
-   built-in loop computes GEMMs. oneDNN may have version 2 or 3: the products were tested with 2.6 and 3.2.
+   built-in loop computes GEMMs. oneDNN may have version 2 or 3 (tested: 2.6 and 3.2).
    MT_CBLAS_HEADER names the header that declares cblas_sgemm, for instance '<mkl_cblas.h>' (default: <cblas.h>).
 
    To add an operator, follow docs/adding-an-operator.md. For a short example, search this file for >>bias. You change
@@ -124,13 +124,13 @@ typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
    On a CPU, oneDNN reads a and b in 16 bits, without f32 copies, if all of these hold: they have the same type, C has
    this type or MT_F32, alpha is 1, and the processor has instructions for the type (AVX512-BF16 or AMX for bf16; f16
    needs oneDNN 3, and AVX512-FP16 or AMX-FP16). The sums are in f32, and the scratch memory is what oneDNN asks for.
-   These instructions take denormal bf16 numbers for 0. All other 16-bit products have the bits of those of f32 copies;
-   the built-in loop makes no copies of a and b.
-   Products x W^T with a few rows of x, as in decoding, read W once, in its own type, with one row at the speed of
-   memory: up to 8 rows, or 4 where oneDNN reads both in 16 bits. This needs gcc or clang, k of at least 32 and, with
-   oneDNN or CBLAS, mt_context_desc.threads = 1. With the built-in loop, the bits of a row of C do not depend on the
-   number of rows m. With oneDNN and CBLAS they do not within these 8 or 4 rows, but a product with more rows may round
-   differently, also in invariant mode.
+   These instructions read denormal bf16 numbers as 0. All other 16-bit products have the same bits as products of f32
+   copies. With oneDNN and CBLAS the scratch memory has these copies. The built-in loop copies only a 16-bit C.
+   A product A B^T with few rows m, as in decoding, reads B once, in its own type, with one row at the speed of memory. It
+   copies only a 16-bit A and C. "Few" is up to 8 rows, or 4 where oneDNN would read a and b in 16 bits. This needs gcc or
+   clang, k of at least 32 and, with oneDNN or CBLAS, mt_context_desc.threads = 1. With the built-in loop, the bits of a
+   row of C never depend on m. With oneDNN and CBLAS, the bits of a row are the same for each of these few m, but a
+   larger m may round differently, also in invariant mode.
    Error: MT_ERR_UNSUPPORTED (m, n, k or an ld is above 2^31 - 1). */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c);
@@ -468,21 +468,23 @@ MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *de
 
 /* The keys and values of earlier tokens in one attention layer, for inference. The cache has room for max_seq positions
    of each of `batch` sequences. The key at position p of sequence b and group g is row (b * groups + g) * max_seq + p
-   of keys, and its value is this row of values. The caller owns the memory of both and of lengths. */
+   of keys, and its value is the same row of values. The caller owns the memory of keys, values and lengths. */
 typedef struct mt_kv_cache {
     mt_tensor keys, values; /* [batch * groups * max_seq, head_dim], contiguous, both of the type of qkv */
     int64_t max_seq;        /* at least 1 */
-    /* `batch` numbers on the context's device: the tokens of each sequence that the cache holds before a call. They are
-       at least 0. The operators do not change them: the caller adds the new tokens after its last layer */
+    /* [batch], in memory of the context's device: how many tokens of each sequence the cache holds before a call, 0 to
+       max_seq. append and attention do not change it. After the last layer the caller adds the new tokens to it, with
+       mt_kv_cache_advance */
     const int32_t *lengths;
 } mt_kv_cache;
 
 /* append:    turns the queries and keys of qkv in place, as mt_rotary_forward does, and copies the keys and values to
-              the cache. Token i of sequence b has the position lengths[b] + i. table is [max_seq, R], or mt_none() for
-              a model without rotary position embedding.
+              the cache. Token i of sequence b has the position lengths[b] + i, where lengths is that of the cache.
+              table is [max_seq, R], with the max_seq of the cache and R as in mt_rotary_forward, or mt_none() for a
+              model without rotary position embedding.
    attention: out [batch * seq, heads * head_dim] = the attention of the queries in qkv to the keys and values in the
-              cache, after append has added those of qkv. Query i of sequence b sees the keys 0 ... lengths[b] + i, or
-              the last desc->window of them.
+              cache. Call append first, which adds the keys and values of qkv. Query i of sequence b sees the keys
+              0 ... lengths[b] + i, or with a window the last desc->window of them.
    desc->seq is the number of new tokens of each sequence: 1 for a step that adds one token, the length of the longest
    prompt for prompts. desc->lengths has the number of new tokens of each sequence, 0 to seq (NULL: all have seq). The
    rows of qkv after these are not read. Their rows of out become 0. A sequence with 0 new tokens keeps its cache.
@@ -490,27 +492,29 @@ typedef struct mt_kv_cache {
    window, softcap and alibi_slopes. mask must be MT_MASK_CAUSAL. kv_seq, dropout, cu_seqlens and bias must not be set.
    Attention reads the keys and values in their own type. On a CPU, calls with at most MT_KV_DECODE_QUERIES queries for
    each key/value head (seq * heads_per_group) read each key and value once, without a copy. Longer calls, and all calls
-   in invariant mode, compute blocks of scores as mt_attention_forward does, and then a row of out has the same bits as
-   in a mt_attention_forward of the whole sequence. On a GPU, docs/gpus.md says which kernel runs.
-   Errors: MT_ERR_UNSUPPORTED (a field is set that must not be; attention on a GPU: as in mt_attention_forward),
-   MT_ERR_SHAPE (max_seq is below 1, or keys or values are not contiguous), MT_ERR_DTYPE (keys and values do not have
-   the type of qkv), MT_ERR_DATA (on a CPU: lengths are out of range, or a sequence has more than max_seq tokens with
-   the new ones). A GPU does not check lengths. With wrong ones its results are undefined, but it accesses no memory
-   outside of the tensors. */
+   in invariant mode, compute blocks of scores as mt_attention_forward does. A row of out then has the same bits as in
+   mt_attention_forward of the whole sequence. For a GPU, docs/gpus.md says which kernel runs.
+   Errors: MT_ERR_UNSUPPORTED (a field is set that must not be; attention on a GPU: as in mt_attention_forward, or
+   max_seq is 2^30 or more), MT_ERR_SHAPE (max_seq is below 1, or keys or values are not contiguous), MT_ERR_DTYPE (keys
+   and values do not have the type of qkv), MT_ERR_DATA (on a CPU: a length is out of range, or a sequence would have
+   more than max_seq tokens). A GPU does not check lengths. With wrong lengths its results are undefined, but it
+   accesses no memory outside the tensors. */
 #define MT_KV_DECODE_QUERIES 16
 MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv,
                                     const mt_kv_cache *cache);
 MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv,
                                        const mt_kv_cache *cache, mt_tensor out);
 
-/* For authors of blocks that use a cache.
+/* For authors of blocks that use a cache. ids [batch * seq], added [batch] and lengths [batch] are in memory of the
+   context's device.
    check:     checks desc and max_seq and, on a CPU, desc->lengths and cache->lengths. It does not read keys and values.
               Call it before the block communicates, with a desc of all groups of the model, so that all ranks return
               the same error. `where` is the name of the calling function, for the error message.
-   positions: ids[b * seq + i] = lengths[b] + i, the position of token i of sequence b, but at most max_seq - 1. For
-              mt_embedding_forward.
-   advance:   lengths[b] += added[b], or += seq when added is NULL, but at most to max_seq: adds the new tokens of each
-              sequence to the array `lengths` of the caches. Call it after the last layer. */
+   positions: ids[b * seq + i] = min(lengths[b] + i, max_seq - 1), the position of token i of sequence b, as
+              mt_embedding_forward needs it for a table of positions.
+   advance:   lengths[b] = min(lengths[b] + added[b], max_seq), with seq instead of added[b] when added is NULL. lengths
+              is the array that the caches of all layers share. Call it once, after the last layer. added is the
+              desc->lengths of the step. */
 MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_attention_desc *desc,
                                    const mt_kv_cache *cache);
 MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
@@ -598,43 +602,46 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
 
 /* ---- sampling of the next token from a vocabulary shard ---------------------------------------------------------- */
 
-/* Says how the token of a row of logits x is drawn. The kept tokens are found in the order of Hugging Face's
-   transformers: the logits are divided by the temperature, then top_k, then top_p, with probabilities over the tokens
-   that are left. Tokens are ordered by their logit, the largest first, and equal logits by their id, the lowest first.
+/* How the token of a row of logits x is drawn. As in Hugging Face's transformers, the logits are divided by the
+   temperature, then top_k is applied, then top_p, with probabilities over the tokens that top_k has kept. Tokens are
+   ordered by logit, the largest first. Among equal logits the lowest id is first.
      top_k  keeps the first top_k tokens
-     top_p  keeps a token when the tokens before it have together less than top_p of the probability. The first token
-            is always kept. Probabilities are multiples of 2^-32 of the largest one
+     top_p  keeps a token when the tokens before it together have less than the probability top_p. The first token is
+            always kept. Probabilities are rounded down to multiples of 2^-32 of the largest one
    The token is drawn by the Gumbel-max trick (arXiv 1611.00712, section 2): it is the kept token with the largest
    x / temperature - log(-log(1 - v)), computed in double, which has the probability softmax(x / temperature). Here
    v = (word + 1/2) / 2^32, and `word` is the random word (see mt_random) of the element at row `position` and column
    `id` of a tensor with vocab columns, with the subsequence `sequence`. So a token depends on its own logits, the seed,
    the sequence and the position. It does not depend on the split, or on the other sequences of a batch. */
 typedef struct mt_sample_desc {
-    float temperature; /* 0: the first token in the order above, without random numbers */
+    float temperature; /* at least 0. 0: the first token in the order above, without random numbers */
     int64_t top_k;     /* 0: all tokens */
-    float top_p;       /* 0 or 1: all tokens */
+    float top_p;       /* 0 to 1. 0 or 1: all tokens */
     uint64_t seed;
-    uint64_t first_sequence;   /* row i has the sequence first_sequence + i, */
-    const uint64_t *sequences; /* or sequences[i], if this is given: [rows], in memory of the context's device */
-    int64_t position;          /* row i has the position `position`, */
-    const int32_t *positions;  /* plus positions[i], if this is given: [rows], in memory of the context's device */
+    uint64_t first_sequence;   /* with sequences == NULL, row i has the sequence first_sequence + i */
+    const uint64_t *sequences; /* [rows], in memory of the context's device: row i has the sequence sequences[i] */
+    int64_t position;          /* row i has the position `position` + positions[i]. 0 to 2^31 - 1 */
+    const int32_t *positions;  /* [rows], in memory of the context's device; NULL: all 0 */
 } mt_sample_desc;
 
-/* Returns how many candidates decide the draw in a shard with `cols` columns: 1 without top_k and top_p and at
-   temperature 0, otherwise at most top_k, and with top_p alone all columns. */
+/* Returns the number of candidates of a shard with `cols` columns: 1 at temperature 0 or without top_k and top_p; the
+   smaller of top_k and cols with top_k; cols with top_p alone. */
 MT_API int64_t mt_sample_count(const mt_sample_desc *desc, int64_t cols);
 
 /* Call mt_sample_candidates on each shard, gather all candidates with mt_all_gather, then call mt_sample_ids. logits
    [rows, cols] has the columns of the vocabulary from first_col on. Columns whose index in the vocabulary is `vocab`
    or more are padding, and are never drawn.
-   candidates: candidates [rows, 2 k], with k = mt_sample_count(desc, cols). The first k columns are logits and the
-               others their ids, which are int32_t. If there are k or fewer columns without padding, these are all of
-               them, then logits of -infinity with the id -1. Otherwise, with k > 1, these are the first k tokens in the
-               order above, by increasing id, and with k = 1 the token that is drawn from this shard alone.
+   candidates: candidates [rows, 2 k] is MT_F32, with k = mt_sample_count(desc, cols). The first k columns are logits,
+               and the others have the bits of their ids, which are int32_t: gather them as MT_I32. With k = 1 the
+               candidate is the token that is drawn from this shard alone. With k > 1 the candidates are the first k
+               tokens in the order above, by increasing id. When the shard has fewer than k tokens, they are followed by
+               logits of -infinity with the id -1.
    ids:        ids[i] = the token that is drawn for row i, from gathered [shards * rows, 2 k], the candidates of shard
-               0, 1, ... in this order. All shards have the same number of columns.
-   MT_ERR_DATA: a logit is NaN. mt_sample_ids returns it, so that all ranks do; then ids[i] is -1. A GPU only writes
-   the -1. Infinities are allowed: logits of -infinity are not drawn, unless all of a row are. */
+               0, 1, ... in this order. All shards have the same number of columns. ids [rows] is in memory of the
+               context's device.
+   MT_ERR_DATA: a logit is NaN. mt_sample_ids returns it, so all ranks do, and ids[i] is -1. A GPU only writes the -1:
+   call mt_ids_check. A logit may be infinite. A token with -infinity is drawn only if all tokens of the row have it.
+   MT_ERR_ARGUMENT: a field of desc is out of range. */
 MT_API mt_status mt_sample_candidates(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, int64_t first_col,
                                       mt_tensor logits, mt_tensor candidates);
 MT_API mt_status mt_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, mt_tensor gathered,
@@ -859,8 +866,8 @@ MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *
    MT_ERR_ARGUMENT. */
 MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
 
-/* Checks *desc as mt_sample_ids does. `function` is the name of your function for the message. MT_ERR_ARGUMENT: desc is
-   NULL, or a field is out of range. */
+/* Checks *desc as mt_sample_ids does. `function` is the name of your function, for the error message. MT_ERR_ARGUMENT:
+   desc is NULL, or a field is out of range. */
 MT_API mt_status mt_sample_check(mt_context *ctx, const char *function, const mt_sample_desc *desc);
 
 /* Returns the target of tokens without a loss, from the field mt_cross_entropy_shard_desc.ignore_index: its value,

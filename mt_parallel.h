@@ -870,16 +870,17 @@ MT_API mt_status mt_vocab_parallel_cross_entropy_forward_backward(mt_context *ct
                                                                   mt_tensor loss);
 
 /* Draws a token for each row of logits [rows, local vocabulary], of any float type: the output of a column-parallel
-   head without gather_output, split as described above. desc says how: see mt_sample_desc in mt_kernels.cuh. vocab is
-   the size of the whole vocabulary without padding, and padded_vocab is that of mt_cross_entropy_desc. Padding is never
-   drawn. Every rank gets the same ids [rows], in memory of the context's device. From logits with the same bits, as in
-   invariant mode, every split draws the same tokens. A CUDA graph can record the call, with the positions in
-   desc->positions.
-   Communication: one all-gather over tp. Each rank sends 2 numbers of 4 bytes for each row and candidate. It has 1
-   candidate for each row at temperature 0, with top_k 1, and without top_k and top_p. With top_k these are the smaller
-   of top_k and the local vocabulary. So the whole logits are gathered only with top_p without top_k. The arena holds
-   the candidates of all ranks.
-   MT_ERR_DATA on every rank: a logit is NaN; on a GPU a later call returns it, see mt_ids_check, and the id is -1. */
+   head without gather_output, split as described above. desc says how to draw: see mt_sample_desc in mt_kernels.cuh.
+   vocab is the size of the whole vocabulary without padding, and padded_vocab is that of mt_cross_entropy_desc. Padding
+   is never drawn. logits do not change. Every rank passes the same desc, and gets the same ids [rows], in memory of the
+   context's device. When the logits have the same bits on every split, as in invariant mode, so do the ids. A CUDA
+   graph can record the call: pass the positions in desc->positions, because desc->position is fixed in the graph.
+   Communication: one all-gather over tp. Each rank sends 8 bytes, a logit and an id, for each row and candidate. A row
+   has 1 candidate at temperature 0, with top_k 1, and without top_k and top_p. With top_k it has the smaller of top_k
+   and the local vocabulary. With top_p alone all logits of the row are candidates. The arena holds the candidates of
+   all ranks.
+   Errors: MT_ERR_ARGUMENT (a field of desc, vocab or padded_vocab is out of range), MT_ERR_DATA on every rank (a logit
+   is NaN; the id is then -1, and on a GPU a later call returns the error: see mt_ids_check). */
 MT_API mt_status mt_vocab_parallel_sample(mt_context *ctx, mt_comm *tp, int64_t vocab, int64_t padded_vocab,
                                           const mt_sample_desc *desc, mt_tensor logits, int32_t *ids);
 

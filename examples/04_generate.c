@@ -13,8 +13,8 @@
    --temperature 0 always takes the most probable token. --top-k and --top-p leave out improbable ones, as in Hugging
    Face's transformers. The same DIR and flags give the same tokens with every --tp, except where rounding decides
    between two tokens.
-   The keys and values of earlier tokens are kept, so that each further token takes a forward of this token only. When
-   the text becomes longer than the model allows, its last half begins a new cache: the model then sees only this half
+   The program has a key/value cache, so each further token takes a forward of this token only. When the text no longer
+   fits into the model's max_seq tokens, the last max_seq / 2 begin a new cache: the model then sees only these tokens
    and what follows. */
 
 #define MEGATRON_IMPLEMENTATION
@@ -64,7 +64,7 @@ static mt_status next_token(mt_context *ctx, const mt_gpt *gpt, const job *j, co
     return MT_SUCCESS;
 }
 
-/* Generates the tokens of the text [count] after the prompt. Its tokens [first, held) are in the cache. */
+/* Generates the tokens of text [count] after the prompt. Tokens [first, held) of the text are in the cache. */
 static mt_status generate(mt_context *ctx, const mt_gpt *gpt, const job *j, const mt_gpt_cache *cache, int32_t *text,
                           int64_t count, int speaks) {
     int64_t first = 0, held = 0, n;

@@ -305,9 +305,9 @@ static mt_status next_token(trainer *t, const mt_gpt_cache *cache, int64_t first
     return MT_SUCCESS;
 }
 
-/* Generates o->sample tokens after text [count]. Its tokens [first, held) are in the cache, which has room for one
-   sequence. When it is full, the last half of the sequence begins a new cache. A dry run plans the longest call, and
-   one of a single token. */
+/* Generates o->sample tokens after text [count]. Tokens [first, held) of the text are in the cache, which has room for
+   one sequence. When the cache is full, the last max_seq / 2 tokens begin a new one. A dry run plans the longest call,
+   and one of a single token. */
 static mt_status generate(trainer *t, const mt_gpt_cache *cache, int32_t *text, int64_t count) {
     int64_t first = 0, held = 0, half = (cache->max_seq + 1) / 2, end = count + (int64_t)t->job->o.sample;
     if (mt_context_device(t->ctx) == MT_DEVICE_META) {

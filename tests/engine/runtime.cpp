@@ -638,7 +638,7 @@ static void run(OperationRef o) {
     notify();
 }
 
-// Index: id. The operations that must run before `target` is done, including `target`; none in the schedule eager,
+// Index: id. The operations that must run before `target` is done, including `target`. Empty in the schedule eager,
 // which does not use them.
 typedef std::vector<bool> Needed;
 
