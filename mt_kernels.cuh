@@ -126,10 +126,10 @@ typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
    needs oneDNN 3, and AVX512-FP16 or AMX-FP16). The sums are in f32, and the scratch memory is what oneDNN asks for.
    These instructions read denormal bf16 numbers as 0. All other 16-bit products have the same bits as products of f32
    copies. With oneDNN and CBLAS the scratch memory has these copies. The built-in loop copies only a 16-bit C.
-   A product A B^T with few rows m, as in decoding, reads B once, in its own type, with one row at the speed of memory. It
-   copies only a 16-bit A and C. "Few" is up to 8 rows, or 4 where oneDNN would read a and b in 16 bits. This needs gcc or
-   clang, k of at least 32 and, with oneDNN or CBLAS, mt_context_desc.threads = 1. With the built-in loop, the bits of a
-   row of C never depend on m. With oneDNN and CBLAS, the bits of a row are the same for each of these few m, but a
+   A product A B^T with few rows m, as in decoding, reads B once, in its own type. With one row, memory is the limit. It
+   copies only a 16-bit A and C. "Few" is up to 8 rows, or 4 where oneDNN would read a and b in 16 bits. This needs gcc
+   or clang, k of at least 32 and, with oneDNN or CBLAS, mt_context_desc.threads = 1. With the built-in loop, the bits of
+   a row of C never depend on m. With oneDNN and CBLAS, the bits of a row are the same for each of these few m, but a
    larger m may round differently, also in invariant mode.
    Error: MT_ERR_UNSUPPORTED (m, n, k or an ld is above 2^31 - 1). */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
