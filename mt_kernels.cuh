@@ -128,9 +128,10 @@ typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
    copies. With oneDNN and CBLAS the scratch memory has these copies. The built-in loop copies only a 16-bit C.
    A product A B^T with few rows m, as in decoding, reads B once, in its own type. With one row, memory is the limit. It
    copies only a 16-bit A and C. "Few" is up to 8 rows, or 4 where oneDNN would read a and b in 16 bits. This needs gcc
-   or clang, k of at least 32 and, with oneDNN or CBLAS, mt_context_desc.threads = 1. With the built-in loop, the bits of
-   a row of C never depend on m. With oneDNN and CBLAS, the bits of a row are the same for each of these few m, but a
-   larger m may round differently, also in invariant mode.
+   or clang, k of at least 32 and, with oneDNN or CBLAS, mt_context_desc.threads = 1.
+   With the built-in loop, the bits of a row of C never depend on m. With oneDNN and CBLAS, the bits of a row are the
+   same for each of these few m, but a larger m may round differently, also in invariant mode. With oneDNN the bits of
+   16-bit products also depend on the leading dimensions: for invariant mode see mt_invariant_input in mt_parallel.h.
    Error: MT_ERR_UNSUPPORTED (m, n, k or an ld is above 2^31 - 1). */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c);
@@ -514,7 +515,7 @@ MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc 
               mt_embedding_forward needs it for a table of positions.
    advance:   lengths[b] = min(lengths[b] + added[b], max_seq), with seq instead of added[b] when added is NULL. lengths
               is the array that the caches of all layers share. Call it once, after the last layer. added is the
-              desc->lengths of the step. */
+              desc->lengths of the step: a number below 0 counts as 0, and one above seq as seq. */
 MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_attention_desc *desc,
                                    const mt_kv_cache *cache);
 MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
@@ -3590,16 +3591,18 @@ static void mti_dnnl_destroy(mt_context *ctx, void *gemm) {
 /* Returns the oneDNN state of the context. Creates it on the first call. */
 static mt_status mti_dnnl_open(mt_context *ctx, const mti_matmul *g, mti_dnnl **out) {
     mti_kernels *k;
+    mti_dnnl *d;
     MT_TRY(mti_kernels_open(ctx, &k));
-    *out = (mti_dnnl *)k->gemm;
-    if (*out) return MT_SUCCESS;
-    *out = (mti_dnnl *)mt_host_alloc(sizeof **out);
-    if (!*out) return mt_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof **out);
-    k->gemm = *out;
-    k->gemm_destroy = mti_dnnl_destroy;
-    MT_TRY(mti_dnnl_check(ctx, g, "dnnl_engine_create", dnnl_engine_create(&(*out)->engine, dnnl_cpu, 0)));
+    if (!k->gemm) {
+        k->gemm = mt_host_alloc(sizeof *d);
+        if (!k->gemm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof *d);
+        k->gemm_destroy = mti_dnnl_destroy;
+    }
+    *out = d = (mti_dnnl *)k->gemm;
+    if (!d->engine) MT_TRY(mti_dnnl_check(ctx, g, "dnnl_engine_create", dnnl_engine_create(&d->engine, dnnl_cpu, 0)));
+    if (d->stream) return MT_SUCCESS;
     return mti_dnnl_check(ctx, g, "dnnl_stream_create",
-                          dnnl_stream_create(&(*out)->stream, (*out)->engine, dnnl_stream_default_flags));
+                          dnnl_stream_create(&d->stream, d->engine, dnnl_stream_default_flags));
 }
 
 static dnnl_data_type_t mti_dnnl_type(int dtype) {
@@ -9399,9 +9402,10 @@ static __device__ __forceinline__ void mti_split_merge_lanes(int fast, mti_split
     }
 }
 
-/* What a warp leaves in shared memory for the other warps: the results of ROWS rows of at most WIDTH features. */
+/* What a warp leaves in shared memory for the other warps: the results of ROWS rows of at most WIDTH features. It is
+   written 16 bytes at a time. */
 template <int ROWS, int WIDTH> struct mti_split_part {
-    float acc[ROWS][WIDTH];
+    alignas(16) float acc[ROWS][WIDTH];
     float2 stats[ROWS];
 };
 
@@ -9556,18 +9560,16 @@ template <int TYPE> static mt_status mti_split_attention(const mti_kv *kv, const
     if (mt_size_mul(rows, k.splits) < 0 || rows * k.splits > INT_MAX)
         return mt_fail(kv->ctx, MT_ERR_UNSUPPORTED, "mt_kv_cache_attention: %lld queries of a group, and %d splits",
                        (long long)rows, k.splits);
+    constexpr int Tiles = mti_fetched<TYPE>::size == 2 ? 3 : 2;
     return mti_by_kind<3>(TYPE == MTI_ANY_TYPE || d > 128 ? 2 : d > 64, [&](auto lanes) {
-        return mti_by_kind < mti_fetched<TYPE>::size == 2
-                   ? 3
-                   : 2 > (rows > 4 ? 2 : rows > 1, [&](auto tile) {
-                         constexpr int Lanes = TYPE == MTI_ANY_TYPE ? 32 : 8 << decltype(lanes)::value;
-                         constexpr int Rows = decltype(tile)::value == 0 ? 1 : 2 << decltype(tile)::value;
-                         dim3 grid((unsigned)((rows + Rows - 1) / Rows * k.splits), (unsigned)k.s.groups,
-                                   (unsigned)k.s.batch);
-                         MT_LAUNCH_KERNEL((mti_kv_attention_kernel<TYPE, Lanes, Rows>), grid, 32 * MTI_KV_WARPS, 0,
-                                          mt_context_stream(kv->ctx), k);
-                         return mt_cuda_launched(kv->ctx, "mt_kv_cache_attention");
-                     });
+        return mti_by_kind<Tiles>(rows > 4 ? 2 : rows > 1, [&](auto tile) {
+            constexpr int Lanes = TYPE == MTI_ANY_TYPE ? 32 : 8 << decltype(lanes)::value;
+            constexpr int Rows = decltype(tile)::value == 0 ? 1 : 2 << decltype(tile)::value;
+            dim3 grid((unsigned)((rows + Rows - 1) / Rows * k.splits), (unsigned)k.s.groups, (unsigned)k.s.batch);
+            MT_LAUNCH_KERNEL((mti_kv_attention_kernel<TYPE, Lanes, Rows>), grid, 32 * MTI_KV_WARPS, 0,
+                             mt_context_stream(kv->ctx), k);
+            return mt_cuda_launched(kv->ctx, "mt_kv_cache_attention");
+        });
     });
 }
 
@@ -9604,6 +9606,7 @@ static mt_status mti_cuda_kv_cache_attention(const mti_kv *kv) {
     int type = mti_row_type(kv->desc.head_dim, kv->qkv, kv->cache.keys, kv->cache.values, kv->out);
     MT_TRY(mti_cuda_attention_check(kv->ctx, &kv->desc));
     MT_TRY(mti_cuda_attention_limit(kv->ctx, "max_seq", kv->cache.max_seq, INT_MAX / 2));
+    if (mti_is_empty(kv->out)) return MT_SUCCESS;
     MT_TRY(mti_built_for(kv->ctx, &built_for));
     if (mti_kv_flash_fits(kv, type, built_for)) return mti_kv_run_flash(kv);
     MT_TRY(mti_split_room(kv, &k));
@@ -9672,7 +9675,8 @@ MT_INLINE MT_HOST_DEVICE int32_t mti_kv_position(int64_t max_seq, const int32_t 
 /* The length of sequence b after a call that adds added[b] or seq tokens. */
 MT_INLINE MT_HOST_DEVICE int32_t mti_kv_advanced(int64_t max_seq, int64_t seq, const int32_t *added,
                                                  const int32_t *lengths, int64_t b) {
-    int64_t length = lengths[b] + (added ? added[b] : seq);
+    int64_t some = added ? added[b] : seq, length = lengths[b] < 0 ? 0 : lengths[b];
+    length += some < 0 ? 0 : some < seq ? some : seq;
     return (int32_t)(length < max_seq ? length : max_seq);
 }
 

@@ -266,6 +266,8 @@ static void test_positions_and_lengths(void **state) {
     assert_memory_equal(n, ((const int32_t[]){2, 4, 8}), sizeof n);
     OK(mt_kv_cache_advance(ref.ctx, 8, 3, 3, NULL, n));
     assert_memory_equal(n, ((const int32_t[]){5, 7, 8}), sizeof n);
+    OK(mt_kv_cache_advance(ref.ctx, 8, 3, 2, (const int32_t[]){-1, 9, 0}, memcpy(n, lengths, sizeof n)));
+    assert_memory_equal(n, ((const int32_t[]){0, 6, 7}), sizeof n);
     OK(mt_kv_cache_advance(ref.ctx, 8, 0, 1, NULL, NULL));
     ASSERT_REFUSED(MT_ERR_SHAPE, "max_seq is 0", mt_kv_cache_advance(ref.ctx, 0, 3, 1, NULL, n));
     ASSERT_REFUSED(MT_ERR_SHAPE, "seq is 0", mt_kv_cache_advance(ref.ctx, 8, 3, 0, NULL, n));
