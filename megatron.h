@@ -879,8 +879,7 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
    with the all-gather of mt_vocab_parallel_sample instead of that of the logits. The last stage of a pipeline
    broadcasts the ids to the others. On a GPU the call waits only where mt_gpt_cached_logits does.
    Errors: those of mt_gpt_cached_logits; MT_ERR_ARGUMENT (a field of desc is out of range); MT_ERR_DATA on every rank
-   (a logit is NaN, on a GPU as in mt_vocab_parallel_sample). When the draw fails, because a logit is NaN or the arena
-   has no room for logits and candidates, the cache already has the new tokens. */
+   (a logit is NaN, on a GPU as in mt_vocab_parallel_sample). After an error the lengths of the cache are as before. */
 MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
                                const mt_gpt_cache *cache, const mt_sample_desc *desc, int32_t *next_ids);
 
@@ -4050,6 +4049,16 @@ static mt_status mti_gpt_draw(mt_context *ctx, const mt_gpt *gpt, const mt_sampl
     return mt_vocab_parallel_sample(ctx, gpt->head.tp, gpt->desc.vocab, gpt->desc.padded_vocab, desc, logits, ids);
 }
 
+/* *out becomes the number of tokens that each sequence has in the cache after the call. */
+static mt_status mti_gpt_next_positions(mt_context *ctx, const mt_batch *batch, const mt_gpt_cache *cache,
+                                        const int32_t **out) {
+    mt_tensor held = mt_tensor_make(cache->lengths, MT_I32, 1, cache->sequences), next;
+    MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, cache->sequences, &next));
+    MT_TRY(mt_copy(ctx, held, next));
+    *out = (const int32_t *)next.data;
+    return mt_kv_cache_advance(ctx, cache->max_seq, batch->sequences, batch->seq, batch->lengths, (int32_t *)next.data);
+}
+
 /* When a logit is NaN, the last stage still shares the ids: that of the row is -1, from which the others have the same
    error. */
 static mt_status mti_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m, const mt_batch *batch,
@@ -4058,15 +4067,15 @@ static mt_status mti_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_lan
     mt_sample_desc s = *desc;
     mt_status status = MT_SUCCESS;
     mt_tensor x, room;
-    if (!s.positions) s.positions = cache->lengths;
+    if (!s.positions) MT_TRY(mti_gpt_next_positions(ctx, batch, cache, &s.positions));
     MT_TRY(mti_gpt_cached_hidden(ctx, m, batch, ids, cache, batch->sequences, &x));
-    MT_TRY(mti_gpt_cache_advance(ctx, batch, cache));
     MT_TRY(mti_model_share_room(ctx, m, next, &room));
     if (mti_model_is_last(m)) status = mti_gpt_draw(ctx, gpt, &s, x, (int32_t *)room.data);
     if (status != MT_SUCCESS && status != MT_ERR_DATA) return status;
     MT_TRY(mti_model_share(ctx, m, room, next));
-    if (mti_model_is_last(m)) return status;
-    return mt_ids_check(ctx, "sampled id", (const int32_t *)next.data, next.cols, gpt->desc.vocab, 0);
+    if (!mti_model_is_last(m))
+        status = mt_ids_check(ctx, "sampled id", (const int32_t *)next.data, next.cols, gpt->desc.vocab, 0);
+    return status == MT_SUCCESS ? mti_gpt_cache_advance(ctx, batch, cache) : status;
 }
 
 MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,

@@ -637,6 +637,7 @@ static mt_status gpt_nan_rank(mt_comm *world, void *user) {
     if (r.grid.pp_rank == 1 && r.grid.tp_rank == 1) ((float *)gpt.head.weight->value.data)[3] = NAN;
     CHECK(mt_gpt_sample(r.ctx, &gpt, &batch, ids, &cache, &c->desc, next) == MT_ERR_DATA);
     CHECK(test_has_words(mt_last_error(r.ctx), r.grid.pp_rank ? "mt_sample_ids|row 0|NaN" : "sampled id -1"));
+    CHECK(cache.lengths[0] == 0 && cache.lengths[1] == 0);
     mt_gpt_cache_destroy(r.ctx, &cache);
     test_rank_close(&r);
     return MT_SUCCESS;
