@@ -2491,7 +2491,8 @@ MT_INLINE mti_simd mti_few_load(mt_dtype type, const unsigned char *b) {
 #if defined(__F16C__) && MTI_SIMD >= 8
     if (type == MT_F16) {
 #if MTI_SIMD == 16
-        return (mti_simd)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)b));
+        /* the form with a mask: gcc 12 warns of the other one */
+        return (mti_simd)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i *)(const void *)b));
 #else
         return (mti_simd)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)b));
 #endif
