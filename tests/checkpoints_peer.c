@@ -3,6 +3,10 @@
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 /* The numbers that the script expects, of which the registry has each shard. */
 static mt_status fill(mt_context *ctx, mt_params *params) {
     for (int i = 0; i < mt_params_count(params); i++) {
