@@ -561,10 +561,10 @@ static void test_16bit_two_threads(void **state) {
     }
 }
 
+#if defined(MT_USE_ONEDNN)
 /* oneDNN reads bf16 as it is exactly where the processor has instructions for bf16. Elsewhere mt_gemm widens the
    operands to copies in the arena. */
 static void test_16bit_memory(void **state) {
-#if defined(MT_USE_ONEDNN)
     static const types t = {MT_BF16, MT_BF16, MT_F32};
     int bf16 = (int)dnnl_cpu_isa_avx512_core_bf16, native = ((int)dnnl_get_effective_cpu_isa() & bf16) == bf16, form;
     (void)state;
@@ -574,16 +574,13 @@ static void test_16bit_memory(void **state) {
         try_16bit(t, form & 3, 256, 256, 256, 1, 0, form / 4 * 8);
         assert_true((mt_arena_peak(ref.ctx) < (size_t)2 * 256 * 256 * sizeof(float)) == native);
     }
-#else
-    (void)state;
-    skip();
-#endif
 }
+#endif
 
+#if defined(MT_USE_ONEDNN) && defined(__x86_64__) && defined(__linux__)
 /* Runs the tests of 16-bit products in a process in which oneDNN has no instructions for bf16: in AVX512_CORE it
    emulates them, and in AVX2 it has no product in bf16. */
 static void test_without_bf16(void **state) {
-#if defined(MT_USE_ONEDNN) && defined(__x86_64__) && defined(__linux__)
     static const char *const sets[] = {"AVX512_CORE", "AVX2"};
     size_t i;
     (void)state;
@@ -601,11 +598,8 @@ static void test_without_bf16(void **state) {
         assert_true(WIFEXITED(status));
         assert_int_equal(WEXITSTATUS(status), 0);
     }
-#else
-    (void)state;
-    skip();
-#endif
 }
+#endif
 
 /* ---- the name of the library ------------------------------------------------------------------------------------ */
 
@@ -699,8 +693,12 @@ int main(void) {
         REF_TEST(test_few_memory),
         REF_TEST(test_16bit_many_shapes),
         REF_TEST(test_16bit_two_threads),
+#if defined(MT_USE_ONEDNN)
         REF_TEST(test_16bit_memory),
+#endif
+#if defined(MT_USE_ONEDNN) && defined(__x86_64__) && defined(__linux__)
         REF_TEST(test_without_bf16),
+#endif
         REF_TEST(test_library_name),
         REF_TEST(test_options),
     };
