@@ -8,7 +8,7 @@
 #define MTI_NORM_TALL 1000 /* elements for each short strip in a tall one: small matrices have tall strips */
 #include "megatron.h"
 
-#include "mt_test.h"
+#include "mt_test_cuda.h"
 
 #if defined(MT_CUDA_ENGINE)
 #include "runtime.h"
@@ -25,10 +25,8 @@ typedef struct pair {
     mt_tensor cpu, gpu;
 } pair;
 
-static mt_context *cpu, *gpu;
 static mt_dtype type; /* of activations and weights; statistics, moments and gradients of parameters are f32 */
 
-#define OK(call) ASSERT_STATUS(gpu, MT_SUCCESS, call)
 #define BOTH(call_cpu, call_gpu)                                                                                       \
     do {                                                                                                               \
         ASSERT_STATUS(cpu, MT_SUCCESS, call_cpu);                                                                      \
@@ -1883,23 +1881,6 @@ static void test_collectives(void **state) {
     for (int i = 0; i < 5; i++)
         for (int t = 0; t < 4; t++)
             for (int shift = 0; shift < 2; shift++) collectives(sizes[i], types[t], shift);
-}
-
-static int open_contexts(void **state) {
-    mt_context_desc where;
-    (void)state;
-    memset(&where, 0, sizeof where);
-    where.arena_bytes = (size_t)64 << 20;
-    OK(mt_context_create(NULL, &where, &cpu));
-    where.device = MT_DEVICE_CUDA;
-    return mt_context_create(NULL, &where, &gpu) == MT_SUCCESS ? 0 : 1;
-}
-
-static int close_contexts(void **state) {
-    (void)state;
-    mt_context_destroy(gpu);
-    mt_context_destroy(cpu);
-    return 0;
 }
 
 /* The third stream has a ticket of its own. mt_overlap_wait_all does not wait for it. */

@@ -5,7 +5,7 @@
 #define MEGATRON_IMPLEMENTATION
 #include "mt_kernels.cuh"
 
-#include "mt_test.h"
+#include "mt_test_cuda.h"
 
 #include <math.h>
 
@@ -13,10 +13,6 @@
 #include "core.h"
 #include "runtime.h"
 #endif
-
-static mt_context *cpu, *gpu;
-
-#define OK(call) ASSERT_STATUS(gpu, MT_SUCCESS, call)
 
 typedef struct config {
     int64_t batch = 1, seq = 1, groups = 1, per_group = 1, dim = 64;
@@ -881,23 +877,6 @@ static void test_places(void **state) {
     places<96>();
     places<128>();
     mt_arena_release(gpu, mark);
-}
-
-static int open_contexts(void **state) {
-    mt_context_desc where;
-    (void)state;
-    memset(&where, 0, sizeof where);
-    where.arena_bytes = (size_t)64 << 20;
-    OK(mt_context_create(NULL, &where, &cpu));
-    where.device = MT_DEVICE_CUDA;
-    return mt_context_create(NULL, &where, &gpu) == MT_SUCCESS ? 0 : 1;
-}
-
-static int close_contexts(void **state) {
-    (void)state;
-    mt_context_destroy(gpu);
-    mt_context_destroy(cpu);
-    return 0;
 }
 
 int main(void) {

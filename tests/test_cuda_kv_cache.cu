@@ -6,14 +6,11 @@
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 
+#include "mt_test_cuda.h"
 #include "mt_test_ranks.h"
 
 #include <math.h>
 #include <vector>
-
-static mt_context *cpu, *gpu;
-
-#define OK(call) ASSERT_STATUS(gpu, MT_SUCCESS, call)
 
 enum { NO_ROTARY, HALVES, PAIRS };
 enum { BATCH = 8 }; /* the most sequences of a call */
@@ -838,23 +835,6 @@ static void test_gpt(void **state) {
             }
             if (invariant) same_bits("another split", runs[0].logits, runs[1].logits, runs[0].logits.size());
         }
-}
-
-static int open_contexts(void **state) {
-    mt_context_desc where;
-    (void)state;
-    memset(&where, 0, sizeof where);
-    where.arena_bytes = (size_t)64 << 20;
-    OK(mt_context_create(NULL, &where, &cpu));
-    where.device = MT_DEVICE_CUDA;
-    return mt_context_create(NULL, &where, &gpu) == MT_SUCCESS ? 0 : 1;
-}
-
-static int close_contexts(void **state) {
-    (void)state;
-    mt_context_destroy(gpu);
-    mt_context_destroy(cpu);
-    return 0;
 }
 
 int main(void) {

@@ -8,7 +8,6 @@
 #define main test_cuda
 #include "../test_cuda.cu"
 #undef main
-#undef OK
 
 namespace flash {
 #define main test_cuda_flash
