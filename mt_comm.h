@@ -44,8 +44,8 @@
    the same collectives in the same order. Contexts in one process are independent of each other.
    Cancelled threads and C++ exceptions: see mt_launch.
 
-   Sections of the implementation: >>status >>context >>cuda >>local >>16bit >>collectives >>nccl >>mpi
-   >>compare >>conjugates >>graph >>launch                                                                          */
+   Sections of the implementation: >>status >>context >>cuda >>local >>threads >>16bit >>collectives >>nccl
+   >>mpi >>compare >>conjugates >>graph >>launch                                                                    */
 
 #ifndef MT_COMM_H
 #define MT_COMM_H
@@ -182,7 +182,9 @@ typedef struct mt_comm mt_comm;       /* opaque */
 typedef struct mt_context_desc {
     size_t arena_bytes; /* for activations and scratch memory; ignored on MT_DEVICE_META; 0: MT_ARENA_DEFAULT */
     mt_device device;   /* 0: CPU */
-    int threads;        /* number of threads of the GEMM library, see mt_launch_desc.cores_per_rank; 0: 1 */
+    /* number of threads of mt_parallel_for and of the GEMM library, 1 to 1024. Set mt_launch_desc.cores_per_rank to the
+       same number. 0: 1 */
+    int threads;
     /* Invariant mode: runs on 1, 2, 4, ..., or V tensor ranks and 1, 2, 4, ..., or V_d data ranks give the same bits. V
        and V_d are powers of two up to 1024. See docs/invariance.md. */
     int invariant;      /* V; 0: off */
@@ -765,6 +767,17 @@ MT_API int mt_context_arena_symmetric(const mt_context *ctx);
 MT_API int mt_context_compute_capability(const mt_context *ctx); /* 80 for sm_80; other devices: 90 */
 MT_API int mt_context_has_data(const mt_context *ctx);           /* 0 on MT_DEVICE_META, else 1 */
 
+/* Computes items [0, count) on the mt_context_desc.threads threads of a context, and returns when all are done. Each
+   thread gets at most one range of neighbouring items, [first, last), and its number, `thread`, from 0 to
+   mt_context_threads(ctx) - 1. A range begins at a multiple of grain (at least 1), so it has at least grain items,
+   unless it is the last one. The calling thread is one of the threads. The others start in the first call that needs
+   them, wait between calls, and end in mt_context_destroy. If the system refuses them, the calling thread computes all
+   ranges. `work` must not use the context, and must not throw. When ctx is NULL, there is one thread.
+   It is the parallel_for of PyTorch, for operators of your own on a CPU. Results have the same bits with any number of
+   threads if an item is computed by the same operations wherever its range begins. */
+typedef void (*mt_range_function)(void *data, int thread, int64_t first, int64_t last);
+MT_API void mt_parallel_for(mt_context *ctx, int64_t count, int64_t grain, mt_range_function work, void *data);
+
 /* mt_fail stores a message as the last error of the context and of its world, logs it as MT_LOG_ERROR, and returns
    status. mt_comm_fail stores text as the last error of comm and of the world that rank_main got, and returns status;
    it does not log. mt_log only logs. Stored messages are cut after MT_ERROR_BYTES - 1 characters. When ctx or comm is
@@ -1030,9 +1043,12 @@ typedef struct mti_staging {
     size_t used;
 } mti_staging;
 
+#define MTI_MAX_THREADS 1024
+
 struct mt_context {
     mt_device device;
     int threads;
+    struct mti_team *team; /* the other threads; NULL before the first call that needs them */
     int invariant, invariant_data;
     mt_comm *world;
     mt_allocator allocator;
@@ -1250,6 +1266,8 @@ static void mti_local_leave(mt_comm *comm, const char *reason);
 static void mti_no_leave(mt_comm *comm, const char *reason);
 static void mti_no_destroy(mt_comm *comm);
 
+static void mti_team_destroy(struct mti_team *t); /* >>threads */
+
 static mt_status mti_alone_check(mt_context *ctx, mt_comm *comm, const char *name); /* >>collectives */
 static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name);
 static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name);
@@ -1447,8 +1465,9 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
     if ((desc->allocator.alloc == NULL) != (desc->allocator.free == NULL))
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT,
                                   "mt_context_create: the allocator needs both alloc and free, or neither");
-    if (desc->threads < 0) {
-        snprintf(text, sizeof text, "mt_context_create: threads is %d, must be at least 0", desc->threads);
+    if (desc->threads < 0 || desc->threads > MTI_MAX_THREADS) {
+        snprintf(text, sizeof text, "mt_context_create: threads is %d, must be from 0 to %d", desc->threads,
+                 MTI_MAX_THREADS);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
     if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data)) {
@@ -1543,6 +1562,7 @@ MT_API void mt_context_destroy(mt_context *ctx) {
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_idle(ctx);
     for (i = MT_SLOT_COUNT; i-- > 0;) mti_slot_destroy(ctx, &ctx->slots[i]);
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
+    mti_team_destroy(ctx->team);
     if (ctx->device != MT_DEVICE_META && ctx->arena)
         (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
     mt_trace_free(&ctx->trace);
@@ -3283,6 +3303,128 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
     if (comm) status = mti_comm_split(comm, color, key, out);
     mti_release(before);
     return status;
+}
+
+/* ---- >>threads: the threads of a context ------------------------------------------------------------------------- */
+
+/* The items of one mt_parallel_for. Thread i computes [i * each, (i + 1) * each). */
+typedef struct mti_ranges {
+    mt_range_function work;
+    void *data;
+    int64_t count, each;
+} mti_ranges;
+
+static void mti_range_run(const mti_ranges *r, int thread) {
+    int64_t first = thread * r->each;
+    if (first < r->count) (r->work)(r->data, thread, first, mt_min(first + r->each, r->count));
+}
+
+/* One of a context's threads, except the one that calls. */
+typedef struct mti_helper {
+    struct mti_team *team;
+    pthread_t thread;
+    int number; /* from 1 */
+} mti_helper;
+
+/* The helpers of a context. They and their caller wait for each other like ranks, by means of a group. */
+typedef struct mti_team {
+    mti_group *group;
+    uint64_t calls;     /* number of calls so far; a helper waits for the next one */
+    uint64_t busy;      /* number of helpers that have not finished the call; the caller waits for 0 */
+    int ends;           /* 1: the helpers return */
+    int count;          /* number of helpers */
+    mti_ranges ranges;  /* of the call */
+    mti_helper *helper; /* [count] */
+} mti_team;
+
+/* Waits until *word == value, or, with until_not, until *word != value. */
+static void mti_team_wait(mti_team *t, const uint64_t *word, uint64_t value, int until_not) {
+    mti_wait w;
+    w.word = word;
+    w.mask = UINT64_MAX;
+    w.value = value;
+    w.until_not = until_not;
+    w.peer = -1;
+    w.forever = 1;
+    mti_wait_for(t->group, &w);
+}
+
+static void *mti_helper_run(void *argument) {
+    const mti_helper *h = (const mti_helper *)argument;
+    mti_team *t = h->team;
+    uint64_t seen;
+    for (seen = 0;; seen++) {
+        mti_team_wait(t, &t->calls, seen, 1);
+        if (t->ends) return NULL;
+        mti_range_run(&t->ranges, h->number);
+        if (__atomic_sub_fetch(&t->busy, 1, __ATOMIC_SEQ_CST) == 0) mti_wake(t->group);
+    }
+}
+
+/* Begins a call: the helpers see all that was written before. */
+static void mti_team_call(mti_team *t) {
+    __atomic_store_n(&t->busy, (uint64_t)t->count, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(&t->calls, 1, __ATOMIC_SEQ_CST);
+    mti_wake(t->group);
+}
+
+static void mti_team_destroy(mti_team *t) {
+    int i;
+    if (!t) return;
+    t->ends = 1;
+    if (t->group) mti_team_call(t);
+    for (i = 0; i < t->count; i++) pthread_join(t->helper[i].thread, NULL);
+    mti_group_release(t->group);
+    free(t->helper);
+    free(t);
+}
+
+/* Starts up to `count` helpers; NULL: out of memory. */
+static mti_team *mti_team_new(int count) {
+    mti_team *t = (mti_team *)calloc(1, sizeof *t);
+    int i, error = 0;
+    if (!t) return NULL;
+    t->helper = (mti_helper *)calloc((size_t)count, sizeof *t->helper);
+    t->group = mti_group_new(1, 0, 0);
+    if (!t->helper || !t->group) {
+        mti_team_destroy(t);
+        return NULL;
+    }
+    for (i = 0; i < count && !error; i++) {
+        t->helper[i].team = t;
+        t->helper[i].number = i + 1;
+        error = pthread_create(&t->helper[i].thread, NULL, mti_helper_run, &t->helper[i]);
+        t->count += !error;
+    }
+    return t;
+}
+
+/* Computes the ranges of a call on the helpers and on this thread, which takes the first one, and those of helpers that
+   could not be started. A thread that is cancelled waits for the helpers, because they use its data. */
+static void mti_team_run(mti_team *t, const mti_ranges *ranges, int threads) {
+    int before = mti_hold(), i;
+    t->ranges = *ranges;
+    mti_team_call(t);
+    mti_range_run(ranges, 0);
+    for (i = t->count + 1; i < threads; i++) mti_range_run(ranges, i);
+    mti_team_wait(t, &t->busy, 0, 0);
+    mti_release(before);
+}
+
+MT_API void mt_parallel_for(mt_context *ctx, int64_t count, int64_t grain, mt_range_function work, void *data) {
+    int threads = mt_context_threads(ctx), i;
+    mti_ranges r;
+    if (count <= 0) return;
+    r.work = work;
+    r.data = data;
+    r.count = count;
+    r.each = mt_round_up(count / threads + (count % threads != 0), mt_max(grain, 1));
+    if (r.each < count && !ctx->team) ctx->team = mti_team_new(threads - 1);
+    if (r.each < count && ctx->team) {
+        mti_team_run(ctx->team, &r, threads);
+        return;
+    }
+    for (i = 0; i < threads; i++) mti_range_run(&r, i);
 }
 
 /* ---- >>16bit: bf16 and f16 --------------------------------------------------------------------------------------- */

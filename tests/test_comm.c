@@ -1080,7 +1080,10 @@ static void test_context_arguments(void **state) {
     d = small();
     d.threads = -3;
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
-    assert_non_null(strstr(mt_comm_last_error(comm), "-3"));
+    assert_non_null(strstr(mt_comm_last_error(comm), "threads is -3, must be from 0 to 1024"));
+    d.threads = 1025;
+    ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, &ctx));
+    assert_non_null(strstr(mt_comm_last_error(comm), "threads is 1025"));
     ASSERT_STATUS(NULL, MT_ERR_ARGUMENT, mt_context_create(comm, &d, NULL));
     d = small();
     d.logger.log = keep_log;
@@ -1136,6 +1139,69 @@ static size_t arena_offset(mt_context *ctx, const void *arena, size_t bytes) {
     void *p;
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_alloc(ctx, bytes, &p));
     return (size_t)((char *)p - (const char *)arena);
+}
+
+#define MOST_ITEMS 300
+
+/* What the ranges of one mt_parallel_for were. */
+typedef struct items {
+    int64_t count, grain;
+    int threads;
+    int times[MOST_ITEMS], by[MOST_ITEMS]; /* how often an item was computed, and by which number */
+    int ranges[8];                         /* number of ranges of a thread */
+    int bad;                               /* number of ranges that do not begin or end where they must */
+} items;
+
+static void count_items(void *data, int thread, int64_t first, int64_t last) {
+    items *x = (items *)data;
+    int64_t i;
+    if (thread < 0 || thread >= x->threads || first >= last || last > x->count || first % x->grain ||
+        (last - first < x->grain && last != x->count)) {
+        __atomic_add_fetch(&x->bad, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    x->ranges[thread]++;
+    for (i = first; i < last; i++) {
+        x->times[i]++;
+        x->by[i] = thread;
+    }
+}
+
+/* Checks one call: each item is computed once, in ranges that begin at multiples of the grain. */
+static void expect_items(mt_context *ctx, int threads, int64_t count, int64_t grain) {
+    items x;
+    int64_t i;
+    int t;
+    memset(&x, 0, sizeof x);
+    x.count = count;
+    x.grain = grain;
+    x.threads = threads;
+    mt_parallel_for(ctx, count, grain, count_items, &x);
+    assert_int_equal(x.bad, 0);
+    for (i = 0; i < MOST_ITEMS; i++) assert_int_equal(x.times[i], i < count);
+    for (t = 0; t < 8; t++) assert_in_range(x.ranges[t], 0, 1);
+    for (t = 0; t < threads && count == threads * grain; t++) assert_int_equal(x.ranges[t], 1);
+    for (i = 1; i < count; i++) assert_true(x.by[i] >= x.by[i - 1]);
+}
+
+static void test_parallel_for(void **state) {
+    static const int64_t grains[] = {1, 2, 16, 1000};
+    int threads, g, round, rounds = SANITIZED ? 200 : 5000;
+    int64_t count;
+    (void)state;
+    expect_items(NULL, 1, 100, 16);
+    for (threads = 1; threads <= 5; threads++) {
+        mt_context_desc d = small();
+        mt_context *ctx;
+        d.threads = threads;
+        ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+        for (g = 0; g < 4; g++)
+            for (count = 0; count < MOST_ITEMS; count += 1 + count / 3) expect_items(ctx, threads, count, grains[g]);
+        expect_items(ctx, threads, 16 * threads, 16);
+        expect_items(ctx, threads, -1, 1);
+        for (round = 0; round < rounds; round++) expect_items(ctx, threads, 7, 1);
+        mt_context_destroy(ctx);
+    }
 }
 
 static void test_arena_region(void **state) {
@@ -1373,6 +1439,7 @@ int main(void) {
         cmocka_unit_test(test_cuda_is_not_built),
         cmocka_unit_test(test_numbers),
         cmocka_unit_test(test_context_arguments),
+        cmocka_unit_test(test_parallel_for),
         cmocka_unit_test(test_arena),
         cmocka_unit_test(test_arena_region),
         cmocka_unit_test(test_arena_region_behind_arena),

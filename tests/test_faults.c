@@ -649,6 +649,31 @@ static void test_no_threads(void **state) {
     }
     threads_allowed = 1000;
 }
+
+static void add_range(void *data, int thread, int64_t first, int64_t last) {
+    (void)thread;
+    __atomic_add_fetch((int64_t *)data, (last - first) * (first + last - 1) / 2, __ATOMIC_RELAXED);
+}
+
+/* When the system gives no more threads, the calling thread computes what is left. */
+static void test_no_helper_threads(void **state) {
+    int allowed;
+    (void)state;
+    for (allowed = 0; allowed < 4; allowed++) {
+        mt_context_desc d;
+        mt_context *ctx;
+        int64_t sum = 0;
+        memset(&d, 0, sizeof d);
+        d.threads = 4;
+        ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+        threads_allowed = allowed;
+        mt_parallel_for(ctx, 1000, 1, add_range, &sum);
+        mt_parallel_for(ctx, 1000, 1, add_range, &sum);
+        threads_allowed = 1000;
+        assert_int_equal(sum, 999 * 1000);
+        mt_context_destroy(ctx);
+    }
+}
 #endif
 
 /* ---- leaving in every order, without a launcher ------------------------------------------------------------------ */
@@ -737,6 +762,7 @@ int main(void) {
 #if !TEST_OVER_MPI
         cmocka_unit_test(test_a_refusal_is_reported_once),
         cmocka_unit_test(test_no_threads),
+        cmocka_unit_test(test_no_helper_threads),
 #endif
         cmocka_unit_test(test_leaving_without_launcher),
     };
