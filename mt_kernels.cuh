@@ -128,10 +128,12 @@ typedef enum mt_transpose { MT_NO_TRANS = 0, MT_TRANS = 1 } mt_transpose;
    copies. With oneDNN and CBLAS the scratch memory has these copies. The built-in loop copies only a 16-bit C.
    A product A B^T with few rows m, as in decoding, reads B once, in its own type. With one row, memory is the limit. It
    copies only a 16-bit A and C. "Few" is up to 8 rows, or 4 where oneDNN would read a and b in 16 bits. This needs gcc
-   or clang, k of at least 32 and, with oneDNN or CBLAS, mt_context_desc.threads = 1.
-   With the built-in loop, the bits of a row of C never depend on m. With oneDNN and CBLAS, the bits of a row are the
-   same for each of these few m, but a larger m may round differently, also in invariant mode. With oneDNN the bits of
-   16-bit products also depend on the leading dimensions: for invariant mode see mt_invariant_input in mt_parallel.h.
+   or clang, and k of at least 32.
+   The threads of the context share a product (mt_context_desc.threads). A GEMM library computes each part on one
+   thread. With the built-in loop, the bits of a row of C depend neither on m nor on the number of threads. With oneDNN
+   and CBLAS they depend on neither for these few m, but a larger m may round differently, also in invariant mode, and
+   so may another number of threads. With oneDNN the bits of 16-bit products also depend on the leading dimensions: for
+   invariant mode see mt_invariant_input in mt_parallel.h.
    Error: MT_ERR_UNSUPPORTED (m, n, k or an ld is above 2^31 - 1). */
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c);
@@ -3458,8 +3460,12 @@ typedef struct mti_matmul {
     const void *a, *b;
     void *c;
     int64_t lda, ldb, ldc;
-    int few;    /* see mti_gemm_is_few */
-    void *plan; /* see mti_native_plan */
+    int few; /* see mti_gemm_is_few */
+    /* The threads of a context share a product: each computes `each` rows of c, or columns with by_cols. The last one
+       may have fewer. See mti_gemm_split. */
+    int by_cols;
+    int64_t each;
+    void *plan, *last_plan; /* of a part with `each` rows or columns, and of a smaller last part; see mti_native_plan */
 } mti_matmul;
 
 #define MTI_TRANSPOSE_WORDS "MT_NO_TRANS MT_TRANS"
@@ -3491,6 +3497,24 @@ static mt_status mti_expect_gemm_sizes(mt_context *ctx, const mti_matmul *g, mt_
     return MT_SUCCESS;
 }
 
+/* The address of an element of x. A matrix without elements may have no address. */
+static const void *mti_element(const void *x, int64_t element, mt_dtype type) {
+    return x ? (const unsigned char *)x + (size_t)element * mt_dtype_size(type) : NULL;
+}
+
+/* Rows [first, last) of c as a product of their own, or columns with by_cols. */
+static mti_matmul mti_gemm_part(const mti_matmul *g, int64_t first, int64_t last) {
+    mti_matmul p = *g;
+    int64_t a = g->by_cols ? 0 : first * (g->trans_a ? 1 : g->lda);
+    int64_t b = g->by_cols ? first * (g->trans_b ? g->ldb : 1) : 0, c = first * (g->by_cols ? 1 : g->ldc);
+    *(g->by_cols ? &p.n : &p.m) = last - first;
+    p.a = mti_element(g->a, a, g->a_type);
+    p.b = mti_element(g->b, b, g->b_type);
+    p.c = (void *)(uintptr_t)mti_element(g->c, c, g->c_type);
+    if (last - first != g->each) p.plan = g->last_plan;
+    return p;
+}
+
 /* c = beta c, in f32. This is the result if k or alpha is 0. */
 static void mti_gemm_scale(const mti_matmul *g) {
     float *c = (float *)g->c;
@@ -3501,6 +3525,31 @@ static void mti_gemm_scale(const mti_matmul *g) {
     }
 }
 
+#if defined(MT_USE_ONEDNN) || defined(MT_USE_CBLAS)
+/* The threads of a context share a product, so the library computes each part on one thread. A library that runs on
+   OpenMP has one thread count per calling thread. mti_omp_begin sets it to 1 and returns the thread count to restore,
+   or 0. The references to OpenMP are weak and have private names, so that this code compiles and links without it. */
+#if defined(__GNUC__)
+static void mti_omp_set_num_threads(int) __attribute__((weakref("omp_set_num_threads")));
+static int mti_omp_get_max_threads(void) __attribute__((weakref("omp_get_max_threads")));
+
+static int mti_omp_begin(void) {
+    int before;
+    if (!mti_omp_set_num_threads || !mti_omp_get_max_threads) return 0;
+    before = mti_omp_get_max_threads();
+    if (before == 1) return 0;
+    mti_omp_set_num_threads(1);
+    return before;
+}
+static void mti_omp_end(int before) {
+    if (before > 0) mti_omp_set_num_threads(before);
+}
+#else
+static int mti_omp_begin(void) { return 0; }
+static void mti_omp_end(int before) { (void)before; }
+#endif
+#endif
+
 #if defined(MT_USE_ONEDNN)
 #define MTI_TEXT(x) #x
 #define MTI_VERSION(major, minor, patch) "oneDNN " MTI_TEXT(major) "." MTI_TEXT(minor) "." MTI_TEXT(patch)
@@ -3509,31 +3558,6 @@ MT_API const char *mt_gemm_library(void) {
     return MTI_VERSION(DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH);
 }
 
-/* Sets the thread count of oneDNN, which runs on OpenMP, for one call. Returns the thread count to restore, or 0.
-   OpenMP has one thread count per calling thread. The references to OpenMP are weak and have private names, so that
-   this code compiles and links without OpenMP. */
-#if defined(__GNUC__)
-static void mti_omp_set_num_threads(int) __attribute__((weakref("omp_set_num_threads")));
-static int mti_omp_get_max_threads(void) __attribute__((weakref("omp_get_max_threads")));
-
-static int mti_threads_set(int threads) {
-    int before;
-    if (threads <= 0 || !mti_omp_set_num_threads || !mti_omp_get_max_threads) return 0;
-    before = mti_omp_get_max_threads();
-    if (before == threads) return 0;
-    mti_omp_set_num_threads(threads);
-    return before;
-}
-static void mti_threads_restore(int before) {
-    if (before > 0) mti_omp_set_num_threads(before);
-}
-static int mti_threads_now(void) { return mti_omp_get_max_threads ? mti_omp_get_max_threads() : 0; }
-#else
-static int mti_threads_now(void) { return 0; }
-static int mti_threads_set(int threads) { return (void)threads, 0; }
-static void mti_threads_restore(int before) { (void)before; }
-#endif
-
 static mt_status mti_dnnl_check(mt_context *ctx, const mti_matmul *g, const char *call, dnnl_status_t status) {
     if (status == dnnl_success) return MT_SUCCESS;
     return mt_fail(ctx, status == dnnl_out_of_memory ? MT_ERR_MEMORY : MT_ERR_SYSTEM,
@@ -3541,11 +3565,10 @@ static mt_status mti_dnnl_check(mt_context *ctx, const mti_matmul *g, const char
                    (long long)g->n, (long long)g->k, (int)status);
 }
 
-/* The key of a plan: what distinguishes products for oneDNN. oneDNN chooses the blocks of a product by the number of
-   threads, so it is a part of the key. */
+/* The key of a plan: what distinguishes products for oneDNN. */
 typedef struct mti_dnnl_key {
     int64_t m, n, k, lda, ldb, ldc;
-    int trans_a, trans_b, type, c_type, threads;
+    int trans_a, trans_b, type, c_type;
     float beta;
 } mti_dnnl_key;
 
@@ -3554,8 +3577,7 @@ typedef struct mti_dnnl_plan {
     mti_dnnl_key key;
     uint64_t used;              /* the value of mti_dnnl.clock at the last use */
     dnnl_primitive_desc_t desc; /* NULL: oneDNN is not fast in this type, so the operands are widened */
-    dnnl_primitive_t primitive; /* NULL before the first product: a meta context does not need it */
-    dnnl_memory_t memory[4];    /* a, b, c and scratch memory; their addresses are set for each product */
+    dnnl_primitive_t primitive; /* NULL on a meta context, which does not need it */
     size_t bytes;               /* of scratch memory */
 } mti_dnnl_plan;
 
@@ -3564,16 +3586,12 @@ typedef struct mti_dnnl_plan {
 /* The oneDNN state of a context, created by its first 16-bit product. */
 typedef struct mti_dnnl {
     dnnl_engine_t engine;
-    dnnl_stream_t stream;
     uint64_t clock; /* counts the uses of plans */
     int count;
     mti_dnnl_plan plans[MTI_DNNL_PLANS];
 } mti_dnnl;
 
 static void mti_dnnl_forget(mti_dnnl_plan *p) {
-    int i;
-    for (i = 0; i < 4; i++)
-        if (p->memory[i]) dnnl_memory_destroy(p->memory[i]);
     if (p->primitive) dnnl_primitive_destroy(p->primitive);
     if (p->desc) dnnl_primitive_desc_destroy(p->desc);
     memset(p, 0, sizeof *p);
@@ -3584,7 +3602,6 @@ static void mti_dnnl_destroy(mt_context *ctx, void *gemm) {
     int i;
     (void)ctx;
     for (i = 0; i < d->count; i++) mti_dnnl_forget(&d->plans[i]);
-    if (d->stream) dnnl_stream_destroy(d->stream);
     if (d->engine) dnnl_engine_destroy(d->engine);
     mt_host_free(d);
 }
@@ -3600,10 +3617,8 @@ static mt_status mti_dnnl_open(mt_context *ctx, const mti_matmul *g, mti_dnnl **
         k->gemm_destroy = mti_dnnl_destroy;
     }
     *out = d = (mti_dnnl *)k->gemm;
-    if (!d->engine) MT_TRY(mti_dnnl_check(ctx, g, "dnnl_engine_create", dnnl_engine_create(&d->engine, dnnl_cpu, 0)));
-    if (d->stream) return MT_SUCCESS;
-    return mti_dnnl_check(ctx, g, "dnnl_stream_create",
-                          dnnl_stream_create(&d->stream, d->engine, dnnl_stream_default_flags));
+    if (d->engine) return MT_SUCCESS;
+    return mti_dnnl_check(ctx, g, "dnnl_engine_create", dnnl_engine_create(&d->engine, dnnl_cpu, 0));
 }
 
 static dnnl_data_type_t mti_dnnl_type(int dtype) {
@@ -3702,7 +3717,8 @@ static mt_status mti_dnnl_plan_make(mt_context *ctx, mti_dnnl *d, const mti_matm
         return MT_SUCCESS;
     }
     p->bytes = dnnl_memory_desc_get_size(dnnl_primitive_desc_query_md(p->desc, dnnl_query_scratchpad_md, 0));
-    return MT_SUCCESS;
+    if (!mt_context_has_data(ctx)) return MT_SUCCESS;
+    return mti_dnnl_check(ctx, g, "dnnl_primitive_create", dnnl_primitive_create(&p->primitive, p->desc));
 }
 
 /* Returns a place for one more plan. If all places are taken, evicts the least recently used plan. */
@@ -3722,7 +3738,6 @@ static void mti_dnnl_key_of(const mti_matmul *g, mti_dnnl_key *key) {
     key->lda = g->lda, key->ldb = g->ldb, key->ldc = g->ldc;
     key->trans_a = g->trans_a, key->trans_b = g->trans_b;
     key->type = (int)g->a_type, key->c_type = (int)g->c_type;
-    key->threads = mti_threads_now();
     key->beta = g->beta;
 }
 
@@ -3741,78 +3756,92 @@ static mt_status mti_dnnl_plan_of(mt_context *ctx, mti_dnnl *d, const mti_matmul
             return MT_SUCCESS;
         }
     status = mti_dnnl_plan_make(ctx, d, g, &fresh);
-    if (status != MT_SUCCESS) return status;
+    if (status != MT_SUCCESS) {
+        mti_dnnl_forget(&fresh);
+        return status;
+    }
     *out = mti_dnnl_place(d);
     **out = fresh;
     return MT_SUCCESS;
 }
 
-/* g->plan = the plan of oneDNN for a product of 16-bit operands as they are, or NULL if the operands are widened. */
-static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) {
+/* *out = the plan of the part of g with rows or columns [0, last), or NULL if there is none. */
+static mt_status mti_native_part(mt_context *ctx, mti_dnnl *d, const mti_matmul *g, int64_t last, void **out) {
+    mti_matmul part = mti_gemm_part(g, 0, last);
     mti_dnnl_plan *p = NULL;
-    mti_dnnl *d;
+    MT_TRY(mti_dnnl_plan_of(ctx, d, &part, &p));
+    *out = p->desc ? p : NULL;
+    return MT_SUCCESS;
+}
+
+/* Sets the plans of oneDNN for a product of 16-bit operands as they are. They are NULL if the operands are widened. */
+static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) {
+    int64_t rest = (g->by_cols ? g->n : g->m) % g->each;
+    mti_dnnl *d = NULL;
     mt_status status;
     int before;
     if (g->a_type == MT_F32 || g->a_type != g->b_type || (g->c_type != g->a_type && g->c_type != MT_F32) ||
         g->alpha != 1.0f || g->m == 0 || g->n == 0 || g->k == 0)
         return MT_SUCCESS;
     MT_TRY(mti_dnnl_open(ctx, g, &d));
-    before = mti_threads_set(mt_context_threads(ctx));
-    status = mti_dnnl_plan_of(ctx, d, g, &p);
-    mti_threads_restore(before);
-    g->plan = status == MT_SUCCESS && p->desc ? p : NULL;
+    before = mti_omp_begin();
+    status = mti_native_part(ctx, d, g, g->each, &g->plan);
+    g->last_plan = g->plan;
+    if (status == MT_SUCCESS && rest) status = mti_native_part(ctx, d, g, rest, &g->last_plan);
+    mti_omp_end(before);
+    if (!g->plan || !g->last_plan) g->plan = g->last_plan = NULL;
     return status;
 }
 
-/* Creates what a plan needs to run, in its first product. */
-static dnnl_status_t mti_dnnl_plan_open(mti_dnnl *d, mti_dnnl_plan *p) {
+/* Runs a plan. Several threads may run the same one, so the objects with the addresses are their own. */
+static dnnl_status_t mti_dnnl_run(const mti_dnnl_plan *p, const mti_matmul *g, void *scratch) {
+    static const int names[] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_SCRATCHPAD};
     static const dnnl_query_t views[] = {dnnl_query_src_md, dnnl_query_weights_md, dnnl_query_dst_md,
                                          dnnl_query_scratchpad_md};
-    dnnl_status_t status = dnnl_success;
-    int i;
-    for (i = 0; i < 4 && status == dnnl_success; i++)
-        if (!p->memory[i])
-            status = dnnl_memory_create(&p->memory[i], dnnl_primitive_desc_query_md(p->desc, views[i], 0), d->engine,
-                                        DNNL_MEMORY_NONE);
-    if (status == dnnl_success && !p->primitive) status = dnnl_primitive_create(&p->primitive, p->desc);
-    return status;
-}
-
-static dnnl_status_t mti_dnnl_run(mti_dnnl *d, mti_dnnl_plan *p, const mti_matmul *g, void *scratch) {
-    static const int names[] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_SCRATCHPAD};
     dnnl_exec_arg_t args[4];
+    dnnl_engine_t engine = NULL;
+    dnnl_stream_t stream = NULL;
+    dnnl_status_t status = dnnl_primitive_desc_query(p->desc, dnnl_query_engine, 0, (void *)&engine);
     void *data[4];
-    dnnl_status_t status = mti_dnnl_plan_open(d, p);
     int i;
     data[0] = (void *)(uintptr_t)g->a, data[1] = (void *)(uintptr_t)g->b, data[2] = g->c, data[3] = scratch;
-    for (i = 0; i < 4 && status == dnnl_success; i++) {
+    if (status == dnnl_success) status = dnnl_stream_create(&stream, engine, dnnl_stream_default_flags);
+    for (i = 0; i < 4; i++) {
         args[i].arg = names[i];
-        args[i].memory = p->memory[i];
-        status = dnnl_memory_set_data_handle(p->memory[i], data[i]);
+        args[i].memory = NULL;
+        if (status == dnnl_success)
+            status = dnnl_memory_create(&args[i].memory, dnnl_primitive_desc_query_md(p->desc, views[i], 0), engine,
+                                        data[i]);
     }
-    if (status == dnnl_success) status = dnnl_primitive_execute(p->primitive, d->stream, 4, args);
-    return status == dnnl_success ? dnnl_stream_wait(d->stream) : status;
+    if (status == dnnl_success) status = dnnl_primitive_execute(p->primitive, stream, 4, args);
+    if (status == dnnl_success) status = dnnl_stream_wait(stream);
+    for (i = 0; i < 4; i++)
+        if (args[i].memory) dnnl_memory_destroy(args[i].memory);
+    if (stream) dnnl_stream_destroy(stream);
+    return status;
 }
 
 /* oneDNN allocates the scratch memory of an f32 product itself. */
-static size_t mti_library_bytes(const mti_matmul *g) { return g->plan ? ((mti_dnnl_plan *)g->plan)->bytes : 0; }
-
-static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
-    int before = mti_threads_set(mt_context_threads(ctx));
-    mti_dnnl *d = NULL;
-    mt_status status = g->plan ? mti_dnnl_open(ctx, g, &d) : MT_SUCCESS;
-    if (d) {
-        status =
-            mti_dnnl_check(ctx, g, "dnnl_primitive_execute", mti_dnnl_run(d, (mti_dnnl_plan *)g->plan, g, scratch));
-    } else if (status == MT_SUCCESS) {
-        status = mti_dnnl_check(ctx, g, "dnnl_sgemm",
-                                dnnl_sgemm(g->trans_a ? 'T' : 'N', g->trans_b ? 'T' : 'N', g->m, g->n, g->k, g->alpha,
-                                           (const float *)g->a, g->lda, (const float *)g->b, g->ldb, g->beta,
-                                           (float *)g->c, g->ldc));
-    }
-    mti_threads_restore(before);
-    return status;
+static size_t mti_library_bytes(const mti_matmul *part) {
+    return part->plan ? ((mti_dnnl_plan *)part->plan)->bytes : 0;
 }
+
+static int mti_library_gemm(const mti_matmul *g, void *scratch) {
+    int before = mti_omp_begin();
+    dnnl_status_t status;
+    if (g->plan) status = mti_dnnl_run((const mti_dnnl_plan *)g->plan, g, scratch);
+    else
+        status = dnnl_sgemm(g->trans_a ? 'T' : 'N', g->trans_b ? 'T' : 'N', g->m, g->n, g->k, g->alpha,
+                            (const float *)g->a, g->lda, (const float *)g->b, g->ldb, g->beta, (float *)g->c, g->ldc);
+    mti_omp_end(before);
+    return (int)status;
+}
+
+static mt_status mti_library_check(mt_context *ctx, const mti_matmul *g, int status) {
+    return mti_dnnl_check(ctx, g, g->plan ? "dnnl_primitive_execute" : "dnnl_sgemm", (dnnl_status_t)status);
+}
+
+static void mti_library_begin(void) {}
 
 #elif defined(MT_USE_CBLAS)
 MT_API const char *mt_gemm_library(void) { return "CBLAS"; }
@@ -3821,26 +3850,27 @@ MT_API const char *mt_gemm_library(void) { return "CBLAS"; }
 static void mti_openblas_set_num_threads(int) __attribute__((weakref("openblas_set_num_threads")));
 static int mti_openblas_get_num_threads(void) __attribute__((weakref("openblas_get_num_threads")));
 
-/* OpenBLAS has one thread count per process. Ranks that share a process should set the same number. */
-static void mti_threads_set(int threads) {
-    if (threads <= 0 || !mti_openblas_set_num_threads || !mti_openblas_get_num_threads) return;
-    if (mti_openblas_get_num_threads() != threads) mti_openblas_set_num_threads(threads);
+/* OpenBLAS has one thread count per process. */
+static void mti_library_begin(void) {
+    if (!mti_openblas_set_num_threads || !mti_openblas_get_num_threads) return;
+    if (mti_openblas_get_num_threads() != 1) mti_openblas_set_num_threads(1);
 }
 #else
-static void mti_threads_set(int threads) { (void)threads; }
+static void mti_library_begin(void) {}
 #endif
 
-static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
+static int mti_library_gemm(const mti_matmul *g, void *scratch) {
+    int before = mti_omp_begin();
     (void)scratch;
-    mti_threads_set(mt_context_threads(ctx));
     cblas_sgemm(CblasRowMajor, g->trans_a ? CblasTrans : CblasNoTrans, g->trans_b ? CblasTrans : CblasNoTrans,
                 (int)g->m, (int)g->n, (int)g->k, g->alpha, (const float *)g->a, (int)g->lda, (const float *)g->b,
                 (int)g->ldb, g->beta, (float *)g->c, (int)g->ldc);
-    return MT_SUCCESS;
+    mti_omp_end(before);
+    return 0;
 }
 
 /* A CBLAS library allocates its scratch memory itself. */
-static size_t mti_library_bytes(const mti_matmul *g) { return (void)g, (size_t)0; }
+static size_t mti_library_bytes(const mti_matmul *part) { return (void)part, (size_t)0; }
 
 #else
 #define MTI_GEMM_WIDENS 1 /* the built-in GEMM widens 16-bit operands when it packs them */
@@ -3936,12 +3966,13 @@ static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
         }
 }
 
-static size_t mti_library_bytes(const mti_matmul *g) { return mti_builtin_gemm_bytes(g->m, g->n, g->k); }
+static size_t mti_library_bytes(const mti_matmul *part) { return mti_builtin_gemm_bytes(part->m, part->n, part->k); }
 
-static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
-    (void)ctx;
+static void mti_library_begin(void) {}
+
+static int mti_library_gemm(const mti_matmul *g, void *scratch) {
     mti_builtin_gemm(g, scratch);
-    return MT_SUCCESS;
+    return 0;
 }
 #endif
 
@@ -3950,29 +3981,40 @@ static mt_status mti_library_gemm(mt_context *ctx, const mti_matmul *g, void *sc
 #endif
 #if !defined(MT_USE_ONEDNN)
 static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) { return (void)ctx, (void)g, MT_SUCCESS; }
+static mt_status mti_library_check(mt_context *ctx, const mti_matmul *g, int status) {
+    return (void)ctx, (void)g, (void)status, MT_SUCCESS;
+}
 #endif
 
 #define MTI_FEW_MOST 8        /* up to here mti_few_rows is faster than CBLAS, the built-in loop and dnnl_sgemm */
 #define MTI_FEW_MOST_NATIVE 4 /* up to here it is faster than oneDNN with 16-bit operands as they are */
 
-/* Whether mti_few_rows, which runs on one thread, computes a product. The answer depends on sizes and options, but not
-   on types, so that widened operands give the same bits. */
-static int mti_gemm_is_few(mt_context *ctx, const mti_matmul *g, int64_t most) {
-    int one = 1;
-#if defined(MT_USE_ONEDNN) || defined(MT_USE_CBLAS)
-    one = mt_context_threads(ctx) == 1;
-#endif
-    (void)ctx;
-    return MTI_HAS_FEW && one && !g->trans_a && g->trans_b && g->m > 0 && g->m <= most && g->n > 0 &&
-           g->k >= MTI_FEW_LEAST && g->alpha != 0.0f;
+/* Whether mti_few_rows computes a product. The answer depends on sizes and options, but not on types, so that widened
+   operands give the same bits. */
+static int mti_gemm_is_few(const mti_matmul *g, int64_t most) {
+    return MTI_HAS_FEW && !g->trans_a && g->trans_b && g->m > 0 && g->m <= most && g->n > 0 && g->k >= MTI_FEW_LEAST &&
+           g->alpha != 0.0f;
+}
+
+#define MTI_GEMM_GRAIN 131072 /* each thread gets at least so many multiplications */
+
+/* Divides a product among the threads of the context, along the larger of m and n. Columns begin at multiples of a
+   panel of the built-in GEMM and of a cache line. */
+static void mti_gemm_split(mt_context *ctx, mti_matmul *g) {
+    double work = (double)g->m * (double)g->n * (double)g->k;
+    int64_t size = mt_max(g->m, g->n), unit = g->n > g->m ? 64 : 16, threads = mt_context_threads(ctx);
+    if (work < MTI_GEMM_GRAIN * (double)threads) threads = mt_max(1, (int64_t)(work / MTI_GEMM_GRAIN));
+    g->by_cols = g->n > g->m;
+    g->each = mt_max(1, mt_min(size, mt_round_up((size + threads - 1) / threads, unit)));
 }
 
 /* Chooses how a product runs: with few rows, with a plan, or by the library in f32. */
 static mt_status mti_gemm_choose(mt_context *ctx, mti_matmul *g) {
     if (mt_context_planned(ctx) == MT_DEVICE_CUDA) return MT_SUCCESS;
-    g->few = mti_gemm_is_few(ctx, g, MTI_FEW_MOST_NATIVE);
+    mti_gemm_split(ctx, g);
+    g->few = mti_gemm_is_few(g, MTI_FEW_MOST_NATIVE);
     if (!g->few) MT_TRY(mti_native_plan(ctx, g));
-    if (!g->plan) g->few = mti_gemm_is_few(ctx, g, MTI_FEW_MOST);
+    if (!g->plan) g->few = mti_gemm_is_few(g, MTI_FEW_MOST);
     return MT_SUCCESS;
 }
 
@@ -3986,15 +4028,50 @@ static void mti_gemm_few(const mti_matmul *g) {
     mti_few_rows(&f, g->b_type);
 }
 
-static size_t mti_gemm_bytes(const mti_matmul *g) { return g->few ? 0 : mti_library_bytes(g); }
+static int64_t mti_gemm_parts(const mti_matmul *g) { return ((g->by_cols ? g->n : g->m) + g->each - 1) / g->each; }
 
-/* Computes the product g on a CPU. scratch has at least mti_gemm_bytes(g) bytes. */
+/* The bytes of scratch memory of one part. */
+static size_t mti_gemm_bytes(const mti_matmul *g) {
+    int64_t rest = (g->by_cols ? g->n : g->m) % g->each;
+    mti_matmul part = mti_gemm_part(g, 0, g->each), last = mti_gemm_part(g, 0, rest ? rest : g->each);
+    size_t bytes = mti_library_bytes(&part), last_bytes = mti_library_bytes(&last);
+    return g->few ? 0 : mt_align_up(bytes > last_bytes ? bytes : last_bytes);
+}
+
+/* A product that the threads of a context compute. */
+typedef struct mti_gemm_run {
+    const mti_matmul *g;
+    unsigned char *scratch;
+    size_t bytes; /* of scratch memory of a part */
+    int status;   /* atomic: the library's status of a part that failed, or 0 */
+} mti_gemm_run;
+
+static void mti_gemm_run_parts(void *data, int thread, int64_t first, int64_t last) {
+    mti_gemm_run *run = (mti_gemm_run *)data;
+    const mti_matmul *g = run->g;
+    int64_t i, size = g->by_cols ? g->n : g->m;
+    (void)thread;
+    for (i = first; i < last; i++) {
+        mti_matmul part = mti_gemm_part(g, i * g->each, mt_min((i + 1) * g->each, size));
+        int status = 0;
+        if (g->few) mti_gemm_few(&part);
+        else if (g->k == 0 || g->alpha == 0.0f) mti_gemm_scale(&part);
+        else status = mti_library_gemm(&part, run->scratch + (size_t)i * run->bytes);
+        if (status) __atomic_store_n(&run->status, status, __ATOMIC_RELAXED);
+    }
+}
+
+/* Computes the product g on a CPU. scratch has at least mti_gemm_bytes(g) bytes for each part. */
 static mt_status mti_cpu_gemm(mt_context *ctx, const mti_matmul *g, void *scratch) {
+    mti_gemm_run run;
     if (g->m == 0 || g->n == 0) return MT_SUCCESS;
-    if (!g->few && g->k != 0 && g->alpha != 0.0f) return mti_library_gemm(ctx, g, scratch);
-    if (g->few) mti_gemm_few(g);
-    else mti_gemm_scale(g);
-    return MT_SUCCESS;
+    run.g = g;
+    run.scratch = (unsigned char *)scratch;
+    run.bytes = mti_gemm_bytes(g);
+    run.status = 0;
+    mti_library_begin();
+    mt_parallel_for(ctx, mti_gemm_parts(g), 1, mti_gemm_run_parts, &run);
+    return run.status ? mti_library_check(ctx, g, run.status) : MT_SUCCESS;
 }
 
 #if MT_HAS_CUDA
@@ -4465,7 +4542,7 @@ static mti_matmul mti_gemm_sizes(mt_transpose trans_a, mt_transpose trans_b, mt_
 /* The product on a CPU. A meta context allocates the scratch memory as well. */
 static mt_status mti_gemm_loop(mti_operator *op, const mti_matmul *g) {
     void *scratch = NULL;
-    MT_TRY(mt_arena_alloc(op->ctx, mti_gemm_bytes(g), &scratch));
+    MT_TRY(mt_arena_alloc(op->ctx, mti_gemm_bytes(g) * (size_t)mti_gemm_parts(g), &scratch));
     return op->on_cpu ? mti_cpu_gemm(op->ctx, g, scratch) : MT_SUCCESS;
 }
 

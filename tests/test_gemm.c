@@ -164,23 +164,6 @@ static void test_not_finite(void **state) {
         }
 }
 
-static void test_threads(void **state) {
-    mt_tensor a = ref_random(130, 140, 0, 1, 0), b = ref_random(140, 150, 0, 1, 0), c = ref_guarded(130, 150, 0);
-    int threads;
-    (void)state;
-    for (threads = 0; threads < 4; threads++) {
-        mt_context_desc d;
-        mt_context *ctx = NULL;
-        memset(&d, 0, sizeof d);
-        d.threads = threads;
-        d.arena_bytes = (size_t)8 << 20;
-        ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
-        ASSERT_STATUS(ctx, MT_SUCCESS, mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1, a, b, 0, c));
-        check_product(0, 0, 1, a, b, 0, NULL, c);
-        mt_context_destroy(ctx);
-    }
-}
-
 static mt_tensor with_ld(mt_tensor t, int64_t ld) {
     t.ld = ld;
     return t;
@@ -477,6 +460,78 @@ static void test_rows_alone(void **state) {
         }
 }
 
+/* ---- threads of a context ---------------------------------------------------------------------------------------- */
+
+static mt_context *context_of(int threads) {
+    mt_context_desc d;
+    mt_context *ctx = NULL;
+    memset(&d, 0, sizeof d);
+    d.threads = threads;
+    d.arena_bytes = (size_t)32 << 20;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    return ctx;
+}
+
+/* 1 to 5 threads share a product. With the built-in loop, and with few rows, each of them gives the same bits. */
+static void try_threads(types t, int form, int64_t m, int64_t n, int64_t k, float alpha, float beta) {
+    int ta = form & 1, tb = form >> 1, threads, same = strcmp(mt_gemm_library(), "built-in") == 0;
+    mt_tensor a = random_of(t.a, ta ? k : m, ta ? m : k, 1, 1), b = random_of(t.b, tb ? n : k, tb ? k : n, 2, 1);
+    mt_tensor before = random_of(t.c, m, n, 0, 1), one = random_of(t.c, m, n, 0, 0);
+    const double *values = values_of(before);
+    same = same || (m <= 4 && form == 2 && k >= 32);
+    for (threads = 1; threads <= 5; threads++) {
+        mt_context *ctx = context_of(threads);
+        mt_tensor c = threads == 1 ? one : random_of(t.c, m, n, 0, 0);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_copy(ctx, before, c));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_gemm(ctx, (mt_transpose)ta, (mt_transpose)tb, alpha, a, b, beta, c));
+        check_16bit(ta, tb, alpha, a, b, beta, values, c);
+        if (same) assert_memory_equal(c.data, one.data, (size_t)(m * n) * mt_dtype_size(t.c));
+        mt_context_destroy(ctx);
+    }
+    ref_release();
+}
+
+static void test_threads(void **state) {
+    static const int64_t sizes[][3] = {{130, 150, 140}, {150, 130, 140}, {33, 700, 70}, {700, 33, 70},
+                                       {1, 3000, 64},   {3, 1500, 301},  {7, 900, 300}, {200, 300, 0}};
+    size_t t, i, n = sizeof sizes / sizeof *sizes;
+    int form;
+    (void)state;
+    for (t = 0; t <= 4; t++)
+        for (i = 0; i < n; i++)
+            for (form = 0; form < 4; form++) {
+                types x = {MT_F32, MT_F32, MT_F32};
+                if (t < 4) x = type_list[t];
+                if (t == 4 || test_takes(t * n * 4 + i * 4 + (size_t)form, 3))
+                    try_threads(x, form, sizes[i][0], sizes[i][1], sizes[i][2], i % 2 ? -0.5f : 1,
+                                form % 2 ? 1 : 0.25f);
+            }
+}
+
+/* The arena of a meta context counts the scratch memory of all threads. */
+static void test_threads_memory(void **state) {
+    static const types t = {MT_BF16, MT_BF16, MT_BF16};
+    int threads;
+    (void)state;
+    for (threads = 1; threads <= 3; threads++) {
+        mt_context *real = context_of(threads), *meta = NULL;
+        mt_tensor a = random_of(t.a, 300, 100, 0, 1), b = random_of(t.b, 200, 100, 0, 1),
+                  c = random_of(t.c, 300, 200, 0, 0);
+        mt_context_desc d;
+        memset(&d, 0, sizeof d);
+        d.device = MT_DEVICE_META;
+        d.threads = threads;
+        ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &meta));
+        ASSERT_STATUS(real, MT_SUCCESS, mt_gemm(real, MT_NO_TRANS, MT_TRANS, 1, a, b, 0, c));
+        ASSERT_STATUS(meta, MT_SUCCESS, mt_gemm(meta, MT_NO_TRANS, MT_TRANS, 1, a, b, 0, c));
+        assert_int_equal(mt_arena_peak(real), mt_arena_peak(meta));
+        assert_true(mt_arena_peak(real) > 0);
+        mt_context_destroy(real);
+        mt_context_destroy(meta);
+        ref_release();
+    }
+}
+
 /* A product with few rows takes no copy of its weight. */
 static void test_few_memory(void **state) {
     static const types t = {MT_BF16, MT_BF16, MT_BF16};
@@ -680,7 +735,6 @@ int main(void) {
         REF_TEST(test_same_bits),
         REF_TEST(test_gram),
         REF_TEST(test_not_finite),
-        REF_TEST(test_threads),
         REF_TEST(test_bad_inputs),
         REF_TEST(test_meta),
         REF_TEST(test_small_arena),
@@ -691,6 +745,8 @@ int main(void) {
         REF_TEST(test_few_not_finite),
         REF_TEST(test_rows_alone),
         REF_TEST(test_few_memory),
+        REF_TEST(test_threads),
+        REF_TEST(test_threads_memory),
         REF_TEST(test_16bit_many_shapes),
         REF_TEST(test_16bit_two_threads),
 #if defined(MT_USE_ONEDNN)

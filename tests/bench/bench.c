@@ -352,19 +352,6 @@ static void place_destroy(place *p) {
     mt_comm_destroy(p->solo);
 }
 
-/* pin_gemm_threads runs a parallel region of two OpenMP threads, in which they pin themselves to two cores. Later
-   parallel regions of oneDNN on this thread use the same threads. Without OpenMP it does nothing: the two functions of
-   libgomp are weak references, as in mt_kernels.cuh. */
-static void bench_gomp_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weakref("GOMP_parallel")));
-static int bench_omp_thread(void) __attribute__((weakref("omp_get_thread_num")));
-
-static void pin_self(void *cores) {
-    cpu_set_t one;
-    CPU_ZERO(&one);
-    CPU_SET((size_t)((const int *)cores)[bench_omp_thread() % 2], &one);
-    sched_setaffinity(0, sizeof one, &one);
-}
-
 /* Returns the number of cores that this process may run on, and stores the first `limit` of them. */
 static int allowed_cores(int *cores, int limit) {
     cpu_set_t set;
@@ -377,9 +364,19 @@ static int allowed_cores(int *cores, int limit) {
 
 static int first_cores[RANKS], core_count; /* set by main before any thread starts */
 
-static int pin_gemm_threads(void) {
-    if (!bench_gomp_parallel || !bench_omp_thread || core_count < RANKS) return 0;
-    bench_gomp_parallel(pin_self, first_cores, RANKS, 0);
+static void pin_thread(void *cores, int thread, int64_t first, int64_t last) {
+    cpu_set_t one;
+    (void)first;
+    (void)last;
+    CPU_ZERO(&one);
+    CPU_SET((size_t)((const int *)cores)[thread], &one);
+    sched_setaffinity(0, sizeof one, &one);
+}
+
+/* Pins each of the RANKS threads of a context to a core. Without it they would share the core of the rank. */
+static int pin_threads(mt_context *ctx) {
+    if (core_count < RANKS) return 0;
+    mt_parallel_for(ctx, RANKS, 1, pin_thread, first_cores);
     return 1;
 }
 
@@ -955,7 +952,7 @@ static mt_status layer_item_create(worker *w, layer_item *l) {
     if (first) MT_TRY(layer_create(w, 1, 1, 0.1f, &l->layers[LAYER_1_DROPOUT]));
     MT_TRY(layer_create(w, RANKS, 1, 0, &l->layers[LAYER_2]));
     MT_TRY(layer_create(w, RANKS, 1, 0.1f, &l->layers[LAYER_2_DROPOUT]));
-    if (first) l->pinned = pin_gemm_threads();
+    if (first) l->pinned = pin_threads(l->layers[LAYER_1_THREADS_2].place.ctx);
     return barrier(w);
 }
 
@@ -1007,7 +1004,7 @@ static void layer_gemm_rows(const team *t, const layer_item *l) {
 }
 
 static void layer_rows(const team *t, const layer_item *l) {
-    const char *two = l->pinned ? "TP=1, 2 GEMM threads, pinned" : "TP=1, 2 GEMM threads, not pinned";
+    const char *two = l->pinned ? "TP=1, 2 threads, pinned" : "TP=1, 2 threads, not pinned";
     int reduces[MAX_PARTS] = {0};
     for (int i = 0; i < l->gemms.two.count; i++) reduces[i] = l->gemms.two.list[i].kind == ALL_REDUCE;
     layer_rows_of(t, "TP=1, 1 thread", LAYER_1, LAYER_1, 1, NULL);
@@ -2896,7 +2893,7 @@ static int bound_by_openmp(void) {
     if (core_count >= RANKS || !asked) return 0;
     fprintf(stderr,
             "bench: OpenMP has bound this process to %d core; unset OMP_PROC_BIND, OMP_PLACES and\n"
-            "bench: GOMP_CPU_AFFINITY: it pins its threads itself\n",
+            "bench: GOMP_CPU_AFFINITY: bench pins its threads itself\n",
             core_count);
     return 1;
 }
