@@ -1302,6 +1302,23 @@ static uint16_t *mti_row16(mt_tensor t, int64_t row) {
     return t.data ? (uint16_t *)t.data + row * mt_tensor_ld(t) : NULL;
 }
 
+/* The loop of an operator is a function that computes a range of rows or of columns, and a struct with its arguments.
+   mti_cpu_rows and mti_cpu_columns run it on the threads of the context. A loop over rows computes rows of results. A
+   loop over columns adds up columns: each thread adds all rows in order, so the bits do not depend on the number of
+   threads. A range has at least MTI_GRAIN elements, because waking a thread takes as long as computing a few thousand.
+   Ranges of columns begin at multiples of MTI_COLUMN_GRAIN, so that seldom two threads write to one cache line. */
+#define MTI_GRAIN 16384
+#define MTI_COLUMN_GRAIN 64
+
+static void mti_cpu_rows(mt_context *ctx, int64_t rows, int64_t cols, mt_range_function work, void *data) {
+    mt_parallel_for(ctx, rows, MTI_GRAIN / mt_max(cols, 1) + 1, work, data);
+}
+
+static void mti_cpu_columns(mt_context *ctx, int64_t rows, int64_t cols, mt_range_function work, void *data) {
+    int64_t grain = mt_round_up(MTI_GRAIN / mt_max(rows, 1) + 1, MTI_COLUMN_GRAIN);
+    mt_parallel_for(ctx, cols, grain, work, data);
+}
+
 #if MT_HAS_CUDA
 extern "C++" {
 
@@ -1582,11 +1599,19 @@ static void mti_round_row(int dtype, float *x, const uint32_t *words, int64_t n)
     }
 }
 
-/* y = x for two different float types. A conversion between bf16 and f16 goes through f32, which is exact. */
-static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
+/* y = x: the arguments of the loops that convert and copy. */
+typedef struct mti_conversion {
+    mt_tensor x, y;
+} mti_conversion;
+
+/* For two different float types. A conversion between bf16 and f16 goes through f32, which is exact. */
+static void mti_convert_rows(void *data, int thread, int64_t first, int64_t last) {
+    const mti_conversion *c = (const mti_conversion *)data;
+    mt_tensor x = c->x, y = c->y;
     float room[MTI_BLOCK];
     int64_t i, j, n;
-    for (i = 0; i < x.rows; i++) {
+    (void)thread;
+    for (i = first; i < last; i++) {
         if (x.dtype == MT_F32) mt_f32_to_16bit(y.dtype, mti_row(x, i), mti_row16(y, i), x.cols);
         else if (y.dtype == MT_F32) mt_f32_from_16bit(x.dtype, mti_row16(x, i), mti_row(y, i), x.cols);
         else
@@ -1596,6 +1621,11 @@ static void mti_cpu_convert(mt_tensor x, mt_tensor y) {
                 mt_f32_to_16bit(y.dtype, room, mti_row16(y, i) + j, n);
             }
     }
+}
+
+static void mti_cpu_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    mti_conversion c = {x, y};
+    mti_cpu_rows(ctx, x.rows, x.cols, mti_convert_rows, &c);
 }
 
 /* ---- >>rows: loops over one row, and reductions over a row in a block of threads --------------------------------- */
@@ -2942,7 +2972,8 @@ static mt_status mti_end(mti_operator *op, mt_status status) {
     int i;
     if (status == MT_PLANNED) status = MT_SUCCESS;
     for (i = 0; status == MT_SUCCESS && op->on_cpu && i < op->count; i++)
-        if (op->given[i].data && (op->args[i].use & MT_ARG_OUT)) mti_cpu_convert(*op->args[i].view, op->given[i]);
+        if (op->given[i].data && (op->args[i].use & MT_ARG_OUT))
+            mti_cpu_convert(op->ctx, *op->args[i].view, op->given[i]);
     if (status == MT_SUCCESS && op->work.name) mt_trace_add(op->ctx, &op->work);
     mt_arena_release(op->ctx, op->mark);
     return status;
@@ -2968,7 +2999,7 @@ static mt_status mti_widen(mti_operator *op, const mt_arg *arg, mt_tensor *given
     *given = mt_none();
     if (!t.data || t.dtype == MT_F32 || arg->type != MT_ARG_FLOAT || (arg->use & MTI_AS_IS)) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(op->ctx, MT_F32, t.rows, t.cols, arg->view));
-    if ((arg->use & MT_ARG_IN) && op->on_cpu) mti_cpu_convert(t, *arg->view);
+    if ((arg->use & MT_ARG_IN) && op->on_cpu) mti_cpu_convert(op->ctx, t, *arg->view);
     *given = t;
     return MT_SUCCESS;
 }
@@ -3005,9 +3036,16 @@ static mt_status mti_begin(mti_operator *op, mt_context *ctx, const char *name, 
 
 /* ---- >>fill ------------------------------------------------------------------------------------------------------ */
 
-static void mti_cpu_fill(mt_tensor y, float value) {
+typedef struct mti_fill {
+    mt_tensor y;
+    float value;
+} mti_fill;
+
+static void mti_cpu_fill(void *data, int thread, int64_t first, int64_t last) {
+    const mti_fill *f = (const mti_fill *)data;
     int64_t i;
-    for (i = 0; i < y.rows; i++) mti_row_fill(mti_row(y, i), value, y.cols);
+    (void)thread;
+    for (i = first; i < last; i++) mti_row_fill(mti_row(f->y, i), f->value, f->y.cols);
 }
 
 #if MT_HAS_CUDA
@@ -3041,19 +3079,27 @@ MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_fill", args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, "mt_fill", args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_fill(ctx, y, value), mti_cpu_fill(y, value)));
+    mti_fill f = {y, value};
+    return mti_end(&op,
+                   MTI_RUN(&op, mti_cuda_fill(ctx, y, value), mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_fill, &f)));
 }
 
 /* ---- >>copy: on the device, and from and to the host ------------------------------------------------------------- */
 
 /* y = x, in any type. Uses memmove because y may be x. */
-static void mti_cpu_copy(mt_tensor x, mt_tensor y) {
-    size_t size = mt_dtype_size(x.dtype), bytes = (size_t)x.cols * size;
+static void mti_copy_rows(void *data, int thread, int64_t first, int64_t last) {
+    const mti_conversion *c = (const mti_conversion *)data;
+    size_t size = mt_dtype_size(c->x.dtype);
     int64_t i;
-    if (bytes == 0) return;
-    for (i = 0; i < x.rows; i++)
-        memmove((char *)y.data + (size_t)(i * mt_tensor_ld(y)) * size,
-                (const char *)x.data + (size_t)(i * mt_tensor_ld(x)) * size, bytes);
+    (void)thread;
+    for (i = first; i < last; i++)
+        memmove((char *)c->y.data + (size_t)(i * mt_tensor_ld(c->y)) * size,
+                (const char *)c->x.data + (size_t)(i * mt_tensor_ld(c->x)) * size, (size_t)c->x.cols * size);
+}
+
+static void mti_cpu_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
+    mti_conversion c = {x, y};
+    if (x.cols > 0) mti_cpu_rows(ctx, x.rows, x.cols, mti_copy_rows, &c);
 }
 
 #if MT_HAS_CUDA
@@ -3096,7 +3142,7 @@ MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
                        (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
     MT_TRY(mti_expect_same_or_apart(ctx, "mt_copy", x, y));
     MT_TRY(mti_begin(&op, ctx, "mt_copy", args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_copy_view(ctx, x, y), mti_cpu_copy(x, y)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_copy_view(ctx, x, y), mti_cpu_copy(ctx, x, y)));
 }
 
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
@@ -3106,7 +3152,7 @@ MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
     MT_TRY(mti_expect_pointer(ctx, "mt_upload", "host", host, y.rows * y.cols));
     MT_TRY(mti_begin(&op, ctx, "mt_upload", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_upload(ctx, host, y),
-                                mti_cpu_copy(mt_tensor_make(host, y.dtype, y.rows, y.cols), y)));
+                                mti_cpu_copy(ctx, mt_tensor_make(host, y.dtype, y.rows, y.cols), y)));
 }
 
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
@@ -3118,14 +3164,20 @@ MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
         memset(host, 0, (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype));
     MT_TRY(mti_begin(&op, ctx, "mt_download", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_download(ctx, x, host),
-                                mti_cpu_copy(x, mt_tensor_make(host, x.dtype, x.rows, x.cols))));
+                                mti_cpu_copy(ctx, x, mt_tensor_make(host, x.dtype, x.rows, x.cols))));
 }
 
 /* ---- >>add: sums and type conversions ---------------------------------------------------------------------------- */
 
-static void mti_cpu_add(mt_tensor a, mt_tensor b, mt_tensor y) {
+typedef struct mti_add {
+    mt_tensor a, b, y;
+} mti_add;
+
+static void mti_cpu_add(void *data, int thread, int64_t first, int64_t last) {
+    const mti_add *s = (const mti_add *)data;
     int64_t i;
-    for (i = 0; i < y.rows; i++) mti_row_add(mti_row(a, i), mti_row(b, i), mti_row(y, i), y.cols);
+    (void)thread;
+    for (i = first; i < last; i++) mti_row_add(mti_row(s->a, i), mti_row(s->b, i), mti_row(s->y, i), s->y.cols);
 }
 
 #if MT_HAS_CUDA
@@ -3195,7 +3247,7 @@ MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_expect_same_or_apart(ctx, "mt_convert", x, y));
     MT_TRY(mti_begin(&op, ctx, "mt_convert", args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_convert(ctx, x, y),
-                                x.dtype == y.dtype ? mti_cpu_copy(x, y) : mti_cpu_convert(x, y)));
+                                x.dtype == y.dtype ? mti_cpu_copy(ctx, x, y) : mti_cpu_convert(ctx, x, y)));
 }
 
 MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
@@ -3205,7 +3257,8 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) 
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_add", args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, "mt_add", args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_add(ctx, a, b, y), mti_cpu_add(a, b, y)));
+    mti_add s = {a, b, y};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_add(ctx, a, b, y), mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_add, &s)));
 }
 
 /* ---- >>hash ------------------------------------------------------------------------------------------------------ */
