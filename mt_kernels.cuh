@@ -10057,12 +10057,23 @@ static void mti_cpu_embedding_forward(mt_tensor table, int64_t first_row, const 
     }
 }
 
-static void mti_cpu_embedding_backward(mt_tensor dy, int64_t first_row, const int32_t *ids, mt_tensor dtable) {
+/* The arguments of the backward. It adds columns of dy [tokens, width] to dtable. */
+typedef struct mti_embedding_sums {
+    mt_tensor dy, dtable;
+    int64_t first_row;
+    const int32_t *ids;
+} mti_embedding_sums;
+
+static void mti_cpu_embedding_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_embedding_sums *e = (const mti_embedding_sums *)data;
     int64_t i;
-    for (i = 0; i < dy.rows; i++) {
-        int64_t row = ids[i] - first_row;
-        if (row >= 0 && row < dtable.rows)
-            mti_row_add(mti_row(dtable, row), mti_row(dy, i), mti_row(dtable, row), dy.cols);
+    (void)thread;
+    for (i = 0; i < e->dy.rows; i++) {
+        int64_t row = e->ids[i] - e->first_row;
+        float *to;
+        if (row < 0 || row >= e->dtable.rows) continue;
+        to = mti_row(e->dtable, row) + first;
+        mti_row_add(to, mti_row(e->dy, i) + first, to, last - first);
     }
 }
 
@@ -10445,8 +10456,9 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
     MT_TRY(mt_check_apart(ctx, where, "dtable", dtable, "dy", dy));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     op.work.bytes = bytes;
+    mti_embedding_sums e = {dy, dtable, first_row, ids};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable),
-                                mti_cpu_embedding_backward(dy, first_row, ids, dtable)));
+                                mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_embedding_backward, &e)));
 }
 
 /* ---- >>cross-entropy --------------------------------------------------------------------------------------------- */
