@@ -10526,16 +10526,40 @@ static void mti_row_softmax_stats(const float *x, int64_t n, float *out) {
     out[3] = (float)sum;
 }
 
-static void mti_cpu_cross_entropy_stats(const mt_cross_entropy_shard_desc *s, mt_tensor logits, const int32_t *targets,
-                                        mt_tensor stats) {
-    int64_t i, real = mti_real_columns(s, logits.cols);
-    for (i = 0; i < logits.rows; i++) {
-        const float *x = mti_row(logits, i);
-        float *out = mti_row(stats, i);
-        int64_t target = mti_target_column(s, targets[i], real);
-        mti_row_softmax_stats(x, real, out);
-        out[2] = target >= 0 ? x[target] : 0.0f;
-    }
+/* The arguments of a loop. It uses those that its function has. */
+typedef struct mti_cross_entropy {
+    const mt_cross_entropy_shard_desc *desc;
+    const int32_t *targets;
+    mt_tensor logits, stats; /* stats: those of `shards` shards, one after the other */
+    int64_t shards, real;    /* real: the columns of this shard that are not padding */
+    mt_tensor dloss, loss, lse;
+    float scale;
+} mti_cross_entropy;
+
+static mti_cross_entropy mti_cross_entropy_of(const mt_cross_entropy_shard_desc *s, mt_tensor logits,
+                                              const int32_t *targets) {
+    mti_cross_entropy c;
+    memset(&c, 0, sizeof c);
+    c.desc = s;
+    c.targets = targets;
+    c.logits = logits;
+    c.shards = 1;
+    c.real = mti_real_columns(s, logits.cols);
+    return c;
+}
+
+static void mti_cross_entropy_stats_row(const mti_cross_entropy *c, int64_t i, float out[4]) {
+    const float *x = mti_row(c->logits, i);
+    int64_t target = mti_target_column(c->desc, c->targets[i], c->real);
+    mti_row_softmax_stats(x, c->real, out);
+    out[2] = target >= 0 ? x[target] : 0.0f;
+}
+
+static void mti_cpu_cross_entropy_stats(void *data, int thread, int64_t first, int64_t last) {
+    const mti_cross_entropy *c = (const mti_cross_entropy *)data;
+    int64_t i;
+    (void)thread;
+    for (i = first; i < last; i++) mti_cross_entropy_stats_row(c, i, mti_row(c->stats, i));
 }
 
 /* Adds the statistics of b to those of a. The sums of exponentials are rescaled to the larger maximum. The maximum is
@@ -10565,22 +10589,25 @@ static void mti_stats_tree(mt_tensor gathered, int64_t tokens, int64_t token, in
 
 #define MTI_CE_SHARDS 1024 /* the most that mt_cross_entropy_combine joins */
 
-/* Computes loss and lse. With the maximum m and the sum s, the loss is log(s) + (m - target), not lse - target, so that
-   the large part of the logits cancels before log(s) is added. */
-static void mti_cpu_cross_entropy_combine(const mt_cross_entropy_shard_desc *s, mt_tensor gathered, int64_t shards,
-                                          const int32_t *targets, mt_tensor loss, mt_tensor lse) {
-    float a = s->label_smoothing, all[4];
+/* Returns the loss of token i, from its joined statistics. With the maximum m and the sum s, the loss is log(s) + (m -
+   target), not lse - target, so that the large part of the logits cancels before log(s) is added. */
+static float mti_cross_entropy_loss(const mti_cross_entropy *c, int64_t i, const float all[4], float log_sum) {
+    float a = c->desc->label_smoothing, value = log_sum + (1.0f - a) * (all[0] - all[2]);
+    if (a > 0.0f) value += a * (all[0] - all[3] / (float)c->desc->vocab);
+    return c->targets[i] == mti_ignore_index(c->desc->ignore_index) ? 0.0f : value;
+}
+
+static void mti_cpu_cross_entropy_combine(void *data, int thread, int64_t first, int64_t last) {
+    const mti_cross_entropy *c = (const mti_cross_entropy *)data;
+    float all[4];
     int64_t i, span = 1;
-    while (span < shards) span *= 2;
-    for (i = 0; i < loss.cols; i++) {
-        float log_sum, value;
-        mti_stats_tree(gathered, loss.cols, i, 0, span, shards, all);
-        log_sum = logf(all[1]);
-        value = log_sum + (1.0f - a) * (all[0] - all[2]);
-        if (a > 0.0f) value += a * (all[0] - all[3] / (float)s->vocab);
-        mti_row(loss, 0)[i] = targets[i] == mti_ignore_index(s->ignore_index) ? 0.0f : value;
-        mti_row(lse, 0)[i] = all[0];
-        mti_row(lse, 1)[i] = log_sum;
+    (void)thread;
+    while (span < c->shards) span *= 2;
+    for (i = first; i < last; i++) {
+        mti_stats_tree(c->stats, c->loss.cols, i, 0, span, c->shards, all);
+        mti_row(c->lse, 0)[i] = all[0];
+        mti_row(c->lse, 1)[i] = logf(all[1]);
+        mti_row(c->loss, 0)[i] = mti_cross_entropy_loss(c, i, all, mti_row(c->lse, 1)[i]);
     }
 }
 
@@ -10589,33 +10616,36 @@ static void mti_cross_entropy_backward_row(float *x, float top, float log_sum, f
     for (j = 0; j < n; j++) x[j] = factor * (mti_exp((x[j] - top) - log_sum) - even);
 }
 
-/* Overwrites the logits with their gradient. Padding columns and rows with an ignored target become 0. */
-static void mti_cpu_cross_entropy_backward(const mt_cross_entropy_shard_desc *s, mt_tensor logits,
-                                           const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
-    int64_t i, real = mti_real_columns(s, logits.cols);
-    float even = s->label_smoothing / (float)s->vocab;
-    for (i = 0; i < logits.rows; i++) {
-        float *x = mti_row(logits, i), factor = dloss.data ? scale * mti_row(dloss, 0)[dloss.cols == 1 ? 0 : i] : scale;
-        int64_t target = mti_target_column(s, targets[i], real);
-        int ignored = targets[i] == mti_ignore_index(s->ignore_index);
-        if (!ignored) mti_cross_entropy_backward_row(x, mti_row(lse, 0)[i], mti_row(lse, 1)[i], even, factor, real);
-        mti_row_fill(x + (ignored ? 0 : real), 0.0f, logits.cols - (ignored ? 0 : real));
-        if (target >= 0) x[target] -= factor * (1.0f - s->label_smoothing);
-    }
+/* Overwrites the logits of row i with their gradient. Padding columns and rows with an ignored target become 0. */
+static void mti_cross_entropy_gradient(const mti_cross_entropy *c, int64_t i, float top, float log_sum) {
+    const mt_cross_entropy_shard_desc *s = c->desc;
+    float *x = mti_row(c->logits, i), even = s->label_smoothing / (float)s->vocab;
+    float factor = c->dloss.data ? c->scale * mti_row(c->dloss, 0)[c->dloss.cols == 1 ? 0 : i] : c->scale;
+    int64_t target = mti_target_column(s, c->targets[i], c->real);
+    int ignored = c->targets[i] == mti_ignore_index(s->ignore_index);
+    if (!ignored) mti_cross_entropy_backward_row(x, top, log_sum, even, factor, c->real);
+    mti_row_fill(x + (ignored ? 0 : c->real), 0.0f, c->logits.cols - (ignored ? 0 : c->real));
+    if (target >= 0) x[target] -= factor * (1.0f - s->label_smoothing);
+}
+
+static void mti_cpu_cross_entropy_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_cross_entropy *c = (const mti_cross_entropy *)data;
+    int64_t i;
+    (void)thread;
+    for (i = first; i < last; i++) mti_cross_entropy_gradient(c, i, mti_row(c->lse, 0)[i], mti_row(c->lse, 1)[i]);
 }
 
 /* Does all three steps for one row at a time, while the row is in the cache. */
-static void mti_cpu_cross_entropy(const mt_cross_entropy_shard_desc *s, mt_tensor logits, const int32_t *targets,
-                                  mt_tensor dloss, float scale, mt_tensor loss) {
-    float four[4] = {0, 0, 0, 0}, two[2] = {0, 0};
-    mt_tensor stats = mt_tensor_f32(four, 1, 4), lse = mt_tensor_f32(two, 2, 1);
+static void mti_cpu_cross_entropy(void *data, int thread, int64_t first, int64_t last) {
+    const mti_cross_entropy *c = (const mti_cross_entropy *)data;
+    float stats[4], log_sum;
     int64_t i;
-    for (i = 0; i < logits.rows; i++) {
-        mt_tensor row = mt_tensor_rows(logits, i, 1);
-        mti_cpu_cross_entropy_stats(s, row, targets + i, stats);
-        mti_cpu_cross_entropy_combine(s, stats, 1, targets + i, mt_tensor_cols(loss, i, 1), lse);
-        mti_cpu_cross_entropy_backward(s, row, targets + i, lse, dloss.cols > 1 ? mt_tensor_cols(dloss, i, 1) : dloss,
-                                       scale);
+    (void)thread;
+    for (i = first; i < last; i++) {
+        mti_cross_entropy_stats_row(c, i, stats);
+        log_sum = logf(stats[1]);
+        mti_row(c->loss, 0)[i] = mti_cross_entropy_loss(c, i, stats, log_sum);
+        mti_cross_entropy_gradient(c, i, stats[0], log_sum);
     }
 }
 
@@ -11038,14 +11068,17 @@ MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_
     static const char *const where = "mt_cross_entropy_stats";
     mt_arg args[] = {{"stats", &stats, logits.rows, 4, MT_ARG_F32, MT_ARG_OUT},
                      {"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    mti_cross_entropy c;
     mti_operator op;
     MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
     MT_TRY(mt_check_apart(ctx, where, "stats", stats, "logits", logits));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    c = mti_cross_entropy_of(desc, logits, targets);
+    c.stats = stats;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_stats(ctx, desc, logits, targets, stats),
-                                mti_cpu_cross_entropy_stats(desc, logits, targets, stats)));
+                                mti_cpu_rows(ctx, logits.rows, logits.cols, mti_cpu_cross_entropy_stats, &c)));
 }
 
 MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor gathered,
@@ -11054,6 +11087,7 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
     mt_arg args[] = {{"loss", &loss, 1, loss.cols, MT_ARG_F32, MT_ARG_OUT},
                      {"lse", &lse, 2, loss.cols, MT_ARG_F32, MT_ARG_OUT},
                      {"gathered", &gathered, mt_size_mul(shards, loss.cols), 4, MT_ARG_F32, MT_ARG_IN}};
+    mti_cross_entropy c;
     mti_operator op;
     MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     if (shards < 1 || shards > MTI_CE_SHARDS)
@@ -11061,8 +11095,13 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, loss.cols));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    c = mti_cross_entropy_of(desc, mt_none(), targets);
+    c.stats = gathered;
+    c.shards = shards;
+    c.loss = loss;
+    c.lse = lse;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_combine(ctx, desc, gathered, shards, targets, loss, lse),
-                                mti_cpu_cross_entropy_combine(desc, gathered, shards, targets, loss, lse)));
+                                mti_cpu_rows(ctx, loss.cols, 4 * shards, mti_cpu_cross_entropy_combine, &c)));
 }
 
 MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
@@ -11071,13 +11110,18 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
     mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
                      {"lse", &lse, 2, logits.rows, MT_ARG_F32, MT_ARG_IN},
                      {"dloss", &dloss, 1, dloss.cols == 1 ? 1 : logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    mti_cross_entropy c;
     mti_operator op;
     MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    c = mti_cross_entropy_of(desc, logits, targets);
+    c.lse = lse;
+    c.dloss = dloss;
+    c.scale = scale;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_backward(ctx, desc, logits, targets, lse, dloss, scale),
-                                mti_cpu_cross_entropy_backward(desc, logits, targets, lse, dloss, scale)));
+                                mti_cpu_rows(ctx, logits.rows, logits.cols, mti_cpu_cross_entropy_backward, &c)));
 }
 
 MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc,
@@ -11087,6 +11131,7 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
     mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
                      {"loss", &loss, 1, logits.rows, MT_ARG_F32, MT_ARG_OUT},
                      {"dloss", &dloss, 1, dloss.cols == 1 ? 1 : logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    mti_cross_entropy c;
     mti_operator op;
     MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
@@ -11095,8 +11140,12 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
                        where, (long long)logits.cols, (long long)desc->first_col, (long long)desc->vocab);
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    c = mti_cross_entropy_of(desc, logits, targets);
+    c.loss = loss;
+    c.dloss = dloss;
+    c.scale = scale;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy(ctx, desc, logits, targets, dloss, scale, loss),
-                                mti_cpu_cross_entropy(desc, logits, targets, dloss, scale, loss)));
+                                mti_cpu_rows(ctx, logits.rows, logits.cols, mti_cpu_cross_entropy, &c)));
 }
 
 /* ---- >>sample: the next token ------------------------------------------------------------------------------------ */
