@@ -11936,19 +11936,41 @@ static void mti_adamw_16bit_row(const mti_adamw a, const mt_random *round, int64
     }
 }
 
-static void mti_cpu_adamw(const mt_adamw *hyper, mt_tensor param, mt_tensor master, mt_tensor grad, mt_tensor m,
-                          mt_tensor v) {
-    const mt_random *round = hyper->stochastic_rounding;
-    mti_adamw a = mti_adamw_resolve(hyper);
+/* The arguments of the loop. Its items are parts of rows: a share of a parameter may be one long row. */
+#define MTI_ADAMW_COLS 4096
+typedef struct mti_adamw_loop {
+    mti_adamw a;
+    const mt_random *round;
+    mt_tensor param, master, grad, m, v;
+    int64_t parts; /* of a row */
+} mti_adamw_loop;
+
+static void mti_adamw_part(const mti_adamw_loop *l, int64_t row, int64_t col, int64_t n) {
+    const mt_random *round = l->round;
+    const float *grad = mti_row(l->grad, row) + col;
+    float *m = mti_row(l->m, row) + col, *v = mti_row(l->v, row) + col;
+    if (l->param.dtype == MT_F32) mti_adamw_row(l->a, mti_row(l->param, row) + col, grad, m, v, n);
+    else
+        mti_adamw_16bit_row(l->a, round, round ? mti_random_element(*round, row, col) : 0, l->param.dtype,
+                            mti_row16(l->param, row) + col, l->master.data ? mti_row(l->master, row) + col : NULL, grad,
+                            m, v, n);
+}
+
+static void mti_adamw_parts(void *data, int thread, int64_t first, int64_t last) {
+    const mti_adamw_loop *l = (const mti_adamw_loop *)data;
     int64_t i;
-    for (i = 0; i < param.rows; i++) {
-        if (param.dtype == MT_F32)
-            mti_adamw_row(a, mti_row(param, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i), param.cols);
-        else
-            mti_adamw_16bit_row(a, round, round ? mti_random_element(*round, i, 0) : 0, param.dtype,
-                                mti_row16(param, i), mti_row(master, i), mti_row(grad, i), mti_row(m, i), mti_row(v, i),
-                                param.cols);
+    (void)thread;
+    for (i = first; i < last; i++) {
+        int64_t col = i % l->parts * MTI_ADAMW_COLS;
+        mti_adamw_part(l, i / l->parts, col, mt_min(MTI_ADAMW_COLS, l->param.cols - col));
     }
+}
+
+static void mti_cpu_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master, mt_tensor grad,
+                          mt_tensor m, mt_tensor v) {
+    int64_t parts = (param.cols + MTI_ADAMW_COLS - 1) / MTI_ADAMW_COLS;
+    mti_adamw_loop l = {mti_adamw_resolve(hyper), hyper->stochastic_rounding, param, master, grad, m, v, parts};
+    mti_cpu_rows(ctx, param.rows * parts, mt_min(MTI_ADAMW_COLS, param.cols), mti_adamw_parts, &l);
 }
 
 #if MT_HAS_CUDA
@@ -12037,7 +12059,7 @@ MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor
                    MTI_RUN(&op,
                            hyper->stochastic_rounding ? mti_cuda_adamw<true>(ctx, hyper, param, master, grad, m, v)
                                                       : mti_cuda_adamw<false>(ctx, hyper, param, master, grad, m, v),
-                           mti_cpu_adamw(hyper, param, master, grad, m, v)));
+                           mti_cpu_adamw(ctx, hyper, param, master, grad, m, v)));
 }
 
 /* ---- >>multi-tensor: AdamW and sums of squares of many tensors --------------------------------------------------- */
@@ -12371,7 +12393,8 @@ MT_API void mt_multi_tensor_destroy(mt_context *ctx, mt_multi_tensor *list) {
     mt_host_free(list);
 }
 
-static void mti_cpu_multi_adamw(const mt_multi_tensor *list, const mt_adamw *hyper, const mt_adamw_values *values) {
+static void mti_cpu_multi_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper,
+                                const mt_adamw_values *values) {
     int i;
     mt_adamw step = mti_adamw_with(*hyper, values);
     for (i = 0; i < list->count && !(values && values->skip); i++) {
@@ -12381,7 +12404,7 @@ static void mti_cpu_multi_adamw(const mt_multi_tensor *list, const mt_adamw *hyp
         random.subsequence += (uint64_t)h.step;
         if (list->stochastic_rounding) h.stochastic_rounding = &random;
         if (!t->weight_decay) h.weight_decay = 0.0f;
-        mti_cpu_adamw(&h, t->param, t->master, t->grad, t->m, t->v);
+        mti_cpu_adamw(ctx, &h, t->param, t->master, t->grad, t->m, t->v);
     }
 }
 
@@ -12404,8 +12427,8 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
         op.work.bytes += (t->master.data ? 1.0 : 2.0) * mti_view_bytes(t->param) + mti_view_bytes(t->grad) +
                          2.0 * (mti_view_bytes(t->master) + mti_view_bytes(t->m) + mti_view_bytes(t->v));
     }
-    return mti_end(
-        &op, MTI_RUN(&op, mti_cuda_multi_adamw(ctx, list, hyper, values), mti_cpu_multi_adamw(list, hyper, values)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_multi_adamw(ctx, list, hyper, values),
+                                mti_cpu_multi_adamw(ctx, list, hyper, values)));
 }
 
 static void mti_cpu_multi_squares(const mt_multi_tensor *list, mt_tensor out) {
