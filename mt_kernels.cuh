@@ -8865,10 +8865,13 @@ static void mti_kv_append_token(const mti_kv *k, int64_t b, int64_t i) {
     }
 }
 
-static void mti_cpu_kv_cache_append(const mti_kv *k) {
-    int64_t b, i;
-    for (b = 0; b < k->desc.batch; b++)
-        for (i = 0; i < mti_kv_new(&k->desc, b); i++) mti_kv_append_token(k, b, i);
+/* Adds tokens [first, last) of all sequences, of which each has desc.seq. */
+static void mti_cpu_kv_cache_append(void *data, int thread, int64_t first, int64_t last) {
+    const mti_kv *k = (const mti_kv *)data;
+    int64_t t, seq = k->desc.seq;
+    (void)thread;
+    for (t = first; t < last; t++)
+        if (t % seq < mti_kv_new(&k->desc, t / seq)) mti_kv_append_token(k, t / seq, t % seq);
 }
 
 /* Copies n rows of a cache, from `row` on, to out [n, cols] in f32. */
@@ -8923,8 +8926,8 @@ static void mti_kv_blocks_group(const mti_kv *k, mti_attention *a, float *copy, 
    they are in L1. */
 #define MTI_KV_KEYS 256
 
-/* The scratch memory of attention with few queries. The rows of q, out and block have `width` floats: head_dim, rounded
-   up to whole vectors, with zeros after head_dim. */
+/* The scratch memory of attention with few queries, of a thread or of all threads, one after the other. The rows of q,
+   out and block have `width` floats: head_dim, rounded up to whole vectors, with zeros after head_dim. */
 typedef struct mti_kv_few {
     int64_t width;
     float *q, *out; /* [MT_KV_DECODE_QUERIES, width]: token by token, each with its heads of the group */
@@ -9102,12 +9105,22 @@ static void mti_kv_sums(int64_t rows, const float *p, mti_kv_block values, int64
     }
 }
 
-static mt_status mti_kv_few_scratch(mti_attention *a, mti_kv_few *f) {
+static mt_status mti_kv_few_scratch(mti_attention *a, int64_t threads, mti_kv_few *f) {
     f->width = mt_round_up(a->desc.head_dim, MTI_NR);
-    MT_TRY(mti_attention_floats(a, MT_KV_DECODE_QUERIES * f->width, &f->q));
-    MT_TRY(mti_attention_floats(a, MT_KV_DECODE_QUERIES * f->width, &f->out));
-    MT_TRY(mti_attention_floats(a, MT_KV_DECODE_QUERIES * MTI_KV_KEYS, &f->scores));
-    return mti_attention_floats(a, MTI_KV_KEYS * f->width, &f->block);
+    MT_TRY(mti_attention_floats(a, threads * MT_KV_DECODE_QUERIES * f->width, &f->q));
+    MT_TRY(mti_attention_floats(a, threads * MT_KV_DECODE_QUERIES * f->width, &f->out));
+    MT_TRY(mti_attention_floats(a, threads * MT_KV_DECODE_QUERIES * MTI_KV_KEYS, &f->scores));
+    return mti_attention_floats(a, threads * MTI_KV_KEYS * f->width, &f->block);
+}
+
+/* Returns the part of a thread. */
+static mti_kv_few mti_kv_few_of(const mti_kv_few *all, int thread) {
+    mti_kv_few f = *all;
+    f.q += thread * MT_KV_DECODE_QUERIES * f.width;
+    f.out += thread * MT_KV_DECODE_QUERIES * f.width;
+    f.scores += thread * MT_KV_DECODE_QUERIES * MTI_KV_KEYS;
+    f.block += thread * MTI_KV_KEYS * f.width;
+    return f;
 }
 
 /* Copies a row of head_dim floats to one of `width` floats. */
@@ -9208,39 +9221,56 @@ static int mti_kv_is_few(const mti_kv *k) {
     return !mt_context_invariant(k->ctx) && k->desc.heads_per_group <= MT_KV_DECODE_QUERIES / k->desc.seq;
 }
 
-/* The scratch memory of a loop. */
-typedef struct mti_kv_room {
+/* The arguments and the scratch memory of the loop. */
+typedef struct mti_kv_loop {
+    const mti_kv *k;
     mti_attention a;
-    float *copy;    /* see mti_kv_scratch */
-    mti_kv_few few; /* for few queries */
-} mti_kv_room;
+    float *copy; /* see mti_kv_scratch */
+    int is_few;
+    mti_kv_few few;
+} mti_kv_loop;
 
-/* Computes the attention of sequence b, which has new tokens. desc gets its numbers of queries and keys. */
-static void mti_kv_attention_sequence(const mti_kv *k, mti_kv_room *room, int64_t b) {
-    mti_attention *a = &room->a;
-    int64_t g;
-    a->desc.seq = mti_kv_new(&k->desc, b);
-    a->desc.kv_seq = k->cache.lengths[b] + a->desc.seq;
-    for (g = 0; g < a->desc.groups; g++) {
-        if (mti_kv_is_few(k)) mti_kv_few_group(k, a, &room->few, b, g);
-        else mti_kv_blocks_group(k, a, room->copy, b, g);
-    }
+/* Computes the attention of a group of sequence b. desc gets its numbers of queries and keys. Tokens behind the new
+   ones get zeros. */
+static void mti_kv_attention_group(mti_kv_loop *l, int64_t b, int64_t g) {
+    const mti_kv *k = l->k;
+    int64_t n = mti_kv_new(&k->desc, b);
+    l->a.desc.seq = n;
+    l->a.desc.kv_seq = k->cache.lengths[b] + n;
+    if (n > 0 && l->is_few) mti_kv_few_group(k, &l->a, &l->few, b, g);
+    if (n > 0 && !l->is_few) mti_kv_blocks_group(k, &l->a, l->copy, b, g);
+    if (g == 0) mti_attention_clear(k->out, b * k->desc.seq + n, 0, k->desc.seq - n, k->out.cols);
 }
 
-/* Attention on a CPU. A meta context allocates the scratch memory as well. */
+/* Item b * groups + g is group g of sequence b. */
+static void mti_kv_attention_groups(void *data, int thread, int64_t first, int64_t last) {
+    mti_kv_loop l = *(const mti_kv_loop *)data;
+    int64_t i, groups = l.k->desc.groups;
+    if (l.is_few) l.few = mti_kv_few_of(&l.few, thread);
+    for (i = first; i < last; i++) mti_kv_attention_group(&l, i / groups, i % groups);
+}
+
+/* The number of elements of keys and values that the queries of a group read, on average over the sequences. */
+static int64_t mti_kv_elements(const mti_kv *k) {
+    int64_t keys = 0, b;
+    for (b = 0; b < k->desc.batch; b++) keys += k->cache.lengths[b] + mti_kv_new(&k->desc, b);
+    return 2 * k->desc.heads_per_group * k->desc.head_dim * (keys / k->desc.batch + 1);
+}
+
+/* Attention on a CPU. A meta context allocates the scratch memory as well. With few queries, each thread computes some
+   of the groups. */
 static mt_status mti_kv_attention_loop(mti_operator *op, mti_kv *k) {
-    mti_kv_room room;
-    int64_t b, n;
+    int64_t items = k->desc.batch * k->desc.groups;
+    mti_kv_loop l;
     if (mti_is_empty(k->qkv)) return MT_SUCCESS;
-    memset(&room, 0, sizeof room);
-    room.a = mti_kv_resolve(k);
-    if (mti_kv_is_few(k)) MT_TRY(mti_kv_few_scratch(&room.a, &room.few));
-    else MT_TRY(mti_kv_scratch(k, &room.a, &room.copy));
-    for (b = 0; b < k->desc.batch && op->on_cpu; b++) {
-        n = mti_kv_new(&k->desc, b);
-        if (n > 0) mti_kv_attention_sequence(k, &room, b);
-        mti_attention_clear(k->out, b * k->desc.seq + n, 0, k->desc.seq - n, k->out.cols);
-    }
+    memset(&l, 0, sizeof l);
+    l.k = k;
+    l.a = mti_kv_resolve(k);
+    l.is_few = mti_kv_is_few(k);
+    if (l.is_few) MT_TRY(mti_kv_few_scratch(&l.a, mt_min(items, mt_context_threads(k->ctx)), &l.few));
+    else MT_TRY(mti_kv_scratch(k, &l.a, &l.copy));
+    if (op->on_cpu && l.is_few) mti_cpu_rows(k->ctx, items, mti_kv_elements(k), mti_kv_attention_groups, &l);
+    if (op->on_cpu && !l.is_few) mti_kv_attention_groups(&l, 0, 0, items);
     return MT_SUCCESS;
 }
 
@@ -9774,7 +9804,8 @@ MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *de
     /* reads the whole qkv and the row of the table for each token, writes the turned part back, and the cache */
     op.work.bytes = (double)tokens * (double)mt_dtype_size(qkv.dtype) * (double)desc->head_dim * (double)desc->groups *
                     (double)((table.data ? 2 : 1) * (desc->heads_per_group + 1) + 3);
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_kv_cache_append(&k), mti_cpu_kv_cache_append(&k)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_kv_cache_append(&k),
+                                mti_cpu_rows(ctx, tokens, k.qkv.cols, mti_cpu_kv_cache_append, &k)));
 }
 
 MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv,
