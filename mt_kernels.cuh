@@ -9928,11 +9928,22 @@ MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t b
 
 /* ---- >>ids: the position ids of tokens, and the check of token ids ----------------------------------------------- */
 
-/* The desc has the length of a sequence and the documents. */
-static void mti_cpu_position_ids(const mt_attention_desc *s, int64_t first_token, int32_t *ids, int64_t count) {
-    int64_t i;
-    for (i = 0; i < count; i++)
-        ids[i] = (int32_t)mti_document_position(s, (first_token + i) / s->seq, (first_token + i) % s->seq);
+/* The arguments of the loop. The desc has the length of a sequence and the documents. */
+#define MTI_POSITION_COST 32 /* as elements of another operator */
+typedef struct mti_positions {
+    const mt_attention_desc *desc;
+    int64_t first_token;
+    int32_t *ids;
+} mti_positions;
+
+static void mti_cpu_position_ids(void *data, int thread, int64_t first, int64_t last) {
+    const mti_positions *p = (const mti_positions *)data;
+    int64_t i, seq = p->desc->seq;
+    (void)thread;
+    for (i = first; i < last; i++) {
+        int64_t token = p->first_token + i;
+        p->ids[i] = (int32_t)mti_document_position(p->desc, token / seq, token % seq);
+    }
 }
 
 /* Stores the first id that is neither in [0, error->limit) nor `ignore` in *error. */
@@ -10051,8 +10062,9 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
     s.documents = documents;
     MT_TRY(mti_begin(&op, ctx, "mt_position_ids", NULL, 0));
     op.work.bytes = (double)count * sizeof *ids;
+    mti_positions p = {&s, first_token, ids};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_position_ids(ctx, &s, first_token, ids, count),
-                                mti_cpu_position_ids(&s, first_token, ids, count)));
+                                mti_cpu_rows(ctx, count, MTI_POSITION_COST, mti_cpu_position_ids, &p)));
 }
 
 /* ---- >>embedding ------------------------------------------------------------------------------------------------- */
