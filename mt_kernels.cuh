@@ -11477,46 +11477,57 @@ static void mti_sample_write(const mti_sample_row *r, uint64_t from, int64_t k, 
     }
 }
 
-static void mti_cpu_sample_candidates(const mt_sample_desc *s, int64_t vocab, int64_t first_col, mt_tensor logits,
-                                      mt_tensor candidates) {
-    int64_t i, k = candidates.cols / 2;
-    mti_sample_row r = {logits, 0, 0, 1, 0, 0};
-    r.cols = mti_sample_columns(vocab, first_col, logits.cols);
-    r.first = first_col;
-    for (i = 0; i < logits.rows; i++) {
-        mti_draw d = mti_draw_begin(s, vocab, i);
+/* The arguments of the loops. tokens.row is not used: each row sets it in a copy. */
+typedef struct mti_sample_loop {
+    const mt_sample_desc *desc;
+    int64_t vocab;
+    mti_sample_row tokens;
+    mt_tensor candidates; /* of mt_sample_candidates */
+    int32_t *ids;         /* of mt_sample_ids; -1 for a row with a NaN */
+} mti_sample_loop;
+
+static void mti_sample_candidates_row(const mti_sample_loop *l, int64_t i) {
+    mti_draw d = mti_draw_begin(l->desc, l->vocab, i);
+    mti_sample_kept kept = {0, 0, 0};
+    mti_sample_row r = l->tokens;
+    float *out = mti_row(l->candidates, i);
+    int64_t k = l->candidates.cols / 2;
+    r.row = i;
+    if (k > 1 && k < r.cols) mti_sample_limit(&r, &kept, 0.0, k, 0.0f);
+    if (k > 1 || r.cols < 1) {
+        mti_sample_write(&r, kept.from, k, out);
+        return;
+    }
+    mti_draw_run(&d, mti_row(r.x, i), r.cols, (int32_t)r.first);
+    out[0] = d.logit;
+    memcpy(out + 1, &d.id, sizeof d.id);
+}
+
+static void mti_cpu_sample_candidates(void *data, int thread, int64_t first, int64_t last) {
+    const mti_sample_loop *l = (const mti_sample_loop *)data;
+    int64_t i;
+    (void)thread;
+    for (i = first; i < last; i++) mti_sample_candidates_row(l, i);
+}
+
+static void mti_cpu_sample_ids(void *data, int thread, int64_t first, int64_t last) {
+    const mti_sample_loop *l = (const mti_sample_loop *)data;
+    mti_sample_row r = l->tokens;
+    (void)thread;
+    for (r.row = first; r.row < last; r.row++) {
+        mti_draw d = mti_draw_begin(l->desc, l->vocab, r.row);
         mti_sample_kept kept = {0, 0, 0};
-        float *out = mti_row(candidates, i);
-        r.row = i;
-        if (k > 1 && k < r.cols) mti_sample_limit(&r, &kept, 0.0, k, 0.0f);
-        if (k > 1 || r.cols < 1) {
-            mti_sample_write(&r, kept.from, k, out);
-            continue;
-        }
-        mti_draw_run(&d, mti_row(logits, i), r.cols, (int32_t)first_col);
-        out[0] = d.logit;
-        memcpy(out + 1, &d.id, sizeof d.id);
+        mti_sample_keep(l->desc, &r, &kept);
+        mti_draw_kept(&d, &r, kept.from);
+        l->ids[r.row] = d.logit == d.logit ? d.id : -1;
     }
 }
 
 /* Returns the number of the first row with a NaN, or rows. */
-static int64_t mti_cpu_sample_ids(const mt_sample_desc *s, int64_t vocab, mt_tensor gathered, int64_t shards,
-                                  int32_t *ids) {
-    int64_t i, rows = gathered.rows / shards, wrong = rows;
-    mti_sample_row r = {gathered, 0, 0, 0, 0, -1};
-    r.step = rows;
-    r.parts = shards;
-    r.cols = gathered.cols / 2;
-    for (i = rows - 1; i >= 0; i--) {
-        mti_draw d = mti_draw_begin(s, vocab, i);
-        mti_sample_kept kept = {0, 0, 0};
-        r.row = i;
-        mti_sample_keep(s, &r, &kept);
-        mti_draw_kept(&d, &r, kept.from);
-        ids[i] = d.logit == d.logit ? d.id : -1;
-        if (ids[i] < 0) wrong = i;
-    }
-    return wrong;
+static int64_t mti_sample_wrong(const int32_t *ids, int64_t rows) {
+    int64_t i;
+    for (i = 0; i < rows && ids[i] >= 0;) i++;
+    return i;
 }
 
 #if MT_HAS_CUDA
@@ -11857,15 +11868,16 @@ MT_API mt_status mt_sample_candidates(mt_context *ctx, const mt_sample_desc *des
     MT_TRY(mt_args_check(ctx, where, args, 1));
     MT_TRY(mt_check_apart(ctx, where, "candidates", candidates, "logits", logits));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    const int64_t cols = mti_sample_columns(vocab, first_col, logits.cols);
+    mti_sample_loop l = {desc, vocab, {logits, 0, 0, 1, cols, first_col}, candidates, NULL};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_sample_candidates(ctx, desc, vocab, first_col, logits, candidates),
-                                mti_cpu_sample_candidates(desc, vocab, first_col, logits, candidates)));
+                                mti_cpu_rows(ctx, logits.rows, logits.cols, mti_cpu_sample_candidates, &l)));
 }
 
 MT_API mt_status mt_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, mt_tensor gathered,
                                int shards, int32_t *ids) {
     static const char *const where = "mt_sample_ids";
     mt_arg args[] = {{"gathered", &gathered, gathered.rows, gathered.cols, MT_ARG_F32, MT_ARG_IN}};
-    int64_t wrong = gathered.rows;
     mti_operator op;
     MT_TRY(mti_expect_sample(ctx, where, desc, vocab));
     MT_TRY(mt_check_integer(ctx, where, NULL, "shards", shards, 1, INT32_MAX));
@@ -11873,12 +11885,15 @@ MT_API mt_status mt_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int6
     if (gathered.rows % shards != 0 || gathered.cols % 2 != 0 || gathered.cols < 2)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: gathered is [%lld, %lld], must be [%d * rows, 2 * candidates]", where,
                        (long long)gathered.rows, (long long)gathered.cols, shards);
-    MT_TRY(mti_expect_pointer(ctx, where, "ids", ids, gathered.rows / shards));
+    const int64_t rows = gathered.rows / shards;
+    MT_TRY(mti_expect_pointer(ctx, where, "ids", ids, rows));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    op.work.bytes += (double)(gathered.rows / shards) * sizeof *ids;
+    op.work.bytes += (double)rows * sizeof *ids;
+    mti_sample_loop l = {desc, vocab, {gathered, 0, rows, shards, gathered.cols / 2, -1}, mt_none(), ids};
     MT_TRY(mti_end(&op, MTI_RUN(&op, mti_cuda_sample_ids(ctx, desc, vocab, gathered, shards, ids),
-                                wrong = mti_cpu_sample_ids(desc, vocab, gathered, shards, ids))));
-    if (wrong >= gathered.rows / shards) return MT_SUCCESS;
+                                mti_cpu_rows(ctx, rows, shards * gathered.cols, mti_cpu_sample_ids, &l))));
+    const int64_t wrong = op.on_cpu ? mti_sample_wrong(ids, rows) : rows;
+    if (wrong == rows) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_DATA, "%s: the logits of row %lld have a NaN", where, (long long)wrong);
 }
 
