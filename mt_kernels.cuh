@@ -19,8 +19,9 @@
        and the gate, a GPU computes the fp32 result with approximate functions. Its error is at most 4e-5 times the
        value, for slopes plus 2e-6. Rounding to f16 adds up to 4.9e-4 times the value. On a CPU, the scratch memory of
        an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
-       mt_hash and mt_adamw_step make no such copy. The comment of mt_gemm says when it makes one. The operators of
-       mt_kv_cache copy at most the keys or values of one group of one sequence.
+       mt_hash and mt_adamw_step make no such copy, and mt_embedding_forward makes none of the table. The comment of
+       mt_gemm says when it makes one. The operators of mt_kv_cache copy at most the keys or values of one group of one
+       sequence.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -1626,6 +1627,12 @@ static void mti_convert_rows(void *data, int thread, int64_t first, int64_t last
 static void mti_cpu_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
     mti_conversion c = {x, y};
     mti_cpu_rows(ctx, x.rows, x.cols, mti_convert_rows, &c);
+}
+
+/* out = n numbers of t in f32, from `col` of `row` on. */
+static void mti_cpu_load(mt_tensor t, int64_t row, int64_t col, int64_t n, float *out) {
+    if (t.dtype == MT_F32) memcpy(out, mti_row(t, row) + col, (size_t)n * sizeof *out);
+    else mt_f32_from_16bit(t.dtype, mti_row16(t, row) + col, out, n);
 }
 
 /* ---- >>rows: loops over one row, and reductions over a row in a block of threads --------------------------------- */
@@ -8874,12 +8881,6 @@ static void mti_cpu_kv_cache_append(void *data, int thread, int64_t first, int64
         if (t % seq < mti_kv_new(&k->desc, t / seq)) mti_kv_append_token(k, t / seq, t % seq);
 }
 
-/* Copies n rows of a cache, from `row` on, to out [n, cols] in f32. */
-static void mti_kv_load(mt_tensor t, int64_t row, int64_t n, float *out) {
-    if (t.dtype == MT_F32) memcpy(out, mti_row(t, row), (size_t)(n * t.cols) * sizeof *out);
-    else mt_f32_from_16bit(t.dtype, mti_row16(t, row), out, n * t.cols);
-}
-
 /* A call of attention whose keys and values are not views: each sequence has its own number of them. */
 static mti_attention mti_kv_resolve(const mti_kv *k) {
     mti_attention a = mti_attention_resolve(k->ctx, &k->desc, k->out, mt_none());
@@ -8904,10 +8905,10 @@ static void mti_kv_pack(const mti_kv *k, mti_attention *a, float *copy, int64_t 
     mt_tensor keys = k->cache.keys, values = k->cache.values;
     if (copy) {
         keys = values = mt_tensor_f32(copy, n, d);
-        mti_kv_load(k->cache.keys, row, n, copy);
+        mti_cpu_load(k->cache.keys, row, 0, n * d, copy);
     }
     mti_pack_features(keys, copy ? 0 : row, 0, n, d, a->k_features);
-    if (copy) mti_kv_load(k->cache.values, row, n, copy);
+    if (copy) mti_cpu_load(k->cache.values, row, 0, n * d, copy);
     mti_pack_rows(values, copy ? 0 : row, 0, n, d, MTI_KEYS, a->v_keys);
 }
 
@@ -9150,9 +9151,9 @@ static mti_kv_block mti_kv_rows(mti_kv_few *f, mt_tensor t, int64_t row, int64_t
         out.data = (const char *)t.data + row * t.cols * (int64_t)mt_dtype_size(t.dtype);
         return out;
     }
-    if (t.cols == f->width) mti_kv_load(t, row, n, f->block);
+    if (t.cols == f->width) mti_cpu_load(t, row, 0, n * t.cols, f->block);
     for (j = 0; t.cols < f->width && j < n; j++) {
-        mti_kv_load(t, row + j, 1, f->block + j * f->width);
+        mti_cpu_load(t, row + j, 0, t.cols, f->block + j * f->width);
         mti_row_fill(f->block + j * f->width + t.cols, 0.0f, f->width - t.cols);
     }
     return out;
@@ -10079,25 +10080,28 @@ static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const 
     return mti_expect_pointer(ctx, where, "ids", ids, y.rows);
 }
 
-/* y = row + beta y. A row of NULL counts as zeros. With beta = 0, y is not read. */
-static void mti_embedding_row(const float *row, float beta, float *y, int64_t n) {
-    int64_t j;
+/* y = row `row` of the table + beta y. A row that is not in the table counts as zeros. With beta = 0, y is not read. */
+static void mti_embedding_row(mt_tensor table, int64_t row, float beta, float *y) {
+    int found = row >= 0 && row < table.rows;
+    float x[MTI_BLOCK];
+    int64_t j, n;
     if (beta == 0.0f) {
-        if (row) memcpy(y, row, (size_t)n * sizeof *y);
-        else mti_row_fill(y, 0.0f, n);
+        if (found) mti_cpu_load(table, row, 0, table.cols, y);
+        else mti_row_fill(y, 0.0f, table.cols);
         return;
     }
-    if (beta != 1.0f) mti_row_scale(y, beta, n);
-    if (row)
-        for (j = 0; j < n; j++) y[j] += row[j];
+    if (beta != 1.0f) mti_row_scale(y, beta, table.cols);
+    for (j = 0; found && j < table.cols; j += n) {
+        n = mt_min(MTI_BLOCK, table.cols - j);
+        mti_cpu_load(table, row, j, n, x);
+        mti_row_add(x, y + j, y + j, n);
+    }
 }
 
+/* The table has any type: a copy in f32 would be of all its rows. y is in f32. */
 static void mti_cpu_embedding_forward(mt_tensor table, int64_t first_row, const int32_t *ids, float beta, mt_tensor y) {
     int64_t i;
-    for (i = 0; i < y.rows; i++) {
-        int64_t row = ids[i] - first_row;
-        mti_embedding_row(row >= 0 && row < table.rows ? mti_row(table, row) : NULL, beta, mti_row(y, i), y.cols);
-    }
+    for (i = 0; i < y.rows; i++) mti_embedding_row(table, ids[i] - first_row, beta, mti_row(y, i));
 }
 
 /* The arguments of the backward. It adds columns of dy [tokens, width] to dtable. */
@@ -10473,7 +10477,7 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
                                       float beta, mt_tensor y) {
     static const char *const where = "mt_embedding_forward";
     mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | (beta != 0.0f ? MT_ARG_IN : 0)},
-                     {"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+                     {"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
     /* reads one row of the table for each token */
     const double bytes = (beta != 0.0f ? 3.0 : 2.0) * mti_view_bytes(y);
     mti_operator op;

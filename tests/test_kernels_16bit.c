@@ -1097,10 +1097,25 @@ static void test_embedding(void **state) {
     static const operation list[] = {
         {"mt_embedding_forward", run_embedding, {IN("table", 7, 37), OUT("y", 5, 37)}, {{0, 0}}},
         {"mt_embedding_forward", run_embedding_add, {IN("table", 7, 37), IN("y", 5, 37)}, {{0, 0}}},
+        {"mt_embedding_forward", run_embedding_add, {IN("table", 7, 1100), IN("y", 5, 1100)}, {{0, 0}}},
         {"mt_embedding_backward", run_embedding_backward, {IN("dy", 5, 37), F32("dtable", 7, 37)}, {{0, 0}}},
     };
     (void)state;
     CHECK_OPERATIONS(list);
+}
+
+/* A table is large, and a call reads a few of its rows: the call copies none of it. */
+static void test_embedding_memory(void **state) {
+    static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F16};
+    mt_tensor y = new_view(MT_F32, 5, 37, 0);
+    int i;
+    (void)state;
+    for (i = 0; i < 3; i++) {
+        mt_arena_reset_peak(ref.ctx);
+        OK(mt_embedding_forward(ref.ctx, new_view(dtypes[i], 700, 37, 0), 10, ids, (float)(i % 2), y));
+        assert_int_equal(mt_arena_peak(ref.ctx), 0);
+    }
+    ref_release();
 }
 
 static const mt_cross_entropy_shard_desc vocabulary = {1040, 5, 0.1f, 0};
@@ -1162,11 +1177,15 @@ static void test_adamw(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        REF_TEST(test_widen),   REF_TEST(test_round),     REF_TEST(test_known_bits), REF_TEST(test_convert),
-        REF_TEST(test_moves),   REF_TEST(test_simple),    REF_TEST(test_activation), REF_TEST(test_multiply),
-        REF_TEST(test_sigmoid), REF_TEST(test_linear),    REF_TEST(test_norm),       REF_TEST(test_random_and_dropout),
-        REF_TEST(test_gemm),    REF_TEST(test_attention), REF_TEST(test_embedding),  REF_TEST(test_cross_entropy),
-        REF_TEST(test_adamw),
+        REF_TEST(test_widen),         REF_TEST(test_round),
+        REF_TEST(test_known_bits),    REF_TEST(test_convert),
+        REF_TEST(test_moves),         REF_TEST(test_simple),
+        REF_TEST(test_activation),    REF_TEST(test_multiply),
+        REF_TEST(test_sigmoid),       REF_TEST(test_linear),
+        REF_TEST(test_norm),          REF_TEST(test_random_and_dropout),
+        REF_TEST(test_gemm),          REF_TEST(test_attention),
+        REF_TEST(test_embedding),     REF_TEST(test_embedding_memory),
+        REF_TEST(test_cross_entropy), REF_TEST(test_adamw),
     };
     return cmocka_run_group_tests(tests, fill_magnitudes, NULL);
 }
