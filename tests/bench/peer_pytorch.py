@@ -9,9 +9,9 @@
    768, 12 heads, one sequence of 1024 tokens, float32, no dropout, scaled_dot_product_attention.
    It runs with 1 thread, with 2 threads, and split over 2 processes of 1 thread (Megatron's f and
    g over gloo). For the split layer, also the time of its 4 all-reduces, which includes waiting for
-   the other process.
-2. One GPT-2 124M training step: 4 sequences of 64 tokens, vocabulary padded to 50304, tied head,
-   fused AdamW; 2 threads.
+   the other process. In float32, and in bfloat16 with autocast.
+2. One GPT-2 124M training step: 4 sequences of 64 tokens, or 1 of 1024, vocabulary padded to 50304,
+   tied head, fused AdamW; 2 threads. In float32, and in bfloat16 with autocast.
 3. One all-reduce of 3 MB between 2 processes over gloo.
 4. The GEMM of the layer's first MLP product, which shows the rate that PyTorch's BLAS reaches.
 5. Inference, with 1 and with 2 threads. BERT-base and BERT-large without heads: one sequence of 128
@@ -23,14 +23,16 @@
 This process starts each measurement in a process of its own, with this environment: the allocator
 keeps its memory, OpenMP threads are pinned one per core, and OpenBLAS uses its AVX-512 kernels. MKL
 uses slower kernels on AMD processors. A preloaded library of one line, built with a C compiler,
-makes MKL use its Intel kernels when they are faster. Processes that form a group are pinned one per
-core and communicate through 127.0.0.1.
+makes MKL use its Intel kernels when they are faster. tcmalloc or jemalloc is preloaded if it is
+installed and makes the layer faster. Processes that form a group are pinned one per core and
+communicate through 127.0.0.1.
 
 Prints a table of medians and of 10th and 90th percentiles, then a line "name,value,unit" for the
 median of each figure. Exits with 77 when PyTorch is not installed.
 """
 
 import argparse
+import ctypes.util
 import importlib.util
 import json
 import os
@@ -43,7 +45,8 @@ import tempfile
 import time
 
 HIDDEN, HEADS, TOKENS = 768, 12, 1024
-LAYERS, VOCAB, BATCH, SEQ = 12, 50304, 4, 64
+LAYERS, VOCAB = 12, 50304
+GPT2_BATCHES = ((4, 64), (1, 1024))  # sequences, tokens of each
 ALL_REDUCE_FLOATS = TOKENS * HIDDEN  # 3 MB
 
 TUNING = {
@@ -139,6 +142,11 @@ def layer_forward(w, x, split=1, f=None, g=None):
     return x + (g(F.linear(h, w["fc2"][0])) + w["fc2"][1] if g else F.linear(h, *w["fc2"]))
 
 
+def autocast(args):
+    import torch
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
 def run_layer(args):
     import torch
     split, clock, collected, f, g = 1, [0.0], [], None, None
@@ -155,7 +163,9 @@ def run_layer(args):
         for leaf in leaves:
             leaf.grad = None
         clock[0] = 0.0
-        layer_forward(weights, x, split, f, g).backward(dy)
+        with autocast(args):
+            y = layer_forward(weights, x, split, f, g)
+        y.backward(dy)
         collected.append(clock[0])
     warmup = 3
     seconds = repeat(step, args.iterations, warmup)
@@ -175,16 +185,18 @@ def run_gpt2(args):
         [{"params": [t for t in leaves if t.dim() > 1], "weight_decay": 0.1},
          {"params": [t for t in leaves if t.dim() == 1], "weight_decay": 0.0}],
         lr=1e-4, betas=(0.9, 0.95), fused=True)
-    ids = torch.randint(0, 50257, (BATCH, SEQ))
-    targets = torch.randint(0, 50257, (BATCH * SEQ,))
+    batch, seq = args.batch, args.seq
+    ids = torch.randint(0, 50257, (batch, seq))
+    targets = torch.randint(0, 50257, (batch * seq,))
 
     def step():
         optimizer.zero_grad(set_to_none=True)
-        x = F.embedding(ids, tokens) + positions[:SEQ]
-        for w in layers:
-            x = layer_forward(w, x)
-        x = F.layer_norm(x, (HIDDEN,), *final)
-        loss = F.cross_entropy(F.linear(x, tokens).view(-1, VOCAB), targets)
+        with autocast(args):
+            x = F.embedding(ids, tokens) + positions[:seq]
+            for w in layers:
+                x = layer_forward(w, x)
+            x = F.layer_norm(x, (HIDDEN,), *final)
+            loss = F.cross_entropy(F.linear(x, tokens).view(-1, VOCAB), targets)
         loss.backward()
         optimizer.step()
         loss.item()
@@ -324,7 +336,8 @@ def measure(part, cores, iterations, threads=1, world=1, flags=()):
         processes = [start(part, cores[:threads], iterations, threads, flags=flags)]
     else:
         port = free_port()
-        processes = [start(part, [cores[r]], iterations, 1, r, world, port) for r in range(world)]
+        processes = [start(part, [cores[r]], iterations, 1, r, world, port, flags)
+                     for r in range(world)]
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit(f"peer_pytorch: the measurement '{part}' failed")
@@ -372,6 +385,25 @@ def choose_mkl_kernels(torch, folder, core, iterations):
           f"AMD kernels; {'Intel' if told < stock else 'AMD'} kernels are used")
 
 
+def choose_allocator(core, iterations):
+    """Preloads tcmalloc or jemalloc, if the layer is faster with it."""
+    before, best = TUNING.get("LD_PRELOAD"), "malloc"
+    fastest = measure("layer", [core], iterations)["step"]["p10"]
+    for name in ("tcmalloc_minimal", "tcmalloc", "jemalloc"):
+        library, chosen = ctypes.util.find_library(name), TUNING.get("LD_PRELOAD")
+        if not library:
+            continue
+        TUNING["LD_PRELOAD"] = f"{before}:{library}" if before else library
+        seconds = measure("layer", [core], iterations)["step"]["p10"]
+        if seconds < fastest:
+            fastest, best = seconds, name
+        elif chosen:
+            TUNING["LD_PRELOAD"] = chosen
+        else:
+            del TUNING["LD_PRELOAD"]
+    print(f"allocator: {best}")
+
+
 def take_measurements(cores, quick):
     """Returns rows (name, text, summary in seconds, unit) and GEMM rates (name, text, GFLOP/s)."""
     few, many = (5, 30) if quick else (40, 400)
@@ -379,18 +411,28 @@ def take_measurements(cores, quick):
     rows, rates = [], []
     for threads in (1, 2)[:len(cores)]:
         gemm = measure("gemm", cores, many // 2, threads)["step"]["median"]
-        layer = measure("layer", cores, few, threads)["step"]
         rates.append((f"pytorch_gemm_{threads}t", f"GEMM, {threads} thread(s)", flops / gemm / 1e9))
-        rows.append((f"pytorch_layer_{threads}t", f"layer, {threads} thread(s)", layer, "ms"))
+    for dtype in ("float32", "bfloat16"):
+        flags, end = ("--dtype", dtype), "" if dtype == "float32" else "_bf16"
+        for threads in (1, 2)[:len(cores)]:
+            layer = measure("layer", cores, few, threads, flags=flags)["step"]
+            rows.append((f"pytorch_layer_{threads}t{end}", f"layer {dtype}, {threads}t", layer,
+                         "ms"))
+        if len(cores) < 2:
+            continue
+        split = measure("layer", cores, few, world=2, flags=flags)
+        rows += [(f"pytorch_layer_tp2{end}", f"layer {dtype}, 2 processes (gloo)", split["step"],
+                  "ms"),
+                 (f"pytorch_layer_tp2_all_reduces{end}", "  of it in 4 all-reduces",
+                  split["all_reduces"], "ms")]
+        for batch, seq in GPT2_BATCHES:
+            shape = ("--batch", str(batch), "--seq", str(seq))
+            step = measure("gpt2", cores, 3 if quick else 20, 2, flags=flags + shape)["step"]
+            rows.append((f"pytorch_gpt2_124m_{batch}x{seq}_2t{end}",
+                         f"GPT-2 {batch}x{seq} {dtype}, 2t", step, "ms"))
     if len(cores) > 1:
-        split = measure("layer", cores, few, world=2)
         reduce = measure("all_reduce", cores, many, world=2)["step"]
-        gpt2 = measure("gpt2", cores, 3 if quick else 20, 2)["step"]
-        rows += [("pytorch_layer_tp2", "layer, 2 processes (gloo)", split["step"], "ms"),
-                 ("pytorch_layer_tp2_all_reduces", "  of it in 4 all-reduces",
-                  split["all_reduces"], "ms"),
-                 ("pytorch_all_reduce_3mb", "all-reduce of 3 MB (gloo)", reduce, "us"),
-                 ("pytorch_gpt2_124m_2t", "GPT-2 124M step, 2 threads", gpt2, "ms")]
+        rows.append(("pytorch_all_reduce_3mb", "all-reduce of 3 MB (gloo)", reduce, "us"))
     return rows, rates
 
 
@@ -437,6 +479,7 @@ def report(torch, quick, only):
     rows, rates = [], []
     with tempfile.TemporaryDirectory() as folder:
         choose_mkl_kernels(torch, folder, cores[0], 20 if quick else 100)
+        choose_allocator(cores[0], 5 if quick else 20)
         if only != "inference":
             rows, rates = take_measurements(cores, quick)
         if only != "training":
@@ -463,7 +506,8 @@ def main():
     parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     for name in ("--size", "--dtype"):
         parser.add_argument(name, help=argparse.SUPPRESS)
-    for name in ("--part", "--iterations", "--threads", "--rank", "--world", "--port"):
+    for name in ("--part", "--iterations", "--threads", "--rank", "--world", "--port", "--batch",
+                 "--seq"):
         parser.add_argument(name, type=str if name == "--part" else int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     try:
