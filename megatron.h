@@ -4003,9 +4003,11 @@ static mt_status mti_gpt_cached_hidden(mt_context *ctx, const mt_language_model 
     return mti_gpt_pick_rows(ctx, batch, *x, rows, x);
 }
 
-/* Ends a call that has succeeded on this rank: the cache has the new tokens. */
-static mt_status mti_gpt_cache_advance(mt_context *ctx, const mt_batch *batch, const mt_gpt_cache *cache) {
-    return mt_kv_cache_advance(ctx, cache->max_seq, batch->sequences, batch->seq, batch->lengths, cache->lengths);
+/* Adds the new tokens of each sequence to `lengths`, which are those of the cache or a copy of them. A call that has
+   succeeded on this rank ends with this: the cache has the tokens. */
+static mt_status mti_gpt_cache_advance(mt_context *ctx, const mt_batch *batch, const mt_gpt_cache *cache,
+                                       int32_t *lengths) {
+    return mt_kv_cache_advance(ctx, cache->max_seq, batch->sequences, batch->seq, batch->lengths, lengths);
 }
 
 /* logits may be mt_none(). */
@@ -4017,7 +4019,7 @@ static mt_status mti_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const
     MT_TRY(mti_model_share_room(ctx, m, logits, &room));
     if (mti_model_is_last(m) && logits.data) MT_TRY(mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, room));
     MT_TRY(mti_model_share(ctx, m, room, logits));
-    return mti_gpt_cache_advance(ctx, batch, cache);
+    return mti_gpt_cache_advance(ctx, batch, cache, cache->lengths);
 }
 
 MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
@@ -4056,7 +4058,7 @@ static mt_status mti_gpt_next_positions(mt_context *ctx, const mt_batch *batch, 
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, cache->sequences, &next));
     MT_TRY(mt_copy(ctx, held, next));
     *out = (const int32_t *)next.data;
-    return mt_kv_cache_advance(ctx, cache->max_seq, batch->sequences, batch->seq, batch->lengths, (int32_t *)next.data);
+    return mti_gpt_cache_advance(ctx, batch, cache, (int32_t *)next.data);
 }
 
 /* When a logit is NaN, the last stage still shares the ids: that of the row is -1, from which the others have the same
@@ -4075,7 +4077,7 @@ static mt_status mti_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_lan
     MT_TRY(mti_model_share(ctx, m, room, next));
     if (!mti_model_is_last(m))
         status = mt_ids_check(ctx, "sampled id", (const int32_t *)next.data, next.cols, gpt->desc.vocab, 0);
-    return status == MT_SUCCESS ? mti_gpt_cache_advance(ctx, batch, cache) : status;
+    return status == MT_SUCCESS ? mti_gpt_cache_advance(ctx, batch, cache, cache->lengths) : status;
 }
 
 MT_API mt_status mt_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
