@@ -3850,22 +3850,23 @@ static mt_status mti_gpt_pick_rows(mt_context *ctx, const mt_batch *batch, mt_te
     return MT_SUCCESS;
 }
 
-/* Computes the logits from x, the output of the model on the last stage. */
-static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, mt_tensor x,
-                                     mt_tensor logits) {
-    MT_TRY(mt_gather_tokens(ctx, gpt->head.tp, gpt->desc.layer.sequence_parallel, x, &x));
+/* Computes the logits from x, the output of the model m on the last stage. */
+static mt_status mti_gpt_head_logits(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m,
+                                     const mt_batch *batch, mt_tensor x, mt_tensor logits) {
+    MT_TRY(mt_gather_tokens(ctx, gpt->head.tp, m->desc.layer.sequence_parallel, x, &x));
     MT_TRY(mti_gpt_pick_rows(ctx, batch, x, logits.rows, &x));
     return mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, logits);
 }
 
-/* The last stage computes the logits and broadcasts them to the others. */
-static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
-                                mt_tensor logits) {
+/* The last stage computes the logits and broadcasts them to the others. m is the model, or with a cache that of
+   mti_model_whole_tokens. Without a cache, `cache` is NULL. logits may be mt_none(). */
+static mt_status mti_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m, const mt_batch *batch,
+                                const int32_t *ids, const mt_gpt_cache *cache, mt_tensor logits) {
     mt_tensor x, room;
-    MT_TRY(mti_model_infer(ctx, &gpt->model, batch, ids, NULL, &x));
-    MT_TRY(mti_model_share_room(ctx, &gpt->model, logits, &room));
-    if (mti_model_is_last(&gpt->model)) MT_TRY(mti_gpt_head_logits(ctx, gpt, batch, x, room));
-    return mti_model_share(ctx, &gpt->model, room, logits);
+    MT_TRY(mti_model_infer(ctx, m, batch, ids, cache, &x));
+    MT_TRY(mti_model_share_room(ctx, m, logits, &room));
+    if (mti_model_is_last(m) && logits.data) MT_TRY(mti_gpt_head_logits(ctx, gpt, m, batch, x, room));
+    return mti_model_share(ctx, m, room, logits);
 }
 
 MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
@@ -3880,7 +3881,7 @@ MT_API mt_status mt_gpt_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batc
                            logits.rows == batch->sequences ? batch->sequences : tokens, gpt->desc.vocab));
     MT_TRY(mt_ids_check(ctx, "token id", ids, tokens, gpt->desc.vocab, 0));
     mark = mt_arena_mark(ctx);
-    status = mti_gpt_logits(ctx, gpt, batch, ids, logits);
+    status = mti_gpt_logits(ctx, gpt, &gpt->model, batch, ids, NULL, logits);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -3994,32 +3995,11 @@ static mt_status mti_gpt_cached_check(mt_context *ctx, const char *function, con
     return mt_ids_check(ctx, "token id", ids, batch->sequences * batch->seq, m->desc.vocab, 0);
 }
 
-/* Adds the tokens of the batch to the cache. On the last stage *x becomes the outputs of the model for `rows` tokens:
-   all new ones, or the last one of each sequence. rows 0: none. m is from mti_model_whole_tokens. */
-static mt_status mti_gpt_cached_hidden(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
-                                       const int32_t *ids, const mt_gpt_cache *cache, int64_t rows, mt_tensor *x) {
-    MT_TRY(mti_model_infer(ctx, m, batch, ids, cache, x));
-    if (!mti_model_is_last(m) || rows == 0) return MT_SUCCESS;
-    return mti_gpt_pick_rows(ctx, batch, *x, rows, x);
-}
-
 /* Adds the new tokens of each sequence to `lengths`, which are those of the cache or a copy of them. A call that has
    succeeded on this rank ends with this: the cache has the tokens. */
 static mt_status mti_gpt_cache_advance(mt_context *ctx, const mt_batch *batch, const mt_gpt_cache *cache,
                                        int32_t *lengths) {
     return mt_kv_cache_advance(ctx, cache->max_seq, batch->sequences, batch->seq, batch->lengths, lengths);
-}
-
-/* logits may be mt_none(). */
-static mt_status mti_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const mt_language_model *m,
-                                       const mt_batch *batch, const int32_t *ids, const mt_gpt_cache *cache,
-                                       mt_tensor logits) {
-    mt_tensor x, room;
-    MT_TRY(mti_gpt_cached_hidden(ctx, m, batch, ids, cache, logits.data ? logits.rows : 0, &x));
-    MT_TRY(mti_model_share_room(ctx, m, logits, &room));
-    if (mti_model_is_last(m) && logits.data) MT_TRY(mt_column_parallel_linear_product(ctx, &gpt->head, x, 1, room));
-    MT_TRY(mti_model_share(ctx, m, room, logits));
-    return mti_gpt_cache_advance(ctx, batch, cache, cache->lengths);
 }
 
 MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const mt_batch *batch, const int32_t *ids,
@@ -4037,7 +4017,8 @@ MT_API mt_status mt_gpt_cached_logits(mt_context *ctx, const mt_gpt *gpt, const 
                                logits.rows == batch->sequences ? logits.rows : batch->sequences * batch->seq,
                                gpt->desc.vocab));
     mark = mt_arena_mark(ctx);
-    status = mti_gpt_cached_logits(ctx, gpt, &m, batch, ids, cache, logits);
+    status = mti_gpt_logits(ctx, gpt, &m, batch, ids, cache, logits);
+    if (status == MT_SUCCESS) status = mti_gpt_cache_advance(ctx, batch, cache, cache->lengths);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -4070,7 +4051,8 @@ static mt_status mti_gpt_sample(mt_context *ctx, const mt_gpt *gpt, const mt_lan
     mt_status status = MT_SUCCESS;
     mt_tensor x, room;
     if (!s.positions) MT_TRY(mti_gpt_next_positions(ctx, batch, cache, &s.positions));
-    MT_TRY(mti_gpt_cached_hidden(ctx, m, batch, ids, cache, batch->sequences, &x));
+    MT_TRY(mti_model_infer(ctx, m, batch, ids, cache, &x));
+    if (mti_model_is_last(m)) MT_TRY(mti_gpt_pick_rows(ctx, batch, x, batch->sequences, &x));
     MT_TRY(mti_model_share_room(ctx, m, next, &room));
     if (mti_model_is_last(m)) status = mti_gpt_draw(ctx, gpt, &s, x, (int32_t *)room.data);
     if (status != MT_SUCCESS && status != MT_ERR_DATA) return status;
