@@ -754,18 +754,20 @@ static void test_blocks_refuse(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* A model with its initial weights. */
+static void create_model(test_rank *r, const mt_gpt_desc *d, mt_gpt *gpt) {
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_gpt_create(r->ctx, r->params, d, gpt));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_init(r->ctx, r->params, 1));
+}
+
 static void test_models_refuse_caches(void **state) {
     mt_gpt_desc d = small_model(16, 4, 2), bidirectional;
-    mt_gpt gpt, other, fresh;
-    mt_gpt_cache c, empty, short_one;
+    mt_gpt gpt, other, fresh = {0};
+    mt_gpt_cache c, empty = {0}, short_one;
     test_rank r;
     (void)state;
-    memset(&empty, 0, sizeof empty);
-    memset(&fresh, 0, sizeof fresh);
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gpt_cache_create|mt_params_init", mt_gpt_cache_create(r.ctx, &gpt, 2, 0, &c));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    create_model(&r, &d, &gpt);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "sequences is 0", mt_gpt_cache_create(r.ctx, &gpt, 0, 0, &c));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "max_seq is 17|from 0 to 16", mt_gpt_cache_create(r.ctx, &gpt, 2, 17, &c));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "max_seq is -1", mt_gpt_cache_create(r.ctx, &gpt, 2, -1, &c));
@@ -794,6 +796,7 @@ static void test_models_refuse_caches(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
     bidirectional = d, bidirectional.layer.mask = MT_MASK_BIDIRECTIONAL;
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &bidirectional, &other));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gpt_cache_create|mt_params_init", mt_gpt_cache_create(r.ctx, &other, 2, 0, &c));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     REFUSED(r.ctx, MT_ERR_UNSUPPORTED, "MT_MASK_CAUSAL", mt_gpt_cache_create(r.ctx, &other, 2, 0, &c));
     test_paper_rank_close(&r);
@@ -801,18 +804,15 @@ static void test_models_refuse_caches(void **state) {
 
 static void test_models_refuse(void **state) {
     mt_gpt_desc d = small_model(16, 4, 2);
-    mt_gpt gpt, fresh;
-    mt_gpt_cache c, empty;
+    mt_gpt gpt, fresh = {0};
+    mt_gpt_cache c, empty = {0};
     mt_batch batch = {.sequences = 2, .seq = 1};
     int32_t ids[4] = {0, 1, 2, 3};
     mt_tensor logits;
     test_rank r;
     (void)state;
-    memset(&empty, 0, sizeof empty);
-    memset(&fresh, 0, sizeof fresh);
     test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, NULL, &r);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    create_model(&r, &d, &gpt);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_cache_create(r.ctx, &gpt, 2, 0, &c));
     logits = test_tensor(&r, 2, VOCAB, 5);
 #define LOGITS mt_gpt_cached_logits(r.ctx, &gpt, &batch, ids, &c, logits)
@@ -855,8 +855,7 @@ static void test_dry_run(void **state) {
     size_t before, appended = 0, attended = 0, positions = 0;
     (void)state;
     test_paper_rank(4, 1, (mt_grid_desc){.tp = 4}, &where, &r);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_create(r.ctx, r.params, &d, &gpt));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    create_model(&r, &d, &gpt);
     before = mt_context_allocated(r.ctx);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_cache_create(r.ctx, &gpt, 4, 16, &c));
     assert_int_equal(mt_context_allocated(r.ctx) - before, 2 * 2 * 4 * 1 * 16 * 8 * 4 + 64);
