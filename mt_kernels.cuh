@@ -5374,24 +5374,32 @@ static void mti_norm_apply(const float *x, float mean, float rstd, const float *
     }
 }
 
-static void mti_cpu_norm_forward(mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias, float eps, mt_tensor y,
-                                 mt_tensor stats) {
-    int64_t i, n = x.cols;
-    for (i = 0; i < x.rows; i++) {
-        const float *in = mti_row(x, i);
-        float mean = kind == MT_LAYER_NORM ? mti_row_sum(in, n) / (float)n : 0.0f;
-        float rstd = 1.0f / sqrtf(mti_row_variance(in, mean, n) / (float)n + eps);
-        if (stats.data) {
-            mti_row(stats, i)[0] = mean;
-            mti_row(stats, i)[1] = rstd;
+typedef struct mti_norm {
+    mt_norm_kind kind;
+    mt_tensor x, gain, bias, y, stats;
+    float eps;
+} mti_norm;
+
+static void mti_cpu_norm_forward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_norm *f = (const mti_norm *)data;
+    int64_t i, n = f->x.cols;
+    (void)thread;
+    for (i = first; i < last; i++) {
+        const float *in = mti_row(f->x, i);
+        float mean = f->kind == MT_LAYER_NORM ? mti_row_sum(in, n) / (float)n : 0.0f;
+        float rstd = 1.0f / sqrtf(mti_row_variance(in, mean, n) / (float)n + f->eps);
+        if (f->stats.data) {
+            mti_row(f->stats, i)[0] = mean;
+            mti_row(f->stats, i)[1] = rstd;
         }
-        mti_norm_apply(in, mean, rstd, mti_row(gain, 0), mti_row(bias, 0), mti_row(y, i), n);
+        mti_norm_apply(in, mean, rstd, mti_row(f->gain, 0), mti_row(f->bias, 0), mti_row(f->y, i), n);
     }
 }
 
-/* With g = dy * gain and xhat = (x - mean) * rstd: sums = (sum of g, sum of g * xhat), dgain += dy * xhat. */
-static void mti_norm_backward_sums(const float *x, float mean, float rstd, const float *gain, const float *dy,
-                                   float *dgain, int64_t n, float sums[2]) {
+/* With g = dy * gain and xhat = (x - mean) * rstd: sums = (sum of g, sum of g * xhat). If `adds`, which is constant,
+   dgain += dy * xhat. */
+MT_INLINE void mti_norm_backward_sums(const float *x, float mean, float rstd, const float *gain, const float *dy,
+                                      int adds, float *dgain, int64_t n, float sums[2]) {
     float g_lanes[MTI_PARTIALS], gx_lanes[MTI_PARTIALS];
     int64_t j;
     int l;
@@ -5403,14 +5411,14 @@ static void mti_norm_backward_sums(const float *x, float mean, float rstd, const
             float xhat = (x[j + l] - mean) * rstd, g = dy[j + l] * gain[j + l];
             g_lanes[l] += g;
             gx_lanes[l] += g * xhat;
-            dgain[j + l] += dy[j + l] * xhat;
+            if (adds) dgain[j + l] += dy[j + l] * xhat;
         }
     }
     for (l = 0; j + l < n; l++) {
         float xhat = (x[j + l] - mean) * rstd, g = dy[j + l] * gain[j + l];
         g_lanes[l] += g;
         gx_lanes[l] += g * xhat;
-        dgain[j + l] += dy[j + l] * xhat;
+        if (adds) dgain[j + l] += dy[j + l] * xhat;
     }
     sums[0] = mti_lanes_sum(g_lanes);
     sums[1] = mti_lanes_sum(gx_lanes);
@@ -5430,18 +5438,75 @@ static void mti_norm_backward_apply(const float *x, float mean, float rstd, cons
     }
 }
 
-static void mti_cpu_norm_backward(mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats, mt_tensor dy,
-                                  mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
-    int64_t i, n = x.cols;
-    float *db = mti_row(dbias, 0);
-    for (i = 0; i < x.rows; i++) {
-        const float *in = mti_row(x, i), *d = mti_row(dy, i), *s = mti_row(stats, i);
-        float mean = kind == MT_LAYER_NORM ? s[0] : 0.0f, sums[2];
-        mti_norm_backward_sums(in, mean, s[1], mti_row(gain, 0), d, mti_row(dgain, 0), n, sums);
-        if (db) mti_row_add(db, d, db, n);
-        mti_norm_backward_apply(in, mean, s[1], mti_row(gain, 0), d, kind == MT_LAYER_NORM ? sums[0] / (float)n : 0.0f,
-                                sums[1] / (float)n, mti_row(dresidual, i), mti_row(dx, i), n);
+typedef struct mti_norm_slopes {
+    mt_norm_kind kind;
+    mt_tensor x, gain, stats, dy, dresidual, dx, dgain, dbias;
+    int one_pass; /* whoever computes a row of dx adds that row to dgain and dbias */
+} mti_norm_slopes;
+
+static float mti_norm_mean(const mti_norm_slopes *b, int64_t row) {
+    return b->kind == MT_LAYER_NORM ? mti_row(b->stats, row)[0] : 0.0f;
+}
+
+/* Adds columns [first, last) of rows [i, i + rows) to dgain and dbias, row after row. `rows` is a constant, up to 4. */
+MT_INLINE void mti_norm_parameters_rows(const mti_norm_slopes *b, int64_t i, int rows, int64_t first, int64_t last) {
+    const float *x = mti_row(b->x, i), *dy = mti_row(b->dy, i);
+    float *dgain = mti_row(b->dgain, 0), *dbias = mti_row(b->dbias, 0), mean[4], rstd[4];
+    int64_t ld_x = mt_tensor_ld(b->x), ld_dy = mt_tensor_ld(b->dy), j;
+    int r;
+    for (r = 0; r < rows; r++) {
+        mean[r] = mti_norm_mean(b, i + r);
+        rstd[r] = mti_row(b->stats, i + r)[1];
     }
+    MT_INDEPENDENT
+    for (j = first; j < last; j++) {
+        float sum = dgain[j];
+        MTI_UNROLL
+        for (r = 0; r < rows; r++) sum += dy[r * ld_dy + j] * ((x[r * ld_x + j] - mean[r]) * rstd[r]);
+        dgain[j] = sum;
+    }
+    if (!dbias) return;
+    MT_INDEPENDENT
+    for (j = first; j < last; j++) {
+        float sum = dbias[j];
+        MTI_UNROLL
+        for (r = 0; r < rows; r++) sum += dy[r * ld_dy + j];
+        dbias[j] = sum;
+    }
+}
+
+/* A range of columns of dgain and dbias. */
+static void mti_cpu_norm_parameters(void *data, int thread, int64_t first, int64_t last) {
+    const mti_norm_slopes *b = (const mti_norm_slopes *)data;
+    int64_t i;
+    (void)thread;
+    for (i = 0; i + 4 <= b->x.rows; i += 4) mti_norm_parameters_rows(b, i, 4, first, last);
+    for (; i < b->x.rows; i++) mti_norm_parameters_rows(b, i, 1, first, last);
+}
+
+/* A range of rows of dx. */
+static void mti_cpu_norm_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_norm_slopes *b = (const mti_norm_slopes *)data;
+    const float *gain = mti_row(b->gain, 0);
+    float *dgain = mti_row(b->dgain, 0), *dbias = mti_row(b->dbias, 0);
+    int64_t i, n = b->x.cols;
+    (void)thread;
+    for (i = first; i < last; i++) {
+        const float *x = mti_row(b->x, i), *dy = mti_row(b->dy, i);
+        float mean = mti_norm_mean(b, i), rstd = mti_row(b->stats, i)[1], sums[2];
+        if (b->one_pass) mti_norm_backward_sums(x, mean, rstd, gain, dy, 1, dgain, n, sums);
+        else mti_norm_backward_sums(x, mean, rstd, gain, dy, 0, NULL, n, sums);
+        if (b->one_pass && dbias) mti_row_add(dbias, dy, dbias, n);
+        mti_norm_backward_apply(x, mean, rstd, gain, dy, b->kind == MT_LAYER_NORM ? sums[0] / (float)n : 0.0f,
+                                sums[1] / (float)n, mti_row(b->dresidual, i), mti_row(b->dx, i), n);
+    }
+}
+
+/* With several threads, the parameters are first, because dx may be dy. */
+static void mti_norm_backward(mt_context *ctx, mti_norm_slopes *b) {
+    b->one_pass = mt_context_threads(ctx) == 1;
+    if (!b->one_pass) mti_cpu_columns(ctx, b->x.rows, b->x.cols, mti_cpu_norm_parameters, b);
+    mti_cpu_rows(ctx, b->x.rows, b->x.cols, mti_cpu_norm_backward, b);
 }
 
 #if MT_HAS_CUDA
@@ -6088,8 +6153,9 @@ MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_float(ctx, where, NULL, "eps", eps, MT_FLOAT_AT_LEAST_0));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_norm f = {kind, x, gain, bias, y, stats, eps};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats),
-                                mti_cpu_norm_forward(kind, x, gain, bias, eps, y, stats)));
+                                mti_cpu_rows(ctx, x.rows, x.cols, mti_cpu_norm_forward, &f)));
 }
 
 /* Refuses dgain or dbias that overlaps x, dy or dx. */
@@ -6118,8 +6184,9 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
     MT_TRY(mti_expect_norm_sum(ctx, where, "dgain", dgain, x, dy, dx));
     MT_TRY(mti_expect_norm_sum(ctx, where, "dbias", dbias, x, dy, dx));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_norm_slopes b = {kind, x, gain, stats, dy, dresidual, dx, dgain, dbias, 0};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias),
-                                mti_cpu_norm_backward(kind, x, gain, stats, dy, dresidual, dx, dgain, dbias)));
+                                mti_norm_backward(ctx, &b)));
 }
 
 /* ---- >>random-normal --------------------------------------------------------------------------------------------- */
