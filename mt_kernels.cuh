@@ -4639,9 +4639,22 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
 
 /* ---- >>bias ------------------------------------------------------------------------------------------------------ */
 
-static void mti_cpu_bias_forward(mt_tensor y, mt_tensor bias) {
+/* y and bias, or dy and dbias */
+typedef struct mti_bias {
+    mt_tensor y, bias;
+} mti_bias;
+
+static void mti_cpu_bias_forward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_bias *b = (const mti_bias *)data;
     int64_t i;
-    for (i = 0; i < y.rows; i++) mti_row_add(mti_row(y, i), mti_row(bias, 0), mti_row(y, i), y.cols);
+    (void)thread;
+    for (i = first; i < last; i++) mti_row_add(mti_row(b->y, i), mti_row(b->bias, 0), mti_row(b->y, i), b->y.cols);
+}
+
+static void mti_cpu_bias_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_bias *b = (const mti_bias *)data;
+    (void)thread;
+    mti_cpu_column_sums(mt_tensor_cols(b->y, first, last - first), mt_tensor_cols(b->bias, first, last - first));
 }
 
 #if MT_HAS_CUDA
@@ -4704,7 +4717,9 @@ MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_bias_forward", args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, "mt_bias_forward", args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_forward(ctx, y, bias), mti_cpu_bias_forward(y, bias)));
+    mti_bias b = {y, bias};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_forward(ctx, y, bias),
+                                mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_bias_forward, &b)));
 }
 
 MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
@@ -4714,7 +4729,9 @@ MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias
     MT_TRY(mt_args_check(ctx, "mt_bias_backward", args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, "mt_bias_backward", "dbias", dbias, "dy", dy));
     MT_TRY(mti_begin(&op, ctx, "mt_bias_backward", args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_backward(ctx, dy, dbias), mti_cpu_column_sums(dy, dbias)));
+    mti_bias b = {dy, dbias};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_backward(ctx, dy, dbias),
+                                mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_bias_backward, &b)));
 }
 
 /* ---- >>activation ------------------------------------------------------------------------------------------------ */
@@ -4867,13 +4884,20 @@ static void mti_activation_block(mt_activation kind, float *h, const float *bias
     else mti_swiglu_row(h, h + f, y, n);
 }
 
-static void mti_cpu_activation_forward(mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
-    const float *b = mti_row(bias, 0);
-    int64_t i, j;
-    for (i = 0; i < y.rows; i++)
-        for (j = 0; j < y.cols; j += MTI_ACTIVATION_BLOCK)
-            mti_activation_block(kind, mti_row(h, i) + j, b ? b + j : NULL, mti_row(y, i) + j, y.cols,
-                                 mt_min(MTI_ACTIVATION_BLOCK, y.cols - j));
+typedef struct mti_activate {
+    mt_activation kind;
+    mt_tensor h, bias, y;
+} mti_activate;
+
+static void mti_cpu_activation_forward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_activate *f = (const mti_activate *)data;
+    const float *b = mti_row(f->bias, 0);
+    int64_t i, j, n = f->y.cols;
+    (void)thread;
+    for (i = first; i < last; i++)
+        for (j = 0; j < n; j += MTI_ACTIVATION_BLOCK)
+            mti_activation_block(f->kind, mti_row(f->h, i) + j, b ? b + j : NULL, mti_row(f->y, i) + j, n,
+                                 mt_min(MTI_ACTIVATION_BLOCK, n - j));
 }
 
 static void mti_activation_backward_block(mt_activation kind, const float *h, const float *dy, float *dh, float *dbias,
@@ -4888,13 +4912,21 @@ static void mti_activation_backward_block(mt_activation kind, const float *h, co
     if (dbias && kind == MT_SWIGLU) mti_row_add(dbias + f, dh + f, dbias + f, n);
 }
 
-static void mti_cpu_activation_backward(mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh, mt_tensor dbias) {
-    float *b = mti_row(dbias, 0);
+typedef struct mti_activation_slopes {
+    mt_activation kind;
+    mt_tensor h, dy, dh, dbias;
+} mti_activation_slopes;
+
+/* A range of columns of dh and dbias. */
+static void mti_cpu_activation_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_activation_slopes *b = (const mti_activation_slopes *)data;
+    float *dbias = mti_row(b->dbias, 0);
     int64_t i, j;
-    for (i = 0; i < dy.rows; i++)
-        for (j = 0; j < dy.cols; j += MTI_ACTIVATION_BLOCK)
-            mti_activation_backward_block(kind, mti_row(h, i) + j, mti_row(dy, i) + j, mti_row(dh, i) + j,
-                                          b ? b + j : NULL, dy.cols, mt_min(MTI_ACTIVATION_BLOCK, dy.cols - j));
+    (void)thread;
+    for (i = 0; i < b->dy.rows; i++)
+        for (j = first; j < last; j += MTI_ACTIVATION_BLOCK)
+            mti_activation_backward_block(b->kind, mti_row(b->h, i) + j, mti_row(b->dy, i) + j, mti_row(b->dh, i) + j,
+                                          dbias ? dbias + j : NULL, b->dy.cols, mt_min(MTI_ACTIVATION_BLOCK, last - j));
 }
 
 #if MT_HAS_CUDA
@@ -5057,8 +5089,9 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_activate f = {kind, h, bias, y};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_forward(ctx, kind, h, bias, y),
-                                mti_cpu_activation_forward(kind, h, bias, y)));
+                                mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_activation_forward, &f)));
 }
 
 MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
@@ -5074,8 +5107,9 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_activation_slopes b = {kind, h, dy, dh, dbias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias),
-                                mti_cpu_activation_backward(kind, h, dy, dh, dbias)));
+                                mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_activation_backward, &b)));
 }
 
 /* ---- >>linear: a product with bias and activation, as separate operators or with an epilogue of cuBLASLt --------- */

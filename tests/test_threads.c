@@ -215,10 +215,49 @@ static void test_norm(void **state) {
     check_operations(list, LENGTH(list), matrices, LENGTH(matrices));
 }
 
+/* ---- bias and activations ---------------------------------------------------------------------------------------- */
+
+static mt_status run_bias(mt_context *c, const mt_tensor *v) { return mt_bias_forward(c, v[0], v[1]); }
+static mt_status run_bias_backward(mt_context *c, const mt_tensor *v) { return mt_bias_backward(c, v[0], v[1]); }
+static mt_status run_gelu(mt_context *c, const mt_tensor *v) {
+    return mt_activation_forward(c, MT_GELU_TANH, v[0], v[1], v[2]);
+}
+static mt_status run_swiglu(mt_context *c, const mt_tensor *v) {
+    return mt_activation_forward(c, MT_SWIGLU, v[0], v[1], v[2]);
+}
+static mt_status run_gelu_backward(mt_context *c, const mt_tensor *v) {
+    return mt_activation_backward(c, MT_GELU_TANH, v[0], v[1], v[2], v[3]);
+}
+static mt_status run_erf_backward_in_place(mt_context *c, const mt_tensor *v) {
+    return mt_activation_backward(c, MT_GELU_ERF, v[0], v[1], v[0], mt_none());
+}
+static mt_status run_swiglu_backward(mt_context *c, const mt_tensor *v) {
+    return mt_activation_backward(c, MT_SWIGLU, v[0], v[1], v[2], v[3]);
+}
+
+static void test_bias_and_activation(void **state) {
+    static const operation list[] = {
+        {"mt_bias_forward", run_bias, {ANY(ROWS, COLS), ANY(1, COLS)}},
+        {"mt_bias_backward", run_bias_backward, {ANY(ROWS, COLS), F32(1, COLS)}},
+        {"mt_activation_forward", run_gelu, {ANY(ROWS, COLS), ANY(1, COLS), ANY(ROWS, COLS)}},
+        {"mt_activation_forward", run_swiglu, {ANY(ROWS, TWICE), ANY(1, TWICE), ANY(ROWS, COLS)}},
+        {"mt_activation_backward",
+         run_gelu_backward,
+         {ANY(ROWS, COLS), ANY(ROWS, COLS), ANY(ROWS, COLS), F32(1, COLS)}},
+        {"mt_activation_backward", run_erf_backward_in_place, {ANY(ROWS, COLS), ANY(ROWS, COLS)}},
+        {"mt_activation_backward",
+         run_swiglu_backward,
+         {ANY(ROWS, TWICE), ANY(ROWS, COLS), ANY(ROWS, TWICE), F32(1, TWICE)}},
+    };
+    (void)state;
+    check_operations(list, LENGTH(list), matrices, LENGTH(matrices));
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_moves),
         cmocka_unit_test(test_norm),
+        cmocka_unit_test(test_bias_and_activation),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
