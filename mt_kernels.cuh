@@ -6353,27 +6353,44 @@ static void mti_bias_add_row(const float *x, const float *bias, const float *res
     }
 }
 
-static void mti_cpu_bias_dropout_add_forward(mt_tensor x, mt_tensor bias, mt_tensor residual, mt_dropout dropout,
-                                             mt_tensor y) {
+typedef struct mti_bias_dropout_add {
+    mt_tensor x, bias, residual;
+    mt_dropout dropout;
+    mt_tensor y;
+} mti_bias_dropout_add;
+
+static void mti_cpu_bias_dropout_add_forward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_bias_dropout_add *f = (const mti_bias_dropout_add *)data;
     int64_t i;
-    for (i = 0; i < x.rows; i++) {
-        if (dropout.p > 0.0f)
-            mti_cpu_bias_dropout_add_row(mti_row(x, i), mti_row(bias, 0), mti_row(residual, i), dropout,
-                                         mti_random_element(dropout.at, i, 0), mti_row(y, i), x.cols);
-        else mti_bias_add_row(mti_row(x, i), mti_row(bias, 0), mti_row(residual, i), mti_row(y, i), x.cols);
+    (void)thread;
+    for (i = first; i < last; i++) {
+        const float *x = mti_row(f->x, i), *bias = mti_row(f->bias, 0), *residual = mti_row(f->residual, i);
+        if (f->dropout.p > 0.0f)
+            mti_cpu_bias_dropout_add_row(x, bias, residual, f->dropout, mti_random_element(f->dropout.at, i, 0),
+                                         mti_row(f->y, i), f->x.cols);
+        else mti_bias_add_row(x, bias, residual, mti_row(f->y, i), f->x.cols);
     }
 }
 
-/* Four rows at a time: mti_cpu_column_sums reads them while they are in the cache. */
-static void mti_cpu_bias_dropout_add_backward(mt_tensor dy, mt_dropout dropout, mt_tensor dx, mt_tensor dbias) {
-    int64_t i, rows;
-    for (i = 0; i < dy.rows; i += rows) {
-        mt_tensor part;
-        rows = mt_min(4, dy.rows - i);
-        part = mt_tensor_rows(dx, i, rows);
-        mti_cpu_bias_dropout_add_forward(mt_tensor_rows(dy, i, rows), mt_none(), mt_none(), dropout, part);
-        if (dropout.p > 0.0f) dropout.at.first_row += rows; /* without dropout it may be any number */
-        if (dbias.data) mti_cpu_column_sums(part, dbias);
+typedef struct mti_dropout_slopes {
+    mt_tensor dy;
+    mt_dropout dropout;
+    mt_tensor dx, dbias;
+} mti_dropout_slopes;
+
+/* A range of columns of dx and dbias. Four rows at a time: mti_cpu_column_sums reads them while they are in the
+   cache. */
+static void mti_cpu_bias_dropout_add_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_dropout_slopes *b = (const mti_dropout_slopes *)data;
+    mt_tensor dy = mt_tensor_cols(b->dy, first, last - first), dx = mt_tensor_cols(b->dx, first, last - first);
+    mti_bias_dropout_add four = {dy, mt_none(), mt_none(), b->dropout, dx};
+    int64_t i, end;
+    if (four.dropout.p > 0.0f) four.dropout.at.first_col += first; /* without dropout it may be any number */
+    for (i = 0; i < dy.rows; i = end) {
+        end = mt_min(i + 4, dy.rows);
+        mti_cpu_bias_dropout_add_forward(&four, thread, i, end);
+        if (b->dbias.data)
+            mti_cpu_column_sums(mt_tensor_rows(dx, i, end - i), mt_tensor_cols(b->dbias, first, last - first));
     }
 }
 
@@ -6482,8 +6499,9 @@ MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_te
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_dropout(ctx, where, dropout, x.rows, x.cols));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_bias_dropout_add f = {x, bias, residual, dropout, y};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_forward(ctx, x, bias, residual, dropout, y),
-                                mti_cpu_bias_dropout_add_forward(x, bias, residual, dropout, y)));
+                                mti_cpu_rows(ctx, x.rows, x.cols, mti_cpu_bias_dropout_add_forward, &f)));
 }
 
 MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
@@ -6496,8 +6514,9 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_dropout(ctx, where, dropout, dy.rows, dy.cols));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_dropout_slopes b = {dy, dropout, dx, dbias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_backward(ctx, dy, dropout, dx, dbias),
-                                mti_cpu_bias_dropout_add_backward(dy, dropout, dx, dbias)));
+                                mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_bias_dropout_add_backward, &b)));
 }
 
 /* ---- >>attention ------------------------------------------------------------------------------------------------- */

@@ -253,11 +253,50 @@ static void test_bias_and_activation(void **state) {
     check_operations(list, LENGTH(list), matrices, LENGTH(matrices));
 }
 
+/* ---- dropout ----------------------------------------------------------------------------------------------------- */
+
+/* A part of a tensor of 30000 columns, from an odd element on. */
+static const mt_random place = {5, 77, 3, 11, 30000, NULL};
+
+static mt_dropout dropout_of(float p) {
+    mt_dropout d;
+    d.at = place;
+    d.p = p;
+    return d;
+}
+
+static mt_status run_dropout(mt_context *c, const mt_tensor *v) {
+    return mt_bias_dropout_add_forward(c, v[0], v[1], v[2], dropout_of(0.3f), v[3]);
+}
+static mt_status run_no_dropout(mt_context *c, const mt_tensor *v) {
+    return mt_bias_dropout_add_forward(c, v[0], v[1], v[2], dropout_of(0), v[3]);
+}
+static mt_status run_dropout_backward(mt_context *c, const mt_tensor *v) {
+    return mt_bias_dropout_add_backward(c, v[0], dropout_of(0.3f), v[1], v[2]);
+}
+static mt_status run_no_dropout_backward(mt_context *c, const mt_tensor *v) {
+    return mt_bias_dropout_add_backward(c, v[0], dropout_of(0), v[0], v[1]);
+}
+
+static void test_dropout(void **state) {
+    static const operation list[] = {
+        {"mt_bias_dropout_add_forward", run_dropout, {ANY(ROWS, COLS), ANY(1, COLS), ANY(ROWS, COLS), ANY(ROWS, COLS)}},
+        {"mt_bias_dropout_add_forward",
+         run_no_dropout,
+         {ANY(ROWS, COLS), ANY(1, COLS), ANY(ROWS, COLS), ANY(ROWS, COLS)}},
+        {"mt_bias_dropout_add_backward", run_dropout_backward, {ANY(ROWS, COLS), ANY(ROWS, COLS), F32(1, COLS)}},
+        {"mt_bias_dropout_add_backward", run_no_dropout_backward, {ANY(ROWS, COLS), F32(1, COLS)}},
+    };
+    (void)state;
+    check_operations(list, LENGTH(list), matrices, LENGTH(matrices));
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_moves),
         cmocka_unit_test(test_norm),
         cmocka_unit_test(test_bias_and_activation),
+        cmocka_unit_test(test_dropout),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
