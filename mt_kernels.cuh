@@ -2151,29 +2151,46 @@ static mt_status mti_expect_random(mt_context *ctx, const char *where, mt_random
 #define MTI_WORDS (MTI_WORDS_ROOM - 4)
 
 #if defined(__AVX2__) && defined(__GNUC__) && !defined(__CUDACC__)
-#define MTI_PHILOX_GROUP 16 /* blocks of a call of mti_philox_group */
-typedef uint64_t mti_u64x4 __attribute__((vector_size(32)));
-typedef int mti_i32x8 __attribute__((vector_size(32)));
+#if defined(__AVX512F__)
+#define MTI_WIDE 8 /* 64-bit lanes of a vector */
+#define MTI_WIDE_LANES 0, 1, 2, 3, 4, 5, 6, 7
+#define MTI_WIDE_FIRST 0, 8, 1, 9, 2, 10, 3, 11 /* the first half of the pairs of lanes of two vectors */
+#define MTI_WIDE_LAST 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define MTI_WIDE 4
+#define MTI_WIDE_LANES 0, 1, 2, 3
+#define MTI_WIDE_FIRST 0, 4, 1, 5
+#define MTI_WIDE_LAST 2, 6, 3, 7
+#endif
+typedef uint64_t mti_u64_wide __attribute__((vector_size(8 * MTI_WIDE)));
+typedef long long mti_i64_wide __attribute__((vector_size(8 * MTI_WIDE)));
+typedef int mti_i32_wide __attribute__((vector_size(8 * MTI_WIDE)));
 #if defined(__clang__)
 #define MTI_LOW_PRODUCT(a, b) (((a)&low) * (b))
-#define MTI_MERGE(a, b, i, j) __builtin_shufflevector(a, b, i, i + 4, j, j + 4)
+#define MTI_MERGE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define MTI_LOW_PRODUCT(a, b) ((mti_u64x4)__builtin_ia32_pmuludq256((mti_i32x8)(a), (mti_i32x8)(b)))
-#define MTI_MERGE(a, b, i, j) __builtin_shuffle(a, b, __extension__(mti_u64x4){i, i + 4, j, j + 4})
+#if defined(__AVX512F__) /* every lane has a 1 in the mask, so the zeros are not used */
+#define MTI_LOW_PRODUCT(a, b)                                                                                          \
+    ((mti_u64_wide)__builtin_ia32_pmuludq512_mask((mti_i32_wide)(a), (mti_i32_wide)(b), (mti_i64_wide)zero, 0xff))
+#else
+#define MTI_LOW_PRODUCT(a, b) ((mti_u64_wide)__builtin_ia32_pmuludq256((mti_i32_wide)(a), (mti_i32_wide)(b)))
 #endif
+#define MTI_MERGE(a, b, ...) __builtin_shuffle(a, b, __extension__(mti_u64_wide){__VA_ARGS__})
+#endif
+#define MTI_PHILOX_GROUP (4 * MTI_WIDE) /* blocks that are computed together: enough to hide latencies */
 
-/* The words of 16 blocks. A word is the low half of a 64-bit lane. MTI_LOW_PRODUCT multiplies the low halves of a and
-   b, in one instruction, and ignores the high halves: so these may have any bits until the end. gcc does not find this
-   instruction itself; the plain loop below takes three times as long. */
+/* The words of MTI_PHILOX_GROUP blocks. A word is the low half of a 64-bit lane. MTI_LOW_PRODUCT multiplies the low
+   halves of a and b, in one instruction, and ignores the high halves: so these may have any bits until the end. gcc
+   does not find this instruction itself; the plain loop below takes three times as long. */
 static void mti_philox_group(uint64_t first, uint64_t stream, uint64_t seed, uint32_t *out) {
-    const mti_u64x4 zero = {0}, low = zero + 0xffffffffu, at = {0, 1, 2, 3};
-    const mti_u64x4 factor0 = zero + 0xD2511F53u, factor2 = zero + 0xCD9E8D57u;
-    mti_u64x4 c0[4], c1[4], c2[4], c3[4];
+    const mti_u64_wide zero = {0}, low = zero + 0xffffffffu, at = {MTI_WIDE_LANES};
+    const mti_u64_wide factor0 = zero + 0xD2511F53u, factor2 = zero + 0xCD9E8D57u;
+    mti_u64_wide c0[4], c1[4], c2[4], c3[4];
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     int round, i;
     MTI_UNROLL
     for (i = 0; i < 4; i++) {
-        c0[i] = at + (first + (uint64_t)(4 * i));
+        c0[i] = at + (first + (uint64_t)(MTI_WIDE * i));
         c1[i] = c0[i] >> 32;
         c2[i] = zero + stream;
         c3[i] = zero + (stream >> 32);
@@ -2182,7 +2199,7 @@ static void mti_philox_group(uint64_t first, uint64_t stream, uint64_t seed, uin
     for (round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
         MTI_UNROLL
         for (i = 0; i < 4; i++) {
-            mti_u64x4 a = MTI_LOW_PRODUCT(c0[i], factor0), b = MTI_LOW_PRODUCT(c2[i], factor2);
+            mti_u64_wide a = MTI_LOW_PRODUCT(c0[i], factor0), b = MTI_LOW_PRODUCT(c2[i], factor2);
             c0[i] = (b >> 32) ^ c1[i] ^ (zero + k0);
             c1[i] = b;
             c2[i] = (a >> 32) ^ c3[i] ^ (zero + k1);
@@ -2190,13 +2207,16 @@ static void mti_philox_group(uint64_t first, uint64_t stream, uint64_t seed, uin
         }
     }
     MTI_UNROLL
-    for (i = 0; i < 4; i++, out += 16) {
-        mti_u64x4 words01 = (c0[i] & low) | c1[i] << 32, words23 = (c2[i] & low) | c3[i] << 32;
-        mti_u64x4 blocks01 = MTI_MERGE(words01, words23, 0, 1), blocks23 = MTI_MERGE(words01, words23, 2, 3);
-        memcpy(out, &blocks01, sizeof blocks01);
-        memcpy(out + 8, &blocks23, sizeof blocks23);
+    for (i = 0; i < 4; i++, out += 4 * MTI_WIDE) {
+        mti_u64_wide words01 = (c0[i] & low) | c1[i] << 32, words23 = (c2[i] & low) | c3[i] << 32;
+        mti_u64_wide merged_first = MTI_MERGE(words01, words23, MTI_WIDE_FIRST);
+        mti_u64_wide merged_last = MTI_MERGE(words01, words23, MTI_WIDE_LAST);
+        memcpy(out, &merged_first, sizeof merged_first);
+        memcpy(out + 2 * MTI_WIDE, &merged_last, sizeof merged_last);
     }
 }
+#else
+#define MTI_PHILOX_GROUP 16
 #endif
 
 /* Computes `count` <= MTI_COUNTERS Philox blocks. Word `lane` of block first + l goes to out[4 * l + lane]. The inner
@@ -2230,7 +2250,7 @@ static void mti_philox_loop(uint64_t first, uint64_t stream, uint64_t seed, int 
 
 static void mti_philox_blocks(uint64_t first, uint64_t stream, uint64_t seed, int count, uint32_t *out) {
     int done = 0;
-#if defined(MTI_PHILOX_GROUP)
+#if defined(MTI_WIDE)
     for (; done + MTI_PHILOX_GROUP <= count; done += MTI_PHILOX_GROUP)
         mti_philox_group(first + (uint64_t)done, stream, seed, out + 4 * done);
 #endif
@@ -2246,14 +2266,18 @@ static MT_HOST_DEVICE uint64_t mti_subsequence(const mt_random *at) {
     return at->offset ? at->subsequence + *at->offset : at->subsequence;
 }
 
-/* Returns the random words of the global elements [e, e + n), with n <= MTI_WORDS. They are stored in room
-   [MTI_WORDS_ROOM]. */
+/* Returns the random words of the global elements [e, e + n), with n <= mti_words_fit(e, n). They are stored in
+   room [MTI_WORDS_ROOM]. */
 static const uint32_t *mti_random_words(mt_random at, int64_t e, int64_t n, uint32_t *room) {
     int64_t lane = e & 3, blocks = (lane + n + 3) / 4;
     mti_philox_blocks((uint64_t)e >> 2, mti_subsequence(&at), at.seed,
-                      (int)mt_min(mt_round_up(blocks, 16), MTI_COUNTERS), room);
+                      (int)mt_min(mt_round_up(blocks, MTI_PHILOX_GROUP), MTI_COUNTERS), room);
     return room + lane;
 }
+
+/* How many of the n elements from e on a caller of mti_random_words should take. The elements behind them begin a
+   Philox block, so that no block is computed twice. */
+static int64_t mti_words_fit(int64_t e, int64_t n) { return mt_min(MTI_WORDS_ROOM - (e & 3), n); }
 
 /* The global element number of element (row, col) of a view. */
 static int64_t mti_random_element(mt_random at, int64_t row, int64_t col) {
@@ -6331,11 +6355,11 @@ static void mti_dropout_block(const float *x, const float *bias, const float *re
 static void mti_cpu_bias_dropout_add_row(const float *x, const float *bias, const float *residual, mt_dropout dropout,
                                          int64_t e, float *y, int64_t n) {
     uint32_t room[MTI_WORDS_ROOM], threshold = mti_dropout_threshold(dropout.p);
-    float zeros[MTI_WORDS] = {0},
+    float zeros[MTI_WORDS_ROOM] = {0},
           scale = mti_dropout_scale(dropout.p); /* zeros replace an optional view that is left out */
     int64_t j, count;
     for (j = 0; j < n; j += count) {
-        count = mt_min(MTI_WORDS, n - j);
+        count = mti_words_fit(e + j, n - j);
         mti_dropout_block(x + j, bias ? bias + j : zeros, residual ? residual + j : zeros,
                           mti_random_words(dropout.at, e + j, count, room), threshold, scale, y + j, count);
     }
@@ -12101,16 +12125,16 @@ static void mti_adamw_row(const mti_adamw a, float *param, const float *grad, fl
     }
 }
 
-/* Updates a row of 16-bit parameters, MTI_WORDS at a time. master is NULL if there is none. round is NULL for rounding
-   to nearest. Otherwise it gives the random words, and e is the global element number of the first element. */
+/* Updates a row of 16-bit parameters, up to MTI_WORDS_ROOM at a time. master is NULL if there is none. round is NULL
+   for rounding to nearest. Otherwise it gives the random words, and e is the global element number of the first one. */
 static void mti_adamw_16bit_row(const mti_adamw a, const mt_random *round, int64_t e, mt_dtype dtype, uint16_t *param,
                                 float *master, const float *grad, float *m, float *v, int64_t n) {
-    float room[MTI_WORDS];
+    float room[MTI_WORDS_ROOM];
     uint32_t words[MTI_WORDS_ROOM];
     int64_t j, count;
     for (j = 0; j < n; j += count) {
         float *p = master ? master + j : room;
-        count = mt_min(MTI_WORDS, n - j);
+        count = mti_words_fit(e + j, n - j);
         if (!master) mt_f32_from_16bit(dtype, param + j, room, count);
         mti_adamw_row(a, p, grad + j, m + j, v + j, count);
         if (round) mti_round_row((int)dtype, room, mti_random_words(*round, e + j, count, words), count);
