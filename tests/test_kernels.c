@@ -641,8 +641,8 @@ static double ref_normal(mt_random at, uint64_t e) {
 }
 
 static void test_normal_values(void **state) {
-    static const int64_t shapes[][5] = {
-        {1, 1, 0, 0, 1}, {3, 7, 0, 0, 7}, {5, 9, 2, 3, 17}, {2, 600, 1, 1, 1001}, {4, 253, 0, 5, 300}};
+    static const int64_t shapes[][5] = {{1, 1, 0, 0, 1},      {3, 7, 0, 0, 7},     {5, 9, 2, 3, 17},
+                                        {2, 600, 1, 1, 1001}, {4, 253, 0, 5, 300}, {300, 999, 2, 1, 1001}};
     size_t s;
     (void)state;
     for (s = 0; s < sizeof shapes / sizeof *shapes; s++) {
