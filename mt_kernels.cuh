@@ -1320,6 +1320,29 @@ static void mti_cpu_columns(mt_context *ctx, int64_t rows, int64_t cols, mt_rang
     mt_parallel_for(ctx, cols, grain, work, data);
 }
 
+/* The items of a loop over single elements are stripes, parts of rows, because a tensor may be one long row. */
+#define MTI_STRIPE_COLS 4096
+typedef struct mti_stripe {
+    int64_t row, col, cols;
+} mti_stripe;
+
+/* The number of stripes of a row of n columns. */
+static int64_t mti_stripes(int64_t n) { return (n + MTI_STRIPE_COLS - 1) / MTI_STRIPE_COLS; }
+
+/* Item i of mti_cpu_stripes for a tensor with `cols` columns. */
+static mti_stripe mti_stripe_of(int64_t cols, int64_t i) {
+    int64_t stripes = mti_stripes(cols);
+    mti_stripe p;
+    p.row = i / stripes;
+    p.col = i % stripes * MTI_STRIPE_COLS;
+    p.cols = mt_min(MTI_STRIPE_COLS, cols - p.col);
+    return p;
+}
+
+static void mti_cpu_stripes(mt_context *ctx, int64_t rows, int64_t cols, mt_range_function work, void *data) {
+    mti_cpu_rows(ctx, rows * mti_stripes(cols), mt_min(MTI_STRIPE_COLS, cols), work, data);
+}
+
 #if MT_HAS_CUDA
 extern "C++" {
 
@@ -1605,28 +1628,40 @@ typedef struct mti_conversion {
     mt_tensor x, y;
 } mti_conversion;
 
-/* For two different float types. A conversion between bf16 and f16 goes through f32, which is exact. */
-static void mti_convert_rows(void *data, int thread, int64_t first, int64_t last) {
-    const mti_conversion *c = (const mti_conversion *)data;
-    mt_tensor x = c->x, y = c->y;
+/* y = x for n numbers of two different float types. A conversion between bf16 and f16 goes through f32, which is
+   exact. */
+static void mti_convert_row(mt_dtype from, const void *x, mt_dtype to, void *y, int64_t n) {
     float room[MTI_BLOCK];
-    int64_t i, j, n;
+    int64_t j, count;
+    if (from == MT_F32) mt_f32_to_16bit(to, (const float *)x, (uint16_t *)y, n);
+    else if (to == MT_F32) mt_f32_from_16bit(from, (const uint16_t *)x, (float *)y, n);
+    else
+        for (j = 0; j < n; j += count) {
+            count = mt_min(MTI_BLOCK, n - j);
+            mt_f32_from_16bit(from, (const uint16_t *)x + j, room, count);
+            mt_f32_to_16bit(to, room, (uint16_t *)y + j, count);
+        }
+}
+
+/* The address of an element of any type. */
+static void *mti_bytes_at(mt_tensor t, int64_t row, int64_t col) {
+    return (char *)t.data + (size_t)(row * mt_tensor_ld(t) + col) * mt_dtype_size(t.dtype);
+}
+
+static void mti_convert_stripes(void *data, int thread, int64_t first, int64_t last) {
+    const mti_conversion *c = (const mti_conversion *)data;
+    int64_t i;
     (void)thread;
     for (i = first; i < last; i++) {
-        if (x.dtype == MT_F32) mt_f32_to_16bit(y.dtype, mti_row(x, i), mti_row16(y, i), x.cols);
-        else if (y.dtype == MT_F32) mt_f32_from_16bit(x.dtype, mti_row16(x, i), mti_row(y, i), x.cols);
-        else
-            for (j = 0; j < x.cols; j += n) {
-                n = mt_min(MTI_BLOCK, x.cols - j);
-                mt_f32_from_16bit(x.dtype, mti_row16(x, i) + j, room, n);
-                mt_f32_to_16bit(y.dtype, room, mti_row16(y, i) + j, n);
-            }
+        mti_stripe p = mti_stripe_of(c->x.cols, i);
+        mti_convert_row(c->x.dtype, mti_bytes_at(c->x, p.row, p.col), c->y.dtype, mti_bytes_at(c->y, p.row, p.col),
+                        p.cols);
     }
 }
 
 static void mti_cpu_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
     mti_conversion c = {x, y};
-    mti_cpu_rows(ctx, x.rows, x.cols, mti_convert_rows, &c);
+    mti_cpu_stripes(ctx, x.rows, x.cols, mti_convert_stripes, &c);
 }
 
 /* out = n numbers of t in f32, from `col` of `row` on. */
@@ -3076,7 +3111,10 @@ static void mti_cpu_fill(void *data, int thread, int64_t first, int64_t last) {
     const mti_fill *f = (const mti_fill *)data;
     int64_t i;
     (void)thread;
-    for (i = first; i < last; i++) mti_row_fill(mti_row(f->y, i), f->value, f->y.cols);
+    for (i = first; i < last; i++) {
+        mti_stripe p = mti_stripe_of(f->y.cols, i);
+        mti_row_fill(mti_row(f->y, p.row) + p.col, f->value, p.cols);
+    }
 }
 
 #if MT_HAS_CUDA
@@ -3112,25 +3150,26 @@ MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
     MT_TRY(mti_begin(&op, ctx, "mt_fill", args, MTI_COUNT(args)));
     mti_fill f = {y, value};
     return mti_end(&op,
-                   MTI_RUN(&op, mti_cuda_fill(ctx, y, value), mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_fill, &f)));
+                   MTI_RUN(&op, mti_cuda_fill(ctx, y, value), mti_cpu_stripes(ctx, y.rows, y.cols, mti_cpu_fill, &f)));
 }
 
 /* ---- >>copy: on the device, and from and to the host ------------------------------------------------------------- */
 
 /* y = x, in any type. Uses memmove because y may be x. */
-static void mti_copy_rows(void *data, int thread, int64_t first, int64_t last) {
+static void mti_copy_stripes(void *data, int thread, int64_t first, int64_t last) {
     const mti_conversion *c = (const mti_conversion *)data;
-    size_t size = mt_dtype_size(c->x.dtype);
     int64_t i;
     (void)thread;
-    for (i = first; i < last; i++)
-        memmove((char *)c->y.data + (size_t)(i * mt_tensor_ld(c->y)) * size,
-                (const char *)c->x.data + (size_t)(i * mt_tensor_ld(c->x)) * size, (size_t)c->x.cols * size);
+    for (i = first; i < last; i++) {
+        mti_stripe p = mti_stripe_of(c->x.cols, i);
+        memmove(mti_bytes_at(c->y, p.row, p.col), mti_bytes_at(c->x, p.row, p.col),
+                (size_t)p.cols * mt_dtype_size(c->x.dtype));
+    }
 }
 
 static void mti_cpu_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
     mti_conversion c = {x, y};
-    if (x.cols > 0) mti_cpu_rows(ctx, x.rows, x.cols, mti_copy_rows, &c);
+    mti_cpu_stripes(ctx, x.rows, x.cols, mti_copy_stripes, &c);
 }
 
 #if MT_HAS_CUDA
@@ -3208,7 +3247,10 @@ static void mti_cpu_add(void *data, int thread, int64_t first, int64_t last) {
     const mti_add *s = (const mti_add *)data;
     int64_t i;
     (void)thread;
-    for (i = first; i < last; i++) mti_row_add(mti_row(s->a, i), mti_row(s->b, i), mti_row(s->y, i), s->y.cols);
+    for (i = first; i < last; i++) {
+        mti_stripe p = mti_stripe_of(s->y.cols, i);
+        mti_row_add(mti_row(s->a, p.row) + p.col, mti_row(s->b, p.row) + p.col, mti_row(s->y, p.row) + p.col, p.cols);
+    }
 }
 
 #if MT_HAS_CUDA
@@ -3289,7 +3331,8 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) 
     MT_TRY(mt_args_check(ctx, "mt_add", args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, "mt_add", args, MTI_COUNT(args)));
     mti_add s = {a, b, y};
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_add(ctx, a, b, y), mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_add, &s)));
+    return mti_end(&op,
+                   MTI_RUN(&op, mti_cuda_add(ctx, a, b, y), mti_cpu_stripes(ctx, y.rows, y.cols, mti_cpu_add, &s)));
 }
 
 /* ---- >>hash ------------------------------------------------------------------------------------------------------ */
@@ -12218,41 +12261,34 @@ static void mti_adamw_16bit_row(const mti_adamw a, const mt_random *round, int64
     }
 }
 
-/* The arguments of the loop. Its items are parts of rows: a share of a parameter may be one long row. */
-#define MTI_ADAMW_COLS 4096
 typedef struct mti_adamw_loop {
     mti_adamw a;
     const mt_random *round;
     mt_tensor param, master, grad, m, v;
-    int64_t parts; /* of a row */
 } mti_adamw_loop;
 
-static void mti_adamw_part(const mti_adamw_loop *l, int64_t row, int64_t col, int64_t n) {
+static void mti_adamw_stripe(const mti_adamw_loop *l, mti_stripe p) {
     const mt_random *round = l->round;
-    const float *grad = mti_row(l->grad, row) + col;
-    float *m = mti_row(l->m, row) + col, *v = mti_row(l->v, row) + col;
-    if (l->param.dtype == MT_F32) mti_adamw_row(l->a, mti_row(l->param, row) + col, grad, m, v, n);
+    const float *grad = mti_row(l->grad, p.row) + p.col;
+    float *m = mti_row(l->m, p.row) + p.col, *v = mti_row(l->v, p.row) + p.col;
+    if (l->param.dtype == MT_F32) mti_adamw_row(l->a, mti_row(l->param, p.row) + p.col, grad, m, v, p.cols);
     else
-        mti_adamw_16bit_row(l->a, round, round ? mti_random_element(*round, row, col) : 0, l->param.dtype,
-                            mti_row16(l->param, row) + col, l->master.data ? mti_row(l->master, row) + col : NULL, grad,
-                            m, v, n);
+        mti_adamw_16bit_row(l->a, round, round ? mti_random_element(*round, p.row, p.col) : 0, l->param.dtype,
+                            mti_row16(l->param, p.row) + p.col,
+                            l->master.data ? mti_row(l->master, p.row) + p.col : NULL, grad, m, v, p.cols);
 }
 
-static void mti_adamw_parts(void *data, int thread, int64_t first, int64_t last) {
+static void mti_adamw_stripes(void *data, int thread, int64_t first, int64_t last) {
     const mti_adamw_loop *l = (const mti_adamw_loop *)data;
     int64_t i;
     (void)thread;
-    for (i = first; i < last; i++) {
-        int64_t col = i % l->parts * MTI_ADAMW_COLS;
-        mti_adamw_part(l, i / l->parts, col, mt_min(MTI_ADAMW_COLS, l->param.cols - col));
-    }
+    for (i = first; i < last; i++) mti_adamw_stripe(l, mti_stripe_of(l->param.cols, i));
 }
 
 static void mti_cpu_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master, mt_tensor grad,
                           mt_tensor m, mt_tensor v) {
-    int64_t parts = (param.cols + MTI_ADAMW_COLS - 1) / MTI_ADAMW_COLS;
-    mti_adamw_loop l = {mti_adamw_resolve(hyper), hyper->stochastic_rounding, param, master, grad, m, v, parts};
-    mti_cpu_rows(ctx, param.rows * parts, mt_min(MTI_ADAMW_COLS, param.cols), mti_adamw_parts, &l);
+    mti_adamw_loop l = {mti_adamw_resolve(hyper), hyper->stochastic_rounding, param, master, grad, m, v};
+    mti_cpu_stripes(ctx, param.rows, param.cols, mti_adamw_stripes, &l);
 }
 
 #if MT_HAS_CUDA
