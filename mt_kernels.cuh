@@ -10362,28 +10362,31 @@ static void mti_embedding_row(mt_tensor table, int64_t row, float beta, float *y
 }
 
 /* The table has any type: a copy in f32 would be of all its rows. y is in f32. */
-static void mti_cpu_embedding_forward(mt_tensor table, int64_t first_row, const int32_t *ids, float beta, mt_tensor y) {
-    int64_t i;
-    for (i = 0; i < y.rows; i++) mti_embedding_row(table, ids[i] - first_row, beta, mti_row(y, i));
-}
-
-/* The arguments of the backward. It adds columns of dy [tokens, width] to dtable. */
-typedef struct mti_embedding_sums {
-    mt_tensor dy, dtable;
+typedef struct mti_embedding {
+    mt_tensor table, y; /* or their gradients */
     int64_t first_row;
     const int32_t *ids;
-} mti_embedding_sums;
+    float beta;
+} mti_embedding;
 
-static void mti_cpu_embedding_backward(void *data, int thread, int64_t first, int64_t last) {
-    const mti_embedding_sums *e = (const mti_embedding_sums *)data;
+static void mti_cpu_embedding_forward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_embedding *e = (const mti_embedding *)data;
     int64_t i;
     (void)thread;
-    for (i = 0; i < e->dy.rows; i++) {
+    for (i = first; i < last; i++) mti_embedding_row(e->table, e->ids[i] - e->first_row, e->beta, mti_row(e->y, i));
+}
+
+/* Adds columns of the gradient of y to that of the table. */
+static void mti_cpu_embedding_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_embedding *e = (const mti_embedding *)data;
+    int64_t i;
+    (void)thread;
+    for (i = 0; i < e->y.rows; i++) {
         int64_t row = e->ids[i] - e->first_row;
         float *to;
-        if (row < 0 || row >= e->dtable.rows) continue;
-        to = mti_row(e->dtable, row) + first;
-        mti_row_add(to, mti_row(e->dy, i) + first, to, last - first);
+        if (row < 0 || row >= e->table.rows) continue;
+        to = mti_row(e->table, row) + first;
+        mti_row_add(to, mti_row(e->y, i) + first, to, last - first);
     }
 }
 
@@ -10749,8 +10752,9 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
     MT_TRY(mt_check_apart(ctx, where, "y", y, "table", table));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     op.work.bytes = bytes;
+    mti_embedding e = {table, y, first_row, ids, beta};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_forward(ctx, table, first_row, ids, beta, y),
-                                mti_cpu_embedding_forward(table, first_row, ids, beta, y)));
+                                mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_embedding_forward, &e)));
 }
 
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
@@ -10766,7 +10770,7 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
     MT_TRY(mt_check_apart(ctx, where, "dtable", dtable, "dy", dy));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     op.work.bytes = bytes;
-    mti_embedding_sums e = {dy, dtable, first_row, ids};
+    mti_embedding e = {dtable, dy, first_row, ids, 0.0f};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable),
                                 mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_embedding_backward, &e)));
 }
