@@ -416,6 +416,9 @@ typedef struct mt_attention_desc {
    cores, if nvcc compiled the program for such a GPU (-arch=native). They skip tiles of keys that no query of a block
    sees, so a window or short documents make them faster. Other calls use a slower kernel without tensor cores, also
    those with a kv_seq other than seq, or with alibi_slopes or bias: see docs/gpus.md.
+   On a CPU the threads of the context share the work (mt_context_desc.threads), each with scratch memory of its own.
+   The bits do not depend on their number. In forward a thread gets some blocks of 96 queries of a head, in backward
+   some groups of a sequence. One thread computes the groups that add to the same elements of dbias.
    Forward does not read desc->dbias. Backward changes only the rows of this call's heads in it. Errors: MT_ERR_ARGUMENT
    (in backward: dbias overlaps another tensor of the call, or the bias is missing or is a boolean mask),
    MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
@@ -6874,6 +6877,9 @@ typedef struct mti_attention {
     /* q has head j of group g at column g * q_step + j * head_dim; k and v have group g at g * kv_step */
     mt_tensor q, k, v, out, lse, dout, dq, dk, dv;
     int64_t q_step, kv_step;
+    /* the threads that compute, and the floats from the scratch memory of one to that of the next; below, that of the
+       first one */
+    int64_t threads, thread_floats;
     float *scores, *grads; /* [queries, MTI_KEYS], a block; grads for backward only */
     /* packed k and v of a group, as the right operand of products that sum over features or over keys; packed q and
        dout of MTI_QUERIES queries, for sums over queries. NULL: not needed */
@@ -6897,6 +6903,7 @@ static mti_attention mti_attention_resolve(mt_context *ctx, const mt_attention_d
     a.lse = lse;
     a.q_step = desc->heads_per_group * desc->head_dim;
     a.kv_step = desc->head_dim;
+    a.threads = 1;
     return a;
 }
 
@@ -6924,8 +6931,8 @@ static mt_status mti_attention_floats(mti_attention *a, int64_t count, float **o
     return MT_SUCCESS;
 }
 
-/* Allocates the scratch memory. */
-static mt_status mti_attention_scratch(mti_attention *a, int backward) {
+/* Allocates the scratch memory of a thread. */
+static mt_status mti_attention_thread_scratch(mti_attention *a, int backward) {
     const mt_attention_desc *s = &a->desc;
     int64_t head = mt_round_up(s->head_dim, MTI_NR), queries = mt_min(MTI_QUERIES, s->seq);
     int64_t features = mt_round_up(s->kv_seq, MTI_NR) * s->head_dim, keys = s->kv_seq * head;
@@ -6937,6 +6944,29 @@ static mt_status mti_attention_scratch(mti_attention *a, int backward) {
     MT_TRY(mti_attention_floats(a, features, &a->v_features));
     MT_TRY(mti_attention_floats(a, queries * head, &a->q_queries));
     return mti_attention_floats(a, queries * head, &a->dout_queries);
+}
+
+/* Allocates the scratch memory of a->threads threads. */
+static mt_status mti_attention_scratch(mti_attention *a, int backward) {
+    size_t bytes = mt_arena_mark(a->ctx);
+    void *room;
+    int64_t i;
+    MT_TRY(mti_attention_thread_scratch(a, backward));
+    bytes = mt_arena_mark(a->ctx) - bytes;
+    a->thread_floats = (int64_t)(bytes / sizeof(float));
+    for (i = 1; i < a->threads; i++) MT_TRY(mt_arena_alloc(a->ctx, bytes, &room));
+    return MT_SUCCESS;
+}
+
+/* Returns a call with the scratch memory of a thread. */
+static mti_attention mti_attention_of_thread(const mti_attention *a, int thread) {
+    mti_attention t = *a;
+    float **const parts[] = {&t.scores,     &t.grads,  &t.k_features, &t.k_keys,
+                             &t.v_features, &t.v_keys, &t.q_queries,  &t.dout_queries};
+    size_t i;
+    for (i = 0; i < sizeof parts / sizeof *parts; i++)
+        if (*parts[i]) *parts[i] += thread * a->thread_floats;
+    return t;
 }
 
 /* Locates query head `member` of a group: its columns and its rows. */
@@ -7218,38 +7248,48 @@ static void mti_attention_clear(mt_tensor t, int64_t row, int64_t col, int64_t r
     for (i = 0; i < rows; i++) mti_row_fill(mti_at(t, row + i, col), 0.0f, head_dim);
 }
 
-/* Computes the output of a query head, block by block. */
-static void mti_attention_forward_head(const mti_attention *a, const mti_head *h) {
+/* Computes the output of up to MTI_QUERIES queries of a head, from `query` on, block by block. */
+static void mti_attention_forward_queries(const mti_attention *a, const mti_head *h, int64_t query) {
     const mt_attention_desc *s = &a->desc;
     mti_softmax m;
     mti_score_block b;
-    for (b.query = 0; b.query < s->seq; b.query += MTI_QUERIES) {
-        b.rows = mt_min(MTI_QUERIES, s->seq - b.query);
-        mti_row_fill(m.top, -(float)INFINITY, b.rows);
-        mti_row_fill(m.sum, 0.0f, b.rows);
-        mti_attention_clear(a->out, h->query + b.query, h->out_col, b.rows, s->head_dim);
-        for (b.key = 0; b.key < s->kv_seq; b.key += MTI_KEYS) {
-            b.keys = mt_min(MTI_KEYS, s->kv_seq - b.key);
-            if (!mti_scores_see(a, h, &b)) continue;
-            mti_scores_of(a, h, &b, s->scale, a->q, h->q_col, a->k_features, a->scores);
-            mti_scores_softmax(a, h, &b, &m);
-            mti_scores_to_queries(a, h, &b, 1.0f, a->scores, a->v_keys, a->out, h->out_col);
-        }
-        mti_softmax_end(a, h, &m, b.query, b.rows);
+    b.query = query;
+    b.rows = mt_min(MTI_QUERIES, s->seq - query);
+    mti_row_fill(m.top, -(float)INFINITY, b.rows);
+    mti_row_fill(m.sum, 0.0f, b.rows);
+    mti_attention_clear(a->out, h->query + query, h->out_col, b.rows, s->head_dim);
+    for (b.key = 0; b.key < s->kv_seq; b.key += MTI_KEYS) {
+        b.keys = mt_min(MTI_KEYS, s->kv_seq - b.key);
+        if (!mti_scores_see(a, h, &b)) continue;
+        mti_scores_of(a, h, &b, s->scale, a->q, h->q_col, a->k_features, a->scores);
+        mti_scores_softmax(a, h, &b, &m);
+        mti_scores_to_queries(a, h, &b, 1.0f, a->scores, a->v_keys, a->out, h->out_col);
     }
+    mti_softmax_end(a, h, &m, query, b.rows);
 }
 
-static void mti_cpu_attention_forward(const mti_attention *a) {
-    const mt_attention_desc *s = &a->desc;
-    int64_t b, g, j;
-    for (b = 0; b < s->batch; b++)
-        for (g = 0; g < s->groups; g++) {
-            mti_attention_pack(a, b, g);
-            for (j = 0; j < s->heads_per_group; j++) {
-                mti_head h = mti_attention_head(a, b, g, j);
-                mti_attention_forward_head(a, &h);
-            }
-        }
+/* Computes the output of a query head. */
+static void mti_attention_forward_head(const mti_attention *a, const mti_head *h) {
+    int64_t query;
+    for (query = 0; query < a->desc.seq; query += MTI_QUERIES) mti_attention_forward_queries(a, h, query);
+}
+
+/* The number of blocks of queries. */
+static int64_t mti_attention_blocks(const mt_attention_desc *s) { return (s->seq + MTI_QUERIES - 1) / MTI_QUERIES; }
+
+/* An item is a block of queries of a head. Its number counts sequences, groups, heads and blocks, in this order. The
+   last block follows the first one, and so on: with a causal mask two neighbours have as much work as any other two. */
+static void mti_cpu_attention_forward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_attention a = mti_attention_of_thread((const mti_attention *)data, thread);
+    const mt_attention_desc *s = &a.desc;
+    int64_t blocks = mti_attention_blocks(s), of_group = s->heads_per_group * blocks, i;
+    for (i = first; i < last; i++) {
+        int64_t pair = i / of_group, block = i % blocks;
+        mti_head h = mti_attention_head(&a, pair / s->groups, pair % s->groups, i % of_group / blocks);
+        if (i == first || i % of_group == 0) mti_attention_pack(&a, h.batch, h.group);
+        block = block % 2 ? blocks - 1 - block / 2 : block / 2;
+        mti_attention_forward_queries(&a, &h, block * MTI_QUERIES);
+    }
 }
 
 /* scores = p = e^(scores - lse), and grads = p (grads - delta). On entry grads is the gradient of p, on return the
@@ -7337,20 +7377,36 @@ static void mti_attention_backward_head(const mti_attention *a, const mti_head *
     }
 }
 
-/* The heads of a group add to the same dk and dv, which are zero before the first of them. */
-static void mti_cpu_attention_backward(const mti_attention *a) {
+/* Computes the gradients of a group of a sequence. Its heads add to the same dk and dv, which are zero before the first
+   of them. */
+static void mti_attention_backward_group(const mti_attention *a, int64_t batch, int64_t group) {
     const mt_attention_desc *s = &a->desc;
-    int64_t b, g, j;
-    for (b = 0; b < s->batch; b++)
-        for (g = 0; g < s->groups; g++) {
-            mti_attention_pack(a, b, g);
-            mti_attention_clear(a->dk, b * s->kv_seq, g * a->kv_step, s->kv_seq, s->head_dim);
-            mti_attention_clear(a->dv, b * s->kv_seq, g * a->kv_step, s->kv_seq, s->head_dim);
-            for (j = 0; j < s->heads_per_group; j++) {
-                mti_head h = mti_attention_head(a, b, g, j);
-                mti_attention_backward_head(a, &h);
-            }
-        }
+    int64_t j;
+    mti_attention_pack(a, batch, group);
+    mti_attention_clear(a->dk, batch * s->kv_seq, group * a->kv_step, s->kv_seq, s->head_dim);
+    mti_attention_clear(a->dv, batch * s->kv_seq, group * a->kv_step, s->kv_seq, s->head_dim);
+    for (j = 0; j < s->heads_per_group; j++) {
+        mti_head h = mti_attention_head(a, batch, group, j);
+        mti_attention_backward_head(a, &h);
+    }
+}
+
+/* The number of neighbouring items of backward that add to the same elements of dbias. One thread computes them. */
+static int64_t mti_dbias_items(const mt_attention_desc *s) {
+    if (!s->dbias.data) return 1;
+    if (s->bias_heads > 1) return s->bias_batch > 1 ? 1 : s->batch;
+    return s->bias_batch > 1 ? s->groups : s->batch * s->groups;
+}
+
+/* An item is a group of a sequence. Those that share a row of dbias have neighbouring numbers. */
+static void mti_cpu_attention_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_attention a = mti_attention_of_thread((const mti_attention *)data, thread);
+    const mt_attention_desc *s = &a.desc;
+    int64_t i;
+    for (i = first; i < last; i++) {
+        if (s->bias_heads > 1) mti_attention_backward_group(&a, i % s->batch, i / s->batch);
+        else mti_attention_backward_group(&a, i / s->groups, i % s->groups);
+    }
 }
 
 #if MT_HAS_CUDA
@@ -8546,13 +8602,24 @@ static mt_status mti_cuda_attention(const mti_attention *a, int backward) {
 } /* extern "C++" */
 #endif
 
+/* The least number of items for a thread. */
+static int64_t mti_attention_grain(const mt_attention_desc *s, int backward) {
+    double rows = backward ? (double)s->seq * (double)s->heads_per_group : (double)mt_min(MTI_QUERIES, s->seq);
+    double items = ceil(MTI_GEMM_GRAIN / (rows * (double)s->kv_seq * (double)s->head_dim));
+    return backward ? mt_round_up((int64_t)items, mti_dbias_items(s)) : (int64_t)items;
+}
+
 /* Attention on a CPU. A meta context allocates the scratch memory as well. */
 static mt_status mti_attention_loop(mti_operator *op, mti_attention *a, int backward) {
+    const mt_attention_desc *s = &a->desc;
+    int64_t items = s->batch * s->groups, grain;
     if (mti_is_empty(a->q)) return MT_SUCCESS;
+    grain = mti_attention_grain(s, backward);
+    if (!backward) items *= s->heads_per_group * mti_attention_blocks(s);
+    a->threads = mt_min(mt_context_threads(a->ctx), (items - 1) / grain + 1);
     MT_TRY(mti_attention_scratch(a, backward));
-    if (!op->on_cpu) return MT_SUCCESS;
-    if (backward) mti_cpu_attention_backward(a);
-    else mti_cpu_attention_forward(a);
+    if (op->on_cpu)
+        mt_parallel_for(a->ctx, items, grain, backward ? mti_cpu_attention_backward : mti_cpu_attention_forward, a);
     return MT_SUCCESS;
 }
 

@@ -459,6 +459,108 @@ static void test_panels(void **state) {
     }
 }
 
+/* ---- threads of a context ---------------------------------------------------------------------------------------- */
+
+static mt_context *context_of(mt_device device, int threads) {
+    mt_context_desc d;
+    mt_context *ctx = NULL;
+    memset(&d, 0, sizeof d);
+    d.device = device;
+    d.threads = threads;
+    d.arena_bytes = device == MT_DEVICE_META ? 0 : (size_t)64 << 20;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    return ctx;
+}
+
+/* Runs forward and backward. Returns the largest sizes of the arena in *peaks. */
+static void run_on(mt_context *ctx, mt_attention_desc s, tensors *x, size_t *peaks) {
+    mt_tensor dbias = s.dbias;
+    s.dbias = mt_none();
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_dot_product_attention_forward(ctx, &s, x->q, x->k, x->v, x->out, x->lse));
+    peaks[0] = mt_arena_peak(ctx);
+    s.dbias = dbias;
+    ASSERT_STATUS(
+        ctx, MT_SUCCESS,
+        mt_dot_product_attention_backward(ctx, &s, x->q, x->k, x->v, x->out, x->lse, x->dout, x->dq, x->dk, x->dv));
+    peaks[1] = mt_arena_peak(ctx);
+}
+
+static mt_tensor random_of(mt_dtype type, int64_t rows, int64_t cols) {
+    mt_tensor x = ref_random(rows, cols, 0, 1, 0), y;
+    if (type == MT_F32) return x;
+    y = ref_filled(rows, (cols + 1) / 2, 0, 0.0f); /* as many bytes */
+    y = mt_tensor_make(y.data, type, rows, cols);
+    OK(mt_convert(ref.ctx, x, y));
+    return y;
+}
+
+static size_t bytes_of(mt_tensor t) { return (size_t)(t.rows * t.cols) * mt_dtype_size(t.dtype); }
+
+/* 1 to 5 threads give the same bits, and need as much memory as a meta context says. */
+static void try_threads(mt_attention_desc s, mt_dtype type) {
+    static const int numbers[] = {1, 2, 3, 5};
+    int64_t t = s.batch * s.seq, n = s.kv_seq ? s.kv_seq : s.seq, heads = s.groups * s.heads_per_group;
+    int64_t w = heads * s.head_dim, kw = s.groups * s.head_dim;
+    int64_t rows = mt_max(1, s.bias_batch) * mt_max(1, s.bias_heads) * s.seq;
+    mt_tensor bias = s.bias.data ? s.bias : mt_none();
+    tensors x, one;
+    size_t i, real[2], meta[2];
+    memset(&one, 0, sizeof one);
+    x.q = random_of(type, t, w), x.k = random_of(type, s.batch * n, kw), x.v = random_of(type, s.batch * n, kw);
+    x.dout = random_of(type, t, w);
+    s.bias = bias;
+    for (i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        mt_context *ctx = context_of(MT_DEVICE_CPU, numbers[i]), *plan = context_of(MT_DEVICE_META, numbers[i]);
+        x.out = random_of(type, t, w), x.lse = ref_filled(heads, t, 0, -1.0f);
+        x.dq = random_of(type, t, w), x.dk = random_of(type, s.batch * n, kw), x.dv = random_of(type, s.batch * n, kw);
+        s.dbias = x.dbias = bias.data ? ref_filled(rows, n, 0, 0.5f) : mt_none();
+        run_on(plan, s, &x, meta);
+        run_on(ctx, s, &x, real);
+        assert_memory_equal(real, meta, sizeof real);
+        if (i == 0) one = x;
+        assert_memory_equal(x.out.data, one.out.data, bytes_of(x.out));
+        assert_memory_equal(x.lse.data, one.lse.data, bytes_of(x.lse));
+        assert_memory_equal(x.dq.data, one.dq.data, bytes_of(x.dq));
+        assert_memory_equal(x.dk.data, one.dk.data, bytes_of(x.dk));
+        assert_memory_equal(x.dv.data, one.dv.data, bytes_of(x.dv));
+        if (bias.data) assert_memory_equal(x.dbias.data, one.dbias.data, bytes_of(x.dbias));
+        mt_context_destroy(ctx);
+        mt_context_destroy(plan);
+    }
+    ref_release();
+}
+
+static void test_threads(void **state) {
+    static const int32_t cu_seqlens[] = {0, 7, 250, 251, 600};
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    int i;
+    (void)state;
+    for (i = 0; i < 3; i++) {
+        mt_attention_desc s = shape(2, 300, 3, 2, 20, 1);
+        s.dropout.p = 0.3f, s.dropout.at.seed = 3, s.dropout.at.global_cols = 6;
+        s.cu_seqlens = cu_seqlens, s.documents = 4;
+        try_threads(s, types[i]);                             /* GQA, dropout, documents */
+        try_threads(shape(1, 500, 1, 1, 33, 1), types[i]);    /* one head */
+        try_threads(shape(1, 97 + i, 5, 1, 64, 0), types[i]); /* 5 heads of two blocks */
+        s = shape(2, 100, 2, 3, 16, 0);
+        s.kv_seq = 210;
+        try_threads(s, types[i]); /* cross-attention */
+    }
+    try_threads(shape(3, 2, 2, 2, 4, 1), MT_F32); /* too little work for two threads */
+}
+
+/* Sequences or heads that share a bias add to its gradient in the same order. */
+static void test_threads_bias(void **state) {
+    int i;
+    (void)state;
+    for (i = 0; i < 4; i++) {
+        mt_attention_desc s = shape(3, 120, 4, 2, 32, 1);
+        s.bias_batch = i & 1 ? 3 : 1, s.bias_heads = i & 2 ? 9 : 1, s.bias_first_head = i & 2 ? 1 : 0;
+        s.bias = ref_random(s.bias_batch * s.bias_heads * 120, 120, 0, 1, 0);
+        try_threads(s, MT_F32);
+    }
+}
+
 /* ---- the slopes of ALiBi ----------------------------------------------------------------------------------------- */
 
 /* The slopes that the authors of ALiBi give for 8 heads, and those of their code for 12 heads. */
@@ -709,6 +811,8 @@ int main(void) {
                                        REF_TEST(test_mask),
                                        REF_TEST(test_together),
                                        REF_TEST(test_panels),
+                                       REF_TEST(test_threads),
+                                       REF_TEST(test_threads_bias),
                                        REF_TEST(test_alibi_slopes),
                                        REF_TEST(test_check),
                                        REF_TEST(test_golden),
