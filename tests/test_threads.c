@@ -7,9 +7,10 @@
 #include "mt_test.h"
 
 #define VIEWS 9
-#define ROWS (-1)  /* the rows of a shape */
-#define COLS (-1)  /* the columns of a shape */
-#define TWICE (-2) /* two times as many columns */
+#define ROWS (-1)   /* the rows of a shape */
+#define COLS (-1)   /* the columns of a shape */
+#define TWICE (-2)  /* two times as many columns */
+#define ACROSS (-3) /* as many columns as the shape has rows */
 
 typedef struct view {
     int64_t rows, cols;
@@ -80,13 +81,18 @@ static void *allocated(size_t bytes) {
     return p;
 }
 
+static int64_t columns_of(const view *w, shape s) {
+    if (w->cols == ACROSS) return s.rows;
+    return w->cols < 0 ? s.cols * -w->cols : w->cols;
+}
+
 static operands operands_of(const operation *o, shape s, mt_dtype dtype) {
     uint64_t random = 20240607;
     operands x;
     memset(&x, 0, sizeof x);
     for (; x.count < VIEWS && o->views[x.count].rows; x.count++) {
         const view *w = &o->views[x.count];
-        int64_t rows = w->rows == ROWS ? s.rows : w->rows, cols = w->cols < 0 ? s.cols * -w->cols : w->cols;
+        int64_t rows = w->rows == ROWS ? s.rows : w->rows, cols = columns_of(w, s);
         int64_t ld = cols + x.count % 3, n = rows * ld, j;
         float *f = (float *)allocated((size_t)n * sizeof(float));
         mt_tensor *t = &x.view[x.count];
@@ -149,7 +155,7 @@ static void check_operations(const operation *o, size_t count, const shape *shap
 
 #define LENGTH(list) (sizeof(list) / sizeof(list)[0])
 
-static const shape matrices[] = {{67, 1003}, {3, 20011}, {16001, 5}, {150, 333}, {1, 1}};
+static const shape matrices[] = {{67, 1003}, {3, 20011}, {16001, 5}, {150, 333}, {1, 70001}, {1, 1}};
 
 /* ---- moving and filling ------------------------------------------------------------------------------------------ */
 
@@ -255,8 +261,8 @@ static void test_bias_and_activation(void **state) {
 
 /* ---- dropout ----------------------------------------------------------------------------------------------------- */
 
-/* A part of a tensor of 30000 columns, from an odd element on. */
-static const mt_random place = {5, 77, 3, 11, 30000, NULL};
+/* A part of a tensor of 100000 columns, from an odd element on. */
+static const mt_random place = {5, 77, 3, 11, 100000, NULL};
 
 static mt_dropout dropout_of(float p) {
     mt_dropout d;
@@ -291,12 +297,227 @@ static void test_dropout(void **state) {
     check_operations(list, LENGTH(list), matrices, LENGTH(matrices));
 }
 
+/* ---- embedding and ids ------------------------------------------------------------------------------------------- */
+
+#define IDS 20011
+
+/* Ids below `limit`. Neighbours differ, and some ids repeat. */
+static const int32_t *ids_below(int64_t limit) {
+    static int32_t ids[IDS];
+    int i;
+    for (i = 0; i < IDS; i++) ids[i] = (int32_t)((5 + i * 7919LL) % limit);
+    return ids;
+}
+
+static mt_status run_embedding(mt_context *c, const mt_tensor *v) {
+    return mt_embedding_forward(c, v[0], 5, ids_below(40), 0.0f, v[1]);
+}
+static mt_status run_embedding_added(mt_context *c, const mt_tensor *v) {
+    return mt_embedding_forward(c, v[0], 5, ids_below(40), 0.5f, v[1]);
+}
+static mt_status run_embedding_backward(mt_context *c, const mt_tensor *v) {
+    return mt_embedding_backward(c, v[0], 5, ids_below(40), v[1]);
+}
+static mt_status run_positions(mt_context *c, const mt_tensor *v) {
+    static const int32_t documents[] = {0, 7, 1000, 9001, 20011};
+    return mt_position_ids(c, 0, 3000, documents, 4, (int32_t *)v[0].data, v[0].rows);
+}
+
+static void test_embedding(void **state) {
+    static const operation list[] = {
+        {"mt_embedding_forward", run_embedding, {ANY(30, COLS), ANY(ROWS, COLS)}},
+        {"mt_embedding_forward", run_embedding_added, {ANY(30, COLS), ANY(ROWS, COLS)}},
+        {"mt_embedding_backward", run_embedding_backward, {ANY(ROWS, COLS), F32(38, COLS)}},
+        {"mt_position_ids", run_positions, {F32(ROWS, 1)}},
+    };
+    (void)state;
+    check_operations(list, LENGTH(list), matrices, LENGTH(matrices));
+}
+
+/* ---- cross-entropy ----------------------------------------------------------------------------------------------- */
+
+/* The last columns are padding. */
+static mt_cross_entropy_shard_desc shard_of(mt_tensor logits) {
+    mt_cross_entropy_shard_desc d = {.vocab = mt_max(1, logits.cols - 2), .label_smoothing = 0.1f, .ignore_index = 3};
+    return d;
+}
+
+static mt_status run_stats(mt_context *c, const mt_tensor *v) {
+    mt_cross_entropy_shard_desc d = shard_of(v[0]);
+    return mt_cross_entropy_stats(c, &d, v[0], ids_below(d.vocab), v[1]);
+}
+static mt_status run_combine(mt_context *c, const mt_tensor *v) {
+    mt_cross_entropy_shard_desc d = shard_of(v[0]);
+    return mt_cross_entropy_combine(c, &d, v[0], 1, ids_below(d.vocab), v[1], v[2]);
+}
+static mt_status run_cross_entropy_backward(mt_context *c, const mt_tensor *v) {
+    mt_cross_entropy_shard_desc d = shard_of(v[0]);
+    return mt_cross_entropy_backward(c, &d, v[0], ids_below(d.vocab), v[1], v[2], 3.0f);
+}
+static mt_status run_loss(mt_context *c, const mt_tensor *v) {
+    mt_cross_entropy_shard_desc d = shard_of(v[0]);
+    return mt_cross_entropy_forward_backward(c, &d, v[0], ids_below(d.vocab), mt_none(), 3.0f, v[1]);
+}
+
+static void test_cross_entropy(void **state) {
+    static const operation list[] = {
+        {"mt_cross_entropy_stats", run_stats, {ANY(ROWS, COLS), F32(ROWS, 4)}},
+        {"mt_cross_entropy_combine", run_combine, {F32(ROWS, 4), F32(1, ACROSS), F32(2, ACROSS)}},
+        {"mt_cross_entropy_backward", run_cross_entropy_backward, {ANY(ROWS, COLS), F32(2, ACROSS), F32(1, ACROSS)}},
+        {"mt_cross_entropy_forward_backward", run_loss, {ANY(ROWS, COLS), F32(1, ACROSS)}},
+    };
+    (void)state;
+    check_operations(list, LENGTH(list), matrices, LENGTH(matrices));
+}
+
+/* ---- AdamW ------------------------------------------------------------------------------------------------------- */
+
+static const mt_adamw hyper = {
+    .lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.99f, .eps = 1e-3f, .weight_decay = 0.1f, .grad_scale = 0.5f, .step = 3};
+
+static mt_status run_adamw(mt_context *c, const mt_tensor *v) {
+    return mt_adamw_step(c, &hyper, v[0], v[0].dtype == MT_F32 ? mt_none() : v[1], v[2], v[3], v[4]);
+}
+static mt_status run_stochastic_adamw(mt_context *c, const mt_tensor *v) {
+    mt_adamw h = hyper;
+    if (v[0].dtype != MT_F32) h.stochastic_rounding = &place;
+    return mt_adamw_step(c, &h, v[0], mt_none(), v[1], v[2], v[3]);
+}
+static mt_status run_adamw_list(mt_context *c, const mt_tensor *v) {
+    mt_adamw_tensor tensors[] = {{v[0], mt_none(), v[2], v[3], v[4], 1, {0, 0, 0, 0, 0, NULL}},
+                                 {v[5], mt_none(), v[6], v[7], v[8], 0, {0, 0, 0, 0, 0, NULL}}};
+    mt_multi_tensor *list = NULL;
+    mt_status status;
+    MT_TRY(mt_multi_tensor_create_adamw(c, tensors, 2, 0, &list));
+    status = mt_multi_tensor_adamw(c, list, &hyper, NULL);
+    mt_multi_tensor_destroy(c, list);
+    return status;
+}
+
+static void test_adamw(void **state) {
+    static const shape rows[] = {{67, 1003}, {3, 20011}, {1, 70001}, {16001, 5}, {1, 1}};
+    static const operation list[] = {
+        {"mt_adamw_step",
+         run_adamw,
+         {ANY(ROWS, COLS), F32(ROWS, COLS), F32(ROWS, COLS), F32(ROWS, COLS), F32(ROWS, COLS)}},
+        {"mt_adamw_step", run_stochastic_adamw, {ANY(ROWS, COLS), F32(ROWS, COLS), F32(ROWS, COLS), F32(ROWS, COLS)}},
+        {"mt_multi_tensor_adamw",
+         run_adamw_list,
+         {ANY(ROWS, COLS), F32(1, 1), F32(ROWS, COLS), F32(ROWS, COLS), F32(ROWS, COLS), ANY(1, COLS), F32(1, COLS),
+          F32(1, COLS), F32(1, COLS)}},
+    };
+    (void)state;
+    check_operations(list, LENGTH(list), rows, LENGTH(rows));
+}
+
+/* The rows of a loop are computed in several parts. Each has its own random words. */
+static void test_long_rows(void **state) {
+    static const operation whole = {
+        "mt_adamw_step", run_stochastic_adamw, {ANY(1, COLS), F32(1, COLS), F32(1, COLS), F32(1, COLS)}};
+    operands x = operands_of(&whole, (shape){1, 9001}, MT_BF16);
+    mt_adamw h = hyper;
+    mt_random at = place;
+    int v;
+    (void)state;
+    h.stochastic_rounding = &at;
+    check_threads(&whole, &x, 0);
+    for (v = 0; v < x.count; v++) memcpy(x.view[v].data, x.values[v], x.bytes[v]);
+    for (; at.first_col < place.first_col + 9001; at.first_col += 1000) {
+        mt_tensor part[4];
+        int64_t first = at.first_col - place.first_col;
+        for (v = 0; v < 4; v++) part[v] = mt_tensor_cols(x.view[v], first, mt_min(1000, 9001 - first));
+        ASSERT_STATUS(contexts[0], MT_SUCCESS,
+                      mt_adamw_step(contexts[0], &h, part[0], mt_none(), part[1], part[2], part[3]));
+    }
+    for (v = 0; v < x.count; v++) assert_memory_equal(x.view[v].data, x.want[v], x.bytes[v]);
+    free_operands(&x);
+}
+
+/* ---- sampling ---------------------------------------------------------------------------------------------------- */
+
+/* The ids are in v[3], whose rows are contiguous. */
+static mt_status sample(mt_context *c, mt_sample_desc d, const mt_tensor *v) {
+    MT_TRY(mt_sample_candidates(c, &d, v[0].cols, 0, v[0], v[1]));
+    return mt_sample_ids(c, &d, v[0].cols, v[1], 1, (int32_t *)v[3].data);
+}
+static mt_status run_sample(mt_context *c, const mt_tensor *v) {
+    mt_sample_desc d = {.temperature = 0.7f, .seed = 5, .position = 3};
+    return sample(c, d, v);
+}
+static mt_status run_sample_k(mt_context *c, const mt_tensor *v) {
+    mt_sample_desc d = {.temperature = 0.7f, .top_k = 5, .seed = 5};
+    return sample(c, d, v);
+}
+static mt_status run_sample_p(mt_context *c, const mt_tensor *v) {
+    mt_sample_desc d = {.temperature = 0.7f, .top_p = 0.8f, .seed = 5};
+    return sample(c, d, v);
+}
+
+static void test_sampling(void **state) {
+    static const shape logits[] = {{67, 1003}, {3, 20011}, {1001, 33}};
+    static const operation list[] = {
+        {"mt_sample_ids", run_sample, {ANY(ROWS, COLS), F32(ROWS, 2), F32(1, 1), F32(ROWS, 1)}},
+        {"mt_sample_ids", run_sample_k, {ANY(ROWS, COLS), F32(ROWS, 10), F32(1, 1), F32(ROWS, 1)}},
+        {"mt_sample_ids", run_sample_p, {ANY(ROWS, COLS), F32(ROWS, TWICE), F32(1, 1), F32(ROWS, 1)}},
+    };
+    (void)state;
+    check_operations(list, LENGTH(list), logits, LENGTH(logits));
+}
+
+/* ---- key/value cache --------------------------------------------------------------------------------------------- */
+
+/* Three sequences of one to three new tokens, and two key/value heads with two query heads each. The cache is in v[0]
+   and v[3], whose rows are contiguous. With the many tokens of the longer one, threads work at the same time. */
+#define KV_SEQ 3
+#define KV_MAX 300
+#define KV_ROWS (3 * 2 * KV_MAX)
+#define KV_LONG 4000
+#define KV_LONG_ROWS (3 * 2 * KV_LONG)
+
+static mt_attention_desc kv_desc(mt_tensor keys) {
+    static const int32_t added[] = {3, 1, 2};
+    mt_attention_desc d = {.batch = 3, .seq = KV_SEQ, .groups = 2, .heads_per_group = 2, .lengths = added};
+    d.head_dim = keys.cols;
+    d.mask = MT_MASK_CAUSAL;
+    return d;
+}
+
+static mt_status run_append(mt_context *c, const mt_tensor *v) {
+    static const int32_t lengths[] = {KV_MAX - 3, 0, 201};
+    mt_kv_cache cache = {v[0], v[3], KV_MAX, lengths};
+    mt_attention_desc d = kv_desc(v[0]);
+    return mt_kv_cache_append(c, &d, v[2], v[1], &cache);
+}
+static mt_status run_attention(mt_context *c, const mt_tensor *v) {
+    static const int32_t lengths[] = {KV_LONG - 3, 3000, 3901};
+    mt_kv_cache cache = {v[0], v[3], KV_LONG, lengths};
+    mt_attention_desc d = kv_desc(v[0]);
+    return mt_kv_cache_attention(c, &d, v[1], &cache, v[2]);
+}
+
+static void test_kv_cache(void **state) {
+    static const shape any = {1, 1};
+    static const operation list[] = {
+        {"mt_kv_cache_append",
+         run_append,
+         {ANY(KV_ROWS, 1000), ANY(3 * KV_SEQ, 8 * 1000), ANY(KV_MAX, 1000), ANY(KV_ROWS, 1000)}},
+        {"mt_kv_cache_attention",
+         run_attention,
+         {ANY(KV_LONG_ROWS, 40), ANY(3 * KV_SEQ, 8 * 40), ANY(3 * KV_SEQ, 4 * 40), ANY(KV_LONG_ROWS, 40)}},
+        {"mt_kv_cache_attention",
+         run_attention,
+         {ANY(KV_LONG_ROWS, 64), ANY(3 * KV_SEQ, 8 * 64), ANY(3 * KV_SEQ, 4 * 64), ANY(KV_LONG_ROWS, 64)}},
+    };
+    (void)state;
+    check_operations(list, LENGTH(list), &any, 1);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_moves),
-        cmocka_unit_test(test_norm),
-        cmocka_unit_test(test_bias_and_activation),
-        cmocka_unit_test(test_dropout),
+        cmocka_unit_test(test_moves),    cmocka_unit_test(test_norm),      cmocka_unit_test(test_bias_and_activation),
+        cmocka_unit_test(test_dropout),  cmocka_unit_test(test_embedding), cmocka_unit_test(test_cross_entropy),
+        cmocka_unit_test(test_adamw),    cmocka_unit_test(test_long_rows), cmocka_unit_test(test_sampling),
+        cmocka_unit_test(test_kv_cache),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
