@@ -89,7 +89,7 @@ static const flag flags[] = {
     {"device", DEVICE, AT(device), 0, 1, "cpu or cuda"},
     {"dtype", DTYPE, AT(dtype), 0, 2, "f32, bf16 or f16, of weights and activations"},
     {"log", TEXT, AT(log), 0, 0, "FILE.csv: write target,token,loss of a text, or passage,tokens,answer,right"},
-    {"threads", WHOLE, AT(threads), 1, 1024, "threads of the GEMM library on each rank"},
+    {"threads", WHOLE, AT(threads), 1, 1024, "threads that compute on each rank"},
     {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"},
     {"no-pinning", SWITCH, AT(no_pinning), 0, 1, "let ranks move between cores, for a machine with other work"},
     {"help", SWITCH, AT(help), 0, 1, "this text"},

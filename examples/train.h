@@ -125,7 +125,7 @@ typedef struct flag {
      "continue from the newest checkpoint, if there is one; logs continue after its step.\n" \
      "                              Data, --seq, --batch, --seed and --dtype must not change; other flags may"}
 #define RANK_FLAGS \
-    {"threads", WHOLE, AT(threads), 1, 1024, "threads of the GEMM library on each rank"}, \
+    {"threads", WHOLE, AT(threads), 1, 1024, "threads that compute on each rank"}, \
     {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"}, \
     {"sequence-parallel", SWITCH, AT(sequence_parallel), 0, 1, "split tokens outside the tensor parallel regions"}, \
     {"no-pinning", SWITCH, AT(no_pinning), 0, 1, "let ranks move between cores, for a machine with other work"}

@@ -201,6 +201,20 @@ texts_are_refused() {
     done
 }
 
+# With any number of threads on each rank, the hashes of all tensors are the same: the example has the built-in GEMM.
+trains_with_threads() {
+    for flags in "--dropout 0.1" "--tp 2 --dtype bf16 --dropout 0.1" "--tp 2 --invariant 2"; do
+        for threads in 1 2 3; do
+            # shellcheck disable=SC2086  # a list of flags
+            "$build/train_gpt" --data LICENSE --layers 2 --hidden 96 --heads 4 --seq 128 --batch 4 --steps 3 \
+                --eval-interval 0 --threads $threads --hash-log "$build/hashes.$threads" $flags >"$build/text.1" 2>&1 ||
+                return 1
+        done
+        [ -s "$build/hashes.1" ] && cmp "$build/hashes.1" "$build/hashes.2" &&
+            cmp "$build/hashes.1" "$build/hashes.3" || return 1
+    done
+}
+
 # ---- all examples --------------------------------------------------------------------------------------------------
 
 for source in examples/*.c; do
@@ -222,6 +236,7 @@ case ${1:-} in
 esac
 if [ $# -eq 0 ]; then
     check "04_generate, train_gpt: the same text on 1 and 2 ranks, with --top-k, --top-p and --temperature" texts
+    check "train_gpt: the same hashes with 1, 2 and 3 threads on each rank" trains_with_threads
     check "04_generate, train_gpt: wrong --top-k, --top-p and --temperature are refused" texts_are_refused
 fi
 closing_line
