@@ -21,7 +21,7 @@
        an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
        mt_hash and mt_adamw_step make no such copy, and mt_embedding_forward makes none of the table. The comment of
        mt_gemm says when it makes one. The operators of mt_kv_cache copy at most the keys or values of one group of one
-       sequence.
+       sequence, in each thread.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -9243,12 +9243,12 @@ static mti_attention mti_kv_resolve(const mti_kv *k) {
     return a;
 }
 
-/* The scratch memory of attention in blocks: that of mt_attention_forward, and for 16-bit caches an f32 copy of the
-   keys or values of a group. */
+/* The scratch memory of attention in blocks: for each thread that of mt_attention_forward, and for 16-bit caches an f32
+   copy of the keys or values of a group. */
 static mt_status mti_kv_scratch(const mti_kv *k, mti_attention *a, float **copy) {
     MT_TRY(mti_attention_scratch(a, 0));
     if (k->cache.keys.dtype == MT_F32) return MT_SUCCESS;
-    return mti_attention_floats(a, k->cache.max_seq * k->desc.head_dim, copy);
+    return mti_attention_floats(a, a->threads * k->cache.max_seq * k->desc.head_dim, copy);
 }
 
 /* Packs the keys and values of a group of sequence b, as mti_attention_pack does. copy: see mti_kv_scratch. */
@@ -9600,18 +9600,19 @@ static void mti_kv_attention_groups(void *data, int thread, int64_t first, int64
     mti_kv_loop l = *(const mti_kv_loop *)data;
     int64_t i, groups = l.k->desc.groups;
     if (l.is_few) l.few = mti_kv_few_of(&l.few, thread);
+    else l.a = mti_attention_of_thread(&l.a, thread);
+    if (l.copy) l.copy += thread * l.k->cache.max_seq * l.k->desc.head_dim;
     for (i = first; i < last; i++) mti_kv_attention_group(&l, i / groups, i % groups);
 }
 
-/* The number of elements of keys and values that the queries of a group read, on average over the sequences. */
+/* The number of elements of keys and values that each query of a group reads, on average over the sequences. */
 static int64_t mti_kv_elements(const mti_kv *k) {
     int64_t keys = 0, b;
     for (b = 0; b < k->desc.batch; b++) keys += k->cache.lengths[b] + mti_kv_new(&k->desc, b);
     return 2 * k->desc.heads_per_group * k->desc.head_dim * (keys / k->desc.batch + 1);
 }
 
-/* Attention on a CPU. A meta context allocates the scratch memory as well. With few queries, each thread computes some
-   of the groups. */
+/* Attention on a CPU. A meta context allocates the scratch memory as well. Each thread computes some of the groups. */
 static mt_status mti_kv_attention_loop(mti_operator *op, mti_kv *k) {
     int64_t items = k->desc.batch * k->desc.groups;
     mti_kv_loop l;
@@ -9620,10 +9621,10 @@ static mt_status mti_kv_attention_loop(mti_operator *op, mti_kv *k) {
     l.k = k;
     l.a = mti_kv_resolve(k);
     l.is_few = mti_kv_is_few(k);
-    if (l.is_few) MT_TRY(mti_kv_few_scratch(&l.a, mt_min(items, mt_context_threads(k->ctx)), &l.few));
+    l.a.threads = mt_min(items, mt_context_threads(k->ctx));
+    if (l.is_few) MT_TRY(mti_kv_few_scratch(&l.a, l.a.threads, &l.few));
     else MT_TRY(mti_kv_scratch(k, &l.a, &l.copy));
-    if (op->on_cpu && l.is_few) mti_cpu_rows(k->ctx, items, mti_kv_elements(k), mti_kv_attention_groups, &l);
-    if (op->on_cpu && !l.is_few) mti_kv_attention_groups(&l, 0, 0, items);
+    if (op->on_cpu) mti_cpu_rows(k->ctx, items, mti_kv_elements(k), mti_kv_attention_groups, &l);
     return MT_SUCCESS;
 }
 

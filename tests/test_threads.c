@@ -488,6 +488,14 @@ static mt_status run_append(mt_context *c, const mt_tensor *v) {
     mt_attention_desc d = kv_desc(v[0]);
     return mt_kv_cache_append(c, &d, v[2], v[1], &cache);
 }
+static mt_status run_prompts(mt_context *c, const mt_tensor *v) {
+    static const int32_t lengths[] = {0, KV_MAX - 20, 100};
+    mt_kv_cache cache = {v[0], v[3], KV_MAX, lengths};
+    mt_attention_desc d = kv_desc(v[0]);
+    d.seq = 20;
+    d.lengths = NULL;
+    return mt_kv_cache_attention(c, &d, v[1], &cache, v[2]);
+}
 static mt_status run_attention(mt_context *c, const mt_tensor *v) {
     static const int32_t lengths[] = {KV_LONG - 3, 3000, 3901};
     mt_kv_cache cache = {v[0], v[3], KV_LONG, lengths};
@@ -501,6 +509,9 @@ static void test_kv_cache(void **state) {
         {"mt_kv_cache_append",
          run_append,
          {ANY(KV_ROWS, 1000), ANY(3 * KV_SEQ, 8 * 1000), ANY(KV_MAX, 1000), ANY(KV_ROWS, 1000)}},
+        {"mt_kv_cache_attention",
+         run_prompts,
+         {ANY(KV_ROWS, 40), ANY(3 * 20, 8 * 40), ANY(3 * 20, 4 * 40), ANY(KV_ROWS, 40)}},
         {"mt_kv_cache_attention",
          run_attention,
          {ANY(KV_LONG_ROWS, 40), ANY(3 * KV_SEQ, 8 * 40), ANY(3 * KV_SEQ, 4 * 40), ANY(KV_LONG_ROWS, 40)}},
