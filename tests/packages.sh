@@ -1,7 +1,7 @@
 # shellcheck shell=sh
 # Read by tests/run.sh and examples/train.sh: finds what is installed on this machine, and installs what is missing.
 #
-#   MT_TEST_WITHOUT="cmake dnnl openblas openmpi clang nvcc ..."   treat these as missing and not installable
+#   MT_TEST_WITHOUT="cmake dnnl openblas openmpi clang aarch64 nvcc ..."   treat these as missing and not installable
 #   MT_INSTALL=no                                                 install nothing, only report what is missing
 
 # For programs that define MEGATRON_IMPLEMENTATION, but are linked to another build of the implementation.
@@ -51,6 +51,9 @@ have_package() {
     libopenblas-dev) have_library openblas cblas.h openblas ;;
     openmpi-bin) ! hidden openmpi && have_command mpirun ;;
     libopenmpi-dev) ! hidden openmpi && have_command mpicc ;;
+    gcc-aarch64-linux-gnu) ! hidden aarch64 && have_command aarch64-linux-gnu-gcc ;;
+    libc6-dev-arm64-cross) ! hidden aarch64 && [ -e /usr/aarch64-linux-gnu/include/stdio.h ] ;;
+    qemu-user) ! hidden aarch64 && have_command qemu-aarch64 ;;
     locales) [ -e /usr/share/i18n/locales/de_DE ] || locale -a 2>/dev/null | grep -q '^de_DE' ;;
     *) have_command "$1" ;;
     esac
@@ -117,6 +120,7 @@ hidden_package() {
     libdnnl-dev) hidden dnnl ;;
     libopenblas-dev) hidden openblas ;;
     openmpi-bin | libopenmpi-dev) hidden openmpi ;;
+    gcc-aarch64-linux-gnu | libc6-dev-arm64-cross | qemu-user) hidden aarch64 ;;
     build-essential) hidden "$CXX" || hidden make ;;
     *) hidden "$1" ;;
     esac

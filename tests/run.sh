@@ -12,7 +12,8 @@ usage() {
 sh tests/run.sh [--variants | --all] [--strict] [PATTERN...]
 
   PATTERN      only the tests whose name contains one of these regular expressions
-  --variants   instead of everything once: the same in other ways, with sanitizers, each GEMM library, nvcc and others
+  --variants   instead of everything once: the same in other ways, with sanitizers, each GEMM library, nvcc, on an Arm
+               processor in QEMU, and others
   --all        both, with all combinations instead of a sample, and the planted bugs
   --strict     what could not be tested is a failure (also: MT_TEST_STRICT=1), except what needs nvcc or a GPU; the
                headers of CUDA are expected, unless MT_TEST_WITHOUT names nvcc
@@ -21,7 +22,7 @@ What is missing on Debian or Ubuntu is installed first, as root or with a sudo t
 to run the test programs without the rest. Environment:
 
   MT_INSTALL=no           install nothing
-  MT_TEST_WITHOUT="..."   behave as if these were not there: cmake dnnl openblas openmpi clang pkg-config nvcc ...
+  MT_TEST_WITHOUT="..."   behave as if these were not there: cmake dnnl openblas openmpi clang aarch64 nvcc ...
   MT_BUILD_DIR=build      where programs and logs go
   CC, CXX                 compilers (cc, c++)
 
@@ -122,7 +123,7 @@ with_cc() {
 # shellcheck disable=SC2046  # a word, or none
 ensure_packages build-essential cmake libdnnl-dev libopenblas-dev clang clang-format ccache locales \
     openmpi-bin libopenmpi-dev \
-    $([ $tests = quick ] || echo pkg-config) # only the test of the installed package needs it
+    $([ $tests = quick ] || echo pkg-config gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user) # only for variants
 have_library libc stdio.h m || { echo "No working C compiler: $CC"; failed=1; closing_line; exit 1; }
 echo "$("$CC" --version | head -n 1); $jobs cores; tests: $tests"
 if have_command cmake && have_command make; then with_cmake; else with_cc; fi
