@@ -73,13 +73,13 @@ static curve train_curve(const char *model, const char *split) {
     return c;
 }
 
-/* The tolerance is 1e-4 relative at every step. Rounding gives about 1e-6, a gradient that is counted twice per
-   cents. */
+/* The tolerance is 1e-4 relative at every step, and 3e-4 for norms. Rounding gives about 1e-6, and 1e-4 for the norm at
+   the end of a run with a large learning rate. A gradient that is counted twice gives per cents. */
 static void assert_same_curve(const curve *a, const curve *b, const char *split) {
     for (int i = 0; i < STEPS; i++) {
         if (!(fabs(a->loss[i] - b->loss[i]) <= 1e-4 * a->loss[i]))
             fail_msg("%s: step %d: loss %.9g, expected %.9g", split, i, b->loss[i], a->loss[i]);
-        if (!(fabs(a->norm[i] - b->norm[i]) <= 1e-4 * a->norm[i]))
+        if (!(fabs(a->norm[i] - b->norm[i]) <= 3e-4 * a->norm[i]))
             fail_msg("%s: step %d: gradient norm %.9g, expected %.9g", split, i, b->norm[i], a->norm[i]);
     }
     for (int i = 0; i < 2; i++)
