@@ -2376,15 +2376,19 @@ static __device__ __forceinline__ uint64_t mti_element_of(mt_random at, int64_t 
 
 /* ---- >>panels: products of packed panels on a CPU ---------------------------------------------------------------- */
 
-/* The micro-kernel holds MTI_MR x MTI_NR sums in registers: 8 x 32 sums take 16 of the 32 registers of AVX-512, and 6 x
-   16 sums take 12 of the 16 registers of AVX2. A register holds MTI_SIMD floats. The sum for an element of c adds the
-   products over k in the same order, whatever its place in a tile. */
+/* The micro-kernel holds MTI_MR x MTI_NR sums in registers: 8 x 32 sums take 16 of the 32 registers of AVX-512, 8 x 8
+   sums take 16 of the 32 registers of NEON, and 6 x 16 sums take 12 of the 16 registers of AVX2. A register holds
+   MTI_SIMD floats. The sum for an element of c adds the products over k in the same order, whatever its place in a
+   tile. */
 #if defined(__AVX512F__)
 #define MTI_SIMD 16
 #define MTI_MR 8
 #elif defined(__AVX__)
 #define MTI_SIMD 8
 #define MTI_MR 6
+#elif defined(__aarch64__)
+#define MTI_SIMD 4
+#define MTI_MR 8
 #else
 #define MTI_SIMD 4
 #define MTI_MR 4
