@@ -3360,17 +3360,27 @@ static MT_HOST_DEVICE uint64_t mti_hash_element(uint64_t element, uint32_t bits)
 
 MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits) { return mti_hash_element(element, bits); }
 
-static uint64_t mti_cpu_hash(mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols) {
+typedef struct mti_hash {
+    mt_tensor x;
+    int64_t first_row, first_col, global_cols;
+    uint64_t sum;
+} mti_hash;
+
+/* Adds the hash of a range of rows to sum. The total is a sum of integers, so the order is free. */
+static void mti_cpu_hash(void *data, int thread, int64_t first, int64_t last) {
+    mti_hash *h = (mti_hash *)data;
+    mt_tensor x = h->x;
     uint64_t sum = 0;
     int64_t i, j;
-    for (i = 0; i < x.rows; i++) {
-        uint64_t e = ((uint64_t)first_row + (uint64_t)i) * (uint64_t)global_cols + (uint64_t)first_col;
+    (void)thread;
+    for (i = first; i < last; i++) {
+        uint64_t e = ((uint64_t)h->first_row + (uint64_t)i) * (uint64_t)h->global_cols + (uint64_t)h->first_col;
         if (x.dtype == MT_F32)
             for (j = 0; j < x.cols; j++) sum += mti_hash_element(e + (uint64_t)j, mt_f32_bits(mti_row(x, i)[j]));
         else
             for (j = 0; j < x.cols; j++) sum += mti_hash_element(e + (uint64_t)j, mti_row16(x, i)[j]);
     }
-    return sum;
+    __atomic_add_fetch(&h->sum, sum, __ATOMIC_RELAXED);
 }
 
 #if MT_HAS_CUDA
@@ -3424,8 +3434,11 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
     MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "global_cols", global_cols, 0, INT64_MAX));
     if (!hash) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: hash is NULL");
     MT_TRY(mti_begin(&op, ctx, "mt_hash", args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash),
-                                *hash += mti_cpu_hash(x, first_row, first_col, global_cols)));
+    mti_hash h = {x, first_row, first_col, global_cols, 0};
+    mt_status status = mti_end(&op, MTI_RUN(&op, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash),
+                                            mti_cpu_rows(ctx, x.rows, x.cols, mti_cpu_hash, &h)));
+    *hash += h.sum;
+    return status;
 }
 
 /* ---- >>sum ------------------------------------------------------------------------------------------------------- */
@@ -6423,9 +6436,18 @@ static void mti_normal_row(mt_random at, int64_t e, double std, float *y, int64_
     }
 }
 
-static void mti_cpu_random_normal(mt_tensor y, float std, mt_random at) {
+typedef struct mti_normal {
+    mt_tensor y;
+    float std;
+    mt_random at;
+} mti_normal;
+
+static void mti_cpu_random_normal(void *data, int thread, int64_t first, int64_t last) {
+    const mti_normal *r = (const mti_normal *)data;
     int64_t i;
-    for (i = 0; i < y.rows; i++) mti_normal_row(at, mti_random_element(at, i, 0), (double)std, mti_row(y, i), y.cols);
+    (void)thread;
+    for (i = first; i < last; i++)
+        mti_normal_row(r->at, mti_random_element(r->at, i, 0), (double)r->std, mti_row(r->y, i), r->y.cols);
 }
 
 #if MT_HAS_CUDA
@@ -6469,7 +6491,9 @@ MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_ra
     MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));
     MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
     MT_TRY(mti_begin(&op, ctx, "mt_random_normal", args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_random_normal(ctx, y, std, at), mti_cpu_random_normal(y, std, at)));
+    mti_normal r = {y, std, at};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_random_normal(ctx, y, std, at),
+                                mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_random_normal, &r)));
 }
 
 /* ---- >>dropout --------------------------------------------------------------------------------------------------- */
@@ -8882,13 +8906,20 @@ static mt_status mti_expect_rotary(mt_context *ctx, const char *where, const mt_
     return mti_expect_even(ctx, where, s->rotary_dim ? "rotary_dim" : "head_dim", mti_rotary_dim(s));
 }
 
-static void mti_cpu_rotary_table(float base, mt_tensor table) {
-    int64_t i, j, half = table.cols / 2;
-    for (i = 0; i < table.rows; i++)
+typedef struct mti_rotary_angles {
+    float base;
+    mt_tensor table;
+} mti_rotary_angles;
+
+static void mti_cpu_rotary_table(void *data, int thread, int64_t first, int64_t last) {
+    const mti_rotary_angles *a = (const mti_rotary_angles *)data;
+    int64_t i, j, half = a->table.cols / 2;
+    (void)thread;
+    for (i = first; i < last; i++)
         for (j = 0; j < half; j++) {
-            double angle = (double)i * pow((double)base, -2.0 * (double)j / (double)table.cols);
-            mti_row(table, i)[j] = (float)cos(angle);
-            mti_row(table, i)[half + j] = (float)sin(angle);
+            double angle = (double)i * pow((double)a->base, -2.0 * (double)j / (double)a->table.cols);
+            mti_row(a->table, i)[j] = (float)cos(angle);
+            mti_row(a->table, i)[half + j] = (float)sin(angle);
         }
 }
 
@@ -8904,16 +8935,26 @@ MT_INLINE void mti_rotary_head(float *x, const float *table, float sign, int64_t
     }
 }
 
-static void mti_cpu_rotary(const mt_attention_desc *desc, mt_tensor table, float sign, mt_tensor qkv) {
-    int64_t i, g, j, half = table.cols / 2;
-    for (i = 0; i < qkv.rows; i++) {
-        const float *angles = mti_row(table, mti_document_position(desc, i / desc->seq, i % desc->seq));
+typedef struct mti_turns {
+    const mt_attention_desc *desc;
+    mt_tensor table;
+    float sign;
+    mt_tensor qkv;
+} mti_turns;
+
+static void mti_cpu_rotary(void *data, int thread, int64_t first, int64_t last) {
+    const mti_turns *r = (const mti_turns *)data;
+    const mt_attention_desc *desc = r->desc;
+    int64_t i, g, j, half = r->table.cols / 2;
+    (void)thread;
+    for (i = first; i < last; i++) {
+        const float *angles = mti_row(r->table, mti_document_position(desc, i / desc->seq, i % desc->seq));
         for (g = 0; g < desc->groups; g++)
             for (j = 0; j < desc->heads_per_group + 1; j++) { /* the queries, then the key */
-                float *x = mti_row(qkv, i) + (g * (desc->heads_per_group + 2) + j) * desc->head_dim;
+                float *x = mti_row(r->qkv, i) + (g * (desc->heads_per_group + 2) + j) * desc->head_dim;
                 /* constant steps let a compiler make a fast loop of each form */
-                if (desc->rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, sign, half, 2, 1);
-                else mti_rotary_head(x, angles, sign, half, 1, half);
+                if (desc->rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, r->sign, half, 2, 1);
+                else mti_rotary_head(x, angles, r->sign, half, 1, half);
             }
     }
 }
@@ -9060,7 +9101,9 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     MT_TRY(mti_expect_even(ctx, "mt_rotary_table", "the number of columns", table.cols));
     MT_TRY(mt_check_float(ctx, "mt_rotary_table", NULL, "base", base, MT_FLOAT_ABOVE_0));
     MT_TRY(mti_begin(&op, ctx, "mt_rotary_table", args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary_table(ctx, base, table), mti_cpu_rotary_table(base, table)));
+    mti_rotary_angles a = {base, table};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary_table(ctx, base, table),
+                                mti_cpu_rows(ctx, table.rows, table.cols, mti_cpu_rotary_table, &a)));
 }
 
 static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attention_desc *desc, mt_tensor table,
@@ -9082,7 +9125,9 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
         s.heads_per_group = s.groups * (s.heads_per_group + 1) - 1;
         s.groups = 1;
     }
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary(ctx, &s, table, sign, qkv), mti_cpu_rotary(&s, table, sign, qkv)));
+    mti_turns r = {&s, table, sign, qkv};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary(ctx, &s, table, sign, qkv),
+                                mti_cpu_rows(ctx, qkv.rows, qkv.cols, mti_cpu_rotary, &r)));
 }
 
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv) {
@@ -13136,45 +13181,65 @@ MT_INLINE MT_HOST_DEVICE void mti_pointwise_row(mti_pointwise kind, const float 
     }
 }
 
-static void mti_cpu_pointwise(mti_pointwise kind, mt_tensor a, mt_tensor b, mt_tensor y) {
+typedef struct mti_pointwise_of {
+    mti_pointwise kind;
+    mt_tensor a, b, y;
+} mti_pointwise_of;
+
+static void mti_cpu_pointwise(void *data, int thread, int64_t first, int64_t last) {
+    const mti_pointwise_of *p = (const mti_pointwise_of *)data;
     int64_t i;
-    for (i = 0; i < y.rows; i++)
-        mti_pointwise_row(kind, mti_row(a, i), mti_row(b, kind == MTI_MULTIPLY_ROW ? 0 : i), mti_row(y, i), y.cols);
+    (void)thread;
+    for (i = first; i < last; i++)
+        mti_pointwise_row(p->kind, mti_row(p->a, i), mti_row(p->b, p->kind == MTI_MULTIPLY_ROW ? 0 : i),
+                          mti_row(p->y, i), p->y.cols);
 }
 
-static void mti_cpu_multiply_col_backward(mt_tensor x, mt_tensor col, mt_tensor dy, mt_tensor dx, mt_tensor dcol) {
-    int64_t i;
-    for (i = 0; i < dy.rows; i++) {
-        mti_row(dcol, i)[0] = mti_row_dot(mti_row(dy, i), mti_row(x, i), dy.cols);
-        if (dx.data) mti_scale_row(mti_row(dy, i), mti_row(col, i)[0], mti_row(dx, i), dy.cols);
+/* The backward of a product or of a gate. `factor` is row, col or gate, and dfactor its gradient. */
+typedef struct mti_product_slopes {
+    mt_tensor x, factor, dy, dx, dfactor;
+} mti_product_slopes;
+
+static void mti_cpu_multiply_col_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_product_slopes *b = (const mti_product_slopes *)data;
+    int64_t i, n = b->dy.cols;
+    (void)thread;
+    for (i = first; i < last; i++) {
+        mti_row(b->dfactor, i)[0] = mti_row_dot(mti_row(b->dy, i), mti_row(b->x, i), n);
+        if (b->dx.data) mti_scale_row(mti_row(b->dy, i), mti_row(b->factor, i)[0], mti_row(b->dx, i), n);
     }
 }
 
-static void mti_cpu_gate_backward(mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate, mt_tensor dx) {
+static void mti_cpu_gate_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_product_slopes *b = (const mti_product_slopes *)data;
     int64_t i;
-    for (i = 0; i < dy.rows; i++)
-        mti_gate_backward_row(mti_row(gate, i), mti_row(x, i), mti_row(dy, i), mti_row(dgate, i), mti_row(dx, i),
-                              dy.cols);
+    (void)thread;
+    for (i = first; i < last; i++)
+        mti_gate_backward_row(mti_row(b->factor, i), mti_row(b->x, i), mti_row(b->dy, i), mti_row(b->dfactor, i),
+                              mti_row(b->dx, i), b->dy.cols);
 }
 
 /* Computes dx and drow for rows [i, i + 4), or as many as there are, and columns [j, j + n), with n <= MTI_BLOCK. The
    products dy * x stay in L1 until they are added to drow. dx is written last, because it may be x, row or dy. */
-static void mti_multiply_row_backward_block(mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx, mt_tensor drow,
-                                            int64_t i, int64_t j, int64_t n) {
-    float room[4 * MTI_BLOCK], *sums = mti_row(drow, 0) + j;
-    int64_t r, rows = mt_min(4, dy.rows - i);
-    for (r = 0; r < rows; r++) mti_multiply_row(mti_row(dy, i + r) + j, mti_row(x, i + r) + j, room + r * MTI_BLOCK, n);
+static void mti_multiply_row_backward_block(const mti_product_slopes *b, int64_t i, int64_t j, int64_t n) {
+    float room[4 * MTI_BLOCK], *sums = mti_row(b->dfactor, 0) + j;
+    const float *row = mti_row(b->factor, 0) + j;
+    int64_t r, rows = mt_min(4, b->dy.rows - i);
+    for (r = 0; r < rows; r++)
+        mti_multiply_row(mti_row(b->dy, i + r) + j, mti_row(b->x, i + r) + j, room + r * MTI_BLOCK, n);
     if (rows == 4) mti_add_rows4(room, MTI_BLOCK, sums, n);
     for (r = 0; r < rows && rows < 4; r++) mti_row_add(sums, room + r * MTI_BLOCK, sums, n);
-    for (r = 0; r < rows && dx.data; r++)
-        mti_multiply_row(mti_row(dy, i + r) + j, mti_row(row, 0) + j, mti_row(dx, i + r) + j, n);
+    for (r = 0; r < rows && b->dx.data; r++)
+        mti_multiply_row(mti_row(b->dy, i + r) + j, row, mti_row(b->dx, i + r) + j, n);
 }
 
-static void mti_cpu_multiply_row_backward(mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx, mt_tensor drow) {
+/* A range of columns of dx and drow. */
+static void mti_cpu_multiply_row_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_product_slopes *b = (const mti_product_slopes *)data;
     int64_t i, j;
-    for (i = 0; i < dy.rows; i += 4)
-        for (j = 0; j < dy.cols; j += MTI_BLOCK)
-            mti_multiply_row_backward_block(x, row, dy, dx, drow, i, j, mt_min(MTI_BLOCK, dy.cols - j));
+    (void)thread;
+    for (i = 0; i < b->dy.rows; i += 4)
+        for (j = first; j < last; j += MTI_BLOCK) mti_multiply_row_backward_block(b, i, j, mt_min(MTI_BLOCK, last - j));
 }
 
 #if MT_HAS_CUDA
@@ -13394,7 +13459,9 @@ static mt_status mti_run_pointwise(mt_context *ctx, const char *name, mti_pointw
     mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, count));
     MT_TRY(mti_begin(&op, ctx, name, args, count));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_pointwise(ctx, name, kind, a, b, y), mti_cpu_pointwise(kind, a, b, y)));
+    mti_pointwise_of p = {kind, a, b, y};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_pointwise(ctx, name, kind, a, b, y),
+                                mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_pointwise, &p)));
 }
 
 MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
@@ -13419,8 +13486,9 @@ MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tenso
     if (!drow.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_ROW, "dy", dy, "row", row, "dx", dx);
     MT_TRY(mti_expect_sum_apart(ctx, name, args, MTI_COUNT(args), 4));
     MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
+    mti_product_slopes b = {x, row, dy, dx, drow};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_row_backward(ctx, x, row, dy, dx, drow),
-                                mti_cpu_multiply_row_backward(x, row, dy, dx, drow)));
+                                mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_multiply_row_backward, &b)));
 }
 
 MT_API mt_status mt_multiply_col_forward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor y) {
@@ -13442,8 +13510,9 @@ MT_API mt_status mt_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tenso
     if (!dcol.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_COL, "dy", dy, "col", col, "dx", dx);
     MT_TRY(mti_expect_sum_apart(ctx, name, args, MTI_COUNT(args), 0));
     MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
+    mti_product_slopes b = {x, col, dy, dx, dcol};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_col_backward(ctx, x, col, dy, dx, dcol),
-                                mti_cpu_multiply_col_backward(x, col, dy, dx, dcol)));
+                                mti_cpu_rows(ctx, dy.rows, dy.cols, mti_cpu_multiply_col_backward, &b)));
 }
 
 MT_API mt_status mt_sigmoid_forward(mt_context *ctx, mt_tensor x, mt_tensor y) {
@@ -13478,8 +13547,9 @@ MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_te
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, name, "dgate", dgate, "dx", dx));
     MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
+    mti_product_slopes b = {x, gate, dy, dx, dgate};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_gate_backward(ctx, gate, x, dy, dgate, dx),
-                                mti_cpu_gate_backward(gate, x, dy, dgate, dx)));
+                                mti_cpu_rows(ctx, dy.rows, dy.cols, mti_cpu_gate_backward, &b)));
 }
 
 #ifdef __cplusplus

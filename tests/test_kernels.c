@@ -1178,7 +1178,7 @@ static void check_embedding(int cols) {
     static const float betas[] = {0, 1, 0.5f};
     mt_tensor table = ref_random(12, cols, 2, 1, 0), dtable = ref_random(12, cols, 1, 1, 0),
               dy = ref_random(10, cols, 3, 1, 0);
-    double *want = ref_doubles(10 * cols), *grad = ref_values(dtable);
+    double *want = ref_doubles((size_t)(10 * cols)), *grad = ref_values(dtable);
     int b, i, j;
     for (b = 0; b < 3; b++) {
         mt_tensor y = b == 0 ? ref_guarded(10, cols, 1) : ref_random(10, cols, 1, 1, 0);

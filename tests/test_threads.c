@@ -259,7 +259,7 @@ static void test_bias_and_activation(void **state) {
     check_operations(list, LENGTH(list), matrices, LENGTH(matrices));
 }
 
-/* ---- dropout ----------------------------------------------------------------------------------------------------- */
+/* ---- hash, random numbers and dropout ---------------------------------------------------------------------------- */
 
 /* A part of a tensor of 100000 columns, from an odd element on. */
 static const mt_random place = {5, 77, 3, 11, 100000, NULL};
@@ -284,8 +284,20 @@ static mt_status run_no_dropout_backward(mt_context *c, const mt_tensor *v) {
     return mt_bias_dropout_add_backward(c, v[0], dropout_of(0), v[0], v[1]);
 }
 
-static void test_dropout(void **state) {
+static mt_status run_normal(mt_context *c, const mt_tensor *v) { return mt_random_normal(c, v[0], 0.02f, place); }
+
+/* The hash takes the place of the two elements of view 1. */
+static mt_status run_hash(mt_context *c, const mt_tensor *v) {
+    uint64_t hash = 1;
+    MT_TRY(mt_hash(c, v[0], 5, 7, 100000, &hash));
+    if (mt_context_has_data(c)) memcpy(v[1].data, &hash, sizeof hash);
+    return MT_SUCCESS;
+}
+
+static void test_random_and_dropout(void **state) {
     static const operation list[] = {
+        {"mt_hash", run_hash, {ANY(ROWS, COLS), F32(1, 2)}},
+        {"mt_random_normal", run_normal, {ANY(ROWS, COLS)}},
         {"mt_bias_dropout_add_forward", run_dropout, {ANY(ROWS, COLS), ANY(1, COLS), ANY(ROWS, COLS), ANY(ROWS, COLS)}},
         {"mt_bias_dropout_add_forward",
          run_no_dropout,
@@ -295,6 +307,77 @@ static void test_dropout(void **state) {
     };
     (void)state;
     check_operations(list, LENGTH(list), matrices, LENGTH(matrices));
+}
+
+/* ---- element by element ------------------------------------------------------------------------------------------ */
+
+static mt_status run_by_row(mt_context *c, const mt_tensor *v) { return mt_multiply_row_forward(c, v[0], v[1], v[2]); }
+static mt_status run_by_row_backward(mt_context *c, const mt_tensor *v) {
+    return mt_multiply_row_backward(c, v[0], v[1], v[2], v[2], v[3]);
+}
+static mt_status run_by_col(mt_context *c, const mt_tensor *v) { return mt_multiply_col_forward(c, v[0], v[1], v[2]); }
+static mt_status run_by_col_backward(mt_context *c, const mt_tensor *v) {
+    return mt_multiply_col_backward(c, v[0], v[1], v[2], v[2], v[3]);
+}
+static mt_status run_silu_backward(mt_context *c, const mt_tensor *v) { return mt_silu_backward(c, v[0], v[1], v[2]); }
+static mt_status run_gate(mt_context *c, const mt_tensor *v) { return mt_sigmoid_gate_forward(c, v[0], v[1], v[2]); }
+static mt_status run_gate_backward(mt_context *c, const mt_tensor *v) {
+    return mt_sigmoid_gate_backward(c, v[0], v[1], v[2], v[3], v[1]);
+}
+
+static void test_products(void **state) {
+    static const operation list[] = {
+        {"mt_multiply_row_forward", run_by_row, {ANY(ROWS, COLS), ANY(1, COLS), ANY(ROWS, COLS)}},
+        {"mt_multiply_row_backward",
+         run_by_row_backward,
+         {ANY(ROWS, COLS), ANY(1, COLS), ANY(ROWS, COLS), F32(1, COLS)}},
+        {"mt_multiply_col_forward", run_by_col, {ANY(ROWS, COLS), ANY(ROWS, 1), ANY(ROWS, COLS)}},
+        {"mt_multiply_col_backward",
+         run_by_col_backward,
+         {ANY(ROWS, COLS), ANY(ROWS, 1), ANY(ROWS, COLS), ANY(ROWS, 1)}},
+        {"mt_silu_backward", run_silu_backward, {ANY(ROWS, COLS), ANY(ROWS, COLS), ANY(ROWS, COLS)}},
+        {"mt_sigmoid_gate_forward", run_gate, {ANY(ROWS, COLS), ANY(ROWS, COLS), ANY(ROWS, COLS)}},
+        {"mt_sigmoid_gate_backward",
+         run_gate_backward,
+         {ANY(ROWS, COLS), ANY(ROWS, COLS), ANY(ROWS, COLS), ANY(ROWS, COLS)}},
+    };
+    (void)state;
+    check_operations(list, LENGTH(list), matrices, LENGTH(matrices));
+}
+
+/* ---- rotary ------------------------------------------------------------------------------------------------------ */
+
+static mt_attention_desc rotary_of(mt_rotary_form form) {
+    mt_attention_desc s;
+    memset(&s, 0, sizeof s);
+    s.batch = 3;
+    s.seq = 67;
+    s.groups = 2;
+    s.heads_per_group = 3;
+    s.head_dim = 42;
+    s.rotary_form = form;
+    return s;
+}
+
+static mt_status run_rotary_table(mt_context *c, const mt_tensor *v) { return mt_rotary_table(c, 10000, v[0]); }
+static mt_status run_rotary(mt_context *c, const mt_tensor *v) {
+    mt_attention_desc s = rotary_of(MT_ROTARY_HALVES);
+    return mt_rotary_forward(c, &s, v[0], v[1]);
+}
+static mt_status run_rotary_backward(mt_context *c, const mt_tensor *v) {
+    mt_attention_desc s = rotary_of(MT_ROTARY_PAIRS);
+    return mt_rotary_backward(c, &s, v[0], v[1]);
+}
+
+static void test_rotary(void **state) {
+    static const shape tokens[] = {{3 * 67, 5 * 2 * 42}};
+    static const operation list[] = {
+        {"mt_rotary_table", run_rotary_table, {ANY(1201, 42)}},
+        {"mt_rotary_forward", run_rotary, {ANY(67, 42), ANY(ROWS, COLS)}},
+        {"mt_rotary_backward", run_rotary_backward, {ANY(67, 42), ANY(ROWS, COLS)}},
+    };
+    (void)state;
+    check_operations(list, LENGTH(list), tokens, LENGTH(tokens));
 }
 
 /* ---- embedding and ids ------------------------------------------------------------------------------------------- */
@@ -525,10 +608,18 @@ static void test_kv_cache(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_moves),    cmocka_unit_test(test_norm),      cmocka_unit_test(test_bias_and_activation),
-        cmocka_unit_test(test_dropout),  cmocka_unit_test(test_embedding), cmocka_unit_test(test_cross_entropy),
-        cmocka_unit_test(test_adamw),    cmocka_unit_test(test_long_rows), cmocka_unit_test(test_sampling),
+        cmocka_unit_test(test_moves),
+        cmocka_unit_test(test_norm),
+        cmocka_unit_test(test_bias_and_activation),
+        cmocka_unit_test(test_embedding),
+        cmocka_unit_test(test_cross_entropy),
+        cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_long_rows),
+        cmocka_unit_test(test_sampling),
         cmocka_unit_test(test_kv_cache),
+        cmocka_unit_test(test_random_and_dropout),
+        cmocka_unit_test(test_products),
+        cmocka_unit_test(test_rotary),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
