@@ -182,7 +182,7 @@ typedef struct mt_comm mt_comm;       /* opaque */
 typedef struct mt_context_desc {
     size_t arena_bytes; /* for activations and scratch memory; ignored on MT_DEVICE_META; 0: MT_ARENA_DEFAULT */
     mt_device device;   /* 0: CPU */
-    /* number of threads of mt_parallel_for and of the GEMM library, 1 to 1024. Set mt_launch_desc.cores_per_rank to the
+    /* number of threads that compute on a CPU, 1 to 1024, see mt_parallel_for. Set mt_launch_desc.cores_per_rank to the
        same number. 0: 1 */
     int threads;
     /* Invariant mode: runs on 1, 2, 4, ..., or V tensor ranks and 1, 2, 4, ..., or V_d data ranks give the same bits. V

@@ -41,10 +41,11 @@
      - An operator checks its arguments before it writes. mt_linear_* run several operators one after the other: when a
        later one fails, the results of the earlier ones are already written.
 
-   Operators do not communicate between ranks. They start no threads, allocate no memory and keep no state between
-   calls, with two exceptions. A GEMM library may start threads (see mt_context_desc.threads) and allocate memory. A
-   context keeps the GEMM options and, on a GPU, cuBLASLt's handle, its workspace and the algorithms chosen so far. On a
-   CPU with oneDNN it also keeps oneDNN's primitives for the last 64 shapes of 16-bit products.
+   Operators do not communicate between ranks. On a CPU they run on the threads of the context (mt_parallel_for), with
+   the same bits for any number of threads; mt_gemm has an exception. mt_sum and mt_sum_of_squares run on one thread.
+   Operators allocate no memory and keep no state between calls, with two exceptions. A GEMM library may allocate
+   memory. A context keeps the GEMM options and, on a GPU, cuBLASLt's handle, its workspace and the algorithms chosen so
+   far. On a CPU with oneDNN it also keeps oneDNN's primitives for the last 64 shapes of 16-bit products.
 
    Macros for your compiler line: MT_USE_ONEDNN or MT_USE_CBLAS chooses the GEMM library for a CPU. With neither, a
    built-in loop computes GEMMs. oneDNN may have version 2 or 3 (tested: 2.6 and 3.2).
