@@ -100,6 +100,18 @@ static inline mt_tensor with_dtype(mt_tensor t, mt_dtype dtype) {
     return t;
 }
 
+/* Main thread: creates a context of `threads` threads on a CPU or on the meta device. */
+static inline mt_context *test_context(mt_device device, int threads) {
+    mt_context_desc d;
+    mt_context *ctx = NULL;
+    memset(&d, 0, sizeof d);
+    d.device = device;
+    d.threads = threads;
+    d.arena_bytes = (size_t)64 << 20;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
+    return ctx;
+}
+
 /* A logger that writes nothing. */
 static inline void test_quiet(void *user, mt_log_level level, const char *message) {
     (void)user, (void)level, (void)message;

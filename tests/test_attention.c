@@ -461,17 +461,6 @@ static void test_panels(void **state) {
 
 /* ---- threads of a context ---------------------------------------------------------------------------------------- */
 
-static mt_context *context_of(mt_device device, int threads) {
-    mt_context_desc d;
-    mt_context *ctx = NULL;
-    memset(&d, 0, sizeof d);
-    d.device = device;
-    d.threads = threads;
-    d.arena_bytes = device == MT_DEVICE_META ? 0 : (size_t)64 << 20;
-    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
-    return ctx;
-}
-
 /* Runs forward and backward. Returns the largest sizes of the arena in *peaks. */
 static void run_on(mt_context *ctx, mt_attention_desc s, tensors *x, size_t *peaks) {
     mt_tensor dbias = s.dbias;
@@ -510,7 +499,7 @@ static void try_threads(mt_attention_desc s, mt_dtype type) {
     x.dout = random_of(type, t, w);
     s.bias = bias;
     for (i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        mt_context *ctx = context_of(MT_DEVICE_CPU, numbers[i]), *plan = context_of(MT_DEVICE_META, numbers[i]);
+        mt_context *ctx = test_context(MT_DEVICE_CPU, numbers[i]), *plan = test_context(MT_DEVICE_META, numbers[i]);
         x.out = random_of(type, t, w), x.lse = ref_filled(heads, t, 0, -1.0f);
         x.dq = random_of(type, t, w), x.dk = random_of(type, s.batch * n, kw), x.dv = random_of(type, s.batch * n, kw);
         s.dbias = x.dbias = bias.data ? ref_filled(rows, n, 0, 0.5f) : mt_none();

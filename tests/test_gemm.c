@@ -462,16 +462,6 @@ static void test_rows_alone(void **state) {
 
 /* ---- threads of a context ---------------------------------------------------------------------------------------- */
 
-static mt_context *context_of(int threads) {
-    mt_context_desc d;
-    mt_context *ctx = NULL;
-    memset(&d, 0, sizeof d);
-    d.threads = threads;
-    d.arena_bytes = (size_t)32 << 20;
-    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &ctx));
-    return ctx;
-}
-
 /* 1 to 5 threads share a product. With the built-in loop, and with few rows, each of them gives the same bits. */
 static void try_threads(types t, int form, int64_t m, int64_t n, int64_t k, float alpha, float beta) {
     int ta = form & 1, tb = form >> 1, threads, same = strcmp(mt_gemm_library(), "built-in") == 0;
@@ -480,7 +470,7 @@ static void try_threads(types t, int form, int64_t m, int64_t n, int64_t k, floa
     const double *values = values_of(before);
     same = same || (m <= 4 && form == 2 && k >= 32);
     for (threads = 1; threads <= 5; threads++) {
-        mt_context *ctx = context_of(threads);
+        mt_context *ctx = test_context(MT_DEVICE_CPU, threads);
         mt_tensor c = threads == 1 ? one : random_of(t.c, m, n, 0, 0);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_copy(ctx, before, c));
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_gemm(ctx, (mt_transpose)ta, (mt_transpose)tb, alpha, a, b, beta, c));
@@ -514,14 +504,9 @@ static void test_threads_memory(void **state) {
     int threads;
     (void)state;
     for (threads = 1; threads <= 3; threads++) {
-        mt_context *real = context_of(threads), *meta = NULL;
+        mt_context *real = test_context(MT_DEVICE_CPU, threads), *meta = test_context(MT_DEVICE_META, threads);
         mt_tensor a = random_of(t.a, 300, 100, 0, 1), b = random_of(t.b, 200, 100, 0, 1),
                   c = random_of(t.c, 300, 200, 0, 0);
-        mt_context_desc d;
-        memset(&d, 0, sizeof d);
-        d.device = MT_DEVICE_META;
-        d.threads = threads;
-        ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &meta));
         ASSERT_STATUS(real, MT_SUCCESS, mt_gemm(real, MT_NO_TRANS, MT_TRANS, 1, a, b, 0, c));
         ASSERT_STATUS(meta, MT_SUCCESS, mt_gemm(meta, MT_NO_TRANS, MT_TRANS, 1, a, b, 0, c));
         assert_int_equal(mt_arena_peak(real), mt_arena_peak(meta));

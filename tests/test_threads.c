@@ -37,23 +37,12 @@ typedef struct shape {
 static const int counts[COUNTS] = {1, 2, 3, 7};
 static mt_context *contexts[COUNTS], *metas[COUNTS];
 
-static mt_context *context_of(mt_device device, int threads) {
-    mt_context_desc d;
-    mt_context *c = NULL;
-    memset(&d, 0, sizeof d);
-    d.device = device;
-    d.threads = threads;
-    d.arena_bytes = device == MT_DEVICE_META ? 0 : (size_t)32 << 20;
-    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(NULL, &d, &c));
-    return c;
-}
-
 static int setup(void **state) {
     int k;
     (void)state;
     for (k = 0; k < COUNTS; k++) {
-        contexts[k] = context_of(MT_DEVICE_CPU, counts[k]);
-        metas[k] = context_of(MT_DEVICE_META, counts[k]);
+        contexts[k] = test_context(MT_DEVICE_CPU, counts[k]);
+        metas[k] = test_context(MT_DEVICE_META, counts[k]);
     }
     return 0;
 }
