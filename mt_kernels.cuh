@@ -1668,6 +1668,31 @@ static void mti_cpu_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
     mti_cpu_stripes(ctx, x.rows, x.cols, mti_convert_stripes, &c);
 }
 
+/* Loops compute in f32. They read and write a view block by block: `rows` rows from `row` on, `cols` columns from `col`
+   on. A block of an f32 view is a part of the view. A block of a 16-bit view is a copy in `room`, which has place for
+   rows * cols floats. mti_f32_place returns a block without reading it, and an empty view for an empty view. */
+static mt_tensor mti_f32_place(mt_tensor t, int64_t row, int64_t rows, int64_t col, int64_t cols, float *room) {
+    if (!t.data) return t;
+    if (t.dtype != MT_F32) return mt_tensor_f32(room, rows, cols);
+    return mt_tensor_cols(mt_tensor_rows(t, row, rows), col, cols);
+}
+
+static mt_tensor mti_f32_read(mt_tensor t, int64_t row, int64_t rows, int64_t col, int64_t cols, float *room) {
+    mt_tensor block = mti_f32_place(t, row, rows, col, cols, room);
+    int64_t i;
+    if (t.data && t.dtype != MT_F32)
+        for (i = 0; i < rows; i++) mt_f32_from_16bit(t.dtype, mti_row16(t, row + i) + col, mti_row(block, i), cols);
+    return block;
+}
+
+/* Rounds a block to the 16-bit view that it was placed for. Blocks of f32 views are already written. */
+static void mti_f32_write(mt_tensor block, mt_tensor t, int64_t row, int64_t col) {
+    int64_t i;
+    if (!t.data || t.dtype == MT_F32) return;
+    for (i = 0; i < block.rows; i++)
+        mt_f32_to_16bit(t.dtype, mti_row(block, i), mti_row16(t, row + i) + col, block.cols);
+}
+
 /* out = n numbers of t in f32, from `col` of `row` on. */
 static void mti_cpu_load(mt_tensor t, int64_t row, int64_t col, int64_t n, float *out) {
     if (t.dtype == MT_F32) memcpy(out, mti_row(t, row) + col, (size_t)n * sizeof *out);
@@ -2031,11 +2056,21 @@ static void mti_add_rows4(const float *x, int64_t ld, float *out, int64_t n) {
     for (j = 0; j < n; j++) out[j] += (x[j] + x[ld + j]) + (x[2 * ld + j] + x[3 * ld + j]);
 }
 
+/* out [1, n] += the sums of the columns of x [rows, n]. */
 static void mti_cpu_column_sums(mt_tensor x, mt_tensor out) {
-    float *sums = mti_row(out, 0);
-    int64_t i = 0;
-    for (; i + 4 <= x.rows; i += 4) mti_add_rows4(mti_row(x, i), mt_tensor_ld(x), sums, x.cols);
-    for (; i < x.rows; i++) mti_row_add(sums, mti_row(x, i), sums, x.cols);
+    float room[4 * MTI_BLOCK];
+    int64_t i, j, n, rows;
+    for (j = 0; j < x.cols; j += n) {
+        float *sums = mti_row(out, 0) + j;
+        n = x.dtype == MT_F32 ? x.cols : mt_min(MTI_BLOCK, x.cols - j);
+        for (i = 0; i < x.rows; i += rows) {
+            mt_tensor block;
+            rows = i + 4 <= x.rows ? 4 : 1;
+            block = mti_f32_read(x, i, rows, j, n, room);
+            if (rows == 4) mti_add_rows4(mti_row(block, 0), mt_tensor_ld(block), sums, n);
+            else mti_row_add(sums, mti_row(block, 0), sums, n);
+        }
+    }
 }
 
 #if MT_HAS_CUDA
@@ -4740,9 +4775,19 @@ typedef struct mti_bias {
 
 static void mti_cpu_bias_forward(void *data, int thread, int64_t first, int64_t last) {
     const mti_bias *b = (const mti_bias *)data;
-    int64_t i;
+    float room[2][MTI_BLOCK];
+    int64_t i, j, n;
     (void)thread;
-    for (i = first; i < last; i++) mti_row_add(mti_row(b->y, i), mti_row(b->bias, 0), mti_row(b->y, i), b->y.cols);
+    for (j = 0; j < b->y.cols; j += n) {
+        mt_tensor bias, y;
+        n = mt_min(MTI_BLOCK, b->y.cols - j);
+        bias = mti_f32_read(b->bias, 0, 1, j, n, room[0]);
+        for (i = first; i < last; i++) {
+            y = mti_f32_read(b->y, i, 1, j, n, room[1]);
+            mti_row_add(mti_row(y, 0), mti_row(bias, 0), mti_row(y, 0), n);
+            mti_f32_write(y, b->y, i, j);
+        }
+    }
 }
 
 static void mti_cpu_bias_backward(void *data, int thread, int64_t first, int64_t last) {
@@ -4806,8 +4851,8 @@ static mt_status mti_cuda_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor
 #endif
 
 MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
-                     {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
+                     {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_bias_forward", args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, "mt_bias_forward", args, MTI_COUNT(args)));
@@ -4817,7 +4862,7 @@ MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
 }
 
 MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_bias_backward", args, MTI_COUNT(args)));
