@@ -1343,6 +1343,16 @@ static mti_stripe mti_stripe_of(int64_t cols, int64_t i) {
     return p;
 }
 
+/* All stripes of [first, last) that are in the row of the first one, as one stripe. *count becomes their number. */
+static mti_stripe mti_stripes_of_row(int64_t cols, int64_t first, int64_t last, int64_t *count) {
+    int64_t stripes = mti_stripes(cols);
+    mti_stripe p = mti_stripe_of(cols, first), end;
+    *count = mt_min(stripes - first % stripes, last - first);
+    end = mti_stripe_of(cols, first + *count - 1);
+    p.cols = end.col + end.cols - p.col;
+    return p;
+}
+
 static void mti_cpu_stripes(mt_context *ctx, int64_t rows, int64_t cols, mt_range_function work, void *data) {
     mti_cpu_rows(ctx, rows * mti_stripes(cols), mt_min(MTI_STRIPE_COLS, cols), work, data);
 }
@@ -3156,13 +3166,20 @@ typedef struct mti_fill {
     float value;
 } mti_fill;
 
+/* memset, because it writes a long run of zeros to memory without reading the memory first. */
 static void mti_cpu_fill(void *data, int thread, int64_t first, int64_t last) {
     const mti_fill *f = (const mti_fill *)data;
-    int64_t i;
+    int64_t i, j, count;
+    uint16_t value16 = 0;
     (void)thread;
-    for (i = first; i < last; i++) {
-        mti_stripe p = mti_stripe_of(f->y.cols, i);
-        mti_row_fill(mti_row(f->y, p.row) + p.col, f->value, p.cols);
+    if (f->y.dtype != MT_F32) mt_f32_to_16bit(f->y.dtype, &f->value, &value16, 1);
+    for (i = first; i < last; i += count) {
+        mti_stripe p = mti_stripes_of_row(f->y.cols, i, last, &count);
+        void *y = mti_bytes_at(f->y, p.row, p.col);
+        if (mt_f32_bits(f->value) == 0) memset(y, 0, (size_t)p.cols * mt_dtype_size(f->y.dtype));
+        else if (f->y.dtype == MT_F32) mti_row_fill((float *)y, f->value, p.cols);
+        else
+            for (j = 0; j < p.cols; j++) ((uint16_t *)y)[j] = value16;
     }
 }
 
@@ -3193,7 +3210,7 @@ static mt_status mti_cuda_fill(mt_context *ctx, mt_tensor y, float value) {
 #endif
 
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_fill", args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, "mt_fill", args, MTI_COUNT(args)));
@@ -3207,10 +3224,10 @@ MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
 /* y = x, in any type. Uses memmove because y may be x. */
 static void mti_copy_stripes(void *data, int thread, int64_t first, int64_t last) {
     const mti_conversion *c = (const mti_conversion *)data;
-    int64_t i;
+    int64_t i, count;
     (void)thread;
-    for (i = first; i < last; i++) {
-        mti_stripe p = mti_stripe_of(c->x.cols, i);
+    for (i = first; i < last; i += count) {
+        mti_stripe p = mti_stripes_of_row(c->x.cols, i, last, &count);
         memmove(mti_bytes_at(c->y, p.row, p.col), mti_bytes_at(c->x, p.row, p.col),
                 (size_t)p.cols * mt_dtype_size(c->x.dtype));
     }

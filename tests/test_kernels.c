@@ -114,6 +114,49 @@ static void test_fill_copy_add(void **state) {
     ASSERT_CLOSE(y, sum, 0, 6e-8);
 }
 
+/* One element of a type with the value of `value`, and the bits of element i of a tensor of that type. */
+static uint32_t bits_of_value(mt_dtype dtype, float value) {
+    uint16_t half;
+    if (dtype == MT_F32) return mt_f32_bits(value);
+    mt_f32_to_16bit(dtype, &value, &half, 1);
+    return half;
+}
+
+static uint32_t bits_at(mt_tensor t, int64_t i) {
+    return t.dtype == MT_F32 ? ((const uint32_t *)t.data)[i] : ((const uint16_t *)t.data)[i];
+}
+
+/* Elements in the view have the bits of value, those between its rows have 0x55 in each byte. */
+static void assert_filled(mt_tensor t, float value) {
+    uint32_t inside = bits_of_value(t.dtype, value), outside = t.dtype == MT_F32 ? 0x55555555u : 0x5555u;
+    for (int64_t i = 0; i < t.rows * t.ld; i++) assert_int_equal(bits_at(t, i), i % t.ld < t.cols ? inside : outside);
+}
+
+/* Rows of several stripes, of which threads get parts. -0 is not filled as zero. */
+static void test_fill_and_copy_long_rows(void **state) {
+    static const int64_t shapes[][3] = {{1, 40000, 40000}, {3, 4096, 4096}, {3, 9001, 9004}};
+    static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F16};
+    static const float values[] = {0.0f, -0.0f, 2.5f};
+    (void)state;
+    for (int s = 0; s < 9; s++) {
+        const int64_t *shape = shapes[s / 3];
+        size_t bytes = (size_t)(shape[0] * shape[2]) * mt_dtype_size(dtypes[s % 3]);
+        mt_tensor x = mt_tensor_make(malloc(bytes), dtypes[s % 3], shape[0], shape[1]), y = x;
+        y.data = malloc(bytes);
+        x.ld = y.ld = shape[2];
+        for (int v = 0; v < 3; v++) {
+            memset(x.data, 0x55, bytes);
+            memset(y.data, 0x55, bytes);
+            OK(mt_fill(ref.ctx, x, values[v]));
+            assert_filled(x, values[v]);
+            OK(mt_copy(ref.ctx, x, y));
+            assert_filled(y, values[v]);
+        }
+        free(x.data);
+        free(y.data);
+    }
+}
+
 static void test_upload_download(void **state) {
     mt_tensor y = ref_guarded(3, 5, 4);
     float host[15], back[15];
@@ -2512,6 +2555,7 @@ static const struct CMUnitTest tests[] = {
     REF_TEST(test_rows_without_columns),
     REF_TEST(test_views_that_cannot_be),
     REF_TEST(test_fill_copy_add),
+    REF_TEST(test_fill_and_copy_long_rows),
     REF_TEST(test_upload_download),
     REF_TEST(test_sums),
     REF_TEST(test_exp_sweep),
