@@ -19,8 +19,9 @@
        and the gate, a GPU computes the fp32 result with approximate functions. Its error is at most 4e-5 times the
        value, for slopes plus 2e-6. Rounding to f16 adds up to 4.9e-4 times the value. On a CPU, the scratch memory of
        an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
-       mt_hash and mt_adamw_step make no such copy, and mt_embedding_forward makes none of the table. The comment of
-       mt_gemm says when it makes one. The operators of mt_kv_cache copy at most the keys or values of one group of one
+       mt_hash and mt_adamw_step make no such copy, and mt_embedding_forward makes none of the table. mt_norm_* copy
+       gain and bias, and at most four rows of other views in each thread. The comment of mt_gemm says when it makes
+       one. The operators of mt_kv_cache copy at most the keys or values of one group of one
        sequence, in each thread.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
@@ -1681,13 +1682,17 @@ static void mti_cpu_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
 /* Loops compute in f32. They read and write a view block by block: `rows` rows from `row` on, `cols` columns from `col`
    on. A block of an f32 view is a part of the view. A block of a 16-bit view is a copy in `room`, which has place for
    rows * cols floats. mti_f32_place returns a block without reading it, and an empty view for an empty view. */
-static mt_tensor mti_f32_place(mt_tensor t, int64_t row, int64_t rows, int64_t col, int64_t cols, float *room) {
+MT_INLINE mt_tensor mti_f32_place(mt_tensor t, int64_t row, int64_t rows, int64_t col, int64_t cols, float *room) {
     if (!t.data) return t;
-    if (t.dtype != MT_F32) return mt_tensor_f32(room, rows, cols);
-    return mt_tensor_cols(mt_tensor_rows(t, row, rows), col, cols);
+    t.ld = t.dtype == MT_F32 ? mt_tensor_ld(t) : cols;
+    t.data = t.dtype == MT_F32 ? mti_row(t, row) + col : room;
+    t.dtype = MT_F32;
+    t.rows = rows;
+    t.cols = cols;
+    return t;
 }
 
-static mt_tensor mti_f32_read(mt_tensor t, int64_t row, int64_t rows, int64_t col, int64_t cols, float *room) {
+MT_INLINE mt_tensor mti_f32_read(mt_tensor t, int64_t row, int64_t rows, int64_t col, int64_t cols, float *room) {
     mt_tensor block = mti_f32_place(t, row, rows, col, cols, room);
     int64_t i;
     if (t.data && t.dtype != MT_F32)
@@ -1696,7 +1701,7 @@ static mt_tensor mti_f32_read(mt_tensor t, int64_t row, int64_t rows, int64_t co
 }
 
 /* Rounds a block to the 16-bit view that it was placed for. Blocks of f32 views are already written. */
-static void mti_f32_write(mt_tensor block, mt_tensor t, int64_t row, int64_t col) {
+MT_INLINE void mti_f32_write(mt_tensor block, mt_tensor t, int64_t row, int64_t col) {
     int64_t i;
     if (!t.data || t.dtype == MT_F32) return;
     for (i = 0; i < block.rows; i++)
@@ -1785,10 +1790,11 @@ static float mti_row_exp(const float *x, float shift, float *y, int64_t n) {
     return mti_row_sum(y, n);
 }
 
-/* Begins to load n columns into the cache. */
-static void mti_prefetch_row(const float *x, int64_t n) {
-    int64_t j;
-    for (j = 0; j < n; j += 16) MTI_PREFETCH(x + j);
+/* Begins to load a row into the cache. */
+static void mti_prefetch_row(mt_tensor t, int64_t row) {
+    const char *x = (const char *)mti_bytes_at(t, row, 0);
+    int64_t i, bytes = t.cols * (int64_t)mt_dtype_size(t.dtype);
+    for (i = 0; i < bytes; i += 64) MTI_PREFETCH(x + i);
 }
 
 static void mti_row_fill(float *y, float value, int64_t n) {
@@ -3148,6 +3154,16 @@ static mt_status mti_begin(mti_operator *op, mt_context *ctx, const char *name, 
     }
     for (i = 0; status == MT_SUCCESS && i < op->count; i++) status = mti_widen(op, &args[i], &op->given[i]);
     return status == MT_SUCCESS ? status : mti_end(op, status);
+}
+
+/* Takes `count` floats of scratch memory for each thread of a loop; those of thread t begin at room + t * count. A meta
+   context allocates them, too. */
+static mt_status mti_rooms(mti_operator *op, int64_t count, float **room) {
+    mt_tensor rooms = mt_none();
+    if (op->count > 0 && count > 0)
+        MT_TRY(mt_arena_tensor(op->ctx, MT_F32, mt_context_threads(op->ctx), count, &rooms));
+    *room = mti_row(rooms, 0);
+    return MT_SUCCESS;
 }
 
 /* `launch` and `loop` are expressions. In MTI_CHOOSE both have the type mt_status, and a meta context that does not
@@ -5568,6 +5584,7 @@ typedef struct mti_norm {
     mt_norm_kind kind;
     mt_tensor x, gain, bias, y, stats;
     float eps;
+    float *rooms; /* of a block of each thread, if x or y has a 16-bit type */
 } mti_norm;
 
 #define MTI_NORM_BLOCK 4 /* rows that the processor can work on at once, because their sums are independent */
@@ -5575,31 +5592,39 @@ typedef struct mti_norm {
 /* Computes rows [i, i + rows) step by step, with rows <= MTI_NORM_BLOCK. The first step reads a row from memory, the
    others from L1. The last one also begins to load a row of the next block: the processor does not do it for short
    rows. */
-static void mti_norm_block(const mti_norm *f, int64_t i, int64_t rows) {
+static void mti_norm_block(const mti_norm *f, int64_t i, int64_t rows, float *room) {
     float mean[MTI_NORM_BLOCK] = {0}, rstd[MTI_NORM_BLOCK];
-    mt_tensor x = f->x;
-    int64_t n = x.cols, r;
-    for (r = 0; r < rows && f->kind == MT_LAYER_NORM; r++) mean[r] = mti_row_sum(mti_row(x, i + r), n) / (float)n;
-    for (r = 0; r < rows; r++)
-        rstd[r] = 1.0f / sqrtf(mti_row_variance(mti_row(x, i + r), mean[r], n) / (float)n + f->eps);
+    int64_t n = f->x.cols, r;
+    mt_tensor x = mti_f32_read(f->x, i, rows, 0, n, room), y = mti_f32_place(f->y, i, rows, 0, n, room);
+    for (r = 0; r < rows && f->kind == MT_LAYER_NORM; r++) mean[r] = mti_row_sum(mti_row(x, r), n) / (float)n;
+    for (r = 0; r < rows; r++) rstd[r] = 1.0f / sqrtf(mti_row_variance(mti_row(x, r), mean[r], n) / (float)n + f->eps);
     for (r = 0; r < rows; r++) {
-        if (n <= MTI_BLOCK && i + r + rows < x.rows) mti_prefetch_row(mti_row(x, i + r + rows), n);
-        mti_norm_apply(mti_row(x, i + r), mean[r], rstd[r], mti_row(f->gain, 0), mti_row(f->bias, 0),
-                       mti_row(f->y, i + r), n);
+        if (n <= MTI_BLOCK && i + r + rows < f->x.rows) mti_prefetch_row(f->x, i + r + rows);
+        mti_norm_apply(mti_row(x, r), mean[r], rstd[r], mti_row(f->gain, 0), mti_row(f->bias, 0), mti_row(y, r), n);
         if (!f->stats.data) continue;
         mti_row(f->stats, i + r)[0] = mean[r];
         mti_row(f->stats, i + r)[1] = rstd[r];
     }
+    mti_f32_write(y, f->y, i, 0);
 }
+
+/* The most rows of a block, so that they fit in L1. */
+static int64_t mti_norm_rows(int64_t cols) { return cols <= MTI_BLOCK ? MTI_NORM_BLOCK : 1; }
 
 static void mti_cpu_norm_forward(void *data, int thread, int64_t first, int64_t last) {
     const mti_norm *f = (const mti_norm *)data;
-    int64_t i, rows, most = f->x.cols <= MTI_BLOCK ? MTI_NORM_BLOCK : 1; /* the rows of a block fit in L1 */
-    (void)thread;
+    int64_t i, rows, most = mti_norm_rows(f->x.cols);
     for (i = first; i < last; i += rows) {
         rows = mt_min(most, last - i);
-        mti_norm_block(f, i, rows);
+        mti_norm_block(f, i, rows, f->rooms + thread * most * f->x.cols);
     }
+}
+
+static mt_status mti_norm_forward(mti_operator *op, mti_norm *f) {
+    int narrow = f->x.dtype != MT_F32 || f->y.dtype != MT_F32;
+    MT_TRY(mti_rooms(op, narrow ? mti_norm_rows(f->x.cols) * f->x.cols : 0, &f->rooms));
+    if (op->on_cpu) mti_cpu_rows(op->ctx, f->x.rows, f->x.cols, mti_cpu_norm_forward, f);
+    return MT_SUCCESS;
 }
 
 /* With g = dy * gain and xhat = (x - mean) * rstd: sums = (sum of g, sum of g * xhat). If `adds`, which is constant,
@@ -5648,24 +5673,31 @@ typedef struct mti_norm_slopes {
     mt_norm_kind kind;
     mt_tensor x, gain, stats, dy, dresidual, dx, dgain, dbias;
     int one_pass; /* whoever computes a row of dx adds that row to dgain and dbias */
+    float *rooms; /* of three rows of each thread, if a view has a 16-bit type */
 } mti_norm_slopes;
 
 static float mti_norm_mean(const mti_norm_slopes *b, int64_t row) {
     return b->kind == MT_LAYER_NORM ? mti_row(b->stats, row)[0] : 0.0f;
 }
 
-/* Adds columns [first, last) of rows [i, i + rows) to dgain and dbias, row after row. `rows` is a constant, up to 4. */
-MT_INLINE void mti_norm_parameters_rows(const mti_norm_slopes *b, int64_t i, int rows, int64_t first, int64_t last) {
-    const float *x = mti_row(b->x, i), *dy = mti_row(b->dy, i);
-    float *dgain = mti_row(b->dgain, 0), *dbias = mti_row(b->dbias, 0), mean[4], rstd[4];
-    int64_t ld_x = mt_tensor_ld(b->x), ld_dy = mt_tensor_ld(b->dy), j;
+#define MTI_NORM_COLS 512 /* columns of dgain and dbias that a thread sums at once: four rows of x and dy fit in L1 */
+
+/* Adds n columns of rows [i, i + rows), from `first` on, to dgain and dbias, row after row. `rows` is a constant, up
+   to 4. */
+MT_INLINE void mti_norm_parameters_rows(const mti_norm_slopes *b, int64_t i, int rows, int64_t first, int64_t n) {
+    float room[2][4 * MTI_NORM_COLS], mean[4], rstd[4];
+    mt_tensor x_rows = mti_f32_read(b->x, i, rows, first, n, room[0]);
+    mt_tensor dy_rows = mti_f32_read(b->dy, i, rows, first, n, room[1]);
+    const float *x = mti_row(x_rows, 0), *dy = mti_row(dy_rows, 0);
+    float *dgain = mti_row(b->dgain, 0) + first, *dbias = b->dbias.data ? mti_row(b->dbias, 0) + first : NULL;
+    int64_t ld_x = mt_tensor_ld(x_rows), ld_dy = mt_tensor_ld(dy_rows), j;
     int r;
     for (r = 0; r < rows; r++) {
         mean[r] = mti_norm_mean(b, i + r);
         rstd[r] = mti_row(b->stats, i + r)[1];
     }
     MT_INDEPENDENT
-    for (j = first; j < last; j++) {
+    for (j = 0; j < n; j++) {
         float sum = dgain[j];
         MTI_UNROLL
         for (r = 0; r < rows; r++) sum += dy[r * ld_dy + j] * ((x[r * ld_x + j] - mean[r]) * rstd[r]);
@@ -5673,7 +5705,7 @@ MT_INLINE void mti_norm_parameters_rows(const mti_norm_slopes *b, int64_t i, int
     }
     if (!dbias) return;
     MT_INDEPENDENT
-    for (j = first; j < last; j++) {
+    for (j = 0; j < n; j++) {
         float sum = dbias[j];
         MTI_UNROLL
         for (r = 0; r < rows; r++) sum += dy[r * ld_dy + j];
@@ -5684,10 +5716,13 @@ MT_INLINE void mti_norm_parameters_rows(const mti_norm_slopes *b, int64_t i, int
 /* A range of columns of dgain and dbias. */
 static void mti_cpu_norm_parameters(void *data, int thread, int64_t first, int64_t last) {
     const mti_norm_slopes *b = (const mti_norm_slopes *)data;
-    int64_t i;
+    int64_t i, n, most = b->x.dtype == MT_F32 && b->dy.dtype == MT_F32 ? last - first : MTI_NORM_COLS;
     (void)thread;
-    for (i = 0; i + 4 <= b->x.rows; i += 4) mti_norm_parameters_rows(b, i, 4, first, last);
-    for (; i < b->x.rows; i++) mti_norm_parameters_rows(b, i, 1, first, last);
+    for (; first < last; first += n) {
+        n = mt_min(most, last - first);
+        for (i = 0; i + 4 <= b->x.rows; i += 4) mti_norm_parameters_rows(b, i, 4, first, n);
+        for (; i < b->x.rows; i++) mti_norm_parameters_rows(b, i, 1, first, n);
+    }
 }
 
 /* A range of rows of dx. */
@@ -5696,23 +5731,33 @@ static void mti_cpu_norm_backward(void *data, int thread, int64_t first, int64_t
     const float *gain = mti_row(b->gain, 0);
     float *dgain = mti_row(b->dgain, 0), *dbias = mti_row(b->dbias, 0);
     int64_t i, n = b->x.cols;
-    (void)thread;
+    float *room = b->rooms + 3 * n * thread;
     for (i = first; i < last; i++) {
-        const float *x = mti_row(b->x, i), *dy = mti_row(b->dy, i);
+        mt_tensor x_row = mti_f32_read(b->x, i, 1, 0, n, room), dy_row = mti_f32_read(b->dy, i, 1, 0, n, room + n);
+        mt_tensor residual = mti_f32_read(b->dresidual, i, 1, 0, n, room + 2 * n);
+        mt_tensor dx = mti_f32_place(b->dx, i, 1, 0, n, room);
+        const float *x = mti_row(x_row, 0), *dy = mti_row(dy_row, 0);
         float mean = mti_norm_mean(b, i), rstd = mti_row(b->stats, i)[1], sums[2];
         if (b->one_pass) mti_norm_backward_sums(x, mean, rstd, gain, dy, 1, dgain, n, sums);
         else mti_norm_backward_sums(x, mean, rstd, gain, dy, 0, NULL, n, sums);
         if (b->one_pass && dbias) mti_row_add(dbias, dy, dbias, n);
         mti_norm_backward_apply(x, mean, rstd, gain, dy, b->kind == MT_LAYER_NORM ? sums[0] / (float)n : 0.0f,
-                                sums[1] / (float)n, mti_row(b->dresidual, i), mti_row(b->dx, i), n);
+                                sums[1] / (float)n, mti_row(residual, 0), mti_row(dx, 0), n);
+        mti_f32_write(dx, b->dx, i, 0);
     }
 }
 
 /* With several threads, the parameters are first, because dx may be dy. */
-static void mti_norm_backward(mt_context *ctx, mti_norm_slopes *b) {
-    b->one_pass = mt_context_threads(ctx) == 1;
-    if (!b->one_pass) mti_cpu_columns(ctx, b->x.rows, b->x.cols, mti_cpu_norm_parameters, b);
-    mti_cpu_rows(ctx, b->x.rows, b->x.cols, mti_cpu_norm_backward, b);
+static mt_status mti_norm_backward(mti_operator *op, mti_norm_slopes *b) {
+    mt_tensor residual = b->dresidual;
+    int narrow = b->x.dtype != MT_F32 || b->dy.dtype != MT_F32 || b->dx.dtype != MT_F32 ||
+                 (residual.data && residual.dtype != MT_F32);
+    MT_TRY(mti_rooms(op, narrow ? 3 * b->x.cols : 0, &b->rooms));
+    if (!op->on_cpu) return MT_SUCCESS;
+    b->one_pass = mt_context_threads(op->ctx) == 1;
+    if (!b->one_pass) mti_cpu_columns(op->ctx, b->x.rows, b->x.cols, mti_cpu_norm_parameters, b);
+    mti_cpu_rows(op->ctx, b->x.rows, b->x.cols, mti_cpu_norm_backward, b);
+    return MT_SUCCESS;
 }
 
 #if MT_HAS_CUDA
@@ -6349,19 +6394,19 @@ static mt_status mti_cuda_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_t
 MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
                                  float eps, mt_tensor y, mt_tensor stats) {
     static const char *const where = "mt_norm_forward";
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"gain", &gain, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"bias", &bias, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
                      {"stats", &stats, x.rows, 2, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL}};
     mti_operator op;
     MT_TRY(mti_expect_norm(ctx, where, kind, x, "bias", bias));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_float(ctx, where, NULL, "eps", eps, MT_FLOAT_AT_LEAST_0));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    mti_norm f = {kind, x, gain, bias, y, stats, eps};
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats),
-                                mti_cpu_rows(ctx, x.rows, x.cols, mti_cpu_norm_forward, &f)));
+    mti_norm f = {kind, x, gain, bias, y, stats, eps, NULL};
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats),
+                                   mti_norm_forward(&op, &f)));
 }
 
 /* Refuses dgain or dbias that overlaps x, dy or dx. */
@@ -6375,13 +6420,13 @@ static mt_status mti_expect_norm_sum(mt_context *ctx, const char *where, const c
 MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
                                   mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
     static const char *const where = "mt_norm_backward";
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"gain", &gain, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"dbias", &dbias, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL},
                      {"stats", &stats, x.rows, 2, MT_ARG_F32, MT_ARG_IN},
-                     {"dy", &dy, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dresidual", &dresidual, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"dx", &dx, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"dy", &dy, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dresidual", &dresidual, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS},
+                     {"dx", &dx, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
                      {"dgain", &dgain, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
     mti_operator op;
     MT_TRY(mti_expect_norm(ctx, where, kind, x, "dbias", dbias));
@@ -6390,9 +6435,10 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
     MT_TRY(mti_expect_norm_sum(ctx, where, "dgain", dgain, x, dy, dx));
     MT_TRY(mti_expect_norm_sum(ctx, where, "dbias", dbias, x, dy, dx));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    mti_norm_slopes b = {kind, x, gain, stats, dy, dresidual, dx, dgain, dbias, 0};
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias),
-                                mti_norm_backward(ctx, &b)));
+    mti_norm_slopes b = {kind, x, gain, stats, dy, dresidual, dx, dgain, dbias, 0, NULL};
+    return mti_end(&op,
+                   MTI_CHOOSE(&op, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias),
+                              mti_norm_backward(&op, &b)));
 }
 
 /* ---- >>random-normal --------------------------------------------------------------------------------------------- */

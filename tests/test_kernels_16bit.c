@@ -723,6 +723,7 @@ static void test_norm(void **state) {
          {IN("x", 3, 37), IN("gain", 1, 37), F32("stats", 3, 2), IN("dy", 3, 37), OUT("dx", 3, 37),
           F32("dgain", 1, 37)},
          {{4, 3}}},
+        {"mt_norm_forward", run_rms_norm, {IN("x", 5, 1100), IN("gain", 1, 1100), OUT("y", 5, 1100)}, {{2, 0}}},
     };
     (void)state;
     CHECK_OPERATIONS(list);
@@ -1175,6 +1176,52 @@ static void test_adamw(void **state) {
     CHECK_OPERATIONS(list);
 }
 
+/* ---- scratch memory --------------------------------------------------------------------------------------------- */
+
+#define ROWS 8 /* of the views of token_list with as many rows as there are tokens */
+
+/* These operators work block by block. */
+static const operation token_list[] = {
+    {"mt_norm_forward",
+     run_layer_norm,
+     {IN("x", ROWS, 37), IN("gain", 1, 37), IN("bias", 1, 37), OUT("y", ROWS, 37), F32_OUT("stats", ROWS, 2)},
+     {{0, 0}}},
+    {"mt_norm_backward",
+     run_layer_norm_backward,
+     {IN("x", ROWS, 37), IN("gain", 1, 37), F32("stats", ROWS, 2), IN("dy", ROWS, 37), IN("dresidual", ROWS, 37),
+      OUT("dx", ROWS, 37), F32("dgain", 1, 37), F32("dbias", 1, 37)},
+     {{0, 0}}},
+};
+
+/* The scratch memory of an operator with times as many tokens. */
+static size_t peak_with(const operation *o, int64_t times, mt_dtype dtype) {
+    mt_tensor views[VIEWS];
+    int v, count = count_views(o);
+    for (v = 0; v < count; v++) {
+        const view *w = &o->views[v];
+        views[v] = new_view(w->any ? dtype : MT_F32, w->rows == ROWS ? times * ROWS : w->rows, w->cols, 0);
+    }
+    mt_arena_reset_peak(ref.ctx);
+    OK(o->run(ref.ctx, views));
+    ref_release();
+    return mt_arena_peak(ref.ctx);
+}
+
+/* More tokens need no more scratch memory, so no tensor has an f32 copy. */
+static void test_scratch(void **state) {
+    size_t i;
+    int dtype;
+    (void)state;
+    for (i = 0; i < sizeof token_list / sizeof token_list[0]; i++)
+        for (dtype = 0; dtype < 3; dtype++) {
+            size_t one = peak_with(&token_list[i], 1, (mt_dtype)dtype);
+            size_t many = peak_with(&token_list[i], 10, (mt_dtype)dtype);
+            if (one != many)
+                fail_msg("%s in %s: %zu bytes of scratch memory, and %zu for ten times as many tokens",
+                         token_list[i].name, mt_dtype_name((mt_dtype)dtype), one, many);
+        }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         REF_TEST(test_widen),         REF_TEST(test_round),
@@ -1186,6 +1233,7 @@ int main(void) {
         REF_TEST(test_gemm),          REF_TEST(test_attention),
         REF_TEST(test_embedding),     REF_TEST(test_embedding_memory),
         REF_TEST(test_cross_entropy), REF_TEST(test_adamw),
+        REF_TEST(test_scratch),
     };
     return cmocka_run_group_tests(tests, fill_magnitudes, NULL);
 }
