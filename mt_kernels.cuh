@@ -19,7 +19,7 @@
        and the gate, a GPU computes the fp32 result with approximate functions. Its error is at most 4e-5 times the
        value, for slopes plus 2e-6. Rounding to f16 adds up to 4.9e-4 times the value. On a CPU, the scratch memory of
        an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
-       mt_hash and mt_adamw_step make no such copy, and mt_embedding_forward makes none of the table. mt_norm_* copy
+       mt_hash, mt_add and mt_adamw_step make no such copy, and mt_embedding_forward makes none of the table. mt_norm_* copy
        gain and bias, and at most four rows of other views in each thread. The comment of mt_gemm says when it makes
        one. The operators of mt_kv_cache copy at most the keys or values of one group of one
        sequence, in each thread.
@@ -3327,11 +3327,20 @@ typedef struct mti_add {
 
 static void mti_cpu_add(void *data, int thread, int64_t first, int64_t last) {
     const mti_add *s = (const mti_add *)data;
-    int64_t i;
+    float room[2][MTI_BLOCK];
+    int64_t i, j, n;
     (void)thread;
     for (i = first; i < last; i++) {
         mti_stripe p = mti_stripe_of(s->y.cols, i);
-        mti_row_add(mti_row(s->a, p.row) + p.col, mti_row(s->b, p.row) + p.col, mti_row(s->y, p.row) + p.col, p.cols);
+        for (j = p.col; j < p.col + p.cols; j += n) {
+            mt_tensor a, b, y;
+            n = mt_min(MTI_BLOCK, p.col + p.cols - j);
+            a = mti_f32_read(s->a, p.row, 1, j, n, room[0]);
+            b = mti_f32_read(s->b, p.row, 1, j, n, room[1]);
+            y = mti_f32_place(s->y, p.row, 1, j, n, room[0]);
+            mti_row_add(mti_row(a, 0), mti_row(b, 0), mti_row(y, 0), n);
+            mti_f32_write(y, s->y, p.row, j);
+        }
     }
 }
 
@@ -3406,9 +3415,9 @@ MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
 }
 
 MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"a", &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"b", &b, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     {"a", &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"b", &b, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_add", args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, "mt_add", args, MTI_COUNT(args)));

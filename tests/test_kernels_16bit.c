@@ -520,6 +520,7 @@ static void test_simple(void **state) {
     static const operation list[] = {
         {"mt_fill", run_fill, {OUT("y", 5, 37)}, {{0, 0}}},
         {"mt_add", run_add, {IN("a", 5, 37), IN("b", 5, 37), OUT("y", 5, 37)}, {{2, 0}, {2, 1}}},
+        {"mt_add", run_add, {IN("a", 2, 1100), IN("b", 2, 1100), OUT("y", 2, 1100)}, {{2, 0}, {2, 1}}},
         {"mt_add", run_add, {IN("a", 0, 3), IN("b", 0, 3), OUT("y", 0, 3)}, {{0, 0}}},
         {"mt_add", run_add, {IN("a", 3, 0), IN("b", 3, 0), OUT("y", 3, 0)}, {{0, 0}}},
         {"mt_sum", run_sum, {IN("x", 7, 133), F32("out", 1, 1)}, {{0, 0}}},
@@ -1191,6 +1192,7 @@ static const operation token_list[] = {
      {IN("x", ROWS, 37), IN("gain", 1, 37), F32("stats", ROWS, 2), IN("dy", ROWS, 37), IN("dresidual", ROWS, 37),
       OUT("dx", ROWS, 37), F32("dgain", 1, 37), F32("dbias", 1, 37)},
      {{0, 0}}},
+    {"mt_add", run_add, {IN("a", ROWS, 37), IN("b", ROWS, 37), OUT("y", ROWS, 37)}, {{0, 0}}},
 };
 
 /* The scratch memory of an operator with times as many tokens. */
