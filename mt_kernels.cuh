@@ -19,10 +19,10 @@
        and the gate, a GPU computes the fp32 result with approximate functions. Its error is at most 4e-5 times the
        value, for slopes plus 2e-6. Rounding to f16 adds up to 4.9e-4 times the value. On a CPU, the scratch memory of
        an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
-       mt_hash, mt_add and mt_adamw_step make no such copy, and mt_embedding_forward makes none of the table. mt_norm_* copy
-       gain and bias, and at most four rows of other views in each thread. The comment of mt_gemm says when it makes
-       one. The operators of mt_kv_cache copy at most the keys or values of one group of one
-       sequence, in each thread.
+       mt_hash, mt_add and mt_adamw_step make no such copy, and mt_embedding_forward makes none of the table. mt_norm_*
+       copy gain and bias, and at most four rows of other views in each thread. mt_bias_dropout_add_* copy only bias.
+       The comment of mt_gemm says when it makes one. The operators of mt_kv_cache copy at most the keys or values of
+       one group of one sequence, in each thread.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -6641,20 +6641,6 @@ static void mti_dropout_block(const float *x, const float *bias, const float *re
     }
 }
 
-/* One row of mt_bias_dropout_add_forward. e is the global element number of the first element. */
-static void mti_cpu_bias_dropout_add_row(const float *x, const float *bias, const float *residual, mt_dropout dropout,
-                                         int64_t e, float *y, int64_t n) {
-    uint32_t room[MTI_WORDS_ROOM], threshold = mti_dropout_threshold(dropout.p);
-    float zeros[MTI_WORDS_ROOM] = {0},
-          scale = mti_dropout_scale(dropout.p); /* zeros replace an optional view that is left out */
-    int64_t j, count;
-    for (j = 0; j < n; j += count) {
-        count = mti_words_fit(e + j, n - j);
-        mti_dropout_block(x + j, bias ? bias + j : zeros, residual ? residual + j : zeros,
-                          mti_random_words(dropout.at, e + j, count, room), threshold, scale, y + j, count);
-    }
-}
-
 static void mti_bias_add_row(const float *x, const float *bias, const float *residual, float *y, int64_t n) {
     int64_t j;
     if (bias && residual) {
@@ -6668,22 +6654,53 @@ static void mti_bias_add_row(const float *x, const float *bias, const float *res
 }
 
 typedef struct mti_bias_dropout_add {
-    mt_tensor x, bias, residual;
+    mt_tensor x, bias, residual; /* bias is in f32 */
     mt_dropout dropout;
     mt_tensor y;
 } mti_bias_dropout_add;
+
+/* The blocks of a row begin where Philox blocks do, see mti_words_fit. */
+static void mti_cpu_dropout_row(const mti_bias_dropout_add *f, int64_t row) {
+    const float *bias = mti_row(f->bias, 0);
+    uint32_t words[MTI_WORDS_ROOM], threshold = mti_dropout_threshold(f->dropout.p);
+    float zeros[MTI_WORDS_ROOM] = {0}, room[2][MTI_WORDS_ROOM],
+          scale = mti_dropout_scale(f->dropout.p); /* zeros replace an optional view that is left out */
+    int64_t j, n;
+    for (j = 0; j < f->x.cols; j += n) {
+        int64_t e = mti_random_element(f->dropout.at, row, j);
+        mt_tensor x, residual, y;
+        n = mti_words_fit(e, f->x.cols - j);
+        x = mti_f32_read(f->x, row, 1, j, n, room[0]);
+        residual = mti_f32_read(f->residual, row, 1, j, n, room[1]);
+        y = mti_f32_place(f->y, row, 1, j, n, room[0]);
+        mti_dropout_block(mti_row(x, 0), bias ? bias + j : zeros, residual.data ? mti_row(residual, 0) : zeros,
+                          mti_random_words(f->dropout.at, e, n, words), threshold, scale, mti_row(y, 0), n);
+        mti_f32_write(y, f->y, row, j);
+    }
+}
+
+static void mti_cpu_bias_add_row(const mti_bias_dropout_add *f, int64_t row) {
+    const float *bias = mti_row(f->bias, 0);
+    float room[2][MTI_BLOCK];
+    int64_t j, n;
+    for (j = 0; j < f->x.cols; j += n) {
+        mt_tensor x, residual, y;
+        n = mt_min(MTI_BLOCK, f->x.cols - j);
+        x = mti_f32_read(f->x, row, 1, j, n, room[0]);
+        residual = mti_f32_read(f->residual, row, 1, j, n, room[1]);
+        y = mti_f32_place(f->y, row, 1, j, n, room[0]);
+        mti_bias_add_row(mti_row(x, 0), bias ? bias + j : NULL, mti_row(residual, 0), mti_row(y, 0), n);
+        mti_f32_write(y, f->y, row, j);
+    }
+}
 
 static void mti_cpu_bias_dropout_add_forward(void *data, int thread, int64_t first, int64_t last) {
     const mti_bias_dropout_add *f = (const mti_bias_dropout_add *)data;
     int64_t i;
     (void)thread;
-    for (i = first; i < last; i++) {
-        const float *x = mti_row(f->x, i), *bias = mti_row(f->bias, 0), *residual = mti_row(f->residual, i);
-        if (f->dropout.p > 0.0f)
-            mti_cpu_bias_dropout_add_row(x, bias, residual, f->dropout, mti_random_element(f->dropout.at, i, 0),
-                                         mti_row(f->y, i), f->x.cols);
-        else mti_bias_add_row(x, bias, residual, mti_row(f->y, i), f->x.cols);
-    }
+    for (i = first; i < last; i++)
+        if (f->dropout.p > 0.0f) mti_cpu_dropout_row(f, i);
+        else mti_cpu_bias_add_row(f, i);
 }
 
 typedef struct mti_dropout_slopes {
@@ -6696,15 +6713,23 @@ typedef struct mti_dropout_slopes {
    cache. */
 static void mti_cpu_bias_dropout_add_backward(void *data, int thread, int64_t first, int64_t last) {
     const mti_dropout_slopes *b = (const mti_dropout_slopes *)data;
-    mt_tensor dy = mt_tensor_cols(b->dy, first, last - first), dx = mt_tensor_cols(b->dx, first, last - first);
-    mti_bias_dropout_add four = {dy, mt_none(), mt_none(), b->dropout, dx};
-    int64_t i, end;
-    if (four.dropout.p > 0.0f) four.dropout.at.first_col += first; /* without dropout it may be any number */
-    for (i = 0; i < dy.rows; i = end) {
-        end = mt_min(i + 4, dy.rows);
-        mti_cpu_bias_dropout_add_forward(&four, thread, i, end);
-        if (b->dbias.data)
-            mti_cpu_column_sums(mt_tensor_rows(dx, i, end - i), mt_tensor_cols(b->dbias, first, last - first));
+    float room[4 * MTI_BLOCK];
+    int64_t i, rows, n, most = b->dx.dtype == MT_F32 ? last - first : MTI_BLOCK;
+    for (; first < last; first += n) {
+        n = mt_min(most, last - first);
+        for (i = 0; i < b->dy.rows; i += rows) {
+            mti_bias_dropout_add four = {b->dy, mt_none(), mt_none(), b->dropout, b->dx};
+            rows = mt_min(4, b->dy.rows - i);
+            four.x = mt_tensor_cols(mt_tensor_rows(b->dy, i, rows), first, n);
+            four.y = mti_f32_place(b->dx, i, rows, first, n, room);
+            if (b->dropout.p > 0.0f) { /* without dropout, `at` may have any numbers */
+                four.dropout.at.first_row += i;
+                four.dropout.at.first_col += first;
+            }
+            mti_cpu_bias_dropout_add_forward(&four, thread, 0, rows);
+            if (b->dbias.data) mti_cpu_column_sums(four.y, mt_tensor_cols(b->dbias, first, n));
+            mti_f32_write(four.y, b->dx, i, first);
+        }
     }
 }
 
@@ -6805,10 +6830,10 @@ static mt_status mti_cuda_bias_dropout_add_backward(mt_context *ctx, mt_tensor d
 MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
                                              mt_dropout dropout, mt_tensor y) {
     static const char *const where = "mt_bias_dropout_add_forward";
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"bias", &bias, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"residual", &residual, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
+                     {"residual", &residual, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS},
+                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_dropout(ctx, where, dropout, x.rows, x.cols));
@@ -6821,8 +6846,8 @@ MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_te
 MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
                                               mt_tensor dbias) {
     static const char *const where = "mt_bias_dropout_add_backward";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT},
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
                      {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));

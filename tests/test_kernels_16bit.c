@@ -749,6 +749,20 @@ static mt_status run_no_dropout(mt_context *c, const mt_tensor *v) {
 static mt_status run_dropout_backward(mt_context *c, const mt_tensor *v) {
     return mt_bias_dropout_add_backward(c, v[0], dropout_of(0.3f), v[1], v[2]);
 }
+static mt_dropout wide_dropout(void) {
+    mt_dropout d = dropout_of(0.3f);
+    d.at.global_cols = 1200;
+    return d;
+}
+static mt_status run_wide_dropout(mt_context *c, const mt_tensor *v) {
+    return mt_bias_dropout_add_forward(c, v[0], v[1], v[2], wide_dropout(), v[3]);
+}
+static mt_status run_bias_add(mt_context *c, const mt_tensor *v) {
+    return mt_bias_dropout_add_forward(c, v[0], v[1], v[2], dropout_of(0), v[3]);
+}
+static mt_status run_wide_dropout_backward(mt_context *c, const mt_tensor *v) {
+    return mt_bias_dropout_add_backward(c, v[0], wide_dropout(), v[1], v[2]);
+}
 static mt_status run_no_dropout_backward(mt_context *c, const mt_tensor *v) {
     return mt_bias_dropout_add_backward(c, v[0], dropout_of(0), v[1], mt_none());
 }
@@ -766,6 +780,18 @@ static void test_random_and_dropout(void **state) {
          {IN("dy", 5, 37), OUT("dx", 5, 37), F32("dbias", 1, 37)},
          {{1, 0}}},
         {"mt_bias_dropout_add_backward", run_no_dropout_backward, {IN("dy", 5, 37), OUT("dx", 5, 37)}, {{1, 0}}},
+        {"mt_bias_dropout_add_forward",
+         run_wide_dropout,
+         {IN("x", 2, 1100), IN("bias", 1, 1100), IN("residual", 2, 1100), OUT("y", 2, 1100)},
+         {{3, 0}, {3, 2}}},
+        {"mt_bias_dropout_add_forward",
+         run_bias_add,
+         {IN("x", 2, 1100), IN("bias", 1, 1100), IN("residual", 2, 1100), OUT("y", 2, 1100)},
+         {{3, 0}, {3, 2}}},
+        {"mt_bias_dropout_add_backward",
+         run_wide_dropout_backward,
+         {IN("dy", 6, 1100), OUT("dx", 6, 1100), F32("dbias", 1, 1100)},
+         {{1, 0}}},
     };
     (void)state;
     CHECK_OPERATIONS(list);
@@ -1191,6 +1217,14 @@ static const operation token_list[] = {
      run_layer_norm_backward,
      {IN("x", ROWS, 37), IN("gain", 1, 37), F32("stats", ROWS, 2), IN("dy", ROWS, 37), IN("dresidual", ROWS, 37),
       OUT("dx", ROWS, 37), F32("dgain", 1, 37), F32("dbias", 1, 37)},
+     {{0, 0}}},
+    {"mt_bias_dropout_add_forward",
+     run_dropout,
+     {IN("x", ROWS, 37), IN("bias", 1, 37), IN("residual", ROWS, 37), OUT("y", ROWS, 37)},
+     {{0, 0}}},
+    {"mt_bias_dropout_add_backward",
+     run_dropout_backward,
+     {IN("dy", ROWS, 37), OUT("dx", ROWS, 37), F32("dbias", 1, 37)},
      {{0, 0}}},
     {"mt_add", run_add, {IN("a", ROWS, 37), IN("b", ROWS, 37), OUT("y", ROWS, 37)}, {{0, 0}}},
 };
