@@ -21,8 +21,8 @@
        an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
        mt_hash, mt_add and mt_adamw_step make no such copy, and mt_embedding_forward makes none of the table. mt_norm_*
        copy gain and bias, and at most four rows of other views in each thread. mt_bias_dropout_add_* copy only bias.
-       The comment of mt_gemm says when it makes one. The operators of mt_kv_cache copy at most the keys or values of
-       one group of one sequence, in each thread.
+       mt_rotary_* copy the table, and a group of heads in each thread. The comment of mt_gemm says when it makes one.
+       The operators of mt_kv_cache copy at most the keys or values of one group of one sequence, in each thread.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -9083,23 +9083,36 @@ typedef struct mti_turns {
     mt_tensor table;
     float sign;
     mt_tensor qkv;
+    float *rooms; /* of the queries and the key of a group of each thread, if qkv has a 16-bit type */
 } mti_turns;
+
+/* The columns of the queries and the key of a group. */
+static int64_t mti_turned(const mt_attention_desc *s) { return (s->heads_per_group + 1) * s->head_dim; }
 
 static void mti_cpu_rotary(void *data, int thread, int64_t first, int64_t last) {
     const mti_turns *r = (const mti_turns *)data;
     const mt_attention_desc *desc = r->desc;
-    int64_t i, g, j, half = r->table.cols / 2;
-    (void)thread;
+    int64_t i, g, j, half = r->table.cols / 2, turned = mti_turned(desc);
     for (i = first; i < last; i++) {
         const float *angles = mti_row(r->table, mti_document_position(desc, i / desc->seq, i % desc->seq));
-        for (g = 0; g < desc->groups; g++)
-            for (j = 0; j < desc->heads_per_group + 1; j++) { /* the queries, then the key */
-                float *x = mti_row(r->qkv, i) + (g * (desc->heads_per_group + 2) + j) * desc->head_dim;
+        for (g = 0; g < desc->groups; g++) {
+            int64_t col = g * (turned + desc->head_dim);
+            mt_tensor heads = mti_f32_read(r->qkv, i, 1, col, turned, r->rooms + thread * turned);
+            for (j = 0; j < turned; j += desc->head_dim) {
+                float *x = mti_row(heads, 0) + j;
                 /* constant steps let a compiler make a fast loop of each form */
                 if (desc->rotary_form == MT_ROTARY_PAIRS) mti_rotary_head(x, angles, r->sign, half, 2, 1);
                 else mti_rotary_head(x, angles, r->sign, half, 1, half);
             }
+            mti_f32_write(heads, r->qkv, i, col);
+        }
     }
+}
+
+static mt_status mti_rotary_loop(mti_operator *op, mti_turns *r) {
+    MT_TRY(mti_rooms(op, r->qkv.dtype != MT_F32 ? mti_turned(r->desc) : 0, &r->rooms));
+    if (op->on_cpu) mti_cpu_rows(op->ctx, r->qkv.rows, r->qkv.cols, mti_cpu_rotary, r);
+    return MT_SUCCESS;
 }
 
 #if MT_HAS_CUDA
@@ -9253,8 +9266,9 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
                             float sign, const char *name, mt_tensor qkv) {
     MT_TRY(mti_expect_heads(ctx, where, desc));
     MT_TRY(mti_expect_rotary(ctx, where, desc));
-    mt_arg args[] = {{name, &qkv, desc->batch * desc->seq, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT},
-                     {"table", &table, desc->seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN}};
+    mt_arg args[] = {
+        {name, &qkv, desc->batch * desc->seq, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
+        {"table", &table, desc->seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN}};
     mt_attention_desc s = mti_attention_defaults(desc);
     /* turns the first features of queries and keys */
     const double turned = (double)mti_rotary_dim(desc) * (double)(s.groups * (s.heads_per_group + 1));
@@ -9268,9 +9282,8 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
         s.heads_per_group = s.groups * (s.heads_per_group + 1) - 1;
         s.groups = 1;
     }
-    mti_turns r = {&s, table, sign, qkv};
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary(ctx, &s, table, sign, qkv),
-                                mti_cpu_rows(ctx, qkv.rows, qkv.cols, mti_cpu_rotary, &r)));
+    mti_turns r = {&s, table, sign, qkv, NULL};
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_rotary(ctx, &s, table, sign, qkv), mti_rotary_loop(&op, &r)));
 }
 
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv) {

@@ -1205,7 +1205,13 @@ static void test_adamw(void **state) {
 
 /* ---- scratch memory --------------------------------------------------------------------------------------------- */
 
-#define ROWS 8 /* of the views of token_list with as many rows as there are tokens */
+#define ROWS 9 /* of the views of token_list with as many rows as there are tokens */
+
+static mt_status run_rotary_of_tokens(mt_context *c, const mt_tensor *v) {
+    mt_attention_desc s = attention_of(3, 0);
+    s.batch = v[1].rows / 3;
+    return mt_rotary_forward(c, &s, v[0], v[1]);
+}
 
 /* These operators work block by block. */
 static const operation token_list[] = {
@@ -1218,6 +1224,7 @@ static const operation token_list[] = {
      {IN("x", ROWS, 37), IN("gain", 1, 37), F32("stats", ROWS, 2), IN("dy", ROWS, 37), IN("dresidual", ROWS, 37),
       OUT("dx", ROWS, 37), F32("dgain", 1, 37), F32("dbias", 1, 37)},
      {{0, 0}}},
+    {"mt_rotary_forward", run_rotary_of_tokens, {IN("table", 3, 6), IN("qkv", ROWS, 48)}, {{0, 0}}},
     {"mt_bias_dropout_add_forward",
      run_dropout,
      {IN("x", ROWS, 37), IN("bias", 1, 37), IN("residual", ROWS, 37), OUT("y", ROWS, 37)},
