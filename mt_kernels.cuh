@@ -19,10 +19,10 @@
        and the gate, a GPU computes the fp32 result with approximate functions. Its error is at most 4e-5 times the
        value, for slopes plus 2e-6. Rounding to f16 adds up to 4.9e-4 times the value. On a CPU, the scratch memory of
        an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
-       mt_hash, mt_add and mt_adamw_step make no such copy, and mt_embedding_forward makes none of the table. mt_norm_*
-       copy gain and bias, and at most four rows of other views in each thread. mt_bias_dropout_add_* copy only bias.
-       mt_rotary_* copy the table, and a group of heads in each thread. The comment of mt_gemm says when it makes one.
-       The operators of mt_kv_cache copy at most the keys or values of one group of one sequence, in each thread.
+       mt_hash, mt_add, mt_embedding_* and mt_adamw_step make no such copy. mt_norm_* copy gain and bias, and at most
+       four rows of other views in each thread. mt_bias_dropout_add_* copy only bias. mt_rotary_* copy the table, and a
+       group of heads in each thread. The comment of mt_gemm says when it makes one. The operators of mt_kv_cache copy
+       at most the keys or values of one group of one sequence, in each thread.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -10638,25 +10638,18 @@ static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const 
     return mti_expect_pointer(ctx, where, "ids", ids, y.rows);
 }
 
-/* y = row `row` of the table + beta y. A row that is not in the table counts as zeros. With beta = 0, y is not read. */
-static void mti_embedding_row(mt_tensor table, int64_t row, float beta, float *y) {
+/* y = columns of row `row` of the table, from `col` on, + beta y. A row that is not in the table counts as zeros. With
+   beta = 0, y is not read. */
+static void mti_embedding_block(mt_tensor table, int64_t row, int64_t col, float beta, float *y, int64_t n) {
     int found = row >= 0 && row < table.rows;
-    float x[MTI_BLOCK];
-    int64_t j, n;
-    if (beta == 0.0f) {
-        if (found) mti_cpu_load(table, row, 0, table.cols, y);
-        else mti_row_fill(y, 0.0f, table.cols);
-        return;
-    }
-    if (beta != 1.0f) mti_row_scale(y, beta, table.cols);
-    for (j = 0; found && j < table.cols; j += n) {
-        n = mt_min(MTI_BLOCK, table.cols - j);
-        mti_cpu_load(table, row, j, n, x);
-        mti_row_add(x, y + j, y + j, n);
-    }
+    float room[MTI_BLOCK];
+    if (beta != 0.0f) {
+        if (beta != 1.0f) mti_row_scale(y, beta, n);
+        if (found) mti_row_add(mti_row(mti_f32_read(table, row, 1, col, n, room), 0), y, y, n);
+    } else if (found) mti_cpu_load(table, row, col, n, y);
+    else mti_row_fill(y, 0.0f, n);
 }
 
-/* The table has any type: a copy in f32 would be of all its rows. y is in f32. */
 typedef struct mti_embedding {
     mt_tensor table, y; /* or their gradients */
     int64_t first_row;
@@ -10666,22 +10659,33 @@ typedef struct mti_embedding {
 
 static void mti_cpu_embedding_forward(void *data, int thread, int64_t first, int64_t last) {
     const mti_embedding *e = (const mti_embedding *)data;
-    int64_t i;
+    float room[MTI_BLOCK];
+    int64_t i, j, n;
     (void)thread;
-    for (i = first; i < last; i++) mti_embedding_row(e->table, e->ids[i] - e->first_row, e->beta, mti_row(e->y, i));
+    for (i = first; i < last; i++)
+        for (j = 0; j < e->y.cols; j += n) {
+            mt_tensor y;
+            n = mt_min(MTI_BLOCK, e->y.cols - j);
+            y = e->beta == 0.0f ? mti_f32_place(e->y, i, 1, j, n, room) : mti_f32_read(e->y, i, 1, j, n, room);
+            mti_embedding_block(e->table, e->ids[i] - e->first_row, j, e->beta, mti_row(y, 0), n);
+            mti_f32_write(y, e->y, i, j);
+        }
 }
 
 /* Adds columns of the gradient of y to that of the table. */
 static void mti_cpu_embedding_backward(void *data, int thread, int64_t first, int64_t last) {
     const mti_embedding *e = (const mti_embedding *)data;
-    int64_t i;
+    float room[MTI_BLOCK];
+    int64_t i, j, n;
     (void)thread;
     for (i = 0; i < e->y.rows; i++) {
         int64_t row = e->ids[i] - e->first_row;
-        float *to;
         if (row < 0 || row >= e->table.rows) continue;
-        to = mti_row(e->table, row) + first;
-        mti_row_add(to, mti_row(e->y, i) + first, to, last - first);
+        for (j = first; j < last; j += n) {
+            float *to = mti_row(e->table, row) + j;
+            n = mt_min(MTI_BLOCK, last - j);
+            mti_row_add(to, mti_row(mti_f32_read(e->y, i, 1, j, n, room), 0), to, n);
+        }
     }
 }
 
@@ -11037,7 +11041,7 @@ static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int6
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y) {
     static const char *const where = "mt_embedding_forward";
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | (beta != 0.0f ? MT_ARG_IN : 0)},
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MTI_AS_IS | MT_ARG_OUT | (beta != 0.0f ? MT_ARG_IN : 0)},
                      {"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
     /* reads one row of the table for each token */
     const double bytes = (beta != 0.0f ? 3.0 : 2.0) * mti_view_bytes(y);
@@ -11055,7 +11059,7 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
                                        mt_tensor dtable) {
     static const char *const where = "mt_embedding_backward";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"dtable", &dtable, dtable.rows, dtable.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
     /* adds to one row of the table for each token */
     const double bytes = mti_view_bytes(dy) + 8.0 * (double)dy.rows * (double)dy.cols;

@@ -1126,7 +1126,9 @@ static void test_embedding(void **state) {
         {"mt_embedding_forward", run_embedding, {IN("table", 7, 37), OUT("y", 5, 37)}, {{0, 0}}},
         {"mt_embedding_forward", run_embedding_add, {IN("table", 7, 37), IN("y", 5, 37)}, {{0, 0}}},
         {"mt_embedding_forward", run_embedding_add, {IN("table", 7, 1100), IN("y", 5, 1100)}, {{0, 0}}},
+        {"mt_embedding_forward", run_embedding, {IN("table", 7, 1100), OUT("y", 5, 1100)}, {{0, 0}}},
         {"mt_embedding_backward", run_embedding_backward, {IN("dy", 5, 37), F32("dtable", 7, 37)}, {{0, 0}}},
+        {"mt_embedding_backward", run_embedding_backward, {IN("dy", 5, 1100), F32("dtable", 7, 1100)}, {{0, 0}}},
     };
     (void)state;
     CHECK_OPERATIONS(list);
@@ -1213,6 +1215,15 @@ static mt_status run_rotary_of_tokens(mt_context *c, const mt_tensor *v) {
     return mt_rotary_forward(c, &s, v[0], v[1]);
 }
 
+static const int32_t many_ids[10 * ROWS] = {3, 0, 1};
+
+static mt_status run_embedding_of_tokens(mt_context *c, const mt_tensor *v) {
+    return mt_embedding_forward(c, v[0], 0, many_ids, 0.5f, v[1]);
+}
+static mt_status run_embedding_backward_of_tokens(mt_context *c, const mt_tensor *v) {
+    return mt_embedding_backward(c, v[0], 0, many_ids, v[1]);
+}
+
 /* These operators work block by block. */
 static const operation token_list[] = {
     {"mt_norm_forward",
@@ -1224,6 +1235,8 @@ static const operation token_list[] = {
      {IN("x", ROWS, 37), IN("gain", 1, 37), F32("stats", ROWS, 2), IN("dy", ROWS, 37), IN("dresidual", ROWS, 37),
       OUT("dx", ROWS, 37), F32("dgain", 1, 37), F32("dbias", 1, 37)},
      {{0, 0}}},
+    {"mt_embedding_forward", run_embedding_of_tokens, {IN("table", 7, 37), IN("y", ROWS, 37)}, {{0, 0}}},
+    {"mt_embedding_backward", run_embedding_backward_of_tokens, {IN("dy", ROWS, 37), F32("dtable", 7, 37)}, {{0, 0}}},
     {"mt_rotary_forward", run_rotary_of_tokens, {IN("table", 3, 6), IN("qkv", ROWS, 48)}, {{0, 0}}},
     {"mt_bias_dropout_add_forward",
      run_dropout,
