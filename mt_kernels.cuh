@@ -5050,47 +5050,42 @@ static void mti_swiglu_backward_row(const float *gate, const float *up, const fl
     }
 }
 
-#define MTI_ACTIVATION_BLOCK 256 /* short, so that the loads of a block begin while the one before is computed */
-
-/* Processes n <= MTI_ACTIVATION_BLOCK columns of a row, so that the bias, the activation and the column sums read the
-   cache instead of memory. f is the distance from gate to up. */
-static void mti_activation_block(mt_activation kind, float *h, const float *bias, float *y, int64_t f, int64_t n) {
-    if (bias) mti_row_add(h, bias, h, n);
-    if (bias && kind == MT_SWIGLU) mti_row_add(h + f, bias + f, h + f, n);
-    if (kind == MT_GELU_TANH) mti_gelu_tanh_row(h, y, n);
-    else if (kind == MT_GELU_ERF) mti_gelu_erf_row(h, y, n);
-    else if (kind == MT_SQUARED_RELU) mti_squared_relu_row(h, y, n);
-    else if (kind == MT_RELU) mti_relu_row(h, y, n);
-    else if (kind == MT_TANH) mti_tanh_row(h, y, n);
-    else mti_swiglu_row(h, h + f, y, n);
-}
-
 typedef struct mti_activate {
     mt_activation kind;
     mt_tensor h, bias, y;
 } mti_activate;
 
+/* Processes n <= MTI_BLOCK columns of row i, from j on, so that the bias, the activation and the column sums
+   read the cache instead of memory. For MT_SWIGLU, h[0] is gate and h[1] is up. y is computed from the sum of h and
+   bias before it is rounded. */
+static void mti_activation_block(const mti_activate *f, int64_t i, int64_t j, int64_t n) {
+    float room[4][MTI_BLOCK], *h[2] = {NULL, NULL}, *y;
+    mt_tensor out = mti_f32_place(f->y, i, 1, j, n, room[0]);
+    int part;
+    for (part = 0; part < (f->kind == MT_SWIGLU ? 2 : 1); part++) {
+        int64_t col = j + part * f->y.cols;
+        mt_tensor in = mti_f32_read(f->h, i, 1, col, n, room[1 + part]);
+        h[part] = mti_row(in, 0);
+        if (!f->bias.data) continue;
+        mti_row_add(h[part], mti_row(mti_f32_read(f->bias, 0, 1, col, n, room[3]), 0), h[part], n);
+        mti_f32_write(in, f->h, i, col);
+    }
+    y = mti_row(out, 0);
+    if (f->kind == MT_GELU_TANH) mti_gelu_tanh_row(h[0], y, n);
+    else if (f->kind == MT_GELU_ERF) mti_gelu_erf_row(h[0], y, n);
+    else if (f->kind == MT_SQUARED_RELU) mti_squared_relu_row(h[0], y, n);
+    else if (f->kind == MT_RELU) mti_relu_row(h[0], y, n);
+    else if (f->kind == MT_TANH) mti_tanh_row(h[0], y, n);
+    else mti_swiglu_row(h[0], h[1], y, n);
+    mti_f32_write(out, f->y, i, j);
+}
+
 static void mti_cpu_activation_forward(void *data, int thread, int64_t first, int64_t last) {
     const mti_activate *f = (const mti_activate *)data;
-    const float *b = mti_row(f->bias, 0);
     int64_t i, j, n = f->y.cols;
     (void)thread;
     for (i = first; i < last; i++)
-        for (j = 0; j < n; j += MTI_ACTIVATION_BLOCK)
-            mti_activation_block(f->kind, mti_row(f->h, i) + j, b ? b + j : NULL, mti_row(f->y, i) + j, n,
-                                 mt_min(MTI_ACTIVATION_BLOCK, n - j));
-}
-
-static void mti_activation_backward_block(mt_activation kind, const float *h, const float *dy, float *dh, float *dbias,
-                                          int64_t f, int64_t n) {
-    if (kind == MT_GELU_TANH) mti_gelu_tanh_backward_row(h, dy, dh, n);
-    else if (kind == MT_GELU_ERF) mti_gelu_erf_backward_row(h, dy, dh, n);
-    else if (kind == MT_SQUARED_RELU) mti_squared_relu_backward_row(h, dy, dh, n);
-    else if (kind == MT_RELU) mti_relu_backward_row(h, dy, dh, n);
-    else if (kind == MT_TANH) mti_tanh_backward_row(h, dy, dh, n);
-    else mti_swiglu_backward_row(h, h + f, dy, dh, dh + f, n);
-    if (dbias) mti_row_add(dbias, dh, dbias, n);
-    if (dbias && kind == MT_SWIGLU) mti_row_add(dbias + f, dh + f, dbias + f, n);
+        for (j = 0; j < n; j += MTI_BLOCK) mti_activation_block(f, i, j, mt_min(MTI_BLOCK, n - j));
 }
 
 typedef struct mti_activation_slopes {
@@ -5098,16 +5093,38 @@ typedef struct mti_activation_slopes {
     mt_tensor h, dy, dh, dbias;
 } mti_activation_slopes;
 
+/* The same for backward. All of h is read before dh is written, because dh may be h. */
+static void mti_activation_backward_block(const mti_activation_slopes *b, int64_t i, int64_t j, int64_t n) {
+    float room[5][MTI_BLOCK], *h[2] = {NULL, NULL}, *dh[2] = {NULL, NULL};
+    float *dy = mti_row(mti_f32_read(b->dy, i, 1, j, n, room[0]), 0);
+    mt_tensor out[2];
+    int part, parts = b->kind == MT_SWIGLU ? 2 : 1;
+    for (part = 0; part < parts; part++) {
+        h[part] = mti_row(mti_f32_read(b->h, i, 1, j + part * b->dy.cols, n, room[1 + part]), 0);
+        out[part] = mti_f32_place(b->dh, i, 1, j + part * b->dy.cols, n, room[3 + part]);
+        dh[part] = mti_row(out[part], 0);
+    }
+    if (b->kind == MT_GELU_TANH) mti_gelu_tanh_backward_row(h[0], dy, dh[0], n);
+    else if (b->kind == MT_GELU_ERF) mti_gelu_erf_backward_row(h[0], dy, dh[0], n);
+    else if (b->kind == MT_SQUARED_RELU) mti_squared_relu_backward_row(h[0], dy, dh[0], n);
+    else if (b->kind == MT_RELU) mti_relu_backward_row(h[0], dy, dh[0], n);
+    else if (b->kind == MT_TANH) mti_tanh_backward_row(h[0], dy, dh[0], n);
+    else mti_swiglu_backward_row(h[0], h[1], dy, dh[0], dh[1], n);
+    for (part = 0; part < parts; part++) {
+        int64_t col = j + part * b->dy.cols;
+        float *dbias = b->dbias.data ? mti_row(b->dbias, 0) + col : NULL;
+        if (dbias) mti_row_add(dbias, dh[part], dbias, n);
+        mti_f32_write(out[part], b->dh, i, col);
+    }
+}
+
 /* A range of columns of dh and dbias. */
 static void mti_cpu_activation_backward(void *data, int thread, int64_t first, int64_t last) {
     const mti_activation_slopes *b = (const mti_activation_slopes *)data;
-    float *dbias = mti_row(b->dbias, 0);
     int64_t i, j;
     (void)thread;
     for (i = 0; i < b->dy.rows; i++)
-        for (j = first; j < last; j += MTI_ACTIVATION_BLOCK)
-            mti_activation_backward_block(b->kind, mti_row(b->h, i) + j, mti_row(b->dy, i) + j, mti_row(b->dh, i) + j,
-                                          dbias ? dbias + j : NULL, b->dy.cols, mt_min(MTI_ACTIVATION_BLOCK, last - j));
+        for (j = first; j < last; j += MTI_BLOCK) mti_activation_backward_block(b, i, j, mt_min(MTI_BLOCK, last - j));
 }
 
 #if MT_HAS_CUDA
@@ -5262,9 +5279,9 @@ static mt_status mti_cuda_activation_backward(mt_context *ctx, mt_activation kin
 MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
     static const char *const where = "mt_activation_forward";
     int64_t width = mti_activation_width(kind, y.cols);
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"h", &h, y.rows, width, MT_ARG_FLOAT, MT_ARG_IN | (bias.data ? MT_ARG_OUT : 0)},
-                     {"bias", &bias, 1, width, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     {"h", &h, y.rows, width, MT_ARG_FLOAT, MT_ARG_IN | (bias.data ? MT_ARG_OUT : 0) | MTI_AS_IS},
+                     {"bias", &bias, 1, width, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
@@ -5279,9 +5296,9 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
                                         mt_tensor dbias) {
     static const char *const where = "mt_activation_backward";
     int64_t width = mti_activation_width(kind, dy.cols);
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"h", &h, dy.rows, width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dh", &dh, dy.rows, width, MT_ARG_FLOAT, MT_ARG_OUT},
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"h", &h, dy.rows, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dh", &dh, dy.rows, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
                      {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
     mti_operator op;
     MT_TRY(mti_expect_activation(ctx, where, kind));
