@@ -43,7 +43,7 @@
        later one fails, the results of the earlier ones are already written.
 
    Operators do not communicate between ranks. On a CPU they run on the threads of the context (mt_parallel_for), with
-   the same bits for any number of threads; mt_gemm has an exception. mt_sum and mt_sum_of_squares run on one thread.
+   the same bits for any number of threads; mt_gemm has an exception.
    Operators allocate no memory and keep no state between calls, with two exceptions. A GEMM library may allocate
    memory. A context keeps the GEMM options and, on a GPU, cuBLASLt's handle, its workspace and the algorithms chosen so
    far. On a CPU with oneDNN it also keeps oneDNN's primitives for the last 64 shapes of 16-bit products.
@@ -98,8 +98,8 @@ MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);
 
 /* mt_sum: out [1, 1] += the sum of the elements of x. mt_sum_of_squares: out [1, 1] += the sum of their squares.
-   A CPU accumulates in double. A GPU adds groups of 8 consecutive elements of a row in fp32, then these sums in
-   double. */
+   A CPU accumulates in double, and makes no f32 copy of x. A GPU adds groups of 8 consecutive elements of a row in
+   fp32, then these sums in double. */
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out);
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out);
 
@@ -3544,14 +3544,60 @@ static void mti_lanes_add_squares(double *lanes, const float *x, int64_t n) {
     for (l = 0; j + l < n; l++) lanes[l] += (double)x[j + l] * (double)x[j + l];
 }
 
-static void mti_cpu_sum(mt_tensor x, int squares, mt_tensor out) {
-    double lanes[MTI_PARTIALS] = {0};
-    int64_t i;
-    for (i = 0; i < x.rows; i++) {
-        if (squares) mti_lanes_add_squares(lanes, mti_row(x, i), x.cols);
-        else mti_lanes_add(lanes, mti_row(x, i), x.cols);
+/* A sum is that of at most MTI_SUM_PARTS parts, added in order. A part is a number of stripes, with at least MTI_GRAIN
+   elements unless it is the last one. The parts depend on the shape only, so the bits do not depend on the number of
+   threads. */
+#define MTI_SUM_PARTS 64
+typedef struct mti_sum_parts {
+    mt_tensor x;
+    int squares;
+    int64_t stripes, each; /* of x, and of a part */
+    double sums[MTI_SUM_PARTS];
+} mti_sum_parts;
+
+/* Adds n numbers of a row, or their squares, from `col` on. */
+static void mti_lanes_add_row(double *lanes, const mti_sum_parts *s, int64_t row, int64_t col, int64_t n) {
+    float room[MTI_BLOCK];
+    int64_t j, count;
+    for (j = 0; j < n; j += count) {
+        const float *x = room;
+        count = s->x.dtype == MT_F32 ? n : mt_min(MTI_BLOCK, n - j);
+        if (s->x.dtype == MT_F32) x = mti_row(s->x, row) + col;
+        else mti_cpu_load(s->x, row, col + j, count, room);
+        if (s->squares) mti_lanes_add_squares(lanes, x, count);
+        else mti_lanes_add(lanes, x, count);
     }
-    *(float *)out.data = (float)((double)*(float *)out.data + mti_lanes_sum_double(lanes));
+}
+
+static double mti_sum_of_part(const mti_sum_parts *s, int64_t part) {
+    double lanes[MTI_PARTIALS] = {0};
+    int64_t i = part * s->each, last = mt_min(i + s->each, s->stripes), count;
+    for (; i < last; i += count) {
+        mti_stripe p = mti_stripes_of_row(s->x.cols, i, last, &count);
+        mti_lanes_add_row(lanes, s, p.row, p.col, p.cols);
+    }
+    return mti_lanes_sum_double(lanes);
+}
+
+static void mti_cpu_sum_parts(void *data, int thread, int64_t first, int64_t last) {
+    mti_sum_parts *s = (mti_sum_parts *)data;
+    int64_t i;
+    (void)thread;
+    for (i = first; i < last; i++) s->sums[i] = mti_sum_of_part(s, i);
+}
+
+static void mti_cpu_sum(mt_context *ctx, mt_tensor x, int squares, mt_tensor out) {
+    mti_sum_parts s;
+    double sum = 0.0;
+    int64_t i, parts, least = MTI_GRAIN / mt_max(mt_min(MTI_STRIPE_COLS, x.cols), 1) + 1;
+    s.x = x;
+    s.squares = squares;
+    s.stripes = x.rows * mti_stripes(x.cols);
+    s.each = mt_max(least, (s.stripes + MTI_SUM_PARTS - 1) / MTI_SUM_PARTS);
+    parts = (s.stripes + s.each - 1) / s.each;
+    mt_parallel_for(ctx, parts, 1, mti_cpu_sum_parts, &s);
+    for (i = 0; i < parts; i++) sum += s.sums[i];
+    *(float *)out.data = (float)((double)*(float *)out.data + sum);
 }
 
 #if MT_HAS_CUDA
@@ -3643,12 +3689,12 @@ static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tens
 #endif
 
 static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int squares, mt_tensor out) {
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"out", &out, 1, 1, MT_ARG_F32, MT_ARG_IN_OUT}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_sum(ctx, x, squares, out), mti_cpu_sum(x, squares, out)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_sum(ctx, x, squares, out), mti_cpu_sum(ctx, x, squares, out)));
 }
 
 MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out) { return mti_sum(ctx, "mt_sum", x, 0, out); }
@@ -13069,9 +13115,10 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
                                 mti_cpu_multi_adamw(ctx, list, hyper, values)));
 }
 
-static void mti_cpu_multi_squares(const mt_multi_tensor *list, mt_tensor out) {
+static void mti_cpu_multi_squares(mt_context *ctx, const mt_multi_tensor *list, mt_tensor out) {
     int i;
-    for (i = 0; i < list->count; i++) mti_cpu_sum(list->squares[i].x, 1, mt_tensor_cols(out, list->squares[i].out, 1));
+    for (i = 0; i < list->count; i++)
+        mti_cpu_sum(ctx, list->squares[i].x, 1, mt_tensor_cols(out, list->squares[i].out, 1));
 }
 
 MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_tensor *list, mt_tensor out) {
@@ -13088,7 +13135,7 @@ MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_
     MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
     op.work.work = MT_WORK_OPTIMIZER;
     for (i = 0; op.work.name && i < list->count; i++) op.work.bytes += mti_view_bytes(list->squares[i].x);
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_multi_squares(ctx, list, out), mti_cpu_multi_squares(list, out)));
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_multi_squares(ctx, list, out), mti_cpu_multi_squares(ctx, list, out)));
 }
 
 /* ---- >>step: loss scale, norm, clipping and the decision of a step ----------------------------------------------- */

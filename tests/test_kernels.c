@@ -177,21 +177,27 @@ static void test_upload_download(void **state) {
     assert_memory_equal(ints, ints_back, sizeof ints);
 }
 
-/* Sums are accumulated in double, so they keep what float would lose: 1e8 plus a thousand ones. */
+/* Sums are accumulated in double, so they keep what float would lose: 1e8 plus a thousand ones. A long tensor is summed
+   in parts. */
 static void test_sums(void **state) {
-    mt_tensor x = ref_random(11, 133, 5, 1, 0), out = ref_filled(1, 1, 0, 0.5f), big = ref_filled(3, 401, 1, 1);
-    double *v = ref_values(x), sum = 0.5, squares = 0.5;
-    int i;
+    static const int shapes[][2] = {{11, 133}, {3, 70001}, {50021, 7}};
+    mt_tensor out = ref_filled(1, 1, 0, 0.5f), big = ref_filled(3, 401, 1, 1);
+    int i, k;
     (void)state;
-    for (i = 0; i < 11 * 133; i++) {
-        sum += v[i];
-        squares += v[i] * v[i];
+    for (k = 0; k < 3; k++) {
+        mt_tensor x = ref_random(shapes[k][0], shapes[k][1], 5, 1, 0.1f);
+        double *v = ref_values(x), sum = 0.5, squares = 0.5;
+        for (i = 0; i < shapes[k][0] * shapes[k][1]; i++) {
+            sum += v[i];
+            squares += v[i] * v[i];
+        }
+        OK(mt_fill(ref.ctx, out, 0.5f));
+        OK(mt_sum(ref.ctx, x, out));
+        ASSERT_CLOSE(out, &sum, 1e-15, 6e-8); /* only the last rounding */
+        OK(mt_fill(ref.ctx, out, 0.5f));
+        OK(mt_sum_of_squares(ref.ctx, x, out));
+        ASSERT_CLOSE(out, &squares, 1e-15, 6e-8);
     }
-    OK(mt_sum(ref.ctx, x, out));
-    ASSERT_CLOSE(out, &sum, 1e-15, 6e-8); /* only the last rounding */
-    OK(mt_fill(ref.ctx, out, 0.5f));
-    OK(mt_sum_of_squares(ref.ctx, x, out));
-    ASSERT_CLOSE(out, &squares, 1e-15, 6e-8);
     ref_row(big, 0)[0] = 1e8f;
     ref_row(big, 2)[400] = -1e8f;
     OK(mt_fill(ref.ctx, out, 0));

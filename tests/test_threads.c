@@ -171,6 +171,34 @@ static void test_moves(void **state) {
     check_operations(list, LENGTH(list), matrices, LENGTH(matrices));
 }
 
+/* ---- sums -------------------------------------------------------------------------------------------------------- */
+
+static mt_status run_sum(mt_context *c, const mt_tensor *v) { return mt_sum(c, v[0], v[1]); }
+static mt_status run_squares(mt_context *c, const mt_tensor *v) { return mt_sum_of_squares(c, v[0], v[1]); }
+static mt_status run_squares_list(mt_context *c, const mt_tensor *v) {
+    mt_square_tensor tensors[] = {{v[0], 1}, {v[1], 0}, {v[2], 1}};
+    mt_multi_tensor *list = NULL;
+    mt_status status;
+    MT_TRY(mt_multi_tensor_create_squares(c, tensors, 3, &list));
+    status = mt_multi_tensor_sum_of_squares(c, list, v[3]);
+    mt_multi_tensor_destroy(c, list);
+    return status;
+}
+
+/* The last shapes have more elements than a sum has parts of the smallest size: long rows, and narrow ones. */
+static void test_sums(void **state) {
+    static const shape shapes[] = {{67, 1003}, {3, 20011}, {16001, 5}, {1, 70001}, {1, 1}, {2, 700001}, {300007, 5}};
+    static const operation list[] = {
+        {"mt_sum", run_sum, {ANY(ROWS, COLS), F32(1, 1)}},
+        {"mt_sum_of_squares", run_squares, {ANY(ROWS, COLS), F32(1, 1)}},
+        {"mt_multi_tensor_sum_of_squares",
+         run_squares_list,
+         {F32(ROWS, COLS), F32(1, COLS), F32(ROWS, COLS), F32(1, 2)}},
+    };
+    (void)state;
+    check_operations(list, LENGTH(list), shapes, LENGTH(shapes));
+}
+
 /* ---- normalisation ----------------------------------------------------------------------------------------------- */
 
 static mt_status run_layer_norm(mt_context *c, const mt_tensor *v) {
@@ -598,6 +626,7 @@ static void test_kv_cache(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_moves),
+        cmocka_unit_test(test_sums),
         cmocka_unit_test(test_norm),
         cmocka_unit_test(test_bias_and_activation),
         cmocka_unit_test(test_embedding),
