@@ -2577,166 +2577,258 @@ static mt_status item_scaling(worker *w) {
 
 /* ---- item bandwidth ---------------------------------------------------------------------------------------------- */
 
-enum {
-    BW_NORM,
-    BW_NORM_BACKWARD,
-    BW_GELU,
-    BW_GELU_BACKWARD,
-    BW_ADD,
-    BW_DROP,
-    BW_DROP_BACKWARD,
-    BW_MULTIPLY,
-    BW_ROW_BACKWARD,
-    BW_COL_BACKWARD,
-    BW_SIGMOID,
-    BW_SIGMOID_BACKWARD,
-    BW_SILU_BACKWARD,
-    BW_CE,
-    BW_CE_BACKWARD,
-    BW_ADAMW,
-    BW_CASES
-};
-
 #define CE_TOKENS 256
-#define ADAMW_ELEMENTS (4 << 20)
+#define FLAT_ELEMENTS (4 << 20)
+#define BW_GROUP (MAX_CASES / 2) /* rows that alternate with each other and with a memcpy for each */
 
 typedef struct bandwidth_item {
+    mt_dtype dtype;
     mt_tensor x, y, z, r, stats, vector, grads, scales; /* [tokens, hidden], vectors, scales and their gradients */
     mt_tensor h, act, dh, zero; /* [tokens, ffn]; a bias of zeros, so that repeated calls do not change h */
-    mt_tensor logits, scalars, lse;
+    mt_tensor gated;            /* [tokens, ffn / 2] */
+    mt_tensor logits, scalars, lse, total;
     mt_tensor p, g, m, v;
+    mt_tensor bf16, f16; /* [tokens, ffn] */
     int32_t targets[CE_TOKENS];
     char *from, *to;
-    double bytes[BW_CASES]; /* read and written, counting each tensor once */
+    size_t copy; /* bytes of from, and of to */
+    int rows[BW_GROUP];
 } bandwidth_item;
-
-static const char *const bandwidth_names[BW_CASES] = {"layer norm",
-                                                      "layer norm backward",
-                                                      "bias + gelu",
-                                                      "gelu backward + bias gradient",
-                                                      "bias + residual",
-                                                      "bias + dropout 0.1 + residual",
-                                                      "dropout 0.1 backward + bias gradient",
-                                                      "multiply",
-                                                      "multiply by a row, backward",
-                                                      "multiply by a column, backward",
-                                                      "sigmoid",
-                                                      "sigmoid backward",
-                                                      "SiLU backward",
-                                                      "cross-entropy forward",
-                                                      "cross-entropy backward",
-                                                      "AdamW"};
 
 static const mt_cross_entropy_shard_desc ce_desc = {GPT_VOCAB, 0, 0.0f, 0};
 
+static mt_tensor bw_bias(const bandwidth_item *b) { return mt_tensor_cols(b->vector, 0, HIDDEN); }
+static mt_tensor bw_dbias(const bandwidth_item *b) { return mt_tensor_cols(b->grads, 0, HIDDEN); }
+
+static mt_status bw_norm(mt_context *c, const bandwidth_item *b) {
+    return mt_norm_forward(c, MT_LAYER_NORM, b->x, bw_bias(b), bw_bias(b), 1e-5f, b->y, b->stats);
+}
+static mt_status bw_norm_backward(mt_context *c, const bandwidth_item *b) {
+    return mt_norm_backward(c, MT_LAYER_NORM, b->x, bw_bias(b), b->stats, b->y, b->r, b->z, bw_dbias(b),
+                            mt_tensor_cols(b->grads, HIDDEN, HIDDEN));
+}
+static mt_status bw_rms(mt_context *c, const bandwidth_item *b) {
+    return mt_norm_forward(c, MT_RMS_NORM, b->x, bw_bias(b), mt_none(), 1e-5f, b->y, b->stats);
+}
+static mt_status bw_rms_backward(mt_context *c, const bandwidth_item *b) {
+    return mt_norm_backward(c, MT_RMS_NORM, b->x, bw_bias(b), b->stats, b->y, b->r, b->z, bw_dbias(b), mt_none());
+}
+static mt_status bw_gelu(mt_context *c, const bandwidth_item *b) {
+    return mt_activation_forward(c, MT_GELU_TANH, b->h, b->zero, b->act);
+}
+static mt_status bw_gelu_backward(mt_context *c, const bandwidth_item *b) {
+    return mt_activation_backward(c, MT_GELU_TANH, b->h, b->act, b->dh, b->grads);
+}
+static mt_status bw_erf(mt_context *c, const bandwidth_item *b) {
+    return mt_activation_forward(c, MT_GELU_ERF, b->h, b->zero, b->act);
+}
+static mt_status bw_erf_backward(mt_context *c, const bandwidth_item *b) {
+    return mt_activation_backward(c, MT_GELU_ERF, b->h, b->act, b->dh, b->grads);
+}
+static mt_status bw_swiglu(mt_context *c, const bandwidth_item *b) {
+    return mt_activation_forward(c, MT_SWIGLU, b->h, mt_none(), b->gated);
+}
+static mt_status bw_swiglu_backward(mt_context *c, const bandwidth_item *b) {
+    return mt_activation_backward(c, MT_SWIGLU, b->h, b->gated, b->dh, mt_none());
+}
+static mt_status bw_drop_by(mt_context *c, const bandwidth_item *b, float p) {
+    mt_dropout drop = {.at = {.seed = 1, .subsequence = 1, .global_cols = HIDDEN}, .p = p};
+    return mt_bias_dropout_add_forward(c, b->x, bw_bias(b), b->r, drop, b->z);
+}
+static mt_status bw_add(mt_context *c, const bandwidth_item *b) { return bw_drop_by(c, b, 0); }
+static mt_status bw_drop(mt_context *c, const bandwidth_item *b) { return bw_drop_by(c, b, 0.1f); }
+static mt_status bw_drop_backward(mt_context *c, const bandwidth_item *b) {
+    mt_dropout drop = {.at = {.seed = 1, .subsequence = 1, .global_cols = HIDDEN}, .p = 0.1f};
+    return mt_bias_dropout_add_backward(c, b->x, drop, b->z, bw_dbias(b));
+}
+static mt_status bw_multiply(mt_context *c, const bandwidth_item *b) { return mt_multiply(c, b->x, b->r, b->z); }
+static mt_status bw_row_backward(mt_context *c, const bandwidth_item *b) {
+    return mt_multiply_row_backward(c, b->x, bw_bias(b), b->r, b->z, bw_dbias(b));
+}
+static mt_status bw_col_backward(mt_context *c, const bandwidth_item *b) {
+    return mt_multiply_col_backward(c, b->x, mt_tensor_cols(b->scales, 0, 1), b->r, b->z,
+                                    mt_tensor_cols(b->scales, 1, 1));
+}
+static mt_status bw_sigmoid(mt_context *c, const bandwidth_item *b) { return mt_sigmoid_forward(c, b->x, b->z); }
+static mt_status bw_sigmoid_backward(mt_context *c, const bandwidth_item *b) {
+    return mt_sigmoid_backward(c, b->x, b->r, b->z);
+}
+static mt_status bw_silu_backward(mt_context *c, const bandwidth_item *b) {
+    return mt_silu_backward(c, b->x, b->r, b->z);
+}
+static mt_status bw_ce(mt_context *c, const bandwidth_item *b) {
+    return mt_cross_entropy_stats(c, &ce_desc, b->logits, b->targets, b->scalars);
+}
+static mt_status bw_ce_backward(mt_context *c, const bandwidth_item *b) {
+    return mt_cross_entropy_backward(c, &ce_desc, b->logits, b->targets, b->lse, mt_none(), 1.0f);
+}
+static mt_status bw_adamw(mt_context *c, const bandwidth_item *b) {
+    mt_adamw adamw = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f, 1, NULL};
+    return mt_adamw_step(c, &adamw, b->p, mt_none(), b->g, b->m, b->v);
+}
+static mt_status bw_squares(mt_context *c, const bandwidth_item *b) { return mt_sum_of_squares(c, b->g, b->total); }
+static mt_status bw_normal(mt_context *c, const bandwidth_item *b) {
+    return mt_random_normal(c, b->dh, 0.5f, (mt_random){.seed = 1, .global_cols = b->dh.cols});
+}
+static mt_status bw_to_bf16(mt_context *c, const bandwidth_item *b) { return mt_convert(c, b->act, b->bf16); }
+static mt_status bw_from_bf16(mt_context *c, const bandwidth_item *b) { return mt_convert(c, b->bf16, b->dh); }
+static mt_status bw_to_f16(mt_context *c, const bandwidth_item *b) { return mt_convert(c, b->act, b->f16); }
+static mt_status bw_from_f16(mt_context *c, const bandwidth_item *b) { return mt_convert(c, b->f16, b->dh); }
+
+enum { BW_WIDE, BW_INNER, BW_LOGITS, BW_FLAT };
+#define BW_F32 1
+#define BW_BF16 2
+
+/* A row reads and writes `tensors` tensors of a size, counting each of them once; a 16-bit one beside f32 is half a
+   tensor. types: the types in which it is measured. */
+static const struct bandwidth_row {
+    const char *name;
+    mt_status (*run)(mt_context *c, const bandwidth_item *b);
+    int size;
+    double tensors;
+    int types;
+} bandwidth_rows[] = {{"layer norm", bw_norm, BW_WIDE, 2, BW_F32 | BW_BF16},
+                      {"layer norm backward", bw_norm_backward, BW_WIDE, 4, BW_F32 | BW_BF16},
+                      {"RMS norm", bw_rms, BW_WIDE, 2, BW_F32},
+                      {"RMS norm backward", bw_rms_backward, BW_WIDE, 4, BW_F32},
+                      {"bias + gelu", bw_gelu, BW_INNER, 3, BW_F32 | BW_BF16},
+                      {"gelu backward + bias gradient", bw_gelu_backward, BW_INNER, 3, BW_F32 | BW_BF16},
+                      {"bias + gelu (erf)", bw_erf, BW_INNER, 3, BW_F32},
+                      {"gelu (erf) backward + bias gradient", bw_erf_backward, BW_INNER, 3, BW_F32},
+                      {"SwiGLU", bw_swiglu, BW_INNER, 1.5, BW_F32},
+                      {"SwiGLU backward", bw_swiglu_backward, BW_INNER, 2.5, BW_F32},
+                      {"bias + residual", bw_add, BW_WIDE, 3, BW_F32},
+                      {"bias + dropout 0.1 + residual", bw_drop, BW_WIDE, 3, BW_F32 | BW_BF16},
+                      {"dropout 0.1 backward + bias gradient", bw_drop_backward, BW_WIDE, 2, BW_F32},
+                      {"multiply", bw_multiply, BW_WIDE, 3, BW_F32},
+                      {"multiply by a row, backward", bw_row_backward, BW_WIDE, 3, BW_F32},
+                      {"multiply by a column, backward", bw_col_backward, BW_WIDE, 3, BW_F32},
+                      {"sigmoid", bw_sigmoid, BW_WIDE, 2, BW_F32},
+                      {"sigmoid backward", bw_sigmoid_backward, BW_WIDE, 3, BW_F32},
+                      {"SiLU backward", bw_silu_backward, BW_WIDE, 3, BW_F32},
+                      {"cross-entropy forward", bw_ce, BW_LOGITS, 1, BW_F32 | BW_BF16},
+                      {"cross-entropy backward", bw_ce_backward, BW_LOGITS, 2, BW_F32 | BW_BF16},
+                      {"AdamW", bw_adamw, BW_FLAT, 7, BW_F32},
+                      {"sum of squares", bw_squares, BW_FLAT, 1, BW_F32},
+                      {"random normal", bw_normal, BW_INNER, 1, BW_F32},
+                      {"f32 to bf16", bw_to_bf16, BW_INNER, 1.5, BW_F32},
+                      {"bf16 to f32", bw_from_bf16, BW_INNER, 1.5, BW_F32},
+                      {"f32 to f16", bw_to_f16, BW_INNER, 1.5, BW_F32},
+                      {"f16 to f32", bw_from_f16, BW_INNER, 1.5, BW_F32}};
+#define BW_ROWS (int)(sizeof bandwidth_rows / sizeof *bandwidth_rows)
+
+static double bandwidth_bytes(const bandwidth_item *b, int r) {
+    const double elements[] = {TOKENS * HIDDEN, 4.0 * TOKENS * HIDDEN, (double)CE_TOKENS * GPT_VOCAB, FLAT_ELEMENTS};
+    return bandwidth_rows[r].tensors * elements[bandwidth_rows[r].size] * (double)mt_dtype_size(b->dtype);
+}
+
 static mt_status run_bandwidth(worker *w, int arg) {
     bandwidth_item *b = w->item;
-    mt_dropout drop = {.at = {.seed = 1, .subsequence = 1, .global_cols = HIDDEN}, .p = 0.1f}, off = {.p = 0.0f};
-    mt_adamw adamw = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 1.0f, 1, NULL};
-    mt_tensor bias = mt_tensor_cols(b->vector, 0, HIDDEN), dbias = mt_tensor_cols(b->grads, 0, HIDDEN);
-    switch (arg) {
-    case BW_NORM: return mt_norm_forward(w->ctx, MT_LAYER_NORM, b->x, bias, bias, 1e-5f, b->y, b->stats);
-    case BW_NORM_BACKWARD:
-        return mt_norm_backward(w->ctx, MT_LAYER_NORM, b->x, bias, b->stats, b->y, b->r, b->z, dbias,
-                                mt_tensor_cols(b->grads, HIDDEN, HIDDEN));
-    case BW_GELU: return mt_activation_forward(w->ctx, MT_GELU_TANH, b->h, b->zero, b->act);
-    case BW_GELU_BACKWARD: return mt_activation_backward(w->ctx, MT_GELU_TANH, b->h, b->act, b->dh, b->grads);
-    case BW_ADD: return mt_bias_dropout_add_forward(w->ctx, b->x, bias, b->r, off, b->z);
-    case BW_DROP: return mt_bias_dropout_add_forward(w->ctx, b->x, bias, b->r, drop, b->z);
-    case BW_DROP_BACKWARD: return mt_bias_dropout_add_backward(w->ctx, b->x, drop, b->z, dbias);
-    case BW_MULTIPLY: return mt_multiply(w->ctx, b->x, b->r, b->z);
-    case BW_ROW_BACKWARD: return mt_multiply_row_backward(w->ctx, b->x, bias, b->r, b->z, dbias);
-    case BW_COL_BACKWARD:
-        return mt_multiply_col_backward(w->ctx, b->x, mt_tensor_cols(b->scales, 0, 1), b->r, b->z,
-                                        mt_tensor_cols(b->scales, 1, 1));
-    case BW_SIGMOID: return mt_sigmoid_forward(w->ctx, b->x, b->z);
-    case BW_SIGMOID_BACKWARD: return mt_sigmoid_backward(w->ctx, b->x, b->r, b->z);
-    case BW_SILU_BACKWARD: return mt_silu_backward(w->ctx, b->x, b->r, b->z);
-    case BW_CE: return mt_cross_entropy_stats(w->ctx, &ce_desc, b->logits, b->targets, b->scalars);
-    case BW_CE_BACKWARD:
-        return mt_cross_entropy_backward(w->ctx, &ce_desc, b->logits, b->targets, b->lse, mt_none(), 1.0f);
-    default: return mt_adamw_step(w->ctx, &adamw, b->p, mt_none(), b->g, b->m, b->v);
-    }
+    return bandwidth_rows[b->rows[arg]].run(w->ctx, b);
 }
 
 static mt_status run_bandwidth_memcpy(worker *w, int arg) {
     bandwidth_item *b = w->item;
-    memcpy(b->to, b->from, (size_t)(b->bytes[arg] / 2));
+    memcpy(b->to, b->from, (size_t)(bandwidth_bytes(b, b->rows[arg]) / 2));
     __asm__ volatile("" : : "r"(b->to) : "memory");
     return MT_SUCCESS;
 }
 
-static void bandwidth_bytes(bandwidth_item *b) {
-    double wide = bytes_of(b->x), inner = bytes_of(b->h), logits = bytes_of(b->logits), p = bytes_of(b->p);
-    double bytes[BW_CASES] = {[BW_NORM] = 2 * wide,          [BW_NORM_BACKWARD] = 4 * wide,
-                              [BW_GELU] = 3 * inner,         [BW_GELU_BACKWARD] = 3 * inner,
-                              [BW_ADD] = 3 * wide,           [BW_DROP] = 3 * wide,
-                              [BW_DROP_BACKWARD] = 2 * wide, [BW_MULTIPLY] = 3 * wide,
-                              [BW_ROW_BACKWARD] = 3 * wide,  [BW_COL_BACKWARD] = 3 * wide,
-                              [BW_SIGMOID] = 2 * wide,       [BW_SIGMOID_BACKWARD] = 3 * wide,
-                              [BW_SILU_BACKWARD] = 3 * wide, [BW_CE] = logits,
-                              [BW_CE_BACKWARD] = 2 * logits, [BW_ADAMW] = 7 * p};
-    memcpy(b->bytes, bytes, sizeof bytes);
-}
-
 /* Allocates the tensors in the arena, with small random numbers. AdamW's second moment must not be negative. */
 static mt_status bandwidth_tensors(worker *w, bandwidth_item *b) {
+    const mt_dtype any = b->dtype;
     const struct {
         mt_tensor *t;
+        mt_dtype dtype;
         int64_t rows, cols;
-    } all[] = {{&b->x, TOKENS, HIDDEN},      {&b->y, TOKENS, HIDDEN},     {&b->z, TOKENS, HIDDEN},
-               {&b->r, TOKENS, HIDDEN},      {&b->stats, TOKENS, 2},      {&b->vector, 1, 4 * HIDDEN},
-               {&b->grads, 1, 4 * HIDDEN},   {&b->h, TOKENS, 4 * HIDDEN}, {&b->act, TOKENS, 4 * HIDDEN},
-               {&b->dh, TOKENS, 4 * HIDDEN}, {&b->zero, 1, 4 * HIDDEN},   {&b->logits, CE_TOKENS, GPT_VOCAB},
-               {&b->scalars, CE_TOKENS, 4},  {&b->lse, 2, CE_TOKENS},     {&b->p, 1, ADAMW_ELEMENTS},
-               {&b->g, 1, ADAMW_ELEMENTS},   {&b->m, 1, ADAMW_ELEMENTS},  {&b->v, 1, ADAMW_ELEMENTS},
-               {&b->scales, TOKENS, 2}};
+    } all[] = {{&b->x, any, TOKENS, HIDDEN},
+               {&b->y, any, TOKENS, HIDDEN},
+               {&b->z, any, TOKENS, HIDDEN},
+               {&b->r, any, TOKENS, HIDDEN},
+               {&b->stats, MT_F32, TOKENS, 2},
+               {&b->vector, any, 1, 4 * HIDDEN},
+               {&b->grads, MT_F32, 1, 4 * HIDDEN},
+               {&b->scales, MT_F32, TOKENS, 2},
+               {&b->h, any, TOKENS, 4 * HIDDEN},
+               {&b->act, any, TOKENS, 4 * HIDDEN},
+               {&b->dh, any, TOKENS, 4 * HIDDEN},
+               {&b->zero, any, 1, 4 * HIDDEN},
+               {&b->gated, any, TOKENS, 2 * HIDDEN},
+               {&b->bf16, MT_BF16, TOKENS, 4 * HIDDEN},
+               {&b->f16, MT_F16, TOKENS, 4 * HIDDEN},
+               {&b->logits, any, CE_TOKENS, GPT_VOCAB},
+               {&b->scalars, MT_F32, CE_TOKENS, 4},
+               {&b->lse, MT_F32, 2, CE_TOKENS},
+               {&b->total, MT_F32, 1, 1},
+               {&b->p, MT_F32, 1, FLAT_ELEMENTS},
+               {&b->g, MT_F32, 1, FLAT_ELEMENTS},
+               {&b->m, MT_F32, 1, FLAT_ELEMENTS},
+               {&b->v, MT_F32, 1, FLAT_ELEMENTS}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         mt_random at = {.seed = 9, .subsequence = i, .global_cols = all[i].cols};
-        MT_TRY(mt_arena_tensor(w->ctx, MT_F32, all[i].rows, all[i].cols, all[i].t));
+        MT_TRY(mt_arena_tensor(w->ctx, all[i].dtype, all[i].rows, all[i].cols, all[i].t));
         MT_TRY(mt_random_normal(w->ctx, *all[i].t, 0.5f, at));
     }
     MT_TRY(mt_fill(w->ctx, b->v, 0.01f));
     MT_TRY(mt_fill(w->ctx, b->zero, 0.0f));
-    MT_TRY(mt_fill(w->ctx, b->lse, 11.0f));
-    return MT_SUCCESS;
+    return mt_fill(w->ctx, b->lse, 11.0f);
 }
 
 static mt_status bandwidth_create(worker *w, bandwidth_item *b) {
-    size_t half = 0;
     void *from, *to;
     MT_TRY(bandwidth_tensors(w, b));
-    bandwidth_bytes(b);
     for (int i = 0; i < CE_TOKENS; i++) b->targets[i] = i * 100;
-    for (int i = 0; i < BW_CASES; i++) half = half > (size_t)b->bytes[i] / 2 ? half : (size_t)b->bytes[i] / 2;
-    MT_TRY(mt_arena_alloc(w->ctx, half, &from));
-    MT_TRY(mt_arena_alloc(w->ctx, half, &to));
-    memset(from, 0, half);
-    memset(to, 0, half);
+    for (int r = 0; r < BW_ROWS; r++) b->copy = (size_t)fmax((double)b->copy, bandwidth_bytes(b, r) / 2);
+    MT_TRY(mt_arena_alloc(w->ctx, b->copy, &from));
+    MT_TRY(mt_arena_alloc(w->ctx, b->copy, &to));
+    memset(from, 0, b->copy);
+    memset(to, 0, b->copy);
     b->from = from;
     b->to = to;
     return MT_SUCCESS;
 }
 
-static mt_status item_bandwidth(worker *w) {
-    bandwidth_item b = {0};
-    bench_case cases[2 * BW_CASES];
-    size_t mark = mt_arena_mark(w->ctx);
-    for (int i = 0; i < BW_CASES; i++) {
+/* Measures the `count` rows of b->rows. */
+static mt_status bandwidth_measure(worker *w, int count) {
+    const bandwidth_item *b = w->item;
+    bench_case cases[2 * BW_GROUP] = {{0}};
+    for (int i = 0; i < count; i++) {
         cases[2 * i] = (bench_case){run_bandwidth, i, 1, 0};
         cases[2 * i + 1] = (bench_case){run_bandwidth_memcpy, i, 1, 0};
     }
-    w->item = &b;
-    if (rank_of(w) == 0) MT_TRY(bandwidth_create(w, &b));
-    MT_TRY(measure(w, cases, 2 * BW_CASES));
-    mt_arena_release(w->ctx, mark);
-    for (int i = 0; i < BW_CASES && rank_of(w) == 0; i++) {
-        row("bandwidth", bandwidth_names[i], case_rate(w->team, 2 * i, 1e-9 * b.bytes[i]), "GB/s",
-            case_ratio(w->team, 2 * i + 1, 2 * i, 1), "memcpy's GB/s");
-        row("bandwidth", "  memcpy of as many bytes", case_rate(w->team, 2 * i + 1, 1e-9 * b.bytes[i]), "GB/s", 0,
-            NULL);
+    MT_TRY(measure(w, cases, 2 * count));
+    for (int i = 0; i < count && rank_of(w) == 0; i++) {
+        double bytes = 1e-9 * bandwidth_bytes(b, b->rows[i]);
+        char name[64];
+        snprintf(name, sizeof name, "%s%s", b->dtype == MT_BF16 ? "bf16 " : "", bandwidth_rows[b->rows[i]].name);
+        row("bandwidth", name, case_rate(w->team, 2 * i, bytes), "GB/s", case_ratio(w->team, 2 * i + 1, 2 * i, 1),
+            "memcpy's GB/s");
+        row("bandwidth", "  memcpy of as many bytes", case_rate(w->team, 2 * i + 1, bytes), "GB/s", 0, NULL);
     }
     return MT_SUCCESS;
+}
+
+static mt_status bandwidth_in(worker *w, bandwidth_item *b, mt_dtype dtype) {
+    size_t mark = mt_arena_mark(w->ctx);
+    int count = 0;
+    memset(b, 0, sizeof *b);
+    b->dtype = dtype;
+    w->item = b;
+    if (rank_of(w) == 0) MT_TRY(bandwidth_create(w, b));
+    for (int r = 0; r < BW_ROWS; r++) {
+        if (bandwidth_rows[r].types & (dtype == MT_F32 ? BW_F32 : BW_BF16)) b->rows[count++] = r;
+        if (count < BW_GROUP && (r + 1 < BW_ROWS || count == 0)) continue;
+        MT_TRY(bandwidth_measure(w, count));
+        count = 0;
+    }
+    mt_arena_release(w->ctx, mark);
+    return MT_SUCCESS;
+}
+
+static mt_status item_bandwidth(worker *w) {
+    bandwidth_item b;
+    MT_TRY(bandwidth_in(w, &b, MT_F32));
+    return bandwidth_in(w, &b, MT_BF16);
 }
 
 /* ---- item memory: on the meta device, which allocates nothing ---------------------------------------------------- */
