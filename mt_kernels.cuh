@@ -7140,6 +7140,9 @@ typedef struct mti_attention {
     /* packed k and v of a group, as the right operand of products that sum over features or over keys; packed q and
        dout of MTI_QUERIES queries, for sums over queries. NULL: not needed */
     float *k_features, *k_keys, *v_features, *v_keys, *q_queries, *dout_queries;
+    /* rooms for blocks of 16-bit views in f32, see mti_f32_place: rows of k or v while they are packed, the queries of
+       a block, their part of out or dq, their dout, and dk and dv of a group. NULL: not needed */
+    float *kv_room, *q_room, *out_room, *dout_room, *dk_room, *dv_room;
 } mti_attention;
 
 typedef struct mti_head {       /* one query head of one sequence */
@@ -7187,11 +7190,28 @@ static mt_status mti_attention_floats(mti_attention *a, int64_t count, float **o
     return MT_SUCCESS;
 }
 
+/* The same if t needs a room of `rows` rows of a head. */
+static mt_status mti_attention_head_room(mti_attention *a, mt_tensor t, int64_t rows, float **out) {
+    return !t.data || t.dtype == MT_F32 ? MT_SUCCESS : mti_attention_floats(a, rows * a->desc.head_dim, out);
+}
+
+static mt_status mti_attention_rooms(mti_attention *a) {
+    const mt_attention_desc *s = &a->desc;
+    int64_t queries = mt_min(MTI_QUERIES, s->seq);
+    MT_TRY(mti_attention_head_room(a, a->k.dtype == MT_F32 ? a->v : a->k, mt_min(MTI_KEYS, s->kv_seq), &a->kv_room));
+    MT_TRY(mti_attention_head_room(a, a->q, queries, &a->q_room));
+    MT_TRY(mti_attention_head_room(a, a->out.dtype == MT_F32 ? a->dq : a->out, queries, &a->out_room));
+    MT_TRY(mti_attention_head_room(a, a->dout, queries, &a->dout_room));
+    MT_TRY(mti_attention_head_room(a, a->dk, s->kv_seq, &a->dk_room));
+    return mti_attention_head_room(a, a->dv, s->kv_seq, &a->dv_room);
+}
+
 /* Allocates the scratch memory of a thread. */
 static mt_status mti_attention_thread_scratch(mti_attention *a, int backward) {
     const mt_attention_desc *s = &a->desc;
     int64_t head = mt_round_up(s->head_dim, MTI_NR), queries = mt_min(MTI_QUERIES, s->seq);
     int64_t features = mt_round_up(s->kv_seq, MTI_NR) * s->head_dim, keys = s->kv_seq * head;
+    MT_TRY(mti_attention_rooms(a));
     MT_TRY(mti_attention_floats(a, queries * MTI_KEYS, &a->scores));
     MT_TRY(mti_attention_floats(a, features, &a->k_features));
     if (!backward) return mti_attention_floats(a, keys, &a->v_keys);
@@ -7217,8 +7237,9 @@ static mt_status mti_attention_scratch(mti_attention *a, int backward) {
 /* Returns a call with the scratch memory of a thread. */
 static mti_attention mti_attention_of_thread(const mti_attention *a, int thread) {
     mti_attention t = *a;
-    float **const parts[] = {&t.scores,     &t.grads,  &t.k_features, &t.k_keys,
-                             &t.v_features, &t.v_keys, &t.q_queries,  &t.dout_queries};
+    float **const parts[] = {&t.scores,   &t.grads,     &t.k_features,   &t.k_keys,  &t.v_features,
+                             &t.v_keys,   &t.q_queries, &t.dout_queries, &t.kv_room, &t.q_room,
+                             &t.out_room, &t.dout_room, &t.dk_room,      &t.dv_room};
     size_t i;
     for (i = 0; i < sizeof parts / sizeof *parts; i++)
         if (*parts[i]) *parts[i] += thread * a->thread_floats;
@@ -7243,28 +7264,33 @@ static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_
 
 static float *mti_at(mt_tensor t, int64_t row, int64_t col) { return (float *)t.data + row * mt_tensor_ld(t) + col; }
 
-/* Packs n rows of t, from column `col` on, for products that sum over features. */
-static void mti_pack_features(mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t head_dim, float *out) {
-    mti_pack(mti_at(t, row, col), mt_tensor_ld(t), 1, n, head_dim, MTI_NR, out);
+/* Packs n rows of t, from column `col` on, for products that sum over features. room: see mti_attention. */
+static void mti_pack_features(mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t head_dim, float *room,
+                              float *out) {
+    int64_t i;
+    for (i = 0; i < n; i += MTI_KEYS) {
+        mt_tensor x = mti_f32_read(t, row + i, mt_min(MTI_KEYS, n - i), col, head_dim, room);
+        mti_pack(mti_row(x, 0), mt_tensor_ld(x), 1, x.rows, head_dim, MTI_NR, out + i * head_dim);
+    }
 }
 
-/* Packs n rows of t, from column `col` on, for products that sum over rows: `block` rows at a time. */
-static void mti_pack_rows(mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t head_dim, int64_t block,
-                          float *out) {
+/* Packs n rows of t, from column `col` on, for products that sum over rows: at most MTI_KEYS rows at a time. */
+static void mti_pack_rows(mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t head_dim, float *room, float *out) {
     int64_t i;
-    for (i = 0; i < n; i += block)
-        mti_pack(mti_at(t, row + i, col), 1, mt_tensor_ld(t), head_dim, mt_min(block, n - i), MTI_NR,
-                 out + i * mt_round_up(head_dim, MTI_NR));
+    for (i = 0; i < n; i += MTI_KEYS) {
+        mt_tensor x = mti_f32_read(t, row + i, mt_min(MTI_KEYS, n - i), col, head_dim, room);
+        mti_pack(mti_row(x, 0), 1, mt_tensor_ld(x), head_dim, x.rows, MTI_NR, out + i * mt_round_up(head_dim, MTI_NR));
+    }
 }
 
 /* Packs the keys and values of a group. */
 static void mti_attention_pack(const mti_attention *a, int64_t batch, int64_t group) {
     const mt_attention_desc *s = &a->desc;
     int64_t n = s->kv_seq, d = s->head_dim, row = batch * n, col = group * a->kv_step;
-    mti_pack_features(a->k, row, col, n, d, a->k_features);
-    if (a->k_keys) mti_pack_rows(a->k, row, col, n, d, MTI_KEYS, a->k_keys);
-    if (a->v_features) mti_pack_features(a->v, row, col, n, d, a->v_features);
-    if (a->v_keys) mti_pack_rows(a->v, row, col, n, d, MTI_KEYS, a->v_keys);
+    mti_pack_features(a->k, row, col, n, d, a->kv_room, a->k_features);
+    if (a->k_keys) mti_pack_rows(a->k, row, col, n, d, a->kv_room, a->k_keys);
+    if (a->v_features) mti_pack_features(a->v, row, col, n, d, a->kv_room, a->v_features);
+    if (a->v_keys) mti_pack_rows(a->v, row, col, n, d, a->kv_room, a->v_keys);
 }
 
 /* A block of scores: queries [query, query + rows) of a head and keys [key, key + keys) of its group. */
@@ -7331,11 +7357,11 @@ static void mti_score_sums(const mti_gemm_piece *x, const mti_span *seen) {
         }
 }
 
-/* out [rows, keys] = alpha x y^T: x has the queries of the block, from column `col` on, and y packed features. */
-static void mti_scores_of(const mti_attention *a, const mti_head *h, const mti_score_block *b, float alpha, mt_tensor x,
-                          int64_t col, const float *y, float *out) {
+/* out [rows, keys] = alpha x y^T, for x [rows, head_dim] and packed features y. */
+static void mti_scores_of(const mti_attention *a, const mti_score_block *b, float alpha, mt_tensor x, const float *y,
+                          float *out) {
     mti_gemm_piece g;
-    g.a = mti_at(x, h->query + b->query, col);
+    g.a = mti_row(x, 0);
     g.packed_a = NULL;
     g.packed_b = y + b->key * a->desc.head_dim;
     g.c = out;
@@ -7350,14 +7376,14 @@ static void mti_scores_of(const mti_attention *a, const mti_head *h, const mti_s
     mti_score_tiles(&g, b->by_queries);
 }
 
-/* The rows of the queries of a block in out, from column `col` on, += alpha x y, for x [rows, keys]. */
-static void mti_scores_to_queries(const mti_attention *a, const mti_head *h, const mti_score_block *b, float alpha,
-                                  const float *x, const float *y, mt_tensor out, int64_t col) {
+/* out [rows, head_dim] += alpha x y, for x [rows, keys] and packed rows y. */
+static void mti_scores_to_queries(const mti_attention *a, const mti_score_block *b, float alpha, const float *x,
+                                  const float *y, mt_tensor out) {
     mti_gemm_piece g;
     g.a = x;
     g.packed_a = NULL;
     g.packed_b = y + b->key * mt_round_up(a->desc.head_dim, MTI_NR);
-    g.c = mti_at(out, h->query + b->query, col);
+    g.c = mti_row(out, 0);
     g.a_row = MTI_KEYS;
     g.a_col = 1;
     g.ldc = mt_tensor_ld(out);
@@ -7369,14 +7395,14 @@ static void mti_scores_to_queries(const mti_attention *a, const mti_head *h, con
     mti_score_sums(&g, b->by_queries);
 }
 
-/* The rows of the keys of a block in out += alpha x^T y, for x [rows, keys] and y with packed queries. */
-static void mti_scores_to_keys(const mti_attention *a, const mti_head *h, const mti_score_block *b, float alpha,
-                               const float *x, const float *y, mt_tensor out) {
+/* out [keys, head_dim] += alpha x^T y, for x [rows, keys] and y with packed queries. */
+static void mti_scores_to_keys(const mti_attention *a, const mti_score_block *b, float alpha, const float *x,
+                               const float *y, mt_tensor out) {
     mti_gemm_piece g;
     g.a = x;
     g.packed_a = NULL;
     g.packed_b = y;
-    g.c = mti_at(out, h->key + b->key, h->kv_col);
+    g.c = mti_row(out, 0);
     g.a_row = 1;
     g.a_col = MTI_KEYS;
     g.ldc = mt_tensor_ld(out);
@@ -7413,6 +7439,7 @@ static void mti_attention_change_row(const mti_attention *a, const mti_head *h, 
                                      int64_t n, float *slopes) {
     const mt_attention_desc *s = &a->desc;
     int64_t row = mti_bias_row(s, h->batch, h->head, i), j;
+    float room[MTI_KEYS];
     if (s->softcap > 0.0f) mti_attention_cap_row(s->softcap, x, slopes, n);
     if (s->alibi_slopes) mti_attention_alibi_row(s->alibi_slopes[h->head], i + s->kv_seq - s->seq, first, x, n);
     if (!s->bias.data) return;
@@ -7420,7 +7447,7 @@ static void mti_attention_change_row(const mti_attention *a, const mti_head *h, 
         const uint8_t *seen = (const uint8_t *)s->bias.data + row * mt_tensor_ld(s->bias) + first;
         for (j = 0; j < n; j++)
             if (!seen[j]) x[j] = -(float)INFINITY;
-    } else mti_row_add(x, mti_at(s->bias, row, first), x, n);
+    } else mti_row_add(x, mti_row(mti_f32_read(s->bias, row, 1, first, n, room), 0), x, n);
 }
 
 /* The global element number of the probability of query i and key 0. */
@@ -7474,54 +7501,59 @@ static int mti_softmax_add(const mti_attention *a, const mti_head *h, mti_softma
 
 /* scores = e^(scores - the largest of the row so far), with dropout. The output so far is scaled to the same number
    (arXiv 2205.14135, algorithm 1). Rows of scores that are not seen become 0. */
-static void mti_scores_softmax(const mti_attention *a, const mti_head *h, const mti_score_block *b, mti_softmax *m) {
+static void mti_scores_softmax(const mti_attention *a, const mti_head *h, const mti_score_block *b, mti_softmax *m,
+                               mt_tensor out) {
     int64_t r;
     for (r = 0; r < b->rows; r++) {
-        float *p = a->scores + r * MTI_KEYS, *out = mti_at(a->out, h->query + b->query + r, h->out_col);
+        float *p = a->scores + r * MTI_KEYS;
         mti_span seen = b->seen[r];
-        if (seen.end > seen.first &&
-            !mti_softmax_add(a, h, m, r, b->query + r, b->key + seen.first, p + seen.first, seen.end - seen.first, out))
+        if (seen.end > seen.first && !mti_softmax_add(a, h, m, r, b->query + r, b->key + seen.first, p + seen.first,
+                                                      seen.end - seen.first, mti_row(out, r)))
             seen.end = seen.first;
         mti_attention_zero_outside(p, seen.first, seen.end, b->keys);
     }
 }
 
 /* Divides the output by the sums, and writes lse. A query that sees no key has the output 0. */
-static void mti_softmax_end(const mti_attention *a, const mti_head *h, const mti_softmax *m, int64_t query,
-                            int64_t rows) {
+static void mti_softmax_end(const mti_attention *a, const mti_head *h, const mti_softmax *m, int64_t row,
+                            mt_tensor out) {
     int64_t r;
-    for (r = 0; r < rows; r++) {
-        int64_t row = h->query + query + r;
+    for (r = 0; r < out.rows; r++) {
         float sum = m->sum[r];
-        mti_row_scale(mti_at(a->out, row, h->out_col), sum == 0.0f ? 0.0f : 1.0f / sum, a->desc.head_dim);
-        if (a->lse.data) *mti_at(a->lse, h->head, row) = sum == 0.0f ? m->top[r] : m->top[r] + logf(sum);
+        mti_row_scale(mti_row(out, r), sum == 0.0f ? 0.0f : 1.0f / sum, out.cols);
+        if (a->lse.data) *mti_at(a->lse, h->head, row + r) = sum == 0.0f ? m->top[r] : m->top[r] + logf(sum);
     }
+    mti_f32_write(out, a->out, row, h->out_col);
 }
 
-/* Fills `rows` rows of a head with zeros. */
-static void mti_attention_clear(mt_tensor t, int64_t row, int64_t col, int64_t rows, int64_t head_dim) {
+/* Fills an f32 view with zeros. */
+static void mti_attention_clear(mt_tensor t) {
     int64_t i;
-    for (i = 0; i < rows; i++) mti_row_fill(mti_at(t, row + i, col), 0.0f, head_dim);
+    for (i = 0; i < t.rows; i++) mti_row_fill(mti_row(t, i), 0.0f, t.cols);
 }
 
 /* Computes the output of up to MTI_QUERIES queries of a head, from `query` on, block by block. */
 static void mti_attention_forward_queries(const mti_attention *a, const mti_head *h, int64_t query) {
     const mt_attention_desc *s = &a->desc;
+    int64_t row = h->query + query;
+    mt_tensor q, out;
     mti_softmax m;
     mti_score_block b;
     b.query = query;
     b.rows = mt_min(MTI_QUERIES, s->seq - query);
+    q = mti_f32_read(a->q, row, b.rows, h->q_col, s->head_dim, a->q_room);
+    out = mti_f32_place(a->out, row, b.rows, h->out_col, s->head_dim, a->out_room);
     mti_row_fill(m.top, -(float)INFINITY, b.rows);
     mti_row_fill(m.sum, 0.0f, b.rows);
-    mti_attention_clear(a->out, h->query + query, h->out_col, b.rows, s->head_dim);
+    mti_attention_clear(out);
     for (b.key = 0; b.key < s->kv_seq; b.key += MTI_KEYS) {
         b.keys = mt_min(MTI_KEYS, s->kv_seq - b.key);
         if (!mti_scores_see(a, h, &b)) continue;
-        mti_scores_of(a, h, &b, s->scale, a->q, h->q_col, a->k_features, a->scores);
-        mti_scores_softmax(a, h, &b, &m);
-        mti_scores_to_queries(a, h, &b, 1.0f, a->scores, a->v_keys, a->out, h->out_col);
+        mti_scores_of(a, &b, s->scale, q, a->k_features, a->scores);
+        mti_scores_softmax(a, h, &b, &m, out);
+        mti_scores_to_queries(a, &b, 1.0f, a->scores, a->v_keys, out);
     }
-    mti_softmax_end(a, h, &m, query, b.rows);
+    mti_softmax_end(a, h, &m, row, out);
 }
 
 /* Computes the output of a query head. */
@@ -7599,37 +7631,53 @@ static void mti_scores_backward_rows(const mti_attention *a, const mti_head *h, 
     }
 }
 
-/* Computes what a block adds to the gradients: dv += p^T dout, dq += scale ds k, dk += scale ds^T q. */
+/* The queries of a block in backward, in f32: what is read for them, and the gradient. */
+typedef struct mti_query_rows {
+    mt_tensor q, dout, dq;
+    float deltas[MTI_QUERIES]; /* rowsum(dout * out) */
+} mti_query_rows;
+
+/* Computes what a block adds to the gradients: dv += p^T dout, dq += scale ds k, dk += scale ds^T q. dk and dv are
+   those of the group. */
 static void mti_scores_backward(const mti_attention *a, const mti_head *h, const mti_score_block *b,
-                                const float *deltas) {
+                                const mti_query_rows *x, mt_tensor dk, mt_tensor dv) {
     float scale = a->desc.scale;
-    mti_scores_of(a, h, b, scale, a->q, h->q_col, a->k_features, a->scores);
-    mti_scores_of(a, h, b, 1.0f, a->dout, h->out_col, a->v_features, a->grads);
-    mti_scores_backward_rows(a, h, b, deltas);
-    mti_scores_to_keys(a, h, b, 1.0f, a->scores, a->dout_queries, a->dv);
-    mti_scores_to_queries(a, h, b, scale, a->grads, a->k_keys, a->dq, h->q_col);
-    mti_scores_to_keys(a, h, b, scale, a->grads, a->q_queries, a->dk);
+    mti_scores_of(a, b, scale, x->q, a->k_features, a->scores);
+    mti_scores_of(a, b, 1.0f, x->dout, a->v_features, a->grads);
+    mti_scores_backward_rows(a, h, b, x->deltas);
+    mti_scores_to_keys(a, b, 1.0f, a->scores, a->dout_queries, mt_tensor_rows(dv, b->key, b->keys));
+    mti_scores_to_queries(a, b, scale, a->grads, a->k_keys, x->dq);
+    mti_scores_to_keys(a, b, scale, a->grads, a->q_queries, mt_tensor_rows(dk, b->key, b->keys));
+}
+
+/* Reads and packs the `rows` queries of a head from row `row` on. dq gets zeros, after its room had out. */
+static void mti_query_rows_read(const mti_attention *a, const mti_head *h, int64_t row, int64_t rows,
+                                mti_query_rows *x) {
+    int64_t d = a->desc.head_dim, r;
+    mt_tensor out = mti_f32_read(a->out, row, rows, h->out_col, d, a->out_room);
+    x->q = mti_f32_read(a->q, row, rows, h->q_col, d, a->q_room);
+    x->dout = mti_f32_read(a->dout, row, rows, h->out_col, d, a->dout_room);
+    x->dq = mti_f32_place(a->dq, row, rows, h->q_col, d, a->out_room);
+    for (r = 0; r < rows; r++) x->deltas[r] = mti_row_dot(mti_row(x->dout, r), mti_row(out, r), d);
+    mti_pack_rows(x->q, 0, 0, rows, d, NULL, a->q_queries);
+    mti_pack_rows(x->dout, 0, 0, rows, d, NULL, a->dout_queries);
+    mti_attention_clear(x->dq);
 }
 
 /* Computes the gradients of a query head, block by block. */
-static void mti_attention_backward_head(const mti_attention *a, const mti_head *h) {
+static void mti_attention_backward_head(const mti_attention *a, const mti_head *h, mt_tensor dk, mt_tensor dv) {
     const mt_attention_desc *s = &a->desc;
-    float deltas[MTI_QUERIES];
+    mti_query_rows x;
     mti_score_block b;
-    int64_t r;
     for (b.query = 0; b.query < s->seq; b.query += MTI_QUERIES) {
         int64_t row = h->query + b.query;
         b.rows = mt_min(MTI_QUERIES, s->seq - b.query);
-        for (r = 0; r < b.rows; r++)
-            deltas[r] =
-                mti_row_dot(mti_at(a->dout, row + r, h->out_col), mti_at(a->out, row + r, h->out_col), s->head_dim);
-        mti_pack_rows(a->q, row, h->q_col, b.rows, s->head_dim, MTI_QUERIES, a->q_queries);
-        mti_pack_rows(a->dout, row, h->out_col, b.rows, s->head_dim, MTI_QUERIES, a->dout_queries);
-        mti_attention_clear(a->dq, row, h->q_col, b.rows, s->head_dim);
+        mti_query_rows_read(a, h, row, b.rows, &x);
         for (b.key = 0; b.key < s->kv_seq; b.key += MTI_KEYS) {
             b.keys = mt_min(MTI_KEYS, s->kv_seq - b.key);
-            if (mti_scores_see(a, h, &b)) mti_scores_backward(a, h, &b, deltas);
+            if (mti_scores_see(a, h, &b)) mti_scores_backward(a, h, &b, &x, dk, dv);
         }
+        mti_f32_write(x.dq, a->dq, row, h->q_col);
     }
 }
 
@@ -7637,14 +7685,18 @@ static void mti_attention_backward_head(const mti_attention *a, const mti_head *
    of them. */
 static void mti_attention_backward_group(const mti_attention *a, int64_t batch, int64_t group) {
     const mt_attention_desc *s = &a->desc;
-    int64_t j;
+    int64_t row = batch * s->kv_seq, col = group * a->kv_step, j;
+    mt_tensor dk = mti_f32_place(a->dk, row, s->kv_seq, col, s->head_dim, a->dk_room);
+    mt_tensor dv = mti_f32_place(a->dv, row, s->kv_seq, col, s->head_dim, a->dv_room);
     mti_attention_pack(a, batch, group);
-    mti_attention_clear(a->dk, batch * s->kv_seq, group * a->kv_step, s->kv_seq, s->head_dim);
-    mti_attention_clear(a->dv, batch * s->kv_seq, group * a->kv_step, s->kv_seq, s->head_dim);
+    mti_attention_clear(dk);
+    mti_attention_clear(dv);
     for (j = 0; j < s->heads_per_group; j++) {
         mti_head h = mti_attention_head(a, batch, group, j);
-        mti_attention_backward_head(a, &h);
+        mti_attention_backward_head(a, &h, dk, dv);
     }
+    mti_f32_write(dk, a->dk, row, col);
+    mti_f32_write(dv, a->dv, row, col);
 }
 
 /* The number of neighbouring items of backward that add to the same elements of dbias. One thread computes them. */
@@ -8879,7 +8931,7 @@ static mt_status mti_attention_loop(mti_operator *op, mti_attention *a, int back
     return MT_SUCCESS;
 }
 
-/* What an operator of attention requires of desc.bias; `use` adds to MT_ARG_IN. bias in MT_U8 is never widened. */
+/* What an operator of attention requires of desc.bias; `use` adds to MT_ARG_IN. */
 static mt_arg mti_bias_arg(mt_attention_desc *s) {
     mt_arg arg;
     arg.name = "bias";
@@ -8887,7 +8939,7 @@ static mt_arg mti_bias_arg(mt_attention_desc *s) {
     arg.rows = s->bias_batch * s->bias_heads * s->seq;
     arg.cols = s->kv_seq;
     arg.type = s->bias.dtype == MT_U8 ? MT_ARG_ANY : MT_ARG_FLOAT;
-    arg.use = MT_ARG_IN | MT_ARG_OPTIONAL;
+    arg.use = MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS;
     return arg;
 }
 
@@ -8970,8 +9022,8 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, where, desc, 1, &s));
     const int64_t tokens = s.batch * s.seq, heads = mti_attention_heads(&s);
-    mt_arg args[] = {{"qkv", &qkv, tokens, mti_attention_width(&s), MT_ARG_FLOAT, MT_ARG_IN},
-                     {"out", &out, tokens, heads * s.head_dim, MT_ARG_FLOAT, MT_ARG_OUT},
+    mt_arg args[] = {{"qkv", &qkv, tokens, mti_attention_width(&s), MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"out", &out, tokens, heads * s.head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
                      {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL},
                      mti_bias_arg(&s)};
     mti_attention a;
@@ -8992,12 +9044,12 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     MT_TRY(mti_attention_desc_check(ctx, where, desc, 1, &s));
     const int64_t tokens = s.batch * s.seq, heads = mti_attention_heads(&s);
     const int64_t width = mti_attention_width(&s), out_width = heads * s.head_dim;
-    mt_arg args[] = {{"qkv", &qkv, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
+    mt_arg args[] = {{"qkv", &qkv, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      mti_bias_arg(&s),
                      {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
-                     {"out", &out, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dout", &dout, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dqkv", &dqkv, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"out", &out, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dout", &dout, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dqkv", &dqkv, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
                      mti_dbias_arg(&s)};
     mti_attention a;
     mti_operator op;
@@ -9020,10 +9072,10 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
     MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
     const int64_t heads = mti_attention_heads(&s), tokens = s.batch * s.seq, width = heads * s.head_dim;
     const int64_t keys = s.batch * s.kv_seq, kv_width = s.groups * s.head_dim;
-    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT},
+    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
                      {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL},
                      mti_bias_arg(&s)};
     mti_attention a;
@@ -9046,16 +9098,16 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
     MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
     const int64_t heads = mti_attention_heads(&s), tokens = s.batch * s.seq, width = heads * s.head_dim;
     const int64_t keys = s.batch * s.kv_seq, kv_width = s.groups * s.head_dim;
-    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN},
+    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      mti_bias_arg(&s),
                      {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
-                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dout", &dout, tokens, width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dq", &dq, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"dk", &dk, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"dv", &dv, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT},
+                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dout", &dout, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dq", &dq, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     {"dk", &dk, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     {"dv", &dv, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
                      mti_dbias_arg(&s)};
     mti_attention a;
     mti_operator op;
@@ -9505,37 +9557,25 @@ static void mti_cpu_kv_cache_append(void *data, int thread, int64_t first, int64
 static mti_attention mti_kv_resolve(const mti_kv *k) {
     mti_attention a = mti_attention_resolve(k->ctx, &k->desc, k->out, mt_none());
     a.q = k->qkv;
+    a.k = k->cache.keys;
+    a.v = k->cache.values;
     a.q_step = k->cols.q_step;
     a.desc.kv_seq = k->cache.max_seq;
     a.desc.lengths = NULL;
     return a;
 }
 
-/* The scratch memory of attention in blocks: for each thread that of mt_attention_forward, and for 16-bit caches an f32
-   copy of the keys or values of a group. */
-static mt_status mti_kv_scratch(const mti_kv *k, mti_attention *a, float **copy) {
-    MT_TRY(mti_attention_scratch(a, 0));
-    if (k->cache.keys.dtype == MT_F32) return MT_SUCCESS;
-    return mti_attention_floats(a, a->threads * k->cache.max_seq * k->desc.head_dim, copy);
-}
-
-/* Packs the keys and values of a group of sequence b, as mti_attention_pack does. copy: see mti_kv_scratch. */
-static void mti_kv_pack(const mti_kv *k, mti_attention *a, float *copy, int64_t b, int64_t g) {
+/* Packs the keys and values of a group of sequence b, as mti_attention_pack does. */
+static void mti_kv_pack(const mti_kv *k, const mti_attention *a, int64_t b, int64_t g) {
     int64_t n = a->desc.kv_seq, d = a->desc.head_dim, row = mti_kv_row(k, b, g);
-    mt_tensor keys = k->cache.keys, values = k->cache.values;
-    if (copy) {
-        keys = values = mt_tensor_f32(copy, n, d);
-        mti_cpu_load(k->cache.keys, row, 0, n * d, copy);
-    }
-    mti_pack_features(keys, copy ? 0 : row, 0, n, d, a->k_features);
-    if (copy) mti_cpu_load(k->cache.values, row, 0, n * d, copy);
-    mti_pack_rows(values, copy ? 0 : row, 0, n, d, MTI_KEYS, a->v_keys);
+    mti_pack_features(a->k, row, 0, n, d, a->kv_room, a->k_features);
+    mti_pack_rows(a->v, row, 0, n, d, a->kv_room, a->v_keys);
 }
 
 /* The attention of the queries of a group, in blocks of scores. */
-static void mti_kv_blocks_group(const mti_kv *k, mti_attention *a, float *copy, int64_t b, int64_t g) {
+static void mti_kv_blocks_group(const mti_kv *k, const mti_attention *a, int64_t b, int64_t g) {
     int64_t j;
-    mti_kv_pack(k, a, copy, b, g);
+    mti_kv_pack(k, a, b, g);
     for (j = 0; j < a->desc.heads_per_group; j++) {
         mti_head h = mti_attention_head(a, b, g, j);
         h.query = b * k->desc.seq;
@@ -9846,7 +9886,6 @@ static int mti_kv_is_few(const mti_kv *k) {
 typedef struct mti_kv_loop {
     const mti_kv *k;
     mti_attention a;
-    float *copy; /* see mti_kv_scratch */
     int is_few;
     mti_kv_few few;
 } mti_kv_loop;
@@ -9859,8 +9898,8 @@ static void mti_kv_attention_group(mti_kv_loop *l, int64_t b, int64_t g) {
     l->a.desc.seq = n;
     l->a.desc.kv_seq = k->cache.lengths[b] + n;
     if (n > 0 && l->is_few) mti_kv_few_group(k, &l->a, &l->few, b, g);
-    if (n > 0 && !l->is_few) mti_kv_blocks_group(k, &l->a, l->copy, b, g);
-    if (g == 0) mti_attention_clear(k->out, b * k->desc.seq + n, 0, k->desc.seq - n, k->out.cols);
+    if (n > 0 && !l->is_few) mti_kv_blocks_group(k, &l->a, b, g);
+    if (g == 0) mti_attention_clear(mt_tensor_rows(k->out, b * k->desc.seq + n, k->desc.seq - n));
 }
 
 /* Item b * groups + g is group g of sequence b. */
@@ -9869,7 +9908,6 @@ static void mti_kv_attention_groups(void *data, int thread, int64_t first, int64
     int64_t i, groups = l.k->desc.groups;
     if (l.is_few) l.few = mti_kv_few_of(&l.few, thread);
     else l.a = mti_attention_of_thread(&l.a, thread);
-    if (l.copy) l.copy += thread * l.k->cache.max_seq * l.k->desc.head_dim;
     for (i = first; i < last; i++) mti_kv_attention_group(&l, i / groups, i % groups);
 }
 
@@ -9891,7 +9929,7 @@ static mt_status mti_kv_attention_loop(mti_operator *op, mti_kv *k) {
     l.is_few = mti_kv_is_few(k);
     l.a.threads = mt_min(items, mt_context_threads(k->ctx));
     if (l.is_few) MT_TRY(mti_kv_few_scratch(&l.a, l.a.threads, &l.few));
-    else MT_TRY(mti_kv_scratch(k, &l.a, &l.copy));
+    else MT_TRY(mti_attention_scratch(&l.a, 0));
     if (op->on_cpu) mti_cpu_rows(k->ctx, items, mti_kv_elements(k), mti_kv_attention_groups, &l);
     return MT_SUCCESS;
 }

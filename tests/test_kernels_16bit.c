@@ -1024,6 +1024,21 @@ static mt_status run_padded_attention_backward(mt_context *c, const mt_tensor *v
     mt_attention_desc s = attention_of(67, 0);
     return mt_attention_backward(c, &s, v[0], v[1], v[2], v[3], v[4]);
 }
+/* More than two blocks of queries, and two blocks of keys. */
+static mt_attention_desc long_attention(void) {
+    static const int32_t all[2] = {150, 201};
+    mt_attention_desc s = attention_of(201, 0);
+    s.lengths = all;
+    return s;
+}
+static mt_status run_long_attention(mt_context *c, const mt_tensor *v) {
+    mt_attention_desc s = long_attention();
+    return mt_attention_forward(c, &s, v[0], v[1], mt_none());
+}
+static mt_status run_long_attention_backward(mt_context *c, const mt_tensor *v) {
+    mt_attention_desc s = long_attention();
+    return mt_attention_backward(c, &s, v[0], v[1], v[2], v[3], v[4]);
+}
 static mt_status run_concatenated(mt_context *c, const mt_tensor *v) {
     mt_attention_desc s = attention_of(9, 0.2f);
     s.qkv_layout = MT_QKV_CONCATENATED;
@@ -1080,6 +1095,7 @@ static void test_attention(void **state) {
          {IN("qkv", 18, 48), OUT("out", 18, 24), F32_OUT("lse", 4, 18)},
          {{0, 0}}},
         {"mt_attention_forward", run_padded_attention, {IN("qkv", 134, 48), OUT("out", 134, 24)}, {{0, 0}}},
+        {"mt_attention_forward", run_long_attention, {IN("qkv", 402, 48), OUT("out", 402, 24)}, {{0, 0}}},
         {"mt_attention_backward",
          run_attention_backward,
          {IN("qkv", 18, 48), IN("out", 18, 24), F32("lse", 4, 18), IN("dout", 18, 24), OUT("dqkv", 18, 48)},
@@ -1107,6 +1123,11 @@ static void test_attention(void **state) {
         run_padded_attention_backward,
         {IN("qkv", 134, 48), IN("out", 134, 24), F32("lse", 4, 134), IN("dout", 134, 24), OUT("dqkv", 134, 48)},
         {{0, 0}}};
+    static const operation longer = {
+        "mt_attention_backward",
+        run_long_attention_backward,
+        {IN("qkv", 402, 48), IN("out", 402, 24), F32("lse", 4, 402), IN("dout", 402, 24), OUT("dqkv", 402, 48)},
+        {{0, 0}}};
     static const operation dot_product = {
         "mt_dot_product_attention_forward",
         run_dot_product,
@@ -1123,11 +1144,43 @@ static void test_attention(void **state) {
     (void)state;
     CHECK_OPERATIONS(list);
     /* all of one type, and mixed types */
-    for (types = 0; types < 81; types += 10) check_combination(&padded, types, meta);
+    for (types = 0; types < 81; types += 10) {
+        check_combination(&padded, types, meta);
+        check_combination(&longer, types, meta);
+    }
     for (types = 0; types < 243; types += 10) check_combination(&biased, types, meta);
     for (types = 0; types < 243; types += 10) check_combination(&dot_product, types, meta);
     for (types = 0; types < 19683; types += 757) check_combination(&dot_product_backward, types, meta);
     mt_context_destroy(meta);
+}
+
+/* The scratch memory does not grow with the number of heads or sequences, so it has no copy of a whole view. */
+static void test_attention_memory(void **state) {
+    size_t forward[3][2], backward[3][2];
+    int type, many;
+    (void)state;
+    for (type = MT_F32; type <= MT_F16; type++)
+        for (many = 0; many < 2; many++) {
+            mt_attention_desc s = attention_of(9, 0);
+            mt_dtype t = (mt_dtype)type;
+            mt_tensor lse;
+            s.batch = many ? 8 : 1;
+            s.groups = many ? 6 : 1;
+            lse = ref_random(2 * s.groups, 9 * s.batch, 0, 1, 0);
+            mt_tensor qkv = new_view(t, lse.cols, 24 * s.groups, 0), out = new_view(t, lse.cols, 12 * s.groups, 0);
+            mt_tensor dout = new_view(t, lse.cols, out.cols, 0), dqkv = new_view(t, lse.cols, qkv.cols, 0);
+            mt_arena_reset_peak(ref.ctx);
+            OK(mt_attention_forward(ref.ctx, &s, qkv, out, lse));
+            forward[type][many] = mt_arena_peak(ref.ctx);
+            mt_arena_reset_peak(ref.ctx);
+            OK(mt_attention_backward(ref.ctx, &s, qkv, out, lse, dout, dqkv));
+            backward[type][many] = mt_arena_peak(ref.ctx);
+        }
+    for (type = MT_F32; type <= MT_F16; type++) {
+        assert_int_equal(forward[type][0], forward[type][1]);
+        assert_int_equal(backward[type][0], backward[type][1]);
+    }
+    ref_release();
 }
 
 /* ---- embedding and cross-entropy -------------------------------------------------------------------------------- */
@@ -1312,7 +1365,7 @@ int main(void) {
         REF_TEST(test_gemm),          REF_TEST(test_attention),
         REF_TEST(test_embedding),     REF_TEST(test_embedding_memory),
         REF_TEST(test_cross_entropy), REF_TEST(test_adamw),
-        REF_TEST(test_scratch),
+        REF_TEST(test_scratch),       REF_TEST(test_attention_memory),
     };
     return cmocka_run_group_tests(tests, fill_magnitudes, NULL);
 }
