@@ -110,6 +110,7 @@ static void row(const char *item, const char *name, stat3 s, const char *unit, d
 
 typedef struct team {
     int size, calibrators; /* the first `calibrators` ranks run the calibration loop */
+    int once;              /* 1: each case is called once, without a warm-up */
     int rounds, reps[MAX_CASES], tries, kept[MAX_ROUNDS];
     double best[MAX_RANKS], calibration[MAX_RANKS], elapsed[MAX_RANKS];
     double slowness[TRIES * MAX_ROUNDS];
@@ -215,8 +216,10 @@ static mt_status plan_rounds(worker *w, const bench_case *cases, int count) {
     team *t = w->team;
     double total = 0, seconds = 0;
     int least = opt->tiny ? 1 : opt->quick ? 3 : 5, most = opt->tiny ? 1 : opt->quick ? 5 : MAX_ROUNDS;
+    if (t->once) least = most = 1;
     for (int i = 0; i < count; i++) {
-        MT_TRY(warm_up(w, &cases[i], &t->reps[i], &seconds));
+        if (t->once) t->reps[i] = 1;
+        else MT_TRY(warm_up(w, &cases[i], &t->reps[i], &seconds));
         total += seconds * t->reps[i] + 4e-3; /* about 4 ms for the calibration */
     }
     if (rank_of(w) == 0) {
@@ -272,7 +275,7 @@ static mt_status take_round(worker *w, const bench_case *cases, int count) {
 static mt_status measure(worker *w, const bench_case *cases, int count) {
     team *t = w->team;
     MT_TRY(plan_rounds(w, cases, count));
-    while (clean_rounds(t) < t->rounds && t->tries < (opt->tiny ? 1 : TRIES) * t->rounds)
+    while (clean_rounds(t) < t->rounds && t->tries < (opt->tiny || t->once ? 1 : TRIES) * t->rounds)
         MT_TRY(take_round(w, cases, count));
     MT_TRY(barrier(w));
     if (rank_of(w) == 0) choose_rounds(t);
@@ -461,7 +464,7 @@ static mt_status op_drop_backward(const ops *s, const op *o) {
     return mt_bias_dropout_add_backward(s->place.ctx, o->a, s->dropout, o->b, s->dbias_h);
 }
 
-static double bytes_of(mt_tensor t) { return 4.0 * (double)t.rows * (double)t.cols; }
+static double bytes_of(mt_tensor t) { return (double)mt_dtype_size(t.dtype) * (double)t.rows * (double)t.cols; }
 
 static op *ops_add(ops *s, const char *name, int kind, mt_status (*run)(const ops *, const op *), double bytes) {
     op *o = &s->list[s->count++];
@@ -2831,6 +2834,112 @@ static mt_status item_bandwidth(worker *w) {
     return bandwidth_in(w, &b, MT_BF16);
 }
 
+/* ---- item attention: long sequences ------------------------------------------------------------------------------ */
+
+#define ATTENTION_GEMM 1024 /* rows, columns and depth of the product that attention is compared with */
+enum { ATTENTION_PRODUCT, ATTENTION_FORWARD, ATTENTION_BACKWARD, ATTENTION_CASES };
+
+static const struct attention_size {
+    int64_t tokens, head_dim;
+} attention_sizes[] = {{8192, 64}, {8192, 128}, {32768, 64}, {32768, 128}};
+#define ATTENTION_SIZES (int)(sizeof attention_sizes / sizeof *attention_sizes)
+
+/* One sequence and one head, causal. */
+typedef struct attention_item {
+    mt_attention_desc desc;
+    mt_dtype dtype;
+    mt_tensor qkv, out, lse, dout, dqkv, a, b, c;
+    size_t arena[2]; /* of a forward and of a backward */
+} attention_item;
+
+static mt_status run_attention(worker *w, int backward) {
+    attention_item *x = w->item;
+    size_t mark = mt_arena_mark(w->ctx);
+    mt_arena_reset_peak(w->ctx);
+    if (backward) MT_TRY(mt_attention_backward(w->ctx, &x->desc, x->qkv, x->out, x->lse, x->dout, x->dqkv));
+    else MT_TRY(mt_attention_forward(w->ctx, &x->desc, x->qkv, x->out, x->lse));
+    x->arena[backward] = mt_arena_peak(w->ctx) - mark;
+    return MT_SUCCESS;
+}
+
+static mt_status run_attention_product(worker *w, int count) {
+    attention_item *x = w->item;
+    for (int i = 0; i < count; i++) MT_TRY(mt_gemm(w->ctx, MT_NO_TRANS, MT_TRANS, 1, x->a, x->b, 0, x->c));
+    return MT_SUCCESS;
+}
+
+static mt_status attention_create(worker *w, const struct attention_size *size, attention_item *x) {
+    const int64_t tokens = x->desc.seq, d = size->head_dim, n = ATTENTION_GEMM;
+    const struct {
+        mt_tensor *t;
+        mt_dtype dtype;
+        int64_t rows, cols;
+    } all[] = {{&x->qkv, x->dtype, tokens, 3 * d},
+               {&x->dqkv, x->dtype, tokens, 3 * d},
+               {&x->out, x->dtype, tokens, d},
+               {&x->dout, x->dtype, tokens, d},
+               {&x->lse, MT_F32, 1, tokens},
+               {&x->a, x->dtype, n, n},
+               {&x->b, x->dtype, n, n},
+               {&x->c, x->dtype, n, n}};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        mt_random at = {.seed = 5, .subsequence = i, .global_cols = all[i].cols};
+        MT_TRY(mt_arena_tensor(w->ctx, all[i].dtype, all[i].rows, all[i].cols, all[i].t));
+        MT_TRY(mt_random_normal(w->ctx, *all[i].t, 0.5f, at));
+    }
+    return MT_SUCCESS;
+}
+
+static void attention_rows(const team *t, const attention_item *x, int cases, int products) {
+    const double n = ATTENTION_GEMM, product = 2e-9 * n * n * n * products;
+    const double seq = (double)x->desc.seq, width = (double)x->desc.head_dim;
+    for (int c = ATTENTION_FORWARD; c < cases; c++) {
+        int backward = c == ATTENTION_BACKWARD;
+        double flops = 1e-9 * (1 + backward) * attention_flops(1, seq, width);
+        double views = bytes_of(x->qkv) + bytes_of(x->out) + bytes_of(x->lse);
+        char name[64];
+        if (backward) views += bytes_of(x->dqkv) + bytes_of(x->dout);
+        snprintf(name, sizeof name, "%s, %.0f tokens, head of %.0f, %s", mt_dtype_name(x->dtype), seq, width,
+                 backward ? "backward" : "forward");
+        row("attention", name, case_rate(t, c, flops), "GFLOP/s", case_ratio(t, ATTENTION_PRODUCT, c, flops / product),
+            "mt_gemm's GFLOP/s");
+        row("attention", "  mt_gemm 1024x1024x1024", case_rate(t, ATTENTION_PRODUCT, product), "GFLOP/s", 0, NULL);
+        row("attention", "  arena", exactly((double)x->arena[backward] / (1 << 20)), "MiB",
+            (double)x->arena[backward] / views, "bytes of its views");
+    }
+}
+
+/* Long calls are made once, without a warm-up. */
+static mt_status attention_measure(worker *w, const struct attention_size *size, mt_dtype dtype) {
+    attention_item x = {.desc = {.batch = 1, .seq = opt->tiny ? 512 : size->tokens, .groups = 1, .heads_per_group = 1},
+                        .dtype = dtype};
+    const int products = opt->tiny ? 1 : 8;
+    const bench_case cases[ATTENTION_CASES] = {[ATTENTION_PRODUCT] = {run_attention_product, products, 1, 0},
+                                               [ATTENTION_FORWARD] = {run_attention, 0, 1, 0},
+                                               [ATTENTION_BACKWARD] = {run_attention, 1, 1, 0}};
+    const int count = opt->quick ? ATTENTION_BACKWARD : ATTENTION_CASES;
+    size_t mark = mt_arena_mark(w->ctx);
+    x.desc.head_dim = size->head_dim;
+    x.desc.dropout.at.global_cols = 1;
+    w->item = &x;
+    if (rank_of(w) == 0) {
+        w->team->once = size->tokens > 8192;
+        MT_TRY(attention_create(w, size, &x));
+    }
+    MT_TRY(barrier(w));
+    MT_TRY(measure(w, cases, count));
+    if (rank_of(w) == 0) attention_rows(w->team, &x, count, products);
+    mt_arena_release(w->ctx, mark);
+    return barrier(w);
+}
+
+static mt_status item_attention(worker *w) {
+    static const mt_dtype dtypes[] = {MT_F32, MT_BF16};
+    for (int i = 0; i < (opt->quick || opt->tiny ? 2 : ATTENTION_SIZES); i++)
+        for (int d = 0; d < 2; d++) MT_TRY(attention_measure(w, &attention_sizes[i], dtypes[d]));
+    return MT_SUCCESS;
+}
+
 /* ---- item memory: on the meta device, which allocates nothing ---------------------------------------------------- */
 
 static mt_status memory_forward(mt_context *ctx, mt_grid *grid, int sequence_parallel, double *bytes) {
@@ -2931,7 +3040,8 @@ static const item items[] = {
     {"scaling", "8 ranks", item_scaling, 8},
     {"collectives", "ranks as threads, one per core", item_collectives, RANKS},
     {"collectives", "8 ranks", item_many_ranks, MANY_RANKS},
-    {"bandwidth", "operators on one core; bytes read and written, each tensor counted once", item_bandwidth, RANKS}};
+    {"bandwidth", "operators on one core; bytes read and written, each tensor counted once", item_bandwidth, RANKS},
+    {"attention", "causal attention of long sequences on one core, one head", item_attention, RANKS}};
 #define ITEMS (int)(sizeof items / sizeof *items)
 
 static int wanted(const char *name) { return !opt->only || strcmp(opt->only, name) == 0; }
@@ -3021,8 +3131,8 @@ static void print_help(void) {
            "  --quick      3 to 5 samples of each\n"
            "  --tiny       one sample of each, and small GPTs in plan and scaling: only shows that everything runs\n"
            "  --seconds S  time for each item (default 15)\n"
-           "  --only ITEM  one of gemm layer composed breakdown gpt2 invariant plan scaling collectives bandwidth\n"
-           "               memory\n"
+           "  --only ITEM  one of gemm layer composed breakdown gpt2 inference decode invariant plan scaling\n"
+           "               collectives bandwidth attention memory\n"
            "  --machine FILE  item plan writes the rates of 2 ranks at once, for train_gpt --dry-run --machine FILE\n");
 }
 
