@@ -7,7 +7,7 @@
    ./bench                 measures everything, in some minutes; ./bench --help lists the flags
    tests/bench/README.md explains the rows.
 
-   How it measures: ranks (two; up to 8 in some items) of one thread each, pinned one per core where there are enough
+   How it measures: ranks (two; up to 64 in some items) of one thread each, pinned one per core where there are enough
    cores. The cases that are compared alternate (A B A B ...) in rounds of one run, after a warm-up that touches all
    memory. Before each sample a fixed calibration loop runs on the cores that take part. A round in which this loop was
    more than 4 % slower than its best time is discarded and repeated, up to a limit. Ratios are medians of the ratios
@@ -30,7 +30,7 @@
 
 #define RANKS 2
 #define MANY_RANKS 8
-#define MAX_RANKS 8
+#define MAX_RANKS 64
 #define MAX_CASES 32
 #define MAX_PARTS 64
 #define MAX_ROUNDS 101
@@ -1965,21 +1965,33 @@ static mt_status transfer_buffers(worker *w, size_t bytes, transfer_item *x) {
     return MT_SUCCESS;
 }
 
+/* Returns the bytes of all ranks of a call, divided by the cores. With more ranks than cores, the time is at best
+   proportional to them. */
+static double transfer_work(const team *t, int i) {
+    return (double)transfers[i].bytes * t->size / (t->size < core_count ? t->size : core_count);
+}
+
+static void transfer_rows(const team *t, int i) {
+    static double rate_of_two[TRANSFERS]; /* of RANKS ranks, which come first in a run */
+    stat3 rate = case_rate(t, 2 * i, 1e-9 * transfer_work(t, i));
+    char name[64];
+    if (t->size == RANKS) rate_of_two[i] = rate.median;
+    snprintf(name, sizeof name, "%s, %d ranks", transfers[i].name, t->size);
+    row("collectives", name, case_time(t, 2 * i, 1e6), "us", case_ratio(t, 2 * i, 2 * i + 1, 1),
+        "memcpy time of as many bytes");
+    row("collectives", "  memcpy, all ranks at once", case_time(t, 2 * i + 1, 1e6), "us", 0, NULL);
+    row("collectives", "  bytes x ranks / cores", rate, "GB/s", rate_of_two[i] > 0 ? rate.median / rate_of_two[i] : 0,
+        t->size == RANKS || rate_of_two[i] == 0 ? NULL : "2 ranks' GB/s");
+}
+
 static mt_status transfers_measure(worker *w, int count) {
     bench_case cases[MAX_CASES] = {{0}};
-    char name[64];
     for (int i = 0; i < count; i++) {
         cases[2 * i] = (bench_case){run_transfer, i, 0, 0};
         cases[2 * i + 1] = (bench_case){run_memcpy, i, 0, 0};
     }
     MT_TRY(measure(w, cases, 2 * count));
-    if (rank_of(w) != 0) return MT_SUCCESS;
-    for (int i = 0; i < count; i++) {
-        snprintf(name, sizeof name, "%s, %d ranks", transfers[i].name, w->team->size);
-        row("collectives", name, case_time(w->team, 2 * i, 1e6), "us", case_ratio(w->team, 2 * i, 2 * i + 1, 1),
-            "memcpy time of as many bytes");
-        row("collectives", "  memcpy, all ranks at once", case_time(w->team, 2 * i + 1, 1e6), "us", 0, NULL);
-    }
+    for (int i = 0; i < count && rank_of(w) == 0; i++) transfer_rows(w->team, i);
     return MT_SUCCESS;
 }
 
@@ -1994,7 +2006,7 @@ static mt_status transfers_item(worker *w, int count, size_t bytes) {
 }
 
 static mt_status item_collectives(worker *w) { return transfers_item(w, TRANSFERS, (size_t)64 << 20); }
-static mt_status item_many_ranks(worker *w) { return transfers_item(w, 2, (size_t)64 << 10); }
+static mt_status item_many_ranks(worker *w) { return transfers_item(w, 3, (size_t)3 << 20); }
 
 /* ---- item plan: steps that are predicted, and then measured ------------------------------------------------------ */
 
@@ -3039,7 +3051,10 @@ static const item items[] = {
     {"scaling", "4 ranks", item_scaling, 4},
     {"scaling", "8 ranks", item_scaling, 8},
     {"collectives", "ranks as threads, one per core", item_collectives, RANKS},
+    {"collectives", "4 ranks", item_many_ranks, 4},
     {"collectives", "8 ranks", item_many_ranks, MANY_RANKS},
+    {"collectives", "16 ranks", item_many_ranks, 16},
+    {"collectives", "64 ranks", item_many_ranks, MAX_RANKS},
     {"bandwidth", "operators on one core; bytes read and written, each tensor counted once", item_bandwidth, RANKS},
     {"attention", "causal attention of long sequences on one core, one head", item_attention, RANKS}};
 #define ITEMS (int)(sizeof items / sizeof *items)
@@ -3053,7 +3068,7 @@ typedef struct session {
 
 static mt_status rank_main(mt_comm *world, void *user) {
     const session *s = user;
-    mt_context_desc where = {.threads = 1, .arena_bytes = (size_t)512 << 20};
+    mt_context_desc where = {.threads = 1, .arena_bytes = (size_t)(s->item->ranks > MANY_RANKS ? 1 : 512) << 20};
     worker w = {.team = s->team, .world = world};
     mt_status status;
     MT_TRY(mt_context_create(world, &where, &w.ctx));
