@@ -3779,6 +3779,9 @@ static const void *mti_element(const void *x, int64_t element, mt_dtype type) {
     return x ? (const unsigned char *)x + (size_t)element * mt_dtype_size(type) : NULL;
 }
 
+/* The size that threads share: rows of c, or columns with by_cols. */
+static int64_t mti_gemm_shared_size(const mti_matmul *g) { return g->by_cols ? g->n : g->m; }
+
 /* Rows [first, last) of c as a product of their own, or columns with by_cols. */
 static mti_matmul mti_gemm_part(const mti_matmul *g, int64_t first, int64_t last) {
     mti_matmul p = *g;
@@ -4053,7 +4056,7 @@ static mt_status mti_native_part(mt_context *ctx, mti_dnnl *d, const mti_matmul 
 
 /* Sets the plans of oneDNN for a product of 16-bit operands as they are. They are NULL if the operands are widened. */
 static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) {
-    int64_t rest = (g->by_cols ? g->n : g->m) % g->each;
+    int64_t rest = mti_gemm_shared_size(g) % g->each;
     mti_dnnl *d = NULL;
     mt_status status;
     int before;
@@ -4305,11 +4308,11 @@ static void mti_gemm_few(const mti_matmul *g) {
     mti_few_rows(&f, g->b_type);
 }
 
-static int64_t mti_gemm_parts(const mti_matmul *g) { return ((g->by_cols ? g->n : g->m) + g->each - 1) / g->each; }
+static int64_t mti_gemm_parts(const mti_matmul *g) { return (mti_gemm_shared_size(g) + g->each - 1) / g->each; }
 
 /* The bytes of scratch memory of one part. */
 static size_t mti_gemm_bytes(const mti_matmul *g) {
-    int64_t rest = (g->by_cols ? g->n : g->m) % g->each;
+    int64_t rest = mti_gemm_shared_size(g) % g->each;
     mti_matmul part = mti_gemm_part(g, 0, g->each), last = mti_gemm_part(g, 0, rest ? rest : g->each);
     size_t bytes = mti_library_bytes(&part), last_bytes = mti_library_bytes(&last);
     return g->few ? 0 : mt_align_up(bytes > last_bytes ? bytes : last_bytes);
@@ -4326,7 +4329,7 @@ typedef struct mti_gemm_run {
 static void mti_gemm_run_parts(void *data, int thread, int64_t first, int64_t last) {
     mti_gemm_run *run = (mti_gemm_run *)data;
     const mti_matmul *g = run->g;
-    int64_t i, size = g->by_cols ? g->n : g->m;
+    int64_t i, size = mti_gemm_shared_size(g);
     (void)thread;
     for (i = first; i < last; i++) {
         mti_matmul part = mti_gemm_part(g, i * g->each, mt_min((i + 1) * g->each, size));
