@@ -412,6 +412,7 @@ static const ops_size layer_size = {TOKENS, TOKENS, HIDDEN, HEADS};
 
 typedef struct ops {
     const ops_size *size;
+    mt_dtype dtype; /* of activations and weights */
     place place;
     float *memory;
     size_t bytes, used;
@@ -566,13 +567,16 @@ static void ops_list_backward(ops *s) {
 }
 
 /* Returns a tensor of small random numbers. Before s->memory is allocated, it only counts in s->used. */
-static mt_tensor ops_tensor(ops *s, int64_t rows, int64_t cols) {
-    mt_tensor t = mt_tensor_f32(s->memory + s->used, rows, cols);
+static mt_tensor ops_typed(ops *s, mt_dtype dtype, int64_t rows, int64_t cols) {
+    mt_tensor t = mt_tensor_make(s->memory + s->used, dtype, rows, cols);
     mt_random at = {.seed = 7, .subsequence = s->used, .global_cols = cols};
     s->used += (size_t)(rows * cols + 15) / 16 * 16;
     if (s->used * sizeof(float) <= s->bytes) mt_random_normal(s->place.ctx, t, 0.02f, at);
     return t;
 }
+
+static mt_tensor ops_tensor(ops *s, int64_t rows, int64_t cols) { return ops_typed(s, s->dtype, rows, cols); }
+static mt_tensor ops_f32(ops *s, int64_t rows, int64_t cols) { return ops_typed(s, MT_F32, rows, cols); }
 
 static void ops_activations(ops *s, int64_t split) {
     const int64_t tokens = s->size->tokens, hidden = s->size->hidden;
@@ -580,34 +584,36 @@ static void ops_activations(ops *s, int64_t split) {
     mt_tensor *const inner[] = {&s->h, &s->act, &s->dact, &s->dh};
     for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) *wide[i] = ops_tensor(s, tokens, hidden);
     for (size_t i = 0; i < sizeof inner / sizeof *inner; i++) *inner[i] = ops_tensor(s, tokens, 4 * hidden / split);
-    s->stats1 = ops_tensor(s, tokens, 2);
-    s->stats2 = ops_tensor(s, tokens, 2);
+    s->stats1 = ops_f32(s, tokens, 2);
+    s->stats2 = ops_f32(s, tokens, 2);
     s->qkv = ops_tensor(s, tokens, 3 * hidden / split);
     s->dqkv = ops_tensor(s, tokens, 3 * hidden / split);
     s->out = ops_tensor(s, tokens, hidden / split);
     s->dout = ops_tensor(s, tokens, hidden / split);
-    s->lse = ops_tensor(s, s->size->heads / split, tokens);
+    s->lse = ops_f32(s, s->size->heads / split, tokens);
 }
 
 static void ops_parameters(ops *s, int64_t split) {
     const int64_t hidden = s->size->hidden;
-    mt_tensor *const wide[] = {&s->gain, &s->dgain, &s->bias_h, &s->dbias_h};
-    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) *wide[i] = ops_tensor(s, 1, hidden);
+    s->gain = ops_tensor(s, 1, hidden);
+    s->dgain = ops_f32(s, 1, hidden);
+    s->bias_h = ops_tensor(s, 1, hidden);
+    s->dbias_h = ops_f32(s, 1, hidden);
     s->bias_q = ops_tensor(s, 1, 3 * hidden / split);
-    s->dbias_q = ops_tensor(s, 1, 3 * hidden / split);
+    s->dbias_q = ops_f32(s, 1, 3 * hidden / split);
     s->bias_f = ops_tensor(s, 1, 4 * hidden / split);
-    s->dbias_f = ops_tensor(s, 1, 4 * hidden / split);
+    s->dbias_f = ops_f32(s, 1, 4 * hidden / split);
     s->wqkv = ops_tensor(s, 3 * hidden / split, hidden);
-    s->gqkv = ops_tensor(s, 3 * hidden / split, hidden);
+    s->gqkv = ops_f32(s, 3 * hidden / split, hidden);
     s->wproj = ops_tensor(s, hidden, hidden / split);
-    s->gproj = ops_tensor(s, hidden, hidden / split);
+    s->gproj = ops_f32(s, hidden, hidden / split);
     s->wfc1 = ops_tensor(s, 4 * hidden / split, hidden);
-    s->gfc1 = ops_tensor(s, 4 * hidden / split, hidden);
+    s->gfc1 = ops_f32(s, 4 * hidden / split, hidden);
     s->wfc2 = ops_tensor(s, hidden, 4 * hidden / split);
-    s->gfc2 = ops_tensor(s, hidden, 4 * hidden / split);
+    s->gfc2 = ops_f32(s, hidden, 4 * hidden / split);
 }
 
-/* Creates the tensors and the list of operators for a rank of a split over `split` ranks, in s->place. */
+/* Creates the tensors and the list of operators for a rank of a split over `split` ranks, in s->place and s->dtype. */
 static mt_status ops_build(ops *s, int split, float dropout, const ops_size *size) {
     void *memory;
     s->size = size;
@@ -633,11 +639,12 @@ static mt_status ops_build(ops *s, int split, float dropout, const ops_size *siz
     return MT_SUCCESS;
 }
 
-static mt_status ops_create(worker *w, int split, float dropout, const ops_size *size, ops *s) {
+static mt_status ops_create(worker *w, int split, mt_dtype dtype, ops *s) {
     mt_context_desc where = {.threads = 1, .arena_bytes = (size_t)64 << 20};
     memset(s, 0, sizeof *s);
+    s->dtype = dtype;
     MT_TRY(place_create(w, split_of(split), where, &s->place));
-    return ops_build(s, split, dropout, size);
+    return ops_build(s, split, 0, &layer_size);
 }
 
 static void ops_destroy(ops *s) {
@@ -723,8 +730,8 @@ static void gemm_rows(const team *t, const gemm_item *g) {
 static mt_status gemm_measure(worker *w) {
     gemm_item *g = w->item;
     bench_case cases[MAX_CASES] = {{0}};
-    MT_TRY(ops_create(w, 1, 0, &layer_size, &g->one));
-    MT_TRY(ops_create(w, RANKS, 0, &layer_size, &g->two));
+    MT_TRY(ops_create(w, 1, MT_F32, &g->one));
+    MT_TRY(ops_create(w, RANKS, MT_F32, &g->two));
     gemm_indices(&g->one, g->index_one);
     g->count = gemm_indices(&g->two, g->index);
     for (int i = 0; i < g->count; i++) {
@@ -933,6 +940,8 @@ static double layer_flops(void) {
 enum {
     GEMMS_1,
     GEMMS_2,
+    GEMMS_1_BF16,
+    GEMMS_2_BF16,
     LAYER_1,
     LAYER_1_THREADS_2,
     LAYER_1_DROPOUT,
@@ -946,7 +955,7 @@ enum {
 };
 
 typedef struct layer_item {
-    gemm_item gemms; /* must be the first member: run_gemms_one and run_gemms_two use the item as a gemm_item */
+    ops products[LAYER_1]; /* of the cases before LAYER_1, the GEMMs of a layer alone */
     one_layer layers[LAYER_CASES];
     int pinned;
     double faults;
@@ -955,15 +964,20 @@ typedef struct layer_item {
 
 static mt_status run_layer(worker *w, int arg) { return layer_step(&((layer_item *)w->item)->layers[arg]); }
 
+static mt_status run_products(worker *w, int arg) {
+    return ops_run(&((layer_item *)w->item)->products[arg], GEMM, NULL);
+}
+
 static mt_status run_replay(worker *w, int arg) {
-    (void)arg;
-    return ops_run(&((layer_item *)w->item)->gemms.two, KINDS, w->parts);
+    return ops_run(&((layer_item *)w->item)->products[arg], KINDS, w->parts);
 }
 
 static mt_status layer_item_create(worker *w, layer_item *l) {
     int first = rank_of(w) == 0;
-    MT_TRY(ops_create(w, 1, 0, &layer_size, &l->gemms.one));
-    MT_TRY(ops_create(w, RANKS, 0, &layer_size, &l->gemms.two));
+    MT_TRY(ops_create(w, 1, MT_F32, &l->products[GEMMS_1]));
+    MT_TRY(ops_create(w, RANKS, MT_F32, &l->products[GEMMS_2]));
+    MT_TRY(ops_create(w, 1, MT_BF16, &l->products[GEMMS_1_BF16]));
+    MT_TRY(ops_create(w, RANKS, MT_BF16, &l->products[GEMMS_2_BF16]));
     if (first) MT_TRY(layer_create(w, 1, 1, 0, MT_F32, &l->layers[LAYER_1]));
     if (first) MT_TRY(layer_create(w, 1, 2, 0, MT_F32, &l->layers[LAYER_1_THREADS_2]));
     if (first) MT_TRY(layer_create(w, 1, 1, 0.1f, MT_F32, &l->layers[LAYER_1_DROPOUT]));
@@ -979,8 +993,7 @@ static mt_status layer_item_create(worker *w, layer_item *l) {
 
 static void layer_item_destroy(layer_item *l) {
     for (int i = 0; i < LAYER_CASES; i++) layer_destroy(&l->layers[i]);
-    ops_destroy(&l->gemms.one);
-    ops_destroy(&l->gemms.two);
+    for (int i = 0; i < LAYER_1; i++) ops_destroy(&l->products[i]);
 }
 
 static long minor_faults(void) {
@@ -1003,41 +1016,59 @@ static mt_status layer_count(worker *w) {
     return MT_SUCCESS;
 }
 
-static void layer_rows_of(const team *t, const char *name, int c, int reference, int cores, const char *versus) {
-    char full[64];
-    row("layer", name, case_time(t, c, 1e3), "ms", case_ratio(t, reference, c, 1), c == reference ? NULL : versus);
-    row("layer", "  tokens", case_rate(t, c, TOKENS), "tokens/s", 0, NULL);
-    snprintf(full, sizeof full, "  %d core%s", cores, cores > 1 ? "s together" : "");
-    row("layer", full, case_rate(t, c, 1e-9 * layer_flops()), "GFLOP/s", 0, NULL);
+/* The cases of a layer, the order of the rows. A row compares with the speed of case `reference`, and its FLOP/s with
+   those of its GEMMs alone, case `products`. */
+static const struct layer_row {
+    const char *name;
+    int c, reference, products;
+    const char *versus, *limit;
+} layer_list[] = {
+    {"TP=1, 1 thread", LAYER_1, LAYER_1, GEMMS_1, NULL, "GEMMs alone"},
+    {"TP=1, 2 threads", LAYER_1_THREADS_2, LAYER_1, GEMMS_2, "speed of TP=1, 1 thread", "GEMMs alone, TP=2"},
+    {"TP=2", LAYER_2, LAYER_1, GEMMS_2, "speed of TP=1, 1 thread (aim 1.85)", "GEMMs alone, TP=2 (aim 0.95)"},
+    {"TP=1, 1 thread, dropout 0.1", LAYER_1_DROPOUT, LAYER_1, GEMMS_1, "speed without dropout", "GEMMs alone"},
+    {"TP=2, dropout 0.1", LAYER_2_DROPOUT, LAYER_1_DROPOUT, GEMMS_2, "speed of TP=1 with dropout", "GEMMs alone, TP=2"},
+    {"bf16, TP=1, 1 thread", LAYER_1_BF16, LAYER_1, GEMMS_1_BF16, "speed in float", "bf16 GEMMs alone"},
+    {"bf16, TP=1, 2 threads", LAYER_1_BF16_THREADS_2, LAYER_1_THREADS_2, GEMMS_2_BF16, "speed in float",
+     "bf16 GEMMs alone, TP=2"},
+    {"bf16, TP=2", LAYER_2_BF16, LAYER_2, GEMMS_2_BF16, "speed in float (aim 1.6)", "bf16 GEMMs alone, TP=2"}};
+
+/* The FLOP of the GEMMs of one layer, of all ranks. */
+static double products_flops(const layer_item *l, int c) {
+    const ops *s = &l->products[c];
+    return s->place.grid.tp_size * ops_flops(s, GEMM);
 }
 
-static void layer_gemm_rows(const team *t, const layer_item *l) {
-    double f1 = ops_flops(&l->gemms.one, GEMM), f2 = ops_flops(&l->gemms.two, GEMM);
-    row("layer", "GEMMs alone, TP=1", case_rate(t, GEMMS_1, 1e-9 * f1), "GFLOP/s/core", 0, NULL);
-    row("layer", "GEMMs alone, TP=2, both ranks at once", case_rate(t, GEMMS_2, 1e-9 * f2), "GFLOP/s/core",
-        case_ratio(t, GEMMS_1, GEMMS_2, 0.5), "GEMMs alone, TP=1");
-    row("layer", "layer TP=1 per core", case_rate(t, LAYER_1, 1e-9 * layer_flops()), "GFLOP/s/core",
-        case_ratio(t, GEMMS_1, LAYER_1, layer_flops() / f1), "GEMMs alone, TP=1");
-    row("layer", "layer TP=2 per core", case_rate(t, LAYER_2, 0.5e-9 * layer_flops()), "GFLOP/s/core",
-        case_ratio(t, GEMMS_2, LAYER_2, 0.5 * layer_flops() / f2), "GEMMs alone, TP=2 (aim 0.95)");
-    row("layer", "layer TP=2 dropout 0.1 per core", case_rate(t, LAYER_2_DROPOUT, 0.5e-9 * layer_flops()),
-        "GFLOP/s/core", case_ratio(t, GEMMS_2, LAYER_2_DROPOUT, 0.5 * layer_flops() / f2), "GEMMs alone, TP=2");
+static void layer_rows_of(const team *t, const layer_item *l, const struct layer_row *x) {
+    const one_layer *layer = &l->layers[x->c];
+    int cores = layer->place.grid.tp_size * mt_context_threads(layer->place.ctx);
+    int threads = mt_context_threads(layer->place.ctx) > 1;
+    char name[64];
+    snprintf(name, sizeof name, "%s%s", x->name, !threads ? "" : l->pinned ? ", pinned" : ", not pinned");
+    row("layer", name, case_time(t, x->c, 1e3), "ms", case_ratio(t, x->reference, x->c, 1), x->versus);
+    row("layer", "  tokens", case_rate(t, x->c, TOKENS), "tokens/s", 0, NULL);
+    snprintf(name, sizeof name, "  %d core%s", cores, cores > 1 ? "s together" : "");
+    row("layer", name, case_rate(t, x->c, 1e-9 * layer_flops()), "GFLOP/s",
+        case_ratio(t, x->products, x->c, layer_flops() / products_flops(l, x->products)), x->limit);
+}
+
+static void layer_products_rows(const team *t, const layer_item *l) {
+    static const char *const names[LAYER_1] = {"GEMMs alone, TP=1", "GEMMs alone, TP=2, both ranks at once",
+                                               "bf16 GEMMs alone, TP=1", "bf16 GEMMs alone, TP=2, both ranks at once"};
+    for (int c = 0; c < LAYER_1; c++) {
+        double cores = l->products[c].place.grid.tp_size;
+        row("layer", names[c], case_rate(t, c, 1e-9 * products_flops(l, c) / cores), "GFLOP/s/core",
+            case_ratio(t, c - c % 2, c, 1 / cores), c % 2 ? names[c - 1] : NULL);
+    }
 }
 
 static void layer_rows(const team *t, const layer_item *l) {
-    const char *two = l->pinned ? "TP=1, 2 threads, pinned" : "TP=1, 2 threads, not pinned";
+    const ops *two = &l->products[GEMMS_2];
     int reduces[MAX_PARTS] = {0};
-    for (int i = 0; i < l->gemms.two.count; i++) reduces[i] = l->gemms.two.list[i].kind == ALL_REDUCE;
-    layer_rows_of(t, "TP=1, 1 thread", LAYER_1, LAYER_1, 1, NULL);
-    layer_rows_of(t, two, LAYER_1_THREADS_2, LAYER_1, 2, "speed of TP=1, 1 thread");
-    layer_rows_of(t, "TP=2", LAYER_2, LAYER_1, 2, "speed of TP=1, 1 thread (aim 1.85)");
-    layer_rows_of(t, "TP=1, 1 thread, dropout 0.1", LAYER_1_DROPOUT, LAYER_1, 1, "speed without dropout");
-    layer_rows_of(t, "TP=2, dropout 0.1", LAYER_2_DROPOUT, LAYER_1_DROPOUT, 2, "speed of TP=1 with dropout");
-    layer_rows_of(t, "bf16, TP=1, 1 thread", LAYER_1_BF16, LAYER_1, 1, "speed in float");
-    layer_rows_of(t, "bf16, TP=1, 2 threads", LAYER_1_BF16_THREADS_2, LAYER_1_THREADS_2, 2, "speed in float");
-    layer_rows_of(t, "bf16, TP=2", LAYER_2_BF16, LAYER_2, 2, "speed in float (aim 1.6)");
-    layer_gemm_rows(t, l);
-    stat3 r = part_time(t, REPLAY_2, reduces, l->gemms.two.count, 1e3);
+    for (int i = 0; i < two->count; i++) reduces[i] = two->list[i].kind == ALL_REDUCE;
+    for (size_t i = 0; i < sizeof layer_list / sizeof *layer_list; i++) layer_rows_of(t, l, &layer_list[i]);
+    layer_products_rows(t, l);
+    stat3 r = part_time(t, REPLAY_2, reduces, two->count, 1e3);
     row("layer", "its 4 all-reduces, waiting included", r, "ms", r.median / case_time(t, LAYER_2, 1e3).median,
         "layer TP=2");
     row("layer", "all-reduces in one TP=2 step (ledger)", exactly((double)l->all_reduces), "calls", 0, NULL);
@@ -1046,8 +1077,10 @@ static void layer_rows(const team *t, const layer_item *l) {
 
 static mt_status layer_measure(worker *w) {
     layer_item *l = w->item;
-    bench_case cases[LAYER_CASES] = {[GEMMS_1] = {run_gemms_one, 0, 1, 0},
-                                     [GEMMS_2] = {run_gemms_two, 0, 0, 0},
+    bench_case cases[LAYER_CASES] = {[GEMMS_1] = {run_products, GEMMS_1, 1, 0},
+                                     [GEMMS_2] = {run_products, GEMMS_2, 0, 0},
+                                     [GEMMS_1_BF16] = {run_products, GEMMS_1_BF16, 1, 0},
+                                     [GEMMS_2_BF16] = {run_products, GEMMS_2_BF16, 0, 0},
                                      [LAYER_1] = {run_layer, LAYER_1, 1, 0},
                                      [LAYER_1_THREADS_2] = {run_layer, LAYER_1_THREADS_2, 1, 0},
                                      [LAYER_1_DROPOUT] = {run_layer, LAYER_1_DROPOUT, 1, 0},
@@ -1056,7 +1089,7 @@ static mt_status layer_measure(worker *w) {
                                      [LAYER_1_BF16] = {run_layer, LAYER_1_BF16, 1, 0},
                                      [LAYER_1_BF16_THREADS_2] = {run_layer, LAYER_1_BF16_THREADS_2, 1, 0},
                                      [LAYER_2_BF16] = {run_layer, LAYER_2_BF16, 0, 0},
-                                     [REPLAY_2] = {run_replay, 0, 0, MAX_PARTS}};
+                                     [REPLAY_2] = {run_replay, GEMMS_2, 0, MAX_PARTS}};
     MT_TRY(layer_item_create(w, l));
     MT_TRY(measure(w, cases, LAYER_CASES));
     MT_TRY(layer_count(w));
@@ -1351,7 +1384,7 @@ static mt_status breakdown_measure(worker *w) {
     breakdown_item *b = w->item;
     bench_case cases[BREAK_CASES] = {
         [BREAK_LAYER] = {run_breakdown_layer, 0, 0, 0}, [BREAK_REPLAY] = {run_breakdown_replay, 0, 0, MAX_PARTS}};
-    MT_TRY(ops_create(w, RANKS, 0, &layer_size, &b->ops));
+    MT_TRY(ops_create(w, RANKS, MT_F32, &b->ops));
     MT_TRY(layer_create(w, RANKS, 1, 0, MT_F32, &b->layer));
     MT_TRY(measure(w, cases, BREAK_CASES));
     if (rank_of(w) == 0) breakdown_rows(w->team, b);
@@ -2131,7 +2164,7 @@ static mt_status product_run(worker *w, plan_item *p, const product *x, mt_trans
 
 /* The time of a product is the mean over the ways in which it occurs. The trace does not tell forward (A B^T) from
    input gradients (A B). */
-static mt_status run_products(worker *w, int crowd) {
+static mt_status run_shapes(worker *w, int crowd) {
     plan_item *p = w->item;
     const product_list *list = &p->products[crowd];
     for (int i = 0; i < list->count; i++) {
@@ -2449,7 +2482,7 @@ static mt_status plan_measure(worker *w) {
     bench_case cases[MAX_CASES] = {{0}};
     MT_TRY(plan_create(w, p));
     for (int crowd = 0; crowd < CROWDS; crowd++) {
-        cases[PRODUCT_CASE + crowd] = (bench_case){run_products, crowd, crowd == ALONE, MAX_PARTS};
+        cases[PRODUCT_CASE + crowd] = (bench_case){run_shapes, crowd, crowd == ALONE, MAX_PARTS};
         cases[OPERATOR_CASE + crowd] = (bench_case){run_operators, crowd, crowd == ALONE, MAX_PARTS};
     }
     for (int i = 0; i < LINKS; i++) cases[LINK_CASE + i] = (bench_case){run_link, i, 0, 0};
