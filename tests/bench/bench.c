@@ -18,6 +18,9 @@
 #include "megatron.h"
 
 #include <getopt.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 #include <sched.h>
 #include <stdarg.h>
 #include <sys/resource.h>
@@ -674,6 +677,57 @@ static double ops_flops(const ops *s, int kind) {
     return flops;
 }
 
+/* ---- the peak of products: multiply-adds of vectors in registers ------------------------------------------------- */
+
+#if defined(__AVX512F__)
+typedef float peak_vector __attribute__((vector_size(64)));
+#elif defined(__AVX__)
+typedef float peak_vector __attribute__((vector_size(32)));
+#else
+typedef float peak_vector __attribute__((vector_size(16)));
+#endif
+#define PEAK_SUMS 12 /* independent sums, more than a core has multiply-adds in flight */
+#define PEAK_PASSES 100000
+#define PEAK_FLOPS (2.0 * PEAK_SUMS * PEAK_PASSES * (sizeof(peak_vector) / sizeof(float)))
+
+static volatile float peak_factor, peak_result; /* the compiler must not know that all sums are 0 */
+
+static mt_status run_peak(worker *w, int arg) {
+    peak_vector x[PEAK_SUMS] = {{0}}, a = {0};
+    (void)w;
+    (void)arg;
+    a += peak_factor;
+    for (int i = 0; i < PEAK_SUMS; i++) x[i] += peak_factor;
+    for (int pass = 0; pass < PEAK_PASSES; pass++)
+        for (int i = 0; i < PEAK_SUMS; i++) x[i] = x[i] * a + a;
+    for (int i = 1; i < PEAK_SUMS; i++) x[0] += x[i];
+    peak_result = x[0][0];
+    return MT_SUCCESS;
+}
+
+/* The same in bf16. Without AVX512-BF16, products of bf16 are those of f32. */
+#if defined(__AVX512BF16__)
+static const char *const peak_bf16_name = "peak of bf16";
+#define PEAK_BF16_FLOPS (2 * PEAK_FLOPS)
+
+static mt_status run_peak_bf16(worker *w, int arg) {
+    __m512 x[PEAK_SUMS];
+    __m512bh a = (__m512bh)_mm512_set1_ps(peak_factor);
+    (void)w;
+    (void)arg;
+    for (int i = 0; i < PEAK_SUMS; i++) x[i] = _mm512_set1_ps(peak_factor);
+    for (int pass = 0; pass < PEAK_PASSES; pass++)
+        for (int i = 0; i < PEAK_SUMS; i++) x[i] = _mm512_dpbf16_ps(x[i], a, a);
+    for (int i = 1; i < PEAK_SUMS; i++) x[0] = _mm512_add_ps(x[0], x[i]);
+    peak_result = _mm512_cvtss_f32(x[0]);
+    return MT_SUCCESS;
+}
+#else
+static const char *const peak_bf16_name = "peak of f32";
+#define PEAK_BF16_FLOPS PEAK_FLOPS
+static mt_status run_peak_bf16(worker *w, int arg) { return run_peak(w, arg); }
+#endif
+
 /* ---- item gemm --------------------------------------------------------------------------------------------------- */
 
 typedef struct gemm_item {
@@ -706,25 +760,31 @@ static mt_status run_gemms_two(worker *w, int arg) {
     return ops_run(&((gemm_item *)w->item)->two, GEMM, NULL);
 }
 
-static void gemm_row(const team *t, const ops *s, const op *o, int c, int reference) {
-    char name[64], shape[48];
+/* Case c runs on one rank and compares with the peak, case c + 1 on both and compares with case c. */
+static void gemm_row(const team *t, const gemm_item *g, const char *name, int c, double flops) {
+    int peak = 2 * g->count + 2, two = c % 2;
+    row("gemm", name, case_rate(t, c, 1e-9 * flops), "GFLOP/s/core",
+        two ? case_ratio(t, c - 1, c, 0.5) : case_ratio(t, peak, c, flops / PEAK_FLOPS), two ? "TP=1 rate" : "peak");
+}
+
+static void gemm_op_row(const team *t, const gemm_item *g, const ops *s, const op *o, int c) {
+    char name[64];
     int64_t k = o->trans_a == MT_TRANS ? o->a.rows : o->a.cols;
-    snprintf(shape, sizeof shape, "%lldx%lldx%lld", (long long)o->c.rows, (long long)o->c.cols, (long long)k);
-    snprintf(name, sizeof name, "%s TP=%d %s", o->name, s->place.grid.tp_size, shape);
-    row("gemm", name, case_rate(t, c, 1e-9 * o->flops), "GFLOP/s/core", case_ratio(t, reference, c, 0.5),
-        c == reference ? NULL : "TP=1 rate");
+    snprintf(name, sizeof name, "%s TP=%d %lldx%lldx%lld", o->name, s->place.grid.tp_size, (long long)o->c.rows,
+             (long long)o->c.cols, (long long)k);
+    gemm_row(t, g, name, c, o->flops);
 }
 
 static void gemm_rows(const team *t, const gemm_item *g) {
-    const char *unit = "GFLOP/s/core";
     int n = g->count;
     for (int i = 0; i < n; i++) {
-        gemm_row(t, &g->one, &g->one.list[g->index_one[i]], 2 * i, 2 * i);
-        gemm_row(t, &g->two, &g->two.list[g->index[i]], 2 * i + 1, 2 * i);
+        gemm_op_row(t, g, &g->one, &g->one.list[g->index_one[i]], 2 * i);
+        gemm_op_row(t, g, &g->two, &g->two.list[g->index[i]], 2 * i + 1);
     }
-    row("gemm", "all 12 GEMMs of the layer, TP=1", case_rate(t, 2 * n, 1e-9 * ops_flops(&g->one, GEMM)), unit, 0, NULL);
-    row("gemm", "all 12 GEMMs, TP=2, both ranks at once", case_rate(t, 2 * n + 1, 1e-9 * ops_flops(&g->two, GEMM)),
-        unit, case_ratio(t, 2 * n, 2 * n + 1, 0.5), "TP=1 rate");
+    gemm_row(t, g, "all 12 GEMMs of the layer, TP=1", 2 * n, ops_flops(&g->one, GEMM));
+    gemm_row(t, g, "all 12 GEMMs, TP=2, both ranks at once", 2 * n + 1, ops_flops(&g->two, GEMM));
+    row("gemm", "peak: multiply-adds in registers", case_rate(t, 2 * n + 2, 1e-9 * PEAK_FLOPS), "GFLOP/s/core", 0,
+        NULL);
 }
 
 static mt_status gemm_measure(worker *w) {
@@ -740,7 +800,8 @@ static mt_status gemm_measure(worker *w) {
     }
     cases[2 * g->count] = (bench_case){run_gemms_one, 0, 1, 0};
     cases[2 * g->count + 1] = (bench_case){run_gemms_two, 0, 0, 0};
-    MT_TRY(measure(w, cases, 2 * g->count + 2));
+    cases[2 * g->count + 2] = (bench_case){run_peak, 0, 1, 0};
+    MT_TRY(measure(w, cases, 2 * g->count + 3));
     if (rank_of(w) == 0) gemm_rows(w->team, g);
     return MT_SUCCESS;
 }
@@ -756,7 +817,7 @@ static mt_status item_gemm(worker *w) {
 
 /* ---- item gemm: bf16, and few rows of activations ---------------------------------------------------------------- */
 
-enum { FEW_CASES = 8, TYPED_CASES = 6, READ_CASES = 2 };
+enum { FEW_CASES = 8, TYPED_CASES = 6, READ_CASES = 2, PEAK_CASE = FEW_CASES + TYPED_CASES + READ_CASES };
 
 static const struct {
     mt_dtype dtype;
@@ -828,9 +889,15 @@ static void products_rows(const team *t) {
         int64_t m = typed_list[i / 2].m, n = typed_list[i / 2].n, k = typed_list[i / 2].k;
         snprintf(name, sizeof name, "%s %s %lldx%lldx%lld", i % 2 ? "bf16" : "f32", typed_list[i / 2].name,
                  (long long)m, (long long)n, (long long)k);
-        row("gemm", name, case_rate(t, i, 2e-9 * (double)(m * n * k)), "GFLOP/s", case_ratio(t, i - i % 2, i, 1),
-            i % 2 ? "f32 rate" : NULL);
+        stat3 rate = case_rate(t, i, 2e-9 * (double)(m * n * k));
+        row("gemm", name, rate, "GFLOP/s",
+            case_ratio(t, PEAK_CASE + i % 2, i, 2.0 * (double)(m * n * k) / (i % 2 ? PEAK_BF16_FLOPS : PEAK_FLOPS)),
+            i % 2 ? peak_bf16_name : "peak of f32");
+        if (i % 2) row("gemm", "  the same", rate, "GFLOP/s", case_ratio(t, i - 1, i, 1), "f32 rate");
     }
+    row("gemm", "peak of f32: multiply-adds in registers", case_rate(t, PEAK_CASE, 1e-9 * PEAK_FLOPS), "GFLOP/s", 0,
+        NULL);
+    row("gemm", "  in bf16", case_rate(t, PEAK_CASE + 1, 1e-9 * PEAK_BF16_FLOPS), "GFLOP/s", 0, NULL);
     for (int i = 0; i < FEW_CASES; i++) {
         int read = TYPED_CASES + FEW_CASES + (few_list[i].dtype == MT_BF16), c = TYPED_CASES + i;
         double bytes = (double)few_list[i].n * HIDDEN * (double)mt_dtype_size(few_list[i].dtype);
@@ -868,14 +935,14 @@ static void products_destroy(worker *w, products_item *p) {
 /* Only rank 0 computes. */
 static mt_status item_products(worker *w) {
     products_item p = {0};
-    bench_case cases[TYPED_CASES + FEW_CASES + READ_CASES];
+    bench_case cases[PEAK_CASE + 2] = {[PEAK_CASE] = {run_peak, 0, 1, 0}, [PEAK_CASE + 1] = {run_peak_bf16, 0, 1, 0}};
     mt_status status = MT_SUCCESS;
     for (int i = 0; i < TYPED_CASES; i++) cases[i] = (bench_case){run_typed, i, 1, 0};
     for (int i = 0; i < FEW_CASES; i++) cases[TYPED_CASES + i] = (bench_case){run_few, i, 1, 0};
     for (int i = 0; i < READ_CASES; i++) cases[TYPED_CASES + FEW_CASES + i] = (bench_case){run_read, i, 1, 0};
     w->item = &p;
     if (rank_of(w) == 0) status = products_create(w, &p);
-    if (status == MT_SUCCESS) status = measure(w, cases, TYPED_CASES + FEW_CASES + READ_CASES);
+    if (status == MT_SUCCESS) status = measure(w, cases, PEAK_CASE + 2);
     if (status == MT_SUCCESS && rank_of(w) == 0) products_rows(w->team);
     products_destroy(w, &p);
     w->item = NULL;
