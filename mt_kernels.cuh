@@ -3156,14 +3156,12 @@ static mt_status mti_begin(mti_operator *op, mt_context *ctx, const char *name, 
     return status == MT_SUCCESS ? status : mti_end(op, status);
 }
 
-/* Takes `count` floats of scratch memory for each thread of a loop; those of thread t begin at room + t * count. A meta
-   context allocates them, too. */
-static mt_status mti_rooms(mti_operator *op, int64_t count, float **room) {
-    mt_tensor rooms = mt_none();
-    if (op->count > 0 && count > 0)
-        MT_TRY(mt_arena_tensor(op->ctx, MT_F32, mt_context_threads(op->ctx), count, &rooms));
-    *room = mti_row(rooms, 0);
-    return MT_SUCCESS;
+/* rooms [threads * rows, cols] = scratch memory for a loop, `rows` rows for each thread, or mt_none() if rows is 0. A
+   meta context allocates it, too. */
+static mt_status mti_rooms(mti_operator *op, int64_t rows, int64_t cols, mt_tensor *rooms) {
+    *rooms = mt_none();
+    if (op->count == 0 || rows == 0) return MT_SUCCESS;
+    return mt_arena_tensor(op->ctx, MT_F32, mt_context_threads(op->ctx) * rows, cols, rooms);
 }
 
 /* `launch` and `loop` are expressions. In MTI_CHOOSE both have the type mt_status, and a meta context that does not
@@ -5659,7 +5657,7 @@ typedef struct mti_norm {
     mt_norm_kind kind;
     mt_tensor x, gain, bias, y, stats;
     float eps;
-    float *rooms; /* of a block of each thread, if x or y has a 16-bit type */
+    mt_tensor rooms; /* a block for each thread, if x or y has a 16-bit type */
 } mti_norm;
 
 #define MTI_NORM_BLOCK 4 /* rows that the processor can work on at once, because their sums are independent */
@@ -5691,13 +5689,13 @@ static void mti_cpu_norm_forward(void *data, int thread, int64_t first, int64_t 
     int64_t i, rows, most = mti_norm_rows(f->x.cols);
     for (i = first; i < last; i += rows) {
         rows = mt_min(most, last - i);
-        mti_norm_block(f, i, rows, f->rooms + thread * most * f->x.cols);
+        mti_norm_block(f, i, rows, mti_row(f->rooms, thread * most));
     }
 }
 
 static mt_status mti_norm_forward(mti_operator *op, mti_norm *f) {
     int narrow = f->x.dtype != MT_F32 || f->y.dtype != MT_F32;
-    MT_TRY(mti_rooms(op, narrow ? mti_norm_rows(f->x.cols) * f->x.cols : 0, &f->rooms));
+    MT_TRY(mti_rooms(op, narrow ? mti_norm_rows(f->x.cols) : 0, f->x.cols, &f->rooms));
     if (op->on_cpu) mti_cpu_rows(op->ctx, f->x.rows, f->x.cols, mti_cpu_norm_forward, f);
     return MT_SUCCESS;
 }
@@ -5747,8 +5745,8 @@ static void mti_norm_backward_apply(const float *x, float mean, float rstd, cons
 typedef struct mti_norm_slopes {
     mt_norm_kind kind;
     mt_tensor x, gain, stats, dy, dresidual, dx, dgain, dbias;
-    int one_pass; /* whoever computes a row of dx adds that row to dgain and dbias */
-    float *rooms; /* of three rows of each thread, if a view has a 16-bit type */
+    int one_pass;    /* whoever computes a row of dx adds that row to dgain and dbias */
+    mt_tensor rooms; /* three rows for each thread, if a view has a 16-bit type */
 } mti_norm_slopes;
 
 static float mti_norm_mean(const mti_norm_slopes *b, int64_t row) {
@@ -5806,11 +5804,11 @@ static void mti_cpu_norm_backward(void *data, int thread, int64_t first, int64_t
     const float *gain = mti_row(b->gain, 0);
     float *dgain = mti_row(b->dgain, 0), *dbias = mti_row(b->dbias, 0);
     int64_t i, n = b->x.cols;
-    float *room = b->rooms + 3 * n * thread;
     for (i = first; i < last; i++) {
-        mt_tensor x_row = mti_f32_read(b->x, i, 1, 0, n, room), dy_row = mti_f32_read(b->dy, i, 1, 0, n, room + n);
-        mt_tensor residual = mti_f32_read(b->dresidual, i, 1, 0, n, room + 2 * n);
-        mt_tensor dx = mti_f32_place(b->dx, i, 1, 0, n, room);
+        mt_tensor x_row = mti_f32_read(b->x, i, 1, 0, n, mti_row(b->rooms, 3 * thread));
+        mt_tensor dy_row = mti_f32_read(b->dy, i, 1, 0, n, mti_row(b->rooms, 3 * thread + 1));
+        mt_tensor residual = mti_f32_read(b->dresidual, i, 1, 0, n, mti_row(b->rooms, 3 * thread + 2));
+        mt_tensor dx = mti_f32_place(b->dx, i, 1, 0, n, mti_row(b->rooms, 3 * thread));
         const float *x = mti_row(x_row, 0), *dy = mti_row(dy_row, 0);
         float mean = mti_norm_mean(b, i), rstd = mti_row(b->stats, i)[1], sums[2];
         if (b->one_pass) mti_norm_backward_sums(x, mean, rstd, gain, dy, 1, dgain, n, sums);
@@ -5827,7 +5825,7 @@ static mt_status mti_norm_backward(mti_operator *op, mti_norm_slopes *b) {
     mt_tensor residual = b->dresidual;
     int narrow = b->x.dtype != MT_F32 || b->dy.dtype != MT_F32 || b->dx.dtype != MT_F32 ||
                  (residual.data && residual.dtype != MT_F32);
-    MT_TRY(mti_rooms(op, narrow ? 3 * b->x.cols : 0, &b->rooms));
+    MT_TRY(mti_rooms(op, narrow ? 3 : 0, b->x.cols, &b->rooms));
     if (!op->on_cpu) return MT_SUCCESS;
     b->one_pass = mt_context_threads(op->ctx) == 1;
     if (!b->one_pass) mti_cpu_columns(op->ctx, b->x.rows, b->x.cols, mti_cpu_norm_parameters, b);
@@ -6479,7 +6477,7 @@ MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_float(ctx, where, NULL, "eps", eps, MT_FLOAT_AT_LEAST_0));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    mti_norm f = {kind, x, gain, bias, y, stats, eps, NULL};
+    mti_norm f = {kind, x, gain, bias, y, stats, eps, mt_none()};
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats),
                                    mti_norm_forward(&op, &f)));
 }
@@ -6510,7 +6508,7 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
     MT_TRY(mti_expect_norm_sum(ctx, where, "dgain", dgain, x, dy, dx));
     MT_TRY(mti_expect_norm_sum(ctx, where, "dbias", dbias, x, dy, dx));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    mti_norm_slopes b = {kind, x, gain, stats, dy, dresidual, dx, dgain, dbias, 0, NULL};
+    mti_norm_slopes b = {kind, x, gain, stats, dy, dresidual, dx, dgain, dbias, 0, mt_none()};
     return mti_end(&op,
                    MTI_CHOOSE(&op, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias),
                               mti_norm_backward(&op, &b)));
@@ -9201,7 +9199,7 @@ typedef struct mti_turns {
     mt_tensor table;
     float sign;
     mt_tensor qkv;
-    float *rooms; /* of the queries and the key of a group of each thread, if qkv has a 16-bit type */
+    mt_tensor rooms; /* the queries and the key of a group for each thread, if qkv has a 16-bit type */
 } mti_turns;
 
 /* The columns of the queries and the key of a group. */
@@ -9215,7 +9213,7 @@ static void mti_cpu_rotary(void *data, int thread, int64_t first, int64_t last) 
         const float *angles = mti_row(r->table, mti_document_position(desc, i / desc->seq, i % desc->seq));
         for (g = 0; g < desc->groups; g++) {
             int64_t col = g * (turned + desc->head_dim);
-            mt_tensor heads = mti_f32_read(r->qkv, i, 1, col, turned, r->rooms + thread * turned);
+            mt_tensor heads = mti_f32_read(r->qkv, i, 1, col, turned, mti_row(r->rooms, thread));
             for (j = 0; j < turned; j += desc->head_dim) {
                 float *x = mti_row(heads, 0) + j;
                 /* constant steps let a compiler make a fast loop of each form */
@@ -9228,7 +9226,7 @@ static void mti_cpu_rotary(void *data, int thread, int64_t first, int64_t last) 
 }
 
 static mt_status mti_rotary_loop(mti_operator *op, mti_turns *r) {
-    MT_TRY(mti_rooms(op, r->qkv.dtype != MT_F32 ? mti_turned(r->desc) : 0, &r->rooms));
+    MT_TRY(mti_rooms(op, r->qkv.dtype != MT_F32, mti_turned(r->desc), &r->rooms));
     if (op->on_cpu) mti_cpu_rows(op->ctx, r->qkv.rows, r->qkv.cols, mti_cpu_rotary, r);
     return MT_SUCCESS;
 }
@@ -9400,7 +9398,7 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
         s.heads_per_group = s.groups * (s.heads_per_group + 1) - 1;
         s.groups = 1;
     }
-    mti_turns r = {&s, table, sign, qkv, NULL};
+    mti_turns r = {&s, table, sign, qkv, mt_none()};
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_rotary(ctx, &s, table, sign, qkv), mti_rotary_loop(&op, &r)));
 }
 
