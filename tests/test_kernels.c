@@ -248,6 +248,27 @@ static void test_exp_ends(void **state) {
     assert_true(y[0] != y[0] && y[1] != y[1]);
 }
 
+/* The exponentials of the statistics: those of numbers far below the maximum are 0, and a NaN with a payload stays
+   NaN. */
+static void test_exp_of_statistics(void **state) {
+    static const float in[] = {-200, -104, -1e10f, -3e38f, -INFINITY, 0, 88, -1e-45f};
+    mt_cross_entropy_shard_desc s = {8, 0, 0, 0};
+    mt_tensor x = ref_guarded(1, 8, 0), stats = ref_guarded(1, 4, 0);
+    int32_t target = 0;
+    int i;
+    (void)state;
+    for (i = 0; i < 8; i++) {
+        memcpy(ref_row(x, 0), in, sizeof in);
+        ref_row(x, 0)[6] = i & 1 ? 88.0f : -3.0f;
+        OK(mt_cross_entropy_stats(ref.ctx, &s, x, &target, stats));
+        if (i & 1) assert_true(ref_row(stats, 0)[1] == 1);
+        else assert_true(fabs((double)ref_row(stats, 0)[1] - (2 + exp(-3))) < 5e-7);
+        ref_row(x, 0)[i] = ref_row(ref_guarded(1, 1, 0), 0)[0];
+        OK(mt_cross_entropy_stats(ref.ctx, &s, x, &target, stats));
+        assert_true(ref_row(stats, 0)[1] != ref_row(stats, 0)[1]);
+    }
+}
+
 /* Checks an activation and its slope. gelu(x) = x Phi(x) has one rounding of the result, 3e-7 from the error of erf or
    of the exponent where Phi is of order one, and in the left tail, where tanh's exponent is large, the relative
    rounding of this exponent. */
@@ -398,6 +419,7 @@ static void test_exp_and_normal(void **state) {
         double want = 0.5 * erfc(-(double)x / sqrt(2.0)),
                error = fabs((double)mti_normal_cdf(x, mti_exp(-0.5f * x * x)) - want);
         worst_exp = fmax(worst_exp, fabs((double)mti_exp(y) / exp((double)y) - 1));
+        worst_exp = fmax(worst_exp, fabs((double)mti_exp_to_88(y, mti_unknown(-88.0f)) / exp((double)y) - 1));
         worst = fmax(worst, error);
         if (x < 0) worst_left = fmax(worst_left, error / want / (1 + (double)x * (double)x * 0.15));
     }
@@ -2566,6 +2588,7 @@ static const struct CMUnitTest tests[] = {
     REF_TEST(test_sums),
     REF_TEST(test_exp_sweep),
     REF_TEST(test_exp_ends),
+    REF_TEST(test_exp_of_statistics),
     REF_TEST(test_activation_sweep),
     REF_TEST(test_activation_near_zero),
     REF_TEST(test_squared_relu),

@@ -1266,6 +1266,7 @@ static void test_cross_entropy(void **state) {
     };
     (void)state;
     CHECK_OPERATIONS(list);
+    CHECK_BLOCKS(list);
 }
 
 static mt_status run_adamw(mt_context *c, const mt_tensor *v) {
