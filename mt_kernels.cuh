@@ -6645,10 +6645,18 @@ typedef struct mti_normal {
 
 static void mti_cpu_random_normal(void *data, int thread, int64_t first, int64_t last) {
     const mti_normal *r = (const mti_normal *)data;
-    int64_t i;
+    float room[MTI_BLOCK];
+    int64_t i, j, n;
     (void)thread;
     for (i = first; i < last; i++)
-        mti_normal_row(r->at, mti_random_element(r->at, i, 0), (double)r->std, mti_row(r->y, i), r->y.cols);
+        for (j = 0; j < r->y.cols; j += n) {
+            int64_t e = mti_random_element(r->at, i, j);
+            mt_tensor y;
+            n = mt_min(MTI_BLOCK - (e & 3), r->y.cols - j); /* the next block begins where a Philox block does */
+            y = mti_f32_place(r->y, i, 1, j, n, room);
+            mti_normal_row(r->at, e, (double)r->std, mti_row(y, 0), n);
+            mti_f32_write(y, r->y, i, j);
+        }
 }
 
 #if MT_HAS_CUDA
@@ -6686,7 +6694,7 @@ static mt_status mti_cuda_random_normal(mt_context *ctx, mt_tensor y, float std,
 #endif
 
 MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_random_normal", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));

@@ -763,6 +763,11 @@ static mt_dropout dropout_of(float p) {
 }
 
 static mt_status run_normal(mt_context *c, const mt_tensor *v) { return mt_random_normal(c, v[0], 0.02f, place); }
+static mt_status run_normal_of_long_rows(mt_context *c, const mt_tensor *v) {
+    mt_random at = place;
+    at.global_cols = 3001;
+    return mt_random_normal(c, v[0], 0.02f, at);
+}
 static mt_status run_dropout(mt_context *c, const mt_tensor *v) {
     return mt_bias_dropout_add_forward(c, v[0], v[1], v[2], dropout_of(0.3f), v[3]);
 }
@@ -793,6 +798,7 @@ static mt_status run_no_dropout_backward(mt_context *c, const mt_tensor *v) {
 static void test_random_and_dropout(void **state) {
     static const operation list[] = {
         {"mt_random_normal", run_normal, {OUT("y", 5, 37)}, {{0, 0}}},
+        {"mt_random_normal", run_normal_of_long_rows, {OUT("y", 2, 2 * 1024 + 3)}, {{0, 0}}},
         {"mt_bias_dropout_add_forward",
          run_dropout,
          {IN("x", 5, 37), IN("bias", 1, 37), IN("residual", 5, 37), OUT("y", 5, 37)},
@@ -1303,6 +1309,7 @@ static mt_status run_embedding_backward_of_tokens(mt_context *c, const mt_tensor
 
 /* These operators work block by block. */
 static const operation token_list[] = {
+    {"mt_random_normal", run_normal, {OUT("y", ROWS, 37)}, {{0, 0}}},
     {"mt_norm_forward",
      run_layer_norm,
      {IN("x", ROWS, 37), IN("gain", 1, 37), IN("bias", 1, 37), OUT("y", ROWS, 37), F32_OUT("stats", ROWS, 2)},
