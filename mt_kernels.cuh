@@ -1237,6 +1237,18 @@ MT_INLINE float mti_exp_to_88(float x, float least) {
     return mti_exp_part((from - n * 0.693359375f) + n * 2.12194440e-4f) * power + power;
 }
 
+/* 2^x for -127 <= x <= 127, with a relative error of 1.4e-7: the polynomial is off by 7.5e-8 at most. 2^-127 is 0, and
+   NaN stays NaN. round is that of mti_exp_to_88. */
+MT_INLINE float mti_exp2(float x) {
+    const float round = 12583039.0f;
+    float t = x + round, r = x - (t - round), y = 1.32764631e-3f * r + 9.67554096e-3f;
+    y = y * r + 5.55071346e-2f;
+    y = y * r + 2.40221202e-1f;
+    y = y * r + 6.93146944e-1f;
+    y = y * r + 1.00000012f;
+    return y * mt_f32_from_bits(mt_f32_bits(t) << 23);
+}
+
 /* Phi(x) = 0.5 (1 + erf(x / sqrt(2))). e is e^(-x^2 / 2), which the callers have computed already.
    |x| < 1:  0.5 + x P(x^2). The relative error of P is 7e-10.
    |x| >= 1: the tail 0.5 erfc(|x| / sqrt(2)) = e S(u) with u = 1 / (1 + 0.33 |x|). The relative error of S is 1e-8
@@ -1264,9 +1276,9 @@ MT_INLINE float mti_normal_cdf(float x, float e) {
 /* tanh(x), with the sign of x, where u = |x| and e = e^-2u:
    u < 0.625:  u + u^3 P(u^2). P is fitted like q in mti_exp, with a relative error of 4.4e-9.
    u >= 0.625: 1 - 2 e / (1 + e), which is 1 for large u and infinity.
-   The relative error of tanh is at most 1.6e-7. NaN stays NaN, and -0 stays -0. */
-MT_INLINE float mti_tanh(float x) {
-    float u = mti_abs(x), z = u * u, e = mti_exp(-2.0f * u);
+   The relative error of tanh is at most 1.6e-7. NaN stays NaN, and -0 stays -0. `least` is that of mti_exp_to_88. */
+MT_INLINE float mti_tanh(float x, float least) {
+    float u = mti_abs(x), z = u * u, e = mti_exp_to_88(-2.0f * u, least);
     float large = 1.0f - 2.0f * e / (1.0f + e), p = -5.70498451e-3f * z + 2.06390849e-2f;
     p = p * z - 5.37397143e-2f;
     p = p * z + 1.33314422e-1f;
@@ -4993,27 +5005,39 @@ static int64_t mti_activation_width(mt_activation kind, int64_t cols) {
     return kind == MT_SWIGLU ? mt_size_mul(2, cols) : cols;
 }
 
-/* The formulas below give no NaN for finite x, and keep the precision of 1 - sigmoid where sigmoid is close to 1. */
-MT_INLINE float mti_gelu_tanh(float x) { /* 0.5 (1 + tanh u) = 1 / (1 + e^-2u) */
-    return x / (1.0f + mti_exp(-1.59576912f * x * (1.0f + 0.044715f * x * x)));
+/* The formulas below give no NaN for finite x, and keep the precision of 1 - sigmoid where sigmoid is close to 1. `least`
+   is that of mti_exp_to_88. low and high are numbers of mti_unknown, too. */
+
+/* e^-2u as a power of two, where 0.5 x (1 + tanh u) = x / (1 + e^-2u). Its exponent is below 126 for |x| <= 10. */
+MT_INLINE float mti_gelu_tanh_exponent(float x) { return x * (-2.30220819f - 0.102943242f * (x * x)); }
+
+/* low is -10 and least -127. Below low, the result is that of low, -1.2e-37. */
+MT_INLINE float mti_gelu_tanh(float x, float low, float least) {
+    float t = x < low ? low : x, z = mti_gelu_tanh_exponent(t);
+    return t / (1.0f + mti_exp2(z < least ? least : z));
 }
 
-MT_INLINE float mti_gelu_tanh_slope(float x) {
-    float low = mti_select(x < -10.0f, -10.0f, x); /* outside of [-10, 10] the slope is 0 or 1 */
-    float t = mti_select(low > 10.0f, 10.0f, low);
-    float e = mti_exp(-1.59576912f * t * (1.0f + 0.044715f * t * t));
-    float s = 1.0f / (1.0f + e);
-    return s + t * s * (e * s) * 1.59576912f * (1.0f + 0.134145f * t * t);
+/* Outside of [low, high] = [-10, 10], the slope is 0 or 1. */
+MT_INLINE float mti_gelu_tanh_slope(float x, float low, float high) {
+    float above = x < low ? low : x, t = above > high ? high : above;
+    float e = mti_exp2(mti_gelu_tanh_exponent(t)), s = 1.0f / (1.0f + e);
+    return s * (1.0f + t * (1.59576917f + 0.214064449f * (t * t)) * (e * s));
 }
 
-MT_INLINE float mti_gelu_erf(float x) { return x * mti_normal_cdf(x, mti_exp(-0.5f * x * x)); }
+MT_INLINE float mti_gelu_erf(float x, float least) {
+    return x * mti_normal_cdf(x, mti_exp_to_88(-0.5f * x * x, least));
+}
 
-MT_INLINE float mti_gelu_erf_slope(float x) {
-    float e = mti_exp(-0.5f * x * x);
+MT_INLINE float mti_gelu_erf_slope(float x, float least) {
+    float e = mti_exp_to_88(-0.5f * x * x, least);
     return mti_normal_cdf(x, e) + x * (0.398942280f * e);
 }
 
-MT_INLINE float mti_silu(float x) { return x / (1.0f + mti_exp(-x)); }
+/* Below least, the result is that of least, -5e-37. */
+MT_INLINE float mti_silu(float x, float least) {
+    float t = x < least ? least : x;
+    return t / (1.0f + mti_exp_to_88(-t, least));
+}
 
 static MT_HOST_DEVICE float mti_relu(float x) { return x < 0.0f ? 0.0f : x; } /* NaN stays NaN */
 
@@ -5028,21 +5052,23 @@ MT_INLINE MT_HOST_DEVICE float mti_relu_slope(float x) {
 
 /* 1 - tanh(x)^2 = 4 e / (1 + e)^2 with e = e^-2|x|. Nothing cancels, and the relative error is at most 3.2e-7 where the
    slope is above 1e-37. */
-MT_INLINE float mti_tanh_slope(float x) {
-    float e = mti_exp(-2.0f * mti_abs(x)), s = 1.0f / (1.0f + e);
+MT_INLINE float mti_tanh_slope(float x, float least) {
+    float e = mti_exp_to_88(-2.0f * mti_abs(x), least), s = 1.0f / (1.0f + e);
     return 4.0f * e * (s * s);
 }
 
 static void mti_gelu_tanh_row(const float *h, float *y, int64_t n) {
+    float low = mti_unknown(-10.0f), least = mti_unknown(-127.0f);
     int64_t j;
     MT_INDEPENDENT
-    for (j = 0; j < n; j++) y[j] = mti_gelu_tanh(h[j]);
+    for (j = 0; j < n; j++) y[j] = mti_gelu_tanh(h[j], low, least);
 }
 
 static void mti_gelu_erf_row(const float *h, float *y, int64_t n) {
+    float least = mti_unknown(-88.0f);
     int64_t j;
     MT_INDEPENDENT
-    for (j = 0; j < n; j++) y[j] = mti_gelu_erf(h[j]);
+    for (j = 0; j < n; j++) y[j] = mti_gelu_erf(h[j], least);
 }
 
 static void mti_squared_relu_row(const float *h, float *y, int64_t n) {
@@ -5061,27 +5087,31 @@ static void mti_relu_row(const float *h, float *y, int64_t n) {
 }
 
 static void mti_tanh_row(const float *h, float *y, int64_t n) {
+    float least = mti_unknown(-88.0f);
     int64_t j;
     MT_INDEPENDENT
-    for (j = 0; j < n; j++) y[j] = mti_tanh(h[j]);
+    for (j = 0; j < n; j++) y[j] = mti_tanh(h[j], least);
 }
 
 static void mti_swiglu_row(const float *gate, const float *up, float *y, int64_t n) {
+    float least = mti_unknown(-88.0f);
     int64_t j;
     MT_INDEPENDENT
-    for (j = 0; j < n; j++) y[j] = mti_silu(gate[j]) * up[j];
+    for (j = 0; j < n; j++) y[j] = mti_silu(gate[j], least) * up[j];
 }
 
 static void mti_gelu_tanh_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
+    float low = mti_unknown(-10.0f), high = mti_unknown(10.0f);
     int64_t j;
     MT_INDEPENDENT
-    for (j = 0; j < n; j++) dh[j] = dy[j] * mti_gelu_tanh_slope(h[j]);
+    for (j = 0; j < n; j++) dh[j] = dy[j] * mti_gelu_tanh_slope(h[j], low, high);
 }
 
 static void mti_gelu_erf_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
+    float least = mti_unknown(-88.0f);
     int64_t j;
     MT_INDEPENDENT
-    for (j = 0; j < n; j++) dh[j] = dy[j] * mti_gelu_erf_slope(h[j]);
+    for (j = 0; j < n; j++) dh[j] = dy[j] * mti_gelu_erf_slope(h[j], least);
 }
 
 static void mti_squared_relu_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
@@ -5097,19 +5127,21 @@ static void mti_relu_backward_row(const float *h, const float *dy, float *dh, in
 }
 
 static void mti_tanh_backward_row(const float *h, const float *dy, float *dh, int64_t n) {
+    float least = mti_unknown(-88.0f);
     int64_t j;
     MT_INDEPENDENT
-    for (j = 0; j < n; j++) dh[j] = dy[j] * mti_tanh_slope(h[j]);
+    for (j = 0; j < n; j++) dh[j] = dy[j] * mti_tanh_slope(h[j], least);
 }
 
 /* gate is limited to at least -80, so that e^-gate does not overflow. */
 static void mti_swiglu_backward_row(const float *gate, const float *up, const float *dy, float *dgate, float *dup,
                                     int64_t n) {
+    float least = mti_unknown(-88.0f), low = mti_unknown(-80.0f);
     int64_t j;
     MT_INDEPENDENT
     for (j = 0; j < n; j++) {
-        float g = mti_select(gate[j] < -80.0f, -80.0f, gate[j]), u = up[j], d = dy[j];
-        float e = mti_exp(-g);
+        float g = gate[j] < low ? low : gate[j], u = up[j], d = dy[j];
+        float e = mti_exp_to_88(-g, least);
         float s = 1.0f / (1.0f + e);
         dgate[j] = d * u * s * (1.0f + g * (e * s));
         dup[j] = d * g * s;

@@ -303,6 +303,22 @@ static void test_activation_sweep(void **state) {
     }
 }
 
+/* A NaN with a payload stays NaN. */
+static void test_activation_of_nan(void **state) {
+    mt_tensor h = ref_guarded(1, 66, 0), y = ref_filled(1, 33, 0, 0), dy = ref_filled(1, 33, 0, 1);
+    mt_tensor dh = ref_filled(1, 66, 0, 0);
+    int kind, i;
+    (void)state;
+    for (kind = 0; kind < MT_ACTIVATION_COUNT; kind++) {
+        mt_tensor in = mt_tensor_cols(h, 0, kind == MT_SWIGLU ? 66 : 33);
+        mt_tensor out = mt_tensor_cols(dh, 0, kind == MT_SWIGLU ? 66 : 33);
+        OK(mt_activation_forward(ref.ctx, (mt_activation)kind, in, mt_none(), y));
+        OK(mt_activation_backward(ref.ctx, (mt_activation)kind, in, dy, out, mt_none()));
+        for (i = 0; i < 33; i++)
+            if (!isnan(ref_row(y, 0)[i]) || !isnan(ref_row(dh, 0)[i])) fail_msg("activation %d hides a NaN", kind);
+    }
+}
+
 /* Near 0 the exact activation is 0.5 x. Nothing may be lost to cancellation there. */
 static void test_activation_near_zero(void **state) {
     int kind, i;
@@ -2591,6 +2607,7 @@ static const struct CMUnitTest tests[] = {
     REF_TEST(test_exp_of_statistics),
     REF_TEST(test_activation_sweep),
     REF_TEST(test_activation_near_zero),
+    REF_TEST(test_activation_of_nan),
     REF_TEST(test_squared_relu),
     REF_TEST(test_relu),
     REF_TEST(test_tanh),
