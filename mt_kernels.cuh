@@ -5005,8 +5005,8 @@ static int64_t mti_activation_width(mt_activation kind, int64_t cols) {
     return kind == MT_SWIGLU ? mt_size_mul(2, cols) : cols;
 }
 
-/* The formulas below give no NaN for finite x, and keep the precision of 1 - sigmoid where sigmoid is close to 1. `least`
-   is that of mti_exp_to_88. low and high are numbers of mti_unknown, too. */
+/* The formulas below give no NaN for finite x, and keep the precision of 1 - sigmoid where sigmoid is close to 1.
+   `least` is that of mti_exp_to_88. low and high are numbers of mti_unknown, too. */
 
 /* e^-2u as a power of two, where 0.5 x (1 + tanh u) = x / (1 + e^-2u). Its exponent is below 126 for |x| <= 10. */
 MT_INLINE float mti_gelu_tanh_exponent(float x) { return x * (-2.30220819f - 0.102943242f * (x * x)); }
