@@ -29,7 +29,7 @@
 #define HEADS 12
 #define TOKENS 1024 /* one sequence */
 #define GPT_VOCAB 50257
-#define GPT_GIB 12.0 /* memory of the models of a row of item gpt2 together */
+#define GPT_GIB 14.0 /* memory of the models of a row of item gpt2 together */
 
 #define RANKS 2
 #define MANY_RANKS 8
@@ -1622,16 +1622,86 @@ static mt_status gpt_create(worker *w, gpt_model *m, int tp, int data, int invar
     return gpt_create_on(w, m, (mt_grid_desc){.tp = tp, .dp = data}, (mt_context_desc){.invariant = invariant}, size);
 }
 
-enum { GPT_TP2, GPT_TP1_THREADS_2, GPT_TP1, GPT_DP2, GPT_CASES };
+/* -- the products of a step alone -- */
+
+/* The products of a trace, in its order, on matrices that follow each other in memory: a step reads its weights and
+   gradients from memory, not from a cache. */
+typedef struct replay {
+    mt_trace trace;
+    int64_t tokens; /* of this rank: a weight gradient is a product over them */
+    float *memory;  /* for A, B and C, `part` floats each */
+    size_t part, at_b, at_c;
+} replay;
+
+/* Allocates the memory for the products of r->trace. */
+static mt_status replay_create(worker *w, int64_t tokens, replay *r) {
+    int64_t most = 0;
+    void *memory;
+    r->tokens = tokens;
+    for (size_t i = 0; i < r->trace.count; i++) {
+        const mt_trace_entry *e = &r->trace.entries[i];
+        if (e->work == MT_WORK_GEMM) most = mt_max(most, mt_max(e->m * e->k, mt_max(e->k, e->m) * e->n));
+    }
+    r->part = (size_t)most;
+    MT_TRY(mt_context_alloc(w->ctx, 3 * r->part * sizeof(float), &memory));
+    r->memory = memory;
+    memset(memory, 0x3c, 3 * r->part * sizeof(float)); /* small numbers, also in bf16 */
+    return MT_SUCCESS;
+}
+
+static void replay_destroy(worker *w, replay *r) {
+    if (r->memory) mt_context_free(w->ctx, r->memory, 3 * r->part * sizeof(float));
+    mt_trace_free(&r->trace);
+}
+
+/* Returns the next `count` floats of a part. */
+static float *replay_take(const replay *r, int part, size_t *at, int64_t count) {
+    if (*at + (size_t)count > r->part) *at = 0;
+    *at += (size_t)count;
+    return r->memory + (size_t)part * r->part + *at - (size_t)count;
+}
+
+/* The trace does not tell products A B^T of forward from A B of backward: those before the first weight gradient are of
+   forward. */
+static mt_status replay_run(worker *w, replay *r) {
+    int backward = 0;
+    for (size_t i = 0; i < r->trace.count; i++) {
+        const mt_trace_entry *e = &r->trace.entries[i];
+        int gradient = e->k == r->tokens;
+        mt_tensor a, b, c;
+        if (e->work != MT_WORK_GEMM) continue;
+        backward |= gradient;
+        a = mt_tensor_make(r->memory, e->dtype, gradient ? e->k : e->m, gradient ? e->m : e->k);
+        b = mt_tensor_make(replay_take(r, 1, &r->at_b, e->n * e->k), e->dtype, backward ? e->k : e->n,
+                           backward ? e->n : e->k);
+        c = mt_tensor_make(replay_take(r, 2, &r->at_c, e->m * e->n), gradient ? MT_F32 : e->dtype, e->m, e->n);
+        MT_TRY(mt_gemm(w->ctx, gradient ? MT_TRANS : MT_NO_TRANS, backward ? MT_NO_TRANS : MT_TRANS, 1, a, b,
+                       gradient ? 1.0f : 0.0f, c));
+    }
+    return MT_SUCCESS;
+}
+
+static double replay_flops(const replay *r) {
+    double flops = 0;
+    for (size_t i = 0; i < r->trace.count; i++)
+        if (r->trace.entries[i].work == MT_WORK_GEMM) flops += r->trace.entries[i].flops;
+    return flops;
+}
+
+/* -- the item -- */
+
+/* Case GPT_CASES + i has the products of case i alone. Those of GPT_TP2 stand for GPT_TP1_THREADS_2, too. */
+enum { GPT_TP2, GPT_TP1, GPT_DP2, GPT_TP1_THREADS_2, GPT_CASES };
 
 typedef struct gpt_item {
     gpt_size size;
     gpt_model models[GPT_CASES];
+    replay products[GPT_CASES];
     double faults;
-    int cases; /* the last one, GPT_DP2, needs a sequence for each rank */
 } gpt_item;
 
 static mt_status run_gpt(worker *w, int arg) { return gpt_step(&((gpt_item *)w->item)->models[arg]); }
+static mt_status run_gpt_products(worker *w, int arg) { return replay_run(w, &((gpt_item *)w->item)->products[arg]); }
 
 static mt_status gpt_count_faults(worker *w) {
     gpt_item *g = w->item;
@@ -1641,43 +1711,76 @@ static mt_status gpt_count_faults(worker *w) {
     return MT_SUCCESS;
 }
 
-static void gpt_rows(const team *t, const gpt_item *g) {
-    static const char *const names[GPT_CASES] = {"TP=2", "TP=1, 2 threads", "TP=1", "TP=1 x DP=2"};
+/* The model of a case, the case of its products, and the ranks of both. */
+static const struct gpt_case {
+    const char *name;
+    int tp, dp, threads, products;
+} gpt_cases[GPT_CASES] = {[GPT_TP2] = {"TP=2", RANKS, 1, 1, GPT_TP2},
+                          [GPT_TP1] = {"TP=1", 1, 1, 1, GPT_TP1},
+                          [GPT_DP2] = {"TP=1 x DP=2", 1, RANKS, 1, GPT_DP2},
+                          [GPT_TP1_THREADS_2] = {"TP=1, 2 threads", 1, 1, RANKS, GPT_TP2}};
+
+static int gpt_is_alone(int c) { return gpt_cases[c].tp * gpt_cases[c].dp == 1; }
+
+/* GPT_DP2 needs a sequence for each rank. */
+static int gpt_is_left_out(const gpt_item *g, int c) { return g->size.batch % gpt_cases[c].dp != 0; }
+
+/* place[c] is the place of case c in the rounds, place[GPT_CASES + c] that of its products. */
+static void gpt_rows(const team *t, const gpt_item *g, const int *place) {
     const gpt_size *size = &g->size;
     double tokens = (double)(size->batch * size->seq), layers = (double)size->layers;
     double flops = 6 * (double)mt_params_global_elements(g->models[GPT_TP2].params) * tokens +
                    layers * 3 * attention_flops((double)size->batch, (double)size->seq, HIDDEN);
     char name[64];
-    for (int c = 0; c < g->cases; c++) {
+    for (int c = 0; c < GPT_CASES; c++) {
+        const struct gpt_case *x = &gpt_cases[c];
+        int products = place[GPT_CASES + x->products];
+        double ranks = gpt_cases[x->products].tp * gpt_cases[x->products].dp;
+        double alone = ranks * replay_flops(&g->products[x->products]);
+        if (gpt_is_left_out(g, c)) continue;
         snprintf(name, sizeof name, "GPT-2 124M step, %lld x %lld, %s, %s", (long long)size->batch,
-                 (long long)size->seq, mt_dtype_name(size->dtype), names[c]);
-        row("gpt2", name, case_time(t, c, 1e3), "ms", case_ratio(t, GPT_TP1, c, 1),
+                 (long long)size->seq, mt_dtype_name(size->dtype), x->name);
+        row("gpt2", name, case_time(t, place[c], 1e3), "ms", case_ratio(t, place[GPT_TP1], place[c], 1),
             c == GPT_TP1 ? NULL : "speed of TP=1");
-        row("gpt2", "  tokens", case_rate(t, c, tokens), "tokens/s", 0, NULL);
-        row("gpt2", c == GPT_TP1 ? "  1 core" : "  2 cores together", case_rate(t, c, 1e-9 * flops), "GFLOP/s", 0,
-            NULL);
+        row("gpt2", "  tokens", case_rate(t, place[c], tokens), "tokens/s", 0, NULL);
+        row("gpt2", c == GPT_TP1 ? "  1 core" : "  2 cores together", case_rate(t, place[c], 1e-9 * flops), "GFLOP/s",
+            case_ratio(t, products, place[c], flops / alone), "its products alone");
+        row("gpt2", "  its products alone", case_rate(t, products, 1e-9 * alone), "GFLOP/s", 0, NULL);
     }
     row("gpt2", "minor page faults in one TP=2 step", exactly(g->faults), "faults", 0, NULL);
 }
 
+/* Creates the model of a case, and its products. Ranks that do not take part do nothing. */
+static mt_status gpt_case_create(worker *w, gpt_item *g, int c) {
+    const struct gpt_case *x = &gpt_cases[c];
+    mt_grid_desc shape = {.tp = x->tp, .dp = x->dp};
+    mt_context_desc where = {.threads = x->threads};
+    int alone = gpt_is_alone(c);
+    size_t arena;
+    if (alone && rank_of(w) != 0) return MT_SUCCESS;
+    MT_TRY(gpt_create_on(w, &g->models[c], shape, where, &g->size));
+    if (x->threads > 1) pin_threads(g->models[c].place.ctx);
+    if (x->products != c) return MT_SUCCESS;
+    MT_TRY(gpt_plan(shape, alone ? 0 : rank_of(w), where, &g->size, &arena, &g->products[c].trace));
+    return replay_create(w, g->size.batch / x->dp * g->size.seq, &g->products[c]);
+}
+
 static mt_status gpt_measure(worker *w) {
     gpt_item *g = w->item;
-    bench_case cases[GPT_CASES] = {[GPT_TP2] = {run_gpt, GPT_TP2, 0, 0},
-                                   [GPT_TP1_THREADS_2] = {run_gpt, GPT_TP1_THREADS_2, 1, 0},
-                                   [GPT_TP1] = {run_gpt, GPT_TP1, 1, 0},
-                                   [GPT_DP2] = {run_gpt, GPT_DP2, 0, 0}};
-    gpt_model *threads = &g->models[GPT_TP1_THREADS_2];
-    g->cases = g->size.batch % RANKS ? GPT_DP2 : GPT_CASES;
-    MT_TRY(gpt_create(w, &g->models[GPT_TP2], RANKS, 1, 0, &g->size));
-    if (g->cases > GPT_DP2) MT_TRY(gpt_create(w, &g->models[GPT_DP2], 1, RANKS, 0, &g->size));
-    if (rank_of(w) == 0) {
-        MT_TRY(gpt_create(w, &g->models[GPT_TP1], 1, 1, 0, &g->size));
-        MT_TRY(gpt_create_on(w, threads, split_of(1), (mt_context_desc){.threads = RANKS}, &g->size));
-        pin_threads(threads->place.ctx);
+    bench_case cases[2 * GPT_CASES] = {{0}};
+    int place[2 * GPT_CASES] = {0}, count = 0;
+    for (int c = 0; c < GPT_CASES; c++) {
+        if (gpt_is_left_out(g, c)) continue;
+        MT_TRY(gpt_case_create(w, g, c));
+        place[c] = count;
+        cases[count++] = (bench_case){run_gpt, c, gpt_is_alone(c), 0};
+        if (gpt_cases[c].products != c) continue;
+        place[GPT_CASES + c] = count;
+        cases[count++] = (bench_case){run_gpt_products, c, gpt_is_alone(c), 0};
     }
-    MT_TRY(measure(w, cases, g->cases));
+    MT_TRY(measure(w, cases, count));
     MT_TRY(gpt_count_faults(w));
-    if (rank_of(w) == 0) gpt_rows(w->team, g);
+    if (rank_of(w) == 0) gpt_rows(w->team, g, place);
     return MT_SUCCESS;
 }
 
@@ -1712,7 +1815,10 @@ static mt_status item_gpt(worker *w) {
         g.size.dtype = i % 2 ? MT_BF16 : MT_F32;
         w->item = &g;
         status = gpt_measure(w);
-        for (int c = 0; c < GPT_CASES; c++) gpt_destroy(&g.models[c]);
+        for (int c = 0; c < GPT_CASES; c++) {
+            gpt_destroy(&g.models[c]);
+            replay_destroy(w, &g.products[c]);
+        }
     }
     return status;
 }
