@@ -939,7 +939,7 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
 #include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
-#if defined(__F16C__) && defined(__GNUC__) && !defined(__CUDACC__)
+#if (defined(__F16C__) || defined(__AVX512BF16__)) && defined(__GNUC__) && !defined(__CUDACC__)
 #include <immintrin.h>
 #endif
 #if defined(__linux__)
@@ -3508,6 +3508,11 @@ MT_INLINE uint16_t mti_f32_to_f16(float x) {
 #else
 #define MTI_HAS_F16C 0
 #endif
+#if defined(__AVX512BF16__) && defined(__GNUC__) && !defined(__CUDACC__)
+#define MTI_HAS_AVX512_BF16 1
+#else
+#define MTI_HAS_AVX512_BF16 0
+#endif
 
 static int64_t mti_f16_to_f32_by_8(const uint16_t *x, float *y, int64_t n) {
     int64_t j = 0;
@@ -3530,6 +3535,22 @@ static int64_t mti_f32_to_f16_by_8(const float *x, uint16_t *y, int64_t n) {
     return j;
 }
 
+/* The instruction would round denormal numbers to 0, so the function ends before the first one. */
+static int64_t mti_f32_to_bf16_by_16(const float *x, uint16_t *y, int64_t n) {
+    int64_t j = 0;
+#if MTI_HAS_AVX512_BF16
+    const __m512i exponent = _mm512_set1_epi32(0x7f800000), fraction = _mm512_set1_epi32(0x007fffff);
+    for (; j + 16 <= n; j += 16) {
+        __m512 v = _mm512_loadu_ps(x + j);
+        __m512i u = _mm512_castps_si512(v);
+        if (_mm512_mask_test_epi32_mask(_mm512_testn_epi32_mask(u, exponent), u, fraction)) break;
+        _mm256_storeu_si256((__m256i *)(void *)(y + j), (__m256i)_mm512_cvtneps_pbh(v));
+    }
+#endif
+    (void)x, (void)y, (void)n;
+    return j;
+}
+
 MT_API void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64_t n) {
     int64_t j, done;
     if (dtype == MT_BF16) {
@@ -3545,8 +3566,9 @@ MT_API void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64
 MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t n) {
     int64_t j, done;
     if (dtype == MT_BF16) {
+        done = mti_f32_to_bf16_by_16(x, y, n);
         MT_INDEPENDENT
-        for (j = 0; j < n; j++) y[j] = mti_f32_to_bf16(x[j]);
+        for (j = 0; j < n - done; j++) y[done + j] = mti_f32_to_bf16(x[done + j]);
     } else {
         done = mti_f32_to_f16_by_8(x, y, n);
         MT_INDEPENDENT
