@@ -1809,16 +1809,43 @@ static float mti_row_max(const float *x, int64_t n) {
     for (j = 0; j + MTI_PARTIALS <= n; j += MTI_PARTIALS)
         for (l = 0; l < MTI_PARTIALS; l++) lanes[l] = lanes[l] > x[j + l] ? lanes[l] : x[j + l];
     for (l = 0; j + l < n; l++) lanes[l] = lanes[l] > x[j + l] ? lanes[l] : x[j + l];
-    for (l = 1; l < MTI_PARTIALS; l++) lanes[0] = lanes[0] > lanes[l] ? lanes[0] : lanes[l];
+    for (l = 0; l < MTI_PARTIALS / 2; l++)
+        lanes[l] = lanes[l] > lanes[l + MTI_PARTIALS / 2] ? lanes[l] : lanes[l + MTI_PARTIALS / 2];
+    for (l = 0; l < MTI_PARTIALS / 4; l++)
+        lanes[l] = lanes[l] > lanes[l + MTI_PARTIALS / 4] ? lanes[l] : lanes[l + MTI_PARTIALS / 4];
+    for (l = 1; l < MTI_PARTIALS / 4; l++) lanes[0] = lanes[0] > lanes[l] ? lanes[0] : lanes[l];
     return lanes[0];
 }
 
-/* y = e^(x - shift); x may be y. Returns the sum of y. */
-static float mti_row_exp(const float *x, float shift, float *y, int64_t n) {
+/* e^x for x that is at most 0, up to rounding, with fewer operations than mti_exp. It is 2^n 2^r, where n is an integer
+   and |r| <= 0.5. 2^r = 1 + r q(r), where q is fitted like that of mti_exp, with a relative error of 9.4e-8. Roundings
+   of x / ln 2 add an absolute error of at most 1e-7 |x| e^x. The result is 0 for n = -127, so e^-inf = 0. NaN stays
+   NaN, because the last step is a product. */
+MT_INLINE float mti_exp_below(float x) {
+    const float round = 12582912.0f; /* see mti_exp */
+    float e = x * 1.44269504f, t, r, q;
+    e = mti_select(e < -127.0f, -127.0f, e);
+    t = e + round;
+    r = e - (t - round);
+    q = 1.32694072e-3f * r + 9.67129413e-3f;
+    q = q * r + 5.55071123e-2f;
+    q = q * r + 2.40222469e-1f;
+    q = q * r + 6.93147004e-1f;
+    return (q * r + 1.0f) * mt_f32_from_bits((mt_f32_bits(t) << 23) + 0x3f800000u);
+}
+
+/* x = e^(x - shift) for whole vectors: n is a multiple of MTI_PARTIALS. No x is above shift. Returns the sum. */
+static float mti_row_exp(float *x, float shift, int64_t n) {
+    float lanes[MTI_PARTIALS];
     int64_t j;
-    MT_INDEPENDENT
-    for (j = 0; j < n; j++) y[j] = mti_exp(x[j] - shift);
-    return mti_row_sum(y, n);
+    int l;
+    mti_lanes_clear(lanes);
+    for (j = 0; j < n; j += MTI_PARTIALS)
+        for (l = 0; l < MTI_PARTIALS; l++) {
+            x[j + l] = mti_exp_below(x[j + l] - shift);
+            lanes[l] += x[j + l];
+        }
+    return mti_lanes_sum(lanes);
 }
 
 /* Begins to load a row into the cache. */
@@ -7182,9 +7209,9 @@ MT_INLINE MT_HOST_DEVICE int64_t mti_bias_row(const mt_attention_desc *s, int64_
 }
 
 /* A CPU computes the scores of MTI_QUERIES queries and MTI_KEYS keys at a time, a block that stays in L2. Both are
-   multiples of every MTI_MR, and MTI_KEYS of every MTI_NR. */
+   multiples of every MTI_MR, and MTI_KEYS of every MTI_NR and of MTI_PARTIALS. */
 #define MTI_QUERIES 96
-#define MTI_KEYS 192
+#define MTI_KEYS 384
 
 /* One call of attention: its arguments, and below them what all heads share in the loops of a CPU. */
 typedef struct mti_attention {
@@ -7196,7 +7223,7 @@ typedef struct mti_attention {
     /* the threads that compute, and the floats from the scratch memory of one to that of the next; below, that of the
        first one */
     int64_t threads, thread_floats;
-    float *scores, *grads; /* [queries, MTI_KEYS], a block; grads for backward only */
+    float *scores, *grads; /* [queries, mti_scores_width], a block; grads for backward only */
     /* packed k and v of a group, as the right operand of products that sum over features or over keys; packed q and
        dout of MTI_QUERIES queries, for sums over queries. NULL: not needed */
     float *k_features, *k_keys, *v_features, *v_keys, *q_queries, *dout_queries;
@@ -7243,6 +7270,11 @@ static void mti_attention_fused(mti_attention *a, mt_tensor qkv, mt_tensor dqkv)
     a->dv = mti_cols_from(a->dk, c.value);
 }
 
+/* The floats of a row of scores: whole vectors of MTI_PARTIALS. */
+static int64_t mti_scores_width(const mt_attention_desc *s) {
+    return mt_min(MTI_KEYS, mt_round_up(s->kv_seq, MTI_PARTIALS));
+}
+
 static mt_status mti_attention_floats(mti_attention *a, int64_t count, float **out) {
     void *memory = NULL;
     MT_TRY(mt_arena_alloc(a->ctx, (size_t)count * sizeof(float), &memory));
@@ -7272,10 +7304,10 @@ static mt_status mti_attention_thread_scratch(mti_attention *a, int backward) {
     int64_t head = mt_round_up(s->head_dim, MTI_NR), queries = mt_min(MTI_QUERIES, s->seq);
     int64_t features = mt_round_up(s->kv_seq, MTI_NR) * s->head_dim, keys = s->kv_seq * head;
     MT_TRY(mti_attention_rooms(a));
-    MT_TRY(mti_attention_floats(a, queries * MTI_KEYS, &a->scores));
+    MT_TRY(mti_attention_floats(a, queries * mti_scores_width(s), &a->scores));
     MT_TRY(mti_attention_floats(a, features, &a->k_features));
     if (!backward) return mti_attention_floats(a, keys, &a->v_keys);
-    MT_TRY(mti_attention_floats(a, queries * MTI_KEYS, &a->grads));
+    MT_TRY(mti_attention_floats(a, queries * mti_scores_width(s), &a->grads));
     MT_TRY(mti_attention_floats(a, keys, &a->k_keys));
     MT_TRY(mti_attention_floats(a, features, &a->v_features));
     MT_TRY(mti_attention_floats(a, queries * head, &a->q_queries));
@@ -7376,17 +7408,27 @@ static void mti_scores_note(mti_score_block *b, int64_t first, int64_t end, mti_
     for (t = seen.first / MTI_MR; t * MTI_MR < seen.end; t++) mti_span_extend(&b->by_keys[t], first, end);
 }
 
+/* What query r of a block sees, as columns of the block: none if end <= first. Neither number decreases with r. */
+static mti_span mti_scores_span(const mti_attention *a, const mti_head *h, const mti_score_block *b, int64_t r) {
+    mti_span seen = mti_keys_of(&a->desc, h->length, h->batch, b->query + r);
+    seen = mti_span_of_both(seen, b->key, b->key + b->keys);
+    seen.first -= b->key;
+    seen.end -= b->key;
+    return seen;
+}
+
 /* Sets what the queries of a block see. Returns 0 if they see no key of it. */
 static int mti_scores_see(const mti_attention *a, const mti_head *h, mti_score_block *b) {
     int64_t r, first = 0; /* the first of the queries that see the same */
-    int any = 0;
+    int any = 0, same;
+    mti_span low = mti_scores_span(a, h, b, 0), high = mti_scores_span(a, h, b, b->rows - 1);
+    if (high.end <= 0 || low.first >= b->keys) return 0;
+    same = low.first == high.first && low.end == high.end;
     memset(b->by_queries, 0, sizeof b->by_queries);
     memset(b->by_keys, 0, sizeof b->by_keys);
     for (r = 0; r < b->rows; r++) {
         mti_span *seen = &b->seen[r];
-        *seen = mti_span_of_both(mti_keys_of(&a->desc, h->length, h->batch, b->query + r), b->key, b->key + b->keys);
-        seen->first -= b->key;
-        seen->end -= b->key;
+        *seen = same ? low : mti_scores_span(a, h, b, r);
         if (seen->end <= seen->first) seen->first = seen->end = 0;
         any |= seen->end > 0;
         if (seen->first == b->seen[first].first && seen->end == b->seen[first].end) continue;
@@ -7427,7 +7469,7 @@ static void mti_scores_of(const mti_attention *a, const mti_score_block *b, floa
     g.c = out;
     g.a_row = mt_tensor_ld(x);
     g.a_col = 1;
-    g.ldc = MTI_KEYS;
+    g.ldc = mti_scores_width(&a->desc);
     g.m = b->rows;
     g.n = b->keys;
     g.k = a->desc.head_dim;
@@ -7444,7 +7486,7 @@ static void mti_scores_to_queries(const mti_attention *a, const mti_score_block 
     g.packed_a = NULL;
     g.packed_b = y + b->key * mt_round_up(a->desc.head_dim, MTI_NR);
     g.c = mti_row(out, 0);
-    g.a_row = MTI_KEYS;
+    g.a_row = mti_scores_width(&a->desc);
     g.a_col = 1;
     g.ldc = mt_tensor_ld(out);
     g.m = b->rows;
@@ -7464,7 +7506,7 @@ static void mti_scores_to_keys(const mti_attention *a, const mti_score_block *b,
     g.packed_b = y;
     g.c = mti_row(out, 0);
     g.a_row = 1;
-    g.a_col = MTI_KEYS;
+    g.a_col = mti_scores_width(&a->desc);
     g.ldc = mt_tensor_ld(out);
     g.m = b->keys;
     g.n = a->desc.head_dim;
@@ -7533,18 +7575,37 @@ static void mti_attention_zero_outside(float *x, int64_t first, int64_t end, int
     mti_row_fill(x + end, 0.0f, n - end);
 }
 
+/* Extends a span of a row of scores to whole vectors of MTI_PARTIALS. */
+static mti_span mti_span_whole(mti_span seen) {
+    seen.first -= seen.first % MTI_PARTIALS;
+    seen.end = mt_round_up(seen.end, MTI_PARTIALS);
+    return seen;
+}
+
+/* Fills a row of scores around a span, up to whole vectors. */
+static void mti_span_pad(float *x, mti_span seen, float value) {
+    mti_span whole = mti_span_whole(seen);
+    mti_row_fill(x + whole.first, value, seen.first - whole.first);
+    mti_row_fill(x + seen.end, value, whole.end - seen.end);
+}
+
 /* The softmax of the queries of a head so far: the largest score, and the sum of e^(score - top). */
 typedef struct mti_softmax {
     float top[MTI_QUERIES], sum[MTI_QUERIES];
 } mti_softmax;
 
-/* Adds the scores x of row r, n keys from `first` on, to its softmax. They become e^(score - top), with dropout.
-   Returns 0 if all of them are masked, and the row of the output `out` must not get them. */
-static int mti_softmax_add(const mti_attention *a, const mti_head *h, mti_softmax *m, int64_t r, int64_t i,
-                           int64_t first, float *x, int64_t n, float *out) {
+/* Adds the scores that query i sees to the softmax of row r. The scores x are a row of a block, the first of which is
+   that of key `key`. They become e^(score - top), with dropout, and 0 around those seen, up to whole vectors. Returns 0
+   if all of them are masked, and the row of the output `out` must not get them. */
+static int mti_softmax_add(const mti_attention *a, const mti_head *h, mti_softmax *m, int64_t r, int64_t i, int64_t key,
+                           float *x, mti_span seen, float *out) {
     const mt_dropout *dropout = &a->desc.dropout;
-    float top, old = m->top[r];
-    mti_attention_change_row(a, h, i, first, x, n, NULL);
+    mti_span whole = mti_span_whole(seen);
+    float *p = x + seen.first, top, old = m->top[r];
+    int64_t first = key + seen.first, n = whole.end - whole.first;
+    mti_attention_change_row(a, h, i, first, p, seen.end - seen.first, NULL);
+    mti_span_pad(x, seen, -(float)INFINITY);
+    x += whole.first;
     top = mti_row_max(x, n);
     if (top == -(float)INFINITY && mti_row_sum(x, n) == top) return 0; /* all are masked, none is NaN */
     if (top < old) top = old;
@@ -7554,8 +7615,9 @@ static int mti_softmax_add(const mti_attention *a, const mti_head *h, mti_softma
         mti_row_scale(out, factor, a->desc.head_dim);
     }
     m->top[r] = top;
-    m->sum[r] += mti_row_exp(x, top, x, n);
-    if (dropout->p > 0.0f) mti_attention_drop_row(dropout, mti_probability_element(a, h, i) + first, x, n);
+    m->sum[r] += mti_row_exp(x, top, n);
+    if (dropout->p > 0.0f)
+        mti_attention_drop_row(dropout, mti_probability_element(a, h, i) + first, p, seen.end - seen.first);
     return 1;
 }
 
@@ -7565,11 +7627,11 @@ static void mti_scores_softmax(const mti_attention *a, const mti_head *h, const 
                                mt_tensor out) {
     int64_t r;
     for (r = 0; r < b->rows; r++) {
-        float *p = a->scores + r * MTI_KEYS;
+        float *p = a->scores + r * mti_scores_width(&a->desc);
         mti_span seen = b->seen[r];
-        if (seen.end > seen.first && !mti_softmax_add(a, h, m, r, b->query + r, b->key + seen.first, p + seen.first,
-                                                      seen.end - seen.first, mti_row(out, r)))
-            seen.end = seen.first;
+        if (seen.end > seen.first && mti_softmax_add(a, h, m, r, b->query + r, b->key, p, seen, mti_row(out, r)))
+            seen = mti_span_whole(seen);
+        else seen.end = seen.first;
         mti_attention_zero_outside(p, seen.first, seen.end, b->keys);
     }
 }
@@ -7646,33 +7708,37 @@ static void mti_attention_backward_row(float *scores, float *grads, float lse, f
     int64_t j;
     MT_INDEPENDENT
     for (j = 0; j < n; j++) {
-        float p = mti_exp(scores[j] - lse);
+        float p = mti_exp_below(scores[j] - lse);
         scores[j] = p;
         grads[j] = p * (grads[j] - delta);
     }
 }
 
-/* Row r of a block in backward: scores become p, and grads, the gradients of p, those of the scores. With dropout D,
-   scores become D p, which dv needs, and D is applied to the incoming gradient first. delta = rowsum(dout * out) holds
-   with and without D, because out contains D. The gradient of the bias is that of the changed scores, before the soft
-   cap's derivative. */
-static void mti_scores_backward_row(const mti_attention *a, const mti_head *h, int64_t i, int64_t first, float *p,
-                                    float *d, int64_t n, float delta) {
+/* The row of query i in backward: scores become p, and grads, the gradients of p, those of the scores. Around those
+   seen, both become 0, up to whole vectors. With dropout D, scores become D p, which dv needs, and D is applied to the
+   incoming gradient first. delta = rowsum(dout * out) holds with and without D, because out contains D. The gradient of
+   the bias is that of the changed scores, before the soft cap's derivative. */
+static void mti_scores_backward_row(const mti_attention *a, const mti_head *h, int64_t i, int64_t key, float *p,
+                                    float *d, mti_span seen, float delta) {
     const mt_attention_desc *s = &a->desc;
-    int64_t e = 0, j;
-    float slopes[MTI_KEYS], *dbias;
-    mti_attention_change_row(a, h, i, first, p, n, slopes);
+    mti_span whole = mti_span_whole(seen);
+    int64_t first = key + seen.first, n = seen.end - seen.first, e = 0, j;
+    float slopes[MTI_KEYS], lse = *mti_at(a->lse, h->head, h->query + i), *dbias;
+    float *x = p + seen.first, *dx = d + seen.first;
+    mti_attention_change_row(a, h, i, first, x, n, slopes);
     if (s->dropout.p > 0.0f) {
         e = mti_probability_element(a, h, i) + first;
-        mti_attention_drop_row(&s->dropout, e, d, n);
+        mti_attention_drop_row(&s->dropout, e, dx, n);
     }
-    mti_attention_backward_row(p, d, *mti_at(a->lse, h->head, h->query + i), delta, n);
-    if (s->dropout.p > 0.0f) mti_attention_drop_row(&s->dropout, e, p, n);
+    mti_attention_backward_row(p + whole.first, d + whole.first, lse, delta, whole.end - whole.first);
+    mti_span_pad(p, seen, 0.0f);
+    mti_span_pad(d, seen, 0.0f);
+    if (s->dropout.p > 0.0f) mti_attention_drop_row(&s->dropout, e, x, n);
     if (s->dbias.data) {
         dbias = mti_at(s->dbias, mti_bias_row(s, h->batch, h->head, i), first);
-        mti_row_add(dbias, d, dbias, n);
+        mti_row_add(dbias, dx, dbias, n);
     }
-    for (j = 0; s->softcap > 0.0f && j < n; j++) d[j] *= slopes[j];
+    for (j = 0; s->softcap > 0.0f && j < n; j++) dx[j] *= slopes[j];
 }
 
 /* Computes the probabilities of a block and the gradients of its scores. What is not seen becomes 0. */
@@ -7680,14 +7746,15 @@ static void mti_scores_backward_rows(const mti_attention *a, const mti_head *h, 
                                      const float *deltas) {
     int64_t r;
     for (r = 0; r < b->rows; r++) {
-        float *p = a->scores + r * MTI_KEYS, *d = a->grads + r * MTI_KEYS;
+        float *p = a->scores + r * mti_scores_width(&a->desc), *d = a->grads + r * mti_scores_width(&a->desc);
         mti_span seen = b->seen[r];
         if (*mti_at(a->lse, h->head, h->query + b->query + r) == -(float)INFINITY) seen.end = seen.first;
+        if (seen.end > seen.first) {
+            mti_scores_backward_row(a, h, b->query + r, b->key, p, d, seen, deltas[r]);
+            seen = mti_span_whole(seen);
+        }
         mti_attention_zero_outside(p, seen.first, seen.end, b->keys);
         mti_attention_zero_outside(d, seen.first, seen.end, b->keys);
-        if (seen.end > seen.first)
-            mti_scores_backward_row(a, h, b->query + r, b->key + seen.first, p + seen.first, d + seen.first,
-                                    seen.end - seen.first, deltas[r]);
     }
 }
 
@@ -9904,9 +9971,9 @@ static void mti_kv_few_block(const mti_kv *k, const mti_attention *a, mti_kv_few
             mti_kv_scores(f->q + r * f->width, keys, f->width, n, s->scale, values, p);
             values.rows = 0;
         }
-        if (seen.end == seen.first ||
-            !mti_softmax_add(a, &h, &f->softmax, r, i, key + seen.first, p + seen.first, seen.end - seen.first, out))
-            seen.end = seen.first;
+        if (seen.end > seen.first && mti_softmax_add(a, &h, &f->softmax, r, i, key, p, seen, out))
+            seen = mti_span_whole(seen);
+        else seen.end = seen.first;
         mti_attention_zero_outside(p, seen.first, seen.end, n);
     }
     mti_kv_sums(queries, f->scores, mti_kv_rows(f, k->cache.values, row, n, queries), f->width, n, next, f->out);

@@ -433,10 +433,10 @@ static void test_together(void **state) {
     }
 }
 
-/* Sizes around a panel of queries: a narrow window, whose panels see few keys, has the results of the same mask as a
-   bias. */
+/* Several blocks, because a CPU computes 384 keys at a time. A narrow window, with which blocks see few keys, has the
+   results of the same mask as a bias. */
 static void test_panels(void **state) {
-    int64_t i, j, n = 200;
+    int64_t i, j, n = 484;
     int mask;
     (void)state;
     for (mask = 0; mask < 2; mask++) {
@@ -455,6 +455,32 @@ static void test_panels(void **state) {
         ASSERT_CLOSE(out[1], ref_values(out[0]), 1e-6, 1e-6);
         ASSERT_CLOSE(lse[1], ref_values(lse[0]), 1e-6, 1e-6);
         ASSERT_CLOSE(dqkv[1], ref_values(dqkv[0]), 1e-5, 1e-6);
+        ref_release();
+    }
+}
+
+/* A score that is NaN, with any bits, makes its query NaN, and no other one. So are the gradients of its keys. */
+static void test_nan(void **state) {
+    static const uint32_t bits[] = {0x7fc00000u, 0xffffffffu, 0xff800001u};
+    const int64_t n = 40;
+    size_t k;
+    int64_t i;
+    (void)state;
+    for (k = 0; k < sizeof bits / sizeof *bits; k++) {
+        mt_attention_desc s = shape(1, n, 1, 1, 8, 0);
+        mt_tensor qkv = ref_random(n, 24, 0, 1, 0), dout = ref_random(n, 8, 0, 1, 0), out = ref_guarded(n, 8, 0);
+        mt_tensor lse = ref_guarded(1, n, 0), dqkv = ref_guarded(n, 24, 0);
+        s.bias = ref_filled(n, n, 0, 0.0f);
+        memcpy(ref_row(s.bias, 33) + 20, &bits[k], sizeof bits[k]);
+        OK(mt_attention_forward(ref.ctx, &s, qkv, out, lse));
+        OK(mt_attention_backward(ref.ctx, &s, qkv, out, lse, dout, dqkv));
+        for (i = 0; i < n; i++) {
+            assert_true(isnan(ref_row(out, i)[0]) == (i == 33));
+            assert_true(isnan(ref_row(lse, 0)[i]) == (i == 33));
+            assert_true(isnan(ref_row(dqkv, i)[0]) == (i == 33));
+            assert_true(isnan(ref_row(dqkv, i)[8]) == (i <= 33)); /* of the keys that it sees */
+            assert_true(isnan(ref_row(dqkv, i)[16]) == (i <= 33));
+        }
         ref_release();
     }
 }
@@ -800,6 +826,7 @@ int main(void) {
                                        REF_TEST(test_mask),
                                        REF_TEST(test_together),
                                        REF_TEST(test_panels),
+                                       REF_TEST(test_nan),
                                        REF_TEST(test_threads),
                                        REF_TEST(test_threads_bias),
                                        REF_TEST(test_alibi_slopes),

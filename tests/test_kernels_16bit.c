@@ -1033,10 +1033,11 @@ static mt_status run_padded_attention_backward(mt_context *c, const mt_tensor *v
     mt_attention_desc s = attention_of(67, 0);
     return mt_attention_backward(c, &s, v[0], v[1], v[2], v[3], v[4]);
 }
-/* More than two blocks of queries, and two blocks of keys. */
+/* Several blocks of queries, and two blocks of keys, which have 384 keys on a CPU. */
+#define LONG 393
 static mt_attention_desc long_attention(void) {
-    static const int32_t all[2] = {150, 201};
-    mt_attention_desc s = attention_of(201, 0);
+    static const int32_t all[2] = {150, LONG};
+    mt_attention_desc s = attention_of(LONG, 0);
     s.lengths = all;
     return s;
 }
@@ -1104,7 +1105,7 @@ static void test_attention(void **state) {
          {IN("qkv", 18, 48), OUT("out", 18, 24), F32_OUT("lse", 4, 18)},
          {{0, 0}}},
         {"mt_attention_forward", run_padded_attention, {IN("qkv", 134, 48), OUT("out", 134, 24)}, {{0, 0}}},
-        {"mt_attention_forward", run_long_attention, {IN("qkv", 402, 48), OUT("out", 402, 24)}, {{0, 0}}},
+        {"mt_attention_forward", run_long_attention, {IN("qkv", 2 * LONG, 48), OUT("out", 2 * LONG, 24)}, {{0, 0}}},
         {"mt_attention_backward",
          run_attention_backward,
          {IN("qkv", 18, 48), IN("out", 18, 24), F32("lse", 4, 18), IN("dout", 18, 24), OUT("dqkv", 18, 48)},
@@ -1132,11 +1133,11 @@ static void test_attention(void **state) {
         run_padded_attention_backward,
         {IN("qkv", 134, 48), IN("out", 134, 24), F32("lse", 4, 134), IN("dout", 134, 24), OUT("dqkv", 134, 48)},
         {{0, 0}}};
-    static const operation longer = {
-        "mt_attention_backward",
-        run_long_attention_backward,
-        {IN("qkv", 402, 48), IN("out", 402, 24), F32("lse", 4, 402), IN("dout", 402, 24), OUT("dqkv", 402, 48)},
-        {{0, 0}}};
+    static const operation longer = {"mt_attention_backward",
+                                     run_long_attention_backward,
+                                     {IN("qkv", 2 * LONG, 48), IN("out", 2 * LONG, 24), F32("lse", 4, 2 * LONG),
+                                      IN("dout", 2 * LONG, 24), OUT("dqkv", 2 * LONG, 48)},
+                                     {{0, 0}}};
     static const operation dot_product = {
         "mt_dot_product_attention_forward",
         run_dot_product,
