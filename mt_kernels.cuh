@@ -1237,16 +1237,23 @@ MT_INLINE float mti_exp_to_88(float x, float least) {
     return mti_exp_part((from - n * 0.693359375f) + n * 2.12194440e-4f) * power + power;
 }
 
-/* 2^x for -127 <= x <= 127, with a relative error of 1.4e-7: the polynomial is off by 7.5e-8 at most. 2^-127 is 0, and
-   NaN stays NaN. round is that of mti_exp_to_88. */
+/* 2^x for -127 <= x <= 127, with a relative error of at most 1.8e-7. It is 2^n 2^r with an integer n and |r| <= 0.5.
+   2^r = 1 + r q(r), where q is fitted like that of mti_exp_part, with a relative error of 9.4e-8. 2^-127 is 0, 2^0 is
+   1, and NaN stays NaN. `round` is that of mti_exp_to_88. */
 MT_INLINE float mti_exp2(float x) {
     const float round = 12583039.0f;
-    float t = x + round, r = x - (t - round), y = 1.32764631e-3f * r + 9.67554096e-3f;
-    y = y * r + 5.55071346e-2f;
-    y = y * r + 2.40221202e-1f;
-    y = y * r + 6.93146944e-1f;
-    y = y * r + 1.00000012f;
-    return y * mt_f32_from_bits(mt_f32_bits(t) << 23);
+    float t = x + round, r = x - (t - round), q = 1.32694072e-3f * r + 9.67129413e-3f;
+    q = q * r + 5.55071123e-2f;
+    q = q * r + 2.40222469e-1f;
+    q = q * r + 6.93147004e-1f;
+    return (q * r + 1.0f) * mt_f32_from_bits(mt_f32_bits(t) << 23);
+}
+
+/* e^x for x that is at most 0, up to rounding, in fewer instructions than mti_exp_to_88. Roundings of x / ln 2 add an
+   absolute error of at most 1e-7 |x| e^x to that of mti_exp2. e^-inf is 0. `least` is mti_unknown(-127.0f). */
+MT_INLINE float mti_exp_below(float x, float least) {
+    float e = x * 1.44269504f;
+    return mti_exp2(e < least ? least : e);
 }
 
 /* Phi(x) = 0.5 (1 + erf(x / sqrt(2))). e is e^(-x^2 / 2), which the callers have computed already.
@@ -1817,32 +1824,15 @@ static float mti_row_max(const float *x, int64_t n) {
     return lanes[0];
 }
 
-/* e^x for x that is at most 0, up to rounding, with fewer operations than mti_exp. It is 2^n 2^r, where n is an integer
-   and |r| <= 0.5. 2^r = 1 + r q(r), where q is fitted like that of mti_exp, with a relative error of 9.4e-8. Roundings
-   of x / ln 2 add an absolute error of at most 1e-7 |x| e^x. The result is 0 for n = -127, so e^-inf = 0. NaN stays
-   NaN, because the last step is a product. */
-MT_INLINE float mti_exp_below(float x) {
-    const float round = 12582912.0f; /* see mti_exp */
-    float e = x * 1.44269504f, t, r, q;
-    e = mti_select(e < -127.0f, -127.0f, e);
-    t = e + round;
-    r = e - (t - round);
-    q = 1.32694072e-3f * r + 9.67129413e-3f;
-    q = q * r + 5.55071123e-2f;
-    q = q * r + 2.40222469e-1f;
-    q = q * r + 6.93147004e-1f;
-    return (q * r + 1.0f) * mt_f32_from_bits((mt_f32_bits(t) << 23) + 0x3f800000u);
-}
-
 /* x = e^(x - shift) for whole vectors: n is a multiple of MTI_PARTIALS. No x is above shift. Returns the sum. */
 static float mti_row_exp(float *x, float shift, int64_t n) {
-    float lanes[MTI_PARTIALS];
+    float lanes[MTI_PARTIALS], least = mti_unknown(-127.0f);
     int64_t j;
     int l;
     mti_lanes_clear(lanes);
     for (j = 0; j < n; j += MTI_PARTIALS)
         for (l = 0; l < MTI_PARTIALS; l++) {
-            x[j + l] = mti_exp_below(x[j + l] - shift);
+            x[j + l] = mti_exp_below(x[j + l] - shift, least);
             lanes[l] += x[j + l];
         }
     return mti_lanes_sum(lanes);
@@ -7705,10 +7695,11 @@ static void mti_cpu_attention_forward(void *data, int thread, int64_t first, int
 /* scores = p = e^(scores - lse), and grads = p (grads - delta). On entry grads is the gradient of p, on return the
    gradient of the scores. */
 static void mti_attention_backward_row(float *scores, float *grads, float lse, float delta, int64_t n) {
+    float least = mti_unknown(-127.0f);
     int64_t j;
     MT_INDEPENDENT
     for (j = 0; j < n; j++) {
-        float p = mti_exp_below(scores[j] - lse);
+        float p = mti_exp_below(scores[j] - lse, least);
         scores[j] = p;
         grads[j] = p * (grads[j] - delta);
     }
