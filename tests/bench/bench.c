@@ -1848,8 +1848,10 @@ typedef struct encoder {
 
 enum { ENCODER_TP2, ENCODER_TP1, ENCODER_CASES };
 
+/* Case ENCODER_CASES + i has the products of case i alone. */
 typedef struct encoder_item {
     encoder models[ENCODER_CASES];
+    replay products[ENCODER_CASES];
 } encoder_item;
 
 static mt_status encoder_build(encoder *e, const encoder_size *size) {
@@ -1884,8 +1886,7 @@ static void encoder_destroy(encoder *e) {
     place_destroy(&e->place);
 }
 
-static mt_status run_encoder(worker *w, int arg) {
-    encoder *e = &((encoder_item *)w->item)->models[arg];
+static mt_status encoder_forward(encoder *e) {
     mt_context *ctx = e->place.ctx;
     mt_batch batch = {.sequences = 1, .seq = ENCODER_SEQ};
     size_t mark = mt_arena_mark(ctx);
@@ -1894,27 +1895,58 @@ static mt_status run_encoder(worker *w, int arg) {
     return MT_SUCCESS;
 }
 
+static mt_status run_encoder(worker *w, int arg) { return encoder_forward(&((encoder_item *)w->item)->models[arg]); }
+static mt_status run_encoder_products(worker *w, int arg) {
+    return replay_run(w, &((encoder_item *)w->item)->products[arg]);
+}
+
+/* Makes the products of one forward. */
+static mt_status encoder_products(worker *w, int tp, const encoder_size *size, replay *products) {
+    encoder e = {0};
+    mt_trace set_up = {0};
+    mt_status status = place_plan(split_of(tp), tp > 1 ? rank_of(w) : 0, (mt_context_desc){.threads = 1}, &e.place);
+    if (status == MT_SUCCESS) status = encoder_build(&e, size);
+    if (status == MT_SUCCESS) status = mt_context_take_trace(e.place.ctx, &set_up);
+    if (status == MT_SUCCESS) status = encoder_forward(&e);
+    if (status == MT_SUCCESS) status = mt_context_take_trace(e.place.ctx, &products->trace);
+    mt_trace_free(&set_up);
+    encoder_destroy(&e);
+    return status == MT_SUCCESS ? replay_create(w, 0, products) : status; /* no weight gradients */
+}
+
 /* FLOP of the products: 24 hidden^2 for each token and layer, and the two of attention without a mask. */
 static double encoder_flops(const encoder *e) {
     double h = (double)e->model.desc.layer.hidden;
     return (double)e->model.desc.layers * ENCODER_SEQ * (24 * h * h + 4 * ENCODER_SEQ * h);
 }
 
+static void encoder_rows(const team *t, const encoder_item *e, const encoder_size *size) {
+    for (int c = ENCODER_CASES - 1; c >= 0; c--) {
+        int one = c == ENCODER_TP1;
+        double flops = encoder_flops(&e->models[c]), alone = (one ? 1 : RANKS) * replay_flops(&e->products[c]);
+        char name[64];
+        snprintf(name, sizeof name, "%s, TP=%d", size->name, one ? 1 : RANKS);
+        row("inference", name, case_time(t, c, 1e3), "ms", case_ratio(t, ENCODER_TP1, c, 1),
+            one ? NULL : "speed of TP=1");
+        row("inference", one ? "  1 core" : "  2 cores together", case_rate(t, c, 1e-9 * flops), "GFLOP/s",
+            case_ratio(t, ENCODER_CASES + c, c, flops / alone), "its products alone");
+        row("inference", "  its products alone", case_rate(t, ENCODER_CASES + c, 1e-9 * alone), "GFLOP/s", 0, NULL);
+    }
+}
+
 static mt_status encoder_measure(worker *w, const encoder_size *size) {
     encoder_item *e = w->item;
-    bench_case cases[ENCODER_CASES] = {
-        [ENCODER_TP2] = {run_encoder, ENCODER_TP2, 0, 0}, [ENCODER_TP1] = {run_encoder, ENCODER_TP1, 1, 0}};
-    MT_TRY(encoder_create(w, RANKS, size, &e->models[ENCODER_TP2]));
-    if (rank_of(w) == 0) MT_TRY(encoder_create(w, 1, size, &e->models[ENCODER_TP1]));
-    MT_TRY(measure(w, cases, ENCODER_CASES));
-    for (int c = ENCODER_CASES - 1; c >= 0 && rank_of(w) == 0; c--) {
-        char name[64];
-        snprintf(name, sizeof name, "%s, TP=%d", size->name, c == ENCODER_TP1 ? 1 : RANKS);
-        row("inference", name, case_time(w->team, c, 1e3), "ms", case_ratio(w->team, ENCODER_TP1, c, 1),
-            c == ENCODER_TP1 ? NULL : "speed of TP=1");
-        row("inference", c == ENCODER_TP1 ? "  1 core" : "  2 cores together",
-            case_rate(w->team, c, 1e-9 * encoder_flops(&e->models[c])), "GFLOP/s", 0, NULL);
+    bench_case cases[2 * ENCODER_CASES] = {{0}};
+    for (int c = 0; c < ENCODER_CASES; c++) {
+        int one = c == ENCODER_TP1, tp = one ? 1 : RANKS;
+        cases[c] = (bench_case){run_encoder, c, one, 0};
+        cases[ENCODER_CASES + c] = (bench_case){run_encoder_products, c, one, 0};
+        if (one && rank_of(w) != 0) continue;
+        MT_TRY(encoder_create(w, tp, size, &e->models[c]));
+        MT_TRY(encoder_products(w, tp, size, &e->products[c]));
     }
+    MT_TRY(measure(w, cases, 2 * ENCODER_CASES));
+    if (rank_of(w) == 0) encoder_rows(w->team, e, size);
     return MT_SUCCESS;
 }
 
@@ -1924,7 +1956,10 @@ static mt_status item_inference(worker *w) {
         mt_status status;
         w->item = &e;
         status = encoder_measure(w, &encoder_sizes[i]);
-        for (int c = 0; c < ENCODER_CASES; c++) encoder_destroy(&e.models[c]);
+        for (int c = 0; c < ENCODER_CASES; c++) {
+            encoder_destroy(&e.models[c]);
+            replay_destroy(w, &e.products[c]);
+        }
         MT_TRY(status);
     }
     return MT_SUCCESS;
