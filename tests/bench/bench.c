@@ -1402,11 +1402,14 @@ static mt_status item_composed(worker *w) {
 
 /* ---- item breakdown ---------------------------------------------------------------------------------------------- */
 
-enum { BREAK_LAYER, BREAK_REPLAY, BREAK_CASES };
+enum { BREAK_LAYER, BREAK_REPLAY, BREAK_PEAK, BREAK_MEMCPY, BREAK_CASES };
+#define BREAK_BYTES                                                                                                    \
+    ((size_t)12 << 20) /* that a memcpy reads, and writes: as many as an inner activation of the MLP has */
 
 typedef struct breakdown_item {
     ops ops;
     one_layer layer;
+    char *from, *to; /* of the memcpy */
 } breakdown_item;
 
 static mt_status run_breakdown_layer(worker *w, int arg) {
@@ -1418,17 +1421,25 @@ static mt_status run_breakdown_replay(worker *w, int arg) {
     return ops_run(&((breakdown_item *)w->item)->ops, KINDS, w->parts);
 }
 
+static mt_status run_breakdown_memcpy(worker *w, int arg) {
+    breakdown_item *b = w->item;
+    (void)arg;
+    memcpy(b->to, b->from, BREAK_BYTES);
+    __asm__ volatile("" : : "r"(b->to) : "memory");
+    return MT_SUCCESS;
+}
+
+/* The rate of an operator compares with the peak of products or with a memcpy, on both ranks at once. */
 static void breakdown_op_row(const team *t, const op *o, int index, double all) {
-    const char *unit = o->flops > 0 ? "GFLOP/s" : "GB/s";
-    char versus[48];
-    int chosen[MAX_PARTS] = {0};
-    double rate;
+    int chosen[MAX_PARTS] = {0}, product = o->flops > 0;
+    int limit = product ? BREAK_PEAK : BREAK_MEMCPY;
+    double amount = product ? o->flops : o->bytes, limit_amount = product ? PEAK_FLOPS : 2.0 * BREAK_BYTES, rate;
     chosen[index] = 1;
     stat3 s = part_time(t, BREAK_REPLAY, chosen, MAX_PARTS, 1e3);
-    rate = (o->flops > 0 ? o->flops : o->bytes) * 1e-6 / s.median;
-    snprintf(versus, sizeof versus, "layer  %6.1f %s", rate, unit);
-    row("breakdown", o->name, s, "ms", s.median / all, opt->csv ? "layer" : versus);
-    if (opt->csv) row("breakdown", o->name, exactly(rate), unit, 0, NULL);
+    rate = 1e-6 * amount / s.median;
+    row("breakdown", o->name, s, "ms", s.median / all, "layer");
+    row("breakdown", "  rate", exactly(rate), product ? "GFLOP/s" : "GB/s",
+        rate / case_rate(t, limit, 1e-9 * limit_amount).median, product ? "peak" : "memcpy's GB/s");
 }
 
 static void breakdown_kind_row(const team *t, const ops *s, int kind, double all) {
@@ -1445,14 +1456,25 @@ static void breakdown_rows(const team *t, const breakdown_item *b) {
     for (int i = 0; i < b->ops.count; i++) breakdown_op_row(t, &b->ops.list[i], i, all.median);
     for (int k = 0; k <= KINDS; k++) breakdown_kind_row(t, &b->ops, k, all.median);
     row("breakdown", "the layer itself", all, "ms", 0, NULL);
+    row("breakdown", "peak: multiply-adds in registers", case_rate(t, BREAK_PEAK, 1e-9 * PEAK_FLOPS), "GFLOP/s", 0,
+        NULL);
+    row("breakdown", "memcpy of 12 MiB", case_rate(t, BREAK_MEMCPY, 2e-9 * BREAK_BYTES), "GB/s", 0, NULL);
 }
 
 static mt_status breakdown_measure(worker *w) {
     breakdown_item *b = w->item;
-    bench_case cases[BREAK_CASES] = {
-        [BREAK_LAYER] = {run_breakdown_layer, 0, 0, 0}, [BREAK_REPLAY] = {run_breakdown_replay, 0, 0, MAX_PARTS}};
+    bench_case cases[BREAK_CASES] = {[BREAK_LAYER] = {run_breakdown_layer, 0, 0, 0},
+                                     [BREAK_REPLAY] = {run_breakdown_replay, 0, 0, MAX_PARTS},
+                                     [BREAK_PEAK] = {run_peak, 0, 0, 0},
+                                     [BREAK_MEMCPY] = {run_breakdown_memcpy, 0, 0, 0}};
+    void *from, *to;
     MT_TRY(ops_create(w, RANKS, MT_F32, &b->ops));
     MT_TRY(layer_create(w, RANKS, 1, 0, MT_F32, &b->layer));
+    MT_TRY(mt_arena_alloc(w->ctx, BREAK_BYTES, &from));
+    MT_TRY(mt_arena_alloc(w->ctx, BREAK_BYTES, &to));
+    memset(from, 0, BREAK_BYTES);
+    b->from = from;
+    b->to = to;
     MT_TRY(measure(w, cases, BREAK_CASES));
     if (rank_of(w) == 0) breakdown_rows(w->team, b);
     return MT_SUCCESS;
