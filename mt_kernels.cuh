@@ -7638,10 +7638,10 @@ static void mti_softmax_end(const mti_attention *a, const mti_head *h, const mti
     mti_f32_write(out, a->out, row, h->out_col);
 }
 
-/* Fills an f32 view with zeros. */
+/* Fills a view of any type with zeros. */
 static void mti_attention_clear(mt_tensor t) {
     int64_t i;
-    for (i = 0; i < t.rows; i++) mti_row_fill(mti_row(t, i), 0.0f, t.cols);
+    for (i = 0; i < t.rows; i++) memset(mti_bytes_at(t, i, 0), 0, (size_t)t.cols * mt_dtype_size(t.dtype));
 }
 
 /* Computes the output of up to MTI_QUERIES queries of a head, from `query` on, block by block. */
@@ -9640,7 +9640,7 @@ static void mti_kv_turn(const mti_kv *k, const float *angles, float *x) {
     else mti_rotary_head(x, angles, 1.0f, half, 1, half);
 }
 
-/* Rounds a row of head_dim numbers to the type of the cache, and stores it in row `row` of t. */
+/* Rounds a row of head_dim numbers to the type of t, and stores it in row `row` of t. */
 static void mti_kv_store(mt_tensor t, int64_t row, const float *x) {
     if (t.dtype == MT_F32) memcpy(mti_row(t, row), x, (size_t)t.cols * sizeof *x);
     else mt_f32_to_16bit(t.dtype, x, mti_row16(t, row), t.cols);
@@ -9902,12 +9902,6 @@ static mti_kv_few mti_kv_few_of(const mti_kv_few *all, int thread) {
     return f;
 }
 
-/* Copies a row of head_dim floats to one of `width` floats. */
-static void mti_kv_widen_row(const mti_kv_few *f, const float *x, int64_t head_dim, float *out) {
-    memcpy(out, x, (size_t)head_dim * sizeof *x);
-    mti_row_fill(out + head_dim, 0.0f, f->width - head_dim);
-}
-
 /* Returns whether the loops can read a cache where it is. For more than two queries, converting bf16 once is faster. */
 static int mti_kv_in_place(const mti_kv_few *f, mt_tensor t, int64_t queries) {
     if (t.cols != f->width) return 0;
@@ -9979,8 +9973,9 @@ static void mti_kv_few_group(const mti_kv *k, const mti_attention *a, mti_kv_few
     mti_row_fill(f->out, 0.0f, queries * f->width);
     for (r = 0; r < queries; r++) {
         mti_head h = mti_attention_head(a, b, g, r % s->heads_per_group);
-        const float *q = mti_at(a->q, b * k->desc.seq + r / s->heads_per_group, h.q_col);
-        mti_kv_widen_row(f, q, s->head_dim, f->q + r * f->width);
+        float *q = f->q + r * f->width;
+        mti_cpu_load(a->q, b * k->desc.seq + r / s->heads_per_group, h.q_col, s->head_dim, q);
+        mti_row_fill(q + s->head_dim, 0.0f, f->width - s->head_dim);
     }
     for (; key < s->kv_seq; key += n) {
         n = mt_min(MTI_KV_KEYS, s->kv_seq - key);
@@ -9988,9 +9983,9 @@ static void mti_kv_few_group(const mti_kv *k, const mti_attention *a, mti_kv_few
     }
     for (r = 0; r < queries; r++) {
         mti_head h = mti_attention_head(a, b, g, r % s->heads_per_group);
-        float *out = mti_at(a->out, b * k->desc.seq + r / s->heads_per_group, h.out_col), sum = f->softmax.sum[r];
-        memcpy(out, f->out + r * f->width, (size_t)s->head_dim * sizeof *out);
+        float *out = f->out + r * f->width, sum = f->softmax.sum[r];
         mti_row_scale(out, sum == 0.0f ? 0.0f : 1.0f / sum, s->head_dim);
+        mti_kv_store(mt_tensor_cols(a->out, h.out_col, s->head_dim), b * k->desc.seq + r / s->heads_per_group, out);
     }
 }
 
@@ -10593,10 +10588,11 @@ MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc 
     mti_operator op;
     MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
     const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
-    mt_arg args[] = {{"qkv", &k.qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN},
-                     {"keys", &k.cache.keys, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"values", &k.cache.values, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"out", &k.out, tokens, mti_attention_heads(desc) * desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT}};
+    mt_arg args[] = {
+        {"qkv", &k.qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+        {"keys", &k.cache.keys, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+        {"values", &k.cache.values, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+        {"out", &k.out, tokens, mti_attention_heads(desc) * desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
     k.out = out;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 1));

@@ -1166,7 +1166,8 @@ static void test_attention(void **state) {
 
 /* The scratch memory does not grow with the number of heads or sequences, so it has no copy of a whole view. */
 static void test_attention_memory(void **state) {
-    size_t forward[3][2], backward[3][2];
+    size_t forward[3][2], backward[3][2], cached[3][2], decoded[3][2];
+    const int32_t zeros[8] = {0};
     int type, many;
     (void)state;
     for (type = MT_F32; type <= MT_F16; type++)
@@ -1185,10 +1186,22 @@ static void test_attention_memory(void **state) {
             mt_arena_reset_peak(ref.ctx);
             OK(mt_attention_backward(ref.ctx, &s, qkv, out, lse, dout, dqkv));
             backward[type][many] = mt_arena_peak(ref.ctx);
+            mt_kv_cache cache = {new_view(t, 9 * s.batch * s.groups, 6, 0), new_view(t, 9 * s.batch * s.groups, 6, 0),
+                                 9, zeros};
+            mt_arena_reset_peak(ref.ctx);
+            OK(mt_kv_cache_attention(ref.ctx, &s, qkv, &cache, out));
+            cached[type][many] = mt_arena_peak(ref.ctx);
+            s.seq = 1;
+            mt_arena_reset_peak(ref.ctx);
+            OK(mt_kv_cache_attention(ref.ctx, &s, mt_tensor_rows(qkv, 0, s.batch), &cache,
+                                     mt_tensor_rows(out, 0, s.batch)));
+            decoded[type][many] = mt_arena_peak(ref.ctx);
         }
     for (type = MT_F32; type <= MT_F16; type++) {
         assert_int_equal(forward[type][0], forward[type][1]);
         assert_int_equal(backward[type][0], backward[type][1]);
+        assert_int_equal(cached[type][0], cached[type][1]);
+        assert_int_equal(decoded[type][0], decoded[type][1]);
     }
     ref_release();
 }
