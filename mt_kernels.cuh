@@ -1782,14 +1782,20 @@ static float mti_row_sum(const float *x, int64_t n) {
     return mti_lanes_sum(lanes);
 }
 
-static float mti_row_dot(const float *x, const float *y, int64_t n) {
-    float lanes[MTI_PARTIALS];
+/* Adds the products of a part of two rows to lanes. All parts but the last one have a multiple of MTI_PARTIALS columns,
+   so the sums do not depend on the parts. */
+MT_INLINE void mti_lanes_dot(float *lanes, const float *x, const float *y, int64_t n) {
     int64_t j;
     int l;
-    mti_lanes_clear(lanes);
     for (j = 0; j + MTI_PARTIALS <= n; j += MTI_PARTIALS)
         for (l = 0; l < MTI_PARTIALS; l++) lanes[l] += x[j + l] * y[j + l];
     for (l = 0; j + l < n; l++) lanes[l] += x[j + l] * y[j + l];
+}
+
+static float mti_row_dot(const float *x, const float *y, int64_t n) {
+    float lanes[MTI_PARTIALS];
+    mti_lanes_clear(lanes);
+    mti_lanes_dot(lanes, x, y, n);
     return mti_lanes_sum(lanes);
 }
 
@@ -13579,11 +13585,20 @@ typedef struct mti_pointwise_of {
 
 static void mti_cpu_pointwise(void *data, int thread, int64_t first, int64_t last) {
     const mti_pointwise_of *p = (const mti_pointwise_of *)data;
-    int64_t i;
+    float room[3][MTI_BLOCK];
+    int64_t i, j, n;
     (void)thread;
     for (i = first; i < last; i++)
-        mti_pointwise_row(p->kind, mti_row(p->a, i), mti_row(p->b, p->kind == MTI_MULTIPLY_ROW ? 0 : i),
-                          mti_row(p->y, i), p->y.cols);
+        for (j = 0; j < p->y.cols; j += n) {
+            mt_tensor a, b, y;
+            n = mt_min(MTI_BLOCK, p->y.cols - j);
+            a = mti_f32_read(p->a, i, 1, j, n, room[0]);
+            if (p->kind == MTI_MULTIPLY_COL) b = mti_f32_read(p->b, i, 1, 0, 1, room[1]);
+            else b = mti_f32_read(p->b, p->kind == MTI_MULTIPLY_ROW ? 0 : i, 1, j, n, room[1]);
+            y = mti_f32_place(p->y, i, 1, j, n, room[2]);
+            mti_pointwise_row(p->kind, mti_row(a, 0), mti_row(b, 0), mti_row(y, 0), n);
+            mti_f32_write(y, p->y, i, j);
+        }
 }
 
 /* The backward of a product or of a gate. `factor` is row, col or gate, and dfactor its gradient. */
@@ -13593,35 +13608,68 @@ typedef struct mti_product_slopes {
 
 static void mti_cpu_multiply_col_backward(void *data, int thread, int64_t first, int64_t last) {
     const mti_product_slopes *b = (const mti_product_slopes *)data;
-    int64_t i, n = b->dy.cols;
+    float room[3][MTI_BLOCK], lanes[MTI_PARTIALS], factor, sum;
+    int64_t i, j, n;
     (void)thread;
     for (i = first; i < last; i++) {
-        mti_row(b->dfactor, i)[0] = mti_row_dot(mti_row(b->dy, i), mti_row(b->x, i), n);
-        if (b->dx.data) mti_scale_row(mti_row(b->dy, i), mti_row(b->factor, i)[0], mti_row(b->dx, i), n);
+        mt_tensor dfactor = mti_f32_place(b->dfactor, i, 1, 0, 1, &sum);
+        mti_cpu_load(b->factor, i, 0, 1, &factor);
+        mti_lanes_clear(lanes);
+        for (j = 0; j < b->dy.cols; j += n) {
+            mt_tensor dx;
+            float *dy, *x;
+            n = mt_min(MTI_BLOCK, b->dy.cols - j);
+            dy = mti_row(mti_f32_read(b->dy, i, 1, j, n, room[0]), 0);
+            x = mti_row(mti_f32_read(b->x, i, 1, j, n, room[1]), 0);
+            mti_lanes_dot(lanes, dy, x, n);
+            if (!b->dx.data) continue;
+            dx = mti_f32_place(b->dx, i, 1, j, n, room[2]);
+            mti_scale_row(dy, factor, mti_row(dx, 0), n);
+            mti_f32_write(dx, b->dx, i, j);
+        }
+        mti_row(dfactor, 0)[0] = mti_lanes_sum(lanes);
+        mti_f32_write(dfactor, b->dfactor, i, 0);
     }
 }
 
 static void mti_cpu_gate_backward(void *data, int thread, int64_t first, int64_t last) {
     const mti_product_slopes *b = (const mti_product_slopes *)data;
-    int64_t i;
+    float room[5][MTI_BLOCK];
+    int64_t i, j, n;
     (void)thread;
     for (i = first; i < last; i++)
-        mti_gate_backward_row(mti_row(b->factor, i), mti_row(b->x, i), mti_row(b->dy, i), mti_row(b->dfactor, i),
-                              mti_row(b->dx, i), b->dy.cols);
+        for (j = 0; j < b->dy.cols; j += n) {
+            mt_tensor gate, x, dy, dgate, dx;
+            n = mt_min(MTI_BLOCK, b->dy.cols - j);
+            gate = mti_f32_read(b->factor, i, 1, j, n, room[0]);
+            x = mti_f32_read(b->x, i, 1, j, n, room[1]);
+            dy = mti_f32_read(b->dy, i, 1, j, n, room[2]);
+            dgate = mti_f32_place(b->dfactor, i, 1, j, n, room[3]);
+            dx = mti_f32_place(b->dx, i, 1, j, n, room[4]);
+            mti_gate_backward_row(mti_row(gate, 0), mti_row(x, 0), mti_row(dy, 0), mti_row(dgate, 0), mti_row(dx, 0),
+                                  n);
+            mti_f32_write(dgate, b->dfactor, i, j);
+            mti_f32_write(dx, b->dx, i, j);
+        }
 }
 
 /* Computes dx and drow for rows [i, i + 4), or as many as there are, and columns [j, j + n), with n <= MTI_BLOCK. The
-   products dy * x stay in L1 until they are added to drow. dx is written last, because it may be x, row or dy. */
+   products dy * x stay in L1 until they are added to drow. dx of a row is written when the row has been read, because
+   it may be x, row or dy. It may be row only where there is one row. */
 static void mti_multiply_row_backward_block(const mti_product_slopes *b, int64_t i, int64_t j, int64_t n) {
-    float room[4 * MTI_BLOCK], *sums = mti_row(b->dfactor, 0) + j;
-    const float *row = mti_row(b->factor, 0) + j;
+    float products[4 * MTI_BLOCK], room[4][MTI_BLOCK], *sums = mti_row(b->dfactor, 0) + j;
+    float *row = mti_row(mti_f32_read(b->factor, 0, 1, j, n, room[0]), 0);
     int64_t r, rows = mt_min(4, b->dy.rows - i);
-    for (r = 0; r < rows; r++)
-        mti_multiply_row(mti_row(b->dy, i + r) + j, mti_row(b->x, i + r) + j, room + r * MTI_BLOCK, n);
-    if (rows == 4) mti_add_rows4(room, MTI_BLOCK, sums, n);
-    for (r = 0; r < rows && rows < 4; r++) mti_row_add(sums, room + r * MTI_BLOCK, sums, n);
-    for (r = 0; r < rows && b->dx.data; r++)
-        mti_multiply_row(mti_row(b->dy, i + r) + j, row, mti_row(b->dx, i + r) + j, n);
+    for (r = 0; r < rows; r++) {
+        float *dy = mti_row(mti_f32_read(b->dy, i + r, 1, j, n, room[1]), 0);
+        mt_tensor dx = mti_f32_place(b->dx, i + r, 1, j, n, room[3]);
+        mti_multiply_row(dy, mti_row(mti_f32_read(b->x, i + r, 1, j, n, room[2]), 0), products + r * MTI_BLOCK, n);
+        if (!dx.data) continue;
+        mti_multiply_row(dy, row, mti_row(dx, 0), n);
+        mti_f32_write(dx, b->dx, i + r, j);
+    }
+    if (rows == 4) mti_add_rows4(products, MTI_BLOCK, sums, n);
+    for (r = 0; r < rows && rows < 4; r++) mti_row_add(sums, products + r * MTI_BLOCK, sums, n);
 }
 
 /* A range of columns of dx and drow. */
@@ -13842,10 +13890,10 @@ static mt_status mti_cuda_multiply_col_backward(mt_context *ctx, mt_tensor x, mt
    arguments, for error messages. */
 static mt_status mti_run_pointwise(mt_context *ctx, const char *name, mti_pointwise kind, const char *a_name,
                                    mt_tensor a, const char *b_name, mt_tensor b, const char *y_name, mt_tensor y) {
-    mt_arg args[] = {{y_name, &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {a_name, &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN},
+    mt_arg args[] = {{y_name, &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     {a_name, &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {b_name, &b, kind == MTI_MULTIPLY_ROW ? 1 : y.rows, kind == MTI_MULTIPLY_COL ? 1 : y.cols,
-                      MT_ARG_FLOAT, MT_ARG_IN}};
+                      MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
     int count = kind == MTI_SIGMOID || kind == MTI_SILU ? 2 : 3;
     mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, count));
@@ -13866,10 +13914,10 @@ MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor
 MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
                                           mt_tensor drow) {
     static const char *const name = "mt_multiply_row_backward";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"row", &row, 1, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL},
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"row", &row, 1, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS},
                      {"drow", &drow, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
@@ -13890,11 +13938,11 @@ MT_API mt_status mt_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tenso
                                           mt_tensor dcol) {
     static const char *const name = "mt_multiply_col_backward";
     mt_arg args[] = {/* dcol is first, because it is also written if x has no columns */
-                     {"dcol", &dcol, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL},
-                     {"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"col", &col, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL}};
+                     {"dcol", &dcol, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS},
+                     {"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"col", &col, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
     if (!dcol.data && !dx.data) return MT_SUCCESS;
@@ -13929,11 +13977,11 @@ MT_API mt_status mt_sigmoid_gate_forward(mt_context *ctx, mt_tensor gate, mt_ten
 MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate,
                                           mt_tensor dx) {
     static const char *const name = "mt_sigmoid_gate_backward";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"gate", &gate, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dgate", &dgate, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"gate", &gate, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dgate", &dgate, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, name, "dgate", dgate, "dx", dx));

@@ -683,9 +683,19 @@ static void test_multiply(void **state) {
          run_by_col_backward_dcol,
          {IN("x", 5, 37), IN("col", 5, 1), IN("dy", 5, 37), OUT("dcol", 5, 1)},
          {{0, 0}}},
+        {"mt_multiply", run_multiply, {IN("a", 2, 1100), IN("b", 2, 1100), OUT("y", 2, 1100)}, {{2, 0}, {2, 1}}},
+        {"mt_multiply_row_backward",
+         run_by_row_backward,
+         {IN("x", 5, 1100), IN("row", 1, 1100), IN("dy", 5, 1100), OUT("dx", 5, 1100), F32("drow", 1, 1100)},
+         {{3, 0}, {3, 2}}},
+        {"mt_multiply_col_backward",
+         run_by_col_backward,
+         {IN("x", 2, 1100), IN("col", 2, 1), IN("dy", 2, 1100), OUT("dx", 2, 1100), OUT("dcol", 2, 1)},
+         {{3, 0}, {3, 2}}},
     };
     (void)state;
     CHECK_OPERATIONS(list);
+    CHECK_BLOCKS(list);
 }
 
 static mt_status run_sigmoid(mt_context *c, const mt_tensor *v) { return mt_sigmoid_forward(c, v[0], v[1]); }
@@ -713,9 +723,14 @@ static void test_sigmoid(void **state) {
          run_gate_backward,
          {IN("gate", 5, 37), IN("x", 5, 37), IN("dy", 5, 37), OUT("dgate", 5, 37), OUT("dx", 5, 37)},
          {{3, 0}, {3, 1}, {3, 2}, {4, 0}, {4, 1}, {4, 2}}},
+        {"mt_sigmoid_gate_backward",
+         run_gate_backward,
+         {IN("gate", 1, 1100), IN("x", 1, 1100), IN("dy", 1, 1100), OUT("dgate", 1, 1100), OUT("dx", 1, 1100)},
+         {{3, 0}, {4, 1}}},
     };
     (void)state;
     CHECK_OPERATIONS(list);
+    CHECK_BLOCKS(list);
 }
 
 /* ---- normalisation, random numbers, dropout --------------------------------------------------------------------- */
