@@ -17,12 +17,12 @@
      - 16-bit inputs are widened to fp32 when they are read. A 16-bit result is the fp32 result rounded once, to nearest
        even. NaN stays NaN; a value that is too large becomes infinity. For 16-bit results of activations, sigmoid, SiLU
        and the gate, a GPU computes the fp32 result with approximate functions. Its error is at most 4e-5 times the
-       value, for slopes plus 2e-6. Rounding to f16 adds up to 4.9e-4 times the value. On a CPU, the scratch memory of
-       an operator includes an f32 copy of each of its 16-bit views. mt_copy, mt_upload, mt_download, mt_convert,
-       mt_hash, mt_add, mt_embedding_* and mt_adamw_step make no such copy. mt_norm_* copy gain and bias, and at most
-       four rows of other views in each thread. mt_bias_dropout_add_* copy only bias. mt_rotary_* copy the table, and a
-       group of heads in each thread. The comment of mt_gemm says when it makes one. The operators of mt_kv_cache copy
-       at most the keys or values of one group of one sequence, in each thread.
+       value, for slopes plus 2e-6. Rounding to f16 adds up to 4.9e-4 times the value. On a CPU, operators widen
+       16-bit views block by block, in scratch memory that does not grow with the number of rows. Only these views have
+       a whole f32 copy in it: the gain and bias of a norm, the bias of dropout, the table of rotary embeddings, the qkv
+       of mt_kv_cache_append, the logits of mt_sample_candidates, and operands of mt_gemm where its comment says so.
+       Attention has packed f32 copies of the keys and values of one group of one sequence for each thread, also of f32
+       views.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -3132,9 +3132,10 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
    that plans for CUDA calls the function that launches, which only takes its scratch memory and returns MT_PLANNED. If
    the first view of the table is empty, the operator does nothing.
 
-   Kernels read and write every type, but loops read and write f32. So on a CPU, mti_begin replaces each 16-bit view of
-   type MT_ARG_FLOAT by an f32 copy in the arena. It fills the copy if the view is read (MT_ARG_IN). mti_end rounds the
-   copy back if the view is written (MT_ARG_OUT). With MTI_AS_IS, the loop takes the view in its own type.
+   Kernels read and write every type. Loops compute in f32. Most of them take views in their own type (MTI_AS_IS), and
+   widen and round blocks of them (mti_f32_read). Without MTI_AS_IS, mti_begin replaces a 16-bit view of type
+   MT_ARG_FLOAT by an f32 copy in the arena on a CPU. It fills the copy if the view is read (MT_ARG_IN). mti_end rounds
+   the copy back if the view is written (MT_ARG_OUT).
 
    mti_end adds op->work to the trace of a meta context. mti_begin fills it in for an operator that reads and writes its
    views once. Other operators change it between the two calls. */
