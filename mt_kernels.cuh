@@ -21,8 +21,8 @@
        16-bit views block by block, in scratch memory that does not grow with the number of rows. Only these views have
        a whole f32 copy in it: the gain and bias of a norm, the bias of dropout, the table of rotary embeddings, the qkv
        of mt_kv_cache_append, the logits of mt_sample_candidates, and operands of mt_gemm where its comment says so.
-       Attention has packed f32 copies of the keys and values of one group of one sequence for each thread, also of f32
-       views.
+       For each thread, attention has packed f32 copies of the keys and values of one group of one sequence, also of
+       f32 views. In backward it also has their gradients in f32, for 16-bit views.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -3597,9 +3597,8 @@ static void mti_lanes_add_squares(double *lanes, const float *x, int64_t n) {
     for (l = 0; j + l < n; l++) lanes[l] += (double)x[j + l] * (double)x[j + l];
 }
 
-/* A sum is that of at most MTI_SUM_PARTS parts, added in order. A part is a number of stripes, with at least MTI_GRAIN
-   elements unless it is the last one. The parts depend on the shape only, so the bits do not depend on the number of
-   threads. */
+/* A sum is that of at most MTI_SUM_PARTS parts, added in order. A part is a number of stripes with about MTI_GRAIN
+   elements or more. The parts depend on the shape only, so the bits do not depend on the number of threads. */
 #define MTI_SUM_PARTS 64
 typedef struct mti_sum_parts {
     mt_tensor x;
