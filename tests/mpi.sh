@@ -85,11 +85,16 @@ builds() {
 # ---- running -------------------------------------------------------------------------------------------------------
 
 # run SECONDS RANKS OPTIONS PROGRAM ARGUMENTS...
+# Each job has a TMPDIR of its own: of two jobs that begin at once, one may fail to create Open MPI's folder there.
 run() {
     seconds=$1 ranks=$2 options=$3
     shift 3
+    session=$(mktemp -d) || return 1
     # shellcheck disable=SC2086  # a list of options
-    timeout -k 10 "$seconds" mpirun $options -n "$ranks" "$@"
+    TMPDIR=$session timeout -k 10 "$seconds" mpirun $options -n "$ranks" "$@"
+    ended=$?
+    rm -rf "$session"
+    return $ended
 }
 
 # tests_over HOW OPTIONS
