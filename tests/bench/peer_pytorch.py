@@ -27,8 +27,8 @@ makes MKL use its Intel kernels when they are faster. tcmalloc or jemalloc is pr
 installed and makes the layer faster. Processes that form a group are pinned one per core and
 communicate through 127.0.0.1.
 
-Prints a table of medians and of 10th and 90th percentiles, then a line "name,value,unit" for the
-median of each figure. Exits with 77 when PyTorch is not installed.
+Prints the median and the 10th and 90th percentile of each figure as soon as it is measured, then a
+line "name,value,unit" for each median. Exits with 77 when PyTorch is not installed.
 """
 
 import argparse
@@ -404,36 +404,54 @@ def choose_allocator(core, iterations):
     print(f"allocator: {best}")
 
 
-def take_measurements(cores, quick):
-    """Returns rows (name, text, summary in seconds, unit) and GEMM rates (name, text, GFLOP/s)."""
+FACTORS = {"ms": 1e3, "us": 1e6}
+
+
+class Table:
+    """Prints each row as soon as it is measured, and at the end the lines "name,value,unit"."""
+
+    def __init__(self):
+        self.lines = []
+        print(f"\n{'':34s} {'median':>10s} {'10 %':>10s} {'90 %':>10s} {'':7s} n", flush=True)
+
+    def add(self, name, text, s, unit="ms"):
+        print(f"{text:34s} " + " ".join(f"{s[q] * FACTORS[unit]:10.2f}"
+              for q in ("median", "p10", "p90")) + f" {unit:7s} {s['n']}", flush=True)
+        self.lines.append(f"{name},{s['median'] * FACTORS[unit]:.3f},{unit}")
+
+    def add_rate(self, name, text, rate):
+        print(f"{text:34s} {rate:10.1f} {'':21s} GFLOP/s", flush=True)
+        self.lines.append(f"{name},{rate:.1f},GFLOP/s")
+
+    def end(self):
+        print("\n" + "\n".join(self.lines))
+
+
+def measure_training(table, cores, quick):
     few, many = (5, 30) if quick else (40, 400)
     flops = 2 * TOKENS * HIDDEN * 4 * HIDDEN
-    rows, rates = [], []
     for threads in (1, 2)[:len(cores)]:
         gemm = measure("gemm", cores, many // 2, threads)["step"]["median"]
-        rates.append((f"pytorch_gemm_{threads}t", f"GEMM, {threads} thread(s)", flops / gemm / 1e9))
+        table.add_rate(f"pytorch_gemm_{threads}t", f"GEMM, {threads} thread(s)", flops / gemm / 1e9)
     for dtype in ("float32", "bfloat16"):
         flags, end = ("--dtype", dtype), "" if dtype == "float32" else "_bf16"
         for threads in (1, 2)[:len(cores)]:
             layer = measure("layer", cores, few, threads, flags=flags)["step"]
-            rows.append((f"pytorch_layer_{threads}t{end}", f"layer {dtype}, {threads}t", layer,
-                         "ms"))
+            table.add(f"pytorch_layer_{threads}t{end}", f"layer {dtype}, {threads}t", layer)
         if len(cores) < 2:
             continue
         split = measure("layer", cores, few, world=2, flags=flags)
-        rows += [(f"pytorch_layer_tp2{end}", f"layer {dtype}, 2 processes (gloo)", split["step"],
-                  "ms"),
-                 (f"pytorch_layer_tp2_all_reduces{end}", "  of it in 4 all-reduces",
-                  split["all_reduces"], "ms")]
+        table.add(f"pytorch_layer_tp2{end}", f"layer {dtype}, 2 processes (gloo)", split["step"])
+        table.add(f"pytorch_layer_tp2_all_reduces{end}", "  of it in 4 all-reduces",
+                  split["all_reduces"])
         for batch, seq in GPT2_BATCHES:
             shape = ("--batch", str(batch), "--seq", str(seq))
             step = measure("gpt2", cores, 3 if quick else 20, 2, flags=flags + shape)["step"]
-            rows.append((f"pytorch_gpt2_124m_{batch}x{seq}_2t{end}",
-                         f"GPT-2 {batch}x{seq} {dtype}, 2t", step, "ms"))
+            table.add(f"pytorch_gpt2_124m_{batch}x{seq}_2t{end}",
+                      f"GPT-2 {batch}x{seq} {dtype}, 2t", step)
     if len(cores) > 1:
         reduce = measure("all_reduce", cores, many, world=2)["step"]
-        rows.append(("pytorch_all_reduce_3mb", "all-reduce of 3 MB (gloo)", reduce, "us"))
-    return rows, rates
+        table.add("pytorch_all_reduce_3mb", "all-reduce of 3 MB (gloo)", reduce, "us")
 
 
 def missing(*modules):
@@ -464,38 +482,25 @@ def inference_parts():
     return kept
 
 
-def measure_inference(cores, quick):
-    rows = []
+def measure_inference(table, cores, quick):
     for name, text, part, flags, iterations in inference_parts():
         for threads in (1, 2)[:len(cores)]:
             step = measure(part, cores, 3 if quick else iterations, threads, flags=flags)["step"]
-            rows.append((f"{name}_{threads}t", f"{text}, {threads}t", step, "ms"))
-    return rows
+            table.add(f"{name}_{threads}t", f"{text}, {threads}t", step)
 
 
 def report(torch, quick, only):
     cores = sorted(os.sched_getaffinity(0))[:2]
     describe(torch)
-    rows, rates = [], []
     with tempfile.TemporaryDirectory() as folder:
         choose_mkl_kernels(torch, folder, cores[0], 20 if quick else 100)
         choose_allocator(cores[0], 5 if quick else 20)
+        table = Table()
         if only != "inference":
-            rows, rates = take_measurements(cores, quick)
+            measure_training(table, cores, quick)
         if only != "training":
-            rows += measure_inference(cores, quick)
-    factor = {"ms": 1e3, "us": 1e6}
-    print(f"\n{'':34s} {'median':>10s} {'10 %':>10s} {'90 %':>10s} {'':7s} n")
-    for _, text, s, unit in rows:
-        print(f"{text:34s} " + " ".join(f"{s[q] * factor[unit]:10.2f}"
-              for q in ("median", "p10", "p90")) + f" {unit:7s} {s['n']}")
-    for _, text, rate in rates:
-        print(f"{text:34s} {rate:10.1f} {'':21s} GFLOP/s")
-    print()
-    for name, _, s, unit in rows:
-        print(f"{name},{s['median'] * factor[unit]:.3f},{unit}")
-    for name, _, rate in rates:
-        print(f"{name},{rate:.1f},GFLOP/s")
+            measure_inference(table, cores, quick)
+        table.end()
 
 
 def main():
