@@ -1267,6 +1267,7 @@ static mt_status mti_mlp_call_backward(mt_context *ctx, const char *function, co
     MT_TRY(mt_check_sent(ctx, function, mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved.fc1.x", saved->fc1.x, "dx", dx));
+    MT_TRY(mt_check_gradient(ctx, function, mlp->fc1.weight));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -2260,6 +2261,7 @@ static mt_status mti_attention_call_backward(mt_context *ctx, const char *functi
     MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
     MT_TRY(mt_check_apart(ctx, function, "saved.qkv_in.x", saved->qkv_in.x, "dx", dx));
     MT_TRY(mti_attention_saved_check(ctx, function, attention, saved));
+    MT_TRY(mt_check_gradient(ctx, function, attention->proj.weight));
     desc = mti_attention_desc(attention, &saved->batch, 1);
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
     mark = mt_arena_mark(ctx);
@@ -2765,6 +2767,7 @@ MT_API mt_status mt_cross_attention_backward(mt_context *ctx, const mt_cross_att
     if (!attention || !saved)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, attention ? "saved" : "attention");
     MT_TRY(mti_cross_backward_check(ctx, function, attention, dy, dx, dmemory, saved));
+    MT_TRY(mt_check_gradient(ctx, function, attention->proj.weight));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("cross-attention backward", mti_cross_backward(ctx, attention, dy, dx, dmemory, saved));
     mt_arena_release(ctx, mark);
@@ -3095,6 +3098,7 @@ MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transfo
     weight = layer->attention.proj.weight;
     MT_TRY(mt_check_activation(ctx, function, weight, "saved.x", saved->x, dy.rows, dy.cols));
     MT_TRY(mt_check_apart(ctx, function, "saved.x", saved->x, "dx", dx));
+    MT_TRY(mt_check_gradient(ctx, function, weight));
     mark = mt_arena_mark(ctx);
     status = MT_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));
     mt_arena_release(ctx, mark);
@@ -3539,7 +3543,8 @@ static mt_status mti_model_backward_check(mt_context *ctx, const char *function,
                                           const mt_language_model_saved *saved) {
     MT_TRY(mti_model_call_check(ctx, function, m, &saved->batch));
     MT_TRY(mti_model_boundary(ctx, function, m, &saved->batch, doutput_none, "doutput", doutput));
-    return mti_model_boundary(ctx, function, m, &saved->batch, mti_model_is_first(m), "dinput", dinput);
+    MT_TRY(mti_model_boundary(ctx, function, m, &saved->batch, mti_model_is_first(m), "dinput", dinput));
+    return mt_check_gradient(ctx, function, m->layers[0].attention.proj.weight);
 }
 
 MT_API mt_status mt_language_model_backward(mt_context *ctx, const mt_language_model *model, mt_tensor doutput,
@@ -3811,6 +3816,7 @@ static mt_status mti_gpt_run_backward(mt_context *ctx, const char *function, con
     MT_TRY(mti_saved_check(ctx, function, "scale", scale, saved ? &saved->model : NULL));
     MT_TRY(mti_model_backward_check(ctx, function, m, doutput, m && m->grid && mti_model_is_last(m), dinput,
                                     &saved->model));
+    MT_TRY(mt_check_micro_batch(ctx, function, m->layers[0].attention.proj.weight, saved->model.batch.first_sequence));
     mark = mt_arena_mark(ctx);
     MT_TRY(mt_layers_trust_ids(ctx, 1));
     status = mti_gpt_backward(ctx, gpt, scale, doutput, dinput, saved);
@@ -4366,6 +4372,7 @@ static mt_status mti_bert_run_backward(mt_context *ctx, const char *function, co
     MT_TRY(mti_saved_check(ctx, function, "lm_scale", lm_scale, saved ? &saved->model : NULL));
     MT_TRY(mti_model_backward_check(ctx, function, m, doutput, m && m->grid && mti_model_is_last(m), dinput,
                                     &saved->model));
+    MT_TRY(mt_check_micro_batch(ctx, function, m->layers[0].attention.proj.weight, saved->model.batch.first_sequence));
     mark = mt_arena_mark(ctx);
     MT_TRY(mt_layers_trust_ids(ctx, 1));
     status = mti_bert_backward(ctx, bert, lm_scale, sop_scale, doutput, dinput, saved);

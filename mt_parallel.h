@@ -18,6 +18,12 @@
    forward is inference and keeps nothing. A forward with `saved` does not need to have a backward; see mt_arena_mark
    for a loop that decides later. Backward adds to parameter gradients and overwrites activation gradients.
 
+   A registry knows what was done with its gradients. In each step they are zeroed (mt_params_zero_grad), added to (by
+   backward; in invariant mode also mt_accumulate_gradients), summed over ranks (mt_sync_gradients), and used (by one
+   step of the optimizer). A call in another order is MT_ERR_ARGUMENT before it touches or sends data. The message names
+   a parameter and the call that is missing. Ranks that have nothing to sum do not need mt_sync_gradients. A program may
+   also write to param->grad by hand, which the registry does not see. Layers of tensors have no registry.
+
    Names: A create function gets the layer's name. The parameters are then called NAME.weight and so on. The name of a
    parameter decides its random numbers (mt_params_init) and is its key in checkpoints. With name NULL a layer is called
    layer.N, and a parameter without a layer param.N: layer.0, layer.1, ... in the order of creation. N is one more than
@@ -369,7 +375,9 @@ MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params
    with a message that names it, and nothing has changed. MT_ERR_ARGUMENT: the registry has no parameters. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 
-/* Sets all gradients to zero, and begins a new count of micro-batches. Call it before the first micro-batch of a step.
+/* Sets all gradients to zero, and begins a new count of micro-batches. Call it before the first micro-batch of a step,
+   also when you write all gradients by hand: until then, after a step of the optimizer, mt_sync_gradients, or
+   mt_params_bind without mt_params_init, calls that add to the gradients or sum them are MT_ERR_ARGUMENT.
    MT_ERR_ARGUMENT: the parameters have no memory yet. */
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
@@ -713,11 +721,20 @@ MT_API int mt_params_shards(const mt_params *params);
 /* Checks for the beginning of a call, before it computes anything. mt_kernels.cuh has more: mt_args_check,
    mt_tensor_check, and mt_check_apart for views that must not overlap.
      mt_check_param       MT_ERR_ARGUMENT: param is NULL, or mt_params_init was not called.
+     mt_check_gradient    For a backward. MT_ERR_ARGUMENT: nothing may be added to the gradient of param now, because it
+                          was not zeroed, is synchronised or was used already, or was declared final. Call it before you
+                          add to param->grad yourself, or do anything before the backward of a layer that cannot be
+                          undone. param NULL: nothing is checked.
+     mt_check_micro_batch For the backward of a whole model, in invariant mode, before it adds to a gradient. `sequence`
+                          is the batch's first_sequence. MT_ERR_ARGUMENT: the gradients have another micro-batch, for
+                          which mt_accumulate_gradients was not called.
      mt_check_activation  MT_ERR_SHAPE: t is not [rows, cols]. MT_ERR_DTYPE: t has another type than `weight`.
      mt_check_sent        MT_ERR_SHAPE: a tensor that is sent to other tensor ranks is not contiguous. `in` is sent only
                           under sequence parallelism, `out` always. Either may be mt_none().
      mt_check_tokens      MT_ERR_SHAPE: in invariant mode, V does not divide `tokens`. Only training calls need it. */
 MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *param);
+MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const mt_param *param);
+MT_API mt_status mt_check_micro_batch(mt_context *ctx, const char *function, const mt_param *param, int64_t sequence);
 MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
                                      mt_tensor t, int64_t rows, int64_t cols);
 MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
@@ -891,7 +908,12 @@ MT_API mt_status mt_vocab_parallel_sample(mt_context *ctx, mt_comm *tp, int64_t 
    call is optional. Outside invariant mode it does nothing, because backward already adds to the gradients. Read
    param->grad only after mt_sync_gradients. For the tree the registry keeps log2(V_d / data ranks) further copies of
    the gradients.
-   MT_ERR_SHAPE: this rank has more than V_d / data ranks micro-batches. */
+   A call that is missing between two micro-batches makes the backward of the second MT_ERR_ARGUMENT, in mt_pipeline_run
+   and, when mt_batch.first_sequence differs, in mt_gpt_backward and mt_bert_backward. When it is missing after the last
+   of several, mt_sync_gradients is MT_ERR_ARGUMENT. A loop around other layers that never calls it is not found,
+   because a layer may be used twice in one micro-batch.
+   MT_ERR_SHAPE: this rank has more than V_d / data ranks micro-batches. MT_ERR_ARGUMENT: the gradients are synchronised
+   or used already. */
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
 
 /* Sums the gradients over ranks. Call it after the last backward of a step. First it sums sequence_partial gradients
@@ -902,8 +924,11 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params);
    each bucket (see mt_gather_gradients).
    In invariant mode, the sums over the tensor group are computed once for each micro-batch (in
    mt_accumulate_gradients).
-   Shared embeddings are summed last. All sums are all-reduces, even with a sharded optimizer. MT_ERR_SHAPE, in
-   invariant mode: the number of micro-batches is not a power of two. */
+   Shared embeddings are summed last. All sums are all-reduces, even with a sharded optimizer.
+   MT_ERR_SHAPE, in invariant mode: the number of micro-batches is not a power of two.
+   MT_ERR_ARGUMENT: the gradients are synchronised or used already, or were never zeroed (see mt_params_zero_grad); in
+   invariant mode, the last of several micro-batches was not accumulated. After another error, such as that of a
+   collective, the gradients are undefined: call mt_params_zero_grad and do the step again. */
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
 
 /* Overlaps the sums over the data group with the last backward of a step. Optional; call it before that backward (see
@@ -911,14 +936,16 @@ MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params);
    on MT_DEVICE_CUDA at the same time as the backward. mt_sync_gradients sums the remaining buckets and waits. The sums
    have the same bits as without this call. In invariant mode it does nothing. mt_params_zero_grad cancels it. With
    mt_pipeline_run call it in mt_pipeline_stage.backward, before the backward of the last micro-batch.
-   MT_ERR_ARGUMENT: called twice without mt_sync_gradients or mt_params_zero_grad in between. */
+   MT_ERR_ARGUMENT: called twice without mt_sync_gradients or mt_params_zero_grad in between, or after mt_sync_gradients
+   without mt_params_zero_grad. */
 MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params);
 
 /* Declares that the gradients of the parameters from first to last, in the registry's order, are final: nothing more is
    added to them in this step. mt_gpt_backward calls it for its layers. In a loop of your own it is optional; call it in
    the same order on every rank. mt_sync_gradients also sums gradients that were not declared final. Without
    mt_sync_gradients_begin it does nothing.
-   Do not add to a gradient that was declared final: its sum may already be under way, and the addition may be lost.
+   Do not add to a gradient that was declared final: its sum may already be under way, and the addition may be lost. The
+   backward of a layer that would add to it is MT_ERR_ARGUMENT.
    MT_ERR_ARGUMENT: a gradient is declared final twice in one step, or first comes after last, or the two are in
    different registries. */
 MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, const mt_param *last);
@@ -926,17 +953,21 @@ MT_API mt_status mt_gradients_final(mt_context *ctx, const mt_param *first, cons
 /* Makes param->grad the whole sum on every rank. Call it after mt_sync_gradients when a program with a sharded
    optimizer reads gradients; other programs do not need it. Communication: an all-gather of all gradients (MT_F32) over
    the data group, one for each bucket. Without a sharded optimizer, and in invariant mode, it does nothing, because
-   param->grad already is the whole sum. */
+   param->grad already is the whole sum. MT_ERR_ARGUMENT: mt_sync_gradients was not called. */
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params);
 
-/* *norm = the L2 norm of the whole model's gradient, the same on every rank. Call it after mt_sync_gradients. An
-   element with copies on several ranks is counted once, but if any copy is not finite, the norm is not finite. When
-   all copies of an element are alike, they do not change whether the norm is infinite or NaN. A NaN norm always has the
-   bits of NAN (math.h), however the model is split. A sharded optimizer adds the squares in another order than an
-   unsharded one, so the last digits of the norm may differ between the two.
+/* *norm = the L2 norm of the whole model's gradient, the same on every rank. Call it after mt_sync_gradients, before or
+   after the step of the optimizer. An element with copies on several ranks is counted once, but if any copy is not
+   finite, the norm is not finite. When all copies of an element are alike, they do not change whether the norm is
+   infinite or NaN. A NaN norm always has the bits of NAN (math.h), however the model is split. A sharded optimizer adds
+   the squares in another order than an unsharded one, so the last digits of the norm may differ between the two.
    Communication: an all-reduce of two floats over the model group and, with a sharded optimizer, one over the data
    group. In invariant mode: an all-reduce of V * (number of parameters + 1) floats over the tensor group; over the
-   pipeline group a send to the next stage, a broadcast and an all-reduce, each of one float. */
+   pipeline group a send to the next stage, a broadcast and an all-reduce, each of one float.
+   MT_ERR_ARGUMENT, before any communication: mt_sync_gradients was not called, but has something to sum: with several
+   data ranks; for a sequence_partial parameter with several tensor ranks; for one with copies; for a shared embedding
+   with several pipeline stages, or in invariant mode; or for accumulated micro-batches. A stage in the middle of a
+   pipeline does not know the shared embedding: it gets MT_ERR_PEER or MT_ERR_TIMEOUT. */
 MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 
 /* ---- optimizer --------------------------------------------------------------------------------------------------- */
@@ -1008,7 +1039,8 @@ MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optim
    scale. Updates masters and rounds parameters in one pass. When the optimizer is sharded, each data rank updates its
    share, and an all-gather for each bucket brings all parameters to every data rank. With the same gradients and
    grad_scale, the parameters have the same bits as with an unsharded optimizer.
-   Error: MT_ERR_ARGUMENT (lr or grad_scale is not finite, see mt_adamw_check); nothing has changed. */
+   MT_ERR_ARGUMENT, and nothing has changed: lr or grad_scale is not finite (mt_adamw_check); mt_sync_gradients was not
+   called, as in mt_grad_norm; a step has used these gradients already, see mt_params_zero_grad. */
 MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale);
 
 /* ---- a step that does not wait ----------------------------------------------------------------------------------- */
@@ -1018,6 +1050,7 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
        mt_step step;
        MT_TRY(mt_step_create(ctx, &optimizer, NULL, 1.0f, &step));
        for (n = 1; n <= steps; n++) {
+           MT_TRY(mt_params_zero_grad(ctx, params));
            MT_TRY(mt_step_begin(ctx, &step, lr, n));
            batch.random_offset = mt_step_random_offset(&step);           // new dropout masks in every step
            batch.loss_scale = mt_step_loss_scale(&step);                 // for MT_F16
@@ -1032,7 +1065,7 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
    GPU, a step with a wrong token id changes the parameters. mt_step_read, or another call that waits, then returns
    MT_ERR_DATA (see mt_ids_check): go back to a checkpoint. Over NCCL the timeout of a communicator must be longer than
    all steps between two reads. The step can be recorded as a CUDA graph (mt_graph_begin in mt_comm.h), without
-   mt_step_begin and mt_step_read. */
+   mt_step_begin and mt_step_read. The order of the calls is checked when they are recorded, not when the graph runs. */
 typedef struct mt_step {
     mt_optimizer *optimizer;
     mt_step_values *values; /* in memory of the device */
@@ -1054,7 +1087,7 @@ MT_API mt_status mt_step_begin(mt_context *ctx, const mt_step *step, float lr, u
 /* Computes the norm of the gradients, decides (mt_step_decide), and does the step of the optimizer. Call it after
    mt_sync_gradients. loss [1, 1], MT_F32, in memory of the device, is optional, and must be the same on all ranks: a
    step whose loss is not finite is skipped, too. Does not wait. The communication is that of mt_grad_norm and
-   mt_optimizer_step. */
+   mt_optimizer_step, and so are the errors. A skipped step counts as a use of the gradients. */
 MT_API mt_status mt_step_update(mt_context *ctx, const mt_step *step, mt_tensor loss);
 
 /* Waits for the device, and copies the numbers of the last step to *out: its norm, whether it was skipped, and the loss
@@ -1650,6 +1683,8 @@ typedef struct mti_parallel {
     mt_parallel_options options;
     int trust_ids;
     mt_hash_log *hash_log; /* NULL: off */
+    int64_t backwards;     /* backwards that mt_pipeline_run has begun in this context */
+    int64_t micro_batch;   /* number of the backward that mt_pipeline_run runs now; 0: none */
 } mti_parallel;
 
 static mti_parallel *mti_parallel_of(const mt_context *ctx) {
@@ -2021,6 +2056,18 @@ typedef struct mti_home {
     const void *value, *grad, *lookup; /* value.data, grad.data and lookup_grad.data, as the registry has set them */
 } mti_home;
 
+/* Where a registry is in a step. Only the calls of the library change it. A program may also write to param->grad by
+   hand, after mt_params_zero_grad. While a CUDA graph is recorded, the calls change the state as if they ran, and
+   mt_graph_launch does not change it. So a graph may have the whole step, with mt_params_zero_grad, or a part of it
+   that is recorded in the state in which it will run. */
+typedef enum mti_gradient_state {
+    MTI_GRADIENTS_UNDEFINED = 0, /* not zeroed since mt_params_bind, or since a sum over ranks has failed */
+    MTI_GRADIENTS_ZEROED = 1,    /* zeroed or accumulated, and no layer has added to them since */
+    MTI_GRADIENTS_ADDED = 2,
+    MTI_GRADIENTS_SYNCHRONISED = 3,
+    MTI_GRADIENTS_USED = 4 /* by a step of the optimizer */
+} mti_gradient_state;
+
 /* What mt_params_add allocates. */
 typedef struct mti_entry {
     mt_param param;
@@ -2048,6 +2095,10 @@ struct mt_params {
     float *subtrees;          /* invariant mode: [levels, gradients], sums of 1, 2, 4, ... micro-batches */
     int levels;               /* levels of the tree over the micro-batches of a rank */
     int64_t micro_batches;    /* micro-batches accumulated in this step */
+    mti_gradient_state state; /* of all gradients */
+    const mt_param *added;    /* with MTI_GRADIENTS_ADDED: the first parameter to whose gradient a layer has added */
+    /* the micro-batch whose gradients are added: of mt_pipeline_run (positive) or mt_check_micro_batch (negative) */
+    int64_t micro_batch;      /* 0: not known */
     mt_multi_tensor *squares; /* the gradients, for the norm */
     mti_buffer *buffers;      /* the newest first */
     int buffer_count;
@@ -3199,12 +3250,106 @@ static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, cons
     return mti_params_known(ctx, params, function);
 }
 
+/* -- the state of the gradients -- */
+
+static void mti_gradients_set(mt_params *params, mti_gradient_state state) {
+    params->state = state;
+    params->added = NULL;
+    params->micro_batch = 0;
+}
+
+/* Notes that a layer adds to the gradient of p now. */
+static void mti_gradient_added(const mt_param *p) {
+    mt_params *params = p->registry; /* NULL: of a layer of tensors */
+    if (!params || params->state == MTI_GRADIENTS_ADDED) return;
+    params->state = MTI_GRADIENTS_ADDED;
+    params->added = p;
+}
+
+/* Refuses a call that needs gradients to which more may be added. p gives the message a name. */
+static mt_status mti_gradients_open(mt_context *ctx, const char *function, const mt_param *p) {
+    mti_gradient_state state = p->registry->state;
+    const char *wrong = state == MTI_GRADIENTS_UNDEFINED
+                            ? "was not set to zero since mt_params_bind, or since a sum over ranks failed; call "
+                              "mt_params_zero_grad before the first backward of a step"
+                        : state == MTI_GRADIENTS_SYNCHRONISED
+                            ? "is synchronised already; call mt_sync_gradients once, after the last backward of a "
+                              "step, and mt_params_zero_grad before the first backward of the next"
+                        : state == MTI_GRADIENTS_USED
+                            ? "was used by a step of the optimizer; call mt_params_zero_grad before the first backward "
+                              "of the next step"
+                            : NULL;
+    return wrong ? mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' %s", function, p->name, wrong) : MT_SUCCESS;
+}
+
+/* In invariant mode, refuses to add micro-batch number `micro_batch` (mt_params.micro_batch) to another one. */
+static mt_status mti_micro_batch_check(mt_context *ctx, const char *function, const mt_param *p, int64_t micro_batch) {
+    mt_params *params = p->registry;
+    if (!mt_context_invariant(ctx) || micro_batch == 0) return MT_SUCCESS;
+    if (params->state == MTI_GRADIENTS_ADDED && params->micro_batch != 0 && params->micro_batch != micro_batch)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: the gradient of '%s' has the micro-batch before; in invariant mode, call "
+                       "mt_accumulate_gradients after the backward of each micro-batch",
+                       function, params->added->name);
+    params->micro_batch = micro_batch;
+    return MT_SUCCESS;
+}
+
+/* Refuses gradients whose last micro-batch was not accumulated, although others were. */
+static mt_status mti_accumulated_check(mt_context *ctx, const char *function, const mt_params *params) {
+    if (params->micro_batches == 0 || params->state != MTI_GRADIENTS_ADDED) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "%s: the gradient of '%s' has a micro-batch that is not accumulated, after %lld that are; in "
+                   "invariant mode, call mt_accumulate_gradients after the backward of each micro-batch, also of the "
+                   "last",
+                   function, params->added->name, (long long)params->micro_batches);
+}
+
+/* Writes to text why mt_sync_gradients has to sum the gradient of p. Returns 0 when it has nothing to do. */
+static int mti_sync_reason(const mt_params *params, const mt_param *p, char *text, size_t bytes) {
+    const mt_grid *grid = params->grid;
+    if (params->micro_batches > 0 && params->levels > 0)
+        snprintf(text, bytes, "its %lld accumulated micro-batches are not added up", (long long)params->micro_batches);
+    else if (p->desc.sequence_partial && grid->tp_size > 1)
+        snprintf(text, bytes, "it is sequence_partial, each of the %d tensor ranks has a part of its sum",
+                 grid->tp_size);
+    else if (p->desc.copies > 1)
+        snprintf(text, bytes, "it has %lld copies, each of them has a part of its sum", (long long)p->desc.copies);
+    else if (p->lookup_grad.data)
+        snprintf(text, bytes, "it is a shared embedding, the part of the lookup is not added to that of the head");
+    else if (p->desc.shared_embedding && grid->embedding && mt_comm_size(grid->embedding) > 1)
+        snprintf(text, bytes, "it is a shared embedding, the first and the last pipeline stage have parts of its sum");
+    else if (grid->dp_size > 1) snprintf(text, bytes, "each of the %d data ranks has a part of its sum", grid->dp_size);
+    else return 0;
+    return 1;
+}
+
+/* Checks that the gradients are the sums over all ranks and micro-batches. A call that only reads them may also come
+   after a step of the optimizer. */
+static mt_status mti_gradients_ready(mt_context *ctx, const char *function, const mt_params *params, int only_reads) {
+    char why[128];
+    int i;
+    if (params->state == MTI_GRADIENTS_SYNCHRONISED) return MT_SUCCESS;
+    if (params->state == MTI_GRADIENTS_USED && only_reads) return MT_SUCCESS;
+    MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
+    MT_TRY(mti_accumulated_check(ctx, function, params));
+    for (i = 0; i < params->count; i++)
+        if (mti_sync_reason(params, params->list[i], why, sizeof why))
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: the gradient of '%s' is not synchronised: %s; call mt_sync_gradients after the last "
+                           "backward",
+                           function, params->list[i]->name, why);
+    return MT_SUCCESS;
+}
+
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_ready(ctx, params, "mt_params_zero_grad"));
     MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
     params->buckets.begun = 0;
     params->micro_batches = 0;
-    return mti_memory_zero(ctx, params, MTI_IN_GRADS);
+    MT_TRY(mti_memory_zero(ctx, params, MTI_IN_GRADS));
+    mti_gradients_set(params, MTI_GRADIENTS_ZEROED);
+    return MT_SUCCESS;
 }
 
 MT_API const mt_grid *mt_params_grid(const mt_params *params) { return params ? params->grid : NULL; }
@@ -3726,10 +3871,26 @@ static mt_status mti_check_params(mt_context *ctx, const char *function, const m
     return bias ? mti_pointer_check(ctx, function, bias) : MT_SUCCESS;
 }
 
-/* Checks that a parameter has a gradient, as every parameter of a registry has. p may be NULL. */
-static mt_status mti_check_gradient(mt_context *ctx, const char *function, const mt_param *p) {
-    if (!p || p->grad.data) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' is NULL", function, p->name);
+MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const mt_param *p) {
+    const mti_parallel *options = ctx ? mti_parallel_of(ctx) : NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!p) return MT_SUCCESS;
+    if (!p->grad.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' is NULL", function, p->name);
+    if (!p->registry) return MT_SUCCESS;
+    MT_TRY(mti_gradients_open(ctx, function, p));
+    if (p->registry->buckets.begun && p->final)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: the gradient of '%s' was final already (mt_gradients_final), and its sum over the data "
+                       "ranks may be under way; call mt_sync_gradients_begin before the last backward of a step",
+                       function, p->name);
+    return mti_micro_batch_check(ctx, function, p, options ? options->micro_batch : 0);
+}
+
+MT_API mt_status mt_check_micro_batch(mt_context *ctx, const char *function, const mt_param *p, int64_t sequence) {
+    const mti_parallel *options = ctx ? mti_parallel_of(ctx) : NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!p || !p->registry || (options && options->micro_batch)) return MT_SUCCESS;
+    return mti_micro_batch_check(ctx, function, p, -1 - sequence);
 }
 
 MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix) {
@@ -4174,6 +4335,7 @@ MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_col
 static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor dy,
                                             mt_tensor x) {
     int s;
+    mti_gradient_added(w);
     if (!mt_context_invariant(ctx)) return mt_linear_gradients(ctx, dy, x, w->grad, bias ? bias->grad : mt_none());
     if (bias) MT_TRY(mti_column_bias(ctx, bias, dy, mt_bias_backward, 1));
     MT_TRY(mt_invariant_input(ctx, x, &x));
@@ -4225,8 +4387,8 @@ static mt_status mti_column_backward_gathered(mt_context *ctx, const mt_column_p
 
 /* Checks that the parameters of a layer have the gradients to which its backward adds. */
 static mt_status mti_column_gradients(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer) {
-    MT_TRY(mti_check_gradient(ctx, function, layer->weight));
-    return mti_check_gradient(ctx, function, mti_column_own_bias(layer));
+    MT_TRY(mt_check_gradient(ctx, function, layer->weight));
+    return mt_check_gradient(ctx, function, mti_column_own_bias(layer));
 }
 
 static mt_status mti_column_call_backward(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
@@ -4402,7 +4564,8 @@ MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const m
     int s, shards;
     MT_TRY(mti_activation_check(ctx, function, layer, kind, h, "dy", dy));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
-    MT_TRY(mti_check_gradient(ctx, function, mti_column_left(layer)));
+    MT_TRY(mt_check_gradient(ctx, function, mti_column_left(layer)));
+    if (mti_column_left(layer)) mti_gradient_added(layer->bias);
     shards = mti_activation_shards(layer);
     for (s = 0; s < shards; s++)
         MT_TRY(mt_activation_backward(ctx, kind, mt_shard_cols(h, s, shards), mt_shard_cols(dy, s, shards),
@@ -4527,6 +4690,7 @@ static mt_status mti_row_input_gradient(mt_context *ctx, const mt_row_parallel_l
     size_t mark = mt_arena_mark(ctx);
     mt_tensor part = dx;
     int s;
+    if (act && act->dbias.data) mti_gradient_added(w); /* the bias of the layer before it is in the same registry */
     if (act) return mt_linear_activation_backward(ctx, act->kind, dy, w->value, h, dx, act->dbias);
     if (layer->desc.add_to_dx) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &part));
     for (s = 0; s < w->shards; s++)
@@ -4540,6 +4704,7 @@ static mt_status mti_row_input_gradient(mt_context *ctx, const mt_row_parallel_l
 /* Computes dW += dy^T x. */
 static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
     int s;
+    mti_gradient_added(w);
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), 1.0f,
                         mti_param_shard(w, w->grad, s)));
@@ -4558,9 +4723,10 @@ static mt_status mti_row_bias_gradients(mt_context *ctx, const mti_layers *l, mt
     int i;
     for (i = 0; i < l->count; i++) {
         const mt_row_parallel_linear *layer = &l->rows[i];
-        if (layer->bias && !layer->desc.skip_bias_add)
-            MT_TRY(mt_sum_over_tokens(ctx, layer->tp, layer->desc.sequence_parallel, mti_row_bias_gradient, &dy,
-                                      dy.rows, layer->bias->grad, mt_none()));
+        if (!layer->bias || layer->desc.skip_bias_add) continue;
+        mti_gradient_added(layer->bias);
+        MT_TRY(mt_sum_over_tokens(ctx, layer->tp, layer->desc.sequence_parallel, mti_row_bias_gradient, &dy, dy.rows,
+                                  layer->bias->grad, mt_none()));
     }
     return MT_SUCCESS;
 }
@@ -4620,9 +4786,9 @@ static mt_status mti_row_backward_check(mt_context *ctx, const char *function, c
     MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
     MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", saved->x));
     if (layer->desc.add_to_dx) MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dy", dy));
-    MT_TRY(mti_check_gradient(ctx, function, layer->weight));
+    MT_TRY(mt_check_gradient(ctx, function, layer->weight));
     if (!layer->bias || layer->desc.skip_bias_add) return MT_SUCCESS;
-    MT_TRY(mti_check_gradient(ctx, function, layer->bias));
+    MT_TRY(mt_check_gradient(ctx, function, layer->bias));
     return mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows));
 }
 
@@ -4731,7 +4897,7 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
                        function, layer->name);
     MT_TRY(mti_activation_check(ctx, function, before, kind, h, "saved.x", saved->x));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
-    MT_TRY(mti_check_gradient(ctx, function, mti_column_left(before)));
+    MT_TRY(mt_check_gradient(ctx, function, mti_column_left(before)));
     mark = mt_arena_mark(ctx);
     if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || mti_column_own_bias(before)) {
         status = mti_row_activation_separate(ctx, layer, before, kind, dy, h, dh, saved);
@@ -5109,6 +5275,10 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
                            dy.rows * (dy.cols / layer->desc.features), 2));
     if (dresidual.data)
         MT_TRY(mt_check_activation(ctx, function, layer->weight, "dresidual", dresidual, dy.rows, dy.cols));
+    MT_TRY(mt_check_gradient(ctx, function, layer->weight));
+    MT_TRY(mt_check_gradient(ctx, function, layer->bias));
+    if (layer->desc.groups == 0)
+        MT_TRY(mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
     call.layer = layer;
     call.x = saved->x;
     call.stats = saved->stats;
@@ -5116,8 +5286,8 @@ MT_API mt_status mt_norm_layer_backward(mt_context *ctx, const mt_norm_layer *la
     call.dresidual = dresidual;
     call.dx = dx;
     dbias = layer->bias ? layer->bias->grad : mt_none();
+    mti_gradient_added(layer->weight);
     if (layer->desc.groups > 0) return mti_norm_groups(ctx, &call, layer->weight->grad, dbias);
-    MT_TRY(mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows)));
     MT_TRY(mt_sum_over_tokens(ctx, layer->tp, layer->desc.sequence_parallel, mti_norm_tokens, &call, dy.rows,
                               layer->weight->grad, dbias));
     return mt_hash_log_activation(ctx, layer->weight->name, 1, "input_grad", dx, layer->desc.sequence_parallel, NULL);
@@ -5197,8 +5367,10 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
     MT_TRY(mti_embedding_check(ctx, "mt_vocab_parallel_embedding_backward", layer, ids, tokens, "dy", dy));
     MT_TRY(mt_check_sent(ctx, "mt_vocab_parallel_embedding_backward", layer->tp, layer->desc.sequence_parallel, "dy",
                          dy, "", mt_none()));
+    MT_TRY(mt_check_gradient(ctx, "mt_vocab_parallel_embedding_backward", layer->weight));
     mark = mt_arena_mark(ctx);
     status = mt_gather_tokens(ctx, layer->tp, layer->desc.sequence_parallel, dy, &all);
+    if (status == MT_SUCCESS) mti_gradient_added(layer->weight);
     if (status == MT_SUCCESS)
         status =
             mt_embedding_backward(ctx, all, layer->first_row, ids,
@@ -5549,16 +5721,8 @@ static mt_status mti_sync_tensor_ranks(mt_context *ctx, mt_params *params) {
 /* The finished subtrees form a binary counter: micro-batch n (from 0) joins as many subtrees as n has trailing one
    bits, so at most log2(n) subtrees are kept. All sums over micro-batches use this function, as sums over virtual
    shards use mti_shard_tree. */
-MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
-    int64_t n, level;
-    MT_TRY(mti_params_ready(ctx, params, "mt_accumulate_gradients"));
-    if (!mt_context_invariant(ctx)) return MT_SUCCESS;
-    n = params->micro_batches;
-    if (n >= (int64_t)1 << params->levels)
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "mt_accumulate_gradients: more than %lld micro-batches on each of %d data ranks; "
-                       "mt_context_desc.invariant_data is %d",
-                       (long long)n, params->grid->dp_size, mt_context_invariant_data(ctx));
+static mt_status mti_accumulate_gradients(mt_context *ctx, mt_params *params) {
+    int64_t n = params->micro_batches, level;
     MT_TRY(mti_sync_tensor_ranks(ctx, params));
     for (level = 0; n >> level & 1; level++) MT_TRY(mti_gradient_level(ctx, params, (int)level, MTI_LEVEL_ADD));
     params->micro_batches++;
@@ -5567,16 +5731,28 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
     return mti_memory_zero(ctx, params, MTI_IN_GRADS);
 }
 
+MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
+    static const char *const function = "mt_accumulate_gradients";
+    mt_status status;
+    MT_TRY(mti_params_ready(ctx, params, function));
+    if (!mt_context_invariant(ctx)) return MT_SUCCESS;
+    if (params->micro_batches >= (int64_t)1 << params->levels)
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: more than %lld micro-batches on each of %d data ranks; mt_context_desc.invariant_data is "
+                       "%d",
+                       function, (long long)params->micro_batches, params->grid->dp_size,
+                       mt_context_invariant_data(ctx));
+    MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
+    status = mti_accumulate_gradients(ctx, params);
+    mti_gradients_set(params, status == MT_SUCCESS ? MTI_GRADIENTS_ZEROED : MTI_GRADIENTS_UNDEFINED);
+    return status;
+}
+
 /* Makes the gradients the sums over this rank's micro-batches. */
 static mt_status mti_join_micro_batches(mt_context *ctx, mt_params *params) {
     int64_t n = params->micro_batches;
     int level = 0;
     if (n == 0) return mti_sync_tensor_ranks(ctx, params); /* mt_accumulate_gradients was not called */
-    if ((n & (n - 1)) != 0)
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "mt_sync_gradients: %lld micro-batches on this rank; in invariant mode their number "
-                       "must be a power of two",
-                       (long long)n);
     while ((int64_t)1 << level < n) level++;
     params->micro_batches = 0;
     if (level == params->levels) return MT_SUCCESS;
@@ -5591,6 +5767,7 @@ MT_API mt_status mt_sync_gradients_begin(mt_context *ctx, mt_params *params) {
     if (b->begun)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "mt_sync_gradients_begin: was called already, and mt_sync_gradients not since");
+    MT_TRY(mti_gradients_open(ctx, "mt_sync_gradients_begin", params->list[0]));
     if (mt_context_invariant(ctx)) return MT_SUCCESS;
     for (i = 0; i < params->count; i++) params->list[i]->final = 0;
     b->begun = 1;
@@ -5657,8 +5834,20 @@ static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
     return mti_sync_embeddings(ctx, params);
 }
 
-MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
-    MT_TRY(mti_params_ready(ctx, params, "mt_sync_gradients"));
+static mt_status mti_sync_check(mt_context *ctx, const mt_params *params) {
+    static const char *const function = "mt_sync_gradients";
+    int64_t n;
+    MT_TRY(mti_params_ready(ctx, params, function));
+    MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
+    MT_TRY(mti_accumulated_check(ctx, function, params));
+    n = params->micro_batches;
+    if ((n & (n - 1)) == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "%s: %lld micro-batches on this rank; in invariant mode their number must be a power of two",
+                   function, (long long)n);
+}
+
+static mt_status mti_sync_gradients(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_join_micro_batches(ctx, params));
     if (!mt_context_invariant(ctx)) MT_TRY(mti_sync_embeddings(ctx, params));
     if (!params->buckets.begun) params->buckets.sent = params->elements;
@@ -5668,9 +5857,18 @@ MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
     return mt_context_invariant(ctx) ? mti_sync_lookups(ctx, params) : MT_SUCCESS;
 }
 
+MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
+    mt_status status;
+    MT_TRY(mti_sync_check(ctx, params));
+    status = mti_sync_gradients(ctx, params);
+    mti_gradients_set(params, status == MT_SUCCESS ? MTI_GRADIENTS_SYNCHRONISED : MTI_GRADIENTS_UNDEFINED);
+    return status;
+}
+
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_ready(ctx, params, "mt_gather_gradients"));
     if (!mti_is_scattered(params)) return MT_SUCCESS;
+    MT_TRY(mti_gradients_ready(ctx, "mt_gather_gradients", params, 1));
     return mti_buckets_gather(ctx, params, MTI_IN_GRADS);
 }
 
@@ -5816,6 +6014,7 @@ MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
     mt_status status;
     MT_TRY(mti_params_ready(ctx, params, "mt_grad_norm"));
     if (!norm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_grad_norm: norm is NULL");
+    MT_TRY(mti_gradients_ready(ctx, "mt_grad_norm", params, 1));
     mark = mt_arena_mark(ctx);
     status = mti_grad_norm(ctx, params, norm);
     mt_arena_release(ctx, mark);
@@ -6208,6 +6407,7 @@ static mt_status mti_optimizer_update(mt_context *ctx, mt_optimizer *optimizer, 
     hyper.eps = optimizer->desc.eps;
     hyper.weight_decay = optimizer->desc.weight_decay;
     MT_TRY(mt_multi_tensor_adamw(ctx, optimizer->update, &hyper, values));
+    mti_gradients_set(optimizer->params, MTI_GRADIENTS_USED);
     return optimizer->params->buckets.ranks > 1 ? mti_buckets_gather(ctx, optimizer->params, MTI_IN_VALUES)
                                                 : MT_SUCCESS;
 }
@@ -6217,6 +6417,7 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!optimizer || !optimizer->params) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_step: no optimizer");
     MT_TRY(mti_params_ready(ctx, optimizer->params, "mt_optimizer_step"));
+    MT_TRY(mti_gradients_ready(ctx, "mt_optimizer_step", optimizer->params, 0));
     memset(&numbers, 0, sizeof numbers);
     numbers.lr = lr;
     numbers.grad_scale = grad_scale;
@@ -6327,6 +6528,7 @@ static mt_status mti_step_update(mt_context *ctx, const mt_step *step, mt_tensor
 
 MT_API mt_status mt_step_update(mt_context *ctx, const mt_step *step, mt_tensor loss) {
     MT_TRY(mti_step_check(ctx, "mt_step_update", step));
+    MT_TRY(mti_gradients_ready(ctx, "mt_step_update", step->optimizer->params, 0));
     return MT_RANGE("optimizer step", mti_step_update(ctx, step, loss));
 }
 
@@ -6579,9 +6781,14 @@ static mt_status mti_pipeline_forward(mt_context *ctx, mti_pipeline *p, const mt
 
 static mt_status mti_pipeline_backward(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
     size_t mark = mt_arena_mark(ctx);
-    MT_TRY(p->stage->backward(ctx, p->stage->user, a, p->doutput, p->dinput));
-    mt_arena_release(ctx, mark);
-    return MT_SUCCESS;
+    mti_parallel *options;
+    mt_status status;
+    MT_TRY(mti_parallel_open(ctx, &options));
+    options->micro_batch = ++options->backwards;
+    status = p->stage->backward(ctx, p->stage->user, a, p->doutput, p->dinput);
+    options->micro_batch = 0;
+    if (status == MT_SUCCESS) mt_arena_release(ctx, mark);
+    return status;
 }
 
 /* Runs one action. */

@@ -600,6 +600,7 @@ static mt_status changed_body(test_rank *r, int call, mt_checkpoint **c, mt_opti
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
     MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, o));
     MT_TRY(mt_checkpoint_create(r->ctx, r->params, &d, c));
+    if (call > 0) MT_TRY(mt_sync_gradients(r->ctx, r->params));
     if (odd) p->grad.data = other;
     CHECK(mt_checkpoint_save(r->ctx, *c, &state) == MT_ERR_ARGUMENT);
     CHECK(strstr(mt_last_error(r->ctx), "grad.data of 'w' was changed by hand") != NULL);

@@ -822,6 +822,7 @@ static mt_dropout drop_words(const uint64_t *offset, uint64_t subsequence) {
 /* The gradient is the parameter, with dropout. */
 static mt_status model_do(mt_context *ctx, model *m) {
     mt_dropout d = drop_words(mt_step_random_offset(&m->step), 0);
+    MT_TRY(mt_params_zero_grad(ctx, m->params));
     MT_TRY(mt_bias_dropout_add_forward(ctx, m->ones, mt_none(), mt_none(), d, m->masked));
     MT_TRY(mt_add(ctx, m->masked, m->param->value, m->param->grad));
     MT_TRY(mt_sync_gradients(ctx, m->params));

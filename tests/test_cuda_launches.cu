@@ -74,6 +74,7 @@ static mt_status run_step_on_gpu(test_rank *r, model *m) {
     mt_status status;
     MT_TRY(mt_optimizer_create(r->ctx, r->params, NULL, &optimizer));
     MT_TRY(mt_step_create(r->ctx, &optimizer, NULL, 1.0f, &step));
+    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
     started();
     m->waits = -mte::host_waits();
     status = mt_step_begin(r->ctx, &step, 1e-3f, 1);

@@ -92,6 +92,7 @@ static mt_status step(mt_comm *world, mt_context *ctx, mt_params **params, mt_gp
     batch.backward_scale = 1.0f;
     for (size_t more = 256; more < 40000; more += 1500) { /* the arena is exhausted earlier each time */
         mark = mt_arena_mark(ctx);
+        MT_TRY(mt_params_zero_grad(ctx, *params));
         if (mt_arena_alloc(ctx, ((size_t)4 << 20) - mark - 40000 + more, &rest) != MT_SUCCESS) return MT_ERR_MEMORY;
         mt_status status = mt_gpt_forward(ctx, gpt, &batch, (int32_t *)ids.data, (int32_t *)ids.data, loss, saved);
         if (status == MT_SUCCESS) status = mt_gpt_backward(ctx, gpt, 1.0f, saved);

@@ -66,6 +66,7 @@ static void whole_gradient(int kind, int step, float *g) {
 
 static mt_status registry_step(test_rank *r, mt_optimizer *o, int step) {
     float g[MOST];
+    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
     for (int k = 0; k < KINDS; k++) {
         mt_param *p = mt_params_at(r->params, k);
         whole_gradient(k, step, g);
@@ -422,6 +423,7 @@ static mt_status small_steps_rank(mt_comm *world, void *user) {
     MT_TRY(mt_params_init(r.ctx, r.params, 1));
     MT_TRY(mt_optimizer_create(r.ctx, r.params, &adamw, &o));
     for (int step = 0; step < 100; step++) {
+        MT_TRY(mt_params_zero_grad(r.ctx, r.params));
         MT_TRY(mt_fill(r.ctx, p->grad, 1.0f));
         MT_TRY(mt_optimizer_step(r.ctx, &o, 1e-4f, 1.0f));
     }

@@ -1418,6 +1418,7 @@ static mt_status norm_body(test_rank *r) {
     float norm = NAN, again = NAN;
     for (int s = 0; s < r->grid.pp_size; s++) MT_TRY(norm_stage(r, s, &square));
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params)); /* of zeros; what follows writes the sums */
     for (int i = 0; i < mt_params_count(r->params); i++) {
         mt_param *p = mt_params_at(r->params, i);
         float *x = test_noise(r, p->desc.rows * p->desc.cols, test_name_seed(p->name), 3.0f);
@@ -1495,6 +1496,7 @@ static mt_status adam_body(test_rank *r, const adam_case *c) {
     }
     MT_TRY(mt_optimizer_create(r->ctx, r->params, &c->desc, &o));
     for (int64_t step = 1; step <= 6; step++) {
+        MT_TRY(mt_params_zero_grad(r->ctx, r->params));
         for (int k = 0; k < 2; k++) {
             float *g = test_noise(r, 65, (uint64_t)(100 * k + step), 2.0f);
             MT_TRY(mt_param_scatter(r->ctx, p[k], g, p[k]->grad));
