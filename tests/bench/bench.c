@@ -2467,6 +2467,7 @@ static mt_status calibration_build(calibration *c) {
     int64_t tokens = calibration_ops.tokens;
     MT_TRY(gpt_build(&c->model, &calibration_size));
     MT_TRY(gpt_step(&c->model));
+    MT_TRY(calibration_gradients(c));
     c->ops.place = c->model.place;
     MT_TRY(ops_build(&c->ops, 1, 0, &calibration_ops));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, tokens, calibration_size.vocab, &c->logits));
