@@ -1197,6 +1197,7 @@ static void gpt_rows(int64_t padded_vocab) {
     host_rows(name + ", step", step, seconds);
     timing t = measure(step);
     row(name + ", tokens", t, (double)m.tokens, "tokens/s", 0, "");
+    DO(mt_params_zero_grad(ctx, m.params)); /* the rows above end with a step of the optimizer */
     seconds = compute_row(name + ", forward + backward", m.flop, [&] { gpt_gradients(&m); });
     host_rows(
         name + ", forward + backward", [&] { gpt_gradients(&m); }, seconds);
