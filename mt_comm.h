@@ -758,14 +758,16 @@ MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t by
                                         void (*destroy)(mt_context *ctx, void *memory), void **out);
 MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL before the slot is created */
 
-/* Four values of the context's desc, with the defaults filled in, and two properties of its device. When ctx is NULL,
-   the values are those of a CPU context with an empty desc, and the compute capability is 0. */
+/* Four values of the context's desc, with the defaults filled in, two properties of its device, and whether it records
+   a CUDA graph. When ctx is NULL, the values are those of a CPU context with an empty desc, and the compute capability
+   is 0. */
 MT_API int mt_context_threads(const mt_context *ctx);
 MT_API mt_device mt_context_planned(const mt_context *ctx); /* `device`, except on MT_DEVICE_META */
 MT_API int mt_context_ordinal(const mt_context *ctx);
 MT_API int mt_context_arena_symmetric(const mt_context *ctx);
 MT_API int mt_context_compute_capability(const mt_context *ctx); /* 80 for sm_80; other devices: 90 */
 MT_API int mt_context_has_data(const mt_context *ctx);           /* 0 on MT_DEVICE_META, else 1 */
+MT_API int mt_context_records(const mt_context *ctx);            /* 1 between mt_graph_begin and mt_graph_end, else 0 */
 
 /* Computes items [0, count) on the mt_context_desc.threads threads of a context, and returns when all are done. Each
    thread gets at most one range of neighbouring items, [first, last), and its number, `thread`, from 0 to
@@ -1617,6 +1619,7 @@ MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx) { return ctx
 
 MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
 MT_API int mt_context_has_data(const mt_context *ctx) { return mt_context_device(ctx) != MT_DEVICE_META; }
+MT_API int mt_context_records(const mt_context *ctx) { return ctx ? ctx->recording : 0; }
 MT_API int mt_device_count(mt_device device) { return device == MT_DEVICE_CUDA ? mti_cuda_count() : 1; }
 MT_API int mt_context_invariant(const mt_context *ctx) { return ctx ? ctx->invariant : 0; }
 MT_API int mt_context_threads(const mt_context *ctx) { return ctx ? ctx->threads : 1; }

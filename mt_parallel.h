@@ -22,7 +22,8 @@
    backward; in invariant mode also mt_accumulate_gradients), summed over ranks (mt_sync_gradients), and used (by one
    step of the optimizer). A call in another order is MT_ERR_ARGUMENT before it touches or sends data. The message names
    a parameter and the call that is missing. Ranks that have nothing to sum do not need mt_sync_gradients. A program may
-   also write to param->grad by hand, which the registry does not see. Layers of tensors have no registry.
+   also write to param->grad by hand, which the registry does not see. From the first call on that is recorded in a CUDA
+   graph, nothing is refused: the step that runs before it is checked. Layers of tensors have no registry.
 
    Names: A create function gets the layer's name. The parameters are then called NAME.weight and so on. The name of a
    parameter decides its random numbers (mt_params_init) and is its key in checkpoints. With name NULL a layer is called
@@ -1065,7 +1066,7 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
    GPU, a step with a wrong token id changes the parameters. mt_step_read, or another call that waits, then returns
    MT_ERR_DATA (see mt_ids_check): go back to a checkpoint. Over NCCL the timeout of a communicator must be longer than
    all steps between two reads. The step can be recorded as a CUDA graph (mt_graph_begin in mt_comm.h), without
-   mt_step_begin and mt_step_read. The order of the calls is checked when they are recorded, not when the graph runs. */
+   mt_step_begin and mt_step_read. */
 typedef struct mt_step {
     mt_optimizer *optimizer;
     mt_step_values *values; /* in memory of the device */
@@ -2057,9 +2058,9 @@ typedef struct mti_home {
 } mti_home;
 
 /* Where a registry is in a step. Only the calls of the library change it. A program may also write to param->grad by
-   hand, after mt_params_zero_grad. While a CUDA graph is recorded, the calls change the state as if they ran, and
-   mt_graph_launch does not change it. So a graph may have the whole step, with mt_params_zero_grad, or a part of it
-   that is recorded in the state in which it will run. */
+   hand, after mt_params_zero_grad. A launch of a CUDA graph changes gradients, too, which the registry does not see.
+   From the first recorded call on the state is therefore no longer known, and nothing is refused (mt_params.recorded).
+   The step that runs once before the recording is checked. */
 typedef enum mti_gradient_state {
     MTI_GRADIENTS_UNDEFINED = 0, /* not zeroed since mt_params_bind, or since a sum over ranks has failed */
     MTI_GRADIENTS_ZEROED = 1,    /* zeroed or accumulated, and no layer has added to them since */
@@ -2096,6 +2097,7 @@ struct mt_params {
     int levels;               /* levels of the tree over the micro-batches of a rank */
     int64_t micro_batches;    /* micro-batches accumulated in this step */
     mti_gradient_state state; /* of all gradients */
+    int recorded;             /* 1: a call that changes or reads the state was recorded in a CUDA graph */
     const mt_param *added;    /* with MTI_GRADIENTS_ADDED: the first parameter to whose gradient a layer has added */
     /* the micro-batch whose gradients are added: of mt_pipeline_run (positive) or mt_check_micro_batch (negative) */
     int64_t micro_batch;      /* 0: not known */
@@ -3258,6 +3260,12 @@ static void mti_gradients_set(mt_params *params, mti_gradient_state state) {
     params->micro_batch = 0;
 }
 
+/* Returns 1 when the state is known, see mti_gradient_state. */
+static int mti_gradients_known(const mt_context *ctx, mt_params *params) {
+    if (mt_context_records(ctx)) params->recorded = 1;
+    return !params->recorded;
+}
+
 /* Notes that a layer adds to the gradient of p now. */
 static void mti_gradient_added(const mt_param *p) {
     mt_params *params = p->registry; /* NULL: of a layer of tensors */
@@ -3279,25 +3287,27 @@ static mt_status mti_gradients_open(mt_context *ctx, const char *function, const
                             ? "was used by a step of the optimizer; call mt_params_zero_grad before the first backward "
                               "of the next step"
                             : NULL;
+    if (!mti_gradients_known(ctx, p->registry)) return MT_SUCCESS;
     return wrong ? mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' %s", function, p->name, wrong) : MT_SUCCESS;
 }
 
 /* In invariant mode, refuses to add micro-batch number `micro_batch` (mt_params.micro_batch) to another one. */
 static mt_status mti_micro_batch_check(mt_context *ctx, const char *function, const mt_param *p, int64_t micro_batch) {
     mt_params *params = p->registry;
-    if (!mt_context_invariant(ctx) || micro_batch == 0) return MT_SUCCESS;
+    if (!mt_context_invariant(ctx) || micro_batch == 0 || !mti_gradients_known(ctx, params)) return MT_SUCCESS;
     if (params->state == MTI_GRADIENTS_ADDED && params->micro_batch != 0 && params->micro_batch != micro_batch)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: the gradient of '%s' has the micro-batch before; in invariant mode, call "
-                       "mt_accumulate_gradients after the backward of each micro-batch",
+                       "%s: the gradient of '%s' has another micro-batch that is not accumulated; in invariant mode, "
+                       "call mt_accumulate_gradients after the backward of each micro-batch",
                        function, params->added->name);
     params->micro_batch = micro_batch;
     return MT_SUCCESS;
 }
 
 /* Refuses gradients whose last micro-batch was not accumulated, although others were. */
-static mt_status mti_accumulated_check(mt_context *ctx, const char *function, const mt_params *params) {
+static mt_status mti_accumulated_check(mt_context *ctx, const char *function, mt_params *params) {
     if (params->micro_batches == 0 || params->state != MTI_GRADIENTS_ADDED) return MT_SUCCESS;
+    if (!mti_gradients_known(ctx, params)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT,
                    "%s: the gradient of '%s' has a micro-batch that is not accumulated, after %lld that are; in "
                    "invariant mode, call mt_accumulate_gradients after the backward of each micro-batch, also of the "
@@ -3326,9 +3336,10 @@ static int mti_sync_reason(const mt_params *params, const mt_param *p, char *tex
 
 /* Checks that the gradients are the sums over all ranks and micro-batches. A call that only reads them may also come
    after a step of the optimizer. */
-static mt_status mti_gradients_ready(mt_context *ctx, const char *function, const mt_params *params, int only_reads) {
+static mt_status mti_gradients_ready(mt_context *ctx, const char *function, mt_params *params, int only_reads) {
     char why[128];
     int i;
+    if (!mti_gradients_known(ctx, params)) return MT_SUCCESS;
     if (params->state == MTI_GRADIENTS_SYNCHRONISED) return MT_SUCCESS;
     if (params->state == MTI_GRADIENTS_USED && only_reads) return MT_SUCCESS;
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
@@ -3347,6 +3358,7 @@ MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
     MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
     params->buckets.begun = 0;
     params->micro_batches = 0;
+    (void)mti_gradients_known(ctx, params); /* notes a recording */
     MT_TRY(mti_memory_zero(ctx, params, MTI_IN_GRADS));
     mti_gradients_set(params, MTI_GRADIENTS_ZEROED);
     return MT_SUCCESS;
@@ -5834,7 +5846,7 @@ static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
     return mti_sync_embeddings(ctx, params);
 }
 
-static mt_status mti_sync_check(mt_context *ctx, const mt_params *params) {
+static mt_status mti_sync_check(mt_context *ctx, mt_params *params) {
     static const char *const function = "mt_sync_gradients";
     int64_t n;
     MT_TRY(mti_params_ready(ctx, params, function));

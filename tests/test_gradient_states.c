@@ -545,8 +545,8 @@ static mt_status pipe_body(pipeline *p) {
         CHECK(last ? got == MT_ERR_ARGUMENT : got == MT_ERR_PEER || got == MT_ERR_TIMEOUT);
         if (last)
             CHECK(test_has_words(mt_last_error(n->r.ctx),
-                                 "mt_row_parallel_linear_backward: the gradient of 'out.bias' has the micro-batch "
-                                 "before|mt_accumulate_gradients after the backward of each micro-batch"));
+                                 "mt_row_parallel_linear_backward: the gradient of 'out.bias' has another micro-batch "
+                                 "that is not accumulated|mt_accumulate_gradients after the backward of each"));
         return MT_SUCCESS;
     }
     MT_TRY(got);
@@ -629,8 +629,10 @@ static mt_status model_step(model *m, int forgets, int closed, uint64_t *bits) {
     }
     MT_TRY(model_backward(m, 0));
     if (forgets && mt_context_invariant(ctx)) {
-        snprintf(with, sizeof with, "%s: the gradient of|has the micro-batch before|call mt_accumulate_gradients after",
-                 name);
+        snprintf(
+            with, sizeof with,
+            "%s: the gradient of|has another micro-batch that is not accumulated|call mt_accumulate_gradients after",
+            name);
         REFUSES(&m->r, with, model_backward(m, 1));
     }
     MT_TRY(mt_accumulate_gradients(ctx, params));
@@ -894,6 +896,56 @@ static void test_every_layer(void **state) {
         for (int ranks = 1; ranks <= 4; ranks *= 2) test_launch(ranks, zoo_rank, &kind);
 }
 
+/* ---- CUDA graphs ------------------------------------------------------------------------------------------------- */
+
+/* A graph has a part of a step, from `first` to `last` of zeroing, backward, sum and step. The other calls are made in
+   each step, and a launch does the rest. */
+static mt_status graph_step(net *n, int first, int last) {
+    for (int i = first; i <= last; i++)
+        MT_TRY(i == 0   ? mt_params_zero_grad(n->r.ctx, n->r.params)
+               : i == 1 ? net_pass(n)
+               : i == 2 ? mt_sync_gradients(n->r.ctx, n->r.params)
+                        : net_update(n));
+    return MT_SUCCESS;
+}
+
+static void test_graphs(void **state) {
+    mt_context_desc paper = {.device = MT_DEVICE_META};
+    (void)state;
+    for (int first = 0; first < 4; first++)
+        for (int last = first; last < 4; last++) {
+            mt_graph *graph = NULL;
+            mt_comm *world = NULL;
+            net n;
+            memset(&n, 0, sizeof n);
+            test_paper_rank(2, 1, (mt_grid_desc){1, 2, 1}, &paper, &n.r);
+            world = n.r.world;
+            n.on_device = 1;
+            assert_false(mt_context_records(n.r.ctx) || mt_context_records(NULL));
+            ASSERT_STATUS(n.r.ctx, MT_SUCCESS, net_layers(&n, 0));
+            ASSERT_STATUS(n.r.ctx, MT_SUCCESS, mt_params_init(n.r.ctx, n.r.params, 1));
+            ASSERT_STATUS(n.r.ctx, MT_SUCCESS, net_optimizer(&n));
+            ASSERT_STATUS(n.r.ctx, MT_SUCCESS, graph_step(&n, 0, 1));
+            REFUSED(n.r.ctx, MT_ERR_ARGUMENT, "mt_step_update|data ranks has a part of its sum" SYNC_FIRST,
+                    net_update(&n));
+            ASSERT_STATUS(n.r.ctx, MT_SUCCESS, graph_step(&n, 2, 3));
+            REFUSED(n.r.ctx, MT_ERR_ARGUMENT, "mt_step_update|" USED, net_update(&n));
+            ASSERT_STATUS(n.r.ctx, MT_SUCCESS, mt_graph_begin(n.r.ctx, NULL));
+            assert_true(mt_context_records(n.r.ctx));
+            ASSERT_STATUS(n.r.ctx, MT_SUCCESS, graph_step(&n, first, last));
+            ASSERT_STATUS(n.r.ctx, MT_SUCCESS, mt_graph_end(n.r.ctx, &graph));
+            for (int step = 0; step < 2; step++) {
+                ASSERT_STATUS(n.r.ctx, MT_SUCCESS, graph_step(&n, 0, first - 1));
+                ASSERT_STATUS(n.r.ctx, MT_SUCCESS, mt_graph_launch(n.r.ctx, graph));
+                ASSERT_STATUS(n.r.ctx, MT_SUCCESS, graph_step(&n, last + 1, 3));
+                ASSERT_STATUS(n.r.ctx, MT_SUCCESS, net_norm(&n));
+            }
+            mt_graph_destroy(n.r.ctx, graph);
+            net_close(&n);
+            mt_comm_destroy(world);
+        }
+}
+
 /* ---- the checks for authors of blocks ---------------------------------------------------------------------------- */
 
 static void test_checks(void **state) {
@@ -933,6 +985,7 @@ int main(void) {
         cmocka_unit_test(test_pipelines),
         cmocka_unit_test(test_models),
         cmocka_unit_test(test_every_layer),
+        cmocka_unit_test(test_graphs),
         cmocka_unit_test(test_checks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
