@@ -201,6 +201,9 @@ typedef struct mt_context_desc {
        then registers the arena with NCCL, see mt_arena_register. A broken promise corrupts data without an error.
        Ignored on other devices than MT_DEVICE_CUDA. 0: no promise */
     int arena_symmetric;
+    /* 1: the calls of ranks over NCCL are not compared, see "communicators over NCCL". Set it on all ranks or on none.
+       Ignored on other devices than MT_DEVICE_CUDA. 0: they are compared */
+    int no_nccl_checks;
     /* for the arena and mt_context_alloc; {NULL}: posix_memalign on a CPU and cudaMalloc on a GPU, but ncclMemAlloc for
        2 MiB or more on a GPU when NCCL is built */
     mt_allocator allocator;
@@ -321,16 +324,25 @@ MT_API int mt_comm_local_rank(const mt_comm *comm);
 
    A collective returns as soon as its work is in the context's stream. Only mt_barrier waits until the work is done.
    When a rank is late or gone, the other ranks get MT_ERR_TIMEOUT or MT_ERR_PEER from a collective or from the call
-   that waits for the stream (such as mt_context_synchronize), at most timeout_s after this call has begun to wait. NCCL
-   does not compare the calls of ranks: when they differ, the call times out or its result is undefined.
+   that waits for the stream (such as mt_context_synchronize), at most timeout_s after this call has begun to wait.
+
+   NCCL does not compare the calls of ranks, so the library does, unless mt_context_desc.no_nccl_checks is set. The
+   ranks tell rank 0 of the communicator their calls over TCP, behind the calls, which do not wait for it. When calls
+   differ, or a rank has left whose call is missing, every rank gets MT_ERR_MISMATCH or MT_ERR_PEER, usually a few
+   milliseconds later: from its next call on the communicator, or from the call that waits for the stream. Until then
+   results may be wrong, and calls that differ just before mt_comm_destroy may pass without an error. The calls that a
+   graph records are compared while they are recorded. When the ranks cannot connect, the context's logger gets a
+   warning, and calls that differ time out or give undefined results. See docs/gpus.md.
 
    The library's own NCCL communicators are blocking, so NCCL starts no thread for a collective. A call may wait for
    peers inside NCCL, for example while NCCL connects the ranks in the first calls. A context with such communicators
-   has one thread, the watchdog, which aborts a call that lasts longer than timeout_s. Otherwise it sleeps.
+   has one thread, the watchdog, which aborts a call that lasts longer than timeout_s. Otherwise it sleeps. Another
+   thread, the comparer, sends and compares the calls.
 
-   After MT_ERR_TIMEOUT or MT_ERR_PEER, destroy the communicator and all other communicators of the context that had
-   work in the stream: every other call on them fails. The library aborts the NCCL communicators that it made. It never
-   aborts or destroys the caller's ncclComm_t: call ncclCommAbort after mt_comm_destroy and before mt_context_destroy.
+   After MT_ERR_MISMATCH, MT_ERR_TIMEOUT or MT_ERR_PEER, destroy the communicator and all other communicators of the
+   context that had work in the stream: every other call on them fails. The library aborts the NCCL communicators that
+   it made. It never aborts or destroys the caller's ncclComm_t: call ncclCommAbort after mt_comm_destroy and before
+   mt_context_destroy.
 
    NCCL adds in its own order and rounds bf16 and f16 at each rank. For floats in invariant mode, and for MT_MAX of
    floats in any mode, the library uses NCCL only to move the data. It then reduces the data itself, in the tree that
@@ -355,10 +367,12 @@ typedef struct mt_nccl_id {
    mt_comm_split and mt_comm_create_nccl_id. */
 MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out);
 
-/* Creates a communicator from the caller's ncclComm_t, which must be for the GPU of ctx. The ncclComm_t stays the
-   caller's and must outlive *out. It may be blocking or non-blocking. With a blocking ncclComm_t, the first calls and
-   mt_comm_split wait without a timeout while NCCL connects to the peers. With a non-blocking one NCCL starts a thread
-   for each collective. Groups that are split from *out are the library's own. timeout_s <= 0: MT_TIMEOUT_DEFAULT.
+/* Creates a communicator from the caller's ncclComm_t, which must be for the GPU of ctx. Collective, because the ranks
+   exchange their addresses; with mt_context_desc.no_nccl_checks the call does not communicate. The ncclComm_t stays the
+   caller's and must outlive *out. It may be blocking or non-blocking. With a blocking ncclComm_t, this call, the first
+   collectives and mt_comm_split wait without a timeout while NCCL connects to the peers. With a non-blocking one NCCL
+   starts a thread for each collective. Groups that are split from *out are the library's own. timeout_s <= 0:
+   MT_TIMEOUT_DEFAULT.
    Errors: as mt_comm_create_nccl_id. */
 MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out);
 
@@ -459,7 +473,7 @@ MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm);
    work in the stream may reuse the buffers. mt_send_recv sends to dst and receives from src at the same time, so rings
    and pipelines do not deadlock. Its buffers must not overlap. When dst and src are this rank itself, the call copies,
    and the buffers may be the same. dst == -1 sends nothing and ignores sendcount; src == -1 receives nothing and
-   ignores recvcount. NCCL does not compare counts and dtypes. */
+   ignores recvcount. */
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst);
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
@@ -965,8 +979,16 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
 #if !MT_HAS_CUDA
 #error "MT_USE_NCCL: NCCL works between GPUs; compile the implementation of megatron.h with nvcc, as a .cu file"
 #endif
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
 #include <nccl.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
 #include <signal.h>
+#include <sys/socket.h>
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 19, 0)
 #error "MT_USE_NCCL needs NCCL 2.19 or later"
 #endif
@@ -1079,7 +1101,7 @@ struct mt_context {
     int overlapped;             /* 1: mti_cuda_fork has been called */
     uint64_t reached;           /* bit mask of other GPUs whose memory this GPU can read */
     struct CUstream_st *stream; /* where calls put their work: compute_stream, or another one after mti_cuda_fork */
-    int arena_symmetric;
+    int arena_symmetric, no_nccl_checks;
     mt_comm *nccl;              /* list of the communicators over NCCL that belong to this context */
     uint64_t nccl_calls;        /* number of calls on these communicators so far */
     struct mti_window *windows; /* list of the memory registered with these communicators */
@@ -1165,11 +1187,13 @@ typedef struct mti_group {
 struct mti_rank;
 
 struct mti_watchdog;
+struct mti_board;
 
 typedef struct mti_nccl {
     struct ncclComm *handle; /* carries the collectives; blocking if owned. NULL: aborted */
     struct ncclComm *opener; /* the same ranks, non-blocking, only for splits; NULL: splits are made from handle */
     struct mti_watchdog *watchdog; /* bounds the calls on handle; NULL: the handle is the caller's */
+    struct mti_board *board;       /* compares the calls of the ranks; NULL: they are not compared */
     mt_context *home;              /* the context that the communicator belongs to; NULL: the context is destroyed */
     mt_comm *next;                 /* in the list mt_context.nccl */
     struct CUstream_st *stream;    /* the stream of the last call */
@@ -1184,7 +1208,8 @@ typedef struct mti_nccl {
 
 struct mt_comm {
     const struct mti_transport *transport;
-    mti_group *group;    /* threads: the shared group; over MPI: a copy that only this process uses; else NULL */
+    mti_group *group;    /* threads: the shared group; over MPI, and over NCCL with a board: a copy that only this
+                            process uses, for messages; else NULL */
     struct mti_mpi *mpi; /* only over MPI */
     int rank, size;
     int span;               /* see mt_comm_set_span */
@@ -1300,6 +1325,7 @@ static void mti_graphs_lose(mt_context *ctx); /* >>graph */
 static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
 static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out);
 static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
+static void mti_nccl_leave(mt_comm *comm, const char *reason);
 static void mti_nccl_destroy(mt_comm *comm);
 #endif
 
@@ -1337,7 +1363,7 @@ static const mti_transport mti_threads = {1, 1,
 #if MTI_NCCL
 static const mti_transport mti_over_nccl = {1, 0,
     mti_peers_check,  mti_nccl_call,         mti_nccl_call,  NULL,           NULL,         mti_nccl_split,
-    mti_refuse_over_nccl,    mti_nccl_enlist,  mti_no_leave,     mti_nccl_destroy};
+    mti_refuse_over_nccl,    mti_nccl_enlist,  mti_nccl_leave,   mti_nccl_destroy};
 #endif
 
 #if MTI_MPI
@@ -1506,6 +1532,7 @@ static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_d
     ctx->logger = d->logger;
     ctx->arena_bytes = d->arena_bytes ? d->arena_bytes : MT_ARENA_DEFAULT;
     ctx->arena_symmetric = d->arena_symmetric;
+    ctx->no_nccl_checks = d->no_nccl_checks;
     if (d->allocator.alloc) return;
     ctx->allocator.alloc = d->device == MT_DEVICE_CUDA ? mti_cuda_alloc : mti_default_alloc;
     ctx->allocator.free = d->device == MT_DEVICE_CUDA ? mti_cuda_free : mti_default_free;
@@ -2573,6 +2600,7 @@ static void mti_publish(mt_comm *comm, const mti_call *call, int inside) {
 }
 
 static const char *mti_call_name(int kind) {
+    if (kind < 0) return "nothing yet"; /* an empty slot */
     if (kind == MTI_SPLIT) return "split";
     if (kind == MTI_SEND_RECV) return "send_recv";
     if (kind == MTI_CREATE) return "create";
@@ -4425,6 +4453,859 @@ static ncclDataType_t mti_nccl_type(mt_dtype dtype) {
     return ncclUint8;
 }
 
+/* Starts a thread with all signals blocked: those of the program are for its own threads. */
+static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argument) {
+    sigset_t all, before;
+    int error;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    error = pthread_create(thread, NULL, run, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+/* -- comparing the calls of ranks -- */
+
+/* NCCL does not compare calls, so each communicator has a board. Every rank has a TCP connection to rank 0. A call
+   appends a note to the queue of its rank and goes on. A thread of the context, the comparer, sends the notes to rank
+   0, whose comparer compares the n-th collectives of all ranks, and the n-th send from a rank to another one with the
+   n-th receive. When calls differ, or when a rank has left before a call of the others, it sends a verdict to all
+   ranks, with the calls of all. A rank finds the verdict in its next call and while it waits for the stream, and writes
+   the sentence that threads write (>>local). A rank whose wait has lasted for the timeout asks who is missing.
+
+   During the creation of a communicator every rank opens a door, a listening socket, and an all_gather over NCCL tells
+   the ranks its addresses. All fields of a board are guarded by the mutex of the comparer, except those of a verdict,
+   which do not change after `decided` is set. */
+
+#define MTI_BOARD_TICK 2         /* milliseconds: the comparer sends the notes of this time together */
+#define MTI_BOARD_GRACE 1.0      /* seconds for notes that are on their way: of other ranks, or of one that is gone */
+#define MTI_BOARD_ANSWER 0.5     /* seconds that a rank waits for the answer who is missing */
+#define MTI_BOARD_OPENING 10.0   /* seconds in which all ranks must connect to rank 0 */
+#define MTI_BOARD_CONNECTING 2.0 /* seconds for a connection to one of the addresses of rank 0 */
+
+typedef enum mti_note_kind {
+    MTI_NOTE_HELLO, /* `what`: the door's token */
+    MTI_NOTE_OPEN,  /* all ranks are connected */
+    MTI_NOTE_CALL,
+    MTI_NOTE_LATE,   /* the rank has waited for the timeout */
+    MTI_NOTE_FAILED, /* text: a sentence */
+    MTI_NOTE_LEFT,   /* text: why; of rank 0: `count` is the number of its collectives */
+    MTI_NOTE_VERDICT /* `what`: mti_why; rank, and recvcount - 1: the ranks that it is about, or -1; text: the calls of
+                        all ranks, and a sentence */
+} mti_note_kind;
+
+typedef struct mti_note {
+    int32_t kind, rank;
+    uint64_t what, count, recvcount; /* the call, as in mti_slot */
+    uint64_t bytes;                  /* of the text behind the note */
+} mti_note;
+
+typedef enum mti_why { MTI_WHY_DIFFERS, MTI_WHY_UNLIKE, MTI_WHY_LATE, MTI_WHY_LEFT, MTI_WHY_FAILED } mti_why;
+
+typedef struct mti_said {
+    uint64_t what, count, recvcount, inside; /* as in mti_slot */
+} mti_said;
+
+/* The n-th collective as the first rank has called it. */
+typedef struct mti_round {
+    mti_said said;
+    int ranks; /* number of ranks that have called their n-th collective */
+} mti_round;
+
+/* A send or receive that waits for its other half. */
+typedef struct mti_half {
+    int from, to, sends;
+    mti_said said;
+} mti_half;
+
+typedef struct mti_bytes {
+    char *data;
+    size_t used, room;
+} mti_bytes;
+
+typedef struct mti_line {
+    int fd;   /* -1: closed */
+    int lost; /* 1: the comparer closes it */
+    mti_bytes in, out;
+} mti_line;
+
+typedef struct mti_board {
+    struct mti_board *next; /* in the list of the comparer */
+    struct mti_comparer *comparer;
+    int rank, size;
+    mti_bytes queue; /* notes of this rank that the comparer has not taken yet */
+    mti_line *lines; /* rank 0: one to each rank, the first one unused; other ranks: only the first one, to rank 0 */
+    int line_count;
+    int decided; /* atomic; 1: there is a verdict */
+    mti_note verdict;
+    mti_bytes shown; /* the text of the verdict */
+    /* per rank; only rank 0 knows those of the others */
+    mti_said *last;     /* the last call */
+    uint64_t *number;   /* number of collectives */
+    mti_bytes *reasons; /* why the rank has left; empty: it has not left */
+    double gone_at;     /* a rank is gone without a farewell since then; 0: none is */
+    int gone, left_count;
+    /* only at rank 0 */
+    mti_round *rounds; /* a ring of `room` rounds, which has those from `first` on */
+    size_t room;
+    uint64_t first, end;
+    mti_half *halves;
+    size_t half_count, half_room;
+    uint64_t odd;        /* number of the collective that differs + 1; 0: none does */
+    mti_said *odd_calls; /* that call of each rank */
+    double odd_at;
+} mti_board;
+
+/* Belongs to the boards of one context. */
+typedef struct mti_comparer {
+    pthread_mutex_t mutex;
+    pthread_t thread;
+    int users, ends;
+    mti_board *boards;
+    int changed; /* 1: a board has been added or removed while the thread was in poll */
+    int sleeps;  /* 1: the thread is in poll until something happens */
+    int bell[2]; /* a pipe that wakes the thread */
+    struct pollfd *polled;
+    int polled_room;
+} mti_comparer;
+
+static int mti_bytes_add(mti_bytes *b, const void *from, size_t n) {
+    if (b->room - b->used < n) {
+        size_t room = 2 * (b->used + n) + 1024;
+        char *data = (char *)realloc(b->data, room);
+        if (!data) return 0;
+        b->data = data;
+        b->room = room;
+    }
+    if (n) memcpy(b->data + b->used, from, n);
+    b->used += n;
+    return 1;
+}
+
+static void mti_bytes_drop(mti_bytes *b, size_t n) {
+    b->used -= n;
+    if (b->used && n) memmove(b->data, b->data + n, b->used);
+}
+
+/* Adds a note with a text, both or nothing. */
+static int mti_note_add(mti_bytes *b, const mti_note *note, const char *text) {
+    size_t before = b->used;
+    if (mti_bytes_add(b, note, sizeof *note) && mti_bytes_add(b, text, (size_t)note->bytes)) return 1;
+    b->used = before;
+    return 0;
+}
+
+/* Copies the first note of b. Returns NULL when it has not arrived completely, otherwise its text. */
+static const char *mti_note_first(const mti_bytes *b, size_t at, mti_note *note) {
+    if (b->used - at < sizeof *note) return NULL;
+    memcpy(note, b->data + at, sizeof *note);
+    return b->used - at - sizeof *note < note->bytes ? NULL : b->data + at + sizeof *note;
+}
+
+static void mti_line_send(mti_line *line, const mti_note *note, const char *text) {
+    if (line->fd >= 0 && !mti_note_add(&line->out, note, text)) line->lost = 1;
+}
+
+static void mti_line_flush(mti_line *line) {
+    while (line->fd >= 0 && !line->lost && line->out.used) {
+        ssize_t n = send(line->fd, line->out.data, line->out.used, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n > 0) mti_bytes_drop(&line->out, (size_t)n);
+        else if (n < 0 && errno == EINTR) continue;
+        else {
+            line->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+            return;
+        }
+    }
+}
+
+/* Reads what has arrived. */
+static void mti_line_read(mti_line *line) {
+    char part[16384];
+    while (line->fd >= 0 && !line->lost) {
+        ssize_t n = recv(line->fd, part, sizeof part, MSG_DONTWAIT);
+        if (n > 0) line->lost = !mti_bytes_add(&line->in, part, (size_t)n);
+        else if (n < 0 && errno == EINTR) continue;
+        else {
+            line->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+            return;
+        }
+    }
+}
+
+static void mti_line_close(mti_line *line) {
+    if (line->fd >= 0) close(line->fd);
+    line->fd = -1;
+    free(line->in.data);
+    free(line->out.data);
+    memset(&line->in, 0, sizeof line->in);
+    memset(&line->out, 0, sizeof line->out);
+}
+
+/* -- verdicts -- */
+
+/* Stores the verdict, and at rank 0 sends it to all ranks. Only the first one counts. calls: the calls of all ranks;
+   rank, peer: the ranks that it is about, or -1 */
+static void mti_board_decide(mti_board *b, mti_why why, int rank, int peer, const mti_said *calls, const char *text) {
+    size_t bytes = (size_t)b->size * sizeof *calls;
+    int i;
+    if (b->decided) return;
+    memset(&b->verdict, 0, sizeof b->verdict);
+    b->verdict.kind = MTI_NOTE_VERDICT;
+    b->verdict.rank = rank;
+    b->verdict.what = (uint64_t)why;
+    b->verdict.recvcount = (uint64_t)(peer + 1);
+    b->shown.used = 0;
+    if (!mti_bytes_add(&b->shown, calls, bytes) || !mti_bytes_add(&b->shown, text, strlen(text) + 1)) return;
+    b->verdict.bytes = b->shown.used;
+    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_line_send(&b->lines[i], &b->verdict, b->shown.data);
+    __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
+}
+
+static int mti_board_is_decided(const mti_board *b) { return b && __atomic_load_n(&b->decided, __ATOMIC_ACQUIRE); }
+
+static int mti_said_alike(const mti_said *a, const mti_said *b) { return a->what == b->what && a->count == b->count; }
+
+/* The sentence of a verdict: "rank `rank` has left the group", in all calls. */
+static void mti_board_decide_left(mti_board *b, int rank) {
+    mti_board_decide(b, MTI_WHY_LEFT, rank, -1, b->last, b->reasons[rank].data);
+}
+
+static int mti_board_has_left(const mti_board *b, int rank) { return b->reasons[rank].used > 0; }
+
+/* Writes the error of a verdict, and returns its status; MT_SUCCESS: there is no verdict. */
+static mt_status mti_board_error(const mt_comm *comm, mti_text *text) {
+    const mti_board *b = comm->nccl.board;
+    const mti_said *calls;
+    int r, rank, peer;
+    if (!mti_board_is_decided(b)) return MT_SUCCESS;
+    calls = (const mti_said *)(const void *)b->shown.data;
+    rank = b->verdict.rank;
+    peer = (int)b->verdict.recvcount - 1;
+    for (r = 0; r < comm->size; r++) {
+        mti_slot *slot = mti_slot_of(comm->group, r);
+        slot->what = calls[r].what;
+        slot->count = calls[r].count;
+        slot->recvcount = calls[r].recvcount;
+        slot->inside = (int)calls[r].inside;
+        slot->left = r == rank ? (const char *)(calls + comm->size) : NULL;
+    }
+    if (b->verdict.what == MTI_WHY_LATE || b->verdict.what == MTI_WHY_LEFT) /* rank 0 may not know it yet */
+        mti_slot_write(mti_slot_of(comm->group, comm->rank), &comm->nccl.last);
+    text->used = 0;
+    switch ((mti_why)b->verdict.what) {
+    case MTI_WHY_DIFFERS: mti_say_mismatch(text, comm); return MT_ERR_MISMATCH;
+    case MTI_WHY_UNLIKE: mti_say_unlike(text, comm, rank, peer); return MT_ERR_MISMATCH;
+    case MTI_WHY_LATE: mti_say_timeout(text, comm, peer); return MT_ERR_TIMEOUT;
+    case MTI_WHY_LEFT: mti_say_left(text, comm, rank); return MT_ERR_PEER;
+    default: mti_say(text, "%s", (const char *)(calls + comm->size)); return MT_ERR_PEER;
+    }
+}
+
+/* -- the comparison, at rank 0 -- */
+
+static int mti_board_grow(mti_board *b) {
+    size_t room = b->room ? 2 * b->room : 64, i;
+    mti_round *rounds = (mti_round *)calloc(room, sizeof *rounds);
+    if (!rounds) return 0;
+    for (i = 0; b->first + i < b->end; i++)
+        rounds[(b->first + i) & (room - 1)] = b->rounds[(b->first + i) & (b->room - 1)];
+    free(b->rounds);
+    b->rounds = rounds;
+    b->room = room;
+    return 1;
+}
+
+/* Notes the calls of the first round in which they differ. The verdict waits for the calls of the other ranks. */
+static void mti_board_differs(mti_board *b, uint64_t n, int rank, const mti_said *said) {
+    int r;
+    if (!b->odd) {
+        b->odd = n + 1;
+        b->odd_at = mti_now();
+        for (r = 0; r < b->size; r++)
+            if (r != rank && b->number[r] > n) b->odd_calls[r] = b->rounds[n & (b->room - 1)].said;
+    }
+    b->odd_calls[rank] = *said;
+}
+
+static void mti_board_collective(mti_board *b, int rank, const mti_said *said) {
+    uint64_t n = b->number[rank]++;
+    mti_round *round;
+    int r;
+    if (n == b->end) {
+        if (b->end - b->first == b->room && !mti_board_grow(b)) return;
+        b->end++;
+        round = &b->rounds[n & (b->room - 1)];
+        round->said = *said;
+        round->ranks = 0;
+    }
+    round = &b->rounds[n & (b->room - 1)];
+    if (b->odd == n + 1 || (!b->odd && !mti_said_alike(&round->said, said))) mti_board_differs(b, n, rank, said);
+    round->ranks++;
+    while (b->first < b->end && b->rounds[b->first & (b->room - 1)].ranks == b->size) b->first++;
+    if (b->odd && b->first >= b->odd) mti_board_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
+    for (r = 0; r < b->size && b->left_count && !b->odd; r++)
+        if (mti_board_has_left(b, r) && b->number[r] <= n) mti_board_decide_left(b, r);
+}
+
+/* Compares a send or a receive with its other half, or keeps it until the other half comes. */
+static void mti_board_half(mti_board *b, const mti_half *half) {
+    int peer = half->sends ? half->to : half->from;
+    size_t i;
+    for (i = 0; i < b->half_count; i++) {
+        mti_half *h = &b->halves[i];
+        uint64_t sent = half->sends ? half->said.count : h->said.count;
+        uint64_t wanted = half->sends ? h->said.recvcount : half->said.recvcount;
+        if (h->from != half->from || h->to != half->to || h->sends == half->sends) continue;
+        if (sent != wanted || (h->said.what >> 8 & 255) != (half->said.what >> 8 & 255)) {
+            b->odd_calls[half->from] = half->sends ? half->said : h->said;
+            b->odd_calls[half->to] = half->sends ? h->said : half->said;
+            mti_board_decide(b, MTI_WHY_UNLIKE, half->from, half->to, b->odd_calls, "");
+        }
+        memmove(h, h + 1, (--b->half_count - i) * sizeof *h);
+        return;
+    }
+    if (mti_board_has_left(b, peer)) mti_board_decide_left(b, peer);
+    if (b->half_count == b->half_room) {
+        size_t room = 2 * b->half_room + 16;
+        mti_half *halves = (mti_half *)realloc(b->halves, room * sizeof *halves);
+        if (!halves) return;
+        b->halves = halves;
+        b->half_room = room;
+    }
+    b->halves[b->half_count++] = *half;
+}
+
+static void mti_board_call(mti_board *b, int rank, const mti_said *said) {
+    int kind = (int)(said->what & 255) - 1, to = (int)(said->what >> 24 & 0xffff) - 1,
+        from = (int)(said->what >> 40 & 0xffff) - 1;
+    mti_half half;
+    b->last[rank] = *said;
+    if (kind != MT_SEND && kind != MT_RECV && kind != MTI_SEND_RECV) {
+        mti_board_collective(b, rank, said);
+        return;
+    }
+    half.said = *said;
+    half.from = rank;
+    half.to = to;
+    half.sends = 1;
+    if (to >= 0 && to < b->size) mti_board_half(b, &half);
+    half.from = from;
+    half.to = rank;
+    half.sends = 0;
+    if (from >= 0 && from < b->size) mti_board_half(b, &half);
+}
+
+/* Notes why a rank has left. It is an error when another rank has made a call that needs it. */
+static void mti_board_leave(mti_board *b, int rank, const char *reason, size_t bytes) {
+    size_t i;
+    if (mti_board_has_left(b, rank)) return;
+    if (!mti_bytes_add(&b->reasons[rank], reason, bytes)) return;
+    b->left_count++;
+    if (b->end > b->number[rank] && !b->odd) mti_board_decide_left(b, rank);
+    for (i = 0; i < b->half_count; i++)
+        if (b->halves[i].sends ? b->halves[i].to == rank : b->halves[i].from == rank) mti_board_decide_left(b, rank);
+}
+
+/* Answers a rank that has waited for the timeout: which ranks are missing. When none is, there is no verdict. */
+static void mti_board_late(mti_board *b, int rank) {
+    int r, missing = 0;
+    size_t i = 0;
+    for (r = 0; r < b->size; r++) {
+        b->last[r].inside = b->number[r] >= b->number[rank] ? MTI_IN_COLLECTIVE : MTI_OUTSIDE;
+        missing += !b->last[r].inside;
+    }
+    while (i < b->half_count && (b->halves[i].sends ? b->halves[i].from : b->halves[i].to) != rank) i++;
+    if (i < b->half_count)
+        mti_board_decide(b, MTI_WHY_LATE, rank, b->halves[i].sends ? b->halves[i].to : b->halves[i].from, b->last, "");
+    else if (missing) mti_board_decide(b, MTI_WHY_LATE, rank, -1, b->last, "");
+}
+
+/* A connection has ended without a farewell: the process of the rank has probably ended. */
+static void mti_board_gone(mti_board *b, int rank) {
+    static const char reason[] = "is gone: its process has ended, or its connection is lost";
+    if (mti_board_has_left(b, rank)) return;
+    mti_board_leave(b, rank, reason, sizeof reason);
+    b->gone = rank;
+    b->gone_at = mti_now();
+}
+
+/* Takes a note of a rank at rank 0. */
+static void mti_board_take(mti_board *b, int rank, const mti_note *note, const char *text) {
+    mti_said said;
+    said.what = note->what;
+    said.count = note->count;
+    said.recvcount = note->recvcount;
+    said.inside = 0;
+    if (note->kind == MTI_NOTE_CALL) mti_board_call(b, rank, &said);
+    if (note->kind == MTI_NOTE_LATE) mti_board_late(b, rank);
+    if (note->kind == MTI_NOTE_LEFT) mti_board_leave(b, rank, text, (size_t)note->bytes);
+    if (note->kind == MTI_NOTE_FAILED) mti_board_decide(b, MTI_WHY_FAILED, -1, -1, b->last, text);
+}
+
+/* -- the comparison, at the other ranks -- */
+
+/* Takes a note of rank 0. */
+static void mti_board_hear(mti_board *b, const mti_note *note, const char *text) {
+    if (note->kind == MTI_NOTE_VERDICT && !b->decided && mti_bytes_add(&b->shown, text, (size_t)note->bytes)) {
+        b->verdict = *note;
+        __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
+    }
+    if (note->kind != MTI_NOTE_LEFT) return;
+    b->number[0] = note->count;
+    if (mti_bytes_add(&b->reasons[0], text, (size_t)note->bytes) && b->number[b->rank] > b->number[0])
+        mti_board_decide_left(b, 0);
+}
+
+/* Sends a note of this rank to rank 0. Behind the farewell of rank 0 a collective is an error. */
+static void mti_board_pass(mti_board *b, const mti_note *note, const char *text) {
+    int kind = (int)(note->what & 255) - 1;
+    mti_line_send(b->lines, note, text);
+    if (note->kind != MTI_NOTE_CALL) return;
+    b->last[b->rank].what = note->what;
+    b->last[b->rank].count = note->count;
+    b->last[b->rank].recvcount = note->recvcount;
+    if (kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV) return;
+    b->number[b->rank]++;
+    if (mti_board_has_left(b, 0) && !b->gone_at && b->number[b->rank] > b->number[0]) mti_board_decide_left(b, 0);
+}
+
+/* -- the comparer -- */
+
+/* Reads the notes that have arrived in a line. rank: the rank at its other end */
+static void mti_board_listen(mti_board *b, mti_line *line, int rank) {
+    size_t at = 0;
+    mti_note note;
+    const char *text;
+    mti_line_read(line);
+    for (; (text = mti_note_first(&line->in, at, &note)) != NULL; at += sizeof note + (size_t)note.bytes) {
+        if (b->rank == 0) mti_board_take(b, rank, &note, text);
+        else mti_board_hear(b, &note, text);
+    }
+    mti_bytes_drop(&line->in, at);
+}
+
+/* Takes the notes of this rank, sends what there is to send, and ends lost lines. Returns 1 when the comparer must look
+   again soon. */
+static int mti_board_work(mti_board *b) {
+    int i, soon = b->queue.used > 0;
+    size_t at = 0;
+    mti_note note;
+    const char *text;
+    for (; (text = mti_note_first(&b->queue, at, &note)) != NULL; at += sizeof note + (size_t)note.bytes) {
+        if (b->rank == 0) mti_board_take(b, 0, &note, text);
+        else mti_board_pass(b, &note, text);
+    }
+    b->queue.used = 0;
+    if (b->odd && !b->decided && mti_now() > b->odd_at + MTI_BOARD_GRACE)
+        mti_board_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
+    if (b->gone_at > 0 && !b->decided && mti_now() > b->gone_at + MTI_BOARD_GRACE) mti_board_decide_left(b, b->gone);
+    for (i = 0; i < b->line_count; i++) {
+        mti_line_flush(&b->lines[i]);
+        if (!b->lines[i].lost) continue;
+        b->lines[i].lost = 0;
+        mti_line_close(&b->lines[i]);
+        mti_board_gone(b, b->rank == 0 ? i : 0);
+        soon = 1;
+    }
+    return soon || ((b->odd || b->gone_at > 0) && !b->decided);
+}
+
+static void mti_board_free(mti_board *b) {
+    int i;
+    if (!b) return;
+    for (i = 0; b->lines && i < b->line_count; i++) mti_line_close(&b->lines[i]);
+    for (i = 0; b->reasons && i < b->size; i++) free(b->reasons[i].data);
+    free(b->queue.data);
+    free(b->shown.data);
+    free(b->lines);
+    free(b->last);
+    free(b->number);
+    free(b->reasons);
+    free(b->rounds);
+    free(b->halves);
+    free(b->odd_calls);
+    free(b);
+}
+
+/* NULL: out of memory. */
+static mti_board *mti_board_new(int rank, int size) {
+    mti_board *b = (mti_board *)calloc(1, sizeof *b);
+    size_t n = (size_t)size;
+    int i;
+    if (!b) return NULL;
+    b->rank = rank;
+    b->size = size;
+    b->line_count = rank == 0 ? size : 1;
+    b->lines = (mti_line *)calloc((size_t)b->line_count, sizeof *b->lines);
+    for (i = 0; b->lines && i < b->line_count; i++) b->lines[i].fd = -1;
+    b->last = (mti_said *)calloc(n, sizeof *b->last);
+    b->odd_calls = (mti_said *)calloc(n, sizeof *b->odd_calls);
+    b->number = (uint64_t *)calloc(n, sizeof *b->number);
+    b->reasons = (mti_bytes *)calloc(n, sizeof *b->reasons);
+    if (b->lines && b->last && b->odd_calls && b->number && b->reasons) return b;
+    mti_board_free(b);
+    return NULL;
+}
+
+/* Lists the sockets to poll, the bell first. Returns their number; 0: no memory */
+static int mti_comparer_list(mti_comparer *c) {
+    int count = 1, n = 0, i;
+    mti_board *b;
+    for (b = c->boards; b; b = b->next) count += b->line_count;
+    if (count > c->polled_room) {
+        struct pollfd *polled = (struct pollfd *)realloc(c->polled, (size_t)count * sizeof *polled);
+        if (!polled) return 0;
+        c->polled = polled;
+        c->polled_room = count;
+    }
+    memset(c->polled, 0, (size_t)count * sizeof *c->polled);
+    c->polled[n].fd = c->bell[0];
+    c->polled[n++].events = POLLIN;
+    for (b = c->boards; b; b = b->next)
+        for (i = 0; i < b->line_count; i++, n++) { /* poll ignores a negative fd */
+            c->polled[n].fd = b->lines[i].fd;
+            c->polled[n].events = (short)(POLLIN | (b->lines[i].out.used ? POLLOUT : 0));
+        }
+    return n;
+}
+
+static void *mti_comparer_run(void *argument) {
+    mti_comparer *c = (mti_comparer *)argument;
+    mti_board *b;
+    char rung[64];
+    pthread_mutex_lock(&c->mutex);
+    while (!c->ends) {
+        int soon = 0, n, i;
+        for (b = c->boards; b; b = b->next) soon |= mti_board_work(b);
+        n = mti_comparer_list(c);
+        c->changed = 0;
+        c->sleeps = !soon;
+        pthread_mutex_unlock(&c->mutex);
+        poll(c->polled, (nfds_t)n, soon || !n ? MTI_BOARD_TICK : -1);
+        pthread_mutex_lock(&c->mutex);
+        c->sleeps = 0;
+        if (n && c->polled[0].revents && read(c->bell[0], rung, sizeof rung) < 0) continue;
+        if (c->changed || !n) continue;
+        for (b = c->boards, n = 1; b; b = b->next)
+            for (i = 0; i < b->line_count; i++, n++)
+                if (c->polled[n].revents) mti_board_listen(b, &b->lines[i], i);
+    }
+    pthread_mutex_unlock(&c->mutex);
+    return NULL;
+}
+
+/* Wakes the thread. The caller holds the mutex. */
+static void mti_comparer_ring(mti_comparer *c) {
+    if (write(c->bell[1], "", 1) == 1) c->sleeps = 0;
+}
+
+static void mti_socket_set(int fd) {
+    int on = 1;
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on); /* fails on a pipe, which needs none */
+}
+
+static mti_comparer *mti_comparer_new(void) {
+    mti_comparer *c = (mti_comparer *)calloc(1, sizeof *c);
+    if (!c) return NULL;
+    if (pipe(c->bell) == 0) {
+        mti_socket_set(c->bell[0]);
+        mti_socket_set(c->bell[1]);
+        if (pthread_mutex_init(&c->mutex, NULL) == 0) {
+            if (mti_thread_start(&c->thread, mti_comparer_run, c) == 0) return c;
+            pthread_mutex_destroy(&c->mutex);
+        }
+        close(c->bell[0]);
+        close(c->bell[1]);
+    }
+    free(c);
+    return NULL;
+}
+
+/* The last board ends the thread. */
+static void mti_comparer_leave(mti_comparer *c) {
+    if (--c->users > 0) return;
+    pthread_mutex_lock(&c->mutex);
+    c->ends = 1;
+    mti_comparer_ring(c);
+    pthread_mutex_unlock(&c->mutex);
+    pthread_join(c->thread, NULL);
+    pthread_mutex_destroy(&c->mutex);
+    close(c->bell[0]);
+    close(c->bell[1]);
+    free(c->polled);
+    free(c);
+}
+
+/* Hands the board to the comparer of the context, which the first one starts. Returns 0 on failure. */
+static int mti_comparer_join(mt_context *ctx, mti_board *b) {
+    mt_comm *other = ctx->nccl;
+    mti_comparer *c;
+    while (other && !other->nccl.board) other = other->nccl.next;
+    c = other ? other->nccl.board->comparer : mti_comparer_new();
+    if (!c) return 0;
+    b->comparer = c;
+    pthread_mutex_lock(&c->mutex);
+    c->users++;
+    b->next = c->boards;
+    c->boards = b;
+    c->changed = 1;
+    mti_comparer_ring(c);
+    pthread_mutex_unlock(&c->mutex);
+    return 1;
+}
+
+/* -- what the thread of the rank does -- */
+
+/* Appends a note to the queue. call: NULL for other notes than MTI_NOTE_CALL */
+static mt_status mti_board_tell(mt_comm *comm, mti_note_kind kind, const mti_call *call, const char *text) {
+    mti_board *b = comm->nccl.board;
+    mti_slot slot;
+    mti_note note;
+    int added;
+    if (!b) return MT_SUCCESS;
+    memset(&note, 0, sizeof note);
+    note.kind = (int32_t)kind;
+    note.rank = comm->rank;
+    note.bytes = text ? strlen(text) + 1 : 0;
+    if (call) {
+        mti_slot_write(&slot, call);
+        note.what = slot.what;
+        note.count = slot.count;
+        note.recvcount = slot.recvcount;
+    }
+    pthread_mutex_lock(&b->comparer->mutex);
+    added = mti_note_add(&b->queue, &note, text);
+    if (b->comparer->sleeps) mti_comparer_ring(b->comparer);
+    pthread_mutex_unlock(&b->comparer->mutex);
+    return added ? MT_SUCCESS : mti_refuse(NULL, comm, MT_ERR_MEMORY, "no memory for a note about a call");
+}
+
+/* Asks which ranks are missing, and waits for the answer. */
+static void mti_board_ask(mt_comm *comm) {
+    double start = mti_now();
+    if (!comm->nccl.board || mti_board_is_decided(comm->nccl.board)) return;
+    if (mti_board_tell(comm, MTI_NOTE_LATE, NULL, NULL) != MT_SUCCESS) return;
+    while (!mti_board_is_decided(comm->nccl.board) && mti_now() < start + MTI_BOARD_ANSWER) mti_rest(1, 0);
+}
+
+/* Tells the other ranks that comm has failed here. Where a verdict is the cause, they know. */
+static void mti_board_fail(mt_comm *comm, mt_status status, const char *why) {
+    mti_text text;
+    if (!comm->nccl.board || mti_board_is_decided(comm->nccl.board)) return;
+    text.used = 0;
+    mti_say(&text, "%s", mti_call_name(comm->nccl.last.kind));
+    mti_say_where(&text, comm);
+    mti_say(&text, "rank %d failed: %s: %s", comm->rank, mt_status_name(status), why);
+    mti_board_tell(comm, MTI_NOTE_FAILED, NULL, text.data);
+}
+
+static int mti_board_has_more(const mti_board *b) {
+    int i;
+    for (i = 0; i < b->line_count; i++)
+        if (b->lines[i].fd >= 0 && b->lines[i].out.used) return 1;
+    return 0;
+}
+
+/* Sends what is left, and ends the connections. Rank 0 first compares what has arrived, and says farewell. */
+static void mti_board_close(mt_comm *comm) {
+    static const char reason[] = "has left the group";
+    mti_board *b = comm->nccl.board, **at;
+    mti_comparer *c;
+    mti_note note;
+    double start = mti_now();
+    int i;
+    comm->nccl.board = NULL;
+    if (!b) return;
+    c = b->comparer;
+    memset(&note, 0, sizeof note);
+    note.kind = MTI_NOTE_LEFT;
+    note.bytes = sizeof reason;
+    pthread_mutex_lock(&c->mutex);
+    mti_board_work(b);
+    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_board_listen(b, &b->lines[i], i);
+    note.count = b->number[0];
+    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_line_send(&b->lines[i], &note, reason);
+    while (mti_board_work(b), mti_board_has_more(b) && mti_now() < start + MTI_BOARD_GRACE) {
+        pthread_mutex_unlock(&c->mutex);
+        mti_rest(1, 0);
+        pthread_mutex_lock(&c->mutex);
+    }
+    for (at = &c->boards; *at != b; at = &(*at)->next) continue;
+    *at = b->next;
+    c->changed = 1;
+    mti_comparer_ring(c);
+    mti_board_free(b);
+    pthread_mutex_unlock(&c->mutex);
+    mti_comparer_leave(c);
+}
+
+/* -- doors: how the ranks connect -- */
+
+#define MTI_DOOR_HOSTS 6
+
+/* Where a rank listens. Sent as it is. */
+typedef struct mti_door {
+    uint64_t token; /* a connection without this number is not from a rank of the communicator */
+    uint32_t port;  /* 0: there is no door */
+    uint32_t hosts, host[MTI_DOOR_HOSTS];
+} mti_door;
+
+/* The random number is not a secret: it protects from mistakes. */
+static uint64_t mti_door_token(const void *salt) {
+    struct timespec t;
+    uint64_t token = 0;
+    int fd = open("/dev/urandom", O_RDONLY);
+    if (fd < 0 || read(fd, &token, sizeof token) != (ssize_t)sizeof token) {
+        clock_gettime(CLOCK_REALTIME, &t);
+        token = (uint64_t)t.tv_nsec * 0x9e3779b97f4a7c15u ^ (uint64_t)getpid() << 32 ^ (uint64_t)(uintptr_t)salt;
+    }
+    if (fd >= 0) close(fd);
+    return token;
+}
+
+/* Lists the IPv4 addresses of this machine; the loopback address only when there is no other. */
+static void mti_door_hosts(mti_door *door) {
+    struct ifaddrs *all = NULL, *a;
+    if (getifaddrs(&all) != 0) all = NULL;
+    for (a = all; a && door->hosts < MTI_DOOR_HOSTS; a = a->ifa_next) {
+        struct sockaddr_in in;
+        if (!a->ifa_addr || a->ifa_addr->sa_family != AF_INET || !(a->ifa_flags & IFF_UP) ||
+            (a->ifa_flags & IFF_LOOPBACK))
+            continue;
+        memcpy(&in, a->ifa_addr, sizeof in);
+        door->host[door->hosts++] = in.sin_addr.s_addr;
+    }
+    if (!door->hosts) door->host[door->hosts++] = htonl(INADDR_LOOPBACK);
+    if (all) freeifaddrs(all);
+}
+
+/* Opens a socket that listens, and describes it. Returns -1, and a door without a port, when there is none. */
+static int mti_door_open(mti_door *door) {
+    struct sockaddr_in at;
+    socklen_t bytes = sizeof at;
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    memset(door, 0, sizeof *door);
+    if (fd < 0) return -1;
+    memset(&at, 0, sizeof at);
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_ANY);
+    mti_socket_set(fd);
+    if (bind(fd, (struct sockaddr *)&at, sizeof at) != 0 || listen(fd, MTI_MAX_RANKS) != 0 ||
+        getsockname(fd, (struct sockaddr *)&at, &bytes) != 0) {
+        close(fd);
+        return -1;
+    }
+    door->port = ntohs(at.sin_port);
+    door->token = mti_door_token(door);
+    mti_door_hosts(door);
+    return fd;
+}
+
+/* Waits until the socket has an event, or until `end` by mti_now. Returns 0 when it has none. */
+static int mti_door_wait(int fd, short events, double end) {
+    struct pollfd one;
+    double left = end - mti_now();
+    one.fd = fd;
+    one.events = events;
+    one.revents = 0;
+    return left > 0 && poll(&one, 1, (int)(1e3 * left) + 1) > 0;
+}
+
+/* Receives one note without a text. */
+static int mti_door_hear(int fd, mti_note *note, double end) {
+    size_t got = 0;
+    while (got < sizeof *note && mti_door_wait(fd, POLLIN, end)) {
+        ssize_t n = recv(fd, (char *)note + got, sizeof *note - got, MSG_DONTWAIT);
+        if (n > 0) got += (size_t)n;
+        else if (n == 0 || (errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK)) return 0;
+    }
+    return got == sizeof *note;
+}
+
+static int mti_door_say(int fd, int kind, int rank, uint64_t token) {
+    mti_note note;
+    memset(&note, 0, sizeof note);
+    note.kind = kind;
+    note.rank = rank;
+    note.what = token;
+    return send(fd, &note, sizeof note, MSG_NOSIGNAL) == (ssize_t)sizeof note;
+}
+
+/* Connects to one address of rank 0, and waits until all ranks are connected. Returns -1 when it fails. */
+static int mti_door_try(const mti_door *door, uint32_t host, int rank, double end) {
+    double soon = mti_now() + MTI_BOARD_CONNECTING;
+    int fd = socket(AF_INET, SOCK_STREAM, 0), error = -1;
+    socklen_t bytes = sizeof error;
+    struct sockaddr_in at;
+    mti_note note;
+    if (fd < 0) return -1;
+    memset(&at, 0, sizeof at);
+    at.sin_family = AF_INET;
+    at.sin_port = htons((uint16_t)door->port);
+    at.sin_addr.s_addr = host;
+    mti_socket_set(fd);
+    if ((connect(fd, (struct sockaddr *)&at, sizeof at) == 0 || errno == EINPROGRESS) &&
+        mti_door_wait(fd, POLLOUT, soon < end ? soon : end) &&
+        getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) == 0 && error == 0 &&
+        mti_door_say(fd, MTI_NOTE_HELLO, rank, door->token) && mti_door_hear(fd, &note, end) &&
+        note.kind == MTI_NOTE_OPEN)
+        return fd;
+    close(fd);
+    return -1;
+}
+
+/* Accepts the other ranks, at most until `end`. Returns 1 when all of them have come. */
+static int mti_door_serve(int door, const mti_door *mine, mti_board *b, double end) {
+    int come = 1, i;
+    while (come < b->size && mti_door_wait(door, POLLIN, end)) {
+        int fd = accept(door, NULL, NULL);
+        double soon = mti_now() + MTI_BOARD_CONNECTING;
+        mti_note note;
+        if (fd < 0) continue;
+        mti_socket_set(fd);
+        if (!mti_door_hear(fd, &note, soon < end ? soon : end) || note.kind != MTI_NOTE_HELLO ||
+            note.what != mine->token || note.rank < 1 || note.rank >= b->size || b->lines[note.rank].fd >= 0) {
+            close(fd);
+            continue;
+        }
+        b->lines[note.rank].fd = fd;
+        come++;
+    }
+    for (i = 1; i < b->size && come == b->size; i++) mti_door_say(b->lines[i].fd, MTI_NOTE_OPEN, 0, mine->token);
+    return come == b->size;
+}
+
+/* Connects the ranks of comm. door: this rank's socket, or -1; theirs: the door of rank 0 of comm. Where a rank cannot
+   connect, the calls are not compared on any rank, and the logger gets a warning. */
+static mt_status mti_board_open(mt_context *ctx, mt_comm *comm, int door, const mti_door *theirs) {
+    double now = mti_now(), limit = comm->nccl.timeout < MTI_BOARD_OPENING ? comm->nccl.timeout : MTI_BOARD_OPENING;
+    mti_board *b = mti_board_new(comm->rank, comm->size);
+    char text[160];
+    int i, opened = 0;
+    if (!comm->group) comm->group = mti_group_new(comm->size, comm->nccl.timeout, 0);
+    if (comm->group) comm->group->references = 1;
+    if (b && comm->group && comm->rank == 0 && door >= 0) {
+        opened = mti_door_serve(door, theirs, b, now + limit);
+    } else if (b && comm->group && theirs->port) {
+        for (i = 0; i < (int)theirs->hosts && b->lines[0].fd < 0; i++)
+            b->lines[0].fd = mti_door_try(theirs, theirs->host[i], comm->rank, now + comm->nccl.timeout + limit);
+        opened = b->lines[0].fd >= 0;
+    }
+    if (opened && mti_comparer_join(ctx, b)) {
+        comm->nccl.board = b;
+        return MT_SUCCESS;
+    }
+    mti_board_free(b);
+    if (opened) return mti_refuse(ctx, comm, MT_ERR_SYSTEM, "no thread that compares the calls on \"%s\"", comm->name);
+    snprintf(text, sizeof text,
+             "the calls of the ranks of \"%s\" are not compared: not all of them could connect to rank 0 over TCP",
+             comm->name);
+    mt_log(ctx, MT_LOG_WARNING, text);
+    return MT_SUCCESS;
+}
+
 /* -- the watchdog -- */
 
 /* Owned by the communicators of one context, all of which belong to one thread: at most one call is inside NCCL. The
@@ -4455,10 +5336,10 @@ static void *mti_watchdog_run(void *argument) {
         double rest = w->calls != seen ? w->call.tick : MTI_WATCHDOG_SLEEP;
         double waited = w->inside ? mti_waited(&w->call) : 0,
                left = w->inside ? w->inside->nccl.timeout - waited : rest;
-        if (left < 0) {
+        if (left < 0 || (w->inside && mti_board_is_decided(w->inside->nccl.board))) {
             ncclComm_t handle = w->inside->nccl.handle;
             w->inside = NULL;
-            w->late = waited;
+            w->late = waited + 1e-9; /* more than 0 */
             /* An abort may wait for kernels of other communicators. The caller of the aborted call aborts those
                meanwhile, for which it needs the mutex. */
             pthread_mutex_unlock(&w->mutex);
@@ -4476,24 +5357,13 @@ static void *mti_watchdog_run(void *argument) {
     return NULL;
 }
 
-/* Starts the thread with all signals blocked: those of the program are for its own threads. */
-static int mti_watchdog_start(mti_watchdog *w) {
-    sigset_t all, before;
-    int error;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    error = pthread_create(&w->thread, NULL, mti_watchdog_run, w);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return error;
-}
-
 static mti_watchdog *mti_watchdog_new(int ordinal) {
     mti_watchdog *w = (mti_watchdog *)calloc(1, sizeof *w);
     if (!w) return NULL;
     w->ordinal = ordinal;
     if (pthread_mutex_init(&w->mutex, NULL) == 0) {
         if (mti_cond_init(&w->cond) == 0) {
-            if (mti_watchdog_start(w) == 0) return w;
+            if (mti_thread_start(&w->thread, mti_watchdog_run, w) == 0) return w;
             pthread_cond_destroy(&w->cond);
         }
         pthread_mutex_destroy(&w->mutex);
@@ -4573,6 +5443,7 @@ static void mti_nccl_say(mti_text *text, const mt_comm *comm) {
    which ends their kernels in the stream. */
 static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     comm->nccl.broken = status;
+    mti_board_fail(comm, status, text->data);
     if (comm->nccl.home) mti_graphs_lose(comm->nccl.home); /* an abort waits for the graphs that use comm to end */
     if (comm->nccl.owned) {
         if (comm->nccl.handle) ncclCommAbort(comm->nccl.handle);
@@ -4610,30 +5481,55 @@ static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t resu
     return mti_nccl_give_up(ctx, comm, mti_nccl_status(result), &text);
 }
 
-/* Reports a timeout of the stream. The message has the last call of every busy communicator, because NCCL does not say
-   which call hangs. */
+/* Returns MT_ERR_TIMEOUT, or the error of a verdict about a busy communicator, and writes its message. */
+static mt_status mti_nccl_ask_boards(mt_context *ctx, mti_text *text) {
+    mt_status status = MT_SUCCESS;
+    mt_comm *comm;
+    for (comm = ctx->nccl; comm && status == MT_SUCCESS; comm = comm->nccl.next) {
+        if (!comm->nccl.busy || comm->nccl.broken) continue;
+        mti_board_ask(comm);
+        status = mti_board_error(comm, text);
+    }
+    return status == MT_SUCCESS ? MT_ERR_TIMEOUT : status;
+}
+
+/* Reports a timeout of the stream. Where no board knows who is missing, the message has the last call of every busy
+   communicator, because NCCL does not say which call hangs. */
 static mt_status mti_nccl_late(mt_context *ctx, double waited) {
     mti_text text;
     mt_comm *comm;
+    mt_status status;
     int said = 0;
     text.used = 0;
-    for (comm = ctx->nccl; comm; comm = comm->nccl.next) {
+    status = mti_nccl_ask_boards(ctx, &text);
+    for (comm = ctx->nccl; comm && (said || !text.used); comm = comm->nccl.next) {
         if (!comm->nccl.busy) continue;
         if (said++) mti_say(&text, ", or ");
         mti_nccl_say(&text, comm);
     }
-    mti_say(&text, ": waited %.2f s for peers", waited);
-    mti_nccl_break_busy(ctx, MT_ERR_TIMEOUT, &text);
-    return MT_ERR_TIMEOUT;
+    if (said) mti_say(&text, ": waited %.2f s for peers", waited);
+    mti_nccl_break_busy(ctx, status, &text);
+    return status;
 }
 
-/* Reports a timeout of a call. */
+/* Reports a timeout of a call, or the verdict for which the watchdog has aborted it. */
 static mt_status mti_nccl_call_late(mt_context *ctx, mt_comm *comm, double waited) {
     mti_text text;
+    mt_status status;
+    mti_board_ask(comm);
+    status = mti_board_error(comm, &text);
+    if (status != MT_SUCCESS) return mti_nccl_give_up(ctx, comm, status, &text);
     text.used = 0;
     mti_nccl_say(&text, comm);
     mti_say(&text, ": rank %d waited %.2f s for peers", comm->rank, waited);
     return mti_nccl_give_up(ctx, comm, MT_ERR_TIMEOUT, &text);
+}
+
+/* Returns the error of a verdict about comm, and breaks all busy communicators; MT_SUCCESS: there is none. */
+static mt_status mti_nccl_obey(mt_context *ctx, mt_comm *comm) {
+    mti_text text;
+    mt_status status = mti_board_error(comm, &text);
+    return status == MT_SUCCESS ? MT_SUCCESS : mti_nccl_give_up(ctx, comm, status, &text);
 }
 
 /* -- waiting -- */
@@ -4648,7 +5544,8 @@ static mt_status mti_nccl_poll(mt_context *ctx, mt_comm *comm, struct ncclComm *
         if (asked != ncclSuccess) result = asked;
         if (result != ncclInProgress) break;
         waited = mti_waited(&watch);
-        if (waited > comm->nccl.timeout) return mti_nccl_call_late(ctx, comm, waited);
+        if (waited > comm->nccl.timeout || mti_board_is_decided(comm->nccl.board))
+            return mti_nccl_call_late(ctx, comm, waited);
         mti_rest(waited, 1e-3);
     }
     return result == ncclSuccess ? MT_SUCCESS : mti_nccl_fail(ctx, comm, result);
@@ -4664,12 +5561,13 @@ static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t re
 /* Runs an expression that calls NCCL on the handle of comm. */
 #define MTI_NCCL_RUN(ctx, comm, call) (mti_nccl_enter(comm), mti_nccl_settle(ctx, comm, call))
 
-/* Returns an error that NCCL has found in a busy communicator after the call. */
+/* Returns an error that NCCL, or the board, has found in a busy communicator after the call. */
 static mt_status mti_nccl_ask(mt_context *ctx) {
     mt_comm *comm;
     for (comm = ctx->nccl; comm; comm = comm->nccl.next) {
         ncclResult_t state = ncclSuccess, asked;
         if (!comm->nccl.busy || comm->nccl.broken) continue;
+        MT_TRY(mti_nccl_obey(ctx, comm));
         asked = ncclCommGetAsyncError(comm->nccl.handle, &state);
         if (asked != ncclSuccess) state = asked;
         if (state != ncclSuccess && state != ncclInProgress) return mti_nccl_fail(ctx, comm, state);
@@ -4694,9 +5592,11 @@ static mt_status mti_nccl_wait(mt_context *ctx) {
         if (comm->nccl.busy && (timeout < 0 || comm->nccl.timeout < timeout)) timeout = comm->nccl.timeout;
     if (timeout < 0) return MT_SUCCESS;
     watch = mti_stopwatch_start(timeout);
-    while ((error = cudaStreamQuery(ctx->stream)) == cudaErrorNotReady) {
-        cudaGetLastError(); /* clears cudaErrorNotReady */
+    for (;;) {
+        error = cudaStreamQuery(ctx->stream);
+        if (error == cudaErrorNotReady) cudaGetLastError(); /* clears cudaErrorNotReady */
         MT_TRY(mti_nccl_ask(ctx));
+        if (error != cudaErrorNotReady) break;
         waited = mti_waited(&watch);
         if (waited > timeout) return mti_nccl_late(ctx, waited);
         mti_rest(waited, 1e-3);
@@ -4813,6 +5713,10 @@ static void mti_nccl_unlink(mt_context *ctx, mt_comm *comm) {
     *at = comm->nccl.next;
 }
 
+static void mti_nccl_leave(mt_comm *comm, const char *reason) {
+    mti_board_tell(comm, MTI_NOTE_LEFT, NULL, reason); /* without memory, the others see that the connection ends */
+}
+
 static void mti_nccl_destroy(mt_comm *comm) {
     mti_nccl *n = &comm->nccl;
     if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
@@ -4822,6 +5726,7 @@ static void mti_nccl_destroy(mt_comm *comm) {
         mti_nccl_forget(n->home, comm, NULL);
         mti_nccl_unlink(n->home, comm);
     }
+    mti_board_close(comm);
     if (n->owned && n->handle && MTI_NCCL_RUN(NULL, comm, ncclCommFinalize(n->handle)) == MT_SUCCESS) {
         ncclCommDestroy(n->handle);
         n->handle = NULL; /* an error below must not abort it */
@@ -4986,8 +5891,8 @@ static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm) {
     return status;
 }
 
-/* Runs a call: as a barrier, as a reduction in the library's tree, or as one call of NCCL. */
-static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+/* Begins a call, and tells the board about it. */
+static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     if (comm->nccl.home != ctx)
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: \"%s\" (%d ranks, over NCCL) belongs to another context",
                           mti_call_name(call->kind), comm->name, comm->size);
@@ -4996,11 +5901,19 @@ static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *c
             ctx, comm, MT_ERR_PEER, "%s on \"%s\" (%d ranks): rank %d calls after this communicator failed with %s",
             mti_call_name(call->kind), comm->name, comm->size, comm->rank, mt_status_name(comm->nccl.broken));
     MT_TRY(mt_cuda_enter(ctx));
+    MT_TRY(mti_board_tell(comm, MTI_NOTE_CALL, call, NULL));
     comm->nccl.last = *call;
+    MT_TRY(mti_nccl_obey(ctx, comm));
     comm->nccl.number = ++ctx->nccl_calls;
     comm->nccl.stream = ctx->stream;
     comm->nccl.busy = 1;
     comm->nccl.recorded |= ctx->recording;
+    return MT_SUCCESS;
+}
+
+/* Runs a call: as a barrier, as a reduction in the library's tree, or as one call of NCCL. */
+static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    MT_TRY(mti_nccl_call_begin(ctx, comm, call));
     if (call->kind == MT_BARRIER) return mti_nccl_barrier(ctx, comm);
     if (mti_nccl_is_ordered(ctx, call)) return mti_nccl_reduce(ctx, comm, call);
     return MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, call));
@@ -5008,37 +5921,49 @@ static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *c
 
 /* -- splitting -- */
 
-/* Gathers the color and the key of every rank in pairs [2 * size], which holds this rank's pair at the start. */
-static mt_status mti_nccl_colors(mt_context *ctx, mt_comm *comm, int32_t *pairs) {
-    size_t mark = mt_arena_mark(ctx), bytes = 2 * sizeof *pairs, at = bytes * (size_t)comm->rank;
-    void *all = NULL;
-    mti_call call;
+/* What the ranks tell each other before they create a communicator. */
+typedef struct mti_member {
+    int32_t color, key;
+    mti_door door;
+} mti_member;
+
+/* Gathers the members of all ranks in all [size], which holds this rank's member at the start. kind: MTI_SPLIT or
+   MTI_CREATE, for the board and for messages */
+static mt_status mti_nccl_members(mt_context *ctx, mt_comm *comm, int kind, mti_member *all) {
+    size_t mark = mt_arena_mark(ctx), bytes = sizeof *all, at = bytes * (size_t)comm->rank;
+    mti_call call, named = mti_call_make(kind, NULL, NULL, 0, MT_U8);
+    void *gathered = NULL;
     mt_status status;
-    MT_TRY(mt_arena_alloc(ctx, bytes * (size_t)comm->size, &all));
-    memset(&call, 0, sizeof call);
-    call.kind = MT_ALL_GATHER;
-    call.dtype = MT_I32;
-    call.count = call.stride = 2;
-    call.send = (char *)all + at;
-    call.recv = all;
-    status = mti_cuda_copy(ctx, (char *)all + at, (char *)pairs + at, bytes);
-    if (status == MT_SUCCESS) status = mti_nccl_call(ctx, comm, &call);
-    if (status == MT_SUCCESS) status = mti_cuda_fetch(ctx, pairs, all, bytes * (size_t)comm->size);
+    MT_TRY(mt_arena_alloc(ctx, bytes * (size_t)comm->size, &gathered));
+    call = mti_call_make(MT_ALL_GATHER, (char *)gathered + at, gathered, bytes, MT_U8);
+    status = mti_cuda_copy(ctx, (char *)gathered + at, (char *)all + at, bytes);
+    if (status == MT_SUCCESS) status = mti_nccl_call_begin(ctx, comm, &named);
+    if (status == MT_SUCCESS) status = MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, &call));
+    if (status == MT_SUCCESS) status = mti_cuda_fetch(ctx, all, gathered, bytes * (size_t)comm->size);
     mt_arena_release(ctx, mark);
     return status;
 }
 
 /* Returns the size of rank r's new group, and rank r's rank in it. Size 0: rank r has a negative color. */
-static int mti_nccl_place(const int32_t *pairs, int ranks, int r, int *rank) {
-    int32_t color = pairs[2 * r], key = pairs[2 * r + 1];
+static int mti_nccl_place(const mti_member *all, int ranks, int r, int *rank) {
+    int32_t color = all[r].color, key = all[r].key;
     int size = 0, other;
     *rank = 0;
     for (other = 0; other < ranks && color >= 0; other++) {
-        if (pairs[2 * other] != color) continue;
-        *rank += pairs[2 * other + 1] < key || (pairs[2 * other + 1] == key && other < r);
+        if (all[other].color != color) continue;
+        *rank += all[other].key < key || (all[other].key == key && other < r);
         size++;
     }
     return size;
+}
+
+/* Connects the ranks of comm, a group of the ranks that `all` describes with this color. door: this rank's socket */
+static mt_status mti_nccl_connect(mt_context *ctx, mt_comm *comm, int color, const mti_member *all, int ranks,
+                                  int door) {
+    int r = 0, rank;
+    if (ctx->no_nccl_checks) return MT_SUCCESS;
+    while (r < ranks && (all[r].color != color || (mti_nccl_place(all, ranks, r, &rank), rank) != 0)) r++;
+    return mti_board_open(ctx, comm, door, &all[r].door);
 }
 
 /* Splits the blocking handle of child, or nothing if child is NULL, from comm. Waits until both are ready. The handle
@@ -5054,12 +5979,12 @@ static mt_status mti_nccl_carve(mt_context *ctx, mt_comm *comm, int color, int r
 }
 
 /* mti_nccl_carve creates the groups of two or more ranks. If there is such a group, all ranks of comm must call it. */
-static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, const int32_t *pairs, const char *name,
+static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, const mti_member *all, const char *name,
                                  mt_comm **out) {
     mt_comm *child = NULL;
     mt_status status = MT_SUCCESS;
-    int rank, ignored, r = 0, size = mti_nccl_place(pairs, comm->size, comm->rank, &rank);
-    while (r < comm->size && mti_nccl_place(pairs, comm->size, r, &ignored) < 2) r++;
+    int rank, ignored, r = 0, size = mti_nccl_place(all, comm->size, comm->rank, &rank);
+    while (r < comm->size && mti_nccl_place(all, comm->size, r, &ignored) < 2) r++;
     if (size == 1) *out = mti_comm_new(&mti_alone, 0, 1, name);
     if (r == comm->size) return MT_SUCCESS;
     if (size > 1) child = mti_nccl_new(ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
@@ -5070,23 +5995,38 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
     return child ? mti_nccl_begin(ctx, child, status, out) : status;
 }
 
+/* Ends a creation that has failed after `status`, or connects the ranks of the new communicator. */
+static mt_status mti_nccl_finish(mt_context *ctx, mt_status status, int color, const mti_member *all, int ranks,
+                                 int door, mt_comm **out) {
+    if (status == MT_SUCCESS && *out && (*out)->transport == &mti_over_nccl)
+        status = mti_nccl_connect(ctx, *out, color, all, ranks, door);
+    if (door >= 0) close(door);
+    if (status == MT_SUCCESS) return status;
+    mt_comm_destroy(*out);
+    *out = NULL;
+    return status;
+}
+
 /* Gathers the colors and keys of all ranks, and then creates the groups. */
 static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out) {
     mt_context *ctx = comm->nccl.home;
-    int32_t *pairs;
+    mti_member *all;
     char name[32];
     mt_status status;
+    int door = -1;
     if (!ctx)
         return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: the context of \"%s\" has been destroyed",
                           comm->name);
-    pairs = (int32_t *)calloc((size_t)comm->size, 2 * sizeof *pairs);
-    if (!pairs) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for %d colors", comm->size);
-    pairs[2 * comm->rank] = color;
-    pairs[2 * comm->rank + 1] = key;
+    all = (mti_member *)calloc((size_t)comm->size, sizeof *all);
+    if (!all) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for %d colors", comm->size);
+    if (color >= 0 && !ctx->no_nccl_checks) door = mti_door_open(&all[comm->rank].door);
+    all[comm->rank].color = color;
+    all[comm->rank].key = key;
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
-    status = mti_nccl_colors(ctx, comm, pairs);
-    if (status == MT_SUCCESS) status = mti_nccl_divide(ctx, comm, color, pairs, name, out);
-    free(pairs);
+    status = mti_nccl_members(ctx, comm, MTI_SPLIT, all);
+    if (status == MT_SUCCESS) status = mti_nccl_divide(ctx, comm, color, all, name, out);
+    status = mti_nccl_finish(ctx, status, color, all, comm->size, door, out);
+    free(all);
     return status == MT_SUCCESS ? status : mt_comm_fail(comm, status, mt_last_error(ctx));
 }
 
@@ -5114,6 +6054,22 @@ MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     return MT_SUCCESS;
 }
 
+/* Tells the ranks of a new communicator the door of rank 0, and connects them. Destroys *out on failure. */
+static mt_status mti_nccl_meet(mt_context *ctx, mt_comm **out) {
+    mt_comm *comm = *out;
+    mti_member *all;
+    mt_status status;
+    int door;
+    if (ctx->no_nccl_checks || comm->size == 1) return MT_SUCCESS;
+    all = (mti_member *)calloc((size_t)comm->size, sizeof *all);
+    door = all ? mti_door_open(&all[comm->rank].door) : -1;
+    status = all ? mti_nccl_members(ctx, comm, MTI_CREATE, all)
+                 : mt_fail(ctx, MT_ERR_MEMORY, "no memory for the addresses of %d ranks", comm->size);
+    status = mti_nccl_finish(ctx, status, 0, all, comm->size, door, out);
+    free(all);
+    return status;
+}
+
 /* Creates a communicator from an id, over NCCL also for one rank, as the tests need it. *out is NULL. */
 static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
                                  mt_comm **out) {
@@ -5131,7 +6087,8 @@ static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int rank
         status = mti_nccl_poll(ctx, comm, comm->nccl.opener, result);
     }
     if (status == MT_SUCCESS) status = mti_nccl_carve(ctx, comm, 0, rank, comm);
-    return mti_nccl_begin(ctx, comm, status, out);
+    MT_TRY(mti_nccl_begin(ctx, comm, status, out));
+    return mti_nccl_meet(ctx, out);
 }
 
 MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
@@ -5151,7 +6108,8 @@ static mt_status mti_nccl_wrap(mt_context *ctx, struct ncclComm *nccl, int size,
     if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl: no memory for the communicator");
     comm->nccl.handle = nccl;
     comm->nccl.owned = 0;
-    return mti_nccl_begin(ctx, comm, MT_SUCCESS, out);
+    MT_TRY(mti_nccl_begin(ctx, comm, MT_SUCCESS, out));
+    return mti_nccl_meet(ctx, out);
 }
 
 MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out) {

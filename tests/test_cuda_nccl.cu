@@ -13,6 +13,7 @@
 #include "mt_test.h"
 
 #include <math.h>
+#include <sys/resource.h>
 
 #if defined(MT_CUDA_ENGINE)
 namespace mte {
@@ -25,6 +26,7 @@ void nccl_fail_after(int device, int after, ncclResult_t result);
 void nccl_reset_faults();
 void nccl_set_version(int version);
 void nccl_keep_windows(bool on);
+void nccl_let_mismatches_hang(bool on);
 void cuda_fail_after(const char *name, int after, cudaError_t error);
 long host_waits();
 } // namespace mte
@@ -1261,7 +1263,7 @@ static void test_ids_that_lead_nowhere(void **state) {
 }
 
 #if defined(MT_CUDA_ENGINE)
-/* ---- faults ------------------------------------------------------------------------------------------------------ */
+/* ---- faults, in calls that are not compared ---------------------------------------------------------------------- */
 
 typedef struct fault {
     mt_status status[RANKS_MAX];
@@ -1341,6 +1343,7 @@ static job fault_job(way how, int ranks, fault *f) {
     memset(f, 0, sizeof *f);
     f->absent = -1;
     j.timeout = PATIENCE;
+    j.where.no_nccl_checks = 1;
     j.result = f;
     return j;
 }
@@ -1451,7 +1454,7 @@ static mt_status call_alone(job *j, mt_context *ctx, mt_comm *comm) {
     lonely what = *(const lonely *)j->result;
     int rank = mt_comm_rank(comm), gone = rank == j->ranks - 1;
     mt_comm *world = comm, *part = NULL;
-    int32_t pairs[2 * RANKS_MAX] = {0};
+    mti_member members[RANKS_MAX] = {};
     double start;
     void *p, *wide;
     mt_status status = MT_SUCCESS;
@@ -1462,7 +1465,7 @@ static mt_status call_alone(job *j, mt_context *ctx, mt_comm *comm) {
     start = mti_now();
     if (what == LONELY_RECEIVE && !gone) status = mt_recv(ctx, comm, p, 4, MT_F32, j->ranks - 1);
     if (what == LONELY_MEMORY && !gone) status = mt_comm_register(ctx, comm, wide, MTI_NCCL_MEMORY);
-    if (what >= LONELY_SPLIT && gone) MT_TRY(mti_nccl_colors(ctx, comm, pairs));
+    if (what >= LONELY_SPLIT && gone) MT_TRY(mti_nccl_members(ctx, comm, MTI_SPLIT, members));
     if (what >= LONELY_SPLIT && !gone) status = mt_comm_split(comm, 0, 0, &part);
     CHECK(status == (gone ? MT_SUCCESS : MT_ERR_TIMEOUT) && !part);
     CHECK(mti_now() - start < PATIENCE + 2);
@@ -1480,6 +1483,7 @@ static void test_calls_without_a_peer(void **state) {
         for (int what = 0; what < LONELIES; what++) {
             job j = job_make((way)how, 3, call_alone);
             j.timeout = PATIENCE;
+            j.where.no_nccl_checks = 1;
             j.result = &what;
             job_run(&j);
         }
@@ -1607,6 +1611,276 @@ static void test_silent_rank_beside_computation(void **state) {
     assert_int_equal(job_launch(&j, 0), MT_ERR_TIMEOUT);
     expect(&j, &f, 3, "all_reduce(count 4, f32, sum)", "\"world\" (2 ranks)");
     mte::nccl_reset_faults();
+    nothing_left();
+}
+
+/* ---- calls that are compared ------------------------------------------------------------------------------------- */
+
+#define LONG 30.0 /* a timeout that is never reached */
+
+/* What rank 1 does, while the other ranks call all_reduce(count 4, f32, sum). */
+typedef enum odd {
+    ODD_COUNT,
+    ODD_DTYPE,
+    ODD_OP,
+    ODD_KIND,
+    ODD_ROOT, /* the others call broadcast(count 4, f32, root 0) */
+    ODD_SPLIT,
+    ODD_MESSAGE,  /* rank 0 sends 4 floats to rank 1, which receives 3 */
+    ODD_RECORDED, /* in a graph */
+    ODD_STUCK,
+    ODD_LEAVES,
+    ODD_EXTRA, /* makes one call more */
+    ODDS
+} odd;
+
+typedef struct odd_job {
+    odd what;
+    mt_status status[RANKS_MAX];
+    double seconds[RANKS_MAX];
+    char text[RANKS_MAX][MT_ERROR_BYTES];
+} odd_job;
+
+static mt_status odd_call(mt_context *ctx, mt_comm *comm, odd what, void *x) {
+    mt_comm *part = NULL;
+    int rank = mt_comm_rank(comm), is_odd = rank == 1;
+    if (what == ODD_MESSAGE) {
+        if (rank == 0) return mt_send(ctx, comm, x, 4, MT_F32, 1);
+        return is_odd ? mt_recv(ctx, comm, x, 3, MT_F32, 0) : mt_barrier(ctx, comm);
+    }
+    if (what == ODD_ROOT) return mt_broadcast(ctx, comm, x, x, 4, MT_F32, is_odd);
+    if (what == ODD_EXTRA && !is_odd) return MT_SUCCESS;
+    if (!is_odd) return mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM);
+    if (what == ODD_SPLIT) return mt_comm_split(comm, 0, 0, &part);
+    if (what == ODD_KIND) return mt_all_gather(ctx, comm, x, (float *)x + 4, 1, MT_F32);
+    return mt_all_reduce(ctx, comm, x, x, what == ODD_COUNT ? 3 : 4, what == ODD_DTYPE ? MT_I32 : MT_F32,
+                         what == ODD_OP ? MT_MAX : MT_SUM);
+}
+
+/* A graph cannot wait, so the error comes from a later call that is recorded. */
+static mt_status record_odd(mt_context *ctx, mt_comm *comm, void *x) {
+    double start = mti_now();
+    mt_status status;
+    MT_TRY(mt_graph_begin(ctx, comm));
+    status = mt_all_reduce(ctx, comm, x, x, mt_comm_rank(comm) == 1 ? 3 : 4, MT_F32, MT_SUM);
+    while (status == MT_SUCCESS && mti_now() < start + LONG) {
+        pause_for(0.05);
+        status = mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM);
+    }
+    mt_graph_end(ctx, NULL);
+    return status;
+}
+
+static mt_status call_odd(job *j, mt_context *ctx, mt_comm *comm) {
+    odd_job *o = (odd_job *)j->result;
+    int rank = mt_comm_rank(comm), leaves = (rank == 1) == (o->what != ODD_EXTRA) && o->what >= ODD_LEAVES;
+    mt_status status;
+    double start;
+    void *x;
+    MT_TRY(mt_arena_alloc(ctx, 256, &x));
+    if (mt_context_device(ctx) == MT_DEVICE_CUDA) MT_TRY(mt_cuda_zero(ctx, x, 256));
+    else memset(x, 0, 256);
+    MT_TRY(mt_barrier(ctx, comm));
+    MT_TRY(mt_barrier(ctx, j->threads[rank])); /* no verdict while a rank is in the barrier over NCCL */
+    start = mti_now();
+    if (leaves) return MT_SUCCESS;
+    if (rank == 1 && o->what == ODD_STUCK) {
+        pause_for(3 * PATIENCE);
+        return MT_SUCCESS;
+    }
+    status = o->what == ODD_RECORDED ? record_odd(ctx, comm, x) : odd_call(ctx, comm, o->what, x);
+    if (status == MT_SUCCESS) status = mt_context_synchronize(ctx);
+    o->status[rank] = status;
+    o->seconds[rank] = mti_now() - start;
+    snprintf(o->text[rank], sizeof o->text[rank], "%s", mt_comm_last_error(comm));
+    CHECK(mt_barrier(ctx, comm) == MT_ERR_PEER);
+    CHECK(strstr(mt_last_error(ctx), "calls after this communicator failed"));
+    return is_callers(j->how) ? status : MT_SUCCESS; /* job_rank aborts the caller's */
+}
+
+static void run_odd(odd what, int how, odd_job *o) {
+    job j = job_make((way)how, 3, call_odd);
+    memset(o, 0, sizeof *o);
+    o->what = what;
+    j.result = o;
+    j.timeout = what == ODD_STUCK ? PATIENCE : LONG;
+    job_launch(&j, 0);
+    nothing_left();
+}
+
+/* Every rank gets the error and the sentence of ranks that are threads on a CPU, before the timeout. A thread that
+   calls later gets more words around the sentence. */
+static void test_odd_calls(void **state) {
+    static const char *const words[] = {
+        ": ranks 0, 2 called all_reduce(count 4, f32, sum), rank 1 called all_reduce(count 3, f32, sum)",
+        "rank 1 called all_reduce(count 4, i32, sum)",
+        "rank 1 called all_reduce(count 4, f32, max)",
+        "rank 1 called all_gather(count 1, f32)",
+        ": ranks 0, 2 called broadcast(count 4, f32, root 0), rank 1 called broadcast(count 4, f32, root 1)",
+        "rank 1 called split",
+        "recv on \"world\" (3 ranks): rank 0 called send(count 4, f32, to rank 1), rank 1 called recv(count 3, ",
+        ": ranks 0, 2 called all_reduce(count 4, f32, sum), rank 1 called all_reduce(count 3, f32, sum)",
+        "waited 0.40 s for rank 1, whose last call here was barrier",
+        "all_reduce(count 4, f32, sum) on \"world\" (3 ranks): rank 1 has left the group",
+        "all_reduce(count 4, f32, sum) on \"world\" (3 ranks): rank "};
+    (void)state;
+    mte::nccl_let_mismatches_hang(true);
+    for (int what = 0; what < ODDS; what++) {
+        mt_status wanted = what < ODD_STUCK ? MT_ERR_MISMATCH : what == ODD_STUCK ? MT_ERR_TIMEOUT : MT_ERR_PEER;
+        odd_job cpu, o;
+        if (what != ODD_RECORDED) run_odd((odd)what, ON_CPU, &cpu);
+        for (int how = FOR_DEVICE; how < WAYS; how++) {
+            /* the first messages, and those of a maximum, wait for ever inside a blocking communicator of the caller */
+            if (how == FROM_CALLER && (what == ODD_OP || what == ODD_MESSAGE)) continue;
+            run_odd((odd)what, how, &o);
+            for (int r = 0; r < 3; r++) {
+                int silent = (what == ODD_STUCK || what == ODD_LEAVES) ? r == 1 : what == ODD_EXTRA && r != 1;
+                if (silent) continue;
+                if (o.status[r] != wanted || !strstr(o.text[r], words[what]) || o.seconds[r] > LONG / 2)
+                    fail_msg("case %d, %s, rank %d, after %.2f s: %s: %s", what, way_names[how], r, o.seconds[r],
+                             mt_status_name(o.status[r]), o.text[r]);
+                if (what != ODD_RECORDED && what != ODD_EXTRA && !strstr(cpu.text[r], o.text[r]))
+                    fail_msg("case %d, %s, rank %d: \"%s\", on a CPU \"%s\"", what, way_names[how], r, o.text[r],
+                             cpu.text[r]);
+            }
+        }
+    }
+    mte::nccl_let_mismatches_hang(false);
+}
+
+/* The first receive from a rank waits inside NCCL. The rank leaves, and the watchdog ends the receive. */
+static mt_status receive_from_nobody(job *j, mt_context *ctx, mt_comm *comm) {
+    double start;
+    void *x;
+    (void)j;
+    MT_TRY(mt_arena_alloc(ctx, 64, &x));
+    MT_TRY(mt_barrier(ctx, comm));
+    start = mti_now();
+    if (mt_comm_rank(comm) == 1) return MT_SUCCESS;
+    CHECK(mt_recv(ctx, comm, x, 4, MT_F32, 1) == MT_ERR_PEER && mti_now() < start + LONG / 2);
+    CHECK(strstr(mt_last_error(ctx), "recv(count 4, f32, from rank 1) on \"world\" (2 ranks): rank 1 has left"));
+    return MT_SUCCESS;
+}
+
+static void test_receive_from_nobody(void **state) {
+    (void)state;
+    for (int how = FOR_DEVICE; how <= FROM_ID; how++) {
+        job j = job_make((way)how, 2, receive_from_nobody);
+        j.timeout = LONG;
+        job_run(&j);
+    }
+}
+
+#define MANY_CALLS 700
+
+/* Many calls without a wait, of which one rank after the other makes all before the next one begins; messages, each of
+   another size; and a graph. Nothing is refused. */
+static mt_status call_often(job *j, mt_context *ctx, mt_comm *comm) {
+    int rank = mt_comm_rank(comm), checked = !j->where.no_nccl_checks;
+    mt_graph *graph = NULL;
+    void *x, *y;
+    CHECK((comm->nccl.board != NULL) == checked && (comm->group != NULL) == checked);
+    MT_TRY(mt_arena_alloc(ctx, 4096, &x));
+    MT_TRY(mt_arena_alloc(ctx, 4096, &y));
+    MT_TRY(mt_cuda_zero(ctx, x, 4096));
+    MT_TRY(mt_barrier(ctx, comm));
+    pause_for(0.1 * rank);
+    for (int i = 0; i < MANY_CALLS; i++) {
+        if (i % 5 == 4) MT_TRY(mt_broadcast(ctx, comm, x, x, 4, MT_F32, i % j->ranks));
+        else MT_TRY(mt_all_reduce(ctx, comm, x, x, (size_t)(1 + i % 7), MT_F32, MT_SUM));
+    }
+    for (size_t i = 1; i < 100; i++) {
+        if (rank == 0) MT_TRY(mt_send(ctx, comm, x, i, MT_F32, 1));
+        if (rank == 1) MT_TRY(mt_recv(ctx, comm, y, i, MT_F32, 0));
+        MT_TRY(mt_send_recv(ctx, comm, x, i, (rank + 1) % j->ranks, y, i, (rank + j->ranks - 1) % j->ranks, MT_F32));
+    }
+    MT_TRY(mt_graph_begin(ctx, comm));
+    for (int i = 0; i < 100; i++) MT_TRY(mt_all_reduce(ctx, comm, x, y, 4, MT_F32, MT_SUM));
+    MT_TRY(mt_graph_end(ctx, &graph));
+    for (int i = 0; i < 3; i++) MT_TRY(mt_graph_launch(ctx, graph));
+    MT_TRY(mt_context_synchronize(ctx));
+    mt_graph_destroy(ctx, graph);
+    MT_TRY(mt_barrier(ctx, comm));
+    pause_for(0.05); /* what has been sent is compared */
+    CHECK(!mti_board_is_decided(comm->nccl.board));
+    /* the communicator is destroyed while these are on their way */
+    for (int i = 0; i < 20; i++) MT_TRY(mt_all_reduce(ctx, comm, x, y, 4, MT_F32, MT_SUM));
+    return MT_SUCCESS;
+}
+
+static void test_many_calls(void **state) {
+    (void)state;
+    for (int unchecked = 0; unchecked < 2; unchecked++)
+        for (int how = FOR_DEVICE; how < WAYS; how++) {
+            job j = job_make((way)how, 3, call_often);
+            j.where.no_nccl_checks = unchecked;
+            job_run(&j);
+        }
+}
+
+/* Ranks call two communicators in different orders, each in a stream of its own. Each communicator has the right
+   calls. */
+static mt_status interleave(job *j, mt_context *ctx, mt_comm *comm) {
+    int rank = mt_comm_rank(comm);
+    mt_comm *other = NULL;
+    mt_status status;
+    void *x;
+    (void)j;
+    MT_TRY(mt_arena_alloc(ctx, 64, &x));
+    MT_TRY(mt_cuda_zero(ctx, x, 64));
+    MT_TRY(mt_comm_split(comm, 0, rank, &other));
+    MT_TRY(mt_barrier(ctx, comm));
+    MT_TRY(mt_barrier(ctx, other));
+    for (int i = 0; i < 50; i++) {
+        if (rank == 0) MT_TRY(mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM));
+        MT_TRY(mt_overlap_begin(ctx, other, MT_STREAM_SECOND));
+        status = mt_all_reduce(ctx, other, (float *)x + 8, (float *)x + 8, (size_t)(1 + i % 2), MT_F32, MT_SUM);
+        MT_TRY(mt_overlap_end(ctx, 0, status));
+        if (rank != 0) MT_TRY(mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM));
+        MT_TRY(mt_overlap_wait(ctx, 0));
+    }
+    MT_TRY(mt_context_synchronize(ctx));
+    mt_comm_destroy(other);
+    return MT_SUCCESS;
+}
+
+static void test_two_orders(void **state) {
+    job j = job_make(FOR_DEVICE, 2, interleave);
+    (void)state;
+    job_run(&j);
+}
+
+/* Without sockets the calls are not compared, and the logger says so. */
+static void count_unchecked(void *user, mt_log_level level, const char *message) {
+    if (level == MT_LOG_WARNING && strstr(message, "are not compared"))
+        __atomic_add_fetch((int *)user, 1, __ATOMIC_SEQ_CST);
+}
+
+static mt_status call_unchecked(job *j, mt_context *ctx, mt_comm *comm) {
+    void *x;
+    (void)j;
+    CHECK(!comm->nccl.board);
+    MT_TRY(mt_arena_alloc(ctx, 64, &x));
+    MT_TRY(mt_cuda_zero(ctx, x, 64));
+    MT_TRY(mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM));
+    return mt_barrier(ctx, comm);
+}
+
+static void test_without_sockets(void **state) {
+    struct rlimit before, few;
+    int warnings = 0, probe = dup(0);
+    job j = job_make(FOR_DEVICE, 3, call_unchecked);
+    (void)state;
+    j.where.logger.log = count_unchecked;
+    j.where.logger.user = &warnings;
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
+    close(probe);
+    few = before;
+    few.rlim_cur = (rlim_t)probe;
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &few), 0);
+    job_launch(&j, 1);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
+    assert_int_equal(warnings, 3);
     nothing_left();
 }
 
@@ -1874,6 +2148,11 @@ int main(void) {
         cmocka_unit_test(test_destroy_before_a_graph),
         cmocka_unit_test(test_destroy_waits_for_nobody_for_ever),
         cmocka_unit_test(test_silent_rank_beside_computation),
+        cmocka_unit_test(test_odd_calls),
+        cmocka_unit_test(test_receive_from_nobody),
+        cmocka_unit_test(test_many_calls),
+        cmocka_unit_test(test_two_orders),
+        cmocka_unit_test(test_without_sockets),
         cmocka_unit_test(test_failure_of_one_rank_is_told),
         cmocka_unit_test(test_registration),
         cmocka_unit_test(test_registered_twice),

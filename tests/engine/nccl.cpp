@@ -15,7 +15,8 @@
 //   blocking=0  A call returns ncclInProgress. Its operations reach the stream when ncclCommGetAsyncError is called the
 //               second time, as if the helper thread had been busy. A split is non-blocking when its parent is,
 //               whatever its child will be.
-//   Mismatches  Calls that do not match are reported with both calls, and the outputs are filled with 0xff bytes.
+//   Mismatches  Calls that do not match are reported with both calls, and the outputs are filled with 0xff bytes. With
+//               nccl_let_mismatches_hang, the later call never arrives instead.
 //   Handles     A non-blocking split or window registration sets the caller's handle when ncclCommGetAsyncError returns
 //               success. A window of a non-blocking communicator is registered until then, too.
 //   Windows     Symmetric: either each rank's buffer lies in a window, at the same offset, or no rank's buffer does. A
@@ -73,6 +74,7 @@ void nccl_fail(ncclComm_t comm, ncclResult_t result);
 void nccl_reset_faults();
 void nccl_set_version(int version); // sets what ncclGetVersion returns; 0: the version of the header
 void nccl_keep_windows(bool on);    // ncclCommWindowDeregister fails
+void nccl_let_mismatches_hang(bool on);
 
 struct NcclCounts {
     // communicators created so far, and alive now; registrations now, including windows; windows now; groups of calls
@@ -604,6 +606,8 @@ void arrive(const std::shared_ptr<Op> &op, ncclComm &comm, Leg &leg, const Call 
         if (!each->released) release(*each, each->stream);
 }
 
+bool mismatches_hang = false;
+
 void mismatch(Op &op, int rank, const Call &call, int other_rank, const Call &other) {
     op.mismatched = true;
     report("NCCL: mismatch in operation %zu of a communicator of %d ranks: rank %d calls %s, rank %d calls %s",
@@ -619,7 +623,10 @@ void join_collective(ncclComm &comm, Leg &leg, const Call &call, size_t number) 
     if (!op->ranks.empty()) {
         const int other = op->ranks[0];
         const Call &theirs = op->calls[static_cast<size_t>(other)];
-        if (!same_collective(call, theirs)) mismatch(*op, comm.rank, call, other, theirs);
+        if (!same_collective(call, theirs)) {
+            if (mismatches_hang) return;
+            mismatch(*op, comm.rank, call, other, theirs);
+        }
     }
     if (op->ranks.size() + 1 == op->expected() && !op->broken) clique.open.erase(number);
     arrive(op, comm, leg, call, static_cast<size_t>(comm.rank));
@@ -640,8 +647,9 @@ void join_pair(ncclComm &comm, Leg &leg, const Call &call) {
         return;
     }
     const std::shared_ptr<Op> op = queue.front();
-    queue.pop_front();
     const Call &theirs = op->calls[1 - mine];
+    if (mismatches_hang && (theirs.count != call.count || theirs.type != call.type)) return;
+    queue.pop_front();
     if (theirs.count != call.count || theirs.type != call.type) mismatch(*op, comm.rank, call, op->ranks[0], theirs);
     arrive(op, comm, leg, call, mine);
 }
@@ -1543,6 +1551,11 @@ void nccl_reset_faults() {
 void nccl_keep_windows(bool on) {
     Guard guard;
     windows_stay = on;
+}
+
+void nccl_let_mismatches_hang(bool on) {
+    Guard guard;
+    mismatches_hang = on;
 }
 
 void nccl_set_version(int version) {
