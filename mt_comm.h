@@ -5206,11 +5206,16 @@ static int mti_door_open(mti_door *door) {
 /* Waits until the socket has an event, or until `end` by mti_now. Returns 0 when it has none. */
 static int mti_door_wait(int fd, short events, double end) {
     struct pollfd one;
-    double left = end - mti_now();
+    double left;
+    int n;
     one.fd = fd;
     one.events = events;
-    one.revents = 0;
-    return left > 0 && poll(&one, 1, (int)(1e3 * left) + 1) > 0;
+    do {
+        one.revents = 0;
+        left = end - mti_now();
+        n = left > 0 ? poll(&one, 1, left < 1e3 ? (int)(1e3 * left) + 1 : 1000000) : 0;
+    } while (n < 0 && errno == EINTR);
+    return n > 0;
 }
 
 /* Receives one note without a text. */
@@ -5263,7 +5268,10 @@ static int mti_door_serve(int door, const mti_door *mine, mti_board *b, double e
         int fd = accept(door, NULL, NULL);
         double soon = mti_now() + MTI_BOARD_CONNECTING;
         mti_note note;
-        if (fd < 0) continue;
+        if (fd < 0) {
+            mti_rest(1, 0); /* there may be no descriptor for it */
+            continue;
+        }
         mti_socket_set(fd);
         if (!mti_door_hear(fd, &note, soon < end ? soon : end) || note.kind != MTI_NOTE_HELLO ||
             note.what != mine->token || note.rank < 1 || note.rank >= b->size || b->lines[note.rank].fd >= 0) {

@@ -1,5 +1,5 @@
 /* test_cuda_nccl.cu - tests communicators over NCCL against ranks that are threads on a CPU: collectives, splits,
-   faults, registration.
+   faults, calls that differ, registration.
      On GPUs:       nvcc -std=c++17 -O2 -arch=native -I. tests/test_cuda_nccl.cu -lcublasLt -lnccl
                     N ranks need N GPUs: NCCL refuses two ranks on one GPU. With fewer GPUs these cases are skipped. One
                     GPU is enough for ranks over threads that share it, and for one rank over NCCL.
