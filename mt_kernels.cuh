@@ -21,8 +21,9 @@
        16-bit views block by block, in scratch memory that does not grow with the number of rows. Only these views have
        a whole f32 copy in it: the gain and bias of a norm, the bias of dropout, the table of rotary embeddings, the qkv
        of mt_kv_cache_append, the logits of mt_sample_candidates, and operands of mt_gemm where its comment says so.
-       For each thread, attention has packed f32 copies of the keys and values of one group of one sequence, also of
-       f32 views. In backward it also has their gradients in f32, for 16-bit views.
+       For each thread, attention has packed copies of the keys and values of one group of one sequence, also of f32
+       views: in bf16 where it multiplies in bf16, otherwise in f32. In backward it also has their gradients in f32, for
+       16-bit views.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -421,6 +422,11 @@ typedef struct mt_attention_desc {
    On a CPU the threads of the context share the work (mt_context_desc.threads), each with scratch memory of its own.
    The bits do not depend on their number. In forward a thread gets some blocks of 96 queries of a head, in backward
    some groups of a sequence. One thread computes the groups that add to the same elements of dbias.
+   If q, k and v are bf16, in backward also dout, and the program is compiled for AVX512-BF16 (gcc or clang), then the
+   products on a CPU have bf16 operands and sums in f32, as on tensor cores. Probabilities and gradients of scores are
+   rounded to bf16 before they are multiplied. The softmax and lse are computed in f32, and denormal bf16 numbers count
+   as 0. Other calls on a CPU compute in f32. mt_kv_cache_attention does the same for more than MT_KV_DECODE_QUERIES
+   queries, and in invariant mode.
    Forward does not read desc->dbias. Backward changes only the rows of this call's heads in it. Errors: MT_ERR_ARGUMENT
    (in backward: dbias overlaps another tensor of the call, or the bias is missing or is a boolean mask),
    MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
@@ -2634,9 +2640,20 @@ MT_INLINE mti_simd mti_simd_widen(mt_dtype type, mti_simd t, int which) {
     return (mti_simd)((mti_simd_ints)t | (u & (int32_t)0x80000000));
 }
 
-/* c [MTI_MR, MTI_NR] = alpha a b + beta c, a sum over k. Row i of a is a[i][p * step]; b is a packed panel. */
-MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float alpha, float beta,
-                             float *c, int64_t ldc) {
+/* Returns s + a b. In pairs, a and each place of b hold two bf16 numbers, neighbours in k, the first one in the low
+   half. The instruction adds both products in f32. It reads denormal numbers as 0. */
+MT_INLINE mti_simd mti_gemm_step(int pairs, float a, mti_simd b, mti_simd s) {
+#if MTI_HAS_AVX512_BF16
+    if (pairs) return (mti_simd)_mm512_dpbf16_ps((__m512)s, (__m512bh)_mm512_set1_ps(a), (__m512bh)b);
+#endif
+    (void)pairs;
+    return s + a * b;
+}
+
+/* c [MTI_MR, MTI_NR] = alpha a b + beta c, a sum over k. Row i of a is a[i][p * step]; b is a packed panel. In pairs, k
+   counts pairs. */
+MT_INLINE void mti_gemm_sums(int pairs, int64_t k, const float *const *a, int64_t step, const float *b, float alpha,
+                             float beta, float *c, int64_t ldc) {
     mti_simd s[MTI_MR][2], b0, b1, zero = {0};
     int64_t p;
     int i, j;
@@ -2647,8 +2664,8 @@ MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, con
         memcpy(&b1, b + MTI_SIMD, sizeof b1);
         MTI_UNROLL
         for (i = 0; i < MTI_MR; i++) {
-            s[i][0] += a[i][p * step] * b0;
-            s[i][1] += a[i][p * step] * b1;
+            s[i][0] = mti_gemm_step(pairs, a[i][p * step], b0, s[i][0]);
+            s[i][1] = mti_gemm_step(pairs, a[i][p * step], b1, s[i][1]);
         }
     }
     MTI_UNROLL
@@ -2664,11 +2681,12 @@ MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, con
         }
 }
 #else
-MT_INLINE void mti_gemm_sums(int64_t k, const float *const *a, int64_t step, const float *b, float alpha, float beta,
-                             float *c, int64_t ldc) {
+MT_INLINE void mti_gemm_sums(int pairs, int64_t k, const float *const *a, int64_t step, const float *b, float alpha,
+                             float beta, float *c, int64_t ldc) {
     float sums[MTI_MR * MTI_NR];
     int64_t p;
     int i, j;
+    (void)pairs;
     for (i = 0; i < MTI_MR * MTI_NR; i++) sums[i] = 0.0f;
     for (p = 0; p < k; p++, b += MTI_NR)
         for (i = 0; i < MTI_MR; i++)
@@ -2814,6 +2832,7 @@ typedef struct mti_gemm_piece { /* one block of a product: c [m, n] = alpha a [m
     float *c;
     int64_t a_row, a_col, ldc, m, n, k;
     float alpha, beta;
+    int pairs; /* 1: a and packed_b hold pairs of bf16 numbers, and k counts them; see mti_gemm_step */
 } mti_gemm_piece;
 
 /* mti_gemm_sums for the tile from row i on, over [first, end) of the inner dimension. b is the panel. Rows that a does
@@ -2827,14 +2846,17 @@ static void mti_gemm_panel(const mti_gemm_piece *x, int64_t i, int64_t first, in
     if (x->packed_a) {
         MTI_UNROLL
         for (r = 0; r < MTI_MR; r++) rows[r] = x->packed_a + i * x->k + first * MTI_MR + r;
-        mti_gemm_sums(k, rows, MTI_MR, b, x->alpha, x->beta, c, ldc);
+        mti_gemm_sums(0, k, rows, MTI_MR, b, x->alpha, x->beta, c, ldc);
         return;
     }
     a = x->a + i * x->a_row + first * x->a_col;
     MTI_UNROLL
     for (r = 0; r < MTI_MR; r++) rows[r] = a + mt_min(r, last) * x->a_row;
-    if (x->a_col == 1) mti_gemm_sums(k, rows, 1, b, x->alpha, x->beta, c, ldc);
-    else mti_gemm_sums(k, rows, x->a_col, b, x->alpha, x->beta, c, ldc);
+    if (MTI_HAS_AVX512_BF16 && x->pairs) {
+        if (x->a_col == 1) mti_gemm_sums(1, k, rows, 1, b, x->alpha, x->beta, c, ldc);
+        else mti_gemm_sums(1, k, rows, x->a_col, b, x->alpha, x->beta, c, ldc);
+    } else if (x->a_col == 1) mti_gemm_sums(0, k, rows, 1, b, x->alpha, x->beta, c, ldc);
+    else mti_gemm_sums(0, k, rows, x->a_col, b, x->alpha, x->beta, c, ldc);
 }
 
 /* Copies m rows of n elements. */
@@ -4281,6 +4303,7 @@ static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
     x.a_col = a_col;
     x.packed_b = room_b;
     x.packed_a = pack_a ? room_a : NULL;
+    x.pairs = 0;
     for (j = 0; j < g->n; j += MTI_NC)
         for (p = 0; p < g->k; p += MTI_KC) {
             x.n = mt_min(MTI_NC, g->n - j);
@@ -7219,12 +7242,14 @@ typedef struct mti_attention {
     /* the threads that compute, and the floats from the scratch memory of one to that of the next; below, that of the
        first one */
     int64_t threads, thread_floats;
+    int pairs;             /* 1: products have bf16 operands, in pairs; see mti_attention_in_pairs */
     float *scores, *grads; /* [queries, mti_scores_width], a block; grads for backward only */
+    float *grad_pairs;     /* [queries, mti_scores_width / 2]: in backward in pairs, the rows of grads */
     /* packed k and v of a group, as the right operand of products that sum over features or over keys; packed q and
        dout of MTI_QUERIES queries, for sums over queries. NULL: not needed */
     float *k_features, *k_keys, *v_features, *v_keys, *q_queries, *dout_queries;
-    /* rooms for blocks of 16-bit views in f32, see mti_f32_place: rows of k or v while they are packed, the queries of
-       a block, their part of out or dq, their dout, and dk and dv of a group. NULL: not needed */
+    /* rooms for blocks of 16-bit views, see mti_attention_read and mti_f32_place: rows of k or v while they are packed,
+       the queries of a block, their part of out or dq, their dout, and dk and dv of a group. NULL: not needed */
     float *kv_room, *q_room, *out_room, *dout_room, *dk_room, *dv_room;
 } mti_attention;
 
@@ -7266,6 +7291,17 @@ static void mti_attention_fused(mti_attention *a, mt_tensor qkv, mt_tensor dqkv)
     a->dv = mti_cols_from(a->dk, c.value);
 }
 
+/* Returns 1 if the products of a call have bf16 operands. Then two numbers that a product sums over lie in the place of
+   one float, see mti_gemm_step: queries, keys, values and dout as they are, and rounded probabilities and gradients of
+   scores. The sums and the softmax are in f32. */
+static int mti_attention_in_pairs(const mti_attention *a, int backward) {
+    return MTI_HAS_AVX512_BF16 && a->q.dtype == MT_BF16 && a->k.dtype == MT_BF16 && a->v.dtype == MT_BF16 &&
+           (!backward || a->dout.dtype == MT_BF16);
+}
+
+/* The places of n numbers that a product sums over. */
+static int64_t mti_places(const mti_attention *a, int64_t n) { return a->pairs ? (n + 1) / 2 : n; }
+
 /* The floats of a row of scores: whole vectors of MTI_PARTIALS. */
 static int64_t mti_scores_width(const mt_attention_desc *s) {
     return mt_min(MTI_KEYS, mt_round_up(s->kv_seq, MTI_PARTIALS));
@@ -7298,16 +7334,20 @@ static mt_status mti_attention_rooms(mti_attention *a) {
 static mt_status mti_attention_thread_scratch(mti_attention *a, int backward) {
     const mt_attention_desc *s = &a->desc;
     int64_t head = mt_round_up(s->head_dim, MTI_NR), queries = mt_min(MTI_QUERIES, s->seq);
-    int64_t features = mt_round_up(s->kv_seq, MTI_NR) * s->head_dim, keys = s->kv_seq * head;
+    int64_t features, keys;
+    a->pairs = mti_attention_in_pairs(a, backward);
+    features = mt_round_up(s->kv_seq, MTI_NR) * mti_places(a, s->head_dim);
+    keys = mti_places(a, s->kv_seq) * head;
     MT_TRY(mti_attention_rooms(a));
     MT_TRY(mti_attention_floats(a, queries * mti_scores_width(s), &a->scores));
     MT_TRY(mti_attention_floats(a, features, &a->k_features));
     if (!backward) return mti_attention_floats(a, keys, &a->v_keys);
     MT_TRY(mti_attention_floats(a, queries * mti_scores_width(s), &a->grads));
+    if (a->pairs) MT_TRY(mti_attention_floats(a, queries * mti_scores_width(s) / 2, &a->grad_pairs));
     MT_TRY(mti_attention_floats(a, keys, &a->k_keys));
     MT_TRY(mti_attention_floats(a, features, &a->v_features));
-    MT_TRY(mti_attention_floats(a, queries * head, &a->q_queries));
-    return mti_attention_floats(a, queries * head, &a->dout_queries);
+    MT_TRY(mti_attention_floats(a, mti_places(a, queries) * head, &a->q_queries));
+    return mti_attention_floats(a, mti_places(a, queries) * head, &a->dout_queries);
 }
 
 /* Allocates the scratch memory of a->threads threads. */
@@ -7325,9 +7365,9 @@ static mt_status mti_attention_scratch(mti_attention *a, int backward) {
 /* Returns a call with the scratch memory of a thread. */
 static mti_attention mti_attention_of_thread(const mti_attention *a, int thread) {
     mti_attention t = *a;
-    float **const parts[] = {&t.scores,   &t.grads,     &t.k_features,   &t.k_keys,  &t.v_features,
-                             &t.v_keys,   &t.q_queries, &t.dout_queries, &t.kv_room, &t.q_room,
-                             &t.out_room, &t.dout_room, &t.dk_room,      &t.dv_room};
+    float **const parts[] = {&t.scores,     &t.grads,    &t.grad_pairs, &t.k_features,   &t.k_keys,
+                             &t.v_features, &t.v_keys,   &t.q_queries,  &t.dout_queries, &t.kv_room,
+                             &t.q_room,     &t.out_room, &t.dout_room,  &t.dk_room,      &t.dv_room};
     size_t i;
     for (i = 0; i < sizeof parts / sizeof *parts; i++)
         if (*parts[i]) *parts[i] += thread * a->thread_floats;
@@ -7352,33 +7392,78 @@ static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_
 
 static float *mti_at(mt_tensor t, int64_t row, int64_t col) { return (float *)t.data + row * mt_tensor_ld(t) + col; }
 
-/* Packs n rows of t, from column `col` on, for products that sum over features. room: see mti_attention. */
-static void mti_pack_features(mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t head_dim, float *room,
-                              float *out) {
+/* Reads `rows` rows of a bf16 view of a head, with pairs of neighbouring features in places of floats. The last feature
+   of an odd number has 0 beside it. */
+static mt_tensor mti_feature_pairs(mt_tensor t, int64_t row, int64_t rows, int64_t col, int64_t head_dim, float *room) {
+    mt_tensor x = mt_tensor_make(room, MT_F32, rows, (head_dim + 1) / 2);
     int64_t i;
+    for (i = 0; i < rows; i++) {
+        float *y = mti_row(x, i);
+        y[x.cols - 1] = 0.0f;
+        memcpy(y, mti_row16(t, row + i) + col, (size_t)head_dim * sizeof(uint16_t));
+    }
+    return x;
+}
+
+/* Reads `rows` rows of a head for products that sum over features. room: see mti_attention. */
+static mt_tensor mti_attention_read(const mti_attention *a, mt_tensor t, int64_t row, int64_t rows, int64_t col,
+                                    float *room) {
+    if (a->pairs) return mti_feature_pairs(t, row, rows, col, a->desc.head_dim, room);
+    return mti_f32_read(t, row, rows, col, a->desc.head_dim, room);
+}
+
+/* Packs n rows of t, from column `col` on, for products that sum over features. */
+static void mti_pack_features(const mti_attention *a, mt_tensor t, int64_t row, int64_t col, int64_t n, float *out) {
+    int64_t places = mti_places(a, a->desc.head_dim), i;
     for (i = 0; i < n; i += MTI_KEYS) {
-        mt_tensor x = mti_f32_read(t, row + i, mt_min(MTI_KEYS, n - i), col, head_dim, room);
-        mti_pack(mti_row(x, 0), mt_tensor_ld(x), 1, x.rows, head_dim, MTI_NR, out + i * head_dim);
+        mt_tensor x = mti_attention_read(a, t, row + i, mt_min(MTI_KEYS, n - i), col, a->kv_room);
+        mti_pack(mti_row(x, 0), mt_tensor_ld(x), 1, x.rows, places, MTI_NR, out + i * places);
     }
 }
 
-/* Packs n rows of t, from column `col` on, for products that sum over rows: at most MTI_KEYS rows at a time. */
-static void mti_pack_rows(mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t head_dim, float *room, float *out) {
-    int64_t i;
+/* Packs n rows of a bf16 view of a head, with pairs of neighbouring rows in places of floats. Rows from `length` on
+   count as 0. */
+static void mti_pack_row_pairs(mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t length, int64_t head_dim,
+                               float *out) {
+    int64_t places = (n + 1) / 2, p, i, j, count;
+    for (p = 0; p < places; p++) {
+        const uint16_t *x = mti_row16(t, row + 2 * p) + col;
+        const uint16_t *y = 2 * p + 1 < length ? mti_row16(t, row + 2 * p + 1) + col : x;
+        uint32_t present = y != x ? 0xffffffffu : 0x0000ffffu;
+        for (i = 0; i < head_dim; i += MTI_NR) {
+            float *to = out + i * places + p * MTI_NR;
+            count = mt_min(MTI_NR, head_dim - i);
+            MT_INDEPENDENT
+            for (j = 0; j < count; j++) to[j] = mt_f32_from_bits((x[i + j] | (uint32_t)y[i + j] << 16) & present);
+            mti_row_fill(to + count, 0.0f, MTI_NR - count);
+        }
+    }
+}
+
+/* Packs n rows of t, from column `col` on, for products that sum over rows: at most MTI_KEYS rows at a time. Products
+   sum over the first `length` rows. */
+static void mti_pack_rows(const mti_attention *a, mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t length,
+                          float *out) {
+    int64_t d = a->desc.head_dim, i;
     for (i = 0; i < n; i += MTI_KEYS) {
-        mt_tensor x = mti_f32_read(t, row + i, mt_min(MTI_KEYS, n - i), col, head_dim, room);
-        mti_pack(mti_row(x, 0), 1, mt_tensor_ld(x), head_dim, x.rows, MTI_NR, out + i * mt_round_up(head_dim, MTI_NR));
+        int64_t rows = mt_min(MTI_KEYS, n - i);
+        float *to = out + mti_places(a, i) * mt_round_up(d, MTI_NR);
+        if (a->pairs) mti_pack_row_pairs(t, row + i, col, rows, length - i, d, to);
+        else {
+            mt_tensor x = mti_f32_read(t, row + i, rows, col, d, a->kv_room);
+            mti_pack(mti_row(x, 0), 1, mt_tensor_ld(x), d, rows, MTI_NR, to);
+        }
     }
 }
 
 /* Packs the keys and values of a group. */
 static void mti_attention_pack(const mti_attention *a, int64_t batch, int64_t group) {
     const mt_attention_desc *s = &a->desc;
-    int64_t n = s->kv_seq, d = s->head_dim, row = batch * n, col = group * a->kv_step;
-    mti_pack_features(a->k, row, col, n, d, a->kv_room, a->k_features);
-    if (a->k_keys) mti_pack_rows(a->k, row, col, n, d, a->kv_room, a->k_keys);
-    if (a->v_features) mti_pack_features(a->v, row, col, n, d, a->kv_room, a->v_features);
-    if (a->v_keys) mti_pack_rows(a->v, row, col, n, d, a->kv_room, a->v_keys);
+    int64_t n = s->kv_seq, row = batch * n, col = group * a->kv_step, length = s->lengths ? s->lengths[batch] : n;
+    mti_pack_features(a, a->k, row, col, n, a->k_features);
+    if (a->k_keys) mti_pack_rows(a, a->k, row, col, n, length, a->k_keys);
+    if (a->v_features) mti_pack_features(a, a->v, row, col, n, a->v_features);
+    if (a->v_keys) mti_pack_rows(a, a->v, row, col, n, length, a->v_keys);
 }
 
 /* A block of scores: queries [query, query + rows) of a head and keys [key, key + keys) of its group. */
@@ -7445,55 +7530,62 @@ static void mti_score_tiles(const mti_gemm_piece *x, const mti_span *seen) {
         }
 }
 
-/* c [m, n] += alpha a b, where the rows of a tile sum over their span. */
+/* c [m, n] += alpha a b, where the rows of a tile sum over their span, in pairs over all pairs that have a part of
+   it. */
 static void mti_score_sums(const mti_gemm_piece *x, const mti_span *seen) {
     int64_t i, j;
     for (j = 0; j < x->n; j += MTI_NR)
         for (i = 0; i < x->m; i += MTI_MR) {
-            const mti_span *t = &seen[i / MTI_MR];
-            if (t->end > t->first) mti_gemm_tile(x, i, j, t->first, t->end);
+            mti_span t = seen[i / MTI_MR];
+            if (t.end <= t.first) continue;
+            if (x->pairs) t.first /= 2, t.end = (t.end + 1) / 2;
+            mti_gemm_tile(x, i, j, t.first, t.end);
         }
 }
 
-/* out [rows, keys] = alpha x y^T, for x [rows, head_dim] and packed features y. */
+/* out [rows, keys] = alpha x y^T, for x [rows, head_dim] of mti_attention_read and packed features y. */
 static void mti_scores_of(const mti_attention *a, const mti_score_block *b, float alpha, mt_tensor x, const float *y,
                           float *out) {
     mti_gemm_piece g;
     g.a = mti_row(x, 0);
     g.packed_a = NULL;
-    g.packed_b = y + b->key * a->desc.head_dim;
+    g.packed_b = y + b->key * x.cols;
     g.c = out;
     g.a_row = mt_tensor_ld(x);
     g.a_col = 1;
     g.ldc = mti_scores_width(&a->desc);
     g.m = b->rows;
     g.n = b->keys;
-    g.k = a->desc.head_dim;
+    g.k = x.cols;
     g.alpha = alpha;
     g.beta = 0.0f;
+    g.pairs = a->pairs;
     mti_score_tiles(&g, b->by_queries);
 }
 
-/* out [rows, head_dim] += alpha x y, for x [rows, keys] and packed rows y. */
+/* out [rows, head_dim] += alpha x y, for x [rows, keys], whose rows are ldx apart, and packed rows y. In pairs, x has
+   pairs of keys. */
 static void mti_scores_to_queries(const mti_attention *a, const mti_score_block *b, float alpha, const float *x,
-                                  const float *y, mt_tensor out) {
+                                  int64_t ldx, const float *y, mt_tensor out) {
     mti_gemm_piece g;
     g.a = x;
     g.packed_a = NULL;
-    g.packed_b = y + b->key * mt_round_up(a->desc.head_dim, MTI_NR);
+    g.packed_b = y + mti_places(a, b->key) * mt_round_up(a->desc.head_dim, MTI_NR);
     g.c = mti_row(out, 0);
-    g.a_row = mti_scores_width(&a->desc);
+    g.a_row = ldx;
     g.a_col = 1;
     g.ldc = mt_tensor_ld(out);
     g.m = b->rows;
     g.n = a->desc.head_dim;
-    g.k = b->keys;
+    g.k = mti_places(a, b->keys);
     g.alpha = alpha;
     g.beta = 1.0f;
+    g.pairs = a->pairs;
     mti_score_sums(&g, b->by_queries);
 }
 
-/* out [keys, head_dim] += alpha x^T y, for x [rows, keys] and y with packed queries. */
+/* out [keys, head_dim] += alpha x^T y, for x [rows, keys] and y with packed queries. In pairs, every second row of x has
+   pairs of queries. */
 static void mti_scores_to_keys(const mti_attention *a, const mti_score_block *b, float alpha, const float *x,
                                const float *y, mt_tensor out) {
     mti_gemm_piece g;
@@ -7502,13 +7594,14 @@ static void mti_scores_to_keys(const mti_attention *a, const mti_score_block *b,
     g.packed_b = y;
     g.c = mti_row(out, 0);
     g.a_row = 1;
-    g.a_col = mti_scores_width(&a->desc);
+    g.a_col = (a->pairs ? 2 : 1) * mti_scores_width(&a->desc);
     g.ldc = mt_tensor_ld(out);
     g.m = b->keys;
     g.n = a->desc.head_dim;
-    g.k = b->rows;
+    g.k = mti_places(a, b->rows);
     g.alpha = alpha;
     g.beta = 1.0f;
+    g.pairs = a->pairs;
     mti_score_sums(&g, b->by_keys);
 }
 
@@ -7565,6 +7658,39 @@ static void mti_attention_drop_row(const mt_dropout *dropout, int64_t e, float *
     }
 }
 
+#if MTI_HAS_AVX512_BF16
+/* Rounds n numbers, whole vectors of MTI_PARTIALS, to pairs of neighbours. out may be x. */
+static void mti_key_pairs(const float *x, float *out, int64_t n) {
+    mti_simd a, b;
+    int64_t j;
+    for (j = 0; j < n; j += 2 * MTI_SIMD, out += MTI_SIMD) {
+        memcpy(&a, x + j, sizeof a);
+        memcpy(&b, x + j + MTI_SIMD, sizeof b);
+        a = (mti_simd)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+        memcpy(out, &a, sizeof a);
+    }
+}
+
+/* Rounds two rows of n numbers, whole vectors, to pairs of one number of x and one of y. out may be x or y. */
+static void mti_query_pairs(const float *x, const float *y, float *out, int64_t n) {
+    const __m512i low = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i turns = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
+    mti_simd a, b;
+    int64_t j;
+    for (j = 0; j < n; j += MTI_SIMD) {
+        memcpy(&a, x + j, sizeof a);
+        memcpy(&b, y + j, sizeof b);
+        a = (mti_simd)_mm512_permutexvar_epi16(turns, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+        memcpy(out + j, &a, sizeof a);
+    }
+}
+#else
+static void mti_key_pairs(const float *x, float *out, int64_t n) { (void)x, (void)out, (void)n; }
+static void mti_query_pairs(const float *x, const float *y, float *out, int64_t n) {
+    (void)x, (void)y, (void)out, (void)n;
+}
+#endif
+
 /* Fills the elements of x [n] outside of [first, end) with zeros. */
 static void mti_attention_zero_outside(float *x, int64_t first, int64_t end, int64_t n) {
     mti_row_fill(x, 0.0f, first);
@@ -7618,17 +7744,19 @@ static int mti_softmax_add(const mti_attention *a, const mti_head *h, mti_softma
 }
 
 /* scores = e^(scores - the largest of the row so far), with dropout. The output so far is scaled to the same number
-   (arXiv 2205.14135, algorithm 1). Rows of scores that are not seen become 0. */
+   (arXiv 2205.14135, algorithm 1). Rows of scores that are not seen become 0. In pairs, a row then has pairs of
+   keys. */
 static void mti_scores_softmax(const mti_attention *a, const mti_head *h, const mti_score_block *b, mti_softmax *m,
                                mt_tensor out) {
-    int64_t r;
+    int64_t width = mt_round_up(b->keys, MTI_PARTIALS), r;
     for (r = 0; r < b->rows; r++) {
         float *p = a->scores + r * mti_scores_width(&a->desc);
         mti_span seen = b->seen[r];
         if (seen.end > seen.first && mti_softmax_add(a, h, m, r, b->query + r, b->key, p, seen, mti_row(out, r)))
             seen = mti_span_whole(seen);
         else seen.end = seen.first;
-        mti_attention_zero_outside(p, seen.first, seen.end, b->keys);
+        mti_attention_zero_outside(p, seen.first, seen.end, width);
+        if (a->pairs) mti_key_pairs(p, p, width);
     }
 }
 
@@ -7659,7 +7787,7 @@ static void mti_attention_forward_queries(const mti_attention *a, const mti_head
     mti_score_block b;
     b.query = query;
     b.rows = mt_min(MTI_QUERIES, s->seq - query);
-    q = mti_f32_read(a->q, row, b.rows, h->q_col, s->head_dim, a->q_room);
+    q = mti_attention_read(a, a->q, row, b.rows, h->q_col, a->q_room);
     out = mti_f32_place(a->out, row, b.rows, h->out_col, s->head_dim, a->out_room);
     mti_row_fill(m.top, -(float)INFINITY, b.rows);
     mti_row_fill(m.sum, 0.0f, b.rows);
@@ -7669,7 +7797,7 @@ static void mti_attention_forward_queries(const mti_attention *a, const mti_head
         if (!mti_scores_see(a, h, &b)) continue;
         mti_scores_of(a, &b, s->scale, q, a->k_features, a->scores);
         mti_scores_softmax(a, h, &b, &m, out);
-        mti_scores_to_queries(a, &b, 1.0f, a->scores, a->v_keys, out);
+        mti_scores_to_queries(a, &b, 1.0f, a->scores, mti_scores_width(s), a->v_keys, out);
     }
     mti_softmax_end(a, h, &m, row, out);
 }
@@ -7738,10 +7866,22 @@ static void mti_scores_backward_row(const mti_attention *a, const mti_head *h, i
     for (j = 0; s->softcap > 0.0f && j < n; j++) dx[j] *= slopes[j];
 }
 
-/* Computes the probabilities of a block and the gradients of its scores. What is not seen becomes 0. */
+/* Rounds the rows of probabilities and gradients that end with row r, the second one of a pair or the last one. */
+static void mti_scores_round(const mti_attention *a, int64_t r, int64_t width) {
+    static const float zeros[MTI_KEYS] = {0};
+    int64_t ld = mti_scores_width(&a->desc), first = r - r % 2;
+    float *p = a->scores + first * ld, *d = a->grads + first * ld, *pairs = a->grad_pairs + first * ld / 2;
+    mti_key_pairs(d, pairs, width);
+    if (r > first) mti_key_pairs(d + ld, pairs + ld / 2, width);
+    mti_query_pairs(p, r > first ? p + ld : zeros, p, width);
+    mti_query_pairs(d, r > first ? d + ld : zeros, d, width);
+}
+
+/* Computes the probabilities of a block and the gradients of its scores. What is not seen becomes 0. In pairs, every
+   second row gets pairs of queries, and grad_pairs gets pairs of keys. */
 static void mti_scores_backward_rows(const mti_attention *a, const mti_head *h, const mti_score_block *b,
                                      const float *deltas) {
-    int64_t r;
+    int64_t width = mt_round_up(b->keys, MTI_PARTIALS), r;
     for (r = 0; r < b->rows; r++) {
         float *p = a->scores + r * mti_scores_width(&a->desc), *d = a->grads + r * mti_scores_width(&a->desc);
         mti_span seen = b->seen[r];
@@ -7750,12 +7890,13 @@ static void mti_scores_backward_rows(const mti_attention *a, const mti_head *h, 
             mti_scores_backward_row(a, h, b->query + r, b->key, p, d, seen, deltas[r]);
             seen = mti_span_whole(seen);
         }
-        mti_attention_zero_outside(p, seen.first, seen.end, b->keys);
-        mti_attention_zero_outside(d, seen.first, seen.end, b->keys);
+        mti_attention_zero_outside(p, seen.first, seen.end, width);
+        mti_attention_zero_outside(d, seen.first, seen.end, width);
+        if (a->pairs && (r % 2 == 1 || r + 1 == b->rows)) mti_scores_round(a, r, width);
     }
 }
 
-/* The queries of a block in backward, in f32: what is read for them, and the gradient. */
+/* The queries of a block in backward: what is read for them, see mti_attention_read, and the gradient in f32. */
 typedef struct mti_query_rows {
     mt_tensor q, dout, dq;
     float deltas[MTI_QUERIES]; /* rowsum(dout * out) */
@@ -7765,12 +7906,14 @@ typedef struct mti_query_rows {
    those of the group. */
 static void mti_scores_backward(const mti_attention *a, const mti_head *h, const mti_score_block *b,
                                 const mti_query_rows *x, mt_tensor dk, mt_tensor dv) {
+    const float *ds = a->pairs ? a->grad_pairs : a->grads;
+    int64_t width = mti_scores_width(&a->desc);
     float scale = a->desc.scale;
     mti_scores_of(a, b, scale, x->q, a->k_features, a->scores);
     mti_scores_of(a, b, 1.0f, x->dout, a->v_features, a->grads);
     mti_scores_backward_rows(a, h, b, x->deltas);
     mti_scores_to_keys(a, b, 1.0f, a->scores, a->dout_queries, mt_tensor_rows(dv, b->key, b->keys));
-    mti_scores_to_queries(a, b, scale, a->grads, a->k_keys, x->dq);
+    mti_scores_to_queries(a, b, scale, ds, mti_places(a, width), a->k_keys, x->dq);
     mti_scores_to_keys(a, b, scale, a->grads, a->q_queries, mt_tensor_rows(dk, b->key, b->keys));
 }
 
@@ -7779,12 +7922,18 @@ static void mti_query_rows_read(const mti_attention *a, const mti_head *h, int64
                                 mti_query_rows *x) {
     int64_t d = a->desc.head_dim, r;
     mt_tensor out = mti_f32_read(a->out, row, rows, h->out_col, d, a->out_room);
-    x->q = mti_f32_read(a->q, row, rows, h->q_col, d, a->q_room);
     x->dout = mti_f32_read(a->dout, row, rows, h->out_col, d, a->dout_room);
-    x->dq = mti_f32_place(a->dq, row, rows, h->q_col, d, a->out_room);
     for (r = 0; r < rows; r++) x->deltas[r] = mti_row_dot(mti_row(x->dout, r), mti_row(out, r), d);
-    mti_pack_rows(x->q, 0, 0, rows, d, NULL, a->q_queries);
-    mti_pack_rows(x->dout, 0, 0, rows, d, NULL, a->dout_queries);
+    x->q = mti_attention_read(a, a->q, row, rows, h->q_col, a->q_room);
+    x->dq = mti_f32_place(a->dq, row, rows, h->q_col, d, a->out_room);
+    if (a->pairs) {
+        x->dout = mti_feature_pairs(a->dout, row, rows, h->out_col, d, a->dout_room);
+        mti_pack_rows(a, a->q, row, h->q_col, rows, rows, a->q_queries);
+        mti_pack_rows(a, a->dout, row, h->out_col, rows, rows, a->dout_queries);
+    } else {
+        mti_pack_rows(a, x->q, 0, 0, rows, rows, a->q_queries);
+        mti_pack_rows(a, x->dout, 0, 0, rows, rows, a->dout_queries);
+    }
     mti_attention_clear(x->dq);
 }
 
@@ -9691,9 +9840,9 @@ static mti_attention mti_kv_resolve(const mti_kv *k) {
 
 /* Packs the keys and values of a group of sequence b, as mti_attention_pack does. */
 static void mti_kv_pack(const mti_kv *k, const mti_attention *a, int64_t b, int64_t g) {
-    int64_t n = a->desc.kv_seq, d = a->desc.head_dim, row = mti_kv_row(k, b, g);
-    mti_pack_features(a->k, row, 0, n, d, a->kv_room, a->k_features);
-    mti_pack_rows(a->v, row, 0, n, d, a->kv_room, a->v_keys);
+    int64_t n = a->desc.kv_seq, row = mti_kv_row(k, b, g);
+    mti_pack_features(a, a->k, row, 0, n, a->k_features);
+    mti_pack_rows(a, a->v, row, 0, n, n, a->v_keys);
 }
 
 /* The attention of the queries of a group, in blocks of scores. */
