@@ -7584,8 +7584,8 @@ static void mti_scores_to_queries(const mti_attention *a, const mti_score_block 
     mti_score_sums(&g, b->by_queries);
 }
 
-/* out [keys, head_dim] += alpha x^T y, for x [rows, keys] and y with packed queries. In pairs, every second row of x has
-   pairs of queries. */
+/* out [keys, head_dim] += alpha x^T y, for x [rows, keys] and y with packed queries. In pairs, every second row of x
+   has pairs of queries. */
 static void mti_scores_to_keys(const mti_attention *a, const mti_score_block *b, float alpha, const float *x,
                                const float *y, mt_tensor out) {
     mti_gemm_piece g;
