@@ -22,8 +22,8 @@
        a whole f32 copy in it: the gain and bias of a norm, the bias of dropout, the table of rotary embeddings, the qkv
        of mt_kv_cache_append, the logits of mt_sample_candidates, and operands of mt_gemm where its comment says so.
        For each thread, attention has packed copies of the keys and values of one group of one sequence, also of f32
-       views: in bf16 where it multiplies in bf16, otherwise in f32. In backward it also has their gradients in f32, for
-       16-bit views.
+       views: in bf16 where it multiplies in bf16, otherwise in f32. In backward it also has their gradients, and those
+       of the queries of one head, in f32, for 16-bit views.
      - Backward adds to the gradients of parameters (+=) and overwrites the gradients of activations (=).
      - To leave out an optional view, pass mt_none() (data == NULL). A view with rows == 0 or cols == 0 is allowed, and
        its data may be NULL.
@@ -7249,8 +7249,8 @@ typedef struct mti_attention {
        dout of MTI_QUERIES queries, for sums over queries. NULL: not needed */
     float *k_features, *k_keys, *v_features, *v_keys, *q_queries, *dout_queries;
     /* rooms for blocks of 16-bit views, see mti_attention_read and mti_f32_place: rows of k or v while they are packed,
-       the queries of a block, their part of out or dq, their dout, and dk and dv of a group. NULL: not needed */
-    float *kv_room, *q_room, *out_room, *dout_room, *dk_room, *dv_room;
+       the queries of a block, their out and dout, dq of a head, and dk and dv of a group. NULL: not needed */
+    float *kv_room, *q_room, *out_room, *dout_room, *dq_room, *dk_room, *dv_room;
 } mti_attention;
 
 typedef struct mti_head {       /* one query head of one sequence */
@@ -7324,8 +7324,9 @@ static mt_status mti_attention_rooms(mti_attention *a) {
     int64_t queries = mt_min(MTI_QUERIES, s->seq);
     MT_TRY(mti_attention_head_room(a, a->k.dtype == MT_F32 ? a->v : a->k, mt_min(MTI_KEYS, s->kv_seq), &a->kv_room));
     MT_TRY(mti_attention_head_room(a, a->q, queries, &a->q_room));
-    MT_TRY(mti_attention_head_room(a, a->out.dtype == MT_F32 ? a->dq : a->out, queries, &a->out_room));
+    MT_TRY(mti_attention_head_room(a, a->out, queries, &a->out_room));
     MT_TRY(mti_attention_head_room(a, a->dout, queries, &a->dout_room));
+    MT_TRY(mti_attention_head_room(a, a->dq, s->seq, &a->dq_room));
     MT_TRY(mti_attention_head_room(a, a->dk, s->kv_seq, &a->dk_room));
     return mti_attention_head_room(a, a->dv, s->kv_seq, &a->dv_room);
 }
@@ -7365,9 +7366,9 @@ static mt_status mti_attention_scratch(mti_attention *a, int backward) {
 /* Returns a call with the scratch memory of a thread. */
 static mti_attention mti_attention_of_thread(const mti_attention *a, int thread) {
     mti_attention t = *a;
-    float **const parts[] = {&t.scores,     &t.grads,    &t.grad_pairs, &t.k_features,   &t.k_keys,
-                             &t.v_features, &t.v_keys,   &t.q_queries,  &t.dout_queries, &t.kv_room,
-                             &t.q_room,     &t.out_room, &t.dout_room,  &t.dk_room,      &t.dv_room};
+    float **const parts[] = {&t.scores,    &t.grads,     &t.grad_pairs,   &t.k_features, &t.k_keys, &t.v_features,
+                             &t.v_keys,    &t.q_queries, &t.dout_queries, &t.kv_room,    &t.q_room, &t.out_room,
+                             &t.dout_room, &t.dq_room,   &t.dk_room,      &t.dv_room};
     size_t i;
     for (i = 0; i < sizeof parts / sizeof *parts; i++)
         if (*parts[i]) *parts[i] += thread * a->thread_floats;
@@ -7917,15 +7918,15 @@ static void mti_scores_backward(const mti_attention *a, const mti_head *h, const
     mti_scores_to_keys(a, b, scale, a->grads, a->q_queries, mt_tensor_rows(dk, b->key, b->keys));
 }
 
-/* Reads and packs the `rows` queries of a head from row `row` on. dq gets zeros, after its room had out. */
-static void mti_query_rows_read(const mti_attention *a, const mti_head *h, int64_t row, int64_t rows,
+/* Reads and packs the queries of a block. dq is that of the head. */
+static void mti_query_rows_read(const mti_attention *a, const mti_head *h, const mti_score_block *b, mt_tensor dq,
                                 mti_query_rows *x) {
-    int64_t d = a->desc.head_dim, r;
+    int64_t d = a->desc.head_dim, row = h->query + b->query, rows = b->rows, r;
     mt_tensor out = mti_f32_read(a->out, row, rows, h->out_col, d, a->out_room);
     x->dout = mti_f32_read(a->dout, row, rows, h->out_col, d, a->dout_room);
     for (r = 0; r < rows; r++) x->deltas[r] = mti_row_dot(mti_row(x->dout, r), mti_row(out, r), d);
     x->q = mti_attention_read(a, a->q, row, rows, h->q_col, a->q_room);
-    x->dq = mti_f32_place(a->dq, row, rows, h->q_col, d, a->out_room);
+    x->dq = mt_tensor_rows(dq, b->query, rows);
     if (a->pairs) {
         x->dout = mti_feature_pairs(a->dout, row, rows, h->out_col, d, a->dout_room);
         mti_pack_rows(a, a->q, row, h->q_col, rows, rows, a->q_queries);
@@ -7934,24 +7935,25 @@ static void mti_query_rows_read(const mti_attention *a, const mti_head *h, int64
         mti_pack_rows(a, x->q, 0, 0, rows, rows, a->q_queries);
         mti_pack_rows(a, x->dout, 0, 0, rows, rows, a->dout_queries);
     }
-    mti_attention_clear(x->dq);
 }
 
-/* Computes the gradients of a query head, block by block. */
+/* Computes the gradients of a query head, block by block. The keys of a block, and their gradients, stay in L2 while
+   all queries use them. */
 static void mti_attention_backward_head(const mti_attention *a, const mti_head *h, mt_tensor dk, mt_tensor dv) {
     const mt_attention_desc *s = &a->desc;
+    mt_tensor dq = mti_f32_place(a->dq, h->query, s->seq, h->q_col, s->head_dim, a->dq_room);
     mti_query_rows x;
     mti_score_block b;
-    for (b.query = 0; b.query < s->seq; b.query += MTI_QUERIES) {
-        int64_t row = h->query + b.query;
-        b.rows = mt_min(MTI_QUERIES, s->seq - b.query);
-        mti_query_rows_read(a, h, row, b.rows, &x);
-        for (b.key = 0; b.key < s->kv_seq; b.key += MTI_KEYS) {
+    mti_attention_clear(dq);
+    for (b.key = 0; b.key < s->kv_seq; b.key += MTI_KEYS)
+        for (b.query = 0; b.query < s->seq; b.query += MTI_QUERIES) {
             b.keys = mt_min(MTI_KEYS, s->kv_seq - b.key);
-            if (mti_scores_see(a, h, &b)) mti_scores_backward(a, h, &b, &x, dk, dv);
+            b.rows = mt_min(MTI_QUERIES, s->seq - b.query);
+            if (!mti_scores_see(a, h, &b)) continue;
+            mti_query_rows_read(a, h, &b, dq, &x);
+            mti_scores_backward(a, h, &b, &x, dk, dv);
         }
-        mti_f32_write(x.dq, a->dq, row, h->q_col);
-    }
+    mti_f32_write(dq, a->dq, h->query, h->q_col);
 }
 
 /* Computes the gradients of a group of a sequence. Its heads add to the same dk and dv, which are zero before the first
