@@ -3540,9 +3540,9 @@ MT_INLINE uint16_t mti_f32_to_f16(float x) {
 #define MTI_HAS_F16C 0
 #endif
 #if defined(__AVX512BF16__) && defined(__GNUC__) && !defined(__CUDACC__)
-#define MTI_HAS_AVX512_BF16 1
+#define MT_HAS_AVX512_BF16 1
 #else
-#define MTI_HAS_AVX512_BF16 0
+#define MT_HAS_AVX512_BF16 0
 #endif
 
 static int64_t mti_f16_to_f32_by_8(const uint16_t *x, float *y, int64_t n) {
@@ -3569,7 +3569,7 @@ static int64_t mti_f32_to_f16_by_8(const float *x, uint16_t *y, int64_t n) {
 /* The instruction would round denormal numbers to 0, so the function ends before the first one. */
 static int64_t mti_f32_to_bf16_by_16(const float *x, uint16_t *y, int64_t n) {
     int64_t j = 0;
-#if MTI_HAS_AVX512_BF16
+#if MT_HAS_AVX512_BF16
     const __m512i exponent = _mm512_set1_epi32(0x7f800000), fraction = _mm512_set1_epi32(0x007fffff);
     for (; j + 16 <= n; j += 16) {
         __m512 v = _mm512_loadu_ps(x + j);

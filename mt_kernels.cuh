@@ -2643,7 +2643,7 @@ MT_INLINE mti_simd mti_simd_widen(mt_dtype type, mti_simd t, int which) {
 /* Returns s + a b. In pairs, a and each place of b hold two bf16 numbers, neighbours in k, the first one in the low
    half. The instruction adds both products in f32. It reads denormal numbers as 0. */
 MT_INLINE mti_simd mti_gemm_step(int pairs, float a, mti_simd b, mti_simd s) {
-#if MTI_HAS_AVX512_BF16
+#if MT_HAS_AVX512_BF16
     if (pairs) return (mti_simd)_mm512_dpbf16_ps((__m512)s, (__m512bh)_mm512_set1_ps(a), (__m512bh)b);
 #endif
     (void)pairs;
@@ -2852,7 +2852,7 @@ static void mti_gemm_panel(const mti_gemm_piece *x, int64_t i, int64_t first, in
     a = x->a + i * x->a_row + first * x->a_col;
     MTI_UNROLL
     for (r = 0; r < MTI_MR; r++) rows[r] = a + mt_min(r, last) * x->a_row;
-    if (MTI_HAS_AVX512_BF16 && x->pairs) {
+    if (MT_HAS_AVX512_BF16 && x->pairs) {
         if (x->a_col == 1) mti_gemm_sums(1, k, rows, 1, b, x->alpha, x->beta, c, ldc);
         else mti_gemm_sums(1, k, rows, x->a_col, b, x->alpha, x->beta, c, ldc);
     } else if (x->a_col == 1) mti_gemm_sums(0, k, rows, 1, b, x->alpha, x->beta, c, ldc);
@@ -7295,7 +7295,7 @@ static void mti_attention_fused(mti_attention *a, mt_tensor qkv, mt_tensor dqkv)
    one float, see mti_gemm_step: queries, keys, values and dout as they are, and rounded probabilities and gradients of
    scores. The sums and the softmax are in f32. */
 static int mti_attention_in_pairs(const mti_attention *a, int backward) {
-    return MTI_HAS_AVX512_BF16 && a->q.dtype == MT_BF16 && a->k.dtype == MT_BF16 && a->v.dtype == MT_BF16 &&
+    return MT_HAS_AVX512_BF16 && a->q.dtype == MT_BF16 && a->k.dtype == MT_BF16 && a->v.dtype == MT_BF16 &&
            (!backward || a->dout.dtype == MT_BF16);
 }
 
@@ -7659,7 +7659,7 @@ static void mti_attention_drop_row(const mt_dropout *dropout, int64_t e, float *
     }
 }
 
-#if MTI_HAS_AVX512_BF16
+#if MT_HAS_AVX512_BF16
 /* Rounds n numbers, whole vectors of MTI_PARTIALS, to pairs of neighbours. out may be x. */
 static void mti_key_pairs(const float *x, float *out, int64_t n) {
     mti_simd a, b;
