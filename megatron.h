@@ -4215,6 +4215,7 @@ static mt_status mti_add_first_tokens(mt_context *ctx, const mt_language_model *
     mt_tensor tokens = mti_first_tokens(m, batch, x, &first), rows;
     if (!tokens.data) return MT_SUCCESS;
     rows = mt_tensor_rows(y, first, tokens.rows);
+    if (m->desc.layer.sequence_parallel) MT_TRY(mt_declare(ctx, m->grid->tp, rows, MT_SPLIT_ROWS));
     return mt_add(ctx, tokens, rows, to_x ? tokens : rows);
 }
 
@@ -4229,8 +4230,10 @@ static mt_status mti_bert_pool(mt_context *ctx, const mt_bert *bert, const mt_ba
     MT_TRY(mt_arena_tensor(ctx, x.dtype, n, hidden, pooled));
     MT_TRY(mt_fill(ctx, tokens, 0.0f));
     MT_TRY(mti_add_first_tokens(ctx, &bert->model, batch, x, tokens, 0));
-    if (bert->desc.layer.sequence_parallel)
+    if (bert->desc.layer.sequence_parallel) {
+        MT_TRY(mt_declare(ctx, bert->model.grid->tp, tokens, MT_PARTIAL));
         MT_TRY(mt_reduce_from_tensor_region_forward(ctx, bert->model.grid->tp, tokens));
+    }
     MT_TRY(mt_column_parallel_linear_activation_forward(ctx, &bert->pooler, MT_TANH, tokens, h, *pooled,
                                                         saved ? &saved->pooler : NULL));
     if (saved) saved->pooled_h = h;

@@ -44,8 +44,8 @@
    the same collectives in the same order. Contexts in one process are independent of each other.
    Cancelled threads and C++ exceptions: see mt_launch.
 
-   Sections of the implementation: >>status >>context >>cuda >>local >>threads >>16bit >>collectives >>nccl
-   >>mpi >>compare >>conjugates >>graph >>launch                                                                    */
+   Sections of the implementation: >>status >>context >>cuda >>local >>threads >>16bit >>placements >>collectives
+   >>nccl >>mpi >>compare >>conjugates >>graph >>launch                                                             */
 
 #ifndef MT_COMM_H
 #define MT_COMM_H
@@ -189,6 +189,8 @@ typedef struct mt_context_desc {
        and V_d are powers of two up to 1024. See docs/invariance.md. */
     int invariant;      /* V; 0: off */
     int invariant_data; /* V_d; only with `invariant`; 0: V */
+    /* 1: check mode, see mt_placement. MT_DEVICE_META always has it. 0: off */
+    int check;
     int ordinal; /* GPU number, as in cudaSetDevice; the library leaves this GPU current; ignored on other devices */
     /* advanced */
     struct CUstream_st *
@@ -501,6 +503,35 @@ typedef struct mt_setting {
 MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
                                  const mt_setting *settings, int count);
 
+/* ---- placements: what the ranks of a group hold ------------------------------------------------------------------ */
+
+/* How a tensor is distributed over the ranks of a group. The names are those of PyTorch's DTensor: Replicate, Shard(0),
+   Shard(1), Partial. A parameter of a registry has one of the first three (mt_param_desc.placement). */
+typedef enum mt_placement {
+    MT_REPLICATED = 0, /* every rank has the same values */
+    MT_SPLIT_ROWS = 1, /* every rank has its own rows, or rows of its own tokens */
+    MT_SPLIT_COLS = 2, /* every rank has its own columns */
+    MT_PARTIAL = 3,    /* every rank has a term of a sum over the ranks; the sum has not been computed yet */
+    MT_UNDECLARED = 4  /* nothing is known */
+} mt_placement;
+
+/* Check mode (mt_context_desc.check) finds wrong parallel programs before they compute anything. The context keeps the
+   placement of every tensor that the library writes, for each group of more than one rank (at most 4 groups). A call
+   whose inputs do not fit together returns MT_ERR_ARGUMENT and computes nothing. The message names the call, the
+   operand, what it is and where it became so, what it must be, and the call that makes it so. See docs/checking.md for
+   the rules.
+   Most mistakes need only a context on MT_DEVICE_META, one rank of mt_comm_create_meta, and one step.
+
+   mt_declare says what a tensor is that the library has not written, such as inputs, or memory that a kernel of the
+   caller has filled. It replaces what was known about t. A tensor that is not declared is MT_UNDECLARED; every call
+   accepts it. mt_placement_of returns what is known about t, for the group `comm`; it is MT_UNDECLARED when check mode
+   is off, when nothing is known, and when the parts of t differ.
+   With comm NULL and MT_UNDECLARED, mt_declare forgets what is known about t in all groups. In a group of one, and when
+   check mode is off, it does nothing. Errors: MT_ERR_ARGUMENT (placement is out of range, or comm is NULL with another
+   placement), MT_ERR_MEMORY. */
+MT_API mt_status mt_declare(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement);
+MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, mt_tensor t);
+
 /* ---- the conjugates (arXiv 1909.08053, figure 3; sequence parallelism: arXiv 2205.05198, figure 4) --------------- */
 
 /* The functions have Megatron's names. Views must be contiguous (ld == cols). dx and dy are gradients. x and y have the
@@ -807,6 +838,45 @@ mt_fail(mt_context *ctx, mt_status status, const char *format, ...);
 MT_API mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text);
 MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text);
 
+/* The rule of an operator for check mode: which placements of its operands fit together. operands has the names of its
+   operands with spaces between them. cases has words with spaces between them: one word for each combination that the
+   operator allows, with one letter for each operand. R is MT_REPLICATED, r MT_SPLIT_ROWS, c MT_SPLIT_COLS,
+   P MT_PARTIAL, * anything, and - an operand that the call leaves out. data_cases has further cases for the group
+   "data", where the rows of different ranks are other sequences; NULL: none. For example,
+       static const mt_rule rule = {"y bias", "RR rR cc", NULL};       // y += bias; P would add it on every rank
+   mt_rule_check applies a rule to the operands of a call, in any order; one that the call leaves out has data NULL. In
+   each group at least one case must fit what is known about the operands. The operands that the call writes then get
+   the placements of these cases. Call it after the other checks, before the operator writes. It does nothing when check
+   mode is off. `where` and the rule are kept for messages: they must live as long as the context. Errors:
+   MT_ERR_ARGUMENT (no case fits, or a case has not one letter for each operand), MT_ERR_MEMORY. */
+typedef struct mt_rule {
+    const char *operands, *cases, *data_cases;
+} mt_rule;
+
+typedef struct mt_operand {
+    const char *name;
+    mt_tensor t;
+    int use; /* 1: the call reads t, 2: it writes t, 3: both */
+} mt_operand;
+
+MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,
+                               int count);
+
+/* mt_check_mode returns 1 when check mode is on. Between mt_check_pause and mt_check_resume, no rule is applied, and no
+   placement is noted: a layer whose sums no rule describes declares its results. Pairs may be nested. mt_check_resume
+   returns `status`, as in  mt_check_pause(ctx); return mt_check_resume(ctx, work(ctx));
+   mt_declare_zero says that t is zero, which fits every placement; it works in a pause, too. mt_declare_parameter notes
+   a parameter and its gradient, which may be mt_none(), under a name. partial: 1 if its gradient may be partial over
+   `tensor`. Over `data` the value is replicated, and the gradient may be partial. mt_declare_forget drops what is known
+   about [data, data + bytes). Call it before memory of the caller that was declared is freed. */
+MT_API int mt_check_mode(const mt_context *ctx);
+MT_API void mt_check_pause(mt_context *ctx);
+MT_API mt_status mt_check_resume(mt_context *ctx, mt_status status);
+MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t);
+MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const mt_comm *tensor, const mt_comm *data,
+                                      mt_tensor value, mt_tensor grad, mt_placement placement, int partial);
+MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes);
+
 /* Allocate and free zero-filled host memory, for small structs. NULL: out of memory. */
 MT_API void *mt_host_alloc(size_t bytes);
 MT_API void mt_host_free(void *ptr);
@@ -1083,7 +1153,9 @@ struct mt_context {
     unsigned char *arena;
     size_t arena_bytes, arena_used, arena_peak, allocated;
     size_t region_end, region_top; /* see mt_arena_region */
+    size_t meta_end;               /* MT_DEVICE_META: bytes that mt_context_alloc has given out so far */
     mti_slot_memory slots[MT_SLOT_COUNT];
+    struct mti_checker *checker;        /* check mode; NULL: off */
     mt_device planned;                  /* MT_DEVICE_META: the device whose memory is planned */
     int ordinal, owns_stream;           /* MT_DEVICE_CUDA */
     int capability;                     /* compute capability of the GPU: 90 for sm_90 */
@@ -1298,6 +1370,12 @@ static void mti_no_destroy(mt_comm *comm);
 
 static void mti_team_destroy(struct mti_team *t); /* >>threads */
 
+static void mti_checker_destroy(struct mti_checker *c); /* >>placements */
+static mt_status mti_checker_create(mt_context *ctx);
+static void mti_forget(mt_context *ctx, const void *data, size_t bytes);
+static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes);
+static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes);
+
 static mt_status mti_alone_check(mt_context *ctx, mt_comm *comm, const char *name); /* >>collectives */
 static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name);
 static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name);
@@ -1453,7 +1531,7 @@ static void mti_default_free(void *user, void *ptr, size_t bytes) {
 MT_API void *mt_host_alloc(size_t bytes) { return calloc(1, bytes); }
 MT_API void mt_host_free(void *ptr) { free(ptr); }
 
-/* The address of memory that does not exist, for a meta context. Only differences of such addresses have a meaning. */
+/* The address of memory that does not exist, for a meta context. Blocks of memory have different addresses. */
 static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MT_ALIGNMENT + offset); }
 
 /* Stores an error of mt_context_create in world and logs it, because there is no context yet. */
@@ -1501,6 +1579,10 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
                  MTI_MAX_THREADS);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
+    if (desc->check < 0 || desc->check > 1) {
+        snprintf(text, sizeof text, "mt_context_create: check is %d, must be 0 or 1", desc->check);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
     if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data)) {
         int first = !mti_is_shard_count(desc->invariant);
         snprintf(text, sizeof text, "mt_context_create: %s is %d, must be 0 or a power of two up to 1024",
@@ -1541,7 +1623,7 @@ static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_d
 static mt_status mti_context_arena(mt_context *ctx) {
     if (ctx->device == MT_DEVICE_META) {
         ctx->arena_bytes = SIZE_MAX / 2;
-        ctx->arena = mti_meta_address(0);
+        ctx->arena = mti_meta_address(SIZE_MAX / 8 + 1);
         return MT_SUCCESS;
     }
     ctx->arena = (unsigned char *)(ctx->allocator.alloc)(ctx->allocator.user, ctx->arena_bytes, MT_ALIGNMENT);
@@ -1577,6 +1659,7 @@ MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt
     mti_context_fill(ctx, world, &d);
     if (d.device == MT_DEVICE_CUDA) status = mti_cuda_open(ctx, &d);
     if (status == MT_SUCCESS) status = mti_context_arena(ctx);
+    if (status == MT_SUCCESS && (d.check || d.device == MT_DEVICE_META)) status = mti_checker_create(ctx);
     if (status == MT_SUCCESS) *out = ctx;
     else mt_context_destroy(ctx);
     return status;
@@ -1598,6 +1681,7 @@ MT_API void mt_context_destroy(mt_context *ctx) {
     if (ctx->device != MT_DEVICE_META && ctx->arena)
         (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
     mt_trace_free(&ctx->trace);
+    mti_checker_destroy(ctx->checker);
     mt_host_free(ctx);
 }
 
@@ -1659,14 +1743,15 @@ MT_API const char *mt_last_error(const mt_context *ctx) { return ctx ? ctx->erro
 
 MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
     size_t size = mt_align_up(bytes ? bytes : 1);
+    mt_status status = MT_SUCCESS;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_alloc: out is NULL");
     *out = NULL;
     if (bytes > SIZE_MAX / 2) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: %zu bytes are too many", bytes);
     if (ctx->device == MT_DEVICE_META) {
-        *out = mti_meta_address(ctx->allocated);
+        *out = mti_meta_address(SIZE_MAX / 16 + 1 + ctx->meta_end);
+        ctx->meta_end += size;
     } else {
-        mt_status status = MT_SUCCESS;
         void *ptr;
         if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_enter_host(ctx));
         ptr = (ctx->allocator.alloc)(ctx->allocator.user, size, MT_ALIGNMENT);
@@ -1678,7 +1763,11 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
         *out = ptr;
     }
     ctx->allocated += size;
-    return MT_SUCCESS;
+    status = mti_watch_block(ctx, *out, size);
+    if (status == MT_SUCCESS) return MT_SUCCESS;
+    mt_context_free(ctx, *out, size);
+    *out = NULL;
+    return status;
 }
 
 MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
@@ -1687,6 +1776,7 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     if (ctx->device == MT_DEVICE_CUDA)
         mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
     if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
+    mti_forget_block(ctx, ptr, size);
     ctx->allocated -= size;
 }
 
@@ -1727,6 +1817,7 @@ MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
                        "least %zu, or release a mark",
                        bytes, at, ctx->arena_bytes, at + size);
     *out = ctx->arena + at;
+    mti_forget(ctx, *out, size);
     ctx->arena_used = at + size;
     if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
     return MT_SUCCESS;
@@ -3607,6 +3698,721 @@ MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t
     }
 }
 
+/* ---- >>placements: check mode ------------------------------------------------------------------------------------ */
+
+/* The checker keeps, for each piece of memory and each group, the set of placements that it may have: a bit for each
+   mt_placement. An operator's rule is a list of cases. The cases that fit what is known about its operands give the
+   sets of its results. Unknown memory may have all placements. Memory that is zero has all of them at once.
+
+   There are two lists of pieces. `parameters` has the values and gradients of registries; they stay until they are
+   forgotten. `written` has what operators have written, the newest last. A new piece removes the older ones that it
+   covers. A view finds the newest pieces that it meets, until one of them covers it. Memory that is allocated again is
+   unknown: mt_arena_alloc and mt_context_free forget it. */
+
+#define MTI_ALL_PLACEMENTS 15 /* a set */
+#define MTI_AXES 4
+#define MTI_RULE_OPERANDS 16
+
+/* A view in memory, for comparisons. */
+typedef struct mti_extent {
+    uintptr_t begin, end;   /* of all rows, with the gaps between them */
+    uintptr_t width, pitch; /* bytes of a row, and from one row to the next */
+} mti_extent;
+
+typedef struct mti_placed {
+    mti_extent at;
+    unsigned char may[MTI_AXES];     /* one set of placements for each group */
+    unsigned char allowed[MTI_AXES]; /* of a parameter or gradient: the sets that it may get */
+    int zero;                        /* 1: all elements are 0 */
+    const char *by, *with;           /* the operator that has written it, and the parameter that it used, or NULL */
+    char *name;                      /* of a parameter; the checker's */
+    int is_gradient;
+    int is_block; /* of mt_context_alloc */
+} mti_placed;
+
+typedef struct mti_placed_list {
+    mti_placed *list;
+    size_t count, capacity;
+} mti_placed_list;
+
+/* A group of ranks over which tensors have placements. */
+typedef struct mti_axis {
+    const mt_comm *comm;
+    char name[16];
+    int size;
+} mti_axis;
+
+typedef struct mti_checker {
+    mti_axis axes[MTI_AXES];
+    int count; /* of the groups */
+    int paused;
+    mti_placed_list parameters, written;
+    mti_placed_list memory; /* what is not in the arena: blocks of mt_context_alloc, and memory that was declared */
+    mti_placed_list names;  /* pieces without memory that keep the names of forgotten parameters */
+    const char *latest;     /* name of the parameter that an operator has used last, or NULL */
+} mti_checker;
+
+static void mti_placed_free(mti_placed_list *p) {
+    size_t i;
+    for (i = 0; i < p->count; i++) mt_host_free(p->list[i].name);
+    mt_host_free(p->list);
+}
+
+static mt_status mti_checker_create(mt_context *ctx) {
+    ctx->checker = (mti_checker *)mt_host_alloc(sizeof *ctx->checker);
+    return ctx->checker ? MT_SUCCESS : mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for the checker");
+}
+
+static void mti_checker_destroy(mti_checker *c) {
+    if (!c) return;
+    mti_placed_free(&c->parameters);
+    mti_placed_free(&c->written);
+    mti_placed_free(&c->memory);
+    mti_placed_free(&c->names);
+    mt_host_free(c);
+}
+
+/* Returns a new, empty piece at the end of the list, or NULL when there is no memory. */
+static mti_placed *mti_placed_add(mti_placed_list *p) {
+    if (p->count == p->capacity) {
+        size_t capacity = p->capacity ? 2 * p->capacity : 64;
+        mti_placed *list = (mti_placed *)mt_host_alloc(capacity * sizeof *list);
+        if (!list) return NULL;
+        if (p->count) memcpy(list, p->list, p->count * sizeof *list);
+        mt_host_free(p->list);
+        p->list = list;
+        p->capacity = capacity;
+    }
+    memset(&p->list[p->count], 0, sizeof *p->list);
+    return &p->list[p->count++];
+}
+
+static mti_extent mti_extent_of(mt_tensor t) {
+    uintptr_t size = (uintptr_t)mt_dtype_size(t.dtype);
+    mti_extent e;
+    e.begin = (uintptr_t)t.data;
+    e.width = (uintptr_t)t.cols * size;
+    e.pitch = t.rows > 1 ? (uintptr_t)mt_tensor_ld(t) * size : e.width;
+    e.end = e.begin + (uintptr_t)(t.rows - 1) * e.pitch + e.width;
+    return e;
+}
+
+static int mti_extent_is_dense(mti_extent e) { return e.pitch == e.width; }
+
+/* Returns what a piece says about a view of it. Some columns of a split tensor, such as one head, are a matrix of their
+   own: nothing is known about it. A split tensor that is seen in one row, or in other rows, is split in some way. */
+static unsigned char mti_seen_through(mti_extent view, mti_extent piece, unsigned char may) {
+    const unsigned char split = 1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS;
+    if (!(may & split) || view.width == piece.width) return may;
+    if (view.width < piece.width && view.pitch == piece.pitch) return MTI_ALL_PLACEMENTS;
+    return (unsigned char)(may | split);
+}
+
+/* Whether two extents share memory. Columns of the same rows do not. */
+static int mti_extents_meet(mti_extent a, mti_extent b) {
+    mti_extent first = a.begin <= b.begin ? a : b, second = a.begin <= b.begin ? b : a;
+    uintptr_t from;
+    if (second.begin >= first.end) return 0;
+    if (mti_extent_is_dense(first) || (!mti_extent_is_dense(second) && second.pitch != first.pitch)) return 1;
+    if (mti_extent_is_dense(second)) second.width = second.end - second.begin;
+    if (second.width > first.pitch) return 1;
+    from = (second.begin - first.begin) % first.pitch;
+    return from < first.width || from + second.width > first.pitch;
+}
+
+/* Whether all memory of `part` is in `whole`. Returns 0 when this is not certain. */
+static int mti_extent_covers(mti_extent whole, mti_extent part) {
+    if (part.begin < whole.begin || part.end > whole.end) return 0;
+    if (mti_extent_is_dense(whole)) return 1;
+    if (part.end - part.begin != part.width && part.pitch != whole.pitch) return 0;
+    return (part.begin - whole.begin) % whole.pitch + part.width <= whole.width;
+}
+
+static void mti_placed_forget(mti_placed_list *p, mti_extent e, mti_placed_list *names) {
+    size_t i, kept = 0;
+    for (i = 0; i < p->count; i++) {
+        if (!mti_extents_meet(p->list[i].at, e)) {
+            p->list[kept++] = p->list[i];
+        } else if (p->list[i].name) { /* messages may still need it */
+            mti_placed *name = mti_placed_add(names);
+            if (name) name->name = p->list[i].name;
+        }
+    }
+    p->count = kept;
+}
+
+static void mti_forget(mt_context *ctx, const void *data, size_t bytes) {
+    mti_extent e;
+    if (!ctx->checker || !bytes) return;
+    e.begin = (uintptr_t)data;
+    e.end = e.begin + bytes;
+    e.width = e.pitch = bytes;
+    mti_placed_forget(&ctx->checker->written, e, &ctx->checker->names);
+    mti_placed_forget(&ctx->checker->parameters, e, &ctx->checker->names);
+}
+
+/* Ends the watch over memory of the caller. */
+static void mti_unwatch(mt_context *ctx, mti_extent e) {
+    mti_placed_list *m = &ctx->checker->memory;
+    size_t i, kept = 0;
+    for (i = 0; i < m->count; i++)
+        if (m->list[i].is_block || !mti_extents_meet(m->list[i].at, e)) m->list[kept++] = m->list[i];
+    m->count = kept;
+}
+
+/* Whether placements of this memory are kept: the arena, blocks of the context, parameters, and what the caller has
+   declared. Other memory may be written, freed and allocated again behind the library's back. */
+static int mti_is_watched(const mt_context *ctx, mti_extent e) {
+    uintptr_t arena = (uintptr_t)ctx->arena;
+    size_t i;
+    if (e.begin >= arena && e.end <= arena + ctx->arena_bytes) return 1;
+    for (i = 0; i < ctx->checker->memory.count; i++)
+        if (mti_extent_covers(ctx->checker->memory.list[i].at, e)) return 1;
+    return 0;
+}
+
+static mt_status mti_watch_extent(mt_context *ctx, mti_extent e, int is_block) {
+    mti_placed *p;
+    if (!is_block && mti_is_watched(ctx, e)) return MT_SUCCESS;
+    p = mti_placed_add(&ctx->checker->memory);
+    if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of placements");
+    p->at = e;
+    p->is_block = is_block;
+    return MT_SUCCESS;
+}
+
+/* Forgets a block of the context that is freed. */
+static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes) {
+    mti_extent e = mti_extent_of(mt_tensor_make(data, MT_U8, 1, (int64_t)bytes));
+    mti_forget(ctx, data, bytes);
+    if (ctx->checker) mti_placed_forget(&ctx->checker->memory, e, &ctx->checker->names);
+}
+
+static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes) {
+    mt_tensor t = mt_tensor_make(data, MT_U8, 1, (int64_t)bytes);
+    return ctx->checker ? mti_watch_extent(ctx, mti_extent_of(t), 1) : MT_SUCCESS;
+}
+
+MT_API int mt_check_mode(const mt_context *ctx) { return ctx && ctx->checker && !ctx->checker->paused; }
+
+MT_API void mt_check_pause(mt_context *ctx) {
+    if (ctx && ctx->checker) ctx->checker->paused++;
+}
+
+MT_API mt_status mt_check_resume(mt_context *ctx, mt_status status) {
+    if (ctx && ctx->checker && ctx->checker->paused > 0) ctx->checker->paused--;
+    return status;
+}
+
+/* Returns the number of a group, or -1 for a group of one and where there is none. Groups with the same name are the
+   same: a grid may be created again. add: 1 adds a new group. */
+static int mti_axis_of(mti_checker *c, const mt_comm *comm, int add) {
+    int i;
+    if (!comm || comm->size == 1) return -1;
+    for (i = 0; i < c->count; i++)
+        if (comm->name[0] ? strcmp(c->axes[i].name, comm->name) == 0 : c->axes[i].comm == comm) break;
+    if (i < c->count) {
+        c->axes[i].comm = comm;
+        c->axes[i].size = comm->size;
+        return i;
+    }
+    if (!add || c->count == MTI_AXES) return -1;
+    c->axes[i].comm = comm;
+    c->axes[i].size = comm->size;
+    memcpy(c->axes[i].name, comm->name, sizeof c->axes[i].name);
+    for (i = 0; (size_t)i < c->written.count; i++) c->written.list[i].may[c->count] = MTI_ALL_PLACEMENTS;
+    for (i = 0; (size_t)i < c->parameters.count; i++) {
+        c->parameters.list[i].may[c->count] = MTI_ALL_PLACEMENTS;
+        c->parameters.list[i].allowed[c->count] = MTI_ALL_PLACEMENTS;
+    }
+    return c->count++;
+}
+
+/* Returns the parameter or gradient that has all memory of e, or NULL. */
+static mti_placed *mti_parameter_at(const mti_checker *c, mti_extent e) {
+    size_t i;
+    for (i = 0; i < c->parameters.count; i++)
+        if (mti_extent_covers(c->parameters.list[i].at, e)) return &c->parameters.list[i];
+    return NULL;
+}
+
+/* What is known about a view: the set for each group, and where it comes from. */
+typedef struct mti_known {
+    unsigned char may[MTI_AXES];
+    int zero;
+    const char *by, *with;       /* of the piece that decides, or NULL */
+    const mti_placed *parameter; /* NULL: the view is no part of one */
+} mti_known;
+
+static mti_known mti_known_of(const mti_checker *c, mt_tensor t) {
+    mti_extent e = mti_extent_of(t);
+    mti_known k;
+    size_t i;
+    int g, met = 0;
+    memset(&k, 0, sizeof k);
+    k.parameter = mti_parameter_at(c, e);
+    if (k.parameter) {
+        for (g = 0; g < MTI_AXES; g++)
+            k.may[g] =
+                mti_seen_through(e, k.parameter->at, k.parameter->zero ? k.parameter->allowed[g] : k.parameter->may[g]);
+        k.zero = k.parameter->zero;
+        k.by = k.parameter->by;
+        k.with = k.parameter->with;
+        return k;
+    }
+    for (i = c->written.count; i-- > 0;) {
+        const mti_placed *p = &c->written.list[i];
+        if (!mti_extents_meet(p->at, e)) continue;
+        k.zero = (!met || k.zero) && p->zero;
+        for (g = 0; g < MTI_AXES; g++)
+            if (!met || !p->zero) k.may[g] = (unsigned char)(k.may[g] | mti_seen_through(e, p->at, p->may[g]));
+        if (!met || !p->zero) k.by = p->by, k.with = p->with;
+        met = 1;
+        if (mti_extent_covers(p->at, e)) return k;
+    }
+    if (!met) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
+    return k;
+}
+
+/* Notes what was written to a parameter or gradient, or to a part of it. */
+static void mti_parameter_note(mti_placed *p, const unsigned char *may, int zero, int whole) {
+    int g;
+    if (zero && !whole) return;
+    for (g = 0; g < MTI_AXES; g++) {
+        int set = may[g] & p->allowed[g];
+        p->may[g] = (unsigned char)(whole || p->zero ? set : set | p->may[g]);
+    }
+    p->zero = zero;
+}
+
+/* Notes the sets of a view. */
+static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned char *may, int zero, const char *by,
+                                    const char *with) {
+    mti_checker *c = ctx->checker;
+    mti_extent e = mti_extent_of(t);
+    mti_placed *p = mti_parameter_at(c, e);
+    size_t i, kept = 0;
+    if (!p && !mti_is_watched(ctx, e)) return MT_SUCCESS;
+    if (!p) {
+        for (i = 0; i < c->written.count; i++)
+            if (!mti_extent_covers(e, c->written.list[i].at)) c->written.list[kept++] = c->written.list[i];
+        c->written.count = kept;
+        p = mti_placed_add(&c->written);
+        if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "%s: no memory for the checks of placements", by);
+        p->at = e;
+    }
+    if (p != mti_parameter_at(c, e)) {
+        memcpy(p->may, may, sizeof p->may);
+        p->zero = zero;
+    } else mti_parameter_note(p, may, zero, mti_extent_covers(e, p->at));
+    p->by = by;
+    p->with = with;
+    return MT_SUCCESS;
+}
+
+MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
+    if (!ctx || !ctx->checker || !bytes) return;
+    mti_forget(ctx, data, bytes);
+    mti_unwatch(ctx, mti_extent_of(mt_tensor_make(data, MT_U8, 1, (int64_t)bytes)));
+}
+
+static int mti_has_elements(mt_tensor t) { return t.data && t.rows > 0 && t.cols > 0; }
+
+/* Notes that nothing is known about what was written to a view, nor about the parameters in it. */
+static mt_status mti_forget_view(mt_context *ctx, mt_tensor t) {
+    mti_checker *c = ctx->checker;
+    mti_extent e = mti_extent_of(t);
+    unsigned char all[MTI_AXES];
+    size_t i;
+    if (!mti_has_elements(t)) return MT_SUCCESS;
+    memset(all, MTI_ALL_PLACEMENTS, sizeof all);
+    for (i = 0; i < c->parameters.count; i++)
+        if (mti_extent_covers(e, c->parameters.list[i].at)) mti_parameter_note(&c->parameters.list[i], all, 0, 1);
+    for (i = 0; i < c->written.count; i++)
+        if (mti_extents_meet(c->written.list[i].at, e)) break;
+    return i < c->written.count || mti_parameter_at(c, e) ? mti_placement_note(ctx, t, all, 0, NULL, NULL) : MT_SUCCESS;
+}
+
+MT_API mt_status mt_declare(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
+    static const char *const function = "mt_declare";
+    mti_known k;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if ((int)placement < 0 || placement > MT_UNDECLARED)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: placement is %d, must be from MT_REPLICATED to MT_UNDECLARED",
+                       function, (int)placement);
+    if (!comm && placement != MT_UNDECLARED)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: comm is NULL, and placement is not MT_UNDECLARED", function);
+    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
+    if (!comm) return mti_forget_view(ctx, t);
+    MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
+    g = mti_axis_of(ctx->checker, comm, 1);
+    if (g < 0) return MT_SUCCESS;
+    k = mti_known_of(ctx->checker, t);
+    if (k.parameter) k.may[g] = k.parameter->allowed[g]; /* which mti_placement_note applies */
+    else if (k.zero) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
+    k.may[g] = (unsigned char)(placement == MT_UNDECLARED ? MTI_ALL_PLACEMENTS : 1 << placement);
+    return mti_placement_note(ctx, t, k.may, 0, function, NULL);
+}
+
+MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t) {
+    unsigned char all[MTI_AXES];
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!ctx->checker || !mti_has_elements(t)) return MT_SUCCESS;
+    memset(all, MTI_ALL_PLACEMENTS, sizeof all);
+    return mti_placement_note(ctx, t, all, 1, "mt_fill", NULL);
+}
+
+MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, mt_tensor t) {
+    mti_known k;
+    int g, placement;
+    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_UNDECLARED;
+    g = mti_axis_of(ctx->checker, comm, 0);
+    if (g < 0) return MT_UNDECLARED;
+    k = mti_known_of(ctx->checker, t);
+    for (placement = MT_REPLICATED; placement <= MT_PARTIAL; placement++)
+        if (!k.zero && k.may[g] == 1 << placement) return (mt_placement)placement;
+    return MT_UNDECLARED;
+}
+
+/* Notes a parameter's value or gradient. */
+static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor, int data, mt_tensor t, int may,
+                                  int is_gradient, int partial) {
+    mti_checker *c = ctx->checker;
+    size_t length = strlen(name) + 1;
+    mti_placed *p;
+    if (!mti_has_elements(t)) return MT_SUCCESS;
+    mti_forget(ctx, t.data, (size_t)(t.rows * t.cols) * mt_dtype_size(t.dtype));
+    p = mti_placed_add(&c->parameters);
+    if (p) p->name = (char *)mt_host_alloc(length);
+    if (!p || !p->name) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of '%s'", name);
+    memcpy(p->name, name, length);
+    p->at = mti_extent_of(t);
+    p->is_gradient = is_gradient;
+    p->zero = is_gradient;
+    memset(p->may, MTI_ALL_PLACEMENTS, sizeof p->may);
+    memset(p->allowed, MTI_ALL_PLACEMENTS, sizeof p->allowed);
+    if (tensor >= 0) p->may[tensor] = p->allowed[tensor] = (unsigned char)(may | (partial ? 1 << MT_PARTIAL : 0));
+    if (data >= 0)
+        p->may[data] = p->allowed[data] =
+            (unsigned char)(is_gradient ? 1 << MT_REPLICATED | 1 << MT_PARTIAL : 1 << MT_REPLICATED);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const mt_comm *tensor, const mt_comm *data,
+                                      mt_tensor value, mt_tensor grad, mt_placement placement, int partial) {
+    int t, d;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    t = mti_axis_of(ctx->checker, tensor, 1);
+    d = mti_axis_of(ctx->checker, data, 1);
+    MT_TRY(mti_declare_part(ctx, name, t, d, value, 1 << placement, 0, 0));
+    return mti_declare_part(ctx, name, t, d, grad, 1 << placement, 1, partial);
+}
+
+/* -- rules -- */
+
+/* An operand of a rule in a call. */
+typedef struct mti_ruled {
+    const mt_operand *operand; /* NULL: the call leaves it out */
+    mti_known known;
+} mti_ruled;
+
+typedef struct mti_ruling {
+    const char *where;
+    const mt_rule *rule;
+    mti_ruled operands[MTI_RULE_OPERANDS]; /* in the order of the rule */
+    int count;
+    const char *with; /* name of a parameter among the operands, or NULL */
+} mti_ruling;
+
+/* Returns the set that a letter of a case stands for. */
+static int mti_letter_set(char letter) {
+    static const char letters[] = "RrcP";
+    const char *at = strchr(letters, letter);
+    if (letter == '-') return 0;
+    return at && *at ? 1 << (at - letters) : MTI_ALL_PLACEMENTS;
+}
+
+/* Returns the set that an operand must have a letter of: what it is when the call reads it, and what a parameter or
+   gradient may become when the call only writes it. */
+static int mti_ruled_set(const mti_ruled *o, int g) {
+    const mti_placed *p = o->known.parameter;
+    if (o->operand->use & 1) return o->known.zero && !p ? MTI_ALL_PLACEMENTS : o->known.may[g];
+    return p ? p->allowed[g] : MTI_ALL_PLACEMENTS;
+}
+
+/* Returns the number of operands whose sets do not fit a case. *first becomes the first of them, or one that is no
+   parameter. */
+static int mti_case_misfits(const mti_ruling *r, const char *letters, int g, int *first) {
+    int i, misfits = 0;
+    *first = -1;
+    for (i = 0; i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        if (!o->operand || (letters[i] != '-' && (mti_ruled_set(o, g) & mti_letter_set(letters[i])))) continue;
+        if (*first < 0 || r->operands[*first].known.parameter) *first = i;
+        misfits++;
+    }
+    return misfits;
+}
+
+/* Goes to the next case: words of `cases`, then those of `more`. Returns NULL behind the last one. */
+static const char *mti_next_case(const char *at, const char *cases, const char **more) {
+    at = at ? at + strcspn(at, " ") : cases;
+    at += strspn(at, " ");
+    if (*at) return at;
+    cases = *more;
+    *more = NULL;
+    return cases ? mti_next_case(NULL, cases, more) : NULL;
+}
+
+static const char *const mti_placement_texts[] = {"replicated", "split by rows", "split by columns", "partial"};
+
+/* Writes a set of placements, as in "replicated or partial". */
+static void mti_set_text(int set, char *text, size_t size) {
+    int i;
+    size_t n = 0;
+    snprintf(text, size, "left out"); /* an empty set */
+    for (i = 0; i < 4; i++)
+        if (set >> i & 1) n += (size_t)snprintf(text + n, size - n, "%s%s", n ? " or " : "", mti_placement_texts[i]);
+}
+
+/* Returns the call that turns a placement into another one, or NULL. */
+static const char *mti_remedy(int is, int must, const char *operand) {
+    int from = 0, to = 0;
+    static const char *const calls[4][4] = {
+        {NULL, "mt_scatter_to_sequence_region", "mt_scatter_to_tensor_region", NULL},
+        {"mt_gather_from_sequence_region", NULL, NULL, NULL},
+        {"mt_gather_from_tensor_region", NULL, NULL, NULL},
+        {"mt_reduce_from_tensor_region_forward", "mt_reduce_scatter_to_sequence_region", NULL, NULL}};
+    if (is == 1 << MT_REPLICATED && must >> MT_PARTIAL & 1) return NULL; /* it was summed already */
+    while (from < 3 && !(is >> from & 1)) from++;
+    while (to < 3 && !(must >> to & 1)) to++;
+    if (from == 3 && to == 0 && operand[0] == 'd') return "mt_copy_to_tensor_region_backward"; /* of a gradient */
+    return calls[from][to];
+}
+
+/* Refuses a call that would write to a parameter or its gradient what the placement of the parameter does not allow. */
+static mt_status mti_write_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int becomes) {
+    const mti_axis *axis = &ctx->checker->axes[g];
+    const mti_placed *p = r->operands[i].known.parameter;
+    char is[80], wanted[80];
+    const char *cure = "";
+    mti_set_text(becomes, is, sizeof is);
+    mti_set_text(mti_ruled_set(&r->operands[i], g), wanted, sizeof wanted);
+    if (becomes == 1 << MT_PARTIAL && p->is_gradient)
+        cure = ": set sequence_partial in its mt_param_desc (sequence_parallel in the desc of a layer), and "
+               "mt_sync_gradients sums it";
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the %s of '%.100s' (%s) would be %s over \"%s\" (%d ranks), must be %s%s",
+                   r->where, p->is_gradient ? "gradient" : "value", p->name, r->operands[i].operand->name, is,
+                   axis->name, axis->size, wanted, cure);
+}
+
+/* Refuses operand i of a call: no case allows what it is. */
+static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int must) {
+    const mti_axis *axis = &ctx->checker->axes[g];
+    const mti_ruled *o = &r->operands[i];
+    const char *name = r->with ? r->with : ctx->checker->latest, *help;
+    const char *data = strcmp(axis->name, "data") == 0 && must == 1 << MT_REPLICATED ? "mt_all_reduce" : NULL;
+    char is[80], wanted[80], at[192] = "", since[192] = "", cure[160] = "";
+    help = mti_remedy(o->known.may[g], must, o->operand->name);
+    mti_set_text(o->known.may[g], is, sizeof is);
+    mti_set_text(must, wanted, sizeof wanted);
+    if (o->known.parameter && (o->operand->use & 2)) return mti_write_refuse(ctx, r, g, i, must);
+    if (name) snprintf(at, sizeof at, " (%s '%.120s')", r->with ? "with" : "after", name);
+    if (o->known.by && !o->known.parameter)
+        snprintf(since, sizeof since, " since %s%s%.100s%s", o->known.by, o->known.with ? " with '" : "",
+                 o->known.with ? o->known.with : "", o->known.with ? "'" : "");
+    if (data) help = data;
+    if (help) snprintf(cure, sizeof cure, ": call %s before", help);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s", r->where,
+                   at, o->operand->name, o->known.parameter ? ", '" : "",
+                   o->known.parameter ? o->known.parameter->name : "", o->known.parameter ? "'," : "", is, axis->name,
+                   axis->size, since, wanted, cure);
+}
+
+/* Whether a message had better name operand a than b: a mistake is seldom in a parameter. */
+static int mti_is_better(const mti_ruling *r, int a, int b) {
+    return r->operands[b].known.parameter && !r->operands[a].known.parameter;
+}
+
+/* Refuses a rule without cases, and a case that has not a letter for each operand. */
+static mt_status mti_rule_valid(mt_context *ctx, const mti_ruling *r) {
+    const char *more = r->rule->data_cases, *at = NULL;
+    int cases = 0;
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        if ((int)strcspn(at, " ") != r->count)
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: a case of its rule has %d letters, but there are %d operands",
+                           r->where, (int)strcspn(at, " "), r->count);
+        cases++;
+    }
+    return cases > 0 ? MT_SUCCESS : mt_fail(ctx, MT_ERR_ARGUMENT, "%s: its rule has no case", r->where);
+}
+
+/* Finds the sets that the cases allow in a group: results[i] for operand i. */
+static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsigned char *results) {
+    const char *more = strcmp(ctx->checker->axes[g].name, "data") == 0 ? r->rule->data_cases : NULL, *at = NULL;
+    int i, first, misfits, fits = 0, best = MTI_RULE_OPERANDS + 1, culprit = -1, must = 0;
+    memset(results, 0, MTI_RULE_OPERANDS);
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        misfits = mti_case_misfits(r, at, g, &first);
+        for (i = 0; misfits == 0 && i < r->count; i++) results[i] |= (unsigned char)mti_letter_set(at[i]);
+        if (misfits == 0) fits = 1;
+        else if (misfits < best || (misfits == best && (first == culprit || mti_is_better(r, first, culprit)))) {
+            if (misfits < best || first != culprit) must = 0;
+            best = misfits;
+            culprit = first;
+            must |= mti_letter_set(at[first]);
+        }
+    }
+    return fits ? MT_SUCCESS : mti_rule_refuse(ctx, r, g, culprit, must);
+}
+
+/* Looks up the operands of a call, in the order of the rule. */
+static void mti_ruling_fill(mti_checker *c, mti_ruling *r, const mt_operand *operands, int count) {
+    const char *name = r->rule->operands;
+    int i;
+    for (r->count = 0; *name && r->count < MTI_RULE_OPERANDS; r->count++) {
+        size_t length = strcspn(name, " ");
+        mti_ruled *o = &r->operands[r->count];
+        o->operand = NULL;
+        for (i = 0; i < count; i++)
+            if (strlen(operands[i].name) == length && strncmp(operands[i].name, name, length) == 0 &&
+                mti_has_elements(operands[i].t))
+                o->operand = &operands[i];
+        if (o->operand) o->known = mti_known_of(c, o->operand->t);
+        if (o->operand && o->known.parameter && !r->with) r->with = o->known.parameter->name;
+        name += length;
+        name += strspn(name, " ");
+    }
+}
+
+MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,
+                               int count) {
+    unsigned char results[MTI_AXES][MTI_RULE_OPERANDS];
+    mti_checker *c;
+    mti_ruling r;
+    int g, i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mt_check_mode(ctx) || ctx->checker->count == 0) return MT_SUCCESS;
+    c = ctx->checker;
+    r.where = where;
+    r.rule = rule;
+    r.with = NULL;
+    mti_ruling_fill(c, &r, operands, count);
+    MT_TRY(mti_rule_valid(ctx, &r));
+    for (g = 0; g < c->count; g++) MT_TRY(mti_rule_axis(ctx, &r, g, results[g]));
+    if (r.with) c->latest = r.with;
+    for (i = 0; i < r.count; i++) {
+        const mti_ruled *o = &r.operands[i];
+        unsigned char may[MTI_AXES];
+        if (!o->operand || !(o->operand->use & 2)) continue;
+        memset(may, MTI_ALL_PLACEMENTS, sizeof may);
+        for (g = 0; g < c->count; g++) may[g] = (unsigned char)(results[g][i] & mti_ruled_set(o, g));
+        MT_TRY(mti_placement_note(ctx, o->operand->t, may, 0, where, r.with));
+    }
+    return MT_SUCCESS;
+}
+
+/* -- the rules of communication -- */
+
+/* Sets *r to a rule that one operand must fit. */
+static void mti_ruling_of(mti_ruling *r, const mti_checker *c, const char *where, const mt_rule *rule,
+                          const mt_operand *operand) {
+    r->where = where;
+    r->rule = rule;
+    r->with = NULL;
+    r->count = 1;
+    r->operands[0].operand = operand;
+    r->operands[0].known = mti_known_of(c, operand->t);
+}
+
+/* Checks that one of the cases fits x on a group. y then becomes `becomes` there, and what x is on the other groups. */
+static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char *where, const char *cases,
+                                char becomes, const char *x_name, mt_tensor x, mt_tensor y) {
+    mt_rule rule = {"x", cases, NULL};
+    unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
+    mt_operand operand;
+    mti_ruling r;
+    int g;
+    if (!mt_check_mode(ctx) || !mti_has_elements(x)) return MT_SUCCESS;
+    g = mti_axis_of(ctx->checker, comm, 1);
+    if (g < 0) return MT_SUCCESS;
+    operand.name = x_name;
+    operand.t = x;
+    operand.use = 1;
+    mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
+    MT_TRY(mti_rule_axis(ctx, &r, g, results));
+    if (!mti_has_elements(y)) return MT_SUCCESS;
+    memcpy(may, r.operands[0].known.may, sizeof may);
+    may[g] = (unsigned char)mti_letter_set(becomes);
+    return mti_placement_note(ctx, y, may, 0, where, r.operands[0].known.with);
+}
+
+/* The rules of the conjugates: what x is on the group, and what y, or x in place, becomes. */
+static mt_status mti_region_check(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes,
+                                  const char *x_name, mt_tensor x, mt_tensor y) {
+    char cases[2];
+    cases[0] = is;
+    cases[1] = 0;
+    return mti_move_check(ctx, comm, where, cases, becomes, x_name, x, y);
+}
+
+/* Whether every rank has its own part of x. */
+static int mti_is_split(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
+    int g = mti_axis_of(ctx->checker, comm, 0);
+    return g >= 0 && !(mti_known_of(ctx->checker, x).may[g] & (1 << MT_REPLICATED | 1 << MT_PARTIAL));
+}
+
+/* Whether something is known about x on a group. */
+static int mti_is_known(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
+    int g = mti_axis_of(ctx->checker, comm, 0);
+    mti_known k;
+    if (g < 0) return 0;
+    k = mti_known_of(ctx->checker, x);
+    return !k.zero && k.may[g] != MTI_ALL_PLACEMENTS;
+}
+
+/* A collective of the caller's own. What it makes of memory that is not declared is not known. */
+static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    mt_tensor x, y;
+    int sums = call->op == MT_SUM && mt_dtype_is_float(call->dtype);
+    if (!mt_check_mode(ctx) || comm->size == 1 || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
+    x = mt_tensor_make(call->send, call->dtype, 1, (int64_t)call->count);
+    y = mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->count);
+    if (call->kind == MT_REDUCE_SCATTER) x.cols *= comm->size;
+    if (call->kind == MT_ALL_GATHER) y.cols *= comm->size;
+    if (mti_is_known(ctx, comm, x)) {
+        if (call->kind == MT_ALL_REDUCE && sums)
+            return mti_move_check(ctx, comm, "mt_all_reduce", "P r c", 'R', "sendbuf", x, y);
+        if (call->kind == MT_REDUCE_SCATTER && sums)
+            return mti_move_check(ctx, comm, "mt_reduce_scatter", "P r c", 'r', "sendbuf", x, y);
+        if (call->kind == MT_ALL_GATHER && mti_is_split(ctx, comm, x))
+            return mti_move_check(ctx, comm, "mt_all_gather", "r c", 'R', "sendbuf", x, y);
+    }
+    return mti_forget_view(ctx, y);
+}
+
+/* A send or a receive. A partial sum must not travel: the receiver would take it for the sum. Gradients that the data
+   ranks have not summed yet may. */
+static mt_status mti_p2p_check(mt_context *ctx, const mti_call *call) {
+    static const mt_rule rule = {"sendbuf", "R r c", "P"};
+    unsigned char results[MTI_RULE_OPERANDS];
+    mt_operand operand;
+    mti_ruling r;
+    int g;
+    if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    if (call->recv && call->recvcount)
+        MT_TRY(mti_forget_view(ctx, mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->recvcount)));
+    if (!call->send || !call->count) return MT_SUCCESS;
+    operand.name = "sendbuf";
+    operand.t = mt_tensor_make(call->send, call->dtype, 1, (int64_t)call->count);
+    operand.use = 1;
+    mti_ruling_of(&r, ctx->checker, "mt_send", &rule, &operand);
+    for (g = 0; g < ctx->checker->count; g++) MT_TRY(mti_rule_axis(ctx, &r, g, results));
+    return MT_SUCCESS;
+}
+
 /* ---- >>collectives ----------------------------------------------------------------------------------------------- */
 
 MT_API const char *mt_collective_name(mt_collective kind) {
@@ -4316,6 +5122,7 @@ static void mti_trace_overlap(mt_context *ctx, mt_work work, const char *name, m
 static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t elements = call->count;
     MT_TRY(mti_check_call(ctx, comm, call));
+    MT_TRY(mti_collective_check(ctx, comm, call));
     if (call->kind == MT_BARRIER) MT_TRY(mti_check_recording(ctx)); /* waits on GPUs */
     MT_TRY((comm->transport->collective)(ctx, comm, call));
     if (comm->size == 1) return MT_SUCCESS;
@@ -4329,6 +5136,7 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
 static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t element = mt_dtype_size(call->dtype);
     MT_TRY(mti_check_call(ctx, comm, call));
+    MT_TRY(mti_p2p_check(ctx, call));
     if (call->root == comm->rank) MT_TRY(mti_alone_call(ctx, comm, call)); /* send to itself */
     else MT_TRY((comm->transport->p2p)(ctx, comm, call));
     if (comm->size == 1) return MT_SUCCESS;
@@ -7497,30 +8305,43 @@ static mt_tensor mti_dense(mt_tensor t) {
     return t;
 }
 
-static mt_status mti_region_reduce(mt_context *ctx, mt_comm *comm, const char *name, mt_tensor t) {
-    MT_TRY(mti_check_view(ctx, comm, name, "the tensor", t));
-    return mt_all_reduce(ctx, comm, t.data, t.data, mti_elements(t), t.dtype, MT_SUM);
+/* Applies the rule of a region and, if it fits, evaluates `call` without further rules. */
+#define MTI_REGION(ctx, comm, where, is, becomes, x_name, x, y, call)                                                  \
+    do {                                                                                                               \
+        MT_TRY(mti_region_check(ctx, comm, where, is, becomes, x_name, x, y));                                         \
+        mt_check_pause(ctx);                                                                                           \
+        return mt_check_resume(ctx, call);                                                                             \
+    } while (0)
+
+static mt_status mti_region_reduce(mt_context *ctx, mt_comm *comm, const char *where, const char *x_name, mt_tensor t) {
+    MT_TRY(mti_check_view(ctx, comm, where + 3, "the tensor", t));
+    MTI_REGION(ctx, comm, where, 'P', 'R', x_name, t, t,
+               mt_all_reduce(ctx, comm, t.data, t.data, mti_elements(t), t.dtype, MT_SUM));
 }
 
 MT_API mt_status mt_copy_to_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor x) {
-    return mti_check_view(ctx, comm, "copy_to_tensor_region_forward", "x", x);
+    MT_TRY(mti_check_view(ctx, comm, "copy_to_tensor_region_forward", "x", x));
+    return mti_region_check(ctx, comm, "mt_copy_to_tensor_region_forward", 'R', 'R', "x", x, mt_tensor_rows(x, 0, 0));
 }
 
 MT_API mt_status mt_copy_to_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dx) {
-    return mti_region_reduce(ctx, comm, "copy_to_tensor_region_backward", dx);
+    return mti_region_reduce(ctx, comm, "mt_copy_to_tensor_region_backward", "dx", dx);
 }
 
 MT_API mt_status mt_reduce_from_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor y) {
-    return mti_region_reduce(ctx, comm, "reduce_from_tensor_region_forward", y);
+    return mti_region_reduce(ctx, comm, "mt_reduce_from_tensor_region_forward", "y", y);
 }
 
 MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dy) {
-    return mti_check_view(ctx, comm, "reduce_from_tensor_region_backward", "dy", dy);
+    MT_TRY(mti_check_view(ctx, comm, "reduce_from_tensor_region_backward", "dy", dy));
+    return mti_region_check(ctx, comm, "mt_reduce_from_tensor_region_backward", 'R', 'R', "dy", dy,
+                            mt_tensor_rows(dy, 0, 0));
 }
 
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "scatter_to_tensor_region", x, y, 1, 0));
-    return mti_copy_columns(ctx, mti_dense(y), mt_tensor_cols(mti_dense(x), y.cols * comm->rank, y.cols));
+    MTI_REGION(ctx, comm, "mt_scatter_to_tensor_region", 'R', 'c', "x", x, y,
+               mti_copy_columns(ctx, mti_dense(y), mt_tensor_cols(mti_dense(x), y.cols * comm->rank, y.cols)));
 }
 
 /* Gathers the parts of all ranks in the arena, one after the other, and copies each part to its columns of y. */
@@ -7534,10 +8355,9 @@ static mt_status mti_gather_columns(mt_context *ctx, mt_comm *comm, mt_tensor x,
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+static mt_status mti_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     size_t mark;
     mt_status status;
-    MT_TRY(mti_check_views(ctx, comm, "gather_from_tensor_region", x, y, 0, 0));
     if (comm->size == 1) return mt_all_gather(ctx, comm, x.data, y.data, mti_elements(x), x.dtype);
     mark = mt_arena_mark(ctx);
     status = mti_gather_columns(ctx, comm, mti_dense(x), mti_dense(y));
@@ -7545,21 +8365,30 @@ MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt
     return status;
 }
 
+MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
+    MT_TRY(mti_check_views(ctx, comm, "gather_from_tensor_region", x, y, 0, 0));
+    MTI_REGION(ctx, comm, "mt_gather_from_tensor_region", 'c', 'R', "x", x, y,
+               mti_gather_from_tensor_region(ctx, comm, x, y));
+}
+
 MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     mt_tensor mine;
     MT_TRY(mti_check_views(ctx, comm, "scatter_to_sequence_region", x, y, 1, 1));
     mine = mt_tensor_rows(mti_dense(x), y.rows * comm->rank, y.rows);
-    return mti_bytes_copy(ctx, y.data, mine.data, mti_elements(y) * mt_dtype_size(y.dtype));
+    MTI_REGION(ctx, comm, "mt_scatter_to_sequence_region", 'R', 'r', "x", x, y,
+               mti_bytes_copy(ctx, y.data, mine.data, mti_elements(y) * mt_dtype_size(y.dtype)));
 }
 
 MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "gather_from_sequence_region", x, y, 0, 1));
-    return mt_all_gather(ctx, comm, x.data, y.data, mti_elements(x), x.dtype);
+    MTI_REGION(ctx, comm, "mt_gather_from_sequence_region", 'r', 'R', "x", x, y,
+               mt_all_gather(ctx, comm, x.data, y.data, mti_elements(x), x.dtype));
 }
 
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
     MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_to_sequence_region", x, y, 1, 1));
-    return mt_reduce_scatter(ctx, comm, x.data, y.data, mti_elements(y), x.dtype, MT_SUM);
+    MTI_REGION(ctx, comm, "mt_reduce_scatter_to_sequence_region", 'P', 'r', "x", x, y,
+               mt_reduce_scatter(ctx, comm, x.data, y.data, mti_elements(y), x.dtype, MT_SUM));
 }
 
 /* -- in chunks -- */
@@ -7588,7 +8417,8 @@ MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *c
     MT_TRY(mti_check_views(ctx, comm, "gather_rows_from_sequence_region", x, y, 0, 1));
     MT_TRY(mti_check_rows(ctx, comm, "gather_rows_from_sequence_region", x, first, rows));
     call = mti_rows_call(MT_ALL_GATHER, x, y, x, first, rows);
-    return MT_RANGE("all_gather", mti_run_collective(ctx, comm, &call));
+    MTI_REGION(ctx, comm, "mt_gather_rows_from_sequence_region", 'r', 'R', "x", x, y,
+               MT_RANGE("all_gather", mti_run_collective(ctx, comm, &call)));
 }
 
 MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
@@ -7597,7 +8427,8 @@ MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_c
     MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_rows_to_sequence_region", x, y, 1, 1));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_scatter_rows_to_sequence_region", y, first, rows));
     call = mti_rows_call(MT_REDUCE_SCATTER, x, y, y, first, rows);
-    return MT_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call));
+    MTI_REGION(ctx, comm, "mt_reduce_scatter_rows_to_sequence_region", 'P', 'r', "x", mt_tensor_rows(x, first, rows),
+               mt_tensor_rows(y, first, rows), MT_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call)));
 }
 
 MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
@@ -7606,7 +8437,8 @@ MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *com
     MT_TRY(mti_check_view(ctx, comm, "reduce_rows_from_tensor_region", "y", y));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_rows_from_tensor_region", y, first, rows));
     call = mti_rows_call(MT_ALL_REDUCE, y, y, y, first, rows);
-    return MT_RANGE("all_reduce", mti_run_collective(ctx, comm, &call));
+    MTI_REGION(ctx, comm, "mt_reduce_rows_from_tensor_region", 'P', 'R', "y", mt_tensor_rows(y, first, rows),
+               mt_tensor_rows(y, first, rows), MT_RANGE("all_reduce", mti_run_collective(ctx, comm, &call)));
 }
 
 /* -- overlap with the computation -- */

@@ -54,13 +54,14 @@
    MT_CBLAS_HEADER names the header that declares cblas_sgemm, for instance '<mkl_cblas.h>' (default: <cblas.h>).
 
    To add an operator, follow docs/adding-an-operator.md. For a short example, search this file for >>bias. You change
-   three places in this header (the declaration, the operator's section, the list of sections below) and three tests:
+   four places in this header (the declaration, the operator's section, its rule in >>rules, the list of sections below)
+   and three tests:
    tests/test_kernels.c (double precision, finite differences, refused arguments), tests/test_kernels_16bit.c and
    tests/test_cuda.cu (a GPU against a CPU).
 
    This is the list of the sections of the implementation. Each section begins at a comment with its name.
    These sections are shared by operators: >>options >>check >>math >>views >>vector-loads >>16bit >>rows >>map
-   >>columns >>random-words >>panels >>ptx >>tile >>dispatch.
+   >>columns >>random-words >>panels >>ptx >>tile >>rules >>dispatch.
    Each of these sections holds one operator or a few related ones (checks, CPU loop, kernels, launch, public
    functions): >>fill >>copy >>add >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout
    >>attention >>rotary >>kv-cache >>ids >>embedding >>cross-entropy >>sample >>adamw >>multi-tensor >>step
@@ -3147,6 +3148,94 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
 } /* extern "C++" */
 #endif
 
+#define MTI_ARGS 12 /* maximum number of views of an operator */
+
+/* ---- >>rules: placements, for check mode ------------------------------------------------------------------------- */
+
+typedef struct mti_named_rule {
+    const char *name;
+    mt_rule rule;
+} mti_named_rule;
+
+/* clang-format off */
+static const mti_named_rule mti_rules[] = {
+    {"mt_fill", {NULL, NULL, NULL}}, /* of zeros: mt_declare_zero */
+    {"mt_gemm", {NULL, NULL, NULL}}, /* see mti_gemm_rules */
+    {"mt_embedding_forward", {NULL, NULL, NULL}}, /* see mti_embedding_rule */
+    {"mt_embedding_backward", {NULL, NULL, NULL}},
+    {"mt_copy", {"x y", "RR rr cc PP", NULL}},
+    {"mt_convert", {"x y", "RR rr cc PP", NULL}},
+    {"mt_add", {"a b y", "RRR rrr ccc PPP", NULL}},
+    {"mt_sum", {"x out", "RR rP cP PP", NULL}},
+    {"mt_sum_of_squares", {"x out", "RR rP cP", NULL}},
+    {"mt_bias_forward", {"y bias", "RR rR cc", NULL}},
+    {"mt_bias_backward", {"dy dbias", "RR rP cc PP", NULL}},
+    {"mt_activation_forward", {"h bias y", "RRR rRr ccc", NULL}},
+    {"mt_activation_backward", {"dy h dh dbias", "RRRR rrrP cccc PRPP", NULL}},
+    {"mt_norm_forward", {"x gain bias y stats", "RRRRR rRRrr", NULL}},
+    {"mt_norm_backward", {"x gain stats dy dresidual dx dgain dbias", "RRRRRRRR rRrrrrPP RRRPPPPP", NULL}},
+    {"mt_bias_dropout_add_forward", {"x bias residual y", "RRRR rRrr cccc P-PP", NULL}},
+    {"mt_bias_dropout_add_backward", {"dy dx dbias", "RRR rrP ccc PPP", NULL}},
+    {"mt_attention_forward", {"qkv out lse", "RRR ccr", "rrc"}},
+    {"mt_attention_backward", {"qkv lse out dout dqkv", "RRRRR crccc RRRPP", "rcrrr"}},
+    {"mt_dot_product_attention_forward", {"q k v out lse", "RRRRR ccccr", "rrrrc"}},
+    {"mt_dot_product_attention_backward",
+        {"q k v lse out dout dq dk dv", "RRRRRRRRR cccrccccc RRRRRPPPP", "rrrcrrrrr"}},
+    {"mt_rotary_forward", {"qkv table", "RR rR cR", NULL}},
+    {"mt_rotary_backward", {"dqkv table", "RR rR cR PR", NULL}},
+    {"mt_kv_cache_append", {"qkv keys values", "R** c**", "r**"}},
+    {"mt_kv_cache_attention", {"qkv keys values out", "R**R c**c", "r**r"}},
+    {"mt_cross_entropy_stats", {"logits stats", "RR rr cc", NULL}},
+    {"mt_cross_entropy_combine", {"gathered loss lse", "RRR rcc", NULL}},
+    {"mt_cross_entropy_backward", {"logits lse dloss", "RRR cRR rc*", NULL}},
+    {"mt_cross_entropy_forward_backward", {"logits loss dloss", "RR* rc*", NULL}},
+    {"mt_sample_candidates", {"logits candidates", "RR rr cc", NULL}},
+    {"mt_adamw_step", {"param master grad m v", "RRRRR rrrrr ccccc", NULL}},
+    {"mt_multiply", {"a b y", "RRR rrr ccc PRP RPP", NULL}},
+    {"mt_multiply_row_forward", {"x row y", "RRR rRr ccc PRP", NULL}},
+    {"mt_multiply_row_backward", {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP", NULL}},
+    {"mt_multiply_col_forward", {"x col y", "RRR rrr cRc PRP", NULL}},
+    {"mt_multiply_col_backward", {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP", NULL}},
+    {"mt_sigmoid_forward", {"x y", "RR rr cc", NULL}},
+    {"mt_sigmoid_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}},
+    {"mt_silu_forward", {"x y", "RR rr cc", NULL}},
+    {"mt_silu_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}},
+    {"mt_sigmoid_gate_forward", {"gate x y", "RRR rrr ccc RPP", NULL}},
+    {"mt_sigmoid_gate_backward", {"dy gate x dgate dx", "RRRRR rrrrr ccccc PRRPP", NULL}},
+};
+/* clang-format on */
+
+/* C = op(A) op(B), by transpose of A and B. */
+static const mt_rule mti_gemm_rules[2][2] = {
+    {{"a b c", "RRR rRr Rcc crP PRP RPP", "rrr"}, {"a b c", "RRR rRr Rrc ccP PRP RPP", "rrr"}},
+    {{"a b c", "RRR cRr Rcc rrP PRP RPP", "rrr"}, {"a b c", "RRR cRr Rrc rcP PRP RPP", "rrr"}}};
+
+static mt_status mti_apply_rule(mt_context *ctx, const char *name, const mt_rule *rule, const mt_arg *args, int count) {
+    mt_operand operands[MTI_ARGS + 1];
+    int i;
+    for (i = 0; i < count; i++) {
+        operands[i].name = args[i].name;
+        operands[i].t = *args[i].view;
+        operands[i].use = args[i].use & MT_ARG_IN_OUT;
+    }
+    return mt_rule_check(ctx, name, rule, operands, count);
+}
+
+/* Applies the rule of an operator. What an operator without a rule writes is not known. A rule without operands is
+   applied by the operator itself. */
+static mt_status mti_apply_rule_of(mt_context *ctx, const char *name, const mt_arg *args, int count) {
+    size_t i;
+    int j;
+    for (i = 0; i < sizeof mti_rules / sizeof *mti_rules; i++) {
+        const mt_rule *rule = &mti_rules[i].rule;
+        if (strcmp(mti_rules[i].name, name) != 0) continue;
+        return rule->operands ? mti_apply_rule(ctx, name, rule, args, count) : MT_SUCCESS;
+    }
+    for (j = 0; j < count; j++)
+        if (args[j].use & MT_ARG_OUT) MT_TRY(mt_declare(ctx, NULL, *args[j].view, MT_UNDECLARED));
+    return MT_SUCCESS;
+}
+
 /* ---- >>dispatch -------------------------------------------------------------------------------------------------- */
 
 /* How an operator runs. It has a table of its arguments, which mt_args_check checks. Between mti_begin and mti_end,
@@ -3162,7 +3251,6 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
    mti_end adds op->work to the trace of a meta context. mti_begin fills it in for an operator that reads and writes its
    views once. Other operators change it between the two calls. */
 #define MTI_COUNT(args) ((int)(sizeof(args) / sizeof *(args)))
-#define MTI_ARGS 12 /* maximum number of views of an operator */
 #define MTI_AS_IS 8 /* with the values of mt_arg.use */
 
 typedef struct mti_operator {
@@ -3217,6 +3305,7 @@ static mt_status mti_widen(mti_operator *op, const mt_arg *arg, mt_tensor *given
 static mt_status mti_begin(mti_operator *op, mt_context *ctx, const char *name, const mt_arg *args, int count) {
     int i, runs = count == 0 || !mti_is_empty(*args[0].view);
     mt_status status = MT_SUCCESS;
+    if (runs && mt_check_mode(ctx)) MT_TRY(mti_apply_rule_of(ctx, name, args, count));
     op->ctx = ctx;
     op->args = args;
     op->on_cuda = runs && mt_context_planned(ctx) == MT_DEVICE_CUDA;
@@ -3305,6 +3394,7 @@ MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_fill", args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, "mt_fill", args, MTI_COUNT(args)));
+    if (mt_check_mode(ctx)) MT_TRY(value == 0.0f ? mt_declare_zero(ctx, y) : mt_declare(ctx, NULL, y, MT_UNDECLARED));
     mti_fill f = {y, value};
     return mti_end(&op,
                    MTI_RUN(&op, mti_cuda_fill(ctx, y, value), mti_cpu_stripes(ctx, y.rows, y.cols, mti_cpu_fill, &f)));
@@ -4923,6 +5013,9 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
         if (g.plan || (args[i].view == &b && (g.few || MTI_GEMM_WIDENS)) ||
             (args[i].view == &a && !g.few && MTI_GEMM_WIDENS))
             args[i].use |= MTI_AS_IS;
+    if (mt_check_mode(ctx))
+        MT_TRY(mti_apply_rule(ctx, "mt_gemm", &mti_gemm_rules[trans_a == MT_TRANS][trans_b == MT_TRANS], args,
+                              MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, "mt_gemm", args, MTI_COUNT(args)));
     mti_gemm_operands(&g, a, b, c);
     op.work.work = MT_WORK_GEMM;
@@ -5651,7 +5744,8 @@ static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_ten
 /* Evaluates `fused` if the options of the context ask for products with an epilogue, otherwise `separate`. */
 #if MT_HAS_CUDA
 #define MTI_FUSED(ctx, fused, separate)                                                                                \
-    (mt_context_device(ctx) == MT_DEVICE_CUDA && mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE             \
+    (mt_context_device(ctx) == MT_DEVICE_CUDA && mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE &&          \
+             !mt_check_mode(ctx)                                                                                       \
          ? (fused)                                                                                                     \
          : (separate))
 #else
@@ -11410,9 +11504,25 @@ static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int6
 } /* extern "C++" */
 #endif
 
+/* Applies the rule of an embedding. The ids are an operand, too. */
+static mt_status mti_embedding_rule(mt_context *ctx, const char *where, const mt_rule *rule, const int32_t *ids,
+                                    const mt_arg *args) {
+    mt_tensor rows = mt_tensor_make(ids, MT_I32, args[0].view->rows, 1);
+    mt_arg all[3];
+    if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    memset(all, 0, sizeof all);
+    all[0] = args[0];
+    all[1] = args[1];
+    all[2].name = "ids";
+    all[2].view = &rows;
+    all[2].use = MT_ARG_IN;
+    return mti_apply_rule(ctx, where, rule, all, 3);
+}
+
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y) {
     static const char *const where = "mt_embedding_forward";
+    static const mt_rule rule = {"ids table y", "RRR rRr RrP Rcc", NULL};
     mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MTI_AS_IS | MT_ARG_OUT | (beta != 0.0f ? MT_ARG_IN : 0)},
                      {"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
     /* reads one row of the table for each token */
@@ -11421,6 +11531,7 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_embedding(ctx, where, "table", table, first_row, ids, "y", y));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "table", table));
+    MT_TRY(mti_embedding_rule(ctx, where, &rule, ids, args));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     op.work.bytes = bytes;
     mti_embedding e = {table, y, first_row, ids, beta};
@@ -11431,6 +11542,7 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
                                        mt_tensor dtable) {
     static const char *const where = "mt_embedding_backward";
+    static const mt_rule rule = {"ids dy dtable", "RRR RRr rrP Rcc RPP", NULL};
     mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"dtable", &dtable, dtable.rows, dtable.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
     /* adds to one row of the table for each token */
@@ -11439,6 +11551,7 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_embedding(ctx, where, "dtable", dtable, first_row, ids, "dy", dy));
     MT_TRY(mt_check_apart(ctx, where, "dtable", dtable, "dy", dy));
+    MT_TRY(mti_embedding_rule(ctx, where, &rule, ids, args));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     op.work.bytes = bytes;
     mti_embedding e = {dtable, dy, first_row, ids, 0.0f};

@@ -196,11 +196,6 @@ MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);
 
 #define MT_NAME_MAX 96
 
-typedef enum mt_placement {
-    MT_REPLICATED = 0, /* every tensor rank has all of it */
-    MT_SPLIT_ROWS = 1, /* rows are split over the tensor group */
-    MT_SPLIT_COLS = 2  /* columns are split over the tensor group */
-} mt_placement;
 #define MT_PLACEMENT_WORDS "MT_REPLICATED MT_SPLIT_ROWS MT_SPLIT_COLS" /* see mt_check_enum */
 
 /* Describes a parameter: its global shape, how it is split, and its first values. */
@@ -2269,6 +2264,8 @@ static size_t mti_grads_bytes(const mt_params *params) {
     return (size_t)(params->gradients - (all ? params->elements : 0)) * sizeof(float);
 }
 
+static void mti_params_forget(mt_context *ctx, const mt_params *params); /* below */
+
 /* Frees values, gradients, subtrees and the room, as far as they are the registry's. */
 static void mti_params_free(mt_context *ctx, mt_params *params) {
     void *grads = params->grads ? params->grads : params->lookups;
@@ -2290,6 +2287,7 @@ MT_API void mt_params_destroy(mt_params *params) {
     /* collectives that still run use this memory */
     if (params->buckets.begun) mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD);
     while (params->buffers) mti_params_free_buffer(params);
+    if (params->placed) mti_params_forget(ctx, params);
     mti_params_free(ctx, params);
     for (i = 0; i < params->count; i++) mt_host_free(params->list[i]);
     mt_host_free(params->list);
@@ -2822,6 +2820,41 @@ static void mti_params_point(mt_params *params) {
     }
 }
 
+/* Tells check mode what the parameters and their gradients are. */
+static mt_status mti_params_declare(mt_context *ctx, const mt_params *params) {
+    const mt_grid *g = params->grid;
+    int i;
+    for (i = 0; i < params->count; i++) {
+        const mt_param *p = params->list[i];
+        int partial = p->desc.sequence_partial || p->desc.copies > 1;
+        MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp, p->value, p->grad, p->desc.placement, partial));
+        MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp, mt_none(), p->lookup_grad, p->desc.placement, partial));
+    }
+    return MT_SUCCESS;
+}
+
+/* Drops what check mode knows about memory of the caller; mt_context_free does so for the registry's. */
+static void mti_params_forget(mt_context *ctx, const mt_params *params) {
+    int i;
+    for (i = 0; i < params->count; i++) {
+        const mt_param *p = params->list[i];
+        size_t n = (size_t)(p->value.rows * p->value.cols);
+        mt_declare_forget(ctx, p->value.data, n * mt_dtype_size(p->value.dtype));
+        mt_declare_forget(ctx, p->grad.data, n * sizeof(float));
+    }
+}
+
+/* Tells check mode that the gradients are sums over all ranks that have a part of them. */
+static mt_status mti_declare_synced(mt_context *ctx, const mt_params *params) {
+    int i;
+    for (i = 0; i < params->count; i++) {
+        const mt_param *p = params->list[i];
+        MT_TRY(mt_declare(ctx, params->grid->dp, p->grad, MT_REPLICATED));
+        if (p->desc.placement == MT_REPLICATED) MT_TRY(mt_declare(ctx, params->grid->tp, p->grad, MT_REPLICATED));
+    }
+    return MT_SUCCESS;
+}
+
 static mt_status mti_params_squares(mt_context *ctx, mt_params *params); /* >>sync */
 
 static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
@@ -2838,6 +2871,7 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     if (status != MT_SUCCESS) mti_params_free(ctx, params);
     MT_TRY(status);
     params->placed = 1;
+    MT_TRY(mti_params_declare(ctx, params));
     MT_TRY(mt_arena_register(ctx, params->grid->tp));
     if (params->grads)
         MT_TRY(mt_comm_register(ctx, params->grid->dp, params->grads, (size_t)params->elements * sizeof(float)));
@@ -3252,6 +3286,16 @@ static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, cons
     return mti_params_known(ctx, params, function);
 }
 
+static mt_status mti_gradients_zero(mt_context *ctx, const mt_params *params) {
+    int i;
+    MT_TRY(mti_memory_zero(ctx, params, MTI_IN_GRADS));
+    for (i = 0; i < params->count; i++) {
+        MT_TRY(mt_declare_zero(ctx, params->list[i]->grad));
+        MT_TRY(mt_declare_zero(ctx, params->list[i]->lookup_grad));
+    }
+    return MT_SUCCESS;
+}
+
 /* -- the state of the gradients -- */
 
 static void mti_gradients_set(mt_params *params, mti_gradient_state state) {
@@ -3359,7 +3403,7 @@ MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
     params->buckets.begun = 0;
     params->micro_batches = 0;
     (void)mti_gradients_known(ctx, params); /* notes a recording */
-    MT_TRY(mti_memory_zero(ctx, params, MTI_IN_GRADS));
+    MT_TRY(mti_gradients_zero(ctx, params));
     mti_gradients_set(params, MTI_GRADIENTS_ZEROED);
     return MT_SUCCESS;
 }
@@ -3998,12 +4042,12 @@ static int mti_is_whole(const mt_param *p) {
 
 /* Sets *out to the columns of x [tokens, n] that belong to this rank. It is a view when they are one piece, and
    otherwise a copy in the arena. */
-static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x, mt_tensor *out) {
+static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_param *p, mt_tensor x, mt_tensor *out) {
     int64_t i, blocks = mti_param_blocks(p);
     mti_block first = mti_param_block(p, p->tp_rank, 0), last = mti_param_block(p, p->tp_rank, blocks - 1);
     if (mti_is_whole(p) || (p->desc.parts == 1 && p->desc.copies == 1 && last.count == last.size)) {
         *out = mt_tensor_cols(x, first.global, p->local_features);
-        return MT_SUCCESS;
+        return mt_declare(ctx, tp, *out, MT_SPLIT_COLS); /* nothing in a group of one */
     }
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, p->local_features, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
@@ -4012,7 +4056,7 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_param *p, mt_tensor x
         if (b.copy) continue; /* y has these features from another rank, which gets their gradient */
         MT_TRY(mt_copy(ctx, mt_tensor_cols(x, b.global, b.count), mti_block_cols(p, *out, b)));
     }
-    return MT_SUCCESS;
+    return mt_declare(ctx, tp, *out, MT_SPLIT_COLS);
 }
 
 /* The inverse of mti_local_slice: gathers `local` [tokens, local features], which is contiguous, from all ranks into y
@@ -4393,7 +4437,7 @@ static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const
 static mt_status mti_column_backward_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
                                               mt_tensor dx, mt_tensor x) {
     const mti_layers l = {layer, NULL, 1};
-    if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->weight, dy, &dy));
+    if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, dy, &dy));
     return mti_column_backward(ctx, &l, &dy, dx, x);
 }
 
@@ -4668,7 +4712,7 @@ static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_
 /* Computes the output of one layer. Without input_is_parallel x is whole, and this rank takes its columns. */
 static mt_status mti_row_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
     const mti_layers l = {NULL, layer, 1};
-    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &x));
+    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, x, &x));
     return mti_row_forward(ctx, &l, &x, y);
 }
 
@@ -4776,7 +4820,7 @@ static mt_status mti_row_backward_sliced(mt_context *ctx, const mt_row_parallel_
     mt_linear_saved sliced;
     mt_tensor local = dx, whole = dx;
     sliced.x = x;
-    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->weight, x, &sliced.x));
+    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, x, &sliced.x));
     if (gather) {
         part.desc.add_to_dx = 0; /* the gathered gradient is added */
         MT_TRY(mt_arena_tensor(ctx, dx.dtype, x.rows, layer->local_features, &local));
@@ -5591,7 +5635,9 @@ static mt_status mti_buckets_send(mt_context *ctx, mt_params *params, int64_t fr
         int64_t hi = b->sent;
         b->sent = mti_bucket_low(params, hi);
         MT_TRY(mti_overlap_begin(ctx, params->grid->dp, MT_OVERLAP_GRADIENTS));
-        MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_TICKET_THIRD, mti_bucket_reduce(ctx, params, b->sent, hi)));
+        mt_check_pause(ctx);
+        MT_TRY(mt_overlap_end(ctx, MT_OVERLAP_TICKET_THIRD,
+                              mt_check_resume(ctx, mti_bucket_reduce(ctx, params, b->sent, hi))));
     }
     return MT_SUCCESS;
 }
@@ -5732,7 +5778,7 @@ static mt_status mti_sync_tensor_ranks(mt_context *ctx, mt_params *params) {
 
 /* The finished subtrees form a binary counter: micro-batch n (from 0) joins as many subtrees as n has trailing one
    bits, so at most log2(n) subtrees are kept. All sums over micro-batches use this function, as sums over virtual
-   shards use mti_shard_tree. */
+   shards use mti_shard_tree. Sets the gradients to zero for the next micro-batch. */
 static mt_status mti_accumulate_gradients(mt_context *ctx, mt_params *params) {
     int64_t n = params->micro_batches, level;
     MT_TRY(mti_sync_tensor_ranks(ctx, params));
@@ -5740,7 +5786,7 @@ static mt_status mti_accumulate_gradients(mt_context *ctx, mt_params *params) {
     params->micro_batches++;
     if (level == params->levels) return MT_SUCCESS; /* this rank can have no more micro-batches */
     MT_TRY(mti_gradient_level(ctx, params, (int)level, MTI_LEVEL_KEEP));
-    return mti_memory_zero(ctx, params, MTI_IN_GRADS);
+    return mti_gradients_zero(ctx, params);
 }
 
 MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
@@ -5755,7 +5801,8 @@ MT_API mt_status mt_accumulate_gradients(mt_context *ctx, mt_params *params) {
                        function, (long long)params->micro_batches, params->grid->dp_size,
                        mt_context_invariant_data(ctx));
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
-    status = mti_accumulate_gradients(ctx, params);
+    mt_check_pause(ctx);
+    status = mt_check_resume(ctx, mti_accumulate_gradients(ctx, params));
     mti_gradients_set(params, status == MT_SUCCESS ? MTI_GRADIENTS_ZEROED : MTI_GRADIENTS_UNDEFINED);
     return status;
 }
@@ -5872,16 +5919,19 @@ static mt_status mti_sync_gradients(mt_context *ctx, mt_params *params) {
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
     mt_status status;
     MT_TRY(mti_sync_check(ctx, params));
-    status = mti_sync_gradients(ctx, params);
+    mt_check_pause(ctx);
+    status = mt_check_resume(ctx, mti_sync_gradients(ctx, params));
     mti_gradients_set(params, status == MT_SUCCESS ? MTI_GRADIENTS_SYNCHRONISED : MTI_GRADIENTS_UNDEFINED);
-    return status;
+    MT_TRY(status);
+    return mti_declare_synced(ctx, params);
 }
 
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params) {
     MT_TRY(mti_params_ready(ctx, params, "mt_gather_gradients"));
     if (!mti_is_scattered(params)) return MT_SUCCESS;
     MT_TRY(mti_gradients_ready(ctx, "mt_gather_gradients", params, 1));
-    return mti_buckets_gather(ctx, params, MTI_IN_GRADS);
+    mt_check_pause(ctx);
+    return mt_check_resume(ctx, mti_buckets_gather(ctx, params, MTI_IN_GRADS));
 }
 
 /* Returns 1 when this rank's copy of a parameter counts towards the norm. One copy of each parameter counts. */

@@ -60,6 +60,26 @@ own_weights_program() {
     return 0
 }
 
+# The program of docs/checking.md prints what the page says.
+checking_program() {
+    program_of docs/checking.md >"$work/checking.c"
+    builds checking || return 1
+    awk '/^It prints:$/ { prints = 1 } /^```/ && prints { if (inside) exit; inside = 1; next } inside' \
+        docs/checking.md >"$work/checking.txt"
+    "$work/checking" | diff "$work/checking.txt" -
+}
+
+# docs/checking.md has every rule of mt_kernels.cuh.
+checking_rules() {
+    grep -oE '\{"[a-z0-9 ]+", "[RrcP* -]+", (NULL|"[rcRP*]+")\}' mt_kernels.cuh |
+        sed -E 's/^\{"//; s/", (NULL|"([^"]*)")\}$/ | \2/; s/", "/ | /' >"$work/rules.txt"
+    [ "$(wc -l <"$work/rules.txt")" -gt 40 ] || { echo "too few rules found"; return 1; }
+    while IFS= read -r rule; do
+        rule=${rule% | }
+        grep -qF "| $rule |" docs/checking.md || { echo "missing: $rule"; return 1; }
+    done <"$work/rules.txt"
+}
+
 # The pipeline of docs/many-ranks.md learns. The losses of its micro-batches are the same on 1, 2 and 4 stages, up
 # to rounding.
 pipeline_program() {
@@ -113,6 +133,8 @@ chapters() {
 check "the first program is the same in README.md and megatron.h, compiles and learns" first_program
 check "the program of docs/own-weights.md computes the same on 1, 2 and 4 ranks" own_weights_program
 check "the pipeline of docs/many-ranks.md computes the same on 1, 2 and 4 stages" pipeline_program
+check "the program of docs/checking.md prints what the page says" checking_program
+check "docs/checking.md has every rule of mt_kernels.cuh" checking_rules
 check "links lead to files and headings" links
 check "README.md leads to every chapter, which ends with something to run" chapters
 closing_line
