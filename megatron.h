@@ -3280,6 +3280,21 @@ static mt_status mti_model_table_ids(mt_context *ctx, const mt_language_model *m
     return mt_position_ids(ctx, first, batch->seq, batch->cu_seqlens, batch->documents, (int32_t *)ids.data, rows);
 }
 
+/* Tells check mode what the ids of calls are, until mti_ids_end, where it does not know: the same on the tensor ranks
+   or, with is_split 1, those of this rank's rows, and others on the data ranks. */
+static mt_status mti_ids_begin(mt_context *ctx, const mt_grid *grid, const int32_t *ids, int64_t rows, int is_split) {
+    mt_tensor t = mt_tensor_make(ids, MT_I32, rows, 1);
+    mt_placement tp = mt_placement_of(ctx, grid->tp, t), dp = mt_placement_of(ctx, grid->dp, t);
+    if (tp == MT_UNDECLARED || tp == MT_REPLICATED) tp = is_split ? MT_SPLIT_ROWS : MT_REPLICATED;
+    if (dp == MT_UNDECLARED) dp = MT_SPLIT_ROWS;
+    MT_TRY(mt_check_view(ctx, grid->tp, t, tp));
+    return mt_check_view(ctx, grid->dp, t, dp);
+}
+
+static mt_status mti_ids_end(mt_context *ctx, mt_status status) {
+    return mt_check_view_end(ctx, mt_check_view_end(ctx, status));
+}
+
 /* Adds the rows of a table to x. Does nothing when the model does not have the table. */
 static mt_status mti_model_add_table(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
                                      const mt_param *table, mt_tensor x) {
@@ -3287,15 +3302,22 @@ static mt_status mti_model_add_table(mt_context *ctx, const mt_language_model *m
     const int32_t *ids;
     if (!table) return MT_SUCCESS;
     MT_TRY(mti_model_table_ids(ctx, m, batch, table, x.rows, &ids));
-    MT_TRY(mt_embedding_forward(ctx, table->value, 0, ids, 1.0f, x));
+    MT_TRY(mti_ids_begin(ctx, m->grid, ids, x.rows, m->desc.layer.sequence_parallel));
+    MT_TRY(mti_ids_end(ctx, mt_embedding_forward(ctx, table->value, 0, ids, 1.0f, x)));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
+}
+
+static mt_status mti_model_embed_tokens(mt_context *ctx, const mt_language_model *m, const int32_t *ids, int64_t tokens,
+                                        mt_tensor x) {
+    MT_TRY(mti_ids_begin(ctx, m->grid, ids, tokens, 0));
+    return mti_ids_end(ctx, mt_vocab_parallel_embedding_forward(ctx, &m->tokens, ids, tokens, x));
 }
 
 /* Computes the sum of the embeddings of tokens, positions and token types. */
 static mt_status mti_model_embed_sum(mt_context *ctx, const mt_language_model *m, const mt_batch *batch,
                                      const int32_t *ids, mt_tensor x) {
-    MT_TRY(mt_vocab_parallel_embedding_forward(ctx, &m->tokens, ids, batch->sequences * batch->seq, x));
+    MT_TRY(mti_model_embed_tokens(ctx, m, ids, batch->sequences * batch->seq, x));
     MT_TRY(mti_model_add_table(ctx, m, batch, m->positions, x));
     return mti_model_add_table(ctx, m, batch, m->token_types, x);
 }
@@ -3333,11 +3355,13 @@ static mt_status mti_model_embed_cached(mt_context *ctx, const mt_language_model
                                         const int32_t *ids, const mt_gpt_cache *cache, mt_tensor x) {
     size_t mark = mt_arena_mark(ctx);
     mt_tensor positions;
-    MT_TRY(mt_vocab_parallel_embedding_forward(ctx, &m->tokens, ids, x.rows, x));
+    MT_TRY(mti_model_embed_tokens(ctx, m, ids, x.rows, x));
     if (!m->positions) return MT_SUCCESS;
     MT_TRY(mt_arena_tensor(ctx, MT_I32, 1, x.rows, &positions));
     MT_TRY(mt_kv_cache_positions(ctx, &cache->layers[0], batch->sequences, batch->seq, (int32_t *)positions.data));
-    MT_TRY(mt_embedding_forward(ctx, m->positions->value, 0, (const int32_t *)positions.data, 1.0f, x));
+    MT_TRY(mti_ids_begin(ctx, m->grid, (const int32_t *)positions.data, x.rows, 0));
+    MT_TRY(
+        mti_ids_end(ctx, mt_embedding_forward(ctx, m->positions->value, 0, (const int32_t *)positions.data, 1.0f, x)));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -3345,6 +3369,14 @@ static mt_status mti_model_embed_cached(mt_context *ctx, const mt_language_model
 /* Returns the number of this rank's rows of a batch that mti_model_call_check has accepted. */
 static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch) {
     return batch->sequences * batch->seq / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
+}
+
+/* Tells check mode what another stage has sent, where it does not know. */
+static mt_status mti_model_received(mt_context *ctx, const mt_language_model *m, mt_tensor t) {
+    mt_placement tp = m->desc.layer.sequence_parallel ? MT_SPLIT_ROWS : MT_REPLICATED;
+    if (mt_placement_of(ctx, m->grid->tp, t) == MT_UNDECLARED) MT_TRY(mt_declare(ctx, m->grid->tp, t, tp));
+    if (mt_placement_of(ctx, m->grid->dp, t) != MT_UNDECLARED) return MT_SUCCESS;
+    return mt_declare(ctx, m->grid->dp, t, MT_SPLIT_ROWS);
 }
 
 /* Runs this stage: the embedding (on the first stage; the others begin with `input`), the layers and the final norm. *y
@@ -3356,7 +3388,8 @@ static mt_status mti_model_forward(mt_context *ctx, const mt_language_model *m, 
     int64_t rows = mti_model_rows(m, batch), i;
     mt_tensor x = input, next, spare = mt_none(), last = m->final_norm.weight ? mt_none() : output;
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
-    if (!input.data) {
+    if (input.data) MT_TRY(mti_model_received(ctx, m, input));
+    else {
         MT_TRY(mti_model_room(ctx, m, spare, rows, &x));
         MT_TRY(MT_RANGE("embedding forward", cache ? mti_model_embed_cached(ctx, m, batch, ids, cache, x)
                                                    : mti_model_embed(ctx, m, batch, ids, x, saved)));
@@ -3485,21 +3518,24 @@ static mt_status mti_model_table_backward(mt_context *ctx, const mt_language_mod
     if (!table) return MT_SUCCESS;
     MT_TRY(mti_model_table_ids(ctx, m, batch, table, dx.rows, &call.ids));
     call.dx = dx;
-    return mt_sum_over_tokens(ctx, m->grid->tp, m->desc.layer.sequence_parallel, mti_table_rows, &call, dx.rows,
-                              mt_tensor_rows(table->grad, 0, used), mt_none());
+    MT_TRY(mti_ids_begin(ctx, m->grid, call.ids, dx.rows, m->desc.layer.sequence_parallel));
+    return mti_ids_end(ctx, mt_sum_over_tokens(ctx, m->grid->tp, m->desc.layer.sequence_parallel, mti_table_rows, &call,
+                                               dx.rows, mt_tensor_rows(table->grad, 0, used), mt_none()));
 }
 
 /* dx is the gradient of the embedding's output. The call overwrites it. */
 static mt_status mti_model_embed_backward(mt_context *ctx, const mt_language_model *m,
                                           const mt_language_model_saved *saved, mt_tensor dx) {
     const mt_batch *batch = &saved->batch;
+    const int64_t tokens = batch->sequences * batch->seq;
     mt_dropout dropout = mti_model_dropout(m, batch, dx.rows, 1);
     if (dropout.p > 0.0f) MT_TRY(mt_bias_dropout_add_backward(ctx, dx, dropout, dx, mt_none()));
     if (m->embedding_norm.weight)
         MT_TRY(mt_norm_layer_backward(ctx, &m->embedding_norm, dx, mt_none(), dx, &saved->embedding_norm));
     MT_TRY(mti_model_table_backward(ctx, m, batch, m->positions, batch->seq, dx));
     MT_TRY(mti_model_table_backward(ctx, m, batch, m->token_types, m->desc.token_types, dx));
-    return mt_vocab_parallel_embedding_backward(ctx, &m->tokens, saved->ids, batch->sequences * batch->seq, dx);
+    MT_TRY(mti_ids_begin(ctx, m->grid, saved->ids, tokens, 0));
+    return mti_ids_end(ctx, mt_vocab_parallel_embedding_backward(ctx, &m->tokens, saved->ids, tokens, dx));
 }
 
 /* Returns the last parameter of a layer that may have no bias. */
@@ -3523,6 +3559,7 @@ static mt_status mti_model_backward(mt_context *ctx, const mt_language_model *m,
     mt_tensor dy, next, spare = mt_none();
     int64_t i;
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
+    if (!mti_model_is_last(m)) MT_TRY(mti_model_received(ctx, m, doutput));
     MT_TRY(mti_model_norm_backward(ctx, m, doutput, scratch, saved, &dy));
     for (i = m->local_layers; i-- > 0;) {
         const mt_transformer_layer *layer = &m->layers[i];
@@ -4215,8 +4252,8 @@ static mt_status mti_add_first_tokens(mt_context *ctx, const mt_language_model *
     mt_tensor tokens = mti_first_tokens(m, batch, x, &first), rows;
     if (!tokens.data) return MT_SUCCESS;
     rows = mt_tensor_rows(y, first, tokens.rows);
-    if (m->desc.layer.sequence_parallel) MT_TRY(mt_declare(ctx, m->grid->tp, rows, MT_SPLIT_ROWS));
-    return mt_add(ctx, tokens, rows, to_x ? tokens : rows);
+    MT_TRY(mt_check_view(ctx, m->grid->tp, rows, m->desc.layer.sequence_parallel ? MT_SPLIT_ROWS : MT_UNDECLARED));
+    return mt_check_view_end(ctx, mt_add(ctx, tokens, rows, to_x ? tokens : rows));
 }
 
 /* Computes *pooled [sequences, hidden] from x, the output of the model. Under sequence parallelism each rank has the
@@ -4232,6 +4269,7 @@ static mt_status mti_bert_pool(mt_context *ctx, const mt_bert *bert, const mt_ba
     MT_TRY(mti_add_first_tokens(ctx, &bert->model, batch, x, tokens, 0));
     if (bert->desc.layer.sequence_parallel) {
         MT_TRY(mt_declare(ctx, bert->model.grid->tp, tokens, MT_PARTIAL));
+        MT_TRY(mt_declare(ctx, bert->model.grid->dp, tokens, mt_placement_of(ctx, bert->model.grid->dp, x)));
         MT_TRY(mt_reduce_from_tensor_region_forward(ctx, bert->model.grid->tp, tokens));
     }
     MT_TRY(mt_column_parallel_linear_activation_forward(ctx, &bert->pooler, MT_TANH, tokens, h, *pooled,

@@ -44,8 +44,8 @@
    the same collectives in the same order. Contexts in one process are independent of each other.
    Cancelled threads and C++ exceptions: see mt_launch.
 
-   Sections of the implementation: >>status >>context >>cuda >>local >>threads >>16bit >>placements >>collectives
-   >>nccl >>mpi >>compare >>conjugates >>graph >>launch                                                             */
+   Sections of the implementation: >>status >>context >>cuda >>local >>threads >>16bit >>hash >>placements
+   >>collectives >>nccl >>mpi >>compare >>replicas >>conjugates >>graph >>launch */
 
 #ifndef MT_COMM_H
 #define MT_COMM_H
@@ -189,7 +189,8 @@ typedef struct mt_context_desc {
        and V_d are powers of two up to 1024. See docs/invariance.md. */
     int invariant;      /* V; 0: off */
     int invariant_data; /* V_d; only with `invariant`; 0: V */
-    /* 1: check mode, see mt_placement. MT_DEVICE_META always has it. 0: off */
+    /* 1: check mode, see mt_placement. 2: also compares the values of what is replicated, see mt_check_replicas; set it
+       on all ranks. 0: off; on MT_DEVICE_META as 1, but calls may read memory that nothing has written */
     int check;
     int ordinal; /* GPU number, as in cudaSetDevice; the library leaves this GPU current; ignored on other devices */
     /* advanced */
@@ -523,12 +524,12 @@ typedef enum mt_placement {
    Most mistakes need only a context on MT_DEVICE_META, one rank of mt_comm_create_meta, and one step.
 
    mt_declare says what a tensor is that the library has not written, such as inputs, or memory that a kernel of the
-   caller has filled. It replaces what was known about t. A tensor that is not declared is MT_UNDECLARED; every call
-   accepts it. mt_placement_of returns what is known about t, for the group `comm`; it is MT_UNDECLARED when check mode
-   is off, when nothing is known, and when the parts of t differ.
-   With comm NULL and MT_UNDECLARED, mt_declare forgets what is known about t in all groups. In a group of one, and when
-   check mode is off, it does nothing. Errors: MT_ERR_ARGUMENT (placement is out of range, or comm is NULL with another
-   placement), MT_ERR_MEMORY. */
+   caller has filled. It replaces what was known about t. Calls accept a tensor that is MT_UNDECLARED, but not memory of
+   the arena that nothing has written and that was not declared. mt_placement_of returns what is known about t, for the
+   group `comm`; it is MT_UNDECLARED when check mode is off, when nothing is known, and when the parts of t differ.
+   With comm NULL and MT_UNDECLARED, mt_declare forgets what is known about t in all groups. In a group of one it only
+   says that the program has written t, and when check mode is off, it does nothing. Errors: MT_ERR_ARGUMENT (placement
+   is out of range, or comm is NULL with another placement, or t is a parameter of another placement), MT_ERR_MEMORY. */
 MT_API mt_status mt_declare(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement);
 MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, mt_tensor t);
 
@@ -825,6 +826,11 @@ MT_API int mt_context_records(const mt_context *ctx);            /* 1 between mt
 typedef void (*mt_range_function)(void *data, int thread, int64_t first, int64_t last);
 MT_API void mt_parallel_for(mt_context *ctx, int64_t count, int64_t grain, mt_range_function work, void *data);
 
+/* Adds the hash of x to *sum, as mt_hash in mt_kernels.cuh, on a context with data. x has elements of 2 or 4 bytes. On
+   MT_DEVICE_CUDA sum is in memory of the GPU, and the call does not wait. Errors: MT_ERR_SYSTEM (CUDA failed). */
+MT_API mt_status mt_hash_add(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
+                             uint64_t *sum);
+
 /* mt_fail stores a message as the last error of the context and of its world, logs it as MT_LOG_ERROR, and returns
    status. mt_comm_fail stores text as the last error of comm and of the world that rank_main got, and returns status;
    it does not log. mt_log only logs. Stored messages are cut after MT_ERROR_BYTES - 1 characters. When ctx or comm is
@@ -862,9 +868,43 @@ typedef struct mt_operand {
 MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,
                                int count);
 
-/* mt_check_mode returns 1 when check mode is on. Between mt_check_pause and mt_check_resume, no rule is applied, and no
-   placement is noted: a layer whose sums no rule describes declares its results. Pairs may be nested. mt_check_resume
-   returns `status`, as in  mt_check_pause(ctx); return mt_check_resume(ctx, work(ctx));
+/* The place of a rank's elements in the whole tensor, by which a call takes its random words, or its part of a
+   vocabulary. */
+typedef struct mt_place {
+    int64_t rows, cols;                        /* of this rank */
+    int64_t first_row, first_col, global_cols; /* see mt_random. INT64_MAX: the call does not number rows or columns */
+    int padded;                                /* 1: ranks may have fewer columns than those before them */
+    const char *what;                          /* what depends on the place, as in "random words" */
+} mt_place;
+
+/* Checks that a place fits the placements of t, operand `name` of a call. Where ranks have rows or columns of their
+   own, their places must differ: rank n of a group has at least n times its rows or columns before it. Where no group
+   splits the columns of t, they are those of the whole tensor. `field` names the place, as in "dropout.at"; it may be
+   "". Does nothing when check mode is off. Errors: MT_ERR_ARGUMENT. */
+MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
+                                const mt_place *place);
+
+/* A listener is told of each call that check mode has accepted, in the order of the calls: operators, rules of the
+   caller's own, region functions, and collectives of tensors that are known. operands[count] are the views of the call,
+   which may be of any shape; data is NULL for one that the call leaves out. mt_placement_of returns what the views are
+   after the call. `with` is the name of a parameter among them, or NULL. The strings live as long as the context, the
+   operands until the listener returns. What a call writes is not computed yet. The listener may print or keep what it
+   is told; it must not write tensors with the library.
+   mt_check_listen sets the listener of a context. NULL: none. It does nothing when check mode is off. */
+typedef void (*mt_check_listener)(mt_context *ctx, void *user, const char *where, const char *with,
+                                  const mt_operand *operands, int count);
+
+MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *user);
+
+/* mt_check_mode returns mt_context_desc.check (1 on MT_DEVICE_META), and 0 in a pause. Between mt_check_pause and
+   mt_check_resume, no rule is applied, and no placement is noted: a layer whose sums no rule describes declares its
+   results. Pairs may be nested. mt_check_resume returns `status`, as in
+       mt_check_pause(ctx);
+       return mt_check_resume(ctx, work(ctx));
+   mt_check_view says what a view is in the calls until mt_check_view_end: this rank's columns of a replicated tensor,
+   for instance, are a tensor that is split. The memory keeps its placement, and MT_UNDECLARED leaves the view as it is.
+   Pairs may be nested; the last mt_check_view of a view and a group counts. mt_check_view_end returns `status`.
+   mt_declare_complete says that t is replicated or split by rows over comm.
    mt_declare_zero says that t is zero, which fits every placement; it works in a pause, too. mt_declare_parameter notes
    a parameter and its gradient, which may be mt_none(), under a name. partial: 1 if its gradient may be partial over
    `tensor`. Over `data` the value is replicated, and the gradient may be partial. mt_declare_forget drops what is known
@@ -872,10 +912,38 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
 MT_API int mt_check_mode(const mt_context *ctx);
 MT_API void mt_check_pause(mt_context *ctx);
 MT_API mt_status mt_check_resume(mt_context *ctx, mt_status status);
+MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement);
+MT_API mt_status mt_check_view_end(mt_context *ctx, mt_status status);
+MT_API mt_status mt_declare_complete(mt_context *ctx, const mt_comm *comm, mt_tensor t);
 MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t);
 MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const mt_comm *tensor, const mt_comm *data,
                                       mt_tensor value, mt_tensor grad, mt_placement placement, int partial);
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes);
+
+/* With mt_context_desc.check == 2, the context also compares values. Each call hashes, bit for bit, each operand that
+   it reads and that is replicated over a group. mt_check_replicas compares the hashes of the ranks of comm, which all
+   call it, by an all-gather of 16 bytes of each rank, which the ledger does not count. When these differ, ranks send
+   the list of what they have read. If values differ, every rank gets MT_ERR_MISMATCH, and the message names the first
+   call that has read other values than on the lowest rank, beginning with `where`. So it finds what rules cannot see:
+   other seeds, inputs or learning rates, and memory that was written behind the library's back.
+   mt_params_zero_grad hashes the parameters. mt_sync_gradients adds the gradients, and compares; mt_optimizer_step and
+   mt_step_update add the new parameters, and compare. A loop without them calls mt_check_replicas itself. In any case a
+   comparison comes with every 256th collective of a group.
+   mt_check_replica hashes t, which must be the same on the ranks of comm, for the next comparison. The message calls it
+   "the `what` of '`name`'", or only `what` when name is NULL; name is kept until then. t has elements of 2 or 4 bytes.
+   Both do nothing when check is not 2, in a group of one, in a pause, between mt_overlap_begin and mt_overlap_end, and
+   while a graph is recorded. Errors: MT_ERR_MISMATCH, MT_ERR_ARGUMENT (ctx, what or where is NULL, or t has
+   another type), MT_ERR_MEMORY, and those of a collective. */
+MT_API mt_status mt_check_replica(mt_context *ctx, const mt_comm *comm, const char *what, const char *name,
+                                  mt_tensor t);
+MT_API mt_status mt_check_replicas(mt_context *ctx, mt_comm *comm, const char *where);
+/* As mt_check_replica, for a number of the host. mt_optimizer_step and mt_step_begin call it with the learning rate. */
+MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const char *what, float number);
+
+/* Returns how many operands that calls have read were not known in a group, since the context was created or since the
+   last call of this function. 0 means that check mode has seen all of a step. text, which may be NULL, becomes the
+   first of them, as in  mt_gemm (with 'fc1.weight'): a over "tensor"  or "". */
+MT_API int64_t mt_check_unknown(mt_context *ctx, char *text, size_t bytes);
 
 /* Allocate and free zero-filled host memory, for small structs. NULL: out of memory. */
 MT_API void *mt_host_alloc(size_t bytes);
@@ -1001,6 +1069,8 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
    MT_INLINE                     static inline, and always inlined where the compiler can be told
    MT_RANGE(name, call)          the status of call, inside an NVTX range (MT_USE_NVTX)
    mt_f32_bits(x), mt_f32_from_bits(u)     the bits of a float, and back; inline, for host and device
+   mt_hash_word(element, bits)             as mt_hash_element in mt_kernels.cuh; inline, for host and device
+   mt_divide(i, n)               i / n in a kernel
    tests/engine runs CUDA kernels on a CPU. There a kernel must be launched with MT_LAUNCH_KERNEL, and its shared memory
    declared with MT_SHARED or MT_DYN_SHARED; tests/engine/engine.h has the other rules. */
 
@@ -1371,10 +1441,14 @@ static void mti_no_destroy(mt_comm *comm);
 static void mti_team_destroy(struct mti_team *t); /* >>threads */
 
 static void mti_checker_destroy(struct mti_checker *c); /* >>placements */
-static mt_status mti_checker_create(mt_context *ctx);
+static mt_status mti_checker_create(mt_context *ctx, int check);
 static void mti_forget(mt_context *ctx, const void *data, size_t bytes);
 static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes);
 static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes);
+
+static void mti_replicas_destroy(mt_context *ctx); /* >>replicas */
+static mt_status mti_replicas_create(mt_context *ctx);
+static mt_status mti_replicas_due(mt_context *ctx, mt_comm *comm, const char *name);
 
 static mt_status mti_alone_check(mt_context *ctx, mt_comm *comm, const char *name); /* >>collectives */
 static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name);
@@ -1579,8 +1653,8 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
                  MTI_MAX_THREADS);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
-    if (desc->check < 0 || desc->check > 1) {
-        snprintf(text, sizeof text, "mt_context_create: check is %d, must be 0 or 1", desc->check);
+    if (desc->check < 0 || desc->check > 2) {
+        snprintf(text, sizeof text, "mt_context_create: check is %d, must be 0, 1 or 2", desc->check);
         return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
     }
     if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data)) {
@@ -1659,7 +1733,7 @@ MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt
     mti_context_fill(ctx, world, &d);
     if (d.device == MT_DEVICE_CUDA) status = mti_cuda_open(ctx, &d);
     if (status == MT_SUCCESS) status = mti_context_arena(ctx);
-    if (status == MT_SUCCESS && (d.check || d.device == MT_DEVICE_META)) status = mti_checker_create(ctx);
+    if (status == MT_SUCCESS && (d.check || d.device == MT_DEVICE_META)) status = mti_checker_create(ctx, d.check);
     if (status == MT_SUCCESS) *out = ctx;
     else mt_context_destroy(ctx);
     return status;
@@ -1676,6 +1750,7 @@ MT_API void mt_context_destroy(mt_context *ctx) {
     if (!ctx) return;
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_idle(ctx);
     for (i = MT_SLOT_COUNT; i-- > 0;) mti_slot_destroy(ctx, &ctx->slots[i]);
+    mti_replicas_destroy(ctx);
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
     mti_team_destroy(ctx->team);
     if (ctx->device != MT_DEVICE_META && ctx->arena)
@@ -3698,6 +3773,98 @@ MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t
     }
 }
 
+/* ---- >>hash ------------------------------------------------------------------------------------------------------ */
+
+/* The hash of one element: the finalizer of splitmix64 (Steele et al., OOPSLA 2014). */
+MT_INLINE MT_HOST_DEVICE uint64_t mt_hash_word(uint64_t element, uint32_t bits) {
+    uint64_t z = element * 0x9e3779b97f4a7c15u + (uint64_t)bits * 0xd1b54a32d192ed03u + 1;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+typedef struct mti_hash {
+    mt_tensor x;
+    int64_t first_row, first_col, global_cols;
+    uint64_t sum;
+} mti_hash;
+
+/* Adds the hash of a range of rows to sum. The total is a sum of integers, so the order is free. */
+static void mti_cpu_hash(void *data, int thread, int64_t first, int64_t last) {
+    mti_hash *h = (mti_hash *)data;
+    mt_tensor x = h->x;
+    uint64_t sum = 0;
+    int64_t i, j;
+    (void)thread;
+    for (i = first; i < last; i++) {
+        uint64_t e = ((uint64_t)h->first_row + (uint64_t)i) * (uint64_t)h->global_cols + (uint64_t)h->first_col;
+        const void *row = mt_tensor_rows(x, i, 1).data;
+        if (mt_dtype_size(x.dtype) == 4)
+            for (j = 0; j < x.cols; j++) sum += mt_hash_word(e + (uint64_t)j, ((const uint32_t *)row)[j]);
+        else
+            for (j = 0; j < x.cols; j++) sum += mt_hash_word(e + (uint64_t)j, ((const uint16_t *)row)[j]);
+    }
+    __atomic_add_fetch(&h->sum, sum, __ATOMIC_RELAXED);
+}
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+/* i / n, computed in 32 bits if both fit. GPUs have no instruction for integer division, and a 64-bit division takes
+   several times as many instructions as a 32-bit one. */
+static __device__ __forceinline__ int64_t mt_divide(int64_t i, int64_t n) {
+    return (uint64_t)(i | n) >> 32 ? i / n : (int64_t)((uint32_t)i / (uint32_t)n);
+}
+
+/* *sum += the hashes of all elements. A thread owns every (grid size)-th element. A warp adds its 32 sums and then adds
+   the total with one atomicAdd. Integer sums do not depend on the order. The kernel uses no shared memory and no
+   barrier. Instructions limit it, not memory: on sm_90 68 for an f32 element, which moves 4 bytes (budget: 27), or 82
+   when it divides in 64 bits. Most of them are 64-bit multiplications, and compute the row of the element. */
+static __global__ void __launch_bounds__(256)
+    mti_hash_kernel(const void *data, int64_t ld, int is_32_bit, int64_t rows, int64_t cols, int64_t first_row,
+                    int64_t first_col, int64_t global_cols, unsigned long long *sum) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
+    unsigned long long mine = 0;
+    for (; i < rows * cols; i += step) {
+        int64_t row = mt_divide(i, cols), col = i - row * cols, at = row * ld + col;
+        uint32_t bits = is_32_bit ? ((const uint32_t *)data)[at] : ((const uint16_t *)data)[at];
+        mine += mt_hash_word((uint64_t)((first_row + row) * global_cols + first_col + col), bits);
+    }
+    for (int o = 16; o > 0; o >>= 1) mine += __shfl_xor_sync(0xffffffffu, mine, o);
+    if (threadIdx.x % 32 == 0) atomicAdd(sum, mine);
+}
+
+static mt_status mti_cuda_hash_add(mt_context *ctx, const mti_hash *h, uint64_t *sum) {
+    const int64_t most = 65535, blocks = (h->x.rows * h->x.cols + 1023) / 1024;
+    MT_TRY(mt_cuda_enter(ctx));
+    MT_LAUNCH_KERNEL(mti_hash_kernel, (unsigned)(blocks < most ? blocks : most), 256, 0, ctx->stream, h->x.data,
+                     mt_tensor_ld(h->x), mt_dtype_size(h->x.dtype) == 4, h->x.rows, h->x.cols, h->first_row,
+                     h->first_col, h->global_cols, (unsigned long long *)sum);
+    return mt_cuda_launched(ctx, "mti_hash_kernel");
+}
+
+} /* extern "C++" */
+#else
+static mt_status mti_cuda_hash_add(mt_context *ctx, const mti_hash *h, uint64_t *sum) {
+    return (void)ctx, (void)h, (void)sum, MT_ERR_UNSUPPORTED;
+}
+#endif
+
+MT_API mt_status mt_hash_add(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
+                             uint64_t *sum) {
+    mti_hash h;
+    if (x.rows == 0 || x.cols == 0) return MT_SUCCESS;
+    h.x = x;
+    h.first_row = first_row;
+    h.first_col = first_col;
+    h.global_cols = global_cols;
+    h.sum = 0;
+    if (ctx->device == MT_DEVICE_CUDA) return mti_cuda_hash_add(ctx, &h, sum);
+    mt_parallel_for(ctx, x.rows, 16384 / x.cols + 1, mti_cpu_hash, &h);
+    *sum += h.sum;
+    return MT_SUCCESS;
+}
+
 /* ---- >>placements: check mode ------------------------------------------------------------------------------------ */
 
 /* The checker keeps, for each piece of memory and each group, the set of placements that it may have: a bit for each
@@ -3705,9 +3872,12 @@ MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t
    sets of its results. Unknown memory may have all placements. Memory that is zero has all of them at once.
 
    There are two lists of pieces. `parameters` has the values and gradients of registries; they stay until they are
-   forgotten. `written` has what operators have written, the newest last. A new piece removes the older ones that it
-   covers. A view finds the newest pieces that it meets, until one of them covers it. Memory that is allocated again is
-   unknown: mt_arena_alloc and mt_context_free forget it. */
+   forgotten. `written` has what operators have written. A new piece removes the older ones that it covers. A view finds
+   the newest pieces that it meets, until one of them covers it. Memory that is allocated again is unknown:
+   mt_arena_alloc and mt_context_free forget it.
+
+   Lists are in the order of addresses. A search begins at the last piece that begins before the end of a view, goes
+   back, and ends where no piece before reaches the view. */
 
 #define MTI_ALL_PLACEMENTS 15 /* a set */
 #define MTI_AXES 4
@@ -3723,33 +3893,45 @@ typedef struct mti_placed {
     mti_extent at;
     unsigned char may[MTI_AXES];     /* one set of placements for each group */
     unsigned char allowed[MTI_AXES]; /* of a parameter or gradient: the sets that it may get */
+    unsigned char adds[MTI_AXES];    /* of a gradient: the sets that it may get before it is synchronised */
     int zero;                        /* 1: all elements are 0 */
     const char *by, *with;           /* the operator that has written it, and the parameter that it used, or NULL */
     char *name;                      /* of a parameter; the checker's */
     int is_gradient;
-    int is_block; /* of mt_context_alloc */
+    int is_block;    /* of mt_context_alloc */
+    int is_gone;     /* 1: mti_placed_compact removes it */
+    uint64_t age;    /* number of the piece; the newest has the largest */
+    uintptr_t reach; /* the largest at.end of this piece and those before it in the list */
 } mti_placed;
 
 typedef struct mti_placed_list {
     mti_placed *list;
     size_t count, capacity;
+    uint64_t newest; /* the age of the newest piece */
 } mti_placed_list;
 
 /* A group of ranks over which tensors have placements. */
 typedef struct mti_axis {
     const mt_comm *comm;
     char name[16];
-    int size;
+    int rank, size;
 } mti_axis;
 
 typedef struct mti_checker {
     mti_axis axes[MTI_AXES];
     int count; /* of the groups */
     int paused;
+    int strict; /* mt_context_desc.check */
     mti_placed_list parameters, written;
     mti_placed_list memory; /* what is not in the arena: blocks of mt_context_alloc, and memory that was declared */
     mti_placed_list names;  /* pieces without memory that keep the names of forgotten parameters */
+    mti_placed_list views;  /* of mt_check_view, the last one last; `may` is for one group, and all for the others */
     const char *latest;     /* name of the parameter that an operator has used last, or NULL */
+    mt_check_listener listener;
+    void *user;                    /* of the listener */
+    struct mti_replicas *replicas; /* what mt_check_replicas compares; NULL: check is 1 */
+    int64_t unknown;               /* see mt_check_unknown */
+    char unknown_text[240];
 } mti_checker;
 
 static void mti_placed_free(mti_placed_list *p) {
@@ -3758,9 +3940,11 @@ static void mti_placed_free(mti_placed_list *p) {
     mt_host_free(p->list);
 }
 
-static mt_status mti_checker_create(mt_context *ctx) {
+static mt_status mti_checker_create(mt_context *ctx, int check) {
     ctx->checker = (mti_checker *)mt_host_alloc(sizeof *ctx->checker);
-    return ctx->checker ? MT_SUCCESS : mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for the checker");
+    if (!ctx->checker) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for the checker");
+    ctx->checker->strict = check != 0;
+    return check == 2 && ctx->device != MT_DEVICE_META ? mti_replicas_create(ctx) : MT_SUCCESS;
 }
 
 static void mti_checker_destroy(mti_checker *c) {
@@ -3769,6 +3953,7 @@ static void mti_checker_destroy(mti_checker *c) {
     mti_placed_free(&c->written);
     mti_placed_free(&c->memory);
     mti_placed_free(&c->names);
+    mti_placed_free(&c->views);
     mt_host_free(c);
 }
 
@@ -3799,12 +3984,15 @@ static mti_extent mti_extent_of(mt_tensor t) {
 
 static int mti_extent_is_dense(mti_extent e) { return e.pitch == e.width; }
 
-/* Returns what a piece says about a view of it. Some columns of a split tensor, such as one head, are a matrix of their
-   own: nothing is known about it. A split tensor that is seen in one row, or in other rows, is split in some way. */
+/* Returns what a piece says about a view of it. Some columns of a tensor that is split by columns, such as one head,
+   are a matrix of their own: nothing is known about it. Some columns of a tensor that is split by rows are split by
+   rows. A split tensor that is seen in one row, or in other rows, is split in some way. */
 static unsigned char mti_seen_through(mti_extent view, mti_extent piece, unsigned char may) {
     const unsigned char split = 1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS;
     if (!(may & split) || view.width == piece.width) return may;
-    if (view.width < piece.width && view.pitch == piece.pitch) return MTI_ALL_PLACEMENTS;
+    if (view.pitch == piece.pitch && may == 1 << MT_SPLIT_ROWS) return may;
+    if (view.pitch == piece.pitch && view.width < piece.width)
+        return may >> MT_SPLIT_COLS & 1 ? MTI_ALL_PLACEMENTS : may;
     return (unsigned char)(may | split);
 }
 
@@ -3828,72 +4016,142 @@ static int mti_extent_covers(mti_extent whole, mti_extent part) {
     return (part.begin - whole.begin) % whole.pitch + part.width <= whole.width;
 }
 
-static void mti_placed_forget(mti_placed_list *p, mti_extent e, mti_placed_list *names) {
-    size_t i, kept = 0;
-    for (i = 0; i < p->count; i++) {
-        if (!mti_extents_meet(p->list[i].at, e)) {
-            p->list[kept++] = p->list[i];
-        } else if (p->list[i].name) { /* messages may still need it */
-            mti_placed *name = mti_placed_add(names);
-            if (name) name->name = p->list[i].name;
-        }
+static uintptr_t mti_extent_bytes(mti_extent e) {
+    return ((e.end - e.begin - e.width) / (e.pitch ? e.pitch : 1) + 1) * e.width;
+}
+
+/* Returns how many bytes of e a piece has that meets it. It may return more, but not less. */
+static uintptr_t mti_extent_shared(mti_extent e, mti_extent piece) {
+    uintptr_t begin = e.begin > piece.begin ? e.begin : piece.begin, end = e.end < piece.end ? e.end : piece.end;
+    if (mti_extent_covers(e, piece)) return mti_extent_bytes(piece);
+    return mti_extent_is_dense(e) && mti_extent_is_dense(piece) ? end - begin : mti_extent_bytes(e);
+}
+
+static mti_extent mti_extent_of_bytes(const void *data, size_t bytes) {
+    return mti_extent_of(mt_tensor_make(data, MT_U8, 1, (int64_t)bytes));
+}
+
+/* Returns the number of pieces that begin before `end`. */
+static size_t mti_placed_before(const mti_placed_list *p, uintptr_t end) {
+    size_t low = 0, high = p->count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (p->list[middle].at.begin < end) low = middle + 1;
+        else high = middle;
     }
+    return low;
+}
+
+/* Goes from piece *i, or from the end of the list, back to the next one that meets e, and returns it, or NULL. Begin
+   with *i = mti_placed_before(p, e.end). */
+static mti_placed *mti_placed_meets(const mti_placed_list *p, mti_extent e, size_t *i) {
+    while (*i > 0 && p->list[*i - 1].reach > e.begin) {
+        --*i;
+        if (mti_extents_meet(p->list[*i].at, e)) return &p->list[*i];
+    }
+    return NULL;
+}
+
+/* Returns the newest piece that meets e and is older than `age`, or NULL. */
+static mti_placed *mti_placed_older(const mti_placed_list *p, mti_extent e, uint64_t age) {
+    size_t i = mti_placed_before(p, e.end);
+    mti_placed *found = NULL, *piece;
+    while ((piece = mti_placed_meets(p, e, &i)) != NULL)
+        if (piece->age < age && (!found || piece->age > found->age)) found = piece;
+    return found;
+}
+
+static void mti_placed_reach(mti_placed_list *p, size_t from) {
+    size_t i;
+    for (i = from; i < p->count; i++) {
+        uintptr_t before = i > 0 ? p->list[i - 1].reach : 0;
+        p->list[i].reach = p->list[i].at.end > before ? p->list[i].at.end : before;
+    }
+}
+
+/* Returns a new piece for e in its place of the list, or NULL when there is no memory. */
+static mti_placed *mti_placed_insert(mti_placed_list *p, mti_extent e) {
+    size_t at = mti_placed_before(p, e.begin);
+    if (!mti_placed_add(p)) return NULL;
+    memmove(&p->list[at + 1], &p->list[at], (p->count - 1 - at) * sizeof *p->list);
+    memset(&p->list[at], 0, sizeof *p->list);
+    p->list[at].at = e;
+    p->list[at].age = ++p->newest;
+    mti_placed_reach(p, at);
+    return &p->list[at];
+}
+
+/* Removes pieces that are gone. The first of them is number `from`. */
+static void mti_placed_compact(mti_placed_list *p, size_t from) {
+    size_t i, kept = from;
+    for (i = from; i < p->count; i++)
+        if (!p->list[i].is_gone) p->list[kept++] = p->list[i];
     p->count = kept;
+    mti_placed_reach(p, from);
+}
+
+/* Removes the pieces that meet e, with keeps_blocks 1 only those that are no block. */
+static void mti_placed_forget(mti_placed_list *p, mti_extent e, int keeps_blocks, mti_placed_list *names) {
+    size_t i = mti_placed_before(p, e.end), from = p->count;
+    mti_placed *piece;
+    while ((piece = mti_placed_meets(p, e, &i)) != NULL) {
+        mti_placed *name = piece->name && !(keeps_blocks && piece->is_block) ? mti_placed_add(names) : NULL;
+        if (name) name->name = piece->name; /* messages may still need it */
+        if (keeps_blocks && piece->is_block) continue;
+        piece->is_gone = 1;
+        from = i;
+    }
+    if (from < p->count) mti_placed_compact(p, from);
 }
 
 static void mti_forget(mt_context *ctx, const void *data, size_t bytes) {
-    mti_extent e;
-    if (!ctx->checker || !bytes) return;
-    e.begin = (uintptr_t)data;
-    e.end = e.begin + bytes;
-    e.width = e.pitch = bytes;
-    mti_placed_forget(&ctx->checker->written, e, &ctx->checker->names);
-    mti_placed_forget(&ctx->checker->parameters, e, &ctx->checker->names);
+    mti_checker *c = ctx->checker;
+    if (!c || !bytes) return;
+    mti_placed_forget(&c->written, mti_extent_of_bytes(data, bytes), 0, &c->names);
+    mti_placed_forget(&c->parameters, mti_extent_of_bytes(data, bytes), 0, &c->names);
 }
 
-/* Ends the watch over memory of the caller. */
-static void mti_unwatch(mt_context *ctx, mti_extent e) {
-    mti_placed_list *m = &ctx->checker->memory;
-    size_t i, kept = 0;
-    for (i = 0; i < m->count; i++)
-        if (m->list[i].is_block || !mti_extents_meet(m->list[i].at, e)) m->list[kept++] = m->list[i];
-    m->count = kept;
+static int mti_is_in_arena(const mt_context *ctx, mti_extent e) {
+    uintptr_t arena = (uintptr_t)ctx->arena;
+    return e.begin >= arena && e.end <= arena + ctx->arena_bytes;
 }
 
 /* Whether placements of this memory are kept: the arena, blocks of the context, parameters, and what the caller has
    declared. Other memory may be written, freed and allocated again behind the library's back. */
 static int mti_is_watched(const mt_context *ctx, mti_extent e) {
-    uintptr_t arena = (uintptr_t)ctx->arena;
-    size_t i;
-    if (e.begin >= arena && e.end <= arena + ctx->arena_bytes) return 1;
-    for (i = 0; i < ctx->checker->memory.count; i++)
-        if (mti_extent_covers(ctx->checker->memory.list[i].at, e)) return 1;
+    const mti_placed_list *memory = &ctx->checker->memory;
+    size_t i = mti_placed_before(memory, e.end);
+    const mti_placed *p;
+    if (mti_is_in_arena(ctx, e)) return 1;
+    while ((p = mti_placed_meets(memory, e, &i)) != NULL)
+        if (mti_extent_covers(p->at, e)) return 1;
     return 0;
 }
 
 static mt_status mti_watch_extent(mt_context *ctx, mti_extent e, int is_block) {
     mti_placed *p;
     if (!is_block && mti_is_watched(ctx, e)) return MT_SUCCESS;
-    p = mti_placed_add(&ctx->checker->memory);
+    p = mti_placed_insert(&ctx->checker->memory, e);
     if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of placements");
-    p->at = e;
     p->is_block = is_block;
     return MT_SUCCESS;
 }
 
 /* Forgets a block of the context that is freed. */
 static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes) {
-    mti_extent e = mti_extent_of(mt_tensor_make(data, MT_U8, 1, (int64_t)bytes));
+    mti_checker *c = ctx->checker;
     mti_forget(ctx, data, bytes);
-    if (ctx->checker) mti_placed_forget(&ctx->checker->memory, e, &ctx->checker->names);
+    if (c) mti_placed_forget(&c->memory, mti_extent_of_bytes(data, bytes), 0, &c->names);
 }
 
 static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes) {
-    mt_tensor t = mt_tensor_make(data, MT_U8, 1, (int64_t)bytes);
-    return ctx->checker ? mti_watch_extent(ctx, mti_extent_of(t), 1) : MT_SUCCESS;
+    return ctx->checker ? mti_watch_extent(ctx, mti_extent_of_bytes(data, bytes), 1) : MT_SUCCESS;
 }
 
-MT_API int mt_check_mode(const mt_context *ctx) { return ctx && ctx->checker && !ctx->checker->paused; }
+MT_API int mt_check_mode(const mt_context *ctx) {
+    if (!ctx || !ctx->checker || ctx->checker->paused) return 0;
+    return ctx->checker->replicas ? 2 : 1;
+}
 
 MT_API void mt_check_pause(mt_context *ctx) {
     if (ctx && ctx->checker) ctx->checker->paused++;
@@ -3901,6 +4159,28 @@ MT_API void mt_check_pause(mt_context *ctx) {
 
 MT_API mt_status mt_check_resume(mt_context *ctx, mt_status status) {
     if (ctx && ctx->checker && ctx->checker->paused > 0) ctx->checker->paused--;
+    return status;
+}
+
+static void mti_axis_set(mti_axis *axis, const mt_comm *comm) {
+    axis->comm = comm;
+    axis->rank = comm->rank;
+    axis->size = comm->size;
+}
+
+MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *user) {
+    if (!ctx || !ctx->checker) return;
+    ctx->checker->listener = listener;
+    ctx->checker->user = user;
+}
+
+static void mti_tell(mt_context *ctx, const char *where, const char *with, const mt_operand *operands, int count) {
+    const mti_checker *c = ctx->checker;
+    if (c->listener) c->listener(ctx, c->user, where, with, operands, count);
+}
+
+MT_API mt_status mt_check_view_end(mt_context *ctx, mt_status status) {
+    if (ctx && ctx->checker && ctx->checker->views.count > 0) ctx->checker->views.count--;
     return status;
 }
 
@@ -3912,65 +4192,135 @@ static int mti_axis_of(mti_checker *c, const mt_comm *comm, int add) {
     for (i = 0; i < c->count; i++)
         if (comm->name[0] ? strcmp(c->axes[i].name, comm->name) == 0 : c->axes[i].comm == comm) break;
     if (i < c->count) {
-        c->axes[i].comm = comm;
-        c->axes[i].size = comm->size;
+        mti_axis_set(&c->axes[i], comm);
         return i;
     }
     if (!add || c->count == MTI_AXES) return -1;
-    c->axes[i].comm = comm;
-    c->axes[i].size = comm->size;
+    mti_axis_set(&c->axes[i], comm);
     memcpy(c->axes[i].name, comm->name, sizeof c->axes[i].name);
     for (i = 0; (size_t)i < c->written.count; i++) c->written.list[i].may[c->count] = MTI_ALL_PLACEMENTS;
     for (i = 0; (size_t)i < c->parameters.count; i++) {
         c->parameters.list[i].may[c->count] = MTI_ALL_PLACEMENTS;
-        c->parameters.list[i].allowed[c->count] = MTI_ALL_PLACEMENTS;
+        c->parameters.list[i].allowed[c->count] = c->parameters.list[i].adds[c->count] = MTI_ALL_PLACEMENTS;
     }
     return c->count++;
 }
 
 /* Returns the parameter or gradient that has all memory of e, or NULL. */
 static mti_placed *mti_parameter_at(const mti_checker *c, mti_extent e) {
-    size_t i;
-    for (i = 0; i < c->parameters.count; i++)
-        if (mti_extent_covers(c->parameters.list[i].at, e)) return &c->parameters.list[i];
+    size_t i = mti_placed_before(&c->parameters, e.end);
+    mti_placed *p;
+    while ((p = mti_placed_meets(&c->parameters, e, &i)) != NULL)
+        if (mti_extent_covers(p->at, e)) return p;
     return NULL;
 }
 
+#define MTI_KNOWN_PARTS 8
+
 /* What is known about a view: the set for each group, and where it comes from. */
 typedef struct mti_known {
-    unsigned char may[MTI_AXES];
+    unsigned char may[MTI_AXES];                    /* of all parts together */
+    unsigned char parts[MTI_KNOWN_PARTS][MTI_AXES]; /* of each piece that it meets and that is not zero */
+    int count;
     int zero;
-    const char *by, *with;       /* of the piece that decides, or NULL */
+    int unwritten;               /* 1: nothing has written it, or a part of it, since it was allocated */
+    const char *by, *with;       /* of the newest piece, or NULL */
     const mti_placed *parameter; /* NULL: the view is no part of one */
 } mti_known;
 
+static void mti_known_add(mti_known *k, mti_extent e, const mti_placed *p) {
+    const unsigned char split = 1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS;
+    unsigned char *part = k->parts[k->count < MTI_KNOWN_PARTS ? k->count : MTI_KNOWN_PARTS - 1];
+    int g, covers = mti_extent_covers(p->at, e);
+    if (p->zero) return;
+    if (k->count == 0) k->by = p->by, k->with = p->with;
+    for (g = 0; g < MTI_AXES; g++) {
+        unsigned char may = mti_seen_through(e, p->at, p->may[g]);
+        k->may[g] = (unsigned char)(k->may[g] | may);
+        part[g] = (unsigned char)(part[g] | may | (!covers && (may & split) ? split : 0)); /* split in some way */
+    }
+    if (k->count < MTI_KNOWN_PARTS) k->count++;
+}
+
+static mti_known mti_known_of_parameter(mti_extent e, const mti_placed *p) {
+    mti_known k;
+    int g;
+    memset(&k, 0, sizeof k);
+    k.parameter = p;
+    k.zero = p->zero;
+    k.by = p->by;
+    k.with = p->with;
+    for (g = 0; g < MTI_AXES; g++) k.may[g] = mti_seen_through(e, p->at, p->zero ? p->adds[g] : p->may[g]);
+    return k;
+}
+
+/* What is known about the memory of a view. */
+static mti_known mti_memory_known(const mti_checker *c, mt_tensor t) {
+    mti_extent e = mti_extent_of(t);
+    const mti_placed *p = mti_parameter_at(c, e);
+    uintptr_t written = 0, inside = 0, bytes = mti_extent_bytes(e); /* inside: in pieces that are parts of the view */
+    mti_known k;
+    if (p) return mti_known_of_parameter(e, p);
+    memset(&k, 0, sizeof k);
+    for (p = mti_placed_older(&c->written, e, UINT64_MAX); p && inside < bytes;
+         p = mti_placed_older(&c->written, e, p->age)) {
+        int covers = mti_extent_covers(p->at, e);
+        mti_known_add(&k, e, p);
+        if (covers || mti_extent_covers(e, p->at)) inside += covers ? bytes : mti_extent_bytes(p->at);
+        written += covers ? bytes : mti_extent_shared(e, p->at);
+    }
+    k.unwritten = written < bytes;
+    if (!k.unwritten && k.count > 0) return k;
+    k.zero = !k.unwritten;
+    k.count = 0;
+    memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
+    return k;
+}
+
+static const char *const mti_placement_texts[] = {"replicated", "split by rows", "split by columns", "partial"};
+
+/* Writes a set of placements, as in "replicated or partial". */
+static void mti_set_text(int set, char *text, size_t size) {
+    int i;
+    size_t n = 0;
+    snprintf(text, size, "left out"); /* an empty set */
+    for (i = 0; i < 4; i++)
+        if (set >> i & 1) n += (size_t)snprintf(text + n, size - n, "%s%s", n ? " or " : "", mti_placement_texts[i]);
+}
+
+/* Refuses a call that would make a parameter or its gradient what the placement of the parameter does not allow.
+   operand: " (NAME)" of the call, or "" */
+static mt_status mti_write_refuse(mt_context *ctx, const char *where, const mti_placed *p, const char *operand, int g,
+                                  int becomes, int wanted) {
+    const mti_axis *axis = &ctx->checker->axes[g];
+    char is[80], must[80];
+    const char *cure = "";
+    mti_set_text(becomes, is, sizeof is);
+    mti_set_text(wanted, must, sizeof must);
+    if (becomes == 1 << MT_PARTIAL && p->is_gradient)
+        cure = ": set sequence_partial in its mt_param_desc (sequence_parallel in the desc of a layer), and "
+               "mt_sync_gradients sums it";
+    if (becomes == 1 << MT_REPLICATED && wanted == 1 << MT_PARTIAL)
+        cure = ": its mt_param_desc has sequence_partial (sequence_parallel in the desc of a layer), and "
+               "mt_sync_gradients would add up equal values";
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the %s of '%.100s'%.40s would be %s over \"%s\" (%d ranks), must be %s%s",
+                   where, p->is_gradient ? "gradient" : "value", p->name, operand, is, axis->name, axis->size, must,
+                   cure);
+}
+
 static mti_known mti_known_of(const mti_checker *c, mt_tensor t) {
     mti_extent e = mti_extent_of(t);
-    mti_known k;
+    mti_known k = mti_memory_known(c, t);
     size_t i;
-    int g, met = 0;
-    memset(&k, 0, sizeof k);
-    k.parameter = mti_parameter_at(c, e);
-    if (k.parameter) {
-        for (g = 0; g < MTI_AXES; g++)
-            k.may[g] =
-                mti_seen_through(e, k.parameter->at, k.parameter->zero ? k.parameter->allowed[g] : k.parameter->may[g]);
-        k.zero = k.parameter->zero;
-        k.by = k.parameter->by;
-        k.with = k.parameter->with;
-        return k;
+    int g, part;
+    for (i = 0; i < c->views.count && !k.zero; i++) {
+        const mti_placed *view = &c->views.list[i];
+        for (g = 0; mti_extent_covers(view->at, e) && g < c->count; g++) {
+            if (view->may[g] == MTI_ALL_PLACEMENTS) continue;
+            k.may[g] = mti_seen_through(e, view->at, view->may[g]);
+            for (part = 0; part < k.count; part++) k.parts[part][g] = k.may[g];
+        }
     }
-    for (i = c->written.count; i-- > 0;) {
-        const mti_placed *p = &c->written.list[i];
-        if (!mti_extents_meet(p->at, e)) continue;
-        k.zero = (!met || k.zero) && p->zero;
-        for (g = 0; g < MTI_AXES; g++)
-            if (!met || !p->zero) k.may[g] = (unsigned char)(k.may[g] | mti_seen_through(e, p->at, p->may[g]));
-        if (!met || !p->zero) k.by = p->by, k.with = p->with;
-        met = 1;
-        if (mti_extent_covers(p->at, e)) return k;
-    }
-    if (!met) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
     return k;
 }
 
@@ -3985,26 +4335,34 @@ static void mti_parameter_note(mti_placed *p, const unsigned char *may, int zero
     p->zero = zero;
 }
 
-/* Notes the sets of a view. */
+/* Returns a new piece for e, without the older ones that it covers, or NULL when there is no memory. */
+static mti_placed *mti_written_add(mti_checker *c, mti_extent e) {
+    size_t i = mti_placed_before(&c->written, e.end), from = c->written.count;
+    mti_placed *p;
+    while ((p = mti_placed_meets(&c->written, e, &i)) != NULL)
+        if (mti_extent_covers(e, p->at)) p->is_gone = 1, from = i;
+    if (from < c->written.count) mti_placed_compact(&c->written, from);
+    return mti_placed_insert(&c->written, e);
+}
+
+/* Notes the sets of a view. by: NULL when they are not known */
 static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned char *may, int zero, const char *by,
                                     const char *with) {
     mti_checker *c = ctx->checker;
     mti_extent e = mti_extent_of(t);
     mti_placed *p = mti_parameter_at(c, e);
-    size_t i, kept = 0;
-    if (!p && !mti_is_watched(ctx, e)) return MT_SUCCESS;
-    if (!p) {
-        for (i = 0; i < c->written.count; i++)
-            if (!mti_extent_covers(e, c->written.list[i].at)) c->written.list[kept++] = c->written.list[i];
-        c->written.count = kept;
-        p = mti_placed_add(&c->written);
-        if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "%s: no memory for the checks of placements", by);
-        p->at = e;
-    }
-    if (p != mti_parameter_at(c, e)) {
+    int g;
+    if (p) {
+        for (g = 0; g < c->count; g++)
+            if (!(may[g] & p->allowed[g])) return mti_write_refuse(ctx, by, p, "", g, may[g], p->allowed[g]);
+        mti_parameter_note(p, may, zero, mti_extent_covers(e, p->at));
+    } else {
+        if (!mti_is_watched(ctx, e)) return MT_SUCCESS;
+        p = mti_written_add(c, e);
+        if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of placements");
         memcpy(p->may, may, sizeof p->may);
         p->zero = zero;
-    } else mti_parameter_note(p, may, zero, mti_extent_covers(e, p->at));
+    }
     p->by = by;
     p->with = with;
     return MT_SUCCESS;
@@ -4013,7 +4371,7 @@ static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
     if (!ctx || !ctx->checker || !bytes) return;
     mti_forget(ctx, data, bytes);
-    mti_unwatch(ctx, mti_extent_of(mt_tensor_make(data, MT_U8, 1, (int64_t)bytes)));
+    mti_placed_forget(&ctx->checker->memory, mti_extent_of_bytes(data, bytes), 1, &ctx->checker->names);
 }
 
 static int mti_has_elements(mt_tensor t) { return t.data && t.rows > 0 && t.cols > 0; }
@@ -4023,36 +4381,64 @@ static mt_status mti_forget_view(mt_context *ctx, mt_tensor t) {
     mti_checker *c = ctx->checker;
     mti_extent e = mti_extent_of(t);
     unsigned char all[MTI_AXES];
+    mti_placed *p;
     size_t i;
     if (!mti_has_elements(t)) return MT_SUCCESS;
     memset(all, MTI_ALL_PLACEMENTS, sizeof all);
-    for (i = 0; i < c->parameters.count; i++)
-        if (mti_extent_covers(e, c->parameters.list[i].at)) mti_parameter_note(&c->parameters.list[i], all, 0, 1);
-    for (i = 0; i < c->written.count; i++)
-        if (mti_extents_meet(c->written.list[i].at, e)) break;
-    return i < c->written.count || mti_parameter_at(c, e) ? mti_placement_note(ctx, t, all, 0, NULL, NULL) : MT_SUCCESS;
+    i = mti_placed_before(&c->parameters, e.end);
+    while ((p = mti_placed_meets(&c->parameters, e, &i)) != NULL)
+        if (mti_extent_covers(e, p->at)) mti_parameter_note(p, all, 0, 1);
+    return mti_placement_note(ctx, t, all, 0, NULL, NULL);
+}
+
+/* Notes that t is what `set` says over a group. */
+static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor t, int set) {
+    mti_known k;
+    int g;
+    MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
+    g = mti_axis_of(ctx->checker, comm, 1);
+    k = mti_known_of(ctx->checker, t);
+    if (g < 0) return k.unwritten ? mti_forget_view(ctx, t) : MT_SUCCESS; /* in a group of one, too, it was written */
+    if (k.zero && !k.parameter) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
+    k.may[g] = (unsigned char)set;
+    return mti_placement_note(ctx, t, k.may, 0, "mt_declare", NULL);
 }
 
 MT_API mt_status mt_declare(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
-    static const char *const function = "mt_declare";
-    mti_known k;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if ((int)placement < 0 || placement > MT_UNDECLARED)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare: placement is %d, must be from MT_REPLICATED to MT_UNDECLARED",
+                       (int)placement);
+    if (!comm && placement != MT_UNDECLARED)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare: comm is NULL, and placement is not MT_UNDECLARED");
+    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
+    if (!comm) return mti_forget_view(ctx, t);
+    return mti_declare_set(ctx, comm, t, placement == MT_UNDECLARED ? MTI_ALL_PLACEMENTS : 1 << placement);
+}
+
+MT_API mt_status mt_declare_complete(mt_context *ctx, const mt_comm *comm, mt_tensor t) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
+    return mti_declare_set(ctx, comm, t, 1 << MT_REPLICATED | 1 << MT_SPLIT_ROWS);
+}
+
+MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
+    mti_placed *view;
     int g;
     if (!ctx) return MT_ERR_ARGUMENT;
     if ((int)placement < 0 || placement > MT_UNDECLARED)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: placement is %d, must be from MT_REPLICATED to MT_UNDECLARED",
-                       function, (int)placement);
-    if (!comm && placement != MT_UNDECLARED)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: comm is NULL, and placement is not MT_UNDECLARED", function);
-    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
-    if (!comm) return mti_forget_view(ctx, t);
-    MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_check_view: placement is %d, must be from MT_REPLICATED to "
+                       "MT_UNDECLARED",
+                       (int)placement);
+    if (!ctx->checker) return MT_SUCCESS;
     g = mti_axis_of(ctx->checker, comm, 1);
-    if (g < 0) return MT_SUCCESS;
-    k = mti_known_of(ctx->checker, t);
-    if (k.parameter) k.may[g] = k.parameter->allowed[g]; /* which mti_placement_note applies */
-    else if (k.zero) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
-    k.may[g] = (unsigned char)(placement == MT_UNDECLARED ? MTI_ALL_PLACEMENTS : 1 << placement);
-    return mti_placement_note(ctx, t, k.may, 0, function, NULL);
+    view = mti_placed_add(&ctx->checker->views);
+    if (!view) return mt_fail(ctx, MT_ERR_MEMORY, "mt_check_view: no memory for the checks of placements");
+    if (mti_has_elements(t)) view->at = mti_extent_of(t);
+    memset(view->may, MTI_ALL_PLACEMENTS, sizeof view->may);
+    if (g >= 0 && placement != MT_UNDECLARED) view->may[g] = (unsigned char)(1 << placement);
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t) {
@@ -4071,7 +4457,7 @@ MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, 
     if (g < 0) return MT_UNDECLARED;
     k = mti_known_of(ctx->checker, t);
     for (placement = MT_REPLICATED; placement <= MT_PARTIAL; placement++)
-        if (!k.zero && k.may[g] == 1 << placement) return (mt_placement)placement;
+        if ((!k.zero || k.parameter) && k.may[g] == 1 << placement) return (mt_placement)placement;
     return MT_UNDECLARED;
 }
 
@@ -4083,11 +4469,10 @@ static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor,
     mti_placed *p;
     if (!mti_has_elements(t)) return MT_SUCCESS;
     mti_forget(ctx, t.data, (size_t)(t.rows * t.cols) * mt_dtype_size(t.dtype));
-    p = mti_placed_add(&c->parameters);
+    p = mti_placed_insert(&c->parameters, mti_extent_of(t));
     if (p) p->name = (char *)mt_host_alloc(length);
     if (!p || !p->name) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of '%s'", name);
     memcpy(p->name, name, length);
-    p->at = mti_extent_of(t);
     p->is_gradient = is_gradient;
     p->zero = is_gradient;
     memset(p->may, MTI_ALL_PLACEMENTS, sizeof p->may);
@@ -4096,6 +4481,8 @@ static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor,
     if (data >= 0)
         p->may[data] = p->allowed[data] =
             (unsigned char)(is_gradient ? 1 << MT_REPLICATED | 1 << MT_PARTIAL : 1 << MT_REPLICATED);
+    memcpy(p->adds, p->allowed, sizeof p->adds);
+    if (tensor >= 0 && partial && may == 1 << MT_REPLICATED) p->adds[tensor] = 1 << MT_PARTIAL;
     return MT_SUCCESS;
 }
 
@@ -4111,6 +4498,9 @@ MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const m
 }
 
 /* -- rules -- */
+
+static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
+                                  const mti_known *known); /* >>replicas */
 
 /* An operand of a rule in a call. */
 typedef struct mti_ruled {
@@ -4139,7 +4529,16 @@ static int mti_letter_set(char letter) {
 static int mti_ruled_set(const mti_ruled *o, int g) {
     const mti_placed *p = o->known.parameter;
     if (o->operand->use & 1) return o->known.zero && !p ? MTI_ALL_PLACEMENTS : o->known.may[g];
-    return p ? p->allowed[g] : MTI_ALL_PLACEMENTS;
+    return p ? p->adds[g] : MTI_ALL_PLACEMENTS;
+}
+
+/* Whether an operand may be what a letter says: all parts of it, when they have other sets. */
+static int mti_letter_fits(const mti_ruled *o, int g, char letter) {
+    int set = mti_letter_set(letter), i;
+    if (!(mti_ruled_set(o, g) & set)) return 0;
+    for (i = 0; (o->operand->use & 1) && i < o->known.count; i++)
+        if (!(o->known.parts[i][g] & set)) return 0;
+    return 1;
 }
 
 /* Returns the number of operands whose sets do not fit a case. *first becomes the first of them, or one that is no
@@ -4149,7 +4548,7 @@ static int mti_case_misfits(const mti_ruling *r, const char *letters, int g, int
     *first = -1;
     for (i = 0; i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
-        if (!o->operand || (letters[i] != '-' && (mti_ruled_set(o, g) & mti_letter_set(letters[i])))) continue;
+        if (!o->operand || (letters[i] != '-' && mti_letter_fits(o, g, letters[i]))) continue;
         if (*first < 0 || r->operands[*first].known.parameter) *first = i;
         misfits++;
     }
@@ -4164,17 +4563,6 @@ static const char *mti_next_case(const char *at, const char *cases, const char *
     cases = *more;
     *more = NULL;
     return cases ? mti_next_case(NULL, cases, more) : NULL;
-}
-
-static const char *const mti_placement_texts[] = {"replicated", "split by rows", "split by columns", "partial"};
-
-/* Writes a set of placements, as in "replicated or partial". */
-static void mti_set_text(int set, char *text, size_t size) {
-    int i;
-    size_t n = 0;
-    snprintf(text, size, "left out"); /* an empty set */
-    for (i = 0; i < 4; i++)
-        if (set >> i & 1) n += (size_t)snprintf(text + n, size - n, "%s%s", n ? " or " : "", mti_placement_texts[i]);
 }
 
 /* Returns the call that turns a placement into another one, or NULL. */
@@ -4192,43 +4580,60 @@ static const char *mti_remedy(int is, int must, const char *operand) {
     return calls[from][to];
 }
 
-/* Refuses a call that would write to a parameter or its gradient what the placement of the parameter does not allow. */
-static mt_status mti_write_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int becomes) {
-    const mti_axis *axis = &ctx->checker->axes[g];
-    const mti_placed *p = r->operands[i].known.parameter;
-    char is[80], wanted[80];
-    const char *cure = "";
-    mti_set_text(becomes, is, sizeof is);
-    mti_set_text(mti_ruled_set(&r->operands[i], g), wanted, sizeof wanted);
-    if (becomes == 1 << MT_PARTIAL && p->is_gradient)
-        cure = ": set sequence_partial in its mt_param_desc (sequence_parallel in the desc of a layer), and "
-               "mt_sync_gradients sums it";
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the %s of '%.100s' (%s) would be %s over \"%s\" (%d ranks), must be %s%s",
-                   r->where, p->is_gradient ? "gradient" : "value", p->name, r->operands[i].operand->name, is,
-                   axis->name, axis->size, wanted, cure);
+/* Writes which parameter a call has, as in " (with 'fc1.bias')", or which one a call before it has had. */
+static void mti_with_text(const mti_checker *c, const char *with, char *text, size_t size) {
+    const char *name = with ? with : c->latest;
+    text[0] = 0;
+    if (name) snprintf(text, size, " (%s '%.120s')", with ? "with" : "after", name);
+}
+
+/* Writes what the gradient of a parameter has to do with a misfit of operand i. Returns 1 if this is the mistake. A sum
+   over rows that are split is a part of a sum, a sum over replicated rows is not. */
+static int mti_gradient_hint(const mti_ruling *r, int g, int i, char *text, size_t size) {
+    int is = r->operands[i].known.may[g], k;
+    text[0] = 0;
+    for (k = 0; k < r->count; k++) {
+        const mti_placed *p = r->operands[k].operand ? r->operands[k].known.parameter : NULL;
+        if (!p || !p->is_gradient || !(r->operands[k].operand->use & 2)) continue;
+        if (!p->zero && p->may[g] == 1 << MT_REPLICATED && p->adds[g] >> MT_PARTIAL & 1) {
+            snprintf(text, size,
+                     ": the gradient of '%.100s' is synchronised already; call mt_params_zero_grad before the first "
+                     "backward of a step",
+                     p->name);
+            return 1;
+        }
+        if (is == 1 << MT_SPLIT_ROWS && p->adds[g] == 1 << MT_REPLICATED)
+            snprintf(text, size, ", or set sequence_partial for '%.100s' (sequence_parallel in the desc of a layer)",
+                     p->name);
+        if (is == 1 << MT_REPLICATED && p->adds[g] == 1 << MT_PARTIAL)
+            snprintf(text, size, ": '%.100s' has sequence_partial (sequence_parallel in the desc of a layer)", p->name);
+    }
+    return 0;
 }
 
 /* Refuses operand i of a call: no case allows what it is. */
 static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int must) {
     const mti_axis *axis = &ctx->checker->axes[g];
     const mti_ruled *o = &r->operands[i];
-    const char *name = r->with ? r->with : ctx->checker->latest, *help;
-    const char *data = strcmp(axis->name, "data") == 0 && must == 1 << MT_REPLICATED ? "mt_all_reduce" : NULL;
-    char is[80], wanted[80], at[192] = "", since[192] = "", cure[160] = "";
+    const char *help, *data = strcmp(axis->name, "data") == 0 && must == 1 << MT_REPLICATED ? "mt_all_reduce" : NULL;
+    char is[80], wanted[80], at[192], since[192] = "", cure[160] = "", more[256];
     help = mti_remedy(o->known.may[g], must, o->operand->name);
     mti_set_text(o->known.may[g], is, sizeof is);
     mti_set_text(must, wanted, sizeof wanted);
-    if (o->known.parameter && (o->operand->use & 2)) return mti_write_refuse(ctx, r, g, i, must);
-    if (name) snprintf(at, sizeof at, " (%s '%.120s')", r->with ? "with" : "after", name);
+    snprintf(at, sizeof at, " (%.30s)", o->operand->name);
+    if (o->known.parameter && (o->operand->use & 2))
+        return mti_write_refuse(ctx, r->where, o->known.parameter, at, g, must, mti_ruled_set(o, g));
+    mti_with_text(ctx->checker, r->with, at, sizeof at);
     if (o->known.by && !o->known.parameter)
         snprintf(since, sizeof since, " since %s%s%.100s%s", o->known.by, o->known.with ? " with '" : "",
                  o->known.with ? o->known.with : "", o->known.with ? "'" : "");
     if (data) help = data;
     if (help) snprintf(cure, sizeof cure, ": call %s before", help);
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s", r->where,
+    if (mti_gradient_hint(r, g, i, more, sizeof more)) cure[0] = 0;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s%s", r->where,
                    at, o->operand->name, o->known.parameter ? ", '" : "",
                    o->known.parameter ? o->known.parameter->name : "", o->known.parameter ? "'," : "", is, axis->name,
-                   axis->size, since, wanted, cure);
+                   axis->size, since, wanted, cure, more);
 }
 
 /* Whether a message had better name operand a than b: a mistake is seldom in a parameter. */
@@ -4287,6 +4692,45 @@ static void mti_ruling_fill(mti_checker *c, mti_ruling *r, const mt_operand *ope
     }
 }
 
+/* Refuses a call that reads memory of the arena which nothing has written. Ids and lengths are the caller's. */
+static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
+    char at[192];
+    int i;
+    for (i = 0; ctx->checker->strict && ctx->checker->count > 0 && i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        if (!o->operand || !(o->operand->use & 1) || !o->known.unwritten) continue;
+        if (!mt_dtype_is_float(o->operand->t.dtype) || !mti_is_in_arena(ctx, mti_extent_of(o->operand->t))) continue;
+        mti_with_text(ctx->checker, r->with, at, sizeof at);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s%s: nothing has written %s [%lld, %lld], or a part of it, since it was allocated: a call is "
+                       "missing, such as mt_gather_from_sequence_region or mt_reduce_scatter_to_sequence_region, or, "
+                       "for what the program writes itself, mt_declare",
+                       r->where, at, o->operand->name, (long long)o->operand->t.rows, (long long)o->operand->t.cols);
+    }
+    return MT_SUCCESS;
+}
+
+/* Counts the operands that a call reads and that may have several placements in a group. */
+static void mti_unknown_count(mti_checker *c, const mti_ruling *r) {
+    char at[192];
+    int i, g;
+    for (i = 0; i < r->count; i++)
+        for (g = 0; r->operands[i].operand && (r->operands[i].operand->use & 1) && g < c->count; g++) {
+            const mti_known *k = &r->operands[i].known;
+            if (k->zero || !(k->may[g] & (k->may[g] - 1)) || c->unknown++ > 0) continue;
+            mti_with_text(c, r->with, at, sizeof at);
+            snprintf(c->unknown_text, sizeof c->unknown_text, "%.40s%.140s: %.20s over \"%.16s\"", r->where, at,
+                     r->operands[i].operand->name, c->axes[g].name);
+        }
+}
+
+MT_API int64_t mt_check_unknown(mt_context *ctx, char *text, size_t bytes) {
+    int64_t count = ctx && ctx->checker ? ctx->checker->unknown : 0;
+    if (text && bytes) snprintf(text, bytes, "%s", count ? ctx->checker->unknown_text : "");
+    if (count) ctx->checker->unknown = 0;
+    return count;
+}
+
 MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,
                                int count) {
     unsigned char results[MTI_AXES][MTI_RULE_OPERANDS];
@@ -4294,15 +4738,20 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     mti_ruling r;
     int g, i;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!mt_check_mode(ctx) || ctx->checker->count == 0) return MT_SUCCESS;
+    if (!mt_check_mode(ctx)) return MT_SUCCESS;
     c = ctx->checker;
     r.where = where;
     r.rule = rule;
     r.with = NULL;
     mti_ruling_fill(c, &r, operands, count);
     MT_TRY(mti_rule_valid(ctx, &r));
+    MT_TRY(mti_written_check(ctx, &r));
     for (g = 0; g < c->count; g++) MT_TRY(mti_rule_axis(ctx, &r, g, results[g]));
+    mti_unknown_count(c, &r);
     if (r.with) c->latest = r.with;
+    for (i = 0; i < r.count; i++)
+        if (r.operands[i].operand)
+            MT_TRY(mti_replica_read(ctx, where, r.with, r.operands[i].operand, &r.operands[i].known));
     for (i = 0; i < r.count; i++) {
         const mti_ruled *o = &r.operands[i];
         unsigned char may[MTI_AXES];
@@ -4311,7 +4760,63 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
         for (g = 0; g < c->count; g++) may[g] = (unsigned char)(results[g][i] & mti_ruled_set(o, g));
         MT_TRY(mti_placement_note(ctx, o->operand->t, may, 0, where, r.with));
     }
+    mti_tell(ctx, where, r.with, operands, count);
     return MT_SUCCESS;
+}
+
+/* -- places -- */
+
+/* Refuses a number of a place. `is` says what t is, and `must` what the number must be. */
+static mt_status mti_place_refuse(mt_context *ctx, const char *where, const char *field, const char *number,
+                                  int64_t value, const mti_known *k, const char *is, const char *must) {
+    char at[192];
+    mti_with_text(ctx->checker, k->with, at, sizeof at);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%s is %lld, but %s: it must be %s", where, at, field,
+                   field[0] ? "." : "", number, (long long)value, is, must);
+}
+
+/* The check for a group that splits t. */
+static mt_status mti_place_split(mt_context *ctx, const char *where, const char *field, const char *name,
+                                 const mti_known *k, int g, const mt_place *place) {
+    const mti_axis *axis = &ctx->checker->axes[g];
+    int by_rows = k->may[g] == 1 << MT_SPLIT_ROWS;
+    int64_t each = by_rows ? place->rows : place->cols, first = by_rows ? place->first_row : place->first_col;
+    int64_t before = mt_size_mul(each, axis->rank), all = mt_size_mul(each, axis->size); /* -1: too large */
+    char is[160], must[160];
+    snprintf(is, sizeof is, "%.60s is split by %s over \"%s\" and this is rank %d of %d", name,
+             by_rows ? "rows" : "columns", axis->name, axis->rank, axis->size);
+    if (before < 0 || first < before) {
+        snprintf(must, sizeof must,
+                 "at least %lld, the rank's first %s of the whole tensor, so that ranks do not use the same %s",
+                 (long long)before, by_rows ? "row" : "column", place->what);
+        return mti_place_refuse(ctx, where, field, by_rows ? "first_row" : "first_col", first, k, is, must);
+    }
+    if (by_rows || place->padded || (all >= 0 && place->global_cols >= all)) return MT_SUCCESS;
+    snprintf(must, sizeof must, "at least %lld, the columns of all ranks", (long long)all);
+    return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, k, is, must);
+}
+
+MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
+                                const mt_place *place) {
+    const int split = 1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS;
+    mti_known k;
+    char is[160], must[160];
+    int g, whole = t.rows > 1 && mt_tensor_ld(t) == t.cols; /* 0: t may be a part of the columns */
+    int alike = 0;                                          /* 1: ranks of a group have the same columns */
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mt_check_mode(ctx) || ctx->checker->count == 0 || !mti_has_elements(t)) return MT_SUCCESS;
+    k = mti_known_of(ctx->checker, t);
+    for (g = 0; g < ctx->checker->count && !(k.zero && !k.parameter); g++) {
+        int by_rows = k.may[g] == 1 << MT_SPLIT_ROWS, by_cols = k.may[g] == 1 << MT_SPLIT_COLS;
+        if (by_rows || by_cols) MT_TRY(mti_place_split(ctx, where, field, name, &k, g, place));
+        if (!by_rows && (k.may[g] & split)) whole = 0;
+        if (!(k.may[g] & split)) alike = 1;
+    }
+    if (k.zero || !whole || !alike || place->global_cols == place->cols) return MT_SUCCESS;
+    snprintf(is, sizeof is, "no group splits the columns of %.60s", name);
+    snprintf(must, sizeof must, "%lld, the number of its columns, so that ranks use the same %s",
+             (long long)place->cols, place->what);
+    return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, &k, is, must);
 }
 
 /* -- the rules of communication -- */
@@ -4327,6 +4832,27 @@ static void mti_ruling_of(mti_ruling *r, const mti_checker *c, const char *where
     r->operands[0].known = mti_known_of(c, operand->t);
 }
 
+/* In a group of one, y is a copy of x. */
+static mt_status mti_moved(mt_context *ctx, const char *where, mt_tensor x, mt_tensor y) {
+    mti_known k = mti_known_of(ctx->checker, x);
+    if (!mti_has_elements(y) || y.data == x.data) return MT_SUCCESS;
+    return k.unwritten ? mti_forget_view(ctx, y) : mti_placement_note(ctx, y, k.may, k.zero, where, k.with);
+}
+
+/* Tells the listener of communication from x, the operand of the ruling, to y, which may be x or have no elements. */
+static void mti_tell_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
+    const mti_placed *p = r->operands[0].known.parameter;
+    mt_operand told[2];
+    int in_place;
+    told[0] = *r->operands[0].operand;
+    told[1].name = strcmp(told[0].name, "sendbuf") == 0 ? "recvbuf" : "y";
+    told[1].t = y;
+    told[1].use = 2;
+    in_place = y.data == told[0].t.data && y.rows == told[0].t.rows && y.cols == told[0].t.cols;
+    if (in_place) told[0].use = 3;
+    mti_tell(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y) ? 1 : 2);
+}
+
 /* Checks that one of the cases fits x on a group. y then becomes `becomes` there, and what x is on the other groups. */
 static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char *where, const char *cases,
                                 char becomes, const char *x_name, mt_tensor x, mt_tensor y) {
@@ -4337,16 +4863,19 @@ static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char
     int g;
     if (!mt_check_mode(ctx) || !mti_has_elements(x)) return MT_SUCCESS;
     g = mti_axis_of(ctx->checker, comm, 1);
-    if (g < 0) return MT_SUCCESS;
+    if (g < 0) return mti_moved(ctx, where, x, y);
     operand.name = x_name;
     operand.t = x;
     operand.use = 1;
     mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
+    MT_TRY(mti_written_check(ctx, &r));
     MT_TRY(mti_rule_axis(ctx, &r, g, results));
-    if (!mti_has_elements(y)) return MT_SUCCESS;
+    MT_TRY(mti_replica_read(ctx, where, NULL, &operand, &r.operands[0].known));
     memcpy(may, r.operands[0].known.may, sizeof may);
     may[g] = (unsigned char)mti_letter_set(becomes);
-    return mti_placement_note(ctx, y, may, 0, where, r.operands[0].known.with);
+    if (mti_has_elements(y)) MT_TRY(mti_placement_note(ctx, y, may, 0, where, r.operands[0].known.with));
+    mti_tell_move(ctx, &r, y);
+    return MT_SUCCESS;
 }
 
 /* The rules of the conjugates: what x is on the group, and what y, or x in place, becomes. */
@@ -4358,12 +4887,6 @@ static mt_status mti_region_check(mt_context *ctx, const mt_comm *comm, const ch
     return mti_move_check(ctx, comm, where, cases, becomes, x_name, x, y);
 }
 
-/* Whether every rank has its own part of x. */
-static int mti_is_split(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
-    int g = mti_axis_of(ctx->checker, comm, 0);
-    return g >= 0 && !(mti_known_of(ctx->checker, x).may[g] & (1 << MT_REPLICATED | 1 << MT_PARTIAL));
-}
-
 /* Whether something is known about x on a group. */
 static int mti_is_known(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
     int g = mti_axis_of(ctx->checker, comm, 0);
@@ -4373,22 +4896,43 @@ static int mti_is_known(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
     return !k.zero && k.may[g] != MTI_ALL_PLACEMENTS;
 }
 
-/* A collective of the caller's own. What it makes of memory that is not declared is not known. */
+/* Returns the memory of a collective as a tensor with the columns of what was written there, or with one row. */
+static mt_tensor mti_shaped(const mti_checker *c, const void *data, mt_dtype dtype, int64_t count) {
+    mt_tensor t = mt_tensor_make(data, dtype, 1, count);
+    mti_extent e = mti_extent_of(t);
+    uintptr_t size = (uintptr_t)mt_dtype_size(dtype);
+    const mti_placed *p = mti_parameter_at(c, e);
+    if (!p) p = mti_placed_older(&c->written, e, UINT64_MAX);
+    if (!p || !mti_extent_is_dense(p->at) || !mti_extent_covers(p->at, e)) return t;
+    if (e.width % p->at.width || (e.begin - p->at.begin) % p->at.width || p->at.width % size) return t;
+    return mt_tensor_make(data, dtype, (int64_t)(e.width / p->at.width), (int64_t)(p->at.width / size));
+}
+
+/* A collective of the caller's own. What it makes of memory that is not declared is not known. Data ranks may sum
+   losses of other tokens, one by one. */
 static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    static const char *const names[] = {"mt_all_reduce", "mt_all_gather", "mt_reduce_scatter", "mt_broadcast"};
+    const char *parts = strcmp(comm->name, "data") == 0 ? "P r c" : "P";
+    int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
     mt_tensor x, y;
-    int sums = call->op == MT_SUM && mt_dtype_is_float(call->dtype);
-    if (!mt_check_mode(ctx) || comm->size == 1 || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
-    x = mt_tensor_make(call->send, call->dtype, 1, (int64_t)call->count);
-    y = mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->count);
-    if (call->kind == MT_REDUCE_SCATTER) x.cols *= comm->size;
-    if (call->kind == MT_ALL_GATHER) y.cols *= comm->size;
+    if (!mt_check_mode(ctx) || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
+    x = mti_shaped(ctx->checker, call->send, call->dtype,
+                   (int64_t)call->count * (call->kind == MT_REDUCE_SCATTER ? comm->size : 1));
+    y = mt_tensor_make(call->recv, call->dtype, x.rows, x.cols);
+    if (comm->size == 1) return mti_moved(ctx, names[call->kind], x, y);
+    if (call->kind == MT_ALL_GATHER) y.rows *= comm->size;
+    if (call->kind == MT_REDUCE_SCATTER && x.rows % comm->size == 0) y.rows /= comm->size;
+    else if (call->kind == MT_REDUCE_SCATTER) y = mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->count);
     if (mti_is_known(ctx, comm, x)) {
         if (call->kind == MT_ALL_REDUCE && sums)
-            return mti_move_check(ctx, comm, "mt_all_reduce", "P r c", 'R', "sendbuf", x, y);
+            return mti_move_check(ctx, comm, "mt_all_reduce", parts, 'R', "sendbuf", x, y);
         if (call->kind == MT_REDUCE_SCATTER && sums)
-            return mti_move_check(ctx, comm, "mt_reduce_scatter", "P r c", 'r', "sendbuf", x, y);
-        if (call->kind == MT_ALL_GATHER && mti_is_split(ctx, comm, x))
-            return mti_move_check(ctx, comm, "mt_all_gather", "r c", 'R', "sendbuf", x, y);
+            return mti_move_check(ctx, comm, "mt_reduce_scatter", parts, 'r', "sendbuf", x, y);
+        /* a gather in place leaves what is replicated as it is: the parameters of a sharded optimizer, for instance */
+        if (call->kind == MT_ALL_GATHER && is_float)
+            return mti_move_check(ctx, comm, "mt_all_gather",
+                                  mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R',
+                                  "sendbuf", x, y);
     }
     return mti_forget_view(ctx, y);
 }
@@ -4410,7 +4954,7 @@ static mt_status mti_p2p_check(mt_context *ctx, const mti_call *call) {
     operand.use = 1;
     mti_ruling_of(&r, ctx->checker, "mt_send", &rule, &operand);
     for (g = 0; g < ctx->checker->count; g++) MT_TRY(mti_rule_axis(ctx, &r, g, results));
-    return MT_SUCCESS;
+    return mti_replica_read(ctx, "mt_send", NULL, &operand, &r.operands[0].known);
 }
 
 /* ---- >>collectives ----------------------------------------------------------------------------------------------- */
@@ -5123,6 +5667,7 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
     size_t elements = call->count;
     MT_TRY(mti_check_call(ctx, comm, call));
     MT_TRY(mti_collective_check(ctx, comm, call));
+    MT_TRY(mti_replicas_due(ctx, comm, mti_call_name(call->kind)));
     if (call->kind == MT_BARRIER) MT_TRY(mti_check_recording(ctx)); /* waits on GPUs */
     MT_TRY((comm->transport->collective)(ctx, comm, call));
     if (comm->size == 1) return MT_SUCCESS;
@@ -8114,18 +8659,19 @@ static mt_status mti_told_share(mt_context *ctx, mt_comm *comm, int root, const 
     out->bytes = mine->bytes;
     MT_TRY(mti_told_broadcast(ctx, comm, root, &out->bytes, sizeof out->bytes, space));
     out->data = (char *)mt_host_alloc((size_t)out->bytes + 1); /* + 1: a NUL at the end */
-    if (!out->data)
-        return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for the settings of rank %d", root);
+    if (!out->data) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "no memory for what rank %d has told", root);
     if (comm->rank == root) memcpy(out->data, mine->data, (size_t)mine->bytes);
     return mti_told_broadcast(ctx, comm, root, out->data, out->bytes, space);
 }
 
-/* Finds two ranks of one group with different settings: *a is the lowest rank of the group, and *b the first rank that
-   differs from it. Returns 0 when no ranks differ. */
+/* Finds two ranks of one group with different settings: *a is the lowest rank of the group, and *b the next rank after
+   *b that differs from it, and from all ranks that were found before. Returns 0 when there is none. */
 static int mti_told_differ(const mti_told *all, int size, int *a, int *b) {
-    for (*b = 1; *b < size; ++*b) {
+    int same;
+    while (++*b < size) {
         for (*a = 0; all[*a].group != all[*b].group; ++*a) continue;
-        if (all[*a].hash != all[*b].hash) return 1;
+        for (same = *a; all[same].group != all[*b].group || all[same].hash != all[*b].hash; same++) continue;
+        if (same == *b && *a != *b) return 1;
     }
     return 0;
 }
@@ -8149,8 +8695,8 @@ static void mti_say_setting(mti_text *text, const char *name, const char *value,
 }
 
 /* Writes the first difference between the settings x of rank a and y of rank b. */
-static void mti_say_told(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b, const mti_told_text *x,
-                         const mti_told_text *y) {
+static int mti_say_told(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b, const mti_told_text *x,
+                        const mti_told_text *y) {
     const char *name, *other, *value = "", *second = "";
     uint64_t i = 0, j = 0;
     size_t same = 0;
@@ -8171,61 +8717,100 @@ static void mti_say_told(mti_text *text, const mti_told *all, const mt_comm *com
     mti_say_setting(text, other, second, same);
     mti_say_alike_told(text, all, comm->size, b);
     mti_say(text, " of \"%s\" (%d ranks)", comm->name, comm->size);
+    return 1;
 }
 
-/* Compares the settings of all ranks. all: [size], this rank's entry is filled in; space: memory on the device */
-static mt_status mti_compare_told(mt_context *ctx, mt_comm *comm, const char *what, const mti_told_text *mine,
+/* What a comparison is about. `write` makes the text that describes this rank; it is called when the hashes of two
+   ranks differ. `say` writes the first difference of two texts, and returns 0 when there is none. */
+typedef struct mti_telling {
+    const void *user;
+    mti_told_text (*write)(const void *user);
+    int (*say)(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b, const mti_told_text *x,
+               const mti_told_text *y);
+} mti_telling;
+
+/* Compares all ranks. all: [size], this rank's entry is filled in; space: memory on the device */
+static mt_status mti_compare_told(mt_context *ctx, mt_comm *comm, const char *what, const mti_telling *telling,
                                   mti_told *all, void *space) {
     mti_told *place = (mti_told *)space + comm->rank;
-    mti_told_text x = {NULL, 0}, y = {NULL, 0};
+    mti_told_text mine, x, y;
     mti_text text;
     mt_status status;
-    int a, b;
+    int a, b = 0;
     MT_TRY(mti_bytes_copy(ctx, place, &all[comm->rank], sizeof *all));
     MT_TRY(mt_all_gather(ctx, comm, place, space, sizeof *all, MT_U8));
     MT_TRY(mti_told_fetch(ctx, all, space, (size_t)comm->size * sizeof *all));
     if (!mti_told_differ(all, comm->size, &a, &b)) return MT_SUCCESS;
-    status = mti_told_share(ctx, comm, a, mine, space, &x);
-    if (status == MT_SUCCESS) status = mti_told_share(ctx, comm, b, mine, space, &y);
-    if (status == MT_SUCCESS) {
+    mine = (telling->write)(telling->user);
+    if (!mine.data) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "%s: no memory for a comparison of ranks", what);
+    do {
         text.used = 0;
         mti_say(&text, "%.100s: ", what);
-        mti_say_told(&text, all, comm, a, b, &x, &y);
-        status = mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
-    }
-    mt_host_free(x.data);
-    mt_host_free(y.data);
+        x.data = y.data = NULL;
+        status = mti_told_share(ctx, comm, a, &mine, space, &x);
+        if (status == MT_SUCCESS) status = mti_told_share(ctx, comm, b, &mine, space, &y);
+        if (status == MT_SUCCESS && (telling->say)(&text, all, comm, a, b, &x, &y))
+            status = mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
+        mt_host_free(x.data);
+        mt_host_free(y.data);
+    } while (status == MT_SUCCESS && mti_told_differ(all, comm->size, &a, &b));
+    mt_host_free(mine.data);
     return status;
+}
+
+/* Compares all ranks by a hash, and says what differs. */
+static mt_status mti_compare_ranks(mt_context *ctx, mt_comm *comm, const char *what, mti_told told,
+                                   const mti_telling *telling) {
+    size_t bytes =
+        (size_t)comm->size * sizeof told > MTI_TOLD_CHUNK ? (size_t)comm->size * sizeof told : MTI_TOLD_CHUNK;
+    mti_told *all = (mti_told *)mt_host_alloc((size_t)comm->size * sizeof *all);
+    void *space = NULL;
+    mt_status status =
+        all ? mt_context_alloc(ctx, bytes, &space)
+            : mti_refuse(ctx, comm, MT_ERR_MEMORY, "%s: no memory for a comparison of %d ranks", what, comm->size);
+    if (status == MT_SUCCESS) {
+        all[comm->rank] = told;
+        status = mti_compare_told(ctx, comm, what, telling, all, space);
+    }
+    mt_context_free(ctx, space, bytes); /* waits for copies that read `all` */
+    mt_host_free(all);
+    return status;
+}
+
+/* The settings that a rank passes to mt_comm_compare. */
+typedef struct mti_settings {
+    const mt_setting *list;
+    int count;
+} mti_settings;
+
+static mti_told_text mti_settings_write(const void *user) {
+    const mti_settings *s = (const mti_settings *)user;
+    return mti_told_write(s->list, s->count);
 }
 
 MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
                                  const mt_setting *settings, int count) {
-    mti_told_text mine;
-    mti_told *all;
-    void *space = NULL;
-    size_t bytes;
-    mt_status status;
+    mti_settings mine;
+    mti_telling telling;
+    mti_told_text text;
+    mti_told told;
     int i, bad = !what || count < 0 || (count > 0 && !settings);
     if (!ctx || !comm)
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_comm_compare: %s is NULL", ctx ? "comm" : "ctx");
     for (i = 0; !bad && i < count; i++) bad = !settings[i].name || !settings[i].value;
     if (bad) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_comm_compare: count is %d, or something is NULL", count);
     if (!comm->transport->has_peers) return MT_SUCCESS;
-    bytes = (size_t)comm->size * sizeof *all > MTI_TOLD_CHUNK ? (size_t)comm->size * sizeof *all : MTI_TOLD_CHUNK;
-    mine = mti_told_write(settings, count);
-    all = (mti_told *)mt_host_alloc((size_t)comm->size * sizeof *all);
-    status = mine.data && all
-                 ? mt_context_alloc(ctx, bytes, &space)
-                 : mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for %d settings", count);
-    if (status == MT_SUCCESS) {
-        all[comm->rank].hash = mti_told_hash(&mine);
-        all[comm->rank].group = group;
-        status = mti_compare_told(ctx, comm, what, &mine, all, space);
-    }
-    mt_context_free(ctx, space, bytes); /* waits for copies that read `all` and `mine` */
-    mt_host_free(all);
-    mt_host_free(mine.data);
-    return status;
+    text = mti_told_write(settings, count);
+    if (!text.data) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for %d settings", count);
+    told.hash = mti_told_hash(&text);
+    told.group = group;
+    mt_host_free(text.data);
+    mine.list = settings;
+    mine.count = count;
+    telling.user = &mine;
+    telling.write = mti_settings_write;
+    telling.say = mti_say_told;
+    return mti_compare_ranks(ctx, comm, what, told, &telling);
 }
 
 MT_API void mt_decimal_point(char *text) {
@@ -8241,6 +8826,265 @@ MT_API const char *mt_f32_digits(float x, char text[32]) {
     snprintf(text, 32, "%.9g", (double)x);
     mt_decimal_point(text);
     return text;
+}
+
+/* ---- >>replicas: check mode compares values ---------------------------------------------------------------------- */
+
+/* When check is 2, each call hashes what it reads and what is replicated over a group. That is when the values exist,
+   and it finds them changed after they were written, too. Each group has a list of these hashes. mt_check_replicas
+   compares one hash of the whole list, and then forgets the list. If the hashes differ, two ranks exchange the lists. A
+   rank may read more than others, such as a loss that rank 0 prints. So two entries are compared when the same calls
+   lie between the last collective of the group and them. */
+
+#define MTI_REPLICAS_MOST 1048576 /* entries of a list; further ones are dropped */
+#define MTI_REPLICAS_EVERY 256    /* a list is compared at the latest after so many collectives of its group */
+#define MTI_REPLICA_SUMS 4096     /* hashes that a GPU keeps until the host fetches them */
+#define MTI_REPLICA_TEXT 512      /* bytes that describe an entry, at most */
+#define MTI_REPLICA_DIGITS 16
+
+typedef struct mti_replica {
+    const char *where, *with; /* the call that read it, and a parameter of the call, or NULL */
+    const char *by, *by_with; /* the call that wrote it, or NULL */
+    char operand[24];
+    uint64_t moves; /* number of collectives of the group before */
+    uint64_t hash;
+    int sum; /* on a GPU: 1 + its place in `sums`, until the host has fetched it */
+} mti_replica;
+
+typedef struct mti_replica_list {
+    mti_replica *list;
+    size_t count, capacity;
+    uint64_t moves;
+} mti_replica_list;
+
+typedef struct mti_replicas {
+    mti_replica_list groups[MTI_AXES];
+    uint64_t *sums; /* [MTI_REPLICA_SUMS] on a GPU; NULL: none yet */
+    int used;       /* of the sums */
+} mti_replicas;
+
+static mt_status mti_replicas_create(mt_context *ctx) {
+    ctx->checker->replicas = (mti_replicas *)mt_host_alloc(sizeof *ctx->checker->replicas);
+    if (ctx->checker->replicas) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for the checker");
+}
+
+static void mti_replicas_destroy(mt_context *ctx) {
+    mti_replicas *r = ctx->checker ? ctx->checker->replicas : NULL;
+    int g;
+    if (!r) return;
+    for (g = 0; g < MTI_AXES; g++) mt_host_free(r->groups[g].list);
+    mt_context_free(ctx, r->sums, MTI_REPLICA_SUMS * sizeof *r->sums);
+    mt_host_free(r);
+    ctx->checker->replicas = NULL;
+}
+
+/* Whether values are hashed now. A recorded graph cannot be compared, and work that overlaps is not waited for. */
+static int mti_replicas_on(const mt_context *ctx) {
+    return mt_check_mode(ctx) == 2 && !ctx->recording && ctx->stream == ctx->compute_stream;
+}
+
+/* Fetches the hashes that a GPU has computed. */
+static mt_status mti_replicas_fetch(mt_context *ctx) {
+    mti_replicas *r = ctx->checker->replicas;
+    size_t i, bytes = (size_t)r->used * sizeof *r->sums;
+    uint64_t *sums;
+    mt_status status;
+    int g;
+    if (r->used == 0) return MT_SUCCESS;
+    sums = (uint64_t *)mt_host_alloc(bytes);
+    if (!sums) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the hashes of %d tensors", r->used);
+    status = mt_cuda_fetch(ctx, sums, r->sums, bytes);
+    if (status == MT_SUCCESS) status = mt_cuda_zero(ctx, r->sums, bytes);
+    for (g = 0; status == MT_SUCCESS && g < ctx->checker->count; g++)
+        for (i = 0; i < r->groups[g].count; i++) {
+            mti_replica *e = &r->groups[g].list[i];
+            if (e->sum) e->hash = sums[e->sum - 1];
+            e->sum = 0;
+        }
+    r->used = 0;
+    mt_host_free(sums);
+    return status;
+}
+
+static mt_status mti_replica_hash(mt_context *ctx, mt_tensor t, mti_replica *e) {
+    mti_replicas *r = ctx->checker->replicas;
+    void *memory = NULL;
+    if (ctx->device != MT_DEVICE_CUDA) return mt_hash_add(ctx, t, 0, 0, t.cols, &e->hash);
+    if (!r->sums) {
+        MT_TRY(mt_context_alloc(ctx, MTI_REPLICA_SUMS * sizeof *r->sums, &memory));
+        r->sums = (uint64_t *)memory;
+    }
+    if (r->used == MTI_REPLICA_SUMS) MT_TRY(mti_replicas_fetch(ctx));
+    e->sum = ++r->used;
+    return mt_hash_add(ctx, t, 0, 0, t.cols, &r->sums[e->sum - 1]);
+}
+
+/* Adds a copy of *e to the list of group g. */
+static mt_status mti_replica_add(mt_context *ctx, int g, const mti_replica *e) {
+    mti_replica_list *l = &ctx->checker->replicas->groups[g];
+    if (l->count == MTI_REPLICAS_MOST) return MT_SUCCESS;
+    if (l->count == l->capacity) {
+        size_t capacity = l->capacity ? 2 * l->capacity : 256;
+        mti_replica *list = (mti_replica *)mt_host_alloc(capacity * sizeof *list);
+        if (!list) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the hashes of %zu tensors", capacity);
+        if (l->count) memcpy(list, l->list, l->count * sizeof *list);
+        mt_host_free(l->list);
+        l->list = list;
+        l->capacity = capacity;
+    }
+    l->list[l->count] = *e;
+    l->list[l->count++].moves = l->moves;
+    return MT_SUCCESS;
+}
+
+/* Hashes an operand that a call reads, once, for all groups over which it is replicated. Parameters and gradients are
+   compared once in a step instead (mt_parallel.h). */
+static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
+                                  const mti_known *known) {
+    mti_replica e;
+    int g, hashed = 0;
+    if (!mti_replicas_on(ctx) || !(operand->use & 1) || known->parameter || operand->t.dtype == MT_U8)
+        return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.where = where;
+    e.with = with;
+    e.by = known->by;
+    e.by_with = known->with;
+    snprintf(e.operand, sizeof e.operand, "%s", operand->name);
+    for (g = 0; g < ctx->checker->count; g++) {
+        if (known->may[g] != 1 << MT_REPLICATED) continue;
+        if (!hashed) MT_TRY(mti_replica_hash(ctx, operand->t, &e));
+        hashed = 1;
+        MT_TRY(mti_replica_add(ctx, g, &e));
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_check_replica(mt_context *ctx, const mt_comm *comm, const char *what, const char *name,
+                                  mt_tensor t) {
+    const mti_placed *p;
+    mti_replica e;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!what || mt_dtype_size(t.dtype) < 2)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_check_replica: what is NULL, or t is %s", mt_dtype_name(t.dtype));
+    if (!mti_replicas_on(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
+    g = mti_axis_of(ctx->checker, comm, 1);
+    if (g < 0) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    p = mti_parameter_at(ctx->checker, mti_extent_of(t));
+    e.with = p ? p->name : name; /* the checker's name outlives the parameter */
+    snprintf(e.operand, sizeof e.operand, "%s", what);
+    MT_TRY(mti_replica_hash(ctx, t, &e));
+    return mti_replica_add(ctx, g, &e);
+}
+
+MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const char *what, float number) {
+    mti_replica e;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!what) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_check_number: what is NULL");
+    g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 1) : -1;
+    if (g < 0) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.hash = mt_hash_word(0, mt_f32_bits(number));
+    snprintf(e.operand, sizeof e.operand, "%s", what);
+    return mti_replica_add(ctx, g, &e);
+}
+
+/* Returns the text of a list: for each entry its name, NUL, the collectives before, the hash, who wrote it, NUL. */
+static mti_told_text mti_replicas_write(const void *user) {
+    const mti_replica_list *l = (const mti_replica_list *)user;
+    mti_told_text t;
+    size_t i;
+    t.bytes = 0;
+    t.data = (char *)mt_host_alloc(l->count * MTI_REPLICA_TEXT + 1);
+    for (i = 0; t.data && i < l->count; i++) {
+        const mti_replica *e = &l->list[i];
+        char *at = t.data + t.bytes;
+        if (e->where)
+            snprintf(at, MTI_REPLICA_TEXT / 2, "%s of %.60s%s%.100s%s", e->operand, e->where, e->with ? " (with '" : "",
+                     e->with ? e->with : "", e->with ? "')" : "");
+        else if (e->with) snprintf(at, MTI_REPLICA_TEXT / 2, "the %s of '%.100s'", e->operand, e->with);
+        else snprintf(at, MTI_REPLICA_TEXT / 2, "%s", e->operand);
+        t.bytes += strlen(at) + 1;
+        at = t.data + t.bytes;
+        snprintf(at, MTI_REPLICA_TEXT / 2, "%016llx%016llx%s%.60s%s%.100s%s", (unsigned long long)e->moves,
+                 (unsigned long long)e->hash, e->by ? " since " : "", e->by ? e->by : "", e->by_with ? " with '" : "",
+                 e->by_with ? e->by_with : "", e->by_with ? "'" : "");
+        t.bytes += strlen(at) + 1;
+    }
+    return t;
+}
+
+/* Writes the first entry that has other values on rank b than on rank a. */
+static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b,
+                           const mti_told_text *x, const mti_told_text *y) {
+    uint64_t i = 0, j = 0;
+    const char *name = mti_told_next(x, &i), *other = mti_told_next(y, &j);
+    const char *value = mti_told_next(x, &i), *second = mti_told_next(y, &j);
+    char skip[MTI_REPLICA_DIGITS + 1] = ""; /* the collectives after which the ranks have made different calls */
+    (void)all;
+    while (name && other) {
+        int order = strncmp(value, second, MTI_REPLICA_DIGITS);
+        int alike = order == 0 && strcmp(name, other) == 0 && strncmp(value, skip, MTI_REPLICA_DIGITS) != 0;
+        if (alike && strncmp(value, second, 2 * MTI_REPLICA_DIGITS) != 0) break;
+        if (order == 0 && !alike) memcpy(skip, value, MTI_REPLICA_DIGITS);
+        if (order <= 0) name = mti_told_next(x, &i), value = mti_told_next(x, &i);
+        if (order >= 0) other = mti_told_next(y, &j), second = mti_told_next(y, &j);
+    }
+    if (!name || !other) return 0;
+    mti_say(text,
+            "%s is replicated over \"%s\" (%d ranks)%s, but rank %d has other values than rank %d: check seeds, "
+            "dropout, inputs, and memory that is written behind the library's back",
+            name, comm->name, comm->size, value + 2 * MTI_REPLICA_DIGITS, b, a);
+    return 1;
+}
+
+/* Compares the list of a group, and forgets it. */
+static mt_status mti_replicas_compare(mt_context *ctx, mt_comm *comm, const char *where, mti_replica_list *l) {
+    mt_ledger ledger = comm->ledger;
+    mti_telling telling;
+    mti_told told;
+    mt_status status;
+    size_t i;
+    MT_TRY(mti_replicas_fetch(ctx));
+    told.hash = 0;
+    told.group = 0;
+    for (i = 0; i < l->count; i++) told.hash = mt_hash_word(told.hash + l->list[i].hash, (uint32_t)l->list[i].moves);
+    telling.user = l;
+    telling.write = mti_replicas_write;
+    telling.say = mti_say_replica;
+    mt_check_pause(ctx);
+    status = comm->transport->has_peers ? mti_compare_ranks(ctx, comm, where, told, &telling) : MT_SUCCESS;
+    comm->ledger = ledger; /* that of the program alone */
+    l->count = 0;
+    l->moves = 0;
+    return mt_check_resume(ctx, status);
+}
+
+MT_API mt_status mt_check_replicas(mt_context *ctx, mt_comm *comm, const char *where) {
+    int g;
+    if (!ctx || !comm || !where)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_check_replicas: %s is NULL",
+                          !ctx   ? "ctx"
+                          : comm ? "where"
+                                 : "comm");
+    g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
+    return g < 0 ? MT_SUCCESS : mti_replicas_compare(ctx, comm, where, &ctx->checker->replicas->groups[g]);
+}
+
+/* Counts a collective of a group, and compares the list of the group when it is due. */
+static mt_status mti_replicas_due(mt_context *ctx, mt_comm *comm, const char *name) {
+    mti_replica_list *l;
+    char where[64];
+    int g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
+    if (g < 0) return MT_SUCCESS;
+    l = &ctx->checker->replicas->groups[g];
+    if (++l->moves < MTI_REPLICAS_EVERY) return MT_SUCCESS;
+    snprintf(where, sizeof where, "mt_%s", name);
+    return mti_replicas_compare(ctx, comm, where, l);
 }
 
 /* ---- >>conjugates ------------------------------------------------------------------------------------------------ */
@@ -8309,6 +9153,7 @@ static mt_tensor mti_dense(mt_tensor t) {
 #define MTI_REGION(ctx, comm, where, is, becomes, x_name, x, y, call)                                                  \
     do {                                                                                                               \
         MT_TRY(mti_region_check(ctx, comm, where, is, becomes, x_name, x, y));                                         \
+        MT_TRY(mti_replicas_due(ctx, comm, &(where)[3]));                                                              \
         mt_check_pause(ctx);                                                                                           \
         return mt_check_resume(ctx, call);                                                                             \
     } while (0)

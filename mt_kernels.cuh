@@ -1425,12 +1425,6 @@ static mti_view mti_view_of(mt_tensor t) {
    f32. For views without 16-byte alignment and at the ends of rows, the same kernel works element by element. */
 #define MTI_VECTOR 8
 
-/* i / n, computed in 32 bits if both fit. GPUs have no instruction for integer division, and a 64-bit division takes
-   several times as many instructions as a 32-bit one. */
-static __device__ __forceinline__ int64_t mti_divide(int64_t i, int64_t n) {
-    return (uint64_t)(i | n) >> 32 ? i / n : (int64_t)((uint32_t)i / (uint32_t)n);
-}
-
 /* The number of elements of the vector that begins at col < cols. */
 static __device__ __forceinline__ int mti_vector_size(int64_t cols, int64_t col) {
     return (int)(cols - col < MTI_VECTOR ? cols - col : MTI_VECTOR);
@@ -1991,7 +1985,7 @@ template <bool WIDE, typename Op>
 static __global__ void __launch_bounds__(256) mti_map_kernel(Op op, int64_t rows, int64_t cols) {
     int64_t per_row = (cols + MTI_VECTOR - 1) / MTI_VECTOR, step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < rows * per_row; i += step) {
-        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
+        int64_t row = mt_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
         op.template run<WIDE>(row, col, mti_vector_size(cols, col));
     }
 }
@@ -3159,10 +3153,6 @@ typedef struct mti_named_rule {
 
 /* clang-format off */
 static const mti_named_rule mti_rules[] = {
-    {"mt_fill", {NULL, NULL, NULL}}, /* of zeros: mt_declare_zero */
-    {"mt_gemm", {NULL, NULL, NULL}}, /* see mti_gemm_rules */
-    {"mt_embedding_forward", {NULL, NULL, NULL}}, /* see mti_embedding_rule */
-    {"mt_embedding_backward", {NULL, NULL, NULL}},
     {"mt_copy", {"x y", "RR rr cc PP", NULL}},
     {"mt_convert", {"x y", "RR rr cc PP", NULL}},
     {"mt_add", {"a b y", "RRR rrr ccc PPP", NULL}},
@@ -3221,16 +3211,12 @@ static mt_status mti_apply_rule(mt_context *ctx, const char *name, const mt_rule
     return mt_rule_check(ctx, name, rule, operands, count);
 }
 
-/* Applies the rule of an operator. What an operator without a rule writes is not known. A rule without operands is
-   applied by the operator itself. */
+/* Applies the rule of an operator. What an operator without a rule writes is not known. */
 static mt_status mti_apply_rule_of(mt_context *ctx, const char *name, const mt_arg *args, int count) {
     size_t i;
     int j;
-    for (i = 0; i < sizeof mti_rules / sizeof *mti_rules; i++) {
-        const mt_rule *rule = &mti_rules[i].rule;
-        if (strcmp(mti_rules[i].name, name) != 0) continue;
-        return rule->operands ? mti_apply_rule(ctx, name, rule, args, count) : MT_SUCCESS;
-    }
+    for (i = 0; i < sizeof mti_rules / sizeof *mti_rules; i++)
+        if (strcmp(mti_rules[i].name, name) == 0) return mti_apply_rule(ctx, name, &mti_rules[i].rule, args, count);
     for (j = 0; j < count; j++)
         if (args[j].use & MT_ARG_OUT) MT_TRY(mt_declare(ctx, NULL, *args[j].view, MT_UNDECLARED));
     return MT_SUCCESS;
@@ -3300,12 +3286,10 @@ static mt_status mti_widen(mti_operator *op, const mt_arg *arg, mt_tensor *given
     return MT_SUCCESS;
 }
 
-/* Fills op and makes the f32 copies. If mti_begin fails, the caller must not call mti_end. An operator without
-   arguments (count 0) always runs. `name` is that of the public function. */
-static mt_status mti_begin(mti_operator *op, mt_context *ctx, const char *name, const mt_arg *args, int count) {
+/* As mti_begin, for an operator that applies its rule itself. */
+static mt_status mti_begin_ruled(mti_operator *op, mt_context *ctx, const char *name, const mt_arg *args, int count) {
     int i, runs = count == 0 || !mti_is_empty(*args[0].view);
     mt_status status = MT_SUCCESS;
-    if (runs && mt_check_mode(ctx)) MT_TRY(mti_apply_rule_of(ctx, name, args, count));
     op->ctx = ctx;
     op->args = args;
     op->on_cuda = runs && mt_context_planned(ctx) == MT_DEVICE_CUDA;
@@ -3320,6 +3304,14 @@ static mt_status mti_begin(mti_operator *op, mt_context *ctx, const char *name, 
     }
     for (i = 0; status == MT_SUCCESS && i < op->count; i++) status = mti_widen(op, &args[i], &op->given[i]);
     return status == MT_SUCCESS ? status : mti_end(op, status);
+}
+
+/* Applies the operator's rule, fills op and makes the f32 copies. If mti_begin fails, the caller must not call mti_end.
+   An operator without arguments (count 0) always runs. `name` is that of the public function. */
+static mt_status mti_begin(mti_operator *op, mt_context *ctx, const char *name, const mt_arg *args, int count) {
+    int runs = count == 0 || !mti_is_empty(*args[0].view);
+    if (runs && mt_check_mode(ctx)) MT_TRY(mti_apply_rule_of(ctx, name, args, count));
+    return mti_begin_ruled(op, ctx, name, args, count);
 }
 
 /* rooms [threads * rows, cols] = scratch memory for a loop, `rows` rows for each thread, or mt_none() if rows is 0. A
@@ -3393,7 +3385,7 @@ MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
     mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_fill", args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, "mt_fill", args, MTI_COUNT(args)));
+    MT_TRY(mti_begin_ruled(&op, ctx, "mt_fill", args, MTI_COUNT(args)));
     if (mt_check_mode(ctx)) MT_TRY(value == 0.0f ? mt_declare_zero(ctx, y) : mt_declare(ctx, NULL, y, MT_UNDECLARED));
     mti_fill f = {y, value};
     return mti_end(&op,
@@ -3593,78 +3585,23 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) 
 
 /* ---- >>hash ------------------------------------------------------------------------------------------------------ */
 
-/* The hash of one element: the finalizer of splitmix64 (Steele et al., OOPSLA 2014). */
-static MT_HOST_DEVICE uint64_t mti_hash_element(uint64_t element, uint32_t bits) {
-    uint64_t z = element * 0x9e3779b97f4a7c15u + (uint64_t)bits * 0xd1b54a32d192ed03u + 1;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
-MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits) { return mti_hash_element(element, bits); }
-
-typedef struct mti_hash {
-    mt_tensor x;
-    int64_t first_row, first_col, global_cols;
-    uint64_t sum;
-} mti_hash;
-
-/* Adds the hash of a range of rows to sum. The total is a sum of integers, so the order is free. */
-static void mti_cpu_hash(void *data, int thread, int64_t first, int64_t last) {
-    mti_hash *h = (mti_hash *)data;
-    mt_tensor x = h->x;
-    uint64_t sum = 0;
-    int64_t i, j;
-    (void)thread;
-    for (i = first; i < last; i++) {
-        uint64_t e = ((uint64_t)h->first_row + (uint64_t)i) * (uint64_t)h->global_cols + (uint64_t)h->first_col;
-        if (x.dtype == MT_F32)
-            for (j = 0; j < x.cols; j++) sum += mti_hash_element(e + (uint64_t)j, mt_f32_bits(mti_row(x, i)[j]));
-        else
-            for (j = 0; j < x.cols; j++) sum += mti_hash_element(e + (uint64_t)j, mti_row16(x, i)[j]);
-    }
-    __atomic_add_fetch(&h->sum, sum, __ATOMIC_RELAXED);
-}
+MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits) { return mt_hash_word(element, bits); }
 
 #if MT_HAS_CUDA
-extern "C++" {
-
-/* *sum += the hashes of all elements. A thread owns every (grid size)-th element. A warp adds its 32 sums and then adds
-   the total with one atomicAdd. Integer sums do not depend on the order. The kernel uses no shared memory and no
-   barrier. Instructions limit it, not memory: on sm_90 68 for an f32 element, which moves 4 bytes (budget: 27), or 82
-   when it divides in 64 bits. Most of them are 64-bit multiplications, and compute the row of the element. */
-static __global__ void __launch_bounds__(256)
-    mti_hash_kernel(mti_view x, int64_t rows, int64_t cols, int64_t first_row, int64_t first_col, int64_t global_cols,
-                    unsigned long long *sum) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
-    unsigned long long mine = 0;
-    for (; i < rows * cols; i += step) {
-        int64_t row = mti_divide(i, cols), col = i - row * cols, at = row * x.ld + col;
-        uint32_t bits = x.dtype == MT_F32 ? ((const uint32_t *)x.data)[at] : ((const uint16_t *)x.data)[at];
-        mine += mti_hash_element((uint64_t)((first_row + row) * global_cols + first_col + col), bits);
-    }
-    for (int o = 16; o > 0; o >>= 1) mine += __shfl_xor_sync(0xffffffffu, mine, o);
-    if (threadIdx.x % 32 == 0) atomicAdd(sum, mine);
-}
-
 static mt_status mti_cuda_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                                uint64_t *hash) {
     size_t mark = mt_arena_mark(ctx);
     void *memory = NULL;
-    unsigned long long sum = 0;
+    uint64_t sum = 0;
     if (x.rows == 0 || x.cols == 0) return MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, sizeof sum, &memory));
     MT_TRY(mt_cuda_zero(ctx, memory, sizeof sum));
-    MT_LAUNCH_KERNEL(mti_hash_kernel, mti_grid(x.rows * x.cols, 1024), 256, 0, mt_context_stream(ctx), mti_view_of(x),
-                     x.rows, x.cols, first_row, first_col, global_cols, (unsigned long long *)memory);
-    MT_TRY(mt_cuda_launched(ctx, "mt_hash"));
+    MT_TRY(mt_hash_add(ctx, x, first_row, first_col, global_cols, (uint64_t *)memory));
     MT_TRY(mt_cuda_fetch(ctx, &sum, memory, sizeof sum));
     mt_arena_release(ctx, mark);
-    *hash += (uint64_t)sum;
+    *hash += sum;
     return MT_SUCCESS;
 }
-
-} /* extern "C++" */
 #endif
 
 MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
@@ -3677,11 +3614,9 @@ MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_
     MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "global_cols", global_cols, 0, INT64_MAX));
     if (!hash) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: hash is NULL");
     MT_TRY(mti_begin(&op, ctx, "mt_hash", args, MTI_COUNT(args)));
-    mti_hash h = {x, first_row, first_col, global_cols, 0};
-    mt_status status = mti_end(&op, MTI_RUN(&op, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash),
-                                            mti_cpu_rows(ctx, x.rows, x.cols, mti_cpu_hash, &h)));
-    *hash += h.sum;
-    return status;
+    return mti_end(&op,
+                   MTI_CHOOSE(&op, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash),
+                              op.on_cpu ? mt_hash_add(ctx, x, first_row, first_col, global_cols, hash) : MT_SUCCESS));
 }
 
 /* ---- >>sum ------------------------------------------------------------------------------------------------------- */
@@ -3799,7 +3734,7 @@ static __device__ __forceinline__ double mti_thread_sum(const mti_view &x, int64
     int64_t per_row = (cols + MTI_VECTOR - 1) / MTI_VECTOR;
     double sum = 0.0;
     for (int64_t i = block * 256 + threadIdx.x; i < rows * per_row; i += blocks * 256) {
-        int64_t row = mti_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
+        int64_t row = mt_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
         float c[MTI_VECTOR];
         mti_load<WIDE>(x, row, col, mti_vector_size(cols, col), c);
         for (int j = 0; j < MTI_VECTOR; j++) c[j] = squares ? __fmul_rn(c[j], c[j]) : c[j];
@@ -4705,7 +4640,7 @@ struct mti_noise_op { /* values in (-1, 1) whose exponents differ widely, so tha
     template <bool WIDE> __device__ void run(int64_t row, int64_t col, int n) const {
         float x[MTI_VECTOR];
         for (int j = 0; j < MTI_VECTOR; j++) {
-            float v = (float)(mti_hash_element(seed + (uint64_t)row, (uint32_t)(col + j)) >> 40) * 1.1920929e-7f - 1.0f;
+            float v = (float)(mt_hash_word(seed + (uint64_t)row, (uint32_t)(col + j)) >> 40) * 1.1920929e-7f - 1.0f;
             x[j] = v * v * v;
         }
         mti_store<WIDE>(y, row, col, n, x);
@@ -4826,7 +4761,7 @@ static mti_lt_plan **mti_lt_bucket(mti_lt *lt, const mti_lt_key *key) {
     uint32_t words[sizeof *key / sizeof(uint32_t)];
     uint64_t hash = 0;
     memcpy(words, key, sizeof words);
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) hash = mti_hash_element(hash, words[i]);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) hash = mt_hash_word(hash, words[i]);
     return &lt->buckets[hash % MTI_LT_BUCKETS];
 }
 
@@ -5016,7 +4951,7 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
     if (mt_check_mode(ctx))
         MT_TRY(mti_apply_rule(ctx, "mt_gemm", &mti_gemm_rules[trans_a == MT_TRANS][trans_b == MT_TRANS], args,
                               MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, "mt_gemm", args, MTI_COUNT(args)));
+    MT_TRY(mti_begin_ruled(&op, ctx, "mt_gemm", args, MTI_COUNT(args)));
     mti_gemm_operands(&g, a, b, c);
     op.work.work = MT_WORK_GEMM;
     op.work.dtype = dtype;
@@ -6889,6 +6824,24 @@ static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropo
     return dropout.p > 0.0f ? mti_expect_random(ctx, where, dropout.at, rows, cols) : MT_SUCCESS;
 }
 
+/* Checks the place by which dropout takes random words for y, operand `name`, once mti_begin has noted what y is. rows,
+   cols and padded: see mt_place. If it fails, the caller must not call mti_end. */
+static mt_status mti_expect_mask(mti_operator *op, const char *where, const char *name, mt_tensor y,
+                                 const mt_dropout *dropout, int64_t rows, int64_t cols, int padded) {
+    mt_status status;
+    mt_place place;
+    if (dropout->p <= 0.0f) return MT_SUCCESS;
+    place.rows = rows;
+    place.cols = cols;
+    place.first_row = dropout->at.first_row;
+    place.first_col = dropout->at.first_col;
+    place.global_cols = dropout->at.global_cols;
+    place.padded = padded;
+    place.what = "mask";
+    status = mt_place_check(op->ctx, where, "dropout.at", name, y, &place);
+    return status == MT_SUCCESS ? status : mti_end(op, status);
+}
+
 /* Returns the smallest random word whose element is kept. It is exact, because p has 24 bits and the product is
    computed in double. */
 static uint32_t mti_dropout_threshold(float p) { return (uint32_t)ceil((double)p * 4294967296.0); }
@@ -7101,6 +7054,7 @@ MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_te
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_dropout(ctx, where, dropout, x.rows, x.cols));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_mask(&op, where, "y", y, &dropout, y.rows, y.cols, 0));
     mti_bias_dropout_add f = {x, bias, residual, dropout, y};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_forward(ctx, x, bias, residual, dropout, y),
                                 mti_cpu_rows(ctx, x.rows, x.cols, mti_cpu_bias_dropout_add_forward, &f)));
@@ -7116,6 +7070,7 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_dropout(ctx, where, dropout, dy.rows, dy.cols));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_mask(&op, where, "dx", dx, &dropout, dx.rows, dx.cols, 0));
     mti_dropout_slopes b = {dy, dropout, dx, dbias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_backward(ctx, dy, dropout, dx, dbias),
                                 mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_bias_dropout_add_backward, &b)));
@@ -9376,6 +9331,12 @@ static void mti_attention_work(mti_operator *op, const mt_attention_desc *s, int
         2.0 * products * mti_scores(s) * (double)s->batch * (double)mti_attention_heads(s) * (double)s->head_dim;
 }
 
+/* As mti_expect_mask, for the dropout of probabilities: sequences are rows and heads are columns. */
+static mt_status mti_expect_head_masks(mti_operator *op, const char *where, const char *name, mt_tensor t,
+                                       const mt_attention_desc *s) {
+    return mti_expect_mask(op, where, name, t, &s->dropout, s->batch, mti_attention_heads(s), 1);
+}
+
 MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc) {
     mt_attention_desc s;
     MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
@@ -9400,6 +9361,7 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "out", out, "qkv", qkv));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_head_masks(&op, where, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     mti_attention_fused(&a, qkv, mt_none());
     mti_attention_work(&op, &s, 2);
@@ -9427,6 +9389,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     MT_TRY(mt_check_apart(ctx, where, "dout", dout, "out", out));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_head_masks(&op, where, "dqkv", dqkv, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.dout = dout;
     mti_attention_fused(&a, qkv, dqkv);
@@ -9453,6 +9416,7 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     for (i = 0; i < 3; i++) MT_TRY(mt_check_apart(ctx, where, "out", out, args[i].name, *args[i].view));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_head_masks(&op, where, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
     mti_attention_work(&op, &s, 2);
@@ -9484,6 +9448,7 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 4));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_head_masks(&op, where, "dq", dq, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
     a.dout = dout;
@@ -10325,7 +10290,7 @@ struct mti_kv_gpu {
 
     __device__ int64_t row(int64_t b, int64_t group) const { return (b * s.groups + group) * tokens.max_seq; }
     __device__ int64_t query_col(int64_t head) const {
-        int64_t group = mti_divide(head, s.heads_per_group);
+        int64_t group = mt_divide(head, s.heads_per_group);
         return group * cols.q_step + (head - group * s.heads_per_group) * s.head_dim;
     }
     __device__ int64_t split_of(int64_t b, int64_t i, int64_t head, int64_t split) const {
@@ -10393,9 +10358,9 @@ template <int TYPE, bool PAIRS> static __global__ void __launch_bounds__(256) mt
     int64_t heads = k.s.heads_per_group + 2, of_token = k.s.groups * heads * k.vectors;
     int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x, items = k.s.batch * k.s.seq * of_token;
     for (; i < items; i += (int64_t)gridDim.x * 256) {
-        int64_t row = mti_divide(i, of_token), b = mti_divide(row, k.s.seq),
+        int64_t row = mt_divide(i, of_token), b = mt_divide(row, k.s.seq),
                 position = k.tokens.held(b) + row - b * k.s.seq;
-        int64_t in_token = i - row * of_token, slot = mti_divide(in_token, k.vectors), group = mti_divide(slot, heads);
+        int64_t in_token = i - row * of_token, slot = mt_divide(in_token, k.vectors), group = mt_divide(slot, heads);
         if (row - b * k.s.seq >= k.tokens.tokens(b)) continue;
         mti_kv_move_vector<TYPE, PAIRS>(k, row, group, slot - group * heads, in_token - slot * k.vectors, position,
                                         k.row(b, group) + position);
@@ -10468,8 +10433,8 @@ template <int ROWS> static __device__ __forceinline__ mti_split_block mti_split_
     m.b = blockIdx.z, m.group = blockIdx.y;
     m.split = (int)(blockIdx.x / tiles);
     m.row = (tiles - 1 - blockIdx.x % tiles) * ROWS; /* tiles with the most keys start first */
-    int64_t last = mti_divide(min(m.row + ROWS, rows) - 1, k.s.heads_per_group);
-    m.end = k.tokens.end(m.b, mti_divide(m.row, k.s.heads_per_group)); /* of the first row; 0 if no row has keys */
+    int64_t last = mt_divide(min(m.row + ROWS, rows) - 1, k.s.heads_per_group);
+    m.end = k.tokens.end(m.b, mt_divide(m.row, k.s.heads_per_group)); /* of the first row; 0 if no row has keys */
     m.begin = k.tokens.first(m.end);
     if (m.end > 0) m.end = k.tokens.end(m.b, min(last, k.tokens.tokens(m.b) - 1));
     if (k.splits > 1) {
@@ -10486,7 +10451,7 @@ static __device__ __forceinline__ void mti_split_begin(const mti_kv_gpu &k, cons
     int64_t h = k.s.heads_per_group;
     MT_DEVICE_UNROLL
     for (int r = 0; r < ROWS; r++) {
-        int64_t i = mti_divide(m.row + r, h), head = m.group * h + m.row + r - i * h;
+        int64_t i = mt_divide(m.row + r, h), head = m.group * h + m.row + r - i * h;
         x.end[r] = i < k.s.seq ? k.tokens.end(m.b, i) : 0;
         x.slope[r] = k.s.alibi_slopes && i < k.s.seq ? k.s.alibi_slopes[head] : 0.0f;
         bool is = x.end[r] > 0 && n > 0;
@@ -10629,7 +10594,7 @@ static __device__ __forceinline__ void mti_split_finish(const mti_kv_gpu &k, con
     int64_t h = k.s.heads_per_group;
     for (int item = (int)threadIdx.x; item < ROWS * LANES; item += 32 * MTI_KV_WARPS) {
         int r = item / LANES, col = item % LANES * MTI_VECTOR;
-        int64_t i = mti_divide(m.row + r, h), head = m.group * h + m.row + r - i * h;
+        int64_t i = mt_divide(m.row + r, h), head = m.group * h + m.row + r - i * h;
         float acc[MTI_VECTOR];
         if (i >= k.s.seq || col >= k.s.head_dim) continue;
         float2 stats = mti_split_merge_warps(fast, parts, r, col, acc);
@@ -10886,7 +10851,7 @@ static __global__ void __launch_bounds__(256)
     mti_kv_position_kernel(int64_t max_seq, const int32_t *lengths, int64_t batch, int64_t seq, int32_t *ids) {
     int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, step = (int64_t)gridDim.x * blockDim.x;
     for (; t < batch * seq; t += step) {
-        int64_t b = mti_divide(t, seq);
+        int64_t b = mt_divide(t, seq);
         ids[t] = mti_kv_position(max_seq, lengths, b, t - b * seq);
     }
 }
@@ -11506,10 +11471,12 @@ static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int6
 
 /* Applies the rule of an embedding. The ids are an operand, too. */
 static mt_status mti_embedding_rule(mt_context *ctx, const char *where, const mt_rule *rule, const int32_t *ids,
-                                    const mt_arg *args) {
-    mt_tensor rows = mt_tensor_make(ids, MT_I32, args[0].view->rows, 1);
+                                    int64_t first_row, const mt_arg *args) {
+    mt_tensor rows = mt_tensor_make(ids, MT_I32, args[0].view->rows, 1), table = *args[1].view;
+    mt_place place = {table.rows, table.cols, first_row, INT64_MAX, table.cols, 1, "rows of the table"};
     mt_arg all[3];
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    MT_TRY(mt_place_check(ctx, where, "", args[1].name, table, &place));
     memset(all, 0, sizeof all);
     all[0] = args[0];
     all[1] = args[1];
@@ -11531,8 +11498,8 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_embedding(ctx, where, "table", table, first_row, ids, "y", y));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "table", table));
-    MT_TRY(mti_embedding_rule(ctx, where, &rule, ids, args));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_embedding_rule(ctx, where, &rule, ids, first_row, args));
+    MT_TRY(mti_begin_ruled(&op, ctx, where, args, MTI_COUNT(args)));
     op.work.bytes = bytes;
     mti_embedding e = {table, y, first_row, ids, beta};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_forward(ctx, table, first_row, ids, beta, y),
@@ -11551,8 +11518,8 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_embedding(ctx, where, "dtable", dtable, first_row, ids, "dy", dy));
     MT_TRY(mt_check_apart(ctx, where, "dtable", dtable, "dy", dy));
-    MT_TRY(mti_embedding_rule(ctx, where, &rule, ids, args));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_embedding_rule(ctx, where, &rule, ids, first_row, args));
+    MT_TRY(mti_begin_ruled(&op, ctx, where, args, MTI_COUNT(args)));
     op.work.bytes = bytes;
     mti_embedding e = {dtable, dy, first_row, ids, 0.0f};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable),
@@ -11993,7 +11960,7 @@ static __device__ __forceinline__ void mti_ce_gradient_row(const mti_ce &c, int6
     mti_ce_scales s = {top, log_sum, factor, even, factor * (1.0f - c.desc.label_smoothing) + even};
     mti_view chunks = c.logits;
     chunks.data += (row * c.logits.ld + head) * mti_fetched<TYPE>::size;
-    if (owner) owner = at - mti_divide(at, step) * step == i;
+    if (owner) owner = at - mt_divide(at, step) * step == i;
     if (owner) hit = mti_get<TYPE>(c.logits, row, target);
     for (; ignored && i < c.bulk; i += step) mti_row_store<TYPE>(chunks, 0, i, c.real, zeros);
     for (; TYPE != MT_F32 && i + 3 * step < c.bulk; i += 4 * step)
@@ -12176,6 +12143,13 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
 } /* extern "C++" */
 #endif
 
+/* Checks that ranks with columns of their own take other parts of the vocabulary. */
+static mt_status mti_expect_vocabulary(mt_context *ctx, const char *where, const mt_cross_entropy_shard_desc *desc,
+                                       mt_tensor logits) {
+    mt_place place = {logits.rows, logits.cols, INT64_MAX, desc->first_col, logits.cols, 1, "part of the vocabulary"};
+    return mt_place_check(ctx, where, "desc", "logits", logits, &place);
+}
+
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats) {
     static const char *const where = "mt_cross_entropy_stats";
@@ -12187,6 +12161,7 @@ MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
     MT_TRY(mt_check_apart(ctx, where, "stats", stats, "logits", logits));
+    MT_TRY(mti_expect_vocabulary(ctx, where, desc, logits));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.stats = stats;
@@ -12228,6 +12203,7 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
     MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
+    MT_TRY(mti_expect_vocabulary(ctx, where, desc, logits));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.lse = lse;
@@ -12614,7 +12590,7 @@ struct mti_sample_source {
             *id = (int32_t)(first + c);
             return mti_get<TYPE>(x, row, c);
         }
-        int64_t part = mti_divide(c, cols);
+        int64_t part = mt_divide(c, cols);
         const float *p = (const float *)x.data + (row + part * step) * x.ld + c - part * cols;
         *id = __float_as_int(p[cols]);
         return *p;
@@ -13267,7 +13243,7 @@ static __global__ void __launch_bounds__(MTI_SEGMENT_THREADS, 3)
         if (STOCHASTIC) op.at.subsequence += (uint64_t)step.number;
         if (end > i + MTI_SEGMENT_VECTORS) end = i + MTI_SEGMENT_VECTORS;
         for (i += threadIdx.x; i < end; i += MTI_SEGMENT_THREADS) {
-            int64_t row = s.rows == 1 ? 0 : mti_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
+            int64_t row = s.rows == 1 ? 0 : mt_divide(i, per_row), col = (i - row * per_row) * MTI_VECTOR;
             if (s.is_wide) op.template run<true>(row, col, mti_vector_size(s.cols, col));
             else op.template run<false>(row, col, mti_vector_size(s.cols, col));
         }

@@ -1166,7 +1166,8 @@ typedef struct mt_pipeline_stage {
    allocate what the first one did, in the same order. On return the arena is as before the call. docs/many-ranks.md
    says how large the arena must be, and gives the rules for a list of actions that you write yourself.
    Communication: for each micro-batch, one send of [rows, cols] to the next stage after the forward, and one to the
-   previous stage after the backward. The ledger of grid->pp counts them.
+   previous stage after the backward. The ledger of grid->pp counts them. In check mode, what is sent must be replicated
+   or split by rows over the tensor group.
    MT_ERR_ARGUMENT: an action breaks a rule. The message has the action's number, and no action has run. MT_ERR_SHAPE:
    a forward leaves more in the arena than the first one. When one stage returns an error, the others wait until that
    rank destroys its communicators or the timeout passes. */
@@ -1533,7 +1534,9 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
    A symbolic link is removed, but not its target. On MT_DEVICE_META no file is touched.
    MT_ERR_IO: no space, no permission, a checkpoint of this step or a later one exists, or another run holds the lock.
    MT_ERR_DATA: the note, a text or a name is not UTF-8. MT_ERR_ARGUMENT: state, fields or the optimizer's step on some
-   rank are not what mt_checkpoint_load accepts. After an error the older checkpoints are still there.
+   rank are not what mt_checkpoint_load accepts, or the last step of a sharded optimizer failed before the data ranks
+   had gathered the parameters; mt_checkpoint_load makes them complete. After an error the older checkpoints are still
+   there.
    While one rank of each pipeline stage writes, the others wait in a collective. The timeout of the world
    (mt_launch_desc.timeout_s) must exceed the time that a rank takes to write its files.
    The arena needs memory for the largest parameter, unsharded and padded, twice: once in the parameters' type and once
@@ -2080,6 +2083,7 @@ struct mt_params {
     int is_bound;               /* 1: mt_params_bind was called */
     int has_optimizer;          /* 1: mt_optimizer_create was called */
     int placed;                 /* 1: all parameters have values and gradients */
+    int torn;                   /* 1: values that a sharded optimizer has updated are not gathered */
     void *values;               /* [elements]; NULL: the caller has the values of all parameters */
     float *grads;               /* [elements]; NULL: the caller has the gradients of all parameters */
     float *lookups;             /* [gradients - elements]; behind grads if there are grads */
@@ -2844,15 +2848,37 @@ static void mti_params_forget(mt_context *ctx, const mt_params *params) {
     }
 }
 
+static int mti_is_scattered(const mt_params *params); /* >>buckets */
+
 /* Tells check mode that the gradients are sums over all ranks that have a part of them. */
 static mt_status mti_declare_synced(mt_context *ctx, const mt_params *params) {
     int i;
     for (i = 0; i < params->count; i++) {
         const mt_param *p = params->list[i];
-        MT_TRY(mt_declare(ctx, params->grid->dp, p->grad, MT_REPLICATED));
+        if (!mti_is_scattered(params)) MT_TRY(mt_declare(ctx, params->grid->dp, p->grad, MT_REPLICATED));
         if (p->desc.placement == MT_REPLICATED) MT_TRY(mt_declare(ctx, params->grid->tp, p->grad, MT_REPLICATED));
     }
     return MT_SUCCESS;
+}
+
+/* Notes the values of the parameters for mt_check_replicas, or their gradients. */
+static mt_status mti_replicas_note(mt_context *ctx, const mt_params *params, int gradients) {
+    int i;
+    if (mt_check_mode(ctx) != 2) return MT_SUCCESS;
+    for (i = 0; i < params->count; i++) {
+        const mt_param *p = params->list[i];
+        const char *what = gradients ? "gradient" : "value";
+        mt_tensor t = gradients ? p->grad : p->value;
+        MT_TRY(mt_check_replica(ctx, params->grid->dp, what, p->name, t));
+        if (p->desc.placement == MT_REPLICATED) MT_TRY(mt_check_replica(ctx, params->grid->tp, what, p->name, t));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_replicas_check(mt_context *ctx, const mt_params *params, const char *where) {
+    mt_status status = mt_check_replicas(ctx, params->grid->tp, where);
+    MT_KEEP(status, mt_check_replicas(ctx, params->grid->dp, where)); /* the other tensor groups wait for it */
+    return status;
 }
 
 static mt_status mti_params_squares(mt_context *ctx, mt_params *params); /* >>sync */
@@ -3405,7 +3431,7 @@ MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
     (void)mti_gradients_known(ctx, params); /* notes a recording */
     MT_TRY(mti_gradients_zero(ctx, params));
     mti_gradients_set(params, MTI_GRADIENTS_ZEROED);
-    return MT_SUCCESS;
+    return mti_replicas_note(ctx, params, 0);
 }
 
 MT_API const mt_grid *mt_params_grid(const mt_params *params) { return params ? params->grid : NULL; }
@@ -4040,14 +4066,26 @@ static int mti_is_whole(const mt_param *p) {
     return p->tp_size == 1 && p->local_features == mti_split_dimension(p) && (p->desc.parts == 1 || p->shards == 1);
 }
 
+/* In check mode, refuses a tensor that is known not to be `must` over the tensor group. help: what else to do */
+static mt_status mti_placement_check(mt_context *ctx, const mt_comm *tp, const char *what, mt_tensor t,
+                                     mt_placement must, const char *help) {
+    static const char *const words[] = {"replicated", "split by rows", "split by columns", "partial"};
+    mt_placement is = mt_placement_of(ctx, tp, t);
+    if (is == MT_UNDECLARED || is == must) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s is %s over \"tensor\" (%d ranks), must be %s%s", what, words[is],
+                   mt_comm_size(tp), words[must], help);
+}
+
 /* Sets *out to the columns of x [tokens, n] that belong to this rank. It is a view when they are one piece, and
-   otherwise a copy in the arena. */
-static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_param *p, mt_tensor x, mt_tensor *out) {
+   otherwise a copy in the arena. Call mt_check_view_end after the calls that read it. what: x, for messages */
+static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_param *p, const char *what, mt_tensor x,
+                                 mt_tensor *out) {
     int64_t i, blocks = mti_param_blocks(p);
     mti_block first = mti_param_block(p, p->tp_rank, 0), last = mti_param_block(p, p->tp_rank, blocks - 1);
+    MT_TRY(mti_placement_check(ctx, tp, what, x, MT_REPLICATED, ""));
     if (mti_is_whole(p) || (p->desc.parts == 1 && p->desc.copies == 1 && last.count == last.size)) {
         *out = mt_tensor_cols(x, first.global, p->local_features);
-        return mt_declare(ctx, tp, *out, MT_SPLIT_COLS); /* nothing in a group of one */
+        return mt_check_view(ctx, tp, *out, MT_SPLIT_COLS); /* nothing in a group of one */
     }
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, p->local_features, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
@@ -4056,7 +4094,7 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_pa
         if (b.copy) continue; /* y has these features from another rank, which gets their gradient */
         MT_TRY(mt_copy(ctx, mt_tensor_cols(x, b.global, b.count), mti_block_cols(p, *out, b)));
     }
-    return mt_declare(ctx, tp, *out, MT_SPLIT_COLS);
+    return mt_check_view(ctx, tp, *out, MT_SPLIT_COLS);
 }
 
 /* The inverse of mti_local_slice: gathers `local` [tokens, local features], which is contiguous, from all ranks into y
@@ -4151,14 +4189,15 @@ static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_pa
     return MT_SUCCESS;
 }
 
-/* Sums the partial results of all ranks into y with an all-reduce, or with a reduce-scatter under sequence
-   parallelism. */
-static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor partial,
+/* Sums the partial results of all ranks into y with an all-reduce, or with a reduce-scatter under sequence parallelism.
+   It is the forward of g, or with `backward` the backward of f. */
+static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, int backward, mt_tensor partial,
                                    mt_tensor y) {
     mt_tensor sum = y;
     if (partial.dtype != y.dtype && sequence_parallel) MT_TRY(mt_arena_tensor(ctx, MT_F32, y.rows, y.cols, &sum));
     else if (partial.dtype != y.dtype) sum = partial;
     if (sequence_parallel) MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, tp, partial, sum));
+    else if (backward) MT_TRY(mt_copy_to_tensor_region_backward(ctx, tp, sum));
     else MT_TRY(mt_reduce_from_tensor_region_forward(ctx, tp, sum));
     return sum.dtype != y.dtype ? mt_convert(ctx, sum, y) : MT_SUCCESS;
 }
@@ -4167,7 +4206,7 @@ static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tp, int sequence_pa
 static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tp, int sequence_parallel, const mti_chunks *c, int chunk,
                                   mt_tensor partial, mt_tensor y) {
     int64_t first = mti_chunk_first(c, chunk), rows = mti_chunk_rows(c, chunk);
-    if (c->count == 1) return mti_reduce_tokens(ctx, tp, sequence_parallel, partial, y);
+    if (c->count == 1) return mti_reduce_tokens(ctx, tp, sequence_parallel, 0, partial, y);
     if (sequence_parallel) return mt_reduce_scatter_rows_to_sequence_region(ctx, tp, partial, y, first, rows);
     return mt_reduce_rows_from_tensor_region(ctx, tp, y, first, rows);
 }
@@ -4410,7 +4449,7 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l,
     MT_TRY(mti_partial_tokens(ctx, first->tp, sp, dx, &partial));
     MT_TRY(mti_partial_product(ctx, &p, partial));
     MT_TRY(mti_overlap_begin(ctx, first->tp, MT_OVERLAP_COLUMN_BACKWARD));
-    return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, first->tp, sp, partial, dx)); /* f backward */
+    return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, first->tp, sp, 1, partial, dx));
 }
 
 /* Computes dx and adds to the parameter gradients. The gather of x (ticket 1) overlaps with the GEMMs of dx, and the
@@ -4437,8 +4476,9 @@ static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const
 static mt_status mti_column_backward_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
                                               mt_tensor dx, mt_tensor x) {
     const mti_layers l = {layer, NULL, 1};
-    if (layer->desc.gather_output) MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, dy, &dy));
-    return mti_column_backward(ctx, &l, &dy, dx, x);
+    if (!layer->desc.gather_output) return mti_column_backward(ctx, &l, &dy, dx, x);
+    MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, "mt_column_parallel_linear_backward: dy", dy, &dy));
+    return mt_check_view_end(ctx, mti_column_backward(ctx, &l, &dy, dx, x));
 }
 
 /* Checks that the parameters of a layer have the gradients to which its backward adds. */
@@ -4712,8 +4752,9 @@ static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_
 /* Computes the output of one layer. Without input_is_parallel x is whole, and this rank takes its columns. */
 static mt_status mti_row_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
     const mti_layers l = {NULL, layer, 1};
-    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, x, &x));
-    return mti_row_forward(ctx, &l, &x, y);
+    if (layer->desc.input_is_parallel) return mti_row_forward(ctx, &l, &x, y);
+    MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, "mt_row_parallel_linear_forward: x", x, &x));
+    return mt_check_view_end(ctx, mti_row_forward(ctx, &l, &x, y));
 }
 
 static mt_status mti_row_call_forward(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
@@ -4810,17 +4851,15 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
     return MT_SUCCESS;
 }
 
-/* Computes the backward of one layer. Without input_is_parallel x and dx are whole: this rank takes its columns of x,
-   and dx is gathered. */
-static mt_status mti_row_backward_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
-                                         mt_tensor dx, mt_tensor x) {
+/* Computes the backward of one layer. x has this rank's columns. When is_whole is 1, dx is whole, and is gathered. */
+static mt_status mti_row_backward_local(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
+                                        mt_tensor dx, mt_tensor x, int is_whole) {
     mt_row_parallel_linear part = *layer;
     const mti_layers l = {NULL, &part, 1};
-    int gather = dx.data && !layer->desc.input_is_parallel && !mti_is_whole(layer->weight);
+    int gather = dx.data && is_whole && !mti_is_whole(layer->weight);
     mt_linear_saved sliced;
     mt_tensor local = dx, whole = dx;
     sliced.x = x;
-    if (!layer->desc.input_is_parallel) MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, x, &sliced.x));
     if (gather) {
         part.desc.add_to_dx = 0; /* the gathered gradient is added */
         MT_TRY(mt_arena_tensor(ctx, dx.dtype, x.rows, layer->local_features, &local));
@@ -4830,6 +4869,14 @@ static mt_status mti_row_backward_sliced(mt_context *ctx, const mt_row_parallel_
     if (!gather) return MT_SUCCESS;
     MT_TRY(mti_gather_features(ctx, layer->tp, layer->weight, local, whole));
     return layer->desc.add_to_dx ? mt_add(ctx, dx, whole, dx) : MT_SUCCESS;
+}
+
+/* Without input_is_parallel x and dx are whole: this rank takes its columns of x. */
+static mt_status mti_row_backward_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
+                                         mt_tensor dx, mt_tensor x) {
+    if (layer->desc.input_is_parallel) return mti_row_backward_local(ctx, layer, dy, dx, x, 0);
+    MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, "mt_row_parallel_linear_backward: saved.x", x, &x));
+    return mt_check_view_end(ctx, mti_row_backward_local(ctx, layer, dy, dx, x, 1));
 }
 
 /* Checks the arguments of the backward of one layer. */
@@ -5410,7 +5457,7 @@ MT_API mt_status mt_vocab_parallel_embedding_forward(mt_context *ctx, const mt_v
     mark = mt_arena_mark(ctx);
     status = mti_partial_tokens(ctx, layer->tp, layer->desc.sequence_parallel, y, &partial);
     if (status == MT_SUCCESS) status = mti_embedding_lookup(ctx, layer, ids, partial);
-    if (status == MT_SUCCESS) status = mti_reduce_tokens(ctx, layer->tp, layer->desc.sequence_parallel, partial, y);
+    if (status == MT_SUCCESS) status = mti_reduce_tokens(ctx, layer->tp, layer->desc.sequence_parallel, 0, partial, y);
     mt_arena_release(ctx, mark);
     return status;
 }
@@ -5893,12 +5940,31 @@ static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
     return mti_sync_embeddings(ctx, params);
 }
 
+/* In check mode, refuses to sum a gradient over a group on which it is a sum already. */
+static mt_status mti_sums_check(mt_context *ctx, const char *function, mt_params *params) {
+    const mt_grid *grid = params->grid;
+    int i;
+    for (i = 0; i < params->count && mti_gradients_known(ctx, params); i++) {
+        const mt_param *p = params->list[i];
+        const mt_comm *group = mt_placement_of(ctx, grid->dp, p->grad) == MT_REPLICATED ? grid->dp : NULL;
+        if (p->desc.sequence_partial && mt_placement_of(ctx, grid->tp, p->grad) == MT_REPLICATED) group = grid->tp;
+        if (group)
+            return mt_fail(
+                ctx, MT_ERR_ARGUMENT,
+                "%s: the gradient of '%s' is replicated over \"%s\" (%d ranks), so it is a sum already, which "
+                "this call would multiply by %d: leave out the sum before",
+                function, p->name, group == grid->dp ? "data" : "tensor", mt_comm_size(group), mt_comm_size(group));
+    }
+    return MT_SUCCESS;
+}
+
 static mt_status mti_sync_check(mt_context *ctx, mt_params *params) {
     static const char *const function = "mt_sync_gradients";
     int64_t n;
     MT_TRY(mti_params_ready(ctx, params, function));
     MT_TRY(mti_gradients_open(ctx, function, params->list[0]));
     MT_TRY(mti_accumulated_check(ctx, function, params));
+    MT_TRY(mti_sums_check(ctx, function, params));
     n = params->micro_batches;
     if ((n & (n - 1)) == 0) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_SHAPE,
@@ -5923,15 +5989,20 @@ MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
     status = mt_check_resume(ctx, mti_sync_gradients(ctx, params));
     mti_gradients_set(params, status == MT_SUCCESS ? MTI_GRADIENTS_SYNCHRONISED : MTI_GRADIENTS_UNDEFINED);
     MT_TRY(status);
-    return mti_declare_synced(ctx, params);
+    MT_TRY(mti_declare_synced(ctx, params));
+    if (!mti_is_scattered(params)) MT_TRY(mti_replicas_note(ctx, params, 1));
+    return mti_replicas_check(ctx, params, "mt_sync_gradients");
 }
 
 MT_API mt_status mt_gather_gradients(mt_context *ctx, mt_params *params) {
+    int i;
     MT_TRY(mti_params_ready(ctx, params, "mt_gather_gradients"));
     if (!mti_is_scattered(params)) return MT_SUCCESS;
     MT_TRY(mti_gradients_ready(ctx, "mt_gather_gradients", params, 1));
     mt_check_pause(ctx);
-    return mt_check_resume(ctx, mti_buckets_gather(ctx, params, MTI_IN_GRADS));
+    MT_TRY(mt_check_resume(ctx, mti_buckets_gather(ctx, params, MTI_IN_GRADS)));
+    for (i = 0; i < params->count; i++) MT_TRY(mt_declare(ctx, params->grid->dp, params->list[i]->grad, MT_REPLICATED));
+    return MT_SUCCESS;
 }
 
 /* Returns 1 when this rank's copy of a parameter counts towards the norm. One copy of each parameter counts. */
@@ -6149,6 +6220,7 @@ static mt_status mti_optimizer_fill(mt_context *ctx, const mt_optimizer *o, cons
    them, and fills them. */
 static mt_status mti_optimizer_memory(mt_context *ctx, mt_optimizer *optimizer) {
     const mt_params *params = optimizer->params;
+    mt_status status = MT_SUCCESS;
     float **own[3];
     int i;
     own[MT_EXP_AVG] = &optimizer->m;
@@ -6156,8 +6228,10 @@ static mt_status mti_optimizer_memory(mt_context *ctx, mt_optimizer *optimizer) 
     own[MT_MASTER] = &optimizer->master;
     for (i = MT_EXP_AVG; i <= (mti_has_masters(optimizer) ? MT_MASTER : MT_EXP_AVG_SQ); i++)
         if (params->bound_count[MTI_IN_STATES + i] < params->count) MT_TRY(mti_optimizer_alloc(ctx, optimizer, own[i]));
-    for (i = 0; i < params->count; i++) MT_TRY(mti_optimizer_fill(ctx, optimizer, params->list[i]));
-    return MT_SUCCESS;
+    mt_check_pause(ctx); /* a share is another part of a parameter on each data rank */
+    for (i = 0; status == MT_SUCCESS && i < params->count; i++)
+        status = mti_optimizer_fill(ctx, optimizer, params->list[i]);
+    return mt_check_resume(ctx, status);
 }
 
 /* Checks that the optimizer can use the states that the caller has bound. */
@@ -6468,10 +6542,23 @@ static mt_status mti_optimizer_update(mt_context *ctx, mt_optimizer *optimizer, 
     hyper.beta2 = optimizer->desc.beta2;
     hyper.eps = optimizer->desc.eps;
     hyper.weight_decay = optimizer->desc.weight_decay;
+    optimizer->params->torn = optimizer->params->buckets.ranks > 1;
     MT_TRY(mt_multi_tensor_adamw(ctx, optimizer->update, &hyper, values));
     mti_gradients_set(optimizer->params, MTI_GRADIENTS_USED);
-    return optimizer->params->buckets.ranks > 1 ? mti_buckets_gather(ctx, optimizer->params, MTI_IN_VALUES)
-                                                : MT_SUCCESS;
+    if (optimizer->params->torn) {
+        mt_check_pause(ctx);
+        MT_TRY(mt_check_resume(ctx, mti_buckets_gather(ctx, optimizer->params, MTI_IN_VALUES)));
+    }
+    optimizer->params->torn = 0;
+    MT_TRY(mti_replicas_note(ctx, optimizer->params, 0));
+    return mti_replicas_check(ctx, optimizer->params, values ? "mt_step_update" : "mt_optimizer_step");
+}
+
+/* Notes a number of a step for mt_check_replicas. The values do not show that a rank of a sharded optimizer has another
+   number: each rank updates its own shard, and then all ranks get it. */
+static mt_status mti_number_note(mt_context *ctx, const mt_grid *grid, const char *what, float number) {
+    MT_TRY(mt_check_number(ctx, grid->tp, what, number));
+    return mt_check_number(ctx, grid->dp, what, number);
 }
 
 static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, float lr, float grad_scale) {
@@ -6484,6 +6571,8 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
     numbers.lr = lr;
     numbers.grad_scale = grad_scale;
     numbers.step = optimizer->step + 1;
+    MT_TRY(mti_number_note(ctx, optimizer->params->grid, "lr", lr));
+    MT_TRY(mti_number_note(ctx, optimizer->params->grid, "grad_scale", grad_scale));
     MT_TRY(mti_optimizer_update(ctx, optimizer, &numbers, NULL));
     optimizer->step = numbers.step;
     return MT_SUCCESS;
@@ -6568,6 +6657,7 @@ MT_API mt_status mt_step_begin(mt_context *ctx, const mt_step *step, float lr, u
     if (number >> 44)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_step_begin: number is %llu, must be below 2^44",
                        (unsigned long long)number);
+    MT_TRY(mti_number_note(ctx, step->optimizer->params->grid, "lr", lr));
     number <<= 20;
     first.random_offset = number;
     first.lr = lr;
@@ -6853,16 +6943,29 @@ static mt_status mti_pipeline_backward(mt_context *ctx, mti_pipeline *p, const m
     return status;
 }
 
-/* Runs one action. */
-static mt_status mti_pipeline_act(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
+/* Checks what is sent to another stage: over the tensor group it must be complete. */
+static mt_status mti_pipeline_complete(mt_context *ctx, const mti_pipeline *p, int backward) {
+    static const mt_rule rules[2] = {{"output", "R r", "P"}, {"dinput", "R r", "P"}};
+    mt_operand operand;
+    operand.name = rules[backward].operands;
+    operand.t = backward ? p->dinput : p->output;
+    operand.use = 1;
+    return mt_rule_check(ctx, "mt_pipeline_run", &rules[backward], &operand, 1);
+}
+
+/* Says what was received. */
+static mt_status mti_pipeline_received(mt_context *ctx, const mti_pipeline *p, mt_tensor t) {
+    MT_TRY(mt_declare_complete(ctx, p->grid->tp, t));
+    return mt_declare_complete(ctx, p->grid->dp, t);
+}
+
+static mt_status mti_pipeline_communicate(mt_context *ctx, const mti_pipeline *p, const mt_action *a) {
     mt_comm *comm = p->grid->pp;
     int next = p->grid->pp_rank + 1, before = p->grid->pp_rank - 1;
     mt_tensor input = mti_pipeline_input(p, a->recv_slot);
     size_t n = (size_t)(p->stage->rows * p->stage->cols);
     mt_dtype dtype = p->stage->dtype;
     switch (a->kind) {
-    case MT_FORWARD: return mti_pipeline_forward(ctx, p, a);
-    case MT_BACKWARD: return mti_pipeline_backward(ctx, p, a);
     case MT_SEND_FORWARD: return mt_send(ctx, comm, p->output.data, n, dtype, next);
     case MT_RECV_FORWARD: return mt_recv(ctx, comm, input.data, n, dtype, before);
     case MT_SEND_BACKWARD: return mt_send(ctx, comm, p->dinput.data, n, dtype, before);
@@ -6871,8 +6974,26 @@ static mt_status mti_pipeline_act(mt_context *ctx, mti_pipeline *p, const mt_act
         return mt_send_recv(ctx, comm, p->output.data, n, next, p->doutput.data, n, next, dtype);
     case MT_SEND_BACKWARD_RECV_FORWARD:
         return mt_send_recv(ctx, comm, p->dinput.data, n, before, input.data, n, before, dtype);
+    case MT_FORWARD:
+    case MT_BACKWARD: break;
     }
     return MT_ERR_ARGUMENT; /* mti_pipeline_check has refused it */
+}
+
+/* Runs one action. */
+static mt_status mti_pipeline_act(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
+    if (a->kind == MT_FORWARD) return mti_pipeline_forward(ctx, p, a);
+    if (a->kind == MT_BACKWARD) return mti_pipeline_backward(ctx, p, a);
+    if (a->kind == MT_SEND_FORWARD || a->kind == MT_SEND_FORWARD_RECV_BACKWARD)
+        MT_TRY(mti_pipeline_complete(ctx, p, 0));
+    if (a->kind == MT_SEND_BACKWARD || a->kind == MT_SEND_BACKWARD_RECV_FORWARD)
+        MT_TRY(mti_pipeline_complete(ctx, p, 1));
+    MT_TRY(mti_pipeline_communicate(ctx, p, a));
+    if (a->kind == MT_RECV_FORWARD || a->kind == MT_SEND_BACKWARD_RECV_FORWARD)
+        return mti_pipeline_received(ctx, p, mti_pipeline_input(p, a->recv_slot));
+    if (a->kind == MT_RECV_BACKWARD || a->kind == MT_SEND_FORWARD_RECV_BACKWARD)
+        return mti_pipeline_received(ctx, p, p->doutput);
+    return MT_SUCCESS;
 }
 
 MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
@@ -9608,6 +9729,14 @@ static mt_status mti_save_publish(mt_context *ctx, mt_checkpoint *c, const char 
     return MT_SUCCESS;
 }
 
+/* Refuses to save values of which the data ranks have new and old parts. */
+static mt_status mti_save_complete(mt_context *ctx, const mt_checkpoint *c) {
+    if (!c->params->torn) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "mt_checkpoint_save: the parameters are not complete: the last step of the sharded optimizer failed "
+                   "before each rank had the values that the other data ranks have updated; load an older checkpoint");
+}
+
 /* Saves in three steps, after each of which the ranks agree: prepare, write the files, publish. */
 static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt_training_state *state,
                                      const char *final_path, const char *beside) {
@@ -9616,6 +9745,7 @@ static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt
     mti_part model = mti_model_part(c), optimizer;
     mt_status status = mti_params_ready(ctx, c->params, "mt_checkpoint_save"), io = MT_SUCCESS;
     if (status == MT_SUCCESS) status = mti_checkpoint_params(ctx, "mt_checkpoint_save", c);
+    if (status == MT_SUCCESS) status = mti_save_complete(ctx, c);
     if (status == MT_SUCCESS) status = mti_save_values(ctx, c, state);
     if (first && status == MT_SUCCESS) status = mti_save_prepare(ctx, c, state->step, beside);
     MT_TRY(mti_agree(ctx, world, c->exchange, status));
@@ -10104,6 +10234,7 @@ static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const ch
     if (status == MT_SUCCESS && state) status = mti_source_take_fields(ctx, c, &s);
     if (status == MT_SUCCESS) mti_source_keep(c, &s);
     mti_source_close(&s);
+    if (status == MT_SUCCESS) c->params->torn = 0;
     if (status != MT_SUCCESS || !state) return status;
     *state = theirs;
     if (c->optimizer) c->optimizer->step = steps.step;

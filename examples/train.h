@@ -52,7 +52,7 @@ typedef struct options {
         eval_interval;
     double sample, top_k, top_p, vocab, threads, invariant, invariant_data, lr, min_lr, dropout, clip, weight_decay,
         label_smoothing;
-    double temperature, timeout, bucket_mb, save_interval, window, softcap;
+    double temperature, timeout, bucket_mb, save_interval, window, softcap, check;
     int dtype, device, cuda_graph, recompute, schedule, config, distributed_optimizer, sequence_parallel, no_pinning,
         rotary, activation, placement;
     int rmsnorm, untied, alibi, resume, dry_run, help;
@@ -61,7 +61,8 @@ typedef struct options {
 
 enum { GIVEN = 1, GIVEN_BY_CONFIG };
 
-enum { TEXT, WHOLE, REAL, SWITCH, DTYPE, DEVICE, RECOMPUTE, SCHEDULE, ACTIVATION, PLACEMENT, CONFIG };
+/* A LEVEL is a whole number that may be left out: it is then 1. */
+enum { TEXT, WHOLE, LEVEL, REAL, SWITCH, DTYPE, DEVICE, RECOMPUTE, SCHEDULE, ACTIVATION, PLACEMENT, CONFIG };
 
 /* The values of flags of the kinds DTYPE to PLACEMENT, in this order; those of CONFIG are `configs`. The index of a
    value is its number in mt_dtype, mt_device, mt_recompute, mt_schedule, mt_activation or mt_placement. */
@@ -128,7 +129,10 @@ typedef struct flag {
     {"threads", WHOLE, AT(threads), 1, 1024, "threads that compute on each rank"}, \
     {"timeout", REAL, AT(timeout), 1e-3, 1e6, "seconds a collective waits for a rank"}, \
     {"sequence-parallel", SWITCH, AT(sequence_parallel), 0, 1, "split tokens outside the tensor parallel regions"}, \
-    {"no-pinning", SWITCH, AT(no_pinning), 0, 1, "let ranks move between cores, for a machine with other work"}
+    {"no-pinning", SWITCH, AT(no_pinning), 0, 1, "let ranks move between cores, for a machine with other work"}, \
+    {"check", LEVEL, AT(check), 0, 2, \
+     "print what the tensors of a layer are on the ranks, and train in check mode, see docs/checking.md.\n" \
+     "                              --check 2 also compares the values of what is replicated"}
 /* clang-format on */
 
 /* ---- what the program defines ------------------------------------------------------------------------------------ */
@@ -184,6 +188,8 @@ static mt_status finish(trainer *t);
 /* ---- flags ------------------------------------------------------------------------------------------------------- */
 
 static void *field(const flag *f, options *o) { return (char *)o + f->offset; }
+static int is_whole(const flag *f) { return f->kind == WHOLE || f->kind == LEVEL; }
+static int is_number(const flag *f) { return is_whole(f) || f->kind == REAL; }
 
 static const flag *flag_of(const char *name) {
     int count, i = 0;
@@ -227,9 +233,9 @@ static int parse_value(const flag *f, const char *text, options *o) {
     }
     errno = 0;
     x = strtod(text, &end);
-    if (end == text || *end || errno || !(x >= f->low && x <= f->high) || (f->kind == WHOLE && x != floor(x))) {
+    if (end == text || *end || errno || !(x >= f->low && x <= f->high) || (is_whole(f) && x != floor(x))) {
         fprintf(stderr, PROGRAM ": --%s %s: expected %s from %.15g to %.15g\n", f->name, text,
-                f->kind == WHOLE ? "a whole number" : "a number", f->low, f->high);
+                is_whole(f) ? "a whole number" : "a number", f->low, f->high);
         return 0;
     }
     memcpy(field(f, o), &x, sizeof x);
@@ -243,9 +249,9 @@ static void print_help(options *o) {
     for (int i = 0; i < count; i++) {
         const flag *f = &flags[i];
         double x = 0;
-        if (f->kind == WHOLE || f->kind == REAL) memcpy(&x, field(f, o), sizeof x);
+        if (is_number(f)) memcpy(&x, field(f, o), sizeof x);
         printf("  --%-25s %s", f->name, f->help);
-        if (f->kind == WHOLE || f->kind == REAL) printf(" (default %.15g)", x);
+        if (is_number(f)) printf(" (default %.15g)", x);
         printf("\n");
     }
 }
@@ -258,13 +264,14 @@ static int parse_options(int argc, char **argv, options *o) {
     memset(table, 0, sizeof table);
     for (index = 0; index < count; index++) {
         table[index].name = flags[index].name;
-        table[index].has_arg = flags[index].kind != SWITCH;
+        table[index].has_arg = flags[index].kind == LEVEL ? optional_argument : flags[index].kind != SWITCH;
     }
     while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
         const flag *f = &flags[index];
         *given(o, f) = GIVEN;
+        if (f->kind == LEVEL && !optarg && optind < argc && argv[optind][0] != '-') optarg = argv[optind++];
         if (f->kind == SWITCH) memcpy(field(f, o), &on, sizeof on);
-        else if (!parse_value(f, optarg, o)) return 0;
+        else if (!parse_value(f, optarg ? optarg : "1", o)) return 0;
     }
     if (c != -1) return 0; /* getopt_long has printed what is wrong */
     if (optind < argc)
@@ -490,6 +497,7 @@ struct job {
     int64_t parameters;           /* of the whole model */
     mt_machine *machine;          /* --machine, or NULL */
     mt_trace traces[MAX_RANKS];   /* with a machine: of a step of each stage */
+    char *table;                  /* with --check: the table of a layer, from tabulate */
     char newest[MT_PATH_MAX];     /* the newest checkpoint in the directory of --init-from */
     FILE *log, *hash_log;         /* only rank 0 opens them */
     mt_status planned;            /* the status of --dry-run */
@@ -514,6 +522,7 @@ struct trainer {
     mt_checkpoint *checkpoint; /* NULL without --checkpoint and --init-from */
     int64_t first_step;        /* 0, or with --resume the step of the checkpoint */
     mt_hash_log *hashes;       /* NULL without --hash-log */
+    FILE *table;               /* NULL outside tabulate */
     /* staging: one sequence, on the host; inputs: TOKEN_INPUTS arrays of all tokens and SEQUENCE_INPUTS arrays of all
        sequences of this data rank in a step or in an evaluation, on the device */
     int32_t *staging, *inputs;
@@ -587,9 +596,9 @@ static const char *value_of(const flag *f, const options *o, char text[VALUE_BYT
         if (words && strcmp(f->name, "hash-log") == 0) return "given"; /* only rank 0 writes the file */
         return words ? words : "not given";
     }
-    if (f->kind == WHOLE || f->kind == REAL) {
+    if (is_number(f)) {
         memcpy(&x, at, sizeof x);
-        snprintf(text, VALUE_BYTES, f->kind == WHOLE ? "%.0f" : "%.9g", x);
+        snprintf(text, VALUE_BYTES, is_whole(f) ? "%.0f" : "%.9g", x);
         if (f->kind == REAL && strtod(text, NULL) != x) snprintf(text, VALUE_BYTES, "%.17g", x);
         return text;
     }
@@ -625,6 +634,7 @@ static mt_status trainer_create(mt_comm *world, const job *job, mt_device device
                              .threads = (int)o->threads,
                              .invariant = (int)o->invariant,
                              .invariant_data = (int)o->invariant_data,
+                             .check = (int)o->check,
                              .ordinal = mt_comm_local_rank(world) % (int)fmax(1, mt_device_count(device)),
                              .planned = (mt_device)o->device};
     mt_grid_desc shape = {.tp = (int)o->tp, .dp = (int)o->dp, .pp = (int)o->pp};
@@ -695,6 +705,59 @@ static mt_tensor total_of(const trainer *t, const mt_action *a, int i) {
     return mt_tensor_cols(mt_tensor_rows(t->totals, a->micro_batch, 1), i, 1);
 }
 
+/* ---- the table of --check ---------------------------------------------------------------------------------------- */
+
+#define ROW "%-37s %-37s %-7s %-12s %-11s %s\n"
+
+/* Returns what x is on the ranks of a group. In a group of one it is whole. */
+static const char *placement_text(const trainer *t, const mt_comm *comm, mt_tensor x) {
+    static const char *const texts[] = {"replicated", "split rows", "split cols", "partial", "not known"};
+    return mt_comm_size(comm) > 1 ? texts[mt_placement_of(t->ctx, comm, x)] : "whole";
+}
+
+/* Writes a row. The name of a parameter is without that of its layer. */
+static void write_row(const trainer *t, const char *call, const char *parameter, const char *name, mt_tensor x) {
+    const char *layer = parameter ? strstr(parameter, ".layers.0.") : NULL;
+    char shape[48];
+    snprintf(shape, sizeof shape, "[%lld, %lld]", (long long)x.rows, (long long)x.cols);
+    if (layer) parameter = layer + strlen(".layers.0.");
+    fprintf(t->table, ROW, call, parameter ? parameter : "", name, shape, placement_text(t, t->grid.tp, x),
+            placement_text(t, t->grid.dp, x));
+}
+
+/* Returns the parameter whose gradient, or a part of it, is x, or NULL. */
+static const mt_param *parameter_of(const trainer *t, mt_tensor x) {
+    for (int i = 0; i < mt_params_count(t->params); i++) {
+        const mt_param *p = mt_params_at(t->params, i);
+        uintptr_t first = (uintptr_t)p->grad.data, at = (uintptr_t)x.data;
+        if (at >= first && at < first + (uintptr_t)(p->grad.rows * p->grad.cols) * sizeof(float)) return p;
+    }
+    return NULL;
+}
+
+/* Writes a row for each tensor that a call has written. */
+static void write_call(mt_context *ctx, void *user, const char *where, const char *with, const mt_operand *operands,
+                       int count) {
+    const trainer *t = (const trainer *)user;
+    (void)ctx;
+    for (int i = 0; i < count; i++) {
+        const mt_operand *o = &operands[i];
+        const mt_param *p = parameter_of(t, o->t);
+        if (!o->t.data || !(o->use & 2)) continue;
+        write_row(t, where, p ? p->name : with, p ? "grad" : o->name, o->t);
+        where = with = "";
+    }
+}
+
+/* Writes the calls to the table from here on, if they are of the first micro-batch. */
+static void listen(trainer *t, const mt_action *a, const char *phase) {
+    if (!t->table || a->micro_batch > 0) return;
+    fprintf(t->table, "%s\n", phase);
+    mt_check_listen(t->ctx, write_call, t);
+}
+
+/* ---- a pass ------------------------------------------------------------------------------------------------------ */
+
 static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
     const pass *p = (const pass *)user;
     trainer *t = p->t;
@@ -707,15 +770,19 @@ static mt_status forward(mt_context *ctx, void *user, const mt_action *a, mt_ten
                       .seed = (uint64_t)o->seed,
                       .random_offset = mt_step_random_offset(&t->numbers),
                       .loss_scale = mt_step_loss_scale(&t->numbers)};
-    (void)ctx;
-    return stage_forward(p, &batch, a, first - p->first, some_rows(input, rows), some_rows(output, rows));
+    listen(t, a, "forward");
+    MT_TRY(stage_forward(p, &batch, a, first - p->first, some_rows(input, rows), some_rows(output, rows)));
+    mt_check_listen(ctx, NULL, NULL);
+    return MT_SUCCESS;
 }
 
 static mt_status backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
     const pass *p = (const pass *)user;
     trainer *t = p->t;
     if (p->first + (a->micro_batch + 1) * p->micro >= p->end) MT_TRY(mt_sync_gradients_begin(ctx, t->params));
+    listen(t, a, "backward");
     MT_TRY(stage_backward(t, a, doutput, dinput));
+    mt_check_listen(ctx, NULL, NULL);
     return mt_accumulate_gradients(ctx, t->params);
 }
 
@@ -724,6 +791,12 @@ static pass pass_of(trainer *t, int64_t step, int64_t sequences, int64_t micro, 
     int64_t ranks = t->grid.dp_size, rank = t->grid.dp_rank;
     pass p = {t, step, sequences * rank / ranks, sequences * (rank + 1) / ranks, micro, sequences, training};
     return p;
+}
+
+/* For check mode: the data ranks have other sequences. */
+static mt_status declare_inputs(const trainer *t) {
+    int64_t count = t->sequences * (TOKEN_INPUTS * (int64_t)t->job->o.seq + SEQUENCE_INPUTS);
+    return mt_declare(t->ctx, t->grid.dp, mt_tensor_make(t->inputs, MT_I32, count, 1), MT_SPLIT_ROWS);
 }
 
 /* Runs a pass. The first row of t->totals becomes the sums over all data ranks. */
@@ -737,6 +810,7 @@ static mt_status run_pass(pass *p) {
                                .user = p};
     int n = (int)((p->end - p->first + p->micro - 1) / p->micro), count = 0;
     float *total = (float *)t->totals.data;
+    MT_TRY(declare_inputs(t));
     MT_TRY(mt_pipeline_schedule(p->training ? (mt_schedule)t->job->o.schedule : MT_SCHEDULE_FORWARD_ONLY,
                                 t->grid.pp_size, t->grid.pp_rank, n, t->actions, t->max_actions, &count));
     MT_TRY(mt_fill(t->ctx, t->totals, 0.0f));
@@ -909,7 +983,7 @@ static void note_flags(const job *j, char *note) {
         const char *value = value_of(f, &j->o, text);
         double x;
         memcpy(&x, (const char *)&j->o + f->offset, sizeof x);
-        if (f->kind == WHOLE || f->kind == REAL) snprintf(text, sizeof text, "%.17g", x);
+        if (is_number(f)) snprintf(text, sizeof text, "%.17g", x);
         n += snprintf(note + n, (size_t)(MT_NOTE_MAX - n), "--%s %s\n", noted[i], value);
     }
 }
@@ -1058,10 +1132,12 @@ static void print_model(const trainer *t) {
            model_name(o), o->layers, o->hidden, o->heads, o->vocab, (long long)t->job->parameters,
            mt_dtype_name((mt_dtype)o->dtype), o->tp, o->dp, o->sequence_parallel ? ", sequence parallel" : "");
     if (o->pp > 1) printf("; %.15g pipeline stages, %s", o->pp, choices[SCHEDULE - DTYPE][o->schedule]);
+    if (o->check > 0) printf("; check mode %d", mt_check_mode(t->ctx));
     printf("\n");
     printf("data: %lld tokens, %.15g sequences of %.15g per step, GEMM: %s\n", (long long)t->job->data.count, o->batch,
            o->seq, o->device == MT_DEVICE_CUDA ? "cuBLASLt" : mt_gemm_library());
     print_more(t);
+    if (t->job->table) printf("%s", t->job->table);
     fflush(stdout);
 }
 
@@ -1329,9 +1405,45 @@ static mt_status read_machine(job *job) {
     return MT_SUCCESS;
 }
 
+/* Writes the parameters, and what one step computes from them. */
+static mt_status write_table(trainer *t) {
+    float losses[LOSSES], norm;
+    MT_TRY(start_steps(t));
+    fprintf(t->table, ROW "parameters\n", "call", "parameter", "writes", "shape", "over tensor", "over data");
+    for (int i = 0; i < mt_params_count(t->params); i++) {
+        const mt_param *p = mt_params_at(t->params, i);
+        write_row(t, "", p->desc.name, "", p->value);
+    }
+    return train_step(t, 0, 0.0f, losses, &norm);
+}
+
+/* Sets the table of --check: what the calls of the first stage write in a micro-batch, in a model with one layer in
+   each stage. */
+static mt_status tabulate(job *job) {
+    static struct job one;
+    trainer t;
+    mt_comm *world = NULL;
+    size_t bytes = 0;
+    mt_status status;
+    one = *job;
+    one.o.layers = one.o.pp;
+    one.o.checkpoint = one.o.init_from = one.o.hash_log = NULL;
+    memset(&t, 0, sizeof t);
+    status = mt_comm_create_meta(rank_count(&one.o), 0, &world);
+    if (status == MT_SUCCESS) status = trainer_create(world, &one, MT_DEVICE_META, &t);
+    if (status == MT_SUCCESS && !(t.table = open_memstream(&job->table, &bytes))) status = MT_ERR_MEMORY;
+    if (t.table) status = write_table(&t);
+    if (t.table) fclose(t.table);
+    if (status != MT_SUCCESS)
+        refuse_later(job, "%s: %s", mt_status_name(status), world ? mt_comm_last_error(world) : "");
+    trainer_destroy(&t);
+    mt_comm_destroy(world);
+    return status;
+}
+
 /* Plans all stages, from the last to the first. When speaks is 1, prints the plan after the first stage. */
 static mt_status plan(job *job, int speaks) {
-    mt_status status = MT_SUCCESS;
+    mt_status status = job->o.check > 0 ? tabulate(job) : MT_SUCCESS;
     for (int stage = (int)job->o.pp; status == MT_SUCCESS && stage-- > 0;) {
         trainer t;
         mt_comm *world = NULL;
@@ -1465,6 +1577,7 @@ static int train_main(int argc, char **argv, job *job) {
     if (!close_file(job->o.hash_log, job->hash_log)) status = MT_ERR_IO;
     free(job->data.tokens);
     free(job->data.marks);
+    free(job->table);
     if (fflush(stdout) != 0 || ferror(stdout)) {
         fprintf(stderr, PROGRAM ": cannot write the results: %s\n", strerror(errno));
         status = MT_ERR_IO;

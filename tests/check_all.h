@@ -1,14 +1,20 @@
-/* check_all.h - turns check mode on in every context of a test program: compile it with -include tests/check_all.h. */
+/* check_all.h - turns check mode on in every context of a test program: compile it with -include tests/check_all.h.
+   -DMT_TEST_CHECK=2 compares values, too. */
 
 #ifndef MT_TEST_CHECK_ALL_H
 #define MT_TEST_CHECK_ALL_H
 
 #include "mt_comm.h"
 
+#ifndef MT_TEST_CHECK
+#define MT_TEST_CHECK 1
+#endif
+
 static inline mt_status test_checked_create(mt_comm *world, const mt_context_desc *desc, mt_context **out) {
-    mt_context_desc checked = {.check = 1};
+    mt_context_desc checked = {.check = MT_TEST_CHECK};
     if (desc) checked = *desc;
-    checked.check = 1;
+    /* a meta context is in check mode anyway */
+    if (checked.device != MT_DEVICE_META && !checked.check) checked.check = MT_TEST_CHECK;
     return mt_context_create(world, &checked, out);
 }
 

@@ -69,6 +69,16 @@ checking_program() {
     "$work/checking" | diff "$work/checking.txt" -
 }
 
+# So does its program that compares values.
+comparing_program() {
+    sed -n '/^## What rules cannot see$/,$p' docs/checking.md >"$work/comparing.md"
+    program_of "$work/comparing.md" >"$work/comparing.c"
+    builds comparing || return 1
+    awk '/^On 2 ranks it prints:$/ { prints = 1 } /^```/ && prints { if (inside) exit; inside = 1; next } inside' \
+        "$work/comparing.md" >"$work/comparing.txt"
+    "$work/comparing" | diff "$work/comparing.txt" -
+}
+
 # docs/checking.md has every rule of mt_kernels.cuh.
 checking_rules() {
     grep -oE '\{"[a-z0-9 ]+", "[RrcP* -]+", (NULL|"[rcRP*]+")\}' mt_kernels.cuh |
@@ -134,6 +144,7 @@ check "the first program is the same in README.md and megatron.h, compiles and l
 check "the program of docs/own-weights.md computes the same on 1, 2 and 4 ranks" own_weights_program
 check "the pipeline of docs/many-ranks.md computes the same on 1, 2 and 4 stages" pipeline_program
 check "the program of docs/checking.md prints what the page says" checking_program
+check "the program of docs/checking.md that compares values prints what the page says" comparing_program
 check "docs/checking.md has every rule of mt_kernels.cuh" checking_rules
 check "links lead to files and headings" links
 check "README.md leads to every chapter, which ends with something to run" chapters

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds each example with the command in its first lines and runs it, train_gpt and train_bert for only
-# 3 steps, eval_gpt on a small text. 04_generate and train_gpt must write the same text on 1 and 2 ranks. 05_own_weights
-# is two programs: their losses must agree, and few of their lines may differ.
+# 3 steps, eval_gpt on a small text, and runs it again in check mode. 04_generate and train_gpt must write the same text
+# on 1 and 2 ranks. 05_own_weights is two programs: their losses must agree, and few of their lines may differ.
 #
 #   sh tests/examples.sh [NAME]      one line per command, closing line "N passed, N failed, N skipped"
 set -u
@@ -215,6 +215,54 @@ trains_with_threads() {
     done
 }
 
+# ---- check mode ----------------------------------------------------------------------------------------------------
+
+# The settings that an example runs with in check mode, a line for each run.
+checked_settings() {
+    case $1 in
+    01_mlp) echo 2 ;;
+    02_custom_block) printf '%s\n' 4 "2 sequence_parallel bf16" "2 invariant" ;;
+    train_gpt | train_bert)
+        for split in "--dp 2 --sequence-parallel --use-distributed-optimizer" "--pp 2 --recompute full"; do
+            echo "--check --data LICENSE --layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 2" \
+                "--dropout 0.1 --eval-interval 1 $split"
+        done ;;
+    *) echo "$(example_arguments "$1" "") --tp 2" ;;
+    esac
+}
+
+# Check mode refuses no example. --check turns it on, and a header in programs without this flag.
+checked() {
+    find_implementation "$build"
+    program=$build/$1.checked
+    case $1 in
+    train_*) program=$build/$1 ;;
+    *) # shellcheck disable=SC2086  # a list of flags
+        "$CC" -O2 -I. $declarations -include tests/check_all.h "examples/$1.c" -o "$program" "$implementation" -lm \
+            -lpthread || return 1 ;;
+    esac
+    checked_settings "$1" >"$build/$1.settings"
+    while read -r settings; do
+        # shellcheck disable=SC2086  # a list of arguments
+        "$program" $settings </dev/null >"$build/$1.txt" || return 1
+        case $1 in train_*) grep -q '; check mode 1$' "$build/$1.txt" || { echo "not checked" && return 1; } ;; esac
+    done <"$build/$1.settings"
+}
+
+# The tables in docs/checking.md are what train_gpt prints. "..." stands for lines that are left out.
+tables() {
+    grep '^\$ build/train_gpt ' docs/checking.md >"$build/tables"
+    [ "$(wc -l <"$build/tables")" -eq 2 ] || return 1
+    while read -r _ _ flags; do
+        # shellcheck disable=SC2086  # a list of flags
+        "$build/train_gpt" $flags >"$build/table" </dev/null || return 1
+        awk -v command="\$ build/train_gpt $flags" '$0 == command { inside = 1; next } /^```/ { inside = 0 }
+            inside && $0 != "..."' docs/checking.md >"$build/shown"
+        diff "$build/shown" "$build/table" | grep '^<' && return 1
+        [ "$(wc -l <"$build/shown")" -gt 20 ] || return 1
+    done <"$build/tables"
+}
+
 # ---- all examples --------------------------------------------------------------------------------------------------
 
 for source in examples/*.c; do
@@ -230,9 +278,16 @@ for source in examples/*.c; do
     done <<END
 $commands
 END
+    case $source in
+    */paper.c) ;; # plans only: always in check mode
+    *) check "$(basename "$source" .c) in check mode" checked "$(basename "$source" .c)" ;;
+    esac
 done
 case ${1:-} in
 "" | 05_own_weights) own_weights ;;
+esac
+case ${1:-} in
+"" | train_gpt) check "train_gpt --check prints the tables of docs/checking.md" tables ;;
 esac
 if [ $# -eq 0 ]; then
     check "04_generate, train_gpt: the same text on 1 and 2 ranks, with --top-k, --top-p and --temperature" texts

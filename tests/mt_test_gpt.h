@@ -68,6 +68,7 @@ typedef struct gpt_run {
        mask of each head */
     int scores;
     int one_pass; /* 1: forward computes the gradient of the loss, too (mt_batch.backward_scale) */
+    int check;    /* of mt_context_desc */
 } gpt_run;
 
 enum { GPT_BERT = 4 };
@@ -312,6 +313,7 @@ static inline mt_status gpt_micro_batch(gpt_worker *w, int n, int last) {
     memset(&a, 0, sizeof a);
     a.micro_batch = n;
     MT_TRY(mt_arena_tensor(w->ctx, MT_F32, n + 1, 1, &w->totals));
+    MT_TRY(mt_fill(w->ctx, w->totals, 0.0f));
     MT_TRY(gpt_forward(w->ctx, w, &a, mt_none(), mt_none()));
     if (last && w->r->begins) MT_TRY(mt_sync_gradients_begin(w->ctx, w->params));
     MT_TRY(gpt_backward_of(w, 0, mt_none(), mt_none()));
@@ -610,6 +612,7 @@ static inline mt_status gpt_open(mt_comm *world, const gpt_run *r, gpt_worker *w
     where.ordinal = r->device == MT_DEVICE_CUDA ? mt_comm_rank(w->world) % mt_device_count(MT_DEVICE_CUDA) : 0;
     where.arena_bytes = (size_t)4 << 20;
     where.invariant = r->invariant;
+    where.check = r->check;
     where.planned = r->planned;
     where.arena_symmetric = r->pipeline <= 1;
     adamw.stochastic_rounding = r->stochastic;

@@ -113,7 +113,7 @@ static mt_status own_step(const test_rank *r, const own_block *b, mistake m) {
     return mt_sync_gradients(ctx, r->params);
 }
 
-static const mt_context_desc meta = {.device = MT_DEVICE_META};
+static const mt_context_desc meta = {.device = MT_DEVICE_META, .check = 1};
 
 static void test_mistakes_are_refused(void **state) {
     static const char *const words[MISTAKES] = {
@@ -131,7 +131,7 @@ static void test_mistakes_are_refused(void **state) {
         [GELU_BEFORE_G] = "mt_activation_forward|h is partial|mt_reduce_from_tensor_region_forward",
         [RESIDUAL_BEFORE] = "mt_add|b is partial|mt_reduce_from_tensor_region_forward",
         [SCATTERED_DY] = "mt_bias_backward|fc2.bias|dy is split by columns|mt_gather_from_tensor_region",
-        [RAW_G_TWICE] = "mt_all_reduce|sendbuf is replicated|must be split by rows or split by columns or partial",
+        [RAW_G_TWICE] = "mt_all_reduce|sendbuf is replicated|must be partial",
     };
     test_rank r;
     own_block b;
@@ -280,6 +280,35 @@ static void test_placements_of_views(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Many declarations of runs of rows, beside a list of what each row is. */
+static void test_many_pieces(void **state) {
+    enum { ROWS = 48 };
+    mt_placement rows[ROWS];
+    uint64_t seed = 5;
+    test_rank r;
+    mt_tensor t;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, ROWS, 4, &t));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, t, MT_PARTIAL));
+    for (int i = 0; i < ROWS; i++) rows[i] = MT_PARTIAL;
+    for (int k = 0; k < 3000; k++) {
+        int first = (int)(test_random(&seed) % ROWS), n = 1 + (int)(test_random(&seed) % 8);
+        mt_placement p = (mt_placement)(test_random(&seed) % 5);
+        if (first + n > ROWS) n = ROWS - first;
+        if (k % 50 == 49) first = 0, n = ROWS; /* all of them */
+        if (k % 2) {
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, mt_tensor_rows(t, first, n), p));
+            for (int i = first; i < first + n; i++) rows[i] = p;
+        }
+        for (int i = first; i < first + n; i++)
+            if (mt_placement_of(r.ctx, r.grid.tp, mt_tensor_rows(t, i, 1)) != rows[i])
+                fail_msg("step %d, row %d: %d, expected %d", k, i,
+                         (int)mt_placement_of(r.ctx, r.grid.tp, mt_tensor_rows(t, i, 1)), (int)rows[i]);
+    }
+    test_paper_rank_close(&r);
+}
+
 /* Zeros fit every placement. Other memory of the caller is only watched when it was declared. */
 static void test_zeros_and_memory_of_the_caller(void **state) {
     const mt_context_desc checked = {.check = 1};
@@ -326,6 +355,12 @@ static void test_own_rules(void **state) {
     for (int i = 0; i < 3; i++) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &t[i]));
     mt_operand operands[] = {{"y", t[2], 2}, {"a", t[0], 1}, {"b", t[1], 1}};
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, t[0], MT_PARTIAL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_product|nothing has written b [4, 4]|mt_gather_from_sequence_region|mt_declare",
+            mt_rule_check(r.ctx, "my_product", &rule, operands, 3));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, NULL, mt_tensor_rows(t[1], 0, 3), MT_UNDECLARED));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_product|nothing has written b [4, 4], or a part of it", /* one row is missing */
+            mt_rule_check(r.ctx, "my_product", &rule, operands, 3));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, NULL, t[1], MT_UNDECLARED));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, t[0], MT_SPLIT_ROWS));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rule_check(r.ctx, "my_product", &rule, operands, 3));
     check_is(&r, t[2], MT_PARTIAL);
@@ -355,17 +390,36 @@ static void test_parameters_keep_their_placement(void **state) {
     mt_param_desc weight = {.name = "fc.weight", .rows = 4, .cols = 4};
     test_rank r;
     mt_param *w;
-    mt_tensor part, unknown;
+    mt_tensor part, unknown, whole;
     (void)state;
     test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &weight, &w));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &part));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &unknown));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 8, 4, &whole));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, whole, MT_REPLICATED));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, part, MT_PARTIAL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_copy (with 'fc.weight')|x is partial|must be replicated",
             mt_copy(r.ctx, part, w->value));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, NULL, unknown, MT_UNDECLARED));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, unknown, w->value));
+    check_is(&r, w->value, MT_REPLICATED);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_declare: the value of 'fc.weight' would be partial over \"tensor\" (2 ranks), must be replicated",
+            mt_declare(r.ctx, r.grid.tp, w->value, MT_PARTIAL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_declare: the value of 'fc.weight' would be split by rows over \"data\"",
+            mt_declare(r.ctx, r.grid.dp, mt_tensor_rows(w->value, 0, 2), MT_SPLIT_ROWS));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_declare: the gradient of 'fc.weight' would be partial over \"tensor\"|must be replicated: set "
+            "sequence_partial",
+            mt_declare(r.ctx, r.grid.tp, w->grad, MT_PARTIAL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_scatter_to_sequence_region: the value of 'fc.weight' would be split by rows over \"tensor\"",
+            mt_scatter_to_sequence_region(r.ctx, r.grid.tp, whole, w->value));
+
+    /* zeros in a parameter do not hide its placement */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, w->value, 0.0f));
     check_is(&r, w->value, MT_REPLICATED);
     /* a gradient over data: partial, overwritten by a sum of the caller's own, and zeros in one row */
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, unknown, MT_PARTIAL));
@@ -413,9 +467,277 @@ static void test_an_operand_that_must_be_left_out(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_PARTIAL));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, residual, MT_PARTIAL));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_dropout_add_forward(r.ctx, x, mt_none(), residual, none, x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, bias, MT_REPLICATED));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_bias_dropout_add_forward|bias|must be left out",
             mt_bias_dropout_add_forward(r.ctx, x, bias, residual, none, x));
     test_paper_rank_close(&r);
+}
+
+/* ---- the place of random words ----------------------------------------------------------------------------------- */
+
+typedef struct place_case {
+    mt_placement is; /* over "tensor" */
+    int64_t first_row, first_col, global_cols;
+    const char *words; /* of the message; NULL: the place is right */
+} place_case;
+
+static mt_status drop(const test_rank *r, int backward, const place_case *c, mt_tensor x) {
+    mt_dropout d = {.p = 0.5f};
+    d.at.first_row = c->first_row, d.at.first_col = c->first_col, d.at.global_cols = c->global_cols;
+    MT_TRY(mt_declare(r->ctx, r->grid.tp, x, c->is));
+    if (backward) return mt_bias_dropout_add_backward(r->ctx, x, d, x, mt_none());
+    return mt_bias_dropout_add_forward(r->ctx, x, mt_none(), mt_none(), d, x);
+}
+
+/* Tensor ranks with rows or columns of their own draw words of their own; other ranks draw the same. */
+static void test_masks_by_place(void **state) {
+    static const place_case cases[] = {
+        {MT_SPLIT_ROWS, 8, 0, 4, NULL},
+        {MT_SPLIT_ROWS, 40, 0, 4, NULL}, /* of a later micro-batch */
+        {MT_SPLIT_ROWS, 0, 0, 4, "dropout.at.first_row is 0|split by rows over \"tensor\"|rank 1 of 2|at least 8|mask"},
+        {MT_SPLIT_ROWS, 7, 0, 4, "dropout.at.first_row is 7"},
+        {MT_SPLIT_ROWS, 8, 4, 8, "dropout.at.global_cols is 8|no group splits the columns|must be 4"},
+        {MT_SPLIT_COLS, 0, 4, 8, NULL},
+        {MT_SPLIT_COLS, 0, 8, 12, NULL}, /* of a tensor with other columns before them */
+        {MT_SPLIT_COLS, 0, 0, 8, "dropout.at.first_col is 0|split by columns over \"tensor\"|at least 4"},
+        {MT_SPLIT_COLS, 8, 4, 8, NULL},
+        {MT_REPLICATED, 0, 0, 4, NULL},
+        {MT_REPLICATED, 8, 0, 4, NULL},
+        {MT_REPLICATED, 0, 4, 8, "dropout.at.global_cols is 8|no group splits the columns of|must be 4|the same mask"},
+        {MT_PARTIAL, 0, 4, 8, "dropout.at.global_cols is 8"},
+        {MT_UNDECLARED, 0, 4, 8, NULL},
+    };
+    mt_dropout d = {.p = 0.5f};
+    test_rank r;
+    mt_tensor x, wide;
+    (void)state;
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 8, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 8, 8, &wide));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_REPLICATED));
+    for (size_t i = 0; i < 2 * (sizeof cases / sizeof *cases); i++) {
+        const place_case *c = &cases[i / 2];
+        if (c->words) REFUSED(r.ctx, MT_ERR_ARGUMENT, c->words, drop(&r, i % 2, c, x));
+        else ASSERT_STATUS(r.ctx, MT_SUCCESS, drop(&r, i % 2, c, x));
+    }
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_bias_dropout_add_backward|but dx is split", drop(&r, 1, &cases[2], x));
+    /* some columns of a tensor may be in any place of it */
+    d.at.first_col = 4, d.at.global_cols = 8;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, wide, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, wide, MT_REPLICATED));
+    x = mt_tensor_cols(wide, 4, 4);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_dropout_add_forward(r.ctx, x, mt_none(), mt_none(), d, x));
+    d.p = 0.0f; /* the place is not read */
+    x = wide;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_dropout_add_forward(r.ctx, x, mt_none(), mt_none(), d, x));
+    test_paper_rank_close(&r);
+}
+
+/* A number of columns that is known to be wrong on the first rank, a parameter in the message, and data ranks. */
+static void test_masks_of_other_ranks(void **state) {
+    const place_case alone = {MT_SPLIT_COLS, 0, 0, 4, NULL}, all = {MT_SPLIT_COLS, 0, 0, 8, NULL};
+    mt_param_desc desc = {.name = "fc2.bias", .rows = 1, .cols = 4};
+    mt_dropout d = {.p = 0.5f, .at = {.global_cols = 4}};
+    mt_param *bias;
+    test_rank r;
+    mt_tensor x;
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 8, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, drop(&r, 0, &all, x));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "dropout.at.global_cols is 4|rank 0 of 2|at least 8", drop(&r, 0, &alone, x));
+    test_paper_rank_close(&r);
+    test_paper_rank(4, 2, (mt_grid_desc){.tp = 2}, &meta, &r); /* the second data rank */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &desc, &bias));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 8, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_SPLIT_ROWS));
+    REFUSED(
+        r.ctx, MT_ERR_ARGUMENT,
+        "mt_bias_dropout_add_forward (with 'fc2.bias'): dropout.at.first_row is 0, but y is split by rows over "
+        "\"data\" and this is rank 1 of 2: it must be at least 8, the rank's first row of the whole tensor, so that "
+        "ranks do not use the same mask",
+        mt_bias_dropout_add_forward(r.ctx, x, bias->value, mt_none(), d, x));
+    d.at.first_row = 8;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_dropout_add_forward(r.ctx, x, bias->value, mt_none(), d, x));
+    test_paper_rank_close(&r);
+}
+
+static mt_status attend(const test_rank *r, const mt_attention_desc *s, mt_tensor qkv, mt_tensor out, mt_tensor lse) {
+    mt_tensor q = mt_tensor_cols(qkv, 0, out.cols), k = mt_tensor_cols(qkv, out.cols, out.cols);
+    mt_tensor v = mt_tensor_cols(qkv, 2 * out.cols, out.cols);
+    MT_TRY(mt_attention_forward(r->ctx, s, qkv, out, lse));
+    MT_TRY(mt_attention_backward(r->ctx, s, qkv, out, lse, out, qkv));
+    MT_TRY(mt_declare(r->ctx, r->grid.tp, q, MT_SPLIT_COLS));
+    MT_TRY(mt_dot_product_attention_forward(r->ctx, s, q, k, v, out, lse));
+    MT_TRY(mt_dot_product_attention_backward(r->ctx, s, q, k, v, out, lse, out, q, k, v));
+    return mt_declare(r->ctx, r->grid.tp, qkv, MT_SPLIT_COLS);
+}
+
+/* Probabilities are numbered by sequences and heads. */
+static void test_masks_of_heads(void **state) {
+    mt_attention_desc s = {.batch = 2, .seq = 4, .groups = 1, .heads_per_group = 1, .head_dim = 4};
+    test_rank r;
+    mt_tensor qkv, out, lse;
+    (void)state;
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    mt_arena_request requests[] = {{&qkv, MT_F32, 8, 12}, {&out, MT_F32, 8, 4}, {&lse, MT_F32, 1, 8}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 3));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, qkv, MT_SPLIT_COLS));
+    s.dropout.p = 0.5f, s.dropout.at.first_col = 2, s.dropout.at.global_cols = 3; /* 2 on the first rank */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, attend(&r, &s, qkv, out, lse));
+    s.dropout.at.first_col = 0;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_attention_forward|dropout.at.first_col is 0, but out is split by columns|at least 1|mask",
+            attend(&r, &s, qkv, out, lse));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_attention_backward|dropout.at.first_col is 0, but dqkv is split",
+            mt_attention_backward(r.ctx, &s, qkv, out, lse, out, qkv));
+    s.dropout.p = 0.0f;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, attend(&r, &s, qkv, out, lse));
+    test_paper_rank_close(&r);
+}
+
+/* What mt_place_check does for an operator of the caller's own. */
+static void test_place_of_an_own_operator(void **state) {
+    mt_place place = {.rows = 4, .cols = 4, .first_row = 4, .global_cols = 4, .what = "random words"};
+    test_rank r;
+    mt_tensor t;
+    (void)state;
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &t));
+    assert_int_equal(mt_place_check(NULL, "my_noise", "at", "y", t, &place), MT_ERR_ARGUMENT);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, t, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_place_check(r.ctx, "my_noise", "at", "y", t, &place));
+    place.first_row = 3;
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_noise: at.first_row is 3|random words",
+            mt_place_check(r.ctx, "my_noise", "at", "y", t, &place));
+    mt_check_pause(r.ctx);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_place_check(r.ctx, "my_noise", "at", "y", t, &place));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_resume(r.ctx, MT_SUCCESS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, t, 0.0f)); /* zeros fit every place */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_place_check(r.ctx, "my_noise", "at", "y", t, &place));
+    test_paper_rank_close(&r);
+}
+
+/* ---- the listener ------------------------------------------------------------------------------------------------ */
+
+typedef struct told {
+    const test_rank *r;
+    char text[4096];
+} told;
+
+/* Adds a line: the call, the parameter, and the operands with what they are over "tensor". */
+static void hear(mt_context *ctx, void *user, const char *where, const char *with, const mt_operand *operands,
+                 int count) {
+    static const char letters[] = "RrcP?";
+    told *h = (told *)user;
+    size_t n = strlen(h->text), size = sizeof h->text;
+    n += (size_t)snprintf(h->text + n, size - n, "%s %s:", where + 3, with ? with : "-");
+    for (int i = 0; i < count; i++) {
+        const mt_operand *o = &operands[i];
+        char letter = o->t.data ? letters[mt_placement_of(ctx, h->r->grid.tp, o->t)] : '-';
+        n += (size_t)snprintf(h->text + n, size - n, " %s%s=%c", o->name,
+                              o->use == 1   ? ""
+                              : o->use == 2 ? ">"
+                                            : "<>",
+                              letter);
+    }
+    snprintf(h->text + n, size - n, "\n");
+}
+
+static void test_a_listener_is_told_of_each_call(void **state) {
+    static const char expected[] =
+        "norm_forward norm.weight: x=R gain=R bias=- y>=R stats>=R\n"
+        "copy_to_tensor_region_forward -: x=R\n"
+        "gemm fc1.weight: c>=c a=R b=r\n"
+        "bias_forward fc1.bias: y<>=c bias=c\n"
+        "activation_forward -: y>=c h=c bias=-\n"
+        "gemm fc2.weight: c>=P a=c b=c\n"
+        "reduce_from_tensor_region_forward -: y<>=R\n"
+        "bias_forward fc2.bias: y<>=R bias=R\n"
+        "add -: y>=R a=R b=R\n"
+        "reduce_from_tensor_region_backward -: dy=R\n"
+        "bias_backward fc2.bias: dy=R dbias<>=R\n"
+        "gemm fc2.weight: c<>=c a=R b=c\n"
+        "gemm fc2.weight: c>=c a=R b=c\n"
+        "activation_backward -: dy=c h=c dh>=c dbias<>=-\n"
+        "bias_backward fc1.bias: dy=c dbias<>=c\n"
+        "gemm fc1.weight: c<>=r a=c b=R\n"
+        "gemm fc1.weight: c>=P a=c b=r\n"
+        "copy_to_tensor_region_backward -: dx<>=R\n"
+        "norm_backward norm.weight: x=R gain=R dbias<>=- stats=R dy=R dresidual=R dx>=R dgain<>=R\n";
+    told h = {NULL, ""};
+    test_rank r;
+    own_block b;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    h.r = &r;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, own_create(&r, &b));
+    mt_check_listen(r.ctx, hear, &h);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, own_step(&r, &b, NO_MISTAKE));
+    assert_string_equal(h.text, expected);
+    h.text[0] = 0;
+    assert_int_equal(own_step(&r, &b, NO_G), MT_ERR_ARGUMENT);
+    assert_non_null(strstr(h.text, "gemm fc2.weight:")); /* the last call that was accepted */
+    assert_null(strstr(h.text, "bias_forward fc2.bias:"));
+    h.text[0] = 0;
+    mt_check_listen(r.ctx, NULL, NULL);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, own_step(&r, &b, NO_MISTAKE));
+    assert_string_equal(h.text, "");
+    test_paper_rank_close(&r);
+}
+
+/* Communication from one tensor to another, without a result, of a parameter, and by the caller's own collectives. */
+static void test_a_listener_is_told_of_communication(void **state) {
+    mt_param_desc weight = {.name = "fc.weight", .rows = 4, .cols = 4, .placement = MT_SPLIT_ROWS};
+    told h = {NULL, ""};
+    test_rank r;
+    mt_param *w;
+    mt_tensor x, y, all;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    h.r = &r;
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &weight, &w));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    mt_arena_request requests[] = {{&x, MT_F32, 4, 4}, {&y, MT_F32, 2, 4}, {&all, MT_F32, 4, 4}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 3));
+    mt_check_listen(r.ctx, hear, &h);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_PARTIAL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_reduce_scatter_to_sequence_region(r.ctx, r.grid.tp, x, y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_gather(r.ctx, r.grid.tp, y.data, all.data, 8, MT_F32));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy_to_tensor_region_forward(r.ctx, r.grid.tp, all));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gather_from_sequence_region(r.ctx, r.grid.tp, w->value, x));
+    assert_string_equal(h.text, "reduce_scatter_to_sequence_region -: x=P y>=r\n"
+                                "all_gather -: sendbuf=r recvbuf>=R\n"
+                                "copy_to_tensor_region_forward -: x=R\n"
+                                "gather_from_sequence_region fc.weight: x=r y>=R\n");
+    test_paper_rank_close(&r);
+}
+
+/* Without groups of several ranks operators are told, and without check mode nothing. */
+static void test_a_listener_of_one_rank(void **state) {
+    const mt_context_desc plain = {.check = 0};
+#ifdef MT_TEST_CHECK /* check_all.h: no context is without check mode */
+    const int without = 1;
+#else
+    const int without = 0;
+#endif
+    told h = {NULL, ""};
+    test_rank r;
+    mt_tensor x;
+    (void)state;
+    for (int on = 1; on >= without; on--) {
+        test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, on ? &meta : &plain, &r);
+        h.r = &r;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 2, 2, &x));
+        mt_check_listen(r.ctx, hear, &h);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, x, x));
+        assert_string_equal(h.text, on ? "copy -: x=? y>=?\n" : "");
+        h.text[0] = 0;
+        test_paper_rank_close(&r);
+    }
+    mt_check_listen(NULL, hear, &h);
 }
 
 /* ---- data ranks and stages --------------------------------------------------------------------------------------- */
@@ -440,6 +762,8 @@ static void test_data_ranks(void **state) {
     assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, y), MT_SPLIT_ROWS);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_gradients(r.ctx, y, x, w->grad, mt_none()));
     assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, w->grad), MT_PARTIAL);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, m, 0));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, v, 0));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_adamw_step|grad, 'fc.weight', is partial over \"data\" (2 ranks)|mt_all_reduce",
             mt_adamw_step(r.ctx, &hyper, w->value, mt_none(), w->grad, m, v));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, r.params));
@@ -464,51 +788,396 @@ static void test_a_partial_sum_does_not_travel(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* ---- sums of sums ------------------------------------------------------------------------------------------------ */
+
+/* A gradient that mt_sync_gradients sums over a group must be a part of a sum there. */
+static void test_gradients_that_are_sums(void **state) {
+    mt_param_desc gain = {.name = "norm.weight", .rows = 1, .cols = HIDDEN, .sequence_partial = 1};
+    mt_param_desc bias = {.name = "fc.bias", .rows = 1, .cols = HIDDEN};
+    test_rank r;
+    mt_param *g, *b;
+    mt_tensor dy;
+    (void)state;
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &gain, &g));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &bias, &b));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, HIDDEN, &dy));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, dy, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, dy, MT_REPLICATED));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_bias_backward|dy is replicated|'norm.weight' has sequence_partial",
+            mt_bias_backward(r.ctx, dy, g->grad));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_backward(r.ctx, dy, b->grad));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, dy, MT_SPLIT_ROWS));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_bias_backward|dy is split by rows|set sequence_partial for 'fc.bias'",
+            mt_bias_backward(r.ctx, dy, b->grad));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_backward(r.ctx, dy, g->grad));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_all_reduce(r.ctx, r.grid.tp, g->grad.data, g->grad.data, HIDDEN, MT_F32, MT_SUM));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_sync_gradients: the gradient of 'norm.weight' is replicated over \"tensor\"",
+            mt_sync_gradients(r.ctx, r.params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_backward(r.ctx, dy, g->grad));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_all_reduce(r.ctx, r.grid.dp, g->grad.data, g->grad.data, HIDDEN, MT_F32, MT_SUM));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_sync_gradients: the gradient of 'norm.weight' is replicated over \"data\"",
+            mt_sync_gradients(r.ctx, r.params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_backward(r.ctx, dy, g->grad));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, r.params));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'norm.weight' is synchronised already; call mt_params_zero_grad",
+            mt_bias_backward(r.ctx, dy, g->grad));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_all_gather|is replicated over \"data\"",
+            mt_all_gather(r.ctx, r.grid.dp, g->grad.data, dy.data, HIDDEN, MT_F32));
+    test_paper_rank_close(&r);
+}
+
+/* All parts of a tensor must fit. */
+static void test_parts_that_differ(void **state) {
+    test_rank r;
+    mt_tensor h, y;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, 3 * HIDDEN, &h));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, 3 * HIDDEN, &y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, h, MT_SPLIT_COLS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_activation_forward(r.ctx, MT_GELU_TANH, h, mt_none(), y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, mt_tensor_cols(h, 0, HIDDEN), MT_PARTIAL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_activation_forward|h is split by columns or partial",
+            mt_activation_forward(r.ctx, MT_GELU_TANH, h, mt_none(), y));
+    test_paper_rank_close(&r);
+}
+
+/* Ranks have other rows of a table, and other columns of logits. */
+static void test_vocabulary_of_a_rank(void **state) {
+    const mt_cross_entropy_shard_desc first = {.vocab = 2 * HIDDEN}, mine = {.vocab = 2 * HIDDEN, .first_col = HIDDEN};
+    mt_param_desc words = {.name = "words.weight", .rows = 2 * HIDDEN, .cols = HIDDEN, .placement = MT_SPLIT_ROWS};
+    int32_t ids[TOKENS] = {0};
+    test_rank r;
+    mt_param *table;
+    mt_tensor y, logits, stats;
+    (void)state;
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &words, &table));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, HIDDEN, &y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, HIDDEN, &logits));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, 4, &stats));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_embedding_forward|first_row is 0|rank 1 of 2|at least 16|rows of the table",
+            mt_embedding_forward(r.ctx, table->value, 0, ids, 0, y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_embedding_forward(r.ctx, table->value, HIDDEN, ids, 0, y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, logits, MT_SPLIT_COLS));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_cross_entropy_stats|desc.first_col is 0|at least 16|part of the vocabulary",
+            mt_cross_entropy_stats(r.ctx, &first, logits, ids, stats));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_cross_entropy_stats(r.ctx, &mine, logits, ids, stats));
+    test_paper_rank_close(&r);
+}
+
 /* ---- the models of the library ----------------------------------------------------------------------------------- */
 
-/* A step of a GPT on 2 tensor and 2 data ranks, with inputs that are declared. */
-static mt_status gpt_step(test_rank *r, int sp, mt_placement ids_on_data, mt_placement *loss_on_data) {
-    const mt_batch batch = {.sequences = 2, .seq = 8};
-    mt_gpt_desc d = {.vocab = 40, .layers = 2, .max_seq = 8};
-    mt_context *ctx = r->ctx;
+/* Counts the calls of f and g. */
+typedef struct conjugates {
+    int f_backward, g_forward;
+} conjugates;
+
+static void count_conjugates(mt_context *ctx, void *user, const char *where, const char *with,
+                             const mt_operand *operands, int count) {
+    conjugates *c = (conjugates *)user;
+    (void)ctx;
+    (void)with;
+    (void)operands;
+    (void)count;
+    c->f_backward += strcmp(where, "mt_copy_to_tensor_region_backward") == 0;
+    c->g_forward += strcmp(where, "mt_reduce_from_tensor_region_forward") == 0;
+}
+
+enum { SEQ = 8, SEQUENCES = 2, VOCAB = 40 };
+
+typedef struct model_step {
+    test_rank r;
+    mt_batch batch;
     mt_gpt gpt;
-    mt_gpt_saved saved;
+    mt_bert bert;
+    mt_gpt_saved gpt_saved[2];
+    mt_bert_saved bert_saved[2];
+    mt_tensor ids, targets, loss, order, order_loss;
+} model_step;
+
+static mt_transformer_layer_desc short_layer(int sp) {
+    mt_transformer_layer_desc d = {.hidden = HIDDEN, .heads = 4, .sequence_parallel = sp};
+    d.attention_dropout = d.hidden_dropout = 0.1f;
+    return d;
+}
+
+static mt_status open_model(model_step *m, int bert, int sp) {
+    mt_gpt_desc g = {.vocab = VOCAB, .layers = 4, .max_seq = SEQ, .layer = short_layer(sp), .embedding_dropout = 0.1f};
+    mt_bert_desc b = {.vocab = VOCAB, .layers = 4, .max_seq = SEQ, .layer = short_layer(sp), .token_types = 2};
+    mt_context *ctx = m->r.ctx;
+    mt_arena_request requests[] = {{&m->ids, MT_I32, SEQUENCES * SEQ, 1},
+                                   {&m->targets, MT_I32, SEQUENCES * SEQ, 1},
+                                   {&m->order, MT_I32, SEQUENCES, 1},
+                                   {&m->loss, MT_F32, 1, SEQUENCES * SEQ},
+                                   {&m->order_loss, MT_F32, 1, SEQUENCES}};
+    m->batch = (mt_batch){.sequences = SEQUENCES, .seq = SEQ, .first_sequence = m->r.grid.dp_rank * SEQUENCES};
+    if (bert) MT_TRY(mt_bert_create(ctx, m->r.params, &b, &m->bert));
+    else MT_TRY(mt_gpt_create(ctx, m->r.params, &g, &m->gpt));
+    MT_TRY(mt_params_init(ctx, m->r.params, 1));
+    for (int i = 0; i < 2 && bert; i++) MT_TRY(mt_bert_saved_create(ctx, &m->bert, &m->bert_saved[i]));
+    for (int i = 0; i < 2 && !bert; i++) MT_TRY(mt_gpt_saved_create(ctx, &m->gpt, &m->gpt_saved[i]));
+    MT_TRY(mt_arena_tensors(ctx, requests, 5));
+    return mt_params_zero_grad(ctx, m->r.params);
+}
+
+static mt_status model_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+    model_step *m = (model_step *)user;
+    const int32_t *ids = (const int32_t *)m->ids.data, *targets = (const int32_t *)m->targets.data;
+    if (!m->bert.model.layers)
+        return mt_gpt_stage_forward(ctx, &m->gpt, &m->batch, ids, targets, input, output, m->loss,
+                                    &m->gpt_saved[a->slot]);
+    return mt_bert_stage_forward(ctx, &m->bert, &m->batch, ids, targets, (const int32_t *)m->order.data, input, output,
+                                 m->loss, m->order_loss, &m->bert_saved[a->slot]);
+}
+
+static mt_status model_backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
+    model_step *m = (model_step *)user;
+    if (!m->bert.model.layers)
+        return mt_gpt_stage_backward(ctx, &m->gpt, 1.0f, doutput, dinput, &m->gpt_saved[a->slot]);
+    return mt_bert_stage_backward(ctx, &m->bert, 1.0f, 1.0f, doutput, dinput, &m->bert_saved[a->slot]);
+}
+
+/* A step with two micro-batches, whose ids are not declared. */
+static mt_status run_model(model_step *m, int bert, int sp) {
+    mt_context *ctx = m->r.ctx;
+    mt_pipeline_stage stage = {.rows = SEQUENCES * SEQ / (sp ? 2 : 1),
+                               .cols = HIDDEN,
+                               .forward = model_forward,
+                               .backward = model_backward,
+                               .user = m};
+    mt_action actions[12];
     mt_optimizer adamw;
-    mt_tensor ids, targets, loss;
     float norm;
-    d.layer.hidden = HIDDEN;
-    d.layer.heads = 4;
-    d.layer.sequence_parallel = sp;
-    MT_TRY(mt_gpt_create(ctx, r->params, &d, &gpt));
-    MT_TRY(mt_params_init(ctx, r->params, 1));
-    MT_TRY(mt_gpt_saved_create(ctx, &gpt, &saved));
-    MT_TRY(mt_optimizer_create(ctx, r->params, NULL, &adamw));
-    mt_arena_request requests[] = {{&ids, MT_I32, 16, 1}, {&targets, MT_I32, 16, 1}, {&loss, MT_F32, 1, 16}};
-    MT_TRY(mt_arena_tensors(ctx, requests, 3));
-    MT_TRY(mt_declare(ctx, r->grid.dp, ids, ids_on_data));
-    MT_TRY(mt_declare(ctx, r->grid.tp, ids, MT_REPLICATED));
-    MT_TRY(mt_gpt_forward(ctx, &gpt, &batch, (const int32_t *)ids.data, (const int32_t *)targets.data, loss, &saved));
-    *loss_on_data = mt_placement_of(ctx, r->grid.dp, loss);
-    check_is(r, loss, MT_REPLICATED);
-    MT_TRY(mt_gpt_backward(ctx, &gpt, 1.0f, &saved));
-    for (int i = 0; i < mt_params_count(r->params) && ids_on_data == MT_SPLIT_ROWS; i++)
-        assert_int_equal(mt_placement_of(ctx, r->grid.dp, mt_params_at(r->params, i)->grad), MT_PARTIAL);
-    MT_TRY(mt_sync_gradients(ctx, r->params));
-    MT_TRY(mt_grad_norm(ctx, r->params, &norm));
+    int count;
+    MT_TRY(open_model(m, bert, sp));
+    MT_TRY(mt_pipeline_schedule(MT_SCHEDULE_1F1B, m->r.grid.pp_size, m->r.grid.pp_rank, 2, actions, 12, &count));
+    MT_TRY(mt_pipeline_run(ctx, &m->r.grid, &stage, actions, count));
+    for (int i = 0; i < mt_params_count(m->r.params); i++)
+        assert_int_equal(mt_placement_of(ctx, m->r.grid.dp, mt_params_at(m->r.params, i)->grad), MT_PARTIAL);
+    MT_TRY(mt_optimizer_create(ctx, m->r.params, NULL, &adamw));
+    MT_TRY(mt_sync_gradients(ctx, m->r.params));
+    MT_TRY(mt_grad_norm(ctx, m->r.params, &norm));
     MT_TRY(mt_optimizer_step(ctx, &adamw, 1e-3f, 1.0f));
     mt_optimizer_destroy(ctx, &adamw);
-    mt_gpt_saved_destroy(&saved);
     return MT_SUCCESS;
 }
 
-static void test_a_gpt_knows_its_placements(void **state) {
-    mt_placement loss;
+static void close_model(model_step *m) {
+    for (int i = 0; i < 2; i++) mt_gpt_saved_destroy(&m->gpt_saved[i]);
+    for (int i = 0; i < 2; i++) mt_bert_saved_destroy(&m->bert_saved[i]);
+    test_paper_rank_close(&m->r);
+}
+
+/* On every rank of 2 tensor and 2 data ranks and 1 or 2 stages, check mode knows what each operand is. */
+static void test_models_know_their_placements(void **state) {
+    char text[256];
+    (void)state;
+    for (int k = 0; k < 8; k++) {
+        int bert = k & 1, sp = k >> 1 & 1, stages = 1 + (k >> 2);
+        for (int rank = 0; rank < 4 * stages; rank++) {
+            conjugates calls = {0, 0};
+            model_step m;
+            int64_t unknown;
+            memset(&m, 0, sizeof m);
+            test_paper_rank(4 * stages, rank, (mt_grid_desc){.tp = 2, .pp = stages}, &meta, &m.r);
+            mt_check_listen(m.r.ctx, count_conjugates, &calls);
+            ASSERT_STATUS(m.r.ctx, MT_SUCCESS, run_model(&m, bert, sp));
+            if (m.r.grid.pp_rank + 1 == stages) {
+                check_is(&m.r, m.loss, MT_REPLICATED);
+                assert_int_equal(mt_placement_of(m.r.ctx, m.r.grid.dp, m.loss), MT_SPLIT_COLS); /* one for each token */
+            }
+            /* of attention and MLP in 4 layers and 2 micro-batches; f of the head, g of the embedding */
+            if (stages == 1 && !bert) assert_int_equal(calls.f_backward, sp ? 0 : 18);
+            if (stages == 1 && !bert) assert_int_equal(calls.g_forward, sp ? 0 : 18);
+            unknown = mt_check_unknown(m.r.ctx, text, sizeof text);
+            if (unknown)
+                fail_msg("%s, sequence parallelism %d, rank %d of %d: %d unknown operands; %s", bert ? "BERT" : "GPT",
+                         sp, rank, 4 * stages, (int)unknown, text);
+            close_model(&m);
+        }
+    }
+}
+
+/* What the second stage receives is known: it finds its mistakes alone. */
+typedef struct own_stage {
+    own_block block;
+    own_tensors t;
+    const test_rank *r;
+    mistake m;
+} own_stage;
+
+static mt_status own_stage_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+    own_stage *s = (own_stage *)user;
+    (void)a;
+    MT_TRY(own_tensors_create(ctx, s->block.b1->value.cols, &s->t));
+    if (input.data) s->t.x = input;
+    else MT_TRY(mt_declare(ctx, s->r->grid.tp, s->t.x, MT_REPLICATED));
+    if (output.data) s->t.y = output;
+    MT_TRY(own_forward(s->r, &s->block, &s->t, s->m));
+    if (s->m != SCATTERED_DY || !output.data) return MT_SUCCESS;
+    return mt_declare(ctx, s->r->grid.tp, output, MT_SPLIT_COLS);
+}
+
+static mt_status own_stage_backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput,
+                                    mt_tensor dinput) {
+    own_stage *s = (own_stage *)user;
+    (void)a;
+    if (doutput.data) s->t.dy = doutput;
+    else MT_TRY(mt_copy(ctx, s->t.y, s->t.dy));
+    if (dinput.data) s->t.dx = dinput;
+    return own_backward(s->r, &s->block, &s->t, s->m);
+}
+
+static mt_status own_pipeline(test_rank *r, mistake m) {
+    own_stage s = {.r = r, .m = m};
+    mt_pipeline_stage stage = {TOKENS, HIDDEN, MT_F32, own_stage_forward, own_stage_backward, &s};
+    mt_action actions[6];
+    int count;
+    MT_TRY(test_rank_renew(r));
+    MT_TRY(own_create(r, &s.block));
+    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+    MT_TRY(mt_pipeline_schedule(MT_SCHEDULE_1F1B, 2, r->grid.pp_rank, 1, actions, 6, &count));
+    return mt_pipeline_run(r->ctx, &r->grid, &stage, actions, count);
+}
+
+static void test_stages_know_what_they_receive(void **state) {
     test_rank r;
     (void)state;
-    for (int sp = 0; sp <= 1; sp++) {
-        test_paper_rank(4, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, gpt_step(&r, sp, MT_SPLIT_ROWS, &loss));
-        assert_int_equal(loss, MT_SPLIT_COLS); /* a column for each token */
+    for (int rank = 0; rank < 8; rank += 5) { /* one of each stage */
+        test_paper_rank(8, rank, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, own_pipeline(&r, NO_MISTAKE));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_add|b is partial", own_pipeline(&r, NO_G_NO_BIAS));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_norm_backward|dy is partial", own_pipeline(&r, NO_F));
+        if (rank == 0)
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_pipeline_run|output is split by columns",
+                    own_pipeline(&r, SCATTERED_DY));
+        test_paper_rank_close(&r);
+    }
+}
+
+/* What mt_check_view says holds until its end, and only for the view. */
+static void test_views_for_some_calls(void **state) {
+    test_rank r;
+    mt_tensor x, y, mine;
+    char text[64];
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 8, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &y));
+    mine = mt_tensor_cols(x, 0, 4);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view(r.ctx, r.grid.tp, mine, MT_SPLIT_COLS));
+    check_is(&r, mine, MT_SPLIT_COLS);
+    check_is(&r, mt_tensor_rows(mine, 1, 2), MT_SPLIT_COLS);
+    check_is(&r, x, MT_REPLICATED);
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, mine), MT_UNDECLARED);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view(r.ctx, r.grid.dp, mine, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view(r.ctx, r.grid.tp, mine, MT_UNDECLARED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mine, y));
+    assert_int_equal(mt_check_unknown(r.ctx, text, sizeof text), 0);
+    assert_string_equal(text, "");
+    check_is(&r, y, MT_SPLIT_COLS);
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, y), MT_SPLIT_ROWS);
+    assert_int_equal(mt_check_view_end(r.ctx, MT_ERR_DATA), MT_ERR_DATA);
+    for (int i = 0; i < 2; i++) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view_end(r.ctx, MT_SUCCESS));
+    check_is(&r, mine, MT_REPLICATED);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mine, y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mine, y));
+    assert_int_equal(mt_check_unknown(r.ctx, text, sizeof text), 2);
+    assert_string_equal(text, "mt_copy: x over \"data\"");
+    assert_int_equal(mt_check_unknown(r.ctx, NULL, 0), 0);
+    assert_int_equal(mt_check_unknown(NULL, NULL, 0), 0);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_check_view|placement is 5",
+            mt_check_view(r.ctx, r.grid.tp, mine, (mt_placement)5));
+    assert_int_equal(mt_check_view(NULL, r.grid.tp, mine, MT_PARTIAL), MT_ERR_ARGUMENT);
+    test_paper_rank_close(&r);
+}
+
+/* Layers that take their columns of a whole tensor leave the tensor what it is. */
+static void test_slices_leave_the_tensor_whole(void **state) {
+    const mt_linear_desc up = {.in_features = HIDDEN, .out_features = FFN, .gather_output = 1};
+    const mt_linear_desc down = {.in_features = FFN, .out_features = HIDDEN};
+    mt_column_parallel_linear column;
+    mt_row_parallel_linear row;
+    mt_linear_saved saved[2];
+    test_rank r;
+    mt_tensor x, h, y, dh;
+    (void)state;
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "up", &up, &column));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_create(r.ctx, r.params, "down", &down, &row));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+    mt_arena_request requests[] = {{&x, MT_F32, TOKENS, HIDDEN},
+                                   {&h, MT_F32, TOKENS, FFN},
+                                   {&y, MT_F32, TOKENS, HIDDEN},
+                                   {&dh, MT_F32, TOKENS, FFN}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 4));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_forward(r.ctx, &column, x, h, &saved[0]));
+    check_is(&r, h, MT_REPLICATED);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_forward(r.ctx, &row, h, y, &saved[1]));
+    check_is(&r, h, MT_REPLICATED);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_backward(r.ctx, &row, y, dh, &saved[1]));
+    check_is(&r, h, MT_REPLICATED);
+    check_is(&r, dh, MT_REPLICATED);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_backward(r.ctx, &column, dh, y, &saved[0]));
+    check_is(&r, dh, MT_REPLICATED);
+    check_is(&r, y, MT_REPLICATED);
+    assert_int_equal(mt_check_unknown(r.ctx, NULL, 0), 0);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, h, MT_PARTIAL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_linear_forward: x is partial over \"tensor\"|must be replicated",
+            mt_row_parallel_linear_forward(r.ctx, &row, h, y, &saved[1]));
+    test_paper_rank_close(&r);
+}
+
+/* Cross-attention of a decoder layer over the output of an encoder, as in T5. */
+static mt_status run_cross_attention(test_rank *r, int sp, int recompute) {
+    const mt_batch batch = {.sequences = SEQUENCES, .seq = SEQ, .first_sequence = r->grid.dp_rank * SEQUENCES};
+    mt_cross_attention_desc d = {.hidden = HIDDEN, .heads = 4, .dropout = 0.1f, .sequence_parallel = sp};
+    mt_context *ctx = r->ctx;
+    mt_cross_attention attention;
+    mt_cross_attention_saved saved;
+    const int64_t rows = SEQUENCES * SEQ / (sp ? 2 : 1);
+    mt_tensor x, memory, y, dx, dmemory, *inputs[] = {&x, &memory};
+    mt_arena_request requests[] = {{&x, MT_F32, rows, HIDDEN},
+                                   {&memory, MT_F32, rows, HIDDEN},
+                                   {&y, MT_F32, rows, HIDDEN},
+                                   {&dx, MT_F32, rows, HIDDEN},
+                                   {&dmemory, MT_F32, rows, HIDDEN}};
+    d.recompute_core = recompute;
+    MT_TRY(mt_cross_attention_create(ctx, r->params, "cross", &d, &attention));
+    MT_TRY(mt_params_init(ctx, r->params, 1));
+    MT_TRY(mt_params_zero_grad(ctx, r->params));
+    MT_TRY(mt_arena_tensors(ctx, requests, 5));
+    for (int i = 0; i < 2; i++) {
+        MT_TRY(mt_declare(ctx, r->grid.tp, *inputs[i], sp ? MT_SPLIT_ROWS : MT_REPLICATED));
+        MT_TRY(mt_declare(ctx, r->grid.dp, *inputs[i], MT_SPLIT_ROWS));
+    }
+    MT_TRY(mt_cross_attention_forward(ctx, &attention, &batch, x, &batch, memory, y, &saved));
+    MT_TRY(mt_cross_attention_backward(ctx, &attention, y, dx, dmemory, &saved));
+    check_is(r, dx, sp ? MT_SPLIT_ROWS : MT_REPLICATED);
+    check_is(r, dmemory, sp ? MT_SPLIT_ROWS : MT_REPLICATED);
+    return mt_sync_gradients(ctx, r->params);
+}
+
+static void test_cross_attention_knows_its_placements(void **state) {
+    char text[256];
+    (void)state;
+    for (int k = 0; k < 16; k++) {
+        test_rank r;
+        test_paper_rank(4, k & 3, (mt_grid_desc){.tp = 2}, &meta, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, run_cross_attention(&r, k >> 2 & 1, k >> 3));
+        if (mt_check_unknown(r.ctx, text, sizeof text)) fail_msg("case %d: %s", k, text);
         test_paper_rank_close(&r);
     }
 }
@@ -520,14 +1189,29 @@ int main(void) {
         cmocka_unit_test(test_nothing_is_written),
         cmocka_unit_test(test_sequence_parallelism),
         cmocka_unit_test(test_placements_of_views),
+        cmocka_unit_test(test_many_pieces),
         cmocka_unit_test(test_zeros_and_memory_of_the_caller),
         cmocka_unit_test(test_own_rules),
         cmocka_unit_test(test_parameters_keep_their_placement),
         cmocka_unit_test(test_products_of_own_heads),
         cmocka_unit_test(test_an_operand_that_must_be_left_out),
+        cmocka_unit_test(test_masks_by_place),
+        cmocka_unit_test(test_masks_of_other_ranks),
+        cmocka_unit_test(test_masks_of_heads),
+        cmocka_unit_test(test_place_of_an_own_operator),
+        cmocka_unit_test(test_a_listener_is_told_of_each_call),
+        cmocka_unit_test(test_a_listener_is_told_of_communication),
+        cmocka_unit_test(test_a_listener_of_one_rank),
         cmocka_unit_test(test_data_ranks),
         cmocka_unit_test(test_a_partial_sum_does_not_travel),
-        cmocka_unit_test(test_a_gpt_knows_its_placements),
+        cmocka_unit_test(test_gradients_that_are_sums),
+        cmocka_unit_test(test_parts_that_differ),
+        cmocka_unit_test(test_vocabulary_of_a_rank),
+        cmocka_unit_test(test_models_know_their_placements),
+        cmocka_unit_test(test_cross_attention_knows_its_placements),
+        cmocka_unit_test(test_stages_know_what_they_receive),
+        cmocka_unit_test(test_views_for_some_calls),
+        cmocka_unit_test(test_slices_leave_the_tensor_whole),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -2290,6 +2290,49 @@ static void meta(void **state) {
     mt_comm_destroy(world);
 }
 
+/* When the last step of a sharded optimizer fails before the values are gathered, each data rank has new values only in
+   its own part. Such values are not saved until a load makes them complete. */
+static mt_status torn_rank(mt_comm *world, void *user) {
+    const mt_data_parallel_desc shares = {.sharded_optimizer = 1};
+    const mt_param_desc weight = {.name = "fc.weight", .rows = 8, .cols = 8};
+    mt_checkpoint_desc d = {.directory = in_scratch("torn")};
+    mt_training_state s = {.step = 1}, loaded;
+    mt_optimizer adamw;
+    mt_checkpoint *c;
+    mt_param *w;
+    test_rank r;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 1}, NULL, &r));
+    MT_TRY(mt_params_add(r.ctx, r.params, &weight, &w));
+    MT_TRY(mt_params_set_data_parallel(r.ctx, r.params, &shares));
+    MT_TRY(mt_params_init(r.ctx, r.params, 1));
+    MT_TRY(mt_optimizer_create(r.ctx, r.params, NULL, &adamw));
+    MT_TRY(mt_checkpoint_create(r.ctx, r.params, &d, &c));
+    MT_TRY(mt_params_zero_grad(r.ctx, r.params));
+    MT_TRY(mt_sync_gradients(r.ctx, r.params));
+    MT_TRY(mt_optimizer_step(r.ctx, &adamw, 1e-3f, 1.0f));
+    MT_TRY(mt_checkpoint_save(r.ctx, c, &s));
+    MT_TRY(mt_params_zero_grad(r.ctx, r.params));
+    MT_TRY(mt_sync_gradients(r.ctx, r.params));
+    if (mt_comm_rank(world) == 1) CHECK(mt_barrier(r.ctx, r.grid.dp) == MT_ERR_MISMATCH);
+    else CHECK(mt_optimizer_step(r.ctx, &adamw, 1e-3f, 1.0f) == MT_ERR_MISMATCH);
+    s.step = 2;
+    CHECK(mt_checkpoint_save(r.ctx, c, &s) == MT_ERR_ARGUMENT);
+    CHECK(test_has_words(mt_last_error(r.ctx), "mt_checkpoint_save|not complete|sharded optimizer|load"));
+    MT_TRY(mt_checkpoint_load(r.ctx, c, 1, &loaded));
+    MT_TRY(mt_checkpoint_save(r.ctx, c, &s));
+    mt_checkpoint_destroy(r.ctx, c);
+    mt_optimizer_destroy(r.ctx, &adamw);
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void values_that_are_not_complete(void **state) {
+    (void)state;
+    test_launch(2, torn_rank, NULL);
+    forget("torn");
+}
+
 static int open_all(void **state) {
     (void)state;
     return scratch_open("test_checkpoint");
@@ -2328,6 +2371,7 @@ int main(void) {
         cmocka_unit_test(small_arenas),
         cmocka_unit_test(small_models),
         cmocka_unit_test(every_call_fails),
+        cmocka_unit_test(values_that_are_not_complete),
         cmocka_unit_test(every_open_of_a_load_fails),
         cmocka_unit_test(every_call_is_interrupted),
         cmocka_unit_test(strangers_stay),

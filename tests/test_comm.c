@@ -700,6 +700,10 @@ static mt_status in_chunks(mt_context *ctx, mt_comm *comm) {
     fill(part.data, MT_F32, 2, mt_comm_rank(comm), 45);
     memcpy(y[2].data, part.data, 45 * sizeof(float));
     memcpy(want[2].data, part.data, 45 * sizeof(float));
+    MT_TRY(mt_declare(ctx, NULL, whole, MT_UNDECLARED)); /* check mode does not see who has written them */
+    MT_TRY(mt_declare(ctx, NULL, part, MT_UNDECLARED));
+    MT_TRY(mt_declare(ctx, NULL, y[2], MT_UNDECLARED));
+    MT_TRY(mt_declare(ctx, NULL, want[2], MT_UNDECLARED));
     MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, comm, whole, want[0]));
     MT_TRY(mt_gather_from_sequence_region(ctx, comm, part, want[1]));
     MT_TRY(mt_reduce_from_tensor_region_forward(ctx, comm, want[2]));

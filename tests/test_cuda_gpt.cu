@@ -864,6 +864,55 @@ static void test_steps_with_other_texts(void **state) {
     }
 }
 
+/* Check mode 2 has the bits of check mode 1, also with recorded steps, which are not compared. */
+static void test_values_are_compared(void **state) {
+    static gpt_result want, got;
+    static const int ways[] = {1, 4, 5}; /* index into splits */
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, i == 1 ? MT_BF16 : MT_F32, (size_t)ways[i], 0, i == 1);
+        r.on_device = r.graph = i == 2;
+        r.check = 1;
+        gpt_execute(r, &want);
+        r.check = 2;
+        gpt_execute(r, &got);
+        if (memcmp(&want, &got, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits with check 2", gpt_name(&r));
+    }
+}
+
+/* The parameter differs whose value one rank has changed. */
+static mt_status changed_rank(mt_comm *world, void *user) {
+    gpt_worker w;
+    const gpt_run *r = (const gpt_run *)user;
+    mt_status status = gpt_open(world, r, &w);
+    const mt_param *p = mt_params_at(w.params, mt_params_count(w.params) - 1);
+    const float other = 3.0f;
+    if (status == MT_SUCCESS) status = gpt_step(&w, 0);
+    if (status == MT_SUCCESS && mt_comm_rank(world) == 1)
+        status = mt_upload(w.ctx, &other, mt_tensor_cols(mt_tensor_rows(p->value, 0, 1), 2, 1));
+    if (status == MT_SUCCESS) {
+        status = gpt_step(&w, 1);
+        if (status == MT_SUCCESS || !strstr(mt_last_error(w.ctx), "mt_sync_gradients: the value of '") ||
+            !strstr(mt_last_error(w.ctx), p->name) || !strstr(mt_last_error(w.ctx), "rank 1 has other values"))
+            fprintf(stderr, "'%s' was changed: %s\n", p->name, mt_last_error(w.ctx));
+        else status = MT_SUCCESS;
+    }
+    gpt_close(&w);
+    return status;
+}
+
+static void test_a_changed_value_is_named(void **state) {
+    static gpt_result out;
+    (void)state;
+    for (size_t split = 1; split < SPLITS; split += 4) {
+        gpt_run r = run_of(MT_DEVICE_CUDA, MT_F32, split, 0, 0);
+        r.data = r.data > 1 ? 2 : 1;
+        r.check = 2;
+        r.out = &out;
+        gpt_launch(&r, changed_rank, &r);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_training_as_on_the_cpu),
@@ -889,6 +938,8 @@ int main(void) {
         cmocka_unit_test(test_bert_whole_batch),
         cmocka_unit_test(test_wrong_id),
         cmocka_unit_test(test_steps_with_other_texts),
+        cmocka_unit_test(test_values_are_compared),
+        cmocka_unit_test(test_a_changed_value_is_named),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

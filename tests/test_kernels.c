@@ -2093,6 +2093,10 @@ static void test_hash_element(void **state) {
     }
     OK(mt_hash(ref.ctx, x, 7, 2, 9, &hash));
     assert_true(hash == want);
+    OK(mt_hash_add(ref.ctx, mt_tensor_make(x.data, MT_I32, 0, 5), 7, 2, 9, &hash));
+    x.dtype = MT_I32;
+    OK(mt_hash_add(ref.ctx, x, 7, 2, 9, &hash));
+    assert_true(hash == 2 * want);
     assert_true(mt_hash_element(1, 2) != mt_hash_element(2, 1));
     assert_int_equal(mt_ignore_index(0), -100);
     assert_int_equal(mt_ignore_index(5), 5);

@@ -699,6 +699,7 @@ static mt_status parts_rank(mt_comm *world, void *user) {
         mt_comm_ledger_reset(w.grid.pp);
         status = mt_arena_tensor(w.ctx, MT_F32, GPT_BATCH, 1, &w.totals);
     }
+    if (status == MT_SUCCESS) status = mt_fill(w.ctx, w.totals, 0.0f);
     if (status == MT_SUCCESS) {
         w.forward = reads_input;
         w.backward = reads_doutput;

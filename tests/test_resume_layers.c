@@ -145,6 +145,7 @@ static mt_status train(model *m, const job *j, int64_t step) {
     MT_TRY(mt_arena_tensor(ctx, j->dtype, TOKENS, m->first.local_features, &dh));
     MT_TRY(mt_arena_tensor(ctx, j->dtype, TOKENS, OUT, &y));
     put_noise(x, seed);
+    MT_TRY(mt_declare(ctx, m->r.grid.tp, x, MT_REPLICATED));
     MT_TRY(mt_params_zero_grad(ctx, m->r.params));
     MT_TRY(mt_column_parallel_linear_forward(ctx, &m->first, x, h, &saved[0]));
     /* the loss is sum(y^2) / 2, so its gradient is y */

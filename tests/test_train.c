@@ -115,7 +115,7 @@ static void test_gpt2_any_split(void **state) {
         "--tp 4 --sequence-parallel",
         "--tp 8 --sequence-parallel",
         "--tp 2 --dp 2 --sequence-parallel",
-        "--tp 4 --dp 2 --sequence-parallel",
+        "--tp 4 --dp 2 --sequence-parallel --check",
         "--tp 8 --dp 2 --sequence-parallel",
         "--tp 2 --dp 2 --micro-batch 1 --sequence-parallel",
         "--tp 1 --micro-batch 2",
@@ -123,7 +123,7 @@ static void test_gpt2_any_split(void **state) {
         "--tp 2 --threads 2",
         "--tp 2 --no-pinning",
         "--tp 1 --dp 8",
-        "--tp 2 --pp 2 --dp 2 --micro-batch 1"};
+        "--tp 2 --pp 2 --dp 2 --micro-batch 1 --check"};
     (void)state;
     compare_splits("--layers 2 --hidden 32 --heads 8 --seq 16 --batch 8 --dropout 0.1 --warmup 10 --lr 5e-3", splits,
                    COUNT(splits));
@@ -1070,6 +1070,9 @@ static void test_absurd_flags(void **state) {
         {"--no-such-flag", "no-such-flag"},
         {"--tp", "requires an argument"},
         {"--batch 1048576 --seq 1 --layers 1 --hidden 16 --heads 2 --lr nan", "--lr nan"},
+        {"--check 3", "--check 3: expected a whole number from 0 to 2"},
+        {"--check=x", "--check x: expected a whole number"},
+        {"--check 1 stray", "unexpected argument 'stray'"},
         {"stray", "unexpected argument 'stray'"},
         {"--log /nonexistent/log.csv --steps 1", "cannot write /nonexistent/log.csv"},
         {"--lr 1000 --clip 0 --warmup 0 --steps 200 --layers 1 --hidden 16 --seq 8 --batch 2", "not finite"},

@@ -1,0 +1,338 @@
+/* test_replicas.c - check mode 2: ranks that have other values than the rules say are named, and right programs are
+   not refused and compute the same bits as without. */
+
+#define GPT_STEPS 3
+#include "megatron.h"
+#include "mt_test_gpt.h"
+#include "mt_test_ranks.h"
+
+/* ---- right programs ---------------------------------------------------------------------------------------------- */
+
+static void test_right_programs(void **state) {
+    static const gpt_run runs[] = {
+        {.tp = 2, .data = 2},
+        {.tp = 2, .data = 1, .sequence_parallel = 1, .recompute = MT_RECOMPUTE_SELECTIVE},
+        {.tp = 2, .data = 2, .pipeline = 2},
+        {.tp = 2, .data = 1, .llama = 1, .dtype = MT_BF16, .loss_scale = 8.0f},
+        {.tp = 1, .data = 4, .dtype = MT_BF16, .share = {.sharded_optimizer = 1}, .begins = 1},
+        {.tp = 2, .data = 2, .llama = GPT_BERT, .recompute = MT_RECOMPUTE_FULL},
+        {.tp = 2, .data = 2, .invariant = 4, .share = {.sharded_optimizer = 1}},
+        {.tp = 2, .data = 1, .on_device = 1, .one_pass = 1, .junk = 1.0f, .padded_vocab = 48},
+    };
+    static gpt_result want, got;
+    (void)state;
+    for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
+        gpt_run r = runs[i];
+        gpt_execute(r, &want);
+        r.check = 2;
+        gpt_execute(r, &got);
+        if (memcmp(&want, &got, GPT_SAME_BYTES) != 0) fail_msg("%s: other bits with check", gpt_name(&r));
+    }
+}
+
+/* ---- faults on one rank ------------------------------------------------------------------------------------------ */
+
+typedef enum fault {
+    NO_FAULT,
+    SEED,       /* dropout has other random numbers */
+    WEIGHT,     /* a parameter is written behind the library's back */
+    IDS,        /* other tokens */
+    ACTIVATION, /* the output of a stage is written before it is sent */
+    RATE,       /* another learning rate */
+    SCALE,      /* another scale of the gradients */
+    NOT_A_NUMBER
+} fault;
+
+typedef struct faulty {
+    gpt_run run;
+    fault fault;
+    const char *param; /* of WEIGHT */
+    int rank;          /* which has the fault; -1: all */
+    int other;         /* another rank of its group */
+    const char *words; /* of the message of both; NULL: no rank is refused */
+    mt_status status[8];
+    char text[8][MT_ERROR_BYTES];
+} faulty;
+
+static mt_status spoiling_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+    gpt_worker *w = (gpt_worker *)user;
+    MT_TRY(gpt_forward(ctx, user, a, input, output));
+    if (output.data) ((float *)output.data)[3] += w->step == 1 ? 1.0f : 0.0f;
+    return MT_SUCCESS;
+}
+
+static mt_status spoil(gpt_worker *w, const faulty *f) {
+    mt_tensor ids = mt_tensor_make(w->ids, MT_I32, 1, GPT_BATCH * 2 * GPT_SEQ);
+    MT_TRY(mt_declare(w->ctx, w->grid.tp, ids, MT_REPLICATED));
+    if (f->rank >= 0 && mt_comm_rank(w->world) != f->rank) return MT_SUCCESS;
+    if (f->fault == ACTIVATION) w->forward = spoiling_forward;
+    if (f->fault == IDS) ((int32_t *)w->ids)[2] ^= 1;
+    for (int i = 0; i < mt_params_count(w->params); i++) {
+        const mt_param *p = mt_params_at(w->params, i);
+        if (!f->param || strcmp(p->name, f->param) != 0) continue;
+        if (f->fault == WEIGHT) ((float *)p->value.data)[1] += 0.5f;
+        if (f->fault == NOT_A_NUMBER) ((float *)p->value.data)[1] = NAN;
+    }
+    return MT_SUCCESS;
+}
+
+/* A step of a rank with the fault. */
+static mt_status faulty_step(gpt_worker *w, const faulty *f) {
+    int mine = mt_comm_rank(w->world) == f->rank;
+    float loss, norm;
+    MT_TRY(gpt_gradients(w, mine && f->fault == SEED ? 7 : 1, &loss, &norm));
+    return mt_optimizer_step(w->ctx, &w->optimizer, mine && f->fault == RATE ? 0.02f : 0.01f,
+                             mine && f->fault == SCALE ? 0.5f : 1.0f);
+}
+
+static mt_status faulty_rank(mt_comm *world, void *user) {
+    faulty *f = (faulty *)user;
+    int rank = mt_comm_rank(world);
+    static gpt_result out;
+    gpt_worker w;
+    mt_status status;
+    f->run.out = &out;
+    status = gpt_open(world, &f->run, &w);
+    if (status == MT_SUCCESS) status = gpt_step(&w, 0);
+    if (status == MT_SUCCESS) status = gpt_keep_weights(&w); /* reads the optimizer's state, too */
+    if (status == MT_SUCCESS) status = spoil(&w, f);
+    if (status == MT_SUCCESS) status = faulty_step(&w, f);
+    if (status == MT_SUCCESS && f->fault == WEIGHT) status = gpt_step(&w, 2);
+    f->status[rank] = status;
+    snprintf(f->text[rank], sizeof f->text[rank], "%s", mt_last_error(w.ctx));
+    gpt_close(&w);
+    return MT_SUCCESS;
+}
+
+static void check_fault(faulty f) {
+    int ranks[2];
+    f.run.check = 2;
+    gpt_launch(&f.run, faulty_rank, &f);
+    ranks[0] = f.rank;
+    ranks[1] = f.other;
+    for (int i = 0; i < 2; i++) {
+        int r = ranks[i] < 0 ? 0 : ranks[i];
+        if (f.status[r] != (f.words ? MT_ERR_MISMATCH : MT_SUCCESS))
+            fail_msg("%s, fault %d: rank %d: got %s: %s", gpt_name(&f.run), f.fault, r, mt_status_name(f.status[r]),
+                     f.text[r]);
+        if (f.words && !test_has_words(f.text[r], f.words))
+            fail_msg("%s, fault %d: rank %d: '%s' is not all in '%s'", gpt_name(&f.run), f.fault, r, f.words,
+                     f.text[r]);
+    }
+}
+
+#define OVER_TENSOR "over \"tensor\" (2 ranks)|, but rank 1 has other values than rank 0: check seeds, dropout"
+#define OVER_DATA "over \"data\" (2 ranks)|, but rank 1 has other values than rank 0: check seeds, dropout"
+#define NORM "decoder.layers.0.input_layernorm.weight"
+#define FC1 "decoder.layers.1.mlp.linear_fc1.weight"
+
+static void test_faults_are_named(void **state) {
+    static const mt_data_parallel_desc shards = {.sharded_optimizer = 1};
+    const gpt_run tp = {.tp = 2, .data = 1}, dp = {.tp = 1, .data = 2}, pp = {.tp = 2, .data = 1, .pipeline = 2};
+    gpt_run bf16 = dp, zero = dp, bert = tp;
+    (void)state;
+    bf16.dtype = MT_BF16;
+    zero.share = shards;
+    bert.llama = GPT_BERT;
+    check_fault((faulty){tp, NO_FAULT, .rank = 0, .other = 1});
+    check_fault((faulty){pp, NO_FAULT, .rank = 0, .other = 3});
+    zero.dtype = MT_BF16;
+    check_fault((faulty){zero, NO_FAULT, .rank = 0, .other = 1});
+    check_fault((faulty){tp, NOT_A_NUMBER, .param = NORM, .rank = -1, .other = 1});
+    check_fault((faulty){tp, SEED, .rank = 1,
+                         .words = "mt_sync_gradients: x of mt_norm_forward (with '" NORM
+                                  "') is replicated |since mt_|" OVER_TENSOR});
+    check_fault((faulty){bert, SEED, .rank = 1, .words = "mt_sync_gradients: |is replicated |since |" OVER_TENSOR});
+    check_fault(
+        (faulty){pp, SEED, .rank = 3, .other = 2, .words = "mt_sync_gradients: |with 'decoder.layers.1.|" OVER_TENSOR});
+    check_fault((faulty){tp, WEIGHT, .param = NORM, .rank = 1,
+                         .words = "mt_sync_gradients: the value of '" NORM "' is replicated |" OVER_TENSOR});
+    check_fault((faulty){dp, WEIGHT, .param = FC1, .rank = 1,
+                         .words = "mt_sync_gradients: the value of '" FC1 "' is replicated |" OVER_DATA});
+    check_fault((faulty){bf16, WEIGHT, .param = FC1, .rank = 1,
+                         .words = "mt_sync_gradients: the value of '" FC1 "' is replicated |" OVER_DATA});
+    check_fault((faulty){tp, IDS, .rank = 1,
+                         .words = "mt_sync_gradients: ids of mt_embedding_forward |is replicated |" OVER_TENSOR});
+    check_fault(
+        (faulty){pp, ACTIVATION, .rank = 1,
+                 .words = "mt_sync_gradients: |is replicated |since mt_bias_dropout_add_forward with|" OVER_TENSOR});
+    check_fault((faulty){tp, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_TENSOR});
+    check_fault((faulty){dp, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_DATA});
+    check_fault((faulty){zero, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_DATA});
+    check_fault((faulty){zero, SCALE, .rank = 1, .words = "mt_optimizer_step: grad_scale is replicated |" OVER_DATA});
+}
+
+/* ---- the two functions ------------------------------------------------------------------------------------------- */
+
+static const mt_context_desc checks = {.arena_bytes = 1 << 20, .check = 2};
+
+/* Reads x, with a call that all ranks make, and y between two collectives. Rank 0 reads more. */
+static mt_status reading_rank(mt_comm *world, void *user) {
+    int fault = *(const int *)user, rank = mt_comm_rank(world);
+    mt_tensor x, y, out, more;
+    mt_arena_request memory[] = {{&x, MT_F32, 4, 3}, {&y, MT_F32, 4, 3}, {&out, MT_F32, 1, 1}, {&more, MT_F32, 1, 1}};
+    mt_status status, want = fault ? MT_ERR_MISMATCH : MT_SUCCESS;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &checks, &r));
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 4));
+    MT_TRY(mt_fill(r.ctx, out, 0.0f));
+    MT_TRY(mt_fill(r.ctx, more, 0.0f));
+    MT_TRY(mt_fill(r.ctx, x, 1.0f));
+    MT_TRY(mt_fill(r.ctx, y, 2.0f));
+    if (rank == 1 && fault) ((float *)(fault == 1 ? x : y).data)[5] = 3.0f;
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, y, MT_REPLICATED));
+    MT_TRY(mt_sum(r.ctx, x, out));
+    if (rank == 0) MT_TRY(mt_sum(r.ctx, y, more));
+    MT_TRY(mt_sum_of_squares(r.ctx, y, out)); /* not compared: other calls lie before it on rank 0 */
+    MT_TRY(mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, mt_tensor_f32(test_floats(&r, 1, 1.0f), 1, 1)));
+    MT_TRY(mt_sum(r.ctx, y, out));
+    status = mt_check_replicas(r.ctx, r.grid.tp, "my_step");
+    if (status != want) return status ? status : MT_ERR_DATA;
+    if (fault) CHECK(test_has_words(mt_last_error(r.ctx), "my_step: x of mt_sum is |since mt_declare"));
+    MT_TRY(mt_check_replicas(r.ctx, r.grid.tp, "my_step")); /* the list is empty */
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_ranks_may_read_more(void **state) {
+    (void)state;
+    for (int fault = 0; fault < 3; fault++) test_launch(2, reading_rank, &fault);
+}
+
+/* What a rank sends is read, too. */
+static mt_status sending_rank(mt_comm *world, void *user) {
+    mt_tensor x;
+    test_rank r;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2, .pp = 2}, &checks, &r));
+    MT_TRY(mt_arena_tensor(r.ctx, MT_F32, 2, 2, &x));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ((float *)x.data)[2] = (float)r.grid.tp_rank;
+    if (r.grid.pp_rank == 0) MT_TRY(mt_send(r.ctx, r.grid.pp, x.data, 4, MT_F32, 1));
+    else MT_TRY(mt_recv(r.ctx, r.grid.pp, x.data, 4, MT_F32, 0));
+    CHECK(mt_check_replicas(r.ctx, r.grid.tp, "my_step") == (r.grid.pp_rank == 0 ? MT_ERR_MISMATCH : MT_SUCCESS));
+    if (r.grid.pp_rank == 0)
+        CHECK(test_has_words(mt_last_error(r.ctx), "my_step: sendbuf of mt_send is |since mt_declare"));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_what_is_sent(void **state) {
+    (void)state;
+    test_launch(4, sending_rank, NULL);
+}
+
+/* Without mt_check_replicas, a difference is found after 256 collectives. */
+static mt_status endless_rank(mt_comm *world, void *user) {
+    mt_status status = MT_SUCCESS;
+    mt_tensor x, sum;
+    mt_arena_request memory[] = {{&x, MT_BF16, 4, 3}, {&sum, MT_F32, 1, 2}};
+    test_rank r;
+    int n;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &checks, &r));
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 2));
+    memset(x.data, mt_comm_rank(world), 24);
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    MT_TRY(mt_copy_to_tensor_region_forward(r.ctx, r.grid.tp, x));
+    for (n = 0; n < 300 && status == MT_SUCCESS; n++)
+        status = mt_all_reduce(r.ctx, r.grid.tp, sum.data, sum.data, 2, MT_F32, MT_SUM);
+    CHECK(n == 256 && status == MT_ERR_MISMATCH);
+    CHECK(test_has_words(mt_last_error(r.ctx), "mt_all_reduce: x of mt_copy_to_tensor_region_forward is"));
+    CHECK(mt_comm_ledger(r.grid.tp).calls[MT_ALL_GATHER] == 0);
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_loops_without_steps(void **state) {
+    (void)state;
+    test_launch(2, endless_rank, NULL);
+}
+
+/* A tensor of the caller's own. */
+static mt_status own_rank(mt_comm *world, void *user) {
+    mt_tensor t;
+    test_rank r;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &checks, &r));
+    CHECK(mt_check_mode(r.ctx) == 2);
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, mt_tensor_f32(test_floats(&r, 1, 0.0f), 1, 1), MT_SPLIT_ROWS));
+    t = test_tensor(&r, 2, 2, (float)mt_comm_rank(world));
+    mt_check_pause(r.ctx);
+    MT_TRY(mt_check_replica(r.ctx, r.grid.tp, "running mean", "bn1", t));
+    MT_TRY(mt_check_resume(r.ctx, MT_SUCCESS));
+    MT_TRY(mt_check_replicas(r.ctx, r.grid.tp, "my_step"));
+    MT_TRY(mt_check_replica(r.ctx, r.grid.dp, "running mean", "bn1", t)); /* a group of one */
+    MT_TRY(mt_check_replicas(r.ctx, r.grid.dp, "my_step"));
+    MT_TRY(mt_check_replica(r.ctx, r.grid.tp, "running mean", "bn1", t));
+    CHECK(mt_check_replicas(r.ctx, r.grid.tp, "my_step") == MT_ERR_MISMATCH);
+    MT_TRY(mt_check_replicas(r.ctx, r.grid.tp, "my_step")); /* the list is empty */
+    CHECK(mt_check_replica(r.ctx, r.grid.tp, "running mean", NULL, t) == MT_SUCCESS);
+    CHECK(mt_check_replicas(r.ctx, r.grid.tp, "my_step") == MT_ERR_MISMATCH);
+    CHECK(test_has_words(mt_last_error(r.ctx), "my_step: running mean is replicated"));
+    MT_TRY(mt_check_replica(r.ctx, r.grid.tp, "running mean", "bn1", t));
+    CHECK(mt_check_replicas(r.ctx, r.grid.tp, "my_step") == MT_ERR_MISMATCH);
+    CHECK(test_has_words(mt_last_error(r.ctx), "my_step: the running mean of 'bn1' is replicated over \"tensor\""));
+    CHECK(mt_check_replica(r.ctx, r.grid.tp, NULL, "bn1", t) == MT_ERR_ARGUMENT);
+    MT_TRY(mt_check_number(r.ctx, r.grid.tp, "lr", 0.5f));
+    MT_TRY(mt_check_replicas(r.ctx, r.grid.tp, "my_step"));
+    MT_TRY(mt_check_number(r.ctx, r.grid.tp, "lr", (float)mt_comm_rank(world)));
+    CHECK(mt_check_replicas(r.ctx, r.grid.tp, "my_step") == MT_ERR_MISMATCH);
+    CHECK(test_has_words(mt_last_error(r.ctx), "my_step: lr is replicated over \"tensor\""));
+    CHECK(mt_check_number(r.ctx, r.grid.tp, NULL, 0.5f) == MT_ERR_ARGUMENT);
+    CHECK(mt_check_number(NULL, r.grid.tp, "lr", 0.5f) == MT_ERR_ARGUMENT);
+    CHECK(mt_check_replica(r.ctx, r.grid.tp, "mask", "bn1", mt_tensor_make(t.data, MT_U8, 1, 1)) == MT_ERR_ARGUMENT);
+    CHECK(test_has_words(mt_last_error(r.ctx), "mt_check_replica: |u8"));
+    CHECK(mt_check_replicas(r.ctx, NULL, "my_step") == MT_ERR_ARGUMENT);
+    CHECK(mt_check_replicas(r.ctx, r.grid.tp, NULL) == MT_ERR_ARGUMENT);
+    CHECK(mt_check_replicas(NULL, r.grid.tp, "my_step") == MT_ERR_ARGUMENT);
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+/* Rank 0 also notes a number of its own, and rank 2 another one than all others. */
+static mt_status third_rank(mt_comm *world, void *user) {
+    test_rank r;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 4}, &checks, &r));
+    MT_TRY(mt_check_number(r.ctx, r.grid.tp, "lr", mt_comm_rank(world) == 2 ? 2.0f : 1.0f));
+    if (mt_comm_rank(world) == 0) MT_TRY(mt_check_number(r.ctx, r.grid.tp, "printed", 3.0f));
+    CHECK(mt_check_replicas(r.ctx, r.grid.tp, "my_step") == MT_ERR_MISMATCH);
+    CHECK(test_has_words(mt_last_error(r.ctx), "my_step: lr is replicated|rank 2 has other values than rank 0"));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+/* A rank that has noted more does not hide another one. */
+static void test_the_third_rank(void **state) {
+    (void)state;
+    test_launch(4, third_rank, NULL);
+}
+
+static void test_tensors_of_ones_own(void **state) {
+    mt_context_desc meta = {.device = MT_DEVICE_META, .check = 2}, bad = {.check = 3};
+    mt_context *ctx;
+    mt_comm *world;
+    (void)state;
+    test_launch(2, own_rank, NULL);
+    assert_int_equal(mt_comm_create_meta(2, 0, &world), MT_SUCCESS);
+    assert_int_equal(mt_context_create(world, &meta, &ctx), MT_SUCCESS);
+    assert_int_equal(mt_check_mode(ctx), 1);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_check_replica(ctx, world, "value", "w", mt_tensor_f32((float *)64, 1, 1)));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_check_replicas(ctx, world, "my_step"));
+    mt_context_destroy(ctx);
+    assert_int_equal(mt_context_create(world, &bad, &ctx), MT_ERR_ARGUMENT);
+    assert_true(test_has_words(mt_comm_last_error(world), "check is 3, must be 0, 1 or 2"));
+    mt_comm_destroy(world);
+}
+
+int main(void) {
+    static const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_right_programs),      cmocka_unit_test(test_faults_are_named),
+        cmocka_unit_test(test_ranks_may_read_more), cmocka_unit_test(test_loops_without_steps),
+        cmocka_unit_test(test_what_is_sent),        cmocka_unit_test(test_the_third_rank),
+        cmocka_unit_test(test_tensors_of_ones_own),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
