@@ -1,0 +1,97 @@
+#!/bin/sh
+# Tests check mode with mutants: wrong programs, made of right ones by leaving out, doubling or exchanging a call, by
+# flipping a flag, or by moving a statement. Each mutant runs on 4 ranks that compute, and on the meta device. One that
+# computes other losses or gradients than the right program must be refused on the meta device, with the right call
+# named. One that computes the same must be accepted.
+#
+#   sh tests/mutants.sh [-v] [PROGRAM...]    -v: a line for each mutant; PROGRAM: one of the list below
+#
+# The rules that make mutants are in mutants/mutate.pl, those made by hand in mutants/PROGRAM.txt. mutants/known.txt
+# lists the mutants that check mode does not find, with the reason.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=tests/report.sh
+. tests/report.sh
+work=$(mktemp -d) || exit 1
+check_log=$work/check.log
+trap 'rm -rf "$work"' EXIT
+trap 'exit 1' HUP INT TERM
+CC=${CC:-cc}
+verbose=0 least=100 percent=96
+[ "${1:-}" = -v ] && verbose=1 && shift
+[ $# -eq 0 ] || least=1 percent=90
+[ $# -gt 0 ] || set -- gptj llama_sp pipeline bert_block custom_block library
+
+sources() {
+    case $1 in
+    custom_block) echo examples/02_custom_block.c ;;
+    library) echo mt_parallel.h:linear,norm,vocab megatron.h:mlp,attention,layer,model,gpt,bert ;;
+    *) echo "tests/mutants/$1.c" ;;
+    esac
+}
+
+# Makes the mutants of a program and runs them. Each line of results has: place, number and variant, what the mutant
+# does (same, changes, fails), how check mode takes it (accepted, refused, unclear), the distances of losses and of
+# gradients, milliseconds, title, message.
+# shellcheck disable=SC2046  # lists of files
+run_program() {
+    mkdir "$work/$1" || return 1
+    perl tests/mutants/mutate.pl "$work/$1" $(sources "$1") -- "tests/mutants/$1.txt" || return 1
+    [ -f "$work/$1/$1.c" ] || cp "tests/mutants/$1.c" "$work/$1" || return 1
+    "$CC" -O1 -w -I"$work/$1" -Itests/mutants -I. "$work/$1/$1.c" -o "$work/$1/$1" -lm -lpthread || return 1
+    "$work/$1/$1" >"$work/$1/results" || { cat "$work/$1/results"; return 1; }
+}
+
+# Prints what is wrong: mutants that change something and are not refused, or not with the right call, unless they are
+# known; mutants that change nothing and are refused; known ones that are found. A mutant that fails without check mode,
+# too, must be refused in some way.
+judge() {
+    awk -F '\t' -v least="$least" -v percent="$percent" '
+        FNR == NR { if ($0 !~ /^(#|$)/) known[$1 "\t" $2] = $3; next }
+        {
+            split($2, number, ".")
+            m = $1 "\t" $8 "\t" number[1]
+            key[m] = $1 "\t" $8
+            seen[$1 "\t" $8] = 1
+            if ($3 == "changes" || $3 == "fails") wrong[m] = 1
+            if ($3 == "changes") silent[m] = 1
+            if (($3 == "changes" && $4 != "refused") || ($3 == "fails" && $4 == "accepted")) missed[m] = $0
+            if ($3 == "same" && $4 != "accepted") alarm[m] = $0
+            if ($7 > ms) ms = $7
+        }
+        END {
+            for (m in key) all++
+            for (m in wrong) {
+                if (m in missed && (key[m] in known) && known[key[m]] == "value") { values++; continue }
+                n++
+                found += !(m in missed)
+            }
+            for (m in silent) changes++
+            for (m in missed) {
+                is_missed[key[m]] = 1
+                if (!(key[m] in known)) { print "not found: " missed[m]; bad = 1 }
+            }
+            for (m in alarm) { print "refused, but right: " alarm[m]; bad = 1 }
+            for (k in known) if (k in seen && !(k in is_missed)) { print "known, but found: " k; bad = 1 }
+            printf "%d mutants: %d compute something else, %d fail in a run without check mode, too\n", all, changes,
+                n + values - changes
+            printf "%d of these are mistakes of other kinds than check mode is for\n", values
+            printf "%d of the other %d are refused on the meta device (%.1f %%), in at most %.0f ms\n", found, n,
+                n ? 100 * found / n : 0, ms
+            if (n < least || found < n * percent / 100) { print "too few"; bad = 1 }
+            exit bad
+        }' tests/mutants/known.txt "$@"
+}
+
+results=
+for program in "$@"; do
+    check "mutants of $program" run_program "$program"
+    results="$results $work/$program/results"
+done
+# shellcheck disable=SC2086  # a list of files
+[ $verbose -eq 0 ] || cat $results
+# shellcheck disable=SC2086
+check "wrong programs are refused, right ones are not" judge $results
+[ "$outcome" = FAIL ] || sed 's/^/        /' "$check_log"
+closing_line
+[ "$failed" -eq 0 ]

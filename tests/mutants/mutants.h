@@ -1,0 +1,321 @@
+/* mutants.h - runs a parallel program and its mutants: wrong programs that mutate.pl has made of it. See
+   ../mutants.sh.
+
+   A program includes this file after megatron.h, and defines
+
+     static const mt_grid_desc program_grid = {.tp = 2};       the split of 4 ranks
+     static mt_status program(mt_context *ctx, const mt_grid *grid, mt_params *params, mutants_result *result);
+
+   A program with several variants also defines MUTANTS_VARIANTS, their number; mutants_variant is the one that runs.
+   program creates its parameters in `params`, and trains for some steps. In each it tells its loss (mutants_loss) and,
+   after mt_sync_gradients, its gradients (mutants_gradients). The program runs on 1 and on 4 ranks, which are threads,
+   and on one rank of 4 on the meta device, where mutants_loss and mutants_gradients do nothing. */
+
+#ifndef MT_MUTANTS_H
+#define MT_MUTANTS_H
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* place: file and function. wants: what the message of the refused program must have, one of the words between |. */
+typedef struct mutant {
+    const char *place, *title, *wants;
+} mutant;
+
+#include "mutants_list.h" /* written by mutate.pl: the mutants of this program */
+
+enum { MUTANTS_RANKS = 4, MUTANTS_VALUES = 1 << 18, MUTANTS_LOSSES = 16, MUTANTS_GRADIENTS = 512 };
+
+#ifndef MUTANTS_VARIANTS
+#define MUTANTS_VARIANTS 1
+#endif
+
+static int mutants_variant;
+static int mutants_selected; /* the number of the mutant that runs; 0: the program as it is */
+static char mutants_reached[MUTANTS_COUNT + 1];
+
+/* The mutated sources ask this at the place of each mutant. */
+int mutants_is(int number);
+int mutants_is(int number) {
+    mutants_reached[number] = 1;
+    return number == mutants_selected;
+}
+
+/* The gradient of a parameter in a step: the sum of its squares on this rank. */
+typedef struct mutants_gradient {
+    char name[64];
+    int step, is_split; /* is_split: every tensor rank has a part */
+    double squares;
+    int64_t first, count; /* in values */
+} mutants_gradient;
+
+/* What one rank has computed. */
+typedef struct mutants_result {
+    float values[MUTANTS_VALUES]; /* gradients, one after the other */
+    mutants_gradient gradients[MUTANTS_GRADIENTS];
+    int64_t count;
+    int tensors, losses;
+    double loss[MUTANTS_LOSSES];
+} mutants_result;
+
+/* Adds this rank's part of the loss: the sum over the ranks of the data group and over pipeline stages is the loss of
+   the step. `loss` is [1, n] or [n, 1], MT_F32; its elements are added up, and multiplied by scale. A rank of a stage
+   that has no loss passes mt_none(). */
+static mt_status mutants_loss(mt_context *ctx, mutants_result *result, mt_tensor loss, float scale) {
+    double sum = 0;
+    if (mt_context_device(ctx) == MT_DEVICE_META) return MT_SUCCESS;
+    for (int64_t i = 0; i < loss.rows * loss.cols; i++) sum += (double)((const float *)loss.data)[i];
+    if (result->losses == MUTANTS_LOSSES) return mt_fail(ctx, MT_ERR_SHAPE, "mutants_loss: too many steps");
+    result->loss[result->losses++] = sum * (double)scale;
+    return MT_SUCCESS;
+}
+
+/* Keeps the gradients of all parameters. */
+static mt_status mutants_gradients(mt_context *ctx, mutants_result *result, mt_params *params) {
+    if (mt_context_device(ctx) == MT_DEVICE_META) return MT_SUCCESS;
+    for (int i = 0; i < mt_params_count(params); i++) {
+        const mt_param *p = mt_params_at(params, i);
+        mutants_gradient *g = &result->gradients[result->tensors];
+        const int64_t n = p->grad.rows * p->grad.cols;
+        if (result->count + n > MUTANTS_VALUES || result->tensors == MUTANTS_GRADIENTS)
+            return mt_fail(ctx, MT_ERR_SHAPE, "mutants_gradients: too many parameters");
+        memset(g, 0, sizeof *g);
+        snprintf(g->name, sizeof g->name, "%s", p->name);
+        g->step = result->losses;
+        g->is_split = p->desc.placement != MT_REPLICATED;
+        g->first = result->count;
+        g->count = n;
+        for (int64_t j = 0; j < n; j++) {
+            const float value = ((const float *)p->grad.data)[j];
+            g->squares += (double)value * value;
+            result->values[result->count++] = value;
+        }
+        result->tensors++;
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status program(mt_context *ctx, const mt_grid *grid, mt_params *params, mutants_result *result);
+
+/* ---- runs -------------------------------------------------------------------------------------------------------- */
+
+typedef struct mutants_run {
+    mutants_result ranks[MUTANTS_RANKS];
+    int size; /* number of ranks */
+    mt_status status;
+    char message[MT_ERROR_BYTES];
+} mutants_run;
+
+static mt_status mutants_rank(mt_comm *world, const mt_context_desc *where, mutants_result *result, char *message) {
+    mt_context *ctx = NULL;
+    mt_params *params = NULL;
+    mt_grid grid = {0};
+    mt_grid_desc shape = program_grid;
+    mt_status status;
+    if (mt_comm_size(world) == 1) memset(&shape, 0, sizeof shape);
+    status = mt_context_create(world, where, &ctx);
+    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid);
+    if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
+    if (status == MT_SUCCESS) status = program(ctx, &grid, params, result);
+    if (message) snprintf(message, MT_ERROR_BYTES, "%s", ctx ? mt_last_error(ctx) : "no context");
+    mt_params_destroy(params);
+    mt_grid_destroy(&grid);
+    mt_context_destroy(ctx);
+    return status;
+}
+
+static mt_status mutants_thread(mt_comm *world, void *user) {
+    mutants_run *run = (mutants_run *)user;
+    mt_context_desc where = {.arena_bytes = (size_t)32 << 20};
+    return mutants_rank(world, &where, &run->ranks[mt_comm_rank(world)], NULL);
+}
+
+static void mutants_quiet(void *user, mt_log_level level, const char *message) {
+    (void)user, (void)level, (void)message;
+}
+
+/* The numbers of a run with ranks that compute, without check mode. */
+static void mutants_compute(int ranks, mutants_run *run) {
+    mt_launch_desc launch = {.ranks = ranks, .timeout_s = 2, .logger = {mutants_quiet, NULL}};
+    run->size = ranks;
+    for (int i = 0; i < ranks; i++) run->ranks[i].count = run->ranks[i].tensors = run->ranks[i].losses = 0;
+    run->status = mt_launch(&launch, mutants_thread, run);
+}
+
+/* One rank of 4 on the meta device, or all of them until one refuses. */
+static void mutants_check(mutants_run *run) {
+    mt_context_desc where = {.device = MT_DEVICE_META, .check = 1};
+    run->status = MT_SUCCESS;
+    for (int rank = 0; rank < MUTANTS_RANKS && run->status == MT_SUCCESS; rank++) {
+        mt_comm *world;
+        if ((run->status = mt_comm_create_meta(MUTANTS_RANKS, rank, &world)) != MT_SUCCESS) return;
+        run->status = mutants_rank(world, &where, &run->ranks[0], run->message);
+        mt_comm_destroy(world);
+    }
+}
+
+/* ---- comparisons ------------------------------------------------------------------------------------------------- */
+
+/* The distance of two vectors, relative to the second. NaN is infinite. */
+static double mutants_distance(const float *a, const float *b, int64_t n) {
+    double d = 0, square = 0;
+    for (int64_t i = 0; i < n; i++) {
+        d += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+        square += (double)b[i] * b[i];
+    }
+    d = sqrt(d) / (square > 0 ? sqrt(square) : 1);
+    return isfinite(d) ? d : INFINITY;
+}
+
+/* The loss of a step: the sum over data ranks and stages. Tensor ranks have the same. */
+static double mutants_loss_of(const mutants_run *run, int step) {
+    double sum = 0;
+    for (int i = 0; i < run->size; i++) sum += run->ranks[i].loss[step];
+    return sum / (run->size == 1 || program_grid.tp == 0 ? 1 : program_grid.tp);
+}
+
+static double mutants_losses_differ(const mutants_run *a, const mutants_run *b) {
+    double most = 0;
+    if (a->ranks[0].losses != b->ranks[0].losses) return INFINITY;
+    for (int s = 0; s < a->ranks[0].losses; s++) {
+        double x = mutants_loss_of(a, s), d = fabs(x - mutants_loss_of(b, s)) / fabs(x);
+        if (!(d <= most)) most = isfinite(d) ? d : INFINITY;
+    }
+    return most;
+}
+
+/* The largest distance of a gradient of any rank, in two runs with the same ranks. */
+static double mutants_gradients_differ(const mutants_run *a, const mutants_run *b) {
+    double most = 0;
+    for (int r = 0; r < a->size; r++) {
+        const mutants_result *x = &a->ranks[r], *y = &b->ranks[r];
+        if (x->count != y->count || x->tensors != y->tensors) return INFINITY;
+        for (int t = 0; t < x->tensors; t++) {
+            const mutants_gradient *g = &x->gradients[t];
+            double d = mutants_distance(y->values + g->first, x->values + g->first, g->count);
+            if (d > most) most = d;
+        }
+    }
+    return most;
+}
+
+/* The norm of a gradient: of all parts of the tensor group that rank `rank` is in, or of its copy. */
+static double mutants_norm_of(const mutants_run *run, int rank, const char *name, int step) {
+    int tp = run->size == 1 || program_grid.tp == 0 ? 1 : program_grid.tp, group = rank - rank % tp;
+    double sum = 0;
+    for (int r = group; r < group + tp; r++)
+        for (int t = 0; t < run->ranks[r].tensors; t++) {
+            const mutants_gradient *g = &run->ranks[r].gradients[t];
+            if (g->step == step && strcmp(g->name, name) == 0 && (g->is_split || r == rank)) sum += g->squares;
+        }
+    return sqrt(sum);
+}
+
+/* The largest relative difference of the norm of a gradient on any rank to that on one rank. */
+static double mutants_norms_differ(const mutants_run *run, const mutants_run *one) {
+    double most = 0;
+    for (int r = 0; r < run->size; r++)
+        for (int t = 0; t < run->ranks[r].tensors; t++) {
+            const mutants_gradient *g = &run->ranks[r].gradients[t];
+            double x = mutants_norm_of(run, r, g->name, g->step), y = mutants_norm_of(one, 0, g->name, g->step);
+            double d = fabs(x - y) / (y > 0 ? y : 1);
+            if (!(d <= most)) most = isfinite(d) ? d : INFINITY;
+        }
+    return most;
+}
+
+/* ---- main -------------------------------------------------------------------------------------------------------- */
+
+/* Rounding: sums over ranks are added in another order. */
+#define MUTANTS_ROUNDING 1e-4
+
+static double mutants_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Returns 1 if the message has one of the words, which are separated by |. */
+static int mutants_names(const char *message, const char *words) {
+    char part[256];
+    while (*words) {
+        size_t n = strcspn(words, "|");
+        snprintf(part, sizeof part, "%.*s", (int)n, words);
+        if (n && strstr(message, part)) return 1;
+        words += n + (words[n] == '|');
+    }
+    return 0;
+}
+
+typedef struct mutants_runs {
+    mutants_run right, run, one; /* the program on 4 ranks; a mutant on 4 ranks and on one */
+} mutants_runs;
+
+/* What a mutant does. `fails`: a rank returns an error, also without check mode. `same`: it computes what the program
+   computes. `other`: it is another program, but a right parallel one: on one rank it computes the same as on 4. */
+static const char *mutants_does(mutants_runs *m) {
+    if (m->run.status != MT_SUCCESS) return "fails";
+    if (mutants_losses_differ(&m->right, &m->run) <= MUTANTS_ROUNDING &&
+        mutants_gradients_differ(&m->right, &m->run) <= MUTANTS_ROUNDING)
+        return "same";
+    mutants_compute(1, &m->one);
+    if (m->one.status == MT_SUCCESS && mutants_losses_differ(&m->one, &m->run) <= MUTANTS_ROUNDING &&
+        mutants_norms_differ(&m->run, &m->one) <= MUTANTS_ROUNDING)
+        return "other";
+    return "changes";
+}
+
+/* Runs a mutant and prints a line for it, see ../mutants.sh. */
+static void mutants_try(int number, mutants_runs *m) {
+    const mutant *what = &mutants_list[number - 1];
+    const char *does, *how;
+    double loss, gradient, ms;
+    mutants_selected = number;
+    mutants_compute(MUTANTS_RANKS, &m->run);
+    does = mutants_does(m);
+    loss = mutants_losses_differ(&m->right, &m->run);
+    gradient = mutants_gradients_differ(&m->right, &m->run);
+    ms = mutants_now();
+    mutants_check(&m->run);
+    ms = (mutants_now() - ms) * 1e3;
+    mutants_selected = 0;
+    how = "accepted";
+    if (m->run.status != MT_SUCCESS) how = mutants_names(m->run.message, what->wants) ? "refused" : "unclear";
+    printf("%s\t%d.%d\t%s\t%s\t%.1e\t%.1e\t%.2f\t%s\t%s\n", what->place, number, mutants_variant, does, how, loss,
+           gradient, ms, what->title, m->run.status == MT_SUCCESS ? "" : m->run.message);
+    fflush(stdout);
+}
+
+/* The program as it is must be accepted, and give on 4 ranks what it gives on one. */
+static int mutants_right(mutants_runs *m) {
+    double loss, norm;
+    mutants_check(&m->one);
+    if (m->one.status != MT_SUCCESS) return printf("the program is refused: %s\n", m->one.message), 0;
+    mutants_compute(1, &m->one);
+    mutants_compute(MUTANTS_RANKS, &m->right);
+    if (m->one.status != MT_SUCCESS || m->right.status != MT_SUCCESS) return printf("the program fails\n"), 0;
+    loss = mutants_losses_differ(&m->one, &m->right);
+    norm = mutants_norms_differ(&m->right, &m->one);
+    if (loss <= MUTANTS_ROUNDING && norm <= MUTANTS_ROUNDING) return 1;
+    return printf("on 1 and on 4 ranks losses differ by %.1e, norms of gradients by %.1e\n", loss, norm), 0;
+}
+
+/* Runs the mutant with the number of the argument, or all that the program reaches. */
+int main(int argc, char **argv) {
+    mutants_runs *m = (mutants_runs *)calloc(1, sizeof *m);
+    int first = argc > 1 ? atoi(argv[1]) : 1, last = argc > 1 ? first : MUTANTS_COUNT;
+    if (!m) return 1;
+    for (mutants_variant = 0; mutants_variant < MUTANTS_VARIANTS; mutants_variant++) {
+        memset(mutants_reached, 0, sizeof mutants_reached);
+        if (!mutants_right(m)) return 1;
+        for (int i = first; i <= last; i++)
+            if (mutants_reached[i]) mutants_try(i, m);
+    }
+    free(m);
+    return 0;
+}
+
+#endif
