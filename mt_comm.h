@@ -3880,6 +3880,7 @@ MT_API mt_status mt_hash_add(mt_context *ctx, mt_tensor x, int64_t first_row, in
    back, and ends where no piece before reaches the view. */
 
 #define MTI_ALL_PLACEMENTS 15 /* a set */
+#define MTI_SPLIT_PLACEMENTS (1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS)
 #define MTI_AXES 4
 #define MTI_RULE_OPERANDS 16
 
@@ -3988,12 +3989,11 @@ static int mti_extent_is_dense(mti_extent e) { return e.pitch == e.width; }
    are a matrix of their own: nothing is known about it. Some columns of a tensor that is split by rows are split by
    rows. A split tensor that is seen in one row, or in other rows, is split in some way. */
 static unsigned char mti_seen_through(mti_extent view, mti_extent piece, unsigned char may) {
-    const unsigned char split = 1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS;
-    if (!(may & split) || view.width == piece.width) return may;
+    if (!(may & MTI_SPLIT_PLACEMENTS) || view.width == piece.width) return may;
     if (view.pitch == piece.pitch && may == 1 << MT_SPLIT_ROWS) return may;
     if (view.pitch == piece.pitch && view.width < piece.width)
         return may >> MT_SPLIT_COLS & 1 ? MTI_ALL_PLACEMENTS : may;
-    return (unsigned char)(may | split);
+    return (unsigned char)(may | MTI_SPLIT_PLACEMENTS);
 }
 
 /* Whether two extents share memory. Columns of the same rows do not. */
@@ -4228,16 +4228,17 @@ typedef struct mti_known {
     const mti_placed *parameter; /* NULL: the view is no part of one */
 } mti_known;
 
-static void mti_known_add(mti_known *k, mti_extent e, const mti_placed *p) {
-    const unsigned char split = 1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS;
+/* Adds what a piece says about a view. covers: 1 if the piece has all of the view */
+static void mti_known_add(mti_known *k, mti_extent e, const mti_placed *p, int covers) {
     unsigned char *part = k->parts[k->count < MTI_KNOWN_PARTS ? k->count : MTI_KNOWN_PARTS - 1];
-    int g, covers = mti_extent_covers(p->at, e);
+    int g;
     if (p->zero) return;
     if (k->count == 0) k->by = p->by, k->with = p->with;
     for (g = 0; g < MTI_AXES; g++) {
         unsigned char may = mti_seen_through(e, p->at, p->may[g]);
+        int more = !covers && (may & MTI_SPLIT_PLACEMENTS) ? MTI_SPLIT_PLACEMENTS : 0; /* split in some way */
         k->may[g] = (unsigned char)(k->may[g] | may);
-        part[g] = (unsigned char)(part[g] | may | (!covers && (may & split) ? split : 0)); /* split in some way */
+        part[g] = (unsigned char)(part[g] | may | more);
     }
     if (k->count < MTI_KNOWN_PARTS) k->count++;
 }
@@ -4265,7 +4266,7 @@ static mti_known mti_memory_known(const mti_checker *c, mt_tensor t) {
     for (p = mti_placed_older(&c->written, e, UINT64_MAX); p && inside < bytes;
          p = mti_placed_older(&c->written, e, p->age)) {
         int covers = mti_extent_covers(p->at, e);
-        mti_known_add(&k, e, p);
+        mti_known_add(&k, e, p, covers);
         if (covers || mti_extent_covers(e, p->at)) inside += covers ? bytes : mti_extent_bytes(p->at);
         written += covers ? bytes : mti_extent_shared(e, p->at);
     }
@@ -4404,11 +4405,15 @@ static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor
     return mti_placement_note(ctx, t, k.may, 0, "mt_declare", NULL);
 }
 
+static mt_status mti_expect_placement(mt_context *ctx, const char *function, mt_placement placement) {
+    if ((int)placement >= 0 && placement <= MT_UNDECLARED) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: placement is %d, must be from MT_REPLICATED to MT_UNDECLARED", function,
+                   (int)placement);
+}
+
 MT_API mt_status mt_declare(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if ((int)placement < 0 || placement > MT_UNDECLARED)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare: placement is %d, must be from MT_REPLICATED to MT_UNDECLARED",
-                       (int)placement);
+    MT_TRY(mti_expect_placement(ctx, "mt_declare", placement));
     if (!comm && placement != MT_UNDECLARED)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare: comm is NULL, and placement is not MT_UNDECLARED");
     if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
@@ -4426,11 +4431,7 @@ MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t
     mti_placed *view;
     int g;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if ((int)placement < 0 || placement > MT_UNDECLARED)
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "mt_check_view: placement is %d, must be from MT_REPLICATED to "
-                       "MT_UNDECLARED",
-                       (int)placement);
+    MT_TRY(mti_expect_placement(ctx, "mt_check_view", placement));
     if (!ctx->checker) return MT_SUCCESS;
     g = mti_axis_of(ctx->checker, comm, 1);
     view = mti_placed_add(&ctx->checker->views);
@@ -4798,7 +4799,6 @@ static mt_status mti_place_split(mt_context *ctx, const char *where, const char 
 
 MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
                                 const mt_place *place) {
-    const int split = 1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS;
     mti_known k;
     char is[160], must[160];
     int g, whole = t.rows > 1 && mt_tensor_ld(t) == t.cols; /* 0: t may be a part of the columns */
@@ -4809,8 +4809,8 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
     for (g = 0; g < ctx->checker->count && !(k.zero && !k.parameter); g++) {
         int by_rows = k.may[g] == 1 << MT_SPLIT_ROWS, by_cols = k.may[g] == 1 << MT_SPLIT_COLS;
         if (by_rows || by_cols) MT_TRY(mti_place_split(ctx, where, field, name, &k, g, place));
-        if (!by_rows && (k.may[g] & split)) whole = 0;
-        if (!(k.may[g] & split)) alike = 1;
+        if (!by_rows && (k.may[g] & MTI_SPLIT_PLACEMENTS)) whole = 0;
+        if (!(k.may[g] & MTI_SPLIT_PLACEMENTS)) alike = 1;
     }
     if (k.zero || !whole || !alike || place->global_cols == place->cols) return MT_SUCCESS;
     snprintf(is, sizeof is, "no group splits the columns of %.60s", name);

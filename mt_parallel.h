@@ -4066,14 +4066,13 @@ static int mti_is_whole(const mt_param *p) {
     return p->tp_size == 1 && p->local_features == mti_split_dimension(p) && (p->desc.parts == 1 || p->shards == 1);
 }
 
-/* In check mode, refuses a tensor that is known not to be `must` over the tensor group. help: what else to do */
-static mt_status mti_placement_check(mt_context *ctx, const mt_comm *tp, const char *what, mt_tensor t,
-                                     mt_placement must, const char *help) {
-    static const char *const words[] = {"replicated", "split by rows", "split by columns", "partial"};
+/* In check mode, refuses a tensor that is known not to be replicated over the tensor group. */
+static mt_status mti_replicated_check(mt_context *ctx, const mt_comm *tp, const char *what, mt_tensor t) {
+    static const char *const words[] = {"", "split by rows", "split by columns", "partial"};
     mt_placement is = mt_placement_of(ctx, tp, t);
-    if (is == MT_UNDECLARED || is == must) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s is %s over \"tensor\" (%d ranks), must be %s%s", what, words[is],
-                   mt_comm_size(tp), words[must], help);
+    if (is == MT_UNDECLARED || is == MT_REPLICATED) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s is %s over \"tensor\" (%d ranks), must be replicated", what, words[is],
+                   mt_comm_size(tp));
 }
 
 /* Sets *out to the columns of x [tokens, n] that belong to this rank. It is a view when they are one piece, and
@@ -4082,7 +4081,7 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_pa
                                  mt_tensor *out) {
     int64_t i, blocks = mti_param_blocks(p);
     mti_block first = mti_param_block(p, p->tp_rank, 0), last = mti_param_block(p, p->tp_rank, blocks - 1);
-    MT_TRY(mti_placement_check(ctx, tp, what, x, MT_REPLICATED, ""));
+    MT_TRY(mti_replicated_check(ctx, tp, what, x));
     if (mti_is_whole(p) || (p->desc.parts == 1 && p->desc.copies == 1 && last.count == last.size)) {
         *out = mt_tensor_cols(x, first.global, p->local_features);
         return mt_check_view(ctx, tp, *out, MT_SPLIT_COLS); /* nothing in a group of one */
@@ -5944,7 +5943,8 @@ static mt_status mti_sync_lookups(mt_context *ctx, mt_params *params) {
 static mt_status mti_sums_check(mt_context *ctx, const char *function, mt_params *params) {
     const mt_grid *grid = params->grid;
     int i;
-    for (i = 0; i < params->count && mti_gradients_known(ctx, params); i++) {
+    if (!mt_check_mode(ctx) || !mti_gradients_known(ctx, params)) return MT_SUCCESS;
+    for (i = 0; i < params->count; i++) {
         const mt_param *p = params->list[i];
         const mt_comm *group = mt_placement_of(ctx, grid->dp, p->grad) == MT_REPLICATED ? grid->dp : NULL;
         if (p->desc.sequence_partial && mt_placement_of(ctx, grid->tp, p->grad) == MT_REPLICATED) group = grid->tp;

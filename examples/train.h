@@ -793,12 +793,6 @@ static pass pass_of(trainer *t, int64_t step, int64_t sequences, int64_t micro, 
     return p;
 }
 
-/* For check mode: the data ranks have other sequences. */
-static mt_status declare_inputs(const trainer *t) {
-    int64_t count = t->sequences * (TOKEN_INPUTS * (int64_t)t->job->o.seq + SEQUENCE_INPUTS);
-    return mt_declare(t->ctx, t->grid.dp, mt_tensor_make(t->inputs, MT_I32, count, 1), MT_SPLIT_ROWS);
-}
-
 /* Runs a pass. The first row of t->totals becomes the sums over all data ranks. */
 static mt_status run_pass(pass *p) {
     trainer *t = p->t;
@@ -810,7 +804,6 @@ static mt_status run_pass(pass *p) {
                                .user = p};
     int n = (int)((p->end - p->first + p->micro - 1) / p->micro), count = 0;
     float *total = (float *)t->totals.data;
-    MT_TRY(declare_inputs(t));
     MT_TRY(mt_pipeline_schedule(p->training ? (mt_schedule)t->job->o.schedule : MT_SCHEDULE_FORWARD_ONLY,
                                 t->grid.pp_size, t->grid.pp_rank, n, t->actions, t->max_actions, &count));
     MT_TRY(mt_fill(t->ctx, t->totals, 0.0f));

@@ -170,11 +170,13 @@ static double mutants_distance(const float *a, const float *b, int64_t n) {
     return isfinite(d) ? d : INFINITY;
 }
 
+static int mutants_tp(const mutants_run *run) { return run->size == 1 || !program_grid.tp ? 1 : program_grid.tp; }
+
 /* The loss of a step: the sum over data ranks and stages. Tensor ranks have the same. */
 static double mutants_loss_of(const mutants_run *run, int step) {
     double sum = 0;
     for (int i = 0; i < run->size; i++) sum += run->ranks[i].loss[step];
-    return sum / (run->size == 1 || program_grid.tp == 0 ? 1 : program_grid.tp);
+    return sum / mutants_tp(run);
 }
 
 static double mutants_losses_differ(const mutants_run *a, const mutants_run *b) {
@@ -204,7 +206,7 @@ static double mutants_gradients_differ(const mutants_run *a, const mutants_run *
 
 /* The norm of a gradient: of all parts of the tensor group that rank `rank` is in, or of its copy. */
 static double mutants_norm_of(const mutants_run *run, int rank, const char *name, int step) {
-    int tp = run->size == 1 || program_grid.tp == 0 ? 1 : program_grid.tp, group = rank - rank % tp;
+    int tp = mutants_tp(run), group = rank - rank % tp;
     double sum = 0;
     for (int r = group; r < group + tp; r++)
         for (int t = 0; t < run->ranks[r].tensors; t++) {

@@ -14,6 +14,8 @@
 # `wants`: words, separated by |, of which the message has one.
 use strict;
 use warnings;
+use FindBin;
+require "$FindBin::Bin/../planted/lists.pl";
 
 my ($folder, @arguments) = @ARGV;
 my (@sources, @lists, %sections, %text, %masked, @mutants);
@@ -43,13 +45,6 @@ my %named = (
     mt_all_gather => $gathers,
 );
 my $flag = 'sequence_partial|shared_embedding|skip_bias_add';
-
-sub slurp {
-    my ($name) = @_;
-    open my $in, '<', $name or die "$name: $!\n";
-    local $/;
-    return <$in>;
-}
 
 # The text with blanks for comments and strings, which has the same places.
 sub masked {
@@ -143,36 +138,11 @@ sub flag_mutants {
 
 # ---- lists ---------------------------------------------------------------------------------------------------------
 
-sub read_list {
-    my ($name) = @_;
-    my @bugs;
-    for (split /\n/, slurp($name)) {
-        next if /^#|^\s*$/;
-        /^(bug|in|wants|-|\+)\s+(.*)$/ or die "$name: not a line of a list: $_\n";
-        push @bugs, {} if $1 eq 'bug';
-        $bugs[-1]{$1} = defined $bugs[-1]{$1} ? "$bugs[-1]{$1}\n$2" : $2;
-    }
-    return @bugs;
-}
-
-# The range of the function; without a name, the whole text.
-sub body {
-    my ($source, $name) = @_;
-    return (0, length $text{$source}) unless defined $name;
-    return unless $masked{$source} =~ /^[A-Za-z][^\n;={}]*?\b\Q$name\E\([^;{}]*\)\s*\{/m;
-    my $begin = $-[0];
-    return ($begin, index $text{$source}, "\n}", $begin);
-}
-
 sub list_mutant {
     my ($bug) = @_;
-    my $pattern = join '(?:\s|/\*(?:(?!\*/).)*\*/)+', map { quotemeta } split ' ', $bug->{'-'};
     my @places;
     for my $source (@sources) {
-        my ($begin, $end) = body($source, $bug->{in});
-        next unless defined $begin;
-        my $part = substr $text{$source}, $begin, $end - $begin;
-        push @places, [$source, $begin + $-[0], $begin + $+[0]] while $part =~ /$pattern/gs;
+        push @places, map { [$source, @$_] } places_of(\$text{$source}, $bug->{'-'}, $bug->{in});
     }
     die "$bug->{bug}: its old text is there " . scalar(@places) . " times, not once\n" if @places != 1;
     my $new = defined $bug->{'+'} ? $bug->{'+'} : '';
@@ -226,7 +196,7 @@ for (@sources) {
     call_mutants($_);
     flag_mutants($_);
 }
-list_mutant($_) for map { read_list($_) } @lists;
+list_mutant($_) for map { read_list($_, qw(bug in wants - +)) } @lists;
 my $number = 0;
 $_->{number} = ++$number for @mutants;
 for my $source (@sources) {

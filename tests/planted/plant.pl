@@ -7,59 +7,23 @@
 # or, for a bug that cannot be planted: 0, list, title, error.
 use strict;
 use warnings;
+use FindBin;
+require "$FindBin::Bin/lists.pl";
 
 my @headers = qw(mt_comm.h mt_kernels.cuh mt_parallel.h megatron.h);
 my ($folder, @lists) = @ARGV;
 my (%text, %cuts);
 
-sub slurp {
+sub list_of {
     my ($name) = @_;
-    open my $in, '<', $name or die "$name: $!\n";
-    local $/;
-    return <$in>;
-}
-
-sub read_list {
-    my ($name) = @_;
-    my @bugs;
     my ($list) = $name =~ m{([^/]*)\.txt$};
-    for (split /\n/, slurp($name)) {
-        next if /^#|^\s*$/;
-        /^(bug|run|case|in|line|split|-|\+)\s+(.*)$/ or die "$name: not a line of a list: $_\n";
-        push @bugs, { list => $list } if $1 eq 'bug';
-        $bugs[-1]{$1} = defined $bugs[-1]{$1} ? "$bugs[-1]{$1}\n$2" : $2;
-    }
-    return @bugs;
+    return map { { %$_, list => $list } } read_list($name, qw(bug run case in line split - +));
 }
 
-# Returns the ranges of the bodies of a function or a structure; without a name, the whole text.
-sub bodies {
-    my ($header, $name) = @_;
-    my @bodies;
-    my $text = \$text{$header};
-    return [0, length $$text] unless defined $name;
-    for (my $at = 0; ($at = index $$text, $name, $at) >= 0; $at = index $$text, "\n", $at) {
-        my $line = 1 + rindex $$text, "\n", $at;
-        pos($$text) = $line;
-        push @bodies, [$line, index $$text, "\n}", $line]
-            if $$text =~ /\G(?:[^\s#\/][^\n]*\b| {4})\Q$name\E(\([^;{}]*)? ?\{/g;
-    }
-    return @bodies;
-}
-
-# Returns all places of the old text. Its white space matches any white space and comments.
+# Returns all places of the old text.
 sub places {
     my ($bug) = @_;
-    my $pattern = join '(?:\s|/\*(?:(?!\*/).)*\*/)+', map { quotemeta } split ' ', $bug->{'-'};
-    my @places;
-    for my $header (@headers) {
-        for my $body (bodies($header, $bug->{in})) {
-            my ($begin, $end) = @$body;
-            my $part = substr $text{$header}, $begin, $end - $begin;
-            push @places, [$header, $begin + $-[0], $begin + $+[0]] while $part =~ /$pattern/gs;
-        }
-    }
-    return @places;
+    return map { my $header = $_; map { [$header, @$_] } places_of(\$text{$header}, $bug->{'-'}, $bug->{in}) } @headers;
 }
 
 sub planted {
@@ -87,7 +51,7 @@ sub plant {
 $text{$_} = slurp($_) for @headers;
 $cuts{$_} = [] for @headers;
 my $number = 0;
-for my $bug (map { read_list($_) } @lists) {
+for my $bug (map { list_of($_) } @lists) {
     my $wrong = plant($bug);
     $bug->{number} = defined $wrong ? 0 : ++$number;
     my @run = split ' ', defined $bug->{run} ? $bug->{run} : 'train_gpt';
