@@ -3646,6 +3646,15 @@ MT_API void mt_parallel_for(mt_context *ctx, int64_t count, int64_t grain, mt_ra
 #pragma clang diagnostic ignored "-Wpass-failed"
 #endif
 
+/* For Intel's processors with AVX-512, gcc takes vectors of 256 bits unless it is told to take longer ones. */
+#if defined(__AVX512F__) && defined(__GNUC__) && __GNUC__ >= 8 && !defined(__clang__) && !defined(__CUDACC__)
+#define MT_PREFER_512 1
+#pragma GCC push_options
+#pragma GCC target("prefer-vector-width=512")
+#else
+#define MT_PREFER_512 0
+#endif
+
 #if defined(__GNUC__)
 #define MT_INLINE static inline __attribute__((always_inline))
 #else
@@ -5162,6 +5171,9 @@ MTI_DEFINE_COMBINE(mti_sum_i32, uint32_t, a + b)                /* wraps around 
 MTI_DEFINE_COMBINE(mti_max_i32, int32_t, a > b ? a : b)
 #if defined(__clang__)
 #pragma clang diagnostic pop
+#endif
+#if MT_PREFER_512
+#pragma GCC pop_options
 #endif
 
 typedef void (*mti_combine)(void *out0, void *out1, const void *left, const void *right, size_t n);

@@ -938,6 +938,10 @@ MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
 #else
 #define MTI_UNROLL
 #endif
+#if MT_PREFER_512
+#pragma GCC push_options
+#pragma GCC target("prefer-vector-width=512")
+#endif
 
 /* Brings the line of the cache at an address into L1, or into L2. */
 #if defined(__GNUC__)
@@ -14237,6 +14241,9 @@ MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_te
 
 #if defined(__clang__)
 #pragma clang diagnostic pop
+#endif
+#if MT_PREFER_512
+#pragma GCC pop_options
 #endif
 
 #endif /* MEGATRON_IMPLEMENTATION */
