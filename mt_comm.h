@@ -3719,6 +3719,11 @@ MT_INLINE uint16_t mti_f32_to_f16(float x) {
 #else
 #define MT_HAS_AVX512_BF16 0
 #endif
+#if MT_HAS_AVX512_BF16 && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#define MT_HAS_AMX_BF16 1
+#else
+#define MT_HAS_AMX_BF16 0
+#endif
 
 static int64_t mti_f16_to_f32_by_8(const uint16_t *x, float *y, int64_t n) {
     int64_t j = 0;

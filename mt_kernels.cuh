@@ -61,7 +61,7 @@
 
    This is the list of the sections of the implementation. Each section begins at a comment with its name.
    These sections are shared by operators: >>options >>check >>math >>views >>vector-loads >>16bit >>rows >>map
-   >>columns >>random-words >>panels >>ptx >>tile >>rules >>dispatch.
+   >>columns >>random-words >>panels >>amx >>ptx >>tile >>rules >>dispatch.
    Each of these sections holds one operator or a few related ones (checks, CPU loop, kernels, launch, public
    functions): >>fill >>copy >>add >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout
    >>attention >>rotary >>kv-cache >>ids >>embedding >>cross-entropy >>sample >>adamw >>multi-tensor >>step
@@ -424,10 +424,11 @@ typedef struct mt_attention_desc {
    The bits do not depend on their number. In forward a thread gets some blocks of 96 queries of a head, in backward
    some groups of a sequence. One thread computes the groups that add to the same elements of dbias.
    If q, k and v are bf16, in backward also dout, and the program is compiled for AVX512-BF16 (gcc or clang), then the
-   products on a CPU have bf16 operands and sums in f32, as on tensor cores. Probabilities and gradients of scores are
-   rounded to bf16 before they are multiplied. The softmax and lse are computed in f32, and denormal bf16 numbers count
-   as 0. Other calls on a CPU compute in f32. mt_kv_cache_attention does the same for more than MT_KV_DECODE_QUERIES
-   queries, and in invariant mode.
+   products on a CPU have bf16 operands and sums in f32, as on tensor cores. A program that is compiled for AMX as well
+   (-march=native on such a processor) multiplies in the tiles of AMX, if Linux permits it; then sums have another order.
+   Probabilities and gradients of scores are rounded to bf16 before they are multiplied. The softmax and lse are computed
+   in f32, and denormal bf16 numbers count as 0. Other calls on a CPU compute in f32. mt_kv_cache_attention does the same
+   for more than MT_KV_DECODE_QUERIES queries, and in invariant mode.
    Forward does not read desc->dbias. Backward changes only the rows of this call's heads in it. Errors: MT_ERR_ARGUMENT
    (in backward: dbias overlaps another tensor of the call, or the bias is missing or is a boolean mask),
    MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
@@ -2832,6 +2833,7 @@ typedef struct mti_gemm_piece { /* one block of a product: c [m, n] = alpha a [m
     int64_t a_row, a_col, ldc, m, n, k;
     float alpha, beta;
     int pairs; /* 1: a and packed_b hold pairs of bf16 numbers, and k counts them; see mti_gemm_step */
+    int tiles; /* 1: in pairs, and the product is one of mti_tiles_product */
 } mti_gemm_piece;
 
 /* mti_gemm_sums for the tile from row i on, over [first, end) of the inner dimension. b is the panel. Rows that a does
@@ -2880,6 +2882,108 @@ static void mti_gemm_tile(const mti_gemm_piece *x, int64_t i, int64_t j, int64_t
     if (x->beta != 0.0f) mti_gemm_copy(c, x->ldc, room, MTI_NR, m, n);
     mti_gemm_panel(x, i, first, end, b, room, MTI_NR);
     mti_gemm_copy(room, MTI_NR, c, x->ldc, m, n);
+}
+
+/* ---- >>amx: products of pairs in the tiles of AMX ---------------------------------------------------------------- */
+
+/* A tile is a register of 16 rows of 64 bytes: 16 x 16 floats or pairs of bf16 numbers. An instruction adds the product
+   of two tiles of pairs, a and b, to a tile of floats. A packed panel of pairs has the layout of b. Sums over k go in
+   steps of MTI_TILE_SIDE pairs, which begin at multiples of it. So an element of c has the same bits in any place, and
+   also if a step is left out whose products are all 0. */
+#define MTI_TILE_SIDE 16
+#define MTI_TILES (2 * MTI_TILE_SIDE) /* rows and columns of c that are computed at once, in four tiles */
+
+#if MT_HAS_AMX_BF16
+/* Asks Linux to let this process use tiles. Returns 0 if it does not, or if the processor has none. */
+static int mti_tiles_permitted(void) {
+    const long request = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    return syscall(SYS_arch_prctl, request, tile_data) == 0;
+}
+
+/* A thread calls mti_tiles_begin before its products, and mti_tiles_end after them. */
+static void mti_tiles_begin(void) {
+    unsigned char config[64] = {0}; /* byte 0: the palette; from 16 on: bytes of a row; from 48 on: rows */
+    int t;
+    config[0] = 1;
+    for (t = 0; t < 8; t++) {
+        config[16 + 2 * t] = 4 * MTI_TILE_SIDE;
+        config[48 + t] = MTI_TILE_SIDE;
+    }
+    _tile_loadconfig(config);
+}
+
+static void mti_tiles_end(void) { _tile_release(); }
+
+/* c [MTI_TILES, MTI_TILES] = a b, a sum over k pairs, a multiple of MTI_TILE_SIDE. b is a packed panel. */
+static void mti_tiles_sums(int64_t k, const float *a, int64_t lda, const float *b, float *c, int64_t ldc) {
+    size_t a_bytes = (size_t)lda * sizeof *a, b_bytes = MTI_NR * sizeof *b, c_bytes = (size_t)ldc * sizeof *c;
+    float *c1 = c + MTI_TILE_SIDE * ldc;
+    int64_t p;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (p = 0; p < k; p += MTI_TILE_SIDE, a += MTI_TILE_SIDE, b += MTI_TILE_SIDE * MTI_NR) {
+        _tile_loadd(4, a, a_bytes);
+        _tile_loadd(5, a + MTI_TILE_SIDE * lda, a_bytes);
+        _tile_loadd(6, b, b_bytes);
+        _tile_loadd(7, b + MTI_TILE_SIDE, b_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, c_bytes);
+    _tile_stored(1, c + MTI_TILE_SIDE, c_bytes);
+    _tile_stored(2, c1, c_bytes);
+    _tile_stored(3, c1 + MTI_TILE_SIDE, c_bytes);
+}
+
+/* Writes the transpose of x [k, MTI_TILES], whose rows are ldx apart, to out, whose rows are k apart. k is a multiple
+   of MTI_TILE_SIDE. */
+static void mti_tiles_transpose(const float *x, int64_t ldx, int64_t k, float *out) {
+    mti_simd t[MTI_TILE_SIDE];
+    int64_t i, p;
+    int r;
+    for (i = 0; i < MTI_TILES; i += MTI_TILE_SIDE)
+        for (p = 0; p < k; p += MTI_TILE_SIDE) {
+            for (r = 0; r < MTI_TILE_SIDE; r++) memcpy(&t[r], x + (p + r) * ldx + i, sizeof t[r]);
+            mti_transpose_simd(t);
+            for (r = 0; r < MTI_TILE_SIDE; r++) memcpy(out + (i + r) * k + p, &t[r], sizeof t[r]);
+        }
+}
+#else
+static int mti_tiles_permitted(void) { return 0; }
+static void mti_tiles_begin(void) {}
+static void mti_tiles_end(void) {}
+static void mti_tiles_sums(int64_t k, const float *a, int64_t lda, const float *b, float *c, int64_t ldc) {
+    (void)k, (void)a, (void)lda, (void)b, (void)c, (void)ldc;
+}
+static void mti_tiles_transpose(const float *x, int64_t ldx, int64_t k, float *out) {
+    (void)x, (void)ldx, (void)k, (void)out;
+}
+#endif
+
+/* Writes alpha s [m, n] to c, or adds it. The rows of s are MTI_TILES apart. */
+static void mti_tiles_write(const float *s, float alpha, int add, float *c, int64_t ldc, int64_t m, int64_t n) {
+    int64_t i, j;
+    for (i = 0; i < m; i++, s += MTI_TILES, c += ldc) {
+        if (n == MTI_TILES && add)
+            for (j = 0; j < MTI_TILES; j++) c[j] += alpha * s[j];
+        else
+            for (j = 0; j < n; j++) c[j] = alpha * s[j] + (add ? c[j] : 0.0f);
+    }
+}
+
+/* Computes the part of a product in MTI_TILES rows from row i on and MTI_TILES columns from column j on, where
+   beta is 0 or 1. `a` has the pairs [first, end) of these rows, which are lda apart. Of MTI_TILES rows, a may have some
+   that x does not have. */
+static void mti_tiles_product(const mti_gemm_piece *x, int64_t i, int64_t j, int64_t first, int64_t end, const float *a,
+                              int64_t lda) {
+    float room[MTI_TILES * MTI_TILES], *c = x->c + i * x->ldc + j;
+    mti_tiles_sums(end - first, a, lda, x->packed_b + j * x->k + first * MTI_NR, room, MTI_TILES);
+    mti_tiles_write(room, x->alpha, x->beta != 0.0f, c, x->ldc, mt_min(MTI_TILES, x->m - i),
+                    mt_min(MTI_TILES, x->n - j));
 }
 
 /* ---- >>ptx: wrappers of PTX instructions ------------------------------------------------------------------------- */
@@ -4332,7 +4436,7 @@ static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
     x.a_col = a_col;
     x.packed_b = room_b;
     x.packed_a = pack_a ? room_a : NULL;
-    x.pairs = 0;
+    x.pairs = x.tiles = 0;
     for (j = 0; j < g->n; j += MTI_NC)
         for (p = 0; p < g->k; p += MTI_KC) {
             x.n = mt_min(MTI_NC, g->n - j);
@@ -7281,7 +7385,7 @@ MT_INLINE MT_HOST_DEVICE int64_t mti_bias_row(const mt_attention_desc *s, int64_
 }
 
 /* A CPU computes the scores of MTI_QUERIES queries and MTI_KEYS keys at a time, a block that stays in L2. Both are
-   multiples of every MTI_MR, and MTI_KEYS of every MTI_NR and of MTI_PARTIALS. */
+   multiples of every MTI_MR and of MTI_TILES, and MTI_KEYS of every MTI_NR and of MTI_PARTIALS. */
 #define MTI_QUERIES 96
 #define MTI_KEYS 384
 
@@ -7296,6 +7400,7 @@ typedef struct mti_attention {
        first one */
     int64_t threads, thread_floats;
     int pairs;             /* 1: products have bf16 operands, in pairs; see mti_attention_in_pairs */
+    int tiles;             /* 1: in pairs, and the processor multiplies them in tiles; see >>amx */
     float *scores, *grads; /* [queries, mti_scores_width], a block; grads for backward only */
     float *grad_pairs;     /* [queries, mti_scores_width / 2]: in backward in pairs, the rows of grads */
     /* packed k and v of a group, as the right operand of products that sum over features or over keys; packed q and
@@ -7352,8 +7457,17 @@ static int mti_attention_in_pairs(const mti_attention *a, int backward) {
            (!backward || a->dout.dtype == MT_BF16);
 }
 
-/* The places of n numbers that a product sums over. */
-static int64_t mti_places(const mti_attention *a, int64_t n) { return a->pairs ? (n + 1) / 2 : n; }
+/* The places of n numbers that a product sums over. Those that have no number count as 0. */
+static int64_t mti_places(const mti_attention *a, int64_t n) {
+    if (a->tiles) return mt_round_up(n, MTI_TILES) / 2;
+    return a->pairs ? (n + 1) / 2 : n;
+}
+
+/* The queries of a block that scratch memory has room for: whole tiles. */
+static int64_t mti_query_room(const mti_attention *a) {
+    int64_t queries = mt_min(MTI_QUERIES, a->desc.seq);
+    return a->tiles ? mt_round_up(queries, MTI_TILES) : queries;
+}
 
 /* The floats of a row of scores: whole vectors of MTI_PARTIALS. */
 static int64_t mti_scores_width(const mt_attention_desc *s) {
@@ -7367,14 +7481,15 @@ static mt_status mti_attention_floats(mti_attention *a, int64_t count, float **o
     return MT_SUCCESS;
 }
 
-/* The same if t needs a room of `rows` rows of a head. */
+/* The same if t needs a room of `rows` rows of a head, as floats or as pairs of features. */
 static mt_status mti_attention_head_room(mti_attention *a, mt_tensor t, int64_t rows, float **out) {
-    return !t.data || t.dtype == MT_F32 ? MT_SUCCESS : mti_attention_floats(a, rows * a->desc.head_dim, out);
+    int64_t width = mt_max(a->desc.head_dim, mti_places(a, a->desc.head_dim));
+    return !t.data || t.dtype == MT_F32 ? MT_SUCCESS : mti_attention_floats(a, rows * width, out);
 }
 
 static mt_status mti_attention_rooms(mti_attention *a) {
     const mt_attention_desc *s = &a->desc;
-    int64_t queries = mt_min(MTI_QUERIES, s->seq);
+    int64_t queries = mti_query_room(a);
     MT_TRY(mti_attention_head_room(a, a->k.dtype == MT_F32 ? a->v : a->k, mt_min(MTI_KEYS, s->kv_seq), &a->kv_room));
     MT_TRY(mti_attention_head_room(a, a->q, queries, &a->q_room));
     MT_TRY(mti_attention_head_room(a, a->out, queries, &a->out_room));
@@ -7387,9 +7502,10 @@ static mt_status mti_attention_rooms(mti_attention *a) {
 /* Allocates the scratch memory of a thread. */
 static mt_status mti_attention_thread_scratch(mti_attention *a, int backward) {
     const mt_attention_desc *s = &a->desc;
-    int64_t head = mt_round_up(s->head_dim, MTI_NR), queries = mt_min(MTI_QUERIES, s->seq);
-    int64_t features, keys;
+    int64_t head = mt_round_up(s->head_dim, MTI_NR), queries, features, keys;
     a->pairs = mti_attention_in_pairs(a, backward);
+    a->tiles = a->pairs && mti_tiles_permitted();
+    queries = mti_query_room(a);
     features = mt_round_up(s->kv_seq, MTI_NR) * mti_places(a, s->head_dim);
     keys = mti_places(a, s->kv_seq) * head;
     MT_TRY(mti_attention_rooms(a));
@@ -7446,15 +7562,15 @@ static mti_head mti_attention_head(const mti_attention *a, int64_t batch, int64_
 
 static float *mti_at(mt_tensor t, int64_t row, int64_t col) { return (float *)t.data + row * mt_tensor_ld(t) + col; }
 
-/* Reads `rows` rows of a bf16 view of a head, with pairs of neighbouring features in places of floats. The last feature
-   of an odd number has 0 beside it. */
-static mt_tensor mti_feature_pairs(mt_tensor t, int64_t row, int64_t rows, int64_t col, int64_t head_dim, float *room) {
-    mt_tensor x = mt_tensor_make(room, MT_F32, rows, (head_dim + 1) / 2);
-    int64_t i;
+/* Reads `rows` rows of a bf16 view of a head, with pairs of neighbouring features in places of floats. */
+static mt_tensor mti_feature_pairs(const mti_attention *a, mt_tensor t, int64_t row, int64_t rows, int64_t col,
+                                   float *room) {
+    int64_t d = a->desc.head_dim, i;
+    mt_tensor x = mt_tensor_make(room, MT_F32, rows, mti_places(a, d));
     for (i = 0; i < rows; i++) {
         float *y = mti_row(x, i);
-        y[x.cols - 1] = 0.0f;
-        memcpy(y, mti_row16(t, row + i) + col, (size_t)head_dim * sizeof(uint16_t));
+        mti_row_fill(y + d / 2, 0.0f, x.cols - d / 2);
+        memcpy(y, mti_row16(t, row + i) + col, (size_t)d * sizeof(uint16_t));
     }
     return x;
 }
@@ -7462,7 +7578,7 @@ static mt_tensor mti_feature_pairs(mt_tensor t, int64_t row, int64_t rows, int64
 /* Reads `rows` rows of a head for products that sum over features. room: see mti_attention. */
 static mt_tensor mti_attention_read(const mti_attention *a, mt_tensor t, int64_t row, int64_t rows, int64_t col,
                                     float *room) {
-    if (a->pairs) return mti_feature_pairs(t, row, rows, col, a->desc.head_dim, room);
+    if (a->pairs) return mti_feature_pairs(a, t, row, rows, col, room);
     return mti_f32_read(t, row, rows, col, a->desc.head_dim, room);
 }
 
@@ -7477,13 +7593,14 @@ static void mti_pack_features(const mti_attention *a, mt_tensor t, int64_t row, 
 
 /* Packs n rows of a bf16 view of a head, with pairs of neighbouring rows in places of floats. Rows from `length` on
    count as 0. */
-static void mti_pack_row_pairs(mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t length, int64_t head_dim,
+static void mti_pack_row_pairs(const mti_attention *a, mt_tensor t, int64_t row, int64_t col, int64_t n, int64_t length,
                                float *out) {
-    int64_t places = (n + 1) / 2, p, i, j, count;
+    int64_t places = mti_places(a, n), head_dim = a->desc.head_dim, p, i, j, count;
+    length = mt_min(length, n);
     for (p = 0; p < places; p++) {
-        const uint16_t *x = mti_row16(t, row + 2 * p) + col;
-        const uint16_t *y = 2 * p + 1 < length ? mti_row16(t, row + 2 * p + 1) + col : x;
-        uint32_t present = y != x ? 0xffffffffu : 0x0000ffffu;
+        const uint16_t *x = mti_row16(t, row + mt_min(2 * p, n - 1)) + col;
+        const uint16_t *y = mti_row16(t, row + mt_min(2 * p + 1, n - 1)) + col;
+        uint32_t present = 2 * p + 1 < length ? 0xffffffffu : 2 * p < length ? 0x0000ffffu : 0;
         for (i = 0; i < head_dim; i += MTI_NR) {
             float *to = out + i * places + p * MTI_NR;
             count = mt_min(MTI_NR, head_dim - i);
@@ -7502,7 +7619,7 @@ static void mti_pack_rows(const mti_attention *a, mt_tensor t, int64_t row, int6
     for (i = 0; i < n; i += MTI_KEYS) {
         int64_t rows = mt_min(MTI_KEYS, n - i);
         float *to = out + mti_places(a, i) * mt_round_up(d, MTI_NR);
-        if (a->pairs) mti_pack_row_pairs(t, row + i, col, rows, length - i, d, to);
+        if (a->pairs) mti_pack_row_pairs(a, t, row + i, col, rows, length - i, to);
         else {
             mt_tensor x = mti_f32_read(t, row + i, rows, col, d, a->kv_room);
             mti_pack(mti_row(x, 0), 1, mt_tensor_ld(x), d, rows, MTI_NR, to);
@@ -7574,20 +7691,51 @@ static int mti_scores_see(const mti_attention *a, const mti_head *h, mti_score_b
     return any;
 }
 
+/* The union of the spans of rows [i, end), of which MTI_MR share one. */
+static mti_span mti_spans_of_rows(const mti_span *seen, int64_t i, int64_t end) {
+    mti_span all = {0, 0};
+    for (; i < end; i += MTI_MR) mti_span_extend(&all, seen[i / MTI_MR].first, seen[i / MTI_MR].end);
+    return all;
+}
+
 /* c [m, n] = alpha a b + beta c, without the tiles whose columns no query of the tile sees. */
 static void mti_score_tiles(const mti_gemm_piece *x, const mti_span *seen) {
-    int64_t i, j;
+    int64_t rows = x->tiles ? MTI_TILES : MTI_MR, i, j;
     for (j = 0; j < x->n; j += MTI_NR)
-        for (i = 0; i < x->m; i += MTI_MR) {
-            const mti_span *t = &seen[i / MTI_MR];
-            if (j < t->end && j + MTI_NR > t->first) mti_gemm_tile(x, i, j, 0, x->k);
+        for (i = 0; i < x->m; i += rows) {
+            mti_span t = mti_spans_of_rows(seen, i, mt_min(i + rows, x->m));
+            if (j >= t.end || j + MTI_NR <= t.first) continue;
+            if (x->tiles) mti_tiles_product(x, i, j, 0, x->k, x->a + i * x->a_row, x->a_row);
+            else mti_gemm_tile(x, i, j, 0, x->k);
         }
+}
+
+/* mti_score_sums in tiles: they sum over all steps that have a part of a span. */
+static void mti_score_sums_in_tiles(const mti_gemm_piece *x, const mti_span *seen) {
+    float room[MTI_TILES * MTI_QUERIES / 2];
+    int64_t i, j;
+    for (i = 0; i < x->m; i += MTI_TILES) {
+        mti_span t = mti_spans_of_rows(seen, i, mt_min(i + MTI_TILES, x->m));
+        const float *a = x->a + i * x->a_row;
+        int64_t first = t.first / MTI_TILES * MTI_TILE_SIDE, end = mt_round_up(t.end, MTI_TILES) / 2, lda = x->a_row;
+        a += first * x->a_col;
+        if (x->a_col != 1 && end > first) {
+            lda = end - first;
+            mti_tiles_transpose(a, x->a_col, lda, room);
+            a = room;
+        }
+        for (j = 0; j < x->n && end > first; j += MTI_TILES) mti_tiles_product(x, i, j, first, end, a, lda);
+    }
 }
 
 /* c [m, n] += alpha a b, where the rows of a tile sum over their span, in pairs over all pairs that have a part of
    it. */
 static void mti_score_sums(const mti_gemm_piece *x, const mti_span *seen) {
     int64_t i, j;
+    if (x->tiles) {
+        mti_score_sums_in_tiles(x, seen);
+        return;
+    }
     for (j = 0; j < x->n; j += MTI_NR)
         for (i = 0; i < x->m; i += MTI_MR) {
             mti_span t = seen[i / MTI_MR];
@@ -7614,6 +7762,7 @@ static void mti_scores_of(const mti_attention *a, const mti_score_block *b, floa
     g.alpha = alpha;
     g.beta = 0.0f;
     g.pairs = a->pairs;
+    g.tiles = a->tiles;
     mti_score_tiles(&g, b->by_queries);
 }
 
@@ -7635,6 +7784,7 @@ static void mti_scores_to_queries(const mti_attention *a, const mti_score_block 
     g.alpha = alpha;
     g.beta = 1.0f;
     g.pairs = a->pairs;
+    g.tiles = a->tiles;
     mti_score_sums(&g, b->by_queries);
 }
 
@@ -7656,6 +7806,7 @@ static void mti_scores_to_keys(const mti_attention *a, const mti_score_block *b,
     g.alpha = alpha;
     g.beta = 1.0f;
     g.pairs = a->pairs;
+    g.tiles = a->tiles;
     mti_score_sums(&g, b->by_keys);
 }
 
@@ -7871,6 +8022,7 @@ static void mti_cpu_attention_forward(void *data, int thread, int64_t first, int
     const mti_attention a = mti_attention_of_thread((const mti_attention *)data, thread);
     const mt_attention_desc *s = &a.desc;
     int64_t blocks = mti_attention_blocks(s), of_group = s->heads_per_group * blocks, i;
+    if (a.tiles) mti_tiles_begin();
     for (i = first; i < last; i++) {
         int64_t pair = i / of_group, block = i % blocks;
         mti_head h = mti_attention_head(&a, pair / s->groups, pair % s->groups, i % of_group / blocks);
@@ -7878,6 +8030,7 @@ static void mti_cpu_attention_forward(void *data, int thread, int64_t first, int
         block = block % 2 ? blocks - 1 - block / 2 : block / 2;
         mti_attention_forward_queries(&a, &h, block * MTI_QUERIES);
     }
+    if (a.tiles) mti_tiles_end();
 }
 
 /* scores = p = e^(scores - lse), and grads = p (grads - delta). On entry grads is the gradient of p, on return the
@@ -7932,7 +8085,8 @@ static void mti_scores_round(const mti_attention *a, int64_t r, int64_t width) {
 }
 
 /* Computes the probabilities of a block and the gradients of its scores. What is not seen becomes 0. In pairs, every
-   second row gets pairs of queries, and grad_pairs gets pairs of keys. */
+   second row gets pairs of queries, and grad_pairs gets pairs of keys. In tiles, queries that do not exist count as
+   0. */
 static void mti_scores_backward_rows(const mti_attention *a, const mti_head *h, const mti_score_block *b,
                                      const float *deltas) {
     int64_t width = mt_round_up(b->keys, MTI_PARTIALS), r;
@@ -7947,6 +8101,10 @@ static void mti_scores_backward_rows(const mti_attention *a, const mti_head *h, 
         mti_attention_zero_outside(p, seen.first, seen.end, width);
         mti_attention_zero_outside(d, seen.first, seen.end, width);
         if (a->pairs && (r % 2 == 1 || r + 1 == b->rows)) mti_scores_round(a, r, width);
+    }
+    for (r = mt_round_up(r, 2); a->tiles && r < mt_round_up(b->rows, MTI_TILES); r += 2) {
+        mti_row_fill(a->scores + r * mti_scores_width(&a->desc), 0.0f, width);
+        mti_row_fill(a->grads + r * mti_scores_width(&a->desc), 0.0f, width);
     }
 }
 
@@ -7981,7 +8139,7 @@ static void mti_query_rows_read(const mti_attention *a, const mti_head *h, const
     x->q = mti_attention_read(a, a->q, row, rows, h->q_col, a->q_room);
     x->dq = mt_tensor_rows(dq, b->query, rows);
     if (a->pairs) {
-        x->dout = mti_feature_pairs(a->dout, row, rows, h->out_col, d, a->dout_room);
+        x->dout = mti_feature_pairs(a, a->dout, row, rows, h->out_col, a->dout_room);
         mti_pack_rows(a, a->q, row, h->q_col, rows, rows, a->q_queries);
         mti_pack_rows(a, a->dout, row, h->out_col, rows, rows, a->dout_queries);
     } else {
@@ -8039,10 +8197,12 @@ static void mti_cpu_attention_backward(void *data, int thread, int64_t first, in
     const mti_attention a = mti_attention_of_thread((const mti_attention *)data, thread);
     const mt_attention_desc *s = &a.desc;
     int64_t i;
+    if (a.tiles) mti_tiles_begin();
     for (i = first; i < last; i++) {
         if (s->bias_heads > 1) mti_attention_backward_group(&a, i % s->batch, i / s->batch);
         else mti_attention_backward_group(&a, i / s->groups, i % s->groups);
     }
+    if (a.tiles) mti_tiles_end();
 }
 
 #if MT_HAS_CUDA
@@ -10241,7 +10401,9 @@ static void mti_kv_attention_groups(void *data, int thread, int64_t first, int64
     int64_t i, groups = l.k->desc.groups;
     if (l.is_few) l.few = mti_kv_few_of(&l.few, thread);
     else l.a = mti_attention_of_thread(&l.a, thread);
+    if (l.a.tiles) mti_tiles_begin();
     for (i = first; i < last; i++) mti_kv_attention_group(&l, i / groups, i % groups);
+    if (l.a.tiles) mti_tiles_end();
 }
 
 /* The number of elements of keys and values that each query of a group reads, on average over the sequences. */

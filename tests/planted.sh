@@ -24,9 +24,9 @@
 #
 # Settings may precede the program's name (run MTE_STREAMS=lazy test_cuda_nccl), and so may a build:
 # asan/test_safetensors is built with the address and undefined behaviour sanitizers, checked/test_cuda with the
-# engine's checker, and bf16/test_attention for the processor of the machine, if it has AVX512-BF16. Instead of `run`,
-# `split` and `line` use the hash log: the logs of train_gpt on one rank and with the flags of `split` must first differ
-# in `line`.
+# engine's checker, and bf16/test_attention for the processor of the machine, without AMX, if it has AVX512-BF16. In
+# tiles/test_attention, the same processors emulate AMX. Instead of `run`, `split` and `line` use the hash log: the logs
+# of train_gpt on one rank and with the flags of `split` must first differ in `line`.
 #
 # Each program must pass without a bug. With a bug it must fail within MT_PLANTED_LIMIT seconds (20), or four times its
 # time without a bug if this is longer; a timeout counts as a failure, too. Some bugs are races, which a test does not
@@ -42,7 +42,7 @@ check_log=$work/check.log check_lines=40
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 limit=${MT_PLANTED_LIMIT:-20}
-bugs_in_all_lists=970 # adapt it with the lists: a bug that a list loses would otherwise not be noticed
+bugs_in_all_lists=976 # adapt it with the lists: a bug that a list loses would otherwise not be noticed
 jobs=$(nproc 2>/dev/null || echo 2)
 cuda=${CUDA_HOME:-/usr/local/cuda}
 ASAN_OPTIONS=allocator_may_return_null=1
@@ -85,7 +85,8 @@ cpu_program() {
 build_cpu() {
     case $1 in
     asan/*) cpu_program "-O1 $SANITIZE" "$1" ;;
-    bf16/*) cpu_program "-O1 -march=native" "$1" ;;
+    bf16/*) cpu_program "-O1 -march=native -U__AMX_TILE__" "$1" ;;
+    tiles/*) cpu_program "-O1 -march=native -include tests/amx_emulated.h" "$1" ;;
     *) cpu_program "-O1 -Werror=implicit $DECLARATIONS_ONLY" "$1" "$work/implementation.o" || cpu_program -O1 "$1" ;;
     esac
 }
@@ -148,7 +149,7 @@ build_lane() {
 
 # Builds what the programs need, then the programs, as many at a time as there are cores.
 build_all() {
-    mkdir -p "$work/asan" "$work/bf16" "$work/fast" "$work/checked" "$work/tmp"
+    mkdir -p "$work/asan" "$work/bf16" "$work/tiles" "$work/fast" "$work/checked" "$work/tmp"
     while read -r program; do
         if on_the_engine "$program"; then engine_build "$program"; else echo implementation; fi
     done <"$work/programs" | sort -u >"$work/builds"
@@ -277,7 +278,8 @@ leave_engine_out() {
 has_bf16() { "$CC" -march=native -dM -E -x c /dev/null 2>/dev/null | grep -q __AVX512BF16__; }
 leave_bf16_out() {
     skip "planted bugs in products of bf16: the processor or the compiler has no AVX512-BF16"
-    awk -F "$tab" '$1 == 0 || $4 !~ /^bf16\//' "$work/bugs" >"$work/bugs.here" && mv "$work/bugs.here" "$work/bugs"
+    awk -F "$tab" '$1 == 0 || $4 !~ /^(bf16|tiles)\//' "$work/bugs" >"$work/bugs.here" &&
+        mv "$work/bugs.here" "$work/bugs"
 }
 
 # Prints the line of a list, the bugs that were not found, and with -v the others.
@@ -318,7 +320,7 @@ fi
 if [ ! -f "$cuda/include/cublasLt.h" ] || [ ! -f "$cuda/include/nccl.h" ] || ! have_command "$CXX"; then
     leave_engine_out
 fi
-! grep -q "${tab}bf16/" "$work/bugs" || has_bf16 || leave_bf16_out
+! grep -Eq "$tab(bf16|tiles)/" "$work/bugs" || has_bf16 || leave_bf16_out
 awk -F "$tab" -v OFS="$tab" '$1 == 0 { print $2, "FAIL", $3, $4 }' "$work/bugs" >"$work/outcomes"
 awk -F "$tab" '$1 > 0' "$work/bugs" >"$work/bugs.here" && mv "$work/bugs.here" "$work/bugs"
 cut -f 4 "$work/bugs" | sort -u >"$work/programs"
