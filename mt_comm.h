@@ -3647,7 +3647,8 @@ MT_API void mt_parallel_for(mt_context *ctx, int64_t count, int64_t grain, mt_ra
 #endif
 
 /* For Intel's processors with AVX-512, gcc takes vectors of 256 bits unless it is told to take longer ones. */
-#if defined(__AVX512F__) && defined(__GNUC__) && __GNUC__ >= 8 && !defined(__clang__) && !defined(__CUDACC__)
+#if defined(__AVX512F__) && defined(__GNUC__) && __GNUC__ >= 11 && !defined(__clang__) &&                              \
+    !defined(__INTEL_COMPILER) && !defined(__CUDACC__)
 #define MT_PREFER_512 1
 #pragma GCC push_options
 #pragma GCC target("prefer-vector-width=512")
@@ -3719,7 +3720,8 @@ MT_INLINE uint16_t mti_f32_to_f16(float x) {
 #else
 #define MT_HAS_AVX512_BF16 0
 #endif
-#if MT_HAS_AVX512_BF16 && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#if MT_HAS_AVX512_BF16 && defined(__x86_64__) && defined(__linux__) &&                                                 \
+    ((defined(__AMX_TILE__) && defined(__AMX_BF16__)) || (defined(__AMXTILE__) && defined(__AMXBF16__)))
 #define MT_HAS_AMX_BF16 1
 #else
 #define MT_HAS_AMX_BF16 0

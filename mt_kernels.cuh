@@ -425,10 +425,11 @@ typedef struct mt_attention_desc {
    some groups of a sequence. One thread computes the groups that add to the same elements of dbias.
    If q, k and v are bf16, in backward also dout, and the program is compiled for AVX512-BF16 (gcc or clang), then the
    products on a CPU have bf16 operands and sums in f32, as on tensor cores. A program that is compiled for AMX as well
-   (-march=native on such a processor) multiplies in the tiles of AMX, if Linux permits it; then sums have another order.
-   Probabilities and gradients of scores are rounded to bf16 before they are multiplied. The softmax and lse are computed
-   in f32, and denormal bf16 numbers count as 0. Other calls on a CPU compute in f32. mt_kv_cache_attention does the same
-   for more than MT_KV_DECODE_QUERIES queries, and in invariant mode.
+   (-march=native on such a processor) multiplies in the tiles of AMX, if Linux permits it; then sums have another
+   order. Probabilities and gradients of scores are rounded to bf16 before they are multiplied. The softmax and lse are
+   computed in f32, and denormal bf16 numbers count as 0. A NaN or infinity in a row can reach the results of 31
+   neighbouring rows that do not see it. Other calls on a CPU compute in f32. mt_kv_cache_attention does the same for
+   more than MT_KV_DECODE_QUERIES queries, and in invariant mode.
    Forward does not read desc->dbias. Backward changes only the rows of this call's heads in it. Errors: MT_ERR_ARGUMENT
    (in backward: dbias overlaps another tensor of the call, or the bias is missing or is a boolean mask),
    MT_ERR_UNSUPPORTED (on a GPU: head_dim above 256, more than 65535 heads or sequences). */
@@ -969,6 +970,7 @@ typedef struct mti_kernels {
     void *gemm;
     void (*gemm_destroy)(mt_context *ctx, void *gemm);
     int built_for; /* see mti_built_for; 0 before its first call */
+    int tiles;     /* see mti_tiles_open; 0 before its first call, otherwise 1 or -1 */
 } mti_kernels;
 
 static void mti_kernels_destroy(mt_context *ctx, void *memory) {
@@ -2833,7 +2835,7 @@ typedef struct mti_gemm_piece { /* one block of a product: c [m, n] = alpha a [m
     int64_t a_row, a_col, ldc, m, n, k;
     float alpha, beta;
     int pairs; /* 1: a and packed_b hold pairs of bf16 numbers, and k counts them; see mti_gemm_step */
-    int tiles; /* 1: in pairs, and the product is one of mti_tiles_product */
+    int tiles; /* 1: in pairs, and mti_tiles_product computes it */
 } mti_gemm_piece;
 
 /* mti_gemm_sums for the tile from row i on, over [first, end) of the inner dimension. b is the panel. Rows that a does
@@ -2902,23 +2904,22 @@ static int mti_tiles_permitted(void) {
 
 /* A thread calls mti_tiles_begin before its products, and mti_tiles_end after them. */
 static void mti_tiles_begin(void) {
-    unsigned char config[64] = {0}; /* byte 0: the palette; from 16 on: bytes of a row; from 48 on: rows */
-    int t;
-    config[0] = 1;
-    for (t = 0; t < 8; t++) {
-        config[16 + 2 * t] = 4 * MTI_TILE_SIDE;
-        config[48 + t] = MTI_TILE_SIDE;
-    }
+    /* The palette, and for each tile the bytes of a row (16 bits, from byte 16 on) and the rows (from byte 48 on). The
+       memory is constant, because gcc 12 does not know that the instruction reads all of it. */
+    static const unsigned char config[64] = {1, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0,  0,  0,  0,  0,  0,  64, 0, 64,
+                                             0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0,  64, 0,  0,  0,  0,  0,  0, 0,
+                                             0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  16, 16, 16, 16, 16, 16, 16, 16};
     _tile_loadconfig(config);
 }
 
 static void mti_tiles_end(void) { _tile_release(); }
 
-/* c [MTI_TILES, MTI_TILES] = a b, a sum over k pairs, a multiple of MTI_TILE_SIDE. b is a packed panel. */
+/* c [MTI_TILES, MTI_TILES] = a b, a sum over k pairs. k is a multiple of MTI_TILE_SIDE. b is a packed panel. */
 static void mti_tiles_sums(int64_t k, const float *a, int64_t lda, const float *b, float *c, int64_t ldc) {
     size_t a_bytes = (size_t)lda * sizeof *a, b_bytes = MTI_NR * sizeof *b, c_bytes = (size_t)ldc * sizeof *c;
     float *c1 = c + MTI_TILE_SIDE * ldc;
     int64_t p;
+    __asm__ volatile("" ::: "memory"); /* gcc does not know that a load reads memory */
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -2964,20 +2965,29 @@ static void mti_tiles_transpose(const float *x, int64_t ldx, int64_t k, float *o
 }
 #endif
 
+/* *tiles = 1 if products of pairs go to tiles, otherwise 0. A context asks once, so that its answer does not change. */
+static mt_status mti_tiles_open(mt_context *ctx, int *tiles) {
+    mti_kernels *k;
+    MT_TRY(mti_kernels_open(ctx, &k));
+    if (!k->tiles) k->tiles = mti_tiles_permitted() ? 1 : -1;
+    *tiles = k->tiles > 0;
+    return MT_SUCCESS;
+}
+
 /* Writes alpha s [m, n] to c, or adds it. The rows of s are MTI_TILES apart. */
 static void mti_tiles_write(const float *s, float alpha, int add, float *c, int64_t ldc, int64_t m, int64_t n) {
     int64_t i, j;
     for (i = 0; i < m; i++, s += MTI_TILES, c += ldc) {
-        if (n == MTI_TILES && add)
-            for (j = 0; j < MTI_TILES; j++) c[j] += alpha * s[j];
+        if (add)
+            for (j = 0; j < n; j++) c[j] += alpha * s[j];
         else
-            for (j = 0; j < n; j++) c[j] = alpha * s[j] + (add ? c[j] : 0.0f);
+            for (j = 0; j < n; j++) c[j] = alpha * s[j];
     }
 }
 
-/* Computes the part of a product in MTI_TILES rows from row i on and MTI_TILES columns from column j on, where
-   beta is 0 or 1. `a` has the pairs [first, end) of these rows, which are lda apart. Of MTI_TILES rows, a may have some
-   that x does not have. */
+/* Computes the part of a product in MTI_TILES rows from row i on and MTI_TILES columns from column j on, where beta is
+   0 or 1. `a` has the pairs [first, end) of these rows, which are lda apart. All MTI_TILES rows of `a` are read, also
+   those that x does not have. */
 static void mti_tiles_product(const mti_gemm_piece *x, int64_t i, int64_t j, int64_t first, int64_t end, const float *a,
                               int64_t lda) {
     float room[MTI_TILES * MTI_TILES], *c = x->c + i * x->ldc + j;
@@ -7400,7 +7410,7 @@ typedef struct mti_attention {
        first one */
     int64_t threads, thread_floats;
     int pairs;             /* 1: products have bf16 operands, in pairs; see mti_attention_in_pairs */
-    int tiles;             /* 1: in pairs, and the processor multiplies them in tiles; see >>amx */
+    int tiles;             /* 1: in pairs, and the products go to tiles; see >>amx */
     float *scores, *grads; /* [queries, mti_scores_width], a block; grads for backward only */
     float *grad_pairs;     /* [queries, mti_scores_width / 2]: in backward in pairs, the rows of grads */
     /* packed k and v of a group, as the right operand of products that sum over features or over keys; packed q and
@@ -7504,7 +7514,7 @@ static mt_status mti_attention_thread_scratch(mti_attention *a, int backward) {
     const mt_attention_desc *s = &a->desc;
     int64_t head = mt_round_up(s->head_dim, MTI_NR), queries, features, keys;
     a->pairs = mti_attention_in_pairs(a, backward);
-    a->tiles = a->pairs && mti_tiles_permitted();
+    if (a->pairs) MT_TRY(mti_tiles_open(a->ctx, &a->tiles));
     queries = mti_query_room(a);
     features = mt_round_up(s->kv_seq, MTI_NR) * mti_places(a, s->head_dim);
     keys = mti_places(a, s->kv_seq) * head;

@@ -1,5 +1,5 @@
-/* The tile instructions of AMX in C, for processors that lack them, and for AddressSanitizer, which does not see what
-   the instructions read and write:
+/* The tile instructions of AMX in C, for processors that lack them, and for sanitizers, which do not see what the
+   instructions read and write:
 
        cc -march=native -include tests/amx_emulated.h ...
 

@@ -85,7 +85,7 @@ cpu_program() {
 build_cpu() {
     case $1 in
     asan/*) cpu_program "-O1 $SANITIZE" "$1" ;;
-    bf16/*) cpu_program "-O1 -march=native -U__AMX_TILE__" "$1" ;;
+    bf16/*) cpu_program "-O1 -march=native -U__AMX_TILE__ -U__AMXTILE__" "$1" ;;
     tiles/*) cpu_program "-O1 -march=native -include tests/amx_emulated.h" "$1" ;;
     *) cpu_program "-O1 -Werror=implicit $DECLARATIONS_ONLY" "$1" "$work/implementation.o" || cpu_program -O1 "$1" ;;
     esac

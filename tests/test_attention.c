@@ -553,6 +553,15 @@ static void assert_vectors(const problem *p, const char *what, mt_tensor got, co
     }
 }
 
+/* Fills the scratch memory of the next calls with NaN, as floats and as bf16. */
+static void scratch_is_nan(void) {
+    size_t mark = mt_arena_mark(ref.ctx), bytes = (size_t)4 << 20;
+    void *memory;
+    OK(mt_arena_alloc(ref.ctx, bytes, &memory));
+    memset(memory, 0xff, bytes);
+    mt_arena_release(ref.ctx, mark);
+}
+
 /* The same in bf16 as try_attention, with heads of at least 32 features. */
 static void try_bf16(mt_attention_desc s) {
     problem p;
@@ -570,6 +579,7 @@ static void try_bf16(mt_attention_desc s) {
     g = ref_doubles((size_t)x_size(&p));
     p.dout = ref_values(x.dout);
     forward(&p, all, out, lse);
+    scratch_is_nan();
     run(&s, &y);
     noise = 2e-7 * pow((double)s.head_dim, 1.5);
     assert_vectors(&p, "out", y.out, out, 0);
@@ -584,10 +594,10 @@ static void try_bf16(mt_attention_desc s) {
 /* Odd numbers of queries, keys and features, lengths and windows that end within a pair of keys, several blocks. */
 static void test_bf16(void **state) {
     static const int32_t lengths[] = {407, 155};
-    static const int64_t dims[] = {64, 65, 96, 128};
+    static const int64_t dims[] = {64, 65, 96, 128, 33, 256};
     int i;
     (void)state;
-    for (i = 0; i < 4; i++) {
+    for (i = 0; i < 6; i++) {
         mt_attention_desc s = shape(1, 111 + i, 1, 1, dims[i], 0);
         try_bf16(s);
         s = shape(2, 35, 2, 3, dims[i], 0);
@@ -605,29 +615,37 @@ static void test_bf16(void **state) {
     }
 }
 
-/* Keys and values that are padding may be NaN, also beside the last key of an odd number. */
-static void test_padding_is_nan(void **state) {
-    static const int32_t length[] = {5};
-    int type;
+/* Runs attention on one sequence whose keys and values from `length` on are NaN. */
+static void try_padding(mt_dtype type, int64_t seq, int32_t length) {
+    mt_attention_desc s = shape(1, seq, 1, 1, 64, 1);
+    mt_tensor qkv = ref_random(seq, 192, 0, 1, 0), out = ref_random(seq, 64, 0, 1, 0), dqkv = ref_copy(qkv, 0);
+    mt_tensor dout = ref_random(seq, 64, 0, 1, 0), lse = ref_guarded(1, seq, 0);
+    mt_tensor *const views[] = {&qkv, &out, &dout, &dqkv};
     int64_t i, j;
+    for (i = length; i < seq; i++)
+        for (j = 64; j < 192; j++) ref_row(qkv, i)[j] = NAN;
+    for (i = 0; type == MT_BF16 && i < 4; i++) *views[i] = bf16_of(*views[i], 0);
+    s.lengths = &length;
+    scratch_is_nan();
+    OK(mt_attention_forward(ref.ctx, &s, qkv, out, lse));
+    OK(mt_attention_backward(ref.ctx, &s, qkv, out, lse, dout, dqkv));
+    out = f32_of(out), dqkv = f32_of(dqkv);
+    for (i = 0; i < seq; i++) {
+        for (j = 0; j < 64; j++) assert_true(isfinite(ref_row(out, i)[j]));
+        for (j = 0; j < 192; j++) assert_true(isfinite(ref_row(dqkv, i)[j]));
+    }
+    ref_release();
+}
+
+/* Keys and values that are padding may be NaN: beside the last key of an odd number, whole tiles, and a whole block. */
+static void test_padding_is_nan(void **state) {
+    int type;
     (void)state;
     for (type = MT_F32; type <= MT_BF16; type++) {
-        mt_attention_desc s = shape(1, 9, 1, 1, 64, 1);
-        mt_tensor qkv = ref_random(9, 192, 0, 1, 0), out = ref_random(9, 64, 0, 1, 0), dqkv = ref_copy(qkv, 0);
-        mt_tensor dout = ref_random(9, 64, 0, 1, 0), lse = ref_guarded(1, 9, 0);
-        mt_tensor *const views[] = {&qkv, &out, &dout, &dqkv};
-        for (i = 5; i < 9; i++)
-            for (j = 64; j < 192; j++) ref_row(qkv, i)[j] = NAN;
-        for (i = 0; type == MT_BF16 && i < 4; i++) *views[i] = bf16_of(*views[i], 0);
-        s.lengths = length;
-        OK(mt_attention_forward(ref.ctx, &s, qkv, out, lse));
-        OK(mt_attention_backward(ref.ctx, &s, qkv, out, lse, dout, dqkv));
-        out = f32_of(out), dqkv = f32_of(dqkv);
-        for (i = 0; i < 9; i++) {
-            for (j = 0; j < 64; j++) assert_true(isfinite(ref_row(out, i)[j]));
-            for (j = 0; j < 192; j++) assert_true(isfinite(ref_row(dqkv, i)[j]));
-        }
-        ref_release();
+        try_padding((mt_dtype)type, 9, 5);
+        try_padding((mt_dtype)type, 70, 5);
+        try_padding((mt_dtype)type, 400, 385);
+        try_padding((mt_dtype)type, 400, 200);
     }
 }
 
