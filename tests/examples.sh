@@ -1,7 +1,8 @@
 #!/bin/sh
 # Builds each example with the command in its first lines and runs it, train_gpt and train_bert for only
-# 3 steps, eval_gpt on a small text, and runs it again in check mode. 04_generate and train_gpt must write the same text
-# on 1 and 2 ranks. 05_own_weights is two programs: their losses must agree, and few of their lines may differ.
+# 3 steps, eval_gpt on a small text, and runs it again in check mode 1 and in check mode 2. 04_generate and train_gpt
+# must write the same text on 1 and 2 ranks. 05_own_weights is two programs: their losses must agree, and few of their
+# lines may differ.
 #
 #   sh tests/examples.sh [NAME]      one line per command, closing line "N passed, N failed, N skipped"
 set -u
@@ -217,18 +218,32 @@ trains_with_threads() {
 
 # ---- check mode ----------------------------------------------------------------------------------------------------
 
-# The settings that an example runs with in check mode, a line for each run.
+# The settings that an example runs with in check mode $check, a line for each run.
 checked_settings() {
     case $1 in
     01_mlp) echo 2 ;;
     02_custom_block) printf '%s\n' 4 "2 sequence_parallel bf16" "2 invariant" ;;
     train_gpt | train_bert)
         for split in "--dp 2 --sequence-parallel --use-distributed-optimizer" "--pp 2 --recompute full"; do
-            echo "--check --data LICENSE --layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 2" \
+            echo "--check $check --data LICENSE --layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 2" \
                 "--dropout 0.1 --eval-interval 1 $split"
         done ;;
     *) echo "$(example_arguments "$1" "") --tp 2" ;;
     esac
+}
+
+# checked_runs NAME PROGRAM: both levels of check mode refuse nothing
+checked_runs() {
+    for check in 1 2; do
+        checked_settings "$1" >"$build/$1.settings"
+        while read -r settings; do
+            # shellcheck disable=SC2086  # a list of arguments
+            MT_TEST_CHECK=$check "$2" $settings </dev/null >"$build/$1.txt" || return 1
+            case $1 in
+            train_*) grep -q "; check mode $check\$" "$build/$1.txt" || { echo "not checked" && return 1; } ;;
+            esac
+        done <"$build/$1.settings"
+    done
 }
 
 # Check mode refuses no example. --check turns it on, and a header in programs without this flag.
@@ -241,12 +256,7 @@ checked() {
         "$CC" -O2 -I. $declarations -include tests/check_all.h "examples/$1.c" -o "$program" "$implementation" -lm \
             -lpthread || return 1 ;;
     esac
-    checked_settings "$1" >"$build/$1.settings"
-    while read -r settings; do
-        # shellcheck disable=SC2086  # a list of arguments
-        "$program" $settings </dev/null >"$build/$1.txt" || return 1
-        case $1 in train_*) grep -q '; check mode 1$' "$build/$1.txt" || { echo "not checked" && return 1; } ;; esac
-    done <"$build/$1.settings"
+    checked_runs "$1" "$program"
 }
 
 # The tables in docs/checking.md are what train_gpt prints. "..." stands for lines that are left out.

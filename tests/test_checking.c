@@ -718,7 +718,7 @@ static void test_a_listener_is_told_of_communication(void **state) {
 /* Without groups of several ranks operators are told, and without check mode nothing. */
 static void test_a_listener_of_one_rank(void **state) {
     const mt_context_desc plain = {.check = 0};
-#ifdef MT_TEST_CHECK /* check_all.h: no context is without check mode */
+#ifdef MT_TEST_CHECK_ALL_H /* check_all.h: no context is without check mode */
     const int without = 1;
 #else
     const int without = 0;

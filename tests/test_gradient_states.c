@@ -335,6 +335,7 @@ static mt_status bound_rank(mt_comm *world, void *user) {
     mt_params_memory m = {.values = values[rank], .grads = grads[rank], .elements = MOST};
     net n;
     (void)user;
+    memset(values[rank], 0, sizeof values[rank]); /* a launch before has trained rank 0 */
     MT_TRY(net_open(world, (mt_grid_desc){.tp = 1}, NULL, &n));
     MT_TRY(net_layers(&n, 0));
     MT_TRY(mt_params_bind(n.r.ctx, n.r.params, &m));
