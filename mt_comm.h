@@ -926,9 +926,9 @@ MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes);
    the list of what they have read. If values differ, every rank gets MT_ERR_MISMATCH, and the message names the first
    call that has read other values than on the lowest rank, beginning with `where`. So it finds what rules cannot see:
    other seeds, inputs or learning rates, and memory that was written behind the library's back.
-   mt_params_zero_grad hashes the parameters. mt_sync_gradients adds the gradients, and compares; mt_optimizer_step and
-   mt_step_update add the new parameters, and compare. A loop without them calls mt_check_replicas itself. In any case a
-   comparison comes with every 256th collective of a group.
+   mt_params_zero_grad hashes the parameters. mt_sync_gradients adds the gradients, and compares. mt_optimizer_step and
+   mt_step_update add the learning rate, and compare; the next step compares the new parameters. A loop without them
+   calls mt_check_replicas itself. In any case a comparison comes with every 256th collective of a group.
    mt_check_replica hashes t, which must be the same on the ranks of comm, for the next comparison. The message calls it
    "the `what` of '`name`'", or only `what` when name is NULL; name is kept until then. t has elements of 2 or 4 bytes.
    Both do nothing when check is not 2, in a group of one, in a pause, between mt_overlap_begin and mt_overlap_end, and
@@ -4875,6 +4875,7 @@ static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char
     mt_rule rule = {"x", cases, NULL};
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
     mt_operand operand;
+    mti_known read;
     mti_ruling r;
     int g;
     if (!mt_check_mode(ctx) || !mti_has_elements(x)) return MT_SUCCESS;
@@ -4886,7 +4887,10 @@ static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char
     mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
     MT_TRY(mti_written_check(ctx, &r));
     MT_TRY(mti_rule_axis(ctx, &r, g, results));
-    MT_TRY(mti_replica_read(ctx, where, NULL, &operand, &r.operands[0].known));
+    read = r.operands[0].known;
+    if (mti_has_elements(y) && y.rows > x.rows && mti_extents_meet(mti_extent_of(x), mti_extent_of(y)))
+        read.may[g] = MTI_ALL_PLACEMENTS; /* a gather in place: each rank reads its own part of what is replicated */
+    MT_TRY(mti_replica_read(ctx, where, NULL, &operand, &read));
     memcpy(may, r.operands[0].known.may, sizeof may);
     may[g] = (unsigned char)mti_letter_set(becomes);
     if (mti_has_elements(y)) MT_TRY(mti_placement_note(ctx, y, may, 0, where, r.operands[0].known.with));

@@ -30,7 +30,8 @@
    layer.N, and a parameter without a layer param.N: layer.0, layer.1, ... in the order of creation. N is one more than
    the largest N in use in the registry. A program that changes the order of creation thus gets other random numbers and
    cannot load its old checkpoints. With several pipeline stages NULL is MT_ERR_ARGUMENT, because each stage has a
-   registry of its own: the stages would use the same names, and draw the same numbers.
+   registry of its own: the stages would use the same names, and draw the same numbers. A name is on one stage only,
+   except that of a shared embedding.
 
    An output must not overlap an input or another output, and dx must not overlap a tensor of `saved`, except where a
    comment allows it. Most such overlaps are MT_ERR_ARGUMENT; with the others the results are undefined.
@@ -228,7 +229,8 @@ typedef struct mt_param_desc {
        heads (a gain per head) contribute. mt_sync_gradients sums the parts over the tensor group. For MT_REPLICATED
        only */
     int sequence_partial;
-    int shared_embedding; /* 1: the first and the last pipeline stage have it; the embedding group sums its gradient */
+    /* 1: the first and the last pipeline stage have it under the same name; the embedding group sums its gradient */
+    int shared_embedding;
     /* Each unit is divided into `copies` pieces, and a piece stays on one rank. The last `copied` features of the unit
        are in every piece. The features before them are shared out, so their number must be a multiple of copies.
        mt_self_attention_desc says how keys and values that several ranks need are copied in this way. A rank
@@ -368,7 +370,10 @@ MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params
    Collective over the grid's world, whose ranks compare their settings (mt_comm_compare). All ranks need the same seed,
    mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage need the same parameters in the same
    order, the same dtype and the same mt_data_parallel_desc. If something differs, every rank returns MT_ERR_MISMATCH
-   with a message that names it, and nothing has changed. MT_ERR_ARGUMENT: the registry has no parameters. */
+   with a message that names it, and nothing has changed. With mt_context_desc.check == 2, the first and the last stage
+   of a pipeline also compare names: a name that both have must be shared_embedding on both, and a shared_embedding must
+   have its name on both. Otherwise the ranks of these two stages return MT_ERR_ARGUMENT; those of other stages find out
+   in their next collective. MT_ERR_ARGUMENT: also when the registry has no parameters. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 
 /* Sets all gradients to zero, and begins a new count of micro-batches. Call it before the first micro-batch of a step,
@@ -3051,6 +3056,86 @@ static void mti_told_add_error(mt_context *ctx, mti_told_list *t, mt_status mine
     mti_told_add(t, "error", "%s", mine == MT_SUCCESS ? "none" : mt_last_error(ctx));
 }
 
+/* Gathers `bytes` bytes of host memory of each rank into all [ranks, bytes], in host memory. */
+static mt_status mti_host_gather(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all) {
+    const size_t size = (size_t)mt_comm_size(comm) * bytes;
+    void *space;
+    mt_tensor t;
+    mt_status status;
+    char *place;
+    MT_TRY(mt_context_alloc(ctx, size, &space));
+    t = mt_tensor_make(space, MT_U8, 1, (int64_t)size);
+    place = (char *)space + (size_t)mt_comm_rank(comm) * bytes;
+    status = mt_upload(ctx, mine, mt_tensor_make(place, MT_U8, 1, (int64_t)bytes));
+    if (status == MT_SUCCESS) status = mt_all_gather(ctx, comm, place, space, bytes, MT_U8);
+    if (status == MT_SUCCESS) status = mt_download(ctx, t, all);
+    mt_context_free(ctx, space, size);
+    return status;
+}
+
+/* A parameter of the first or of the last stage. */
+typedef struct mti_twin {
+    uint64_t name, shared; /* the hash of its name; whether it is a shared_embedding */
+} mti_twin;
+
+/* Compares the parameters of this stage with those of the other end of the pipeline. A name that both have must be a
+   shared embedding on both, and a shared embedding must have the same name on both. */
+static mt_status mti_ends_compare(mt_context *ctx, const mt_params *params, const char *function, const mti_twin *other,
+                                  uint64_t count) {
+    const int is_first = params->grid->pp_rank == 0;
+    const char *mine = is_first ? "the first" : "the last", *theirs = is_first ? "the last" : "the first";
+    uint64_t j;
+    int i;
+    for (i = 0; i < params->count; i++) {
+        const mt_param *p = params->list[i];
+        const uint64_t name = mti_name_hash(p->name);
+        const int shared = p->desc.shared_embedding;
+        for (j = 0; j < count && other[j].name != name; j++) continue;
+        if (j < count ? shared && other[j].shared : !shared) continue;
+        if (j == count)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: '%s' is a shared_embedding of %s pipeline stage, but %s has no parameter of "
+                           "this name: give both the same name, so that they begin with the same values",
+                           function, p->name, mine, theirs);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' is on the first and on the last pipeline stage, but shared_embedding is not set on "
+                       "%s: set it (mt_embedding_desc.shared), so that mt_sync_gradients sums the gradients of both, "
+                       "or give one of them another name",
+                       function, p->name,
+                       !shared && !other[j].shared ? "both"
+                       : shared                    ? theirs
+                                                   : mine);
+    }
+    return MT_SUCCESS;
+}
+
+/* With check 2, the first and the last stage of a pipeline compare the names of their parameters. */
+static mt_status mti_ends_check(mt_context *ctx, const mt_params *params, const char *function) {
+    mt_comm *ends = params->grid->embedding;
+    const uint64_t mine = (uint64_t)params->count;
+    uint64_t counts[2], most;
+    mti_twin *list, *all;
+    void *memory;
+    mt_status status;
+    int i, rank;
+    if (mt_check_mode(ctx) != 2 || !ends || mt_comm_size(ends) != 2) return MT_SUCCESS;
+    rank = mt_comm_rank(ends);
+    MT_TRY(mti_host_gather(ctx, ends, &mine, sizeof mine, counts));
+    most = counts[0] > counts[1] ? counts[0] : counts[1];
+    MT_TRY(mti_host_new(ctx, (size_t)(3 * most) * sizeof *list, &memory));
+    list = (mti_twin *)memory;
+    all = list + most;
+    for (i = 0; i < params->count; i++) {
+        list[i].name = mti_name_hash(params->list[i]->name);
+        list[i].shared = params->list[i]->desc.shared_embedding != 0;
+    }
+    status = mti_host_gather(ctx, ends, list, (size_t)most * sizeof *list, all);
+    if (status == MT_SUCCESS)
+        status = mti_ends_compare(ctx, params, function, all + (rank == 0 ? most : 0), counts[1 - rank]);
+    mt_host_free(memory);
+    return status;
+}
+
 /* All ranks must make the same call, with the same seed (NULL: none) and invariant mode. The ranks of a pipeline stage
    must also have the same parameters and data parallelism. `mine` is the status of this rank so far. Returns it when
    all ranks have the same. */
@@ -3071,7 +3156,7 @@ static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, co
     mti_told_add(&t, "mt_data_parallel_desc.sharded_optimizer", "%d", params->buckets.desc.sharded_optimizer);
     for (i = 0; i < params->count; i++) mti_told_add_param(&t, params->list[i]);
     MT_TRY(mti_told_end(ctx, params, function, params->grid->pp_rank, &t));
-    return mine;
+    return mine == MT_SUCCESS ? mti_ends_check(ctx, params, function) : mine;
 }
 
 /* Checks that the caller has not changed the address of a value or a gradient. */
@@ -6550,7 +6635,6 @@ static mt_status mti_optimizer_update(mt_context *ctx, mt_optimizer *optimizer, 
         MT_TRY(mt_check_resume(ctx, mti_buckets_gather(ctx, optimizer->params, MTI_IN_VALUES)));
     }
     optimizer->params->torn = 0;
-    MT_TRY(mti_replicas_note(ctx, optimizer->params, 0));
     return mti_replicas_check(ctx, optimizer->params, values ? "mt_step_update" : "mt_optimizer_step");
 }
 

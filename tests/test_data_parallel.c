@@ -890,10 +890,10 @@ static const struct difference {
                    {"mt_params_init: dtype is |bf16|f16", 1},
                    {"mt_params_init: mt_data_parallel_desc.bucket_bytes is |100|200", 1},
                    {"mt_params_init: mt_data_parallel_desc.sharded_optimizer is |0|1", 1},
-                   {"mt_params_init: w is |[8, 12]|[8, 16]", 1},
+                   {"mt_params_init: |w is |[8, 12]|[8, 16]", 1},
                    {"mt_params_init: |w [8, 12]|v [8, 12]", 1},
-                   {"mt_params_init: w is |replicated|split by rows", 1},
-                   {"mt_params_init: w is |init_std 0.5|init_std 0.5001", 1},
+                   {"mt_params_init: |w is |replicated|split by rows", 1},
+                   {"mt_params_init: |w is |init_std 0.5|init_std 0.5001", 1},
                    {"mt_params_init: |nothing more|more [1, 3]", 1},
                    {"mt_optimizer_create: beta1 is |0.899999976|0.800000012", 0},
                    {"mt_optimizer_create: beta2 is |0.999000013|0.949999988", 0},
@@ -901,7 +901,7 @@ static const struct difference {
                    {"mt_optimizer_create: weight_decay is |0|0.100000001", 0},
                    {"mt_optimizer_create: stochastic_rounding is |0|1", 0},
                    {"mt_optimizer_create: seed is |0|7", 0},
-                   {"mt_params_init: w is |weight_decay 0|weight_decay 1", 1}};
+                   {"mt_params_init: |w is |weight_decay 0|weight_decay 1", 1}};
 
 typedef struct told {
     mt_grid_desc grid;
@@ -911,14 +911,16 @@ typedef struct told {
 } told;
 
 static mt_status told_body(const told *t, test_rank *r, mt_optimizer *o) {
+    static const char *const names[2][3] = {{"w", "v", "more"}, {"1.w", "1.v", "1.more"}};
+    const char *const *name = names[r->grid.pp_rank > 0]; /* a parameter has its name on one stage only */
     int odd = mt_comm_rank(r->world) == t->rank || (t->stages_differ && r->grid.pp_rank > 0) ? t->what : 0;
     mt_data_parallel_desc share = {.bucket_bytes = odd == 3 ? 200 : 100, .sharded_optimizer = odd == 4};
-    mt_param_desc d[] = {{.name = odd == 6 ? "v" : "w",
+    mt_param_desc d[] = {{.name = name[odd == 6],
                           .rows = 8,
                           .cols = odd == 5 ? 16 : 12,
                           .placement = odd == 7 ? MT_SPLIT_ROWS : MT_REPLICATED,
                           .init_std = odd == 8 ? 0.5001f : 0.5f},
-                         {.name = "more", .rows = 1, .cols = 3}};
+                         {.name = name[2], .rows = 1, .cols = 3}};
     mt_optimizer_desc adamw = {.beta1 = odd == 10 ? 0.8f : 0,
                                .beta2 = odd == 11 ? 0.95f : 0,
                                .eps = odd == 12 ? 1e-6f : 0,

@@ -81,13 +81,16 @@ typedef struct net {
     int on_device; /* 1: mt_step_update is the step of the optimizer */
 } net;
 
+/* A parameter has its name on one stage only. The last stage has the names without a number. */
 static mt_status net_layers(net *n, int sequence_parallel) {
+    const mt_grid *g = &n->r.grid;
+    const int is_last = g->pp_rank + 1 == g->pp_size;
     mt_linear_desc in = {.in_features = WIDE, .out_features = INNER};
     mt_linear_desc out = {
         .in_features = INNER, .out_features = WIDE, .input_is_parallel = 1, .sequence_parallel = sequence_parallel};
     int64_t rows = sequence_parallel ? TOKENS / n->r.grid.tp_size : TOKENS;
-    MT_TRY(mt_column_parallel_linear_create(n->r.ctx, n->r.params, "in", &in, &n->in));
-    MT_TRY(mt_row_parallel_linear_create(n->r.ctx, n->r.params, "out", &out, &n->out));
+    MT_TRY(mt_column_parallel_linear_create(n->r.ctx, n->r.params, is_last ? "in" : "0.in", &in, &n->in));
+    MT_TRY(mt_row_parallel_linear_create(n->r.ctx, n->r.params, is_last ? "out" : "0.out", &out, &n->out));
     n->x = mt_tensor_f32(test_noise(&n->r, TOKENS * WIDE, 1, 1.0f), TOKENS, WIDE);
     n->dy = mt_tensor_f32(test_noise(&n->r, rows * WIDE, 2, 1.0f), rows, WIDE);
     n->y = test_tensor(&n->r, rows, WIDE, 0.0f);
@@ -264,21 +267,26 @@ typedef struct reason_case {
 } reason_case;
 
 static mt_status reason_body(net *n, const reason_case *c) {
-    mt_param_desc plain = {.name = "plain", .rows = 2, .cols = 3};
+    const int stage = n->r.grid.pp_rank;
+    mt_param_desc plain = {.name = stage ? "1.plain" : "plain", .rows = 2, .cols = 3}, d = c->d;
     char with[256];
     mt_param *p;
-    MT_TRY(mt_params_add(n->r.ctx, n->r.params, &c->d, &p));
+    if (stage && !d.shared_embedding) d.name = "1.p"; /* only a shared parameter is on several stages */
+    MT_TRY(mt_params_add(n->r.ctx, n->r.params, &d, &p));
     MT_TRY(mt_params_add(n->r.ctx, n->r.params, &plain, &p));
     MT_TRY(mt_params_init(n->r.ctx, n->r.params, 1));
     MT_TRY(net_optimizer(n));
     MT_TRY(mt_fill(n->r.ctx, p->grad, 1.0f));
     if (c->why) {
-        snprintf(with, sizeof with, "mt_grad_norm: the gradient of 'p' is not synchronised: %s" SYNC_FIRST, c->why);
+        snprintf(with, sizeof with, "mt_grad_norm: the gradient of '%s' is not synchronised: %s" SYNC_FIRST, d.name,
+                 c->why);
         REFUSES(&n->r, with, net_norm(n));
         n->on_device = 1;
-        REFUSES(&n->r, "mt_step_update: the gradient of 'p' is not synchronised", net_update(n));
+        snprintf(with, sizeof with, "mt_step_update: the gradient of '%s' is not synchronised", d.name);
+        REFUSES(&n->r, with, net_update(n));
         n->on_device = 0;
-        REFUSES(&n->r, "mt_optimizer_step: the gradient of 'p' is not synchronised", net_update(n));
+        snprintf(with, sizeof with, "mt_optimizer_step: the gradient of '%s' is not synchronised", d.name);
+        REFUSES(&n->r, with, net_update(n));
         MT_TRY(mt_sync_gradients(n->r.ctx, n->r.params));
     }
     MT_TRY(net_norm(n));

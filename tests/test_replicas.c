@@ -223,6 +223,98 @@ static void test_what_is_sent(void **state) {
     test_launch(4, sending_rank, NULL);
 }
 
+/* A gather in place of what is replicated reads another part on each rank. What it makes is compared. */
+static mt_status gathering_rank(mt_comm *world, void *user) {
+    int rank = mt_comm_rank(world);
+    mt_tensor x, own, out;
+    mt_arena_request memory[] = {{&x, MT_F32, 4, 3}, {&out, MT_F32, 1, 1}};
+    test_rank r;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &checks, &r));
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 2));
+    MT_TRY(mt_fill(r.ctx, out, 0.0f));
+    own = mt_tensor_rows(x, 2 * rank, 2);
+    for (int i = 0; i < 6; i++) ((float *)own.data)[i] = (float)(6 * rank + i);
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, own, MT_SPLIT_ROWS));
+    for (int i = 0; i < 2; i++) MT_TRY(mt_all_gather(r.ctx, r.grid.tp, own.data, x.data, 6, MT_F32));
+    CHECK(mt_placement_of(r.ctx, r.grid.tp, x) == MT_REPLICATED);
+    MT_TRY(mt_sum(r.ctx, x, out));
+    MT_TRY(mt_check_replicas(r.ctx, r.grid.tp, "my_step"));
+    ((float *)x.data)[0] += (float)rank;
+    MT_TRY(mt_sum(r.ctx, x, out));
+    CHECK(mt_check_replicas(r.ctx, r.grid.tp, "my_step") == MT_ERR_MISMATCH);
+    CHECK(test_has_words(mt_last_error(r.ctx), "my_step: x of mt_sum is |since mt_all_gather"));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_a_gather_in_place(void **state) {
+    (void)state;
+    test_launch(2, gathering_rank, NULL);
+}
+
+/* ---- the two ends of a pipeline ---------------------------------------------------------------------------------- */
+
+/* The parameters of the first and of the last of two or three stages. */
+typedef struct ends {
+    mt_grid_desc grid;
+    const char *name[2];
+    int shared[2];
+    const char *words[2]; /* of the messages of both stages; NULL: accepted */
+} ends;
+
+static mt_status ends_rank(mt_comm *world, void *user) {
+    const ends *e = (const ends *)user;
+    mt_param_desc words = {.rows = 4, .cols = 2, .placement = MT_SPLIT_ROWS}, own = {.rows = 1, .cols = 2};
+    mt_param *p;
+    test_rank r;
+    int end, others;
+    MT_TRY(test_rank_open(world, e->grid, &checks, &r));
+    end = r.grid.pp_rank == 0 ? 0 : r.grid.pp_rank + 1 == r.grid.pp_size ? 1 : 2;
+    own.name = end == 0 ? "first" : end == 1 ? "last" : "middle";
+    words.name = end == 2 ? e->name[0] : e->name[end]; /* a middle stage is not compared */
+    words.shared_embedding = end == 2 ? 0 : e->shared[end];
+    others = 3 * end; /* so that the stages have different numbers of parameters */
+    for (int i = 0; i < others && end < 2; i++) {
+        char name[] = "n0";
+        mt_param_desc more = {.name = name, .rows = 1, .cols = 1};
+        name[1] = (char)('0' + i);
+        MT_TRY(mt_params_add(r.ctx, r.params, &more, &p));
+    }
+    MT_TRY(mt_params_add(r.ctx, r.params, &own, &p));
+    MT_TRY(mt_params_add(r.ctx, r.params, &words, &p));
+    if (end == 2 || !e->words[end]) MT_TRY(mt_params_init(r.ctx, r.params, 1));
+    else {
+        CHECK(mt_params_init(r.ctx, r.params, 1) == MT_ERR_ARGUMENT);
+        CHECK(test_has_words(mt_last_error(r.ctx), e->words[end]));
+        CHECK(mt_context_allocated(r.ctx) == 0);
+    }
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_the_ends_of_a_pipeline(void **state) {
+    static const char both[] = "mt_params_init: 'w' is on the first and on the last pipeline stage, but "
+                               "shared_embedding is not set on both|mt_embedding_desc.shared",
+                      first[] = "mt_params_init: 'w' is on |not set on the first",
+                      last[] = "'w' is on |not set on the last",
+                      no_last[] = "mt_params_init: 'w' is a shared_embedding of the first |the last has no parameter",
+                      no_first[] = "mt_params_init: 'v' is a shared_embedding of the last |the first has no parameter";
+    static const ends cases[] = {
+        {{.pp = 2}, {"w", "w"}, {1, 1}, {NULL, NULL}},          {{.pp = 2}, {"w", "v"}, {0, 0}, {NULL, NULL}},
+        {{.pp = 2}, {"w", "w"}, {0, 0}, {both, both}},          {{.pp = 2}, {"w", "w"}, {1, 0}, {last, last}},
+        {{.pp = 2}, {"w", "w"}, {0, 1}, {first, first}},        {{.pp = 2}, {"w", "v"}, {1, 1}, {no_last, no_first}},
+        {{.tp = 2, .pp = 2}, {"w", "w"}, {0, 0}, {both, both}}, {{.pp = 3}, {"w", "w"}, {1, 0}, {last, last}},
+        {{.dp = 2, .pp = 2}, {"w", "w"}, {1, 1}, {NULL, NULL}}};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        ends e = cases[i];
+        test_launch((e.grid.tp ? e.grid.tp : 1) * (e.grid.dp ? e.grid.dp : 1) * e.grid.pp, ends_rank, &e);
+    }
+}
+
+/* ---- loops without steps, and tensors of one's own --------------------------------------------------------------- */
+
 /* Without mt_check_replicas, a difference is found after 256 collectives. */
 static mt_status endless_rank(mt_comm *world, void *user) {
     mt_status status = MT_SUCCESS;
@@ -329,10 +421,11 @@ static void test_tensors_of_ones_own(void **state) {
 
 int main(void) {
     static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_right_programs),      cmocka_unit_test(test_faults_are_named),
-        cmocka_unit_test(test_ranks_may_read_more), cmocka_unit_test(test_loops_without_steps),
-        cmocka_unit_test(test_what_is_sent),        cmocka_unit_test(test_the_third_rank),
-        cmocka_unit_test(test_tensors_of_ones_own),
+        cmocka_unit_test(test_right_programs),         cmocka_unit_test(test_faults_are_named),
+        cmocka_unit_test(test_ranks_may_read_more),    cmocka_unit_test(test_loops_without_steps),
+        cmocka_unit_test(test_what_is_sent),           cmocka_unit_test(test_the_third_rank),
+        cmocka_unit_test(test_tensors_of_ones_own),    cmocka_unit_test(test_a_gather_in_place),
+        cmocka_unit_test(test_the_ends_of_a_pipeline),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
