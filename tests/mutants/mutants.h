@@ -9,7 +9,8 @@
    A program with several variants also defines MUTANTS_VARIANTS, their number; mutants_variant is the one that runs.
    program creates its parameters in `params`, and trains for some steps. In each it tells its loss (mutants_loss) and,
    after mt_sync_gradients, its gradients (mutants_gradients). The program runs on 1 and on 4 ranks, which are threads,
-   and on one rank of 4 on the meta device, where mutants_loss and mutants_gradients do nothing. */
+   and on one rank of 4 on the meta device, where mutants_loss and mutants_gradients do nothing. If the meta device
+   accepts it, it runs once more on 4 ranks, in check mode 2. */
 
 #ifndef MT_MUTANTS_H
 #define MT_MUTANTS_H
@@ -104,9 +105,11 @@ static mt_status program(mt_context *ctx, const mt_grid *grid, mt_params *params
 
 typedef struct mutants_run {
     mutants_result ranks[MUTANTS_RANKS];
-    int size; /* number of ranks */
+    int size;  /* number of ranks */
+    int check; /* mt_context_desc.check */
     mt_status status;
-    char message[MT_ERROR_BYTES];
+    char messages[MUTANTS_RANKS][MT_ERROR_BYTES]; /* of each rank */
+    char message[MT_ERROR_BYTES];                 /* of the meta device */
 } mutants_run;
 
 static mt_status mutants_rank(mt_comm *world, const mt_context_desc *where, mutants_result *result, char *message) {
@@ -120,7 +123,7 @@ static mt_status mutants_rank(mt_comm *world, const mt_context_desc *where, muta
     if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid);
     if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
     if (status == MT_SUCCESS) status = program(ctx, &grid, params, result);
-    if (message) snprintf(message, MT_ERROR_BYTES, "%s", ctx ? mt_last_error(ctx) : "no context");
+    snprintf(message, MT_ERROR_BYTES, "%s", ctx ? mt_last_error(ctx) : "no context");
     mt_params_destroy(params);
     mt_grid_destroy(&grid);
     mt_context_destroy(ctx);
@@ -129,18 +132,20 @@ static mt_status mutants_rank(mt_comm *world, const mt_context_desc *where, muta
 
 static mt_status mutants_thread(mt_comm *world, void *user) {
     mutants_run *run = (mutants_run *)user;
-    mt_context_desc where = {.arena_bytes = (size_t)32 << 20};
-    return mutants_rank(world, &where, &run->ranks[mt_comm_rank(world)], NULL);
+    mt_context_desc where = {.arena_bytes = (size_t)32 << 20, .check = run->check};
+    const int rank = mt_comm_rank(world);
+    return mutants_rank(world, &where, &run->ranks[rank], run->messages[rank]);
 }
 
 static void mutants_quiet(void *user, mt_log_level level, const char *message) {
     (void)user, (void)level, (void)message;
 }
 
-/* The numbers of a run with ranks that compute, without check mode. */
-static void mutants_compute(int ranks, mutants_run *run) {
+/* The numbers of a run with ranks that compute. check: mt_context_desc.check. */
+static void mutants_compute(int ranks, int check, mutants_run *run) {
     mt_launch_desc launch = {.ranks = ranks, .timeout_s = 2, .logger = {mutants_quiet, NULL}};
     run->size = ranks;
+    run->check = check;
     for (int i = 0; i < ranks; i++) run->ranks[i].count = run->ranks[i].tensors = run->ranks[i].losses = 0;
     run->status = mt_launch(&launch, mutants_thread, run);
 }
@@ -263,31 +268,47 @@ static const char *mutants_does(mutants_runs *m) {
     if (mutants_losses_differ(&m->right, &m->run) <= MUTANTS_ROUNDING &&
         mutants_gradients_differ(&m->right, &m->run) <= MUTANTS_ROUNDING)
         return "same";
-    mutants_compute(1, &m->one);
+    mutants_compute(1, 0, &m->one);
     if (m->one.status == MT_SUCCESS && mutants_losses_differ(&m->one, &m->run) <= MUTANTS_ROUNDING &&
         mutants_norms_differ(&m->run, &m->one) <= MUTANTS_ROUNDING)
         return "other";
     return "changes";
 }
 
+/* Runs a mutant on 4 ranks in check mode 2, and returns how that takes it. *message becomes a message of a rank, which
+   names what `wants` has if there is one. */
+static const char *mutants_compare(const mutant *what, mutants_run *run, const char **message) {
+    const char *how = "unclear";
+    *message = "";
+    mutants_compute(MUTANTS_RANKS, 2, run);
+    if (run->status == MT_SUCCESS) return "accepted";
+    for (int i = 0; i < MUTANTS_RANKS && strcmp(how, "unclear") == 0; i++) {
+        char *advice = strstr(run->messages[i], ": check seeds, dropout"); /* names no call */
+        if (advice) *advice = 0;
+        if (run->messages[i][0]) *message = run->messages[i];
+        if (mutants_names(run->messages[i], what->wants)) how = "refused";
+    }
+    return how;
+}
+
 /* Runs a mutant and prints a line for it, see ../mutants.sh. */
 static void mutants_try(int number, mutants_runs *m) {
     const mutant *what = &mutants_list[number - 1];
-    const char *does, *how;
+    const char *does, *how = "accepted", *compared = "-", *message = "";
     double loss, gradient, ms;
     mutants_selected = number;
-    mutants_compute(MUTANTS_RANKS, &m->run);
+    mutants_compute(MUTANTS_RANKS, 0, &m->run);
     does = mutants_does(m);
     loss = mutants_losses_differ(&m->right, &m->run);
     gradient = mutants_gradients_differ(&m->right, &m->run);
     ms = mutants_now();
     mutants_check(&m->run);
     ms = (mutants_now() - ms) * 1e3;
-    mutants_selected = 0;
-    how = "accepted";
     if (m->run.status != MT_SUCCESS) how = mutants_names(m->run.message, what->wants) ? "refused" : "unclear";
-    printf("%s\t%d.%d\t%s\t%s\t%.1e\t%.1e\t%.2f\t%s\t%s\n", what->place, number, mutants_variant, does, how, loss,
-           gradient, ms, what->title, m->run.status == MT_SUCCESS ? "" : m->run.message);
+    if (m->run.status == MT_SUCCESS) compared = mutants_compare(what, &m->one, &message);
+    mutants_selected = 0;
+    printf("%s\t%d.%d\t%s\t%s\t%.1e\t%.1e\t%.2f\t%s\t%s\t%s\t%s\n", what->place, number, mutants_variant, does, how,
+           loss, gradient, ms, what->title, m->run.status == MT_SUCCESS ? "" : m->run.message, compared, message);
     fflush(stdout);
 }
 
@@ -296,8 +317,10 @@ static int mutants_right(mutants_runs *m) {
     double loss, norm;
     mutants_check(&m->one);
     if (m->one.status != MT_SUCCESS) return printf("the program is refused: %s\n", m->one.message), 0;
-    mutants_compute(1, &m->one);
-    mutants_compute(MUTANTS_RANKS, &m->right);
+    mutants_compute(1, 0, &m->one);
+    mutants_compute(MUTANTS_RANKS, 0, &m->right);
+    mutants_compute(MUTANTS_RANKS, 2, &m->run);
+    if (m->run.status != MT_SUCCESS) return printf("check mode 2 refuses the program: %s\n", m->run.messages[0]), 0;
     if (m->one.status != MT_SUCCESS || m->right.status != MT_SUCCESS) return printf("the program fails\n"), 0;
     loss = mutants_losses_differ(&m->one, &m->right);
     norm = mutants_norms_differ(&m->right, &m->one);
