@@ -4001,14 +4001,22 @@ static mti_extent mti_extent_of(mt_tensor t) {
 
 static int mti_extent_is_dense(mti_extent e) { return e.pitch == e.width; }
 
+/* Whether the rows of one extent are parts of the rows of the other one. A single row has no pitch of its own. */
+static int mti_extents_share_rows(mti_extent a, mti_extent b) {
+    mti_extent narrow = a.width < b.width ? a : b, wide = a.width < b.width ? b : a;
+    if (a.pitch == b.pitch) return 1;
+    if (narrow.end - narrow.begin != narrow.width || narrow.begin < wide.begin || narrow.end > wide.end) return 0;
+    return (narrow.begin - wide.begin) % wide.pitch + narrow.width <= wide.width;
+}
+
 /* Returns what a piece says about a view of it. Some columns of a tensor that is split by columns, such as one head,
    are a matrix of their own: nothing is known about it. Some columns of a tensor that is split by rows are split by
    rows. A split tensor that is seen in one row, or in other rows, is split in some way. */
 static unsigned char mti_seen_through(mti_extent view, mti_extent piece, unsigned char may) {
     if (!(may & MTI_SPLIT_PLACEMENTS) || view.width == piece.width) return may;
-    if (view.pitch == piece.pitch && may == 1 << MT_SPLIT_ROWS) return may;
-    if (view.pitch == piece.pitch && view.width < piece.width)
-        return may >> MT_SPLIT_COLS & 1 ? MTI_ALL_PLACEMENTS : may;
+    if (!mti_extents_share_rows(view, piece)) return (unsigned char)(may | MTI_SPLIT_PLACEMENTS);
+    if (may == 1 << MT_SPLIT_ROWS) return may;
+    if (view.width < piece.width) return may >> MT_SPLIT_COLS & 1 ? MTI_ALL_PLACEMENTS : may;
     return (unsigned char)(may | MTI_SPLIT_PLACEMENTS);
 }
 

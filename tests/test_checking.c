@@ -454,6 +454,39 @@ static void test_products_of_own_heads(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Some columns of a single row, as one head of one token, are seen as those of many rows. */
+static void test_columns_of_a_single_row(void **state) {
+    test_rank r;
+    mt_tensor x, rows, scores;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 1, 12, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 12, &rows));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 1, 1, &scores));
+    for (int p = MT_REPLICATED; p <= MT_PARTIAL; p++) {
+        const mt_placement part = p == MT_SPLIT_COLS ? MT_UNDECLARED : (mt_placement)p;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, (mt_placement)p));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, rows, (mt_placement)p));
+        check_is(&r, mt_tensor_cols(x, 4, 4), part);
+        check_is(&r, mt_tensor_cols(rows, 4, 4), part);
+        check_is(&r, mt_tensor_rows(mt_tensor_cols(rows, 4, 4), 2, 1), part);
+    }
+    /* nothing is known about the product of a query and a key of the rank's own heads: it is no part of a sum */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_SPLIT_COLS));
+    ASSERT_STATUS(
+        r.ctx, MT_SUCCESS,
+        mt_gemm(r.ctx, MT_NO_TRANS, MT_TRANS, 1.0f, mt_tensor_cols(x, 0, 4), mt_tensor_cols(x, 4, 4), 0.0f, scores));
+    check_is(&r, scores, MT_UNDECLARED);
+    /* a row that is declared in columns */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, mt_tensor_cols(x, 0, 6), MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, mt_tensor_cols(x, 6, 6), MT_SPLIT_ROWS));
+    check_is(&r, x, MT_SPLIT_ROWS);
+    /* elements of two rows are split in some way */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, rows, MT_SPLIT_ROWS));
+    check_is(&r, mt_tensor_f32((const float *)rows.data + 8, 1, 8), MT_UNDECLARED);
+    test_paper_rank_close(&r);
+}
+
 /* The case "P-PP" of the dropout is only for a call without a bias. */
 static void test_an_operand_that_must_be_left_out(void **state) {
     const mt_dropout none = {.p = 0.0f};
@@ -1194,6 +1227,7 @@ int main(void) {
         cmocka_unit_test(test_own_rules),
         cmocka_unit_test(test_parameters_keep_their_placement),
         cmocka_unit_test(test_products_of_own_heads),
+        cmocka_unit_test(test_columns_of_a_single_row),
         cmocka_unit_test(test_an_operand_that_must_be_left_out),
         cmocka_unit_test(test_masks_by_place),
         cmocka_unit_test(test_masks_of_other_ranks),
