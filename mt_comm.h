@@ -879,7 +879,8 @@ typedef struct mt_place {
 
 /* Checks that a place fits the placements of t, operand `name` of a call. Where ranks have rows or columns of their
    own, their places must differ: rank n of a group has at least n times its rows or columns before it. Where no group
-   splits the columns of t, they are those of the whole tensor. `field` names the place, as in "dropout.at"; it may be
+   splits the columns of t, they are those of the whole tensor, unless t is a view of some columns of a tensor, or was
+   computed from such a view. `field` names the place, as in "dropout.at"; it may be
    "". Does nothing when check mode is off. Errors: MT_ERR_ARGUMENT. */
 MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
                                 const mt_place *place);
@@ -3915,10 +3916,11 @@ typedef struct mti_placed {
     const char *by, *with;           /* the operator that has written it, and the parameter that it used, or NULL */
     char *name;                      /* of a parameter; the checker's */
     int is_gradient;
-    int is_block;    /* of mt_context_alloc */
-    int is_gone;     /* 1: mti_placed_compact removes it */
-    uint64_t age;    /* number of the piece; the newest has the largest */
-    uintptr_t reach; /* the largest at.end of this piece and those before it in the list */
+    int some_columns; /* 1: it was computed from some columns of a tensor, and has as many */
+    int is_block;     /* of mt_context_alloc */
+    int is_gone;      /* 1: mti_placed_compact removes it */
+    uint64_t age;     /* number of the piece; the newest has the largest */
+    uintptr_t reach;  /* the largest at.end of this piece and those before it in the list */
 } mti_placed;
 
 typedef struct mti_placed_list {
@@ -4248,15 +4250,23 @@ typedef struct mti_known {
     int count;
     int zero;
     int unwritten;               /* 1: nothing has written it, or a part of it, since it was allocated */
+    int some_columns;            /* 1: it has, or was computed from, some columns of a tensor */
     const char *by, *with;       /* of the newest piece, or NULL */
     const mti_placed *parameter; /* NULL: the view is no part of one */
 } mti_known;
+
+/* Whether a view has some columns of the tensor of which a piece has all, or some, columns. */
+static int mti_has_some_columns(mti_extent e, const mti_placed *p) {
+    if (e.width == p->at.width) return p->some_columns;
+    return e.width < p->at.width && mti_extents_share_rows(e, p->at);
+}
 
 /* Adds what a piece says about a view. covers: 1 if the piece has all of the view */
 static void mti_known_add(mti_known *k, mti_extent e, const mti_placed *p, int covers) {
     unsigned char *part = k->parts[k->count < MTI_KNOWN_PARTS ? k->count : MTI_KNOWN_PARTS - 1];
     int g;
     if (p->zero) return;
+    if (mti_has_some_columns(e, p)) k->some_columns = 1;
     if (k->count == 0) k->by = p->by, k->with = p->with;
     for (g = 0; g < MTI_AXES; g++) {
         unsigned char may = mti_seen_through(e, p->at, p->may[g]);
@@ -4275,6 +4285,7 @@ static mti_known mti_known_of_parameter(mti_extent e, const mti_placed *p) {
     k.zero = p->zero;
     k.by = p->by;
     k.with = p->with;
+    k.some_columns = mti_has_some_columns(e, p);
     for (g = 0; g < MTI_AXES; g++) k.may[g] = mti_seen_through(e, p->at, p->zero ? p->adds[g] : p->may[g]);
     return k;
 }
@@ -4393,6 +4404,13 @@ static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned
     return MT_SUCCESS;
 }
 
+/* Notes that t has only some columns of a tensor. */
+static void mti_columns_note(mti_checker *c, mt_tensor t) {
+    mti_extent e = mti_extent_of(t);
+    mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
+    if (p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at)) p->some_columns = 1;
+}
+
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
     if (!ctx || !ctx->checker || !bytes) return;
     mti_forget(ctx, data, bytes);
@@ -4426,7 +4444,9 @@ static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor
     if (g < 0) return k.unwritten ? mti_forget_view(ctx, t) : MT_SUCCESS; /* in a group of one, too, it was written */
     if (k.zero && !k.parameter) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
     k.may[g] = (unsigned char)set;
-    return mti_placement_note(ctx, t, k.may, 0, "mt_declare", NULL);
+    MT_TRY(mti_placement_note(ctx, t, k.may, 0, "mt_declare", NULL));
+    if (k.some_columns) mti_columns_note(ctx->checker, t);
+    return MT_SUCCESS;
 }
 
 static mt_status mti_expect_placement(mt_context *ctx, const char *function, mt_placement placement) {
@@ -4749,6 +4769,30 @@ static void mti_unknown_count(mti_checker *c, const mti_ruling *r) {
         }
 }
 
+/* Whether a call reads some columns of a tensor, as many as t has. */
+static int mti_reads_some_columns(const mti_ruling *r, mt_tensor t) {
+    int i;
+    for (i = 0; i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        if (o->operand && (o->operand->use & 1) && o->known.some_columns && o->operand->t.cols == t.cols) return 1;
+    }
+    return 0;
+}
+
+/* Notes what a call writes to operand i. results: the sets that the cases allow, for each group and operand */
+static mt_status mti_result_note(mt_context *ctx, const mti_ruling *r, int i,
+                                 unsigned char (*results)[MTI_RULE_OPERANDS]) {
+    const mti_ruled *o = &r->operands[i];
+    unsigned char may[MTI_AXES];
+    int g;
+    if (!o->operand || !(o->operand->use & 2)) return MT_SUCCESS;
+    memset(may, MTI_ALL_PLACEMENTS, sizeof may);
+    for (g = 0; g < ctx->checker->count; g++) may[g] = (unsigned char)(results[g][i] & mti_ruled_set(o, g));
+    MT_TRY(mti_placement_note(ctx, o->operand->t, may, 0, r->where, r->with));
+    if (mti_reads_some_columns(r, o->operand->t)) mti_columns_note(ctx->checker, o->operand->t);
+    return MT_SUCCESS;
+}
+
 MT_API int64_t mt_check_unknown(mt_context *ctx, char *text, size_t bytes) {
     int64_t count = ctx && ctx->checker ? ctx->checker->unknown : 0;
     if (text && bytes) snprintf(text, bytes, "%s", count ? ctx->checker->unknown_text : "");
@@ -4777,14 +4821,7 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     for (i = 0; i < r.count; i++)
         if (r.operands[i].operand)
             MT_TRY(mti_replica_read(ctx, where, r.with, r.operands[i].operand, &r.operands[i].known));
-    for (i = 0; i < r.count; i++) {
-        const mti_ruled *o = &r.operands[i];
-        unsigned char may[MTI_AXES];
-        if (!o->operand || !(o->operand->use & 2)) continue;
-        memset(may, MTI_ALL_PLACEMENTS, sizeof may);
-        for (g = 0; g < c->count; g++) may[g] = (unsigned char)(results[g][i] & mti_ruled_set(o, g));
-        MT_TRY(mti_placement_note(ctx, o->operand->t, may, 0, where, r.with));
-    }
+    for (i = 0; i < r.count; i++) MT_TRY(mti_result_note(ctx, &r, i, results));
     mti_tell(ctx, where, r.with, operands, count);
     return MT_SUCCESS;
 }
@@ -4830,6 +4867,7 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!mt_check_mode(ctx) || ctx->checker->count == 0 || !mti_has_elements(t)) return MT_SUCCESS;
     k = mti_known_of(ctx->checker, t);
+    if (k.some_columns) whole = 0;
     for (g = 0; g < ctx->checker->count && !(k.zero && !k.parameter); g++) {
         int by_rows = k.may[g] == 1 << MT_SPLIT_ROWS, by_cols = k.may[g] == 1 << MT_SPLIT_COLS;
         if (by_rows || by_cols) MT_TRY(mti_place_split(ctx, where, field, name, &k, g, place));
@@ -4856,11 +4894,19 @@ static void mti_ruling_of(mti_ruling *r, const mti_checker *c, const char *where
     r->operands[0].known = mti_known_of(c, operand->t);
 }
 
+/* Notes what y is after communication from x. */
+static mt_status mti_move_note(mt_context *ctx, const mti_known *x_known, mt_tensor x, mt_tensor y,
+                               const unsigned char *may, int zero, const char *where) {
+    MT_TRY(mti_placement_note(ctx, y, may, zero, where, x_known->with));
+    if (x_known->some_columns && x.cols == y.cols) mti_columns_note(ctx->checker, y);
+    return MT_SUCCESS;
+}
+
 /* In a group of one, y is a copy of x. */
 static mt_status mti_moved(mt_context *ctx, const char *where, mt_tensor x, mt_tensor y) {
     mti_known k = mti_known_of(ctx->checker, x);
     if (!mti_has_elements(y) || y.data == x.data) return MT_SUCCESS;
-    return k.unwritten ? mti_forget_view(ctx, y) : mti_placement_note(ctx, y, k.may, k.zero, where, k.with);
+    return k.unwritten ? mti_forget_view(ctx, y) : mti_move_note(ctx, &k, x, y, k.may, k.zero, where);
 }
 
 /* Tells the listener of communication from x, the operand of the ruling, to y, which may be x or have no elements. */
@@ -4901,7 +4947,7 @@ static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char
     MT_TRY(mti_replica_read(ctx, where, NULL, &operand, &read));
     memcpy(may, r.operands[0].known.may, sizeof may);
     may[g] = (unsigned char)mti_letter_set(becomes);
-    if (mti_has_elements(y)) MT_TRY(mti_placement_note(ctx, y, may, 0, where, r.operands[0].known.with));
+    if (mti_has_elements(y)) MT_TRY(mti_move_note(ctx, &r.operands[0].known, x, y, may, 0, where));
     mti_tell_move(ctx, &r, y);
     return MT_SUCCESS;
 }

@@ -653,6 +653,42 @@ static void test_place_of_an_own_operator(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Some columns of a replicated tensor may be in any place of it, also when a call has moved them to other memory. */
+static void test_place_of_some_columns(void **state) {
+    const mt_place place = {.rows = 4, .cols = 4, .first_col = 4, .global_cols = 8, .what = "random words"};
+    mt_dropout d = {.p = 0.5f, .at = {.first_col = 4, .global_cols = 8}};
+    test_rank r;
+    mt_tensor x, part, sum;
+    (void)state;
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 8, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &part));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &sum));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_place_check(r.ctx, "my_noise", "at", "y", mt_tensor_cols(x, 4, 4), &place));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mt_tensor_cols(x, 4, 4), part));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_place_check(r.ctx, "my_noise", "at", "y", part, &place));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, part, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_dropout_add_forward(r.ctx, part, mt_none(), mt_none(), d, sum));
+    /* a sum of such columns */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_PARTIAL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mt_tensor_cols(x, 4, 4), part));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, part));
+    check_is(&r, part, MT_REPLICATED);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_place_check(r.ctx, "my_noise", "at", "y", part, &place));
+    /* the columns of a whole tensor are in one place */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, part, mt_tensor_cols(x, 0, 4)));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, part, mt_tensor_cols(x, 4, 4)));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_noise: at.global_cols is 16|no group splits the columns|must be 8",
+            mt_place_check(r.ctx, "my_noise", "at", "y", x,
+                           &(mt_place){.rows = 4, .cols = 8, .global_cols = 16, .what = "random words"}));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, part, 1.0f));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, part, MT_REPLICATED));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_noise: at.global_cols is 8|no group splits the columns|must be 4",
+            mt_place_check(r.ctx, "my_noise", "at", "y", part, &place));
+    test_paper_rank_close(&r);
+}
+
 /* ---- the listener ------------------------------------------------------------------------------------------------ */
 
 typedef struct told {
@@ -1233,6 +1269,7 @@ int main(void) {
         cmocka_unit_test(test_masks_of_other_ranks),
         cmocka_unit_test(test_masks_of_heads),
         cmocka_unit_test(test_place_of_an_own_operator),
+        cmocka_unit_test(test_place_of_some_columns),
         cmocka_unit_test(test_a_listener_is_told_of_each_call),
         cmocka_unit_test(test_a_listener_is_told_of_communication),
         cmocka_unit_test(test_a_listener_of_one_rank),
