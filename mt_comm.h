@@ -854,7 +854,8 @@ MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text);
    each group at least one case must fit what is known about the operands. The operands that the call writes then get
    the placements of these cases. Call it after the other checks, before the operator writes. It does nothing when check
    mode is off. `where` and the rule are kept for messages: they must live as long as the context. Errors:
-   MT_ERR_ARGUMENT (no case fits, or a case has not one letter for each operand), MT_ERR_MEMORY. */
+   MT_ERR_ARGUMENT (no case fits, a case has not one letter for each operand, an operand has a name that the rule does
+   not have, a pointer other than data_cases is NULL, count is negative), MT_ERR_MEMORY. */
 typedef struct mt_rule {
     const char *operands, *cases, *data_cases;
 } mt_rule;
@@ -4737,6 +4738,43 @@ static void mti_ruling_fill(mti_checker *c, mti_ruling *r, const mt_operand *ope
     }
 }
 
+/* Whether a rule has an operand of this name. */
+static int mti_rule_names(const mt_rule *rule, const char *name) {
+    const char *at = rule->operands;
+    size_t length = strlen(name);
+    while (*at) {
+        size_t n = strcspn(at, " ");
+        if (n == length && n > 0 && strncmp(at, name, n) == 0) return 1;
+        at += n;
+        at += strspn(at, " ");
+    }
+    return 0;
+}
+
+/* Refuses arguments of mt_rule_check that are NULL, and operands that the rule does not have. */
+static mt_status mti_rule_arguments(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,
+                                    int count) {
+    const char *missing = !where                                  ? "where is NULL"
+                          : !rule                                 ? "rule is NULL"
+                          : !rule->operands                       ? "rule.operands is NULL"
+                          : !rule->cases                          ? "rule.cases is NULL"
+                          : count < 0 || (count > 0 && !operands) ? "operands is NULL, or count is negative"
+                                                                  : NULL;
+    int i;
+    if (missing)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rule_check%s%.60s: %s", where ? " of " : "", where ? where : "",
+                       missing);
+    for (i = 0; i < count; i++) {
+        if (!operands[i].name)
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rule_check of %.60s: operands[%d].name is NULL", where, i);
+        if (!mti_rule_names(rule, operands[i].name))
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "mt_rule_check of %.60s: its rule has no operand '%.60s', only: %.200s", where,
+                           operands[i].name, rule->operands);
+    }
+    return MT_SUCCESS;
+}
+
 /* Refuses a call that reads memory of the arena which nothing has written. Ids and lengths are the caller's. */
 static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
     char at[192];
@@ -4808,6 +4846,7 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     int g, i;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    MT_TRY(mti_rule_arguments(ctx, where, rule, operands, count));
     c = ctx->checker;
     r.where = where;
     r.rule = rule;

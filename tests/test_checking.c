@@ -376,11 +376,46 @@ static void test_own_rules(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_product|no case", mt_rule_check(r.ctx, "my_product", &none, operands, 3));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_product|2 letters|3 operands",
             mt_rule_check(r.ctx, "my_product", &few, operands, 3));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rule_check(r.ctx, "my_product", &rule, NULL, 0)); /* all are left out */
     mt_check_pause(r.ctx);
     assert_int_equal(mt_check_mode(r.ctx), 0);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rule_check(r.ctx, "my_product", &rule, operands, 3));
     assert_int_equal(mt_check_resume(r.ctx, MT_ERR_DATA), MT_ERR_DATA);
     assert_int_equal(mt_check_mode(r.ctx), 1);
+    test_paper_rank_close(&r);
+}
+
+/* A name that the rule does not have is no operand that is left out; neither is a pointer that is missing. */
+static void test_arguments_of_own_rules(void **state) {
+    static const char *const names[] = {"bias", "b", "bia", "biass", "y bias", "", NULL};
+    static const mt_rule rule = {"y bias", "RR rR cc", NULL}, unnamed = {NULL, "RR", NULL},
+                         caseless = {"y", NULL, NULL};
+    test_rank r;
+    mt_tensor y, bias;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 1, 4, &bias));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, y, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, bias, MT_REPLICATED));
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        mt_operand operands[] = {{"y", y, 3}, {names[i], i % 2 ? bias : mt_none(), 1}};
+        char words[128] = "mt_rule_check of my_bias: operands[1].name is NULL";
+        if (i == 0) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rule_check(r.ctx, "my_bias", &rule, operands, 2));
+        if (i == 0) continue;
+        if (names[i])
+            snprintf(words, sizeof words, "mt_rule_check of my_bias: its rule has no operand '%s', only: y bias",
+                     names[i]);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_rule_check(r.ctx, "my_bias", &rule, operands, 2));
+    }
+    mt_operand one = {"y", y, 3};
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_rule_check: where is NULL", mt_rule_check(r.ctx, NULL, &rule, &one, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_bias: rule is NULL", mt_rule_check(r.ctx, "my_bias", NULL, &one, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "rule.operands is NULL", mt_rule_check(r.ctx, "my_bias", &unnamed, &one, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "rule.cases is NULL", mt_rule_check(r.ctx, "my_bias", &caseless, &one, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "operands is NULL", mt_rule_check(r.ctx, "my_bias", &rule, NULL, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "count is negative", mt_rule_check(r.ctx, "my_bias", &rule, &one, -1));
+    assert_int_equal(mt_rule_check(NULL, "my_bias", &rule, &one, 1), MT_ERR_ARGUMENT);
     test_paper_rank_close(&r);
 }
 
@@ -628,6 +663,32 @@ static void test_masks_of_heads(void **state) {
             mt_attention_backward(r.ctx, &s, qkv, out, lse, out, qkv));
     s.dropout.p = 0.0f;
     ASSERT_STATUS(r.ctx, MT_SUCCESS, attend(&r, &s, qkv, out, lse));
+    test_paper_rank_close(&r);
+}
+
+/* The gradient of a bias of all heads is a part of a sum on each rank; that of a rank's own heads is whole. */
+static void test_bias_of_scores(void **state) {
+    mt_attention_desc s = {.batch = 1, .seq = 4, .groups = 1, .heads_per_group = 1, .head_dim = 4};
+    test_rank r;
+    mt_tensor qkv, out, lse, d;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    mt_arena_request requests[] = {{&qkv, MT_F32, 4, 12}, {&out, MT_F32, 4, 4},    {&lse, MT_F32, 1, 4},
+                                   {&d, MT_F32, 4, 12},   {&s.bias, MT_F32, 4, 4}, {&s.dbias, MT_F32, 4, 4}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 6));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, qkv, MT_SPLIT_COLS));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_attention_forward: nothing has written bias [4, 4]",
+            mt_attention_forward(r.ctx, &s, qkv, out, lse));
+    for (int rows = 0; rows < 2; rows++) {
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, s.bias, rows ? MT_SPLIT_ROWS : MT_REPLICATED));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, s.dbias, 0.0f));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_attention_forward(r.ctx, &s, qkv, out, lse));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_attention_backward(r.ctx, &s, qkv, out, lse, mt_tensor_cols(qkv, 0, 4), d));
+        check_is(&r, s.dbias, rows ? MT_SPLIT_ROWS : MT_PARTIAL);
+    }
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, s.bias, MT_PARTIAL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_attention_forward: bias is partial|must be replicated",
+            mt_attention_forward(r.ctx, &s, qkv, out, lse));
     test_paper_rank_close(&r);
 }
 
@@ -1261,6 +1322,7 @@ int main(void) {
         cmocka_unit_test(test_many_pieces),
         cmocka_unit_test(test_zeros_and_memory_of_the_caller),
         cmocka_unit_test(test_own_rules),
+        cmocka_unit_test(test_arguments_of_own_rules),
         cmocka_unit_test(test_parameters_keep_their_placement),
         cmocka_unit_test(test_products_of_own_heads),
         cmocka_unit_test(test_columns_of_a_single_row),
@@ -1268,6 +1330,7 @@ int main(void) {
         cmocka_unit_test(test_masks_by_place),
         cmocka_unit_test(test_masks_of_other_ranks),
         cmocka_unit_test(test_masks_of_heads),
+        cmocka_unit_test(test_bias_of_scores),
         cmocka_unit_test(test_place_of_an_own_operator),
         cmocka_unit_test(test_place_of_some_columns),
         cmocka_unit_test(test_a_listener_is_told_of_each_call),
