@@ -870,6 +870,50 @@ static void test_a_listener_of_one_rank(void **state) {
     mt_check_listen(NULL, hear, &h);
 }
 
+/* A chunk of a gather or of a reduce-scatter has rows of each rank: all of them are checked and noted, and no others. */
+static void test_chunks_of_rows(void **state) {
+    (void)state;
+    for (int rank = 0; rank < 3; rank++) {
+        told h = {NULL, ""};
+        test_rank r;
+        mt_tensor part, whole, copy;
+        test_paper_rank(3, rank, (mt_grid_desc){.tp = 3}, &meta, &r);
+        h.r = &r;
+        mt_arena_request requests[] = {{&part, MT_F32, 4, 4}, {&whole, MT_F32, 12, 4}, {&copy, MT_F32, 12, 4}};
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 3));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, part, MT_SPLIT_ROWS));
+        mt_check_listen(r.ctx, hear, &h);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gather_rows_from_sequence_region(r.ctx, r.grid.tp, part, whole, 0, 3));
+        assert_string_equal(h.text, "gather_rows_from_sequence_region -: x=r y>=R\n");
+        for (int i = 0; i < 3; i++) check_is(&r, mt_tensor_rows(whole, 4 * i, 3), MT_REPLICATED);
+        for (int i = 0; i < 3; i++) check_is(&r, mt_tensor_rows(whole, 4 * i + 3, 1), MT_UNDECLARED);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_copy: nothing has written x [12, 4], or a part of it",
+                mt_copy(r.ctx, whole, copy));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gather_rows_from_sequence_region(r.ctx, r.grid.tp, part, whole, 3, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, whole, copy));
+        check_is(&r, copy, MT_REPLICATED);
+        /* the part is this rank's rows of the whole tensor */
+        part = mt_tensor_rows(whole, 4 * rank, 4);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, part, MT_SPLIT_ROWS));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gather_rows_from_sequence_region(r.ctx, r.grid.tp, part, whole, 0, 4));
+        check_is(&r, whole, MT_REPLICATED);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, whole, MT_PARTIAL));
+        for (int block = 0; block < 3; block++) {
+            mt_tensor rows = mt_tensor_rows(whole, 4 * block, 2);
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, rows, MT_REPLICATED));
+            REFUSED(r.ctx, MT_ERR_ARGUMENT,
+                    "mt_reduce_scatter_rows_to_sequence_region: x is replicated|must be partial",
+                    mt_reduce_scatter_rows_to_sequence_region(r.ctx, r.grid.tp, whole, part, 0, 2));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, rows, MT_PARTIAL));
+        }
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_reduce_scatter_rows_to_sequence_region(r.ctx, r.grid.tp, whole, part, 0, 2));
+        check_is(&r, mt_tensor_rows(part, 0, 2), MT_SPLIT_ROWS);
+        check_is(&r, mt_tensor_rows(part, 2, 2), MT_PARTIAL);
+        test_paper_rank_close(&r);
+    }
+}
+
 /* ---- data ranks and stages --------------------------------------------------------------------------------------- */
 
 static void test_data_ranks(void **state) {
@@ -1336,6 +1380,7 @@ int main(void) {
         cmocka_unit_test(test_a_listener_is_told_of_each_call),
         cmocka_unit_test(test_a_listener_is_told_of_communication),
         cmocka_unit_test(test_a_listener_of_one_rank),
+        cmocka_unit_test(test_chunks_of_rows),
         cmocka_unit_test(test_data_ranks),
         cmocka_unit_test(test_a_partial_sum_does_not_travel),
         cmocka_unit_test(test_gradients_that_are_sums),
