@@ -5021,6 +5021,32 @@ static mt_tensor mti_shaped(const mti_checker *c, const void *data, mt_dtype dty
     return mt_tensor_make(data, dtype, (int64_t)(e.width / p->at.width), (int64_t)(p->at.width / size));
 }
 
+/* A broadcast in a group of several ranks. All of them then have the values of the root, which must not be a part of a
+   sum. Nothing is known about a group that check mode has not met before, such as the pipeline group. */
+static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    static const mt_rule rule = {"sendbuf", "R r c", NULL};
+    unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
+    int g = mti_axis_of(ctx->checker, comm, 0), is_root = comm->rank == call->root;
+    mt_operand operand;
+    mti_ruling r;
+    operand.name = is_root ? "sendbuf" : "recvbuf";
+    operand.t = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
+    operand.use = is_root ? 1 : 2;
+    mti_ruling_of(&r, ctx->checker, "mt_broadcast", &rule, &operand);
+    if (is_root) MT_TRY(mti_written_check(ctx, &r));
+    if (is_root && g >= 0) MT_TRY(mti_rule_axis(ctx, &r, g, results));
+    operand.t.data = call->recv;
+    if (g < 0) return mti_forget_view(ctx, operand.t);
+    if (is_root) memcpy(may, r.operands[0].known.may, sizeof may);
+    else memset(may, MTI_ALL_PLACEMENTS, sizeof may); /* the root alone knows about the other groups */
+    may[g] = 1 << MT_REPLICATED;
+    MT_TRY(mti_placement_note(ctx, operand.t, may, 0, "mt_broadcast", is_root ? r.operands[0].known.with : NULL));
+    operand.name = "recvbuf";
+    operand.use = 2;
+    mti_tell(ctx, "mt_broadcast", NULL, &operand, 1);
+    return MT_SUCCESS;
+}
+
 /* A collective of the caller's own. What it makes of memory that is not declared is not known. Data ranks may sum
    losses of other tokens, one by one. */
 static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
@@ -5029,6 +5055,7 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
     mt_tensor x, y;
     if (!mt_check_mode(ctx) || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
+    if (call->kind == MT_BROADCAST && comm->size > 1) return mti_broadcast_check(ctx, comm, call);
     x = mti_shaped(ctx->checker, call->send, call->dtype,
                    (int64_t)call->count * (call->kind == MT_REDUCE_SCATTER ? comm->size : 1));
     y = mt_tensor_make(call->recv, call->dtype, x.rows, x.cols);
@@ -5050,24 +5077,29 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     return mti_forget_view(ctx, y);
 }
 
-/* A send or a receive. A partial sum must not travel: the receiver would take it for the sum. Gradients that the data
-   ranks have not summed yet may. */
-static mt_status mti_p2p_check(mt_context *ctx, const mti_call *call) {
+/* A send. A partial sum must not travel: the receiver would take it for the sum. Gradients that the data ranks have not
+   summed yet may. */
+static mt_status mti_send_check(mt_context *ctx, const mti_call *call) {
     static const mt_rule rule = {"sendbuf", "R r c", "P"};
     unsigned char results[MTI_RULE_OPERANDS];
     mt_operand operand;
     mti_ruling r;
     int g;
-    if (!mt_check_mode(ctx)) return MT_SUCCESS;
-    if (call->recv && call->recvcount)
-        MT_TRY(mti_forget_view(ctx, mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->recvcount)));
-    if (!call->send || !call->count) return MT_SUCCESS;
     operand.name = "sendbuf";
     operand.t = mt_tensor_make(call->send, call->dtype, 1, (int64_t)call->count);
     operand.use = 1;
+    if (!mti_has_elements(operand.t)) return MT_SUCCESS;
     mti_ruling_of(&r, ctx->checker, "mt_send", &rule, &operand);
+    MT_TRY(mti_written_check(ctx, &r));
     for (g = 0; g < ctx->checker->count; g++) MT_TRY(mti_rule_axis(ctx, &r, g, results));
     return mti_replica_read(ctx, "mt_send", NULL, &operand, &r.operands[0].known);
+}
+
+/* A send, a receive, or both. */
+static mt_status mti_p2p_check(mt_context *ctx, const mti_call *call) {
+    if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    MT_TRY(mti_send_check(ctx, call));
+    return mti_forget_view(ctx, mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->recvcount));
 }
 
 /* ---- >>collectives ----------------------------------------------------------------------------------------------- */

@@ -962,6 +962,76 @@ static void test_a_partial_sum_does_not_travel(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* What nothing has written is not sent, if the context has `check`. */
+static void test_what_is_sent_was_written(void **state) {
+    static const mt_context_desc lenient = {.device = MT_DEVICE_META};
+    (void)state;
+    for (int strict = 0; strict < 2; strict++) {
+        test_rank r;
+        mt_tensor x;
+        float mine[16] = {0};
+        test_paper_rank(4, 0, (mt_grid_desc){.tp = 2, .pp = 2}, strict ? &meta : &lenient, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &x));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, mt_tensor_rows(x, 0, 3), MT_REPLICATED));
+        if (!strict) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
+        if (strict) {
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_send: nothing has written sendbuf [1, 16], or a part of it",
+                    mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_send: nothing has written sendbuf",
+                    mt_send_recv(r.ctx, r.grid.pp, (float *)x.data + 8, 8, 1, x.data, 8, 1, MT_F32));
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_broadcast: nothing has written sendbuf",
+                    mt_broadcast(r.ctx, r.grid.pp, x.data, x.data, 16, MT_F32, 0));
+        }
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, x.data, 12, MT_F32, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, mine, 16, MT_F32, 1)); /* not in the arena */
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_recv(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
+        test_paper_rank_close(&r);
+    }
+}
+
+/* After a broadcast, all ranks of its group have the values of the root. */
+static void test_a_broadcast(void **state) {
+    mt_param_desc weight = {.name = "fc.weight", .rows = 8, .cols = 4, .placement = MT_SPLIT_ROWS};
+    (void)state;
+    for (int rank = 0; rank < 2; rank++) { /* the root, and the other rank */
+        told h = {NULL, ""};
+        test_rank r;
+        mt_tensor x, y, other;
+        mt_param *w;
+        test_paper_rank(4, rank, (mt_grid_desc){.tp = 2}, &meta, &r);
+        h.r = &r;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &weight, &w));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        mt_arena_request requests[] = {{&x, MT_F32, 4, 4}, {&y, MT_F32, 4, 4}, {&other, MT_F32, 4, 4}};
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 3));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_SPLIT_ROWS));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_SPLIT_ROWS));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, y, MT_PARTIAL));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, y, MT_PARTIAL));
+        mt_check_listen(r.ctx, hear, &h);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.tp, x.data, y.data, 16, MT_F32, 0));
+        assert_string_equal(h.text, "broadcast -: recvbuf>=R\n");
+        check_is(&r, y, MT_REPLICATED);
+        check_is(&r, mt_tensor_cols(y, 0, 2), MT_REPLICATED);
+        check_is(&r, x, MT_SPLIT_ROWS);
+        assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, y), rank ? MT_UNDECLARED : MT_SPLIT_ROWS);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "the value of 'fc.weight' would be replicated over \"tensor\"|split by rows",
+                mt_broadcast(r.ctx, r.grid.tp, x.data, w->value.data, 16, MT_F32, 0));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_PARTIAL));
+        if (rank) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.tp, NULL, x.data, 16, MT_F32, 0));
+        else
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_broadcast: sendbuf is partial|mt_reduce_from_tensor_region_forward",
+                    mt_broadcast(r.ctx, r.grid.tp, x.data, x.data, 16, MT_F32, 0));
+        check_is(&r, x, rank ? MT_REPLICATED : MT_PARTIAL);
+        /* over a group of which nothing is known */
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.world, y.data, y.data, 16, MT_F32, 0));
+        check_is(&r, y, MT_UNDECLARED);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, y, other)); /* it was written */
+        test_paper_rank_close(&r);
+    }
+}
+
 /* ---- sums of sums ------------------------------------------------------------------------------------------------ */
 
 /* A gradient that mt_sync_gradients sums over a group must be a part of a sum there. */
@@ -1383,6 +1453,8 @@ int main(void) {
         cmocka_unit_test(test_chunks_of_rows),
         cmocka_unit_test(test_data_ranks),
         cmocka_unit_test(test_a_partial_sum_does_not_travel),
+        cmocka_unit_test(test_what_is_sent_was_written),
+        cmocka_unit_test(test_a_broadcast),
         cmocka_unit_test(test_gradients_that_are_sums),
         cmocka_unit_test(test_parts_that_differ),
         cmocka_unit_test(test_vocabulary_of_a_rank),
