@@ -9399,9 +9399,9 @@ static mt_status mti_check_rows(mt_context *ctx, mt_comm *comm, const char *name
                       (long long)first, (long long)rows, (long long)part.rows);
 }
 
-/* The rule of mt_gather_rows_from_sequence_region, or of mt_reduce_scatter_rows_to_sequence_region, for the same rows of
-   each block of the whole view. A block has as many rows as this rank's part. This rank's block is the last one, because
-   it may be the memory of the part. The listener is told of it alone. */
+/* The rule of mt_gather_rows_from_sequence_region, or of mt_reduce_scatter_rows_to_sequence_region, for the same rows
+   of each block of the whole view. A block has as many rows as this rank's part. This rank's block is the last one,
+   because it may be the memory of the part. The listener is told of it alone. */
 static mt_status mti_rows_check(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x,
                                 mt_tensor y, int64_t first, int64_t rows) {
     mt_check_listener listener;

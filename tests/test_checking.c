@@ -870,7 +870,7 @@ static void test_a_listener_of_one_rank(void **state) {
     mt_check_listen(NULL, hear, &h);
 }
 
-/* A chunk of a gather or of a reduce-scatter has rows of each rank: all of them are checked and noted, and no others. */
+/* A chunk of a gather or of a reduce-scatter has rows of each rank. All of them are checked and noted, no others are. */
 static void test_chunks_of_rows(void **state) {
     (void)state;
     for (int rank = 0; rank < 3; rank++) {
