@@ -813,7 +813,9 @@ MT_API int mt_context_ordinal(const mt_context *ctx);
 MT_API int mt_context_arena_symmetric(const mt_context *ctx);
 MT_API int mt_context_compute_capability(const mt_context *ctx); /* 80 for sm_80; other devices: 90 */
 MT_API int mt_context_has_data(const mt_context *ctx);           /* 0 on MT_DEVICE_META, else 1 */
-MT_API int mt_context_records(const mt_context *ctx);            /* 1 between mt_graph_begin and mt_graph_end, else 0 */
+/* 1: an address tells tensors apart. 0: on MT_DEVICE_META, where it is neither in the arena nor from mt_context_alloc */
+MT_API int mt_context_has_address(const mt_context *ctx, const void *data);
+MT_API int mt_context_records(const mt_context *ctx); /* 1 between mt_graph_begin and mt_graph_end, else 0 */
 
 /* Computes items [0, count) on the mt_context_desc.threads threads of a context, and returns when all are done. Each
    thread gets at most one range of neighbouring items, [first, last), and its number, `thread`, from 0 to
@@ -1610,6 +1612,9 @@ MT_API void mt_host_free(void *ptr) { free(ptr); }
 /* The address of memory that does not exist, for a meta context. Blocks of memory have different addresses. */
 static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MT_ALIGNMENT + offset); }
 
+/* Where the blocks of mt_context_alloc begin in a meta context. */
+static unsigned char *mti_meta_blocks(void) { return mti_meta_address(SIZE_MAX / 16 + 1); }
+
 /* Stores an error of mt_context_create in world and logs it, because there is no context yet. */
 static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc, mt_status status, const char *text) {
     if (world) mt_comm_fail(world, status, text);
@@ -1807,6 +1812,13 @@ MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx) { return ctx
 
 MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
 MT_API int mt_context_has_data(const mt_context *ctx) { return mt_context_device(ctx) != MT_DEVICE_META; }
+
+MT_API int mt_context_has_address(const mt_context *ctx, const void *data) {
+    uintptr_t at = (uintptr_t)data, arena, blocks = (uintptr_t)mti_meta_blocks();
+    if (mt_context_has_data(ctx)) return 1;
+    arena = (uintptr_t)ctx->arena;
+    return (at >= arena && at - arena < ctx->arena_bytes) || (at >= blocks && at - blocks < ctx->meta_end);
+}
 MT_API int mt_context_records(const mt_context *ctx) { return ctx ? ctx->recording : 0; }
 MT_API int mt_device_count(mt_device device) { return device == MT_DEVICE_CUDA ? mti_cuda_count() : 1; }
 MT_API int mt_context_invariant(const mt_context *ctx) { return ctx ? ctx->invariant : 0; }
@@ -1826,7 +1838,7 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
     *out = NULL;
     if (bytes > SIZE_MAX / 2) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: %zu bytes are too many", bytes);
     if (ctx->device == MT_DEVICE_META) {
-        *out = mti_meta_address(SIZE_MAX / 16 + 1 + ctx->meta_end);
+        *out = mti_meta_blocks() + ctx->meta_end;
         ctx->meta_end += size;
     } else {
         void *ptr;

@@ -875,7 +875,8 @@ MT_API mt_status mt_check_float(mt_context *ctx, const char *function, const cha
 MT_API void mt_enum_word(const char *words, int value, char text[MT_WORD_MAX]);
 
 /* Returns MT_ERR_ARGUMENT when the valid views a and b overlap. Views of different columns of one matrix do not
-   overlap, and mt_none() overlaps nothing. Addresses of a meta context have no meaning, so they are not compared.
+   overlap, and mt_none() overlaps nothing. On MT_DEVICE_META, only views in the arena or from mt_context_alloc are
+   compared: other addresses have no meaning there.
    `where` is the name of your function for the message. */
 MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *a_name, mt_tensor a, const char *b_name,
                                 mt_tensor b);
@@ -1095,8 +1096,8 @@ MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *
     mt_tensor second = (uintptr_t)a.data <= (uintptr_t)b.data ? b : a;
     int64_t elements;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!a.data || !b.data || a.rows < 1 || b.rows < 1 || a.cols < 1 || b.cols < 1 || !mt_context_has_data(ctx))
-        return MT_SUCCESS;
+    if (!a.data || !b.data || a.rows < 1 || b.rows < 1 || a.cols < 1 || b.cols < 1) return MT_SUCCESS;
+    if (!mt_context_has_address(ctx, a.data) || !mt_context_has_address(ctx, b.data)) return MT_SUCCESS;
     elements = mt_size_mul(first.rows - 1, mt_tensor_ld(first)) + first.cols;
     if ((uintptr_t)second.data - (uintptr_t)first.data >= (size_t)elements * mt_dtype_size(first.dtype) ||
         mti_other_columns(first, second))

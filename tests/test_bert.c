@@ -1492,7 +1492,7 @@ static void test_stages_refuse(void **state) {
     mt_batch batch = {.sequences = 1, .seq = 4};
     (void)state;
     for (int stage = 0; stage < 2; stage++) {
-        mt_tensor x = mt_none(), none = mt_none(), in, out, lm, sop;
+        mt_tensor x = mt_none(), none = mt_none(), dx = mt_none(), in, out, lm, sop;
         const int32_t *ids;
         mt_bert_saved saved;
         mt_bert bert;
@@ -1502,6 +1502,7 @@ static void test_stages_refuse(void **state) {
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bert_saved_create(r.ctx, &bert, &saved));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 16, &x));
+        if (stage) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 16, &dx));
         ids = (const int32_t *)x.data;
         lm = mt_tensor_f32((float *)x.data, 1, 4), sop = mt_tensor_f32((float *)x.data, 1, 1);
         in = stage ? x : none, out = stage ? none : x;
@@ -1519,7 +1520,7 @@ static void test_stages_refuse(void **state) {
                 mt_bert_stage_backward(r.ctx, &bert, 1, 1, x, x, &saved));
         REFUSED(r.ctx, MT_ERR_ARGUMENT, stage ? "needs dinput" : "needs doutput",
                 mt_bert_backward(r.ctx, &bert, 1, 1, &saved));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bert_stage_backward(r.ctx, &bert, 1, 1, out, in, &saved));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bert_stage_backward(r.ctx, &bert, 1, 1, out, dx, &saved));
         mt_bert_saved_destroy(&saved);
         test_paper_rank_close(&r);
     }

@@ -60,7 +60,8 @@ static mt_status own_reduce(const test_rank *r, own_tensors *t, mistake m) {
     mt_context *ctx = r->ctx;
     if (m == NO_G || m == NO_G_NO_BIAS) return MT_SUCCESS;
     if (m == F_FOR_G) return mt_copy_to_tensor_region_forward(ctx, r->grid.tp, t->y);
-    if (m == GELU_BEFORE_G) MT_TRY(mt_activation_forward(ctx, MT_GELU_TANH, t->y, mt_none(), t->y));
+    if (m == GELU_BEFORE_G) MT_TRY(mt_activation_forward(ctx, MT_GELU_TANH, t->y, mt_none(), t->dx));
+    if (m == GELU_BEFORE_G) MT_TRY(mt_copy(ctx, t->dx, t->y));
     MT_TRY(mt_reduce_from_tensor_region_forward(ctx, r->grid.tp, t->y));
     if (m == G_TWICE) return mt_reduce_from_tensor_region_forward(ctx, r->grid.tp, t->y);
     if (m == RAW_G_TWICE) return mt_all_reduce(ctx, r->grid.tp, t->y.data, t->y.data, TOKENS * HIDDEN, MT_F32, MT_SUM);
@@ -89,9 +90,9 @@ static mt_status own_backward(const test_rank *r, const own_block *b, own_tensor
     else MT_TRY(mt_reduce_from_tensor_region_backward(ctx, r->grid.tp, t->dy));
     MT_TRY(mt_linear_gradients(ctx, t->dy, t->a, b->w2->grad, b->b2->grad));
     MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, t->dy, b->w2->value, 0.0f, t->da));
-    MT_TRY(mt_activation_backward(ctx, MT_GELU_TANH, t->h, t->da, t->da, mt_none()));
-    MT_TRY(mt_linear_gradients(ctx, t->da, t->n, b->w1->grad, b->b1->grad));
-    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, t->da, b->w1->value, 0.0f, t->dn));
+    MT_TRY(mt_activation_backward(ctx, MT_GELU_TANH, t->h, t->da, t->h, mt_none()));
+    MT_TRY(mt_linear_gradients(ctx, t->h, t->n, b->w1->grad, b->b1->grad));
+    MT_TRY(mt_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f, t->h, b->w1->value, 0.0f, t->dn));
     if (m != NO_F) MT_TRY(mt_copy_to_tensor_region_backward(ctx, r->grid.tp, t->dn));
     if (m == F_TWICE) MT_TRY(mt_copy_to_tensor_region_backward(ctx, r->grid.tp, t->dn));
     return mt_norm_backward(ctx, MT_RMS_NORM, t->x, b->gain->value, t->stats, t->dn, t->dy, t->dx, b->gain->grad,
@@ -169,6 +170,36 @@ static void test_nothing_is_written(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_add|b is partial over \"tensor\" (2 ranks) since mt_declare|replicated",
             mt_add(r.ctx, t[0], t[1], t[2]));
     test_untouched("y", (float *)t[2].data, 24, 7.0f);
+    test_paper_rank_close(&r);
+}
+
+/* Views that overlap are refused without data, too, if the context has given out their memory. */
+static void test_overlaps_on_meta(void **state) {
+    float mine[64];
+    mt_tensor t, x, block;
+    test_rank r;
+    void *memory;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 8, 8, &t));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_context_alloc(r.ctx, 256, &memory));
+    block = mt_tensor_f32((const float *)memory, 8, 8);
+    x = mt_tensor_f32(mine, 8, 8);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, NULL, t, MT_UNDECLARED));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_copy: y [4, 8] and x [4, 8] overlap",
+            mt_copy(r.ctx, mt_tensor_rows(t, 0, 4), mt_tensor_rows(t, 3, 4)));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_copy: y [4, 8] and x [4, 8] overlap",
+            mt_copy(r.ctx, mt_tensor_rows(block, 0, 4), mt_tensor_rows(block, 3, 4)));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mt_tensor_rows(t, 0, 4), mt_tensor_rows(t, 4, 4)));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mt_tensor_cols(t, 0, 4), mt_tensor_cols(t, 4, 4)));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, t, block));
+    /* one address of the caller's own may stand for several tensors */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mt_tensor_rows(x, 0, 4), mt_tensor_rows(x, 3, 4)));
+    assert_int_equal(mt_context_has_address(r.ctx, t.data), 1);
+    assert_int_equal(mt_context_has_address(r.ctx, (const char *)memory + 255), 1);
+    assert_int_equal(mt_context_has_address(r.ctx, (const char *)memory + 256), 0);
+    assert_int_equal(mt_context_has_address(r.ctx, mine), 0);
+    assert_int_equal(mt_context_has_address(NULL, mine), 1);
     test_paper_rank_close(&r);
 }
 
@@ -634,12 +665,19 @@ static void test_masks_of_other_ranks(void **state) {
 
 static mt_status attend(const test_rank *r, const mt_attention_desc *s, mt_tensor qkv, mt_tensor out, mt_tensor lse) {
     mt_tensor q = mt_tensor_cols(qkv, 0, out.cols), k = mt_tensor_cols(qkv, out.cols, out.cols);
-    mt_tensor v = mt_tensor_cols(qkv, 2 * out.cols, out.cols);
+    mt_tensor v = mt_tensor_cols(qkv, 2 * out.cols, out.cols), d, dout;
+    size_t mark = mt_arena_mark(r->ctx);
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, qkv.rows, qkv.cols, &d));
+    MT_TRY(mt_arena_tensor(r->ctx, MT_F32, out.rows, out.cols, &dout));
     MT_TRY(mt_attention_forward(r->ctx, s, qkv, out, lse));
-    MT_TRY(mt_attention_backward(r->ctx, s, qkv, out, lse, out, qkv));
+    MT_TRY(mt_copy(r->ctx, out, dout));
+    MT_TRY(mt_attention_backward(r->ctx, s, qkv, out, lse, dout, d));
     MT_TRY(mt_declare(r->ctx, r->grid.tp, q, MT_SPLIT_COLS));
     MT_TRY(mt_dot_product_attention_forward(r->ctx, s, q, k, v, out, lse));
-    MT_TRY(mt_dot_product_attention_backward(r->ctx, s, q, k, v, out, lse, out, q, k, v));
+    MT_TRY(mt_dot_product_attention_backward(r->ctx, s, q, k, v, out, lse, dout, mt_tensor_cols(d, 0, out.cols),
+                                             mt_tensor_cols(d, out.cols, out.cols),
+                                             mt_tensor_cols(d, 2 * out.cols, out.cols)));
+    mt_arena_release(r->ctx, mark);
     return mt_declare(r->ctx, r->grid.tp, qkv, MT_SPLIT_COLS);
 }
 
@@ -647,11 +685,13 @@ static mt_status attend(const test_rank *r, const mt_attention_desc *s, mt_tenso
 static void test_masks_of_heads(void **state) {
     mt_attention_desc s = {.batch = 2, .seq = 4, .groups = 1, .heads_per_group = 1, .head_dim = 4};
     test_rank r;
-    mt_tensor qkv, out, lse;
+    mt_tensor qkv, out, lse, d, dout;
     (void)state;
     test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
-    mt_arena_request requests[] = {{&qkv, MT_F32, 8, 12}, {&out, MT_F32, 8, 4}, {&lse, MT_F32, 1, 8}};
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 3));
+    mt_arena_request requests[] = {
+        {&qkv, MT_F32, 8, 12}, {&out, MT_F32, 8, 4}, {&lse, MT_F32, 1, 8}, {&d, MT_F32, 8, 12}, {&dout, MT_F32, 8, 4}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 5));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, dout, MT_SPLIT_COLS));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, qkv, MT_SPLIT_COLS));
     s.dropout.p = 0.5f, s.dropout.at.first_col = 2, s.dropout.at.global_cols = 3; /* 2 on the first rank */
     ASSERT_STATUS(r.ctx, MT_SUCCESS, attend(&r, &s, qkv, out, lse));
@@ -660,7 +700,7 @@ static void test_masks_of_heads(void **state) {
             "mt_attention_forward|dropout.at.first_col is 0, but out is split by columns|at least 1|mask",
             attend(&r, &s, qkv, out, lse));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_attention_backward|dropout.at.first_col is 0, but dqkv is split",
-            mt_attention_backward(r.ctx, &s, qkv, out, lse, out, qkv));
+            mt_attention_backward(r.ctx, &s, qkv, out, lse, dout, d));
     s.dropout.p = 0.0f;
     ASSERT_STATUS(r.ctx, MT_SUCCESS, attend(&r, &s, qkv, out, lse));
     test_paper_rank_close(&r);
@@ -870,7 +910,7 @@ static void test_a_listener_of_one_rank(void **state) {
     mt_check_listen(NULL, hear, &h);
 }
 
-/* A chunk of a gather or of a reduce-scatter has rows of each rank. All of them are checked and noted, no others are. */
+/* A chunk of a gather or of a reduce-scatter has rows of each rank. They are checked and noted, and no others. */
 static void test_chunks_of_rows(void **state) {
     (void)state;
     for (int rank = 0; rank < 3; rank++) {
@@ -1431,6 +1471,7 @@ int main(void) {
         cmocka_unit_test(test_mistakes_are_refused),
         cmocka_unit_test(test_one_rank_may_do_all_of_them),
         cmocka_unit_test(test_nothing_is_written),
+        cmocka_unit_test(test_overlaps_on_meta),
         cmocka_unit_test(test_sequence_parallelism),
         cmocka_unit_test(test_placements_of_views),
         cmocka_unit_test(test_many_pieces),

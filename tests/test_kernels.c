@@ -2123,7 +2123,7 @@ static mt_context *meta_context(void) {
 /* Elementwise operators, those of linear layers, and sums. */
 static void test_meta_of_products(void **state) {
     mt_context *c = meta_context();
-    mt_tensor x, y, z, half, row, col, weight;
+    mt_tensor x, y, z, half, row, drow, col, dcol, weight;
     uint64_t hash = 5;
     size_t used;
     (void)state;
@@ -2133,6 +2133,8 @@ static void test_meta_of_products(void **state) {
     NEW(half, MT_BF16, 6, 16);
     NEW(row, MT_F32, 1, 16);
     NEW(col, MT_F32, 6, 1);
+    NEW(drow, MT_F32, 1, 16);
+    NEW(dcol, MT_F32, 6, 1);
     NEW(weight, MT_F32, 16, 16);
     used = mt_arena_mark(c);
     FINE(mt_convert(c, x, half));
@@ -2141,9 +2143,9 @@ static void test_meta_of_products(void **state) {
     FINE(mt_tree_sum(c, x));
     FINE(mt_multiply(c, x, half, y));
     FINE(mt_multiply_row_forward(c, x, row, y));
-    FINE(mt_multiply_row_backward(c, half, row, x, y, row));
+    FINE(mt_multiply_row_backward(c, half, row, x, y, drow));
     FINE(mt_multiply_col_forward(c, x, col, y));
-    FINE(mt_multiply_col_backward(c, x, col, half, y, col));
+    FINE(mt_multiply_col_backward(c, x, col, half, y, dcol));
     FINE(mt_sigmoid_forward(c, x, half));
     FINE(mt_sigmoid_backward(c, x, half, y));
     FINE(mt_silu_forward(c, half, half));

@@ -854,7 +854,7 @@ static void test_gpt_stage_refuses(void **state) {
     mt_context_desc meta = {.device = MT_DEVICE_META};
     (void)state;
     for (int stage = 0; stage < 3; stage++) {
-        mt_tensor x = mt_none(), short_x, none = mt_none();
+        mt_tensor x = mt_none(), y, dx, short_x, none = mt_none();
         const int32_t *ids;
         mt_gpt_saved saved;
         mt_gpt gpt;
@@ -864,6 +864,8 @@ static void test_gpt_stage_refuses(void **state) {
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gpt_saved_create(r.ctx, &gpt, &saved));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 8, &x));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 8, &y));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 8, &dx));
         ids = (const int32_t *)x.data;
         short_x = mt_tensor_rows(x, 0, 3);
         REFUSED(r.ctx, MT_ERR_ARGUMENT, stage == 0 ? "stage 0 of 3 needs output" : "needs input",
@@ -874,7 +876,7 @@ static void test_gpt_stage_refuses(void **state) {
                              : "stage 2 of 3 takes no output",
                 mt_gpt_stage_forward(r.ctx, &gpt, &batch, ids, ids, stage == 2 ? x : short_x, x, none, &saved));
         ASSERT_STATUS(r.ctx, MT_SUCCESS,
-                      mt_gpt_stage_forward(r.ctx, &gpt, &batch, ids, ids, stage > 0 ? x : none, stage < 2 ? x : none,
+                      mt_gpt_stage_forward(r.ctx, &gpt, &batch, ids, ids, stage > 0 ? x : none, stage < 2 ? y : none,
                                            stage < 2 ? none : mt_tensor_f32((float *)x.data, 1, 4), &saved));
         if (stage != 1)
             REFUSED(r.ctx, MT_ERR_ARGUMENT, stage == 2 ? "takes no doutput" : "takes no dinput",
@@ -882,7 +884,7 @@ static void test_gpt_stage_refuses(void **state) {
         REFUSED(r.ctx, MT_ERR_ARGUMENT, stage == 2 ? "needs dinput" : "needs doutput",
                 mt_gpt_backward(r.ctx, &gpt, 1, &saved));
         ASSERT_STATUS(r.ctx, MT_SUCCESS,
-                      mt_gpt_stage_backward(r.ctx, &gpt, 1, stage < 2 ? x : none, stage > 0 ? x : none, &saved));
+                      mt_gpt_stage_backward(r.ctx, &gpt, 1, stage < 2 ? y : none, stage > 0 ? dx : none, &saved));
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "holds no forward", mt_gpt_stage_backward(r.ctx, &gpt, 1, x, x, &saved));
         mt_gpt_saved_destroy(&saved);
         test_paper_rank_close(&r);
