@@ -516,6 +516,9 @@ typedef enum mt_placement {
     MT_UNDECLARED = 4  /* nothing is known */
 } mt_placement;
 
+/* "replicated", "split by rows", "split by columns", "partial" or "not known", as messages say it. */
+MT_API const char *mt_placement_name(mt_placement placement);
+
 /* Check mode (mt_context_desc.check) finds wrong parallel programs before they compute anything. The context keeps the
    placement of every tensor that the library writes, for each group of more than one rank (at most 4 groups). A call
    whose inputs do not fit together returns MT_ERR_ARGUMENT and computes nothing. The message names the call, the
@@ -813,7 +816,7 @@ MT_API int mt_context_ordinal(const mt_context *ctx);
 MT_API int mt_context_arena_symmetric(const mt_context *ctx);
 MT_API int mt_context_compute_capability(const mt_context *ctx); /* 80 for sm_80; other devices: 90 */
 MT_API int mt_context_has_data(const mt_context *ctx);           /* 0 on MT_DEVICE_META, else 1 */
-/* 1: an address tells tensors apart. 0: on MT_DEVICE_META, where it is neither in the arena nor from mt_context_alloc */
+/* 1: an address tells tensors apart. 0: on MT_DEVICE_META, if it is not in the arena nor from mt_context_alloc */
 MT_API int mt_context_has_address(const mt_context *ctx, const void *data);
 MT_API int mt_context_records(const mt_context *ctx); /* 1 between mt_graph_begin and mt_graph_end, else 0 */
 
@@ -4326,7 +4329,16 @@ static mti_known mti_memory_known(const mti_checker *c, mt_tensor t) {
     return k;
 }
 
-static const char *const mti_placement_texts[] = {"replicated", "split by rows", "split by columns", "partial"};
+MT_API const char *mt_placement_name(mt_placement placement) {
+    switch (placement) {
+    case MT_REPLICATED: return "replicated";
+    case MT_SPLIT_ROWS: return "split by rows";
+    case MT_SPLIT_COLS: return "split by columns";
+    case MT_PARTIAL: return "partial";
+    case MT_UNDECLARED: return "not known";
+    }
+    return "no such placement";
+}
 
 /* Writes a set of placements, as in "replicated or partial". */
 static void mti_set_text(int set, char *text, size_t size) {
@@ -4334,7 +4346,8 @@ static void mti_set_text(int set, char *text, size_t size) {
     size_t n = 0;
     snprintf(text, size, "left out"); /* an empty set */
     for (i = 0; i < 4; i++)
-        if (set >> i & 1) n += (size_t)snprintf(text + n, size - n, "%s%s", n ? " or " : "", mti_placement_texts[i]);
+        if (set >> i & 1)
+            n += (size_t)snprintf(text + n, size - n, "%s%s", n ? " or " : "", mt_placement_name((mt_placement)i));
 }
 
 /* Refuses a call that would make a parameter or its gradient what the placement of the parameter does not allow.

@@ -3032,7 +3032,6 @@ static mt_status mti_told_end(mt_context *ctx, const mt_params *params, const ch
 }
 
 static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
-    static const char *const placements[] = {"replicated", "split by rows", "split by columns"};
     const mt_param_desc *d = &p->desc;
     const mti_home *home = mti_home_of(p);
     char deviation[32], value[32], bound[96];
@@ -3045,7 +3044,7 @@ static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
     mti_told_add(t, p->name,
                  "[%lld, %lld], %s, parts %lld, unit %lld, init_std %s, init_value %s, weight_decay %d, "
                  "sequence_partial %d, shared_embedding %d, padded_features %lld, copies %lld of %lld%s",
-                 (long long)d->rows, (long long)d->cols, placements[d->placement], (long long)d->parts,
+                 (long long)d->rows, (long long)d->cols, mt_placement_name(d->placement), (long long)d->parts,
                  (long long)d->unit, mt_f32_digits(d->init_std, deviation), mt_f32_digits(d->init_value, value),
                  d->weight_decay, d->sequence_partial, d->shared_embedding, (long long)d->padded_features,
                  (long long)d->copies, (long long)d->copied, bound);
@@ -4153,11 +4152,10 @@ static int mti_is_whole(const mt_param *p) {
 
 /* In check mode, refuses a tensor that is known not to be replicated over the tensor group. */
 static mt_status mti_replicated_check(mt_context *ctx, const mt_comm *tp, const char *what, mt_tensor t) {
-    static const char *const words[] = {"", "split by rows", "split by columns", "partial"};
     mt_placement is = mt_placement_of(ctx, tp, t);
     if (is == MT_UNDECLARED || is == MT_REPLICATED) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s is %s over \"tensor\" (%d ranks), must be replicated", what, words[is],
-                   mt_comm_size(tp));
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s is %s over \"tensor\" (%d ranks), must be replicated", what,
+                   mt_placement_name(is), mt_comm_size(tp));
 }
 
 /* Sets *out to the columns of x [tokens, n] that belong to this rank. It is a view when they are one piece, and

@@ -709,7 +709,8 @@ static mt_tensor total_of(const trainer *t, const mt_action *a, int i) {
 
 #define ROW "%-37s %-37s %-7s %-12s %-11s %s\n"
 
-/* Returns what x is on the ranks of a group. In a group of one it is whole. */
+/* Returns what x is on the ranks of a group. In a group of one it is whole. The words are shorter than those of
+   mt_placement_name, so that a row has at most 120 columns. */
 static const char *placement_text(const trainer *t, const mt_comm *comm, mt_tensor x) {
     static const char *const texts[] = {"replicated", "split rows", "split cols", "partial", "not known"};
     return mt_comm_size(comm) > 1 ? texts[mt_placement_of(t->ctx, comm, x)] : "whole";

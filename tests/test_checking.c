@@ -303,6 +303,12 @@ static void test_placements_of_views(void **state) {
     check_is(&r, other, MT_PARTIAL);
     mt_context_free(r.ctx, block, 256);
     check_is(&r, other, MT_UNDECLARED);
+    assert_string_equal(mt_placement_name(MT_REPLICATED), "replicated");
+    assert_string_equal(mt_placement_name(MT_SPLIT_ROWS), "split by rows");
+    assert_string_equal(mt_placement_name(MT_SPLIT_COLS), "split by columns");
+    assert_string_equal(mt_placement_name(MT_PARTIAL), "partial");
+    assert_string_equal(mt_placement_name(MT_UNDECLARED), "not known");
+    assert_string_equal(mt_placement_name((mt_placement)5), "no such placement");
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_declare|placement is 5", mt_declare(r.ctx, r.grid.tp, t, (mt_placement)5));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_declare|placement is -1", mt_declare(r.ctx, r.grid.tp, t, (mt_placement)-1));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_declare|comm is NULL", mt_declare(r.ctx, NULL, t, MT_PARTIAL));
