@@ -3371,12 +3371,9 @@ static int64_t mti_model_rows(const mt_language_model *m, const mt_batch *batch)
     return batch->sequences * batch->seq / (m->desc.layer.sequence_parallel ? m->grid->tp_size : 1);
 }
 
-/* Tells check mode what another stage has sent, where it does not know. */
-static mt_status mti_model_received(mt_context *ctx, const mt_language_model *m, mt_tensor t) {
-    mt_placement tp = m->desc.layer.sequence_parallel ? MT_SPLIT_ROWS : MT_REPLICATED;
-    if (mt_placement_of(ctx, m->grid->tp, t) == MT_UNDECLARED) MT_TRY(mt_declare(ctx, m->grid->tp, t, tp));
-    if (mt_placement_of(ctx, m->grid->dp, t) != MT_UNDECLARED) return MT_SUCCESS;
-    return mt_declare(ctx, m->grid->dp, t, MT_SPLIT_ROWS);
+/* Returns what the activations of a model are over the tensor group. */
+static mt_placement mti_model_placement(const mt_language_model *m) {
+    return m->desc.layer.sequence_parallel ? MT_SPLIT_ROWS : MT_REPLICATED;
 }
 
 /* Runs this stage: the embedding (on the first stage; the others begin with `input`), the layers and the final norm. *y
@@ -3388,7 +3385,7 @@ static mt_status mti_model_forward(mt_context *ctx, const mt_language_model *m, 
     int64_t rows = mti_model_rows(m, batch), i;
     mt_tensor x = input, next, spare = mt_none(), last = m->final_norm.weight ? mt_none() : output;
     mt_hash_log_tokens(ctx, batch->first_sequence * batch->seq);
-    if (input.data) MT_TRY(mti_model_received(ctx, m, input));
+    if (input.data) MT_TRY(mt_declare_received(ctx, m->grid, input, mti_model_placement(m), MT_SPLIT_ROWS));
     else {
         MT_TRY(mti_model_room(ctx, m, spare, rows, &x));
         MT_TRY(MT_RANGE("embedding forward", cache ? mti_model_embed_cached(ctx, m, batch, ids, cache, x)
@@ -3559,7 +3556,8 @@ static mt_status mti_model_backward(mt_context *ctx, const mt_language_model *m,
     mt_tensor dy, next, spare = mt_none();
     int64_t i;
     mt_hash_log_tokens(ctx, saved->batch.first_sequence * saved->batch.seq);
-    if (!mti_model_is_last(m)) MT_TRY(mti_model_received(ctx, m, doutput));
+    if (!mti_model_is_last(m))
+        MT_TRY(mt_declare_received(ctx, m->grid, doutput, mti_model_placement(m), MT_SPLIT_ROWS));
     MT_TRY(mti_model_norm_backward(ctx, m, doutput, scratch, saved, &dy));
     for (i = m->local_layers; i-- > 0;) {
         const mt_transformer_layer *layer = &m->layers[i];

@@ -1179,6 +1179,12 @@ typedef struct mt_pipeline_stage {
 MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_pipeline_stage *stage,
                                  const mt_action *actions, int count);
 
+/* In check mode, says what t is, which another stage has sent: tp over the tensor group and dp over the data group.
+   MT_UNDECLARED: replicated or split by rows. It changes nothing over a group where t is known. mt_pipeline_run and the
+   models of megatron.h call it; call it after an mt_recv of your own. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+MT_API mt_status mt_declare_received(mt_context *ctx, const mt_grid *grid, mt_tensor t, mt_placement tp,
+                                     mt_placement dp);
+
 /* ---- hash log: which tensor differs between two runs ------------------------------------------------------------- */
 
 /* A log for debugging (docs/invariance.md). While a context has a log, linear layers, norm layers and the blocks of
@@ -7035,10 +7041,18 @@ static mt_status mti_pipeline_complete(mt_context *ctx, const mti_pipeline *p, i
     return mt_rule_check(ctx, "mt_pipeline_run", &rules[backward], &operand, 1);
 }
 
-/* Says what was received. */
-static mt_status mti_pipeline_received(mt_context *ctx, const mti_pipeline *p, mt_tensor t) {
-    MT_TRY(mt_declare_complete(ctx, p->grid->tp, t));
-    return mt_declare_complete(ctx, p->grid->dp, t);
+/* Says what was received over one group. */
+static mt_status mti_declare_received(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
+    if (mt_placement_of(ctx, comm, t) != MT_UNDECLARED) return MT_SUCCESS;
+    return placement == MT_UNDECLARED ? mt_declare_complete(ctx, comm, t) : mt_declare(ctx, comm, t, placement);
+}
+
+MT_API mt_status mt_declare_received(mt_context *ctx, const mt_grid *grid, mt_tensor t, mt_placement tp,
+                                     mt_placement dp) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!grid) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_received: grid is NULL");
+    MT_TRY(mti_declare_received(ctx, grid->tp, t, tp));
+    return mti_declare_received(ctx, grid->dp, t, dp);
 }
 
 static mt_status mti_pipeline_communicate(mt_context *ctx, const mti_pipeline *p, const mt_action *a) {
@@ -7072,9 +7086,9 @@ static mt_status mti_pipeline_act(mt_context *ctx, mti_pipeline *p, const mt_act
         MT_TRY(mti_pipeline_complete(ctx, p, 1));
     MT_TRY(mti_pipeline_communicate(ctx, p, a));
     if (a->kind == MT_RECV_FORWARD || a->kind == MT_SEND_BACKWARD_RECV_FORWARD)
-        return mti_pipeline_received(ctx, p, mti_pipeline_input(p, a->recv_slot));
+        return mt_declare_received(ctx, p->grid, mti_pipeline_input(p, a->recv_slot), MT_UNDECLARED, MT_UNDECLARED);
     if (a->kind == MT_RECV_BACKWARD || a->kind == MT_SEND_FORWARD_RECV_BACKWARD)
-        return mti_pipeline_received(ctx, p, p->doutput);
+        return mt_declare_received(ctx, p->grid, p->doutput, MT_UNDECLARED, MT_UNDECLARED);
     return MT_SUCCESS;
 }
 

@@ -1036,6 +1036,35 @@ static void test_what_is_sent_was_written(void **state) {
     }
 }
 
+/* What is known about a received tensor stays; the rest is what the receiver says. */
+static void test_what_was_received(void **state) {
+    test_rank r;
+    mt_tensor x, w, y;
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &w));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare_received(r.ctx, &r.grid, x, MT_REPLICATED, MT_SPLIT_ROWS));
+    for (int again = 0; again < 2; again++) {
+        check_is(&r, x, MT_REPLICATED);
+        assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, x), MT_SPLIT_ROWS);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare_received(r.ctx, &r.grid, x, MT_SPLIT_ROWS, MT_UNDECLARED));
+    }
+    /* replicated or split by rows: a product may take it, a sum may not */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, NULL, x, MT_UNDECLARED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, w, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare_received(r.ctx, &r.grid, x, MT_UNDECLARED, MT_UNDECLARED));
+    check_is(&r, x, MT_UNDECLARED);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gemm(r.ctx, MT_NO_TRANS, MT_TRANS, 1.0f, x, w, 0.0f, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_reduce_from_tensor_region_forward: y is replicated or split by rows|partial",
+            mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, x));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_declare_received: grid is NULL",
+            mt_declare_received(r.ctx, NULL, x, MT_UNDECLARED, MT_UNDECLARED));
+    assert_int_equal(mt_declare_received(NULL, &r.grid, x, MT_UNDECLARED, MT_UNDECLARED), MT_ERR_ARGUMENT);
+    test_paper_rank_close(&r);
+}
+
 /* After a broadcast, all ranks of its group have the values of the root. */
 static void test_a_broadcast(void **state) {
     mt_param_desc weight = {.name = "fc.weight", .rows = 8, .cols = 4, .placement = MT_SPLIT_ROWS};
@@ -1502,6 +1531,7 @@ int main(void) {
         cmocka_unit_test(test_a_partial_sum_does_not_travel),
         cmocka_unit_test(test_what_is_sent_was_written),
         cmocka_unit_test(test_a_broadcast),
+        cmocka_unit_test(test_what_was_received),
         cmocka_unit_test(test_gradients_that_are_sums),
         cmocka_unit_test(test_parts_that_differ),
         cmocka_unit_test(test_vocabulary_of_a_rank),
