@@ -81,7 +81,7 @@ comparing_program() {
 
 # docs/checking.md has every rule of mt_kernels.cuh.
 checking_rules() {
-    grep -oE '\{"[a-z0-9 ]+", "[RrcP* -]+", (NULL|"[rcRP*]+")\}' mt_kernels.cuh |
+    tr -s '\n ' ' ' <mt_kernels.cuh | grep -oE '\{"[a-z0-9 ]+", "[RrcP* -]+", (NULL|"[rcRP* ]+")\}' |
         sed -E 's/^\{"//; s/", (NULL|"([^"]*)")\}$/ | \2/; s/", "/ | /' >"$work/rules.txt"
     [ "$(wc -l <"$work/rules.txt")" -gt 40 ] || { echo "too few rules found"; return 1; }
     while IFS= read -r rule; do
