@@ -521,9 +521,9 @@ MT_API const char *mt_placement_name(mt_placement placement);
 
 /* Check mode (mt_context_desc.check) finds wrong parallel programs before they compute anything. The context keeps the
    placement of every tensor that the library writes, for each group of more than one rank (at most 4 groups). A call
-   whose inputs do not fit together returns MT_ERR_ARGUMENT and computes nothing. The message names the call, the
-   operand, what it is and where it became so, what it must be, and the call that makes it so. See docs/checking.md for
-   the rules.
+   whose inputs do not fit together returns MT_ERR_ARGUMENT and computes nothing. The message names the call
+   and its layer, the operand, what it is and where it became so, what it must be, and the call that makes it so. See
+   docs/checking.md for the rules.
    Most mistakes need only a context on MT_DEVICE_META, one rank of mt_comm_create_meta, and one step.
 
    mt_declare says what a tensor is that the library has not written, such as inputs, or memory that a kernel of the
@@ -949,7 +949,7 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
 
 /* Returns how many operands that calls have read were not known in a group, since the context was created or since the
    last call of this function. 0 means that check mode has seen all of a step. text, which may be NULL, becomes the
-   first of them, as in  mt_gemm (with 'fc1.weight'): a over "tensor"  or "". */
+   first of them, as in  mt_gemm "mlp.linear_fc1": a over "tensor"  or "". */
 MT_API int64_t mt_check_unknown(mt_context *ctx, char *text, size_t bytes);
 
 /* Allocate and free zero-filled host memory, for small structs. NULL: out of memory. */
@@ -4651,11 +4651,26 @@ static const char *mti_remedy(int is, int must, const char *operand) {
     return calls[from][to];
 }
 
-/* Writes which parameter a call has, as in " (with 'fc1.bias')", or which one a call before it has had. */
+/* Returns the length of the layer's part of a parameter's name: without the last of several words, at most 120. */
+static int mti_layer_length(const char *name) {
+    const char *last = strrchr(name, '.');
+    size_t n = last && last > name ? (size_t)(last - name) : strlen(name);
+    return n < 120 ? (int)n : 120;
+}
+
+/* Writes which call has written a tensor, as in " since mt_gemm at mlp.linear_fc1". by and with may be NULL. */
+static void mti_since_text(const char *by, const char *with, char *text, size_t size) {
+    text[0] = 0;
+    if (by)
+        snprintf(text, size, " since %.60s%s%.*s", by, with ? " at " : "", with ? mti_layer_length(with) : 0,
+                 with ? with : "");
+}
+
+/* Writes the layer whose parameter a call has, as in ' "mlp.linear_fc1"', or that of a call before it. */
 static void mti_with_text(const mti_checker *c, const char *with, char *text, size_t size) {
     const char *name = with ? with : c->latest;
     text[0] = 0;
-    if (name) snprintf(text, size, " (%s '%.120s')", with ? "with" : "after", name);
+    if (name) snprintf(text, size, "%s\"%.*s\"", with ? " " : " after ", mti_layer_length(name), name);
 }
 
 /* Writes what the gradient of a parameter has to do with a misfit of operand i. Returns 1 if this is the mistake. A sum
@@ -4687,7 +4702,7 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     const mti_axis *axis = &ctx->checker->axes[g];
     const mti_ruled *o = &r->operands[i];
     const char *help, *data = strcmp(axis->name, "data") == 0 && must == 1 << MT_REPLICATED ? "mt_all_reduce" : NULL;
-    char is[80], wanted[80], at[192], since[192] = "", cure[160] = "", more[256];
+    char is[80], wanted[80], at[192], since[208], cure[160] = "", more[256];
     help = mti_remedy(o->known.may[g], must, o->operand->name);
     mti_set_text(o->known.may[g], is, sizeof is);
     mti_set_text(must, wanted, sizeof wanted);
@@ -4695,9 +4710,7 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     if (o->known.parameter && (o->operand->use & 2))
         return mti_write_refuse(ctx, r->where, o->known.parameter, at, g, must, mti_ruled_set(o, g));
     mti_with_text(ctx->checker, r->with, at, sizeof at);
-    if (o->known.by && !o->known.parameter)
-        snprintf(since, sizeof since, " since %s%s%.100s%s", o->known.by, o->known.with ? " with '" : "",
-                 o->known.with ? o->known.with : "", o->known.with ? "'" : "");
+    mti_since_text(o->known.parameter ? NULL : o->known.by, o->known.with, since, sizeof since);
     if (data) help = data;
     if (help) snprintf(cure, sizeof cure, ": call %s before", help);
     if (mti_gradient_hint(r, g, i, more, sizeof more)) cure[0] = 0;
@@ -9175,17 +9188,17 @@ static mti_told_text mti_replicas_write(const void *user) {
     t.data = (char *)mt_host_alloc(l->count * MTI_REPLICA_TEXT + 1);
     for (i = 0; t.data && i < l->count; i++) {
         const mti_replica *e = &l->list[i];
-        char *at = t.data + t.bytes;
+        char *at = t.data + t.bytes, since[208];
         if (e->where)
-            snprintf(at, MTI_REPLICA_TEXT / 2, "%s of %.60s%s%.100s%s", e->operand, e->where, e->with ? " (with '" : "",
-                     e->with ? e->with : "", e->with ? "')" : "");
+            snprintf(at, MTI_REPLICA_TEXT / 2, "%s of %.60s%s%.*s%s", e->operand, e->where, e->with ? " \"" : "",
+                     e->with ? mti_layer_length(e->with) : 0, e->with ? e->with : "", e->with ? "\"" : "");
         else if (e->with) snprintf(at, MTI_REPLICA_TEXT / 2, "the %s of '%.100s'", e->operand, e->with);
         else snprintf(at, MTI_REPLICA_TEXT / 2, "%s", e->operand);
         t.bytes += strlen(at) + 1;
         at = t.data + t.bytes;
-        snprintf(at, MTI_REPLICA_TEXT / 2, "%016llx%016llx%s%.60s%s%.100s%s", (unsigned long long)e->moves,
-                 (unsigned long long)e->hash, e->by ? " since " : "", e->by ? e->by : "", e->by_with ? " with '" : "",
-                 e->by_with ? e->by_with : "", e->by_with ? "'" : "");
+        mti_since_text(e->by, e->by_with, since, sizeof since);
+        snprintf(at, MTI_REPLICA_TEXT / 2, "%016llx%016llx%s", (unsigned long long)e->moves,
+                 (unsigned long long)e->hash, since);
         t.bytes += strlen(at) + 1;
     }
     return t;

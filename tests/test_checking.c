@@ -118,20 +118,19 @@ static const mt_context_desc meta = {.device = MT_DEVICE_META, .check = 1};
 
 static void test_mistakes_are_refused(void **state) {
     static const char *const words[MISTAKES] = {
-        [NO_F] =
-            "mt_norm_backward|norm.weight|dy is partial over \"tensor\" (2 ranks)|mt_gemm with 'fc1.weight'|replicated|"
-            "mt_copy_to_tensor_region_backward",
-        [F_TWICE] = "mt_copy_to_tensor_region_backward|dx is replicated|must be partial",
-        [NO_G] = "mt_bias_forward|fc2.bias|y is partial|mt_gemm with 'fc2.weight'|replicated|"
+        [NO_F] = "mt_norm_backward \"norm\": dy is partial over \"tensor\" (2 ranks)|mt_gemm at fc1|replicated|"
+                 "mt_copy_to_tensor_region_backward",
+        [F_TWICE] = "mt_copy_to_tensor_region_backward after \"fc1\": dx is replicated|must be partial",
+        [NO_G] = "mt_bias_forward \"fc2\": y is partial|mt_gemm at fc2|replicated|"
                  "mt_reduce_from_tensor_region_forward",
-        [NO_G_NO_BIAS] = "mt_add|b is partial|mt_gemm with 'fc2.weight'|mt_reduce_from_tensor_region_forward",
+        [NO_G_NO_BIAS] = "mt_add|b is partial|mt_gemm at fc2|mt_reduce_from_tensor_region_forward",
         [G_TWICE] = "mt_reduce_from_tensor_region_forward|y is replicated|must be partial",
         [F_FOR_G] = "mt_copy_to_tensor_region_forward|x is partial|must be replicated",
         [BIAS_BEFORE_G] = "mt_bias_forward|y is partial|mt_reduce_from_tensor_region_forward",
-        [NORM_BEFORE_G] = "mt_norm_forward|x is partial|mt_gemm with 'fc2.weight'",
+        [NORM_BEFORE_G] = "mt_norm_forward|x is partial|mt_gemm at fc2",
         [GELU_BEFORE_G] = "mt_activation_forward|h is partial|mt_reduce_from_tensor_region_forward",
         [RESIDUAL_BEFORE] = "mt_add|b is partial|mt_reduce_from_tensor_region_forward",
-        [SCATTERED_DY] = "mt_bias_backward|fc2.bias|dy is split by columns|mt_gather_from_tensor_region",
+        [SCATTERED_DY] = "mt_bias_backward \"fc2\": dy is split by columns|mt_gather_from_tensor_region",
         [RAW_G_TWICE] = "mt_all_reduce|sendbuf is replicated|must be partial",
     };
     test_rank r;
@@ -144,6 +143,42 @@ static void test_mistakes_are_refused(void **state) {
         REFUSED(r.ctx, MT_ERR_ARGUMENT, words[m], own_step(&r, &b, (mistake)m));
     }
     test_paper_rank_close(&r);
+}
+
+/* A message names the layer of the call, and that of the call that has made the tensor what it is. */
+static void test_messages_name_the_layers(void **state) {
+    static const char *const names[][2] = {
+        {"decoder.layers.2.mlp.linear_fc2.weight", "decoder.layers.2.mlp.linear_fc2"}, {"w", "w"}, {".w", ".w"}};
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        mt_param_desc w = {.name = names[i][0], .rows = HIDDEN, .cols = FFN, .placement = MT_SPLIT_COLS};
+        mt_param_desc b = {.name = "decoder.layers.3.input_layernorm.weight", .rows = 1, .cols = HIDDEN};
+        mt_param *weight, *gain;
+        mt_tensor a, y, stats;
+        char words[256];
+        test_rank r;
+        test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &w, &weight));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &b, &gain));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        mt_arena_request requests[] = {
+            {&a, MT_F32, TOKENS, FFN / 2}, {&y, MT_F32, TOKENS, HIDDEN}, {&stats, MT_F32, TOKENS, 2}};
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 3));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, a, MT_SPLIT_COLS));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_forward(r.ctx, a, weight->value, mt_none(), y));
+        snprintf(words, sizeof words,
+                 "mt_activation_forward after \"%s\": h is partial over \"tensor\" (2 ranks) since mt_gemm at %s, ",
+                 names[i][1], names[i][1]);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words,
+                mt_activation_forward(r.ctx, MT_GELU_TANH, y, mt_none(), mt_tensor_cols(a, 0, HIDDEN)));
+        snprintf(words, sizeof words,
+                 "mt_norm_forward \"decoder.layers.3.input_layernorm\": x is partial over \"tensor\" (2 ranks) since "
+                 "mt_gemm at %s, must be",
+                 names[i][1]);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words,
+                mt_norm_forward(r.ctx, MT_RMS_NORM, y, gain->value, mt_none(), 1e-5f, y, stats));
+        test_paper_rank_close(&r);
+    }
 }
 
 static void test_one_rank_may_do_all_of_them(void **state) {
@@ -241,7 +276,7 @@ static void test_sequence_parallelism(void **state) {
         "sequence_partial",
         own_norm(&r, 0, 1));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, test_rank_renew(&r));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gemm|fc1.weight|a is split by rows|mt_gather_from_sequence_region",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gemm \"fc1\": a is split by rows|mt_gather_from_sequence_region",
             own_norm(&r, 1, 0));
     test_paper_rank_close(&r);
 }
@@ -472,8 +507,7 @@ static void test_parameters_keep_their_placement(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 8, 4, &whole));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, whole, MT_REPLICATED));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, part, MT_PARTIAL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_copy (with 'fc.weight')|x is partial|must be replicated",
-            mt_copy(r.ctx, part, w->value));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_copy \"fc\": x is partial|must be replicated", mt_copy(r.ctx, part, w->value));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, NULL, unknown, MT_UNDECLARED));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, unknown, w->value));
     check_is(&r, w->value, MT_REPLICATED);
@@ -660,7 +694,7 @@ static void test_masks_of_other_ranks(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_SPLIT_ROWS));
     REFUSED(
         r.ctx, MT_ERR_ARGUMENT,
-        "mt_bias_dropout_add_forward (with 'fc2.bias'): dropout.at.first_row is 0, but y is split by rows over "
+        "mt_bias_dropout_add_forward \"fc2\": dropout.at.first_row is 0, but y is split by rows over "
         "\"data\" and this is rank 1 of 2: it must be at least 8, the rank's first row of the whole tensor, so that "
         "ranks do not use the same mask",
         mt_bias_dropout_add_forward(r.ctx, x, bias->value, mt_none(), d, x));
@@ -1504,6 +1538,7 @@ static void test_cross_attention_knows_its_placements(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_mistakes_are_refused),
+        cmocka_unit_test(test_messages_name_the_layers),
         cmocka_unit_test(test_one_rank_may_do_all_of_them),
         cmocka_unit_test(test_nothing_is_written),
         cmocka_unit_test(test_overlaps_on_meta),
