@@ -2954,26 +2954,6 @@ static void mti_tiles_transpose(const float *x, int64_t ldx, int64_t k, float *o
             for (r = 0; r < MTI_TILE_SIDE; r++) memcpy(out + (i + r) * k + p, &t[r], sizeof t[r]);
         }
 }
-#else
-static int mti_tiles_permitted(void) { return 0; }
-static void mti_tiles_begin(void) {}
-static void mti_tiles_end(void) {}
-static void mti_tiles_sums(int64_t k, const float *a, int64_t lda, const float *b, float *c, int64_t ldc) {
-    (void)k, (void)a, (void)lda, (void)b, (void)c, (void)ldc;
-}
-static void mti_tiles_transpose(const float *x, int64_t ldx, int64_t k, float *out) {
-    (void)x, (void)ldx, (void)k, (void)out;
-}
-#endif
-
-/* *tiles = 1 if products of pairs go to tiles, otherwise 0. A context asks once, so that its answer does not change. */
-static mt_status mti_tiles_open(mt_context *ctx, int *tiles) {
-    mti_kernels *k;
-    MT_TRY(mti_kernels_open(ctx, &k));
-    if (!k->tiles) k->tiles = mti_tiles_permitted() ? 1 : -1;
-    *tiles = k->tiles > 0;
-    return MT_SUCCESS;
-}
 
 /* Writes alpha s [m, n] to c, or adds it. The rows of s are MTI_TILES apart. */
 static void mti_tiles_write(const float *s, float alpha, int add, float *c, int64_t ldc, int64_t m, int64_t n) {
@@ -2995,6 +2975,27 @@ static void mti_tiles_product(const mti_gemm_piece *x, int64_t i, int64_t j, int
     mti_tiles_sums(end - first, a, lda, x->packed_b + j * x->k + first * MTI_NR, room, MTI_TILES);
     mti_tiles_write(room, x->alpha, x->beta != 0.0f, c, x->ldc, mt_min(MTI_TILES, x->m - i),
                     mt_min(MTI_TILES, x->n - j));
+}
+#else
+static int mti_tiles_permitted(void) { return 0; }
+static void mti_tiles_begin(void) {}
+static void mti_tiles_end(void) {}
+static void mti_tiles_transpose(const float *x, int64_t ldx, int64_t k, float *out) {
+    (void)x, (void)ldx, (void)k, (void)out;
+}
+static void mti_tiles_product(const mti_gemm_piece *x, int64_t i, int64_t j, int64_t first, int64_t end, const float *a,
+                              int64_t lda) {
+    (void)x, (void)i, (void)j, (void)first, (void)end, (void)a, (void)lda;
+}
+#endif
+
+/* *tiles = 1 if products of pairs go to tiles, otherwise 0. A context asks once, so that its answer does not change. */
+static mt_status mti_tiles_open(mt_context *ctx, int *tiles) {
+    mti_kernels *k;
+    MT_TRY(mti_kernels_open(ctx, &k));
+    if (!k->tiles) k->tiles = mti_tiles_permitted() ? 1 : -1;
+    *tiles = k->tiles > 0;
+    return MT_SUCCESS;
 }
 
 /* ---- >>ptx: wrappers of PTX instructions ------------------------------------------------------------------------- */
