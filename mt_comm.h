@@ -521,8 +521,8 @@ MT_API const char *mt_placement_name(mt_placement placement);
 
 /* Check mode (mt_context_desc.check) finds wrong parallel programs before they compute anything. The context keeps the
    placement of every tensor that the library writes, for each group of more than one rank (at most 4 groups). A call
-   whose inputs do not fit together returns MT_ERR_ARGUMENT and computes nothing. The message names the call
-   and its layer, the operand, what it is and where it became so, what it must be, and the call that makes it so. See
+   whose inputs do not fit together returns MT_ERR_ARGUMENT and computes nothing. The message names the call and its
+   layer, the operand, what it is and where it became so, what it must be, and the call that makes it so. See
    docs/checking.md for the rules.
    Most mistakes need only a context on MT_DEVICE_META, one rank of mt_comm_create_meta, and one step.
 
@@ -816,7 +816,7 @@ MT_API int mt_context_ordinal(const mt_context *ctx);
 MT_API int mt_context_arena_symmetric(const mt_context *ctx);
 MT_API int mt_context_compute_capability(const mt_context *ctx); /* 80 for sm_80; other devices: 90 */
 MT_API int mt_context_has_data(const mt_context *ctx);           /* 0 on MT_DEVICE_META, else 1 */
-/* 1: an address tells tensors apart. 0: on MT_DEVICE_META, if it is not in the arena nor from mt_context_alloc */
+/* Returns 0 for memory of the caller on MT_DEVICE_META, whose addresses mean nothing, else 1. */
 MT_API int mt_context_has_address(const mt_context *ctx, const void *data);
 MT_API int mt_context_records(const mt_context *ctx); /* 1 between mt_graph_begin and mt_graph_end, else 0 */
 
@@ -934,8 +934,9 @@ MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes);
    call that has read other values than on the lowest rank, beginning with `where`. So it finds what rules cannot see:
    other seeds, inputs or learning rates, and memory that was written behind the library's back.
    mt_params_zero_grad hashes the parameters. mt_sync_gradients adds the gradients, and compares. mt_optimizer_step and
-   mt_step_update add the learning rate, and compare; the next step compares the new parameters. A loop without them
-   calls mt_check_replicas itself. In any case a comparison comes with every 256th collective of a group.
+   mt_step_begin add the learning rate, and the step compares it. The next step compares the new parameters, so those of
+   the last step are not compared. A loop without these calls calls mt_check_replicas itself. In any case a comparison
+   comes with every 256th collective of a group.
    mt_check_replica hashes t, which must be the same on the ranks of comm, for the next comparison. The message calls it
    "the `what` of '`name`'", or only `what` when name is NULL; name is kept until then. t has elements of 2 or 4 bytes.
    Both do nothing when check is not 2, in a group of one, in a pause, between mt_overlap_begin and mt_overlap_end, and

@@ -31,7 +31,8 @@
    the largest N in use in the registry. A program that changes the order of creation thus gets other random numbers and
    cannot load its old checkpoints. With several pipeline stages NULL is MT_ERR_ARGUMENT, because each stage has a
    registry of its own: the stages would use the same names, and draw the same numbers. A name is on one stage only,
-   except that of a shared embedding.
+   except that of a shared embedding. (With mt_context_desc.check == 2, mt_params_init and mt_params_bind compare the
+   names of the first and the last stage.)
 
    An output must not overlap an input or another output, and dx must not overlap a tensor of `saved`, except where a
    comment allows it. Most such overlaps are MT_ERR_ARGUMENT; with the others the results are undefined.
