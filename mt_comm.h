@@ -1616,8 +1616,8 @@ MT_API void mt_host_free(void *ptr) { free(ptr); }
 /* The address of memory that does not exist, for a meta context. Blocks of memory have different addresses. */
 static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MT_ALIGNMENT + offset); }
 
-/* Where the blocks of mt_context_alloc begin in a meta context. */
-static unsigned char *mti_meta_blocks(void) { return mti_meta_address(SIZE_MAX / 16 + 1); }
+/* The address of a byte of the blocks of mt_context_alloc in a meta context. */
+static unsigned char *mti_meta_block(size_t offset) { return mti_meta_address(SIZE_MAX / 16 + 1 + offset); }
 
 /* Stores an error of mt_context_create in world and logs it, because there is no context yet. */
 static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc, mt_status status, const char *text) {
@@ -1818,7 +1818,7 @@ MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->de
 MT_API int mt_context_has_data(const mt_context *ctx) { return mt_context_device(ctx) != MT_DEVICE_META; }
 
 MT_API int mt_context_has_address(const mt_context *ctx, const void *data) {
-    uintptr_t at = (uintptr_t)data, arena, blocks = (uintptr_t)mti_meta_blocks();
+    uintptr_t at = (uintptr_t)data, arena, blocks = (uintptr_t)mti_meta_block(0);
     if (mt_context_has_data(ctx)) return 1;
     arena = (uintptr_t)ctx->arena;
     return (at >= arena && at - arena < ctx->arena_bytes) || (at >= blocks && at - blocks < ctx->meta_end);
@@ -1842,7 +1842,7 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
     *out = NULL;
     if (bytes > SIZE_MAX / 2) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: %zu bytes are too many", bytes);
     if (ctx->device == MT_DEVICE_META) {
-        *out = mti_meta_blocks() + ctx->meta_end;
+        *out = mti_meta_block(ctx->meta_end);
         ctx->meta_end += size;
     } else {
         void *ptr;
