@@ -4758,35 +4758,42 @@ static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsi
     return fits ? MT_SUCCESS : mti_rule_refuse(ctx, r, g, culprit, must);
 }
 
+/* Sets *word to the next name in a rule's list of operands, and moves *next behind it. Returns its length; 0: the list
+   ends. */
+static size_t mti_rule_word(const char **next, const char **word) {
+    size_t length;
+    *word = *next + strspn(*next, " ");
+    length = strcspn(*word, " ");
+    *next = *word + length;
+    return length;
+}
+
+static int mti_word_is(const char *word, size_t length, const char *name) {
+    return strlen(name) == length && strncmp(word, name, length) == 0;
+}
+
 /* Looks up the operands of a call, in the order of the rule. */
 static void mti_ruling_fill(mti_checker *c, mti_ruling *r, const mt_operand *operands, int count) {
-    const char *name = r->rule->operands;
+    const char *next = r->rule->operands, *word;
+    size_t length;
     int i;
-    for (r->count = 0; *name && r->count < MTI_RULE_OPERANDS; r->count++) {
-        size_t length = strcspn(name, " ");
+    for (r->count = 0; r->count < MTI_RULE_OPERANDS && (length = mti_rule_word(&next, &word)) > 0; r->count++) {
         mti_ruled *o = &r->operands[r->count];
         o->operand = NULL;
         for (i = 0; i < count; i++)
-            if (strlen(operands[i].name) == length && strncmp(operands[i].name, name, length) == 0 &&
-                mti_has_elements(operands[i].t))
+            if (mti_word_is(word, length, operands[i].name) && mti_has_elements(operands[i].t))
                 o->operand = &operands[i];
         if (o->operand) o->known = mti_known_of(c, o->operand->t);
         if (o->operand && o->known.parameter && !r->with) r->with = o->known.parameter->name;
-        name += length;
-        name += strspn(name, " ");
     }
 }
 
 /* Whether a rule has an operand of this name. */
 static int mti_rule_names(const mt_rule *rule, const char *name) {
-    const char *at = rule->operands;
-    size_t length = strlen(name);
-    while (*at) {
-        size_t n = strcspn(at, " ");
-        if (n == length && n > 0 && strncmp(at, name, n) == 0) return 1;
-        at += n;
-        at += strspn(at, " ");
-    }
+    const char *next = rule->operands, *word;
+    size_t length;
+    while ((length = mti_rule_word(&next, &word)) > 0)
+        if (mti_word_is(word, length, name)) return 1;
     return 0;
 }
 
