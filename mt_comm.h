@@ -149,7 +149,9 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count);
    training step needs, set mt_context_desc.planned to the device that you plan for, and run one step on MT_DEVICE_META
    with a communicator from mt_comm_create_meta, in one thread. mt_arena_peak is then the arena_bytes that the step
    needs, and the device needs arena_bytes + mt_context_allocated in all. The context also keeps a trace of the step,
-   from which mt_plan_step in mt_parallel.h predicts its time. */
+   from which mt_plan_step in mt_parallel.h predicts its time. To check all ranks of a program, run them as threads
+   (mt_launch), each with a context on MT_DEVICE_META: they meet in every call, and the calls of the ranks are compared,
+   but no data moves. Communicators over MPI and NCCL have no contexts on MT_DEVICE_META. */
 typedef enum mt_device { MT_DEVICE_CPU = 0, MT_DEVICE_CUDA = 1, MT_DEVICE_META = 2 } mt_device;
 
 /* Allocates memory on the context's device. Set both functions or neither. alloc returns memory aligned to `alignment`
@@ -190,7 +192,8 @@ typedef struct mt_context_desc {
     int invariant;      /* V; 0: off */
     int invariant_data; /* V_d; only with `invariant`; 0: V */
     /* 1: check mode, see mt_placement. 2: also compares the values of what is replicated, see mt_check_replicas; set it
-       on all ranks. 0: off; on MT_DEVICE_META as 1, but calls may read memory that nothing has written */
+       on all ranks. 0: off; on MT_DEVICE_META as 1, but calls may read memory that nothing has written. On
+       MT_DEVICE_META, 2 compares what there is without data: which columns a call reads, and its random words */
     int check;
     int ordinal; /* GPU number, as in cudaSetDevice; the library leaves this GPU current; ignored on other devices */
     /* advanced */
@@ -503,6 +506,12 @@ typedef struct mt_setting {
    Errors: MT_ERR_ARGUMENT (NULL, negative count), MT_ERR_MEMORY, and those of a collective. */
 MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
                                  const mt_setting *settings, int count);
+
+/* Gathers `bytes` bytes of host memory of each rank into all [ranks, bytes], also in host memory, on every rank.
+   Collective over comm: an all_gather, which the ledger does not count, through memory on the device. On a meta
+   communicator, only this rank's part is written. Errors: MT_ERR_ARGUMENT (NULL, bytes is 0 or too large),
+   MT_ERR_MEMORY, and those of a collective. */
+MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all);
 
 /* ---- placements: what the ranks of a group hold ------------------------------------------------------------------ */
 
@@ -880,14 +889,16 @@ typedef struct mt_place {
     int64_t rows, cols;                        /* of this rank */
     int64_t first_row, first_col, global_cols; /* see mt_random. INT64_MAX: the call does not number rows or columns */
     int padded;                                /* 1: ranks may have fewer columns than those before them */
+    uint64_t seed, subsequence;                /* see mt_random; 0: the call takes no random words */
     const char *what;                          /* what depends on the place, as in "random words" */
 } mt_place;
 
 /* Checks that a place fits the placements of t, operand `name` of a call. Where ranks have rows or columns of their
    own, their places must differ: rank n of a group has at least n times its rows or columns before it. Where no group
    splits the columns of t, they are those of the whole tensor, unless t is a view of some columns of a tensor, or was
-   computed from such a view. `field` names the place, as in "dropout.at"; it may be
-   "". Does nothing when check mode is off. Errors: MT_ERR_ARGUMENT. */
+   computed from such a view. When mt_context_desc.check is 2, ranks that have the same t must have the same place, seed
+   and subsequence, which the next mt_check_replicas compares. `field` names the place, as in "dropout.at"; it may be
+   "". Does nothing when check mode is off. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
                                 const mt_place *place);
 
@@ -1260,6 +1271,7 @@ struct mt_context {
     int trace_lost;           /* 1: there was no memory for an entry */
     int recomputes;           /* number of open pairs of mt_trace_recompute */
     mt_stream planned_stream; /* MT_DEVICE_META: the stream between mt_overlap_begin and mt_overlap_end */
+    int compares;             /* MT_DEVICE_META: number of open mti_space_begin, whose calls move bytes */
     char error[MT_ERROR_BYTES];
 };
 
@@ -1517,7 +1529,7 @@ static const mti_transport mti_apart = {1, 0,
     mti_processes_over_nccl, mti_no_enlist,    mti_no_leave,     mti_no_destroy};
 
 static const mti_transport mti_threads = {1, 1,
-    mti_peers_check,  mti_local_collective,  mti_local_p2p,  mti_enter,      mti_exit,     mti_local_split,
+    mti_alone_check,  mti_local_collective,  mti_local_p2p,  mti_enter,      mti_exit,     mti_local_split,
     mti_group_over_nccl,     mti_no_enlist,    mti_local_leave,  mti_no_destroy};
 
 #if MTI_NCCL
@@ -2399,9 +2411,12 @@ static mt_status mti_cuda_fork_end(mt_context *ctx, int ticket) { return (void)c
 static mt_status mti_cuda_join(mt_context *ctx, int ticket) { return (void)ctx, (void)ticket, MT_ERR_UNSUPPORTED; }
 #endif
 
+/* Whether calls move no bytes. */
+static int mti_has_no_data(const mt_context *ctx) { return ctx->device == MT_DEVICE_META && !ctx->compares; }
+
 /* Copies bytes within the context's device. On a CPU, the two ranges may overlap. */
 static mt_status mti_bytes_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
-    if (bytes == 0 || to == from || ctx->device == MT_DEVICE_META) return MT_SUCCESS;
+    if (bytes == 0 || to == from || mti_has_no_data(ctx)) return MT_SUCCESS;
     if (ctx->device == MT_DEVICE_CUDA) return mti_cuda_copy(ctx, to, from, bytes);
     memmove(to, from, bytes);
     return MT_SUCCESS;
@@ -2773,9 +2788,17 @@ static void mti_slot_write(mti_slot *slot, const mti_call *call) {
     __atomic_store_n(&slot->recvcount, (uint64_t)call->recvcount, __ATOMIC_RELAXED);
 }
 
-static void mti_publish(mt_comm *comm, const mti_call *call, int inside) {
+#define MTI_ON_META ((uint64_t)1 << 56) /* of `what`: the context is on MT_DEVICE_META */
+
+static int mti_is_on_meta(const mti_slot *slot) {
+    return (__atomic_load_n(&slot->what, __ATOMIC_RELAXED) & MTI_ON_META) != 0;
+}
+
+/* ctx: NULL for a call without a context */
+static void mti_publish(const mt_context *ctx, mt_comm *comm, const mti_call *call, int inside) {
     mti_slot *slot = mti_slot_of(comm->group, comm->rank);
     mti_slot_write(slot, call);
+    if (ctx && ctx->device == MT_DEVICE_META) __atomic_or_fetch(&slot->what, MTI_ON_META, __ATOMIC_RELAXED);
     __atomic_store_n(&slot->inside, inside, __ATOMIC_RELAXED);
     slot->send = call->send;
     slot->recv = call->recv;
@@ -2854,6 +2877,13 @@ static void mti_say_alike(mti_text *text, const mti_group *g, int first) {
     mti_say_call(text, mti_slot_of(g, first));
 }
 
+/* Says that of two ranks one has no data. */
+static void mti_say_device(mti_text *text, const mti_group *g, int a, int b) {
+    int on_meta = mti_is_on_meta(mti_slot_of(g, a));
+    if (on_meta == mti_is_on_meta(mti_slot_of(g, b))) return;
+    mti_say(text, "; rank %d is on MT_DEVICE_META, rank %d is not", on_meta ? a : b, on_meta ? b : a);
+}
+
 /* Writes which ranks called what. The message is the same on every rank, because all ranks read the same slots. */
 static void mti_say_mismatch(mti_text *text, const mt_comm *comm) {
     const mti_group *g = comm->group;
@@ -2870,6 +2900,8 @@ static void mti_say_mismatch(mti_text *text, const mt_comm *comm) {
         if (said++) mti_say(text, ", ");
         mti_say_alike(text, g, r);
     }
+    for (r = 1; r < g->size && mti_is_on_meta(mti_slot_of(g, r)) == mti_is_on_meta(mti_slot_of(g, 0)); r++) continue;
+    if (r < g->size) mti_say_device(text, g, 0, r);
 }
 
 static void mti_say_absent(mti_text *text, const mti_group *g, int rank) {
@@ -3217,7 +3249,7 @@ static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call)
     mt_status status = MT_SUCCESS;
     mti_arrival arrival;
     if (mti_is_broken(g)) return mti_broken_before(ctx, comm, call);
-    mti_publish(comm, call, MTI_IN_COLLECTIVE);
+    mti_publish(ctx, comm, call, MTI_IN_COLLECTIVE);
     arrival = mti_arrive(g, &generation, 0);
     if (arrival == MTI_TOO_LATE) status = mti_broken_before(ctx, comm, call);
     if (arrival == MTI_WAITS) {
@@ -3279,6 +3311,7 @@ static void mti_say_unlike(mti_text *text, const mt_comm *comm, int from, int to
     mti_say_call(text, mti_slot_of(comm->group, from));
     mti_say(text, ", rank %d called ", to);
     mti_say_call(text, mti_slot_of(comm->group, to));
+    mti_say_device(text, comm->group, from, to);
 }
 
 static mt_status mti_take_mismatch(mt_context *ctx, mt_comm *comm, int source) {
@@ -3311,7 +3344,8 @@ static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) 
         posted = w.value;
     } while (!__atomic_compare_exchange_n(&slot->outbox, &posted, mti_outbox(comm->rank, MTI_TAKEN), 0,
                                           __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-    if (slot->send_count != call->recvcount || slot->send_dtype != call->dtype)
+    if (slot->send_count != call->recvcount || slot->send_dtype != call->dtype ||
+        mti_is_on_meta(slot) != (ctx->device == MT_DEVICE_META))
         return mti_take_mismatch(ctx, comm, call->source);
     status = mti_copy_message(ctx, call, slot);
     if (status != MT_SUCCESS) mti_fail_inside(ctx, comm, call, status);
@@ -3348,7 +3382,7 @@ static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *c
     mt_status status = mti_local_begin(ctx, comm);
     if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
-    mti_publish(comm, call, MTI_IN_P2P);
+    mti_publish(ctx, comm, call, MTI_IN_P2P);
     if (call->root >= 0) mti_post(comm, call);
     if (call->source >= 0) status = mti_take(ctx, comm, call);
     if (call->root >= 0) status = mti_finish_send(ctx, comm, call, status);
@@ -3933,11 +3967,12 @@ typedef struct mti_placed {
     const char *by, *with;           /* the operator that has written it, and the parameter that it used, or NULL */
     char *name;                      /* of a parameter; the checker's */
     int is_gradient;
-    int some_columns; /* 1: it was computed from some columns of a tensor, and has as many */
-    int is_block;     /* of mt_context_alloc */
-    int is_gone;      /* 1: mti_placed_compact removes it */
-    uint64_t age;     /* number of the piece; the newest has the largest */
-    uintptr_t reach;  /* the largest at.end of this piece and those before it in the list */
+    const mt_comm *summed; /* of a gradient: the program has summed it over this group, which is not in axes; or NULL */
+    int some_columns;      /* 1: it was computed from some columns of a tensor, and has as many */
+    int is_block;          /* of mt_context_alloc */
+    int is_gone;           /* 1: mti_placed_compact removes it */
+    uint64_t age;          /* number of the piece; the newest has the largest */
+    uintptr_t reach;       /* the largest at.end of this piece and those before it in the list */
 } mti_placed;
 
 typedef struct mti_placed_list {
@@ -3980,7 +4015,7 @@ static mt_status mti_checker_create(mt_context *ctx, int check) {
     ctx->checker = (mti_checker *)mt_host_alloc(sizeof *ctx->checker);
     if (!ctx->checker) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for the checker");
     ctx->checker->strict = check != 0;
-    return check == 2 && ctx->device != MT_DEVICE_META ? mti_replicas_create(ctx) : MT_SUCCESS;
+    return check == 2 && !mt_comm_is_meta(ctx->world) ? mti_replicas_create(ctx) : MT_SUCCESS;
 }
 
 static void mti_checker_destroy(mti_checker *c) {
@@ -4396,6 +4431,7 @@ static void mti_parameter_note(mti_placed *p, const unsigned char *may, int zero
         p->may[g] = (unsigned char)(whole || p->zero ? set : set | p->may[g]);
     }
     p->zero = zero;
+    if (zero) p->summed = NULL;
 }
 
 /* Returns a new piece for e, without the older ones that it covers, or NULL when there is no memory. */
@@ -4522,11 +4558,13 @@ MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t) {
 }
 
 MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, mt_tensor t) {
+    const mti_placed *p;
     mti_known k;
     int g, placement;
     if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_UNDECLARED;
     g = mti_axis_of(ctx->checker, comm, 0);
-    if (g < 0) return MT_UNDECLARED;
+    p = g < 0 && comm ? mti_parameter_at(ctx->checker, mti_extent_of(t)) : NULL;
+    if (g < 0) return p && p->summed == comm ? MT_REPLICATED : MT_UNDECLARED;
     k = mti_known_of(ctx->checker, t);
     for (placement = MT_REPLICATED; placement <= MT_PARTIAL; placement++)
         if ((!k.zero || k.parameter) && k.may[g] == 1 << placement) return (mt_placement)placement;
@@ -4913,6 +4951,9 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
 
 /* -- places -- */
 
+static mt_status mti_place_note(mt_context *ctx, const char *where, const char *field, const mti_known *known,
+                                const mt_place *place); /* >>replicas */
+
 /* Refuses a number of a place. `is` says what t is, and `must` what the number must be. */
 static mt_status mti_place_refuse(mt_context *ctx, const char *where, const char *field, const char *number,
                                   int64_t value, const mti_known *k, const char *is, const char *must) {
@@ -4952,6 +4993,7 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!mt_check_mode(ctx) || ctx->checker->count == 0 || !mti_has_elements(t)) return MT_SUCCESS;
     k = mti_known_of(ctx->checker, t);
+    MT_TRY(mti_place_note(ctx, where, field[0] ? field : name, &k, place));
     if (k.some_columns) whole = 0;
     for (g = 0; g < ctx->checker->count && !(k.zero && !k.parameter); g++) {
         int by_rows = k.may[g] == 1 << MT_SPLIT_ROWS, by_cols = k.may[g] == 1 << MT_SPLIT_COLS;
@@ -5099,6 +5141,7 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     static const char *const names[] = {"mt_all_reduce", "mt_all_gather", "mt_reduce_scatter", "mt_broadcast"};
     const char *parts = strcmp(comm->name, "data") == 0 ? "P r c" : "P";
     int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
+    mti_placed *p;
     mt_tensor x, y;
     if (!mt_check_mode(ctx) || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
     if (call->kind == MT_BROADCAST && comm->size > 1) return mti_broadcast_check(ctx, comm, call);
@@ -5120,7 +5163,10 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
                                   mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R',
                                   "sendbuf", x, y);
     }
-    return mti_forget_view(ctx, y);
+    MT_TRY(mti_forget_view(ctx, y));
+    p = call->kind == MT_ALL_REDUCE && sums ? mti_parameter_at(ctx->checker, mti_extent_of(y)) : NULL;
+    if (p && p->is_gradient) p->summed = comm;
+    return MT_SUCCESS;
 }
 
 /* A send. A partial sum must not travel: the receiver would take it for the sum. Gradients that the data ranks have not
@@ -5651,6 +5697,7 @@ static mt_status mti_move_broadcast(mt_context *ctx, const mt_comm *comm, const 
 }
 
 static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    if (mti_has_no_data(ctx)) return MT_SUCCESS;
     switch (call->kind) {
     case MT_ALL_REDUCE: return mti_move_all_reduce(ctx, comm, call);
     case MT_ALL_GATHER: return mti_move_all_gather(ctx, comm, call);
@@ -5830,7 +5877,7 @@ MT_API void mt_trace_recompute(mt_context *ctx, int recomputes) {
 static void mti_trace_call(mt_context *ctx, const mt_comm *comm, const mti_call *call, mt_collective kind,
                            size_t bytes) {
     mt_trace_entry e;
-    if (ctx->device != MT_DEVICE_META) return;
+    if (!mti_has_no_data(ctx)) return;
     memset(&e, 0, sizeof e);
     e.work = MT_WORK_COMMUNICATION;
     e.name = mti_call_name(call->kind);
@@ -8274,7 +8321,7 @@ static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *c
     mt_status status;
     mti_mpi_listen(m->port);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
-    mti_publish(comm, call, MTI_IN_COLLECTIVE);
+    mti_publish(ctx, comm, call, MTI_IN_COLLECTIVE);
     bytes = mti_mpi_write(comm, call, has_data ? mti_mpi_bytes(comm, call) : 0);
     mti_mpi_begin(comm);
     for (i = 1; i < comm->size; i++) {
@@ -8464,7 +8511,7 @@ static mt_status mti_mpi_p2p(mt_context *ctx, mt_comm *comm, const mti_call *cal
     mti_mpi_lane out, in;
     mti_mpi_listen(comm->mpi->port);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
-    mti_publish(comm, call, MTI_IN_P2P);
+    mti_publish(ctx, comm, call, MTI_IN_P2P);
     mti_mpi_write(comm, call, 0);
     mti_mpi_begin(comm);
     out = mti_mpi_lane_open(comm, call, 1, 0);
@@ -8828,6 +8875,25 @@ static const char *mti_told_next(const mti_told_text *t, uint64_t *at) {
     return s;
 }
 
+/* Begins calls that move bytes of the host, through *space on the device. On MT_DEVICE_META *space is in the host. */
+static mt_status mti_space_begin(mt_context *ctx, size_t bytes, void **space) {
+    if (ctx->device != MT_DEVICE_META) return mt_context_alloc(ctx, bytes, space);
+    *space = mt_host_alloc(bytes);
+    if (!*space) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for what %zu bytes of ranks are compared in", bytes);
+    ctx->compares++;
+    return MT_SUCCESS;
+}
+
+/* space: of mti_space_begin; NULL if that has failed */
+static void mti_space_end(mt_context *ctx, void *space, size_t bytes) {
+    if (ctx->device != MT_DEVICE_META) {
+        mt_context_free(ctx, space, bytes); /* waits for copies that still run */
+        return;
+    }
+    if (space) ctx->compares--;
+    mt_host_free(space);
+}
+
 /* Copies from the device to the host, after the earlier collectives are done. */
 static mt_status mti_told_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
     MT_TRY(mti_synchronize(ctx)); /* a copy to pageable memory would wait without a timeout */
@@ -8923,17 +8989,41 @@ typedef struct mti_telling {
                const mti_told_text *y);
 } mti_telling;
 
-/* Compares all ranks. all: [size], this rank's entry is filled in; space: memory on the device */
+/* Gathers `bytes` bytes of each rank into all [ranks, bytes], through `space` of the same size. */
+static mt_status mti_space_gather(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all,
+                                  void *space) {
+    char *place = (char *)space + (size_t)comm->rank * bytes;
+    MT_TRY(mti_bytes_copy(ctx, place, mine, bytes));
+    MT_TRY(mt_all_gather(ctx, comm, place, space, bytes, MT_U8));
+    return mti_told_fetch(ctx, all, space, (size_t)comm->size * bytes);
+}
+
+MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all) {
+    mt_ledger ledger;
+    void *space = NULL;
+    size_t size;
+    mt_status status;
+    if (!ctx || !comm || !mine || !all || bytes == 0 || bytes > SIZE_MAX / 2 / MTI_MAX_RANKS)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_comm_gather_host: %zu bytes, or something is NULL", bytes);
+    size = (size_t)comm->size * bytes;
+    ledger = comm->ledger;
+    mt_check_pause(ctx);
+    status = mti_space_begin(ctx, size, &space);
+    if (status == MT_SUCCESS) status = mti_space_gather(ctx, comm, mine, bytes, all, space);
+    mti_space_end(ctx, space, size);
+    comm->ledger = ledger; /* that of the program alone */
+    return mt_check_resume(ctx, status);
+}
+
+/* Compares all ranks. all: [size], this rank's entry is filled in; space: of mti_space_begin */
 static mt_status mti_compare_told(mt_context *ctx, mt_comm *comm, const char *what, const mti_telling *telling,
                                   mti_told *all, void *space) {
-    mti_told *place = (mti_told *)space + comm->rank;
+    mti_told own = all[comm->rank];
     mti_told_text mine, x, y;
     mti_text text;
     mt_status status;
     int a, b = 0;
-    MT_TRY(mti_bytes_copy(ctx, place, &all[comm->rank], sizeof *all));
-    MT_TRY(mt_all_gather(ctx, comm, place, space, sizeof *all, MT_U8));
-    MT_TRY(mti_told_fetch(ctx, all, space, (size_t)comm->size * sizeof *all));
+    MT_TRY(mti_space_gather(ctx, comm, &own, sizeof own, all, space));
     if (!mti_told_differ(all, comm->size, &a, &b)) return MT_SUCCESS;
     mine = (telling->write)(telling->user);
     if (!mine.data) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "%s: no memory for a comparison of ranks", what);
@@ -8960,13 +9050,13 @@ static mt_status mti_compare_ranks(mt_context *ctx, mt_comm *comm, const char *w
     mti_told *all = (mti_told *)mt_host_alloc((size_t)comm->size * sizeof *all);
     void *space = NULL;
     mt_status status =
-        all ? mt_context_alloc(ctx, bytes, &space)
+        all ? mti_space_begin(ctx, bytes, &space)
             : mti_refuse(ctx, comm, MT_ERR_MEMORY, "%s: no memory for a comparison of %d ranks", what, comm->size);
     if (status == MT_SUCCESS) {
         all[comm->rank] = told;
         status = mti_compare_told(ctx, comm, what, telling, all, space);
     }
-    mt_context_free(ctx, space, bytes); /* waits for copies that read `all` */
+    mti_space_end(ctx, space, bytes);
     mt_host_free(all);
     return status;
 }
@@ -9101,9 +9191,25 @@ static mt_status mti_replicas_fetch(mt_context *ctx) {
     return status;
 }
 
+static uint64_t mti_hash_number(uint64_t hash, uint64_t number) {
+    return mt_hash_word(mt_hash_word(hash, (uint32_t)number), (uint32_t)(number >> 32));
+}
+
+/* Without data, the hash of a view is its shape and its place in the memory of the piece that it is a part of. Ranks
+   that multiply different columns of what all have are found by it. */
+static uint64_t mti_replica_shape(const mti_checker *c, mt_tensor t) {
+    mti_extent e = mti_extent_of(t);
+    const mti_placed *p = mti_parameter_at(c, e);
+    uint64_t h = mti_hash_number(0, (uint64_t)t.rows);
+    if (!p) p = mti_placed_older(&c->written, e, UINT64_MAX);
+    h = mti_hash_number(h, (uint64_t)t.cols);
+    return mti_hash_number(h, p ? (uint64_t)e.begin - (uint64_t)p->at.begin : 0);
+}
+
 static mt_status mti_replica_hash(mt_context *ctx, mt_tensor t, mti_replica *e) {
     mti_replicas *r = ctx->checker->replicas;
     void *memory = NULL;
+    if (ctx->device == MT_DEVICE_META) return e->hash = mti_replica_shape(ctx->checker, t), MT_SUCCESS;
     if (ctx->device != MT_DEVICE_CUDA) return mt_hash_add(ctx, t, 0, 0, t.cols, &e->hash);
     if (!r->sums) {
         MT_TRY(mt_context_alloc(ctx, MTI_REPLICA_SUMS * sizeof *r->sums, &memory));
@@ -9152,6 +9258,25 @@ static mt_status mti_replica_read(mt_context *ctx, const char *where, const char
         hashed = 1;
         MT_TRY(mti_replica_add(ctx, g, &e));
     }
+    return MT_SUCCESS;
+}
+
+/* Notes by what place a call takes what ranks must have alike. */
+static mt_status mti_place_note(mt_context *ctx, const char *where, const char *field, const mti_known *known,
+                                const mt_place *place) {
+    mti_replica e;
+    int g;
+    if (!mti_replicas_on(ctx)) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.where = where;
+    e.with = known->with;
+    snprintf(e.operand, sizeof e.operand, "%s", field);
+    e.hash = mti_hash_number(0, (uint64_t)place->first_row);
+    e.hash = mti_hash_number(e.hash, (uint64_t)place->first_col);
+    e.hash = mti_hash_number(e.hash, place->seed);
+    e.hash = mti_hash_number(e.hash, place->subsequence);
+    for (g = 0; g < ctx->checker->count; g++)
+        if (known->may[g] == 1 << MT_REPLICATED) MT_TRY(mti_replica_add(ctx, g, &e));
     return MT_SUCCESS;
 }
 

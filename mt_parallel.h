@@ -3062,23 +3062,6 @@ static void mti_told_add_error(mt_context *ctx, mti_told_list *t, mt_status mine
     mti_told_add(t, "error", "%s", mine == MT_SUCCESS ? "none" : mt_last_error(ctx));
 }
 
-/* Gathers `bytes` bytes of host memory of each rank into all [ranks, bytes], in host memory. */
-static mt_status mti_host_gather(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all) {
-    const size_t size = (size_t)mt_comm_size(comm) * bytes;
-    void *space;
-    mt_tensor t;
-    mt_status status;
-    char *place;
-    MT_TRY(mt_context_alloc(ctx, size, &space));
-    t = mt_tensor_make(space, MT_U8, 1, (int64_t)size);
-    place = (char *)space + (size_t)mt_comm_rank(comm) * bytes;
-    status = mt_upload(ctx, mine, mt_tensor_make(place, MT_U8, 1, (int64_t)bytes));
-    if (status == MT_SUCCESS) status = mt_all_gather(ctx, comm, place, space, bytes, MT_U8);
-    if (status == MT_SUCCESS) status = mt_download(ctx, t, all);
-    mt_context_free(ctx, space, size);
-    return status;
-}
-
 /* A parameter of the first or of the last stage. */
 typedef struct mti_twin {
     uint64_t name, shared; /* the hash of its name; whether it is a shared_embedding */
@@ -3124,9 +3107,9 @@ static mt_status mti_ends_check(mt_context *ctx, const mt_params *params, const 
     void *memory;
     mt_status status;
     int i, rank;
-    if (mt_check_mode(ctx) != 2 || !ends || mt_comm_size(ends) != 2) return MT_SUCCESS;
+    if (mt_check_mode(ctx) != 2 || !ends || mt_comm_size(ends) != 2 || mt_comm_is_meta(ends)) return MT_SUCCESS;
     rank = mt_comm_rank(ends);
-    MT_TRY(mti_host_gather(ctx, ends, &mine, sizeof mine, counts));
+    MT_TRY(mt_comm_gather_host(ctx, ends, &mine, sizeof mine, counts));
     most = counts[0] > counts[1] ? counts[0] : counts[1];
     MT_TRY(mti_host_new(ctx, (size_t)(3 * most) * sizeof *list, &memory));
     list = (mti_twin *)memory;
@@ -3135,7 +3118,7 @@ static mt_status mti_ends_check(mt_context *ctx, const mt_params *params, const 
         list[i].name = mti_name_hash(params->list[i]->name);
         list[i].shared = params->list[i]->desc.shared_embedding != 0;
     }
-    status = mti_host_gather(ctx, ends, list, (size_t)most * sizeof *list, all);
+    status = mt_comm_gather_host(ctx, ends, list, (size_t)most * sizeof *list, all);
     if (status == MT_SUCCESS)
         status = mti_ends_compare(ctx, params, function, all + (rank == 0 ? most : 0), counts[1 - rank]);
     mt_host_free(memory);
@@ -6038,12 +6021,14 @@ static mt_status mti_sums_check(mt_context *ctx, const char *function, mt_params
         const mt_param *p = params->list[i];
         const mt_comm *group = mt_placement_of(ctx, grid->dp, p->grad) == MT_REPLICATED ? grid->dp : NULL;
         if (p->desc.sequence_partial && mt_placement_of(ctx, grid->tp, p->grad) == MT_REPLICATED) group = grid->tp;
+        if (p->desc.shared_embedding && mt_placement_of(ctx, grid->embedding, p->grad) == MT_REPLICATED)
+            group = grid->embedding;
         if (group)
             return mt_fail(
                 ctx, MT_ERR_ARGUMENT,
                 "%s: the gradient of '%s' is replicated over \"%s\" (%d ranks), so it is a sum already, which "
                 "this call would multiply by %d: leave out the sum before",
-                function, p->name, group == grid->dp ? "data" : "tensor", mt_comm_size(group), mt_comm_size(group));
+                function, p->name, mt_comm_name(group), mt_comm_size(group), mt_comm_size(group));
     }
     return MT_SUCCESS;
 }

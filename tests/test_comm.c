@@ -397,6 +397,123 @@ static void test_meta_alone(void **state) {
     mt_comm_destroy(comm);
 }
 
+/* Threads whose contexts have no data: every call meets, is compared and counted, and moves nothing. */
+static mt_status meta_thread(mt_comm *world, void *user) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_comm *half;
+    int64_t mine = mt_comm_rank(world), all[8];
+    float a[128], b[128];
+    mt_status status;
+    int i;
+    (void)user;
+    d.device = MT_DEVICE_META;
+    for (i = 0; i < 128; i++) a[i] = b[i] = (float)mine;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    MT_TRY(everything_once(ctx, world, a, b));
+    MT_TRY(check_ledger(world));
+    for (i = 0; i < 128; i++) CHECK(a[i] == (float)mine && b[i] == (float)mine);
+    CHECK(!mt_comm_is_meta(world));
+    MT_TRY(mt_comm_gather_host(ctx, world, &mine, sizeof mine, all)); /* host memory is real */
+    for (i = 0; i < mt_comm_size(world); i++) CHECK(all[i] == i);
+    MT_TRY(check_ledger(world)); /* is not counted */
+    MT_TRY(mt_comm_split(world, (int)mine % 2, 0, &half));
+    MT_TRY(mt_all_reduce(ctx, half, a, a, 4, MT_F32, MT_SUM));
+    mt_comm_destroy(half);
+    if (mt_comm_size(world) > 1) {
+        status =
+            mine == 1 ? mt_all_gather(ctx, world, a, b, 4, MT_F32) : mt_all_reduce(ctx, world, a, b, 4, MT_F32, MT_SUM);
+        CHECK(status == MT_ERR_MISMATCH && strstr(mt_last_error(ctx), "rank 1 called all_gather(count 4, f32)"));
+    }
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+/* Rank 1 alone has no data: the others must not read its memory. */
+static mt_status mixed_thread(mt_comm *world, void *user) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    int kind = *(int *)user, rank = mt_comm_rank(world);
+    float a[4] = {1, 2, 3, 4};
+    mt_status status;
+    if (rank == 1) d.device = MT_DEVICE_META;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    if (kind == 0) status = mt_all_reduce(ctx, world, a, a, 4, MT_F32, MT_SUM);
+    else if (rank == 2) status = MT_ERR_MISMATCH;
+    else if (rank == kind - 1) status = mt_send(ctx, world, a, 4, MT_F32, 1 - rank);
+    else status = mt_recv(ctx, world, a, 4, MT_F32, 1 - rank);
+    CHECK(status == MT_ERR_MISMATCH);
+    if (rank < 2) CHECK(strstr(mt_last_error(ctx), "rank 1 is on MT_DEVICE_META, rank 0 is not"));
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+/* Processes have no contexts without data. */
+static mt_status meta_process(mt_comm *world, void *user) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    float a[4] = {0};
+    (void)user;
+    d.device = MT_DEVICE_META;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    CHECK(mt_all_reduce(ctx, world, a, a, 4, MT_F32, MT_SUM) == MT_ERR_ARGUMENT);
+    CHECK(strstr(mt_last_error(ctx), "\"world\" (3 ranks) is not a meta communicator; use mt_comm_create_meta"));
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+static void test_meta_threads(void **state) {
+    size_t i;
+    int kind;
+    (void)state;
+    if (TEST_OVER_MPI) {
+        assert_int_equal(run_ranks(3, meta_process, NULL), MT_SUCCESS);
+        return;
+    }
+    for (i = 0; i < COUNTOF(sizes); i++)
+        if (sizes[i] <= 8) assert_int_equal(run_ranks(sizes[i], meta_thread, NULL), MT_SUCCESS);
+    for (kind = 0; kind < 3; kind++) assert_int_equal(run_ranks(3, mixed_thread, &kind), MT_SUCCESS);
+}
+
+/* Each rank gets the bytes of all. */
+static mt_status gather_host_rank(mt_comm *world, void *user) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    char mine[3], all[64];
+    int i, size = mt_comm_size(world);
+    (void)user;
+    MT_TRY(mt_context_create(world, &d, &ctx));
+    memset(mine, 'a' + mt_comm_rank(world), sizeof mine);
+    MT_TRY(mt_comm_gather_host(ctx, world, mine, sizeof mine, all));
+    for (i = 0; i < 3 * size; i++) CHECK(all[i] == 'a' + i / 3);
+    CHECK(mt_comm_ledger(world).calls[MT_ALL_GATHER] == 0);
+    CHECK(mt_comm_gather_host(NULL, world, mine, 3, all) == MT_ERR_ARGUMENT);
+    CHECK(mt_comm_gather_host(ctx, NULL, mine, 3, all) == MT_ERR_ARGUMENT);
+    CHECK(mt_comm_gather_host(ctx, world, NULL, 3, all) == MT_ERR_ARGUMENT);
+    CHECK(mt_comm_gather_host(ctx, world, mine, 3, NULL) == MT_ERR_ARGUMENT);
+    CHECK(mt_comm_gather_host(ctx, world, mine, 0, all) == MT_ERR_ARGUMENT);
+    CHECK(strstr(mt_last_error(ctx), "mt_comm_gather_host: 0 bytes"));
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+static void test_gather_host(void **state) {
+    mt_context_desc d = small();
+    mt_context *ctx;
+    mt_comm *comm;
+    char mine[2] = {7, 8}, all[8] = {0};
+    (void)state;
+    assert_int_equal(run_ranks(1, gather_host_rank, NULL), MT_SUCCESS);
+    assert_int_equal(run_ranks(5, gather_host_rank, NULL), MT_SUCCESS);
+    d.device = MT_DEVICE_META;
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_create_meta(4, 2, &comm));
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_context_create(comm, &d, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_comm_gather_host(ctx, comm, mine, 2, all));
+    assert_true(all[4] == 7 && all[5] == 8 && all[0] == 0 && all[7] == 0); /* the others do not exist */
+    mt_context_destroy(ctx);
+    mt_comm_destroy(comm);
+}
+
 /* ---- split ------------------------------------------------------------------------------------------------------- */
 
 static mt_status in_group(mt_context *ctx, mt_comm *group, int member) {
@@ -1427,6 +1544,8 @@ int main(void) {
         cmocka_unit_test(test_ledger),
         cmocka_unit_test(test_meta),
         cmocka_unit_test(test_meta_alone),
+        cmocka_unit_test(test_meta_threads),
+        cmocka_unit_test(test_gather_host),
         cmocka_unit_test(test_split),
         cmocka_unit_test(test_names),
         cmocka_unit_test(test_create_for),

@@ -8,21 +8,22 @@
 
 /* ---- right programs ---------------------------------------------------------------------------------------------- */
 
+static const gpt_run right[] = {
+    {.tp = 2, .data = 2},
+    {.tp = 2, .data = 1, .sequence_parallel = 1, .recompute = MT_RECOMPUTE_SELECTIVE},
+    {.tp = 2, .data = 2, .pipeline = 2},
+    {.tp = 2, .data = 1, .llama = 1, .dtype = MT_BF16, .loss_scale = 8.0f},
+    {.tp = 1, .data = 4, .dtype = MT_BF16, .share = {.sharded_optimizer = 1}, .begins = 1},
+    {.tp = 2, .data = 2, .llama = GPT_BERT, .recompute = MT_RECOMPUTE_FULL},
+    {.tp = 2, .data = 2, .invariant = 4, .share = {.sharded_optimizer = 1}},
+    {.tp = 2, .data = 1, .on_device = 1, .one_pass = 1, .junk = 1.0f, .padded_vocab = 48},
+};
+
 static void test_right_programs(void **state) {
-    static const gpt_run runs[] = {
-        {.tp = 2, .data = 2},
-        {.tp = 2, .data = 1, .sequence_parallel = 1, .recompute = MT_RECOMPUTE_SELECTIVE},
-        {.tp = 2, .data = 2, .pipeline = 2},
-        {.tp = 2, .data = 1, .llama = 1, .dtype = MT_BF16, .loss_scale = 8.0f},
-        {.tp = 1, .data = 4, .dtype = MT_BF16, .share = {.sharded_optimizer = 1}, .begins = 1},
-        {.tp = 2, .data = 2, .llama = GPT_BERT, .recompute = MT_RECOMPUTE_FULL},
-        {.tp = 2, .data = 2, .invariant = 4, .share = {.sharded_optimizer = 1}},
-        {.tp = 2, .data = 1, .on_device = 1, .one_pass = 1, .junk = 1.0f, .padded_vocab = 48},
-    };
     static gpt_result want, got;
     (void)state;
-    for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
-        gpt_run r = runs[i];
+    for (size_t i = 0; i < sizeof right / sizeof *right; i++) {
+        gpt_run r = right[i];
         gpt_execute(r, &want);
         r.check = 2;
         gpt_execute(r, &got);
@@ -139,12 +140,12 @@ static void test_faults_are_named(void **state) {
     zero.dtype = MT_BF16;
     check_fault((faulty){zero, NO_FAULT, .rank = 0, .other = 1});
     check_fault((faulty){tp, NOT_A_NUMBER, .param = NORM, .rank = -1, .other = 1});
-    check_fault((faulty){tp, SEED, .rank = 1,
-                         .words = "mt_sync_gradients: x of mt_norm_forward \"decoder.layers.0.input_layernorm\" is "
-                                  "replicated |since mt_|" OVER_TENSOR});
-    check_fault((faulty){bert, SEED, .rank = 1, .words = "mt_sync_gradients: |is replicated |since |" OVER_TENSOR});
     check_fault(
-        (faulty){pp, SEED, .rank = 3, .other = 2, .words = "mt_sync_gradients: |\"decoder.layers.1.|" OVER_TENSOR});
+        (faulty){tp, SEED, .rank = 1,
+                 .words = "mt_sync_gradients: dropout.at of mt_bias_dropout_add_forward is replicated " OVER_TENSOR});
+    check_fault((faulty){bert, SEED, .rank = 1, .words = "mt_sync_gradients: dropout.at of |" OVER_TENSOR});
+    check_fault((faulty){pp, SEED, .rank = 3, .other = 2,
+                         .words = "mt_sync_gradients: dropout.at of |\"decoder.layers.1.|" OVER_TENSOR});
     check_fault((faulty){tp, WEIGHT, .param = NORM, .rank = 1,
                          .words = "mt_sync_gradients: the value of '" NORM "' is replicated |" OVER_TENSOR});
     check_fault((faulty){dp, WEIGHT, .param = FC1, .rank = 1,
@@ -160,6 +161,62 @@ static void test_faults_are_named(void **state) {
     check_fault((faulty){dp, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_DATA});
     check_fault((faulty){zero, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_DATA});
     check_fault((faulty){zero, SCALE, .rank = 1, .words = "mt_optimizer_step: grad_scale is replicated |" OVER_DATA});
+}
+
+/* ---- ranks without data ------------------------------------------------------------------------------------------ */
+
+/* Threads on the meta device compare what there is without data. */
+static void test_without_data(void **state) {
+    const gpt_run tp = {.tp = 2, .data = 2, .device = MT_DEVICE_META},
+                  dp = {.tp = 1, .data = 2, .device = MT_DEVICE_META};
+    (void)state;
+    for (size_t i = 0; i < sizeof right / sizeof *right; i++) {
+        static gpt_result out;
+        gpt_run r = right[i];
+        r.device = MT_DEVICE_META;
+        r.check = 2;
+        gpt_execute(r, &out);
+    }
+    check_fault((faulty){tp, NO_FAULT, .rank = 0, .other = 1});
+    check_fault(
+        (faulty){tp, SEED, .rank = 1, .words = "mt_sync_gradients: dropout.at of mt_|is replicated " OVER_TENSOR});
+    check_fault((faulty){dp, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_DATA});
+}
+
+enum { UNLIKE_NOTHING, UNLIKE_FIRST, UNLIKE_ROWS, UNLIKE_SEED, UNLIKE_SUBSEQUENCE, UNLIKE_PLACE, UNLIKE_COUNT };
+
+/* Rank 1 reads other rows of what both have, or draws other random words for it. */
+static mt_status unlike_rank(mt_comm *world, void *user) {
+    const mt_context_desc where = {.device = MT_DEVICE_META, .check = 2};
+    int kind = *(const int *)user, fault = mt_comm_rank(world) == 1 ? kind : UNLIKE_NOTHING;
+    mt_random at = {.seed = 1 + (fault == UNLIKE_SEED),
+                    .subsequence = fault == UNLIKE_SUBSEQUENCE,
+                    .first_row = 4 * (fault == UNLIKE_PLACE),
+                    .global_cols = 6};
+    mt_tensor x, y, out;
+    mt_arena_request memory[] = {{&x, MT_F32, 4, 6}, {&y, MT_F32, 4, 6}, {&out, MT_F32, 1, 1}};
+    mt_status status, want = kind ? MT_ERR_MISMATCH : MT_SUCCESS;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &where, &r));
+    CHECK(mt_check_mode(r.ctx) == 2);
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 3));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    MT_TRY(mt_fill(r.ctx, out, 0.0f));
+    MT_TRY(mt_sum(r.ctx, mt_tensor_rows(x, fault == UNLIKE_FIRST, 2 + (fault == UNLIKE_ROWS)), out));
+    MT_TRY(mt_bias_dropout_add_forward(r.ctx, x, mt_none(), x, (mt_dropout){at, 0.5f}, y));
+    status = mt_check_replicas(r.ctx, r.grid.tp, "my_step");
+    if (status != want) return status ? status : MT_ERR_DATA;
+    if (kind)
+        CHECK(test_has_words(mt_last_error(r.ctx), kind < UNLIKE_SEED
+                                                       ? "my_step: x of mt_sum is replicated |since mt_declare"
+                                                       : "my_step: dropout.at of mt_bias_dropout_add_forward is "));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_views_without_data(void **state) {
+    (void)state;
+    for (int kind = UNLIKE_NOTHING; kind < UNLIKE_COUNT; kind++) test_launch(2, unlike_rank, &kind);
 }
 
 /* ---- the two functions ------------------------------------------------------------------------------------------- */
@@ -425,7 +482,8 @@ int main(void) {
         cmocka_unit_test(test_ranks_may_read_more),    cmocka_unit_test(test_loops_without_steps),
         cmocka_unit_test(test_what_is_sent),           cmocka_unit_test(test_the_third_rank),
         cmocka_unit_test(test_tensors_of_ones_own),    cmocka_unit_test(test_a_gather_in_place),
-        cmocka_unit_test(test_the_ends_of_a_pipeline),
+        cmocka_unit_test(test_the_ends_of_a_pipeline), cmocka_unit_test(test_without_data),
+        cmocka_unit_test(test_views_without_data),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
