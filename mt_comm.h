@@ -479,7 +479,8 @@ MT_API mt_status mt_barrier(mt_context *ctx, mt_comm *comm);
    work in the stream may reuse the buffers. mt_send_recv sends to dst and receives from src at the same time, so rings
    and pipelines do not deadlock. Its buffers must not overlap. When dst and src are this rank itself, the call copies,
    and the buffers may be the same. dst == -1 sends nothing and ignores sendcount; src == -1 receives nothing and
-   ignores recvcount. */
+   ignores recvcount. When the other rank is in a collective of the same communicator, both get an error: between
+   threads MT_ERR_MISMATCH at once, over MPI MT_ERR_TIMEOUT. */
 MT_API mt_status mt_send(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t count, mt_dtype dtype, int dst);
 MT_API mt_status mt_recv(mt_context *ctx, mt_comm *comm, void *recvbuf, size_t count, mt_dtype dtype, int src);
 MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbuf, size_t sendcount, int dst,
@@ -2884,6 +2885,21 @@ static void mti_say_device(mti_text *text, const mti_group *g, int a, int b) {
     mti_say(text, "; rank %d is on MT_DEVICE_META, rank %d is not", on_meta ? a : b, on_meta ? b : a);
 }
 
+static void mti_say_two(mti_text *text, const mti_group *g, int a, int b) {
+    mti_say(text, "rank %d called ", a);
+    mti_say_call(text, mti_slot_of(g, a));
+    mti_say(text, ", rank %d called ", b);
+    mti_say_call(text, mti_slot_of(g, b));
+    mti_say_device(text, g, a, b);
+}
+
+/* Writes the call of this rank and that of another one, which waits for this rank, or for which it waits. */
+static void mti_say_pair(mti_text *text, const mt_comm *comm, int other) {
+    text->used = 0;
+    mti_say_mine(text, comm);
+    mti_say_two(text, comm->group, comm->rank, other);
+}
+
 /* Writes which ranks called what. The message is the same on every rank, because all ranks read the same slots. */
 static void mti_say_mismatch(mti_text *text, const mt_comm *comm) {
     const mti_group *g = comm->group;
@@ -3241,6 +3257,22 @@ static mt_status mti_compare(mt_context *ctx, mt_comm *comm) {
     return mti_break_mismatch(ctx, comm, &text);
 }
 
+static uint64_t mti_outbox(int destination, unsigned state) { return (uint64_t)(destination + 1) << 3 | state; }
+
+/* A rank that has sent something to this rank, which is in a collective, cannot come to the collective. */
+static mt_status mti_posted_check(mt_context *ctx, mt_comm *comm) {
+    mti_group *g = comm->group;
+    mti_text text;
+    int r;
+    for (r = 0; r < g->size; r++) {
+        if (__atomic_load_n(&mti_slot_of(g, r)->outbox, __ATOMIC_SEQ_CST) != mti_outbox(comm->rank, MTI_POSTED))
+            continue;
+        mti_say_pair(&text, comm, r);
+        return mti_break_mismatch(ctx, comm, &text);
+    }
+    return MT_SUCCESS;
+}
+
 /* The first meeting. After MT_SUCCESS every rank is in the same call and must call mti_exit. After an error this rank
    is not in the call, and no peer reads its buffers. */
 static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
@@ -3252,7 +3284,8 @@ static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call)
     mti_publish(ctx, comm, call, MTI_IN_COLLECTIVE);
     arrival = mti_arrive(g, &generation, 0);
     if (arrival == MTI_TOO_LATE) status = mti_broken_before(ctx, comm, call);
-    if (arrival == MTI_WAITS) {
+    if (arrival == MTI_WAITS) status = mti_posted_check(ctx, comm);
+    if (arrival == MTI_WAITS && status == MT_SUCCESS) {
         mti_outcome outcome = mti_wait_meeting(ctx, g, generation, 0);
         if (outcome != MTI_MET) status = mti_give_up(ctx, comm, outcome, -1, generation);
     }
@@ -3277,8 +3310,6 @@ static mt_status mti_local_begin(mt_context *ctx, mt_comm *comm) {
 }
 
 /* -- point to point -- */
-
-static uint64_t mti_outbox(int destination, unsigned state) { return (uint64_t)(destination + 1) << 3 | state; }
 
 static mti_wait mti_wait_outbox(const mti_slot *slot, uint64_t value, int until_not, int peer, int forever) {
     mti_wait w;
@@ -3307,11 +3338,7 @@ static void mti_say_unlike(mti_text *text, const mt_comm *comm, int from, int to
     text->used = 0;
     mti_say(text, "recv");
     mti_say_where(text, comm);
-    mti_say(text, "rank %d called ", from);
-    mti_say_call(text, mti_slot_of(comm->group, from));
-    mti_say(text, ", rank %d called ", to);
-    mti_say_call(text, mti_slot_of(comm->group, to));
-    mti_say_device(text, comm->group, from, to);
+    mti_say_two(text, comm->group, from, to);
 }
 
 static mt_status mti_take_mismatch(mt_context *ctx, mt_comm *comm, int source) {
@@ -3378,13 +3405,32 @@ static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call 
     return mti_broken_now(ctx, comm);
 }
 
+static int mti_is_in_collective(const mti_group *g, int rank) {
+    return rank >= 0 && __atomic_load_n(&mti_slot_of(g, rank)->inside, __ATOMIC_SEQ_CST) == MTI_IN_COLLECTIVE;
+}
+
+/* Refuses a message to or from a rank that is in a collective, which it leaves only when this rank comes to it. A
+   receiver that has taken the message may already be in its next call. */
+static mt_status mti_peers_come(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_group *g = comm->group;
+    int other = mti_is_in_collective(g, call->source) ? call->source : -1;
+    mti_text text;
+    if (mti_is_in_collective(g, call->root) &&
+        __atomic_load_n(&mti_slot_of(g, comm->rank)->outbox, __ATOMIC_SEQ_CST) == mti_outbox(call->root, MTI_POSTED))
+        other = call->root;
+    if (other < 0) return MT_SUCCESS;
+    mti_say_pair(&text, comm, other);
+    return mti_break_mismatch(ctx, comm, &text);
+}
+
 static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mt_status status = mti_local_begin(ctx, comm);
     if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
     mti_publish(ctx, comm, call, MTI_IN_P2P);
     if (call->root >= 0) mti_post(comm, call);
-    if (call->source >= 0) status = mti_take(ctx, comm, call);
+    status = mti_peers_come(ctx, comm, call);
+    if (status == MT_SUCCESS && call->source >= 0) status = mti_take(ctx, comm, call);
     if (call->root >= 0) status = mti_finish_send(ctx, comm, call, status);
     mti_set_inside(comm, MTI_OUTSIDE);
     return status;

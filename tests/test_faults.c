@@ -321,11 +321,25 @@ static void test_two_wait(void **state) {
 
 /* ---- point to point ---------------------------------------------------------------------------------------------- */
 
-enum { P2P_COUNT, P2P_DTYPE, P2P_NO_SEND, P2P_NO_RECV, P2P_COLLECTIVE, P2P_LEFT, P2P_RING_BROKEN };
+enum {
+    P2P_COUNT,
+    P2P_DTYPE,
+    P2P_NO_SEND,
+    P2P_NO_RECV,
+    P2P_COLLECTIVE,       /* the receiver calls a collective */
+    P2P_COLLECTIVE_FIRST, /* it is in the collective when the message is sent */
+    P2P_COLLECTIVE_LATE,  /* it comes to the collective when the message has been sent */
+    P2P_COLLECTIVE_RECV,  /* it should send */
+    P2P_LEFT,
+    P2P_RING_BROKEN
+};
 
 static mt_status p2p_fault_call(fault *f, mt_context *ctx, mt_comm *w, int rank, float *a, float *b) {
+    if (f->kind == (rank == 0 ? P2P_COLLECTIVE_FIRST : P2P_COLLECTIVE_LATE)) nap(0.05);
+    if (rank == 0 && f->kind == P2P_COLLECTIVE_RECV) nap(0.05);
     if (rank == 0) {
         switch (f->kind) {
+        case P2P_COLLECTIVE_RECV:
         case P2P_NO_SEND:
         case P2P_LEFT: return mt_recv(ctx, w, b, 4, MT_F32, 1);
         case P2P_RING_BROKEN: return mt_send_recv(ctx, w, a, 4, 1, b, 4, 1, MT_F32);
@@ -335,7 +349,10 @@ static mt_status p2p_fault_call(fault *f, mt_context *ctx, mt_comm *w, int rank,
     switch (f->kind) {
     case P2P_COUNT: return mt_recv(ctx, w, b, 5, MT_F32, 0);
     case P2P_DTYPE: return mt_recv(ctx, w, b, 4, MT_I32, 0);
-    case P2P_COLLECTIVE: return mt_all_reduce(ctx, w, a, b, 4, MT_F32, MT_SUM);
+    case P2P_COLLECTIVE:
+    case P2P_COLLECTIVE_FIRST:
+    case P2P_COLLECTIVE_LATE:
+    case P2P_COLLECTIVE_RECV: return mt_all_reduce(ctx, w, a, b, 4, MT_F32, MT_SUM);
     case P2P_RING_BROKEN: return mt_send_recv(ctx, w, a, 3, 0, b, 4, 0, MT_F32);
     case P2P_LEFT: return MT_SUCCESS;
     default: nap(1.5); return MT_SUCCESS;
@@ -372,6 +389,8 @@ static void assert_p2p(int kind, double timeout, mt_status a, mt_status b, const
 }
 
 static void test_p2p_faults(void **state) {
+    /* threads see at once that a rank in a collective cannot receive or send; processes do not */
+    const mt_status waits = TEST_OVER_MPI ? MT_ERR_TIMEOUT : MT_ERR_MISMATCH;
     int i;
     (void)state;
     for (i = 0; i < 20; i++) {
@@ -389,7 +408,10 @@ static void test_p2p_faults(void **state) {
                "waited 0.20 s for rank 1, which has not called anything here yet");
     assert_p2p(P2P_NO_RECV, 0.2, MT_ERR_TIMEOUT, MT_SUCCESS, "send(count 4, f32, to rank 1)",
                "waited 0.20 s for rank 1");
-    assert_p2p(P2P_COLLECTIVE, 0.2, MT_ERR_TIMEOUT, MT_ERR_TIMEOUT, "send(count 4, f32, to rank 1)",
+    for (i = P2P_COLLECTIVE; i <= P2P_COLLECTIVE_LATE; i++)
+        assert_p2p(i, TEST_OVER_MPI ? 0.2 : 20, waits, waits, "send(count 4, f32, to rank 1)",
+                   TEST_OVER_MPI ? "all_reduce(count 4, f32, sum)" : "rank 1 called all_reduce(count 4, f32, sum)");
+    assert_p2p(P2P_COLLECTIVE_RECV, TEST_OVER_MPI ? 0.2 : 20, waits, waits, "recv(count 4, f32, from rank 1)",
                "all_reduce(count 4, f32, sum)");
 }
 
