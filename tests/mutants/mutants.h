@@ -9,8 +9,8 @@
    A program with several variants also defines MUTANTS_VARIANTS, their number; mutants_variant is the one that runs.
    program creates its parameters in `params`, and trains for some steps. In each it tells its loss (mutants_loss) and,
    after mt_sync_gradients, its gradients (mutants_gradients). The program runs on 1 and on 4 ranks, which are threads,
-   and on one rank of 4 on the meta device, where mutants_loss and mutants_gradients do nothing. If the meta device
-   accepts it, it runs once more on 4 ranks, in check mode 2. */
+   and on one rank of 4 on the meta device, where mutants_loss and mutants_gradients do nothing. What that accepts runs on
+   4 ranks on the meta device, and what these accept, too, on 4 ranks that compute and compare values (check mode 2). */
 
 #ifndef MT_MUTANTS_H
 #define MT_MUTANTS_H
@@ -105,11 +105,11 @@ static mt_status program(mt_context *ctx, const mt_grid *grid, mt_params *params
 
 typedef struct mutants_run {
     mutants_result ranks[MUTANTS_RANKS];
-    int size;  /* number of ranks */
-    int check; /* mt_context_desc.check */
+    int size; /* number of ranks */
+    mt_context_desc where;
     mt_status status;
     char messages[MUTANTS_RANKS][MT_ERROR_BYTES]; /* of each rank */
-    char message[MT_ERROR_BYTES];                 /* of the meta device */
+    char message[MT_ERROR_BYTES];                 /* the one that is printed */
 } mutants_run;
 
 static mt_status mutants_rank(mt_comm *world, const mt_context_desc *where, mutants_result *result, char *message) {
@@ -132,25 +132,27 @@ static mt_status mutants_rank(mt_comm *world, const mt_context_desc *where, muta
 
 static mt_status mutants_thread(mt_comm *world, void *user) {
     mutants_run *run = (mutants_run *)user;
-    mt_context_desc where = {.arena_bytes = (size_t)32 << 20, .check = run->check};
     const int rank = mt_comm_rank(world);
-    return mutants_rank(world, &where, &run->ranks[rank], run->messages[rank]);
+    return mutants_rank(world, &run->where, &run->ranks[rank], run->messages[rank]);
 }
 
 static void mutants_quiet(void *user, mt_log_level level, const char *message) {
     (void)user, (void)level, (void)message;
 }
 
-/* The numbers of a run with ranks that compute. check: mt_context_desc.check. */
-static void mutants_compute(int ranks, int check, mutants_run *run) {
+/* Runs the program on ranks that are threads. check: mt_context_desc.check. */
+static void mutants_launch(int ranks, mt_device device, int check, mutants_run *run) {
     mt_launch_desc launch = {.ranks = ranks, .timeout_s = 2, .logger = {mutants_quiet, NULL}};
+    mt_context_desc where = {.arena_bytes = (size_t)32 << 20, .device = device, .check = check};
     run->size = ranks;
-    run->check = check;
+    run->where = where;
     for (int i = 0; i < ranks; i++) run->ranks[i].count = run->ranks[i].tensors = run->ranks[i].losses = 0;
     run->status = mt_launch(&launch, mutants_thread, run);
 }
 
-/* One rank of 4 on the meta device, or all of them until one refuses. */
+static void mutants_compute(int ranks, mutants_run *run) { mutants_launch(ranks, MT_DEVICE_CPU, 0, run); }
+
+/* One rank of 4 on the meta device, or one after the other until one refuses. */
 static void mutants_check(mutants_run *run) {
     mt_context_desc where = {.device = MT_DEVICE_META, .check = 1};
     run->status = MT_SUCCESS;
@@ -268,24 +270,24 @@ static const char *mutants_does(mutants_runs *m) {
     if (mutants_losses_differ(&m->right, &m->run) <= MUTANTS_ROUNDING &&
         mutants_gradients_differ(&m->right, &m->run) <= MUTANTS_ROUNDING)
         return "same";
-    mutants_compute(1, 0, &m->one);
+    mutants_compute(1, &m->one);
     if (m->one.status == MT_SUCCESS && mutants_losses_differ(&m->one, &m->run) <= MUTANTS_ROUNDING &&
         mutants_norms_differ(&m->run, &m->one) <= MUTANTS_ROUNDING)
         return "other";
     return "changes";
 }
 
-/* Runs a mutant on 4 ranks in check mode 2, and returns how that takes it. *message becomes a message of a rank, which
+/* Runs a mutant on 4 ranks in check mode 2, and returns how they take it. run->message becomes that of a rank, which
    names what `wants` has if there is one. */
-static const char *mutants_compare(const mutant *what, mutants_run *run, const char **message) {
+static const char *mutants_compare(const mutant *what, mt_device device, mutants_run *run) {
     const char *how = "unclear";
-    *message = "";
-    mutants_compute(MUTANTS_RANKS, 2, run);
+    mutants_launch(MUTANTS_RANKS, device, 2, run);
+    run->message[0] = 0;
     if (run->status == MT_SUCCESS) return "accepted";
     for (int i = 0; i < MUTANTS_RANKS && strcmp(how, "unclear") == 0; i++) {
         char *advice = strstr(run->messages[i], ": check seeds, dropout"); /* names no call */
         if (advice) *advice = 0;
-        if (run->messages[i][0]) *message = run->messages[i];
+        if (run->messages[i][0]) snprintf(run->message, sizeof run->message, "%s", run->messages[i]);
         if (mutants_names(run->messages[i], what->wants)) how = "refused";
     }
     return how;
@@ -294,21 +296,22 @@ static const char *mutants_compare(const mutant *what, mutants_run *run, const c
 /* Runs a mutant and prints a line for it, see ../mutants.sh. */
 static void mutants_try(int number, mutants_runs *m) {
     const mutant *what = &mutants_list[number - 1];
-    const char *does, *how = "accepted", *compared = "-", *message = "";
+    const char *does, *how[3] = {"accepted", "-", "-"}; /* one rank, 4 ranks, 4 ranks that compute */
     double loss, gradient, ms;
     mutants_selected = number;
-    mutants_compute(MUTANTS_RANKS, 0, &m->run);
+    mutants_compute(MUTANTS_RANKS, &m->run);
     does = mutants_does(m);
     loss = mutants_losses_differ(&m->right, &m->run);
     gradient = mutants_gradients_differ(&m->right, &m->run);
     ms = mutants_now();
     mutants_check(&m->run);
+    if (m->run.status != MT_SUCCESS) how[0] = mutants_names(m->run.message, what->wants) ? "refused" : "unclear";
+    else how[1] = mutants_compare(what, MT_DEVICE_META, &m->run);
     ms = (mutants_now() - ms) * 1e3;
-    if (m->run.status != MT_SUCCESS) how = mutants_names(m->run.message, what->wants) ? "refused" : "unclear";
-    if (m->run.status == MT_SUCCESS) compared = mutants_compare(what, &m->one, &message);
+    if (m->run.status == MT_SUCCESS) how[2] = mutants_compare(what, MT_DEVICE_CPU, &m->run);
     mutants_selected = 0;
-    printf("%s\t%d.%d\t%s\t%s\t%.1e\t%.1e\t%.2f\t%s\t%s\t%s\t%s\n", what->place, number, mutants_variant, does, how,
-           loss, gradient, ms, what->title, m->run.status == MT_SUCCESS ? "" : m->run.message, compared, message);
+    printf("%s\t%d.%d\t%s\t%s\t%s\t%s\t%.1e\t%.1e\t%.2f\t%s\t%s\n", what->place, number, mutants_variant, does, how[0],
+           how[1], how[2], loss, gradient, ms, what->title, m->run.status == MT_SUCCESS ? "" : m->run.message);
     fflush(stdout);
 }
 
@@ -317,10 +320,12 @@ static int mutants_right(mutants_runs *m) {
     double loss, norm;
     mutants_check(&m->one);
     if (m->one.status != MT_SUCCESS) return printf("the program is refused: %s\n", m->one.message), 0;
-    mutants_compute(1, 0, &m->one);
-    mutants_compute(MUTANTS_RANKS, 0, &m->right);
-    mutants_compute(MUTANTS_RANKS, 2, &m->run);
-    if (m->run.status != MT_SUCCESS) return printf("check mode 2 refuses the program: %s\n", m->run.messages[0]), 0;
+    mutants_compute(1, &m->one);
+    mutants_compute(MUTANTS_RANKS, &m->right);
+    for (int d = MT_DEVICE_CPU; d <= MT_DEVICE_META; d += MT_DEVICE_META - MT_DEVICE_CPU) {
+        mutants_launch(MUTANTS_RANKS, (mt_device)d, 2, &m->run);
+        if (m->run.status != MT_SUCCESS) return printf("check mode 2 refuses the program: %s\n", m->run.messages[0]), 0;
+    }
     if (m->one.status != MT_SUCCESS || m->right.status != MT_SUCCESS) return printf("the program fails\n"), 0;
     loss = mutants_losses_differ(&m->one, &m->right);
     norm = mutants_norms_differ(&m->right, &m->one);
