@@ -903,6 +903,12 @@ typedef struct mt_place {
 MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
                                 const mt_place *place);
 
+/* Checks that a tensor whose columns a call takes as `parts` equal parts, such as gate and up, has these parts on each
+   rank. If a group splits the columns of t, operand `name` of the call, and t was computed with a parameter of a
+   registry, the `parts` of the parameter must be a multiple. Does nothing when check mode is off.
+   Errors: MT_ERR_ARGUMENT. */
+MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t parts);
+
 /* A listener is told of each call that check mode has accepted, in the order of the calls: operators, rules of the
    caller's own, region functions, and collectives of tensors that are known. operands[count] are the views of the call,
    which may be of any shape; data is NULL for one that the call leaves out. mt_placement_of returns what the views are
@@ -925,9 +931,10 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    Pairs may be nested; the last mt_check_view of a view and a group counts. mt_check_view_end returns `status`.
    mt_declare_complete says that t is replicated or split by rows over comm.
    mt_declare_zero says that t is zero, which fits every placement; it works in a pause, too. mt_declare_parameter notes
-   a parameter and its gradient, which may be mt_none(), under a name. partial: 1 if its gradient may be partial over
-   `tensor`. Over `data` the value is replicated, and the gradient may be partial. mt_declare_forget drops what is known
-   about [data, data + bytes). Call it before memory of the caller that was declared is freed. */
+   a parameter and its gradient, which may be mt_none(), under a name. parts: see mt_param_desc. partial: 1 if its
+   gradient may be partial over `tensor`. Over `data` the value is replicated, and the gradient may be partial.
+   mt_declare_forget drops what is known about [data, data + bytes). Call it before memory of the caller that was
+   declared is freed. */
 MT_API int mt_check_mode(const mt_context *ctx);
 MT_API void mt_check_pause(mt_context *ctx);
 MT_API mt_status mt_check_resume(mt_context *ctx, mt_status status);
@@ -936,7 +943,8 @@ MT_API mt_status mt_check_view_end(mt_context *ctx, mt_status status);
 MT_API mt_status mt_declare_complete(mt_context *ctx, const mt_comm *comm, mt_tensor t);
 MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t);
 MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const mt_comm *tensor, const mt_comm *data,
-                                      mt_tensor value, mt_tensor grad, mt_placement placement, int partial);
+                                      mt_tensor value, mt_tensor grad, mt_placement placement, int64_t parts,
+                                      int partial);
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes);
 
 /* With mt_context_desc.check == 2, the context also compares values. Each call hashes, bit for bit, each operand that
@@ -4012,6 +4020,7 @@ typedef struct mti_placed {
     int zero;                        /* 1: all elements are 0 */
     const char *by, *with;           /* the operator that has written it, and the parameter that it used, or NULL */
     char *name;                      /* of a parameter; the checker's */
+    int64_t parts;                   /* of a parameter, see mt_param_desc */
     int is_gradient;
     const mt_comm *summed; /* of a gradient: the program has summed it over this group, which is not in axes; or NULL */
     int some_columns;      /* 1: it was computed from some columns of a tensor, and has as many */
@@ -4619,7 +4628,7 @@ MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, 
 
 /* Notes a parameter's value or gradient. */
 static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor, int data, mt_tensor t, int may,
-                                  int is_gradient, int partial) {
+                                  int64_t parts, int is_gradient, int partial) {
     mti_checker *c = ctx->checker;
     size_t length = strlen(name) + 1;
     mti_placed *p;
@@ -4629,6 +4638,7 @@ static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor,
     if (p) p->name = (char *)mt_host_alloc(length);
     if (!p || !p->name) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of '%s'", name);
     memcpy(p->name, name, length);
+    p->parts = parts;
     p->is_gradient = is_gradient;
     p->zero = is_gradient;
     memset(p->may, MTI_ALL_PLACEMENTS, sizeof p->may);
@@ -4643,14 +4653,15 @@ static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor,
 }
 
 MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const mt_comm *tensor, const mt_comm *data,
-                                      mt_tensor value, mt_tensor grad, mt_placement placement, int partial) {
+                                      mt_tensor value, mt_tensor grad, mt_placement placement, int64_t parts,
+                                      int partial) {
     int t, d;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
     t = mti_axis_of(ctx->checker, tensor, 1);
     d = mti_axis_of(ctx->checker, data, 1);
-    MT_TRY(mti_declare_part(ctx, name, t, d, value, 1 << placement, 0, 0));
-    return mti_declare_part(ctx, name, t, d, grad, 1 << placement, 1, partial);
+    MT_TRY(mti_declare_part(ctx, name, t, d, value, 1 << placement, parts, 0, 0));
+    return mti_declare_part(ctx, name, t, d, grad, 1 << placement, parts, 1, partial);
 }
 
 /* -- rules -- */
@@ -5052,6 +5063,38 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
     snprintf(must, sizeof must, "%lld, the number of its columns, so that ranks use the same %s",
              (long long)place->cols, place->what);
     return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, &k, is, must);
+}
+
+/* Returns the number of parts of the parameter with which a view was computed last, or 0. */
+static int64_t mti_parts_of(const mti_checker *c, mti_extent e) {
+    const mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
+    size_t i;
+    if (!p || !p->with) return 0;
+    for (i = 0; i < c->parameters.count; i++)
+        if (c->parameters.list[i].name == p->with) return c->parameters.list[i].parts;
+    return 0;
+}
+
+MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t parts) {
+    mti_known k;
+    char since[208];
+    int64_t has;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mt_check_mode(ctx) || ctx->checker->count == 0 || !mti_has_elements(t)) return MT_SUCCESS;
+    has = mti_parts_of(ctx->checker, mti_extent_of(t));
+    if (has == 0 || has % parts == 0) return MT_SUCCESS;
+    k = mti_known_of(ctx->checker, t);
+    mti_since_text(k.by, k.with, since, sizeof since);
+    for (g = 0; g < ctx->checker->count; g++)
+        if (k.may[g] == 1 << MT_SPLIT_COLS)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: %s is split by columns over \"%s\" (%d ranks)%s, and its columns are %lld parts, but "
+                           "'%s' has parts %lld, so a rank has other columns than its share of each part: set "
+                           "mt_param_desc.parts to %lld",
+                           where, name, ctx->checker->axes[g].name, ctx->checker->axes[g].size, since, (long long)parts,
+                           k.with, (long long)has, (long long)parts);
+    return MT_SUCCESS;
 }
 
 /* -- the rules of communication -- */

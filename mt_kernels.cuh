@@ -5580,6 +5580,7 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
+    if (kind == MT_SWIGLU) MT_TRY(mt_parts_check(ctx, where, "h", h, 2));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     mti_activate f = {kind, h, bias, y};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_forward(ctx, kind, h, bias, y),
@@ -5598,6 +5599,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
+    if (kind == MT_SWIGLU) MT_TRY(mt_parts_check(ctx, where, "h", h, 2));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     mti_activation_slopes b = {kind, h, dy, dh, dbias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias),

@@ -2842,9 +2842,11 @@ static mt_status mti_params_declare(mt_context *ctx, const mt_params *params) {
     int i;
     for (i = 0; i < params->count; i++) {
         const mt_param *p = params->list[i];
+        const mt_placement placement = p->desc.placement;
+        const int64_t parts = p->desc.parts ? p->desc.parts : 1;
         int partial = p->desc.sequence_partial || p->desc.copies > 1;
-        MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp, p->value, p->grad, p->desc.placement, partial));
-        MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp, mt_none(), p->lookup_grad, p->desc.placement, partial));
+        MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp, p->value, p->grad, placement, parts, partial));
+        MT_TRY(mt_declare_parameter(ctx, p->name, g->tp, g->dp, mt_none(), p->lookup_grad, placement, parts, partial));
     }
     return MT_SUCCESS;
 }

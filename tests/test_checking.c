@@ -794,6 +794,100 @@ static void test_place_of_an_own_operator(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* mt_sync_gradients sums the gradient of a shared embedding over the embedding group. The program must not. */
+static void test_own_sum_over_the_embedding_group(void **state) {
+    mt_param_desc desc = {.name = "table", .rows = 8, .cols = 4, .shared_embedding = 1, .init_std = 0.1f};
+    mt_tensor x, dy, grad;
+    mt_arena_request memory[] = {{&x, MT_F32, 2, 4}, {&dy, MT_F32, 2, 8}};
+    mt_param *table;
+    test_rank r;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.pp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &desc, &table));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 2));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, dy, MT_REPLICATED));
+    grad = table->grad;
+    for (int sums = 1; sums >= 0; sums--) { /* in the second step, nothing is left of the sum in the first one */
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_gradients(r.ctx, dy, x, grad, mt_none()));
+        assert_int_equal(mt_placement_of(r.ctx, r.grid.embedding, grad), MT_UNDECLARED);
+        if (!sums) break;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_all_reduce(r.ctx, r.grid.embedding, grad.data, grad.data, 32, MT_F32, MT_SUM));
+        assert_int_equal(mt_placement_of(r.ctx, r.grid.embedding, grad), MT_REPLICATED);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT,
+                "mt_sync_gradients: the gradient of 'table' is replicated over \"embedding\" (2 ranks)",
+                mt_sync_gradients(r.ctx, r.params));
+    }
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, r.params));
+    test_paper_rank_close(&r);
+}
+
+/* SwiGLU takes the columns of h as gate and up: each rank needs its share of both. */
+static void check_parts(int64_t parts, mt_placement placement, mt_status want) {
+    mt_param_desc desc = {.name = "gate_up.weight", .rows = 16, .cols = 4, .parts = parts, .init_std = 0.1f};
+    mt_tensor x, h, y, dy, dh;
+    test_rank r;
+    mt_param *w;
+    int64_t cols = placement == MT_REPLICATED ? 16 : 8;
+    desc.placement = placement;
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    mt_arena_request memory[] = {{&x, MT_F32, 8, 4},
+                                 {&h, MT_F32, 8, cols},
+                                 {&y, MT_F32, 8, cols / 2},
+                                 {&dy, MT_F32, 8, cols / 2},
+                                 {&dh, MT_F32, 8, cols}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &desc, &w));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 5));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_declare(r.ctx, r.grid.tp, dy, placement == MT_REPLICATED ? placement : MT_SPLIT_COLS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_forward(r.ctx, x, w->value, mt_none(), h));
+    assert_int_equal(mt_activation_forward(r.ctx, MT_SWIGLU, h, mt_none(), y), want);
+    if (want != MT_SUCCESS)
+        assert_true(
+            test_has_words(mt_last_error(r.ctx),
+                           "mt_activation_forward: h is split by columns over \"tensor\" (2 ranks) since mt_gemm at "
+                           "gate_up|2 parts|'gate_up.weight' has parts 1|set mt_param_desc.parts to 2"));
+    assert_int_equal(mt_activation_backward(r.ctx, MT_SWIGLU, h, dy, dh, mt_none()), want);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_activation_forward(r.ctx, MT_GELU_TANH, h, mt_none(), dh)); /* needs no parts */
+    test_paper_rank_close(&r);
+}
+
+static void test_parts(void **state) {
+    (void)state;
+    check_parts(2, MT_SPLIT_ROWS, MT_SUCCESS);
+    check_parts(4, MT_SPLIT_ROWS, MT_SUCCESS);
+    check_parts(0, MT_SPLIT_ROWS, MT_ERR_ARGUMENT);
+    check_parts(0, MT_REPLICATED, MT_SUCCESS); /* each rank has all columns */
+    assert_int_equal(mt_parts_check(NULL, "my_glu", "h", mt_none(), 2), MT_ERR_ARGUMENT);
+}
+
+/* Two products write gate and up side by side. */
+static void test_parts_of_two_products(void **state) {
+    mt_param_desc gate = {.name = "gate.weight", .rows = 16, .cols = 4, .placement = MT_SPLIT_ROWS, .init_std = 0.1f},
+                  up = gate;
+    mt_tensor x, h, y;
+    mt_arena_request memory[] = {{&x, MT_F32, 8, 4}, {&h, MT_F32, 8, 16}, {&y, MT_F32, 8, 8}};
+    mt_param *a, *b;
+    test_rank r;
+    (void)state;
+    up.name = "up.weight";
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &gate, &a));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &up, &b));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 3));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_forward(r.ctx, x, a->value, mt_none(), mt_tensor_cols(h, 0, 8)));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_forward(r.ctx, x, b->value, mt_none(), mt_tensor_cols(h, 8, 8)));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_activation_forward(r.ctx, MT_SWIGLU, h, mt_none(), y));
+    test_paper_rank_close(&r);
+}
+
 /* Some columns of a replicated tensor may be in any place of it, also when a call has moved them to other memory. */
 static void test_place_of_some_columns(void **state) {
     const mt_place place = {.rows = 4, .cols = 4, .first_col = 4, .global_cols = 8, .what = "random words"};
@@ -1557,6 +1651,9 @@ int main(void) {
         cmocka_unit_test(test_masks_of_heads),
         cmocka_unit_test(test_bias_of_scores),
         cmocka_unit_test(test_place_of_an_own_operator),
+        cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_own_sum_over_the_embedding_group),
+        cmocka_unit_test(test_parts_of_two_products),
         cmocka_unit_test(test_place_of_some_columns),
         cmocka_unit_test(test_a_listener_is_told_of_each_call),
         cmocka_unit_test(test_a_listener_is_told_of_communication),
