@@ -369,12 +369,13 @@ MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params
    16-bit values are rounded from f32. No parameter can be added afterwards. A second call initialises values and
    gradients again.
    Collective over the grid's world, whose ranks compare their settings (mt_comm_compare). All ranks need the same seed,
-   mt_context_desc.invariant and invariant_data. The ranks of a pipeline stage need the same parameters in the same
-   order, the same dtype and the same mt_data_parallel_desc. If something differs, every rank returns MT_ERR_MISMATCH
-   with a message that names it, and nothing has changed. With mt_context_desc.check == 2, the first and the last stage
-   of a pipeline also compare names: a name that both have must be shared_embedding on both, and a shared_embedding must
-   have its name on both. Otherwise the ranks of these two stages return MT_ERR_ARGUMENT; those of other stages find out
-   in their next collective. MT_ERR_ARGUMENT: also when the registry has no parameters. */
+   mt_context_desc.invariant and invariant_data, and mt_context_desc.check is 2 on all of them or on none. The ranks of
+   a pipeline stage need the same parameters in the same order, the same dtype and the same mt_data_parallel_desc. If
+   something differs, every rank returns MT_ERR_MISMATCH with a message that names it, and nothing has changed. With
+   mt_context_desc.check == 2, the first and the last stage of a pipeline also compare names: a name that both have must
+   be shared_embedding on both, and a shared_embedding must have its name on both. Otherwise the ranks of these two
+   stages return MT_ERR_ARGUMENT; those of other stages find out in their next collective. MT_ERR_ARGUMENT: also when
+   the registry has no parameters. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 
 /* Sets all gradients to zero, and begins a new count of micro-batches. Call it before the first micro-batch of a step,
@@ -3134,11 +3135,12 @@ static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, co
                                     const uint64_t *seed, mt_status mine) {
     mti_told_list t;
     int i;
-    MT_TRY(mti_told_begin(ctx, 5, &t));
+    MT_TRY(mti_told_begin(ctx, 6, &t));
     mti_told_add(&t, "call", "%s", function);
     if (seed) mti_told_add(&t, "seed", "%llu", (unsigned long long)*seed);
     mti_told_add(&t, "mt_context_desc.invariant", "%d", mt_context_invariant(ctx));
     mti_told_add(&t, "mt_context_desc.invariant_data", "%d", mt_context_invariant_data(ctx));
+    mti_told_add(&t, "mt_context_desc.check", "%s", mt_check_mode(ctx) == 2 ? "2" : "not 2");
     mti_told_add_error(ctx, &t, mine);
     MT_TRY(mti_told_end(ctx, params, function, 0, &t));
     MT_TRY(mti_told_begin(ctx, params->count + 3, &t));

@@ -370,6 +370,38 @@ static void test_the_ends_of_a_pipeline(void **state) {
     }
 }
 
+/* ---- ranks in another check mode --------------------------------------------------------------------------------- */
+
+/* The last rank compares values, the others do not. */
+static mt_status modes_rank(mt_comm *world, void *user) {
+    const mt_grid_desc *grid = (const mt_grid_desc *)user;
+    const int last = mt_comm_size(world) - 1;
+    mt_context_desc where = {.arena_bytes = 1 << 20, .check = mt_comm_rank(world) == last ? 2 : 1};
+    mt_param_desc d = {.name = "", .rows = 1, .cols = 2};
+    char words[200];
+    mt_param *p;
+    test_rank r;
+    MT_TRY(test_rank_open(world, *grid, &where, &r));
+    d.name = r.grid.pp_rank ? "v" : "w";
+    MT_TRY(mt_params_add(r.ctx, r.params, &d, &p));
+    for (int bind = 0; bind < 2; bind++) {
+        snprintf(words, sizeof words, "%s: mt_context_desc.check is not 2 on rank|, but 2 on rank %d of \"world\"",
+                 bind ? "mt_params_bind" : "mt_params_init", last);
+        CHECK((bind ? mt_params_bind(r.ctx, r.params, NULL) : mt_params_init(r.ctx, r.params, 1)) == MT_ERR_MISMATCH);
+        CHECK(test_has_words(mt_last_error(r.ctx), words));
+        CHECK(mt_context_allocated(r.ctx) == 0);
+    }
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_ranks_in_other_modes(void **state) {
+    mt_grid_desc shapes[] = {{.tp = 2}, {.dp = 2}, {.pp = 2}, {.pp = 3}};
+    (void)state;
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        test_launch(shapes[i].pp == 3 ? 3 : 2, modes_rank, &shapes[i]);
+}
+
 /* ---- loops without steps, and tensors of one's own --------------------------------------------------------------- */
 
 /* Without mt_check_replicas, a difference is found after 256 collectives. */
@@ -483,7 +515,7 @@ int main(void) {
         cmocka_unit_test(test_what_is_sent),           cmocka_unit_test(test_the_third_rank),
         cmocka_unit_test(test_tensors_of_ones_own),    cmocka_unit_test(test_a_gather_in_place),
         cmocka_unit_test(test_the_ends_of_a_pipeline), cmocka_unit_test(test_without_data),
-        cmocka_unit_test(test_views_without_data),
+        cmocka_unit_test(test_views_without_data),     cmocka_unit_test(test_ranks_in_other_modes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
