@@ -372,10 +372,9 @@ MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params
    mt_context_desc.invariant and invariant_data, and mt_context_desc.check is 2 on all of them or on none. The ranks of
    a pipeline stage need the same parameters in the same order, the same dtype and the same mt_data_parallel_desc. If
    something differs, every rank returns MT_ERR_MISMATCH with a message that names it, and nothing has changed. With
-   mt_context_desc.check == 2, the first and the last stage of a pipeline also compare names: a name that both have must
-   be shared_embedding on both, and a shared_embedding must have its name on both. Otherwise the ranks of these two
-   stages return MT_ERR_ARGUMENT; those of other stages find out in their next collective. MT_ERR_ARGUMENT: also when
-   the registry has no parameters. */
+   mt_context_desc.check == 2, this also holds for the names on the first and the last stage of a pipeline: a name that
+   both have must be shared_embedding on both, and a shared_embedding must have its name on both.
+   MT_ERR_ARGUMENT: the registry has no parameters. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 
 /* Sets all gradients to zero, and begins a new count of micro-batches. Call it before the first micro-batch of a step,
@@ -3085,11 +3084,11 @@ static mt_status mti_ends_compare(mt_context *ctx, const mt_params *params, cons
         for (j = 0; j < count && other[j].name != name; j++) continue;
         if (j < count ? shared && other[j].shared : !shared) continue;
         if (j == count)
-            return mt_fail(ctx, MT_ERR_ARGUMENT,
+            return mt_fail(ctx, MT_ERR_MISMATCH,
                            "%s: '%s' is a shared_embedding of %s pipeline stage, but %s has no parameter of "
                            "this name: give both the same name, so that they begin with the same values",
                            function, p->name, mine, theirs);
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
+        return mt_fail(ctx, MT_ERR_MISMATCH,
                        "%s: '%s' is on the first and on the last pipeline stage, but shared_embedding is not set on "
                        "%s: set it (mt_embedding_desc.shared), so that mt_sync_gradients sums the gradients of both, "
                        "or give one of them another name",
@@ -3101,7 +3100,7 @@ static mt_status mti_ends_compare(mt_context *ctx, const mt_params *params, cons
     return MT_SUCCESS;
 }
 
-/* With check 2, the first and the last stage of a pipeline compare the names of their parameters. */
+/* The first and the last stage of a pipeline compare the names of their parameters. Other stages do nothing. */
 static mt_status mti_ends_check(mt_context *ctx, const mt_params *params, const char *function) {
     mt_comm *ends = params->grid->embedding;
     const uint64_t mine = (uint64_t)params->count;
@@ -3110,7 +3109,7 @@ static mt_status mti_ends_check(mt_context *ctx, const mt_params *params, const 
     void *memory;
     mt_status status;
     int i, rank;
-    if (mt_check_mode(ctx) != 2 || !ends || mt_comm_size(ends) != 2 || mt_comm_is_meta(ends)) return MT_SUCCESS;
+    if (!ends || mt_comm_size(ends) != 2 || mt_comm_is_meta(ends)) return MT_SUCCESS;
     rank = mt_comm_rank(ends);
     MT_TRY(mt_comm_gather_host(ctx, ends, &mine, sizeof mine, counts));
     most = counts[0] > counts[1] ? counts[0] : counts[1];
@@ -3126,6 +3125,18 @@ static mt_status mti_ends_check(mt_context *ctx, const mt_params *params, const 
         status = mti_ends_compare(ctx, params, function, all + (rank == 0 ? most : 0), counts[1 - rank]);
     mt_host_free(memory);
     return status;
+}
+
+/* With check 2, compares the two ends of a pipeline. All its ranks return an error of the ends. */
+static mt_status mti_stages_check(mt_context *ctx, const mt_params *params, const char *function) {
+    mti_told_list t;
+    mt_status mine;
+    if (mt_check_mode(ctx) != 2 || params->grid->pp_size == 1) return MT_SUCCESS;
+    mine = mti_ends_check(ctx, params, function);
+    MT_TRY(mti_told_begin(ctx, 1, &t));
+    mti_told_add_error(ctx, &t, mine);
+    MT_TRY(mti_told_end(ctx, params, function, 0, &t));
+    return mine;
 }
 
 /* All ranks must make the same call, with the same seed (NULL: none) and invariant mode. The ranks of a pipeline stage
@@ -3149,7 +3160,7 @@ static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, co
     mti_told_add(&t, "mt_data_parallel_desc.sharded_optimizer", "%d", params->buckets.desc.sharded_optimizer);
     for (i = 0; i < params->count; i++) mti_told_add_param(&t, params->list[i]);
     MT_TRY(mti_told_end(ctx, params, function, params->grid->pp_rank, &t));
-    return mine == MT_SUCCESS ? mti_ends_check(ctx, params, function) : mine;
+    return mine == MT_SUCCESS ? mti_stages_check(ctx, params, function) : mine;
 }
 
 /* Checks that the caller has not changed the address of a value or a gradient. */
