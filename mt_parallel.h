@@ -372,8 +372,9 @@ MT_API mt_status mt_param_bind(mt_context *ctx, mt_param *param, const mt_params
    mt_context_desc.invariant and invariant_data, and mt_context_desc.check is 2 on all of them or on none. The ranks of
    a pipeline stage need the same parameters in the same order, the same dtype and the same mt_data_parallel_desc. If
    something differs, every rank returns MT_ERR_MISMATCH with a message that names it, and nothing has changed. With
-   mt_context_desc.check == 2, this also holds for the names on the first and the last stage of a pipeline: a name that
-   both have must be shared_embedding on both, and a shared_embedding must have its name on both.
+   mt_context_desc.check == 2, this also holds for the first and the last stage of a pipeline: a name that both have
+   must be shared_embedding on both, and each shared_embedding must be on both, under one name, with the same shape,
+   first values and weight_decay, and in the same order.
    MT_ERR_ARGUMENT: the registry has no parameters. */
 MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t seed);
 
@@ -2995,8 +2996,9 @@ static mt_status mti_memory_zero(mt_context *ctx, const mt_params *params, int k
 
 /* -- settings that ranks compare with mt_comm_compare -- */
 
-/* Size of the text of a setting's value, in bytes. */
+/* Sizes of the text of a setting's value, and of mti_param_text, in bytes. */
 #define MTI_TOLD_VALUE 384
+#define MTI_PARAM_TEXT 208
 
 typedef struct mti_told_list {
     mt_setting *list; /* `room` settings, followed by the memory for their values */
@@ -3040,23 +3042,31 @@ static mt_status mti_told_end(mt_context *ctx, const mt_params *params, const ch
     return status;
 }
 
+/* Writes the shape, the first values and the weight decay of a parameter. */
+static void mti_param_text(const mt_param *p, char text[MTI_PARAM_TEXT]) {
+    const mt_param_desc *d = &p->desc;
+    char deviation[32], value[32];
+    snprintf(text, MTI_PARAM_TEXT,
+             "[%lld, %lld], %s, parts %lld, unit %lld, init_std %s, init_value %s, weight_decay %d", (long long)d->rows,
+             (long long)d->cols, mt_placement_name(d->placement), (long long)d->parts, (long long)d->unit,
+             mt_f32_digits(d->init_std, deviation), mt_f32_digits(d->init_value, value), d->weight_decay);
+}
+
 static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
     const mt_param_desc *d = &p->desc;
     const mti_home *home = mti_home_of(p);
-    char deviation[32], value[32], bound[96];
+    char text[MTI_PARAM_TEXT], bound[96];
     int kind, used = 0;
     bound[0] = 0;
     for (kind = 0; kind < MTI_KINDS; kind++)
         if (home->bound[kind])
             used += snprintf(bound + used, sizeof bound - (size_t)used, "%s %s", used ? "," : ", bound",
                              mti_kind_names[kind]);
+    mti_param_text(p, text);
     mti_told_add(t, p->name,
-                 "[%lld, %lld], %s, parts %lld, unit %lld, init_std %s, init_value %s, weight_decay %d, "
-                 "sequence_partial %d, shared_embedding %d, padded_features %lld, copies %lld of %lld%s",
-                 (long long)d->rows, (long long)d->cols, mt_placement_name(d->placement), (long long)d->parts,
-                 (long long)d->unit, mt_f32_digits(d->init_std, deviation), mt_f32_digits(d->init_value, value),
-                 d->weight_decay, d->sequence_partial, d->shared_embedding, (long long)d->padded_features,
-                 (long long)d->copies, (long long)d->copied, bound);
+                 "%s, sequence_partial %d, shared_embedding %d, padded_features %lld, copies %lld of %lld%s", text,
+                 d->sequence_partial, d->shared_embedding, (long long)d->padded_features, (long long)d->copies,
+                 (long long)d->copied, bound);
 }
 
 /* Tells the other ranks of an error of this rank, so that they do not wait for it. */
@@ -3066,7 +3076,9 @@ static void mti_told_add_error(mt_context *ctx, mti_told_list *t, mt_status mine
 
 /* A parameter of the first or of the last stage. */
 typedef struct mti_twin {
-    uint64_t name, shared; /* the hash of its name; whether it is a shared_embedding */
+    uint64_t name;   /* the hash of its name */
+    uint64_t shared; /* 1, 2, ...: it is the first, the second, ... shared_embedding of its stage; 0: it is none */
+    char text[MTI_PARAM_TEXT];
 } mti_twin;
 
 /* Compares the parameters of this stage with those of the other end of the pipeline. A name that both have must be a
@@ -3100,12 +3112,39 @@ static mt_status mti_ends_compare(mt_context *ctx, const mt_params *params, cons
     return MT_SUCCESS;
 }
 
-/* The first and the last stage of a pipeline compare the names of their parameters. Other stages do nothing. */
+/* A shared embedding must have the same shape, first values and weight decay on both stages, and mt_sync_gradients must
+   sum all of them in the same order. Those that this stage does not have are left out: the other one refuses them. own:
+   the twins of this stage */
+static mt_status mti_shared_compare(mt_context *ctx, const mt_params *params, const char *function, const mti_twin *own,
+                                    const mti_twin *other, uint64_t count) {
+    const int is_first = params->grid->pp_rank == 0;
+    uint64_t j;
+    int i, k;
+    for (i = 0; i < params->count; i++) {
+        for (j = 0; j < count && (!own[i].shared || other[j].shared != own[i].shared); j++) continue;
+        for (k = 0; k < params->count && j < count && own[k].name != other[j].name; k++) continue;
+        if (j == count || k == params->count || k < i) continue;
+        if (k > i)
+            return mt_fail(
+                ctx, MT_ERR_MISMATCH,
+                "%s: of the shared embeddings, '%s' comes before '%s' on the first pipeline stage, but after "
+                "it on the last: add them in the same order, so that mt_sync_gradients sums each with its own",
+                function, params->list[is_first ? i : k]->name, params->list[is_first ? k : i]->name);
+        if (strcmp(own[i].text, other[j].text) != 0)
+            return mt_fail(ctx, MT_ERR_MISMATCH,
+                           "%s: the shared_embedding '%s' is %s on the first pipeline stage, but %s on the last",
+                           function, params->list[i]->name, is_first ? own[i].text : other[j].text,
+                           is_first ? other[j].text : own[i].text);
+    }
+    return MT_SUCCESS;
+}
+
+/* The first and the last stage of a pipeline compare their parameters. Other stages do nothing. */
 static mt_status mti_ends_check(mt_context *ctx, const mt_params *params, const char *function) {
     mt_comm *ends = params->grid->embedding;
     const uint64_t mine = (uint64_t)params->count;
-    uint64_t counts[2], most;
-    mti_twin *list, *all;
+    uint64_t counts[2], most, shared = 0;
+    mti_twin *list, *all, *other;
     void *memory;
     mt_status status;
     int i, rank;
@@ -3116,13 +3155,16 @@ static mt_status mti_ends_check(mt_context *ctx, const mt_params *params, const 
     MT_TRY(mti_host_new(ctx, (size_t)(3 * most) * sizeof *list, &memory));
     list = (mti_twin *)memory;
     all = list + most;
+    other = all + (rank == 0 ? most : 0);
+    memset(list, 0, (size_t)most * sizeof *list);
     for (i = 0; i < params->count; i++) {
         list[i].name = mti_name_hash(params->list[i]->name);
-        list[i].shared = params->list[i]->desc.shared_embedding != 0;
+        mti_param_text(params->list[i], list[i].text);
+        list[i].shared = params->list[i]->desc.shared_embedding ? ++shared : 0;
     }
     status = mt_comm_gather_host(ctx, ends, list, (size_t)most * sizeof *list, all);
-    if (status == MT_SUCCESS)
-        status = mti_ends_compare(ctx, params, function, all + (rank == 0 ? most : 0), counts[1 - rank]);
+    if (status == MT_SUCCESS) status = mti_ends_compare(ctx, params, function, other, counts[1 - rank]);
+    if (status == MT_SUCCESS) status = mti_shared_compare(ctx, params, function, list, other, counts[1 - rank]);
     mt_host_free(memory);
     return status;
 }

@@ -385,6 +385,62 @@ static void test_the_ends_of_a_pipeline(void **state) {
     }
 }
 
+/* Two shared embeddings at both ends. */
+typedef struct tables {
+    int pp, swapped;    /* 1: the last stage has them in another order */
+    mt_param_desc last; /* of the second one on the last stage */
+    const char *words;
+} tables;
+
+static mt_status tables_rank(mt_comm *world, void *user) {
+    const tables *t = (const tables *)user;
+    mt_param_desc d[2] = {{.name = "words", .rows = 4, .cols = 2, .init_std = 0.5f, .shared_embedding = 1},
+                          {.name = "types", .rows = 4, .cols = 2, .init_std = 0.5f, .shared_embedding = 1}};
+    mt_param *p;
+    test_rank r;
+    mt_status status;
+    int last;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.pp = t->pp}, &checks, &r));
+    last = r.grid.pp_rank + 1 == t->pp;
+    if (last && t->last.name) d[1] = t->last;
+    for (int i = 0; i < 2; i++) {
+        mt_param_desc one = d[last && t->swapped ? 1 - i : i];
+        if (r.grid.pp_rank > 0 && !last) one.shared_embedding = 0;
+        MT_TRY(mt_params_add(r.ctx, r.params, &one, &p));
+    }
+    status = mt_params_init(r.ctx, r.params, 1);
+    CHECK(status == (t->words ? MT_ERR_MISMATCH : MT_SUCCESS));
+    if (t->words) CHECK(test_has_words(mt_last_error(r.ctx), t->words));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_two_shared_embeddings(void **state) {
+    static const mt_param_desc same = {.name = "types", .rows = 4, .cols = 2, .init_std = 0.5f, .shared_embedding = 1};
+    static const char order[] =
+        "of the shared embeddings, 'words' comes before 'types' on the first |after it on the last";
+    tables t[] = {
+        {.pp = 2},
+        {.pp = 2, .last = same},
+        {.pp = 2, .swapped = 1, .words = order},
+        {.pp = 3, .swapped = 1, .words = order},
+        {.pp = 2, .last = same, .words = "mt_params_init: the shared_embedding 'types' is [4, 2], |[2, 4], "},
+        {.pp = 2,
+         .last = same,
+         .words = "mt_params_init: the shared_embedding 'types' is |init_std 0.25, |on the last"},
+        {.pp = 2, .last = same, .words = "mt_params_init: the shared_embedding 'types' is |weight_decay 1 on the last"},
+        {.pp = 2, .last = same, .words = "'types' is on the first and on |not set on the last"},
+        {.pp = 2, .swapped = 1, .last = same, .words = "'types' is a shared_embedding of the first |'others'"}};
+    (void)state;
+    t[4].last.rows = 2;
+    t[4].last.cols = 4;
+    t[5].last.init_std = 0.25f;
+    t[6].last.weight_decay = 1;
+    t[7].last.shared_embedding = 0;
+    t[8].last.name = "others";
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) test_launch(t[i].pp, tables_rank, &t[i]);
+}
+
 /* ---- ranks in another check mode --------------------------------------------------------------------------------- */
 
 /* The last rank compares values, the others do not. */
@@ -531,6 +587,7 @@ int main(void) {
         cmocka_unit_test(test_tensors_of_ones_own),    cmocka_unit_test(test_a_gather_in_place),
         cmocka_unit_test(test_the_ends_of_a_pipeline), cmocka_unit_test(test_without_data),
         cmocka_unit_test(test_views_without_data),     cmocka_unit_test(test_ranks_in_other_modes),
+        cmocka_unit_test(test_two_shared_embeddings),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
