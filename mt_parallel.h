@@ -230,7 +230,9 @@ typedef struct mt_param_desc {
        heads (a gain per head) contribute. mt_sync_gradients sums the parts over the tensor group. For MT_REPLICATED
        only */
     int sequence_partial;
-    /* 1: the first and the last pipeline stage have it under the same name; the embedding group sums its gradient */
+    /* 1: the first and the last pipeline stage have it under the same name; the embedding group sums its gradient. The
+       name decides the first values, so two names would begin with different ones: check mode 2 refuses them, also when
+       all elements are init_value */
     int shared_embedding;
     /* Each unit is divided into `copies` pieces, and a piece stays on one rank. The last `copied` features of the unit
        are in every piece. The features before them are shared out, so their number must be a multiple of copies.
