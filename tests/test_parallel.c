@@ -3451,8 +3451,24 @@ static void test_automatic_names_of_stages(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* ---- the variants of this program -------------------------------------------------------------------------------- */
+
+#ifdef MT_TEST_CHECK_WANTED
+/* Variants with check_all.h run in the check mode that CMakeLists.txt means. */
+static void test_the_check_mode_of_the_variant(void **state) {
+    mt_context *ctx;
+    (void)state;
+    assert_int_equal(mt_context_create(NULL, NULL, &ctx), MT_SUCCESS);
+    assert_int_equal(mt_check_mode(ctx), MT_TEST_CHECK_WANTED);
+    mt_context_destroy(ctx);
+}
+#endif
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+#ifdef MT_TEST_CHECK_WANTED
+        cmocka_unit_test(test_the_check_mode_of_the_variant),
+#endif
         cmocka_unit_test(test_grid_ranks_are_megatrons),
         cmocka_unit_test(test_grid_ranks_of_one_stage_and_defaults),
         cmocka_unit_test(test_grid_on_sixteen_ranks),
