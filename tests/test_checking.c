@@ -772,6 +772,35 @@ static void test_bias_of_scores(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* A view of this rank's heads in the bias of all heads is what all ranks have, until mt_check_view says that it is not
+   so. */
+static void test_bias_of_own_heads(void **state) {
+    mt_attention_desc s = {.batch = 1, .seq = 4, .groups = 1, .heads_per_group = 1, .head_dim = 4};
+    test_rank r;
+    mt_tensor qkv, out, lse, d, dout, all;
+    (void)state;
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    mt_arena_request requests[] = {{&qkv, MT_F32, 4, 12}, {&out, MT_F32, 4, 4}, {&lse, MT_F32, 1, 4},
+                                   {&d, MT_F32, 4, 12},   {&all, MT_F32, 8, 4}, {&s.dbias, MT_F32, 4, 4}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 6));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, qkv, MT_SPLIT_COLS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, all, MT_REPLICATED));
+    dout = mt_tensor_cols(qkv, 0, 4);
+    s.bias = mt_tensor_rows(all, 4, 4);
+    for (int own = 0; own < 2; own++) {
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, s.dbias, 0.0f));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view(r.ctx, r.grid.tp, s.bias, own ? MT_SPLIT_ROWS : MT_UNDECLARED));
+        for (int batch = 0; batch < 2; batch++) { /* the second one adds to dbias */
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_attention_forward(r.ctx, &s, qkv, out, lse));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_attention_backward(r.ctx, &s, qkv, out, lse, dout, d));
+        }
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view_end(r.ctx, MT_SUCCESS));
+        check_is(&r, s.dbias, own ? MT_SPLIT_ROWS : MT_PARTIAL);
+        check_is(&r, s.bias, MT_REPLICATED);
+    }
+    test_paper_rank_close(&r);
+}
+
 /* What mt_place_check does for an operator of the caller's own. */
 static void test_place_of_an_own_operator(void **state) {
     mt_place place = {.rows = 4, .cols = 4, .first_row = 4, .global_cols = 4, .what = "random words"};
@@ -1650,6 +1679,7 @@ int main(void) {
         cmocka_unit_test(test_masks_of_other_ranks),
         cmocka_unit_test(test_masks_of_heads),
         cmocka_unit_test(test_bias_of_scores),
+        cmocka_unit_test(test_bias_of_own_heads),
         cmocka_unit_test(test_place_of_an_own_operator),
         cmocka_unit_test(test_parts),
         cmocka_unit_test(test_own_sum_over_the_embedding_group),
