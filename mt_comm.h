@@ -5224,6 +5224,19 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     return MT_SUCCESS;
 }
 
+/* Refuses a collective from memory of the arena that nothing has written, also over a group that check mode does not
+   know. */
+static mt_status mti_sendbuf_written(mt_context *ctx, const char *where, mt_tensor x) {
+    static const mt_rule rule = {"sendbuf", "*", NULL};
+    mt_operand operand;
+    mti_ruling r;
+    operand.name = "sendbuf";
+    operand.t = x;
+    operand.use = 1;
+    mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
+    return mti_written_check(ctx, &r);
+}
+
 /* A collective of the caller's own. What it makes of memory that is not declared is not known. Data ranks may sum
    losses of other tokens, one by one. */
 static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
@@ -5237,6 +5250,7 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     x = mti_shaped(ctx->checker, call->send, call->dtype,
                    (int64_t)call->count * (call->kind == MT_REDUCE_SCATTER ? comm->size : 1));
     y = mt_tensor_make(call->recv, call->dtype, x.rows, x.cols);
+    MT_TRY(mti_sendbuf_written(ctx, names[call->kind], x));
     if (comm->size == 1) return mti_moved(ctx, names[call->kind], x, y);
     if (call->kind == MT_ALL_GATHER) y.rows *= comm->size;
     if (call->kind == MT_REDUCE_SCATTER && x.rows % comm->size == 0) y.rows /= comm->size;

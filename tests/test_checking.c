@@ -1165,7 +1165,7 @@ static void test_a_partial_sum_does_not_travel(void **state) {
     test_paper_rank_close(&r);
 }
 
-/* What nothing has written is not sent, if the context has `check`. */
+/* What nothing has written is not sent, summed or gathered, if the context has `check`. */
 static void test_what_is_sent_was_written(void **state) {
     static const mt_context_desc lenient = {.device = MT_DEVICE_META};
     (void)state;
@@ -1176,7 +1176,10 @@ static void test_what_is_sent_was_written(void **state) {
         test_paper_rank(4, 0, (mt_grid_desc){.tp = 2, .pp = 2}, strict ? &meta : &lenient, &r);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &x));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, mt_tensor_rows(x, 0, 3), MT_REPLICATED));
-        if (!strict) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
+        if (!strict) {
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.world, x.data, mine, 16, MT_F32, MT_SUM));
+        }
         if (strict) {
             REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_send: nothing has written sendbuf [1, 16], or a part of it",
                     mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
@@ -1184,7 +1187,21 @@ static void test_what_is_sent_was_written(void **state) {
                     mt_send_recv(r.ctx, r.grid.pp, (float *)x.data + 8, 8, 1, x.data, 8, 1, MT_F32));
             REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_broadcast: nothing has written sendbuf",
                     mt_broadcast(r.ctx, r.grid.pp, x.data, x.data, 16, MT_F32, 0));
+            for (int g = 0; g < 3; g++) { /* also over a group of one, and over one that is not followed */
+                mt_comm *group = g == 0 ? r.grid.tp : g == 1 ? r.grid.dp : r.grid.pp;
+                size_t n = (size_t)mt_comm_size(group);
+                REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_all_reduce: nothing has written sendbuf",
+                        mt_all_reduce(r.ctx, group, x.data, x.data, 16, MT_F32, MT_SUM));
+                REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_reduce_scatter: nothing has written sendbuf",
+                        mt_reduce_scatter(r.ctx, group, x.data, mine, 16 / n, MT_F32, MT_SUM));
+                REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_all_gather: nothing has written sendbuf",
+                        mt_all_gather(r.ctx, group, (float *)x.data + 12, mine, 4, MT_F32));
+            }
+            mt_check_pause(r.ctx);
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.pp, x.data, mine, 16, MT_F32, MT_SUM));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_resume(r.ctx, MT_SUCCESS));
         }
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.pp, x.data, mine, 12, MT_F32, MT_SUM));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, x.data, 12, MT_F32, 1));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, mine, 16, MT_F32, 1)); /* not in the arena */
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_recv(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));

@@ -486,6 +486,7 @@ static mt_status endless_rank(mt_comm *world, void *user) {
     MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &checks, &r));
     MT_TRY(mt_arena_tensors(r.ctx, memory, 2));
     memset(x.data, mt_comm_rank(world), 24);
+    MT_TRY(mt_fill(r.ctx, sum, 0.0f));
     MT_TRY(mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
     MT_TRY(mt_copy_to_tensor_region_forward(r.ctx, r.grid.tp, x));
     for (n = 0; n < 300 && status == MT_SUCCESS; n++)
