@@ -5198,6 +5198,18 @@ static mt_tensor mti_shaped(const mti_checker *c, const void *data, mt_dtype dty
     return mt_tensor_make(data, dtype, (int64_t)(e.width / p->at.width), (int64_t)(p->at.width / size));
 }
 
+/* What a rank sends over a group that is not followed. A partial sum must not travel: the receiver would take it for
+   the sum. Gradients that the data ranks have not summed yet may. */
+static const mt_rule mti_sent_rule = {"sendbuf", "R r c", "P"};
+
+static mt_status mti_sent_check(mt_context *ctx, const mti_ruling *r) {
+    unsigned char results[MTI_RULE_OPERANDS];
+    int g;
+    MT_TRY(mti_written_check(ctx, r));
+    for (g = 0; g < ctx->checker->count; g++) MT_TRY(mti_rule_axis(ctx, r, g, results));
+    return MT_SUCCESS;
+}
+
 /* A broadcast in a group of several ranks. All of them then have the values of the root, which must not be a part of a
    sum. Nothing is known about a group that check mode has not met before, such as the pipeline group. */
 static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
@@ -5209,8 +5221,9 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     operand.name = is_root ? "sendbuf" : "recvbuf";
     operand.t = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
     operand.use = is_root ? 1 : 2;
-    mti_ruling_of(&r, ctx->checker, "mt_broadcast", &rule, &operand);
-    if (is_root) MT_TRY(mti_written_check(ctx, &r));
+    mti_ruling_of(&r, ctx->checker, "mt_broadcast", g < 0 ? &mti_sent_rule : &rule, &operand);
+    if (is_root && g < 0) MT_TRY(mti_sent_check(ctx, &r));
+    if (is_root && g >= 0) MT_TRY(mti_written_check(ctx, &r));
     if (is_root && g >= 0) MT_TRY(mti_rule_axis(ctx, &r, g, results));
     operand.t.data = call->recv;
     if (g < 0) return mti_forget_view(ctx, operand.t);
@@ -5272,21 +5285,15 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     return MT_SUCCESS;
 }
 
-/* A send. A partial sum must not travel: the receiver would take it for the sum. Gradients that the data ranks have not
-   summed yet may. */
 static mt_status mti_send_check(mt_context *ctx, const mti_call *call) {
-    static const mt_rule rule = {"sendbuf", "R r c", "P"};
-    unsigned char results[MTI_RULE_OPERANDS];
     mt_operand operand;
     mti_ruling r;
-    int g;
     operand.name = "sendbuf";
     operand.t = mt_tensor_make(call->send, call->dtype, 1, (int64_t)call->count);
     operand.use = 1;
     if (!mti_has_elements(operand.t)) return MT_SUCCESS;
-    mti_ruling_of(&r, ctx->checker, "mt_send", &rule, &operand);
-    MT_TRY(mti_written_check(ctx, &r));
-    for (g = 0; g < ctx->checker->count; g++) MT_TRY(mti_rule_axis(ctx, &r, g, results));
+    mti_ruling_of(&r, ctx->checker, "mt_send", &mti_sent_rule, &operand);
+    MT_TRY(mti_sent_check(ctx, &r));
     return mti_replica_read(ctx, "mt_send", NULL, &operand, &r.operands[0].known);
 }
 

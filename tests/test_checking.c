@@ -1187,6 +1187,8 @@ static void test_what_is_sent_was_written(void **state) {
                     mt_send_recv(r.ctx, r.grid.pp, (float *)x.data + 8, 8, 1, x.data, 8, 1, MT_F32));
             REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_broadcast: nothing has written sendbuf",
                     mt_broadcast(r.ctx, r.grid.pp, x.data, x.data, 16, MT_F32, 0));
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_broadcast: nothing has written sendbuf",
+                    mt_broadcast(r.ctx, r.grid.tp, x.data, x.data, 16, MT_F32, 0));
             for (int g = 0; g < 3; g++) { /* also over a group of one, and over one that is not followed */
                 mt_comm *group = g == 0 ? r.grid.tp : g == 1 ? r.grid.dp : r.grid.pp;
                 size_t n = (size_t)mt_comm_size(group);
@@ -1279,6 +1281,25 @@ static void test_a_broadcast(void **state) {
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, y, other)); /* it was written */
         test_paper_rank_close(&r);
     }
+}
+
+/* A broadcast over a group that is not followed is like a send: a part of a sum must not travel, but gradients that are
+   not summed over the data ranks may. */
+static void test_a_broadcast_to_other_stages(void **state) {
+    test_rank r;
+    mt_tensor x;
+    (void)state;
+    test_paper_rank(8, 0, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_PARTIAL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_PARTIAL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_broadcast|sendbuf is partial over \"tensor\"|mt_reduce_from_tensor_region_forward",
+            mt_broadcast(r.ctx, r.grid.pp, x.data, x.data, 16, MT_F32, 0));
+    check_is(&r, x, MT_PARTIAL);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, x.data, x.data, 16, MT_F32, 0));
+    test_paper_rank_close(&r);
 }
 
 /* ---- sums of sums ------------------------------------------------------------------------------------------------ */
@@ -1710,6 +1731,7 @@ int main(void) {
         cmocka_unit_test(test_a_partial_sum_does_not_travel),
         cmocka_unit_test(test_what_is_sent_was_written),
         cmocka_unit_test(test_a_broadcast),
+        cmocka_unit_test(test_a_broadcast_to_other_stages),
         cmocka_unit_test(test_what_was_received),
         cmocka_unit_test(test_gradients_that_are_sums),
         cmocka_unit_test(test_parts_that_differ),
