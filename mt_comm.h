@@ -4537,18 +4537,22 @@ MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
 
 static int mti_has_elements(mt_tensor t) { return t.data && t.rows > 0 && t.cols > 0; }
 
-/* Notes that nothing is known about what was written to a view, nor about the parameters in it. */
-static mt_status mti_forget_view(mt_context *ctx, mt_tensor t) {
-    mti_checker *c = ctx->checker;
-    mti_extent e = mti_extent_of(t);
+/* Notes that nothing is known about what was written to the parameters and gradients in a view. */
+static void mti_forget_parameters(mti_checker *c, mti_extent e) {
+    size_t i = mti_placed_before(&c->parameters, e.end);
     unsigned char all[MTI_AXES];
     mti_placed *p;
-    size_t i;
-    if (!mti_has_elements(t)) return MT_SUCCESS;
     memset(all, MTI_ALL_PLACEMENTS, sizeof all);
-    i = mti_placed_before(&c->parameters, e.end);
     while ((p = mti_placed_meets(&c->parameters, e, &i)) != NULL)
         if (mti_extent_covers(e, p->at)) mti_parameter_note(p, all, 0, 1);
+}
+
+/* Notes that nothing is known about what was written to a view, nor about the parameters in it. */
+static mt_status mti_forget_view(mt_context *ctx, mt_tensor t) {
+    unsigned char all[MTI_AXES];
+    if (!mti_has_elements(t)) return MT_SUCCESS;
+    memset(all, MTI_ALL_PLACEMENTS, sizeof all);
+    mti_forget_parameters(ctx->checker, mti_extent_of(t));
     return mti_placement_note(ctx, t, all, 0, NULL, NULL);
 }
 
@@ -5230,6 +5234,8 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     if (is_root) memcpy(may, r.operands[0].known.may, sizeof may);
     else memset(may, MTI_ALL_PLACEMENTS, sizeof may); /* the root alone knows about the other groups */
     may[g] = 1 << MT_REPLICATED;
+    if (!mti_parameter_at(ctx->checker, mti_extent_of(operand.t)))
+        mti_forget_parameters(ctx->checker, mti_extent_of(operand.t));
     MT_TRY(mti_placement_note(ctx, operand.t, may, 0, "mt_broadcast", is_root ? r.operands[0].known.with : NULL));
     operand.name = "recvbuf";
     operand.use = 2;

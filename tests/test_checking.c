@@ -1283,6 +1283,32 @@ static void test_a_broadcast(void **state) {
     }
 }
 
+/* A broadcast into memory with several gradients: what was known about them is forgotten. */
+static void test_a_broadcast_to_gradients(void **state) {
+    mt_param_desc first = {.name = "a.bias", .rows = 1, .cols = 64}, second = {.name = "b.bias", .rows = 1, .cols = 64};
+    (void)state;
+    for (int rank = 0; rank < 2; rank++) {
+        test_rank r;
+        mt_param *p[2];
+        size_t n;
+        test_paper_rank(4, rank, (mt_grid_desc){.tp = 2}, &meta, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &first, &p[0]));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &second, &p[1]));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        for (int i = 0; i < 2; i++)
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, p[i]->grad, MT_PARTIAL));
+        n = (size_t)((float *)p[1]->grad.data - (float *)p[0]->grad.data) + 64;
+        assert_true(n >= 128 && n < 1024);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_broadcast(r.ctx, r.grid.tp, p[0]->grad.data, p[0]->grad.data, n, MT_F32, 0));
+        for (int i = 0; i < 2; i++) {
+            assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, p[i]->grad), MT_UNDECLARED);
+            check_is(&r, p[i]->grad, MT_REPLICATED); /* all that it may be */
+        }
+        test_paper_rank_close(&r);
+    }
+}
+
 /* A broadcast over a group that is not followed is like a send: a part of a sum must not travel, but gradients that are
    not summed over the data ranks may. */
 static void test_a_broadcast_to_other_stages(void **state) {
@@ -1731,6 +1757,7 @@ int main(void) {
         cmocka_unit_test(test_a_partial_sum_does_not_travel),
         cmocka_unit_test(test_what_is_sent_was_written),
         cmocka_unit_test(test_a_broadcast),
+        cmocka_unit_test(test_a_broadcast_to_gradients),
         cmocka_unit_test(test_a_broadcast_to_other_stages),
         cmocka_unit_test(test_what_was_received),
         cmocka_unit_test(test_gradients_that_are_sums),
