@@ -5214,28 +5214,40 @@ static mt_status mti_sent_check(mt_context *ctx, const mti_ruling *r) {
     return MT_SUCCESS;
 }
 
+/* Notes what y, or x in place, is at the root of a broadcast over a group that is not followed: what x is, or
+   replicated if the ranks that receive it are ranks of a followed group, too. */
+static mt_status mti_root_note(mt_context *ctx, const mti_known *known, mt_tensor x, mt_tensor y) {
+    unsigned char may[MTI_AXES];
+    int g;
+    for (g = 0; g < MTI_AXES; g++) may[g] = (unsigned char)(known->may[g] | 1 << MT_REPLICATED);
+    return mti_move_note(ctx, known, x, y, may, known->zero, "mt_broadcast");
+}
+
 /* A broadcast in a group of several ranks. All of them then have the values of the root, which must not be a part of a
-   sum. Nothing is known about a group that check mode has not met before, such as the pipeline group. */
+   sum. Over a group that check mode has not met before, such as the pipeline group, only the root knows what they
+   are. */
 static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     static const mt_rule rule = {"sendbuf", "R r c", NULL};
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
     int g = mti_axis_of(ctx->checker, comm, 0), is_root = comm->rank == call->root;
     mt_operand operand;
+    mt_tensor x;
     mti_ruling r;
     operand.name = is_root ? "sendbuf" : "recvbuf";
-    operand.t = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
+    operand.t = x = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
     operand.use = is_root ? 1 : 2;
     mti_ruling_of(&r, ctx->checker, "mt_broadcast", g < 0 ? &mti_sent_rule : &rule, &operand);
     if (is_root && g < 0) MT_TRY(mti_sent_check(ctx, &r));
     if (is_root && g >= 0) MT_TRY(mti_written_check(ctx, &r));
     if (is_root && g >= 0) MT_TRY(mti_rule_axis(ctx, &r, g, results));
     operand.t.data = call->recv;
-    if (g < 0) return mti_forget_view(ctx, operand.t);
+    if (g < 0 && !is_root) return mti_forget_view(ctx, operand.t);
+    if (!mti_parameter_at(ctx->checker, mti_extent_of(operand.t)))
+        mti_forget_parameters(ctx->checker, mti_extent_of(operand.t));
+    if (g < 0) return mti_root_note(ctx, &r.operands[0].known, x, operand.t);
     if (is_root) memcpy(may, r.operands[0].known.may, sizeof may);
     else memset(may, MTI_ALL_PLACEMENTS, sizeof may); /* the root alone knows about the other groups */
     may[g] = 1 << MT_REPLICATED;
-    if (!mti_parameter_at(ctx->checker, mti_extent_of(operand.t)))
-        mti_forget_parameters(ctx->checker, mti_extent_of(operand.t));
     MT_TRY(mti_placement_note(ctx, operand.t, may, 0, "mt_broadcast", is_root ? r.operands[0].known.with : NULL));
     operand.name = "recvbuf";
     operand.use = 2;

@@ -1277,7 +1277,7 @@ static void test_a_broadcast(void **state) {
         check_is(&r, x, rank ? MT_REPLICATED : MT_PARTIAL);
         /* over a group of which nothing is known */
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.world, y.data, y.data, 16, MT_F32, 0));
-        check_is(&r, y, MT_UNDECLARED);
+        check_is(&r, y, rank ? MT_UNDECLARED : MT_REPLICATED);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, y, other)); /* it was written */
         test_paper_rank_close(&r);
     }
@@ -1313,10 +1313,11 @@ static void test_a_broadcast_to_gradients(void **state) {
    not summed over the data ranks may. */
 static void test_a_broadcast_to_other_stages(void **state) {
     test_rank r;
-    mt_tensor x;
+    mt_tensor x, y;
     (void)state;
     test_paper_rank(8, 0, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &y));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_PARTIAL));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_PARTIAL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT,
@@ -1324,7 +1325,19 @@ static void test_a_broadcast_to_other_stages(void **state) {
             mt_broadcast(r.ctx, r.grid.pp, x.data, x.data, 16, MT_F32, 0));
     check_is(&r, x, MT_PARTIAL);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, y, MT_PARTIAL));
+    for (int in_place = 0; in_place < 2; in_place++) { /* the root has the tensor as before */
+        mt_tensor to = in_place ? x : y;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, x.data, to.data, 16, MT_F32, 0));
+        check_is(&r, to, MT_REPLICATED);
+        check_is(&r, mt_tensor_cols(to, 0, 2), MT_REPLICATED);
+    }
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_SPLIT_ROWS));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, x.data, x.data, 16, MT_F32, 0));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_reduce_from_tensor_region_forward: y is replicated or split by rows|partial",
+            mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, NULL, x.data, 16, MT_F32, 1));
+    check_is(&r, x, MT_UNDECLARED);
     test_paper_rank_close(&r);
 }
 
