@@ -310,6 +310,34 @@ static void test_a_gather_in_place(void **state) {
     test_launch(2, gathering_rank, NULL);
 }
 
+/* A gather of some rows over the data ranks reads what the tensor ranks have alike. */
+static mt_status gathering_rows_rank(mt_comm *world, void *user) {
+    int fault = *(const int *)user;
+    mt_tensor x, y;
+    mt_arena_request memory[] = {{&x, MT_F32, 4, 3}, {&y, MT_F32, 8, 3}};
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &checks, &r));
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 2));
+    for (int i = 0; i < 12; i++) ((float *)x.data)[i] = (float)i;
+    if (fault && r.grid.tp_rank == 1) ((float *)x.data)[10] = 0.5f; /* in the second chunk */
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    MT_TRY(mt_declare(r.ctx, r.grid.dp, x, MT_SPLIT_ROWS));
+    for (int first = 0; first < 4; first += 2) {
+        CHECK(mt_check_replicas(r.ctx, r.grid.tp, "my_step") == MT_SUCCESS);
+        MT_TRY(mt_gather_rows_from_sequence_region(r.ctx, r.grid.dp, x, y, first, 2));
+    }
+    CHECK(mt_check_replicas(r.ctx, r.grid.tp, "my_step") == (fault ? MT_ERR_MISMATCH : MT_SUCCESS));
+    if (fault)
+        CHECK(test_has_words(mt_last_error(r.ctx), "my_step: x of mt_gather_rows_from_sequence_region is |since mt_"));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_a_gather_of_rows(void **state) {
+    (void)state;
+    for (int fault = 0; fault < 2; fault++) test_launch(4, gathering_rows_rank, &fault);
+}
+
 /* ---- the two ends of a pipeline ---------------------------------------------------------------------------------- */
 
 /* The parameters of the first and of the last of two or three stages. */
@@ -588,7 +616,7 @@ int main(void) {
         cmocka_unit_test(test_tensors_of_ones_own),    cmocka_unit_test(test_a_gather_in_place),
         cmocka_unit_test(test_the_ends_of_a_pipeline), cmocka_unit_test(test_without_data),
         cmocka_unit_test(test_views_without_data),     cmocka_unit_test(test_ranks_in_other_modes),
-        cmocka_unit_test(test_two_shared_embeddings),
+        cmocka_unit_test(test_two_shared_embeddings),  cmocka_unit_test(test_a_gather_of_rows),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
