@@ -4797,13 +4797,21 @@ static int mti_gradient_hint(const mti_ruling *r, int g, int i, char *text, size
     return 0;
 }
 
+/* Returns the call that makes an operand replicated, if it is not the one of mti_remedy: for gradients, and over the
+   data group. Else NULL. */
+static const char *mti_sum_remedy(const mti_axis *axis, const mti_known *k, int is, int must) {
+    int sums = is >> MT_PARTIAL & 1 && must >> MT_REPLICATED & 1;
+    if (sums && k->parameter && k->parameter->is_gradient) return "mt_sync_gradients";
+    return strcmp(axis->name, "data") == 0 && (sums || must == 1 << MT_REPLICATED) ? "mt_all_reduce" : NULL;
+}
+
 /* Refuses operand i of a call: no case allows what it is. */
 static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int must) {
     const mti_axis *axis = &ctx->checker->axes[g];
     const mti_ruled *o = &r->operands[i];
-    const char *help, *data = strcmp(axis->name, "data") == 0 && must == 1 << MT_REPLICATED ? "mt_all_reduce" : NULL;
+    const char *help = mti_sum_remedy(axis, &o->known, o->known.may[g], must);
     char is[80], wanted[80], at[192], since[208], cure[160] = "", more[256];
-    help = mti_remedy(o->known.may[g], must, o->operand->name);
+    if (!help) help = mti_remedy(o->known.may[g], must, o->operand->name);
     mti_set_text(o->known.may[g], is, sizeof is);
     mti_set_text(must, wanted, sizeof wanted);
     snprintf(at, sizeof at, " (%.30s)", o->operand->name);
@@ -4811,7 +4819,6 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
         return mti_write_refuse(ctx, r->where, o->known.parameter, at, g, must, mti_ruled_set(o, g));
     mti_with_text(ctx->checker, r->with, at, sizeof at);
     mti_since_text(o->known.parameter ? NULL : o->known.by, o->known.with, since, sizeof since);
-    if (data) help = data;
     if (help) snprintf(cure, sizeof cure, ": call %s before", help);
     if (mti_gradient_hint(r, g, i, more, sizeof more)) cure[0] = 0;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s%s", r->where,

@@ -1141,8 +1141,14 @@ static void test_data_ranks(void **state) {
     assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, w->grad), MT_PARTIAL);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, m, 0));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, v, 0));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_adamw_step|grad, 'fc.weight', is partial over \"data\" (2 ranks)|mt_all_reduce",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_adamw_step|grad, 'fc.weight', is partial over \"data\" (2 ranks)|mt_sync_gradients",
             mt_adamw_step(r.ctx, &hyper, w->value, mt_none(), w->grad, m, v));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_broadcast|sendbuf, 'fc.weight', is partial|: call mt_sync_gradients before",
+            mt_broadcast(r.ctx, r.grid.dp, w->grad.data, w->grad.data, HIDDEN * HIDDEN, MT_F32, 0));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, y, MT_PARTIAL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_broadcast|sendbuf is partial over \"data\"|: call mt_all_reduce before",
+            mt_broadcast(r.ctx, r.grid.dp, y.data, y.data, TOKENS * HIDDEN, MT_F32, 0));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, r.params));
     assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, w->grad), MT_REPLICATED);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_adamw_step(r.ctx, &hyper, w->value, mt_none(), w->grad, m, v));
@@ -1365,6 +1371,8 @@ static void test_gradients_that_are_sums(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_bias_backward|dy is split by rows|set sequence_partial for 'fc.bias'",
             mt_bias_backward(r.ctx, dy, b->grad));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_backward(r.ctx, dy, g->grad));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_broadcast|sendbuf, 'norm.weight', is partial|: call mt_sync_gradients before",
+            mt_broadcast(r.ctx, r.grid.tp, g->grad.data, g->grad.data, HIDDEN, MT_F32, 1));
     ASSERT_STATUS(r.ctx, MT_SUCCESS,
                   mt_all_reduce(r.ctx, r.grid.tp, g->grad.data, g->grad.data, HIDDEN, MT_F32, MT_SUM));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_sync_gradients: the gradient of 'norm.weight' is replicated over \"tensor\"",
