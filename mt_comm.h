@@ -4936,11 +4936,13 @@ static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
         if (!o->operand || !(o->operand->use & 1) || !o->known.unwritten) continue;
         if (!mt_dtype_is_float(o->operand->t.dtype) || !mti_is_in_arena(ctx, mti_extent_of(o->operand->t))) continue;
         mti_with_text(ctx->checker, r->with, at, sizeof at);
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s%s: nothing has written %s [%lld, %lld], or a part of it, since it was allocated: a call is "
-                       "missing, such as mt_gather_from_sequence_region or mt_reduce_scatter_to_sequence_region, or, "
-                       "for what the program writes itself, mt_declare",
-                       r->where, at, o->operand->name, (long long)o->operand->t.rows, (long long)o->operand->t.cols);
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "%s%s: nothing has written %s [%lld, %lld], or a part of it, since it was allocated: a call is "
+            "missing, such as mt_gather_from_sequence_region or mt_reduce_scatter_to_sequence_region, or, "
+            "for what the program writes itself, mt_declare (MT_UNDECLARED with comm NULL, if its placement does "
+            "not matter)",
+            r->where, at, o->operand->name, (long long)o->operand->t.rows, (long long)o->operand->t.cols);
     }
     return MT_SUCCESS;
 }

@@ -1177,17 +1177,20 @@ static void test_what_is_sent_was_written(void **state) {
     (void)state;
     for (int strict = 0; strict < 2; strict++) {
         test_rank r;
-        mt_tensor x;
+        mt_tensor x, y;
         float mine[16] = {0};
         test_paper_rank(4, 0, (mt_grid_desc){.tp = 2, .pp = 2}, strict ? &meta : &lenient, &r);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &x));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &y));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, mt_tensor_rows(x, 0, 3), MT_REPLICATED));
         if (!strict) {
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
             ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.world, x.data, mine, 16, MT_F32, MT_SUM));
         }
         if (strict) {
-            REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_send: nothing has written sendbuf [1, 16], or a part of it",
+            REFUSED(r.ctx, MT_ERR_ARGUMENT,
+                    "mt_send: nothing has written sendbuf [1, 16], or a part of it|: a call is "
+                    "missing|mt_declare|MT_UNDECLARED",
                     mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
             REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_send: nothing has written sendbuf",
                     mt_send_recv(r.ctx, r.grid.pp, (float *)x.data + 8, 8, 1, x.data, 8, 1, MT_F32));
@@ -1214,6 +1217,8 @@ static void test_what_is_sent_was_written(void **state) {
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, mine, 16, MT_F32, 1)); /* not in the arena */
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_recv(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, NULL, y, MT_UNDECLARED));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, y.data, 16, MT_F32, 1));
         test_paper_rank_close(&r);
     }
 }
