@@ -1185,7 +1185,8 @@ MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_
 
 /* In check mode, says what t is, which another stage has sent: tp over the tensor group and dp over the data group.
    MT_UNDECLARED: replicated or split by rows. It changes nothing over a group where t is known. mt_pipeline_run and the
-   models of megatron.h call it; call it after an mt_recv of your own. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+   models of megatron.h call it; call it after an mt_recv of your own. Errors: MT_ERR_ARGUMENT (tp or dp is out of
+   range, or tp is MT_PARTIAL, which mt_send refuses over the tensor group), MT_ERR_MEMORY. */
 MT_API mt_status mt_declare_received(mt_context *ctx, const mt_grid *grid, mt_tensor t, mt_placement tp,
                                      mt_placement dp);
 
@@ -7096,6 +7097,11 @@ MT_API mt_status mt_declare_received(mt_context *ctx, const mt_grid *grid, mt_te
                                      mt_placement dp) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!grid) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_received: grid is NULL");
+    if ((int)tp < 0 || tp > MT_UNDECLARED || tp == MT_PARTIAL)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_received: tp is %d, must be a placement other than MT_PARTIAL",
+                       (int)tp);
+    if ((int)dp < 0 || dp > MT_UNDECLARED)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_received: dp is %d, must be a placement", (int)dp);
     MT_TRY(mti_declare_received(ctx, grid->tp, t, tp));
     return mti_declare_received(ctx, grid->dp, t, dp);
 }

@@ -1248,6 +1248,18 @@ static void test_what_was_received(void **state) {
             mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, x));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_declare_received: grid is NULL",
             mt_declare_received(r.ctx, NULL, x, MT_UNDECLARED, MT_UNDECLARED));
+    for (int i = 0; i < 3; i++) {
+        const mt_placement bad[] = {(mt_placement)-1, (mt_placement)5, MT_PARTIAL};
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_declare_received: tp is |must be a placement other than MT_PARTIAL",
+                mt_declare_received(r.ctx, &r.grid, x, bad[i], MT_UNDECLARED));
+        if (i == 2) continue;
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_declare_received: dp is |must be a placement",
+                mt_declare_received(r.ctx, &r.grid, x, MT_UNDECLARED, bad[i]));
+    }
+    /* gradients that the data ranks have not summed travel */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, NULL, x, MT_UNDECLARED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare_received(r.ctx, &r.grid, x, MT_REPLICATED, MT_PARTIAL));
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, x), MT_PARTIAL);
     assert_int_equal(mt_declare_received(NULL, &r.grid, x, MT_UNDECLARED, MT_UNDECLARED), MT_ERR_ARGUMENT);
     test_paper_rank_close(&r);
 }
