@@ -921,9 +921,9 @@ typedef void (*mt_check_listener)(mt_context *ctx, void *user, const char *where
 
 MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *user);
 
-/* mt_check_mode returns mt_context_desc.check (1 on MT_DEVICE_META), and 0 in a pause. Between mt_check_pause and
-   mt_check_resume, no rule is applied, and no placement is noted: a layer whose sums no rule describes declares its
-   results. Pairs may be nested. mt_check_resume returns `status`, as in
+/* mt_check_mode returns mt_context_desc.check (on MT_DEVICE_META at least 1, and at most 1 with a meta communicator),
+   and 0 in a pause. Between mt_check_pause and mt_check_resume, no rule is applied, and no placement is noted: a layer
+   whose sums no rule describes declares its results. Pairs may be nested. mt_check_resume returns `status`, as in
        mt_check_pause(ctx);
        return mt_check_resume(ctx, work(ctx));
    mt_check_view says what a view is in the calls until mt_check_view_end: this rank's columns of a replicated tensor,

@@ -88,8 +88,9 @@ judge() {
                 if (known[k] != "" && (k in seen) && !(k in is_missed)) { print "known, but found: " k; bad = 1 }
             printf "%d mutants: %d compute something else, %d fail in a run without check mode, too\n", all, changes,
                 n - changes
-            printf "%d of these %d are refused on the meta device (%.1f %%), in at most %.0f ms; %d by one rank alone\n",
-                found, n, n ? 100 * found / n : 0, ms, alone
+            printf "%d of these %d are refused on the meta device (%.1f %%), in at most %.0f ms,", found, n,
+                n ? 100 * found / n : 0, ms
+            printf " %d by one rank alone\n", alone
             printf "%d are refused there or by comparing values (%.1f %%)\n", compared, n ? 100 * compared / n : 0
             printf "%d of those that are not are mistakes of other kinds than check mode is for\n", scales
             if (n < least || found < n * percent / 100) { print "too few"; bad = 1 }

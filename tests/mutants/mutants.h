@@ -9,8 +9,9 @@
    A program with several variants also defines MUTANTS_VARIANTS, their number; mutants_variant is the one that runs.
    program creates its parameters in `params`, and trains for some steps. In each it tells its loss (mutants_loss) and,
    after mt_sync_gradients, its gradients (mutants_gradients). The program runs on 1 and on 4 ranks, which are threads,
-   and on one rank of 4 on the meta device, where mutants_loss and mutants_gradients do nothing. What that accepts runs on
-   4 ranks on the meta device, and what these accept, too, on 4 ranks that compute and compare values (check mode 2). */
+   and on one rank of 4 on the meta device, where mutants_loss and mutants_gradients do nothing. What that accepts runs
+   on 4 ranks on the meta device, and what these accept, too, on 4 ranks that compute and compare values (check mode 2).
+   */
 
 #ifndef MT_MUTANTS_H
 #define MT_MUTANTS_H
