@@ -193,7 +193,8 @@ typedef struct mt_context_desc {
     int invariant_data; /* V_d; only with `invariant`; 0: V */
     /* 1: check mode, see mt_placement. 2: also compares the values of what is replicated, see mt_check_replicas; set it
        on all ranks. 0: off; on MT_DEVICE_META as 1, but calls may read memory that nothing has written. On
-       MT_DEVICE_META, 2 compares what there is without data: which columns a call reads, and its random words */
+       MT_DEVICE_META, 2 compares what there is without data: which rows and columns a call reads, and its random words.
+       With a communicator of mt_comm_create_meta, 2 is 1 */
     int check;
     int ordinal; /* GPU number, as in cudaSetDevice; the library leaves this GPU current; ignored on other devices */
     /* advanced */
@@ -510,7 +511,7 @@ MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *wha
 
 /* Gathers `bytes` bytes of host memory of each rank into all [ranks, bytes], also in host memory, on every rank.
    Collective over comm: an all_gather, which the ledger does not count, through memory on the device. On a meta
-   communicator, only this rank's part is written. Errors: MT_ERR_ARGUMENT (NULL, bytes is 0 or too large),
+   communicator, the parts of other ranks become 0. Errors: MT_ERR_ARGUMENT (NULL, bytes is 0 or too large),
    MT_ERR_MEMORY, and those of a collective. */
 MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all);
 
@@ -890,8 +891,8 @@ typedef struct mt_place {
     int64_t rows, cols;                        /* of this rank */
     int64_t first_row, first_col, global_cols; /* see mt_random. INT64_MAX: the call does not number rows or columns */
     int padded;                                /* 1: ranks may have fewer columns than those before them */
-    uint64_t seed, subsequence;                /* see mt_random; 0: the call takes no random words */
     const char *what;                          /* what depends on the place, as in "random words" */
+    uint64_t seed, subsequence;                /* see mt_random; 0: the call takes no random words */
 } mt_place;
 
 /* Checks that a place fits the placements of t, operand `name` of a call. Where ranks have rows or columns of their
@@ -906,7 +907,7 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
 /* Checks that a tensor whose columns a call takes as `parts` equal parts, such as gate and up, has these parts on each
    rank. If a group splits the columns of t, operand `name` of the call, and t was computed with a parameter of a
    registry, the `parts` of the parameter must be a multiple. Does nothing when check mode is off.
-   Errors: MT_ERR_ARGUMENT. */
+   Errors: MT_ERR_ARGUMENT (also: parts is less than 1). */
 MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t parts);
 
 /* A listener is told of each call that check mode has accepted, in the order of the calls: operators, rules of the
@@ -1321,7 +1322,8 @@ typedef struct mti_slot {
     uint64_t what, count, recvcount; /* the call, packed; atomic: other ranks read them at any time, for messages */
     uint64_t outbox;                 /* destination + 1 and state of a posted message, see MTI_POSTED; atomic */
     const char *left;                /* why this rank has left the group; NULL: it has not left */
-    int inside;                      /* MTI_OUTSIDE, MTI_IN_COLLECTIVE or MTI_IN_P2P */
+    int inside;                      /* MTI_OUTSIDE, MTI_IN_COLLECTIVE or MTI_IN_P2P; atomic */
+    int awaited;                     /* 1 + the rank from which a message is awaited; 0: none; atomic */
     /* The fields below are valid between the two meetings of a call, or while the outbox is posted. */
     int failed;
     const void *send;
@@ -2808,7 +2810,7 @@ static void mti_publish(const mt_context *ctx, mt_comm *comm, const mti_call *ca
     mti_slot *slot = mti_slot_of(comm->group, comm->rank);
     mti_slot_write(slot, call);
     if (ctx && ctx->device == MT_DEVICE_META) __atomic_or_fetch(&slot->what, MTI_ON_META, __ATOMIC_RELAXED);
-    __atomic_store_n(&slot->inside, inside, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->inside, inside, __ATOMIC_RELEASE); /* mti_peers_come reads it, and then the outbox */
     slot->send = call->send;
     slot->recv = call->recv;
     slot->color = call->color;
@@ -3250,7 +3252,7 @@ static void mti_meet(mt_comm *comm) {
 }
 
 static void mti_set_inside(mt_comm *comm, int inside) {
-    __atomic_store_n(&mti_slot_of(comm->group, comm->rank)->inside, inside, __ATOMIC_RELAXED);
+    __atomic_store_n(&mti_slot_of(comm->group, comm->rank)->inside, inside, __ATOMIC_RELEASE);
 }
 
 /* Compares the calls of all ranks. When they differ, every rank gets the same message. */
@@ -3267,13 +3269,16 @@ static mt_status mti_compare(mt_context *ctx, mt_comm *comm) {
 
 static uint64_t mti_outbox(int destination, unsigned state) { return (uint64_t)(destination + 1) << 3 | state; }
 
-/* A rank that has sent something to this rank, which is in a collective, cannot come to the collective. */
+/* A rank that sends something to this rank, which is in a collective, or waits for a message of this rank, cannot come
+   to the collective. */
 static mt_status mti_posted_check(mt_context *ctx, mt_comm *comm) {
     mti_group *g = comm->group;
     mti_text text;
     int r;
     for (r = 0; r < g->size; r++) {
-        if (__atomic_load_n(&mti_slot_of(g, r)->outbox, __ATOMIC_SEQ_CST) != mti_outbox(comm->rank, MTI_POSTED))
+        const mti_slot *slot = mti_slot_of(g, r);
+        if (__atomic_load_n(&slot->outbox, __ATOMIC_SEQ_CST) != mti_outbox(comm->rank, MTI_POSTED) &&
+            __atomic_load_n(&slot->awaited, __ATOMIC_SEQ_CST) != comm->rank + 1)
             continue;
         mti_say_pair(&text, comm, r);
         return mti_break_mismatch(ctx, comm, &text);
@@ -3366,6 +3371,11 @@ static mt_status mti_copy_message(mt_context *ctx, const mti_call *call, mti_slo
     return ctx->device == MT_DEVICE_CUDA ? mti_cuda_record(ctx, &slot->taken) : MT_SUCCESS;
 }
 
+/* Says from which rank this one awaits a message. -1: none */
+static void mti_await(mt_comm *comm, int source) {
+    __atomic_store_n(&mti_slot_of(comm->group, comm->rank)->awaited, source + 1, __ATOMIC_SEQ_CST);
+}
+
 /* Receives: waits until the source has posted a message for this rank, copies it, and updates the source's outbox. */
 static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mti_group *g = comm->group;
@@ -3375,6 +3385,7 @@ static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) 
     do { /* the exchange fails when the sender has given up: it then breaks the group, which ends the next wait */
         mti_wait w = mti_wait_outbox(slot, mti_outbox(comm->rank, MTI_POSTED), 0, call->source, 0);
         mti_outcome outcome = mti_wait_aside(ctx, g, &w);
+        mti_await(comm, -1); /* before the sender can go on */
         if (outcome != MTI_MET) return mti_give_up(ctx, comm, outcome, call->source, MTI_ANY);
         posted = w.value;
     } while (!__atomic_compare_exchange_n(&slot->outbox, &posted, mti_outbox(comm->rank, MTI_TAKEN), 0,
@@ -3437,8 +3448,10 @@ static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *c
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
     mti_publish(ctx, comm, call, MTI_IN_P2P);
     if (call->root >= 0) mti_post(comm, call);
+    mti_await(comm, call->source);
     status = mti_peers_come(ctx, comm, call);
     if (status == MT_SUCCESS && call->source >= 0) status = mti_take(ctx, comm, call);
+    mti_await(comm, -1);
     if (call->root >= 0) status = mti_finish_send(ctx, comm, call, status);
     mti_set_inside(comm, MTI_OUTSIDE);
     return status;
@@ -4022,12 +4035,12 @@ typedef struct mti_placed {
     char *name;                      /* of a parameter; the checker's */
     int64_t parts;                   /* of a parameter, see mt_param_desc */
     int is_gradient;
-    const mt_comm *summed; /* of a gradient: the program has summed it over this group, which is not in axes; or NULL */
-    int some_columns;      /* 1: it was computed from some columns of a tensor, and has as many */
-    int is_block;          /* of mt_context_alloc */
-    int is_gone;           /* 1: mti_placed_compact removes it */
-    uint64_t age;          /* number of the piece; the newest has the largest */
-    uintptr_t reach;       /* the largest at.end of this piece and those before it in the list */
+    char summed_over[16]; /* of a gradient: the program has summed it over this group, which is not in axes; or "" */
+    int some_columns;     /* 1: it was computed from some columns of a tensor, and has as many */
+    int is_block;         /* of mt_context_alloc */
+    int is_gone;          /* 1: mti_placed_compact removes it */
+    uint64_t age;         /* number of the piece; the newest has the largest */
+    uintptr_t reach;      /* the largest at.end of this piece and those before it in the list */
 } mti_placed;
 
 typedef struct mti_placed_list {
@@ -4486,7 +4499,7 @@ static void mti_parameter_note(mti_placed *p, const unsigned char *may, int zero
         p->may[g] = (unsigned char)(whole || p->zero ? set : set | p->may[g]);
     }
     p->zero = zero;
-    if (zero) p->summed = NULL;
+    if (whole) p->summed_over[0] = 0;
 }
 
 /* Returns a new piece for e, without the older ones that it covers, or NULL when there is no memory. */
@@ -4623,7 +4636,7 @@ MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, 
     if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_UNDECLARED;
     g = mti_axis_of(ctx->checker, comm, 0);
     p = g < 0 && comm ? mti_parameter_at(ctx->checker, mti_extent_of(t)) : NULL;
-    if (g < 0) return p && p->summed == comm ? MT_REPLICATED : MT_UNDECLARED;
+    if (g < 0) return p && strcmp(p->summed_over, comm->name) == 0 ? MT_REPLICATED : MT_UNDECLARED;
     k = mti_known_of(ctx->checker, t);
     for (placement = MT_REPLICATED; placement <= MT_PARTIAL; placement++)
         if ((!k.zero || k.parameter) && k.may[g] == 1 << placement) return (mt_placement)placement;
@@ -5094,6 +5107,8 @@ MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *
     int64_t has;
     int g;
     if (!ctx) return MT_ERR_ARGUMENT;
+    if (parts < 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_parts_check: parts is %lld, must be at least 1", (long long)parts);
     if (!mt_check_mode(ctx) || ctx->checker->count == 0 || !mti_has_elements(t)) return MT_SUCCESS;
     has = mti_parts_of(ctx->checker, mti_extent_of(t));
     if (has == 0 || has % parts == 0) return MT_SUCCESS;
@@ -5308,7 +5323,7 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     }
     MT_TRY(mti_forget_view(ctx, y));
     p = call->kind == MT_ALL_REDUCE && sums ? mti_parameter_at(ctx->checker, mti_extent_of(y)) : NULL;
-    if (p && p->is_gradient) p->summed = comm;
+    if (p && p->is_gradient) snprintf(p->summed_over, sizeof p->summed_over, "%s", comm->name);
     return MT_SUCCESS;
 }
 
@@ -5478,10 +5493,11 @@ static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name
 
 static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *name) {
     if (ctx->device != MT_DEVICE_META) return MT_SUCCESS;
-    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
-                      "mt_%s: the context is on MT_DEVICE_META, \"%s\" (%d ranks) is not a meta communicator; use "
-                      "mt_comm_create_meta",
-                      name, comm->name, comm->size);
+    return mti_refuse(
+        ctx, comm, MT_ERR_ARGUMENT,
+        "mt_%s: the context is on MT_DEVICE_META, which \"%s\" (%d ranks) does not work with: use threads "
+        "(mt_launch) or mt_comm_create_meta",
+        name, comm->name, comm->size);
 }
 
 static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name) {
@@ -9130,6 +9146,7 @@ typedef struct mti_telling {
 static mt_status mti_space_gather(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all,
                                   void *space) {
     char *place = (char *)space + (size_t)comm->rank * bytes;
+    MT_TRY(mti_synchronize(ctx)); /* a copy from pageable memory would wait without a timeout */
     MT_TRY(mti_bytes_copy(ctx, place, mine, bytes));
     MT_TRY(mt_all_gather(ctx, comm, place, space, bytes, MT_U8));
     return mti_told_fetch(ctx, all, space, (size_t)comm->size * bytes);
@@ -9267,6 +9284,7 @@ typedef struct mti_replica {
     const char *where, *with; /* the call that read it, and a parameter of the call, or NULL */
     const char *by, *by_with; /* the call that wrote it, or NULL */
     char operand[24];
+    char differs;   /* what another rank has if the hashes differ: v, p or c, see mti_say_differs */
     uint64_t moves; /* number of collectives of the group before */
     uint64_t hash;
     int sum; /* on a GPU: 1 + its place in `sums`, until the host has fetched it */
@@ -9332,15 +9350,15 @@ static uint64_t mti_hash_number(uint64_t hash, uint64_t number) {
     return mt_hash_word(mt_hash_word(hash, (uint32_t)number), (uint32_t)(number >> 32));
 }
 
-/* Without data, the hash of a view is its shape and its place in the memory of the piece that it is a part of. Ranks
-   that multiply different columns of what all have are found by it. */
+/* Without data, the hash of a view is its shape and, if it is a part of a piece, its place there. So ranks that multiply
+   different columns of what all have are found. */
 static uint64_t mti_replica_shape(const mti_checker *c, mt_tensor t) {
     mti_extent e = mti_extent_of(t);
     const mti_placed *p = mti_parameter_at(c, e);
     uint64_t h = mti_hash_number(0, (uint64_t)t.rows);
     if (!p) p = mti_placed_older(&c->written, e, UINT64_MAX);
     h = mti_hash_number(h, (uint64_t)t.cols);
-    return mti_hash_number(h, p ? (uint64_t)e.begin - (uint64_t)p->at.begin : 0);
+    return mti_hash_number(h, p && mti_extent_covers(p->at, e) ? (uint64_t)e.begin - (uint64_t)p->at.begin : 0);
 }
 
 static mt_status mti_replica_hash(mt_context *ctx, mt_tensor t, mti_replica *e) {
@@ -9371,6 +9389,7 @@ static mt_status mti_replica_add(mt_context *ctx, int g, const mti_replica *e) {
         l->capacity = capacity;
     }
     l->list[l->count] = *e;
+    if (!e->differs) l->list[l->count].differs = ctx->device == MT_DEVICE_META ? 'c' : 'v';
     l->list[l->count++].moves = l->moves;
     return MT_SUCCESS;
 }
@@ -9407,6 +9426,7 @@ static mt_status mti_place_note(mt_context *ctx, const char *where, const char *
     memset(&e, 0, sizeof e);
     e.where = where;
     e.with = known->with;
+    e.differs = 'p';
     snprintf(e.operand, sizeof e.operand, "%s", field);
     e.hash = mti_hash_number(0, (uint64_t)place->first_row);
     e.hash = mti_hash_number(e.hash, (uint64_t)place->first_col);
@@ -9444,12 +9464,18 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
     g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 1) : -1;
     if (g < 0) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
+    e.differs = 'v';
     e.hash = mt_hash_word(0, mt_f32_bits(number));
     snprintf(e.operand, sizeof e.operand, "%s", what);
     return mti_replica_add(ctx, g, &e);
 }
 
-/* Returns the text of a list: for each entry its name, NUL, the collectives before, the hash, who wrote it, NUL. */
+static const char *mti_say_differs(char differs) {
+    return differs == 'p' ? "another seed or place" : differs == 'c' ? "other rows or columns" : "other values";
+}
+
+/* Returns the text of a list: for each entry its name, NUL, the collectives before, the hash, what differs, who wrote
+   it, NUL. */
 static mti_told_text mti_replicas_write(const void *user) {
     const mti_replica_list *l = (const mti_replica_list *)user;
     mti_told_text t;
@@ -9467,8 +9493,8 @@ static mti_told_text mti_replicas_write(const void *user) {
         t.bytes += strlen(at) + 1;
         at = t.data + t.bytes;
         mti_since_text(e->by, e->by_with, since, sizeof since);
-        snprintf(at, MTI_REPLICA_TEXT / 2, "%016llx%016llx%s", (unsigned long long)e->moves,
-                 (unsigned long long)e->hash, since);
+        snprintf(at, MTI_REPLICA_TEXT / 2, "%016llx%016llx%c%s", (unsigned long long)e->moves,
+                 (unsigned long long)e->hash, e->differs, since);
         t.bytes += strlen(at) + 1;
     }
     return t;
@@ -9491,10 +9517,12 @@ static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *c
         if (order >= 0) other = mti_told_next(y, &j), second = mti_told_next(y, &j);
     }
     if (!name || !other) return 0;
-    mti_say(text,
-            "%s is replicated over \"%s\" (%d ranks)%s, but rank %d has other values than rank %d: check seeds, "
-            "dropout, inputs, and memory that is written behind the library's back",
-            name, comm->name, comm->size, value + 2 * MTI_REPLICA_DIGITS, b, a);
+    mti_say(
+        text,
+        "%s is replicated over \"%s\" (%d ranks)%s, but rank %d has %s than rank %d: check seeds, dropout, inputs, and "
+        "memory that is written behind the library's back",
+        name, comm->name, comm->size, value + 2 * MTI_REPLICA_DIGITS + 1, b,
+        mti_say_differs(value[2 * MTI_REPLICA_DIGITS]), a);
     return 1;
 }
 

@@ -11657,7 +11657,7 @@ static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int6
 static mt_status mti_embedding_rule(mt_context *ctx, const char *where, const mt_rule *rule, const int32_t *ids,
                                     int64_t first_row, const mt_arg *args) {
     mt_tensor rows = mt_tensor_make(ids, MT_I32, args[0].view->rows, 1), table = *args[1].view;
-    mt_place place = {table.rows, table.cols, first_row, INT64_MAX, table.cols, 1, 0, 0, "rows of the table"};
+    mt_place place = {table.rows, table.cols, first_row, INT64_MAX, table.cols, 1, "rows of the table", 0, 0};
     mt_arg all[3];
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
     MT_TRY(mt_place_check(ctx, where, "", args[1].name, table, &place));
@@ -12330,8 +12330,8 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
 /* Checks that ranks with columns of their own take other parts of the vocabulary. */
 static mt_status mti_expect_vocabulary(mt_context *ctx, const char *where, const mt_cross_entropy_shard_desc *desc,
                                        mt_tensor logits) {
-    mt_place place = {logits.rows, logits.cols, INT64_MAX, desc->first_col,         logits.cols,
-                      1,           0,           0,         "part of the vocabulary"};
+    mt_place place = {
+        logits.rows, logits.cols, INT64_MAX, desc->first_col, logits.cols, 1, "part of the vocabulary", 0, 0};
     return mt_place_check(ctx, where, "desc", "logits", logits, &place);
 }
 

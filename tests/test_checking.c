@@ -887,12 +887,17 @@ static void check_parts(int64_t parts, mt_placement placement, mt_status want) {
 }
 
 static void test_parts(void **state) {
+    test_rank r;
     (void)state;
     check_parts(2, MT_SPLIT_ROWS, MT_SUCCESS);
     check_parts(4, MT_SPLIT_ROWS, MT_SUCCESS);
     check_parts(0, MT_SPLIT_ROWS, MT_ERR_ARGUMENT);
     check_parts(0, MT_REPLICATED, MT_SUCCESS); /* each rank has all columns */
     assert_int_equal(mt_parts_check(NULL, "my_glu", "h", mt_none(), 2), MT_ERR_ARGUMENT);
+    test_paper_rank(4, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_parts_check: parts is 0, must be at least 1",
+            mt_parts_check(r.ctx, "my_glu", "h", mt_none(), 0));
+    test_paper_rank_close(&r);
 }
 
 /* Two products write gate and up side by side. */

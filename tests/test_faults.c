@@ -329,17 +329,20 @@ enum {
     P2P_COLLECTIVE,       /* the receiver calls a collective */
     P2P_COLLECTIVE_FIRST, /* it is in the collective when the message is sent */
     P2P_COLLECTIVE_LATE,  /* it comes to the collective when the message has been sent */
-    P2P_COLLECTIVE_RECV,  /* it should send */
+    P2P_COLLECTIVE_RECV,  /* it should send, and is in the collective when the other begins to wait */
+    P2P_RECV_FIRST,       /* it should send, and comes to the collective when the other waits */
     P2P_LEFT,
     P2P_RING_BROKEN
 };
 
 static mt_status p2p_fault_call(fault *f, mt_context *ctx, mt_comm *w, int rank, float *a, float *b) {
     if (f->kind == (rank == 0 ? P2P_COLLECTIVE_FIRST : P2P_COLLECTIVE_LATE)) nap(0.05);
+    if (rank == 1 && f->kind == P2P_RECV_FIRST) nap(0.05);
     if (rank == 0 && f->kind == P2P_COLLECTIVE_RECV) nap(0.05);
     if (rank == 0) {
         switch (f->kind) {
         case P2P_COLLECTIVE_RECV:
+        case P2P_RECV_FIRST:
         case P2P_NO_SEND:
         case P2P_LEFT: return mt_recv(ctx, w, b, 4, MT_F32, 1);
         case P2P_RING_BROKEN: return mt_send_recv(ctx, w, a, 4, 1, b, 4, 1, MT_F32);
@@ -352,7 +355,8 @@ static mt_status p2p_fault_call(fault *f, mt_context *ctx, mt_comm *w, int rank,
     case P2P_COLLECTIVE:
     case P2P_COLLECTIVE_FIRST:
     case P2P_COLLECTIVE_LATE:
-    case P2P_COLLECTIVE_RECV: return mt_all_reduce(ctx, w, a, b, 4, MT_F32, MT_SUM);
+    case P2P_COLLECTIVE_RECV:
+    case P2P_RECV_FIRST: return mt_all_reduce(ctx, w, a, b, 4, MT_F32, MT_SUM);
     case P2P_RING_BROKEN: return mt_send_recv(ctx, w, a, 3, 0, b, 4, 0, MT_F32);
     case P2P_LEFT: return MT_SUCCESS;
     default: nap(1.5); return MT_SUCCESS;
@@ -411,8 +415,9 @@ static void test_p2p_faults(void **state) {
     for (i = P2P_COLLECTIVE; i <= P2P_COLLECTIVE_LATE; i++)
         assert_p2p(i, TEST_OVER_MPI ? 0.2 : 20, waits, waits, "send(count 4, f32, to rank 1)",
                    TEST_OVER_MPI ? "all_reduce(count 4, f32, sum)" : "rank 1 called all_reduce(count 4, f32, sum)");
-    assert_p2p(P2P_COLLECTIVE_RECV, TEST_OVER_MPI ? 0.2 : 20, waits, waits, "recv(count 4, f32, from rank 1)",
-               "all_reduce(count 4, f32, sum)");
+    for (i = P2P_COLLECTIVE_RECV; i <= P2P_RECV_FIRST; i++)
+        assert_p2p(i, TEST_OVER_MPI ? 0.2 : 20, waits, waits, "recv(count 4, f32, from rank 1)",
+                   "all_reduce(count 4, f32, sum)");
 }
 
 /* Two ranks can still exchange messages after a third has returned without an error. */

@@ -11,6 +11,7 @@
 static const gpt_run right[] = {
     {.tp = 2, .data = 2},
     {.tp = 2, .data = 1, .sequence_parallel = 1, .recompute = MT_RECOMPUTE_SELECTIVE},
+    {.tp = 2, .data = 1, .sequence_parallel = 1, .overlap_chunks = 2},
     {.tp = 2, .data = 2, .pipeline = 2},
     {.tp = 2, .data = 1, .llama = 1, .dtype = MT_BF16, .loss_scale = 8.0f},
     {.tp = 1, .data = 4, .dtype = MT_BF16, .share = {.sharded_optimizer = 1}, .begins = 1},
@@ -124,6 +125,7 @@ static void check_fault(faulty f) {
 
 #define OVER_TENSOR "over \"tensor\" (2 ranks)|, but rank 1 has other values than rank 0: check seeds, dropout"
 #define OVER_DATA "over \"data\" (2 ranks)|, but rank 1 has other values than rank 0: check seeds, dropout"
+#define OTHER_MASK "over \"tensor\" (2 ranks), but rank 1 has another seed or place than rank 0: check seeds, dropout"
 #define NORM "decoder.layers.0.input_layernorm.weight"
 #define FC1 "decoder.layers.1.mlp.linear_fc1.weight"
 
@@ -142,10 +144,10 @@ static void test_faults_are_named(void **state) {
     check_fault((faulty){tp, NOT_A_NUMBER, .param = NORM, .rank = -1, .other = 1});
     check_fault(
         (faulty){tp, SEED, .rank = 1,
-                 .words = "mt_sync_gradients: dropout.at of mt_bias_dropout_add_forward is replicated " OVER_TENSOR});
-    check_fault((faulty){bert, SEED, .rank = 1, .words = "mt_sync_gradients: dropout.at of |" OVER_TENSOR});
+                 .words = "mt_sync_gradients: dropout.at of mt_bias_dropout_add_forward is replicated " OTHER_MASK});
+    check_fault((faulty){bert, SEED, .rank = 1, .words = "mt_sync_gradients: dropout.at of |" OTHER_MASK});
     check_fault((faulty){pp, SEED, .rank = 3, .other = 2,
-                         .words = "mt_sync_gradients: dropout.at of |\"decoder.layers.1.|" OVER_TENSOR});
+                         .words = "mt_sync_gradients: dropout.at of |\"decoder.layers.1.|" OTHER_MASK});
     check_fault((faulty){tp, WEIGHT, .param = NORM, .rank = 1,
                          .words = "mt_sync_gradients: the value of '" NORM "' is replicated |" OVER_TENSOR});
     check_fault((faulty){dp, WEIGHT, .param = FC1, .rank = 1,
@@ -179,7 +181,7 @@ static void test_without_data(void **state) {
     }
     check_fault((faulty){tp, NO_FAULT, .rank = 0, .other = 1});
     check_fault(
-        (faulty){tp, SEED, .rank = 1, .words = "mt_sync_gradients: dropout.at of mt_|is replicated " OVER_TENSOR});
+        (faulty){tp, SEED, .rank = 1, .words = "mt_sync_gradients: dropout.at of mt_|is replicated " OTHER_MASK});
     check_fault((faulty){dp, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_DATA});
 }
 
