@@ -10,8 +10,8 @@
    program creates its parameters in `params`, and trains for some steps. In each it tells its loss (mutants_loss) and,
    after mt_sync_gradients, its gradients (mutants_gradients). The program runs on 1 and on 4 ranks, which are threads,
    and on one rank of 4 on the meta device, where mutants_loss and mutants_gradients do nothing. What that accepts runs
-   on 4 ranks on the meta device, and what these accept, too, on 4 ranks that compute and compare values (check mode 2).
-   */
+   on 4 ranks on the meta device, and what these accept, too, on 4 ranks that compute and compare values (check mode
+   2). */
 
 #ifndef MT_MUTANTS_H
 #define MT_MUTANTS_H
@@ -167,6 +167,10 @@ static void mutants_check(mutants_run *run) {
 
 /* ---- comparisons ------------------------------------------------------------------------------------------------- */
 
+/* Rounding: sums over ranks are added in another order. A norm below MUTANTS_ZERO is zero, but for rounding. */
+#define MUTANTS_ROUNDING 1e-4
+#define MUTANTS_ZERO 1e-6
+
 /* The distance of two vectors, relative to the second. NaN is infinite. */
 static double mutants_distance(const float *a, const float *b, int64_t n) {
     double d = 0, square = 0;
@@ -174,7 +178,7 @@ static double mutants_distance(const float *a, const float *b, int64_t n) {
         d += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
         square += (double)b[i] * b[i];
     }
-    d = sqrt(d) / (square > 0 ? sqrt(square) : 1);
+    d = sqrt(d) / (sqrt(square) > MUTANTS_ZERO ? sqrt(square) : 1);
     return isfinite(d) ? d : INFINITY;
 }
 
@@ -231,16 +235,13 @@ static double mutants_norms_differ(const mutants_run *run, const mutants_run *on
         for (int t = 0; t < run->ranks[r].tensors; t++) {
             const mutants_gradient *g = &run->ranks[r].gradients[t];
             double x = mutants_norm_of(run, r, g->name, g->step), y = mutants_norm_of(one, 0, g->name, g->step);
-            double d = fabs(x - y) / (y > 0 ? y : 1);
+            double d = fabs(x - y) / (y > MUTANTS_ZERO ? y : 1);
             if (!(d <= most)) most = isfinite(d) ? d : INFINITY;
         }
     return most;
 }
 
 /* ---- main -------------------------------------------------------------------------------------------------------- */
-
-/* Rounding: sums over ranks are added in another order. */
-#define MUTANTS_ROUNDING 1e-4
 
 static double mutants_now(void) {
     struct timespec t;

@@ -36,13 +36,13 @@ my %conjugate = map { ("mt_$_->[0]", "mt_$_->[1]"), ("mt_$_->[1]", "mt_$_->[0]")
     ['copy_to_tensor_region_backward', 'reduce_from_tensor_region_backward'],
     ['scatter_to_sequence_region', 'reduce_scatter_to_sequence_region'],
 );
-# What a message names instead of a call that the library makes for its user.
+# What a message names instead of a call: one that the library makes for its user, or any gather where one is missing.
 my $sums = 'mt_reduce_from_tensor_region_forward|mt_reduce_scatter_to_sequence_region|'
     . 'mt_copy_to_tensor_region_backward';
 my $gathers = 'mt_all_gather|mt_gather_from_tensor_region|mt_gather_from_sequence_region';
 my %named = (
     mti_reduce_tokens => $sums, mt_reduce_from_tensor_region_forward => $sums, mti_gather_features => $gathers,
-    mt_all_gather => $gathers,
+    mt_all_gather => $gathers, mt_gather_from_tensor_region => $gathers,
 );
 my $flag = 'sequence_partial|shared_embedding|skip_bias_add';
 
@@ -114,9 +114,13 @@ sub call_mutants {
     }
 }
 
+# What a message names for a flag. Between layers that differ in sequence_parallel, a gather or a scatter is missing.
 sub flag_words {
     my ($name) = @_;
-    return $name =~ /^sequence/ ? 'sequence_partial|sequence_parallel' : $name =~ /bias/ ? 'bias' : $name;
+    my $words = 'sequence_partial|sequence_parallel';
+    return $words if $name eq 'sequence_partial';
+    return "$words|mt_gather_from_sequence_region|mt_scatter_to_sequence_region" if $name eq 'sequence_parallel';
+    return $name =~ /bias/ ? 'bias' : $name;
 }
 
 sub flag_mutants {
