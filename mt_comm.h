@@ -898,9 +898,9 @@ typedef struct mt_place {
 /* Checks that a place fits the placements of t, operand `name` of a call. Where ranks have rows or columns of their
    own, their places must differ: rank n of a group has at least n times its rows or columns before it. Where no group
    splits the columns of t, they are those of the whole tensor, unless t is a view of some columns of a tensor, or was
-   computed from such a view. When mt_context_desc.check is 2, ranks that have the same t must have the same place, seed
-   and subsequence, which the next mt_check_replicas compares. `field` names the place, as in "dropout.at"; it may be
-   "". Does nothing when check mode is off. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+   computed from such a view. When mt_context_desc.check is 2, all ranks must have the same seed and subsequence, and
+   those that have the same t the same place, which the next mt_check_replicas compares. `field` names the place, as in
+   "dropout.at"; it may be "". Does nothing when check mode is off. Errors: MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
 MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
                                 const mt_place *place);
 
@@ -9350,8 +9350,8 @@ static uint64_t mti_hash_number(uint64_t hash, uint64_t number) {
     return mt_hash_word(mt_hash_word(hash, (uint32_t)number), (uint32_t)(number >> 32));
 }
 
-/* Without data, the hash of a view is its shape and, if it is a part of a piece, its place there. So ranks that multiply
-   different columns of what all have are found. */
+/* Without data, the hash of a view is its shape and, if it is a part of a piece, its place there. So it is found when
+   ranks multiply different columns of what all have. */
 static uint64_t mti_replica_shape(const mti_checker *c, mt_tensor t) {
     mti_extent e = mti_extent_of(t);
     const mti_placed *p = mti_parameter_at(c, e);
@@ -9417,10 +9417,12 @@ static mt_status mti_replica_read(mt_context *ctx, const char *where, const char
     return MT_SUCCESS;
 }
 
-/* Notes by what place a call takes what ranks must have alike. */
+/* Notes from what seed a call takes random words, which must be the same on all ranks, and by what place for what ranks
+   have alike. */
 static mt_status mti_place_note(mt_context *ctx, const char *where, const char *field, const mti_known *known,
                                 const mt_place *place) {
     mti_replica e;
+    uint64_t words;
     int g;
     if (!mti_replicas_on(ctx)) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
@@ -9428,12 +9430,15 @@ static mt_status mti_place_note(mt_context *ctx, const char *where, const char *
     e.with = known->with;
     e.differs = 'p';
     snprintf(e.operand, sizeof e.operand, "%s", field);
-    e.hash = mti_hash_number(0, (uint64_t)place->first_row);
-    e.hash = mti_hash_number(e.hash, (uint64_t)place->first_col);
-    e.hash = mti_hash_number(e.hash, place->seed);
-    e.hash = mti_hash_number(e.hash, place->subsequence);
-    for (g = 0; g < ctx->checker->count; g++)
-        if (known->may[g] == 1 << MT_REPLICATED) MT_TRY(mti_replica_add(ctx, g, &e));
+    words = mti_hash_number(mti_hash_number(0, place->seed), place->subsequence);
+    for (g = 0; g < ctx->checker->count; g++) {
+        e.hash = words;
+        if (known->may[g] == 1 << MT_REPLICATED) {
+            e.hash = mti_hash_number(e.hash, (uint64_t)place->first_row);
+            e.hash = mti_hash_number(e.hash, (uint64_t)place->first_col);
+        }
+        if (known->may[g] != MTI_ALL_PLACEMENTS) MT_TRY(mti_replica_add(ctx, g, &e));
+    }
     return MT_SUCCESS;
 }
 
@@ -9517,12 +9522,11 @@ static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *c
         if (order >= 0) other = mti_told_next(y, &j), second = mti_told_next(y, &j);
     }
     if (!name || !other) return 0;
-    mti_say(
-        text,
-        "%s is replicated over \"%s\" (%d ranks)%s, but rank %d has %s than rank %d: check seeds, dropout, inputs, and "
-        "memory that is written behind the library's back",
-        name, comm->name, comm->size, value + 2 * MTI_REPLICA_DIGITS + 1, b,
-        mti_say_differs(value[2 * MTI_REPLICA_DIGITS]), a);
+    mti_say(text,
+            "%s %s over \"%s\" (%d ranks)%s, but rank %d has %s than rank %d: check seeds, dropout, inputs, and memory "
+            "that is written behind the library's back",
+            name, value[2 * MTI_REPLICA_DIGITS] == 'p' ? "must agree" : "is replicated", comm->name, comm->size,
+            value + 2 * MTI_REPLICA_DIGITS + 1, b, mti_say_differs(value[2 * MTI_REPLICA_DIGITS]), a);
     return 1;
 }
 

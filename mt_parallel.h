@@ -6813,8 +6813,14 @@ static mt_status mti_step_update(mt_context *ctx, const mt_step *step, mt_tensor
 }
 
 MT_API mt_status mt_step_update(mt_context *ctx, const mt_step *step, mt_tensor loss) {
+    static const mt_rule rule = {"loss", "R", NULL};
+    mt_operand operand;
     MT_TRY(mti_step_check(ctx, "mt_step_update", step));
     MT_TRY(mti_gradients_ready(ctx, "mt_step_update", step->optimizer->params, 0));
+    operand.name = "loss";
+    operand.t = loss;
+    operand.use = 1;
+    MT_TRY(mt_rule_check(ctx, "mt_step_update", &rule, &operand, 1));
     return MT_RANGE("optimizer step", mti_step_update(ctx, step, loss));
 }
 

@@ -854,6 +854,34 @@ static void test_own_sum_over_the_embedding_group(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* The loss decides whether a step is skipped, so all ranks need the same one. */
+static void test_loss_of_a_step(void **state) {
+    mt_param_desc desc = {.name = "gain", .rows = 1, .cols = 4, .init_value = 1};
+    mt_tensor loss;
+    mt_optimizer adamw;
+    mt_step step;
+    mt_param *gain;
+    test_rank r;
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &desc, &gain));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_optimizer_create(r.ctx, r.params, NULL, &adamw));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_step_create(r.ctx, &adamw, NULL, 1.0f, &step));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 1, 1, &loss));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, r.params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, loss, MT_SPLIT_ROWS));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_step_update|loss is split by rows over \"data\" (2 ranks)|must be replicated|mt_all_reduce",
+            mt_step_update(r.ctx, &step, loss));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.dp, loss.data, loss.data, 1, MT_F32, MT_SUM));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_step_update(r.ctx, &step, loss));
+    mt_step_destroy(r.ctx, &step);
+    mt_optimizer_destroy(r.ctx, &adamw);
+    test_paper_rank_close(&r);
+}
+
 /* SwiGLU takes the columns of h as gate and up: each rank needs its share of both. */
 static void check_parts(int64_t parts, mt_placement placement, mt_status want) {
     mt_param_desc desc = {.name = "gate_up.weight", .rows = 16, .cols = 4, .parts = parts, .init_std = 0.1f};
@@ -1788,6 +1816,7 @@ int main(void) {
         cmocka_unit_test(test_bias_of_scores),
         cmocka_unit_test(test_bias_of_own_heads),
         cmocka_unit_test(test_place_of_an_own_operator),
+        cmocka_unit_test(test_loss_of_a_step),
         cmocka_unit_test(test_parts),
         cmocka_unit_test(test_own_sum_over_the_embedding_group),
         cmocka_unit_test(test_parts_of_two_products),

@@ -144,10 +144,10 @@ static void test_faults_are_named(void **state) {
     check_fault((faulty){tp, NOT_A_NUMBER, .param = NORM, .rank = -1, .other = 1});
     check_fault(
         (faulty){tp, SEED, .rank = 1,
-                 .words = "mt_sync_gradients: dropout.at of mt_bias_dropout_add_forward is replicated " OTHER_MASK});
+                 .words = "mt_sync_gradients: dropout.at of mt_bias_dropout_add_forward must agree " OTHER_MASK});
     check_fault((faulty){bert, SEED, .rank = 1, .words = "mt_sync_gradients: dropout.at of |" OTHER_MASK});
-    check_fault((faulty){pp, SEED, .rank = 3, .other = 2,
-                         .words = "mt_sync_gradients: dropout.at of |\"decoder.layers.1.|" OTHER_MASK});
+    check_fault(
+        (faulty){pp, SEED, .rank = 3, .other = 2, .words = "mt_sync_gradients: dropout.at of |must agree " OTHER_MASK});
     check_fault((faulty){tp, WEIGHT, .param = NORM, .rank = 1,
                          .words = "mt_sync_gradients: the value of '" NORM "' is replicated |" OVER_TENSOR});
     check_fault((faulty){dp, WEIGHT, .param = FC1, .rank = 1,
@@ -169,7 +169,7 @@ static void test_faults_are_named(void **state) {
 
 /* Threads on the meta device compare what there is without data. */
 static void test_without_data(void **state) {
-    const gpt_run tp = {.tp = 2, .data = 2, .device = MT_DEVICE_META},
+    const gpt_run tp = {.tp = 2, .data = 1, .device = MT_DEVICE_META},
                   dp = {.tp = 1, .data = 2, .device = MT_DEVICE_META};
     (void)state;
     for (size_t i = 0; i < sizeof right / sizeof *right; i++) {
@@ -180,12 +180,20 @@ static void test_without_data(void **state) {
         gpt_execute(r, &out);
     }
     check_fault((faulty){tp, NO_FAULT, .rank = 0, .other = 1});
-    check_fault(
-        (faulty){tp, SEED, .rank = 1, .words = "mt_sync_gradients: dropout.at of mt_|is replicated " OTHER_MASK});
+    check_fault((faulty){tp, SEED, .rank = 1, .words = "mt_sync_gradients: dropout.at of mt_|must agree " OTHER_MASK});
     check_fault((faulty){dp, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_DATA});
 }
 
-enum { UNLIKE_NOTHING, UNLIKE_FIRST, UNLIKE_ROWS, UNLIKE_SEED, UNLIKE_SUBSEQUENCE, UNLIKE_PLACE, UNLIKE_COUNT };
+enum {
+    UNLIKE_NOTHING,
+    UNLIKE_FIRST,
+    UNLIKE_ROWS,
+    UNLIKE_SEED,
+    UNLIKE_SUBSEQUENCE,
+    UNLIKE_PLACE,
+    UNLIKE_SPLIT_SEED, /* the ranks have other rows, and so other masks, but must have one seed */
+    UNLIKE_COUNT
+};
 
 /* Rank 1 reads other rows of what both have, or draws other random words for it. */
 static mt_status unlike_rank(mt_comm *world, void *user) {
@@ -194,24 +202,28 @@ static mt_status unlike_rank(mt_comm *world, void *user) {
     mt_random at = {.seed = 1 + (fault == UNLIKE_SEED),
                     .subsequence = fault == UNLIKE_SUBSEQUENCE,
                     .first_row = 4 * (fault == UNLIKE_PLACE),
-                    .global_cols = 6};
-    mt_tensor x, y, out;
-    mt_arena_request memory[] = {{&x, MT_F32, 4, 6}, {&y, MT_F32, 4, 6}, {&out, MT_F32, 1, 1}};
+                    .global_cols = 6},
+              split_at = {
+                  .seed = 1 + (fault == UNLIKE_SPLIT_SEED), .first_row = 4 * mt_comm_rank(world), .global_cols = 6};
+    mt_tensor x, y, split, out;
+    mt_arena_request memory[] = {{&x, MT_F32, 4, 6}, {&y, MT_F32, 4, 6}, {&split, MT_F32, 4, 6}, {&out, MT_F32, 1, 1}};
     mt_status status, want = kind ? MT_ERR_MISMATCH : MT_SUCCESS;
     test_rank r;
     MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &where, &r));
     CHECK(mt_check_mode(r.ctx) == 2);
-    MT_TRY(mt_arena_tensors(r.ctx, memory, 3));
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 4));
     MT_TRY(mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, split, MT_SPLIT_ROWS));
     MT_TRY(mt_fill(r.ctx, out, 0.0f));
     MT_TRY(mt_sum(r.ctx, mt_tensor_rows(x, fault == UNLIKE_FIRST, 2 + (fault == UNLIKE_ROWS)), out));
     MT_TRY(mt_bias_dropout_add_forward(r.ctx, x, mt_none(), x, (mt_dropout){at, 0.5f}, y));
+    MT_TRY(mt_bias_dropout_add_forward(r.ctx, split, mt_none(), split, (mt_dropout){split_at, 0.5f}, y));
     status = mt_check_replicas(r.ctx, r.grid.tp, "my_step");
     if (status != want) return status ? status : MT_ERR_DATA;
     if (kind)
-        CHECK(test_has_words(mt_last_error(r.ctx), kind < UNLIKE_SEED
-                                                       ? "my_step: x of mt_sum is replicated |since mt_declare"
-                                                       : "my_step: dropout.at of mt_bias_dropout_add_forward is "));
+        CHECK(test_has_words(mt_last_error(r.ctx),
+                             kind < UNLIKE_SEED ? "my_step: x of mt_sum is replicated |since mt_declare"
+                                                : "my_step: dropout.at of mt_bias_dropout_add_forward must agree "));
     test_rank_close(&r);
     return MT_SUCCESS;
 }
