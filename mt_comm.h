@@ -1481,7 +1481,7 @@ static void mti_replicas_destroy(mt_context *ctx); /* >>replicas */
 static mt_status mti_replicas_create(mt_context *ctx);
 static mt_status mti_replicas_due(mt_context *ctx, mt_comm *comm, const char *name);
 
-static mt_status mti_alone_check(mt_context *ctx, mt_comm *comm, const char *name); /* >>collectives */
+static mt_status mti_no_check(mt_context *ctx, mt_comm *comm, const char *name); /* >>collectives */
 static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name);
 static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name);
 static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *name);
@@ -1526,7 +1526,7 @@ static void mti_mpi_destroy(mt_comm *comm);
 /* clang-format off */
 /* A group of one. */
 static const mti_transport mti_alone = {0, 0,
-    mti_alone_check,  mti_alone_call,        mti_no_call,    NULL,           NULL,         mti_alone_split,
+    mti_no_check,     mti_alone_call,        mti_no_call,    NULL,           NULL,         mti_alone_split,
     mti_stays,               mti_no_enlist,    mti_no_leave,     mti_no_destroy};
 
 /* mt_comm_create_meta: no data and no peers. */
@@ -1540,7 +1540,7 @@ static const mti_transport mti_apart = {1, 0,
     mti_processes_over_nccl, mti_no_enlist,    mti_no_leave,     mti_no_destroy};
 
 static const mti_transport mti_threads = {1, 1,
-    mti_alone_check,  mti_local_collective,  mti_local_p2p,  mti_enter,      mti_exit,     mti_local_split,
+    mti_no_check,     mti_local_collective,  mti_local_p2p,  mti_enter,      mti_exit,     mti_local_split,
     mti_group_over_nccl,     mti_no_enlist,    mti_local_leave,  mti_no_destroy};
 
 #if MTI_NCCL
@@ -2810,7 +2810,7 @@ static void mti_publish(const mt_context *ctx, mt_comm *comm, const mti_call *ca
     mti_slot *slot = mti_slot_of(comm->group, comm->rank);
     mti_slot_write(slot, call);
     if (ctx && ctx->device == MT_DEVICE_META) __atomic_or_fetch(&slot->what, MTI_ON_META, __ATOMIC_RELAXED);
-    __atomic_store_n(&slot->inside, inside, __ATOMIC_RELEASE); /* mti_peers_come reads it, and then the outbox */
+    __atomic_store_n(&slot->inside, inside, __ATOMIC_RELEASE); /* mti_wait_status reads it, then the outbox */
     slot->send = call->send;
     slot->recv = call->recv;
     slot->color = call->color;
@@ -2903,13 +2903,6 @@ static void mti_say_two(mti_text *text, const mti_group *g, int a, int b) {
     mti_say_device(text, g, a, b);
 }
 
-/* Writes the call of this rank and that of another one, which waits for this rank, or for which it waits. */
-static void mti_say_pair(mti_text *text, const mt_comm *comm, int other) {
-    text->used = 0;
-    mti_say_mine(text, comm);
-    mti_say_two(text, comm->group, comm->rank, other);
-}
-
 /* Writes which ranks called what. The message is the same on every rank, because all ranks read the same slots. */
 static void mti_say_mismatch(mti_text *text, const mt_comm *comm) {
     const mti_group *g = comm->group;
@@ -2990,10 +2983,11 @@ typedef struct mti_wait {
     uint64_t mask, value;
     int until_not;
     int peer;    /* the rank waited for; -1: all ranks */
+    int rank;    /* if peer is -1: the rank that waits */
     int forever; /* 1: all ranks needed are inside the call and will finish: the wait cannot fail */
 } mti_wait;
 
-typedef enum mti_outcome { MTI_MET, MTI_SEES_BROKEN, MTI_SEES_LEFT, MTI_SEES_LATE } mti_outcome;
+typedef enum mti_outcome { MTI_MET, MTI_SEES_BROKEN, MTI_SEES_LEFT, MTI_SEES_UNLIKE, MTI_SEES_LATE } mti_outcome;
 
 static int mti_wait_over(const mti_wait *w) {
     return ((__atomic_load_n(w->word, __ATOMIC_SEQ_CST) & w->mask) == w->value) != (w->until_not != 0);
@@ -3043,9 +3037,28 @@ static int mti_has_left(const mti_group *g, int peer) {
     return __atomic_load_n(&mti_slot_of(g, peer)->left, __ATOMIC_SEQ_CST) != NULL;
 }
 
+static uint64_t mti_outbox(int destination, unsigned state) { return (uint64_t)(destination + 1) << 3 | state; }
+
+/* Returns a rank that waits for `rank` in another kind of call, so that neither can go on, or -1. With a peer, `rank`
+   waits for a message to or from it, and the peer may be in a collective. With peer -1, `rank` is in a collective, and
+   others may send to it, or await a message of it. */
+static int mti_waits_apart(const mti_group *g, int rank, int peer) {
+    int r;
+    if (peer >= 0)
+        return __atomic_load_n(&mti_slot_of(g, peer)->inside, __ATOMIC_SEQ_CST) == MTI_IN_COLLECTIVE ? peer : -1;
+    for (r = 0; r < g->size; r++) {
+        const mti_slot *slot = mti_slot_of(g, r);
+        if (__atomic_load_n(&slot->outbox, __ATOMIC_SEQ_CST) == mti_outbox(rank, MTI_POSTED)) return r;
+        if (__atomic_load_n(&slot->awaited, __ATOMIC_SEQ_CST) == rank + 1) return r;
+    }
+    return -1;
+}
+
+/* A peer that is in a collective may have taken the message before, so the word is read again. */
 static mti_outcome mti_wait_status(const mti_group *g, const mti_wait *w, int late) {
     if (mti_is_broken(g)) return MTI_SEES_BROKEN;
     if (mti_has_left(g, w->peer)) return MTI_SEES_LEFT;
+    if (mti_waits_apart(g, w->rank, w->peer) >= 0 && !mti_wait_over(w)) return MTI_SEES_UNLIKE;
     return late ? MTI_SEES_LATE : MTI_MET;
 }
 
@@ -3130,17 +3143,24 @@ static mt_status mti_broken_before(mt_context *ctx, mt_comm *comm, const mti_cal
                       mti_call_name(call->kind), comm->name, comm->size, comm->rank, comm->group->text);
 }
 
+/* Writes the call of this rank and that of the other one in mti_waits_apart. */
+static void mti_say_apart(mti_text *text, const mt_comm *comm, int peer) {
+    int other = mti_waits_apart(comm->group, comm->rank, peer);
+    mti_say_mine(text, comm);
+    if (other >= 0) mti_say_two(text, comm->group, comm->rank, other); /* else it has given up, and broken the group */
+}
+
 /* Ends a wait that failed: breaks the group with a message and returns the error. Returns MT_SUCCESS when the meeting
    `generation` took place at the last moment. */
 static mt_status mti_give_up(mt_context *ctx, mt_comm *comm, mti_outcome outcome, int peer, uint64_t generation) {
     mti_text text;
+    mt_status why = MT_ERR_TIMEOUT;
     text.used = 0;
     text.data[0] = '\0';
-    if (outcome == MTI_SEES_LEFT) mti_say_left(&text, comm, peer);
+    if (outcome == MTI_SEES_LEFT) why = MT_ERR_PEER, mti_say_left(&text, comm, peer);
+    if (outcome == MTI_SEES_UNLIKE) why = MT_ERR_MISMATCH, mti_say_apart(&text, comm, peer);
     if (outcome == MTI_SEES_LATE) mti_say_timeout(&text, comm, peer);
-    if (outcome != MTI_SEES_BROKEN &&
-        mti_break(comm->group, outcome == MTI_SEES_LEFT ? MT_ERR_PEER : MT_ERR_TIMEOUT, &text, generation))
-        return MT_SUCCESS;
+    if (outcome != MTI_SEES_BROKEN && mti_break(comm->group, why, &text, generation)) return MT_SUCCESS;
     return mti_broken_now(ctx, comm);
 }
 
@@ -3234,12 +3254,14 @@ static mti_arrival mti_arrive(mti_group *g, uint64_t *generation, int whatever) 
     return last ? MTI_IS_LAST : MTI_WAITS;
 }
 
-static mti_outcome mti_wait_meeting(mt_context *ctx, mti_group *g, uint64_t generation, int forever) {
+static mti_outcome mti_wait_meeting(mt_context *ctx, mt_comm *comm, uint64_t generation, int forever) {
+    mti_group *g = comm->group;
     mti_wait w;
     w.word = &g->state;
     w.mask = ~(uint64_t)0 << MTI_GENERATION;
     w.value = generation << MTI_GENERATION;
     w.until_not = 1;
+    w.rank = comm->rank;
     w.peer = -1;
     w.forever = forever;
     return mti_wait_aside(ctx, g, &w);
@@ -3248,7 +3270,7 @@ static mti_outcome mti_wait_meeting(mt_context *ctx, mti_group *g, uint64_t gene
 /* A meeting that cannot fail, because all ranks have passed mti_enter and are inside the same call. */
 static void mti_meet(mt_comm *comm) {
     uint64_t generation;
-    if (mti_arrive(comm->group, &generation, 1) == MTI_WAITS) mti_wait_meeting(NULL, comm->group, generation, 1);
+    if (mti_arrive(comm->group, &generation, 1) == MTI_WAITS) mti_wait_meeting(NULL, comm, generation, 1);
 }
 
 static void mti_set_inside(mt_comm *comm, int inside) {
@@ -3267,25 +3289,6 @@ static mt_status mti_compare(mt_context *ctx, mt_comm *comm) {
     return mti_break_mismatch(ctx, comm, &text);
 }
 
-static uint64_t mti_outbox(int destination, unsigned state) { return (uint64_t)(destination + 1) << 3 | state; }
-
-/* A rank that sends something to this rank, which is in a collective, or waits for a message of this rank, cannot come
-   to the collective. */
-static mt_status mti_posted_check(mt_context *ctx, mt_comm *comm) {
-    mti_group *g = comm->group;
-    mti_text text;
-    int r;
-    for (r = 0; r < g->size; r++) {
-        const mti_slot *slot = mti_slot_of(g, r);
-        if (__atomic_load_n(&slot->outbox, __ATOMIC_SEQ_CST) != mti_outbox(comm->rank, MTI_POSTED) &&
-            __atomic_load_n(&slot->awaited, __ATOMIC_SEQ_CST) != comm->rank + 1)
-            continue;
-        mti_say_pair(&text, comm, r);
-        return mti_break_mismatch(ctx, comm, &text);
-    }
-    return MT_SUCCESS;
-}
-
 /* The first meeting. After MT_SUCCESS every rank is in the same call and must call mti_exit. After an error this rank
    is not in the call, and no peer reads its buffers. */
 static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
@@ -3297,9 +3300,8 @@ static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call)
     mti_publish(ctx, comm, call, MTI_IN_COLLECTIVE);
     arrival = mti_arrive(g, &generation, 0);
     if (arrival == MTI_TOO_LATE) status = mti_broken_before(ctx, comm, call);
-    if (arrival == MTI_WAITS) status = mti_posted_check(ctx, comm);
-    if (arrival == MTI_WAITS && status == MT_SUCCESS) {
-        mti_outcome outcome = mti_wait_meeting(ctx, g, generation, 0);
+    if (arrival == MTI_WAITS) {
+        mti_outcome outcome = mti_wait_meeting(ctx, comm, generation, 0);
         if (outcome != MTI_MET) status = mti_give_up(ctx, comm, outcome, -1, generation);
     }
     if (status == MT_SUCCESS) status = mti_compare(ctx, comm);
@@ -3331,6 +3333,7 @@ static mti_wait mti_wait_outbox(const mti_slot *slot, uint64_t value, int until_
     w.value = value;
     w.until_not = until_not;
     w.peer = peer;
+    w.rank = -1;
     w.forever = forever;
     return w;
 }
@@ -3382,6 +3385,7 @@ static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) 
     mti_slot *slot = mti_slot_of(g, call->source);
     uint64_t posted;
     mt_status status;
+    mti_await(comm, call->source);
     do { /* the exchange fails when the sender has given up: it then breaks the group, which ends the next wait */
         mti_wait w = mti_wait_outbox(slot, mti_outbox(comm->rank, MTI_POSTED), 0, call->source, 0);
         mti_outcome outcome = mti_wait_aside(ctx, g, &w);
@@ -3424,34 +3428,13 @@ static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call 
     return mti_broken_now(ctx, comm);
 }
 
-static int mti_is_in_collective(const mti_group *g, int rank) {
-    return rank >= 0 && __atomic_load_n(&mti_slot_of(g, rank)->inside, __ATOMIC_SEQ_CST) == MTI_IN_COLLECTIVE;
-}
-
-/* Refuses a message to or from a rank that is in a collective, which it leaves only when this rank comes to it. A
-   receiver that has taken the message may already be in its next call. */
-static mt_status mti_peers_come(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mti_group *g = comm->group;
-    int other = mti_is_in_collective(g, call->source) ? call->source : -1;
-    mti_text text;
-    if (mti_is_in_collective(g, call->root) &&
-        __atomic_load_n(&mti_slot_of(g, comm->rank)->outbox, __ATOMIC_SEQ_CST) == mti_outbox(call->root, MTI_POSTED))
-        other = call->root;
-    if (other < 0) return MT_SUCCESS;
-    mti_say_pair(&text, comm, other);
-    return mti_break_mismatch(ctx, comm, &text);
-}
-
 static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mt_status status = mti_local_begin(ctx, comm);
     if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
     mti_publish(ctx, comm, call, MTI_IN_P2P);
     if (call->root >= 0) mti_post(comm, call);
-    mti_await(comm, call->source);
-    status = mti_peers_come(ctx, comm, call);
-    if (status == MT_SUCCESS && call->source >= 0) status = mti_take(ctx, comm, call);
-    mti_await(comm, -1);
+    if (call->source >= 0) status = mti_take(ctx, comm, call);
     if (call->root >= 0) status = mti_finish_send(ctx, comm, call, status);
     mti_set_inside(comm, MTI_OUTSIDE);
     return status;
@@ -3663,7 +3646,7 @@ static void mti_team_wait(mti_team *t, const uint64_t *word, uint64_t value, int
     w.mask = UINT64_MAX;
     w.value = value;
     w.until_not = until_not;
-    w.peer = -1;
+    w.peer = w.rank = -1;
     w.forever = 1;
     mti_wait_for(t->group, &w);
 }
@@ -5479,7 +5462,7 @@ static mt_status mti_check_overlap(mt_context *ctx, mt_comm *comm, const mti_cal
         mti_call_name(call->kind), call->send, sent, call->recv, received);
 }
 
-static mt_status mti_alone_check(mt_context *ctx, mt_comm *comm, const char *name) {
+static mt_status mti_no_check(mt_context *ctx, mt_comm *comm, const char *name) {
     return (void)ctx, (void)comm, (void)name, MT_SUCCESS;
 }
 
@@ -9364,6 +9347,7 @@ static uint64_t mti_replica_shape(const mti_checker *c, mt_tensor t) {
 static mt_status mti_replica_hash(mt_context *ctx, mt_tensor t, mti_replica *e) {
     mti_replicas *r = ctx->checker->replicas;
     void *memory = NULL;
+    e->differs = ctx->device == MT_DEVICE_META ? 'c' : 'v';
     if (ctx->device == MT_DEVICE_META) return e->hash = mti_replica_shape(ctx->checker, t), MT_SUCCESS;
     if (ctx->device != MT_DEVICE_CUDA) return mt_hash_add(ctx, t, 0, 0, t.cols, &e->hash);
     if (!r->sums) {
@@ -9389,7 +9373,6 @@ static mt_status mti_replica_add(mt_context *ctx, int g, const mti_replica *e) {
         l->capacity = capacity;
     }
     l->list[l->count] = *e;
-    if (!e->differs) l->list[l->count].differs = ctx->device == MT_DEVICE_META ? 'c' : 'v';
     l->list[l->count++].moves = l->moves;
     return MT_SUCCESS;
 }
