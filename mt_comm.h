@@ -930,6 +930,8 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    mt_check_view says what a view is in the calls until mt_check_view_end: this rank's columns of a replicated tensor,
    for instance, are a tensor that is split. The memory keeps its placement, and MT_UNDECLARED leaves the view as it is.
    Pairs may be nested; the last mt_check_view of a view and a group counts. mt_check_view_end returns `status`.
+   mt_check_group makes check mode know a group for whose ranks nothing is declared, such as the pipeline group:
+   collectives then give their results a placement over it. mt_check_unknown does not count it.
    mt_declare_complete says that t is replicated or split by rows over comm.
    mt_declare_zero says that t is zero, which fits every placement; it works in a pause, too. mt_declare_parameter notes
    a parameter and its gradient, which may be mt_none(), under a name. parts: see mt_param_desc. partial: 1 if its
@@ -941,6 +943,7 @@ MT_API void mt_check_pause(mt_context *ctx);
 MT_API mt_status mt_check_resume(mt_context *ctx, mt_status status);
 MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement);
 MT_API mt_status mt_check_view_end(mt_context *ctx, mt_status status);
+MT_API void mt_check_group(mt_context *ctx, const mt_comm *comm);
 MT_API mt_status mt_declare_complete(mt_context *ctx, const mt_comm *comm, mt_tensor t);
 MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t);
 MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const mt_comm *tensor, const mt_comm *data,
@@ -4037,6 +4040,7 @@ typedef struct mti_axis {
     const mt_comm *comm;
     char name[16];
     int rank, size;
+    int only_group; /* 1: mt_check_group has added it, and no tensor was declared over it */
 } mti_axis;
 
 typedef struct mti_checker {
@@ -4559,6 +4563,7 @@ static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor
     MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
     g = mti_axis_of(ctx->checker, comm, 1);
     k = mti_known_of(ctx->checker, t);
+    if (g >= 0) ctx->checker->axes[g].only_group = 0;
     if (g < 0) return k.unwritten ? mti_forget_view(ctx, t) : MT_SUCCESS; /* in a group of one, too, it was written */
     if (k.zero && !k.parameter) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
     k.may[g] = (unsigned char)set;
@@ -4602,6 +4607,13 @@ MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t
     memset(view->may, MTI_ALL_PLACEMENTS, sizeof view->may);
     if (g >= 0 && placement != MT_UNDECLARED) view->may[g] = (unsigned char)(1 << placement);
     return MT_SUCCESS;
+}
+
+MT_API void mt_check_group(mt_context *ctx, const mt_comm *comm) {
+    int count = ctx && ctx->checker ? ctx->checker->count : 0, g;
+    if (!ctx || !ctx->checker) return;
+    g = mti_axis_of(ctx->checker, comm, 1);
+    if (g >= count) ctx->checker->axes[g].only_group = 1;
 }
 
 MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t) {
@@ -4841,6 +4853,18 @@ static mt_status mti_rule_valid(mt_context *ctx, const mti_ruling *r) {
     return cases > 0 ? MT_SUCCESS : mt_fail(ctx, MT_ERR_ARGUMENT, "%s: its rule has no case", r->where);
 }
 
+/* Whether a call reads, apart from zeros, only what all ranks of group g have. */
+static int mti_reads_replicas(const mti_ruling *r, int g) {
+    int i, any = 0;
+    for (i = 0; i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        if (!o->operand || !(o->operand->use & 1) || (o->known.zero && !o->known.parameter)) continue;
+        if (o->known.may[g] != 1 << MT_REPLICATED) return 0;
+        any = 1;
+    }
+    return any;
+}
+
 /* Finds the sets that the cases allow in a group: results[i] for operand i. */
 static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsigned char *results) {
     const char *more = strcmp(ctx->checker->axes[g].name, "data") == 0 ? r->rule->data_cases : NULL, *at = NULL;
@@ -4857,6 +4881,8 @@ static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsi
             must |= mti_letter_set(at[first]);
         }
     }
+    if (ctx->checker->axes[g].only_group && !mti_reads_replicas(r, g))
+        memset(results, MTI_ALL_PLACEMENTS, MTI_RULE_OPERANDS);
     return fits ? MT_SUCCESS : mti_rule_refuse(ctx, r, g, culprit, must);
 }
 
@@ -4950,7 +4976,8 @@ static void mti_unknown_count(mti_checker *c, const mti_ruling *r) {
     for (i = 0; i < r->count; i++)
         for (g = 0; r->operands[i].operand && (r->operands[i].operand->use & 1) && g < c->count; g++) {
             const mti_known *k = &r->operands[i].known;
-            if (k->zero || !(k->may[g] & (k->may[g] - 1)) || c->unknown++ > 0) continue;
+            if (k->zero || c->axes[g].only_group || !(k->may[g] & (k->may[g] - 1))) continue;
+            if (c->unknown++ > 0) continue;
             mti_with_text(c, r->with, at, sizeof at);
             snprintf(c->unknown_text, sizeof c->unknown_text, "%.40s%.140s: %.20s over \"%.16s\"", r->where, at,
                      r->operands[i].operand->name, c->axes[g].name);
@@ -5192,7 +5219,7 @@ static mt_status mti_region_check(mt_context *ctx, const mt_comm *comm, const ch
 static int mti_is_known(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
     int g = mti_axis_of(ctx->checker, comm, 0);
     mti_known k;
-    if (g < 0) return 0;
+    if (g < 0 || ctx->checker->axes[g].only_group) return 0;
     k = mti_known_of(ctx->checker, x);
     return !k.zero && k.may[g] != MTI_ALL_PLACEMENTS;
 }
@@ -5243,9 +5270,9 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     operand.name = is_root ? "sendbuf" : "recvbuf";
     operand.t = x = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
     operand.use = is_root ? 1 : 2;
-    mti_ruling_of(&r, ctx->checker, "mt_broadcast", g < 0 ? &mti_sent_rule : &rule, &operand);
-    if (is_root && g < 0) MT_TRY(mti_sent_check(ctx, &r));
-    if (is_root && g >= 0) MT_TRY(mti_written_check(ctx, &r));
+    mti_ruling_of(&r, ctx->checker, "mt_broadcast", &mti_sent_rule, &operand);
+    if (is_root) MT_TRY(mti_sent_check(ctx, &r));
+    r.rule = &rule;
     if (is_root && g >= 0) MT_TRY(mti_rule_axis(ctx, &r, g, results));
     operand.t.data = call->recv;
     if (g < 0 && !is_root) return mti_forget_view(ctx, operand.t);
@@ -5273,6 +5300,19 @@ static mt_status mti_sendbuf_written(mt_context *ctx, const char *where, mt_tens
     operand.use = 1;
     mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
     return mti_written_check(ctx, &r);
+}
+
+/* Notes what a collective of memory that is not known makes of y. Over a group of mt_check_group, all ranks have the
+   same then, if each gets the whole. Over others, the program may write y again, and pass it to the collective again. */
+static mt_status mti_collective_unknown(mt_context *ctx, const mt_comm *comm, int kind, const char *where,
+                                        mt_tensor y) {
+    int g = mti_axis_of(ctx->checker, comm, 0);
+    unsigned char may[MTI_AXES];
+    MT_TRY(mti_forget_view(ctx, y));
+    if (g < 0 || !ctx->checker->axes[g].only_group || kind == MT_REDUCE_SCATTER) return MT_SUCCESS;
+    memset(may, MTI_ALL_PLACEMENTS, sizeof may);
+    may[g] = 1 << MT_REPLICATED;
+    return mti_placement_note(ctx, y, may, 0, where, NULL);
 }
 
 /* A collective of the caller's own. What it makes of memory that is not declared is not known. Data ranks may sum
@@ -5304,7 +5344,7 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
                                   mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R',
                                   "sendbuf", x, y);
     }
-    MT_TRY(mti_forget_view(ctx, y));
+    MT_TRY(mti_collective_unknown(ctx, comm, call->kind, names[call->kind], y));
     p = call->kind == MT_ALL_REDUCE && sums ? mti_parameter_at(ctx->checker, mti_extent_of(y)) : NULL;
     if (p && p->is_gradient) snprintf(p->summed_over, sizeof p->summed_over, "%s", comm->name);
     return MT_SUCCESS;
@@ -9255,7 +9295,8 @@ MT_API const char *mt_f32_digits(float x, char text[32]) {
    and it finds them changed after they were written, too. Each group has a list of these hashes. mt_check_replicas
    compares one hash of the whole list, and then forgets the list. If the hashes differ, two ranks exchange the lists. A
    rank may read more than others, such as a loss that rank 0 prints. So two entries are compared when the same calls
-   lie between the last collective of the group and them. */
+   lie between the last collective of the group and them. Notes, such as the gradients in mt_sync_gradients, are
+   compared apart from what calls read. */
 
 #define MTI_REPLICAS_MOST 1048576 /* entries of a list; further ones are dropped */
 #define MTI_REPLICAS_EVERY 256    /* a list is compared at the latest after so many collectives of its group */
@@ -9267,7 +9308,7 @@ typedef struct mti_replica {
     const char *where, *with; /* the call that read it, and a parameter of the call, or NULL */
     const char *by, *by_with; /* the call that wrote it, or NULL */
     char operand[24];
-    char differs;   /* what another rank has if the hashes differ: v, p or c, see mti_say_differs */
+    char differs;   /* what the hash is of: v values, p a place, c the shape of a view, z of one that is zero */
     uint64_t moves; /* number of collectives of the group before */
     uint64_t hash;
     int sum; /* on a GPU: 1 + its place in `sums`, until the host has fetched it */
@@ -9333,22 +9374,23 @@ static uint64_t mti_hash_number(uint64_t hash, uint64_t number) {
     return mt_hash_word(mt_hash_word(hash, (uint32_t)number), (uint32_t)(number >> 32));
 }
 
-/* Without data, the hash of a view is its shape and, if it is a part of a piece, its place there. So it is found when
-   ranks multiply different columns of what all have. */
-static uint64_t mti_replica_shape(const mti_checker *c, mt_tensor t) {
-    mti_extent e = mti_extent_of(t);
-    const mti_placed *p = mti_parameter_at(c, e);
-    uint64_t h = mti_hash_number(0, (uint64_t)t.rows);
-    if (!p) p = mti_placed_older(&c->written, e, UINT64_MAX);
-    h = mti_hash_number(h, (uint64_t)t.cols);
-    return mti_hash_number(h, p && mti_extent_covers(p->at, e) ? (uint64_t)e.begin - (uint64_t)p->at.begin : 0);
+/* Without data, the hash of a view is its shape, whether it is zero and, if it is a part of a piece, its place there.
+   So it is found when ranks multiply different columns of what all have, or when only some ranks have computed it. */
+static void mti_replica_shape(const mti_checker *c, mt_tensor t, mti_replica *e) {
+    mti_extent at = mti_extent_of(t);
+    const mti_placed *p = mti_parameter_at(c, at);
+    if (!p) p = mti_placed_older(&c->written, at, UINT64_MAX);
+    e->differs = mti_known_of(c, t).zero ? 'z' : 'c';
+    e->hash = mti_hash_number(mti_hash_number((uint64_t)e->differs, (uint64_t)t.rows), (uint64_t)t.cols);
+    if (p && mti_extent_covers(p->at, at))
+        e->hash = mti_hash_number(e->hash, (uint64_t)at.begin - (uint64_t)p->at.begin);
 }
 
 static mt_status mti_replica_hash(mt_context *ctx, mt_tensor t, mti_replica *e) {
     mti_replicas *r = ctx->checker->replicas;
     void *memory = NULL;
-    e->differs = ctx->device == MT_DEVICE_META ? 'c' : 'v';
-    if (ctx->device == MT_DEVICE_META) return e->hash = mti_replica_shape(ctx->checker, t), MT_SUCCESS;
+    e->differs = 'v';
+    if (ctx->device == MT_DEVICE_META) return mti_replica_shape(ctx->checker, t, e), MT_SUCCESS;
     if (ctx->device != MT_DEVICE_CUDA) return mt_hash_add(ctx, t, 0, 0, t.cols, &e->hash);
     if (!r->sums) {
         MT_TRY(mt_context_alloc(ctx, MTI_REPLICA_SUMS * sizeof *r->sums, &memory));
@@ -9400,8 +9442,8 @@ static mt_status mti_replica_read(mt_context *ctx, const char *where, const char
     return MT_SUCCESS;
 }
 
-/* Notes from what seed a call takes random words, which must be the same on all ranks, and by what place for what ranks
-   have alike. */
+/* Notes from what seed a call takes random words, which must be the same on all ranks, and by what place for the rows
+   or columns that ranks have alike. */
 static mt_status mti_place_note(mt_context *ctx, const char *where, const char *field, const mti_known *known,
                                 const mt_place *place) {
     mti_replica e;
@@ -9415,11 +9457,11 @@ static mt_status mti_place_note(mt_context *ctx, const char *where, const char *
     snprintf(e.operand, sizeof e.operand, "%s", field);
     words = mti_hash_number(mti_hash_number(0, place->seed), place->subsequence);
     for (g = 0; g < ctx->checker->count; g++) {
+        int rows = known->may[g] == 1 << MT_REPLICATED || known->may[g] == 1 << MT_SPLIT_COLS;
+        int cols = known->may[g] == 1 << MT_REPLICATED || known->may[g] == 1 << MT_SPLIT_ROWS;
         e.hash = words;
-        if (known->may[g] == 1 << MT_REPLICATED) {
-            e.hash = mti_hash_number(e.hash, (uint64_t)place->first_row);
-            e.hash = mti_hash_number(e.hash, (uint64_t)place->first_col);
-        }
+        if (rows) e.hash = mti_hash_number(e.hash, (uint64_t)place->first_row);
+        if (cols) e.hash = mti_hash_number(e.hash, (uint64_t)place->first_col);
         if (known->may[g] != MTI_ALL_PLACEMENTS) MT_TRY(mti_replica_add(ctx, g, &e));
     }
     return MT_SUCCESS;
@@ -9458,12 +9500,14 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
     return mti_replica_add(ctx, g, &e);
 }
 
-static const char *mti_say_differs(char differs) {
-    return differs == 'p' ? "another seed or place" : differs == 'c' ? "other rows or columns" : "other values";
+/* What rank b has, and rank a has not. */
+static const char *mti_say_differs(char a, char b) {
+    if (a != b) return b == 'z' ? "only zeros, unlike" : "not only zeros, unlike";
+    return b == 'p' ? "another seed or place than" : b == 'c' ? "other rows or columns than" : "other values than";
 }
 
-/* Returns the text of a list: for each entry its name, NUL, the collectives before, the hash, what differs, who wrote
-   it, NUL. */
+/* Returns the text of a list: for each entry its name, NUL, the collectives before, the hash, what the hash is of, n
+   for a note and r for what a call reads, who wrote it, NUL. */
 static mti_told_text mti_replicas_write(const void *user) {
     const mti_replica_list *l = (const mti_replica_list *)user;
     mti_told_text t;
@@ -9481,35 +9525,63 @@ static mti_told_text mti_replicas_write(const void *user) {
         t.bytes += strlen(at) + 1;
         at = t.data + t.bytes;
         mti_since_text(e->by, e->by_with, since, sizeof since);
-        snprintf(at, MTI_REPLICA_TEXT / 2, "%016llx%016llx%c%s", (unsigned long long)e->moves,
-                 (unsigned long long)e->hash, e->differs, since);
+        snprintf(at, MTI_REPLICA_TEXT / 2, "%016llx%016llx%c%c%s", (unsigned long long)e->moves,
+                 (unsigned long long)e->hash, e->differs, e->where ? 'r' : 'n', since);
         t.bytes += strlen(at) + 1;
     }
     return t;
 }
 
+/* An entry in the text of a list. */
+typedef struct mti_replica_text {
+    const char *name, *value; /* NULL: there is none */
+    uint64_t end;             /* where the next entry begins */
+} mti_replica_text;
+
+/* Returns the next entry that is a note, or that is none. */
+static mti_replica_text mti_replica_next(const mti_told_text *t, uint64_t from, int is_note) {
+    mti_replica_text e;
+    e.end = from;
+    do {
+        e.name = mti_told_next(t, &e.end);
+        e.value = mti_told_next(t, &e.end);
+    } while (e.value && (e.value[2 * MTI_REPLICA_DIGITS + 1] == 'n') != is_note);
+    return e;
+}
+
+/* Finds the first note, or the first entry that is none, that has another hash in list y than in list x. Entries are
+   compared when the same calls lie between the last collective and them. */
+static int mti_replica_differs(const mti_told_text *x, const mti_told_text *y, int is_note, mti_replica_text *in_x,
+                               mti_replica_text *in_y) {
+    mti_replica_text a = mti_replica_next(x, 0, is_note), b = mti_replica_next(y, 0, is_note);
+    char skip[MTI_REPLICA_DIGITS + 1] = ""; /* the collectives after which the ranks have made different calls */
+    while (a.value && b.value) {
+        int order = strncmp(a.value, b.value, MTI_REPLICA_DIGITS);
+        int alike = order == 0 && strcmp(a.name, b.name) == 0 && strncmp(a.value, skip, MTI_REPLICA_DIGITS) != 0;
+        if (alike && strncmp(a.value, b.value, 2 * MTI_REPLICA_DIGITS) != 0) break;
+        if (order == 0 && !alike) memcpy(skip, a.value, MTI_REPLICA_DIGITS);
+        if (order <= 0) a = mti_replica_next(x, a.end, is_note);
+        if (order >= 0) b = mti_replica_next(y, b.end, is_note);
+    }
+    *in_x = a;
+    *in_y = b;
+    return a.value && b.value;
+}
+
 /* Writes the first entry that has other values on rank b than on rank a. */
 static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b,
                            const mti_told_text *x, const mti_told_text *y) {
-    uint64_t i = 0, j = 0;
-    const char *name = mti_told_next(x, &i), *other = mti_told_next(y, &j);
-    const char *value = mti_told_next(x, &i), *second = mti_told_next(y, &j);
-    char skip[MTI_REPLICA_DIGITS + 1] = ""; /* the collectives after which the ranks have made different calls */
+    mti_replica_text in_x, in_y, note, other;
+    int found = mti_replica_differs(x, y, 0, &in_x, &in_y), noted = mti_replica_differs(x, y, 1, &note, &other);
     (void)all;
-    while (name && other) {
-        int order = strncmp(value, second, MTI_REPLICA_DIGITS);
-        int alike = order == 0 && strcmp(name, other) == 0 && strncmp(value, skip, MTI_REPLICA_DIGITS) != 0;
-        if (alike && strncmp(value, second, 2 * MTI_REPLICA_DIGITS) != 0) break;
-        if (order == 0 && !alike) memcpy(skip, value, MTI_REPLICA_DIGITS);
-        if (order <= 0) name = mti_told_next(x, &i), value = mti_told_next(x, &i);
-        if (order >= 0) other = mti_told_next(y, &j), second = mti_told_next(y, &j);
-    }
-    if (!name || !other) return 0;
+    if (!found && !noted) return 0;
+    if (!found || (noted && note.end < in_x.end)) in_x = note, in_y = other;
     mti_say(text,
-            "%s %s over \"%s\" (%d ranks)%s, but rank %d has %s than rank %d: check seeds, dropout, inputs, and memory "
-            "that is written behind the library's back",
-            name, value[2 * MTI_REPLICA_DIGITS] == 'p' ? "must agree" : "is replicated", comm->name, comm->size,
-            value + 2 * MTI_REPLICA_DIGITS + 1, b, mti_say_differs(value[2 * MTI_REPLICA_DIGITS]), a);
+            "%s %s over \"%s\" (%d ranks)%s, but rank %d has %s rank %d: check seeds, dropout, inputs, and memory that "
+            "is written behind the library's back",
+            in_x.name, in_x.value[2 * MTI_REPLICA_DIGITS] == 'p' ? "must agree" : "is replicated", comm->name,
+            comm->size, in_x.value + 2 * MTI_REPLICA_DIGITS + 2, b,
+            mti_say_differs(in_x.value[2 * MTI_REPLICA_DIGITS], in_y.value[2 * MTI_REPLICA_DIGITS]), a);
     return 1;
 }
 

@@ -1090,9 +1090,9 @@ MT_API void mt_step_destroy(mt_context *ctx, mt_step *step); /* NULL and a zero-
 MT_API mt_status mt_step_begin(mt_context *ctx, const mt_step *step, float lr, uint64_t number);
 
 /* Computes the norm of the gradients, decides (mt_step_decide), and does the step of the optimizer. Call it after
-   mt_sync_gradients. loss [1, 1], MT_F32, in memory of the device, is optional, and must be the same on all ranks: a
-   step whose loss is not finite is skipped, too. Does not wait. The communication is that of mt_grad_norm and
-   mt_optimizer_step, and so are the errors. A skipped step counts as a use of the gradients. */
+   mt_sync_gradients. loss [1, 1], MT_F32, in memory of the device, is optional. It must be the same on all ranks of all
+   pipeline stages. A step whose loss is not finite is skipped, too. Does not wait. The communication is that of
+   mt_grad_norm and mt_optimizer_step, and so are the errors. A skipped step counts as a use of the gradients. */
 MT_API mt_status mt_step_update(mt_context *ctx, const mt_step *step, mt_tensor loss);
 
 /* Waits for the device, and copies the numbers of the last step to *out: its norm, whether it was skipped, and the loss
@@ -2226,6 +2226,7 @@ MT_API mt_status mt_params_create(mt_context *ctx, const mt_grid *grid, mt_param
     *out = (mt_params *)memory;
     (*out)->ctx = ctx;
     (*out)->grid = grid;
+    mt_check_group(ctx, grid->pp);
     return MT_SUCCESS;
 }
 
@@ -2893,9 +2894,22 @@ static mt_status mti_replicas_note(mt_context *ctx, const mt_params *params, int
     return MT_SUCCESS;
 }
 
+/* Without data, only the gradients before their sums show that a tensor rank has not computed one. */
+static mt_status mti_computed_note(mt_context *ctx, const mt_params *params) {
+    int i;
+    if (mt_check_mode(ctx) != 2 || mt_context_has_data(ctx)) return MT_SUCCESS;
+    for (i = 0; i < params->count; i++) {
+        const mt_param *p = params->list[i];
+        if (p->desc.placement == MT_REPLICATED && !p->desc.sequence_partial && p->desc.copies <= 1)
+            MT_TRY(mt_check_replica(ctx, params->grid->tp, "gradient", p->name, p->grad));
+    }
+    return MT_SUCCESS;
+}
+
 static mt_status mti_replicas_check(mt_context *ctx, const mt_params *params, const char *where) {
     mt_status status = mt_check_replicas(ctx, params->grid->tp, where);
-    MT_KEEP(status, mt_check_replicas(ctx, params->grid->dp, where)); /* the other tensor groups wait for it */
+    MT_KEEP(status, mt_check_replicas(ctx, params->grid->dp, where)); /* the other groups wait for it */
+    MT_KEEP(status, mt_check_replicas(ctx, params->grid->pp, where));
     return status;
 }
 
@@ -6120,6 +6134,7 @@ static mt_status mti_sync_gradients(mt_context *ctx, mt_params *params) {
 MT_API mt_status mt_sync_gradients(mt_context *ctx, mt_params *params) {
     mt_status status;
     MT_TRY(mti_sync_check(ctx, params));
+    MT_TRY(mti_computed_note(ctx, params));
     mt_check_pause(ctx);
     status = mt_check_resume(ctx, mti_sync_gradients(ctx, params));
     mti_gradients_set(params, status == MT_SUCCESS ? MTI_GRADIENTS_SYNCHRONISED : MTI_GRADIENTS_UNDEFINED);
@@ -6692,6 +6707,7 @@ static mt_status mti_optimizer_update(mt_context *ctx, mt_optimizer *optimizer, 
    number: each rank updates its own shard, and then all ranks get it. */
 static mt_status mti_number_note(mt_context *ctx, const mt_grid *grid, const char *what, float number) {
     MT_TRY(mt_check_number(ctx, grid->tp, what, number));
+    MT_TRY(mt_check_number(ctx, grid->pp, what, number));
     return mt_check_number(ctx, grid->dp, what, number);
 }
 
@@ -6812,6 +6828,17 @@ static mt_status mti_step_update(mt_context *ctx, const mt_step *step, mt_tensor
     return mti_optimizer_update(ctx, step->optimizer, &numbers, &step->values->adamw);
 }
 
+/* Refuses a loss that only some stages of a pipeline may have. */
+static mt_status mti_loss_check(mt_context *ctx, const mt_grid *grid, mt_tensor loss) {
+    if (!mt_check_mode(ctx) || !loss.data || grid->pp_size == 1 ||
+        mt_placement_of(ctx, grid->pp, loss) == MT_REPLICATED)
+        return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "mt_step_update: loss is not known over \"pipeline\" (%d ranks), must be replicated: only the last "
+                   "stage computes it; call mt_broadcast before, or mt_declare if all stages have it",
+                   grid->pp_size);
+}
+
 MT_API mt_status mt_step_update(mt_context *ctx, const mt_step *step, mt_tensor loss) {
     static const mt_rule rule = {"loss", "R", NULL};
     mt_operand operand;
@@ -6821,6 +6848,7 @@ MT_API mt_status mt_step_update(mt_context *ctx, const mt_step *step, mt_tensor 
     operand.t = loss;
     operand.use = 1;
     MT_TRY(mt_rule_check(ctx, "mt_step_update", &rule, &operand, 1));
+    MT_TRY(mti_loss_check(ctx, step->optimizer->params->grid, loss));
     return MT_RANGE("optimizer step", mti_step_update(ctx, step, loss));
 }
 

@@ -854,31 +854,112 @@ static void test_own_sum_over_the_embedding_group(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* Makes a step, and memory for its loss. */
+static void loss_step_create(test_rank *r, mt_optimizer *adamw, mt_step *step, mt_tensor *loss) {
+    mt_param_desc desc = {.name = "gain", .rows = 1, .cols = 4, .init_value = 1};
+    mt_param *gain;
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_add(r->ctx, r->params, &desc, &gain));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_init(r->ctx, r->params, 1));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_optimizer_create(r->ctx, r->params, NULL, adamw));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_step_create(r->ctx, adamw, NULL, 1.0f, step));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_arena_tensor(r->ctx, MT_F32, 1, 1, loss));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_zero_grad(r->ctx, r->params));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_sync_gradients(r->ctx, r->params));
+}
+
+/* Does the step, and begins the next one. */
+static void loss_step_update(test_rank *r, const mt_step *step, mt_tensor loss) {
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_step_update(r->ctx, step, loss));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_zero_grad(r->ctx, r->params));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_sync_gradients(r->ctx, r->params));
+}
+
 /* The loss decides whether a step is skipped, so all ranks need the same one. */
 static void test_loss_of_a_step(void **state) {
-    mt_param_desc desc = {.name = "gain", .rows = 1, .cols = 4, .init_value = 1};
     mt_tensor loss;
     mt_optimizer adamw;
     mt_step step;
-    mt_param *gain;
     test_rank r;
     (void)state;
     test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &desc, &gain));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_optimizer_create(r.ctx, r.params, NULL, &adamw));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_step_create(r.ctx, &adamw, NULL, 1.0f, &step));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 1, 1, &loss));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, r.params));
+    loss_step_create(&r, &adamw, &step, &loss);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, loss, MT_SPLIT_ROWS));
     REFUSED(r.ctx, MT_ERR_ARGUMENT,
             "mt_step_update|loss is split by rows over \"data\" (2 ranks)|must be replicated|mt_all_reduce",
             mt_step_update(r.ctx, &step, loss));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.dp, loss.data, loss.data, 1, MT_F32, MT_SUM));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_step_update(r.ctx, &step, loss));
+    loss_step_update(&r, &step, loss);
     mt_step_destroy(r.ctx, &step);
     mt_optimizer_destroy(r.ctx, &adamw);
+    test_paper_rank_close(&r);
+}
+
+/* Only the last stage of a pipeline computes a loss. */
+static void test_loss_of_a_pipeline(void **state) {
+    mt_tensor loss;
+    mt_optimizer adamw;
+    mt_step step;
+    test_rank r;
+    (void)state;
+    test_paper_rank(8, 0, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &r);
+    loss_step_create(&r, &adamw, &step, &loss);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, loss, 0.0f));
+    for (int declared = 0; declared < 2; declared++) {
+        REFUSED(r.ctx, MT_ERR_ARGUMENT,
+                "mt_step_update: loss is not known over \"pipeline\" (2 ranks), must be replicated|mt_broadcast",
+                mt_step_update(r.ctx, &step, loss));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, loss, MT_REPLICATED));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, loss, MT_REPLICATED));
+    }
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, NULL, loss.data, 1, MT_F32, 1));
+    loss_step_update(&r, &step, loss);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, loss, 0.0f));
+    for (int i = 0; i < 2; i++) { /* the program may have written it in between */
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.pp, loss.data, loss.data, 1, MT_F32, MT_SUM));
+        loss_step_update(&r, &step, loss);
+    }
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, NULL, loss, MT_UNDECLARED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.pp, loss, MT_REPLICATED));
+    loss_step_update(&r, &step, loss);
+    loss_step_update(&r, &step, mt_none());
+    mt_step_destroy(r.ctx, &step);
+    mt_optimizer_destroy(r.ctx, &adamw);
+    test_paper_rank_close(&r);
+}
+
+/* Operands that are not known over the group of mt_check_group do not count, until something is declared over it. */
+static void test_a_group_without_declarations(void **state) {
+    mt_tensor x, y, gain, stats;
+    test_rank r;
+    (void)state;
+    test_paper_rank(8, 0, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &r);
+    mt_check_group(r.ctx, r.grid.pp);
+    mt_check_group(r.ctx, NULL);
+    mt_check_group(NULL, r.grid.pp);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, x, y));
+    assert_int_equal(mt_check_unknown(r.ctx, NULL, 0), 0);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 2, &stats));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 1, 4, &gain));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, gain, MT_REPLICATED));
+    for (int received = 0; received < 2; received++) { /* a result is known when all that was read is */
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_norm_forward(r.ctx, MT_RMS_NORM, x, gain, mt_none(), 1e-5f, y, stats));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_add(r.ctx, y, y, y));
+        assert_int_equal(mt_placement_of(r.ctx, r.grid.pp, y), received ? MT_REPLICATED : MT_UNDECLARED);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, x.data, x.data, 16, MT_F32, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, gain.data, gain.data, 4, MT_F32, 1));
+    }
+    assert_int_equal(mt_check_unknown(r.ctx, NULL, 0), 4); /* what was received, over "tensor" */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, NULL, x, MT_UNDECLARED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.pp, y, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, x, y));
+    assert_int_equal(mt_check_unknown(r.ctx, NULL, 0), 1);
+    mt_check_group(r.ctx, r.grid.pp);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, x, y));
+    assert_int_equal(mt_check_unknown(r.ctx, NULL, 0), 1);
     test_paper_rank_close(&r);
 }
 
@@ -1365,8 +1446,8 @@ static void test_a_broadcast_to_gradients(void **state) {
     }
 }
 
-/* A broadcast over a group that is not followed is like a send: a part of a sum must not travel, but gradients that are
-   not summed over the data ranks may. */
+/* A broadcast to ranks of other stages is like a send: a part of a sum must not travel, but gradients that are not
+   summed over the data ranks may. Check mode does not know the embedding group. */
 static void test_a_broadcast_to_other_stages(void **state) {
     test_rank r;
     mt_tensor x, y;
@@ -1378,21 +1459,21 @@ static void test_a_broadcast_to_other_stages(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_PARTIAL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT,
             "mt_broadcast|sendbuf is partial over \"tensor\"|mt_reduce_from_tensor_region_forward",
-            mt_broadcast(r.ctx, r.grid.pp, x.data, x.data, 16, MT_F32, 0));
+            mt_broadcast(r.ctx, r.grid.embedding, x.data, x.data, 16, MT_F32, 0));
     check_is(&r, x, MT_PARTIAL);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, x));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, y, MT_PARTIAL));
     for (int in_place = 0; in_place < 2; in_place++) { /* the root has the tensor as before */
         mt_tensor to = in_place ? x : y;
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, x.data, to.data, 16, MT_F32, 0));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.embedding, x.data, to.data, 16, MT_F32, 0));
         check_is(&r, to, MT_REPLICATED);
         check_is(&r, mt_tensor_cols(to, 0, 2), MT_REPLICATED);
     }
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_SPLIT_ROWS));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, x.data, x.data, 16, MT_F32, 0));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.embedding, x.data, x.data, 16, MT_F32, 0));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_reduce_from_tensor_region_forward: y is replicated or split by rows|partial",
             mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, x));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, NULL, x.data, 16, MT_F32, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.embedding, NULL, x.data, 16, MT_F32, 1));
     check_is(&r, x, MT_UNDECLARED);
     test_paper_rank_close(&r);
 }
@@ -1817,6 +1898,8 @@ int main(void) {
         cmocka_unit_test(test_bias_of_own_heads),
         cmocka_unit_test(test_place_of_an_own_operator),
         cmocka_unit_test(test_loss_of_a_step),
+        cmocka_unit_test(test_loss_of_a_pipeline),
+        cmocka_unit_test(test_a_group_without_declarations),
         cmocka_unit_test(test_parts),
         cmocka_unit_test(test_own_sum_over_the_embedding_group),
         cmocka_unit_test(test_parts_of_two_products),

@@ -132,10 +132,11 @@ static void check_fault(faulty f) {
 static void test_faults_are_named(void **state) {
     static const mt_data_parallel_desc shards = {.sharded_optimizer = 1};
     const gpt_run tp = {.tp = 2, .data = 1}, dp = {.tp = 1, .data = 2}, pp = {.tp = 2, .data = 1, .pipeline = 2};
-    gpt_run bf16 = dp, zero = dp, bert = tp;
+    gpt_run bf16 = dp, zero = dp, bert = tp, stages = pp;
     (void)state;
     bf16.dtype = MT_BF16;
     zero.share = shards;
+    stages.tp = 1;
     bert.llama = GPT_BERT;
     check_fault((faulty){tp, NO_FAULT, .rank = 0, .other = 1});
     check_fault((faulty){pp, NO_FAULT, .rank = 0, .other = 3});
@@ -161,6 +162,7 @@ static void test_faults_are_named(void **state) {
                  .words = "mt_sync_gradients: |is replicated |since mt_bias_dropout_add_forward at |" OVER_TENSOR});
     check_fault((faulty){tp, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_TENSOR});
     check_fault((faulty){dp, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_DATA});
+    check_fault((faulty){stages, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated over \"pipeline\""});
     check_fault((faulty){zero, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_DATA});
     check_fault((faulty){zero, SCALE, .rank = 1, .words = "mt_optimizer_step: grad_scale is replicated |" OVER_DATA});
 }
@@ -192,6 +194,8 @@ enum {
     UNLIKE_SUBSEQUENCE,
     UNLIKE_PLACE,
     UNLIKE_SPLIT_SEED, /* the ranks have other rows, and so other masks, but must have one seed */
+    UNLIKE_SPLIT_COL,  /* of these rows, all ranks have the same columns */
+    UNLIKE_SPLIT_ROW,  /* of other columns, all ranks have the same rows */
     UNLIKE_COUNT
 };
 
@@ -203,21 +207,30 @@ static mt_status unlike_rank(mt_comm *world, void *user) {
                     .subsequence = fault == UNLIKE_SUBSEQUENCE,
                     .first_row = 4 * (fault == UNLIKE_PLACE),
                     .global_cols = 6},
-              split_at = {
-                  .seed = 1 + (fault == UNLIKE_SPLIT_SEED), .first_row = 4 * mt_comm_rank(world), .global_cols = 6};
-    mt_tensor x, y, split, out;
-    mt_arena_request memory[] = {{&x, MT_F32, 4, 6}, {&y, MT_F32, 4, 6}, {&split, MT_F32, 4, 6}, {&out, MT_F32, 1, 1}};
+              rows_at = {.seed = 1 + (fault == UNLIKE_SPLIT_SEED),
+                         .first_row = 4 * mt_comm_rank(world),
+                         .first_col = 6 * (fault == UNLIKE_SPLIT_COL),
+                         .global_cols = 12},
+              cols_at = {.seed = 1,
+                         .first_row = 4 * (fault == UNLIKE_SPLIT_ROW),
+                         .first_col = 6 * mt_comm_rank(world),
+                         .global_cols = 12};
+    mt_tensor x, y, rows, cols, out;
+    mt_arena_request memory[] = {
+        {&x, MT_F32, 4, 6}, {&y, MT_F32, 4, 6}, {&rows, MT_F32, 4, 6}, {&cols, MT_F32, 4, 6}, {&out, MT_F32, 1, 1}};
     mt_status status, want = kind ? MT_ERR_MISMATCH : MT_SUCCESS;
     test_rank r;
     MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &where, &r));
     CHECK(mt_check_mode(r.ctx) == 2);
-    MT_TRY(mt_arena_tensors(r.ctx, memory, 4));
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 5));
     MT_TRY(mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
-    MT_TRY(mt_declare(r.ctx, r.grid.tp, split, MT_SPLIT_ROWS));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, rows, MT_SPLIT_ROWS));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, cols, MT_SPLIT_COLS));
     MT_TRY(mt_fill(r.ctx, out, 0.0f));
     MT_TRY(mt_sum(r.ctx, mt_tensor_rows(x, fault == UNLIKE_FIRST, 2 + (fault == UNLIKE_ROWS)), out));
     MT_TRY(mt_bias_dropout_add_forward(r.ctx, x, mt_none(), x, (mt_dropout){at, 0.5f}, y));
-    MT_TRY(mt_bias_dropout_add_forward(r.ctx, split, mt_none(), split, (mt_dropout){split_at, 0.5f}, y));
+    MT_TRY(mt_bias_dropout_add_forward(r.ctx, rows, mt_none(), rows, (mt_dropout){rows_at, 0.5f}, y));
+    MT_TRY(mt_bias_dropout_add_forward(r.ctx, cols, mt_none(), cols, (mt_dropout){cols_at, 0.5f}, y));
     status = mt_check_replicas(r.ctx, r.grid.tp, "my_step");
     if (status != want) return status ? status : MT_ERR_DATA;
     if (kind)
@@ -231,6 +244,38 @@ static mt_status unlike_rank(mt_comm *world, void *user) {
 static void test_views_without_data(void **state) {
     (void)state;
     for (int kind = UNLIKE_NOTHING; kind < UNLIKE_COUNT; kind++) test_launch(2, unlike_rank, &kind);
+}
+
+/* A gradient that only one tensor rank computes. The ranks sum it over the data ranks all the same. */
+static mt_status idle_rank(mt_comm *world, void *user) {
+    const mt_context_desc where = {.device = MT_DEVICE_META, .check = 2};
+    const int *busy = (const int *)user;
+    mt_param_desc desc = {.name = "head.bias", .rows = 1, .cols = 6};
+    char words[100];
+    mt_tensor dy;
+    mt_param *head;
+    mt_status status;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &where, &r));
+    MT_TRY(mt_params_add(r.ctx, r.params, &desc, &head));
+    MT_TRY(mt_params_init(r.ctx, r.params, 1));
+    MT_TRY(mt_arena_tensor(r.ctx, MT_F32, 4, 6, &dy));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, dy, MT_REPLICATED));
+    MT_TRY(mt_declare(r.ctx, r.grid.dp, dy, MT_SPLIT_ROWS));
+    MT_TRY(mt_params_zero_grad(r.ctx, r.params));
+    if (*busy < 0 || r.grid.tp_rank == *busy) MT_TRY(mt_bias_backward(r.ctx, dy, head->grad));
+    status = mt_sync_gradients(r.ctx, r.params);
+    if (status != (*busy < 0 ? MT_SUCCESS : MT_ERR_MISMATCH)) return status ? status : MT_ERR_DATA;
+    snprintf(words, sizeof words, "the gradient of 'head.bias' is replicated |rank 1 has %s zeros, unlike rank 0",
+             *busy ? "not only" : "only");
+    if (status) CHECK(test_has_words(mt_last_error(r.ctx), words));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_gradients_of_one_rank(void **state) {
+    (void)state;
+    for (int busy = -1; busy < 2; busy++) test_launch(4, idle_rank, &busy);
 }
 
 /* ---- the two functions ------------------------------------------------------------------------------------------- */
@@ -629,8 +674,9 @@ int main(void) {
         cmocka_unit_test(test_what_is_sent),           cmocka_unit_test(test_the_third_rank),
         cmocka_unit_test(test_tensors_of_ones_own),    cmocka_unit_test(test_a_gather_in_place),
         cmocka_unit_test(test_the_ends_of_a_pipeline), cmocka_unit_test(test_without_data),
-        cmocka_unit_test(test_views_without_data),     cmocka_unit_test(test_ranks_in_other_modes),
-        cmocka_unit_test(test_two_shared_embeddings),  cmocka_unit_test(test_a_gather_of_rows),
+        cmocka_unit_test(test_views_without_data),     cmocka_unit_test(test_gradients_of_one_rank),
+        cmocka_unit_test(test_ranks_in_other_modes),   cmocka_unit_test(test_two_shared_embeddings),
+        cmocka_unit_test(test_a_gather_of_rows),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
