@@ -4949,22 +4949,59 @@ static mt_status mti_rule_arguments(mt_context *ctx, const char *where, const mt
     return MT_SUCCESS;
 }
 
+/* Returns the region call that would make t of a piece over a group, or NULL. */
+static const char *mti_region_call(const mti_placed *p, int g, int64_t ranks, mti_extent t, int64_t rows) {
+    int64_t has = p->at.pitch ? (int64_t)((p->at.end - p->at.begin - p->at.width) / p->at.pitch) + 1 : 1;
+    uintptr_t n = (uintptr_t)ranks;
+    int is = p->may[g];
+    if (p->at.width == t.width && has * ranks == rows && is == 1 << MT_SPLIT_ROWS)
+        return "mt_gather_from_sequence_region";
+    if (p->at.width == t.width && has == rows * ranks && is == 1 << MT_PARTIAL)
+        return "mt_reduce_scatter_to_sequence_region";
+    if (p->at.width == t.width && has == rows * ranks && is == 1 << MT_REPLICATED)
+        return "mt_scatter_to_sequence_region";
+    if (p->at.width * n == t.width && has == rows && is == 1 << MT_SPLIT_COLS) return "mt_gather_from_tensor_region";
+    if (p->at.width == t.width * n && has == rows && is == 1 << MT_REPLICATED) return "mt_scatter_to_tensor_region";
+    return NULL;
+}
+
+/* Writes which call would make t of the newest tensor that fits, and which calls may be missing otherwise. */
+static void mti_missing_text(const mti_checker *c, mt_tensor t, char *text, size_t bytes) {
+    const mti_placed *newest = NULL;
+    const char *call = NULL;
+    char since[208];
+    size_t i;
+    int g;
+    for (i = 0; i < c->written.count; i++)
+        for (g = 0; g < c->count; g++) {
+            const mti_placed *p = &c->written.list[i];
+            const char *may = mti_region_call(p, g, c->axes[g].size, mti_extent_of(t), t.rows);
+            if (!may || c->axes[g].only_group || (newest && p->age < newest->age)) continue;
+            newest = p;
+            call = may;
+        }
+    if (newest) mti_since_text(newest->by, newest->with, since, sizeof since);
+    if (newest) snprintf(text, bytes, "%s of what is in another tensor%.200s, or ", call, since);
+    else text[0] = 0;
+}
+
 /* Refuses a call that reads memory of the arena which nothing has written. Ids and lengths are the caller's. */
 static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
-    char at[192];
+    char at[192], missing[320];
     int i;
     for (i = 0; ctx->checker->strict && ctx->checker->count > 0 && i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
         if (!o->operand || !(o->operand->use & 1) || !o->known.unwritten) continue;
         if (!mt_dtype_is_float(o->operand->t.dtype) || !mti_is_in_arena(ctx, mti_extent_of(o->operand->t))) continue;
         mti_with_text(ctx->checker, r->with, at, sizeof at);
-        return mt_fail(
-            ctx, MT_ERR_ARGUMENT,
-            "%s%s: nothing has written %s [%lld, %lld], or a part of it, since it was allocated: a call is "
-            "missing, such as mt_gather_from_sequence_region or mt_reduce_scatter_to_sequence_region, or, "
-            "for what the program writes itself, mt_declare (MT_UNDECLARED with comm NULL, if its placement does "
-            "not matter)",
-            r->where, at, o->operand->name, (long long)o->operand->t.rows, (long long)o->operand->t.cols);
+        mti_missing_text(ctx->checker, o->operand->t, missing, sizeof missing);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s%s: nothing has written %s [%lld, %lld], or a part of it, since it was allocated: a call is "
+                       "missing, such as %smt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region, "
+                       "mt_all_gather or mt_recv, or, for what the program writes itself, mt_declare (MT_UNDECLARED "
+                       "with comm NULL, if its placement does not matter)",
+                       r->where, at, o->operand->name, (long long)o->operand->t.rows, (long long)o->operand->t.cols,
+                       missing);
     }
     return MT_SUCCESS;
 }
@@ -5303,7 +5340,7 @@ static mt_status mti_sendbuf_written(mt_context *ctx, const char *where, mt_tens
 }
 
 /* Notes what a collective of memory that is not known makes of y. Over a group of mt_check_group, all ranks have the
-   same then, if each gets the whole. Over others, the program may write y again, and pass it to the collective again. */
+   same then, if each gets the whole. Over others, the program may write y and pass it to the collective again. */
 static mt_status mti_collective_unknown(mt_context *ctx, const mt_comm *comm, int kind, const char *where,
                                         mt_tensor y) {
     int g = mti_axis_of(ctx->checker, comm, 0);

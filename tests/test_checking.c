@@ -427,7 +427,7 @@ static void test_own_rules(void **state) {
     for (int i = 0; i < 3; i++) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &t[i]));
     mt_operand operands[] = {{"y", t[2], 2}, {"a", t[0], 1}, {"b", t[1], 1}};
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, t[0], MT_PARTIAL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_product|nothing has written b [4, 4]|mt_gather_from_sequence_region|mt_declare",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_product|nothing has written b [4, 4]|mt_all_gather or mt_recv|mt_declare",
             mt_rule_check(r.ctx, "my_product", &rule, operands, 3));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, NULL, mt_tensor_rows(t[1], 0, 3), MT_UNDECLARED));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_product|nothing has written b [4, 4], or a part of it", /* one row is missing */
@@ -929,7 +929,7 @@ static void test_loss_of_a_pipeline(void **state) {
 
 /* Operands that are not known over the group of mt_check_group do not count, until something is declared over it. */
 static void test_a_group_without_declarations(void **state) {
-    mt_tensor x, y, gain, stats;
+    mt_tensor x, y, gain, stats, sum, out;
     test_rank r;
     (void)state;
     test_paper_rank(8, 0, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &r);
@@ -943,11 +943,15 @@ static void test_a_group_without_declarations(void **state) {
     assert_int_equal(mt_check_unknown(r.ctx, NULL, 0), 0);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 2, &stats));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 1, 4, &gain));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 1, 1, &sum));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 1, 1, &out));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, gain, MT_REPLICATED));
     for (int received = 0; received < 2; received++) { /* a result is known when all that was read is */
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_norm_forward(r.ctx, MT_RMS_NORM, x, gain, mt_none(), 1e-5f, y, stats));
-        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_add(r.ctx, y, y, y));
-        assert_int_equal(mt_placement_of(r.ctx, r.grid.pp, y), received ? MT_REPLICATED : MT_UNDECLARED);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, sum, 0.0f));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sum(r.ctx, y, sum)); /* "RR rP": replicated or partial, */
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_activation_forward(r.ctx, MT_TANH, sum, mt_none(), out)); /* so the first */
+        assert_int_equal(mt_placement_of(r.ctx, r.grid.pp, out), received ? MT_REPLICATED : MT_UNDECLARED);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, x.data, x.data, 16, MT_F32, 1));
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_broadcast(r.ctx, r.grid.pp, gain.data, gain.data, 4, MT_F32, 1));
     }
@@ -961,6 +965,44 @@ static void test_a_group_without_declarations(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, x, y));
     assert_int_equal(mt_check_unknown(r.ctx, NULL, 0), 1);
     test_paper_rank_close(&r);
+}
+
+/* The message names the call that makes x of the newest tensor of this shape and placement. */
+static void check_missing(int64_t rows, int64_t cols, mt_placement placement, int older_fits, const char *call) {
+    const mt_context_desc where = {.device = MT_DEVICE_META, .check = 1};
+    char words[100];
+    mt_tensor other, zero, older, x, y;
+    mt_arena_request memory[] = {{&other, MT_F32, rows, cols},
+                                 {&zero, MT_F32, 4, 16},
+                                 {&older, MT_F32, 2, 8},
+                                 {&x, MT_F32, 4, 8},
+                                 {&y, MT_F32, 4, 8}};
+    test_rank r;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &where, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 5));
+    if (older_fits) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, older, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, other, placement));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, zero, 0.0f));
+    snprintf(words, sizeof words, "mt_copy: nothing has written x [4, 8], |a call is missing, such as %s", call);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_copy(r.ctx, x, y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mt_tensor_cols(zero, 0, 8), x));
+    test_paper_rank_close(&r);
+}
+
+static void test_the_missing_call_is_named(void **state) {
+    const char *any = "mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region, ";
+    (void)state;
+    check_missing(2, 8, MT_SPLIT_ROWS, 1,
+                  "mt_gather_from_sequence_region of what is in another tensor since mt_declare");
+    check_missing(8, 8, MT_PARTIAL, 1, "mt_reduce_scatter_to_sequence_region of what");
+    check_missing(8, 8, MT_REPLICATED, 1, "mt_scatter_to_sequence_region of what");
+    check_missing(4, 4, MT_SPLIT_COLS, 1, "mt_gather_from_tensor_region of what");
+    check_missing(4, 16, MT_REPLICATED, 1, "mt_scatter_to_tensor_region of what");
+    check_missing(2, 8, MT_REPLICATED, 0, any);
+    check_missing(8, 8, MT_SPLIT_COLS, 0, any);
+    check_missing(4, 4, MT_PARTIAL, 0, any);
+    check_missing(4, 16, MT_SPLIT_COLS, 0, any);
+    check_missing(8, 16, MT_REPLICATED, 0, any);
 }
 
 /* SwiGLU takes the columns of h as gate and up: each rank needs its share of both. */
@@ -1899,6 +1941,7 @@ int main(void) {
         cmocka_unit_test(test_place_of_an_own_operator),
         cmocka_unit_test(test_loss_of_a_step),
         cmocka_unit_test(test_loss_of_a_pipeline),
+        cmocka_unit_test(test_the_missing_call_is_named),
         cmocka_unit_test(test_a_group_without_declarations),
         cmocka_unit_test(test_parts),
         cmocka_unit_test(test_own_sum_over_the_embedding_group),
