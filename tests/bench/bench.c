@@ -951,6 +951,7 @@ static mt_status item_products(worker *w) {
 
 /* ---- item layer -------------------------------------------------------------------------------------------------- */
 
+#define HEAD (HIDDEN / HEADS)
 typedef struct one_layer {
     place place;
     mt_params *params;
@@ -959,28 +960,40 @@ typedef struct one_layer {
     mt_batch batch;
 } one_layer;
 
-static mt_transformer_layer_desc layer_desc(float dropout) {
+typedef struct layer_dims {
+    int64_t tokens, hidden;
+} layer_dims;
+
+static mt_transformer_layer_desc layer_desc(float dropout, int64_t hidden) {
     return (mt_transformer_layer_desc){
-        .hidden = HIDDEN, .heads = HEADS, .attention_dropout = dropout, .hidden_dropout = dropout};
+        .hidden = hidden, .heads = hidden / HEAD, .attention_dropout = dropout, .hidden_dropout = dropout};
 }
 
-static mt_status layer_create(worker *w, int split, int threads, float dropout, mt_dtype dtype, one_layer *l) {
-    mt_transformer_layer_desc d = layer_desc(dropout);
+/* Creates a layer on a context with the fields of `where`. */
+static mt_status layer_create_on(worker *w, int split, mt_context_desc where, layer_dims size, float dropout,
+                                 mt_dtype dtype, one_layer *l) {
+    mt_transformer_layer_desc d = layer_desc(dropout, size.hidden);
     mt_tensor *const views[] = {&l->x, &l->y, &l->dy, &l->dx};
-    mt_random at = {.seed = 3, .global_cols = HIDDEN};
+    mt_random at = {.seed = 3, .global_cols = size.hidden};
     memset(l, 0, sizeof *l);
-    MT_TRY(place_create(w, split_of(split), (mt_context_desc){.threads = threads}, &l->place));
+    MT_TRY(place_create(w, split_of(split), where, &l->place));
     MT_TRY(mt_params_create(l->place.ctx, &l->place.grid, &l->params));
     MT_TRY(mt_params_set_dtype(l->place.ctx, l->params, dtype));
     MT_TRY(mt_transformer_layer_create(l->place.ctx, l->params, "layer", &d, &l->layer));
     MT_TRY(mt_params_init(l->place.ctx, l->params, 1234));
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) {
-        MT_TRY(mt_arena_tensor(l->place.ctx, dtype, TOKENS, HIDDEN, views[i]));
+        MT_TRY(mt_arena_tensor(l->place.ctx, dtype, size.tokens, size.hidden, views[i]));
         at.subsequence = i;
         MT_TRY(mt_random_normal(l->place.ctx, *views[i], 1.0f, at));
+        MT_TRY(mt_declare(l->place.ctx, l->place.grid.tp, *views[i], MT_REPLICATED));
     }
-    l->batch = (mt_batch){.sequences = 1, .seq = TOKENS, .seed = 5};
+    l->batch = (mt_batch){.sequences = 1, .seq = size.tokens, .seed = 5};
     return MT_SUCCESS;
+}
+
+static mt_status layer_create(worker *w, int split, int threads, float dropout, mt_dtype dtype, one_layer *l) {
+    return layer_create_on(w, split, (mt_context_desc){.threads = threads}, (layer_dims){TOKENS, HIDDEN}, dropout,
+                           dtype, l);
 }
 
 static void layer_destroy(one_layer *l) {
@@ -1181,7 +1194,6 @@ static mt_status item_layer(worker *w) {
 enum { BUILT_IN_MLP, OWN_MLP, BUILT_IN_BLOCK, OWN_BLOCK, BLOCKS };
 enum { QKV, GATE, FC1, INPUTS, PROJ = 0, FC2, OUTPUTS }; /* the layers of OWN_BLOCK; OWN_MLP has FC1 and FC2 */
 
-#define HEAD (HIDDEN / HEADS)
 #define WIDE_FFN (4 * HIDDEN + HIDDEN / 2) /* BUILT_IN_BLOCK has no gate: so its GEMMs have as many FLOP */
 
 typedef struct one_block {
@@ -1397,6 +1409,42 @@ static mt_status item_composed(worker *w) {
     status = composed_measure(w);
     for (int c = 0; c < 2 * BLOCKS; c++) block_destroy(&m[c]);
     free(m);
+    return status;
+}
+
+/* ---- item checking ----------------------------------------------------------------------------------------------- */
+
+static const layer_dims checked_sizes[] = {{TOKENS, HIDDEN}, {256, 256}};
+enum { CHECKS = 3, CHECKED_SIZES = 2, CHECKED = CHECKS * CHECKED_SIZES };
+
+static mt_status run_checked(worker *w, int arg) { return layer_step((one_layer *)w->item + arg); }
+
+static void checked_rows(const team *t) {
+    for (int c = 0; c < CHECKED; c++) {
+        const layer_dims *size = &checked_sizes[c / CHECKS];
+        int off = c - c % CHECKS;
+        char name[64];
+        snprintf(name, sizeof name, "layer, hidden %d, %d tokens, check %d", (int)size->hidden, (int)size->tokens,
+                 c % CHECKS);
+        row("checking", name, case_time(t, c, 1e3), "ms", case_ratio(t, c, off, 1), c == off ? NULL : "check 0");
+    }
+}
+
+static mt_status item_checking(worker *w) {
+    one_layer layers[CHECKED];
+    bench_case cases[CHECKED];
+    mt_status status = MT_SUCCESS;
+    memset(layers, 0, sizeof layers);
+    w->item = layers;
+    for (int c = 0; c < CHECKED && status == MT_SUCCESS; c++) {
+        mt_context_desc where = {.threads = 1, .check = c % CHECKS};
+        cases[c] = (bench_case){run_checked, c, 0, 0};
+        status = layer_create_on(w, RANKS, where, checked_sizes[c / CHECKS], 0, MT_F32, &layers[c]);
+    }
+    if (status == MT_SUCCESS) status = measure(w, cases, CHECKED);
+    if (status == MT_SUCCESS && rank_of(w) == 0) checked_rows(w->team);
+    for (int c = 0; c < CHECKED; c++) layer_destroy(&layers[c]);
+    w->item = NULL;
     return status;
 }
 
@@ -3232,7 +3280,7 @@ static mt_status memory_forward(mt_context *ctx, mt_grid *grid, int sequence_par
     mt_params *params = NULL;
     mt_transformer_layer layer;
     mt_transformer_layer_saved saved;
-    mt_transformer_layer_desc d = layer_desc(0.1f);
+    mt_transformer_layer_desc d = layer_desc(0.1f, HIDDEN);
     mt_batch batch = {.sequences = 1, .seq = TOKENS};
     mt_tensor x = mt_none(), y = mt_none();
     int64_t rows = sequence_parallel ? TOKENS / grid->tp_size : TOKENS;
@@ -3311,6 +3359,7 @@ static const item items[] = {
      RANKS},
     {"composed", "blocks of the functions for authors of blocks beside built-in ones, forward + backward, hidden 768",
      item_composed, RANKS},
+    {"checking", "one layer in check mode, forward + backward, TP=2, float", item_checking, RANKS},
     {"breakdown", "the layer's operators at TP=2, one after the other, as rank 0 sees them", item_breakdown, RANKS},
     {"gpt2", "training step, 12 layers, vocabulary 50257, AdamW, clipped", item_gpt, RANKS},
     {"inference", "one forward of an encoder: batch 1, 128 tokens", item_inference, RANKS},
@@ -3420,8 +3469,8 @@ static void print_help(void) {
            "  --quick      3 to 5 samples of each\n"
            "  --tiny       one sample of each, and small GPTs in plan and scaling: only shows that everything runs\n"
            "  --seconds S  time for each item (default 15)\n"
-           "  --only ITEM  one of gemm layer composed breakdown gpt2 inference decode invariant plan scaling\n"
-           "               collectives bandwidth attention memory\n"
+           "  --only ITEM  one of gemm layer composed checking breakdown gpt2 inference decode invariant plan\n"
+           "               scaling collectives bandwidth attention memory\n"
            "  --machine FILE  item plan writes the rates of 2 ranks at once, for train_gpt --dry-run --machine FILE\n");
 }
 
