@@ -457,6 +457,75 @@ static void test_returns_or_fails(void **state) {
     run_fault(FAILS, ALL_REDUCE, 0);
 }
 
+/* ---- ranks that make other calls --------------------------------------------------------------------------------- */
+
+enum { OTHER_COUNT, OTHER_CALL, OTHER_ROOT, OTHER_MESSAGE, NO_CALL, ODD_CALLS };
+
+static mt_status odd_call(rank_state *s, int kind, int is_odd) {
+    int rank = mt_comm_rank(s->all);
+    if (kind == OTHER_ROOT) return mt_broadcast(s->ctx, s->all, s->a, s->b, COUNT, MT_F32, is_odd);
+    if (kind == OTHER_MESSAGE && is_odd) return mt_send(s->ctx, s->all, s->a, COUNT, MT_F32, 0);
+    if (kind == OTHER_MESSAGE && rank == 0) return mt_recv(s->ctx, s->all, s->b, COUNT - 1, MT_F32, 1);
+    if (kind == OTHER_CALL && is_odd) return mt_all_gather(s->ctx, s->all, s->a, s->b, COUNT, MT_F32);
+    return mt_all_reduce(s->ctx, s->all, s->a, s->b, kind == OTHER_COUNT && is_odd ? COUNT - 1 : COUNT, MT_F32, MT_SUM);
+}
+
+#if defined(MT_CUDA_ENGINE)
+namespace mte {
+void nccl_let_mismatches_hang(bool on); /* tests/engine/nccl.cpp */
+}
+#endif
+
+/* As with NCCL, calls that do not match may wait for ever. */
+static void let_mismatches_hang(void) {
+#if defined(MT_CUDA_ENGINE)
+    mte::nccl_let_mismatches_hang(true);
+#endif
+}
+
+static mt_status make_odd_calls(mt_comm *world, void *user) {
+    const job *j = (const job *)user;
+    int is_odd = mt_comm_rank(world) == 1;
+    rank_state s;
+    mt_status status;
+    let_mismatches_hang();
+    status = open_rank(world, &s);
+    if (status == MT_SUCCESS) status = mt_barrier(s.ctx, s.all);
+    if (status == MT_SUCCESS && j->collective == NO_CALL && is_odd) {
+        struct timespec nap = {2, 0};
+        nanosleep(&nap, NULL);
+    } else if (status == MT_SUCCESS) status = odd_call(&s, j->collective, is_odd);
+    if (status == MT_SUCCESS) status = mt_barrier(s.ctx, s.all); /* one that returned gets the error here */
+    close_rank(&s);
+    return status;
+}
+
+/* Every process gets the sentence that threads get, long before the timeout. When one does not call, the others name
+   it after the timeout. */
+static void test_other_calls(void **state) {
+    static const char *const words[] = {
+        "all_reduce on \"world\" (3 ranks): ranks 0, 2 called all_reduce(count 300, f32, sum), rank 1 called "
+        "all_reduce(count 299, f32, sum)",
+        "ranks 0, 2 called all_reduce(count 300, f32, sum), rank 1 called all_gather(count 300, f32)",
+        "ranks 0, 2 called broadcast(count 300, f32, root 0), rank 1 called broadcast(count 300, f32, root 1)",
+        "rank 0 called recv(count 299, f32, from rank 1)", "for rank 1, whose last call here was barrier"};
+    (void)state;
+    WANT_GPUS(3);
+    for (int kind = 0; kind < ODD_CALLS; kind++) {
+        const char *status = kind == NO_CALL ? "MT_ERR_TIMEOUT" : "MT_ERR_MISMATCH";
+        job j = new_job(3, make_odd_calls);
+        j.collective = kind;
+        j.timeout = kind == NO_CALL ? 0.5 : 60;
+        run_job(&j);
+        for (int r = 0; r < 3; r++) {
+            if (kind == NO_CALL && r == 1) continue; /* it gets MT_ERR_PEER or MT_ERR_TIMEOUT */
+            if (j.code[r] != 1 || !strstr(j.said[r], status) || !strstr(j.said[r], words[kind]))
+                fail_msg("case %d, rank %d: code %d, \"%s\"", kind, r, j.code[r], j.said[r]);
+            if (j.seconds[r] > SLACK) fail_msg("case %d, rank %d took %.1f s", kind, r, j.seconds[r]);
+        }
+    }
+}
+
 /* ---- ranks that do not get as far as a collective ---------------------------------------------------------------- */
 
 static mt_status connect_only(mt_comm *world, void *user) {
@@ -510,11 +579,17 @@ static void test_one_gpu_for_two(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_torchrun),    cmocka_unit_test(test_two_machines),
-        cmocka_unit_test(test_srun),        cmocka_unit_test(test_nccl_comm_id),
-        cmocka_unit_test(test_killed),      cmocka_unit_test(test_stopped),
-        cmocka_unit_test(test_stuck),       cmocka_unit_test(test_returns_or_fails),
-        cmocka_unit_test(test_never_comes), cmocka_unit_test(test_one_gpu_for_two),
+        cmocka_unit_test(test_torchrun),
+        cmocka_unit_test(test_two_machines),
+        cmocka_unit_test(test_srun),
+        cmocka_unit_test(test_nccl_comm_id),
+        cmocka_unit_test(test_killed),
+        cmocka_unit_test(test_stopped),
+        cmocka_unit_test(test_stuck),
+        cmocka_unit_test(test_returns_or_fails),
+        cmocka_unit_test(test_other_calls),
+        cmocka_unit_test(test_never_comes),
+        cmocka_unit_test(test_one_gpu_for_two),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -733,6 +733,10 @@ void join_remote(Clique &clique, const Message &message) {
     connect(comm, call);
     if (call.pairwise()) join_pair(comm, *leg, call);
     else join_collective(comm, *leg, call, message.number);
+    if (!leg->op) { // a mismatch that hangs: its data are not awaited
+        comm.idle.push_back(leg->stream);
+        return;
+    }
     clique.announced[{message.rank, message.serial}] = {leg->op, leg.get()};
     leg->op->remote_legs.emplace_back(&comm, std::move(leg));
 }
