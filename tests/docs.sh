@@ -90,6 +90,16 @@ checking_rules() {
     done <"$work/rules.txt"
 }
 
+# tests/test_rules.c tries each operator of the tables in docs/checking.md.
+checking_tried() {
+    sed -n '/^## Rules$/,/^Communication changes/p' docs/checking.md | grep -oE '^(\| )?`mt_[a-z_]+`' |
+        grep -oE 'mt_[a-z_]+' | sort -u >"$work/operators.txt"
+    [ "$(wc -l <"$work/operators.txt")" -gt 40 ] || { echo "too few operators found"; return 1; }
+    while IFS= read -r operator; do
+        grep -qF "\"$operator\", TENSOR" tests/test_rules.c || { echo "not tried: $operator"; return 1; }
+    done <"$work/operators.txt"
+}
+
 # The pipeline of docs/many-ranks.md learns. The losses of its micro-batches are the same on 1, 2 and 4 stages, up
 # to rounding.
 pipeline_program() {
@@ -146,6 +156,7 @@ check "the pipeline of docs/many-ranks.md computes the same on 1, 2 and 4 stages
 check "the program of docs/checking.md prints what the page says" checking_program
 check "the program of docs/checking.md that compares values prints what the page says" comparing_program
 check "docs/checking.md has every rule of mt_kernels.cuh" checking_rules
+check "tests/test_rules.c tries each operator with a rule" checking_tried
 check "links lead to files and headings" links
 check "README.md leads to every chapter, which ends with something to run" chapters
 closing_line
