@@ -100,6 +100,17 @@ checking_tried() {
     done <"$work/operators.txt"
 }
 
+# The table of communication in docs/checking.md has every region function, collective and message of mt_comm.h.
+checking_communication() {
+    sed -n '/^Communication changes/,/^## Dropout/p' docs/checking.md | grep '^|' >"$work/communication.md"
+    sed -nE 's/^MT_API mt_status (mt_[a-z_]+)\(mt_context \*ctx, (const )?mt_comm \*comm,.*/\1/p' mt_comm.h |
+        grep -E 'region|^mt_(all_|reduce_scatter|broadcast|send|recv)' | sort -u >"$work/communication.txt"
+    [ "$(wc -l <"$work/communication.txt")" -gt 15 ] || { echo "too few functions found"; return 1; }
+    while IFS= read -r name; do
+        grep -qF "\`$name\`" "$work/communication.md" || { echo "missing: $name"; return 1; }
+    done <"$work/communication.txt"
+}
+
 # The pipeline of docs/many-ranks.md learns. The losses of its micro-batches are the same on 1, 2 and 4 stages, up
 # to rounding.
 pipeline_program() {
@@ -157,6 +168,7 @@ check "the program of docs/checking.md prints what the page says" checking_progr
 check "the program of docs/checking.md that compares values prints what the page says" comparing_program
 check "docs/checking.md has every rule of mt_kernels.cuh" checking_rules
 check "tests/test_rules.c tries each operator with a rule" checking_tried
+check "docs/checking.md has every function of mt_comm.h that communicates" checking_communication
 check "links lead to files and headings" links
 check "README.md leads to every chapter, which ends with something to run" chapters
 closing_line
