@@ -3146,11 +3146,25 @@ static mt_status mti_broken_before(mt_context *ctx, mt_comm *comm, const mti_cal
                       mti_call_name(call->kind), comm->name, comm->size, comm->rank, comm->group->text);
 }
 
-/* Writes the call of this rank and that of the other one in mti_waits_apart. */
-static void mti_say_apart(mti_text *text, const mt_comm *comm, int peer) {
+/* Writes the call of this rank and that of the other one in mti_waits_apart. Returns 0 when there is none any more: it
+   has given up, and is about to break the group, or has done so. */
+static int mti_say_apart(mti_text *text, const mt_comm *comm, int peer) {
     int other = mti_waits_apart(comm->group, comm->rank, peer);
     mti_say_mine(text, comm);
-    if (other >= 0) mti_say_two(text, comm->group, comm->rank, other); /* else it has given up, and broken the group */
+    if (other >= 0) mti_say_two(text, comm->group, comm->rank, other);
+    return other >= 0;
+}
+
+/* Waits until another rank has broken the group. */
+static mti_outcome mti_wait_broken(mti_group *g) {
+    mti_wait w;
+    memset(&w, 0, sizeof w);
+    w.word = &g->state;
+    w.mask = w.value = MTI_BROKEN;
+    w.peer = -1;
+    w.forever = 1;
+    mti_wait_for(g, &w);
+    return MTI_SEES_BROKEN;
 }
 
 /* Ends a wait that failed: breaks the group with a message and returns the error. Returns MT_SUCCESS when the meeting
@@ -3161,7 +3175,8 @@ static mt_status mti_give_up(mt_context *ctx, mt_comm *comm, mti_outcome outcome
     text.used = 0;
     text.data[0] = '\0';
     if (outcome == MTI_SEES_LEFT) why = MT_ERR_PEER, mti_say_left(&text, comm, peer);
-    if (outcome == MTI_SEES_UNLIKE) why = MT_ERR_MISMATCH, mti_say_apart(&text, comm, peer);
+    if (outcome == MTI_SEES_UNLIKE) why = MT_ERR_MISMATCH;
+    if (outcome == MTI_SEES_UNLIKE && !mti_say_apart(&text, comm, peer)) outcome = mti_wait_broken(comm->group);
     if (outcome == MTI_SEES_LATE) mti_say_timeout(&text, comm, peer);
     if (outcome != MTI_SEES_BROKEN && mti_break(comm->group, why, &text, generation)) return MT_SUCCESS;
     return mti_broken_now(ctx, comm);
