@@ -5000,11 +5000,19 @@ static void mti_missing_text(const mti_checker *c, mt_tensor t, char *text, size
     else text[0] = 0;
 }
 
+/* Whether something was declared over a group. mt_check_group alone declares nothing. */
+static int mti_declares(const mti_checker *c) {
+    int g;
+    for (g = 0; g < c->count; g++)
+        if (!c->axes[g].only_group) return 1;
+    return 0;
+}
+
 /* Refuses a call that reads memory of the arena which nothing has written. Ids and lengths are the caller's. */
 static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
     char at[192], missing[320];
     int i;
-    for (i = 0; ctx->checker->strict && ctx->checker->count > 0 && i < r->count; i++) {
+    for (i = 0; ctx->checker->strict && mti_declares(ctx->checker) && i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
         if (!o->operand || !(o->operand->use & 1) || !o->known.unwritten) continue;
         if (!mt_dtype_is_float(o->operand->t.dtype) || !mti_is_in_arena(ctx, mti_extent_of(o->operand->t))) continue;
@@ -9360,7 +9368,7 @@ typedef struct mti_replica {
     const char *where, *with; /* the call that read it, and a parameter of the call, or NULL */
     const char *by, *by_with; /* the call that wrote it, or NULL */
     char operand[24];
-    char differs;   /* what the hash is of: v values, p a place, c the shape of a view, z of one that is zero */
+    char differs;   /* what the hash is of: v values, p a place, c the shape of a view, z of one that is zero; u any */
     uint64_t moves; /* number of collectives of the group before */
     uint64_t hash;
     int sum; /* on a GPU: 1 + its place in `sums`, until the host has fetched it */
@@ -9494,8 +9502,18 @@ static mt_status mti_replica_read(mt_context *ctx, const char *where, const char
     return MT_SUCCESS;
 }
 
+/* Notes a number of a place for group g. known is 0 if ranks may have other numbers. */
+static mt_status mti_place_number_note(mt_context *ctx, int g, mti_replica *e, const char *field, const char *number,
+                                       uint64_t hash, int known) {
+    e->differs = known ? 'p' : 'u';
+    e->hash = hash;
+    snprintf(e->operand, sizeof e->operand, "%.12s%s", field, number);
+    return mti_replica_add(ctx, g, e);
+}
+
 /* Notes from what seed a call takes random words, which must be the same on all ranks, and by what place for the rows
-   or columns that ranks have alike. */
+   or columns that ranks have alike. What a rank does not know is noted, too, so that its list has the entries of other
+   ranks. */
 static mt_status mti_place_note(mt_context *ctx, const char *where, const char *field, const mti_known *known,
                                 const mt_place *place) {
     mti_replica e;
@@ -9505,16 +9523,14 @@ static mt_status mti_place_note(mt_context *ctx, const char *where, const char *
     memset(&e, 0, sizeof e);
     e.where = where;
     e.with = known->with;
-    e.differs = 'p';
-    snprintf(e.operand, sizeof e.operand, "%s", field);
     words = mti_hash_number(mti_hash_number(0, place->seed), place->subsequence);
     for (g = 0; g < ctx->checker->count; g++) {
         int rows = known->may[g] == 1 << MT_REPLICATED || known->may[g] == 1 << MT_SPLIT_COLS;
         int cols = known->may[g] == 1 << MT_REPLICATED || known->may[g] == 1 << MT_SPLIT_ROWS;
-        e.hash = words;
-        if (rows) e.hash = mti_hash_number(e.hash, (uint64_t)place->first_row);
-        if (cols) e.hash = mti_hash_number(e.hash, (uint64_t)place->first_col);
-        if (known->may[g] != MTI_ALL_PLACEMENTS) MT_TRY(mti_replica_add(ctx, g, &e));
+        int some = known->may[g] != MTI_ALL_PLACEMENTS;
+        MT_TRY(mti_place_number_note(ctx, g, &e, field, "", words, some));
+        MT_TRY(mti_place_number_note(ctx, g, &e, field, ".first_row", (uint64_t)place->first_row, rows));
+        MT_TRY(mti_place_number_note(ctx, g, &e, field, ".first_col", (uint64_t)place->first_col, cols));
     }
     return MT_SUCCESS;
 }
@@ -9610,7 +9626,8 @@ static int mti_replica_differs(const mti_told_text *x, const mti_told_text *y, i
     while (a.value && b.value) {
         int order = strncmp(a.value, b.value, MTI_REPLICA_DIGITS);
         int alike = order == 0 && strcmp(a.name, b.name) == 0 && strncmp(a.value, skip, MTI_REPLICA_DIGITS) != 0;
-        if (alike && strncmp(a.value, b.value, 2 * MTI_REPLICA_DIGITS) != 0) break;
+        int known = a.value[2 * MTI_REPLICA_DIGITS] != 'u' && b.value[2 * MTI_REPLICA_DIGITS] != 'u';
+        if (alike && known && strncmp(a.value, b.value, 2 * MTI_REPLICA_DIGITS) != 0) break;
         if (order == 0 && !alike) memcpy(skip, a.value, MTI_REPLICA_DIGITS);
         if (order <= 0) a = mti_replica_next(x, a.end, is_note);
         if (order >= 0) b = mti_replica_next(y, b.end, is_note);
