@@ -1583,13 +1583,25 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return result(cudaSuccess);
 }
 
+// What needed_for returns for the target of this thread's queries. It is kept, because a thread asks often for the same
+// one; only another operation can be missing there.
+static const Needed &needed_for_query(const OperationRef &target) {
+    thread_local uint32_t id = UINT32_MAX;
+    thread_local size_t enqueued = 0; // operations when `needed` was found
+    thread_local Needed needed;
+    if (id != target->id || enqueued != queues().past.size()) needed = needed_for(target);
+    id = target->id;
+    enqueued = queues().past.size();
+    return needed;
+}
+
 // Answers a query from the state before the call, then runs one operation so that polling makes progress.
 static cudaError_t query(const OperationRef &o) {
     if (!o || o->done) {
         if (o) join(queues().host, o->clock);
         return result(cudaSuccess);
     }
-    OperationRef next = choose(needed_for(o));
+    OperationRef next = choose(needed_for_query(o));
     if (next) run(next);
     return cudaErrorNotReady;
 }
