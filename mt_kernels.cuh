@@ -95,7 +95,8 @@ MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y);
 /* mt_upload copies from host to y, mt_download from x to host. The view may have any type. host is a contiguous array
    of rows * cols elements of that type. When mt_upload returns, the caller may change host; the copy is in the
    context's stream, before the work of later calls. When mt_download returns, the copy is complete. On MT_DEVICE_META
-   mt_upload does nothing and mt_download writes zeros. */
+   mt_upload does nothing and mt_download writes zeros. In check mode mt_download refuses floats that are a term of a
+   sum over ranks: the program would take them for the sum. */
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y);
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host);
 
@@ -3587,13 +3588,16 @@ MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
 }
 
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
+    static const char *const where = "mt_download";
+    static const mt_rule rule = {"x", "R r c", NULL}; /* for floats: ids and bytes have no placement to check */
     mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_ANY, MT_ARG_IN}};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_download", args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_pointer(ctx, "mt_download", "host", host, x.rows * x.cols));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_pointer(ctx, where, "host", host, x.rows * x.cols));
+    if (mt_dtype_is_float(x.dtype)) MT_TRY(mti_apply_rule(ctx, where, &rule, args, MTI_COUNT(args)));
     if (mt_context_device(ctx) == MT_DEVICE_META && !mti_is_empty(x))
         memset(host, 0, (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype));
-    MT_TRY(mti_begin(&op, ctx, "mt_download", args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_download(ctx, x, host),
                                 mti_cpu_copy(ctx, x, mt_tensor_make(host, x.dtype, x.rows, x.cols))));
 }

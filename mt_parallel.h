@@ -3617,7 +3617,8 @@ static mt_status mti_rows_copy(mt_context *ctx, mt_tensor rows, float *host, int
     int other = rows.dtype != MT_F32;
     if (other) MT_TRY(mt_arena_tensor(ctx, MT_F32, rows.rows, rows.cols, &f32));
     if (other && to_host) MT_TRY(mt_convert(ctx, rows, f32));
-    MT_TRY(to_host ? mt_download(ctx, f32, host) : mt_upload(ctx, host, f32));
+    if (to_host) mt_check_pause(ctx); /* a gradient may be a term of a sum that mt_sync_gradients computes later */
+    MT_TRY(to_host ? mt_check_resume(ctx, mt_download(ctx, f32, host)) : mt_upload(ctx, host, f32));
     if (other && !to_host) MT_TRY(mt_convert(ctx, f32, rows));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
@@ -6287,7 +6288,8 @@ static mt_status mti_grad_norm(mt_context *ctx, mt_params *params, float *norm) 
     float squares[2];
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 2, &sums));
     MT_TRY(mti_norm_sums_of(ctx, params, sums));
-    MT_TRY(mt_download(ctx, sums, squares));
+    mt_check_pause(ctx); /* nothing is known about the sums */
+    MT_TRY(mt_check_resume(ctx, mt_download(ctx, sums, squares)));
     *norm = mt_norm_of_sums(squares);
     return MT_SUCCESS;
 }

@@ -1328,6 +1328,44 @@ static void test_a_partial_sum_does_not_travel(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* A program may read what is whole or its own, but not its term of a sum. mt_param_gather reads gradients before
+   mt_sync_gradients, too. */
+static void test_downloads(void **state) {
+    test_rank r;
+    mt_tensor x, ids;
+    mt_param *weight;
+    mt_param_desc desc = {.name = "fc1.weight", .rows = 4, .cols = 4, .placement = MT_SPLIT_ROWS};
+    float whole[16];
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &desc, &weight));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 2, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_I32, 2, 4, &ids));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_download|nothing has written x", mt_download(r.ctx, x, whole));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_download(r.ctx, ids, whole));
+    for (mt_placement p = MT_REPLICATED; p < MT_PARTIAL; p = (mt_placement)(p + 1)) {
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, p));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_download(r.ctx, x, whole));
+    }
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_PARTIAL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_download|: x is partial over \"tensor\" (2 ranks)|must be replicated or split by rows or split by "
+            "columns: call mt_reduce_from_tensor_region_forward before",
+            mt_download(r.ctx, x, whole));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_PARTIAL)); /* such as the sum of its losses */
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_download|: x is partial over \"data\"|call mt_all_reduce before",
+            mt_download(r.ctx, x, whole));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, weight->grad, MT_PARTIAL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_download|call mt_sync_gradients before",
+            mt_download(r.ctx, weight->grad, whole));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_param_gather(r.ctx, r.params, weight, weight->grad, whole));
+    test_paper_rank_close(&r);
+}
+
 /* What nothing has written is not sent, summed or gathered, if the context has `check`. */
 static void test_what_is_sent_was_written(void **state) {
     static const mt_context_desc lenient = {.device = MT_DEVICE_META};
@@ -1954,6 +1992,7 @@ int main(void) {
         cmocka_unit_test(test_chunks_of_rows),
         cmocka_unit_test(test_data_ranks),
         cmocka_unit_test(test_a_partial_sum_does_not_travel),
+        cmocka_unit_test(test_downloads),
         cmocka_unit_test(test_what_is_sent_was_written),
         cmocka_unit_test(test_a_broadcast),
         cmocka_unit_test(test_a_broadcast_to_gradients),
