@@ -3175,7 +3175,8 @@ enum { ATTENTION_PRODUCT, ATTENTION_FORWARD, ATTENTION_BACKWARD, ATTENTION_CASES
 
 static const struct attention_size {
     int64_t tokens, head_dim;
-} attention_sizes[] = {{8192, 64}, {8192, 128}, {32768, 64}, {32768, 128}};
+    float dropout;
+} attention_sizes[] = {{8192, 64, 0}, {8192, 128, 0}, {8192, 64, 0.1f}, {32768, 64, 0}, {32768, 128, 0}};
 #define ATTENTION_SIZES (int)(sizeof attention_sizes / sizeof *attention_sizes)
 
 /* One sequence and one head, causal. */
@@ -3233,8 +3234,8 @@ static void attention_rows(const team *t, const attention_item *x, int cases, in
         double views = bytes_of(x->qkv) + bytes_of(x->out) + bytes_of(x->lse);
         char name[64];
         if (backward) views += bytes_of(x->dqkv) + bytes_of(x->dout);
-        snprintf(name, sizeof name, "%s, %.0f tokens, head of %.0f, %s", mt_dtype_name(x->dtype), seq, width,
-                 backward ? "backward" : "forward");
+        snprintf(name, sizeof name, "%s, %.0f tokens, head of %.0f, %s%s", mt_dtype_name(x->dtype), seq, width,
+                 x->desc.dropout.p > 0 ? "dropout, " : "", backward ? "backward" : "forward");
         row("attention", name, case_rate(t, c, flops), "GFLOP/s", case_ratio(t, ATTENTION_PRODUCT, c, flops / product),
             "mt_gemm's GFLOP/s");
         row("attention", "  mt_gemm 1024x1024x1024", case_rate(t, ATTENTION_PRODUCT, product), "GFLOP/s", 0, NULL);
@@ -3254,6 +3255,7 @@ static mt_status attention_measure(worker *w, const struct attention_size *size,
     const int count = opt->quick ? ATTENTION_BACKWARD : ATTENTION_CASES;
     size_t mark = mt_arena_mark(w->ctx);
     x.desc.head_dim = size->head_dim;
+    x.desc.dropout.p = size->dropout;
     x.desc.dropout.at.global_cols = 1;
     w->item = &x;
     if (rank_of(w) == 0) {
@@ -3269,7 +3271,7 @@ static mt_status attention_measure(worker *w, const struct attention_size *size,
 
 static mt_status item_attention(worker *w) {
     static const mt_dtype dtypes[] = {MT_F32, MT_BF16};
-    for (int i = 0; i < (opt->quick || opt->tiny ? 2 : ATTENTION_SIZES); i++)
+    for (int i = 0; i < (opt->quick || opt->tiny ? 3 : ATTENTION_SIZES); i++)
         for (int d = 0; d < 2; d++) MT_TRY(attention_measure(w, &attention_sizes[i], dtypes[d]));
     return MT_SUCCESS;
 }
