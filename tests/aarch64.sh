@@ -31,7 +31,8 @@ slow_cases() {
         echo test_gpt2 test_llama test_bert test_window_packed test_alibi_bias test_mask_packed test_llama_tied \
             test_bert_post_ln test_bert_pre_ln
         ;;
-    test_kernels) echo test_attention test_attention_dropout test_cross_entropy ;;
+    test_attention) echo test_threads ;;
+    test_kernels) echo test_attention test_attention_dropout test_attention_layouts test_cross_entropy ;;
     test_sample) echo test_kept_tokens_are_transformers test_texts_of_a_gpt ;;
     test_train) echo test_gpt2_any_split test_activations test_invariant_any_split test_invariant_in_bf16 ;;
     esac
