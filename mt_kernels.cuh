@@ -176,6 +176,33 @@ MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx);
    mt_params_create (mt_parallel.h) calls it for you. On other devices it does nothing. */
 MT_API mt_status mt_gemm_prepare(mt_context *ctx);
 
+/* mt_gemm_pack makes a packed copy of weight [out, in], for products x weight^T of inference. A GEMM library on a CPU
+   copies parts of a weight into a layout of its own in every product; with few tokens this takes a large part of the
+   time. Later calls of mt_gemm with this context read the packed copy instead of weight when all of these hold:
+     - a is not transposed, b is transposed, alpha is 1 and beta is 0, as in mt_linear_forward;
+     - b is weight, with the same data, type, rows, cols and ld; a view of some of its rows is another matrix;
+     - with oneDNN, a has the type of weight, c this type or MT_F32, and an f32 product has at most 256 rows, because
+       more rows are as fast without packing. oneDNN 2 also needs an a without padding: its ld is its cols.
+   Products with the few rows of decoding read weight itself, as they do without packing. mt_params_pack (mt_parallel.h)
+   packs the weights of a model. It is the usual way to call this function.
+   Size of the copy: for the built-in loop, 4 in bytes for each of the out features, rounded up to a multiple of at most
+   32 features. For oneDNN, as many bytes as weight, with out and in rounded up to the blocks of oneDNN (in version 2.6
+   with AVX-512 to multiples of 64 and 16). It is allocated with mt_context_alloc, so a dry run (MT_DEVICE_META) counts
+   it. The context owns the copy, until mt_gemm_unpack or until it is destroyed. weight itself is still needed.
+   A copy must not be older than its weight. Each operator of this header that writes to memory of weight drops the
+   copy, if it runs with this context; products then read weight again. After anything else has written to weight, such
+   as your own code, another context or a collective, call mt_gemm_pack again. Call mt_gemm_unpack before you free
+   weight.
+   Results: those of mt_gemm without packing. With the built-in loop they have the same bits, with oneDNN they may round
+   differently.
+   The call does nothing where packing has no use: on a GPU, with CBLAS, in invariant mode, and where oneDNN has no
+   layout of its own for this type and processor.
+   Errors: MT_ERR_MEMORY, and MT_ERR_UNSUPPORTED (a size is above 2^31 - 1). weight then has no packed copy. */
+MT_API mt_status mt_gemm_pack(mt_context *ctx, mt_tensor weight);
+
+/* Drops the packed copies of all matrices that share memory with weight, if there are any. ctx may be NULL. */
+MT_API void mt_gemm_unpack(mt_context *ctx, mt_tensor weight);
+
 /* Returns the name of the GEMM library for MT_DEVICE_CPU: "oneDNN 2.6.3" (with its version), "CBLAS" or "built-in". The
    string is static. */
 MT_API const char *mt_gemm_library(void);
@@ -964,6 +991,15 @@ MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
 
 /* ---- >>options --------------------------------------------------------------------------------------------------- */
 
+/* A packed copy of a weight, see mt_gemm_pack. */
+typedef struct mti_packed {
+    mt_tensor weight;
+    void *data; /* of mt_context_alloc */
+    size_t bytes;
+    void *layout; /* oneDNN: the primitive descriptor that has chosen the layout */
+    struct mti_packed *next;
+} mti_packed;
+
 /* The state that this header keeps in a context. */
 typedef struct mti_kernels {
     mt_gemm_options options;
@@ -971,12 +1007,21 @@ typedef struct mti_kernels {
        and with another GEMM library. */
     void *gemm;
     void (*gemm_destroy)(mt_context *ctx, void *gemm);
-    int built_for; /* see mti_built_for; 0 before its first call */
-    int tiles;     /* see mti_tiles_open; 0 before its first call, otherwise 1 or -1 */
+    mti_packed *packed;               /* the packed copies of weights */
+    uintptr_t packed_from, packed_to; /* all their weights are between these addresses */
+    int built_for;                    /* see mti_built_for; 0 before its first call */
+    int tiles;                        /* see mti_tiles_open; 0 before its first call, otherwise 1 or -1 */
 } mti_kernels;
+
+static void mti_packed_free(mt_context *ctx, mti_packed *p); /* >>gemm */
 
 static void mti_kernels_destroy(mt_context *ctx, void *memory) {
     mti_kernels *k = (mti_kernels *)memory;
+    while (k->packed) {
+        mti_packed *next = k->packed->next;
+        mti_packed_free(ctx, k->packed);
+        k->packed = next;
+    }
     if (k->gemm) (k->gemm_destroy)(ctx, k->gemm);
 }
 
@@ -986,6 +1031,30 @@ static mt_status mti_kernels_open(mt_context *ctx, mti_kernels **out) {
     if (!memory) MT_TRY(mt_context_slot_create(ctx, MT_SLOT_KERNELS, sizeof **out, mti_kernels_destroy, &memory));
     *out = (mti_kernels *)memory;
     return MT_SUCCESS;
+}
+
+/* The address behind the last element of a view. */
+static uintptr_t mti_view_end(mt_tensor t) {
+    return (uintptr_t)t.data + (size_t)((t.rows - 1) * mt_tensor_ld(t) + t.cols) * mt_dtype_size(t.dtype);
+}
+
+/* Drops the packed copies of the weights that share memory with t, which is written or freed. */
+static void mti_packed_drop(mt_context *ctx, mt_tensor t) {
+    mti_kernels *k = (mti_kernels *)mt_context_slot(ctx, MT_SLOT_KERNELS);
+    uintptr_t from = (uintptr_t)t.data, to;
+    mti_packed **link;
+    if (!k || !k->packed || !t.data || t.rows < 1 || t.cols < 1) return;
+    to = mti_view_end(t);
+    if (from >= k->packed_to || to <= k->packed_from) return;
+    for (link = &k->packed; *link;) {
+        mti_packed *p = *link;
+        if (from >= mti_view_end(p->weight) || to <= (uintptr_t)p->weight.data) {
+            link = &p->next;
+            continue;
+        }
+        *link = p->next;
+        mti_packed_free(ctx, p);
+    }
 }
 
 #define MTI_GEMM_CHOICE_WORDS "MT_GEMM_MEASURED MT_GEMM_HEURISTIC"
@@ -3425,6 +3494,8 @@ static mt_status mti_begin_ruled(mti_operator *op, mt_context *ctx, const char *
         op->work.dtype = count ? args[0].view->dtype : MT_F32;
         op->work.bytes = mti_work_bytes(args, count);
     }
+    for (i = 0; i < op->count; i++)
+        if (args[i].use & MT_ARG_OUT) mti_packed_drop(ctx, *args[i].view);
     for (i = 0; status == MT_SUCCESS && i < op->count; i++) status = mti_widen(op, &args[i], &op->given[i]);
     return status == MT_SUCCESS ? status : mti_end(op, status);
 }
@@ -3968,9 +4039,26 @@ typedef struct mti_matmul {
     int by_cols;
     int64_t each;
     void *plan, *last_plan; /* of a part with `each` rows or columns, and of a smaller last part; see mti_native_plan */
+    const mti_packed *packed; /* of b; NULL: b is read */
+    int64_t first_col;        /* of a part: its first column in the packed copy */
+    size_t packed_step;       /* oneDNN: the bytes from a column of the copy to that which is `each` columns on */
 } mti_matmul;
 
 #define MTI_TRANSPOSE_WORDS "MT_NO_TRANS MT_TRANS"
+
+#define MTI_FEW_MOST 8        /* up to here mti_few_rows is faster than CBLAS, the built-in loop and dnnl_sgemm */
+#define MTI_FEW_MOST_NATIVE 4 /* up to here it is faster than oneDNN with 16-bit operands as they are */
+
+/* Whether mti_few_rows computes a product. The answer depends on sizes and options, but not on types, so that widened
+   operands give the same bits. */
+static int mti_gemm_is_few(const mti_matmul *g, int64_t most) {
+    return MTI_HAS_FEW && !g->trans_a && g->trans_b && g->m > 0 && g->m <= most && g->n > 0 && g->k >= MTI_FEW_LEAST &&
+           g->alpha != 0.0f;
+}
+
+#define MTI_GEMM_COLS 64    /* threads that share columns get multiples of so many */
+#define MTI_PACKED_ROWS 128 /* oneDNN chooses the layout of a packed copy for products with so many rows */
+#define MTI_PACKED_MOST 256 /* up to here an f32 product with a packed copy is faster than dnnl_sgemm */
 
 /* Checks what the argument table of mt_gemm cannot express. */
 static mt_status mti_expect_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, mt_tensor a, mt_tensor b,
@@ -4016,9 +4104,23 @@ static mti_matmul mti_gemm_part(const mti_matmul *g, int64_t first, int64_t last
     p.a = mti_element(g->a, a, g->a_type);
     p.b = mti_element(g->b, b, g->b_type);
     p.c = (void *)(uintptr_t)mti_element(g->c, c, g->c_type);
+    p.first_col = g->by_cols ? first : 0;
     if (last - first != g->each) p.plan = g->last_plan;
     return p;
 }
+
+#if !defined(MT_USE_CBLAS)
+/* Returns the packed copy that a product can use, or NULL. */
+static const mti_packed *mti_packed_find(mt_context *ctx, const mti_matmul *g) {
+    const mti_kernels *k = (const mti_kernels *)mt_context_slot(ctx, MT_SLOT_KERNELS);
+    const mti_packed *p = k ? k->packed : NULL;
+    if (g->trans_a || !g->trans_b || g->alpha != 1.0f || g->beta != 0.0f) return NULL;
+    while (p && (p->weight.data != g->b || p->weight.dtype != g->b_type || p->weight.rows != g->n ||
+                 p->weight.cols != g->k || mt_tensor_ld(p->weight) != g->ldb))
+        p = p->next;
+    return p;
+}
+#endif
 
 /* c = beta c, in f32. This is the result if k or alpha is 0. */
 static void mti_gemm_scale(const mti_matmul *g) {
@@ -4073,11 +4175,12 @@ static mt_status mti_dnnl_check(mt_context *ctx, const mti_matmul *g, const char
 /* The key of a plan: what distinguishes products for oneDNN. */
 typedef struct mti_dnnl_key {
     int64_t m, n, k, lda, ldb, ldc;
+    int64_t packed; /* the columns of the whole packed copy, of which the product reads n; 0: b is read */
     int trans_a, trans_b, type, c_type;
     float beta;
 } mti_dnnl_key;
 
-/* A 16-bit product of oneDNN. */
+/* A product of 16-bit operands or with a packed copy in oneDNN. */
 typedef struct mti_dnnl_plan {
     mti_dnnl_key key;
     uint64_t used;              /* the value of mti_dnnl.clock at the last use */
@@ -4088,7 +4191,7 @@ typedef struct mti_dnnl_plan {
 
 #define MTI_DNNL_PLANS 64 /* maximum number of plans of a context */
 
-/* The oneDNN state of a context, created by its first 16-bit product. */
+/* The oneDNN state of a context, created by its first product with a plan. */
 typedef struct mti_dnnl {
     dnnl_engine_t engine;
     uint64_t clock; /* counts the uses of plans */
@@ -4130,12 +4233,22 @@ static dnnl_data_type_t mti_dnnl_type(int dtype) {
     return dtype == MT_F32 ? dnnl_f32 : dtype == MT_BF16 ? dnnl_bf16 : dnnl_f16;
 }
 
-/* op(x) [rows, cols] in the memory of a row-major x */
+#if DNNL_VERSION_MAJOR >= 3
+typedef const_dnnl_memory_desc_t mti_dnnl_memory; /* the layout of a matrix */
+#else
+typedef const dnnl_memory_desc_t *mti_dnnl_memory;
+#endif
+
+/* A matrix of a product. */
 typedef struct mti_dnnl_view {
     dnnl_dims_t dims, strides;
     dnnl_data_type_t type;
+    int any;               /* 1: oneDNN chooses the layout; strides is not used */
+    mti_dnnl_memory whole; /* NULL, or the matrix is some columns of another one, which has this layout */
+    dnnl_dims_t at;        /* with `whole`: the first element */
 } mti_dnnl_view;
 
+/* op(x) [rows, cols] in the memory of a row-major x */
 static mti_dnnl_view mti_dnnl_view_of(int dtype, int64_t rows, int64_t cols, int trans, int64_t ld) {
     mti_dnnl_view v;
     memset(&v, 0, sizeof v);
@@ -4145,11 +4258,36 @@ static mti_dnnl_view mti_dnnl_view_of(int dtype, int64_t rows, int64_t cols, int
     return v;
 }
 
-/* *out = the primitive descriptor of the product of three views: a, b and c. The C API of oneDNN changed in version
-   3. */
+/* The C API of oneDNN changed in version 3.
+   mti_dnnl_open_memory:  *out = the layout of a view. The address of its first element is not in it.
+   mti_dnnl_is_blocked:   whether a layout consists of blocks, other than that of a row-major or column-major matrix
+   mti_dnnl_offset:       the elements from the beginning of a layout to the view v of it; -1: it has no such view
+   mti_dnnl_describe:     *out = the primitive descriptor of the product of three views: a, b and c
+   mti_dnnl_describe_reorder: *out = that of a copy of a view into a layout */
 #if DNNL_VERSION_MAJOR >= 3
 static dnnl_status_t mti_dnnl_add_sum(dnnl_post_ops_t ops, float beta) {
     return dnnl_post_ops_append_sum(ops, beta, 0, dnnl_data_type_undef);
+}
+
+static int mti_dnnl_is_blocked(mti_dnnl_memory m) {
+    int blocks = 0;
+    return dnnl_memory_desc_query(m, dnnl_query_inner_nblks_s32, &blocks) == dnnl_success && blocks > 0;
+}
+
+static int64_t mti_dnnl_offset(const mti_dnnl_view *v) {
+    dnnl_memory_desc_t m = NULL;
+    int64_t at = -1;
+    if (dnnl_memory_desc_create_submemory(&m, v->whole, v->dims, v->at) != dnnl_success) return -1;
+    if (dnnl_memory_desc_query(m, dnnl_query_submemory_offset_s64, &at) != dnnl_success) at = -1;
+    dnnl_memory_desc_destroy(m);
+    return at;
+}
+
+static dnnl_status_t mti_dnnl_open_memory(const mti_dnnl_view *v, dnnl_memory_desc_t *out) {
+    if (v->any) return dnnl_memory_desc_create_with_tag(out, 2, v->dims, v->type, dnnl_format_tag_any);
+    if (!v->whole) return dnnl_memory_desc_create_with_strides(out, 2, v->dims, v->type, v->strides);
+    if (mti_dnnl_offset(v) != 0) return dnnl_unimplemented; /* the layout would have the address in it */
+    return dnnl_memory_desc_create_submemory(out, v->whole, v->dims, v->at);
 }
 
 static dnnl_status_t mti_dnnl_describe(mti_dnnl *d, const mti_dnnl_view *v, dnnl_primitive_attr_t attr,
@@ -4157,16 +4295,41 @@ static dnnl_status_t mti_dnnl_describe(mti_dnnl *d, const mti_dnnl_view *v, dnnl
     dnnl_memory_desc_t memory[3] = {NULL, NULL, NULL};
     dnnl_status_t status = dnnl_success;
     int i;
-    for (i = 0; i < 3 && status == dnnl_success; i++)
-        status = dnnl_memory_desc_create_with_strides(&memory[i], 2, v[i].dims, v[i].type, v[i].strides);
+    for (i = 0; i < 3 && status == dnnl_success; i++) status = mti_dnnl_open_memory(&v[i], &memory[i]);
     if (status == dnnl_success)
         status = dnnl_matmul_primitive_desc_create(out, d->engine, memory[0], memory[1], NULL, memory[2], attr);
     for (i = 0; i < 3; i++)
         if (memory[i]) dnnl_memory_desc_destroy(memory[i]);
     return status;
 }
+
+static dnnl_status_t mti_dnnl_describe_reorder(mti_dnnl *d, const mti_dnnl_view *from, mti_dnnl_memory to,
+                                               dnnl_primitive_desc_t *out) {
+    dnnl_memory_desc_t memory = NULL;
+    dnnl_status_t status = mti_dnnl_open_memory(from, &memory);
+    if (status == dnnl_success)
+        status = dnnl_reorder_primitive_desc_create(out, memory, d->engine, to, d->engine, NULL);
+    if (memory) dnnl_memory_desc_destroy(memory);
+    return status;
+}
 #else
 static dnnl_status_t mti_dnnl_add_sum(dnnl_post_ops_t ops, float beta) { return dnnl_post_ops_append_sum(ops, beta); }
+
+static int mti_dnnl_is_blocked(mti_dnnl_memory m) { return m->format_desc.blocking.inner_nblks > 0; }
+
+static int64_t mti_dnnl_offset(const mti_dnnl_view *v) {
+    dnnl_memory_desc_t m;
+    return dnnl_memory_desc_init_submemory(&m, v->whole, v->dims, v->at) == dnnl_success ? m.offset0 : -1;
+}
+
+static dnnl_status_t mti_dnnl_open_memory(const mti_dnnl_view *v, dnnl_memory_desc_t *out) {
+    dnnl_status_t status;
+    if (v->any) return dnnl_memory_desc_init_by_tag(out, 2, v->dims, v->type, dnnl_format_tag_any);
+    if (!v->whole) return dnnl_memory_desc_init_by_strides(out, 2, v->dims, v->type, v->strides);
+    status = dnnl_memory_desc_init_submemory(out, v->whole, v->dims, v->at);
+    if (status == dnnl_success) out->offset0 = 0;
+    return status;
+}
 
 static dnnl_status_t mti_dnnl_describe(mti_dnnl *d, const mti_dnnl_view *v, dnnl_primitive_attr_t attr,
                                        dnnl_primitive_desc_t *out) {
@@ -4174,10 +4337,17 @@ static dnnl_status_t mti_dnnl_describe(mti_dnnl *d, const mti_dnnl_view *v, dnnl
     dnnl_matmul_desc_t matmul;
     dnnl_status_t status = dnnl_success;
     int i;
-    for (i = 0; i < 3 && status == dnnl_success; i++)
-        status = dnnl_memory_desc_init_by_strides(&memory[i], 2, v[i].dims, v[i].type, v[i].strides);
+    for (i = 0; i < 3 && status == dnnl_success; i++) status = mti_dnnl_open_memory(&v[i], &memory[i]);
     if (status == dnnl_success) status = dnnl_matmul_desc_init(&matmul, &memory[0], &memory[1], NULL, &memory[2]);
     return status == dnnl_success ? dnnl_primitive_desc_create(out, &matmul, attr, d->engine, NULL) : status;
+}
+
+static dnnl_status_t mti_dnnl_describe_reorder(mti_dnnl *d, const mti_dnnl_view *from, mti_dnnl_memory to,
+                                               dnnl_primitive_desc_t *out) {
+    dnnl_memory_desc_t memory;
+    dnnl_status_t status = mti_dnnl_open_memory(from, &memory);
+    if (status != dnnl_success) return status;
+    return dnnl_reorder_primitive_desc_create(out, &memory, d->engine, to, d->engine, NULL);
 }
 #endif
 
@@ -4192,6 +4362,15 @@ static dnnl_status_t mti_dnnl_attributes(float beta, dnnl_primitive_attr_t *out)
     if (status == dnnl_success) status = dnnl_primitive_attr_set_post_ops(*out, ops);
     if (ops) dnnl_post_ops_destroy(ops);
     return status;
+}
+
+/* The n columns of a packed copy that a part of a product reads. The layout of a part whose columns are whole blocks
+   does not depend on where it begins. The last part may end within a block. */
+static mti_dnnl_view mti_dnnl_packed_view(const mti_packed *p, int64_t n) {
+    mti_dnnl_view v = mti_dnnl_view_of((int)p->weight.dtype, p->weight.cols, n, 0, 0);
+    v.whole = dnnl_primitive_desc_query_md((dnnl_primitive_desc_t)p->layout, dnnl_query_weights_md, 0);
+    v.at[1] = n % MTI_GEMM_COLS == 0 ? 0 : p->weight.rows - n;
+    return v;
 }
 
 /* Whether a descriptor multiplies 16-bit operands with instructions for their type. Where the processor has none,
@@ -4211,7 +4390,8 @@ static mt_status mti_dnnl_plan_make(mt_context *ctx, mti_dnnl *d, const mti_matm
     mti_dnnl_view v[3];
     dnnl_status_t status = mti_dnnl_attributes(q->beta, &attr);
     v[0] = mti_dnnl_view_of(q->type, q->m, q->k, q->trans_a, q->lda);
-    v[1] = mti_dnnl_view_of(q->type, q->k, q->n, q->trans_b, q->ldb);
+    v[1] =
+        g->packed ? mti_dnnl_packed_view(g->packed, q->n) : mti_dnnl_view_of(q->type, q->k, q->n, q->trans_b, q->ldb);
     v[2] = mti_dnnl_view_of(q->c_type, q->m, q->n, 0, q->ldc);
     if (status == dnnl_success) status = mti_dnnl_describe(d, v, attr, &p->desc);
     if (attr) dnnl_primitive_attr_destroy(attr);
@@ -4244,6 +4424,9 @@ static void mti_dnnl_key_of(const mti_matmul *g, mti_dnnl_key *key) {
     key->trans_a = g->trans_a, key->trans_b = g->trans_b;
     key->type = (int)g->a_type, key->c_type = (int)g->c_type;
     key->beta = g->beta;
+    if (!g->packed) return;
+    key->packed = g->packed->weight.rows;
+    key->ldc = g->n; /* mti_dnnl_run_packed */
 }
 
 /* *out = the plan of a product, which is created if it does not exist yet. */
@@ -4279,15 +4462,12 @@ static mt_status mti_native_part(mt_context *ctx, mti_dnnl *d, const mti_matmul 
     return MT_SUCCESS;
 }
 
-/* Sets the plans of oneDNN for a product of 16-bit operands as they are. They are NULL if the operands are widened. */
-static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) {
+/* Sets the plans of oneDNN for the parts of a product. They are NULL if one of the parts has none. */
+static mt_status mti_native_parts(mt_context *ctx, mti_matmul *g) {
     int64_t rest = mti_gemm_shared_size(g) % g->each;
     mti_dnnl *d = NULL;
     mt_status status;
     int before;
-    if (g->a_type == MT_F32 || g->a_type != g->b_type || (g->c_type != g->a_type && g->c_type != MT_F32) ||
-        g->alpha != 1.0f || g->m == 0 || g->n == 0 || g->k == 0)
-        return MT_SUCCESS;
     MT_TRY(mti_dnnl_open(ctx, g, &d));
     before = mti_omp_begin();
     status = mti_native_part(ctx, d, g, g->each, &g->plan);
@@ -4296,6 +4476,109 @@ static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) {
     mti_omp_end(before);
     if (!g->plan || !g->last_plan) g->plan = g->last_plan = NULL;
     return status;
+}
+
+/* Sets the plans for a product with a packed copy, if there is one. Threads that share the columns read columns of the
+   whole copy. */
+static mt_status mti_packed_plan(mt_context *ctx, mti_matmul *g) {
+    int64_t step = 0;
+    if (g->b_type == MT_F32 && (g->m > MTI_PACKED_MOST || mti_gemm_is_few(g, MTI_FEW_MOST))) return MT_SUCCESS;
+    g->packed = mti_packed_find(ctx, g);
+    if (!g->packed) return MT_SUCCESS;
+    if (g->by_cols && g->each < g->n) {
+        mti_dnnl_view v = mti_dnnl_packed_view(g->packed, g->n - g->each);
+        v.at[1] = g->each;
+        step = mti_dnnl_offset(&v);
+        g->packed_step = (size_t)mt_max(step, 0) * mt_dtype_size(g->b_type);
+    }
+    if (step >= 0) MT_TRY(mti_native_parts(ctx, g));
+    if (!g->plan) g->packed = NULL;
+    return MT_SUCCESS;
+}
+
+/* Sets the plans of oneDNN for a product with a packed copy, or of 16-bit operands as they are. Without plans, the
+   operands are widened. */
+static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) {
+    if (g->a_type != g->b_type || (g->c_type != g->a_type && g->c_type != MT_F32) || g->alpha != 1.0f || g->m == 0 ||
+        g->n == 0 || g->k == 0)
+        return MT_SUCCESS;
+    MT_TRY(mti_packed_plan(ctx, g));
+    return g->plan || g->a_type == MT_F32 ? MT_SUCCESS : mti_native_parts(ctx, g);
+}
+
+/* Copies the elements of a weight into its layout. */
+static dnnl_status_t mti_dnnl_reorder(mti_dnnl *d, const mti_dnnl_view *from, const mti_packed *p) {
+    mti_dnnl_memory layout = dnnl_primitive_desc_query_md((dnnl_primitive_desc_t)p->layout, dnnl_query_weights_md, 0);
+    dnnl_primitive_desc_t desc = NULL;
+    dnnl_primitive_t reorder = NULL;
+    dnnl_stream_t stream = NULL;
+    dnnl_exec_arg_t args[2];
+    dnnl_status_t status;
+    int i;
+    args[0].arg = DNNL_ARG_FROM, args[1].arg = DNNL_ARG_TO;
+    args[0].memory = args[1].memory = NULL;
+    status = mti_dnnl_describe_reorder(d, from, layout, &desc);
+    if (status == dnnl_success) status = dnnl_primitive_create(&reorder, desc);
+    if (status == dnnl_success) status = dnnl_stream_create(&stream, d->engine, dnnl_stream_default_flags);
+    if (status == dnnl_success)
+        status = dnnl_memory_create(&args[0].memory, dnnl_primitive_desc_query_md(desc, dnnl_query_src_md, 0),
+                                    d->engine, p->weight.data);
+    if (status == dnnl_success) status = dnnl_memory_create(&args[1].memory, layout, d->engine, p->data);
+    if (status == dnnl_success) status = dnnl_primitive_execute(reorder, stream, 2, args);
+    if (status == dnnl_success) status = dnnl_stream_wait(stream);
+    for (i = 0; i < 2; i++)
+        if (args[i].memory) dnnl_memory_destroy(args[i].memory);
+    if (stream) dnnl_stream_destroy(stream);
+    if (reorder) dnnl_primitive_destroy(reorder);
+    if (desc) dnnl_primitive_desc_destroy(desc);
+    return status;
+}
+
+/* Sets the layout of a packed copy, and its size: 0 if oneDNN has no fast product with a layout of its own. */
+static mt_status mti_packed_layout(mt_context *ctx, mti_dnnl *d, const mti_matmul *g, mti_packed *p) {
+    dnnl_primitive_attr_t attr = NULL;
+    dnnl_primitive_desc_t desc = NULL;
+    mti_dnnl_view v[3];
+    mti_dnnl_memory layout;
+    dnnl_status_t status = mti_dnnl_attributes(0.0f, &attr);
+    v[0] = mti_dnnl_view_of((int)g->b_type, g->m, g->k, 0, g->k);
+    v[1] = mti_dnnl_view_of((int)g->b_type, g->k, g->n, 0, g->n);
+    v[2] = mti_dnnl_view_of((int)g->b_type, g->m, g->n, 0, g->n);
+    v[1].any = 1;
+    if (status == dnnl_success) status = mti_dnnl_describe(d, v, attr, &desc);
+    if (attr) dnnl_primitive_attr_destroy(attr);
+    p->layout = desc;
+    if (status == dnnl_out_of_memory) return mti_dnnl_check(ctx, g, "dnnl_primitive_desc_create", status);
+    if (status != dnnl_success || !mti_dnnl_is_fast(desc)) return MT_SUCCESS;
+    layout = dnnl_primitive_desc_query_md(desc, dnnl_query_weights_md, 0);
+    p->bytes = mti_dnnl_is_blocked(layout) ? dnnl_memory_desc_get_size(layout) : 0;
+    return MT_SUCCESS;
+}
+
+/* Makes the packed copy of p->weight. p->bytes is 0 afterwards if it needs none. The layout is that for a product with
+   MTI_PACKED_ROWS rows; products with another number of rows use it, too. */
+static mt_status mti_packed_make(mt_context *ctx, mti_packed *p) {
+    mt_tensor w = p->weight;
+    mti_dnnl_view from = mti_dnnl_view_of((int)w.dtype, w.cols, w.rows, 1, mt_tensor_ld(w));
+    mti_dnnl *d = NULL;
+    mti_matmul g;
+    mt_status status;
+    int before;
+    memset(&g, 0, sizeof g);
+    g.m = MTI_PACKED_ROWS, g.n = w.rows, g.k = w.cols;
+    g.b_type = w.dtype;
+    MT_TRY(mti_dnnl_open(ctx, &g, &d));
+    before = mti_omp_begin();
+    status = mti_packed_layout(ctx, d, &g, p);
+    if (status == MT_SUCCESS && p->bytes > 0) status = mt_context_alloc(ctx, p->bytes, &p->data);
+    if (status == MT_SUCCESS && p->bytes > 0 && mt_context_has_data(ctx))
+        status = mti_dnnl_check(ctx, &g, "dnnl_reorder", mti_dnnl_reorder(d, &from, p));
+    mti_omp_end(before);
+    return status;
+}
+
+static void mti_packed_close(mti_packed *p) {
+    if (p->layout) dnnl_primitive_desc_destroy((dnnl_primitive_desc_t)p->layout);
 }
 
 /* Runs a plan. Several threads may run the same one, so the objects with the addresses are their own. */
@@ -4310,6 +4593,7 @@ static dnnl_status_t mti_dnnl_run(const mti_dnnl_plan *p, const mti_matmul *g, v
     void *data[4];
     int i;
     data[0] = (void *)(uintptr_t)g->a, data[1] = (void *)(uintptr_t)g->b, data[2] = g->c, data[3] = scratch;
+    if (g->packed) data[1] = (char *)g->packed->data + (size_t)(g->first_col / g->each) * g->packed_step;
     if (status == dnnl_success) status = dnnl_stream_create(&stream, engine, dnnl_stream_default_flags);
     for (i = 0; i < 4; i++) {
         args[i].arg = names[i];
@@ -4326,15 +4610,35 @@ static dnnl_status_t mti_dnnl_run(const mti_dnnl_plan *p, const mti_matmul *g, v
     return status;
 }
 
-/* oneDNN allocates the scratch memory of an f32 product itself. */
+/* The bytes of c without gaps between its rows, if it has gaps and a packed copy is used. */
+static size_t mti_packed_room(const mti_matmul *part) {
+    int gaps = part->packed && part->ldc != part->n;
+    return gaps ? mt_align_up((size_t)(part->m * part->n) * mt_dtype_size(part->c_type)) : 0;
+}
+
+/* Runs a plan. oneDNN 2 reads a packed copy only if the rows of c have no gaps. Threads that share columns have gaps:
+   they compute c in scratch memory. */
+static dnnl_status_t mti_dnnl_run_packed(const mti_dnnl_plan *p, const mti_matmul *g, char *scratch) {
+    size_t room = mti_packed_room(g), size = mt_dtype_size(g->c_type), row = (size_t)g->n * size;
+    mti_matmul dense = *g;
+    dnnl_status_t status;
+    int64_t i;
+    if (room > 0) dense.c = scratch, dense.ldc = g->n;
+    status = mti_dnnl_run(p, &dense, scratch + room);
+    for (i = 0; status == dnnl_success && room > 0 && i < g->m; i++)
+        memcpy((char *)g->c + (size_t)(i * g->ldc) * size, scratch + (size_t)i * row, row);
+    return status;
+}
+
+/* oneDNN allocates the scratch memory of dnnl_sgemm itself. */
 static size_t mti_library_bytes(const mti_matmul *part) {
-    return part->plan ? ((mti_dnnl_plan *)part->plan)->bytes : 0;
+    return part->plan ? ((mti_dnnl_plan *)part->plan)->bytes + mti_packed_room(part) : 0;
 }
 
 static int mti_library_gemm(const mti_matmul *g, void *scratch) {
     int before = mti_omp_begin();
     dnnl_status_t status;
-    if (g->plan) status = mti_dnnl_run((const mti_dnnl_plan *)g->plan, g, scratch);
+    if (g->plan) status = mti_dnnl_run_packed((const mti_dnnl_plan *)g->plan, g, (char *)scratch);
     else
         status = dnnl_sgemm(g->trans_a ? 'T' : 'N', g->trans_b ? 'T' : 'N', g->m, g->n, g->k, g->alpha,
                             (const float *)g->a, g->lda, (const float *)g->b, g->ldb, g->beta, (float *)g->c, g->ldc);
@@ -4373,6 +4677,10 @@ static int mti_library_gemm(const mti_matmul *g, void *scratch) {
     mti_omp_end(before);
     return 0;
 }
+
+/* CBLAS has no products with packed matrices. */
+static mt_status mti_packed_make(mt_context *ctx, mti_packed *p) { return (void)ctx, (void)p, MT_SUCCESS; }
+static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) { return (void)ctx, (void)g, MT_SUCCESS; }
 
 /* A CBLAS library allocates its scratch memory itself. */
 static size_t mti_library_bytes(const mti_matmul *part) { return (void)part, (size_t)0; }
@@ -4437,6 +4745,30 @@ static void mti_pack_typed(mt_dtype type, const void *x, int64_t at, int64_t row
         mti_pack_panel16(type, from + i * row, row, col, mt_min(width, rows - i), k, width, out + i * k);
 }
 
+/* Returns the panels of a packed copy from column j on, for k rows from row p on. The copy has all panels of the first
+   MTI_KC rows, then those of the next ones. j is a multiple of MTI_NR. */
+static float *mti_packed_panels(const mti_packed *packed, int64_t j, int64_t p, int64_t k) {
+    return (float *)packed->data + p * mt_round_up(packed->weight.rows, MTI_NR) + j * k;
+}
+
+/* Makes the packed copy of p->weight: the panels that mti_builtin_gemm otherwise packs in each product. */
+static mt_status mti_packed_make(mt_context *ctx, mti_packed *p) {
+    mt_tensor w = p->weight;
+    int64_t i, n;
+    p->bytes = (size_t)(mt_round_up(w.rows, MTI_NR) * w.cols) * sizeof(float);
+    MT_TRY(mt_context_alloc(ctx, p->bytes, &p->data));
+    for (i = 0; mt_context_has_data(ctx) && i < w.cols; i += n) {
+        n = mt_min(MTI_KC, w.cols - i);
+        mti_pack_typed(w.dtype, w.data, i, mt_tensor_ld(w), 1, w.rows, n, MTI_NR, mti_packed_panels(p, 0, i, n));
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) {
+    g->packed = mti_packed_find(ctx, g);
+    return MT_SUCCESS;
+}
+
 /* The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008). a is
    packed only if more than four panels of b read it, because otherwise packing costs more than it saves, or if it must
    be widened. */
@@ -4452,7 +4784,6 @@ static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
     x.alpha = g->alpha;
     x.a_row = a_row;
     x.a_col = a_col;
-    x.packed_b = room_b;
     x.packed_a = pack_a ? room_a : NULL;
     x.pairs = x.tiles = 0;
     for (j = 0; j < g->n; j += MTI_NC)
@@ -4460,7 +4791,9 @@ static void mti_builtin_gemm(const mti_matmul *g, void *scratch) {
             x.n = mt_min(MTI_NC, g->n - j);
             x.k = mt_min(MTI_KC, g->k - p);
             x.beta = p == 0 ? g->beta : 1.0f;
-            mti_pack_typed(g->b_type, g->b, j * b_col + p * b_row, b_col, b_row, x.n, x.k, MTI_NR, room_b);
+            x.packed_b = g->packed ? mti_packed_panels(g->packed, g->first_col + j, p, x.k) : room_b;
+            if (!g->packed)
+                mti_pack_typed(g->b_type, g->b, j * b_col + p * b_row, b_col, b_row, x.n, x.k, MTI_NR, room_b);
             for (i = 0; i < g->m; i += MTI_MC) {
                 x.m = mt_min(MTI_MC, g->m - i);
                 x.a = pack_a ? NULL : (const float *)g->a + i * a_row + p * a_col;
@@ -4486,21 +4819,11 @@ static int mti_library_gemm(const mti_matmul *g, void *scratch) {
 #define MTI_GEMM_WIDENS 0
 #endif
 #if !defined(MT_USE_ONEDNN)
-static mt_status mti_native_plan(mt_context *ctx, mti_matmul *g) { return (void)ctx, (void)g, MT_SUCCESS; }
+static void mti_packed_close(mti_packed *p) { (void)p; }
 static mt_status mti_library_check(mt_context *ctx, const mti_matmul *g, int status) {
     return (void)ctx, (void)g, (void)status, MT_SUCCESS;
 }
 #endif
-
-#define MTI_FEW_MOST 8        /* up to here mti_few_rows is faster than CBLAS, the built-in loop and dnnl_sgemm */
-#define MTI_FEW_MOST_NATIVE 4 /* up to here it is faster than oneDNN with 16-bit operands as they are */
-
-/* Whether mti_few_rows computes a product. The answer depends on sizes and options, but not on types, so that widened
-   operands give the same bits. */
-static int mti_gemm_is_few(const mti_matmul *g, int64_t most) {
-    return MTI_HAS_FEW && !g->trans_a && g->trans_b && g->m > 0 && g->m <= most && g->n > 0 && g->k >= MTI_FEW_LEAST &&
-           g->alpha != 0.0f;
-}
 
 #define MTI_GEMM_GRAIN 131072 /* each thread gets at least so many multiplications */
 
@@ -4508,7 +4831,7 @@ static int mti_gemm_is_few(const mti_matmul *g, int64_t most) {
    panel of the built-in GEMM and of a cache line. */
 static void mti_gemm_split(mt_context *ctx, mti_matmul *g) {
     double work = (double)g->m * (double)g->n * (double)g->k;
-    int64_t size = mt_max(g->m, g->n), unit = g->n > g->m ? 64 : 16, threads = mt_context_threads(ctx);
+    int64_t size = mt_max(g->m, g->n), unit = g->n > g->m ? MTI_GEMM_COLS : 16, threads = mt_context_threads(ctx);
     if (work < MTI_GEMM_GRAIN * (double)threads) threads = mt_max(1, (int64_t)(work / MTI_GEMM_GRAIN));
     g->by_cols = g->n > g->m;
     g->each = mt_max(1, mt_min(size, mt_round_up((size + threads - 1) / threads, unit)));
@@ -5025,6 +5348,45 @@ MT_API mt_status mt_gemm_prepare(mt_context *ctx) {
     return MT_SUCCESS;
 }
 
+static void mti_packed_free(mt_context *ctx, mti_packed *p) {
+    mti_packed_close(p);
+    mt_context_free(ctx, p->data, p->bytes);
+    mt_host_free(p);
+}
+
+MT_API mt_status mt_gemm_pack(mt_context *ctx, mt_tensor weight) {
+    mti_kernels *k;
+    mti_packed *p;
+    mt_status status;
+    MT_TRY(mt_tensor_check(ctx, "mt_gemm_pack", "weight", weight, MT_ARG_FLOAT, weight.rows, weight.cols));
+    if (mt_max(weight.rows, mt_tensor_ld(weight)) > INT_MAX)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                       "mt_gemm_pack: weight is [%lld, %lld] with ld %lld: more than %d is not supported",
+                       (long long)weight.rows, (long long)weight.cols, (long long)mt_tensor_ld(weight), INT_MAX);
+    mt_gemm_unpack(ctx, weight);
+    if (mti_is_empty(weight) || mt_context_planned(ctx) != MT_DEVICE_CPU || mt_context_invariant(ctx))
+        return MT_SUCCESS;
+    MT_TRY(mti_kernels_open(ctx, &k));
+    p = (mti_packed *)mt_host_alloc(sizeof *p);
+    if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "mt_gemm_pack: no memory for %zu bytes", sizeof *p);
+    p->weight = weight;
+    status = mti_packed_make(ctx, p);
+    if (status != MT_SUCCESS || p->bytes == 0) {
+        mti_packed_free(ctx, p);
+        return status;
+    }
+    if (!k->packed) k->packed_from = UINTPTR_MAX, k->packed_to = 0;
+    if (k->packed_from > (uintptr_t)weight.data) k->packed_from = (uintptr_t)weight.data;
+    if (k->packed_to < mti_view_end(weight)) k->packed_to = mti_view_end(weight);
+    p->next = k->packed;
+    k->packed = p;
+    return MT_SUCCESS;
+}
+
+MT_API void mt_gemm_unpack(mt_context *ctx, mt_tensor weight) {
+    if (ctx) mti_packed_drop(ctx, weight);
+}
+
 /* Sets the operands of a product: the given views, or their f32 copies. */
 static void mti_gemm_operands(mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
     g->a = a.data, g->b = b.data, g->c = c.data;
@@ -5066,6 +5428,7 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
     MT_TRY(mti_expect_gemm_sizes(ctx, &g, a, b, c));
     MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "a", a));
     MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "b", b));
+    mti_packed_drop(ctx, c); /* before the copy of b is chosen: c may be other columns of its memory */
     g.alpha = alpha;
     g.beta = beta;
     mti_gemm_operands(&g, a, b, c);
@@ -13708,6 +14071,7 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
     if (list->count == 0) return MT_SUCCESS;
     MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
     op.work.work = MT_WORK_OPTIMIZER;
+    for (i = 0; i < list->count; i++) mti_packed_drop(ctx, list->adamw[i].param);
     for (i = 0; op.work.name && i < list->count; i++) {
         const mt_adamw_tensor *t = &list->adamw[i];
         op.work.bytes += (t->master.data ? 1.0 : 2.0) * mti_view_bytes(t->param) + mti_view_bytes(t->grad) +

@@ -386,6 +386,26 @@ MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t see
    MT_ERR_ARGUMENT: the parameters have no memory yet. */
 MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params);
 
+/* Packs the weights of the linear layers for inference, with mt_gemm_pack (mt_kernels.cuh): the weights that the create
+   functions of linear layers and of blocks have added to the registry or taken from another layer, such as a tied head.
+   On a CPU with oneDNN or the built-in loop, forward products with few tokens are then faster, such as those of a BERT
+   with a short text or of a prompt. Call it after the values are final, for instance after mt_checkpoint_import:
+       MT_TRY(mt_checkpoint_import(ctx, checkpoint, directory));
+       MT_TRY(mt_params_pack(ctx, params));
+   Each rank packs its own shards. Not collective.
+   Memory: about as much again as the weights that it packs, in f32 with the built-in loop (mt_gemm_pack has the
+   formula); mt_params_destroy frees it. A dry run counts it.
+   The registry drops packed weights when it writes their values: in mt_params_init, a step of the optimizer,
+   mt_param_scatter, mt_optimizer_scatter of masters, and when a checkpoint is loaded. So does every operator of
+   mt_kernels.cuh that writes to a weight with this context. The results stay right, and products read the values as
+   before. Call mt_params_pack again to pack the new values. After something else has written values, such as your own
+   code, another context or a collective, you must call it again before the next product.
+   Bias vectors, embeddings and layers of tensors (mt_linear_tensors) are not packed. Pack the weight of a product of
+   your own with mt_gemm_pack. It does nothing on a GPU, with CBLAS and in invariant mode.
+   MT_ERR_ARGUMENT: the parameters have no memory yet, or ctx is not the context of the registry. MT_ERR_MEMORY: nothing
+   is packed then. */
+MT_API mt_status mt_params_pack(mt_context *ctx, mt_params *params);
+
 /* What a registry has. mt_params_grid returns the grid that mt_params_create got. The parameters belong to the
    registry: they are valid until mt_params_destroy, or until mt_create_end removes them. */
 MT_API const mt_grid *mt_params_grid(const mt_params *params);
@@ -2087,6 +2107,7 @@ typedef enum mti_gradient_state {
 typedef struct mti_entry {
     mt_param param;
     mti_home home;
+    int is_linear; /* 1: the weight of a linear layer */
 } mti_entry;
 
 struct mt_params {
@@ -2270,7 +2291,15 @@ static size_t mti_params_bytes(const mt_params *params, int64_t elements) {
     return (size_t)elements * mt_dtype_size(params->dtype);
 }
 
-static mti_home *mti_home_of(const mt_param *p) { return &((mti_entry *)(void *)p->registry->list[p->index])->home; }
+static mti_entry *mti_entry_of(const mt_param *p) { return (mti_entry *)(void *)p->registry->list[p->index]; }
+
+static mti_home *mti_home_of(const mt_param *p) { return &mti_entry_of(p)->home; }
+
+/* Drops the packed copies of all weights, whose values change. */
+static void mti_params_unpack(const mt_params *params) {
+    int i;
+    for (i = 0; params->placed && i < params->count; i++) mt_gemm_unpack(params->ctx, params->list[i]->value);
+}
 
 /* Returns a view of `count` elements, from element `first` on, of what the caller has bound of a parameter. */
 static mt_tensor mti_bound_view(const mt_param *p, int kind, int64_t first, int64_t count) {
@@ -2307,6 +2336,7 @@ MT_API void mt_params_destroy(mt_params *params) {
     ctx = params->ctx;
     /* collectives that still run use this memory */
     if (params->buckets.begun) mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD);
+    mti_params_unpack(params);
     while (params->buffers) mti_params_free_buffer(params);
     if (params->placed) mti_params_forget(ctx, params);
     mti_params_free(ctx, params);
@@ -3247,6 +3277,7 @@ static mt_status mti_pointers_check(mt_context *ctx, const char *function, const
 static mt_status mti_params_begin(mt_context *ctx, mt_params *params, const char *function, const uint64_t *seed) {
     MT_TRY(mti_params_compare(ctx, params, function, seed, mti_pointers_check(ctx, function, params)));
     if (!params->placed) MT_TRY(mti_params_place(ctx, params));
+    mti_params_unpack(params);
     MT_TRY(mti_memory_zero(ctx, params, MTI_IN_VALUES));
     return mt_params_zero_grad(ctx, params);
 }
@@ -3582,6 +3613,20 @@ MT_API mt_status mt_params_zero_grad(mt_context *ctx, mt_params *params) {
     return mti_replicas_note(ctx, params, 0);
 }
 
+MT_API mt_status mt_params_pack(mt_context *ctx, mt_params *params) {
+    static const char *const function = "mt_params_pack";
+    mt_status status = MT_SUCCESS;
+    int i;
+    MT_TRY(mti_params_ready(ctx, params, function));
+    if (ctx != params->ctx)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: ctx is not the context that mt_params_create got", function);
+    mti_params_unpack(params);
+    for (i = 0; status == MT_SUCCESS && i < params->count; i++)
+        if (mti_entry_of(params->list[i])->is_linear) status = mt_gemm_pack(ctx, params->list[i]->value);
+    if (status != MT_SUCCESS) mti_params_unpack(params);
+    return status;
+}
+
 MT_API const mt_grid *mt_params_grid(const mt_params *params) { return params ? params->grid : NULL; }
 MT_API int mt_params_count(const mt_params *params) { return params ? params->count : 0; }
 
@@ -3669,6 +3714,7 @@ MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const 
     mt_status status;
     MT_TRY(mti_shard_check(ctx, "mt_param_scatter", param, shard, "global", global));
     MT_TRY(mti_pointer_check(ctx, "mt_param_scatter", param));
+    if (param->registry) mt_gemm_unpack(param->registry->ctx, shard);
     mark = mt_arena_mark(ctx);
     memcpy(&host, &global, sizeof host); /* casts const away; with to_host 0, mti_shard_copy only reads host */
     status = mti_shard_copy(ctx, param, param->tp_rank, shard, host, 0);
@@ -4207,6 +4253,7 @@ static mt_status mti_linear_params(mt_context *ctx, mt_params *params, const cha
     *bias = NULL;
     if (!d->weight) MT_TRY(mti_add_param(ctx, params, name, "weight", w, weight));
     if (!d->no_bias) MT_TRY(mti_add_param(ctx, params, name, "bias", b, bias));
+    if ((*weight)->registry) mti_entry_of(*weight)->is_linear = 1;
     return MT_SUCCESS;
 }
 
@@ -6568,7 +6615,9 @@ static mt_status mti_optimizer_scatter(mt_context *ctx, const mt_optimizer *o, c
     if (shared) MT_TRY(mt_fill(ctx, whole, 0.0f)); /* the scatter does not write the padding */
     MT_TRY(mt_param_scatter(ctx, p, global, whole));
     if (shared) MT_TRY(mti_optimizer_copy(ctx, o, p, state, whole, 0));
-    return state == MT_MASTER ? mt_convert(ctx, whole, p->value) : MT_SUCCESS;
+    if (state != MT_MASTER) return MT_SUCCESS;
+    mt_gemm_unpack(p->registry->ctx, p->value);
+    return mt_convert(ctx, whole, p->value);
 }
 
 MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
@@ -6695,6 +6744,7 @@ static mt_status mti_optimizer_update(mt_context *ctx, mt_optimizer *optimizer, 
     hyper.eps = optimizer->desc.eps;
     hyper.weight_decay = optimizer->desc.weight_decay;
     optimizer->params->torn = optimizer->params->buckets.ranks > 1;
+    mti_params_unpack(optimizer->params);
     MT_TRY(mt_multi_tensor_adamw(ctx, optimizer->update, &hyper, values));
     mti_gradients_set(optimizer->params, MTI_GRADIENTS_USED);
     if (optimizer->params->torn) {

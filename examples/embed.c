@@ -138,6 +138,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
     if (status == MT_SUCCESS) status = mt_params_init(ctx, params, 0); /* heads, which the files may not have */
     if (status == MT_SUCCESS) status = mt_bert_checkpoint_create(ctx, params, &bert, &files, &checkpoint);
     if (status == MT_SUCCESS) status = load(ctx, world, checkpoint, j, &refused);
+    if (status == MT_SUCCESS) status = mt_params_pack(ctx, params); /* the weights do not change from now on */
     if (status == MT_SUCCESS) status = embed(ctx, &bert, j, mt_comm_rank(world) == 0);
     mt_checkpoint_destroy(ctx, checkpoint);
     mt_params_destroy(params);

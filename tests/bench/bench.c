@@ -43,6 +43,7 @@
 
 typedef struct options {
     int csv, quick, tiny, help; /* tiny: one sample, and small GPTs in plan and scaling */
+    int unpacked;               /* 1: item inference without mt_params_pack */
     double seconds;
     const char *only, *machine;
 } options;
@@ -1941,6 +1942,7 @@ static mt_status encoder_build(encoder *e, const encoder_size *size) {
     MT_TRY(mt_params_set_dtype(ctx, e->params, size->dtype));
     MT_TRY(mt_language_model_create(ctx, e->params, &d, &e->model));
     MT_TRY(mt_params_init(ctx, e->params, 1234));
+    if (!opt->unpacked) MT_TRY(mt_params_pack(ctx, e->params));
     return mt_arena_tensor(ctx, size->dtype, ENCODER_SEQ, size->hidden, &e->output);
 }
 
@@ -3466,13 +3468,14 @@ static void print_rounds(void) {
 }
 
 static void print_help(void) {
-    printf("usage: bench [--csv] [--quick] [--tiny] [--seconds S] [--only ITEM] [--machine FILE]\n"
+    printf("usage: bench [--csv] [--quick] [--tiny] [--seconds S] [--only ITEM] [--unpacked] [--machine FILE]\n"
            "  --csv        lines item,name,median,min,max,unit,ratio,versus instead of a table; comments go to stderr\n"
            "  --quick      3 to 5 samples of each\n"
            "  --tiny       one sample of each, and small GPTs in plan and scaling: only shows that everything runs\n"
            "  --seconds S  time for each item (default 15)\n"
            "  --only ITEM  one of gemm layer composed checking breakdown gpt2 inference decode invariant plan\n"
            "               scaling collectives bandwidth attention memory\n"
+           "  --unpacked   item inference without packed weights\n"
            "  --machine FILE  item plan writes the rates of 2 ranks at once, for train_gpt --dry-run --machine FILE\n");
 }
 
@@ -3494,11 +3497,15 @@ static int known_item(const char *name) {
 }
 
 static int parse(int argc, char **argv, options *o) {
-    static const struct option table[] = {
-        {"csv", no_argument, NULL, 'c'},        {"quick", no_argument, NULL, 'q'},
-        {"tiny", no_argument, NULL, 't'},       {"seconds", required_argument, NULL, 's'},
-        {"only", required_argument, NULL, 'o'}, {"machine", required_argument, NULL, 'm'},
-        {"help", no_argument, NULL, 'h'},       {NULL, 0, NULL, 0}};
+    static const struct option table[] = {{"csv", no_argument, NULL, 'c'},
+                                          {"quick", no_argument, NULL, 'q'},
+                                          {"tiny", no_argument, NULL, 't'},
+                                          {"seconds", required_argument, NULL, 's'},
+                                          {"only", required_argument, NULL, 'o'},
+                                          {"machine", required_argument, NULL, 'm'},
+                                          {"help", no_argument, NULL, 'h'},
+                                          {"unpacked", no_argument, NULL, 'u'},
+                                          {NULL, 0, NULL, 0}};
     int c;
     while ((c = getopt_long(argc, argv, "", table, NULL)) != -1) {
         char *end = NULL;
@@ -3506,6 +3513,7 @@ static int parse(int argc, char **argv, options *o) {
         else if (c == 'q') o->quick = 1;
         else if (c == 't') o->tiny = 1;
         else if (c == 'h') o->help = 1;
+        else if (c == 'u') o->unpacked = 1;
         else if (c == 'o') o->only = optarg;
         else if (c == 'm') o->machine = optarg;
         else if (c == 's') o->seconds = strtod(optarg, &end);
