@@ -21,8 +21,8 @@ build=$(cd "$build" && pwd)
 check_log=$build/check.log check_lines=40
 compiler=aarch64-linux-gnu-gcc
 packages="gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
-programs="test_kernels_16bit test_gemm test_attention test_cross_attention test_kv_cache test_sample test_blocks
-    test_golden test_kernels test_comm test_parallel test_train"
+programs="test_kernels_16bit test_gemm test_attention test_cross_attention test_sample test_golden test_kernels
+    test_comm test_parallel test_train"
 
 # The cases of a program that take longest, except in the full matrix.
 slow_cases() {
