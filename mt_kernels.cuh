@@ -1033,10 +1033,14 @@ static mt_status mti_kernels_open(mt_context *ctx, mti_kernels **out) {
     return MT_SUCCESS;
 }
 
-/* The address behind the last element of a view. */
-static uintptr_t mti_view_end(mt_tensor t) {
-    return (uintptr_t)t.data + (size_t)((t.rows - 1) * mt_tensor_ld(t) + t.cols) * mt_dtype_size(t.dtype);
+/* The bytes from the first element of a view to behind the last one. The view has elements. */
+static size_t mti_view_span(mt_tensor t) {
+    int64_t elements = mt_size_mul(t.rows - 1, mt_tensor_ld(t)) + t.cols;
+    return (size_t)elements * mt_dtype_size(t.dtype);
 }
+
+/* The address behind the last element of a view. */
+static uintptr_t mti_view_end(mt_tensor t) { return (uintptr_t)t.data + mti_view_span(t); }
 
 /* Drops the packed copies of the weights that share memory with t, which is written or freed. */
 static void mti_packed_drop(mt_context *ctx, mt_tensor t) {
@@ -1164,13 +1168,10 @@ MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *
                                 mt_tensor b) {
     mt_tensor first = (uintptr_t)a.data <= (uintptr_t)b.data ? a : b;
     mt_tensor second = (uintptr_t)a.data <= (uintptr_t)b.data ? b : a;
-    int64_t elements;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!a.data || !b.data || a.rows < 1 || b.rows < 1 || a.cols < 1 || b.cols < 1) return MT_SUCCESS;
     if (!mt_context_has_address(ctx, a.data) || !mt_context_has_address(ctx, b.data)) return MT_SUCCESS;
-    elements = mt_size_mul(first.rows - 1, mt_tensor_ld(first)) + first.cols;
-    if ((uintptr_t)second.data - (uintptr_t)first.data >= (size_t)elements * mt_dtype_size(first.dtype) ||
-        mti_other_columns(first, second))
+    if ((uintptr_t)second.data - (uintptr_t)first.data >= mti_view_span(first) || mti_other_columns(first, second))
         return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] overlap", where, a_name,
                    (long long)a.rows, (long long)a.cols, b_name, (long long)b.rows, (long long)b.cols);
