@@ -5012,7 +5012,8 @@ static int mti_declares(const mti_checker *c) {
 static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
     char at[192], missing[320];
     int i;
-    for (i = 0; ctx->checker->strict && mti_declares(ctx->checker) && i < r->count; i++) {
+    if (!ctx->checker->strict || !mti_declares(ctx->checker)) return MT_SUCCESS;
+    for (i = 0; i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
         if (!o->operand || !(o->operand->use & 1) || !o->known.unwritten) continue;
         if (!mt_dtype_is_float(o->operand->t.dtype) || !mti_is_in_arena(ctx, mti_extent_of(o->operand->t))) continue;
