@@ -642,8 +642,7 @@ static void run(OperationRef o) {
 // which does not use them.
 typedef std::vector<bool> Needed;
 
-static Needed needed_for(const OperationRef &target) {
-    if (eager()) return {};
+static Needed find_needed(const OperationRef &target) {
     Needed needed(queues().past.size() + 1);
     std::vector<Operation *> open = {target.get()};
     while (!open.empty()) {
@@ -659,6 +658,19 @@ static Needed needed_for(const OperationRef &target) {
             for (const OperationRef &peer : earlier->rendezvous->participants) open.push_back(peer.get());
         }
     }
+    return needed;
+}
+
+// What find_needed has found for this thread's target. A thread asks for the same one many times, and only an operation
+// that was enqueued since can be missing there.
+static const Needed &needed_for(const OperationRef &target) {
+    static thread_local uint32_t id;
+    static thread_local size_t enqueued;
+    static thread_local Needed needed;
+    if (eager()) return needed;
+    if (id != target->id || enqueued != queues().past.size()) needed = find_needed(target);
+    id = target->id;
+    enqueued = queues().past.size();
     return needed;
 }
 
@@ -686,18 +698,10 @@ static OperationRef choose(const Needed &needed) {
 
 // Runs operations until `target` is done. When none can run, waits for other host threads.
 static void wait_for(OperationRef target) {
-    Needed needed;
-    size_t enqueued = 0; // operations when `needed` was found; only another one can be missing there
     while (!target->done) {
-        if (std::exchange(enqueued, queues().past.size()) != queues().past.size()) needed = needed_for(target);
-        bool ran = false;
-        while (!target->done) {
-            OperationRef next = choose(needed);
-            if (!next) break;
-            run(next);
-            ran = true;
-        }
-        if (!ran) wait_for_change();
+        OperationRef next = choose(needed_for(target));
+        if (next) run(next);
+        else wait_for_change();
     }
     join(queues().host, target->clock);
 }
@@ -1583,25 +1587,13 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return result(cudaSuccess);
 }
 
-// What needed_for returns for the target of this thread's queries. It is kept, because a thread asks often for the same
-// one; only another operation can be missing there.
-static const Needed &needed_for_query(const OperationRef &target) {
-    thread_local uint32_t id = UINT32_MAX;
-    thread_local size_t enqueued = 0; // operations when `needed` was found
-    thread_local Needed needed;
-    if (id != target->id || enqueued != queues().past.size()) needed = needed_for(target);
-    id = target->id;
-    enqueued = queues().past.size();
-    return needed;
-}
-
 // Answers a query from the state before the call, then runs one operation so that polling makes progress.
 static cudaError_t query(const OperationRef &o) {
     if (!o || o->done) {
         if (o) join(queues().host, o->clock);
         return result(cudaSuccess);
     }
-    OperationRef next = choose(needed_for_query(o));
+    OperationRef next = choose(needed_for(o));
     if (next) run(next);
     return cudaErrorNotReady;
 }
