@@ -1,10 +1,11 @@
 #!/bin/sh
 # The CUDA tests and benchmarks on a real GPU, and one page that says what came out.
 #
-#   sh tests/gpu.sh [--out DIR] [--seconds N] [--quick] [--again] [STAGE...]   builds and runs everything; exits with 77
-#                                        without a GPU
+#   sh tests/gpu.sh [--out DIR] [--seconds N] [--quick] [--again] [--built] [STAGE...]
+#                                        builds and runs everything; exits with 77 without a GPU
 #   sh tests/gpu.sh --build [OBJECT]     only builds the programs, without optimization, for any GPU from sm_80 on;
 #                                        needs no GPU. OBJECT: an implementation that nvcc has built
+#   sh tests/gpu.sh --build sm_90        only builds the programs, as for a GPU sm_90 that this machine does not have
 #
 #   STAGE        build      all programs, for the GPU of this machine
 #                test       the test programs; of one that fails, each case in a process of its own
@@ -19,6 +20,7 @@
 #                next command with this stage goes on with it. What has a result does not run again, unless a file of
 #                its program has changed. When nothing is left, a command only writes the page.
 #   --quick      5 samples of each figure of the benchmark instead of 15
+#   --built      runs the programs in build/gpu as they are: they were built with --build sm_90 on another machine
 #   --again      forgets the results of the stages first
 #   --out DIR    the folder of page.md, results.csv (all rows of the benchmarks) and logs.tar.gz (build/gpu/out)
 #
@@ -34,7 +36,7 @@
 # result. A process that SIGKILL does not end is left behind. The last line is "N passed, N failed, N skipped", and the
 # exit status is 0 when nothing has failed. A missing library costs only the programs that need it. MT_GPU_LIBS names a
 # folder with more libraries, with lib and include or flat. MT_GPU_LIMIT is the time limit of a test program, of a case
-# and of an item of the benchmark, 60 s; PyTorch has twice as long.
+# and of an item of the benchmark, 90 s; PyTorch has twice as long.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -44,7 +46,7 @@ cd "$(dirname "$0")/.." || exit 1
 unset MT_TEST_CASE MT_TEST_LIST
 began=$(date +%s)
 all_stages="build test sanitize limits bench peers rest rest-peers"
-seconds=570 out='' stages='' object='' only_build=no quick='' again=no
+seconds=570 out='' stages='' object='' only_build=no quick='' again=no built=no
 while [ $# -gt 0 ]; do
     case $1 in
     --build)
@@ -58,10 +60,11 @@ while [ $# -gt 0 ]; do
         ;;
     --quick) quick=--quick ;;
     --again) again=yes ;;
+    --built) built=yes ;;
     build | test | sanitize | limits | bench | peers | page) stages="$stages $1" ;;
     rest) stages="$stages rest rest-peers" ;;
-    --help) sed -n '2,37s/^# \{0,1\}//p' tests/gpu.sh; exit 0 ;;
-    *) sed -n '4,37s/^# \{0,1\}//p' tests/gpu.sh >&2; exit 2 ;;
+    --help) sed -n '2,40s/^# \{0,1\}//p' tests/gpu.sh; exit 0 ;;
+    *) sed -n '4,40s/^# \{0,1\}//p' tests/gpu.sh >&2; exit 2 ;;
     esac
     shift
 done
@@ -71,7 +74,7 @@ mkdir -p "$build/state" || exit 1
 build=$(cd "$build" && pwd)
 state=$build/state running=$build/running out=${out:-$build/out}
 deadline=$((began + seconds - 8)) # the page takes the rest
-jobs=$(nproc 2>/dev/null || echo 2) most_seconds=${MT_GPU_LIMIT:-60}
+jobs=$(nproc 2>/dev/null || echo 2) most_seconds=${MT_GPU_LIMIT:-90}
 check_log=$build/check.log check_lines=40
 
 tests="test_cuda_ptx test_cuda_flash test_cuda_gemm test_cuda_kv_cache test_cuda test_cuda_gpt test_cuda_checkpoint \
@@ -149,9 +152,13 @@ find_missing() {
     ! among "$1" "$with_nccl" || ! among nccl "$no_library" || missing="${missing}NCCL "
 }
 
+# flags_for ARCHITECTURE: prints nvcc's flags. -lineinfo is for compute-sanitizer.
+flags_for() { echo "-std=c++17 -O3 -lineinfo -arch=$1"; }
+
 only_build() {
     find_nvcc || { echo "nvcc is not here, nothing was built"; exit 77; }
     flags="-std=c++17 -O0 $(nvcc_fast nvcc) -gencode arch=compute_80,code=compute_80" # the driver compiles the PTX
+    case $object in sm_*) flags=$(flags_for "$object") object='' implementation=$build/implementation.o ;; esac
     find_libraries
     for program in $([ -n "$object" ] || echo implementation) $tests bench_cuda; do
         find_missing "$program"
@@ -171,6 +178,12 @@ build_one() {
     find_missing "$1"
     if [ -n "$missing" ]; then
         record build "$1" skipped "${missing}is not here"
+    elif [ "$built" = yes ]; then
+        if [ -f "$build/$1" ] || [ "$1" = implementation ]; then
+            record build "$1" passed "on another machine"
+        else
+            record build "$1" skipped "it was not built on the other machine"
+        fi
     elif ! among "$1" "$shared" || [ "$(verdict_of build/implementation)" = passed ]; then
         gpu_build "$1" run_one build "$1" 300 5
     elif [ -n "$(verdict_of build/implementation)" ]; then
@@ -195,6 +208,7 @@ build_programs() {
     first='' second=''
     for program in "$@"; do
         stamp="$common $(cat "$(source_of "$program")" examples/02_custom_block.c | cksum)"
+        [ $built = no ] || stamp="$stamp $(cksum "$build/$program" 2>/dev/null)"
         [ "$stamp" = "$(cat "$state/build/$program.stamp" 2>/dev/null)" ] || forget "$program"
         echo "$stamp" >"$state/build/$program.stamp"
         if among "$program" "$shared"; then second="$second $program"; else first="$first $program"; fi
@@ -363,12 +377,17 @@ tested() {
     [ -e "$state/test/$1.by_case" ]
 }
 
+test_one() {
+    can_run test "$1" "$1" || return
+    code=''
+    run_one test "$1" "$most_seconds" 10 "$build/$1"
+    [ "$code" != stuck ] || : >"$state/test/$1.by_case" # its cases would be stuck, too
+}
+
 test_programs() {
+    # shellcheck disable=SC2086  # a list of names
+    together 4 test_one $tests
     for program in $tests; do
-        can_run test "$program" "$program" || continue
-        code=''
-        run_one test "$program" "$most_seconds" 10 "$build/$program"
-        [ "$code" != stuck ] || : >"$state/test/$program.by_case" # its cases would be stuck, too
         tested "$program" || [ -z "$(verdict_of "test/$program")" ] || by_case
     done
 }
@@ -444,7 +463,8 @@ bench_peers() {
     run_one peers list 60 10 python3 $peer --list
     for each in $(items "$1"); do
         [ "$each" = list ] ||
-            bench_one "$1" "$each" $((2 * most_seconds)) 30 python3 $peer --rows $quick --only "$each"
+            bench_one "$1" "$each" $((2 * most_seconds)) 30 env LD_LIBRARY_PATH="$users_libraries" \
+                python3 $peer --rows $quick --only "$each"
     done
 }
 
@@ -598,11 +618,13 @@ trap 'stop 143' TERM
 [ "$stages" != " page" ] || finish 0 ""
 find_gpu
 arch=$(sed -n 's/.*, \(sm_[0-9]*\),.*/\1/p' "$build/gpu")
-flags="-std=c++17 -O3 -lineinfo -arch=${arch:-native}" # -lineinfo: for compute-sanitizer
+flags=$(flags_for "${arch:-native}")
 [ "$(cat "$build/gpu")" = "$(cat "$state/gpu" 2>/dev/null)" ] || rm -rf "${state:?}"
 mkdir -p "$state"
 cp "$build/gpu" "$state/gpu"
 find_libraries
+users_libraries=${LD_LIBRARY_PATH:-} # also those of PyTorch
+[ $built = no ] || export LD_LIBRARY_PATH="$build/libs/lib${users_libraries:+:$users_libraries}"
 describe >"$state/machine"
 cat "$state/machine"
 run_stages

@@ -226,7 +226,7 @@ link_cuda_library() {
         [ ! -f "$each" ] || ln -sf "$each" "$1/lib/"
     done
     [ -f "$1/lib/lib$2.so" ] || ln -sf "$folder/${library##*/}" "$1/lib/lib$2.so"
-    [ -z "$headers" ] || ln -sf "$(cd "$headers" && pwd)/$3"* "$1/include/"
+    [ -z "$headers" ] || ln -sf "$(cd -P "$headers" && pwd)/$3"* "$1/include/"
     version=$(cuda_version "$1/include/$3"*.h)
     echo "$2 ${version:-of unknown version}: $folder/${library##*/}"
 }
