@@ -50,8 +50,9 @@ static thread_local int64_t launched;
 
 static struct options {
     int csv, samples, tiny; /* tiny: small shapes, which only show that everything runs */
+    size_t arena;           /* most bytes of the arena */
     std::string only;
-} opt = {0, 15, 0, ""};
+} opt = {0, 15, 0, SIZE_MAX, ""};
 
 /* Ranks are threads, and each has its own. */
 static thread_local mt_comm *world;
@@ -1528,9 +1529,10 @@ static const struct {
     {"layer-big", "large layers", item_layer_big, LARGE_GEMM}};
 
 static int usage(int code) {
-    printf("bench_cuda [--list] [--only ITEM] [--quick] [--tiny] [--csv]\n"
+    printf("bench_cuda [--list] [--only ITEM] [--quick] [--tiny] [--arena GIB] [--csv]\n"
            "  --list    prints the items, in the order in which they run\n"
            "  --quick   5 samples of each instead of 15\n  --tiny    shapes that only show that everything runs\n"
+           "  --arena   takes at most so many GiB, for a profiler that saves and restores the memory\n"
            "  --csv     lines item,name,median,min,max,unit,us,ratio,versus; comments go to stderr\n");
     return code;
 }
@@ -1548,6 +1550,7 @@ static int parse(int argc, char **argv) {
         else if (a == "--tiny") opt.tiny = 1, opt.samples = 1;
         else if (a == "--list") return list();
         else if (a == "--only" && i + 1 < argc) opt.only = argv[++i];
+        else if (a == "--arena" && i + 1 < argc) opt.arena = (size_t)std::max(1, atoi(argv[++i])) << 30;
         else return usage(a == "--help" ? 0 : 2);
     }
     for (const auto &i : items)
@@ -1579,6 +1582,7 @@ static void open_context(enum needs needs) {
     CUDA(cudaMemGetInfo(&memory, &all));
     memset(&where, 0, sizeof where);
     where.device = MT_DEVICE_CUDA;
+    memory = std::min(memory, opt.arena);
     where.arena_bytes = needs == WHOLE_MEMORY ? (size_t)1 << 20 : opt.tiny ? (size_t)256 << 20 : memory / 10 * 8;
     other_arena = opt.tiny ? (size_t)256 << 20 : memory / 10;
     if (mt_comm_create_local(1, 0, &world) != MT_SUCCESS || mt_context_create(world, &where, &ctx) != MT_SUCCESS ||

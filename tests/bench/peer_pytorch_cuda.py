@@ -259,7 +259,7 @@ def gemm_rows(bench, shapes):
                 bench.compute_row(f"{shape_name}, {name} {step}", lambda a=a, b=b: matmul(a, b), flop, "torch.matmul")
 
 
-def make_layer(bench, hidden, heads):
+def make_layer(bench, hidden, heads, dtype):
     torch = bench.torch
     functional = torch.nn.functional
 
@@ -277,7 +277,7 @@ def make_layer(bench, hidden, heads):
             x = x + self.proj(a.transpose(1, 2).reshape(batch, seq, hidden))
             return x + self.fc2(functional.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
 
-    return Layer().to(device=bench.device, dtype=torch.bfloat16)
+    return Layer().to(device=bench.device, dtype=dtype)
 
 
 def layer_rows(bench, shapes, host=False):
@@ -285,7 +285,7 @@ def layer_rows(bench, shapes, host=False):
     scaled_dot_product_attention, restricted to the flash backend."""
     torch, versus = bench.torch, "PyTorch compiled"
     for name, hidden, heads, seq, sequences in bench.shapes(shapes):
-        layer = make_layer(bench, hidden, heads)
+        layer = make_layer(bench, hidden, heads, torch.bfloat16)
         compiled, tokens = bench.compiled(layer), seq * sequences
         x = bench.noise(sequences, seq, hidden, grad=True)
         dy = torch.randn_like(x)
@@ -297,6 +297,59 @@ def layer_rows(bench, shapes, host=False):
         bench.compute_row(f"{name}, forward + backward", step, flop, versus)
         if host:
             bench.host_row(f"{name}, forward + backward", step, versus)
+
+
+def make_gpt2(bench, layers, hidden, heads, vocab, seq):
+    """Returns a module from ids and targets to the mean loss. The head is the word embedding."""
+    torch = bench.torch
+    functional = torch.nn.functional
+
+    class GPT2(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.positions = torch.nn.Embedding(vocab, hidden), torch.nn.Embedding(seq, hidden)
+            self.layers = torch.nn.ModuleList(
+                make_layer(bench, hidden, heads, torch.float32) for _ in range(layers))
+            self.norm = torch.nn.LayerNorm(hidden)
+            torch.nn.init.normal_(self.words.weight, std=0.02)
+
+        def forward(self, ids, targets):
+            x = self.words(ids) + self.positions.weight
+            for layer in self.layers:
+                x = layer(x)
+            logits = functional.linear(self.norm(x), self.words.weight)
+            return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return GPT2().to(bench.device)
+
+
+def item_gpt2(bench):
+    """Parameters are f32, as are the masters of bench_cuda; autocast runs the products and attention in bfloat16. The
+    vocabulary is the padded one, which is faster."""
+    torch, tiny = bench.torch, bench.tiny
+    layers, hidden, heads, vocab, seq, sequences = (2, 32, 4, 96, 16, 2) if tiny else (12, 768, 12, 50304, 1024, 16)
+    model = make_gpt2(bench, layers, hidden, heads, vocab, seq)
+    compiled, parameters = bench.compiled(model), list(model.parameters())
+    adamw = torch.optim.AdamW(parameters, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    ids = zipf_ids(bench, vocab, sequences * seq + 1)
+    inputs, targets = ids[:-1].view(sequences, seq), ids[1:].view(sequences, seq)
+
+    def gradients():
+        with torch.autocast(bench.device, torch.bfloat16):
+            loss = compiled(inputs, targets)
+        loss.backward()
+
+    def step():
+        gradients()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        adamw.step()
+        adamw.zero_grad()
+    count, tokens = sum(int(p.numel()) for p in parameters), sequences * seq
+    flop = 6 * count * tokens + 6 * tokens * (seq + 1) * hidden * layers
+    name = f"GPT-2 124M, 16 x 1024 tokens, vocabulary {93 if tiny else 50257} padded to {vocab}"
+    bench.compute_row(f"{name}, step", step, flop, "PyTorch compiled")
+    bench.host_row(f"{name}, step", step, "PyTorch compiled")
+    bench.compute_row(f"{name}, forward + backward", gradients, flop, "PyTorch compiled")
 
 
 def gpt2_parameters(bench):
@@ -332,6 +385,7 @@ ITEMS = {
     "activation": item_activation, "dropout": item_dropout, "norm": item_norm, "embedding": item_embedding,
     "cross-entropy": item_cross_entropy, "attention": item_attention, "attention-lengths": item_attention_lengths,
     "gemm": lambda bench: gemm_rows(bench, USUAL), "layer": lambda bench: layer_rows(bench, USUAL, True),
+    "gpt2": item_gpt2,
     "optimizer": item_optimizer, "gemm-paper": lambda bench: gemm_rows(bench, PAPER),
     "gemm-big": lambda bench: gemm_rows(bench, BIG[-1:]),
     "layer-paper": lambda bench: layer_rows(bench, PAPER), "layer-big": lambda bench: layer_rows(bench, BIG),
