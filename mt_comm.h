@@ -5788,7 +5788,7 @@ struct mti_larger { /* NaN when any rank has a NaN */
 
 /* Reduces elements [0, n) of all send buffers in b, and writes them to elements [0, n) of the receive buffers in b.
    Instructions limit it, not memory. With 16-byte vectors on sm_90, a sum needs 27 for an element of a rank in bf16 and
-   33 in f32. While memory moves the element, an H200 is predicted to have time for 14 or 27 (6.8 for each byte). */
+   33 in f32. While memory moves the element, an H200 has time for 14 or 27 (6.8 for each byte). */
 template <typename T, int N, typename Op>
 static __global__ void __launch_bounds__(256) mti_cuda_reduce_kernel(mti_cuda_buffers b, int64_t n, Op op) {
     int64_t step = (int64_t)gridDim.x * blockDim.x * N;
@@ -7373,12 +7373,13 @@ static mt_status mti_nccl_obey(mt_context *ctx, mt_comm *comm) {
 
 /* -- waiting -- */
 
-/* Waits until a call on `handle`, which is one of the two of comm, no longer returns ncclInProgress, at most for the
-   timeout. result: what the call has returned */
+/* Waits, at most for the timeout, until a call on `handle` is complete. handle is one of the two of comm, and result is
+   what the call has returned. ncclSuccess does not say that it is complete: NCCL 2.28.3 returns it from a split or a
+   registration that is still in progress on a non-blocking communicator. So the handle is asked in any case. */
 static mt_status mti_nccl_poll(mt_context *ctx, mt_comm *comm, struct ncclComm *handle, ncclResult_t result) {
     mti_stopwatch watch = mti_stopwatch_start(comm->nccl.timeout);
     double waited;
-    while (result == ncclInProgress) {
+    while (result == ncclSuccess || result == ncclInProgress) {
         ncclResult_t asked = ncclCommGetAsyncError(handle, &result);
         if (asked != ncclSuccess) result = asked;
         if (result != ncclInProgress) break;

@@ -1155,12 +1155,20 @@ static void test_one_rank_registers(void **state) {
     }
 }
 
-/* A call seems to be inside NCCL for too long. The watchdog aborts it, in its own thread. */
+static int is_aborted(mti_watchdog *w) {
+    pthread_mutex_lock(&w->mutex);
+    int yes = w->late > 0;
+    pthread_mutex_unlock(&w->mutex);
+    return yes;
+}
+
+/* A call seems to be inside NCCL for too long. The watchdog aborts it, in its own thread. An abort takes NCCL 1 s or
+   more, and the watchdog looks at the next call after it. */
 static mt_status hang_inside(mt_context *ctx, mt_comm *comm) {
     MT_TRY(sum_at(ctx, comm, NULL));
     comm->nccl.timeout = 0.1;
     mti_nccl_enter(comm);
-    pause_for(0.5);
+    for (int i = 0; i < 300 && !is_aborted(comm->nccl.watchdog); i++) pause_for(0.1);
     CHECK(mti_nccl_settle(ctx, comm, ncclInternalError) == MT_ERR_TIMEOUT);
     CHECK(strstr(mt_last_error(ctx), "all_reduce(count 37, f32, sum) on \"") && !comm->nccl.handle);
     CHECK(mt_barrier(ctx, comm) == MT_ERR_PEER);

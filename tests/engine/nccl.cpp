@@ -94,6 +94,8 @@ struct ncclComm {
     int rank = 0, device = 0;
     bool blocking = true, finalized = false, aborted = false;
     ncclResult_t state = ncclInProgress;
+    // an error that ncclCommGetAsyncError does not return yet, but will when it is called again
+    ncclResult_t later = ncclSuccess;
     // calls of ncclCommGetAsyncError until one of them ends "in progress" and runs `deferred`
     int polls = 0;
     // what the helper thread of a non-blocking communicator has still to do
@@ -367,7 +369,7 @@ void read_faults() {
 bool loses_call(ncclComm &comm) {
     read_faults();
     if (comm.device == faults.error_device && faults.error_after-- <= 0) {
-        comm.state = faults.error;
+        comm.later = faults.error;
         return true;
     }
     return comm.device == faults.silent_device && faults.silent_after-- <= 0;
@@ -1306,6 +1308,9 @@ ncclResult_t add_job(const Job &job) {
     return finish_jobs({job});
 }
 
+// NCCL 2.28.3 returns ncclSuccess from a split and from a registration that are in progress.
+ncclResult_t hide_progress(ncclResult_t result) { return result == ncclInProgress ? ncclSuccess : result; }
+
 // Returns true if a buffer belongs to a device other than the rank's. Whether a buffer is device memory at all is
 // checked when the operation runs.
 bool of_other_device(const ncclComm &comm, const void *buffer) {
@@ -1664,7 +1669,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
         if (!comm->blocking && child) comm->handles.push_back([out, child] { *out = child; });
         round = enter_round(*comm, kSplitRound, Entry{comm->rank, color, key, child, 0});
     }
-    return add_job(Job{comm, child, out, round, comm->blocking});
+    return hide_progress(add_job(Job{comm, child, out, round, comm->blocking}));
 }
 
 // This call drives a non-blocking communicator: the first call still returns ncclInProgress, and the second runs the
@@ -1683,6 +1688,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
     }
     if (!comm->trouble.empty()) refuse(comm->state, "%s", comm->trouble.c_str());
     *error = comm->state;
+    if (comm->state == ncclSuccess && comm->later != ncclSuccess) std::swap(comm->state, comm->later);
     return ncclSuccess;
 }
 
@@ -1838,7 +1844,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes,
         if (!comm->blocking) comm->handles.push_back([window, made] { *window = made; });
         round = enter_round(*comm, kWindowRound, Entry{comm->rank, 0, 0, nullptr, bytes});
     }
-    return add_job(Job{comm, nullptr, nullptr, round, comm->blocking});
+    return hide_progress(add_job(Job{comm, nullptr, nullptr, round, comm->blocking}));
 }
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
