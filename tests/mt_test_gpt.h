@@ -773,16 +773,17 @@ static inline double gpt_half_error(mt_dtype dtype) { return sqrt(GPT_ROUNDINGS)
      the loss has gained;
    - e gained: a step lowers the loss by lr |g|_1, and an error e in g changes this by at most a part e. This adds up to
      e gained over all steps;
-   - 4 lr sqrt(n e / pi) |g| after n steps: a step of AdamW is nearly lr sign(g). The error changes the sign of a part
+   - 6 lr sqrt(n e / pi) |g| after n steps: a step of AdamW is nearly lr sign(g). The error changes the sign of a part
      e / pi of the elements (those smaller than their error, when g is normally distributed), and these are off by 2 lr.
      With the gradient g of the next batch, this changes the loss by a random sum. Its standard deviation is
-     2 lr sqrt(e / pi) |g| after one step, and sqrt(n) times as much after n steps. The limit is twice that. */
+     2 lr sqrt(e / pi) |g| after one step, and sqrt(n) times as much after n steps. The limit is three times that: with
+     twice that, one loss in some hundred is beyond it, as on an H200. */
 static inline void gpt_assert_near(const gpt_run *r, const gpt_result *want, const gpt_result *got, double e) {
     double norm = 0, worst = 0;
     for (int i = 0; i < GPT_STEPS; i++) {
         double gained = fabs((double)want->loss[0] - (double)want->loss[i]), loss = (double)want->loss[i], off, allowed;
         norm = fmax(norm, (double)want->norm[i]);
-        allowed = e * (0.12 + 2 * gained) + 4 * (double)gpt_lr(r) * sqrt(e / 3.14159 * i) * norm;
+        allowed = e * (0.12 + 2 * gained) + 6 * (double)gpt_lr(r) * sqrt(e / 3.14159 * i) * norm;
         off = fabs((double)got->loss[i] - loss);
         worst = fmax(worst, off / allowed);
         if (!(off <= allowed))

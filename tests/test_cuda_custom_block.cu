@@ -269,11 +269,12 @@ static double distance(const float *a, const float *b, int64_t n) {
 }
 
 /* Both devices round the same values to 16 bits, but add in another order in fp32, so they may round a value near the
-   middle of two 16-bit numbers to different sides. The tolerance is reached when all elements of a tensor differ by
-   half a unit in the last place, 2^-9 of a bf16 and 2^-12 of an f16, at least. The differences here are less than half
-   of it, because few values are that near the middle. */
+   middle of two 16-bit numbers to different sides. cuBLASLt may also round a product before it adds it to a 16-bit
+   tensor. The tolerance is reached when all elements of a tensor differ by two of these roundings: by a unit in the
+   last place, 2^-8 of a bf16 and 2^-11 of an f16, at least. On an H200 the largest differences are three quarters of
+   it. On the engine, which rounds once, they are less than a quarter. */
 static void compare(int split, mt_dtype dtype, int block, int bias) {
-    const double tolerance = dtype == MT_F32 ? 2e-6 : dtype == MT_BF16 ? 0x1p-9 : 0x1p-12;
+    const double tolerance = dtype == MT_F32 ? 2e-6 : dtype == MT_BF16 ? 0x1p-8 : 0x1p-11;
     result cpu, gpu;
     result_of(0, split, dtype, block, bias, 0, &cpu);
     result_of(1, split, dtype, block, bias, 0, &gpu);
