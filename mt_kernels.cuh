@@ -5015,7 +5015,8 @@ static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *
                                 cublasLtMatmulHeuristicResult_t *results, int *found) {
     cublasLtMatmulPreference_t preference;
     size_t workspace = MTI_LT_WORKSPACE;
-    uint32_t alignment = 16; /* mti_lt_operand ensures this alignment */
+    uint32_t alignment = 16;                                      /* mti_lt_operand ensures this alignment */
+    uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE; /* a split k adds in f32, not in 16 bits */
     cublasStatus_t status;
     int proposed = 0;
     *found = 0;
@@ -5028,6 +5029,9 @@ static mt_status mti_lt_propose(mt_context *ctx, mti_lt *lt, const mti_lt_plan *
             CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
         status = cublasLtMatmulPreferenceSetAttribute(preference, which[i], &alignment, sizeof alignment);
     }
+    if (status == CUBLAS_STATUS_SUCCESS && p->key.c_type != MT_F32)
+        status = cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                                      &reductions, sizeof reductions);
     if (status == CUBLAS_STATUS_SUCCESS)
         status = cublasLtMatmulAlgoGetHeuristic(lt->handle, p->desc, p->a, p->b, p->c, p->c, preference,
                                                 MTI_LT_CANDIDATES, results, &proposed);
@@ -5311,9 +5315,9 @@ static mt_status mti_cuda_scale(mt_context *ctx, mt_tensor y, float factor) {
     return mti_map(ctx, "mt_gemm", op, mti_is_wide(y), y.rows, y.cols);
 }
 
-/* The product on a GPU. cuBLASLt takes operands of one type, and is fast with 16-byte alignment. Other operands are
-   converted in the arena. */
-static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
+/* A product by one call of cuBLASLt, which takes operands of one type, and is fast with 16-byte alignment. Other
+   operands are converted in the arena. */
+static mt_status mti_cuda_gemm_whole(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
     size_t mark = mt_arena_mark(ctx);
     mt_dtype type = a.dtype == b.dtype ? a.dtype : MT_F32;
     mt_dtype c_type = c.dtype == MT_F32 || c.dtype == type ? c.dtype : MT_F32;
@@ -5331,6 +5335,43 @@ static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a
     MT_TRY(mti_lt_run(ctx, &call));
     MT_TRY(mti_lt_fill(ctx, own_c, c));
     mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+#define MTI_LT_SPLIT 1024 /* a dimension is divided only above this size, */
+#define MTI_LT_THIN 64    /* and only where all dimensions have at least this size */
+
+/* Which dimension of a 16-bit product is divided: 'm', 'n', 'k' or 0 for none. In 16 bits, the fast kernels of cuBLASLt
+   need rows of A, B and C whose number of elements is a multiple of 8, not only a leading dimension that is one. */
+static int mti_lt_divided(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b) {
+    if (a.dtype == MT_F32 || a.dtype != b.dtype || mt_context_invariant(ctx)) return 0;
+    if (mt_min(g->m, mt_min(g->n, g->k)) < MTI_LT_THIN) return 0;
+    if ((!g->trans_a || g->trans_b) && g->k % 8 && g->k > MTI_LT_SPLIT) return 'k';
+    if (g->n % 8 && g->n > MTI_LT_SPLIT) return 'n';
+    return g->trans_a && g->m % 8 && g->m > MTI_LT_SPLIT ? 'm' : 0;
+}
+
+static mt_tensor mti_lt_part(mt_tensor t, int rows, int64_t first, int64_t count) {
+    return rows ? mt_tensor_rows(t, first, count) : mt_tensor_cols(t, first, count);
+}
+
+/* The product on a GPU. A product with 50257 columns becomes one with 50240 and one with 17. Of a divided k the rest
+   comes first, because a C of 16 bits is rounded after it. */
+static mt_status mti_cuda_gemm(mt_context *ctx, const mti_matmul *g, mt_tensor a, mt_tensor b, mt_tensor c) {
+    int which = mti_lt_divided(ctx, g, a, b);
+    int64_t size = which == 'm' ? g->m : which == 'n' ? g->n : g->k, most = size / 64 * 64;
+    if (!which) return mti_cuda_gemm_whole(ctx, g, a, b, c);
+    for (int rest = 1; rest >= 0; rest--) {
+        int64_t first = rest ? most : 0, count = rest ? size - most : most;
+        mti_matmul part = *g;
+        mt_tensor own_a = a, own_b = b, own_c = c;
+        (which == 'm' ? part.m : which == 'n' ? part.n : part.k) = count;
+        if (which == 'k' && !rest) part.beta = 1.0f;
+        if (which != 'n') own_a = mti_lt_part(a, (which == 'm') != g->trans_a, first, count);
+        if (which != 'm') own_b = mti_lt_part(b, (which == 'k') != g->trans_b, first, count);
+        if (which != 'k') own_c = mti_lt_part(c, which == 'm', first, count);
+        MT_TRY(mti_cuda_gemm(ctx, &part, own_a, own_b, own_c));
+    }
     return MT_SUCCESS;
 }
 

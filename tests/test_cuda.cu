@@ -1027,8 +1027,16 @@ TEST_EACH(embedding)
 
 /* ---- products and attention -------------------------------------------------------------------------------------- */
 
+/* cuBLASLt may round alpha A B to the 16-bit type of C before it adds beta C (seen with small products on an H200). The
+   parts of a divided k are added in this way, too. */
+static double gemm_tolerance(mt_dtype c, int64_t k, float beta) {
+    if (c == MT_F32) return 1e-5;
+    return k > 1024 || beta != 0.0f ? last_place(c) / 2 : 1e-5;
+}
+
 static void test_gemm(void **state) {
-    static const int64_t sizes[][3] = {{1, 1, 1}, {3, 5, 7}, {16, 8, 40}, {33, 24, 17}, {8, 64, 1}, {5, 8, 0}};
+    static const int64_t sizes[][3] = {{1, 1, 1}, {3, 5, 7},      {16, 8, 40},    {33, 24, 17},   {8, 64, 1},
+                                       {5, 8, 0}, {1029, 72, 64}, {64, 1041, 72}, {65, 64, 1087}, {1025, 1026, 64}};
     (void)state;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (int how = 0; how < 16 * 6; how++) {
@@ -1046,7 +1054,7 @@ static void test_gemm(void **state) {
                  c = pair_fill(pair_of(t[2], m, n, l), 3, 1.0f);
             BOTH(mt_gemm(cpu, ta, tb, 0.5f, a.cpu, b.cpu, beta, c.cpu),
                  mt_gemm(gpu, ta, tb, 0.5f, a.gpu, b.gpu, beta, c.gpu));
-            same("mt_gemm", c, 1e-5);
+            same("mt_gemm", c, gemm_tolerance(t[2], k, beta));
             mt_arena_release(cpu, on_cpu);
             mt_arena_release(gpu, on_gpu);
         }
