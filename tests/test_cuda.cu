@@ -161,6 +161,8 @@ static void memory(shape s) {
     assert_true(a == b && a != 5);
     BOTH(mt_fill(cpu, z.cpu, 2.5f), mt_fill(gpu, z.gpu, 2.5f));
     same("mt_fill", z, 0);
+    BOTH(mt_fill(cpu, z.cpu, 0.0f), mt_fill(gpu, z.gpu, 0.0f));
+    same("mt_fill with 0", z, 0);
 }
 
 static void bias(shape s) {
