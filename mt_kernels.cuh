@@ -6860,26 +6860,31 @@ template <int TYPE> static __device__ __forceinline__ void mti_norm_move(mti_vie
 }
 
 /* The vectors of rows that a thread copies ahead into shared memory, and reads itself: x, dy and dresidual, KEPT
-   vectors of each. A vector behind the end of the row is 0. `own` [rows, views, KEPT] is the memory of this thread, and
-   one mti_words more: neighbouring threads then begin an odd multiple of 16 bytes apart, and access different banks. */
+   vectors of each. A vector behind the end of the row is 0. `own` [rows, views, KEPT, words, blockDim.x] begins at this
+   thread. So the 16-bit vectors of a warp are contiguous in shared memory. When they were not, an H200 reached 0.53 of
+   the rate of a copy, as it still does in f32, and L2 was 87 % busy: it probably delivered each sector of 32 bytes once
+   for each half. */
 template <int TYPE, int KEPT> struct mti_norm_ahead {
     static const int words = mti_fetched<TYPE>::size / 2; /* of a vector, as mti_words */
     mti_norm_backward_op next;                            /* its views begin at the row that is copied next */
     mti_words *own;
-    int rows, size, at; /* rows copied ahead: 1 or 2; mti_words of a row; where the row is that is read next */
-    int left, vectors;  /* rows that are not copied yet; vectors of a row */
-    __device__ __forceinline__ void copy_view(const mti_view &v, int i, int bytes, mti_words *to) const {
+    int rows;          /* rows copied ahead: 1 or 2 */
+    int size, at;      /* of this thread: mti_words of a row, and the place of the row that is read next */
+    int left, vectors; /* rows that are not copied yet; vectors of a row */
+    __device__ __forceinline__ mti_words *place(int view, int q, int w) const {
+        return own + (uint32_t)(at + (view * KEPT + q) * words + w) * blockDim.x;
+    }
+    __device__ __forceinline__ void copy_view(const mti_view &v, int view, int q, int i, int bytes) const {
         MT_DEVICE_UNROLL
         for (int w = 0; w < words; w++)
-            mti_cp_async16(to + w, v.data + (uint32_t)(i * words + w) * sizeof(mti_words), bytes);
+            mti_cp_async16(place(view, q, w), v.data + (uint32_t)(i * words + w) * sizeof(mti_words), bytes);
     }
     /* Starts copying vector q of the next row to the place of the row that is read next. */
     __device__ __forceinline__ void copy(int q) const {
         int i = (int)(threadIdx.x + q * blockDim.x), bytes = i < vectors && left > 0 ? 16 : 0;
-        mti_words *to = own + at + q * words;
-        copy_view(next.x, i, bytes, to);
-        copy_view(next.dy, i, bytes, to + KEPT * words);
-        if (next.dresidual.data) copy_view(next.dresidual, i, bytes, to + 2 * KEPT * words);
+        copy_view(next.x, 0, q, i, bytes);
+        copy_view(next.dy, 1, q, i, bytes);
+        if (next.dresidual.data) copy_view(next.dresidual, 2, q, i, bytes);
     }
     /* Ends the copies of a row. Another row is read next. The views stay at the last row: copies of 0 bytes need
        addresses that are multiples of 16, too, and the `ld` of a matrix of one row may be any number. */
@@ -6899,7 +6904,7 @@ template <int TYPE, int KEPT> struct mti_norm_ahead {
     }
     __device__ __forceinline__ void fetch(int view, int q, mti_fetched<TYPE> &out) const {
         MT_DEVICE_UNROLL
-        for (int w = 0; w < words; w++) out.words[w] = mti_load_words(own + at + (view * KEPT + q) * words + w);
+        for (int w = 0; w < words; w++) out.words[w] = mti_load_words(place(view, q, w));
     }
 };
 
@@ -6986,8 +6991,7 @@ static __device__ __forceinline__ void mti_norm_backward_narrow_strip(const mti_
     if (op.dresidual.data) mti_norm_move<TYPE>(at.dresidual, row);
     mti_norm_move<TYPE>(at.dx, row);
     size *= op.dresidual.data ? 3 : 2;
-    mti_norm_ahead<TYPE, KEPT> ahead = {
-        at, (mti_words *)room + (int)threadIdx.x * (rows * size + 1), rows, size, 0, count, vectors};
+    mti_norm_ahead<TYPE, KEPT> ahead = {at, (mti_words *)room + threadIdx.x, rows, size, 0, count, vectors};
     for (int r = 0; r < rows; r++) {
         MT_DEVICE_UNROLL
         for (int q = 0; q < KEPT; q++) ahead.copy(q);
@@ -7064,8 +7068,8 @@ static mt_status mti_norm_backward_narrow(mt_context *ctx, const mti_norm_backwa
     size_t most = 0, row = (op.dresidual.data ? 3 : 2) * KEPT * (mti_fetched<TYPE>::size / 2), bytes;
     int ahead = 2;
     MT_TRY(mti_shared_most(ctx, &most));
-    if (threads * (ahead * row + 1) * sizeof(mti_words) > most) ahead = 1;
-    bytes = threads * (ahead * row + 1) * sizeof(mti_words);
+    if (threads * ahead * row * sizeof(mti_words) > most) ahead = 1;
+    bytes = threads * ahead * row * sizeof(mti_words);
     MT_TRY(mti_shared_allow(ctx, mti_norm_backward_kernel<TYPE, KEPT, false>, bytes));
     MTI_LAUNCH_BLOCKS((mti_norm_backward_kernel<TYPE, KEPT, false>), strips.count, threads, bytes,
                       mt_context_stream(ctx), op, rows, cols, strips, ahead, (float *)partial, (float4 *)NULL);
@@ -11891,7 +11895,7 @@ static __device__ __forceinline__ void mti_group_place(const mti_runs &r, const 
    3. After a barrier, each warp reads its ids again and puts the tokens to their places.
 
    On sm_90 the first step takes 7 instructions for 32 ids, and 5 more if the part has one of them. The third step takes
-   9, and 25 more for each row of the part that is among them. An H200 is predicted to take 5 us for 16384 different ids
+   9, and 25 more for each row of the part that is among them. An H200 was predicted to take 5 us for 16384 different ids
    and 9 us for 49152. If one row has 6 % of them, as in a text, its part takes 8 us and 15 us. */
 static __global__ void __launch_bounds__(MTI_GROUP_THREADS) mti_group_kernel(int64_t first, mti_runs r) {
     MT_SHARED(int, at, MTI_GROUP_WARPS *MTI_GROUP_THREADS);
