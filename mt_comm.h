@@ -5397,6 +5397,8 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
     if (mti_is_known(ctx, comm, x)) {
         if (call->kind == MT_ALL_REDUCE && sums)
             return mti_move_check(ctx, comm, "mt_all_reduce", parts, 'R', "sendbuf", x, y);
+        if (call->kind == MT_ALL_REDUCE && is_float) /* a maximum of terms is not the maximum of their sums */
+            return mti_move_check(ctx, comm, "mt_all_reduce", "R r c", 'R', "sendbuf", x, y);
         if (call->kind == MT_REDUCE_SCATTER && sums)
             return mti_move_check(ctx, comm, "mt_reduce_scatter", parts, 'r', "sendbuf", x, y);
         /* a gather in place leaves what is replicated as it is: the parameters of a sharded optimizer, for instance */

@@ -3351,6 +3351,7 @@ static const mti_named_rule mti_rules[] = {
     {"mt_convert", {"x y", "RR rr cc PP", NULL}},
     {"mt_add", {"a b y", "RRR rrr ccc PPP", NULL}},
     {"mt_sum", {"x out", "RR rP cP PP", NULL}},
+    {"mt_tree_sum", {"x sum", "RR rP cc PP", NULL}},
     {"mt_sum_of_squares", {"x out", "RR rP cP", NULL}},
     {"mt_bias_forward", {"y bias", "RR rR cc", NULL}},
     {"mt_bias_backward", {"dy dbias", "RR rP cc PP", NULL}},
@@ -3395,6 +3396,13 @@ static const mti_named_rule mti_rules[] = {
 static const mt_rule mti_gemm_rules[2][2] = {
     {{"a b c", "RRR rRr Rcc crP PRP RPP", "rrr"}, {"a b c", "RRR rRr Rrc ccP PRP RPP", "rrr"}},
     {{"a b c", "RRR cRr Rcc rrP PRP RPP", "rrr"}, {"a b c", "RRR cRr Rrc rcP PRP RPP", "rrr"}}};
+
+/* With one group of keys and values, all ranks may have it, and a share of the queries each (multi-query attention,
+   arXiv 1911.02150). With more groups the queries of a rank would not meet their own group. */
+static const mt_rule mti_multi_query_rules[2] = {
+    {"q k v out lse bias", "RRRRRR ccccrR ccccrr cRRcrR cRRcrr", "rrrrcR rrrrcr"},
+    {"q k v lse out dout dq dk dv bias dbias",
+     "RRRRRRRRRRR cccrcccccRP cccrcccccrr RRRRRPPPPRP cRRrcccPPRP cRRrcccPPrr", "rrrcrrrrrRP rrrcrrrrrrr"}};
 
 static mt_status mti_apply_rule(mt_context *ctx, const char *name, const mt_rule *rule, const mt_arg *args, int count) {
     mt_operand operands[MTI_ARGS + 1];
@@ -4015,18 +4023,28 @@ static void mti_trace_tree_sum(mt_context *ctx, mt_tensor x) {
     mt_trace_add(ctx, &e);
 }
 
+/* Row 0 is the sum of all rows. The others are no longer what they were. */
+static mt_status mti_tree_sum_rule(mt_context *ctx, mt_tensor x) {
+    mt_tensor sum = mt_tensor_rows(x, 0, 1);
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_F32, MT_ARG_IN},
+                     {"sum", &sum, 1, x.cols, MT_ARG_F32, MT_ARG_OUT}};
+    if (!mt_check_mode(ctx) || x.rows == 1) return MT_SUCCESS;
+    MT_TRY(mti_apply_rule_of(ctx, "mt_tree_sum", args, MTI_COUNT(args)));
+    return mt_declare(ctx, NULL, mt_tensor_rows(x, 1, x.rows - 1), MT_UNDECLARED);
+}
+
 MT_API mt_status mt_tree_sum(mt_context *ctx, mt_tensor x) {
     int64_t step, i;
     MT_TRY(mt_tensor_check(ctx, "mt_tree_sum", "x", x, MT_ARG_F32, x.rows, x.cols));
     if (mti_is_empty(x)) return MT_SUCCESS;
     if (!mt_context_has_data(ctx)) {
         mti_trace_tree_sum(ctx, x);
-        return MT_SUCCESS;
+        return mti_tree_sum_rule(ctx, x);
     }
     for (step = 1; step < x.rows; step *= 2)
         for (i = 0; i + step < x.rows; i += 2 * step)
             MT_TRY(mt_add(ctx, mt_tensor_rows(x, i, 1), mt_tensor_rows(x, i + step, 1), mt_tensor_rows(x, i, 1)));
-    return MT_SUCCESS;
+    return mti_tree_sum_rule(ctx, x);
 }
 
 /* ---- >>gemm ------------------------------------------------------------------------------------------------------ */
@@ -9998,6 +10016,15 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
 }
 
+/* mti_begin, with the rule of multi-query attention if there is one group of keys and values. */
+static mt_status mti_begin_queries(mti_operator *op, mt_context *ctx, const char *where, const mt_rule *multi_query,
+                                   const mt_arg *args, int count, const mt_attention_desc *s) {
+    if (s->groups > 1) return mti_begin(op, ctx, where, args, count);
+    if (mt_check_mode(ctx) && !mti_is_empty(*args[0].view))
+        MT_TRY(mti_apply_rule(ctx, where, multi_query, args, count));
+    return mti_begin_ruled(op, ctx, where, args, count);
+}
+
 MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse) {
     static const char *const where = "mt_dot_product_attention_forward";
@@ -10016,7 +10043,7 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
     int i;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     for (i = 0; i < 3; i++) MT_TRY(mt_check_apart(ctx, where, "out", out, args[i].name, *args[i].view));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin_queries(&op, ctx, where, &mti_multi_query_rules[0], args, MTI_COUNT(args), &s));
     MT_TRY(mti_expect_head_masks(&op, where, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
@@ -10048,7 +10075,7 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
     MT_TRY(mti_expect_dbias(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 4));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin_queries(&op, ctx, where, &mti_multi_query_rules[1], args, MTI_COUNT(args), &s));
     MT_TRY(mti_expect_head_masks(&op, where, "dq", dq, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;

@@ -1366,6 +1366,67 @@ static void test_downloads(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* The sum of the rows of data ranks is a term of the sum over all ranks. A maximum of terms means nothing. */
+static void test_sums_and_maxima(void **state) {
+    test_rank r;
+    mt_tensor x, sum;
+    float host[4];
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 3, 4, &x));
+    sum = mt_tensor_rows(x, 0, 1);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_tree_sum(r.ctx, x));
+    check_is(&r, sum, MT_REPLICATED);
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, sum), MT_PARTIAL);
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, mt_tensor_rows(x, 1, 2)), MT_UNDECLARED);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_download|: x is partial over \"data\"|since mt_tree_sum",
+            mt_download(r.ctx, sum, host));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_all_reduce|: sendbuf is partial over \"data\"",
+            mt_all_reduce(r.ctx, r.grid.dp, sum.data, sum.data, 4, MT_F32, MT_MAX));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.dp, sum.data, sum.data, 4, MT_F32, MT_SUM));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_download(r.ctx, sum, host));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.grid.dp, x.data, x.data, 12, MT_F32, MT_MAX));
+    assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, x), MT_REPLICATED);
+    test_paper_rank_close(&r);
+}
+
+/* All ranks have the only group of keys and values, and each has some of the queries: the gradients of keys and values
+   are then terms of sums. With two groups this would be wrong. */
+static void test_multi_query_attention(void **state) {
+    test_rank r;
+    mt_tensor q, k, v, out, lse, dq, dk, dv;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    for (int groups = 1; groups <= 2; groups++) {
+        mt_attention_desc s = {.batch = 1, .seq = 4, .groups = groups, .heads_per_group = 2, .head_dim = 4};
+        int64_t width = groups * 4;
+        mt_arena_request requests[] = {{&q, MT_F32, 4, 2 * width},    {&k, MT_F32, 4, width},
+                                       {&v, MT_F32, 4, width},        {&out, MT_F32, 4, 2 * width},
+                                       {&lse, MT_F32, 2 * groups, 4}, {&dq, MT_F32, 4, 2 * width},
+                                       {&dk, MT_F32, 4, width},       {&dv, MT_F32, 4, width}};
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 8));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, q, MT_SPLIT_COLS));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, k, MT_REPLICATED));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, v, MT_REPLICATED));
+        if (groups == 2) {
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_dot_product_attention_forward|q is split by columns",
+                    mt_dot_product_attention_forward(r.ctx, &s, q, k, v, out, lse));
+            break;
+        }
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_dot_product_attention_forward(r.ctx, &s, q, k, v, out, lse));
+        check_is(&r, out, MT_SPLIT_COLS);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_dot_product_attention_backward(r.ctx, &s, q, k, v, out, lse, out, dq, dk, dv));
+        check_is(&r, dq, MT_SPLIT_COLS);
+        check_is(&r, dk, MT_PARTIAL);
+        check_is(&r, dv, MT_PARTIAL);
+    }
+    test_paper_rank_close(&r);
+}
+
 /* What nothing has written is not sent, summed or gathered, if the context has `check`. */
 static void test_what_is_sent_was_written(void **state) {
     static const mt_context_desc lenient = {.device = MT_DEVICE_META};
@@ -1993,6 +2054,8 @@ int main(void) {
         cmocka_unit_test(test_data_ranks),
         cmocka_unit_test(test_a_partial_sum_does_not_travel),
         cmocka_unit_test(test_downloads),
+        cmocka_unit_test(test_sums_and_maxima),
+        cmocka_unit_test(test_multi_query_attention),
         cmocka_unit_test(test_what_is_sent_was_written),
         cmocka_unit_test(test_a_broadcast),
         cmocka_unit_test(test_a_broadcast_to_gradients),

@@ -64,6 +64,16 @@ RUN(run_copy, mt_copy(c->ctx, T(0), T(1)))
 RUN(run_convert, mt_convert(c->ctx, T(0), T(1)))
 RUN(run_add, mt_add(c->ctx, T(0), T(1), T(2)))
 RUN(run_sum, mt_sum(c->ctx, T(0), T(1)))
+static mt_status run_tree_sum(const call *c) {
+    size_t mark = mt_arena_mark(c->ctx);
+    mt_tensor rows;
+    MT_TRY(mt_arena_tensor(c->ctx, MT_F32, T(0).rows, T(0).cols, &rows));
+    MT_TRY(mt_copy(c->ctx, T(0), rows));
+    MT_TRY(mt_tree_sum(c->ctx, rows));
+    MT_TRY(mt_copy(c->ctx, mt_tensor_rows(rows, 0, 1), T(1)));
+    mt_arena_release(c->ctx, mark);
+    return MT_SUCCESS;
+}
 RUN(run_sum_of_squares, mt_sum_of_squares(c->ctx, T(0), T(1)))
 RUN(run_bias_forward, mt_bias_forward(c->ctx, T(0), T(1)))
 RUN(run_bias_backward, mt_bias_backward(c->ctx, T(0), T(1)))
@@ -104,7 +114,7 @@ RUN(run_bias_dropout_add_backward, mt_bias_dropout_add_backward(c->ctx, T(0), dr
 
 enum { HEAD = 2, CACHED = 5 };
 /* Variants of attention, whose bits may be combined. Without FIXED_SEQ the rows of a call are one sequence. */
-enum { MHA = 1, FIXED_SEQ = 2, BATCH_BIAS = 4, DROPS = 8 };
+enum { MHA = 1, FIXED_SEQ = 2, BATCH_BIAS = 4, DROPS = 8, ONE_GROUP = 16 };
 /* The columns of a query group in qkv, and of its queries alone. */
 enum { QKV = 4 * HEAD, QKV_MHA = 3 * HEAD, QUERIES = 2 * HEAD };
 
@@ -142,6 +152,7 @@ static mt_attention_desc qkv_desc(const call *c, mt_tensor bias, mt_tensor dbias
 static mt_attention_desc q_desc(const call *c, mt_tensor bias, mt_tensor dbias) {
     mt_attention_desc d = attention_of(c, 0, QUERIES, c->variant & FIXED_SEQ ? 6 : 0);
     d.kv_seq = T(1).rows / d.batch;
+    if (c->variant & ONE_GROUP) d.groups = 1, d.heads_per_group = T(0).cols / HEAD;
     return scores_of(c, d, bias, dbias);
 }
 
@@ -374,6 +385,7 @@ static const entry entries[] = {
     OP("mt_convert", TENSOR, 0, run_convert, "x in 6x10 bf16, y out 6x10"),
     OP("mt_add", TENSOR, 0, run_add, "a in 6x10, b in 6x10, y out 6x10"),
     OP("mt_sum", TENSOR, 0, run_sum, "x in 6x10, out sum 1x1"),
+    OP("mt_tree_sum", TENSOR, 0, run_tree_sum, "x in 6x10, sum out 1x10"),
     OP("mt_sum_of_squares", TENSOR, 0, run_sum_of_squares, "x in 6x10, out sum 1x1"),
     OP("mt_bias_forward", TENSOR, 0, run_bias_forward, "y inout 6x10, bias in 1x10"),
     OP("mt_bias_backward", TENSOR, 0, run_bias_backward, "dy in 6x10, dbias sum 1x10"),
@@ -429,6 +441,12 @@ static const entry entries[] = {
     {"mt_dot_product_attention_backward", TENSOR, FIXED_SEQ | BATCH_BIAS, run_dot_product_backward,
      "q in 18x8, k in 24x4, v in 24x4, lse in 4x18, out in 18x8, dout in 18x8, dq out 18x8 like q, dk out 24x4 like "
      "k, dv out 24x4 like v, bias in 72x8 row_parts 3 optional, dbias sum 72x8 row_parts 3 optional like bias",
+     "Rrc", NULL},
+    OP("mt_dot_product_attention_forward", TENSOR, ONE_GROUP | DROPS, run_dot_product_forward,
+       "q in 6x8, k in 8x2 no_cols, v in 8x2 no_cols, out out 6x8, lse out 4x6 optional, bias in 24x8 optional"),
+    {"mt_dot_product_attention_backward", TENSOR, ONE_GROUP | DROPS, run_dot_product_backward,
+     "q in 6x8, k in 8x2 no_cols, v in 8x2 no_cols, lse in 4x6, out in 6x8, dout in 6x8, dq out 6x8 like q, dk out 8x2 "
+     "like k, dv out 8x2 like v, bias in 24x8 optional, dbias sum 24x8 optional like bias",
      "Rrc", NULL},
     OP("mt_dot_product_attention_forward", DATA, FIXED_SEQ | DROPS, run_dot_product_forward,
        "q in 12x8 no_cols, k in 16x4 no_cols, v in 16x4 no_cols, out out 12x8, lse out 4x12 optional, bias in 24x8 "
