@@ -2038,11 +2038,12 @@ static mt_status mti_shared_most(mt_context *ctx, size_t *bytes) {
     return MT_SUCCESS;
 }
 
-/* CUDA requires this call before a launch with more than 48 KiB of dynamic shared memory. It allows as much as the GPU
-   grants, because all contexts of a GPU share the limit: another thread must not lower it before the launch. */
+/* CUDA requires this call before a launch with more than 48 KiB of shared memory, with the variables that the kernel
+   declares. It allows as much as the GPU grants, because all contexts of a GPU share the limit: another thread must not
+   lower it before the launch. */
 template <typename Kernel> static mt_status mti_shared_allow(mt_context *ctx, Kernel kernel, size_t bytes) {
     size_t most = 0;
-    if (bytes <= (size_t)48 << 10) return MT_SUCCESS;
+    if (bytes <= ((size_t)48 << 10) - 2048) return MT_SUCCESS;
     MT_TRY(mti_shared_most(ctx, &most));
     MT_CUDA_TRY(ctx,
                 cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)most));
@@ -6881,10 +6882,10 @@ template <int TYPE> static __device__ __forceinline__ void mti_norm_move(mti_vie
 }
 
 /* The vectors of rows that a thread copies ahead into shared memory, and reads itself: x, dy and dresidual, KEPT
-   vectors of each. A vector behind the end of the row is 0. `own` [rows, views, KEPT, words, blockDim.x] begins at this
-   thread. So the 16-bit vectors of a warp are contiguous in shared memory. When they were not, an H200 reached 0.53 of
-   the rate of a copy, as it still does in f32, and L2 was 87 % busy: it probably delivered each sector of 32 bytes once
-   for each half. */
+   vectors of each. A vector behind the end of the row is 0. `own` [rows, views, KEPT, words, blockDim.x] begins at
+   this thread. So the 16-bit vectors of a warp are contiguous in shared memory. This makes the kernel 1.4 times as
+   fast on an H200: when they were not, L2 was 87 % busy, as it probably delivered each sector of 32 bytes once for
+   each half. In f32 it still does. */
 template <int TYPE, int KEPT> struct mti_norm_ahead {
     static const int words = mti_fetched<TYPE>::size / 2; /* of a vector, as mti_words */
     mti_norm_backward_op next;                            /* its views begin at the row that is copied next */

@@ -643,6 +643,9 @@ static void check_shared_size(size_t bytes, const char *name) {
     size_t fixed = shared_bytes + bytes - running->dynamic_shared;
     if (fixed > shared_per_block)
         fail("MT_SHARED arrays take %zu bytes with '%s', more than %zu", fixed, name, shared_per_block);
+    if (!running->shared_allowed && shared_bytes + bytes > shared_per_block)
+        fail("shared memory takes %zu bytes with '%s', more than %zu without cudaFuncSetAttribute",
+             shared_bytes + bytes, name, shared_per_block);
     if (shared_bytes + bytes > config().shared)
         fail("shared memory takes %zu bytes with '%s', more than %zu", shared_bytes + bytes, name, config().shared);
 }

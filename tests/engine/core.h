@@ -126,6 +126,7 @@ struct Launch {
     void (*thread_main)(const void *call); // calls the kernel
     std::shared_ptr<const void> call;      // the kernel and a copy of its arguments
     size_t call_bytes;
+    bool shared_allowed = true; // cudaFuncSetAttribute was called for the kernel
 };
 
 // Runs all blocks, one after the other. Returns false when fail() ended the kernel.
@@ -169,7 +170,7 @@ size_t copies_that_read(); // the number of copies so far with source_bytes > 0
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
 constexpr size_t shared_arena_bytes = 320 << 10;
-// the limit of static arrays, and of dynamic shared memory without cudaFuncSetAttribute
+// the limit of static arrays, and of all shared memory of a kernel without cudaFuncSetAttribute
 constexpr size_t shared_per_block = 48 << 10;
 constexpr size_t shared_per_block_optin = 227 << 10; // the limit after cudaFuncSetAttribute, unless MTE_SHARED is set
 

@@ -1000,10 +1000,12 @@ static FunctionLimits &function_limits() {
     return *limits;
 }
 
+static bool shared_is_allowed(const void *function) {
+    return function_limits().dynamic_shared.count({function, host_device}) > 0;
+}
+
 static size_t dynamic_shared_limit(const void *function) {
-    auto &limits = function_limits().dynamic_shared;
-    auto found = limits.find({function, host_device});
-    return found == limits.end() ? shared_per_block : found->second;
+    return shared_is_allowed(function) ? function_limits().dynamic_shared[{function, host_device}] : shared_per_block;
 }
 
 static bool within(dim3 size, uint64_t x, uint64_t y, uint64_t z) {
@@ -1050,6 +1052,7 @@ void launch(const void *function, Launch what, cudaStream_t stream, std::vector<
     Stream *s;
     cudaError_t error = result(check_launch(function, what, stream, &s));
     if (error != cudaSuccess) return;
+    what.shared_allowed = shared_is_allowed(function);
     const char *label = permanent(what.kernel);
     if (launch_watch) launch_watch(label);
     append(s, label, [what = std::move(what), pointers = std::move(pointers)] { run_kernel(what, pointers); });
