@@ -286,8 +286,8 @@ group_told() { # the ranks of the other group wait for rank 2 at the end
         told kill group 3 'MT_ERR_TIMEOUT: waited [2-9][.0-9]* s at the end for rank \(0, \)*2'
 }
 
-ring_told() { # only the neighbours wait for rank 2; the first one that times out informs the others
-    told kill ring 1 'MT_ERR_[TP].*: send_recv(count 9000 to rank [02], count 9000 from rank [02]' &&
+ring_told() { # the neighbours wait for rank 2, and rank 0 for them; the first one that times out informs the others
+    told kill ring 1 'MT_ERR_[TP].*: send_recv(count 9000 to rank [0-3], count 9000 from rank [0-3]' &&
         told kill ring 3 'MT_ERR_[TP].*: send_recv(' && told kill ring 0 'MT_ERR_[TP].*: send_recv('
 }
 
