@@ -8308,15 +8308,28 @@ static int64_t mti_probability_element(const mti_attention *a, const mti_head *h
     return (mti_random_element(s->dropout.at, h->batch, h->head) * s->seq + i) * s->kv_seq;
 }
 
-static void mti_attention_drop_row(const mt_dropout *dropout, int64_t e, float *p, int64_t n) {
+static void mti_words_to_factors(const uint32_t *words, uint32_t threshold, float scale, float *factors, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) factors[j] = mti_select(words[j] >= threshold, scale, 0.0f);
+}
+
+/* The factors by which dropout multiplies the n elements from number e on: 0 drops one. */
+static void mti_dropout_factors(const mt_dropout *dropout, int64_t e, float *factors, int64_t n) {
     uint32_t room[MTI_WORDS_ROOM], threshold = mti_dropout_threshold(dropout->p);
-    float zeros[MTI_WORDS] = {0}, scale = mti_dropout_scale(dropout->p);
     int64_t j, count;
     for (j = 0; j < n; j += count) {
         count = mt_min(MTI_WORDS, n - j);
-        mti_dropout_block(p + j, zeros, zeros, mti_random_words(dropout->at, e + j, count, room), threshold, scale,
-                          p + j, count);
+        mti_words_to_factors(mti_random_words(dropout->at, e + j, count, room), threshold,
+                             mti_dropout_scale(dropout->p), factors + j, count);
     }
+}
+
+/* A dropped element becomes 0, even if it is not finite. */
+static void mti_attention_drop_row(const float *factors, float *p, int64_t n) {
+    int64_t j;
+    MT_INDEPENDENT
+    for (j = 0; j < n; j++) p[j] = mti_select(factors[j] > 0.0f, p[j] * factors[j], 0.0f);
 }
 
 #if MT_HAS_AVX512_BF16
@@ -8384,7 +8397,7 @@ static int mti_softmax_add(const mti_attention *a, const mti_head *h, mti_softma
                            float *x, mti_span seen, float *out) {
     const mt_dropout *dropout = &a->desc.dropout;
     mti_span whole = mti_span_whole(seen);
-    float *p = x + seen.first, top, old = m->top[r];
+    float *p = x + seen.first, top, old = m->top[r], factors[MTI_KEYS];
     int64_t first = key + seen.first, n = whole.end - whole.first;
     mti_attention_change_row(a, h, i, first, p, seen.end - seen.first, NULL);
     mti_span_pad(x, seen, -(float)INFINITY);
@@ -8399,8 +8412,10 @@ static int mti_softmax_add(const mti_attention *a, const mti_head *h, mti_softma
     }
     m->top[r] = top;
     m->sum[r] += mti_row_exp(x, top, n);
-    if (dropout->p > 0.0f)
-        mti_attention_drop_row(dropout, mti_probability_element(a, h, i) + first, p, seen.end - seen.first);
+    if (dropout->p > 0.0f) {
+        mti_dropout_factors(dropout, mti_probability_element(a, h, i) + first, factors, seen.end - seen.first);
+        mti_attention_drop_row(factors, p, seen.end - seen.first);
+    }
     return 1;
 }
 
@@ -8510,18 +8525,18 @@ static void mti_scores_backward_row(const mti_attention *a, const mti_head *h, i
                                     float *d, mti_span seen, float delta) {
     const mt_attention_desc *s = &a->desc;
     mti_span whole = mti_span_whole(seen);
-    int64_t first = key + seen.first, n = seen.end - seen.first, e = 0, j;
-    float slopes[MTI_KEYS], lse = *mti_at(a->lse, h->head, h->query + i), *dbias;
+    int64_t first = key + seen.first, n = seen.end - seen.first, j;
+    float slopes[MTI_KEYS], factors[MTI_KEYS], lse = *mti_at(a->lse, h->head, h->query + i), *dbias;
     float *x = p + seen.first, *dx = d + seen.first;
     mti_attention_change_row(a, h, i, first, x, n, slopes);
     if (s->dropout.p > 0.0f) {
-        e = mti_probability_element(a, h, i) + first;
-        mti_attention_drop_row(&s->dropout, e, dx, n);
+        mti_dropout_factors(&s->dropout, mti_probability_element(a, h, i) + first, factors, n);
+        mti_attention_drop_row(factors, dx, n);
     }
     mti_attention_backward_row(p + whole.first, d + whole.first, lse, delta, whole.end - whole.first);
     mti_span_pad(p, seen, 0.0f);
     mti_span_pad(d, seen, 0.0f);
-    if (s->dropout.p > 0.0f) mti_attention_drop_row(&s->dropout, e, x, n);
+    if (s->dropout.p > 0.0f) mti_attention_drop_row(factors, x, n);
     if (s->dbias.data) {
         dbias = mti_at(s->dbias, mti_bias_row(s, h->batch, h->head, i), first);
         mti_row_add(dbias, dx, dbias, n);
