@@ -1879,21 +1879,6 @@ static float mti_row_dot(const float *x, const float *y, int64_t n) {
     return mti_lanes_sum(lanes);
 }
 
-/* The sum of (x - shift)^2. */
-static float mti_row_variance(const float *x, float shift, int64_t n) {
-    float lanes[MTI_PARTIALS], d;
-    int64_t j;
-    int l;
-    mti_lanes_clear(lanes);
-    for (j = 0; j + MTI_PARTIALS <= n; j += MTI_PARTIALS)
-        for (l = 0; l < MTI_PARTIALS; l++) lanes[l] += (x[j + l] - shift) * (x[j + l] - shift);
-    for (l = 0; j + l < n; l++) {
-        d = x[j + l] - shift;
-        lanes[l] += d * d;
-    }
-    return mti_lanes_sum(lanes);
-}
-
 static float mti_row_max(const float *x, int64_t n) {
     float lanes[MTI_PARTIALS];
     int64_t j;
@@ -1924,11 +1909,15 @@ static float mti_row_exp(float *x, float shift, int64_t n) {
     return mti_lanes_sum(lanes);
 }
 
-/* Begins to load a row into the cache. */
-static void mti_prefetch_row(mt_tensor t, int64_t row) {
-    const char *x = (const char *)mti_bytes_at(t, row, 0);
-    int64_t i, bytes = t.cols * (int64_t)mt_dtype_size(t.dtype);
-    for (i = 0; i < bytes; i += 64) MTI_PREFETCH(x + i);
+/* Begins to load MTI_PARTIALS columns of `rows` rows, from column j on, into L1. */
+MT_INLINE void mti_prefetch_columns(mt_tensor t, int rows, int64_t j) {
+    int64_t half = MTI_PARTIALS / 2 * (int64_t)mt_dtype_size(t.dtype);
+    int r;
+    for (r = 0; r < rows; r++) {
+        const char *x = (const char *)mti_bytes_at(t, r, j);
+        MTI_PREFETCH(x);
+        MTI_PREFETCH(x + half);
+    }
 }
 
 static void mti_row_fill(float *y, float value, int64_t n) {
@@ -6324,19 +6313,6 @@ static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kin
     return MT_SUCCESS;
 }
 
-/* y = (x - mean) * rstd * gain + bias. For RMSNorm, mean is 0. */
-static void mti_norm_apply(const float *x, float mean, float rstd, const float *gain, const float *bias, float *y,
-                           int64_t n) {
-    int64_t j;
-    if (bias) {
-        MT_INDEPENDENT
-        for (j = 0; j < n; j++) y[j] = (x[j] - mean) * rstd * gain[j] + bias[j];
-    } else {
-        MT_INDEPENDENT
-        for (j = 0; j < n; j++) y[j] = (x[j] - mean) * rstd * gain[j];
-    }
-}
-
 typedef struct mti_norm {
     mt_norm_kind kind;
     mt_tensor x, gain, bias, y, stats;
@@ -6344,21 +6320,68 @@ typedef struct mti_norm {
     mt_tensor rooms; /* a block for each thread, if x or y has a 16-bit type */
 } mti_norm;
 
-#define MTI_NORM_BLOCK 4 /* rows that the processor can work on at once, because their sums are independent */
+#define MTI_NORM_BLOCK 4 /* rows that a loop works on at once: their sums are independent, and gain is read once */
 
-/* Computes rows [i, i + rows) step by step, with rows <= MTI_NORM_BLOCK. The first step reads a row from memory, the
-   others from L1. The last one also begins to load a row of the next block: the processor does not do it for short
-   rows. */
-static void mti_norm_block(const mti_norm *f, int64_t i, int64_t rows, float *room) {
-    float mean[MTI_NORM_BLOCK] = {0}, rstd[MTI_NORM_BLOCK];
-    int64_t n = f->x.cols, r;
-    mt_tensor x = mti_f32_read(f->x, i, rows, 0, n, room), y = mti_f32_place(f->y, i, rows, 0, n, room);
-    for (r = 0; r < rows && f->kind == MT_LAYER_NORM; r++) mean[r] = mti_row_sum(mti_row(x, r), n) / (float)n;
-    for (r = 0; r < rows; r++) rstd[r] = 1.0f / sqrtf(mti_row_variance(mti_row(x, r), mean[r], n) / (float)n + f->eps);
+/* sums[r] = the sum of row r of x or, if `squares`, a constant, that of (x - shift[r])^2. `rows` is a constant up to
+   MTI_NORM_BLOCK. With squares, it also loads the rows of `next` into L1: processors do not do so for short rows. */
+MT_INLINE void mti_norm_row_sums(mt_tensor x, int rows, int squares, const float *shift, mt_tensor next, float *sums) {
+    float lanes[MTI_NORM_BLOCK][MTI_PARTIALS];
+    int64_t ld = mt_tensor_ld(x), n = x.cols, j;
+    const float *p = mti_row(x, 0);
+    int r, l;
+    for (r = 0; r < rows; r++) mti_lanes_clear(lanes[r]);
+    for (j = 0; j + MTI_PARTIALS <= n; j += MTI_PARTIALS) {
+        if (squares) mti_prefetch_columns(next, rows, j);
+        for (r = 0; r < rows; r++)
+            for (l = 0; l < MTI_PARTIALS; l++) {
+                float d = p[r * ld + j + l] - (squares ? shift[r] : 0.0f);
+                lanes[r][l] += squares ? d * d : d;
+            }
+    }
     for (r = 0; r < rows; r++) {
-        if (n <= MTI_BLOCK && i + r + rows < f->x.rows) mti_prefetch_row(f->x, i + r + rows);
-        mti_norm_apply(mti_row(x, r), mean[r], rstd[r], mti_row(f->gain, 0), mti_row(f->bias, 0), mti_row(y, r), n);
-        if (!f->stats.data) continue;
+        for (l = 0; j + l < n; l++) {
+            float d = p[r * ld + j + l] - (squares ? shift[r] : 0.0f);
+            lanes[r][l] += squares ? d * d : d;
+        }
+        sums[r] = mti_lanes_sum(lanes[r]);
+    }
+}
+
+/* y = (x - mean) * rstd * gain + bias, for `rows` rows, a constant. For RMSNorm, mean is 0. */
+MT_INLINE void mti_norm_apply(mt_tensor x, int rows, const float *mean, const float *rstd, const float *gain,
+                              const float *bias, mt_tensor y) {
+    int64_t ld_x = mt_tensor_ld(x), ld_y = mt_tensor_ld(y), j;
+    const float *p = mti_row(x, 0);
+    float *out = mti_row(y, 0);
+    int r;
+    if (bias) {
+        MT_INDEPENDENT
+        for (j = 0; j < x.cols; j++) {
+            MTI_UNROLL
+            for (r = 0; r < rows; r++) out[r * ld_y + j] = (p[r * ld_x + j] - mean[r]) * rstd[r] * gain[j] + bias[j];
+        }
+    } else {
+        MT_INDEPENDENT
+        for (j = 0; j < x.cols; j++) {
+            MTI_UNROLL
+            for (r = 0; r < rows; r++) out[r * ld_y + j] = (p[r * ld_x + j] - mean[r]) * rstd[r] * gain[j];
+        }
+    }
+}
+
+/* Computes rows [i, i + rows). `rows` is a constant. The first loop reads the rows from memory, the others from L1. */
+MT_INLINE void mti_norm_block(const mti_norm *f, int64_t i, int rows, float *room) {
+    float mean[MTI_NORM_BLOCK] = {0}, rstd[MTI_NORM_BLOCK];
+    int64_t n = f->x.cols;
+    mt_tensor x = mti_f32_read(f->x, i, rows, 0, n, room), y = mti_f32_place(f->y, i, rows, 0, n, room);
+    mt_tensor next = mt_tensor_rows(f->x, n <= MTI_BLOCK && i + 2 * rows <= f->x.rows ? i + rows : i, rows);
+    int r;
+    if (f->kind == MT_LAYER_NORM) mti_norm_row_sums(x, rows, 0, NULL, next, mean);
+    for (r = 0; r < rows; r++) mean[r] /= (float)n;
+    mti_norm_row_sums(x, rows, 1, mean, next, rstd);
+    for (r = 0; r < rows; r++) rstd[r] = 1.0f / sqrtf(rstd[r] / (float)n + f->eps);
+    mti_norm_apply(x, rows, mean, rstd, mti_row(f->gain, 0), mti_row(f->bias, 0), y);
+    for (r = 0; r < rows && f->stats.data; r++) {
         mti_row(f->stats, i + r)[0] = mean[r];
         mti_row(f->stats, i + r)[1] = rstd[r];
     }
@@ -6370,11 +6393,10 @@ static int64_t mti_norm_rows(int64_t cols) { return cols <= MTI_BLOCK ? MTI_NORM
 
 static void mti_cpu_norm_forward(void *data, int thread, int64_t first, int64_t last) {
     const mti_norm *f = (const mti_norm *)data;
-    int64_t i, rows, most = mti_norm_rows(f->x.cols);
-    for (i = first; i < last; i += rows) {
-        rows = mt_min(most, last - i);
-        mti_norm_block(f, i, rows, mti_row(f->rooms, thread * most));
-    }
+    int64_t i = first, most = mti_norm_rows(f->x.cols);
+    float *room = mti_row(f->rooms, thread * most);
+    for (; most > 1 && i + MTI_NORM_BLOCK <= last; i += MTI_NORM_BLOCK) mti_norm_block(f, i, MTI_NORM_BLOCK, room);
+    for (; i < last; i++) mti_norm_block(f, i, 1, room);
 }
 
 static mt_status mti_norm_forward(mti_operator *op, mti_norm *f) {
