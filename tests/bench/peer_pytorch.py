@@ -11,9 +11,11 @@
    g over gloo). For the split layer, also the time of its 4 all-reduces, which includes waiting for
    the other process. In float32, and in bfloat16 with autocast.
 2. One GPT-2 124M training step: 4 sequences of 64 tokens, or 1 of 1024, vocabulary padded to 50304,
-   tied head, fused AdamW; 2 threads. In float32, and in bfloat16 with autocast.
+   tied head, gradients clipped by their norm, fused AdamW; 2 threads. In float32, and in bfloat16
+   with autocast. Also without clipping, which bench.c has no row for.
 3. One all-reduce of 3 MB between 2 processes over gloo.
-4. The GEMM of the layer's first MLP product, which shows the rate that PyTorch's BLAS reaches.
+4. The GEMM of the layer's first MLP product in float32, by PyTorch's BLAS and by its oneDNN. Training
+   in float32 uses the BLAS. The row of oneDNN shows whether it would be faster with oneDNN.
 5. Inference, with 1 and with 2 threads. BERT-base and BERT-large without heads: one sequence of 128
    tokens, in float32 and bfloat16, in PyTorch (transformers' BertModel with
    scaled_dot_product_attention, as it is and compiled) and in ONNX Runtime (float32, after its
@@ -24,7 +26,8 @@ This process starts each measurement in a process of its own, with this environm
 keeps its memory, OpenMP threads are pinned one per core, and OpenBLAS uses its AVX-512 kernels. MKL
 uses slower kernels on AMD processors. A preloaded library of one line, built with a C compiler,
 makes MKL use its Intel kernels when they are faster. tcmalloc or jemalloc is preloaded if it is
-installed and makes the layer faster. Processes that form a group are pinned one per core and
+installed and faster: for GPT-2 that with which a step of 4 x 64 tokens is fastest, for the other
+measurements that with which the layer is. Processes that form a group are pinned one per core and
 communicate through 127.0.0.1.
 
 Prints the median and the 10th and 90th percentile of each figure as soon as it is measured, then a
@@ -56,6 +59,10 @@ TUNING = {
     "OMP_PROC_BIND": "true",
     "GLOO_SOCKET_IFNAME": "lo",
 }
+
+# The libraries to preload: "kernels" are those that choose the kernels of MKL, the others those of a
+# part with its allocator. A part that is not here has those of "layer", or else "kernels".
+PRELOADED = {"kernels": []}
 
 
 def summary(seconds):
@@ -198,6 +205,8 @@ def run_gpt2(args):
             x = F.layer_norm(x, (HIDDEN,), *final)
             loss = F.cross_entropy(F.linear(x, tokens).view(-1, VOCAB), targets)
         loss.backward()
+        if args.clip:
+            torch.nn.utils.clip_grad_norm_(leaves, 1.0, foreach=True)
         optimizer.step()
         loss.item()
     return {"step": summary(repeat(step, args.iterations, 2))}
@@ -215,6 +224,15 @@ def run_gemm(args):
     x, w = torch.randn(TOKENS, HIDDEN), torch.randn(4 * HIDDEN, HIDDEN)
     y = torch.empty(TOKENS, 4 * HIDDEN)
     return {"step": summary(repeat(lambda: torch.mm(x, w.t(), out=y), args.iterations, 5))}
+
+
+def run_gemm_onednn(args):
+    """The same by the operator that torch.compile uses for inference, which has no backward."""
+    import torch
+    x, w = torch.randn(TOKENS, HIDDEN), torch.randn(4 * HIDDEN, HIDDEN)
+    linear = torch.ops.mkldnn._linear_pointwise
+    step = repeat(lambda: linear(x, w, None, "none", [], ""), args.iterations, 5)
+    return {"step": summary(step)}
 
 
 BERT_SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16)}
@@ -299,7 +317,7 @@ def run_part(args):
     import torch
     torch.set_num_threads(args.threads)
     part = {"layer": run_layer, "gpt2": run_gpt2, "all_reduce": run_all_reduce, "gemm": run_gemm,
-            "bert": run_bert, "bert_onnx": run_bert_onnx, "decode": run_decode}
+            "gemm_onednn": run_gemm_onednn, "bert": run_bert, "bert_onnx": run_bert_onnx, "decode": run_decode}
     result = part[args.part](args)
     if args.rank == 0:
         print("RESULT " + json.dumps(result), flush=True)
@@ -323,6 +341,9 @@ def start(part, cores, iterations, threads=1, rank=0, world=1, port=0, flags=())
     environment = {**os.environ, **TUNING, "OMP_NUM_THREADS": str(threads),
                    "OMP_PLACES": ",".join("{%d}" % core for core in cores)}
     environment.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
+    preloaded = PRELOADED.get(part) or PRELOADED.get("layer") or PRELOADED["kernels"]
+    if preloaded:
+        environment["LD_PRELOAD"] = ":".join(preloaded)
     if part == "bert_onnx":  # its threads are its own, and would inherit the one core of libgomp's first thread
         del environment["OMP_PROC_BIND"], environment["OMP_PLACES"]
     command = [sys.executable, os.path.abspath(__file__), "--part", part,
@@ -370,7 +391,7 @@ def describe(torch):
 
 
 def choose_mkl_kernels(torch, folder, core, iterations):
-    """Sets TUNING so that MKL uses its Intel kernels on an AMD processor, if they are faster."""
+    """Preloads a library that makes MKL use its Intel kernels on an AMD processor, if they are faster."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if "AMD" not in processor_name() or not torch.backends.mkl.is_available() or not compiler:
         return
@@ -379,31 +400,29 @@ def choose_mkl_kernels(torch, folder, core, iterations):
         file.write("int mkl_serv_intel_cpu_true(void) { return 1; }\n")
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
     stock = measure("gemm", [core], iterations)["step"]["p10"]
-    TUNING["LD_PRELOAD"] = library
+    PRELOADED["kernels"] = [library]
     told = measure("gemm", [core], iterations)["step"]["p10"]
     if told >= stock:
-        del TUNING["LD_PRELOAD"]
+        PRELOADED["kernels"] = []
     print(f"MKL on an AMD processor: its Intel kernels take {told / stock:.2f} of the time of its "
           f"AMD kernels; {'Intel' if told < stock else 'AMD'} kernels are used")
 
 
-def choose_allocator(core, iterations):
-    """Preloads tcmalloc or jemalloc, if the layer is faster with it."""
-    before, best = TUNING.get("LD_PRELOAD"), "malloc"
-    fastest = measure("layer", [core], iterations)["step"]["p10"]
+def choose_allocator(part, cores, iterations, flags=()):
+    """Preloads tcmalloc or jemalloc for a part, if it is faster with one of them."""
+    seconds, kernels = {}, PRELOADED["kernels"]
+    preloads = {"malloc": kernels}
     for name in ("tcmalloc_minimal", "tcmalloc", "jemalloc"):
-        library, chosen = ctypes.util.find_library(name), TUNING.get("LD_PRELOAD")
-        if not library:
-            continue
-        TUNING["LD_PRELOAD"] = f"{before}:{library}" if before else library
-        seconds = measure("layer", [core], iterations)["step"]["p10"]
-        if seconds < fastest:
-            fastest, best = seconds, name
-        elif chosen:
-            TUNING["LD_PRELOAD"] = chosen
-        else:
-            del TUNING["LD_PRELOAD"]
-    print(f"allocator: {best}")
+        library = ctypes.util.find_library(name)
+        if library:
+            preloads[name] = [*kernels, library]
+    for name, preload in preloads.items():
+        PRELOADED[part] = preload
+        seconds[name] = measure(part, cores, iterations, len(cores), flags=flags)["step"]["p10"]
+    best = min(seconds, key=seconds.get)
+    PRELOADED[part] = preloads[best]
+    times = ", ".join(f"{name} {1e3 * s:.0f} ms" for name, s in seconds.items())
+    print(f"allocator of {part}: {best} ({times})", flush=True)
 
 
 FACTORS = {"ms": 1e3, "us": 1e6}
@@ -429,12 +448,28 @@ class Table:
         print("\n" + "\n".join(self.lines))
 
 
+def gpt2_flags(dtype, batch, seq):
+    return ("--dtype", dtype, "--batch", str(batch), "--seq", str(seq), "--clip")
+
+
+def measure_gpt2(table, cores, iterations, dtype, end):
+    for batch, seq in GPT2_BATCHES:
+        clipped = gpt2_flags(dtype, batch, seq)
+        name, text = f"pytorch_gpt2_124m_{batch}x{seq}_2t{end}", f"GPT-2 {batch}x{seq} {dtype}, 2t"
+        step = measure("gpt2", cores, iterations, 2, flags=clipped)["step"]
+        table.add(name, text, step)
+        step = measure("gpt2", cores, iterations, 2, flags=clipped[:-1])["step"]
+        table.add(f"{name}_not_clipped", "  without clipping", step)
+
+
 def measure_training(table, cores, quick):
     few, many = (5, 30) if quick else (40, 400)
     flops = 2 * TOKENS * HIDDEN * 4 * HIDDEN
     for threads in (1, 2)[:len(cores)]:
-        gemm = measure("gemm", cores, many // 2, threads)["step"]["median"]
-        table.add_rate(f"pytorch_gemm_{threads}t", f"GEMM, {threads} thread(s)", flops / gemm / 1e9)
+        for part, name in (("gemm", "BLAS"), ("gemm_onednn", "oneDNN")):
+            seconds = measure(part, cores, many // 2, threads)["step"]["median"]
+            table.add_rate(f"pytorch_{part}_{threads}t", f"GEMM, {name}, {threads} thread(s)",
+                           flops / seconds / 1e9)
     for dtype in ("float32", "bfloat16"):
         flags, end = ("--dtype", dtype), "" if dtype == "float32" else "_bf16"
         for threads in (1, 2)[:len(cores)]:
@@ -446,11 +481,7 @@ def measure_training(table, cores, quick):
         table.add(f"pytorch_layer_tp2{end}", f"layer {dtype}, 2 processes (gloo)", split["step"])
         table.add(f"pytorch_layer_tp2_all_reduces{end}", "  of it in 4 all-reduces",
                   split["all_reduces"])
-        for batch, seq in GPT2_BATCHES:
-            shape = ("--batch", str(batch), "--seq", str(seq))
-            step = measure("gpt2", cores, 3 if quick else 20, 2, flags=flags + shape)["step"]
-            table.add(f"pytorch_gpt2_124m_{batch}x{seq}_2t{end}",
-                      f"GPT-2 {batch}x{seq} {dtype}, 2t", step)
+        measure_gpt2(table, cores, 3 if quick else 20, dtype, end)
     if len(cores) > 1:
         reduce = measure("all_reduce", cores, many, world=2)["step"]
         table.add("pytorch_all_reduce_3mb", "all-reduce of 3 MB (gloo)", reduce, "us")
@@ -496,7 +527,9 @@ def report(torch, quick, only):
     describe(torch)
     with tempfile.TemporaryDirectory() as folder:
         choose_mkl_kernels(torch, folder, cores[0], 20 if quick else 100)
-        choose_allocator(cores[0], 5 if quick else 20)
+        choose_allocator("layer", cores[:1], 5 if quick else 20)
+        if only != "inference":
+            choose_allocator("gpt2", cores, 2 if quick else 5, gpt2_flags("float32", *GPT2_BATCHES[0]))
         table = Table()
         if only != "inference":
             measure_training(table, cores, quick)
@@ -510,7 +543,8 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few iterations")
     parser.add_argument("--only", choices=("training", "inference"), help="a part of it")
-    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
+    for name in ("--compiled", "--clip"):
+        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
     for name in ("--size", "--dtype"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     for name in ("--part", "--iterations", "--threads", "--rank", "--world", "--port", "--batch",
