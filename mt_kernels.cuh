@@ -5772,6 +5772,24 @@ typedef struct mti_activate {
     mt_tensor h, bias, y;
 } mti_activate;
 
+/* The columns of a block where several streams are read, and how many blocks ahead memory is fetched. */
+#define MTI_ACTIVATION_BLOCK 256
+#define MTI_ACTIVATION_AHEAD 4
+
+/* Moves a place ahead, in the columns [first, last) of `rows` rows. Returns 0 if there is no whole block. */
+static int mti_activation_ahead(int64_t *i, int64_t *j, int64_t rows, int64_t first, int64_t last) {
+    *j += MTI_ACTIVATION_AHEAD * MTI_ACTIVATION_BLOCK;
+    if (*j >= last) *j -= last - first, ++*i;
+    return *i < rows && *j >= first && *j + MTI_ACTIVATION_BLOCK <= last;
+}
+
+/* Begins to load a block into the cache. The processor itself is late with several streams, between exponentials. */
+static void mti_activation_fetch(mt_tensor t, int64_t i, int64_t j) {
+    const char *x = (const char *)mti_bytes_at(t, i, j);
+    int64_t at, bytes = MTI_ACTIVATION_BLOCK * (int64_t)mt_dtype_size(t.dtype);
+    for (at = 0; at < bytes; at += 64) MTI_PREFETCH(x + at);
+}
+
 /* Processes n <= MTI_BLOCK columns of row i, from j on, so that the bias, the activation and the column sums
    read the cache instead of memory. For MT_SWIGLU, h[0] is gate and h[1] is up. y is computed from the sum of h and
    bias before it is rounded. */
@@ -5799,10 +5817,17 @@ static void mti_activation_block(const mti_activate *f, int64_t i, int64_t j, in
 
 static void mti_cpu_activation_forward(void *data, int thread, int64_t first, int64_t last) {
     const mti_activate *f = (const mti_activate *)data;
-    int64_t i, j, n = f->y.cols;
+    int64_t i, j, n = f->y.cols, block = f->kind == MT_SWIGLU ? MTI_ACTIVATION_BLOCK : MTI_BLOCK;
     (void)thread;
     for (i = first; i < last; i++)
-        for (j = 0; j < n; j += MTI_BLOCK) mti_activation_block(f, i, j, mt_min(MTI_BLOCK, n - j));
+        for (j = 0; j < n; j += block) {
+            int64_t row = i, col = j;
+            if (f->kind == MT_SWIGLU && mti_activation_ahead(&row, &col, last, 0, n)) {
+                mti_activation_fetch(f->h, row, col);
+                mti_activation_fetch(f->h, row, col + n);
+            }
+            mti_activation_block(f, i, j, mt_min(block, n - j));
+        }
 }
 
 typedef struct mti_activation_slopes {
@@ -5810,9 +5835,9 @@ typedef struct mti_activation_slopes {
     mt_tensor h, dy, dh, dbias;
 } mti_activation_slopes;
 
-/* The same for backward. All of h is read before dh is written, because dh may be h. */
+/* The same for n <= MTI_ACTIVATION_BLOCK columns of backward. All of h is read before dh is written: dh may be h. */
 static void mti_activation_backward_block(const mti_activation_slopes *b, int64_t i, int64_t j, int64_t n) {
-    float room[5][MTI_BLOCK], *h[2] = {NULL, NULL}, *dh[2] = {NULL, NULL};
+    float room[5][MTI_ACTIVATION_BLOCK], *h[2] = {NULL, NULL}, *dh[2] = {NULL, NULL};
     float *dy = mti_row(mti_f32_read(b->dy, i, 1, j, n, room[0]), 0);
     mt_tensor out[2];
     int part, parts = b->kind == MT_SWIGLU ? 2 : 1;
@@ -5841,7 +5866,15 @@ static void mti_cpu_activation_backward(void *data, int thread, int64_t first, i
     int64_t i, j;
     (void)thread;
     for (i = 0; i < b->dy.rows; i++)
-        for (j = first; j < last; j += MTI_BLOCK) mti_activation_backward_block(b, i, j, mt_min(MTI_BLOCK, last - j));
+        for (j = first; j < last; j += MTI_ACTIVATION_BLOCK) {
+            int64_t row = i, col = j;
+            if (mti_activation_ahead(&row, &col, b->dy.rows, first, last)) {
+                mti_activation_fetch(b->h, row, col);
+                mti_activation_fetch(b->dy, row, col);
+                if (b->kind == MT_SWIGLU) mti_activation_fetch(b->h, row, col + b->dy.cols);
+            }
+            mti_activation_backward_block(b, i, j, mt_min(MTI_ACTIVATION_BLOCK, last - j));
+        }
 }
 
 #if MT_HAS_CUDA
@@ -12248,16 +12281,16 @@ static void mti_row_softmax_stats(mt_tensor t, int64_t i, int64_t n, float *out)
     int64_t j, size = (int64_t)mt_dtype_size(t.dtype);
     double exps = 0.0, sum = 0.0;
     for (j = 0; j < n; j += MTI_BLOCK) {
-        int64_t count = mt_min(MTI_BLOCK, n - j), ahead = mt_min(MTI_BLOCK, n - j - count);
+        int64_t count = mt_min(MTI_BLOCK, n - j), after = mt_min(n, j + 2 * MTI_BLOCK);
         const float *x = mti_row(mti_f32_read(t, i, 1, j, count, room), 0);
-        const char *next = (const char *)mti_bytes_at(t, i, j + count);
+        const char *next = (const char *)mti_bytes_at(t, i, after);
         float block_top = mti_row_max(x, count);
         if (!(block_top <= top)) {
             exps = exps > 0.0 ? exps * exp((double)top - (double)block_top) : exps;
             top = block_top;
         }
         exps += (double)mti_row_exp_ahead(x, top == -(float)INFINITY ? 0.0f : top, exponentials, count, next,
-                                          ahead * size, MTI_CE_STEP * size);
+                                          mt_min(MTI_BLOCK, n - after) * size, MTI_CE_STEP * size);
         sum += (double)mti_row_sum(x, count);
     }
     out[0] = top;
