@@ -4759,8 +4759,8 @@ static const char *mti_next_case(const char *at, const char *cases, const char *
     return cases ? mti_next_case(NULL, cases, more) : NULL;
 }
 
-/* Returns the call that turns a placement into another one, or NULL. */
-static const char *mti_remedy(int is, int must, const char *operand) {
+/* Returns the call that turns a placement into another one, or NULL. is_gradient: the operand is one of a tensor. */
+static const char *mti_remedy(int is, int must, int is_gradient) {
     int from = 0, to = 0;
     static const char *const calls[4][4] = {
         {NULL, "mt_scatter_to_sequence_region", "mt_scatter_to_tensor_region", NULL},
@@ -4770,7 +4770,7 @@ static const char *mti_remedy(int is, int must, const char *operand) {
     if (is == 1 << MT_REPLICATED && must >> MT_PARTIAL & 1) return NULL; /* it was summed already */
     while (from < 3 && !(is >> from & 1)) from++;
     while (to < 3 && !(must >> to & 1)) to++;
-    if (from == 3 && to == 0 && operand[0] == 'd') return "mt_copy_to_tensor_region_backward"; /* of a gradient */
+    if (from == 3 && to == 0 && is_gradient) return "mt_copy_to_tensor_region_backward";
     return calls[from][to];
 }
 
@@ -4796,13 +4796,17 @@ static void mti_with_text(const mti_checker *c, const char *with, char *text, si
     if (name) snprintf(text, size, "%s\"%.*s\"", with ? " " : " after ", mti_layer_length(name), name);
 }
 
-/* Writes what the gradient of a parameter has to do with a misfit of operand i. Returns 1 if this is the mistake. A sum
+/* Writes what a parameter or its gradient has to do with a misfit of operand i. Returns 1 if this is the mistake. A sum
    over rows that are split is a part of a sum, a sum over replicated rows is not. */
-static int mti_gradient_hint(const mti_ruling *r, int g, int i, char *text, size_t size) {
+static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, size_t size) {
     int is = r->operands[i].known.may[g], k;
     text[0] = 0;
     for (k = 0; k < r->count; k++) {
         const mti_placed *p = r->operands[k].operand ? r->operands[k].known.parameter : NULL;
+        if (p && !p->is_gradient && is == 1 << MT_SPLIT_ROWS && p->may[g] == 1 << MT_REPLICATED &&
+            !mti_extent_covers(mti_extent_of(r->operands[k].operand->t), p->at))
+            snprintf(text, size, ", or say with mt_check_view that the view of '%.100s' is of this rank's rows",
+                     p->name);
         if (!p || !p->is_gradient || !(r->operands[k].operand->use & 2)) continue;
         if (!p->zero && p->may[g] == 1 << MT_REPLICATED && p->adds[g] >> MT_PARTIAL & 1) {
             snprintf(text, size,
@@ -4816,6 +4820,18 @@ static int mti_gradient_hint(const mti_ruling *r, int g, int i, char *text, size
                      p->name);
         if (is == 1 << MT_REPLICATED && p->adds[g] == 1 << MT_PARTIAL)
             snprintf(text, size, ": '%.100s' has sequence_partial (sequence_parallel in the desc of a layer)", p->name);
+    }
+    return 0;
+}
+
+/* Whether an operand is the gradient of a tensor: by its name in the rule, or because it is the product of a gradient
+   and a weight that is split by rows. (A weight that is split by columns makes a term of an output.) */
+static int mti_is_gradient(const mti_checker *c, const mti_ruled *o, int g) {
+    size_t i;
+    if (o->operand->name[0] == 'd') return 1;
+    for (i = 0; o->known.with && i < c->parameters.count; i++) {
+        const mti_placed *p = &c->parameters.list[i];
+        if (!p->is_gradient && strcmp(p->name, o->known.with) == 0) return p->may[g] == 1 << MT_SPLIT_ROWS;
     }
     return 0;
 }
@@ -4834,7 +4850,7 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     const mti_ruled *o = &r->operands[i];
     const char *help = mti_sum_remedy(axis, &o->known, o->known.may[g], must);
     char is[80], wanted[80], at[192], since[208], cure[160] = "", more[256];
-    if (!help) help = mti_remedy(o->known.may[g], must, o->operand->name);
+    if (!help) help = mti_remedy(o->known.may[g], must, mti_is_gradient(ctx->checker, o, g));
     mti_set_text(o->known.may[g], is, sizeof is);
     mti_set_text(must, wanted, sizeof wanted);
     snprintf(at, sizeof at, " (%.30s)", o->operand->name);
@@ -4843,7 +4859,7 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     mti_with_text(ctx->checker, r->with, at, sizeof at);
     mti_since_text(o->known.parameter ? NULL : o->known.by, o->known.with, since, sizeof since);
     if (help) snprintf(cure, sizeof cure, ": call %s before", help);
-    if (mti_gradient_hint(r, g, i, more, sizeof more)) cure[0] = 0;
+    if (mti_parameter_hint(r, g, i, more, sizeof more)) cure[0] = 0;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s%s", r->where,
                    at, o->operand->name, o->known.parameter ? ", '" : "",
                    o->known.parameter ? o->known.parameter->name : "", o->known.parameter ? "'," : "", is, axis->name,

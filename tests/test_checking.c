@@ -1366,6 +1366,44 @@ static void test_downloads(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* A term of a sum that was computed with a weight split by rows is the gradient of an input, whatever the operand is
+   called; with a weight split by columns it is an output. Rows of a replicated parameter may be those of this rank. */
+static void test_calls_that_would_help(void **state) {
+    test_rank r;
+    mt_tensor h, x, rows, y;
+    mt_param *fc1, *fc2, *positions;
+    mt_param_desc first = {.name = "fc1.weight", .rows = 8, .cols = 4, .placement = MT_SPLIT_ROWS};
+    mt_param_desc second = {.name = "fc2.weight", .rows = 4, .cols = 8, .placement = MT_SPLIT_COLS};
+    mt_param_desc third = {.name = "positions.weight", .rows = 16, .cols = 4};
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &first, &fc1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &second, &fc2));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &third, &positions));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 2, 4, &h));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 2, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 2, 4, &rows));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 2, 4, &y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, h, MT_SPLIT_COLS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, rows, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gemm(r.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, h, fc1->value, 0, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_add|is partial over \"tensor\" (2 ranks) since mt_gemm at fc1|: call mt_copy_to_tensor_region_backward "
+            "before",
+            mt_add(r.ctx, x, y, y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gemm(r.ctx, MT_NO_TRANS, MT_TRANS, 1, h, fc2->value, 0, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_add|since mt_gemm at fc2|: call mt_reduce_from_tensor_region_forward before",
+            mt_add(r.ctx, x, y, y));
+    REFUSED(
+        r.ctx, MT_ERR_ARGUMENT,
+        "mt_add|is split by rows|must be replicated|, or say with mt_check_view that the view of 'positions.weight' "
+        "is of this rank's rows",
+        mt_add(r.ctx, rows, mt_tensor_rows(positions->value, 0, 2), rows));
+    test_paper_rank_close(&r);
+}
+
 /* The sum of the rows of data ranks is a term of the sum over all ranks. A maximum of terms means nothing. */
 static void test_sums_and_maxima(void **state) {
     test_rank r;
@@ -2054,6 +2092,7 @@ int main(void) {
         cmocka_unit_test(test_data_ranks),
         cmocka_unit_test(test_a_partial_sum_does_not_travel),
         cmocka_unit_test(test_downloads),
+        cmocka_unit_test(test_calls_that_would_help),
         cmocka_unit_test(test_sums_and_maxima),
         cmocka_unit_test(test_multi_query_attention),
         cmocka_unit_test(test_what_is_sent_was_written),
