@@ -22,12 +22,12 @@
    transformer optimizer). GPT-2 124M: generate of transformers, greedy, batch 1, 64 tokens after
    a prompt of 64, in float32 and bfloat16; the time of one token. What is not installed is left out.
 
-This process starts each measurement in a process of its own, with this environment: the allocator
+This process starts each measurement in a process of its own, with this environment: glibc's malloc
 keeps its memory, OpenMP threads are pinned one per core, and OpenBLAS uses its AVX-512 kernels. MKL
 uses slower kernels on AMD processors. A preloaded library of one line, built with a C compiler,
 makes MKL use its Intel kernels when they are faster. tcmalloc or jemalloc is preloaded if it is
-installed and faster: for GPT-2 that with which a step of 4 x 64 tokens is fastest, for the other
-measurements that with which the layer is. Processes that form a group are pinned one per core and
+installed and faster: GPT-2 uses the allocator that makes a step of 4 x 64 tokens fastest, and all
+other measurements that which makes the layer fastest. Processes that form a group are pinned one per core and
 communicate through 127.0.0.1.
 
 Prints the median and the 10th and 90th percentile of each figure as soon as it is measured, then a
