@@ -531,7 +531,7 @@ typedef enum mt_placement {
 MT_API const char *mt_placement_name(mt_placement placement);
 
 /* Check mode (mt_context_desc.check) finds wrong parallel programs before they compute anything. The context keeps the
-   placement of every tensor that the library writes, for each group of more than one rank (at most 4 groups). A call
+   placement of every tensor that the library writes, for each group of more than one rank (at most 6 groups). A call
    whose inputs do not fit together returns MT_ERR_ARGUMENT and computes nothing. The message names the call and its
    layer, the operand, what it is and where it became so, what it must be, and the call that makes it so. See
    docs/checking.md for the rules.
@@ -1398,6 +1398,7 @@ struct mt_comm {
     double timeout;         /* only mti_apart: timeout of the communicators made from this one */
     mt_ledger ledger;
     char name[16];
+    int is_named;           /* 1: mt_comm_set_name has given the name */
     mt_status error_status; /* the status that `error` belongs to */
     char error[MT_ERROR_BYTES];
 };
@@ -2685,6 +2686,7 @@ static mt_comm *mti_comm_new(const mti_transport *transport, int rank, int size,
     comm->rank = comm->local_rank = rank;
     comm->size = size;
     mt_comm_set_name(comm, name);
+    comm->is_named = 0;
     return comm;
 }
 
@@ -2790,6 +2792,7 @@ MT_API void mt_comm_set_name(mt_comm *comm, const char *name) {
     if (n >= sizeof comm->name) n = sizeof comm->name - 1;
     if (n) memmove(comm->name, name, n);
     comm->name[n] = '\0';
+    comm->is_named = n > 0;
 }
 
 /* -- messages -- */
@@ -4017,7 +4020,7 @@ MT_API mt_status mt_hash_add(mt_context *ctx, mt_tensor x, int64_t first_row, in
 
 #define MTI_ALL_PLACEMENTS 15 /* a set */
 #define MTI_SPLIT_PLACEMENTS (1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS)
-#define MTI_AXES 4
+#define MTI_AXES 6
 #define MTI_RULE_OPERANDS 16
 
 /* A view in memory, for comparisons. */
@@ -4054,6 +4057,7 @@ typedef struct mti_placed_list {
 typedef struct mti_axis {
     const mt_comm *comm;
     char name[16];
+    int is_named;
     int rank, size;
     int only_group; /* 1: mt_check_group has added it, and no tensor was declared over it */
 } mti_axis;
@@ -4332,13 +4336,19 @@ MT_API mt_status mt_check_view_end(mt_context *ctx, mt_status status) {
     return status;
 }
 
-/* Returns the number of a group, or -1 for a group of one and where there is none. Groups with the same name are the
-   same: a grid may be created again. add: 1 adds a new group. */
+/* Whether an axis is that of a communicator. Groups that were given the same name are the same: a grid may be created
+   again. Other communicators, which have a name of their parent, are themselves only. */
+static int mti_axis_is(const mti_axis *axis, const mt_comm *comm) {
+    if (strcmp(axis->name, comm->name) != 0 || axis->is_named != comm->is_named) return 0;
+    return axis->is_named || axis->comm == comm;
+}
+
+/* Returns the number of a group, or -1 for a group of one and where there is none. add: 1 adds a new group. */
 static int mti_axis_of(mti_checker *c, const mt_comm *comm, int add) {
     int i;
     if (!comm || comm->size == 1) return -1;
     for (i = 0; i < c->count; i++)
-        if (comm->name[0] ? strcmp(c->axes[i].name, comm->name) == 0 : c->axes[i].comm == comm) break;
+        if (mti_axis_is(&c->axes[i], comm)) break;
     if (i < c->count) {
         mti_axis_set(&c->axes[i], comm);
         return i;
@@ -4346,6 +4356,7 @@ static int mti_axis_of(mti_checker *c, const mt_comm *comm, int add) {
     if (!add || c->count == MTI_AXES) return -1;
     mti_axis_set(&c->axes[i], comm);
     memcpy(c->axes[i].name, comm->name, sizeof c->axes[i].name);
+    c->axes[i].is_named = comm->is_named;
     for (i = 0; (size_t)i < c->written.count; i++) c->written.list[i].may[c->count] = MTI_ALL_PLACEMENTS;
     for (i = 0; (size_t)i < c->parameters.count; i++) {
         c->parameters.list[i].may[c->count] = MTI_ALL_PLACEMENTS;
@@ -4368,7 +4379,7 @@ static mti_placed *mti_parameter_at(const mti_checker *c, mti_extent e) {
 /* What is known about a view: the set for each group, and where it comes from. */
 typedef struct mti_known {
     unsigned char may[MTI_AXES];                    /* of all parts together */
-    unsigned char parts[MTI_KNOWN_PARTS][MTI_AXES]; /* of each piece that it meets and that is not zero */
+    unsigned char parts[MTI_KNOWN_PARTS][MTI_AXES]; /* of the pieces that it meets and that are not zero, each once */
     int count;
     int zero;
     int unwritten;               /* 1: nothing has written it, or a part of it, since it was allocated */
@@ -4385,8 +4396,8 @@ static int mti_has_some_columns(mti_extent e, const mti_placed *p) {
 
 /* Adds what a piece says about a view. covers: 1 if the piece has all of the view */
 static void mti_known_add(mti_known *k, mti_extent e, const mti_placed *p, int covers) {
-    unsigned char *part = k->parts[k->count < MTI_KNOWN_PARTS ? k->count : MTI_KNOWN_PARTS - 1];
-    int g;
+    unsigned char part[MTI_AXES];
+    int g, i;
     if (p->zero) return;
     if (mti_has_some_columns(e, p)) k->some_columns = 1;
     if (k->count == 0) k->by = p->by, k->with = p->with;
@@ -4394,9 +4405,13 @@ static void mti_known_add(mti_known *k, mti_extent e, const mti_placed *p, int c
         unsigned char may = mti_seen_through(e, p->at, p->may[g]);
         int more = !covers && (may & MTI_SPLIT_PLACEMENTS) ? MTI_SPLIT_PLACEMENTS : 0; /* split in some way */
         k->may[g] = (unsigned char)(k->may[g] | may);
-        part[g] = (unsigned char)(part[g] | may | more);
+        part[g] = (unsigned char)(may | more);
     }
-    if (k->count < MTI_KNOWN_PARTS) k->count++;
+    for (i = 0; i < k->count; i++)
+        if (memcmp(k->parts[i], part, sizeof part) == 0) return;
+    if (k->count == MTI_KNOWN_PARTS) i--;
+    else k->count++;
+    for (g = 0; g < MTI_AXES; g++) k->parts[i][g] = (unsigned char)(k->parts[i][g] | part[g]);
 }
 
 static mti_known mti_known_of_parameter(mti_extent e, const mti_placed *p) {
@@ -4837,20 +4852,22 @@ static int mti_is_gradient(const mti_checker *c, const mti_ruled *o, int g) {
 }
 
 /* Returns the call that makes an operand replicated, if it is not the one of mti_remedy: for gradients, and over the
-   data group. Else NULL. */
-static const char *mti_sum_remedy(const mti_axis *axis, const mti_known *k, int is, int must) {
-    int sums = is >> MT_PARTIAL & 1 && must >> MT_REPLICATED & 1;
-    if (sums && k->parameter && k->parameter->is_gradient) return "mt_sync_gradients";
-    return strcmp(axis->name, "data") == 0 && (sums || must == 1 << MT_REPLICATED) ? "mt_all_reduce" : NULL;
+   data group, where the ranks also add up a number that each has of its own tokens. Else NULL. */
+static const char *mti_sum_remedy(const mti_axis *axis, const mti_ruled *o, int is, int must) {
+    int sums = is >> MT_PARTIAL & 1, number = o->operand->t.rows == 1 && o->operand->t.cols == 1;
+    if (!(must >> MT_REPLICATED & 1)) return NULL;
+    if (sums && o->known.parameter && o->known.parameter->is_gradient) return "mt_sync_gradients";
+    return strcmp(axis->name, "data") == 0 && (sums || number) ? "mt_all_reduce" : NULL;
 }
 
 /* Refuses operand i of a call: no case allows what it is. */
 static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int must) {
     const mti_axis *axis = &ctx->checker->axes[g];
     const mti_ruled *o = &r->operands[i];
-    const char *help = mti_sum_remedy(axis, &o->known, o->known.may[g], must);
+    const char *help = mti_sum_remedy(axis, o, o->known.may[g], must);
     char is[80], wanted[80], at[192], since[208], cure[160] = "", more[256];
-    if (!help) help = mti_remedy(o->known.may[g], must, mti_is_gradient(ctx->checker, o, g));
+    if (!help && strcmp(axis->name, "data") != 0)
+        help = mti_remedy(o->known.may[g], must, mti_is_gradient(ctx->checker, o, g));
     mti_set_text(o->known.may[g], is, sizeof is);
     mti_set_text(must, wanted, sizeof wanted);
     snprintf(at, sizeof at, " (%.30s)", o->operand->name);
@@ -4859,6 +4876,8 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     mti_with_text(ctx->checker, r->with, at, sizeof at);
     mti_since_text(o->known.parameter ? NULL : o->known.by, o->known.with, since, sizeof since);
     if (help) snprintf(cure, sizeof cure, ": call %s before", help);
+    else if (o->known.may[g] == 1 << MT_REPLICATED && must == 1 << MT_PARTIAL)
+        snprintf(cure, sizeof cure, ": this call would add up equal values");
     if (mti_parameter_hint(r, g, i, more, sizeof more)) cure[0] = 0;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s%s", r->where,
                    at, o->operand->name, o->known.parameter ? ", '" : "",
@@ -8105,6 +8124,7 @@ static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **
     if (*out) mti_adopt(world, *out);
     else MT_TRY(mt_comm_split(world, 0, world->rank, out));
     mt_comm_set_name(*out, world->name);
+    (*out)->is_named = world->is_named;
     return MT_SUCCESS;
 }
 

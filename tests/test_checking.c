@@ -120,11 +120,14 @@ static void test_mistakes_are_refused(void **state) {
     static const char *const words[MISTAKES] = {
         [NO_F] = "mt_norm_backward \"norm\": dy is partial over \"tensor\" (2 ranks)|mt_gemm at fc1|replicated|"
                  "mt_copy_to_tensor_region_backward",
-        [F_TWICE] = "mt_copy_to_tensor_region_backward after \"fc1\": dx is replicated|must be partial",
+        [F_TWICE] =
+            "mt_copy_to_tensor_region_backward after \"fc1\": dx is replicated|must be partial: this call would add "
+            "up equal values",
         [NO_G] = "mt_bias_forward \"fc2\": y is partial|mt_gemm at fc2|replicated|"
                  "mt_reduce_from_tensor_region_forward",
         [NO_G_NO_BIAS] = "mt_add|b is partial|mt_gemm at fc2|mt_reduce_from_tensor_region_forward",
-        [G_TWICE] = "mt_reduce_from_tensor_region_forward|y is replicated|must be partial",
+        [G_TWICE] =
+            "mt_reduce_from_tensor_region_forward|y is replicated|must be partial: this call would add up equal values",
         [F_FOR_G] = "mt_copy_to_tensor_region_forward|x is partial|must be replicated",
         [BIAS_BEFORE_G] = "mt_bias_forward|y is partial|mt_reduce_from_tensor_region_forward",
         [NORM_BEFORE_G] = "mt_norm_forward|x is partial|mt_gemm at fc2",
@@ -1935,6 +1938,54 @@ static void test_stages_know_what_they_receive(void **state) {
     }
 }
 
+/* Communicators of the same given name are one group, as those of a grid that is created again. Others are groups of
+   their own, though a split gives them equal names. Six groups are known. */
+static void test_names_of_groups(void **state) {
+    enum { GROUPS = 8 };
+    test_rank r;
+    mt_tensor x;
+    mt_comm *groups[GROUPS];
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 8, &x));
+    for (int g = 0; g < GROUPS; g++) {
+        assert_int_equal(mt_comm_create_meta(2, 0, &groups[g]), MT_SUCCESS);
+        if (g < 2) mt_comm_set_name(groups[g], "mine");
+        if (g == 1) continue;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, groups[g], x, (mt_placement)(MT_REPLICATED + g % 4)));
+    }
+    assert_string_equal(mt_comm_name(groups[3]), mt_comm_name(groups[2]));
+    assert_int_equal(mt_placement_of(r.ctx, groups[1], x), MT_REPLICATED);
+    for (int g = 2; g < GROUPS; g++)
+        assert_int_equal(mt_placement_of(r.ctx, groups[g], x), g < 7 ? MT_REPLICATED + g % 4 : MT_UNDECLARED);
+    for (int g = 0; g < GROUPS; g++) mt_comm_destroy(groups[g]);
+    test_paper_rank_close(&r);
+}
+
+/* Each part of a view has to fit, however many they are. Over "data", no call makes rows of a rank those of all. */
+static void test_many_parts_and_rows_of_data(void **state) {
+    static const mt_rule rule = {"x", "R", NULL};
+    test_rank r;
+    mt_tensor x, y;
+    mt_operand operand = {"x", {0}, 1};
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 16, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 16, 4, &y));
+    for (int i = 0; i < 16; i++) {
+        mt_placement is = i == 3 ? MT_PARTIAL : MT_REPLICATED;
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, mt_tensor_rows(x, i, 1), is));
+    }
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_copy|x is replicated or partial over \"tensor\"", mt_copy(r.ctx, x, y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_copy(r.ctx, mt_tensor_rows(x, 4, 12), mt_tensor_rows(y, 4, 12)));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, y, MT_SPLIT_ROWS));
+    operand.t = mt_tensor_rows(y, 4, 12);
+    REFUSED_EXACTLY(r.ctx, MT_ERR_ARGUMENT,
+                    "x is split by rows over \"data\" (2 ranks) since mt_declare, must be replicated",
+                    mt_rule_check(r.ctx, "mine", &rule, &operand, 1));
+    test_paper_rank_close(&r);
+}
+
 /* What mt_check_view says holds until its end, and only for the view. */
 static void test_views_for_some_calls(void **state) {
     test_rank r;
@@ -2092,6 +2143,8 @@ int main(void) {
         cmocka_unit_test(test_data_ranks),
         cmocka_unit_test(test_a_partial_sum_does_not_travel),
         cmocka_unit_test(test_downloads),
+        cmocka_unit_test(test_names_of_groups),
+        cmocka_unit_test(test_many_parts_and_rows_of_data),
         cmocka_unit_test(test_calls_that_would_help),
         cmocka_unit_test(test_sums_and_maxima),
         cmocka_unit_test(test_multi_query_attention),
