@@ -129,6 +129,18 @@ own_before() {
 
 own_after() { cp "$own/after.c" "$build/own_after.c" && own_build after "$build/own_after.c"; }
 
+# Check mode refuses nothing, on either level.
+own_checked() {
+    find_implementation "$build"
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -O2 -I. $declarations -include tests/check_all.h "$own/after.c" -o "$build/own_checked" "$implementation" \
+        -lm -lpthread || return 1
+    for check in 1 2; do
+        MT_TEST_CHECK=$check "$build/own_checked" 2 >"$build/own_checked.txt" || return 1
+        same_losses "$build/own_before.txt" "$build/own_checked.txt" || return 1
+    done
+}
+
 # Without one of the calls of f and g, or with rows of Q, K and V that are split as one block, the losses differ.
 own_mistakes() {
     count=0
@@ -153,6 +165,7 @@ own_weights() {
         check "05_own_weights/after: the losses of before.c on $ranks ranks, memory of a shard" own_ranks $ranks
     done
     check "05_own_weights/after: 3 ranks, which do not divide 4 heads, are an error" own_error
+    check "05_own_weights/after in check mode" own_checked
     in_full || return
     check "implementation" "$CC" -O1 -I. -c tests/package/implementation.c -o "$build/implementation.o"
     check "05_own_weights: without one of its changes the losses differ" own_mistakes
