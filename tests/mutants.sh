@@ -81,7 +81,7 @@ judge() {
                 compared += !(m in lost)
                 scales += m in missed && known[key[m]] == "other"
             }
-            for (m in silent) changes++
+            for (m in silent) { changes++; spoken += !(m in missed) }
             for (m in missed) {
                 kind = known[key[m]]
                 is_missed[key[m]] = 1
@@ -96,16 +96,39 @@ judge() {
             printf "%d of these %d are refused on the meta device (%.1f %%), in at most %.0f ms", found, n,
                 n ? 100 * found / n : 0, ms
             printf "; %d by one rank alone\n", alone
+            printf "of the %d that compute something else, %d are refused there (%.1f %%)\n", changes, spoken,
+                changes ? 100 * spoken / changes : 0
             printf "%d are refused there or by comparing values (%.1f %%)\n", compared, n ? 100 * compared / n : 0
             printf "%d of those that are not are mistakes of other kinds than check mode is for;", scales
             printf " of the rest, %.1f %% are refused on the meta device\n",
                 (n > scales ? 100 * found / (n - scales) : 0)
+            if (ms > 1000) { print "more than a second on the meta device"; bad = 1 }
             if (n < least || found < n * percent / 100) { print "too few"; bad = 1 }
             exit bad
         }' tests/mutants/known.txt "$@"
 }
 
-results=
+# The figures that judge has printed are those of docs/checking.md.
+figures_agree() {
+    awk -F '[^0-9.]+' '
+        / mutants: / { all = $1; silent = $2; wrong = $2 + $3 }
+        / are refused on the meta device \(.* by one rank alone$/ { found = $1 " (" $3 " %)"; alone = $(NF - 1) }
+        /^of the .* something else/ { spoken = $3 " (" $4 " %)" }
+        END {
+            print "| of " all " wrong programs | |"
+            print "or a run ends with an error | " wrong " |"
+            print "refused on the meta device by one rank alone, in milliseconds | " alone " ("
+            print "by 4 ranks, which compare their calls, in milliseconds | " found " |"
+            print "of the " silent " of them that run without an error, refused there | " spoken " |"
+        }' "$figures" >"$work/rows"
+    cat "$figures" "$work/rows"
+    while read -r row; do
+        grep -qF "$row" docs/checking.md || { echo "not in docs/checking.md: $row"; return 1; }
+    done <"$work/rows"
+}
+
+whole=0 figures=$work/figures results=
+[ "$least" -eq 1 ] || whole=1
 for program in "$@"; do
     check "mutants of $program" run_program "$program"
     results="$results $work/$program/results"
@@ -114,6 +137,8 @@ done
 [ $verbose -eq 0 ] || cat $results
 # shellcheck disable=SC2086
 check "wrong programs are refused, right ones are not" judge $results
+cp "$check_log" "$figures"
 [ "$outcome" = FAIL ] || sed 's/^/        /' "$check_log"
+[ $whole -eq 0 ] || check "docs/checking.md has these figures" figures_agree
 closing_line
 [ "$failed" -eq 0 ]
