@@ -3149,7 +3149,7 @@ static mt_status bandwidth_create(worker *w, bandwidth_item *b) {
     return MT_SUCCESS;
 }
 
-/* Prints the rows of operator i of the group. In the L2 cache an operator is bound by arithmetic. */
+/* Prints the rows of operator i of the group. A ratio below 1 in the L2 cache is the limit that arithmetic sets. */
 static void bandwidth_print(const team *t, const bandwidth_item *b, int i) {
     const bandwidth_item cached = bandwidth_cached(b);
     const double bytes = 1e-9 * bandwidth_bytes(b, b->rows[i]), few = 1e-9 * bandwidth_bytes(&cached, b->rows[i]);

@@ -26,9 +26,9 @@ This process starts each measurement in a process of its own, with this environm
 keeps its memory, OpenMP threads are pinned one per core, and OpenBLAS uses its AVX-512 kernels. MKL
 uses slower kernels on AMD processors. A preloaded library of one line, built with a C compiler,
 makes MKL use its Intel kernels when they are faster. tcmalloc or jemalloc is preloaded if it is
-installed and faster: GPT-2 uses the allocator that makes a step of 4 x 64 tokens fastest, and all
-other measurements that which makes the layer fastest. Processes that form a group are pinned one per core and
-communicate through 127.0.0.1.
+installed and faster. GPT-2 uses the allocator that makes a step of 4 x 64 tokens fastest. All other
+measurements use the one that makes the layer fastest. Processes that form a group are pinned one
+per core and communicate through 127.0.0.1.
 
 Prints the median and the 10th and 90th percentile of each figure as soon as it is measured, then a
 line "name,value,unit" for each median. Exits with 77 when PyTorch is not installed.
@@ -341,7 +341,7 @@ def start(part, cores, iterations, threads=1, rank=0, world=1, port=0, flags=())
     environment = {**os.environ, **TUNING, "OMP_NUM_THREADS": str(threads),
                    "OMP_PLACES": ",".join("{%d}" % core for core in cores)}
     environment.setdefault("OPENBLAS_CORETYPE", "SkylakeX")
-    preloaded = PRELOADED.get(part) or PRELOADED.get("layer") or PRELOADED["kernels"]
+    preloaded = PRELOADED.get(part, PRELOADED.get("layer", PRELOADED["kernels"]))
     if preloaded:
         environment["LD_PRELOAD"] = ":".join(preloaded)
     if part == "bert_onnx":  # its threads are its own, and would inherit the one core of libgomp's first thread
@@ -391,7 +391,7 @@ def describe(torch):
 
 
 def choose_mkl_kernels(torch, folder, core, iterations):
-    """Preloads a library that makes MKL use its Intel kernels on an AMD processor, if they are faster."""
+    """Makes MKL use its Intel kernels on an AMD processor, if they are faster, by a preloaded library."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if "AMD" not in processor_name() or not torch.backends.mkl.is_available() or not compiler:
         return
