@@ -4774,21 +4774,6 @@ static const char *mti_next_case(const char *at, const char *cases, const char *
     return cases ? mti_next_case(NULL, cases, more) : NULL;
 }
 
-/* Returns the call that turns a placement into another one, or NULL. is_gradient: the operand is one of a tensor. */
-static const char *mti_remedy(int is, int must, int is_gradient) {
-    int from = 0, to = 0;
-    static const char *const calls[4][4] = {
-        {NULL, "mt_scatter_to_sequence_region", "mt_scatter_to_tensor_region", NULL},
-        {"mt_gather_from_sequence_region", NULL, NULL, NULL},
-        {"mt_gather_from_tensor_region", NULL, NULL, NULL},
-        {"mt_reduce_from_tensor_region_forward", "mt_reduce_scatter_to_sequence_region", NULL, NULL}};
-    if (is == 1 << MT_REPLICATED && must >> MT_PARTIAL & 1) return NULL; /* it was summed already */
-    while (from < 3 && !(is >> from & 1)) from++;
-    while (to < 3 && !(must >> to & 1)) to++;
-    if (from == 3 && to == 0 && is_gradient) return "mt_copy_to_tensor_region_backward";
-    return calls[from][to];
-}
-
 /* Returns the length of the layer's part of a parameter's name: without the last of several words, at most 120. */
 static int mti_layer_length(const char *name) {
     const char *last = strrchr(name, '.');
@@ -4851,23 +4836,39 @@ static int mti_is_gradient(const mti_checker *c, const mti_ruled *o, int g) {
     return 0;
 }
 
-/* Returns the call that makes an operand replicated, if it is not the one of mti_remedy: for gradients, and over the
-   data group, where the ranks also add up a number that each has of its own tokens. Else NULL. */
-static const char *mti_sum_remedy(const mti_axis *axis, const mti_ruled *o, int is, int must) {
-    int sums = is >> MT_PARTIAL & 1, number = o->operand->t.rows == 1 && o->operand->t.cols == 1;
-    if (!(must >> MT_REPLICATED & 1)) return NULL;
-    if (sums && o->known.parameter && o->known.parameter->is_gradient) return "mt_sync_gradients";
-    return strcmp(axis->name, "data") == 0 && (sums || number) ? "mt_all_reduce" : NULL;
+/* Returns the region call that turns a placement into another one, or NULL. */
+static const char *mti_region_remedy(int is, int must, int is_gradient) {
+    int from = 0, to = 0;
+    static const char *const calls[4][4] = {
+        {NULL, "mt_scatter_to_sequence_region", "mt_scatter_to_tensor_region", NULL},
+        {"mt_gather_from_sequence_region", NULL, NULL, NULL},
+        {"mt_gather_from_tensor_region", NULL, NULL, NULL},
+        {"mt_reduce_from_tensor_region_forward", "mt_reduce_scatter_to_sequence_region", NULL, NULL}};
+    if (is == 1 << MT_REPLICATED && must >> MT_PARTIAL & 1) return NULL; /* it was summed already */
+    while (from < 3 && !(is >> from & 1)) from++;
+    while (to < 3 && !(must >> to & 1)) to++;
+    if (from == 3 && to == 0 && is_gradient) return "mt_copy_to_tensor_region_backward";
+    return calls[from][to];
+}
+
+static int mti_is_data(const mti_axis *axis) { return strcmp(axis->name, "data") == 0; }
+
+/* Returns the call that makes an operand what it must be, or NULL. Over the data group there are no regions: the ranks
+   add up terms of a sum, and a number that each has of its own tokens. */
+static const char *mti_remedy(const mti_checker *c, const mti_ruled *o, int g, int must) {
+    int is = o->known.may[g], sums = is >> MT_PARTIAL & 1, whole = must >> MT_REPLICATED & 1;
+    int number = o->operand->t.rows == 1 && o->operand->t.cols == 1;
+    if (whole && sums && o->known.parameter && o->known.parameter->is_gradient) return "mt_sync_gradients";
+    if (!mti_is_data(&c->axes[g])) return mti_region_remedy(is, must, mti_is_gradient(c, o, g));
+    return whole && (sums || number) ? "mt_all_reduce" : NULL;
 }
 
 /* Refuses operand i of a call: no case allows what it is. */
 static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int must) {
     const mti_axis *axis = &ctx->checker->axes[g];
     const mti_ruled *o = &r->operands[i];
-    const char *help = mti_sum_remedy(axis, o, o->known.may[g], must);
+    const char *help = mti_remedy(ctx->checker, o, g, must);
     char is[80], wanted[80], at[192], since[208], cure[160] = "", more[256];
-    if (!help && strcmp(axis->name, "data") != 0)
-        help = mti_remedy(o->known.may[g], must, mti_is_gradient(ctx->checker, o, g));
     mti_set_text(o->known.may[g], is, sizeof is);
     mti_set_text(must, wanted, sizeof wanted);
     snprintf(at, sizeof at, " (%.30s)", o->operand->name);
@@ -4917,7 +4918,7 @@ static int mti_reads_replicas(const mti_ruling *r, int g) {
 
 /* Finds the sets that the cases allow in a group: results[i] for operand i. */
 static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsigned char *results) {
-    const char *more = strcmp(ctx->checker->axes[g].name, "data") == 0 ? r->rule->data_cases : NULL, *at = NULL;
+    const char *more = mti_is_data(&ctx->checker->axes[g]) ? r->rule->data_cases : NULL, *at = NULL;
     int i, first, misfits, fits = 0, best = MTI_RULE_OPERANDS + 1, culprit = -1, must = 0;
     memset(results, 0, MTI_RULE_OPERANDS);
     while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
