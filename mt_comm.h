@@ -4357,11 +4357,6 @@ static int mti_axis_of(mti_checker *c, const mt_comm *comm, int add) {
     mti_axis_set(&c->axes[i], comm);
     memcpy(c->axes[i].name, comm->name, sizeof c->axes[i].name);
     c->axes[i].is_named = comm->is_named;
-    for (i = 0; (size_t)i < c->written.count; i++) c->written.list[i].may[c->count] = MTI_ALL_PLACEMENTS;
-    for (i = 0; (size_t)i < c->parameters.count; i++) {
-        c->parameters.list[i].may[c->count] = MTI_ALL_PLACEMENTS;
-        c->parameters.list[i].allowed[c->count] = c->parameters.list[i].adds[c->count] = MTI_ALL_PLACEMENTS;
-    }
     return c->count++;
 }
 
@@ -4879,6 +4874,8 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     if (help) snprintf(cure, sizeof cure, ": call %s before", help);
     else if (o->known.may[g] == 1 << MT_REPLICATED && must == 1 << MT_PARTIAL)
         snprintf(cure, sizeof cure, ": this call would add up equal values");
+    else if (must == 0)
+        snprintf(cure, sizeof cure, ": each rank would add it to its term of a sum; add it after the sum");
     if (mti_parameter_hint(r, g, i, more, sizeof more)) cure[0] = 0;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s%s", r->where,
                    at, o->operand->name, o->known.parameter ? ", '" : "",
@@ -5091,14 +5088,21 @@ static int mti_reads_some_columns(const mti_ruling *r, mt_tensor t) {
     return 0;
 }
 
-/* Notes what a call writes to operand i. results: the sets that the cases allow, for each group and operand */
+/* Whether a rule says of a call that it computes the same on all ranks, from nothing. */
+static int mti_is_constant(const mti_ruling *r) {
+    return r->count == 1 && r->operands[0].operand && r->operands[0].operand->use == 2 &&
+           strcmp(r->rule->cases, "R") == 0;
+}
+
+/* Notes what a call writes to operand i. results: the sets that the cases allow, for each group and operand. A constant
+   is replicated over the groups that become known later, too. */
 static mt_status mti_result_note(mt_context *ctx, const mti_ruling *r, int i,
                                  unsigned char (*results)[MTI_RULE_OPERANDS]) {
     const mti_ruled *o = &r->operands[i];
     unsigned char may[MTI_AXES];
     int g;
     if (!o->operand || !(o->operand->use & 2)) return MT_SUCCESS;
-    memset(may, MTI_ALL_PLACEMENTS, sizeof may);
+    memset(may, mti_is_constant(r) ? 1 << MT_REPLICATED : MTI_ALL_PLACEMENTS, sizeof may);
     for (g = 0; g < ctx->checker->count; g++) may[g] = (unsigned char)(results[g][i] & mti_ruled_set(o, g));
     MT_TRY(mti_placement_note(ctx, o->operand->t, may, 0, r->where, r->with));
     if (mti_reads_some_columns(r, o->operand->t)) mti_columns_note(ctx->checker, o->operand->t);
@@ -5437,8 +5441,9 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
             return mti_move_check(ctx, comm, "mt_all_reduce", "R r c", 'R', "sendbuf", x, y);
         if (call->kind == MT_REDUCE_SCATTER && sums)
             return mti_move_check(ctx, comm, "mt_reduce_scatter", parts, 'r', "sendbuf", x, y);
-        /* a gather in place leaves what is replicated as it is: the parameters of a sharded optimizer, for instance */
-        if (call->kind == MT_ALL_GATHER && is_float)
+        /* A gather in place leaves what is replicated as it is: the parameters of a sharded optimizer, for instance.
+           Candidates of a vocabulary are floats and ids, gathered as MT_I32. */
+        if (call->kind == MT_ALL_GATHER)
             return mti_move_check(ctx, comm, "mt_all_gather",
                                   mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R',
                                   "sendbuf", x, y);

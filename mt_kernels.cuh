@@ -3345,6 +3345,11 @@ static const mti_named_rule mti_rules[] = {
     {"mt_sum_of_squares", {"x out", "RR rP cP", NULL}},
     {"mt_bias_forward", {"y bias", "RR rR cc", NULL}},
     {"mt_bias_backward", {"dy dbias", "RR rP cc PP", NULL}},
+    {"mt_linear_forward", {"x weight bias y", "RRRR rRRr Rrcc cc-P PR-P RP-P", "rrRr"}},
+    {"mt_linear_activation_forward", {"x weight bias h y", "RRRRR rRRrr Rrccc", "rrRrr"}},
+    {"mt_linear_activation_backward",
+        {"dy weight h dh dbias", "RRRRR rRrrP Rcccc crRPP PRRPP RPRPP", "rrrrP"}},
+    {"mt_linear_gradients", {"dy x dweight dbias", "RRRR cRrc RccR rrPP PRPP RPPR", "rrrP"}},
     {"mt_activation_forward", {"h bias y", "RRR rRr ccc", NULL}},
     {"mt_activation_backward", {"dy h dh dbias", "RRRR rrrP cccc PRPP", NULL}},
     {"mt_norm_forward", {"x gain bias y stats", "RRRRR rRRrr", NULL}},
@@ -3358,6 +3363,7 @@ static const mti_named_rule mti_rules[] = {
     {"mt_dot_product_attention_backward",
         {"q k v lse out dout dq dk dv bias dbias",
             "RRRRRRRRRRR cccrcccccRP cccrcccccrr RRRRRPPPPRP", "rrrcrrrrrRP rrrcrrrrrrr"}},
+    {"mt_rotary_table", {"table", "R", NULL}},
     {"mt_rotary_forward", {"qkv table", "RR rR cR", NULL}},
     {"mt_rotary_backward", {"dqkv table", "RR rR cR PR", NULL}},
     {"mt_kv_cache_append", {"qkv table keys values", "RR** cR**", "rR**"}},
@@ -3367,7 +3373,9 @@ static const mti_named_rule mti_rules[] = {
     {"mt_cross_entropy_backward", {"logits lse dloss", "RRR cRR rcR rcc", NULL}},
     {"mt_cross_entropy_forward_backward", {"logits loss dloss", "RRR rcR rcc", NULL}},
     {"mt_sample_candidates", {"logits candidates", "RR rr cc", NULL}},
+    {"mt_sample_ids", {"gathered ids", "RR rr", NULL}},
     {"mt_adamw_step", {"param master grad m v", "RRRRR rrrrr ccccc", NULL}},
+    {"mt_step_decide", {"sums loss", "RR", NULL}},
     {"mt_multiply", {"a b y", "RRR rrr ccc PRP RPP", NULL}},
     {"mt_multiply_row_forward", {"x row y", "RRR rRr ccc PRP", NULL}},
     {"mt_multiply_row_backward", {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP", NULL}},
@@ -3405,14 +3413,22 @@ static mt_status mti_apply_rule(mt_context *ctx, const char *name, const mt_rule
     return mt_rule_check(ctx, name, rule, operands, count);
 }
 
+static const mt_rule *mti_rule_of(const char *name) {
+    size_t i;
+    for (i = 0; i < sizeof mti_rules / sizeof *mti_rules; i++)
+        if (strcmp(mti_rules[i].name, name) == 0) return &mti_rules[i].rule;
+    return NULL;
+}
+
 /* Applies the rule of an operator. What an operator without a rule writes is not known. */
 static mt_status mti_apply_rule_of(mt_context *ctx, const char *name, const mt_arg *args, int count) {
-    size_t i;
-    int j;
-    for (i = 0; i < sizeof mti_rules / sizeof *mti_rules; i++)
-        if (strcmp(mti_rules[i].name, name) == 0) return mti_apply_rule(ctx, name, &mti_rules[i].rule, args, count);
-    for (j = 0; j < count; j++)
-        if (args[j].use & MT_ARG_OUT) MT_TRY(mt_declare(ctx, NULL, *args[j].view, MT_UNDECLARED));
+    const mt_rule *rule;
+    int i;
+    if (count == 0 || !mt_check_mode(ctx)) return MT_SUCCESS;
+    rule = mti_rule_of(name);
+    if (rule) return mti_apply_rule(ctx, name, rule, args, count);
+    for (i = 0; i < count; i++)
+        if (args[i].use & MT_ARG_OUT) MT_TRY(mt_declare(ctx, NULL, *args[i].view, MT_UNDECLARED));
     return MT_SUCCESS;
 }
 
@@ -3506,7 +3522,7 @@ static mt_status mti_begin_ruled(mti_operator *op, mt_context *ctx, const char *
    An operator without arguments (count 0) always runs. `name` is that of the public function. */
 static mt_status mti_begin(mti_operator *op, mt_context *ctx, const char *name, const mt_arg *args, int count) {
     int runs = count == 0 || !mti_is_empty(*args[0].view);
-    if (runs && mt_check_mode(ctx)) MT_TRY(mti_apply_rule_of(ctx, name, args, count));
+    if (runs) MT_TRY(mti_apply_rule_of(ctx, name, args, count));
     return mti_begin_ruled(op, ctx, name, args, count);
 }
 
@@ -4018,7 +4034,7 @@ static mt_status mti_tree_sum_rule(mt_context *ctx, mt_tensor x) {
     mt_tensor sum = mt_tensor_rows(x, 0, 1);
     mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_F32, MT_ARG_IN},
                      {"sum", &sum, 1, x.cols, MT_ARG_F32, MT_ARG_OUT}};
-    if (!mt_check_mode(ctx) || x.rows == 1) return MT_SUCCESS;
+    if (x.rows == 1) return MT_SUCCESS;
     MT_TRY(mti_apply_rule_of(ctx, "mt_tree_sum", args, MTI_COUNT(args)));
     return mt_declare(ctx, NULL, mt_tensor_rows(x, 1, x.rows - 1), MT_UNDECLARED);
 }
@@ -6256,15 +6272,16 @@ static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_ten
 } /* extern "C++" */
 #endif
 
-/* Evaluates `fused` if the options of the context ask for products with an epilogue, otherwise `separate`. */
+/* Evaluates `fused` if the options of the context ask for products with an epilogue, otherwise `separate`. The rule of
+   the whole was applied before, so those of the separate operators are not. */
 #if MT_HAS_CUDA
 #define MTI_FUSED(ctx, fused, separate)                                                                                \
-    (mt_context_device(ctx) == MT_DEVICE_CUDA && mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE &&          \
-             !mt_check_mode(ctx)                                                                                       \
-         ? (fused)                                                                                                     \
-         : (separate))
+    (mt_check_pause(ctx), mt_check_resume(ctx, mt_context_device(ctx) == MT_DEVICE_CUDA &&                             \
+                                                       mt_gemm_get_options(ctx).epilogue != MT_EPILOGUE_SEPARATE       \
+                                                   ? (fused)                                                           \
+                                                   : (separate)))
 #else
-#define MTI_FUSED(ctx, fused, separate) (separate)
+#define MTI_FUSED(ctx, fused, separate) (mt_check_pause(ctx), mt_check_resume(ctx, separate))
 #endif
 
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
@@ -6276,6 +6293,7 @@ MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weigh
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
+    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
     return MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y),
                      mti_linear_forward(ctx, x, weight, bias, y));
 }
@@ -6288,8 +6306,8 @@ MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kin
                      {"x", &x, x.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
                      {"h", &h, x.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"h", &h, y.rows, width, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"bias", &bias, 1, width, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
+                     {"bias", &bias, 1, width, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
+                     {"h", &h, y.rows, width, MT_ARG_FLOAT, MT_ARG_OUT}}; /* the size that y needs */
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "h", h, "x", x));
@@ -6297,6 +6315,8 @@ MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kin
     MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
+    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args) - 1));
+    if (kind == MT_SWIGLU) MT_TRY(mt_parts_check(ctx, where, "h", h, 2));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y),
                      mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y));
 }
@@ -6315,6 +6335,8 @@ MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation ki
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "h", h));
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "weight", weight));
+    if (kind == MT_SWIGLU) MT_TRY(mt_parts_check(ctx, where, "h", h, 2));
+    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias),
                      mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
 }
@@ -6329,6 +6351,7 @@ MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x,
     MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "dy", dy));
     MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "x", x));
     MT_TRY(mt_check_apart(ctx, where, "dbias", dbias, "dy", dy));
+    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
     return MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias),
                      mti_linear_gradients(ctx, dy, x, dweight, dbias));
 }
@@ -13622,6 +13645,17 @@ MT_API mt_status mt_sample_candidates(mt_context *ctx, const mt_sample_desc *des
                                 mti_cpu_rows(ctx, logits.rows, logits.cols, mti_cpu_sample_candidates, &l)));
 }
 
+/* Applies the rule of mt_sample_ids. The ids are an operand, too. */
+static mt_status mti_sample_rule(mt_context *ctx, const char *where, const mt_arg *gathered, mt_tensor ids) {
+    mt_arg all[2];
+    memset(all, 0, sizeof all);
+    all[0] = *gathered;
+    all[1].name = "ids";
+    all[1].view = &ids;
+    all[1].use = MT_ARG_OUT;
+    return mti_apply_rule_of(ctx, where, all, 2);
+}
+
 MT_API mt_status mt_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, mt_tensor gathered,
                                int shards, int32_t *ids) {
     static const char *const where = "mt_sample_ids";
@@ -13635,7 +13669,8 @@ MT_API mt_status mt_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int6
                        (long long)gathered.rows, (long long)gathered.cols, shards);
     const int64_t rows = gathered.rows / shards;
     MT_TRY(mti_expect_pointer(ctx, where, "ids", ids, rows));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_sample_rule(ctx, where, args, mt_tensor_make(ids, MT_I32, rows, 1)));
+    MT_TRY(mti_begin_ruled(&op, ctx, where, args, MTI_COUNT(args)));
     op.work.bytes += (double)rows * sizeof *ids;
     mti_sample_loop l = {desc, vocab, {gathered, 0, rows, shards, gathered.cols / 2, -1}, mt_none(), ids};
     MT_TRY(mti_end(&op, MTI_RUN(&op, mti_cuda_sample_ids(ctx, desc, vocab, gathered, shards, ids),
@@ -14105,15 +14140,24 @@ static mt_status mti_cuda_multi_squares(mt_context *ctx, const mt_multi_tensor *
 } /* extern "C++" */
 #endif
 
+#define MTI_ADAMW_ARGS 5
+
+/* Describes a tensor of a list as the arguments of mt_adamw_step. */
+static void mti_adamw_args(mt_adamw_tensor *t, mt_arg *args) {
+    int64_t rows = t->param.rows, cols = t->param.cols;
+    const mt_arg all[MTI_ADAMW_ARGS] = {{"param", &t->param, rows, cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
+                                        {"master", &t->master, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL},
+                                        {"grad", &t->grad, rows, cols, MT_ARG_F32, MT_ARG_IN},
+                                        {"m", &t->m, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT},
+                                        {"v", &t->v, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+    memcpy(args, all, sizeof all);
+}
+
 static mt_status mti_expect_adamw_tensor(mt_context *ctx, const mt_adamw_tensor *t, int stochastic_rounding) {
     mt_adamw_tensor c = *t;
-    int64_t rows = c.param.rows, cols = c.param.cols;
-    mt_arg args[] = {{"param", &c.param, rows, cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
-                     {"master", &c.master, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL},
-                     {"grad", &c.grad, rows, cols, MT_ARG_F32, MT_ARG_IN},
-                     {"m", &c.m, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT},
-                     {"v", &c.v, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT}};
-    MT_TRY(mt_args_check(ctx, "mt_multi_tensor_create_adamw", args, MTI_COUNT(args)));
+    mt_arg args[MTI_ADAMW_ARGS];
+    mti_adamw_args(&c, args);
+    MT_TRY(mt_args_check(ctx, "mt_multi_tensor_create_adamw", args, MTI_ADAMW_ARGS));
     return mti_expect_rounding(ctx, stochastic_rounding ? &c.random : NULL, c.param, c.master);
 }
 
@@ -14207,6 +14251,17 @@ static void mti_cpu_multi_adamw(mt_context *ctx, const mt_multi_tensor *list, co
     }
 }
 
+/* Applies the rule of mt_adamw_step to each tensor of a list. */
+static mt_status mti_multi_adamw_rule(mt_context *ctx, const char *where, const mt_multi_tensor *list) {
+    mt_arg args[MTI_ADAMW_ARGS];
+    int i;
+    for (i = 0; mt_check_mode(ctx) && i < list->count; i++) {
+        mti_adamw_args(&list->adamw[i], args);
+        MT_TRY(mti_apply_rule(ctx, where, mti_rule_of("mt_adamw_step"), args, MTI_ADAMW_ARGS));
+    }
+    return MT_SUCCESS;
+}
+
 MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *list, const mt_adamw *hyper,
                                        const mt_adamw_values *values) {
     static const char *const where = "mt_multi_tensor_adamw";
@@ -14219,6 +14274,7 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
                        : list->is_adamw ? "stochastic_rounding must be NULL, because the list says how to round"
                                         : "the list is for sums of squares");
     if (list->count == 0) return MT_SUCCESS;
+    MT_TRY(mti_multi_adamw_rule(ctx, where, list));
     MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
     op.work.work = MT_WORK_OPTIMIZER;
     for (i = 0; i < list->count; i++) mti_packed_drop(ctx, list->adamw[i].param);
@@ -14237,6 +14293,19 @@ static void mti_cpu_multi_squares(mt_context *ctx, const mt_multi_tensor *list, 
         mti_cpu_sum(ctx, list->squares[i].x, 1, mt_tensor_cols(out, list->squares[i].out, 1));
 }
 
+/* Applies the rule of mt_sum_of_squares to each tensor of a list. */
+static mt_status mti_multi_squares_rule(mt_context *ctx, const char *where, const mt_multi_tensor *list,
+                                        mt_tensor out) {
+    int i;
+    for (i = 0; mt_check_mode(ctx) && i < list->count; i++) {
+        mt_tensor x = list->squares[i].x, sum = mt_tensor_cols(out, list->squares[i].out, 1);
+        mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_F32, MT_ARG_IN},
+                         {"out", &sum, 1, 1, MT_ARG_F32, MT_ARG_IN_OUT}};
+        MT_TRY(mti_apply_rule(ctx, where, mti_rule_of("mt_sum_of_squares"), args, MTI_COUNT(args)));
+    }
+    return MT_SUCCESS;
+}
+
 MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_tensor *list, mt_tensor out) {
     static const char *const where = "mt_multi_tensor_sum_of_squares";
     mti_operator op;
@@ -14248,6 +14317,7 @@ MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: a tensor has column %lld of out, which has %lld columns", where,
                        (long long)(list->outs - 1), (long long)out.cols);
     if (list->count == 0) return MT_SUCCESS;
+    MT_TRY(mti_multi_squares_rule(ctx, where, list, out));
     MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
     op.work.work = MT_WORK_OPTIMIZER;
     for (i = 0; op.work.name && i < list->count; i++) op.work.bytes += mti_view_bytes(list->squares[i].x);
@@ -14417,12 +14487,14 @@ static void mti_cpu_step_decide(mt_tensor sums, mt_tensor loss, mt_step_values *
 }
 
 MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_tensor loss, mt_step_values *values) {
+    static const char *const where = "mt_step_decide";
     mt_arg args[] = {{"sums", &sums, 1, 2, MT_ARG_F32, MT_ARG_IN},
                      {"loss", &loss, 1, 1, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_step_decide", args, MTI_COUNT(args)));
-    if (!values) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_step_decide: values is NULL");
-    MT_TRY(mti_begin(&op, ctx, "mt_step_decide", NULL, 0));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    if (!values) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: values is NULL", where);
+    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
     op.work.work = MT_WORK_OPTIMIZER;
     return mti_end(
         &op, MTI_RUN(&op, mti_cuda_step_decide(ctx, sums, loss, values), mti_cpu_step_decide(sums, loss, values)));

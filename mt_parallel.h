@@ -6323,11 +6323,13 @@ static mt_status mti_sum_squares_invariant(mt_context *ctx, mt_params *params, m
     return mt_all_reduce(ctx, params->grid->pp, (float *)sums.data + 1, (float *)sums.data + 1, 1, MT_F32, MT_SUM);
 }
 
-/* Writes the two sums of squares that make up the norm of all gradients to sums [1, 2]. */
+/* Writes the two sums of squares that make up the norm of all gradients to sums [1, 2]. For check mode they are what
+   mt_fill has made of them: no rule describes that one rank alone counts what all have. */
 static mt_status mti_norm_sums_of(mt_context *ctx, mt_params *params, mt_tensor sums) {
     MT_TRY(mt_fill(ctx, sums, 0.0f));
-    return mt_context_invariant(ctx) ? mti_sum_squares_invariant(ctx, params, sums)
-                                     : mti_sum_squares(ctx, params, sums);
+    mt_check_pause(ctx);
+    return mt_check_resume(ctx, mt_context_invariant(ctx) ? mti_sum_squares_invariant(ctx, params, sums)
+                                                          : mti_sum_squares(ctx, params, sums));
 }
 
 static mt_status mti_grad_norm(mt_context *ctx, mt_params *params, float *norm) {
@@ -6335,8 +6337,7 @@ static mt_status mti_grad_norm(mt_context *ctx, mt_params *params, float *norm) 
     float squares[2];
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 2, &sums));
     MT_TRY(mti_norm_sums_of(ctx, params, sums));
-    mt_check_pause(ctx); /* nothing is known about the sums */
-    MT_TRY(mt_check_resume(ctx, mt_download(ctx, sums, squares)));
+    MT_TRY(mt_download(ctx, sums, squares));
     *norm = mt_norm_of_sums(squares);
     return MT_SUCCESS;
 }
@@ -6734,8 +6735,16 @@ static mt_status mti_optimizer_tensors(mt_context *ctx, mt_optimizer *o) {
     return status;
 }
 
-/* Updates this rank's share of every parameter and, when the optimizer is sharded, gathers the values. numbers: lr,
-   grad_scale and step; with `values`, those in memory of the device are used instead. */
+/* Updates this rank's share of every parameter and, when the optimizer is sharded, gathers the values. */
+static mt_status mti_optimizer_apply(mt_context *ctx, mt_optimizer *optimizer, const mt_adamw *hyper,
+                                     const mt_adamw_values *values) {
+    MT_TRY(mt_multi_tensor_adamw(ctx, optimizer->update, hyper, values));
+    mti_gradients_set(optimizer->params, MTI_GRADIENTS_USED);
+    return optimizer->params->torn ? mti_buckets_gather(ctx, optimizer->params, MTI_IN_VALUES) : MT_SUCCESS;
+}
+
+/* The update of a step. numbers: lr, grad_scale and step; with `values`, those in memory of the device are used
+   instead. */
 static mt_status mti_optimizer_update(mt_context *ctx, mt_optimizer *optimizer, const mt_adamw *numbers,
                                       const mt_adamw_values *values) {
     mt_adamw hyper = *numbers;
@@ -6745,12 +6754,8 @@ static mt_status mti_optimizer_update(mt_context *ctx, mt_optimizer *optimizer, 
     hyper.weight_decay = optimizer->desc.weight_decay;
     optimizer->params->torn = optimizer->params->buckets.ranks > 1;
     mti_params_unpack(optimizer->params);
-    MT_TRY(mt_multi_tensor_adamw(ctx, optimizer->update, &hyper, values));
-    mti_gradients_set(optimizer->params, MTI_GRADIENTS_USED);
-    if (optimizer->params->torn) {
-        mt_check_pause(ctx);
-        MT_TRY(mt_check_resume(ctx, mti_buckets_gather(ctx, optimizer->params, MTI_IN_VALUES)));
-    }
+    mt_check_pause(ctx); /* with a sharded optimizer, data ranks update other parts of a parameter */
+    MT_TRY(mt_check_resume(ctx, mti_optimizer_apply(ctx, optimizer, &hyper, values)));
     optimizer->params->torn = 0;
     return mti_replicas_check(ctx, optimizer->params, values ? "mt_step_update" : "mt_optimizer_step");
 }
