@@ -74,9 +74,11 @@ builds() {
     else
         skip "MPICH's mpi.h: not here"
     fi
-    for name in comm faults comm_stress mpi; do
+    for name in comm faults comm_stress mpi replicas; do
         check "test_$name builds" program "test_$name" "tests/mpi/test_$name.c" -O1
     done
+    check "test_comm builds in check mode" program checked_comm tests/mpi/test_comm.c -O1 -DMT_USE_MPI= \
+        -include tests/check_all.h
     check "the implementation as C++ links with MPI's C library alone" links_as_cpp
     check "faulty builds" program faulty tests/mpi/faulty.c -O1 -DMT_USE_MPI
     check "train_gpt builds" program train_gpt examples/train_gpt.c -O1 -std=gnu11 -DMT_USE_MPI -Wno-error
@@ -101,6 +103,10 @@ run() {
 tests_over() {
     check "contexts, collectives, splits, messages, conjugates, over $1" run 200 8 "$2" "$build/test_comm"
     check "large messages, grids, many groups and worlds, their ends, over $1" run 200 4 "$2" "$build/test_mpi"
+}
+
+checked_comm() {
+    for level in 1 2; do MT_TEST_CHECK=$level run 200 8 "" "$build/checked_comm" || return 1; done
 }
 
 # Prints leaks of memory that the library, not MPI, allocated. Two tests leave memory to MPI on purpose.
@@ -485,6 +491,8 @@ all_tests() {
     tests_over "shared memory" ""
     check "every mistake of a rank, or of two together" run 200 4 "" "$build/test_faults"
     check "thousands of random collectives in random groups" run 200 8 "" "$build/test_comm_stress"
+    check "values that differ on a rank are named" run 200 4 "" "$build/test_replicas"
+    check "contexts, collectives and the rest, in check mode" checked_comm
     ! in_full || tests_over TCP "$tcp"
 }
 
@@ -502,6 +510,7 @@ training() {
     check "train_gpt: the losses of 4 threads, to the last bit" same_losses 4 --tp 4
     check "train_gpt: the same, 2 x 2, sequence parallel, invariant" \
         same_losses 4 --tp 2 --dp 2 --sequence-parallel --invariant 4
+    check "train_gpt: the same, in check mode, which also compares values" same_losses 4 --tp 2 --dp 2 --check 2
     in_full || return 0
     check "train_gpt: the same, 2 stages of 2 tensor ranks" same_losses 4 --tp 2 --pp 2
     check "train_gpt: the same, 2 stages, 2 data ranks that share the optimizer, GPipe" \

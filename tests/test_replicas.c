@@ -186,6 +186,7 @@ static void test_without_data(void **state) {
     check_fault((faulty){dp, RATE, .rank = 1, .words = "mt_optimizer_step: lr is replicated |" OVER_DATA});
 }
 
+#if !TEST_OVER_MPI /* on MT_DEVICE_META, only threads communicate */
 enum {
     UNLIKE_NOTHING,
     UNLIKE_KNOWN, /* rank 1 does not know that it has other columns, and so not whether it has the same rows */
@@ -281,6 +282,7 @@ static void test_gradients_of_one_rank(void **state) {
     (void)state;
     for (int busy = -1; busy < 2; busy++) test_launch(4, idle_rank, &busy);
 }
+#endif
 
 /* ---- the two functions ------------------------------------------------------------------------------------------- */
 
@@ -673,14 +675,23 @@ static void test_tensors_of_ones_own(void **state) {
 
 int main(void) {
     static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_right_programs),         cmocka_unit_test(test_faults_are_named),
-        cmocka_unit_test(test_ranks_may_read_more),    cmocka_unit_test(test_loops_without_steps),
-        cmocka_unit_test(test_what_is_sent),           cmocka_unit_test(test_the_third_rank),
-        cmocka_unit_test(test_tensors_of_ones_own),    cmocka_unit_test(test_a_gather_in_place),
-        cmocka_unit_test(test_the_ends_of_a_pipeline), cmocka_unit_test(test_without_data),
-        cmocka_unit_test(test_views_without_data),     cmocka_unit_test(test_gradients_of_one_rank),
-        cmocka_unit_test(test_ranks_in_other_modes),   cmocka_unit_test(test_two_shared_embeddings),
+        cmocka_unit_test(test_right_programs),
+        cmocka_unit_test(test_faults_are_named),
+        cmocka_unit_test(test_ranks_may_read_more),
+        cmocka_unit_test(test_loops_without_steps),
+        cmocka_unit_test(test_what_is_sent),
+        cmocka_unit_test(test_the_third_rank),
+        cmocka_unit_test(test_tensors_of_ones_own),
+        cmocka_unit_test(test_a_gather_in_place),
+        cmocka_unit_test(test_the_ends_of_a_pipeline),
+        cmocka_unit_test(test_without_data),
+        cmocka_unit_test(test_ranks_in_other_modes),
+        cmocka_unit_test(test_two_shared_embeddings),
         cmocka_unit_test(test_a_gather_of_rows),
+#if !TEST_OVER_MPI
+        cmocka_unit_test(test_views_without_data),
+        cmocka_unit_test(test_gradients_of_one_rank),
+#endif
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
