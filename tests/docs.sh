@@ -13,8 +13,11 @@ check_log=$work/log
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
+# block NUMBER PAGE: a block of C
+block() { awk -v number="$1" '/^```c$/ { n++; inside = n == number; next } /^```/ { inside = 0 } inside' "$2"; }
+
 # program_of PAGE: the first block of C
-program_of() { awk '/^```c$/ { inside = 1; next } /^```/ { if (inside) exit } inside' "$1"; }
+program_of() { block 1 "$1"; }
 
 # The program at the head of megatron.h.
 header_program() {
@@ -79,14 +82,47 @@ comparing_program() {
     "$work/comparing" | diff "$work/comparing.txt" -
 }
 
-# docs/checking.md has every rule of mt_kernels.cuh.
+# The fragments of docs/checking.md work in its program: the listener is told of its calls, the rule of an operator of
+# one's own refuses a part of a sum, and ranks without data run.
+checking_fragments() {
+    page=docs/checking.md
+    program_of $page | sed '/^int main/,$d' >"$work/fragments.c"
+    block 2 $page | sed '/^\.\.\./,$d' >>"$work/fragments.c"
+    {
+        echo 'static mt_status my_bias(mt_context *ctx, mt_tensor y, mt_tensor bias) {'
+        sed -n '/^## Rules of your own$/,/^## /p' $page | grep '^    '
+        printf '    return MT_SUCCESS;\n}\n'
+    } >>"$work/fragments.c"
+    block 3 $page | sed 's/^int main/static int all_ranks/; s|^    \.\.\. .*|    mt_context *ctx;\n    (void)user;\n\
+    MT_TRY(mt_context_create(world, \&where, \&ctx));\n    mt_context_destroy(ctx);\n    return MT_SUCCESS;|' \
+        >>"$work/fragments.c"
+    program_of $page | sed -n '/^int main/,$p' | sed "/mt_grid_create/a\\
+        $(block 2 $page | sed '1,/^\.\.\./d')
+        /mt_params_destroy/i\\
+    mt_tensor y = mt_tensor_f32((float *)64, 4, 4), bias = mt_tensor_f32((float *)1024, 1, 4);\\
+    MT_TRY(mt_declare(ctx, grid.tp, y, MT_PARTIAL));\\
+    MT_TRY(mt_declare(ctx, grid.tp, bias, MT_REPLICATED));\\
+    printf(\"own %s\", my_bias(ctx, y, bias) ? mt_last_error(ctx) : \"accepted\");\\
+    printf(\", %d\\\\n\", all_ranks());" >>"$work/fragments.c"
+    builds fragments && "$work/fragments" >"$work/fragments.txt" || return 1
+    grep -qx 'mt_linear_forward fc1.weight: y \[8, 16\] c' "$work/fragments.txt" &&
+        grep -qx 'mt_linear_gradients fc2.weight: dweight \[16, 16\] c' "$work/fragments.txt" &&
+        grep -q '^own my_bias.*: y is partial over "tensor" (2 ranks) since mt_declare, must be .*, 0$' \
+            "$work/fragments.txt" && return 0
+    cat "$work/fragments.txt"
+    return 1
+}
+
+# docs/checking.md has every rule of mt_kernels.cuh, beside the name of its operator if it is in mti_rules.
 checking_rules() {
-    tr -s '\n ' ' ' <mt_kernels.cuh | grep -oE '\{"[a-z0-9 ]+", "[RrcP* -]+", (NULL|"[rcRP* ]+")\}' |
-        sed -E 's/^\{"//; s/", (NULL|"([^"]*)")\}$/ | \2/; s/", "/ | /' >"$work/rules.txt"
+    tr -s '\n ' ' ' <mt_kernels.cuh |
+        grep -oE '(\{"mt_[a-z_]+", )?\{"[a-z0-9 ]+", "[RrcP* -]+", (NULL|"[rcRP* ]+")\}' |
+        sed -E 's/^\{"(mt_[a-z_]+)", \{"/`\1` | /; s/^\{"/| /; s/", (NULL|"([^"]*)")\}$/ | \2/; s/", "/ | /
+            s/$/ |/; s/ \|  \|$/ |/; s/^`/| `/' >"$work/rules.txt"
     [ "$(wc -l <"$work/rules.txt")" -gt 40 ] || { echo "too few rules found"; return 1; }
+    [ "$(grep -c '^| `mt_' "$work/rules.txt")" -gt 40 ] || { echo "too few names found"; return 1; }
     while IFS= read -r rule; do
-        rule=${rule% | }
-        grep -qF "| $rule |" docs/checking.md || { echo "missing: $rule"; return 1; }
+        grep -qF -e "$rule" docs/checking.md || { echo "missing: $rule"; return 1; }
     done <"$work/rules.txt"
 }
 
@@ -166,6 +202,7 @@ check "the program of docs/own-weights.md computes the same on 1, 2 and 4 ranks"
 check "the pipeline of docs/many-ranks.md computes the same on 1, 2 and 4 stages" pipeline_program
 check "the program of docs/checking.md prints what the page says" checking_program
 check "the program of docs/checking.md that compares values prints what the page says" comparing_program
+check "the fragments of docs/checking.md work in its program" checking_fragments
 check "docs/checking.md has every rule of mt_kernels.cuh" checking_rules
 check "tests/test_rules.c tries each operator with a rule" checking_tried
 check "docs/checking.md has every function of mt_comm.h that communicates" checking_communication
