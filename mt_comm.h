@@ -937,7 +937,10 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    a parameter and its gradient, which may be mt_none(), under a name. parts: see mt_param_desc. partial: 1 if its
    gradient may be partial over `tensor`. Over `data` the value is replicated, and the gradient may be partial.
    mt_declare_forget drops what is known about [data, data + bytes). Call it before memory of the caller that was
-   declared is freed. */
+   declared is freed.
+   mt_check_slots says that micro-batches keep their tensors in `count` slots of the arena, of `bytes` bytes each, one
+   after the other from the offset `first` on (see mt_arena_mark). Until the next mt_check_slots, a rule refuses an
+   operand in another slot than number `own`. count 0: there are no slots. mt_pipeline_run calls it for each action. */
 MT_API int mt_check_mode(const mt_context *ctx);
 MT_API void mt_check_pause(mt_context *ctx);
 MT_API mt_status mt_check_resume(mt_context *ctx, mt_status status);
@@ -950,6 +953,7 @@ MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const m
                                       mt_tensor value, mt_tensor grad, mt_placement placement, int64_t parts,
                                       int partial);
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes);
+MT_API void mt_check_slots(mt_context *ctx, size_t first, size_t bytes, int count, int own);
 
 /* With mt_context_desc.check == 2, the context also compares values. Each call hashes, bit for bit, each operand that
    it reads and that is replicated over a group. mt_check_replicas compares the hashes of the ranks of comm, which all
@@ -4062,6 +4066,12 @@ typedef struct mti_axis {
     int only_group; /* 1: mt_check_group has added it, and no tensor was declared over it */
 } mti_axis;
 
+/* Where micro-batches keep their tensors, see mt_check_slots. */
+typedef struct mti_slots {
+    size_t first, bytes;
+    int count, own;
+} mti_slots;
+
 typedef struct mti_checker {
     mti_axis axes[MTI_AXES];
     int count; /* of the groups */
@@ -4071,7 +4081,8 @@ typedef struct mti_checker {
     mti_placed_list memory; /* what is not in the arena: blocks of mt_context_alloc, and memory that was declared */
     mti_placed_list names;  /* pieces without memory that keep the names of forgotten parameters */
     mti_placed_list views;  /* of mt_check_view, the last one last; `may` is for one group, and all for the others */
-    const char *latest;     /* name of the parameter that an operator has used last, or NULL */
+    mti_slots slots;
+    const char *latest; /* name of the parameter that an operator has used last, or NULL */
     mt_check_listener listener;
     void *user;                    /* of the listener */
     struct mti_replicas *replicas; /* what mt_check_replicas compares; NULL: check is 1 */
@@ -5063,6 +5074,37 @@ static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
     return MT_SUCCESS;
 }
 
+MT_API void mt_check_slots(mt_context *ctx, size_t first, size_t bytes, int count, int own) {
+    mti_slots *s;
+    if (!ctx || !ctx->checker) return;
+    s = &ctx->checker->slots;
+    s->first = first;
+    s->bytes = bytes;
+    s->count = bytes ? count : 0;
+    s->own = own;
+}
+
+/* Refuses a call on memory of a slot that another micro-batch has. */
+static mt_status mti_slot_check(mt_context *ctx, const mti_ruling *r) {
+    const mti_slots *s = &ctx->checker->slots;
+    uintptr_t first = (uintptr_t)ctx->arena + s->first, slot;
+    char at[192];
+    int i;
+    for (i = 0; s->count > 1 && i < r->count; i++) {
+        const mt_operand *o = r->operands[i].operand;
+        if (!o || (uintptr_t)o->t.data < first) continue;
+        slot = ((uintptr_t)o->t.data - first) / s->bytes;
+        if (slot >= (uintptr_t)s->count || slot == (uintptr_t)s->own) continue;
+        mti_with_text(ctx->checker, r->with, at, sizeof at);
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "%s%s: %s is in slot %d, which another micro-batch has, must be in slot %d (mt_action.slot), or in "
+            "memory of no slot",
+            r->where, at, o->name, (int)slot, s->own);
+    }
+    return MT_SUCCESS;
+}
+
 /* Counts the operands that a call reads and that may have several placements in a group. */
 static void mti_unknown_count(mti_checker *c, const mti_ruling *r) {
     char at[192];
@@ -5131,6 +5173,7 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     r.with = NULL;
     mti_ruling_fill(c, &r, operands, count);
     MT_TRY(mti_rule_valid(ctx, &r));
+    MT_TRY(mti_slot_check(ctx, &r));
     MT_TRY(mti_written_check(ctx, &r));
     for (g = 0; g < c->count; g++) MT_TRY(mti_rule_axis(ctx, &r, g, results[g]));
     mti_unknown_count(c, &r);
@@ -5294,6 +5337,7 @@ static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char
     operand.t = x;
     operand.use = 1;
     mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
+    MT_TRY(mti_slot_check(ctx, &r));
     MT_TRY(mti_written_check(ctx, &r));
     MT_TRY(mti_rule_axis(ctx, &r, g, results));
     read = r.operands[0].known;

@@ -7218,10 +7218,18 @@ static mt_status mti_pipeline_communicate(mt_context *ctx, const mti_pipeline *p
     return MT_ERR_ARGUMENT; /* mti_pipeline_check has refused it */
 }
 
+/* Runs a forward or a backward, which must leave the slots of other micro-batches alone. */
+static mt_status mti_pipeline_compute(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
+    mt_status status;
+    mt_check_slots(ctx, p->base, p->kept, p->slots, a->slot);
+    status = a->kind == MT_FORWARD ? mti_pipeline_forward(ctx, p, a) : mti_pipeline_backward(ctx, p, a);
+    mt_check_slots(ctx, 0, 0, 0, 0);
+    return status;
+}
+
 /* Runs one action. */
 static mt_status mti_pipeline_act(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
-    if (a->kind == MT_FORWARD) return mti_pipeline_forward(ctx, p, a);
-    if (a->kind == MT_BACKWARD) return mti_pipeline_backward(ctx, p, a);
+    if (a->kind == MT_FORWARD || a->kind == MT_BACKWARD) return mti_pipeline_compute(ctx, p, a);
     if (a->kind == MT_SEND_FORWARD || a->kind == MT_SEND_FORWARD_RECV_BACKWARD)
         MT_TRY(mti_pipeline_complete(ctx, p, 0));
     if (a->kind == MT_SEND_BACKWARD || a->kind == MT_SEND_BACKWARD_RECV_FORWARD)

@@ -1861,6 +1861,7 @@ static const model_kind model_kinds[] = {
 typedef struct model_step {
     const model_kind *kind;
     int sp;
+    int swaps_slots; /* 1: backward takes the slot of the other micro-batch */
     test_rank r;
     mt_batch batch;
     mt_gpt gpt;
@@ -1915,9 +1916,9 @@ static mt_status model_forward(mt_context *ctx, void *user, const mt_action *a, 
 
 static mt_status model_backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
     model_step *m = (model_step *)user;
-    if (m->kind->bert)
-        MT_TRY(mt_bert_stage_backward(ctx, &m->bert, 1.0f, 1.0f, doutput, dinput, &m->bert_saved[a->slot]));
-    else MT_TRY(mt_gpt_stage_backward(ctx, &m->gpt, 1.0f, doutput, dinput, &m->gpt_saved[a->slot]));
+    int slot = m->swaps_slots ? 1 - a->slot : a->slot;
+    if (m->kind->bert) MT_TRY(mt_bert_stage_backward(ctx, &m->bert, 1.0f, 1.0f, doutput, dinput, &m->bert_saved[slot]));
+    else MT_TRY(mt_gpt_stage_backward(ctx, &m->gpt, 1.0f, doutput, dinput, &m->gpt_saved[slot]));
     return mt_accumulate_gradients(ctx, m->r.params);
 }
 
@@ -1987,6 +1988,33 @@ static void test_models_know_their_placements(void **state) {
         for (int way = 0; way < 4; way++)
             for (int stages = 1 + way / 2, rank = 0; rank < 4 * stages; rank++)
                 check_model(&model_kinds[k], way % 2, stages, rank);
+}
+
+/* The first stage has two micro-batches in flight. After the run, their slots are memory like any other. */
+static void test_slots_of_micro_batches(void **state) {
+    model_step m;
+    mt_tensor x;
+    (void)state;
+    memset(&m, 0, sizeof m);
+    m.kind = model_kinds;
+    test_paper_rank(8, 0, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &m.r);
+    ASSERT_STATUS(m.r.ctx, MT_SUCCESS, run_model(&m));
+    ASSERT_STATUS(m.r.ctx, MT_SUCCESS, mt_arena_tensor(m.r.ctx, MT_F32, 256, 256, &x));
+    ASSERT_STATUS(m.r.ctx, MT_SUCCESS, mt_fill(m.r.ctx, x, 0.0f));
+    for (int i = 0; i < 256; i++)
+        ASSERT_STATUS(m.r.ctx, MT_SUCCESS,
+                      mt_add(m.r.ctx, mt_tensor_rows(x, i, 1), mt_tensor_rows(x, i, 1), mt_tensor_rows(x, i, 1)));
+    close_model(&m);
+    memset(&m, 0, sizeof m);
+    m.kind = model_kinds;
+    m.swaps_slots = 1;
+    test_paper_rank(8, 0, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &m.r);
+    REFUSED(
+        m.r.ctx, MT_ERR_ARGUMENT,
+        "mt_gemm \"decoder.layers.1.mlp.linear_fc2\": b is in slot 1, which another micro-batch has, must be in slot "
+        "0 (mt_action.slot)",
+        run_model(&m));
+    close_model(&m);
 }
 
 /* What the second stage receives is known: it finds its mistakes alone. */
@@ -2258,6 +2286,7 @@ int main(void) {
         cmocka_unit_test(test_multi_query_attention),
         cmocka_unit_test(test_what_is_sent_was_written),
         cmocka_unit_test(test_a_broadcast),
+        cmocka_unit_test(test_slots_of_micro_batches),
         cmocka_unit_test(test_sampling),
         cmocka_unit_test(test_steps_of_the_callers_own),
         cmocka_unit_test(test_a_broadcast_to_gradients),
