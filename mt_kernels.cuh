@@ -8757,10 +8757,42 @@ static void mti_cpu_attention_backward(void *data, int thread, int64_t first, in
 #if MT_HAS_CUDA
 extern "C++" {
 
-/* The plain path on a GPU, for any type and for head_dim up to 256. A warp owns a query (in forward and dq) or a key
-   (in dk and dv) of a head. It computes 32 scores at a time, and never stores a whole row of scores. */
-#define MTI_PLAIN_WARPS 4
-#define MTI_PLAIN_WIDTH 8 /* elements of a head per lane: 32 lanes hold a head_dim of up to 256 */
+/* Bit k of the result of mti_kept is 1 if the probability of element e + k is kept, for k = 0 ... 3. The four elements
+   need one block of random words if e % 4 is 0, otherwise two. */
+static __device__ __forceinline__ uint32_t mti_kept_block(const mti_drop &drop, uint64_t block) {
+    uint32_t words[4], bits = 0;
+    mti_philox(block, mti_subsequence(&drop.at), drop.at.seed, words);
+    MT_DEVICE_UNROLL
+    for (int k = 0; k < 4; k++) bits |= (uint32_t)(words[k] >= drop.threshold) << k;
+    return bits;
+}
+static __device__ __forceinline__ uint32_t mti_kept(const mti_drop &drop, uint64_t e) {
+    uint32_t bits = mti_kept_block(drop, e >> 2), skip = (uint32_t)e & 3;
+    if (skip) bits = (bits | mti_kept_block(drop, (e >> 2) + 1) << 4) >> skip;
+    return bits & 15;
+}
+
+/* The plain path on a GPU, for any type and for head_dim up to MTI_PLAIN_DIM. Its products are multiplications and
+   additions in f32, on tiles in shared memory. Its three large kernels have the same form. A block owns a few rows and
+   goes over the columns, a tile at a time:
+
+     kernel    rows      columns                 work
+     forward   queries   keys                    s = q k^T, online softmax, out += D p v
+     dq        queries   keys                    dp = dout v^T, s = q k^T, ds = p (D dp - delta), dq += ds k
+     dkv       keys      queries of all heads    s = k q^T, dp = v dout^T, dv += D p dout, dk += ds q
+                         of the group
+
+   D is the factor of dropout. The first column of a tile is a multiple of the size of a tile, and sums are added in the
+   order of the tiles. A block skips the tiles before and behind those that any of its rows sees. A warp skips the tiles
+   that none of its rows sees.
+
+   The 32 lanes of a warp are 4 x 8. In a tile, lane (r, c) owns the scores of rows r * LaneRows + m and columns c *
+   LaneCols + n. Of the results it owns elements 32 * w + 4 * c + k of its rows, for k = 0 ... 3. Scores become weights
+   of the products that add to the results, and go through shared memory. A load of shared memory has 16 bytes for each
+   lane. (LaneRows + LaneCols) loads serve 4 * LaneRows * LaneCols multiplications for scores, and (1 + Slices) loads
+   serve 4 * LaneRows * Slices multiplications for results. */
+#define MTI_PLAIN_DIM 256 /* at most, of head_dim */
+#define MTI_PLAIN_WARPS 4 /* of a block of the kernels without tiles */
 
 struct mti_plain {
     mt_attention_desc s; /* without defaults */
@@ -8769,6 +8801,10 @@ struct mti_plain {
     int64_t value, dvalue; /* v begins this number of elements after k, and dv after dk; see mti_flash_fits */
     float scale;
     mti_drop drop;
+    /* The plain path only. wide: q, k, v and dout can be loaded 16 bytes at a time. delta: backward only, rowsum(dout *
+       out), in the order of lse. */
+    int wide;
+    mti_view delta;
 
     __device__ int64_t q_col(int64_t head) const {
         return head / s.heads_per_group * q_step + head % s.heads_per_group * s.head_dim;
@@ -8784,15 +8820,9 @@ struct mti_plain {
     __device__ mti_span queries(int64_t b, int64_t j) const {
         return mti_span_of_both(mti_queries_of(&s, length(b), b, j), 0, s.seq);
     }
-    /* 0 if probability (b, head, i, j) is dropped, otherwise the factor of dropout */
-    __device__ float kept(int64_t b, int64_t head, int64_t i, int64_t j) const {
-        uint64_t e =
-            (mti_element_of(drop.at, b, head) * (uint64_t)s.seq + (uint64_t)i) * (uint64_t)s.kv_seq + (uint64_t)j;
-        uint32_t words[4];
-        if (!drop.on) return 1.0f;
-        mti_philox(e >> 2, mti_subsequence(&drop.at), drop.at.seed, words);
-        uint32_t word = e & 2 ? (e & 1 ? words[3] : words[2]) : e & 1 ? words[1] : words[0];
-        return word < drop.threshold ? 0.0f : drop.scale;
+    /* the element number of a probability */
+    __device__ uint64_t element(int64_t b, int64_t head, int64_t i, int64_t j) const {
+        return (mti_element_of(drop.at, b, head) * (uint64_t)s.seq + (uint64_t)i) * (uint64_t)s.kv_seq + (uint64_t)j;
     }
     __device__ float dot(const mti_view &a, int64_t a_row, int64_t a_col, const mti_view &b, int64_t b_row,
                          int64_t b_col) const {
@@ -8800,25 +8830,359 @@ struct mti_plain {
         for (int64_t d = 0; d < s.head_dim; d++) sum += mti_get(a, a_row, a_col + d) * mti_get(b, b_row, b_col + d);
         return sum;
     }
-    /* Returns the score of a query and a key. *slope is its derivative by the scaled product of the two. */
-    __device__ float score(int64_t b, int64_t head, int64_t i, int64_t j, float *slope) const {
-        float x = scale * dot(q, b * s.seq + i, q_col(head), k, b * s.kv_seq + j, k_col(head));
-        *slope = 1.0f;
-        if (s.softcap > 0.0f) {
-            float t = tanhf(x / s.softcap);
-            x = s.softcap * t;
-            *slope = 1.0f - t * t;
-        }
-        if (s.alibi_slopes) x -= s.alibi_slopes[head] * fabsf((float)(i + s.kv_seq - s.seq - j));
-        if (!bias.data) return x;
-        int64_t row = mti_bias_row(&s, b, head, i);
-        if (bias.dtype != MT_U8) return x + mti_get(bias, row, j);
-        return ((const uint8_t *)bias.data)[row * bias.ld + j] ? x : -INFINITY;
+};
+
+/* The sizes of a kernel. Slices: a head has up to 32 * Slices elements. LaneRows and LaneCols: of a tile for a lane.
+   Blocks: of a multiprocessor, for which the registers must be enough. */
+template <int SLICES, int WARPS, int LANE_ROWS, int LANE_COLS, int BLOCKS> struct mti_plain_shape {
+    static constexpr int Slices = SLICES, LaneRows = LANE_ROWS, LaneCols = LANE_COLS;
+    static constexpr int Threads = 32 * WARPS, Blocks = BLOCKS;
+    static constexpr int WarpRows = 4 * LANE_ROWS, Rows = WARPS * WarpRows; /* of a block */
+    static constexpr int Cols = 8 * LANE_COLS;                              /* of a tile */
+    /* The floats of a row in shared memory. Eight neighbours begin in different groups of four banks. */
+    static constexpr int Pitch = 32 * SLICES + 4;
+    /* The shared memory of a block with the rows of so many tensors, and tiles of as many. */
+    static constexpr size_t bytes(int of_rows, int of_tiles) {
+        return sizeof(float) * (size_t)(Pitch * (of_rows * Rows + of_tiles * Cols) + Rows * Cols) +
+               sizeof(mti_span) * (size_t)Rows;
     }
 };
 
-/* Finds the sequence, head and row of a warp. Returns 0 if the warp has no row. The grid is rows x heads x
-   sequences. */
+static __device__ __forceinline__ int mti_plain_r() { return (int)threadIdx.x % 32 / 8; }
+static __device__ __forceinline__ int mti_plain_c() { return (int)threadIdx.x % 8; }
+
+/* Copies the rows [first, first + Count) of a head to shared memory, as f32, and zeros instead of the rows outside of
+   `all`. base is the row of the view for row 0. Row x of each Lanes * Each rows becomes row x % Each * Lanes + x /
+   Each: the rows that Lanes lanes load at the same time are then neighbours. */
+template <typename T, int Count, int Lanes, int Each, bool WIDE, int TYPE>
+static __device__ __forceinline__ void mti_plain_copy(const mti_plain &p, const mti_view &v, int64_t base, int64_t col,
+                                                      int64_t first, mti_span all, float *to) {
+    constexpr int Vectors = 32 * T::Slices / MTI_VECTOR, Group = Lanes * Each;
+    int dim = (int)p.s.head_dim;
+    MT_DEVICE_UNROLL_2
+    for (int e = (int)threadIdx.x; e < Count * Vectors; e += T::Threads) {
+        int x = e / Vectors, d = e % Vectors * MTI_VECTOR;
+        int64_t row = first + x;
+        float y[MTI_VECTOR] = {};
+        if (row >= all.first && row < all.end && d < dim)
+            mti_load<WIDE, TYPE>(v, base + row, col + d, WIDE ? MTI_VECTOR : min(dim - d, MTI_VECTOR), y);
+        float4 *at = (float4 *)(to + (x / Group * Group + x % Each * Lanes + x % Group / Each) * T::Pitch + d);
+        at[0] = make_float4(y[0], y[1], y[2], y[3]);
+        at[1] = make_float4(y[4], y[5], y[6], y[7]);
+    }
+}
+
+template <typename T, int Count, int Lanes, int Each>
+static __device__ __forceinline__ void mti_plain_load(const mti_plain &p, const mti_view &v, int64_t base, int64_t col,
+                                                      int64_t first, mti_span all, float *to) {
+    if (!p.wide) mti_plain_copy<T, Count, Lanes, Each, false, MTI_ANY_TYPE>(p, v, base, col, first, all, to);
+    else if (v.dtype == MT_F32) mti_plain_copy<T, Count, Lanes, Each, true, MT_F32>(p, v, base, col, first, all, to);
+    else if (v.dtype == MT_BF16) mti_plain_copy<T, Count, Lanes, Each, true, MT_BF16>(p, v, base, col, first, all, to);
+    else mti_plain_copy<T, Count, Lanes, Each, true, MT_F16>(p, v, base, col, first, all, to);
+}
+
+/* The same for the rows of a block, of which there are `rows`, and for a tile. */
+template <typename T>
+static __device__ __forceinline__ void mti_plain_load_rows(const mti_plain &p, const mti_view &v, int64_t rows,
+                                                           int64_t col, int64_t first, float *to) {
+    mti_span all = {0, rows};
+    mti_plain_load<T, T::Rows, 4, T::LaneRows>(p, v, blockIdx.z * rows, col, first, all, to);
+}
+template <typename T>
+static __device__ __forceinline__ void mti_plain_load_tile(const mti_plain &p, const mti_view &v, int64_t cols,
+                                                           int64_t col, int64_t first, mti_span all, float *to) {
+    mti_plain_load<T, T::Cols, 8, T::LaneCols>(p, v, blockIdx.z * cols, col, first, all, to);
+}
+
+/* Computes the span of each row of a block: the keys that a query sees or, with KEYS, the queries that see a key.
+   Returns the smallest span that has them all. The barrier separates the writes of the spans from the reads. */
+template <typename T, bool KEYS>
+static __device__ __forceinline__ mti_span mti_plain_spans(const mti_plain &p, int64_t first, mti_span *spans) {
+    int64_t b = blockIdx.z, rows = KEYS ? p.s.kv_seq : p.s.seq;
+    mti_span all = {INT64_MAX, 0};
+    for (int x = (int)threadIdx.x; x < T::Rows; x += T::Threads) {
+        mti_span span = {0, 0};
+        if (first + x < rows) span = KEYS ? p.queries(b, first + x) : p.keys(b, first + x);
+        spans[x] = span;
+    }
+    __syncthreads();
+    for (int x = (int)threadIdx.x % 32; x < T::Rows; x += 32)
+        if (spans[x].first < spans[x].end) {
+            all.first = min(all.first, spans[x].first);
+            all.end = max(all.end, spans[x].end);
+        }
+    for (int o = 16; o > 0; o >>= 1) {
+        all.first = min(all.first, __shfl_xor_sync(0xffffffffu, all.first, o));
+        all.end = max(all.end, __shfl_xor_sync(0xffffffffu, all.end, o));
+    }
+    all.first = min(all.first, all.end); /* {0, 0} if no row sees anything */
+    return all;
+}
+
+/* Returns what the rows of a lane see of its columns, from column `col` on. Bit m * LaneCols + n stands for a pair. */
+template <typename T> static __device__ __forceinline__ uint32_t mti_plain_seen(const mti_span *spans, int64_t col) {
+    const int64_t most = T::LaneCols;
+    uint32_t seen = 0;
+    MT_DEVICE_UNROLL
+    for (int m = 0; m < T::LaneRows; m++) {
+        mti_span span = spans[mti_plain_r() * T::LaneRows + m];
+        int first = (int)min(max(span.first - col, (int64_t)0), most);
+        int end = (int)min(max(span.end - col, (int64_t)0), most);
+        seen |= (((1u << end) - 1) & ~((1u << first) - 1)) << (m * T::LaneCols);
+    }
+    return seen;
+}
+
+/* s = the products of the rows of a warp and the columns of a tile. A step of the loop has at least 32 multiplications.
+   Behind the head, rows are 0. */
+template <typename T>
+static __device__ __forceinline__ void mti_plain_product(const mti_plain &p, float (&s)[T::LaneRows][T::LaneCols],
+                                                         const float *rows, const float *cols) {
+    constexpr int M = T::LaneRows, N = T::LaneCols, Step = M * N >= 16 ? 4 : M * N >= 8 ? 8 : 16;
+    const float *end = rows + p.s.head_dim;
+    int r = mti_plain_r() * T::Pitch;
+    cols += mti_plain_c() * T::Pitch;
+    MT_DEVICE_UNROLL
+    for (int e = 0; e < M * N; e++) s[e / N][e % N] = 0.0f;
+    MT_DEVICE_NO_UNROLL
+    for (; rows < end; rows += Step, cols += Step) {
+        MT_DEVICE_UNROLL
+        for (int d = 0; d < Step; d += 4) {
+            float4 x[M], y[N];
+            MT_DEVICE_UNROLL
+            for (int m = 0; m < M; m++) x[m] = *(const float4 *)(rows + r + m * 4 * T::Pitch + d);
+            MT_DEVICE_UNROLL
+            for (int n = 0; n < N; n++) y[n] = *(const float4 *)(cols + n * 8 * T::Pitch + d);
+            MT_DEVICE_UNROLL
+            for (int e = 0; e < M * N; e++) s[e / N][e % N] += x[e / N].x * y[e % N].x;
+            MT_DEVICE_UNROLL
+            for (int e = 0; e < M * N; e++) s[e / N][e % N] += x[e / N].y * y[e % N].y;
+            MT_DEVICE_UNROLL
+            for (int e = 0; e < M * N; e++) s[e / N][e % N] += x[e / N].z * y[e % N].z;
+            MT_DEVICE_UNROLL
+            for (int e = 0; e < M * N; e++) s[e / N][e % N] += x[e / N].w * y[e % N].w;
+        }
+    }
+}
+
+/* Writes the weights of a warp to shared memory, [Cols, WarpRows], for mti_plain_add. */
+template <typename T>
+static __device__ __forceinline__ void mti_plain_weigh(const float (&s)[T::LaneRows][T::LaneCols], float *weights) {
+    constexpr int M = T::LaneRows;
+    static_assert(M == 4 || M == 2, "one store");
+    weights += mti_plain_c() * T::WarpRows + mti_plain_r() * M;
+    __syncwarp(); /* all lanes have read the weights before */
+    MT_DEVICE_UNROLL
+    for (int n = 0; n < T::LaneCols; n++) {
+        float *to = weights + n * 8 * T::WarpRows;
+        if (M == 4) *(float4 *)to = make_float4(s[0][n], s[1][n], s[M - 2][n], s[M - 1][n]);
+        else *(float2 *)to = make_float2(s[0][n], s[1][n]);
+    }
+    __syncwarp();
+}
+
+/* acc += the products of the weights of a warp and the columns of a tile. */
+template <typename T>
+static __device__ __forceinline__ void mti_plain_add(float (&acc)[T::LaneRows][T::Slices][4], const float *weights,
+                                                     const float *cols) {
+    constexpr int M = T::LaneRows;
+    weights += mti_plain_r() * M;
+    cols += mti_plain_c() * 4;
+    MT_DEVICE_UNROLL_2
+    for (int x = 0; x < T::Cols; x++) {
+        float a[M];
+        float2 low = *(const float2 *)(weights + x * T::WarpRows);
+        a[0] = low.x, a[1] = low.y;
+        if (M == 4) {
+            float4 all = *(const float4 *)(weights + x * T::WarpRows);
+            a[0] = all.x, a[1] = all.y, a[M - 2] = all.z, a[M - 1] = all.w;
+        }
+        MT_DEVICE_UNROLL
+        for (int w = 0; w < T::Slices; w++) {
+            float4 y = *(const float4 *)(cols + x * T::Pitch + w * 32);
+            MT_DEVICE_UNROLL
+            for (int m = 0; m < M; m++) {
+                acc[m][w][0] += a[m] * y.x, acc[m][w][1] += a[m] * y.y;
+                acc[m][w][2] += a[m] * y.z, acc[m][w][3] += a[m] * y.w;
+            }
+        }
+    }
+}
+
+template <typename T> static __device__ __forceinline__ void mti_plain_zero(float (&acc)[T::LaneRows][T::Slices][4]) {
+    MT_DEVICE_UNROLL
+    for (int e = 0; e < T::LaneRows * T::Slices * 4; e++) acc[e / 4 / T::Slices][e / 4 % T::Slices][e % 4] = 0.0f;
+}
+
+/* Writes scale * acc to the rows of a head, from row `first` of the warp on. `own` are the rows of the warp in shared
+   memory. */
+template <typename T>
+static __device__ __forceinline__ void mti_plain_store(const mti_plain &p, float scale,
+                                                       const float (&acc)[T::LaneRows][T::Slices][4], const mti_view &v,
+                                                       int64_t rows, int64_t col, int64_t first, float *own) {
+    constexpr int M = T::LaneRows;
+    __syncwarp(); /* all lanes have read the rows */
+    MT_DEVICE_UNROLL
+    for (int e = 0; e < M * T::Slices; e++) {
+        const float *x = acc[e / T::Slices][e % T::Slices];
+        *(float4 *)(own + (e / T::Slices * 4 + mti_plain_r()) * T::Pitch + e % T::Slices * 32 + mti_plain_c() * 4) =
+            make_float4(scale * x[0], scale * x[1], scale * x[2], scale * x[3]);
+    }
+    __syncwarp();
+    for (int x = 0; x < T::WarpRows && first + x < rows; x++)
+        for (int64_t d = threadIdx.x % 32; d < p.s.head_dim; d += 32)
+            mti_put(v, blockIdx.z * rows + first + x, col + d, own[(x % M * 4 + x / M) * T::Pitch + d]);
+}
+
+/* Turns the products s of the rows from `row` on and the columns from `col` on into scores. A score is -infinity where
+   the row does not see the column. The rows are queries or, with KEYS, keys. With CHAIN, g is multiplied by the
+   derivative of a score by the scaled product. */
+template <bool KEYS, bool CHAIN, int M, int N>
+static __device__ __forceinline__ void mti_plain_scores(const mti_plain &p, float (&s)[M][N], float (&g)[M][N],
+                                                        uint32_t seen, int64_t b, int64_t head, int64_t row,
+                                                        int64_t col) {
+    int64_t query = KEYS ? col : row, key = KEYS ? row : col;
+    MT_DEVICE_UNROLL
+    for (int e = 0; e < M * N; e++) s[e / N][e % N] *= p.scale;
+    if (p.s.softcap > 0.0f) {
+        MT_DEVICE_UNROLL
+        for (int e = 0; e < M * N; e++) {
+            float t = tanhf(s[e / N][e % N] / p.s.softcap);
+            s[e / N][e % N] = p.s.softcap * t;
+            if (CHAIN) g[e / N][e % N] *= 1.0f - t * t;
+        }
+    }
+    if (p.s.alibi_slopes) {
+        float slope = p.s.alibi_slopes[head], between = (float)(query + p.s.kv_seq - p.s.seq - key);
+        MT_DEVICE_UNROLL
+        for (int e = 0; e < M * N; e++)
+            s[e / N][e % N] -= slope * fabsf(between + (float)(KEYS ? e % N - e / N : e / N - e % N));
+    }
+    if (p.bias.data) {
+        MT_DEVICE_UNROLL
+        for (int e = 0; e < M * N; e++) {
+            int64_t at = mti_bias_row(&p.s, b, head, query + (KEYS ? e % N : e / N)), j = key + (KEYS ? e / N : e % N);
+            if (!(seen >> e & 1)) continue;
+            if (p.bias.dtype != MT_U8) s[e / N][e % N] += mti_get(p.bias, at, j);
+            else if (!((const uint8_t *)p.bias.data)[at * p.bias.ld + j]) s[e / N][e % N] = -INFINITY;
+        }
+    }
+    MT_DEVICE_UNROLL
+    for (int e = 0; e < M * N; e++)
+        if (!(seen >> e & 1)) s[e / N][e % N] = -INFINITY;
+}
+
+/* Returns which probabilities dropout keeps, in the same bits as mti_plain_seen. A call of mti_kept serves all keys of
+   a query. */
+template <bool KEYS, int M, int N>
+static __device__ __forceinline__ uint32_t mti_plain_kept(const mti_plain &p, int64_t b, int64_t head, int64_t row,
+                                                          int64_t col) {
+    uint32_t kept = 0;
+    if (!p.drop.on) return ~0u;
+    uint64_t e = p.element(b, head, KEYS ? col : row, KEYS ? row : col);
+    MT_DEVICE_NO_UNROLL
+    for (int x = 0; x < (KEYS ? N : M); x++) {
+        uint32_t bits = mti_kept(p.drop, e + (uint64_t)x * (uint64_t)p.s.kv_seq);
+        MT_DEVICE_UNROLL
+        for (int y = 0; y < (KEYS ? M : N); y++) kept |= (bits >> y & 1) << (KEYS ? y * N + x : x * N + y);
+    }
+    return kept;
+}
+
+/* Online softmax: s = e^(score - top) and, of a dropped key, 0. top is the largest score of a row so far. sum has only
+   the columns of this lane. */
+template <typename T>
+static __device__ __forceinline__ void mti_plain_softmax(const mti_plain &p, float (&s)[T::LaneRows][T::LaneCols],
+                                                         uint32_t kept, float (&acc)[T::LaneRows][T::Slices][4],
+                                                         float (&top)[T::LaneRows], float (&sum)[T::LaneRows]) {
+    constexpr int N = T::LaneCols;
+    MT_DEVICE_UNROLL
+    for (int m = 0; m < T::LaneRows; m++) {
+        float now = s[m][0], before;
+        MT_DEVICE_UNROLL
+        for (int n = 1; n < N; n++) now = fmaxf(now, s[m][n]);
+        MT_DEVICE_UNROLL
+        for (int o = 4; o > 0; o >>= 1) now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, o));
+        now = fmaxf(top[m], now);
+        before = now == top[m] ? 1.0f : expf(top[m] - now);
+        top[m] = now;
+        sum[m] *= before;
+        MT_DEVICE_UNROLL
+        for (int n = 0; n < N; n++) {
+            float e = s[m][n] == -INFINITY ? 0.0f : expf(s[m][n] - now);
+            sum[m] += e;
+            s[m][n] = kept >> (m * N + n) & 1 ? e * p.drop.scale : 0.0f;
+        }
+        MT_DEVICE_UNROLL
+        for (int d = 0; d < T::Slices * 4; d++) acc[m][d / 4][d % 4] *= before;
+    }
+}
+
+/* Writes out = acc / sum, and lse = the log of the sum of exponentials. For a row without keys, out = 0 and lse =
+   -infinity. */
+template <typename T>
+static __device__ __forceinline__ void mti_plain_finish(const mti_plain &p, float (&acc)[T::LaneRows][T::Slices][4],
+                                                        const float (&top)[T::LaneRows],
+                                                        const float (&sum)[T::LaneRows], int64_t first, float *own) {
+    int64_t head = blockIdx.y, row = first + mti_plain_r() * T::LaneRows;
+    MT_DEVICE_UNROLL
+    for (int m = 0; m < T::LaneRows; m++) {
+        float total = sum[m], factor;
+        MT_DEVICE_UNROLL
+        for (int o = 4; o > 0; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
+        factor = total == 0.0f ? 0.0f : 1.0f / total;
+        MT_DEVICE_UNROLL
+        for (int d = 0; d < T::Slices * 4; d++) acc[m][d / 4][d % 4] *= factor;
+        if (p.lse.data && mti_plain_c() == 0 && row + m < p.s.seq)
+            mti_put(p.lse, head, blockIdx.z * p.s.seq + row + m, total == 0.0f ? -INFINITY : top[m] + logf(total));
+    }
+    mti_plain_store<T>(p, 1.0f, acc, p.out, p.s.seq, head * p.s.head_dim, first, own);
+}
+
+/* A block owns queries of a head, and a warp WarpRows of them. Shared memory has q [Rows, Pitch], a tile [Cols, Pitch]
+   that is used for k and v in turn, the weights [Cols, WarpRows] of each warp, and the spans of the queries. The first
+   two barriers of a step follow the copy of k and the last read of it, the other two do so for v. The last blocks of
+   a causal mask have the most keys, so they come first. */
+template <typename T>
+static __global__ void __launch_bounds__(T::Threads, T::Blocks) mti_plain_forward_kernel(mti_plain p) {
+    constexpr int M = T::LaneRows, N = T::LaneCols;
+    MT_DYN_SHARED(float, shared);
+    int warp = (int)threadIdx.x / 32;
+    float *own = shared + warp * T::WarpRows * T::Pitch, *tile = shared + T::Rows * T::Pitch;
+    float *weights = tile + T::Cols * T::Pitch + warp * T::WarpRows * T::Cols;
+    mti_span *spans = (mti_span *)(tile + T::Cols * T::Pitch + T::Rows * T::Cols);
+    int64_t b = blockIdx.z, head = blockIdx.y, first = ((int64_t)gridDim.x - 1 - blockIdx.x) * T::Rows, k_col;
+    float s[M][N] = {}, unused[M][N] = {}, acc[M][T::Slices][4], top[M], sum[M];
+    k_col = p.k_col(head);
+    mti_plain_zero<T>(acc);
+    MT_DEVICE_UNROLL
+    for (int m = 0; m < M; m++) top[m] = -INFINITY, sum[m] = 0.0f;
+    mti_plain_load_rows<T>(p, p.q, p.s.seq, p.q_col(head), first, shared);
+    mti_span all = mti_plain_spans<T, false>(p, first, spans);
+    first += warp * T::WarpRows;
+    for (int64_t at = all.first / T::Cols * T::Cols; at < all.end; at += T::Cols) {
+        int64_t row = first + mti_plain_r() * M, col = at + mti_plain_c() * N;
+        uint32_t seen = mti_plain_seen<T>(spans + warp * T::WarpRows, col);
+        int any = __any_sync(0xffffffffu, seen != 0);
+        mti_plain_load_tile<T>(p, p.k, p.s.kv_seq, k_col, at, all, tile);
+        __syncthreads();
+        if (any) mti_plain_product<T>(p, s, own, tile);
+        __syncthreads();
+        mti_plain_load_tile<T>(p, p.v, p.s.kv_seq, k_col, at, all, tile);
+        if (any) {
+            mti_plain_scores<false, false, M, N>(p, s, unused, seen, b, head, row, col);
+            mti_plain_softmax<T>(p, s, mti_plain_kept<false, M, N>(p, b, head, row, col), acc, top, sum);
+            mti_plain_weigh<T>(s, weights);
+        }
+        __syncthreads();
+        if (any) mti_plain_add<T>(acc, weights, tile);
+        __syncthreads();
+    }
+    mti_plain_finish<T>(p, acc, top, sum, first, own);
+}
+
+/* Finds the sequence, head and row of a warp in a kernel without tiles. Returns 0 if the warp has no row. The grid is
+   rows x heads x sequences. */
 static __device__ __forceinline__ int mti_plain_row(int64_t rows, int64_t *b, int64_t *head, int64_t *i) {
     *b = blockIdx.z;
     *head = blockIdx.y;
@@ -8826,105 +9190,128 @@ static __device__ __forceinline__ int mti_plain_row(int64_t rows, int64_t *b, in
     return *i < rows;
 }
 
-/* A warp owns a query of a head. Warps share no memory, and there is no barrier. The warp goes over the keys, 32 at a
-   time:
-
-   1. Each lane owns one key. It computes the score and, from the score and the maximum of the warp, the exponential e.
-      The warp adds its 32 exponentials to its sum.
-   2. Each lane owns elements lane, lane + 32, ... of the output. It rescales them to the new maximum. Then it adds e
-      times its elements of each of the 32 values. A shuffle gets e from the lane that owns the key. */
-static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_forward_kernel(mti_plain p) {
-    int64_t b, head, i, lane = threadIdx.x & 31;
-    float acc[MTI_PLAIN_WIDTH] = {}, top = -INFINITY, sum = 0.0f, slope;
+/* Computes p.delta, for backward. A warp owns a query of a head, and a lane every 32nd element of it. */
+static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS) mti_plain_stats_kernel(mti_plain p) {
+    int64_t b, head, i, row, lane = threadIdx.x & 31;
+    float sum = 0.0f;
     if (!mti_plain_row(p.s.seq, &b, &head, &i)) return;
-    mti_span keys = p.keys(b, i);
-    int64_t row = b * p.s.seq + i, v = p.k_col(head);
-    for (int64_t j0 = keys.first; j0 < keys.end; j0 += 32) {
-        int64_t j = j0 + lane;
-        float score = j < keys.end ? p.score(b, head, i, j, &slope) : -INFINITY;
-        float now = fmaxf(top, mti_warp_max(score)), e = score == -INFINITY ? 0.0f : expf(score - now);
-        float before = now == top ? 1.0f : expf(top - now);
-        sum = sum * before + mti_warp_sum(e);
-        if (j < keys.end) e *= p.kept(b, head, i, j);
-        for (int w = 0; w < MTI_PLAIN_WIDTH; w++) acc[w] *= before;
-        for (int q = 0; q < 32 && j0 + q < keys.end; q++) {
-            float weight = __shfl_sync(0xffffffffu, e, q);
-            for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
-                acc[w] += weight * mti_get(p.v, b * p.s.kv_seq + j0 + q, v + w * 32 + lane);
-        }
-        top = now;
+    row = b * p.s.seq + i;
+    for (int64_t d = lane; d < p.s.head_dim; d += 32)
+        sum += mti_get(p.dout, row, head * p.s.head_dim + d) * mti_get(p.out, row, head * p.s.head_dim + d);
+    sum = mti_warp_sum(sum);
+    if (lane == 0) mti_put<MT_F32>(p.delta, head, row, sum);
+}
+
+/* Loads lse or delta of the queries [i, i + COUNT), and zeros instead of queries that do not exist. */
+template <int COUNT>
+static __device__ __forceinline__ void mti_plain_stats(const mti_plain &p, const mti_view &v, int64_t b, int64_t head,
+                                                       int64_t i, float (&x)[COUNT]) {
+    MT_DEVICE_UNROLL
+    for (int e = 0; e < COUNT; e++) x[e] = i + e < p.s.seq ? mti_get<MT_F32>(v, head, b * p.s.seq + i + e) : 0.0f;
+}
+
+/* From the products s of queries and keys, and g of dout and v: with p = e^(score - lse) and the factor D of dropout,
+   s = D p, and g = p (D g - delta). The other arguments are those of mti_plain_scores. lse and delta are loaded where
+   they are used: held for longer, they would be spilled. */
+template <bool KEYS, bool CHAIN, int M, int N>
+static __device__ __forceinline__ void mti_plain_pairs(const mti_plain &p, float (&s)[M][N], float (&g)[M][N],
+                                                       uint32_t seen, int64_t b, int64_t head, int64_t row,
+                                                       int64_t col) {
+    uint32_t kept = mti_plain_kept<KEYS, M, N>(p, b, head, row, col);
+    float lse[KEYS ? N : M], delta[KEYS ? N : M];
+    mti_plain_stats(p, p.delta, b, head, KEYS ? col : row, delta);
+    MT_DEVICE_UNROLL
+    for (int e = 0; e < M * N; e++)
+        g[e / N][e % N] = (kept >> e & 1 ? p.drop.scale * g[e / N][e % N] : 0.0f) - delta[KEYS ? e % N : e / N];
+    mti_plain_scores<KEYS, CHAIN, M, N>(p, s, g, seen, b, head, row, col);
+    mti_plain_stats(p, p.lse, b, head, KEYS ? col : row, lse);
+    MT_DEVICE_UNROLL
+    for (int e = 0; e < M * N; e++) {
+        float score = s[e / N][e % N], prob = score == -INFINITY ? 0.0f : expf(score - lse[KEYS ? e % N : e / N]);
+        g[e / N][e % N] *= prob;
+        s[e / N][e % N] = kept >> e & 1 ? p.drop.scale * prob : 0.0f;
     }
-    for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
-        mti_put(p.out, row, head * p.s.head_dim + w * 32 + lane, sum == 0.0f ? 0.0f : acc[w] / sum);
-    if (lane == 0 && p.lse.data) mti_put(p.lse, head, row, sum == 0.0f ? -INFINITY : top + logf(sum));
 }
 
-/* For one query and key, with p = e^(score - lse) and the dropout D: *weight = D p, *dscore = p (D (dout . v) -
-   delta). *slope is that of mti_plain.score. */
-static __device__ __forceinline__ void mti_plain_pair(const mti_plain &p, int64_t b, int64_t head, int64_t i, int64_t j,
-                                                      float delta, float *weight, float *dscore, float *slope) {
-    int64_t row = b * p.s.seq + i, key = b * p.s.kv_seq + j, k = p.k_col(head), out = head * p.s.head_dim;
-    float score = p.score(b, head, i, j, slope), lse = mti_get(p.lse, head, row);
-    float prob = lse == -INFINITY ? 0.0f : expf(score - lse), drop = p.kept(b, head, i, j);
-    *weight = prob * drop;
-    *dscore = prob * (drop * p.dot(p.dout, row, out, p.v, key, k) - delta);
-}
-
-/* A warp owns a query of a head, as in forward, without shared memory or a barrier. For each 32 keys, each lane
-   computes dscore of one key. Then each lane adds all 32 keys to its elements of dq. A shuffle gets dscore from the
-   lane of the key. */
-static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dq_kernel(mti_plain p) {
-    int64_t b, head, i, lane = threadIdx.x & 31;
-    float acc[MTI_PLAIN_WIDTH] = {}, weight, ds, slope;
-    if (!mti_plain_row(p.s.seq, &b, &head, &i)) return;
-    mti_span keys = p.keys(b, i);
-    int64_t row = b * p.s.seq + i, out = head * p.s.head_dim;
-    float delta = keys.first < keys.end ? p.dot(p.dout, row, out, p.out, row, out) : 0.0f;
-    for (int64_t j0 = keys.first; j0 < keys.end; j0 += 32) {
-        ds = 0.0f;
-        if (j0 + lane < keys.end) {
-            mti_plain_pair(p, b, head, i, j0 + lane, delta, &weight, &ds, &slope);
-            ds *= slope;
+/* As the forward kernel, with the rows q and dout [Rows, Pitch] of a block, and a tile for v and k in turn. */
+template <typename T> static __global__ void __launch_bounds__(T::Threads, T::Blocks) mti_plain_dq_kernel(mti_plain p) {
+    constexpr int M = T::LaneRows, N = T::LaneCols;
+    MT_DYN_SHARED(float, shared);
+    int warp = (int)threadIdx.x / 32;
+    float *own = shared + warp * T::WarpRows * T::Pitch, *tile = shared + 2 * T::Rows * T::Pitch;
+    float *weights = tile + T::Cols * T::Pitch + warp * T::WarpRows * T::Cols;
+    mti_span *spans = (mti_span *)(tile + T::Cols * T::Pitch + T::Rows * T::Cols);
+    int64_t b = blockIdx.z, head = blockIdx.y, first = ((int64_t)gridDim.x - 1 - blockIdx.x) * T::Rows, k_col, row;
+    float s[M][N] = {}, g[M][N] = {}, acc[M][T::Slices][4];
+    k_col = p.k_col(head);
+    mti_plain_zero<T>(acc);
+    mti_plain_load_rows<T>(p, p.q, p.s.seq, p.q_col(head), first, shared);
+    mti_plain_load_rows<T>(p, p.dout, p.s.seq, head * p.s.head_dim, first, shared + T::Rows * T::Pitch);
+    mti_span all = mti_plain_spans<T, false>(p, first, spans);
+    first += warp * T::WarpRows;
+    row = first + mti_plain_r() * M;
+    for (int64_t at = all.first / T::Cols * T::Cols; at < all.end; at += T::Cols) {
+        int64_t col = at + mti_plain_c() * N;
+        uint32_t seen = mti_plain_seen<T>(spans + warp * T::WarpRows, col);
+        int any = __any_sync(0xffffffffu, seen != 0);
+        mti_plain_load_tile<T>(p, p.v, p.s.kv_seq, k_col, at, all, tile);
+        __syncthreads();
+        if (any) mti_plain_product<T>(p, g, own + T::Rows * T::Pitch, tile);
+        __syncthreads();
+        mti_plain_load_tile<T>(p, p.k, p.s.kv_seq, k_col, at, all, tile);
+        __syncthreads();
+        if (any) {
+            mti_plain_product<T>(p, s, own, tile);
+            mti_plain_pairs<false, true, M, N>(p, s, g, seen, b, head, row, col);
+            mti_plain_weigh<T>(g, weights);
+            mti_plain_add<T>(acc, weights, tile);
         }
-        for (int q = 0; q < 32 && j0 + q < keys.end; q++) {
-            float d = __shfl_sync(0xffffffffu, ds, q);
-            for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
-                acc[w] += d * mti_get(p.k, b * p.s.kv_seq + j0 + q, p.k_col(head) + w * 32 + lane);
-        }
+        __syncthreads();
     }
-    for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++)
-        mti_put(p.dq, row, p.q_col(head) + w * 32 + lane, p.scale * acc[w]);
+    mti_plain_store<T>(p, p.scale, acc, p.dq, p.s.seq, p.q_col(head), first, own);
 }
 
-/* A warp owns key j of a group, without shared memory or a barrier. It goes over the queries of all heads of the group
-   in order, 32 at a time. Each lane computes weight and dscore of one query. Then each lane adds all 32 queries to its
-   elements of dk and dv. Shuffles get weight and dscore from the lane of the query. */
-static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dkv_kernel(mti_plain p) {
-    int64_t b, group, j, lane = threadIdx.x & 31;
-    float dk[MTI_PLAIN_WIDTH] = {}, dv[MTI_PLAIN_WIDTH] = {}, weight, ds, slope;
-    if (!mti_plain_row(p.s.kv_seq, &b, &group, &j)) return;
-    mti_span queries = p.queries(b, j);
-    int64_t key = b * p.s.kv_seq + j, k = group * p.kv_step;
-    for (int64_t head = group * p.s.heads_per_group; head < (group + 1) * p.s.heads_per_group; head++)
-        for (int64_t i0 = queries.first; i0 < queries.end; i0 += 32) {
-            int64_t i = i0 + lane, row = b * p.s.seq + i, out = head * p.s.head_dim;
-            weight = ds = 0.0f;
-            if (i < queries.end) {
-                mti_plain_pair(p, b, head, i, j, p.dot(p.dout, row, out, p.out, row, out), &weight, &ds, &slope);
-                ds *= slope;
+/* A block owns keys of a group, and a warp WarpRows of them. Shared memory has k and v [Rows, Pitch], a tile of q and a
+   tile of dout, the weights [Cols, WarpRows] of each warp, first for dv and then for dk, and the spans of the keys. The
+   block goes over the queries of all heads of the group in order. It counts heads and tiles in 32 bits. With 64,
+   registers would be spilled. */
+template <typename T>
+static __global__ void __launch_bounds__(T::Threads, T::Blocks) mti_plain_dkv_kernel(mti_plain p) {
+    constexpr int M = T::LaneRows, N = T::LaneCols;
+    MT_DYN_SHARED(float, shared);
+    int warp = (int)threadIdx.x / 32;
+    float *k = shared + warp * T::WarpRows * T::Pitch, *v = k + T::Rows * T::Pitch;
+    float *q = shared + 2 * T::Rows * T::Pitch, *dout = q + T::Cols * T::Pitch;
+    float *weights = dout + T::Cols * T::Pitch + warp * T::WarpRows * T::Cols;
+    mti_span *spans = (mti_span *)(dout + T::Cols * T::Pitch + T::Rows * T::Cols);
+    int64_t b = blockIdx.z, first = (int64_t)blockIdx.x * T::Rows, k_col = blockIdx.y * p.kv_step;
+    float s[M][N], g[M][N], dk[M][T::Slices][4], dv[M][T::Slices][4];
+    mti_plain_zero<T>(dk);
+    mti_plain_zero<T>(dv);
+    mti_plain_load_rows<T>(p, p.k, p.s.kv_seq, k_col, first, shared);
+    mti_plain_load_rows<T>(p, p.v, p.s.kv_seq, k_col, first, shared + T::Rows * T::Pitch);
+    mti_span all = mti_plain_spans<T, true>(p, first, spans);
+    first += warp * T::WarpRows;
+    for (int head = (int)(blockIdx.y * p.s.heads_per_group), end = head + (int)p.s.heads_per_group; head < end; head++)
+        for (int tile = (int)(all.first / T::Cols); (int64_t)tile * T::Cols < all.end; tile++) {
+            int64_t at = (int64_t)tile * T::Cols, row = first + mti_plain_r() * M, col = at + mti_plain_c() * N;
+            uint32_t seen = mti_plain_seen<T>(spans + warp * T::WarpRows, col);
+            mti_plain_load_tile<T>(p, p.q, p.s.seq, p.q_col(head), at, all, q);
+            mti_plain_load_tile<T>(p, p.dout, p.s.seq, head * p.s.head_dim, at, all, dout);
+            __syncthreads();
+            if (__any_sync(0xffffffffu, seen != 0)) {
+                mti_plain_product<T>(p, s, k, q);
+                mti_plain_product<T>(p, g, v, dout);
+                mti_plain_pairs<true, true, M, N>(p, s, g, seen, b, head, row, col);
+                mti_plain_weigh<T>(s, weights);
+                mti_plain_add<T>(dv, weights, dout);
+                mti_plain_weigh<T>(g, weights);
+                mti_plain_add<T>(dk, weights, q);
             }
-            for (int q = 0; q < 32 && i0 + q < queries.end; q++) {
-                float a = __shfl_sync(0xffffffffu, weight, q), d = __shfl_sync(0xffffffffu, ds, q);
-                for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++) {
-                    dv[w] += a * mti_get(p.dout, b * p.s.seq + i0 + q, out + w * 32 + lane);
-                    dk[w] += d * mti_get(p.q, b * p.s.seq + i0 + q, p.q_col(head) + w * 32 + lane);
-                }
-            }
+            __syncthreads();
         }
-    for (int w = 0; w < MTI_PLAIN_WIDTH && w * 32 + lane < p.s.head_dim; w++) {
-        mti_put(p.dk, key, k + w * 32 + lane, p.scale * dk[w]);
-        mti_put(p.dv, key, k + w * 32 + lane, dv[w]);
-    }
+    mti_plain_store<T>(p, p.scale, dk, p.dk, p.s.kv_seq, k_col, first, k);
+    mti_plain_store<T>(p, 1.0f, dv, p.dv, p.s.kv_seq, k_col, first, v);
 }
 
 /* A warp owns a row of the bias, without shared memory or a barrier, and a lane every 32nd element of it. The lane adds
@@ -8932,7 +9319,7 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dkv_
    heads of this call x bias_batch. If heads share the bias, it has one of them, which stands for all. */
 static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dbias_kernel(mti_plain p) {
     int64_t first_b, first_head, i, lane = threadIdx.x & 31, heads = p.s.groups * p.s.heads_per_group;
-    float weight, ds, slope;
+    float s[1][1], g[1][1];
     if (!mti_plain_row(p.s.seq, &first_b, &first_head, &i)) return;
     int64_t row = mti_bias_row(&p.s, first_b, first_head, i);
     int64_t end_b = p.s.bias_batch > 1 ? first_b + 1 : p.s.batch,
@@ -8942,9 +9329,11 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dbia
         for (int64_t b = first_b; b < end_b; b++) {
             mti_span keys = p.keys(b, i);
             for (int64_t head = first_head; j >= keys.first && j < keys.end && head < end_head; head++) {
-                int64_t q = b * p.s.seq + i, out = head * p.s.head_dim;
-                mti_plain_pair(p, b, head, i, j, p.dot(p.dout, q, out, p.out, q, out), &weight, &ds, &slope);
-                sum += ds;
+                int64_t query = b * p.s.seq + i, key = b * p.s.kv_seq + j, k = p.k_col(head);
+                s[0][0] = p.dot(p.q, query, p.q_col(head), p.k, key, k);
+                g[0][0] = p.dot(p.dout, query, head * p.s.head_dim, p.v, key, k);
+                mti_plain_pairs<false, false, 1, 1>(p, s, g, 1, b, head, i, j);
+                sum += g[0][0];
             }
         }
         mti_put(p.dbias, row, j, mti_get(p.dbias, row, j) + sum);
@@ -8954,6 +9343,12 @@ static __global__ void __launch_bounds__(32 * MTI_PLAIN_WARPS, 4) mti_plain_dbia
 /* Returns the number of elements from a to b, two views of one tensor or of two. */
 static int64_t mti_elements_between(mt_tensor a, mt_tensor b) {
     return ((intptr_t)b.data - (intptr_t)a.data) / (intptr_t)mt_dtype_size(a.dtype);
+}
+
+/* Whether each head of a view begins at a whole vector, for all views that the tiles are loaded from. */
+static int mti_plain_is_wide(const mti_attention *a) {
+    return mti_is_wide(a->q) && mti_is_wide(a->k) && mti_is_wide(a->v) && mti_is_wide(a->dout) &&
+           a->desc.head_dim % MTI_VECTOR == 0 && a->q_step % MTI_VECTOR == 0 && a->kv_step % MTI_VECTOR == 0;
 }
 
 static mti_plain mti_plain_of(const mti_attention *a) {
@@ -8977,6 +9372,7 @@ static mti_plain mti_plain_of(const mti_attention *a) {
     p.dvalue = mti_elements_between(a->dk, a->dv);
     p.scale = a->desc.scale;
     p.drop = mti_drop_of(a->desc.dropout);
+    p.wide = mti_plain_is_wide(a);
     return p;
 }
 
@@ -9201,21 +9597,6 @@ static __device__ __forceinline__ void mti_flash_cap_and_mask(const mti_flash &f
     }
 }
 
-/* Bit k of the result of mti_flash_kept is 1 if the probability of element e + k is kept, for k = 0 ... 3. The four
-   elements need one block of random words if e % 4 is 0, otherwise two. */
-static __device__ __forceinline__ uint32_t mti_flash_kept_block(const mti_drop &drop, uint64_t block) {
-    uint32_t words[4], bits = 0;
-    mti_philox(block, mti_subsequence(&drop.at), drop.at.seed, words);
-    MT_DEVICE_UNROLL
-    for (int k = 0; k < 4; k++) bits |= (uint32_t)(words[k] >= drop.threshold) << k;
-    return bits;
-}
-static __device__ __forceinline__ uint32_t mti_flash_kept(const mti_drop &drop, uint64_t e) {
-    uint32_t bits = mti_flash_kept_block(drop, e >> 2), skip = (uint32_t)e & 3;
-    if (skip) bits = (bits | mti_flash_kept_block(drop, (e >> 2) + 1) << 4) >> skip;
-    return bits & 15;
-}
-
 /* The dropout mask of a tile [RowTiles * 16 queries, N8 * 8 keys] has one word for every 16 queries. With h = N8 / 2,
    bit n % h * 8 + n / h * 4 + e of word m is 1 if element e of acc[m][n] is kept. The four lanes of a row also share
    the row 8 below it. Each of these lanes computes the mask of one half of one of the two rows, and shuffles distribute
@@ -9229,7 +9610,7 @@ static __device__ __forceinline__ void mti_flash_kept_rows(const mti_flash &f, i
         uint64_t e = f.element(blockIdx.z, head, row + m * 16 + lane / 4 + lane % 2 * 8, key + lane / 2 % 2 * N8 * 4);
         uint32_t half = 0;
         MT_DEVICE_NO_UNROLL
-        for (int k = 0; k < N8 * 4; k += 4) half |= mti_flash_kept(f.p.drop, e + (uint64_t)k) << k;
+        for (int k = 0; k < N8 * 4; k += 4) half |= mti_kept(f.p.drop, e + (uint64_t)k) << k;
         kept[m] = 0;
         MT_DEVICE_UNROLL
         for (int i = 0; i < 4; i++) { /* row i % 2, half i / 2 */
@@ -9273,7 +9654,7 @@ static __device__ __forceinline__ uint32_t mti_flash_kept_columns(const mti_flas
         uint64_t e = f.element(blockIdx.z, head, query + lane % 8, key + m * 16 + lane / 8 * 4);
         uint32_t mine = 0;
         MT_DEVICE_NO_UNROLL
-        for (int n = 0; n < N8; n++) mine |= mti_flash_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.seq)) << (n * 4);
+        for (int n = 0; n < N8; n++) mine |= mti_kept(f.p.drop, e + (uint64_t)(n * 8 * f.p.s.seq)) << (n * 4);
         MT_DEVICE_UNROLL
         for (int i = 0; i < 4; i++) {
             int from = (lane / 16 + i / 2 * 2) * 8 + lane % 4 * 2 + i % 2;
@@ -9868,30 +10249,74 @@ static int mti_plain_fits(const mti_attention *a, int capability, int built_for)
     return 1; /* mti_cuda_attention_check refuses what it cannot run */
 }
 
-/* `rows` x heads x sequences are the warps of a plain kernel. */
-static mt_status mti_plain_launch(const mti_attention *a, const char *name, void (*kernel)(mti_plain), int64_t rows,
-                                  int64_t heads, int64_t batch) {
-    MT_LAUNCH_KERNEL(kernel, mti_plain_grid(rows, heads, batch), 32 * MTI_PLAIN_WARPS, 0, mt_context_stream(a->ctx),
-                     mti_plain_of(a));
+/* The shapes of the plain kernels for heads of up to 32 * SLICES elements. Every GPU grants their shared memory. */
+template <int SLICES> struct mti_plain_shapes {
+    typedef mti_plain_shape<SLICES, SLICES == 8 ? 2 : 4, 4, SLICES == 8 ? 2 : 4, SLICES == 8 ? 4 : 3> forward;
+    typedef mti_plain_shape<SLICES, SLICES == 2 ? 4 : 2, SLICES == 8 ? 2 : 4, SLICES == 8 ? 2 : 4, SLICES == 2 ? 3 : 4>
+        dq;
+    typedef mti_plain_shape<SLICES, SLICES == 2 ? 4 : 2, SLICES == 8 ? 2 : 4, 8 / SLICES, SLICES == 2 ? 3 : 4> dkv;
+    static constexpr size_t forward_bytes = forward::bytes(1, 1), dq_bytes = dq::bytes(2, 1),
+                            dkv_bytes = dkv::bytes(2, 2);
+    static_assert(forward_bytes <= MTI_SHARED_LEAST && dq_bytes <= MTI_SHARED_LEAST && dkv_bytes <= MTI_SHARED_LEAST,
+                  "shared memory");
+};
+
+/* Launches a kernel with tiles. `rows` x heads x sequences are its rows. */
+template <typename T>
+static mt_status mti_plain_launch_tiles(const mti_attention *a, const char *name, void (*kernel)(mti_plain),
+                                        int64_t rows, int64_t heads, size_t bytes, const mti_plain &p) {
+    dim3 grid((unsigned)((rows + T::Rows - 1) / T::Rows), (unsigned)heads, (unsigned)a->desc.batch);
+    MT_TRY(mti_shared_allow(a->ctx, kernel, bytes));
+    MT_LAUNCH_KERNEL(kernel, grid, T::Threads, bytes, mt_context_stream(a->ctx), p);
     return mt_cuda_launched(a->ctx, name);
 }
 
-static mt_status mti_plain_run_forward(const mti_attention *a) {
-    const mt_attention_desc *s = &a->desc;
-    MT_TRY(mt_cuda_enter(a->ctx));
-    return mti_plain_launch(a, "mt_attention_forward", mti_plain_forward_kernel, s->seq, mti_attention_heads(s),
-                            s->batch);
+/* `rows` x heads x batch are the warps of a kernel without tiles. */
+static mt_status mti_plain_launch(const mti_attention *a, const char *name, void (*kernel)(mti_plain), int64_t rows,
+                                  int64_t heads, int64_t batch, const mti_plain &p) {
+    MT_LAUNCH_KERNEL(kernel, mti_plain_grid(rows, heads, batch), 32 * MTI_PLAIN_WARPS, 0, mt_context_stream(a->ctx), p);
+    return mt_cuda_launched(a->ctx, name);
 }
 
+template <int SLICES> static mt_status mti_plain_forward(const mti_attention *a, const mti_plain &p) {
+    typedef mti_plain_shapes<SLICES> S;
+    return mti_plain_launch_tiles<typename S::forward>(a, "mt_attention_forward",
+                                                       mti_plain_forward_kernel<typename S::forward>, p.s.seq,
+                                                       mti_attention_heads(&p.s), S::forward_bytes, p);
+}
+
+template <int SLICES>
+static mt_status mti_plain_backward(const mti_attention *a, const char *name, const mti_plain &p) {
+    typedef mti_plain_shapes<SLICES> S;
+    MT_TRY(mti_plain_launch_tiles<typename S::dq>(a, name, mti_plain_dq_kernel<typename S::dq>, p.s.seq,
+                                                  mti_attention_heads(&p.s), S::dq_bytes, p));
+    return mti_plain_launch_tiles<typename S::dkv>(a, name, mti_plain_dkv_kernel<typename S::dkv>, p.s.kv_seq,
+                                                   p.s.groups, S::dkv_bytes, p);
+}
+
+static mt_status mti_plain_run_forward(const mti_attention *a) {
+    mti_plain p = mti_plain_of(a);
+    MT_TRY(mt_cuda_enter(a->ctx));
+    if (p.s.head_dim <= 64) return mti_plain_forward<2>(a, p);
+    return p.s.head_dim <= 128 ? mti_plain_forward<4>(a, p) : mti_plain_forward<8>(a, p);
+}
+
+/* mt_attention_backward releases the memory of delta when it ends. */
 static mt_status mti_plain_run_backward(const mti_attention *a) {
     const mt_attention_desc *s = &a->desc;
     static const char *const name = "mt_attention_backward";
+    mti_plain p = mti_plain_of(a);
+    int64_t heads = mti_attention_heads(s);
+    mt_tensor delta;
+    MT_TRY(mt_arena_tensor(a->ctx, MT_F32, heads, s->batch * s->seq, &delta));
+    p.delta = mti_view_of(delta);
     MT_TRY(mt_cuda_enter(a->ctx));
-    MT_TRY(mti_plain_launch(a, name, mti_plain_dq_kernel, s->seq, mti_attention_heads(s), s->batch));
-    MT_TRY(mti_plain_launch(a, name, mti_plain_dkv_kernel, s->kv_seq, s->groups, s->batch));
+    MT_TRY(mti_plain_launch(a, name, mti_plain_stats_kernel, s->seq, heads, s->batch, p));
+    MT_TRY(s->head_dim <= 64    ? mti_plain_backward<2>(a, name, p)
+           : s->head_dim <= 128 ? mti_plain_backward<4>(a, name, p)
+                                : mti_plain_backward<8>(a, name, p));
     if (!s->dbias.data) return MT_SUCCESS;
-    return mti_plain_launch(a, name, mti_plain_dbias_kernel, s->seq, s->bias_heads > 1 ? mti_attention_heads(s) : 1,
-                            s->bias_batch);
+    return mti_plain_launch(a, name, mti_plain_dbias_kernel, s->seq, s->bias_heads > 1 ? heads : 1, s->bias_batch, p);
 }
 
 /* The kernels of attention on a GPU. The first row that fits a call runs it, forward and backward. To add a kernel, add
@@ -9929,7 +10354,7 @@ static mt_status mti_cuda_attention_limit(mt_context *ctx, const char *field, in
 }
 
 static mt_status mti_cuda_attention_check(mt_context *ctx, const mt_attention_desc *s) {
-    MT_TRY(mti_cuda_attention_limit(ctx, "head_dim", s->head_dim, 32 * MTI_PLAIN_WIDTH));
+    MT_TRY(mti_cuda_attention_limit(ctx, "head_dim", s->head_dim, MTI_PLAIN_DIM));
     MT_TRY(mti_cuda_attention_limit(ctx, "groups * heads_per_group", s->groups * s->heads_per_group, 65535));
     return mti_cuda_attention_limit(ctx, "batch", s->batch, 65535);
 }

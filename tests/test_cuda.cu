@@ -1111,16 +1111,20 @@ enum {
     DROP = 256
 };
 
-/* Sets what needs memory of the device, in `s` for the CPU and in *on_gpu for the GPU. */
+/* Sets what needs memory of the device, in `s` for the CPU and in *on_gpu for the GPU. Documents are for two sequences
+   of 13 or 70 tokens. */
 static void attention_options(int what, mt_attention_desc *s, mt_attention_desc *on_gpu) {
     static const float slopes[] = {0.5f, 0.0f, 1.0f, 0.25f};
-    static const int32_t lengths[] = {9, 0}, documents[] = {0, 4, 11, 11, 26};
+    static const int32_t lengths[] = {9, 0}, documents[] = {0, 4, 11, 11, 26}, longer[] = {0, 37, 45, 45, 140};
     int64_t rows = s->bias_batch * s->bias_heads * s->seq, n = s->kv_seq ? s->kv_seq : s->seq;
     pair bias = pair_noise(rows, n, odd, 5, 1.0f), seen = pair_of(MT_U8, rows, n, dense), slope = pair_f32(1, 4);
     *on_gpu = *s;
     on_gpu->dropout.at = with_offset(s->dropout.at);
     if (what & LENGTHS) s->lengths = lengths, on_gpu->lengths = ids_on_gpu(lengths, 2);
-    if (what & DOCUMENTS) s->cu_seqlens = documents, on_gpu->cu_seqlens = ids_on_gpu(documents, 5);
+    if (what & DOCUMENTS) {
+        s->cu_seqlens = s->seq == 13 ? documents : longer;
+        on_gpu->cu_seqlens = ids_on_gpu(s->cu_seqlens, 5);
+    }
     if (what & DOCUMENTS) s->documents = on_gpu->documents = 4;
     if (what & ALIBI) {
         OK(mt_upload(gpu, slopes, slope.gpu));
@@ -1134,25 +1138,22 @@ static void attention_options(int what, mt_attention_desc *s, mt_attention_desc 
     }
 }
 
-static void dot_product_attention(int what, int i) {
-    mt_attention_desc s = {}, on_gpu;
-    s.batch = 2, s.seq = 13, s.groups = 1 + i / 2 % 2, s.heads_per_group = 2, s.head_dim = 5 + i % 3 * 16;
-    s.mask = i & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
-    s.kv_seq = !(what & KV_SEQ) || what & DOCUMENTS ? 0 : i & 4 ? 9 : 37;
-    s.window = what & WINDOW ? 5 : 0;
-    s.softcap = what & SOFTCAP ? 2.0f : 0.0f;
+/* With some views that are aligned to whole vectors, and some that are not, or with all of them aligned. */
+static void dot_product_attention(int what, mt_attention_desc s, int aligned) {
+    mt_attention_desc on_gpu;
+    layout odd_or_wide = aligned ? wide : odd;
+    int64_t heads = s.groups * s.heads_per_group, width = heads * s.head_dim, kv_width = s.groups * s.head_dim;
+    int64_t tokens = s.batch * s.seq, keys = s.batch * (s.kv_seq ? s.kv_seq : s.seq);
     s.dropout.p = what & DROP ? 0.2f : 0.0f;
-    int64_t heads = s.groups * 2, width = heads * s.head_dim, kv_width = s.groups * s.head_dim;
-    int64_t tokens = 26, keys = 2 * (s.kv_seq ? s.kv_seq : s.seq);
     s.dropout.at = place(heads);
-    s.bias_batch = i & 4 ? 2 : 1, s.bias_heads = i & 8 ? heads + (i & 2 ? 3 : 0) : 1, s.bias_first_head = i & 2;
+    s.softcap = what & SOFTCAP ? 2.0f : 0.0f;
     attention_options(what, &s, &on_gpu);
     double tolerance = type == MT_F32 ? 1e-5 : 1e-3; /* out may be rounded to neighbours, which changes the gradients */
-    pair q = pair_noise(tokens, width, odd, 1, 1.0f), k = pair_noise(keys, kv_width, wide, 2, 1.0f),
-         v = pair_noise(keys, kv_width, odd, 3, 1.0f), out = pair_new(tokens, width, dense),
-         lse = pair_f32(heads, tokens), dout = pair_noise(tokens, width, odd, 4, 1.0f),
+    pair q = pair_noise(tokens, width, odd_or_wide, 1, 1.0f), k = pair_noise(keys, kv_width, wide, 2, 1.0f),
+         v = pair_noise(keys, kv_width, odd_or_wide, 3, 1.0f), out = pair_new(tokens, width, dense),
+         lse = pair_f32(heads, tokens), dout = pair_noise(tokens, width, odd_or_wide, 4, 1.0f),
          dq = pair_new(tokens, width, odd), dk = pair_new(keys, kv_width, wide), dv = pair_new(keys, kv_width, odd),
-         dbias = what & BIAS ? noise_f32(s.bias_batch * s.bias_heads * s.seq, keys / 2, 6, 1.0f) : none();
+         dbias = what & BIAS ? noise_f32(s.bias_batch * s.bias_heads * s.seq, keys / s.batch, 6, 1.0f) : none();
     BOTH(mt_dot_product_attention_forward(cpu, &s, q.cpu, k.cpu, v.cpu, out.cpu, lse.cpu),
          mt_dot_product_attention_forward(gpu, &on_gpu, q.gpu, k.gpu, v.gpu, out.gpu, lse.gpu));
     same("mt_dot_product_attention_forward", out, 5e-6);
@@ -1185,8 +1186,52 @@ static void test_dot_product_attention(void **state) {
     for (int i = 0; i < 12 * 16; i++) {
         static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
         size_t on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
-        type = types[(i / 12 + i) % 3];
-        dot_product_attention(sets[i % 12], i / 12);
+        int what = sets[i % 12], k = i / 12;
+        mt_attention_desc s = {};
+        type = types[(k + i) % 3];
+        s.batch = 2, s.seq = 13, s.groups = 1 + k / 2 % 2, s.heads_per_group = 2, s.head_dim = 5 + k % 3 * 16;
+        s.mask = k & 1 ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL;
+        s.kv_seq = !(what & KV_SEQ) || what & DOCUMENTS ? 0 : k & 4 ? 9 : 37;
+        s.window = what & WINDOW ? 5 : 0;
+        s.bias_batch = k & 4 ? 2 : 1, s.bias_heads = k & 8 ? s.groups * 2 + (k & 2 ? 3 : 0) : 1;
+        s.bias_first_head = k & 2;
+        dot_product_attention(what, s, 0);
+        mt_arena_release(cpu, on_cpu);
+        mt_arena_release(gpu, on_gpu);
+    }
+}
+
+/* Heads of each shape of the plain kernels. There are several blocks of rows and several tiles, and the last ones are
+   partly empty. Windows and documents begin in the middle of a tile. With fewer keys than queries, the first queries of
+   a block see no key. */
+static void test_tiles_of_attention(void **state) {
+    static const struct {
+        int64_t seq, kv_seq, groups, per_group, dim, window;
+        int causal, what;
+    } cases[] = {{70, 0, 1, 3, 64, 0, 1, DROP},
+                 {33, 70, 1, 2, 33, 0, 1, DROP | ALIBI},
+                 {70, 33, 2, 1, 80, 0, 1, DROP},
+                 {65, 97, 1, 2, 1, 45, 0, SOFTCAP},
+                 {70, 0, 1, 2, 200, 20, 1, BIAS},
+                 {40, 50, 1, 2, 256, 11, 0, DROP | LENGTHS},
+                 {70, 0, 1, 2, 96, 0, 1, DOCUMENTS},
+                 {64, 64, 1, 1, 128, 0, 0, SEEN | SOFTCAP},
+                 {130, 31, 1, 2, 32, 7, 1, 0},
+                 {32, 129, 2, 2, 40, 33, 0, BIAS | DROP},
+                 {70, 0, 2, 1, 160, 9, 0, DOCUMENTS},
+                 {17, 66, 1, 3, 129, 0, 1, DROP | SOFTCAP},
+                 {70, 90, 1, 3, 72, 30, 1, 511 & ~(DOCUMENTS | BIAS)}};
+    static const mt_dtype types[] = {MT_F32, MT_BF16, MT_F16};
+    (void)state;
+    for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
+        size_t k = i / 2, on_cpu = mt_arena_mark(cpu), on_gpu = mt_arena_mark(gpu);
+        mt_attention_desc s = {};
+        type = types[(i + k) % 3];
+        s.batch = 2, s.seq = cases[k].seq, s.kv_seq = cases[k].kv_seq;
+        s.groups = cases[k].groups, s.heads_per_group = cases[k].per_group, s.head_dim = cases[k].dim;
+        s.mask = cases[k].causal ? MT_MASK_CAUSAL : MT_MASK_BIDIRECTIONAL, s.window = cases[k].window;
+        s.bias_batch = s.bias_heads = 1;
+        dot_product_attention(cases[k].what, s, (int)(i & 1));
         mt_arena_release(cpu, on_cpu);
         mt_arena_release(gpu, on_gpu);
     }
@@ -2366,6 +2411,7 @@ int main(void) {
         cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_dot_product_attention),
+        cmocka_unit_test(test_tiles_of_attention),
         cmocka_unit_test(test_fused_bias),
         cmocka_unit_test(test_attention_keeps_nan),
         cmocka_unit_test(test_ids),
