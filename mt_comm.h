@@ -4477,6 +4477,11 @@ static void mti_set_text(int set, char *text, size_t size) {
             n += (size_t)snprintf(text + n, size - n, "%s%s", n ? " or " : "", mt_placement_name((mt_placement)i));
 }
 
+/* Whether the sum of a gradient over a group was computed, so that nothing may be added to it. */
+static int mti_is_synchronised(const mti_placed *p, int g) {
+    return p->is_gradient && !p->zero && p->may[g] == 1 << MT_REPLICATED && (p->adds[g] >> MT_PARTIAL & 1);
+}
+
 /* Refuses a call that would make a parameter or its gradient what the placement of the parameter does not allow.
    operand: " (NAME)" of the call, or "" */
 static mt_status mti_write_refuse(mt_context *ctx, const char *where, const mti_placed *p, const char *operand, int g,
@@ -4486,10 +4491,12 @@ static mt_status mti_write_refuse(mt_context *ctx, const char *where, const mti_
     const char *cure = "";
     mti_set_text(becomes, is, sizeof is);
     mti_set_text(wanted, must, sizeof must);
-    if (becomes == 1 << MT_PARTIAL && p->is_gradient)
+    if (becomes == 1 << MT_PARTIAL && p->is_gradient && !(p->adds[g] >> MT_PARTIAL & 1))
         cure = ": set sequence_partial in its mt_param_desc (sequence_parallel in the desc of a layer), and "
                "mt_sync_gradients sums it";
-    if (becomes == 1 << MT_REPLICATED && wanted == 1 << MT_PARTIAL)
+    if (mti_is_synchronised(p, g))
+        cure = ": it is synchronised already; call mt_params_zero_grad before the first backward of a step";
+    else if (becomes == 1 << MT_REPLICATED && wanted == 1 << MT_PARTIAL)
         cure = ": its mt_param_desc has sequence_partial (sequence_parallel in the desc of a layer), and "
                "mt_sync_gradients would add up equal values";
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the %s of '%.100s'%.40s would be %s over \"%s\" (%d ranks), must be %s%s",
@@ -4814,7 +4821,7 @@ static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, siz
             snprintf(text, size, ", or say with mt_check_view that the view of '%.100s' is of this rank's rows",
                      p->name);
         if (!p || !p->is_gradient || !(r->operands[k].operand->use & 2)) continue;
-        if (!p->zero && p->may[g] == 1 << MT_REPLICATED && p->adds[g] >> MT_PARTIAL & 1) {
+        if (mti_is_synchronised(p, g)) {
             snprintf(text, size,
                      ": the gradient of '%.100s' is synchronised already; call mt_params_zero_grad before the first "
                      "backward of a step",
@@ -4831,10 +4838,12 @@ static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, siz
 }
 
 /* Whether an operand is the gradient of a tensor: by its name in the rule, or because it is the product of a gradient
-   and a weight that is split by rows. (A weight that is split by columns makes a term of an output.) */
+   and a weight that is split by rows. (A weight that is split by columns makes a term of an output, and so does an
+   embedding, whose table is split by rows.) */
 static int mti_is_gradient(const mti_checker *c, const mti_ruled *o, int g) {
     size_t i;
     if (o->operand->name[0] == 'd') return 1;
+    if (o->known.by && strcmp(o->known.by, "mt_gemm") != 0) return 0;
     for (i = 0; o->known.with && i < c->parameters.count; i++) {
         const mti_placed *p = &c->parameters.list[i];
         if (!p->is_gradient && strcmp(p->name, o->known.with) == 0) return p->may[g] == 1 << MT_SPLIT_ROWS;
@@ -4865,6 +4874,7 @@ static const char *mti_remedy(const mti_checker *c, const mti_ruled *o, int g, i
     int is = o->known.may[g], sums = is >> MT_PARTIAL & 1, whole = must >> MT_REPLICATED & 1;
     int number = o->operand->t.rows == 1 && o->operand->t.cols == 1;
     if (whole && sums && o->known.parameter && o->known.parameter->is_gradient) return "mt_sync_gradients";
+    if (whole && strcmp(o->operand->name, "gathered") == 0) return "mt_all_gather"; /* one shard below the other */
     if (!mti_is_data(&c->axes[g])) return mti_region_remedy(is, must, mti_is_gradient(c, o, g));
     return whole && (sums || number) ? "mt_all_reduce" : NULL;
 }
@@ -4885,7 +4895,7 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     if (help) snprintf(cure, sizeof cure, ": call %s before", help);
     else if (o->known.may[g] == 1 << MT_REPLICATED && must == 1 << MT_PARTIAL)
         snprintf(cure, sizeof cure, ": this call would add up equal values");
-    else if (must == 0)
+    else if (must == 0 && strchr(r->rule->cases, 'P'))
         snprintf(cure, sizeof cure, ": each rank would add it to its term of a sum; add it after the sum");
     if (mti_parameter_hint(r, g, i, more, sizeof more)) cure[0] = 0;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s%s", r->where,
@@ -4924,6 +4934,12 @@ static int mti_reads_replicas(const mti_ruling *r, int g) {
     return any;
 }
 
+/* Whether a rule says of a call that it computes the same on all ranks, from nothing. */
+static int mti_is_constant(const mti_ruling *r) {
+    return r->count == 1 && r->operands[0].operand && r->operands[0].operand->use == 2 &&
+           strcmp(r->rule->cases, "R") == 0;
+}
+
 /* Finds the sets that the cases allow in a group: results[i] for operand i. */
 static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsigned char *results) {
     const char *more = mti_is_data(&ctx->checker->axes[g]) ? r->rule->data_cases : NULL, *at = NULL;
@@ -4940,7 +4956,7 @@ static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsi
             must |= mti_letter_set(at[first]);
         }
     }
-    if (ctx->checker->axes[g].only_group && !mti_reads_replicas(r, g))
+    if (ctx->checker->axes[g].only_group && !mti_reads_replicas(r, g) && !mti_is_constant(r))
         memset(results, MTI_ALL_PLACEMENTS, MTI_RULE_OPERANDS);
     return fits ? MT_SUCCESS : mti_rule_refuse(ctx, r, g, culprit, must);
 }
@@ -5105,6 +5121,25 @@ static mt_status mti_slot_check(mt_context *ctx, const mti_ruling *r) {
     return MT_SUCCESS;
 }
 
+/* Refuses a call with parameters that a group splits in other parts, such as a weight of gate and up, and a bias of one
+   part. */
+static mt_status mti_parts_agree(mt_context *ctx, const mti_ruling *r, int g) {
+    const mti_placed *first = NULL;
+    int i;
+    for (i = 0; i < r->count; i++) {
+        const mti_placed *p = r->operands[i].operand ? r->operands[i].known.parameter : NULL;
+        if (!p || !(p->allowed[g] & MTI_SPLIT_PLACEMENTS) || (p->allowed[g] >> MT_REPLICATED & 1)) continue;
+        if (!first) first = p;
+        if (p->parts == first->parts) continue;
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%.100s' has parts %lld, but '%.100s' has parts %lld, so a rank of \"%s\" (%d ranks) has "
+                       "other features of the one than of the other: set mt_param_desc.parts of both to the same",
+                       r->where, first->name, (long long)first->parts, p->name, (long long)p->parts,
+                       ctx->checker->axes[g].name, ctx->checker->axes[g].size);
+    }
+    return MT_SUCCESS;
+}
+
 /* Counts the operands that a call reads and that may have several placements in a group. */
 static void mti_unknown_count(mti_checker *c, const mti_ruling *r) {
     char at[192];
@@ -5128,12 +5163,6 @@ static int mti_reads_some_columns(const mti_ruling *r, mt_tensor t) {
         if (o->operand && (o->operand->use & 1) && o->known.some_columns && o->operand->t.cols == t.cols) return 1;
     }
     return 0;
-}
-
-/* Whether a rule says of a call that it computes the same on all ranks, from nothing. */
-static int mti_is_constant(const mti_ruling *r) {
-    return r->count == 1 && r->operands[0].operand && r->operands[0].operand->use == 2 &&
-           strcmp(r->rule->cases, "R") == 0;
 }
 
 /* Notes what a call writes to operand i. results: the sets that the cases allow, for each group and operand. A constant
@@ -5175,7 +5204,10 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     MT_TRY(mti_rule_valid(ctx, &r));
     MT_TRY(mti_slot_check(ctx, &r));
     MT_TRY(mti_written_check(ctx, &r));
-    for (g = 0; g < c->count; g++) MT_TRY(mti_rule_axis(ctx, &r, g, results[g]));
+    for (g = 0; g < c->count; g++) {
+        MT_TRY(mti_rule_axis(ctx, &r, g, results[g]));
+        MT_TRY(mti_parts_agree(ctx, &r, g));
+    }
     mti_unknown_count(c, &r);
     if (r.with) c->latest = r.with;
     for (i = 0; i < r.count; i++)
@@ -5245,10 +5277,16 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
     return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, &k, is, must);
 }
 
-/* Returns the number of parts of the parameter with which a view was computed last, or 0. */
-static int64_t mti_parts_of(const mti_checker *c, mti_extent e) {
-    const mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
+/* Returns the number of parts of a parameter, or of the one with which a view was computed last, or 0. *of becomes the
+   name of the parameter. */
+static int64_t mti_parts_of(const mti_checker *c, mti_extent e, const char **of) {
+    const mti_placed *p = mti_parameter_at(c, e);
     size_t i;
+    *of = p ? p->name : NULL;
+    if (p) return p->parts;
+    p = mti_placed_older(&c->written, e, UINT64_MAX);
+    if (p && !mti_extent_covers(p->at, e)) return 0;
+    *of = p ? p->with : NULL;
     if (!p || !p->with) return 0;
     for (i = 0; i < c->parameters.count; i++)
         if (c->parameters.list[i].name == p->with) return c->parameters.list[i].parts;
@@ -5257,6 +5295,7 @@ static int64_t mti_parts_of(const mti_checker *c, mti_extent e) {
 
 MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t parts) {
     mti_known k;
+    const char *of;
     char since[208];
     int64_t has;
     int g;
@@ -5264,7 +5303,7 @@ MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *
     if (parts < 1)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_parts_check: parts is %lld, must be at least 1", (long long)parts);
     if (!mt_check_mode(ctx) || ctx->checker->count == 0 || !mti_has_elements(t)) return MT_SUCCESS;
-    has = mti_parts_of(ctx->checker, mti_extent_of(t));
+    has = mti_parts_of(ctx->checker, mti_extent_of(t), &of);
     if (has == 0 || has % parts == 0) return MT_SUCCESS;
     k = mti_known_of(ctx->checker, t);
     mti_since_text(k.by, k.with, since, sizeof since);
@@ -5275,7 +5314,7 @@ MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *
                            "'%s' has parts %lld, so a rank has other columns than its share of each part: set "
                            "mt_param_desc.parts to %lld",
                            where, name, ctx->checker->axes[g].name, ctx->checker->axes[g].size, since, (long long)parts,
-                           k.with, (long long)has, (long long)parts);
+                           of, (long long)has, (long long)parts);
     return MT_SUCCESS;
 }
 
@@ -5460,13 +5499,56 @@ static mt_status mti_collective_unknown(mt_context *ctx, const mt_comm *comm, in
     return mti_placement_note(ctx, y, may, 0, where, NULL);
 }
 
+/* The sum over the world of a term of a sum: it must be one over each group, because all of them are added up. Data
+   ranks may also sum a number that each has of its own tokens. */
+static mt_status mti_world_sum(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
+    static const mt_rule number = {"sendbuf", "P", "r c"}, terms = {"sendbuf", "P", NULL};
+    unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
+    const mt_tensor *x = &r->operands[0].operand->t;
+    mti_ruling sum = *r;
+    int g;
+    sum.rule = x->rows == 1 && x->cols == 1 ? &number : &terms;
+    for (g = 0; g < ctx->checker->count; g++)
+        if (!ctx->checker->axes[g].only_group) MT_TRY(mti_rule_axis(ctx, &sum, g, results));
+    memset(may, 1 << MT_REPLICATED, sizeof may);
+    MT_TRY(mti_move_note(ctx, &r->operands[0].known, *x, y, may, 0, r->where));
+    mti_tell_move(ctx, r, y);
+    return MT_SUCCESS;
+}
+
+/* Whether a tensor is a term of a sum over a group. */
+static int mti_is_term(const mti_checker *c, const mti_known *k) {
+    int g;
+    for (g = 0; g < c->count && !k->zero; g++)
+        if (k->may[g] == 1 << MT_PARTIAL) return 1;
+    return 0;
+}
+
+/* An all-reduce over a communicator that is none of the known groups. */
+static mt_status mti_sum_of_others(mt_context *ctx, const mt_comm *comm, const mti_call *call, mt_tensor x,
+                                   mt_tensor y) {
+    static const mt_rule any = {"sendbuf", "*", NULL};
+    mti_placed *p;
+    mt_operand operand;
+    mti_ruling r;
+    operand.name = "sendbuf";
+    operand.t = x;
+    operand.use = 1;
+    mti_ruling_of(&r, ctx->checker, "mt_all_reduce", &any, &operand);
+    if (comm == ctx->world && mti_axis_of(ctx->checker, comm, 0) < 0 && mti_is_term(ctx->checker, &r.operands[0].known))
+        return mti_world_sum(ctx, &r, y);
+    MT_TRY(mti_collective_unknown(ctx, comm, call->kind, "mt_all_reduce", y));
+    p = mti_parameter_at(ctx->checker, mti_extent_of(y));
+    if (p && p->is_gradient) snprintf(p->summed_over, sizeof p->summed_over, "%s", comm->name);
+    return MT_SUCCESS;
+}
+
 /* A collective of the caller's own. What it makes of memory that is not declared is not known. Data ranks may sum
    losses of other tokens, one by one. */
 static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
     static const char *const names[] = {"mt_all_reduce", "mt_all_gather", "mt_reduce_scatter", "mt_broadcast"};
     const char *parts = strcmp(comm->name, "data") == 0 ? "P r c" : "P";
     int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
-    mti_placed *p;
     mt_tensor x, y;
     if (!mt_check_mode(ctx) || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
     if (call->kind == MT_BROADCAST && comm->size > 1) return mti_broadcast_check(ctx, comm, call);
@@ -5492,10 +5574,8 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
                                   mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R',
                                   "sendbuf", x, y);
     }
-    MT_TRY(mti_collective_unknown(ctx, comm, call->kind, names[call->kind], y));
-    p = call->kind == MT_ALL_REDUCE && sums ? mti_parameter_at(ctx->checker, mti_extent_of(y)) : NULL;
-    if (p && p->is_gradient) snprintf(p->summed_over, sizeof p->summed_over, "%s", comm->name);
-    return MT_SUCCESS;
+    if (call->kind == MT_ALL_REDUCE && sums) return mti_sum_of_others(ctx, comm, call, x, y);
+    return mti_collective_unknown(ctx, comm, call->kind, names[call->kind], y);
 }
 
 static mt_status mti_send_check(mt_context *ctx, const mti_call *call) {

@@ -3345,11 +3345,11 @@ static const mti_named_rule mti_rules[] = {
     {"mt_sum_of_squares", {"x out", "RR rP cP", NULL}},
     {"mt_bias_forward", {"y bias", "RR rR cc", NULL}},
     {"mt_bias_backward", {"dy dbias", "RR rP cc PP", NULL}},
-    {"mt_linear_forward", {"x weight bias y", "RRRR rRRr Rrcc cc-P PR-P RP-P", "rrRr"}},
-    {"mt_linear_activation_forward", {"x weight bias h y", "RRRRR rRRrr Rrccc", "rrRrr"}},
+    {"mt_linear_forward", {"weight x bias y", "RRRR RrRr rRcc cc-P RP-P PR-P", "rrRr"}},
+    {"mt_linear_activation_forward", {"weight x bias h y", "RRRRR RrRrr rRccc", "rrRrr"}},
     {"mt_linear_activation_backward",
-        {"dy weight h dh dbias", "RRRRR rRrrP Rcccc crRPP PRRPP RPRPP", "rrrrP"}},
-    {"mt_linear_gradients", {"dy x dweight dbias", "RRRR cRrc RccR rrPP PRPP RPPR", "rrrP"}},
+        {"weight dy h dh dbias", "RRRRR RrrrP cRccc rcRPP RPRPP PRRPP", "rrrrP"}},
+    {"mt_linear_gradients", {"dweight dy x dbias", "RRRR rcRc cRcR PrrP PPRP PRPR", "rrrP"}},
     {"mt_activation_forward", {"h bias y", "RRR rRr ccc", NULL}},
     {"mt_activation_backward", {"dy h dh dbias", "RRRR rrrP cccc PRPP", NULL}},
     {"mt_norm_forward", {"x gain bias y stats", "RRRRR rRRrr", NULL}},
@@ -3364,8 +3364,8 @@ static const mti_named_rule mti_rules[] = {
         {"q k v lse out dout dq dk dv bias dbias",
             "RRRRRRRRRRR cccrcccccRP cccrcccccrr RRRRRPPPPRP", "rrrcrrrrrRP rrrcrrrrrrr"}},
     {"mt_rotary_table", {"table", "R", NULL}},
-    {"mt_rotary_forward", {"qkv table", "RR rR cR", NULL}},
-    {"mt_rotary_backward", {"dqkv table", "RR rR cR PR", NULL}},
+    {"mt_rotary_forward", {"qkv table", "RR cR", "rR"}},
+    {"mt_rotary_backward", {"dqkv table", "RR cR PR", "rR"}},
     {"mt_kv_cache_append", {"qkv table keys values", "RR** cR**", "rR**"}},
     {"mt_kv_cache_attention", {"qkv keys values out", "R**R c**c", "r**r"}},
     {"mt_cross_entropy_stats", {"logits stats", "RR rr cc", NULL}},
@@ -3378,15 +3378,15 @@ static const mti_named_rule mti_rules[] = {
     {"mt_step_decide", {"sums loss", "RR", NULL}},
     {"mt_multiply", {"a b y", "RRR rrr ccc PRP RPP", NULL}},
     {"mt_multiply_row_forward", {"x row y", "RRR rRr ccc PRP", NULL}},
-    {"mt_multiply_row_backward", {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP", NULL}},
+    {"mt_multiply_row_backward", {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}},
     {"mt_multiply_col_forward", {"x col y", "RRR rrr cRc PRP", NULL}},
-    {"mt_multiply_col_backward", {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP", NULL}},
+    {"mt_multiply_col_backward", {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}},
     {"mt_sigmoid_forward", {"x y", "RR rr cc", NULL}},
     {"mt_sigmoid_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}},
     {"mt_silu_forward", {"x y", "RR rr cc", NULL}},
     {"mt_silu_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}},
     {"mt_sigmoid_gate_forward", {"gate x y", "RRR rrr ccc RPP", NULL}},
-    {"mt_sigmoid_gate_backward", {"dy gate x dgate dx", "RRRRR rrrrr ccccc PRRPP", NULL}},
+    {"mt_sigmoid_gate_backward", {"dy gate x dgate dx", "RRRRR rrrrr ccccc PRRPP RRPPR", NULL}},
 };
 /* clang-format on */
 
@@ -5630,6 +5630,14 @@ MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias
 
 /* ---- >>activation ------------------------------------------------------------------------------------------------ */
 
+/* Gate and up are the columns of h, and of its bias or of the gradient of that. */
+static mt_status mti_expect_gates(mt_context *ctx, const char *where, mt_activation kind, mt_tensor h,
+                                  const char *bias_name, mt_tensor bias) {
+    if (kind != MT_SWIGLU) return MT_SUCCESS;
+    MT_TRY(mt_parts_check(ctx, where, "h", h, 2));
+    return mt_parts_check(ctx, where, bias_name, bias, 2);
+}
+
 static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_activation kind) {
     if (!ctx) return MT_ERR_ARGUMENT;
     return mt_check_enum(ctx, where, NULL, "kind", (int)kind, MT_ACTIVATION_WORDS);
@@ -6052,7 +6060,7 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
-    if (kind == MT_SWIGLU) MT_TRY(mt_parts_check(ctx, where, "h", h, 2));
+    MT_TRY(mti_expect_gates(ctx, where, kind, h, "bias", bias));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     mti_activate f = {kind, h, bias, y};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_forward(ctx, kind, h, bias, y),
@@ -6071,7 +6079,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
-    if (kind == MT_SWIGLU) MT_TRY(mt_parts_check(ctx, where, "h", h, 2));
+    MT_TRY(mti_expect_gates(ctx, where, kind, h, "dbias", dbias));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     mti_activation_slopes b = {kind, h, dy, dh, dbias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias),
@@ -6316,7 +6324,7 @@ MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kin
     MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
     MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args) - 1));
-    if (kind == MT_SWIGLU) MT_TRY(mt_parts_check(ctx, where, "h", h, 2));
+    MT_TRY(mti_expect_gates(ctx, where, kind, h, "bias", bias));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y),
                      mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y));
 }
@@ -6335,7 +6343,7 @@ MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation ki
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "h", h));
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "weight", weight));
-    if (kind == MT_SWIGLU) MT_TRY(mt_parts_check(ctx, where, "h", h, 2));
+    MT_TRY(mti_expect_gates(ctx, where, kind, h, "dbias", dbias));
     MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias),
                      mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
@@ -7737,6 +7745,13 @@ static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_a
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld groups of %lld heads of %lld features have too many columns", where,
                        (long long)s->groups, (long long)s->heads_per_group, (long long)s->head_dim);
     return mt_check_enum(ctx, where, NULL, "qkv_layout", (int)s->qkv_layout, MT_QKV_LAYOUT_WORDS);
+}
+
+/* In this layout, the columns of qkv are those of all queries, then of all keys, then of all values. */
+static mt_status mti_expect_qkv_parts(mt_context *ctx, const char *where, const mt_attention_desc *s, const char *name,
+                                      mt_tensor qkv) {
+    if (s->qkv_layout != MT_QKV_CONCATENATED || s->heads_per_group > 1) return MT_SUCCESS;
+    return mt_parts_check(ctx, where, name, qkv, 3);
 }
 
 static int64_t mti_attention_heads(const mt_attention_desc *s) { return s->groups * s->heads_per_group; }
@@ -10498,6 +10513,7 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "out", out, "qkv", qkv));
+    MT_TRY(mti_expect_qkv_parts(ctx, where, &s, "qkv", qkv));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_head_masks(&op, where, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
@@ -10526,6 +10542,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dout", dout, "out", out));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
+    MT_TRY(mti_expect_qkv_parts(ctx, where, &s, "qkv", qkv));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_head_masks(&op, where, "dqkv", dqkv, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
@@ -10872,6 +10889,7 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
     mti_operator op;
     MT_TRY(mti_expect_documents(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_qkv_parts(ctx, where, desc, name, qkv));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     op.work.bytes = bytes;
     if (s.qkv_layout != MT_QKV_PER_GROUP) { /* one group, in which all queries and keys but the last are "queries" */
@@ -11937,6 +11955,7 @@ MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *de
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
     MT_TRY(mti_kv_expect_lengths(&k, where));
+    MT_TRY(mti_expect_qkv_parts(ctx, where, desc, "qkv", qkv));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     k.table = table;
     /* reads the whole qkv and the row of the table for each token, writes the turned part back, and the cache */
@@ -11962,6 +11981,7 @@ MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc 
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 1));
     MT_TRY(mti_kv_expect_lengths(&k, where));
+    MT_TRY(mti_expect_qkv_parts(ctx, where, desc, "qkv", qkv));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     mti_kv_work(&op, &k);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_kv_cache_attention(&k), mti_kv_attention_loop(&op, &k)));
@@ -14919,7 +14939,7 @@ MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_tensor loss,
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     if (!values) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: values is NULL", where);
     MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    MT_TRY(mti_begin_ruled(&op, ctx, where, NULL, 0));
     op.work.work = MT_WORK_OPTIMIZER;
     return mti_end(
         &op, MTI_RUN(&op, mti_cuda_step_decide(ctx, sums, loss, values), mti_cpu_step_decide(sums, loss, values)));

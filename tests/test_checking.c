@@ -1624,7 +1624,8 @@ static void test_sampling(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_sample_ids: nothing has written gathered [8, 6], or a part of it",
             mt_sample_ids(r.ctx, &desc, 16, all, 2, (int32_t *)ids.data));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_gather(r.ctx, r.grid.dp, own.data, all.data, 4 * 6, MT_I32));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_sample_ids: gathered is split by columns over \"tensor\" (2 ranks)",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_sample_ids: gathered is split by columns over \"tensor\" (2 ranks)|: call mt_all_gather before",
             mt_sample_ids(r.ctx, &desc, 16, all, 2, (int32_t *)ids.data));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sample_candidates(r.ctx, &desc, 16, 8, logits, own));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_gather(r.ctx, r.grid.tp, own.data, all.data, 4 * 6, MT_I32));
@@ -1672,6 +1673,194 @@ static void test_steps_of_the_callers_own(void **state) {
             mt_step_decide(r.ctx, sums, loss, &values));
     mt_multi_tensor_destroy(r.ctx, squares);
     mt_multi_tensor_destroy(r.ctx, update);
+    test_paper_rank_close(&r);
+}
+
+/* ---- how features are divided, and where positions begin --------------------------------------------------------- */
+
+/* A product with a weight and a bias whose features are divided in `parts` and `bias_parts`. */
+static mt_status product_of_parts(int64_t parts, int64_t bias_parts, mt_activation kind, char *text) {
+    mt_param_desc weight = {.name = "fc1.weight", .rows = 24, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = parts};
+    mt_param_desc bias = {.name = "fc1.bias", .rows = 1, .cols = 24, .placement = MT_SPLIT_COLS, .parts = bias_parts};
+    mt_tensor x, h, y;
+    mt_param *w, *b;
+    mt_status status;
+    test_rank r;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    mt_arena_request memory[] = {{&x, MT_F32, 8, 4}, {&h, MT_F32, 8, 12}, {&y, MT_F32, 8, 6}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &weight, &w));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &bias, &b));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 3));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    if (kind == MT_SWIGLU) { /* the bias comes with the activation */
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_forward(r.ctx, x, w->value, mt_none(), h));
+        status = mt_activation_forward(r.ctx, kind, h, b->value, y);
+    } else status = mt_linear_forward(r.ctx, x, w->value, b->value, h);
+    snprintf(text, MT_ERROR_BYTES, "%s", status ? mt_last_error(r.ctx) : "");
+    test_paper_rank_close(&r);
+    return status;
+}
+
+static void test_parts_of_a_bias(void **state) {
+    char text[MT_ERROR_BYTES];
+    (void)state;
+    assert_int_equal(product_of_parts(2, 2, MT_GELU_TANH, text), MT_SUCCESS);
+    assert_int_equal(product_of_parts(2, 2, MT_SWIGLU, text), MT_SUCCESS);
+    assert_int_equal(product_of_parts(2, 1, MT_GELU_TANH, text), MT_ERR_ARGUMENT);
+    assert_true(test_has_words(text,
+                               "mt_linear_forward: 'fc1.weight' has parts 2, but 'fc1.bias' has parts 1|\"tensor\" "
+                               "(2 ranks)|set mt_param_desc.parts of both"));
+    assert_int_equal(product_of_parts(2, 1, MT_SWIGLU, text), MT_ERR_ARGUMENT);
+    assert_true(test_has_words(text, "mt_activation_forward: bias is split by columns|2 parts|'fc1.bias' has parts 1"));
+}
+
+/* Rows of queries, keys and values, one below the other, are three parts. */
+static void test_parts_of_attention(void **state) {
+    (void)state;
+    for (int parts = 1; parts <= 3; parts += 2) {
+        mt_param_desc weight = {
+            .name = "qkv.weight", .rows = 24, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = parts};
+        const mt_attention_desc heads = {
+            .batch = 1, .seq = 8, .groups = 2, .heads_per_group = 1, .head_dim = 2, .qkv_layout = MT_QKV_CONCATENATED};
+        const mt_status want = parts == 3 ? MT_SUCCESS : MT_ERR_ARGUMENT;
+        mt_tensor x, qkv, out, table;
+        mt_param *w;
+        test_rank r;
+        test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+        mt_arena_request memory[] = {
+            {&x, MT_F32, 8, 4}, {&qkv, MT_F32, 8, 12}, {&out, MT_F32, 8, 4}, {&table, MT_F32, 8, 2}};
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &weight, &w));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 4));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rotary_table(r.ctx, 100.0f, table));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_forward(r.ctx, x, w->value, mt_none(), qkv));
+        assert_int_equal(mt_attention_forward(r.ctx, &heads, qkv, out, mt_none()), want);
+        if (want != MT_SUCCESS)
+            assert_true(test_has_words(mt_last_error(r.ctx), "mt_attention_forward: qkv is split by columns|3 parts|"
+                                                             "'qkv.weight' has parts 1|set mt_param_desc.parts to 3"));
+        assert_int_equal(mt_rotary_forward(r.ctx, &heads, table, qkv), want);
+        test_paper_rank_close(&r);
+    }
+}
+
+/* Tokens that sequence parallelism has divided do not begin at position 0 on each rank. Sequences of data ranks do. */
+static void test_positions_of_a_rank(void **state) {
+    const mt_attention_desc heads = {.batch = 1, .seq = 4, .groups = 2, .heads_per_group = 1, .head_dim = 2};
+    mt_tensor qkv, table;
+    test_rank r;
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    mt_arena_request memory[] = {{&qkv, MT_F32, 4, 12}, {&table, MT_F32, 4, 2}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 2));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rotary_table(r.ctx, 100.0f, table));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, qkv, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_rotary_forward(r.ctx, &heads, table, qkv));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, qkv, MT_SPLIT_ROWS));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_rotary_forward: qkv is split by rows over \"tensor\"|mt_gather_from_sequence_region",
+            mt_rotary_forward(r.ctx, &heads, table, qkv));
+    test_paper_rank_close(&r);
+}
+
+/* A sum over all ranks of the program adds up what the tensor ranks and what the data ranks have. */
+static void test_a_sum_over_the_world(void **state) {
+    mt_tensor y, loss;
+    test_rank r;
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    mt_arena_request memory[] = {{&y, MT_F32, 4, 8}, {&loss, MT_F32, 1, 1}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 2));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, y, MT_PARTIAL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, y, MT_SPLIT_ROWS));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_all_reduce|sendbuf is split by rows over \"data\"|must be partial",
+            mt_all_reduce(r.ctx, r.world, y.data, y.data, 32, MT_F32, MT_SUM));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, y, MT_REPLICATED));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_all_reduce|sendbuf is replicated over \"data\"|would add up equal values",
+            mt_all_reduce(r.ctx, r.world, y.data, y.data, 32, MT_F32, MT_SUM));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, y, MT_PARTIAL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.world, y.data, y.data, 32, MT_F32, MT_SUM));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_all_reduce|sendbuf is replicated over \"tensor\"|would add up equal values",
+            mt_all_reduce(r.ctx, r.grid.tp, y.data, y.data, 32, MT_F32, MT_SUM));
+    /* a part of the loss of each token, and the mean of a loss that all tensor ranks have */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, loss, MT_PARTIAL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, loss, MT_SPLIT_COLS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.world, loss.data, loss.data, 1, MT_F32, MT_SUM));
+    check_is(&r, loss, MT_REPLICATED);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, loss, MT_SPLIT_COLS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.world, loss.data, loss.data, 1, MT_F32, MT_SUM));
+    test_paper_rank_close(&r);
+}
+
+/* A factor may come before g: its gradient is then a term of a sum. */
+static void test_factors_before_the_sum(void **state) {
+    mt_param_desc scale = {.name = "scale", .rows = 1, .cols = 8, .sequence_partial = 1};
+    mt_tensor x, y, dy, dx;
+    mt_param *gain;
+    test_rank r;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    mt_arena_request memory[] = {{&x, MT_F32, 4, 8}, {&y, MT_F32, 4, 8}, {&dy, MT_F32, 4, 8}, {&dx, MT_F32, 4, 8}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &scale, &gain));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 4));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_PARTIAL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, dy, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_multiply_row_forward(r.ctx, x, gain->value, y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_multiply_row_backward(r.ctx, x, gain->value, dy, dx, gain->grad));
+    check_is(&r, dx, MT_REPLICATED);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, r.params));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "x is partial|: the gradient of 'scale' is synchronised already; call mt_params_zero_grad",
+            mt_multiply_row_backward(r.ctx, x, gain->value, dy, dx, gain->grad));
+    test_paper_rank_close(&r);
+}
+
+/* What a call adds after the sum over the data ranks. */
+static void test_a_gradient_after_its_sum(void **state) {
+    mt_param_desc desc = {.name = "fc.bias", .rows = 1, .cols = 8};
+    mt_tensor dy;
+    mt_param *bias;
+    test_rank r;
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &desc, &bias));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 8, &dy));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, dy, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, dy, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_backward(r.ctx, dy, bias->grad));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_backward(r.ctx, dy, bias->grad)); /* another micro-batch */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sync_gradients(r.ctx, r.params));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_bias_backward|'fc.bias'|is synchronised already; call mt_params_zero_grad before",
+            mt_bias_backward(r.ctx, dy, bias->grad));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_backward(r.ctx, dy, bias->grad));
+    test_paper_rank_close(&r);
+}
+
+/* The words of a table that is split by rows are a term of an output, not of a gradient. */
+static void test_words_without_their_sum(void **state) {
+    mt_param_desc words = {.name = "words.weight", .rows = 16, .cols = 8, .placement = MT_SPLIT_ROWS};
+    int32_t ids[4] = {0};
+    mt_tensor y;
+    mt_param *table;
+    test_rank r;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &words, &table));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 8, &y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_embedding_forward(r.ctx, table->value, 0, ids, 0.0f, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_sigmoid_forward|since mt_embedding_forward at words|"
+            ": call mt_reduce_from_tensor_region_forward before",
+            mt_sigmoid_forward(r.ctx, y, y));
     test_paper_rank_close(&r);
 }
 
@@ -2288,6 +2477,13 @@ int main(void) {
         cmocka_unit_test(test_a_broadcast),
         cmocka_unit_test(test_slots_of_micro_batches),
         cmocka_unit_test(test_sampling),
+        cmocka_unit_test(test_parts_of_a_bias),
+        cmocka_unit_test(test_parts_of_attention),
+        cmocka_unit_test(test_positions_of_a_rank),
+        cmocka_unit_test(test_a_sum_over_the_world),
+        cmocka_unit_test(test_factors_before_the_sum),
+        cmocka_unit_test(test_words_without_their_sum),
+        cmocka_unit_test(test_a_gradient_after_its_sum),
         cmocka_unit_test(test_steps_of_the_callers_own),
         cmocka_unit_test(test_a_broadcast_to_gradients),
         cmocka_unit_test(test_a_broadcast_to_other_stages),

@@ -80,12 +80,12 @@ RUN(run_bias_forward, mt_bias_forward(c->ctx, T(0), T(1)))
 RUN(run_bias_backward, mt_bias_backward(c->ctx, T(0), T(1)))
 RUN(run_activation_forward, mt_activation_forward(c->ctx, (mt_activation)c->variant, T(0), T(1), T(2)))
 RUN(run_activation_backward, mt_activation_backward(c->ctx, (mt_activation)c->variant, T(1), T(0), T(2), T(3)))
-RUN(run_linear_forward, mt_linear_forward(c->ctx, T(0), T(1), T(2), T(3)))
+RUN(run_linear_forward, mt_linear_forward(c->ctx, T(1), T(0), T(2), T(3)))
 RUN(run_linear_activation_forward,
-    mt_linear_activation_forward(c->ctx, (mt_activation)c->variant, T(0), T(1), T(2), T(3), T(4)))
+    mt_linear_activation_forward(c->ctx, (mt_activation)c->variant, T(1), T(0), T(2), T(3), T(4)))
 RUN(run_linear_activation_backward,
-    mt_linear_activation_backward(c->ctx, (mt_activation)c->variant, T(0), T(1), T(2), T(3), T(4)))
-RUN(run_linear_gradients, mt_linear_gradients(c->ctx, T(0), T(1), T(2), T(3)))
+    mt_linear_activation_backward(c->ctx, (mt_activation)c->variant, T(1), T(0), T(2), T(3), T(4)))
+RUN(run_linear_gradients, mt_linear_gradients(c->ctx, T(1), T(2), T(0), T(3)))
 RUN(run_norm_forward, mt_norm_forward(c->ctx, (mt_norm_kind)c->variant, T(0), T(1), T(2), 1e-5f, T(3), T(4)))
 RUN(run_norm_backward,
     mt_norm_backward(c->ctx, (mt_norm_kind)c->variant, T(0), T(1), T(2), T(3), T(4), T(5), T(6), T(7)))
@@ -325,20 +325,20 @@ static mt_status run_gemm_of_sequences(const call *c) {
 
 /* mt_linear_forward and mt_linear_gradients for each sequence. */
 static mt_status run_linear_forward_of_sequences(const call *c) {
-    int64_t count = T(0).rows / M;
-    if (T(1).rows != count * N || T(3).rows != count * M) return MT_ERR_SHAPE;
+    int64_t count = T(1).rows / M;
+    if (T(0).rows != count * N || T(3).rows != count * M) return MT_ERR_SHAPE;
     for (int64_t i = 0; i < count; i++)
-        MT_TRY(mt_linear_forward(c->ctx, mt_tensor_rows(T(0), i * M, M), mt_tensor_rows(T(1), i * N, N), T(2),
+        MT_TRY(mt_linear_forward(c->ctx, mt_tensor_rows(T(1), i * M, M), mt_tensor_rows(T(0), i * N, N), T(2),
                                  mt_tensor_rows(T(3), i * M, M)));
     return MT_SUCCESS;
 }
 
 static mt_status run_linear_gradients_of_sequences(const call *c) {
-    int64_t count = T(0).rows / M;
-    if (T(1).rows != count * M || T(2).rows != count * N) return MT_ERR_SHAPE;
+    int64_t count = T(1).rows / M;
+    if (T(2).rows != count * M || T(0).rows != count * N) return MT_ERR_SHAPE;
     for (int64_t i = 0; i < count; i++)
-        MT_TRY(mt_linear_gradients(c->ctx, mt_tensor_rows(T(0), i * M, M), mt_tensor_rows(T(1), i * M, M),
-                                   mt_tensor_rows(T(2), i * N, N), T(3)));
+        MT_TRY(mt_linear_gradients(c->ctx, mt_tensor_rows(T(1), i * M, M), mt_tensor_rows(T(2), i * M, M),
+                                   mt_tensor_rows(T(0), i * N, N), T(3)));
     return MT_SUCCESS;
 }
 
@@ -464,21 +464,21 @@ static const entry entries[] = {
     OP("mt_activation_backward", TENSOR, MT_SWIGLU, run_activation_backward,
        "dy in 6x10, h in 6x20 parts 2, dh out 6x20 parts 2, dbias sum 1x20 optional parts 2"),
     OP("mt_linear_forward", TENSOR, 0, run_linear_forward,
-       "x in 6x10, weight in 14x10, bias in 1x14 optional, y out 6x14"),
+       "weight in 14x10, x in 6x10, bias in 1x14 optional, y out 6x14"),
     OP("mt_linear_activation_forward", TENSOR, MT_GELU_TANH, run_linear_activation_forward,
-       "x in 6x10, weight in 14x10, bias in 1x14 optional, h out 6x14, y out 6x14"),
+       "weight in 14x10, x in 6x10, bias in 1x14 optional, h out 6x14, y out 6x14"),
     OP("mt_linear_activation_forward", TENSOR, MT_SWIGLU, run_linear_activation_forward,
-       "x in 6x10, weight in 12x10 row_parts 2, bias in 1x12 optional parts 2, h out 6x12 parts 2, y out 6x6"),
+       "weight in 12x10 row_parts 2, x in 6x10, bias in 1x12 optional parts 2, h out 6x12 parts 2, y out 6x6"),
     OP("mt_linear_activation_backward", TENSOR, MT_GELU_TANH, run_linear_activation_backward,
-       "dy in 6x10, weight in 10x14, h in 6x14, dh out 6x14, dbias sum 1x14 optional"),
+       "weight in 10x14, dy in 6x10, h in 6x14, dh out 6x14, dbias sum 1x14 optional"),
     OP("mt_linear_activation_backward", TENSOR, MT_SWIGLU, run_linear_activation_backward,
-       "dy in 6x10, weight in 10x6, h in 6x12 parts 2, dh out 6x12 parts 2, dbias sum 1x12 optional parts 2"),
+       "weight in 10x6, dy in 6x10, h in 6x12 parts 2, dh out 6x12 parts 2, dbias sum 1x12 optional parts 2"),
     OP("mt_linear_gradients", TENSOR, 0, run_linear_gradients,
-       "dy in 6x14, x in 6x10, dweight sum 14x10, dbias sum 1x14 optional"),
+       "dweight sum 14x10, dy in 6x14, x in 6x10, dbias sum 1x14 optional"),
     {"mt_linear_forward", DATA, 0, run_linear_forward_of_sequences,
-     "x in 12x10, weight in 28x10, bias in 1x14 optional, y out 12x14", "RrP", NULL},
+     "weight in 28x10, x in 12x10, bias in 1x14 optional, y out 12x14", "RrP", NULL},
     {"mt_linear_gradients", DATA, 0, run_linear_gradients_of_sequences,
-     "dy in 12x14, x in 12x10, dweight sum 28x10, dbias sum 1x14 optional", "RrP", NULL},
+     "dweight sum 28x10, dy in 12x14, x in 12x10, dbias sum 1x14 optional", "RrP", NULL},
     OP("mt_norm_forward", TENSOR, MT_LAYER_NORM, run_norm_forward, NORM_FORWARD),
     OP("mt_norm_backward", TENSOR, MT_LAYER_NORM, run_norm_backward, NORM_BACKWARD),
     OP("mt_norm_forward", TENSOR, MT_RMS_NORM, run_norm_forward, NORM_FORWARD),
@@ -552,6 +552,8 @@ static const entry entries[] = {
     {"mt_rotary_table", TENSOR, 0, run_rotary_table, "table out 5x6", "R", NULL},
     OP("mt_rotary_forward", TENSOR, 0, run_rotary, "qkv inout 8x16, table in 4x2"),
     OP("mt_rotary_backward", TENSOR, 1, run_rotary, "dqkv inout 8x16, table in 4x2"),
+    OP("mt_rotary_forward", DATA, 0, run_rotary, "qkv inout 8x16, table in 4x2"),
+    OP("mt_rotary_backward", DATA, 1, run_rotary, "dqkv inout 8x16, table in 4x2"),
     OP("mt_kv_cache_append", TENSOR, 0, run_cache_append, CACHE_APPEND),
     OP("mt_kv_cache_attention", TENSOR, 0, run_cache_attention, CACHE_ATTENTION),
     OP("mt_kv_cache_append", DATA, 0, run_cache_append, CACHE_APPEND),
@@ -656,14 +658,16 @@ static const refused refusals[] = {
     {"mt_dot_product_attention_backward", TENSOR, "RRPRPRPPRRR RRPRPRPPRRP"},
     {"mt_dot_product_attention_backward", DATA, "RRPRPRPPRRR RRPRPRPPRRP"},
     {"mt_rotary_forward", TENSOR, "PR"},
+    {"mt_rotary_forward", DATA, "PR"},
     {"mt_multiply_row_forward", TENSOR, "RPP"},
     {"mt_multiply_col_forward", TENSOR, "RPP"},
     {"mt_embedding_forward", TENSOR, "RPP"},
-    {"mt_sigmoid_gate_backward", TENSOR, "RRPPR"},
     /* the same in gradients; without dx, the factor does not count */
-    {"mt_multiply_row_backward", TENSOR, "RRPPR RPRRP RPPPP PRP-P rrP-P"},
-    {"mt_multiply_col_backward", TENSOR, "RRPPR RPRRP RPPPP PRP-P ccP-P"},
+    {"mt_multiply_row_backward", TENSOR, "RRPPR RPPPP PRP-P rrP-P"},
+    {"mt_multiply_col_backward", TENSOR, "RRPPR RPPPP PRP-P ccP-P"},
     /* over tensor ranks, rows are any tokens, not whole sequences as here */
+    {"mt_rotary_forward", TENSOR, "rR"},
+    {"mt_rotary_backward", TENSOR, "rR"},
     {"mt_kv_cache_append", TENSOR, "rR**"},
     {"mt_kv_cache_attention", TENSOR, "r**r"},
     /* these do nothing in this direction, and sum what is replicated in the other one */

@@ -249,13 +249,18 @@ static double mutants_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Returns 1 if the message has one of the words, which are separated by |. */
+/* Whether a message has one of the words between |. What it says of the past, " since CALL at LAYER, must be", does not
+   count: the call that is wrong or missing is named before or behind it. */
 static int mutants_names(const char *message, const char *words) {
-    char part[256];
+    char part[256], text[MT_ERROR_BYTES], *since, *must;
+    snprintf(text, sizeof text, "%s", message);
+    since = strstr(text, " since ");
+    must = since ? strstr(since, ", must ") : NULL;
+    if (must) memmove(since, must, strlen(must) + 1);
     while (*words) {
         size_t n = strcspn(words, "|");
         snprintf(part, sizeof part, "%.*s", (int)n, words);
-        if (n && strstr(message, part)) return 1;
+        if (n && strstr(text, part)) return 1;
         words += n + (words[n] == '|');
     }
     return 0;
