@@ -905,9 +905,12 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
                                 const mt_place *place);
 
 /* Checks that a tensor whose columns a call takes as `parts` equal parts, such as gate and up, has these parts on each
-   rank. If a group splits the columns of t, operand `name` of the call, and t was computed with a parameter of a
-   registry, the `parts` of the parameter must be a multiple. Does nothing when check mode is off.
+   rank. If a group splits the columns of t, operand `name` of the call, and t is a parameter of a registry or was
+   computed with one, the `parts` of the parameter must be a multiple.
+   mt_parts_agree checks that a weight and a bias of the same features, or their gradients, have equal `parts`, when
+   both are whole parameters. Both functions do nothing when check mode is off.
    Errors: MT_ERR_ARGUMENT (also: parts is less than 1). */
+MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor weight, mt_tensor bias);
 MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t parts);
 
 /* A listener is told of each call that check mode has accepted, in the order of the calls: operators, rules of the
@@ -938,9 +941,10 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    gradient may be partial over `tensor`. Over `data` the value is replicated, and the gradient may be partial.
    mt_declare_forget drops what is known about [data, data + bytes). Call it before memory of the caller that was
    declared is freed.
-   mt_check_slots says that micro-batches keep their tensors in `count` slots of the arena, of `bytes` bytes each, one
-   after the other from the offset `first` on (see mt_arena_mark). Until the next mt_check_slots, a rule refuses an
-   operand in another slot than number `own`. count 0: there are no slots. mt_pipeline_run calls it for each action. */
+   mt_check_slots says that micro-batches keep tensors in `count` slots of `bytes` bytes each, one after the other from
+   `first` on. There may be two such areas, 0 and 1. Until the next mt_check_slots for the area, rules and region
+   functions refuse an operand in another slot than number `own`. count 0: the area has no slots. mt_pipeline_run calls
+   it for the inputs and for what forward keeps. */
 MT_API int mt_check_mode(const mt_context *ctx);
 MT_API void mt_check_pause(mt_context *ctx);
 MT_API mt_status mt_check_resume(mt_context *ctx, mt_status status);
@@ -953,7 +957,7 @@ MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const m
                                       mt_tensor value, mt_tensor grad, mt_placement placement, int64_t parts,
                                       int partial);
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes);
-MT_API void mt_check_slots(mt_context *ctx, size_t first, size_t bytes, int count, int own);
+MT_API void mt_check_slots(mt_context *ctx, int area, const void *first, size_t bytes, int count, int own);
 
 /* With mt_context_desc.check == 2, the context also compares values. Each call hashes, bit for bit, each operand that
    it reads and that is replicated over a group. mt_check_replicas compares the hashes of the ranks of comm, which all
@@ -4068,7 +4072,7 @@ typedef struct mti_axis {
 
 /* Where micro-batches keep their tensors, see mt_check_slots. */
 typedef struct mti_slots {
-    size_t first, bytes;
+    uintptr_t first, bytes;
     int count, own;
 } mti_slots;
 
@@ -4081,7 +4085,7 @@ typedef struct mti_checker {
     mti_placed_list memory; /* what is not in the arena: blocks of mt_context_alloc, and memory that was declared */
     mti_placed_list names;  /* pieces without memory that keep the names of forgotten parameters */
     mti_placed_list views;  /* of mt_check_view, the last one last; `may` is for one group, and all for the others */
-    mti_slots slots;
+    mti_slots slots[2];
     const char *latest; /* name of the parameter that an operator has used last, or NULL */
     mt_check_listener listener;
     void *user;                    /* of the listener */
@@ -4843,7 +4847,8 @@ static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, siz
 static int mti_is_gradient(const mti_checker *c, const mti_ruled *o, int g) {
     size_t i;
     if (o->operand->name[0] == 'd') return 1;
-    if (o->known.by && strcmp(o->known.by, "mt_gemm") != 0) return 0;
+    if (o->known.by && strcmp(o->known.by, "mt_gemm") != 0 && strcmp(o->known.by, "mt_linear_activation_backward") != 0)
+        return 0;
     for (i = 0; o->known.with && i < c->parameters.count; i++) {
         const mti_placed *p = &c->parameters.list[i];
         if (!p->is_gradient && strcmp(p->name, o->known.with) == 0) return p->may[g] == 1 << MT_SPLIT_ROWS;
@@ -5090,53 +5095,50 @@ static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
     return MT_SUCCESS;
 }
 
-MT_API void mt_check_slots(mt_context *ctx, size_t first, size_t bytes, int count, int own) {
+MT_API void mt_check_slots(mt_context *ctx, int area, const void *first, size_t bytes, int count, int own) {
     mti_slots *s;
-    if (!ctx || !ctx->checker) return;
-    s = &ctx->checker->slots;
-    s->first = first;
+    if (!ctx || !ctx->checker || area < 0 || area > 1) return;
+    s = &ctx->checker->slots[area];
+    s->first = (uintptr_t)first;
     s->bytes = bytes;
     s->count = bytes ? count : 0;
     s->own = own;
 }
 
-/* Refuses a call on memory of a slot that another micro-batch has. */
-static mt_status mti_slot_check(mt_context *ctx, const mti_ruling *r) {
-    const mti_slots *s = &ctx->checker->slots;
-    uintptr_t first = (uintptr_t)ctx->arena + s->first, slot;
-    char at[192];
+/* Returns the first slot of an area that a view meets and that is not the own one, or -1. */
+static int mti_slot_of_another(const mti_slots *s, mti_extent e) {
     int i;
-    for (i = 0; s->count > 1 && i < r->count; i++) {
-        const mt_operand *o = r->operands[i].operand;
-        if (!o || (uintptr_t)o->t.data < first) continue;
-        slot = ((uintptr_t)o->t.data - first) / s->bytes;
-        if (slot >= (uintptr_t)s->count || slot == (uintptr_t)s->own) continue;
-        mti_with_text(ctx->checker, r->with, at, sizeof at);
+    for (i = 0; i < s->count; i++) {
+        uintptr_t begin = s->first + (uintptr_t)i * s->bytes;
+        if (i != s->own && e.begin < begin + s->bytes && begin < e.end) return i;
+    }
+    return -1;
+}
+
+/* Refuses a call on memory of a slot that is not that of the action. */
+static mt_status mti_slot_check(mt_context *ctx, const char *where, const char *with, const char *name, mt_tensor t) {
+    char at[192];
+    int area, slot;
+    for (area = 0; area < 2 && mti_has_elements(t); area++) {
+        const mti_slots *s = &ctx->checker->slots[area];
+        slot = mti_slot_of_another(s, mti_extent_of(t));
+        if (slot < 0) continue;
+        mti_with_text(ctx->checker, with, at, sizeof at);
         return mt_fail(
             ctx, MT_ERR_ARGUMENT,
-            "%s%s: %s is in slot %d, which another micro-batch has, must be in slot %d (mt_action.slot), or in "
-            "memory of no slot",
-            r->where, at, o->name, (int)slot, s->own);
+            "%s%s: %s is in slot %d, but the slot of this action is %d (mt_action.slot): it has what another "
+            "micro-batch keeps",
+            where, at, name, slot, s->own);
     }
     return MT_SUCCESS;
 }
 
-/* Refuses a call with parameters that a group splits in other parts, such as a weight of gate and up, and a bias of one
-   part. */
-static mt_status mti_parts_agree(mt_context *ctx, const mti_ruling *r, int g) {
-    const mti_placed *first = NULL;
+/* The same for the operands of a call. */
+static mt_status mti_slots_check(mt_context *ctx, const mti_ruling *r) {
     int i;
-    for (i = 0; i < r->count; i++) {
-        const mti_placed *p = r->operands[i].operand ? r->operands[i].known.parameter : NULL;
-        if (!p || !(p->allowed[g] & MTI_SPLIT_PLACEMENTS) || (p->allowed[g] >> MT_REPLICATED & 1)) continue;
-        if (!first) first = p;
-        if (p->parts == first->parts) continue;
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: '%.100s' has parts %lld, but '%.100s' has parts %lld, so a rank of \"%s\" (%d ranks) has "
-                       "other features of the one than of the other: set mt_param_desc.parts of both to the same",
-                       r->where, first->name, (long long)first->parts, p->name, (long long)p->parts,
-                       ctx->checker->axes[g].name, ctx->checker->axes[g].size);
-    }
+    for (i = 0; i < r->count; i++)
+        if (r->operands[i].operand)
+            MT_TRY(mti_slot_check(ctx, r->where, r->with, r->operands[i].operand->name, r->operands[i].operand->t));
     return MT_SUCCESS;
 }
 
@@ -5202,12 +5204,9 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     r.with = NULL;
     mti_ruling_fill(c, &r, operands, count);
     MT_TRY(mti_rule_valid(ctx, &r));
-    MT_TRY(mti_slot_check(ctx, &r));
+    MT_TRY(mti_slots_check(ctx, &r));
     MT_TRY(mti_written_check(ctx, &r));
-    for (g = 0; g < c->count; g++) {
-        MT_TRY(mti_rule_axis(ctx, &r, g, results[g]));
-        MT_TRY(mti_parts_agree(ctx, &r, g));
-    }
+    for (g = 0; g < c->count; g++) MT_TRY(mti_rule_axis(ctx, &r, g, results[g]));
     mti_unknown_count(c, &r);
     if (r.with) c->latest = r.with;
     for (i = 0; i < r.count; i++)
@@ -5318,6 +5317,32 @@ MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *
     return MT_SUCCESS;
 }
 
+/* Returns the parameter or gradient that is a view, not only a part of it, and that group g splits, or NULL. */
+static const mti_placed *mti_whole_split(const mti_checker *c, mt_tensor t, int g) {
+    mti_extent e = mti_extent_of(t);
+    const mti_placed *p = mti_has_elements(t) ? mti_parameter_at(c, e) : NULL;
+    if (!p || !mti_extent_covers(e, p->at) || (p->allowed[g] >> MT_REPLICATED & 1)) return NULL;
+    return p->allowed[g] & MTI_SPLIT_PLACEMENTS ? p : NULL;
+}
+
+MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor weight, mt_tensor bias) {
+    const mti_placed *w, *b;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    for (g = 0; mt_check_mode(ctx) && g < ctx->checker->count; g++) {
+        w = mti_whole_split(ctx->checker, weight, g);
+        b = mti_whole_split(ctx->checker, bias, g);
+        if (w && b && w->parts != b->parts)
+            return mt_fail(
+                ctx, MT_ERR_ARGUMENT,
+                "%s: '%.100s' has parts %lld, but '%.100s' has parts %lld, so a rank of \"%s\" (%d ranks) has "
+                "other features of the one than of the other: set mt_param_desc.parts of both to the same",
+                where, w->name, (long long)w->parts, b->name, (long long)b->parts, ctx->checker->axes[g].name,
+                ctx->checker->axes[g].size);
+    }
+    return MT_SUCCESS;
+}
+
 /* -- the rules of communication -- */
 
 /* Sets *r to a rule that one operand must fit. */
@@ -5376,7 +5401,8 @@ static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char
     operand.t = x;
     operand.use = 1;
     mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
-    MT_TRY(mti_slot_check(ctx, &r));
+    MT_TRY(mti_slots_check(ctx, &r));
+    MT_TRY(mti_slot_check(ctx, where, NULL, "y", y));
     MT_TRY(mti_written_check(ctx, &r));
     MT_TRY(mti_rule_axis(ctx, &r, g, results));
     read = r.operands[0].known;
@@ -5406,6 +5432,12 @@ static int mti_is_known(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
     if (g < 0 || ctx->checker->axes[g].only_group) return 0;
     k = mti_known_of(ctx->checker, x);
     return !k.zero && k.may[g] != MTI_ALL_PLACEMENTS;
+}
+
+/* Whether x is split over a group. */
+static int mti_is_split(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
+    int g = mti_axis_of(ctx->checker, comm, 0);
+    return g >= 0 && !(mti_known_of(ctx->checker, x).may[g] & ~MTI_SPLIT_PLACEMENTS);
 }
 
 /* Returns the memory of a collective as a tensor with the columns of what was written there, or with one row. */
@@ -5499,15 +5531,14 @@ static mt_status mti_collective_unknown(mt_context *ctx, const mt_comm *comm, in
     return mti_placement_note(ctx, y, may, 0, where, NULL);
 }
 
-/* The sum over the world of a term of a sum: it must be one over each group, because all of them are added up. Data
-   ranks may also sum a number that each has of its own tokens. */
+/* The sum over the world of a term of a sum: it must be one over each group, because all of them are added up. */
 static mt_status mti_world_sum(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
-    static const mt_rule number = {"sendbuf", "P", "r c"}, terms = {"sendbuf", "P", NULL};
+    static const mt_rule terms = {"sendbuf", "P", NULL};
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
     const mt_tensor *x = &r->operands[0].operand->t;
     mti_ruling sum = *r;
     int g;
-    sum.rule = x->rows == 1 && x->cols == 1 ? &number : &terms;
+    sum.rule = &terms;
     for (g = 0; g < ctx->checker->count; g++)
         if (!ctx->checker->axes[g].only_group) MT_TRY(mti_rule_axis(ctx, &sum, g, results));
     memset(may, 1 << MT_REPLICATED, sizeof may);
@@ -5516,12 +5547,19 @@ static mt_status mti_world_sum(mt_context *ctx, const mti_ruling *r, mt_tensor y
     return MT_SUCCESS;
 }
 
-/* Whether a tensor is a term of a sum over a group. */
-static int mti_is_term(const mti_checker *c, const mti_known *k) {
-    int g;
-    for (g = 0; g < c->count && !k->zero; g++)
-        if (k->may[g] == 1 << MT_PARTIAL) return 1;
-    return 0;
+/* Whether a communicator is the world, and x is a term of a sum over one of the groups that the world consists of. Of
+   numbers, such as losses, programs also sum what some ranks have, and divide by their number. */
+static int mti_is_term_of_world(const mt_context *ctx, const mt_comm *comm, mt_tensor x, const mti_known *k) {
+    const mti_checker *c = ctx->checker;
+    int64_t ranks = 1;
+    int g, term = 0;
+    if (comm != ctx->world || x.rows == 1 || k->zero) return 0;
+    for (g = 0; g < c->count; g++) {
+        if (mti_axis_is(&c->axes[g], comm)) return 0;
+        if (!c->axes[g].only_group) ranks *= c->axes[g].size;
+        term |= k->may[g] == 1 << MT_PARTIAL;
+    }
+    return term && ranks == comm->size;
 }
 
 /* An all-reduce over a communicator that is none of the known groups. */
@@ -5535,8 +5573,7 @@ static mt_status mti_sum_of_others(mt_context *ctx, const mt_comm *comm, const m
     operand.t = x;
     operand.use = 1;
     mti_ruling_of(&r, ctx->checker, "mt_all_reduce", &any, &operand);
-    if (comm == ctx->world && mti_axis_of(ctx->checker, comm, 0) < 0 && mti_is_term(ctx->checker, &r.operands[0].known))
-        return mti_world_sum(ctx, &r, y);
+    if (mti_is_term_of_world(ctx, comm, x, &r.operands[0].known)) return mti_world_sum(ctx, &r, y);
     MT_TRY(mti_collective_unknown(ctx, comm, call->kind, "mt_all_reduce", y));
     p = mti_parameter_at(ctx->checker, mti_extent_of(y));
     if (p && p->is_gradient) snprintf(p->summed_over, sizeof p->summed_over, "%s", comm->name);
@@ -5569,7 +5606,7 @@ static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, cons
             return mti_move_check(ctx, comm, "mt_reduce_scatter", parts, 'r', "sendbuf", x, y);
         /* A gather in place leaves what is replicated as it is: the parameters of a sharded optimizer, for instance.
            Candidates of a vocabulary are floats and ids, gathered as MT_I32. */
-        if (call->kind == MT_ALL_GATHER)
+        if (call->kind == MT_ALL_GATHER && (is_float || mti_is_split(ctx, comm, x)))
             return mti_move_check(ctx, comm, "mt_all_gather",
                                   mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R',
                                   "sendbuf", x, y);

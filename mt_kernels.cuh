@@ -3395,6 +3395,9 @@ static const mt_rule mti_gemm_rules[2][2] = {
     {{"a b c", "RRR rRr Rcc crP PRP RPP", "rrr"}, {"a b c", "RRR rRr Rrc ccP PRP RPP", "rrr"}},
     {{"a b c", "RRR cRr Rcc rrP PRP RPP", "rrr"}, {"a b c", "RRR cRr Rrc rcP PRP RPP", "rrr"}}};
 
+/* Each rank may rotate its own tokens of one sequence, with its own rows of the table. */
+static const mt_rule mti_rotary_rules[2] = {{"qkv table", "RR cR rr", "rR"}, {"dqkv table", "RR cR PR rr", "rR"}};
+
 /* With one group of keys and values, all ranks may have it, and a share of the queries each (multi-query attention,
    arXiv 1911.02150). With more groups the queries of a rank would not meet their own group. */
 static const mt_rule mti_multi_query_rules[2] = {
@@ -3523,6 +3526,14 @@ static mt_status mti_begin_ruled(mti_operator *op, mt_context *ctx, const char *
 static mt_status mti_begin(mti_operator *op, mt_context *ctx, const char *name, const mt_arg *args, int count) {
     int runs = count == 0 || !mti_is_empty(*args[0].view);
     if (runs) MT_TRY(mti_apply_rule_of(ctx, name, args, count));
+    return mti_begin_ruled(op, ctx, name, args, count);
+}
+
+/* The same with another rule than that of mti_rules, unless it is NULL. */
+static mt_status mti_begin_with(mti_operator *op, mt_context *ctx, const char *name, const mt_rule *rule,
+                                const mt_arg *args, int count) {
+    if (!rule) return mti_begin(op, ctx, name, args, count);
+    if (mt_check_mode(ctx) && !mti_is_empty(*args[0].view)) MT_TRY(mti_apply_rule(ctx, name, rule, args, count));
     return mti_begin_ruled(op, ctx, name, args, count);
 }
 
@@ -6301,6 +6312,7 @@ MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weigh
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
+    MT_TRY(mt_parts_agree(ctx, where, weight, bias));
     MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
     return MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y),
                      mti_linear_forward(ctx, x, weight, bias, y));
@@ -6323,6 +6335,7 @@ MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kin
     MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
+    MT_TRY(mt_parts_agree(ctx, where, weight, bias));
     MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args) - 1));
     MT_TRY(mti_expect_gates(ctx, where, kind, h, "bias", bias));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y),
@@ -6359,6 +6372,7 @@ MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x,
     MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "dy", dy));
     MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "x", x));
     MT_TRY(mt_check_apart(ctx, where, "dbias", dbias, "dy", dy));
+    MT_TRY(mt_parts_agree(ctx, where, dweight, dbias));
     MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
     return MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias),
                      mti_linear_gradients(ctx, dy, x, dweight, dbias));
@@ -10552,15 +10566,6 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
 }
 
-/* mti_begin, with the rule of multi-query attention if there is one group of keys and values. */
-static mt_status mti_begin_queries(mti_operator *op, mt_context *ctx, const char *where, const mt_rule *multi_query,
-                                   const mt_arg *args, int count, const mt_attention_desc *s) {
-    if (s->groups > 1) return mti_begin(op, ctx, where, args, count);
-    if (mt_check_mode(ctx) && !mti_is_empty(*args[0].view))
-        MT_TRY(mti_apply_rule(ctx, where, multi_query, args, count));
-    return mti_begin_ruled(op, ctx, where, args, count);
-}
-
 MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse) {
     static const char *const where = "mt_dot_product_attention_forward";
@@ -10579,7 +10584,7 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
     int i;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     for (i = 0; i < 3; i++) MT_TRY(mt_check_apart(ctx, where, "out", out, args[i].name, *args[i].view));
-    MT_TRY(mti_begin_queries(&op, ctx, where, &mti_multi_query_rules[0], args, MTI_COUNT(args), &s));
+    MT_TRY(mti_begin_with(&op, ctx, where, s.groups == 1 ? &mti_multi_query_rules[0] : NULL, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_head_masks(&op, where, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
@@ -10611,7 +10616,7 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
     MT_TRY(mti_expect_dbias(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 4));
-    MT_TRY(mti_begin_queries(&op, ctx, where, &mti_multi_query_rules[1], args, MTI_COUNT(args), &s));
+    MT_TRY(mti_begin_with(&op, ctx, where, s.groups == 1 ? &mti_multi_query_rules[1] : NULL, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_head_masks(&op, where, "dq", dq, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
@@ -10890,7 +10895,8 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
     MT_TRY(mti_expect_documents(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_qkv_parts(ctx, where, desc, name, qkv));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin_with(&op, ctx, where, desc->batch == 1 ? &mti_rotary_rules[sign < 0.0f] : NULL, args,
+                          MTI_COUNT(args)));
     op.work.bytes = bytes;
     if (s.qkv_layout != MT_QKV_PER_GROUP) { /* one group, in which all queries and keys but the last are "queries" */
         s.heads_per_group = s.groups * (s.heads_per_group + 1) - 1;

@@ -7035,6 +7035,7 @@ typedef struct mti_pipeline {
     mt_tensor inputs, output, doutput, dinput;
     /* offsets in the arena: slot i has [base + i * kept, base + (i + 1) * kept), and all slots end at top */
     size_t base, kept, top;
+    const char *first; /* the memory of slot 0 */
     /* measured: 1 when kept is known */
     int slots, measured;
 } mti_pipeline;
@@ -7136,6 +7137,7 @@ static mt_status mti_pipeline_measure(mt_context *ctx, mti_pipeline *p) {
     p->kept = mt_arena_mark(ctx) - p->base;
     p->measured = 1;
     MT_TRY(mt_arena_alloc(ctx, (size_t)(p->slots - 1) * p->kept, &others));
+    p->first = (const char *)others - p->kept;
     p->top = mt_arena_mark(ctx);
     return MT_SUCCESS;
 }
@@ -7220,10 +7222,13 @@ static mt_status mti_pipeline_communicate(mt_context *ctx, const mti_pipeline *p
 
 /* Runs a forward or a backward, which must leave the slots of other micro-batches alone. */
 static mt_status mti_pipeline_compute(mt_context *ctx, mti_pipeline *p, const mt_action *a) {
+    size_t input = (size_t)(p->stage->rows * p->stage->cols) * mt_dtype_size(p->stage->dtype);
     mt_status status;
-    mt_check_slots(ctx, p->base, p->kept, p->slots, a->slot);
+    mt_check_slots(ctx, 0, p->inputs.data, input, p->inputs.data ? p->slots : 0, a->slot);
+    mt_check_slots(ctx, 1, p->first, p->kept, p->slots, a->slot);
     status = a->kind == MT_FORWARD ? mti_pipeline_forward(ctx, p, a) : mti_pipeline_backward(ctx, p, a);
-    mt_check_slots(ctx, 0, 0, 0, 0);
+    mt_check_slots(ctx, 0, NULL, 0, 0, 0);
+    mt_check_slots(ctx, 1, NULL, 0, 0, 0);
     return status;
 }
 

@@ -1633,6 +1633,7 @@ static void test_sampling(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_sample_ids(r.ctx, &desc, 16, all, 2, (int32_t *)ids.data));
     check_is(&r, ids, MT_REPLICATED);
     assert_int_equal(mt_placement_of(r.ctx, r.grid.dp, ids), MT_SPLIT_ROWS);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_gather(r.ctx, r.grid.tp, ids.data, all.data, 4, MT_I32)); /* to compare */
     test_paper_rank_close(&r);
 }
 
@@ -1715,6 +1716,27 @@ static void test_parts_of_a_bias(void **state) {
     assert_true(test_has_words(text, "mt_activation_forward: bias is split by columns|2 parts|'fc1.bias' has parts 1"));
 }
 
+/* Views of parameters with other parts: the rows of the queries in a weight of queries, keys and values, and a bias of
+   the queries alone. */
+static void test_parts_of_views(void **state) {
+    mt_param_desc weight = {.name = "qkv.weight", .rows = 24, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = 3};
+    mt_param_desc bias = {.name = "q.bias", .rows = 1, .cols = 8, .placement = MT_SPLIT_COLS};
+    mt_tensor x, y;
+    mt_param *w, *b;
+    test_rank r;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    mt_arena_request memory[] = {{&x, MT_F32, 8, 4}, {&y, MT_F32, 8, 4}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &weight, &w));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &bias, &b));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 2));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_forward(r.ctx, x, mt_tensor_rows(w->value, 0, 4), b->value, y));
+    check_is(&r, y, MT_SPLIT_COLS);
+    test_paper_rank_close(&r);
+}
+
 /* Rows of queries, keys and values, one below the other, are three parts. */
 static void test_parts_of_attention(void **state) {
     (void)state;
@@ -1761,6 +1783,10 @@ static void test_positions_of_a_rank(void **state) {
     REFUSED(r.ctx, MT_ERR_ARGUMENT,
             "mt_rotary_forward: qkv is split by rows over \"tensor\"|mt_gather_from_sequence_region",
             mt_rotary_forward(r.ctx, &heads, table, qkv));
+    /* with the rank's own rows of the table, a rank rotates its own tokens */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view(r.ctx, r.grid.tp, table, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_check_view_end(r.ctx, mt_rotary_forward(r.ctx, &heads, table, qkv)));
+    check_is(&r, qkv, MT_SPLIT_ROWS);
     test_paper_rank_close(&r);
 }
 
@@ -1783,13 +1809,17 @@ static void test_a_sum_over_the_world(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.world, y.data, y.data, 32, MT_F32, MT_SUM));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_all_reduce|sendbuf is replicated over \"tensor\"|would add up equal values",
             mt_all_reduce(r.ctx, r.grid.tp, y.data, y.data, 32, MT_F32, MT_SUM));
-    /* a part of the loss of each token, and the mean of a loss that all tensor ranks have */
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, loss, MT_PARTIAL));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, loss, MT_SPLIT_COLS));
+    /* the mean of a loss that all tensor ranks have, of which the data ranks have a part */
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, loss, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, loss, MT_PARTIAL));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.world, loss.data, loss.data, 1, MT_F32, MT_SUM));
-    check_is(&r, loss, MT_REPLICATED);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, loss, MT_SPLIT_COLS));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.world, loss.data, loss.data, 1, MT_F32, MT_SUM));
+    test_paper_rank_close(&r);
+    /* stages have other tensors: what their sum is, is not known */
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 2));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, y, MT_PARTIAL));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_all_reduce(r.ctx, r.world, y.data, y.data, 32, MT_F32, MT_SUM));
+    check_is(&r, y, MT_UNDECLARED);
     test_paper_rank_close(&r);
 }
 
@@ -2198,12 +2228,51 @@ static void test_slots_of_micro_batches(void **state) {
     m.kind = model_kinds;
     m.swaps_slots = 1;
     test_paper_rank(8, 0, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &m.r);
-    REFUSED(
-        m.r.ctx, MT_ERR_ARGUMENT,
-        "mt_gemm \"decoder.layers.1.mlp.linear_fc2\": b is in slot 1, which another micro-batch has, must be in slot "
-        "0 (mt_action.slot)",
-        run_model(&m));
+    REFUSED(m.r.ctx, MT_ERR_ARGUMENT,
+            "mt_gemm \"decoder.layers.1.mlp.linear_fc2\": b is in slot 1, but the slot of this action is 0 "
+            "(mt_action.slot): it has what another micro-batch keeps",
+            run_model(&m));
     close_model(&m);
+}
+
+/* A backward on the second stage that takes the input of the other micro-batch, or writes to what that keeps. */
+typedef struct slot_user {
+    mt_tensor inputs[2], kept[2];
+    int writes;
+} slot_user;
+
+static mt_status slot_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
+    slot_user *u = (slot_user *)user;
+    (void)output;
+    u->inputs[a->slot] = input;
+    MT_TRY(mt_arena_tensor(ctx, MT_F32, input.rows, input.cols, &u->kept[a->slot]));
+    return mt_copy(ctx, input, u->kept[a->slot]);
+}
+
+static mt_status slot_backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
+    slot_user *u = (slot_user *)user;
+    (void)doutput;
+    MT_TRY(mt_copy(ctx, u->inputs[a->slot], dinput));
+    return u->writes ? mt_copy(ctx, dinput, u->kept[1 - a->slot]) : mt_copy(ctx, u->inputs[1 - a->slot], dinput);
+}
+
+static void test_inputs_of_micro_batches(void **state) {
+    (void)state;
+    for (int writes = 0; writes < 2; writes++) {
+        slot_user u = {.writes = writes};
+        const mt_pipeline_stage stage = {
+            .rows = 4, .cols = 8, .forward = slot_forward, .backward = slot_backward, .user = &u};
+        mt_action actions[12];
+        test_rank r;
+        int count;
+        test_paper_rank(4, 2, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &r);
+        assert_int_equal(r.grid.pp_rank, 1);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_pipeline_schedule(MT_SCHEDULE_GPIPE, 2, 1, 2, actions, 12, &count));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT,
+                writes ? "mt_copy: y is in slot |(mt_action.slot)" : "mt_copy: x is in slot |(mt_action.slot)",
+                mt_pipeline_run(r.ctx, &r.grid, &stage, actions, count));
+        test_paper_rank_close(&r);
+    }
 }
 
 /* What the second stage receives is known: it finds its mistakes alone. */
@@ -2430,72 +2499,73 @@ static void test_cross_attention_knows_its_placements(void **state) {
     }
 }
 
-int main(void) {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_mistakes_are_refused),
-        cmocka_unit_test(test_messages_name_the_layers),
-        cmocka_unit_test(test_one_rank_may_do_all_of_them),
-        cmocka_unit_test(test_nothing_is_written),
-        cmocka_unit_test(test_overlaps_on_meta),
-        cmocka_unit_test(test_sequence_parallelism),
-        cmocka_unit_test(test_placements_of_views),
-        cmocka_unit_test(test_many_pieces),
-        cmocka_unit_test(test_zeros_and_memory_of_the_caller),
-        cmocka_unit_test(test_own_rules),
-        cmocka_unit_test(test_arguments_of_own_rules),
-        cmocka_unit_test(test_parameters_keep_their_placement),
-        cmocka_unit_test(test_products_of_own_heads),
-        cmocka_unit_test(test_columns_of_a_single_row),
-        cmocka_unit_test(test_an_operand_that_must_be_left_out),
-        cmocka_unit_test(test_masks_by_place),
-        cmocka_unit_test(test_masks_of_other_ranks),
-        cmocka_unit_test(test_masks_of_heads),
-        cmocka_unit_test(test_bias_of_scores),
-        cmocka_unit_test(test_bias_of_own_heads),
-        cmocka_unit_test(test_place_of_an_own_operator),
-        cmocka_unit_test(test_loss_of_a_step),
-        cmocka_unit_test(test_loss_of_a_pipeline),
-        cmocka_unit_test(test_the_missing_call_is_named),
-        cmocka_unit_test(test_a_group_without_declarations),
-        cmocka_unit_test(test_parts),
-        cmocka_unit_test(test_own_sum_over_the_embedding_group),
-        cmocka_unit_test(test_parts_of_two_products),
-        cmocka_unit_test(test_place_of_some_columns),
-        cmocka_unit_test(test_a_listener_is_told_of_each_call),
-        cmocka_unit_test(test_a_listener_is_told_of_communication),
-        cmocka_unit_test(test_a_listener_of_one_rank),
-        cmocka_unit_test(test_chunks_of_rows),
-        cmocka_unit_test(test_data_ranks),
-        cmocka_unit_test(test_a_partial_sum_does_not_travel),
-        cmocka_unit_test(test_downloads),
-        cmocka_unit_test(test_names_of_groups),
-        cmocka_unit_test(test_many_parts_and_rows_of_data),
-        cmocka_unit_test(test_calls_that_would_help),
-        cmocka_unit_test(test_sums_and_maxima),
-        cmocka_unit_test(test_multi_query_attention),
-        cmocka_unit_test(test_what_is_sent_was_written),
-        cmocka_unit_test(test_a_broadcast),
-        cmocka_unit_test(test_slots_of_micro_batches),
-        cmocka_unit_test(test_sampling),
-        cmocka_unit_test(test_parts_of_a_bias),
-        cmocka_unit_test(test_parts_of_attention),
-        cmocka_unit_test(test_positions_of_a_rank),
-        cmocka_unit_test(test_a_sum_over_the_world),
-        cmocka_unit_test(test_factors_before_the_sum),
-        cmocka_unit_test(test_words_without_their_sum),
-        cmocka_unit_test(test_a_gradient_after_its_sum),
-        cmocka_unit_test(test_steps_of_the_callers_own),
-        cmocka_unit_test(test_a_broadcast_to_gradients),
-        cmocka_unit_test(test_a_broadcast_to_other_stages),
-        cmocka_unit_test(test_what_was_received),
-        cmocka_unit_test(test_gradients_that_are_sums),
-        cmocka_unit_test(test_parts_that_differ),
-        cmocka_unit_test(test_vocabulary_of_a_rank),
-        cmocka_unit_test(test_models_know_their_placements),
-        cmocka_unit_test(test_cross_attention_knows_its_placements),
-        cmocka_unit_test(test_stages_know_what_they_receive),
-        cmocka_unit_test(test_views_for_some_calls),
-        cmocka_unit_test(test_slices_leave_the_tensor_whole),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
-}
+static const struct CMUnitTest tests[] = {
+    cmocka_unit_test(test_mistakes_are_refused),
+    cmocka_unit_test(test_messages_name_the_layers),
+    cmocka_unit_test(test_one_rank_may_do_all_of_them),
+    cmocka_unit_test(test_nothing_is_written),
+    cmocka_unit_test(test_overlaps_on_meta),
+    cmocka_unit_test(test_sequence_parallelism),
+    cmocka_unit_test(test_placements_of_views),
+    cmocka_unit_test(test_many_pieces),
+    cmocka_unit_test(test_zeros_and_memory_of_the_caller),
+    cmocka_unit_test(test_own_rules),
+    cmocka_unit_test(test_arguments_of_own_rules),
+    cmocka_unit_test(test_parameters_keep_their_placement),
+    cmocka_unit_test(test_products_of_own_heads),
+    cmocka_unit_test(test_columns_of_a_single_row),
+    cmocka_unit_test(test_an_operand_that_must_be_left_out),
+    cmocka_unit_test(test_masks_by_place),
+    cmocka_unit_test(test_masks_of_other_ranks),
+    cmocka_unit_test(test_masks_of_heads),
+    cmocka_unit_test(test_bias_of_scores),
+    cmocka_unit_test(test_bias_of_own_heads),
+    cmocka_unit_test(test_place_of_an_own_operator),
+    cmocka_unit_test(test_loss_of_a_step),
+    cmocka_unit_test(test_loss_of_a_pipeline),
+    cmocka_unit_test(test_the_missing_call_is_named),
+    cmocka_unit_test(test_a_group_without_declarations),
+    cmocka_unit_test(test_parts),
+    cmocka_unit_test(test_own_sum_over_the_embedding_group),
+    cmocka_unit_test(test_parts_of_two_products),
+    cmocka_unit_test(test_place_of_some_columns),
+    cmocka_unit_test(test_a_listener_is_told_of_each_call),
+    cmocka_unit_test(test_a_listener_is_told_of_communication),
+    cmocka_unit_test(test_a_listener_of_one_rank),
+    cmocka_unit_test(test_chunks_of_rows),
+    cmocka_unit_test(test_data_ranks),
+    cmocka_unit_test(test_a_partial_sum_does_not_travel),
+    cmocka_unit_test(test_downloads),
+    cmocka_unit_test(test_names_of_groups),
+    cmocka_unit_test(test_many_parts_and_rows_of_data),
+    cmocka_unit_test(test_calls_that_would_help),
+    cmocka_unit_test(test_sums_and_maxima),
+    cmocka_unit_test(test_multi_query_attention),
+    cmocka_unit_test(test_what_is_sent_was_written),
+    cmocka_unit_test(test_a_broadcast),
+    cmocka_unit_test(test_slots_of_micro_batches),
+    cmocka_unit_test(test_inputs_of_micro_batches),
+    cmocka_unit_test(test_sampling),
+    cmocka_unit_test(test_parts_of_a_bias),
+    cmocka_unit_test(test_parts_of_attention),
+    cmocka_unit_test(test_parts_of_views),
+    cmocka_unit_test(test_positions_of_a_rank),
+    cmocka_unit_test(test_a_sum_over_the_world),
+    cmocka_unit_test(test_factors_before_the_sum),
+    cmocka_unit_test(test_words_without_their_sum),
+    cmocka_unit_test(test_a_gradient_after_its_sum),
+    cmocka_unit_test(test_steps_of_the_callers_own),
+    cmocka_unit_test(test_a_broadcast_to_gradients),
+    cmocka_unit_test(test_a_broadcast_to_other_stages),
+    cmocka_unit_test(test_what_was_received),
+    cmocka_unit_test(test_gradients_that_are_sums),
+    cmocka_unit_test(test_parts_that_differ),
+    cmocka_unit_test(test_vocabulary_of_a_rank),
+    cmocka_unit_test(test_models_know_their_placements),
+    cmocka_unit_test(test_cross_attention_knows_its_placements),
+    cmocka_unit_test(test_stages_know_what_they_receive),
+    cmocka_unit_test(test_views_for_some_calls),
+    cmocka_unit_test(test_slices_leave_the_tensor_whole),
+};
+
+int main(void) { return cmocka_run_group_tests(tests, NULL, NULL); }

@@ -613,6 +613,9 @@ static const entry entries[] = {
     {"mt_gemm", DATA, 1, run_gemm_of_sequences, "a in 20x6, b in 20x14, c out 12x14", "RrP", NULL},
     {"mt_gemm", DATA, 2, run_gemm_of_sequences, "a in 12x10, b in 28x10, c out 12x14", "RrP", NULL},
     {"mt_gemm", DATA, 3, run_gemm_of_sequences, "a in 20x6, b in 28x10, c out 12x14", "RrP", NULL},
+    /* one sequence */
+    OP("mt_rotary_forward", TENSOR, 0, run_rotary, "qkv inout 6x16, table in 6x2"),
+    OP("mt_rotary_backward", TENSOR, 1, run_rotary, "dqkv inout 6x16, table in 6x2"),
 };
 
 /* None of these changes the whole: only its placement. */
