@@ -1,5 +1,6 @@
 /* test_checking.c - check mode: wrong parallel programs are refused with the call named, right ones are not. */
 
+#define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 #include "mt_test_ranks.h"
 

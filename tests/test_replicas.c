@@ -2,6 +2,7 @@
    not refused and compute the same bits as without. */
 
 #define GPT_STEPS 3
+#define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 #include "mt_test_gpt.h"
 #include "mt_test_ranks.h"

@@ -8,6 +8,7 @@
       output must be one of step 3. When it refuses, no placement may be right, or `refusals` lists the combination.
    Combinations whose shapes do not fit together are left out: the operator refuses them without a rule. */
 
+#define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 #include "mt_test_ranks.h"
 
