@@ -5533,16 +5533,12 @@ static mt_status mti_collective_unknown(mt_context *ctx, const mt_comm *comm, in
 
 /* The sum over the world of a term of a sum: it must be one over each group, because all of them are added up. */
 static mt_status mti_world_sum(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
-    static const mt_rule terms = {"sendbuf", "P", NULL};
     unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
-    const mt_tensor *x = &r->operands[0].operand->t;
-    mti_ruling sum = *r;
     int g;
-    sum.rule = &terms;
     for (g = 0; g < ctx->checker->count; g++)
-        if (!ctx->checker->axes[g].only_group) MT_TRY(mti_rule_axis(ctx, &sum, g, results));
+        if (!ctx->checker->axes[g].only_group) MT_TRY(mti_rule_axis(ctx, r, g, results));
     memset(may, 1 << MT_REPLICATED, sizeof may);
-    MT_TRY(mti_move_note(ctx, &r->operands[0].known, *x, y, may, 0, r->where));
+    MT_TRY(mti_move_note(ctx, &r->operands[0].known, r->operands[0].operand->t, y, may, 0, r->where));
     mti_tell_move(ctx, r, y);
     return MT_SUCCESS;
 }
@@ -5565,14 +5561,14 @@ static int mti_is_term_of_world(const mt_context *ctx, const mt_comm *comm, mt_t
 /* An all-reduce over a communicator that is none of the known groups. */
 static mt_status mti_sum_of_others(mt_context *ctx, const mt_comm *comm, const mti_call *call, mt_tensor x,
                                    mt_tensor y) {
-    static const mt_rule any = {"sendbuf", "*", NULL};
+    static const mt_rule terms = {"sendbuf", "P", NULL};
     mti_placed *p;
     mt_operand operand;
     mti_ruling r;
     operand.name = "sendbuf";
     operand.t = x;
     operand.use = 1;
-    mti_ruling_of(&r, ctx->checker, "mt_all_reduce", &any, &operand);
+    mti_ruling_of(&r, ctx->checker, "mt_all_reduce", &terms, &operand);
     if (mti_is_term_of_world(ctx, comm, x, &r.operands[0].known)) return mti_world_sum(ctx, &r, y);
     MT_TRY(mti_collective_unknown(ctx, comm, call->kind, "mt_all_reduce", y));
     p = mti_parameter_at(ctx->checker, mti_extent_of(y));
