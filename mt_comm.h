@@ -916,9 +916,9 @@ MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *
 /* A listener is told of each call that check mode has accepted, in the order of the calls: operators, rules of the
    caller's own, region functions, and collectives of tensors that are known. operands[count] are the views of the call,
    which may be of any shape; data is NULL for one that the call leaves out. mt_placement_of returns what the views are
-   after the call. `with` is the name of a parameter among them, or NULL. The strings live as long as the context, the
-   operands until the listener returns. What a call writes is not computed yet. The listener may print or keep what it
-   is told; it must not write tensors with the library.
+   after the call. `with` is the name of a parameter among them, or NULL. It lives as long as the parameter, the other
+   strings as long as the context, and the operands until the listener returns. What a call writes is not computed yet.
+   The listener may print or keep what it is told; it must not write tensors with the library.
    mt_check_listen sets the listener of a context. NULL: none. It does nothing when check mode is off. */
 typedef void (*mt_check_listener)(mt_context *ctx, void *user, const char *where, const char *with,
                                   const mt_operand *operands, int count);
@@ -4021,7 +4021,8 @@ MT_API mt_status mt_hash_add(mt_context *ctx, mt_tensor x, int64_t first_row, in
    There are two lists of pieces. `parameters` has the values and gradients of registries; they stay until they are
    forgotten. `written` has what operators have written. A new piece removes the older ones that it covers. A view finds
    the newest pieces that it meets, until one of them covers it. Memory that is allocated again is unknown:
-   mt_arena_alloc and mt_context_free forget it.
+   mt_arena_alloc and mt_context_free forget it. Pieces that overlap and say the same become one. Where too many
+   overlap, one piece takes their place, too, and what they do not agree on is not known any more.
 
    Lists are in the order of addresses. A search begins at the last piece that begins before the end of a view, goes
    back, and ends where no piece before reaches the view. */
@@ -4029,6 +4030,7 @@ MT_API mt_status mt_hash_add(mt_context *ctx, mt_tensor x, int64_t first_row, in
 #define MTI_ALL_PLACEMENTS 15 /* a set */
 #define MTI_SPLIT_PLACEMENTS (1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS)
 #define MTI_AXES 6
+#define MTI_OVERLAPS_MOST 64 /* pieces that a new one may meet without covering them */
 #define MTI_RULE_OPERANDS 16
 
 /* A view in memory, for comparisons. */
@@ -4044,7 +4046,7 @@ typedef struct mti_placed {
     unsigned char adds[MTI_AXES];    /* of a gradient: the sets that it may get before it is synchronised */
     int zero;                        /* 1: all elements are 0 */
     const char *by, *with;           /* the operator that has written it, and the parameter that it used, or NULL */
-    char *name;                      /* of a parameter; the checker's */
+    const char *name;                /* of a parameter; in mti_checker.names */
     int64_t parts;                   /* of a parameter, see mt_param_desc */
     int is_gradient;
     char summed_over[16]; /* of a gradient: the program has summed it over this group, which is not in axes; or "" */
@@ -4060,6 +4062,18 @@ typedef struct mti_placed_list {
     size_t count, capacity;
     uint64_t newest; /* the age of the newest piece */
 } mti_placed_list;
+
+typedef struct mti_kept_name {
+    char *text;
+    int is_used;
+} mti_kept_name;
+
+/* The names of parameters, also of those that were destroyed: messages may name the parameter with which a tensor was
+   computed. When the list is full, mti_names_sweep frees the names to which nothing points any more. */
+typedef struct mti_names {
+    mti_kept_name *list;
+    size_t count, capacity;
+} mti_names;
 
 /* A group of ranks over which tensors have placements. */
 typedef struct mti_axis {
@@ -4083,8 +4097,8 @@ typedef struct mti_checker {
     int strict; /* mt_context_desc.check */
     mti_placed_list parameters, written;
     mti_placed_list memory; /* what is not in the arena: blocks of mt_context_alloc, and memory that was declared */
-    mti_placed_list names;  /* pieces without memory that keep the names of forgotten parameters */
     mti_placed_list views;  /* of mt_check_view, the last one last; `may` is for one group, and all for the others */
+    mti_names names;        /* what points to one of them is known to mti_names_mark */
     mti_slots slots[2];
     const char *latest; /* name of the parameter that an operator has used last, or NULL */
     mt_check_listener listener;
@@ -4094,10 +4108,75 @@ typedef struct mti_checker {
     char unknown_text[240];
 } mti_checker;
 
-static void mti_placed_free(mti_placed_list *p) {
+static void mti_replicas_use_names(mti_checker *c); /* >>replicas */
+
+static int mti_name_by_address(const void *a, const void *b) {
+    uintptr_t x = (uintptr_t)((const mti_kept_name *)a)->text, y = (uintptr_t)((const mti_kept_name *)b)->text;
+    return x < y ? -1 : x > y;
+}
+
+/* Notes that something points to `text`, which may also be NULL or a string of the caller. The list is sorted. */
+static void mti_name_use(mti_names *n, const char *text) {
+    size_t low = 0, high = n->count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if ((uintptr_t)n->list[middle].text < (uintptr_t)text) low = middle + 1;
+        else high = middle;
+    }
+    if (low < n->count && n->list[low].text == text) n->list[low].is_used = 1;
+}
+
+static void mti_names_mark(mti_checker *c) {
     size_t i;
-    for (i = 0; i < p->count; i++) mt_host_free(p->list[i].name);
-    mt_host_free(p->list);
+    for (i = 0; i < c->parameters.count; i++) {
+        mti_name_use(&c->names, c->parameters.list[i].name);
+        mti_name_use(&c->names, c->parameters.list[i].with);
+    }
+    for (i = 0; i < c->written.count; i++) mti_name_use(&c->names, c->written.list[i].with);
+    mti_name_use(&c->names, c->latest);
+    mti_replicas_use_names(c);
+}
+
+/* Frees the names to which nothing points. */
+static void mti_names_sweep(mti_checker *c) {
+    mti_names *n = &c->names;
+    size_t i, kept = 0;
+    if (n->count > 0) qsort(n->list, n->count, sizeof *n->list, mti_name_by_address);
+    for (i = 0; i < n->count; i++) n->list[i].is_used = 0;
+    mti_names_mark(c);
+    for (i = 0; i < n->count; i++) {
+        if (n->list[i].is_used) n->list[kept++] = n->list[i];
+        else mt_host_free(n->list[i].text);
+    }
+    n->count = kept;
+}
+
+/* Makes the list twice as long as the names that are used, but never shorter. Returns 0 when there is no memory. */
+static int mti_names_grow(mti_checker *c) {
+    mti_names *n = &c->names;
+    mti_kept_name *list;
+    mti_names_sweep(c);
+    if (n->capacity && n->count <= n->capacity / 2) return 1;
+    list = (mti_kept_name *)mt_host_alloc((2 * n->count + 64) * sizeof *list);
+    if (!list) return 0;
+    if (n->count) memcpy(list, n->list, n->count * sizeof *list);
+    mt_host_free(n->list);
+    n->list = list;
+    n->capacity = 2 * n->count + 64;
+    return 1;
+}
+
+/* Returns the checker's copy of a name, or NULL when there is no memory. */
+static const char *mti_names_add(mti_checker *c, const char *text) {
+    mti_names *n = &c->names;
+    size_t bytes = strlen(text) + 1;
+    char *copy;
+    if (n->count == n->capacity && !mti_names_grow(c)) return NULL;
+    copy = (char *)mt_host_alloc(bytes);
+    if (!copy) return NULL;
+    memcpy(copy, text, bytes);
+    n->list[n->count++].text = copy;
+    return copy;
 }
 
 static mt_status mti_checker_create(mt_context *ctx, int check) {
@@ -4108,12 +4187,14 @@ static mt_status mti_checker_create(mt_context *ctx, int check) {
 }
 
 static void mti_checker_destroy(mti_checker *c) {
+    size_t i;
     if (!c) return;
-    mti_placed_free(&c->parameters);
-    mti_placed_free(&c->written);
-    mti_placed_free(&c->memory);
-    mti_placed_free(&c->names);
-    mti_placed_free(&c->views);
+    for (i = 0; i < c->names.count; i++) mt_host_free(c->names.list[i].text);
+    mt_host_free(c->names.list);
+    mt_host_free(c->parameters.list);
+    mt_host_free(c->written.list);
+    mt_host_free(c->memory.list);
+    mt_host_free(c->views.list);
     mt_host_free(c);
 }
 
@@ -4194,6 +4275,14 @@ static uintptr_t mti_extent_shared(mti_extent e, mti_extent piece) {
     return mti_extent_is_dense(e) && mti_extent_is_dense(piece) ? end - begin : mti_extent_bytes(e);
 }
 
+/* Returns all memory from the begin of one extent to the end of the other, as one row. */
+static mti_extent mti_extents_together(mti_extent a, mti_extent b) {
+    if (b.begin < a.begin) a.begin = b.begin;
+    if (b.end > a.end) a.end = b.end;
+    a.width = a.pitch = a.end - a.begin;
+    return a;
+}
+
 static mti_extent mti_extent_of_bytes(const void *data, size_t bytes) {
     return mti_extent_of(mt_tensor_make(data, MT_U8, 1, (int64_t)bytes));
 }
@@ -4258,12 +4347,10 @@ static void mti_placed_compact(mti_placed_list *p, size_t from) {
 }
 
 /* Removes the pieces that meet e, with keeps_blocks 1 only those that are no block. */
-static void mti_placed_forget(mti_placed_list *p, mti_extent e, int keeps_blocks, mti_placed_list *names) {
+static void mti_placed_forget(mti_placed_list *p, mti_extent e, int keeps_blocks) {
     size_t i = mti_placed_before(p, e.end), from = p->count;
     mti_placed *piece;
     while ((piece = mti_placed_meets(p, e, &i)) != NULL) {
-        mti_placed *name = piece->name && !(keeps_blocks && piece->is_block) ? mti_placed_add(names) : NULL;
-        if (name) name->name = piece->name; /* messages may still need it */
         if (keeps_blocks && piece->is_block) continue;
         piece->is_gone = 1;
         from = i;
@@ -4274,8 +4361,8 @@ static void mti_placed_forget(mti_placed_list *p, mti_extent e, int keeps_blocks
 static void mti_forget(mt_context *ctx, const void *data, size_t bytes) {
     mti_checker *c = ctx->checker;
     if (!c || !bytes) return;
-    mti_placed_forget(&c->written, mti_extent_of_bytes(data, bytes), 0, &c->names);
-    mti_placed_forget(&c->parameters, mti_extent_of_bytes(data, bytes), 0, &c->names);
+    mti_placed_forget(&c->written, mti_extent_of_bytes(data, bytes), 0);
+    mti_placed_forget(&c->parameters, mti_extent_of_bytes(data, bytes), 0);
 }
 
 static int mti_is_in_arena(const mt_context *ctx, mti_extent e) {
@@ -4295,9 +4382,26 @@ static int mti_is_watched(const mt_context *ctx, mti_extent e) {
     return 0;
 }
 
+/* Takes the memory that was declared and that meets e out of the list, and returns e with it. Rows with gaps stay: what
+   is between them may belong to others. */
+static mti_extent mti_watched_with(mti_placed_list *memory, mti_extent e) {
+    size_t i = mti_placed_before(memory, e.end), from = memory->count;
+    mti_placed *p;
+    while ((p = mti_placed_meets(memory, e, &i)) != NULL) {
+        int are_dense = mti_extent_is_dense(e) && mti_extent_is_dense(p->at);
+        if (p->is_block || (!are_dense && !mti_extent_covers(e, p->at))) continue;
+        if (are_dense) e = mti_extents_together(e, p->at);
+        p->is_gone = 1;
+        from = i;
+    }
+    if (from < memory->count) mti_placed_compact(memory, from);
+    return e;
+}
+
 static mt_status mti_watch_extent(mt_context *ctx, mti_extent e, int is_block) {
     mti_placed *p;
     if (!is_block && mti_is_watched(ctx, e)) return MT_SUCCESS;
+    if (!is_block) e = mti_watched_with(&ctx->checker->memory, e);
     p = mti_placed_insert(&ctx->checker->memory, e);
     if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of placements");
     p->is_block = is_block;
@@ -4308,7 +4412,7 @@ static mt_status mti_watch_extent(mt_context *ctx, mti_extent e, int is_block) {
 static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes) {
     mti_checker *c = ctx->checker;
     mti_forget(ctx, data, bytes);
-    if (c) mti_placed_forget(&c->memory, mti_extent_of_bytes(data, bytes), 0, &c->names);
+    if (c) mti_placed_forget(&c->memory, mti_extent_of_bytes(data, bytes), 0);
 }
 
 static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes) {
@@ -4536,13 +4640,89 @@ static void mti_parameter_note(mti_placed *p, const unsigned char *may, int zero
     if (whole) p->summed_over[0] = 0;
 }
 
+/* Whether two extents that meet are rows of one matrix with as many columns, so that both together are one, too. */
+static int mti_extents_are_rows(mti_extent a, mti_extent b) {
+    uintptr_t apart = a.begin < b.begin ? b.begin - a.begin : a.begin - b.begin;
+    return a.width == b.width && a.pitch == b.pitch && a.pitch && apart % a.pitch == 0;
+}
+
+/* Makes *p a piece for its own memory and that of q, which it meets. If they are not rows of one matrix, nothing is
+   known about it, except that it was written. */
+static void mti_placed_join(mti_placed *p, const mti_placed *q) {
+    int are_rows = mti_extents_are_rows(p->at, q->at), g;
+    mti_extent all;
+    for (g = 0; g < MTI_AXES; g++) {
+        int both = q->zero ? p->may[g] : p->zero ? q->may[g] : p->may[g] | q->may[g];
+        p->may[g] = (unsigned char)(are_rows ? both : MTI_ALL_PLACEMENTS);
+    }
+    p->zero = p->zero && q->zero;
+    p->some_columns = p->some_columns || q->some_columns;
+    if (p->by != q->by) p->by = NULL;
+    if (p->with != q->with) p->with = NULL;
+    if (p->age < q->age) p->age = q->age;
+    all = mti_extents_together(p->at, q->at);
+    if (are_rows) all.width = p->at.width, all.pitch = p->at.pitch;
+    p->at = all;
+}
+
+/* Makes one piece of those that meet `at`, of those that meet these, and so on. */
+static void mti_written_squash(mti_checker *c, mti_extent at) {
+    mti_placed_list *w = &c->written;
+    mti_placed all, *p;
+    size_t i = mti_placed_before(w, at.end), from, count;
+    p = mti_placed_meets(w, at, &i);
+    if (!p) return;
+    all = *p;
+    do {
+        count = w->count;
+        i = mti_placed_before(w, all.at.end);
+        from = count;
+        while ((p = mti_placed_meets(w, all.at, &i)) != NULL) {
+            mti_placed_join(&all, p);
+            p->is_gone = 1;
+            from = i;
+        }
+        if (from < count) mti_placed_compact(w, from);
+    } while (w->count < count);
+    p = mti_placed_insert(w, all.at); /* has memory: a piece was removed */
+    all.reach = p->reach;
+    *p = all;
+}
+
+/* Makes one piece of number i and the next one if they meet and say the same, and no other piece lies between them. */
+static void mti_written_unite(mti_checker *c, size_t i) {
+    mti_placed_list *w = &c->written;
+    mti_placed *p, *q, *other;
+    uint64_t older;
+    size_t at;
+    if (i + 1 >= w->count) return;
+    p = &w->list[i];
+    q = p + 1;
+    if (!mti_extents_meet(p->at, q->at) || !mti_extents_are_rows(p->at, q->at)) return;
+    if (p->zero != q->zero || p->some_columns != q->some_columns || memcmp(p->may, q->may, sizeof p->may) != 0) return;
+    older = p->age < q->age ? p->age : q->age;
+    at = mti_placed_before(w, q->at.end > p->at.end ? q->at.end : p->at.end);
+    while ((other = mti_placed_meets(w, p->age == older ? p->at : q->at, &at)) != NULL)
+        if (other != p && other != q && other->age > older) return;
+    mti_placed_join(p, q);
+    q->is_gone = 1;
+    mti_placed_compact(w, i);
+}
+
 /* Returns a new piece for e, without the older ones that it covers, or NULL when there is no memory. */
 static mti_placed *mti_written_add(mti_checker *c, mti_extent e) {
     size_t i = mti_placed_before(&c->written, e.end), from = c->written.count;
+    int others = 0;
     mti_placed *p;
-    while ((p = mti_placed_meets(&c->written, e, &i)) != NULL)
+    while ((p = mti_placed_meets(&c->written, e, &i)) != NULL) {
         if (mti_extent_covers(e, p->at)) p->is_gone = 1, from = i;
+        else others++;
+    }
     if (from < c->written.count) mti_placed_compact(&c->written, from);
+    if (others >= MTI_OVERLAPS_MOST) mti_written_squash(c, e);
+    i = mti_placed_before(&c->written, e.begin);
+    mti_written_unite(c, i); /* not with the new piece: more is noted about it */
+    if (i > 1) mti_written_unite(c, i - 2);
     return mti_placed_insert(&c->written, e);
 }
 
@@ -4579,7 +4759,7 @@ static void mti_columns_note(mti_checker *c, mt_tensor t) {
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
     if (!ctx || !ctx->checker || !bytes) return;
     mti_forget(ctx, data, bytes);
-    mti_placed_forget(&ctx->checker->memory, mti_extent_of_bytes(data, bytes), 1, &ctx->checker->names);
+    mti_placed_forget(&ctx->checker->memory, mti_extent_of_bytes(data, bytes), 1);
 }
 
 static int mti_has_elements(mt_tensor t) { return t.data && t.rows > 0 && t.cols > 0; }
@@ -4689,14 +4869,14 @@ MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, 
 static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor, int data, mt_tensor t, int may,
                                   int64_t parts, int is_gradient, int partial) {
     mti_checker *c = ctx->checker;
-    size_t length = strlen(name) + 1;
+    const char *copy;
     mti_placed *p;
     if (!mti_has_elements(t)) return MT_SUCCESS;
     mti_forget(ctx, t.data, (size_t)(t.rows * t.cols) * mt_dtype_size(t.dtype));
-    p = mti_placed_insert(&c->parameters, mti_extent_of(t));
-    if (p) p->name = (char *)mt_host_alloc(length);
-    if (!p || !p->name) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of '%s'", name);
-    memcpy(p->name, name, length);
+    copy = mti_names_add(c, name);
+    p = copy ? mti_placed_insert(&c->parameters, mti_extent_of(t)) : NULL;
+    if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of '%s'", name);
+    p->name = copy;
     p->parts = parts;
     p->is_gradient = is_gradient;
     p->zero = is_gradient;
@@ -9603,6 +9783,16 @@ static void mti_replicas_destroy(mt_context *ctx) {
     mt_context_free(ctx, r->sums, MTI_REPLICA_SUMS * sizeof *r->sums);
     mt_host_free(r);
     ctx->checker->replicas = NULL;
+}
+
+static void mti_replicas_use_names(mti_checker *c) {
+    size_t i;
+    int g;
+    for (g = 0; c->replicas && g < MTI_AXES; g++)
+        for (i = 0; i < c->replicas->groups[g].count; i++) {
+            mti_name_use(&c->names, c->replicas->groups[g].list[i].with);
+            mti_name_use(&c->names, c->replicas->groups[g].list[i].by_with);
+        }
 }
 
 /* Whether values are hashed now. A recorded graph cannot be compared, and work that overlaps is not waited for. */
