@@ -1,13 +1,14 @@
 #!/bin/sh
-# Tests checkpoints against other programs: a fuzzer, Python's safetensors, and training runs killed at random times.
+# Tests checkpoints against other programs: a fuzzer, Python's safetensors, and training runs that are killed.
 #
 #   sh tests/checkpoints.sh [PART...]        one line per check, closing line "N passed, N failed, N skipped"
 #
 # Parts: fuzzing, python_safetensors, in_transformers, generating, killing; default: all of them. MT_TEST_ALL=1 kills
-# runs of each type. MT_FUZZ_SECONDS is the time that the fuzzer runs (20, in the full matrix 60). Python needs numpy
-# and safetensors of PyPI, which are installed in a virtual environment in the build directory. A part whose packages
-# cannot be installed is skipped, with a message. torch and transformers, for in_transformers, are not installed by this
-# script: MT_PYTHON is an interpreter that has them (python3).
+# runs of each type. MT_FUZZ_RUNS is the number of inputs that the fuzzer tries (600000, in the full matrix 2000000).
+# MT_TEST_SEED (1) selects these inputs, and where runs are killed. Python needs numpy and safetensors of PyPI, which
+# are installed in a virtual environment in the build directory. A part whose packages cannot be installed is skipped,
+# with a message. torch and transformers, for in_transformers, are not installed by this script: MT_PYTHON is an
+# interpreter that has them (python3).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -18,7 +19,7 @@ build=${MT_BUILD_DIR:-build}/checkpoints
 mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
 check_log=$build/check-${1:-all}.log check_lines=40
-seconds=${MT_FUZZ_SECONDS:-$(if in_full; then echo 60; else echo 20; fi)}
+runs=${MT_FUZZ_RUNS:-$(if in_full; then echo 2000000; else echo 600000; fi)}
 find_implementation "$build"
 
 # ---- the fuzzer ----------------------------------------------------------------------------------------------------
@@ -30,8 +31,9 @@ build_fuzzer() {
 
 # Failing inputs are written to the build directory, as crash-... or timeout-...
 fuzz() {
-    mkdir -p "$build/corpus"
-    "$build/fuzz_readers" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+    rm -rf "$build/corpus" && mkdir "$build/corpus" || return 1 # or other runs would decide what is tried
+    echo "seed $test_seed"
+    "$build/fuzz_readers" -seed="$test_seed" -runs="$runs" -timeout=300 -rss_limit_mb=2048 -print_final_stats=1 \
         -artifact_prefix="$build/" "$build/corpus" tests/fuzz/seeds
 }
 
@@ -41,7 +43,7 @@ fuzzing() {
         leave_out "fuzzing: $why"
         return
     fi
-    check "the readers of files, fuzzed for $seconds s, address and undefined behaviour sanitizers" fuzz
+    check "the readers of files, fuzzed $runs times, address and undefined behaviour sanitizers" fuzz
 }
 
 # ---- transformers --------------------------------------------------------------------------------------------------
@@ -85,23 +87,10 @@ python_safetensors() {
 model="--data README.md --layers 2 --hidden 32 --heads 4 --seq 32 --batch 4 --steps 40 --warmup 4 --dropout 0.1
     --sample 0 --eval-interval 0 --no-pinning"
 
-# train SECONDS FLAGS: trains, and kills the run after this time; SECONDS may be "to_the_end"
-train() {
-    after=$1
-    shift
-    # shellcheck disable=SC2086  # a list of flags
-    if [ "$after" = to_the_end ]; then
-        "$train_gpt" $model "$@"
-    else
-        timeout -s KILL "$after" "$train_gpt" $model "$@"
-    fi
-}
-
 # goes_on FLAGS -- SPLIT [SPLIT...]: kills a run again and again, each time resumed on the next split, until it is done.
 # Its hash log, losses and norms must be those of an uninterrupted run. Then its last step is run again on the first
-# split (for the same number of files), and its checkpoint must have the same bytes. The first three kills come after
-# fractions of the uninterrupted run's time that add up to less than half of it, so that they happen on fast machines,
-# too.
+# split (for the same number of files), and its checkpoint must have the same bytes. Each kill comes after 1 to 8 saves
+# and 1 to 40 calls more (kill_at.c). These calls are less than two saves, so 40 steps have at least three kills.
 goes_on() {
     flags=
     while [ "$1" != -- ]; do
@@ -110,34 +99,34 @@ goes_on() {
     done
     shift
     rm -rf "$build/run" "$build/whole" "$build"/run.* "$build"/whole.*
-    start=$(now)
     # shellcheck disable=SC2086  # lists of flags
-    train to_the_end $flags $1 --hash-log "$build/whole.log" --log "$build/whole.csv" --checkpoint "$build/whole" \
+    "$train_gpt" $model $flags $1 --hash-log "$build/whole.log" --log "$build/whole.csv" --checkpoint "$build/whole" \
         --save-interval 1 >/dev/null || return 1
-    took=$(($(now) - start)) seed=$(date +%s) kills=0 first=$1
-    echo "$took ms without kills, seed $seed"
+    start_drawing
+    kills=0 first=$1
     while :; do
-        after=$(awk -v seed="$seed" -v n=$kills -v ms=$took \
-            'BEGIN { srand(seed + 7919 * n); print ms / 1000 * (0.05 + (0.05 + 0.03 * n) * rand()) }')
+        draw 8
+        saves=$((1 + drawn))
+        draw 40
         # shellcheck disable=SC2086
-        train "$after" $flags $1 --checkpoint "$build/run" --save-interval 1 --resume --hash-log "$build/run.log" \
-            --log "$build/run.csv" >"$build/out.log" 2>&1
+        MT_KILL_SAVES=$saves MT_KILL_CALL=$((1 + drawn)) "$train_gpt" $model $flags $1 --checkpoint "$build/run" \
+            --save-interval 1 --resume --hash-log "$build/run.log" --log "$build/run.csv" >"$build/out.log" 2>&1
         code=$?
         [ $code -ne 0 ] || break
         [ $code -eq 137 ] || { cat "$build/out.log"; echo "exit code $code"; return 1; }
+        echo "killed after $saves saves and $((1 + drawn)) calls: $1"
         kills=$((kills + 1))
         split=$1 # moves to the end of the list
         shift
         set -- "$@" "$split"
     done
-    echo "$kills kills"
     for run in whole run; do
         cut -d , -f 1-3 "$build/$run.csv" >"$build/$run.losses"
     done
     diff "$build/whole.log" "$build/run.log" && diff "$build/whole.losses" "$build/run.losses" &&
         [ $kills -ge 3 ] && [ "$(wc -l <"$build/run.log")" -gt 1000 ] && rm -r "$build/run/step-00000040" || return 1
     # shellcheck disable=SC2086
-    train to_the_end $flags $first --checkpoint "$build/run" --resume >/dev/null &&
+    "$train_gpt" $model $flags $first --checkpoint "$build/run" --resume >/dev/null &&
         diff -r "$build/whole/step-00000040" "$build/run/step-00000040"
 }
 
@@ -154,10 +143,6 @@ whole_numbers() {
 
 # Without --invariant, hashes differ between splits, so the run is resumed on the same split.
 killing() {
-    if ! command -v timeout >/dev/null 2>&1; then
-        leave_out "train_gpt, killed: no timeout here"
-        return
-    fi
     check "train_gpt writes whole numbers of a million and more without an exponent" whole_numbers
     for dtype in f32 $(in_full && echo bf16 f16); do
         check "train_gpt --dtype $dtype, killed and resumed until it is done, has the bits of a run that was not" \
@@ -208,7 +193,7 @@ as_transformers() {
 of_train_gpt() {
     rm -rf "$build/text"
     # shellcheck disable=SC2086  # a list of flags
-    train to_the_end --tp 2 --checkpoint "$build/text" >/dev/null && same_tokens "$build/text" --prompt "The rank" &&
+    "$train_gpt" $model --tp 2 --checkpoint "$build/text" >/dev/null && same_tokens "$build/text" --prompt "The rank" &&
         grep -q '^The rank' "$build/tokens.1" && cp "$build/tokens.1" "$build/tokens.newest" &&
         same_tokens "$build/text/step-00000040" --prompt "The rank" && cmp "$build/tokens.1" "$build/tokens.newest"
 }
@@ -294,8 +279,8 @@ case $* in
 *generating* | *killing*)
     train_gpt=$build/train_gpt
     # shellcheck disable=SC2086  # a list of flags
-    check "train_gpt builds" "$CC" -O2 -I. $declarations examples/train_gpt.c -o "$train_gpt" \
-        "$implementation" -lm -lpthread
+    check "train_gpt builds" "$CC" -O2 -I. $declarations examples/train_gpt.c tests/kill_at.c \
+        -o "$train_gpt" $KILL_AT "$implementation" -lm -lpthread
     ;;
 esac
 for part in "$@"; do $part; done

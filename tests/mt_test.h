@@ -72,6 +72,14 @@ static inline uint64_t test_random(uint64_t *state) {
     return z ^ (z >> 31);
 }
 
+/* Returns the seed of a case: MT_TEST_SEED, or without it `otherwise`. Prints it, so that a failure can be repeated. */
+static inline uint64_t test_seed(uint64_t otherwise) {
+    const char *text = getenv("MT_TEST_SEED");
+    uint64_t seed = text ? strtoull(text, NULL, 10) : otherwise;
+    printf("      MT_TEST_SEED=%llu\n", (unsigned long long)seed);
+    return seed;
+}
+
 static inline size_t test_below(uint64_t *state, size_t n) { return (size_t)(test_random(state) % n); }
 
 /* Returns a number in (-1, 1) with a full mantissa, so that the order of additions changes the bits of a sum. */

@@ -23,6 +23,9 @@ find_implementation() {
 # numbers that reports of sanitizers need; -g takes the compiler a third longer.
 SANITIZE="-g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 
+# Links tests/kill_at.c.
+KILL_AT=-Wl,--wrap=write,--wrap=rename,--wrap=fsync,--wrap=openat,--wrap=unlinkat,--wrap=mkdir
+
 CC=${CC:-cc}
 CXX=${CXX:-c++}
 

@@ -10,6 +10,17 @@ left_out= # skipped checks that could have run with more packages, one per line
 # Is the full matrix requested (MT_TEST_ALL=1)?
 in_full() { [ "${MT_TEST_ALL:-0}" = 1 ]; }
 
+# Random numbers: start_drawing, then `draw N` sets drawn to a number from 0 to N - 1. They depend only on the seed.
+test_seed=${MT_TEST_SEED:-1}
+start_drawing() {
+    echo "MT_TEST_SEED=$test_seed"
+    random=$test_seed
+}
+draw() {
+    random=$(((random * 1103515245 + 12345) % 2147483648))
+    drawn=$((random / 65536 % $1))
+}
+
 # A clock in milliseconds; in whole seconds where date has no %N.
 now() {
     t=$(date +%s%3N)

@@ -383,21 +383,17 @@ static void run(int no_pinning, double timeout_s, uint64_t seed, int steps) {
     assert_int_equal(test_run(&d, stress_rank, &p, 0), MT_SUCCESS);
 }
 
-static uint64_t from_environment(const char *name, uint64_t otherwise) {
-    const char *text = getenv(name);
-    return text ? strtoull(text, NULL, 10) : otherwise;
-}
-
 static void test_stress(void **state) {
+    const char *steps = getenv("MT_TEST_STEPS");
     (void)state;
-    run(0, 120, from_environment("MT_TEST_SEED", 20240607), (int)from_environment("MT_TEST_STEPS", STEPS));
+    run(0, 3600, test_seed(20240607), steps ? atoi(steps) : STEPS);
 }
 
 /* Launches many groups for a few steps each, so that a group ends while some ranks are still leaving. */
 static void test_short_lives(void **state) {
     int i;
     (void)state;
-    for (i = 0; i < 60; i++) run(1, 60, 20240607 + (uint64_t)i, i % 7);
+    for (i = 0; i < 60; i++) run(1, 3600, 20240607 + (uint64_t)i, i % 7);
 }
 
 /* Tests this file's own rounding, at known hard cases. */
