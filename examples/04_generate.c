@@ -151,8 +151,8 @@ static int read_ids(job *j, const char *text) {
     for (const char *at = text; *at; at = end + (*end == ',')) {
         long token = strtol(at, &end, 10);
         if (end == at || token < 0 || token >= j->gpt.vocab || (*end && *end != ',')) {
-            fprintf(stderr, "04_generate: --ids %s: expected numbers from 0 to %lld\n", text,
-                    (long long)j->gpt.vocab - 1);
+            fprintf(stderr, "04_generate: --ids %s: expected numbers from 0 to %lld at number %lld\n", text,
+                    (long long)j->gpt.vocab - 1, (long long)j->prompted + 1);
             return 0;
         }
         j->history[j->prompted++] = (int32_t)token;

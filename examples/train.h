@@ -318,9 +318,14 @@ static int check_split(options *o) {
 enum { MAGIC, VERSION, TOKENS, WORDS, PASSAGES, MARKS, PAD, CLS, SEP, MASK, HEADER_NUMBERS };
 enum { WORD_START = 1, SENTENCE_START = 2 }; /* marks: the token begins a word, a sentence */
 
+/* The training text without --data. */
+static const char *const own_data[] = {"megatron.h", "mt_parallel.h", "mt_kernels.cuh", "mt_comm.h", "README.md"};
+#define OWN_DATA (sizeof own_data / sizeof *own_data)
+
 typedef struct dataset {
     int32_t *tokens;
-    int64_t count, train; /* the first `train` tokens are for training, the rest for validation */
+    int64_t count, train;   /* the first `train` tokens are for training, the rest for validation */
+    int64_t ends[OWN_DATA]; /* of a text: the number of bytes up to the end of each file */
     uint64_t hash;        /* of all tokens */
     int text;             /* a token is a byte */
     /* of a token file: its first numbers, and a byte of marks for each token; NULL: it has no marks */
@@ -376,18 +381,16 @@ static int check_bin(const char *path, const unsigned char *bytes, size_t size, 
     return 1;
 }
 
-/* The training text without --data. */
-static const char *const own_data[] = {"megatron.h", "mt_parallel.h", "mt_kernels.cuh", "mt_comm.h", "README.md"};
-#define OWN_DATA (sizeof own_data / sizeof *own_data)
-
 /* Reads the tokens, and divides them into training and validation. */
 static int load_data(options *o, dataset *d) {
     unsigned char *bytes = NULL;
     size_t size = 0, length = o->data ? strlen(o->data) : 0;
     int ok = 1;
     d->text = !(length > 4 && strcmp(o->data + length - 4, ".bin") == 0);
-    for (size_t i = 0; ok && i < (o->data ? 1 : OWN_DATA); i++)
+    for (size_t i = 0; ok && i < (o->data ? 1 : OWN_DATA); i++) {
         ok = read_file(o->data ? o->data : own_data[i], &bytes, &size);
+        d->ends[i] = (int64_t)size;
+    }
     d->count = (int64_t)size;
     ok = ok && (d->text || check_bin(o->data, bytes, size, d->header, &d->count));
     d->tokens = ok ? (int32_t *)malloc((size_t)(d->count + 1) * sizeof *d->tokens) : NULL;
@@ -403,6 +406,19 @@ static int load_data(options *o, dataset *d) {
     } else free(bytes);
     d->train = d->count - (int64_t)fmax((double)d->count / 10, o->seq + 1); /* at least one sequence for validation */
     return d->tokens != NULL;
+}
+
+/* Checks that the vocabulary has all tokens of the data, before a batch has one that it lacks. Returns 0 after it has
+   printed the first of these, and its place in its file. */
+static int check_tokens(const options *o, const dataset *d) {
+    int64_t i = 0, begin = 0, file = 0;
+    while (i < d->count && d->tokens[i] < o->vocab) i++;
+    if (i == d->count) return 1;
+    for (; !o->data && i >= d->ends[file]; file++) begin = d->ends[file];
+    fprintf(stderr, PROGRAM ": %s: %s %lld is %d, and the vocabulary of the model is %.15g\n",
+            o->data ? o->data : own_data[file], d->text ? "byte" : "token", (long long)(i - begin + 1),
+            (int)d->tokens[i], o->vocab);
+    return 0;
 }
 
 /* ---- files: a log must not be another file that this run reads or writes ----------------------------------------- */

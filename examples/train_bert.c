@@ -127,12 +127,21 @@ static void set_config(options *o) {
     o->recompute = MT_RECOMPUTE_FULL;
 }
 
+/* Checks that the vocabulary has the special tokens of the data. */
+static int check_special(const options *o, const setup *s) {
+    static const char *const names[] = {"[PAD]", "[CLS]", "[SEP]", "[MASK]"};
+    for (int i = 0; i < 4; i++) {
+        if (s->special[i] >= 0 && s->special[i] < o->vocab) continue;
+        fprintf(stderr, PROGRAM ": --vocab %.15g: %s of the data is token %d\n", o->vocab, names[i],
+                (int)s->special[i]);
+        return 0;
+    }
+    return 1;
+}
+
 static int check_options(options *o, const setup *s) {
-    int32_t last = s->words - 1;
-    for (int i = 0; i < 4; i++) last = s->special[i] > last ? s->special[i] : last;
-    if (!check_split(o)) return 0;
-    if (last >= o->vocab) fprintf(stderr, PROGRAM ": --vocab %.15g: the data have token %d\n", o->vocab, (int)last);
-    else if (s->train < 2 || s->count - s->train < 2)
+    if (!check_split(o) || !check_special(o, s)) return 0;
+    if (s->train < 2 || s->count - s->train < 2)
         fprintf(stderr,
                 PROGRAM ": the data have %lld sentences for training and %lld for validation; both need at least 2\n",
                 (long long)s->train, (long long)(s->count - s->train));
@@ -199,13 +208,11 @@ static int find_sentences(const dataset *d, setup *s) {
 
 /* Takes the special tokens of the file. In a text they are 256 to 259. */
 static int find_tokens(const options *o, const dataset *d, setup *s) {
-    s->words = d->text ? 256 : 1;
     for (int i = 0; i < 4; i++) s->special[i] = d->text ? 256 + i : d->header[PAD + i];
     if (d->text) return 1;
     if (!d->marks)
         fprintf(stderr, PROGRAM ": %s has no marks of sentences and words: make it with examples/text_to_bin.py bert\n",
                 o->data);
-    for (int64_t i = 0; i < d->count; i++) s->words = d->tokens[i] >= s->words ? d->tokens[i] + 1 : s->words;
     return d->marks != NULL;
 }
 
@@ -222,8 +229,8 @@ static int prepare(job *j) {
     s->padded_vocab = (int64_t)(ceil(o->vocab / unit) * unit);
     /* the model has replaced the flags, so the checks below would report values that nobody gave */
     if (j->refusal[0]) return 1;
-    if (!check_options(o, s)) return 0;
-    if (!d->text) s->words = (int32_t)o->vocab;
+    if (!check_options(o, s) || !check_tokens(o, d)) return 0;
+    s->words = d->text ? 256 : (int32_t)o->vocab;
     return 1;
 }
 

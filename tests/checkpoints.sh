@@ -241,7 +241,7 @@ refusals() {
         refused "empty: has neither model.safetensors nor its index" --init-from "$build/empty" &&
         refused "vocabulary of 61 is not bytes; give the prompt with --ids" \
             --init-from tests/golden/gpt2_hf --prompt a &&
-        refused "ids 1,61: expected numbers from 0 to 60" $gpt2,61 &&
+        refused "ids 1,61: expected numbers from 0 to 60 at number 2" $gpt2,61 &&
         refused "expected numbers from 0 to 60" $gpt2,-1 &&
         refused "expected numbers from 0 to 60" $gpt2,x &&
         refused "the prompt is empty" $gpt2 --ids "" &&

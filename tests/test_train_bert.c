@@ -456,7 +456,7 @@ static void test_token_file(void **state) {
     print_to(words, sizeof words, "--data %s", in_scratch("plain.bin"));
     expect_error(words, "plain.bin has no marks of sentences and words");
     print_to(words, sizeof words, "--data %s --vocab 50", in_scratch("good.bin"));
-    expect_error(words, "--vocab 50: the data have token 50");
+    expect_error(words, "good.bin: token 78 is 50, and the vocabulary of the model is 50");
 }
 
 /* ---- --init-from ------------------------------------------------------------------------------------------------- */
@@ -544,7 +544,7 @@ static void test_absurd_flags(void **state) {
     } bad[] = {
         {"--placement middle", "--placement middle: expected pre-ln (norms"},
         {"--config bert-large", "--config bert-large: expected bert-336m, bert-1.3b or bert-3.9b"},
-        {"--vocab 100", "--vocab 100: the data have token 259"},
+        {"--vocab 100", "--vocab 100: [PAD] of the data is token 256"},
         {"--seq 7", "--seq 7: expected a whole number from 8"},
         {"--seq 9 --tp 2 --sequence-parallel", "--seq 9 is not a multiple of --tp 2"},
         {"--batch 5 --dp 2", "--batch 5 is not a multiple of --dp 2"},
