@@ -326,8 +326,8 @@ typedef struct dataset {
     int32_t *tokens;
     int64_t count, train;   /* the first `train` tokens are for training, the rest for validation */
     int64_t ends[OWN_DATA]; /* of a text: the number of bytes up to the end of each file */
-    uint64_t hash;        /* of all tokens */
-    int text;             /* a token is a byte */
+    uint64_t hash;          /* of all tokens */
+    int text;               /* a token is a byte */
     /* of a token file: its first numbers, and a byte of marks for each token; NULL: it has no marks */
     int32_t header[HEADER_NUMBERS];
     unsigned char *marks;

@@ -129,6 +129,16 @@ static void set_config(options *o) {
     o->recompute = MT_RECOMPUTE_FULL;
 }
 
+/* Checks that the vocabulary has the bytes of --prompt, which are used only after the training. */
+static int check_prompt(const options *o) {
+    const char *at = o->prompt ? o->prompt : "";
+    while (*at && (unsigned char)*at < o->vocab) at++;
+    if (*at)
+        fprintf(stderr, PROGRAM ": --prompt: byte %lld is %d, and the vocabulary of the model is %.15g\n",
+                (long long)(at - o->prompt + 1), (unsigned char)*at, o->vocab);
+    return !*at;
+}
+
 /* Checks the flags that only this program has, after those of the split. */
 static int check_options(options *o, int64_t tokens, int text) {
     if (!check_split(o)) return 0;
@@ -305,16 +315,21 @@ static mt_status next_token(trainer *t, const mt_gpt_cache *cache, int64_t first
     return MT_SUCCESS;
 }
 
+/* Plans the calls of generate, whose scratch memory depends on their numbers of tokens, but not on what is in the cache:
+   the first one, one that begins a new cache, and one of a single token. A longer call may need less than a shorter
+   one. */
+static mt_status plan_generate(trainer *t, const mt_gpt_cache *cache, int32_t *text, int64_t count, int64_t end) {
+    int64_t half = (cache->max_seq + 1) / 2;
+    MT_TRY(next_token(t, cache, 0, 0, count > cache->max_seq ? half : count, text));
+    if (end > cache->max_seq) MT_TRY(next_token(t, cache, 0, 0, half, text));
+    return next_token(t, cache, 0, 0, 1, text);
+}
+
 /* Generates o->sample tokens after text [count]. Tokens [first, held) of the text are in the cache, which has room for
-   one sequence. When the cache is full, the last max_seq / 2 tokens begin a new one. A dry run plans the longest call,
-   and one of a single token. */
+   one sequence. When the cache is full, the last max_seq / 2 tokens begin a new one. */
 static mt_status generate(trainer *t, const mt_gpt_cache *cache, int32_t *text, int64_t count) {
     int64_t first = 0, held = 0, half = (cache->max_seq + 1) / 2, end = count + (int64_t)t->job->o.sample;
-    if (mt_context_device(t->ctx) == MT_DEVICE_META) {
-        int64_t longest = count > cache->max_seq ? half : count;
-        MT_TRY(next_token(t, cache, 0, 0, end > cache->max_seq && longest < half ? half : longest, text));
-        return next_token(t, cache, 0, 0, 1, text);
-    }
+    if (mt_context_device(t->ctx) == MT_DEVICE_META) return plan_generate(t, cache, text, count, end);
     for (; count < end; count++) {
         if (count - first > cache->max_seq) {
             first = held = count - half;
@@ -420,7 +435,7 @@ static int prepare(job *job) {
     if (o->vocab == 0) o->vocab = job->data.text ? 256 : GPT2_VOCAB;
     /* the model has replaced the flags, so the checks below would report values that nobody gave */
     if (job->refusal[0]) return 1;
-    return check_options(o, job->data.count, job->data.text);
+    return check_options(o, job->data.count, job->data.text) && check_tokens(o, &job->data) && check_prompt(o);
 }
 
 int main(int argc, char **argv) {

@@ -606,7 +606,49 @@ static void test_bad_files(void **state) {
     expect_error(words, "cannot read"); /* a directory */
     write_bin("vocab.bin", LLMC_MAGIC, 1, BIN_TOKENS, BIN_TOKENS, 60000);
     print_to(words, sizeof words, SMALL "--data %s --seq 900 --batch 4", in_scratch("vocab.bin"));
-    expect_error(words, "60000");
+    expect_error(words, "vocab.bin: token 2001 is 60000, and the vocabulary of the model is 50257");
+}
+
+/* A token that the vocabulary lacks is found before the first step, wherever it is, in the data for training and in
+   those for validation. The message has its file and its place. */
+static void test_token_beyond_the_vocabulary(void **state) {
+    static unsigned char text[1000];
+    static const int places[] = {0, 1, 500, 899, 900, 998, 999};
+    char words[WORDS], wanted[128], out[4096];
+    (void)state;
+    for (size_t i = 0; i < COUNT(places); i++) {
+        memset(text, 'a', sizeof text);
+        text[places[i]] = 200;
+        write_bytes("text", text, sizeof text);
+        print_to(words, sizeof words, SMALL "--data %s --vocab 200", in_scratch("text"));
+        print_to(wanted, sizeof wanted, "text: byte %d is 200, and the vocabulary of the model is 200", places[i] + 1);
+        expect_error(words, wanted);
+        read_text("out", out, sizeof out);
+        assert_null(strstr(out, "step "));
+        print_to(words, sizeof words, SMALL "--data %s --vocab 201", in_scratch("text"));
+        expect_success(words);
+    }
+    print_to(words, sizeof words, SMALL "--data %s --vocab 201 --dry-run --batch 4", in_scratch("text"));
+    expect_success(words);
+    print_to(words, sizeof words, "--init-from tests/golden/gpt2_hf --steps 1 --sample 0 --data %s",
+             in_scratch("text"));
+    expect_error(words, "text: byte 1 is 97, and the vocabulary of the model is 61");
+    print_to(words, sizeof words, SMALL "--data %s --vocab 201 --sample 2 --prompt abz\xc8\xc9", in_scratch("text"));
+    expect_error(words, "--prompt: byte 5 is 201, and the vocabulary of the model is 201");
+}
+
+/* Without --data, a place is that in one of the project's files. */
+static void test_token_beyond_in_own_data(void **state) {
+    char home[MT_PATH_MAX];
+    (void)state;
+    assert_non_null(getcwd(home, sizeof home));
+    for (size_t i = 0; i < OWN_DATA; i++) write_bytes(own_data[i], "abcdefghijklmnop", 16);
+    write_bytes("mt_kernels.cuh", "ab\xc8", 3);
+    write_bytes("mt_parallel.h", "", 0);
+    assert_int_equal(chdir(scratch), 0);
+    expect_error(SMALL "--vocab 113 --seq 4", "mt_kernels.cuh: byte 3 is 200, and the vocabulary of the model is 113");
+    assert_int_equal(chdir(home), 0);
+    for (size_t i = 0; i < OWN_DATA; i++) forget(own_data[i]);
 }
 
 /* The smallest file that is accepted: it can be used for validation, and sampling starts from its last sequence. */
@@ -620,6 +662,29 @@ static void test_smallest_file(void **state) {
              "--data %s",
              in_scratch("short.txt"));
     assert_int_equal(run_program(words), 0);
+}
+
+/* The calls of sampling need memory that depends on the number of tokens of a call, and a longer call may need less
+   than a shorter one. The arena of a small model has room for all of them: for the prompt, for what begins a new cache,
+   and for single tokens. */
+static void test_sampling_fits_into_the_plan(void **state) {
+    static const char *const models[] = {"--heads 4 --kv-heads 1 --hidden 8",  "--heads 6 --kv-heads 1 --hidden 12",
+                                         "--heads 6 --kv-heads 2 --hidden 12", "--heads 8 --kv-heads 2 --hidden 8",
+                                         "--heads 2 --kv-heads 2 --hidden 16", "--heads 16 --kv-heads 1 --hidden 16"};
+    static const char *const splits[] = {"--dtype f32 --tp 1", "--dtype bf16 --tp 1", "--dtype f16 --tp 2",
+                                         "--dtype bf16 --tp 1 --pp 2"};
+    char words[WORDS], text[256];
+    (void)state;
+    memset(text, 'a', sizeof text);
+    write_bytes("text", text, sizeof text);
+    for (int seq = 2; seq <= 32; seq += seq < 10 ? 1 : 11)
+        for (size_t i = 0; i < COUNT(models) * COUNT(splits); i++) {
+            print_to(words, sizeof words,
+                     "--data %s --layers 2 %s --seq %d --batch 1 --steps 1 --vocab 257 --eval-interval 0 --sample %d "
+                     "--no-pinning %s",
+                     in_scratch("text"), models[i % COUNT(models)], seq, 1 + seq % 3, splits[i / COUNT(models)]);
+            expect_success(words);
+        }
 }
 
 /* A run that is refused leaves the log of the previous run unchanged. */
@@ -1066,7 +1131,7 @@ static void test_absurd_flags(void **state) {
         {"--layers 9999999", "--layers 9999999: expected"},
         {"--hidden 65536 --layers 1024 --tp 1", "no memory"},
         {"--rotary --hidden 12 --heads 4 --tp 1", "the head size is 3, must be even for rotary"},
-        {"--vocab 50 --tp 1", "is not in [0, 50)"},
+        {"--vocab 50 --tp 1", "megatron.h: byte 4 is 109, and the vocabulary of the model is 50"},
         {"--no-such-flag", "no-such-flag"},
         {"--tp", "requires an argument"},
         {"--batch 1048576 --seq 1 --layers 1 --hidden 16 --heads 2 --lr nan", "--lr nan"},
@@ -1198,6 +1263,9 @@ int main(void) {
         cmocka_unit_test(test_decimal_comma),
         cmocka_unit_test(test_help),
         cmocka_unit_test(test_smallest_file),
+        cmocka_unit_test(test_token_beyond_the_vocabulary),
+        cmocka_unit_test(test_token_beyond_in_own_data),
+        cmocka_unit_test(test_sampling_fits_into_the_plan),
         cmocka_unit_test(test_refusal_keeps_the_log),
         cmocka_unit_test(test_checkpoints),
         cmocka_unit_test(test_stuck_rank_ends_the_process),
