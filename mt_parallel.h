@@ -1331,7 +1331,9 @@ MT_API void mt_safetensors_destroy(mt_safetensors_writer *writer);
 /* The open files of one model: DIRECTORY/STEM.safetensors or, when there is no such file, the files that
    DIRECTORY/STEM.safetensors.index.json names, as Hugging Face shards a model. MT_ERR_IO: there is neither the file nor
    the index. MT_ERR_DATA: a tensor is in two files, the index and the files disagree, or a newer version of this
-   library wrote a file. STEM may have at most 40 characters. The pointers that mt_safetensors_set_find and
+   library wrote a file. DIRECTORY may come from elsewhere, so links in it are not followed, except those to a file
+   beside the link and those of Hugging Face's cache (../../blobs/HASH): another one is MT_ERR_IO. mt_safetensors_open
+   and DIRECTORY itself follow links. STEM may have at most 40 characters. The pointers that mt_safetensors_set_find and
    mt_safetensors_set_file return are valid until mt_safetensors_set_close. */
 typedef struct mt_safetensors_set mt_safetensors_set; /* opaque */
 
@@ -1388,8 +1390,11 @@ MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *fi
                                        const char *wanted);
 
 /* Reads fields from the file DIRECTORY/NAME, which is one JSON object. A field that the object does not have stays as
-   it is. Other members of the object are ignored. The field "a.b" is member b of the object that is member a. A text
-   that is longer than its array is truncated. Whole numbers must not be negative.
+   it is. Other members of the object are ignored. The field "a.b" is member b of the object that is member a, and "a.0"
+   is the first element of the list that is member a. When there is a field whose name begins with "0", the file may be
+   a list, and "0.a" is member a of its first element. A text that is longer than its array is truncated. Whole numbers
+   must not be negative.
+   NAME may have directories, such as "a/b.json". Links out of DIRECTORY are not followed, see mt_safetensors_set_open.
    When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
    MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, or a value is not of its field's kind or range.
    After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, no value or
@@ -1418,7 +1423,7 @@ MT_API int mt_json_find(const char *text, const char *name, size_t *from, size_t
      model.safetensors      the parameters in the registry's type; training state and fields are in its __metadata__
      optimizer.safetensors  for each parameter P: P.exp_avg, P.exp_avg_sq and, if it has a master, P.master, all F32
      config.json            if the format writes one (mt_checkpoint_format.config)
-     generation_config.json beside config.json, if load or import has read one
+     generation_config.json beside config.json, if load or import has read one: a JSON object of at most 1 MiB
    With 4 stages, model.safetensors becomes model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as
    Hugging Face shards a model; the same holds for the optimizer. A parameter that the first and the last stage share is
    in the first stage's file.
@@ -1709,6 +1714,7 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t at);
 int openat(int directory, const char *name, int flags, ...);
 int unlinkat(int directory, const char *name, int flags);
 DIR *fdopendir(int fd);
+ssize_t readlink(const char *path, char *to, size_t bytes);
 #endif
 
 /* ---- >>options --------------------------------------------------------------------------------------------------- */
@@ -7591,14 +7597,105 @@ static void mti_mapped_close(mti_mapped *map) {
     map->fd = -1;
 }
 
-static mt_status mti_mapped_open(mt_context *ctx, const char *path, int maps, mti_mapped *out) {
+/* Takes fd, which open has returned, also after an error. */
+static mt_status mti_mapped_take(mt_context *ctx, const char *path, int fd, int maps, mti_mapped *out) {
     mt_status status;
     memset(out, 0, sizeof *out);
-    out->fd = mti_open(path, O_RDONLY | O_NONBLOCK); /* opening a pipe must not wait for a writer */
-    if (out->fd < 0) return mti_io_error(ctx, path, "open it", errno);
+    out->fd = fd;
+    if (fd < 0) return mti_io_error(ctx, path, "open it", errno);
     status = mti_mapped_file(ctx, path, maps, out);
     if (status != MT_SUCCESS) mti_mapped_close(out);
     return status;
+}
+
+#define MTI_READ_FLAGS (O_RDONLY | O_NONBLOCK) /* opening a pipe must not wait for a writer */
+
+/* Opens a file that the program has named. Links are followed. */
+static mt_status mti_mapped_open(mt_context *ctx, const char *path, int maps, mti_mapped *out) {
+    return mti_mapped_take(ctx, path, mti_open(path, MTI_READ_FLAGS), maps, out);
+}
+
+/* -- a folder that comes from elsewhere, such as a model that was downloaded or cloned --
+
+   A link in it could lead to any file of the user, which this library would then read, and a save would copy. So a
+   file of the folder must be in the folder. A link is followed only to a file beside it and, as in the cache of Hugging
+   Face, from snapshots/REVISION/NAME to ../../blobs/HASH. Neither may be another link. */
+
+/* As openat. A link is not followed: then it returns -1. */
+static int mti_open_at(int at, const char *name, int flags) {
+    int fd;
+    do fd = openat(at, name, flags | MTI_NOFOLLOW | MTI_CLOEXEC);
+    while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
+/* Closes `at`, and keeps errno. */
+static void mti_close_at(int at) {
+    int error = errno;
+    if (at >= 0) close(at);
+    errno = error;
+}
+
+/* Opens the directory that has the last component of *name, which is then *name. The directories in *name must not be
+   links or "..". Returns -1 and sets errno as open does. */
+static int mti_folder_of(const char *directory, const char **name) {
+    int at = mti_open(directory, O_RDONLY | MTI_DIRECTORY), next;
+    const char *slash;
+    char part[256];
+    for (; at >= 0 && (slash = strchr(*name, '/')) != NULL; at = next, *name = slash + 1) {
+        size_t n = (size_t)(slash - *name);
+        if (n >= sizeof part) n = 0;
+        memcpy(part, *name, n);
+        part[n] = 0;
+        errno = EINVAL;
+        next = n == 0 || strcmp(part, "..") == 0 ? -1 : mti_open_at(at, part, O_RDONLY | MTI_DIRECTORY);
+        mti_close_at(at);
+    }
+    return at;
+}
+
+/* Returns the place of HASH in ../../blobs/HASH, where more ../ may precede for a file in a subfolder of a snapshot; 0
+   for other texts. */
+static size_t mti_blob_of(const char *to) {
+    size_t up = 0;
+    while (strncmp(to + up, "../", 3) == 0) up += 3;
+    if (up < 6 || strncmp(to + up, "blobs/", 6) != 0) return 0;
+    up += 6;
+    return strspn(to + up, "0123456789abcdef") == strlen(to + up) && strlen(to + up) >= 40 ? up : 0;
+}
+
+/* Opens what a link in the directory `at` leads to, if such a link is followed. Changes `to`, the text of the link. */
+static int mti_open_link(int at, char *to) {
+    size_t hash = mti_blob_of(to);
+    int blobs, fd;
+    errno = ELOOP;
+    if (hash == 0) return strchr(to, '/') ? -1 : mti_open_at(at, to, MTI_READ_FLAGS);
+    to[hash - 1] = 0;
+    blobs = mti_open_at(at, to, O_RDONLY | MTI_DIRECTORY);
+    fd = blobs < 0 ? -1 : mti_open_at(blobs, to + hash, MTI_READ_FLAGS);
+    mti_close_at(blobs);
+    return fd;
+}
+
+/* Opens DIRECTORY/NAME, whose path is `path`, by the rule above. The directory itself may be a link. */
+static mt_status mti_folder_open(mt_context *ctx, const char *directory, const char *name, const char *path, int maps,
+                                 mti_mapped *out) {
+    char to[MT_PATH_MAX];
+    ssize_t length = readlink(path, to, sizeof to - 1);
+    int at = mti_folder_of(directory, &name), fd = -1;
+    if (length >= 0) to[length] = 0;
+    if (at >= 0) fd = length >= 0 ? mti_open_link(at, to) : mti_open_at(at, name, MTI_READ_FLAGS);
+    mti_close_at(at);
+    if (fd >= 0 || errno != ELOOP) return mti_mapped_take(ctx, path, fd, maps, out);
+    return mt_fail(ctx, MT_ERR_IO,
+                   "%s: is a link that leads out of its folder, which is not followed: put the file itself there",
+                   path);
+}
+
+/* Returns 1 when there is such a file or link. */
+static int mti_folder_has(const char *path) {
+    char to[1];
+    return readlink(path, to, sizeof to) >= 0 || errno == EINVAL; /* EINVAL: it is no link */
 }
 
 #define MTI_READ_MAX ((size_t)1 << 30) /* bytes in one call of pread; some systems allow no more */
@@ -7624,17 +7721,19 @@ static mt_status mti_mapped_read(mt_context *ctx, const char *path, const mti_ma
                    path, bytes, at, done, map->bytes);
 }
 
-#define MTI_TEXT_MAX 100000000 /* bytes, as for the header of a safetensors file */
+#define MTI_TEXT_MAX ((size_t)100000000) /* bytes, as for the header of a safetensors file */
 
-/* Reads a whole JSON file. The caller frees *text, also after an error. */
-static mt_status mti_text_read(mt_context *ctx, const char *path, void **text, size_t *bytes) {
+/* Reads a whole JSON file of a folder, of at most `most` bytes. path is DIRECTORY/NAME. The caller frees *text, also
+   after an error. */
+static mt_status mti_text_read(mt_context *ctx, const char *directory, const char *name, const char *path, size_t most,
+                               void **text, size_t *bytes) {
     mti_mapped file;
     mt_status status = MT_SUCCESS;
     *text = NULL;
-    MT_TRY(mti_mapped_open(ctx, path, 0, &file));
+    MT_TRY(mti_folder_open(ctx, directory, name, path, 0, &file));
     *bytes = file.bytes;
-    if (file.bytes > MTI_TEXT_MAX)
-        status = mt_fail(ctx, MT_ERR_DATA, "%s: has %zu bytes, must be at most %d", path, file.bytes, MTI_TEXT_MAX);
+    if (file.bytes > most)
+        status = mt_fail(ctx, MT_ERR_DATA, "%s: has %zu bytes, must be at most %zu", path, file.bytes, most);
     if (status == MT_SUCCESS) status = mti_host_new(ctx, file.bytes + 1, text);
     if (status == MT_SUCCESS) status = mti_mapped_read(ctx, path, &file, 0, file.bytes, *text);
     mti_mapped_close(&file);
@@ -8084,26 +8183,34 @@ static mt_status mti_safetensors_parse(mt_context *ctx, mt_safetensors *s) {
     return status == MT_SUCCESS ? mti_safetensors_sort(ctx, s) : status;
 }
 
-static mt_status mti_safetensors_open(mt_context *ctx, const char *path, mt_safetensors *s) {
+/* Opens a file of a folder or, when directory is NULL, the file that the program has named `path`. */
+static mt_status mti_safetensors_open(mt_context *ctx, const char *directory, const char *name, const char *path,
+                                      mt_safetensors *s) {
     if (strlen(path) >= sizeof s->path)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: a path of %zu characters", strlen(path));
     snprintf(s->path, sizeof s->path, "%s", path);
-    MT_TRY(mti_mapped_open(ctx, path, 1, &s->map));
+    if (directory) MT_TRY(mti_folder_open(ctx, directory, name, path, 1, &s->map));
+    else MT_TRY(mti_mapped_open(ctx, path, 1, &s->map));
     return mti_safetensors_parse(ctx, s);
 }
 
-MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out) {
+static mt_status mti_safetensors_new(mt_context *ctx, const char *directory, const char *name, const char *path,
+                                     mt_safetensors **out) {
     void *memory;
     mt_status status;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!path || !out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: %s is NULL", path ? "out" : "path");
     *out = NULL;
     MT_TRY(mti_host_new(ctx, sizeof **out, &memory));
     ((mt_safetensors *)memory)->map.fd = -1;
-    status = mti_safetensors_open(ctx, path, (mt_safetensors *)memory);
+    status = mti_safetensors_open(ctx, directory, name, path, (mt_safetensors *)memory);
     if (status == MT_SUCCESS) *out = (mt_safetensors *)memory;
     else mt_safetensors_close((mt_safetensors *)memory);
     return status;
+}
+
+MT_API mt_status mt_safetensors_open(mt_context *ctx, const char *path, mt_safetensors **out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!path || !out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_open: %s is NULL", path ? "out" : "path");
+    return mti_safetensors_new(ctx, NULL, NULL, path, out);
 }
 
 MT_API void mt_safetensors_close(mt_safetensors *file) {
@@ -8532,7 +8639,7 @@ static mt_status mti_set_add(mt_context *ctx, mt_safetensors_set *b, const char 
     MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
     MT_TRY(mti_reserve(ctx, &list, b->count, &b->capacity, sizeof *b->files));
     b->files = (mt_safetensors **)list;
-    MT_TRY(mt_safetensors_open(ctx, path, &b->files[b->count]));
+    MT_TRY(mti_safetensors_new(ctx, directory, name, path, &b->files[b->count]));
     added = b->files[b->count];
     status = mti_version_check(ctx, added, 0);
     if (status != MT_SUCCESS) {
@@ -8607,12 +8714,12 @@ static mt_status mti_set_index(mt_context *ctx, mt_safetensors_set *b, const cha
                    (long long)b->tensors);
 }
 
-/* Opens the files of the index b->path. */
-static mt_status mti_set_open_index(mt_context *ctx, mt_safetensors_set *b, const char *directory) {
+/* Opens the files of the index DIRECTORY/NAME, whose path is b->path. */
+static mt_status mti_set_open_index(mt_context *ctx, mt_safetensors_set *b, const char *directory, const char *name) {
     void *json, *text = NULL;
     size_t bytes;
     mti_json j;
-    mt_status status = mti_text_read(ctx, b->path, &json, &bytes);
+    mt_status status = mti_text_read(ctx, directory, name, b->path, MTI_TEXT_MAX, &json, &bytes);
     if (status == MT_SUCCESS) status = mti_host_new(ctx, bytes + 1, &text);
     if (status == MT_SUCCESS) {
         j = mti_json_begin(json, bytes);
@@ -8631,10 +8738,10 @@ static mt_status mti_set_open(mt_context *ctx, const char *directory, const char
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s/%.40s...: a stem has at most 40 characters", directory, stem);
     snprintf(name, sizeof name, "%s.safetensors", stem);
     MT_TRY(mti_path(ctx, directory, name, b->path, sizeof b->path));
-    if (mti_exists(b->path)) return mti_set_add(ctx, b, directory, name);
+    if (mti_folder_has(b->path)) return mti_set_add(ctx, b, directory, name);
     snprintf(name, sizeof name, "%s.safetensors.index.json", stem);
     MT_TRY(mti_path(ctx, directory, name, b->path, sizeof b->path));
-    if (mti_exists(b->path)) return mti_set_open_index(ctx, b, directory);
+    if (mti_folder_has(b->path)) return mti_set_open_index(ctx, b, directory, name);
     return mt_fail(ctx, MT_ERR_IO, "%s: has neither %s.safetensors nor its index", directory, stem);
 }
 
@@ -8868,6 +8975,38 @@ static void mti_json_value(mti_json *j, const mt_field *f) {
     if (!fits) mti_json_fail(j, "a number is too large");
 }
 
+/* Returns 1 when there is a field for element 0 of the list whose elements are named `path`0, `path`1, ... */
+static int mti_json_is_list(const char *path, const mt_field *fields, int fields_count) {
+    size_t n = strlen(path);
+    int i;
+    for (i = 0; i < fields_count; i++)
+        if (strncmp(fields[i].name, path, n) == 0 && fields[i].name[n] == '0') return 1;
+    return 0;
+}
+
+static const mt_field *mti_json_members(mti_json *j, const char *path, const mt_field *fields, int fields_count);
+
+/* Reads the elements of a list. The name of an element in messages and fields is `path` and its number. */
+static const mt_field *mti_json_elements(mti_json *j, const char *path, const mt_field *fields, int fields_count) {
+    char name[192];
+    int count = 0, i;
+    mti_json_take(j, '[', "it does not begin with '['");
+    while (mti_json_next(j, &count, ']')) {
+        snprintf(name, sizeof name, "%s%d", path, count - 1);
+        for (i = 0; i < fields_count && strcmp(name, fields[i].name) != 0; i++) continue;
+        if (i < fields_count) {
+            mti_json_value(j, &fields[i]);
+            if (j->error) return &fields[i];
+        } else if (mti_json_peek(j) == '{' && !path[0]) {
+            const mt_field *inner;
+            snprintf(name, sizeof name, "%d.", count - 1);
+            inner = mti_json_members(j, name, fields, fields_count);
+            if (inner) return inner;
+        } else mti_json_skip(j, 1);
+    }
+    return NULL;
+}
+
 /* Reads the members of an object whose name in messages and fields begins with `path`, as "a." */
 static const mt_field *mti_json_members(mti_json *j, const char *path, const mt_field *fields, int fields_count) {
     char name[160];
@@ -8879,6 +9018,14 @@ static const mt_field *mti_json_members(mti_json *j, const char *path, const mt_
         size_t length = begin + mti_json_string(j, name + begin, sizeof name - begin - 2);
         const mt_field *inner = NULL;
         mti_json_take(j, ':', "a colon is missing");
+        if (mti_json_peek(j) == '[' && begin == 0 && length < sizeof name - 2) {
+            memcpy(name + length, ".", 2);
+            i = mti_json_is_list(name, fields, fields_count);
+            inner = i ? mti_json_elements(j, name, fields, fields_count) : NULL;
+            if (inner) return inner;
+            if (i) continue;
+            name[length] = 0;
+        }
         for (i = 0; i < fields_count; i++)
             if (length < sizeof name - 2 && strcmp(name, fields[i].name) == 0) break;
         if (i < fields_count) {
@@ -8895,11 +9042,13 @@ static const mt_field *mti_json_members(mti_json *j, const char *path, const mt_
     return NULL;
 }
 
-/* Reads the fields of a JSON object. text is the whole file. */
+/* Reads the fields of a JSON object or list. text is the whole file. */
 static mt_status mti_json_object(mt_context *ctx, const char *path, const void *text, size_t bytes,
                                  const mt_field *fields, int fields_count) {
     mti_json j = mti_json_begin(text, bytes);
-    const mt_field *wrong = mti_json_members(&j, "", fields, fields_count);
+    int is_list = mti_json_peek(&j) == '[' && mti_json_is_list("", fields, fields_count);
+    const mt_field *wrong =
+        is_list ? mti_json_elements(&j, "", fields, fields_count) : mti_json_members(&j, "", fields, fields_count);
     char value[MT_FIELD_TEXT_MAX];
     int i;
     mti_json_end(&j);
@@ -8960,9 +9109,9 @@ MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char
                                   : "fields");
     MT_TRY(mti_fields_check(ctx, "mt_json_read", fields, count));
     MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
-    if (exists) *exists = mti_exists(path);
+    if (exists) *exists = mti_folder_has(path);
     if (exists && !*exists) return MT_SUCCESS;
-    status = mti_text_read(ctx, path, &text, &bytes);
+    status = mti_text_read(ctx, directory, name, path, MTI_TEXT_MAX, &text, &bytes);
     if (status == MT_SUCCESS) status = mti_json_object(ctx, path, text, bytes, fields, count);
     mt_host_free(text);
     return status;
@@ -9939,8 +10088,8 @@ static mt_status mti_save_check(mt_context *ctx, mt_checkpoint *c, const char *d
     return status;
 }
 
-#define MTI_GIVEN_MAX (1 << 20) /* bytes */
-#define MTI_CONFIG_MAX 4096     /* bytes of a config.json, in addition to those of the one that was loaded */
+#define MTI_GIVEN_MAX ((size_t)1 << 20) /* bytes */
+#define MTI_CONFIG_MAX 4096             /* bytes of a config.json, in addition to those of the one that was loaded */
 
 static const char *const mti_given_names[] = {"config.json", "generation_config.json"};
 
@@ -10166,22 +10315,25 @@ static mti_part mti_source_part(const mt_checkpoint *c, const mti_source *s) {
     return part;
 }
 
+/* Reads a text that save keeps. It is copied into every checkpoint, so it must be a file of the folder and a JSON
+   object: a folder from elsewhere must not make a save publish another file of the user. */
+static mt_status mti_given_read(mt_context *ctx, const char *directory, const char *name, char **out) {
+    char path[MT_PATH_MAX];
+    void *text = NULL;
+    size_t bytes = 0;
+    mt_status status;
+    MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
+    if (!mti_folder_has(path)) return MT_SUCCESS;
+    status = mti_text_read(ctx, directory, name, path, MTI_GIVEN_MAX, &text, &bytes);
+    *out = (char *)text;
+    return status == MT_SUCCESS ? mti_json_object(ctx, path, text, bytes, NULL, 0) : status;
+}
+
 /* Reads the texts that save keeps, on the first rank. Without a directory, nothing is saved. */
 static mt_status mti_source_given(mt_context *ctx, const mt_checkpoint *c, const char *directory, mti_source *s) {
-    char path[MT_PATH_MAX];
     int i;
-    for (i = 0; c->format.config && c->directory[0] && mt_comm_rank(c->params->grid->world) == 0 && i < 2; i++) {
-        void *text = NULL;
-        size_t bytes = 0;
-        MT_TRY(mti_path(ctx, directory, mti_given_names[i], path, sizeof path));
-        if (mti_exists(path)) {
-            mt_status status = mti_text_read(ctx, path, &text, &bytes);
-            s->given[i] = (char *)text;
-            MT_TRY(status);
-        }
-        if (bytes > MTI_GIVEN_MAX)
-            return mt_fail(ctx, MT_ERR_DATA, "%s: has %zu bytes, must be at most %d", path, bytes, MTI_GIVEN_MAX);
-    }
+    for (i = 0; c->format.config && c->directory[0] && mt_comm_rank(c->params->grid->world) == 0 && i < 2; i++)
+        MT_TRY(mti_given_read(ctx, directory, mti_given_names[i], &s->given[i]));
     return MT_SUCCESS;
 }
 

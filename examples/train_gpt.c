@@ -315,9 +315,9 @@ static mt_status next_token(trainer *t, const mt_gpt_cache *cache, int64_t first
     return MT_SUCCESS;
 }
 
-/* Plans the calls of generate, whose scratch memory depends on their numbers of tokens, but not on what is in the cache:
-   the first one, one that begins a new cache, and one of a single token. A longer call may need less than a shorter
-   one. */
+/* Plans the calls of generate: the first one, one that begins a new cache, and one of a single token. Their scratch
+   memory depends on the number of their tokens, but not on what is in the cache. A longer call may need less than a
+   shorter one. */
 static mt_status plan_generate(trainer *t, const mt_gpt_cache *cache, int32_t *text, int64_t count, int64_t end) {
     int64_t half = (cache->max_seq + 1) / 2;
     MT_TRY(next_token(t, cache, 0, 0, count > cache->max_seq ? half : count, text));

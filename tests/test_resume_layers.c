@@ -902,6 +902,80 @@ static void json(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* Elements of lists are members with numbers as names, in a list that is a member, and in a file that is a list. A list
+   without such a field is ignored, or is of the wrong kind. */
+static void json_lists(void **state) {
+    static const struct {
+        const char *text;
+        int one, two;
+        const char *first, *second, *words; /* words: of the error; NULL: there is none */
+    } cases[] = {{"[{\"a\": 1}, {\"b\": [7], \"a\": 2}]", 1, 2, "", "", NULL},
+                 {"[]", 0, 0, "", "", NULL},
+                 {"[5, {\"a\": 2}, {\"a\": 3}]", 0, 2, "", "", NULL},
+                 {"{\"t\": [\"x\", \"y\", \"z\"], \"a\": 5}", 0, 0, "x", "y", NULL},
+                 {"{\"t\": []}", 0, 0, "", "", NULL},
+                 {"{\"u\": {\"t\": [\"x\"]}, \"0\": {\"a\": 4}}", 4, 0, "", "", NULL},
+                 {"[{\"a\": \"x\"}]", 0, 0, "", "", "0.a: a whole number is missing"},
+                 {"{\"t\": [1]}", 0, 0, "", "", "t.0: a string is missing"},
+                 {"{\"n\": [1]}", 0, 0, "", "", "n: a whole number is missing"},
+                 {"{\"t\": [\"x\" \"y\"]}", 0, 0, "x", "", "a comma or a closing bracket is missing"},
+                 {"{\"t\": [\"x\"", 0, 0, "x", "", "a comma or a closing bracket is missing"},
+                 {"[{\"a\": 1}] 2", 1, 0, "", "", "something follows the end"},
+                 {"[{\"a\": 1}", 1, 0, "", "", "a comma or a closing bracket is missing"},
+                 {"[{\"a\": 1},]", 1, 0, "", "", "a value is missing"}};
+    int one, two, n;
+    char first[8], second[8];
+    const mt_field fields[] = {{"0.a", MT_FIELD_INT, &one, 0, 0, 0, 0, 0},
+                               {"1.a", MT_FIELD_INT, &two, 0, 0, 0, 0, 0},
+                               {"t.0", MT_FIELD_TEXT, first, 0, 0, sizeof first, 0, 0},
+                               {"t.1", MT_FIELD_TEXT, second, 0, 0, sizeof second, 0, 0},
+                               {"n", MT_FIELD_INT, &n, 0, 0, 0, 0, 0}};
+    mt_context *ctx;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        one = two = n = 0;
+        first[0] = second[0] = 0;
+        if (cases[i].words)
+            REFUSED(ctx, MT_ERR_DATA, cases[i].words, mt_json_parse(ctx, "text", cases[i].text, fields, 5));
+        else ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_parse(ctx, "text", cases[i].text, fields, 5));
+        assert_int_equal(one, cases[i].one);
+        assert_int_equal(two, cases[i].two);
+        assert_string_equal(first, cases[i].first);
+        assert_string_equal(second, cases[i].second);
+    }
+    REFUSED(ctx, MT_ERR_DATA, "it does not begin with '{'", mt_json_parse(ctx, "text", "[]", fields + 2, 3));
+    mt_context_destroy(ctx);
+}
+
+/* NAME may have directories, which must not be links or lead out. */
+static void json_folders(void **state) {
+    int n = 0, exists = 1;
+    const mt_field field = {"n", MT_FIELD_INT, &n, 0, 0, 0, 0, 0};
+    mt_context *ctx;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    shell("cd '%s' && mkdir -p d/e out && echo '{\"n\": 5}' >d/e/a.json && cp d/e/a.json out && ln -s ../out d/link && "
+          "ln -s e d/near && ln -s ../../out/a.json d/e/far.json",
+          scratch);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_read(ctx, in_scratch("d"), "e/a.json", &field, 1, &exists));
+    assert_true(n == 5 && exists);
+    REFUSED(ctx, MT_ERR_IO, "/d/link/a.json: cannot open it",
+            mt_json_read(ctx, in_scratch("d"), "link/a.json", &field, 1, NULL));
+    REFUSED(ctx, MT_ERR_IO, "/d/near/a.json: cannot open it",
+            mt_json_read(ctx, in_scratch("d"), "near/a.json", &field, 1, &exists));
+    REFUSED(ctx, MT_ERR_IO, "/d/../out/a.json: cannot open it",
+            mt_json_read(ctx, in_scratch("d"), "../out/a.json", &field, 1, NULL));
+    REFUSED(ctx, MT_ERR_IO, "/d//etc/passwd: cannot open it",
+            mt_json_read(ctx, in_scratch("d"), "/etc/passwd", &field, 1, NULL));
+    REFUSED(ctx, MT_ERR_IO, "/d/e/far.json: is a link that leads out of its folder",
+            mt_json_read(ctx, in_scratch("d"), "e/far.json", &field, 1, NULL));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_read(ctx, in_scratch("d"), "none/a.json", &field, 1, &exists));
+    assert_true(!exists);
+    shell("cd '%s' && rm -r d out", scratch);
+    mt_context_destroy(ctx);
+}
+
 static int open_all(void **state) {
     (void)state;
     return scratch_open("test_resume_layers");
@@ -914,11 +988,12 @@ static int close_all(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(same_bits), cmocka_unit_test(another_split),     cmocka_unit_test(fewer_data_ranks),
-        cmocka_unit_test(files),     cmocka_unit_test(other_models),      cmocka_unit_test(other_fields),
-        cmocka_unit_test(arguments), cmocka_unit_test(reading_arguments), cmocka_unit_test(field_arguments),
-        cmocka_unit_test(killed),    cmocka_unit_test(own_format),        cmocka_unit_test(json),
-        cmocka_unit_test(not_saved), cmocka_unit_test(wrong_tables),      cmocka_unit_test(without_data),
+        cmocka_unit_test(same_bits),  cmocka_unit_test(another_split),     cmocka_unit_test(fewer_data_ranks),
+        cmocka_unit_test(files),      cmocka_unit_test(other_models),      cmocka_unit_test(other_fields),
+        cmocka_unit_test(arguments),  cmocka_unit_test(reading_arguments), cmocka_unit_test(field_arguments),
+        cmocka_unit_test(killed),     cmocka_unit_test(own_format),        cmocka_unit_test(json),
+        cmocka_unit_test(not_saved),  cmocka_unit_test(wrong_tables),      cmocka_unit_test(without_data),
+        cmocka_unit_test(json_lists), cmocka_unit_test(json_folders),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }

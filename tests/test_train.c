@@ -1050,6 +1050,93 @@ static void test_gpt2_of_hugging_face(void **state) {
 }
 
 /* A Llama of Hugging Face gives shape and weights; files that are not what config.json says are refused once. */
+#define HASH "0123456789abcdef0123456789abcdef01234567"
+
+/* Makes a model m, another one in `other`, and files that a model must not publish, and runs a command in the folder of
+   the model. Then train_gpt begins with the model `from`, and saves a checkpoint in `runs`. */
+static void begin_with_folder(const char *command, const char *from, char words[WORDS]) {
+    shell("cd '%s' && rm -rf m other runs secret* && echo not for others >secret && echo '{\"not\": \"for others\"}' "
+          ">secret.json",
+          scratch);
+    shell("cp -r tests/golden/gpt2_hf '%s' && cp -r tests/golden/gpt2_hf '%s'", in_scratch("m"), in_scratch("other"));
+    shell("cd '%s' && echo '{\"x\": [{}]}' >generation_config.json && { %s; }", in_scratch("m"), command);
+    print_to(words, WORDS,
+             "--init-from %s --data %s --batch 2 --seq 8 --steps 1 --sample 0 --eval-interval 0 --tp 1 --checkpoint %s",
+             in_scratch(from), in_scratch("data.bin"), in_scratch("runs"));
+}
+
+/* A model may come from elsewhere, with links: none of them makes a run read, or a checkpoint publish, a file outside
+   of its folder. What is copied is a JSON object of at most 1 MiB. Nothing waits for a pipe. */
+static void test_links_out_of_a_model(void **state) {
+    static const struct {
+        const char *command, *sentence;
+    } bad[] = {
+        {"ln -sf ../secret generation_config.json", "m/generation_config.json: is a link that leads out of its folder"},
+        {"ln -sf ../secret.json generation_config.json", "is a link that leads out of its folder"},
+        {"ln -sf \"$(cd .. && pwd)/secret.json\" generation_config.json", "is a link that leads out of its folder"},
+        {"ln -sf ../none generation_config.json", "is a link that leads out of its folder"},
+        {"ln -sf b generation_config.json && ln -s ../secret.json b", "is a link that leads out of its folder"},
+        {"ln -s .. up && ln -sf up/secret.json generation_config.json", "is a link that leads out of its folder"},
+        {"ln -sf .. generation_config.json", "m/generation_config.json: "},
+        {"ln -sf ../../blobs/secret.json generation_config.json", "is a link that leads out of its folder"},
+        {"ln -sf ../../blobs/" HASH "x generation_config.json", "is a link that leads out of its folder"},
+        {"ln -sf ../../blobs/" HASH "/../secret generation_config.json", "is a link that leads out of its folder"},
+        {"ln -sf ../other/config.json config.json", "m/config.json: is a link that leads out of its folder"},
+        {"ln -sf ../other/model.safetensors model.safetensors", "m/model.safetensors: is a link that leads out"},
+        {"ln -sf ../secret model.safetensors", "m/model.safetensors: is a link that leads out of its folder"},
+        {"mv model.safetensors a && ln -s ../secret.json model.safetensors.index.json",
+         "m/model.safetensors.index.json: is a link that leads out of its folder"},
+        {"ln -s ../other/model.safetensors a && rm model.safetensors && echo '{\"weight_map\": {\"x\": \"a\"}}' "
+         ">model.safetensors.index.json",
+         "m/a: is a link that leads out of its folder"},
+        {"rm model.safetensors && echo '{\"weight_map\": {\"x\": \"../secret\"}}' >model.safetensors.index.json",
+         "'../secret' is not the name of a file beside it"},
+        {"rm model.safetensors && echo '{\"weight_map\": {\"x\": \"/etc/passwd\"}}' >model.safetensors.index.json",
+         "'/etc/passwd' is not the name of a file beside it"},
+        {"echo not for others >generation_config.json", "m/generation_config.json: JSON, byte 0: it does not begin"},
+        {"echo '{} x' >generation_config.json", "m/generation_config.json: JSON, byte 3: something follows the end"},
+        {"echo '[]' >generation_config.json", "m/generation_config.json: JSON, byte 0: it does not begin with '{'"},
+        {": >generation_config.json", "m/generation_config.json: JSON, byte 0: it does not begin with '{'"},
+        {"{ echo {; head -c 1048576 /dev/zero | tr '\\0' ' '; echo }; } >generation_config.json",
+         "m/generation_config.json: has 1048580 bytes, must be at most 1048576"},
+        {"rm generation_config.json && mkfifo generation_config.json", "is not a regular file"},
+        {"rm config.json && mkfifo config.json", "m/config.json: is not a regular file"},
+        {"rm model.safetensors && mkfifo model.safetensors", "m/model.safetensors: is not a regular file"},
+        {"rm generation_config.json && mkdir generation_config.json", "is not a regular file"},
+        {"ln -sf /dev/zero generation_config.json", "is a link that leads out of its folder"}};
+    char words[WORDS];
+    (void)state;
+    write_bin("data.bin", LLMC_MAGIC, 1, BIN_TOKENS, BIN_TOKENS, 60);
+    for (size_t i = 0; i < COUNT(bad); i++) {
+        begin_with_folder(bad[i].command, "m", words);
+        expect_error(words, bad[i].sentence);
+        shell("! test -e '%s'", in_scratch("runs/step-00000001"));
+    }
+    shell("cd '%s' && rm -rf m other runs secret* data.bin", scratch);
+}
+
+/* Links to a file beside the link are followed, and those of Hugging Face's cache, and the folder itself may be one. */
+static void test_links_in_a_model(void **state) {
+    static const char *const commands[] = {
+        ":", "mv generation_config.json a && ln -s a generation_config.json",
+        "cd .. && mkdir cache cache/blobs && mv m cache/blobs/m && mkdir -p cache/snapshots/r && cd cache/snapshots/r "
+        "&& "
+        "for f in ../../blobs/m/*; do n=$(printf %s \"$f\" | cksum | cut -c 1-3)" HASH "; mv $f ../../blobs/$n && "
+        "ln -s ../../blobs/$n ${f##*/}; done; cd ../../.. && ln -s cache/snapshots/r m"};
+    char words[WORDS];
+    (void)state;
+    write_bin("data.bin", LLMC_MAGIC, 1, BIN_TOKENS, BIN_TOKENS, 60);
+    for (size_t i = 0; i < COUNT(commands); i++) {
+        begin_with_folder(commands[i], "m", words);
+        expect_success(words);
+        shell("echo '{\"x\": [{}]}' | cmp - '%s'", in_scratch("runs/step-00000001/generation_config.json"));
+    }
+    shell("cd '%s/cache' && rm snapshots/r/g* && mv blobs moved && ln -s moved blobs", scratch);
+    shell("rm -r '%s'", in_scratch("runs"));
+    expect_error(words, "m/model.safetensors: cannot open it"); /* the folder of a cache is not a link */
+    shell("cd '%s' && rm -rf m other runs secret* data.bin cache", scratch);
+}
+
 static void test_begins_with_a_llama(void **state) {
     static unsigned char file[LLMC_HEADER_BYTES + 2 * 400];
     int32_t header[3] = {LLMC_MAGIC, 1, 400};
@@ -1277,6 +1364,8 @@ int main(void) {
         cmocka_unit_test(test_flags_that_contradict_alibi),
         cmocka_unit_test(test_gpt2_of_hugging_face),
         cmocka_unit_test(test_begins_with_a_llama),
+        cmocka_unit_test(test_links_out_of_a_model),
+        cmocka_unit_test(test_links_in_a_model),
         cmocka_unit_test(test_nan_has_no_sign),
     };
     return cmocka_run_group_tests(tests, open_scratch, remove_scratch);
