@@ -7275,6 +7275,7 @@ MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_
 /* ---- >>json ------------------------------------------------------------------------------------------------------ */
 
 #define MTI_JSON_DEPTH 64
+#define MTI_TEXT_MAX ((size_t)100000000) /* bytes, as for the header of a safetensors file */
 
 /* Reads a JSON text (RFC 8259) from front to back. After the first error every call fails, and the position stays. */
 typedef struct mti_json {
@@ -7407,57 +7408,77 @@ static size_t mti_json_string(mti_json *j, char *out, size_t capacity) {
 
 static int mti_json_digit(const mti_json *j) { return j->at < j->end && *j->at >= '0' && *j->at <= '9'; }
 
-/* Reads a whole number from 0 to 2^63 - 1, without sign, fraction or exponent. */
-static int64_t mti_json_whole(mti_json *j) {
-    int64_t x = 0;
+/* Reads a whole number from 0 to `most`, without sign, fraction or exponent. */
+static uint64_t mti_json_up_to(mti_json *j, uint64_t most) {
+    uint64_t x = 0;
     int first = mti_json_peek(j);
-    if (first < '0' || first > '9') return mti_json_fail(j, "a whole number is missing");
+    if (first < '0' || first > '9') return (uint64_t)mti_json_fail(j, "a whole number is missing");
     if (first == '0') j->at++; /* no digit may follow a leading 0 */
     for (; first != '0' && mti_json_digit(j); j->at++) {
-        int digit = *j->at - '0';
-        if (x > (INT64_MAX - digit) / 10) return mti_json_fail(j, "a number is too large");
+        uint64_t digit = (uint64_t)(*j->at - '0');
+        if (x > (most - digit) / 10) return (uint64_t)mti_json_fail(j, "a number is too large");
         x = 10 * x + digit;
     }
     if (mti_json_digit(j) || (j->at < j->end && (*j->at == '.' || (*j->at | 32) == 'e')))
-        return mti_json_fail(j, "a number is not whole");
+        return (uint64_t)mti_json_fail(j, "a number is not whole");
     return x;
 }
 
-/* Appends the digits that follow to x. Digits beyond the precision of a double are dropped and counted in *scale, so
-   that the number is x * 10^*scale. */
-static double mti_json_digits(mti_json *j, double x, int fraction, int *scale) {
+static int64_t mti_json_whole(mti_json *j) { return (int64_t)mti_json_up_to(j, (uint64_t)INT64_MAX); }
+
+/* The digits of a number without a point, for strtod. Every double lies exactly between two others at a number of at
+   most 767 digits, so further digits only matter when one of them is not 0. */
+#define MTI_DIGITS_MAX 768
+typedef struct mti_digits {
+    char text[MTI_DIGITS_MAX + 32]; /* has space for an exponent */
+    int count, scale;               /* the number is text * 10^scale */
+    int more;                       /* 1: a digit that was dropped is not 0 */
+} mti_digits;
+
+/* Appends the digits that follow. Zeros before the first other digit are left out. */
+static void mti_json_digits(mti_json *j, int fraction, mti_digits *d) {
     if (!mti_json_digit(j)) mti_json_fail(j, "a digit is missing");
     for (; mti_json_digit(j); j->at++) {
-        int counts = x < 1e17;
-        if (counts) x = 10 * x + (*j->at - '0');
-        *scale += fraction ? -counts : !counts;
+        int begins = d->count > 0 || *j->at != '0', fits = d->count < MTI_DIGITS_MAX;
+        if (begins && fits) d->text[d->count++] = (char)*j->at;
+        else if (begins && *j->at != '0') d->more = 1;
+        d->scale += fraction ? -(fits || !begins) : begins && !fits;
     }
-    return x;
 }
 
-/* Reads a number. strtod is not used, because its decimal point depends on the locale. The result is accurate enough
-   for the exact float; a double may be wrong in its last places. */
+/* Reads an exponent, if one comes next. */
+static int mti_json_exponent(mti_json *j) {
+    int exponent = 0, sign = 1;
+    if (j->error || j->at == j->end || (*j->at | 32) != 'e') return 0;
+    j->at++;
+    if (j->at < j->end && (*j->at == '+' || *j->at == '-')) sign = *j->at++ == '-' ? -1 : 1;
+    if (!mti_json_digit(j)) mti_json_fail(j, "a digit is missing");
+    for (; mti_json_digit(j); j->at++)
+        if (exponent < (int)MTI_TEXT_MAX) exponent = 10 * exponent + (*j->at - '0');
+    return sign * exponent;
+}
+
+/* Reads a number, as the nearest double. strtod gets no point, which in its text would depend on the locale. */
 static double mti_json_number(mti_json *j) {
-    int negative = mti_json_peek(j) == '-', scale = 0, exponent = 0, sign = 1;
+    int negative = mti_json_peek(j) == '-', exponent, error = errno;
+    mti_digits d;
     double x;
+    d.count = d.scale = d.more = 0;
     if (negative) j->at++;
     if (j->at + 1 < j->end && j->at[0] == '0' && j->at[1] >= '0' && j->at[1] <= '9')
         mti_json_fail(j, "a number begins with 0");
-    x = mti_json_digits(j, 0, 0, &scale);
+    mti_json_digits(j, 0, &d);
     if (!j->error && j->at < j->end && *j->at == '.') {
         j->at++;
-        x = mti_json_digits(j, x, 1, &scale);
+        mti_json_digits(j, 1, &d);
     }
-    if (!j->error && j->at < j->end && (*j->at | 32) == 'e') {
-        j->at++;
-        if (j->at < j->end && (*j->at == '+' || *j->at == '-')) sign = *j->at++ == '-' ? -1 : 1;
-        if (!mti_json_digit(j)) mti_json_fail(j, "a digit is missing");
-        for (; mti_json_digit(j); j->at++)
-            if (exponent < 10000) exponent = 10 * exponent + (*j->at - '0');
-    }
-    scale += sign * exponent;
-    x = x == 0 ? 0 : scale < 0 ? x / pow(10, -scale) : x * pow(10, scale);
-    return j->error ? 0 : negative ? -x : x;
+    exponent = mti_json_exponent(j);
+    if (j->error) return 0;
+    if (d.more) d.scale--;
+    snprintf(d.text + d.count, sizeof d.text - (size_t)d.count, "%se%d", d.more ? "1" : "", d.scale + exponent);
+    x = d.count > 0 ? strtod(d.text, NULL) : 0;
+    errno = error; /* strtod sets it for results that are subnormal or infinite */
+    return negative ? -x : x;
 }
 
 /* Reads `word` if it comes next; returns 0 if not. */
@@ -7720,8 +7741,6 @@ static mt_status mti_mapped_read(mt_context *ctx, const char *path, const mti_ma
                    "and was truncated since",
                    path, bytes, at, done, map->bytes);
 }
-
-#define MTI_TEXT_MAX ((size_t)100000000) /* bytes, as for the header of a safetensors file */
 
 /* Reads a whole JSON file of a folder, of at most `most` bytes. path is DIRECTORY/NAME. The caller frees *text, also
    after an error. */
@@ -8845,28 +8864,11 @@ static int mti_field_store_whole(const mt_field *f, uint64_t whole, void *value)
     return (f->kind != MT_FIELD_INT && f->kind != MT_FIELD_BOOL) || n == (int64_t)whole;
 }
 
-/* Returns the double that mti_number_text writes as `text`. mti_json_number is only a few units in the last place away
-   from it, so this function tries the neighbours of `number`. */
-static double mti_same_double(const char *text, double number) {
-    double low = number, high = number;
-    char again[MT_FIELD_TEXT_MAX];
-    int i;
-    for (i = 0; i < 8; i++) {
-        mti_number_text(low, 16, again);
-        if (strcmp(again, text) == 0) return low;
-        mti_number_text(high, 16, again);
-        if (strcmp(again, text) == 0) return high;
-        low = nextafter(low, -DBL_MAX);
-        high = nextafter(high, DBL_MAX);
-    }
-    return number; /* another program wrote it in another form */
-}
-
 /* Parses the text of a value and writes it to `value`. Returns 0 when it is not a value of the field's kind; `value`
    may then have changed. */
 static int mti_field_parse(const mt_field *f, const char *text, void *value) {
     int negative = f->kind != MT_FIELD_U64 && *text == '-';
-    uint64_t whole;
+    uint64_t whole, most;
     if (f->kind == MT_FIELD_TEXT) {
         if (strlen(text) >= f->bytes) return 0;
         memcpy(value, text, strlen(text) + 1);
@@ -8874,14 +8876,12 @@ static int mti_field_parse(const mt_field *f, const char *text, void *value) {
     }
     if (f->kind == MT_FIELD_F32 || f->kind == MT_FIELD_F64) {
         mti_json j = mti_json_begin(text, strlen(text));
-        double number = mti_json_number(&j);
-        int fits;
-        if (f->kind == MT_FIELD_F64) number = mti_same_double(text, number);
-        fits = mti_field_store_number(f, number, value);
+        int fits = mti_field_store_number(f, mti_json_number(&j), value);
         mti_json_end(&j);
         return !j.error && fits;
     }
-    if (!mt_parse_whole(text + negative, f->kind == MT_FIELD_U64 ? UINT64_MAX : (uint64_t)INT64_MAX, &whole)) return 0;
+    most = f->kind == MT_FIELD_U64 ? UINT64_MAX : (uint64_t)INT64_MAX + (uint64_t)negative; /* -2^63, but not 2^63 */
+    if (!mt_parse_whole(text + negative, most, &whole)) return 0;
     return mti_field_store_whole(f, negative ? 0 - whole : whole, value);
 }
 
@@ -8968,7 +8968,9 @@ static void mti_json_value(mti_json *j, const mt_field *f) {
     if (f->kind == MT_FIELD_TEXT) mti_json_string(j, (char *)f->value, f->bytes);
     else if (f->kind == MT_FIELD_F32 || f->kind == MT_FIELD_F64)
         fits = mti_field_store_number(f, mti_json_number(j), f->value);
-    else if (f->kind != MT_FIELD_BOOL) fits = mti_field_store_whole(f, (uint64_t)mti_json_whole(j), f->value);
+    else if (f->kind != MT_FIELD_BOOL)
+        fits = mti_field_store_whole(f, mti_json_up_to(j, f->kind == MT_FIELD_U64 ? UINT64_MAX : (uint64_t)INT64_MAX),
+                                     f->value);
     else if (mti_json_word(j, "true")) on = 1;
     else if (!mti_json_word(j, "false")) mti_json_fail(j, "true or false is missing");
     if (f->kind == MT_FIELD_BOOL) memcpy(f->value, &on, sizeof on);

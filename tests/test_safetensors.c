@@ -428,6 +428,117 @@ static void numbers(void **state) {
     }
 }
 
+/* Writes x as text, and reads it as a field of metadata and of JSON. */
+static void double_reads_back(double x) {
+    char text[MT_FIELD_TEXT_MAX], json[64];
+    double y = 77, z = 77;
+    mt_field f = {.name = "a", .kind = MT_FIELD_F64, .value = &x};
+    mt_field_text(&f, text);
+    if (!mti_field_parse(&f, text, &y) || memcmp(&x, &y, sizeof x) != 0) fail_msg("%s is read as %.17g", text, y);
+    snprintf(json, sizeof json, "{\"a\": %s}", text);
+    f.value = &z;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_parse(ctx, "json", json, &f, 1));
+    if (memcmp(&x, &z, sizeof x) != 0) fail_msg("%s is read from JSON as %.17g", text, z);
+}
+
+static void float_reads_back(float x) {
+    char text[MT_FIELD_TEXT_MAX];
+    float y = 77;
+    mt_field f = {.name = "a", .kind = MT_FIELD_F32, .value = &x};
+    mt_field_text(&f, text);
+    if (!mti_field_parse(&f, text, &y) || memcmp(&x, &y, sizeof x) != 0)
+        fail_msg("%s is read as %.9g", text, (double)y);
+}
+
+/* Every finite double and float reads back with the same bits, also subnormal ones and -0, in every locale. */
+static void doubles_and_floats_read_back(void **state) {
+    static const double edges[] = {0.0,
+                                   -0.0,
+                                   5e-324,
+                                   -5e-324,
+                                   2.2250738585072009e-308,
+                                   DBL_MIN,
+                                   1.5e-293,
+                                   1e-292,
+                                   1e-300,
+                                   -1e-305,
+                                   DBL_MAX,
+                                   -DBL_MAX,
+                                   0.1,
+                                   1e23,
+                                   9007199254740993.0,
+                                   3.0000000000000004,
+                                   DBL_EPSILON};
+    uint64_t seed = 3;
+    (void)state;
+    for (int comma = 0; comma < 2; comma++) {
+        if (comma && !test_comma_locale()) break;
+        for (size_t i = 0; i < sizeof edges / sizeof *edges; i++) double_reads_back(edges[i]);
+        for (int i = 0; i < 60000; i++) {
+            uint64_t bits = test_random(&seed) << 32 ^ test_random(&seed);
+            double x;
+            if (i % 3 == 0) bits &= ~((uint64_t)0x7ff << 52); /* subnormal */
+            memcpy(&x, &bits, sizeof x);
+            if (isfinite(x)) double_reads_back(x);
+            if (isfinite(mt_f32_from_bits((uint32_t)bits))) float_reads_back(mt_f32_from_bits((uint32_t)bits));
+        }
+        setlocale(LC_NUMERIC, "C");
+    }
+}
+
+/* Numbers with more digits than a double, and the smallest that are not 0, are read as strtod reads them. */
+static void long_numbers(void **state) {
+    char text[2000], zeros[900];
+    (void)state;
+    memset(zeros, '0', sizeof zeros);
+    for (int i = 0; i < 6; i++) {
+        static const char *const forms[] = {
+            "1%.*s1", "1.%.*s1", "0.%.*s1", "0.%.*s1e850", "9007199254740993%.*s1e-850", "9007199254740993.%.*s1"};
+        print_to(text, sizeof text, forms[i], i == 4 ? 849 : 250 + 100 * i, zeros);
+        mti_json j = mti_json_begin(text, strlen(text));
+        double x = mti_json_number(&j);
+        assert_null(j.error);
+        if (x != strtod(text, NULL)) fail_msg("%s: %.17g", text, x);
+    }
+}
+
+/* Whole numbers at the ends of their ranges read back; one beyond the end is refused. */
+static void whole_numbers_read_back(void **state) {
+    static const struct {
+        mt_field_kind kind;
+        const char *text;
+        int metadata, json; /* 1: is read; 0: is refused */
+    } cases[] = {{MT_FIELD_I64, "-9223372036854775808", 1, 0},
+                 {MT_FIELD_I64, "9223372036854775807", 1, 1},
+                 {MT_FIELD_I64, "9223372036854775808", 0, 0},
+                 {MT_FIELD_I64, "-9223372036854775809", 0, 0},
+                 {MT_FIELD_I64, "9007199254740993", 1, 1},
+                 {MT_FIELD_U64, "18446744073709551615", 1, 1},
+                 {MT_FIELD_U64, "18446744073709551616", 0, 0},
+                 {MT_FIELD_U64, "-1", 0, 0},
+                 {MT_FIELD_INT, "-2147483648", 1, 0},
+                 {MT_FIELD_INT, "2147483647", 1, 1},
+                 {MT_FIELD_INT, "2147483648", 0, 0},
+                 {MT_FIELD_INT, "-2147483649", 0, 0},
+                 {MT_FIELD_BOOL, "1", 1, 0},
+                 {MT_FIELD_I64, "1e3", 0, 0},
+                 {MT_FIELD_F64, "nan", 0, 0},
+                 {MT_FIELD_F64, "inf", 0, 0},
+                 {MT_FIELD_F64, "1e400", 0, 0},
+                 {MT_FIELD_F32, "3.5e38", 0, 0}};
+    char json[64], again[MT_FIELD_TEXT_MAX];
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        uint64_t value = 0;
+        mt_field f = {.name = "a", .kind = cases[i].kind, .value = &value};
+        if (mti_field_parse(&f, cases[i].text, &value) != cases[i].metadata) fail_msg("%s", cases[i].text);
+        if (cases[i].metadata) mt_field_text(&f, again), assert_string_equal(again, cases[i].text);
+        snprintf(json, sizeof json, "{\"a\": %s}", cases[i].text);
+        if ((mt_json_parse(ctx, "json", json, &f, 1) == MT_SUCCESS) != cases[i].json) fail_msg("%s", json);
+        if (cases[i].json) mt_field_text(&f, again), assert_string_equal(again, cases[i].text);
+    }
+}
+
 /* A file that is truncated after it was opened: reads before its new end succeed, others are errors. */
 static void truncated_while_open(void **state) {
     enum { BYTES = 1 << 16 };
@@ -646,6 +757,9 @@ int main(void) {
         cmocka_unit_test(bad_data),
         cmocka_unit_test(bad_files),
         cmocka_unit_test(numbers),
+        cmocka_unit_test(doubles_and_floats_read_back),
+        cmocka_unit_test(long_numbers),
+        cmocka_unit_test(whole_numbers_read_back),
         cmocka_unit_test(checksums),
         cmocka_unit_test(truncated_while_open),
         cmocka_unit_test(numbers_with_a_decimal_comma),
