@@ -419,7 +419,7 @@ MT_API int64_t mt_params_global_elements(const mt_params *params);          /* o
    padding. scatter writes this rank's part of `global` to shard, without communication. gather writes the whole tensor
    to `global` on every rank; it is collective over the tensor group. shard is param->value, param->grad or a tensor of
    the same shape (optimizer state). It may have any float type; values are widened or rounded. Scratch memory comes
-   from the arena. */
+   from the arena. MT_ERR_DATA, before scatter writes anything: a finite element is too large for the shard's type. */
 MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const float *global, mt_tensor shard);
 MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_param *param, mt_tensor shard,
                                  float *global);
@@ -1054,7 +1054,7 @@ MT_API mt_status mt_optimizer_read(mt_context *ctx, const mt_optimizer *optimize
 /* Copies between a state of a parameter and the whole tensor in host memory, as mt_param_gather and mt_param_scatter
    do. gather is collective over the tensor group and, when the optimizer is sharded, over the data group. scatter does
    not communicate; call it on every data rank with the same `global`. Scattering MT_MASTER also writes the parameter's
-   value, rounded to its type. */
+   value, rounded to its type. MT_ERR_DATA as in mt_param_scatter: an element is too large for the value's type. */
 MT_API mt_status mt_optimizer_gather(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
                                      mt_optimizer_state state, float *global);
 MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optimizer, const mt_param *param,
@@ -1574,7 +1574,8 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
    a killed save has left behind. When something cannot be removed, save logs a warning, and the next save tries again.
    A symbolic link is removed, but not its target. On MT_DEVICE_META no file is touched.
    MT_ERR_IO: no space, no permission, a checkpoint of this step or a later one exists, or another run holds the lock.
-   MT_ERR_DATA: the note, a text or a name is not UTF-8. MT_ERR_ARGUMENT: state, fields or the optimizer's step on some
+   MT_ERR_DATA: the note, a text or a name is not UTF-8, or an element of a parameter or of the optimizer's state is
+   not finite; the message names the tensor. MT_ERR_ARGUMENT: state, fields or the optimizer's step on some
    rank are not what mt_checkpoint_load accepts, or the last step of a sharded optimizer failed before the data ranks
    had gathered the parameters; mt_checkpoint_load makes them complete. After an error the older checkpoints are still
    there.
@@ -1585,9 +1586,10 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
 MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, const mt_training_state *state);
 
 /* Loads the checkpoint of a step, which may have been saved on another grid. Collective over the grid's world. Before
-   it writes the first parameter, it checks the names, shapes and types (F32, F64, BF16 or F16) of all tensors, the
-   checksums, mt_checkpoint_format.check, the training state and the fields. No tensor may be missing, and none may be
-   unknown that the table does not ignore. A tensor may have another type than its parameter.
+   it writes the first parameter, it checks the names, shapes and types (F32, F64, BF16 or F16) of all tensors, their
+   values, the checksums, mt_checkpoint_format.check, the training state and the fields. No tensor may be missing, and
+   none may be unknown that the table does not ignore. A tensor may have another type than its parameter. Its elements
+   must be finite, and stay finite when they are rounded to the parameter's type; so 1e5 is refused for MT_F16.
    With an optimizer, f32 parameters are then loaded from the masters in the files, if there are any, and masters that
    the files do not have become copies of the loaded parameters.
    MT_ERR_IO, MT_ERR_DATA: the message names the file and the reason. MT_ERR_MEMORY: the arena has no memory for the
@@ -3661,6 +3663,38 @@ MT_API int64_t mt_params_global_elements(const mt_params *params) {
     return n;
 }
 
+/* Returns the smallest number that is infinite after it is rounded to a type. */
+static float mti_too_large(mt_dtype dtype) {
+    return dtype == MT_F16 ? 65520.0f : dtype == MT_BF16 ? 3.39617753e38f : (float)INFINITY;
+}
+
+/* Returns the index of the first element that a type cannot hold as a finite number, or n. */
+static int64_t mti_unfit(const float *x, int64_t n, mt_dtype dtype) {
+    float limit = mti_too_large(dtype);
+    int64_t i = 0;
+    while (i < n && fabsf(x[i]) < limit) i++; /* a NaN is not less */
+    return i;
+}
+
+/* Returns MT_ERR_DATA for element `index` of a tensor, which has the value x. */
+static mt_status mti_unfit_fail(mt_context *ctx, const char *where, const char *name, int64_t index, float x,
+                                mt_dtype dtype) {
+    char text[32], wanted[48] = "must be a finite number";
+    if (isfinite(x)) snprintf(wanted, sizeof wanted, "too large for %s", mt_dtype_name(dtype));
+    return mt_fail(ctx, MT_ERR_DATA, "%s: element %lld of '%.150s' is %s, %s", where, (long long)index, name,
+                   mt_f32_digits(isnan(x) ? (float)NAN : x, text), wanted);
+}
+
+/* Refuses finite elements that a type cannot hold. It keeps infinities and NaN. */
+static mt_status mti_narrow_check(mt_context *ctx, const char *function, const mt_param *p, const float *global,
+                                  mt_dtype dtype) {
+    int64_t n = p->desc.rows * p->desc.cols, i;
+    if (dtype == MT_F32) return MT_SUCCESS;
+    for (i = mti_unfit(global, n, dtype); i < n; i += 1 + mti_unfit(global + i + 1, n - i - 1, dtype))
+        if (isfinite(global[i])) return mti_unfit_fail(ctx, function, p->name, i, global[i], dtype);
+    return MT_SUCCESS;
+}
+
 /* Copies rows between the device and the host. Rows of another type than f32 are converted in the arena. */
 static mt_status mti_rows_copy(mt_context *ctx, mt_tensor rows, float *host, int to_host) {
     size_t mark = mt_arena_mark(ctx);
@@ -3720,6 +3754,7 @@ MT_API mt_status mt_param_scatter(mt_context *ctx, const mt_param *param, const 
     mt_status status;
     MT_TRY(mti_shard_check(ctx, "mt_param_scatter", param, shard, "global", global));
     MT_TRY(mti_pointer_check(ctx, "mt_param_scatter", param));
+    MT_TRY(mti_narrow_check(ctx, "mt_param_scatter", param, global, shard.dtype));
     if (param->registry) mt_gemm_unpack(param->registry->ctx, shard);
     mark = mt_arena_mark(ctx);
     memcpy(&host, &global, sizeof host); /* casts const away; with to_host 0, mti_shard_copy only reads host */
@@ -6632,6 +6667,7 @@ MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optim
     size_t mark;
     mt_status status;
     MT_TRY(mti_optimizer_state_check(ctx, "mt_optimizer_scatter", optimizer, param, state, global));
+    if (state == MT_MASTER) MT_TRY(mti_narrow_check(ctx, "mt_optimizer_scatter", param, global, param->value.dtype));
     mark = mt_arena_mark(ctx);
     status = mti_optimizer_scatter(ctx, optimizer, param, state, global);
     mt_arena_release(ctx, mark);
@@ -8273,51 +8309,67 @@ static mt_status mti_tensor_bytes(mt_context *ctx, const mt_safetensors_tensor *
     return mti_mapped_read(ctx, t->file->path, map, first + (size_t)at, (size_t)bytes, out);
 }
 
-/* Rounds an F64 tensor to floats. With out NULL it only checks that floats can hold its elements. */
-static mt_status mti_f64_read(mt_context *ctx, const mt_safetensors_tensor *t, float *out) {
+/* Reads F64 elements, rounded to floats. */
+static mt_status mti_f64_read(mt_context *ctx, const mt_safetensors_tensor *t, int64_t first, int64_t count,
+                              float *out) {
     double block[1 << 11];
-    int64_t elements = t->bytes / 8, i, k, n;
-    for (i = 0; i < elements; i += n) {
-        n = mt_min(elements - i, (int64_t)(sizeof block / sizeof *block));
-        MT_TRY(mti_tensor_bytes(ctx, t, 8 * i, 8 * n, block));
+    int64_t i, k, n;
+    for (i = 0; i < count; i += n) {
+        n = mt_min(count - i, (int64_t)(sizeof block / sizeof *block));
+        MT_TRY(mti_tensor_bytes(ctx, t, 8 * (first + i), 8 * n, block));
         for (k = 0; k < n; k++) {
-            float x = (float)block[k];
-            if (isinf(x) && !isinf(block[k]))
+            out[i + k] = (float)block[k];
+            if (isinf(out[i + k]) && !isinf(block[k]))
                 return mt_fail(ctx, MT_ERR_DATA, "%s: element %lld of '%.100s' is %g, too large for a float",
-                               t->file->path, (long long)(i + k), t->name, block[k]);
-            if (out) out[i + k] = x;
+                               t->file->path, (long long)(first + i + k), t->name, block[k]);
         }
     }
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out) {
+/* Returns the type of a tensor: an mt_dtype or MTI_F64, or -1 when the library cannot convert it. */
+static int mti_tensor_type(const mt_safetensors_tensor *t) {
+    return mti_safetensors_dtypes[mti_safetensors_dtype(t->dtype)].dtype;
+}
+
+/* Reads elements of a tensor as floats. */
+static mt_status mti_elements_read(mt_context *ctx, const mt_safetensors_tensor *t, int64_t first, int64_t count,
+                                   float *out) {
     unsigned char *from = (unsigned char *)out;
+    int type = mti_tensor_type(t), bytes = type == MT_F32 ? 4 : 2;
     uint16_t bits[256];
-    int64_t elements, i, n;
-    int type;
+    int64_t i, n;
+    if (type == MTI_F64) return mti_f64_read(ctx, t, first, count, out);
+    /* 16-bit values are read into the second half of out. Widening them from the front overwrites none that is still
+       needed */
+    if (type != MT_F32) from += bytes * count;
+    MT_TRY(mti_tensor_bytes(ctx, t, bytes * first, bytes * count, from));
+    for (i = 0; type != MT_F32 && i < count; i += n) {
+        n = mt_min(count - i, (int64_t)(sizeof bits / sizeof *bits));
+        memcpy(bits, from + 2 * i, (size_t)n * sizeof *bits);
+        mt_f32_from_16bit((mt_dtype)type, bits, out + i, n);
+    }
+    return MT_SUCCESS;
+}
+
+static int64_t mti_tensor_elements(const mt_safetensors_tensor *t) {
+    int64_t n = 1;
+    int i;
+    for (i = 0; i < t->dims; i++) n *= t->shape[i];
+    return n;
+}
+
+MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tensor || !out || !tensor->file)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_safetensors_read: %s is NULL",
                        !tensor ? "tensor"
                        : !out  ? "out"
                                : "tensor.file");
-    type = mti_safetensors_dtypes[mti_safetensors_dtype(tensor->dtype)].dtype;
-    if (type < 0)
+    if (mti_tensor_type(tensor) < 0)
         return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, F64, BF16 or F16",
                        tensor->name, tensor->dtype);
-    if (type == MTI_F64) return mti_f64_read(ctx, tensor, out);
-    /* 16-bit values are read into the second half of out. Widening them from the front overwrites none that is still
-       needed */
-    if (type != MT_F32) from += tensor->bytes;
-    MT_TRY(mti_tensor_bytes(ctx, tensor, 0, tensor->bytes, from));
-    elements = type == MT_F32 ? 0 : tensor->bytes / 2;
-    for (i = 0; i < elements; i += n) {
-        n = mt_min(elements - i, (int64_t)(sizeof bits / sizeof *bits));
-        memcpy(bits, from + 2 * i, (size_t)n * sizeof *bits);
-        mt_f32_from_16bit((mt_dtype)type, bits, out + i, n);
-    }
-    return MT_SUCCESS;
+    return mti_elements_read(ctx, tensor, 0, mti_tensor_elements(tensor), out);
 }
 
 /* Checks the bytes of a file against its checksum. *has is 1 when the file has a checksum; a file without one
@@ -9863,9 +9915,21 @@ static void mti_put_elements(mt_checkpoint *c, const float *x, mt_dtype dtype, i
     }
 }
 
-/* Gathers the parameters of tensor t, one after the other, and writes the tensor when `writes` is 1. */
-static mt_status mti_stored_write(mt_context *ctx, mt_checkpoint *c, const mti_part *part, int t, int what,
-                                  int writes) {
+/* Writes tensor t. MT_ERR_DATA: it has an element that is not finite, so that no run could load it. */
+static mt_status mti_stored_put(mt_context *ctx, mt_checkpoint *c, const mti_part *part, int t, int what) {
+    const mti_stored *s = &part->map->tensors[t];
+    const float *x = s->whole ? c->whole : c->spare;
+    int64_t n = s->rows * s->cols, bad = mti_unfit(x, n, MT_F32);
+    mti_layout l = mti_part_layout(c, part, t, what);
+    if (bad < n) return mti_unfit_fail(ctx, "mt_checkpoint_save", l.name, bad, x[bad], MT_F32);
+    mti_put_elements(c, x, part->dtype, n);
+    return MT_SUCCESS;
+}
+
+/* Gathers the parameters of tensor t, one after the other, and writes the tensor when `writes` is 1 and no write has
+   failed, see mti_part_write. */
+static mt_status mti_stored_write(mt_context *ctx, mt_checkpoint *c, const mti_part *part, int t, int what, int writes,
+                                  mt_status *io) {
     const mti_stored *s = &part->map->tensors[t];
     int k;
     for (k = s->first; k >= 0; k = part->map->pieces[k].next) {
@@ -9877,7 +9941,7 @@ static mt_status mti_stored_write(mt_context *ctx, mt_checkpoint *c, const mti_p
         c->held = piece->param;
         if (writes && !s->whole) mti_slice_copy(s, piece, 1, c->whole, c->spare);
     }
-    if (writes) mti_put_elements(c, s->whole ? c->whole : c->spare, part->dtype, s->rows * s->cols);
+    if (writes && *io == MT_SUCCESS) *io = mti_stored_put(ctx, c, part, t, what);
     return MT_SUCCESS;
 }
 
@@ -9889,7 +9953,7 @@ static mt_status mti_part_write(mt_context *ctx, mt_checkpoint *c, const mti_par
         c->held = -1;
         for (t = 0; t < part->map->tensor_count; t++)
             if (mti_param_is_ours(c->params, mti_stored_param(c, part->map, t)))
-                MT_TRY(mti_stored_write(ctx, c, part, t, what, writes && *io == MT_SUCCESS));
+                MT_TRY(mti_stored_write(ctx, c, part, t, what, writes, io));
     }
     return MT_SUCCESS;
 }
@@ -10239,12 +10303,10 @@ static mt_status mti_source_check_tensor(mt_context *ctx, const mt_safetensors_s
                                          const mti_layout *l) {
     const mt_safetensors_tensor *t = mti_source_find(b, part, l->name);
     char theirs[192], ours[64];
-    int type;
     if (!t) return mt_fail(ctx, MT_ERR_DATA, "%s: has no tensor '%s'", b->path, l->name);
-    type = mti_safetensors_dtypes[mti_safetensors_dtype(t->dtype)].dtype;
-    if (type < 0)
+    if (mti_tensor_type(t) < 0)
         return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' is %s, must be F32, F64, BF16 or F16", b->path, l->name, t->dtype);
-    if (mti_shape_fits(l, t)) return type == MTI_F64 ? mti_f64_read(ctx, t, NULL) : MT_SUCCESS;
+    if (mti_shape_fits(l, t)) return MT_SUCCESS;
     mti_shape_text(t->shape, t->dims, theirs, sizeof theirs);
     mti_shape_text(l->shape, l->dims, ours, sizeof ours);
     return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' has shape [%s], this model's has [%s]", b->path, l->name, theirs, ours);
@@ -10358,6 +10420,36 @@ static mt_status mti_source_verify(mt_context *ctx, const mt_checkpoint *c, cons
         MT_TRY(mti_safetensors_verify(ctx, file, &has));
         if (needed && !has) return mt_fail(ctx, MT_ERR_DATA, "%s: has no checksum, is not of a checkpoint", file->path);
     }
+    return MT_SUCCESS;
+}
+
+/* Checks that the elements of a tensor are finite, and stay so when they are rounded to a type. */
+static mt_status mti_source_check_values(mt_context *ctx, const mt_safetensors_tensor *t, mt_dtype dtype) {
+    float block[1 << 11];
+    int64_t elements = mti_tensor_elements(t), i, k, n;
+    for (i = 0; i < elements; i += n) {
+        n = mt_min(elements - i, (int64_t)(sizeof block / sizeof *block));
+        MT_TRY(mti_elements_read(ctx, t, i, n, block));
+        k = mti_unfit(block, n, dtype);
+        if (k < n) return mti_unfit_fail(ctx, t->file->path, t->name, i + k, block[k], dtype);
+    }
+    return MT_SUCCESS;
+}
+
+/* Checks the values of a part. The ranks of a stage share the tensors. A master is rounded to the type of its
+   parameter. */
+static mt_status mti_source_check_numbers(mt_context *ctx, const mt_checkpoint *c, const mt_safetensors_set *b,
+                                          const mti_part *part) {
+    const mt_grid *g = c->params->grid;
+    int ranks = g->dp_size * g->tp_size, rank = g->dp_rank * g->tp_size + g->tp_rank, what, t;
+    mt_dtype dtype = mt_params_dtype(c->params);
+    for (what = part->first; what <= part->last; what++)
+        for (t = rank; t < part->map->tensor_count; t += ranks) {
+            mti_layout l = mti_part_layout(c, part, t, what);
+            int moment = what == MT_EXP_AVG || what == MT_EXP_AVG_SQ;
+            if (!mti_source_lacks(c, b, part, t))
+                MT_TRY(mti_source_check_values(ctx, mti_source_find(b, part, l.name), moment ? MT_F32 : dtype));
+        }
     return MT_SUCCESS;
 }
 
@@ -10594,6 +10686,22 @@ static mt_status mti_source_arena(mt_context *ctx, const mt_checkpoint *c) {
     return MT_SUCCESS;
 }
 
+/* The optimizer's files, as mti_source_open_optimizer has found them. */
+static mti_part mti_source_optimizer_part(const mt_checkpoint *c, const mti_source *s) {
+    mti_part part = mti_optimizer_part(c);
+    part.last = s->has_masters ? MT_MASTER : MT_EXP_AVG_SQ;
+    return part;
+}
+
+/* Calls mti_source_check_numbers for each part. */
+static mt_status mti_source_numbers(mt_context *ctx, const mt_checkpoint *c, const mti_source *s) {
+    mti_part part = mti_source_part(c, s);
+    MT_TRY(mti_source_check_numbers(ctx, c, &s->model, &part));
+    if (s->optimizer.count == 0) return MT_SUCCESS;
+    part = mti_source_optimizer_part(c, s);
+    return mti_source_check_numbers(ctx, c, &s->optimizer, &part);
+}
+
 /* Opens and checks the files on this rank. state NULL: parameters only; otherwise state->step must be `step`. */
 static mt_status mti_source_open(mt_context *ctx, mt_checkpoint *c, const char *directory, mti_source *s, int64_t step,
                                  mt_training_state *state, mt_optimizer *optimizer) {
@@ -10604,7 +10712,8 @@ static mt_status mti_source_open(mt_context *ctx, mt_checkpoint *c, const char *
     if (state && c->optimizer) MT_TRY(mti_source_open_optimizer(ctx, c, directory, s));
     if (state) MT_TRY(mti_source_state(ctx, s, step, state, optimizer));
     MT_TRY(mti_source_fields(ctx, c, s, state != NULL));
-    return mti_source_verify(ctx, c, s, state != NULL);
+    MT_TRY(mti_source_verify(ctx, c, s, state != NULL));
+    return mti_source_numbers(ctx, c, s);
 }
 
 /* Calls mti_source_count for each part. Collective: called after mti_source_open has succeeded on every rank. */
@@ -10612,8 +10721,7 @@ static mt_status mti_source_counts(mt_context *ctx, mt_checkpoint *c, const mti_
     mti_part part = mti_source_part(c, s);
     MT_TRY(mti_source_count(ctx, c, &s->model, &part));
     if (s->optimizer.count == 0) return MT_SUCCESS;
-    part = mti_optimizer_part(c);
-    part.last = s->has_masters ? MT_MASTER : MT_EXP_AVG_SQ;
+    part = mti_source_optimizer_part(c, s);
     return mti_source_count(ctx, c, &s->optimizer, &part);
 }
 

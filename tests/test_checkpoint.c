@@ -1708,6 +1708,223 @@ static void small_models(void **state) {
     forget("w");
 }
 
+/* ---- values that are not finite, or would not be ----------------------------------------------------------------- */
+
+enum { ROWS = 4, COLS = 6, ODD = 13 }; /* element ODD of each tensor is the odd one */
+
+typedef struct odd_value {
+    const char *dtype; /* of the file */
+    double value;
+    mt_dtype registry;
+    const char *words; /* of the refusal; "": accepted */
+} odd_value;
+
+/* Writes v/model.safetensors: "w" is of ones, except for one element. */
+static void write_odd(const odd_value *odd) {
+    static const int64_t shape[] = {ROWS, COLS};
+    mt_context *ctx;
+    mt_safetensors_writer *w;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_create(ctx, in_scratch("v/model.safetensors"), NULL, 0, &w));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, "w", odd->dtype, 2, shape));
+    for (int i = 0; i < ROWS * COLS; i++) {
+        double x = i == ODD ? odd->value : 1;
+        float f32 = (float)x;
+        uint16_t bits;
+        mt_f32_to_16bit(strcmp(odd->dtype, "F16") == 0 ? MT_F16 : MT_BF16, &f32, &bits, 1);
+        if (strcmp(odd->dtype, "F64") == 0) ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, &x, 8));
+        else if (strcmp(odd->dtype, "F32") == 0) ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, &f32, 4));
+        else ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, &bits, 2));
+    }
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, w));
+    mt_safetensors_destroy(w);
+    mt_context_destroy(ctx);
+}
+
+/* A registry with one matrix, and its optimizer. */
+typedef struct odd_rank {
+    test_rank r;
+    mt_param *p;
+    mt_optimizer adam;
+    mt_checkpoint *checkpoint;
+} odd_rank;
+
+static mt_status odd_open(mt_comm *world, mt_dtype dtype, odd_rank *o) {
+    mt_param_desc d = {.name = "w", .rows = ROWS, .cols = COLS, .placement = MT_SPLIT_ROWS, .init_value = 2};
+    mt_checkpoint_desc c = {.directory = in_scratch("v")};
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = mt_comm_size(world)}, NULL, &o->r));
+    MT_TRY(mt_params_set_dtype(o->r.ctx, o->r.params, dtype));
+    MT_TRY(mt_params_add(o->r.ctx, o->r.params, &d, &o->p));
+    MT_TRY(mt_params_init(o->r.ctx, o->r.params, 5));
+    MT_TRY(mt_optimizer_create(o->r.ctx, o->r.params, NULL, &o->adam));
+    c.optimizer = &o->adam;
+    return mt_checkpoint_create(o->r.ctx, o->r.params, &c, &o->checkpoint);
+}
+
+static void odd_close(odd_rank *o) {
+    mt_checkpoint_destroy(o->r.ctx, o->checkpoint);
+    mt_optimizer_destroy(o->r.ctx, &o->adam);
+    test_rank_close(&o->r);
+}
+
+/* All elements of the parameter are 2 until an import has succeeded. */
+static mt_status odd_unchanged(odd_rank *o) {
+    float all[ROWS * COLS];
+    MT_TRY(mt_param_gather(o->r.ctx, o->r.params, o->p, o->p->value, all));
+    for (int i = 0; i < ROWS * COLS; i++) CHECK(all[i] == 2);
+    return MT_SUCCESS;
+}
+
+static mt_status odd_import_rank(mt_comm *world, void *user) {
+    const odd_value *odd = (const odd_value *)user;
+    odd_rank o;
+    mt_status status;
+    MT_TRY(odd_open(world, odd->registry, &o));
+    status = mt_checkpoint_import(o.r.ctx, o.checkpoint, in_scratch("v"));
+    if (status != (odd->words[0] ? MT_ERR_DATA : MT_SUCCESS) || !test_has_words(mt_last_error(o.r.ctx), odd->words))
+        fprintf(stderr, "%s %g to %s: %s\n", odd->dtype, odd->value, mt_dtype_name(odd->registry),
+                mt_last_error(o.r.ctx));
+    CHECK(status == (odd->words[0] ? MT_ERR_DATA : MT_SUCCESS));
+    CHECK(test_has_words(mt_last_error(o.r.ctx), odd->words));
+    if (odd->words[0]) MT_TRY(odd_unchanged(&o));
+    odd_close(&o);
+    return MT_SUCCESS;
+}
+
+/* A weight that is not finite, or not after it is rounded to the parameters' type, is refused by its name. */
+static void values_of_imports(void **state) {
+#define ELEMENT "v/model.safetensors: element 13 of 'w' is "
+    static odd_value odd[] = {{"F32", 1e5, MT_F16, ELEMENT "100000, too large for f16"},
+                              {"F32", -1e5, MT_F16, ELEMENT "-100000, too large for f16"},
+                              {"BF16", 1e5, MT_F16, ELEMENT "99840, too large for f16"},
+                              {"F64", 1e5, MT_F16, ELEMENT "100000, too large for f16"},
+                              {"F32", 65520, MT_F16, ELEMENT "65520, too large for f16"},
+                              {"F32", 65519, MT_F16, ""},
+                              {"F32", 1e5, MT_BF16, ""},
+                              {"F32", 3.4e38, MT_BF16, ELEMENT "3.39999995e+38, too large for bf16"},
+                              {"F64", 3.4e38, MT_BF16, ELEMENT "3.39999995e+38, too large for bf16"},
+                              {"F32", 3.396e38, MT_BF16, ""},
+                              {"F32", 3.4e38, MT_F32, ""},
+                              {"F64", 1e39, MT_F32, ELEMENT "1e+39, too large for a float"},
+                              {"F64", 1e39, MT_F16, ELEMENT "1e+39, too large for a float"},
+                              {"F16", 65504, MT_BF16, ""},
+                              {"F16", 65504, MT_F16, ""}};
+    static const char *const dtypes[] = {"F32", "F64", "BF16", "F16"};
+    (void)state;
+    shell("mkdir '%s'", in_scratch("v"));
+    for (size_t i = 0; i < sizeof odd / sizeof *odd; i++) {
+        write_odd(&odd[i]);
+        for (int tp = 1; tp <= 2; tp++) test_launch(tp, odd_import_rank, &odd[i]);
+    }
+    for (int i = 0; i < 4 * 3 * 3; i++) {
+        odd_value bad = {dtypes[i % 4], (double)INFINITY, (mt_dtype)(i / 4 % 3), ELEMENT "inf, must be a finite"};
+        if (i / 12 == 1) bad.value = -(double)INFINITY, bad.words = ELEMENT "-inf, must be a finite number";
+        if (i / 12 == 2) bad.value = -(double)NAN, bad.words = ELEMENT "nan, must be a finite number";
+        write_odd(&bad);
+        test_launch(2, odd_import_rank, &bad);
+    }
+#undef ELEMENT
+    forget("v");
+}
+
+/* Sets one element of a state on the rank that has it. */
+static mt_status odd_set(odd_rank *o, int state, float x) {
+    float all[ROWS * COLS];
+    if (state < 0) MT_TRY(mt_param_gather(o->r.ctx, o->r.params, o->p, o->p->value, all));
+    else MT_TRY(mt_optimizer_gather(o->r.ctx, &o->adam, o->p, (mt_optimizer_state)state, all));
+    all[ODD] = x;
+    if (state < 0) return mt_param_scatter(o->r.ctx, o->p, all, o->p->value);
+    return mt_optimizer_scatter(o->r.ctx, &o->adam, o->p, (mt_optimizer_state)state, all);
+}
+
+static mt_status odd_save_rank(mt_comm *world, void *user) {
+    static const char *const names[] = {"w", "w.exp_avg", "w.exp_avg_sq", "w.master"};
+    char words[96];
+    mt_training_state s = {.step = 1};
+    (void)user;
+    for (int i = 0; i < 4 * 3; i++) {
+        float x = i / 4 == 0 ? (float)NAN : i / 4 == 1 ? (float)INFINITY : -(float)INFINITY;
+        odd_rank o;
+        MT_TRY(odd_open(world, MT_F16, &o));
+        MT_TRY(odd_set(&o, i % 4 - 1, x));
+        if (i % 4 == 3) MT_TRY(mt_fill(o.r.ctx, o.p->value, 2.0f)); /* only the master */
+        snprintf(words, sizeof words, "mt_checkpoint_save: element 13 of '%s' is %g, must be a finite number",
+                 names[i % 4], (double)x);
+        CHECK(mt_checkpoint_save(o.r.ctx, o.checkpoint, &s) == MT_ERR_DATA);
+        if (!test_has_words(mt_last_error(o.r.ctx), words)) fprintf(stderr, "%s\n", mt_last_error(o.r.ctx));
+        CHECK(test_has_words(mt_last_error(o.r.ctx), words));
+        odd_close(&o);
+    }
+    return MT_SUCCESS;
+}
+
+/* What is not finite is not saved, and the directory is as before. */
+static void values_of_saves(void **state) {
+    (void)state;
+    for (int tp = 1; tp <= 2; tp++) {
+        test_launch(tp, odd_save_rank, NULL);
+        assert_int_equal(entries(in_scratch("v")), 0);
+        forget("v");
+    }
+}
+
+/* A checkpoint in f32 or bf16 with a weight of 1e5 cannot be loaded into parameters in f16. */
+static mt_status odd_load_rank(mt_comm *world, void *user) {
+    mt_dtype from = *(const mt_dtype *)user;
+    mt_training_state s = {.step = 1};
+    odd_rank o;
+    MT_TRY(odd_open(world, from, &o));
+    MT_TRY(odd_set(&o, from == MT_F32 ? -1 : (int)MT_MASTER, 1e5f));
+    MT_TRY(mt_checkpoint_save(o.r.ctx, o.checkpoint, &s));
+    odd_close(&o);
+    MT_TRY(odd_open(world, MT_F16, &o));
+    CHECK(mt_checkpoint_load(o.r.ctx, o.checkpoint, 1, &s) == MT_ERR_DATA);
+    CHECK(test_has_words(mt_last_error(o.r.ctx), "element 13 of 'w' is |too large for f16"));
+    MT_TRY(odd_unchanged(&o));
+    odd_close(&o);
+    MT_TRY(odd_open(world, MT_BF16, &o));
+    MT_TRY(mt_checkpoint_load(o.r.ctx, o.checkpoint, 1, &s));
+    odd_close(&o);
+    return MT_SUCCESS;
+}
+
+static void values_of_loads(void **state) {
+    static mt_dtype from[] = {MT_F32, MT_BF16};
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        test_launch(2, odd_load_rank, &from[i]);
+        forget("v");
+    }
+}
+
+/* A whole tensor of the program: what is finite must stay finite. What is not finite is copied. */
+static mt_status odd_scatter_rank(mt_comm *world, void *user) {
+    float all[ROWS * COLS] = {0};
+    odd_rank o;
+    (void)user;
+    MT_TRY(odd_open(world, MT_F16, &o));
+    all[0] = (float)NAN;
+    all[ODD] = 1e5f;
+    CHECK(mt_param_scatter(o.r.ctx, o.p, all, o.p->value) == MT_ERR_DATA);
+    CHECK(test_has_words(mt_last_error(o.r.ctx), "mt_param_scatter: element 13 of 'w' is 100000, too large for f16"));
+    CHECK(mt_optimizer_scatter(o.r.ctx, &o.adam, o.p, MT_MASTER, all) == MT_ERR_DATA);
+    CHECK(test_has_words(mt_last_error(o.r.ctx), "mt_optimizer_scatter: element 13 of 'w' is 100000, too large"));
+    MT_TRY(odd_unchanged(&o));
+    MT_TRY(mt_param_scatter(o.r.ctx, o.p, all, o.p->grad));
+    MT_TRY(mt_optimizer_scatter(o.r.ctx, &o.adam, o.p, MT_EXP_AVG, all));
+    all[ODD] = (float)INFINITY;
+    MT_TRY(mt_param_scatter(o.r.ctx, o.p, all, o.p->value));
+    MT_TRY(mt_param_gather(o.r.ctx, o.r.params, o.p, o.p->value, all));
+    CHECK(isnan(all[0]) && isinf(all[ODD]) && all[1] == 0);
+    odd_close(&o);
+    return MT_SUCCESS;
+}
+
+static void values_of_scatters(void **state) {
+    (void)state;
+    for (int tp = 1; tp <= 2; tp++) test_launch(tp, odd_scatter_rank, NULL);
+}
+
 /* ---- a save that fails, or dies ---------------------------------------------------------------------------------- */
 
 /* The number of system calls in the save of a second checkpoint, which removes nothing, or of a third. */
@@ -2350,6 +2567,10 @@ int main(void) {
         cmocka_unit_test(field_texts),
         cmocka_unit_test(small_arenas),
         cmocka_unit_test(small_models),
+        cmocka_unit_test(values_of_imports),
+        cmocka_unit_test(values_of_saves),
+        cmocka_unit_test(values_of_loads),
+        cmocka_unit_test(values_of_scatters),
         cmocka_unit_test(every_call_fails),
         cmocka_unit_test(values_that_are_not_complete),
         cmocka_unit_test(every_open_of_a_load_fails),
