@@ -933,6 +933,8 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    mt_check_view says what a view is in the calls until mt_check_view_end: this rank's columns of a replicated tensor,
    for instance, are a tensor that is split. The memory keeps its placement, and MT_UNDECLARED leaves the view as it is.
    Pairs may be nested; the last mt_check_view of a view and a group counts. mt_check_view_end returns `status`.
+   MT_PARTIAL makes what all ranks have this rank's term of a sum, as in a bias that one rank alone adds before the sum.
+   If mt_context_desc.check is 2, two ranks that add it are refused.
    mt_check_group makes check mode know a group for whose ranks nothing is declared, such as the pipeline group:
    collectives then give their results a placement over it. mt_check_unknown does not count it.
    mt_declare_complete says that t is replicated or split by rows over comm.
@@ -4028,6 +4030,7 @@ MT_API mt_status mt_hash_add(mt_context *ctx, mt_tensor x, int64_t first_row, in
    back, and ends where no piece before reaches the view. */
 
 #define MTI_ALL_PLACEMENTS 15 /* a set */
+#define MTI_LEFT_OUT 16       /* in a set that an operand must have a placement of: the call must leave it out */
 #define MTI_SPLIT_PLACEMENTS (1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS)
 #define MTI_AXES 6
 #define MTI_OVERLAPS_MOST 64 /* pieces that a new one may meet without covering them */
@@ -4498,6 +4501,7 @@ typedef struct mti_known {
     int zero;
     int unwritten;               /* 1: nothing has written it, or a part of it, since it was allocated */
     int some_columns;            /* 1: it has, or was computed from, some columns of a tensor */
+    unsigned terms;              /* a bit for each group in which mt_check_view makes a term of what all ranks have */
     const char *by, *with;       /* of the newest piece, or NULL */
     const mti_placed *parameter; /* NULL: the view is no part of one */
 } mti_known;
@@ -4579,7 +4583,8 @@ MT_API const char *mt_placement_name(mt_placement placement) {
 static void mti_set_text(int set, char *text, size_t size) {
     int i;
     size_t n = 0;
-    snprintf(text, size, "left out"); /* an empty set */
+    text[0] = 0;
+    if (set & MTI_LEFT_OUT) n = (size_t)snprintf(text, size, "left out");
     for (i = 0; i < 4; i++)
         if (set >> i & 1)
             n += (size_t)snprintf(text + n, size - n, "%s%s", n ? " or " : "", mt_placement_name((mt_placement)i));
@@ -4621,6 +4626,7 @@ static mti_known mti_known_of(const mti_checker *c, mt_tensor t) {
         const mti_placed *view = &c->views.list[i];
         for (g = 0; mti_extent_covers(view->at, e) && g < c->count; g++) {
             if (view->may[g] == MTI_ALL_PLACEMENTS) continue;
+            if (view->may[g] == 1 << MT_PARTIAL && k.may[g] == 1 << MT_REPLICATED) k.terms |= 1u << g;
             k.may[g] = mti_seen_through(e, view->at, view->may[g]);
             for (part = 0; part < k.count; part++) k.parts[part][g] = k.may[g];
         }
@@ -5064,12 +5070,32 @@ static const char *mti_remedy(const mti_checker *c, const mti_ruled *o, int g, i
     return whole && (sums || number) ? "mt_all_reduce" : NULL;
 }
 
+/* Writes which operand, that all ranks have, could be this rank's term of a sum, so that a case would fit. */
+static void mti_term_hint(const mti_ruling *r, int g, int ranks, char *text, size_t size) {
+    const char *more = NULL, *at = NULL, *name;
+    int first;
+    text[0] = 0;
+    while (r->count > 1 && (at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        if (mti_case_misfits(r, at, g, &first) != 1 || at[first] != 'P') continue;
+        if (r->operands[first].operand->use != 1 || r->operands[first].known.may[g] != 1 << MT_REPLICATED) continue;
+        name = r->operands[first].operand->name;
+        snprintf(
+            text, size,
+            ", or add %.20s on one rank only, and say so with mt_check_view (MT_PARTIAL), or a copy divided by %d on "
+            "each rank, with mt_declare (MT_PARTIAL)",
+            name, ranks);
+        return;
+    }
+}
+
 /* Refuses operand i of a call: no case allows what it is. */
 static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int must) {
     const mti_axis *axis = &ctx->checker->axes[g];
     const mti_ruled *o = &r->operands[i];
     const char *help = mti_remedy(ctx->checker, o, g, must);
-    char is[80], wanted[80], at[192], since[208], cure[160] = "", more[256];
+    int adds_whole =
+        r->count > 1 && o->known.may[g] == 1 << MT_REPLICATED && !(must & ~(MTI_LEFT_OUT | 1 << MT_PARTIAL));
+    char is[80], wanted[80], at[192], since[208], cure[160] = "", more[256], term[240];
     mti_set_text(o->known.may[g], is, sizeof is);
     mti_set_text(must, wanted, sizeof wanted);
     snprintf(at, sizeof at, " (%.30s)", o->operand->name);
@@ -5078,15 +5104,16 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     mti_with_text(ctx->checker, r->with, at, sizeof at);
     mti_since_text(o->known.parameter ? NULL : o->known.by, o->known.with, since, sizeof since);
     if (help) snprintf(cure, sizeof cure, ": call %s before", help);
+    else if (adds_whole && strchr(r->rule->cases, 'P'))
+        snprintf(cure, sizeof cure, ": each rank would add it to its term of a sum; add it after the sum");
     else if (o->known.may[g] == 1 << MT_REPLICATED && must == 1 << MT_PARTIAL)
         snprintf(cure, sizeof cure, ": this call would add up equal values");
-    else if (must == 0 && strchr(r->rule->cases, 'P'))
-        snprintf(cure, sizeof cure, ": each rank would add it to its term of a sum; add it after the sum");
-    if (mti_parameter_hint(r, g, i, more, sizeof more)) cure[0] = 0;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s%s", r->where,
-                   at, o->operand->name, o->known.parameter ? ", '" : "",
+    mti_term_hint(r, g, axis->size, term, sizeof term);
+    if (mti_parameter_hint(r, g, i, more, sizeof more)) cure[0] = term[0] = 0;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s%s%s",
+                   r->where, at, o->operand->name, o->known.parameter ? ", '" : "",
                    o->known.parameter ? o->known.parameter->name : "", o->known.parameter ? "'," : "", is, axis->name,
-                   axis->size, since, wanted, cure, more);
+                   axis->size, since, wanted, cure, more, term);
 }
 
 /* Whether a message had better name operand a than b: a mistake is seldom in a parameter. */
@@ -5138,7 +5165,7 @@ static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsi
             if (misfits < best || first != culprit) must = 0;
             best = misfits;
             culprit = first;
-            must |= mti_letter_set(at[first]);
+            must |= at[first] == '-' ? MTI_LEFT_OUT : mti_letter_set(at[first]);
         }
     }
     if (ctx->checker->axes[g].only_group && !mti_reads_replicas(r, g) && !mti_is_constant(r))
@@ -9751,7 +9778,9 @@ typedef struct mti_replica {
     const char *where, *with; /* the call that read it, and a parameter of the call, or NULL */
     const char *by, *by_with; /* the call that wrote it, or NULL */
     char operand[24];
-    char differs;   /* what the hash is of: v values, p a place, c the shape of a view, z of one that is zero; u any */
+    /* what the hash is of: v values, p a place, c the shape of a view, z of one that is zero, t the rank that adds what
+       all ranks have to a sum; u any */
+    char differs;
     uint64_t moves; /* number of collectives of the group before */
     uint64_t hash;
     int sum; /* on a GPU: 1 + its place in `sums`, until the host has fetched it */
@@ -9872,21 +9901,33 @@ static mt_status mti_replica_add(mt_context *ctx, int g, const mti_replica *e) {
     return MT_SUCCESS;
 }
 
+/* Notes that a call takes an operand that all ranks have for this rank's term of a sum. Only one of them may. */
+static mt_status mti_term_note(mt_context *ctx, mti_replica e, unsigned terms) {
+    int g;
+    e.differs = 't';
+    for (g = 0; g < ctx->checker->count; g++) {
+        if (!(terms >> g & 1)) continue;
+        e.hash = mti_hash_number('t', (uint64_t)ctx->checker->axes[g].rank);
+        MT_TRY(mti_replica_add(ctx, g, &e));
+    }
+    return MT_SUCCESS;
+}
+
 /* Hashes an operand that a call reads, once, for all groups over which it is replicated. Parameters and gradients are
    compared once in a step instead (mt_parallel.h). */
 static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
                                   const mti_known *known) {
     mti_replica e;
     int g, hashed = 0;
-    if (!mti_replicas_on(ctx) || !(operand->use & 1) || known->parameter || operand->t.dtype == MT_U8)
-        return MT_SUCCESS;
+    if (!mti_replicas_on(ctx) || !(operand->use & 1)) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
     e.where = where;
     e.with = with;
     e.by = known->by;
     e.by_with = known->with;
     snprintf(e.operand, sizeof e.operand, "%s", operand->name);
-    for (g = 0; g < ctx->checker->count; g++) {
+    MT_TRY(mti_term_note(ctx, e, known->terms));
+    for (g = 0; g < ctx->checker->count && !known->parameter && operand->t.dtype != MT_U8; g++) {
         if (known->may[g] != 1 << MT_REPLICATED) continue;
         if (!hashed) MT_TRY(mti_replica_hash(ctx, operand->t, &e));
         hashed = 1;
@@ -10038,6 +10079,13 @@ static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *c
     (void)all;
     if (!found && !noted) return 0;
     if (!found || (noted && note.end < in_x.end)) in_x = note, in_y = other;
+    if (in_x.value[2 * MTI_REPLICA_DIGITS] == 't') {
+        mti_say(text,
+                "ranks %d and %d both add %s to the sum over \"%s\" (%d ranks), but each has the whole: add it on one "
+                "rank only, or declare what is 1/%d of it as MT_PARTIAL",
+                a, b, in_x.name, comm->name, comm->size, comm->size);
+        return 1;
+    }
     mti_say(text,
             "%s %s over \"%s\" (%d ranks)%s, but rank %d has %s rank %d: check seeds, dropout, inputs, and memory that "
             "is written behind the library's back",

@@ -135,8 +135,10 @@ static void test_mistakes_are_refused(void **state) {
         [BIAS_BEFORE_G] = "mt_bias_forward|y is partial|mt_reduce_from_tensor_region_forward",
         [NORM_BEFORE_G] = "mt_norm_forward|x is partial|mt_linear_forward at fc2",
         [BIAS_IN_PRODUCT] =
-            "mt_linear_forward \"fc2\": bias, 'fc2.bias', is replicated over|must be left out: each rank "
-            "would add it to its term of a sum; add it after the sum",
+            "mt_linear_forward \"fc2\": bias, 'fc2.bias', is replicated over|must be left out or partial: each "
+            "rank would add it to its term of a sum; add it after the sum, or add bias on one rank only, and say so "
+            "with "
+            "mt_check_view",
         [GELU_BEFORE_G] = "mt_activation_forward|h is partial|mt_reduce_from_tensor_region_forward",
         [RESIDUAL_BEFORE] = "mt_add|b is partial|mt_reduce_from_tensor_region_forward",
         [SCATTERED_DY] = "mt_linear_gradients \"fc2\": dy is split by columns|mt_gather_from_tensor_region",

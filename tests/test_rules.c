@@ -651,12 +651,8 @@ typedef struct refused {
 
 static const refused refusals[] = {
     /* linear in a parameter, or in what no sum gives: nothing makes these operands partial */
-    {"mt_bias_forward", TENSOR, "PP"},
-    {"mt_linear_forward", TENSOR, "ccPP RPPP PRPP"},
-    {"mt_linear_forward", DATA, "RPPP PRPP"},
     {"mt_norm_forward", TENSOR, "RPPPR"},
     {"mt_norm_backward", TENSOR, "RPRRPPRR"},
-    {"mt_bias_dropout_add_forward", TENSOR, "PP-P PPPP"},
     {"mt_dot_product_attention_forward", TENSOR, "RRPPRR"},
     {"mt_dot_product_attention_forward", DATA, "RRPPRR"},
     {"mt_dot_product_attention_backward", TENSOR, "RRPRPRPPRRR RRPRPRPPRRP"},
