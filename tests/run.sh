@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.." || exit 1
 
 usage() {
     cat <<'END'
-sh tests/run.sh [--variants | --all] [--strict] [PATTERN...]
+sh tests/run.sh [--variants | --all] [--strict] [--repeat N] [--load] [PATTERN...]
 
   PATTERN      only the tests whose name contains one of these regular expressions
   --variants   instead of everything once: the same in other ways, with sanitizers, each GEMM library, nvcc, on an Arm
@@ -17,6 +17,10 @@ sh tests/run.sh [--variants | --all] [--strict] [PATTERN...]
   --all        both, with all combinations instead of a sample, and the planted bugs
   --strict     what could not be tested is a failure (also: MT_TEST_STRICT=1), except what needs nvcc or a GPU; the
                headers of CUDA are expected, unless MT_TEST_WITHOUT names nvcc
+  --repeat N   builds once and runs the tests N times. Prints the totals of each round, and at the end the tests that
+               failed in each round. The last line has the totals of all rounds
+  --load       beside the tests, one process per core computes without a pause: no verdict may depend on the time that
+               a test gets
 
 What is missing on Debian or Ubuntu is installed first, as root or with a sudo that does not ask; a C compiler is enough
 to run the test programs without the rest. Environment:
@@ -30,23 +34,83 @@ The last line is "N passed, N failed, N skipped", counting test cases and, elsew
 END
 }
 
-strict=${MT_TEST_STRICT:-0} tests=quick bench=OFF pattern='' times=''
-for argument in "$@"; do
-    case $argument in
+strict=${MT_TEST_STRICT:-0} tests=quick bench=OFF pattern='' times='' rounds=1 loaded=no
+while [ $# -gt 0 ]; do
+    case $1 in
     --variants) tests=variants ;;
     --all) tests=all bench=ON ;;
     --strict) strict=1 ;;
+    --repeat)
+        case ${2:-} in
+        '' | 0* | *[!0-9]*) echo "--repeat ${2:-}: expected a number of rounds, 1 or more" >&2; exit 2 ;;
+        esac
+        rounds=$2
+        shift
+        ;;
+    --load) loaded=yes ;;
     --help) usage; exit 0 ;;
     -*) usage >&2; exit 2 ;;
-    *) pattern="$pattern${pattern:+|}$argument" ;;
+    *) pattern="$pattern${pattern:+|}$1" ;;
     esac
+    shift
 done
 build=${MT_BUILD_DIR:-build}
 jobs=$(nproc 2>/dev/null || echo 2)
 mkdir -p "$build" || exit 1
 build=$(cd "$build" && pwd)
-rm -f "$build/left_out" "$build/not_expected"
+rm -rf "$build/left_out" "$build/not_expected" "$build/rounds" "$build/load"
+mkdir "$build/rounds" || exit 1
 export CC CXX
+
+# ---- rounds, and the load beside them --------------------------------------------------------------------------------
+
+running='' # the processes of CTest: its session
+
+# Ends the load, and after a signal also CTest with its tests.
+end_all() {
+    [ -z "$running" ] || kill -s TERM -- "-$running" 2>/dev/null || kill -s TERM "$running" 2>/dev/null
+    # shellcheck disable=SC2046  # a list of ids
+    [ ! -s "$build/load" ] || kill -s KILL $(cat "$build/load") 2>/dev/null
+    wait
+    rm -f "$build/load"
+}
+trap end_all EXIT
+trap 'exit 1' HUP INT TERM
+
+# Computes until this script ends, however it ends.
+compute() {
+    while kill -0 $$ 2>/dev/null; do
+        i=0
+        while [ $i -lt 20000 ]; do i=$((i + 1)); done
+    done
+}
+
+start_load() {
+    [ $loaded = yes ] || return 0
+    echo "load: $jobs processes that compute, as many as there are cores"
+    for _ in $(seq "$jobs"); do
+        compute &
+        echo $! >>"$build/load"
+    done
+}
+
+# in_rounds FUNCTION: calls it for each round. It adds to the totals, and writes the names of the tests that failed to
+# $build/rounds/NUMBER.failed.
+in_rounds() {
+    start_load
+    round=0
+    while [ $round -lt "$rounds" ]; do
+        round=$((round + 1)) p=$passed f=$failed s=$skipped
+        $1
+        [ "$rounds" = 1 ] ||
+            echo "round $round of $rounds: $((passed - p)) passed, $((failed - f)) failed, $((skipped - s)) skipped"
+    done
+    [ "$rounds" = 1 ] || for each in $(seq "$rounds"); do
+        [ ! -s "$build/rounds/$each.failed" ] || echo "failed in round $each: $(paste -s -d ' ' "$build/rounds/$each.failed")"
+    done
+}
+
+# ---- with CMake ------------------------------------------------------------------------------------------------------
 
 # Hides from CMake what MT_TEST_WITHOUT hides: CMake does not search for a path that is OFF. -U removes the result of an
 # earlier run.
@@ -74,12 +138,26 @@ with_cmake() {
     cmake --build "$build" -j "$jobs" -- -k >"$build/build.log" 2>&1 || { show_ends "$build/build.log"; failed=1; }
     built=$((($(now) - start) / 1000)) start=$(now)
     echo "built in $built s"
+    in_rounds run_ctest
+    times="wall time: build $built s, tests $((($(now) - start) / 1000)) s"
+}
+
+# CTest runs in the background, so that a signal ends the script at once, and in a session of its own, so that its tests
+# end with it.
+run_ctest() {
+    before=$failed log=$build/Testing/Temporary
+    rm -f "$log/LastTestsFailed.log"
     # One more than there are cores, because some tests wait for most of their time.
-    (cd "$build" && ctest -j $((jobs + 1)) --output-on-failure $([ $tests != variants ] || echo -L '^variant$') \
-        ${pattern:+-R "$pattern"})
-    code=$? before=$failed times="wall time: build $built s, tests $((($(now) - start) / 1000)) s"
-    summary "$build/Testing/Temporary/LastTest.log"
+    # shellcheck disable=SC2046  # a list of options
+    (cd "$build" && exec $(command -v setsid) ctest -j $((jobs + 1)) --output-on-failure \
+        $([ $tests != variants ] || echo -L '^variant$') ${pattern:+-R "$pattern"}) &
+    running=$!
+    wait $running
+    code=$? running=''
+    summary "$log/LastTest.log"
     [ $code -eq 0 ] || [ "$failed" -gt "$before" ] || failed=$((failed + 1))
+    cp "$log/LastTest.log" "$build/rounds/$round.log"
+    sed 's/^[0-9]*://' "$log/LastTestsFailed.log" >"$build/rounds/$round.failed" 2>/dev/null
 }
 
 # Counts the cases of test programs and scripts, lists what was skipped, and prints the tests that took longest.
@@ -102,23 +180,33 @@ reasons() {
         END { for (i = 1; i <= n; i++) print "  in " tests[order[i]] ": " order[i] }' "$build/left_out"
 }
 
-# Without CMake: builds and runs only the test programs, one after the other.
+# ---- without CMake: only the test programs, one after the other ------------------------------------------------------
+
 with_cc() {
     echo "CMake and make: not here, $CC alone builds the test programs, and nothing else is tested" >"$build/left_out"
     began=$(now)
+    in_rounds run_programs
+    times="wall time: build and tests $((($(now) - began) / 1000)) s"
+}
+
+run_programs() {
     for source in tests/test_*.c; do
         name=$(basename "$source" .c) log=$build/$(basename "$source").log start=$(now)
-        "$CC" -O1 -g -I. "$source" -o "$build/$name" -lm -lpthread >"$log" 2>&1 && "$build/$name" >>"$log" 2>&1
+        echo "$name" | grep -E -q -e "${pattern:-.}" || continue
+        [ "$round" -gt 1 ] || rm -f "$build/$name" # one of an earlier run
+        { [ "$round" -gt 1 ] || "$CC" -O1 -g -I. "$source" -o "$build/$name" -lm -lpthread; } >"$log" 2>&1 &&
+            "$build/$name" >>"$log" 2>&1
         code=$?
         ok=$(grep -c '^\[       OK \]' "$log") bad=$(grep -c '^\[  FAILED  \] [a-z]' "$log")
         out=$(grep -c '^\[  SKIPPED \] [a-z]' "$log")
         [ $code -eq 0 ] || [ $code -eq 77 ] || [ "$bad" -gt 0 ] || bad=1
         passed=$((passed + ok)) failed=$((failed + bad)) skipped=$((skipped + out))
         line "$([ "$bad" = 0 ] && echo ok || echo FAIL)" "$name" "$start" "$ok passed"
-        [ "$bad" = 0 ] || show_log "$log"
+        [ "$bad" = 0 ] || { show_log "$log"; echo "$name" >>"$build/rounds/$round.failed"; }
     done
-    times="wall time: build and tests $((($(now) - began) / 1000)) s"
 }
+
+# ---- everything ------------------------------------------------------------------------------------------------------
 
 # shellcheck disable=SC2046  # a word, or none
 ensure_packages build-essential cmake libdnnl-dev libopenblas-dev clang clang-format ccache locales \
@@ -128,6 +216,7 @@ have_library libc stdio.h m || { echo "No working C compiler: $CC"; failed=1; cl
 echo "$("$CC" --version | head -n 1); $jobs cores; tests: $tests"
 if have_command cmake && have_command make; then with_cmake; else with_cc; fi
 if [ -s "$build/left_out" ]; then
+    awk '!seen[$0]++' "$build/left_out" >"$build/left_out.once" && mv "$build/left_out.once" "$build/left_out"
     echo "Left out$([ "$strict" = 0 ] || echo ", which is a failure with --strict"):"
     reasons
     skipped=$((skipped + $(grep -vc '^in ' "$build/left_out"))) # skips in tests are already counted

@@ -1,10 +1,11 @@
 #!/bin/sh
 # Checks the scripts that a user runs by hand, with stand-ins for what this machine may lack: nvcc, programs for a GPU,
-# PyTorch.
+# PyTorch. Checks the options of tests/run.sh with stand-ins for CMake and CTest.
 #
 #   sh tests/scripts.sh PART...        one line per check, closing line "N passed, N failed, N skipped"
 #
-# Parts: gpu, the benchmark of a GPU; cpu, the benchmark of the CPU. tests/gpu_rehearsal.sh checks tests/gpu.sh.
+# Parts: gpu, the benchmark of a GPU; cpu, the benchmark of the CPU; runner, the rounds and the load of tests/run.sh.
+# tests/gpu_rehearsal.sh checks tests/gpu.sh.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/packages.sh
@@ -170,7 +171,124 @@ cpu() {
     check "figures.py reads the item scaling, train_gpt --dry-run the machine of the item plan" rows_of_the_cpu
 }
 
-[ $# -gt 0 ] || { sed -n '5,7s/^# *//p' "$0" >&2; exit 2; }
+# ---- tests/run.sh ----------------------------------------------------------------------------------------------------
+
+# CTest's stand-in reports two cases, of which the second fails in the rounds $STANDIN_FAILS. It writes its arguments,
+# and the ids of the load that it finds alive. In the round $STANDIN_HANGS it writes to the pipe "begun" and goes on for
+# ever.
+make_ctest() {
+    mkdir "$work/run" && mkfifo "$work/begun" || return 1
+    printf '#!/bin/sh\necho "$*" >>"%s"\n' "$work/cmake.txt" >"$work/cmake"
+    cat >"$work/ctest" <<'END'
+#!/bin/sh
+work=$(dirname "$0") log=Testing/Temporary
+echo "$*" >>"$work/ctest.txt"
+round=$(wc -l <"$work/ctest.txt")
+for id in $(cat load 2>/dev/null); do ! kill -0 "$id" || echo "$id"; done >>"$work/loads.$round"
+mkdir -p $log
+verdict=OK
+case " ${STANDIN_FAILS:-} " in *" $round "*) verdict=FAILED ;; esac
+{
+    echo "1/2 Testing: test_one"
+    echo "[       OK ] case_one"
+    echo "Test Passed."
+    echo "2/2 Testing: test_two"
+    [ $verdict = FAILED ] || echo "[       OK ] case_two"
+    [ $verdict = OK ] || echo "[  FAILED  ] case_two"
+    echo "Test $([ $verdict = OK ] && echo Passed || echo Failed)."
+} >$log/LastTest.log
+[ "$round" != "${STANDIN_HANGS:-}" ] || { echo $$ >"$work/begun"; exec sleep 1000; }
+[ $verdict = OK ] || { echo "2:test_two" >$log/LastTestsFailed.log; exit 8; }
+END
+    chmod +x "$work/cmake" "$work/ctest"
+}
+
+# run_sh SETTINGS... -- OPTIONS...: replaces this shell by tests/run.sh
+run_sh() {
+    rm -rf "$work/ctest.txt" "$work"/loads.* "$work/run/load" "$work/run/rounds"
+    settings=
+    while [ "$1" != -- ]; do settings="$settings $1"; shift; done
+    shift
+    # shellcheck disable=SC2086  # a list of settings
+    exec env PATH="$work:$PATH" MT_BUILD_DIR="$work/run" MT_INSTALL=no MT_TEST_WITHOUT='' $settings sh tests/run.sh "$@"
+}
+
+# says FILE LINE...: the file has exactly these lines about rounds, and the last one is the totals of all
+says() {
+    cat "$1"
+    file=$1
+    shift
+    printf '%s\n' "$@" >"$work/expected"
+    grep -e '^round ' -e '^failed in round ' -e '^[0-9]* passed, ' "$file" | diff "$work/expected" -
+}
+
+# How many processes of the load did CTest see in each round? One per core, the same in each round.
+had_load() {
+    for each in "$@"; do
+        [ "$(wc -l <"$work/loads.$each")" = "$(nproc)" ] && cmp "$work/loads.$1" "$work/loads.$each" || return 1
+    done
+}
+
+# Fails when one of the processes is there, except one that nobody has waited for.
+all_ended() {
+    for each in "$@"; do
+        case $(sed 's/.*) //' "/proc/$each/stat" 2>/dev/null) in
+        '' | Z*) ;;
+        *) echo "process $each is still there"; return 1 ;;
+        esac
+    done
+}
+
+# A failure in one round fails the whole. The tests run as often as is asked, and are built once.
+counts_rounds() {
+    rm -f "$work/cmake.txt"
+    (run_sh STANDIN_FAILS=2 -- --repeat 3 --load --variants one two) >"$work/out.txt" 2>&1 && return 1
+    says "$work/out.txt" "round 1 of 3: 2 passed, 0 failed, 0 skipped" "round 2 of 3: 1 passed, 1 failed, 0 skipped" \
+        "round 3 of 3: 2 passed, 0 failed, 0 skipped" "failed in round 2: test_two" "5 passed, 1 failed, 0 skipped" &&
+        [ "$(grep -c -e "^-j [0-9]* --output-on-failure -L ^variant\$ -R one|two\$" "$work/ctest.txt")" = 3 ] &&
+        [ "$(grep -c -e --build "$work/cmake.txt")" = 1 ] && had_load 1 2 3 || return 1
+    # shellcheck disable=SC2046  # a list of ids
+    all_ended $(cat "$work/loads.1") || return 1
+    (run_sh -- --repeat 2) >"$work/out.txt" 2>&1 || return 1
+    says "$work/out.txt" "round 1 of 2: 2 passed, 0 failed, 0 skipped" "round 2 of 2: 2 passed, 0 failed, 0 skipped" \
+        "4 passed, 0 failed, 0 skipped" && [ ! -s "$work/loads.1" ] && ! grep '^load' "$work/out.txt" || return 1
+    (run_sh -- --load) >"$work/out.txt" 2>&1 || return 1
+    says "$work/out.txt" "2 passed, 0 failed, 0 skipped" && had_load 1
+}
+
+wrong_rounds() {
+    for number in 0 -1 1.5 x 010 ''; do
+        (run_sh -- --repeat "$number") >"$work/out.txt" 2>&1 && return 1
+        [ "$(cat "$work/out.txt")" = "--repeat $number: expected a number of rounds, 1 or more" ] || return 1
+    done
+    (run_sh -- --repeat) >"$work/out.txt" 2>&1
+    [ $? = 2 ] && (run_sh -- --help) | grep -q -e '--repeat N'
+}
+
+# A signal that comes in the second round ends the tests and the load with the script. After SIGKILL, for which a script
+# can do nothing, the load sees that the script is gone.
+signals_end_it() {
+    for signal in TERM HUP KILL; do # in the background a shell ignores SIGINT
+        (run_sh STANDIN_HANGS=2 -- --repeat 3 --load) >"$work/out.txt" 2>&1 &
+        script=$!
+        read -r hanging <"$work/begun"
+        kill -s $signal $script
+        wait $script && return 1
+        # shellcheck disable=SC2046  # a list of ids
+        [ $signal != KILL ] || { kill "$hanging"; until all_ended $(cat "$work/loads.2"); do sleep 0.1; done; }
+        # shellcheck disable=SC2046
+        had_load 1 2 && until all_ended "$hanging"; do sleep 0.1; done && all_ended $(cat "$work/loads.2") || return 1
+    done
+}
+
+runner() {
+    make_ctest || return
+    check "run.sh --repeat N --load: a round that fails fails the whole; the load runs beside all rounds" counts_rounds
+    check "run.sh --repeat refuses what is no number" wrong_rounds
+    check "run.sh: no test and no process of the load is left after a signal" signals_end_it
+}
+
+[ $# -gt 0 ] || { sed -n '5,8s/^# *//p' "$0" >&2; exit 2; }
 for part in "$@"; do $part; done
 closing_line
 [ "$failed" -eq 0 ]
