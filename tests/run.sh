@@ -106,7 +106,8 @@ in_rounds() {
             echo "round $round of $rounds: $((passed - p)) passed, $((failed - f)) failed, $((skipped - s)) skipped"
     done
     [ "$rounds" = 1 ] || for each in $(seq "$rounds"); do
-        [ ! -s "$build/rounds/$each.failed" ] || echo "failed in round $each: $(paste -s -d ' ' "$build/rounds/$each.failed")"
+        names=$(paste -s -d ' ' "$build/rounds/$each.failed" 2>/dev/null)
+        [ -z "$names" ] || echo "failed in round $each: $names"
     done
 }
 

@@ -1,5 +1,5 @@
 /* test_faults.c - tests mistakes that one rank, or two ranks together, can make: every rank gets the right status
-   within the timeout, with a message that names ranks, calls and values, and no call is done by half. */
+   without a wait for the timeout, with a message that names ranks, calls and values, and no call is done by half. */
 
 #include <pthread.h>
 
@@ -17,11 +17,16 @@ static int scarce_create(pthread_t *thread, const pthread_attr_t *attr, void *(*
 
 #define MAX_RANKS 4
 #define TEXT 1200
+#define NEVER_OVER 3600.0 /* a timeout in seconds: a call that waits for it hangs */
+#define SHORT 0.2         /* the first timeout where one is waited for, and the longest that is tried */
+#define LONGEST 60.0
 
 /* ---- one fault: a function per rank, what it returned, what was said --------------------------------------------- */
 
 typedef struct fault {
     int kind;
+    int last;  /* this rank waits until the others have noted how their calls ended; -1: no rank does */
+    int noted; /* ranks that have; not over MPI */
     mt_status status[MAX_RANKS];
     char text[MAX_RANKS][TEXT];  /* the context's last error */
     char text2[MAX_RANKS][TEXT]; /* the communicator's last error, where it is checked */
@@ -49,17 +54,38 @@ static mt_context *new_context(mt_comm *world) {
     return mt_context_create(world, &d, &ctx) == MT_SUCCESS ? ctx : NULL;
 }
 
-static mt_status launch_fault(fault *f, int kind, int ranks, double timeout, mt_rank_function function) {
+static mt_status launch_last(fault *f, int kind, int last, int ranks, double timeout, mt_rank_function function) {
     mt_launch_desc d;
     memset(&d, 0, sizeof d);
     memset(f, 0, sizeof *f);
     f->kind = kind;
+    f->last = last;
     d.ranks = ranks;
     d.timeout_s = timeout;
     d.logger.log = keep_line;
     d.logger.user = f;
     return test_run(&d, function, f, sizeof *f);
 }
+
+static mt_status launch_fault(fault *f, int kind, int ranks, double timeout, mt_rank_function function) {
+    return launch_last(f, kind, -1, ranks, timeout, function);
+}
+
+#if TEST_OVER_MPI
+static void tell(fault *f) { MPI_Send(NULL, 0, MPI_BYTE, f->last, 1, MPI_COMM_WORLD); }
+
+static void outlast(fault *f, int others) {
+    (void)f;
+    while (others-- > 0) MPI_Recv(NULL, 0, MPI_BYTE, MPI_ANY_SOURCE, 1, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+}
+#else
+static void tell(fault *f) { __atomic_add_fetch(&f->noted, 1, __ATOMIC_RELEASE); }
+
+/* The last rank: waits until so many others have noted how their calls ended. */
+static void outlast(fault *f, int others) {
+    while (__atomic_load_n(&f->noted, __ATOMIC_ACQUIRE) < others) nap(0.001);
+}
+#endif
 
 /* Records how a rank's faulty call ended. */
 static void note(fault *f, mt_context *ctx, mt_comm *comm, mt_status status, double start) {
@@ -68,6 +94,15 @@ static void note(fault *f, mt_context *ctx, mt_comm *comm, mt_status status, dou
     f->seconds[rank] = mti_now() - start;
     snprintf(f->text[rank], TEXT, "%s", mt_last_error(ctx));
     snprintf(f->text2[rank], TEXT, "%s", mt_comm_last_error(comm));
+    if (f->last >= 0 && rank != f->last) tell(f);
+}
+
+/* Returns 1 when the ranks before `ranks` have timed out, and said this. On a busy machine not only the rank that a
+   test wants to be late may be: then a test tries again with twice the timeout. */
+static int have_timed_out(const fault *f, int ranks, const char *said) {
+    for (int r = 0; r < ranks; r++)
+        if (f->status[r] != MT_ERR_TIMEOUT || !strstr(f->text[r], said)) return 0;
+    return 1;
 }
 
 static void assert_said(const char *text, const char *part) {
@@ -140,10 +175,9 @@ static void test_different_calls(void **state) {
     for (kind = OTHER_COLLECTIVE; kind <= SPLIT_INSTEAD; kind++) {
         for (ranks = 2; ranks <= 4; ranks++) {
             fault f;
-            assert_int_equal(launch_fault(&f, kind, ranks, 20, differ_rank), MT_ERR_MISMATCH);
+            assert_int_equal(launch_fault(&f, kind, ranks, NEVER_OVER, differ_rank), MT_ERR_MISMATCH);
             for (r = 0; r < ranks; r++) {
                 assert_int_equal(f.status[r], MT_ERR_MISMATCH);
-                assert_true(f.seconds[r] < 10);
                 assert_string_equal(f.text2[r], f.text2[0]);
                 assert_said(f.text2[r], said[kind][0]);
                 assert_said(f.text2[r], said[kind][1]);
@@ -156,7 +190,7 @@ static void test_different_calls(void **state) {
 static void test_mismatch_sentence(void **state) {
     fault f;
     (void)state;
-    launch_fault(&f, OTHER_COLLECTIVE, 2, 20, differ_rank);
+    launch_fault(&f, OTHER_COLLECTIVE, 2, NEVER_OVER, differ_rank);
     assert_string_equal(f.text[0], "all_reduce on \"world\" (2 ranks): rank 0 called all_reduce(count 8, f32, sum), "
                                    "rank 1 called all_gather(count 4, f32)");
 }
@@ -172,18 +206,15 @@ static mt_status absent_call(fault *f, mt_context *ctx, mt_comm *group, mt_comm 
     mt_status status;
     if (rank == 2) {
         switch (f->kind) {
-        case NEVER: nap(1.5); return MT_SUCCESS;
-        case LATE:
-            nap(1.5);
-            start = mti_now();
-            break;
+        case NEVER: outlast(f, 2); return MT_SUCCESS;
+        case LATE: outlast(f, 2); break;
         case RETURNS:
         case RETURNS_LEAVING_SUBGROUP: return MT_SUCCESS;
         case FAILS: return mt_fail(ctx, MT_ERR_DATA, "loss is 17, which is no good");
         case DESTROYS:
             mt_comm_destroy(*sub);
             *sub = NULL;
-            nap(0.3);
+            outlast(f, 2);
             return MT_SUCCESS;
         default: return mt_all_reduce(ctx, group, x, x, 4, MT_F32, (mt_op)42);
         }
@@ -210,38 +241,49 @@ static mt_status absent_rank(mt_comm *world, void *user) {
     return status; /* sub is not destroyed */
 }
 
+/* Returns the timeout with which only rank 2 was late. */
+static double wait_for_rank_2(fault *f, int kind) {
+    double timeout = SHORT;
+    for (;; timeout *= 2) {
+        assert_int_equal(launch_last(f, kind, 2, 3, timeout, absent_rank), MT_ERR_TIMEOUT);
+        if (have_timed_out(f, 2, " s for rank 2, whose last call here was barrier") || 2 * timeout > LONGEST) break;
+    }
+    return timeout;
+}
+
 static void test_never_comes(void **state) {
+    char said[TEXT];
     fault f;
+    double timeout = wait_for_rank_2(&f, NEVER);
     int r;
     (void)state;
-    assert_int_equal(launch_fault(&f, NEVER, 3, 0.2, absent_rank), MT_ERR_TIMEOUT);
+    snprintf(said, sizeof said,
+             "all_reduce(count 4, f32, sum) on \"world\" (3 ranks): waited %.2f s for rank 2, whose last call here was "
+             "barrier",
+             timeout);
     for (r = 0; r < 2; r++) {
         assert_int_equal(f.status[r], MT_ERR_TIMEOUT);
-        assert_true(f.seconds[r] > 0.15 && f.seconds[r] < 1.4);
-        assert_string_equal(f.text[r],
-                            "all_reduce(count 4, f32, sum) on \"world\" (3 ranks): waited 0.20 s for rank 2, "
-                            "whose last call here was barrier");
+        assert_true(f.seconds[r] > 0.99 * timeout);
+        assert_string_equal(f.text[r], said);
     }
 }
 
 static void test_comes_late(void **state) {
     fault f;
     (void)state;
-    assert_int_equal(launch_fault(&f, LATE, 3, 0.5, absent_rank), MT_ERR_TIMEOUT);
+    wait_for_rank_2(&f, LATE);
     assert_int_equal(f.status[0], MT_ERR_TIMEOUT);
     assert_int_equal(f.status[1], MT_ERR_TIMEOUT);
     assert_int_equal(f.status[2], MT_ERR_PEER);
     assert_said(f.text[2], "rank 2 calls after this communicator failed");
-    assert_said(f.text[2], "waited 0.50 s for rank 2");
-    assert_true(f.seconds[2] < 0.45); /* immediately */
+    assert_said(f.text[2], " s for rank 2");
 }
 
 static void assert_peer_error(fault *f, int kind, mt_status launch, const char *said) {
     int r;
-    assert_int_equal(launch_fault(f, kind, 3, 30, absent_rank), launch);
+    assert_int_equal(launch_last(f, kind, kind == DESTROYS ? 2 : -1, 3, NEVER_OVER, absent_rank), launch);
     for (r = 0; r < 2; r++) {
         assert_int_equal(f->status[r], MT_ERR_PEER);
-        assert_true(f->seconds[r] < 10); /* before the timeout */
         assert_said(f->text[r], said);
         assert_said(f->text[r], "all_reduce(count 4, f32, sum)");
     }
@@ -282,11 +324,10 @@ static mt_status chain_rank(mt_comm *world, void *user) {
 static void test_chain(void **state) {
     fault f;
     (void)state;
-    assert_int_equal(launch_fault(&f, 0, 3, 30, chain_rank), MT_ERR_PEER);
+    assert_int_equal(launch_fault(&f, 0, 3, NEVER_OVER, chain_rank), MT_ERR_PEER);
     assert_int_equal(f.status[0], MT_ERR_PEER);
     assert_int_equal(f.status[1], MT_ERR_PEER);
     assert_int_equal(f.status[2], MT_SUCCESS);
-    assert_true(f.seconds[0] < 10);
     assert_said(f.text[1], "rank 1 returned from its function"); /* rank 2 of the world is rank 1 of the group */
     assert_said(f.text[0], "rank 1 failed: MT_ERR_PEER: barrier");
 }
@@ -301,7 +342,7 @@ static mt_status two_wait_rank(mt_comm *world, void *user) {
     mt_status status = MT_SUCCESS;
     if (rank == 0) status = mt_all_reduce(ctx, world, x, x, 4, MT_F32, MT_SUM);
     if (rank == 1) status = mt_broadcast(ctx, world, x, x, 6, MT_F32, 2);
-    if (rank == 2) nap(1.5);
+    if (rank == 2) outlast(f, 2);
     note(f, ctx, world, status, start);
     mt_context_destroy(ctx);
     return status;
@@ -310,7 +351,10 @@ static mt_status two_wait_rank(mt_comm *world, void *user) {
 static void test_two_wait(void **state) {
     fault f;
     (void)state;
-    assert_int_equal(launch_fault(&f, 0, 3, 0.2, two_wait_rank), MT_ERR_TIMEOUT);
+    for (double timeout = SHORT; timeout <= LONGEST; timeout *= 2) {
+        assert_int_equal(launch_last(&f, 0, 2, 3, timeout, two_wait_rank), MT_ERR_TIMEOUT);
+        if (have_timed_out(&f, 2, "broadcast(") && have_timed_out(&f, 2, "all_reduce(")) break;
+    }
     assert_int_equal(f.status[0], MT_ERR_TIMEOUT);
     assert_int_equal(f.status[1], MT_ERR_TIMEOUT);
     if (!TEST_OVER_MPI) assert_string_equal(f.text[0], f.text[1]);
@@ -359,7 +403,7 @@ static mt_status p2p_fault_call(fault *f, mt_context *ctx, mt_comm *w, int rank,
     case P2P_RECV_FIRST: return mt_all_reduce(ctx, w, a, b, 4, MT_F32, MT_SUM);
     case P2P_RING_BROKEN: return mt_send_recv(ctx, w, a, 3, 0, b, 4, 0, MT_F32);
     case P2P_LEFT: return MT_SUCCESS;
-    default: nap(1.5); return MT_SUCCESS;
+    default: outlast(f, 1); return MT_SUCCESS;
     }
 }
 
@@ -380,50 +424,60 @@ static mt_status p2p_fault_rank(mt_comm *world, void *user) {
     return status;
 }
 
-/* Returns the seconds that the slower rank has waited. */
-static double assert_p2p(int kind, double timeout, mt_status a, mt_status b, const char *said, const char *also) {
-    fault f;
-    launch_fault(&f, kind, 2, timeout, p2p_fault_rank);
-    assert_int_equal(f.status[0], a);
-    assert_int_equal(f.status[1], b);
-    assert_true(f.seconds[0] < 5 && f.seconds[1] < 5);
-    assert_said(f.text[0], said);
-    assert_said(f.text[0], also);
+static void launch_p2p(fault *f, int kind, double timeout) {
+    launch_last(f, kind, kind == P2P_NO_SEND || kind == P2P_NO_RECV ? 1 : -1, 2, timeout, p2p_fault_rank);
+}
+
+static void check_p2p(const fault *f, mt_status a, mt_status b, const char *said, const char *also) {
+    assert_int_equal(f->status[0], a);
+    assert_int_equal(f->status[1], b);
+    assert_said(f->text[0], said);
+    assert_said(f->text[0], also);
     /* two processes that time out at the same moment have different messages */
-    if (b != MT_SUCCESS && !(TEST_OVER_MPI && b == MT_ERR_TIMEOUT)) assert_string_equal(f.text[0], f.text[1]);
-    return f.seconds[0] > f.seconds[1] ? f.seconds[0] : f.seconds[1];
+    if (b != MT_SUCCESS && !(TEST_OVER_MPI && b == MT_ERR_TIMEOUT)) assert_string_equal(f->text[0], f->text[1]);
+}
+
+static void assert_p2p(int kind, double timeout, mt_status a, mt_status b, const char *said, const char *also) {
+    fault f;
+    launch_p2p(&f, kind, timeout);
+    check_p2p(&f, a, b, said, also);
 }
 
 /* A rank is in a collective, and another one waits to send to it, or for a message of it. Neither can go on. Threads
-   see it when the later one begins to wait; on a busy machine, in one of three tries. Processes do not see it. */
+   see it, and do not wait for the timeout. Processes do not see it. */
 static void assert_apart(int kind, const char *said) {
-    const double timeout = TEST_OVER_MPI ? 0.2 : 20;
-    const mt_status waits = TEST_OVER_MPI ? MT_ERR_TIMEOUT : MT_ERR_MISMATCH;
-    double seconds = 5;
-    for (int i = 0; i < 3 && seconds > 1; i++)
-        seconds =
-            assert_p2p(kind, timeout, waits, waits, said,
-                       TEST_OVER_MPI ? "all_reduce(count 4, f32, sum)" : "rank 1 called all_reduce(count 4, f32, sum)");
-    assert_true(seconds <= 1);
+    const char *also = "rank 1 called all_reduce(count 4, f32, sum)";
+    fault f;
+    if (!TEST_OVER_MPI) {
+        assert_p2p(kind, NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH, said, also);
+        return;
+    }
+    also = "all_reduce(count 4, f32, sum)";
+    for (double timeout = SHORT; timeout <= LONGEST; timeout *= 2) {
+        launch_p2p(&f, kind, timeout);
+        if (have_timed_out(&f, 2, "all_reduce(") && strstr(f.text[0], said)) break;
+    }
+    check_p2p(&f, MT_ERR_TIMEOUT, MT_ERR_TIMEOUT, said, also);
 }
 
 static void test_p2p_faults(void **state) {
     int i;
     (void)state;
     for (i = 0; i < 20; i++) {
-        assert_p2p(P2P_COUNT, 20, MT_ERR_MISMATCH, MT_ERR_MISMATCH, "rank 0 called send(count 4, f32, to rank 1)",
-                   "rank 1 called recv(count 5, f32, from rank 0)");
-        assert_p2p(P2P_DTYPE, 20, MT_ERR_MISMATCH, MT_ERR_MISMATCH, "rank 0 called send(count 4, f32, to rank 1)",
-                   "rank 1 called recv(count 4, i32, from rank 0)");
-        assert_p2p(P2P_RING_BROKEN, 20, MT_ERR_MISMATCH, MT_ERR_MISMATCH,
+        assert_p2p(P2P_COUNT, NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH,
+                   "rank 0 called send(count 4, f32, to rank 1)", "rank 1 called recv(count 5, f32, from rank 0)");
+        assert_p2p(P2P_DTYPE, NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH,
+                   "rank 0 called send(count 4, f32, to rank 1)", "rank 1 called recv(count 4, i32, from rank 0)");
+        assert_p2p(P2P_RING_BROKEN, NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH,
                    "rank 1 called send_recv(count 3 to rank 0, count 4 from rank 0, f32)",
                    "rank 0 called send_recv(count 4 to rank 1, count 4 from rank 1, f32)");
-        assert_p2p(P2P_LEFT, 20, MT_ERR_PEER, MT_SUCCESS,
+        assert_p2p(P2P_LEFT, NEVER_OVER, MT_ERR_PEER, MT_SUCCESS,
                    "recv(count 4, f32, from rank 1) on \"world\" (2 ranks): ", "rank 1 returned from its function");
     }
-    assert_p2p(P2P_NO_SEND, 0.2, MT_ERR_TIMEOUT, MT_SUCCESS, "recv(count 4, f32, from rank 1) on \"world\" (2 ranks): ",
+    assert_p2p(P2P_NO_SEND, SHORT, MT_ERR_TIMEOUT, MT_SUCCESS,
+               "recv(count 4, f32, from rank 1) on \"world\" (2 ranks): ",
                "waited 0.20 s for rank 1, which has not called anything here yet");
-    assert_p2p(P2P_NO_RECV, 0.2, MT_ERR_TIMEOUT, MT_SUCCESS, "send(count 4, f32, to rank 1)",
+    assert_p2p(P2P_NO_RECV, SHORT, MT_ERR_TIMEOUT, MT_SUCCESS, "send(count 4, f32, to rank 1)",
                "waited 0.20 s for rank 1");
     for (i = P2P_COLLECTIVE; i <= P2P_COLLECTIVE_LATE; i++) assert_apart(i, "send(count 4, f32, to rank 1)");
     for (i = P2P_COLLECTIVE_RECV; i <= P2P_RECV_FIRST; i++) assert_apart(i, "recv(count 4, f32, from rank 1)");
@@ -447,7 +501,7 @@ static mt_status third_leaves_rank(mt_comm *world, void *user) {
 static void test_third_leaves(void **state) {
     fault f;
     (void)state;
-    assert_int_equal(launch_fault(&f, 0, 3, 5, third_leaves_rank), MT_SUCCESS);
+    assert_int_equal(launch_fault(&f, 0, 3, NEVER_OVER, third_leaves_rank), MT_SUCCESS);
     assert_int_equal(f.line_count, 0);
 }
 
@@ -459,9 +513,7 @@ static float A[64], B[64];
 
 #define REFUSED(expected, part, call)                                                                                  \
     do {                                                                                                               \
-        double start_ = mti_now();                                                                                     \
         assert_int_equal((call), (expected));                                                                          \
-        assert_true(mti_now() - start_ < 2);                                                                           \
         assert_said(mt_last_error(C), part);                                                                           \
         assert_string_equal(mt_last_error(C), mt_comm_last_error(W));                                                  \
     } while (0)
@@ -596,7 +648,7 @@ static void test_arguments(void **state) {
     int i;
     (void)state;
     for (i = 0; i < 64; i++) A[i] = 5, B[i] = 7;
-    assert_int_equal(mt_comm_create_local(3, 30, comms), MT_SUCCESS);
+    assert_int_equal(mt_comm_create_local(3, NEVER_OVER, comms), MT_SUCCESS);
     W = comms[1];
     C = new_context(W);
     check_collective_arguments();
@@ -645,8 +697,8 @@ static void test_launch_arguments(void **state) {
     assert_int_equal(launch_fault(&f, 0, 2, strtod("nan", NULL), barrier_rank), MT_ERR_ARGUMENT);
     assert_int_equal(launch_fault(&f, 0, 2, 1, NULL), MT_ERR_ARGUMENT);
     assert_said(f.lines[0], "rank_main is NULL");
-    assert_int_equal(launch_fault(&f, 0, 2, 5, barrier_rank), MT_SUCCESS);
-    assert_int_equal(launch_fault(&f, 0, 3, 5, silent_rank), MT_ERR_IO);
+    assert_int_equal(launch_fault(&f, 0, 2, NEVER_OVER, barrier_rank), MT_SUCCESS);
+    assert_int_equal(launch_fault(&f, 0, 3, NEVER_OVER, silent_rank), MT_ERR_IO);
     assert_string_equal(f.lines[0], "rank 1 of 3: MT_ERR_IO: input/output error");
 }
 
@@ -664,7 +716,7 @@ static mt_status refusing_rank(mt_comm *world, void *user) {
 static void test_a_refusal_is_reported_once(void **state) {
     fault f;
     (void)state;
-    assert_int_equal(launch_fault(&f, 0, 4, 5, refusing_rank), MT_ERR_SHAPE);
+    assert_int_equal(launch_fault(&f, 0, 4, NEVER_OVER, refusing_rank), MT_ERR_SHAPE);
     assert_string_equal(f.lines[0], "rank 0 of 4: MT_ERR_SHAPE: hidden is 4");
     assert_string_equal(f.lines[1], "rank 1 of 4: MT_ERR_SHAPE: hidden is 5 (1 more rank with the same error)");
     assert_said(f.lines[2], "rank 3 of 4: MT_ERR_PEER");
@@ -677,7 +729,7 @@ static void test_no_threads(void **state) {
     (void)state;
     for (allowed = 0; allowed < 3; allowed++) {
         threads_allowed = allowed;
-        assert_int_equal(launch_fault(&f, 0, 3, 30, barrier_rank), MT_ERR_SYSTEM);
+        assert_int_equal(launch_fault(&f, 0, 3, NEVER_OVER, barrier_rank), MT_ERR_SYSTEM);
         assert_said(f.lines[0], "MT_ERR_SYSTEM: mt_launch: the system gave no thread for rank");
         assert_int_equal(f.line_count, 3);
     }
@@ -735,7 +787,7 @@ static void test_leaving_without_launcher(void **state) {
         mt_comm *comms[3];
         pthread_t thread[3];
         seat s[3];
-        assert_int_equal(mt_comm_create_local(3, 30, comms), MT_SUCCESS);
+        assert_int_equal(mt_comm_create_local(3, NEVER_OVER, comms), MT_SUCCESS);
         for (r = 0; r < 3; r++) {
             s[r].comm = comms[r];
             if (r != leaver) pthread_create(&thread[r], NULL, sit, &s[r]);
