@@ -267,6 +267,19 @@ static mt_status save(mt_context *ctx, const job *j, mt_safetensors_writer **wri
     return mt_safetensors_finish(ctx, *writer);
 }
 
+/* Returns 0 when a number of a vector is not finite, and prints which. */
+static int check_vectors(const job *j) {
+    int64_t hidden = j->bert.layer.hidden;
+    for (int64_t i = 0; i < j->sentences * hidden; i++) {
+        double x = (double)j->vectors[i];
+        if (isfinite(x)) continue;
+        fprintf(stderr, "embed: sentence %lld: number %lld of its vector is %s, must be finite: no vector is written\n",
+                (long long)(i / hidden) + 1, (long long)(i % hidden) + 1, isnan(x) ? "nan" : "infinite");
+        return 0;
+    }
+    return 1;
+}
+
 static mt_status write_vectors(const job *j) {
     int64_t hidden = j->bert.layer.hidden;
     mt_safetensors_writer *writer = NULL;
@@ -326,7 +339,7 @@ int main(int argc, char **argv) {
         memset(&launch, 0, sizeof launch);
         launch.ranks = (int)j.tp;
         status = mt_launch(&launch, rank_main, &j);
-        if (status == MT_SUCCESS && !j.refused) status = write_vectors(&j);
+        if (status == MT_SUCCESS && !j.refused) status = check_vectors(&j) ? write_vectors(&j) : MT_ERR_DATA;
     }
     free(j.ids);
     free(j.begins);

@@ -20,7 +20,8 @@
    each target counts once, and all but those of the first window have a context of at least --seq - --stride tokens.
    In the cloze test a passage is right if each token of its last word is the most probable one after the correct
    tokens before it. Of equal probabilities, the one with the lowest number is the most probable. A passage that is too
-   long for --seq keeps its last tokens.
+   long for --seq keeps its last tokens. Without a finite loss for each target, or finite logits for each answer, there
+   is no result: a message names the token, and the status is 1.
    Up to rounding, results do not depend on the split. On a CPU they have the same bits for any --dp and --pp.
 
    A token file (.bin) is that of llm.c: 256 int32, then uint16 tokens, all little-endian. The header has the number
@@ -307,7 +308,7 @@ static int load_data(const char *path, dataset *d) {
 
 /* A sequence that the model sees: tokens [first, first + length). Target i is the token after token i. The last
    `counted` targets give results, from number `result` on: of a text the loss of a target, of a cloze test 1 when a
-   token of an answer is the most probable one, otherwise 0. */
+   token of an answer is the most probable one, otherwise 0, and NaN when a logit is not finite. */
 typedef struct window {
     int64_t first, length, counted, result;
 } window;
@@ -320,7 +321,7 @@ typedef struct job {
     window *windows;
     int64_t window_count, results;
     int64_t cut; /* passages that are too long and keep only their last tokens */
-    int refused; /* 1: the evaluation does not begin, and rank 0 has printed why */
+    int refused; /* 1: there is no result, and rank 0 has printed why */
 } job;
 
 /* Makes the windows of a text: a window of o.seq tokens, then one for each o.stride further targets. */
@@ -632,12 +633,15 @@ static mt_status text_round(evaluator *e, int64_t first, int64_t groups) {
 
 /* ---- the tokens of the answers of a cloze test ------------------------------------------------------------------- */
 
-/* Returns the index of the largest number; of equal ones, the first. A NaN is never the largest. */
-static int64_t largest(const float *x, int64_t count) {
+/* Returns 1 if x[index] is the largest number, of equal ones the first, and otherwise 0; NaN if a number is not
+   finite. */
+static float is_largest(const float *x, int64_t count, int64_t index) {
     int64_t best = 0;
-    for (int64_t i = 1; i < count; i++)
-        if (x[i] > x[best] || (isnan(x[best]) && !isnan(x[i]))) best = i;
-    return best;
+    for (int64_t i = 0; i < count; i++) {
+        if (!isfinite(x[i])) return NAN;
+        if (x[i] > x[best]) best = i;
+    }
+    return best == index;
 }
 
 /* Returns the tokens of the longest window of a group. Sequence parallelism needs a multiple of the tensor ranks. */
@@ -674,7 +678,7 @@ static mt_status cloze_group(evaluator *e, int64_t group) {
     for (int64_t i = 0; i < micro; i++) {
         window w = window_of(j, group, i);
         if (w.counted)
-            e->results[w.result] = largest(e->numbers + i * vocab, vocab) == j->data.tokens[w.first + w.length];
+            e->results[w.result] = is_largest(e->numbers + i * vocab, vocab, j->data.tokens[w.first + w.length]);
     }
     return MT_SUCCESS;
 }
@@ -736,14 +740,55 @@ static mt_status plan(mt_comm *world, const job *j, size_t *arena) {
 
 /* ---- what is printed --------------------------------------------------------------------------------------------- */
 
-/* Prints the perplexity. The sum is in double, in the order of the text. */
-static void print_perplexity(const job *j, const float *losses, double seconds, FILE *log) {
-    double sum = 0, words = j->o.words > 0 ? j->o.words : (double)j->data.words;
-    if (log) fprintf(log, "target,token,loss\n");
-    for (int64_t i = 0; i < j->results; i++) {
-        sum += (double)losses[i];
-        if (log) fprintf(log, "%lld,%d,%.9g\n", (long long)i + 1, (int)j->data.tokens[i + 1], (double)losses[i]);
+/* Prints which result is not finite, and why there is therefore no result at all. */
+static void print_refusal(const job *j, int64_t result, float value) {
+    const dataset *d = &j->data;
+    int64_t i = 0, before = 0;
+    if (!is_cloze(d)) {
+        fprintf(stderr, "eval_gpt: %s: the loss of token %lld, which is %d, is %s: no perplexity\n", j->o.data,
+                (long long)result + 2, (int)d->tokens[result + 1], isnan(value) ? "nan" : "infinite");
+        return;
     }
+    while (before + d->passages[i].answer <= result) before += d->passages[i++].answer;
+    fprintf(stderr,
+            "eval_gpt: %s: passage %lld: the logits for token %lld of its last word are not all finite: no accuracy\n",
+            j->o.data, (long long)i + 1, (long long)(result - before) + 1);
+}
+
+static double sum_of(const job *j, const float *losses) {
+    double sum = 0; /* in the order of the text */
+    for (int64_t i = 0; i < j->results; i++) sum += (double)losses[i];
+    return sum;
+}
+
+static double words_of(const job *j) { return j->o.words > 0 ? j->o.words : (double)j->data.words; }
+
+/* Checks that what will be printed is finite. All ranks have the same results, and rank 0 prints what is wrong. */
+static int check_results(const evaluator *e) {
+    const job *j = e->job;
+    int speaks = mt_comm_rank(e->grid.world) == 0;
+    double sum = 0, words = words_of(j);
+    for (int64_t i = 0; i < j->results; i++) {
+        if (isfinite(e->results[i])) continue;
+        if (speaks) print_refusal(j, i, e->results[i]);
+        return 0;
+    }
+    if (!is_cloze(&j->data)) sum = sum_of(j, e->results);
+    if (isfinite(exp(sum / (double)j->results)) && (words == 0 || isfinite(exp(sum / words)))) return 1;
+    if (speaks)
+        fprintf(stderr,
+                "eval_gpt: %s: the sum of losses %.9g, over %lld tokens and %.15g words, is too large for a "
+                "perplexity\n",
+                j->o.data, sum, (long long)j->results, words);
+    return 0;
+}
+
+/* Prints the perplexity. The sum is in double. */
+static void print_perplexity(const job *j, const float *losses, double seconds, FILE *log) {
+    double sum = sum_of(j, losses), words = words_of(j);
+    if (log) fprintf(log, "target,token,loss\n");
+    for (int64_t i = 0; log && i < j->results; i++)
+        fprintf(log, "%lld,%d,%.9g\n", (long long)i + 1, (int)j->data.tokens[i + 1], (double)losses[i]);
     if (words > 0) printf("perplexity %.9g per word, %.15g words, ", exp(sum / words), words);
     else printf("words unknown, see --words, ");
     printf("%.9g per token, %lld tokens, sum of losses %.9g, %lld windows of %.15g, stride %.15g, %.1f s\n",
@@ -815,7 +860,11 @@ static mt_status rank_main(mt_comm *world, void *user) {
     if (status == MT_SUCCESS && mt_comm_rank(world) == 0) print_model(j);
     if (status == MT_SUCCESS) status = import_model(world, &e, j, &refused);
     if (status == MT_SUCCESS) status = evaluate(&e);
-    if (status == MT_SUCCESS && mt_comm_rank(world) == 0) status = write_results(&e, now() - e.start);
+    if (status == MT_SUCCESS && !check_results(&e)) {
+        refused = 1;
+        __atomic_store_n(&j->refused, 1, __ATOMIC_RELAXED);
+    }
+    if (status == MT_SUCCESS && !refused && mt_comm_rank(world) == 0) status = write_results(&e, now() - e.start);
     evaluator_destroy(&e);
     return refused ? MT_SUCCESS : status; /* the launcher must not report it again */
 }

@@ -47,6 +47,13 @@ def split_label(argument):
     return label, path
 
 
+def read_number(path, what, text):
+    number = float(text)
+    if not math.isfinite(number):
+        sys.exit(f"figures.py: {path}: {what} is {text}, must be a finite number")
+    return number
+
+
 def read_log(path, column="loss"):
     """The steps and the values of a column, without the steps that have no value."""
     with open(path, newline="") as file:
@@ -56,11 +63,15 @@ def read_log(path, column="loss"):
         rows = [row for row in reader if row[column]]
     if not rows:
         sys.exit(f"figures.py: {path} has no values in column {column}")
-    return [int(row["step"]) for row in rows], [float(row[column]) for row in rows]
+    return ([int(row["step"]) for row in rows],
+            [read_number(path, f"step {row['step']}: {column}", row[column]) for row in rows])
 
 
 def read_perplexity(path):
     steps, losses = read_log(path, "val_loss")
+    for step, loss in zip(steps, losses):
+        if loss > math.log(sys.float_info.max):
+            sys.exit(f"figures.py: {path}: step {step}: val_loss {loss:g} is too large for a perplexity")
     return steps, [math.exp(loss) for loss in losses]
 
 
@@ -73,7 +84,8 @@ def read_paper(path, title):
     rows = [line.split() for line in table.splitlines() if line.startswith("  GPT-2 ")]
     if not rows:
         sys.exit(f"figures.py: {path} has no table {title}")
-    return {int(row[2]): float(row[5]) for row in rows}, {int(row[2]): float(row[6]) for row in rows}
+    predicted, paper = ({int(row[2]): read_number(path, " ".join(row[:3]), row[i]) for row in rows} for i in (5, 6))
+    return predicted, paper
 
 
 class Measured(NamedTuple):

@@ -1202,15 +1202,39 @@ static mt_status start_steps(trainer *t) {
     return mt_step_create(t->ctx, &t->optimizer, &t->scaler, (float)t->job->o.clip, &t->numbers);
 }
 
+/* Refuses a result that is not finite. `when` is the step. */
+static mt_status check_finite(trainer *t, int64_t when, const char *name, float value) {
+    if (isfinite(value)) return MT_SUCCESS;
+    return refuse(t, "step %lld: %s is %g: the run ends without a result", (long long)when, name, shown(value));
+}
+
+/* Checks the last step of a run that began with `skipped` skipped steps. A skipped step is normal only as long as the
+   loss scale can shrink. means: of the last validation, NULL: there was none. */
+static mt_status check_end(trainer *t, int64_t skipped, const float *losses, float norm, const float *means) {
+    int64_t last = (int64_t)t->job->o.steps, steps = last - t->first_step;
+    if (steps <= 0) return MT_SUCCESS;
+    for (int i = 0; i < LOSSES; i++) MT_TRY(check_finite(t, last, loss_names[i][0], losses[i]));
+    if (t->skipped > 0) MT_TRY(check_finite(t, last, "the gradient norm", norm));
+    for (int i = 0; means && i < TOTALS; i++) MT_TRY(check_finite(t, last, validation_names[i][0], means[i]));
+    if (t->scaler.skipped - skipped < steps) return MT_SUCCESS;
+    return refuse(t,
+                  "step %lld: all %lld steps were skipped, the gradients were not finite: the weights are those of "
+                  "the beginning",
+                  (long long)last, (long long)steps);
+}
+
 static mt_status train(trainer *t) {
     const options *o = &t->job->o;
-    int speaks = mt_comm_rank(t->grid.world) == 0;
+    int speaks = mt_comm_rank(t->grid.world) == 0, evaluated = 0;
+    float losses[LOSSES] = {0}, norm = 0, means[TOTALS];
+    int64_t skipped;
     progress p = {now(), 0};
     if (speaks) print_model(t);
     MT_TRY(begin(t));
     MT_TRY(start_steps(t));
+    skipped = t->scaler.skipped;
     for (int64_t step = t->first_step; step < (int64_t)o->steps; step++) {
-        float lr = learning_rate(o, step), losses[LOSSES], norm, means[TOTALS];
+        float lr = learning_rate(o, step);
         int evaluates = o->eval_interval > 0 && (step + 1) % (int64_t)o->eval_interval == 0;
         int saves =
             step + 1 == (int64_t)o->steps || (o->save_interval > 0 && (step + 1) % (int64_t)o->save_interval == 0);
@@ -1218,9 +1242,11 @@ static mt_status train(trainer *t) {
         MT_TRY(train_step(t, step, lr, losses, &norm));
         double seconds = now() - start;
         if (evaluates) MT_TRY(evaluate(t, means));
+        evaluated |= evaluates;
         if (speaks) report(t, &p, step, seconds, losses, norm, lr, evaluates ? means : NULL);
         if (saves) MT_TRY(save(t, step + 1));
     }
+    MT_TRY(check_end(t, skipped, losses, norm, evaluated ? means : NULL));
     if (speaks) print_ledgers(t);
     return finish(t);
 }

@@ -80,6 +80,31 @@ other_models() {
     refused "attention.self.ke[yz].weight" "1\n" "$build/renamed" --tp 4
 }
 
+# overwritten NAME TENSOR BYTE: a copy of the model in which each byte of this tensor is BYTE, an escape of printf
+overwritten() {
+    rm -rf "${build:?}/$1"
+    cp -r $model "$build/$1" || return 1
+    file=$build/$1/model.safetensors
+    header=$(od -An -tu8 -N8 "$file" | tr -d ' ')
+    # shellcheck disable=SC2046  # two numbers
+    set -- "$3" $(head -c $((header + 8)) "$file" | tail -c "$header" | tr '{}' '\n\n' |
+        grep -A 1 "\"$2\":\$" | sed -n 's/.*"data_offsets":\[\([0-9]*\),\([0-9]*\)\].*/\1 \2/p')
+    [ $# -eq 3 ] || return 1
+    dd if=/dev/zero bs=1 count=$(($3 - $2)) status=none | tr '\0' "$1" |
+        dd of="$file" bs=1 seek=$((8 + header + $2)) conv=notrunc status=none
+}
+
+# Bytes of 7f are numbers of 3.4e38, so the vectors become infinite; bytes of ff are NaN.
+not_finite() {
+    norm=bert.encoder.layer.1.output.LayerNorm.weight
+    overwritten huge $norm '\177' && overwritten nan $norm '\377' || return 1
+    refused "^embed: sentence 1: number [0-9]* of its vector is infinite, must be finite" "1 2 3\n4\n" "$build/huge" \
+        --normalize 0 &&
+        refused "^embed: sentence 1: number [0-9]* of its vector is nan, must be finite" "1 2 3\n4\n" "$build/huge" \
+            --out "$build/huge.safetensors" && [ ! -e "$build/huge.safetensors" ] &&
+        refused "element 0 of '$norm' is nan, must be a finite number" "1 2 3\n" "$build/nan"
+}
+
 refusals() {
     other_models || return 1
     refused "usage: embed DIR" "" &&
@@ -103,5 +128,6 @@ check "embed: the vectors of transformers, on 1, 2, 3, 4 and 8 ranks" every_spli
 check "embed: vectors that are not normalised" not_normalised
 check "embed: vectors in a safetensors file" to_a_file
 check "embed: what it refuses" refusals
+check "embed: no vector that is not finite" not_finite
 closing_line
 [ "$failed" -eq 0 ]

@@ -335,11 +335,13 @@ static void test_cloze_against_a_forward_for_each_token(void **state) {
 }
 
 static void test_largest(void **state) {
-    const float x[] = {NAN, -3, -1, NAN, -1, -2}, ties[] = {-5, -5, -5}, nothing[] = {NAN, NAN};
+    const float x[] = {-7, -3, -1, -7, -1, -2}, ties[] = {-5, -5, -5};
+    const float odd[][3] = {{NAN, NAN, NAN}, {NAN, 1, 2}, {1, 2, NAN}, {1, INFINITY, 2}, {-INFINITY, 1, 2}};
     (void)state;
-    assert_int_equal(largest(x, 6), 2);
-    assert_int_equal(largest(ties, 3), 0);
-    assert_int_equal(largest(nothing, 2), 0);
+    for (int i = 0; i < 6; i++) assert_true(is_largest(x, 6, i) == (i == 2));
+    for (int i = 0; i < 3; i++) assert_true(is_largest(ties, 3, i) == (i == 0));
+    for (size_t i = 0; i < COUNT(odd); i++)
+        for (int k = 0; k < 3; k++) assert_true(isnan(is_largest(odd[i], 3, k)));
 }
 
 enum { BEST = 7, ALSO_BEST = 44, VOCAB = 61 };
@@ -347,8 +349,8 @@ enum { BEST = 7, ALSO_BEST = 44, VOCAB = 61 };
 /* The logit of token v of the model of save_level_model. */
 static double level_of(int v) { return -16 * (1 + (v == BEST || v == ALSO_BEST ? 0 : 0.125 * (v % 5 + 1))); }
 
-/* Saves a model whose logits are always level_of: the final norm is 1 for each feature. All logits are negative, so
-   that the zeros of a padded vocabulary would be the largest. */
+/* Saves a model whose logits are always level_of times *user: the final norm is *user for each feature. All logits are
+   negative, so that the zeros of a padded vocabulary would be the largest. */
 static mt_status save_level_model(mt_comm *world, void *user) {
     mt_grid_desc shape = {.tp = 1};
     mt_gpt_desc desc = {.vocab = VOCAB, .layers = 2, .max_seq = CONTEXT, .layer = {.hidden = 16, .heads = 4}};
@@ -360,7 +362,6 @@ static mt_status save_level_model(mt_comm *world, void *user) {
     mt_params *params;
     mt_checkpoint *checkpoint;
     mt_gpt gpt;
-    (void)user;
     for (int v = 0; v < VOCAB; v++)
         for (int i = 0; i < 16; i++) rows[v][i] = (float)(level_of(v) / 16);
     MT_TRY(mt_context_create(world, NULL, &ctx));
@@ -370,7 +371,7 @@ static mt_status save_level_model(mt_comm *world, void *user) {
     MT_TRY(mt_params_init(ctx, params, 5));
     MT_TRY(mt_upload(ctx, rows, mt_params_find(params, "embedding.word_embeddings.weight")->value));
     MT_TRY(mt_fill(ctx, mt_params_find(params, "decoder.final_layernorm.weight")->value, 0));
-    MT_TRY(mt_fill(ctx, mt_params_find(params, "decoder.final_layernorm.bias")->value, 1));
+    MT_TRY(mt_fill(ctx, mt_params_find(params, "decoder.final_layernorm.bias")->value, *(const float *)user));
     MT_TRY(mt_gpt_checkpoint_create(ctx, params, &gpt, &files, &checkpoint));
     MT_TRY(mt_checkpoint_save(ctx, checkpoint, &step));
     mt_checkpoint_destroy(ctx, checkpoint);
@@ -380,18 +381,22 @@ static mt_status save_level_model(mt_comm *world, void *user) {
     return MT_SUCCESS;
 }
 
+static void make_level_model(float times) {
+    mt_launch_desc one = {.ranks = 1, .no_pinning = 1};
+    assert_int_equal(mkdir(in_scratch("level"), 0700), 0);
+    ASSERT_STATUS(NULL, MT_SUCCESS, mt_launch(&one, save_level_model, &times));
+}
+
 /* The token with the lower number wins a tie, wherever the other one is, and the padding of the vocabulary, which the
    tensor ranks have unequal parts of, is neither the most probable token nor in the sum of the loss. */
 static void test_ties_and_padded_vocabulary(void **state) {
     static const char *const types[] = {"f32", "bf16"};
     const int32_t table[] = {3, 1, 3, 1, 4, 2, 4, 2}, /* right: the first and the third */
         tokens[] = {1, 2, BEST, 1, 2, ALSO_BEST, 60, 9, BEST, BEST, 60, 9, ALSO_BEST, BEST};
-    mt_launch_desc one = {.ranks = 1, .no_pinning = 1};
     char words[WORDS], model[WORDS];
     double sum = 0, total = 0, right[MAX_TOKENS];
     (void)state;
-    assert_int_equal(mkdir(in_scratch("level"), 0700), 0);
-    ASSERT_STATUS(NULL, MT_SUCCESS, mt_launch(&one, save_level_model, NULL));
+    make_level_model(1);
     write_bin("cloze.bin", tokens, (int)COUNT(tokens), 0, table, 4);
     write_bin("text.bin", tokens, (int)COUNT(tokens), 5, NULL, 0);
     for (int v = 0; v < VOCAB; v++) sum += exp(level_of(v));
@@ -407,6 +412,58 @@ static void test_ties_and_padded_vocabulary(void **state) {
         expect_success(words);
         if (!(fabs(printed_after("sum of losses ") / total - 1) < (i % 2 ? 1e-2 : 1e-6))) fail_msg("%s", words);
     }
+    forget("level");
+}
+
+/* ---- results that are not finite --------------------------------------------------------------------------------- */
+
+/* Expects this sentence, and neither a result nor a log. */
+static void expect_no_result(const char *file, const char *flags, const char *sentence) {
+    char words[WORDS], text[4096];
+    print_to(words, sizeof words, "--no-pinning --init-from %s --data %s --log %s %s", in_scratch("level"),
+             in_scratch(file), in_scratch("one.csv"), flags);
+    remove(in_scratch("one.csv"));
+    expect_error(words, sentence);
+    read_text("err", text, sizeof text);
+    if (!strchr(text, '\n') || strchr(text, '\n')[1]) fail_msg("more than a sentence: %s", text);
+    read_text("out", text, sizeof text);
+    assert_null(strstr(text, "perplexity"));
+    assert_null(strstr(text, "accuracy"));
+    assert_int_not_equal(access(in_scratch("one.csv"), F_OK), 0);
+}
+
+/* Weights are finite, but logits, losses or the perplexity are not. 1e38: all logits are -infinity and all losses NaN.
+   2e37: all are -infinity except for the two best tokens. 1e3: only the perplexity is infinite. */
+static void test_results_that_are_not_finite(void **state) {
+    static const struct {
+        float times;
+        const char *text, *cloze;
+    } cases[] = {{1e38f, "text.bin: the loss of token 2, which is 7, is nan: no perplexity",
+                  "cloze.bin: passage 1: the logits for token 1 of its last word are not all finite: no accuracy"},
+                 {2e37f, "text.bin: the loss of token 3, which is 60, is infinite: no perplexity",
+                  "cloze.bin: passage 1: the logits for token 1 of its last word are not all finite: no accuracy"},
+                 {1e3f, "is too large for a perplexity", NULL}};
+    const int32_t tokens[] = {1, BEST, 60, BEST, 60}, table[] = {3, 2, 2, 1};
+    (void)state;
+    write_bin("text.bin", tokens, (int)COUNT(tokens), 5, NULL, 0);
+    write_bin("cloze.bin", tokens, (int)COUNT(tokens), 0, table, 2);
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        make_level_model(cases[i].times);
+        for (size_t k = 0; k < COUNT(splits); k++) {
+            expect_no_result("text.bin", splits[k], cases[i].text);
+            if (cases[i].cloze) expect_no_result("cloze.bin", splits[k], cases[i].cloze);
+        }
+        forget("level");
+    }
+}
+
+/* A weight that is not finite is refused by its name. */
+static void test_weights_that_are_not_finite(void **state) {
+    (void)state;
+    make_level_model(70000);
+    write_bin("text.bin", (const int32_t[]){1, 2, 3}, 3, 5, NULL, 0);
+    expect_no_result("text.bin", "--tp 2 --dtype f16",
+                     "element 0 of 'transformer.ln_f.bias' is 70000, too large for f16");
     forget("level");
 }
 
@@ -510,6 +567,8 @@ int main(void) {
         cmocka_unit_test(test_cloze_against_a_forward_for_each_token),
         cmocka_unit_test(test_largest),
         cmocka_unit_test(test_ties_and_padded_vocabulary),
+        cmocka_unit_test(test_results_that_are_not_finite),
+        cmocka_unit_test(test_weights_that_are_not_finite),
         cmocka_unit_test(test_bad_files),
         cmocka_unit_test(test_flags_of_the_shape),
         cmocka_unit_test(test_bad_flags),

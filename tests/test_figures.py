@@ -81,6 +81,17 @@ class Reading(Case):
         self.assertEqual(figures.read_perplexity(log), ([2, 4], [math.exp(2.5), 1]))
         self.assertEqual(figures.read_log(self.path("bert.csv", BERT_LOG), "val_lm_loss"), ([20, 40], [3.5, 3.5]))
 
+    def test_numbers_that_are_not_finite(self):
+        """A log of a run that has diverged has no figure."""
+        for text in "nan", "-nan", "inf", "-inf":
+            log = self.path("log.csv", GPT_LOG.replace("3.25,", f"{text},").replace("2.5\n", f"{text}\n"))
+            self.refuse(f"log.csv: step 2: loss is {text}, must be a finite number", figures.read_log, log)
+            self.refuse(f"log.csv: step 2: val_loss is {text}", figures.read_perplexity, log)
+            table = self.path("paper.txt", paper_text().replace("    89.0 ", f"    {text} "))
+            self.refuse(f"paper.txt: GPT-2 2.5B 2 is {text}", figures.read_paper, table, figures.MODEL_PARALLEL)
+        log = self.path("log.csv", GPT_LOG.replace("2.5\n", "710\n"))
+        self.refuse("step 2: val_loss 710 is too large for a perplexity", figures.read_perplexity, log)
+
     def test_labels(self):
         self.assertEqual(figures.split_label("2 layers, lr=1=a/b.csv"), ("2 layers, lr=1", "a/b.csv"))
 

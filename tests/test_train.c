@@ -325,6 +325,74 @@ static void test_steps_that_are_not_finite(void **state) {
     }
 }
 
+/* A run that ends with a step that is not finite, before the tenth in a row, fails. The learning rate is constant, so
+   that both runs have the same steps. */
+static void test_ends_that_are_not_finite(void **state) {
+    static const char *const splits[] = {"--tp 1", "--tp 2 --dp 2 --use-distributed-optimizer", "--tp 1 --pp 2"};
+    static const char flags[] = "--data LICENSE --sample 0 --lr 1000 --min-lr 1000 --clip 0 --warmup 0 --layers 2 "
+                                "--hidden 16 --seq 8 --batch 4 --eval-interval 0";
+    char words[WORDS], text[4096], sentence[64];
+    (void)state;
+    for (size_t i = 0; i < COUNT(splits); i++) {
+        int last;
+        print_to(words, sizeof words, "%s %s --steps 200", flags, splits[i]);
+        expect_error(words, "stopping after 10 such steps in a row");
+        read_text("err", text, sizeof text);
+        last = (int)strtol(strstr(text, "step ") + 5, NULL, 10);
+        for (int k = last - 9; k < last; k += 4) {
+            print_to(words, sizeof words, "%s %s --steps %d", flags, splits[i], k);
+            print_to(sentence, sizeof sentence, "train_gpt: step %d: ", k);
+            assert_int_equal(run_program(words), 1);
+            read_text("err", text, sizeof text);
+            if (strncmp(text, sentence, strlen(sentence)) != 0 || strchr(text, '\n')[1] ||
+                !strstr(text, ": the run ends without a result\n"))
+                fail_msg("%s: %s", words, text);
+        }
+    }
+}
+
+/* f16 whose loss scale has not yet become small enough at the end of the run: no step has changed a weight. */
+static void test_all_steps_skipped(void **state) {
+    static const char flags[] = "--data LICENSE --sample 0 --layers 1 --hidden 16 --seq 8 --batch 2 --dtype f16";
+    char words[WORDS], text[4096];
+    (void)state;
+    for (int dp = 1; dp <= 2; dp++) {
+        print_to(words, sizeof words, "%s --dp %d --steps 3 --checkpoint %s", flags, dp, in_scratch("run"));
+        assert_int_equal(run_program(words), 1);
+        read_text("err", text, sizeof text);
+        assert_string_equal(text, "train_gpt: step 3: all 3 steps were skipped, the gradients were not finite: the "
+                                  "weights are those of the beginning\n");
+        print_to(words, sizeof words, "%s --dp %d --steps 30 --checkpoint %s --resume", flags, dp, in_scratch("run"));
+        expect_success(words); /* it goes on with the smaller scale */
+        expect_success(words); /* no step is left */
+        forget("run");
+    }
+}
+
+/* What check_end says of the last step of a run. */
+static void test_what_the_end_says(void **state) {
+    static const float nan = (float)NAN, inf = (float)INFINITY;
+    static const struct {
+        float loss, norm, validation;
+        int skipped; /* in a row, at the smallest scale */
+        int64_t all; /* skipped steps of the run, which has 4 */
+        mt_status status;
+    } cases[] = {{1, 1, 1, 0, 0, MT_SUCCESS},          {1, inf, 1, 0, 3, MT_SUCCESS},
+                 {nan, nan, 1, 1, 1, MT_ERR_ARGUMENT}, {inf, 1, 1, 0, 1, MT_ERR_ARGUMENT},
+                 {1, inf, 1, 1, 1, MT_ERR_ARGUMENT},   {1, 1, nan, 0, 0, MT_ERR_ARGUMENT},
+                 {1, 1, -inf, 0, 0, MT_ERR_ARGUMENT},  {1, inf, 1, 0, 4, MT_ERR_ARGUMENT}};
+    static job j;
+    (void)state;
+    j.o.steps = 10;
+    for (size_t i = 0; i < COUNT(cases); i++) {
+        trainer t = {.job = &j, .first_step = 6, .skipped = cases[i].skipped, .scaler = {.skipped = 5 + cases[i].all}};
+        mt_status status = check_end(&t, 5, &cases[i].loss, cases[i].norm, &cases[i].validation);
+        if (status != cases[i].status) fail_msg("case %d: %s", (int)i, mt_status_name(status));
+        t.first_step = 10; /* nothing was left to do */
+        assert_int_equal(check_end(&t, 5, &cases[i].loss, cases[i].norm, NULL), MT_SUCCESS);
+    }
+}
+
 static double bytes_per_parameter(const char *flags) {
     char words[WORDS], text[4096], *at;
     long long parameters;
@@ -1049,6 +1117,35 @@ static void test_gpt2_of_hugging_face(void **state) {
     }
 }
 
+/* A weight that is not finite, or not in --dtype, is refused by its name before the first step. The last four bytes of
+   a file are its last element. */
+static void test_weights_that_are_not_finite(void **state) {
+    static const struct {
+        const char *bytes, *flags, *sentence;
+    } odd[] = {{"\\0\\0\\300\\177", "", "is nan, must be a finite number"},
+               {"\\0\\0\\200\\377", "--dtype bf16", "is -inf, must be a finite number"},
+               {"\\0\\120\\303\\107", "--dtype f16", "is 100000, too large for f16"}};
+    static unsigned char file[LLMC_HEADER_BYTES + 2 * 400];
+    const int32_t header[3] = {LLMC_MAGIC, 1, 400};
+    char words[WORDS], text[4096];
+    (void)state;
+    memcpy(file, header, sizeof header);
+    write_bytes("good.bin", file, sizeof file);
+    for (size_t i = 0; i < COUNT(odd); i++) {
+        shell("cp -r tests/golden/gpt2_hf '%s'", in_scratch("odd"));
+        shell("f='%s' && printf '%s' | dd of=\"$f\" bs=1 seek=$(($(wc -c <\"$f\") - 4)) conv=notrunc status=none",
+              in_scratch("odd/model.safetensors"), odd[i].bytes);
+        for (int tp = 1; tp <= 2; tp++) {
+            print_to(words, sizeof words, "--data %s --init-from %s --seq 1 --batch 4 --steps 2 --sample 0 --tp %d %s",
+                     in_scratch("good.bin"), in_scratch("odd"), tp, odd[i].flags);
+            expect_error(words, odd[i].sentence);
+            read_text("err", text, sizeof text);
+            if (!strstr(text, "model.safetensors: element ") || strchr(text, '\n')[1]) fail_msg("%s", text);
+        }
+        forget("odd");
+    }
+}
+
 /* A Llama of Hugging Face gives shape and weights; files that are not what config.json says are refused once. */
 #define HASH "0123456789abcdef0123456789abcdef01234567"
 
@@ -1345,6 +1442,9 @@ int main(void) {
         cmocka_unit_test(test_bad_files),
         cmocka_unit_test(test_absurd_flags),
         cmocka_unit_test(test_steps_that_are_not_finite),
+        cmocka_unit_test(test_ends_that_are_not_finite),
+        cmocka_unit_test(test_all_steps_skipped),
+        cmocka_unit_test(test_what_the_end_says),
         cmocka_unit_test(test_dry_run_of_the_distributed_optimizer),
         cmocka_unit_test(test_logs_that_are_something_else),
         cmocka_unit_test(test_decimal_comma),
@@ -1363,6 +1463,7 @@ int main(void) {
         cmocka_unit_test(test_flags_that_contradict_a_gpt2),
         cmocka_unit_test(test_flags_that_contradict_alibi),
         cmocka_unit_test(test_gpt2_of_hugging_face),
+        cmocka_unit_test(test_weights_that_are_not_finite),
         cmocka_unit_test(test_begins_with_a_llama),
         cmocka_unit_test(test_links_out_of_a_model),
         cmocka_unit_test(test_links_in_a_model),

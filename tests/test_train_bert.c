@@ -567,6 +567,24 @@ static void test_absurd_flags(void **state) {
     expect_error(words, "both need at least 2");
 }
 
+/* A run that has diverged, before the tenth step in a row that is not finite. */
+static void test_end_that_is_not_finite(void **state) {
+    static const char flags[] = "--lr 1000 --min-lr 1000 --clip 0 --warmup 0 --layers 1 --hidden 16 "
+                                "--heads 2 --seq 16 --batch 4 --eval-interval 0";
+    char words[WORDS], text[4096], sentence[64];
+    int last;
+    (void)state;
+    write_text();
+    print_to(words, sizeof words, "--data %s %s --steps 400", in_scratch("text"), flags);
+    expect_error(words, "stopping after 10 such steps in a row");
+    read_text("err", text, sizeof text);
+    last = (int)strtol(strstr(text, "step ") + 5, NULL, 10) - 1;
+    print_to(words, sizeof words, "--data %s %s --steps %d", in_scratch("text"), flags, last);
+    print_to(sentence, sizeof sentence, "train_bert: step %d: ", last);
+    expect_error(words, sentence);
+    expect_error(words, "the run ends without a result\n");
+}
+
 static int open_scratch(void **state) {
     (void)state;
     return scratch_open("test_train_bert");
@@ -594,6 +612,7 @@ int main(void) {
         cmocka_unit_test(test_token_file),
         cmocka_unit_test(test_init_from),
         cmocka_unit_test(test_hugging_face),
+        cmocka_unit_test(test_end_that_is_not_finite),
         cmocka_unit_test(test_absurd_flags),
         cmocka_unit_test(test_help),
     };
