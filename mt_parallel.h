@@ -1305,9 +1305,11 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
                                   MT_TRY(mt_safetensors_write(ctx, w, weight, 4 * 6 * sizeof *weight));
                                   MT_TRY(mt_safetensors_finish(ctx, w));
                                   mt_safetensors_destroy(w);
-   The header precedes the data, so add every tensor before the first write. The data are written to PATH.tmp, which
-   replaces an older file of this name; finish renames it to PATH. Until finish has succeeded, PATH is as before. The
-   metadata begin with a checksum of the file, as those of a checkpoint do. */
+   The header precedes the data, so add every tensor before the first write. The data are written to PATH.tmp; finish
+   renames it to PATH. Until finish has succeeded, PATH is as before. The first write creates PATH.tmp and locks it
+   (flock): a second writer of the same PATH, also of another process, gets MT_ERR_IO until the first one is finished or
+   destroyed. A PATH.tmp that a killed run has left is replaced. The metadata begin with a checksum of the file, as those
+   of a checkpoint do. */
 typedef struct mt_safetensors_writer mt_safetensors_writer; /* opaque */
 
 /* create:  metadata: `count` names and values, UTF-8; NULL if count is 0. mt_field_text writes a number as text.
@@ -1319,7 +1321,7 @@ typedef struct mt_safetensors_writer mt_safetensors_writer; /* opaque */
    Strings are copied. MT_ERR_ARGUMENT: a type or a shape is not one of the format, a tensor is added after a write,
    or more or fewer bytes were written than the tensors have. MT_ERR_DATA, at the first write or at finish: a name is
    given twice or is not UTF-8. MT_ERR_UNSUPPORTED: the header has more than 100000000 bytes. MT_ERR_IO: the file cannot
-   be written. */
+   be written, or another writer writes it. */
 MT_API mt_status mt_safetensors_create(mt_context *ctx, const char *path, const mt_setting *metadata, int count,
                                        mt_safetensors_writer **out);
 MT_API mt_status mt_safetensors_add(mt_context *ctx, mt_safetensors_writer *writer, const char *name, const char *dtype,
@@ -7609,6 +7611,27 @@ static int mti_fsync(int fd) {
     return failed ? errno : 0;
 }
 
+/* Locks fd and returns 0 or errno. Tries for one second, because a process that was just killed keeps its lock until
+   the system has freed its memory. */
+static int mti_lock_wait(int fd) {
+    struct timespec nap;
+    int tries = 0, error = 0;
+    nap.tv_sec = 0;
+    nap.tv_nsec = 10000000;
+    do {
+        if (error == EWOULDBLOCK) nanosleep(&nap, NULL);
+        error = flock(fd, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
+    } while (error == EINTR || (error == EWOULDBLOCK && ++tries < 100));
+    return error;
+}
+
+/* Returns 1 when path is the file that is open as fd, not a link to it. */
+static int mti_is_at(int fd, const char *path) {
+    struct stat open_file, named;
+    return fstat(fd, &open_file) == 0 && lstat(path, &named) == 0 && open_file.st_dev == named.st_dev &&
+           open_file.st_ino == named.st_ino;
+}
+
 /* Writes DIRECTORY/NAME to path. */
 static mt_status mti_path(mt_context *ctx, const char *directory, const char *name, char *path, size_t bytes) {
     size_t n = strlen(directory), more = strlen(name);
@@ -7924,11 +7947,16 @@ static void mti_file_seal(mti_file *f) {
     mti_file_write(f, (const unsigned char *)digits, MTI_CHECKSUM_DIGITS);
 }
 
-/* Writes the rest of the file, synchronises it with the disk and closes it. sealed = 1: writes the checksum. */
-static mt_status mti_file_end(mt_context *ctx, mti_file *f, int sealed) {
+/* Writes the rest of the file and synchronises it with the disk. sealed = 1: writes the checksum. */
+static void mti_file_sync(mti_file *f, int sealed) {
     mti_file_flush(f);
     if (sealed) mti_file_seal(f);
     if (f->error == 0) f->error = mti_fsync(f->fd);
+}
+
+/* The same, and closes the file. */
+static mt_status mti_file_end(mt_context *ctx, mti_file *f, int sealed) {
+    mti_file_sync(f, sealed);
     if (close(f->fd) != 0 && errno != EINTR && f->error == 0)
         f->error = errno; /* EINTR: the file is closed, and fsync has succeeded */
     f->fd = -1;
@@ -8404,7 +8432,7 @@ struct mt_safetensors_writer {
     size_t header_bytes, header_room;
     mt_status status;            /* of the header: no memory, or its check failed; of the creation of the file */
     int64_t data_bytes, written; /* of all tensors; of the file */
-    int is_begun, is_finished;   /* the file has the header; the file has its name */
+    int is_begun;                /* 1: the file has the header */
     char path[MT_PATH_MAX];
 };
 
@@ -8522,15 +8550,45 @@ static mt_status mti_header_check(mt_context *ctx, const mt_safetensors_writer *
     return status;
 }
 
+/* Opens and locks what an earlier writer has left at path: *held is its descriptor, or -1 when there is none. Returns 0
+   when another writer is still there. */
+static int mti_leftover_lock(const char *path, int *held) {
+    int busy = 0, at = 0;
+    while (!busy && !at) {
+        *held = mti_open(path, O_RDWR | O_NONBLOCK | MTI_NOFOLLOW);
+        if (*held < 0) return 1;
+        busy = mti_lock_wait(*held) == EWOULDBLOCK;
+        at = mti_is_at(*held, path);
+        if (!busy && !at) close(*held); /* its writer has just renamed or removed it */
+    }
+    if (busy) close(*held);
+    return !busy;
+}
+
+/* Creates the file PATH.tmp in place of one that a killed run has left, and locks it until it is closed. Two writers
+   would otherwise rename each other's files. */
+static mt_status mti_writer_create(mt_context *ctx, mti_file *f) {
+    int held, error = 0, alone = mti_leftover_lock(f->path, &held);
+    if (alone) {
+        unlink(f->path);
+        f->fd = mti_open(f->path, O_WRONLY | O_CREAT | O_EXCL | MTI_NOFOLLOW);
+        error = f->fd < 0 ? errno : mti_lock_wait(f->fd);
+        if (held >= 0) close(held);
+        alone = f->fd < 0 ? error != EEXIST : error != EWOULDBLOCK && mti_is_at(f->fd, f->path);
+    }
+    if (alone) return f->fd < 0 ? mti_io_error(ctx, f->path, "create it", error) : MT_SUCCESS;
+    if (f->fd >= 0) close(f->fd);
+    f->fd = -1;
+    return mt_fail(ctx, MT_ERR_IO, "%s: another writer writes it", f->path);
+}
+
 /* Ends the header and creates the file with it. */
 static mt_status mti_writer_open(mt_context *ctx, mt_safetensors_writer *w) {
     MT_TRY(mti_header_end(ctx, w, w->path));
     MT_TRY(mti_header_check(ctx, w));
     mti_file_reset(&w->file);
     snprintf(w->file.path, sizeof w->file.path, "%.*s.tmp", MT_PATH_MAX - 5, w->path);
-    unlink(w->file.path);
-    w->file.fd = mti_open(w->file.path, O_WRONLY | O_CREAT | O_EXCL | MTI_NOFOLLOW);
-    if (w->file.fd < 0) return mti_io_error(ctx, w->file.path, "create it", errno);
+    MT_TRY(mti_writer_create(ctx, &w->file));
     w->is_begun = 1;
     mti_header_write(w);
     return MT_SUCCESS;
@@ -8625,17 +8683,23 @@ MT_API mt_status mt_safetensors_finish(mt_context *ctx, mt_safetensors_writer *w
                        writer->path, (long long)writer->data_bytes, (long long)writer->written);
     MT_TRY(mti_writer_begin(ctx, writer));
     if (writer->file.fd < 0) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s was finished before", function, writer->path);
-    MT_TRY(mti_file_end(ctx, &writer->file, 1));
+    mti_file_sync(&writer->file, 1);
+    if (writer->file.error) return mti_io_error(ctx, writer->file.path, "write it", writer->file.error);
+    if (!mti_is_at(writer->file.fd, writer->file.path)) /* on a file system without locks */
+        return mt_fail(ctx, MT_ERR_IO, "%s: another writer has replaced or removed it", writer->file.path);
     if (rename(writer->file.path, writer->path) != 0)
         return mti_io_error(ctx, writer->path, "rename a file to it", errno);
-    writer->is_finished = 1;
+    close(writer->file.fd); /* now, because its lock has kept others away from the name */
+    writer->file.fd = -1;
     return mti_parent_sync(ctx, writer->path);
 }
 
 MT_API void mt_safetensors_destroy(mt_safetensors_writer *writer) {
     if (!writer) return;
-    if (writer->file.fd >= 0) close(writer->file.fd);
-    if (writer->is_begun && !writer->is_finished) unlink(writer->file.path);
+    if (writer->file.fd >= 0) {
+        if (mti_is_at(writer->file.fd, writer->file.path)) unlink(writer->file.path);
+        close(writer->file.fd);
+    }
     mti_header_free(writer);
     mt_host_free(writer);
 }
@@ -9967,20 +10031,6 @@ static mt_status mti_part_save(mt_context *ctx, mt_checkpoint *c, const mti_part
     status = mti_part_write(ctx, c, part, writes, io);
     if (c->writer.file.fd >= 0) MT_KEEP(*io, mti_file_end(ctx, &c->writer.file, 1));
     return status;
-}
-
-/* Locks fd and returns 0 or errno. Tries for one second, because a process that was just killed keeps its lock until
-   the system has freed its memory. */
-static int mti_lock_wait(int fd) {
-    struct timespec nap;
-    int tries = 0, error = 0;
-    nap.tv_sec = 0;
-    nap.tv_nsec = 10000000;
-    do {
-        if (error == EWOULDBLOCK) nanosleep(&nap, NULL);
-        error = flock(fd, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
-    } while (error == EINTR || (error == EWOULDBLOCK && ++tries < 100));
-    return error;
 }
 
 /* Locks a directory by a file in it, because on some network file systems the lock of a directory holds on one host

@@ -29,6 +29,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -1503,11 +1504,32 @@ static mt_status plan(job *job, int speaks) {
     return status;
 }
 
-/* Opens a file. When path is NULL, *out is NULL. Returns 0 after an error. */
-static int open_file(const char *path, const char *mode, FILE **out) {
-    *out = path ? fopen(path, mode) : NULL;
+/* Locks a regular file. Returns 0 when another run has locked it; tries for one second, because a process that was just
+   killed keeps its lock until the system has freed its memory. */
+static int lock_file(FILE *file) {
+    const struct timespec nap = {.tv_nsec = 10000000};
+    struct stat info;
+    int busy = fstat(fileno(file), &info) == 0 && S_ISREG(info.st_mode);
+    for (int tries = 0; busy && tries < 100; tries++) {
+        if (tries > 0) nanosleep(&nap, NULL);
+        busy = flock(fileno(file), LOCK_EX | LOCK_NB) != 0 && (errno == EWOULDBLOCK || errno == EINTR);
+    }
+    return !busy;
+}
+
+/* Opens a log and locks it until it is closed: two runs would write into each other's lines. keeps = 0: it begins
+   empty. When path is NULL, *out is NULL. Returns 0 after an error. */
+static int open_log(const char *path, int keeps, FILE **out) {
+    *out = path ? fopen(path, "a") : NULL;
     if (path && !*out) fprintf(stderr, PROGRAM ": cannot write %s: %s\n", path, strerror(errno));
-    return !path || *out;
+    if (!*out) return !path;
+    if (!lock_file(*out)) {
+        fprintf(stderr, PROGRAM ": %s: another run writes to it\n", path);
+        return 0;
+    }
+    if (!keeps && ftruncate(fileno(*out), 0) != 0 && errno != EINVAL) /* EINVAL: not a regular file */
+        fprintf(stderr, PROGRAM ": cannot shorten %s: %s\n", path, strerror(errno));
+    return 1;
 }
 
 /* Closes a file, which may be NULL. Returns 0 when something could not be written. */
@@ -1519,8 +1541,8 @@ static int close_file(const char *path, FILE *file) {
 }
 
 static mt_status open_logs(job *job) {
-    const char *mode = job->o.resume ? "a" : "w";
-    if (!open_file(job->o.log, mode, &job->log) || !open_file(job->o.hash_log, mode, &job->hash_log)) return MT_ERR_IO;
+    int keeps = job->o.resume != 0;
+    if (!open_log(job->o.log, keeps, &job->log) || !open_log(job->o.hash_log, keeps, &job->hash_log)) return MT_ERR_IO;
     if (!job->log || fseek(job->log, 0, SEEK_END) != 0 || ftell(job->log) > 0) return MT_SUCCESS;
     fprintf(job->log, "step,");
     for (int i = 0; i < LOSSES; i++) fprintf(job->log, "%s,", loss_names[i][0]);

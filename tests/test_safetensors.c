@@ -5,6 +5,9 @@
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
 
+#include <signal.h>
+#include <sys/wait.h>
+
 #include "fuzz/readers.h"
 #include "mt_test_locale.h"
 #include "mt_test_ranks.h"
@@ -267,6 +270,105 @@ static void writer_refuses(void **state) {
     mt_safetensors_destroy(w);
     mt_safetensors_destroy(NULL);
     shell("test ! -e '%s' && test ! -e '%s'", in_scratch("written"), in_scratch("written.tmp"));
+}
+
+/* Writes half of the only tensor. */
+static mt_safetensors_writer *half_written(const char *data) {
+    const int64_t four = 4;
+    mt_safetensors_writer *w = new_writer();
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, "a", "F32", 1, &four));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, data, 8));
+    return w;
+}
+
+/* The file has the values that the finished writer has written. */
+static void written_is(const char *data) {
+    mt_safetensors *s;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_open(ctx, in_scratch("written"), &s));
+    assert_memory_equal(mt_safetensors_find(s, "a")->data, data, 16);
+    mt_safetensors_close(s);
+}
+
+/* Tells another process something, and waits for it. */
+static void pass(int fd, char what) { assert_int_equal(write(fd, &what, 1), 1); }
+static char await(int fd) {
+    char what = 0;
+    assert_int_equal(read(fd, &what, 1), 1);
+    return what;
+}
+
+/* A second writer of a path, in this process or in another one, is refused until the first is done. What a killed writer
+   has left is replaced, and so is a link. */
+static void two_writers(void **state) {
+    static const char mine[17] = "0123456789abcdef", other[17] = "ABCDEFGHIJKLMNOP";
+    const int64_t four = 4;
+    int ready[2], go[2];
+    (void)state;
+    mt_safetensors_writer *first = half_written(mine), *second = new_writer();
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, second, "a", "F32", 1, &four));
+    REFUSED(ctx, MT_ERR_IO, "written.tmp: another writer writes it", mt_safetensors_write(ctx, second, other, 8));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "16 bytes, but 0 were written", mt_safetensors_finish(ctx, second));
+    mt_safetensors_destroy(second);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, first, mine + 8, 8));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, first));
+    written_is(mine);
+    second = half_written(other); /* the first one is done, but not destroyed */
+    mt_safetensors_destroy(first);
+    shell("test -e '%s'", in_scratch("written.tmp"));
+    assert_true(pipe(ready) == 0 && pipe(go) == 0);
+    pid_t child = fork();
+    if (child == 0) {
+        mt_safetensors_writer *third = new_writer();
+        close(second->file.fd); /* the parent's, which has the lock */
+        mt_safetensors_add(ctx, third, "a", "F32", 1, &four);
+        pass(ready[1], mt_safetensors_write(ctx, third, mine, 8) == MT_ERR_IO ? 'r' : 'w');
+        mt_safetensors_destroy(third);
+        await(go[0]);
+        half_written(mine);
+        pass(ready[1], 'h');
+        await(go[0]); /* until it is killed */
+        _exit(0);
+    }
+    assert_int_equal(await(ready[0]), 'r');
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, second, other + 8, 8));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, second));
+    mt_safetensors_destroy(second);
+    written_is(other);
+    pass(go[1], 'g');
+    assert_int_equal(await(ready[0]), 'h');
+    written_is(other);
+    kill(child, SIGKILL);
+    waitpid(child, NULL, 0);
+    shell("test -e '%s'", in_scratch("written.tmp"));
+    written_is(other);
+    first = half_written(mine);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, first, mine + 8, 8));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, first));
+    mt_safetensors_destroy(first);
+    written_is(mine);
+    shell("echo precious > '%s' && ln -s '%s' '%s'", in_scratch("target"), in_scratch("target"),
+          in_scratch("written.tmp"));
+    mt_safetensors_destroy(half_written(other));
+    shell("grep -q precious '%s' && ln '%s' '%s'", in_scratch("target"), in_scratch("target"),
+          in_scratch("written.tmp"));
+    mt_safetensors_destroy(half_written(other)); /* in place of another name of the file */
+    shell("grep -q precious '%s' && test ! -e '%s'", in_scratch("target"), in_scratch("written.tmp"));
+    forget("target");
+    forget("written");
+    for (int i = 0; i < 2; i++) close(ready[i]), close(go[i]);
+}
+
+/* Without locks, as on some file systems, a writer whose file another one has replaced does not publish it. */
+static void replaced_while_written(void **state) {
+    static const char data[17] = "0123456789abcdef";
+    mt_safetensors_writer *w = half_written(data);
+    (void)state;
+    shell("echo unfinished > '%s' && mv '%s' '%s'", in_scratch("b"), in_scratch("b"), in_scratch("written.tmp"));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, data + 8, 8));
+    REFUSED(ctx, MT_ERR_IO, "written.tmp: another writer has replaced", mt_safetensors_finish(ctx, w));
+    mt_safetensors_destroy(w);
+    shell("test ! -e '%s' && grep -q unfinished '%s'", in_scratch("written"), in_scratch("written.tmp"));
+    forget("written.tmp");
 }
 
 #define T(name, dtype, shape, offsets)                                                                                 \
@@ -752,6 +854,8 @@ int main(void) {
         cmocka_unit_test(doubles),
         cmocka_unit_test(writer),
         cmocka_unit_test(writer_refuses),
+        cmocka_unit_test(two_writers),
+        cmocka_unit_test(replaced_while_written),
         cmocka_unit_test(bad_headers),
         cmocka_unit_test(bad_strings),
         cmocka_unit_test(bad_data),

@@ -768,6 +768,30 @@ static void test_refusal_keeps_the_log(void **state) {
     assert_string_equal(text, "precious");
 }
 
+/* A log that another run has locked is not touched; when that run has ended, it is written. */
+static void test_log_of_another_run(void **state) {
+    static const char *const flags[] = {"--log", "--hash-log"};
+    char words[WORDS], text[4096];
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        write_bytes("log.csv", "precious", 8);
+        FILE *other = fopen(in_scratch("log.csv"), "a");
+        assert_true(other && flock(fileno(other), LOCK_EX | LOCK_NB) == 0);
+        print_to(words, sizeof words,
+                 "--data megatron.h --layers 1 --hidden 16 --heads 2 --seq 8 --batch 2 --steps 1 --warmup 0 --sample 0 "
+                 "--eval-interval 0 %s %s",
+                 flags[i], in_scratch("log.csv"));
+        expect_error(words, "log.csv: another run writes to it");
+        read_text("log.csv", text, sizeof text);
+        assert_string_equal(text, "precious");
+        fclose(other);
+        expect_success(words);
+        read_text("log.csv", text, sizeof text);
+        assert_true(!strstr(text, "precious") && strlen(text) > 20);
+    }
+    forget("log.csv");
+}
+
 #define SIX_STEPS                                                                                                      \
     "--data %s --layers 2 --hidden 32 --heads 4 --seq 16 --batch 4 --steps 6 --sample 0 --eval-interval 0 --warmup 0 "
 
@@ -1454,6 +1478,7 @@ int main(void) {
         cmocka_unit_test(test_token_beyond_in_own_data),
         cmocka_unit_test(test_sampling_fits_into_the_plan),
         cmocka_unit_test(test_refusal_keeps_the_log),
+        cmocka_unit_test(test_log_of_another_run),
         cmocka_unit_test(test_checkpoints),
         cmocka_unit_test(test_stuck_rank_ends_the_process),
         cmocka_unit_test(test_resuming_something_else),
