@@ -342,7 +342,8 @@ typedef struct mt_params_memory {
    call mt_params_zero_grad before the first backward. Without mt_params_init, the values are those that the memory has,
    and the padding of parameters that the tensor ranks do not divide must be zero. mt_params_init overwrites bound
    values with initial values and sets bound gradients to zero. mt_optimizer_create sets bound moments to zero and
-   copies masters from the values. Only one optimizer at a time can use bound state.
+   copies masters from the values. Only one optimizer at a time can use bound state: another mt_optimizer_create is
+   MT_ERR_ARGUMENT until mt_optimizer_destroy.
 
    The caller owns the memory and frees it after mt_params_destroy. It must be aligned to its elements, and GPUs are
    faster when each parameter is aligned to 16 bytes. All calls of the registry work on bound memory. The results have
@@ -1020,13 +1021,15 @@ typedef struct mt_optimizer {
     int64_t elements;
     int64_t step;            /* steps done */
     mt_multi_tensor *update; /* this rank's share of the parameters and of their state */
+    int uses_bound;          /* 1: mt_params_bind has bound state that this optimizer uses */
 } mt_optimizer;
 
 /* Creates an optimizer and allocates the state that is not bound. Masters are copied from the parameters, so call it
    after mt_params_init, or after mt_params_bind has bound all values. desc may be NULL. Collective over the grid's
    world, whose ranks compare desc: if it differs, every rank returns MT_ERR_MISMATCH. params must outlive the
    optimizer. Other errors: MT_ERR_ARGUMENT (the parameters have no values yet; a field of desc is out of range; bound
-   state with a sharded optimizer; bound master with stochastic_rounding), MT_ERR_MEMORY. */
+   state with a sharded optimizer; bound state that another optimizer uses, which is not destroyed yet; bound master
+   with stochastic_rounding), MT_ERR_MEMORY. */
 MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const mt_optimizer_desc *desc,
                                      mt_optimizer *out);
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer); /* a zero-initialised one is allowed */
@@ -2129,6 +2132,7 @@ struct mt_params {
     int bound_count[MTI_KINDS]; /* number of parameters whose memory of this kind is bound */
     int is_bound;               /* 1: mt_params_bind was called */
     int has_optimizer;          /* 1: mt_optimizer_create was called */
+    int bound_in_use;           /* 1: an optimizer uses bound state */
     int placed;                 /* 1: all parameters have values and gradients */
     int torn;                   /* 1: values that a sharded optimizer has updated are not gathered */
     void *values;               /* [elements]; NULL: the caller has the values of all parameters */
@@ -6477,6 +6481,12 @@ static mt_status mti_optimizer_memory(mt_context *ctx, mt_optimizer *optimizer) 
     return mt_check_resume(ctx, status);
 }
 
+/* Returns 1 when the caller has bound a state of a parameter. */
+static int mti_state_is_bound(const mt_params *params) {
+    const int *bound = params->bound_count + MTI_IN_STATES;
+    return bound[MT_EXP_AVG] + bound[MT_EXP_AVG_SQ] + bound[MT_MASTER] > 0;
+}
+
 /* Checks that the optimizer can use the states that the caller has bound. */
 static mt_status mti_optimizer_bound(mt_context *ctx, const mt_params *params, const mt_optimizer_desc *d) {
     const int *bound = params->bound_count + MTI_IN_STATES;
@@ -6485,8 +6495,11 @@ static mt_status mti_optimizer_bound(mt_context *ctx, const mt_params *params, c
                        "mt_optimizer_create: memory is bound for the masters of %d parameters, but with "
                        "stochastic_rounding there are no masters",
                        bound[MT_MASTER]);
-    if (params->buckets.ranks == 1 || bound[MT_EXP_AVG] + bound[MT_EXP_AVG_SQ] + bound[MT_MASTER] == 0)
-        return MT_SUCCESS;
+    if (params->bound_in_use)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_optimizer_create: exp_avg, exp_avg_sq or master is bound, and another optimizer uses it; "
+                       "call mt_optimizer_destroy for that one first");
+    if (params->buckets.ranks == 1 || !mti_state_is_bound(params)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT,
                    "mt_optimizer_create: exp_avg, exp_avg_sq or master is bound, but the %d data ranks share the "
                    "optimizer's state (sharded_optimizer)",
@@ -6532,12 +6545,14 @@ MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const m
     if (status == MT_SUCCESS) status = mti_optimizer_tensors(ctx, out);
     if (status == MT_SUCCESS) params->has_optimizer = 1;
     else mt_optimizer_destroy(ctx, out);
+    if (status == MT_SUCCESS) params->bound_in_use = out->uses_bound = mti_state_is_bound(params);
     return status;
 }
 
 MT_API void mt_optimizer_destroy(mt_context *ctx, mt_optimizer *optimizer) {
     size_t bytes;
     if (!ctx || !optimizer || !optimizer->params) return;
+    if (optimizer->uses_bound) optimizer->params->bound_in_use = 0;
     bytes = (size_t)optimizer->elements * sizeof(float);
     mt_context_free(ctx, optimizer->m, bytes);
     mt_context_free(ctx, optimizer->v, bytes);

@@ -784,6 +784,61 @@ static void test_moments_in_the_memory_of_the_registry(void **state) {
     test_paper_rank_close(&r);
 }
 
+/* One step with gradients of 1, after which the first moment is 0.1 in each element. */
+static void one_step(small *s, mt_optimizer *o) {
+    ASSERT_STATUS(s->r.ctx, MT_SUCCESS, mt_params_zero_grad(s->r.ctx, s->r.params));
+    for (int i = 0; i < 12; i++) ((float *)s->a->grad.data)[i] = 1.0f;
+    ASSERT_STATUS(s->r.ctx, MT_SUCCESS, mt_optimizer_step(s->r.ctx, o, 0.1f, 1.0f));
+}
+
+/* Bits of `bound`: exp_avg, exp_avg_sq and master of all parameters; 8: of one parameter only. */
+static void bind_states(small *s, int bound, float state[3][FLOATS]) {
+    mt_params_memory m = {.elements = FLOATS};
+    m.exp_avg = bound & 1 ? state[0] : NULL;
+    m.exp_avg_sq = bound & 2 ? state[1] : NULL;
+    m.master = bound & 4 ? state[2] : NULL;
+    if (bound & 8) ASSERT_STATUS(s->r.ctx, MT_SUCCESS, mt_param_bind(s->r.ctx, s->a, &m));
+    else ASSERT_STATUS(s->r.ctx, MT_SUCCESS, mt_params_bind(s->r.ctx, s->r.params, &m));
+    ASSERT_STATUS(s->r.ctx, MT_SUCCESS, mt_params_init(s->r.ctx, s->r.params, 1));
+}
+
+/* The state of an optimizer that is in use stays as it is: a second one gets no bound state, and state of its own where
+   nothing is bound. After mt_optimizer_destroy the next one begins with zeros. */
+static void test_a_second_optimizer(void **state) {
+    static const char words[] = "mt_optimizer_create|is bound, and another optimizer uses it|mt_optimizer_destroy";
+    static const int ways[] = {0, 1, 2, 3, 7, 9, 10, 15};
+    (void)state;
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+        float memory[3][FLOATS] = {{0}}, before[3][FLOATS];
+        mt_optimizer first, second = {.step = 77}, third;
+        mt_tensor m, v;
+        small s;
+        small_open(&s, ways[i] & 4 ? MT_BF16 : MT_F32, NULL);
+        bind_states(&s, ways[i], memory);
+        ASSERT_STATUS(s.r.ctx, MT_SUCCESS, mt_optimizer_create(s.r.ctx, s.r.params, NULL, &first));
+        one_step(&s, &first);
+        memcpy(before, memory, sizeof before);
+        if (ways[i]) {
+            REFUSED(s.r.ctx, MT_ERR_ARGUMENT, words, mt_optimizer_create(s.r.ctx, s.r.params, NULL, &second));
+            assert_true(second.step == 77 && second.m == NULL);
+        } else {
+            ASSERT_STATUS(s.r.ctx, MT_SUCCESS, mt_optimizer_create(s.r.ctx, s.r.params, NULL, &second));
+            mt_optimizer_destroy(s.r.ctx, &second);
+        }
+        assert_memory_equal(memory, before, sizeof before);
+        ASSERT_STATUS(s.r.ctx, MT_SUCCESS, mt_optimizer_moments(s.r.ctx, &first, s.a, &m, &v));
+        for (int k = 0; k < 12; k++) assert_true(fabsf(((float *)m.data)[k] - 0.1f) < 1e-6f && first.step == 1);
+        mt_optimizer_destroy(s.r.ctx, &first);
+        mt_optimizer_destroy(s.r.ctx, &first);
+        ASSERT_STATUS(s.r.ctx, MT_SUCCESS, mt_optimizer_create(s.r.ctx, s.r.params, NULL, &third));
+        ASSERT_STATUS(s.r.ctx, MT_SUCCESS, mt_optimizer_moments(s.r.ctx, &third, s.a, &m, &v));
+        for (int k = 0; k < 12; k++) assert_true(((float *)m.data)[k] == 0.0f && third.step == 0);
+        one_step(&s, &third);
+        mt_optimizer_destroy(s.r.ctx, &third);
+        test_paper_rank_close(&s.r);
+    }
+}
+
 static int open_all(void **state) {
     (void)state;
     return scratch_open("test_bind");
@@ -813,6 +868,7 @@ int main(void) {
         cmocka_unit_test(test_positions_changed_by_hand),
         cmocka_unit_test(test_a_bound_parameter_is_removed),
         cmocka_unit_test(test_moments_in_the_memory_of_the_registry),
+        cmocka_unit_test(test_a_second_optimizer),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }
