@@ -4962,6 +4962,7 @@ typedef struct mti_lt_plan {
     cublasLtMatrixLayout_t a, b, c;
     cublasLtMatmulAlgo_t algo;
     size_t workspace;         /* bytes that the algorithm needs */
+    int undecided;            /* 1: whether the fused product is used has not been decided yet */
     int fused;                /* for a key with an epilogue: 1 if the fused product is used */
     int stays;                /* 1: never evicted, because a second measurement could choose other bits */
     uint64_t used;            /* the value of mti_lt.clock at the last use */
@@ -5017,20 +5018,31 @@ static void mti_lt_destroy(mt_context *ctx, void *gemm) {
     mt_host_free(lt);
 }
 
-/* Returns the cuBLASLt state of the context. Creates it on the first call. */
+static mt_status mti_lt_fill(mt_context *ctx, mti_lt *lt) {
+    MT_TRY(mt_context_alloc(ctx, MTI_LT_WORKSPACE, &lt->workspace));
+    MTI_LT_TRY(ctx, cublasLtCreate(&lt->handle));
+    MT_CUDA_TRY(ctx, cudaEventCreate(&lt->begin));
+    MT_CUDA_TRY(ctx, cudaEventCreate(&lt->end));
+    return MT_SUCCESS;
+}
+
+/* Returns the cuBLASLt state of the context. Creates it on the first call, completely or not at all. */
 static mt_status mti_lt_open(mt_context *ctx, mti_lt **out) {
     mti_kernels *k;
+    mti_lt *lt;
+    mt_status status;
     MT_TRY(mti_kernels_open(ctx, &k));
     *out = (mti_lt *)k->gemm;
     if (*out) return MT_SUCCESS;
-    *out = (mti_lt *)mt_host_alloc(sizeof **out);
-    if (!*out) return mt_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof **out);
-    k->gemm = *out;
+    lt = (mti_lt *)mt_host_alloc(sizeof *lt);
+    if (!lt) return mt_fail(ctx, MT_ERR_MEMORY, "mt_gemm: no memory for %zu bytes", sizeof *lt);
+    status = mti_lt_fill(ctx, lt);
+    if (status != MT_SUCCESS) {
+        mti_lt_destroy(ctx, lt);
+        return status;
+    }
+    k->gemm = *out = lt;
     k->gemm_destroy = mti_lt_destroy;
-    MT_TRY(mt_context_alloc(ctx, MTI_LT_WORKSPACE, &(*out)->workspace));
-    MTI_LT_TRY(ctx, cublasLtCreate(&(*out)->handle));
-    MT_CUDA_TRY(ctx, cudaEventCreate(&(*out)->begin));
-    MT_CUDA_TRY(ctx, cudaEventCreate(&(*out)->end));
     return MT_SUCCESS;
 }
 
@@ -5203,6 +5215,7 @@ static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, cons
     size_t bytes =
         mti_lt_bytes(g->a) + mti_lt_bytes(g->b) + mti_lt_bytes(g->c) + MT_ALIGNMENT; /* MT_ALIGNMENT for the hash */
     int may_wait = 0;
+    mt_status status;
     p->algo = results[0].algo;
     p->workspace = results[0].workspaceSize;
     if (mt_gemm_get_options(ctx).choice != MT_GEMM_MEASURED || mt_context_invariant(ctx) || found < 2 ||
@@ -5211,10 +5224,10 @@ static mt_status mti_lt_choose(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, cons
         return MT_SUCCESS;
     MT_TRY(mti_lt_may_wait(ctx, &may_wait));
     if (!may_wait) return MT_SUCCESS;
-    MT_TRY(mti_lt_fastest(ctx, lt, p, *g, results, found));
+    status = mti_lt_fastest(ctx, lt, p, *g, results, found);
     mt_arena_release(ctx, mark);
     mt_arena_set_peak(ctx, peak);
-    return MT_SUCCESS;
+    return status;
 }
 
 /* Sets the epilogue of a plan and its operands in the cuBLASLt descriptor. */
@@ -5272,11 +5285,11 @@ static mti_lt_plan *mti_lt_place(mti_lt *lt) {
     return oldest;
 }
 
-/* *out = the plan of a product, which is created if it does not exist yet. For a new plan, *made = its number of
-   algorithms, which may be 0 for a product with an epilogue. Otherwise *made = -1. */
-static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *g, mti_lt_plan **out, int *made) {
+/* *out = the plan of a product, which is created if it does not exist yet. A product with an epilogue may have no
+   algorithm; without one its plan is not fused. */
+static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *g, mti_lt_plan **out) {
     mti_lt_plan fresh, **bucket = mti_lt_bucket(lt, &g->key);
-    *made = -1;
+    int plain = g->key.epilogue == CUBLASLT_EPILOGUE_DEFAULT, found = 0;
     for (*out = *bucket; *out; *out = (*out)->next)
         if (memcmp(&(*out)->key, &g->key, sizeof g->key) == 0) {
             (*out)->used = ++lt->clock;
@@ -5284,14 +5297,15 @@ static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *
         }
     memset(&fresh, 0, sizeof fresh);
     fresh.key = g->key;
-    mt_status status = mti_lt_plan_make(ctx, lt, &fresh, g, made);
-    if (status != MT_SUCCESS || (*made == 0 && g->key.epilogue == CUBLASLT_EPILOGUE_DEFAULT)) {
+    mt_status status = mti_lt_plan_make(ctx, lt, &fresh, g, &found);
+    if (status != MT_SUCCESS || (found == 0 && plain)) {
         mti_lt_forget(&fresh);
         if (status != MT_SUCCESS) return status;
         return mt_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt has no algorithm to multiply %lld x %lld x %lld",
                        (long long)g->key.m, (long long)g->key.n, (long long)g->key.k);
     }
     *out = mti_lt_place(lt);
+    fresh.undecided = found > 0 && !plain;
     fresh.used = ++lt->clock;
     fresh.next = *bucket;
     **out = fresh;
@@ -5303,10 +5317,9 @@ static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *
 static mt_status mti_lt_run(mt_context *ctx, const mti_lt_call *g) {
     mti_lt *lt;
     mti_lt_plan *p = NULL;
-    int made = 0;
     MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mti_lt_open(ctx, &lt));
-    MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
+    MT_TRY(mti_lt_plan_of(ctx, lt, g, &p));
     return mti_lt_matmul(ctx, lt, p, g);
 }
 
@@ -6167,22 +6180,14 @@ static mt_status mti_lt_zeros(mt_context *ctx, mt_tensor *t) {
     return mti_cuda_fill(ctx, whole, 0.0f);
 }
 
-/* Decides whether a new plan is fused. With MT_EPILOGUE_FUSED it always is. With MT_EPILOGUE_MEASURED it is if that is
-   faster, but not if the arena is too small for the measurement, during stream capture, or if half of the plans have
-   `stays`. The measured runs add to zeros in the arena, not to the gradients of the caller. A decision by measurement
-   is kept, because the two ways give different bits. */
+/* *yes = whether the fused product is faster, or 0 during stream capture. The measured runs add to zeros in the arena,
+   not to the gradients of the caller. */
 template <typename Separate>
-static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g, mt_tensor dbias,
-                               const Separate &separate) {
-    size_t mark = mt_arena_mark(ctx), peak = mt_arena_peak(ctx);
-    size_t bytes = (g.beta != 0.0f ? mti_lt_bytes(g.c) : 0) + (dbias.data ? mti_lt_bytes(dbias) : 0);
+static mt_status mti_lt_measure(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_lt_call g, mt_tensor dbias,
+                                const Separate &separate, int *yes) {
     float fused = 0.0f, apart = 0.0f;
     int may_wait = 0;
-    p->fused = mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_FUSED;
-    if (p->fused || lt->stay == MTI_LT_PLANS / 2) return MT_SUCCESS;
-    p->stays = 1;
-    lt->stay++;
-    if (bytes > mt_arena_available(ctx)) return MT_SUCCESS;
+    *yes = 0;
     MT_TRY(mti_lt_may_wait(ctx, &may_wait));
     if (!may_wait) return MT_SUCCESS;
     if (g.beta != 0.0f) MT_TRY(mti_lt_zeros(ctx, &g.c));
@@ -6191,9 +6196,30 @@ static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, mti_
         ctx, lt, [&]() { return mti_lt_fused(ctx, lt, p, &g, dbias, separate); }, &fused));
     MT_TRY(mti_lt_time(
         ctx, lt, [&]() { return separate(g.c, dbias); }, &apart));
-    p->fused = fused < apart;
-    mt_arena_release(ctx, mark);
-    mt_arena_set_peak(ctx, peak);
+    *yes = fused < apart;
+    return MT_SUCCESS;
+}
+
+/* Decides whether a plan is fused. With MT_EPILOGUE_FUSED it always is. With MT_EPILOGUE_MEASURED it is if that is
+   faster, but not if the arena is too small for the measurement, during stream capture, or if half of the plans have
+   `stays`. A decision by measurement is kept, because the two ways give different bits. After an error nothing is
+   decided, and the next call measures again. */
+template <typename Separate>
+static mt_status mti_lt_decide(mt_context *ctx, mti_lt *lt, mti_lt_plan *p, const mti_lt_call &g, mt_tensor dbias,
+                               const Separate &separate) {
+    size_t mark = mt_arena_mark(ctx), peak = mt_arena_peak(ctx);
+    size_t bytes = (g.beta != 0.0f ? mti_lt_bytes(g.c) : 0) + (dbias.data ? mti_lt_bytes(dbias) : 0);
+    int fused = mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_FUSED, stays = !fused && lt->stay < MTI_LT_PLANS / 2;
+    if (stays && bytes <= mt_arena_available(ctx)) {
+        mt_status status = mti_lt_measure(ctx, lt, p, g, dbias, separate, &fused);
+        mt_arena_release(ctx, mark);
+        mt_arena_set_peak(ctx, peak);
+        MT_TRY(status);
+    }
+    p->fused = fused;
+    p->stays = stays;
+    lt->stay += stays;
+    p->undecided = 0;
     return MT_SUCCESS;
 }
 
@@ -6202,12 +6228,11 @@ template <typename Separate>
 static mt_status mti_lt_either(mt_context *ctx, mti_lt_call *g, mt_tensor dbias, const Separate &separate) {
     mti_lt *lt;
     mti_lt_plan *p = NULL;
-    int made = 0;
     MT_TRY(mt_cuda_enter(ctx));
     MT_TRY(mti_lt_open(ctx, &lt));
     if (dbias.data && g->c.dtype == MT_F32) MT_TRY(mt_arena_alloc(ctx, (size_t)dbias.cols * sizeof(float), &g->bias));
-    MT_TRY(mti_lt_plan_of(ctx, lt, g, &p, &made));
-    if (made > 0) MT_TRY(mti_lt_decide(ctx, lt, p, *g, dbias, separate));
+    MT_TRY(mti_lt_plan_of(ctx, lt, g, &p));
+    if (p->undecided) MT_TRY(mti_lt_decide(ctx, lt, p, *g, dbias, separate));
     return p->fused ? mti_lt_fused(ctx, lt, p, g, dbias, separate) : separate(g->c, dbias);
 }
 

@@ -654,6 +654,117 @@ static void test_a_measured_epilogue_stays(void **state) {
     mte::gemm_time(nullptr);
     mt_context_destroy(ctx);
 }
+
+/* ---- a creation that fails once ---------------------------------------------------------------------------------- */
+
+static int memory_is_short; /* 1: the next allocation fails */
+
+static void *scarce_alloc(void *user, size_t bytes, size_t alignment) {
+    void *memory = NULL;
+    (void)user, (void)alignment;
+    if (memory_is_short) return memory_is_short = 0, (void *)NULL;
+    return cudaMalloc(&memory, bytes) == cudaSuccess ? memory : NULL;
+}
+
+static void scarce_free(void *user, void *memory, size_t bytes) {
+    (void)user, (void)bytes;
+    cudaFree(memory);
+}
+
+static mt_context *scarce_context(void) {
+    mt_context_desc where;
+    mt_gemm_options options;
+    mt_context *ctx = NULL;
+    memset(&where, 0, sizeof where);
+    where.device = MT_DEVICE_CUDA;
+    where.arena_bytes = (size_t)16 << 20;
+    where.allocator.alloc = scarce_alloc;
+    where.allocator.free = scarce_free;
+    if (mt_context_create(NULL, &where, &ctx) != MT_SUCCESS) fail_msg("no context");
+    memset(&options, 0, sizeof options);
+    options.epilogue = MT_EPILOGUE_MEASURED;
+    OK(ctx, mt_gemm_set_options(ctx, &options));
+    return ctx;
+}
+
+/* Runs a product, with an epilogue or without. call: what fails, after so many calls; NULL: nothing. */
+static mt_status product_after(mt_context *ctx, int epilogue, tensors t, const char *call, int after) {
+    if (call && strcmp(call, "memory") == 0) memory_is_short = 1;
+    else mte::cuda_fail_after(call, after, cudaErrorMemoryAllocation);
+    return epilogue ? mt_linear_forward(ctx, t.x, t.weight, t.bias, t.y)
+                    : mt_gemm(ctx, MT_NO_TRANS, MT_TRANS, 1.0f, t.x, t.weight, 0.0f, t.y);
+}
+
+/* Returns 1 if the call failed. The products behind it are right, fused or separate as without an error. */
+static int fails_once(int epilogue, const char *call, int after) {
+    mt_context *ctx = scarce_context();
+    sizes s = {epilogue ? 24 : 256, 8, epilogue ? 40 : 256, 0};
+    size_t on_cpu = mt_arena_mark(cpu), used;
+    tensors want = tensors_of(cpu, MT_F32, MT_F32, s), t = tensors_of(ctx, MT_F32, MT_F32, s);
+    mt_status status;
+    int failed;
+    product_after(cpu, epilogue, want, NULL, 0);
+    used = mt_arena_mark(ctx);
+    mte::gemm_time(by_epilogue);
+    plain_is_slow = 1;
+    status = product_after(ctx, epilogue, t, call, after);
+    failed = !memory_is_short && !mte::call_will_fail();
+    memory_is_short = 0;
+    mte::cuda_fail_after(NULL, 0, cudaSuccess);
+    if (failed != (status != MT_SUCCESS)) fail_msg("%s %d: status %d", call, after, (int)status);
+    assert_int_equal(mt_arena_mark(ctx), used);
+    for (int i = 0; i < 2; i++) {
+        OK(ctx, mt_fill(ctx, t.y, -1.0f));
+        OK(ctx, product_after(ctx, epilogue, t, NULL, 0));
+        OK(ctx, mt_context_synchronize(ctx));
+        near(call, want.y, ctx, t.y, 64);
+        if (epilogue && mte::gemm_last().epilogue != CUBLASLT_EPILOGUE_BIAS) fail_msg("%s %d: separate", call, after);
+    }
+    mte::gemm_time(nullptr);
+    mt_context_destroy(ctx);
+    mt_arena_release(cpu, on_cpu);
+    return failed;
+}
+
+/* Whatever fails in the first product, the next ones work: what it creates is created completely or not at all. */
+static void test_a_first_product_that_fails(void **state) {
+    static const char *const calls[] = {"cublasLtCreate",
+                                        "cublasLtMatmulDescCreate",
+                                        "cublasLtMatrixLayoutCreate",
+                                        "cublasLtMatmulPreferenceCreate",
+                                        "cudaEventCreate",
+                                        "cudaEventRecord",
+                                        "cudaEventElapsedTime",
+                                        "cudaStreamIsCapturing",
+                                        "cudaStreamSynchronize",
+                                        "a kernel launch"};
+    (void)state;
+    for (int epilogue = 0; epilogue < 2; epilogue++) {
+        assert_true(fails_once(epilogue, "memory", 0));
+        for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
+            int after = 0;
+            while (fails_once(epilogue, calls[i], after)) after += 1 + after / 2;
+            if (after == 0) fail_msg("%s has not failed", calls[i]);
+        }
+    }
+}
+
+/* A recorded graph cannot allocate the workspace. */
+static void test_a_first_product_in_a_graph(void **state) {
+    mt_context *ctx = scarce_context();
+    sizes s = {24, 32, 40, 0};
+    tensors want = tensors_of(cpu, MT_F32, MT_F32, s), t = tensors_of(ctx, MT_F32, MT_F32, s);
+    (void)state;
+    for (int epilogue = 0; epilogue < 2; epilogue++) {
+        product_after(cpu, epilogue, want, NULL, 0);
+        OK(ctx, mt_graph_begin(ctx, NULL));
+        if (epilogue == 0) ASSERT_STATUS(ctx, MT_ERR_UNSUPPORTED, product_after(ctx, epilogue, t, NULL, 0));
+        OK(ctx, mt_graph_end(ctx, NULL));
+        OK(ctx, product_after(ctx, epilogue, t, NULL, 0));
+        near("behind the graph", want.y, ctx, t.y, 64);
+    }
+    mt_context_destroy(ctx);
+}
 #endif
 
 static int open_contexts(void **state) {
@@ -690,6 +801,8 @@ int main(void) {
         cmocka_unit_test(test_epilogues_refused),
         cmocka_unit_test(test_epilogues_failing),
         cmocka_unit_test(test_a_measured_epilogue_stays),
+        cmocka_unit_test(test_a_first_product_that_fails),
+        cmocka_unit_test(test_a_first_product_in_a_graph),
 #endif
     };
     return cmocka_run_group_tests(tests, open_contexts, close_contexts);

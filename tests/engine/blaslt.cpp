@@ -229,8 +229,9 @@ template <class Opaque, class T> cublasStatus_t place(Opaque *where, size_t size
     return CUBLAS_STATUS_SUCCESS;
 }
 
-template <class Opaque, class T> cublasStatus_t create(Opaque **out, const T &value) {
+template <class Opaque, class T> cublasStatus_t create(const char *function, Opaque **out, const T &value) {
     if (!out) return invalid("null place for a descriptor");
+    if (call_fails(function)) return CUBLAS_STATUS_ALLOC_FAILED;
     *out = new Opaque();
     return place(*out, sizeof **out, value);
 }
@@ -953,6 +954,7 @@ extern "C" {
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle) {
     if (!handle) return invalid("null place for a handle");
+    if (call_fails("cublasLtCreate")) return CUBLAS_STATUS_ALLOC_FAILED;
     *handle = new cublasLtContext{kHandleMagic};
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -989,7 +991,7 @@ cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t layout, 
 
 cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *layout, cudaDataType type, uint64_t rows,
                                           uint64_t cols, int64_t ld) {
-    return create(layout, new_layout(type, rows, cols, ld));
+    return create("cublasLtMatrixLayoutCreate", layout, new_layout(type, rows, cols, ld));
 }
 
 cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
@@ -1014,7 +1016,7 @@ cublasStatus_t cublasLtMatmulDescInit_internal(cublasLtMatmulDesc_t desc, size_t
 }
 
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *desc, cublasComputeType_t compute, cudaDataType_t scale) {
-    return create(desc, new_desc(compute, scale));
+    return create("cublasLtMatmulDescCreate", desc, new_desc(compute, scale));
 }
 
 cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t desc) {
@@ -1036,7 +1038,7 @@ cublasStatus_t cublasLtMatmulPreferenceInit_internal(cublasLtMatmulPreference_t 
 }
 
 cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *preference) {
-    return create(preference, new_preference());
+    return create("cublasLtMatmulPreferenceCreate", preference, new_preference());
 }
 
 cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) {

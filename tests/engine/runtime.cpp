@@ -966,15 +966,17 @@ static thread_local const char *call_name = "";
 
 void cuda_fail_after(const char *name, int after, cudaError_t error) { injected = Injected{name, after, error}; }
 
-static bool is_injected() {
-    if (!injected.name || strcmp(injected.name, call_name) != 0 || injected.after-- > 0) return false;
+bool call_fails(const char *name) {
+    if (!injected.name || strcmp(injected.name, name) != 0 || injected.after-- > 0) return false;
     injected.name = nullptr;
     return true;
 }
 
+bool call_will_fail() { return injected.name != nullptr; }
+
 // Returns `error`, an injected error, or the error that ended a kernel: that one is returned by every later call.
 static cudaError_t result(cudaError_t error) {
-    if (error == cudaSuccess && is_injected()) error = injected.error;
+    if (error == cudaSuccess && call_fails(call_name)) error = injected.error;
     if (queues().sticky != cudaSuccess) error = queues().sticky;
     if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
     return error;

@@ -99,7 +99,14 @@ long host_waits();
 
 // Makes a call of this thread return `error`. `name` selects the function ("cudaMemcpyAsync"; "a kernel launch"), and
 // `after` is the number of its calls that succeed before. A failing copy is done all the same, a failing launch is not.
+// The functions of cuBLASLt that create something can fail, too: then with CUBLAS_STATUS_ALLOC_FAILED.
 void cuda_fail_after(const char *name, int after, cudaError_t error);
+
+// Returns true, once, when cuda_fail_after has been told that this call of `name` fails.
+bool call_fails(const char *name);
+
+// Returns true while a failure of cuda_fail_after has not happened yet.
+bool call_will_fail();
 
 // Counts an error and prints it as "ENGINE: ..." to stderr.
 #if defined(__GNUC__)
