@@ -863,7 +863,13 @@ MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text);
 /* The rule of an operator for check mode: which placements of its operands fit together. operands has the names of its
    operands with spaces between them. cases has words with spaces between them: one word for each combination that the
    operator allows, with one letter for each operand. R is MT_REPLICATED, r MT_SPLIT_ROWS, c MT_SPLIT_COLS,
-   P MT_PARTIAL, * anything, and - an operand that the call leaves out. data_cases has further cases for the group
+   P MT_PARTIAL, * anything, and - an operand that the call leaves out. Four more letters mean MT_REPLICATED, and:
+     o  the operand has this rank's share of the columns of what all ranks have. What a call writes there is a term of
+        the whole, or MT_SPLIT_COLS when the rank has no other columns
+     w  the operand has all columns
+     k  the operand has the first rows, until those of this rank's share of the first operand; not over "data"
+     a  any extent, but not over "data"
+   data_cases has further cases for the group
    "data", where the rows of different ranks are other sequences; NULL: none. For example,
        static const mt_rule rule = {"y bias", "RR rR cc", NULL};       // y += bias; P would add it on every rank
    mt_rule_check applies a rule to the operands of a call, in any order; one that the call leaves out has data NULL. In
@@ -4501,6 +4507,7 @@ typedef struct mti_known {
     int zero;
     int unwritten;               /* 1: nothing has written it, or a part of it, since it was allocated */
     int some_columns;            /* 1: it has, or was computed from, some columns of a tensor */
+    mti_extent in;               /* of the newest piece that has all of the view; width 0: there is none */
     unsigned terms;              /* a bit for each group in which mt_check_view makes a term of what all ranks have */
     const char *by, *with;       /* of the newest piece, or NULL */
     const mti_placed *parameter; /* NULL: the view is no part of one */
@@ -4537,6 +4544,7 @@ static mti_known mti_known_of_parameter(mti_extent e, const mti_placed *p) {
     int g;
     memset(&k, 0, sizeof k);
     k.parameter = p;
+    k.in = p->at;
     k.zero = p->zero;
     k.by = p->by;
     k.with = p->with;
@@ -4556,6 +4564,7 @@ static mti_known mti_memory_known(const mti_checker *c, mt_tensor t) {
     for (p = mti_placed_older(&c->written, e, UINT64_MAX); p && inside < bytes;
          p = mti_placed_older(&c->written, e, p->age)) {
         int covers = mti_extent_covers(p->at, e);
+        if (covers && !k.in.width) k.in = p->at;
         mti_known_add(&k, e, p, covers);
         if (covers || mti_extent_covers(e, p->at)) inside += covers ? bytes : mti_extent_bytes(p->at);
         written += covers ? bytes : mti_extent_shared(e, p->at);
@@ -4921,6 +4930,7 @@ typedef struct mti_ruled {
 } mti_ruled;
 
 typedef struct mti_ruling {
+    const mti_checker *checker;
     const char *where;
     const mt_rule *rule;
     mti_ruled operands[MTI_RULE_OPERANDS]; /* in the order of the rule */
@@ -4930,10 +4940,84 @@ typedef struct mti_ruling {
 
 /* Returns the set that a letter of a case stands for. */
 static int mti_letter_set(char letter) {
-    static const char letters[] = "RrcP";
+    static const char letters[] = "RrcP", whole[] = "owka";
     const char *at = strchr(letters, letter);
     if (letter == '-') return 0;
+    if (letter && strchr(whole, letter)) return 1 << MT_REPLICATED;
     return at && *at ? 1 << (at - letters) : MTI_ALL_PLACEMENTS;
+}
+
+static int mti_is_data(const mti_axis *axis) { return strcmp(axis->name, "data") == 0; }
+
+/* Whether operands i and k of a call are views of one tensor, with as many columns. */
+static int mti_is_sibling(const mti_ruling *r, int i, int k) {
+    const mti_ruled *a = &r->operands[i], *b = &r->operands[k];
+    return b->operand && a->known.in.begin == b->known.in.begin && a->known.in.width == b->known.in.width &&
+           a->operand->t.cols == b->operand->t.cols;
+}
+
+/* Returns how many views of one tensor the call has of which operand i is one. */
+static int mti_siblings(const mti_ruling *r, int i) {
+    int k, n, count = 0;
+    for (k = 0; k < r->count; k++) {
+        for (n = 0; n < k; n++)
+            if (mti_is_sibling(r, i, n) && mti_is_sibling(r, i, k) &&
+                r->operands[n].operand->t.data == r->operands[k].operand->t.data)
+                break;
+        if (n == k && mti_is_sibling(r, i, k)) count++;
+    }
+    return count;
+}
+
+/* Returns the number of shares into which views like operand i divide the columns of the tensor that has it. Returns 1
+   when the operand, or it and its siblings together, are all columns, and when there is no such number. */
+static int64_t mti_shares(const mti_ruling *r, int i) {
+    const mti_known *k = &r->operands[i].known;
+    mti_extent at = mti_extent_of(r->operands[i].operand->t);
+    uintptr_t each = at.width * (uintptr_t)mti_siblings(r, i);
+    if (!k->in.width || !mti_extents_share_rows(at, k->in) || k->in.width % each) return 1;
+    return (int64_t)(k->in.width / each);
+}
+
+/* Whether operand i has columns of the share of this rank: of tensors side by side, [K | V], or in turn, [k v k v]. */
+static int mti_has_own_columns(const mti_ruling *r, int i, int g) {
+    const mti_axis *axis = &r->checker->axes[g];
+    mti_extent at = mti_extent_of(r->operands[i].operand->t), in = r->operands[i].known.in;
+    int64_t shares = mti_shares(r, i), siblings = mti_siblings(r, i), n;
+    int64_t from = axis->rank * shares / axis->size, to = ((axis->rank + 1) * shares - 1) / axis->size;
+    uintptr_t offset = (at.begin - in.begin) % (in.pitch ? in.pitch : 1);
+    if (shares == 1 || offset % at.width) return 0;
+    offset /= at.width;
+    for (n = from; n <= to; n++)
+        if (n == (int64_t)offset % shares || n == (int64_t)offset / siblings) return 1;
+    return 0;
+}
+
+/* Whether operand i has the first rows of a tensor, until those of this rank's share of operand 0. */
+static int mti_has_first_rows(const mti_ruling *r, int i, int g) {
+    const mti_ruled *o = &r->operands[i];
+    int64_t rows = r->operands[0].operand ? r->operands[0].operand->t.rows : 0;
+    if (o->known.in.width && mti_extent_of(o->operand->t).begin - o->known.in.begin >= o->known.in.pitch) return 0;
+    return o->operand->t.rows == (r->checker->axes[g].rank + 1) * rows;
+}
+
+/* What a letter says of operand i, apart from its placement, see mt_rule. */
+static int mti_extent_fits(const mti_ruling *r, int i, int g, char letter) {
+    int reads = r->operands[i].operand->use & 1;
+    switch (letter) {
+    case 'o': return !reads || mti_has_own_columns(r, i, g);
+    case 'w': return !reads || mti_shares(r, i) == 1;
+    case 'k': return !mti_is_data(&r->checker->axes[g]) && mti_has_first_rows(r, i, g);
+    case 'a': return !mti_is_data(&r->checker->axes[g]);
+    default: return 1;
+    }
+}
+
+/* Returns the set that a letter gives operand i, which a call writes. This rank's columns of a tensor of zeros are a
+   term of it. */
+static int mti_result_set(const mti_ruling *r, int i, char letter) {
+    if (letter != 'o' || !r->operands[i].operand || (r->operands[i].operand->use & 1)) return mti_letter_set(letter);
+    return 1 << (mti_shares(r, i) > 1 ? MT_PARTIAL : MT_SPLIT_COLS);
 }
 
 /* Returns the set that an operand must have a letter of: what it is when the call reads it, and what a parameter or
@@ -4945,12 +5029,13 @@ static int mti_ruled_set(const mti_ruled *o, int g) {
 }
 
 /* Whether an operand may be what a letter says: all parts of it, when they have other sets. */
-static int mti_letter_fits(const mti_ruled *o, int g, char letter) {
-    int set = mti_letter_set(letter), i;
+static int mti_letter_fits(const mti_ruling *r, int i, int g, char letter) {
+    const mti_ruled *o = &r->operands[i];
+    int set = mti_result_set(r, i, letter), part;
     if (!(mti_ruled_set(o, g) & set)) return 0;
-    for (i = 0; (o->operand->use & 1) && i < o->known.count; i++)
-        if (!(o->known.parts[i][g] & set)) return 0;
-    return 1;
+    for (part = 0; (o->operand->use & 1) && part < o->known.count; part++)
+        if (!(o->known.parts[part][g] & set)) return 0;
+    return mti_extent_fits(r, i, g, letter);
 }
 
 /* Returns the number of operands whose sets do not fit a case. *first becomes the first of them, or one that is no
@@ -4960,7 +5045,7 @@ static int mti_case_misfits(const mti_ruling *r, const char *letters, int g, int
     *first = -1;
     for (i = 0; i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
-        if (!o->operand || (letters[i] != '-' && mti_letter_fits(o, g, letters[i]))) continue;
+        if (!o->operand || (letters[i] != '-' && mti_letter_fits(r, i, g, letters[i]))) continue;
         if (*first < 0 || r->operands[*first].known.parameter) *first = i;
         misfits++;
     }
@@ -5057,8 +5142,6 @@ static const char *mti_region_remedy(int is, int must, int is_gradient) {
     return calls[from][to];
 }
 
-static int mti_is_data(const mti_axis *axis) { return strcmp(axis->name, "data") == 0; }
-
 /* Returns the call that makes an operand what it must be, or NULL. Over the data group there are no regions: the ranks
    add up terms of a sum, and a number that each has of its own tokens. */
 static const char *mti_remedy(const mti_checker *c, const mti_ruled *o, int g, int must) {
@@ -5152,14 +5235,63 @@ static int mti_is_constant(const mti_ruling *r) {
            strcmp(r->rule->cases, "R") == 0;
 }
 
+/* Whether operand i, which all ranks have, does not fit a letter only because of its extent. */
+static int mti_is_other_extent(const mti_ruling *r, int i, int g, char letter) {
+    const mti_ruled *o = &r->operands[i];
+    if (!o->operand || !(o->operand->use & 1) || o->known.may[g] != 1 << MT_REPLICATED) return 0;
+    if (letter == 'o') return mti_shares(r, i) > 1 && !mti_has_own_columns(r, i, g);
+    return letter == 'k' && !mti_has_first_rows(r, i, g);
+}
+
+/* Returns the first operand that has other rows or columns than a case wants, which does not fit for this alone, or -1.
+   *letter becomes its letter. */
+static int mti_other_extent(const mti_ruling *r, int g, char *letter) {
+    const char *more = NULL, *at = NULL;
+    int i, misfits, first, others, found = -1;
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        misfits = mti_case_misfits(r, at, g, &first);
+        for (i = r->count - 1, others = 0; i >= 0; i--)
+            if (mti_is_other_extent(r, i, g, at[i])) others++, found = i;
+        if (!others || others != misfits) continue;
+        *letter = at[found];
+        return found;
+    }
+    return -1;
+}
+
+/* Refuses operand i of a call, see mti_other_extent. */
+static mt_status mti_extent_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, char letter) {
+    const mti_ruled *o = &r->operands[i], *by = &r->operands[0];
+    const mti_axis *axis = &ctx->checker->axes[g];
+    uintptr_t size = (uintptr_t)mt_dtype_size(o->operand->t.dtype), pitch = o->known.in.pitch ? o->known.in.pitch : 1;
+    long long from = (long long)((mti_extent_of(o->operand->t).begin - o->known.in.begin) % pitch / size);
+    char at[192];
+    mti_with_text(ctx->checker, r->with, at, sizeof at);
+    if (letter == 'k')
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s%s: %s has %lld rows that all %d ranks of \"%s\" have, but %s has the rows of rank %d: the "
+                       "last rows of both are at one position, so %s must have the first %lld rows",
+                       r->where, at, o->operand->name, (long long)o->operand->t.rows, axis->size, axis->name,
+                       by->operand->name, axis->rank, o->operand->name,
+                       (long long)by->operand->t.rows * (axis->rank + 1));
+    return mt_fail(
+        ctx, MT_ERR_ARGUMENT,
+        "%s%s: %s has columns %lld to %lld of the %lld that all %d ranks of \"%s\" have, which are not those "
+        "of rank %d, as in %s: take the columns of this rank, or, if the ranks share them in another order, "
+        "say with mt_check_view that they are MT_SPLIT_COLS",
+        r->where, at, o->operand->name, from, from + (long long)o->operand->t.cols - 1,
+        (long long)(o->known.in.width / size), axis->size, axis->name, axis->rank, by->operand->name);
+}
+
 /* Finds the sets that the cases allow in a group: results[i] for operand i. */
 static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsigned char *results) {
     const char *more = mti_is_data(&ctx->checker->axes[g]) ? r->rule->data_cases : NULL, *at = NULL;
     int i, first, misfits, fits = 0, best = MTI_RULE_OPERANDS + 1, culprit = -1, must = 0;
+    char letter;
     memset(results, 0, MTI_RULE_OPERANDS);
     while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
         misfits = mti_case_misfits(r, at, g, &first);
-        for (i = 0; misfits == 0 && i < r->count; i++) results[i] |= (unsigned char)mti_letter_set(at[i]);
+        for (i = 0; misfits == 0 && i < r->count; i++) results[i] |= (unsigned char)mti_result_set(r, i, at[i]);
         if (misfits == 0) fits = 1;
         else if (misfits < best || (misfits == best && (first == culprit || mti_is_better(r, first, culprit)))) {
             if (misfits < best || first != culprit) must = 0;
@@ -5170,6 +5302,7 @@ static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsi
     }
     if (ctx->checker->axes[g].only_group && !mti_reads_replicas(r, g) && !mti_is_constant(r))
         memset(results, MTI_ALL_PLACEMENTS, MTI_RULE_OPERANDS);
+    if (!fits && (i = mti_other_extent(r, g, &letter)) >= 0) return mti_extent_refuse(ctx, r, g, i, letter);
     return fits ? MT_SUCCESS : mti_rule_refuse(ctx, r, g, culprit, must);
 }
 
@@ -5389,6 +5522,19 @@ static mt_status mti_result_note(mt_context *ctx, const mti_ruling *r, int i,
     return MT_SUCCESS;
 }
 
+/* What to compare of operand i: nothing over a group whose ranks read other rows or columns of it. */
+static mti_known mti_read_alike(const mti_ruling *r, int i) {
+    mti_known k = r->operands[i].known;
+    int g, first;
+    for (g = 0; g < r->checker->count; g++) {
+        const char *more = NULL, *at = NULL;
+        while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL)
+            if ((at[i] == 'o' || at[i] == 'k') && mti_case_misfits(r, at, g, &first) == 0)
+                k.may[g] = MTI_ALL_PLACEMENTS;
+    }
+    return k;
+}
+
 MT_API int64_t mt_check_unknown(mt_context *ctx, char *text, size_t bytes) {
     int64_t count = ctx && ctx->checker ? ctx->checker->unknown : 0;
     if (text && bytes) snprintf(text, bytes, "%s", count ? ctx->checker->unknown_text : "");
@@ -5406,6 +5552,7 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
     MT_TRY(mti_rule_arguments(ctx, where, rule, operands, count));
     c = ctx->checker;
+    r.checker = c;
     r.where = where;
     r.rule = rule;
     r.with = NULL;
@@ -5417,8 +5564,10 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     mti_unknown_count(c, &r);
     if (r.with) c->latest = r.with;
     for (i = 0; i < r.count; i++)
-        if (r.operands[i].operand)
-            MT_TRY(mti_replica_read(ctx, where, r.with, r.operands[i].operand, &r.operands[i].known));
+        if (r.operands[i].operand) {
+            mti_known read = mti_read_alike(&r, i);
+            MT_TRY(mti_replica_read(ctx, where, r.with, r.operands[i].operand, &read));
+        }
     for (i = 0; i < r.count; i++) MT_TRY(mti_result_note(ctx, &r, i, results));
     mti_tell(ctx, where, r.with, operands, count);
     return MT_SUCCESS;
@@ -5555,6 +5704,7 @@ MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor we
 /* Sets *r to a rule that one operand must fit. */
 static void mti_ruling_of(mti_ruling *r, const mti_checker *c, const char *where, const mt_rule *rule,
                           const mt_operand *operand) {
+    r->checker = c;
     r->where = where;
     r->rule = rule;
     r->with = NULL;

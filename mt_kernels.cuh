@@ -3359,10 +3359,6 @@ static const mti_named_rule mti_rules[] = {
     {"mt_attention_forward", {"qkv out lse bias", "RRRR ccrR ccrr", "rrcR rrcr"}},
     {"mt_attention_backward",
         {"qkv lse out dout dqkv bias dbias", "RRRRRRR crcccRP crcccrr RRRPPRP", "rcrrrRP rcrrrrr"}},
-    {"mt_dot_product_attention_forward", {"q k v out lse bias", "RRRRRR ccccrR ccccrr", "rrrrcR rrrrcr"}},
-    {"mt_dot_product_attention_backward",
-        {"q k v lse out dout dq dk dv bias dbias",
-            "RRRRRRRRRRR cccrcccccRP cccrcccccrr RRRRRPPPPRP", "rrrcrrrrrRP rrrcrrrrrrr"}},
     {"mt_rotary_table", {"table", "R", NULL}},
     {"mt_rotary_forward", {"qkv table", "RR cR", "rR"}},
     {"mt_rotary_backward", {"dqkv table", "RR cR PR", "rR"}},
@@ -3398,12 +3394,35 @@ static const mt_rule mti_gemm_rules[2][2] = {
 /* Each rank may rotate its own tokens of one sequence, with its own rows of the table. */
 static const mt_rule mti_rotary_rules[2] = {{"qkv table", "RR cR rr", "rR"}, {"dqkv table", "RR cR PR rr", "rR"}};
 
-/* With one group of keys and values, all ranks may have it, and a share of the queries each (multi-query attention,
-   arXiv 1911.02150). With more groups the queries of a rank would not meet their own group. */
-static const mt_rule mti_multi_query_rules[2] = {
-    {"q k v out lse bias", "RRRRRR ccccrR ccccrr cRRcrR cRRcrr", "rrrrcR rrrrcr"},
-    {"q k v lse out dout dq dk dv bias dbias",
-     "RRRRRRRRRRR cccrcccccRP cccrcccccrr RRRRRPPPPRP cRRrcccPPRP cRRrcccPPrr", "rrrcrrrrrRP rrrcrrrrrrr"}};
+/* Attention of queries to keys and values of their own. All ranks may have the keys and values: each rank uses those of
+   its heads (o). With one group all ranks may use it, with a share of the queries each (w; multi-query attention, arXiv
+   1911.02150). With more groups the queries of a rank would not meet their own group. Or each rank has the queries of
+   its own tokens: when no position counts, they see all keys (a). Otherwise the last key must be that of the rank's
+   last query (k). Dropout cannot number the rows of such queries.
+   [one group][the ranks' own queries: none, of all keys, of the first keys][backward] */
+#define MTI_HEADS_FORWARD "RRRRRR ccccrR ccccrr coocrR coocrr"
+#define MTI_HEADS_BACKWARD "RRRRRRRRRRR cccrcccccRP cccrcccccrr RRRRRPPPPRP coorcccooRP coorcccoorr"
+#define MTI_HEADS_OF_ALL_FORWARD MTI_HEADS_FORWARD " cwwcrR cwwcrr"
+#define MTI_HEADS_OF_ALL_BACKWARD MTI_HEADS_BACKWARD " cwwrcccPPRP cwwrcccPPrr"
+#define MTI_DOT_PRODUCT_RULES(forward, backward)                                                                       \
+    {                                                                                                                  \
+        {"q k v out lse bias", forward, "rrrrcR rrrrcr"}, {                                                            \
+            "q k v lse out dout dq dk dv bias dbias", backward, "rrrcrrrrrRP rrrcrrrrrrr"                              \
+        }                                                                                                              \
+    }
+static const mt_rule mti_dot_product_rules[2][3][2] = {
+    {MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD, MTI_HEADS_BACKWARD),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " raarcr", MTI_HEADS_BACKWARD " raacrrrPPrr"),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " rkkrcr", MTI_HEADS_BACKWARD " rkkcrrrPPrr")},
+    {MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD, MTI_HEADS_OF_ALL_BACKWARD),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " raarcr", MTI_HEADS_OF_ALL_BACKWARD " raacrrrPPrr"),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " rkkrcr", MTI_HEADS_OF_ALL_BACKWARD " rkkcrrrPPrr")}};
+
+static const mt_rule *mti_dot_product_rule(const mt_attention_desc *s, int backward) {
+    int by_position = s->mask == MT_MASK_CAUSAL || s->window || s->alibi_slopes;
+    int own = s->dropout.p > 0.0f || s->cu_seqlens ? 0 : !by_position ? 1 : s->batch == 1 ? 2 : 0;
+    return &mti_dot_product_rules[s->groups == 1][own][backward];
+}
 
 static mt_status mti_apply_rule(mt_context *ctx, const char *name, const mt_rule *rule, const mt_arg *args, int count) {
     mt_operand operands[MTI_ARGS + 1];
@@ -10609,7 +10628,7 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
     int i;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     for (i = 0; i < 3; i++) MT_TRY(mt_check_apart(ctx, where, "out", out, args[i].name, *args[i].view));
-    MT_TRY(mti_begin_with(&op, ctx, where, s.groups == 1 ? &mti_multi_query_rules[0] : NULL, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin_with(&op, ctx, where, mti_dot_product_rule(&s, 0), args, MTI_COUNT(args)));
     MT_TRY(mti_expect_head_masks(&op, where, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
@@ -10641,7 +10660,7 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
     MT_TRY(mti_expect_dbias(ctx, where, &s));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 4));
-    MT_TRY(mti_begin_with(&op, ctx, where, s.groups == 1 ? &mti_multi_query_rules[1] : NULL, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin_with(&op, ctx, where, mti_dot_product_rule(&s, 1), args, MTI_COUNT(args)));
     MT_TRY(mti_expect_head_masks(&op, where, "dq", dq, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;

@@ -68,21 +68,17 @@ static mt_tensor given(run *r, int64_t rows, int64_t cols, char at) {
 }
 
 /* Notes a result of the program, which is this rank's share of a whole. */
-static void gives(run *r, mt_tensor t, char at) {
+static mt_status gives(run *r, mt_tensor t, char at) {
     result *out = &r->out[r->results++];
     out->rows = t.rows;
     out->cols = t.cols;
     out->at = at;
     if (t.rows * t.cols > VALUES || r->results > RESULTS) abort();
-    for (int64_t i = 0; !r->meta && i < t.rows; i++)
-        memcpy(out->x + i * t.cols, (float *)t.data + i * mt_tensor_ld(t), (size_t)t.cols * sizeof(float));
+    return mt_download(r->ctx, t, out->x);
 }
 
 static mt_tensor own_cols(const run *r, mt_tensor t) {
     return mt_tensor_cols(t, r->rank * share(r, t.cols), share(r, t.cols));
-}
-static mt_tensor own_rows(const run *r, mt_tensor t) {
-    return mt_tensor_rows(t, r->rank * share(r, t.rows), share(r, t.rows));
 }
 static mt_status sum(run *r, mt_tensor t) { return mt_reduce_from_tensor_region_forward(r->ctx, r->tp, t); }
 
@@ -95,8 +91,7 @@ static mt_status bias_on_one_rank(run *r) {
     MT_TRY(mt_check_view(r->ctx, r->tp, b, MT_PARTIAL));
     MT_TRY(mt_check_view_end(r->ctx, mt_linear_forward(r->ctx, x, w, bias, y)));
     MT_TRY(sum(r, y));
-    gives(r, y, 'R');
-    return MT_SUCCESS;
+    return gives(r, y, 'R');
 }
 
 /* The same with mt_bias_forward, on the last rank. */
@@ -106,8 +101,7 @@ static mt_status bias_after_the_product(run *r) {
     MT_TRY(mt_check_view(r->ctx, r->tp, b, MT_PARTIAL));
     if (r->rank == r->ranks - 1 || r->mistake == 1) MT_TRY(mt_bias_forward(r->ctx, y, b));
     MT_TRY(mt_check_view_end(r->ctx, sum(r, y)));
-    gives(r, y, 'R');
-    return MT_SUCCESS;
+    return gives(r, y, 'R');
 }
 
 /* A bias of a registry, and its gradient on all ranks. */
@@ -124,9 +118,8 @@ static mt_status bias_of_a_registry(run *r) {
     MT_TRY(mt_check_view_end(r->ctx, sum(r, y)));
     MT_TRY(mt_bias_backward(r->ctx, y, b->grad));
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
-    gives(r, y, 'R');
-    gives(r, b->grad, 'R');
-    return MT_SUCCESS;
+    MT_TRY(gives(r, y, 'R'));
+    return gives(r, b->grad, 'R');
 }
 
 /* y = residual + x w^T, with the residual on one rank only; mistake 1: on two. */
@@ -137,8 +130,7 @@ static mt_status residual_on_one_rank(run *r) {
     if (r->rank == 0 || (r->mistake == 1 && r->rank == 1)) MT_TRY(mt_add(r->ctx, residual, y, y));
     MT_TRY(mt_check_view_end(r->ctx, MT_SUCCESS));
     MT_TRY(sum(r, y));
-    gives(r, y, 'R');
-    return MT_SUCCESS;
+    return gives(r, y, 'R');
 }
 
 /* The product is added to the residual on one rank, and to zeros on the others; y has rows of its own afterwards. */
@@ -151,8 +143,7 @@ static mt_status residual_in_the_sum(run *r) {
     MT_TRY(mt_check_view_end(r->ctx, MT_SUCCESS));
     MT_TRY(mt_gemm(r->ctx, MT_NO_TRANS, MT_TRANS, 1, x, w, 1, sums));
     MT_TRY(mt_reduce_scatter_to_sequence_region(r->ctx, r->tp, sums, y));
-    gives(r, y, 'r');
-    return MT_SUCCESS;
+    return gives(r, y, 'r');
 }
 
 /* Both, in one call. */
@@ -167,8 +158,7 @@ static mt_status dropout_add_on_one_rank(run *r) {
     MT_TRY(mt_check_view_end(r->ctx, MT_SUCCESS));
     MT_TRY(mt_check_view_end(r->ctx, MT_SUCCESS));
     MT_TRY(sum(r, y));
-    gives(r, y, 'R');
-    return MT_SUCCESS;
+    return gives(r, y, 'R');
 }
 
 /* Each rank adds the bias divided by the number of ranks. */
@@ -179,8 +169,7 @@ static mt_status bias_divided(run *r) {
     MT_TRY(mt_declare(r->ctx, r->tp, part, MT_PARTIAL));
     MT_TRY(mt_linear_forward(r->ctx, x, w, part, y));
     MT_TRY(sum(r, y));
-    gives(r, y, 'R');
-    return MT_SUCCESS;
+    return gives(r, y, 'R');
 }
 
 /* The same with operators, without a declaration. */
@@ -192,9 +181,153 @@ static mt_status bias_multiplied(run *r) {
     MT_TRY(mt_linear_forward(r->ctx, x, w, mt_none(), y));
     MT_TRY(mt_bias_forward(r->ctx, y, part));
     MT_TRY(sum(r, y));
-    gives(r, y, 'R');
-    return MT_SUCCESS;
+    return gives(r, y, 'R');
 }
+
+/* ---- keys and values that all ranks have ------------------------------------------------------------------------- */
+
+static mt_tensor zeros(run *r, int64_t rows, int64_t cols) {
+    mt_tensor t = room(r, rows, cols);
+    if (mt_fill(r->ctx, t, 0) != MT_SUCCESS) abort();
+    return t;
+}
+
+/* Attention of this rank's heads, whose keys and values are views of k and v, and its gradients. */
+typedef struct heads {
+    mt_attention_desc d;
+    mt_tensor q, k, v, out, lse, dout, dq, dk, dv;
+} heads;
+
+static mt_status attend(run *r, heads *h) {
+    h->out = room(r, h->q.rows, h->q.cols);
+    h->lse = room(r, h->d.groups * h->d.heads_per_group, h->q.rows);
+    MT_TRY(mt_dot_product_attention_forward(r->ctx, &h->d, h->q, h->k, h->v, h->out, h->lse));
+    if (!h->dout.data) return MT_SUCCESS;
+    h->dq = room(r, h->q.rows, h->q.cols);
+    return mt_dot_product_attention_backward(r->ctx, &h->d, h->q, h->k, h->v, h->out, h->lse, h->dout, h->dq, h->dk,
+                                             h->dv);
+}
+
+/* The same for one of `groups` groups, whose heads are side by side. */
+static mt_status attend_group(run *r, const heads *all, int64_t groups, int64_t group, mt_tensor kv, mt_tensor dkv) {
+    heads h = *all;
+    int64_t width = all->q.cols / groups;
+    h.d.heads_per_group = width / D;
+    h.q = mt_tensor_cols(all->q, group * width, width);
+    h.dout = mt_tensor_cols(all->dout, group * width, width);
+    h.k = mt_tensor_cols(kv, 2 * group * D, D);
+    h.v = mt_tensor_cols(kv, (2 * group + 1) * D, D);
+    h.dk = mt_tensor_cols(dkv, 2 * group * D, D);
+    h.dv = mt_tensor_cols(dkv, (2 * group + 1) * D, D);
+    MT_TRY(attend(r, &h));
+    MT_TRY(mt_copy(r->ctx, h.out, mt_tensor_cols(all->out, group * width, width)));
+    return mt_copy(r->ctx, h.dq, mt_tensor_cols(all->dq, group * width, width));
+}
+
+/* Grouped queries: `groups` heads of keys and values, which all ranks compute, and 4 heads of queries. A rank reads the
+   groups of its heads. side_by_side: keys and values are in one tensor [K | V], not in two. mistake 1: all ranks read the first groups; 2: the next rank's groups */
+static mt_status grouped(run *r, int64_t groups, int side_by_side) {
+    int64_t own = groups > r->ranks ? groups / r->ranks : 1, rank = (r->rank + (r->mistake == 2)) % r->ranks;
+    int64_t first = r->mistake == 1 ? 0 : rank * groups / r->ranks;
+    mt_tensor x = given(r, T, C, 'R'), wq = given(r, HEADS * D, C, 'r'), wkv = given(r, 2 * groups * D, C, 'R');
+    mt_tensor kv = room(r, T, 2 * groups * D), dkv = zeros(r, T, 2 * groups * D), dx = room(r, T, C);
+    mt_tensor k = room(r, T, groups * D), v = room(r, T, groups * D), dk = zeros(r, T, groups * D);
+    mt_tensor dv = zeros(r, T, groups * D), dwk = zeros(r, groups * D, C), dwkv = zeros(r, 2 * groups * D, C);
+    heads h = {.d = {.batch = 1, .seq = T, .groups = own, .heads_per_group = HEADS / r->ranks / own, .head_dim = D}};
+    h.q = room(r, T, HEADS / r->ranks * D);
+    h.dout = given(r, T, HEADS * D, 'c');
+    MT_TRY(mt_linear_forward(r->ctx, x, wq, mt_none(), h.q));
+    MT_TRY(mt_linear_forward(r->ctx, x, wkv, mt_none(), kv));
+    MT_TRY(mt_linear_forward(r->ctx, x, mt_tensor_rows(wkv, 0, groups * D), mt_none(), k));
+    MT_TRY(mt_linear_forward(r->ctx, x, mt_tensor_rows(wkv, groups * D, groups * D), mt_none(), v));
+    h.k = mt_tensor_cols(side_by_side ? kv : k, first * D, own * D);
+    h.v = mt_tensor_cols(side_by_side ? kv : v, (side_by_side ? groups + first : first) * D, own * D);
+    h.dk = mt_tensor_cols(side_by_side ? dkv : dk, first * D, own * D);
+    h.dv = mt_tensor_cols(side_by_side ? dkv : dv, (side_by_side ? groups + first : first) * D, own * D);
+    MT_TRY(attend(r, &h));
+    MT_TRY(
+        mt_copy_to_tensor_region_backward(r->ctx, r->tp, side_by_side ? dkv : dk)); /* f of each operand of the heads */
+    MT_TRY(mt_linear_gradients(r->ctx, side_by_side ? dkv : dk, x, side_by_side ? dwkv : dwk, mt_none()));
+    MT_TRY(mt_gemm(r->ctx, MT_NO_TRANS, MT_NO_TRANS, 1, h.dq, wq, 0, dx));
+    MT_TRY(mt_copy_to_tensor_region_backward(r->ctx, r->tp, dx));
+    MT_TRY(gives(r, h.out, 'c'));
+    MT_TRY(gives(r, dx, 'R'));
+    return gives(r, side_by_side ? dwkv : dwk, 'R');
+}
+
+static mt_status two_groups(run *r) { return grouped(r, 2, 0); }
+static mt_status four_groups(run *r) { return grouped(r, 4, 0); }
+static mt_status groups_side_by_side(run *r) { return grouped(r, 4, 1); }
+/* [k v] for each of two groups. */
+static mt_status groups_in_turn(run *r) {
+    mt_tensor kv = given(r, T, 4 * D, 'R'), dkv = zeros(r, T, 4 * D);
+    heads h = {.d = {.batch = 1, .seq = T, .groups = 1, .head_dim = D}, .q = given(r, T, HEADS * D, 'c')};
+    int64_t own = 2 / r->ranks, first = r->mistake ? 0 : r->rank * own;
+    h.dout = given(r, T, HEADS * D, 'c');
+    h.out = room(r, T, h.q.cols);
+    h.dq = room(r, T, h.q.cols);
+    for (int64_t group = 0; group < own; group++)
+        MT_TRY(attend_group(r, &h, own, group, mt_tensor_cols(kv, 2 * first * D, 2 * own * D),
+                            mt_tensor_cols(dkv, 2 * first * D, 2 * own * D)));
+    MT_TRY(sum(r, dkv));
+    MT_TRY(gives(r, h.out, 'c'));
+    MT_TRY(gives(r, h.dq, 'c'));
+    return gives(r, dkv, 'R');
+}
+
+static mt_status one_group(run *r) { return grouped(r, 1, 0); }
+static mt_status one_group_side_by_side(run *r) { return grouped(r, 1, 1); }
+
+/* The weights of the keys are split by their own rows, and the ranks gather the keys. mistake 1: each takes the first
+   groups of what it has gathered */
+static mt_status gathered_groups(run *r) {
+    mt_tensor x = given(r, T, C, 'R'), wq = given(r, HEADS * D, C, 'r'), wk = given(r, HEADS * D, C, 'r');
+    mt_tensor mine = room(r, T, HEADS / r->ranks * D), k = room(r, T, HEADS * D);
+    heads h = {.d = {.batch = 1, .seq = T, .groups = HEADS / r->ranks, .heads_per_group = 1, .head_dim = D}};
+    h.q = room(r, T, HEADS / r->ranks * D);
+    MT_TRY(mt_linear_forward(r->ctx, x, wq, mt_none(), h.q));
+    MT_TRY(mt_linear_forward(r->ctx, x, wk, mt_none(), mine));
+    MT_TRY(mt_gather_from_tensor_region(r->ctx, r->tp, mine, k));
+    h.k = h.v = r->mistake ? mt_tensor_cols(k, 0, share(r, k.cols)) : own_cols(r, k);
+    MT_TRY(attend(r, &h));
+    return gives(r, h.out, 'c');
+}
+
+/* The queries of this rank's tokens see all keys, or, with a causal mask, those before them. */
+static mt_status own_queries(run *r, mt_attention_desc d, int64_t keys) {
+    mt_tensor x = given(r, T, C, 'r'), all = room(r, T, C), wq = given(r, HEADS * D, C, 'R');
+    mt_tensor wk = given(r, HEADS * D, C, 'R'), memory = given(r, 2 * T, C, 'R'), dx = room(r, share(r, T), C);
+    mt_tensor k = room(r, keys ? keys : T, HEADS * D), dk = zeros(r, k.rows, k.cols), dv = zeros(r, k.rows, k.cols);
+    mt_tensor dwk = zeros(r, HEADS * D, C), source = keys ? memory : all;
+    heads h = {.d = d, .dout = given(r, T, HEADS * D, 'r')};
+    int64_t seen = d.mask == MT_MASK_CAUSAL && r->mistake != 1 ? (r->rank + 1) * share(r, T) : k.rows;
+    h.d.batch = 1, h.d.groups = HEADS, h.d.heads_per_group = 1, h.d.head_dim = D;
+    h.d.seq = share(r, T);
+    h.d.kv_seq = seen;
+    h.q = room(r, share(r, T), HEADS * D);
+    MT_TRY(mt_gather_from_sequence_region(r->ctx, r->tp, x, all));
+    MT_TRY(mt_linear_forward(r->ctx, x, wq, mt_none(), h.q));
+    MT_TRY(mt_linear_forward(r->ctx, source, wk, mt_none(), k));
+    h.k = h.v = mt_tensor_rows(k, 0, seen);
+    h.dk = mt_tensor_rows(dk, 0, seen);
+    h.dv = mt_tensor_rows(dv, 0, seen);
+    MT_TRY(attend(r, &h));
+    MT_TRY(mt_add(r->ctx, dk, dv, dk));
+    if (r->mistake != 2) MT_TRY(sum(r, dk));
+    MT_TRY(mt_linear_gradients(r->ctx, dk, source, dwk, mt_none()));
+    MT_TRY(mt_gemm(r->ctx, MT_NO_TRANS, MT_NO_TRANS, 1, h.dq, wq, 0, dx));
+    MT_TRY(gives(r, h.out, 'r'));
+    MT_TRY(gives(r, dx, 'r'));
+    return gives(r, dwk, 'R');
+}
+
+static mt_status own_queries_of_all_keys(run *r) {
+    return own_queries(r, (mt_attention_desc){.mask = MT_MASK_BIDIRECTIONAL}, 0);
+}
+static mt_status own_queries_of_a_memory(run *r) {
+    return own_queries(r, (mt_attention_desc){.mask = MT_MASK_BIDIRECTIONAL}, 2 * T);
+}
+static mt_status own_queries_of_first_keys(run *r) { return own_queries(r, (mt_attention_desc){.window = 3}, 0); }
 
 #define TWICE "both add|to the sum over \"tensor\"|on one rank only"
 
@@ -207,6 +340,22 @@ static const program programs[] = {
     {"dropout and add on one rank", dropout_add_on_one_rank, 2, {TWICE}},
     {"bias divided", bias_divided, 4, {0}},
     {"bias multiplied", bias_multiplied, 4, {0}},
+    {"two groups on two ranks", two_groups, 2, {"k has columns 0 to 3 of the 8|rank 1", "rank"}},
+    {"two groups on four ranks", two_groups, 4, {"k has columns 0 to 3 of the 8", "not those of rank"}},
+    {"four groups on two ranks", four_groups, 2, {"k has columns 0 to 7 of the 16", "k has columns 8 to 15 of the 16"}},
+    {"groups side by side", groups_side_by_side, 2, {"k has columns 0 to 7 of the 32", "rank"}},
+    {"groups side by side on four ranks", groups_side_by_side, 4, {"k has columns 0 to 3 of the 32", "rank"}},
+    {"groups in turn", groups_in_turn, 2, {"k has columns 0 to 3 of the 16"}},
+    {"one group", one_group, 4, {0}},
+    {"one group side by side", one_group_side_by_side, 4, {0}},
+    {"gathered groups", gathered_groups, 2, {"k has columns 0 to 7 of the 16"}},
+    {"gathered groups on four ranks", gathered_groups, 4, {"k has columns 0 to 3 of the 16"}},
+    {"own queries of all keys", own_queries_of_all_keys, 2, {0}},
+    {"own queries of a memory", own_queries_of_a_memory, 4, {0}},
+    {"own queries of first keys",
+     own_queries_of_first_keys,
+     4,
+     {"k has 8 rows that all 4 ranks|k must have the first 2 rows", "mt_download|x is partial|mt_linear_gradients"}},
 };
 
 /* ---- how programs run -------------------------------------------------------------------------------------------- */

@@ -141,7 +141,7 @@ RUN(run_bias_dropout_add_backward, mt_bias_dropout_add_backward(c->ctx, T(0), dr
 
 enum { HEAD = 2, CACHED = 5 };
 /* Variants of attention, whose bits may be combined. Without FIXED_SEQ the rows of a call are one sequence. */
-enum { MHA = 1, FIXED_SEQ = 2, BATCH_BIAS = 4, DROPS = 8, ONE_GROUP = 16 };
+enum { MHA = 1, FIXED_SEQ = 2, BATCH_BIAS = 4, DROPS = 8, ONE_GROUP = 16, BIDIRECTIONAL = 32 };
 /* The columns of a query group in qkv, and of its queries alone. */
 enum { QKV = 4 * HEAD, QKV_MHA = 3 * HEAD, QUERIES = 2 * HEAD };
 
@@ -179,6 +179,7 @@ static mt_attention_desc qkv_desc(const call *c, mt_tensor bias, mt_tensor dbias
 static mt_attention_desc q_desc(const call *c, mt_tensor bias, mt_tensor dbias) {
     mt_attention_desc d = attention_of(c, 0, QUERIES, c->variant & FIXED_SEQ ? 6 : 0);
     d.kv_seq = T(1).rows / d.batch;
+    if (c->variant & BIDIRECTIONAL) d.mask = MT_MASK_BIDIRECTIONAL;
     if (c->variant & ONE_GROUP) d.groups = 1, d.heads_per_group = T(0).cols / HEAD;
     return scores_of(c, d, bias, dbias);
 }
@@ -617,6 +618,13 @@ static const entry entries[] = {
     /* one sequence */
     OP("mt_rotary_forward", TENSOR, 0, run_rotary, "qkv inout 6x16, table in 6x2"),
     OP("mt_rotary_backward", TENSOR, 1, run_rotary, "dqkv inout 6x16, table in 6x2"),
+    /* own queries of all keys; rows of the bias are r by tokens, not by heads as with c */
+    {"mt_dot_product_attention_forward", TENSOR, BIDIRECTIONAL, run_dot_product_forward,
+     "q in 6x8, k in 8x4, v in 8x4, out out 6x8, lse out 4x6 optional, bias in 24x8 optional row_parts 4", "RrP", NULL},
+    {"mt_dot_product_attention_backward", TENSOR, BIDIRECTIONAL, run_dot_product_backward,
+     "q in 6x8, k in 8x4, v in 8x4, lse in 4x6, out in 6x8, dout in 6x8, dq out 6x8 like q, dk out 8x4 like k, dv "
+     "out 8x4 like v, bias in 24x8 optional row_parts 4, dbias sum 24x8 optional like bias row_parts 4",
+     "Rr", NULL},
 };
 
 /* None of these changes the whole: only its placement. */
@@ -655,7 +663,7 @@ static const refused refusals[] = {
     {"mt_norm_backward", TENSOR, "RPRRPPRR"},
     {"mt_dot_product_attention_forward", TENSOR, "RRPPRR"},
     {"mt_dot_product_attention_forward", DATA, "RRPPRR"},
-    {"mt_dot_product_attention_backward", TENSOR, "RRPRPRPPRRR RRPRPRPPRRP"},
+    {"mt_dot_product_attention_backward", TENSOR, "RRPRPRPPRRR RRPRPRPPRRP RrrRRRPrrRR"}, /* the last: own keys */
     {"mt_dot_product_attention_backward", DATA, "RRPRPRPPRRR RRPRPRPPRRP"},
     {"mt_rotary_forward", TENSOR, "PR"},
     {"mt_rotary_forward", DATA, "PR"},
