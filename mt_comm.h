@@ -1494,6 +1494,7 @@ static void mti_team_destroy(struct mti_team *t); /* >>threads */
 static void mti_checker_destroy(struct mti_checker *c); /* >>placements */
 static mt_status mti_checker_create(mt_context *ctx, int check);
 static void mti_forget(mt_context *ctx, const void *data, size_t bytes);
+static void mti_allocate_again(mt_context *ctx, const void *data, size_t bytes);
 static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes);
 static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes);
 
@@ -1953,7 +1954,7 @@ MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
                        "least %zu, or release a mark",
                        bytes, at, ctx->arena_bytes, at + size);
     *out = ctx->arena + at;
-    mti_forget(ctx, *out, size);
+    mti_allocate_again(ctx, *out, size);
     ctx->arena_used = at + size;
     if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
     return MT_SUCCESS;
@@ -4041,6 +4042,7 @@ MT_API mt_status mt_hash_add(mt_context *ctx, mt_tensor x, int64_t first_row, in
 #define MTI_AXES 6
 #define MTI_OVERLAPS_MOST 64 /* pieces that a new one may meet without covering them */
 #define MTI_RULE_OPERANDS 16
+#define MTI_RELEASED 256
 
 /* A view in memory, for comparisons. */
 typedef struct mti_extent {
@@ -4093,6 +4095,12 @@ typedef struct mti_axis {
     int only_group; /* 1: mt_check_group has added it, and no tensor was declared over it */
 } mti_axis;
 
+/* What was in memory of the arena that was released and allocated again. */
+typedef struct mti_released {
+    mti_extent at;
+    const char *by, *with;
+} mti_released;
+
 /* Where micro-batches keep their tensors, see mt_check_slots. */
 typedef struct mti_slots {
     uintptr_t first, bytes;
@@ -4109,6 +4117,8 @@ typedef struct mti_checker {
     mti_placed_list views;  /* of mt_check_view, the last one last; `may` is for one group, and all for the others */
     mti_names names;        /* what points to one of them is known to mti_names_mark */
     mti_slots slots[2];
+    mti_released released[MTI_RELEASED]; /* for messages: the newest is number releases - 1, modulo MTI_RELEASED */
+    size_t releases;
     const char *latest; /* name of the parameter that an operator has used last, or NULL */
     mt_check_listener listener;
     void *user;                    /* of the listener */
@@ -4372,6 +4382,33 @@ static void mti_forget(mt_context *ctx, const void *data, size_t bytes) {
     if (!c || !bytes) return;
     mti_placed_forget(&c->written, mti_extent_of_bytes(data, bytes), 0);
     mti_placed_forget(&c->parameters, mti_extent_of_bytes(data, bytes), 0);
+}
+
+/* Forgets memory of the arena that is allocated, and remembers what was there before it was released. */
+static void mti_allocate_again(mt_context *ctx, const void *data, size_t bytes) {
+    mti_checker *c = ctx->checker;
+    mti_extent e = mti_extent_of_bytes(data, bytes);
+    const mti_placed *p;
+    size_t i;
+    if (!c || !bytes) return;
+    i = mti_placed_before(&c->written, e.end);
+    while ((p = mti_placed_meets(&c->written, e, &i)) != NULL) {
+        mti_released *r = &c->released[c->releases++ % MTI_RELEASED];
+        r->at = p->at;
+        r->by = p->by;
+        r->with = p->with;
+    }
+    mti_forget(ctx, data, bytes);
+}
+
+/* Returns what was in the memory of a view before it was released, or NULL. */
+static const mti_released *mti_released_at(const mti_checker *c, mti_extent e) {
+    size_t i;
+    for (i = 0; i < MTI_RELEASED && i < c->releases; i++) {
+        const mti_released *r = &c->released[(c->releases - 1 - i) % MTI_RELEASED];
+        if (r->by && memcmp(&r->at, &e, sizeof e) == 0) return r;
+    }
+    return NULL;
 }
 
 static int mti_is_in_arena(const mt_context *ctx, mti_extent e) {
@@ -4935,6 +4972,7 @@ typedef struct mti_ruling {
     const mt_rule *rule;
     mti_ruled operands[MTI_RULE_OPERANDS]; /* in the order of the rule */
     int count;
+    int over_all;     /* 1: the call is a sum over all groups together */
     const char *with; /* name of a parameter among the operands, or NULL */
 } mti_ruling;
 
@@ -5103,11 +5141,12 @@ static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, siz
                      p->name);
             return 1;
         }
-        if (is == 1 << MT_SPLIT_ROWS && p->adds[g] == 1 << MT_REPLICATED)
+        if ((is == 1 << MT_SPLIT_ROWS || is == 1 << MT_PARTIAL) && p->adds[g] == 1 << MT_REPLICATED)
             snprintf(text, size, ", or set sequence_partial for '%.100s' (sequence_parallel in the desc of a layer)",
                      p->name);
         if (is == 1 << MT_REPLICATED && p->adds[g] == 1 << MT_PARTIAL)
-            snprintf(text, size, ": '%.100s' has sequence_partial (sequence_parallel in the desc of a layer)", p->name);
+            snprintf(text, size,
+                     ", or leave out sequence_partial of '%.100s' (sequence_parallel in the desc of a layer)", p->name);
     }
     return 0;
 }
@@ -5117,7 +5156,7 @@ static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, siz
    embedding, whose table is split by rows.) */
 static int mti_is_gradient(const mti_checker *c, const mti_ruled *o, int g) {
     size_t i;
-    if (o->operand->name[0] == 'd') return 1;
+    if (o->operand->name[0] == 'd' || (o->known.by && strstr(o->known.by, "_backward"))) return 1;
     if (o->known.by && strcmp(o->known.by, "mt_gemm") != 0 && strcmp(o->known.by, "mt_linear_activation_backward") != 0)
         return 0;
     for (i = 0; o->known.with && i < c->parameters.count; i++) {
@@ -5171,6 +5210,22 @@ static void mti_term_hint(const mti_ruling *r, int g, int ranks, char *text, siz
     }
 }
 
+/* Writes over which other group the tensor of a call that communicates is a sum, if it must be one. */
+static void mti_group_hint(const mti_ruling *r, int g, int must, char *text, size_t size) {
+    const mti_ruled *o = &r->operands[0];
+    char since[208];
+    int other;
+    text[0] = 0;
+    if (r->count > 1 || r->over_all || !(must >> MT_PARTIAL & 1)) return;
+    for (other = 0; other < r->checker->count; other++) {
+        if (other == g || o->known.may[other] != 1 << MT_PARTIAL) continue;
+        mti_since_text(o->known.by, o->known.with, since, sizeof since);
+        snprintf(text, size, ": this is a sum over \"%s\"%s, so call it with the communicator of \"%s\", not of \"%s\"",
+                 r->checker->axes[other].name, since, r->checker->axes[other].name, r->checker->axes[g].name);
+        return;
+    }
+}
+
 /* Refuses operand i of a call: no case allows what it is. */
 static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int must) {
     const mti_axis *axis = &ctx->checker->axes[g];
@@ -5178,7 +5233,7 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
     const char *help = mti_remedy(ctx->checker, o, g, must);
     int adds_whole =
         r->count > 1 && o->known.may[g] == 1 << MT_REPLICATED && !(must & ~(MTI_LEFT_OUT | 1 << MT_PARTIAL));
-    char is[80], wanted[80], at[192], since[208], cure[160] = "", more[256], term[240];
+    char is[80], wanted[80], at[192], since[208], cure[400] = "", more[400], term[240];
     mti_set_text(o->known.may[g], is, sizeof is);
     mti_set_text(must, wanted, sizeof wanted);
     snprintf(at, sizeof at, " (%.30s)", o->operand->name);
@@ -5191,6 +5246,8 @@ static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, in
         snprintf(cure, sizeof cure, ": each rank would add it to its term of a sum; add it after the sum");
     else if (o->known.may[g] == 1 << MT_REPLICATED && must == 1 << MT_PARTIAL)
         snprintf(cure, sizeof cure, ": this call would add up equal values");
+    mti_group_hint(r, g, must, more, sizeof more);
+    if (more[0]) snprintf(cure, sizeof cure, "%s", more);
     mti_term_hint(r, g, axis->size, term, sizeof term);
     if (mti_parameter_hint(r, g, i, more, sizeof more)) cure[0] = term[0] = 0;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s%s%s",
@@ -5405,6 +5462,16 @@ static void mti_missing_text(const mti_checker *c, mt_tensor t, char *text, size
     else text[0] = 0;
 }
 
+/* Writes what was in the memory of t before it was released and allocated again. */
+static void mti_released_text(const mti_checker *c, mt_tensor t, char *text, size_t bytes) {
+    const mti_released *r = mti_released_at(c, mti_extent_of(t));
+    char since[208];
+    text[0] = 0;
+    if (!r) return;
+    mti_since_text(r->by, r->with, since, sizeof since);
+    snprintf(text, bytes, ", or mt_arena_release came too early: what was there%s was released and overwritten", since);
+}
+
 /* Whether something was declared over a group. mt_check_group alone declares nothing. */
 static int mti_declares(const mti_checker *c) {
     int g;
@@ -5415,7 +5482,7 @@ static int mti_declares(const mti_checker *c) {
 
 /* Refuses a call that reads memory of the arena which nothing has written. Ids and lengths are the caller's. */
 static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
-    char at[192], missing[320];
+    char at[192], missing[320], before[320];
     int i;
     if (!ctx->checker->strict || !mti_declares(ctx->checker)) return MT_SUCCESS;
     for (i = 0; i < r->count; i++) {
@@ -5424,13 +5491,14 @@ static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
         if (!mt_dtype_is_float(o->operand->t.dtype) || !mti_is_in_arena(ctx, mti_extent_of(o->operand->t))) continue;
         mti_with_text(ctx->checker, r->with, at, sizeof at);
         mti_missing_text(ctx->checker, o->operand->t, missing, sizeof missing);
+        mti_released_text(ctx->checker, o->operand->t, before, sizeof before);
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "%s%s: nothing has written %s [%lld, %lld], or a part of it, since it was allocated: a call is "
                        "missing, such as %smt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region, "
                        "mt_all_gather or mt_recv, or, for what the program writes itself, mt_declare (MT_UNDECLARED "
-                       "with comm NULL, if its placement does not matter)",
+                       "with comm NULL, if its placement does not matter)%s",
                        r->where, at, o->operand->name, (long long)o->operand->t.rows, (long long)o->operand->t.cols,
-                       missing);
+                       missing, before);
     }
     return MT_SUCCESS;
 }
@@ -5555,6 +5623,7 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     r.checker = c;
     r.where = where;
     r.rule = rule;
+    r.over_all = 0;
     r.with = NULL;
     mti_ruling_fill(c, &r, operands, count);
     MT_TRY(mti_rule_valid(ctx, &r));
@@ -5708,6 +5777,7 @@ static void mti_ruling_of(mti_ruling *r, const mti_checker *c, const char *where
     r->where = where;
     r->rule = rule;
     r->with = NULL;
+    r->over_all = 0;
     r->count = 1;
     r->operands[0].operand = operand;
     r->operands[0].known = mti_known_of(c, operand->t);
@@ -5742,6 +5812,21 @@ static void mti_tell_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
     mti_tell(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y) ? 1 : 2);
 }
 
+/* Refuses a sum over a group over which nothing is known about x, when x is a sum over other groups with other ranks. */
+static mt_status mti_sum_check(mt_context *ctx, const mti_ruling *r, int g) {
+    const mti_known *k = &r->operands[0].known;
+    char hint[400];
+    int64_t ranks = 1;
+    int other;
+    if (k->zero || k->may[g] != MTI_ALL_PLACEMENTS) return MT_SUCCESS;
+    for (other = 0; other < ctx->checker->count; other++)
+        if (k->may[other] == 1 << MT_PARTIAL) ranks *= ctx->checker->axes[other].size;
+    mti_group_hint(r, g, 1 << MT_PARTIAL, hint, sizeof hint);
+    if (!hint[0] || (!ctx->checker->axes[g].is_named && ranks == ctx->checker->axes[g].size)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s over \"%s\" of %s%s", r->where, ctx->checker->axes[g].name,
+                   r->operands[0].operand->name, hint);
+}
+
 /* Checks that one of the cases fits x on a group. y then becomes `becomes` there, and what x is on the other groups. */
 static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char *where, const char *cases,
                                 char becomes, const char *x_name, mt_tensor x, mt_tensor y) {
@@ -5761,6 +5846,7 @@ static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char
     MT_TRY(mti_slots_check(ctx, &r));
     MT_TRY(mti_slot_check(ctx, where, NULL, "y", y));
     MT_TRY(mti_written_check(ctx, &r));
+    if (strcmp(cases, "P") == 0) MT_TRY(mti_sum_check(ctx, &r, g));
     MT_TRY(mti_rule_axis(ctx, &r, g, results));
     read = r.operands[0].known;
     if (mti_has_elements(y) && y.rows > x.rows && mti_extents_meet(mti_extent_of(x), mti_extent_of(y)))
@@ -5926,6 +6012,7 @@ static mt_status mti_sum_of_others(mt_context *ctx, const mt_comm *comm, const m
     operand.t = x;
     operand.use = 1;
     mti_ruling_of(&r, ctx->checker, "mt_all_reduce", &terms, &operand);
+    r.over_all = 1;
     if (mti_is_term_of_world(ctx, comm, x, &r.operands[0].known)) return mti_world_sum(ctx, &r, y);
     MT_TRY(mti_collective_unknown(ctx, comm, call->kind, "mt_all_reduce", y));
     p = mti_parameter_at(ctx->checker, mti_extent_of(y));

@@ -1325,13 +1325,19 @@ static void test_data_ranks(void **state) {
 
 static void test_a_partial_sum_does_not_travel(void **state) {
     test_rank r;
-    mt_tensor x;
+    mt_tensor x, gate, dx;
     (void)state;
     test_paper_rank(4, 0, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &r);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &gate));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &dx));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, gate, MT_REPLICATED));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_PARTIAL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_send|sendbuf is partial over \"tensor\"|mt_reduce_from_tensor_region_forward",
             mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_silu_backward(r.ctx, gate, x, dx));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_send|sendbuf is partial over \"tensor\"|mt_copy_to_tensor_region_backward",
+            mt_send(r.ctx, r.grid.pp, dx.data, 16, MT_F32, 1));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, x));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_send(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_recv(r.ctx, r.grid.pp, x.data, 16, MT_F32, 1));
@@ -1972,7 +1978,8 @@ static void test_gradients_that_are_sums(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, HIDDEN, &dy));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, dy, MT_SPLIT_ROWS));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, dy, MT_REPLICATED));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_bias_backward|dy is replicated|'norm.weight' has sequence_partial",
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_bias_backward|dy is replicated|, or leave out sequence_partial of 'norm.weight'",
             mt_bias_backward(r.ctx, dy, g->grad));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_backward(r.ctx, dy, b->grad));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, dy, MT_SPLIT_ROWS));
@@ -2502,6 +2509,90 @@ static void test_cross_attention_knows_its_placements(void **state) {
     }
 }
 
+/* A region function over another group than that of the sum names both. */
+static void test_a_sum_over_another_group(void **state) {
+    test_rank r;
+    mt_tensor x, y;
+    (void)state;
+    test_paper_rank(8, 1, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 2, 4, &y));
+    for (int known = 0; known < 2; known++) {
+        const mt_comm *others[] = {r.grid.dp, r.world, r.grid.pp, r.grid.embedding};
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_PARTIAL));
+        if (known) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_SPLIT_ROWS));
+        for (int i = 0; i < 4; i++) {
+            mt_comm *other = (mt_comm *)others[i];
+            char words[160];
+            snprintf(words, sizeof words,
+                     "this is a sum over \"tensor\" since mt_declare, so call it with the communicator of \"tensor\", "
+                     "not of \"%s\"",
+                     mt_comm_name(other));
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_reduce_from_tensor_region_forward(r.ctx, other, x));
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_copy_to_tensor_region_backward(r.ctx, other, x));
+            if (mt_comm_size(other) == 2)
+                REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_reduce_scatter_to_sequence_region(r.ctx, other, x, y));
+        }
+    }
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_reduce_from_tensor_region_forward(r.ctx, r.grid.tp, x));
+    test_paper_rank_close(&r);
+}
+
+/* What was released and allocated again is no missing call. */
+static void test_memory_that_was_released(void **state) {
+    test_rank r;
+    mt_tensor x, y, again, out;
+    size_t mark;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 8, &x));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 8, &out));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    for (int64_t rows = 1; rows < 8; rows += 3) {
+        mark = mt_arena_mark(r.ctx);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 8, &y));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_silu_forward(r.ctx, x, y));
+        mt_arena_release(r.ctx, mark);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, rows, 8, &again));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT,
+                "mt_add: nothing has written b [4, 8]|, or mt_arena_release came too early: what was there since "
+                "mt_silu_forward was released and overwritten",
+                mt_add(r.ctx, x, y, out));
+        mt_arena_release(r.ctx, mark);
+    }
+    test_paper_rank_close(&r);
+}
+
+/* Each rank has a term of the gradient of a weight that all ranks have: of LoRA's A, and of keys of all heads. */
+static void test_terms_of_the_gradient_of_a_weight(void **state) {
+    mt_param_desc a = {.name = "lora_a.weight", .rows = 4, .cols = HIDDEN};
+    test_rank r;
+    mt_param *p;
+    mt_tensor dh, x;
+    (void)state;
+    for (int partial = 0; partial < 2; partial++) {
+        a.sequence_partial = partial;
+        test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &a, &p));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_zero_grad(r.ctx, r.params));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, HIDDEN, &x));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, TOKENS, 4, &dh));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, dh, MT_PARTIAL));
+        if (partial) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_gradients(r.ctx, dh, x, p->grad, mt_none()));
+        else
+            REFUSED(r.ctx, MT_ERR_ARGUMENT,
+                    "mt_linear_gradients \"lora_a\": dy is partial|: call mt_copy_to_tensor_region_backward before, or "
+                    "set sequence_partial for 'lora_a.weight'",
+                    mt_linear_gradients(r.ctx, dh, x, p->grad, mt_none()));
+        if (!partial)
+            REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_gemm \"lora_a\": a is partial|set sequence_partial for 'lora_a.weight'",
+                    mt_gemm(r.ctx, MT_TRANS, MT_NO_TRANS, 1, dh, x, 1, p->grad));
+        test_paper_rank_close(&r);
+    }
+}
+
 static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_mistakes_are_refused),
     cmocka_unit_test(test_messages_name_the_layers),
@@ -2566,6 +2657,9 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_vocabulary_of_a_rank),
     cmocka_unit_test(test_models_know_their_placements),
     cmocka_unit_test(test_cross_attention_knows_its_placements),
+    cmocka_unit_test(test_a_sum_over_another_group),
+    cmocka_unit_test(test_memory_that_was_released),
+    cmocka_unit_test(test_terms_of_the_gradient_of_a_weight),
     cmocka_unit_test(test_stages_know_what_they_receive),
     cmocka_unit_test(test_views_for_some_calls),
     cmocka_unit_test(test_slices_leave_the_tensor_whole),
