@@ -8,9 +8,12 @@
    DIR has a BERT of Hugging Face (model.safetensors and config.json), such as a sentence encoder of the package
    sentence-transformers, or a checkpoint of an mt_bert. Each line of the input, the file --ids or the standard input,
    is one sentence: the numbers of its tokens, with those that the tokenizer adds at its ends ([CLS] and [SEP]). Each
-   line of the output is its vector: the mean of the encoder's outputs over the tokens, scaled to the length 1.
-   --normalize 0 leaves out the scaling. With --out the vectors are the tensor "embeddings" [sentences, hidden], F32,
-   of a safetensors file.
+   line of the output is its vector: the mean of the encoder's outputs over the tokens, or another mode of pooling that
+   the files of the model name, scaled to the length 1, also if the model has no module Normalize. --normalize 0 leaves
+   out the scaling. With --out the vectors are the tensor "embeddings" [sentences, hidden], F32, of a safetensors file.
+   Of a model with modules.json, the modules are Transformer and Pooling, and there may be a Normalize. The program
+   refuses others, such as Dense, and several modes of pooling side by side. Without modules.json, 1_Pooling/config.json
+   names the mode. The text of a sentence is the tokenizer's work, so do_lower_case and prompts have no effect here.
    The vectors are the same with every --tp, up to rounding. */
 
 #define MEGATRON_IMPLEMENTATION
@@ -21,11 +24,22 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* How the vector of a sentence is made: the names that sentence-transformers has for it, since 5.4 and before. */
+typedef enum pooling { MEAN, CLS, MAX, MEAN_SQRT_LEN, WEIGHTED_MEAN, LAST_TOKEN, POOLINGS } pooling;
+static const char *const pooling_names[][2] = {{"mean", "pooling_mode_mean_tokens"},
+                                               {"cls", "pooling_mode_cls_token"},
+                                               {"max", "pooling_mode_max_tokens"},
+                                               {"mean_sqrt_len_tokens", "pooling_mode_mean_sqrt_len_tokens"},
+                                               {"weightedmean", "pooling_mode_weightedmean_tokens"},
+                                               {"lasttoken", "pooling_mode_lasttoken"}};
+
 typedef struct job {
     const char *directory, *in, *out;
     double tp, batch, normalize;
     char path[MT_PATH_MAX]; /* of the model */
     mt_bert_desc bert;
+    pooling pooling;
+    int64_t most;    /* tokens of a sentence */
     int32_t *ids;    /* of all sentences, one after the other */
     int64_t *begins; /* [sentences + 1]: where each sentence begins in ids */
     int64_t sentences;
@@ -35,14 +49,33 @@ typedef struct job {
 
 /* ---- computing --------------------------------------------------------------------------------------------------- */
 
-/* Writes the mean of the first `tokens` rows of y to out and, if asked for, divides it by its length. */
+/* Returns the weight of output t of a sentence in its vector; not for MAX. */
+static double weight_of(pooling p, int64_t t, int64_t tokens) {
+    double n = (double)tokens;
+    if (p == CLS) return t == 0;
+    if (p == LAST_TOKEN) return t == tokens - 1;
+    if (p == WEIGHTED_MEAN) return 2 * (double)(t + 1) / (n * (n + 1));
+    return p == MEAN_SQRT_LEN ? 1 / sqrt(n) : 1 / n;
+}
+
+/* Returns feature i of the vector of a sentence with the outputs y [tokens, hidden]. A NaN stays one. */
+static double pool_feature(const job *j, const float *y, int64_t tokens, int64_t i) {
+    int64_t hidden = j->bert.layer.hidden;
+    double sum = 0, top = (double)y[i];
+    for (int64_t t = 0; t < tokens; t++) {
+        double x = (double)y[t * hidden + i], weight = weight_of(j->pooling, t, tokens);
+        if (x > top || isnan(x)) top = x;
+        if (weight != 0) sum += weight * x;
+    }
+    return j->pooling == MAX ? top : sum;
+}
+
+/* Writes the vector of a sentence with the outputs y to out and, if asked for, divides it by its length. */
 static void pool(const job *j, const float *y, int64_t tokens, float *out) {
     int64_t hidden = j->bert.layer.hidden;
     double squares = 0;
     for (int64_t i = 0; i < hidden; i++) {
-        double sum = 0;
-        for (int64_t t = 0; t < tokens; t++) sum += (double)y[t * hidden + i];
-        out[i] = (float)(sum / (double)tokens);
+        out[i] = (float)pool_feature(j, y, tokens, i);
         squares += (double)out[i] * (double)out[i];
     }
     for (int64_t i = 0; i < hidden && j->normalize != 0; i++)
@@ -147,30 +180,184 @@ static mt_status rank_main(mt_comm *world, void *user) {
     return refused ? MT_SUCCESS : status; /* the launcher must not report it again */
 }
 
+/* ---- the files of sentence-transformers -------------------------------------------------------------------------- */
+
+enum { MODULES = 8, TEXT = 128 }; /* the most modules of a model that are read; bytes of a text */
+
+typedef struct module {
+    char type[TEXT], path[TEXT]; /* of the class, and of its folder */
+} module;
+
+/* Returns 1 if the module is of a class of sentence-transformers. Its modules in Python have moved between versions. */
+static int is_class(const module *m, const char *name) {
+    const char *dot = strrchr(m->type, '.');
+    return strncmp(m->type, "sentence_transformers.", 22) == 0 && strcmp(dot + 1, name) == 0;
+}
+
+/* Checks the modules: Transformer and Pooling, and perhaps Normalize. */
+static mt_status check_modules(mt_context *ctx, const job *j, const module *m) {
+    static const char *const classes[] = {"Transformer", "Pooling", "Normalize"};
+    for (int i = 0; i < MODULES; i++) {
+        if (i < 3 && is_class(&m[i], classes[i])) continue;
+        if (m[i].type[0] || i < 2 || m[i].path[0])
+            return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                           "%s/modules.json: module %d is '%s', this program has Transformer, Pooling and, after them, "
+                           "Normalize",
+                           j->path, i + 1, m[i].type);
+    }
+    if (m[0].path[0])
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s/modules.json: the Transformer is in '%s', must be beside this file",
+                       j->path, m[0].path);
+    return m[1].path[0] ? MT_SUCCESS : mt_fail(ctx, MT_ERR_DATA, "%s/modules.json: the Pooling has no folder", j->path);
+}
+
+/* Reads modules.json. Without it, *exists becomes 0. */
+static mt_status read_modules(mt_context *ctx, const job *j, module *m, int *exists) {
+    char names[2 * MODULES][16];
+    mt_field fields[2 * MODULES];
+    memset(fields, 0, sizeof fields);
+    memset(m, 0, MODULES * sizeof *m);
+    for (int i = 0; i < 2 * MODULES; i++) {
+        snprintf(names[i], sizeof names[i], i % 2 ? "%d.path" : "%d.type", i / 2);
+        fields[i].name = names[i];
+        fields[i].kind = MT_FIELD_TEXT;
+        fields[i].value = i % 2 ? m[i / 2].path : m[i / 2].type;
+        fields[i].bytes = TEXT;
+    }
+    MT_TRY(mt_json_read(ctx, j->path, "modules.json", fields, 2 * MODULES, exists));
+    return *exists ? check_modules(ctx, j, m) : MT_SUCCESS;
+}
+
+/* A text that must have one value. */
+static mt_status check_text(mt_context *ctx, const job *j, const char *file, const char *name, const char *value,
+                            const char *wanted) {
+    if (strcmp(value, wanted) == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s/%s: %s is '%s', must be '%s'", j->path, file, name, value, wanted);
+}
+
+/* Refuses a Normalize that is not of the vectors. */
+static mt_status check_normalize(mt_context *ctx, const job *j, const module *m) {
+    static const char *const wanted = "sentence_embedding";
+    char file[TEXT + 16], input[TEXT], output[TEXT];
+    const mt_field fields[] = {{"module_input_name", MT_FIELD_TEXT, input, 0, 0, sizeof input, 0, 1},
+                               {"module_output_name", MT_FIELD_TEXT, output, 0, 0, sizeof output, 0, 1}};
+    int exists = 0;
+    if (!m->path[0]) return MT_SUCCESS;
+    snprintf(input, sizeof input, "%s", wanted);
+    snprintf(output, sizeof output, "%s", wanted);
+    snprintf(file, sizeof file, "%s/config.json", m->path);
+    MT_TRY(mt_json_read(ctx, j->path, file, fields, 2, &exists));
+    MT_TRY(check_text(ctx, j, file, "module_input_name", input, wanted));
+    return check_text(ctx, j, file, "module_output_name", output, wanted);
+}
+
+/* What the config.json of a Pooling says. */
+typedef struct pooling_config {
+    char mode[TEXT], second[TEXT]; /* of pooling_mode, which may be a list; "?": there is none */
+    int older[POOLINGS];           /* the values of pooling_names[][1] */
+    int include_prompt;
+    int64_t width, older_width;
+} pooling_config;
+
+/* Sets the mode that pooling_mode names. */
+static mt_status name_pooling(mt_context *ctx, job *j, const char *file, const pooling_config *c) {
+    if (strcmp(c->second, "?") != 0)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                       "%s/%s: pooling_mode is a list of '%s', '%s', ..., this program has one mode", j->path, file,
+                       c->mode, c->second);
+    for (int i = 0; i < POOLINGS; i++) {
+        if (strcmp(c->mode, pooling_names[i][0]) != 0) continue;
+        j->pooling = (pooling)i;
+        return MT_SUCCESS;
+    }
+    return mt_fail(
+        ctx, MT_ERR_UNSUPPORTED,
+        "%s/%s: pooling_mode is '%s', must be mean, cls, max, mean_sqrt_len_tokens, weightedmean or lasttoken", j->path,
+        file, c->mode);
+}
+
+/* Sets the mode whose older member is true. Without the member, the mean is meant. */
+static mt_status find_pooling(mt_context *ctx, job *j, const char *file, const pooling_config *c) {
+    int found = -1;
+    for (int i = 0; i < POOLINGS; i++) {
+        if (!c->older[i]) continue;
+        if (found >= 0)
+            return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s/%s: %s is true and %s is true%s, this program has one mode",
+                           j->path, file, pooling_names[i][1], pooling_names[found][1],
+                           found == MEAN ? " or missing" : "");
+        found = i;
+    }
+    if (found < 0)
+        return mt_fail(ctx, MT_ERR_DATA, "%s/%s: pooling_mode_mean_tokens is false, and no other mode is true", j->path,
+                       file);
+    j->pooling = (pooling)found;
+    return MT_SUCCESS;
+}
+
+/* Checks the members of a Pooling that must have one value, and sets the mode. */
+static mt_status take_pooling(mt_context *ctx, job *j, const char *file, const pooling_config *c) {
+    int64_t hidden = j->bert.layer.hidden, width = c->width != hidden ? c->width : c->older_width;
+    if (!c->include_prompt)
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                       "%s/%s: include_prompt is false, this program does not know which tokens are a prompt", j->path,
+                       file);
+    if (width != hidden)
+        return mt_fail(ctx, MT_ERR_DATA, "%s/%s: the embedding has %lld features, the model has %lld", j->path, file,
+                       (long long)width, (long long)hidden);
+    return strcmp(c->mode, "?") == 0 ? find_pooling(ctx, j, file, c) : name_pooling(ctx, j, file, c);
+}
+
+/* Reads how the outputs are pooled from FOLDER/config.json. It may be missing if exists is not NULL. */
+static mt_status read_pooling(mt_context *ctx, job *j, const char *folder, int *exists) {
+    pooling_config c = {"?", "?", {1, 0, 0, 0, 0, 0}, 1, j->bert.layer.hidden, j->bert.layer.hidden};
+    const mt_field fields[] = {{"pooling_mode.0", MT_FIELD_TEXT, c.mode, 0, 0, TEXT, 0, 0},
+                               {"pooling_mode.1", MT_FIELD_TEXT, c.second, 0, 0, TEXT, 0, 0},
+                               {"pooling_mode", MT_FIELD_TEXT, c.mode, 0, 0, TEXT, 0, 0},
+                               {"include_prompt", MT_FIELD_BOOL, &c.include_prompt, 0, 0, 0, 0, 0},
+                               {"embedding_dimension", MT_FIELD_I64, &c.width, 0, 0, 0, 0, 0},
+                               {"word_embedding_dimension", MT_FIELD_I64, &c.older_width, 0, 0, 0, 0, 0},
+                               {pooling_names[0][1], MT_FIELD_BOOL, &c.older[0], 0, 0, 0, 0, 0},
+                               {pooling_names[1][1], MT_FIELD_BOOL, &c.older[1], 0, 0, 0, 0, 0},
+                               {pooling_names[2][1], MT_FIELD_BOOL, &c.older[2], 0, 0, 0, 0, 0},
+                               {pooling_names[3][1], MT_FIELD_BOOL, &c.older[3], 0, 0, 0, 0, 0},
+                               {pooling_names[4][1], MT_FIELD_BOOL, &c.older[4], 0, 0, 0, 0, 0},
+                               {pooling_names[5][1], MT_FIELD_BOOL, &c.older[5], 0, 0, 0, 0, 0}};
+    char file[TEXT + 16];
+    snprintf(file, sizeof file, "%s/config.json", folder);
+    MT_TRY(mt_json_read(ctx, j->path, file, fields, sizeof fields / sizeof *fields, exists));
+    /* an empty list has no element: as a text it is an error */
+    if (strcmp(c.mode, "?") == 0) MT_TRY(mt_json_read(ctx, j->path, file, fields + 2, 1, exists));
+    return take_pooling(ctx, j, file, &c);
+}
+
+/* Reads how long a sentence may be. The outputs must be those of the tokens. */
+static mt_status read_transformer(mt_context *ctx, job *j) {
+    static const char *const file = "sentence_bert_config.json";
+    char task[TEXT] = "feature-extraction", output[TEXT] = "token_embeddings";
+    int64_t most = j->bert.max_seq;
+    const mt_field fields[] = {{"max_seq_length", MT_FIELD_I64, &most, 1, INT32_MAX, 0, 0, 1},
+                               {"transformer_task", MT_FIELD_TEXT, task, 0, 0, sizeof task, 0, 0},
+                               {"module_output_name", MT_FIELD_TEXT, output, 0, 0, sizeof output, 0, 0}};
+    int exists = 0;
+    MT_TRY(mt_json_read(ctx, j->path, file, fields, 3, &exists));
+    j->most = mt_min(most, j->bert.max_seq);
+    MT_TRY(check_text(ctx, j, file, "transformer_task", task, "feature-extraction"));
+    return check_text(ctx, j, file, "module_output_name", output, "token_embeddings");
+}
+
 /* ---- model, input and output ------------------------------------------------------------------------------------- */
 
-/* Reads the desc of the model (j->bert), and refuses a sentence encoder that pools its outputs in another way than by
-   their mean. The message is in the context, or was printed if *printed becomes 1. */
-static mt_status read_model(mt_context *ctx, job *j, int *printed) {
-    int mean = 1, cls = 0, max = 0, root = 0, exists = 0;
-    char path[MT_PATH_MAX + 16];
-    mt_field fields[4], *wrong = fields;
-    memset(fields, 0, sizeof fields);
-    fields[0].name = "pooling_mode_mean_tokens", fields[0].value = &mean;
-    fields[1].name = "pooling_mode_cls_token", fields[1].value = &cls;
-    fields[2].name = "pooling_mode_max_tokens", fields[2].value = &max;
-    fields[3].name = "pooling_mode_mean_sqrt_len_tokens", fields[3].value = &root;
-    fields[0].kind = fields[1].kind = fields[2].kind = fields[3].kind = MT_FIELD_BOOL;
+/* Reads the desc of the model (j->bert), and how a sentence encoder pools its outputs. */
+static mt_status read_model(mt_context *ctx, job *j) {
+    module modules[MODULES];
+    int exists = 0;
     MT_TRY(mt_bert_desc_read(ctx, j->path, &j->bert));
     j->bert.no_binary_head = 1;
-    snprintf(path, sizeof path, "%s/1_Pooling", j->path);
-    MT_TRY(mt_json_read(ctx, path, "config.json", fields, 4, &exists));
-    if (mean && !cls && !max && !root) return MT_SUCCESS;
-    if (mean) wrong += cls ? 1 : max ? 2 : 3;
-    fprintf(stderr, "embed: %s/config.json: %s is %s, this program computes the mean\n", path, wrong->name,
-            mean ? "true" : "false");
-    *printed = 1;
-    return MT_ERR_UNSUPPORTED;
+    MT_TRY(read_transformer(ctx, j));
+    MT_TRY(read_modules(ctx, j, modules, &exists));
+    if (!exists) return read_pooling(ctx, j, "1_Pooling", &exists);
+    MT_TRY(check_normalize(ctx, j, &modules[2]));
+    return read_pooling(ctx, j, modules[1].path, NULL);
 }
 
 /* Finds the directory of the model (j->path) and reads its desc, before any rank starts. */
@@ -178,7 +365,6 @@ static mt_status find_model(job *j) {
     mt_context_desc small;
     mt_context *ctx;
     int64_t step = -1;
-    int printed = 0;
     mt_status status;
     memset(&small, 0, sizeof small);
     small.arena_bytes = 64;
@@ -186,75 +372,94 @@ static mt_status find_model(job *j) {
     status = mt_checkpoint_latest(ctx, NULL, j->directory, &step);
     if (step >= 0) status = mt_checkpoint_path(ctx, j->directory, step, j->path, sizeof j->path);
     else snprintf(j->path, sizeof j->path, "%s", j->directory);
-    if (status == MT_SUCCESS) status = read_model(ctx, j, &printed);
-    if (status != MT_SUCCESS && !printed) fprintf(stderr, "embed: %s\n", mt_last_error(ctx));
+    if (status == MT_SUCCESS) status = read_model(ctx, j);
+    if (status != MT_SUCCESS) fprintf(stderr, "embed: %s\n", mt_last_error(ctx));
     mt_context_destroy(ctx);
     return status;
 }
 
-/* Reads the whole input. Returns NULL when there is no memory for it. */
-static char *read_input(FILE *file) {
-    size_t used = 0, size = 1 << 16, n = 1;
+static const char *input_name(const job *j) { return j->in ? j->in : "the standard input"; }
+
+/* Reads the whole input. Returns NULL after it has printed why it cannot. */
+static char *read_input(const job *j, FILE *file, size_t *used) {
+    size_t size = 1 << 16, n = 1;
     char *text = (char *)malloc(size);
-    while (text && n > 0) {
-        n = fread(text + used, 1, size - used - 1, file);
-        used += n;
-        if (used + 1 < size) continue;
+    for (*used = 0; text && n > 0; *used += n) {
+        n = fread(text + *used, 1, size - *used - 1, file);
+        if (*used + n + 1 < size) continue;
         char *more = (char *)realloc(text, size *= 2);
         if (!more) free(text);
         text = more;
     }
-    if (text) text[used] = 0;
-    return text;
+    if (!text) fprintf(stderr, "embed: %s: no memory for it\n", input_name(j));
+    else if (ferror(file)) fprintf(stderr, "embed: %s: cannot read it: %s\n", input_name(j), strerror(errno));
+    if (text && !ferror(file)) {
+        text[*used] = 0;
+        return text;
+    }
+    free(text);
+    return NULL;
 }
 
-/* Reads the ids of one line, which ends with a NUL, to the end of j->ids. Returns 0 and prints what is wrong. */
-static int read_line(job *j, char *line) {
+/* Reads the ids of one line, which ends at `stop` with a NUL, to the end of j->ids. Returns 0 and prints what is
+   wrong. */
+static int read_line(job *j, char *line, const char *stop) {
     int64_t *end = &j->begins[j->sentences + 1];
+    long long sentence = (long long)j->sentences + 1;
     char *rest, *at = line;
     *end = j->begins[j->sentences];
     for (;; at = rest) {
         long long id;
         while (*at == ' ' || *at == '\t' || *at == '\r') at++;
-        if (!*at) break;
+        if (at == stop) break;
         errno = 0;
         id = strtoll(at, &rest, 10);
         if (rest == at || errno || id < 0 || id >= j->bert.vocab) {
-            fprintf(stderr, "embed: sentence %lld: '%.20s': expected a number from 0 to %lld\n",
-                    (long long)j->sentences + 1, at, (long long)j->bert.vocab - 1);
+            fprintf(stderr, "embed: %s: sentence %lld: '%.20s': expected a number from 0 to %lld, as token %lld\n",
+                    input_name(j), sentence, *at ? at : "\\0", (long long)j->bert.vocab - 1,
+                    (long long)(*end - end[-1] + 1));
             return 0;
         }
         j->ids[(*end)++] = (int32_t)id;
     }
-    if (*end - end[-1] >= 1 && *end - end[-1] <= j->bert.max_seq) return 1;
-    fprintf(stderr, "embed: sentence %lld has %lld tokens, must have 1 to %lld\n", (long long)j->sentences + 1,
-            (long long)(*end - end[-1]), (long long)j->bert.max_seq);
+    if (*end - end[-1] >= 1 && *end - end[-1] <= j->most) return 1;
+    fprintf(stderr, "embed: %s: sentence %lld has %lld tokens, must have 1 to %lld\n", input_name(j), sentence,
+            (long long)(*end - end[-1]), (long long)j->most);
     return 0;
 }
 
 /* Reads the sentences, one in each line. A last line without a newline counts. */
+static int parse_sentences(job *j, char *text, size_t bytes) {
+    int64_t lines = 1;
+    char *line = text, *end = text + bytes, *stop;
+    for (const char *at = text; at < end; at++) lines += *at == '\n';
+    j->ids = (int32_t *)malloc((bytes + 1) * sizeof *j->ids);
+    j->begins = (int64_t *)calloc((size_t)lines + 1, sizeof *j->begins);
+    if (!j->ids || !j->begins) {
+        fprintf(stderr, "embed: %s: no memory for %lld lines\n", input_name(j), (long long)lines);
+        return 0;
+    }
+    for (; line < end; line = stop + 1, j->sentences++) {
+        stop = (char *)memchr(line, '\n', (size_t)(end - line));
+        if (!stop) stop = end;
+        *stop = 0;
+        if (!read_line(j, line, stop)) return 0;
+    }
+    if (j->sentences == 0) fprintf(stderr, "embed: %s: the input has no sentence\n", input_name(j));
+    return j->sentences > 0;
+}
+
 static int read_sentences(job *j) {
     FILE *file = j->in ? fopen(j->in, "rb") : stdin;
-    char *text = file ? read_input(file) : NULL, *line = text;
-    int64_t lines = 1;
-    int ok = text != NULL;
+    size_t bytes = 0;
+    char *text = file ? read_input(j, file, &bytes) : NULL;
+    int ok = text && parse_sentences(j, text, bytes);
     if (!file) fprintf(stderr, "embed: %s: %s\n", j->in, strerror(errno));
     if (file && file != stdin) fclose(file);
-    for (char *at = text; ok && *at; at++) lines += *at == '\n';
-    j->ids = ok ? (int32_t *)malloc((strlen(text) + 1) * sizeof *j->ids) : NULL;
-    j->begins = ok ? (int64_t *)calloc((size_t)lines + 1, sizeof *j->begins) : NULL;
-    ok = j->ids && j->begins;
-    while (ok && *line) {
-        char *end = strchr(line, '\n'), *next = end ? end + 1 : line + strlen(line);
-        if (end) *end = 0;
-        ok = read_line(j, line);
-        j->sentences += ok;
-        line = next;
-    }
-    if (ok && j->sentences == 0) ok = fprintf(stderr, "embed: the input has no sentence\n") < 0;
-    if (ok) j->vectors = (float *)malloc((size_t)(j->sentences * j->bert.layer.hidden) * sizeof *j->vectors);
     free(text);
-    return ok && j->vectors != NULL;
+    if (ok) j->vectors = (float *)malloc((size_t)(j->sentences * j->bert.layer.hidden) * sizeof *j->vectors);
+    if (ok && !j->vectors) fprintf(stderr, "embed: no memory for %lld vectors\n", (long long)j->sentences);
+    return j->vectors != NULL;
 }
 
 static mt_status save(mt_context *ctx, const job *j, mt_safetensors_writer **writer) {

@@ -14,11 +14,11 @@ build=$(cd "$build" && pwd)
 check_log=$build/check.log check_lines=40
 model=tests/golden/bert_hf ids=tests/golden/embed/ids.txt vectors=tests/golden/embed/vectors.txt
 
-# near FILE FILE: the same number of vectors, and the same numbers up to 1e-6
+# near FILE FILE [TOLERANCE]: the same number of vectors, and the same numbers up to 1e-6, or this tolerance
 near() {
-    [ "$(wc -l <"$1")" -eq "$(wc -l <"$2")" ] && paste -d ' ' "$1" "$2" | awk '
+    [ "$(wc -l <"$1")" -eq "$(wc -l <"$2")" ] && paste -d ' ' "$1" "$2" | awk -v tolerance="${3:-1e-6}" '
         { n = NF / 2; for (i = 1; i <= n; i++) { d = $i - $(i + n); if (d < 0) d = -d; if (d > most) most = d } }
-        END { print NR " vectors of " n ", largest difference " most; exit !(NR > 0 && n > 1 && most < 1e-6) }'
+        END { print NR " vectors of " n ", largest difference " most; exit !(NR > 0 && n > 1 && most < tolerance) }'
 }
 
 # embeds NAME FLAG...: writes the vectors to NAME.txt
@@ -67,14 +67,150 @@ refused() {
     [ ! -s "$build/output" ] && [ "$(wc -l <"$build/sentence")" -eq 1 ] && grep -q -- "$words" "$build/sentence"
 }
 
-# An encoder with another pooling, and one without a tensor.
+# encoder FOLDER [JSON]: makes a model with this config.json of a Pooling in 1_Pooling
+encoder() {
+    rm -rf "${build:?}/$1" && cp -r $model "$build/$1" || return 1
+    [ $# -eq 1 ] || { mkdir "$build/$1/1_Pooling" && echo "$2" >"$build/$1/1_Pooling/config.json"; }
+}
+
+# modules FOLDER TYPE PATH [TYPE PATH]...: writes modules.json
+modules() {
+    folder=$build/$1 separator='[' n=0
+    shift
+    while [ $# -gt 0 ]; do
+        printf '%s{"idx": %s, "name": "%s", "path": "%s", "type": "%s"}' "$separator" $n $n "$2" "$1"
+        separator=,
+        n=$((n + 1))
+        shift 2
+    done >"$folder/modules.json"
+    echo ']' >>"$folder/modules.json"
+}
+
+# pools MODE: the vectors of the encoder are those of the mode, whose numbers are up to 11 without normalisation
+pools() {
+    "$build/embed" "$build/pooling" --normalize 0 --tp 2 <$ids >"$build/pooling.txt" &&
+        near "$build/pooling.txt" "tests/golden/embed/$1.txt" 1e-5 && return 0
+    echo "not $1: $(cat "$build/pooling/1_Pooling/config.json")"
+    return 1
+}
+
+# pooled MODE JSON...: an encoder with each of these files has the vectors of the mode
+pooled() {
+    mode=$1
+    shift
+    for json in "$@"; do encoder pooling "$json" && pools "$mode" || return 1; done
+}
+
+no_mean='"pooling_mode_mean_tokens": false'
+
+# The forms of sentence-transformers since 5.4, and those before.
+modes_of_pooling() {
+    for mode in cls max mean mean_sqrt_len_tokens weightedmean lasttoken; do
+        older=${mode%_tokens}_tokens
+        case $mode in lasttoken) older=lasttoken ;; esac
+        pooled "$mode" "{\"embedding_dimension\": 32, \"pooling_mode\": \"$mode\", \"include_prompt\": true}" \
+            "{\"pooling_mode\": [\"$mode\"]}" \
+            "{\"pooling_mode_cls_token\": true, \"pooling_mode\": \"$mode\"}" || return 1
+        case $mode in mean) continue ;; cls) older=cls_token ;; esac
+        pooled "$mode" "{\"word_embedding_dimension\": 32, \"pooling_mode_$older\": true, $no_mean}" || return 1
+    done
+    pooled mean '{}' '{"pooling_mode_mean_tokens": true, "pooling_mode_cls_token": false}'
+}
+
+refused_pooling() {
+    words=$1
+    shift
+    for json in "$@"; do encoder pooling "$json" && refused "$words" "1\n" "$build/pooling" || return 1; done
+}
+
+other_pooling() {
+    at=pooling/1_Pooling/config.json
+    refused_pooling "$at: pooling_mode_cls_token is true and pooling_mode_mean_tokens is true or missing" \
+        '{"pooling_mode_cls_token": true}' \
+        '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}' &&
+        refused_pooling "pooling_mode_lasttoken is true and pooling_mode_max_tokens is true, this program has one" \
+            "{\"pooling_mode_max_tokens\": true, \"pooling_mode_lasttoken\": true, $no_mean}" &&
+        refused_pooling "pooling_mode_mean_tokens is false, and no other mode" '{"pooling_mode_mean_tokens": false}' &&
+        refused_pooling "pooling_mode is a list of 'cls', 'mean'" '{"pooling_mode": ["cls", "mean"]}' \
+            '{"pooling_mode": ["cls", "mean", "max"]}' &&
+        refused_pooling "pooling_mode is 'attention', must be mean, cls" '{"pooling_mode": "attention"}' \
+            '{"pooling_mode": ["attention"]}' &&
+        refused_pooling "pooling_mode: a string is missing" '{"pooling_mode": []}' '{"pooling_mode": null}' \
+            '{"pooling_mode": {"0": "cls"}}' '{"pooling_mode": true}' &&
+        refused_pooling "include_prompt is false" '{"pooling_mode": "mean", "include_prompt": false}' &&
+        refused_pooling "the embedding has 33 features, the model has 32" '{"word_embedding_dimension": 33}' \
+            '{"embedding_dimension": 33, "pooling_mode": "cls"}' &&
+        refused_pooling "$at: JSON, byte 0" 'no JSON' '[]'
+}
+
+# The folder of the pooling is that of modules.json. Names of classes are those of sentence-transformers 2 to 6.
+modules_of_an_encoder() {
+    old=sentence_transformers.models new=sentence_transformers.sentence_transformer.modules.pooling
+    for classes in "$old.Transformer $old.Pooling $old.Normalize" \
+        "sentence_transformers.base.modules.transformer.Transformer $new.Pooling \
+            sentence_transformers.base.modules.normalize.Normalize"; do
+        # shellcheck disable=SC2086  # a list of words
+        set -- $classes
+        encoder pooling '{"pooling_mode": "max"}' && mkdir "$build/pooling/own" &&
+            echo '{"pooling_mode": "cls"}' >"$build/pooling/own/config.json" || return 1
+        modules pooling "$1" "" "$2" own && pools cls || return 1
+        modules pooling "$1" "" "$2" 1_Pooling "$3" 2_Normalize && pools max || return 1
+        mkdir "$build/pooling/2_Normalize" && echo '{"module_input_name": "sentence_embedding"}' \
+            >"$build/pooling/2_Normalize/config.json" && pools max || return 1
+    done
+}
+
+refused_modules() {
+    words=$1
+    shift
+    modules pooling "$@" && refused "$words" "1\n" "$build/pooling"
+}
+
+other_modules() {
+    old=sentence_transformers.models
+    first="$old.Transformer" second="$old.Pooling" third="$old.Normalize"
+    encoder pooling '{}' && mkdir "$build/pooling/2_Normalize" || return 1
+    refused_modules "modules.json: module 3 is '$old.Dense', this program has Transformer, Pooling and" \
+        $first "" $second 1_Pooling $old.Dense 2_Dense &&
+        refused_modules "module 3 is '$old.Dense'" $first "" $second 1_Pooling $old.Dense 2_Dense $third 3_Normalize &&
+        refused_modules "module 4 is '$old.Dense'" $first "" $second 1_Pooling $third "" $old.Dense 2_Dense &&
+        refused_modules "module 2 is '$old.WeightedLayerPooling'" $first "" $old.WeightedLayerPooling 1_W &&
+        refused_modules "module 2 is ''" $first "" && refused_modules "module 1 is '$second'" $second 1_Pooling &&
+        refused_modules "module 2 is 'mine.Pooling'" $first "" mine.Pooling 1_Pooling &&
+        refused_modules "module 1 is 'sentence_transformers.sparse_encoder.models.SpladePooling'" \
+            sentence_transformers.sparse_encoder.models.SpladePooling "" &&
+        refused_modules "module 2 is '$third'" $first "" $third "" $second 1_Pooling &&
+        refused_modules "the Transformer is in '0_Transformer', must be" $first 0_Transformer $second 1_Pooling &&
+        refused_modules "the Pooling has no folder" $first "" $second "" &&
+        refused_modules "pooling/3_Pooling/config.json: cannot open it" $first "" $second 3_Pooling &&
+        refused_modules "cannot open it" $first "" $second ../pooling/1_Pooling || return 1
+    echo '{"module_input_name": "token_embeddings"}' >"$build/pooling/2_Normalize/config.json"
+    refused_modules "module_input_name is 'token_embeddings', must be 'sentence_embedding'" \
+        $first "" $second 1_Pooling $third 2_Normalize || return 1
+    for json in '{}' '[]' '[1]' '["Transformer"]' 'x'; do
+        echo "$json" >"$build/pooling/modules.json"
+        refused "pooling/modules.json: " "1\n" "$build/pooling" || return 1
+    done
+}
+
+# max_seq_length limits a sentence. Outputs that are not those of the tokens are refused.
+transformer_of_an_encoder() {
+    encoder pooling '{}' || return 1
+    config=$build/pooling/sentence_bert_config.json
+    echo '{"max_seq_length": 3, "do_lower_case": true, "transformer_task": "feature-extraction"}' >"$config"
+    printf '1 2 3\n4\n' | "$build/embed" "$build/pooling" >"$build/output" &&
+        refused "sentence 2 has 4 tokens, must have 1 to 3" "1 2 3\n1 2 3 4\n" "$build/pooling" || return 1
+    echo '{"max_seq_length": null}' >"$config"
+    pools mean || return 1
+    echo '{"max_seq_length": 512}' >"$config"
+    pools mean && refused "has 13 tokens, must have 1 to 12" "1 1 1 1 1 1 1 1 1 1 1 1 1" "$build/pooling" || return 1
+    echo '{"transformer_task": "sequence-classification"}' >"$config"
+    refused "transformer_task is 'sequence-classification', must be 'feature-extraction'" "1\n" "$build/pooling"
+}
+
+# An encoder without a tensor.
 other_models() {
-    rm -rf "$build/cls" "$build/renamed"
-    cp -r $model "$build/cls" && mkdir "$build/cls/1_Pooling" && cp -r $model "$build/renamed" || return 1
-    echo '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}' >"$build/cls/1_Pooling/config.json"
-    refused "pooling_mode_mean_tokens is false" "1\n" "$build/cls" || return 1
-    echo '{"pooling_mode_max_tokens": true}' >"$build/cls/1_Pooling/config.json"
-    refused "pooling_mode_max_tokens is true" "1\n" "$build/cls" || return 1
+    encoder renamed || return 1
     sed 's/layer\.0\.attention\.self\.key\.weight/layer.0.attention.self.kez.weight/' $model/model.safetensors \
         >"$build/renamed/model.safetensors"
     refused "attention.self.ke[yz].weight" "1\n" "$build/renamed" --tp 4
@@ -105,6 +241,14 @@ not_finite() {
         refused "element 0 of '$norm' is nan, must be a finite number" "1 2 3\n" "$build/nan"
 }
 
+# A NUL does not end the input, wherever it is, and a read that fails is not its end.
+broken_inputs() {
+    for input in '1\0 2\n3\n4\n' '\0001\n2\n' '1\n2\n\000' '1\n\000\n2\n' '1 \000\n'; do
+        refused "expected a number from 0 to 60" "$input" $model || return 1
+    done
+    refused "embed: tests: cannot read it: Is a directory" "" $model --ids tests
+}
+
 refusals() {
     other_models || return 1
     refused "usage: embed DIR" "" &&
@@ -112,7 +256,7 @@ refusals() {
         refused "model_type is 'gpt2', must be bert" "1\n" tests/golden/gpt2_hf &&
         refused "nonexistent: No such file" "" $model --ids "$build/nonexistent" &&
         refused "the input has no sentence" "" $model &&
-        refused "sentence 2: 'x 3': expected a number from 0 to 60" "1\n2 x 3\n" $model &&
+        refused "standard input: sentence 2: 'x 3': expected a number from 0 to 60, as token 2" "1\n2 x 3\n" $model &&
         refused "sentence 1: '61': expected a number from 0 to 60" "61\n" $model &&
         refused "sentence 1: '-1': expected a number from 0 to 60" "-1\n" $model &&
         refused "sentence 2 has 0 tokens, must have 1 to 12" "1\n\n2\n" $model &&
@@ -127,6 +271,12 @@ check "embed builds" "$CC" -O2 -I. $declarations examples/embed.c -o "$build/emb
 check "embed: the vectors of transformers, on 1, 2, 3, 4 and 8 ranks" every_split
 check "embed: vectors that are not normalised" not_normalised
 check "embed: vectors in a safetensors file" to_a_file
+check "embed: each mode of pooling of sentence-transformers" modes_of_pooling
+check "embed: a pooling that it does not have is refused by name" other_pooling
+check "embed: the modules of an encoder, and the folder of its pooling" modules_of_an_encoder
+check "embed: a module that it does not have is refused by name" other_modules
+check "embed: the length of sentences, and the outputs, of an encoder" transformer_of_an_encoder
+check "embed: a NUL, and a read that fails" broken_inputs
 check "embed: what it refuses" refusals
 check "embed: no vector that is not finite" not_finite
 closing_line
