@@ -44,6 +44,11 @@
    the same collectives in the same order. Contexts in one process are independent of each other.
    Cancelled threads and C++ exceptions: see mt_launch.
 
+   fork(). The new process is no rank of the old one's groups: calls on a communicator with other ranks, and all calls
+   with a context on a GPU, return MT_ERR_UNSUPPORTED there. A context on a CPU works, in a group of one. The new
+   process may create contexts and communicators of its own, for example with mt_launch. Destroying what it has
+   inherited frees memory and does nothing else, so the old process does not notice.
+
    Sections of the implementation: >>status >>context >>cuda >>local >>threads >>16bit >>hash >>placements
    >>collectives >>nccl >>mpi >>compare >>replicas >>conjugates >>graph >>launch */
 
@@ -454,6 +459,7 @@ MT_API void mt_comm_ledger_reset(mt_comm *comm);
    MT_ERR_TIMEOUT      a rank did not call in time
    MT_ERR_PEER         a rank left the group or failed
    MT_ERR_UNSUPPORTED  the ranks are not connected (see mt_world_from_env), or are over MPI with contexts on GPUs;
+                       this process was forked after comm was created;
                        on GPUs also: a reduction in the tree over more than 64 ranks, or between GPUs of this process
                        that cannot access each other's memory
    MT_ERR_MEMORY       over NCCL: the arena is too small for the scratch memory of the call
@@ -1261,6 +1267,7 @@ typedef struct mti_staging {
 #define MTI_MAX_THREADS 1024
 
 struct mt_context {
+    pid_t process; /* that has created the context, see mti_is_forked */
     mt_device device;
     int threads;
     struct mti_team *team; /* the other threads; NULL before the first call that needs them */
@@ -1370,8 +1377,9 @@ typedef struct mti_group {
     pthread_mutex_t mutex;
     pthread_cond_t cond;
     unsigned char *slots;
-    int turn;     /* atomic; 1: a rank of this group records a graph */
-    int captured; /* atomic; 1: the capture that rank 0 has begun has not ended */
+    pid_t process; /* that has created the group */
+    int turn;      /* atomic; 1: a rank of this group records a graph */
+    int captured;  /* atomic; 1: the capture that rank 0 has begun has not ended */
     mt_status why_broken;
     char text[MT_ERROR_BYTES];
 } mti_group;
@@ -1400,6 +1408,7 @@ typedef struct mti_nccl {
 
 struct mt_comm {
     const struct mti_transport *transport;
+    pid_t process;       /* that has created the communicator */
     mti_group *group;    /* threads: the shared group; over MPI, and over NCCL with a board: a copy that only this
                             process uses, for messages; else NULL */
     struct mti_mpi *mpi; /* only over MPI */
@@ -1731,7 +1740,12 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
     return MT_SUCCESS;
 }
 
+/* Whether this process was forked from the one that has created something. It has copies of that process's memory, but
+   not its threads, whose locks stay as they were, and it shares the files and connections. */
+static int mti_is_forked(pid_t process) { return process != getpid(); }
+
 static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_desc *d) {
+    ctx->process = getpid();
     ctx->device = d->device;
     ctx->threads = d->threads ? d->threads : 1;
     ctx->invariant = d->invariant;
@@ -1800,9 +1814,23 @@ static void mti_slot_destroy(mt_context *ctx, mti_slot_memory *slot) {
     slot->memory = NULL; /* mt_context_slot returns NULL while the lower slots are destroyed */
 }
 
-MT_API void mt_context_destroy(mt_context *ctx) {
+/* Whether this process was forked from the one that has created a context on a GPU: CUDA does not work here. */
+static int mti_has_no_gpu(const mt_context *ctx) {
+    return ctx->device == MT_DEVICE_CUDA && mti_is_forked(ctx->process);
+}
+
+static mt_status mti_check_gpu(mt_context *ctx) {
+    if (!mti_has_no_gpu(ctx)) return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_UNSUPPORTED,
+        "the context on GPU %d belongs to process %ld, from which this process %ld was forked: CUDA does not "
+        "work here; create the context after fork()",
+        ctx->ordinal, (long)ctx->process, (long)getpid());
+}
+
+/* Ends what uses the device, and frees its memory. */
+static void mti_context_close(mt_context *ctx) {
     int i;
-    if (!ctx) return;
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_idle(ctx);
     for (i = MT_SLOT_COUNT; i-- > 0;) mti_slot_destroy(ctx, &ctx->slots[i]);
     mti_replicas_destroy(ctx);
@@ -1810,6 +1838,11 @@ MT_API void mt_context_destroy(mt_context *ctx) {
     mti_team_destroy(ctx->team);
     if (ctx->device != MT_DEVICE_META && ctx->arena)
         (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
+}
+
+MT_API void mt_context_destroy(mt_context *ctx) {
+    if (!ctx) return;
+    if (!mti_has_no_gpu(ctx)) mti_context_close(ctx);
     mt_trace_free(&ctx->trace);
     mti_checker_destroy(ctx->checker);
     mt_host_free(ctx);
@@ -1909,7 +1942,7 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
 
 MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     size_t size = mt_align_up(bytes ? bytes : 1);
-    if (!ctx || !ptr) return;
+    if (!ctx || !ptr || mti_has_no_gpu(ctx)) return;
     if (ctx->device == MT_DEVICE_CUDA)
         mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
     if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
@@ -2088,6 +2121,7 @@ static void mti_cuda_free(void *user, void *ptr, size_t bytes) {
 MT_API mt_status mt_cuda_enter(mt_context *ctx) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (ctx->device == MT_DEVICE_META) return MT_PLANNED;
+    MT_TRY(mti_check_gpu(ctx));
     cudaGetLastError(); /* clears an error of the program, which mt_cuda_launched would report */
     MT_CUDA_TRY(ctx, cudaSetDevice(ctx->ordinal));
     mti_graph_await_end(ctx);
@@ -2700,6 +2734,7 @@ static mt_comm *mti_comm_new(const mti_transport *transport, int rank, int size,
     mt_comm *comm = (mt_comm *)calloc(1, sizeof *comm);
     if (!comm) return NULL;
     comm->transport = transport;
+    comm->process = getpid();
     comm->rank = comm->local_rank = rank;
     comm->size = size;
     mt_comm_set_name(comm, name);
@@ -2710,7 +2745,8 @@ static mt_comm *mti_comm_new(const mti_transport *transport, int rank, int size,
 static void mti_group_release(mti_group *g) {
     mti_group *root;
     int r;
-    if (!g || __atomic_sub_fetch(&g->references, 1, __ATOMIC_ACQ_REL) > 0) return;
+    if (!g || mti_is_forked(g->process)) return; /* there, threads of the other process wait for ever */
+    if (__atomic_sub_fetch(&g->references, 1, __ATOMIC_ACQ_REL) > 0) return;
     root = g->root;
     for (r = 0; r < g->size; r++) {
         mti_event_free(&mti_slot_of(g, r)->ready);
@@ -2742,6 +2778,7 @@ static mti_group *mti_group_new(int size, double timeout, int spin) {
         free(g);
         return NULL;
     }
+    g->process = getpid();
     g->size = size;
     g->timeout = timeout;
     g->spin = spin;
@@ -3480,7 +3517,18 @@ static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *c
 
 /* -- leaving and splitting -- */
 
-static void mti_leave(mt_comm *comm, const char *reason) { (comm->transport->leave)(comm, reason); }
+static void mti_leave(mt_comm *comm, const char *reason) {
+    if (!mti_is_forked(comm->process)) (comm->transport->leave)(comm, reason);
+}
+
+/* Refuses a call that would wait for ranks of the process from which this one was forked. name: without mt_ */
+static mt_status mti_check_process(mt_context *ctx, mt_comm *comm, const char *name) {
+    if (!comm->transport->has_peers || !mti_is_forked(comm->process)) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED,
+                      "mt_%s: \"%s\" (%d ranks) belongs to process %ld, from which this process %ld was forked and "
+                      "which is no rank of it: create a communicator here, for example with mt_launch",
+                      name, comm->name, comm->size, (long)comm->process, (long)getpid());
+}
 
 /* Returns 0 when this rank has left before, else 1. */
 static int mti_mark_left(mt_comm *comm, const char *reason) {
@@ -3628,6 +3676,7 @@ static mt_status mti_apart_split(mt_comm *comm, int color, int key, mt_comm **ou
 
 static mt_status mti_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
     if (!out) return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: out is NULL");
+    MT_TRY(mti_check_process(NULL, comm, "comm_split"));
     MT_TRY((comm->transport->split)(comm, color < 0 ? -1 : color, key, out));
     if (color < 0) return MT_SUCCESS;
     if (!*out)
@@ -3708,12 +3757,16 @@ static void mti_team_call(mti_team *t) {
     mti_wake(t->group);
 }
 
+/* A process that was forked has no helpers. */
+static int mti_team_is_forked(const mti_team *t) { return t->group && mti_is_forked(t->group->process); }
+
 static void mti_team_destroy(mti_team *t) {
-    int i;
+    int i, here;
     if (!t) return;
+    here = !mti_team_is_forked(t);
     t->ends = 1;
-    if (t->group) mti_team_call(t);
-    for (i = 0; i < t->count; i++) pthread_join(t->helper[i].thread, NULL);
+    if (t->group && here) mti_team_call(t);
+    for (i = 0; i < t->count && here; i++) pthread_join(t->helper[i].thread, NULL);
     mti_group_release(t->group);
     free(t->helper);
     free(t);
@@ -3759,6 +3812,10 @@ MT_API void mt_parallel_for(mt_context *ctx, int64_t count, int64_t grain, mt_ra
     r.data = data;
     r.count = count;
     r.each = mt_round_up(count / threads + (count % threads != 0), mt_max(grain, 1));
+    if (r.each < count && ctx->team && mti_team_is_forked(ctx->team)) {
+        mti_team_destroy(ctx->team);
+        ctx->team = NULL;
+    }
     if (r.each < count && !ctx->team) ctx->team = mti_team_new(threads - 1);
     if (r.each < count && ctx->team) {
         mti_team_run(ctx->team, &r, threads);
@@ -6236,6 +6293,7 @@ static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *nam
 static mt_status mti_check_home(mt_context *ctx, mt_comm *comm, const char *name) {
     if (!comm) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: comm is NULL", name);
     if (!ctx) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: ctx is NULL", name);
+    MT_TRY(mti_check_process(ctx, comm, name));
     return (comm->transport->check)(ctx, comm, name);
 }
 
@@ -8727,6 +8785,7 @@ static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **
                           !ctx     ? "ctx"
                           : !world ? "world"
                                    : "out");
+    MT_TRY(mti_check_process(ctx, world, "comm_create_for"));
     MT_TRY((world->transport->over_nccl)(ctx, world, out));
     if (*out) mti_adopt(world, *out);
     else MT_TRY(mt_comm_split(world, 0, world->rank, out));
@@ -8747,6 +8806,7 @@ MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **o
 MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!comm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_register: comm is NULL");
+    MT_TRY(mti_check_process(ctx, comm, "comm_register"));
     return (comm->transport->enlist)(ctx, comm, memory, bytes);
 }
 
@@ -9694,6 +9754,7 @@ static void mti_mpi_port_end(mti_mpi_port *port, int closed) {
 static void mti_mpi_destroy(mt_comm *comm) {
     mti_mpi *m = comm->mpi, **at;
     mti_mpi_port *port = m->port;
+    if (mti_is_forked(comm->process)) return;
     for (at = &port->groups; *at != m; at = &(*at)->next) continue;
     *at = m->next;
     m->next = port->ended;
@@ -10762,6 +10823,7 @@ static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call) {
 }
 
 static void mti_cuda_graph_destroy(mt_context *ctx, mt_graph *graph) {
+    if (mti_has_no_gpu(ctx)) return;
     mti_cuda_synchronize(ctx);
     if (graph->run && cudaGraphExecDestroy(graph->run) != cudaSuccess) cudaGetLastError();
 }
@@ -10872,6 +10934,7 @@ static mt_status mti_graph_check(mt_context *ctx, const char *function, int reco
     if (ctx->device == MT_DEVICE_CPU)
         return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: the context is on MT_DEVICE_CPU; only MT_DEVICE_CUDA has graphs",
                        function);
+    MT_TRY(mti_check_gpu(ctx));
     if (ctx->recording != recording)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the context %s", function,
                        recording ? "does not record: call mt_graph_begin before" : "records already");
@@ -11015,7 +11078,7 @@ typedef struct mti_watch {
 } mti_watch;
 
 static void mti_rank_ended(mti_rank *rank) {
-    mti_watch *w = rank->watch;
+    mti_watch *w = mti_is_forked(rank->world->process) ? NULL : rank->watch; /* the thread that watches is not here */
     if (w) pthread_mutex_lock(&w->mutex);
     rank->ended = 1;
     if (!w) return;
@@ -11310,6 +11373,7 @@ static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_
     rank.run = run;
     rank.user = user;
     mti_rank_run(&rank);
+    if (mti_is_forked(rank.world->process)) return rank.status;
     status = mti_launch_report(desc, &rank, 1);
     *closed = 1;
     if (port) {

@@ -8448,6 +8448,7 @@ struct mt_safetensors_writer {
     mt_status status;            /* of the header: no memory, or its check failed; of the creation of the file */
     int64_t data_bytes, written; /* of all tensors; of the file */
     int is_begun;                /* 1: the file has the header */
+    pid_t process;               /* that has begun; a process forked from it may not touch the file */
     char path[MT_PATH_MAX];
 };
 
@@ -8605,12 +8606,16 @@ static mt_status mti_writer_open(mt_context *ctx, mt_safetensors_writer *w) {
     snprintf(w->file.path, sizeof w->file.path, "%.*s.tmp", MT_PATH_MAX - 5, w->path);
     MT_TRY(mti_writer_create(ctx, &w->file));
     w->is_begun = 1;
+    w->process = getpid();
     mti_header_write(w);
     return MT_SUCCESS;
 }
 
 /* Opens the file at the first call. */
 static mt_status mti_writer_begin(mt_context *ctx, mt_safetensors_writer *w) {
+    if (w->is_begun && w->process != getpid())
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: process %ld writes it, from which this process %ld was forked",
+                       w->path, (long)w->process, (long)getpid());
     if (!w->is_begun && w->status == MT_SUCCESS) w->status = mti_writer_open(ctx, w);
     return w->status;
 }
@@ -8712,7 +8717,7 @@ MT_API mt_status mt_safetensors_finish(mt_context *ctx, mt_safetensors_writer *w
 MT_API void mt_safetensors_destroy(mt_safetensors_writer *writer) {
     if (!writer) return;
     if (writer->file.fd >= 0) {
-        if (mti_is_at(writer->file.fd, writer->file.path)) unlink(writer->file.path);
+        if (writer->process == getpid() && mti_is_at(writer->file.fd, writer->file.path)) unlink(writer->file.path);
         close(writer->file.fd);
     }
     mti_header_free(writer);
@@ -9382,6 +9387,7 @@ struct mt_checkpoint {
     void *exchange; /* device memory of MT_ERROR_BYTES, for mti_agree */
     /* file descriptor of the lock, on the first rank after mti_checkpoint_lock; otherwise -1 */
     int lock;
+    pid_t process; /* that has taken the lock; a process forked from it may not write */
     char directory[MT_PATH_MAX];
     mt_safetensors_writer writer; /* its file also writes the JSON files */
 };
@@ -10055,6 +10061,7 @@ static mt_status mti_lock_take(mt_context *ctx, mt_checkpoint *c) {
     int error;
     MT_TRY(mti_path(ctx, c->directory, ".lock", path, sizeof path));
     c->lock = mti_open(path, O_RDWR | O_CREAT | MTI_NOFOLLOW);
+    c->process = getpid();
     if (c->lock < 0) return mti_io_error(ctx, path, "open it", errno);
     error = mti_lock_wait(c->lock);
     /* locked, or the file system has no locks */
@@ -10086,8 +10093,11 @@ static mt_status mti_checkpoint_params(mt_context *ctx, const char *function, co
                    function, c->count, c->params->count);
 }
 
-/* Checks that the checkpoint has a directory. */
+/* Checks that the checkpoint has a directory, and that no process from which this one was forked has locked it. */
 static mt_status mti_directory_check(mt_context *ctx, const char *function, const mt_checkpoint *c) {
+    if (c->lock >= 0 && c->process != getpid())
+        return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: process %ld, from which this process %ld was forked, writes to %s",
+                       function, (long)c->process, (long)getpid(), c->directory);
     if (c->directory[0]) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mt_checkpoint_desc.directory is NULL, so this can only import", function);
 }
