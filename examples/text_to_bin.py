@@ -18,8 +18,9 @@ bert       The texts, one after the other, with marks of sentences and words, an
 wikitext   A text of WikiText, detokenised by the rules of Megatron-LM, with the number of words of the original, which
            eval_gpt needs for the perplexity per word: the parts between single spaces. --keep leaves the text as it is.
 lambada    Each line is {"text": ...}, or {"context": ..., "continuation": ...}. The last word of a passage is what
-           follows its last white space. The text before it, without white space at both ends, and the last word with
-           a space in front of it become tokens separately.
+           follows its last white space. The text before it, without white space at both ends, a space and the last
+           word become tokens together, because some tokenizers begin each text with a space. A line with a token of
+           which a part is in the last word is refused.
 
 The file is that of llm.c: 256 int32, then uint16 tokens, all little-endian. The header has the number 20240520, the
 version 1, the number of tokens, the number of words of the original text (0: unknown) and the number of passages (0: a
@@ -30,6 +31,7 @@ numbers are 0.
 """
 import argparse
 import array
+import contextlib
 import json
 import os
 import re
@@ -39,6 +41,17 @@ MAGIC, VERSION, HEADER = 20240520, 1, 256
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 WORD_START, SENTENCE_START = 1, 2
 WHITE_SPACE = " \t\n\v\f\r"  # that of the C locale, as eval_gpt counts words
+
+
+def without_space_inside(opening, closing):
+    """A rule that removes white space behind an opening mark and before the closing one. Without a closing mark, the
+    match reaches to the end of the text and changes nothing, so that no character is looked at more than once."""
+
+    def replacement(match):
+        return match[0] if not match[2] else opening + match[1].strip() + closing
+
+    return rf"\{opening}([^\{closing}]*)(\{closing}|\Z)", replacement
+
 
 # The rules of Megatron-LM (tasks/zeroshot_gpt/detokenizer.py) in their order: name, pattern, replacement. Its rule for
 # a digit after an apostrophe changes no text, because its pattern has slashes, and is left out.
@@ -53,11 +66,11 @@ WIKITEXT_RULES = [
     ("exclamation mark", r" ! ", r"! "),
     ("question mark", r" \? ", r"? "),
     ("comma", r" , ", r", "),
-    ("parentheses", r"\(\s*([^)]*?)\s*\)", r"(\1)"),
-    ("brackets", r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
-    ("braces", r"\{\s*([^}]*?)\s*\}", r"{\1}"),
-    ("double quotes", r'"\s*([^"]*?)\s*"', r'"\1"'),
-    ("single quotes", r"'\s*([^']*?)\s*'", r"'\1'"),
+    ("parentheses", *without_space_inside("(", ")")),
+    ("brackets", *without_space_inside("[", "]")),
+    ("braces", *without_space_inside("{", "}")),
+    ("double quotes", *without_space_inside('"', '"')),
+    ("single quotes", *without_space_inside("'", "'")),
     ("heading of level 4", r"= = = =", r"===="),
     ("heading of level 3", r"= = =", r"==="),
     ("heading of level 2", r"= =", r"=="),
@@ -71,6 +84,15 @@ WIKITEXT_RULES = [
 
 class Problem(Exception):
     """What the user has to change."""
+
+
+@contextlib.contextmanager
+def located(place):
+    """Puts the place into the message of a problem."""
+    try:
+        yield
+    except Problem as problem:
+        raise Problem(f"{place}: {problem}") from problem
 
 
 def detokenise_wikitext(text):
@@ -93,17 +115,41 @@ def split_last_word(text):
     return parts[0].strip(), " " + parts[1]
 
 
+def unique_members(pairs):
+    """The members of a JSON object."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise Problem("an object has a member twice")
+    return fields
+
+
+def text_member(fields, name):
+    """A member that must be a text that has a form in UTF-8."""
+    text = fields[name]
+    if not isinstance(text, str):
+        raise Problem(f'"{name}" is {json.dumps(text)[:40]}, must be a text')
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise Problem(f'"{name}" has half a surrogate pair, \\u{ord(text[error.start]):04x}, as its character '
+                      f"{error.start + 1}") from error
+    return text
+
+
 def passage_text(line):
     """The passage of a line of JSON."""
     try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
+        fields = json.loads(line, object_pairs_hook=unique_members)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
         raise Problem(f"no JSON: {error}") from error
-    if isinstance(fields, dict) and "text" in fields:
-        return fields["text"]
-    if isinstance(fields, dict) and "context" in fields and "continuation" in fields:
-        return fields["context"].rstrip() + " " + fields["continuation"].strip()
-    raise Problem('neither "text", nor "context" and "continuation"')
+    if not isinstance(fields, dict):
+        fields = {}
+    if ("text" in fields) + ("context" in fields and "continuation" in fields) != 1:
+        raise Problem('neither "text", nor "context" and "continuation"' if "text" not in fields else
+                      '"text" as well as "context" and "continuation"')
+    if "text" in fields:
+        return text_member(fields, "text")
+    return text_member(fields, "context").rstrip() + " " + text_member(fields, "continuation").strip()
 
 
 def read_text(path):
@@ -140,6 +186,10 @@ class Bytes:
     def encode(self, text):
         return list(text.encode("utf-8"))
 
+    def split(self, before, last):
+        """The tokens of a passage: those of the text before its last word, and those of the last word."""
+        return self.encode(before), self.encode(last)
+
     def words(self, text):
         """The tokens, and for each of them 1 if it begins a word."""
         tokens = self.encode(text)
@@ -156,11 +206,28 @@ class Tokenizer:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
 
+    def encoding(self, text):
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises Exception itself
+            raise Problem(f"the tokenizer refuses it: {error}") from error
+
     def encode(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encoding(text).ids
+
+    def split(self, before, last):
+        """As above. A tokenizer may begin each text with a space, so that a last word alone has other tokens."""
+        context, whole = self.encode(before), self.encoding(before + last)
+        count = len(context)
+        if whole.ids[:count] != context:  # what follows changes the tokens of the context
+            count = sum(end <= len(before) for _, end in whole.offsets)
+            if any((end > len(before)) != (i >= count) or (i >= count and begin < len(before))
+                   for i, (begin, end) in enumerate(whole.offsets)):
+                raise Problem("a token belongs to the context and to the last word")
+        return whole.ids[:count], whole.ids[count:]
 
     def words(self, text):
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        encoding = self.encoding(text)
         words = encoding.word_ids
         return encoding.ids, [int(i == 0 or word is None or word != words[i - 1]) for i, word in enumerate(words)]
 
@@ -176,8 +243,8 @@ def load_tokenizer(path, cased):
         return Bytes()
     kind, files = tokenizer_files(path)
     for file in files:
-        if not os.path.exists(file):
-            raise Problem(f"--tokenizer {file}: no such file")
+        if not os.path.isfile(file):  # reading a pipe would wait for a writer
+            raise Problem(f"--tokenizer {file}: " + ("no file" if os.path.exists(file) else "no such file"))
     try:
         import tokenizers
     except ImportError as error:
@@ -226,7 +293,9 @@ def make_train(o, tokenizer):
     tokens = []
     for path in o.files:
         tokens += [] if o.separator is None else [o.separator]
-        tokens += tokenizer.encode(read_text(path))
+        text = read_text(path)
+        with located(path):
+            tokens += tokenizer.encode(text)
     write_bin(o.out, tokens)
     print(f"{o.out}: {len(tokens)} tokens of {len(o.files)} texts")
 
@@ -242,7 +311,8 @@ def make_bert(o, tokenizer):
     tokens, marks, sentences = [], [], 0
     for path in o.files:
         for sentence in sentences_of(read_text(path)):
-            more, starts = tokenizer.words(sentence)
+            with located(path):
+                more, starts = tokenizer.words(sentence)
             if not more:
                 continue
             tokens += more
@@ -260,7 +330,8 @@ def make_wikitext(o, tokenizer):
     words = count_words(text)
     if words == 0:
         raise Problem(f"{o.file} has no words")
-    tokens = tokenizer.encode(text if o.keep else detokenise_wikitext(text))
+    with located(o.file):
+        tokens = tokenizer.encode(text if o.keep else detokenise_wikitext(text))
     write_bin(o.out, tokens, words=words)
     print(f"{o.out}: {len(tokens)} tokens of {words} words, {len(tokens) / words:.4f} for each word")
 
@@ -270,12 +341,10 @@ def make_lambada(o, tokenizer):
     for number, line in enumerate(read_text(o.file).split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            before, last = (tokenizer.encode(part) for part in split_last_word(passage_text(line)))
-        except Problem as problem:
-            raise Problem(f"{o.file}, line {number}: {problem}") from problem
-        if not before or not last:
-            raise Problem(f"{o.file}, line {number}: the tokenizer makes no tokens of it")
+        with located(f"{o.file}, line {number}"):
+            before, last = tokenizer.split(*split_last_word(passage_text(line)))
+            if not before or not last:
+                raise Problem("the tokenizer makes no tokens of it")
         tokens += before + last
         passages.append((len(before) + len(last), len(last)))
     if not passages:

@@ -25,13 +25,14 @@ text_to_bin() {
         leave_out "text_to_bin.py: no python3 here"
         return
     fi
-    check "text_to_bin.py: rules of WikiText, words, last words, files, refusals" \
+    check "text_to_bin.py: rules of WikiText, words, passages, files, refusals" \
         python3 tests/test_text_to_bin.py Plain
     if hidden tokenizers || ! find_python "$build/python" tokenizers >"$build/python.log" 2>&1; then
         leave_out "text_to_bin.py with tokenizers: the package is not here, and could not be installed"
         return
     fi
-    check "text_to_bin.py: BPE of GPT-2, tokenizer.json, WordPiece" "$python" tests/test_text_to_bin.py Tokenizers
+    check "text_to_bin.py: BPE of GPT-2, tokenizer.json, WordPiece, last words" \
+        "$python" tests/test_text_to_bin.py Tokenizers
 }
 
 # ---- a model of train_gpt ------------------------------------------------------------------------------------------

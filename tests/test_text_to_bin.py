@@ -4,9 +4,11 @@ Plain needs no packages. Tokenizers needs the package tokenizers of PyPI.
 """
 
 import contextlib
+import faulthandler
 import io
 import json
 import os
+import random
 import re
 import struct
 import sys
@@ -42,6 +44,16 @@ RULES = {
     "start of a line": ("one\n two", "one\ntwo"),
     "number of the Penn Treebank": ("in N days", "in 1 days"),
     "contraction": ("the dog 's bone", "the dog's bone"),
+}
+
+# Of the rules for what is in brackets and in quotes, the patterns of Megatron-LM, which take the cube of the length of
+# some texts.
+PATTERNS = {
+    "parentheses": (r"\(\s*([^)]*?)\s*\)", r"(\1)"),
+    "brackets": (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    "braces": (r"\{\s*([^}]*?)\s*\}", r"{\1}"),
+    "double quotes": (r'"\s*([^"]*?)\s*"', r'"\1"'),
+    "single quotes": (r"'\s*([^']*?)\s*'", r"'\1'"),
 }
 
 WIKITEXT = (" \n = Otto = \n \n Otto ( born 1 @,@ 000 BC ) was a well @-@ known \" <unk> \" ; he said : no . \n"
@@ -108,6 +120,27 @@ class Plain(Case):
                 self.assertEqual(text_to_bin.detokenise_wikitext(before), after)
                 self.assertNotEqual(without, after)
 
+    def test_rules_are_those_of_megatron(self):
+        draw = random.Random(5)
+        for _ in range(3000):
+            text = want = "".join(draw.choice("\"\"'()[]{}\n\u2003  ab=s@-.,") for _ in range(draw.randrange(40)))
+            for name, pattern, replacement in text_to_bin.WIKITEXT_RULES:
+                pattern, replacement = PATTERNS.get(name, (pattern, replacement))
+                want = re.sub(pattern, replacement, want)
+            self.assertEqual(text_to_bin.detokenise_wikitext(text), want, repr(text))
+
+    def test_rules_are_linear(self):
+        """With the square of the length, each of these texts takes hours. A hang ends the test."""
+        n = 1000000
+        faulthandler.dump_traceback_later(600, exit=True)
+        for mark in "\"'()[]{}@:=.\n ":
+            for text in mark + " " * n, mark * n, (mark + " ") * n, (" " + mark) * n, mark + "a" * n + " " * n:
+                text_to_bin.detokenise_wikitext(text)
+        faulthandler.cancel_dump_traceback_later()
+        self.assertEqual(text_to_bin.detokenise_wikitext('"' + " " * n), '"' + " " * n)
+        self.assertEqual(text_to_bin.detokenise_wikitext('"' + " " * n + 'a"'), '"a"')
+        self.assertEqual(text_to_bin.detokenise_wikitext("(" * n + " )"), "(" * n + ")")
+
     def test_wikitext(self):
         text = self.path("wiki.txt", WIKITEXT)
         tokens, words, passages = self.make("wikitext", text)
@@ -144,6 +177,41 @@ class Plain(Case):
         tokens, words, passages = self.make("lambada", text)
         self.assertEqual(bytes(tokens), b"One, two\nthree four." + b"Who is Otto" + b"a man to man")
         self.assertEqual((words, passages), (0, [(20, 6), (11, 5), (12, 4)]))
+
+    def test_json_that_is_no_passage(self):
+        text = "must be a text"
+        for line, sentence in [
+            ('{"text": null}', '"text" is null, ' + text), ('{"text": 5}', '"text" is 5, ' + text),
+            ('{"text": ["a b"]}', '"text" is ["a b"], ' + text), ('{"text": {"a": "b"}}', text),
+            ('{"text": true}', '"text" is true, ' + text), ('{"text": NaN}', '"text" is NaN, ' + text),
+            ('{"context": 1, "continuation": "a"}', '"context" is 1, ' + text),
+            ('{"context": "a b", "continuation": null}', '"continuation" is null, ' + text),
+            ('{"text": "a \\ud800 b"}', '"text" has half a surrogate pair, \\ud800, as its character 3'),
+            ('{"text": "a b\\udfff"}', '"text" has half a surrogate pair, \\udfff, as its character 4'),
+            ('{"context": "\\udc00a", "continuation": "b"}', '"context" has half a surrogate pair'),
+            ('{"context": "a", "continuation": "\\ud83d"}', '"continuation" has half a surrogate pair'),
+            ('{"context": "a"}', 'neither "text", nor "context" and "continuation"'),
+            ('{"text": "a b", "context": "a", "continuation": "b"}', '"text" as well as "context"'),
+            ('{"text": "a b", "text": "a c"}', "an object has a member twice"),
+            ('{"text": ""}', "a passage of less than two words"), ('{"text": " \u2003 "}', "less than two words"),
+            ('{"context": "", "continuation": "a"}', "less than two words"),
+            ("5", "neither"), ("null", "neither"), ('"a b"', "neither"), ("[" * 100000, "no JSON"),
+            ('{"text": ' + "9" * 5000 + "}", ""), ("\ufeff{}", "no JSON"), ("{'text': 'a b'}", "no JSON"),
+            ('{"text": "a\tb"}', "no JSON"), ('{"text": "a \\x b"}', "no JSON")]:
+            with self.subTest(line[:60]):
+                path = self.path("l.jsonl", '{"text": "a b"}\n\n' + line + '\n{"text": "a b"}\n')
+                self.refuse(f"{path}, line 3: ", "lambada", path)
+                self.refuse(sentence, "lambada", path)
+        pair = self.path("l.jsonl", '{"text": "a \\ud83d\\ude00"}\n')
+        self.assertEqual(bytes(self.make("lambada", pair)[0]).decode(), "a \U0001f600")
+
+    def test_a_tokenizer_that_is_no_file(self):
+        text = self.path("text", "a b")
+        os.mkfifo(self.path("tokenizer.json"))
+        faulthandler.dump_traceback_later(600, exit=True)
+        self.refuse("tokenizer.json: no file", "train", text, tokenizer=self.path("tokenizer.json"))
+        self.refuse("tokenizer.json: no file", "train", text, tokenizer=self.folder)
+        faulthandler.cancel_dump_traceback_later()
 
     def test_refusals(self):
         text = self.path("text", "a b")
@@ -194,6 +262,92 @@ class Tokenizers(Case):
         (count, answer), = passages
         self.assertEqual(tokenizer.decode(tokens[:count - answer]), "the dog and the")
         self.assertEqual(tokenizer.decode(tokens[count - answer:]), " cat")
+
+    def trained(self, model, trainer, **parts):
+        """A tokenizer that has words of a corpus as tokens. No token has parts of two words."""
+        import tokenizers
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("\u2581", "merged_with_next")
+        for name, part in parts.items():
+            setattr(tokenizer, name, part)
+        corpus = "the cat and the dog and the bird. Sarah saw the bird. the bird saw the dog and the cat. ".split(" ")
+        tokenizer.train_from_iterator([" ".join(corpus[i:i + n]) for n in (1, 2) for i in range(len(corpus))] * 9,
+                                      trainer)
+        if "pre_tokenizer" not in parts:
+            tokenizer.pre_tokenizer = None
+        tokenizer.save(self.path("tokenizer.json"))
+        return tokenizer
+
+    def last_words(self, tokenizer, *passages):
+        """The tokens of the last word of each passage. They and those of the context are the tokens of the passage."""
+        lines = [json.dumps({"text": passage}) for passage in passages]
+        tokens, _, counts = self.make("lambada", self.path("l.jsonl", "\n".join(lines)),
+                                      tokenizer=self.path("tokenizer.json"))
+        lasts = []
+        for passage, (count, answer) in zip(passages, counts):
+            self.assertEqual(tokens[:count], tokenizer.encode(passage, add_special_tokens=False).ids)
+            lasts.append([tokenizer.id_to_token(token) for token in tokens[count - answer:count]])
+            tokens = tokens[count:]
+        self.assertEqual(tokens, [])
+        return lasts
+
+    def test_the_last_word_is_that_of_the_passage(self):
+        """Whatever a tokenizer puts in front of a text, the last word has the tokens that it has in the passage."""
+        import tokenizers
+        from tokenizers import models, normalizers, pre_tokenizers, trainers
+        space = "\u2581"
+        llama = normalizers.Sequence([normalizers.Prepend(space), normalizers.Replace(" ", space)])
+        kinds = {
+            "Prepend, as Llama 2, TinyLlama and Phi-3": {"normalizer": llama},
+            "Prepend, split": {"normalizer": llama, "pre_tokenizer": pre_tokenizers.Split(space, "merged_with_next")},
+            "ByteLevel with a space": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+            "ByteLevel": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False)},
+            "ByteLevel, offsets with spaces": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True,
+                                                                                         trim_offsets=False)}}
+        for scheme in "first", "always", "never":
+            kinds["Metaspace, " + scheme] = {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme=scheme)}
+        for name, parts in kinds.items():
+            mark = "\u0120" if "ByteLevel" in name else space
+            for model in "BPE", "Unigram":
+                with self.subTest(name + ", " + model):
+                    alphabet = pre_tokenizers.ByteLevel.alphabet() if "ByteLevel" in name else [space]
+                    if model == "BPE":
+                        tokenizer = self.trained(models.BPE(), trainers.BpeTrainer(
+                            vocab_size=400, show_progress=False, initial_alphabet=alphabet), **parts)
+                    else:
+                        tokenizer = self.trained(models.Unigram(), trainers.UnigramTrainer(
+                            vocab_size=400, show_progress=False, initial_alphabet=alphabet, unk_token="<unk>",
+                            special_tokens=["<unk>"]), **parts)
+                    lasts = self.last_words(tokenizer, "the cat saw the dog", "and the bird saw Sarah", "Sarah saw the")
+                    for word, last in zip(("dog", "Sarah", "the"), lasts):
+                        self.assertEqual("".join(last), mark + word)
+                    if model == "BPE":
+                        self.assertEqual([len(last) for last in lasts], [1, 1, 1])
+
+    def test_a_context_whose_tokens_change(self):
+        """Its tokens are then those in the passage, unless one of them belongs to the last word, too."""
+        import tokenizers
+        from tokenizers import models, pre_tokenizers
+        vocab = {"a": 0, "b": 1, "c": 2, " ": 3, "ab": 4, " c": 5, "b ": 6}
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), (" ", "c")]))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("b(?= )"), "isolated")
+        tokenizer.save(self.path("tokenizer.json"))
+        self.assertEqual(tokenizer.encode("ab").ids, [4])
+        self.assertEqual(self.last_words(tokenizer, "ab c", "ab c cc"), [[" c"], [" c", "c"]])
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("b", " ")]))
+        tokenizer.save(self.path("tokenizer.json"))
+        path = self.path("l.jsonl", '{"text": "a c"}\n{"text": "ab c"}\n')
+        self.refuse("line 2: a token belongs to the context and to the last word", "lambada", path,
+                    tokenizer=self.path("tokenizer.json"))
+
+    def test_a_tokenizer_that_refuses_a_text(self):
+        import tokenizers
+        tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]")).save(self.path("tokenizer.json"))
+        path = self.path("text", "b b")
+        for task in "train", "wikitext":
+            self.refuse("text: the tokenizer refuses it", task, path, tokenizer=self.path("tokenizer.json"))
+        path = self.path("l.jsonl", '{"text": "b b"}\n')
+        self.refuse("line 1: the tokenizer refuses it", "lambada", path, tokenizer=self.path("tokenizer.json"))
 
     def test_wordpiece(self):
         words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "The", "."]
