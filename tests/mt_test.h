@@ -25,6 +25,9 @@
 #define SANITIZED 0
 #endif
 
+/* A timeout in seconds that is never over: a call that waits for it hangs, and the time limit of CTest ends it. */
+#define TEST_NEVER_OVER 3600.0
+
 /* Returns 1 when a test runs all combinations of types, splits and options: MT_TEST_ALL=1, which tests/run.sh --all
    sets. Otherwise, and always under a sanitizer, it runs a fixed sample of them. */
 static inline int test_all(void) {

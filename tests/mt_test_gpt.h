@@ -689,7 +689,7 @@ static inline void gpt_launch(const gpt_run *r, mt_rank_function f, void *user) 
     memset(&d, 0, sizeof d);
     d.ranks = r->tp * r->data * (r->pipeline ? r->pipeline : 1);
     d.no_pinning = 1;
-    d.timeout_s = 120;
+    d.timeout_s = TEST_NEVER_OVER;
     status = mt_launch(&d, f, user);
     if (status != MT_SUCCESS) fail_msg("%s: %s", gpt_name(r), mt_status_name(status));
 }

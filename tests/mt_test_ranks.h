@@ -184,7 +184,7 @@ static inline mt_status check_padding(const mt_param *p) {
 /* Main thread: runs f on `ranks` threads. The error of any rank fails the test; its message is on stderr. Over MPI (see
    mpi/over_mpi.h) the ranks are processes, and what f writes to *user stays in its process. */
 static inline void test_launch(int ranks, mt_rank_function f, void *user) {
-    mt_launch_desc d = {.ranks = ranks, .no_pinning = 1, .timeout_s = 60.0};
+    mt_launch_desc d = {.ranks = ranks, .no_pinning = 1, .timeout_s = TEST_NEVER_OVER};
     mt_status status = test_run(&d, f, user, 0);
     if (status != MT_SUCCESS) fail_msg("%d ranks: %s", ranks, mt_status_name(status));
 }

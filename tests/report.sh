@@ -30,6 +30,16 @@ now() {
     esac
 }
 
+# wait_for COMMAND...: repeats the command until it succeeds, for at most ten minutes
+wait_for() {
+    tries=0
+    until "$@"; do
+        tries=$((tries + 1))
+        [ $tries -lt 6000 ] || { echo "after ten minutes not yet: $*"; return 1; }
+        sleep 0.1
+    done
+}
+
 # line RESULT NAME START COUNT
 line() {
     ms=$(($(now) - $3))

@@ -17,7 +17,7 @@ static mt_status run_ranks_with(int ranks, mt_rank_function f, void *user, size_
     mt_launch_desc d;
     memset(&d, 0, sizeof d);
     d.ranks = ranks;
-    d.timeout_s = 60;
+    d.timeout_s = TEST_NEVER_OVER;
     return test_run(&d, f, user, bytes);
 }
 

@@ -386,14 +386,14 @@ static void run(int no_pinning, double timeout_s, uint64_t seed, int steps) {
 static void test_stress(void **state) {
     const char *steps = getenv("MT_TEST_STEPS");
     (void)state;
-    run(0, 3600, test_seed(20240607), steps ? atoi(steps) : STEPS);
+    run(0, TEST_NEVER_OVER, test_seed(20240607), steps ? atoi(steps) : STEPS);
 }
 
 /* Launches many groups for a few steps each, so that a group ends while some ranks are still leaving. */
 static void test_short_lives(void **state) {
     int i;
     (void)state;
-    for (i = 0; i < 60; i++) run(1, 3600, 20240607 + (uint64_t)i, i % 7);
+    for (i = 0; i < 60; i++) run(1, TEST_NEVER_OVER, 20240607 + (uint64_t)i, i % 7);
 }
 
 /* Tests this file's own rounding, at known hard cases. */

@@ -25,7 +25,7 @@ static void launch(mt_rank_function f, void *user) {
     memset(&d, 0, sizeof d);
     d.ranks = 2;
     d.no_pinning = 1;
-    d.timeout_s = 60;
+    d.timeout_s = TEST_NEVER_OVER;
     assert_int_equal(mt_launch(&d, f, user), MT_SUCCESS);
 }
 

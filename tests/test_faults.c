@@ -17,8 +17,7 @@ static int scarce_create(pthread_t *thread, const pthread_attr_t *attr, void *(*
 
 #define MAX_RANKS 4
 #define TEXT 1200
-#define NEVER_OVER 3600.0 /* a timeout in seconds: a call that waits for it hangs */
-#define SHORT 0.2         /* the first timeout where one is waited for, and the longest that is tried */
+#define SHORT 0.2 /* the first timeout where one is waited for, and the longest that is tried */
 #define LONGEST 60.0
 
 /* ---- one fault: a function per rank, what it returned, what was said --------------------------------------------- */
@@ -175,7 +174,7 @@ static void test_different_calls(void **state) {
     for (kind = OTHER_COLLECTIVE; kind <= SPLIT_INSTEAD; kind++) {
         for (ranks = 2; ranks <= 4; ranks++) {
             fault f;
-            assert_int_equal(launch_fault(&f, kind, ranks, NEVER_OVER, differ_rank), MT_ERR_MISMATCH);
+            assert_int_equal(launch_fault(&f, kind, ranks, TEST_NEVER_OVER, differ_rank), MT_ERR_MISMATCH);
             for (r = 0; r < ranks; r++) {
                 assert_int_equal(f.status[r], MT_ERR_MISMATCH);
                 assert_string_equal(f.text2[r], f.text2[0]);
@@ -190,7 +189,7 @@ static void test_different_calls(void **state) {
 static void test_mismatch_sentence(void **state) {
     fault f;
     (void)state;
-    launch_fault(&f, OTHER_COLLECTIVE, 2, NEVER_OVER, differ_rank);
+    launch_fault(&f, OTHER_COLLECTIVE, 2, TEST_NEVER_OVER, differ_rank);
     assert_string_equal(f.text[0], "all_reduce on \"world\" (2 ranks): rank 0 called all_reduce(count 8, f32, sum), "
                                    "rank 1 called all_gather(count 4, f32)");
 }
@@ -281,7 +280,7 @@ static void test_comes_late(void **state) {
 
 static void assert_peer_error(fault *f, int kind, mt_status launch, const char *said) {
     int r;
-    assert_int_equal(launch_last(f, kind, kind == DESTROYS ? 2 : -1, 3, NEVER_OVER, absent_rank), launch);
+    assert_int_equal(launch_last(f, kind, kind == DESTROYS ? 2 : -1, 3, TEST_NEVER_OVER, absent_rank), launch);
     for (r = 0; r < 2; r++) {
         assert_int_equal(f->status[r], MT_ERR_PEER);
         assert_said(f->text[r], said);
@@ -324,7 +323,7 @@ static mt_status chain_rank(mt_comm *world, void *user) {
 static void test_chain(void **state) {
     fault f;
     (void)state;
-    assert_int_equal(launch_fault(&f, 0, 3, NEVER_OVER, chain_rank), MT_ERR_PEER);
+    assert_int_equal(launch_fault(&f, 0, 3, TEST_NEVER_OVER, chain_rank), MT_ERR_PEER);
     assert_int_equal(f.status[0], MT_ERR_PEER);
     assert_int_equal(f.status[1], MT_ERR_PEER);
     assert_int_equal(f.status[2], MT_SUCCESS);
@@ -449,7 +448,7 @@ static void assert_apart(int kind, const char *said) {
     const char *also = "rank 1 called all_reduce(count 4, f32, sum)";
     fault f;
     if (!TEST_OVER_MPI) {
-        assert_p2p(kind, NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH, said, also);
+        assert_p2p(kind, TEST_NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH, said, also);
         return;
     }
     also = "all_reduce(count 4, f32, sum)";
@@ -464,14 +463,14 @@ static void test_p2p_faults(void **state) {
     int i;
     (void)state;
     for (i = 0; i < 20; i++) {
-        assert_p2p(P2P_COUNT, NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH,
+        assert_p2p(P2P_COUNT, TEST_NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH,
                    "rank 0 called send(count 4, f32, to rank 1)", "rank 1 called recv(count 5, f32, from rank 0)");
-        assert_p2p(P2P_DTYPE, NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH,
+        assert_p2p(P2P_DTYPE, TEST_NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH,
                    "rank 0 called send(count 4, f32, to rank 1)", "rank 1 called recv(count 4, i32, from rank 0)");
-        assert_p2p(P2P_RING_BROKEN, NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH,
+        assert_p2p(P2P_RING_BROKEN, TEST_NEVER_OVER, MT_ERR_MISMATCH, MT_ERR_MISMATCH,
                    "rank 1 called send_recv(count 3 to rank 0, count 4 from rank 0, f32)",
                    "rank 0 called send_recv(count 4 to rank 1, count 4 from rank 1, f32)");
-        assert_p2p(P2P_LEFT, NEVER_OVER, MT_ERR_PEER, MT_SUCCESS,
+        assert_p2p(P2P_LEFT, TEST_NEVER_OVER, MT_ERR_PEER, MT_SUCCESS,
                    "recv(count 4, f32, from rank 1) on \"world\" (2 ranks): ", "rank 1 returned from its function");
     }
     assert_p2p(P2P_NO_SEND, SHORT, MT_ERR_TIMEOUT, MT_SUCCESS,
@@ -501,7 +500,7 @@ static mt_status third_leaves_rank(mt_comm *world, void *user) {
 static void test_third_leaves(void **state) {
     fault f;
     (void)state;
-    assert_int_equal(launch_fault(&f, 0, 3, NEVER_OVER, third_leaves_rank), MT_SUCCESS);
+    assert_int_equal(launch_fault(&f, 0, 3, TEST_NEVER_OVER, third_leaves_rank), MT_SUCCESS);
     assert_int_equal(f.line_count, 0);
 }
 
@@ -648,7 +647,7 @@ static void test_arguments(void **state) {
     int i;
     (void)state;
     for (i = 0; i < 64; i++) A[i] = 5, B[i] = 7;
-    assert_int_equal(mt_comm_create_local(3, NEVER_OVER, comms), MT_SUCCESS);
+    assert_int_equal(mt_comm_create_local(3, TEST_NEVER_OVER, comms), MT_SUCCESS);
     W = comms[1];
     C = new_context(W);
     check_collective_arguments();
@@ -697,8 +696,8 @@ static void test_launch_arguments(void **state) {
     assert_int_equal(launch_fault(&f, 0, 2, strtod("nan", NULL), barrier_rank), MT_ERR_ARGUMENT);
     assert_int_equal(launch_fault(&f, 0, 2, 1, NULL), MT_ERR_ARGUMENT);
     assert_said(f.lines[0], "rank_main is NULL");
-    assert_int_equal(launch_fault(&f, 0, 2, NEVER_OVER, barrier_rank), MT_SUCCESS);
-    assert_int_equal(launch_fault(&f, 0, 3, NEVER_OVER, silent_rank), MT_ERR_IO);
+    assert_int_equal(launch_fault(&f, 0, 2, TEST_NEVER_OVER, barrier_rank), MT_SUCCESS);
+    assert_int_equal(launch_fault(&f, 0, 3, TEST_NEVER_OVER, silent_rank), MT_ERR_IO);
     assert_string_equal(f.lines[0], "rank 1 of 3: MT_ERR_IO: input/output error");
 }
 
@@ -716,7 +715,7 @@ static mt_status refusing_rank(mt_comm *world, void *user) {
 static void test_a_refusal_is_reported_once(void **state) {
     fault f;
     (void)state;
-    assert_int_equal(launch_fault(&f, 0, 4, NEVER_OVER, refusing_rank), MT_ERR_SHAPE);
+    assert_int_equal(launch_fault(&f, 0, 4, TEST_NEVER_OVER, refusing_rank), MT_ERR_SHAPE);
     assert_string_equal(f.lines[0], "rank 0 of 4: MT_ERR_SHAPE: hidden is 4");
     assert_string_equal(f.lines[1], "rank 1 of 4: MT_ERR_SHAPE: hidden is 5 (1 more rank with the same error)");
     assert_said(f.lines[2], "rank 3 of 4: MT_ERR_PEER");
@@ -729,7 +728,7 @@ static void test_no_threads(void **state) {
     (void)state;
     for (allowed = 0; allowed < 3; allowed++) {
         threads_allowed = allowed;
-        assert_int_equal(launch_fault(&f, 0, 3, NEVER_OVER, barrier_rank), MT_ERR_SYSTEM);
+        assert_int_equal(launch_fault(&f, 0, 3, TEST_NEVER_OVER, barrier_rank), MT_ERR_SYSTEM);
         assert_said(f.lines[0], "MT_ERR_SYSTEM: mt_launch: the system gave no thread for rank");
         assert_int_equal(f.line_count, 3);
     }
@@ -787,7 +786,7 @@ static void test_leaving_without_launcher(void **state) {
         mt_comm *comms[3];
         pthread_t thread[3];
         seat s[3];
-        assert_int_equal(mt_comm_create_local(3, NEVER_OVER, comms), MT_SUCCESS);
+        assert_int_equal(mt_comm_create_local(3, TEST_NEVER_OVER, comms), MT_SUCCESS);
         for (r = 0; r < 3; r++) {
             s[r].comm = comms[r];
             if (r != leaver) pthread_create(&thread[r], NULL, sit, &s[r]);

@@ -12,8 +12,7 @@
 #define MAX_RANKS 8
 #define COUNT 6
 #define TIMEOUT 0.25
-#define TRIES 9           /* each with twice the timeout of the last: on a busy machine other ranks may be late, too */
-#define NEVER_OVER 3600.0 /* a timeout in seconds: a call that waits for it hangs */
+#define TRIES 9 /* each with twice the timeout of the last: on a busy machine other ranks may be late, too */
 
 enum { STUCK, RETURNS, FAILS, FAULTS };
 enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST_TO, BROADCAST_FROM, BARRIER, SPLIT, RING, RECV, SEND, CALLS };
@@ -150,7 +149,7 @@ static loss *new_loss(int fault, int ranks, int victim) {
     l.fault = fault;
     l.ranks = ranks;
     l.victim = victim;
-    l.timeout = fault == STUCK ? TIMEOUT : NEVER_OVER;
+    l.timeout = fault == STUCK ? TIMEOUT : TEST_NEVER_OVER;
     return &l;
 }
 
@@ -313,7 +312,7 @@ static mt_status slow_rank(mt_comm *world, void *user) {
 static void test_launch_does_not_give_up_early(void **state) {
     loss *l = new_loss(STUCK, 2, 1);
     (void)state;
-    l->timeout = NEVER_OVER;
+    l->timeout = TEST_NEVER_OVER;
     l->stuck = give_up;
     assert_int_equal(launch(l, slow_rank), MT_ERR_DATA);
     assert_int_equal(l->given_up, 0);
@@ -366,7 +365,7 @@ static void cancel_rank(int where) {
     small.arena_bytes = 4096;
     c.where = where;
     l->ranks = 3;
-    l->timeout = where == WAITING_LONG ? 1 : NEVER_OVER;
+    l->timeout = where == WAITING_LONG ? 1 : TEST_NEVER_OVER;
     for (r = 0; r < 3; r++) ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, &small, &c.ctx[r]));
     assert_int_equal(launch(l, cancelled_rank), where == WAITING_LONG ? MT_ERR_TIMEOUT : MT_ERR_SYSTEM);
     for (r = 0; r < 3; r += 2) {

@@ -679,7 +679,7 @@ static void killed(void **state) {
         int status, calls = 1 + (int)test_below(&seed, 100); /* a save has about 15 */
         pid_t child = fork();
         if (child == 0) {
-            mt_launch_desc d = {.ranks = 4, .no_pinning = 1, .timeout_s = 3600};
+            mt_launch_desc d = {.ranks = 4, .no_pinning = 1, .timeout_s = TEST_NEVER_OVER};
             calls_left = calls;
             mt_launch(&d, saves_until_killed, &j);
             _exit(1);

@@ -2,19 +2,22 @@
    repeat the same collectives until one of them has a fault.
        faulty FAULT RANK CALL TIMEOUT
    In round 5 the rank is killed (kill), stopped (stop), sleeps (sleep), returns (return), fails (fail), or has no
-   fault (none). With `work`, it prints "works", works for a second and goes on. CALL: all_reduce, large, all_gather,
+   fault (none). With `work`, it prints "works", and goes on when the file $FAULTY_UNTIL exists. The timeout begins to
+   count in round 5: before, the ranks connect, which may take long on a busy machine. CALL: all_reduce, large, all_gather,
    reduce_scatter, broadcast, barrier, ring, or group for an all_reduce among the even and among the odd ranks. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
 
 #include <signal.h>
+#include <unistd.h>
 
 #define LARGE ((size_t)1 << 20)
 
 typedef struct plan {
     const char *fault, *call;
     int rank;
+    double timeout;
     float *a, *b;
 } plan;
 
@@ -27,12 +30,17 @@ static mt_status misbehave(mt_context *ctx, const plan *p) {
     return MT_SUCCESS;
 }
 
-/* In pieces, so that stopping the process lengthens only one piece. */
 static void work(void) {
+    const char *until = getenv("FAULTY_UNTIL");
     struct timespec piece = {0, 10000000};
     printf("works\n");
     fflush(stdout);
-    for (int i = 0; i < 100; i++) nanosleep(&piece, NULL);
+    while (until && access(until, F_OK) != 0) nanosleep(&piece, NULL);
+}
+
+/* Calls that begin now, and the end of the program, wait for this time. */
+static void set_timeout(mt_comm *world, mt_comm *group, double timeout) {
+    world->group->timeout = group->group->timeout = world->mpi->port->timeout = timeout;
 }
 
 static mt_status call(mt_context *ctx, mt_comm *world, mt_comm *group, const plan *p) {
@@ -59,6 +67,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
     MT_TRY(mt_comm_split(world, rank % 2, 0, &group));
     mt_comm_set_name(group, rank % 2 ? "odd" : "even");
     for (int round = 0; round < 20 && status == MT_SUCCESS; round++) {
+        if (round == 5) set_timeout(world, group, p->timeout);
         if (bad && round == 5 && strcmp(p->fault, "work") == 0) {
             work();
         } else if (bad && round == 5) {
@@ -72,8 +81,8 @@ static mt_status rank_main(mt_comm *world, void *user) {
 }
 
 int main(int argc, char **argv) {
-    plan p = {"none", "all_reduce", 0, NULL, NULL};
-    mt_launch_desc d = {.timeout_s = argc > 4 ? atof(argv[4]) : 1};
+    plan p = {"none", "all_reduce", 0, argc > 4 ? atof(argv[4]) : 1, NULL, NULL};
+    mt_launch_desc d = {.timeout_s = 3600};
     int failed;
     if (argc > 1) p.fault = argv[1];
     if (argc > 2) p.rank = atoi(argv[2]);

@@ -91,7 +91,7 @@ static void test_callers(void **state) {
     MPI_Comm_split(MPI_COMM_WORLD, 0, -me, &theirs);
     MPI_Comm_get_errhandler(theirs, &before);
     MPI_Irecv(&heard, 1, MPI_INT, MPI_ANY_SOURCE, MPI_ANY_TAG, theirs, &request);
-    world = new_world(theirs, 30);
+    world = new_world(theirs, TEST_NEVER_OVER);
     ctx = new_context(world);
     assert_int_equal(mt_comm_size(world), ranks);
     assert_int_equal(mt_comm_rank(world), ranks - 1 - me);
@@ -146,18 +146,16 @@ static void test_alone(void **state) {
 static void test_nobody_comes(void **state) {
     MPI_Comm theirs;
     mt_comm *world = NULL;
-    double start = mti_now();
     (void)state;
     MPI_Comm_dup(MPI_COMM_WORLD, &theirs);
     if (me != 1) assert_int_equal(mt_comm_create_mpi(&theirs, 0.3, &world), MT_ERR_TIMEOUT);
     assert_null(world);
-    assert_true(mti_now() - start < 10);
     MPI_Barrier(MPI_COMM_WORLD); /* `theirs` is not freed: its duplication has not ended */
 }
 
 /* Only contexts on the CPU are allowed: MPI cannot access the memory of others. */
 static void test_device(void **state) {
-    mt_comm *world = new_world(MPI_COMM_WORLD, 30);
+    mt_comm *world = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER);
     mt_context *ctx = new_context(world);
     float x = 1;
     (void)state;
@@ -223,7 +221,7 @@ static void large_copies(mt_context *ctx, mt_comm *world, uint32_t *a, uint32_t 
 
 static void test_large(void **state) {
     static const size_t bytes[] = {MTI_MPI_SCRATCH, MTI_MPI_MESSAGE};
-    mt_comm *world = new_world(MPI_COMM_WORLD, 60);
+    mt_comm *world = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER);
     mt_context *ctx = new_context(world);
     size_t most = 4 * (MTI_MPI_MESSAGE + 4096);
     uint32_t *a = (uint32_t *)malloc(most), *b = (uint32_t *)malloc(most);
@@ -246,7 +244,7 @@ static void test_large(void **state) {
 
 /* Every message size around the number of bytes that fit in the header message. */
 static void test_small(void **state) {
-    mt_comm *world = new_world(MPI_COMM_WORLD, 60);
+    mt_comm *world = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER);
     mt_context *ctx = new_context(world);
     static uint32_t a[2048], b[2048];
     int before = allocations;
@@ -277,7 +275,7 @@ static void check_group(mt_context *ctx, const mt_grid_desc *shape, mt_group gro
 static void test_grids(void **state) {
     static const mt_grid_desc shapes[] = {{.tp = 4},          {.tp = 2},          {.tp = 1},
                                           {.tp = 2, .pp = 2}, {.tp = 1, .pp = 4}, {.tp = 1, .pp = 2}};
-    mt_comm *world = new_world(MPI_COMM_WORLD, 60);
+    mt_comm *world = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER);
     mt_context *ctx = new_context(world);
     (void)state;
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
@@ -296,7 +294,7 @@ static void test_grids(void **state) {
 
 /* Groups are created and destroyed, at different times on different ranks. Their numbers are not reused. */
 static void test_many_groups(void **state) {
-    mt_comm *world = new_world(MPI_COMM_WORLD, 60), *kept[8] = {NULL};
+    mt_comm *world = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER), *kept[8] = {NULL};
     mt_context *ctx = new_context(world);
     (void)state;
     for (int k = 0; k < 400; k++) {
@@ -316,7 +314,7 @@ static void test_many_groups(void **state) {
 
 /* A tag can number a limited number of groups. The next one is refused. */
 static void test_last_group(void **state) {
-    mt_comm *world = new_world(MPI_COMM_WORLD, 60), *group = NULL;
+    mt_comm *world = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER), *group = NULL;
     mti_mpi_port *port = world->mpi->port;
     (void)state;
     if (me == 2) port->next = port->last_tag / 4 - 1;
@@ -330,7 +328,7 @@ static void test_last_group(void **state) {
 
 /* Two worlds of the same ranks, used alternately, destroyed in another order than created. */
 static void test_two_worlds(void **state) {
-    mt_comm *a = new_world(MPI_COMM_WORLD, 60), *b = new_world(MPI_COMM_WORLD, 60);
+    mt_comm *a = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER), *b = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER);
     mt_context *ctx = new_context(NULL);
     (void)state;
     for (int32_t k = 0; k < 50; k++) {
@@ -349,7 +347,7 @@ static void test_many_worlds(void **state) {
     int before = alive;
     (void)state;
     for (int k = 0; k < 300; k++) {
-        mt_comm *world = new_world(MPI_COMM_WORLD, 60), *group = NULL;
+        mt_comm *world = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER), *group = NULL;
         ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_split(world, k % 2 ? 0 : me / 2, 0, &group));
         if (k % 3) mt_comm_destroy(world); /* the group is destroyed after its world */
         mt_comm_destroy(group);
@@ -398,13 +396,10 @@ static mt_status leaves_early(mt_comm *world, void *user) {
 }
 
 static void test_leaves_early(void **state) {
-    mt_launch_desc d = {.ranks = 4, .timeout_s = 30, .logger = {test_quiet, NULL}};
+    mt_launch_desc d = {.ranks = 4, .timeout_s = TEST_NEVER_OVER, .logger = {test_quiet, NULL}};
     (void)state;
-    for (int k = 0; k < 20; k++) {
-        double start = mti_now();
+    for (int k = 0; k < 20; k++)
         assert_int_equal(test_run(&d, leaves_early, NULL, 0), MT_ERR_IO); /* the same status on all ranks */
-        assert_true(mti_now() - start < 10);
-    }
 }
 
 /* Ranks leave a group, or break it, while this rank is still in the split that creates it. */
@@ -413,22 +408,20 @@ static mt_status slow_split(mt_comm *world, void *user) {
     mt_context *ctx;
     mt_comm *group = NULL;
     mt_status status = MT_SUCCESS;
-    double start;
     MT_TRY(mt_context_create(world, &(mt_context_desc){.arena_bytes = 4096}, &ctx));
     MT_TRY(mt_barrier(ctx, world));
     if (rank == 0) slow = 0.1;
     MT_TRY(mt_comm_split(world, mine ? 0 : -1, 0, &group));
-    start = mti_now();
     if (mine && rank < size - 1) status = mt_barrier(ctx, group); /* the last of them leaves at once */
     mt_comm_destroy(group);
-    CHECK(!mine || rank == size - 1 || (status == MT_ERR_PEER && mti_now() - start < 2));
+    CHECK(!mine || rank == size - 1 || status == MT_ERR_PEER);
     status = mt_barrier(ctx, world); /* the world still works */
     mt_context_destroy(ctx);
     return status;
 }
 
 static void test_slow_split(void **state) {
-    mt_launch_desc d = {.ranks = 4, .timeout_s = 4, .logger = {test_quiet, NULL}};
+    mt_launch_desc d = {.ranks = 4, .timeout_s = TEST_NEVER_OVER, .logger = {test_quiet, NULL}};
     (void)state;
     for (int k = 0; k < 4; k++) {
         int size = 2 + k % 3;
@@ -445,7 +438,7 @@ static mt_status slow_end(mt_comm *world, void *user) {
 
 static void test_slow_end(void **state) {
     double nap = 0.4;
-    mt_launch_desc d = {.ranks = 4, .timeout_s = 30, .logger = {test_quiet, NULL}};
+    mt_launch_desc d = {.ranks = 4, .timeout_s = TEST_NEVER_OVER, .logger = {test_quiet, NULL}};
     (void)state;
     assert_int_equal(test_run(&d, slow_end, &nap, 0), MT_SUCCESS);
     d.timeout_s = 0.1;
