@@ -121,6 +121,17 @@ own_error() {
     grep '3 ranks do not divide 4 heads' "$build/own_error.txt" && ! grep '^step' "$build/own_error.txt"
 }
 
+# A file that cannot be read is named: one that is not there, and a directory, which can be opened.
+own_files() {
+    for file in nonexistent tests; do
+        for program in "$build/own_before.c.out" "$build/own_after.c.out 1"; do
+            # shellcheck disable=SC2086  # a list of words
+            $program $file >"$build/own_error.txt" 2>&1 && return 1
+            grep "^$file: " "$build/own_error.txt" && ! grep '^step' "$build/own_error.txt" || return 1
+        done
+    done
+}
+
 own_before() {
     cp "$own/before.c" "$build/own_before.c" && own_build before "$build/own_before.c" || return 1
     "$build/own_before.c.out" >"$build/own_before.txt" && cat "$build/own_before.txt" || return 1
@@ -165,6 +176,7 @@ own_weights() {
         check "05_own_weights/after: the losses of before.c on $ranks ranks, memory of a shard" own_ranks $ranks
     done
     check "05_own_weights/after: 3 ranks, which do not divide 4 heads, are an error" own_error
+    check "05_own_weights: a file that cannot be read" own_files
     check "05_own_weights/after in check mode" own_checked
     in_full || return
     check "implementation" "$CC" -O1 -I. -c tests/package/implementation.c -o "$build/implementation.o"

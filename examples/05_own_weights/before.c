@@ -340,6 +340,10 @@ static int read_text(const char *path, int *text) {
     }
     while (file && count < TEXT && (byte = getc(file)) != EOF)
         text[count++] = byte == '\n' ? 95 : byte >= ' ' && byte < 127 ? byte - ' ' : 96;
+    if (path && (!file || ferror(file))) {
+        perror(path);
+        exit(1);
+    }
     if (file) fclose(file);
     return count;
 }
