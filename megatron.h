@@ -1744,13 +1744,33 @@ static mt_status mti_qk_norm_views(mt_context *ctx, const char *function, const 
     return MT_SUCCESS;
 }
 
+/* Applies the rule of the heads of a rank as a whole: no rule describes rows and columns that are seen in another width.
+   use: of the parameters, 1 the values, 2 the gradients */
+static mt_status mti_qk_norm_rule(mt_context *ctx, const char *function, const mt_qk_norm *norm, mt_tensor qkv,
+                                  int use) {
+    static const mt_rule rules[2] = {{"qkv q k q.bias k.bias", "RRRRR cRRRR rRRRR", NULL},
+                                     {"dqkv q k q.bias k.bias", "RRRRR cPPPP rPPPP PPPPP", NULL}};
+    static const char *const names[] = {"q", "k", "q.bias", "k.bias"};
+    const mt_param *params[4];
+    mt_operand operands[5] = {{"qkv", mt_none(), 3}};
+    int i, count = 1;
+    params[0] = norm->q.weight, params[1] = norm->k.weight, params[2] = norm->q.bias, params[3] = norm->k.bias;
+    if (use == 2) operands[0].name = "dqkv";
+    operands[0].t = qkv;
+    for (i = 0; i < 4; i++) {
+        if (!params[i]) continue;
+        operands[count].name = names[i];
+        operands[count].t = use == 1 ? params[i]->value : params[i]->grad;
+        operands[count++].use = use == 1 ? 1 : 3;
+    }
+    return mt_rule_check(ctx, function, &rules[use - 1], operands, count);
+}
+
 /* With saved, the norms read copies of the queries and keys. Backward needs the copies, because forward overwrites the
    originals in qkv. */
-MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor qkv, mt_qk_norm_saved *saved) {
-    mt_tensor q, k, q_in, k_in;
-    MT_TRY(mti_qk_norm_views(ctx, "mt_qk_norm_forward", norm, "qkv", qkv, &q, &k));
-    q_in = q;
-    k_in = k;
+static mt_status mti_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor q, mt_tensor k,
+                                     mt_qk_norm_saved *saved) {
+    mt_tensor q_in = q, k_in = k;
     if (saved) {
         MT_TRY(mt_arena_tensor(ctx, q.dtype, q.rows, q.cols, &q_in));
         MT_TRY(mt_arena_tensor(ctx, k.dtype, k.rows, k.cols, &k_in));
@@ -1761,14 +1781,30 @@ MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_
     return mt_norm_layer_forward(ctx, &norm->k, k_in, k, saved ? &saved->k : NULL);
 }
 
+MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor qkv, mt_qk_norm_saved *saved) {
+    static const char *const function = "mt_qk_norm_forward";
+    mt_tensor q, k;
+    MT_TRY(mti_qk_norm_views(ctx, function, norm, "qkv", qkv, &q, &k));
+    MT_TRY(mti_qk_norm_rule(ctx, function, norm, qkv, 1));
+    mt_check_pause(ctx);
+    return mt_check_resume(ctx, mti_qk_norm_forward(ctx, norm, q, k, saved));
+}
+
+static mt_status mti_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor q, mt_tensor k,
+                                      const mt_qk_norm_saved *saved) {
+    MT_TRY(mt_norm_layer_backward(ctx, &norm->q, q, mt_none(), q, &saved->q));
+    return mt_norm_layer_backward(ctx, &norm->k, k, mt_none(), k, &saved->k);
+}
+
 MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor dqkv,
                                      const mt_qk_norm_saved *saved) {
     static const char *const function = "mt_qk_norm_backward";
     mt_tensor q, k;
     MT_TRY(mti_qk_norm_views(ctx, function, norm, "dqkv", dqkv, &q, &k));
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    MT_TRY(mt_norm_layer_backward(ctx, &norm->q, q, mt_none(), q, &saved->q));
-    return mt_norm_layer_backward(ctx, &norm->k, k, mt_none(), k, &saved->k);
+    MT_TRY(mti_qk_norm_rule(ctx, function, norm, dqkv, 2));
+    mt_check_pause(ctx);
+    return mt_check_resume(ctx, mti_qk_norm_backward(ctx, norm, q, k, saved));
 }
 
 /* Returns the desc of virtual shard number `shard` of this rank. groups is the number of this rank's groups, empty ones

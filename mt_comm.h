@@ -4309,12 +4309,25 @@ static int mti_extents_share_rows(mti_extent a, mti_extent b) {
     return (narrow.begin - wide.begin) % wide.pitch + narrow.width <= wide.width;
 }
 
+/* Whether a view has whole rows of a piece, or a part of a single one, in one row or in rows of another width. */
+static int mti_is_reshaped(mti_extent view, mti_extent piece) {
+    if (!mti_extent_is_dense(view) || !mti_extent_is_dense(piece) || view.begin < piece.begin) return 0;
+    if (piece.end - piece.begin == piece.width) return 1;
+    return (view.begin - piece.begin) % piece.width == 0 && (view.end - piece.begin) % piece.width == 0;
+}
+
 /* Returns what a piece says about a view of it. Some columns of a tensor that is split by columns, such as one head,
    are a matrix of their own: nothing is known about it. Some columns of a tensor that is split by rows are split by
-   rows. A split tensor that is seen in one row, or in other rows, is split in some way. */
+   rows. The rows of a rank lie one after the other: they are columns of one row, and rows of another width. Other views
+   of a split tensor are split in some way. */
 static unsigned char mti_seen_through(mti_extent view, mti_extent piece, unsigned char may) {
+    int is_row = view.end - view.begin == view.width, in_rows = piece.end - piece.begin > piece.width;
     if (!(may & MTI_SPLIT_PLACEMENTS) || view.width == piece.width) return may;
-    if (!mti_extents_share_rows(view, piece)) return (unsigned char)(may | MTI_SPLIT_PLACEMENTS);
+    if (!mti_extents_share_rows(view, piece)) {
+        if (!mti_is_reshaped(view, piece) || (in_rows && may >> MT_SPLIT_COLS & 1))
+            return (unsigned char)(may | MTI_SPLIT_PLACEMENTS);
+        return (unsigned char)((may & ~MTI_SPLIT_PLACEMENTS) | 1 << (is_row ? MT_SPLIT_COLS : MT_SPLIT_ROWS));
+    }
     if (may == 1 << MT_SPLIT_ROWS) return may;
     if (view.width < piece.width) return may >> MT_SPLIT_COLS & 1 ? MTI_ALL_PLACEMENTS : may;
     return (unsigned char)(may | MTI_SPLIT_PLACEMENTS);
@@ -5450,6 +5463,24 @@ static void mti_ruling_fill(mti_checker *c, mti_ruling *r, const mt_operand *ope
     }
 }
 
+/* Decides what numbers that were not declared are, such as ids: others on data ranks, as in the models, and what the
+   only case that fits wants. */
+static void mti_numbers_assume(mti_ruling *r, int i, int g) {
+    mti_ruled *o = &r->operands[i];
+    const char *more = r->rule->data_cases, *at = NULL;
+    int is_data = mti_is_data(&r->checker->axes[g]), set = 0, first, misfits;
+    if (!o->operand || o->operand->use != 1 || o->operand->t.dtype != MT_I32 || o->known.zero) return;
+    if (o->known.may[g] != MTI_ALL_PLACEMENTS || o->known.count > 1) return;
+    if (!is_data) more = NULL;
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        misfits = mti_case_misfits(r, at, g, &first);
+        if (misfits == 0 && (!is_data || at[i] == 'r')) set |= mti_letter_set(at[i]);
+    }
+    if (!set || set & (set - 1)) return;
+    o->known.may[g] = (unsigned char)set;
+    if (o->known.count) o->known.parts[0][g] = (unsigned char)set;
+}
+
 /* Whether a rule has an operand of this name. */
 static int mti_rule_names(const mt_rule *rule, const char *name) {
     const char *next = rule->operands, *word;
@@ -5686,7 +5717,10 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     MT_TRY(mti_rule_valid(ctx, &r));
     MT_TRY(mti_slots_check(ctx, &r));
     MT_TRY(mti_written_check(ctx, &r));
-    for (g = 0; g < c->count; g++) MT_TRY(mti_rule_axis(ctx, &r, g, results[g]));
+    for (g = 0; g < c->count; g++) {
+        for (i = 0; i < r.count; i++) mti_numbers_assume(&r, i, g);
+        MT_TRY(mti_rule_axis(ctx, &r, g, results[g]));
+    }
     mti_unknown_count(c, &r);
     if (r.with) c->latest = r.with;
     for (i = 0; i < r.count; i++)

@@ -23,6 +23,7 @@ typedef struct program {
     const char *name;
     mt_status (*main)(run *r);
     int ranks;
+    int known;               /* 1: check mode knows each operand */
     const char *mistakes[4]; /* the words of the message of each */
 } program;
 
@@ -329,32 +330,101 @@ static mt_status own_queries_of_a_memory(run *r) {
 }
 static mt_status own_queries_of_first_keys(run *r) { return own_queries(r, (mt_attention_desc){.window = 3}, 0); }
 
+/* ---- what check mode knows --------------------------------------------------------------------------------------- */
+
+/* Token ids that are not declared, for a table that the ranks share out. */
+static mt_status ids_without_declaration(run *r) {
+    int32_t *ids = mt_host_alloc(T * sizeof *ids);
+    mt_tensor table = given(r, 2 * T, C, 'r'), y = room(r, T, C), dtable = zeros(r, 2 * T / r->ranks, C);
+    for (int i = 0; i < T; i++) ids[i] = i * 5 % (2 * T);
+    MT_TRY(mt_embedding_forward(r->ctx, table, r->rank * table.rows, ids, 0, y));
+    MT_TRY(sum(r, y));
+    MT_TRY(mt_declare(r->ctx, r->tp, dtable, MT_SPLIT_ROWS));
+    MT_TRY(mt_embedding_backward(r->ctx, y, r->rank * table.rows, ids, dtable));
+    mt_host_free(ids);
+    MT_TRY(gives(r, y, 'R'));
+    return gives(r, dtable, 'r');
+}
+
+/* The ids of this rank's tokens, or of all, in one row. */
+static mt_status ids_in_a_row(run *r) {
+    int32_t ids[T] = {0};
+    mt_tensor row = mt_tensor_make(ids, MT_I32, 1, share(r, T)), all = mt_tensor_make(ids, MT_I32, 1, T);
+    mt_tensor table = given(r, 2 * T, C, 'R'), y = room(r, share(r, T), C), z = room(r, T, C);
+    for (int i = 0; i < row.cols; i++) ids[i] = (int32_t)(r->rank * row.cols + i);
+    MT_TRY(mt_declare(r->ctx, r->tp, row, MT_SPLIT_COLS));
+    MT_TRY(mt_embedding_forward(r->ctx, table, 0, ids, 0, y));
+    MT_TRY(gives(r, y, 'r'));
+    for (int i = 0; i < T; i++) ids[i] = i;
+    MT_TRY(mt_declare(r->ctx, r->tp, all, MT_REPLICATED));
+    MT_TRY(mt_embedding_forward(r->ctx, table, 0, ids, 0, z));
+    mt_declare_forget(r->ctx, ids, sizeof ids);
+    return gives(r, z, 'R');
+}
+
+/* A norm of each head of queries and keys, from the layer to its gradients. */
+static mt_status norm_of_heads(run *r) {
+    mt_linear_desc linear = {.in_features = C, .out_features = HEADS * 3 * D, .unit = 3 * D, .no_bias = 1};
+    mt_norm_layer_desc norm = {.features = D, .kind = MT_RMS_NORM};
+    mt_column_parallel_linear qkv;
+    mt_qk_norm heads;
+    mt_qk_norm_saved kept;
+    mt_linear_saved saved;
+    mt_attention_desc d = {.batch = 1, .seq = T, .groups = HEADS / r->ranks, .heads_per_group = 1, .head_dim = D};
+    mt_tensor x = given(r, T, C, 'R'), y = room(r, T, share(r, HEADS * 3 * D)), out = room(r, T, share(r, HEADS * D));
+    mt_tensor lse = room(r, d.groups, T), dout = given(r, T, HEADS * D, 'c'), dy = room(r, T, y.cols);
+    mt_tensor dx = room(r, T, C);
+    MT_TRY(mt_column_parallel_linear_create(r->ctx, r->params, "qkv", &linear, &qkv));
+    MT_TRY(mt_qk_norm_create(r->ctx, r->params, "attention", &norm, &qkv, &heads));
+    MT_TRY(mt_params_init(r->ctx, r->params, 1));
+    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+    MT_TRY(mt_column_parallel_linear_forward(r->ctx, &qkv, x, y, &saved));
+    MT_TRY(mt_qk_norm_forward(r->ctx, &heads, y, &kept));
+    MT_TRY(mt_attention_forward(r->ctx, &d, y, out, lse));
+    MT_TRY(mt_attention_backward(r->ctx, &d, y, out, lse, dout, dy));
+    MT_TRY(mt_qk_norm_backward(r->ctx, &heads, dy, &kept));
+    MT_TRY(mt_column_parallel_linear_backward(r->ctx, &qkv, dy, dx, &saved));
+    if (r->mistake == 1) MT_TRY(gives(r, heads.q.weight->grad, 'R'));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    MT_TRY(gives(r, out, 'c'));
+    MT_TRY(gives(r, dx, 'R'));
+    return gives(r, heads.q.weight->grad, 'R');
+}
+
 #define TWICE "both add|to the sum over \"tensor\"|on one rank only"
 
 static const program programs[] = {
-    {"bias on one rank", bias_on_one_rank, 2, {"ranks 0 and 1 " TWICE}},
-    {"bias after the product", bias_after_the_product, 4, {"both add bias of mt_bias_forward|" TWICE}},
-    {"bias of a registry", bias_of_a_registry, 2, {"bias of mt_bias_forward \"fc2\"|" TWICE}},
-    {"residual on one rank", residual_on_one_rank, 4, {"a of mt_add|" TWICE}},
-    {"residual in the sum", residual_in_the_sum, 2, {"x of mt_copy|" TWICE}},
-    {"dropout and add on one rank", dropout_add_on_one_rank, 2, {TWICE}},
-    {"bias divided", bias_divided, 4, {0}},
-    {"bias multiplied", bias_multiplied, 4, {0}},
-    {"two groups on two ranks", two_groups, 2, {"k has columns 0 to 3 of the 8|rank 1", "rank"}},
-    {"two groups on four ranks", two_groups, 4, {"k has columns 0 to 3 of the 8", "not those of rank"}},
-    {"four groups on two ranks", four_groups, 2, {"k has columns 0 to 7 of the 16", "k has columns 8 to 15 of the 16"}},
-    {"groups side by side", groups_side_by_side, 2, {"k has columns 0 to 7 of the 32", "rank"}},
-    {"groups side by side on four ranks", groups_side_by_side, 4, {"k has columns 0 to 3 of the 32", "rank"}},
-    {"groups in turn", groups_in_turn, 2, {"k has columns 0 to 3 of the 16"}},
-    {"one group", one_group, 4, {0}},
-    {"one group side by side", one_group_side_by_side, 4, {0}},
-    {"gathered groups", gathered_groups, 2, {"k has columns 0 to 7 of the 16"}},
-    {"gathered groups on four ranks", gathered_groups, 4, {"k has columns 0 to 3 of the 16"}},
-    {"own queries of all keys", own_queries_of_all_keys, 2, {0}},
-    {"own queries of a memory", own_queries_of_a_memory, 4, {0}},
+    {"bias on one rank", bias_on_one_rank, 2, 0, {"ranks 0 and 1 " TWICE}},
+    {"bias after the product", bias_after_the_product, 4, 0, {"both add bias of mt_bias_forward|" TWICE}},
+    {"bias of a registry", bias_of_a_registry, 2, 0, {"bias of mt_bias_forward \"fc2\"|" TWICE}},
+    {"residual on one rank", residual_on_one_rank, 4, 0, {"a of mt_add|" TWICE}},
+    {"residual in the sum", residual_in_the_sum, 2, 0, {"x of mt_copy|" TWICE}},
+    {"dropout and add on one rank", dropout_add_on_one_rank, 2, 0, {TWICE}},
+    {"bias divided", bias_divided, 4, 0, {0}},
+    {"bias multiplied", bias_multiplied, 4, 0, {0}},
+    {"two groups on two ranks", two_groups, 2, 0, {"k has columns 0 to 3 of the 8|rank 1", "rank"}},
+    {"two groups on four ranks", two_groups, 4, 0, {"k has columns 0 to 3 of the 8", "not those of rank"}},
+    {"four groups on two ranks",
+     four_groups,
+     2,
+     0,
+     {"k has columns 0 to 7 of the 16", "k has columns 8 to 15 of the 16"}},
+    {"groups side by side", groups_side_by_side, 2, 0, {"k has columns 0 to 7 of the 32", "rank"}},
+    {"groups side by side on four ranks", groups_side_by_side, 4, 0, {"k has columns 0 to 3 of the 32", "rank"}},
+    {"groups in turn", groups_in_turn, 2, 0, {"k has columns 0 to 3 of the 16"}},
+    {"one group", one_group, 4, 0, {0}},
+    {"one group side by side", one_group_side_by_side, 4, 0, {0}},
+    {"gathered groups", gathered_groups, 2, 0, {"k has columns 0 to 7 of the 16"}},
+    {"gathered groups on four ranks", gathered_groups, 4, 0, {"k has columns 0 to 3 of the 16"}},
+    {"own queries of all keys", own_queries_of_all_keys, 2, 0, {0}},
+    {"own queries of a memory", own_queries_of_a_memory, 4, 0, {0}},
+    {"ids without a declaration", ids_without_declaration, 2, 1, {0}},
+    {"ids in a row", ids_in_a_row, 2, 1, {0}},
+    {"norm of heads", norm_of_heads, 2, 1, {"mt_download \"attention.q_layernorm\"|is partial"}},
     {"own queries of first keys",
      own_queries_of_first_keys,
      4,
+     0,
      {"k has 8 rows that all 4 ranks|k must have the first 2 rows", "mt_download|x is partial|mt_linear_gradients"}},
 };
 
@@ -364,6 +434,7 @@ static const program programs[] = {
 static mt_status run_rank(mt_comm *world, run r, result *out, char *text) {
     mt_context_desc where = {.arena_bytes = 1 << 22, .check = r.check};
     mt_status status;
+    char unknown[240];
     if (r.meta) where.device = MT_DEVICE_META;
     r.world = world;
     r.out = out;
@@ -375,6 +446,8 @@ static mt_status run_rank(mt_comm *world, run r, result *out, char *text) {
     r.ranks = mt_comm_size(r.tp);
     status = r.p->main(&r);
     if (status == MT_SUCCESS) status = mt_check_replicas(r.ctx, r.tp, "the end");
+    if (status == MT_SUCCESS && r.p->known && r.meta && mt_check_unknown(r.ctx, unknown, sizeof unknown))
+        status = mt_fail(r.ctx, MT_ERR_DATA, "not known: %s", unknown);
     if (text) snprintf(text, MT_ERROR_BYTES, "%s", status ? mt_last_error(r.ctx) : "");
     mt_params_destroy(r.params);
     mt_context_destroy(r.ctx);
