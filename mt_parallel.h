@@ -1574,8 +1574,9 @@ MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /
    written, or another run (or another mt_checkpoint of this run) holds the lock. */
 MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
 
-/* Saves a checkpoint of step state->step. Collective over the grid's world, as load and import are. state and fields
-   must be the same on every rank. Removes the oldest checkpoints, so that desc.keep of them remain, and the files that
+/* Saves a checkpoint of step state->step. Collective over the grid's world, as load and import are. The ranks compare
+   state, fields and the optimizer's step: when they differ, every rank returns MT_ERR_MISMATCH, whose message has both
+   values and their ranks, and nothing is written. Removes the oldest checkpoints, so that desc.keep of them remain, and the files that
    a killed save has left behind. When something cannot be removed, save logs a warning, and the next save tries again.
    A symbolic link is removed, but not its target. On MT_DEVICE_META no file is touched.
    MT_ERR_IO: no space, no permission, a checkpoint of this step or a later one exists, or another run holds the lock.
@@ -1594,7 +1595,9 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
    it writes the first parameter, it checks the names, shapes and types (F32, F64, BF16 or F16) of all tensors, their
    values, the checksums, mt_checkpoint_format.check, the training state and the fields. No tensor may be missing, and
    none may be unknown that the table does not ignore. A tensor may have another type than its parameter. Its elements
-   must be finite, and stay finite when they are rounded to the parameter's type; so 1e5 is refused for MT_F16.
+   must be finite, and stay finite when they are rounded to the parameter's type; so 1e5 is refused for MT_F16. The ranks
+   compare what they have read: MT_ERR_MISMATCH when the training state, or the size or checksum of a file, differs
+   between them, for example because they load different steps.
    With an optimizer, f32 parameters are then loaded from the masters in the files, if there are any, and masters that
    the files do not have become copies of the loaded parameters.
    MT_ERR_IO, MT_ERR_DATA: the message names the file and the reason. MT_ERR_MEMORY: the arena has no memory for the
@@ -10150,6 +10153,44 @@ static mt_status mti_save_values(mt_context *ctx, const mt_checkpoint *c, const 
     return mti_save_fields(ctx, c->fields, c->field_count);
 }
 
+/* Adds the values of fields. A text is not copied. */
+static void mti_told_add_fields(mti_told_list *t, const mt_field *fields, int count) {
+    char text[MT_FIELD_TEXT_MAX];
+    int i;
+    for (i = 0; i < count; i++) {
+        mt_field_text(&fields[i], text);
+        mti_told_add(t, fields[i].name, "%s", text);
+        if (fields[i].kind == MT_FIELD_TEXT) t->list[t->count - 1].value = (const char *)fields[i].value;
+    }
+}
+
+/* Adds the training state and the optimizer's step (optimizer NULL: none). The state must be valid until
+   mti_told_end. */
+static void mti_told_add_state(mti_told_list *t, mt_training_state *state, mt_optimizer *optimizer) {
+    mt_field fields[MTI_STATE_FIELDS];
+    mti_state_fields(state, fields);
+    mti_told_add_fields(t, fields, MTI_STATE_FIELDS);
+    if (optimizer) {
+        fields[0] = mti_optimizer_field(optimizer);
+        mti_told_add_fields(t, fields, 1);
+    }
+    memset(fields, 0, sizeof *fields);
+    fields[0].name = "note";
+    fields[0].kind = MT_FIELD_TEXT;
+    fields[0].value = state->note;
+    mti_told_add_fields(t, fields, 1);
+}
+
+/* All ranks must save the same state and fields, because the files have those of one rank. */
+static mt_status mti_save_compare(mt_context *ctx, const mt_checkpoint *c, const mt_training_state *state) {
+    mt_training_state copy = *state;
+    mti_told_list t;
+    MT_TRY(mti_told_begin(ctx, MTI_STATE_FIELDS + 2 + c->field_count, &t));
+    mti_told_add_state(&t, &copy, c->optimizer);
+    mti_told_add_fields(&t, c->fields, c->field_count);
+    return mti_told_end(ctx, c->params, "mt_checkpoint_save", 0, &t);
+}
+
 /* Locks the directory, checks that this step is newer than all checkpoints, and creates the directory `beside`. Called
    on the first rank before anything is written. */
 static mt_status mti_save_prepare(mt_context *ctx, mt_checkpoint *c, int64_t step, const char *beside) {
@@ -10278,7 +10319,7 @@ static mt_status mti_save_complete(mt_context *ctx, const mt_checkpoint *c) {
                    "before each rank had the values that the other data ranks have updated; load an older checkpoint");
 }
 
-/* Saves in three steps, after each of which the ranks agree: prepare, write the files, publish. */
+/* Saves in four steps, after each of which the ranks agree: check, prepare, write the files, publish. */
 static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt_training_state *state,
                                      const char *final_path, const char *beside) {
     mt_comm *world = c->params->grid->world;
@@ -10288,7 +10329,9 @@ static mt_status mti_checkpoint_save(mt_context *ctx, mt_checkpoint *c, const mt
     if (status == MT_SUCCESS) status = mti_checkpoint_params(ctx, "mt_checkpoint_save", c);
     if (status == MT_SUCCESS) status = mti_save_complete(ctx, c);
     if (status == MT_SUCCESS) status = mti_save_values(ctx, c, state);
-    if (first && status == MT_SUCCESS) status = mti_save_prepare(ctx, c, state->step, beside);
+    MT_TRY(mti_agree(ctx, world, c->exchange, status));
+    MT_TRY(mti_save_compare(ctx, c, state));
+    if (first) status = mti_save_prepare(ctx, c, state->step, beside);
     MT_TRY(mti_agree(ctx, world, c->exchange, status));
     status = mti_part_save(ctx, c, &model, state, beside, &io);
     if (c->optimizer && status == MT_SUCCESS) {
@@ -10800,6 +10843,22 @@ static mt_status mti_source_counts(mt_context *ctx, mt_checkpoint *c, const mti_
     return mti_source_count(ctx, c, &s->optimizer, &part);
 }
 
+/* All ranks must have read the same state from the same files: one whose file system lags may have seen others. */
+static mt_status mti_load_compare(mt_context *ctx, const mt_checkpoint *c, const mti_source *s,
+                                  mt_training_state *state, mt_optimizer *optimizer) {
+    int i, files = s->model.count + s->optimizer.count;
+    mti_told_list t;
+    MT_TRY(mti_told_begin(ctx, MTI_STATE_FIELDS + 2 + files, &t));
+    if (state) mti_told_add_state(&t, state, c->optimizer ? optimizer : NULL);
+    for (i = 0; i < files; i++) {
+        const mt_safetensors *file = i < s->model.count ? s->model.files[i] : s->optimizer.files[i - s->model.count];
+        const char *checksum = mt_safetensors_metadata(file, "checksum");
+        mti_told_add(&t, mti_file_name(file->path), "%zu bytes, checksum %.16s", file->map.bytes,
+                     checksum ? checksum : "(none)");
+    }
+    return mti_told_end(ctx, c->params, state ? "mt_checkpoint_load" : "mt_checkpoint_import", 0, &t);
+}
+
 /* Checks everything first, then loads. state NULL: parameters only. */
 static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const char *directory, int64_t step,
                                      mt_training_state *state) {
@@ -10813,6 +10872,7 @@ static mt_status mti_checkpoint_load(mt_context *ctx, mt_checkpoint *c, const ch
     s.lenient = !state;
     status = mti_agree(ctx, world, c->exchange,
                        mti_source_open(ctx, c, directory, &s, step, state ? &theirs : NULL, &steps));
+    if (status == MT_SUCCESS) status = mti_load_compare(ctx, c, &s, state ? &theirs : NULL, &steps);
     if (status == MT_SUCCESS) status = mti_agree(ctx, world, c->exchange, mti_source_counts(ctx, c, &s));
     if (status == MT_SUCCESS && !c->params->placed)
         status =

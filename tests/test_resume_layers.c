@@ -851,6 +851,120 @@ static void wrong_tables(void **state) {
     mt_comm_destroy(world);
 }
 
+/* ---- ranks that differ ------------------------------------------------------------------------------------------- */
+
+/* What one rank has otherwise, and the message of each rank. */
+typedef struct odd_state {
+    int what, rank;
+    const char *words;
+} odd_state;
+
+static const char *const odd_words[] = {
+    "mt_checkpoint_save|step is 3 on ranks 0, 1, 2|but 4 on rank 3",
+    "mt_checkpoint_save|seed is 18446744073709551615 on ranks 0, 1, 2|but 7 on rank 3",
+    "mt_checkpoint_save|position is 100 on ranks 0, 1, 2|but 200 on rank 3",
+    "mt_checkpoint_save|loss_scaler.scale is |on ranks 0, 1, 2|on rank 3",
+    "mt_checkpoint_save|note is |on ranks 0, 1, 2|z on rank 3",
+    "mt_checkpoint_save|optimizer_step is 0 on ranks 0, 1, 2|but 1 on rank 3",
+    "mt_checkpoint_save|my.epoch is 7 on ranks 0, 1, 2|but 8 on rank 3",
+    "mt_checkpoint_save|my.words is 18446744073709551615 on ranks 0, 1, 2|but 1 on rank 3",
+    "mt_checkpoint_save|my.clock is 3.3333333333333331e-01 on ranks 0, 1, 2|but 3.3333333333333337e-01 on rank 3",
+    "mt_checkpoint_save|my.task is sums on ranks 0, 1, 2|but sumz on rank 3",
+};
+enum { ODD_STATES = sizeof odd_words / sizeof *odd_words };
+
+static void make_odd(int what, mt_training_state *state, model *m, notes *n) {
+    if (what == 0) state->step = 4;
+    if (what == 1) state->seed = 7;
+    if (what == 2) state->position = 200;
+    if (what == 3) state->scaler.scale *= 2;
+    if (what == 4) state->note[MT_NOTE_MAX - 2] = 'z'; /* the last character of the longest note */
+    if (what == 5) m->adam.step = 1;
+    if (what == 6) n->epoch = 8;
+    if (what == 7) n->words = 1;
+    if (what == 8) n->clock = nextafter(n->clock, 1);
+    if (what == 9) n->task[3] = 'z';
+}
+
+/* Every rank gets the error of the whole group, nothing is written, and a save of the same state then succeeds. */
+static mt_status odd_rank(mt_comm *world, void *user) {
+    const odd_state *o = (const odd_state *)user;
+    const job j = {.tp = 2, .dp = 2, .directory = "odd"};
+    const mt_loss_scaler_desc scaling = {.initial_scale = 1024};
+    mt_training_state state = {.step = 3, .seed = UINT64_MAX, .position = 100};
+    notes n = written;
+    model m;
+    MT_TRY(model_open(world, &j, &n, &m));
+    MT_TRY(mt_loss_scaler_create(m.r.ctx, &scaling, &state.scaler));
+    memset(state.note, 'a', MT_NOTE_MAX - 1);
+    if (mt_comm_rank(world) == o->rank) make_odd(o->what, &state, &m, &n);
+    REFUSED(m.r.ctx, MT_ERR_MISMATCH, o->words, mt_checkpoint_save(m.r.ctx, m.checkpoint, &state));
+    MT_TRY(mt_barrier(m.r.ctx, world));
+    shell("test ! -e '%s'", in_scratch("odd"));
+    MT_TRY(mt_barrier(m.r.ctx, world));
+    state = (mt_training_state){.step = 3, .position = 100};
+    m.adam.step = 5;
+    n = written;
+    MT_TRY(mt_checkpoint_save(m.r.ctx, m.checkpoint, &state));
+    model_close(&m);
+    return MT_SUCCESS;
+}
+
+static void states_of_ranks(void **state) {
+    (void)state;
+    for (int i = 0; i < ODD_STATES; i++) {
+        odd_state o = {.what = i, .rank = 3, .words = odd_words[i]};
+        test_launch(4, odd_rank, &o);
+        forget("odd");
+    }
+}
+
+/* A rank loads another step, or from another folder, as one does whose file system lags behind. */
+static mt_status lagging_rank(mt_comm *world, void *user) {
+    const int other_folder = *(const int *)user, lags = mt_comm_rank(world) == 1;
+    const job j = {.tp = 2, .dp = 1, .directory = "odd"}, other = {.tp = 2, .dp = 1, .directory = "other"};
+    const char *where = lags && other_folder ? "other/step-00000004" : "odd/step-00000004";
+    mt_training_state state = {.position = 77};
+    notes n = fresh;
+    model m;
+    float before;
+    MT_TRY(model_open(world, lags && other_folder ? &other : &j, &n, &m));
+    before = *(const float *)m.first.weight->value.data + 1;
+    *(float *)m.first.weight->value.data = before;
+    REFUSED(m.r.ctx, MT_ERR_MISMATCH,
+            other_folder ? "mt_checkpoint_load|model.safetensors is |checksum|on rank 0|on rank 1"
+                         : "mt_checkpoint_load|step is 4 on rank 0|but 3 on rank 1",
+            mt_checkpoint_load(m.r.ctx, m.checkpoint, lags && !other_folder ? 3 : 4, &state));
+    if (other_folder) /* the types of the files differ */
+        REFUSED(m.r.ctx, MT_ERR_MISMATCH, "mt_checkpoint_import|model.safetensors is |checksum",
+                mt_checkpoint_import(m.r.ctx, m.checkpoint, in_scratch(where)));
+    CHECK(state.position == 77 && n.epoch == fresh.epoch && *(const float *)m.first.weight->value.data == before);
+    MT_TRY(mt_checkpoint_load(m.r.ctx, m.checkpoint, 3, &state));
+    CHECK(state.step == 3 && n.epoch == written.epoch);
+    model_close(&m);
+    return MT_SUCCESS;
+}
+
+static void ranks_that_read_other_files(void **state) {
+    job j = {.tp = 2, .dp = 1, .n = written, .directory = "odd", .to = 4, .save_at = 3};
+    (void)state;
+    run(&j);
+    j.save_at = 4;
+    j.directory = "more";
+    run(&j);
+    shell("mv '%s' '%s' && cp -r '%s' '%s'", in_scratch("more/step-00000004"), in_scratch("odd"), in_scratch("odd"),
+          in_scratch("other"));
+    j = (job){.tp = 2, .dp = 1, .n = written, .directory = "third", .to = 4, .save_at = 4, .dtype = MT_BF16};
+    run(&j);
+    shell("rm -r '%s' && mv '%s' '%s'", in_scratch("other/step-00000004"), in_scratch("third/step-00000004"),
+          in_scratch("other"));
+    for (int other_folder = 0; other_folder < 2; other_folder++) test_launch(2, lagging_rank, &other_folder);
+    forget("odd");
+    forget("other");
+    forget("more");
+    forget("third");
+}
+
 /* ---- JSON -------------------------------------------------------------------------------------------------------- */
 
 static void json(void **state) {
@@ -988,12 +1102,16 @@ static int close_all(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(same_bits),  cmocka_unit_test(another_split),     cmocka_unit_test(fewer_data_ranks),
-        cmocka_unit_test(files),      cmocka_unit_test(other_models),      cmocka_unit_test(other_fields),
-        cmocka_unit_test(arguments),  cmocka_unit_test(reading_arguments), cmocka_unit_test(field_arguments),
-        cmocka_unit_test(killed),     cmocka_unit_test(own_format),        cmocka_unit_test(json),
-        cmocka_unit_test(not_saved),  cmocka_unit_test(wrong_tables),      cmocka_unit_test(without_data),
-        cmocka_unit_test(json_lists), cmocka_unit_test(json_folders),
+        cmocka_unit_test(same_bits),        cmocka_unit_test(another_split),
+        cmocka_unit_test(fewer_data_ranks), cmocka_unit_test(files),
+        cmocka_unit_test(other_models),     cmocka_unit_test(other_fields),
+        cmocka_unit_test(arguments),        cmocka_unit_test(reading_arguments),
+        cmocka_unit_test(field_arguments),  cmocka_unit_test(killed),
+        cmocka_unit_test(own_format),       cmocka_unit_test(json),
+        cmocka_unit_test(states_of_ranks),  cmocka_unit_test(ranks_that_read_other_files),
+        cmocka_unit_test(not_saved),        cmocka_unit_test(wrong_tables),
+        cmocka_unit_test(without_data),     cmocka_unit_test(json_lists),
+        cmocka_unit_test(json_folders),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }
