@@ -230,9 +230,9 @@ left() { echo $((deadline - $(date +%s))); }
 limited() {
     last=$(($(date +%s) + $1 + 8)) code='' pause=0.05
     # shellcheck disable=SC2016  # the variables of the inner shell; --foreground keeps one group
-    setsid sh -c 'timeout --foreground -k 5 "$@"; echo $? >"$0/code.$$"' "$running" "$@" </dev/null &
+    setsid sh -c ': >"$0/$$"; [ ! -e "$0/stopped" ] || exit; timeout --foreground -k 5 "$@"; echo $? >"$0/code.$$"' \
+        "$running" "$@" </dev/null &
     group=$!
-    : >"$running/$group"
     until [ -s "$running/code.$group" ] || [ "$(date +%s)" -ge $last ]; do
         sleep $pause
         pause=0.1
@@ -579,6 +579,7 @@ finish() {
 # stop STATUS: on a signal
 stop() {
     trap '' HUP INT TERM
+    : >"$running/stopped" # a program that has not begun does not begin
     for each in $workers; do kill -s KILL "$each" 2>/dev/null; done # they would write results
     for group in "$running"/[0-9]*; do kill -s KILL -- "-${group##*/}" 2>/dev/null; done
     echo "stopped by a signal"

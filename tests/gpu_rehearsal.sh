@@ -22,7 +22,7 @@ trap '[ -z "$begun" ] || kill $begun 2>/dev/null; exit 1' HUP INT TERM
 
 # A test program of four cases. STANDIN_HANGS, STANDIN_CRASHES, STANDIN_FAILS and STANDIN_SLOW name the program, or
 # "all", with which this is wrong. It adds its name to the file $STANDIN_RUNS. When it hangs, it has a child that
-# ignores SIGTERM, and adds the child's id to the file $STANDIN_CHILD.
+# ignores SIGTERM, adds the child's id to the file $STANDIN_CHILD, and says so in the file $STANDIN_HANGING.
 make_program() {
     cat >"$work/program.c" <<'END'
 #include "mt_harness.h"
@@ -50,7 +50,10 @@ static void test_two(void **state) {
     if (!is("STANDIN_HANGS")) return;
     pid_t child = fork();
     if (child == 0) signal(SIGTERM, SIG_IGN);
-    else add("STANDIN_CHILD", "%s%d\n", "", (int)child);
+    else {
+        add("STANDIN_CHILD", "%s%d\n", "", (int)child);
+        add("STANDIN_HANGING", "%s%d\n", "", (int)child);
+    }
     for (;;) pause();
 }
 static void test_two_more(void **state) { (void)state; }
@@ -70,8 +73,9 @@ END
 }
 
 # nvcc copies $STANDIN_PROGRAMS/NAME or the test program, and links -lNAME when one of its folders has libNAME.so. It
-# does not build $STANDIN_BROKEN, and hangs at $STANDIN_STUCK. timeout waits for ever for $STANDIN_IMMORTAL, a program
-# that no signal ends, and adds its id to the file $STANDIN_CHILD.
+# does not build $STANDIN_BROKEN, and hangs at $STANDIN_STUCK. timeout has no clock, so that no program is too slow: it
+# ends a program as soon as that says that it hangs. With STANDIN_CLOCK=yes it is the machine's. It waits for ever for
+# $STANDIN_IMMORTAL, a program that no signal ends, and adds its id to the file $STANDIN_CHILD.
 make_tools() {
     mkdir "$work/bin" "$work/libs" "$work/programs"
     cat >"$work/bin/nvcc" <<'END'
@@ -95,7 +99,7 @@ for library in $libraries; do
 done
 name=${out##*/}
 [ "$name" != "${STANDIN_BROKEN:-}" ] || { echo "tests/$name.cu(3): error: identifier \"x\" is undefined"; exit 2; }
-[ "$name" != "${STANDIN_STUCK:-}" ] || { echo $$ >>"$STANDIN_CHILD"; exec sleep 60; }
+[ "$name" != "${STANDIN_STUCK:-}" ] || { echo $$ >>"$STANDIN_CHILD"; exec sleep 3600; }
 rm -f "$out"
 if [ -e "${STANDIN_PROGRAMS:-/none}/$name" ]; then cp "$STANDIN_PROGRAMS/$name" "$out"
 elif [ -e "$here/programs/$name" ]; then cp "$here/programs/$name" "$out"
@@ -107,7 +111,7 @@ END
 case $* in
 --list) printf 'limits\nmemory\nadd\ngemm\n'; exit ;;
 *"--only ${STANDIN_CRASHES_IN:-none}") kill -SEGV $$ ;;
-*"--only ${STANDIN_HANGS_IN:-none}") sleep 60 ;;
+*"--only ${STANDIN_HANGS_IN:-none}") echo hangs >"$STANDIN_HANGING"; sleep 3600 ;;
 esac
 echo 'item,name,median,min,max,unit,us,ratio,versus'
 case $* in
@@ -131,9 +135,22 @@ END
     cat >"$work/bin/timeout" <<END
 #!/bin/sh
 case "\$*" in
-*"/\${STANDIN_IMMORTAL:-none}") setsid sleep 300 & echo \$! >>"\$STANDIN_CHILD"; wait ;;
-*) exec $(command -v timeout) "\$@" ;;
+*"/\${STANDIN_IMMORTAL:-none}") setsid sleep 3600 & echo \$! >>"\$STANDIN_CHILD"; wait ;;
 esac
+[ "\${STANDIN_CLOCK:-no}" = no ] || exec $(command -v timeout) "\$@"
+END
+    cat >>"$work/bin/timeout" <<'END'
+[ "$1" != --foreground ] || shift
+[ "$1" != -k ] || shift 2
+shift
+STANDIN_HANGING=$(dirname "$(dirname "$0")")/hanging.$$ ended=$STANDIN_HANGING.code
+export STANDIN_HANGING
+("$@"; echo $? >"$ended.new"; mv "$ended.new" "$ended") &
+until [ -e "$ended" ] || [ -e "$STANDIN_HANGING" ]; do sleep 0.05; done
+[ ! -e "$STANDIN_HANGING" ] || { rm "$STANDIN_HANGING"; exit 124; }
+code=$(cat "$ended")
+rm "$ended"
+exit "$code"
 END
     cat >"$work/bin/compute-sanitizer" <<'END'
 #!/bin/sh
@@ -175,19 +192,8 @@ become_gpu_sh() {
         shift
         words=$((words - 1))
     done
-    exec env PATH="$work/bin:$PATH" MT_TEST_WITHOUT='' MT_BUILD_DIR="$folder" MT_GPU_LIBS="$work/libs" MT_GPU_LIMIT=2 \
+    exec env PATH="$work/bin:$PATH" MT_TEST_WITHOUT='' MT_BUILD_DIR="$folder" MT_GPU_LIBS="$work/libs" MT_GPU_LIMIT=20 \
         "$@" >"$said" 2>&1
-}
-
-gpu_sh() {
-    of_run "$1"
-    shift
-    settings=
-    while [ "$1" != -- ]; do settings="$settings $1"; shift; done
-    shift
-    # shellcheck disable=SC2086  # a list of settings
-    exec env PATH="$work/bin:$PATH" MT_TEST_WITHOUT='' MT_BUILD_DIR="$folder" MT_GPU_LIBS="$work/libs" MT_GPU_LIMIT=2 \
-        $settings sh tests/gpu.sh "$@" >"$said" 2>&1
 }
 
 gpu_sh() {
@@ -223,7 +229,7 @@ page_has() {
 # ---- rehearsals ------------------------------------------------------------------------------------------------------
 
 all_is_well() {
-    gpu_sh well -- --seconds 300 && ends 0 "37 passed, 0 failed, 0 skipped" || return 1
+    gpu_sh well -- --seconds 3000 && ends 0 "37 passed, 0 failed, 0 skipped" || return 1
     page_has '^- GPU: NVIDIA of a stand-in' "^- nccl 2: $work/libs/libnccl.so.2" '^- peer: PyTorch of a stand-in' \
         '^| test_cuda_gemm | passed | .* 4 cases' 'SM clock 1980 to 1980 MHz' \
         '^| memory | norm, forward | 200.0 | 1500 GB/s | 3000 GB/s | 0.50 | .* | torch.compile 150.0 | 0.75 |$' &&
@@ -245,7 +251,7 @@ rest-peers memory " ]
 all_is_done() {
     of_run well
     cp "$page" "$work/before"
-    gpu_sh well STANDIN_CRASHES_IN=add STANDIN_PYTORCH=no -- --seconds 300
+    gpu_sh well STANDIN_CRASHES_IN=add STANDIN_PYTORCH=no -- --seconds 3000
     ! grep '^  [a-z]*  *[a-z-]*  *[a-z_]*, ' "$said" || return 1
     sed 1,4d "$work/before" >"$work/old" && sed 1,4d "$page" | diff "$work/old" - || return 1
     gpu_sh well STANDIN_CRASHES_IN=gemm -- --again --quick bench && ends 0 "37 passed, 0 failed, 0 skipped" &&
@@ -255,9 +261,9 @@ all_is_done() {
 much_is_wrong() {
     gpu_sh wrong STANDIN_HANGS=test_cuda_gemm STANDIN_CRASHES=test_cuda_flash STANDIN_FAILS=test_cuda_plain \
         STANDIN_BROKEN=test_cuda_gpt STANDIN_CRASHES_IN=gemm STANDIN_RACES=yes STANDIN_PYTORCH=no MT_TEST_WITHOUT=nccl \
-        STANDIN_CHILD="$work/children" -- --seconds 300
+        STANDIN_CHILD="$work/children" -- --seconds 3000
     ends 1 "24 passed, 7 failed, 6 skipped" || return 1
-    page_has '^| test_cuda_gemm | hung | .* killed after 2 s; cases that fail alone: 1' \
+    page_has '^| test_cuda_gemm | hung | .* killed after 20 s; cases that fail alone: 1' \
         '^- test_cuda_gemm, test_two: hung' '^| test_cuda_flash | crashed | .* signal 11 (SEGV)' \
         '^- test_cuda_flash, test_two: crashed' '^| test_cuda_plain | failed | .* cases that fail alone: 2' \
         '^- test_cuda_plain, test_three: failed' '^ *row 2, column 3 is 1, not 2' '^ *row 4, column 5 is NaN' \
@@ -287,7 +293,7 @@ more_is_wrong() {
         '^| test_cuda_flash | passed' 'no readings by nvidia-smi' '^| list | skipped | 0 | python3 is not here' \
         '^| memcheck.test_cuda_ptx | skipped | 0 | compute-sanitizer is not here' || return 1
     gpu_sh item STANDIN_HANGS_IN=memory -- limits bench rest
-    page_has '^| memory | hung | .* killed after 2 s' '^| gemm | h 64, s 16 | 2.0 '
+    page_has '^| memory | hung | .* killed after 20 s' '^| gemm | h 64, s 16 | 2.0 '
 }
 
 # Programs that another machine has built run as they are.
@@ -303,7 +309,7 @@ built_elsewhere() {
 is_immortal() {
     ended immortal $immortal
     while read -r child; do kill -KILL "$child" || return 1; done <"$work/ids"
-    page_has '^| test_cuda_flash | hung | .* SIGKILL did not end it after 2 s' '^| test_cuda_gemm | passed'
+    page_has '^| test_cuda_flash | hung | .* SIGKILL did not end it after 20 s' '^| test_cuda_gemm | passed'
 }
 
 # The GPU is not looked for, or does not answer. What was found before stays on the page.
@@ -314,7 +320,7 @@ no_probe() {
         page_has '^- build probe: failed, a program that uses CUDA does not compile' '^ *tests/probe.cu(3): error' \
             '^| limits | passed' '^- test test_cuda: not run: a program that uses CUDA' || return 1
     mkdir "$work/silent"
-    printf '#!/bin/sh\nexec sleep 60\n' >"$work/silent/probe"
+    printf '#!/bin/sh\necho hangs >"$STANDIN_HANGING"\nexec sleep 3600\n' >"$work/silent/probe"
     chmod +x "$work/silent/probe"
     gpu_sh probe STANDIN_PROGRAMS="$work/silent" --
     [ "$code" = 1 ] && page_has '^- build probe: failed, the GPU does not answer' '^| limits | passed' || return 1
@@ -326,7 +332,7 @@ no_probe() {
 time_runs_out() {
     gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 25 build test limits
     page_has '^- test test_cuda_processes: not run: out of time$' '^- bench: not asked for$' || return 1
-    gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 300 build test limits
+    gpu_sh late STANDIN_SLOW=all STANDIN_RUNS="$work/runs" -- --seconds 3000 build test limits
     ends 0 "29 passed, 0 failed, 0 skipped" || return 1
     sort "$work/runs" | uniq -c | awk '$1 != 1 { print "ran again: " $0; wrong = 1 } END { exit wrong || NR != 13 }' &&
         ! grep 'not run: ' "$page" || return 1
@@ -346,9 +352,9 @@ time_cuts_a_program() {
 # stopped NAME SETTINGS...: sends SIGTERM as soon as a process has written its id, and waits for the end
 stopped() {
     rm -f "$work/children"
-    (become_gpu_sh "$@" MT_GPU_LIMIT=60 STANDIN_CHILD="$work/children" --) &
-    pid=$! tries=0
-    until [ -s "$work/children" ] || [ $tries -ge 300 ]; do sleep 0.1; tries=$((tries + 1)); done
+    (become_gpu_sh "$@" MT_GPU_LIMIT=600 STANDIN_CLOCK=yes STANDIN_CHILD="$work/children" -- --seconds 3000) &
+    pid=$!
+    wait_for test -s "$work/children"
     kill -TERM $pid
     code=0
     wait $pid || code=$?
@@ -386,7 +392,7 @@ END
     fi
     chmod +x "$work"/real/*
     # shellcheck disable=SC2086  # a list of stages
-    gpu_sh real STANDIN_PROGRAMS="$work/real" MT_GPU_LIMIT=60 -- $stages
+    gpu_sh real STANDIN_PROGRAMS="$work/real" MT_GPU_LIMIT=600 -- --seconds 3000 $stages
     [ $code = 0 ] && page_has '^| test_cuda_ptx | passed | .* [1-9][0-9]* cases' \
         '^| test_cuda_graph | passed | .* [1-9][0-9]* cases' || return 1
     [ "$stages" = test ] || page_has '^| limits | .* | [0-9.]* [TG]B/s ' '^| add | .* GB/s' \
@@ -506,9 +512,9 @@ no_gpu() {
 
 make_program || exit 1
 make_tools
-begin cut STANDIN_HANGS=test_cuda_flash MT_GPU_LIMIT=60 -- --seconds 40 test
+begin cut STANDIN_HANGS=test_cuda_flash STANDIN_CLOCK=yes MT_GPU_LIMIT=60 -- --seconds 40 test
 cut=$!
-begin immortal STANDIN_IMMORTAL=test_cuda_flash STANDIN_CHILD="$work/ids" -- --seconds 120 test
+begin immortal STANDIN_IMMORTAL=test_cuda_flash STANDIN_CHILD="$work/ids" -- --seconds 3000 test
 immortal=$! begun="$cut $!"
 check "everything passes; NCCL is only libnccl.so.2 in a folder; PyTorch's times stand beside" all_is_well
 check "nothing is left to run; --again and --quick" all_is_done
