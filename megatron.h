@@ -54,7 +54,8 @@
             sequence parallelism a block's input and output are [tokens / t, features] on each tensor rank: rank r has
             the tokens / t rows that begin at row r * tokens / t. t must then divide tokens; otherwise a call returns
             MT_ERR_SHAPE.
-   Descs:   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x.
+   Descs:   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x,
+            and MT_ZERO sets it to the number zero (mt_comm.h, "defaults").
    Memory:  The registry (mt_params) owns the parameters and their gradients. A block is a struct in your memory and
             needs no destroy. Forward keeps what backward needs in a `saved` struct: tensors in the context's arena, and
             views of your tensors. Do not release, free or change any of them before backward has returned.
@@ -157,7 +158,7 @@ typedef struct mt_mlp_desc {
        for instance fused with a dropout. MT_ERR_ARGUMENT with no_bias */
     int skip_bias_add;
     int sequence_parallel;           /* 1: x and y are [tokens / t, hidden] */
-    float init_std, output_init_std; /* standard deviation of the initial weights of fc1 and of fc2; 0: 0.02 */
+    float init_std, output_init_std; /* deviation of the initial weights of fc1 and of fc2; MT_ZERO: 0; 0: 0.02 */
     int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
 } mt_mlp_desc;
 
@@ -256,7 +257,7 @@ typedef struct mt_self_attention_desc {
     int skip_bias_add;     /* as in mt_mlp_desc, for proj.bias */
     int sequence_parallel; /* 1: x and y are [tokens / t, hidden] */
     int recompute_core;    /* 1: backward runs core attention again, and saved does not keep out and lse */
-    float init_std, output_init_std; /* standard deviation of the initial weights of qkv and of proj; 0: 0.02 */
+    float init_std, output_init_std; /* deviation of the initial weights of qkv and of proj; MT_ZERO: 0; 0: 0.02 */
     int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
 } mt_self_attention_desc;
 
@@ -561,8 +562,8 @@ typedef struct mt_transformer_layer_desc {
     int alibi;
     int sequence_parallel;  /* 1: x and y are [tokens / t, hidden] */
     mt_recompute recompute; /* 0: MT_RECOMPUTE_NONE */
-    float init_std;         /* standard deviation of the initial weights of qkv and fc1; 0: 0.02 */
-    float output_init_std;  /* the same for proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); 0: 0.02 */
+    float init_std;         /* standard deviation of the initial weights of qkv and fc1; MT_ZERO: 0; 0: 0.02 */
+    float output_init_std;  /* of proj and fc2; GPT-2 has 0.02 / sqrt(2 * layers); MT_ZERO: 0; 0: 0.02 */
 } mt_transformer_layer_desc;
 
 typedef struct mt_transformer_layer {
@@ -712,7 +713,7 @@ typedef struct mt_gpt_desc {
     int untied_head;          /* 1: the output head has a weight of its own */
     float embedding_dropout;  /* of the sum of token and position embedding */
     float label_smoothing;    /* see mt_cross_entropy_desc */
-    /* targets of this value have loss 0 and gradient 0. Set MT_IGNORE_ZERO to ignore targets of 0. 0: -100, as in
+    /* targets of this value have loss 0 and gradient 0. Set MT_ZERO to ignore targets of 0. 0: -100, as in
        PyTorch */
     int32_t ignore_index;
     /* rows of the embedding and of the output head with padding of your own, such as 50304 for a vocab of 50257; see
@@ -1168,7 +1169,8 @@ static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const c
 
 static mt_status mti_init_std_check(mt_context *ctx, const char *function, const char *name, float init_std,
                                     float output_init_std) {
-    MT_TRY(mt_check_float(ctx, function, name, "init_std", init_std, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_float(ctx, function, name, "init_std", mt_or_default(init_std, 1), MT_FLOAT_AT_LEAST_0));
+    output_init_std = mt_or_default(output_init_std, 1);
     return mt_check_float(ctx, function, name, "output_init_std", output_init_std, MT_FLOAT_AT_LEAST_0);
 }
 
@@ -3191,7 +3193,7 @@ static mt_status mti_model_table(mt_context *ctx, mt_params *params, const mt_la
     p.name = name;
     p.rows = rows;
     p.cols = l->hidden;
-    p.init_std = l->init_std == 0.0f ? 0.02f : l->init_std;
+    p.init_std = mt_or_default(l->init_std, 0.02f);
     p.weight_decay = 1;
     p.sequence_partial = l->sequence_parallel;
     return mt_params_add(ctx, params, &p, out);
@@ -3251,7 +3253,8 @@ static mt_status mti_model_create(mt_context *ctx, mt_params *params, const mt_l
     m->first_layer = m->grid->pp_rank * m->local_layers;
     l->max_seq = l->rotary_base > 0.0f ? desc->max_seq : 0;
     if (l->output_init_std == 0.0f)
-        l->output_init_std = (l->init_std == 0.0f ? 0.02f : l->init_std) / sqrtf(2.0f * (float)desc->layers);
+        l->output_init_std = mt_or_default(l->init_std, 0.02f) / sqrtf(2.0f * (float)desc->layers);
+    if (l->init_std == (float)MT_ZERO && l->output_init_std == 0.0f) l->output_init_std = (float)MT_ZERO;
     MT_TRY(mti_model_embedding(ctx, params, m));
     MT_TRY(mti_model_layers(ctx, params, m));
     if (!mti_model_is_last(m) || l->placement == MT_POST_LN) return MT_SUCCESS;

@@ -391,7 +391,7 @@ typedef enum mt_rotary_form { MT_ROTARY_HALVES = 0, MT_ROTARY_PAIRS = 1 } mt_rot
 typedef struct mt_attention_desc {
     int64_t batch, seq, groups, heads_per_group, head_dim;
     mt_mask mask;
-    float scale; /* factor of the scores; 0: 1 / sqrt(head_dim) */
+    float scale; /* factor of the scores; MT_ZERO: 0; 0: 1 / sqrt(head_dim) */
     /* Key padding: `batch` lengths on the context's device, 0 <= lengths[b] <= seq. In sequence b the keys at positions
        >= lengths[b] are masked. For length 0, out and dqkv are 0. A CPU checks the range (MT_ERR_DATA), a GPU does
        not. NULL: no padding */
@@ -613,10 +613,8 @@ typedef struct mt_cross_entropy_shard_desc {
     int64_t vocab;         /* size of the whole vocabulary, without padding */
     int64_t first_col;     /* index in the vocabulary of the shard's first column */
     float label_smoothing; /* a, 0 <= a < 1 */
-    int32_t ignore_index;  /* target of tokens without a loss; MT_IGNORE_ZERO: 0; 0: -100, as in PyTorch */
+    int32_t ignore_index;  /* target of tokens without a loss; MT_ZERO: 0; 0: -100, as in PyTorch */
 } mt_cross_entropy_shard_desc;
-
-#define MT_IGNORE_ZERO INT32_MIN /* as ignore_index: targets of 0 have no loss; a field of 0 means -100 */
 
 /* Call stats on each shard, gather all stats with mt_all_gather, then call combine and backward on each shard. logits
    is [tokens, columns of the shard]. targets holds, for each token, an index in the whole vocabulary or ignore_index;
@@ -662,7 +660,7 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
 typedef struct mt_sample_desc {
     float temperature; /* at least 0. 0: the first token in the order above, without random numbers */
     int64_t top_k;     /* 0: all tokens */
-    float top_p;       /* 0 to 1. 0 or 1: all tokens */
+    float top_p;       /* 0 to 1. MT_ZERO: 0, only the first token; 0 or 1: all tokens */
     uint64_t seed;
     uint64_t first_sequence;   /* with sequences == NULL, row i has the sequence first_sequence + i */
     const uint64_t *sequences; /* [rows], in memory of the context's device: row i has the sequence sequences[i] */
@@ -670,8 +668,8 @@ typedef struct mt_sample_desc {
     const int32_t *positions;  /* [rows], in memory of the context's device; NULL: all 0 */
 } mt_sample_desc;
 
-/* Returns the number of candidates of a shard with `cols` columns: 1 at temperature 0 or without top_k and top_p; the
-   smaller of top_k and cols with top_k; cols with top_p alone. */
+/* Returns the number of candidates of a shard with `cols` columns: 1 at temperature 0, with a top_p of MT_ZERO or
+   without top_k and top_p; the smaller of top_k and cols with top_k; cols with top_p alone. */
 MT_API int64_t mt_sample_count(const mt_sample_desc *desc, int64_t cols);
 
 /* Call mt_sample_candidates on each shard, gather all candidates with mt_all_gather, then call mt_sample_ids. logits
@@ -918,7 +916,7 @@ MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
 MT_API mt_status mt_sample_check(mt_context *ctx, const char *function, const mt_sample_desc *desc);
 
 /* Returns the target of tokens without a loss, from the field mt_cross_entropy_shard_desc.ignore_index: its value,
-   but 0 for MT_IGNORE_ZERO, and -100 for 0. */
+   but 0 for MT_ZERO, and -100 for 0. */
 MT_API int32_t mt_ignore_index(int32_t ignore_index);
 
 /* Returns the hash of one element, from its global number and its bits. mt_hash adds up these hashes. */
@@ -7842,7 +7840,7 @@ static mt_attention_desc mti_attention_defaults(const mt_attention_desc *desc) {
     s.window = mt_min(s.window, s.seq + s.kv_seq); /* hides nothing; a larger one could overflow below */
     if (s.bias_batch == 0) s.bias_batch = 1;
     if (s.bias_heads == 0) s.bias_heads = 1;
-    if (s.scale == 0.0f) s.scale = (float)(1.0 / sqrt((double)s.head_dim));
+    s.scale = mt_or_default(s.scale, (float)(1.0 / sqrt((double)s.head_dim)));
     return s;
 }
 
@@ -12761,7 +12759,7 @@ static int64_t mti_real_columns(const mt_cross_entropy_shard_desc *s, int64_t co
 }
 
 static int32_t mti_ignore_index(int32_t ignore_index) {
-    if (ignore_index == MT_IGNORE_ZERO) return 0;
+    if (ignore_index == MT_ZERO) return 0;
     return ignore_index ? ignore_index : -100;
 }
 
@@ -13505,23 +13503,25 @@ static MT_HOST_DEVICE int mti_sample_shift(int digit) {
 }
 static MT_HOST_DEVICE uint64_t mti_sample_mask(int digit) { return digit % 3 == 2 ? 1023 : 2047; }
 
+/* Whether the first token is taken, without random numbers. */
+static int mti_sample_greedy(const mt_sample_desc *s) {
+    return s->temperature == 0.0f || s->top_k == 1 || s->top_p == (float)MT_ZERO;
+}
+
 MT_API int64_t mt_sample_count(const mt_sample_desc *desc, int64_t cols) {
     int all_p;
     if (!desc || cols < 1) return 0;
     all_p = desc->top_p == 0.0f || desc->top_p == 1.0f;
-    if (desc->temperature == 0.0f || (desc->top_k == 0 && all_p)) return 1;
+    if (mti_sample_greedy(desc) || (desc->top_k == 0 && all_p)) return 1;
     return desc->top_k > 0 ? mt_min(desc->top_k, cols) : cols;
 }
-
-/* Whether the first token is taken, without random numbers. */
-static int mti_sample_greedy(const mt_sample_desc *s) { return s->temperature == 0.0f || s->top_k == 1; }
 
 MT_API mt_status mt_sample_check(mt_context *ctx, const char *function, const mt_sample_desc *desc) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!desc) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc is NULL", function);
     MT_TRY(mt_check_float(ctx, function, NULL, "temperature", desc->temperature, MT_FLOAT_AT_LEAST_0));
     MT_TRY(mt_check_integer(ctx, function, NULL, "top_k", desc->top_k, 0, INT64_MAX));
-    if (!(desc->top_p >= 0.0f && desc->top_p <= 1.0f))
+    if (!(desc->top_p >= 0.0f && desc->top_p <= 1.0f) && desc->top_p != (float)MT_ZERO)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: top_p is %g, must be from 0 to 1", function, (double)desc->top_p);
     return mt_check_integer(ctx, function, NULL, "position", desc->position, 0, INT32_MAX);
 }

@@ -55,7 +55,8 @@
    mt_sync_gradients sums over the data group, so scale your loss by 1 / (tokens of the whole global batch). The library
    opens only checkpoints, and the safetensors and JSON files that you name.
 
-   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x.
+   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x, and
+   MT_ZERO sets it to the number zero (mt_comm.h, "defaults").
 
    Errors: A call with a context can return MT_ERR_ARGUMENT (a NULL pointer, a value or a combination of fields that is
    not allowed), MT_ERR_SHAPE, MT_ERR_DTYPE and MT_ERR_MEMORY. Calls that compute can also return the errors of the
@@ -463,7 +464,7 @@ typedef struct mt_linear_desc {
        one layer computes gate and up of SwiGLU, and y is this rank's [gate | up] (for invariant mode see
        parts_by_shard); 0: 1 */
     int64_t parts, unit;
-    float init_std; /* standard deviation of the initial weight; MT_ERR_ARGUMENT with `weight`; 0: 0.02 */
+    float init_std; /* standard deviation of the initial weight; MT_ERR_ARGUMENT with `weight`; MT_ZERO: 0; 0: 0.02 */
     int no_bias;
     /* 1: the caller adds layer->bias->value to y, and adds to layer->bias->grad the sum of the rows of its gradient, as
        in a fused operator. The bias of a row-parallel layer is added once, after the reduction. With sequence_parallel
@@ -825,7 +826,7 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
 
 typedef struct mt_embedding_desc {
     int64_t vocab, features;
-    float init_std;        /* standard deviation of the initial table; 0: 0.02 */
+    float init_std;        /* standard deviation of the initial table; MT_ZERO: 0; 0: 0.02 */
     int sequence_parallel; /* 1: y is [tokens / t, features] */
     /* 1: the output head uses the same weight. On one pipeline stage, set mt_linear_desc.weight of the head to it. With
        several stages, create the embedding with the same name and desc on the first and on the last stage: both copies
@@ -863,7 +864,7 @@ MT_API mt_status mt_vocab_parallel_embedding_backward(mt_context *ctx, const mt_
 typedef struct mt_cross_entropy_desc {
     int64_t vocab;         /* global, without padding */
     float label_smoothing; /* a in (1 - a) * nll + a * mean of -log p over vocab, as in PyTorch; 0 <= a < 1 */
-    /* a target of this value has loss 0 and gradient 0; MT_IGNORE_ZERO: targets of 0; 0: -100, as in PyTorch */
+    /* a target of this value has loss 0 and gradient 0; MT_ZERO: targets of 0; 0: -100, as in PyTorch */
     int32_t ignore_index;
     /* total columns of the logits over all ranks, with padding of your own: each rank has padded_vocab / t, rounded up
        (see mt_embedding_desc). Logits with another number of columns are MT_ERR_SHAPE. The columns from vocab on do not
@@ -999,8 +1000,8 @@ MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 /* ---- optimizer --------------------------------------------------------------------------------------------------- */
 
 typedef struct mt_optimizer_desc {
-    float beta1, beta2; /* 0: 0.9, 0.999 */
-    float eps;          /* 0: 1e-8 */
+    float beta1, beta2; /* MT_ZERO: 0; 0: 0.9, 0.999 */
+    float eps;          /* MT_ZERO: 0, NaN for an element whose gradients have all been 0; 0: 1e-8 */
     float weight_decay; /* of the parameters that have mt_param_desc.weight_decay; 0: none */
     /* advanced */
     /* 1: 16-bit parameters are rounded stochastically (see mt_adamw) and have no f32 master. Parameter, gradient and
@@ -4241,7 +4242,7 @@ static mt_status mti_add_param(mt_context *ctx, mt_params *params, const char *n
 static mt_status mti_linear_unused(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d) {
     const char *field = NULL, *why = NULL;
     if (d->skip_bias_add && d->no_bias) field = "skip_bias_add", why = "with no_bias there is no bias";
-    if (d->init_std > 0.0f && d->weight) field = "init_std", why = "its weight is that of another layer";
+    if (d->init_std != 0.0f && d->weight) field = "init_std", why = "its weight is that of another layer";
     if (!field) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, but %s", function, name, field, why);
 }
@@ -4254,7 +4255,7 @@ static mt_status mti_linear_check(mt_context *ctx, const char *function, const c
     MT_TRY(mt_check_integer(ctx, function, name, "out_features", d->out_features, 1, INT64_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "parts", d->parts, 0, INT64_MAX));
     MT_TRY(mt_check_integer(ctx, function, name, "unit", d->unit, 0, INT64_MAX));
-    MT_TRY(mt_check_float(ctx, function, name, "init_std", d->init_std, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_float(ctx, function, name, "init_std", mt_or_default(d->init_std, 1), MT_FLOAT_AT_LEAST_0));
     MT_TRY(mti_linear_unused(ctx, function, name, d));
     if (!mt_context_invariant(ctx) || d->parts < 2 || d->parts_by_shard || whole) return MT_SUCCESS;
     return mt_fail(
@@ -4263,8 +4264,6 @@ static mt_status mti_linear_check(mt_context *ctx, const char *function, const c
         "set parts_by_shard",
         function, name, (long long)d->parts);
 }
-
-static float mti_default(float value, float otherwise) { return value == 0.0f ? otherwise : value; }
 
 /* Describes the weight and the bias of a linear layer. placement is that of the weight. */
 static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement, mt_param_desc *w, mt_param_desc *b) {
@@ -4277,7 +4276,7 @@ static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement,
     w->padded_features = d->padded_out_features;
     w->copies = d->copies;
     w->copied = d->copied;
-    w->init_std = mti_default(d->init_std, 0.02f);
+    w->init_std = mt_or_default(d->init_std, 0.02f);
     w->weight_decay = 1;
     memset(b, 0, sizeof *b);
     b->rows = 1;
@@ -5341,14 +5340,14 @@ static mt_status mti_own_linear(mt_context *ctx, const char *function, mt_comm *
 /* Checks the pointers, and sets *d to the desc or to the defaults. */
 static mt_status mti_own_begin(mt_context *ctx, const char *function, const mt_comm *tp, const char **name,
                                const mt_linear_desc *desc, mt_linear_desc *d) {
+    memset(d, 0, sizeof *d);
+    if (desc) *d = *desc;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tp) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: tp is NULL", function);
     if (!*name) *name = "";
     if (strlen(*name) > MT_NAME_MAX - 3)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the name '%.100s' must have at most %d characters", function, *name,
                        MT_NAME_MAX - 3);
-    if (desc) *d = *desc;
-    else memset(d, 0, sizeof *d);
     return MT_SUCCESS;
 }
 
@@ -5511,7 +5510,7 @@ MT_API mt_status mt_norm_layer_create(mt_context *ctx, mt_params *params, const 
     shards = mti_shards(ctx, params->grid->tp);
     memset(out, 0, sizeof *out);
     out->desc = *desc;
-    out->desc.eps = mti_default(desc->eps, 1e-5f);
+    out->desc.eps = mt_or_default(desc->eps, 1e-5f);
     out->tp = params->grid->tp;
     out->local_groups = shards * mti_shard_features(desc->groups, 1, 1, shards * params->grid->tp_size);
     return mt_create_end(params, mark, out, sizeof *out, mti_norm_params(ctx, params, name, out));
@@ -5651,7 +5650,7 @@ MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *
     MT_TRY(mt_layer_name(ctx, params, name, full));
     MT_TRY(mt_check_integer(ctx, function, full, "vocab", desc->vocab, 1, INT32_MAX));
     MT_TRY(mt_check_integer(ctx, function, full, "features", desc->features, 1, INT64_MAX));
-    MT_TRY(mt_check_float(ctx, function, full, "init_std", desc->init_std, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_float(ctx, function, full, "init_std", mt_or_default(desc->init_std, 1), MT_FLOAT_AT_LEAST_0));
     if (desc->padded_vocab)
         MT_TRY(mt_check_integer(ctx, function, full, "padded_vocab", desc->padded_vocab, desc->vocab, INT32_MAX));
     memset(out, 0, sizeof *out);
@@ -5660,7 +5659,7 @@ MT_API mt_status mt_vocab_parallel_embedding_create(mt_context *ctx, mt_params *
     w.cols = desc->features;
     w.placement = MT_SPLIT_ROWS;
     w.padded_features = desc->padded_vocab;
-    w.init_std = mti_default(desc->init_std, 0.02f);
+    w.init_std = mt_or_default(desc->init_std, 0.02f);
     w.weight_decay = 1;
     w.shared_embedding = desc->shared;
     MT_TRY(mti_add_param(ctx, params, full, "weight", w, &out->weight));
@@ -6535,9 +6534,9 @@ MT_API mt_status mt_optimizer_create(mt_context *ctx, mt_params *params, const m
     if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_optimizer_create: out is NULL");
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
-    d.beta1 = mti_default(d.beta1, 0.9f);
-    d.beta2 = mti_default(d.beta2, 0.999f);
-    d.eps = mti_default(d.eps, 1e-8f);
+    d.beta1 = mt_or_default(d.beta1, 0.9f);
+    d.beta2 = mt_or_default(d.beta2, 0.999f);
+    d.eps = mt_or_default(d.eps, 1e-8f);
     MT_TRY(mti_optimizer_check(ctx, params, &d));
     MT_TRY(mti_optimizer_compare(ctx, params, &d, mti_optimizer_bound(ctx, params, &d)));
     memset(out, 0, sizeof *out);

@@ -50,7 +50,7 @@ static mt_status next_token(mt_context *ctx, const mt_gpt *gpt, const job *j, co
     mt_batch batch = {.sequences = 1, .seq = to - from};
     mt_sample_desc how = {.temperature = (float)j->temperature,
                           .top_k = (int64_t)j->top_k,
-                          .top_p = (float)j->top_p,
+                          .top_p = (float)j->top_p > 0 ? (float)j->top_p : MT_ZERO,
                           .seed = (uint64_t)j->seed,
                           .position = first};
     size_t mark = mt_arena_mark(ctx);
@@ -198,7 +198,8 @@ static const flag flags[] = {
     {"tp", WHOLE, AT(tp), 1, 1024, "tensor parallel ranks"},
     {"temperature", REAL, AT(temperature), 0, 100, "0: always the most probable token; higher: more random"},
     {"top-k", WHOLE, AT(top_k), 0, 2147483647.0, "draw from the K most probable tokens (0: all)"},
-    {"top-p", REAL, AT(top_p), 0, 1, "draw from the most probable tokens that together have probability P (1: all)"},
+    {"top-p", REAL, AT(top_p), 0, 1,
+     "draw from the most probable tokens that together have probability P (0: one, 1: all)"},
     {"seed", WHOLE, AT(seed), 0, 4294967295.0, "seed of the tokens that are drawn"},
     {"help", SWITCH, AT(help), 0, 1, "this text"},
 };

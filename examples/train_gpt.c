@@ -85,7 +85,8 @@ static const flag flags[] = {
     {"prompt", TEXT, AT(prompt), 0, 0, "TEXT to continue; default: from the validation text"},
     {"temperature", REAL, AT(temperature), 0, 100, "temperature of --sample (0: always the most probable token)"},
     {"top-k", WHOLE, AT(top_k), 0, 2147483647.0, "draw from the K most probable tokens (0: all)"},
-    {"top-p", REAL, AT(top_p), 0, 1, "draw from the most probable tokens that together have probability P (1: all)"},
+    {"top-p", REAL, AT(top_p), 0, 1,
+     "draw from the most probable tokens that together have probability P (0: one, 1: all)"},
     {"log", TEXT, AT(log), 0, 0, "FILE.csv: write step,loss,grad_norm,tokens_per_s,lr,val_loss"},
     FILE_FLAGS,
     {"init-from", TEXT, AT(init_from), 0, 0,
@@ -300,7 +301,7 @@ static mt_status next_token(trainer *t, const mt_gpt_cache *cache, int64_t first
     mt_batch batch = {.sequences = 1, .seq = to - from};
     mt_sample_desc how = {.temperature = (float)o->temperature,
                           .top_k = (int64_t)o->top_k,
-                          .top_p = (float)o->top_p,
+                          .top_p = (float)o->top_p > 0 ? (float)o->top_p : MT_ZERO,
                           .seed = (uint64_t)o->seed,
                           .first_sequence = 0x73616d70,
                           .position = first};

@@ -210,6 +210,8 @@ texts() {
         same_text $command --temperature 0 --tp 1 AND --temperature 0 --tp 2 &&
             same_text $command --top-k 1 AND --temperature 0 &&
             same_text $command --top-p 1e-6 AND --temperature 0 &&
+            same_text $command --top-p 0 AND --temperature 0 &&
+            same_text $command --top-p 1e-300 --top-k 9 AND --temperature 0 &&
             same_text $command --top-k 5 --top-p 0.9 --tp 1 AND --top-k 5 --top-p 0.9 --tp 2 &&
             same_text $command --top-k 100000 AND --top-p 1 &&
             other_text $command --top-k 5 AND --temperature 0 || return 1

@@ -90,14 +90,12 @@ static inline float test_float(uint64_t *state) {
     return (float)((double)(int64_t)test_random(state) / 9223372036854775808.0);
 }
 
-#if defined(MT_IGNORE_ZERO)
+#if defined(MT_COMM_H)
 /* The target that has no loss, from a field ignore_index. */
 static inline int32_t test_ignored(int32_t ignore_index) {
-    return ignore_index == MT_IGNORE_ZERO ? 0 : ignore_index == 0 ? -100 : ignore_index;
+    return ignore_index == MT_ZERO ? 0 : ignore_index == 0 ? -100 : ignore_index;
 }
-#endif
 
-#if defined(MT_COMM_H)
 /* Return t with another shape, or with another data type, of the same memory. */
 static inline mt_tensor with_shape(mt_tensor t, int64_t rows, int64_t cols, int64_t ld) {
     t.rows = rows;

@@ -161,6 +161,7 @@ static void try_attention(mt_attention_desc s, const unsigned char *seen) {
     if (!p.s.bias_batch) p.s.bias_batch = 1;
     if (!p.s.bias_heads) p.s.bias_heads = 1;
     if (p.s.scale == 0) p.s.scale = (float)(1 / sqrt((double)s.head_dim));
+    if (s.scale == (float)MT_ZERO) p.s.scale = 0;
     if (seen) p.s.bias = mt_none();
     x = random_tensors(&p);
     all = inputs(&p, &x);
@@ -430,6 +431,19 @@ static void test_together(void **state) {
         s.dropout.p = i / 2 ? 0.4f : 0.0f;
         s.dropout.at.seed = 3, s.dropout.at.subsequence = 9;
         s.dropout.at.first_row = 5, s.dropout.at.first_col = 2, s.dropout.at.global_cols = 9;
+        try_attention(s, NULL);
+    }
+}
+
+/* A scale of MT_ZERO is the number 0: all scores are equal. */
+static void test_scale_of_zero(void **state) {
+    static const float slopes[] = {0.5f, 0.25f, 0.125f, 1.0f};
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        mt_attention_desc s = shape(2, 11, 2, 2, 6, i % 2);
+        s.scale = MT_ZERO;
+        s.alibi_slopes = i / 2 ? slopes : NULL;
+        s.softcap = i == 3 ? 4.0f : 0.0f;
         try_attention(s, NULL);
     }
 }
@@ -1014,6 +1028,7 @@ int main(void) {
                                        REF_TEST(test_bias_first_head),
                                        REF_TEST(test_mask),
                                        REF_TEST(test_together),
+                                       REF_TEST(test_scale_of_zero),
                                        REF_TEST(test_panels),
                                        REF_TEST(test_nan),
                                        REF_TEST(test_bf16),

@@ -58,7 +58,7 @@ static const bert_case cases[] = {
      {.vocab = VOCAB,
       .layers = 2,
       .max_seq = SEQ,
-      .ignore_index = MT_IGNORE_ZERO,
+      .ignore_index = MT_ZERO,
       .layer = {.hidden = 16,
                 .heads = 8,
                 .placement = MT_RESIDUAL_POST_LN,
@@ -75,7 +75,7 @@ static const bert_case cases[] = {
       .layers = 2,
       .max_seq = SEQ,
       .no_binary_head = 1,
-      .ignore_index = MT_IGNORE_ZERO,
+      .ignore_index = MT_ZERO,
       .embedding_dropout = 0.1f,
       .layer = {.hidden = 16, .heads = 8, .placement = MT_POST_LN, .norm = MT_RMS_NORM, .hidden_dropout = 0.1f}},
      1,
@@ -110,7 +110,7 @@ static void fill_data(worker *w) {
     uint64_t seed = 4;
     for (int i = 0; i < SEQUENCES; i++) {
         w->lengths[i] = i < 3 ? SEQ - 2 * i : SEQ;
-        w->order[i] = i == 2 ? -100 : i % 2; /* also with MT_IGNORE_ZERO: 0 is a class */
+        w->order[i] = i == 2 ? -100 : i % 2; /* also with MT_ZERO: 0 is a class */
     }
     for (int i = 0; i < TOKENS; i++) {
         int padding = w->c->lengths && i % SEQ >= w->lengths[i / SEQ];

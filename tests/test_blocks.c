@@ -843,7 +843,7 @@ static const gpt_case gpt_cases[] = {
      {.vocab = VOCAB,
       .layers = 2,
       .max_seq = 10,
-      .ignore_index = MT_IGNORE_ZERO,
+      .ignore_index = MT_ZERO,
       .embedding_dropout = 0.1f,
       .layer = {.hidden = 16, .heads = 4, .attention_dropout = 0.1f, .hidden_dropout = 0.1f}},
      0},
@@ -2293,6 +2293,9 @@ static const struct {
     {{.hidden = 16, .heads = 4, .recompute = (mt_recompute)3},
      MT_ERR_ARGUMENT,
      "'l': recompute is 3, must be MT_RECOMPUTE_NONE, MT_RECOMPUTE_SELECTIVE or MT_RECOMPUTE_FULL"},
+    {{.hidden = 16, .heads = 4, .norm_eps = MT_ZERO},
+     MT_ERR_ARGUMENT,
+     "'l': norm_eps is -2.14748e+09, must be at least 0 and finite"},
     {{.hidden = 16, .heads = 4, .init_std = NAN},
      MT_ERR_ARGUMENT,
      "'l': init_std is nan, must be at least 0 and finite"},
@@ -2318,6 +2321,47 @@ static const struct {
      MT_ERR_ARGUMENT,
      "'l.mlp': activation is 7, must be MT_GELU_TANH, MT_GELU_ERF, MT_SWIGLU, MT_SQUARED_RELU, MT_RELU or "
      "MT_TANH"}};
+
+/* Checks that a matrix begins with zeros if its name has one of these endings or, with NULL, in any case. */
+static void check_zeros(const mt_params *params, const char *const *endings, int count) {
+    int matrices = 0;
+    for (int i = 0; i < mt_params_count(params); i++) {
+        const mt_param *p = mt_params_at(params, i);
+        int zero = count == 0, found = 1;
+        if (!p->desc.weight_decay) continue; /* a bias or a gain */
+        for (int k = 0; k < count; k++) zero |= strstr(p->name, endings[k]) != NULL;
+        for (int64_t k = 0; k < p->value.rows * p->value.cols; k++) found &= ((const float *)p->value.data)[k] == 0.0f;
+        if (found != zero) fail_msg("'%s' %s zeros", p->name, found ? "begins with" : "does not begin with");
+        matrices++;
+    }
+    assert_true(matrices > 2);
+}
+
+/* init_std and output_init_std of MT_ZERO are the number 0, in blocks and in models. */
+static void test_first_weights_of_zero(void **state) {
+    static const char *const outputs[] = {"linear_proj.weight", "linear_fc2.weight"};
+    (void)state;
+    for (int only = 0; only < 2; only++)
+        for (int model = 0; model < 3; model++) {
+            float inner = only ? 0.0f : (float)MT_ZERO, outer = only ? (float)MT_ZERO : 0.0f;
+            mt_transformer_layer_desc l = {.hidden = 16, .heads = 4, .init_std = inner, .output_init_std = outer};
+            mt_gpt_desc g = {.vocab = 20, .layers = 2, .max_seq = 8, .layer = l, .untied_head = 1};
+            mt_bert_desc b = {.vocab = 20, .layers = 2, .max_seq = 8, .layer = l};
+            mt_transformer_layer layer;
+            mt_gpt gpt;
+            mt_bert bert;
+            test_rank r;
+            open_quarter(&r);
+            if (!only) l.output_init_std = MT_ZERO; /* a layer does not take it from init_std */
+            ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                          model == 0   ? mt_transformer_layer_create(r.ctx, r.params, "l", &l, &layer)
+                          : model == 1 ? mt_gpt_create(r.ctx, r.params, &g, &gpt)
+                                       : mt_bert_create(r.ctx, r.params, &b, &bert));
+            ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 3));
+            check_zeros(r.params, outputs, only ? 2 : 0);
+            test_rank_close(&r);
+        }
+}
 
 static void test_layer_create_refuses(void **state) {
     mt_transformer_layer_desc good = {.hidden = 16, .heads = 4};
@@ -2917,6 +2961,7 @@ int main(void) {
         cmocka_unit_test(test_mlp_create_refuses),
         cmocka_unit_test(test_attention_create_refuses),
         cmocka_unit_test(test_rotary_create_refuses),
+        cmocka_unit_test(test_first_weights_of_zero),
         cmocka_unit_test(test_layer_create_refuses),
         cmocka_unit_test(test_block_calls_refuse),
         cmocka_unit_test(test_strided_views_are_refused_where_they_travel),

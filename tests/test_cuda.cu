@@ -646,7 +646,7 @@ static void cross_entropy(shape s) {
     for (int variant = 0; variant < 3; variant++) {
         int shards = 1 + 2 * variant;
         mt_cross_entropy_shard_desc desc = {s.cols * shards - (s.cols > 3 ? 2 : 0), 0, variant ? 0.1f : 0.0f,
-                                            variant == 1 ? MT_IGNORE_ZERO : 1};
+                                            variant == 1 ? MT_ZERO : 1};
         pair all = pair_f32(shards * s.rows, 4), loss = pair_f32(1, s.rows), lse = pair_f32(2, s.rows);
         pair logits[5], dloss = noise_f32(1, variant == 2 ? 1 : s.rows, 9, 1.0f);
         int32_t *targets = (int32_t *)malloc((size_t)s.rows * sizeof *targets), *on_gpu;
@@ -692,7 +692,7 @@ static void cross_entropy_expected(const mt_cross_entropy_shard_desc *desc, cons
 /* One call and the three separate calls, against double precision. On the CPU, one call has the bits of three. */
 static void cross_entropy_at_once(shape s, float smoothing, int padding, int with_dloss) {
     mt_cross_entropy_shard_desc desc = {s.cols - (s.cols > padding ? padding : 0), 0, smoothing,
-                                        padding ? 1 : MT_IGNORE_ZERO};
+                                        padding ? 1 : MT_ZERO};
     pair x = pair_noise(s.rows, s.cols, s.l, 20, 5.0f), again = pair_new(s.rows, s.cols, s.l),
          stats = pair_f32(s.rows, 4);
     pair dloss = noise_f32(1, s.rows, 9, 1.0f), loss = pair_f32(1, s.rows), loss2 = pair_f32(1, s.rows);

@@ -2100,7 +2100,7 @@ static void test_hash_element(void **state) {
     assert_true(mt_hash_element(1, 2) != mt_hash_element(2, 1));
     assert_int_equal(mt_ignore_index(0), -100);
     assert_int_equal(mt_ignore_index(5), 5);
-    assert_int_equal(mt_ignore_index(MT_IGNORE_ZERO), 0);
+    assert_int_equal(mt_ignore_index(MT_ZERO), 0);
     assert_int_equal(mt_ignore_index(INT32_MAX), INT32_MAX);
 }
 

@@ -1276,7 +1276,7 @@ static void test_cross_entropy_on_every_split(void **state) {
         {37, 0, 1000, 0, 6.2e-5, 1e-6, {0}, {0}, 0},    {37, 0.1f, 1000, 0, 2.5e-4, 1e-6, {0}, {0}, 0},
         {37, 0, 3, -1, 1e-6, 1e-6, {0}, {0}, 0},        {37, 0.1f, 3, 5, 1e-6, 1e-6, {0}, {0}, 0},
         {37, 0, 3, 0, 1e-6, 1e-6, {0}, {0}, 48},        {37, 0.1f, 3, 45, 1e-6, 1e-6, {0}, {0}, 48},
-        {5, 0.2f, 1000, 0, 2.5e-4, 1e-6, {0}, {0}, 64}, {37, 0.1f, 3, MT_IGNORE_ZERO, 1e-6, 1e-6, {0}, {0}, 0}};
+        {5, 0.2f, 1000, 0, 2.5e-4, 1e-6, {0}, {0}, 64}, {37, 0.1f, 3, MT_ZERO, 1e-6, 1e-6, {0}, {0}, 0}};
     (void)state;
     for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], loss_rank, cases);
 }
@@ -1495,6 +1495,7 @@ static mt_status adam_body(test_rank *r, const adam_case *c) {
         for (int i = 0; i < 65; i++) x[k][i] = (double)got[i];
     }
     MT_TRY(mt_optimizer_create(r->ctx, r->params, &c->desc, &o));
+    CHECK(o.desc.beta1 == (float)c->beta1 && o.desc.beta2 == (float)c->beta2 && o.desc.eps == (float)c->eps);
     for (int64_t step = 1; step <= 6; step++) {
         MT_TRY(mt_params_zero_grad(r->ctx, r->params));
         for (int k = 0; k < 2; k++) {
@@ -1554,7 +1555,11 @@ static void test_adamw(void **state) {
     static adam_case cases[] = {{{0}, (double)0.9f, (double)0.999f, 1e-8, 0},
                                 {{.weight_decay = 0.1f}, (double)0.9f, (double)0.999f, 1e-8, 0},
                                 {{0.8f, 0.95f, 1e-3f, 0.5f, 0, 0}, (double)0.8f, (double)0.95f, 1e-3, 0},
-                                {{.weight_decay = 0.5f}, (double)0.9f, (double)0.999f, 1e-8, 1}};
+                                {{.weight_decay = 0.5f}, (double)0.9f, (double)0.999f, 1e-8, 1},
+                                {{.beta1 = MT_ZERO, .weight_decay = 0.1f}, 0, (double)0.999f, 1e-8, 0},
+                                {{.beta2 = MT_ZERO}, (double)0.9f, 0, 1e-8, 0},
+                                {{.eps = MT_ZERO}, (double)0.9f, (double)0.999f, 0, 0},
+                                {{.beta1 = MT_ZERO, .beta2 = MT_ZERO, .eps = MT_ZERO}, 0, 0, 0, 0}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         for (int ranks = 1; ranks <= 4; ranks *= 2) test_launch(ranks, adam_rank, &cases[i]);
@@ -1570,6 +1575,7 @@ static void test_optimizer_refuses(void **state) {
                {{.beta2 = NAN}, "beta2 is nan, must be at least 0 and below 1"},
                {{.eps = -1e-8f}, "eps is -1e-08, must be at least 0 and finite"},
                {{.eps = INFINITY}, "eps is inf, must be at least 0 and finite"},
+               {{.weight_decay = MT_ZERO}, "weight_decay is -2.14748e+09, must be at least 0 and finite"},
                {{.weight_decay = -0.1f}, "weight_decay is -0.1, must be at least 0 and finite"},
                {{.weight_decay = NAN}, "weight_decay is nan, must be at least 0 and finite"},
                {{.weight_decay = INFINITY}, "weight_decay is inf, must be at least 0 and finite"},

@@ -31,7 +31,7 @@ static int64_t ref_kept(const float *x, int64_t vocab, const mt_sample_desc *s, 
     for (int64_t i = 0; i < vocab; i++) out[i] = (token){(double)x[i], (int32_t)i};
     qsort(out, (size_t)vocab, sizeof *out, by_logit);
     *margin = 1;
-    if (t == 0) return 1;
+    if (t == 0 || s->top_p == (float)MT_ZERO) return 1;
     if (s->top_k > 0 && s->top_k < n) n = s->top_k;
     if (s->top_p == 0 || s->top_p == 1) return n;
     for (k = 0; k < n; k++) total += exp((out[k].x - out[0].x) / t);
@@ -100,7 +100,8 @@ static mt_status own_logits(test_rank *r, const draw_case *c, mt_tensor *out) {
 static mt_status check_sent(test_rank *r, const draw_case *c, int64_t cols) {
     mt_ledger got = mt_comm_ledger(r->grid.tp);
     const mt_sample_desc *s = &c->desc;
-    int64_t one = s->temperature == 0 || (s->top_k == 0 && (s->top_p == 0 || s->top_p == 1));
+    int64_t one =
+        s->temperature == 0 || s->top_p == (float)MT_ZERO || (s->top_k == 0 && (s->top_p == 0 || s->top_p == 1));
     int64_t k = one ? 1 : s->top_k && s->top_k < cols ? s->top_k : cols, all = r->grid.tp_size > 1;
     CHECK(mt_sample_count(s, cols) == k);
     for (int i = 0; i < MT_COLLECTIVE_COUNT; i++) {
@@ -177,12 +178,13 @@ static int draw_prepare(draw_case *c, uint64_t seed) {
 
 static void test_draws_of_every_split(void **state) {
     static const int64_t vocabs[][2] = {{1003, 0}, {1003, 1100}, {5, 0}, {1, 0}, {17, 0}, {640, 0}};
-    static const float temperatures[] = {1.0f, 0.0f, 0.7f, 20.0f, 0.01f}, tops[] = {0.0f, 0.9f, 0.3f, 1.0f, 1e-6f};
+    static const float temperatures[] = {1.0f, 0.0f, 0.7f, 20.0f, 0.01f},
+                       tops[] = {0.0f, 0.9f, 0.3f, 1.0f, 1e-6f, MT_ZERO};
     static const int64_t ks[] = {0, 40, 1, 3, 5000};
     float *x = (float *)malloc(ROWS * VOCAB_MAX * sizeof *x);
     int open = 0, runs = 0;
     (void)state;
-    for (size_t n = 0; n < 6 * 5 * 5 * 5; n++) {
+    for (size_t n = 0; n < 6 * 5 * 5 * 6; n++) {
         draw_case c = {.vocab = vocabs[n % 6][0], .padded = vocabs[n % 6][1], .scale = 10.0f, .x = x};
         if (!test_takes(n, 7)) continue;
         c.desc = (mt_sample_desc){.temperature = temperatures[n / 6 % 5],
@@ -199,6 +201,30 @@ static void test_draws_of_every_split(void **state) {
     }
     free(x);
     assert_true(open * 50 < runs);
+}
+
+/* A top_p of MT_ZERO is the number 0: only the first token is kept, as in PyTorch and transformers. A top_p of 0 keeps
+   all. */
+static void test_top_p_of_zero(void **state) {
+    float *x = (float *)malloc(ROWS * VOCAB_MAX * sizeof *x);
+    int32_t first[ROWS];
+    (void)state;
+    for (int n = 0; n < 4; n++) {
+        draw_case c = {.vocab = 1000, .x = x, .scale = 0.5f};
+        c.desc = (mt_sample_desc){.temperature = 0, .seed = 3};
+        assert_int_equal(draw_prepare(&c, 1), 0);
+        memcpy(first, c.want, sizeof first);
+        c.desc.temperature = n % 2 ? 20.0f : 1.0f;
+        c.desc.top_k = n / 2 ? 40 : 0;
+        c.desc.top_p = MT_ZERO;
+        assert_int_equal(draw_prepare(&c, 1), 0);
+        assert_memory_equal(first, c.want, sizeof first);
+        for (size_t i = 0; i < SPLITS; i++) test_launch(splits[i], draw_rank, &c);
+        c.desc.top_p = 0;
+        draw_prepare(&c, 1);
+        assert_memory_not_equal(first, c.want, sizeof first);
+    }
+    free(x);
 }
 
 /* Logits that are all equal, or of two values: the order of ids decides what is kept. */
@@ -463,6 +489,8 @@ static void test_refusals(void **state) {
     ALL_REFUSE(MT_ERR_ARGUMENT, "top_k is -1");
     s.top_p = 1.5f;
     ALL_REFUSE(MT_ERR_ARGUMENT, "top_p is 1.5");
+    s.top_p = -0.5f;
+    ALL_REFUSE(MT_ERR_ARGUMENT, "top_p is -0.5");
     s.top_p = NAN;
     ALL_REFUSE(MT_ERR_ARGUMENT, "top_p is");
     s.position = -1;
@@ -688,6 +716,7 @@ static void test_gpt_refusals(void **state) {
 int main(void) {
     static const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_draws_of_every_split),
+        cmocka_unit_test(test_top_p_of_zero),
         cmocka_unit_test(test_ties),
         cmocka_unit_test_setup_teardown(test_frequencies, open_one, close_one),
         cmocka_unit_test_setup_teardown(test_independent_draws, open_one, close_one),
