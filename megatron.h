@@ -984,6 +984,18 @@ MT_API mt_status mt_bert_stage_backward(mt_context *ctx, const mt_bert *bert, fl
 MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_batch *batch, const int32_t *ids,
                                 mt_tensor lm_logits, mt_tensor sop_logits);
 
+/* ---- FLOPs of a model -------------------------------------------------------------------------------------------- */
+
+/* Returns the floating-point operations of the model in one training step of `sequences` sequences with seq tokens:
+   forward and backward of its products and of attention, counted as in a trace (mt_trace_entry.flops). They are those
+   of the model alone. Padding of heads, ffn and vocabulary, copies of key/value heads and recomputation do not count,
+   so the number depends neither on the split nor on padded_vocab and recompute. Divided by the seconds of a step, the
+   number of all ranks and the peak of a rank, it is the model FLOPs utilization (MFU) of arXiv 2204.02311, appendix B.
+   There, attention also counts the scores that mask and window exclude. A desc that is NULL or has no heads, and a
+   number that is not positive, give 0. */
+MT_API double mt_gpt_flops(const mt_gpt_desc *desc, int64_t sequences, int64_t seq);
+MT_API double mt_bert_flops(const mt_bert_desc *desc, int64_t sequences, int64_t seq);
+
 /* ---- checkpoints of a GPT and of a BERT -------------------------------------------------------------------------- */
 
 /* Creates an mt_checkpoint of a GPT. Call it instead of mt_checkpoint_create (mt_parallel.h); save, load, import and
@@ -4517,6 +4529,43 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
     status = mti_bert_logits(ctx, bert, batch, ids, lm_logits, sop_logits);
     mt_arena_release(ctx, mark);
     return status;
+}
+
+/* ---- >>flops ----------------------------------------------------------------------------------------------------- */
+
+/* The scores of a head that mask and window allow, in a sequence. */
+static double mti_visible_scores(const mt_transformer_layer_desc *l, int64_t seq) {
+    double n = (double)seq, w = l->window > 0 ? (double)mt_min(l->window, seq) : n;
+    double causal = w * (w + 1) / 2 + (n - w) * w; /* of each query the keys at its position and before */
+    return l->mask == MT_MASK_CAUSAL ? causal : 2 * causal - n;
+}
+
+/* The forward of a layer: QKV, projection and MLP, and two products for each score. */
+static double mti_layer_flops(const mt_transformer_layer_desc *l, double sequences, int64_t seq) {
+    double h = (double)l->hidden, ffn = l->ffn ? (double)l->ffn : 4 * h;
+    double kv = h / (double)l->heads * (double)(l->kv_heads ? l->kv_heads : l->heads);
+    double weights = h * (h + 2 * kv) + h * h + h * ffn * (l->activation == MT_SWIGLU ? 3 : 2);
+    return 2 * sequences * ((double)seq * weights + 2 * mti_visible_scores(l, seq) * h);
+}
+
+MT_API double mt_gpt_flops(const mt_gpt_desc *desc, int64_t sequences, int64_t seq) {
+    double n = (double)sequences, head;
+    if (!desc || sequences < 1 || seq < 1 || desc->layer.heads < 1) return 0;
+    head = 2 * n * (double)seq * (double)desc->layer.hidden * (double)desc->vocab;
+    /* the gradients of both factors of a product cost as much as two forwards */
+    return 3 * ((double)desc->layers * mti_layer_flops(&desc->layer, n, seq) + head);
+}
+
+MT_API double mt_bert_flops(const mt_bert_desc *desc, int64_t sequences, int64_t seq) {
+    mt_transformer_layer_desc l;
+    double n = (double)sequences, h, heads;
+    if (!desc || sequences < 1 || seq < 1 || desc->layer.heads < 1) return 0;
+    l = desc->layer;
+    l.mask = MT_MASK_BIDIRECTIONAL;
+    h = (double)l.hidden;
+    heads = 2 * n * (double)seq * h * (h + (double)desc->vocab);
+    if (!desc->no_binary_head) heads += 2 * n * h * (h + 2); /* the pooler and the two classes, of a sequence */
+    return 3 * ((double)desc->layers * mti_layer_flops(&l, n, seq) + heads);
 }
 
 /* ---- >>checkpoint ------------------------------------------------------------------------------------------------ */

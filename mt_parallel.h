@@ -1679,8 +1679,9 @@ typedef struct mt_step_time {
     double communication; /* in which the rank only communicates, or waits for work in another stream */
     double bubble;        /* in which the rank waits for other stages */
     double overlapped;    /* of work in other streams, for which the rank did not wait; not a part of `seconds` */
-    /* FLOPs of products and attention, without and with recomputation: the work of the model, and what comes on top.
-       Attention counts only scores that the mask allows, so MFU from `flops` is below that of arXiv 2204.02311. */
+    /* FLOPs of products and attention that the rank computes, with padding of heads, ffn and vocabulary and with copies
+       of key/value heads: without recomputation, and those of recomputation. For the utilization of a model (MFU) take
+       mt_gpt_flops or mt_bert_flops of megatron.h, which count the model alone. */
     double flops, recomputed;
 } mt_step_time;
 

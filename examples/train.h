@@ -180,6 +180,9 @@ static void means_of(const pass *p, const float *sums, float *means);
 static const char *model_name(const options *o);
 static void print_more(const trainer *t);
 
+/* Returns the FLOPs of the model in a step of all ranks, without padding, copies and recomputation. */
+static double model_flops(const trainer *t);
+
 /* Returns the learning rate of a step. */
 static float learning_rate(const options *o, int64_t step);
 
@@ -1295,10 +1298,12 @@ static void print_functions(mt_context *ctx, const mt_machine *machine, const mt
 }
 
 /* Prints the time of a step, what it means for the job, and where a rank of stage 0 spends it. */
-static void print_time(const job *job, const mt_machine *machine, const mt_step_time *times) {
+static void print_time(const trainer *t, const mt_step_time *times) {
+    const job *job = t->job;
+    const mt_machine *machine = job->machine;
     const options *o = &job->o;
-    double flops = 0, seconds = times->seconds, peak = mt_machine_peak(machine, (mt_dtype)o->dtype);
-    for (int i = 0; i < (int)o->pp; i++) flops += times[i].flops / o->pp; /* the mean over the stages */
+    double flops = model_flops(t) / rank_count(o), seconds = times->seconds;
+    double peak = mt_machine_peak(machine, (mt_dtype)o->dtype);
     printf("time of a step on %s: %.4g s, %.0f tokens/s, %.4g TFLOP/s of each rank", mt_machine_name(machine), seconds,
            o->batch * o->seq / seconds, flops / seconds / 1e12);
     if (peak > 0) printf(", MFU %.1f %%", 100 * flops / seconds / peak);
@@ -1318,7 +1323,7 @@ static mt_status predict(trainer *t) {
     static mt_step_time times[MAX_RANKS];
     const job *job = t->job;
     MT_TRY(mt_plan_step(t->ctx, job->machine, job->traces, (int)job->o.pp, times));
-    print_time(job, job->machine, times);
+    print_time(t, times);
     print_functions(t->ctx, job->machine, job->traces);
     return MT_SUCCESS;
 }

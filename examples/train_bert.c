@@ -505,6 +505,10 @@ static float learning_rate(const options *o, int64_t step) {
     return mt_linear_schedule(step, (int64_t)o->warmup, (int64_t)o->steps, (float)o->lr, (float)o->min_lr);
 }
 
+static double model_flops(const trainer *t) {
+    return mt_bert_flops(&t->model.bert.desc, (int64_t)t->job->o.batch, (int64_t)t->job->o.seq);
+}
+
 static const char *model_name(const options *o) {
     return o->placement == MT_POST_LN ? "BERT, post-LN" : "BERT, pre-LN";
 }

@@ -275,6 +275,10 @@ static void means_of(const pass *p, const float *sums, float *means) {
     means[0] = sums[0] / (float)((double)p->of * p->t->job->o.seq);
 }
 
+static double model_flops(const trainer *t) {
+    return mt_gpt_flops(&t->model.gpt.desc, (int64_t)t->job->o.batch, (int64_t)t->job->o.seq);
+}
+
 static const char *model_name(const options *o) {
     (void)o;
     return "GPT";

@@ -411,6 +411,57 @@ static void test_step_of_a_gpt(void **state) {
             }
 }
 
+/* mt_gpt_flops and mt_bert_flops are the products and the attention of a trace on one rank, for each kind of model,
+   and without what is recomputed. On more ranks a trace has more, with padding and copies; the model has not. */
+static void test_flops_of_a_model(void **state) {
+    static const int kinds[] = {0, 1, 2, GPT_BERT, GPT_BERT + 1};
+    int more = 0;
+    (void)state;
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++)
+        for (int i = 0; i < 12; i++) {
+            gpt_run r = {.tp = i % 2 ? 4 : 1, .data = 1, .llama = kinds[k], .recompute = (mt_recompute)(i / 2 % 3)};
+            mt_gpt_desc gpt;
+            mt_bert_desc bert;
+            double flops;
+            sums s;
+            r.scores = i / 6;
+            r.kv_heads = kinds[k] == 1 && i / 6 ? 2 : 0;
+            r.layers = 3;
+            gpt = gpt_model(&r);
+            bert = gpt_bert_model(&r);
+            flops =
+                kinds[k] < GPT_BERT ? mt_gpt_flops(&gpt, GPT_BATCH, GPT_SEQ) : mt_bert_flops(&bert, GPT_BATCH, GPT_SEQ);
+            s = sums_of(r);
+            if (r.tp == 1 ? flops != s.gemm + s.attention : flops > s.gemm + s.attention)
+                fail_msg("model %d, case %d: %.0f FLOPs, the trace has %.0f", kinds[k], i, flops, s.gemm + s.attention);
+            more += flops < s.gemm + s.attention;
+        }
+    assert_true(more > 5);
+}
+
+/* The formula of arXiv 2204.02311 without its mask: 6 N and 12 L H Q T for each token, where N has no embedding. A desc
+   that cannot be a model has no FLOPs. */
+static void test_flops_by_hand(void **state) {
+    mt_gpt_desc d = {.vocab = 50257, .layers = 24, .max_seq = 1024, .layer = {.hidden = 1024, .heads = 16}};
+    double n = 24 * 12.0 * 1024 * 1024 + 50257.0 * 1024, tokens = 8 * 1024;
+    (void)state;
+    d.layer.mask = MT_MASK_BIDIRECTIONAL;
+    assert_true(mt_gpt_flops(&d, 8, 1024) == tokens * (6 * n + 12 * 24 * 1024.0 * 1024));
+    d.padded_vocab = 50304;
+    d.layer.recompute = MT_RECOMPUTE_FULL;
+    d.layer.window = 5000;
+    assert_true(mt_gpt_flops(&d, 8, 1024) == tokens * (6 * n + 12 * 24 * 1024.0 * 1024));
+    d.layer.window = 1; /* each query sees one key */
+    assert_true(mt_gpt_flops(&d, 8, 1024) == tokens * (6 * n + 12 * 24 * 1024.0));
+    d.layer.kv_heads = 1;
+    d.layer.activation = MT_SWIGLU;
+    n += 24 * (4.0 * 1024 * 1024 - 2 * 15 * 64 * 1024.0);
+    assert_true(mt_gpt_flops(&d, 8, 1024) == tokens * (6 * n + 12 * 24 * 1024.0));
+    assert_true(mt_gpt_flops(NULL, 8, 1024) == 0 && mt_gpt_flops(&d, 0, 1024) == 0 && mt_gpt_flops(&d, 8, 0) == 0);
+    d.layer.heads = 0;
+    assert_true(mt_gpt_flops(&d, 8, 1024) == 0 && mt_bert_flops(NULL, 1, 1) == 0);
+}
+
 /* ---- machines ---------------------------------------------------------------------------------------------------- */
 
 static const char rates[] = "# a comment, and an empty line\n"
@@ -948,6 +999,8 @@ int main(void) {
         cmocka_unit_test(test_spans),
         cmocka_unit_test(test_overlaps),
         cmocka_unit_test(test_step_of_a_gpt),
+        cmocka_unit_test(test_flops_of_a_model),
+        cmocka_unit_test(test_flops_by_hand),
         cmocka_unit_test(test_rates),
         cmocka_unit_test(test_shapes),
         cmocka_unit_test(test_collectives),

@@ -507,6 +507,53 @@ static void test_configurations(void **state) {
     assert_non_null(strstr(text, "4 x tensor"));
 }
 
+/* Runs a plan on a machine that only computes products and attention, both with their peak. Returns the MFU. */
+static double planned_mfu(const char *flags) {
+    static const char rates[] = "name fast\ngemm * * * * 1e9\nattention * * 1e9\nmemory * * 1e30\nlink 1e30 0\n"
+                                "network 1e30 0\npeak f32 1e9\n";
+    char words[WORDS], text[16384];
+    write_bytes("machine", rates, strlen(rates));
+    print_to(words, sizeof words,
+             "--data LICENSE --dry-run --sample 0 --layers 3 --hidden 48 --seq 16 --batch 8 --machine %s %s",
+             in_scratch("machine"), flags);
+    expect_success(words);
+    read_text("out", text, sizeof text);
+    assert_non_null(strstr(text, ", MFU "));
+    return strtod(strstr(text, ", MFU ") + 6, NULL);
+}
+
+/* Padding of heads and vocabulary, copies of key/value heads and recomputation take time, and do not count as FLOPs of
+   the model. The numbers of weights of a layer and of the head are of all ranks together. */
+static void test_utilization_of_a_plan(void **state) {
+    static const struct {
+        const char *flags;
+        double heads, kv, ffn, vocab;           /* of the model */
+        double all_heads, all_kv, all_ffn, all; /* with padding and copies */
+        int again;                              /* 1: full recomputation, but for the last products of MLPs */
+    } plans[] = {{"--heads 6 --tp 1", 6, 6, 192, 256, 6, 6, 192, 256, 0},
+                 {"--heads 6 --tp 2 --dp 2", 6, 6, 192, 256, 6, 6, 192, 256, 0},
+                 {"--heads 6 --tp 4", 6, 6, 192, 256, 8, 8, 192, 256, 0},
+                 {"--heads 6 --tp 4 --sequence-parallel --dp 2", 6, 6, 192, 256, 8, 8, 192, 256, 0},
+                 {"--heads 8 --kv-heads 1 --tp 8", 8, 1, 192, 256, 8, 8, 192, 256, 0},
+                 {"--heads 8 --kv-heads 2 --tp 8", 8, 2, 192, 256, 8, 8, 192, 256, 0},
+                 {"--heads 6 --tp 4 --ffn 190", 6, 6, 190, 256, 8, 8, 192, 256, 0},
+                 {"--heads 8 --tp 8 --vocab 257", 8, 8, 192, 257, 8, 8, 192, 264, 0},
+                 {"--heads 6 --tp 1 --recompute full", 6, 6, 192, 256, 6, 6, 192, 256, 1},
+                 {"--heads 6 --tp 4 --recompute full", 6, 6, 192, 256, 8, 8, 192, 256, 1}};
+    (void)state;
+    for (size_t i = 0; i < COUNT(plans); i++) {
+        double h = 48, head = h / plans[i].heads, seen = 17.0 / 2, got = planned_mfu(plans[i].flags), want;
+        double layer = h * head * (2 * plans[i].heads + 2 * plans[i].kv) + 2 * h * plans[i].ffn + 2 * seen * h;
+        double rank_layer = h * head * (2 * plans[i].all_heads + 2 * plans[i].all_kv) + 2 * h * plans[i].all_ffn +
+                            2 * seen * head * plans[i].all_heads;
+        double again = plans[i].again ? rank_layer - h * plans[i].all_ffn : 0;
+        want = 100 * 3 * (3 * layer + h * plans[i].vocab) / (3 * (3 * rank_layer + h * plans[i].all) + 3 * again);
+        if (!(fabs(got - want) <= 0.051)) fail_msg("%s: MFU %.1f %%, must be %.3f %%", plans[i].flags, got, want);
+        if (i > 1) assert_true(got < 100);
+    }
+    forget("machine");
+}
+
 /* On a machine whose operators each take a second, and whose messages and collectives take none. */
 static void test_dry_run_on_a_machine(void **state) {
     static const char *const model = "--layers 2 --hidden 32 --heads 8 --seq 16 --batch 8 --data megatron.h --dry-run";
@@ -1458,6 +1505,7 @@ int main(void) {
         cmocka_unit_test(test_seed_and_dropout_matter),
         cmocka_unit_test(test_dry_run_and_ledger),
         cmocka_unit_test(test_configurations),
+        cmocka_unit_test(test_utilization_of_a_plan),
         cmocka_unit_test(test_dry_run_on_a_machine),
         cmocka_unit_test(test_dry_run_of_a_pipeline),
         cmocka_unit_test(test_sampling),
