@@ -691,8 +691,7 @@ static void cross_entropy_expected(const mt_cross_entropy_shard_desc *desc, cons
 
 /* One call and the three separate calls, against double precision. On the CPU, one call has the bits of three. */
 static void cross_entropy_at_once(shape s, float smoothing, int padding, int with_dloss) {
-    mt_cross_entropy_shard_desc desc = {s.cols - (s.cols > padding ? padding : 0), 0, smoothing,
-                                        padding ? 1 : MT_ZERO};
+    mt_cross_entropy_shard_desc desc = {s.cols - (s.cols > padding ? padding : 0), 0, smoothing, padding ? 1 : MT_ZERO};
     pair x = pair_noise(s.rows, s.cols, s.l, 20, 5.0f), again = pair_new(s.rows, s.cols, s.l),
          stats = pair_f32(s.rows, 4);
     pair dloss = noise_f32(1, s.rows, 9, 1.0f), loss = pair_f32(1, s.rows), loss2 = pair_f32(1, s.rows);
@@ -2293,9 +2292,10 @@ static void test_pointwise(void **state) {
 
 #define SAMPLING(temperature, top_k, top_p)                                                                            \
     { temperature, top_k, top_p, 12345, 0, NULL, 3, NULL }
-static const mt_sample_desc samplings[] = {SAMPLING(0.0f, 0, 0.0f),  SAMPLING(1.0f, 0, 0.0f),   SAMPLING(0.7f, 5, 0.0f),
-                                           SAMPLING(1.3f, 40, 0.9f), SAMPLING(1.0f, 1, 0.5f),   SAMPLING(5.0f, 0, 0.5f),
-                                           SAMPLING(2.0f, 0, 0.99f), SAMPLING(0.1f, 1000, 1.0f)};
+static const mt_sample_desc samplings[] = {
+    SAMPLING(0.0f, 0, 0.0f),  SAMPLING(1.0f, 0, 0.0f),    SAMPLING(0.7f, 5, 0.0f),
+    SAMPLING(1.3f, 40, 0.9f), SAMPLING(1.0f, 1, 0.5f),    SAMPLING(5.0f, 0, 0.5f),
+    SAMPLING(2.0f, 0, 0.99f), SAMPLING(0.1f, 1000, 1.0f), SAMPLING(1.0f, 40, MT_ZERO)};
 
 /* Draws from three shards, of which the last has padding, as the CPU does. The candidates have the same bits. */
 static void draws(pair *logits, const mt_sample_desc *given, int64_t vocab) {
