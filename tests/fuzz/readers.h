@@ -88,6 +88,20 @@ static inline int readers_safetensors(mt_context *ctx, const unsigned char *byte
     return took;
 }
 
+/* Reads the bytes as an object or a list with lists, as the modules.json and the pooling of a sentence encoder. */
+static inline mt_status readers_lists(mt_context *ctx, const unsigned char *bytes, size_t size) {
+    char type[2][8] = {"", ""}, mode[3][8] = {"", "", ""};
+    const mt_field fields[] = {{"0.type", MT_FIELD_TEXT, type[0], 0, 0, sizeof type[0], 0, 0},
+                               {"1.type", MT_FIELD_TEXT, type[1], 0, 0, sizeof type[1], 0, 0},
+                               {"m.0", MT_FIELD_TEXT, mode[0], 0, 0, sizeof mode[0], 0, 0},
+                               {"m.1", MT_FIELD_TEXT, mode[1], 0, 0, sizeof mode[1], 0, 1},
+                               {"m", MT_FIELD_TEXT, mode[2], 0, 0, sizeof mode[2], 0, 0}};
+    mt_status status = mti_json_object(ctx, "fuzz", bytes, size, fields, 5);
+    for (int i = 0; i < 2; i++) READERS_HOLD(memchr(type[i], 0, sizeof type[i]));
+    for (int i = 0; i < 3; i++) READERS_HOLD(memchr(mode[i], 0, sizeof mode[i]));
+    return status;
+}
+
 /* Reads the bytes as a config.json of a GPT and, if they describe one, writes it again as a save does. */
 static inline int readers_config(mt_context *ctx, const unsigned char *bytes, size_t size) {
     mti_config config;
@@ -103,6 +117,7 @@ static inline int readers_config(mt_context *ctx, const unsigned char *bytes, si
     config.ctx = ctx;
     config.text = text;
     snprintf(config.path, sizeof config.path, "fuzz");
+    readers_status(ctx, readers_lists(ctx, bytes, size));
     mt_status status = mti_json_object(ctx, "fuzz", bytes, size, NULL, 0); /* ends where the memory ends */
     if (status == MT_SUCCESS) status = mti_config_read(&config, &gpt);
     readers_status(ctx, status);
