@@ -193,6 +193,20 @@ other_modules() {
     done
 }
 
+# The files of an encoder are read only from its folder.
+links_out_of_an_encoder() {
+    rm -rf "$build/elsewhere" && mkdir "$build/elsewhere" &&
+        echo '{"pooling_mode": "cls"}' >"$build/elsewhere/config.json" &&
+        encoder pooling && ln -s ../elsewhere "$build/pooling/1_Pooling" || return 1
+    refused "1_Pooling/config.json: cannot open it" "1\n" "$build/pooling" &&
+        encoder pooling '{}' && ln -sf ../../elsewhere/config.json "$build/pooling/1_Pooling/config.json" || return 1
+    refused "1_Pooling/config.json: is a link that leads out of its folder" "1\n" "$build/pooling" &&
+        encoder pooling '{}' && ln -s ../elsewhere/config.json "$build/pooling/modules.json" || return 1
+    refused "modules.json: is a link that leads out of its folder" "1\n" "$build/pooling" || return 1
+    encoder pooling && mkfifo "$build/pooling/modules.json" || return 1
+    refused "modules.json: is not a regular file" "1\n" "$build/pooling"
+}
+
 # max_seq_length limits a sentence. Outputs that are not those of the tokens are refused.
 transformer_of_an_encoder() {
     encoder pooling '{}' || return 1
@@ -275,6 +289,7 @@ check "embed: each mode of pooling of sentence-transformers" modes_of_pooling
 check "embed: a pooling that it does not have is refused by name" other_pooling
 check "embed: the modules of an encoder, and the folder of its pooling" modules_of_an_encoder
 check "embed: a module that it does not have is refused by name" other_modules
+check "embed: links out of the folder of an encoder are not followed" links_out_of_an_encoder
 check "embed: the length of sentences, and the outputs, of an encoder" transformer_of_an_encoder
 check "embed: a NUL, and a read that fails" broken_inputs
 check "embed: what it refuses" refusals
