@@ -4633,6 +4633,7 @@ typedef struct mti_known {
     int unwritten;               /* 1: nothing has written it, or a part of it, since it was allocated */
     int some_columns;            /* 1: it has, or was computed from, some columns of a tensor */
     mti_extent in;               /* of the newest piece that has all of the view; width 0: there is none */
+    unsigned apart;              /* a bit for each group whose ranks may read other rows or columns */
     unsigned terms;              /* a bit for each group in which mt_check_view makes a term of what all ranks have */
     const char *by, *with;       /* of the newest piece, or NULL */
     const mti_placed *parameter; /* NULL: the view is no part of one */
@@ -5119,6 +5120,21 @@ static int mti_has_own_columns(const mti_ruling *r, int i, int g) {
     return 0;
 }
 
+/* Returns the set of the placement that operand i has as exactly this rank's share of what all ranks have, or 0. */
+static int mti_own_share(const mti_ruling *r, int i, int g) {
+    const mti_ruled *o = &r->operands[i];
+    const mti_axis *axis = &r->checker->axes[g];
+    mti_extent at, in = o->known.in;
+    uintptr_t size = (uintptr_t)axis->size, rank = (uintptr_t)axis->rank, rows;
+    if (!o->operand || o->operand->use != 1 || o->known.may[g] != 1 << MT_REPLICATED || !in.width) return 0;
+    at = mti_extent_of(o->operand->t);
+    rows = (uintptr_t)o->operand->t.rows;
+    if (at.width * size == in.width && mti_extents_share_rows(at, in) && at.begin - in.begin == rank * at.width)
+        return 1 << MT_SPLIT_COLS;
+    if (at.width != in.width || mti_extent_bytes(in) != rows * size * in.width) return 0;
+    return at.begin - in.begin == rank * rows * in.pitch ? 1 << MT_SPLIT_ROWS : 0;
+}
+
 /* Whether operand i has the first rows of a tensor, until those of this rank's share of operand 0. */
 static int mti_has_first_rows(const mti_ruling *r, int i, int g) {
     const mti_ruled *o = &r->operands[i];
@@ -5428,6 +5444,28 @@ static mt_status mti_extent_refuse(mt_context *ctx, const mti_ruling *r, int g, 
         (long long)(o->known.in.width / size), axis->size, axis->name, axis->rank, by->operand->name);
 }
 
+/* Whether a case fits when views of exactly this rank's share of what all ranks have are this share, with the results
+   of these cases. */
+static int mti_fits_shares(const mti_ruling *r, int g, unsigned char *results) {
+    const char *more = mti_is_data(&r->checker->axes[g]) ? r->rule->data_cases : NULL, *at = NULL;
+    mti_ruling shares = *r;
+    int i, first, any = 0, fits = 0;
+    for (i = 0; i < r->count; i++) {
+        int part, set = mti_own_share(r, i, g);
+        if (!set) continue;
+        any = 1;
+        shares.operands[i].known.may[g] = (unsigned char)set;
+        for (part = 0; part < r->operands[i].known.count; part++)
+            shares.operands[i].known.parts[part][g] = (unsigned char)set;
+    }
+    while (any && (at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        if (mti_case_misfits(&shares, at, g, &first) > 0) continue;
+        for (i = 0; i < r->count; i++) results[i] |= (unsigned char)mti_result_set(r, i, at[i]);
+        fits = 1;
+    }
+    return fits;
+}
+
 /* Finds the sets that the cases allow in a group: results[i] for operand i. */
 static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsigned char *results) {
     const char *more = mti_is_data(&ctx->checker->axes[g]) ? r->rule->data_cases : NULL, *at = NULL;
@@ -5447,6 +5485,7 @@ static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsi
     }
     if (ctx->checker->axes[g].only_group && !mti_reads_replicas(r, g) && !mti_is_constant(r))
         memset(results, MTI_ALL_PLACEMENTS, MTI_RULE_OPERANDS);
+    if (!fits) fits = mti_fits_shares(r, g, results);
     if (!fits && (i = mti_other_extent(r, g, &letter)) >= 0) return mti_extent_refuse(ctx, r, g, i, letter);
     return fits ? MT_SUCCESS : mti_rule_refuse(ctx, r, g, culprit, must);
 }
@@ -5696,17 +5735,32 @@ static mt_status mti_result_note(mt_context *ctx, const mti_ruling *r, int i,
     return MT_SUCCESS;
 }
 
-/* What to compare of operand i: nothing over a group whose ranks read other rows or columns of it. */
-static mti_known mti_read_alike(const mti_ruling *r, int i) {
-    mti_known k = r->operands[i].known;
-    int g, first;
-    for (g = 0; g < r->checker->count; g++) {
-        const char *more = NULL, *at = NULL;
-        while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL)
-            if ((at[i] == 'o' || at[i] == 'k') && mti_case_misfits(r, at, g, &first) == 0)
-                k.may[g] = MTI_ALL_PLACEMENTS;
+/* Whether ranks may read other rows or columns of operand i: of a case with a letter for that, or, in a call of tensors
+   that the group splits, this rank's share. */
+static int mti_reads_apart(const mti_ruling *r, int i, int g) {
+    const char *more = NULL, *at = NULL;
+    int k, first, own;
+    if (r->operands[i].known.may[g] != 1 << MT_REPLICATED) return 0;
+    own = mti_own_share(r, i, g) || (r->operands[i].operand->use == 1 && mti_has_own_columns(r, i, g));
+    for (k = 0; own && k < r->count; k++)
+        if (r->operands[k].operand && !(r->operands[k].known.may[g] & ~MTI_SPLIT_PLACEMENTS)) return 1;
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL)
+        if ((at[i] == 'o' || at[i] == 'k') && mti_case_misfits(r, at, g, &first) == 0) return 1;
+    return 0;
+}
+
+/* Notes what a call reads, to be compared: not over a group whose ranks may read other rows or columns of it. */
+static mt_status mti_reads_note(mt_context *ctx, const mti_ruling *r) {
+    mti_known known;
+    int g, i;
+    for (i = 0; mt_check_mode(ctx) == 2 && i < r->count; i++) {
+        if (!r->operands[i].operand) continue;
+        known = r->operands[i].known;
+        for (g = 0; g < ctx->checker->count; g++)
+            if (mti_reads_apart(r, i, g)) known.apart |= 1u << g;
+        MT_TRY(mti_replica_read(ctx, r->where, r->with, r->operands[i].operand, &known));
     }
-    return k;
+    return MT_SUCCESS;
 }
 
 MT_API int64_t mt_check_unknown(mt_context *ctx, char *text, size_t bytes) {
@@ -5741,11 +5795,7 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     }
     mti_unknown_count(c, &r);
     if (r.with) c->latest = r.with;
-    for (i = 0; i < r.count; i++)
-        if (r.operands[i].operand) {
-            mti_known read = mti_read_alike(&r, i);
-            MT_TRY(mti_replica_read(ctx, where, r.with, r.operands[i].operand, &read));
-        }
+    MT_TRY(mti_reads_note(ctx, &r));
     for (i = 0; i < r.count; i++) MT_TRY(mti_result_note(ctx, &r, i, results));
     mti_tell(ctx, where, r.with, operands, count);
     return MT_SUCCESS;
@@ -10263,6 +10313,14 @@ static mt_status mti_term_note(mt_context *ctx, mti_replica e, unsigned terms) {
     return MT_SUCCESS;
 }
 
+/* Notes that ranks may have read other rows or columns, so that their lists have the same entries. */
+static mt_status mti_apart_note(mt_context *ctx, int g, mti_replica e) {
+    e.differs = 'u';
+    e.hash = 0;
+    e.sum = 0;
+    return mti_replica_add(ctx, g, &e);
+}
+
 /* Hashes an operand that a call reads, once, for all groups over which it is replicated. Parameters and gradients are
    compared once in a step instead (mt_parallel.h). */
 static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
@@ -10281,7 +10339,8 @@ static mt_status mti_replica_read(mt_context *ctx, const char *where, const char
         if (known->may[g] != 1 << MT_REPLICATED) continue;
         if (!hashed) MT_TRY(mti_replica_hash(ctx, operand->t, &e));
         hashed = 1;
-        MT_TRY(mti_replica_add(ctx, g, &e));
+        if (known->apart >> g & 1) MT_TRY(mti_apart_note(ctx, g, e));
+        else MT_TRY(mti_replica_add(ctx, g, &e));
     }
     return MT_SUCCESS;
 }

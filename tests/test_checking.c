@@ -1663,7 +1663,7 @@ static void test_steps_of_the_callers_own(void **state) {
     for (int i = 0; i < 2; i++) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_fill(r.ctx, state_of[i], 0.0f));
     const mt_square_tensor mixed[] = {{.x = part, .out = 1}, {.x = whole, .out = 1}};
     const mt_adamw_tensor wrong = {
-        .param = part, .grad = mt_tensor_cols(whole, 0, 4), .m = state_of[0], .v = state_of[1]};
+        .param = part, .grad = mt_tensor_cols(whole, 4, 4), .m = state_of[0], .v = state_of[1]};
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_multi_tensor_create_squares(r.ctx, mixed, 2, &squares));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_multi_tensor_create_adamw(r.ctx, &wrong, 1, 0, &update));
     REFUSED(r.ctx, MT_ERR_ARGUMENT,

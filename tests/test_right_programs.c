@@ -81,6 +81,9 @@ static mt_status gives(run *r, mt_tensor t, char at) {
 static mt_tensor own_cols(const run *r, mt_tensor t) {
     return mt_tensor_cols(t, r->rank * share(r, t.cols), share(r, t.cols));
 }
+static mt_tensor own_rows(const run *r, mt_tensor t) {
+    return mt_tensor_rows(t, r->rank * share(r, t.rows), share(r, t.rows));
+}
 static mt_status sum(run *r, mt_tensor t) { return mt_reduce_from_tensor_region_forward(r->ctx, r->tp, t); }
 
 /* ---- terms of a sum ---------------------------------------------------------------------------------------------- */
@@ -391,6 +394,350 @@ static mt_status norm_of_heads(run *r) {
     return gives(r, heads.q.weight->grad, 'R');
 }
 
+/* ---- layers and steps by hand ------------------------------------------------------------------------------------ */
+
+static mt_status product(run *r, mt_tensor dy, mt_tensor w, float beta, mt_tensor dx) {
+    return mt_gemm(r->ctx, MT_NO_TRANS, MT_NO_TRANS, 1, dy, w, beta, dx);
+}
+static mt_status add_param(run *r, const char *name, int64_t rows, int64_t cols, mt_placement placement, int partial,
+                           mt_param **out) {
+    mt_param_desc d = {.name = name, .rows = rows, .cols = cols, .placement = placement, .init_std = 0.5f};
+    d.sequence_partial = partial;
+    return mt_params_add(r->ctx, r->params, &d, out);
+}
+static mt_status start(run *r) {
+    MT_TRY(mt_params_init(r->ctx, r->params, 1));
+    return mt_params_zero_grad(r->ctx, r->params);
+}
+
+/* y = x W^T + (x A^T) B^T, W and B split by rows; each rank has A, and a term of its gradient. mistake 1: without f */
+static mt_status lora_of_columns(run *r) {
+    enum { RANK = 4 };
+    mt_tensor x = given(r, T, C, 'R'), y, low = room(r, T, RANK), dlow = room(r, T, RANK), dx = room(r, T, C), dy;
+    mt_param *w, *a, *b;
+    MT_TRY(add_param(r, "w", F, C, MT_SPLIT_ROWS, 0, &w));
+    MT_TRY(add_param(r, "a", RANK, C, MT_REPLICATED, 1, &a));
+    MT_TRY(add_param(r, "b", F, RANK, MT_SPLIT_ROWS, 0, &b));
+    MT_TRY(start(r));
+    y = room(r, T, w->value.rows);
+    MT_TRY(mt_linear_forward(r->ctx, x, w->value, mt_none(), y));
+    MT_TRY(mt_linear_forward(r->ctx, x, a->value, mt_none(), low));
+    MT_TRY(mt_gemm(r->ctx, MT_NO_TRANS, MT_TRANS, 1, low, b->value, 1, y));
+    MT_TRY(gives(r, y, 'c'));
+    dy = y;
+    MT_TRY(mt_linear_gradients(r->ctx, dy, x, w->grad, mt_none()));
+    MT_TRY(mt_linear_gradients(r->ctx, dy, low, b->grad, mt_none()));
+    MT_TRY(product(r, dy, b->value, 0, dlow));
+    MT_TRY(mt_linear_gradients(r->ctx, dlow, x, a->grad, mt_none()));
+    MT_TRY(product(r, dy, w->value, 0, dx));
+    MT_TRY(product(r, dlow, a->value, 1, dx));
+    if (r->mistake != 1) MT_TRY(mt_copy_to_tensor_region_backward(r->ctx, r->tp, dx));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    MT_TRY(gives(r, dx, 'R'));
+    MT_TRY(gives(r, a->grad, 'R'));
+    return gives(r, b->grad, 'r');
+}
+
+/* y = g(x W^T) + g(x A^T) B^T, W and A split by columns. mistake 1: the low product is not summed */
+static mt_status lora_of_rows(run *r) {
+    enum { RANK = 4 };
+    mt_tensor x = given(r, T, F, 'c'), y = room(r, T, C), low = room(r, T, RANK), dlow = room(r, T, RANK);
+    mt_tensor dx = room(r, T, x.cols);
+    mt_param *w, *a, *b;
+    MT_TRY(add_param(r, "w", C, F, MT_SPLIT_COLS, 0, &w));
+    MT_TRY(add_param(r, "a", RANK, F, MT_SPLIT_COLS, 0, &a));
+    MT_TRY(add_param(r, "b", C, RANK, MT_REPLICATED, 0, &b));
+    MT_TRY(start(r));
+    MT_TRY(mt_linear_forward(r->ctx, x, w->value, mt_none(), y));
+    MT_TRY(mt_linear_forward(r->ctx, x, a->value, mt_none(), low));
+    MT_TRY(sum(r, y));
+    if (r->mistake != 1) MT_TRY(sum(r, low));
+    MT_TRY(mt_gemm(r->ctx, MT_NO_TRANS, MT_TRANS, 1, low, b->value, 1, y));
+    MT_TRY(gives(r, y, 'R'));
+    MT_TRY(mt_linear_gradients(r->ctx, y, low, b->grad, mt_none()));
+    MT_TRY(product(r, y, b->value, 0, dlow));
+    MT_TRY(mt_linear_gradients(r->ctx, dlow, x, a->grad, mt_none()));
+    MT_TRY(mt_linear_gradients(r->ctx, y, x, w->grad, mt_none()));
+    MT_TRY(product(r, y, w->value, 0, dx));
+    MT_TRY(product(r, dlow, a->value, 1, dx));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    MT_TRY(gives(r, dx, 'c'));
+    MT_TRY(gives(r, a->grad, 'c'));
+    return gives(r, b->grad, 'R');
+}
+
+/* Two micro-batches add to the gradients of a tied table, as embedding and head. mistake 1: the ids of the second one
+   are looked up without g. */
+static mt_status tied_table(run *r) {
+    enum { VOCAB = 16 };
+    int32_t ids[T], targets[T];
+    mt_cross_entropy_desc d = {.vocab = VOCAB, .label_smoothing = 0.1f};
+    mt_tensor x = room(r, T, C), logits = room(r, T, share(r, VOCAB)), loss = room(r, 1, T), dx = room(r, T, C);
+    mt_param *table;
+    MT_TRY(add_param(r, "table", VOCAB, C, MT_SPLIT_ROWS, 0, &table));
+    MT_TRY(start(r));
+    for (int micro = 0; micro < 2; micro++) {
+        int64_t first = r->rank * table->value.rows;
+        for (int i = 0; i < T; i++) ids[i] = (i * 3 + micro) % VOCAB, targets[i] = (i + 7 * micro) % VOCAB;
+        MT_TRY(mt_embedding_forward(r->ctx, table->value, first, ids, 0, x));
+        if (r->mistake != 1 || micro == 0) MT_TRY(sum(r, x));
+        MT_TRY(mt_linear_forward(r->ctx, x, table->value, mt_none(), logits));
+        MT_TRY(mt_vocab_parallel_cross_entropy_forward_backward(r->ctx, r->tp, &d, logits, targets, mt_none(), 0.5f,
+                                                                loss));
+        MT_TRY(mt_linear_gradients(r->ctx, logits, x, table->grad, mt_none()));
+        MT_TRY(product(r, logits, table->value, 0, dx));
+        MT_TRY(mt_copy_to_tensor_region_backward(r->ctx, r->tp, dx));
+        MT_TRY(mt_embedding_backward(r->ctx, dx, first, ids, table->grad));
+        MT_TRY(gives(r, loss, 'R'));
+    }
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    return gives(r, table->grad, 'r');
+}
+
+/* Each rank has some experts, and multiplies them by the columns of their weights in a gate that all ranks have. */
+static mt_status experts(run *r) {
+    enum { EXPERTS = 4 };
+    mt_tensor x = given(r, T, C, 'R'), w1 = given(r, EXPERTS * C, C, 'r'), w2 = given(r, C, EXPERTS * C, 'c');
+    mt_tensor gate = given(r, T, EXPERTS, 'R'), h = room(r, T, C), y = zeros(r, T, C);
+    mt_tensor scaled = room(r, T, C);
+    int64_t own = EXPERTS / r->ranks;
+    for (int64_t e = 0; e < own; e++) {
+        mt_tensor weights = mt_tensor_cols(gate, r->rank * own + e, 1);
+        MT_TRY(mt_linear_forward(r->ctx, x, mt_tensor_rows(w1, e * C, C), mt_none(), h));
+        MT_TRY(mt_silu_forward(r->ctx, h, h));
+        MT_TRY(mt_multiply_col_forward(r->ctx, h, weights, scaled));
+        MT_TRY(mt_gemm(r->ctx, MT_NO_TRANS, MT_TRANS, 1, scaled, mt_tensor_cols(w2, e * C, C), 1, y));
+    }
+    MT_TRY(mt_declare(r->ctx, r->tp, y, MT_PARTIAL));
+    MT_TRY(sum(r, y));
+    return gives(r, y, 'R');
+}
+
+/* A gated MLP whose gate and up are two weights, and a copy of the forward in the backward (recomputation). */
+static mt_status gated_twice(run *r) {
+    mt_tensor x = given(r, T, C, 'R'), wg = given(r, F, C, 'r'), wu = given(r, F, C, 'r'), w2 = given(r, C, F, 'c');
+    mt_tensor g = room(r, T, wg.rows), u = room(r, T, wg.rows), s = room(r, T, wg.rows), y = room(r, T, C);
+    mt_tensor ds = room(r, T, wg.rows), dg = room(r, T, wg.rows), du = room(r, T, wg.rows), dx = room(r, T, C);
+    for (int again = 0; again < 2; again++) {
+        MT_TRY(mt_linear_forward(r->ctx, x, wg, mt_none(), g));
+        MT_TRY(mt_linear_forward(r->ctx, x, wu, mt_none(), u));
+        MT_TRY(mt_silu_forward(r->ctx, g, s));
+        MT_TRY(mt_multiply(r->ctx, s, u, s));
+        if (again) break;
+        MT_TRY(mt_linear_forward(r->ctx, s, w2, mt_none(), y));
+        MT_TRY(sum(r, y));
+    }
+    MT_TRY(product(r, y, w2, 0, ds));
+    MT_TRY(mt_multiply(r->ctx, ds, u, dg));
+    MT_TRY(mt_silu_backward(r->ctx, g, dg, dg));
+    MT_TRY(mt_silu_forward(r->ctx, g, du));
+    MT_TRY(mt_multiply(r->ctx, ds, du, du));
+    MT_TRY(product(r, dg, wg, 0, dx));
+    MT_TRY(product(r, du, wu, 1, dx));
+    if (r->mistake != 1) MT_TRY(mt_copy_to_tensor_region_backward(r->ctx, r->tp, dx));
+    MT_TRY(gives(r, y, 'R'));
+    return gives(r, dx, 'R');
+}
+
+/* Logits of all ranks are gathered, each rank takes its columns of the gradient. mistake 1: the next rank's */
+static mt_status gathered_logits(run *r) {
+    enum { VOCAB = 16 };
+    int32_t targets[T];
+    mt_tensor x = given(r, T, C, 'R'), w = given(r, VOCAB, C, 'r'), mine = room(r, T, share(r, VOCAB));
+    mt_tensor all = room(r, T, VOCAB), loss = room(r, 1, T), dx = room(r, T, C), dw = zeros(r, w.rows, C), dlogits;
+    mt_cross_entropy_shard_desc d = {.vocab = VOCAB, .label_smoothing = 0.1f};
+    int64_t rank = (r->rank + r->mistake) % r->ranks;
+    for (int i = 0; i < T; i++) targets[i] = i;
+    MT_TRY(mt_linear_forward(r->ctx, x, w, mt_none(), mine));
+    MT_TRY(mt_gather_from_tensor_region(r->ctx, r->tp, mine, all));
+    MT_TRY(mt_cross_entropy_forward_backward(r->ctx, &d, all, targets, mt_none(), 1, loss));
+    dlogits = mt_tensor_cols(all, rank * mine.cols, mine.cols);
+    MT_TRY(product(r, dlogits, w, 0, dx));
+    MT_TRY(sum(r, dx));
+    MT_TRY(mt_declare(r->ctx, r->tp, dw, MT_SPLIT_ROWS));
+    MT_TRY(mt_linear_gradients(r->ctx, dlogits, x, dw, mt_none()));
+    MT_TRY(gives(r, loss, 'R'));
+    MT_TRY(gives(r, dw, 'r'));
+    return gives(r, dx, 'R');
+}
+
+/* Positions of this rank's tokens, added to its rows, and rotary of them. mistake 1: the first rows of the table */
+static mt_status own_positions(run *r) {
+    mt_tensor x = given(r, T, C, 'r'), table = given(r, T, C, 'R'), y = room(r, x.rows, C);
+    MT_TRY(mt_add(r->ctx, x, r->mistake ? mt_tensor_rows(table, 0, x.rows) : own_rows(r, table), y));
+    return gives(r, y, 'r');
+}
+
+static mt_status own_rotary(run *r) {
+    mt_tensor x = given(r, T, HEADS * 3 * D, 'r'), table = room(r, T, D);
+    mt_attention_desc d = {.batch = 1, .seq = x.rows, .groups = HEADS, .heads_per_group = 1, .head_dim = D};
+    MT_TRY(mt_rotary_table(r->ctx, 100, table));
+    MT_TRY(mt_rotary_forward(r->ctx, &d, r->mistake ? mt_tensor_rows(table, 0, x.rows) : own_rows(r, table), x));
+    return gives(r, x, 'r');
+}
+
+/* RMSNorm of features that are split: the squares of a token are summed over the ranks. mistake 1: they are not */
+static mt_status norm_of_split_features(run *r) {
+    mt_tensor x = given(r, T, F, 'c'), square = room(r, T, x.cols), ones = room(r, x.cols, 1), total = room(r, T, 1);
+    mt_tensor y = room(r, T, x.cols);
+    MT_TRY(mt_multiply(r->ctx, x, x, square));
+    MT_TRY(mt_fill(r->ctx, ones, 1));
+    MT_TRY(mt_declare(r->ctx, r->tp, ones, MT_SPLIT_ROWS));
+    MT_TRY(mt_gemm(r->ctx, MT_NO_TRANS, MT_NO_TRANS, 1.0f / F, square, ones, 0, total));
+    if (r->mistake != 1) MT_TRY(sum(r, total));
+    for (int i = 0; !r->meta && i < T; i++) ((float *)total.data)[i] = 1 / sqrtf(((float *)total.data)[i] + 1e-5f);
+    MT_TRY(mt_multiply_col_forward(r->ctx, x, total, y));
+    return gives(r, y, 'c');
+}
+
+/* A softmax of split columns: the largest of each row over all ranks, then the sum of exponentials. */
+static mt_status softmax_of_split_columns(run *r) {
+    mt_tensor x = given(r, T, F, 'c'), most = room(r, T, 1), total = room(r, T, 1), y = room(r, T, x.cols);
+    float *v = x.data, *m = most.data, *s = total.data, *p = y.data;
+    for (int64_t i = 0; !r->meta && i < T; i++) {
+        m[i] = -INFINITY;
+        for (int64_t j = 0; j < x.cols; j++) m[i] = fmaxf(m[i], v[i * x.cols + j]);
+    }
+    MT_TRY(mt_declare(r->ctx, r->tp, most, MT_SPLIT_COLS));
+    MT_TRY(mt_all_reduce(r->ctx, r->tp, m, m, T, MT_F32, MT_MAX));
+    for (int64_t i = 0; !r->meta && i < T; i++) {
+        s[i] = 0;
+        for (int64_t j = 0; j < x.cols; j++) s[i] += p[i * x.cols + j] = expf(v[i * x.cols + j] - m[i]);
+    }
+    MT_TRY(mt_declare(r->ctx, r->tp, total, MT_PARTIAL));
+    MT_TRY(mt_declare(r->ctx, r->tp, y, MT_SPLIT_COLS));
+    MT_TRY(mt_all_reduce(r->ctx, r->tp, s, s, T, MT_F32, MT_SUM));
+    for (int64_t i = 0; !r->meta && i < T; i++) s[i] = 1 / s[i];
+    MT_TRY(mt_multiply_col_forward(r->ctx, y, total, y));
+    MT_TRY(gives(r, most, 'R'));
+    return gives(r, y, 'c');
+}
+
+/* Weights as in GPT-2, [in, out]. */
+static mt_status weights_of_columns(run *r) {
+    mt_tensor x = given(r, T, C, 'R'), w1 = given(r, C, F, 'c'), w2 = given(r, F, C, 'r'), h = room(r, T, w1.cols);
+    mt_tensor y = room(r, T, C), dh = room(r, T, w1.cols), dx = room(r, T, C), dw1 = room(r, C, w1.cols);
+    MT_TRY(product(r, x, w1, 0, h));
+    MT_TRY(product(r, h, w2, 0, y));
+    MT_TRY(sum(r, y));
+    MT_TRY(mt_gemm(r->ctx, MT_NO_TRANS, MT_TRANS, 1, y, w2, 0, dh));
+    MT_TRY(mt_gemm(r->ctx, MT_TRANS, MT_NO_TRANS, 1, x, dh, 0, dw1));
+    MT_TRY(mt_gemm(r->ctx, MT_NO_TRANS, MT_TRANS, 1, dh, w1, 0, dx));
+    MT_TRY(mt_copy_to_tensor_region_backward(r->ctx, r->tp, dx));
+    MT_TRY(gives(r, y, 'R'));
+    MT_TRY(gives(r, dw1, 'c'));
+    return gives(r, dx, 'R');
+}
+
+/* From own tokens with all heads to all tokens with own heads, and back (Ulysses), with packed documents and ALiBi.
+   mistake 1: ALiBi begins at head 0 */
+static mt_status tokens_to_heads(run *r) {
+    int32_t ends[] = {0, 3, T};
+    mt_tensor x = given(r, T, HEADS * 3 * D, 'r'), all = room(r, T, x.cols), mine = room(r, T, share(r, x.cols));
+    mt_tensor out = room(r, T, share(r, HEADS * D)), lse = room(r, HEADS / r->ranks, T),
+              whole_out = room(r, T, HEADS * D);
+    mt_tensor y = room(r, x.rows, HEADS * D), slopes = room(r, 1, HEADS / r->ranks);
+    mt_attention_desc d = {.batch = 1, .seq = T, .groups = HEADS / r->ranks, .heads_per_group = 1, .head_dim = D};
+    d.cu_seqlens = ends;
+    d.documents = 2;
+    d.alibi_slopes = slopes.data;
+    MT_TRY(mt_alibi_slopes(r->ctx, HEADS, r->rank * slopes.cols, slopes));
+    MT_TRY(mt_gather_from_sequence_region(r->ctx, r->tp, x, all));
+    MT_TRY(mt_scatter_to_tensor_region(r->ctx, r->tp, all, mine));
+    MT_TRY(mt_attention_forward(r->ctx, &d, mine, out, lse));
+    MT_TRY(mt_gather_from_tensor_region(r->ctx, r->tp, out, whole_out));
+    MT_TRY(mt_scatter_to_sequence_region(r->ctx, r->tp, whole_out, y));
+    return gives(r, y, 'r');
+}
+
+/* The norm of a gradient by hand: squares of a split weight, and those of a whole one on one rank. */
+static mt_status squares_by_hand(run *r) {
+    mt_tensor w = given(r, C, F, 'c'), b = given(r, 1, C, 'R'), square = zeros(r, 1, 1);
+    MT_TRY(mt_sum_of_squares(r->ctx, w, square));
+    MT_TRY(mt_check_view(r->ctx, r->tp, b, MT_SPLIT_COLS)); /* not a share, but counted once */
+    if (r->rank == 0) MT_TRY(mt_sum_of_squares(r->ctx, b, square));
+    MT_TRY(mt_check_view_end(r->ctx, MT_SUCCESS));
+    MT_TRY(mt_all_reduce(r->ctx, r->tp, square.data, square.data, 1, MT_F32, MT_SUM));
+    return gives(r, square, 'R');
+}
+
+/* A rank computes what the others get by a broadcast. mistake 1: they do not get it */
+static mt_status broadcast_of_a_loss(run *r) {
+    mt_tensor x = given(r, T, C, 'R'), s = zeros(r, 1, 1), y = room(r, 1, 1);
+    if (r->rank == 0) MT_TRY(mt_sum(r->ctx, x, s));
+    if (!r->mistake) MT_TRY(mt_broadcast(r->ctx, r->tp, s.data, s.data, 1, MT_F32, 0));
+    MT_TRY(mt_copy(r->ctx, s, y));
+    return gives(r, y, 'R');
+}
+
+/* A sharded optimizer by hand: each rank updates its rows of a weight that all have, and the ranks gather them. */
+static mt_status own_rows_of_an_update(run *r) {
+    mt_adamw step = {.lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-3f, .grad_scale = 1, .step = 1};
+    mt_tensor w = given(r, C, C, 'R'), x = given(r, T, C, 'R'), grad = zeros(r, C, C), mine = room(r, share(r, C), C);
+    mt_tensor m = zeros(r, mine.rows, C), v = zeros(r, mine.rows, C);
+    MT_TRY(mt_linear_gradients(r->ctx, x, x, grad, mt_none()));
+    MT_TRY(mt_scatter_to_sequence_region(r->ctx, r->tp, w, mine));
+    MT_TRY(mt_adamw_step(r->ctx, &step, mine, mt_none(), own_rows(r, grad), m, v));
+    MT_TRY(mt_gather_from_sequence_region(r->ctx, r->tp, mine, w));
+    return gives(r, w, 'R');
+}
+
+/* Dropout of own columns and of own rows. mistake 1: all ranks have the words of the first */
+static mt_status dropout_of_shares(run *r) {
+    mt_tensor x = given(r, T, F, 'c'), z = given(r, T, C, 'r');
+    int64_t rank = r->mistake ? 0 : r->rank;
+    mt_dropout d = {.p = 0.5f, .at = {.seed = 3, .first_col = rank * x.cols, .global_cols = F}};
+    MT_TRY(mt_bias_dropout_add_forward(r->ctx, x, mt_none(), mt_none(), d, x));
+    d.at.first_col = 0;
+    d.at.first_row = rank * z.rows;
+    d.at.global_cols = C;
+    MT_TRY(mt_bias_dropout_add_forward(r->ctx, z, mt_none(), mt_none(), d, z));
+    MT_TRY(gives(r, x, 'c'));
+    return gives(r, z, 'r');
+}
+
+/* Sequence parallelism: a norm of own rows, whose gain has a term of its gradient. mistake 1: the gain is not
+   sequence_partial */
+static mt_status norm_of_own_rows(run *r) {
+    mt_tensor x = given(r, T, C, 'r'), n = room(r, x.rows, C), stats = room(r, x.rows, 2), all = room(r, T, C);
+    mt_tensor w1 = given(r, F, C, 'r'), h = room(r, T, w1.rows), w2 = given(r, C, F, 'c'), sums = room(r, T, C);
+    mt_tensor y = room(r, x.rows, C), dh = room(r, T, w1.rows), dall = room(r, T, C), dn = room(r, x.rows, C);
+    mt_param *gain;
+    MT_TRY(add_param(r, "norm.weight", 1, C, MT_REPLICATED, r->mistake != 1, &gain));
+    MT_TRY(start(r));
+    MT_TRY(mt_norm_forward(r->ctx, MT_RMS_NORM, x, gain->value, mt_none(), 1e-5f, n, stats));
+    MT_TRY(mt_gather_from_sequence_region(r->ctx, r->tp, n, all));
+    MT_TRY(mt_linear_forward(r->ctx, all, w1, mt_none(), h));
+    MT_TRY(mt_linear_forward(r->ctx, h, w2, mt_none(), sums));
+    MT_TRY(mt_reduce_scatter_to_sequence_region(r->ctx, r->tp, sums, y));
+    MT_TRY(mt_gather_from_sequence_region(r->ctx, r->tp, y, sums));
+    MT_TRY(product(r, sums, w2, 0, dh));
+    MT_TRY(product(r, dh, w1, 0, dall));
+    MT_TRY(mt_reduce_scatter_to_sequence_region(r->ctx, r->tp, dall, dn));
+    MT_TRY(mt_norm_backward(r->ctx, MT_RMS_NORM, x, gain->value, stats, dn, y, n, gain->grad, mt_none()));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    MT_TRY(gives(r, y, 'r'));
+    MT_TRY(gives(r, n, 'r'));
+    return gives(r, gain->grad, 'R');
+}
+
+/* A loop without gradients: the loss of own tokens, and the number of right answers. */
+static mt_status evaluation(run *r) {
+    mt_tensor losses = given(r, 1, T, 'c'), total = zeros(r, 1, 1);
+    for (int batch = 0; batch < 2; batch++) MT_TRY(mt_sum(r->ctx, losses, total));
+    if (r->mistake != 1) MT_TRY(mt_all_reduce(r->ctx, r->tp, total.data, total.data, 1, MT_F32, MT_SUM));
+    return gives(r, total, 'R');
+}
+
+/* Heads of two layers in one buffer: queries of own heads as rows of another width. */
+static mt_status heads_as_rows(run *r) {
+    mt_tensor x = given(r, T, HEADS * D, 'r'), y = room(r, x.rows * HEADS, D), gain = given(r, 1, D, 'R');
+    mt_tensor heads = mt_tensor_reshape(x, x.rows * HEADS, D);
+    MT_TRY(mt_norm_forward(r->ctx, MT_RMS_NORM, heads, gain, mt_none(), 1e-5f, y, mt_none()));
+    MT_TRY(mt_silu_forward(r->ctx, mt_tensor_reshape(y, x.rows, HEADS * D), x));
+    return gives(r, x, 'r');
+}
+
 #define TWICE "both add|to the sum over \"tensor\"|on one rank only"
 
 static const program programs[] = {
@@ -426,6 +773,26 @@ static const program programs[] = {
      4,
      0,
      {"k has 8 rows that all 4 ranks|k must have the first 2 rows", "mt_download|x is partial|mt_linear_gradients"}},
+    {"LoRA of columns", lora_of_columns, 2, 1, {"partial"}},
+    {"LoRA of rows", lora_of_rows, 2, 1, {"a is partial|mt_reduce_from_tensor_region_forward"}},
+    {"tied table", tied_table, 2, 1, {"x is partial"}},
+    {"experts", experts, 2, 0, {0}},
+    {"experts on four ranks", experts, 4, 0, {0}},
+    {"gated twice", gated_twice, 2, 1, {"partial"}},
+    {"gathered logits", gathered_logits, 2, 1, {"must be"}},
+    {"own positions", own_positions, 4, 1, {"must be"}},
+    {"own rotary", own_rotary, 4, 1, {"must be"}},
+    {"norm of split features", norm_of_split_features, 2, 1, {"partial"}},
+    {"softmax of split columns", softmax_of_split_columns, 4, 0, {0}},
+    {"weights of columns", weights_of_columns, 2, 1, {0}},
+    {"tokens to heads", tokens_to_heads, 2, 1, {0}},
+    {"squares by hand", squares_by_hand, 2, 1, {0}},
+    {"broadcast of a loss", broadcast_of_a_loss, 2, 0, {0}},
+    {"own rows of an update", own_rows_of_an_update, 2, 1, {0}},
+    {"dropout of shares", dropout_of_shares, 2, 1, {"first_col"}},
+    {"norm of own rows", norm_of_own_rows, 2, 1, {"sequence_partial"}},
+    {"evaluation", evaluation, 4, 1, {"partial"}},
+    {"heads as rows", heads_as_rows, 2, 1, {0}},
 };
 
 /* ---- how programs run -------------------------------------------------------------------------------------------- */
@@ -521,18 +888,23 @@ static int results_of(const result *r) {
     return n;
 }
 
+static int failures;
+
+/* Prints what is wrong with a program. */
+#define failed(...) (failures++, fprintf(stderr, __VA_ARGS__), fputc('\n', stderr))
+
 static void check_right(const program *p) {
     char text[MT_ERROR_BYTES];
     double off;
     for (int rank = 0; rank < p->ranks; rank++)
-        if (run_alone(p, rank, 0, text)) fail_msg("%s, rank %d alone: %s", p->name, rank, text);
+        if (run_alone(p, rank, 0, text)) failed("%s, rank %d alone: %s", p->name, rank, text);
     for (int check = 0; check <= 2; check++) {
         memset(shares, 0, sizeof shares);
-        if (run_together(p, check, 0, 0, text)) fail_msg("%s, check %d: %s", p->name, check, text);
+        if (run_together(p, check, 0, 0, text)) failed("%s, check %d: %s", p->name, check, text);
         off = distance(p->ranks, results_of(whole));
-        if (!(off < 1e-5)) fail_msg("%s is not right: off by %g", p->name, off);
+        if (!(off < 1e-5)) failed("%s is not right: off by %g", p->name, off);
     }
-    if (run_together(p, 2, 1, 0, text)) fail_msg("%s, all ranks without data: %s", p->name, text);
+    if (run_together(p, 2, 1, 0, text)) failed("%s, all ranks without data: %s", p->name, text);
 }
 
 /* The program with a mistake computes something else, or fails, and one way to check refuses it. */
@@ -542,12 +914,12 @@ static void check_mistake(const program *p, int mistake) {
     mt_status status;
     memset(shares, 0, sizeof shares);
     if (run_together(p, 0, 0, mistake, text) == MT_SUCCESS && distance(p->ranks, results_of(whole)) < 1e-3)
-        fail_msg("%s, mistake %d computes the same", p->name, mistake);
+        failed("%s, mistake %d computes the same", p->name, mistake);
     for (int is_meta = 0; is_meta < 2; is_meta++) {
         status = run_together(p, 2, is_meta, mistake, text);
-        if (status == MT_SUCCESS) fail_msg("%s, mistake %d, meta %d is accepted", p->name, mistake, is_meta);
+        if (status == MT_SUCCESS) failed("%s, mistake %d, meta %d is accepted", p->name, mistake, is_meta);
         if (!test_has_words(text, words))
-            fail_msg("%s, mistake %d, meta %d: '%s' is not all in '%s'", p->name, mistake, is_meta, words, text);
+            failed("%s, mistake %d, meta %d: '%s' is not all in '%s'", p->name, mistake, is_meta, words, text);
     }
 }
 
@@ -560,6 +932,7 @@ static void test_right_programs(void **state) {
         check_right(p);
         for (int m = 1; m <= 4 && p->mistakes[m - 1]; m++) check_mistake(p, m);
     }
+    assert_int_equal(failures, 0);
 }
 
 int main(void) {
