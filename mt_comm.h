@@ -5120,19 +5120,34 @@ static int mti_has_own_columns(const mti_ruling *r, int i, int g) {
     return 0;
 }
 
-/* Returns the set of the placement that operand i has as exactly this rank's share of what all ranks have, or 0. */
-static int mti_own_share(const mti_ruling *r, int i, int g) {
+/* Returns the set of the placement that operand i has as exactly this rank's share of a larger tensor, or 0. */
+static int mti_share_of(const mti_ruling *r, int i, int g) {
     const mti_ruled *o = &r->operands[i];
     const mti_axis *axis = &r->checker->axes[g];
     mti_extent at, in = o->known.in;
     uintptr_t size = (uintptr_t)axis->size, rank = (uintptr_t)axis->rank, rows;
-    if (!o->operand || o->operand->use != 1 || o->known.may[g] != 1 << MT_REPLICATED || !in.width) return 0;
+    if (!o->operand || !in.width) return 0;
     at = mti_extent_of(o->operand->t);
     rows = (uintptr_t)o->operand->t.rows;
     if (at.width * size == in.width && mti_extents_share_rows(at, in) && at.begin - in.begin == rank * at.width)
         return 1 << MT_SPLIT_COLS;
     if (at.width != in.width || mti_extent_bytes(in) != rows * size * in.width) return 0;
     return at.begin - in.begin == rank * rows * in.pitch ? 1 << MT_SPLIT_ROWS : 0;
+}
+
+/* The same of what all ranks have and a call only reads. */
+static int mti_own_share(const mti_ruling *r, int i, int g) {
+    const mti_ruled *o = &r->operands[i];
+    if (!o->operand || o->operand->use != 1 || o->known.may[g] != 1 << MT_REPLICATED) return 0;
+    return mti_share_of(r, i, g);
+}
+
+/* Whether a call writes this rank's share of a gradient of which each rank has a term. */
+static int mti_is_term(const mti_ruling *r, int i, int g, char letter) {
+    const mti_ruled *o = &r->operands[i];
+    const mti_placed *p = o->known.parameter;
+    if ((letter != 'r' && letter != 'c') || !o->operand || !(o->operand->use & 2) || !p || !p->is_gradient) return 0;
+    return p->adds[g] == 1 << MT_PARTIAL && mti_share_of(r, i, g) == mti_letter_set(letter);
 }
 
 /* Whether operand i has the first rows of a tensor, until those of this rank's share of operand 0. */
@@ -5157,7 +5172,8 @@ static int mti_extent_fits(const mti_ruling *r, int i, int g, char letter) {
 
 /* Returns the set that a letter gives operand i, which a call writes. This rank's columns of a tensor of zeros are a
    term of it. */
-static int mti_result_set(const mti_ruling *r, int i, char letter) {
+static int mti_result_set(const mti_ruling *r, int i, int g, char letter) {
+    if (mti_is_term(r, i, g, letter)) return 1 << MT_PARTIAL;
     if (letter != 'o' || !r->operands[i].operand || (r->operands[i].operand->use & 1)) return mti_letter_set(letter);
     return 1 << (mti_shares(r, i) > 1 ? MT_PARTIAL : MT_SPLIT_COLS);
 }
@@ -5173,7 +5189,7 @@ static int mti_ruled_set(const mti_ruled *o, int g) {
 /* Whether an operand may be what a letter says: all parts of it, when they have other sets. */
 static int mti_letter_fits(const mti_ruling *r, int i, int g, char letter) {
     const mti_ruled *o = &r->operands[i];
-    int set = mti_result_set(r, i, letter), part;
+    int set = mti_result_set(r, i, g, letter), part;
     if (!(mti_ruled_set(o, g) & set)) return 0;
     for (part = 0; (o->operand->use & 1) && part < o->known.count; part++)
         if (!(o->known.parts[part][g] & set)) return 0;
@@ -5460,7 +5476,7 @@ static int mti_fits_shares(const mti_ruling *r, int g, unsigned char *results) {
     }
     while (any && (at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
         if (mti_case_misfits(&shares, at, g, &first) > 0) continue;
-        for (i = 0; i < r->count; i++) results[i] |= (unsigned char)mti_result_set(r, i, at[i]);
+        for (i = 0; i < r->count; i++) results[i] |= (unsigned char)mti_result_set(r, i, g, at[i]);
         fits = 1;
     }
     return fits;
@@ -5474,7 +5490,7 @@ static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsi
     memset(results, 0, MTI_RULE_OPERANDS);
     while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
         misfits = mti_case_misfits(r, at, g, &first);
-        for (i = 0; misfits == 0 && i < r->count; i++) results[i] |= (unsigned char)mti_result_set(r, i, at[i]);
+        for (i = 0; misfits == 0 && i < r->count; i++) results[i] |= (unsigned char)mti_result_set(r, i, g, at[i]);
         if (misfits == 0) fits = 1;
         else if (misfits < best || (misfits == best && (first == culprit || mti_is_better(r, first, culprit)))) {
             if (misfits < best || first != culprit) must = 0;
@@ -5758,6 +5774,7 @@ static mt_status mti_reads_note(mt_context *ctx, const mti_ruling *r) {
         known = r->operands[i].known;
         for (g = 0; g < ctx->checker->count; g++)
             if (mti_reads_apart(r, i, g)) known.apart |= 1u << g;
+            else if (mti_share_of(r, i, g)) known.terms &= ~(1u << g); /* ranks add other rows or columns */
         MT_TRY(mti_replica_read(ctx, r->where, r->with, r->operands[i].operand, &known));
     }
     return MT_SUCCESS;

@@ -25,6 +25,7 @@ typedef struct program {
     int ranks;
     int known;               /* 1: check mode knows each operand */
     const char *mistakes[4]; /* the words of the message of each */
+    int data;                /* 1: the ranks are data ranks */
 } program;
 
 struct run {
@@ -33,7 +34,7 @@ struct run {
     mt_grid grid;
     mt_context *ctx;
     mt_params *params;
-    mt_comm *tp;
+    mt_comm *tp;     /* the tensor group, or that of the data ranks */
     int rank, ranks; /* of the tensor group */
     int check, meta, mistake;
     int given, results; /* numbers of tensors */
@@ -738,6 +739,169 @@ static mt_status heads_as_rows(run *r) {
     return gives(r, x, 'r');
 }
 
+/* ---- data ranks -------------------------------------------------------------------------------------------------- */
+
+static size_t size_of(mt_tensor t) { return (size_t)(t.rows * t.cols); }
+static mt_status sum_of_any(run *r, mt_tensor t) {
+    return mt_all_reduce(r->ctx, r->tp, t.data, t.data, size_of(t), MT_F32, MT_SUM);
+}
+
+/* A step of AdamW with gradients that the program sums. mistake 1: it does not */
+static mt_status data_by_hand(run *r) {
+    mt_adamw step = {.lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-3f, .grad_scale = 1.0f / T, .step = 1};
+    mt_tensor x = given(r, T, C, 'r'), w = given(r, C, C, 'R'), y = room(r, x.rows, C), grad = zeros(r, C, C);
+    mt_tensor m = zeros(r, C, C), v = zeros(r, C, C), squares = zeros(r, 1, 1);
+    for (int micro = 0; micro < 2; micro++) {
+        MT_TRY(mt_linear_forward(r->ctx, x, w, mt_none(), y));
+        MT_TRY(mt_linear_gradients(r->ctx, y, x, grad, mt_none()));
+    }
+    MT_TRY(mt_declare(r->ctx, r->tp, grad, MT_PARTIAL)); /* the sum over all tokens */
+    if (r->mistake != 1) MT_TRY(sum_of_any(r, grad));
+    MT_TRY(mt_sum_of_squares(r->ctx, grad, squares));
+    MT_TRY(mt_adamw_step(r->ctx, &step, w, mt_none(), grad, m, v));
+    MT_TRY(gives(r, squares, 'R'));
+    return gives(r, w, 'R');
+}
+
+/* ZeRO-1 by hand: the ranks share out the sum of the gradients, the moments and the update. */
+static mt_status shares_of_an_update(run *r) {
+    mt_adamw step = {.lr = 0.1f, .beta1 = 0.9f, .beta2 = 0.9f, .eps = 1e-3f, .grad_scale = 1.0f / T, .step = 1};
+    mt_tensor x = given(r, T, C, 'r'), w = given(r, C, C, 'R'), y = room(r, x.rows, C), grad = zeros(r, C, C);
+    mt_tensor mine = room(r, share(r, C), C), m = zeros(r, mine.rows, C), v = zeros(r, mine.rows, C);
+    mt_tensor squares = zeros(r, 1, 1), rows = own_rows(r, w);
+    MT_TRY(mt_linear_forward(r->ctx, x, w, mt_none(), y));
+    MT_TRY(mt_linear_gradients(r->ctx, y, x, grad, mt_none()));
+    MT_TRY(mt_declare(r->ctx, r->tp, grad, MT_PARTIAL));
+    MT_TRY(mt_reduce_scatter(r->ctx, r->tp, grad.data, mine.data, size_of(mine), MT_F32, MT_SUM));
+    MT_TRY(mt_sum_of_squares(r->ctx, mine, squares));
+    MT_TRY(sum_of_any(r, squares));
+    MT_TRY(mt_check_view(r->ctx, r->tp, rows, MT_SPLIT_ROWS));
+    MT_TRY(mt_check_view_end(r->ctx, mt_adamw_step(r->ctx, &step, rows, mt_none(), mine, m, v)));
+    MT_TRY(mt_all_gather(r->ctx, r->tp, rows.data, w.data, size_of(rows), MT_F32));
+    MT_TRY(gives(r, squares, 'R'));
+    return gives(r, w, 'R');
+}
+
+/* A registry: two micro-batches, ids that are not declared, the sum, and the norm. mistake 1: no sum */
+static mt_status data_of_a_registry(run *r) {
+    int32_t ids[T];
+    mt_tensor y = room(r, share(r, T), C), loss = zeros(r, 1, 1);
+    mt_param *table;
+    float norm;
+    MT_TRY(add_param(r, "table", T, C, MT_REPLICATED, 0, &table));
+    MT_TRY(start(r));
+    for (int micro = 0; micro < 2; micro++) {
+        for (int64_t i = 0; i < y.rows; i++) ids[i] = (int32_t)(r->rank * y.rows + i + micro) % T;
+        MT_TRY(mt_embedding_forward(r->ctx, table->value, 0, ids, 0, y));
+        MT_TRY(mt_sum_of_squares(r->ctx, y, loss));
+        MT_TRY(mt_embedding_backward(r->ctx, y, 0, ids, table->grad));
+        MT_TRY(mt_accumulate_gradients(r->ctx, r->params));
+    }
+    if (r->mistake != 1) MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    MT_TRY(mt_grad_norm(r->ctx, r->params, &norm));
+    MT_TRY(sum_of_any(r, loss));
+    MT_TRY(gives(r, loss, 'R'));
+    return gives(r, table->grad, 'R');
+}
+
+/* A loop without gradients. mistake 1: each rank takes its own loss for that of all */
+static mt_status evaluation_of_data(run *r) {
+    mt_tensor x = given(r, T, C, 'r'), total = zeros(r, 1, 1), out = room(r, 1, 1);
+    MT_TRY(mt_sum(r->ctx, x, total));
+    if (r->mistake != 1) MT_TRY(sum_of_any(r, total));
+    MT_TRY(mt_copy(r->ctx, total, out));
+    return gives(r, out, 'R');
+}
+
+/* Attention of own sequences, with a bias that all ranks have, and its gradient. */
+static mt_status sequences_with_a_bias(run *r) {
+    mt_tensor qkv = given(r, 4 * T, 3 * HEADS * D, 'r'), bias = given(r, HEADS * T, T, 'R'),
+              dbias = zeros(r, HEADS * T, T);
+    mt_tensor out = room(r, qkv.rows, HEADS * D), lse = room(r, HEADS, qkv.rows), dqkv = room(r, qkv.rows, qkv.cols);
+    mt_attention_desc d = {.batch = 4 / r->ranks, .seq = T, .groups = HEADS, .heads_per_group = 1, .head_dim = D};
+    d.bias = bias;
+    d.dbias = dbias;
+    d.bias_heads = HEADS;
+    d.bias_batch = 1;
+    MT_TRY(mt_attention_forward(r->ctx, &d, qkv, out, lse));
+    MT_TRY(mt_attention_backward(r->ctx, &d, qkv, out, lse, given(r, 4 * T, HEADS * D, 'r'), dqkv));
+    MT_TRY(sum_of_any(r, dbias));
+    MT_TRY(gives(r, out, 'r'));
+    return gives(r, dbias, 'R');
+}
+
+/* ---- more of tensor ranks ---------------------------------------------------------------------------------------- */
+
+/* Keys and values of own heads, from rows of weights that all ranks have, and their gradients. */
+static mt_status own_heads_of_whole_weights(run *r) {
+    mt_tensor x = given(r, T, C, 'R'), wq = given(r, HEADS * D, C, 'r'), dx = room(r, T, C), rows, drows;
+    heads h = {.d = {.batch = 1, .seq = T, .groups = HEADS / r->ranks, .heads_per_group = 1, .head_dim = D}};
+    mt_param *wk;
+    MT_TRY(add_param(r, "k.weight", HEADS * D, C, MT_REPLICATED, 1, &wk));
+    MT_TRY(start(r));
+    rows = own_rows(r, wk->value);
+    drows = own_rows(r, wk->grad);
+    h.q = room(r, T, share(r, HEADS * D));
+    h.k = h.v = room(r, T, share(r, HEADS * D));
+    h.dk = room(r, T, h.k.cols);
+    h.dv = room(r, T, h.k.cols);
+    h.dout = given(r, T, HEADS * D, 'c');
+    MT_TRY(mt_linear_forward(r->ctx, x, wq, mt_none(), h.q));
+    MT_TRY(mt_check_view(r->ctx, r->tp, rows, MT_SPLIT_ROWS));
+    MT_TRY(mt_linear_forward(r->ctx, x, rows, mt_none(), h.k));
+    MT_TRY(attend(r, &h));
+    MT_TRY(mt_add(r->ctx, h.dk, h.dv, h.dk));
+    MT_TRY(mt_linear_gradients(r->ctx, h.dk, x, drows, mt_none()));
+    MT_TRY(product(r, h.dk, rows, 0, dx));
+    MT_TRY(mt_check_view_end(r->ctx, MT_SUCCESS));
+    MT_TRY(product(r, h.dq, wq, 1, dx));
+    MT_TRY(mt_copy_to_tensor_region_backward(r->ctx, r->tp, dx));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    MT_TRY(gives(r, h.out, 'c'));
+    MT_TRY(gives(r, dx, 'R'));
+    return gives(r, wk->grad, 'R');
+}
+
+/* Positions of own tokens from a table of a registry, by ids and by a view, and their gradient. */
+static mt_status gradient_of_own_positions(run *r) {
+    int32_t ids[T];
+    mt_tensor x = given(r, T, C, 'r'), y = room(r, x.rows, C), t = mt_tensor_make(ids, MT_I32, x.rows, 1);
+    mt_param *table;
+    MT_TRY(add_param(r, "positions", T, C, MT_REPLICATED, 1, &table));
+    MT_TRY(start(r));
+    for (int64_t i = 0; i < x.rows; i++) ids[i] = (int32_t)(r->rank * x.rows + i);
+    MT_TRY(mt_declare(r->ctx, r->tp, t, MT_SPLIT_ROWS));
+    MT_TRY(mt_copy(r->ctx, x, y));
+    MT_TRY(mt_embedding_forward(r->ctx, table->value, 0, ids, 1, y));
+    MT_TRY(mt_add(r->ctx, y, own_rows(r, table->value), y));
+    MT_TRY(mt_embedding_backward(r->ctx, y, 0, ids, table->grad));
+    MT_TRY(mt_sync_gradients(r->ctx, r->params));
+    mt_declare_forget(r->ctx, ids, sizeof ids);
+    MT_TRY(gives(r, y, 'r'));
+    return gives(r, table->grad, 'R');
+}
+
+/* The output of the product is shared out by a plain reduce-scatter and gathered by a plain all-gather. */
+static mt_status plain_collectives(run *r) {
+    mt_tensor x = given(r, T, F, 'c'), w = given(r, C, F, 'c'), y = room(r, T, C), mine = room(r, share(r, T), C);
+    MT_TRY(mt_linear_forward(r->ctx, x, w, mt_none(), y));
+    MT_TRY(mt_reduce_scatter(r->ctx, r->tp, y.data, mine.data, size_of(mine), MT_F32, MT_SUM));
+    MT_TRY(mt_silu_forward(r->ctx, mine, mine));
+    MT_TRY(mt_all_gather(r->ctx, r->tp, mine.data, y.data, size_of(mine), MT_F32));
+    return gives(r, y, 'R');
+}
+
+/* A residual of own rows, added by its owner to the term of the sum of all. */
+static mt_status own_rows_in_the_sum(run *r) {
+    mt_tensor x = given(r, T, F, 'c'), w = given(r, C, F, 'c'), y = room(r, T, C), residual = given(r, T, C, 'R');
+    mt_tensor mine = own_rows(r, y);
+    MT_TRY(mt_linear_forward(r->ctx, x, w, mt_none(), y));
+    MT_TRY(mt_check_view(r->ctx, r->tp, residual, MT_PARTIAL)); /* each rank adds other rows */
+    MT_TRY(mt_check_view_end(r->ctx, mt_add(r->ctx, mine, own_rows(r, residual), mine)));
+    MT_TRY(sum(r, y));
+    return gives(r, y, 'R');
+}
+
 #define TWICE "both add|to the sum over \"tensor\"|on one rank only"
 
 static const program programs[] = {
@@ -747,52 +911,61 @@ static const program programs[] = {
     {"residual on one rank", residual_on_one_rank, 4, 0, {"a of mt_add|" TWICE}},
     {"residual in the sum", residual_in_the_sum, 2, 0, {"x of mt_copy|" TWICE}},
     {"dropout and add on one rank", dropout_add_on_one_rank, 2, 0, {TWICE}},
-    {"bias divided", bias_divided, 4, 0, {0}},
-    {"bias multiplied", bias_multiplied, 4, 0, {0}},
-    {"two groups on two ranks", two_groups, 2, 0, {"k has columns 0 to 3 of the 8|rank 1", "rank"}},
-    {"two groups on four ranks", two_groups, 4, 0, {"k has columns 0 to 3 of the 8", "not those of rank"}},
+    {"bias divided", bias_divided, 4, 0, {0}, 0},
+    {"bias multiplied", bias_multiplied, 4, 0, {0}, 0},
+    {"two groups on two ranks", two_groups, 2, 0, {"k has columns 0 to 3 of the 8|rank 1", "rank"}, 0},
+    {"two groups on four ranks", two_groups, 4, 0, {"k has columns 0 to 3 of the 8", "not those of rank"}, 0},
     {"four groups on two ranks",
      four_groups,
      2,
      0,
      {"k has columns 0 to 7 of the 16", "k has columns 8 to 15 of the 16"}},
-    {"groups side by side", groups_side_by_side, 2, 0, {"k has columns 0 to 7 of the 32", "rank"}},
-    {"groups side by side on four ranks", groups_side_by_side, 4, 0, {"k has columns 0 to 3 of the 32", "rank"}},
-    {"groups in turn", groups_in_turn, 2, 0, {"k has columns 0 to 3 of the 16"}},
-    {"one group", one_group, 4, 0, {0}},
-    {"one group side by side", one_group_side_by_side, 4, 0, {0}},
-    {"gathered groups", gathered_groups, 2, 0, {"k has columns 0 to 7 of the 16"}},
-    {"gathered groups on four ranks", gathered_groups, 4, 0, {"k has columns 0 to 3 of the 16"}},
-    {"own queries of all keys", own_queries_of_all_keys, 2, 0, {0}},
-    {"own queries of a memory", own_queries_of_a_memory, 4, 0, {0}},
-    {"ids without a declaration", ids_without_declaration, 2, 1, {0}},
-    {"ids in a row", ids_in_a_row, 2, 1, {0}},
-    {"norm of heads", norm_of_heads, 2, 1, {"mt_download \"attention.q_layernorm\"|is partial"}},
+    {"groups side by side", groups_side_by_side, 2, 0, {"k has columns 0 to 7 of the 32", "rank"}, 0},
+    {"groups side by side on four ranks", groups_side_by_side, 4, 0, {"k has columns 0 to 3 of the 32", "rank"}, 0},
+    {"groups in turn", groups_in_turn, 2, 0, {"k has columns 0 to 3 of the 16"}, 0},
+    {"one group", one_group, 4, 0, {0}, 0},
+    {"one group side by side", one_group_side_by_side, 4, 0, {0}, 0},
+    {"gathered groups", gathered_groups, 2, 0, {"k has columns 0 to 7 of the 16"}, 0},
+    {"gathered groups on four ranks", gathered_groups, 4, 0, {"k has columns 0 to 3 of the 16"}, 0},
+    {"own queries of all keys", own_queries_of_all_keys, 2, 0, {0}, 0},
+    {"own queries of a memory", own_queries_of_a_memory, 4, 0, {0}, 0},
+    {"ids without a declaration", ids_without_declaration, 2, 1, {0}, 0},
+    {"ids in a row", ids_in_a_row, 2, 1, {0}, 0},
+    {"norm of heads", norm_of_heads, 2, 1, {"mt_download \"attention.q_layernorm\"|is partial"}, 0},
     {"own queries of first keys",
      own_queries_of_first_keys,
      4,
      0,
      {"k has 8 rows that all 4 ranks|k must have the first 2 rows", "mt_download|x is partial|mt_linear_gradients"}},
-    {"LoRA of columns", lora_of_columns, 2, 1, {"partial"}},
-    {"LoRA of rows", lora_of_rows, 2, 1, {"a is partial|mt_reduce_from_tensor_region_forward"}},
-    {"tied table", tied_table, 2, 1, {"x is partial"}},
-    {"experts", experts, 2, 0, {0}},
-    {"experts on four ranks", experts, 4, 0, {0}},
-    {"gated twice", gated_twice, 2, 1, {"partial"}},
-    {"gathered logits", gathered_logits, 2, 1, {"must be"}},
-    {"own positions", own_positions, 4, 1, {"must be"}},
-    {"own rotary", own_rotary, 4, 1, {"must be"}},
-    {"norm of split features", norm_of_split_features, 2, 1, {"partial"}},
-    {"softmax of split columns", softmax_of_split_columns, 4, 0, {0}},
-    {"weights of columns", weights_of_columns, 2, 1, {0}},
-    {"tokens to heads", tokens_to_heads, 2, 1, {0}},
-    {"squares by hand", squares_by_hand, 2, 1, {0}},
-    {"broadcast of a loss", broadcast_of_a_loss, 2, 0, {0}},
-    {"own rows of an update", own_rows_of_an_update, 2, 1, {0}},
-    {"dropout of shares", dropout_of_shares, 2, 1, {"first_col"}},
-    {"norm of own rows", norm_of_own_rows, 2, 1, {"sequence_partial"}},
-    {"evaluation", evaluation, 4, 1, {"partial"}},
-    {"heads as rows", heads_as_rows, 2, 1, {0}},
+    {"LoRA of columns", lora_of_columns, 2, 1, {"partial"}, 0},
+    {"LoRA of rows", lora_of_rows, 2, 1, {"a is partial|mt_reduce_from_tensor_region_forward"}, 0},
+    {"tied table", tied_table, 2, 1, {"x is partial"}, 0},
+    {"experts", experts, 2, 0, {0}, 0},
+    {"experts on four ranks", experts, 4, 0, {0}, 0},
+    {"gated twice", gated_twice, 2, 1, {"partial"}, 0},
+    {"gathered logits", gathered_logits, 2, 1, {"must be"}, 0},
+    {"own positions", own_positions, 4, 1, {"must be"}, 0},
+    {"own rotary", own_rotary, 4, 1, {"must be"}, 0},
+    {"norm of split features", norm_of_split_features, 2, 1, {"partial"}, 0},
+    {"softmax of split columns", softmax_of_split_columns, 4, 0, {0}, 0},
+    {"weights of columns", weights_of_columns, 2, 1, {0}, 0},
+    {"tokens to heads", tokens_to_heads, 2, 1, {0}, 0},
+    {"squares by hand", squares_by_hand, 2, 1, {0}, 0},
+    {"broadcast of a loss", broadcast_of_a_loss, 2, 0, {0}, 0},
+    {"own rows of an update", own_rows_of_an_update, 2, 1, {0}, 0},
+    {"dropout of shares", dropout_of_shares, 2, 1, {"first_col"}, 0},
+    {"norm of own rows", norm_of_own_rows, 2, 1, {"sequence_partial"}, 0},
+    {"evaluation", evaluation, 4, 1, {"partial"}, 0},
+    {"heads as rows", heads_as_rows, 2, 1, {0}, 0},
+    {"data by hand", data_by_hand, 2, 0, {"partial"}, 1},
+    {"shares of an update", shares_of_an_update, 2, 1, {0}, 1},
+    {"data of a registry", data_of_a_registry, 2, 1, {"synchronised"}, 1},
+    {"evaluation of data", evaluation_of_data, 4, 1, {"partial"}, 1},
+    {"sequences with a bias", sequences_with_a_bias, 2, 1, {0}, 1},
+    {"own heads of whole weights", own_heads_of_whole_weights, 2, 1, {0}, 0},
+    {"gradient of own positions", gradient_of_own_positions, 2, 1, {0}, 0},
+    {"plain collectives", plain_collectives, 2, 1, {0}, 0},
+    {"own rows in the sum", own_rows_in_the_sum, 2, 1, {0}, 0},
 };
 
 /* ---- how programs run -------------------------------------------------------------------------------------------- */
@@ -805,11 +978,11 @@ static mt_status run_rank(mt_comm *world, run r, result *out, char *text) {
     if (r.meta) where.device = MT_DEVICE_META;
     r.world = world;
     r.out = out;
-    MT_TRY(mt_grid_create(world, &(mt_grid_desc){.tp = mt_comm_size(world)}, &r.grid));
+    MT_TRY(mt_grid_create(world, &(mt_grid_desc){.tp = r.p->data ? 1 : mt_comm_size(world)}, &r.grid));
     MT_TRY(mt_context_create(world, &where, &r.ctx));
     MT_TRY(mt_params_create(r.ctx, &r.grid, &r.params));
-    r.tp = r.grid.tp;
-    r.rank = r.grid.tp_rank;
+    r.tp = r.p->data ? r.grid.dp : r.grid.tp;
+    r.rank = mt_comm_rank(r.tp);
     r.ranks = mt_comm_size(r.tp);
     status = r.p->main(&r);
     if (status == MT_SUCCESS) status = mt_check_replicas(r.ctx, r.tp, "the end");
