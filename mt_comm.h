@@ -937,10 +937,11 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
 /* Checks that a tensor whose columns a call takes as `parts` equal parts, such as gate and up, has these parts on each
    rank. If a group splits the columns of t, operand `name` of the call, and t is a parameter of a registry or was
    computed with one, the `parts` of the parameter must be a multiple.
-   mt_parts_agree checks that a weight and a bias of the same features, or their gradients, have equal `parts`, when
-   both are whole parameters. Both functions do nothing when check mode is off.
+   mt_parts_agree checks that a weight and `other` with the same features have equal `parts`: its bias, or their
+   gradients, when both are whole parameters, or the x that a weight split by columns multiplies, when the features of x
+   are those of a parameter, also after elementwise calls. Both functions do nothing when check mode is off.
    Errors: MT_ERR_ARGUMENT (also: parts is less than 1). */
-MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor weight, mt_tensor bias);
+MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor weight, mt_tensor other);
 MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t parts);
 
 /* A listener is told of each call that check mode has accepted, in the order of the calls: operators, rules of the
@@ -4135,6 +4136,7 @@ typedef struct mti_placed {
     const char *name;                /* of a parameter; in mti_checker.names */
     int64_t parts;                   /* of a parameter, see mt_param_desc */
     int is_gradient;
+    const char *features; /* the parameter whose features these columns are, after elementwise calls, too; or NULL */
     char summed_over[16]; /* of a gradient: the program has summed it over this group, which is not in axes; or "" */
     int some_columns;     /* 1: it was computed from some columns of a tensor, and has as many */
     int is_block;         /* of mt_context_alloc */
@@ -4984,11 +4986,14 @@ MT_API void mt_check_group(mt_context *ctx, const mt_comm *comm) {
     if (g >= count) ctx->checker->axes[g].only_group = 1;
 }
 
+static mt_status mti_slot_check(mt_context *ctx, const char *where, const char *with, const char *name, mt_tensor t);
+
 MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t) {
     unsigned char all[MTI_AXES];
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!ctx->checker || !mti_has_elements(t)) return MT_SUCCESS;
     memset(all, MTI_ALL_PLACEMENTS, sizeof all);
+    if (mt_check_mode(ctx)) MT_TRY(mti_slot_check(ctx, "mt_fill", NULL, "y", t));
     return mti_placement_note(ctx, t, all, 1, "mt_fill", NULL);
 }
 
@@ -5736,17 +5741,42 @@ static int mti_reads_some_columns(const mti_ruling *r, mt_tensor t) {
     return 0;
 }
 
+/* Returns the parameter whose features are the columns of t, which a call writes: one that the call has, or that of an
+   operand with as many columns. */
+static const char *mti_features_of(const mti_ruling *r, mt_tensor t) {
+    int i;
+    for (i = 0; i < r->count && !r->with; i++) {
+        const mti_ruled *o = &r->operands[i];
+        const mti_placed *p;
+        mti_extent e;
+        if (!o->operand || !(o->operand->use & 1) || o->operand->t.cols != t.cols) continue;
+        e = mti_extent_of(o->operand->t);
+        p = mti_placed_older(&r->checker->written, e, UINT64_MAX);
+        if (p && p->features && mti_extent_covers(p->at, e) && p->at.width == e.width) return p->features;
+    }
+    return r->with;
+}
+
+static void mti_features_note(mti_checker *c, mt_tensor t, const char *features) {
+    mti_extent e = mti_extent_of(t);
+    mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
+    if (p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at)) p->features = features;
+}
+
 /* Notes what a call writes to operand i. results: the sets that the cases allow, for each group and operand. A constant
    is replicated over the groups that become known later, too. */
 static mt_status mti_result_note(mt_context *ctx, const mti_ruling *r, int i,
                                  unsigned char (*results)[MTI_RULE_OPERANDS]) {
     const mti_ruled *o = &r->operands[i];
     unsigned char may[MTI_AXES];
+    const char *features;
     int g;
     if (!o->operand || !(o->operand->use & 2)) return MT_SUCCESS;
     memset(may, mti_is_constant(r) ? 1 << MT_REPLICATED : MTI_ALL_PLACEMENTS, sizeof may);
     for (g = 0; g < ctx->checker->count; g++) may[g] = (unsigned char)(results[g][i] & mti_ruled_set(o, g));
+    features = mti_features_of(r, o->operand->t);
     MT_TRY(mti_placement_note(ctx, o->operand->t, may, 0, r->where, r->with));
+    mti_features_note(ctx->checker, o->operand->t, features);
     if (mti_reads_some_columns(r, o->operand->t)) mti_columns_note(ctx->checker, o->operand->t);
     return MT_SUCCESS;
 }
@@ -5886,10 +5916,10 @@ static int64_t mti_parts_of(const mti_checker *c, mti_extent e, const char **of)
     if (p) return p->parts;
     p = mti_placed_older(&c->written, e, UINT64_MAX);
     if (p && !mti_extent_covers(p->at, e)) return 0;
-    *of = p ? p->with : NULL;
-    if (!p || !p->with) return 0;
+    *of = p ? p->features : NULL;
+    if (!p || !p->features) return 0;
     for (i = 0; i < c->parameters.count; i++)
-        if (c->parameters.list[i].name == p->with) return c->parameters.list[i].parts;
+        if (c->parameters.list[i].name == p->features) return c->parameters.list[i].parts;
     return 0;
 }
 
@@ -5926,19 +5956,33 @@ static const mti_placed *mti_whole_split(const mti_checker *c, mt_tensor t, int 
     return p->allowed[g] & MTI_SPLIT_PLACEMENTS ? p : NULL;
 }
 
-MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor weight, mt_tensor bias) {
-    const mti_placed *w, *b;
+/* Returns the parts of the columns of t over group g and the parameter that has them: t itself, or the one whose
+   features t has. 0: not known, or the group does not split them. */
+static int64_t mti_parts_over(const mti_checker *c, mt_tensor t, int g, const char **of) {
+    const mti_placed *p = mti_whole_split(c, t, g);
+    mti_extent e = mti_extent_of(t);
+    *of = p ? p->name : NULL;
+    if (p) return p->parts;
+    p = mti_has_elements(t) && !mti_parameter_at(c, e) ? mti_placed_older(&c->written, e, UINT64_MAX) : NULL;
+    if (!p || p->at.width != e.width || p->may[g] != 1 << MT_SPLIT_COLS) return 0;
+    return mti_parts_of(c, e, of);
+}
+
+MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor weight, mt_tensor other) {
+    const mti_placed *w;
+    const char *of;
+    int64_t parts;
     int g;
     if (!ctx) return MT_ERR_ARGUMENT;
     for (g = 0; mt_check_mode(ctx) && g < ctx->checker->count; g++) {
         w = mti_whole_split(ctx->checker, weight, g);
-        b = mti_whole_split(ctx->checker, bias, g);
-        if (w && b && w->parts != b->parts)
+        parts = w ? mti_parts_over(ctx->checker, other, g, &of) : 0;
+        if (parts && w->parts != parts)
             return mt_fail(
                 ctx, MT_ERR_ARGUMENT,
                 "%s: '%.100s' has parts %lld, but '%.100s' has parts %lld, so a rank of \"%s\" (%d ranks) has "
                 "other features of the one than of the other: set mt_param_desc.parts of both to the same",
-                where, w->name, (long long)w->parts, b->name, (long long)b->parts, ctx->checker->axes[g].name,
+                where, w->name, (long long)w->parts, of, (long long)parts, ctx->checker->axes[g].name,
                 ctx->checker->axes[g].size);
     }
     return MT_SUCCESS;
@@ -6106,6 +6150,7 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     operand.t = x = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
     operand.use = is_root ? 1 : 2;
     mti_ruling_of(&r, ctx->checker, "mt_broadcast", &mti_sent_rule, &operand);
+    MT_TRY(mti_slots_check(ctx, &r));
     if (is_root) MT_TRY(mti_sent_check(ctx, &r));
     r.rule = &rule;
     if (is_root && g >= 0) MT_TRY(mti_rule_axis(ctx, &r, g, results));
@@ -6134,6 +6179,7 @@ static mt_status mti_sendbuf_written(mt_context *ctx, const char *where, mt_tens
     operand.t = x;
     operand.use = 1;
     mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
+    MT_TRY(mti_slots_check(ctx, &r));
     return mti_written_check(ctx, &r);
 }
 

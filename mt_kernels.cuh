@@ -3629,7 +3629,8 @@ MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_fill", args, MTI_COUNT(args)));
     MT_TRY(mti_begin_ruled(&op, ctx, "mt_fill", args, MTI_COUNT(args)));
-    if (mt_check_mode(ctx)) MT_TRY(value == 0.0f ? mt_declare_zero(ctx, y) : mt_declare(ctx, NULL, y, MT_UNDECLARED));
+    if (mt_check_mode(ctx)) MT_TRY(mt_declare_zero(ctx, y));
+    if (mt_check_mode(ctx) && value != 0.0f) MT_TRY(mt_declare(ctx, NULL, y, MT_UNDECLARED));
     mti_fill f = {y, value};
     return mti_end(&op,
                    MTI_RUN(&op, mti_cuda_fill(ctx, y, value), mti_cpu_stripes(ctx, y.rows, y.cols, mti_cpu_fill, &f)));
@@ -5550,6 +5551,7 @@ MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose tra
         if (g.plan || (args[i].view == &b && (g.few || MTI_GEMM_WIDENS)) ||
             (args[i].view == &a && !g.few && MTI_GEMM_WIDENS))
             args[i].use |= MTI_AS_IS;
+    if (trans_a == MT_NO_TRANS && trans_b == MT_TRANS) MT_TRY(mt_parts_agree(ctx, "mt_gemm", b, a));
     if (mt_check_mode(ctx))
         MT_TRY(mti_apply_rule(ctx, "mt_gemm", &mti_gemm_rules[trans_a == MT_TRANS][trans_b == MT_TRANS], args,
                               MTI_COUNT(args)));
@@ -6355,9 +6357,25 @@ MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weigh
     MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
     MT_TRY(mt_parts_agree(ctx, where, weight, bias));
+    MT_TRY(mt_parts_agree(ctx, where, weight, x));
     MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
     return MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y),
                      mti_linear_forward(ctx, x, weight, bias, y));
+}
+
+/* The rule of mt_linear_activation_forward. When x and weight are split by columns, each rank has a term of h, and the
+   activation of a term is none of their sum: the message then names the calls that compute it. */
+static mt_status mti_linear_activation_rule(mt_context *ctx, const char *where, const mt_arg *args, int count) {
+    static const mt_rule products = {"weight x y h bias", "RR*** rR*** Rr*** cc***", "rr***"};
+    mt_status status = mti_apply_rule_of(ctx, where, args, count);
+    char message[MT_ERROR_BYTES];
+    if (status != MT_ERR_ARGUMENT || !strstr(mt_last_error(ctx), "split by columns")) return status;
+    snprintf(message, sizeof message, "%s", mt_last_error(ctx));
+    if (mti_apply_rule(ctx, where, &products, args, 2)) return mt_fail(ctx, status, "%s", message);
+    return mt_fail(ctx, status,
+                   "%.*s: x and weight are split by columns, so each rank has a term of their product: call "
+                   "mt_linear_forward, mt_reduce_from_tensor_region_forward and mt_activation_forward instead",
+                   (int)strcspn(message, ":"), message);
 }
 
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
@@ -6378,7 +6396,7 @@ MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kin
     MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
     MT_TRY(mt_parts_agree(ctx, where, weight, bias));
-    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args) - 1));
+    MT_TRY(mti_linear_activation_rule(ctx, where, args, MTI_COUNT(args) - 1));
     MT_TRY(mti_expect_gates(ctx, where, kind, h, "bias", bias));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y),
                      mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y));

@@ -1725,6 +1725,71 @@ static void test_parts_of_a_bias(void **state) {
     assert_true(test_has_words(text, "mt_activation_forward: bias is split by columns|2 parts|'fc1.bias' has parts 1"));
 }
 
+/* The features of a product keep their parts in elementwise calls, until a second product. SwiGLU has one part left. */
+static mt_status second_product_of_parts(int64_t parts, int64_t second_parts, int how, char *text) {
+    mt_param_desc first = {.name = "fc1.weight", .rows = 24, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = parts};
+    mt_param_desc second = {.name = "fc2.weight", .rows = 4, .cols = how == 2 ? 12 : 24, .placement = MT_SPLIT_COLS};
+    mt_tensor x, h, a, y;
+    mt_param *w1, *w2;
+    mt_status status;
+    test_rank r;
+    second.parts = second_parts;
+    test_paper_rank(2, 1, (mt_grid_desc){.tp = 2}, &meta, &r);
+    mt_arena_request memory[] = {
+        {&x, MT_F32, 8, 4}, {&h, MT_F32, 8, 12}, {&a, MT_F32, 8, how == 2 ? 6 : 12}, {&y, MT_F32, 8, 4}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &first, &w1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &second, &w2));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 4));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_forward(r.ctx, x, w1->value, mt_none(), h));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                  mt_activation_forward(r.ctx, how == 2 ? MT_SWIGLU : MT_GELU_TANH, h, mt_none(), a));
+    if (how != 2) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_multiply(r.ctx, a, a, a));
+    status = how == 1 ? mt_gemm(r.ctx, MT_NO_TRANS, MT_TRANS, 1, a, w2->value, 0, y)
+                      : mt_linear_forward(r.ctx, a, w2->value, mt_none(), y);
+    snprintf(text, MT_ERROR_BYTES, "%s", status ? mt_last_error(r.ctx) : "");
+    test_paper_rank_close(&r);
+    return status;
+}
+
+static void test_parts_of_a_second_product(void **state) {
+    char text[MT_ERROR_BYTES];
+    (void)state;
+    for (int how = 0; how < 2; how++) {
+        for (int64_t parts = 1; parts <= 3; parts++)
+            assert_int_equal(second_product_of_parts(parts, parts, how, text), MT_SUCCESS);
+        assert_int_equal(second_product_of_parts(2, 1, how, text), MT_ERR_ARGUMENT);
+        assert_true(test_has_words(text, ": 'fc2.weight' has parts 1, but 'fc1.weight' has parts 2|parts of both"));
+        assert_int_equal(second_product_of_parts(1, 2, how, text), MT_ERR_ARGUMENT);
+        assert_int_equal(second_product_of_parts(2, 3, how, text), MT_ERR_ARGUMENT);
+    }
+    assert_int_equal(second_product_of_parts(2, 1, 2, text), MT_SUCCESS);
+}
+
+/* A product of terms and its activation are three calls. */
+static void test_an_activation_of_terms(void **state) {
+    test_rank r;
+    mt_tensor x, w, h, y;
+    (void)state;
+    test_paper_rank(4, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    mt_arena_request memory[] = {{&x, MT_F32, 4, 8}, {&w, MT_F32, 4, 8}, {&h, MT_F32, 4, 4}, {&y, MT_F32, 4, 4}};
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 4));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_SPLIT_ROWS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, w, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_SPLIT_COLS));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, w, MT_SPLIT_COLS));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_linear_activation_forward: x and weight are split by columns|: call mt_linear_forward, "
+            "mt_reduce_from_tensor_region_forward and mt_activation_forward instead",
+            mt_linear_activation_forward(r.ctx, MT_GELU_TANH, x, w, mt_none(), h, y));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, w, MT_REPLICATED));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT,
+            "mt_linear_activation_forward: x is split by columns|: call mt_gather_from_tensor_region before",
+            mt_linear_activation_forward(r.ctx, MT_GELU_TANH, x, w, mt_none(), h, y));
+    test_paper_rank_close(&r);
+}
+
 /* Views of parameters with other parts: the rows of the queries in a weight of queries, keys and values, and a bias of
    the queries alone. */
 static void test_parts_of_views(void **state) {
@@ -2249,6 +2314,7 @@ static void test_slots_of_micro_batches(void **state) {
 typedef struct slot_user {
     mt_tensor inputs[2], kept[2];
     int writes;
+    mt_comm *tp;
 } slot_user;
 
 static mt_status slot_forward(mt_context *ctx, void *user, const mt_action *a, mt_tensor input, mt_tensor output) {
@@ -2261,15 +2327,27 @@ static mt_status slot_forward(mt_context *ctx, void *user, const mt_action *a, m
 
 static mt_status slot_backward(mt_context *ctx, void *user, const mt_action *a, mt_tensor doutput, mt_tensor dinput) {
     slot_user *u = (slot_user *)user;
+    mt_tensor kept = u->kept[1 - a->slot];
+    size_t count = (size_t)(kept.rows * kept.cols);
     (void)doutput;
     MT_TRY(mt_copy(ctx, u->inputs[a->slot], dinput));
-    return u->writes ? mt_copy(ctx, dinput, u->kept[1 - a->slot]) : mt_copy(ctx, u->inputs[1 - a->slot], dinput);
+    switch (u->writes) {
+    case 0: return mt_copy(ctx, u->inputs[1 - a->slot], dinput);
+    case 1: return mt_copy(ctx, dinput, kept);
+    case 2: return mt_fill(ctx, kept, 0);
+    case 3: return mt_fill(ctx, kept, 1);
+    case 4: return mt_broadcast(ctx, u->tp, kept.data, kept.data, count, MT_F32, 0);
+    default: return mt_all_reduce(ctx, u->tp, kept.data, kept.data, count, MT_F32, MT_SUM);
+    }
 }
 
 static void test_inputs_of_micro_batches(void **state) {
     (void)state;
-    for (int writes = 0; writes < 2; writes++) {
+    static const char *const words[] = {"mt_copy: x is", "mt_copy: y is", "mt_fill: y is",
+                                        "mt_fill: y is", "mt_broadcast",  "mt_all_reduce"};
+    for (int writes = 0; writes < 6; writes++) {
         slot_user u = {.writes = writes};
+        char text[80];
         const mt_pipeline_stage stage = {
             .rows = 4, .cols = 8, .forward = slot_forward, .backward = slot_backward, .user = &u};
         mt_action actions[12];
@@ -2278,9 +2356,9 @@ static void test_inputs_of_micro_batches(void **state) {
         test_paper_rank(4, 2, (mt_grid_desc){.tp = 2, .pp = 2}, &meta, &r);
         assert_int_equal(r.grid.pp_rank, 1);
         ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_pipeline_schedule(MT_SCHEDULE_GPIPE, 2, 1, 2, actions, 12, &count));
-        REFUSED(r.ctx, MT_ERR_ARGUMENT,
-                writes ? "mt_copy: y is in slot |(mt_action.slot)" : "mt_copy: x is in slot |(mt_action.slot)",
-                mt_pipeline_run(r.ctx, &r.grid, &stage, actions, count));
+        u.tp = r.grid.tp;
+        snprintf(text, sizeof text, "%s|in slot |(mt_action.slot)", words[writes]);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, text, mt_pipeline_run(r.ctx, &r.grid, &stage, actions, count));
         test_paper_rank_close(&r);
     }
 }
@@ -2657,6 +2735,8 @@ static const struct CMUnitTest tests[] = {
     cmocka_unit_test(test_vocabulary_of_a_rank),
     cmocka_unit_test(test_models_know_their_placements),
     cmocka_unit_test(test_cross_attention_knows_its_placements),
+    cmocka_unit_test(test_parts_of_a_second_product),
+    cmocka_unit_test(test_an_activation_of_terms),
     cmocka_unit_test(test_a_sum_over_another_group),
     cmocka_unit_test(test_memory_that_was_released),
     cmocka_unit_test(test_terms_of_the_gradient_of_a_weight),
