@@ -237,7 +237,8 @@ typedef struct mt_context_desc {
     /* for the arena and mt_context_alloc; {NULL}: posix_memalign on a CPU and cudaMalloc on a GPU, but ncclMemAlloc for
        2 MiB or more on a GPU when NCCL is built */
     mt_allocator allocator;
-    mt_logger logger; /* {NULL}: silent */
+    /* {NULL}: silent, except that ranks over NCCL whose calls are not compared say so on stderr */
+    mt_logger logger;
 } mt_context_desc;
 
 /* Creates a context. world is the communicator that rank_main was called with, another communicator of this rank, or
@@ -361,8 +362,8 @@ MT_API int mt_comm_local_rank(const mt_comm *comm);
    differ, or a rank has left whose call is missing, every rank gets MT_ERR_MISMATCH or MT_ERR_PEER, usually a few
    milliseconds later: from its next call on the communicator, or from the call that waits for the stream. Until then
    results may be wrong, and calls that differ just before mt_comm_destroy may pass without an error. The calls that a
-   graph records are compared while they are recorded. When the ranks cannot connect, the context's logger gets a
-   warning, and calls that differ time out or give undefined results. See docs/gpus.md.
+   graph records are compared while they are recorded. When the ranks cannot connect, or have no memory
+   for the calls, there is a warning, and calls that differ time out or give undefined results. See docs/gpus.md.
 
    The library's own NCCL communicators are blocking, so NCCL starts no thread for a collective. A call may wait for
    peers inside NCCL, for example while NCCL connects the ranks in the first calls. A context with such communicators
@@ -1192,22 +1193,29 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
 #if !MT_HAS_CUDA
 #error "MT_USE_NCCL: NCCL works between GPUs; compile the implementation of megatron.h with nvcc, as a .cu file"
 #endif
-#include <arpa/inet.h>
-#include <fcntl.h>
-#include <ifaddrs.h>
 #include <nccl.h>
-#include <net/if.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <poll.h>
-#include <signal.h>
-#include <sys/socket.h>
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 19, 0)
 #error "MT_USE_NCCL needs NCCL 2.19 or later"
 #endif
 #define MTI_NCCL 1
 #else
 #define MTI_NCCL 0
+#endif
+
+/* Whether the comparison of calls over TCP is built. Tests of it define this macro: it needs neither NCCL nor a GPU. */
+#if !defined(MTI_COMPARES)
+#define MTI_COMPARES MTI_NCCL
+#endif
+#if MTI_COMPARES
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/socket.h>
 #endif
 
 #if defined(MT_USE_MPI)
@@ -2732,7 +2740,7 @@ static void mti_pin(const int *core, int count) {
 #endif
 }
 
-#if MT_HAS_CUDA || MTI_MPI
+#if MT_HAS_CUDA || MTI_MPI || MTI_COMPARES
 /* Called between two polls of a wait: yields the core, or sleeps for 50 us when the wait has lasted `soon` seconds. */
 static void mti_rest(double waited, double soon) {
     struct timespec nap = mti_timespec(50e-6);
@@ -7151,6 +7159,9 @@ static ncclDataType_t mti_nccl_type(mt_dtype dtype) {
     return ncclUint8;
 }
 
+#endif
+
+#if MTI_COMPARES
 /* Starts a thread with all signals blocked: those of the program are for its own threads. */
 static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argument) {
     sigset_t all, before;
@@ -7165,40 +7176,50 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
 /* -- comparing the calls of ranks -- */
 
 /* NCCL does not compare calls, so each communicator has a board. Every rank has a TCP connection to rank 0. A call
-   appends a note to the queue of its rank and goes on. A thread of the context, the comparer, sends the notes to rank
-   0, whose comparer compares the n-th collectives of all ranks, and the n-th send from a rank to another one with the
-   n-th receive. When calls differ, or when a rank has left before a call of the others, it sends a verdict to all
-   ranks, with the calls of all. A rank finds the verdict in its next call and while it waits for the stream, and writes
+   appends a message to the queue of its rank and goes on. A thread of the context, the comparer, sends the messages to
+   rank 0, whose comparer compares the n-th collectives of all ranks, and the n-th send from a rank to another one with
+   the n-th receive. When calls differ, or when a rank has left before a call of the others, it sends the result to all
+   ranks, with the calls of all. A rank finds the result in its next call and while it waits for the stream, and writes
    the sentence that threads write (>>local). A rank whose wait has lasted for the timeout asks who is missing.
 
-   During the creation of a communicator every rank opens a door, a listening socket, and an all_gather over NCCL tells
-   the ranks its addresses. All fields of a board are guarded by the mutex of the comparer, except those of a verdict,
-   which do not change after `decided` is set. */
+   During the creation of a communicator every rank opens a listener, a listening socket, and an all_gather over NCCL
+   tells the ranks its addresses. All fields of a board are guarded by the mutex of the comparer, except those of a
+   result, which do not change after `decided` is set, and those of the end, which do not change after `ended` is set.
 
-#define MTI_BOARD_TICK 2         /* milliseconds: the comparer sends the notes of this time together */
-#define MTI_BOARD_GRACE 1.0      /* seconds for notes that are on their way: of other ranks, or of one that is gone */
-#define MTI_BOARD_ANSWER 0.5     /* seconds that a rank waits for the answer who is missing */
-#define MTI_BOARD_OPENING 10.0   /* seconds in which all ranks must connect to rank 0 */
-#define MTI_BOARD_CONNECTING 2.0 /* seconds for a connection to one of the addresses of rank 0 */
+   What arrives over a connection is checked before it is used: a message that no rank sends ends the connection. All
+   buffers have a limit. When there is no memory, or a rank is too far ahead, the comparison ends on all ranks, with a
+   warning: calls that differ then time out or have undefined results, as with no_nccl_checks. */
 
-typedef enum mti_note_kind {
-    MTI_NOTE_HELLO, /* `what`: the door's token */
-    MTI_NOTE_OPEN,  /* all ranks are connected */
-    MTI_NOTE_CALL,
-    MTI_NOTE_LATE,   /* the rank has waited for the timeout */
-    MTI_NOTE_FAILED, /* text: a sentence */
-    MTI_NOTE_LEFT,   /* text: why; of rank 0: `count` is the number of its collectives */
-    MTI_NOTE_VERDICT /* `what`: mti_why; rank, and recvcount - 1: the ranks that it is about, or -1; text: the calls of
-                        all ranks, and a sentence */
-} mti_note_kind;
+#define MTI_BOARD_TICK 2       /* milliseconds: the comparer sends the messages of this time together */
+#define MTI_BOARD_GRACE 1.0    /* seconds for messages that are on their way: of other ranks, or of one that is gone */
+#define MTI_BOARD_ANSWER 0.5   /* seconds that a rank waits for the answer who is missing */
+#define MTI_BOARD_OPENING 10.0 /* seconds in which all ranks must connect to rank 0 */
+#define MTI_BOARD_AHEAD 262144 /* calls by which a rank may be ahead of another one, or of the network */
+#define MTI_BOARD_PART 16384   /* bytes that are read from a connection before they are looked at */
 
-typedef struct mti_note {
+typedef enum mti_message_kind {
+    MTI_MESSAGE_HELLO, /* `what`: the listener's token */
+    MTI_MESSAGE_OPEN,  /* all ranks are connected; `what`: the token */
+    MTI_MESSAGE_CALL,
+    MTI_MESSAGE_LATE,   /* the rank has waited for the timeout */
+    MTI_MESSAGE_FAILED, /* text: a sentence */
+    MTI_MESSAGE_LEFT,   /* text: why; of rank 0: `count` is the number of its collectives */
+    MTI_MESSAGE_RESULT, /* `what`: mti_why; rank, and recvcount - 1: the ranks that it is about, or -1; text: the calls
+                           of all ranks, and a sentence */
+    MTI_MESSAGE_END     /* the calls are no longer compared; rank: that has ended the comparison; `what`: mti_end */
+} mti_message_kind;
+
+typedef struct mti_message {
     int32_t kind, rank;
     uint64_t what, count, recvcount; /* the call, as in mti_slot */
-    uint64_t bytes;                  /* of the text behind the note */
-} mti_note;
+    uint64_t bytes;                  /* of the text behind the message */
+} mti_message;
+
+#define MTI_MESSAGE_TEXT ((size_t)MT_ERROR_BYTES + 128) /* most bytes of a sentence, with its NUL */
 
 typedef enum mti_why { MTI_WHY_DIFFERS, MTI_WHY_UNLIKE, MTI_WHY_LATE, MTI_WHY_LEFT, MTI_WHY_FAILED } mti_why;
+
+typedef enum mti_end { MTI_END_MEMORY, MTI_END_AHEAD } mti_end;
 
 typedef struct mti_said {
     uint64_t what, count, recvcount, inside; /* as in mti_slot */
@@ -7210,16 +7231,18 @@ typedef struct mti_round {
     int ranks; /* number of ranks that have called their n-th collective */
 } mti_round;
 
-/* A send or receive that waits for its other half. */
-typedef struct mti_half {
-    int from, to, sends;
-    mti_said said;
-} mti_half;
-
+/* Bytes that leave in the order in which they came: those from `first` to `end` of data. */
 typedef struct mti_bytes {
     char *data;
-    size_t used, room;
+    size_t first, end, room;
 } mti_bytes;
+
+/* Between two ranks: the sends that have no receive yet, or the receives that have no send. Rank `from` keeps them. */
+typedef struct mti_pair {
+    struct mti_pair *next; /* the next one with the same `from` */
+    int from, to, sends;
+    mti_bytes waiting; /* mti_said */
+} mti_pair;
 
 typedef struct mti_line {
     int fd;   /* -1: closed */
@@ -7231,12 +7254,15 @@ typedef struct mti_board {
     struct mti_board *next; /* in the list of the comparer */
     struct mti_comparer *comparer;
     int rank, size;
-    mti_bytes queue; /* notes of this rank that the comparer has not taken yet */
+    mti_bytes queue; /* messages of this rank that the comparer has not taken yet */
     mti_line *lines; /* rank 0: one to each rank, the first one unused; other ranks: only the first one, to rank 0 */
     int line_count;
-    int decided; /* atomic; 1: there is a verdict */
-    mti_note verdict;
-    mti_bytes shown; /* the text of the verdict */
+    int decided; /* atomic; 1: there is a result */
+    mti_message result;
+    mti_bytes shown;              /* the text of the result */
+    int ended;                    /* atomic; 1: the calls are no longer compared */
+    mti_message end;              /* why */
+    int end_is_sent, end_is_told; /* to the other ranks; to the program */
     /* per rank; only rank 0 knows those of the others */
     mti_said *last;     /* the last call */
     uint64_t *number;   /* number of collectives */
@@ -7246,11 +7272,11 @@ typedef struct mti_board {
     /* only at rank 0 */
     mti_round *rounds; /* a ring of `room` rounds, which has those from `first` on */
     size_t room;
-    uint64_t first, end;
-    mti_half *halves;
-    size_t half_count, half_room;
-    uint64_t odd;        /* number of the collective that differs + 1; 0: none does */
-    mti_said *odd_calls; /* that call of each rank */
+    uint64_t first, last_round; /* last_round: behind the last one */
+    mti_pair **pairs;           /* per rank: the list of those that it sends to */
+    size_t waiting;             /* sends and receives in all pairs */
+    uint64_t odd;               /* number of the collective that differs + 1; 0: none does */
+    mti_said *odd_calls;        /* that call of each rank */
     double odd_at;
 } mti_board;
 
@@ -7267,46 +7293,125 @@ typedef struct mti_comparer {
     int polled_room;
 } mti_comparer;
 
-static int mti_bytes_add(mti_bytes *b, const void *from, size_t n) {
-    if (b->room - b->used < n) {
-        size_t room = 2 * (b->used + n) + 1024;
-        char *data = (char *)realloc(b->data, room);
+static size_t mti_bytes_size(const mti_bytes *b) { return b->end - b->first; }
+static const char *mti_bytes_at(const mti_bytes *b) { return b->data + b->first; }
+
+/* Makes room for n bytes, and for the one message that mti_board_send_end appends. Returns 0 when there is no memory.
+   Bytes move to the front only when at least as many have left, so that each of them moves a few times at most. */
+static int mti_bytes_reserve(mti_bytes *b, size_t n) {
+    size_t size = mti_bytes_size(b), room = 2 * (size + n) + 1024;
+    char *data;
+    if (b->room - b->end >= n + sizeof(mti_message)) return 1;
+    if (b->first >= size && b->room - size >= n + sizeof(mti_message)) {
+        if (size) memmove(b->data, b->data + b->first, size);
+    } else {
+        data = (char *)malloc(room);
         if (!data) return 0;
+        if (size) memcpy(data, b->data + b->first, size);
+        free(b->data);
         b->data = data;
         b->room = room;
     }
-    if (n) memcpy(b->data + b->used, from, n);
-    b->used += n;
+    b->first = 0;
+    b->end = size;
+    return 1;
+}
+
+static void mti_bytes_put(mti_bytes *b, const void *from, size_t n) {
+    if (n) memcpy(b->data + b->end, from, n);
+    b->end += n;
+}
+
+static int mti_bytes_add(mti_bytes *b, const void *from, size_t n) {
+    if (!mti_bytes_reserve(b, n)) return 0;
+    mti_bytes_put(b, from, n);
     return 1;
 }
 
 static void mti_bytes_drop(mti_bytes *b, size_t n) {
-    b->used -= n;
-    if (b->used && n) memmove(b->data, b->data + n, b->used);
+    b->first += n;
+    if (b->first == b->end) b->first = b->end = 0;
 }
 
-/* Adds a note with a text, both or nothing. */
-static int mti_note_add(mti_bytes *b, const mti_note *note, const char *text) {
-    size_t before = b->used;
-    if (mti_bytes_add(b, note, sizeof *note) && mti_bytes_add(b, text, (size_t)note->bytes)) return 1;
-    b->used = before;
-    return 0;
+static void mti_bytes_free(mti_bytes *b) {
+    free(b->data);
+    memset(b, 0, sizeof *b);
 }
 
-/* Copies the first note of b. Returns NULL when it has not arrived completely, otherwise its text. */
-static const char *mti_note_first(const mti_bytes *b, size_t at, mti_note *note) {
-    if (b->used - at < sizeof *note) return NULL;
-    memcpy(note, b->data + at, sizeof *note);
-    return b->used - at - sizeof *note < note->bytes ? NULL : b->data + at + sizeof *note;
+/* Adds a message with a text, both or nothing. */
+static int mti_message_add(mti_bytes *b, const mti_message *message, const char *text) {
+    if (!mti_bytes_reserve(b, sizeof *message + (size_t)message->bytes)) return 0;
+    mti_bytes_put(b, message, sizeof *message);
+    mti_bytes_put(b, text, (size_t)message->bytes);
+    return 1;
 }
 
-static void mti_line_send(mti_line *line, const mti_note *note, const char *text) {
-    if (line->fd >= 0 && !mti_note_add(&line->out, note, text)) line->lost = 1;
+/* Whether a rank can have made this call, or (0) none. */
+static int mti_said_is_valid(const mti_said *said) {
+    int kind = (int)(said->what & 255) - 1, known = kind >= 0 && kind < (int)MT_COLLECTIVE_COUNT;
+    return said->inside <= 255 && (said->what >> 8 & 255) <= MT_U8 && (said->what >> 16 & 255) <= MT_MAX &&
+           (kind == -1 || known || (kind >= (int)MTI_SPLIT && kind <= (int)MTI_GRAPH_LAUNCH));
+}
+
+static mti_said mti_said_of(const mti_message *message) {
+    mti_said said;
+    said.what = message->what;
+    said.count = message->count;
+    said.recvcount = message->recvcount;
+    said.inside = 0;
+    return said;
+}
+
+/* Whether a message of this head can come from a rank of a group of `size`. */
+static int mti_message_is_valid(const mti_message *m, int size) {
+    size_t calls = (size_t)size * sizeof(mti_said);
+    mti_said said = mti_said_of(m);
+    if (m->rank < -1 || m->rank >= size) return 0;
+    switch (m->kind) {
+    case MTI_MESSAGE_HELLO:
+    case MTI_MESSAGE_OPEN:
+    case MTI_MESSAGE_LATE: return m->bytes == 0;
+    case MTI_MESSAGE_CALL: return m->bytes == 0 && mti_said_is_valid(&said);
+    case MTI_MESSAGE_END: return m->bytes == 0 && m->rank >= 0 && m->what <= MTI_END_AHEAD;
+    case MTI_MESSAGE_FAILED:
+    case MTI_MESSAGE_LEFT: return m->bytes >= 2 && m->bytes <= MTI_MESSAGE_TEXT;
+    case MTI_MESSAGE_RESULT:
+        if (m->bytes < calls + 1 || m->bytes > calls + MTI_MESSAGE_TEXT || m->recvcount > (uint64_t)size) return 0;
+        if (m->what == MTI_WHY_UNLIKE) return m->rank >= 0 && m->recvcount >= 1;
+        return m->what <= MTI_WHY_FAILED && (m->what != MTI_WHY_LEFT || m->rank >= 0);
+    default: return 0;
+    }
+}
+
+/* Whether the text behind a valid head is valid: it ends, and the calls in it are calls. */
+static int mti_message_text_is_valid(const mti_message *m, int size, const char *text) {
+    size_t calls = m->kind == MTI_MESSAGE_RESULT ? (size_t)size * sizeof(mti_said) : 0, at;
+    mti_said said;
+    if (m->bytes == 0) return 1;
+    for (at = 0; at < calls; at += sizeof said) {
+        memcpy(&said, text + at, sizeof said);
+        if (!mti_said_is_valid(&said)) return 0;
+    }
+    return strlen(text + calls) == (size_t)m->bytes - calls - 1;
+}
+
+typedef enum mti_parsed { MTI_PARSED, MTI_INCOMPLETE, MTI_MALFORMED } mti_parsed;
+
+/* Reads the first message of b, and the address of its text. size: of the group */
+static mti_parsed mti_message_parse(const mti_bytes *b, int size, mti_message *message, const char **text) {
+    if (mti_bytes_size(b) < sizeof *message) return MTI_INCOMPLETE;
+    memcpy(message, mti_bytes_at(b), sizeof *message);
+    if (!mti_message_is_valid(message, size)) return MTI_MALFORMED;
+    *text = mti_bytes_at(b) + sizeof *message;
+    if (mti_bytes_size(b) - sizeof *message < message->bytes) return MTI_INCOMPLETE;
+    /* strlen stops at the NUL, or at the last byte */
+    if (message->bytes && (*text)[message->bytes - 1] != '\0') return MTI_MALFORMED;
+    return mti_message_text_is_valid(message, size, *text) ? MTI_PARSED : MTI_MALFORMED;
 }
 
 static void mti_line_flush(mti_line *line) {
-    while (line->fd >= 0 && !line->lost && line->out.used) {
-        ssize_t n = send(line->fd, line->out.data, line->out.used, MSG_NOSIGNAL | MSG_DONTWAIT);
+    while (line->fd >= 0 && !line->lost && mti_bytes_size(&line->out)) {
+        ssize_t n = send(line->fd, mti_bytes_at(&line->out), mti_bytes_size(&line->out), MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n > 0) mti_bytes_drop(&line->out, (size_t)n);
         else if (n < 0 && errno == EINTR) continue;
         else {
@@ -7316,46 +7421,82 @@ static void mti_line_flush(mti_line *line) {
     }
 }
 
-/* Reads what has arrived. */
-static void mti_line_read(mti_line *line) {
-    char part[16384];
-    while (line->fd >= 0 && !line->lost) {
-        ssize_t n = recv(line->fd, part, sizeof part, MSG_DONTWAIT);
-        if (n > 0) line->lost = !mti_bytes_add(&line->in, part, (size_t)n);
-        else if (n < 0 && errno == EINTR) continue;
-        else {
-            line->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
-            return;
-        }
+/* Reads what has arrived, up to MTI_BOARD_PART bytes. Returns their number; -1: there is no memory for them. */
+static int mti_line_read(mti_line *line) {
+    ssize_t n;
+    if (line->fd < 0 || line->lost) return 0;
+    if (!mti_bytes_reserve(&line->in, MTI_BOARD_PART)) return -1;
+    do n = recv(line->fd, line->in.data + line->in.end, MTI_BOARD_PART, MSG_DONTWAIT);
+    while (n < 0 && errno == EINTR);
+    if (n <= 0) {
+        line->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+        return 0;
     }
+    line->in.end += (size_t)n;
+    return (int)n;
 }
 
 static void mti_line_close(mti_line *line) {
     if (line->fd >= 0) close(line->fd);
     line->fd = -1;
-    free(line->in.data);
-    free(line->out.data);
-    memset(&line->in, 0, sizeof line->in);
-    memset(&line->out, 0, sizeof line->out);
+    mti_bytes_free(&line->in);
+    mti_bytes_free(&line->out);
 }
 
-/* -- verdicts -- */
+/* -- the end of a comparison -- */
 
-/* Stores the verdict, and at rank 0 sends it to all ranks. Only the first one counts. calls: the calls of all ranks;
-   rank, peer: the ranks that it is about, or -1 */
-static void mti_board_decide(mti_board *b, mti_why why, int rank, int peer, const mti_said *calls, const char *text) {
-    size_t bytes = (size_t)b->size * sizeof *calls;
+/* Ends the comparison because of rank `rank`. The memory of what has not been compared is freed. A message that has
+   been sent in part is completed, and mti_board_send_end follows. */
+static void mti_board_end(mti_board *b, int rank, mti_end why) {
+    if (b->ended) return;
+    memset(&b->end, 0, sizeof b->end);
+    b->end.kind = MTI_MESSAGE_END;
+    b->end.rank = rank;
+    b->end.what = (uint64_t)why;
+    mti_bytes_free(&b->queue);
+    free(b->rounds);
+    b->rounds = NULL;
+    b->room = 0;
+    b->first = b->last_round = 0;
+    __atomic_store_n(&b->ended, 1, __ATOMIC_RELEASE);
+}
+
+static int mti_board_is_ended(const mti_board *b) { return __atomic_load_n(&b->ended, __ATOMIC_ACQUIRE); }
+
+/* Appends the last message to every line. mti_bytes_reserve has left room for it. */
+static void mti_board_send_end(mti_board *b) {
     int i;
-    if (b->decided) return;
-    memset(&b->verdict, 0, sizeof b->verdict);
-    b->verdict.kind = MTI_NOTE_VERDICT;
-    b->verdict.rank = rank;
-    b->verdict.what = (uint64_t)why;
-    b->verdict.recvcount = (uint64_t)(peer + 1);
-    b->shown.used = 0;
-    if (!mti_bytes_add(&b->shown, calls, bytes) || !mti_bytes_add(&b->shown, text, strlen(text) + 1)) return;
-    b->verdict.bytes = b->shown.used;
-    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_line_send(&b->lines[i], &b->verdict, b->shown.data);
+    if (!b->ended || b->end_is_sent) return;
+    b->end_is_sent = 1;
+    for (i = 0; i < b->line_count; i++)
+        if (b->lines[i].fd >= 0) mti_bytes_put(&b->lines[i].out, &b->end, sizeof b->end);
+}
+
+static void mti_board_send(mti_board *b, mti_line *line, const mti_message *message, const char *text) {
+    if (line->fd < 0 || b->ended) return;
+    if (mti_bytes_size(&line->out) > MTI_BOARD_AHEAD * sizeof *message) mti_board_end(b, b->rank, MTI_END_AHEAD);
+    else if (!mti_message_add(&line->out, message, text)) mti_board_end(b, b->rank, MTI_END_MEMORY);
+}
+
+/* -- results -- */
+
+/* Stores the result, and at rank 0 sends it to all ranks. Only the first one counts. calls: the calls of all ranks;
+   rank, peer: the ranks that it is about, or -1. b->shown has the room since the creation of the board. */
+static void mti_board_decide(mti_board *b, mti_why why, int rank, int peer, const mti_said *calls, const char *text) {
+    size_t bytes = (size_t)b->size * sizeof *calls, length = strlen(text);
+    int i;
+    if (b->decided || b->ended) return;
+    if (length >= MTI_MESSAGE_TEXT) length = MTI_MESSAGE_TEXT - 1;
+    memset(&b->result, 0, sizeof b->result);
+    b->result.kind = MTI_MESSAGE_RESULT;
+    b->result.rank = rank;
+    b->result.what = (uint64_t)why;
+    b->result.recvcount = (uint64_t)(peer + 1);
+    mti_bytes_put(&b->shown, calls, bytes);
+    mti_bytes_put(&b->shown, text, length);
+    mti_bytes_put(&b->shown, "", 1);
+    b->result.bytes = mti_bytes_size(&b->shown);
+    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_board_send(b, &b->lines[i], &b->result, b->shown.data);
     __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
 }
 
@@ -7363,22 +7504,22 @@ static int mti_board_is_decided(const mti_board *b) { return b && __atomic_load_
 
 static int mti_said_alike(const mti_said *a, const mti_said *b) { return a->what == b->what && a->count == b->count; }
 
-/* The sentence of a verdict: "rank `rank` has left the group", in all calls. */
+/* The sentence of a result: "rank `rank` has left the group", in all calls. */
 static void mti_board_decide_left(mti_board *b, int rank) {
     mti_board_decide(b, MTI_WHY_LEFT, rank, -1, b->last, b->reasons[rank].data);
 }
 
-static int mti_board_has_left(const mti_board *b, int rank) { return b->reasons[rank].used > 0; }
+static int mti_board_has_left(const mti_board *b, int rank) { return mti_bytes_size(&b->reasons[rank]) > 0; }
 
-/* Writes the error of a verdict, and returns its status; MT_SUCCESS: there is no verdict. */
+/* Writes the error of a result, and returns its status; MT_SUCCESS: there is no result. */
 static mt_status mti_board_error(const mt_comm *comm, mti_text *text) {
     const mti_board *b = comm->nccl.board;
     const mti_said *calls;
     int r, rank, peer;
     if (!mti_board_is_decided(b)) return MT_SUCCESS;
     calls = (const mti_said *)(const void *)b->shown.data;
-    rank = b->verdict.rank;
-    peer = (int)b->verdict.recvcount - 1;
+    rank = b->result.rank;
+    peer = (int)b->result.recvcount - 1;
     for (r = 0; r < comm->size; r++) {
         mti_slot *slot = mti_slot_of(comm->group, r);
         slot->what = calls[r].what;
@@ -7387,10 +7528,10 @@ static mt_status mti_board_error(const mt_comm *comm, mti_text *text) {
         slot->inside = (int)calls[r].inside;
         slot->left = r == rank ? (const char *)(calls + comm->size) : NULL;
     }
-    if (b->verdict.what == MTI_WHY_LATE || b->verdict.what == MTI_WHY_LEFT) /* rank 0 may not know it yet */
+    if (b->result.what == MTI_WHY_LATE || b->result.what == MTI_WHY_LEFT) /* rank 0 may not know it yet */
         mti_slot_write(mti_slot_of(comm->group, comm->rank), &comm->nccl.last);
     text->used = 0;
-    switch ((mti_why)b->verdict.what) {
+    switch ((mti_why)b->result.what) {
     case MTI_WHY_DIFFERS: mti_say_mismatch(text, comm); return MT_ERR_MISMATCH;
     case MTI_WHY_UNLIKE: mti_say_unlike(text, comm, rank, peer); return MT_ERR_MISMATCH;
     case MTI_WHY_LATE: mti_say_timeout(text, comm, peer); return MT_ERR_TIMEOUT;
@@ -7401,11 +7542,17 @@ static mt_status mti_board_error(const mt_comm *comm, mti_text *text) {
 
 /* -- the comparison, at rank 0 -- */
 
+/* Makes room for one more round. Returns 0 when the comparison has ended. */
 static int mti_board_grow(mti_board *b) {
     size_t room = b->room ? 2 * b->room : 64, i;
-    mti_round *rounds = (mti_round *)calloc(room, sizeof *rounds);
-    if (!rounds) return 0;
-    for (i = 0; b->first + i < b->end; i++)
+    mti_round *rounds;
+    if (b->last_round - b->first < b->room) return 1;
+    rounds = b->room < MTI_BOARD_AHEAD ? (mti_round *)calloc(room, sizeof *rounds) : NULL;
+    if (!rounds) {
+        mti_board_end(b, b->rank, b->room < MTI_BOARD_AHEAD ? MTI_END_MEMORY : MTI_END_AHEAD);
+        return 0;
+    }
+    for (i = 0; b->first + i < b->last_round; i++)
         rounds[(b->first + i) & (room - 1)] = b->rounds[(b->first + i) & (b->room - 1)];
     free(b->rounds);
     b->rounds = rounds;
@@ -7413,7 +7560,7 @@ static int mti_board_grow(mti_board *b) {
     return 1;
 }
 
-/* Notes the calls of the first round in which they differ. The verdict waits for the calls of the other ranks. */
+/* Stores the calls of the first round in which they differ. The result waits for the calls of the other ranks. */
 static void mti_board_differs(mti_board *b, uint64_t n, int rank, const mti_said *said) {
     int r;
     if (!b->odd) {
@@ -7426,142 +7573,167 @@ static void mti_board_differs(mti_board *b, uint64_t n, int rank, const mti_said
 }
 
 static void mti_board_collective(mti_board *b, int rank, const mti_said *said) {
-    uint64_t n = b->number[rank]++;
+    uint64_t n = b->number[rank];
     mti_round *round;
     int r;
-    if (n == b->end) {
-        if (b->end - b->first == b->room && !mti_board_grow(b)) return;
-        b->end++;
+    if (n == b->last_round) {
+        if (!mti_board_grow(b)) return;
+        b->last_round++;
         round = &b->rounds[n & (b->room - 1)];
         round->said = *said;
         round->ranks = 0;
     }
+    b->number[rank]++;
     round = &b->rounds[n & (b->room - 1)];
     if (b->odd == n + 1 || (!b->odd && !mti_said_alike(&round->said, said))) mti_board_differs(b, n, rank, said);
     round->ranks++;
-    while (b->first < b->end && b->rounds[b->first & (b->room - 1)].ranks == b->size) b->first++;
+    while (b->first < b->last_round && b->rounds[b->first & (b->room - 1)].ranks == b->size) b->first++;
     if (b->odd && b->first >= b->odd) mti_board_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
     for (r = 0; r < b->size && b->left_count && !b->odd; r++)
         if (mti_board_has_left(b, r) && b->number[r] <= n) mti_board_decide_left(b, r);
 }
 
+/* The messages from one rank to another one; NULL: no memory. */
+static mti_pair *mti_board_pair(mti_board *b, int from, int to) {
+    mti_pair *p = b->pairs[from];
+    while (p && p->to != to) p = p->next;
+    if (p) return p;
+    p = (mti_pair *)calloc(1, sizeof *p);
+    if (!p) return NULL;
+    p->from = from;
+    p->to = to;
+    p->next = b->pairs[from];
+    b->pairs[from] = p;
+    return p;
+}
+
+/* Takes the first send or receive that waits, and compares it with its other half. */
+static void mti_pair_match(mti_board *b, mti_pair *p, const mti_said *said, int sends) {
+    const mti_said *send = said, *recv = said;
+    mti_said first;
+    memcpy(&first, mti_bytes_at(&p->waiting), sizeof first);
+    mti_bytes_drop(&p->waiting, sizeof first);
+    b->waiting--;
+    if (sends) recv = &first;
+    else send = &first;
+    if (send->count == recv->recvcount && (send->what >> 8 & 255) == (recv->what >> 8 & 255)) return;
+    b->odd_calls[p->from] = *send;
+    b->odd_calls[p->to] = *recv;
+    mti_board_decide(b, MTI_WHY_UNLIKE, p->from, p->to, b->odd_calls, "");
+}
+
 /* Compares a send or a receive with its other half, or keeps it until the other half comes. */
-static void mti_board_half(mti_board *b, const mti_half *half) {
-    int peer = half->sends ? half->to : half->from;
-    size_t i;
-    for (i = 0; i < b->half_count; i++) {
-        mti_half *h = &b->halves[i];
-        uint64_t sent = half->sends ? half->said.count : h->said.count;
-        uint64_t wanted = half->sends ? h->said.recvcount : half->said.recvcount;
-        if (h->from != half->from || h->to != half->to || h->sends == half->sends) continue;
-        if (sent != wanted || (h->said.what >> 8 & 255) != (half->said.what >> 8 & 255)) {
-            b->odd_calls[half->from] = half->sends ? half->said : h->said;
-            b->odd_calls[half->to] = half->sends ? h->said : half->said;
-            mti_board_decide(b, MTI_WHY_UNLIKE, half->from, half->to, b->odd_calls, "");
-        }
-        memmove(h, h + 1, (--b->half_count - i) * sizeof *h);
+static void mti_board_half(mti_board *b, int from, int to, int sends, const mti_said *said) {
+    mti_pair *p = mti_board_pair(b, from, to);
+    int peer = sends ? to : from;
+    if (p && mti_bytes_size(&p->waiting) && p->sends != sends) {
+        mti_pair_match(b, p, said, sends);
         return;
     }
     if (mti_board_has_left(b, peer)) mti_board_decide_left(b, peer);
-    if (b->half_count == b->half_room) {
-        size_t room = 2 * b->half_room + 16;
-        mti_half *halves = (mti_half *)realloc(b->halves, room * sizeof *halves);
-        if (!halves) return;
-        b->halves = halves;
-        b->half_room = room;
+    if (b->waiting >= MTI_BOARD_AHEAD) mti_board_end(b, b->rank, MTI_END_AHEAD);
+    else if (!p || !mti_bytes_add(&p->waiting, said, sizeof *said)) mti_board_end(b, b->rank, MTI_END_MEMORY);
+    else {
+        p->sends = sends;
+        b->waiting++;
     }
-    b->halves[b->half_count++] = *half;
 }
 
 static void mti_board_call(mti_board *b, int rank, const mti_said *said) {
     int kind = (int)(said->what & 255) - 1, to = (int)(said->what >> 24 & 0xffff) - 1,
         from = (int)(said->what >> 40 & 0xffff) - 1;
-    mti_half half;
     b->last[rank] = *said;
     if (kind != MT_SEND && kind != MT_RECV && kind != MTI_SEND_RECV) {
         mti_board_collective(b, rank, said);
         return;
     }
-    half.said = *said;
-    half.from = rank;
-    half.to = to;
-    half.sends = 1;
-    if (to >= 0 && to < b->size) mti_board_half(b, &half);
-    half.from = from;
-    half.to = rank;
-    half.sends = 0;
-    if (from >= 0 && from < b->size) mti_board_half(b, &half);
+    if (to >= 0 && to < b->size) mti_board_half(b, rank, to, 1, said);
+    if (from >= 0 && from < b->size && !b->ended) mti_board_half(b, from, rank, 0, said);
 }
 
-/* Notes why a rank has left. It is an error when another rank has made a call that needs it. */
+/* Returns a rank whose send or receive `rank` waits for, or -1. With sender or receiver -1: any of them. */
+static int mti_board_waits_for(const mti_board *b, int rank, int peer) {
+    const mti_pair *p;
+    int r;
+    for (r = 0; r < b->size; r++)
+        for (p = b->pairs[r]; p; p = p->next) {
+            int waits = p->sends ? p->from : p->to, other = p->sends ? p->to : p->from;
+            if (mti_bytes_size(&p->waiting) && (rank < 0 || waits == rank) && (peer < 0 || other == peer)) return other;
+        }
+    return -1;
+}
+
+/* Stores why a rank has left. It is an error when another rank has made a call that needs it. */
 static void mti_board_leave(mti_board *b, int rank, const char *reason, size_t bytes) {
-    size_t i;
     if (mti_board_has_left(b, rank)) return;
-    if (!mti_bytes_add(&b->reasons[rank], reason, bytes)) return;
+    if (!mti_bytes_add(&b->reasons[rank], reason, bytes)) {
+        mti_board_end(b, b->rank, MTI_END_MEMORY);
+        return;
+    }
     b->left_count++;
-    if (b->end > b->number[rank] && !b->odd) mti_board_decide_left(b, rank);
-    for (i = 0; i < b->half_count; i++)
-        if (b->halves[i].sends ? b->halves[i].to == rank : b->halves[i].from == rank) mti_board_decide_left(b, rank);
+    if (b->last_round > b->number[rank] && !b->odd) mti_board_decide_left(b, rank);
+    if (mti_board_waits_for(b, -1, rank) >= 0) mti_board_decide_left(b, rank);
 }
 
-/* Answers a rank that has waited for the timeout: which ranks are missing. When none is, there is no verdict. */
+/* Answers a rank that has waited for the timeout: which ranks are missing. When none is, there is no result. */
 static void mti_board_late(mti_board *b, int rank) {
-    int r, missing = 0;
-    size_t i = 0;
+    int r, missing = 0, peer = mti_board_waits_for(b, rank, -1);
     for (r = 0; r < b->size; r++) {
         b->last[r].inside = b->number[r] >= b->number[rank] ? MTI_IN_COLLECTIVE : MTI_OUTSIDE;
         missing += !b->last[r].inside;
     }
-    while (i < b->half_count && (b->halves[i].sends ? b->halves[i].from : b->halves[i].to) != rank) i++;
-    if (i < b->half_count)
-        mti_board_decide(b, MTI_WHY_LATE, rank, b->halves[i].sends ? b->halves[i].to : b->halves[i].from, b->last, "");
-    else if (missing) mti_board_decide(b, MTI_WHY_LATE, rank, -1, b->last, "");
+    if (peer >= 0 || missing) mti_board_decide(b, MTI_WHY_LATE, rank, peer, b->last, "");
 }
 
 /* A connection has ended without a farewell: the process of the rank has probably ended. */
 static void mti_board_gone(mti_board *b, int rank) {
     static const char reason[] = "is gone: its process has ended, or its connection is lost";
-    if (mti_board_has_left(b, rank)) return;
+    if (mti_board_has_left(b, rank) || b->ended) return;
     mti_board_leave(b, rank, reason, sizeof reason);
     b->gone = rank;
     b->gone_at = mti_now();
 }
 
-/* Takes a note of a rank at rank 0. */
-static void mti_board_take(mti_board *b, int rank, const mti_note *note, const char *text) {
-    mti_said said;
-    said.what = note->what;
-    said.count = note->count;
-    said.recvcount = note->recvcount;
-    said.inside = 0;
-    if (note->kind == MTI_NOTE_CALL) mti_board_call(b, rank, &said);
-    if (note->kind == MTI_NOTE_LATE) mti_board_late(b, rank);
-    if (note->kind == MTI_NOTE_LEFT) mti_board_leave(b, rank, text, (size_t)note->bytes);
-    if (note->kind == MTI_NOTE_FAILED) mti_board_decide(b, MTI_WHY_FAILED, -1, -1, b->last, text);
+/* Takes a valid message of a rank at rank 0. Returns 0 when no rank sends it to rank 0. */
+static int mti_board_take(mti_board *b, int rank, const mti_message *message, const char *text) {
+    mti_said said = mti_said_of(message);
+    switch (message->kind) {
+    case MTI_MESSAGE_CALL: mti_board_call(b, rank, &said); return 1;
+    case MTI_MESSAGE_LATE: mti_board_late(b, rank); return 1;
+    case MTI_MESSAGE_LEFT: mti_board_leave(b, rank, text, (size_t)message->bytes); return 1;
+    case MTI_MESSAGE_FAILED: mti_board_decide(b, MTI_WHY_FAILED, -1, -1, b->last, text); return 1;
+    case MTI_MESSAGE_END: mti_board_end(b, rank, (mti_end)message->what); return 1;
+    default: return 0;
+    }
 }
 
 /* -- the comparison, at the other ranks -- */
 
-/* Takes a note of rank 0. */
-static void mti_board_hear(mti_board *b, const mti_note *note, const char *text) {
-    if (note->kind == MTI_NOTE_VERDICT && !b->decided && mti_bytes_add(&b->shown, text, (size_t)note->bytes)) {
-        b->verdict = *note;
+/* Takes a valid message of rank 0. Returns 0 when rank 0 does not send it. */
+static int mti_board_hear(mti_board *b, const mti_message *message, const char *text) {
+    switch (message->kind) {
+    case MTI_MESSAGE_RESULT:
+        if (b->decided) return 1;
+        b->result = *message;
+        mti_bytes_put(&b->shown, text, (size_t)message->bytes); /* its largest size, since the creation of the board */
         __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
+        return 1;
+    case MTI_MESSAGE_LEFT:
+        b->number[0] = message->count;
+        mti_board_leave(b, 0, text, (size_t)message->bytes);
+        if (b->number[b->rank] > b->number[0]) mti_board_decide_left(b, 0);
+        return 1;
+    case MTI_MESSAGE_END: mti_board_end(b, message->rank, (mti_end)message->what); return 1;
+    default: return 0;
     }
-    if (note->kind != MTI_NOTE_LEFT) return;
-    b->number[0] = note->count;
-    if (mti_bytes_add(&b->reasons[0], text, (size_t)note->bytes) && b->number[b->rank] > b->number[0])
-        mti_board_decide_left(b, 0);
 }
 
-/* Sends a note of this rank to rank 0. Behind the farewell of rank 0 a collective is an error. */
-static void mti_board_pass(mti_board *b, const mti_note *note, const char *text) {
-    int kind = (int)(note->what & 255) - 1;
-    mti_line_send(b->lines, note, text);
-    if (note->kind != MTI_NOTE_CALL) return;
-    b->last[b->rank].what = note->what;
-    b->last[b->rank].count = note->count;
-    b->last[b->rank].recvcount = note->recvcount;
+/* Sends a message of this rank to rank 0. Behind the farewell of rank 0 a collective is an error. */
+static void mti_board_pass(mti_board *b, const mti_message *message, const char *text) {
+    int kind = (int)(message->what & 255) - 1;
+    mti_board_send(b, b->lines, message, text);
+    if (message->kind != MTI_MESSAGE_CALL) return;
+    b->last[b->rank] = mti_said_of(message);
     if (kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV) return;
     b->number[b->rank]++;
     if (mti_board_has_left(b, 0) && !b->gone_at && b->number[b->rank] > b->number[0]) mti_board_decide_left(b, 0);
@@ -7569,34 +7741,50 @@ static void mti_board_pass(mti_board *b, const mti_note *note, const char *text)
 
 /* -- the comparer -- */
 
-/* Reads the notes that have arrived in a line. rank: the rank at its other end */
-static void mti_board_listen(mti_board *b, mti_line *line, int rank) {
-    size_t at = 0;
-    mti_note note;
-    const char *text;
-    mti_line_read(line);
-    for (; (text = mti_note_first(&line->in, at, &note)) != NULL; at += sizeof note + (size_t)note.bytes) {
-        if (b->rank == 0) mti_board_take(b, rank, &note, text);
-        else mti_board_hear(b, &note, text);
+/* Takes the messages that have arrived in a line. rank: the rank at its other end */
+static void mti_board_take_all(mti_board *b, mti_line *line, int rank) {
+    mti_message message;
+    const char *text = NULL;
+    mti_parsed parsed = MTI_PARSED;
+    while (!b->ended && (parsed = mti_message_parse(&line->in, b->size, &message, &text)) == MTI_PARSED) {
+        int known = b->rank == 0 ? mti_board_take(b, rank, &message, text) : mti_board_hear(b, &message, text);
+        mti_bytes_drop(&line->in, sizeof message + (size_t)message.bytes);
+        if (!known) parsed = MTI_MALFORMED;
+        if (!known) break;
     }
-    mti_bytes_drop(&line->in, at);
+    if (parsed == MTI_MALFORMED) line->lost = 1;
+    if (b->ended) mti_bytes_drop(&line->in, mti_bytes_size(&line->in));
 }
 
-/* Takes the notes of this rank, sends what there is to send, and ends lost lines. Returns 1 when the comparer must look
-   again soon. */
-static int mti_board_work(mti_board *b) {
-    int i, soon = b->queue.used > 0;
-    size_t at = 0;
-    mti_note note;
-    const char *text;
-    for (; (text = mti_note_first(&b->queue, at, &note)) != NULL; at += sizeof note + (size_t)note.bytes) {
-        if (b->rank == 0) mti_board_take(b, 0, &note, text);
-        else mti_board_pass(b, &note, text);
+/* Reads from a line, and takes the messages. After the end of a comparison it only waits for the connection's end.
+   Returns 1 when there may be more to read. */
+static int mti_board_listen(mti_board *b, mti_line *line, int rank) {
+    int bytes = mti_line_read(line);
+    if (bytes < 0) mti_board_end(b, b->rank, MTI_END_MEMORY);
+    mti_board_take_all(b, line, rank);
+    return bytes > 0 && !line->lost;
+}
+
+/* Takes the messages of this rank. */
+static void mti_board_empty(mti_board *b) {
+    mti_message message;
+    const char *text = NULL;
+    while (!b->ended && mti_message_parse(&b->queue, b->size, &message, &text) == MTI_PARSED) {
+        if (b->rank == 0) mti_board_take(b, 0, &message, text);
+        else mti_board_pass(b, &message, text);
+        if (!b->ended) mti_bytes_drop(&b->queue, sizeof message + (size_t)message.bytes); /* the end has freed it */
     }
-    b->queue.used = 0;
+}
+
+/* Takes the messages of this rank, sends what there is to send, and ends lost lines. Returns 1 when the comparer must
+   look again soon. */
+static int mti_board_work(mti_board *b) {
+    int i, soon = mti_bytes_size(&b->queue) > 0;
+    mti_board_empty(b);
     if (b->odd && !b->decided && mti_now() > b->odd_at + MTI_BOARD_GRACE)
         mti_board_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
     if (b->gone_at > 0 && !b->decided && mti_now() > b->gone_at + MTI_BOARD_GRACE) mti_board_decide_left(b, b->gone);
+    mti_board_send_end(b);
     for (i = 0; i < b->line_count; i++) {
         mti_line_flush(&b->lines[i]);
         if (!b->lines[i].lost) continue;
@@ -7605,6 +7793,7 @@ static int mti_board_work(mti_board *b) {
         mti_board_gone(b, b->rank == 0 ? i : 0);
         soon = 1;
     }
+    if (b->ended) return !b->end_is_sent;
     return soon || ((b->odd || b->gone_at > 0) && !b->decided);
 }
 
@@ -7612,35 +7801,51 @@ static void mti_board_free(mti_board *b) {
     int i;
     if (!b) return;
     for (i = 0; b->lines && i < b->line_count; i++) mti_line_close(&b->lines[i]);
-    for (i = 0; b->reasons && i < b->size; i++) free(b->reasons[i].data);
-    free(b->queue.data);
-    free(b->shown.data);
+    for (i = 0; b->reasons && i < b->size; i++) mti_bytes_free(&b->reasons[i]);
+    for (i = 0; b->pairs && i < b->size; i++)
+        while (b->pairs[i]) {
+            mti_pair *next = b->pairs[i]->next;
+            mti_bytes_free(&b->pairs[i]->waiting);
+            free(b->pairs[i]);
+            b->pairs[i] = next;
+        }
+    mti_bytes_free(&b->queue);
+    mti_bytes_free(&b->shown);
     free(b->lines);
     free(b->last);
     free(b->number);
     free(b->reasons);
     free(b->rounds);
-    free(b->halves);
+    free(b->pairs);
     free(b->odd_calls);
     free(b);
+}
+
+/* Allocates the arrays of a board, and the memory that must not be missing later. Returns 0 when there is none. */
+static int mti_board_fill(mti_board *b) {
+    size_t n = (size_t)b->size;
+    int i;
+    b->lines = (mti_line *)calloc((size_t)b->line_count, sizeof *b->lines);
+    for (i = 0; b->lines && i < b->line_count; i++) b->lines[i].fd = -1;
+    for (i = 0; b->lines && i < b->line_count; i++)
+        if (!mti_bytes_reserve(&b->lines[i].out, 0)) return 0;
+    b->last = (mti_said *)calloc(n, sizeof *b->last);
+    b->odd_calls = (mti_said *)calloc(n, sizeof *b->odd_calls);
+    b->number = (uint64_t *)calloc(n, sizeof *b->number);
+    b->reasons = (mti_bytes *)calloc(n, sizeof *b->reasons);
+    b->pairs = (mti_pair **)calloc(n, sizeof *b->pairs);
+    return b->lines && b->last && b->odd_calls && b->number && b->reasons && b->pairs &&
+           mti_bytes_reserve(&b->shown, n * sizeof(mti_said) + MTI_MESSAGE_TEXT);
 }
 
 /* NULL: out of memory. */
 static mti_board *mti_board_new(int rank, int size) {
     mti_board *b = (mti_board *)calloc(1, sizeof *b);
-    size_t n = (size_t)size;
-    int i;
     if (!b) return NULL;
     b->rank = rank;
     b->size = size;
     b->line_count = rank == 0 ? size : 1;
-    b->lines = (mti_line *)calloc((size_t)b->line_count, sizeof *b->lines);
-    for (i = 0; b->lines && i < b->line_count; i++) b->lines[i].fd = -1;
-    b->last = (mti_said *)calloc(n, sizeof *b->last);
-    b->odd_calls = (mti_said *)calloc(n, sizeof *b->odd_calls);
-    b->number = (uint64_t *)calloc(n, sizeof *b->number);
-    b->reasons = (mti_bytes *)calloc(n, sizeof *b->reasons);
-    if (b->lines && b->last && b->odd_calls && b->number && b->reasons) return b;
+    if (mti_board_fill(b)) return b;
     mti_board_free(b);
     return NULL;
 }
@@ -7662,7 +7867,7 @@ static int mti_comparer_list(mti_comparer *c) {
     for (b = c->boards; b; b = b->next)
         for (i = 0; i < b->line_count; i++, n++) { /* poll ignores a negative fd */
             c->polled[n].fd = b->lines[i].fd;
-            c->polled[n].events = (short)(POLLIN | (b->lines[i].out.used ? POLLOUT : 0));
+            c->polled[n].events = (short)(POLLIN | (mti_bytes_size(&b->lines[i].out) ? POLLOUT : 0));
         }
     return n;
 }
@@ -7756,39 +7961,58 @@ static int mti_comparer_join(mt_context *ctx, mti_board *b) {
 
 /* -- what the thread of the rank does -- */
 
-/* Appends a note to the queue. call: NULL for other notes than MTI_NOTE_CALL */
-static mt_status mti_board_tell(mt_comm *comm, mti_note_kind kind, const mti_call *call, const char *text) {
+/* Warns also a program without a logger, which would not learn otherwise that an error may not be found. */
+static void mti_warn(mt_context *ctx, const char *text) {
+    if (ctx && !ctx->logger.log) fprintf(stderr, "%s\n", text);
+    mt_log(ctx, MT_LOG_WARNING, text);
+}
+
+/* Says once that the comparison has ended. */
+static void mti_board_warn(mt_comm *comm) {
+    mti_board *b = comm->nccl.board;
+    char text[192];
+    if (!mti_board_is_ended(b) || b->end_is_told) return;
+    b->end_is_told = 1;
+    snprintf(text, sizeof text, "the calls of the ranks of \"%s\" are no longer compared: rank %d %s", comm->name,
+             (int)b->end.rank,
+             b->end.what == MTI_END_MEMORY ? "has no memory for them" : "has seen calls that are too far ahead");
+    mti_warn(comm->nccl.home, text);
+}
+
+/* Appends a message to the queue, or ends the comparison. call: NULL for other messages than MTI_MESSAGE_CALL */
+static void mti_board_tell(mt_comm *comm, mti_message_kind kind, const mti_call *call, const char *text) {
     mti_board *b = comm->nccl.board;
     mti_slot slot;
-    mti_note note;
-    int added;
-    if (!b) return MT_SUCCESS;
-    memset(&note, 0, sizeof note);
-    note.kind = (int32_t)kind;
-    note.rank = comm->rank;
-    note.bytes = text ? strlen(text) + 1 : 0;
+    mti_message message;
+    if (!b) return;
+    mti_board_warn(comm);
+    memset(&message, 0, sizeof message);
+    message.kind = (int32_t)kind;
+    message.rank = comm->rank;
+    message.bytes = text ? strlen(text) + 1 : 0;
     if (call) {
         mti_slot_write(&slot, call);
-        note.what = slot.what;
-        note.count = slot.count;
-        note.recvcount = slot.recvcount;
+        message.what = slot.what;
+        message.count = slot.count;
+        message.recvcount = slot.recvcount;
     }
     pthread_mutex_lock(&b->comparer->mutex);
-    added = mti_note_add(&b->queue, &note, text);
+    if (mti_bytes_size(&b->queue) > MTI_BOARD_AHEAD * sizeof message) mti_board_end(b, b->rank, MTI_END_AHEAD);
+    else if (!b->ended && !mti_message_add(&b->queue, &message, text)) mti_board_end(b, b->rank, MTI_END_MEMORY);
     if (b->comparer->sleeps) mti_comparer_ring(b->comparer);
     pthread_mutex_unlock(&b->comparer->mutex);
-    return added ? MT_SUCCESS : mti_refuse(NULL, comm, MT_ERR_MEMORY, "no memory for a note about a call");
 }
 
 /* Asks which ranks are missing, and waits for the answer. */
 static void mti_board_ask(mt_comm *comm) {
     double start = mti_now();
-    if (!comm->nccl.board || mti_board_is_decided(comm->nccl.board)) return;
-    if (mti_board_tell(comm, MTI_NOTE_LATE, NULL, NULL) != MT_SUCCESS) return;
-    while (!mti_board_is_decided(comm->nccl.board) && mti_now() < start + MTI_BOARD_ANSWER) mti_rest(1, 0);
+    mti_board *b = comm->nccl.board;
+    if (!b || mti_board_is_decided(b)) return;
+    mti_board_tell(comm, MTI_MESSAGE_LATE, NULL, NULL);
+    while (!mti_board_is_decided(b) && !mti_board_is_ended(b) && mti_now() < start + MTI_BOARD_ANSWER) mti_rest(1, 0);
 }
 
-/* Tells the other ranks that comm has failed here. Where a verdict is the cause, they know. */
+/* Tells the other ranks that comm has failed here. Where a result is the cause, they know. */
 static void mti_board_fail(mt_comm *comm, mt_status status, const char *why) {
     mti_text text;
     if (!comm->nccl.board || mti_board_is_decided(comm->nccl.board)) return;
@@ -7796,13 +8020,13 @@ static void mti_board_fail(mt_comm *comm, mt_status status, const char *why) {
     mti_say(&text, "%s", mti_call_name(comm->nccl.last.kind));
     mti_say_where(&text, comm);
     mti_say(&text, "rank %d failed: %s: %s", comm->rank, mt_status_name(status), why);
-    mti_board_tell(comm, MTI_NOTE_FAILED, NULL, text.data);
+    mti_board_tell(comm, MTI_MESSAGE_FAILED, NULL, text.data);
 }
 
 static int mti_board_has_more(const mti_board *b) {
     int i;
     for (i = 0; i < b->line_count; i++)
-        if (b->lines[i].fd >= 0 && b->lines[i].out.used) return 1;
+        if (b->lines[i].fd >= 0 && mti_bytes_size(&b->lines[i].out)) return 1;
     return 0;
 }
 
@@ -7811,20 +8035,21 @@ static void mti_board_close(mt_comm *comm) {
     static const char reason[] = "has left the group";
     mti_board *b = comm->nccl.board, **at;
     mti_comparer *c;
-    mti_note note;
+    mti_message message;
     double start = mti_now();
     int i;
     comm->nccl.board = NULL;
     if (!b) return;
     c = b->comparer;
-    memset(&note, 0, sizeof note);
-    note.kind = MTI_NOTE_LEFT;
-    note.bytes = sizeof reason;
+    memset(&message, 0, sizeof message);
+    message.kind = MTI_MESSAGE_LEFT;
+    message.bytes = sizeof reason;
     pthread_mutex_lock(&c->mutex);
     mti_board_work(b);
-    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_board_listen(b, &b->lines[i], i);
-    note.count = b->number[0];
-    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_line_send(&b->lines[i], &note, reason);
+    for (i = 0; i < b->line_count && b->rank == 0; i++)
+        while (mti_board_listen(b, &b->lines[i], i) && mti_now() < start + MTI_BOARD_GRACE) continue;
+    message.count = b->number[0];
+    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_board_send(b, &b->lines[i], &message, reason);
     while (mti_board_work(b), mti_board_has_more(b) && mti_now() < start + MTI_BOARD_GRACE) {
         pthread_mutex_unlock(&c->mutex);
         mti_rest(1, 0);
@@ -7839,19 +8064,34 @@ static void mti_board_close(mt_comm *comm) {
     mti_comparer_leave(c);
 }
 
-/* -- doors: how the ranks connect -- */
+/* Closes the connections of a process that was forked, so that the other one's end as if this one did not exist. */
+static void mti_board_abandon(mt_comm *comm) {
+    mti_board *b = comm->nccl.board;
+    int i;
+    if (!b) return;
+    for (i = 0; i < b->line_count; i++)
+        if (b->lines[i].fd >= 0) close(b->lines[i].fd);
+    comm->nccl.board = NULL; /* the memory stays: another thread of the other process may have held the mutex */
+}
 
-#define MTI_DOOR_HOSTS 6
+/* -- listeners: how the ranks connect -- */
+
+/* Rank 0 serves all connections at the same time, so one on which nothing comes costs nothing. A rank tries all
+   addresses of rank 0 at the same time, for the same reason. Both sides compare the listener's token. A rank has
+   connected when rank 0 has opened one of its connections; rank 0 closes the others. */
+
+#define MTI_LISTENER_HOSTS 6
+#define MTI_LISTENER_STRANGERS 64 /* connections that may come from others than the ranks */
 
 /* Where a rank listens. Sent as it is. */
-typedef struct mti_door {
+typedef struct mti_listener {
     uint64_t token; /* a connection without this number is not from a rank of the communicator */
-    uint32_t port;  /* 0: there is no door */
-    uint32_t hosts, host[MTI_DOOR_HOSTS];
-} mti_door;
+    uint32_t port;  /* 0: there is no listener */
+    uint32_t hosts, host[MTI_LISTENER_HOSTS];
+} mti_listener;
 
 /* The random number is not a secret: it protects from mistakes. */
-static uint64_t mti_door_token(const void *salt) {
+static uint64_t mti_listener_token(const void *salt) {
     struct timespec t;
     uint64_t token = 0;
     int fd = open("/dev/urandom", O_RDONLY);
@@ -7864,27 +8104,27 @@ static uint64_t mti_door_token(const void *salt) {
 }
 
 /* Lists the IPv4 addresses of this machine; the loopback address only when there is no other. */
-static void mti_door_hosts(mti_door *door) {
+static void mti_listener_hosts(mti_listener *listener) {
     struct ifaddrs *all = NULL, *a;
     if (getifaddrs(&all) != 0) all = NULL;
-    for (a = all; a && door->hosts < MTI_DOOR_HOSTS; a = a->ifa_next) {
+    for (a = all; a && listener->hosts < MTI_LISTENER_HOSTS; a = a->ifa_next) {
         struct sockaddr_in in;
         if (!a->ifa_addr || a->ifa_addr->sa_family != AF_INET || !(a->ifa_flags & IFF_UP) ||
             (a->ifa_flags & IFF_LOOPBACK))
             continue;
         memcpy(&in, a->ifa_addr, sizeof in);
-        door->host[door->hosts++] = in.sin_addr.s_addr;
+        listener->host[listener->hosts++] = in.sin_addr.s_addr;
     }
-    if (!door->hosts) door->host[door->hosts++] = htonl(INADDR_LOOPBACK);
+    if (!listener->hosts) listener->host[listener->hosts++] = htonl(INADDR_LOOPBACK);
     if (all) freeifaddrs(all);
 }
 
-/* Opens a socket that listens, and describes it. Returns -1, and a door without a port, when there is none. */
-static int mti_door_open(mti_door *door) {
+/* Opens a socket that listens, and describes it. Returns -1, and a listener without a port, when there is none. */
+static int mti_listener_open(mti_listener *listener) {
     struct sockaddr_in at;
     socklen_t bytes = sizeof at;
     int fd = socket(AF_INET, SOCK_STREAM, 0);
-    memset(door, 0, sizeof *door);
+    memset(listener, 0, sizeof *listener);
     if (fd < 0) return -1;
     memset(&at, 0, sizeof at);
     at.sin_family = AF_INET;
@@ -7895,110 +8135,224 @@ static int mti_door_open(mti_door *door) {
         close(fd);
         return -1;
     }
-    door->port = ntohs(at.sin_port);
-    door->token = mti_door_token(door);
-    mti_door_hosts(door);
+    listener->port = ntohs(at.sin_port);
+    listener->token = mti_listener_token(listener);
+    mti_listener_hosts(listener);
     return fd;
 }
 
-/* Waits until the socket has an event, or until `end` by mti_now. Returns 0 when it has none. */
-static int mti_door_wait(int fd, short events, double end) {
-    struct pollfd one;
-    double left;
-    int n;
-    one.fd = fd;
-    one.events = events;
-    do {
-        one.revents = 0;
-        left = end - mti_now();
-        n = left > 0 ? poll(&one, 1, left < 1e3 ? (int)(1e3 * left) + 1 : 1000000) : 0;
-    } while (n < 0 && errno == EINTR);
-    return n > 0;
+/* A connection, or an attempt to make one, over which a message without a text must come: MTI_MESSAGE_HELLO at rank 0,
+   MTI_MESSAGE_OPEN at the other ranks. */
+typedef struct mti_caller {
+    int fd;       /* -1: closed */
+    int connects; /* 1: connect has not ended yet */
+    size_t got;   /* bytes of the message that have come */
+    mti_message message;
+} mti_caller;
+
+static void mti_caller_close(mti_caller *c) {
+    if (c->fd >= 0) close(c->fd);
+    c->fd = -1;
 }
 
-/* Receives one note without a text. */
-static int mti_door_hear(int fd, mti_note *note, double end) {
-    size_t got = 0;
-    while (got < sizeof *note && mti_door_wait(fd, POLLIN, end)) {
-        ssize_t n = recv(fd, (char *)note + got, sizeof *note - got, MSG_DONTWAIT);
-        if (n > 0) got += (size_t)n;
-        else if (n == 0 || (errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK)) return 0;
+/* Reads the message of a caller. size: of the group. Does not read beyond the message, and does not wait. */
+static mti_parsed mti_caller_read(mti_caller *c, int size) {
+    ssize_t n;
+    while (c->got < sizeof c->message) {
+        n = recv(c->fd, (char *)&c->message + c->got, sizeof c->message - c->got, MSG_DONTWAIT);
+        if (n > 0) c->got += (size_t)n;
+        else if (n == 0 || (errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK)) return MTI_MALFORMED;
+        else if (errno != EINTR) return MTI_INCOMPLETE;
     }
-    return got == sizeof *note;
+    return mti_message_is_valid(&c->message, size) ? MTI_PARSED : MTI_MALFORMED;
 }
 
-static int mti_door_say(int fd, int kind, int rank, uint64_t token) {
-    mti_note note;
-    memset(&note, 0, sizeof note);
-    note.kind = kind;
-    note.rank = rank;
-    note.what = token;
-    return send(fd, &note, sizeof note, MSG_NOSIGNAL) == (ssize_t)sizeof note;
+static int mti_listener_say(int fd, int kind, int rank, uint64_t token) {
+    mti_message message;
+    memset(&message, 0, sizeof message);
+    message.kind = kind;
+    message.rank = rank;
+    message.what = token;
+    return send(fd, &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof message;
 }
 
-/* Connects to one address of rank 0, and waits until all ranks are connected. Returns -1 when it fails. */
-static int mti_door_try(const mti_door *door, uint32_t host, int rank, double end) {
-    double soon = mti_now() + MTI_BOARD_CONNECTING;
-    int fd = socket(AF_INET, SOCK_STREAM, 0), error = -1;
-    socklen_t bytes = sizeof error;
+/* Waits until one of the sockets has an event, or until `end` by mti_now. Returns 0 when the time is over. */
+static int mti_listener_wait(struct pollfd *polled, int count, double end) {
+    double left = end - mti_now();
+    int i;
+    for (i = 0; i < count; i++) polled[i].revents = 0;
+    if (left <= 0) return 0;
+    if (poll(polled, (nfds_t)count, left < 1e3 ? (int)(1e3 * left) + 1 : 1000000) < 0)
+        for (i = 0; i < count; i++) polled[i].revents = 0;
+    return 1;
+}
+
+/* Begins to connect to one address of rank 0. */
+static void mti_listener_call(const mti_listener *listener, uint32_t host, mti_caller *c) {
     struct sockaddr_in at;
-    mti_note note;
-    if (fd < 0) return -1;
+    memset(c, 0, sizeof *c);
+    c->fd = socket(AF_INET, SOCK_STREAM, 0);
+    c->connects = 1;
+    if (c->fd < 0) return;
     memset(&at, 0, sizeof at);
     at.sin_family = AF_INET;
-    at.sin_port = htons((uint16_t)door->port);
+    at.sin_port = htons((uint16_t)listener->port);
     at.sin_addr.s_addr = host;
-    mti_socket_set(fd);
-    if ((connect(fd, (struct sockaddr *)&at, sizeof at) == 0 || errno == EINPROGRESS) &&
-        mti_door_wait(fd, POLLOUT, soon < end ? soon : end) &&
-        getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) == 0 && error == 0 &&
-        mti_door_say(fd, MTI_NOTE_HELLO, rank, door->token) && mti_door_hear(fd, &note, end) &&
-        note.kind == MTI_NOTE_OPEN)
-        return fd;
-    close(fd);
-    return -1;
+    mti_socket_set(c->fd);
+    if (connect(c->fd, (struct sockaddr *)&at, sizeof at) != 0 && errno != EINPROGRESS) mti_caller_close(c);
 }
 
-/* Accepts the other ranks, at most until `end`. Returns 1 when all of them have come. */
-static int mti_door_serve(int door, const mti_door *mine, mti_board *b, double end) {
-    int come = 1, i;
-    while (come < b->size && mti_door_wait(door, POLLIN, end)) {
-        int fd = accept(door, NULL, NULL);
-        double soon = mti_now() + MTI_BOARD_CONNECTING;
-        mti_note note;
-        if (fd < 0) {
-            mti_rest(1, 0); /* there may be no descriptor for it */
-            continue;
-        }
-        mti_socket_set(fd);
-        if (!mti_door_hear(fd, &note, soon < end ? soon : end) || note.kind != MTI_NOTE_HELLO ||
-            note.what != mine->token || note.rank < 1 || note.rank >= b->size || b->lines[note.rank].fd >= 0) {
-            close(fd);
-            continue;
-        }
-        b->lines[note.rank].fd = fd;
-        come++;
+/* After an event of an attempt: says hello when it is connected, or reads what rank 0 says. Returns 1 when rank 0 has
+   opened the connection. */
+static int mti_listener_called(const mti_listener *listener, int rank, int size, mti_caller *c) {
+    int error = -1;
+    socklen_t bytes = sizeof error;
+    mti_parsed parsed;
+    if (c->connects) {
+        c->connects = 0;
+        if (getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0 || error != 0 ||
+            !mti_listener_say(c->fd, MTI_MESSAGE_HELLO, rank, listener->token))
+            mti_caller_close(c);
+        return 0;
     }
-    for (i = 1; i < b->size && come == b->size; i++) mti_door_say(b->lines[i].fd, MTI_NOTE_OPEN, 0, mine->token);
-    return come == b->size;
+    parsed = mti_caller_read(c, size);
+    if (parsed == MTI_INCOMPLETE) return 0;
+    if (parsed == MTI_PARSED && c->message.kind == MTI_MESSAGE_OPEN && c->message.what == listener->token) return 1;
+    mti_caller_close(c);
+    return 0;
 }
 
-/* Connects the ranks of comm. door: this rank's socket, or -1; theirs: the door of rank 0 of comm. Where a rank cannot
-   connect, the calls are not compared on any rank, and the logger gets a warning. */
-static mt_status mti_board_open(mt_context *ctx, mt_comm *comm, int door, const mti_door *theirs) {
-    double now = mti_now(), limit = comm->nccl.timeout < MTI_BOARD_OPENING ? comm->nccl.timeout : MTI_BOARD_OPENING;
+/* Connects to rank 0, and waits until all ranks are connected. Returns the socket; -1: it fails. */
+static int mti_listener_connect(const mti_listener *listener, int rank, int size, double end) {
+    mti_caller callers[MTI_LISTENER_HOSTS];
+    struct pollfd polled[MTI_LISTENER_HOSTS];
+    int count = listener->hosts < MTI_LISTENER_HOSTS ? (int)listener->hosts : MTI_LISTENER_HOSTS, open, fd = -1, i;
+    for (i = 0; i < count; i++) mti_listener_call(listener, listener->host[i], &callers[i]);
+    do {
+        for (i = open = 0; i < count; i++) {
+            polled[i].fd = callers[i].fd;
+            polled[i].events = callers[i].connects ? POLLOUT : POLLIN;
+            open += callers[i].fd >= 0;
+        }
+        if (!open || !mti_listener_wait(polled, count, end)) break;
+        for (i = 0; i < count && fd < 0; i++)
+            if (polled[i].revents && mti_listener_called(listener, rank, size, &callers[i])) fd = callers[i].fd;
+    } while (fd < 0);
+    for (i = 0; i < count; i++)
+        if (callers[i].fd != fd) mti_caller_close(&callers[i]);
+    return fd;
+}
+
+/* What rank 0 has while the ranks connect. */
+typedef struct mti_server {
+    int fd; /* of the listener */
+    const mti_listener *listener;
+    mti_board *board;
+    int come; /* ranks that are connected, with rank 0 */
+    mti_caller *callers;
+    int count, room; /* of the callers */
+    struct pollfd *polled;
+} mti_server;
+
+/* Takes what a caller has sent. A caller that is no rank of the group, or has come before, is closed. */
+static void mti_server_hear(mti_server *s, mti_caller *c) {
+    mti_parsed parsed = mti_caller_read(c, s->board->size);
+    const mti_message *m = &c->message;
+    if (parsed == MTI_INCOMPLETE) return;
+    if (parsed == MTI_PARSED && m->kind == MTI_MESSAGE_HELLO && m->what == s->listener->token && m->rank >= 1 &&
+        s->board->lines[m->rank].fd < 0) {
+        s->board->lines[m->rank].fd = c->fd;
+        c->fd = -1;
+        s->come++;
+    }
+    mti_caller_close(c);
+}
+
+/* Accepts who has called. When there are too many, the one that has been silent for longest is closed. */
+static void mti_server_accept(mti_server *s) {
+    mti_caller *c;
+    int fd = 0, most = s->room;
+    while (most-- > 0 && (fd = accept(s->fd, NULL, NULL)) >= 0) {
+        if (s->count == s->room) {
+            mti_caller_close(s->callers);
+            memmove(s->callers, s->callers + 1, (size_t)--s->count * sizeof *s->callers);
+        }
+        c = &s->callers[s->count++];
+        memset(c, 0, sizeof *c);
+        c->fd = fd;
+        mti_socket_set(fd);
+        mti_server_hear(s, c);
+    }
+    if (fd < 0 && errno != EAGAIN && errno != EWOULDBLOCK) mti_rest(1, 0); /* there may be no descriptor for it */
+}
+
+/* A rank says nothing before its connection is open: it has given up. */
+static void mti_server_drop(mti_server *s, mti_line *line) {
+    mti_line_close(line);
+    if (!mti_bytes_reserve(&line->out, 0)) s->room = 0;
+    s->come--;
+}
+
+/* One round of mti_listener_serve. Returns 0 when the time is over. */
+static int mti_server_poll(mti_server *s, double end) {
+    mti_board *b = s->board;
+    int n = 1, before = s->count, i, kept = 0;
+    s->polled[0].fd = s->fd;
+    for (i = 0; i < before; i++) s->polled[n++].fd = s->callers[i].fd;
+    for (i = 1; i < b->size; i++) s->polled[n++].fd = b->lines[i].fd;
+    for (i = 0; i < n; i++) s->polled[i].events = POLLIN;
+    if (!mti_listener_wait(s->polled, n, end)) return 0;
+    for (i = 1; i < b->size; i++)
+        if (s->polled[before + i].revents) mti_server_drop(s, &b->lines[i]);
+    for (i = 0; i < before; i++)
+        if (s->polled[1 + i].revents) mti_server_hear(s, &s->callers[i]);
+    for (i = 0; i < before; i++)
+        if (s->callers[i].fd >= 0) s->callers[kept++] = s->callers[i];
+    s->count = kept;
+    if (s->polled[0].revents) mti_server_accept(s);
+    return s->room > 0;
+}
+
+/* Accepts the other ranks, at most until `end`, and opens their connections. Returns 1 when all of them have come. */
+static int mti_listener_serve(int listener, const mti_listener *mine, mti_board *b, double end) {
+    mti_server s;
+    int i, opened;
+    memset(&s, 0, sizeof s);
+    s.fd = listener;
+    s.listener = mine;
+    s.board = b;
+    s.come = 1;
+    s.room = MTI_LISTENER_HOSTS * b->size + MTI_LISTENER_STRANGERS;
+    s.callers = (mti_caller *)calloc((size_t)s.room, sizeof *s.callers);
+    s.polled = (struct pollfd *)calloc((size_t)(s.room + b->size + 1), sizeof *s.polled);
+    while (s.callers && s.polled && s.come < b->size && mti_server_poll(&s, end)) continue;
+    opened = s.come == b->size && s.room > 0;
+    for (i = 1; i < b->size && opened; i++) mti_listener_say(b->lines[i].fd, MTI_MESSAGE_OPEN, 0, mine->token);
+    for (i = 0; s.callers && i < s.count; i++) mti_caller_close(&s.callers[i]);
+    free(s.callers);
+    free(s.polled);
+    return opened;
+}
+
+/* Connects the ranks of b. listener: this rank's socket, or -1; theirs: the listener of rank 0. Returns 1 when all are
+   connected. The other ranks wait longer than rank 0, so that they learn what it has decided. */
+static int mti_board_connect(mti_board *b, int listener, const mti_listener *theirs, double timeout) {
+    double end = mti_now() + (timeout < MTI_BOARD_OPENING ? timeout : MTI_BOARD_OPENING);
+    if (b->rank == 0) return listener >= 0 && mti_listener_serve(listener, theirs, b, end);
+    if (!theirs->port) return 0;
+    b->lines[0].fd = mti_listener_connect(theirs, b->rank, b->size, end + MTI_BOARD_GRACE);
+    return b->lines[0].fd >= 0;
+}
+
+/* Connects the ranks of comm, see mti_board_connect. Where a rank cannot connect, the calls are not compared on any
+   rank, with a warning. */
+static mt_status mti_board_open(mt_context *ctx, mt_comm *comm, int listener, const mti_listener *theirs) {
     mti_board *b = mti_board_new(comm->rank, comm->size);
     char text[160];
-    int i, opened = 0;
+    int opened;
     if (!comm->group) comm->group = mti_group_new(comm->size, comm->nccl.timeout, 0);
     if (comm->group) comm->group->references = 1;
-    if (b && comm->group && comm->rank == 0 && door >= 0) {
-        opened = mti_door_serve(door, theirs, b, now + limit);
-    } else if (b && comm->group && theirs->port) {
-        for (i = 0; i < (int)theirs->hosts && b->lines[0].fd < 0; i++)
-            b->lines[0].fd = mti_door_try(theirs, theirs->host[i], comm->rank, now + comm->nccl.timeout + limit);
-        opened = b->lines[0].fd >= 0;
-    }
+    opened = b && comm->group && mti_board_connect(b, listener, theirs, comm->nccl.timeout);
     if (opened && mti_comparer_join(ctx, b)) {
         comm->nccl.board = b;
         return MT_SUCCESS;
@@ -8008,10 +8362,12 @@ static mt_status mti_board_open(mt_context *ctx, mt_comm *comm, int door, const 
     snprintf(text, sizeof text,
              "the calls of the ranks of \"%s\" are not compared: not all of them could connect to rank 0 over TCP",
              comm->name);
-    mt_log(ctx, MT_LOG_WARNING, text);
+    mti_warn(ctx, text);
     return MT_SUCCESS;
 }
+#endif
 
+#if MTI_NCCL
 /* -- the watchdog -- */
 
 /* Owned by the communicators of one context, all of which belong to one thread: at most one call is inside NCCL. The
@@ -8187,7 +8543,7 @@ static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t resu
     return mti_nccl_give_up(ctx, comm, mti_nccl_status(result), &text);
 }
 
-/* Returns MT_ERR_TIMEOUT, or the error of a verdict about a busy communicator, and writes its message. */
+/* Returns MT_ERR_TIMEOUT, or the error of a result about a busy communicator, and writes its message. */
 static mt_status mti_nccl_ask_boards(mt_context *ctx, mti_text *text) {
     mt_status status = MT_SUCCESS;
     mt_comm *comm;
@@ -8218,7 +8574,7 @@ static mt_status mti_nccl_late(mt_context *ctx, double waited) {
     return status;
 }
 
-/* Reports a timeout of a call, or the verdict for which the watchdog has aborted it. */
+/* Reports a timeout of a call, or the result for which the watchdog has aborted it. */
 static mt_status mti_nccl_call_late(mt_context *ctx, mt_comm *comm, double waited) {
     mti_text text;
     mt_status status;
@@ -8231,7 +8587,7 @@ static mt_status mti_nccl_call_late(mt_context *ctx, mt_comm *comm, double waite
     return mti_nccl_give_up(ctx, comm, MT_ERR_TIMEOUT, &text);
 }
 
-/* Returns the error of a verdict about comm, and breaks all busy communicators; MT_SUCCESS: there is none. */
+/* Returns the error of a result about comm, and breaks all busy communicators; MT_SUCCESS: there is none. */
 static mt_status mti_nccl_obey(mt_context *ctx, mt_comm *comm) {
     mti_text text;
     mt_status status = mti_board_error(comm, &text);
@@ -8421,11 +8777,15 @@ static void mti_nccl_unlink(mt_context *ctx, mt_comm *comm) {
 }
 
 static void mti_nccl_leave(mt_comm *comm, const char *reason) {
-    mti_board_tell(comm, MTI_NOTE_LEFT, NULL, reason); /* without memory, the others see that the connection ends */
+    mti_board_tell(comm, MTI_MESSAGE_LEFT, NULL, reason); /* without memory, the others see that the connection ends */
 }
 
 static void mti_nccl_destroy(mt_comm *comm) {
     mti_nccl *n = &comm->nccl;
+    if (mti_is_forked(comm->process)) {
+        mti_board_abandon(comm);
+        return;
+    }
     if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
     if (n->home) {
         if (n->busy && !n->broken) mti_cuda_synchronize(n->home); /* an error is ignored: comm is destroyed */
@@ -8608,7 +8968,7 @@ static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_c
             ctx, comm, MT_ERR_PEER, "%s on \"%s\" (%d ranks): rank %d calls after this communicator failed with %s",
             mti_call_name(call->kind), comm->name, comm->size, comm->rank, mt_status_name(comm->nccl.broken));
     MT_TRY(mt_cuda_enter(ctx));
-    MT_TRY(mti_board_tell(comm, MTI_NOTE_CALL, call, NULL));
+    mti_board_tell(comm, MTI_MESSAGE_CALL, call, NULL);
     comm->nccl.last = *call;
     MT_TRY(mti_nccl_obey(ctx, comm));
     comm->nccl.number = ++ctx->nccl_calls;
@@ -8631,7 +8991,7 @@ static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *c
 /* What the ranks tell each other before they create a communicator. */
 typedef struct mti_member {
     int32_t color, key;
-    mti_door door;
+    mti_listener listener;
 } mti_member;
 
 /* Gathers the members of all ranks in all [size], which holds this rank's member at the start. kind: MTI_SPLIT or
@@ -8664,13 +9024,13 @@ static int mti_nccl_place(const mti_member *all, int ranks, int r, int *rank) {
     return size;
 }
 
-/* Connects the ranks of comm, a group of the ranks that `all` describes with this color. door: this rank's socket */
+/* Connects the ranks of comm, a group of the ranks that `all` describes with this color. listener: of this rank */
 static mt_status mti_nccl_connect(mt_context *ctx, mt_comm *comm, int color, const mti_member *all, int ranks,
-                                  int door) {
+                                  int listener) {
     int r = 0, rank;
     if (ctx->no_nccl_checks) return MT_SUCCESS;
     while (r < ranks && (all[r].color != color || (mti_nccl_place(all, ranks, r, &rank), rank) != 0)) r++;
-    return mti_board_open(ctx, comm, door, &all[r].door);
+    return mti_board_open(ctx, comm, listener, &all[r].listener);
 }
 
 /* Splits the blocking handle of child, or nothing if child is NULL, from comm. Waits until both are ready. The handle
@@ -8704,10 +9064,10 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
 
 /* Ends a creation that has failed after `status`, or connects the ranks of the new communicator. */
 static mt_status mti_nccl_finish(mt_context *ctx, mt_status status, int color, const mti_member *all, int ranks,
-                                 int door, mt_comm **out) {
+                                 int listener, mt_comm **out) {
     if (status == MT_SUCCESS && *out && (*out)->transport == &mti_over_nccl)
-        status = mti_nccl_connect(ctx, *out, color, all, ranks, door);
-    if (door >= 0) close(door);
+        status = mti_nccl_connect(ctx, *out, color, all, ranks, listener);
+    if (listener >= 0) close(listener);
     if (status == MT_SUCCESS) return status;
     mt_comm_destroy(*out);
     *out = NULL;
@@ -8720,19 +9080,19 @@ static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out
     mti_member *all;
     char name[32];
     mt_status status;
-    int door = -1;
+    int listener = -1;
     if (!ctx)
         return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: the context of \"%s\" has been destroyed",
                           comm->name);
     all = (mti_member *)calloc((size_t)comm->size, sizeof *all);
     if (!all) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for %d colors", comm->size);
-    if (color >= 0 && !ctx->no_nccl_checks) door = mti_door_open(&all[comm->rank].door);
+    if (color >= 0 && !ctx->no_nccl_checks) listener = mti_listener_open(&all[comm->rank].listener);
     all[comm->rank].color = color;
     all[comm->rank].key = key;
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
     status = mti_nccl_members(ctx, comm, MTI_SPLIT, all);
     if (status == MT_SUCCESS) status = mti_nccl_divide(ctx, comm, color, all, name, out);
-    status = mti_nccl_finish(ctx, status, color, all, comm->size, door, out);
+    status = mti_nccl_finish(ctx, status, color, all, comm->size, listener, out);
     free(all);
     return status == MT_SUCCESS ? status : mt_comm_fail(comm, status, mt_last_error(ctx));
 }
@@ -8761,18 +9121,18 @@ MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     return MT_SUCCESS;
 }
 
-/* Tells the ranks of a new communicator the door of rank 0, and connects them. Destroys *out on failure. */
+/* Tells the ranks of a new communicator the listener of rank 0, and connects them. Destroys *out on failure. */
 static mt_status mti_nccl_meet(mt_context *ctx, mt_comm **out) {
     mt_comm *comm = *out;
     mti_member *all;
     mt_status status;
-    int door;
+    int listener;
     if (ctx->no_nccl_checks || comm->size == 1) return MT_SUCCESS;
     all = (mti_member *)calloc((size_t)comm->size, sizeof *all);
-    door = all ? mti_door_open(&all[comm->rank].door) : -1;
+    listener = all ? mti_listener_open(&all[comm->rank].listener) : -1;
     status = all ? mti_nccl_members(ctx, comm, MTI_CREATE, all)
                  : mt_fail(ctx, MT_ERR_MEMORY, "no memory for the addresses of %d ranks", comm->size);
-    status = mti_nccl_finish(ctx, status, 0, all, comm->size, door, out);
+    status = mti_nccl_finish(ctx, status, 0, all, comm->size, listener, out);
     free(all);
     return status;
 }

@@ -25,25 +25,31 @@ find_implementation "$build"
 # ---- the fuzzer ----------------------------------------------------------------------------------------------------
 
 build_fuzzer() {
-    # shellcheck disable=SC2086  # a list of flags
-    clang -O1 $SANITIZE -fsanitize=fuzzer -I. tests/fuzz/fuzz_readers.c -o "$build/fuzz_readers" -lm -lpthread
+    for name in readers messages; do
+        # shellcheck disable=SC2086  # a list of flags
+        clang -O1 $SANITIZE -fsanitize=fuzzer -I. "tests/fuzz/fuzz_$name.c" -o "$build/fuzz_$name" -lm -lpthread ||
+            return 1
+    done
 }
 
-# Failing inputs are written to the build directory, as crash-... or timeout-...
+# fuzz NAME [SEEDS]: failing inputs are written to the build directory, as crash-... or timeout-...
 fuzz() {
-    rm -rf "$build/corpus" && mkdir "$build/corpus" || return 1 # or other runs would decide what is tried
+    corpus=$build/corpus_$1
+    rm -rf "$corpus" && mkdir "$corpus" || return 1 # or other runs would decide what is tried
     echo "seed $test_seed"
-    "$build/fuzz_readers" -seed="$test_seed" -runs="$runs" -timeout=300 -rss_limit_mb=2048 -print_final_stats=1 \
-        -artifact_prefix="$build/" "$build/corpus" tests/fuzz/seeds
+    # shellcheck disable=SC2086  # a folder, or none
+    "$build/fuzz_$1" -seed="$test_seed" -runs="$runs" -timeout=300 -rss_limit_mb=2048 -print_final_stats=1 \
+        -artifact_prefix="$build/" "$corpus" ${2:-}
 }
 
 fuzzing() {
     if ! have_command clang || ! build_fuzzer >"$build/fuzzer.log" 2>&1; then
-        why="no clang with libFuzzer here; test_safetensors has the seeds, and the same mutations each time"
+        why="no clang with libFuzzer here; test_safetensors and test_messages have the same inputs each time"
         leave_out "fuzzing: $why"
         return
     fi
-    check "the readers of files, fuzzed $runs times, address and undefined behaviour sanitizers" fuzz
+    check "the readers of files, fuzzed $runs times, address and undefined behaviour sanitizers" fuzz readers tests/fuzz/seeds
+    check "the messages about calls over NCCL, in the same way" fuzz messages
 }
 
 # ---- transformers --------------------------------------------------------------------------------------------------
