@@ -577,6 +577,72 @@ static void test_one_gpu_for_two(void **state) {
     }
 }
 
+/* ---- a process that a rank forks --------------------------------------------------------------------------------- */
+
+static int is_refused(rank_state *s, mt_status status, const char *message, const char *words) {
+    if (status == MT_ERR_UNSUPPORTED && strstr(message, "was forked") && strstr(message, words)) return 1;
+    fprintf(stderr, "rank %d, in a fork: %s: %s\n", mt_comm_rank(s->all), mt_status_name(status), message);
+    return 0;
+}
+
+/* In the new process: nothing runs on the GPU or reaches other ranks, and everything can be destroyed. */
+static int is_no_rank(rank_state *s) {
+    mt_comm *out = NULL, *comms[3] = {s->all, s->tp, s->data};
+    float host[COUNT];
+    void *memory = NULL;
+    int ok = 1;
+    for (int i = 0; i < 3; i++) {
+        if (mt_comm_size(comms[i]) == 1) continue;
+        ok &= is_refused(s, mt_barrier(s->ctx, comms[i]), mt_last_error(s->ctx), "mt_barrier");
+        ok &= is_refused(s, mt_all_reduce(s->ctx, comms[i], s->a, s->b, COUNT, MT_F32, MT_SUM), mt_last_error(s->ctx),
+                         mt_comm_name(comms[i]));
+        ok &= is_refused(s, mt_comm_split(comms[i], 0, 0, &out), mt_comm_last_error(comms[i]), "mt_comm_split");
+        ok &= is_refused(s, mt_comm_register(s->ctx, comms[i], s->a, 1 << 22), mt_last_error(s->ctx), "register");
+    }
+    ok &= is_refused(s, mt_context_synchronize(s->ctx), mt_last_error(s->ctx), "CUDA does not work");
+    ok &= is_refused(s, mt_context_alloc(s->ctx, 64, &memory), mt_last_error(s->ctx), "CUDA does not work");
+    ok &= is_refused(s, mt_cuda_zero(s->ctx, s->a, 4), mt_last_error(s->ctx), "CUDA does not work");
+    ok &= is_refused(s, mt_cuda_fetch(s->ctx, host, s->a, 4), mt_last_error(s->ctx), "CUDA does not work");
+    ok &= is_refused(s, mt_graph_begin(s->ctx, s->all), mt_last_error(s->ctx), "CUDA does not work");
+    ok &= !out && !memory;
+    close_rank(s);
+    return ok ? 0 : 1;
+}
+
+/* Forks between calls, and while the other ranks wait. */
+static mt_status fork_and_compute(mt_comm *world, void *user) {
+    rank_state s;
+    int rank = mt_comm_rank(world), code = -1;
+    mt_status status = open_rank(world, &s);
+    (void)user;
+    for (int i = 0; i < 3 && status == MT_SUCCESS; i++) {
+        pid_t pid = -1;
+        if (rank == i % 2) {
+            fflush(NULL);
+            pid = fork();
+            if (pid == 0) {
+                alarm(60); /* ends a process that hangs */
+                _exit(is_no_rank(&s));
+            }
+            if (pid < 0 || waitpid(pid, &code, 0) != pid || !WIFEXITED(code) || WEXITSTATUS(code) != 0) {
+                fprintf(stderr, "the new process ends with %d\n", code);
+                status = MT_ERR_DATA;
+                break;
+            }
+        }
+        status = every_collective(&s, s.all, 0, 1);
+    }
+    close_rank(&s);
+    return status;
+}
+
+static void test_forked(void **state) {
+    job j = new_job(2, fork_and_compute);
+    (void)state;
+    run_job(&j);
+    assert_all_succeed(&j);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_torchrun),
@@ -590,6 +656,7 @@ int main(void) {
         cmocka_unit_test(test_other_calls),
         cmocka_unit_test(test_never_comes),
         cmocka_unit_test(test_one_gpu_for_two),
+        cmocka_unit_test(test_forked),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
