@@ -31,6 +31,8 @@ static void counting_free(void *memory) {
 #define MT_TEST_OVER_MPI
 #include "mt_test.h"
 
+#include <sys/wait.h>
+
 /* ---- between the library and MPI, by MPI's profiling interface --------------------------------------------------- */
 
 static double slow;   /* seconds that this rank sleeps while the messages of a call are being sent */
@@ -462,6 +464,52 @@ static void test_threads_not_allowed(void **state) {
     assert_int_equal(finalized, 1);
 }
 
+/* A process that rank 1 forks is no rank: it returns from the function without a word to MPI. */
+typedef struct forking {
+    pid_t parent, child;
+} forking;
+
+static mt_status forks(mt_comm *world, void *user) {
+    forking *f = (forking *)user;
+    mt_context *ctx = new_context(world);
+    mt_comm *pair = NULL, *out = NULL;
+    float x = 1;
+    MT_TRY(mt_comm_split(world, mt_comm_rank(world) / 2, 0, &pair));
+    if (mt_comm_rank(world) == 1) {
+        fflush(NULL);
+        f->child = fork();
+        if (f->child == 0) {
+            alarm(60); /* ends a process that hangs */
+            CHECK(mt_all_reduce(ctx, pair, &x, &x, 1, MT_F32, MT_SUM) == MT_ERR_UNSUPPORTED);
+            CHECK(strstr(mt_last_error(ctx), "was forked"));
+            CHECK(mt_send(ctx, world, &x, 1, MT_F32, 0) == MT_ERR_UNSUPPORTED);
+            CHECK(mt_comm_split(world, 0, 0, &out) == MT_ERR_UNSUPPORTED && !out);
+            mt_comm_destroy(pair);
+            mt_context_destroy(ctx);
+            return MT_ERR_IO;
+        }
+    }
+    MT_TRY(mt_all_reduce(ctx, pair, &x, &x, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_all_reduce(ctx, world, &x, &x, 1, MT_F32, MT_SUM));
+    mt_comm_destroy(pair);
+    mt_context_destroy(ctx);
+    return x == 8 ? MT_SUCCESS : MT_ERR_DATA;
+}
+
+static void test_forked(void **state) {
+    forking f = {getpid(), -1};
+    mt_launch_desc d = {.ranks = 4, .logger = {test_quiet, NULL}};
+    mt_status status = mti_mpi_world(&d, forks, &f);
+    int code = 0;
+    (void)state;
+    if (getpid() != f.parent) _exit(status == MT_ERR_IO ? 0 : 1);
+    assert_int_equal(status, MT_SUCCESS);
+    if (f.child < 0) return;
+    assert_int_equal(waitpid(f.child, &code, 0), f.child);
+    assert_true(WIFEXITED(code));
+    assert_int_equal(WEXITSTATUS(code), 0);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_callers),
@@ -481,6 +529,7 @@ int main(void) {
         cmocka_unit_test(test_other_group),
         cmocka_unit_test(test_slow_split),
         cmocka_unit_test(test_threads_not_allowed),
+        cmocka_unit_test(test_forked),
     };
     MPI_Comm_rank(MPI_COMM_WORLD, &me);
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
