@@ -399,11 +399,11 @@ typedef struct mt_nccl_id {
 MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out);
 
 /* Creates a communicator from the caller's ncclComm_t, which must be for the GPU of ctx. Collective, because the ranks
-   exchange their addresses; with mt_context_desc.no_nccl_checks the call does not communicate. The ncclComm_t stays the
-   caller's and must outlive *out. It may be blocking or non-blocking. With a blocking ncclComm_t, this call, the first
-   collectives and mt_comm_split wait without a timeout while NCCL connects to the peers. With a non-blocking one NCCL
-   starts a thread for each collective. Groups that are split from *out are the library's own. timeout_s <= 0:
-   MT_TIMEOUT_DEFAULT.
+   exchange their versions and addresses; with mt_context_desc.no_nccl_checks the call does not communicate, and the
+   first mt_comm_split compares the versions. The ncclComm_t stays the caller's and must outlive *out. It may be
+   blocking or non-blocking. With a blocking ncclComm_t, this call, the first collectives and mt_comm_split wait without
+   a timeout while NCCL connects to the peers. With a non-blocking one NCCL starts a thread for each collective. Groups
+   that are split from *out are the library's own. timeout_s <= 0: MT_TIMEOUT_DEFAULT.
    Errors: as mt_comm_create_nccl_id. */
 MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out);
 
@@ -412,8 +412,8 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
    in the environment and call mt_nccl_unique_id on every rank: all get the same id. A group of one makes no NCCL
    communicator; a larger one makes two, of which the first only serves to create the second and its splits.
    timeout_s <= 0: MT_TIMEOUT_DEFAULT.
-   Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (NCCL is not built), MT_ERR_MEMORY, MT_ERR_TIMEOUT, MT_ERR_PEER,
-   MT_ERR_SYSTEM (CUDA or NCCL failed). */
+   Errors: MT_ERR_ARGUMENT, MT_ERR_UNSUPPORTED (NCCL is not built), MT_ERR_MISMATCH (a rank is of another version of
+   megatron.h), MT_ERR_MEMORY, MT_ERR_TIMEOUT, MT_ERR_PEER, MT_ERR_SYSTEM (CUDA or NCCL failed). */
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out);
 MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
                                         mt_comm **out);
@@ -433,7 +433,8 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
 
    Errors (without a message, because there is no communicator yet): MT_ERR_UNSUPPORTED (not built: compile with mpicc
    -DMT_USE_MPI; or more than 1024 ranks), MT_ERR_ARGUMENT (NULL, MPI_COMM_NULL, MPI not initialized or already
-   finalized), MT_ERR_TIMEOUT (a rank did not call in time), MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). */
+   finalized), MT_ERR_MISMATCH (a rank is of another version of megatron.h), MT_ERR_TIMEOUT (a rank did not call in
+   time), MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). */
 MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out);
 
 /* ---- the ledger: calls and bytes of a communicator --------------------------------------------------------------- */
@@ -2569,6 +2570,14 @@ mti_say(mti_text *text, const char *format, ...) {
     va_end(args);
     if (n > 0) text->used += (size_t)n < left ? (size_t)n : left - 1;
 }
+
+#if MTI_NCCL || defined(MT_USE_MPI)
+/* Writes that rank 0 and rank r are of different versions (MT_VERSION_NUMBER). */
+static void mti_say_versions(mti_text *text, int first, int r, int other) {
+    mti_say(text, "rank 0 is of megatron.h %d.%d.%d, but rank %d of %d.%d.%d: build all ranks with the same headers",
+            first / 1000000, first / 1000 % 1000, first % 1000, r, other / 1000000, other / 1000 % 1000, other % 1000);
+}
+#endif
 
 MT_API mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text) {
     size_t n = strlen(text);
@@ -8990,9 +8999,20 @@ static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *c
 
 /* What the ranks tell each other before they create a communicator. */
 typedef struct mti_member {
+    int32_t version; /* MT_VERSION_NUMBER; first, so that it is there for other versions of this struct */
     int32_t color, key;
     mti_listener listener;
 } mti_member;
+
+static mt_status mti_nccl_same_version(mt_context *ctx, const mt_comm *comm, const mti_member *all) {
+    mti_text text;
+    int r = 1;
+    while (r < comm->size && all[r].version == all[0].version) r++;
+    if (r >= comm->size) return MT_SUCCESS;
+    text.used = 0;
+    mti_say_versions(&text, all[0].version, r, all[r].version);
+    return mt_fail(ctx, MT_ERR_MISMATCH, "\"%s\": %s", comm->name, text.data);
+}
 
 /* Gathers the members of all ranks in all [size], which holds this rank's member at the start. kind: MTI_SPLIT or
    MTI_CREATE, for the board and for messages */
@@ -9001,6 +9021,7 @@ static mt_status mti_nccl_members(mt_context *ctx, mt_comm *comm, int kind, mti_
     mti_call call, named = mti_call_make(kind, NULL, NULL, 0, MT_U8);
     void *gathered = NULL;
     mt_status status;
+    all[comm->rank].version = MT_VERSION_NUMBER;
     MT_TRY(mt_arena_alloc(ctx, bytes * (size_t)comm->size, &gathered));
     call = mti_call_make(MT_ALL_GATHER, (char *)gathered + at, gathered, bytes, MT_U8);
     status = mti_cuda_copy(ctx, (char *)gathered + at, (char *)all + at, bytes);
@@ -9008,7 +9029,7 @@ static mt_status mti_nccl_members(mt_context *ctx, mt_comm *comm, int kind, mti_
     if (status == MT_SUCCESS) status = MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, &call));
     if (status == MT_SUCCESS) status = mti_cuda_fetch(ctx, all, gathered, bytes * (size_t)comm->size);
     mt_arena_release(ctx, mark);
-    return status;
+    return status == MT_SUCCESS ? mti_nccl_same_version(ctx, comm, all) : status;
 }
 
 /* Returns the size of rank r's new group, and rank r's rank in it. Size 0: rank r has a negative color. */
@@ -9418,6 +9439,7 @@ typedef struct mti_mpi_port {
     int early_count;
     mti_mpi_note inbox, closing;
     MPI_Request inbox_request, *closing_requests;
+    int32_t version, *versions; /* MT_VERSION_NUMBER of this rank, and of all [size] */
 } mti_mpi_port;
 
 /* What a request is for. */
@@ -10075,6 +10097,7 @@ static mt_comm *mti_mpi_comm_new(mti_mpi_port *port, int rank, int size, const c
 
 static void mti_mpi_port_free(mti_mpi_port *port) {
     free(port->status);
+    free(port->versions);
     free(port->left);
     free(port->reasons);
     free(port->early);
@@ -10092,11 +10115,12 @@ static mti_mpi_port *mti_mpi_port_new(int rank, int size, double timeout_s) {
     port->next = 1;
     port->inbox_request = MPI_REQUEST_NULL;
     port->status = (int *)calloc(n, sizeof *port->status);
+    port->versions = (int32_t *)calloc(n, sizeof *port->versions);
     port->left = (const char **)calloc(n, sizeof *port->left);
     port->reasons = (mti_mpi_note *)calloc(n, sizeof *port->reasons);
     port->early = (mti_mpi_note *)calloc(2 * n, sizeof *port->early);
     port->closing_requests = (MPI_Request *)calloc(n, sizeof *port->closing_requests);
-    if (!port->status || !port->left || !port->reasons || !port->early || !port->closing_requests) {
+    if (!port->status || !port->versions || !port->left || !port->reasons || !port->early || !port->closing_requests) {
         mti_mpi_port_free(port);
         return NULL;
     }
@@ -10107,21 +10131,46 @@ static mti_mpi_port *mti_mpi_port_new(int rank, int size, double timeout_s) {
     return port;
 }
 
-/* Duplicates the caller's MPI_Comm. MPI returns errors on the duplicate, they are not fatal. */
-static mt_status mti_mpi_open(mti_mpi_port *port, MPI_Comm theirs) {
-    MPI_Request request = MPI_REQUEST_NULL;
+/* Waits for the end of a request of the opening. */
+static mt_status mti_mpi_opened(const mti_mpi_port *port, MPI_Request *request) {
     mti_stopwatch watch = mti_stopwatch_start(port->timeout);
-    int done = 0, found = 0, *last = NULL;
-    if (MPI_Comm_idup(theirs, &port->comm, &request) != MPI_SUCCESS) return MT_ERR_SYSTEM;
+    int done = 0;
     while (!done) {
-        if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return MT_ERR_SYSTEM;
+        if (MPI_Test(request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return MT_ERR_SYSTEM;
         if (!done && mti_waited(&watch) > port->timeout) return MT_ERR_TIMEOUT;
         if (!done) mti_rest(watch.waited, 1e-3);
     }
+    return MT_SUCCESS;
+}
+
+/* Compares the versions of all ranks before any other message, as other versions may have other messages. After an
+   error MPI may use the memory, which is therefore that of the port. */
+static mt_status mti_mpi_versions(mti_mpi_port *port, mti_text *text) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    int r;
+    port->version = MT_VERSION_NUMBER;
+    if (MPI_Iallgather(&port->version, (int)sizeof port->version, MPI_BYTE, port->versions, (int)sizeof port->version,
+                       MPI_BYTE, port->comm, &request) != MPI_SUCCESS)
+        return MT_ERR_SYSTEM;
+    MT_TRY(mti_mpi_opened(port, &request));
+    for (r = 1; r < port->size && port->versions[r] == port->versions[0]; r++) continue;
+    if (r == port->size) return MT_SUCCESS;
+    mti_say_versions(text, port->versions[0], r, port->versions[r]);
+    return MT_ERR_MISMATCH;
+}
+
+/* Duplicates the caller's MPI_Comm. MPI returns errors on the duplicate, they are not fatal. text: what is wrong with
+   MT_ERR_MISMATCH */
+static mt_status mti_mpi_open(mti_mpi_port *port, MPI_Comm theirs, mti_text *text) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    int found = 0, *last = NULL;
+    if (MPI_Comm_idup(theirs, &port->comm, &request) != MPI_SUCCESS) return MT_ERR_SYSTEM;
+    MT_TRY(mti_mpi_opened(port, &request));
     if (MPI_Comm_set_errhandler(port->comm, MPI_ERRORS_RETURN) != MPI_SUCCESS ||
         MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &last, &found) != MPI_SUCCESS || !found)
         return MT_ERR_SYSTEM;
     port->last_tag = *last;
+    MT_TRY(mti_mpi_versions(port, text));
     return mti_mpi_open_inbox(port) == MPI_SUCCESS ? MT_SUCCESS : MT_ERR_SYSTEM;
 }
 
@@ -10151,7 +10200,8 @@ static mt_status mti_mpi_neighbours(mt_comm *world) {
     return MT_SUCCESS;
 }
 
-MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out) {
+/* mt_comm_create_mpi. text is empty, or says what is wrong. */
+static mt_status mti_mpi_create(const void *mpi_comm, double timeout_s, mt_comm **out, mti_text *text) {
     int begun = 0, ended = 0, rank = 0, size = 0, r;
     mti_mpi_port *port;
     MPI_Comm theirs;
@@ -10169,7 +10219,7 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
     if (size == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
     port = mti_mpi_port_new(rank, size, timeout_s);
     if (!port) return MT_ERR_MEMORY;
-    status = mti_mpi_open(port, theirs);
+    status = mti_mpi_open(port, theirs, text);
     world = status == MT_SUCCESS ? mti_mpi_comm_new(port, rank, size, "world", port->next++) : NULL;
     if (!world) return status == MT_SUCCESS ? MT_ERR_MEMORY : status; /* not freed: MPI may use the port */
     for (r = 0; r < size; r++) world->mpi->world[r] = r;
@@ -10177,6 +10227,12 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
     if (status == MT_SUCCESS) *out = world;
     else mt_comm_destroy(world);
     return status;
+}
+
+MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out) {
+    mti_text text;
+    text.used = 0;
+    return mti_mpi_create(mpi_comm, timeout_s, out, &text);
 }
 
 /* The number of the new groups is one that no rank of comm has used. All groups of a split have the same number, also
@@ -11892,12 +11948,15 @@ static mt_status mti_mpi_verdict(const mt_launch_desc *desc, const mti_mpi_port 
 static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_function run, void *user, int *closed) {
     mti_mpi_port *port;
     mti_rank rank;
+    mti_text text;
     mt_status status;
     memset(&rank, 0, sizeof rank);
     *closed = 0;
-    status = mt_comm_create_mpi(&comm, desc->timeout_s, &rank.world);
+    text.used = 0;
+    status = mti_mpi_create(&comm, desc->timeout_s, &rank.world, &text);
     if (status != MT_SUCCESS) {
-        mti_launch_say(desc, "mt_world_from_env: %s: the ranks of MPI do not connect", mt_status_name(status));
+        mti_launch_say(desc, "mt_world_from_env: %s: %s", mt_status_name(status),
+                       text.used ? text.data : "the ranks of MPI do not connect");
         return status;
     }
     port = rank.world->mpi ? rank.world->mpi->port : NULL;

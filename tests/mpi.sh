@@ -64,6 +64,13 @@ links_as_cpp() {
         "$build/cpp"
 }
 
+# faulty with the headers of another version
+other_version() {
+    mkdir -p "$build/other" || return 1
+    sed 's/^#define MT_VERSION_PATCH .*/#define MT_VERSION_PATCH 99/' mt_comm.h >"$build/other/mt_comm.h"
+    program other_version tests/mpi/faulty.c -O1 -DMT_USE_MPI "-I$build/other"
+}
+
 builds() {
     check "the headers with Open MPI's mpi.h, C99 to C++17, without a warning" all_dialects "$(mpi_flags)"
     for mpich in /usr/include/*/mpich /usr/include/mpich /usr/include/mpich-*; do
@@ -81,6 +88,7 @@ builds() {
         -include tests/check_all.h
     check "the implementation as C++ links with MPI's C library alone" links_as_cpp
     check "faulty builds" program faulty tests/mpi/faulty.c -O1 -DMT_USE_MPI
+    check "faulty of another version builds" other_version
     check "train_gpt builds" program train_gpt examples/train_gpt.c -O1 -std=gnu11 -DMT_USE_MPI -Wno-error \
         tests/kill_at.c "$KILL_AT,--wrap=MPI_Isend"
 }
@@ -385,8 +393,19 @@ resumed_after_kills() {
     [ $first = 0 ] && [ $second = 0 ]
 }
 
+# Rank 3 is of another version: the ranks say so, and none of them begins to work.
+versions_told() {
+    log=$build/versions.log
+    ! run 60 3 "" "$build/faulty" work 0 barrier 2 : -n 1 "$build/other_version" work 0 barrier 2 >"$log" 2>&1 \
+        </dev/null && ! grep -q works "$log" &&
+        grep -q 'MT_ERR_MISMATCH: rank 0 is of megatron.h [0-9.]*, but rank 3 of [0-9]*[.][0-9]*[.]99:' "$log" && return
+    cat "$log"
+    return 1
+}
+
 faults() {
     start_faults
+    check "a rank of another version: the ranks say which, and none of them begins" versions_told
     check "killed (-9): every survivor says for whom it waited, in which call" \
         all_told kill all_reduce "$(late all_reduce)"
     check "killed, others in a large all_reduce" all_told kill large "$(late all_reduce)"
