@@ -4892,6 +4892,14 @@ typedef struct mti_config {
     char path[MT_PATH_MAX]; /* for messages */
 } mti_config;
 
+/* A whole number above 0 in config.json, which may also be there under another name. */
+typedef struct mti_number {
+    const char *name, *alias; /* alias NULL: there is no other name */
+    int64_t most, missing;    /* missing: the number without this member; 0: the member may also be null */
+    int64_t *out;
+    int64_t given, also; /* what the file has under the two names; -1: nothing */
+} mti_number;
+
 /* Reads fields. A file that does not exist is an error. */
 static mt_status mti_config_fields(const mti_config *c, const mt_field *fields, int count) {
     if (!c->directory) return mt_json_parse(c->ctx, c->path, c->text, fields, count);
@@ -4904,6 +4912,49 @@ static mt_status mti_config_refuse(const mti_config *c, const char *name, const 
 
 static mt_status mti_config_refuse_text(const mti_config *c, const char *name, const char *value, const char *wanted) {
     return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is '%s', must be %s", c->path, name, value, wanted);
+}
+
+/* Takes the number that the file has. Of two different numbers transformers takes that of the alias; here they are
+   refused. */
+static mt_status mti_number_take(const mti_config *c, const mti_number *n) {
+    int64_t x = n->given >= 0 ? n->given : n->also >= 0 ? n->also : n->missing;
+    if (n->given >= 0 && n->also >= 0 && n->given != n->also)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is %lld, but %s, another name of it, is %lld", c->path, n->name,
+                       (long long)n->given, n->alias, (long long)n->also);
+    *n->out = x;
+    if (x <= n->most && (x > 0 || (n->given < 0 && n->also < 0))) return MT_SUCCESS;
+    return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is %lld, must be from 1 to %lld", c->path,
+                   n->given >= 0 ? n->name : n->alias, (long long)x, (long long)n->most);
+}
+
+enum { MTI_CONFIG_FIELDS = 40 };
+
+/* Reads numbers and fields, together at most MTI_CONFIG_FIELDS with the aliases. */
+static mt_status mti_config_numbers(const mti_config *c, mti_number *numbers, int number_count, const mt_field *fields,
+                                    int count) {
+    mt_field all[MTI_CONFIG_FIELDS];
+    int i, n = 0;
+    memset(all, 0, sizeof all);
+    for (i = 0; i < 2 * number_count; i++) {
+        mti_number *number = &numbers[i / 2];
+        if (i % 2 && !number->alias) continue;
+        all[n].name = i % 2 ? number->alias : number->name;
+        all[n].value = i % 2 ? &number->also : &number->given;
+        all[n++].nullable = number->missing == 0;
+    }
+    for (i = 0; i < number_count; i++) numbers[i].given = numbers[i].also = -1;
+    memcpy(all + n, fields, (size_t)count * sizeof *fields);
+    MT_TRY(mti_config_fields(c, all, n + count));
+    for (i = 0; i < number_count; i++) MT_TRY(mti_number_take(c, &numbers[i]));
+    return MT_SUCCESS;
+}
+
+/* Refuses quantised weights: their files need other code than rounding. */
+static mt_status mti_config_plain(const mti_config *c) {
+    char method[64] = "";
+    const mt_field field = {"quantization_config.quant_method", MT_FIELD_TEXT, method, 0, 0, sizeof method, 0, 0};
+    MT_TRY(mti_config_fields(c, &field, 1));
+    return method[0] ? mti_config_refuse_text(c, field.name, method, "missing: weights are not quantised") : MT_SUCCESS;
 }
 
 /* A member of config.json that must have one value, because another one changes what the model computes. */
@@ -4951,34 +5002,37 @@ static const char *mti_activation_text(mt_activation activation) {
     return mti_activations[i].name;
 }
 
-/* Reads the config.json of a GPT-2. Defaults are those of transformers' GPT2Config. *out is zero. */
+/* Reads the config.json of a GPT-2. Defaults and second names are those of transformers' GPT2Config.
+   reorder_and_upcast_attn only changes how f16 is rounded. n_ctx is of older versions, in which it was the size of the
+   causal mask. *out is zero. */
 static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
     mt_transformer_layer_desc *l = &out->layer;
     double eps = 1e-5;
     char activation[64] = "gelu_new"; /* truncated when longer; every accepted value fits */
     int tied = 1;
+    int64_t context = 0;
     mti_fixed fixed[] = {
         {"scale_attn_weights", 1, 1}, {"scale_attn_by_inverse_layer_idx", 0, 0}, {"add_cross_attention", 0, 0}};
-    const mt_field fields[] = {{"vocab_size", MT_FIELD_I64, &out->vocab, 1, INT32_MAX, 0, 0, 0},
-                               {"n_positions", MT_FIELD_I64, &out->max_seq, 1, INT32_MAX, 0, 0, 0},
-                               {"n_embd", MT_FIELD_I64, &l->hidden, 1, INT32_MAX, 0, 0, 0},
-                               {"n_layer", MT_FIELD_I64, &out->layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
-                               {"n_head", MT_FIELD_I64, &l->heads, 1, INT32_MAX, 0, 0, 0},
-                               {"n_inner", MT_FIELD_I64, &l->ffn, 0, INT32_MAX, 0, 0, 1},
-                               {"layer_norm_epsilon", MT_FIELD_F64, &eps, 0, 0, 0, 0, 0},
+    mti_number numbers[] = {{"vocab_size", NULL, INT32_MAX, 50257, &out->vocab, 0, 0},
+                            {"n_positions", "max_position_embeddings", INT32_MAX, 1024, &out->max_seq, 0, 0},
+                            {"n_embd", "hidden_size", INT32_MAX, 768, &l->hidden, 0, 0},
+                            {"n_layer", "num_hidden_layers", MTI_LAYERS_MAX, 12, &out->layers, 0, 0},
+                            {"n_head", "num_attention_heads", INT32_MAX, 12, &l->heads, 0, 0},
+                            {"n_inner", NULL, INT32_MAX, 0, &l->ffn, 0, 0},
+                            {"n_ctx", NULL, INT32_MAX, 0, &context, 0, 0}};
+    const mt_field fields[] = {{"layer_norm_epsilon", MT_FIELD_F64, &eps, 0, 0, 0, 0, 0},
                                {"activation_function", MT_FIELD_TEXT, activation, 0, 0, sizeof activation, 0, 0},
                                {"tie_word_embeddings", MT_FIELD_BOOL, &tied, 0, 0, 0, 0, 0},
                                {fixed[0].name, MT_FIELD_BOOL, &fixed[0].value, 0, 0, 0, 0, 0},
                                {fixed[1].name, MT_FIELD_BOOL, &fixed[1].value, 0, 0, 0, 0, 0},
                                {fixed[2].name, MT_FIELD_BOOL, &fixed[2].value, 0, 0, 0, 0, 0}};
-    out->vocab = 50257;
-    out->max_seq = 1024;
-    out->layers = l->heads = 12;
-    l->hidden = 768;
-    MT_TRY(mti_config_fields(c, fields, MTI_LENGTH(fields)));
+    MT_TRY(mti_config_numbers(c, numbers, MTI_LENGTH(numbers), fields, MTI_LENGTH(fields)));
     MT_TRY(mti_config_activation(c, "activation_function", activation, &l->activation));
     MT_TRY(mti_config_fixed(c, fixed, MTI_LENGTH(fixed)));
     MT_TRY(mti_config_eps(c, "layer_norm_epsilon", eps));
+    if (context && context != out->max_seq)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: n_ctx is %lld, must be n_positions %lld, or missing", c->path,
+                       (long long)context, (long long)out->max_seq);
     if (!l->ffn && l->hidden > INT32_MAX / 4)
         return mt_fail(c->ctx, MT_ERR_DATA, "%s: n_embd is %lld, must be from 1 to %d without n_inner", c->path,
                        (long long)l->hidden, INT32_MAX / 4);
@@ -4991,125 +5045,157 @@ static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
 }
 
 /* The members of a Llama's config.json that are not members of mt_gpt_desc. Texts are truncated when longer; every
-   accepted value fits. */
+   accepted value fits. theta: of rope_parameters, rope_theta and rope_scaling; -1: not there. factor: of rope_parameters
+   and rope_scaling. partial: partial_rotary_factor of the config and of both */
 typedef struct mti_llama {
-    double eps, theta, older_theta, factor; /* theta is above 0 when the file has it in rope_parameters */
-    int64_t head_dim;
+    double eps, theta[3], factor[2], partial[3];
+    int64_t head_dim, window;
     int tied, attention_bias, mlp_bias;
-    char activation[64], rope_type[64], scaling_type[64], scaling[64];
+    char activation[64], rope_type[4][64];
 } mti_llama;
 
-enum { MTI_LLAMA_FIELDS = 20 };
+/* Both names of the type of rope_parameters and of rope_scaling. */
+static const char *const mti_rope_types[] = {"rope_parameters.rope_type", "rope_parameters.type",
+                                             "rope_scaling.rope_type", "rope_scaling.type"};
+static const char *const mti_partial_names[] = {"partial_rotary_factor", "rope_parameters.partial_rotary_factor",
+                                                "rope_scaling.partial_rotary_factor"};
 
-/* transformers 4 writes rope_theta, and transformers 5 rope_parameters.rope_theta, which counts if a file has both. */
-static void mti_llama_fields(mt_gpt_desc *d, mti_llama *x, mt_field *out) {
-    mt_transformer_layer_desc *l = &d->layer;
+enum { MTI_LLAMA_FIELDS = 18 };
+
+static void mti_llama_fields(mti_llama *x, mt_field *out) {
     const mt_field list[MTI_LLAMA_FIELDS] = {
-        {"vocab_size", MT_FIELD_I64, &d->vocab, 1, INT32_MAX, 0, 0, 0},
-        {"max_position_embeddings", MT_FIELD_I64, &d->max_seq, 1, INT32_MAX, 0, 0, 0},
-        {"hidden_size", MT_FIELD_I64, &l->hidden, 1, INT32_MAX, 0, 0, 0},
-        {"num_hidden_layers", MT_FIELD_I64, &d->layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
-        {"num_attention_heads", MT_FIELD_I64, &l->heads, 1, INT32_MAX, 0, 0, 0},
-        {"num_key_value_heads", MT_FIELD_I64, &l->kv_heads, 0, INT32_MAX, 0, 0, 1},
-        {"intermediate_size", MT_FIELD_I64, &l->ffn, 1, INT32_MAX, 0, 0, 0},
-        {"head_dim", MT_FIELD_I64, &x->head_dim, 0, INT32_MAX, 0, 0, 1},
         {"rms_norm_eps", MT_FIELD_F64, &x->eps, 0, 0, 0, 0, 0},
-        {"rope_theta", MT_FIELD_F64, &x->older_theta, 0, 0, 0, 0, 1},
-        {"rope_parameters.rope_theta", MT_FIELD_F64, &x->theta, 0, 0, 0, 0, 1},
-        {"rope_parameters.rope_type", MT_FIELD_TEXT, x->rope_type, 0, 0, sizeof x->rope_type, 0, 0},
-        {"rope_scaling.rope_type", MT_FIELD_TEXT, x->scaling_type, 0, 0, sizeof x->scaling_type, 0, 0},
-        {"rope_scaling.type", MT_FIELD_TEXT, x->scaling, 0, 0, sizeof x->scaling, 0, 0},
-        {"rope_scaling.factor", MT_FIELD_F64, &x->factor, 0, 0, 0, 0, 1},
+        {"rope_parameters.rope_theta", MT_FIELD_F64, &x->theta[0], 0, 0, 0, 0, 1},
+        {"rope_theta", MT_FIELD_F64, &x->theta[1], 0, 0, 0, 0, 1},
+        {"rope_scaling.rope_theta", MT_FIELD_F64, &x->theta[2], 0, 0, 0, 0, 1},
+        {mti_rope_types[0], MT_FIELD_TEXT, x->rope_type[0], 0, 0, sizeof x->rope_type[0], 0, 0},
+        {mti_rope_types[1], MT_FIELD_TEXT, x->rope_type[1], 0, 0, sizeof x->rope_type[1], 0, 0},
+        {mti_rope_types[2], MT_FIELD_TEXT, x->rope_type[2], 0, 0, sizeof x->rope_type[2], 0, 0},
+        {mti_rope_types[3], MT_FIELD_TEXT, x->rope_type[3], 0, 0, sizeof x->rope_type[3], 0, 0},
+        {"rope_parameters.factor", MT_FIELD_F64, &x->factor[0], 0, 0, 0, 0, 1},
+        {"rope_scaling.factor", MT_FIELD_F64, &x->factor[1], 0, 0, 0, 0, 1},
+        {mti_partial_names[0], MT_FIELD_F64, &x->partial[0], 0, 0, 0, 0, 1},
+        {mti_partial_names[1], MT_FIELD_F64, &x->partial[1], 0, 0, 0, 0, 1},
+        {mti_partial_names[2], MT_FIELD_F64, &x->partial[2], 0, 0, 0, 0, 1},
         {"hidden_act", MT_FIELD_TEXT, x->activation, 0, 0, sizeof x->activation, 0, 0},
         {"tie_word_embeddings", MT_FIELD_BOOL, &x->tied, 0, 0, 0, 0, 0},
         {"attention_bias", MT_FIELD_BOOL, &x->attention_bias, 0, 0, 0, 0, 0},
         {"mlp_bias", MT_FIELD_BOOL, &x->mlp_bias, 0, 0, 0, 0, 0},
-        {"rope_parameters.factor", MT_FIELD_F64, &x->factor, 0, 0, 0, 0, 1}};
+        {"sliding_window", MT_FIELD_I64, &x->window, 0, 0, 0, 0, 1}};
     memcpy(out, list, sizeof list);
 }
 
-/* Refuses what this library's rotary positions cannot be. */
-static mt_status mti_llama_rope(const mti_config *c, const mti_llama *x) {
-    const char *wanted = "'default' or missing: positions are not scaled";
-    if (strcmp(x->rope_type, "default") != 0)
-        return mti_config_refuse_text(c, "rope_parameters.rope_type", x->rope_type, wanted);
-    if (strcmp(x->scaling_type, "default") != 0)
-        return mti_config_refuse_text(c, "rope_scaling.rope_type", x->scaling_type, wanted);
-    if (strcmp(x->scaling, "default") != 0) return mti_config_refuse_text(c, "rope_scaling.type", x->scaling, wanted);
-    if (x->factor != 1)
+/* Refuses what this library's rotary positions cannot be, and writes the base. transformers 4 writes rope_theta, and
+   transformers 5 rope_parameters.rope_theta, which counts if a file has both. */
+static mt_status mti_llama_rope(const mti_config *c, const mti_llama *x, float *base) {
+    double theta = x->theta[0] != -1 ? x->theta[0] : x->theta[1] != -1 ? x->theta[1] : x->theta[2];
+    int i;
+    if (theta == -1) theta = 10000;
+    for (i = 0; i < 4; i++)
+        if (strcmp(x->rope_type[i], "default") != 0)
+            return mti_config_refuse_text(c, mti_rope_types[i], x->rope_type[i],
+                                          "'default' or missing: positions are not scaled");
+    for (i = 0; i < 2; i++)
+        if (x->factor[i] != 1)
+            return mt_fail(c->ctx, MT_ERR_DATA,
+                           "%s: the factor of rope_scaling or rope_parameters is %g, must be 1 or missing", c->path,
+                           x->factor[i]);
+    for (i = 0; i < 3; i++)
+        if (x->partial[i] != 1)
+            return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is %g, must be 1 or missing", c->path, mti_partial_names[i],
+                           x->partial[i]);
+    if (x->theta[2] != -1 && x->theta[2] != theta)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: rope_scaling.rope_theta is %g, but rope_theta is %g", c->path,
+                       x->theta[2], theta);
+    if (!((float)theta > 0 && theta <= FLT_MAX))
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: rope_theta is %g, must be above 0, and a float", c->path, theta);
+    *base = (float)theta;
+    return MT_SUCCESS;
+}
+
+/* Checks how the numbers of a Llama fit together. */
+static mt_status mti_llama_shape(const mti_config *c, const mt_gpt_desc *d, const mti_llama *x) {
+    const mt_transformer_layer_desc *l = &d->layer;
+    if (l->hidden % l->heads != 0)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: hidden_size is %lld, must be a multiple of num_attention_heads %lld",
+                       c->path, (long long)l->hidden, (long long)l->heads);
+    if (x->head_dim && x->head_dim != l->hidden / l->heads)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: head_dim is %lld, must be hidden_size / num_attention_heads, %lld",
+                       c->path, (long long)x->head_dim, (long long)(l->hidden / l->heads));
+    if (l->kv_heads && l->heads % l->kv_heads != 0)
         return mt_fail(c->ctx, MT_ERR_DATA,
-                       "%s: the factor of rope_scaling or rope_parameters is %g, must be 1 or missing", c->path,
-                       x->factor);
-    if (!((float)x->theta > 0 && x->theta <= FLT_MAX))
-        return mt_fail(c->ctx, MT_ERR_DATA, "%s: rope_theta is %g, must be above 0, and a float", c->path, x->theta);
+                       "%s: num_key_value_heads is %lld, must be a divisor of num_attention_heads %lld", c->path,
+                       (long long)l->kv_heads, (long long)l->heads);
+    if (x->window < d->max_seq)
+        return mt_fail(c->ctx, MT_ERR_DATA,
+                       "%s: sliding_window is %lld, must be null, missing or at least max_position_embeddings %lld",
+                       c->path, (long long)x->window, (long long)d->max_seq);
     return MT_SUCCESS;
 }
 
 /* Reads the config.json of a Llama. Defaults are those of transformers' LlamaConfig. *out is zero. */
 static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
     mt_transformer_layer_desc *l = &out->layer;
-    mti_llama x = {1e-6, -1, 10000, 1, 0, 0, 0, 0, "silu", "default", "default", "default"};
+    mti_llama x = {1e-6,
+                   {-1, -1, -1},
+                   {1, 1},
+                   {1, 1, 1},
+                   0,
+                   INT64_MAX,
+                   0,
+                   0,
+                   0,
+                   "silu",
+                   {"default", "default", "default", "default"}};
+    mti_number numbers[] = {{"vocab_size", NULL, INT32_MAX, 32000, &out->vocab, 0, 0},
+                            {"max_position_embeddings", NULL, INT32_MAX, 2048, &out->max_seq, 0, 0},
+                            {"hidden_size", NULL, INT32_MAX, 4096, &l->hidden, 0, 0},
+                            {"num_hidden_layers", NULL, MTI_LAYERS_MAX, 32, &out->layers, 0, 0},
+                            {"num_attention_heads", NULL, INT32_MAX, 32, &l->heads, 0, 0},
+                            {"num_key_value_heads", NULL, INT32_MAX, 0, &l->kv_heads, 0, 0},
+                            {"intermediate_size", NULL, INT32_MAX, 11008, &l->ffn, 0, 0},
+                            {"head_dim", NULL, INT32_MAX, 0, &x.head_dim, 0, 0}};
     mt_field fields[MTI_LLAMA_FIELDS];
-    mti_llama_fields(out, &x, fields);
-    out->vocab = 32000;
-    out->max_seq = 2048;
-    out->layers = l->heads = 32;
-    l->hidden = 4096;
-    l->ffn = 11008;
-    MT_TRY(mti_config_fields(c, fields, MTI_LLAMA_FIELDS));
+    mti_llama_fields(&x, fields);
+    MT_TRY(mti_config_numbers(c, numbers, MTI_LENGTH(numbers), fields, MTI_LLAMA_FIELDS));
     if (strcmp(x.activation, "silu") != 0 && strcmp(x.activation, "swish") != 0)
         return mti_config_refuse_text(c, "hidden_act", x.activation, "silu");
-    if (x.theta == -1) x.theta = x.older_theta;
-    MT_TRY(mti_llama_rope(c, &x));
+    MT_TRY(mti_llama_rope(c, &x, &l->rotary_base));
     MT_TRY(mti_config_eps(c, "rms_norm_eps", x.eps));
     if (x.mlp_bias != x.attention_bias)
         return mti_config_refuse(c, "mlp_bias", x.mlp_bias ? "true" : "false",
                                  x.attention_bias ? "true, as attention_bias is" : "false, as attention_bias is");
-    if (l->hidden % l->heads != 0)
-        return mt_fail(c->ctx, MT_ERR_DATA, "%s: hidden_size is %lld, must be a multiple of num_attention_heads %lld",
-                       c->path, (long long)l->hidden, (long long)l->heads);
-    if (x.head_dim && x.head_dim != l->hidden / l->heads)
-        return mt_fail(c->ctx, MT_ERR_DATA, "%s: head_dim is %lld, must be hidden_size / num_attention_heads, %lld",
-                       c->path, (long long)x.head_dim, (long long)(l->hidden / l->heads));
-    if (l->kv_heads && l->heads % l->kv_heads != 0)
-        return mt_fail(c->ctx, MT_ERR_DATA,
-                       "%s: num_key_value_heads is %lld, must be a divisor of num_attention_heads %lld", c->path,
-                       (long long)l->kv_heads, (long long)l->heads);
+    MT_TRY(mti_llama_shape(c, out, &x));
     l->norm = MT_RMS_NORM;
     l->activation = MT_SWIGLU;
     l->norm_eps = (float)x.eps;
-    l->rotary_base = (float)x.theta;
     l->no_bias = !x.mlp_bias;
     out->untied_head = !x.tied;
     return MT_SUCCESS;
 }
 
-/* Reads the config.json of a BERT. Defaults are those of transformers' BertConfig. *out is zero. */
+/* Reads the config.json of a BERT. Defaults are those of transformers' BertConfig. *out is zero. d.untied_head becomes
+   1 for a head that is not tied, see mti_bert_tied. */
 static mt_status mti_bert_read(const mti_config *c, mti_described *out) {
     mt_transformer_layer_desc *l = &out->d.layer;
     double eps = 1e-12;
     char activation[64] = "gelu", positions[64] = "absolute"; /* truncated when longer; accepted values fit */
-    mti_fixed fixed[] = {{"is_decoder", 0, 0}, {"add_cross_attention", 0, 0}, {"tie_word_embeddings", 1, 1}};
-    const mt_field fields[] = {{"vocab_size", MT_FIELD_I64, &out->d.vocab, 1, INT32_MAX, 0, 0, 0},
-                               {"max_position_embeddings", MT_FIELD_I64, &out->d.max_seq, 1, INT32_MAX, 0, 0, 0},
-                               {"type_vocab_size", MT_FIELD_I64, &out->token_types, 1, INT32_MAX, 0, 0, 0},
-                               {"hidden_size", MT_FIELD_I64, &l->hidden, 1, INT32_MAX, 0, 0, 0},
-                               {"num_hidden_layers", MT_FIELD_I64, &out->d.layers, 1, MTI_LAYERS_MAX, 0, 0, 0},
-                               {"num_attention_heads", MT_FIELD_I64, &l->heads, 1, INT32_MAX, 0, 0, 0},
-                               {"intermediate_size", MT_FIELD_I64, &l->ffn, 1, INT32_MAX, 0, 0, 0},
-                               {"layer_norm_eps", MT_FIELD_F64, &eps, 0, 0, 0, 0, 0},
+    int tied = 1;
+    mti_fixed fixed[] = {{"is_decoder", 0, 0}, {"add_cross_attention", 0, 0}};
+    mti_number numbers[] = {{"vocab_size", NULL, INT32_MAX, 30522, &out->d.vocab, 0, 0},
+                            {"max_position_embeddings", NULL, INT32_MAX, 512, &out->d.max_seq, 0, 0},
+                            {"type_vocab_size", NULL, INT32_MAX, 2, &out->token_types, 0, 0},
+                            {"hidden_size", NULL, INT32_MAX, 768, &l->hidden, 0, 0},
+                            {"num_hidden_layers", NULL, MTI_LAYERS_MAX, 12, &out->d.layers, 0, 0},
+                            {"num_attention_heads", NULL, INT32_MAX, 12, &l->heads, 0, 0},
+                            {"intermediate_size", NULL, INT32_MAX, 3072, &l->ffn, 0, 0}};
+    const mt_field fields[] = {{"layer_norm_eps", MT_FIELD_F64, &eps, 0, 0, 0, 0, 0},
                                {"hidden_act", MT_FIELD_TEXT, activation, 0, 0, sizeof activation, 0, 0},
                                {"position_embedding_type", MT_FIELD_TEXT, positions, 0, 0, sizeof positions, 0, 0},
+                               {"tie_word_embeddings", MT_FIELD_BOOL, &tied, 0, 0, 0, 0, 0},
                                {fixed[0].name, MT_FIELD_BOOL, &fixed[0].value, 0, 0, 0, 0, 0},
-                               {fixed[1].name, MT_FIELD_BOOL, &fixed[1].value, 0, 0, 0, 0, 0},
-                               {fixed[2].name, MT_FIELD_BOOL, &fixed[2].value, 0, 0, 0, 0, 0}};
-    out->d.vocab = 30522;
-    out->d.max_seq = 512;
-    out->token_types = 2;
-    out->d.layers = l->heads = 12;
-    l->hidden = 768;
-    l->ffn = 3072;
-    MT_TRY(mti_config_fields(c, fields, MTI_LENGTH(fields)));
+                               {fixed[1].name, MT_FIELD_BOOL, &fixed[1].value, 0, 0, 0, 0, 0}};
+    MT_TRY(mti_config_numbers(c, numbers, MTI_LENGTH(numbers), fields, MTI_LENGTH(fields)));
     if (strcmp(positions, "absolute") != 0)
         return mti_config_refuse_text(c, "position_embedding_type", positions, "absolute");
     MT_TRY(mti_config_activation(c, "hidden_act", activation, &l->activation));
@@ -5120,21 +5206,58 @@ static mt_status mti_bert_read(const mti_config *c, mti_described *out) {
                        c->path, (long long)l->hidden, (long long)l->heads);
     l->placement = MT_POST_LN;
     l->norm_eps = (float)eps;
+    out->d.untied_head = !tied;
     return MT_SUCCESS;
+}
+
+/* The beginnings of the names of classes of transformers, and their model_type. */
+static const char *const mti_families[][2] = {{"GPT2", "gpt2"}, {"Llama", "llama"}, {"Bert", "bert"}};
+
+/* Returns the model_type of a class such as BertForMaskedLM, or NULL for a class of another family. */
+static const char *mti_family_of(const char *architecture) {
+    static const char *const endings[] = {"Model", "LMHeadModel", "DoubleHeadsModel", "For"};
+    int i, k;
+    for (i = 0; i < MTI_LENGTH(mti_families); i++) {
+        size_t n = strlen(mti_families[i][0]);
+        for (k = 0; strncmp(architecture, mti_families[i][0], n) == 0 && k < MTI_LENGTH(endings); k++)
+            if (strncmp(architecture + n, endings[k], strlen(endings[k])) == 0) return mti_families[i][1];
+    }
+    return NULL;
+}
+
+/* Writes the family of the model. Without a model_type it is that of the class in architectures. Without both, a BERT
+   is a BERT, as for transformers' BertModel.from_pretrained, and a GPT may be of two families. */
+static mt_status mti_config_family(const mti_config *c, int is_bert, char type[64]) {
+    char architecture[64] = "";
+    const char *family;
+    const char *wanted = is_bert ? "a class of BERT" : "a class of GPT2 or Llama";
+    const mt_field fields[] = {{"model_type", MT_FIELD_TEXT, type, 0, 0, 64, 0, 1},
+                               {"architectures.0", MT_FIELD_TEXT, architecture, 0, 0, sizeof architecture, 0, 1}};
+    type[0] = 0;
+    MT_TRY(mti_config_fields(c, fields, 2));
+    if (type[0]) return MT_SUCCESS;
+    family = architecture[0] ? mti_family_of(architecture) : is_bert ? "bert" : NULL;
+    if (family && is_bert == (strcmp(family, "bert") == 0)) {
+        snprintf(type, 64, "%s", family);
+        return MT_SUCCESS;
+    }
+    if (architecture[0]) return mti_config_refuse_text(c, "architectures", architecture, wanted);
+    return mt_fail(c->ctx, MT_ERR_DATA, "%s: has no model_type, must have gpt2 or llama, or %s in architectures",
+                   c->path, wanted);
 }
 
 /* Reads the config.json of a GPT or, when out->is_bert is 1, of a BERT. */
 static mt_status mti_config_read(const mti_config *c, mti_described *out) {
-    char type[64] = "";
-    const mt_field field = {"model_type", MT_FIELD_TEXT, type, 0, 0, sizeof type, 0, 0};
+    char type[64];
     mti_described m;
     memset(&m, 0, sizeof m);
     m.is_bert = out->is_bert;
-    MT_TRY(mti_config_fields(c, &field, 1));
+    MT_TRY(mti_config_family(c, m.is_bert, type));
     if (m.is_bert && strcmp(type, "bert") == 0) MT_TRY(mti_bert_read(c, &m));
     else if (!m.is_bert && strcmp(type, "gpt2") == 0) MT_TRY(mti_gpt2_read(c, &m.d));
     else if (!m.is_bert && strcmp(type, "llama") == 0) MT_TRY(mti_llama_read(c, &m.d));
     else return mti_config_refuse_text(c, "model_type", type, m.is_bert ? "bert" : "gpt2 or llama");
+    MT_TRY(mti_config_plain(c));
     mti_described_plain(&m);
     *out = m;
     return MT_SUCCESS;
@@ -5233,6 +5356,19 @@ static int mti_config_has(const char *text, const char *name, const char *word) 
     return at && at < text + to;
 }
 
+/* Adds a member to the object in text, as the first one, if it does not have the member. The text has room for it. */
+static void mti_config_add(char *text, const char *name, const char *value) {
+    char member[64], *begin = strchr(text, '{');
+    size_t from, to, n;
+    if (!begin || mt_json_find(text, name, &from, &to)) return;
+    begin++;
+    snprintf(member, sizeof member, "\n  \"%s\": \"%s\"%s", name, value,
+             begin[strspn(begin, " \t\r\n")] == '}' ? "" : ",");
+    n = strlen(member);
+    memmove(begin + n, begin, strlen(begin) + 1);
+    memcpy(begin, member, n);
+}
+
 /* Copies a config.json that describes the same model, with the type that the files have and the head that they have
    names for. max_seq is the number of positions; 0: as it is. Returns the length of the text. */
 static int mti_config_keep(const char *given, int64_t max_seq, mt_dtype dtype, const char *head, char *text,
@@ -5247,6 +5383,8 @@ static int mti_config_keep(const char *given, int64_t max_seq, mt_dtype dtype, c
     if (!mti_config_has(text, "architectures", head)) mti_config_set(text, "architectures", value);
     snprintf(value, sizeof value, "%lld", (long long)max_seq);
     if (max_seq > 0) mti_config_set(text, "max_position_embeddings", value);
+    mti_config_add(text, "model_type", mti_family_of(head));
+    if (strncmp(head, "Bert", 4) == 0) mti_config_set(text, "tie_word_embeddings", "true");
     return (int)strlen(text);
 }
 
@@ -5348,6 +5486,21 @@ static mt_status mti_described_read(mt_context *ctx, const mt_safetensors *file,
     return MT_SUCCESS;
 }
 
+/* The head of a BERT is tied. An encoder has no head, so it does not matter what its config.json says; and a head that
+   is not tied may have the same weight, which import compares. */
+static mt_status mti_bert_tied(mt_context *ctx, const char *directory, const mt_safetensors_set *files,
+                               mti_described *m) {
+    int has_head = mt_safetensors_set_find(files, "cls.predictions.transform.dense.weight") != NULL;
+    int has_weight = mt_safetensors_set_find(files, "cls.predictions.decoder.weight") != NULL;
+    if (m->d.untied_head && has_head && !has_weight)
+        return mt_fail(ctx, MT_ERR_DATA,
+                       "%s/config.json: tie_word_embeddings is false, must be true: the files have no "
+                       "cls.predictions.decoder.weight",
+                       directory);
+    m->d.untied_head = 0;
+    return MT_SUCCESS;
+}
+
 /* Reads the model from the metadata of the first file or, when the metadata has none, from config.json. *known is 0
    when neither has one. What the config.json of a BERT does not tell is in the tensors. */
 static mt_status mti_described_source(mt_context *ctx, const char *directory, const mt_safetensors_set *files,
@@ -5357,8 +5510,9 @@ static mt_status mti_described_source(mt_context *ctx, const char *directory, co
     *known = 1;
     if (mti_described_has(files, is_bert)) return mti_described_read(ctx, mt_safetensors_set_file(files, 0), out);
     MT_TRY(mti_config_open(ctx, directory, known, out));
-    if (is_bert) out->no_binary_head = !mt_safetensors_set_find(files, "cls.seq_relationship.weight");
-    return MT_SUCCESS;
+    if (!is_bert) return MT_SUCCESS;
+    out->no_binary_head = !mt_safetensors_set_find(files, "cls.seq_relationship.weight");
+    return mti_bert_tied(ctx, directory, files, out);
 }
 
 /* Writes the value of a field, in words if it has some. */

@@ -1402,7 +1402,8 @@ MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *fi
    must not be negative.
    NAME may have directories, such as "a/b.json". Links out of DIRECTORY are not followed, see mt_safetensors_set_open.
    When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
-   MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, or a value is not of its field's kind or range.
+   MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, an object has a key twice, or a value is not of its
+   field's kind or range.
    After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, no value or
    an unknown kind, or is a text of 0 bytes. */
 MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
@@ -7336,7 +7337,8 @@ MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_
 /* Reads a JSON text (RFC 8259) from front to back. After the first error every call fails, and the position stays. */
 typedef struct mti_json {
     const unsigned char *start, *at, *end;
-    const char *error; /* what is wrong at `at`; NULL: no error so far */
+    const char *error;     /* what is wrong at `at`; NULL: no error so far */
+    struct mti_keys *keys; /* NULL, or where mti_json_skip lists the keys of all objects */
 } mti_json;
 
 static mti_json mti_json_begin(const void *text, size_t bytes) {
@@ -7344,6 +7346,7 @@ static mti_json mti_json_begin(const void *text, size_t bytes) {
     j.start = j.at = (const unsigned char *)text;
     j.end = j.start + bytes;
     j.error = NULL;
+    j.keys = NULL;
     return j;
 }
 
@@ -7545,16 +7548,19 @@ static int mti_json_word(mti_json *j, const char *word) {
     return 1;
 }
 
+static void mti_keys_read(mti_json *j, size_t object);
+
 /* Skips a value of any kind. */
 static void mti_json_skip(mti_json *j, int depth) {
     int c = mti_json_peek(j), count = 0, object = c == '{';
+    size_t begin = (size_t)(j->at - j->start);
     if (c == '"') {
         mti_json_string(j, NULL, 0);
     } else if (object || c == '[') {
         if (depth >= MTI_JSON_DEPTH) mti_json_fail(j, "brackets are nested too deeply");
         else j->at++;
         while (mti_json_next(j, &count, object ? '}' : ']')) {
-            if (object) mti_json_string(j, NULL, 0);
+            if (object) mti_keys_read(j, begin);
             if (object) mti_json_take(j, ':', "a colon is missing");
             mti_json_skip(j, depth + 1);
         }
@@ -8090,6 +8096,77 @@ static mt_status mti_reserve(mt_context *ctx, void **list, int count, int *capac
     return MT_SUCCESS;
 }
 
+/* A key of an object of JSON. */
+typedef struct mti_key {
+    size_t object, at; /* where the object and the quoted key begin in the text */
+    uint64_t hash;     /* of the decoded key */
+} mti_key;
+
+/* The keys of all objects of a text. */
+typedef struct mti_keys {
+    mt_context *ctx; /* NULL: without messages */
+    mt_status status;
+    mti_key *list;
+    int count, capacity;
+    char *room; /* for the longest key */
+    size_t room_bytes;
+} mti_keys;
+
+/* Reads a key of the object that begins at byte `object`, and lists it when the reader lists keys. */
+static void mti_keys_read(mti_json *j, size_t object) {
+    mti_keys *k = j->keys;
+    void *list;
+    mti_key *key;
+    mti_json_peek(j);
+    if (!k || k->status != MT_SUCCESS) {
+        mti_json_string(j, NULL, 0);
+        return;
+    }
+    list = k->list;
+    k->status = mti_reserve(k->ctx, &list, k->count, &k->capacity, sizeof *k->list);
+    if (k->status != MT_SUCCESS) return;
+    k->list = (mti_key *)list;
+    key = &k->list[k->count++];
+    key->object = object;
+    key->at = (size_t)(j->at - j->start);
+    key->hash =
+        mti_checksum(MTI_CHECKSUM_BASIS, (const unsigned char *)k->room, mti_json_string(j, k->room, k->room_bytes));
+}
+
+static int mti_key_order(const void *a, const void *b) {
+    const mti_key *x = (const mti_key *)a, *y = (const mti_key *)b;
+    if (x->object != y->object) return x->object < y->object ? -1 : 1;
+    if (x->hash != y->hash) return x->hash < y->hash ? -1 : 1;
+    return x->at < y->at ? -1 : x->at > y->at;
+}
+
+/* Refuses a text in which an object has a key twice: readers differ in which of the two values they take. The text is
+   well-formed, or its error is found later. */
+static mt_status mti_keys_once(mt_context *ctx, const char *path, const void *text, size_t bytes) {
+    mti_json j = mti_json_begin(text, bytes);
+    mti_keys k;
+    void *room;
+    int i = 1;
+    memset(&k, 0, sizeof k);
+    MT_TRY(mti_host_new(ctx, bytes + 1, &room));
+    k.ctx = ctx;
+    k.room = (char *)room;
+    k.room_bytes = bytes + 1;
+    j.keys = &k;
+    mti_json_skip(&j, 0);
+    if (k.count > 0) qsort(k.list, (size_t)k.count, sizeof *k.list, mti_key_order);
+    while (i < k.count && (k.list[i].object != k.list[i - 1].object || k.list[i].hash != k.list[i - 1].hash)) i++;
+    if (k.status == MT_SUCCESS && !j.error && i < k.count) {
+        j.at = j.start + k.list[i].at;
+        mti_json_string(&j, k.room, k.room_bytes);
+        k.status = mt_fail(ctx, MT_ERR_DATA, "%s: JSON, byte %lld: the key '%.100s' is given twice in one object", path,
+                           (long long)k.list[i].at, k.room);
+    }
+    mt_host_free(k.list);
+    mt_host_free(k.room);
+    return k.status;
+}
+
 /* Reads the next string and keeps it in s->text, which is large enough for all strings of the header
    (mti_json_string). */
 static const char *mti_safetensors_string(mt_safetensors *s, mti_json *j) {
@@ -8136,7 +8213,10 @@ static void mti_safetensors_offsets(mti_json *j, int64_t *begin, int64_t *end) {
 /* Reads the members of one tensor. Skips unknown members, as the format's reference library does. */
 static void mti_safetensors_members(mt_safetensors *s, mti_json *j, mt_safetensors_tensor *t, int64_t *begin,
                                     int64_t *end) {
-    static const char *const names[] = {"dtype", "shape", "data_offsets"};
+    static const char *const names[] = {"dtype", "shape", "data_offsets"}, *const twice[] = {
+                                                                               "dtype is given twice",
+                                                                               "shape is given twice",
+                                                                               "data_offsets is given twice"};
     int count = 0, seen = 0, i;
     mti_json_take(j, '{', "a tensor is not an object");
     while (mti_json_next(j, &count, '}')) {
@@ -8144,7 +8224,7 @@ static void mti_safetensors_members(mt_safetensors *s, mti_json *j, mt_safetenso
         mti_json_take(j, ':', "a colon is missing");
         if (j->error) return;
         for (i = 0; i < 3 && strcmp(member, names[i]) != 0; i++) continue;
-        if (i < 3 && (seen & 1 << i)) mti_json_fail(j, "dtype, shape or data_offsets is given twice");
+        if (i < 3 && (seen & 1 << i)) mti_json_fail(j, twice[i]);
         seen |= 1 << i;
         if (i == 0) t->dtype = mti_safetensors_string(s, j);
         else if (i == 1) mti_safetensors_shape(j, t);
@@ -8231,11 +8311,22 @@ static int mti_metadata_by_key(const void *a, const void *b) {
     return strcmp(((const mti_metadata *)a)->key, ((const mti_metadata *)b)->key);
 }
 
+/* Sorts the tensors by name, and checks that no name occurs twice. */
+static mt_status mti_safetensors_names(mt_context *ctx, mt_safetensors *s) {
+    int i;
+    if (s->count > 0) qsort(s->tensors, (size_t)s->count, sizeof *s->tensors, mti_tensor_by_name);
+    for (i = 1; i < s->count; i++)
+        if (strcmp(s->tensors[i - 1].name, s->tensors[i].name) == 0)
+            return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is given twice", s->path, s->tensors[i].name);
+    return MT_SUCCESS;
+}
+
 /* Checks that every byte of the data belongs to exactly one tensor and that no name occurs twice. Sorts tensors and
    metadata by name. */
 static mt_status mti_safetensors_sort(mt_context *ctx, mt_safetensors *s) {
     const unsigned char *end = s->data;
     int i;
+    MT_TRY(mti_safetensors_names(ctx, s)); /* first, because two tensors of one name also overlap or leave a gap */
     if (s->count > 0) qsort(s->tensors, (size_t)s->count, sizeof *s->tensors, mti_tensor_by_data);
     for (i = 0; i < s->count; end += s->tensors[i++].bytes)
         if (s->tensors[i].data != end)
@@ -8246,10 +8337,7 @@ static mt_status mti_safetensors_sort(mt_context *ctx, mt_safetensors *s) {
     if (end != s->data + s->data_bytes)
         return mt_fail(ctx, MT_ERR_DATA, "%s: its tensors have %lld bytes, its data %lld", s->path,
                        (long long)(end - s->data), (long long)s->data_bytes);
-    if (s->count > 0) qsort(s->tensors, (size_t)s->count, sizeof *s->tensors, mti_tensor_by_name);
-    for (i = 1; i < s->count; i++)
-        if (strcmp(s->tensors[i - 1].name, s->tensors[i].name) == 0)
-            return mt_fail(ctx, MT_ERR_DATA, "%s: '%.100s' is given twice", s->path, s->tensors[i].name);
+    MT_TRY(mti_safetensors_names(ctx, s));
     if (s->metadata_count > 0) qsort(s->metadata, (size_t)s->metadata_count, sizeof *s->metadata, mti_metadata_by_key);
     for (i = 1; i < s->metadata_count; i++)
         if (strcmp(s->metadata[i - 1].key, s->metadata[i].key) == 0)
@@ -8879,6 +8967,7 @@ static mt_status mti_set_open_index(mt_context *ctx, mt_safetensors_set *b, cons
     mti_json j;
     mt_status status = mti_text_read(ctx, directory, name, b->path, MTI_TEXT_MAX, &json, &bytes);
     if (status == MT_SUCCESS) status = mti_host_new(ctx, bytes + 1, &text);
+    if (status == MT_SUCCESS) status = mti_keys_once(ctx, b->path, json, bytes);
     if (status == MT_SUCCESS) {
         j = mti_json_begin(json, bytes);
         status = mti_set_index(ctx, b, directory, &j, (char *)text, bytes + 1);
@@ -9188,10 +9277,11 @@ static mt_status mti_json_object(mt_context *ctx, const char *path, const void *
                                  const mt_field *fields, int fields_count) {
     mti_json j = mti_json_begin(text, bytes);
     int is_list = mti_json_peek(&j) == '[' && mti_json_is_list("", fields, fields_count);
-    const mt_field *wrong =
-        is_list ? mti_json_elements(&j, "", fields, fields_count) : mti_json_members(&j, "", fields, fields_count);
+    const mt_field *wrong;
     char value[MT_FIELD_TEXT_MAX];
     int i;
+    MT_TRY(mti_keys_once(ctx, path, text, bytes));
+    wrong = is_list ? mti_json_elements(&j, "", fields, fields_count) : mti_json_members(&j, "", fields, fields_count);
     mti_json_end(&j);
     if (wrong)
         return mt_fail(ctx, MT_ERR_DATA, "%s: JSON, byte %lld: %s: %s", path, (long long)(j.at - j.start), wrong->name,

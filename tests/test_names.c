@@ -835,7 +835,24 @@ static void refused_configs(void **state) {
         {"\"hidden_size\": 48", "\"hidden_size\": 0", "hidden_size is 0, must be from 1 to 2147483647"},
         {"\"vocab_size\": 61", "\"vocab_size\": \"many\"", "vocab_size: a whole number is missing"},
         {"\"tie_word_embeddings\": false", "\"tie_word_embeddings\": 0",
-         "tie_word_embeddings: true or false is missing"}};
+         "tie_word_embeddings: true or false is missing"},
+        {"\"rope_type\": \"default\"", "\"type\": \"linear\"", "rope_parameters.type is 'linear', must be 'default'"},
+        {"\"rope_type\": \"default\"", "\"factor\": 2.0", "factor of rope_scaling or rope_parameters is 2, must"},
+        {"\"pretraining_tp\": 1", "\"rope_scaling\": {\"rope_theta\": 7.0}",
+         "rope_scaling.rope_theta is 7, but rope_theta is 500"},
+        {"\"pretraining_tp\": 1", "\"partial_rotary_factor\": 0.5",
+         "partial_rotary_factor is 0.5, must be 1 or missing"},
+        {"\"rope_type\": \"default\"", "\"partial_rotary_factor\": 0.25",
+         "rope_parameters.partial_rotary_factor is 0.25, must be 1"},
+        {"\"pretraining_tp\": 1", "\"sliding_window\": 11", "sliding_window is 11, must be null, missing or at least"},
+        {"\"pretraining_tp\": 1", "\"quantization_config\": {\"quant_method\": \"fp8\"}",
+         "quantization_config.quant_method is 'fp8', must be missing"},
+        {"\"num_key_value_heads\": 2", "\"num_key_value_heads\": 0", "num_key_value_heads is 0, must be from 1 to"},
+        {"\"head_dim\": 6", "\"head_dim\": 0", "head_dim is 0, must be from 1 to 2147483647"},
+        {"\"num_hidden_layers\": 2", "\"num_hidden_layers\": null", "num_hidden_layers: a whole number is missing"},
+        {"\"pretraining_tp\": 1", "\"vocab_size\": 61", "config.json: JSON, byte |the key 'vocab_size' is given twice"},
+        {"\"pretraining_tp\": 1", "\"x\": {\"y\": 1, \"z\": [{\"\\\\u0079\": 1, \"y\": 2}]}",
+         "the key 'y' is given twice"}};
     mt_context *ctx;
     mt_gpt_desc d;
     (void)state;
@@ -891,7 +908,12 @@ static void equal_configs(void **state) {
     static const char *const edits[] = {
         "s#\"rope_parameters\": {#\"rope_theta\": 500.0, \"other\": {#;s#\"rope_theta\": 500.0,$#\"x\": 1,#",
         "s#\"head_dim\": 6#\"head_dim\": null#", "s#\"pretraining_tp\": 1#\"rope_scaling\": null#",
-        "s#\"silu\"#\"swish\"#",
+        "s#\"silu\"#\"swish\"#", "s#\"pretraining_tp\": 1#\"sliding_window\": null#",
+        "s#\"pretraining_tp\": 1#\"sliding_window\": 12, \"partial_rotary_factor\": 1.0#",
+        "s#\"rope_type\": \"default\"#\"type\": \"default\", \"partial_rotary_factor\": null#",
+        "s#\"pretraining_tp\": 1#\"rope_scaling\": {\"type\": \"default\", \"rope_theta\": 500.0}#",
+        "s#\"model_type\": \"llama\"#\"x\": {\"vocab_size\": 7, \"y\": {\"vocab_size\": 8}}#",
+        "s#\"model_type\": \"llama\"#\"model_type\": null#;s#LlamaForCausalLM#LlamaModel#",
         /* rope_parameters counts, wherever the other one stands */
         "s#\"pretraining_tp\": 1#\"rope_theta\": 7.0#", "s#^{#{\"rope_theta\": 7.0,#"};
     mt_context *ctx;
@@ -912,6 +934,106 @@ static void equal_configs(void **state) {
     }
     forget("c");
     mt_context_destroy(ctx);
+}
+
+/* The config.json of a GPT-2 with other names of its numbers, and with members that change what it computes. words NULL:
+   it describes the same model. */
+static void gpt2_configs(void **state) {
+    static const struct {
+        const char *edit, *words;
+    } cases[] = {
+        {"s#\"n_head\"#\"num_attention_heads\"#", NULL},
+        {"s#\"n_embd\"#\"hidden_size\"#;s#\"n_layer\"#\"num_hidden_layers\"#", NULL},
+        {"s#\"n_positions\"#\"max_position_embeddings\"#", NULL},
+        {"s#\"n_head\"#\"num_attention_heads\": 8, \"n_head\"#", NULL},
+        {"s#\"n_positions\"#\"n_ctx\": 12, \"n_positions\"#", NULL},
+        {"s#\"model_type\": \"gpt2\"#\"x\": 1#", NULL},
+        {"s#\"reorder_and_upcast_attn\": false#\"reorder_and_upcast_attn\": true#", NULL},
+        {"s#\"n_head\"#\"num_attention_heads\": 4, \"n_head\"#",
+         "n_head is 8, but num_attention_heads, another name of it, is 4"},
+        {"s#\"n_embd\"#\"hidden_size\": 32, \"n_embd\"#", "n_embd is 16, but hidden_size, another name of it, is 32"},
+        {"s#\"n_layer\"#\"num_hidden_layers\": 3, \"n_layer\"#", "n_layer is 2, but num_hidden_layers"},
+        {"s#\"n_positions\"#\"max_position_embeddings\": 24, \"n_positions\"#",
+         "n_positions is 12, but max_position_embeddings"},
+        {"s#\"n_head\": 8#\"num_attention_heads\": 0#", "num_attention_heads is 0, must be from 1 to 2147483647"},
+        {"s#\"n_head\": 8#\"num_attention_heads\": null#", "num_attention_heads: a whole number is missing"},
+        {"s#\"n_positions\"#\"n_ctx\": 24, \"n_positions\"#", "n_ctx is 24, must be n_positions 12, or missing"},
+        {"s#\"n_inner\": 40#\"n_inner\": 0#", "n_inner is 0, must be from 1 to 2147483647"},
+        {"s#\"scale_attn_weights\": true#\"scale_attn_weights\": false#", "scale_attn_weights is false, must be true"},
+        {"s#\"scale_attn_by_inverse_layer_idx\": false#\"scale_attn_by_inverse_layer_idx\": true#",
+         "scale_attn_by_inverse_layer_idx is true, must be false"},
+        {"s#\"add_cross_attention\": false#\"add_cross_attention\": true#",
+         "add_cross_attention is true, must be false"},
+        {"s#\"gelu_new\"#\"silu\"#", "activation_function is 'silu', must be gelu_new"},
+        {"s#\"layer_norm_epsilon\": 0.0001#\"layer_norm_epsilon\": 1e-50#",
+         "layer_norm_epsilon is 1e-50, must be above 0"},
+        {"s#^{#{\"n_head\": 8,#", "config.json: JSON, byte |the key 'n_head' is given twice"},
+        {"s#\"model_type\": \"gpt2\"#\"x\": 1#;s#GPT2LMHeadModel#GPTNeoModel#",
+         "architectures is 'GPTNeoModel', must be a class of GPT2 or Llama"},
+        {"s#\"model_type\": \"gpt2\"#\"x\": 1#;s#GPT2LMHeadModel#BertModel#", "architectures is 'BertModel', must be"},
+        {"s#\"model_type\": \"gpt2\"#\"x\": 1#;s#\"architectures\"#\"y\"#",
+         "has no model_type, must have gpt2 or llama, or a class of GPT2 or Llama in architectures"},
+        {"s#\"model_type\": \"gpt2\"#\"x\": 1#;s#\"GPT2LMHeadModel\"#5#", "architectures.0: a string is missing"}};
+    mt_context *ctx;
+    mt_gpt_desc want, d;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_gpt_desc_read(ctx, gpt2_model, &want));
+    shell("cp -r %s '%s'", gpt2_model, in_scratch("c"));
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_status status;
+        shell("sed '%s' %s/config.json > '%s'", cases[i].edit, gpt2_model, in_scratch("c/config.json"));
+        shell("! cmp -s %s/config.json '%s'", gpt2_model, in_scratch("c/config.json"));
+        status = mt_gpt_desc_read(ctx, in_scratch("c"), &d);
+        if (cases[i].words) {
+            REFUSED(ctx, MT_ERR_DATA, cases[i].words, status);
+            continue;
+        }
+        mti_described wanted = mti_describe_gpt(&want), described = mti_describe_gpt(&d);
+        ASSERT_STATUS(ctx, MT_SUCCESS, status);
+        assert_int_equal(mti_described_differ(&described, &wanted), -1);
+        import((source){.directory = in_scratch("c"), .golden = gpt2_model, .tp = 2});
+    }
+    forget("c");
+    mt_context_destroy(ctx);
+}
+
+/* An index that names a tensor twice, once with an escape, or has weight_map twice. */
+static void keys_given_twice(void **state) {
+    static const char *const edits[][2] = {
+        {"s#\"weight_map\": {#\"weight_map\": {\"lm_head.\\\\u0077eight\": \"x\",#",
+         "the key 'lm_head.weight' is given twice"},
+        {"s#\"weight_map\": {#\"weight_map\": {}, \"weight_map\": {#", "the key 'weight_map' is given twice"},
+        {"s#\"metadata\": {#\"metadata\": {\"a\": 1, \"a\": 1,#", "the key 'a' is given twice in one object"}};
+    const char *index = "c/model.safetensors.index.json";
+    mt_context *ctx;
+    mt_safetensors_set *set;
+    char words[200];
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    for (int i = 0; i < 3; i++) {
+        shell("cp -r %s '%s'", llama_model, in_scratch("c"));
+        shell("sed -i '%s' '%s'", edits[i][0], in_scratch(index));
+        print_to(words, sizeof words, "c/model.safetensors.index.json: JSON, byte |%s", edits[i][1]);
+        REFUSED(ctx, MT_ERR_DATA, words, mt_safetensors_set_open(ctx, in_scratch("c"), "model", &set));
+        forget("c");
+    }
+    mt_context_destroy(ctx);
+}
+
+/* A config.json without model_type is saved with it. */
+static void saved_with_a_model_type(void **state) {
+    source s = {.directory = in_scratch("c"), .golden = gpt2_model, .tp = 2, .to = "a"};
+    (void)state;
+    shell("cp -r %s '%s'", gpt2_model, in_scratch("c"));
+    shell("sed -i '/model_type/d' '%s'", in_scratch("c/config.json"));
+    import(s);
+    shell("grep -q '\"model_type\": \"gpt2\"' '%s'", in_scratch("a/step-00000005/config.json"));
+    shell("grep -q a_member_of_another_program '%s'", in_scratch("a/step-00000005/config.json"));
+    s.directory = in_scratch("a/step-00000005"), s.to = NULL;
+    import(s);
+    forget("a");
+    forget("c");
 }
 
 /* A model that differs in one thing is refused with the name of the field and its values in words. */
@@ -1064,6 +1186,9 @@ int main(void) {
         cmocka_unit_test(unknown_parts),
         cmocka_unit_test(refused_configs),
         cmocka_unit_test(equal_configs),
+        cmocka_unit_test(gpt2_configs),
+        cmocka_unit_test(keys_given_twice),
+        cmocka_unit_test(saved_with_a_model_type),
         cmocka_unit_test(other_models),
         cmocka_unit_test(words_of_enums),
     };
