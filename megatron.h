@@ -68,7 +68,7 @@
    Threads: A rank is one thread, with a context, communicators and a registry of its own.
    Macros:  mt_comm.h lists those that configure the implementation.
 
-   Sections of the implementation: >>mlp >>attention >>cross >>layer >>model >>gpt >>bert >>checkpoint */
+   Sections of the implementation: >>mlp >>attention >>cross >>layer >>model >>gpt >>bert >>flops >>checkpoint */
 
 #include "mt_parallel.h" /* outside the guard: a second #include may add the implementation */
 
