@@ -1338,6 +1338,19 @@ static int64_t stage_parameters(const trainer *t) {
     return n;
 }
 
+/* Plans a load, which takes the arena for a shard of a parameter in f32: it may be more than a step of short sequences
+   needs. */
+static mt_status plan_load(const trainer *t) {
+    size_t mark = mt_arena_mark(t->ctx);
+    mt_tensor shard;
+    for (int i = 0; i < mt_params_count(t->params); i++) {
+        const mt_param *p = mt_params_at(t->params, i);
+        MT_TRY(mt_arena_tensor(t->ctx, MT_F32, p->value.rows, p->value.cols, &shard));
+        mt_arena_release(t->ctx, mark);
+    }
+    return MT_SUCCESS;
+}
+
 /* Runs one step of a stage on the meta device, which computes nothing, to measure the memory that a rank needs. */
 static mt_status plan_stage(job *job, int stage, trainer *t) {
     needs *n = &job->stages[stage];
@@ -1357,6 +1370,7 @@ static mt_status plan_stage(job *job, int stage, trainer *t) {
     MT_TRY(evaluate(t, means));
     MT_TRY(finish(t));
     MT_TRY(save(t, 0));
+    if (job->o.init_from || job->o.resume) MT_TRY(plan_load(t));
     n->arena = mt_arena_peak(t->ctx);
     return MT_SUCCESS;
 }

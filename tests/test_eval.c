@@ -470,6 +470,50 @@ static void test_weights_that_are_not_finite(void **state) {
 /* ---- what is refused --------------------------------------------------------------------------------------------- */
 
 /* Expects this sentence for the flags and a file of these tokens. */
+/* Saves a model whose largest weight has more bytes in f32 than an evaluation of short windows needs. */
+static mt_status save_wide_model(mt_comm *world, void *user) {
+    mt_grid_desc shape = {.tp = 1};
+    mt_gpt_desc desc = {.vocab = VOCAB,
+                        .layers = 2,
+                        .max_seq = CONTEXT,
+                        .layer = {.hidden = 64, .heads = 8, .ffn = 1024, .activation = MT_SWIGLU}};
+    mt_checkpoint_desc files = {.directory = in_scratch("wide")};
+    mt_training_state step = {.step = 3};
+    mt_grid grid;
+    mt_context *ctx;
+    mt_params *params;
+    mt_checkpoint *checkpoint;
+    mt_gpt gpt;
+    (void)user;
+    MT_TRY(mt_context_create(world, NULL, &ctx));
+    MT_TRY(mt_grid_create(world, &shape, &grid));
+    MT_TRY(mt_params_create(ctx, &grid, &params));
+    MT_TRY(mt_gpt_create(ctx, params, &desc, &gpt));
+    MT_TRY(mt_params_init(ctx, params, 5));
+    MT_TRY(mt_gpt_checkpoint_create(ctx, params, &gpt, &files, &checkpoint));
+    MT_TRY(mt_checkpoint_save(ctx, checkpoint, &step));
+    mt_checkpoint_destroy(ctx, checkpoint);
+    mt_params_destroy(params);
+    mt_grid_destroy(&grid);
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+static void test_loading_fits_into_the_plan(void **state) {
+    static const char *const flags[] = {"--dtype f32", "--dtype bf16", "--dtype f16 --tp 2", "--dtype bf16 --pp 2"};
+    static const char *const data[] = {"text.bin --seq 2", "cloze.bin"};
+    char words[WORDS];
+    mt_launch_desc one = {.ranks = 1};
+    (void)state;
+    assert_int_equal(mt_launch(&one, save_wide_model, NULL), MT_SUCCESS);
+    for (size_t i = 0; i < COUNT(flags) * COUNT(data); i++) {
+        print_to(words, sizeof words, "--init-from %s --no-pinning --micro-batch 1 %s --data tests/golden/eval/%s",
+                 in_scratch("wide"), flags[i / 2], data[i % 2]);
+        expect_success(words);
+    }
+    forget("wide");
+}
+
 static void refuse_file(const char *sentence, const int32_t *tokens, int count, const int32_t *table, int passages) {
     char words[WORDS];
     write_bin("bad.bin", tokens, count, 0, table, passages);
@@ -569,6 +613,7 @@ int main(void) {
         cmocka_unit_test(test_ties_and_padded_vocabulary),
         cmocka_unit_test(test_results_that_are_not_finite),
         cmocka_unit_test(test_weights_that_are_not_finite),
+        cmocka_unit_test(test_loading_fits_into_the_plan),
         cmocka_unit_test(test_bad_files),
         cmocka_unit_test(test_flags_of_the_shape),
         cmocka_unit_test(test_bad_flags),

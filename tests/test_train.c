@@ -802,6 +802,34 @@ static void test_sampling_fits_into_the_plan(void **state) {
         }
 }
 
+/* A load needs memory for a shard of a parameter in f32, which may be more than a step of short sequences needs. */
+static void test_loading_fits_into_the_plan(void **state) {
+    static const char *const splits[] = {"--dtype f32 --tp 1",
+                                         "--dtype bf16 --tp 1",
+                                         "--dtype f16 --tp 2",
+                                         "--dtype bf16 --tp 1 --pp 2",
+                                         "--dtype f32 --tp 1 --dp 2 --batch 2 --use-distributed-optimizer",
+                                         "--dtype f16 --tp 1 --dp 2 --batch 2 --use-distributed-optimizer"};
+    static const char *const run = "--data LICENSE --eval-interval 0 --sample 0 --no-pinning --batch 1 ";
+    char words[WORDS];
+    (void)state;
+    print_to(words, sizeof words,
+             "%s --steps 1 --tp 1 --layers 2 --hidden 64 --heads 8 --seq 8 --ffn 1024 --activation swiglu "
+             "--checkpoint %s",
+             run, in_scratch("model"));
+    expect_success(words);
+    for (size_t i = 0; i < COUNT(splits); i++) {
+        print_to(words, sizeof words, "%s --steps 1 --seq 2 --init-from %s %s --checkpoint %s", run,
+                 in_scratch("model"), splits[i], in_scratch("runs"));
+        expect_success(words);
+        print_to(words, sizeof words, "%s --steps 2 --seq 2 %s --checkpoint %s --resume", run, splits[i],
+                 in_scratch("runs"));
+        expect_success(words);
+        forget("runs");
+    }
+    forget("model");
+}
+
 /* A run that is refused leaves the log of the previous run unchanged. */
 static void test_refusal_keeps_the_log(void **state) {
     char words[WORDS], text[64];
@@ -1525,6 +1553,7 @@ int main(void) {
         cmocka_unit_test(test_token_beyond_the_vocabulary),
         cmocka_unit_test(test_token_beyond_in_own_data),
         cmocka_unit_test(test_sampling_fits_into_the_plan),
+        cmocka_unit_test(test_loading_fits_into_the_plan),
         cmocka_unit_test(test_refusal_keeps_the_log),
         cmocka_unit_test(test_log_of_another_run),
         cmocka_unit_test(test_checkpoints),
