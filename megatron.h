@@ -1014,8 +1014,9 @@ MT_API double mt_bert_flops(const mt_bert_desc *desc, int64_t sequences, int64_t
                        kv_heads, biases everywhere or nowhere
    mt_checkpoint_import reads files that transformers wrote, with or without the first word of the names
    ("transformer.", "model."), and converts them to the qkv_layout and the rotary_form of the model. Import ignores
-   causal masks and frequencies in the files and, when the head is tied, lm_head.weight. When load or import has read a
-   config.json of this model, saves keep its members (token ids, dropout, ...), and generation_config.json.
+   causal masks and frequencies in the files, and warns of those that are not what transformers computes. When the head
+   is tied, lm_head.weight must be equal to the embedding (MT_ERR_DATA), or is read in its place. When load or import
+   has read a config.json of this model, saves keep its members (token ids, dropout, ...), and generation_config.json.
    Any other GPT is stored with the names, shapes and layouts of the registry. Files never have the padding of
    mt_gpt_desc.padded_vocab, so they load with any padded_vocab.
 
@@ -1031,7 +1032,9 @@ MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, co
    shapes and layouts of the registry.
    mt_checkpoint_import reads files of BertForPreTraining, BertForMaskedLM and BertModel, also with the older names of
    norms (LayerNorm.gamma, LayerNorm.beta). Parameters of heads that the files do not have keep their values, which
-   needs mt_params_init before. A model with no_binary_head ignores pooler and sentence order in the files. */
+   needs mt_params_init before. A model with no_binary_head ignores pooler and sentence order in the files, and warns.
+   cls.predictions.decoder.weight and .bias must be equal to the embedding and to cls.predictions.bias (MT_ERR_DATA), or
+   are read in their place. */
 MT_API mt_status mt_bert_checkpoint_create(mt_context *ctx, mt_params *params, const mt_bert *bert,
                                            const mt_checkpoint_desc *desc, mt_checkpoint **out);
 
@@ -4758,7 +4761,7 @@ static const mt_tensor_name mti_gpt2_names[] = {
     {"transformer.h.#.attn.bias", NULL, 0, 0}, /* the causal mask, in files of older versions */
     {"transformer.h.#.attn.masked_bias", NULL, 0, 0},
     {"lm_head.weight", "output_layer.weight", 0, 0},
-    {"lm_head.weight", NULL, 0, 0}};
+    {"lm_head.weight", "embedding.word_embeddings.weight", 0, MT_TENSOR_COPY}};
 
 static const mt_tensor_name mti_llama_names[] = {
     {"model.embed_tokens.weight", "embedding.word_embeddings.weight", 0, 0},
@@ -4787,7 +4790,7 @@ static const mt_tensor_name mti_llama_names[] = {
     {"model.layers.#.mlp.down_proj.bias", MTI_LAYER "mlp.linear_fc2.bias", 0, 0},
     {"model.layers.#.self_attn.rotary_emb.inv_freq", NULL, 0, 0}, /* in files of older versions */
     {"lm_head.weight", "output_layer.weight", 0, 0},
-    {"lm_head.weight", NULL, 0, 0}};
+    {"lm_head.weight", "embedding.word_embeddings.weight", 0, MT_TENSOR_COPY}};
 
 #define MTI_BERT "bert.encoder.layer.#."
 #define MTI_ENCODER "encoder.layers.#."
@@ -4827,8 +4830,8 @@ static const mt_tensor_name mti_bert_names[] = {
     {"cls.predictions.transform.LayerNorm.weight", "lm_head.layer_norm.weight", 0, MT_TENSOR_OPTIONAL},
     {"cls.predictions.transform.LayerNorm.bias", "lm_head.layer_norm.bias", 0, MT_TENSOR_OPTIONAL},
     {"cls.predictions.bias", "output_layer.bias", 0, MT_TENSOR_OPTIONAL},
-    {"cls.predictions.decoder.weight", NULL, 0, 0}, /* copies of the embedding and of cls.predictions.bias */
-    {"cls.predictions.decoder.bias", NULL, 0, 0},
+    {"cls.predictions.decoder.weight", "embedding.word_embeddings.weight", 0, MT_TENSOR_COPY},
+    {"cls.predictions.decoder.bias", "output_layer.bias", 0, MT_TENSOR_COPY},
     {"bert.embeddings.position_ids", NULL, 0, 0}, /* in files of older versions */
     {"bert.pooler.dense.weight", "pooler.dense.weight", 0, MT_TENSOR_OPTIONAL},
     {"bert.pooler.dense.bias", "pooler.dense.bias", 0, MT_TENSOR_OPTIONAL},
@@ -5045,8 +5048,8 @@ static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
 }
 
 /* The members of a Llama's config.json that are not members of mt_gpt_desc. Texts are truncated when longer; every
-   accepted value fits. theta: of rope_parameters, rope_theta and rope_scaling; -1: not there. factor: of rope_parameters
-   and rope_scaling. partial: partial_rotary_factor of the config and of both */
+   accepted value fits. theta: of rope_parameters, rope_theta and rope_scaling; -1: not there. factor: of
+   rope_parameters and rope_scaling. partial: partial_rotary_factor of the config and of both */
 typedef struct mti_llama {
     double eps, theta[3], factor[2], partial[3];
     int64_t head_dim, window;
@@ -5527,8 +5530,121 @@ static const char *mti_described_value(mti_described *m, int i, char text[MT_FIE
     return text;
 }
 
+/* -- tensors that are no parameters: transformers computes their values anew, and does not read them -- */
+
+/* A constant that files of transformers may have: the end of its name, and what it is. */
+typedef enum mti_constant { MTI_MASK, MTI_MASK_VALUE, MTI_FREQUENCIES, MTI_POSITIONS, MTI_CONSTANTS } mti_constant;
+static const char *const mti_constants[][2] = {{".attn.bias", "the causal mask"},
+                                               {".attn.masked_bias", "-10000 or less"},
+                                               {".rotary_emb.inv_freq", "the frequencies of rope_theta"},
+                                               {"embeddings.position_ids", "0, 1, 2, ..."}};
+
+static int mti_ends_with(const char *text, const char *end) {
+    size_t n = strlen(text), m = strlen(end);
+    return n >= m && strcmp(text + n - m, end) == 0;
+}
+
+/* Returns element i of the bytes of a tensor, or NAN for a type that no constant has. */
+static double mti_constant_element(const char *dtype, const unsigned char *bytes, int64_t i) {
+    int64_t whole;
+    double wide;
+    uint16_t bits;
+    float x;
+    if (strcmp(dtype, "BOOL") == 0 || strcmp(dtype, "U8") == 0) return bytes[i];
+    memcpy(&wide, bytes + 8 * i, sizeof wide);
+    memcpy(&whole, bytes + 8 * i, sizeof whole);
+    if (strcmp(dtype, "I64") == 0) return (double)whole;
+    if (strcmp(dtype, "F64") == 0) return wide;
+    memcpy(&x, bytes + 4 * i, sizeof x);
+    if (strcmp(dtype, "F32") == 0) return (double)x;
+    memcpy(&bits, bytes + 2 * i, sizeof bits);
+    if (strcmp(dtype, "BF16") != 0 && strcmp(dtype, "F16") != 0) return NAN;
+    mt_f32_from_16bit(strcmp(dtype, "BF16") == 0 ? MT_BF16 : MT_F16, &bits, &x, 1);
+    return (double)x;
+}
+
+/* Returns 1 when x is the constant's element i in a tensor whose last size is n. Frequencies may have been rounded to
+   16 bits. */
+static int mti_constant_is(const mti_described *m, mti_constant which, int64_t i, int64_t n, double x) {
+    double frequency = which == MTI_FREQUENCIES ? pow((double)m->d.layer.rotary_base, -(double)i / (double)n) : 0;
+    if (which == MTI_MASK) return x == (i % n <= i / n % n);
+    if (which == MTI_MASK_VALUE) return x <= -9900; /* -10000 in bf16 is -9984 */
+    if (which == MTI_FREQUENCIES) return fabs(x - frequency) <= 0.01 * frequency + 1e-7;
+    return x == (double)(i % n);
+}
+
+/* Checks the shape of a constant. */
+static int mti_constant_fits(const mti_described *m, mti_constant which, const mt_safetensors_tensor *t) {
+    int64_t n = t->dims > 0 ? t->shape[t->dims - 1] : 1;
+    if (which == MTI_MASK) return t->dims >= 2 && t->shape[t->dims - 2] == n;
+    return which != MTI_FREQUENCIES || (t->dims == 1 && 2 * n == m->d.layer.hidden / m->d.layer.heads);
+}
+
+/* Writes whether a tensor has the values of a constant to *is. */
+static mt_status mti_constant_read(mt_context *ctx, const mti_described *m, mti_constant which,
+                                   const mt_safetensors_tensor *t, int *is) {
+    enum { BYTES = 8192 };
+    unsigned char block[BYTES + 8]; /* mti_constant_element reads 8 bytes of each element */
+    int64_t elements = 1, size, per, i, k, last = t->dims > 0 ? t->shape[t->dims - 1] : 1;
+    int d;
+    for (d = 0; d < t->dims; d++) elements *= t->shape[d];
+    *is = mti_constant_fits(m, which, t);
+    if (!*is || elements == 0) return MT_SUCCESS;
+    size = t->bytes / elements;
+    per = size > 0 ? BYTES / 8 : 0;
+    memset(block, 0, sizeof block);
+    for (i = 0; i < elements && *is; i += per) {
+        int64_t n = mt_min(per, elements - i);
+        MT_TRY(mt_safetensors_read_bytes(ctx, t, i * size, n * size, block));
+        for (k = 0; k < n && *is; k++)
+            *is = mti_constant_is(m, which, i + k, last, mti_constant_element(t->dtype, block, k));
+    }
+    return MT_SUCCESS;
+}
+
+/* Warns of a constant with other values than transformers computes, because they are not used. */
+static mt_status mti_constant_check(mt_context *ctx, const mti_described *m, const char *directory,
+                                    const mt_safetensors_tensor *t) {
+    char text[MT_PATH_MAX + 512];
+    int which = 0, is = 1;
+    while (which < MTI_CONSTANTS && !mti_ends_with(t->name, mti_constants[which][0])) which++;
+    if (which < MTI_CONSTANTS) MT_TRY(mti_constant_read(ctx, m, (mti_constant)which, t, &is));
+    if (is) return MT_SUCCESS;
+    snprintf(text, sizeof text, "%s: '%.200s' is not %s; it is not used", directory, t->name, mti_constants[which][1]);
+    mt_log(ctx, MT_LOG_WARNING, text);
+    return MT_SUCCESS;
+}
+
+/* Returns 1 for a tensor of the pooler or of sentence order. */
+static int mti_is_binary(const char *name) {
+    return mti_ends_with(name, "pooler.dense.weight") || mti_ends_with(name, "pooler.dense.bias") ||
+           strncmp(name, "cls.seq_relationship.", 21) == 0;
+}
+
+/* Looks at the tensors of files of transformers that are no parameters of the model. */
+static mt_status mti_unused_check(mt_context *ctx, const mti_described *m, const char *directory,
+                                  const mt_safetensors_set *files) {
+    char text[MT_PATH_MAX + 512];
+    const mt_safetensors *file;
+    int f, i, unused = 0;
+    text[0] = 0;
+    for (f = 0; (file = mt_safetensors_set_file(files, f)) != NULL; f++)
+        for (i = 0; i < mt_safetensors_count(file); i++) {
+            const mt_safetensors_tensor *t = mt_safetensors_at(file, i);
+            MT_TRY(mti_constant_check(ctx, m, directory, t));
+            if (!m->is_bert || !m->no_binary_head || !mti_is_binary(t->name)) continue;
+            if (unused++ == 0)
+                snprintf(text, sizeof text,
+                         "%s: '%.200s' is not used, because the model has no_binary_head; nor are the other tensors of "
+                         "the pooler and of sentence order",
+                         directory, t->name);
+        }
+    if (unused) mt_log(ctx, MT_LOG_WARNING, text);
+    return MT_SUCCESS;
+}
+
 /* Returns MT_ERR_DATA when the files describe another model. */
-static mt_status mti_described_check(mt_context *ctx, mti_described *ours, const char *directory,
+static mt_status mti_described_check(mt_context *ctx, mti_described *ours, const mt_grid *grid, const char *directory,
                                      const mt_safetensors_set *files) {
     char their_text[MT_FIELD_TEXT_MAX], our_text[MT_FIELD_TEXT_MAX];
     mti_described theirs;
@@ -5537,7 +5653,7 @@ static mt_status mti_described_check(mt_context *ctx, mti_described *ours, const
     MT_TRY(mti_described_source(ctx, directory, files, ours->is_bert, &known, &theirs));
     if (!mti_described_has(files, ours->is_bert)) mti_described_adopt(&theirs, ours);
     i = known ? mti_described_differ(&theirs, ours) : -1;
-    if (i < 0) return MT_SUCCESS;
+    if (i < 0) return mt_comm_rank(grid->world) == 0 ? mti_unused_check(ctx, ours, directory, files) : MT_SUCCESS;
     mti_described_field(ours, i, &f);
     return mt_fail(ctx, MT_ERR_DATA, "%s: its model has %s %s, this one %s", directory, strchr(f.name, '.') + 1,
                    mti_described_value(&theirs, i, their_text), mti_described_value(ours, i, our_text));
@@ -5545,14 +5661,16 @@ static mt_status mti_described_check(mt_context *ctx, mti_described *ours, const
 
 static mt_status mti_gpt_check(mt_context *ctx, const void *model, const char *directory,
                                const mt_safetensors_set *files) {
-    mti_described ours = mti_describe_gpt(&((const mt_gpt *)model)->desc);
-    return mti_described_check(ctx, &ours, directory, files);
+    const mt_gpt *gpt = (const mt_gpt *)model;
+    mti_described ours = mti_describe_gpt(&gpt->desc);
+    return mti_described_check(ctx, &ours, gpt->model.grid, directory, files);
 }
 
 static mt_status mti_bert_check(mt_context *ctx, const void *model, const char *directory,
                                 const mt_safetensors_set *files) {
-    mti_described ours = mti_describe_bert(&((const mt_bert *)model)->desc);
-    return mti_described_check(ctx, &ours, directory, files);
+    const mt_bert *bert = (const mt_bert *)model;
+    mti_described ours = mti_describe_bert(&bert->desc);
+    return mti_described_check(ctx, &ours, bert->model.grid, directory, files);
 }
 
 /* The same with a table of the program: only metadata describe the model. */

@@ -1301,6 +1301,11 @@ MT_API const char *mt_safetensors_metadata(const mt_safetensors *file, const cha
    out is undefined. */
 MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tensor *tensor, float *out);
 
+/* Writes `bytes` bytes of a tensor of any type, from byte `at` of its data on, to out, as they are in the file.
+   MT_ERR_ARGUMENT: the tensor does not have these bytes. MT_ERR_IO: as for mt_safetensors_read. */
+MT_API mt_status mt_safetensors_read_bytes(mt_context *ctx, const mt_safetensors_tensor *tensor, int64_t at,
+                                           int64_t bytes, void *out);
+
 /* Writes a file in the same format:
        mt_setting about[] = {{"format", "pt"}, {"step", "100"}};
        int64_t shape[] = {4, 6};
@@ -1312,8 +1317,8 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
    The header precedes the data, so add every tensor before the first write. The data are written to PATH.tmp; finish
    renames it to PATH. Until finish has succeeded, PATH is as before. The first write creates PATH.tmp and locks it
    (flock): a second writer of the same PATH, also of another process, gets MT_ERR_IO until the first one is finished or
-   destroyed. A PATH.tmp that a killed run has left is replaced. The metadata begin with a checksum of the file, as those
-   of a checkpoint do. */
+   destroyed. A PATH.tmp that a killed run has left is replaced. The metadata begin with a checksum of the file, as
+   those of a checkpoint do. */
 typedef struct mt_safetensors_writer mt_safetensors_writer; /* opaque */
 
 /* create:  metadata: `count` names and values, UTF-8; NULL if count is 0. mt_field_text writes a number as text.
@@ -1459,7 +1464,11 @@ typedef enum mt_tensor_flags {
     MT_TENSOR_TRANSPOSED = 1,
     /* an import may lack the tensor: its parameter keeps its value, and import logs a warning. MT_ERR_ARGUMENT: the
        parameter has no value yet; call mt_params_init before. mt_checkpoint_load needs all tensors */
-    MT_TENSOR_OPTIONAL = 2
+    MT_TENSOR_OPTIONAL = 2,
+    /* files may have the whole parameter again under this name, in the layout of its other row, as those of a tied head
+       may. Save does not write the tensor. Load and import refuse one with other values (MT_ERR_DATA), and read it when
+       the tensor of the other row is missing. part must be 0 in both rows */
+    MT_TENSOR_COPY = 4
 } mt_tensor_flags;
 
 /* A row of an mt_tensor_table. */
@@ -1578,9 +1587,9 @@ MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
 
 /* Saves a checkpoint of step state->step. Collective over the grid's world, as load and import are. The ranks compare
    state, fields and the optimizer's step: when they differ, every rank returns MT_ERR_MISMATCH, whose message has both
-   values and their ranks, and nothing is written. Removes the oldest checkpoints, so that desc.keep of them remain, and the files that
-   a killed save has left behind. When something cannot be removed, save logs a warning, and the next save tries again.
-   A symbolic link is removed, but not its target. On MT_DEVICE_META no file is touched.
+   values and their ranks, and nothing is written. Removes the oldest checkpoints, so that desc.keep of them remain, and
+   the files that a killed save has left behind. When something cannot be removed, save logs a warning, and the next
+   save tries again. A symbolic link is removed, but not its target. On MT_DEVICE_META no file is touched.
    MT_ERR_IO: no space, no permission, a checkpoint of this step or a later one exists, or another run holds the lock.
    MT_ERR_DATA: the note, a text or a name is not UTF-8, or an element of a parameter or of the optimizer's state is
    not finite; the message names the tensor. MT_ERR_ARGUMENT: state, fields or the optimizer's step on some
@@ -7649,10 +7658,10 @@ static int mti_lock_wait(int fd) {
     return error;
 }
 
-/* Returns 1 when path is the file that is open as fd, not a link to it. */
+/* Returns 1 when path is the file that is open as fd. */
 static int mti_is_at(int fd, const char *path) {
     struct stat open_file, named;
-    return fstat(fd, &open_file) == 0 && lstat(path, &named) == 0 && open_file.st_dev == named.st_dev &&
+    return fstat(fd, &open_file) == 0 && stat(path, &named) == 0 && open_file.st_dev == named.st_dev &&
            open_file.st_ino == named.st_ino;
 }
 
@@ -8504,6 +8513,38 @@ MT_API mt_status mt_safetensors_read(mt_context *ctx, const mt_safetensors_tenso
         return mt_fail(ctx, MT_ERR_DTYPE, "mt_safetensors_read: '%.100s' is %s, must be F32, F64, BF16 or F16",
                        tensor->name, tensor->dtype);
     return mti_elements_read(ctx, tensor, 0, mti_tensor_elements(tensor), out);
+}
+
+MT_API mt_status mt_safetensors_read_bytes(mt_context *ctx, const mt_safetensors_tensor *tensor, int64_t at,
+                                           int64_t bytes, void *out) {
+    static const char *const function = "mt_safetensors_read_bytes";
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!tensor || !out || !tensor->file)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, out ? "tensor" : "out");
+    if (at < 0 || bytes < 0 || at > tensor->bytes || bytes > tensor->bytes - at)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %lld bytes from byte %lld of '%.100s', which has %lld bytes",
+                       function, (long long)bytes, (long long)at, tensor->name, (long long)tensor->bytes);
+    return mti_tensor_bytes(ctx, tensor, at, bytes, out);
+}
+
+enum { MTI_BLOCK_ELEMENTS = 1024 };
+
+/* Returns MT_ERR_DATA when two tensors of the same shape differ in an element. Both have types that can be read. */
+static mt_status mti_tensors_equal(mt_context *ctx, const mt_safetensors_tensor *copy, const mt_safetensors_tensor *t) {
+    float x[MTI_BLOCK_ELEMENTS], y[MTI_BLOCK_ELEMENTS];
+    int64_t elements = mti_tensor_elements(t), i, k, n;
+    for (i = 0; i < elements; i += n) {
+        n = mt_min(elements - i, (int64_t)MTI_BLOCK_ELEMENTS);
+        MT_TRY(mti_elements_read(ctx, copy, i, n, x));
+        MT_TRY(mti_elements_read(ctx, t, i, n, y));
+        for (k = 0; k < n; k++)
+            if (x[k] != y[k] && (x[k] == x[k] || y[k] == y[k]))
+                return mt_fail(ctx, MT_ERR_DATA,
+                               "%s: element %lld of '%.100s' is %g, but of '%.100s' %g; this model has one parameter "
+                               "for both",
+                               copy->file->path, (long long)(i + k), copy->name, (double)x[k], t->name, (double)y[k]);
+    }
+    return MT_SUCCESS;
 }
 
 /* Checks the bytes of a file against its checksum. *has is 1 when the file has a checksum; a file without one
@@ -9510,6 +9551,22 @@ static void mti_pattern_text(const char *pattern, int64_t number, char *text, si
     else snprintf(text, bytes, "%.*s%lld%s", (int)(place - pattern), pattern, (long long)number, place + 1);
 }
 
+/* Returns 1 when a row describes a parameter or a part of it, and *number, when its name is `param`. */
+static int mti_row_fits(const mt_tensor_table *table, int row, const char *param, int64_t *number) {
+    const mt_tensor_name *n = &table->names[row];
+    return n->param && !(n->flags & MT_TENSOR_COPY) && mti_pattern_fits(n->param, param, number);
+}
+
+/* Returns the row whose tensor a row with MT_TENSOR_COPY repeats, or -1. */
+static int mti_row_original(const mt_tensor_table *table, int row) {
+    int i;
+    for (i = 0; i < table->count; i++)
+        if (table->names[i].param && !(table->names[i].flags & MT_TENSOR_COPY) &&
+            strcmp(table->names[i].param, table->names[row].param) == 0)
+            return i;
+    return -1;
+}
+
 /* Returns the file's name of a row; bare: without the prefix of the table. */
 static const char *mti_row_file(const mt_tensor_table *table, int row, int bare) {
     const char *file = table->names[row].file;
@@ -9537,7 +9594,7 @@ static int64_t mti_named_rows(const mt_param *p) { return p->desc.rows == 1 ? p-
 static int64_t mti_named_cols(const mt_param *p) { return p->desc.rows == 1 ? 1 : p->desc.cols; }
 
 static mt_status mti_table_check(mt_context *ctx, const mt_tensor_table *table) {
-    int i;
+    int i, original;
     if (!table->names || table->count <= 0)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: the table has %d names", table->count);
     for (i = 0; i < table->count; i++) {
@@ -9552,6 +9609,13 @@ static mt_status mti_table_check(mt_context *ctx, const mt_tensor_table *table) 
         if (n->param && !strchr(n->param, '#') != !strchr(n->file, '#'))
             return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_checkpoint_create: only one of '%s' and '%s' has a number '#'",
                            n->file, n->param);
+        if (!(n->flags & MT_TENSOR_COPY)) continue;
+        original = n->param ? mti_row_original(table, i) : -1;
+        if (original < 0 || n->part != 0 || table->names[original].part != 0)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "mt_checkpoint_create: '%s' of the table has MT_TENSOR_COPY, but no other row has the whole "
+                           "parameter",
+                           n->file);
     }
     return MT_SUCCESS;
 }
@@ -9666,9 +9730,7 @@ static mt_status mti_map_build(mt_context *ctx, const mt_checkpoint *c, const mt
     map->table = table;
     if (table) MT_TRY(mti_table_check(ctx, table));
     for (i = 0; i < c->count; i++)
-        for (r = -1; r < rows; r++)
-            pieces += r < 0 || (table->names[r].param &&
-                                mti_pattern_fits(table->names[r].param, c->params->list[i]->name, &number));
+        for (r = -1; r < rows; r++) pieces += r < 0 || mti_row_fits(table, r, c->params->list[i]->name, &number);
     MT_TRY(mti_host_new(ctx, (size_t)pieces * sizeof *map->pieces, &memory));
     map->pieces = (mti_slice *)memory;
     MT_TRY(mti_host_new(ctx, (size_t)pieces * sizeof *map->tensors, &memory));
@@ -9678,7 +9740,7 @@ static mt_status mti_map_build(mt_context *ctx, const mt_checkpoint *c, const mt
     for (i = 0; i < c->count; i++) {
         map->begin[i] = map->piece_count;
         for (r = 0; r < rows; r++)
-            if (table->names[r].param && mti_pattern_fits(table->names[r].param, c->params->list[i]->name, &number))
+            if (mti_row_fits(table, r, c->params->list[i]->name, &number))
                 MT_TRY(mti_map_piece(ctx, c, map, i, r, number));
         if (map->piece_count == map->begin[i]) MT_TRY(mti_map_piece(ctx, c, map, i, -1, -1));
         MT_TRY(mti_map_covers(ctx, c, map, i));
@@ -10481,8 +10543,8 @@ static void mti_shape_text(const int64_t *shape, int dims, char *text, size_t by
 }
 
 /* Finds a tensor by its name in the table, or with another ending. */
-static const mt_safetensors_tensor *mti_source_find(const mt_safetensors_set *b, const mti_part *part,
-                                                    const char *name) {
+static const mt_safetensors_tensor *mti_source_named(const mt_safetensors_set *b, const mti_part *part,
+                                                     const char *name) {
     const mt_safetensors_tensor *found = mt_safetensors_set_find(b, name);
     const mt_tensor_table *table = part->map->table;
     char other[2 * MT_NAME_MAX + 64];
@@ -10495,6 +10557,75 @@ static const mt_safetensors_tensor *mti_source_find(const mt_safetensors_set *b,
         found = mt_safetensors_set_find(b, other);
     }
     return found;
+}
+
+/* Finds the tensor that one with this name repeats (MT_TENSOR_COPY). NULL: the name is none of a copy, or the files do
+   not have the other tensor. */
+static const mt_safetensors_tensor *mti_source_original(const mt_safetensors_set *b, const mti_part *part,
+                                                        const char *name) {
+    const mt_tensor_table *table = part->map->table;
+    char other[MT_NAME_MAX + 32];
+    int64_t number;
+    int i;
+    for (i = 0; table && i < table->count; i++) {
+        if (!(table->names[i].flags & MT_TENSOR_COPY)) continue;
+        if (!mti_pattern_fits(mti_row_file(table, i, part->bare), name, &number)) continue;
+        mti_pattern_text(mti_row_file(table, mti_row_original(table, i), part->bare), number, other, sizeof other);
+        return mti_source_named(b, part, other);
+    }
+    return NULL;
+}
+
+/* Finds a tensor by its name in the table, with another ending, or by the name of a copy. */
+static const mt_safetensors_tensor *mti_source_find(const mt_safetensors_set *b, const mti_part *part,
+                                                    const char *name) {
+    const mt_safetensors_tensor *found = mti_source_named(b, part, name);
+    const mt_tensor_table *table = part->map->table;
+    char copy[MT_NAME_MAX + 32];
+    int64_t number;
+    int i;
+    for (i = 0; !found && table && i < table->count; i++) {
+        if (!(table->names[i].flags & MT_TENSOR_COPY)) continue;
+        if (!mti_pattern_fits(mti_row_file(table, mti_row_original(table, i), part->bare), name, &number)) continue;
+        mti_pattern_text(mti_row_file(table, i, part->bare), number, copy, sizeof copy);
+        found = mt_safetensors_set_find(b, copy);
+    }
+    return found;
+}
+
+static mti_part mti_source_part(const mt_checkpoint *c, const mti_source *s) {
+    mti_part part = mti_model_part(c);
+    part.map = s->map;
+    part.bare = s->bare;
+    part.lenient = s->lenient;
+    return part;
+}
+
+/* Compares a tensor of the files with the one that it repeats, if it is a copy. */
+static mt_status mti_source_copy_check(mt_context *ctx, const mt_safetensors_set *b, const mti_part *part,
+                                       const mt_safetensors_tensor *t) {
+    const mt_safetensors_tensor *original = mti_source_original(b, part, t->name);
+    char theirs[192], ours[192];
+    if (!original) return MT_SUCCESS;
+    if (mti_safetensors_dtypes[mti_safetensors_dtype(t->dtype)].dtype < 0)
+        return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' is %s, must be F32, F64, BF16 or F16", b->path, t->name, t->dtype);
+    if (t->dims == original->dims && memcmp(t->shape, original->shape, sizeof t->shape) == 0)
+        return mti_tensors_equal(ctx, t, original);
+    mti_shape_text(t->shape, t->dims, theirs, sizeof theirs);
+    mti_shape_text(original->shape, original->dims, ours, sizeof ours);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: '%s' has shape [%s], but '%s' [%s]; this model has one parameter for both",
+                   b->path, t->name, theirs, original->name, ours);
+}
+
+/* Compares all copies in the model's files, on the first rank. */
+static mt_status mti_source_copies(mt_context *ctx, const mt_checkpoint *c, const mti_source *s) {
+    mti_part part = mti_source_part(c, s);
+    int i, k;
+    if (mt_comm_rank(c->params->grid->world) != 0) return MT_SUCCESS;
+    for (i = 0; i < s->model.count; i++)
+        for (k = 0; k < mt_safetensors_count(s->model.files[i]); k++)
+            MT_TRY(mti_source_copy_check(ctx, &s->model, &part, mt_safetensors_at(s->model.files[i], k)));
+    return MT_SUCCESS;
 }
 
 /* Returns 1 when the files have no tensor t of a part, and need not have it. */
@@ -10579,14 +10710,6 @@ static void mti_source_names(const mt_checkpoint *c, mti_source *s) {
     if (!s->bare && mti_files_have_own(c, &s->model)) s->map = &c->own;
 }
 
-static mti_part mti_source_part(const mt_checkpoint *c, const mti_source *s) {
-    mti_part part = mti_model_part(c);
-    part.map = s->map;
-    part.bare = s->bare;
-    part.lenient = s->lenient;
-    return part;
-}
-
 /* Reads a text that save keeps. It is copied into every checkpoint, so it must be a file of the folder and a JSON
    object: a folder from elsewhere must not make a save publish another file of the user. */
 static mt_status mti_given_read(mt_context *ctx, const char *directory, const char *name, char **out) {
@@ -10616,6 +10739,7 @@ static mt_status mti_source_open_model(mt_context *ctx, mt_checkpoint *c, const 
     mti_source_names(c, s);
     part = mti_source_part(c, s);
     MT_TRY(mti_source_check_part(ctx, c, &s->model, &part));
+    MT_TRY(mti_source_copies(ctx, c, s));
     return mti_source_given(ctx, c, directory, s);
 }
 
@@ -10661,11 +10785,12 @@ static mt_status mti_source_check_numbers(mt_context *ctx, const mt_checkpoint *
     return MT_SUCCESS;
 }
 
-/* Returns 1 for a tensor that the table has without a parameter. */
-static int mti_source_ignores(const mti_part *part, const char *name) {
+/* Returns 1 for a tensor that the table has without a parameter, and for a copy of one that the files have. */
+static int mti_source_ignores(const mt_safetensors_set *b, const mti_part *part, const char *name) {
     const mt_tensor_table *table = part->map->table;
     int64_t number;
     int i;
+    if (mti_source_original(b, part, name)) return 1;
     for (i = 0; table && i < table->count; i++)
         if (!table->names[i].param && mti_pattern_fits(mti_row_file(table, i, part->bare), name, &number)) return 1;
     return 0;
@@ -10679,7 +10804,7 @@ static mt_status mti_source_name_extra(mt_context *ctx, const mt_checkpoint *c, 
     for (f = 0; f < b->count; f++)
         for (k = 0; k < mt_safetensors_count(b->files[f]); k++) {
             const char *name = mt_safetensors_at(b->files[f], k)->name;
-            int ours = mti_source_ignores(part, name);
+            int ours = mti_source_ignores(b, part, name);
             for (what = part->first; what <= part->last && !ours; what++)
                 for (t = 0; t < part->map->tensor_count && !ours; t++) {
                     const mt_safetensors_tensor *found;
@@ -10711,7 +10836,7 @@ static mt_status mti_source_count(mt_context *ctx, const mt_checkpoint *c, const
     }
     for (i = 0; i < b->count; i++)
         for (k = 0; k < mt_safetensors_count(b->files[i]); k++)
-            has -= mti_source_ignores(part, mt_safetensors_at(b->files[i], k)->name);
+            has -= mti_source_ignores(b, part, mt_safetensors_at(b->files[i], k)->name);
     if (has == wanted) return MT_SUCCESS;
     if (mt_comm_size(pipeline) == 1) MT_TRY(mti_source_name_extra(ctx, c, b, part));
     return mt_fail(ctx, MT_ERR_DATA, "%s: has %lld tensors, the model %d", b->path, (long long)has, (int)wanted);

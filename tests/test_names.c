@@ -700,6 +700,265 @@ static void own_bert(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* ---- tensors that the model does not have ------------------------------------------------------------------------ */
+
+/* A tensor that is added to a copy of a model, with the bytes of another tensor or with given ones. */
+typedef struct added {
+    const char *name, *like; /* like: has the type, shape and bytes of this tensor; NULL: those below */
+    int change;              /* 1: the last element of `like` is changed; 2: only its half is there */
+    const char *dtype;
+    int dims;
+    int64_t shape[4];
+    const void *data;
+    const char *without; /* this tensor is left out; NULL: none */
+} added;
+
+static int64_t bytes_of_dtype(const char *dtype) {
+    if (strcmp(dtype, "U8") == 0 || strcmp(dtype, "BOOL") == 0) return 1;
+    if (strcmp(dtype, "I64") == 0) return 8;
+    return strcmp(dtype, "F32") == 0 ? 4 : 2;
+}
+
+/* Pass 0 adds the tensor to the header, pass 1 writes it. */
+static void write_added(mt_context *ctx, mt_safetensors_writer *w, const added *a, const mt_safetensors_tensor *like,
+                        int pass) {
+    int dims = like ? like->dims : a->dims;
+    const char *dtype = like ? like->dtype : a->dtype;
+    int64_t shape[4], bytes = bytes_of_dtype(dtype);
+    unsigned char *data;
+    for (int d = 0; d < dims; d++) {
+        shape[d] = like ? like->shape[d] : a->shape[d];
+        if (d == 0 && a->change == 2) shape[d] /= 2;
+        bytes *= shape[d];
+    }
+    if (pass == 0) ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, a->name, dtype, dims, shape));
+    if (pass == 0) return;
+    data = (unsigned char *)malloc((size_t)bytes);
+    assert_non_null(data);
+    memcpy(data, like ? like->data : a->data, (size_t)bytes);
+    if (a->change == 1) data[bytes - 1] ^= 0x40;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, data, (size_t)bytes));
+    free(data);
+}
+
+/* Writes the tensors of a model and one more. */
+static void copy_with(const char *from, const char *to, const added *a) {
+    mt_context *ctx;
+    mt_safetensors_set *set;
+    mt_safetensors_writer *w;
+    const mt_safetensors *file;
+    char path[MT_PATH_MAX];
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_set_open(ctx, from, "model", &set));
+    shell("rm -rf '%s' && mkdir '%s' && cp %s/config.json '%s'", to, to, from, to);
+    print_to(path, sizeof path, "%s/model.safetensors", to);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_create(ctx, path, NULL, 0, &w));
+    for (int pass = 0; pass < 2; pass++) {
+        for (int f = 0; (file = mt_safetensors_set_file(set, f)) != NULL; f++)
+            for (int i = 0; i < mt_safetensors_count(file); i++) {
+                const mt_safetensors_tensor *t = mt_safetensors_at(file, i);
+                if (a->without && strcmp(a->without, t->name) == 0) continue;
+                if (pass == 0)
+                    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, t->name, t->dtype, t->dims, t->shape));
+                else ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, t->data, (size_t)t->bytes));
+            }
+        write_added(ctx, w, a, a->like ? mt_safetensors_set_find(set, a->like) : NULL, pass);
+    }
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, w));
+    mt_safetensors_destroy(w);
+    mt_safetensors_set_close(set);
+    mt_context_destroy(ctx);
+}
+
+/* Imports on 2 ranks. words NULL: succeeds, else every rank gets this error. */
+typedef struct unused_run {
+    source s;
+    int is_bert;
+    const char *words;
+    char warnings[4096]; /* of all ranks */
+} unused_run;
+
+static pthread_mutex_t warnings_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+static void keep_warning(void *user, mt_log_level level, const char *message) {
+    unused_run *u = (unused_run *)user;
+    if (level != MT_LOG_WARNING) return;
+    pthread_mutex_lock(&warnings_mutex);
+    size_t n = strlen(u->warnings);
+    snprintf(u->warnings + n, sizeof u->warnings - n, "%s\n", message);
+    pthread_mutex_unlock(&warnings_mutex);
+}
+
+static mt_status unused_rank(mt_comm *world, void *user) {
+    unused_run *u = (unused_run *)user;
+    const mt_context_desc where = {.arena_bytes = 1 << 20, .logger = {keep_warning, u}};
+    const mt_checkpoint_desc c = {.directory = NULL};
+    mt_checkpoint *checkpoint;
+    mt_gpt_desc d;
+    mt_bert_desc b;
+    mt_bert bert;
+    replica m;
+    memset(&m, 0, sizeof m);
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &where, &m.r));
+    if (u->is_bert) {
+        MT_TRY(mt_bert_desc_read(m.r.ctx, u->s.directory, &b));
+        MT_TRY(mt_bert_create(m.r.ctx, m.r.params, &b, &bert));
+        MT_TRY(mt_params_init(m.r.ctx, m.r.params, 3));
+        MT_TRY(mt_bert_checkpoint_create(m.r.ctx, m.r.params, &bert, &c, &checkpoint));
+    } else {
+        MT_TRY(mt_gpt_desc_read(m.r.ctx, u->s.directory, &d));
+        MT_TRY(mt_gpt_create(m.r.ctx, m.r.params, &d, &m.gpt));
+        MT_TRY(mt_gpt_checkpoint_create(m.r.ctx, m.r.params, &m.gpt, &c, &checkpoint));
+    }
+    if (u->words) REFUSED(m.r.ctx, MT_ERR_DATA, u->words, mt_checkpoint_import(m.r.ctx, checkpoint, u->s.directory));
+    else MT_TRY(mt_checkpoint_import(m.r.ctx, checkpoint, u->s.directory));
+    if (!u->words && u->is_bert && !b.no_binary_head) MT_TRY(bert_logits(&m.r, &bert, 1));
+    if (!u->words && !u->is_bert && u->s.golden) MT_TRY(same_logits(&m, u->s.golden));
+    mt_checkpoint_destroy(m.r.ctx, checkpoint);
+    test_rank_close(&m.r);
+    return MT_SUCCESS;
+}
+
+/* Imports the copy of a model with one more tensor. warning: is logged once; NULL: nothing is logged. */
+static void import_with(const char *from, added a, const char *words, const char *warning) {
+    unused_run u = {.s = {.directory = in_scratch("c"), .golden = from}, .words = words};
+    char directory[SCRATCH_PATH];
+    print_to(directory, sizeof directory, "%s", in_scratch("c"));
+    u.s.directory = directory;
+    u.is_bert = strstr(from, "bert") != NULL;
+    copy_with(from, directory, &a);
+    test_launch(2, unused_rank, &u);
+    if (!words && !warning && u.warnings[0]) fail_msg("%s: logged %s", a.name, u.warnings);
+    if (warning && (!test_has_words(u.warnings, warning) || strchr(u.warnings, '\n')[1]))
+        fail_msg("%s: logged '%s', must be once '%s'", a.name, u.warnings, warning);
+    forget("c");
+}
+
+/* What a tied head has twice must be equal, and may be there only under its other name. */
+static void copies_in_files(void **state) {
+    static const char wte[] = "transformer.wte.weight", embed[] = "model.embed_tokens.weight",
+                      words[] = "bert.embeddings.word_embeddings.weight", bias[] = "cls.predictions.bias",
+                      decoder[] = "cls.predictions.decoder.weight", decoder_bias[] = "cls.predictions.decoder.bias";
+    const char *tied_llama = "tests/golden/llama_hf_tied";
+    (void)state;
+    for (int alone = 0; alone < 2; alone++) { /* on pipelines, where two stages have the weight */
+        copy_with(gpt2_model, in_scratch("c"),
+                  &(added){.name = "lm_head.weight", .like = wte, .without = alone ? wte : NULL});
+        import((source){.directory = in_scratch("c"), .golden = gpt2_model, .tp = 2, .pp = 2, .to = "a"});
+        same_tensors(in_scratch("a/step-00000005"), gpt2_model);
+        forget("a");
+    }
+    import_with(gpt2_model, (added){.name = "lm_head.weight", .like = wte}, NULL, NULL);
+    import_with(gpt2_model, (added){.name = "lm_head.weight", .like = wte, .without = wte}, NULL, NULL);
+    import_with(
+        gpt2_model, (added){.name = "lm_head.weight", .like = wte, .change = 1},
+        "element 975 of 'lm_head.weight' is |but of 'transformer.wte.weight'|this model has one parameter for both",
+        NULL);
+    import_with(gpt2_model, (added){.name = "lm_head.weight", .like = wte, .change = 2},
+                "'lm_head.weight' has shape [30, 16], but 'transformer.wte.weight' [61, 16]", NULL);
+    import_with(gpt2_model, (added){.name = "wte.weight", .like = wte}, "'wte.weight' is not a parameter of this model",
+                NULL);
+    import_with(tied_llama, (added){.name = "lm_head.weight", .like = embed}, NULL, NULL);
+    import_with(tied_llama, (added){.name = "lm_head.weight", .like = embed, .without = embed}, NULL, NULL);
+    import_with(tied_llama, (added){.name = "lm_head.weight", .like = embed, .change = 1},
+                "of 'lm_head.weight' is |but of 'model.embed_tokens.weight'", NULL);
+    import_with(bert_model, (added){.name = decoder, .like = words}, NULL, NULL);
+    import_with(bert_model, (added){.name = decoder, .like = words, .without = words}, NULL, NULL);
+    import_with(bert_model, (added){.name = decoder, .like = words, .change = 1},
+                "of 'cls.predictions.decoder.weight' is |but of 'bert.embeddings.word_embeddings.weight'", NULL);
+    import_with(bert_model, (added){.name = decoder_bias, .like = bias}, NULL, NULL);
+    import_with(bert_model, (added){.name = decoder_bias, .like = bias, .without = bias}, NULL, NULL);
+    import_with(bert_model, (added){.name = decoder_bias, .like = bias, .change = 1},
+                "element 60 of 'cls.predictions.decoder.bias' is |but of 'cls.predictions.bias'", NULL);
+    import_with(bert_model,
+                (added){.name = "bert.embeddings.LayerNorm.gamma", .like = "bert.embeddings.LayerNorm.weight"},
+                "'bert.embeddings.LayerNorm.gamma' is not a parameter of this model", NULL);
+}
+
+/* Constants that transformers computes anew: with other values, one rank warns. */
+static void constants_in_files(void **state) {
+    static const unsigned char mask[] = {1, 0, 0, 1, 1, 0, 1, 1, 1}, window[] = {1, 0, 0, 1, 1, 0, 0, 1, 1};
+    static const float ones[] = {1, 0, 1, 1}, full[] = {1, 1, 1, 1}, low = -1e4f, high = -1;
+    static const int64_t ids[] = {0, 1, 2}, shifted[] = {2, 3, 4};
+    static const char name[] = "transformer.h.1.attn.bias", value[] = "transformer.h.0.attn.masked_bias",
+                      inverse[] = "model.layers.0.self_attn.rotary_emb.inv_freq", at[] = "bert.embeddings.position_ids";
+    float right[3], wrong[3];
+    uint16_t rounded[3];
+    (void)state;
+    for (int i = 0; i < 3; i++) right[i] = powf(500.0f, -(float)i / 3), wrong[i] = powf(10000.0f, -(float)i / 3);
+    mt_f32_to_16bit(MT_BF16, right, rounded, 3);
+    import_with(gpt2_model, (added){name, .dtype = "BOOL", .dims = 4, .shape = {1, 1, 3, 3}, .data = mask}, NULL, NULL);
+    import_with(gpt2_model, (added){name, .dtype = "F32", .dims = 2, .shape = {2, 2}, .data = ones}, NULL, NULL);
+    import_with(gpt2_model, (added){value, .dtype = "F32", .dims = 0, .data = &low}, NULL, NULL);
+    import_with(gpt2_model, (added){name, .dtype = "U8", .dims = 4, .shape = {1, 1, 3, 3}, .data = window}, NULL,
+                "c: 'transformer.h.1.attn.bias' is not the causal mask; it is not used");
+    import_with(gpt2_model, (added){name, .dtype = "F32", .dims = 2, .shape = {2, 2}, .data = full}, NULL,
+                "'transformer.h.1.attn.bias' is not the causal mask");
+    import_with(gpt2_model, (added){value, .dtype = "F32", .dims = 0, .data = &high}, NULL,
+                "'transformer.h.0.attn.masked_bias' is not -10000 or less");
+    import_with(llama_model, (added){inverse, .dtype = "F32", .dims = 1, .shape = {3}, .data = right}, NULL, NULL);
+    import_with(llama_model, (added){inverse, .dtype = "BF16", .dims = 1, .shape = {3}, .data = rounded}, NULL, NULL);
+    import_with(llama_model, (added){inverse, .dtype = "F32", .dims = 1, .shape = {3}, .data = wrong}, NULL,
+                "rotary_emb.inv_freq' is not the frequencies of rope_theta");
+    import_with(bert_model, (added){at, .dtype = "I64", .dims = 2, .shape = {1, 3}, .data = ids}, NULL, NULL);
+    import_with(bert_model, (added){at, .dtype = "I64", .dims = 2, .shape = {1, 3}, .data = shifted}, NULL,
+                "'bert.embeddings.position_ids' is not 0, 1, 2, ...");
+    import_with(
+        bert_model,
+        (added){at, .dtype = "I64", .dims = 2, .shape = {1, 3}, .data = ids, .without = "cls.seq_relationship.weight"},
+        NULL, "'bert.pooler.dense.bias' is not used, because the model has no_binary_head");
+}
+
+/* A BERT whose config.json does not tie the head: an encoder has none, and a head may have the same weight. */
+static void berts_that_are_not_tied(void **state) {
+    static const char words[] = "bert.embeddings.word_embeddings.weight", decoder[] = "cls.predictions.decoder.weight";
+    mt_context *ctx;
+    mt_bert_desc d;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    for (int i = 0; i < 4; i++) {
+        unused_run u = {.s = {.directory = in_scratch("b")}, .is_bert = 1};
+        shell("mkdir '%s' && sed 's/\"tie_word_embeddings\": true/\"tie_word_embeddings\": false/' "
+              "tests/golden/bert_hf/config.json > '%s'",
+              in_scratch("b"), in_scratch("b/config.json"));
+        if (i == 0) copy_model(bert_model, in_scratch("b"), (changes){.without = {"cls."}});
+        if (i == 1) copy_model(bert_model, in_scratch("b"), (changes){.without = {NULL}});
+        if (i == 1)
+            REFUSED(ctx, MT_ERR_DATA, "config.json: tie_word_embeddings is false, must be true: the files have no cls.",
+                    mt_bert_desc_read(ctx, in_scratch("b"), &d));
+        if (i >= 2) copy_with(bert_model, in_scratch("t"), &(added){decoder, words, .change = i - 2});
+        if (i >= 2) shell("mv '%s' '%s'", in_scratch("t/model.safetensors"), in_scratch("b"));
+        if (i == 3) u.words = "of 'cls.predictions.decoder.weight' is |but of";
+        if (i != 1) test_launch(2, unused_rank, &u);
+        forget("b");
+        forget("t");
+    }
+    mt_context_destroy(ctx);
+}
+
+/* A BERT whose config.json has no model_type: its class counts, and without one it is a BERT. */
+static void berts_without_model_type(void **state) {
+    static const char *const edits[][2] = {{"/model_type/d", NULL},
+                                           {"/model_type/d;s/BertForPreTraining/BertModel/", NULL},
+                                           {"/model_type/d;s/\"architectures\"/\"x\"/", NULL},
+                                           {"/model_type/d;s/BertForPreTraining/RobertaModel/",
+                                            "architectures is 'RobertaModel', must be a class of BERT"},
+                                           {"/model_type/d;s/BertForPreTraining/BertGenerationEncoder/",
+                                            "architectures is 'BertGenerationEncoder', must be a class of BERT"}};
+    mt_context *ctx;
+    mt_bert_desc d;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    shell("cp -r %s '%s'", bert_model, in_scratch("c"));
+    for (int i = 0; i < 5; i++) {
+        shell("sed '%s' %s/config.json > '%s'", edits[i][0], bert_model, in_scratch("c/config.json"));
+        if (edits[i][1]) REFUSED(ctx, MT_ERR_DATA, edits[i][1], mt_bert_desc_read(ctx, in_scratch("c"), &d));
+        else run_bert((bert_run){.directory = in_scratch("c"), .tp = 2});
+    }
+    forget("c");
+    mt_context_destroy(ctx);
+}
+
 /* ---- a table of few rows ----------------------------------------------------------------------------------------- */
 
 /* On two pipeline stages, the second one has none of these parameters. */
@@ -936,8 +1195,8 @@ static void equal_configs(void **state) {
     mt_context_destroy(ctx);
 }
 
-/* The config.json of a GPT-2 with other names of its numbers, and with members that change what it computes. words NULL:
-   it describes the same model. */
+/* The config.json of a GPT-2 with other names of its numbers, and with members that change what it computes. words
+   NULL: it describes the same model. */
 static void gpt2_configs(void **state) {
     static const struct {
         const char *edit, *words;
@@ -1188,6 +1447,10 @@ int main(void) {
         cmocka_unit_test(equal_configs),
         cmocka_unit_test(gpt2_configs),
         cmocka_unit_test(keys_given_twice),
+        cmocka_unit_test(copies_in_files),
+        cmocka_unit_test(constants_in_files),
+        cmocka_unit_test(berts_that_are_not_tied),
+        cmocka_unit_test(berts_without_model_type),
         cmocka_unit_test(saved_with_a_model_type),
         cmocka_unit_test(other_models),
         cmocka_unit_test(words_of_enums),

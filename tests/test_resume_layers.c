@@ -814,7 +814,11 @@ static void wrong_tables(void **state) {
                  {{{"a", "first.weight", 0, 0}, {"a", "second.weight", 0, 0}}, "'a'|parts of different widths"},
                  {{{"a", "first.bias", 0, 0}, {"a", "second.weight", 0, 0}}, "'a'|parts of different widths"},
                  {{{"a", "first.weight", 0, 0}, {"a", "second.weight", 0, MT_TENSOR_TRANSPOSED}},
-                  "the rows of 'a'|do not agree on MT_TENSOR_TRANSPOSED"}};
+                  "the rows of 'a'|do not agree on MT_TENSOR_TRANSPOSED"},
+                 {{{"a", "first.weight", 0, MT_TENSOR_COPY}}, "'a'|MT_TENSOR_COPY, but no other row has the whole"},
+                 {{{"a", NULL, 0, MT_TENSOR_COPY}}, "'a'|MT_TENSOR_COPY, but no other row has the whole"},
+                 {{{"a", "first.weight", 0, 0}, {"b", "first.weight", 1, MT_TENSOR_COPY}},
+                  "'b'|MT_TENSOR_COPY, but no other row has the whole"}};
     static const mt_tensor_name all = {"a", "first.weight", 1, 0};
     job j = {.tp = 1, .directory = "w"};
     mt_checkpoint_format format = {.part = wrong_part};

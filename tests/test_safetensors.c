@@ -297,8 +297,8 @@ static char await(int fd) {
     return what;
 }
 
-/* A second writer of a path, in this process or in another one, is refused until the first is done. What a killed writer
-   has left is replaced, and so is a link. */
+/* A second writer of a path, in this process or in another one, is refused until the first is done. What a killed
+   writer has left is replaced, and so is a link. */
 static void two_writers(void **state) {
     static const char mine[17] = "0123456789abcdef", other[17] = "ABCDEFGHIJKLMNOP";
     const int64_t four = 4;
@@ -400,7 +400,8 @@ static void bad_headers(void **state) {
     expect("{" T("a", "F32", "[1]", "[0,4,4]") "}", 4, "not two numbers");
     expect("{" T("a", "F32", "[1]", "null") "}", 4, "not an array");
     expect("{\"a\":{\"dtype\":\"F32\",\"shape\":[1]}}", 4, "no dtype, shape or data_offsets");
-    expect("{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "dtype is given twice");
+    expect("{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4,
+           "dtype is given twice");
     expect("{" T("a", "F32", "[1]", "[0,4]") "," T("\\u0061", "F32", "[1]", "[0,4]") "}", 4, "'a' is given twice");
     expect("{" T("a", "F31", "[1]", "[0,4]") "}", 4, "F31");
     expect("{" T("a", "f32", "[1]", "[0,4]") "}", 4, "f32");
