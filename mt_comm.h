@@ -869,7 +869,8 @@ typedef void (*mt_range_function)(void *data, int thread, int64_t first, int64_t
 MT_API void mt_parallel_for(mt_context *ctx, int64_t count, int64_t grain, mt_range_function work, void *data);
 
 /* Adds the hash of x to *sum, as mt_hash in mt_kernels.cuh, on a context with data. x has elements of 2 or 4 bytes. On
-   MT_DEVICE_CUDA sum is in memory of the GPU, and the call does not wait. Errors: MT_ERR_SYSTEM (CUDA failed). */
+   MT_DEVICE_CUDA sum is in memory of the GPU, and the call does not wait. Errors: MT_ERR_ARGUMENT, MT_ERR_SHAPE,
+   MT_ERR_DTYPE, MT_ERR_SYSTEM (CUDA failed). */
 MT_API mt_status mt_hash_add(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                              uint64_t *sum);
 
@@ -1066,11 +1067,15 @@ static inline int mt_dtype_is_float(mt_dtype dtype) { return dtype == MT_F32 || 
 MT_API void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64_t n);
 MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t n);
 
-/* Arithmetic on sizes. mt_size_mul returns a * b, or -1 when a factor is negative or the product does not fit into
-   int64_t. */
+/* Arithmetic on sizes. mt_round_up returns the multiple of unit that is x or the next one, or INT64_MAX when it does
+   not fit; unit is at least 1, and x at least 0. mt_size_mul returns a * b, or -1 when a factor is negative or the
+   product does not fit into int64_t. */
 static inline int64_t mt_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t mt_max(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t mt_round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+static inline int64_t mt_round_up(int64_t x, int64_t unit) {
+    int64_t more = x % unit ? unit - x % unit : 0;
+    return x > INT64_MAX - more ? INT64_MAX : x + more;
+}
 static inline int64_t mt_size_mul(int64_t a, int64_t b) {
     if (a < 0 || b < 0) return -1;
     return b > 0 && a > INT64_MAX / b ? -1 : a * b;
@@ -1659,14 +1664,14 @@ MT_API const char *mt_dtype_name(mt_dtype dtype) {
 /* ---- >>context --------------------------------------------------------------------------------------------------- */
 
 MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text) {
-    if (ctx && ctx->logger.log) (ctx->logger.log)(ctx->logger.user, level, text);
+    if (ctx && ctx->logger.log) (ctx->logger.log)(ctx->logger.user, level, text ? text : "");
 }
 
 MT_API mt_status mt_fail(mt_context *ctx, mt_status status, const char *format, ...) {
     va_list args;
     if (!ctx) return status;
     va_start(args, format);
-    vsnprintf(ctx->error, sizeof ctx->error, format, args);
+    vsnprintf(ctx->error, sizeof ctx->error, format ? format : " ", args);
     va_end(args);
     if (ctx->world) mt_comm_fail(ctx->world, status, ctx->error);
     mt_log(ctx, MT_LOG_ERROR, ctx->error);
@@ -1674,7 +1679,8 @@ MT_API mt_status mt_fail(mt_context *ctx, mt_status status, const char *format, 
 }
 
 MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error) {
-    if (!ctx || !error) return MT_ERR_ARGUMENT;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!error) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_range_fail: error is NULL");
     return mt_fail(ctx, MT_ERR_DATA, "%.23s: %.23s %ld at index %lld is not in [0, %lld)", error->function, error->name,
                    (long)error->value, (long long)error->index, (long long)error->limit);
 }
@@ -2457,13 +2463,16 @@ static void mti_event_free(mti_event *e) { (void)e; }
 static mt_status mti_cuda_record(mt_context *ctx, mti_event *e) { return (void)ctx, (void)e, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_await(mt_context *ctx, const mti_event *e) { return (void)ctx, (void)e, MT_ERR_UNSUPPORTED; }
 static void mti_cuda_drain(mt_context *ctx) { (void)ctx; }
-MT_API mt_status mt_cuda_enter(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
-MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
+static mt_status mti_no_cuda(mt_context *ctx, const char *function) {
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED, "%s: this program was built without CUDA", function);
+}
+MT_API mt_status mt_cuda_enter(mt_context *ctx) { return mti_no_cuda(ctx, "mt_cuda_enter"); }
+MT_API mt_status mt_cuda_wait_peers(mt_context *ctx) { return mti_no_cuda(ctx, "mt_cuda_wait_peers"); }
 MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel) {
-    return (void)ctx, (void)kernel, MT_ERR_UNSUPPORTED;
+    return (void)kernel, mti_no_cuda(ctx, "mt_cuda_launched");
 }
 MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
-    return (void)ctx, (void)to, (void)from, (void)bytes, MT_ERR_UNSUPPORTED;
+    return (void)to, (void)from, (void)bytes, mti_no_cuda(ctx, "mt_cuda_fetch");
 }
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment) {
     return (void)user, (void)bytes, (void)alignment, (void *)NULL;
@@ -2476,24 +2485,24 @@ static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc) {
 static void mti_cuda_idle(mt_context *ctx) { (void)ctx; }
 static void mti_cuda_close(mt_context *ctx) { (void)ctx; }
 MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes) {
-    return (void)ctx, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
+    return (void)ptr, (void)bytes, mti_no_cuda(ctx, "mt_cuda_zero");
 }
 static mt_status mti_cuda_copy(mt_context *ctx, void *to, const void *from, size_t bytes) {
     return (void)ctx, (void)to, (void)from, (void)bytes, MT_ERR_UNSUPPORTED;
 }
 MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                                    size_t row_bytes, int64_t rows) {
-    return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)row_bytes, (void)rows,
-           MT_ERR_UNSUPPORTED;
+    return (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)row_bytes, (void)rows,
+           mti_no_cuda(ctx, "mt_cuda_copy_rows");
 }
 MT_API mt_status mt_cuda_upload(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t row_bytes,
                                 int64_t rows) {
-    return (void)ctx, (void)to, (void)to_pitch, (void)from, (void)row_bytes, (void)rows, MT_ERR_UNSUPPORTED;
+    return (void)to, (void)to_pitch, (void)from, (void)row_bytes, (void)rows, mti_no_cuda(ctx, "mt_cuda_upload");
 }
 MT_API mt_range_error *mt_cuda_range_error(const mt_context *ctx) { return (void)ctx, (mt_range_error *)NULL; }
 MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, const char *name, const void *ptr,
                                       size_t bytes) {
-    return (void)ctx, (void)function, (void)name, (void)ptr, (void)bytes, MT_ERR_UNSUPPORTED;
+    return (void)function, (void)name, (void)ptr, (void)bytes, mti_no_cuda(ctx, "mt_cuda_check_memory");
 }
 static mt_status mti_cuda_synchronize(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
 static mt_status mti_cuda_report(mt_context *ctx) { return (void)ctx, MT_ERR_UNSUPPORTED; }
@@ -2580,8 +2589,10 @@ static void mti_say_versions(mti_text *text, int first, int r, int other) {
 #endif
 
 MT_API mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text) {
-    size_t n = strlen(text);
+    size_t n;
     if (!comm || (comm->owner && comm->owner->leaving)) return status;
+    if (!text) text = "";
+    n = strlen(text);
     if (n >= sizeof comm->error) n = sizeof comm->error - 1;
     memmove(comm->error, text, n); /* text may be comm->error itself */
     comm->error[n] = '\0';
@@ -3740,8 +3751,9 @@ typedef struct mti_ranges {
 } mti_ranges;
 
 static void mti_range_run(const mti_ranges *r, int thread) {
-    int64_t first = thread * r->each;
-    if (first < r->count) (r->work)(r->data, thread, first, mt_min(first + r->each, r->count));
+    int64_t first = mt_size_mul(thread, r->each);
+    if (first < 0 || first >= r->count) return; /* below 0: thread * each does not fit */
+    (r->work)(r->data, thread, first, first + mt_min(r->each, r->count - first));
 }
 
 /* One of a context's threads, except the one that calls. */
@@ -3843,7 +3855,7 @@ static void mti_team_run(mti_team *t, const mti_ranges *ranges, int threads) {
 MT_API void mt_parallel_for(mt_context *ctx, int64_t count, int64_t grain, mt_range_function work, void *data) {
     int threads = mt_context_threads(ctx), i;
     mti_ranges r;
-    if (count <= 0) return;
+    if (count <= 0 || !work) return;
     r.work = work;
     r.data = data;
     r.count = count;
@@ -3999,6 +4011,7 @@ static int64_t mti_f32_to_bf16_by_16(const float *x, uint16_t *y, int64_t n) {
 
 MT_API void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64_t n) {
     int64_t j, done;
+    if (!x || !y) return;
     if (dtype == MT_BF16) {
         MT_INDEPENDENT
         for (j = 0; j < n; j++) y[j] = mti_bf16_to_f32(x[j]);
@@ -4011,6 +4024,7 @@ MT_API void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64
 
 MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t n) {
     int64_t j, done;
+    if (!x || !y) return;
     if (dtype == MT_BF16) {
         done = mti_f32_to_bf16_by_16(x, y, n);
         MT_INDEPENDENT
@@ -4099,10 +4113,26 @@ static mt_status mti_cuda_hash_add(mt_context *ctx, const mti_hash *h, uint64_t 
 }
 #endif
 
+static mt_status mti_hash_check(mt_context *ctx, mt_tensor x, const uint64_t *sum) {
+    size_t size = mt_dtype_size(x.dtype);
+    if (size < 2) return mt_fail(ctx, MT_ERR_DTYPE, "mt_hash_add: x is %s", mt_dtype_name(x.dtype));
+    if (!sum || !mt_context_has_data(ctx))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_add: %s", sum ? "the context has no data" : "sum is NULL");
+    if (x.rows < 0 || x.cols < 0 || mt_tensor_ld(x) < x.cols ||
+        mt_size_mul(mt_size_mul(x.rows, mt_tensor_ld(x)), 8) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "mt_hash_add: x is [%lld, %lld] with ld %lld, which is not a valid shape",
+                       (long long)x.rows, (long long)x.cols, (long long)x.ld);
+    if (!x.data || (uintptr_t)x.data % size)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_add: the data of x is NULL, or not aligned to its elements");
+    return MT_SUCCESS;
+}
+
 MT_API mt_status mt_hash_add(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                              uint64_t *sum) {
     mti_hash h;
+    if (!ctx) return MT_ERR_ARGUMENT;
     if (x.rows == 0 || x.cols == 0) return MT_SUCCESS;
+    MT_TRY(mti_hash_check(ctx, x, sum));
     h.x = x;
     h.first_row = first_row;
     h.first_col = first_col;
@@ -4332,7 +4362,7 @@ static mti_extent mti_extent_of(mt_tensor t) {
     e.begin = (uintptr_t)t.data;
     e.width = (uintptr_t)t.cols * size;
     e.pitch = t.rows > 1 ? (uintptr_t)mt_tensor_ld(t) * size : e.width;
-    e.end = e.begin + (uintptr_t)(t.rows - 1) * e.pitch + e.width;
+    e.end = e.begin + ((uintptr_t)t.rows - 1) * e.pitch + e.width;
     return e;
 }
 
@@ -5035,7 +5065,7 @@ static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor,
     const char *copy;
     mti_placed *p;
     if (!mti_has_elements(t)) return MT_SUCCESS;
-    mti_forget(ctx, t.data, (size_t)(t.rows * t.cols) * mt_dtype_size(t.dtype));
+    mti_forget(ctx, t.data, (size_t)t.rows * (size_t)t.cols * mt_dtype_size(t.dtype));
     copy = mti_names_add(c, name);
     p = copy ? mti_placed_insert(&c->parameters, mti_extent_of(t)) : NULL;
     if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of '%s'", name);
@@ -5059,6 +5089,8 @@ MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const m
                                       int partial) {
     int t, d;
     if (!ctx) return MT_ERR_ARGUMENT;
+    if (!name) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_parameter: name is NULL");
+    MT_TRY(mti_expect_placement(ctx, "mt_declare_parameter", placement));
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
     t = mti_axis_of(ctx->checker, tensor, 1);
     d = mti_axis_of(ctx->checker, data, 1);
@@ -5907,6 +5939,8 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
     int g, whole = t.rows > 1 && mt_tensor_ld(t) == t.cols; /* 0: t may be a part of the columns */
     int alike = 0;                                          /* 1: ranks of a group have the same columns */
     if (!ctx) return MT_ERR_ARGUMENT;
+    if (!where || !field || !name || !place)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_place_check: where, field, name or place is NULL");
     if (!mt_check_mode(ctx) || ctx->checker->count == 0 || !mti_has_elements(t)) return MT_SUCCESS;
     k = mti_known_of(ctx->checker, t);
     MT_TRY(mti_place_note(ctx, where, field[0] ? field : name, &k, place));
@@ -5991,6 +6025,7 @@ MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor we
     int64_t parts;
     int g;
     if (!ctx) return MT_ERR_ARGUMENT;
+    if (!where) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_parts_agree: where is NULL");
     for (g = 0; mt_check_mode(ctx) && g < ctx->checker->count; g++) {
         w = mti_whole_split(ctx->checker, weight, g);
         parts = w ? mti_parts_over(ctx->checker, other, g, &of) : 0;
@@ -10625,14 +10660,18 @@ MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *wha
 
 MT_API void mt_decimal_point(char *text) {
     static const char *const others = "+-0123456789abcdefghijklmnopqrstuvwxyz()_"; /* letters: inf, nan, exponents */
-    char *point = text + strspn(text, others);
-    size_t n = strcspn(point, others);
+    char *point;
+    size_t n;
+    if (!text) return;
+    point = text + strspn(text, others);
+    n = strcspn(point, others);
     if (n == 0) return;
     *point = '.';
     memmove(point + 1, point + n, strlen(point + n) + 1);
 }
 
 MT_API const char *mt_f32_digits(float x, char text[32]) {
+    if (!text) return "";
     snprintf(text, 32, "%.9g", (double)x);
     mt_decimal_point(text);
     return text;
@@ -12053,7 +12092,7 @@ static const mti_launcher *mti_find_launcher(void) {
 
 MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out) {
     uint64_t value = 0;
-    if (!*text) return 0;
+    if (!text || !*text || !out) return 0;
     for (; *text; text++) {
         uint64_t digit = (uint64_t)(unsigned char)*text - '0';
         if (digit > 9 || digit > most || value > (most - digit) / 10) return 0;

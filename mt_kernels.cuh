@@ -803,7 +803,7 @@ MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
 MT_API float mt_clip_coefficient(float norm, float max_norm);
 
 /* For authors of checkpoints: returns the name of the first field that is out of range, such as
-   "loss_scaler.min_scale", or NULL. */
+   "loss_scaler.min_scale", or NULL. desc NULL: NULL. */
 MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *desc);
 
 /* For authors of checkpoints: takes a name that mt_loss_scaler_fault has returned, and returns what this field must be,
@@ -836,7 +836,7 @@ typedef struct mt_step_values {
 MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_tensor loss, mt_step_values *values);
 
 /* The norm that mt_step_decide computes from its two sums, before it divides by the scale. A NaN has the bits of NAN
-   (math.h). */
+   (math.h). sums NULL: 0. */
 MT_API float mt_norm_of_sums(const float sums[2]);
 
 /* ---- for authors of operators and blocks ------------------------------------------------------------------------- */
@@ -860,10 +860,10 @@ typedef struct mt_arg {
 } mt_arg;
 
 /* mt_args_check checks `count` views, in the order of the array. A view must have a valid shape and type, the
-   required type and shape, and data that is not NULL, unless rows or cols is 0. An optional view that is mt_none() is
-   not checked. Overlaps are not checked: call mt_check_apart. `where` is the name of your function for the message, as
-   in "my_bias_forward: bias is [1, 3], must be [1, 4]". mt_tensor_check checks one view, which is not optional, in the
-   same way. Errors: MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_ARGUMENT. */
+   required type and shape, and data that is not NULL and is aligned to its elements, unless rows or cols is 0. An
+   optional view that is mt_none() is not checked. Overlaps are not checked: call mt_check_apart. `where` is the name of
+   your function for the message, as in "my_bias_forward: bias is [1, 3], must be [1, 4]". mt_tensor_check checks one
+   view, which is not optional, in the same way. Errors: MT_ERR_SHAPE, MT_ERR_DTYPE, MT_ERR_ARGUMENT. */
 MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count);
 MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
                                  int64_t rows, int64_t cols);
@@ -1103,9 +1103,13 @@ static mt_status mti_expect_view(mt_context *ctx, const char *where, const char 
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld] with ld %lld, which is not a valid shape", where,
                        name, (long long)t.rows, (long long)t.cols, (long long)t.ld);
     MT_TRY(mti_expect_dtype(ctx, where, name, t.dtype));
-    if (!t.data && t.rows > 0 && t.cols > 0)
+    if (mti_is_empty(t)) return MT_SUCCESS;
+    if (!t.data)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld] but its data is NULL", where, name,
                        (long long)t.rows, (long long)t.cols);
+    if ((uintptr_t)t.data % mt_dtype_size(t.dtype))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the data of %s, %p, is not aligned to its %zu-byte elements", where,
+                       name, t.data, mt_dtype_size(t.dtype));
     return MT_SUCCESS;
 }
 
@@ -1122,8 +1126,13 @@ static mt_status mti_expect_type(mt_context *ctx, const char *where, const mt_ar
 MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count) {
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
+    if (!where || count < 0 || (count > 0 && !args))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_args_check: where or args is NULL, or count is negative");
     for (i = 0; i < count; i++) {
-        mt_tensor t = *args[i].view;
+        mt_tensor t;
+        if (!args[i].view || !args[i].name)
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the view or the name of args[%d] is NULL", where, i);
+        t = *args[i].view;
         if ((args[i].use & MT_ARG_OPTIONAL) && !t.data) continue;
         MT_TRY(mti_expect_view(ctx, where, args[i].name, t));
         MT_TRY(mti_expect_type(ctx, where, &args[i]));
@@ -1189,6 +1198,8 @@ static mt_status mti_expect_finite(mt_context *ctx, const char *where, const cha
 /* Refuses a field. `is` is its value. */
 static mt_status mti_field_fail(mt_context *ctx, mt_status status, const char *function, const char *name,
                                 const char *field, const char *is, const char *wanted) {
+    if (!function) function = "";
+    if (!field) field = "a field";
     if (!name) return mt_fail(ctx, status, "%s: %s is %s, must be %s", function, field, is, wanted);
     return mt_fail(ctx, status, "%s: '%s': %s is %s, must be %s", function, name, field, is, wanted);
 }
@@ -1225,8 +1236,10 @@ static int mti_word_count(const char *words) {
 MT_API mt_status mt_check_enum(mt_context *ctx, const char *function, const char *name, const char *field, int value,
                                const char *words) {
     char is[16], wanted[512];
-    int count = mti_word_count(words);
+    int count;
     size_t n = 0;
+    if (!words) return mti_field_fail(ctx, MT_ERR_ARGUMENT, function, name, "words", "NULL", "the words of an enum");
+    count = mti_word_count(words);
     if (value >= 0 && value < count) return MT_SUCCESS;
     for (; *words && n + 5 < sizeof wanted; words++) {
         const char *between = " or ";
@@ -1245,8 +1258,9 @@ MT_API mt_status mt_check_enum(mt_context *ctx, const char *function, const char
 
 MT_API void mt_enum_word(const char *words, int value, char text[MT_WORD_MAX]) {
     int i;
+    if (!text) return;
     snprintf(text, MT_WORD_MAX, "%d", value);
-    if (value < 0 || value >= mti_word_count(words)) return;
+    if (!words || value < 0 || value >= mti_word_count(words)) return;
     for (i = 0; i < value; i++) words = strchr(words, ' ') + 1;
     snprintf(text, MT_WORD_MAX, "%.*s", (int)strcspn(words, " "), words);
 }
@@ -2479,6 +2493,7 @@ static void mti_philox_blocks(uint64_t first, uint64_t stream, uint64_t seed, in
 }
 
 MT_API void mt_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]) {
+    if (!counter || !key || !out) return;
     mti_philox_blocks(counter[0] | (uint64_t)counter[1] << 32, counter[2] | (uint64_t)counter[3] << 32,
                       key[0] | (uint64_t)key[1] << 32, 1, out);
 }
@@ -14840,6 +14855,7 @@ MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_
 /* ---- >>step: loss scale, norm, clipping and the decision of a step ----------------------------------------------- */
 
 MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *d) {
+    if (!d) return NULL;
     if (!(d->min_scale > 0.0f && 1.0f / d->min_scale <= FLT_MAX)) return "loss_scaler.min_scale";
     if (!(d->initial_scale >= d->min_scale && d->initial_scale <= FLT_MAX)) return "loss_scaler.initial_scale";
     if (!(d->growth >= 1.0f && d->growth <= FLT_MAX)) return "loss_scaler.growth";
@@ -14959,7 +14975,7 @@ static MT_HOST_DEVICE float mti_norm_of_sums(float counted, float others) {
     return norm;
 }
 
-MT_API float mt_norm_of_sums(const float sums[2]) { return mti_norm_of_sums(sums[0], sums[1]); }
+MT_API float mt_norm_of_sums(const float sums[2]) { return sums ? mti_norm_of_sums(sums[0], sums[1]) : 0.0f; }
 
 /* The gradient of an infinite loss may be finite. */
 static MT_HOST_DEVICE void mti_step_decide(float counted, float others, float loss, mt_step_values *v) {

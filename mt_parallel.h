@@ -677,7 +677,7 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
    heads, and mt_sync_gradients sums them. */
 typedef struct mt_norm_layer_desc {
     int64_t features;      /* number of features that are normalised together: hidden, or per head the head size */
-    int64_t groups;        /* per head: number of query groups, over all tensor ranks; 0: whole tokens */
+    int64_t groups;        /* per head: number of query groups, over all tensor ranks, below 2^31; 0: whole tokens */
     mt_norm_kind kind;     /* 0: MT_LAYER_NORM */
     float eps;             /* 0: 1e-5 */
     int sequence_parallel; /* 1: x is [tokens / t, features]; MT_ERR_ARGUMENT with groups > 0 */
@@ -1124,7 +1124,7 @@ MT_API mt_status mt_step_update(mt_context *ctx, const mt_step *step, mt_tensor 
 MT_API mt_status mt_step_read(mt_context *ctx, const mt_step *step, mt_step_values *out);
 
 /* Return what mt_batch.random_offset and mt_batch.loss_scale [1, 1] need. The memory belongs to *step, which
-   mt_step_create has made. */
+   mt_step_create has made. For NULL and a zero-initialised struct: NULL and mt_none(). */
 MT_API const uint64_t *mt_step_random_offset(const mt_step *step);
 MT_API mt_tensor mt_step_loss_scale(const mt_step *step);
 
@@ -3976,22 +3976,26 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     if (!name || !what)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_activation: %s is NULL", name ? "what" : "name");
     if (!log || log->paused || !t.data || !name[0]) return MT_SUCCESS;
+    MT_TRY(mt_tensor_check(ctx, "mt_hash_log_activation", what, t, MT_ARG_ANY, t.rows, t.cols));
     if (cols && t.cols != cols->local_features)
         return mt_fail(ctx, MT_ERR_SHAPE,
                        "mt_hash_log_activation: %s of '%s' has %lld columns, '%s' has %lld on a rank", what, name,
                        (long long)t.cols, cols->name, (long long)cols->local_features);
-    for (length = (int)strlen(name); length > 0 && up > 0;) up -= name[--length] == '.';
-    snprintf(full, sizeof full, "%.*s.%s", length, name, what);
-    MT_TRY(mti_log_entry_of(ctx, log, full, &entry));
-    entry->order = strstr(what, "_grad") != NULL;
     row_split = sequence_parallel && log->grid->tp_size > 1;
-    entry->split[0] = cols != NULL || row_split;
-    entry->split[1] = 1;
-    row = row_split ? log->grid->tp_rank * t.rows : 0;
+    row = row_split ? mt_size_mul(log->grid->tp_rank, t.rows) : 0;
+    if (row < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "mt_hash_log_activation: %s of '%s' has %lld rows, too many for %d ranks",
+                       what, name, (long long)t.rows, log->grid->tp_size);
     if (log->first_token > INT64_MAX - row)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_tokens: first_token is %lld, and its row %lld has no number",
                        (long long)log->first_token, (long long)row);
     row += log->first_token;
+    for (length = (int)strlen(name); length > 0 && up > 0;) up -= name[--length] == '.';
+    snprintf(full, sizeof full, "%.*s.%s", length, name, what);
+    MT_TRY(mti_log_entry_of(ctx, log, full, &entry));
+    entry->order = strstr(what, "_grad") != NULL;
+    entry->split[0] = cols != NULL || row_split;
+    entry->split[1] = 1;
     if (!cols) return mt_hash(ctx, t, row, 0, t.cols, &entry->hash);
     for (i = 0; i < mti_param_blocks(cols); i++) {
         mti_block b = mti_param_block(cols, cols->tp_rank, i);
@@ -4374,7 +4378,11 @@ MT_API mt_status mt_gather_tokens(mt_context *ctx, mt_comm *tp, int sequence_par
     if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gather_tokens: out is NULL");
     *out = x;
     if (!sequence_parallel || mt_comm_size(tp) == 1) return MT_SUCCESS;
-    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tp), x.cols, out));
+    MT_TRY(mt_tensor_check(ctx, "mt_gather_tokens", "x", x, MT_ARG_ANY, x.rows, x.cols));
+    if (mt_sequence_tokens(tp, 1, x.rows) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "mt_gather_tokens: x has %lld rows, too many for %d ranks", (long long)x.rows,
+                       mt_comm_size(tp));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, mt_sequence_tokens(tp, 1, x.rows), x.cols, out));
     return mt_gather_from_sequence_region(ctx, tp, x, *out);
 }
 
@@ -5484,7 +5492,7 @@ MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols) {
 static mt_status mti_norm_desc_check(mt_context *ctx, const char *function, const char *name,
                                      const mt_norm_layer_desc *d) {
     MT_TRY(mt_check_integer(ctx, function, name, "features", d->features, 1, INT64_MAX));
-    MT_TRY(mt_check_integer(ctx, function, name, "groups", d->groups, 0, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "groups", d->groups, 0, INT32_MAX));
     MT_TRY(mt_check_enum(ctx, function, name, "kind", (int)d->kind, MT_NORM_WORDS));
     MT_TRY(mt_check_float(ctx, function, name, "eps", d->eps, MT_FLOAT_AT_LEAST_0));
     if (d->groups > 0 && d->sequence_parallel)
@@ -6731,8 +6739,10 @@ typedef struct mti_adamw_list {
 /* Adds one patch. */
 static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_block b, mti_patch at,
                                 mti_adamw_list *list) {
-    mt_adamw_tensor *t = list->tensors + list->count++;
+    mt_adamw_tensor *t;
+    int number = list->count++;
     if (!list->tensors) return;
+    t = &list->tensors[number];
     t->param = mti_patch_view(p, p->value, b, at);
     t->grad = mti_patch_view(p, p->grad, b, at);
     t->master = mti_patch_state(o, p, MT_MASTER, t->grad, at);
@@ -6990,9 +7000,13 @@ MT_API mt_status mt_step_read(mt_context *ctx, const mt_step *step, mt_step_valu
     return MT_SUCCESS;
 }
 
-MT_API const uint64_t *mt_step_random_offset(const mt_step *step) { return &step->values->random_offset; }
+MT_API const uint64_t *mt_step_random_offset(const mt_step *step) {
+    return step && step->values ? &step->values->random_offset : NULL;
+}
 
-MT_API mt_tensor mt_step_loss_scale(const mt_step *step) { return mt_tensor_f32(&step->values->scaler.scale, 1, 1); }
+MT_API mt_tensor mt_step_loss_scale(const mt_step *step) {
+    return step && step->values ? mt_tensor_f32(&step->values->scaler.scale, 1, 1) : mt_none();
+}
 
 /* Returns the learning rate of a step of the warm-up, or from `total` on, with *progress = -1. Otherwise *progress
    becomes the share of the decay that is done, in [0, 1). */
@@ -11304,12 +11318,16 @@ static mt_status mti_machine_lines(mt_context *ctx, const char *path, const char
 
 #define MTI_MACHINE_BYTES ((size_t)1 << 20)
 
+static mt_status mti_machine_size(mt_context *ctx, const char *path, size_t bytes) {
+    if (bytes <= MTI_MACHINE_BYTES) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DATA, "%s: has %zu bytes, must have at most %zu", path, bytes, MTI_MACHINE_BYTES);
+}
+
 static mt_status mti_machine_new(mt_context *ctx, const char *path, const char *text, size_t bytes, mt_machine **out) {
     void *memory;
     mt_machine *m;
     mt_status status;
-    if (bytes > MTI_MACHINE_BYTES)
-        return mt_fail(ctx, MT_ERR_DATA, "%s: has %zu bytes, must have at most %zu", path, bytes, MTI_MACHINE_BYTES);
+    MT_TRY(mti_machine_size(ctx, path, bytes));
     MT_TRY(mti_host_new(ctx, sizeof *m, &memory));
     m = (mt_machine *)memory;
     m->ranks_per_node = 1;
@@ -11330,12 +11348,13 @@ MT_API mt_status mt_machine_create(mt_context *ctx, const char *text, mt_machine
 MT_API mt_status mt_machine_read(mt_context *ctx, const char *path, mt_machine **out) {
     mti_mapped file;
     void *text = NULL;
-    mt_status status;
+    mt_status status = MT_SUCCESS;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!path || !out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_machine_read: %s is NULL", path ? "out" : "path");
     *out = NULL;
     MT_TRY(mti_mapped_open(ctx, path, 0, &file));
-    status = mti_host_new(ctx, file.bytes ? file.bytes : 1, &text);
+    status = mti_machine_size(ctx, path, file.bytes);
+    if (status == MT_SUCCESS) status = mti_host_new(ctx, file.bytes ? file.bytes : 1, &text);
     if (status == MT_SUCCESS) status = mti_mapped_read(ctx, path, &file, 0, file.bytes, text);
     if (status == MT_SUCCESS) status = mti_machine_new(ctx, path, (const char *)text, file.bytes, out);
     mt_host_free(text);
