@@ -6458,8 +6458,9 @@ static mt_status mti_check_buffer(mt_context *ctx, mt_comm *comm, const mti_call
                                   const void *ptr, size_t elements) {
     const char *name = mti_call_name(call->kind);
     if (elements == 0) return MT_SUCCESS;
-    if (!ptr) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s is NULL, count is %zu", name, what, elements);
-    if ((uintptr_t)ptr % mt_dtype_size(call->dtype))
+    if (!ptr && ctx->device != MT_DEVICE_META)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s is NULL, count is %zu", name, what, elements);
+    if (mt_context_has_address(ctx, ptr) && (uintptr_t)ptr % mt_dtype_size(call->dtype))
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: %s %p is not aligned to its %zu-byte elements", name,
                           what, ptr, mt_dtype_size(call->dtype));
     return MT_SUCCESS;
@@ -6519,9 +6520,9 @@ static mt_status mti_check_call(mt_context *ctx, mt_comm *comm, const mti_call *
     MT_TRY(mti_check_dtype(ctx, comm, call));
     MT_TRY(mti_check_peers(ctx, comm, call));
     MT_TRY(mti_check_count(ctx, comm, call));
-    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS; /* there are no buffers to check */
     MT_TRY(mti_check_buffer(ctx, comm, call, "sendbuf", call->send, mti_send_elements(comm, call)));
     MT_TRY(mti_check_buffer(ctx, comm, call, "recvbuf", call->recv, mti_recv_elements(comm, call)));
+    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS; /* addresses of the caller mean nothing */
     return mti_check_overlap(ctx, comm, call);
 }
 
@@ -11084,6 +11085,10 @@ static mt_status mti_check_view(mt_context *ctx, mt_comm *comm, const char *name
     if (!t.data && t.rows > 0 && t.cols > 0 && ctx->device != MT_DEVICE_META)
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: the data of %s [%lld, %lld] is NULL", name, what,
                           (long long)t.rows, (long long)t.cols);
+    if (mti_has_elements(t) && mt_context_has_address(ctx, t.data) && (uintptr_t)t.data % mt_dtype_size(t.dtype))
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
+                          "mt_%s: the data of %s, %p, is not aligned to its %zu-byte elements", name, what, t.data,
+                          mt_dtype_size(t.dtype));
     return MT_SUCCESS;
 }
 

@@ -1107,7 +1107,7 @@ static mt_status mti_expect_view(mt_context *ctx, const char *where, const char 
     if (!t.data)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is [%lld, %lld] but its data is NULL", where, name,
                        (long long)t.rows, (long long)t.cols);
-    if ((uintptr_t)t.data % mt_dtype_size(t.dtype))
+    if (mt_context_has_address(ctx, t.data) && (uintptr_t)t.data % mt_dtype_size(t.dtype))
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the data of %s, %p, is not aligned to its %zu-byte elements", where,
                        name, t.data, mt_dtype_size(t.dtype));
     return MT_SUCCESS;

@@ -13,9 +13,10 @@ HEADERS = ["mt_comm.h", "mt_kernels.cuh", "mt_parallel.h", "megatron.h"]
 INTEGERS = {"int", "int32_t", "int64_t", "uint32_t", "uint64_t", "size_t", "uint16_t", "char", "unsigned char"}
 FLOATS = {"float", "double"}
 # Structures that the library fills: callers pass them on as they are, or zero-filled, but do not set their fields.
-FILLED = re.compile(r"mt_(\w+_saved|grid|param|column_parallel_linear|row_parallel_linear|norm_layer|mlp|optimizer|"
-                    r"step|vocab_parallel_embedding|self_attention|cross_attention|transformer_layer|language_model|gpt|"
-                    r"bert|qk_norm|gpt_cache|trace|trace_entry|safetensors_tensor|nccl_id|multi_tensor|step_values)$")
+FILLED = re.compile(r"mt_(\w+_saved|grid|param|column_parallel_linear|row_parallel_linear|norm_layer|mlp|"
+                    r"optimizer|step|vocab_parallel_embedding|self_attention|cross_attention|transformer_layer|"
+                    r"language_model|gpt|bert|qk_norm|gpt_cache|trace|trace_entry|safetensors_tensor|nccl_id|"
+                    r"multi_tensor|step_values)$")
 # Structures of which callers pass arrays, with a count.
 LISTS = {"mt_setting", "mt_arena_request", "mt_action", "mt_operand", "mt_arg", "mt_adamw_tensor", "mt_square_tensor",
          "mt_tensor", "mt_field"}

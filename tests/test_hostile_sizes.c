@@ -695,8 +695,38 @@ static void test_on_paper(void **state) {
     call_all(&(mt_context_desc){.device = MT_DEVICE_META, .invariant = 8}, 2);
 }
 
+/* Data that is not aligned to its elements is refused, wherever it is: also in a view that a call only reads, in the
+   arena of the meta device, and in a group of one. */
+static void test_misaligned(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        mt_context_desc where = {.device = i % 2 ? MT_DEVICE_META : MT_DEVICE_CPU};
+        const char *words = "is not aligned to its 4-byte elements";
+        mt_tensor x, y, z;
+        test_rank r;
+        test_paper_rank(1, 0, (mt_grid_desc){.tp = 1}, &where, &r);
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 5, 4, &x));
+        ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensor(r.ctx, MT_F32, 4, 4, &y));
+        x = mt_tensor_rows(x, 0, 4);
+        z = x;
+        x.data = (char *)x.data + (i < 2 ? 1 : 2);
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_fill(r.ctx, x, 0.0f));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_copy(r.ctx, x, y));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_add(r.ctx, y, x, y));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_gemm(r.ctx, MT_NO_TRANS, MT_TRANS, 1.0f, y, x, 0.0f, z));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_bias_backward(r.ctx, y, mt_tensor_rows(x, 0, 1)));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_silu_forward(r.ctx, y, x));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_copy_to_tensor_region_backward(r.ctx, r.grid.tp, x));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, words, mt_gather_from_sequence_region(r.ctx, r.grid.tp, x, y));
+        REFUSED(r.ctx, MT_ERR_ARGUMENT, "is not aligned",
+                mt_all_reduce(r.ctx, r.grid.tp, x.data, x.data, 4, MT_F32, MT_SUM));
+        test_paper_rank_close(&r);
+    }
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_on_a_cpu), cmocka_unit_test(test_on_paper)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_on_a_cpu), cmocka_unit_test(test_on_paper),
+                                       cmocka_unit_test(test_misaligned)};
     signal(SIGALRM, takes_too_long);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -653,6 +653,10 @@ static void test_texts_refused(void **state) {
     assert_int_equal(mt_machine_create(NULL, "", &m), MT_ERR_ARGUMENT);
     char *large = (char *)calloc(1, (1 << 20) + 2);
     memset(large, '#', (1 << 20) + 1);
+    shell("truncate -s 1T '%s'", in_scratch("large")); /* it has a hole of this size, and memory has not: not read */
+    REFUSED(r.ctx, MT_ERR_DATA, "has 1099511627776 bytes, must have at most 1048576",
+            mt_machine_read(r.ctx, in_scratch("large"), &m));
+    forget("large");
     REFUSED(r.ctx, MT_ERR_DATA, "machine: has 1048577 bytes, must have at most 1048576",
             mt_machine_create(r.ctx, large, &m));
     free(large);
