@@ -2700,15 +2700,17 @@ static void test_norm_layer_refuses(void **state) {
     static const struct {
         mt_norm_layer_desc desc;
         const char *rest; /* of the message, behind the function */
-    } bad[] = {{{.features = 0, .groups = -1}, "'n': features is 0, must be at least 1"},
-               {{.features = 4, .groups = -1}, "'n': groups is -1, must be at least 0"},
-               {{.features = 4, .kind = (mt_norm_kind)2}, "'n': kind is 2, must be MT_LAYER_NORM or MT_RMS_NORM"},
-               {{.features = 4, .kind = (mt_norm_kind)-1, .eps = NAN},
-                "'n': kind is -1, must be MT_LAYER_NORM or MT_RMS_NORM"},
-               {{.features = 4, .eps = -1.0f}, "'n': eps is -1, must be at least 0 and finite"},
-               {{.features = 4, .eps = NAN}, "'n': eps is nan, must be at least 0 and finite"},
-               {{.features = 4, .groups = 2, .sequence_parallel = 1},
-                "'n' has groups 2 and sequence_parallel; heads are split, and see all tokens"}};
+    } bad[] = {
+        {{.features = 0, .groups = -1}, "'n': features is 0, must be at least 1"},
+        {{.features = 4, .groups = -1}, "'n': groups is -1, must be from 0 to 2147483647"},
+        {{.features = 4, .groups = INT64_MAX}, "'n': groups is 9223372036854775807, must be from 0 to 2147483647"},
+        {{.features = 4, .kind = (mt_norm_kind)2}, "'n': kind is 2, must be MT_LAYER_NORM or MT_RMS_NORM"},
+        {{.features = 4, .kind = (mt_norm_kind)-1, .eps = NAN},
+         "'n': kind is -1, must be MT_LAYER_NORM or MT_RMS_NORM"},
+        {{.features = 4, .eps = -1.0f}, "'n': eps is -1, must be at least 0 and finite"},
+        {{.features = 4, .eps = NAN}, "'n': eps is nan, must be at least 0 and finite"},
+        {{.features = 4, .groups = 2, .sequence_parallel = 1},
+         "'n' has groups 2 and sequence_parallel; heads are split, and see all tokens"}};
     mt_norm_layer_desc d = {.features = 4, .groups = 2};
     mt_norm_layer layer;
     mt_norm_saved saved = {0};
