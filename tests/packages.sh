@@ -23,7 +23,7 @@ find_implementation() {
 # numbers that reports of sanitizers need; -g takes the compiler a third longer.
 SANITIZE="-g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 
-# Links tests/kill_at.c.
+# Links tests/kill_at.c. tests/CMakeLists.txt reads this line, too.
 KILL_AT=-Wl,--wrap=write,--wrap=rename,--wrap=fsync,--wrap=openat,--wrap=unlinkat,--wrap=mkdir
 
 CC=${CC:-cc}

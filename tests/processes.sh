@@ -10,8 +10,7 @@
 set -u
 program=$1 out=$2
 shift 2
-ranks=4
-port=$((20000 + $$ % 12000)) # below the ports that the system assigns
+ranks=4 holder='' kills_itself='' kill_call=''
 mkdir -p "$out" || exit 1
 
 pid() { eval "echo \${pid_$1:-}"; }
@@ -21,10 +20,12 @@ end_all() {
     for rank in 0 1 2 3; do
         [ -z "$(pid $rank)" ] || kill -s KILL "$(pid $rank)" 2>/dev/null
     done
-    wait
+    for rank in 0 1 2 3; do
+        [ -z "$(pid $rank)" ] || wait "$(pid $rank)"
+    done
 }
 trap 'exit 1' HUP INT TERM
-trap end_all EXIT
+trap 'end_all; [ -z "$holder" ] || kill $holder' EXIT
 
 # ends RANK: waits for the rank and returns its exit status
 ends() {
@@ -43,15 +44,29 @@ fail() {
     exit 1
 }
 
-# start NAME MACHINES FLAGS...: one process per rank, in the background; sets pid_0, pid_1, ... and the next port
+# Sets port, which a process holds until the end of this script: see mt_test_port.h.
+hold_port() {
+    printf '#include <stdio.h>\n#include "tests/mt_test_port.h"\nint main(void) {\n%s%s%s}\n' \
+        'int held; printf("%d\n", test_take_port(0, &held));' 'fflush(stdout);' 'for (;;) pause();' >"$out/hold.c"
+    "${CC:-cc}" -I. "$out/hold.c" -o "$out/hold" || exit 1
+    rm -f "$out/port"
+    "$out/hold" >"$out/port" &
+    holder=$!
+    until_there test -s "$out/port"
+    port=$(cat "$out/port")
+}
+
+# start NAME MACHINES FLAGS...: one process per rank, in the background; sets pid_0, pid_1, ... The rank $kills_itself
+# does so at its call $kill_call (kill_at.c).
 start() {
     name=$1 here=$((ranks / $2))
     shift 2
-    port=$((port + 2))
     rank=0
     while [ $rank -lt $ranks ]; do
-        RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank % here)) NCCL_HOSTID=machine$((rank / here)) \
-            MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$program" --device cuda --tp 2 --dp 2 "$@" \
+        call=0
+        [ "$rank" != "$kills_itself" ] || call=$kill_call
+        MT_KILL_CALL=$call RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank % here)) NCCL_HOSTID=machine$((rank / here)) \
+            MASTER_ADDR=127.0.0.1 MASTER_PORT=$((port - 1)) "$program" --device cuda --tp 2 --dp 2 "$@" \
             >"$out/$name.$rank.out" 2>"$out/$name.$rank.err" &
         eval "pid_$rank=$!"
         rank=$((rank + 1))
@@ -93,8 +108,6 @@ trains() {
     echo "$name: $ranks processes on $2 machine(s), the losses of $ranks threads"
 }
 
-now() { date +%s; }
-
 # says NAME RANK SIGNAL: expects one message, of this rank, that names a collective and its communicator; a killed rank
 # is detected at once, a stopped one may cause a timeout
 says() {
@@ -103,19 +116,15 @@ says() {
     grep -q 'MT_ERR_PEER' "$out/$1.err" || { [ "$3" = STOP ] && grep -q 'MT_ERR_TIMEOUT' "$out/$1.err"; }
 }
 
-# lost SIGNAL VICTIM: sends the signal, and checks the other ranks
+# lost SIGNAL VICTIM: checks the other ranks of one that gets the signal
 lost() {
-    kill -s "$1" "$(pid "$2")"
-    begin=$(now)
     for rank in 0 1 2 3; do
         [ $rank != "$2" ] || continue
         ends $rank && fail "$name: rank $rank succeeds" "$out/$name.$rank.err"
         says "$name.$rank" $rank "$1" || fail "$name: what rank $rank says" "$out/$name.$rank.err"
     done
-    took=$(($(now) - begin))
     end_all
-    [ $took -le 20 ] || fail "$name: the others took $took s"
-    echo "$name: $took s; $(cat "$out/$name".*.err | head -n 1)"
+    echo "$name: $(cat "$out/$name".*.err | head -n 1)"
 }
 
 # until_there COMMAND...: repeats the command until it succeeds
@@ -123,7 +132,7 @@ until_there() {
     tries=0
     until "$@"; do
         tries=$((tries + 1))
-        [ $tries -lt 300 ] || fail "$name: it does not begin" "$out/$name.0.err"
+        [ $tries -lt 6000 ] || fail "$name: it does not begin" "$out/$name.0.err"
         sleep 0.1
     done
 }
@@ -132,8 +141,9 @@ until_there() {
 loses() {
     signal=$1 victim=$2
     shift 2
-    start "$signal-$victim" 1 "$@" --steps 1000000 --timeout 2
+    start "$signal-$victim" 1 "$@" --steps 1000000 --timeout 8
     until_there grep -qs '^step ' "$out/$name.0.out"
+    kill -s "$signal" "$(pid "$victim")"
     lost "$signal" "$victim"
 }
 
@@ -143,16 +153,18 @@ resumes() {
     shift
     rm -rf "$out/whole" "$out/run"
     threads "$@" --steps 12 --checkpoint "$out/whole"
-    start "checkpoint-$victim" 1 "$@" --steps 12 --timeout 2 --checkpoint "$out/run" --save-interval 1
-    until_there test -d "$out/run/step-00000003"
+    kills_itself=$victim
+    start "checkpoint-$victim" 1 "$@" --steps 12 --timeout 8 --checkpoint "$out/run" --save-interval 1
+    kills_itself=''
     lost KILL "$victim"
-    [ ! -d "$out/run/step-00000012" ] || fail "$name: it was over before"
+    [ -d "$out/run/step-00000003" ] && [ ! -d "$out/run/step-00000012" ] || fail "$name: not after 3 to 11 saves"
     start "resumed-$victim" 1 "$@" --steps 12 --checkpoint "$out/run" --resume
     all_succeed
     diff -r "$out/whole/step-00000012" "$out/run/step-00000012" || fail "$name: other files"
     echo "$name: the files of a run that lost nobody"
 }
 
+hold_port
 threads "$@"
 trains one-machine 1 "$@"
 trains two-machines 2 "$@"
@@ -170,4 +182,5 @@ loses KILL 2 "$@"
 loses KILL 0 "$@"
 loses STOP 1 "$@"
 loses STOP 0 "$@"
+kill_call=40 # in the fifth save: rank 2 makes 9 calls in each
 resumes 2 "$@" --dp 1 --pp 2

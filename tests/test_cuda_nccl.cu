@@ -33,7 +33,7 @@ long host_waits();
 #endif
 
 #define RANKS_MAX 8
-#define PATIENCE 0.4
+#define PATIENCE 1.0 /* the timeout where one is waited for: longer than a busy machine stops a thread that can run */
 
 static bool is_on_nccl(const mt_comm *comm) { return comm->transport == &mti_over_nccl; }
 
@@ -170,7 +170,7 @@ static mt_status job_launch(job *j, int say) {
     int before = helper_threads();
     memset(&d, 0, sizeof d);
     memset(&where, 0, sizeof where);
-    if (j->timeout <= 0) j->timeout = 60;
+    if (j->timeout <= 0) j->timeout = TEST_NEVER_OVER;
     if (is_over_nccl(j)) need_gpus(j->ranks);
     d.ranks = j->ranks;
     d.no_pinning = 1;
@@ -1168,7 +1168,7 @@ static mt_status hang_inside(mt_context *ctx, mt_comm *comm) {
     MT_TRY(sum_at(ctx, comm, NULL));
     comm->nccl.timeout = 0.1;
     mti_nccl_enter(comm);
-    for (int i = 0; i < 300 && !is_aborted(comm->nccl.watchdog); i++) pause_for(0.1);
+    for (int i = 0; i < 6000 && !is_aborted(comm->nccl.watchdog); i++) pause_for(0.1);
     CHECK(mti_nccl_settle(ctx, comm, ncclInternalError) == MT_ERR_TIMEOUT);
     CHECK(strstr(mt_last_error(ctx), "all_reduce(count 37, f32, sum) on \"") && !comm->nccl.handle);
     CHECK(mt_barrier(ctx, comm) == MT_ERR_PEER);
@@ -1242,11 +1242,9 @@ static void test_one_rank_in_a_stream_that_is_late(void **state) {
 /* A peer never joins: the call must return. */
 static mt_status join_alone(job *j, mt_context *ctx, mt_comm *comm) {
     mt_comm *pair = NULL;
-    double start = mti_now();
     (void)comm;
     CHECK(mt_comm_create_nccl_id(ctx, (const mt_nccl_id *)j->result, 2, 0, PATIENCE, &pair) == MT_ERR_TIMEOUT && !pair);
     CHECK(strstr(mt_last_error(ctx), "create on \"world\" (2 ranks): rank 0 waited"));
-    CHECK(mti_now() - start < PATIENCE + 10); /* NCCL ends its own threads first */
     return MT_SUCCESS;
 }
 
@@ -1271,11 +1269,17 @@ static void test_ids_that_lead_nowhere(void **state) {
 }
 
 #if defined(MT_CUDA_ENGINE)
+/* Waits until so many ranks have stored what they got. */
+static void outlast(const int *stored, int ranks) {
+    while (__atomic_load_n(stored, __ATOMIC_ACQUIRE) < ranks) pause_for(0.001);
+}
+
 /* ---- faults, in calls that are not compared ---------------------------------------------------------------------- */
 
 typedef struct fault {
     mt_status status[RANKS_MAX];
     double seconds[RANKS_MAX];
+    int stored; /* ranks that have stored what they got */
     char text[RANKS_MAX][MT_ERROR_BYTES];
     int in_group;  /* 1: on a group of two that was split off; 2: there, then on all ranks; 0: on all ranks */
     int how_waits; /* 0: mt_context_synchronize; 1: reading a result; 2: a barrier; 3: no wait; 4: mt_cuda_wait_peers */
@@ -1330,8 +1334,8 @@ static mt_status suffer(job *j, mt_context *ctx, mt_comm *comm) {
     return status;
 }
 
-/* Checks that the ranks whose bits are set have timed out, in time, with a message that contains both words, and that
-   the other ranks have not. */
+/* Checks that the ranks whose bits are set have timed out, not before the time, with a message that contains both words,
+   and that the other ranks have not. */
 static void expect(const job *j, const fault *f, unsigned ranks, const char *call, const char *name) {
     for (int r = 0; r < j->ranks; r++) {
         mt_status wanted = ranks >> r & 1 ? MT_ERR_TIMEOUT : MT_SUCCESS;
@@ -1339,7 +1343,7 @@ static void expect(const job *j, const fault *f, unsigned ranks, const char *cal
             fail_msg("rank %d: %s, expected %s; %s", r, mt_status_name(f->status[r]), mt_status_name(wanted),
                      f->text[r]);
         if (wanted == MT_SUCCESS) continue;
-        assert_true(f->seconds[r] < PATIENCE + 2);
+        assert_true(f->seconds[r] > 0.99 * PATIENCE);
         if (!strstr(f->text[r], call) || !strstr(f->text[r], name))
             fail_msg("'%s' or '%s' is not in '%s'", call, name, f->text[r]);
     }
@@ -1416,7 +1420,6 @@ static void test_asynchronous_error(void **state) {
         assert_int_equal(f.status[0], MT_ERR_TIMEOUT);
         if (f.status[1] != status) fail_msg("%s, expected %s", mt_status_name(f.status[1]), mt_status_name(status));
         assert_non_null(strstr(f.text[1], ncclGetErrorString(errors[i])));
-        assert_true(f.seconds[1] < j.timeout);
         mte::nccl_reset_faults();
         nothing_left();
     }
@@ -1463,20 +1466,17 @@ static mt_status call_alone(job *j, mt_context *ctx, mt_comm *comm) {
     int rank = mt_comm_rank(comm), gone = rank == j->ranks - 1;
     mt_comm *world = comm, *part = NULL;
     mti_member members[RANKS_MAX] = {};
-    double start;
     void *p, *wide;
     mt_status status = MT_SUCCESS;
     MT_TRY(mt_arena_alloc(ctx, 64, &p));
     MT_TRY(mt_context_alloc(ctx, MTI_NCCL_MEMORY, &wide));
     MT_TRY(mt_barrier(ctx, comm));
     if (what == LONELY_SPLIT_OF_A_SPLIT) MT_TRY(mt_comm_split(world, 0, 0, &comm));
-    start = mti_now();
     if (what == LONELY_RECEIVE && !gone) status = mt_recv(ctx, comm, p, 4, MT_F32, j->ranks - 1);
     if (what == LONELY_MEMORY && !gone) status = mt_comm_register(ctx, comm, wide, MTI_NCCL_MEMORY);
     if (what >= LONELY_SPLIT && gone) MT_TRY(mti_nccl_members(ctx, comm, MTI_SPLIT, members));
     if (what >= LONELY_SPLIT && !gone) status = mt_comm_split(comm, 0, 0, &part);
     CHECK(status == (gone ? MT_SUCCESS : MT_ERR_TIMEOUT) && !part);
-    CHECK(mti_now() - start < PATIENCE + 2);
     CHECK(gone || strstr(mt_last_error(ctx), " (3 ranks): rank "));
     CHECK(gone || what < LONELY_SPLIT || strstr(mt_last_error(ctx), "split on \"world"));
     CHECK(gone || mt_barrier(ctx, comm) == MT_ERR_PEER);
@@ -1540,13 +1540,14 @@ static mt_status launch_alone(job *j, mt_context *ctx, mt_comm *comm) {
     MT_TRY(mt_graph_launch(ctx, graph));
     MT_TRY(mt_context_synchronize(ctx));
     MT_TRY(mt_barrier(ctx, comm));
-    if (rank + 1 == j->ranks) pause_for(3 * PATIENCE);
+    if (rank + 1 == j->ranks) outlast(&f->stored, j->ranks - 1);
     else {
         double start = mti_now();
         MT_TRY(mt_graph_launch(ctx, graph));
         f->status[rank] = mt_context_synchronize(ctx);
         f->seconds[rank] = mti_now() - start;
         snprintf(f->text[rank], sizeof f->text[rank], "%s", mt_last_error(ctx));
+        __atomic_add_fetch(&f->stored, 1, __ATOMIC_RELEASE);
         if (mt_graph_launch(ctx, graph) != MT_ERR_PEER) return MT_ERR_MISMATCH;
     }
     mt_graph_destroy(ctx, graph);
@@ -1624,8 +1625,6 @@ static void test_silent_rank_beside_computation(void **state) {
 
 /* ---- calls that are compared ------------------------------------------------------------------------------------- */
 
-#define LONG 30.0 /* a timeout that is never reached */
-
 /* What rank 1 does, while the other ranks call all_reduce(count 4, f32, sum). */
 typedef enum odd {
     ODD_COUNT,
@@ -1645,7 +1644,7 @@ typedef enum odd {
 typedef struct odd_job {
     odd what;
     mt_status status[RANKS_MAX];
-    double seconds[RANKS_MAX];
+    int stored; /* by how many ranks */
     char text[RANKS_MAX][MT_ERROR_BYTES];
 } odd_job;
 
@@ -1667,11 +1666,10 @@ static mt_status odd_call(mt_context *ctx, mt_comm *comm, odd what, void *x) {
 
 /* A graph cannot wait, so the error comes from a later call that is recorded. */
 static mt_status record_odd(mt_context *ctx, mt_comm *comm, void *x) {
-    double start = mti_now();
     mt_status status;
     MT_TRY(mt_graph_begin(ctx, comm));
     status = mt_all_reduce(ctx, comm, x, x, mt_comm_rank(comm) == 1 ? 3 : 4, MT_F32, MT_SUM);
-    while (status == MT_SUCCESS && mti_now() < start + LONG) {
+    while (status == MT_SUCCESS) {
         pause_for(0.05);
         status = mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM);
     }
@@ -1683,24 +1681,22 @@ static mt_status call_odd(job *j, mt_context *ctx, mt_comm *comm) {
     odd_job *o = (odd_job *)j->result;
     int rank = mt_comm_rank(comm), leaves = (rank == 1) == (o->what != ODD_EXTRA) && o->what >= ODD_LEAVES;
     mt_status status;
-    double start;
     void *x;
     MT_TRY(mt_arena_alloc(ctx, 256, &x));
     if (mt_context_device(ctx) == MT_DEVICE_CUDA) MT_TRY(mt_cuda_zero(ctx, x, 256));
     else memset(x, 0, 256);
     MT_TRY(mt_barrier(ctx, comm));
     MT_TRY(mt_barrier(ctx, j->threads[rank])); /* no verdict while a rank is in the barrier over NCCL */
-    start = mti_now();
     if (leaves) return MT_SUCCESS;
     if (rank == 1 && o->what == ODD_STUCK) {
-        pause_for(3 * PATIENCE);
+        outlast(&o->stored, j->ranks - 1);
         return MT_SUCCESS;
     }
     status = o->what == ODD_RECORDED ? record_odd(ctx, comm, x) : odd_call(ctx, comm, o->what, x);
     if (status == MT_SUCCESS) status = mt_context_synchronize(ctx);
     o->status[rank] = status;
-    o->seconds[rank] = mti_now() - start;
     snprintf(o->text[rank], sizeof o->text[rank], "%s", mt_comm_last_error(comm));
+    __atomic_add_fetch(&o->stored, 1, __ATOMIC_RELEASE);
     CHECK(mt_barrier(ctx, comm) == MT_ERR_PEER);
     CHECK(strstr(mt_last_error(ctx), "calls after this communicator failed"));
     return is_callers(j->how) ? status : MT_SUCCESS; /* job_rank aborts the caller's */
@@ -1711,7 +1707,7 @@ static void run_odd(odd what, int how, odd_job *o) {
     memset(o, 0, sizeof *o);
     o->what = what;
     j.result = o;
-    j.timeout = what == ODD_STUCK ? PATIENCE : LONG;
+    j.timeout = what == ODD_STUCK ? PATIENCE : TEST_NEVER_OVER;
     job_launch(&j, 0);
     nothing_left();
 }
@@ -1728,7 +1724,7 @@ static void test_odd_calls(void **state) {
         "rank 1 called split",
         "recv on \"world\" (3 ranks): rank 0 called send(count 4, f32, to rank 1), rank 1 called recv(count 3, ",
         ": ranks 0, 2 called all_reduce(count 4, f32, sum), rank 1 called all_reduce(count 3, f32, sum)",
-        "waited 0.40 s for rank 1, whose last call here was barrier",
+        "waited 1.00 s for rank 1, whose last call here was barrier",
         "all_reduce(count 4, f32, sum) on \"world\" (3 ranks): rank 1 has left the group",
         "all_reduce(count 4, f32, sum) on \"world\" (3 ranks): rank "};
     (void)state;
@@ -1744,9 +1740,9 @@ static void test_odd_calls(void **state) {
             for (int r = 0; r < 3; r++) {
                 int silent = (what == ODD_STUCK || what == ODD_LEAVES) ? r == 1 : what == ODD_EXTRA && r != 1;
                 if (silent) continue;
-                if (o.status[r] != wanted || !strstr(o.text[r], words[what]) || o.seconds[r] > LONG / 2)
-                    fail_msg("case %d, %s, rank %d, after %.2f s: %s: %s", what, way_names[how], r, o.seconds[r],
-                             mt_status_name(o.status[r]), o.text[r]);
+                if (o.status[r] != wanted || !strstr(o.text[r], words[what]))
+                    fail_msg("case %d, %s, rank %d: %s: %s", what, way_names[how], r, mt_status_name(o.status[r]),
+                             o.text[r]);
                 if (what != ODD_RECORDED && what != ODD_EXTRA && !strstr(cpu.text[r], o.text[r]))
                     fail_msg("case %d, %s, rank %d: \"%s\", on a CPU \"%s\"", what, way_names[how], r, o.text[r],
                              cpu.text[r]);
@@ -1758,14 +1754,12 @@ static void test_odd_calls(void **state) {
 
 /* The first receive from a rank waits inside NCCL. The rank leaves, and the watchdog ends the receive. */
 static mt_status receive_from_nobody(job *j, mt_context *ctx, mt_comm *comm) {
-    double start;
     void *x;
     (void)j;
     MT_TRY(mt_arena_alloc(ctx, 64, &x));
     MT_TRY(mt_barrier(ctx, comm));
-    start = mti_now();
     if (mt_comm_rank(comm) == 1) return MT_SUCCESS;
-    CHECK(mt_recv(ctx, comm, x, 4, MT_F32, 1) == MT_ERR_PEER && mti_now() < start + LONG / 2);
+    CHECK(mt_recv(ctx, comm, x, 4, MT_F32, 1) == MT_ERR_PEER);
     CHECK(strstr(mt_last_error(ctx), "recv(count 4, f32, from rank 1) on \"world\" (2 ranks): rank 1 has left"));
     return MT_SUCCESS;
 }
@@ -1774,7 +1768,6 @@ static void test_receive_from_nobody(void **state) {
     (void)state;
     for (int how = FOR_DEVICE; how <= FROM_ID; how++) {
         job j = job_make((way)how, 2, receive_from_nobody);
-        j.timeout = LONG;
         job_run(&j);
     }
 }
@@ -1940,7 +1933,6 @@ static void test_failure_of_one_rank_is_told(void **state) {
         failure f = cases[i];
         job j = job_make(ON_ONE_GPU, 3, fail_alone);
         j.result = &f;
-        j.timeout = 20;
         assert_int_equal(job_launch(&j, 1), MT_SUCCESS);
         for (int r = 0; r < 3; r++) {
             mt_status wanted = r == 1 ? MT_ERR_SYSTEM : MT_ERR_PEER;
