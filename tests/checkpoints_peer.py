@@ -21,7 +21,7 @@ HIDDEN, HEADS, LAYERS, VOCAB, SEQ, FFN = 8, 2, 2, 11, 6, 12
 
 
 def run(*arguments, text=None):
-    done = subprocess.run([program, *arguments], input=text, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run([program, *arguments], input=text, capture_output=True, text=True, timeout=1800, check=True)
     return done.stdout
 
 

@@ -734,7 +734,7 @@ static void test_wrong_id(void **state) {
         memset(&d, 0, sizeof d);
         d.ranks = test.r.tp * test.r.data * test.r.pipeline;
         d.no_pinning = 1;
-        d.timeout_s = 5;
+        d.timeout_s = 30;
         assert_true((mt_launch(&d, wrong_id_rank, &test) == MT_SUCCESS) == (test.only < 0));
         for (int rank = 0; rank < d.ranks; rank++) {
             if (test.only < 0 || rank == test.only) assert_int_equal(test.found[rank], MT_ERR_DATA);

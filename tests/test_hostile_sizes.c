@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 /* Tensors with memory have up to SIDE rows of up to SIDE columns. */
-enum { SIDE = 64, VIEWS = 12, CALLS = SANITIZED ? 1000 : 4000, SECONDS = 60 };
+enum { SIDE = 64, VIEWS = 12, CALLS = SANITIZED ? 1000 : 4000, SECONDS = 600 };
 
 typedef struct hostile {
     test_rank rank;

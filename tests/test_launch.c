@@ -76,7 +76,7 @@ static mt_status look_around(mt_comm *world, void *user) {
 }
 
 static mt_status start(result *r, const char *environment, int ranks) {
-    mt_launch_desc d = {.ranks = ranks, .no_pinning = 1, .timeout_s = 20, .logger = {keep_line, r}};
+    mt_launch_desc d = {.ranks = ranks, .no_pinning = 1, .timeout_s = TEST_NEVER_OVER, .logger = {keep_line, r}};
     r->calls = r->size = r->lines = 0;
     r->rank = r->local_rank = -1;
     set_environment(environment);

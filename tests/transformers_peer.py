@@ -52,7 +52,7 @@ def check(name, tp, pp, kind):
     source, to = os.path.join(GOLDEN, name), os.path.join(directory, f"{name}-{tp}-{pp}-{kind}")
     shutil.rmtree(to, ignore_errors=True)
     os.makedirs(to)
-    subprocess.run([program, source, to, str(tp), str(pp), kind], check=True, timeout=300)
+    subprocess.run([program, source, to, str(tp), str(pp), kind], check=True, timeout=1800)
     found = logits(opened(os.path.join(to, "step-00000005")), numbers(source))
     for what, theirs in found.items():
         with open(os.path.join(to, what + ".f32"), "rb") as f:

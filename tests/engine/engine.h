@@ -20,7 +20,7 @@
 //     MTE_DEVICES   number of devices (8)
 //     MTE_MEMORY    memory of each device in MiB (4096)
 //     MTE_SHARED    shared memory that cudaFuncSetAttribute can allow a block, in KiB (227)
-//     MTE_PATIENCE  seconds without progress after which the engine reports a deadlock (10)
+//     MTE_PATIENCE  seconds without progress after which the engine reports a deadlock (600)
 //
 // The engine reports each error as a line "ENGINE: ..." on stderr. A program with such a report exits with status 97.
 #ifndef MTE_ENGINE_H

@@ -44,11 +44,12 @@ schedules() {
     done
 }
 
+# run_with PATIENCE SCHEDULE PROGRAM FLAGS...: after PATIENCE seconds without progress, the engine reports a deadlock
 run_with() {
-    settings=$(echo "$1" | tr , ' ')
-    shift
+    patience=$1 settings=$(echo "$2" | tr , ' ')
+    shift 2
     # shellcheck disable=SC2086
-    timeout 120 env MTE_PATIENCE=1 $settings "$@" >"$log" 2>&1
+    timeout 600 env MTE_PATIENCE="$patience" $settings "$@" >"$log" 2>&1
 }
 
 # Runs all cases without bugs, under every schedule of the variant.
@@ -57,7 +58,7 @@ test_variant() {
     begin=$(date +%s)
     for schedule in $(schedules "$1"); do
         count=$((count + 1))
-        if run_with "$schedule" "$build/$1/test_engine"; then continue; fi
+        if run_with 300 "$schedule" "$build/$1/test_engine"; then continue; fi
         echo "FAIL  $1: all cases, with $schedule"
         head -n 20 "$log"
         failed=$((failed + 1))
@@ -71,7 +72,7 @@ test_variant() {
 find_bug() {
     how=
     for schedule in $bug_schedules; do
-        if run_with "$schedule" "$build/$1/test_engine" --bug "$2"; then continue; fi
+        if run_with 1 "$schedule" "$build/$1/test_engine" --bug "$2"; then continue; fi
         how=$schedule
         return
     done

@@ -71,7 +71,7 @@ static Config read_config() {
     c.devices = std::clamp(environment_number("MTE_DEVICES", 8), 0, kElsewhere);
     c.memory = (size_t)environment_number("MTE_MEMORY", 4096) << 20;
     c.shared = (size_t)environment_number("MTE_SHARED", shared_per_block_optin >> 10) << 10;
-    c.patience = environment_number("MTE_PATIENCE", 10);
+    c.patience = environment_number("MTE_PATIENCE", 600);
     return c;
 }
 

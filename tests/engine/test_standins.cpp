@@ -1295,7 +1295,7 @@ void check_waiting_call(const Waiting &call) {
         if (r.rank == 0) {
             std::atomic<bool> returned{false};
             std::thread watchdog([&] {
-                std::this_thread::sleep_for(std::chrono::milliseconds(50));
+                std::this_thread::sleep_for(std::chrono::milliseconds(500));
                 CHECK(!returned && ncclCommAbort(r.comm) == ncclSuccess);
             });
             CHECK(call(r, static_cast<float *>(memory)) == ncclInternalError);

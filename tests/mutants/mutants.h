@@ -143,7 +143,7 @@ static void mutants_quiet(void *user, mt_log_level level, const char *message) {
 
 /* Runs the program on ranks that are threads. check: mt_context_desc.check. */
 static void mutants_launch(int ranks, mt_device device, int check, mutants_run *run) {
-    mt_launch_desc launch = {.ranks = ranks, .timeout_s = 2, .logger = {mutants_quiet, NULL}};
+    mt_launch_desc launch = {.ranks = ranks, .timeout_s = 20, .logger = {mutants_quiet, NULL}};
     mt_context_desc where = {.arena_bytes = (size_t)32 << 20, .device = device, .check = check};
     run->size = ranks;
     run->where = where;
