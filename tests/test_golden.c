@@ -621,7 +621,7 @@ static void execute(run *run) {
     mt_status status;
     memset(&launch, 0, sizeof launch);
     launch.ranks = run->tp * run->data * run->pipeline;
-    launch.timeout_s = TEST_NEVER_OVER;
+    launch.timeout_s = 3600;
     launch.logger.log = silent;
     pthread_mutex_init(&run->lock, NULL);
     status = mt_launch(&launch, rank_main, run);
