@@ -256,14 +256,16 @@ told() {
     return 1
 }
 
-late() { echo "MT_ERR_TIMEOUT: $1.* on \"world\" (4 ranks): waited $patience.00 s for rank 2, whose last call here was $1"; }
+late() {
+    echo "MT_ERR_TIMEOUT: $1.* on \"world\" (4 ranks): waited $patience.00 s for rank 2, whose last call here was $1"
+}
 
 all_told() { # FAULT CALL SENTENCE
     told "$1" "$2" 0 "$3" && told "$1" "$2" 1 "$3" && told "$1" "$2" 3 "$3"
 }
 
-# Three ranks wait for rank 2, and all four processes are stopped for longer than the timeout. No rank may report another
-# one as lost.
+# Three ranks wait for rank 2, and all four processes are stopped for longer than the timeout. No rank may report
+# another one as lost.
 stopped_job() {
     log=$build/stopped-job.log ids=$build/stopped-job.ids
     rm -f "$ids" "$ids.until"
@@ -297,7 +299,8 @@ start_faults() {
 }
 
 group_told() { # the ranks of the other group wait for rank 2 at the end
-    told kill group 0 "MT_ERR_TIMEOUT: all_reduce(count 100, f32, sum) on \"even\" (2 ranks): waited $patience.00 s for rank 1" &&
+    sum='all_reduce(count 100, f32, sum) on "even" (2 ranks)'
+    told kill group 0 "MT_ERR_TIMEOUT: $sum: waited $patience.00 s for rank 1" &&
         told kill group 1 'MT_ERR_TIMEOUT: waited [1-9][.0-9]* s at the end for rank \(0, \)*2' &&
         told kill group 3 'MT_ERR_TIMEOUT: waited [1-9][.0-9]* s at the end for rank \(0, \)*2'
 }

@@ -1334,8 +1334,8 @@ static mt_status suffer(job *j, mt_context *ctx, mt_comm *comm) {
     return status;
 }
 
-/* Checks that the ranks whose bits are set have timed out, not before the time, with a message that contains both words,
-   and that the other ranks have not. */
+/* Checks that the ranks whose bits are set have timed out, not before the time, with a message that contains both
+   words, and that the other ranks have not. */
 static void expect(const job *j, const fault *f, unsigned ranks, const char *call, const char *name) {
     for (int r = 0; r < j->ranks; r++) {
         mt_status wanted = ranks >> r & 1 ? MT_ERR_TIMEOUT : MT_SUCCESS;

@@ -384,8 +384,8 @@ static mt_status survive(mt_comm *world, void *user) {
     return status;
 }
 
-/* Checks a rank that needed the victim: it ends by itself, with one message that names the rank and the call. Returns 1,
-   or 0 and writes what is wrong. */
+/* Checks a rank that needed the victim: it ends by itself, with one message that names the rank and the call. Returns
+   1, or 0 and writes what is wrong. */
 static int is_told(const job *j, int rank, char *wrong, size_t bytes) {
     const char *name = collective_names[j->collective], *said = j->said[rank], *line = strchr(said, '\n');
     int named =

@@ -381,7 +381,8 @@ static void test_executor_stage_fails(void **state) {
     (void)state;
     for (int kind = MT_SCHEDULE_1F1B; kind <= MT_SCHEDULE_GPIPE; kind++)
         for (int failing = 1; failing < 4; failing++) {
-            mt_launch_desc d = {.ranks = 4, .no_pinning = 1, .timeout_s = TEST_NEVER_OVER, .logger = {test_quiet, NULL}};
+            mt_launch_desc d = {
+                .ranks = 4, .no_pinning = 1, .timeout_s = TEST_NEVER_OVER, .logger = {test_quiet, NULL}};
             job.stages = 4;
             job.micro_batches = 6;
             job.schedule = (mt_schedule)kind;
