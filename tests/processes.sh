@@ -44,7 +44,7 @@ fail() {
     exit 1
 }
 
-# Sets port, which a process holds until the end of this script: see mt_test_port.h.
+# Sets port, on which NCCL will listen, and which a process holds until the end of this script: see mt_test_port.h.
 hold_port() {
     printf '#include <stdio.h>\n#include "tests/mt_test_port.h"\nint main(void) {\n%s%s%s}\n' \
         'int held; printf("%d\n", test_take_port(0, &held));' 'fflush(stdout);' 'for (;;) pause();' >"$out/hold.c"
@@ -66,7 +66,8 @@ start() {
         call=0
         [ "$rank" != "$kills_itself" ] || call=$kill_call
         MT_KILL_CALL=$call RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank % here)) \
-            NCCL_HOSTID=machine$((rank / here)) MASTER_ADDR=127.0.0.1 MASTER_PORT=$((port - 1)) "$program" --device cuda --tp 2 --dp 2 "$@" \
+            NCCL_HOSTID=machine$((rank / here)) MASTER_ADDR=127.0.0.1 MASTER_PORT=$((port - 1)) \
+            "$program" --device cuda --tp 2 --dp 2 "$@" \
             >"$out/$name.$rank.out" 2>"$out/$name.$rank.err" &
         eval "pid_$rank=$!"
         rank=$((rank + 1))

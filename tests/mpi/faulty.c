@@ -3,8 +3,9 @@
        faulty FAULT RANK CALL TIMEOUT
    In round 5 the rank is killed (kill), stopped (stop), sleeps (sleep), returns (return), fails (fail), or has no
    fault (none). With `work`, it prints "works", and goes on when the file $FAULTY_UNTIL exists. The timeout begins to
-   count in round 5: before, the ranks connect, which may take long on a busy machine. CALL: all_reduce, large, all_gather,
-   reduce_scatter, broadcast, barrier, ring, or group for an all_reduce among the even and among the odd ranks. */
+   count in round 5: before, the ranks connect, which may take long on a busy machine. CALL: all_reduce, large,
+   all_gather, reduce_scatter, broadcast, barrier, ring, or group for an all_reduce among the even and among the odd
+   ranks. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "mt_comm.h"
