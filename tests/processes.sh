@@ -138,11 +138,13 @@ until_there() {
     done
 }
 
-# loses SIGNAL VICTIM FLAGS...: loses a rank in the middle of a long run
+# loses SIGNAL VICTIM FLAGS...: loses a rank in the middle of a long run. The timeout is waited for only when the rank
+# is stopped.
 loses() {
-    signal=$1 victim=$2
+    signal=$1 victim=$2 timeout=3600
     shift 2
-    start "$signal-$victim" 1 "$@" --steps 1000000 --timeout 8
+    [ "$signal" = KILL ] || timeout=8
+    start "$signal-$victim" 1 "$@" --steps 1000000 --timeout $timeout
     until_there grep -qs '^step ' "$out/$name.0.out"
     kill -s "$signal" "$(pid "$victim")"
     lost "$signal" "$victim"
@@ -155,7 +157,7 @@ resumes() {
     rm -rf "$out/whole" "$out/run"
     threads "$@" --steps 12 --checkpoint "$out/whole"
     kills_itself=$victim
-    start "checkpoint-$victim" 1 "$@" --steps 12 --timeout 8 --checkpoint "$out/run" --save-interval 1
+    start "checkpoint-$victim" 1 "$@" --steps 12 --timeout 3600 --checkpoint "$out/run" --save-interval 1
     kills_itself=''
     lost KILL "$victim"
     [ -d "$out/run/step-00000003" ] && [ ! -d "$out/run/step-00000012" ] || fail "$name: not after 3 to 11 saves"
