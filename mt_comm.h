@@ -7251,7 +7251,7 @@ typedef enum mti_message_kind {
     MTI_MESSAGE_LEFT,   /* text: why; of rank 0: `count` is the number of its collectives */
     MTI_MESSAGE_RESULT, /* `what`: mti_why; rank, and recvcount - 1: the ranks that it is about, or -1; text: the calls
                            of all ranks, and a sentence */
-    MTI_MESSAGE_END     /* the calls are no longer compared; rank: that has ended the comparison; `what`: mti_end */
+    MTI_MESSAGE_END /* the calls are no longer compared; rank: that has ended the comparison; `what`: mti_end_reason */
 } mti_message_kind;
 
 typedef struct mti_message {
@@ -7264,7 +7264,7 @@ typedef struct mti_message {
 
 typedef enum mti_why { MTI_WHY_DIFFERS, MTI_WHY_UNLIKE, MTI_WHY_LATE, MTI_WHY_LEFT, MTI_WHY_FAILED } mti_why;
 
-typedef enum mti_end { MTI_END_MEMORY, MTI_END_AHEAD } mti_end;
+typedef enum mti_end_reason { MTI_END_MEMORY, MTI_END_AHEAD } mti_end_reason;
 
 typedef struct mti_said {
     uint64_t what, count, recvcount, inside; /* as in mti_slot */
@@ -7339,7 +7339,7 @@ typedef struct mti_comparer {
 } mti_comparer;
 
 static size_t mti_bytes_size(const mti_bytes *b) { return b->end - b->first; }
-static const char *mti_bytes_at(const mti_bytes *b) { return b->data + b->first; }
+static const char *mti_bytes_front(const mti_bytes *b) { return b->data + b->first; }
 
 /* Makes room for n bytes, and for the one message that mti_board_send_end appends. Returns 0 when there is no memory.
    Bytes move to the front only when at least as many have left, so that each of them moves a few times at most. */
@@ -7445,9 +7445,9 @@ typedef enum mti_parsed { MTI_PARSED, MTI_INCOMPLETE, MTI_MALFORMED } mti_parsed
 /* Reads the first message of b, and the address of its text. size: of the group */
 static mti_parsed mti_message_parse(const mti_bytes *b, int size, mti_message *message, const char **text) {
     if (mti_bytes_size(b) < sizeof *message) return MTI_INCOMPLETE;
-    memcpy(message, mti_bytes_at(b), sizeof *message);
+    memcpy(message, mti_bytes_front(b), sizeof *message);
     if (!mti_message_is_valid(message, size)) return MTI_MALFORMED;
-    *text = mti_bytes_at(b) + sizeof *message;
+    *text = mti_bytes_front(b) + sizeof *message;
     if (mti_bytes_size(b) - sizeof *message < message->bytes) return MTI_INCOMPLETE;
     /* strlen stops at the NUL, or at the last byte */
     if (message->bytes && (*text)[message->bytes - 1] != '\0') return MTI_MALFORMED;
@@ -7456,7 +7456,8 @@ static mti_parsed mti_message_parse(const mti_bytes *b, int size, mti_message *m
 
 static void mti_line_flush(mti_line *line) {
     while (line->fd >= 0 && !line->lost && mti_bytes_size(&line->out)) {
-        ssize_t n = send(line->fd, mti_bytes_at(&line->out), mti_bytes_size(&line->out), MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t n =
+            send(line->fd, mti_bytes_front(&line->out), mti_bytes_size(&line->out), MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n > 0) mti_bytes_drop(&line->out, (size_t)n);
         else if (n < 0 && errno == EINTR) continue;
         else {
@@ -7492,7 +7493,7 @@ static void mti_line_close(mti_line *line) {
 
 /* Ends the comparison because of rank `rank`. The memory of what has not been compared is freed. A message that has
    been sent in part is completed, and mti_board_send_end follows. */
-static void mti_board_end(mti_board *b, int rank, mti_end why) {
+static void mti_board_end(mti_board *b, int rank, mti_end_reason why) {
     if (b->ended) return;
     memset(&b->end, 0, sizeof b->end);
     b->end.kind = MTI_MESSAGE_END;
@@ -7656,7 +7657,7 @@ static mti_pair *mti_board_pair(mti_board *b, int from, int to) {
 static void mti_pair_match(mti_board *b, mti_pair *p, const mti_said *said, int sends) {
     const mti_said *send = said, *recv = said;
     mti_said first;
-    memcpy(&first, mti_bytes_at(&p->waiting), sizeof first);
+    memcpy(&first, mti_bytes_front(&p->waiting), sizeof first);
     mti_bytes_drop(&p->waiting, sizeof first);
     b->waiting--;
     if (sends) recv = &first;
@@ -7747,7 +7748,7 @@ static int mti_board_take(mti_board *b, int rank, const mti_message *message, co
     case MTI_MESSAGE_LATE: mti_board_late(b, rank); return 1;
     case MTI_MESSAGE_LEFT: mti_board_leave(b, rank, text, (size_t)message->bytes); return 1;
     case MTI_MESSAGE_FAILED: mti_board_decide(b, MTI_WHY_FAILED, -1, -1, b->last, text); return 1;
-    case MTI_MESSAGE_END: mti_board_end(b, rank, (mti_end)message->what); return 1;
+    case MTI_MESSAGE_END: mti_board_end(b, rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
 }
@@ -7768,7 +7769,7 @@ static int mti_board_hear(mti_board *b, const mti_message *message, const char *
         mti_board_leave(b, 0, text, (size_t)message->bytes);
         if (b->number[b->rank] > b->number[0]) mti_board_decide_left(b, 0);
         return 1;
-    case MTI_MESSAGE_END: mti_board_end(b, message->rank, (mti_end)message->what); return 1;
+    case MTI_MESSAGE_END: mti_board_end(b, message->rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
 }
