@@ -5790,20 +5790,33 @@ static int mti_reads_some_columns(const mti_ruling *r, mt_tensor t) {
     return 0;
 }
 
+/* Whether a parameter is split by a group along a dimension of this size of an operand. */
+static int mti_is_split_along(const mti_ruling *r, const mti_ruled *o, int64_t size) {
+    int g, rows = 0, cols = 0;
+    for (g = 0; g < r->checker->count; g++) {
+        rows |= o->known.parameter->allowed[g] == 1 << MT_SPLIT_ROWS;
+        cols |= o->known.parameter->allowed[g] == 1 << MT_SPLIT_COLS;
+    }
+    return (rows && o->operand->t.rows == size) || (cols && o->operand->t.cols == size);
+}
+
 /* Returns the parameter whose features are the columns of t, which a call writes: one that the call has, or that of an
    operand with as many columns. */
 static const char *mti_features_of(const mti_ruling *r, mt_tensor t) {
+    const char *features = NULL;
     int i;
-    for (i = 0; i < r->count && !r->with; i++) {
+    for (i = 0; i < r->count; i++) {
         const mti_ruled *o = &r->operands[i];
         const mti_placed *p;
         mti_extent e;
-        if (!o->operand || !(o->operand->use & 1) || o->operand->t.cols != t.cols) continue;
+        if (!o->operand || !(o->operand->use & 1)) continue;
+        if (o->known.parameter && mti_is_split_along(r, o, t.cols)) return o->known.parameter->name;
+        if (o->known.parameter || o->operand->t.cols != t.cols) continue;
         e = mti_extent_of(o->operand->t);
         p = mti_placed_older(&r->checker->written, e, UINT64_MAX);
-        if (p && p->features && mti_extent_covers(p->at, e) && p->at.width == e.width) return p->features;
+        if (p && p->features && mti_extent_covers(p->at, e) && p->at.width == e.width) features = p->features;
     }
-    return r->with;
+    return features;
 }
 
 static void mti_features_note(mti_checker *c, mt_tensor t, const char *features) {

@@ -1729,8 +1729,9 @@ static void test_parts_of_a_bias(void **state) {
 static mt_status second_product_of_parts(int64_t parts, int64_t second_parts, int how, char *text) {
     mt_param_desc first = {.name = "fc1.weight", .rows = 24, .cols = 4, .placement = MT_SPLIT_ROWS, .parts = parts};
     mt_param_desc second = {.name = "fc2.weight", .rows = 4, .cols = how == 2 ? 12 : 24, .placement = MT_SPLIT_COLS};
+    mt_param_desc bias = {.name = "fc1.bias", .rows = 1, .cols = 24, .placement = MT_SPLIT_COLS, .parts = parts};
     mt_tensor x, h, a, y;
-    mt_param *w1, *w2;
+    mt_param *w1, *b, *w2;
     mt_status status;
     test_rank r;
     second.parts = second_parts;
@@ -1738,13 +1739,13 @@ static mt_status second_product_of_parts(int64_t parts, int64_t second_parts, in
     mt_arena_request memory[] = {
         {&x, MT_F32, 8, 4}, {&h, MT_F32, 8, 12}, {&a, MT_F32, 8, how == 2 ? 6 : 12}, {&y, MT_F32, 8, 4}};
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &first, &w1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &bias, &b));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &second, &w2));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, memory, 4));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_forward(r.ctx, x, w1->value, mt_none(), h));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS,
-                  mt_activation_forward(r.ctx, how == 2 ? MT_SWIGLU : MT_GELU_TANH, h, mt_none(), a));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_activation_forward(r.ctx, how == 2 ? MT_SWIGLU : MT_GELU_TANH, h, b->value, a));
     if (how != 2) ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_multiply(r.ctx, a, a, a));
     status = how == 1 ? mt_gemm(r.ctx, MT_NO_TRANS, MT_TRANS, 1, a, w2->value, 0, y)
                       : mt_linear_forward(r.ctx, a, w2->value, mt_none(), y);
@@ -1760,7 +1761,7 @@ static void test_parts_of_a_second_product(void **state) {
         for (int64_t parts = 1; parts <= 3; parts++)
             assert_int_equal(second_product_of_parts(parts, parts, how, text), MT_SUCCESS);
         assert_int_equal(second_product_of_parts(2, 1, how, text), MT_ERR_ARGUMENT);
-        assert_true(test_has_words(text, ": 'fc2.weight' has parts 1, but 'fc1.weight' has parts 2|parts of both"));
+        assert_true(test_has_words(text, ": 'fc2.weight' has parts 1, but 'fc1.bias' has parts 2|parts of both"));
         assert_int_equal(second_product_of_parts(1, 2, how, text), MT_ERR_ARGUMENT);
         assert_int_equal(second_product_of_parts(2, 3, how, text), MT_ERR_ARGUMENT);
     }
