@@ -5296,6 +5296,21 @@ static void mti_with_text(const mti_checker *c, const char *with, char *text, si
     if (name) snprintf(text, size, "%s\"%.*s\"", with ? " " : " after ", mti_layer_length(name), name);
 }
 
+/* Whether a case would fit if gradients of parameters might be terms of a sum. */
+static int mti_fits_terms(const mti_ruling *r, int g) {
+    const char *more = NULL, *at = NULL;
+    int k, first, terms;
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        for (k = terms = 0; k < r->count; k++) {
+            const mti_ruled *o = &r->operands[k];
+            if (!o->operand || !o->known.parameter || !o->known.parameter->is_gradient || at[k] != 'P') continue;
+            if (!mti_letter_fits(r, k, g, 'P')) terms++;
+        }
+        if (terms && terms == mti_case_misfits(r, at, g, &first)) return 1;
+    }
+    return 0;
+}
+
 /* Writes what a parameter or its gradient has to do with a misfit of operand i. Returns 1 if this is the mistake. A sum
    over rows that are split is a part of a sum, a sum over replicated rows is not. */
 static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, size_t size) {
@@ -5315,7 +5330,8 @@ static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, siz
                      p->name);
             return 1;
         }
-        if ((is == 1 << MT_SPLIT_ROWS || is == 1 << MT_PARTIAL) && p->adds[g] == 1 << MT_REPLICATED)
+        if ((is == 1 << MT_SPLIT_ROWS || (is == 1 << MT_PARTIAL && mti_fits_terms(r, g))) &&
+            p->adds[g] == 1 << MT_REPLICATED)
             snprintf(text, size, ", or set sequence_partial for '%.100s' (sequence_parallel in the desc of a layer)",
                      p->name);
         if (is == 1 << MT_REPLICATED && p->adds[g] == 1 << MT_PARTIAL)
