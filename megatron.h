@@ -1761,7 +1761,7 @@ static mt_status mti_qk_norm_views(mt_context *ctx, const char *function, const 
     return MT_SUCCESS;
 }
 
-/* Applies the rule of the heads of a rank as a whole: no rule describes rows and columns that are seen in another width.
+/* Applies the rule of the heads of a rank as a whole: none describes rows and columns that are seen in another width.
    use: of the parameters, 1 the values, 2 the gradients */
 static mt_status mti_qk_norm_rule(mt_context *ctx, const char *function, const mt_qk_norm *norm, mt_tensor qkv,
                                   int use) {

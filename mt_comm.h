@@ -6113,7 +6113,7 @@ static void mti_tell_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
     mti_tell(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y) ? 1 : 2);
 }
 
-/* Refuses a sum over a group over which nothing is known about x, when x is a sum over other groups with other ranks. */
+/* Refuses a sum over a group over which nothing is known about x, when x is a sum over groups of other ranks. */
 static mt_status mti_sum_check(mt_context *ctx, const mti_ruling *r, int g) {
     const mti_known *k = &r->operands[0].known;
     char hint[400];

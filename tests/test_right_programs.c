@@ -230,7 +230,8 @@ static mt_status attend_group(run *r, const heads *all, int64_t groups, int64_t 
 }
 
 /* Grouped queries: `groups` heads of keys and values, which all ranks compute, and 4 heads of queries. A rank reads the
-   groups of its heads. side_by_side: keys and values are in one tensor [K | V], not in two. mistake 1: all ranks read the first groups; 2: the next rank's groups */
+   groups of its heads. side_by_side: keys and values are in one tensor [K | V], not in two. mistake 1: all ranks
+   read the first groups; 2: the next rank's groups */
 static mt_status grouped(run *r, int64_t groups, int side_by_side) {
     int64_t own = groups > r->ranks ? groups / r->ranks : 1, rank = (r->rank + (r->mistake == 2)) % r->ranks;
     int64_t first = r->mistake == 1 ? 0 : rank * groups / r->ranks;
