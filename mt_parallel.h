@@ -1606,9 +1606,9 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
    it writes the first parameter, it checks the names, shapes and types (F32, F64, BF16 or F16) of all tensors, their
    values, the checksums, mt_checkpoint_format.check, the training state and the fields. No tensor may be missing, and
    none may be unknown that the table does not ignore. A tensor may have another type than its parameter. Its elements
-   must be finite, and stay finite when they are rounded to the parameter's type; so 1e5 is refused for MT_F16. The ranks
-   compare what they have read: MT_ERR_MISMATCH when the training state, or the size or checksum of a file, differs
-   between them, for example because they load different steps.
+   must be finite, and stay finite when they are rounded to the parameter's type; so 1e5 is refused for MT_F16. The
+   ranks compare what they have read: MT_ERR_MISMATCH when the training state, or the size or checksum of a file,
+   differs between them, for example because they load different steps.
    With an optimizer, f32 parameters are then loaded from the masters in the files, if there are any, and masters that
    the files do not have become copies of the loaded parameters.
    MT_ERR_IO, MT_ERR_DATA: the message names the file and the reason. MT_ERR_MEMORY: the arena has no memory for the

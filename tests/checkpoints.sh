@@ -48,7 +48,8 @@ fuzzing() {
         leave_out "fuzzing: $why"
         return
     fi
-    check "the readers of files, fuzzed $runs times, address and undefined behaviour sanitizers" fuzz readers tests/fuzz/seeds
+    check "the readers of files, fuzzed $runs times, address and undefined behaviour sanitizers" \
+        fuzz readers tests/fuzz/seeds
     check "the messages about calls over NCCL, in the same way" fuzz messages
 }
 
