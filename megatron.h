@@ -5533,7 +5533,13 @@ static const char *mti_described_value(mti_described *m, int i, char text[MT_FIE
 /* -- tensors that are no parameters: transformers computes their values anew, and does not read them -- */
 
 /* A constant that files of transformers may have: the end of its name, and what it is. */
-typedef enum mti_constant { MTI_MASK, MTI_MASK_VALUE, MTI_FREQUENCIES, MTI_POSITIONS, MTI_CONSTANTS } mti_constant;
+typedef enum mti_known_constant {
+    MTI_MASK,
+    MTI_MASK_VALUE,
+    MTI_FREQUENCIES,
+    MTI_POSITIONS,
+    MTI_CONSTANTS
+} mti_known_constant;
 static const char *const mti_constants[][2] = {{".attn.bias", "the causal mask"},
                                                {".attn.masked_bias", "-10000 or less"},
                                                {".rotary_emb.inv_freq", "the frequencies of rope_theta"},
@@ -5565,7 +5571,7 @@ static double mti_constant_element(const char *dtype, const unsigned char *bytes
 
 /* Returns 1 when x is the constant's element i in a tensor whose last size is n. Frequencies may have been rounded to
    16 bits. */
-static int mti_constant_is(const mti_described *m, mti_constant which, int64_t i, int64_t n, double x) {
+static int mti_constant_is(const mti_described *m, mti_known_constant which, int64_t i, int64_t n, double x) {
     double frequency = which == MTI_FREQUENCIES ? pow((double)m->d.layer.rotary_base, -(double)i / (double)n) : 0;
     if (which == MTI_MASK) return x == (i % n <= i / n % n);
     if (which == MTI_MASK_VALUE) return x <= -9900; /* -10000 in bf16 is -9984 */
@@ -5574,14 +5580,14 @@ static int mti_constant_is(const mti_described *m, mti_constant which, int64_t i
 }
 
 /* Checks the shape of a constant. */
-static int mti_constant_fits(const mti_described *m, mti_constant which, const mt_safetensors_tensor *t) {
+static int mti_constant_fits(const mti_described *m, mti_known_constant which, const mt_safetensors_tensor *t) {
     int64_t n = t->dims > 0 ? t->shape[t->dims - 1] : 1;
     if (which == MTI_MASK) return t->dims >= 2 && t->shape[t->dims - 2] == n;
     return which != MTI_FREQUENCIES || (t->dims == 1 && 2 * n == m->d.layer.hidden / m->d.layer.heads);
 }
 
 /* Writes whether a tensor has the values of a constant to *is. */
-static mt_status mti_constant_read(mt_context *ctx, const mti_described *m, mti_constant which,
+static mt_status mti_constant_read(mt_context *ctx, const mti_described *m, mti_known_constant which,
                                    const mt_safetensors_tensor *t, int *is) {
     enum { BYTES = 8192 };
     unsigned char block[BYTES + 8]; /* mti_constant_element reads 8 bytes of each element */
@@ -5608,7 +5614,7 @@ static mt_status mti_constant_check(mt_context *ctx, const mti_described *m, con
     char text[MT_PATH_MAX + 512];
     int which = 0, is = 1;
     while (which < MTI_CONSTANTS && !mti_ends_with(t->name, mti_constants[which][0])) which++;
-    if (which < MTI_CONSTANTS) MT_TRY(mti_constant_read(ctx, m, (mti_constant)which, t, &is));
+    if (which < MTI_CONSTANTS) MT_TRY(mti_constant_read(ctx, m, (mti_known_constant)which, t, &is));
     if (is) return MT_SUCCESS;
     snprintf(text, sizeof text, "%s: '%.200s' is not %s; it is not used", directory, t->name, mti_constants[which][1]);
     mt_log(ctx, MT_LOG_WARNING, text);
