@@ -412,19 +412,6 @@ static int load_data(options *o, dataset *d) {
     return d->tokens != NULL;
 }
 
-/* Checks that the vocabulary has all tokens of the data, before a batch has one that it lacks. Returns 0 after it has
-   printed the first of these, and its place in its file. */
-static int check_tokens(const options *o, const dataset *d) {
-    int64_t i = 0, begin = 0, file = 0;
-    while (i < d->count && d->tokens[i] < o->vocab) i++;
-    if (i == d->count) return 1;
-    for (; !o->data && i >= d->ends[file]; file++) begin = d->ends[file];
-    fprintf(stderr, PROGRAM ": %s: %s %lld is %d, and the vocabulary of the model is %.15g\n",
-            o->data ? o->data : own_data[file], d->text ? "byte" : "token", (long long)(i - begin + 1),
-            (int)d->tokens[i], o->vocab);
-    return 0;
-}
-
 /* ---- files: a log must not be another file that this run reads or writes ----------------------------------------- */
 
 /* For a file that does not exist yet: finds its directory, and its name in there. Follows symbolic links to files that
@@ -1220,11 +1207,13 @@ static mt_status check_end(trainer *t, int64_t skipped, const float *losses, flo
     for (int i = 0; i < LOSSES; i++) MT_TRY(check_finite(t, last, loss_names[i][0], losses[i]));
     if (t->skipped > 0) MT_TRY(check_finite(t, last, "the gradient norm", norm));
     for (int i = 0; means && i < TOTALS; i++) MT_TRY(check_finite(t, last, validation_names[i][0], means[i]));
-    if (t->scaler.skipped - skipped < steps) return MT_SUCCESS;
-    return refuse(t,
-                  "step %lld: all %lld steps were skipped, the gradients were not finite: the weights are those of "
-                  "the beginning",
-                  (long long)last, (long long)steps);
+    if (t->scaler.skipped - skipped == steps && mt_comm_rank(t->grid.world) == 0)
+        fprintf(stderr,
+                PROGRAM
+                ": warning: step %lld: all %lld steps were skipped, because the gradients were not finite with a "
+                "loss scale that is still shrinking: the weights are those of the beginning\n",
+                (long long)last, (long long)steps);
+    return MT_SUCCESS;
 }
 
 static mt_status train(trainer *t) {
@@ -1382,6 +1371,19 @@ static void refuse_later(job *job, const char *format, ...) {
     va_start(args, format);
     vsnprintf(job->refusal, sizeof job->refusal, format, args);
     va_end(args);
+}
+
+/* Checks that the vocabulary has all tokens of the data, before a batch has one that it lacks. Names the place of the
+   first of these in its file. */
+static void check_tokens(job *j) {
+    const options *o = &j->o;
+    const dataset *d = &j->data;
+    int64_t i = 0, begin = 0, file = 0;
+    while (i < d->count && d->tokens[i] < o->vocab) i++;
+    if (i == d->count) return;
+    for (; !o->data && i >= d->ends[file]; file++) begin = d->ends[file];
+    refuse_later(j, "%s: %s %lld is %d, and the vocabulary of the model is %.15g", o->data ? o->data : own_data[file],
+                 d->text ? "byte" : "token", (long long)(i - begin + 1), (int)d->tokens[i], o->vocab);
 }
 
 /* ---- the model of a checkpoint: flags that are not given take its shape ------------------------------------------ */

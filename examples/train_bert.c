@@ -229,7 +229,8 @@ static int prepare(job *j) {
     s->padded_vocab = (int64_t)(ceil(o->vocab / unit) * unit);
     /* the model has replaced the flags, so the checks below would report values that nobody gave */
     if (j->refusal[0]) return 1;
-    if (!check_options(o, s) || !check_tokens(o, d)) return 0;
+    if (!check_options(o, s)) return 0;
+    check_tokens(j);
     s->words = d->text ? 256 : (int32_t)o->vocab;
     return 1;
 }

@@ -440,7 +440,9 @@ static int prepare(job *job) {
     if (o->vocab == 0) o->vocab = job->data.text ? 256 : GPT2_VOCAB;
     /* the model has replaced the flags, so the checks below would report values that nobody gave */
     if (job->refusal[0]) return 1;
-    return check_options(o, job->data.count, job->data.text) && check_tokens(o, &job->data) && check_prompt(o);
+    if (!check_options(o, job->data.count, job->data.text) || !check_prompt(o)) return 0;
+    check_tokens(job);
+    return 1;
 }
 
 int main(int argc, char **argv) {
