@@ -5589,15 +5589,15 @@ static int mti_constant_fits(const mti_described *m, mti_known_constant which, c
 /* Writes whether a tensor has the values of a constant to *is. */
 static mt_status mti_constant_read(mt_context *ctx, const mti_described *m, mti_known_constant which,
                                    const mt_safetensors_tensor *t, int *is) {
-    enum { BYTES = 8192 };
-    unsigned char block[BYTES + 8]; /* mti_constant_element reads 8 bytes of each element */
+    enum { MTI_BLOCK_BYTES = 8192 };
+    unsigned char block[MTI_BLOCK_BYTES + 8]; /* mti_constant_element reads 8 bytes of each element */
     int64_t elements = 1, size, per, i, k, last = t->dims > 0 ? t->shape[t->dims - 1] : 1;
     int d;
     for (d = 0; d < t->dims; d++) elements *= t->shape[d];
     *is = mti_constant_fits(m, which, t);
     if (!*is || elements == 0) return MT_SUCCESS;
     size = t->bytes / elements;
-    per = size > 0 ? BYTES / 8 : 0;
+    per = size > 0 ? MTI_BLOCK_BYTES / 8 : 0;
     memset(block, 0, sizeof block);
     for (i = 0; i < elements && *is; i += per) {
         int64_t n = mt_min(per, elements - i);
