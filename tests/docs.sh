@@ -113,9 +113,10 @@ checking_fragments() {
     return 1
 }
 
-# docs/checking.md has every rule of mt_kernels.cuh, beside the name of its operator if it is in mti_rules.
+# docs/checking.md has every rule of mt_kernels.cuh, beside the name of its operator if it is in mti_rules. The rule
+# `products` is that of no call: it finds out why one was refused.
 checking_rules() {
-    tr -s '\n ' ' ' <mt_kernels.cuh |
+    tr -s '\n ' ' ' <mt_kernels.cuh | sed 's/mt_rule products = [^;]*;//' |
         grep -oE '(\{"mt_[a-z_]+", )?\{"[a-z0-9 ]+", "[RrcP* -]+", (NULL|"[rcRP* ]+")\}' |
         sed -E 's/^\{"(mt_[a-z_]+)", \{"/`\1` | /; s/^\{"/| /; s/", (NULL|"([^"]*)")\}$/ | \2/; s/", "/ | /
             s/$/ |/; s/ \|  \|$/ |/; s/^`/| `/' >"$work/rules.txt"
