@@ -846,7 +846,16 @@ enum { MT_ARG_ANY = 0, MT_ARG_FLOAT = 1, MT_ARG_F32 = 2 };
 
 /* What an operator does with a view: it reads it, writes it, or both. Add MT_ARG_OPTIONAL with | if the view may be
    mt_none(). */
-enum { MT_ARG_IN = 1, MT_ARG_OUT = 2, MT_ARG_IN_OUT = 3, MT_ARG_OPTIONAL = 4 };
+enum {
+    MT_ARG_IN = 1,
+    MT_ARG_OUT = 2,
+    MT_ARG_IN_OUT = 3,
+    MT_ARG_OPTIONAL = 4,
+    /* add them with |, see mt_set_sum_check: the operator adds a sum over rows to the view, as mt_bias_backward does to
+       dbias; the view is the result of a product, as c of mt_gemm */
+    MT_ARG_SUM = 16,
+    MT_ARG_PRODUCT = 32
+};
 
 /* Describes what an operator requires of one view. An array of mt_arg describes all views of the operator:
        mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
@@ -867,6 +876,12 @@ typedef struct mt_arg {
 MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count);
 MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
                                  int64_t rows, int64_t cols);
+
+/* Sets what mt_args_check asks before an operator writes to a view with MT_ARG_SUM or MT_ARG_PRODUCT. is_product is 1
+   for the latter. A status other than MT_SUCCESS refuses the call. check NULL: nothing is asked. In invariant mode
+   mt_params_init sets a check that refuses sums whose order depends on the split. */
+typedef mt_status (*mt_sum_check)(mt_context *ctx, const char *where, const char *name, mt_tensor sum, int is_product);
+MT_API mt_status mt_set_sum_check(mt_context *ctx, mt_sum_check check);
 
 /* What a float may be, for mt_check_float. Infinities and NaN are never allowed. */
 typedef enum mt_float_range {
@@ -1009,6 +1024,7 @@ typedef struct mti_kernels {
     uintptr_t packed_from, packed_to; /* all their weights are between these addresses */
     int built_for;                    /* see mti_built_for; 0 before its first call */
     int tiles;                        /* see mti_tiles_open; 0 before its first call, otherwise 1 or -1 */
+    mt_sum_check sum_check;           /* see mt_set_sum_check; NULL: none */
 } mti_kernels;
 
 static void mti_packed_free(mt_context *ctx, mti_packed *p); /* >>gemm */
@@ -1123,6 +1139,22 @@ static mt_status mti_expect_type(mt_context *ctx, const char *where, const mt_ar
     return MT_SUCCESS;
 }
 
+MT_API mt_status mt_set_sum_check(mt_context *ctx, mt_sum_check check) {
+    mti_kernels *k;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_kernels_open(ctx, &k));
+    k->sum_check = check;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_sum(mt_context *ctx, const char *where, const mt_arg *arg) {
+    const mti_kernels *k;
+    if (!(arg->use & (MT_ARG_SUM | MT_ARG_PRODUCT)) || mti_is_empty(*arg->view)) return MT_SUCCESS;
+    k = (const mti_kernels *)mt_context_slot(ctx, MT_SLOT_KERNELS);
+    if (!k || !k->sum_check) return MT_SUCCESS;
+    return (k->sum_check)(ctx, where, arg->name, *arg->view, (arg->use & MT_ARG_PRODUCT) != 0);
+}
+
 MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count) {
     int i;
     if (!ctx) return MT_ERR_ARGUMENT;
@@ -1139,6 +1171,7 @@ MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg 
         if (t.rows != args[i].rows || t.cols != args[i].cols)
             return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], must be [%lld, %lld]", where, args[i].name,
                            (long long)t.rows, (long long)t.cols, (long long)args[i].rows, (long long)args[i].cols);
+        MT_TRY(mti_expect_sum(ctx, where, &args[i]));
     }
     return MT_SUCCESS;
 }
@@ -4051,7 +4084,7 @@ static mt_status mti_cuda_sum(mt_context *ctx, mt_tensor x, int squares, mt_tens
 
 static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int squares, mt_tensor out) {
     mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"out", &out, 1, 1, MT_ARG_F32, MT_ARG_IN_OUT}};
+                     {"out", &out, 1, 1, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
@@ -5546,7 +5579,8 @@ static mt_status mti_gemm_loop(mti_operator *op, const mti_matmul *g) {
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c) {
     mti_matmul g = mti_gemm_sizes(trans_a, trans_b, a, b);
-    mt_arg args[] = {{"c", &c, c.rows, c.cols, MT_ARG_FLOAT, MT_ARG_OUT | (beta != 0.0f ? MT_ARG_IN : 0)},
+    const int use = MT_ARG_OUT | MT_ARG_PRODUCT | (beta != 0.0f ? MT_ARG_IN : 0);
+    mt_arg args[] = {{"c", &c, c.rows, c.cols, MT_ARG_FLOAT, use},
                      {"a", &a, a.rows, a.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"b", &b, b.rows, b.cols, MT_ARG_FLOAT, MT_ARG_IN}};
     mt_dtype dtype = a.dtype;
@@ -5676,7 +5710,7 @@ MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
 
 MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
     mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_bias_backward", args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, "mt_bias_backward", "dbias", dbias, "dy", dy));
@@ -6132,7 +6166,7 @@ MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_
     mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"h", &h, dy.rows, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"dh", &dh, dy.rows, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+                     {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
     mti_operator op;
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
@@ -6425,7 +6459,7 @@ MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation ki
                      {"dy", &dy, dy.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_IN},
                      {"h", &h, dy.rows, width, MT_ARG_FLOAT, MT_ARG_IN},
                      {"dh", &dh, dy.rows, width, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+                     {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
     MT_TRY(mti_expect_activation(ctx, where, kind));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
@@ -6441,8 +6475,8 @@ MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x,
     static const char *const where = "mt_linear_gradients";
     mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"x", &x, dy.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dweight", &dweight, dy.cols, x.cols, MT_ARG_F32, MT_ARG_IN_OUT},
-                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+                     {"dweight", &dweight, dy.cols, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_PRODUCT},
+                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "dy", dy));
     MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "x", x));
@@ -7358,12 +7392,12 @@ MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor 
     static const char *const where = "mt_norm_backward";
     mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"gain", &gain, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dbias", &dbias, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL},
+                     {"dbias", &dbias, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL},
                      {"stats", &stats, x.rows, 2, MT_ARG_F32, MT_ARG_IN},
                      {"dy", &dy, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"dresidual", &dresidual, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS},
                      {"dx", &dx, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dgain", &dgain, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+                     {"dgain", &dgain, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
     mti_operator op;
     MT_TRY(mti_expect_norm(ctx, where, kind, x, "dbias", dbias));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
@@ -7804,7 +7838,7 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
     static const char *const where = "mt_bias_dropout_add_backward";
     mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_dropout(ctx, where, dropout, dy.rows, dy.cols));
@@ -10516,6 +10550,7 @@ static mt_arg mti_dbias_arg(mt_attention_desc *s) {
     arg.view = &s->dbias;
     arg.type = MT_ARG_F32;
     arg.use = MT_ARG_IN_OUT | MT_ARG_OPTIONAL;
+    if (s->bias_heads == 1) arg.use |= MT_ARG_SUM; /* over the heads of this call */
     return arg;
 }
 
@@ -12761,7 +12796,7 @@ MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t fi
     static const char *const where = "mt_embedding_backward";
     static const mt_rule rule = {"ids dy dtable", "RRR RRr rrP Rcc RPP", NULL};
     mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dtable", &dtable, dtable.rows, dtable.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+                     {"dtable", &dtable, dtable.rows, dtable.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
     /* adds to one row of the table for each token */
     const double bytes = mti_view_bytes(dy) + 8.0 * (double)dy.rows * (double)dy.cols;
     mti_operator op;
@@ -15462,7 +15497,7 @@ MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tenso
                      {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"row", &row, 1, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
                      {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS},
-                     {"drow", &drow, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL}};
+                     {"drow", &drow, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
     if (!drow.data && !dx.data) return MT_SUCCESS;

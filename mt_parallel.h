@@ -795,8 +795,9 @@ MT_API mt_tensor mt_tensor_reshape(mt_tensor t, int64_t rows, int64_t cols);
    the gradients, MT_F32; b has as many columns as a, or is mt_none(). rows is the number of rows on this rank. op(ctx,
    arg, first, count, a, b) must add the contribution of rows [first, first + count) to its own arguments a and b. By
    default op is called once, with all rows, and a and b are the gradients themselves. In invariant mode it is called
-   once for each virtual shard of the tokens, with scratch memory as a and b. MT_ERR_SHAPE, in invariant mode: V does
-   not divide the tokens. */
+   once for each virtual shard of the tokens, with scratch memory as a and b. In this mode, with V > 1, operators refuse
+   to sum into the gradient of a parameter that is MT_REPLICATED (MT_ERR_ARGUMENT): see docs/invariance.md.
+   MT_ERR_SHAPE, in invariant mode: V does not divide the tokens. */
 typedef mt_status (*mt_token_operator)(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a,
                                        mt_tensor b);
 MT_API mt_status mt_sum_over_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_token_operator op,
@@ -1748,6 +1749,7 @@ typedef struct mti_parallel {
     mt_hash_log *hash_log; /* NULL: off */
     int64_t backwards;     /* backwards that mt_pipeline_run has begun in this context */
     int64_t micro_batch;   /* number of the backward that mt_pipeline_run runs now; 0: none */
+    mt_params *guarded;    /* the registries whose gradients mti_guarded_sum_check knows */
 } mti_parallel;
 
 static mti_parallel *mti_parallel_of(const mt_context *ctx) {
@@ -2169,6 +2171,7 @@ struct mt_params {
     mt_multi_tensor *squares; /* the gradients, for the norm */
     mti_buffer *buffers;      /* the newest first */
     int buffer_count;
+    mt_params *next_guarded; /* see mti_parallel.guarded */
 };
 
 static mt_status mti_host_new(mt_context *ctx, size_t bytes, void **out) {
@@ -2344,6 +2347,7 @@ static size_t mti_grads_bytes(const mt_params *params) {
 }
 
 static void mti_params_forget(mt_context *ctx, const mt_params *params); /* below */
+static void mti_params_unguard(mt_context *ctx, const mt_params *params);
 
 /* Frees values, gradients, subtrees and the room, as far as they are the registry's. */
 static void mti_params_free(mt_context *ctx, mt_params *params) {
@@ -2368,6 +2372,7 @@ MT_API void mt_params_destroy(mt_params *params) {
     mti_params_unpack(params);
     while (params->buffers) mti_params_free_buffer(params);
     if (params->placed) mti_params_forget(ctx, params);
+    mti_params_unguard(ctx, params);
     mti_params_free(ctx, params);
     for (i = 0; i < params->count; i++) mt_host_free(params->list[i]);
     mt_host_free(params->list);
@@ -2915,6 +2920,77 @@ static mt_status mti_params_declare(mt_context *ctx, const mt_params *params) {
     return MT_SUCCESS;
 }
 
+/* Returns 1 when t, which is not empty, has bytes of `grad`, a gradient of a parameter. */
+static int mti_is_in_gradient(const mt_context *ctx, mt_tensor t, mt_tensor grad) {
+    uintptr_t from = (uintptr_t)t.data, of = (uintptr_t)grad.data;
+    int64_t elements = (t.rows - 1) * mt_tensor_ld(t) + t.cols;
+    if (grad.rows * grad.cols == 0 || !mt_context_has_address(ctx, t.data) || !mt_context_has_address(ctx, grad.data))
+        return 0;
+    return from < of + (size_t)(grad.rows * grad.cols) * sizeof(float) &&
+           of < from + (size_t)elements * mt_dtype_size(t.dtype);
+}
+
+/* Returns 1 when t is in one virtual shard of a parameter's gradient `grad`, and a GEMM may use it as it is. */
+static int mti_is_in_shard(const mt_context *ctx, const mt_param *p, mt_tensor grad, mt_tensor t) {
+    size_t bytes = (size_t)(grad.rows * grad.cols) * sizeof(float) / (size_t)p->shards;
+    size_t at = (size_t)((uintptr_t)t.data - (uintptr_t)grad.data);
+    return mti_is_canonical(ctx, t) && at / bytes == (at + (size_t)(t.rows * t.cols) * sizeof(float) - 1) / bytes;
+}
+
+/* Refuses a sum that an operator adds to `grad`, a gradient of p, when its order depends on the split. */
+static mt_status mti_gradient_sum_check(mt_context *ctx, const char *where, const char *name, mt_tensor sum,
+                                        int is_product, const mt_param *p, mt_tensor grad) {
+    if (p->desc.placement == MT_REPLICATED)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: %s is in the gradient of '%s', which every tensor rank has whole; in invariant mode call "
+                       "%s in the function of mt_sum_over_tokens, with the memory that it gets, because otherwise the "
+                       "bits depend on the split",
+                       where, name, p->name, where);
+    /* the columns of a matrix are stored shard by shard, so only a shard is a matrix */
+    if (!is_product && (p->desc.placement != MT_SPLIT_COLS || p->desc.rows == 1)) return MT_SUCCESS;
+    if (mti_is_in_shard(ctx, p, grad, sum)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "%s: %s is in the gradient of '%s', but is not a contiguous, aligned part of one of its %d virtual "
+                   "shards on this rank; in invariant mode call %s once for each shard, with the tensors of "
+                   "mt_invariant_input and mt_invariant_output, because otherwise the bits depend on the split",
+                   where, name, p->name, p->shards, where);
+}
+
+/* The mt_sum_check of invariant mode. mt_sum_over_tokens and the layers sum into scratch memory or, for parameters that
+   are split, into one virtual shard. */
+static mt_status mti_guarded_sum_check(mt_context *ctx, const char *where, const char *name, mt_tensor sum,
+                                       int is_product) {
+    const mt_params *params;
+    int i;
+    for (params = mti_parallel_of(ctx)->guarded; params; params = params->next_guarded)
+        for (i = 0; i < params->count; i++) {
+            const mt_param *p = params->list[i];
+            if (mti_is_in_gradient(ctx, sum, p->grad))
+                return mti_gradient_sum_check(ctx, where, name, sum, is_product, p, p->grad);
+            if (mti_is_in_gradient(ctx, sum, p->lookup_grad))
+                return mti_gradient_sum_check(ctx, where, name, sum, is_product, p, p->lookup_grad);
+        }
+    return MT_SUCCESS;
+}
+
+/* From now on refuses sums into the gradients whose bits would depend on the split. With one virtual shard none do. */
+static mt_status mti_params_guard(mt_context *ctx, mt_params *params) {
+    mti_parallel *p;
+    if (mt_context_invariant(ctx) < 2) return MT_SUCCESS;
+    MT_TRY(mti_parallel_open(ctx, &p));
+    MT_TRY(mt_set_sum_check(ctx, mti_guarded_sum_check));
+    params->next_guarded = p->guarded;
+    p->guarded = params;
+    return MT_SUCCESS;
+}
+
+static void mti_params_unguard(mt_context *ctx, const mt_params *params) {
+    mti_parallel *p = mti_parallel_of(ctx);
+    mt_params **link = p ? &p->guarded : NULL;
+    while (link && *link && *link != params) link = &(*link)->next_guarded;
+    if (link && *link) *link = params->next_guarded;
+}
+
 /* Drops what check mode knows about memory of the caller; mt_context_free does so for the registry's. */
 static void mti_params_forget(mt_context *ctx, const mt_params *params) {
     int i;
@@ -2988,6 +3064,7 @@ static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     if (status != MT_SUCCESS) mti_params_free(ctx, params);
     MT_TRY(status);
     params->placed = 1;
+    MT_TRY(mti_params_guard(params->ctx, params));
     MT_TRY(mti_params_declare(ctx, params));
     MT_TRY(mt_arena_register(ctx, params->grid->tp));
     if (params->grads)

@@ -901,6 +901,430 @@ static void test_layers(void **state) {
     }
 }
 
+/* ---- operators that a program calls itself ----------------------------------------------------------------------- */
+
+#define WIDTH 16 /* columns of the tensors, and rows of a table */
+#define MANY 400 /* tokens; few of them have the same sum in any order */
+
+/* The tensors of an operator: some rows and columns of [MANY, WIDTH]. dout is of one feature, so that a product with it
+   has no sum. */
+typedef struct operands {
+    mt_tensor x, dy, dout, dx, stats, row, weight;
+    const int32_t *ids;
+    mt_dropout dropout;
+    int64_t first_row; /* of the table */
+} operands;
+
+static mt_tensor part_of(mt_tensor t, int64_t first, int64_t rows, int64_t col, int64_t cols) {
+    return mt_tensor_cols(mt_tensor_rows(t, first, rows), col, cols);
+}
+
+/* Rows [first, first + rows) and columns [col, col + cols) of all operands. */
+static operands operands_of(const operands *all, int64_t first, int64_t rows, int64_t col, int64_t cols) {
+    operands o = *all;
+    o.x = part_of(all->x, first, rows, col, cols);
+    o.dy = part_of(all->dy, first, rows, col, cols);
+    o.dx = part_of(all->dx, first, rows, col, cols);
+    o.dout = mt_tensor_rows(all->dout, first, rows);
+    o.stats = mt_tensor_rows(all->stats, first, rows);
+    o.row = mt_tensor_cols(all->row, col, cols);
+    o.weight = mt_tensor_cols(all->weight, col, cols);
+    o.ids += first;
+    o.dropout.at.first_row += first;
+    o.dropout.at.first_col += col;
+    return o;
+}
+
+static mt_status add_bias(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    (void)b;
+    return mt_bias_backward(ctx, o->dy, a);
+}
+
+static mt_status add_dropped_bias(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    (void)b;
+    return mt_bias_dropout_add_backward(ctx, o->dy, o->dropout, o->dx, a);
+}
+
+static mt_status add_norm(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    return mt_norm_backward(ctx, MT_LAYER_NORM, o->x, o->row, o->stats, o->dy, mt_none(), o->dx, a, b);
+}
+
+static mt_status add_rms_norm(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    (void)b;
+    return mt_norm_backward(ctx, MT_RMS_NORM, o->x, o->row, o->stats, o->dy, mt_none(), o->dx, a, mt_none());
+}
+
+static mt_status add_row(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    (void)b;
+    return mt_multiply_row_backward(ctx, o->x, o->row, o->dy, mt_none(), a);
+}
+
+static mt_status add_activation(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    (void)b;
+    return mt_activation_backward(ctx, MT_SQUARED_RELU, o->x, o->dy, o->dx, a);
+}
+
+static mt_status add_linear_activation(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    (void)b;
+    return mt_linear_activation_backward(ctx, MT_SQUARED_RELU, o->dout, o->weight, o->x, o->dx, a);
+}
+
+static mt_status add_linear(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    mt_tensor dy, x;
+    MT_TRY(mt_invariant_input(ctx, o->dy, &dy));
+    MT_TRY(mt_invariant_input(ctx, o->x, &x));
+    return mt_linear_gradients(ctx, dy, x, a, b);
+}
+
+static mt_status add_product(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    mt_tensor dy, x;
+    (void)b;
+    MT_TRY(mt_invariant_input(ctx, o->dy, &dy));
+    MT_TRY(mt_invariant_input(ctx, o->x, &x));
+    return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, dy, x, 1.0f, a);
+}
+
+/* Overwrites the gradient, which is as much a sum over tokens. */
+static mt_status write_product(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    mt_tensor dy, x;
+    (void)b;
+    MT_TRY(mt_invariant_input(ctx, o->dy, &dy));
+    MT_TRY(mt_invariant_input(ctx, o->x, &x));
+    return mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, dy, x, 0.0f, a);
+}
+
+static mt_status add_table(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    (void)b;
+    return mt_embedding_backward(ctx, o->dy, o->first_row, o->ids, a);
+}
+
+static mt_status add_sum(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    (void)b;
+    return mt_sum(ctx, o->x, a);
+}
+
+static mt_status add_squares(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b) {
+    (void)b;
+    return mt_sum_of_squares(ctx, o->x, a);
+}
+
+/* a has a_rows x cols elements, and b, if there is one, 1 x cols. */
+static const struct {
+    const char *name, *argument;
+    mt_status (*add)(mt_context *ctx, const operands *o, mt_tensor a, mt_tensor b);
+    int64_t a_rows, cols;
+    int has_b;
+    mt_placement split; /* of a in a parameter that tensor ranks share; MT_REPLICATED: there is no such parameter */
+    int is_product;
+} adders[] = {{"mt_bias_backward", "dbias", add_bias, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
+              {"mt_bias_dropout_add_backward", "dbias", add_dropped_bias, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
+              {"mt_norm_backward", "dbias", add_norm, 1, WIDTH, 1, MT_SPLIT_COLS, 0},
+              {"mt_norm_backward", "dgain", add_rms_norm, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
+              {"mt_multiply_row_backward", "drow", add_row, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
+              {"mt_activation_backward", "dbias", add_activation, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
+              {"mt_linear_activation_backward", "dbias", add_linear_activation, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
+              {"mt_linear_gradients", "dweight", add_linear, WIDTH, WIDTH, 1, MT_SPLIT_ROWS, 1},
+              {"mt_gemm", "c", add_product, WIDTH, WIDTH, 0, MT_SPLIT_ROWS, 1},
+              {"mt_gemm", "c", write_product, WIDTH, WIDTH, 0, MT_SPLIT_ROWS, 1},
+              {"mt_embedding_backward", "dtable", add_table, WIDTH, WIDTH, 0, MT_SPLIT_ROWS, 0},
+              {"mt_sum", "out", add_sum, 1, 1, 0, MT_REPLICATED, 0},
+              {"mt_sum_of_squares", "out", add_squares, 1, 1, 0, MT_REPLICATED, 0}};
+#define ADDERS (int)(sizeof adders / sizeof *adders)
+
+/* How a program adds to a gradient. */
+typedef enum adding {
+    IN_SCRATCH,  /* one call for all rows of this rank, into memory that is then added to the gradient */
+    OVER_TOKENS, /* mt_sum_over_tokens calls the operator */
+    SPLIT        /* one call for all rows, into the gradient of a parameter that tensor ranks share */
+} adding;
+
+typedef struct adder_run {
+    run run; /* run.layer: index into adders */
+    adding how;
+} adder_run;
+
+typedef struct adder_call {
+    int index; /* into adders */
+    const operands *operands;
+} adder_call;
+
+static mt_status call_adder(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor a, mt_tensor b) {
+    const adder_call *c = (const adder_call *)arg;
+    operands o = operands_of(c->operands, first, count, 0, WIDTH);
+    return adders[c->index].add(ctx, &o, a, b);
+}
+
+/* The operands of `rows` tokens from `first` on. */
+static mt_status make_operands(worker *w, int64_t first, int64_t rows, operands *o) {
+    mt_tensor y = test_tensor(&w->rank, rows, WIDTH, NAN), all;
+    int32_t *ids = (int32_t *)test_floats(&w->rank, rows, 0.0f);
+    for (int64_t i = 0; i < rows; i++) ids[i] = (int32_t)((first + i) * (first + i) % 13);
+    *o = (operands){.ids = ids, .dropout = {.at = {.seed = 5, .global_cols = WIDTH}, .p = 0.3f}};
+    all = mt_tensor_f32(test_noise(&w->rank, MANY * WIDTH, 1, 1.0f), MANY, WIDTH);
+    o->x = mt_tensor_rows(all, first, rows);
+    all = mt_tensor_f32(test_noise(&w->rank, MANY * WIDTH, 2, 1.0f), MANY, WIDTH);
+    o->dy = mt_tensor_rows(all, first, rows);
+    o->dout = mt_tensor_cols(o->dy, 3, 1);
+    o->dx = test_tensor(&w->rank, rows, WIDTH, NAN);
+    o->stats = test_tensor(&w->rank, rows, 2, NAN);
+    o->row = mt_tensor_f32(test_noise(&w->rank, WIDTH, 3, 1.0f), 1, WIDTH);
+    o->weight = mt_tensor_f32(test_noise(&w->rank, WIDTH, 4, 1.0f), 1, WIDTH);
+    o->dropout.at.first_row = first;
+    return mt_norm_forward(w->rank.ctx, MT_LAYER_NORM, o->x, o->row, mt_none(), 1e-5f, y, o->stats);
+}
+
+/* Adds this rank's share of the columns or rows of a parameter. */
+static mt_status add_split(worker *w, int index, const operands *all, mt_tensor a, mt_tensor b) {
+    int64_t n = WIDTH / w->rank.grid.tp_size, at = n * w->rank.grid.tp_rank;
+    operands o = operands_of(all, 0, all->x.rows, at, n);
+    if (adders[index].split == MT_SPLIT_ROWS) {
+        o.x = all->x;
+        o.first_row = at;
+    }
+    if (adders[index].add == add_table) o.dy = all->dy;
+    return adders[index].add(w->rank.ctx, &o, a, b);
+}
+
+static mt_status add_in_scratch(worker *w, int index, const operands *o, mt_tensor a, mt_tensor b) {
+    mt_tensor to[2] = {test_tensor(&w->rank, a.rows, a.cols, 0.0f), mt_none()};
+    if (b.data) to[1] = test_tensor(&w->rank, b.rows, b.cols, 0.0f);
+    MT_TRY(adders[index].add(w->rank.ctx, o, to[0], to[1]));
+    if (b.data) MT_TRY(mt_add(w->rank.ctx, b, to[1], b));
+    return mt_add(w->rank.ctx, a, to[0], a);
+}
+
+/* Every micro-batch has the tokens of V virtual shards. */
+static mt_status add_micro_batch(worker *w, int64_t first, int64_t rows, mt_param *a, mt_param *b) {
+    const adder_run *r = (const adder_run *)w->run;
+    int sp = r->run.split.sequence_parallel;
+    mt_tensor db = b ? b->grad : mt_none();
+    operands o;
+    adder_call call = {r->run.layer, &o};
+    if (sp) rows /= w->rank.grid.tp_size;
+    MT_TRY(make_operands(w, first + (sp ? rows * w->rank.grid.tp_rank : 0), rows, &o));
+    if (r->how == SPLIT) MT_TRY(add_split(w, call.index, &o, a->grad, db));
+    if (r->how == IN_SCRATCH) MT_TRY(add_in_scratch(w, call.index, &o, a->grad, db));
+    if (r->how == OVER_TOKENS)
+        MT_TRY(mt_sum_over_tokens(w->rank.ctx, w->rank.grid.tp, sp, call_adder, &call, rows, a->grad, db));
+    return mt_accumulate_gradients(w->rank.ctx, w->rank.params);
+}
+
+static mt_status run_adder(worker *w) {
+    const adder_run *r = (const adder_run *)w->run;
+    int index = r->run.layer, each = r->run.invariant / r->run.split.data;
+    int64_t rows = MANY / r->run.invariant;
+    mt_param_desc d = {.name = "a", .rows = adders[index].a_rows, .cols = adders[index].cols};
+    mt_param *a, *b = NULL;
+    w->host = test_floats(&w->rank, WIDTH * WIDTH, 0.0f);
+    if (r->how == SPLIT) d.placement = adders[index].split;
+    else d.sequence_partial = r->run.split.sequence_parallel;
+    MT_TRY(mt_params_add(w->rank.ctx, w->rank.params, &d, &a));
+    d.name = "b";
+    d.rows = 1;
+    if (r->how == SPLIT) d.placement = MT_SPLIT_COLS;
+    if (adders[index].has_b) MT_TRY(mt_params_add(w->rank.ctx, w->rank.params, &d, &b));
+    MT_TRY(mt_params_init(w->rank.ctx, w->rank.params, 5));
+    MT_TRY(mt_params_zero_grad(w->rank.ctx, w->rank.params));
+    for (int i = 0; i < each; i++) MT_TRY(add_micro_batch(w, (w->rank.grid.dp_rank * each + i) * rows, rows, a, b));
+    MT_TRY(mt_sync_gradients(w->rank.ctx, w->rank.params));
+    return record_gradients(w, 0);
+}
+
+static mt_status adder_rank(mt_comm *world, void *user) {
+    return in_rank(world, (const run *)user, (mt_context_desc){.arena_bytes = (size_t)4 << 20}, run_adder, NULL);
+}
+
+/* Returns on how many splits an operator computes other bits than on one rank. */
+static int count_other_splits(int index, adding how, int sequence_parallel) {
+    trace reference = {0};
+    int others = 0;
+    for (int tp = 1; tp <= 4; tp *= 2)
+        for (int data = 1; tp * data <= 4; data *= 2)
+            for (int sp = 0; sp <= (sequence_parallel && tp > 1); sp++) {
+                int differs = 0;
+                adder_run r = {{.name = adders[index].name,
+                                .layer = index,
+                                .split = {tp, data, sp},
+                                .invariant = 4,
+                                .reference = &reference,
+                                .compares = tp * data > 1,
+                                .differs = &differs},
+                               how};
+                test_launch(tp * data, adder_rank, &r);
+                others += differs > 0;
+            }
+    assert_true(reference.count > 0);
+    free(reference.data);
+    return others;
+}
+
+/* mt_sum_over_tokens gives the same bits on every split; a call for all rows of a rank does not, so mt_sum_check
+   refuses it. It does when each rank has columns or rows of the parameter of its own. */
+static void test_sums_of_operators(void **state) {
+    (void)state;
+    for (int i = 0; i < ADDERS; i++) {
+        assert_true(count_other_splits(i, IN_SCRATCH, 1) > 0);
+        if (adders[i].add != write_product) assert_int_equal(count_other_splits(i, OVER_TOKENS, 1), 0);
+        if (adders[i].split != MT_REPLICATED && !adders[i].is_product)
+            assert_int_equal(count_other_splits(i, SPLIT, 0), 0);
+    }
+}
+
+/* Attention with a bias of the scores, whose gradient is that of a parameter. With `whole`, every tensor rank has all
+   rows of the parameter; otherwise those of a head are on the rank of the head. */
+static mt_status run_scores(worker *w, int whole) {
+    enum { HEADS = 4, HEAD = 4, QUERIES = 8 };
+    mt_param_desc d = {.name = "bias", .rows = HEADS * QUERIES, .cols = QUERIES, .init_std = 1.0f};
+    int local = HEADS / w->rank.grid.tp_size, first = local * w->rank.grid.tp_rank, unit = 3 * HEAD;
+    int64_t tokens = 2 * QUERIES;
+    mt_tensor all = mt_tensor_f32(test_noise(&w->rank, tokens * HEADS * unit, 1, 1.0f), tokens, HEADS * unit), lse;
+    mt_tensor qkv = test_tensor(&w->rank, tokens, local * unit, 0.0f),
+              dqkv = test_tensor(&w->rank, tokens, local * unit, 0);
+    mt_tensor out = test_tensor(&w->rank, tokens, local * HEAD, 0),
+              dout = test_tensor(&w->rank, tokens, local * HEAD, 1);
+    mt_attention_desc s = {.batch = 2, .seq = QUERIES, .groups = local, .heads_per_group = 1, .head_dim = HEAD};
+    mt_param *bias;
+    lse = test_tensor(&w->rank, local, tokens, 0.0f);
+    if (whole) d.sequence_partial = 1;
+    else d.placement = MT_SPLIT_ROWS;
+    w->host = test_floats(&w->rank, HEADS * QUERIES * QUERIES, 0.0f);
+    MT_TRY(mt_params_add(w->rank.ctx, w->rank.params, &d, &bias));
+    MT_TRY(mt_params_init(w->rank.ctx, w->rank.params, 5));
+    MT_TRY(mt_copy(w->rank.ctx, mt_tensor_cols(all, first * unit, local * unit), qkv));
+    s.bias = bias->value;
+    s.dbias = bias->grad;
+    s.bias_heads = whole ? HEADS : local;
+    s.bias_first_head = whole ? first : 0;
+    MT_TRY(mt_attention_forward(w->rank.ctx, &s, qkv, out, lse));
+    MT_TRY(mt_attention_backward(w->rank.ctx, &s, qkv, out, lse, dout, dqkv));
+    MT_TRY(mt_sync_gradients(w->rank.ctx, w->rank.params));
+    MT_TRY(record_gradients(w, 0));
+    if (!whole) return MT_SUCCESS;
+    s.bias = mt_tensor_rows(bias->value, 0, QUERIES);
+    s.dbias = mt_tensor_rows(bias->grad, 0, QUERIES);
+    s.bias_heads = 1;
+    s.bias_first_head = 0;
+    CHECK(mt_attention_backward(w->rank.ctx, &s, qkv, out, lse, dout, dqkv) == MT_ERR_ARGUMENT);
+    CHECK(strstr(mt_last_error(w->rank.ctx), "dbias is in the gradient of 'bias'"));
+    return MT_SUCCESS;
+}
+
+static mt_status scores_of_rows(worker *w) { return run_scores(w, 0); }
+static mt_status scores_of_all(worker *w) { return run_scores(w, 1); }
+
+static mt_status scores_rank(mt_comm *world, void *user) {
+    const run *r = (const run *)user;
+    return in_rank(world, r, (mt_context_desc){.arena_bytes = (size_t)4 << 20},
+                   r->layer ? scores_of_all : scores_of_rows, NULL);
+}
+
+/* A gradient of one head on each row has the same bits on every split. One of all heads is refused. */
+static void test_bias_of_scores(void **state) {
+    (void)state;
+    for (int whole = 0; whole < 2; whole++) {
+        trace reference = {0};
+        for (int tp = 1; tp <= 4; tp *= 2) {
+            run r = {.name = "bias of scores",
+                     .layer = whole,
+                     .split = {tp, 1, 0},
+                     .invariant = 4,
+                     .reference = &reference,
+                     .compares = tp > 1};
+            test_launch(tp, scores_rank, &r);
+        }
+        free(reference.data);
+    }
+}
+
+/* Creates parameters for an operator: a, and b if b is not NULL. */
+static void add_parameters(const test_rank *r, int index, mt_param_desc d, mt_param **a, mt_param **b) {
+    d.name = "a";
+    d.rows = adders[index].a_rows;
+    d.cols = adders[index].cols;
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_add(r->ctx, r->params, &d, a));
+    d.name = "b";
+    d.rows = 1;
+    if (d.placement) d.placement = MT_SPLIT_COLS;
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_add(r->ctx, r->params, &d, b));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_init(r->ctx, r->params, 1));
+}
+
+/* Calls operator `index` for 8 rows and the gradients a and b of a new registry. `words`: it is refused. */
+static void sum_into_gradients(int index, int invariant, mt_param_desc d, const char *words) {
+    const mt_context_desc where = {.invariant = invariant, .arena_bytes = (size_t)1 << 20};
+    worker w = {0};
+    mt_param *a, *b;
+    operands o;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &w.rank);
+    mt_context *ctx = w.rank.ctx;
+    add_parameters(&w.rank, index, d, &a, &b);
+    ASSERT_STATUS(ctx, MT_SUCCESS, make_operands(&w, 0, 8, &o));
+    mt_tensor db = adders[index].has_b ? b->grad : mt_none();
+    int64_t n = adders[index].a_rows * adders[index].cols;
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, a->grad, 2.0f));
+    if (!words) ASSERT_STATUS(ctx, MT_SUCCESS, adders[index].add(ctx, &o, a->grad, db));
+    if (words) {
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, adders[index].add(ctx, &o, a->grad, db));
+        test_untouched("a->grad", (const float *)a->grad.data, n, 2.0f);
+    }
+    /* scratch memory and memory behind the gradients are free to use */
+    mt_tensor to = test_tensor(&w.rank, a->grad.rows, a->grad.cols, 0.0f);
+    if (db.data) db = test_tensor(&w.rank, 1, WIDTH, 0.0f);
+    ASSERT_STATUS(ctx, MT_SUCCESS, adders[index].add(ctx, &o, to, db));
+    test_paper_rank_close(&w.rank);
+}
+
+static void test_refused_sums(void **state) {
+    char words[128];
+    (void)state;
+    for (int i = 0; i < ADDERS; i++) {
+        const mt_param_desc whole = {0}, partial = {.sequence_partial = 1}, split = {.placement = adders[i].split};
+        /* mt_norm_backward checks dbias first, which is the gradient of b */
+        snprintf(words, sizeof words, "%s: %s is|'%s'|mt_sum_over_tokens", adders[i].name, adders[i].argument,
+                 adders[i].add == add_norm ? "b" : "a");
+        sum_into_gradients(i, 4, whole, words);
+        sum_into_gradients(i, 4, partial, words);
+        sum_into_gradients(i, 1, whole, NULL); /* one virtual shard: one split */
+        sum_into_gradients(i, 0, partial, NULL);
+        snprintf(words, sizeof words, "%s: %s is|'a'|4 virtual shards|mt_invariant_output", adders[i].name,
+                 adders[i].argument);
+        if (split.placement) sum_into_gradients(i, 4, split, adders[i].is_product ? words : NULL);
+    }
+}
+
+/* A second registry, memory of the caller, some columns of a gradient, one virtual shard, and a registry that is no
+   more. */
+static void test_refused_sums_of_other_memory(void **state) {
+    static const mt_context_desc where = {.invariant = 4, .arena_bytes = (size_t)1 << 20};
+    mt_param_desc d = {.name = "w", .rows = 16, .cols = WIDTH, .placement = MT_SPLIT_ROWS};
+    mt_param_desc e = {.name = "e", .rows = 1, .cols = WIDTH};
+    mt_param *w, *bias;
+    mt_params *other;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &r);
+    float *values = test_floats(&r, WIDTH, 0.0f), *grads = test_floats(&r, WIDTH, 0.0f);
+    mt_params_memory memory = {.values = values, .grads = grads, .elements = WIDTH};
+    mt_tensor x = test_tensor(&r, 8, WIDTH, 1.0f), dy = test_tensor(&r, 8, 4, 1.0f);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_create(r.ctx, &r.grid, &other));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, other, &e, &bias));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_add(r.ctx, r.params, &d, &w));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_param_bind(r.ctx, bias, &memory));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, other, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_bias_backward: dbias|'e'", mt_bias_backward(r.ctx, x, bias->grad));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_bias_backward: dbias|'e'",
+            mt_bias_backward(r.ctx, dy, mt_tensor_f32(grads + 8, 1, 4)));
+    for (int i = 0; i < 4; i++)
+        ASSERT_STATUS(r.ctx, MT_SUCCESS,
+                      mt_linear_gradients(r.ctx, dy, x, mt_tensor_rows(w->grad, 4 * i, 4), mt_none()));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_linear_gradients: dweight|'w'|shards",
+            mt_linear_gradients(r.ctx, dy, x, mt_tensor_rows(w->grad, 2, 4), mt_none()));
+    mt_params_destroy(other);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_bias_backward(r.ctx, x, mt_tensor_f32(grads, 1, WIDTH)));
+    test_paper_rank_close(&r);
+}
+
 /* ---- what is refused --------------------------------------------------------------------------------------------- */
 
 static void refuse_context(int invariant, int invariant_data, const char *rest) {
@@ -1085,6 +1509,10 @@ int main(void) {
         cmocka_unit_test(test_default_mode_differs),
         cmocka_unit_test(test_layers),
         cmocka_unit_test(test_parts_that_nobody_looks_after),
+        cmocka_unit_test(test_sums_of_operators),
+        cmocka_unit_test(test_bias_of_scores),
+        cmocka_unit_test(test_refused_sums),
+        cmocka_unit_test(test_refused_sums_of_other_memory),
         cmocka_unit_test(test_refused_shards),
         cmocka_unit_test(test_refused_grids),
         cmocka_unit_test(test_refused_calls),
