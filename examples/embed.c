@@ -14,15 +14,21 @@
    Of a model with modules.json, the modules are Transformer and Pooling, and there may be a Normalize. The program
    refuses others, such as Dense, and several modes of pooling side by side. Without modules.json, 1_Pooling/config.json
    names the mode. The text of a sentence is the tokenizer's work, so do_lower_case and prompts have no effect here.
-   The vectors are the same with every --tp, up to rounding. */
+   The vectors are the same with every --tp, up to rounding. The input has at most 1 GiB. */
 
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 200809L /* fstat: a strict -std=c99 hides it */
+#endif
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
+#include "whole_file.h"
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#define INPUT_MAX ((int64_t)1 << 30) /* bytes; a number of 4 bytes is kept for each */
 
 /* How the vector of a sentence is made: the names that sentence-transformers has for it, since 5.4 and before. */
 typedef enum pooling { MEAN, CLS, MAX, MEAN_SQRT_LEN, WEIGHTED_MEAN, LAST_TOKEN, POOLINGS } pooling;
@@ -380,27 +386,6 @@ static mt_status find_model(job *j) {
 
 static const char *input_name(const job *j) { return j->in ? j->in : "the standard input"; }
 
-/* Reads the whole input. Returns NULL after it has printed why it cannot. */
-static char *read_input(const job *j, FILE *file, size_t *used) {
-    size_t size = 1 << 16, n = 1;
-    char *text = (char *)malloc(size);
-    for (*used = 0; text && n > 0; *used += n) {
-        n = fread(text + *used, 1, size - *used - 1, file);
-        if (*used + n + 1 < size) continue;
-        char *more = (char *)realloc(text, size *= 2);
-        if (!more) free(text);
-        text = more;
-    }
-    if (!text) fprintf(stderr, "embed: %s: no memory for it\n", input_name(j));
-    else if (ferror(file)) fprintf(stderr, "embed: %s: cannot read it: %s\n", input_name(j), strerror(errno));
-    if (text && !ferror(file)) {
-        text[*used] = 0;
-        return text;
-    }
-    free(text);
-    return NULL;
-}
-
 /* Reads the ids of one line, which ends at `stop` with a NUL, to the end of j->ids. Returns 0 and prints what is
    wrong. */
 static int read_line(job *j, char *line, const char *stop) {
@@ -450,12 +435,9 @@ static int parse_sentences(job *j, char *text, size_t bytes) {
 }
 
 static int read_sentences(job *j) {
-    FILE *file = j->in ? fopen(j->in, "rb") : stdin;
+    unsigned char *text = NULL;
     size_t bytes = 0;
-    char *text = file ? read_input(j, file, &bytes) : NULL;
-    int ok = text && parse_sentences(j, text, bytes);
-    if (!file) fprintf(stderr, "embed: %s: %s\n", j->in, strerror(errno));
-    if (file && file != stdin) fclose(file);
+    int ok = whole_file_read("embed", j->in, INPUT_MAX, &text, &bytes) && parse_sentences(j, (char *)text, bytes);
     free(text);
     if (ok) j->vectors = (float *)malloc((size_t)(j->sentences * j->bert.layer.hidden) * sizeof *j->vectors);
     if (ok && !j->vectors) fprintf(stderr, "embed: no memory for %lld vectors\n", (long long)j->sentences);

@@ -35,6 +35,7 @@
 #endif
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
+#include "whole_file.h"
 
 #include <errno.h>
 #include <getopt.h>
@@ -194,28 +195,6 @@ typedef struct dataset {
 
 static int is_cloze(const dataset *d) { return d->passage_count > 0; }
 
-static int read_file(const char *path, unsigned char **bytes, size_t *size) {
-    FILE *f = fopen(path, "rb");
-    size_t room = 1 << 16, got = 1;
-    *size = 0;
-    while (f && got > 0) {
-        unsigned char *more = (unsigned char *)realloc(*bytes, room);
-        if (!more) {
-            fprintf(stderr, "eval_gpt: no memory for %s (%zu bytes)\n", path, room);
-            fclose(f);
-            return 0;
-        }
-        *bytes = more;
-        got = fread(*bytes + *size, 1, room - *size, f);
-        *size += got;
-        if (*size == room) room *= 2;
-    }
-    int failed = !f || ferror(f);
-    if (failed) fprintf(stderr, "eval_gpt: cannot read %s: %s\n", path, strerror(errno));
-    if (f) fclose(f);
-    return !failed;
-}
-
 /* Returns number i of a file of little-endian int32. */
 static int32_t number_at(const unsigned char *bytes, int64_t i) {
     const unsigned char *p = bytes + 4 * i;
@@ -284,7 +263,7 @@ static uint64_t hash_of(uint64_t hash, const void *data, size_t bytes) { /* FNV-
 static int load_data(const char *path, dataset *d) {
     unsigned char *bytes = NULL;
     size_t size = 0, length = strlen(path);
-    int ok = read_file(path, &bytes, &size);
+    int ok = whole_file_read("eval_gpt", path, WHOLE_FILE_MAX, &bytes, &size);
     d->bytes = !(length > 4 && strcmp(path + length - 4, ".bin") == 0);
     d->count = (int64_t)size;
     if (ok && d->bytes) d->words = count_words(bytes, d->count);

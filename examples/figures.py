@@ -27,11 +27,15 @@ tests/bench/bench.c, with the item scaling. Hatched bars have more ranks than co
 docs/paper.md, "Weak scaling", has the commands that made docs/scaling.svg.
 """
 import csv
+import io
 import math
+import os
 import re
+import stat
 import sys
 from typing import NamedTuple
 
+FILE_MAX = 1 << 28  # bytes of a log
 MEAN_OF = 20
 MODEL_PARALLEL = "Weak scaling: FLOP/s of a GPU"  # the beginnings of the titles of tables
 WITH_DATA_PARALLEL = "Weak scaling: the same with 64-way data parallel"
@@ -54,13 +58,23 @@ def read_number(path, what, text):
     return number
 
 
+def read_text(path):
+    """The text of a regular file. A pipe without a writer, a device and a file that is too long are refused."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            sys.exit(f"figures.py: {path} is not a regular file")
+        content = file.read(FILE_MAX + 1)
+    if len(content) > FILE_MAX:
+        sys.exit(f"figures.py: {path} has more than {FILE_MAX} bytes")
+    return content.decode("utf-8", "replace").replace("\r\n", "\n")
+
+
 def read_log(path, column="loss"):
     """The steps and the values of a column, without the steps that have no value."""
-    with open(path, newline="") as file:
-        reader = csv.DictReader(file)
-        if column not in (reader.fieldnames or []):
-            sys.exit(f"figures.py: {path} has no column {column}")
-        rows = [row for row in reader if row[column]]
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    if column not in (reader.fieldnames or []):
+        sys.exit(f"figures.py: {path} has no column {column}")
+    rows = [row for row in reader if row[column]]
     if not rows:
         sys.exit(f"figures.py: {path} has no values in column {column}")
     return ([int(row["step"]) for row in rows],
@@ -78,8 +92,7 @@ def read_perplexity(path):
 def read_paper(path, title):
     """A table of page 1 of the output of examples/paper.c: by numbers of GPUs, the predictions and the paper's
     numbers."""
-    with open(path) as file:
-        page = file.read().partition("==== page 1")[2].partition("==== page 2")[0]
+    page = read_text(path).partition("==== page 1")[2].partition("==== page 2")[0]
     table = page.partition("\n" + title)[2].partition("\n\n")[0]
     rows = [line.split() for line in table.splitlines() if line.startswith("  GPT-2 ")]
     if not rows:
@@ -96,8 +109,7 @@ class Measured(NamedTuple):
 def read_bench(path, kind):
     """The tensor parallel rows of a kind, "weak" or "strong", in the output of the benchmark, by numbers of ranks. One
     rank has the efficiency 1 by definition."""
-    with open(path) as file:
-        rows = re.findall(rf"^{kind}, TP=(\d+),.* ([0-9.]+)  efficiency on (\d+) cores?$", file.read(), re.MULTILINE)
+    rows = re.findall(rf"^{kind}, TP=(\d+),.* ([0-9.]+)  efficiency on (\d+) cores?$", read_text(path), re.MULTILINE)
     runs = {int(ranks): Measured(int(cores), float(efficiency)) for ranks, efficiency, cores in rows}
     if not rows or len(runs) < len(rows):
         sys.exit(f"figures.py: {path}: expected the item scaling of one run of the benchmark")

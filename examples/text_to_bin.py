@@ -35,9 +35,11 @@ import contextlib
 import json
 import os
 import re
+import stat
 import sys
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256
+TEXT_MAX = 8 << 30  # bytes, as in whole_file.h
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 WORD_START, SENTENCE_START = 1, 2
 WHITE_SPACE = " \t\n\v\f\r"  # that of the C locale, as eval_gpt counts words
@@ -153,9 +155,18 @@ def passage_text(line):
 
 
 def read_text(path):
+    """The text of a regular file. A pipe without a writer, a device and a file that grows are refused."""
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return file.read()
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise Problem(f"{path} is not a regular file")
+            if status.st_size > TEXT_MAX:
+                raise Problem(f"{path} has {status.st_size} bytes, must have at most {TEXT_MAX}")
+            content = file.read(status.st_size + 1)
+        if len(content) > status.st_size:
+            raise Problem(f"{path} has more than the {status.st_size} bytes of its size")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Problem(f"{path} is not UTF-8: {error}") from error
 

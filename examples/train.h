@@ -19,6 +19,7 @@
 #define TRAIN_H
 
 #include "megatron.h"
+#include "whole_file.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -337,28 +338,6 @@ typedef struct dataset {
     unsigned char *marks;
 } dataset;
 
-/* Appends the bytes of a file to bytes[*size]. */
-static int read_file(const char *path, unsigned char **bytes, size_t *size) {
-    FILE *f = fopen(path, "rb");
-    size_t room = *size + (1 << 16), got = 1;
-    while (f && got > 0) {
-        unsigned char *more = (unsigned char *)realloc(*bytes, room);
-        if (!more) {
-            fprintf(stderr, PROGRAM ": no memory for %s (%zu bytes)\n", path, room);
-            fclose(f);
-            return 0;
-        }
-        *bytes = more;
-        got = fread(*bytes + *size, 1, room - *size, f);
-        *size += got;
-        if (*size == room) room *= 2;
-    }
-    int failed = !f || ferror(f);
-    if (failed) fprintf(stderr, PROGRAM ": cannot read %s: %s\n", path, strerror(errno));
-    if (f) fclose(f);
-    return !failed;
-}
-
 /* Returns token t of a file: a byte, or a little-endian uint16 after the header of llm.c. */
 static int32_t token_at(const unsigned char *bytes, int text, int64_t t) {
     const unsigned char *p = bytes + LLMC_HEADER_BYTES + 2 * t;
@@ -392,7 +371,7 @@ static int load_data(options *o, dataset *d) {
     int ok = 1;
     d->text = !(length > 4 && strcmp(o->data + length - 4, ".bin") == 0);
     for (size_t i = 0; ok && i < (o->data ? 1 : OWN_DATA); i++) {
-        ok = read_file(o->data ? o->data : own_data[i], &bytes, &size);
+        ok = whole_file_read(PROGRAM, o->data ? o->data : own_data[i], WHOLE_FILE_MAX, &bytes, &size);
         d->ends[i] = (int64_t)size;
     }
     d->count = (int64_t)size;

@@ -260,7 +260,21 @@ broken_inputs() {
     for input in '1\0 2\n3\n4\n' '\0001\n2\n' '1\n2\n\000' '1\n\000\n2\n' '1 \000\n'; do
         refused "expected a number from 0 to 60" "$input" $model || return 1
     done
-    refused "embed: tests: cannot read it: Is a directory" "" $model --ids tests
+    refused "embed: cannot read tests: Is a directory" "" $model --ids tests
+}
+
+# What has no end is refused: a device, a pipe without a writer, and a pipe and a file that are too long.
+endless_inputs() {
+    long=$build/long
+    rm -f "$long" "$build/pipe"
+    mkfifo "$build/pipe" && : >"$long" && truncate -s 1073741825 "$long" || return 1
+    refused "embed: cannot read /dev/zero: it is not a regular file" "" $model --ids /dev/zero &&
+        refused "embed: cannot read $build/pipe: it is not a regular file" "" $model --ids "$build/pipe" &&
+        refused "embed: cannot read $long: it has more than 1073741824 bytes" "" $model --ids "$long" || return 1
+    rm -f "$long"
+    yes 1 | "$build/embed" $model >"$build/output" 2>"$build/sentence" && return 1
+    cat "$build/sentence"
+    [ ! -s "$build/output" ] && grep -q "cannot read the standard input: it has more than 1073741824" "$build/sentence"
 }
 
 refusals() {
@@ -268,7 +282,7 @@ refusals() {
     refused "usage: embed DIR" "" &&
         refused "has neither model.safetensors nor its index" "1\n" "$build/nonexistent" &&
         refused "model_type is 'gpt2', must be bert" "1\n" tests/golden/gpt2_hf &&
-        refused "nonexistent: No such file" "" $model --ids "$build/nonexistent" &&
+        refused "cannot read $build/nonexistent: No such file" "" $model --ids "$build/nonexistent" &&
         refused "the input has no sentence" "" $model &&
         refused "standard input: sentence 2: 'x 3': expected a number from 0 to 60, as token 2" "1\n2 x 3\n" $model &&
         refused "sentence 1: '61': expected a number from 0 to 60" "61\n" $model &&
@@ -292,6 +306,7 @@ check "embed: a module that it does not have is refused by name" other_modules
 check "embed: links out of the folder of an encoder are not followed" links_out_of_an_encoder
 check "embed: the length of sentences, and the outputs, of an encoder" transformer_of_an_encoder
 check "embed: a NUL, and a read that fails" broken_inputs
+check "embed: an input without an end" endless_inputs
 check "embed: what it refuses" refusals
 check "embed: no vector that is not finite" not_finite
 closing_line

@@ -85,4 +85,36 @@ static inline void write_text(void) {
     write_bytes("text", text, used);
 }
 
+/* --data refuses what is not a whole file of at most WHOLE_FILE_MAX bytes, and does not wait for a writer of a pipe.
+   A file that has more bytes than its size said, such as one in /proc or one that grows, is refused when they are
+   read. */
+static inline void expect_whole_files(const char *flags) {
+    char words[512];
+    unsigned char *bytes = NULL;
+    size_t size = 0;
+    print_to(words, sizeof words, "%s --data /dev/zero", flags);
+    expect_error(words, PROGRAM ": cannot read /dev/zero: it is not a regular file");
+    assert_int_equal(mkfifo(in_scratch("fifo"), 0600), 0);
+    print_to(words, sizeof words, "%s --data %s", flags, in_scratch("fifo"));
+    expect_error(words, "fifo: it is not a regular file");
+    print_to(words, sizeof words, "%s --data %s", flags, scratch);
+    expect_error(words, "Is a directory");
+    write_bytes("long", "", 0);
+    assert_int_equal(truncate(in_scratch("long"), (off_t)WHOLE_FILE_MAX + 1), 0);
+    print_to(words, sizeof words, "%s --data %s", flags, in_scratch("long"));
+    expect_error(words, "long: it has more than 8589934592 bytes");
+    write_bytes("long", "0123456789", 10);
+    assert_true(whole_file_read(PROGRAM, in_scratch("long"), 10, &bytes, &size));
+    assert_true(whole_file_read(PROGRAM, in_scratch("long"), 10, &bytes, &size)); /* after the first */
+    assert_int_equal(size, 20);
+    assert_memory_equal(bytes, "01234567890123456789", 21);
+    assert_false(whole_file_read(PROGRAM, in_scratch("long"), 9, &bytes, &size));
+    assert_int_equal(size, 20); /* not read */
+    assert_false(whole_file_read(PROGRAM, "/proc/self/status", 9, &bytes, &size));
+    assert_int_equal(size, 30); /* one byte more than allowed */
+    free(bytes);
+    unlink(in_scratch("fifo"));
+    unlink(in_scratch("long"));
+}
+
 #endif

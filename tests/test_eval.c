@@ -542,6 +542,7 @@ static void test_bad_files(void **state) {
     expect_error(words, "is not a token file: magic");
     expect_error(MODEL "--data LICENSE", "the vocabulary of 61 is not bytes: make a .bin of it");
     expect_error(MODEL "--data nonexistent.bin", "cannot read nonexistent.bin: No such file");
+    expect_whole_files(MODEL);
     expect_error("--init-from nonexistent --data LICENSE", "nonexistent: has neither model.safetensors nor its index");
 }
 

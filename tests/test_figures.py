@@ -71,6 +71,15 @@ class Case(ScratchCase):
             call(*arguments)
         self.assertIn(message, str(caught.exception))
 
+    def refuse_endless(self):
+        os.mkfifo(self.path("fifo"))
+        with open(self.path("long"), "wb") as file:
+            file.truncate(figures.FILE_MAX + 1)
+        for call in figures.read_log, figures.read_paper, figures.read_bench:
+            self.refuse("fifo is not a regular file", call, self.path("fifo"), "weak")
+            self.refuse("/dev/zero is not a regular file", call, "/dev/zero", "weak")
+        self.refuse("long has more than 268435456 bytes", figures.read_log, self.path("long"))
+
 
 class Reading(Case):
 
@@ -151,6 +160,7 @@ class Reading(Case):
         self.refuse("log.csv has no values in column val_loss", figures.read_perplexity,
                     self.path("log.csv", GPT_LOG[:GPT_LOG.index("2,3.25")]))
         self.refuse("has no column loss", figures.read_log, self.path("empty.csv", ""))
+        self.refuse_endless()
         self.refuse("log.csv: expected LABEL=LOG.csv", figures.split_label, log)
         one_page = self.path("paper.txt", paper_text().replace("page 1", "page 3"))
         self.refuse("paper.txt has no table Weak", figures.read_paper, one_page, figures.MODEL_PARALLEL)

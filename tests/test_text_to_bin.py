@@ -106,6 +106,17 @@ class Case(ScratchCase):
         self.assertIn(sentence, err)
         self.assertEqual(err.count("\n"), 1)
 
+    def refuse_endless(self):
+        """What is no file of a known size, and a file that is too long, are refused before they fill the memory."""
+        os.mkfifo(self.path("fifo"))
+        self.refuse("fifo is not a regular file", "train", self.path("fifo"))
+        self.refuse("/dev/zero is not a regular file", "train", "/dev/zero")
+        self.refuse("Is a directory", "train", self.folder)
+        self.refuse("/proc/self/status has more than the 0 bytes of its size", "train", "/proc/self/status")
+        with open(self.path("long"), "wb") as file:
+            file.truncate(text_to_bin.TEXT_MAX + 1)
+        self.refuse("has 8589934593 bytes, must have at most 8589934592", "train", self.path("long"))
+
 
 class Plain(Case):
 
@@ -228,6 +239,7 @@ class Plain(Case):
         with open(self.path("latin"), "wb") as file:
             file.write(b"\xe4")
         self.refuse("is not UTF-8", "train", self.path("latin"))
+        self.refuse_endless()
         with mock.patch.dict(sys.modules, {"tokenizers": None}):
             self.refuse("the package tokenizers is missing: pip install tokenizers", "train", text, tokenizer=text)
         with self.assertRaisesRegex(text_to_bin.Problem, "token 65536 does not fit into 16 bits"):
