@@ -926,6 +926,7 @@ typedef struct mt_place {
     int padded;                                /* 1: ranks may have fewer columns than those before them */
     const char *what;                          /* what depends on the place, as in "random words" */
     uint64_t seed, subsequence;                /* see mt_random; 0: the call takes no random words */
+    int64_t vocab;                             /* columns of all ranks that are no padding; 0: not known */
 } mt_place;
 
 /* Checks that a place fits the placements of t, operand `name` of a call. Where ranks have rows or columns of their
@@ -975,6 +976,8 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    mt_declare_zero says that t is zero, which fits every placement; it works in a pause, too. mt_declare_parameter notes
    a parameter and its gradient, which may be mt_none(), under a name. parts: see mt_param_desc. partial: 1 if its
    gradient may be partial over `tensor`. Over `data` the value is replicated, and the gradient may be partial.
+   mt_check_track makes check mode follow what calls write to memory of the caller that was not declared, too, once one
+   of their operands is known. Call mt_declare_forget before such memory is freed or used for something else.
    mt_declare_forget drops what is known about [data, data + bytes). Call it before memory of the caller that was
    declared is freed.
    mt_check_slots says that micro-batches keep tensors in `count` slots of `bytes` bytes each, one after the other from
@@ -993,6 +996,7 @@ MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const m
                                       mt_tensor value, mt_tensor grad, mt_placement placement, int64_t parts,
                                       int partial);
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes);
+MT_API void mt_check_track(mt_context *ctx);
 MT_API void mt_check_slots(mt_context *ctx, int area, const void *first, size_t bytes, int count, int own);
 
 /* With mt_context_desc.check == 2, the context also compares values. Each call hashes, bit for bit, each operand that
@@ -1015,6 +1019,42 @@ MT_API mt_status mt_check_replica(mt_context *ctx, const mt_comm *comm, const ch
 MT_API mt_status mt_check_replicas(mt_context *ctx, mt_comm *comm, const char *where);
 /* As mt_check_replica, for a number of the host. mt_optimizer_step and mt_step_begin call it with the learning rate. */
 MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const char *what, float number);
+
+/* For authors of operators, with mt_context_desc.check == 2; they do nothing otherwise.
+   mt_check_numbers notes `count` numbers of a call, such as those of its desc, which must be the same on all ranks of a
+   group. The message calls them "`what` of `where`". Ranks with rows of t of their own may have others, such as the
+   mask of their queries; t is mt_none() if they may not. data 1: those of "data" may not in any case.
+   mt_check_side notes an operand that is no matrix of a rule: an element for each row (along MT_SPLIT_ROWS) or column
+   (MT_SPLIT_COLS) of t, such as targets or lengths. If a group splits t in this way, each rank must have its own
+   elements, otherwise all ranks must have the same ones. alike 1: ranks may have the same elements in any case.
+   mt_check_share notes that each rank of comm must have a part of its own of what the name says. It is compared on a
+   CPU with data, unless all elements of t are equal.
+   mt_check_content says what an operator has written to t without data: a hash of the numbers from which it is made, or
+   MT_CONTENT_ANY if ranks may have the same where t is split.
+   `where` and `name` are kept for messages. Errors: MT_ERR_MEMORY.
+   mt_check_sequences notes that a call computes with all rows of each sequence of `seq` rows of t; 0: of other lengths.
+   Ids that are split by rows are compared only over a group that splits the columns of t, unless the ranks have whole
+   sequences, which may have the same positions.
+   mt_check_factor refuses a number of a call, `factor` times what it usually is, when a group of `factor` ranks, or of
+   1 / factor ranks, splits t along its rows or columns: the number was computed with the sizes of a rank. A number that
+   is meant so passes if it differs from that by more than one in a million.
+   mt_check_mean notes that the gradients of the rows of t are multiplied by `scale`; NAN: by other numbers, so that
+   nothing is said about this step. mt_check_mean_end multiplies it by grad_scale, forgets it, and refuses a sum that is
+   a mean but for the number of ranks of a group. mt_optimizer_step calls it. A program whose loss is meant so calls
+   mt_check_mean(ctx, logits, NAN) before. Errors: MT_ERR_ARGUMENT. */
+#define MT_CONTENT_ANY ((uint64_t)1)
+MT_API mt_status mt_check_numbers(mt_context *ctx, const char *where, const char *what, mt_tensor t, int data,
+                                  const double *numbers, int count);
+MT_API mt_status mt_check_side(mt_context *ctx, const char *where, const char *name, mt_tensor side, mt_tensor t,
+                               mt_placement along, int alike);
+MT_API mt_status mt_check_share(mt_context *ctx, const mt_comm *comm, const char *what, const char *name, mt_tensor t);
+MT_API void mt_check_sequences(mt_context *ctx, mt_tensor t, int64_t seq);
+MT_API void mt_check_content(mt_context *ctx, mt_tensor t, uint64_t content);
+MT_API uint64_t mt_check_content_of(const double *numbers, int count);
+MT_API mt_status mt_check_factor(mt_context *ctx, const char *where, const char *number, mt_tensor t,
+                                 mt_placement along, double factor);
+MT_API void mt_check_mean(mt_context *ctx, mt_tensor t, double scale);
+MT_API mt_status mt_check_mean_end(mt_context *ctx, const char *where, double grad_scale);
 
 /* Returns how many operands that calls have read were not known in a group, since the context was created or since the
    last call of this function. 0 means that check mode has seen all of a step. text, which may be NULL, becomes the
@@ -4186,6 +4226,13 @@ typedef struct mti_placed {
     const char *features; /* the parameter whose features these columns are, after elementwise calls, too; or NULL */
     char summed_over[16]; /* of a gradient: the program has summed it over this group, which is not in axes; or "" */
     int some_columns;     /* 1: it was computed from some columns of a tensor, and has as many */
+    uint64_t content;     /* see mt_check_content; 0: not known */
+    uint64_t used;        /* of a gradient: a hash of the activations that a call has added to it last, or 0 */
+    uint64_t used_all;    /* a hash of all that the call has read, or 0 */
+    const char *used_by;  /* the call */
+    uint64_t zeroed;      /* of a gradient: the age of the newest piece when it became zero */
+    int is_used;          /* of activations: 1: a backward has read them */
+    uint64_t lost;        /* the age of what the same call has written here before, and no backward has read; or 0 */
     int is_block;         /* of mt_context_alloc */
     int is_gone;          /* 1: mti_placed_compact removes it */
     uint64_t age;         /* number of the piece; the newest has the largest */
@@ -4236,6 +4283,7 @@ typedef struct mti_checker {
     int count; /* of the groups */
     int paused;
     int strict; /* mt_context_desc.check */
+    int tracks; /* 1: mt_check_track was called */
     mti_placed_list parameters, written;
     mti_placed_list memory; /* what is not in the arena: blocks of mt_context_alloc, and memory that was declared */
     mti_placed_list views;  /* of mt_check_view, the last one last; `may` is for one group, and all for the others */
@@ -4247,6 +4295,7 @@ typedef struct mti_checker {
     mt_check_listener listener;
     void *user;                    /* of the listener */
     struct mti_replicas *replicas; /* what mt_check_replicas compares; NULL: check is 1 */
+    double mean_rows, mean_scale;  /* see mt_check_mean; mean_rows 0: none, below 0: with several scales */
     int64_t unknown;               /* see mt_check_unknown */
     char unknown_text[240];
 } mti_checker;
@@ -4916,26 +4965,51 @@ static mti_placed *mti_written_add(mti_checker *c, mti_extent e) {
     return mti_placed_insert(&c->written, e);
 }
 
+/* Whether the sets of a view say something about it. */
+static int mti_sets_tell(const mti_checker *c, const unsigned char *may) {
+    int g;
+    for (g = 0; g < c->count; g++)
+        if (may[g] != MTI_ALL_PLACEMENTS) return 1;
+    return 0;
+}
+
+MT_API void mt_check_track(mt_context *ctx) {
+    if (ctx && ctx->checker) ctx->checker->tracks = 1;
+}
+
+/* Returns the age of what a call overwrites before a backward has read it, or 0. */
+static uint64_t mti_lost_before(const mti_placed *p, mti_extent e, const char *by, const char *with) {
+    if (!p->by || p->by != by || p->with != with || p->at.begin != e.begin) return 0;
+    return p->is_used ? p->lost : p->age;
+}
+
 /* Notes the sets of a view. by: NULL when they are not known */
 static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned char *may, int zero, const char *by,
                                     const char *with) {
     mti_checker *c = ctx->checker;
     mti_extent e = mti_extent_of(t);
     mti_placed *p = mti_parameter_at(c, e);
+    uint64_t lost;
     int g;
     if (p) {
         for (g = 0; g < c->count; g++)
             if (!(may[g] & p->allowed[g])) return mti_write_refuse(ctx, by, p, "", g, may[g], p->allowed[g]);
         mti_parameter_note(p, may, zero, mti_extent_covers(e, p->at));
+        if (zero) p->used = 0, p->zeroed = c->written.newest;
     } else {
-        if (!mti_is_watched(ctx, e)) return MT_SUCCESS;
+        if (!mti_is_watched(ctx, e) && !(c->tracks && mti_sets_tell(c, may))) return MT_SUCCESS;
+        MT_TRY(mti_watch_extent(ctx, e, 0));
+        p = mti_placed_older(&c->written, e, UINT64_MAX);
+        lost = p ? mti_lost_before(p, e, by, with) : 0;
         p = mti_written_add(c, e);
         if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of placements");
+        p->lost = lost;
         memcpy(p->may, may, sizeof p->may);
         p->zero = zero;
     }
     p->by = by;
     p->with = with;
+    p->content = 0;
     return MT_SUCCESS;
 }
 
@@ -5011,6 +5085,8 @@ MT_API mt_status mt_declare_complete(mt_context *ctx, const mt_comm *comm, mt_te
     return mti_declare_set(ctx, comm, t, 1 << MT_REPLICATED | 1 << MT_SPLIT_ROWS);
 }
 
+static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placement placement); /* >>replicas */
+
 MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
     mti_placed *view;
     int g;
@@ -5023,7 +5099,7 @@ MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t
     if (mti_has_elements(t)) view->at = mti_extent_of(t);
     memset(view->may, MTI_ALL_PLACEMENTS, sizeof view->may);
     if (g >= 0 && placement != MT_UNDECLARED) view->may[g] = (unsigned char)(1 << placement);
-    return MT_SUCCESS;
+    return g < 0 ? MT_SUCCESS : mti_view_share(ctx, g, t, placement);
 }
 
 MT_API void mt_check_group(mt_context *ctx, const mt_comm *comm) {
@@ -5100,8 +5176,11 @@ MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const m
 
 /* -- rules -- */
 
+struct mti_ruling;
 static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
                                   const mti_known *known); /* >>replicas */
+static mt_status mti_range_note(mt_context *ctx, int g, const struct mti_ruling *r, const mt_operand *o,
+                                mti_known *known); /* >>replicas */
 
 /* An operand of a rule in a call. */
 typedef struct mti_ruled {
@@ -5859,6 +5938,79 @@ static mt_status mti_result_note(mt_context *ctx, const mti_ruling *r, int i,
     return MT_SUCCESS;
 }
 
+static uint64_t mti_hash_number(uint64_t hash, uint64_t number) {
+    return mt_hash_word(mt_hash_word(hash, (uint32_t)number), (uint32_t)(number >> 32));
+}
+
+/* Returns the piece of an operand that a call reads and an operator has written, or NULL. */
+static mti_placed *mti_computed_at(const mti_checker *c, const mti_ruled *o) {
+    mti_placed *p;
+    if (!o->operand || !(o->operand->use & 1) || o->known.parameter) return NULL;
+    p = mti_placed_older(&c->written, mti_extent_of(o->operand->t), UINT64_MAX);
+    if (!p || !p->by || strcmp(p->by, "mt_declare") == 0) return NULL;
+    return mti_extent_covers(p->at, mti_extent_of(o->operand->t)) ? p : NULL;
+}
+
+/* The activations that a backward reads: the first operand that is neither a parameter nor a gradient. */
+typedef struct mti_reading {
+    mti_placed *piece; /* NULL: none that is known */
+    uint64_t which,
+        which_all; /* hashes of what is read of it, and of all that the call reads; which_all 0: not known */
+} mti_reading;
+
+static mti_reading mti_activations_of(const mti_checker *c, const mti_ruling *r) {
+    mti_reading a = {NULL, 0, 1};
+    int i, known = 1;
+    for (i = 0; i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        mti_placed *p = mti_computed_at(c, o);
+        mti_extent e;
+        uint64_t which;
+        if (!o->operand || !(o->operand->use & 1) || o->known.parameter) continue;
+        e = mti_extent_of(o->operand->t);
+        which = mti_hash_number(mti_hash_number(p ? p->age : 0, (uint64_t)e.begin), (uint64_t)e.end);
+        if (!a.piece && p && o->operand->name[0] != 'd') a.piece = p, a.which = which;
+        a.which_all = mti_hash_number(a.which_all, which);
+        known &= p != NULL;
+    }
+    if (!known) a.which_all = 0;
+    return a;
+}
+
+/* Whether a gradient gets twice what a call reads: the very same, or activations that a second forward has written over
+   those of a first one since the gradient was zero. */
+static int mti_is_used_twice(const mti_placed *gradient, const mti_reading *a, const char *where) {
+    if (gradient->zero || gradient->used != a->which || gradient->used_by != where) return 0;
+    return (a->which_all && a->which_all == gradient->used_all) || a->piece->lost > gradient->zeroed;
+}
+
+/* Refuses a backward that adds to the gradient of a parameter what it has added already. */
+static mt_status mti_used_check(mt_context *ctx, const mti_ruling *r) {
+    mti_reading a = mti_activations_of(ctx->checker, r);
+    char at[192];
+    int i;
+    for (i = 0; a.piece && i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        mti_placed *p = o->operand && (o->operand->use & 2) && o->known.parameter
+                            ? mti_parameter_at(ctx->checker, mti_extent_of(o->operand->t))
+                            : NULL;
+        if (!p || !p->is_gradient || !mti_extent_covers(mti_extent_of(o->operand->t), p->at)) continue;
+        if (mti_is_used_twice(p, &a, r->where)) {
+            mti_with_text(ctx->checker, r->with, at, sizeof at);
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s%s: the gradient of '%.100s' would get the same activations twice: a backward has read "
+                           "them already. Each forward needs its own saved, and one backward; if both are meant, "
+                           "mt_declare the activations before",
+                           r->where, at, p->name);
+        }
+        p->used = a.which;
+        p->used_all = a.which_all;
+        p->used_by = r->where;
+        a.piece->is_used = 1;
+    }
+    return MT_SUCCESS;
+}
+
 /* Whether ranks may read other rows or columns of operand i: of a case with a letter for that, or, in a call of tensors
    that the group splits, this rank's share. */
 static int mti_reads_apart(const mti_ruling *r, int i, int g) {
@@ -5873,19 +6025,32 @@ static int mti_reads_apart(const mti_ruling *r, int i, int g) {
     return 0;
 }
 
-/* Notes what a call reads, to be compared: not over a group whose ranks may read other rows or columns of it. */
-static mt_status mti_reads_note(mt_context *ctx, const mti_ruling *r) {
+/* Whether operand k of a call, other than i, is read and split by columns over group g. */
+static int mti_meets_columns(const mti_ruling *r, int i, int g) {
+    int k;
+    for (k = 0; k < r->count; k++)
+        if (k != i && r->operands[k].operand && (r->operands[k].operand->use & 1) &&
+            r->operands[k].known.may[g] == 1 << MT_SPLIT_COLS)
+            return 1;
+    return 0;
+}
+
+/* Notes operand i, which a call reads, to be compared: not over a group whose ranks may read other rows or columns of
+   it. Of integers the rule says what they must be. */
+static mt_status mti_operand_note(mt_context *ctx, const mti_ruling *r, int i,
+                                  unsigned char (*results)[MTI_RULE_OPERANDS]) {
+    const mt_operand *o = r->operands[i].operand;
     mti_known known;
-    int g, i;
-    for (i = 0; mt_check_mode(ctx) == 2 && i < r->count; i++) {
-        if (!r->operands[i].operand) continue;
-        known = r->operands[i].known;
-        for (g = 0; g < ctx->checker->count; g++)
-            if (mti_reads_apart(r, i, g)) known.apart |= 1u << g;
-            else if (mti_share_of(r, i, g)) known.terms &= ~(1u << g); /* ranks add other rows or columns */
-        MT_TRY(mti_replica_read(ctx, r->where, r->with, r->operands[i].operand, &known));
+    int g;
+    if (!o || !(o->use & 1)) return MT_SUCCESS;
+    known = r->operands[i].known;
+    for (g = 0; g < ctx->checker->count; g++) {
+        if (o->t.dtype == MT_I32) known.may[g] &= results[g][i];
+        if (mti_reads_apart(r, i, g)) known.apart |= 1u << g;
+        else if (mti_share_of(r, i, g)) known.terms &= ~(1u << g); /* ranks add other rows or columns */
+        if (mti_meets_columns(r, i, g)) MT_TRY(mti_range_note(ctx, g, r, o, &known));
     }
-    return MT_SUCCESS;
+    return mti_replica_read(ctx, r->where, r->with, o, &known);
 }
 
 MT_API int64_t mt_check_unknown(mt_context *ctx, char *text, size_t bytes) {
@@ -5920,7 +6085,8 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     }
     mti_unknown_count(c, &r);
     if (r.with) c->latest = r.with;
-    MT_TRY(mti_reads_note(ctx, &r));
+    if (mt_check_mode(ctx) == 2) MT_TRY(mti_used_check(ctx, &r));
+    for (i = 0; mt_check_mode(ctx) == 2 && i < r.count; i++) MT_TRY(mti_operand_note(ctx, &r, i, results));
     for (i = 0; i < r.count; i++) MT_TRY(mti_result_note(ctx, &r, i, results));
     mti_tell(ctx, where, r.with, operands, count);
     return MT_SUCCESS;
@@ -5956,6 +6122,10 @@ static mt_status mti_place_split(mt_context *ctx, const char *where, const char 
                  (long long)before, by_rows ? "row" : "column", place->what);
         return mti_place_refuse(ctx, where, field, by_rows ? "first_row" : "first_col", first, k, is, must);
     }
+    if (!by_rows && place->vocab > 1 && place->vocab == each) {
+        snprintf(must, sizeof must, "that of all ranks, of which only the first would have tokens");
+        return mti_place_refuse(ctx, where, field, "vocab", place->vocab, k, is, must);
+    }
     if (by_rows || place->padded || (all >= 0 && place->global_cols >= all)) return MT_SUCCESS;
     snprintf(must, sizeof must, "at least %lld, the columns of all ranks", (long long)all);
     return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, k, is, must);
@@ -5985,6 +6155,73 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
     snprintf(must, sizeof must, "%lld, the number of its columns, so that ranks use the same %s",
              (long long)place->cols, place->what);
     return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, &k, is, must);
+}
+
+/* Whether a factor is n or 1 / n, up to rounding. */
+static int mti_is_ratio(double factor, int n) {
+    double over = factor / n - 1.0, under = factor * n - 1.0;
+    return (over < 1e-6 && over > -1e-6) || (under < 1e-6 && under > -1e-6);
+}
+
+MT_API mt_status mt_check_factor(mt_context *ctx, const char *where, const char *number, mt_tensor t,
+                                 mt_placement along, double factor) {
+    mti_known k;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (mt_check_mode(ctx) != 2 || !mti_has_elements(t)) return MT_SUCCESS;
+    k = mti_known_of(ctx->checker, t);
+    for (g = 0; g < ctx->checker->count && !k.zero; g++) {
+        const mti_axis *axis = &ctx->checker->axes[g];
+        if (k.may[g] != 1 << along || !mti_is_ratio(factor, axis->size)) continue;
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "%s: %s is %.4g times what it usually is, and \"%s\" has %d ranks: compute it with the sizes of the "
+            "whole model, not with those of a rank; if it is meant so, make it differ from that by 2e-6 of it",
+            where, number, factor, axis->name, axis->size);
+    }
+    return MT_SUCCESS;
+}
+
+MT_API void mt_check_mean(mt_context *ctx, mt_tensor t, double scale) {
+    mti_checker *c = ctx ? ctx->checker : NULL;
+    double rows = (double)t.rows;
+    mti_known k;
+    int g;
+    if (mt_check_mode(ctx) != 2 || !mti_has_elements(t)) return;
+    k = mti_known_of(c, t);
+    for (g = 0; g < c->count; g++) {
+        rows *= k.may[g] == 1 << MT_SPLIT_ROWS ? c->axes[g].size : 1;
+        if (!c->axes[g].only_group && (k.may[g] & (k.may[g] - 1))) c->mean_rows = -1.0; /* not known */
+    }
+    if (mt_tensor_ld(t) != t.cols) c->mean_rows = -1.0; /* some columns: the rows would count again */
+    if (scale != scale || k.zero || (c->mean_rows != 0.0 && c->mean_scale != scale)) c->mean_rows = -1.0;
+    if (c->mean_rows >= 0.0) c->mean_rows += rows;
+    c->mean_scale = scale;
+}
+
+static mt_status mti_mean_refuse(mt_context *ctx, const char *where, double factor, const char *group, int ranks) {
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "%s: the scale of the loss makes the gradients %.4g times those of the mean over the rows of all "
+                   "ranks, and \"%s\" has %d ranks: divide by the rows of all ranks once, or call "
+                   "mt_check_mean(ctx, logits, NAN) before, if it is meant so",
+                   where, factor, group, ranks);
+}
+
+MT_API mt_status mt_check_mean_end(mt_context *ctx, const char *where, double grad_scale) {
+    double factor;
+    int g, all = 1, groups = 0;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (mt_check_mode(ctx) != 2) return MT_SUCCESS;
+    factor = ctx->checker->mean_rows * ctx->checker->mean_scale * grad_scale;
+    ctx->checker->mean_rows = 0.0;
+    for (g = 0; g < ctx->checker->count; g++) {
+        const mti_axis *axis = &ctx->checker->axes[g];
+        if (axis->only_group) continue;
+        if (mti_is_ratio(factor, axis->size)) return mti_mean_refuse(ctx, where, factor, axis->name, axis->size);
+        all *= axis->size;
+        groups++;
+    }
+    return groups > 1 && mti_is_ratio(factor, all) ? mti_mean_refuse(ctx, where, factor, "the world", all) : MT_SUCCESS;
 }
 
 /* Returns the number of parts of a parameter, or of the one with which a view was computed last, or 0. *of becomes the
@@ -10727,8 +10964,8 @@ typedef struct mti_replica {
     const char *where, *with; /* the call that read it, and a parameter of the call, or NULL */
     const char *by, *by_with; /* the call that wrote it, or NULL */
     char operand[24];
-    /* what the hash is of: v values, p a place, c the shape of a view, z of one that is zero, t the rank that adds what
-       all ranks have to a sum; u any */
+    /* what the hash is of: v values, p a place, n numbers, c the shape of a view, z of one that is zero, t the rank
+       that adds what all ranks have to a sum; u any */
     char differs;
     uint64_t moves; /* number of collectives of the group before */
     uint64_t hash;
@@ -10741,8 +10978,29 @@ typedef struct mti_replica_list {
     uint64_t moves;
 } mti_replica_list;
 
+/* What ranks of a group have each for itself. Kinds:
+   s  not all ranks may have the same
+   S  no two ranks may have the same
+   d  of the data group: two ranks may have the same, but not in all entries of the same name
+   i  ids of rows: not all ranks may have the same, unless they have whole sequences
+   g  a range of the columns of what all ranks have: all columns must be read by some rank */
+typedef struct mti_share {
+    const char *where, *with;
+    char what[24], kind;
+    int64_t rows;   /* of kind i */
+    uint64_t piece; /* of kind g: the age of the whole */
+    uint64_t mark;  /* a hash; of kind g the first column, the columns, and those of the whole, in 1024ths of it */
+} mti_share;
+
+typedef struct mti_share_list {
+    mti_share *list;
+    size_t count, capacity;
+    int64_t seq; /* of mt_check_sequences; 0: none was noted, -1: several, or not known */
+} mti_share_list;
+
 typedef struct mti_replicas {
     mti_replica_list groups[MTI_AXES];
+    mti_share_list shares[MTI_AXES];
     uint64_t *sums; /* [MTI_REPLICA_SUMS] on a GPU; NULL: none yet */
     int used;       /* of the sums */
 } mti_replicas;
@@ -10758,6 +11016,7 @@ static void mti_replicas_destroy(mt_context *ctx) {
     int g;
     if (!r) return;
     for (g = 0; g < MTI_AXES; g++) mt_host_free(r->groups[g].list);
+    for (g = 0; g < MTI_AXES; g++) mt_host_free(r->shares[g].list);
     mt_context_free(ctx, r->sums, MTI_REPLICA_SUMS * sizeof *r->sums);
     mt_host_free(r);
     ctx->checker->replicas = NULL;
@@ -10801,16 +11060,17 @@ static mt_status mti_replicas_fetch(mt_context *ctx) {
     return status;
 }
 
-static uint64_t mti_hash_number(uint64_t hash, uint64_t number) {
-    return mt_hash_word(mt_hash_word(hash, (uint32_t)number), (uint32_t)(number >> 32));
-}
-
 /* Without data, the hash of a view is its shape, whether it is zero and, if it is a part of a piece, its place there.
    So it is found when ranks multiply different columns of what all have, or when only some ranks have computed it. */
 static void mti_replica_shape(const mti_checker *c, mt_tensor t, mti_replica *e) {
     mti_extent at = mti_extent_of(t);
     const mti_placed *p = mti_parameter_at(c, at);
     if (!p) p = mti_placed_older(&c->written, at, UINT64_MAX);
+    if (p && p->content > MT_CONTENT_ANY && mti_extent_covers(at, p->at)) {
+        e->differs = 'v';
+        e->hash = p->content;
+        return;
+    }
     e->differs = mti_known_of(c, t).zero ? 'z' : 'c';
     e->hash = mti_hash_number(mti_hash_number((uint64_t)e->differs, (uint64_t)t.rows), (uint64_t)t.cols);
     if (p && mti_extent_covers(p->at, at))
@@ -10870,8 +11130,247 @@ static mt_status mti_apart_note(mt_context *ctx, int g, mti_replica e) {
     return mti_replica_add(ctx, g, &e);
 }
 
+/* -- shares: what ranks must not have alike -- */
+
+static mt_status mti_share_add(mt_context *ctx, int g, const mti_share *e) {
+    mti_share_list *l = &ctx->checker->replicas->shares[g];
+    if (l->count == MTI_REPLICAS_MOST) return MT_SUCCESS;
+    if (l->count == l->capacity) {
+        size_t capacity = l->capacity ? 2 * l->capacity : 64;
+        mti_share *list = (mti_share *)mt_host_alloc(capacity * sizeof *list);
+        if (!list) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the shares of %zu tensors", capacity);
+        if (l->count) memcpy(list, l->list, l->count * sizeof *list);
+        mt_host_free(l->list);
+        l->list = list;
+        l->capacity = capacity;
+    }
+    l->list[l->count++] = *e;
+    return MT_SUCCESS;
+}
+
+static const char *mti_element_at(mt_tensor t, int64_t row, int64_t col) {
+    return (const char *)t.data + (size_t)(row * mt_tensor_ld(t) + col) * mt_dtype_size(t.dtype);
+}
+
+/* Whether t tells ranks apart: neither all of its rows nor all of its columns are equal. */
+static int mti_varies(mt_tensor t) {
+    size_t size = mt_dtype_size(t.dtype);
+    int64_t i, j;
+    int rows = t.rows == 1, cols = t.cols == 1;
+    for (i = 0; i < t.rows && !(rows && cols); i++)
+        for (j = 0; j < t.cols; j++) {
+            rows |= memcmp(mti_element_at(t, i, j), mti_element_at(t, 0, j), size) != 0;
+            cols |= memcmp(mti_element_at(t, i, j), mti_element_at(t, i, 0), size) != 0;
+        }
+    return rows && cols && t.rows * t.cols > 1;
+}
+
+/* Whether ids tell ranks apart: there are more than two different ones, which may be the same in each sequence. tokens:
+   1 also wants that they are not positions, which count up from the first one. */
+static int mti_ids_tell(mt_tensor t, int tokens) {
+    int32_t low = 0, high = 0, first = 0, last = 0, id;
+    int64_t i, others = 0, steps = !tokens, n = t.rows * t.cols;
+    for (i = 0; i < n; i++) {
+        memcpy(&id, mti_element_at(t, i / t.cols, i % t.cols), sizeof id);
+        if (i == 0) low = high = first = id;
+        low = id < low ? id : low;
+        high = id > high ? id : high;
+        steps += i > 0 && id != last + 1 && id != first;
+        last = id;
+    }
+    for (i = 0; i < n; i++) {
+        memcpy(&id, mti_element_at(t, i / t.cols, i % t.cols), sizeof id);
+        others += id != low && id != high;
+    }
+    return others > 0 && steps > 0;
+}
+
+/* Sets *mark to a hash of what a rank has in t. Returns 0 when nothing can be said: values that are all equal, those of
+   a GPU, and on MT_DEVICE_META what no operator has made of numbers. */
+static int mti_share_mark(mt_context *ctx, mt_tensor t, uint64_t *mark) {
+    const mti_extent at = mti_extent_of(t);
+    const mti_placed *p = mti_parameter_at(ctx->checker, at);
+    if (!p) p = mti_placed_older(&ctx->checker->written, at, UINT64_MAX);
+    *mark = p ? p->content : 0;
+    if (*mark == MT_CONTENT_ANY || (*mark && !mti_extent_covers(at, p->at))) return 0;
+    if (ctx->device == MT_DEVICE_META) return *mark != 0;
+    if (ctx->device != MT_DEVICE_CPU || t.dtype == MT_U8 || !mti_varies(t)) return 0;
+    *mark = 0;
+    return mt_hash_add(ctx, t, 0, 0, t.cols, mark) == MT_SUCCESS;
+}
+
+/* Notes an operand that a call reads and that group g splits: what the program has declared, and integers. */
+static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const char *with, const mt_operand *o,
+                                const mti_known *known) {
+    int is_ids = o->t.dtype == MT_I32, is_data = mti_is_data(&ctx->checker->axes[g]);
+    mti_share e;
+    if (known->may[g] != 1 << MT_SPLIT_ROWS && known->may[g] != 1 << MT_SPLIT_COLS) return MT_SUCCESS;
+    if (ctx->checker->axes[g].only_group) return MT_SUCCESS;
+    if (!is_ids && !(known->by && strcmp(known->by, "mt_declare") == 0)) return MT_SUCCESS;
+    if (is_ids && ctx->device == MT_DEVICE_CPU && !mti_ids_tell(o->t, is_data)) return MT_SUCCESS;
+    if (is_ids && is_data && ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.where = where;
+    e.with = with;
+    e.kind = is_data ? 'd' : is_ids ? 'i' : 's';
+    e.rows = o->t.rows * o->t.cols;
+    snprintf(e.what, sizeof e.what, "%s", o->name);
+    return mti_share_mark(ctx, o->t, &e.mark) ? mti_share_add(ctx, g, &e) : MT_SUCCESS;
+}
+
+/* The newest piece that has all of a view and is replicated over group g, or NULL. */
+static const mti_placed *mti_replicated_at(const mti_checker *c, int g, mti_extent at) {
+    const mti_placed *p = mti_parameter_at(c, at);
+    if (!p) p = mti_placed_older(&c->written, at, UINT64_MAX);
+    return p && mti_extent_covers(p->at, at) && p->may[g] == 1 << MT_REPLICATED ? p : NULL;
+}
+
+/* Notes the view that mt_check_view takes for this rank's part of what all ranks have: it must not be that of all. */
+static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placement placement) {
+    const mti_placed *p;
+    mti_share e;
+    if (!mti_replicas_on(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
+    if (placement != MT_SPLIT_ROWS && placement != MT_SPLIT_COLS) return MT_SUCCESS;
+    p = mti_replicated_at(ctx->checker, g, mti_extent_of(t));
+    if (!p || mti_extent_covers(mti_extent_of(t), p->at)) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.where = "mt_check_view";
+    e.with = p->name ? p->name : p->with;
+    e.kind = 's';
+    e.mark = (uint64_t)t.rows << 32 ^ (uint64_t)(mti_extent_of(t).begin - p->at.begin);
+    snprintf(e.what, sizeof e.what, "the view");
+    return mti_share_add(ctx, g, &e);
+}
+
+#define MTI_RANGE_PARTS 1024 /* a range is counted in these parts of the columns */
+
+/* Notes which columns of what all ranks have a call reads together with an operand that is split by columns. Each rank
+   may read its own, so the values are not compared then. */
+static mt_status mti_range_note(mt_context *ctx, int g, const mti_ruling *r, const mt_operand *o, mti_known *known) {
+    const mti_extent at = mti_extent_of(o->t);
+    const mti_placed *p;
+    uintptr_t first;
+    mti_share e;
+    if (!mti_replicas_on(ctx) || known->may[g] != 1 << MT_REPLICATED || known->parameter) return MT_SUCCESS;
+    p = mti_replicated_at(ctx->checker, g, at);
+    if (!p || at.width >= p->at.width || !mti_extents_share_rows(at, p->at)) return MT_SUCCESS;
+    known->apart |= 1u << g;
+    first = (at.begin - p->at.begin) % p->at.pitch;
+    memset(&e, 0, sizeof e);
+    e.where = r->where;
+    e.with = p->with;
+    e.kind = 'g';
+    e.piece = p->age;
+    e.mark = (uint64_t)(first * MTI_RANGE_PARTS / p->at.width) << 16;
+    e.mark |= (uint64_t)((first + at.width) * MTI_RANGE_PARTS / p->at.width);
+    snprintf(e.what, sizeof e.what, "%s", o->name);
+    return mti_share_add(ctx, g, &e);
+}
+
+/* Whether the ranges that ranks have read of the piece of entry i leave columns that none has read. */
+static int mti_range_misses(const mti_share_list *l, size_t i, const uint64_t *all, int ranks) {
+    unsigned char read[MTI_RANGE_PARTS];
+    size_t k;
+    uint64_t part;
+    int rank;
+    memset(read, 0, sizeof read);
+    for (k = 0; k < l->count; k++)
+        for (rank = 0; rank < ranks && l->list[k].kind == 'g' && l->list[k].piece == l->list[i].piece; rank++) {
+            uint64_t mark = all[(size_t)rank * l->count + k];
+            for (part = mark >> 16; part < (mark & 0xffff) && part < MTI_RANGE_PARTS; part++) read[part] = 1;
+        }
+    return memchr(read, 0, sizeof read) != NULL;
+}
+
+/* Whether ranks a and b have the same in all entries of the data group that have the name of entry i. */
+static int mti_data_alike(const mti_share_list *l, size_t i, const uint64_t *all, int a, int b) {
+    size_t k;
+    for (k = 0; k < l->count; k++)
+        if (l->list[k].kind == 'd' && strcmp(l->list[k].what, l->list[i].what) == 0 &&
+            all[(size_t)a * l->count + k] != all[(size_t)b * l->count + k])
+            return 0;
+    return 1;
+}
+
+/* Whether entry i is alike on two ranks that must not have it alike. *a and *b become the ranks. */
+static int mti_share_alike(const mti_share_list *l, size_t i, const uint64_t *all, int ranks, int *a, int *b) {
+    const char kind = l->list[i].kind;
+    int pairs = 0;
+    *a = 0, *b = 1;
+    if (kind == 'g') return mti_range_misses(l, i, all, ranks);
+    if (kind == 'i' && (l->seq <= 0 || l->list[i].rows % l->seq == 0)) return 0;
+    for (*b = 1; *b < ranks; ++*b)
+        for (*a = 0; *a < *b; ++*a) {
+            int alike = kind == 'd' ? mti_data_alike(l, i, all, *a, *b)
+                                    : all[(size_t)*a * l->count + i] == all[(size_t)*b * l->count + i];
+            if (alike && kind != 's' && kind != 'i') return 1;
+            pairs += alike;
+        }
+    *a = 0, *b = 1;
+    return (kind == 's' || kind == 'i') && pairs == ranks * (ranks - 1) / 2;
+}
+
+static mt_status mti_share_refuse(mt_context *ctx, const mt_comm *comm, const char *where, const mti_share *e, int a,
+                                  int b) {
+    char what[256];
+    if (e->where)
+        snprintf(what, sizeof what, "%s of %.60s%s%.*s%s", e->what, e->where, e->with ? " \"" : "",
+                 e->with ? mti_layer_length(e->with) : 0, e->with ? e->with : "", e->with ? "\"" : "");
+    else snprintf(what, sizeof what, "the %s of '%.100s'", e->what, e->with ? e->with : "");
+    if (e->kind == 'g')
+        return mt_fail(ctx, MT_ERR_MISMATCH,
+                       "%s: %s is a part of the columns of what all ranks of \"%s\" (%d ranks) have, and no rank reads "
+                       "the others: each rank needs its own part, such as its own group of keys and values",
+                       where, what, comm->name, comm->size);
+    return mt_fail(ctx, MT_ERR_MISMATCH,
+                   "%s: %s is split over \"%s\" (%d ranks), but rank %d has the same as rank %d: each rank needs its "
+                   "own part; check offsets by the rank, and what each rank reads and loads",
+                   where, what, comm->name, comm->size, b, a);
+}
+
+/* Gathers the marks of all ranks, if all have the same entries. *all [ranks, count], which the caller frees, stays NULL
+   otherwise. */
+static mt_status mti_shares_gather(mt_context *ctx, mt_comm *comm, const mti_share_list *l, uint64_t **all) {
+    uint64_t mine[2], *told, *marks;
+    size_t i, k, ranks = (size_t)comm->size;
+    mt_status status;
+    int alike = 1;
+    mine[0] = l->count;
+    mine[1] = 0;
+    for (i = 0; i < l->count; i++)
+        for (k = 0; l->list[i].what[k]; k++)
+            mine[1] = mti_hash_number(mine[1], (uint64_t)(unsigned char)l->list[i].what[k] + (uint64_t)l->list[i].kind);
+    told = (uint64_t *)mt_host_alloc((ranks * (l->count + 2) + l->count) * sizeof *told);
+    if (!told) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "no memory for the shares of %d ranks", comm->size);
+    marks = told + ranks * (l->count + 2);
+    status = mt_comm_gather_host(ctx, comm, mine, sizeof mine, told);
+    for (i = 0; i < ranks; i++) alike &= told[2 * i] == mine[0] && told[2 * i + 1] == mine[1];
+    for (i = 0; i < l->count; i++) marks[i] = l->list[i].mark;
+    if (status == MT_SUCCESS && alike && l->count)
+        status = mt_comm_gather_host(ctx, comm, marks, l->count * sizeof *marks, told);
+    *all = status == MT_SUCCESS && alike ? told : NULL;
+    if (!*all) mt_host_free(told);
+    return status;
+}
+
+/* Compares what ranks have each for itself, and forgets it. */
+static mt_status mti_shares_compare(mt_context *ctx, mt_comm *comm, const char *where, int g) {
+    mti_share_list *l = &ctx->checker->replicas->shares[g];
+    uint64_t *all = NULL;
+    mt_status status = mti_shares_gather(ctx, comm, l, &all);
+    size_t i;
+    int a = 0, b = 0;
+    for (i = 0; status == MT_SUCCESS && all && i < l->count; i++)
+        if (mti_share_alike(l, i, all, comm->size, &a, &b))
+            status = mti_share_refuse(ctx, comm, where, &l->list[i], a, b);
+    mt_host_free(all);
+    l->count = 0;
+    l->seq = 0;
+    return status;
+}
+
 /* Hashes an operand that a call reads, once, for all groups over which it is replicated. Parameters and gradients are
-   compared once in a step instead (mt_parallel.h). */
+   compared once in a step instead (mt_parallel.h). What the program says to be split must differ between ranks. */
 static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
                                   const mti_known *known) {
     mti_replica e;
@@ -10885,6 +11384,7 @@ static mt_status mti_replica_read(mt_context *ctx, const char *where, const char
     snprintf(e.operand, sizeof e.operand, "%s", operand->name);
     MT_TRY(mti_term_note(ctx, e, known->terms));
     for (g = 0; g < ctx->checker->count && !known->parameter && operand->t.dtype != MT_U8; g++) {
+        MT_TRY(mti_share_read(ctx, g, where, with, operand, known));
         if (known->may[g] != 1 << MT_REPLICATED) continue;
         if (!hashed) MT_TRY(mti_replica_hash(ctx, operand->t, &e));
         hashed = 1;
@@ -10946,6 +11446,105 @@ MT_API mt_status mt_check_replica(mt_context *ctx, const mt_comm *comm, const ch
     return mti_replica_add(ctx, g, &e);
 }
 
+MT_API uint64_t mt_check_content_of(const double *numbers, int count) {
+    uint64_t hash = 2, bits;
+    int i;
+    for (i = 0; i < count; i++) {
+        memcpy(&bits, &numbers[i], sizeof bits);
+        hash = mti_hash_number(hash, bits);
+    }
+    return hash > MT_CONTENT_ANY ? hash : hash + 2;
+}
+
+MT_API void mt_check_content(mt_context *ctx, mt_tensor t, uint64_t content) {
+    mti_extent e;
+    mti_placed *p;
+    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return;
+    e = mti_extent_of(t);
+    p = mti_parameter_at(ctx->checker, e);
+    if (!p) p = mti_placed_older(&ctx->checker->written, e, UINT64_MAX);
+    if (p && mti_extent_covers(e, p->at)) p->content = content;
+}
+
+/* Whether numbers of a call with t must be the same on the ranks of a group. */
+static int mti_numbers_bind(const mti_checker *c, int g, mt_tensor t, int data) {
+    if (c->axes[g].only_group) return 0;
+    if (!mti_has_elements(t) || (data && mti_is_data(&c->axes[g]))) return 1;
+    return !(mti_known_of(c, t).may[g] & 1 << MT_SPLIT_ROWS);
+}
+
+MT_API mt_status mt_check_numbers(mt_context *ctx, const char *where, const char *what, mt_tensor t, int data,
+                                  const double *numbers, int count) {
+    mti_replica e;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mti_replicas_on(ctx)) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.where = where;
+    e.differs = 'n';
+    e.hash = mt_check_content_of(numbers, count);
+    snprintf(e.operand, sizeof e.operand, "%s", what);
+    for (g = 0; g < ctx->checker->count; g++)
+        if (mti_numbers_bind(ctx->checker, g, t, data)) MT_TRY(mti_replica_add(ctx, g, &e));
+    return MT_SUCCESS;
+}
+
+/* Returns the set of an operand that has an element for each row or column of t, by what t is. */
+static int mti_side_set(int set, mt_placement along) {
+    if (set == 1 << along) return set;
+    if (set & (set - 1)) return MTI_ALL_PLACEMENTS;
+    return 1 << MT_REPLICATED;
+}
+
+MT_API mt_status mt_check_side(mt_context *ctx, const char *where, const char *name, mt_tensor side, mt_tensor t,
+                               mt_placement along, int alike) {
+    mti_known known, of;
+    mt_operand o;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mti_replicas_on(ctx) || !mti_has_elements(side) || !mti_has_elements(t)) return MT_SUCCESS;
+    of = mti_known_of(ctx->checker, t);
+    memset(&known, 0, sizeof known);
+    memset(known.may, MTI_ALL_PLACEMENTS, sizeof known.may);
+    for (g = 0; g < ctx->checker->count && !of.zero; g++)
+        if (!ctx->checker->axes[g].only_group) known.may[g] = (unsigned char)mti_side_set(of.may[g], along);
+    for (g = 0; alike && g < ctx->checker->count; g++)
+        if (known.may[g] == 1 << along) known.may[g] = MTI_ALL_PLACEMENTS;
+    known.by = "mt_declare";
+    o.name = name;
+    o.t = side;
+    o.use = 1;
+    return mti_replica_read(ctx, where, NULL, &o, &known);
+}
+
+MT_API mt_status mt_check_share(mt_context *ctx, const mt_comm *comm, const char *what, const char *name, mt_tensor t) {
+    const mti_placed *p;
+    mti_share e;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    g = mti_replicas_on(ctx) && mti_has_elements(t) ? mti_axis_of(ctx->checker, comm, 1) : -1;
+    if (g < 0) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    p = mti_parameter_at(ctx->checker, mti_extent_of(t));
+    e.with = p ? p->name : name;
+    e.kind = 'S';
+    snprintf(e.what, sizeof e.what, "%s", what);
+    if (!mti_share_mark(ctx, t, &e.mark)) return MT_SUCCESS;
+    return mti_share_add(ctx, g, &e);
+}
+
+MT_API void mt_check_sequences(mt_context *ctx, mt_tensor t, int64_t seq) {
+    mti_known k;
+    int g;
+    if (!ctx || !mti_replicas_on(ctx) || !mti_has_elements(t)) return;
+    k = mti_known_of(ctx->checker, t);
+    for (g = 0; g < ctx->checker->count; g++) {
+        mti_share_list *l = &ctx->checker->replicas->shares[g];
+        int parts = k.may[g] == 1 << MT_SPLIT_COLS && seq > 0 && (l->seq == 0 || l->seq == seq);
+        if (!k.zero) l->seq = parts ? seq : -1;
+    }
+}
+
 MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const char *what, float number) {
     mti_replica e;
     int g;
@@ -10963,6 +11562,7 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
 /* What rank b has, and rank a has not. */
 static const char *mti_say_differs(char a, char b) {
     if (a != b) return b == 'z' ? "only zeros, unlike" : "not only zeros, unlike";
+    if (b == 'n') return "other numbers than";
     return b == 'p' ? "another seed or place than" : b == 'c' ? "other rows or columns than" : "other values than";
 }
 
@@ -11047,7 +11647,7 @@ static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *c
     mti_say(text,
             "%s %s over \"%s\" (%d ranks)%s, but rank %d has %s rank %d: check seeds, dropout, inputs, and memory that "
             "is written behind the library's back",
-            in_x.name, in_x.value[2 * MTI_REPLICA_DIGITS] == 'p' ? "must agree" : "is replicated", comm->name,
+            in_x.name, strchr("pn", in_x.value[2 * MTI_REPLICA_DIGITS]) ? "must agree" : "is replicated", comm->name,
             comm->size, in_x.value + 2 * MTI_REPLICA_DIGITS + 2, b,
             mti_say_differs(in_x.value[2 * MTI_REPLICA_DIGITS], in_y.value[2 * MTI_REPLICA_DIGITS]), a);
     return 1;
@@ -11083,7 +11683,9 @@ MT_API mt_status mt_check_replicas(mt_context *ctx, mt_comm *comm, const char *w
                           : comm ? "where"
                                  : "comm");
     g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
-    return g < 0 ? MT_SUCCESS : mti_replicas_compare(ctx, comm, where, &ctx->checker->replicas->groups[g]);
+    if (g < 0) return MT_SUCCESS;
+    MT_TRY(mti_replicas_compare(ctx, comm, where, &ctx->checker->replicas->groups[g]));
+    return comm->transport->has_peers ? mti_shares_compare(ctx, comm, where, g) : MT_SUCCESS;
 }
 
 /* Counts a collective of a group, and compares the list of the group when it is due. */

@@ -922,6 +922,12 @@ MT_API void mt_enum_word(const char *words, int value, char text[MT_WORD_MAX]);
 MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *a_name, mt_tensor a, const char *b_name,
                                 mt_tensor b);
 
+/* Returns the rule of an operator of this header, for mt_rule_check of an operator of your own that computes the same,
+   or NULL. The operands of the rule are those of the table in docs/checking.md; a call may leave some out. An operator
+   that adds to its result reads it, too (3). `name` is as in "mt_norm_forward"; "mt_gemm" is that of a and b as they
+   are. */
+MT_API const mt_rule *mt_rule_of(const char *name);
+
 /* Checks *hyper as mt_adamw_step does: step >= 1, beta1 and beta2 in [0, 1), eps >= 0, all numbers finite. Error:
    MT_ERR_ARGUMENT. */
 MT_API mt_status mt_adamw_check(mt_context *ctx, const mt_adamw *hyper);
@@ -3376,6 +3382,8 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
 
 /* ---- >>rules: placements, for check mode ------------------------------------------------------------------------- */
 
+#define MTI_NUMBERS 16
+
 typedef struct mti_named_rule {
     const char *name;
     mt_rule rule;
@@ -3488,6 +3496,11 @@ static const mt_rule *mti_rule_of(const char *name) {
     return NULL;
 }
 
+MT_API const mt_rule *mt_rule_of(const char *name) {
+    if (!name) return NULL;
+    return strcmp(name, "mt_gemm") == 0 ? &mti_gemm_rules[0][0] : mti_rule_of(name);
+}
+
 /* Applies the rule of an operator. What an operator without a rule writes is not known. */
 static mt_status mti_apply_rule_of(mt_context *ctx, const char *name, const mt_arg *args, int count) {
     const mt_rule *rule;
@@ -3498,6 +3511,29 @@ static mt_status mti_apply_rule_of(mt_context *ctx, const char *name, const mt_a
     for (i = 0; i < count; i++)
         if (args[i].use & MT_ARG_OUT) MT_TRY(mt_declare(ctx, NULL, *args[i].view, MT_UNDECLARED));
     return MT_SUCCESS;
+}
+
+/* Notes numbers of a call, which must be the same on all ranks. t and data: see mt_check_numbers. */
+static mt_status mti_numbers_agree(mt_context *ctx, const char *where, const char *what, mt_tensor t, int data,
+                                   int count, ...) {
+    double numbers[MTI_NUMBERS];
+    va_list list;
+    int i;
+    va_start(list, count);
+    for (i = 0; i < count && i < MTI_NUMBERS; i++) numbers[i] = va_arg(list, double);
+    va_end(list);
+    return mt_check_mode(ctx) == 2 ? mt_check_numbers(ctx, where, what, t, data, numbers, i) : MT_SUCCESS;
+}
+
+/* Notes from which numbers a tensor is made. */
+static void mti_made(mt_context *ctx, mt_tensor t, int count, ...) {
+    double numbers[MTI_NUMBERS];
+    va_list list;
+    int i;
+    va_start(list, count);
+    for (i = 0; i < count && i < MTI_NUMBERS; i++) numbers[i] = va_arg(list, double);
+    va_end(list);
+    mt_check_content(ctx, t, mt_check_content_of(numbers, i));
 }
 
 /* ---- >>dispatch -------------------------------------------------------------------------------------------------- */
@@ -5732,7 +5768,8 @@ static mt_status mti_expect_gates(mt_context *ctx, const char *where, mt_activat
 
 static mt_status mti_expect_activation(mt_context *ctx, const char *where, mt_activation kind) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    return mt_check_enum(ctx, where, NULL, "kind", (int)kind, MT_ACTIVATION_WORDS);
+    MT_TRY(mt_check_enum(ctx, where, NULL, "kind", (int)kind, MT_ACTIVATION_WORDS));
+    return mti_numbers_agree(ctx, where, "kind", mt_none(), 1, 1, (double)kind);
 }
 
 /* The number of columns of h if y has `cols` columns. */
@@ -7373,6 +7410,7 @@ MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x
     MT_TRY(mti_expect_norm(ctx, where, kind, x, "bias", bias));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_float(ctx, where, NULL, "eps", eps, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mti_numbers_agree(ctx, where, "kind or eps", mt_none(), 1, 2, (double)kind, (double)eps));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     mti_norm f = {kind, x, gain, bias, y, stats, eps, mt_none()};
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats),
@@ -7571,13 +7609,23 @@ static mt_status mti_cuda_random_normal(mt_context *ctx, mt_tensor y, float std,
 } /* extern "C++" */
 #endif
 
+/* Checks the place of the random words of a parameter, which ranks must not share. */
+static mt_status mti_expect_words(mt_context *ctx, const char *where, mt_tensor y, float std, const mt_random *at) {
+    mt_place place = {y.rows, y.cols,         at->first_row, at->first_col,   at->global_cols,
+                      1,      "random words", at->seed,      at->subsequence, 0};
+    return std == 0.0f ? MT_SUCCESS : mt_place_check(ctx, where, "at", "y", y, &place);
+}
+
 MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
     mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_random_normal", args, MTI_COUNT(args)));
     MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));
     MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
+    MT_TRY(mti_expect_words(ctx, "mt_random_normal", y, std, &at));
     MT_TRY(mti_begin(&op, ctx, "mt_random_normal", args, MTI_COUNT(args)));
+    mti_made(ctx, y, 6, (double)at.seed, (double)at.subsequence, (double)at.first_row, (double)at.first_col,
+             (double)at.global_cols, (double)std);
     mti_normal r = {y, std, at};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_random_normal(ctx, y, std, at),
                                 mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_random_normal, &r)));
@@ -7599,8 +7647,10 @@ static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropo
    cols and padded: see mt_place. If it fails, the caller must not call mti_end. */
 static mt_status mti_expect_mask(mti_operator *op, const char *where, const char *name, mt_tensor y,
                                  const mt_dropout *dropout, int64_t rows, int64_t cols, int padded) {
-    mt_status status;
+    const int is_on = dropout->p > 0.0f; /* a data rank may evaluate */
+    mt_status status = mti_numbers_agree(op->ctx, where, "p of dropout", y, is_on, 1, (double)dropout->p);
     mt_place place;
+    if (status != MT_SUCCESS) return mti_end(op, status);
     if (dropout->p <= 0.0f) return MT_SUCCESS;
     place.rows = rows;
     place.cols = cols;
@@ -7611,6 +7661,7 @@ static mt_status mti_expect_mask(mti_operator *op, const char *where, const char
     place.seed = dropout->at.seed;
     place.subsequence = dropout->at.subsequence;
     place.what = "mask";
+    place.vocab = 0;
     status = mt_place_check(op->ctx, where, "dropout.at", name, y, &place);
     return status == MT_SUCCESS ? status : mti_end(op, status);
 }
@@ -10608,9 +10659,33 @@ static void mti_attention_work(mti_operator *op, const mt_attention_desc *s, int
         2.0 * products * mti_scores(s) * (double)s->batch * (double)mti_attention_heads(s) * (double)s->head_dim;
 }
 
+/* Notes the numbers of a desc, and its arrays: lengths and documents go with the sequences, slopes with the heads. */
+static mt_status mti_attention_agree(mt_context *ctx, const char *where, mt_tensor t, const mt_attention_desc *s) {
+    const int64_t heads = mti_attention_heads(s), documents = s->cu_seqlens ? s->documents + 1 : 0;
+    MT_TRY(mt_check_factor(ctx, where, "the square of desc.scale", t, MT_SPLIT_COLS,
+                           (double)s->scale * (double)s->scale * (double)s->head_dim));
+    if (mt_check_mode(ctx) != 2) return MT_SUCCESS;
+    mt_check_sequences(ctx, t, s->cu_seqlens ? 0 : s->seq);
+    MT_TRY(mti_numbers_agree(ctx, where, "mask", t, 1, 1, (double)s->mask));
+    MT_TRY(mti_numbers_agree(ctx, where, "window", t, 1, 1, (double)s->window));
+    MT_TRY(mti_numbers_agree(ctx, where, "scale", mt_none(), 1, 1, (double)s->scale));
+    MT_TRY(mti_numbers_agree(ctx, where, "lengths", t, 0, 2, (double)(s->lengths != NULL),
+                             (double)(s->cu_seqlens != NULL)));
+    MT_TRY(mti_numbers_agree(ctx, where, "seq or kv_seq", t, 0, 2, (double)s->seq, (double)s->kv_seq));
+    MT_TRY(mti_numbers_agree(ctx, where, "a number of desc", mt_none(), 1, 5, (double)s->softcap, (double)s->head_dim,
+                             (double)s->qkv_layout, (double)s->rotary_form, (double)(s->alibi_slopes != NULL)));
+    MT_TRY(mt_check_side(ctx, where, "lengths", mt_tensor_make(s->lengths, MT_I32, s->batch, 1), t, MT_SPLIT_ROWS, 1));
+    MT_TRY(mt_check_side(ctx, where, "cu_seqlens", mt_tensor_make(s->cu_seqlens, MT_I32, documents, 1), t,
+                         MT_SPLIT_ROWS, 1));
+    return mt_check_side(ctx, where, "alibi_slopes", mt_tensor_make(s->alibi_slopes, MT_F32, 1, heads), t,
+                         MT_SPLIT_COLS, 0);
+}
+
 /* As mti_expect_mask, for the dropout of probabilities: sequences are rows and heads are columns. */
 static mt_status mti_expect_head_masks(mti_operator *op, const char *where, const char *name, mt_tensor t,
                                        const mt_attention_desc *s) {
+    mt_status status = mti_attention_agree(op->ctx, where, t, s);
+    if (status != MT_SUCCESS) return mti_end(op, status);
     return mti_expect_mask(op, where, name, t, &s->dropout, s->batch, mti_attention_heads(s), 1);
 }
 
@@ -10758,6 +10833,7 @@ MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_h
         for (j = 0; j < count; j++) host[j] = mti_alibi_slope(heads, first_head + i + j);
         MT_TRY(mt_upload(ctx, host, mt_tensor_cols(slopes, i, count)));
     }
+    mti_made(ctx, slopes, 2, (double)heads, (double)first_head);
     return MT_SUCCESS;
 }
 
@@ -10985,6 +11061,7 @@ MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     MT_TRY(mti_expect_even(ctx, "mt_rotary_table", "the number of columns", table.cols));
     MT_TRY(mt_check_float(ctx, "mt_rotary_table", NULL, "base", base, MT_FLOAT_ABOVE_0));
     MT_TRY(mti_begin(&op, ctx, "mt_rotary_table", args, MTI_COUNT(args)));
+    mti_made(ctx, table, 1, (double)base);
     mti_rotary_angles a = {base, table};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary_table(ctx, base, table),
                                 mti_cpu_rows(ctx, table.rows, table.cols, mti_cpu_rotary_table, &a)));
@@ -12323,6 +12400,15 @@ MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *
     return error.found ? mt_range_fail(ctx, &error) : MT_SUCCESS;
 }
 
+/* Notes which positions ids has. Ranks with whole sequences may have the same ones. */
+static mt_status mti_positions_note(mti_operator *op, int64_t first_token, const mt_attention_desc *s, mt_tensor ids) {
+    mt_status status = mt_declare(op->ctx, NULL, ids, MT_UNDECLARED);
+    if (status != MT_SUCCESS) return mti_end(op, status);
+    if (s->cu_seqlens || ids.rows % s->seq == 0) mt_check_content(op->ctx, ids, MT_CONTENT_ANY);
+    else mti_made(op->ctx, ids, 2, (double)(first_token % s->seq), (double)s->seq);
+    return MT_SUCCESS;
+}
+
 MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t seq, const int32_t *cu_seqlens,
                                  int64_t documents, int32_t *ids, int64_t count) {
     mt_attention_desc s;
@@ -12337,6 +12423,7 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
     s.documents = documents;
     MT_TRY(mti_begin(&op, ctx, "mt_position_ids", NULL, 0));
     op.work.bytes = (double)count * sizeof *ids;
+    MT_TRY(mti_positions_note(&op, first_token, &s, mt_tensor_make(ids, MT_I32, count, 1)));
     mti_positions p = {&s, first_token, ids};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_position_ids(ctx, &s, first_token, ids, count),
                                 mti_cpu_rows(ctx, count, MTI_POSITION_COST, mti_cpu_position_ids, &p)));
@@ -12758,7 +12845,7 @@ static mt_status mti_cuda_embedding_backward(mt_context *ctx, mt_tensor dy, int6
 static mt_status mti_embedding_rule(mt_context *ctx, const char *where, const mt_rule *rule, const int32_t *ids,
                                     int64_t first_row, const mt_arg *args) {
     mt_tensor rows = mt_tensor_make(ids, MT_I32, args[0].view->rows, 1), table = *args[1].view;
-    mt_place place = {table.rows, table.cols, first_row, INT64_MAX, table.cols, 1, "rows of the table", 0, 0};
+    mt_place place = {table.rows, table.cols, first_row, INT64_MAX, table.cols, 1, "rows of the table", 0, 0, 0};
     mt_arg all[3];
     if (!mt_check_mode(ctx)) return MT_SUCCESS;
     MT_TRY(mt_place_check(ctx, where, "", args[1].name, table, &place));
@@ -13428,12 +13515,29 @@ static mt_status mti_cuda_cross_entropy_backward(mt_context *ctx, const mt_cross
 } /* extern "C++" */
 #endif
 
+/* Notes by what the gradient of a loss is multiplied. */
+static mt_status mti_loss_scale_note(mt_context *ctx, const char *where, mt_tensor logits, mt_tensor dloss,
+                                     float scale) {
+    mt_check_mean(ctx, logits, dloss.data ? (double)NAN : (double)scale);
+    return mti_numbers_agree(ctx, where, "scale", mt_none(), 1, 1, (double)scale);
+}
+
+/* Notes the numbers of a loss, and the targets, which go with the rows of the logits. */
+static mt_status mti_cross_entropy_agree(mt_context *ctx, const char *where, const mt_cross_entropy_shard_desc *desc,
+                                         mt_tensor logits, const int32_t *targets) {
+    MT_TRY(mti_numbers_agree(ctx, where, "a number of desc", logits, 0, 3, (double)desc->vocab,
+                             (double)desc->label_smoothing, (double)desc->ignore_index));
+    return mt_check_side(ctx, where, "targets", mt_tensor_make(targets, MT_I32, logits.rows, 1), logits, MT_SPLIT_ROWS,
+                         0);
+}
+
 /* Checks that ranks with columns of their own take other parts of the vocabulary. */
 static mt_status mti_expect_vocabulary(mt_context *ctx, const char *where, const mt_cross_entropy_shard_desc *desc,
-                                       mt_tensor logits) {
-    mt_place place = {
-        logits.rows, logits.cols, INT64_MAX, desc->first_col, logits.cols, 1, "part of the vocabulary", 0, 0};
-    return mt_place_check(ctx, where, "desc", "logits", logits, &place);
+                                       mt_tensor logits, const int32_t *targets) {
+    mt_place place = {logits.rows, logits.cols, INT64_MAX,  desc->first_col, logits.cols, 1, "part of the vocabulary",
+                      0,           0,           desc->vocab};
+    MT_TRY(mt_place_check(ctx, where, "desc", "logits", logits, &place));
+    return mti_cross_entropy_agree(ctx, where, desc, logits, targets);
 }
 
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
@@ -13447,7 +13551,7 @@ MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
     MT_TRY(mt_check_apart(ctx, where, "stats", stats, "logits", logits));
-    MT_TRY(mti_expect_vocabulary(ctx, where, desc, logits));
+    MT_TRY(mti_expect_vocabulary(ctx, where, desc, logits, targets));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.stats = stats;
@@ -13489,7 +13593,8 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
     MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
-    MT_TRY(mti_expect_vocabulary(ctx, where, desc, logits));
+    MT_TRY(mti_expect_vocabulary(ctx, where, desc, logits, targets));
+    MT_TRY(mti_loss_scale_note(ctx, where, logits, dloss, scale));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.lse = lse;
@@ -13514,6 +13619,8 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld columns from %lld on are only a part of a vocabulary of %lld",
                        where, (long long)logits.cols, (long long)desc->first_col, (long long)desc->vocab);
     MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
+    MT_TRY(mti_cross_entropy_agree(ctx, where, desc, logits, targets));
+    MT_TRY(mti_loss_scale_note(ctx, where, logits, dloss, scale));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.loss = loss;

@@ -3025,6 +3025,7 @@ static mt_status mti_replicas_note(mt_context *ctx, const mt_params *params, int
         mt_tensor t = gradients ? p->grad : p->value;
         MT_TRY(mt_check_replica(ctx, params->grid->dp, what, p->name, t));
         if (p->desc.placement == MT_REPLICATED) MT_TRY(mt_check_replica(ctx, params->grid->tp, what, p->name, t));
+        else if (!gradients && p->desc.copies <= 1) MT_TRY(mt_check_share(ctx, params->grid->tp, what, p->name, t));
     }
     return MT_SUCCESS;
 }
@@ -3099,8 +3100,14 @@ static mt_status mti_param_init(mt_context *ctx, const mt_param *p, uint64_t see
         mt_tensor view = mti_param_block_view(p, p->value, b);
         mt_random at = mti_param_random(p, b, seed, 0);
         if (b.count == 0) continue;
-        if (p->desc.init_std > 0.0f) MT_TRY(mt_random_normal(ctx, view, p->desc.init_std, at));
-        else MT_TRY(mt_fill(ctx, view, p->desc.init_value));
+        if (p->desc.init_std <= 0.0f) {
+            MT_TRY(mt_fill(ctx, view, p->desc.init_value));
+            continue;
+        }
+        /* Ranks may have fewer rows than others, or the same copies, so their random words are not compared. */
+        if (mt_check_mode(ctx)) MT_TRY(mt_fill(ctx, view, 1.0f)); /* noted as written, and not as zero */
+        mt_check_pause(ctx);
+        MT_TRY(mt_check_resume(ctx, mt_random_normal(ctx, view, p->desc.init_std, at)));
     }
     return MT_SUCCESS;
 }
@@ -3600,6 +3607,7 @@ static mt_status mti_params_ready(mt_context *ctx, const mt_params *params, cons
 static mt_status mti_gradients_zero(mt_context *ctx, const mt_params *params) {
     int i;
     MT_TRY(mti_memory_zero(ctx, params, MTI_IN_GRADS));
+    MT_TRY(mt_check_mean_end(ctx, "mt_params_zero_grad", 0));
     for (i = 0; i < params->count; i++) {
         MT_TRY(mt_declare_zero(ctx, params->list[i]->grad));
         MT_TRY(mt_declare_zero(ctx, params->list[i]->lookup_grad));
@@ -6939,6 +6947,7 @@ static mt_status mti_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, fl
     numbers.step = optimizer->step + 1;
     MT_TRY(mti_number_note(ctx, optimizer->params->grid, "lr", lr));
     MT_TRY(mti_number_note(ctx, optimizer->params->grid, "grad_scale", grad_scale));
+    MT_TRY(mt_check_mean_end(ctx, "mt_optimizer_step", (double)grad_scale));
     MT_TRY(mti_optimizer_update(ctx, optimizer, &numbers, NULL));
     optimizer->step = numbers.step;
     return MT_SUCCESS;

@@ -7,6 +7,11 @@
 #
 #   sh tests/mutants.sh [-v] [PROGRAM...]    -v: a line for each mutant; PROGRAM: one of the list below
 #
+# There are two kinds, which are counted apart: in "call" a call, a flag or a statement is wrong; in "value" the calls
+# fit together, and a value, a range or a number is wrong (the lists mutants/values*.txt; those of gptj and llama_sp
+# were written after the checks that find such mistakes). A mutant of the second kind may be refused by check mode 2
+# alone.
+#
 # The rules that make mutants are in mutants/mutate.pl, those made by hand in mutants/PROGRAM.txt. mutants/known.txt
 # lists the mutants that are not found on the meta device, with the reason. The sources are programs in mutants/, the
 # examples (an MLP, a block, the training steps of train_gpt), and sections of the library. The sections of the sync and
@@ -23,7 +28,7 @@ CC=${CC:-cc}
 verbose=0 least=100 percent=98
 [ "${1:-}" = -v ] && verbose=1 && shift
 [ $# -eq 0 ] || least=1 percent=90
-[ $# -gt 0 ] || set -- gptj llama_sp pipeline bert_block encoder_decoder mlp custom_block train library cross
+[ $# -gt 0 ] || set -- gptj llama_sp pipeline bert_block encoder_decoder mlp custom_block train library cross values
 
 sources() {
     case $1 in
@@ -36,14 +41,21 @@ sources() {
     esac
 }
 
+lists() {
+    case $1 in
+    gptj | llama_sp) echo "tests/mutants/$1.txt tests/mutants/values_$1.txt" ;;
+    *) echo "tests/mutants/$1.txt" ;;
+    esac
+}
+
 # Makes the mutants of a program and runs them. Each line of results has: place, number and variant, what the mutant
 # does (same, other, changes, fails), how it is taken (accepted, refused, unclear; -: it did not run) by one rank on the
 # meta device, by 4 ranks there, and by check mode 2 on 4 ranks that compute, the distances of losses and of gradients,
-# milliseconds on the meta device, title, message.
+# milliseconds on the meta device, title, message, kind.
 # shellcheck disable=SC2046  # lists of files
 run_program() {
     mkdir "$work/$1" || return 1
-    perl tests/mutants/mutate.pl "$work/$1" $(sources "$1") -- "tests/mutants/$1.txt" || return 1
+    perl tests/mutants/mutate.pl "$work/$1" $(sources "$1") -- $(lists "$1") || return 1
     [ -f "$work/$1/$1.c" ] || cp "tests/mutants/$1.c" "$work/$1" || return 1
     "$CC" -O1 -w -I"$work/$1" -Itests/mutants -I. "$work/$1/$1.c" -o "$work/$1/$1" -lm -lpthread || return 1
     "$work/$1/$1" >"$work/$1/results" || { cat "$work/$1/results"; return 1; }
@@ -61,10 +73,18 @@ judge() {
             m = $1 "\t" $10 "\t" number[1]
             key[m] = $1 "\t" $10
             seen[key[m]] = 1
-            if ($3 == "changes") silent[m] = 1
+            kind_of[m] = $12
+            if ($3 == "changes" && $12 == "call") silent[m] = 1
             if ($3 == "same" && ($4 != "accepted" || $5 != "accepted" || $6 != "accepted")) alarm[m] = $0
             if ($9 > ms) ms = $9
             if ($3 != "changes" && $3 != "fails") next
+            if ($12 == "value" && $3 == "changes") {
+                value[m] = 1
+                if ($4 == "accepted") value_alone[m] = 1
+                if ($4 == "accepted" && $5 == "accepted") value_meta[m] = 1
+                if ($4 == "accepted" && $5 == "accepted" && $6 == "accepted") value_lost[m] = $0
+            }
+            if ($12 == "value") next
             wrong[m] = 1
             if (is_found($4)) next
             hidden[m] = 1
@@ -73,7 +93,17 @@ judge() {
             if (!is_found($6)) lost[m] = $0
         }
         END {
-            for (m in key) all++
+            for (m in value) {
+                values++
+                values_alone += !(m in value_alone)
+                values_meta += !(m in value_meta)
+                values_found += !(m in value_lost)
+            }
+            for (m in value_lost) {
+                is_missed[key[m]] = 1
+                if (known[key[m]] == "") { print "not found: " value_lost[m]; bad = 1 }
+            }
+            for (m in key) all += kind_of[m] == "call"
             for (m in wrong) {
                 n++
                 alone += !(m in hidden)
@@ -102,6 +132,12 @@ judge() {
             printf "%d of those that are not are mistakes of other kinds than check mode is for;", scales
             printf " of the rest, %.1f %% are refused on the meta device\n",
                 (n > scales ? 100 * found / (n - scales) : 0)
+            if (values) {
+                printf "%d mutants with wrong values: %d are refused by one rank alone, %d on the meta device,", values,
+                    values_alone, values_meta
+                printf " %d there or with check = 2 (%.1f %%)\n", values_found, 100 * values_found / values
+                if (least > 1 && values_found < values * 0.9) { print "too few with wrong values"; bad = 1 }
+            }
             if (n < least || found < n * percent / 100) { print "too few"; bad = 1 }
             exit bad
         }' tests/mutants/known.txt "$@"
@@ -113,7 +149,13 @@ figures_agree() {
         / mutants: / { all = $1; silent = $2; wrong = $2 + $3 }
         / are refused on the meta device \(.* by one rank alone$/ { found = $1 " (" $3 " %)"; alone = $(NF - 1) }
         /^of the .* something else/ { spoken = $3 " (" $4 " %)" }
+        / with wrong values: / { values = $1; value_alone = $2; value_meta = $3; value_found = $4 " (" $6 " %)" }
         END {
+            print "| of " values " wrong programs with a wrong value | |"
+            of = "| of these " values ", refused "
+            print of "on the meta device by one rank alone | " value_alone " |"
+            print of "on the meta device by 4 ranks, which compare their calls | " value_meta " |"
+            print of "there, or with `check = 2` on 4 ranks that compute | " value_found " |"
             print "| of " all " wrong programs | |"
             print "or a run ends with an error | " wrong " |"
             print "refused on the meta device by one rank alone, in milliseconds | " alone " ("

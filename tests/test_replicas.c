@@ -674,8 +674,313 @@ static void test_tensors_of_ones_own(void **state) {
     mt_comm_destroy(world);
 }
 
+/* ---- what ranks must not have alike, and numbers that they must have alike --------------------------------------- */
+
+typedef enum alike {
+    ALIKE_NONE,
+    ALIKE_POSITIONS, /* of each rank's own tokens */
+    ALIKE_SLOPES,    /* of heads from 0 on */
+    ALIKE_SHARD,     /* of a weight */
+    ALIKE_WORDS,     /* random words of a weight; found by one rank */
+    ALIKE_TOKENS,    /* of data ranks */
+    ALIKE_GROUP,     /* of keys and values, in a view of what all ranks have */
+    UNLIKE_EPS,
+    UNLIKE_MASKS,
+    UNLIKE_TARGETS,
+    ALIKE_COUNT
+} alike;
+
+static const char *const alike_words[] = {
+    NULL,
+    "ids of mt_embedding_forward|split over \"tensor\"|same as rank 0",
+    "alibi_slopes of mt_attention_forward|same as rank 0",
+    "the value of 'w'|same as rank 0",
+    "mt_random_normal|first_row is 0",
+    "ids of mt_embedding_forward|split over \"data\"|same as rank 0",
+    "the view of mt_check_view|same as rank 0",
+    "kind or eps of mt_norm_forward|other numbers than rank 0",
+    "mask of mt_attention_forward|other numbers than rank 0",
+    "targets of mt_cross_entropy_stats|other values than rank 0",
+};
+
+typedef struct alike_tensors {
+    mt_tensor x, y, stats, ids, tokens, slopes, qkv, out, kv, logits, part, targets;
+} alike_tensors;
+
+static mt_status alike_declare(mt_context *ctx, const mt_grid *g, alike_tensors *t) {
+    mt_arena_request memory[] = {{&t->x, MT_F32, 6, 8},       {&t->y, MT_F32, 6, 8},      {&t->stats, MT_F32, 6, 2},
+                                 {&t->ids, MT_I32, 6, 1},     {&t->tokens, MT_I32, 6, 1}, {&t->slopes, MT_F32, 1, 2},
+                                 {&t->qkv, MT_F32, 12, 24},   {&t->out, MT_F32, 12, 8},   {&t->kv, MT_F32, 6, 8},
+                                 {&t->logits, MT_F32, 6, 10}, {&t->part, MT_F32, 6, 4},   {&t->targets, MT_I32, 6, 1}};
+    MT_TRY(mt_arena_tensors(ctx, memory, 12));
+    MT_TRY(mt_fill(ctx, t->x, 0));
+    MT_TRY(mt_fill(ctx, t->qkv, 0));
+    MT_TRY(mt_fill(ctx, t->kv, 0));
+    MT_TRY(mt_fill(ctx, t->logits, 0));
+    MT_TRY(mt_declare(ctx, g->tp, t->x, MT_SPLIT_ROWS));
+    MT_TRY(mt_declare(ctx, g->tp, t->qkv, MT_SPLIT_COLS));
+    MT_TRY(mt_declare(ctx, g->tp, t->kv, MT_REPLICATED));
+    return mt_declare(ctx, g->tp, t->logits, MT_SPLIT_COLS);
+}
+
+static mt_status alike_weights(mt_context *ctx, const mt_grid *g, alike fault, mt_param *w) {
+    mt_random at = {.seed = 1, .first_row = fault == ALIKE_WORDS ? 0 : g->tp_rank * w->value.rows, .global_cols = 8};
+    float host[64];
+    MT_TRY(mt_random_normal(ctx, w->value, 1, at));
+    for (int i = 0; i < 64; i++) host[i] = (float)(i * i);
+    return fault == ALIKE_SHARD ? mt_upload(ctx, host, w->value) : MT_SUCCESS;
+}
+
+/* The calls of a step in which rank 1 of a group makes one mistake, or all ranks make it. */
+static mt_status alike_calls(mt_context *ctx, const mt_grid *g, alike fault, const mt_param *places,
+                             const mt_param *table, const mt_param *gain, alike_tensors *t) {
+    const int odd = g->tp_rank == 1;
+    mt_attention_desc s = {.batch = 1, .seq = 12, .groups = 2, .heads_per_group = 1, .head_dim = 4};
+    mt_cross_entropy_shard_desc vocabulary = {.vocab = 20, .first_col = 10 * g->tp_rank};
+    int32_t ids[12] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8};
+    s.alibi_slopes = (const float *)t->slopes.data;
+    s.mask = fault == UNLIKE_MASKS && odd ? MT_MASK_BIDIRECTIONAL : MT_MASK_CAUSAL;
+    MT_TRY(mt_upload(ctx, ids + (fault == ALIKE_TOKENS ? 0 : 6 * g->dp_rank), t->tokens));
+    MT_TRY(mt_upload(ctx, ids + (5 * g->dp_rank + (fault == UNLIKE_TARGETS && odd ? 1 : 0)), t->targets));
+    MT_TRY(mt_declare(ctx, g->dp, t->tokens, MT_SPLIT_ROWS));
+    MT_TRY(mt_declare(ctx, g->dp, t->logits, MT_SPLIT_ROWS));
+    MT_TRY(mt_position_ids(ctx, fault == ALIKE_POSITIONS ? 0 : 6 * g->tp_rank, 12, NULL, 0, (int32_t *)t->ids.data, 6));
+    MT_TRY(mt_embedding_forward(ctx, places->value, 0, (const int32_t *)t->ids.data, 1, t->x));
+    MT_TRY(mt_embedding_forward(ctx, table->value, g->tp_rank * table->value.rows, (const int32_t *)t->tokens.data, 0,
+                                t->y));
+    MT_TRY(mt_norm_forward(ctx, MT_RMS_NORM, t->x, gain->value, mt_none(), fault == UNLIKE_EPS && odd ? 1e-2f : 1e-5f,
+                           t->y, t->stats));
+    MT_TRY(mt_alibi_slopes(ctx, 4, fault == ALIKE_SLOPES ? 0 : 2 * g->tp_rank, t->slopes));
+    MT_TRY(mt_attention_forward(ctx, &s, t->qkv, t->out, mt_none()));
+    MT_TRY(
+        mt_check_view(ctx, g->tp, mt_tensor_cols(t->kv, fault == ALIKE_GROUP ? 0 : 4 * g->tp_rank, 4), MT_SPLIT_COLS));
+    return mt_check_view_end(
+        ctx, mt_cross_entropy_stats(ctx, &vocabulary, t->logits, (const int32_t *)t->targets.data, t->part));
+}
+
+static mt_status alike_rank(mt_comm *world, void *user) {
+    const alike fault = *(const alike *)user;
+    const mt_grid_desc shape = {.tp = 2};
+    mt_param_desc w = {.name = "w", .rows = 16, .cols = 8, .placement = MT_SPLIT_ROWS, .init_std = 1};
+    mt_param_desc places = {.name = "places", .rows = 24, .cols = 8, .init_std = 1};
+    mt_param_desc table = {.name = "table", .rows = 20, .cols = 8, .placement = MT_SPLIT_ROWS, .init_std = 1};
+    mt_param_desc gain = {.name = "gain", .rows = 1, .cols = 8, .init_value = 1};
+    mt_param *p[4];
+    mt_context *ctx;
+    mt_grid grid;
+    mt_params *params;
+    alike_tensors t;
+    mt_status status;
+    MT_TRY(mt_context_create(world, &checks, &ctx));
+    MT_TRY(mt_grid_create(world, &shape, &grid));
+    MT_TRY(mt_params_create(ctx, &grid, &params));
+    MT_TRY(mt_params_add(ctx, params, &w, &p[0]));
+    MT_TRY(mt_params_add(ctx, params, &places, &p[1]));
+    MT_TRY(mt_params_add(ctx, params, &table, &p[2]));
+    MT_TRY(mt_params_add(ctx, params, &gain, &p[3]));
+    MT_TRY(mt_params_init(ctx, params, 1234));
+    MT_TRY(alike_declare(ctx, &grid, &t));
+    status = alike_weights(ctx, &grid, fault, p[0]);
+    if (status == MT_SUCCESS) status = mt_params_zero_grad(ctx, params);
+    if (status == MT_SUCCESS) status = alike_calls(ctx, &grid, fault, p[1], p[2], p[3], &t);
+    if (status == MT_SUCCESS) status = mt_sync_gradients(ctx, params);
+    if (fault == ALIKE_NONE) MT_TRY(status);
+    else CHECK(status != MT_SUCCESS);
+    if (fault != ALIKE_NONE && status != MT_ERR_PEER && fault != ALIKE_WORDS)
+        CHECK(test_has_words(mt_last_error(ctx), alike_words[fault]));
+    mt_params_destroy(params);
+    mt_grid_destroy(&grid);
+    mt_context_destroy(ctx);
+    return MT_SUCCESS;
+}
+
+static void test_what_ranks_must_not_have_alike(void **state) {
+    (void)state;
+    for (int fault = ALIKE_NONE; fault < ALIKE_COUNT; fault++) {
+        alike which = (alike)fault;
+        test_launch(4, alike_rank, &which);
+    }
+}
+
+/* Sequence parallelism by hand, with whole sequences on each rank: ranks may have the same positions. A shard whose
+   rows are all equal may be that of another rank, too. */
+static mt_status whole_rank(mt_comm *world, void *user) {
+    const int fault = *(const int *)user;
+    mt_param_desc places = {.name = "places", .rows = 24, .cols = 8, .init_std = 1};
+    mt_param_desc decay = {.name = "decay", .rows = 16, .cols = 8, .placement = MT_SPLIT_ROWS};
+    mt_attention_desc s = {
+        .batch = fault ? 1 : 2, .seq = fault ? 12 : 6, .groups = 1, .heads_per_group = 1, .head_dim = 4};
+    int32_t positions[6] = {2, 3, 4, 5, 6, 7};
+    float rows[64];
+    mt_tensor ids, x, qkv, out;
+    mt_arena_request memory[] = {
+        {&ids, MT_I32, 6, 1}, {&x, MT_F32, 6, 8}, {&qkv, MT_F32, 12, 12}, {&out, MT_F32, 12, 4}};
+    mt_param *p, *a;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &checks, &r));
+    MT_TRY(mt_params_add(r.ctx, r.params, &places, &p));
+    MT_TRY(mt_params_add(r.ctx, r.params, &decay, &a));
+    MT_TRY(mt_params_init(r.ctx, r.params, 1234));
+    for (int i = 0; i < 64; i++) rows[i] = (float)(i % 8 + 1);
+    MT_TRY(mt_upload(r.ctx, rows, a->value));
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 4));
+    MT_TRY(mt_fill(r.ctx, qkv, (float)(1 + r.grid.tp_rank)));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, qkv, MT_SPLIT_COLS));
+    MT_TRY(mt_params_zero_grad(r.ctx, r.params));
+    MT_TRY(mt_upload(r.ctx, positions, ids));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, ids, MT_SPLIT_ROWS));
+    MT_TRY(mt_embedding_forward(r.ctx, p->value, 0, (const int32_t *)ids.data, 0, x));
+    MT_TRY(mt_attention_forward(r.ctx, &s, qkv, out, mt_none()));
+    CHECK(mt_sync_gradients(r.ctx, r.params) == (fault ? MT_ERR_MISMATCH : MT_SUCCESS));
+    if (fault) CHECK(test_has_words(mt_last_error(r.ctx), "ids of mt_embedding_forward|split over \"tensor\"|same as"));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_whole_sequences_and_rows_alike(void **state) {
+    (void)state;
+    for (int fault = 0; fault < 2; fault++)
+        test_launch(4, whole_rank, &fault); /* 1: a sequence has rows of both ranks */
+}
+
+/* ---- numbers that are off by the number of ranks, and activations that are used twice ---------------------------- */
+
+#define SAYS(ctx, words, call) CHECK((call) == MT_ERR_ARGUMENT && test_has_words(mt_last_error(ctx), words))
+
+typedef struct scaled {
+    mt_tensor qkv, out, logits, stats, lse;
+} scaled;
+
+static mt_status scaled_open(const test_rank *r, scaled *t) {
+    mt_arena_request memory[] = {{&t->qkv, MT_F32, 4, 12},
+                                 {&t->out, MT_F32, 4, 4},
+                                 {&t->logits, MT_F32, 4, 4},
+                                 {&t->stats, MT_F32, 4, 4},
+                                 {&t->lse, MT_F32, 2, 4}};
+    MT_TRY(mt_arena_tensors(r->ctx, memory, 5));
+    MT_TRY(mt_declare(r->ctx, r->grid.tp, t->qkv, MT_SPLIT_COLS));
+    return mt_declare(r->ctx, r->grid.tp, t->logits, MT_SPLIT_COLS);
+}
+
+/* A step with the tokens of two micro-batches on two data ranks, 16 in all. */
+static mt_status scaled_step(const test_rank *r, const scaled *t, float scale, int is_meant) {
+    const mt_cross_entropy_shard_desc all = {.vocab = 8, .first_col = 4 * r->grid.tp_rank};
+    for (int micro = 0; micro < 2; micro++) {
+        MT_TRY(mt_declare(r->ctx, r->grid.dp, t->logits, MT_SPLIT_ROWS));
+        MT_TRY(mt_declare(r->ctx, r->grid.tp, t->lse, MT_REPLICATED));
+        MT_TRY(mt_declare(r->ctx, r->grid.dp, t->lse, MT_SPLIT_COLS));
+        MT_TRY(mt_cross_entropy_backward(r->ctx, &all, t->logits, (const int32_t *)64, t->lse, mt_none(), scale));
+    }
+    if (is_meant) mt_check_mean(r->ctx, t->logits, NAN);
+    return mt_check_mean_end(r->ctx, "my_step", 1);
+}
+
+/* Scales by the sizes of a rank are refused with check = 2, unless the program says that they are meant so. */
+static mt_status scaled_rank(mt_comm *world, void *user) {
+    const int check = *(const int *)user;
+    const mt_context_desc where = {.device = MT_DEVICE_META, .check = check};
+    static const float scales[] = {1.0f / 16, 1.0f / 8, 1.0f / 32, 1.0f / 3, 1.00001f / 8};
+    static const char *const words[] = {NULL, "my_step|2 times|mt_check_mean(ctx, logits, NAN)", "my_step|0.5 times"};
+    mt_attention_desc s = {.batch = 1, .seq = 4, .groups = 1, .heads_per_group = 1, .head_dim = 4};
+    scaled t;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &where, &r));
+    MT_TRY(scaled_open(&r, &t));
+    MT_TRY(mt_attention_forward(r.ctx, &s, t.qkv, t.out, mt_none()));
+    s.scale = 0.25f; /* 1 / head_dim, as in muP */
+    MT_TRY(mt_attention_forward(r.ctx, &s, t.qkv, t.out, mt_none()));
+    s.scale = 0.5f * 1.41421356f; /* of half the features */
+    if (check == 2)
+        SAYS(r.ctx, "mt_attention_forward|desc.scale is 2 times|\"tensor\" has 2 ranks|if it is meant so",
+             mt_attention_forward(r.ctx, &s, t.qkv, t.out, mt_none()));
+    s.scale *= check == 2 ? 1.000002f : 1.0f; /* meant so */
+    MT_TRY(mt_attention_forward(r.ctx, &s, t.qkv, t.out, mt_none()));
+    for (int i = 0; i < 5; i++) {
+        if (check == 2 && (i == 1 || i == 2)) SAYS(r.ctx, words[i], scaled_step(&r, &t, scales[i], 0));
+        else MT_TRY(scaled_step(&r, &t, scales[i], 0));
+        MT_TRY(scaled_step(&r, &t, scales[i], 1));
+    }
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_scales_of_a_rank(void **state) {
+    (void)state;
+    for (int check = 1; check <= 2; check++) test_launch(4, scaled_rank, &check);
+}
+
+typedef struct used {
+    mt_param *w;
+    mt_tensor x, other, h, dh;
+} used;
+
+static mt_status used_open(test_rank *r, used *t) {
+    mt_param_desc w = {.name = "w", .rows = 16, .cols = 8, .placement = MT_SPLIT_ROWS, .init_std = 1};
+    mt_arena_request memory[] = {
+        {&t->x, MT_F32, 4, 8}, {&t->other, MT_F32, 4, 8}, {&t->h, MT_F32, 4, 8}, {&t->dh, MT_F32, 4, 8}};
+    MT_TRY(mt_params_add(r->ctx, r->params, &w, &t->w));
+    MT_TRY(mt_params_init(r->ctx, r->params, 1234));
+    MT_TRY(mt_arena_tensors(r->ctx, memory, 4));
+    MT_TRY(mt_declare(r->ctx, r->grid.tp, t->x, MT_REPLICATED));
+    MT_TRY(mt_declare(r->ctx, r->grid.dp, t->x, MT_SPLIT_ROWS));
+    return mt_declare(r->ctx, r->grid.tp, t->other, MT_SPLIT_COLS);
+}
+
+/* A backward of the rows [from, from + 2) of h. */
+static mt_status used_backward(const test_rank *r, const used *t, int64_t from) {
+    return mt_linear_gradients(r->ctx, mt_tensor_rows(t->dh, from, 2), mt_tensor_rows(t->h, from, 2), t->w->grad,
+                               mt_none());
+}
+
+/* Two forwards, each with the backwards of two losses in two parts, into the same memory. */
+static mt_status used_rightly(const test_rank *r, const used *t) {
+    MT_TRY(mt_copy(r->ctx, t->x, t->h)); /* an evaluation */
+    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+    for (int i = 0; i < 2; i++) {
+        MT_TRY(mt_copy(r->ctx, t->x, t->h));
+        for (int loss = 0; loss < 2; loss++) {
+            MT_TRY(mt_copy(r->ctx, t->other, t->dh));
+            MT_TRY(used_backward(r, t, 0));
+            MT_TRY(used_backward(r, t, 2));
+        }
+    }
+    return MT_SUCCESS;
+}
+
+static mt_status used_rank(mt_comm *world, void *user) {
+    const mt_context_desc where = {.device = MT_DEVICE_META, .check = 2};
+    test_rank r;
+    used t;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &where, &r));
+    MT_TRY(used_open(&r, &t));
+    MT_TRY(used_rightly(&r, &t));
+    SAYS(r.ctx, "mt_linear_gradients|gradient of 'w'|same activations twice",
+         used_backward(&r, &t, 2)); /* the same dh */
+    MT_TRY(mt_params_zero_grad(r.ctx, r.params));
+    for (int i = 0; i < 2; i++) MT_TRY(mt_copy(r.ctx, t.x, t.h)); /* forwards of two micro-batches */
+    for (int i = 0; i < 2; i++) {
+        MT_TRY(mt_copy(r.ctx, t.other, t.dh));
+        if (i == 0) MT_TRY(used_backward(&r, &t, 0));
+        else SAYS(r.ctx, "same activations twice|mt_declare the activations before", used_backward(&r, &t, 0));
+    }
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, t.h, MT_REPLICATED)); /* both are meant */
+    for (int i = 0; i < 2; i++) MT_TRY(used_backward(&r, &t, 0));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_activations_are_used_once(void **state) {
+    (void)state;
+    test_launch(4, used_rank, NULL);
+}
+
 int main(void) {
     static const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_what_ranks_must_not_have_alike),
+        cmocka_unit_test(test_whole_sequences_and_rows_alike),
+        cmocka_unit_test(test_scales_of_a_rank),
+        cmocka_unit_test(test_activations_are_used_once),
         cmocka_unit_test(test_right_programs),
         cmocka_unit_test(test_faults_are_named),
         cmocka_unit_test(test_ranks_may_read_more),

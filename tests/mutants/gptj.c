@@ -242,6 +242,18 @@ static mt_status head_backward(mt_context *ctx, const mt_grid *grid, const model
 
 /* ---- training ---------------------------------------------------------------------------------------------------- */
 
+/* For a mutant: the tokens of data rank 0, as those of this one. */
+static inline mt_status first_batch(mt_context *ctx, const mt_grid *grid, int step, int micro, mutants_batch *b) {
+    int32_t ids[SEQUENCES * SEQ];
+    MT_TRY(mutants_batch_create(ctx, grid, step, micro, SEQUENCES, SEQ, VOCAB, b));
+    for (int shift = 0; shift < 2; shift++) {
+        for (int64_t i = 0; i < b->tokens; i++)
+            ids[i] = mutants_token(step, micro * SEQUENCES + i / SEQ, i % SEQ + shift, VOCAB);
+        MT_TRY(mt_upload(ctx, ids, shift ? b->targets : b->ids));
+    }
+    return MT_SUCCESS;
+}
+
 /* Forward and backward of a micro-batch. Adds the sum of its losses to total [1, 1]. */
 static mt_status micro_batch(mt_context *ctx, const mt_grid *grid, const model *m, int step, int micro,
                              mt_tensor total) {

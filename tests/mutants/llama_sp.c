@@ -293,6 +293,17 @@ static mt_status head_backward(mt_context *ctx, const mt_grid *grid, const model
 
 /* ---- training ---------------------------------------------------------------------------------------------------- */
 
+/* For a mutant: the tokens of data rank 0, as those of this one. */
+static inline mt_status first_batch(mt_context *ctx, const mt_grid *grid, int step, mutants_batch *b) {
+    int32_t ids[SEQUENCES * SEQ];
+    MT_TRY(mutants_batch_create(ctx, grid, step, 0, SEQUENCES, SEQ, VOCAB, b));
+    for (int shift = 0; shift < 2; shift++) {
+        for (int64_t i = 0; i < b->tokens; i++) ids[i] = mutants_token(step, i / SEQ, i % SEQ + shift, VOCAB);
+        MT_TRY(mt_upload(ctx, ids, shift ? b->targets : b->ids));
+    }
+    return MT_SUCCESS;
+}
+
 /* Forward and backward. loss [1, tokens] of this data rank. */
 static mt_status forward_backward(mt_context *ctx, const mt_grid *grid, const model *m, int step, mt_tensor *loss) {
     mt_tensor x[LAYERS + 1], dx;

@@ -22,9 +22,10 @@
 #include <string.h>
 #include <time.h>
 
-/* place: file and function. wants: what the message of the refused program must have, one of the words between |. */
+/* place: file and function. wants: what the message of the refused program must have, one of the words between |.
+   kind: call or value, see ../mutants.sh. */
 typedef struct mutant {
-    const char *place, *title, *wants;
+    const char *place, *title, *wants, *kind;
 } mutant;
 
 #include "mutants_list.h" /* written by mutate.pl: the mutants of this program */
@@ -317,8 +318,9 @@ static void mutants_try(int number, mutants_runs *m) {
     ms = (mutants_now() - ms) * 1e3;
     if (m->run.status == MT_SUCCESS) how[2] = mutants_compare(what, MT_DEVICE_CPU, &m->run);
     mutants_selected = 0;
-    printf("%s\t%d.%d\t%s\t%s\t%s\t%s\t%.1e\t%.1e\t%.2f\t%s\t%s\n", what->place, number, mutants_variant, does, how[0],
-           how[1], how[2], loss, gradient, ms, what->title, m->run.status == MT_SUCCESS ? "" : m->run.message);
+    printf("%s\t%d.%d\t%s\t%s\t%s\t%s\t%.1e\t%.1e\t%.2f\t%s\t%s\t%s\n", what->place, number, mutants_variant, does,
+           how[0], how[1], how[2], loss, gradient, ms, what->title, m->run.status == MT_SUCCESS ? "" : m->run.message,
+           what->kind);
     fflush(stdout);
 }
 

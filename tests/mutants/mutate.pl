@@ -18,6 +18,7 @@ use FindBin;
 require "$FindBin::Bin/../planted/lists.pl";
 
 my ($folder, @arguments) = @ARGV;
+my $kind = 'call'; # or value: of a list values*.txt
 my (@sources, @lists, %sections, %text, %masked, @mutants);
 my $into = \@sources;
 for (@arguments) {
@@ -88,7 +89,7 @@ sub mutant {
     return unless in_sections($source, $begin);
     my ($file) = $source =~ m{([^/]*)$};
     push @mutants, { source => $source, begin => $begin, end => $end, new => $new, title => $title, wants => $wants,
-        statement => $statement, place => "$file:" . function_at($source, $begin) };
+        statement => $statement, kind => $kind, place => "$file:" . function_at($source, $begin) };
 }
 
 sub call_mutants {
@@ -200,7 +201,10 @@ for (@sources) {
     call_mutants($_);
     flag_mutants($_);
 }
-list_mutant($_) for map { read_list($_, qw(bug in wants - +)) } @lists;
+for my $list (@lists) {
+    $kind = $list =~ m{/values[^/]*$} ? 'value' : 'call';
+    list_mutant($_) for read_list($list, qw(bug in wants - +));
+}
 my $number = 0;
 $_->{number} = ++$number for @mutants;
 for my $source (@sources) {
@@ -213,6 +217,6 @@ for my $source (@sources) {
 }
 open my $out, '>', "$folder/mutants_list.h" or die "$folder/mutants_list.h: $!\n";
 print $out "enum { MUTANTS_COUNT = $number };\nstatic const mutant mutants_list[MUTANTS_COUNT + 1] = {\n";
-print $out '    {', join(', ', map { quoted($_) } @$_{qw(place title wants)}), "},\n" for @mutants;
-print $out "    {0, 0, 0},\n};\n";
+print $out '    {', join(', ', map { quoted($_) } @$_{qw(place title wants kind)}), "},\n" for @mutants;
+print $out "    {0, 0, 0, 0},\n};\n";
 close $out or die "$folder/mutants_list.h: $!\n";

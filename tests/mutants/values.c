@@ -1,6 +1,6 @@
 /* values.c - a GPT for mutants whose calls fit together, and whose values are wrong: learned positions, ALiBi, grouped
-   queries whose keys and values all ranks have, padding, label smoothing, weights of a file, micro-batches with slots of
-   their own, and an evaluation. Without and with sequence parallelism, on 2 tensor and 2 data ranks. */
+   queries (all ranks have their keys and values), padding, label smoothing, weights of a file, micro-batches with slots
+   of their own, and an evaluation. Without and with sequence parallelism, on 2 tensor and 2 data ranks. */
 
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
@@ -45,8 +45,11 @@ static float file_value(int tensor, int64_t i) { return 0.4f * sinf((float)(i * 
 
 /* Loads this rank's shard of a tensor of the file. */
 static mt_status load(mt_context *ctx, const mt_grid *grid, int tensor, const mt_param *p) {
-    const mt_shard shard = {.rows = p->desc.rows, .cols = p->desc.cols, .placement = p->desc.placement,
-                            .tp_rank = grid->tp_rank, .tp_size = grid->tp_size};
+    const mt_shard shard = {.rows = p->desc.rows,
+                            .cols = p->desc.cols,
+                            .placement = p->desc.placement,
+                            .tp_rank = grid->tp_rank,
+                            .tp_size = grid->tp_size};
     const int64_t n = p->desc.rows * p->desc.cols;
     float *whole = (float *)malloc((size_t)n * 2 * sizeof *whole);
     mt_status status;
@@ -109,14 +112,17 @@ static inline mt_status targets_of_first(mt_context *ctx, const mt_grid *grid, i
 
 static inline mt_status batch_of_first(mt_context *ctx, const mt_grid *grid, int step, int micro, mutants_batch *b) {
     int32_t own[SEQUENCES * SEQ];
-    for (int64_t i = 0; i < b->tokens; i++) own[i] = mutants_token(step, micro * grid->dp_size + i / SEQ, i % SEQ, VOCAB);
+    for (int64_t i = 0; i < b->tokens; i++)
+        own[i] = mutants_token(step, micro * grid->dp_size + i / SEQ, i % SEQ, VOCAB);
     MT_TRY(mt_upload(ctx, own, b->ids));
     return targets_of_first(ctx, grid, step, micro, b);
 }
 
 /* ---- a micro-batch ----------------------------------------------------------------------------------------------- */
 
-static int64_t rows_of(const model *m, const mutants_batch *b) { return m->sp ? b->tokens / m->grid->tp_size : b->tokens; }
+static int64_t rows_of(const model *m, const mutants_batch *b) {
+    return m->sp ? b->tokens / m->grid->tp_size : b->tokens;
+}
 
 /* The first of this rank's tokens in the batch of its data rank. */
 static int64_t first_of(const model *m, const mutants_batch *b) { return m->sp ? m->grid->tp_rank * rows_of(m, b) : 0; }
@@ -166,15 +172,22 @@ static mt_cross_entropy_shard_desc vocabulary_of(const model *m) {
 
 static mt_status tensors(mt_context *ctx, const model *m, saved *s) {
     const int64_t tokens = s->b.tokens, rows = rows_of(m, &s->b), heads = m->q->value.rows;
-    mt_arena_request memory[] = {{&s->x, MT_F32, rows, HIDDEN},     {&s->stats, MT_F32, rows, 2},
-                                 {&s->n, MT_F32, tokens, HIDDEN},   {&s->q, MT_F32, tokens, heads},
-                                 {&s->kv, MT_F32, tokens, 2 * KV},  {&s->core, MT_F32, tokens, heads},
+    mt_arena_request memory[] = {{&s->x, MT_F32, rows, HIDDEN},
+                                 {&s->stats, MT_F32, rows, 2},
+                                 {&s->n, MT_F32, tokens, HIDDEN},
+                                 {&s->q, MT_F32, tokens, heads},
+                                 {&s->kv, MT_F32, tokens, 2 * KV},
+                                 {&s->core, MT_F32, tokens, heads},
                                  {&s->lse, MT_F32, heads / HEAD, tokens},
-                                 {&s->x1, MT_F32, rows, HIDDEN},    {&s->stats1, MT_F32, rows, 2},
-                                 {&s->n1, MT_F32, tokens, HIDDEN},  {&s->h, MT_F32, tokens, m->fc1->value.rows},
+                                 {&s->x1, MT_F32, rows, HIDDEN},
+                                 {&s->stats1, MT_F32, rows, 2},
+                                 {&s->n1, MT_F32, tokens, HIDDEN},
+                                 {&s->h, MT_F32, tokens, m->fc1->value.rows},
                                  {&s->a, MT_F32, tokens, m->fc1->value.rows},
-                                 {&s->x2, MT_F32, rows, HIDDEN},    {&s->stats2, MT_F32, rows, 2},
-                                 {&s->n2, MT_F32, tokens, HIDDEN},  {&s->logits, MT_F32, tokens, m->head->value.rows},
+                                 {&s->x2, MT_F32, rows, HIDDEN},
+                                 {&s->stats2, MT_F32, rows, 2},
+                                 {&s->n2, MT_F32, tokens, HIDDEN},
+                                 {&s->logits, MT_F32, tokens, m->head->value.rows},
                                  {&s->loss_lse, MT_F32, 2, tokens}};
     return mt_arena_tensors(ctx, memory, (int)(sizeof memory / sizeof *memory));
 }
@@ -333,9 +346,9 @@ static mt_status core_backward(mt_context *ctx, const model *m, const saved *s, 
     MT_TRY(mt_fill(ctx, dkv, 0));
     MT_TRY(mt_check_view(ctx, m->grid->tp, k, MT_SPLIT_COLS));
     MT_TRY(mt_check_view(ctx, m->grid->tp, v, MT_SPLIT_COLS));
-    MT_TRY(mt_check_view_end(
-        ctx, mt_check_view_end(ctx, mt_dot_product_attention_backward(ctx, &d, s->q, k, v, s->core, s->lse, dcore, dq,
-                                                                      dk, dv))));
+    MT_TRY(
+        mt_check_view_end(ctx, mt_check_view_end(ctx, mt_dot_product_attention_backward(ctx, &d, s->q, k, v, s->core,
+                                                                                        s->lse, dcore, dq, dk, dv))));
     return mt_declare(ctx, m->grid->tp, dkv, MT_PARTIAL);
 }
 
@@ -409,6 +422,7 @@ static mt_status evaluate(mt_context *ctx, const model *m, mutants_result *resul
     const float scale = m->grid->dp_rank == 0 ? 1.0f / SEQ : 0; /* the other data ranks have the same loss */
     const size_t mark = mt_arena_mark(ctx);
     mt_tensor total;
+    float sum;
     saved s;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, 1, 1, &total));
     MT_TRY(mt_fill(ctx, total, 0));
@@ -417,6 +431,7 @@ static mt_status evaluate(mt_context *ctx, const model *m, mutants_result *resul
         MT_TRY(forward(ctx, m, &s, total));
     }
     MT_TRY(mt_all_reduce(ctx, m->grid->dp, total.data, total.data, 1, MT_F32, MT_SUM));
+    MT_TRY(mt_download(ctx, total, &sum));
     MT_TRY(mutants_loss(ctx, result, total, scale / SEQUENCES));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
