@@ -452,6 +452,25 @@ MT_API mt_status mt_shard_size(const mt_shard *shard, int64_t *rows, int64_t *co
    Errors, without a message: those of mt_shard_size, MT_ERR_ARGUMENT (from and to overlap), MT_ERR_DTYPE. */
 MT_API mt_status mt_shard_copy(const mt_shard *shard, mt_dtype dtype, int to_whole, const void *from, void *to);
 
+/* A weight of a program without a registry: its shard in the program's memory, and its gradient (NULL: none). Both are
+   contiguous and have the shape of mt_shard_size. */
+typedef struct mt_own_weight {
+    const char *name; /* for messages; copied */
+    mt_shard shard;
+    mt_dtype dtype; /* of value; 0: MT_F32 */
+    void *value;
+    float *grad;
+} mt_own_weight;
+
+/* Tells check mode what `count` weights of the program are, for programs that keep them in their own buffers. Over
+   tp a weight is what its shard says, and over dp, which may be NULL, it is replicated. A bias may be [n, 1]
+   or [1, n]. From then on, check mode also follows what calls write to memory of the program (mt_check_track). It does
+   nothing when check mode is off. Call it again when the memory of a weight changes, and mt_declare_forget before it is
+   freed. Errors: MT_ERR_ARGUMENT (list or a name or value is NULL, count is negative), those of mt_shard_size,
+   MT_ERR_MEMORY. See docs/own-weights.md, "Check mode". */
+MT_API mt_status mt_declare_shards(mt_context *ctx, const mt_comm *tp, const mt_comm *dp, const mt_own_weight *list,
+                                   int count);
+
 /* ---- column- and row-parallel linear (arXiv 1909.08053, section 3) ----------------------------------------------- */
 
 /* Y = X W^T + b with W [out_features, in_features]. A column-parallel layer contains f: its backward all-reduces dx. A
@@ -3958,6 +3977,36 @@ MT_API mt_status mt_shard_copy(const mt_shard *shard, mt_dtype dtype, int to_who
         mt_tensor here = mti_sharding_view(&s, local, b);
         mti_host_copy(to_whole ? here : there, to_whole ? there : here);
     }
+    return MT_SUCCESS;
+}
+
+static mt_status mti_declare_shard(mt_context *ctx, const mt_comm *tp, const mt_comm *dp, const mt_own_weight *w) {
+    int64_t rows, cols, parts = w->shard.parts ? w->shard.parts : 1;
+    mt_placement placement = w->shard.placement;
+    mt_tensor value, grad;
+    mt_status status = mt_shard_size(&w->shard, &rows, &cols);
+    if (status != MT_SUCCESS) return mt_fail(ctx, status, "mt_declare_shards: the shard of '%.100s'", w->name);
+    value = mt_tensor_make(w->value, w->dtype, rows, cols);
+    if (cols == 1) value = mt_tensor_make(w->value, w->dtype, 1, rows); /* a bias, which operators take in one row */
+    if (cols == 1 && placement == MT_SPLIT_ROWS) placement = MT_SPLIT_COLS;
+    grad = value;
+    grad.data = w->grad;
+    grad.dtype = MT_F32;
+    return mt_declare_parameter(ctx, w->name, tp, dp, value, w->grad ? grad : mt_none(), placement, parts, 0);
+}
+
+MT_API mt_status mt_declare_shards(mt_context *ctx, const mt_comm *tp, const mt_comm *dp, const mt_own_weight *list,
+                                   int count) {
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (count < 0 || (count > 0 && !list))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_shards: list is NULL, or count is %d", count);
+    for (i = 0; i < count; i++)
+        if (!list[i].name || !list[i].value)
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_shards: %s of weight %d is NULL",
+                           list[i].name ? "value" : "name", i);
+    mt_check_track(ctx);
+    for (i = 0; i < count; i++) MT_TRY(mti_declare_shard(ctx, tp, dp, &list[i]));
     return MT_SUCCESS;
 }
 

@@ -152,6 +152,37 @@ own_checked() {
     done
 }
 
+# own_with_checks FILE: after.c with the lines of checks.h, and with the mistake of FILE, is compiled to own_checks
+own_with_checks() {
+    sed -e '/^static void create(model/i static void declare_weight(model *m, const mt_shard *shard, int i, int l);' \
+        -e '/^static void create(model/i static void declare_zero(model *m);' \
+        -e '/^static double forward(model/i #include "examples/05_own_weights/checks.h"' \
+        -e '/mt_shard_copy(&shard, MT_F32/a declare_weight(m, \&shard, i, l);' \
+        -e '/memset(m->da\[0\]/a declare_zero(m);' "$1" >"$build/own_checks.c"
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -O1 -I. $declarations -include tests/check_all.h "$build/own_checks.c" -o "$build/own_checks" \
+        "$implementation" -lm -lpthread
+}
+
+# With the lines of checks.h, check mode accepts after.c, and refuses it without one of the calls of f and g, with rows
+# of Q, K and V that are split as one block, and with a bias before g.
+own_checks() {
+    find_implementation "$build"
+    own_with_checks "$own/after.c" || return 1
+    MT_TEST_CHECK=2 "$build/own_checks" 2 >"$build/own_checks.txt" || return 1
+    same_losses "$build/own_before.txt" "$build/own_checks.txt" || return 1
+    count=0
+    for line in $(grep -n 'tensor_region_\|QKV_B ? 3 : 1\|PROJ_W\], NULL' "$own/after.c" | sed 's/:.*//'); do
+        sed "${line}s/QKV_B ? 3 : 1/QKV_B ? 1 : 1/; ${line}s/.*tensor_region_.*//
+            ${line}s/PROJ_W\], NULL/PROJ_W], w[PROJ_B]/" "$own/after.c" >"$build/own_wrong.c"
+        own_with_checks "$build/own_wrong.c" || return 1
+        MT_TEST_CHECK=1 "$build/own_checks" 2 >"$build/own_wrong.txt" 2>&1
+        grep 'is partial over\|is replicated over\|are 3 parts' "$build/own_wrong.txt" || return 1
+        count=$((count + 1))
+    done
+    [ $count -eq 8 ]
+}
+
 # Without one of the calls of f and g, or with rows of Q, K and V that are split as one block, the losses differ.
 own_mistakes() {
     count=0
@@ -178,6 +209,7 @@ own_weights() {
     check "05_own_weights/after: 3 ranks, which do not divide 4 heads, are an error" own_error
     check "05_own_weights: a file that cannot be read" own_files
     check "05_own_weights/after in check mode" own_checked
+    check "05_own_weights/after with checks.h: mistakes are refused" own_checks
     in_full || return
     check "implementation" "$CC" -O1 -I. -c tests/package/implementation.c -o "$build/implementation.o"
     check "05_own_weights: without one of its changes the losses differ" own_mistakes

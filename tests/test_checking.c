@@ -2672,7 +2672,44 @@ static void test_terms_of_the_gradient_of_a_weight(void **state) {
     }
 }
 
+/* ---- weights of the program's own -------------------------------------------------------------------------------- */
+
+static void test_own_shards(void **state) {
+    static float w[8 * 4], dw[8 * 4], bias[8], x[4 * 4], y[4 * 8], z[4 * 4];
+    const mt_shard rows = {.rows = 16, .cols = 4, .placement = MT_SPLIT_ROWS, .tp_size = 2};
+    const mt_shard one = {.rows = 16, .cols = 1, .placement = MT_SPLIT_ROWS, .tp_size = 2};
+    const mt_own_weight list[] = {{"fc.w", rows, MT_F32, w, dw}, {"fc.b", one, MT_F32, bias, NULL}};
+    const mt_own_weight no_name = {NULL, rows, MT_F32, w, dw}, no_value = {"v", rows, MT_F32, NULL, dw};
+    mt_tensor tx = mt_tensor_f32(x, 4, 4), ty = mt_tensor_f32(y, 4, 8), tw = mt_tensor_f32(w, 8, 4);
+    test_rank r;
+    (void)state;
+    test_paper_rank(2, 0, (mt_grid_desc){.tp = 2}, &meta, &r);
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_declare_shards|list is NULL",
+            mt_declare_shards(r.ctx, r.grid.tp, NULL, NULL, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "name of weight 0", mt_declare_shards(r.ctx, r.grid.tp, NULL, &no_name, 1));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "value of weight 0", mt_declare_shards(r.ctx, r.grid.tp, NULL, &no_value, 1));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_forward(r.ctx, tx, tw, mt_none(), ty));
+    check_is(&r, ty, MT_UNDECLARED);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare_shards(r.ctx, r.grid.tp, NULL, list, 2));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, tx, MT_REPLICATED));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_linear_forward(r.ctx, tx, tw, mt_tensor_f32(bias, 1, 8), ty));
+    check_is(&r, ty, MT_SPLIT_COLS);
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_gemm(r.ctx, MT_NO_TRANS, MT_NO_TRANS, 1, ty, tw, 0, mt_tensor_f32(z, 4, 4)));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_add|partial over \"tensor\"", /* f is missing */
+            mt_add(r.ctx, mt_tensor_f32(z, 4, 4), tx, mt_tensor_f32(z, 4, 4)));
+    const mt_operand own[] = {{"y", mt_tensor_f32(z, 4, 4), 3}, {"bias", mt_tensor_f32(x, 1, 4), 1}};
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "my_bias|y is partial",
+            mt_rule_check(r.ctx, "my_bias", mt_rule_of("mt_bias_forward"), own, 2));
+    assert_null(mt_rule_of("my_bias"));
+    assert_null(mt_rule_of(NULL));
+    assert_non_null(mt_rule_of("mt_gemm"));
+    mt_declare_forget(r.ctx, z, sizeof z);
+    check_is(&r, mt_tensor_f32(z, 4, 4), MT_UNDECLARED);
+    test_paper_rank_close(&r);
+}
+
 static const struct CMUnitTest tests[] = {
+    cmocka_unit_test(test_own_shards),
     cmocka_unit_test(test_mistakes_are_refused),
     cmocka_unit_test(test_messages_name_the_layers),
     cmocka_unit_test(test_one_rank_may_do_all_of_them),
