@@ -6831,6 +6831,7 @@ static mt_status mti_optimizer_scatter(mt_context *ctx, const mt_optimizer *o, c
     if (shared) MT_TRY(mti_optimizer_copy(ctx, o, p, state, whole, 0));
     if (state != MT_MASTER) return MT_SUCCESS;
     mt_gemm_unpack(p->registry->ctx, p->value);
+    MT_TRY(mt_declare(ctx, NULL, whole, MT_UNDECLARED)); /* it may have pieces of several calls */
     return mt_convert(ctx, whole, p->value);
 }
 
