@@ -932,7 +932,7 @@ static mt_status used_backward(const test_rank *r, const used *t, int64_t from) 
                                mt_none());
 }
 
-/* Two forwards, each with the backwards of two losses in two parts, into the same memory. */
+/* Two forwards, each with the backwards of two losses, into the same memory. The second ones have two parts. */
 static mt_status used_rightly(const test_rank *r, const used *t) {
     MT_TRY(mt_copy(r->ctx, t->x, t->h)); /* an evaluation */
     MT_TRY(mt_params_zero_grad(r->ctx, r->params));
@@ -941,7 +941,7 @@ static mt_status used_rightly(const test_rank *r, const used *t) {
         for (int loss = 0; loss < 2; loss++) {
             MT_TRY(mt_copy(r->ctx, t->other, t->dh));
             MT_TRY(used_backward(r, t, 0));
-            MT_TRY(used_backward(r, t, 2));
+            if (i > 0) MT_TRY(used_backward(r, t, 2));
         }
     }
     return MT_SUCCESS;
