@@ -121,9 +121,11 @@ own_error() {
     grep '3 ranks do not divide 4 heads' "$build/own_error.txt" && ! grep '^step' "$build/own_error.txt"
 }
 
-# A file that cannot be read is named: one that is not there, and a directory, which can be opened.
+# A file that cannot be read is named: one that is not there, a directory, which can be opened, a device without an end
+# and a pipe without a writer.
 own_files() {
-    for file in nonexistent tests; do
+    rm -f "$build/pipe" && mkfifo "$build/pipe" || return 1
+    for file in nonexistent tests /dev/zero "$build/pipe"; do
         for program in "$build/own_before.c.out" "$build/own_after.c.out 1"; do
             # shellcheck disable=SC2086  # a list of words
             $program $file >"$build/own_error.txt" 2>&1 && return 1

@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 enum { LAYERS = 2, BATCH = 4, SEQ = 32, TOKENS = BATCH * SEQ, STEPS = 60, TEXT = 1 << 16 };
 
@@ -343,7 +344,9 @@ static void adamw(model *m, int step, float lr) {
 
 /* Fills text with tokens: printable characters, newlines, and one token for all other bytes. Returns their number. */
 static int read_text(const char *path, int *text) {
-    FILE *file = path ? fopen(path, "rb") : NULL;
+    struct stat info;
+    int is_file = path && stat(path, &info) == 0 && S_ISREG(info.st_mode); /* a pipe would wait for its writer */
+    FILE *file = is_file ? fopen(path, "rb") : NULL;
     int count = 0, byte;
     char line[16];
     for (unsigned i = 1; !path && count < TEXT; i++) {
@@ -354,7 +357,7 @@ static int read_text(const char *path, int *text) {
     while (file && count < TEXT && (byte = getc(file)) != EOF)
         text[count++] = byte == '\n' ? 95 : byte >= ' ' && byte < 127 ? byte - ' ' : 96;
     if (path && (!file || ferror(file))) {
-        perror(path);
+        fprintf(stderr, "%s: cannot be read, or is not a regular file\n", path);
         exit(1);
     }
     if (file) fclose(file);
