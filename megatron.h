@@ -54,8 +54,8 @@
             sequence parallelism a block's input and output are [tokens / t, features] on each tensor rank: rank r has
             the tokens / t rows that begin at row r * tokens / t. t must then divide tokens; otherwise a call returns
             MT_ERR_SHAPE.
-   Descs:   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x,
-            and MT_ZERO sets it to the number zero (mt_comm.h, "defaults").
+   Descs:   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x.
+            Where the comment names MT_ZERO, this constant sets the field to zero (mt_comm.h, "defaults").
    Memory:  The registry (mt_params) owns the parameters and their gradients. A block is a struct in your memory and
             needs no destroy. Forward keeps what backward needs in a `saved` struct: tensors in the context's arena, and
             views of your tensors. Do not release, free or change any of them before backward has returned.
@@ -990,9 +990,9 @@ MT_API mt_status mt_bert_logits(mt_context *ctx, const mt_bert *bert, const mt_b
    forward and backward of its products and of attention, counted as in a trace (mt_trace_entry.flops). They are those
    of the model alone. Padding of heads, ffn and vocabulary, copies of key/value heads and recomputation do not count,
    so the number depends neither on the split nor on padded_vocab and recompute. Divided by the seconds of a step, the
-   number of all ranks and the peak of a rank, it is the model FLOPs utilization (MFU) of arXiv 2204.02311, appendix B.
-   There, attention also counts the scores that mask and window exclude. A desc that is NULL or has no heads, and a
-   number that is not positive, give 0. */
+   number of ranks and the peak FLOP/s of a rank, it is the model FLOPs utilization (MFU) of arXiv 2204.02311, appendix
+   B. The formula there also counts scores that mask and window exclude, so it gives more. Returns 0 when desc is NULL,
+   or when heads, sequences or seq is below 1. */
 MT_API double mt_gpt_flops(const mt_gpt_desc *desc, int64_t sequences, int64_t seq);
 MT_API double mt_bert_flops(const mt_bert_desc *desc, int64_t sequences, int64_t seq);
 
@@ -1015,8 +1015,9 @@ MT_API double mt_bert_flops(const mt_bert_desc *desc, int64_t sequences, int64_t
    mt_checkpoint_import reads files that transformers wrote, with or without the first word of the names
    ("transformer.", "model."), and converts them to the qkv_layout and the rotary_form of the model. Import ignores
    causal masks and frequencies in the files, and warns of those that are not what transformers computes. When the head
-   is tied, lm_head.weight must be equal to the embedding (MT_ERR_DATA), or is read in its place. When load or import
-   has read a config.json of this model, saves keep its members (token ids, dropout, ...), and generation_config.json.
+   is tied, files may have lm_head.weight instead of the embedding. If they have both, these must be equal
+   (MT_ERR_DATA). When load or import has read a config.json of this model, saves keep its members (token ids,
+   dropout, ...), and generation_config.json.
    Any other GPT is stored with the names, shapes and layouts of the registry. Files never have the padding of
    mt_gpt_desc.padded_vocab, so they load with any padded_vocab.
 
@@ -1033,8 +1034,8 @@ MT_API mt_status mt_gpt_checkpoint_create(mt_context *ctx, mt_params *params, co
    mt_checkpoint_import reads files of BertForPreTraining, BertForMaskedLM and BertModel, also with the older names of
    norms (LayerNorm.gamma, LayerNorm.beta). Parameters of heads that the files do not have keep their values, which
    needs mt_params_init before. A model with no_binary_head ignores pooler and sentence order in the files, and warns.
-   cls.predictions.decoder.weight and .bias must be equal to the embedding and to cls.predictions.bias (MT_ERR_DATA), or
-   are read in their place. */
+   Files may have cls.predictions.decoder.weight and .bias instead of the embedding and cls.predictions.bias. If they
+   have both, these must be equal (MT_ERR_DATA). */
 MT_API mt_status mt_bert_checkpoint_create(mt_context *ctx, mt_params *params, const mt_bert *bert,
                                            const mt_checkpoint_desc *desc, mt_checkpoint **out);
 

@@ -45,9 +45,10 @@
    Cancelled threads and C++ exceptions: see mt_launch.
 
    fork(). The new process is no rank of the old one's groups: calls on a communicator with other ranks, and all calls
-   with a context on a GPU, return MT_ERR_UNSUPPORTED there. A context on a CPU works, in a group of one. The new
-   process may create contexts and communicators of its own, for example with mt_launch. Destroying what it has
-   inherited frees memory and does nothing else, so the old process does not notice.
+   with a context on a GPU, return MT_ERR_UNSUPPORTED there. So do writes to a safetensors file, or to a directory of
+   checkpoints, that the old process has begun or locked. Other work with a context on a CPU succeeds, in a group of
+   one. The new process may create contexts and communicators of its own, for example with mt_launch. Destroying what it
+   has inherited frees memory and does nothing else, so the old process does not notice.
 
    Sections of the implementation: >>status >>context >>cuda >>local >>threads >>16bit >>hash >>placements
    >>collectives >>nccl >>mpi >>compare >>replicas >>conjugates >>graph >>launch */
@@ -119,8 +120,8 @@ MT_API const char *mt_status_string(mt_status status);
 
 /* ---- defaults ---------------------------------------------------------------------------------------------------- */
 
-/* Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x. To set
-   such a field to the number zero, write MT_ZERO:
+/* Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x. In
+   the following fields, MT_ZERO means the number zero:
        beta1, beta2, eps                mt_optimizer_desc. Without beta1, AdamW is RMSProp with weight decay
        init_std, output_init_std        of layers, blocks and models: the first weights are 0
        scale                            mt_attention_desc: each query sees the mean of its values
@@ -890,14 +891,15 @@ MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text);
 /* The rule of an operator for check mode: which placements of its operands fit together. operands has the names of its
    operands with spaces between them. cases has words with spaces between them: one word for each combination that the
    operator allows, with one letter for each operand. R is MT_REPLICATED, r MT_SPLIT_ROWS, c MT_SPLIT_COLS,
-   P MT_PARTIAL, * anything, and - an operand that the call leaves out. Four more letters mean MT_REPLICATED, and:
+   P MT_PARTIAL, * anything, and - an operand that the call leaves out. Four more letters mean MT_REPLICATED for what
+   the call reads, with a condition on its rows or columns:
      o  the operand has this rank's share of the columns of what all ranks have. What a call writes there is a term of
         the whole, or MT_SPLIT_COLS when the rank has no other columns
      w  the operand has all columns
      k  the operand has the first rows, until those of this rank's share of the first operand; not over "data"
-     a  any extent, but not over "data"
-   data_cases has further cases for the group
-   "data", where the rows of different ranks are other sequences; NULL: none. For example,
+     a  any rows; not over "data"
+   data_cases has further cases for the group "data", where the rows of different ranks are other sequences; NULL: none.
+   For example,
        static const mt_rule rule = {"y bias", "RR rR cc", NULL};       // y += bias; P would add it on every rank
    mt_rule_check applies a rule to the operands of a call, in any order; one that the call leaves out has data NULL. In
    each group at least one case must fit what is known about the operands. The operands that the call writes then get
@@ -941,9 +943,9 @@ MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *
 /* Checks that a tensor whose columns a call takes as `parts` equal parts, such as gate and up, has these parts on each
    rank. If a group splits the columns of t, operand `name` of the call, and t is a parameter of a registry or was
    computed with one, the `parts` of the parameter must be a multiple.
-   mt_parts_agree checks that a weight and `other` with the same features have equal `parts`: its bias, or their
-   gradients, when both are whole parameters, or the x that a weight split by columns multiplies, when the features of x
-   are those of a parameter, also after elementwise calls. Both functions do nothing when check mode is off.
+   mt_parts_agree checks that a weight and `other` have equal `parts`. `other` is the bias of the weight (or both are
+   gradients), if both are whole parameters. Or it is the x that a weight split by columns multiplies, if the features
+   of x are those of a parameter, also after elementwise calls. Both functions do nothing when check mode is off.
    Errors: MT_ERR_ARGUMENT (also: parts is less than 1). */
 MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor weight, mt_tensor other);
 MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t parts);
@@ -968,7 +970,7 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    mt_check_view says what a view is in the calls until mt_check_view_end: this rank's columns of a replicated tensor,
    for instance, are a tensor that is split. The memory keeps its placement, and MT_UNDECLARED leaves the view as it is.
    Pairs may be nested; the last mt_check_view of a view and a group counts. mt_check_view_end returns `status`.
-   MT_PARTIAL makes what all ranks have this rank's term of a sum, as in a bias that one rank alone adds before the sum.
+   MT_PARTIAL says that a tensor that all ranks have is this rank's term of a sum, such as a bias that one rank adds.
    If mt_context_desc.check is 2, two ranks that add it are refused.
    mt_check_group makes check mode know a group for whose ranks nothing is declared, such as the pipeline group:
    collectives then give their results a placement over it. mt_check_unknown does not count it.
@@ -976,8 +978,8 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    mt_declare_zero says that t is zero, which fits every placement; it works in a pause, too. mt_declare_parameter notes
    a parameter and its gradient, which may be mt_none(), under a name. parts: see mt_param_desc. partial: 1 if its
    gradient may be partial over `tensor`. Over `data` the value is replicated, and the gradient may be partial.
-   mt_check_track makes check mode follow what calls write to memory of the caller that was not declared, too, once one
-   of their operands is known. Call mt_declare_forget before such memory is freed or used for something else.
+   After mt_check_track, check mode also notes what calls write to undeclared memory of the caller, if it knows one of
+   their operands. Call mt_declare_forget before such memory is freed or used for something else.
    mt_declare_forget drops what is known about [data, data + bytes). Call it before memory of the caller that was
    declared is freed.
    mt_check_slots says that micro-batches keep tensors in `count` slots of `bytes` bytes each, one after the other from
@@ -1000,11 +1002,12 @@ MT_API void mt_check_track(mt_context *ctx);
 MT_API void mt_check_slots(mt_context *ctx, int area, const void *first, size_t bytes, int count, int own);
 
 /* With mt_context_desc.check == 2, the context also compares values. Each call hashes, bit for bit, each operand that
-   it reads and that is replicated over a group. mt_check_replicas compares the hashes of the ranks of comm, which all
-   call it, by an all-gather of 16 bytes of each rank, which the ledger does not count. When these differ, ranks send
-   the list of what they have read. If values differ, every rank gets MT_ERR_MISMATCH, and the message names the first
-   call that has read other values than on the lowest rank, beginning with `where`. So it finds what rules cannot see:
-   other seeds, inputs or learning rates, and memory that was written behind the library's back.
+   it reads and that is replicated over a group. mt_check_replicas is collective over comm, and the ledger does not
+   count it. The ranks compare their hashes (16 bytes of each rank), and then what they must not have alike (16 bytes,
+   and 8 bytes for each entry). When hashes differ, ranks send the list of what they have read. If values differ, every
+   rank gets MT_ERR_MISMATCH, and the message names the first call that has read other values than on the lowest rank,
+   beginning with `where`. So it finds what rules cannot see: other seeds, inputs or learning rates, and memory that was
+   written behind the library's back.
    mt_params_zero_grad hashes the parameters. mt_sync_gradients adds the gradients, and compares. mt_optimizer_step and
    mt_step_begin add the learning rate, and the step compares it. The next step compares the new parameters, so those of
    the last step are not compared. A loop without these calls calls mt_check_replicas itself. In any case a comparison
@@ -1031,17 +1034,18 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
    CPU with data, unless all elements of t are equal.
    mt_check_content says what an operator has written to t without data: a hash of the numbers from which it is made, or
    MT_CONTENT_ANY if ranks may have the same where t is split.
-   `where` and `name` are kept for messages. Errors: MT_ERR_MEMORY.
-   mt_check_sequences notes that a call computes with all rows of each sequence of `seq` rows of t; 0: of other lengths.
-   Ids that are split by rows are compared only over a group that splits the columns of t, unless the ranks have whole
-   sequences, which may have the same positions.
+   mt_check_content_of returns the hash of `count` numbers, for mt_check_content. Both do so with any `check`.
+   mt_check_sequences notes that a call needs whole sequences of `seq` rows of t; seq 0: of several lengths. Ids that
+   are split by rows are compared over groups that split the columns of t. They are not compared when each rank has
+   whole sequences, because these may have the same positions.
    mt_check_factor refuses a number of a call, `factor` times what it usually is, when a group of `factor` ranks, or of
    1 / factor ranks, splits t along its rows or columns: the number was computed with the sizes of a rank. A number that
    is meant so passes if it differs from that by more than one in a million.
    mt_check_mean notes that the gradients of the rows of t are multiplied by `scale`; NAN: by other numbers, so that
-   nothing is said about this step. mt_check_mean_end multiplies it by grad_scale, forgets it, and refuses a sum that is
-   a mean but for the number of ranks of a group. mt_optimizer_step calls it. A program whose loss is meant so calls
-   mt_check_mean(ctx, logits, NAN) before. Errors: MT_ERR_ARGUMENT. */
+   nothing is said about this step. mt_check_mean_end, which mt_optimizer_step calls, multiplies `scale` by grad_scale
+   and by the rows of all ranks. For a mean, the product is 1. It refuses n or 1 / n, where n is the number of ranks of
+   a group or of all groups, and forgets the scale. If the loss is meant so, call mt_check_mean(ctx, logits, NAN)
+   before. `where` and `name` are kept for messages. Errors: MT_ERR_MEMORY; MT_ERR_ARGUMENT for what is refused. */
 #define MT_CONTENT_ANY ((uint64_t)1)
 MT_API mt_status mt_check_numbers(mt_context *ctx, const char *where, const char *what, mt_tensor t, int data,
                                   const double *numbers, int count);

@@ -851,8 +851,8 @@ enum {
     MT_ARG_OUT = 2,
     MT_ARG_IN_OUT = 3,
     MT_ARG_OPTIONAL = 4,
-    /* add them with |, see mt_set_sum_check: the operator adds a sum over rows to the view, as mt_bias_backward does to
-       dbias; the view is the result of a product, as c of mt_gemm */
+    /* Add one of these with |, see mt_set_sum_check. MT_ARG_SUM: the operator adds a sum over rows to the view, as
+       mt_bias_backward does to dbias. MT_ARG_PRODUCT: the view is the result of a product, such as c of mt_gemm. */
     MT_ARG_SUM = 16,
     MT_ARG_PRODUCT = 32
 };
@@ -877,8 +877,8 @@ MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg 
 MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
                                  int64_t rows, int64_t cols);
 
-/* Sets what mt_args_check asks before an operator writes to a view with MT_ARG_SUM or MT_ARG_PRODUCT. is_product is 1
-   for the latter. A status other than MT_SUCCESS refuses the call. check NULL: nothing is asked. In invariant mode
+/* Sets the function that mt_args_check calls before an operator writes to a view with MT_ARG_SUM or MT_ARG_PRODUCT.
+   is_product is 1 for the latter. A status other than MT_SUCCESS refuses the call. check NULL: none. In invariant mode
    mt_params_init sets a check that refuses sums whose order depends on the split. */
 typedef mt_status (*mt_sum_check)(mt_context *ctx, const char *where, const char *name, mt_tensor sum, int is_product);
 MT_API mt_status mt_set_sum_check(mt_context *ctx, mt_sum_check check);
@@ -923,9 +923,8 @@ MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *
                                 mt_tensor b);
 
 /* Returns the rule of an operator of this header, for mt_rule_check of an operator of your own that computes the same,
-   or NULL. The operands of the rule are those of the table in docs/checking.md; a call may leave some out. An operator
-   that adds to its result reads it, too (3). `name` is as in "mt_norm_forward"; "mt_gemm" is that of a and b as they
-   are. */
+   or NULL. The operands of the rule are those of the table in docs/checking.md; a call may leave some out. `use` of a
+   result to which the operator adds is 3. `name` is as in "mt_norm_forward"; "mt_gemm" has no transposes. */
 MT_API const mt_rule *mt_rule_of(const char *name);
 
 /* Checks *hyper as mt_adamw_step does: step >= 1, beta1 and beta2 in [0, 1), eps >= 0, all numbers finite. Error:

@@ -55,8 +55,8 @@
    mt_sync_gradients sums over the data group, so scale your loss by 1 / (tokens of the whole global batch). The library
    opens only checkpoints, and the safetensors and JSON files that you name.
 
-   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x, and
-   MT_ZERO sets it to the number zero (mt_comm.h, "defaults").
+   Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x. Where
+   the comment names MT_ZERO, this constant sets the field to zero (mt_comm.h, "defaults").
 
    Errors: A call with a context can return MT_ERR_ARGUMENT (a NULL pointer, a value or a combination of fields that is
    not allowed), MT_ERR_SHAPE, MT_ERR_DTYPE and MT_ERR_MEMORY. Calls that compute can also return the errors of the
@@ -1021,7 +1021,7 @@ MT_API mt_status mt_grad_norm(mt_context *ctx, mt_params *params, float *norm);
 
 typedef struct mt_optimizer_desc {
     float beta1, beta2; /* MT_ZERO: 0; 0: 0.9, 0.999 */
-    float eps;          /* MT_ZERO: 0, NaN for an element whose gradients have all been 0; 0: 1e-8 */
+    float eps;          /* 0: 1e-8. MT_ZERO: 0; an element whose gradients have all been 0 then becomes NaN */
     float weight_decay; /* of the parameters that have mt_param_desc.weight_decay; 0: none */
     /* advanced */
     /* 1: 16-bit parameters are rounded stochastically (see mt_adamw) and have no f32 master. Parameter, gradient and
@@ -1350,7 +1350,7 @@ typedef struct mt_safetensors_writer mt_safetensors_writer; /* opaque */
    Strings are copied. MT_ERR_ARGUMENT: a type or a shape is not one of the format, a tensor is added after a write,
    or more or fewer bytes were written than the tensors have. MT_ERR_DATA, at the first write or at finish: a name is
    given twice or is not UTF-8. MT_ERR_UNSUPPORTED: the header has more than 100000000 bytes. MT_ERR_IO: the file cannot
-   be written, or another writer writes it. */
+   be written, or another writer writes it. MT_ERR_UNSUPPORTED: this process was forked from the one that began it. */
 MT_API mt_status mt_safetensors_create(mt_context *ctx, const char *path, const mt_setting *metadata, int count,
                                        mt_safetensors_writer **out);
 MT_API mt_status mt_safetensors_add(mt_context *ctx, mt_safetensors_writer *writer, const char *name, const char *dtype,
@@ -1420,11 +1420,10 @@ MT_API mt_status mt_safetensors_fields(mt_context *ctx, const mt_safetensors *fi
 MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *file, const char *name,
                                        const char *wanted);
 
-/* Reads fields from the file DIRECTORY/NAME, which is one JSON object. A field that the object does not have stays as
+/* Reads fields from the file DIRECTORY/NAME, a JSON object or list. A field that the object does not have stays as
    it is. Other members of the object are ignored. The field "a.b" is member b of the object that is member a, and "a.0"
-   is the first element of the list that is member a. When there is a field whose name begins with "0", the file may be
-   a list, and "0.a" is member a of its first element. A text that is longer than its array is truncated. Whole numbers
-   must not be negative.
+   is the first element of the list that is member a. The file may be a list if a field is named "0" or "0.a", which is
+   member a of its first element. A text that is longer than its array is truncated. Whole numbers must not be negative.
    NAME may have directories, such as "a/b.json". Links out of DIRECTORY are not followed, see mt_safetensors_set_open.
    When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
    MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, an object has a key twice, or a value is not of its
@@ -1602,7 +1601,8 @@ MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint); /
 /* Creates the directory if it is missing, locks it and tries to write to it. The first save does the same; call this
    function to get an error before the training begins. It is collective over the grid's world, and so are save, load
    and import: when one rank fails, every rank returns the same status and message. MT_ERR_IO: the directory cannot be
-   written, or another run (or another mt_checkpoint of this run) holds the lock. */
+   written, or another run (or another mt_checkpoint of this run) holds the lock. MT_ERR_UNSUPPORTED: this process was
+   forked from the one that holds the lock; save returns it, too. */
 MT_API mt_status mt_checkpoint_lock(mt_context *ctx, mt_checkpoint *checkpoint);
 
 /* Saves a checkpoint of step state->step. Collective over the grid's world, as load and import are. The ranks compare
@@ -1710,8 +1710,8 @@ typedef struct mt_step_time {
     double bubble;        /* in which the rank waits for other stages */
     double overlapped;    /* of work in other streams, for which the rank did not wait; not a part of `seconds` */
     /* FLOPs of products and attention that the rank computes, with padding of heads, ffn and vocabulary and with copies
-       of key/value heads: without recomputation, and those of recomputation. For the utilization of a model (MFU) take
-       mt_gpt_flops or mt_bert_flops of megatron.h, which count the model alone. */
+       of key/value heads. `flops` is without recomputation, `recomputed` is the recomputation alone. For the
+       utilization of a model (MFU) take mt_gpt_flops or mt_bert_flops of megatron.h, which count the model alone. */
     double flops, recomputed;
 } mt_step_time;
 
