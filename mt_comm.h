@@ -11453,7 +11453,7 @@ MT_API mt_status mt_check_replica(mt_context *ctx, const mt_comm *comm, const ch
 MT_API uint64_t mt_check_content_of(const double *numbers, int count) {
     uint64_t hash = 2, bits;
     int i;
-    for (i = 0; i < count; i++) {
+    for (i = 0; numbers && i < count; i++) {
         memcpy(&bits, &numbers[i], sizeof bits);
         hash = mti_hash_number(hash, bits);
     }

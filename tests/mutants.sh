@@ -57,7 +57,7 @@ run_program() {
     mkdir "$work/$1" || return 1
     perl tests/mutants/mutate.pl "$work/$1" $(sources "$1") -- $(lists "$1") || return 1
     [ -f "$work/$1/$1.c" ] || cp "tests/mutants/$1.c" "$work/$1" || return 1
-    "$CC" -O1 -w -I"$work/$1" -Itests/mutants -I. "$work/$1/$1.c" -o "$work/$1/$1" -lm -lpthread || return 1
+    "$CC" -O1 -w -I"$work/$1" -Itests/mutants -Iexamples -I. "$work/$1/$1.c" -o "$work/$1/$1" -lm -lpthread || return 1
     "$work/$1/$1" >"$work/$1/results" || { cat "$work/$1/results"; return 1; }
 }
 

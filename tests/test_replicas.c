@@ -948,7 +948,7 @@ static mt_status used_rightly(const test_rank *r, const used *t) {
 }
 
 static mt_status used_rank(mt_comm *world, void *user) {
-    const mt_context_desc where = {.device = MT_DEVICE_META, .check = 2};
+    const mt_context_desc where = {.device = MT_DEVICE_CPU, .check = 2};
     test_rank r;
     used t;
     (void)user;
