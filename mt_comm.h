@@ -10984,8 +10984,9 @@ typedef struct mti_replica_list {
 
 /* What ranks of a group have each for itself. Kinds:
    s  not all ranks may have the same
-   S  no two ranks may have the same
-   d  of the data group: two ranks may have the same, but not in all entries of the same name
+   S  shards: no two ranks may have the same in half of these entries or more
+   d  of the data group: two ranks may have the same, but not in all entries of the same name, in MTI_DATA_ALIKE
+      comparisons from the first one on
    i  ids of rows: not all ranks may have the same, unless they have whole sequences
    g  a range of the columns of what all ranks have: all columns must be read by some rank */
 typedef struct mti_share {
@@ -10999,8 +11000,11 @@ typedef struct mti_share {
 typedef struct mti_share_list {
     mti_share *list;
     size_t count, capacity;
-    int64_t seq; /* of mt_check_sequences; 0: none was noted, -1: several, or not known */
+    int64_t seq;    /* of mt_check_sequences; 0: none was noted, -1: several, or not known */
+    int data_alike; /* comparisons, from the first one on, in which data ranks had the same; -1: they had not */
 } mti_share_list;
+
+#define MTI_DATA_ALIKE 3 /* so many are no chance */
 
 typedef struct mti_replicas {
     mti_replica_list groups[MTI_AXES];
@@ -11286,14 +11290,38 @@ static int mti_range_misses(const mti_share_list *l, size_t i, const uint64_t *a
     return memchr(read, 0, sizeof read) != NULL;
 }
 
-/* Whether ranks a and b have the same in all entries of the data group that have the name of entry i. */
-static int mti_data_alike(const mti_share_list *l, size_t i, const uint64_t *all, int a, int b) {
-    size_t k;
-    for (k = 0; k < l->count; k++)
-        if (l->list[k].kind == 'd' && strcmp(l->list[k].what, l->list[i].what) == 0 &&
-            all[(size_t)a * l->count + k] != all[(size_t)b * l->count + k])
-            return 0;
-    return 1;
+/* Whether entry k counts together with entry i: shards with shards, data with data of the same name. */
+static int mti_entry_joins(const mti_share_list *l, size_t k, size_t i) {
+    if (l->list[k].kind != l->list[i].kind) return 0;
+    return l->list[i].kind == 'S' || strcmp(l->list[k].what, l->list[i].what) == 0;
+}
+
+/* Whether ranks a and b have alike what they must not, where entry i is: half of the shards, because a single weight may
+   be made of equal parts; all data of the name. Of other kinds, the entry itself. */
+static int mti_pair_alike(const mti_share_list *l, size_t i, const uint64_t *all, int a, int b) {
+    size_t k, count = 0, alike = 0;
+    if (all[(size_t)a * l->count + i] != all[(size_t)b * l->count + i]) return 0;
+    if (l->list[i].kind != 'S' && l->list[i].kind != 'd') return 1;
+    for (k = 0; k < l->count; k++) {
+        if (!mti_entry_joins(l, k, i)) continue;
+        count++;
+        alike += all[(size_t)a * l->count + k] == all[(size_t)b * l->count + k];
+    }
+    return l->list[i].kind == 'S' ? 2 * alike >= count : alike == count;
+}
+
+/* Counts the comparisons, from the first one on, in which two data ranks have had the same everywhere. One in which all
+   differ ends it: ranks may draw the same of a small text by chance. */
+static void mti_data_count(mti_share_list *l, const uint64_t *all, int ranks) {
+    size_t i;
+    int a, b, found = 0, has = 0;
+    for (i = 0; i < l->count && !found; i++) {
+        if (l->list[i].kind != 'd') continue;
+        has = 1;
+        for (b = 1; b < ranks; b++)
+            for (a = 0; a < b; a++) found |= mti_pair_alike(l, i, all, a, b);
+    }
+    if (has && l->data_alike >= 0) l->data_alike = found ? l->data_alike + 1 : -1;
 }
 
 /* Whether entry i is alike on two ranks that must not have it alike. *a and *b become the ranks. */
@@ -11302,11 +11330,11 @@ static int mti_share_alike(const mti_share_list *l, size_t i, const uint64_t *al
     int pairs = 0;
     *a = 0, *b = 1;
     if (kind == 'g') return mti_range_misses(l, i, all, ranks);
+    if (kind == 'd' && l->data_alike < MTI_DATA_ALIKE) return 0;
     if (kind == 'i' && (l->seq <= 0 || l->list[i].rows % l->seq == 0)) return 0;
     for (*b = 1; *b < ranks; ++*b)
         for (*a = 0; *a < *b; ++*a) {
-            int alike = kind == 'd' ? mti_data_alike(l, i, all, *a, *b)
-                                    : all[(size_t)*a * l->count + i] == all[(size_t)*b * l->count + i];
+            int alike = mti_pair_alike(l, i, all, *a, *b);
             if (alike && kind != 's' && kind != 'i') return 1;
             pairs += alike;
         }
@@ -11364,6 +11392,7 @@ static mt_status mti_shares_compare(mt_context *ctx, mt_comm *comm, const char *
     mt_status status = mti_shares_gather(ctx, comm, l, &all);
     size_t i;
     int a = 0, b = 0;
+    if (status == MT_SUCCESS && all) mti_data_count(l, all, comm->size);
     for (i = 0; status == MT_SUCCESS && all && i < l->count; i++)
         if (mti_share_alike(l, i, all, comm->size, &a, &b))
             status = mti_share_refuse(ctx, comm, where, &l->list[i], a, b);

@@ -683,6 +683,7 @@ typedef enum alike {
     ALIKE_SHARD,     /* of a weight */
     ALIKE_WORDS,     /* random words of a weight; found by one rank */
     ALIKE_TOKENS,    /* of data ranks */
+    ALIKE_BY_CHANCE, /* the same of data ranks in all steps but the first one; right */
     ALIKE_GROUP,     /* of keys and values, in a view of what all ranks have */
     UNLIKE_EPS,
     UNLIKE_MASKS,
@@ -697,6 +698,7 @@ static const char *const alike_words[] = {
     "the value of 'w'|same as rank 0",
     "mt_random_normal|first_row is 0",
     "ids of mt_embedding_forward|split over \"data\"|same as rank 0",
+    NULL,
     "the view of mt_check_view|same as rank 0",
     "kind or eps of mt_norm_forward|other numbers than rank 0",
     "mask of mt_attention_forward|other numbers than rank 0",
@@ -732,15 +734,15 @@ static mt_status alike_weights(mt_context *ctx, const mt_grid *g, alike fault, m
 }
 
 /* The calls of a step in which rank 1 of a group makes one mistake, or all ranks make it. */
-static mt_status alike_calls(mt_context *ctx, const mt_grid *g, alike fault, const mt_param *places,
+static mt_status alike_calls(mt_context *ctx, const mt_grid *g, alike fault, int step, const mt_param *places,
                              const mt_param *table, const mt_param *gain, alike_tensors *t) {
-    const int odd = g->tp_rank == 1;
+    const int odd = g->tp_rank == 1, same = fault == ALIKE_TOKENS || (fault == ALIKE_BY_CHANCE && step > 0);
     mt_attention_desc s = {.batch = 1, .seq = 12, .groups = 2, .heads_per_group = 1, .head_dim = 4};
     mt_cross_entropy_shard_desc vocabulary = {.vocab = 20, .first_col = 10 * g->tp_rank};
     int32_t ids[12] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8};
     s.alibi_slopes = (const float *)t->slopes.data;
     s.mask = fault == UNLIKE_MASKS && odd ? MT_MASK_BIDIRECTIONAL : MT_MASK_CAUSAL;
-    MT_TRY(mt_upload(ctx, ids + (fault == ALIKE_TOKENS ? 0 : 6 * g->dp_rank), t->tokens));
+    MT_TRY(mt_upload(ctx, ids + (same ? 0 : 6 * g->dp_rank), t->tokens));
     MT_TRY(mt_upload(ctx, ids + (5 * g->dp_rank + (fault == UNLIKE_TARGETS && odd ? 1 : 0)), t->targets));
     MT_TRY(mt_declare(ctx, g->dp, t->tokens, MT_SPLIT_ROWS));
     MT_TRY(mt_declare(ctx, g->dp, t->logits, MT_SPLIT_ROWS));
@@ -781,12 +783,14 @@ static mt_status alike_rank(mt_comm *world, void *user) {
     MT_TRY(mt_params_init(ctx, params, 1234));
     MT_TRY(alike_declare(ctx, &grid, &t));
     status = alike_weights(ctx, &grid, fault, p[0]);
-    if (status == MT_SUCCESS) status = mt_params_zero_grad(ctx, params);
-    if (status == MT_SUCCESS) status = alike_calls(ctx, &grid, fault, p[1], p[2], p[3], &t);
-    if (status == MT_SUCCESS) status = mt_sync_gradients(ctx, params);
-    if (fault == ALIKE_NONE) MT_TRY(status);
+    for (int step = 0; step < 4 && status == MT_SUCCESS; step++) {
+        status = mt_params_zero_grad(ctx, params);
+        if (status == MT_SUCCESS) status = alike_calls(ctx, &grid, fault, step, p[1], p[2], p[3], &t);
+        if (status == MT_SUCCESS) status = mt_sync_gradients(ctx, params);
+    }
+    if (!alike_words[fault]) MT_TRY(status);
     else CHECK(status != MT_SUCCESS);
-    if (fault != ALIKE_NONE && status != MT_ERR_PEER && fault != ALIKE_WORDS)
+    if (alike_words[fault] && status != MT_ERR_PEER && fault != ALIKE_WORDS)
         CHECK(test_has_words(mt_last_error(ctx), alike_words[fault]));
     mt_params_destroy(params);
     mt_grid_destroy(&grid);

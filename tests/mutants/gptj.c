@@ -9,7 +9,7 @@ static const mt_grid_desc program_grid = {.tp = 2};
 #include "batch.h"
 #include "mutants.h"
 
-enum { SEQ = 16, SEQUENCES = 4, MICRO_BATCHES = 2, STEPS = 2, LAYERS = 2, VOCAB = 40 };
+enum { SEQ = 16, SEQUENCES = 4, MICRO_BATCHES = 2, STEPS = 3, LAYERS = 2, VOCAB = 40 };
 enum { HIDDEN = 32, HEADS = 4, HEAD = HIDDEN / HEADS, ROTARY = 4, FFN = 4 * HIDDEN };
 
 #define SCALE (1.0f / (MICRO_BATCHES * SEQUENCES * SEQ)) /* 1 / tokens of the global batch */

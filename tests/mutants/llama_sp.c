@@ -9,7 +9,7 @@ static const mt_grid_desc program_grid = {.tp = 2};
 #include "batch.h"
 #include "mutants.h"
 
-enum { SEQ = 16, SEQUENCES = 4, STEPS = 2, LAYERS = 2, VOCAB = 40, HIDDEN = 32, FFN = 48 };
+enum { SEQ = 16, SEQUENCES = 4, STEPS = 3, LAYERS = 2, VOCAB = 40, HIDDEN = 32, FFN = 48 };
 enum { HEADS = 4, GROUPS = 2, HEAD = HIDDEN / HEADS, KV = GROUPS * HEAD };
 #define SCALE (1.0f / (SEQUENCES * SEQ)) /* 1 / tokens of the global batch */
 
