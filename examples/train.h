@@ -1287,10 +1287,20 @@ static void print_time(const trainer *t, const mt_step_time *times) {
                    mt_machine_capacity(machine) / 1e9);
 }
 
+/* Refuses a prediction that is not a number, or a time that is no time. */
+static mt_status check_time(trainer *t, double seconds) {
+    const mt_machine *machine = t->job->machine;
+    double peak = mt_machine_peak(machine, (mt_dtype)t->job->o.dtype), rate = model_flops(t) / seconds;
+    if (seconds > 0 && isfinite(seconds) && isfinite(rate) && (peak <= 0 || isfinite(rate / peak))) return MT_SUCCESS;
+    return refuse(t, "the rates of %s predict a step of %g s at a peak of %g FLOP/s, which cannot be",
+                  mt_machine_name(machine), seconds, peak);
+}
+
 static mt_status predict(trainer *t) {
     static mt_step_time times[MAX_RANKS];
     const job *job = t->job;
     MT_TRY(mt_plan_step(t->ctx, job->machine, job->traces, (int)job->o.pp, times));
+    MT_TRY(check_time(t, times->seconds));
     print_time(t, times);
     print_functions(t->ctx, job->machine, job->traces);
     return MT_SUCCESS;

@@ -556,6 +556,32 @@ static void test_utilization_of_a_plan(void **state) {
     forget("machine");
 }
 
+/* Rates that no machine has give no numbers, which are not printed. */
+static void test_dry_run_on_no_machine(void **state) {
+    static const char *const rates[] = {
+        "name none\nlink 1e30 0\nnode 8\ngemm * * * * 1e30\nattention * * 1e30\nmemory * * 1e30\noperator 1e308\n",
+        "name none\nlink 1e30 0\nnode 8\ngemm * * * * 1e-308\nattention * * 1e-308\nmemory * * 1e-308\noperator "
+        "1\npeak f32 1e308\n",
+        "name none\nlink 1e30 0\nnode 8\ngemm * * * * 1e30\nattention * * 1e30\nmemory * * 1e30\noperator 1\npeak f32 "
+        "1e-305\n"};
+    char words[WORDS], text[16384];
+    (void)state;
+    for (size_t i = 0; i < COUNT(rates); i++) {
+        write_bytes("machine", rates[i], strlen(rates[i]));
+        print_to(words, sizeof words,
+                 "--layers 2 --hidden 32 --heads 8 --seq 16 --batch 8 --data megatron.h --dry-run "
+                 "--machine %s",
+                 in_scratch("machine"));
+        assert_int_equal(run_program(words), 1);
+        read_text("err", text, sizeof text);
+        assert_non_null(strstr(text, "train_gpt: the rates of none predict a step of "));
+        read_text("out", text, sizeof text);
+        assert_null(strstr(text, "inf"));
+        assert_null(strstr(text, "nan"));
+    }
+    forget("machine");
+}
+
 /* On a machine whose operators each take a second, and whose messages and collectives take none. */
 static void test_dry_run_on_a_machine(void **state) {
     static const char *const model = "--layers 2 --hidden 32 --heads 8 --seq 16 --batch 8 --data megatron.h --dry-run";
@@ -1536,6 +1562,7 @@ int main(void) {
         cmocka_unit_test(test_configurations),
         cmocka_unit_test(test_utilization_of_a_plan),
         cmocka_unit_test(test_dry_run_on_a_machine),
+        cmocka_unit_test(test_dry_run_on_no_machine),
         cmocka_unit_test(test_dry_run_of_a_pipeline),
         cmocka_unit_test(test_sampling),
         cmocka_unit_test(test_token_file),
