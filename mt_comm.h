@@ -1033,7 +1033,8 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
    mt_check_share notes that each rank of comm must have a part of its own of what the name says. It is compared on a
    CPU with data, unless all elements of t are equal.
    mt_check_content says what an operator has written to t without data: a hash of the numbers from which it is made, or
-   MT_CONTENT_ANY if ranks may have the same where t is split.
+   MT_CONTENT_ANY if ranks may have the same where t is split. For the value of a parameter, MT_CONTENT_ANY holds from
+   then on: it may be made of equal parts.
    mt_check_content_of returns the hash of `count` numbers, for mt_check_content. Both do so with any `check`.
    mt_check_sequences notes that a call needs whole sequences of `seq` rows of t; seq 0: of several lengths. Ids that
    are split by rows are compared over groups that split the columns of t. They are not compared when each rank has
@@ -5013,7 +5014,7 @@ static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned
     }
     p->by = by;
     p->with = with;
-    p->content = 0;
+    if (!p->name || p->content != MT_CONTENT_ANY) p->content = 0; /* of a parameter it stays */
     return MT_SUCCESS;
 }
 
@@ -10984,7 +10985,7 @@ typedef struct mti_replica_list {
 
 /* What ranks of a group have each for itself. Kinds:
    s  not all ranks may have the same
-   S  shards: no two ranks may have the same in half of these entries or more
+   S  no two ranks may have the same
    d  of the data group: two ranks may have the same, but not in all entries of the same name, in MTI_DATA_ALIKE
       comparisons from the first one on
    i  ids of rows: not all ranks may have the same, unless they have whole sequences
@@ -11290,24 +11291,15 @@ static int mti_range_misses(const mti_share_list *l, size_t i, const uint64_t *a
     return memchr(read, 0, sizeof read) != NULL;
 }
 
-/* Whether entry k counts together with entry i: shards with shards, data with data of the same name. */
-static int mti_entry_joins(const mti_share_list *l, size_t k, size_t i) {
-    if (l->list[k].kind != l->list[i].kind) return 0;
-    return l->list[i].kind == 'S' || strcmp(l->list[k].what, l->list[i].what) == 0;
-}
-
-/* Whether ranks a and b have alike what they must not, where entry i is: half of the shards, because a single weight may
-   be made of equal parts; all data of the name. Of other kinds, the entry itself. */
+/* Whether ranks a and b have alike what they must not, where entry i is. Of data, in all entries of the name. */
 static int mti_pair_alike(const mti_share_list *l, size_t i, const uint64_t *all, int a, int b) {
-    size_t k, count = 0, alike = 0;
-    if (all[(size_t)a * l->count + i] != all[(size_t)b * l->count + i]) return 0;
-    if (l->list[i].kind != 'S' && l->list[i].kind != 'd') return 1;
+    size_t k;
     for (k = 0; k < l->count; k++) {
-        if (!mti_entry_joins(l, k, i)) continue;
-        count++;
-        alike += all[(size_t)a * l->count + k] == all[(size_t)b * l->count + k];
+        if (k != i && (l->list[i].kind != 'd' || l->list[k].kind != 'd')) continue;
+        if (strcmp(l->list[k].what, l->list[i].what) != 0) continue;
+        if (all[(size_t)a * l->count + k] != all[(size_t)b * l->count + k]) return 0;
     }
-    return l->list[i].kind == 'S' ? 2 * alike >= count : alike == count;
+    return 1;
 }
 
 /* Counts the comparisons, from the first one on, in which two data ranks have had the same everywhere. One in which all
@@ -11356,8 +11348,9 @@ static mt_status mti_share_refuse(mt_context *ctx, const mt_comm *comm, const ch
                        where, what, comm->name, comm->size);
     return mt_fail(ctx, MT_ERR_MISMATCH,
                    "%s: %s is split over \"%s\" (%d ranks), but rank %d has the same as rank %d: each rank needs its "
-                   "own part; check offsets by the rank, and what each rank reads and loads",
-                   where, what, comm->name, comm->size, b, a);
+                   "own part; check offsets by the rank, and what each rank reads and loads%s",
+                   where, what, comm->name, comm->size, b, a,
+                   e->kind == 'S' ? ", or say with mt_check_content (MT_CONTENT_ANY) that equal parts are meant" : "");
 }
 
 /* Gathers the marks of all ranks, if all have the same entries. *all [ranks, count], which the caller frees, stays NULL

@@ -681,6 +681,7 @@ typedef enum alike {
     ALIKE_POSITIONS, /* of each rank's own tokens */
     ALIKE_SLOPES,    /* of heads from 0 on */
     ALIKE_SHARD,     /* of a weight */
+    ALIKE_MEANT,     /* the same, and said to be meant */
     ALIKE_WORDS,     /* random words of a weight; found by one rank */
     ALIKE_TOKENS,    /* of data ranks */
     ALIKE_BY_CHANCE, /* the same of data ranks in all steps but the first one; right */
@@ -695,7 +696,8 @@ static const char *const alike_words[] = {
     NULL,
     "ids of mt_embedding_forward|split over \"tensor\"|same as rank 0",
     "alibi_slopes of mt_attention_forward|same as rank 0",
-    "the value of 'w'|same as rank 0",
+    "the value of 'w'|same as rank 0|MT_CONTENT_ANY",
+    NULL,
     "mt_random_normal|first_row is 0",
     "ids of mt_embedding_forward|split over \"data\"|same as rank 0",
     NULL,
@@ -730,7 +732,8 @@ static mt_status alike_weights(mt_context *ctx, const mt_grid *g, alike fault, m
     float host[64];
     MT_TRY(mt_random_normal(ctx, w->value, 1, at));
     for (int i = 0; i < 64; i++) host[i] = (float)(i * i);
-    return fault == ALIKE_SHARD ? mt_upload(ctx, host, w->value) : MT_SUCCESS;
+    if (fault == ALIKE_MEANT) mt_check_content(ctx, w->value, MT_CONTENT_ANY);
+    return fault == ALIKE_SHARD || fault == ALIKE_MEANT ? mt_upload(ctx, host, w->value) : MT_SUCCESS;
 }
 
 /* The calls of a step in which rank 1 of a group makes one mistake, or all ranks make it. */
