@@ -597,7 +597,7 @@ static mt_status model_create(model *m) {
     mt_transformer_layer_desc layer = {.hidden = 16, .heads = 4};
     mt_gpt_desc d = {.vocab = 21, .layers = 2, .max_seq = SEQ, .layer = layer};
     mt_bert_desc b = {.vocab = 21, .layers = 2, .max_seq = SEQ, .layer = layer};
-    for (int i = 0; i < SEQ; i++) m->ids[i] = i * 5 % 21;
+    for (int i = 0; i < SEQ; i++) m->ids[i] = (i * 5 + m->r.grid.dp_rank) % 21;
     if (m->is_bert) MT_TRY(mt_bert_create(m->r.ctx, m->r.params, &b, &m->bert));
     else MT_TRY(mt_gpt_create(m->r.ctx, m->r.params, &d, &m->gpt));
     for (int i = 0; i < 2; i++) {
