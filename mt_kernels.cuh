@@ -3512,27 +3512,34 @@ static mt_status mti_apply_rule_of(mt_context *ctx, const char *name, const mt_a
     return MT_SUCCESS;
 }
 
+/* Takes `count` doubles of a list. Returns how many there are room for. */
+static int mti_numbers_take(va_list list, int count, double *numbers) {
+    int i;
+    for (i = 0; i < count && i < MTI_NUMBERS; i++) numbers[i] = va_arg(list, double);
+    return i;
+}
+
 /* Notes numbers of a call, which must be the same on all ranks. t and data: see mt_check_numbers. */
 static mt_status mti_numbers_agree(mt_context *ctx, const char *where, const char *what, mt_tensor t, int data,
                                    int count, ...) {
     double numbers[MTI_NUMBERS];
     va_list list;
-    int i;
+    if (mt_check_mode(ctx) != 2) return MT_SUCCESS;
     va_start(list, count);
-    for (i = 0; i < count && i < MTI_NUMBERS; i++) numbers[i] = va_arg(list, double);
+    count = mti_numbers_take(list, count, numbers);
     va_end(list);
-    return mt_check_mode(ctx) == 2 ? mt_check_numbers(ctx, where, what, t, data, numbers, i) : MT_SUCCESS;
+    return mt_check_numbers(ctx, where, what, t, data, numbers, count);
 }
 
 /* Notes from which numbers a tensor is made. */
 static void mti_made(mt_context *ctx, mt_tensor t, int count, ...) {
     double numbers[MTI_NUMBERS];
     va_list list;
-    int i;
+    if (!mt_check_mode(ctx)) return;
     va_start(list, count);
-    for (i = 0; i < count && i < MTI_NUMBERS; i++) numbers[i] = va_arg(list, double);
+    count = mti_numbers_take(list, count, numbers);
     va_end(list);
-    mt_check_content(ctx, t, mt_check_content_of(numbers, i));
+    mt_check_content(ctx, t, mt_check_content_of(numbers, count));
 }
 
 /* ---- >>dispatch -------------------------------------------------------------------------------------------------- */
