@@ -1018,8 +1018,8 @@ static const struct {
     int is_product;
 } adders[] = {{"mt_bias_backward", "dbias", add_bias, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
               {"mt_bias_dropout_add_backward", "dbias", add_dropped_bias, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
-              {"mt_norm_backward", "dbias", add_norm, 1, WIDTH, 1, MT_SPLIT_COLS, 0},
-              {"mt_norm_backward", "dgain", add_rms_norm, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
+              {"mt_norm_backward", "dbias", add_norm, 1, WIDTH, 1, MT_REPLICATED, 0},
+              {"mt_norm_backward", "dgain", add_rms_norm, 1, WIDTH, 0, MT_REPLICATED, 0},
               {"mt_multiply_row_backward", "drow", add_row, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
               {"mt_activation_backward", "dbias", add_activation, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
               {"mt_linear_activation_backward", "dbias", add_linear_activation, 1, WIDTH, 0, MT_SPLIT_COLS, 0},
