@@ -1454,7 +1454,8 @@ MT_API int mt_json_find(const char *text, const char *name, size_t *from, size_t
      model.safetensors      the parameters in the registry's type; training state and fields are in its __metadata__
      optimizer.safetensors  for each parameter P: P.exp_avg, P.exp_avg_sq and, if it has a master, P.master, all F32
      config.json            if the format writes one (mt_checkpoint_format.config)
-     generation_config.json beside config.json, if load or import has read one: a JSON object of at most 1 MiB
+     generation_config.json beside config.json, if load or import has read one: a JSON object of at most 1 MiB.
+                            What is read through a link named step-N is not copied
    With 4 stages, model.safetensors becomes model-00001-of-00004.safetensors, ..., and model.safetensors.index.json, as
    Hugging Face shards a model; the same holds for the optimizer. A parameter that the first and the last stage share is
    in the first stage's file.
@@ -10874,11 +10875,31 @@ static mt_status mti_given_read(mt_context *ctx, const char *directory, const ch
     return status == MT_SUCCESS ? mti_json_object(ctx, path, text, bytes, NULL, 0) : status;
 }
 
-/* Reads the texts that save keeps, on the first rank. Without a directory, nothing is saved. */
+/* Returns 1 when a component of path is a link that is named like a checkpoint. It may have come with the directory of
+   checkpoints that it is in; a program has named links of other names itself. */
+static int mti_behind_step_link(const char *path) {
+    char part[MT_PATH_MAX], to[1];
+    const char *name = path, *end;
+    for (; *name && strlen(path) < sizeof part; name = end + (*end == '/')) {
+        end = name + strcspn(name, "/");
+        memcpy(part, path, (size_t)(end - path));
+        part[end - path] = 0; /* without a slash at its end, which would follow the link */
+        if (mti_step_of(part + (name - path)) >= 0 && readlink(part, to, sizeof to) >= 0) return 1;
+    }
+    return 0;
+}
+
+/* Reads the texts that save keeps, on the first rank. Without a directory, nothing is saved. The folder behind a link
+   may be any folder of the user, so it is loaded, but none of its texts is copied. */
 static mt_status mti_source_given(mt_context *ctx, const mt_checkpoint *c, const char *directory, mti_source *s) {
-    int i;
-    for (i = 0; c->format.config && c->directory[0] && mt_comm_rank(c->params->grid->world) == 0 && i < 2; i++)
-        MT_TRY(mti_given_read(ctx, directory, mti_given_names[i], &s->given[i]));
+    char text[MT_PATH_MAX + 128];
+    int i, keeps = c->format.config && c->directory[0] && mt_comm_rank(c->params->grid->world) == 0;
+    if (keeps && mti_behind_step_link(directory)) {
+        snprintf(text, sizeof text, "%s: is behind a link, so a save does not copy its config.json", directory);
+        mt_log(ctx, MT_LOG_INFO, text);
+        return MT_SUCCESS;
+    }
+    for (i = 0; keeps && i < 2; i++) MT_TRY(mti_given_read(ctx, directory, mti_given_names[i], &s->given[i]));
     return MT_SUCCESS;
 }
 

@@ -1360,6 +1360,59 @@ static void test_links_in_a_model(void **state) {
     shell("cd '%s' && rm -rf m other runs secret* data.bin cache", scratch);
 }
 
+/* A checkpoint that is a link in a directory of checkpoints is loaded, but its texts are not copied, by whatever path
+   the run finds it. Those of a folder in the same place are. */
+static void test_links_to_a_checkpoint(void **state) {
+    static const struct {
+        const char *command, *from;
+        int copies;
+    } folders[] = {{"cp -r m d/step-00000001", "d", 1},
+                   {"cp -r m d/step-00000001", "d/step-00000001/", 1},
+                   {"ln -s ../m d/step-00000001", "d", 0},
+                   {"ln -s \"$PWD/m\" d/step-00000001", "d/", 0},
+                   {"ln -s ../m d/step-00000001", "d/step-00000001", 0},
+                   {"ln -s ../m d/step-00000001", "d/step-00000001//", 0},
+                   {"ln -s ../m d/step-00000001", "d/./step-00000001/.", 0},
+                   {"ln -s ../m d/a && ln -s a d/step-00000001", "d", 0},
+                   {"cp -r m d/step-00000001 && ln -s step-00000001 d/step-00000002", "d", 0},
+                   {"mkdir other/m && cp m/* other/m && ln -s ../other d/step-00000001", "d/step-00000001/m", 0},
+                   {"cp -r m d/step-00000001 && ln -s d e", "e", 1}};
+    char words[WORDS];
+    (void)state;
+    write_bin("data.bin", LLMC_MAGIC, 1, BIN_TOKENS, BIN_TOKENS, 60);
+    for (size_t i = 0; i < COUNT(folders); i++) {
+        begin_with_folder("sed -i 's/{/{\"private\": 1,/' config.json", folders[i].from, words);
+        shell("cd '%s' && rm -rf d e && mkdir d && { %s; }", scratch, folders[i].command);
+        expect_success(words);
+        if (folders[i].copies)
+            shell("cd '%s' && grep -q private config.json && test -e generation_config.json",
+                  in_scratch("runs/step-00000001"));
+        else
+            shell("cd '%s' && ! grep -q private config.json && test -e config.json && ! test -e generation_config.json",
+                  in_scratch("runs/step-00000001"));
+    }
+    shell("cd '%s' && rm -rf m other runs secret* data.bin d e", scratch);
+}
+
+/* The same for a run that goes on. */
+static void test_resumes_behind_a_link(void **state) {
+    static const char *const moved[] = {":", "mv c/step-00000001 far && ln -s ../far c/step-00000001"};
+    char first[WORDS], flags[WORDS];
+    (void)state;
+    write_text();
+    for (int link = 0; link < 2; link++) {
+        print_to(first, sizeof first, "--steps 1 --checkpoint %s", in_scratch("c"));
+        run_six_steps(first);
+        shell("cd '%s' && echo '{}' >c/step-00000001/generation_config.json && { %s; }", scratch, moved[link]);
+        print_to(flags, sizeof flags, "--steps 2 --resume --checkpoint %s", in_scratch("c"));
+        run_six_steps(flags);
+        shell("%s test -e '%s'", link ? "!" : "", in_scratch("c/step-00000002/generation_config.json"));
+        flags[strlen("--steps ")] = '3'; /* what it has saved can be loaded */
+        run_six_steps(flags);
+        shell("cd '%s' && rm -rf c far", scratch);
+    }
+}
+
 static void test_begins_with_a_llama(void **state) {
     static unsigned char file[LLMC_HEADER_BYTES + 2 * 400];
     int32_t header[3] = {LLMC_MAGIC, 1, 400};
@@ -1597,6 +1650,8 @@ int main(void) {
         cmocka_unit_test(test_begins_with_a_llama),
         cmocka_unit_test(test_links_out_of_a_model),
         cmocka_unit_test(test_links_in_a_model),
+        cmocka_unit_test(test_links_to_a_checkpoint),
+        cmocka_unit_test(test_resumes_behind_a_link),
         cmocka_unit_test(test_nan_has_no_sign),
     };
     return cmocka_run_group_tests(tests, open_scratch, remove_scratch);
