@@ -35,6 +35,9 @@
 #endif
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
+
+#define PROGRAM "eval_gpt"
+#include "output_file.h"
 #include "whole_file.h"
 
 #include <errno.h>
@@ -407,14 +410,10 @@ static int check_data(const options *o, const dataset *d, int64_t vocab) {
     return !is_cloze(d) || o->words == 0;
 }
 
-/* A log must not overwrite the data. */
+/* A log must not overwrite another file of the run. */
 static int check_log(const options *o) {
-    struct stat data, log;
-    if (!o->log || stat(o->data, &data) != 0 || stat(o->log, &log) != 0 || !S_ISREG(log.st_mode) ||
-        data.st_dev != log.st_dev || data.st_ino != log.st_ino)
-        return 1;
-    fprintf(stderr, "eval_gpt: --log %s is the same file as --data\n", o->log);
-    return 0;
+    return !o->log || (is_apart("log", o->log, "--data", o->data) && is_apart_from_streams("log", o->log) &&
+                       is_apart_from("log", o->log, "--init-from", o->init_from, 1));
 }
 
 /* ---- one rank ---------------------------------------------------------------------------------------------------- */
@@ -813,13 +812,11 @@ static void print_model(const job *j) {
 
 static mt_status write_results(const evaluator *e, double seconds) {
     const job *j = e->job;
-    FILE *log = j->o.log ? fopen(j->o.log, "w") : NULL;
-    int failed = j->o.log && !log;
+    FILE *log = j->o.log ? output_file_open(j->o.log) : NULL;
+    int failed = j->o.log && (!log || !output_file_cut(j->o.log, log, 0));
     if (is_cloze(&j->data)) print_accuracy(j, e->results, seconds, log);
     else print_perplexity(j, e->results, seconds, log);
-    if (log && ferror(log)) failed = 1;
-    if (log && fclose(log) != 0) failed = 1;
-    if (failed) fprintf(stderr, "eval_gpt: cannot write %s: %s\n", j->o.log, strerror(errno));
+    if (!output_file_close(j->o.log, log)) failed = 1;
     return failed ? MT_ERR_IO : MT_SUCCESS;
 }
 

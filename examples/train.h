@@ -19,9 +19,9 @@
 #define TRAIN_H
 
 #include "megatron.h"
+#include "output_file.h"
 #include "whole_file.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <getopt.h>
 #include <locale.h>
@@ -393,68 +393,10 @@ static int load_data(options *o, dataset *d) {
 
 /* ---- files: a log must not be another file that this run reads or writes ----------------------------------------- */
 
-/* For a file that does not exist yet: finds its directory, and its name in there. Follows symbolic links to files that
-   do not exist yet. Returns 0 when there is no such directory. */
-static int find_place(const char *path, struct stat *folder, char name[MT_PATH_MAX]) {
-    char at[MT_PATH_MAX], to[MT_PATH_MAX], *last;
-    ssize_t n = 0;
-    int links = 0, length = snprintf(at, sizeof at, "%s", path);
-    while (length < (int)sizeof at && links++ < 16 && (n = readlink(at, to, sizeof to - 1)) > 0) {
-        to[n] = 0;
-        last = strrchr(at, '/');
-        last = last && to[0] != '/' ? last + 1 : at; /* a relative link replaces only the last component of the path */
-        length = (int)(last - at) + snprintf(last, sizeof at - (size_t)(last - at), "%s", to);
-    }
-    if (length >= (int)sizeof at || n > 0) return 0;
-    last = strrchr(at, '/');
-    snprintf(name, MT_PATH_MAX, "%s", last ? last + 1 : at);
-    if (last) last[last == at] = 0; /* the root keeps its slash */
-    return stat(last ? at : ".", folder) == 0;
-}
-
-/* Returns 1 when two paths lead to the same regular file, which need not exist yet. Terminals, pipes and devices do not
-   count: they may be written to twice. */
-static int same_file(const char *a, const char *b) {
-    char name_a[MT_PATH_MAX], name_b[MT_PATH_MAX];
-    struct stat x, y;
-    int has_a = stat(a, &x) == 0, has_b = stat(b, &y) == 0, same = has_a && has_b && S_ISREG(x.st_mode);
-    if (!has_a && !has_b) same = find_place(a, &x, name_a) && find_place(b, &y, name_b) && !strcmp(name_a, name_b);
-    return same && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
-}
-
-/* Returns 1 when the file `log` of --flag is not the file `path` of `other`; otherwise prints a message and returns 0.
-   path may be NULL. */
-static int is_apart(const char *flag, const char *log, const char *other, const char *path) {
-    if (!path || !same_file(log, path)) return 1;
-    fprintf(stderr, PROGRAM ": --%s %s is the same file as %s%s%s\n", flag, log, other, *other ? " " : "", path);
-    return 0;
-}
-
-/* The same for all files of a checkpoint (depth 0), or of a directory of checkpoints (depth 1). */
-static int is_apart_from(const char *flag, const char *log, const char *other, const char *directory, int depth) {
-    DIR *d = directory ? opendir(directory) : NULL;
-    const struct dirent *e;
-    char path[MT_PATH_MAX];
-    int apart = 1;
-    while (d && apart && (e = readdir(d))) {
-        const char *end = strrchr(e->d_name, '.');
-        int ours = end && (!strcmp(end, ".safetensors") || !strcmp(end, ".json"));
-        if (snprintf(path, sizeof path, "%s/%s", directory, e->d_name) >= (int)sizeof path) continue;
-        if (ours) apart = is_apart(flag, log, other, path);
-        else if (depth > 0 && strncmp(e->d_name, "step-", 5) == 0)
-            apart = is_apart_from(flag, log, other, path, depth - 1);
-    }
-    if (d) closedir(d);
-    if (apart && directory && depth > 0 && snprintf(path, sizeof path, "%s/.lock", directory) < (int)sizeof path)
-        apart = is_apart(flag, log, other, path);
-    return apart;
-}
-
 static int is_log_apart(const options *o, const char *flag, const char *log) {
-    int apart =
-        !log || (is_apart(flag, log, "--data", o->data) && is_apart(flag, log, "", "/dev/stdout") &&
-                 is_apart(flag, log, "", "/dev/stderr") && is_apart_from(flag, log, "--init-from", o->init_from, 1) &&
-                 is_apart_from(flag, log, "--checkpoint", o->checkpoint, 1));
+    int apart = !log || (is_apart(flag, log, "--data", o->data) && is_apart_from_streams(flag, log) &&
+                         is_apart_from(flag, log, "--init-from", o->init_from, 1) &&
+                         is_apart_from(flag, log, "--checkpoint", o->checkpoint, 1));
     for (size_t i = 0; log && !o->data && apart && i < OWN_DATA; i++)
         apart = is_apart(flag, log, "the data's", own_data[i]);
     return apart;
@@ -950,6 +892,146 @@ static mt_status evaluate(trainer *t, float *means) {
     return MT_SUCCESS;
 }
 
+/* ---- logs -------------------------------------------------------------------------------------------------------- */
+
+enum { LOG_LINE = 1024 }; /* characters of a line of a log, with its end, that no line has */
+
+/* Returns 1 for line `number` of a log of this program or, when whole is 0, for the beginning of one. A line that is
+   whole has its newline. *step is that of the line. */
+typedef int line_check(int64_t number, const char *line, int whole, int64_t *step);
+
+/* Writes the first line of --log. */
+static void write_head(char head[LOG_LINE]) {
+    int n = snprintf(head, LOG_LINE, "step,");
+    for (int i = 0; i < LOSSES; i++) n += snprintf(head + n, LOG_LINE - (size_t)n, "%s,", loss_names[i][0]);
+    n += snprintf(head + n, LOG_LINE - (size_t)n, "grad_norm,tokens_per_s,lr");
+    for (int i = 0; i < TOTALS; i++) n += snprintf(head + n, LOG_LINE - (size_t)n, ",%s", validation_names[i][0]);
+    snprintf(head + n, LOG_LINE - (size_t)n, "\n");
+}
+
+static int commas_in(const char *text) {
+    int n = 0;
+    for (; *text; text++) n += *text == ',';
+    return n;
+}
+
+/* Of --log: a head, and numbers with commas between them, of which some may be missing. */
+static int is_log_line(int64_t number, const char *line, int whole, int64_t *step) {
+    char head[LOG_LINE];
+    size_t length = strlen(line) - (whole != 0);
+    write_head(head);
+    *step = strtoll(line, NULL, 10);
+    if (number == 1) return strncmp(line, head, whole ? LOG_LINE : length) == 0;
+    if (*line < '1' || *line > '9' || strspn(line, "0123456789,.+-einfa") != length) return 0;
+    return whole ? commas_in(line) == commas_in(head) : commas_in(line) <= commas_in(head);
+}
+
+/* Of --hash-log: a step, a name, and 16 digits. The beginning of the first line could be that of any text. */
+static int is_hash_line(int64_t number, const char *line, int whole, int64_t *step) {
+    char *rest;
+    const char *hash;
+    *step = strtoll(line, &rest, 10);
+    if (*line < '1' || *line > '9') return 0;
+    if (!whole) return number > 1 && (*rest == ' ' || !*rest);
+    hash = *rest == ' ' ? strchr(rest + 1, ' ') : NULL;
+    if (!hash || strspn(hash + 1, "0123456789abcdef") != 16) return 0;
+    return strcmp(hash + 17, "\n") == 0 || strcmp(hash + 17, " ranks differ\n") == 0;
+}
+
+/* Reads the lines of a log of `size` bytes. *end becomes where those after `step` begin, or a last line that is not
+   whole. Returns the number of the first line that is none of such a log, or 0. */
+static int64_t read_lines(FILE *file, off_t size, line_check *is_line, int64_t step, off_t *end) {
+    char line[LOG_LINE];
+    int64_t number = 0, last = 0, of = 0;
+    int whole = 1;
+    for (off_t at = 0; whole && fgets(line, LOG_LINE, file); last = of) {
+        size_t n = strlen(line);
+        whole = n > 0 && line[n - 1] == '\n';
+        at += (off_t)n;
+        if (!is_line(++number, line, whole, &of) || (whole ? of < last : at != size)) return number;
+        if (whole && of <= step) *end = at;
+    }
+    return 0;
+}
+
+/* Finds where the lines of steps after `step` begin in a log, and changes nothing. A run that was killed has logged
+   steps after its last checkpoint, and its last line may not be whole. Without --resume, all lines go. Returns 0 after
+   it has printed what is wrong; another file that this run would destroy is no log. */
+static int measure_log(const job *j, const char *path, FILE *log, line_check *is_line, int64_t step, off_t *end) {
+    struct stat info;
+    FILE *file;
+    int64_t wrong = 0;
+    int failed;
+    *end = 0;
+    if (!log || !j->o.resume || !output_file_is_regular(log)) return 1;
+    file = fopen(path, "r");
+    failed = !file || fstat(fileno(file), &info) != 0;
+    if (!failed) wrong = read_lines(file, info.st_size, is_line, step, end);
+    failed = failed || ferror(file);
+    if (failed) fprintf(stderr, PROGRAM ": cannot read %s: %s\n", path, strerror(errno));
+    else if (wrong > 0)
+        fprintf(stderr, PROGRAM ": --resume cannot go on with %s: line %lld is none of such a log of " PROGRAM "\n",
+                path, (long long)wrong);
+    if (file) fclose(file);
+    return !failed && wrong == 0;
+}
+
+/* Keeps the lines of the steps up to `step`. Nothing is changed before both logs are understood. */
+static int begin_logs(const job *j, int64_t step) {
+    char head[LOG_LINE];
+    off_t end, hash_end;
+    if (!measure_log(j, j->o.log, j->log, is_log_line, step, &end) ||
+        !measure_log(j, j->o.hash_log, j->hash_log, is_hash_line, step, &hash_end))
+        return 0;
+    if (!output_file_cut(j->o.log, j->log, end) || !output_file_cut(j->o.hash_log, j->hash_log, hash_end)) return 0;
+    write_head(head);
+    if (j->log && end == 0) fputs(head, j->log);
+    return 1;
+}
+
+/* Locks a regular file. Returns 0 when another run has locked it; tries for one second, because a process that was just
+   killed keeps its lock until the system has freed its memory. */
+static int lock_file(FILE *file) {
+    const struct timespec nap = {.tv_nsec = 10000000};
+    int busy = output_file_is_regular(file);
+    for (int tries = 0; busy && tries < 100; tries++) {
+        if (tries > 0) nanosleep(&nap, NULL);
+        busy = flock(fileno(file), LOCK_EX | LOCK_NB) != 0 && (errno == EWOULDBLOCK || errno == EINTR);
+    }
+    return !busy;
+}
+
+/* Opens a log and locks it until it is closed: two runs would write into each other's lines. When path is NULL, *out is
+   NULL. Returns 0 after an error. */
+static int open_log(const char *path, FILE **out) {
+    *out = path ? output_file_open(path) : NULL;
+    if (!*out) return !path;
+    if (lock_file(*out)) return 1;
+    fprintf(stderr, PROGRAM ": %s: another run writes to it\n", path);
+    return 0;
+}
+
+/* Every rank calls it with whether its files are right, and returns MT_SUCCESS if all are. The rank with a wrong one
+   has printed what is wrong, so no rank reports it again. */
+static mt_status agree(trainer *t, int right) {
+    size_t mark = mt_arena_mark(t->ctx);
+    int32_t wrong = !right;
+    mt_tensor one;
+    MT_TRY(mt_arena_tensor(t->ctx, MT_I32, 1, 1, &one));
+    MT_TRY(mt_upload(t->ctx, &wrong, one));
+    MT_TRY(mt_all_reduce(t->ctx, t->grid.world, one.data, one.data, 1, MT_I32, MT_MAX));
+    MT_TRY(mt_download(t->ctx, one, &wrong));
+    mt_arena_release(t->ctx, mark);
+    t->refused |= wrong;
+    return wrong ? MT_ERR_ARGUMENT : MT_SUCCESS;
+}
+
+/* Opens the logs, which rank 0 alone has. */
+static mt_status open_logs(trainer *t, job *j) {
+    int writes = mt_comm_rank(t->grid.world) == 0;
+    return agree(t, !writes || (open_log(j->o.log, &j->log) && open_log(j->o.hash_log, &j->hash_log)));
+}
+
 /* ---- checkpoints ------------------------------------------------------------------------------------------------- */
 
 /* Writes a line for each flag that changes the bits of a run, except for those of the split, which may change, and
@@ -1032,30 +1114,6 @@ static mt_status load(trainer *t, int64_t newest) {
     return MT_SUCCESS;
 }
 
-/* Removes the lines of steps after `step` from a log, and a last line that is not complete. A run that was killed has
-   logged steps after its last checkpoint. */
-static mt_status cut_log(const char *path, FILE *file, int64_t step) {
-    char *line = NULL;
-    size_t room = 0;
-    ssize_t n;
-    off_t end = 0;
-    struct stat info;
-    FILE *read;
-    if (!file || fstat(fileno(file), &info) != 0 || !S_ISREG(info.st_mode)) return MT_SUCCESS; /* e.g. a terminal */
-    read = fopen(path, "r");
-    while (read && (n = getline(&line, &room, read)) > 0 && line[n - 1] == '\n') {
-        char *rest;
-        long long of = strtoll(line, &rest, 10);
-        if (rest != line && of > step) break;
-        end += n;
-    }
-    free(line);
-    if (read) fclose(read);
-    if (read && ftruncate(fileno(file), end) == 0) return MT_SUCCESS;
-    fprintf(stderr, PROGRAM ": cannot shorten %s: %s\n", path, strerror(errno));
-    return MT_ERR_IO;
-}
-
 /* Locks the directory of checkpoints and loads what the run begins with. */
 static mt_status open_checkpoints(trainer *t, int64_t *newest) {
     const options *o = &t->job->o;
@@ -1067,7 +1125,7 @@ static mt_status open_checkpoints(trainer *t, int64_t *newest) {
     return load(t, *newest);
 }
 
-/* Prepares the first step: opens checkpoints, and shortens the logs of a run that is resumed. */
+/* Prepares the first step: opens checkpoints, and shortens the logs, which are as they were until then. */
 static mt_status begin(trainer *t) {
     const options *o = &t->job->o;
     int64_t newest = -1;
@@ -1076,11 +1134,10 @@ static mt_status begin(trainer *t) {
     /* when a file is wrong on one rank, all ranks have its error */
     if ((status == MT_ERR_IO || status == MT_ERR_DATA) && !t->refused) return refuse(t, "%s", mt_last_error(t->ctx));
     MT_TRY(status);
-    if (!speaks || !o->resume) return MT_SUCCESS;
-    if (newest >= 0) printf("going on after step %lld, from %s\n", (long long)newest, o->checkpoint);
-    else printf("no checkpoint in %s: beginning with step 1\n", o->checkpoint);
-    MT_TRY(cut_log(o->log, t->job->log, t->first_step));
-    return cut_log(o->hash_log, t->job->hash_log, t->first_step);
+    MT_TRY(agree(t, !speaks || begin_logs(t->job, t->first_step)));
+    if (speaks && newest >= 0) printf("going on after step %lld, from %s\n", (long long)newest, o->checkpoint);
+    else if (speaks && o->resume) printf("no checkpoint in %s: beginning with step 1\n", o->checkpoint);
+    return MT_SUCCESS;
 }
 
 /* ---- what a rank prints ------------------------------------------------------------------------------------------ */
@@ -1514,55 +1571,6 @@ static mt_status plan(job *job, int speaks) {
     return status;
 }
 
-/* Locks a regular file. Returns 0 when another run has locked it; tries for one second, because a process that was just
-   killed keeps its lock until the system has freed its memory. */
-static int lock_file(FILE *file) {
-    const struct timespec nap = {.tv_nsec = 10000000};
-    struct stat info;
-    int busy = fstat(fileno(file), &info) == 0 && S_ISREG(info.st_mode);
-    for (int tries = 0; busy && tries < 100; tries++) {
-        if (tries > 0) nanosleep(&nap, NULL);
-        busy = flock(fileno(file), LOCK_EX | LOCK_NB) != 0 && (errno == EWOULDBLOCK || errno == EINTR);
-    }
-    return !busy;
-}
-
-/* Opens a log and locks it until it is closed: two runs would write into each other's lines. keeps = 0: it begins
-   empty. When path is NULL, *out is NULL. Returns 0 after an error. */
-static int open_log(const char *path, int keeps, FILE **out) {
-    *out = path ? fopen(path, "a") : NULL;
-    if (path && !*out) fprintf(stderr, PROGRAM ": cannot write %s: %s\n", path, strerror(errno));
-    if (!*out) return !path;
-    if (!lock_file(*out)) {
-        fprintf(stderr, PROGRAM ": %s: another run writes to it\n", path);
-        return 0;
-    }
-    if (!keeps && ftruncate(fileno(*out), 0) != 0 && errno != EINVAL) /* EINVAL: not a regular file */
-        fprintf(stderr, PROGRAM ": cannot shorten %s: %s\n", path, strerror(errno));
-    return 1;
-}
-
-/* Closes a file, which may be NULL. Returns 0 when something could not be written. */
-static int close_file(const char *path, FILE *file) {
-    int failed = file && ferror(file);
-    if (file && fclose(file) != 0) failed = 1;
-    if (failed) fprintf(stderr, PROGRAM ": cannot write %s: %s\n", path, strerror(errno));
-    return !failed;
-}
-
-static mt_status open_logs(job *job) {
-    int keeps = job->o.resume != 0;
-    if (!open_log(job->o.log, keeps, &job->log) || !open_log(job->o.hash_log, keeps, &job->hash_log)) return MT_ERR_IO;
-    if (!job->log || fseek(job->log, 0, SEEK_END) != 0 || ftell(job->log) > 0) return MT_SUCCESS;
-    fprintf(job->log, "step,");
-    for (int i = 0; i < LOSSES; i++) fprintf(job->log, "%s,", loss_names[i][0]);
-    fprintf(job->log, "grad_norm,tokens_per_s,lr");
-    for (int i = 0; i < TOTALS; i++) fprintf(job->log, ",%s", validation_names[i][0]);
-    fprintf(job->log, "\n");
-    fflush(job->log); /* cut_log reads the file */
-    return MT_SUCCESS;
-}
-
 /* Rank 0 prints why the run does not begin, if all ranks have the same reason. */
 static mt_status refuse_together(mt_comm *world, const job *job, trainer *t) {
     mt_context_desc where = {.arena_bytes = 1 << 20,
@@ -1581,7 +1589,7 @@ static mt_status rank_main(mt_comm *world, void *user) {
     mt_status status;
     memset(&t, 0, sizeof t);
     status = j->refusal[0] ? refuse_together(world, j, &t) : trainer_create(world, j, (mt_device)j->o.device, &t);
-    if (status == MT_SUCCESS && mt_comm_rank(world) == 0) status = open_logs(j); /* only rank 0 uses them */
+    if (status == MT_SUCCESS) status = open_logs(&t, j);
     if (status == MT_SUCCESS) status = train(&t);
     if (t.refused) __atomic_store_n(&j->refused, 1, __ATOMIC_RELAXED);
     if (t.refused) status = MT_SUCCESS; /* rank 0 has printed why: the launcher must not report it again */
@@ -1641,8 +1649,8 @@ static int train_main(int argc, char **argv, job *job) {
         return 0;
     }
     if (check_logs(&job->o) && prepare(job)) status = run(job);
-    if (!close_file(job->o.log, job->log)) status = MT_ERR_IO;
-    if (!close_file(job->o.hash_log, job->hash_log)) status = MT_ERR_IO;
+    if (!output_file_close(job->o.log, job->log)) status = MT_ERR_IO;
+    if (!output_file_close(job->o.hash_log, job->hash_log)) status = MT_ERR_IO;
     free(job->data.tokens);
     free(job->data.marks);
     free(job->table);

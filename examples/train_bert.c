@@ -24,7 +24,7 @@
    every split trains on the same batches. */
 
 #ifndef _POSIX_C_SOURCE
-#define _POSIX_C_SOURCE 200809L /* fileno, getline: a strict -std=c99 hides them */
+#define _POSIX_C_SOURCE 200809L /* fileno, fdopen: a strict -std=c99 hides them */
 #endif
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"

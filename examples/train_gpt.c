@@ -27,7 +27,7 @@
    FILE writes a hash of each tensor: a diff of two such files shows the first tensor in which two runs differ. */
 
 #ifndef _POSIX_C_SOURCE
-#define _POSIX_C_SOURCE 200809L /* fileno, getline: a strict -std=c99 hides them */
+#define _POSIX_C_SOURCE 200809L /* fileno, fdopen: a strict -std=c99 hides them */
 #endif
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"

@@ -589,6 +589,32 @@ static void test_bad_flags(void **state) {
     assert_true(printed_after("vocabulary ") > 60);
 }
 
+/* A log may be a pipe with a reader. What nobody reads is not waited for, and no file of the run is a log. */
+static void test_logs_that_are_something_else(void **state) {
+    static const char head[] = "target,token,loss\n";
+    char words[WORDS], text[64];
+    int ends[2];
+    (void)state;
+    assert_int_equal(mkfifo(in_scratch("fifo"), 0600), 0);
+    print_to(words, sizeof words, MODEL "--data " TEXT_BIN " --log %s", in_scratch("fifo"));
+    expect_error(words, "fifo: it is a socket, or a pipe that nobody reads");
+    expect_error(MODEL "--data " TEXT_BIN " --log tests", "cannot write tests: Is a directory");
+    expect_error(MODEL "--data " TEXT_BIN " --log /dev/full", "cannot write /dev/full: No space left");
+    expect_error(MODEL "--data " TEXT_BIN " --log /dev/stdout", "--log /dev/stdout is the same file as /dev/stdout");
+    shell("cp -r tests/golden/gpt2_hf '%s'", in_scratch("model"));
+    print_to(words, sizeof words, "--no-pinning --init-from %s --data " TEXT_BIN " --log %s/model.safetensors",
+             in_scratch("model"), in_scratch("model"));
+    expect_error(words, "model.safetensors is the same file as --init-from ");
+    assert_int_equal(pipe(ends), 0);
+    print_to(words, sizeof words, MODEL "--data " TEXT_BIN " --log /dev/fd/%d", ends[1]);
+    expect_success(words);
+    assert_int_equal(read(ends[0], text, sizeof head - 1), sizeof head - 1);
+    assert_memory_equal(text, head, sizeof head - 1);
+    assert_true(close(ends[0]) == 0 && close(ends[1]) == 0);
+    forget("model");
+    forget("fifo");
+}
+
 static int open_scratch(void **state) {
     (void)state;
     return scratch_open("test_eval");
@@ -619,6 +645,7 @@ int main(void) {
         cmocka_unit_test(test_flags_of_the_shape),
         cmocka_unit_test(test_bad_flags),
         cmocka_unit_test(test_help),
+        cmocka_unit_test(test_logs_that_are_something_else),
     };
     return cmocka_run_group_tests(tests, open_scratch, remove_scratch);
 }

@@ -15,14 +15,25 @@
 #define STEPS (SANITIZED ? 20 : 50)     /* with two evaluations */
 #define LEARNED (SANITIZED ? 0.5 : 1.0) /* by which the loss falls at least */
 
-/* Rank 0, a thread, opens a pipe that no process reads, and blocks for ever. */
+/* A pipe that is open for a reader who reads nothing, and full. Returns the end of the reader. */
+static int open_full_pipe(const char *name) {
+    static const char bytes[4096];
+    int fd;
+    assert_int_equal(mkfifo(in_scratch(name), 0600), 0);
+    fd = open(in_scratch(name), O_RDWR | O_NONBLOCK);
+    assert_true(fd >= 0);
+    while (write(fd, bytes, sizeof bytes) > 0) continue;
+    assert_int_equal(errno, EAGAIN);
+    return fd;
+}
+
+/* Rank 0, a thread, writes to a pipe that no process reads, and blocks for ever. */
 static void test_stuck_rank_ends_the_process(void **state) {
     char words[WORDS], text[4096];
     double start = cm_seconds_();
-    int status = 0;
+    int status = 0, reader = open_full_pipe("pipe");
     pid_t child;
     (void)state;
-    assert_int_equal(mkfifo(in_scratch("pipe"), 0600), 0);
     print_to(words, sizeof words, "--data LICENSE --layers 1 --hidden 16 --seq 8 --timeout 0.5 --log %s",
              in_scratch("pipe"));
     child = fork();
@@ -38,6 +49,7 @@ static void test_stuck_rank_ends_the_process(void **state) {
     assert_non_null(strstr(text, "rank 1 of 2: MT_ERR_TIMEOUT: "));
     assert_non_null(strstr(text, "rank 0 of 2: has not returned from its function"));
     assert_true(cm_seconds_() - start > 5.0); /* the watch gives a stuck rank that long to return */
+    close(reader);
 }
 
 /* The losses and gradient norms of a run, from its CSV. */
@@ -1058,6 +1070,166 @@ static void test_logs_go_on(void **state) {
     forget("checkpoints");
 }
 
+#define HEAD "step,loss,grad_norm,tokens_per_s,lr,val_loss\n"
+#define STEP_1 "1,5.5,1.5,4000,0.0003,\n"
+#define HASHES "1 decoder.w 0123456789abcdef\n1 decoder.w.grad 0123456789abcdef ranks differ\n"
+
+/* Writes both logs, where the other one is right and has a step that --resume removes, and checks that a run is refused
+   with one sentence and changes neither. */
+static void refuse_logs(const char *flag, const char *content, size_t bytes, const char *flags, const char *sentence) {
+    static const char later[] = HEAD "7,5.5,1.5,4000,0.0003,1.5\n", later_hashes[] = HASHES "7 w 0123456789abcdef\n";
+    char words[WORDS], log[SCRATCH_PATH], hashes[SCRATCH_PATH];
+    int is_log = strcmp(flag, "--log") == 0;
+    print_to(log, sizeof log, "%s", in_scratch("log.csv"));
+    print_to(hashes, sizeof hashes, "%s", in_scratch("one.hash"));
+    write_bytes("log.csv", is_log ? content : later, is_log ? bytes : sizeof later - 1);
+    write_bytes("one.hash", is_log ? later_hashes : content, is_log ? sizeof later_hashes - 1 : bytes);
+    shell("cat '%s' '%s' >'%s'", log, hashes, in_scratch("before"));
+    print_to(words, sizeof words, "--log %s --hash-log %s --checkpoint %s %s", log, hashes, in_scratch("c"), flags);
+    refuse_six_steps(words, sentence);
+    expect_one_sentence(sentence);
+    shell("cat '%s' '%s' | cmp - '%s'", log, hashes, in_scratch("before"));
+}
+
+/* --resume does not shorten a file that is none of its logs, and a refused run does not empty one. */
+static void test_resume_keeps_what_is_no_log(void **state) {
+#define CONTENT(text) text, sizeof text - 1
+    static char longer[1100] = HEAD STEP_1 "2,5.5,1.5,4000,0.0003,";
+    static const struct {
+        const char *flag, *content;
+        size_t bytes;
+        int line;
+    } none[] = {{"--log", CONTENT("precious"), 1},
+                {"--log", CONTENT("precious\n"), 1},
+                {"--log", CONTENT("\n"), 1},
+                {"--log", CONTENT("1,5.5,1.5,4000,0.0003,\n"), 1},
+                {"--log", CONTENT("step,lm_loss,sop_loss,grad_norm,tokens_per_s,lr,val_lm_loss\n"), 1},
+                {"--log", CONTENT("step,loss,grad_norm,tokens_per_s,lr,val_loss, and more"), 1},
+                {"--log", CONTENT("\0secret\n"), 1},
+                {"--log", CONTENT(HASHES), 1},
+                {"--log", CONTENT(HEAD "precious"), 2},
+                {"--log", CONTENT(HEAD "2 apples"), 2},
+                {"--log", CONTENT(HEAD "1,5.5,1.5,4000,0.0003\n"), 2},
+                {"--log", CONTENT(HEAD "1,5.5,1.5,4000,0.0003,,1\n"), 2},
+                {"--log", CONTENT(HEAD "1,5.5,1.5,4000,0.0003,bad\n"), 2},
+                {"--log", CONTENT(HEAD "-1,5.5,1.5,4000,0.0003,\n"), 2},
+                {"--log", CONTENT(HEAD STEP_1 "\n"), 3},
+                {"--log", CONTENT(HEAD STEP_1 HEAD STEP_1), 3},
+                {"--log", CONTENT(HEAD "7,5.5,1.5,4000,0.0003,\n" STEP_1), 3},
+                {"--log", CONTENT(HEAD "7,5.5,1.5,4000,0.0003,\n8,5.5\n"), 3},
+                {"--log", CONTENT(HEAD STEP_1 "2,5.5\0,1.5,4000,0.0003,\n"), 3},
+                {"--log", longer, sizeof longer, 3},
+                {"--hash-log", CONTENT("precious"), 1},
+                {"--hash-log", CONTENT("2 apples"), 1},
+                {"--hash-log", CONTENT("2 apples\n"), 1},
+                {"--hash-log", CONTENT(HEAD STEP_1), 1},
+                {"--hash-log", CONTENT(HASHES "2 apples and pears\n"), 3},
+                {"--hash-log", CONTENT(HASHES "2 w 0123456789abcde\n"), 3},
+                {"--hash-log", CONTENT(HASHES "2 w 0123456789abcdef ranks differ, too\n"), 3},
+                {"--hash-log", CONTENT("7 w 0123456789abcdef\n" HASHES), 2}};
+    char words[WORDS], sentence[128];
+    (void)state;
+    write_text();
+    memset(longer + strlen(longer), '1', sizeof longer - strlen(longer));
+    for (size_t i = 0; i < COUNT(none); i++) {
+        print_to(sentence, sizeof sentence, "line %d is none of such a log of train_gpt", none[i].line);
+        refuse_logs(none[i].flag, none[i].content, none[i].bytes, "--resume", sentence);
+    }
+    write_bytes("log.csv", "", 0); /* 3 GB of one line are not read */
+    assert_int_equal(truncate(in_scratch("log.csv"), (off_t)3 << 30), 0);
+    print_to(words, sizeof words, "--log %s --checkpoint %s --resume", in_scratch("log.csv"), in_scratch("c"));
+    refuse_six_steps(words, "line 1 is none of such a log");
+    shell("test $(wc -c <'%s') -eq 3221225472", in_scratch("log.csv"));
+    print_to(words, sizeof words, "--checkpoint %s --steps 1", in_scratch("c"));
+    run_six_steps(words);
+    refuse_logs("--log", CONTENT(HEAD STEP_1), "", "has a checkpoint of step 1: go on with --resume");
+    shell("cd '%s' && rm -r c before log.csv one.hash", scratch);
+}
+
+/* What a killed run can leave behind: no line, the beginning of the first one, or a last line that does not end. */
+static void test_logs_that_do_not_end(void **state) {
+    static const char *const logs[] = {"",
+                                       "st",
+                                       "step,loss,grad_norm,tokens_per_s,lr,val_loss",
+                                       HEAD,
+                                       HEAD "1",
+                                       HEAD "1,",
+                                       HEAD "1,nan,inf,4e+03,-1",
+                                       HEAD STEP_1,
+                                       HEAD STEP_1 "2,5.5"};
+    static const char *const hashes[] = {"", HASHES, HASHES "1", HASHES "12 ", HASHES "2 w 01"};
+    char words[WORDS];
+    double loss[8];
+    (void)state;
+    write_text();
+    for (size_t i = 0; i < COUNT(logs); i++) {
+        const char *hash = hashes[i % COUNT(hashes)];
+        write_bytes("log.csv", logs[i], strlen(logs[i]));
+        write_bytes("one.hash", hash, strlen(hash));
+        print_to(words, sizeof words, "--steps 2 --checkpoint %s --resume --log %s --hash-log %s", in_scratch("c"),
+                 in_scratch("log.csv"), in_scratch("one.hash"));
+        run_six_steps(words);
+        assert_int_equal(read_losses("log.csv", 1, loss), 2);
+        shell("cd '%s' && head -1 log.csv | grep -q ^step,loss, && test $(wc -l <log.csv) -eq 3 && "
+              "! grep -v '^[12] .* [0-9a-f]\\{16\\}$' one.hash",
+              scratch);
+        forget("c");
+    }
+}
+
+/* Checks the two lines of a log that a run has written to a pipe. */
+static void expect_log_in(int fd) {
+    char text[512];
+    ssize_t n = read(fd, text, sizeof text - 1);
+    assert_true(n > 0);
+    text[n] = 0;
+    assert_int_equal(strncmp(text, HEAD "1,", strlen(HEAD "1,")), 0);
+    assert_string_equal(strchr(text + strlen(HEAD), '\n'), "\n");
+}
+
+/* A log may be a pipe with a reader, which --resume cannot shorten. What nobody reads is refused. */
+static void test_logs_that_are_no_files(void **state) {
+    static const char *const flags[] = {"--log", "--hash-log"}, *const resumes[] = {"", "--resume"};
+    char words[WORDS];
+    int ends[2], fd;
+    (void)state;
+    write_text();
+    assert_int_equal(mkfifo(in_scratch("fifo"), 0600), 0);
+    assert_int_equal(mkdir(in_scratch("folder"), 0700), 0);
+    for (int i = 0; i < 4; i++) {
+        static const char *const wrong[][2] = {{"fifo", "fifo: it is a socket, or a pipe that nobody reads"},
+                                               {"folder", "folder: Is a directory"}};
+        for (size_t k = 0; k < COUNT(wrong); k++) {
+            print_to(words, sizeof words, "--checkpoint %s %s %s %s", in_scratch("c"), resumes[i / 2], flags[i % 2],
+                     in_scratch(wrong[k][0]));
+            refuse_six_steps(words, wrong[k][1]);
+            expect_one_sentence("cannot write ");
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(pipe(ends), 0);
+        print_to(words, sizeof words, "--steps 1 --checkpoint %s %s --log /dev/fd/%d --hash-log /dev/null",
+                 in_scratch("c"), resumes[i], ends[1]);
+        run_six_steps(words);
+        expect_log_in(ends[0]);
+        assert_true(close(ends[0]) == 0 && close(ends[1]) == 0);
+        fd = open(in_scratch("fifo"), O_RDWR);
+        print_to(words, sizeof words, "--steps 1 %s --log %s", i ? "--hash-log /dev/null" : "", in_scratch("fifo"));
+        run_six_steps(words);
+        expect_log_in(fd);
+        close(fd);
+        forget("c");
+    }
+    fd = open(in_scratch("log.csv"), O_RDWR | O_CREAT | O_TRUNC, 0600);
+    assert_int_equal(write(fd, "old", 3), 3);
+    print_to(words, sizeof words, "--steps 1 --log /dev/fd/%d", fd);
+    run_six_steps(words);
+    assert_int_equal(lseek(fd, 0, SEEK_SET), 0);
+    expect_log_in(fd);
+    assert_true(close(fd) == 0);
+    shell("cd '%s' && rm -r fifo folder log.csv", scratch);
+}
+
 /* A model with more positions than --seq, from --max-seq or from the weights that it starts with. */
 static void test_positions(void **state) {
     char words[WORDS], c[SCRATCH_PATH];
@@ -1641,6 +1813,9 @@ int main(void) {
         cmocka_unit_test(test_stuck_rank_ends_the_process),
         cmocka_unit_test(test_resuming_something_else),
         cmocka_unit_test(test_logs_go_on),
+        cmocka_unit_test(test_resume_keeps_what_is_no_log),
+        cmocka_unit_test(test_logs_that_do_not_end),
+        cmocka_unit_test(test_logs_that_are_no_files),
         cmocka_unit_test(test_positions),
         cmocka_unit_test(test_shape_of_a_model),
         cmocka_unit_test(test_flags_that_contradict_a_gpt2),
