@@ -1350,7 +1350,8 @@ typedef struct mt_safetensors_writer mt_safetensors_writer; /* opaque */
    Strings are copied. MT_ERR_ARGUMENT: a type or a shape is not one of the format, a tensor is added after a write,
    or more or fewer bytes were written than the tensors have. MT_ERR_DATA, at the first write or at finish: a name is
    given twice or is not UTF-8. MT_ERR_UNSUPPORTED: the header has more than 100000000 bytes. MT_ERR_IO: the file cannot
-   be written, or another writer writes it. MT_ERR_UNSUPPORTED: this process was forked from the one that began it. */
+   be written, another writer writes it, or PATH is a directory, a pipe, a device or a link to one (also /dev/stdout).
+   MT_ERR_UNSUPPORTED: this process was forked from the one that began it. */
 MT_API mt_status mt_safetensors_create(mt_context *ctx, const char *path, const mt_setting *metadata, int count,
                                        mt_safetensors_writer **out);
 MT_API mt_status mt_safetensors_add(mt_context *ctx, mt_safetensors_writer *writer, const char *name, const char *dtype,
@@ -8881,8 +8882,16 @@ static mt_status mti_writer_create(mt_context *ctx, mti_file *f) {
     return mt_fail(ctx, MT_ERR_IO, "%s: another writer writes it", f->path);
 }
 
+/* A file is renamed to the path at last. That would remove a device, a pipe, or a link to one, such as /dev/stdout. */
+static mt_status mti_writer_place(mt_context *ctx, const char *path) {
+    struct stat info;
+    if (stat(path, &info) != 0 || S_ISREG(info.st_mode)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_IO, "%s: is not a regular file, so no file can take its place", path);
+}
+
 /* Ends the header and creates the file with it. */
 static mt_status mti_writer_open(mt_context *ctx, mt_safetensors_writer *w) {
+    MT_TRY(mti_writer_place(ctx, w->path));
     MT_TRY(mti_header_end(ctx, w, w->path));
     MT_TRY(mti_header_check(ctx, w));
     mti_file_reset(&w->file);

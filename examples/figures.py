@@ -69,6 +69,15 @@ def read_text(path):
     return content.decode("utf-8", "replace").replace("\r\n", "\n")
 
 
+def open_output(path):
+    """A file to write, also /dev/fd/N or a pipe with a reader. A pipe without one is an error, and not waited for."""
+    file = open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
+    os.set_blocking(file.fileno(), True)
+    if stat.S_ISBLK(os.fstat(file.fileno()).st_mode):
+        sys.exit(f"figures.py: {path} is a block device")
+    return file
+
+
 def read_log(path, column="loss"):
     """The steps and the values of a column, without the steps that have no value."""
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
@@ -134,7 +143,11 @@ def make_figure(rows=1, columns=1, **options):
 def save(figure, out):
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out, bbox_inches="tight", metadata={"Date": None})
+    kind = os.path.splitext(out)[1][1:] or "svg"
+    if kind not in figure.canvas.get_supported_filetypes():
+        sys.exit(f"figures.py: {out}: a figure cannot be written as .{kind}")
+    with open_output(out) as file:
+        figure.savefig(file, format=kind, bbox_inches="tight", metadata={"Date": None})
 
 
 def finish(figure, axes, out, ylabel):

@@ -284,6 +284,22 @@ def little_endian(kind, numbers):
     return values.tobytes()
 
 
+def open_output(path):
+    """A file to write, also /dev/fd/N or a pipe with a reader. A pipe without one is an error, and not waited for."""
+    file = open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
+    os.set_blocking(file.fileno(), True)
+    if stat.S_ISBLK(os.fstat(file.fileno()).st_mode):
+        raise Problem(f"{path} is a block device")
+    return file
+
+
+def check_output(o):
+    """The output must not overwrite what it is made of."""
+    for path in [o.tokenizer] + (o.files if "files" in o else [o.file]):
+        if os.path.exists(path) and os.path.exists(o.out) and os.path.samefile(path, o.out):
+            raise Problem(f"--out {o.out} is the same file as {path}")
+
+
 def write_bin(path, tokens, words=0, passages=(), special=(), marks=()):
     """passages: a pair for each of them, its tokens and those of its last word. marks: one for each token, or none."""
     if tokens and max(tokens) > 65535:
@@ -291,7 +307,7 @@ def write_bin(path, tokens, words=0, passages=(), special=(), marks=()):
     if max(len(tokens), words) > 2**31 - 1:
         raise Problem(f"{len(tokens)} tokens are too many: a file has at most {2**31 - 1}")
     header = [MAGIC, VERSION, len(tokens), words, len(passages)] + ([1] + list(special) if marks else [])
-    with open(path, "wb") as file:
+    with open_output(path) as file:
         file.write(little_endian("i", header + [0] * (HEADER - len(header))))
         file.write(little_endian("H", tokens))
         file.write(little_endian("i", [number for passage in passages for number in passage]))
@@ -389,6 +405,7 @@ def parse(arguments):
 def main(arguments):
     o = parse(arguments)
     try:
+        check_output(o)
         o.make(o, load_tokenizer(o.tokenizer, o.cased))
     except (Problem, OSError) as error:
         print(f"text_to_bin: {error}", file=sys.stderr)

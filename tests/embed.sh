@@ -55,6 +55,15 @@ to_a_file() {
     near "$build/file.txt" $vectors
 }
 
+# A pipe or a device is not replaced by a file.
+to_no_file() {
+    rm -f "$build/pipe" "$build/null" && mkfifo "$build/pipe" && ln -s /dev/null "$build/null" || return 1
+    for out in "$build/pipe" "$build/null" "$build"; do
+        refused "embed: $out: is not a regular file" "1\n" $model --out "$out" && [ ! -e "$out.tmp" ] || return 1
+    done
+    [ -p "$build/pipe" ] && [ -L "$build/null" ] && rm "$build/pipe" "$build/null"
+}
+
 # refused MESSAGE INPUT ARGUMENT...: expects an exit status that is not 0, this message in one line, and no output
 refused() {
     words=$1 input=$2
@@ -299,6 +308,7 @@ check "embed builds" "$CC" -O2 -I. $declarations examples/embed.c -o "$build/emb
 check "embed: the vectors of transformers, on 1, 2, 3, 4 and 8 ranks" every_split
 check "embed: vectors that are not normalised" not_normalised
 check "embed: vectors in a safetensors file" to_a_file
+check "embed: what is no file is not replaced by one" to_no_file
 check "embed: each mode of pooling of sentence-transformers" modes_of_pooling
 check "embed: a pooling that it does not have is refused by name" other_pooling
 check "embed: the modules of an encoder, and the folder of its pooling" modules_of_an_encoder

@@ -244,6 +244,18 @@ class Drawing(Case):
                 self.assertLess(len(drawn), 100000)
         self.assertEqual(drawn, self.draw(*arguments))
 
+    def test_outputs(self):
+        """A pipe without a reader is not waited for, and a file that is no figure is not overwritten."""
+        log = self.path("gpt.csv", GPT_LOG)
+        os.mkfifo(self.path("fifo"))
+        for out, sentence in (("fifo", "No such device or address"), ("gpt.csv", "cannot be written as .csv")):
+            done = subprocess.run([sys.executable, SCRIPT, "losses", self.path(out), f"a={log}"], capture_output=True)
+            self.assertEqual(done.returncode, 1)
+            self.assertIn(sentence, done.stderr.decode())
+            self.assertEqual(done.stderr.count(b"\n"), 1)
+        with open(log, encoding="utf-8") as file:
+            self.assertEqual(file.read(), GPT_LOG)
+
 
 if __name__ == "__main__":
     unittest.main()

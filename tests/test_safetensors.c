@@ -358,6 +358,29 @@ static void two_writers(void **state) {
     for (int i = 0; i < 2; i++) close(ready[i]), close(go[i]);
 }
 
+/* A file never takes the place of what is no file, or of a link to it. A link to a file is replaced. */
+static void places_that_are_no_files(void **state) {
+    static const char *const places[] = {"mkfifo written", "mkdir written", "ln -s /dev/null written",
+                                         "ln -s /dev/stdout written", "mkfifo pipe && ln -s pipe written"};
+    static const char data[17] = "0123456789abcdef";
+    const int64_t four = 4;
+    (void)state;
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        mt_safetensors_writer *w = new_writer();
+        shell("cd '%s' && %s", scratch, places[i]);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_add(ctx, w, "a", "F32", 1, &four));
+        REFUSED(ctx, MT_ERR_IO, "/written: is not a regular file", mt_safetensors_write(ctx, w, data, 16));
+        mt_safetensors_destroy(w);
+        shell("cd '%s' && test ! -e written.tmp && rm -r written && rm -f pipe", scratch);
+    }
+    shell("cd '%s' && echo precious >target && ln -s target written", scratch);
+    mt_safetensors_writer *w = half_written(data);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_write(ctx, w, data + 8, 8));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_safetensors_finish(ctx, w));
+    mt_safetensors_destroy(w);
+    shell("cd '%s' && grep -q precious target && test ! -L written && rm target written", scratch);
+}
+
 /* Without locks, as on some file systems, a writer whose file another one has replaced does not publish it. */
 static void replaced_while_written(void **state) {
     static const char data[17] = "0123456789abcdef";
@@ -857,6 +880,7 @@ int main(void) {
         cmocka_unit_test(writer),
         cmocka_unit_test(writer_refuses),
         cmocka_unit_test(two_writers),
+        cmocka_unit_test(places_that_are_no_files),
         cmocka_unit_test(replaced_while_written),
         cmocka_unit_test(bad_headers),
         cmocka_unit_test(bad_strings),

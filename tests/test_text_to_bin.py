@@ -120,6 +120,25 @@ class Case(ScratchCase):
 
 class Plain(Case):
 
+    def test_outputs(self):
+        """A pipe without a reader is not waited for, one with a reader gets the bytes, and no input is overwritten."""
+        text = self.path("a.txt", "a text")
+        os.mkfifo(self.path("fifo"))
+        os.symlink(text, self.path("link"))
+        for out, sentence in (("fifo", "No such device or address"), ("", "Is a directory"),
+                              ("a.txt", "a.txt is the same file as"), ("link", "link is the same file as")):
+            status, _, err = self.run_main("train", "--tokenizer", "bytes", "--out", self.path(out), text)
+            self.assertEqual(status, 1)
+            self.assertIn(sentence, err)
+        with open(text, encoding="utf-8") as file:
+            self.assertEqual(file.read(), "a text")
+        reader, writer = os.pipe()
+        status, _, err = self.run_main("train", "--tokenizer", "bytes", "--out", f"/dev/fd/{writer}", text)
+        self.assertEqual((status, err), (0, ""))
+        self.assertEqual(len(os.read(reader, 4096)), 1024 + 2 * len("a text"))
+        os.close(reader)
+        os.close(writer)
+
     def test_each_rule(self):
         self.assertEqual([name for name, _, _ in text_to_bin.WIKITEXT_RULES], list(RULES))
         for name, (before, after) in RULES.items():
