@@ -36,6 +36,15 @@ typedef struct job {
     int refused;      /* 1: the model cannot be loaded, and rank 0 has printed why */
 } job;
 
+/* What a rank has. */
+typedef struct worker {
+    mt_context *ctx;
+    mt_grid grid;
+    mt_params *params;
+    mt_gpt gpt;
+    mt_checkpoint *checkpoint;
+} worker;
+
 static int is_text(const job *j) { return j->gpt.vocab == 256; }
 
 static void print_token(const job *j, int32_t token) {
@@ -64,6 +73,17 @@ static mt_status next_token(mt_context *ctx, const mt_gpt *gpt, const job *j, co
     return MT_SUCCESS;
 }
 
+/* Plans the calls of generate: the first one, one that begins a new cache, and one of a single token. Their scratch
+   memory depends on the number of their tokens, but not on what is in the cache. A longer call may need less than a
+   shorter one. */
+static mt_status plan_calls(mt_context *ctx, const mt_gpt *gpt, const job *j, const mt_gpt_cache *cache, int32_t *text,
+                            int64_t count) {
+    int64_t half = (cache->max_seq + 1) / 2;
+    if (j->prompted <= cache->max_seq) MT_TRY(next_token(ctx, gpt, j, cache, 0, 0, j->prompted, text));
+    if (count - 1 > cache->max_seq) MT_TRY(next_token(ctx, gpt, j, cache, 0, 0, half, text));
+    return next_token(ctx, gpt, j, cache, 0, 0, 1, text);
+}
+
 /* Generates the tokens of text [count] after the prompt. Tokens [first, held) of the text are in the cache. */
 static mt_status generate(mt_context *ctx, const mt_gpt *gpt, const job *j, const mt_gpt_cache *cache, int32_t *text,
                           int64_t count, int speaks) {
@@ -81,17 +101,20 @@ static mt_status generate(mt_context *ctx, const mt_gpt *gpt, const job *j, cons
     return MT_SUCCESS;
 }
 
-/* Allocates the text and the cache, and generates. Rank 0 prints the tokens. */
+/* Allocates the text and the cache, and generates, or plans it on the meta device. When speaks is 1, prints the
+   tokens. */
 static mt_status speak(mt_context *ctx, const mt_gpt *gpt, const job *j, int speaks) {
     int64_t count = j->prompted + (int64_t)j->tokens;
-    int32_t *text = (int32_t *)malloc((size_t)count * sizeof *text);
+    int32_t *text = (int32_t *)calloc((size_t)count + 1, sizeof *text); /* a plan has a token more */
     mt_gpt_cache cache = {0};
     mt_status status = text ? MT_SUCCESS : MT_ERR_MEMORY;
     if (status == MT_SUCCESS)
         status = mt_gpt_cache_create(ctx, gpt, 1, count < gpt->desc.max_seq ? count : gpt->desc.max_seq, &cache);
     if (text) memcpy(text, j->history, (size_t)j->prompted * sizeof *text);
     for (int64_t i = 0; speaks && text && i < j->prompted; i++) print_token(j, text[i]);
-    if (status == MT_SUCCESS) status = generate(ctx, gpt, j, &cache, text, count, speaks);
+    if (status == MT_SUCCESS && mt_context_device(ctx) == MT_DEVICE_META)
+        status = plan_calls(ctx, gpt, j, &cache, text, count);
+    else if (status == MT_SUCCESS) status = generate(ctx, gpt, j, &cache, text, count, speaks);
     if (speaks) printf("\n");
     mt_gpt_cache_destroy(ctx, &cache);
     free(text);
@@ -107,27 +130,51 @@ static mt_status load(mt_context *ctx, mt_comm *world, mt_checkpoint *checkpoint
     return status;
 }
 
+/* Creates what a rank has, without the values of the weights. The caller destroys it, also after an error. */
+static mt_status worker_create(mt_comm *world, const job *j, mt_device device, size_t arena, worker *w) {
+    mt_context_desc where = {.device = device, .arena_bytes = arena};
+    mt_grid_desc shape = {.tp = mt_comm_size(world)};
+    mt_checkpoint_desc files = {.directory = NULL}; /* only imports */
+    memset(w, 0, sizeof *w);
+    MT_TRY(mt_context_create(world, &where, &w->ctx));
+    MT_TRY(mt_grid_create(world, &shape, &w->grid));
+    MT_TRY(mt_params_create(w->ctx, &w->grid, &w->params));
+    MT_TRY(mt_gpt_create(w->ctx, w->params, &j->gpt, &w->gpt));
+    return mt_gpt_checkpoint_create(w->ctx, w->params, &w->gpt, &files, &w->checkpoint);
+}
+
+static void worker_destroy(worker *w) {
+    mt_checkpoint_destroy(w->ctx, w->checkpoint);
+    mt_params_destroy(w->params);
+    mt_grid_destroy(&w->grid);
+    mt_context_destroy(w->ctx);
+}
+
+/* Returns the bytes of the arena that this rank needs: it generates on the meta device. */
+static mt_status plan(mt_comm *world, const job *j, size_t *arena) {
+    mt_comm *meta = NULL;
+    worker w = {0};
+    mt_status status = mt_comm_create_meta(mt_comm_size(world), mt_comm_rank(world), &meta);
+    if (status == MT_SUCCESS) status = worker_create(meta, j, MT_DEVICE_META, 0, &w);
+    if (status == MT_SUCCESS) status = mt_params_init(w.ctx, w.params, 0);
+    if (status == MT_SUCCESS) status = speak(w.ctx, &w.gpt, j, 0);
+    if (status == MT_SUCCESS) *arena = mt_arena_peak(w.ctx);
+    else mt_comm_fail(world, status, mt_comm_last_error(meta));
+    worker_destroy(&w);
+    mt_comm_destroy(meta);
+    return status;
+}
+
 static mt_status rank_main(mt_comm *world, void *user) {
     job *j = (job *)user;
+    worker w = {0};
+    size_t arena = 0;
     int refused = 0;
-    mt_grid_desc shape = {.tp = mt_comm_size(world)};
-    mt_grid grid = {0};
-    mt_context *ctx = NULL;
-    mt_params *params = NULL;
-    mt_gpt gpt;
-    mt_checkpoint_desc files = {.directory = NULL}; /* only imports */
-    mt_checkpoint *checkpoint = NULL;
-    mt_status status = mt_context_create(world, NULL, &ctx);
-    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid);
-    if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
-    if (status == MT_SUCCESS) status = mt_gpt_create(ctx, params, &j->gpt, &gpt);
-    if (status == MT_SUCCESS) status = mt_gpt_checkpoint_create(ctx, params, &gpt, &files, &checkpoint);
-    if (status == MT_SUCCESS) status = load(ctx, world, checkpoint, j, &refused);
-    if (status == MT_SUCCESS) status = speak(ctx, &gpt, j, mt_comm_rank(world) == 0);
-    mt_checkpoint_destroy(ctx, checkpoint);
-    mt_params_destroy(params);
-    mt_grid_destroy(&grid);
-    mt_context_destroy(ctx);
+    mt_status status = plan(world, j, &arena);
+    if (status == MT_SUCCESS) status = worker_create(world, j, MT_DEVICE_CPU, arena, &w);
+    if (status == MT_SUCCESS) status = load(w.ctx, world, w.checkpoint, j, &refused);
+    if (status == MT_SUCCESS) status = speak(w.ctx, &w.gpt, j, mt_comm_rank(world) == 0);
+    worker_destroy(&w);
     return refused ? MT_SUCCESS : status; /* the launcher must not report it again */
 }
 

@@ -39,6 +39,15 @@ static const char *const pooling_names[][2] = {{"mean", "pooling_mode_mean_token
                                                {"weightedmean", "pooling_mode_weightedmean_tokens"},
                                                {"lasttoken", "pooling_mode_lasttoken"}};
 
+/* What a rank has. */
+typedef struct worker {
+    mt_context *ctx;
+    mt_grid grid;
+    mt_params *params;
+    mt_bert bert;
+    mt_checkpoint *checkpoint;
+} worker;
+
 typedef struct job {
     const char *directory, *in, *out;
     double tp, batch, normalize;
@@ -119,6 +128,7 @@ static mt_status embed_some(mt_context *ctx, const mt_bert *bert, job *j, int64_
     MT_TRY(upload(ctx, j, first, ids, lengths));
     batch.lengths = (const int32_t *)lengths.data;
     MT_TRY(mt_language_model_forward(ctx, &bert->model, &batch, (const int32_t *)ids.data, mt_none(), out, NULL));
+    if (mt_context_device(ctx) == MT_DEVICE_META) return MT_SUCCESS; /* y is NULL */
     MT_TRY(mt_download(ctx, out, y));
     for (int64_t i = 0; stores && i < count; i++)
         pool(j, y + i * seq * hidden, j->begins[first + i + 1] - j->begins[first + i],
@@ -130,6 +140,23 @@ static int64_t longest(const job *j, int64_t first, int64_t count) {
     int64_t most = 0;
     for (int64_t i = first; i < first + count; i++) most = mt_max(most, j->begins[i + 1] - j->begins[i]);
     return most;
+}
+
+/* Plans the calls of embed: one for each number of sentences, and of tokens, that a call can have. */
+static mt_status plan_calls(mt_context *ctx, const mt_bert *bert, job *j) {
+    int64_t most = (int64_t)j->batch, seq = longest(j, 0, j->sentences);
+    char *planned = (char *)calloc((size_t)seq + 1, 1);
+    mt_status status = planned ? MT_SUCCESS : MT_ERR_MEMORY;
+    for (int64_t i = 0; i < j->sentences && status == MT_SUCCESS; i += most) {
+        int64_t count = mt_min(most, j->sentences - i), tokens = longest(j, i, count);
+        size_t mark = mt_arena_mark(ctx);
+        if (count == most && planned[tokens]) continue;
+        planned[tokens] = 1;
+        status = embed_some(ctx, bert, j, i, count, tokens, NULL, 0);
+        mt_arena_release(ctx, mark);
+    }
+    free(planned);
+    return status;
 }
 
 /* All ranks compute all sentences, and have the same outputs. Rank 0 stores the vectors. */
@@ -156,33 +183,61 @@ static mt_status load(mt_context *ctx, mt_comm *world, mt_checkpoint *checkpoint
     return status;
 }
 
+/* Creates what a rank has, without the values of the weights. The caller destroys it, also after an error. */
+static mt_status worker_create(mt_comm *world, const job *j, mt_device device, size_t arena, worker *w) {
+    mt_context_desc where;
+    mt_grid_desc shape;
+    mt_checkpoint_desc files;
+    memset(&where, 0, sizeof where);
+    memset(&shape, 0, sizeof shape);
+    memset(&files, 0, sizeof files); /* without a directory of a run: it only imports */
+    memset(w, 0, sizeof *w);
+    where.device = device;
+    where.arena_bytes = arena;
+    shape.tp = mt_comm_size(world);
+    MT_TRY(mt_context_create(world, &where, &w->ctx));
+    MT_TRY(mt_grid_create(world, &shape, &w->grid));
+    MT_TRY(mt_params_create(w->ctx, &w->grid, &w->params));
+    MT_TRY(mt_bert_create(w->ctx, w->params, &j->bert, &w->bert));
+    MT_TRY(mt_params_init(w->ctx, w->params, 0)); /* heads, which the files may not have */
+    return mt_bert_checkpoint_create(w->ctx, w->params, &w->bert, &files, &w->checkpoint);
+}
+
+static void worker_destroy(worker *w) {
+    mt_checkpoint_destroy(w->ctx, w->checkpoint);
+    mt_params_destroy(w->params);
+    mt_grid_destroy(&w->grid);
+    mt_context_destroy(w->ctx);
+}
+
+/* Returns the bytes of the arena that this rank needs: it computes on the meta device. */
+static mt_status plan(mt_comm *world, job *j, size_t *arena) {
+    mt_comm *meta = NULL;
+    worker w;
+    mt_status status = mt_comm_create_meta(mt_comm_size(world), mt_comm_rank(world), &meta);
+    memset(&w, 0, sizeof w);
+    if (status == MT_SUCCESS) status = worker_create(meta, j, MT_DEVICE_META, 0, &w);
+    if (status == MT_SUCCESS) status = mt_params_pack(w.ctx, w.params);
+    if (status == MT_SUCCESS) status = plan_calls(w.ctx, &w.bert, j);
+    if (status == MT_SUCCESS) *arena = mt_arena_peak(w.ctx);
+    else mt_comm_fail(world, status, mt_comm_last_error(meta));
+    worker_destroy(&w);
+    mt_comm_destroy(meta);
+    return status;
+}
+
 static mt_status rank_main(mt_comm *world, void *user) {
     job *j = (job *)user;
+    worker w;
+    size_t arena = 0;
     int refused = 0;
-    mt_grid_desc shape;
-    mt_grid grid;
-    mt_context *ctx = NULL;
-    mt_params *params = NULL;
-    mt_bert bert;
-    mt_checkpoint_desc files;
-    mt_checkpoint *checkpoint = NULL;
-    mt_status status = mt_context_create(world, NULL, &ctx);
-    memset(&shape, 0, sizeof shape);
-    memset(&grid, 0, sizeof grid);
-    memset(&files, 0, sizeof files); /* without a directory of a run: it only imports */
-    shape.tp = mt_comm_size(world);
-    if (status == MT_SUCCESS) status = mt_grid_create(world, &shape, &grid);
-    if (status == MT_SUCCESS) status = mt_params_create(ctx, &grid, &params);
-    if (status == MT_SUCCESS) status = mt_bert_create(ctx, params, &j->bert, &bert);
-    if (status == MT_SUCCESS) status = mt_params_init(ctx, params, 0); /* heads, which the files may not have */
-    if (status == MT_SUCCESS) status = mt_bert_checkpoint_create(ctx, params, &bert, &files, &checkpoint);
-    if (status == MT_SUCCESS) status = load(ctx, world, checkpoint, j, &refused);
-    if (status == MT_SUCCESS) status = mt_params_pack(ctx, params); /* the weights do not change from now on */
-    if (status == MT_SUCCESS) status = embed(ctx, &bert, j, mt_comm_rank(world) == 0);
-    mt_checkpoint_destroy(ctx, checkpoint);
-    mt_params_destroy(params);
-    mt_grid_destroy(&grid);
-    mt_context_destroy(ctx);
+    mt_status status = plan(world, j, &arena);
+    memset(&w, 0, sizeof w);
+    if (status == MT_SUCCESS) status = worker_create(world, j, MT_DEVICE_CPU, arena, &w);
+    if (status == MT_SUCCESS) status = load(w.ctx, world, w.checkpoint, j, &refused);
+    if (status == MT_SUCCESS) status = mt_params_pack(w.ctx, w.params); /* the weights do not change from now on */
+    if (status == MT_SUCCESS) status = embed(w.ctx, &w.bert, j, mt_comm_rank(world) == 0);
+    worker_destroy(&w);
     return refused ? MT_SUCCESS : status; /* the launcher must not report it again */
 }
 

@@ -205,6 +205,20 @@ of_train_gpt() {
         same_tokens "$build/text/step-00000040" --prompt "The rank" && cmp "$build/tokens.1" "$build/tokens.newest"
 }
 
+# A prompt of 1050 tokens takes more memory than the default arena has, 256 MiB, because of 32768 features in the MLP.
+# A prompt that is longer than max_seq begins with its last tokens.
+plans_its_memory() {
+    rm -rf "$build/wide"
+    "$train_gpt" --data LICENSE --layers 1 --hidden 8 --heads 2 --ffn 32768 --seq 8 --max-seq 2100 --batch 1 --steps 1 \
+        --sample 0 --eval-interval 0 --tp 1 --checkpoint "$build/wide" >/dev/null || return 1
+    long=$(head -c 1050 LICENSE | tr '\n' ' ')
+    for prompt in "$long" "$long$long$long"; do
+        "$build/generate" --init-from "$build/wide" --prompt "$prompt" --tokens 2 --tp 1 >"$build/tokens" &&
+            grep -q "^$long" "$build/tokens" || return 1
+    done
+    rm -rf "$build/wide"
+}
+
 # refused MESSAGE ARGUMENTS: expects an exit status that is not 0, this message and no token
 refused() {
     words=$1
@@ -277,6 +291,7 @@ generating() {
     check "04_generate: a GPT-2 of Hugging Face writes the same tokens on 1, 2 and 4 ranks" of_hugging_face
     check "04_generate: the most probable tokens of transformers, GPT-2 and Llama, on 1, 2 and 4 ranks" as_transformers
     check "04_generate: a model of train_gpt writes the same tokens on 1, 2 and 4 ranks" of_train_gpt
+    check "04_generate: a prompt that needs more than 256 MiB" plans_its_memory
     check "04_generate: what it refuses" refusals
     check "04_generate: --help" help_and_defaults
 }

@@ -55,6 +55,20 @@ to_a_file() {
     near "$build/file.txt" $vectors
 }
 
+# 140 sentences of 8 tokens at a time take more memory than the default arena has, 256 MiB, because of 32768 features in
+# the MLP. The last call has fewer sentences.
+plans_its_memory() {
+    # shellcheck disable=SC2086  # a list of flags
+    "$CC" -O2 -I. $declarations examples/train_bert.c -o "$build/train_bert" "$implementation" -lm -lpthread &&
+        rm -rf "$build/wide" && "$build/train_bert" --data LICENSE --layers 1 --hidden 8 --heads 2 --ffn 32768 \
+        --seq 8 --batch 1 --placement post-ln --steps 1 --eval-interval 0 --tp 1 --checkpoint "$build/wide" \
+        >/dev/null || return 1
+    awk 'BEGIN { for (i = 0; i < 150; i++) print 1, 2, 3, 4, 5, 6, 7, i }' >"$build/many.txt"
+    "$build/embed" "$build/wide" --tp 1 --batch 140 --ids "$build/many.txt" >"$build/at_once.txt" &&
+        "$build/embed" "$build/wide" --tp 2 --batch 9 --ids "$build/many.txt" >"$build/in_parts.txt" &&
+        [ "$(wc -l <"$build/at_once.txt")" -eq 150 ] && near "$build/at_once.txt" "$build/in_parts.txt"
+}
+
 # A pipe or a device is not replaced by a file.
 to_no_file() {
     rm -f "$build/pipe" "$build/null" && mkfifo "$build/pipe" && ln -s /dev/null "$build/null" || return 1
@@ -308,6 +322,7 @@ check "embed builds" "$CC" -O2 -I. $declarations examples/embed.c -o "$build/emb
 check "embed: the vectors of transformers, on 1, 2, 3, 4 and 8 ranks" every_split
 check "embed: vectors that are not normalised" not_normalised
 check "embed: vectors in a safetensors file" to_a_file
+check "embed: sentences that need more than 256 MiB" plans_its_memory
 check "embed: what is no file is not replaced by one" to_no_file
 check "embed: each mode of pooling of sentence-transformers" modes_of_pooling
 check "embed: a pooling that it does not have is refused by name" other_pooling
