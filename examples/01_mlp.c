@@ -11,6 +11,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { TOKENS = 256, HIDDEN = 64, STEPS = 200 };
 
@@ -99,9 +100,13 @@ static mt_status rank_main(mt_comm *world, void *user) {
 
 int main(int argc, char **argv) {
     mt_launch_desc launch = {.ranks = argc > 1 ? atoi(argv[1]) : 2};
-    if (launch.ranks < 1) {
-        fprintf(stderr, "01_mlp: '%s' is not a number of ranks\n", argv[1]);
-        return 1;
+    if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
+        printf("usage: 01_mlp [RANKS]      number of tensor parallel ranks, 2 by default\n");
+        return 0;
+    }
+    if (launch.ranks < 1 || argc > 2) {
+        fprintf(stderr, "01_mlp: '%s' is not a number of ranks, see --help\n", argv[argc > 2 ? 2 : 1]);
+        return 2;
     }
     return mt_launch(&launch, rank_main, NULL) == MT_SUCCESS ? 0 : 1;
 }

@@ -217,6 +217,10 @@ int main(int argc, char **argv) {
     s.steps = STEPS;
     launch.ranks = 2;
     for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
+            printf("usage: 02_custom_block [RANKS] [bf16] [cuda] [invariant] [hashes] [sequence_parallel]\n");
+            return 0;
+        }
         if (strcmp(argv[i], "bf16") == 0) s.dtype = MT_BF16;
         else if (strcmp(argv[i], "cuda") == 0) s.cuda = 1;
         else if (strcmp(argv[i], "invariant") == 0) s.invariant = HEADS;
@@ -224,8 +228,8 @@ int main(int argc, char **argv) {
         else if (strcmp(argv[i], "sequence_parallel") == 0) s.sequence_parallel = 1;
         else launch.ranks = atoi(argv[i]);
         if (launch.ranks < 1) {
-            fprintf(stderr, "02_custom_block: '%s' is neither a number of ranks nor a setting\n", argv[i]);
-            return 1;
+            fprintf(stderr, "02_custom_block: '%s' is neither a number of ranks nor a setting, see --help\n", argv[i]);
+            return 2;
         }
     }
     return mt_launch(&launch, rank_main, &s) == MT_SUCCESS ? 0 : 1;

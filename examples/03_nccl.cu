@@ -13,6 +13,7 @@
 #include <nccl.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include <thread>
 #include <vector>
@@ -149,8 +150,16 @@ static void worker(gpu *g, int *failed) {
 
 int main(int argc, char **argv) {
     int count = 0;
+    if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) {
+        printf("usage: 03_nccl [GPUS]      number of GPUs, all of the machine by default\n");
+        return 0;
+    }
+    if (argc > 2 || (argc > 1 && atoi(argv[1]) < 1)) {
+        fprintf(stderr, "03_nccl: '%s' is not a number of GPUs, see --help\n", argv[argc > 2 ? 2 : 1]);
+        return 2;
+    }
     if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
-    if (argc > 1 && atoi(argv[1]) > 0 && atoi(argv[1]) < count) count = atoi(argv[1]);
+    if (argc > 1 && atoi(argv[1]) < count) count = atoi(argv[1]);
     std::vector<gpu> gpus((size_t)count);
     std::vector<ncclComm_t> comms(gpus.size());
     std::vector<int> failed(gpus.size());

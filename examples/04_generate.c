@@ -302,7 +302,9 @@ static int parse_flags(int argc, char **argv, job *j) {
         table[FLAGS + i].name = shape_flags[i];
         table[FLAGS + i].has_arg = optional_argument;
     }
-    while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
+    while ((c = getopt_long(argc, argv, "h", table, &index)) == 0 || c == 'h') {
+        if (c == 'h') j->help = 1;
+        if (c == 'h') continue;
         if (index >= FLAGS) {
             fprintf(stderr, "04_generate: --%s: the model in --init-from DIR has its own shape, see --help\n",
                     table[index].name);
@@ -320,7 +322,7 @@ static int parse_flags(int argc, char **argv, job *j) {
 int main(int argc, char **argv) {
     job j = {.tp = 2, .tokens = 40, .temperature = 0.7, .top_p = 1};
     mt_status status = MT_ERR_ARGUMENT;
-    if (!parse_flags(argc, argv, &j)) return 1;
+    if (!parse_flags(argc, argv, &j)) return 2;
     if (j.help) {
         print_help(&j);
         return 0;

@@ -51,6 +51,7 @@ typedef struct worker {
 typedef struct job {
     const char *directory, *in, *out;
     double tp, batch, normalize;
+    int help;
     char path[MT_PATH_MAX]; /* of the model */
     mt_bert_desc bert;
     pooling pooling;
@@ -551,22 +552,48 @@ static int read_number(const char *name, const char *text, double low, double hi
     return 0;
 }
 
+static void print_usage(FILE *to) {
+    fprintf(to, "usage: embed DIR [--ids FILE] [--tp N] [--batch N] [--normalize 0|1] [--out FILE]\n");
+}
+
+static void print_help(const job *j) {
+    print_usage(stdout);
+    printf(
+        "  DIR          of a BERT of transformers, of a sentence encoder, or of a checkpoint\n"
+        "  --ids        FILE with the numbers of the tokens of a sentence in each line; default: the standard input\n"
+        "  --tp         tensor parallel ranks (default %.15g)\n"
+        "  --batch      sentences that are computed at a time (default %.15g)\n"
+        "  --normalize  1: each vector has the length 1; 0: as it is (default %.15g)\n"
+        "  --out        FILE.safetensors for the vectors; default: the standard output, as text\n"
+        "  --help       this text\n",
+        j->tp, j->batch, j->normalize);
+}
+
+/* Sets a flag. Returns 0 after it has printed what is wrong. */
+static int parse_flag(job *j, const char *name, const char *value) {
+    if (strcmp(name, "--tp") == 0 && *value) return read_number(name, value, 1, 1024, &j->tp);
+    if (strcmp(name, "--batch") == 0 && *value) return read_number(name, value, 1, 4096, &j->batch);
+    if (strcmp(name, "--normalize") == 0 && *value) return read_number(name, value, 0, 1, &j->normalize);
+    if (strcmp(name, "--ids") == 0 && *value) j->in = value;
+    else if (strcmp(name, "--out") == 0 && *value) j->out = value;
+    else return fprintf(stderr, "embed: unknown flag '%s', or its value is missing; see --help\n", name) < 0;
+    return 1;
+}
+
 static int parse(int argc, char **argv, job *j) {
-    j->directory = argc > 1 ? argv[1] : NULL;
-    for (int i = 2; i < argc; i += 2) {
-        const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : "";
-        int ok = 1;
-        if (strcmp(name, "--tp") == 0) ok = read_number(name, value, 1, 1024, &j->tp);
-        else if (strcmp(name, "--batch") == 0) ok = read_number(name, value, 1, 4096, &j->batch);
-        else if (strcmp(name, "--normalize") == 0) ok = read_number(name, value, 0, 1, &j->normalize);
-        else if (strcmp(name, "--ids") == 0 && *value) j->in = value;
-        else if (strcmp(name, "--out") == 0 && *value) j->out = value;
-        else ok = fprintf(stderr, "embed: unknown flag '%s', or its value is missing\n", name) < 0;
-        if (!ok) return 0;
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) j->help = 1;
+        else if (argv[i][0] == '-') {
+            if (!parse_flag(j, argv[i], i + 1 < argc ? argv[i + 1] : "")) return 0;
+            i++;
+        } else if (!j->directory) j->directory = argv[i];
+        else {
+            fprintf(stderr, "embed: unexpected argument '%s', see --help\n", argv[i]);
+            return 0;
+        }
     }
-    if (j->directory) return 1;
-    fprintf(stderr, "usage: embed DIR [--ids FILE] [--tp N] [--batch N] [--normalize 0|1] [--out FILE]\n");
-    return 0;
+    if (!j->directory && !j->help) print_usage(stderr);
+    return j->directory || j->help;
 }
 
 int main(int argc, char **argv) {
@@ -576,7 +603,12 @@ int main(int argc, char **argv) {
     j.tp = 2;
     j.batch = 32;
     j.normalize = 1;
-    if (parse(argc, argv, &j) && find_model(&j) == MT_SUCCESS && read_sentences(&j)) {
+    if (!parse(argc, argv, &j)) return 2;
+    if (j.help) {
+        print_help(&j);
+        return 0;
+    }
+    if (find_model(&j) == MT_SUCCESS && read_sentences(&j)) {
         mt_launch_desc launch;
         memset(&launch, 0, sizeof launch);
         launch.ranks = (int)j.tp;

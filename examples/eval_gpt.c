@@ -164,7 +164,9 @@ static int parse_options(int argc, char **argv, options *o) {
         table[FLAGS + i].name = shape_flags[i];
         table[FLAGS + i].has_arg = optional_argument;
     }
-    while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
+    while ((c = getopt_long(argc, argv, "h", table, &index)) == 0 || c == 'h') {
+        if (c == 'h') o->help = 1;
+        if (c == 'h') continue;
         if (index >= FLAGS) {
             fprintf(stderr, "eval_gpt: --%s: the model in --init-from DIR has its own shape, see --help\n",
                     table[index].name);
@@ -877,7 +879,7 @@ int main(int argc, char **argv) {
     job job = {.o = {.tp = 1, .dp = 1, .pp = 1, .micro_batch = 4, .threads = 1, .timeout = 600}};
     mt_status status;
     setlocale(LC_NUMERIC, "C"); /* flags and logs have a decimal point in every locale */
-    if (!parse_options(argc, argv, &job.o)) return 1;
+    if (!parse_options(argc, argv, &job.o)) return 2;
     if (job.o.help) {
         print_help(&job.o);
         return 0;

@@ -261,13 +261,20 @@ def draw_scaling(out, files):
 DRAW = {"losses": draw_losses, "placement": draw_placement, "perplexity": draw_perplexity, "scaling": draw_scaling}
 
 
+class Misuse(SystemExit):
+    """Arguments that the script does not have. Its status is then 2."""
+
+
 def main(arguments):
+    if "--help" in arguments or "-h" in arguments:
+        print("usage: figures.py FIGURE OUT.svg FILE [FILE ...]\n\n" + __doc__)
+        return
     if not arguments:
-        sys.exit(__doc__)
+        raise Misuse(__doc__)
     if arguments[0] not in DRAW:
-        sys.exit(f"figures.py: '{arguments[0]}' is none of the figures {', '.join(DRAW)}")
+        raise Misuse(f"figures.py: '{arguments[0]}' is none of the figures {', '.join(DRAW)}, see --help")
     if len(arguments) < 3:
-        sys.exit(f"figures.py: {arguments[0]} needs OUT.svg and at least one file")
+        raise Misuse(f"figures.py: {arguments[0]} needs OUT.svg and at least one file")
     try:
         DRAW[arguments[0]](arguments[1], arguments[2:])
     except OSError as error:
@@ -275,4 +282,8 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except Misuse as misuse:
+        print(misuse, file=sys.stderr)
+        sys.exit(2)

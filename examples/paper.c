@@ -545,8 +545,13 @@ static void print_rest(void) {
     for (size_t i = 0; i < sizeof lines / sizeof *lines; i++) printf("  %s\n", lines[i]);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     sheet paper = v100;
+    int helps = argc == 2 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0);
+    if (argc > 1) {
+        fprintf(helps ? stdout : stderr, "usage: paper      without arguments\n");
+        return helps ? 0 : 2;
+    }
     printf("arXiv 1909.08053: what mt_plan_step predicts, beside the paper\n");
     print_parameters();
     paper.products = fit_products(v100);

@@ -271,8 +271,10 @@ static int parse_options(int argc, char **argv, options *o) {
         table[index].name = flags[index].name;
         table[index].has_arg = flags[index].kind == LEVEL ? optional_argument : flags[index].kind != SWITCH;
     }
-    while ((c = getopt_long(argc, argv, "", table, &index)) == 0) {
-        const flag *f = &flags[index];
+    while ((c = getopt_long(argc, argv, "h", table, &index)) == 0 || c == 'h') {
+        const flag *f = &flags[c == 'h' ? 0 : index];
+        if (c == 'h') o->help = 1;
+        if (c == 'h') continue;
         *given(o, f) = GIVEN;
         if (f->kind == LEVEL && !optarg && optind < argc && argv[optind][0] != '-') optarg = argv[optind++];
         if (f->kind == SWITCH) memcpy(field(f, o), &on, sizeof on);
@@ -1643,7 +1645,7 @@ static options default_options(void) {
 static int train_main(int argc, char **argv, job *job) {
     mt_status status = MT_ERR_ARGUMENT;
     setlocale(LC_NUMERIC, "C"); /* flags, logs and notes have a decimal point in every locale */
-    if (!parse_options(argc, argv, &job->o)) return 1;
+    if (!parse_options(argc, argv, &job->o)) return 2;
     if (job->o.help) {
         print_help(&job->o);
         return 0;

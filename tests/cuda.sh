@@ -53,6 +53,15 @@ own_weights_example() {
     done
 }
 
+# The examples for GPUs answer --help, and a flag that they do not have, before they look for a GPU.
+examples_help() {
+    for name in 03_nccl 05_before 05_after; do
+        "$engine/$name" --help | grep '^usage: ' && "$engine/$name" -h | grep -q '^usage: ' || return 1
+        "$engine/$name" --nonsense >"$build/misused"
+        [ $? -eq 2 ] && [ ! -s "$build/misused" ] || { echo "$name --nonsense" && return 1; }
+    done
+}
+
 # examples/eval_gpt.c on GPUs has PyTorch's sum of losses, within 1e-6 of it in f32 and 1e-2 in bf16, and in f32 the
 # passages that are right.
 evaluates_on_the_engine() {
@@ -338,6 +347,7 @@ no_gpu_is_said() {
 
 example() {
     check "examples/03_nccl on 2 GPUs has the losses of 01_mlp" nccl_example
+    check "examples for GPUs: --help, and a flag that they do not have" examples_help
     check "examples/05_own_weights/after.cu on 1, 2 and 4 GPUs has the losses of before.cu" own_weights_example
     check "eval_gpt --device cuda has the results of PyTorch" evaluates_on_the_engine
 }

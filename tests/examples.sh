@@ -58,6 +58,27 @@ includes_what_it_uses() {
     "$CC" -Wall -Wextra -Werror -I. $DECLARATIONS_ONLY -fsyntax-only "$1"
 }
 
+# asks_for_help COMMAND...: --help and -h print the usage, wherever they are; a flag that the program does not have, and
+# one without its value, have the status 2 and a message.
+asks_for_help() {
+    for flag in --help -h; do
+        "$@" $flag </dev/null >"$build/help" 2>"$build/help.err" || { echo "$* $flag: status $?"; return 1; }
+        grep -q '^usage: ' "$build/help" && [ ! -s "$build/help.err" ] || { echo "$* $flag" && return 1; }
+    done
+    misused "$@" --nonsense || return 1
+    grep -q -- '--tp' "$build/help" || return 0
+    "$@" --tp 1 --help >"$build/help" && grep -q '^usage: ' "$build/help" && misused "$@" --tp &&
+        misused "$@" --nonsense 1 && misused "$@" --tp x
+}
+
+misused() {
+    "$@" </dev/null >"$build/misused" 2>"$build/misused.err"
+    misuse=$?
+    cat "$build/misused.err"
+    [ $misuse -eq 2 ] && [ ! -s "$build/misused" ] && [ -s "$build/misused.err" ] ||
+        { echo "$*: status $misuse" && return 1; }
+}
+
 # ---- 05_own_weights ------------------------------------------------------------------------------------------------
 
 own=examples/05_own_weights
@@ -210,6 +231,9 @@ own_weights() {
     done
     check "05_own_weights/after: 3 ranks, which do not divide 4 heads, are an error" own_error
     check "05_own_weights: a file that cannot be read" own_files
+    for name in before after; do
+        check "05_own_weights/$name: --help, and a flag that it does not have" asks_for_help "$build/own_$name.c.out"
+    done
     check "05_own_weights/after in check mode" own_checked
     check "05_own_weights/after with checks.h: mistakes are refused" own_checks
     in_full || return
@@ -349,6 +373,8 @@ for source in examples/*.c; do
     done <<END
 $commands
 END
+    check "$(basename "$source" .c): --help, and a flag that it does not have" \
+        asks_for_help "$build/$(basename "$source" .c)"
     case $source in
     */paper.c) ;; # plans only: always in check mode
     *) check "$(basename "$source" .c) in check mode" checked "$(basename "$source" .c)" ;;
@@ -362,6 +388,13 @@ case ${1:-} in
 esac
 if [ $# -eq 0 ]; then
     check "04_generate, train_gpt: the same text on 1 and 2 ranks, with --top-k, --top-p and --temperature" texts
+    for script in text_to_bin figures; do
+        if have_command python3; then
+            check "$script.py: --help, and a flag that it does not have" asks_for_help python3 "examples/$script.py"
+        else
+            leave_out "$script.py: no python3 here"
+        fi
+    done
     check "train_gpt: the same hashes with 1, 2 and 3 threads on each rank" trains_with_threads
     check "04_generate, train_gpt: wrong --top-k, --top-p and --temperature are refused" texts_are_refused
 fi

@@ -395,7 +395,15 @@ static mt_status train(mt_comm *world, void *path) {
     return 0;
 }
 
+/* --help is no mistake. */
+static int usage(const char *text, const char *argument) {
+    const int helps = strcmp(argument, "--help") == 0 || strcmp(argument, "-h") == 0;
+    fprintf(helps ? stdout : stderr, "usage: %s\n", text);
+    return helps ? 0 : 2;
+}
+
 int main(int argc, char **argv) {
     mt_launch_desc launch = {.ranks = argc > 1 ? atoi(argv[1]) : 2};
+    if (launch.ranks < 1) return usage("after [RANKS [FILE]]", argv[1]);
     return mt_launch(&launch, train, argc > 2 ? argv[2] : NULL);
 }

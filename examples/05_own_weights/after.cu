@@ -249,8 +249,16 @@ static void train(int rank, int ranks, ncclUniqueId id) {
     CUDA(cudaStreamDestroy(m.stream));
 }
 
+/* --help is no mistake. */
+static int usage(const char *text, const char *argument) {
+    const int helps = strcmp(argument, "--help") == 0 || strcmp(argument, "-h") == 0;
+    fprintf(helps ? stdout : stderr, "usage: %s\n", text);
+    return helps ? 0 : 2;
+}
+
 int main(int argc, char **argv) {
     const int ranks = argc > 1 ? atoi(argv[1]) : 2;
+    if (argc > 1 && (argv[1][0] < '0' || argv[1][0] > '9')) return usage("after [RANKS]", argv[1]);
     ncclUniqueId id;
     std::vector<std::thread> threads;
     if (ranks < 1 || 64 % ranks != 0) return fprintf(stderr, "%d ranks do not divide 64 features\n", ranks), 1;

@@ -378,7 +378,15 @@ static int train(const char *path) {
     return 0;
 }
 
+/* --help is no mistake. */
+static int usage(const char *text, const char *argument) {
+    const int helps = strcmp(argument, "--help") == 0 || strcmp(argument, "-h") == 0;
+    fprintf(helps ? stdout : stderr, "usage: %s\n", text);
+    return helps ? 0 : 2;
+}
+
 int main(int argc, char **argv) {
     char *path = argc > 1 ? argv[1] : NULL;
+    if (path && path[0] == '-') return usage("before [FILE]", path);
     return train(path);
 }

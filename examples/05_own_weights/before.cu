@@ -227,7 +227,15 @@ static void train() {
     CUDA(cudaStreamDestroy(m.stream));
 }
 
-int main() {
+/* --help is no mistake. */
+static int usage(const char *text, const char *argument) {
+    const int helps = strcmp(argument, "--help") == 0 || strcmp(argument, "-h") == 0;
+    fprintf(helps ? stdout : stderr, "usage: %s\n", text);
+    return helps ? 0 : 2;
+}
+
+int main(int argc, char **argv) {
+    if (argc > 1) return usage("before", argv[1]);
     train();
     return 0;
 }
