@@ -432,10 +432,11 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
    hold the buffers of the call: do not free them, do not call MPI_Finalize, and end the process (MPI_Abort is allowed).
    See docs/many-ranks.md, "Communicators over MPI".
 
-   Errors (without a message, because there is no communicator yet): MT_ERR_UNSUPPORTED (not built: compile with mpicc
-   -DMT_USE_MPI; or more than 1024 ranks), MT_ERR_ARGUMENT (NULL, MPI_COMM_NULL, MPI not initialized or already
-   finalized), MT_ERR_MISMATCH (a rank is of another version of megatron.h), MT_ERR_TIMEOUT (a rank did not call in
-   time), MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). */
+   Errors (there is no communicator yet that could have a message): MT_ERR_UNSUPPORTED (not built: compile with mpicc
+   -DMT_USE_MPI; more than 1024 ranks; or this process was forked from a rank without exec, which is found on Linux as
+   long as it has one thread), MT_ERR_ARGUMENT (NULL, MPI_COMM_NULL, MPI not initialized or already finalized),
+   MT_ERR_MISMATCH (a rank is of another version of megatron.h), MT_ERR_TIMEOUT (a rank did not call in time),
+   MT_ERR_MEMORY, MT_ERR_SYSTEM (MPI failed). A sentence about versions or a fork goes to stderr. */
 MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out);
 
 /* ---- the ledger: calls and bytes of a communicator --------------------------------------------------------------- */
@@ -10508,6 +10509,34 @@ static mt_status mti_mpi_neighbours(mt_comm *world) {
     return MT_SUCCESS;
 }
 
+/* Whether this process was forked, and has neither called exec nor started a thread since. MPI knows no such process,
+   and has none of its threads there. (A process that calls MPI_Init itself after the fork has them.) Only Linux tells;
+   elsewhere the answer is 0. The numbers are the 9th and the 20th of proc_pid_stat(5). */
+static int mti_is_bare_fork(void) {
+    const unsigned forked_no_exec = 0x40; /* PF_FORKNOEXEC */
+    char text[1024], *at;
+    unsigned flags = 0;
+    long threads = 0;
+    FILE *file = fopen("/proc/self/stat", "r");
+    text[file ? fread(text, 1, sizeof text - 1, file) : 0] = '\0';
+    if (file) fclose(file);
+    at = strrchr(text, ')'); /* the name of the program may have blanks */
+    return at &&
+           sscanf(at + 1, " %*c %*d %*d %*d %*d %*d %u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld", &flags,
+                  &threads) == 2 &&
+           (flags & forked_no_exec) && threads == 1;
+}
+
+/* Refuses to connect a process that was forked from a rank. */
+static mt_status mti_mpi_not_forked(mti_text *text) {
+    if (!mti_is_bare_fork()) return MT_SUCCESS;
+    mti_say(text,
+            "process %ld was forked from process %ld, so it is no rank of MPI, and MPI does not work in it; start its "
+            "ranks with mpirun or MPI_Comm_spawn",
+            (long)getpid(), (long)getppid());
+    return MT_ERR_UNSUPPORTED;
+}
+
 /* mt_comm_create_mpi. text is empty, or says what is wrong. */
 static mt_status mti_mpi_create(const void *mpi_comm, double timeout_s, mt_comm **out, mti_text *text) {
     int begun = 0, ended = 0, rank = 0, size = 0, r;
@@ -10539,8 +10568,13 @@ static mt_status mti_mpi_create(const void *mpi_comm, double timeout_s, mt_comm 
 
 MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out) {
     mti_text text;
+    mt_status status;
     text.used = 0;
-    return mti_mpi_create(mpi_comm, timeout_s, out, &text);
+    status = out && mpi_comm ? mti_mpi_not_forked(&text) : MT_SUCCESS;
+    if (status == MT_SUCCESS) status = mti_mpi_create(mpi_comm, timeout_s, out, &text);
+    else *out = NULL;
+    if (text.used) fprintf(stderr, "mt_comm_create_mpi: %s\n", text.data);
+    return status;
 }
 
 /* The number of the new groups is one that no rank of comm has used. All groups of a split have the same number, also
@@ -12687,8 +12721,14 @@ static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_
 static mt_status mti_mpi_world(const mt_launch_desc *desc, mt_rank_function run, void *user) {
     int begun = 0, ended = 0, provided = MPI_THREAD_FUNNELED, size = 0, closed = 1;
     mt_status status;
-    MPI_Initialized(&begun);
+    mti_text text;
+    text.used = 0;
+    MPI_Initialized(&begun); /* this and MPI_Finalized work in every process */
     MPI_Finalized(&ended);
+    if (begun && mti_mpi_not_forked(&text) != MT_SUCCESS) {
+        mti_launch_say(desc, "mt_world_from_env: %s", text.data);
+        return MT_ERR_UNSUPPORTED;
+    }
     if (ended || (!begun && MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS)) {
         mti_launch_say(desc, "mt_world_from_env: MPI %s", ended ? "has been finalized" : "does not start");
         return MT_ERR_SYSTEM;

@@ -39,6 +39,11 @@ static double slow;   /* seconds that this rank sleeps while the messages of a c
 static int pretends;  /* 1: MPI is not initialised yet, and supports no threads */
 static int finalized; /* number of MPI_Finalize calls since then */
 
+static int asked; /* number of calls that ask MPI about a communicator */
+
+int MPI_Comm_rank(MPI_Comm comm, int *rank) { return asked++, PMPI_Comm_rank(comm, rank); }
+int MPI_Comm_size(MPI_Comm comm, int *size) { return asked++, PMPI_Comm_size(comm, size); }
+
 int MPI_Testsome(int count, MPI_Request requests[], int *done, int indices[], MPI_Status statuses[]) {
     struct timespec nap = mti_timespec(slow);
     slow = 0;
@@ -510,6 +515,58 @@ static void test_forked(void **state) {
     assert_int_equal(WEXITSTATUS(code), 0);
 }
 
+static mt_status never(mt_comm *world, void *user) {
+    (void)world;
+    ++*(int *)user;
+    return MT_SUCCESS;
+}
+
+/* In a forked process: 0, or the number of the check that fails. */
+static int connects_nowhere(FILE *said) {
+    const mt_launch_desc d = {.ranks = 4};
+    MPI_Comm theirs[] = {MPI_COMM_WORLD, MPI_COMM_SELF};
+    char numbers[64], text[2048];
+    int calls = 0;
+    alarm(60); /* ends a process that hangs */
+    asked = 0;
+    if (dup2(fileno(said), 2) != 2) return 1;
+    for (int i = 0; i < 2; i++) {
+        mt_comm *world = (mt_comm *)(void *)&calls;
+        if (mt_comm_create_mpi(&theirs[i], 1, &world) != MT_ERR_UNSUPPORTED || world) return 2;
+    }
+    if (mti_mpi_world(&d, never, &calls) != MT_ERR_UNSUPPORTED || calls != 0) return 3;
+    if (asked != 0) return 4;
+    rewind(said);
+    text[fread(text, 1, sizeof text - 1, said)] = '\0';
+    snprintf(numbers, sizeof numbers, "process %ld was forked from process %ld,", (long)getpid(), (long)getppid());
+    if (!strstr(text, "mt_comm_create_mpi: process ") || !strstr(text, "mt_world_from_env: process ")) return 5;
+    return strstr(text, numbers) ? 0 : 6;
+}
+
+/* A process that a rank forks, and a child of it, cannot connect to the ranks, whether or not the rank has a world. The
+   rank still can. */
+static void test_forked_before_it_connects(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        mt_comm *world = i % 2 ? new_world(MPI_COMM_WORLD, TEST_NEVER_OVER) : NULL;
+        FILE *said = tmpfile();
+        int code = 0;
+        pid_t child;
+        assert_non_null(said);
+        fflush(NULL);
+        child = fork();
+        if (child == 0 && i >= 2 && (child = fork()) != 0)
+            _exit(waitpid(child, &code, 0) == child && WIFEXITED(code) ? WEXITSTATUS(code) : 99);
+        if (child == 0) _exit(connects_nowhere(said));
+        assert_int_equal(waitpid(child, &code, 0), child);
+        assert_true(WIFEXITED(code));
+        assert_int_equal(WEXITSTATUS(code), 0);
+        fclose(said);
+        mt_comm_destroy(world);
+        mt_comm_destroy(new_world(MPI_COMM_WORLD, TEST_NEVER_OVER));
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_callers),
@@ -530,6 +587,7 @@ int main(void) {
         cmocka_unit_test(test_slow_split),
         cmocka_unit_test(test_threads_not_allowed),
         cmocka_unit_test(test_forked),
+        cmocka_unit_test(test_forked_before_it_connects),
     };
     MPI_Comm_rank(MPI_COMM_WORLD, &me);
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
