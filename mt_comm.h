@@ -976,6 +976,10 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    mt_check_group makes check mode know a group for whose ranks nothing is declared, such as the pipeline group:
    collectives then give their results a placement over it. mt_check_unknown does not count it.
    mt_declare_complete says that t is replicated or split by rows over comm.
+   mt_declare_meant says that the program means t as it is, if mt_context_desc.check is 2: where t is split, ranks may
+   have the same, such as the tokens of data ranks, and numbers of calls that read t may be off by the number of ranks,
+   such as the scale of attention with the queries t. That holds until t is written or declared again, and for the value
+   of a parameter from then on.
    mt_declare_zero says that t is zero, which fits every placement; it works in a pause, too. mt_declare_parameter notes
    a parameter and its gradient, which may be mt_none(), under a name. parts: see mt_param_desc. partial: 1 if its
    gradient may be partial over `tensor`. Over `data` the value is replicated, and the gradient may be partial.
@@ -994,6 +998,7 @@ MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t
 MT_API mt_status mt_check_view_end(mt_context *ctx, mt_status status);
 MT_API void mt_check_group(mt_context *ctx, const mt_comm *comm);
 MT_API mt_status mt_declare_complete(mt_context *ctx, const mt_comm *comm, mt_tensor t);
+MT_API mt_status mt_declare_meant(mt_context *ctx, mt_tensor t);
 MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t);
 MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const mt_comm *tensor, const mt_comm *data,
                                       mt_tensor value, mt_tensor grad, mt_placement placement, int64_t parts,
@@ -1034,15 +1039,14 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
    mt_check_share notes that each rank of comm must have a part of its own of what the name says. It is compared on a
    CPU with data, unless all elements of t are equal.
    mt_check_content says what an operator has written to t without data: a hash of the numbers from which it is made, or
-   MT_CONTENT_ANY if ranks may have the same where t is split. For the value of a parameter, MT_CONTENT_ANY holds from
-   then on: it may be made of equal parts.
+   MT_CONTENT_ANY if ranks may have the same where t is split.
    mt_check_content_of returns the hash of `count` numbers, for mt_check_content. Both do so with any `check`.
    mt_check_sequences notes that a call needs whole sequences of `seq` rows of t; seq 0: of several lengths. Ids that
    are split by rows are compared over groups that split the columns of t. They are not compared when each rank has
    whole sequences, because these may have the same positions.
    mt_check_factor refuses a number of a call, `factor` times what it usually is, when a group of `factor` ranks, or of
-   1 / factor ranks, splits t along its rows or columns: the number was computed with the sizes of a rank. A number that
-   is meant so passes if it differs from that by more than one in a million.
+   1 / factor ranks, splits t, operand `name`, along its rows or columns: the number was computed with the sizes of a
+   rank. It accepts all numbers after mt_declare_meant of t.
    mt_check_mean notes that the gradients of the rows of t are multiplied by `scale`; NAN: by other numbers, so that
    nothing is said about this step. mt_check_mean_end, which mt_optimizer_step calls, multiplies `scale` by grad_scale
    and by the rows of all ranks. For a mean, the product is 1. It refuses n or 1 / n, where n is the number of ranks of
@@ -1057,7 +1061,7 @@ MT_API mt_status mt_check_share(mt_context *ctx, const mt_comm *comm, const char
 MT_API void mt_check_sequences(mt_context *ctx, mt_tensor t, int64_t seq);
 MT_API void mt_check_content(mt_context *ctx, mt_tensor t, uint64_t content);
 MT_API uint64_t mt_check_content_of(const double *numbers, int count);
-MT_API mt_status mt_check_factor(mt_context *ctx, const char *where, const char *number, mt_tensor t,
+MT_API mt_status mt_check_factor(mt_context *ctx, const char *where, const char *number, const char *name, mt_tensor t,
                                  mt_placement along, double factor);
 MT_API void mt_check_mean(mt_context *ctx, mt_tensor t, double scale);
 MT_API mt_status mt_check_mean_end(mt_context *ctx, const char *where, double grad_scale);
@@ -5069,6 +5073,32 @@ static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor
     return MT_SUCCESS;
 }
 
+/* Returns the parameter or gradient of a view, or else the newest piece that meets it, or NULL. */
+static mti_placed *mti_newest_at(const mti_checker *c, mti_extent at) {
+    mti_placed *p = mti_parameter_at(c, at);
+    return p ? p : mti_placed_older(&c->written, at, UINT64_MAX);
+}
+
+/* Whether ranks may have any content in t: after mt_declare_meant. */
+static int mti_is_meant(const mti_checker *c, mt_tensor t) {
+    const mti_placed *p = mti_newest_at(c, mti_extent_of(t));
+    return p && p->content == MT_CONTENT_ANY;
+}
+
+MT_API mt_status mt_declare_meant(mt_context *ctx, mt_tensor t) {
+    mti_placed *p;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
+    MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
+    p = mti_newest_at(ctx->checker, mti_extent_of(t));
+    if (!p && !mti_is_in_arena(ctx, mti_extent_of(t))) { /* memory of the caller, of which nothing was known */
+        MT_TRY(mti_forget_view(ctx, t));
+        p = mti_newest_at(ctx->checker, mti_extent_of(t));
+    }
+    if (p) p->content = MT_CONTENT_ANY;
+    return MT_SUCCESS;
+}
+
 static mt_status mti_expect_placement(mt_context *ctx, const char *function, mt_placement placement) {
     if ((int)placement >= 0 && placement <= MT_UNDECLARED) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: placement is %d, must be from MT_REPLICATED to MT_UNDECLARED", function,
@@ -6169,21 +6199,22 @@ static int mti_is_ratio(double factor, int n) {
     return (over < 1e-6 && over > -1e-6) || (under < 1e-6 && under > -1e-6);
 }
 
-MT_API mt_status mt_check_factor(mt_context *ctx, const char *where, const char *number, mt_tensor t,
+MT_API mt_status mt_check_factor(mt_context *ctx, const char *where, const char *number, const char *name, mt_tensor t,
                                  mt_placement along, double factor) {
     mti_known k;
     int g;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (mt_check_mode(ctx) != 2 || !mti_has_elements(t)) return MT_SUCCESS;
+    if (mti_is_meant(ctx->checker, t)) return MT_SUCCESS;
     k = mti_known_of(ctx->checker, t);
     for (g = 0; g < ctx->checker->count && !k.zero; g++) {
         const mti_axis *axis = &ctx->checker->axes[g];
         if (k.may[g] != 1 << along || !mti_is_ratio(factor, axis->size)) continue;
-        return mt_fail(
-            ctx, MT_ERR_ARGUMENT,
-            "%s: %s is %.4g times what it usually is, and \"%s\" has %d ranks: compute it with the sizes of the "
-            "whole model, not with those of a rank; if it is meant so, make it differ from that by 2e-6 of it",
-            where, number, factor, axis->name, axis->size);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: %s is %.4g times what it usually is, and \"%s\" has %d ranks: compute it with the sizes of "
+                       "the whole model, not with those of a rank, or call mt_declare_meant(ctx, %s) before, if it is "
+                       "meant so",
+                       where, number, factor, axis->name, axis->size, name);
     }
     return MT_SUCCESS;
 }
@@ -11027,6 +11058,7 @@ typedef struct mti_replica_list {
 typedef struct mti_share {
     const char *where, *with;
     char what[24], kind;
+    int is_view;    /* 1: of mt_check_view */
     int64_t rows;   /* of kind i */
     uint64_t piece; /* of kind g: the age of the whole */
     uint64_t mark;  /* a hash; of kind g the first column, the columns, and those of the whole, in 1024ths of it */
@@ -11107,8 +11139,7 @@ static mt_status mti_replicas_fetch(mt_context *ctx) {
    So it is found when ranks multiply different columns of what all have, or when only some ranks have computed it. */
 static void mti_replica_shape(const mti_checker *c, mt_tensor t, mti_replica *e) {
     mti_extent at = mti_extent_of(t);
-    const mti_placed *p = mti_parameter_at(c, at);
-    if (!p) p = mti_placed_older(&c->written, at, UINT64_MAX);
+    const mti_placed *p = mti_newest_at(c, at);
     if (p && p->content > MT_CONTENT_ANY && mti_extent_covers(at, p->at)) {
         e->differs = 'v';
         e->hash = p->content;
@@ -11232,8 +11263,7 @@ static int mti_ids_tell(mt_tensor t, int tokens) {
    a GPU, and on MT_DEVICE_META what no operator has made of numbers. */
 static int mti_share_mark(mt_context *ctx, mt_tensor t, uint64_t *mark) {
     const mti_extent at = mti_extent_of(t);
-    const mti_placed *p = mti_parameter_at(ctx->checker, at);
-    if (!p) p = mti_placed_older(&ctx->checker->written, at, UINT64_MAX);
+    const mti_placed *p = mti_newest_at(ctx->checker, at);
     *mark = p ? p->content : 0;
     if (*mark == MT_CONTENT_ANY || (*mark && !mti_extent_covers(at, p->at))) return 0;
     if (ctx->device == MT_DEVICE_META) return *mark != 0;
@@ -11263,8 +11293,7 @@ static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const
 
 /* The newest piece that has all of a view and is replicated over group g, or NULL. */
 static const mti_placed *mti_replicated_at(const mti_checker *c, int g, mti_extent at) {
-    const mti_placed *p = mti_parameter_at(c, at);
-    if (!p) p = mti_placed_older(&c->written, at, UINT64_MAX);
+    const mti_placed *p = mti_newest_at(c, at);
     return p && mti_extent_covers(p->at, at) && p->may[g] == 1 << MT_REPLICATED ? p : NULL;
 }
 
@@ -11280,6 +11309,7 @@ static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placemen
     e.where = "mt_check_view";
     e.with = p->name ? p->name : p->with;
     e.kind = 's';
+    e.is_view = 1;
     e.mark = (uint64_t)t.rows << 32 ^ (uint64_t)(mti_extent_of(t).begin - p->at.begin);
     snprintf(e.what, sizeof e.what, "the view");
     return mti_share_add(ctx, g, &e);
@@ -11384,7 +11414,7 @@ static mt_status mti_share_refuse(mt_context *ctx, const mt_comm *comm, const ch
                    "%s: %s is split over \"%s\" (%d ranks), but rank %d has the same as rank %d: each rank needs its "
                    "own part; check offsets by the rank, and what each rank reads and loads%s",
                    where, what, comm->name, comm->size, b, a,
-                   e->kind == 'S' ? ", or say with mt_check_content (MT_CONTENT_ANY) that equal parts are meant" : "");
+                   e->is_view ? "" : ", or call mt_declare_meant for it before, if equal parts are meant");
 }
 
 /* Gathers the marks of all ranks, if all have the same entries. *all [ranks, count], which the caller frees, stays NULL
@@ -11521,8 +11551,7 @@ MT_API void mt_check_content(mt_context *ctx, mt_tensor t, uint64_t content) {
     mti_placed *p;
     if (!mt_check_mode(ctx) || !mti_has_elements(t)) return;
     e = mti_extent_of(t);
-    p = mti_parameter_at(ctx->checker, e);
-    if (!p) p = mti_placed_older(&ctx->checker->written, e, UINT64_MAX);
+    p = mti_newest_at(ctx->checker, e);
     if (p && mti_extent_covers(e, p->at)) p->content = content;
 }
 

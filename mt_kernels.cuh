@@ -10665,10 +10665,12 @@ static void mti_attention_work(mti_operator *op, const mt_attention_desc *s, int
         2.0 * products * mti_scores(s) * (double)s->batch * (double)mti_attention_heads(s) * (double)s->head_dim;
 }
 
-/* Notes the numbers of a desc, and its arrays: lengths and documents go with the sequences, slopes with the heads. */
-static mt_status mti_attention_agree(mt_context *ctx, const char *where, mt_tensor t, const mt_attention_desc *s) {
+/* Notes the numbers of a desc, and its arrays: lengths and documents go with the sequences, slopes with the heads. The
+   program may have said of q, the queries, that their scale is meant. */
+static mt_status mti_attention_agree(mt_context *ctx, const char *where, const mt_arg *q, mt_tensor t,
+                                     const mt_attention_desc *s) {
     const int64_t heads = mti_attention_heads(s), documents = s->cu_seqlens ? s->documents + 1 : 0;
-    MT_TRY(mt_check_factor(ctx, where, "the square of desc.scale", t, MT_SPLIT_COLS,
+    MT_TRY(mt_check_factor(ctx, where, "the square of desc.scale", q->name, *q->view, MT_SPLIT_COLS,
                            (double)s->scale * (double)s->scale * (double)s->head_dim));
     if (mt_check_mode(ctx) != 2) return MT_SUCCESS;
     mt_check_sequences(ctx, t, s->cu_seqlens ? 0 : s->seq);
@@ -10688,9 +10690,9 @@ static mt_status mti_attention_agree(mt_context *ctx, const char *where, mt_tens
 }
 
 /* As mti_expect_mask, for the dropout of probabilities: sequences are rows and heads are columns. */
-static mt_status mti_expect_head_masks(mti_operator *op, const char *where, const char *name, mt_tensor t,
-                                       const mt_attention_desc *s) {
-    mt_status status = mti_attention_agree(op->ctx, where, t, s);
+static mt_status mti_expect_head_masks(mti_operator *op, const char *where, const mt_arg *q, const char *name,
+                                       mt_tensor t, const mt_attention_desc *s) {
+    mt_status status = mti_attention_agree(op->ctx, where, q, t, s);
     if (status != MT_SUCCESS) return mti_end(op, status);
     return mti_expect_mask(op, where, name, t, &s->dropout, s->batch, mti_attention_heads(s), 1);
 }
@@ -10720,7 +10722,7 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
     MT_TRY(mt_check_apart(ctx, where, "out", out, "qkv", qkv));
     MT_TRY(mti_expect_qkv_parts(ctx, where, &s, "qkv", qkv));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, "out", out, &s));
+    MT_TRY(mti_expect_head_masks(&op, where, args, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     mti_attention_fused(&a, qkv, mt_none());
     mti_attention_work(&op, &s, 2);
@@ -10749,7 +10751,7 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
     MT_TRY(mti_expect_qkv_parts(ctx, where, &s, "qkv", qkv));
     MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, "dqkv", dqkv, &s));
+    MT_TRY(mti_expect_head_masks(&op, where, args, "dqkv", dqkv, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.dout = dout;
     mti_attention_fused(&a, qkv, dqkv);
@@ -10776,7 +10778,7 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     for (i = 0; i < 3; i++) MT_TRY(mt_check_apart(ctx, where, "out", out, args[i].name, *args[i].view));
     MT_TRY(mti_begin_with(&op, ctx, where, mti_dot_product_rule(&s, 0), args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, "out", out, &s));
+    MT_TRY(mti_expect_head_masks(&op, where, args, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
     mti_attention_work(&op, &s, 2);
@@ -10808,7 +10810,7 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 4));
     MT_TRY(mti_begin_with(&op, ctx, where, mti_dot_product_rule(&s, 1), args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, "dq", dq, &s));
+    MT_TRY(mti_expect_head_masks(&op, where, args, "dq", dq, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
     a.dout = dout;

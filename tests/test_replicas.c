@@ -684,6 +684,8 @@ typedef enum alike {
     ALIKE_MEANT,     /* the same, and said to be meant */
     ALIKE_WORDS,     /* random words of a weight; found by one rank */
     ALIKE_TOKENS,    /* of data ranks */
+    ALIKE_TARGETS,   /* of data ranks, whose tokens are said to be meant */
+    ALIKE_BY_HEART,  /* tokens and targets of data ranks, both said to be meant */
     ALIKE_BY_CHANCE, /* the same of data ranks in all steps but the first one; right */
     ALIKE_GROUP,     /* of keys and values, in a view of what all ranks have */
     UNLIKE_EPS,
@@ -696,10 +698,12 @@ static const char *const alike_words[] = {
     NULL,
     "ids of mt_embedding_forward|split over \"tensor\"|same as rank 0",
     "alibi_slopes of mt_attention_forward|same as rank 0",
-    "the value of 'w'|same as rank 0|MT_CONTENT_ANY",
+    "the value of 'w'|same as rank 0|call mt_declare_meant for it before",
     NULL,
     "mt_random_normal|first_row is 0",
-    "ids of mt_embedding_forward|split over \"data\"|same as rank 0",
+    "ids of mt_embedding_forward|split over \"data\"|same as rank 0|call mt_declare_meant for it before",
+    "targets of mt_cross_entropy_stats|split over \"data\"|same as rank 0|call mt_declare_meant for it before",
+    NULL,
     NULL,
     "the view of mt_check_view|same as rank 0",
     "kind or eps of mt_norm_forward|other numbers than rank 0",
@@ -732,22 +736,25 @@ static mt_status alike_weights(mt_context *ctx, const mt_grid *g, alike fault, m
     float host[64];
     MT_TRY(mt_random_normal(ctx, w->value, 1, at));
     for (int i = 0; i < 64; i++) host[i] = (float)(i * i);
-    if (fault == ALIKE_MEANT) mt_check_content(ctx, w->value, MT_CONTENT_ANY);
+    if (fault == ALIKE_MEANT) MT_TRY(mt_declare_meant(ctx, w->value));
     return fault == ALIKE_SHARD || fault == ALIKE_MEANT ? mt_upload(ctx, host, w->value) : MT_SUCCESS;
 }
 
 /* The calls of a step in which rank 1 of a group makes one mistake, or all ranks make it. */
 static mt_status alike_calls(mt_context *ctx, const mt_grid *g, alike fault, int step, const mt_param *places,
                              const mt_param *table, const mt_param *gain, alike_tensors *t) {
-    const int odd = g->tp_rank == 1, same = fault == ALIKE_TOKENS || (fault == ALIKE_BY_CHANCE && step > 0);
+    const int odd = g->tp_rank == 1, by_heart = fault == ALIKE_TARGETS || fault == ALIKE_BY_HEART;
+    const int same = by_heart || fault == ALIKE_TOKENS || (fault == ALIKE_BY_CHANCE && step > 0);
     mt_attention_desc s = {.batch = 1, .seq = 12, .groups = 2, .heads_per_group = 1, .head_dim = 4};
     mt_cross_entropy_shard_desc vocabulary = {.vocab = 20, .first_col = 10 * g->tp_rank};
     int32_t ids[12] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8};
     s.alibi_slopes = (const float *)t->slopes.data;
     s.mask = fault == UNLIKE_MASKS && odd ? MT_MASK_BIDIRECTIONAL : MT_MASK_CAUSAL;
     MT_TRY(mt_upload(ctx, ids + (same ? 0 : 6 * g->dp_rank), t->tokens));
-    MT_TRY(mt_upload(ctx, ids + (5 * g->dp_rank + (fault == UNLIKE_TARGETS && odd ? 1 : 0)), t->targets));
+    MT_TRY(mt_upload(ctx, ids + (by_heart ? 0 : 5 * g->dp_rank) + (fault == UNLIKE_TARGETS && odd), t->targets));
     MT_TRY(mt_declare(ctx, g->dp, t->tokens, MT_SPLIT_ROWS));
+    if (by_heart) MT_TRY(mt_declare_meant(ctx, t->tokens));
+    if (fault == ALIKE_BY_HEART) MT_TRY(mt_declare_meant(ctx, t->targets));
     MT_TRY(mt_declare(ctx, g->dp, t->logits, MT_SPLIT_ROWS));
     MT_TRY(mt_position_ids(ctx, fault == ALIKE_POSITIONS ? 0 : 6 * g->tp_rank, 12, NULL, 0, (int32_t *)t->ids.data, 6));
     MT_TRY(mt_embedding_forward(ctx, places->value, 0, (const int32_t *)t->ids.data, 1, t->x));
@@ -900,8 +907,12 @@ static mt_status scaled_rank(mt_comm *world, void *user) {
     if (check == 2)
         SAYS(r.ctx, "mt_attention_forward|desc.scale is 2 times|\"tensor\" has 2 ranks|if it is meant so",
              mt_attention_forward(r.ctx, &s, t.qkv, t.out, mt_none()));
-    s.scale *= check == 2 ? 1.000002f : 1.0f; /* meant so */
+    MT_TRY(mt_declare_meant(r.ctx, t.qkv));
     MT_TRY(mt_attention_forward(r.ctx, &s, t.qkv, t.out, mt_none()));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, t.qkv, MT_SPLIT_COLS)); /* other queries */
+    if (check == 2)
+        SAYS(r.ctx, "mt_attention_forward|call mt_declare_meant(ctx, qkv) before",
+             mt_attention_forward(r.ctx, &s, t.qkv, t.out, mt_none()));
     for (int i = 0; i < 5; i++) {
         if (check == 2 && (i == 1 || i == 2)) SAYS(r.ctx, words[i], scaled_step(&r, &t, scales[i], 0));
         else MT_TRY(scaled_step(&r, &t, scales[i], 0));

@@ -903,6 +903,71 @@ static mt_status own_rows_in_the_sum(run *r) {
     return gives(r, y, 'R');
 }
 
+/* ---- what is meant, and looks wrong ------------------------------------------------------------------------------ */
+
+/* Attention with the scale 1 / D, whose square is off from the usual one by the number of ranks. mistake 1: the scale
+   is that of a part of the features */
+static mt_status scale_of_the_head_size(run *r) {
+    mt_tensor qkv = given(r, T, 3 * HEADS * D, 'c'), dout = given(r, T, HEADS * D, 'c');
+    mt_tensor out = room(r, T, dout.cols), lse = room(r, out.cols / D, T), dqkv = room(r, T, qkv.cols);
+    mt_attention_desc d = {.batch = 1, .seq = T, .groups = HEADS / r->ranks, .heads_per_group = 1, .head_dim = D};
+    d.scale = r->mistake == 1 ? 1 / sqrtf((float)D / (float)r->ranks) : 1.0f / D;
+    if (r->mistake != 1) MT_TRY(mt_declare_meant(r->ctx, qkv));
+    MT_TRY(mt_attention_forward(r->ctx, &d, qkv, out, lse));
+    MT_TRY(mt_attention_backward(r->ctx, &d, qkv, out, lse, dout, dqkv));
+    MT_TRY(gives(r, out, 'c'));
+    return gives(r, dqkv, 'c');
+}
+
+/* The same with queries, keys and values apart. */
+static mt_status scale_of_own_queries(run *r) {
+    heads h = {.d = {.batch = 1, .seq = T, .groups = HEADS / r->ranks, .heads_per_group = 1, .head_dim = D}};
+    h.d.scale = r->mistake == 1 ? 1 / sqrtf((float)D / (float)r->ranks) : 1.0f / D;
+    h.q = given(r, T, HEADS * D, 'c');
+    h.k = given(r, T, HEADS * D, 'c');
+    h.v = given(r, T, HEADS * D, 'c');
+    h.dk = room(r, T, h.k.cols);
+    h.dv = room(r, T, h.k.cols);
+    h.dout = given(r, T, HEADS * D, 'c');
+    if (r->mistake != 1) MT_TRY(mt_declare_meant(r->ctx, h.q));
+    MT_TRY(attend(r, &h));
+    MT_TRY(gives(r, h.out, 'c'));
+    return gives(r, h.dq, 'c');
+}
+
+/* A step with tokens and targets in memory of the caller. */
+static mt_status step_of_a_batch(run *r, const mt_param *table, const int32_t *ids, const int32_t *targets,
+                                 int64_t rows) {
+    const mt_cross_entropy_shard_desc vocabulary = {.vocab = C};
+    mt_tensor y = room(r, rows, C), loss = room(r, 1, rows);
+    MT_TRY(mt_params_zero_grad(r->ctx, r->params));
+    MT_TRY(mt_embedding_forward(r->ctx, table->value, 0, ids, 0, y));
+    MT_TRY(mt_cross_entropy_forward_backward(r->ctx, &vocabulary, y, targets, mt_none(), 1.0f / T, loss));
+    MT_TRY(mt_embedding_backward(r->ctx, y, 0, ids, table->grad));
+    return mt_sync_gradients(r->ctx, r->params);
+}
+
+/* All data ranks train on the same tokens on purpose, as a test does that wants to learn one batch by heart. That
+   check = 2 refuses it otherwise is in test_replicas.c: without data nothing is known of tokens. */
+static mt_status one_batch_on_all_data_ranks(run *r) {
+    static const int32_t text[T / 2 + 1] = {3, 1, 4, 1, 5};
+    const int64_t rows = share(r, T), each = T / 2;
+    int32_t ids[T], targets[T];
+    mt_param *table;
+    for (int64_t i = 0; i < rows; i++) {
+        ids[i] = text[i % each];
+        targets[i] = text[i % each + 1];
+    }
+    MT_TRY(add_param(r, "table", T, C, MT_REPLICATED, 0, &table));
+    MT_TRY(start(r));
+    MT_TRY(mt_declare_meant(r->ctx, mt_tensor_make(ids, MT_I32, rows, 1)));
+    MT_TRY(mt_declare_meant(r->ctx, mt_tensor_make(targets, MT_I32, rows, 1)));
+    for (int step = 0; step < 4; step++) MT_TRY(step_of_a_batch(r, table, ids, targets, rows));
+    mt_declare_forget(r->ctx, ids, sizeof ids);
+    mt_declare_forget(r->ctx, targets, sizeof targets);
+    return gives(r, table->grad, 'R');
+}
+
 #define TWICE "both add|to the sum over \"tensor\"|on one rank only"
 
 static const program programs[] = {
@@ -969,6 +1034,9 @@ static const program programs[] = {
     {"gradient of own positions", gradient_of_own_positions, 2, 1, {0}, 0},
     {"plain collectives", plain_collectives, 2, 1, {0}, 0},
     {"own rows in the sum", own_rows_in_the_sum, 2, 1, {0}, 0},
+    {"scale of the head size", scale_of_the_head_size, 4, 1, {"desc.scale is 4 times|mt_declare_meant(ctx, qkv)"}, 0},
+    {"scale of own queries", scale_of_own_queries, 4, 1, {"desc.scale is 4 times|mt_declare_meant(ctx, q)"}, 0},
+    {"one batch on all data ranks", one_batch_on_all_data_ranks, 2, 1, {0}, 1},
 };
 
 /* ---- how programs run -------------------------------------------------------------------------------------------- */
