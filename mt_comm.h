@@ -915,7 +915,7 @@ typedef struct mt_rule {
 typedef struct mt_operand {
     const char *name;
     mt_tensor t;
-    int use; /* 1: the call reads t, 2: it writes t, 3: both */
+    int use; /* 1: the call reads t, 2: it writes t, 3: both, 7: it replaces t by the gradient of t */
 } mt_operand;
 
 MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,
@@ -4242,6 +4242,7 @@ typedef struct mti_placed {
     const char *used_by;  /* the call */
     uint64_t zeroed;      /* of a gradient: the age of the newest piece when it became zero */
     int is_used;          /* of activations: 1: a backward has read them */
+    int is_replaced;      /* 1: the gradient of what was here, which the call had read here */
     uint64_t lost;        /* the age of what the same call has written here before, and no backward has read; or 0 */
     int is_block;         /* of mt_context_alloc */
     int is_gone;          /* 1: mti_placed_compact removes it */
@@ -4906,6 +4907,7 @@ static void mti_placed_join(mti_placed *p, const mti_placed *q) {
     }
     p->zero = p->zero && q->zero;
     p->some_columns = p->some_columns || q->some_columns;
+    p->is_replaced = p->is_replaced && q->is_replaced;
     if (p->by != q->by) p->by = NULL;
     if (p->with != q->with) p->with = NULL;
     if (p->age < q->age) p->age = q->age;
@@ -6047,6 +6049,56 @@ static mt_status mti_used_check(mt_context *ctx, const mti_ruling *r) {
     return MT_SUCCESS;
 }
 
+/* Returns what a call writes the gradient of operand i to, which it reads: to "dx" for "x", or to x itself. NULL: the
+   call computes no gradient of it. */
+static const mt_operand *mti_gradient_of(const mti_ruling *r, int i) {
+    const mt_operand *o = r->operands[i].operand, *d;
+    int k;
+    if (!o || !(o->use & 1) || r->operands[i].known.parameter) return NULL;
+    if (o->use & 4) return o;
+    for (k = 0; k < r->count; k++) {
+        d = r->operands[k].operand;
+        if (d && (d->use & 2) && d->name[0] == 'd' && strcmp(d->name + 1, o->name) == 0) return d;
+    }
+    return NULL;
+}
+
+/* Refuses to compute gradients of activations that are no longer there: a backward has written their gradient over
+   them. */
+static mt_status mti_replaced_check(mt_context *ctx, const mti_ruling *r) {
+    char at[192], since[208];
+    int i;
+    for (i = 0; i < r->count; i++) {
+        const mti_placed *p = NULL;
+        if (mti_gradient_of(r, i))
+            p = mti_placed_older(&ctx->checker->written, mti_extent_of(r->operands[i].operand->t), UINT64_MAX);
+        if (!p || !p->is_replaced) continue;
+        mti_with_text(ctx->checker, r->with, at, sizeof at);
+        mti_since_text(p->by, p->with, since, sizeof since);
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "%s%s: %s is its own gradient%s, which has replaced it: each forward needs its own saved, and one "
+            "backward; if your code has written it again, mt_declare it",
+            r->where, at, r->operands[i].operand->name, since);
+    }
+    return MT_SUCCESS;
+}
+
+/* Notes where a call has written the gradient of an operand over the operand. */
+static void mti_replaced_note(mti_checker *c, const mti_ruling *r) {
+    int i;
+    for (i = 0; i < r->count; i++) {
+        const mt_operand *d = mti_gradient_of(r, i);
+        mti_extent e, of;
+        mti_placed *p;
+        if (!d) continue;
+        e = mti_extent_of(d->t);
+        of = mti_extent_of(r->operands[i].operand->t);
+        p = mti_placed_older(&c->written, e, UINT64_MAX);
+        if (p && mti_extent_covers(e, of) && mti_extent_covers(of, e)) p->is_replaced = 1;
+    }
+}
+
 /* Whether ranks may read other rows or columns of operand i: of a case with a letter for that, or, in a call of tensors
    that the group splits, this rank's share. */
 static int mti_reads_apart(const mti_ruling *r, int i, int g) {
@@ -6121,9 +6173,11 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     }
     mti_unknown_count(c, &r);
     if (r.with) c->latest = r.with;
+    if (mt_check_mode(ctx) == 2) MT_TRY(mti_replaced_check(ctx, &r));
     if (mt_check_mode(ctx) == 2) MT_TRY(mti_used_check(ctx, &r));
     for (i = 0; mt_check_mode(ctx) == 2 && i < r.count; i++) MT_TRY(mti_operand_note(ctx, &r, i, results));
     for (i = 0; i < r.count; i++) MT_TRY(mti_result_note(ctx, &r, i, results));
+    if (mt_check_mode(ctx) == 2) mti_replaced_note(c, &r);
     mti_tell(ctx, where, r.with, operands, count);
     return MT_SUCCESS;
 }

@@ -850,6 +850,7 @@ enum {
     MT_ARG_IN = 1,
     MT_ARG_OUT = 2,
     MT_ARG_IN_OUT = 3,
+    MT_ARG_GRADIENT = 67, /* both: it replaces the view by its gradient, as mt_cross_entropy_backward does to logits */
     MT_ARG_OPTIONAL = 4,
     /* Add one of these with |, see mt_set_sum_check. MT_ARG_SUM: the operator adds a sum over rows to the view, as
        mt_bias_backward does to dbias. MT_ARG_PRODUCT: the view is the result of a product, such as c of mt_gemm. */
@@ -3484,6 +3485,7 @@ static mt_status mti_apply_rule(mt_context *ctx, const char *name, const mt_rule
         operands[i].name = args[i].name;
         operands[i].t = *args[i].view;
         operands[i].use = args[i].use & MT_ARG_IN_OUT;
+        if ((args[i].use & MT_ARG_GRADIENT) == MT_ARG_GRADIENT) operands[i].use = 7;
     }
     return mt_rule_check(ctx, name, rule, operands, count);
 }
@@ -13593,7 +13595,7 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
 MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
     static const char *const where = "mt_cross_entropy_backward";
-    mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
+    mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS},
                      {"lse", &lse, 2, logits.rows, MT_ARG_F32, MT_ARG_IN},
                      {"dloss", &dloss, 1, dloss.cols == 1 ? 1 : logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
     mti_cross_entropy c;
@@ -13616,7 +13618,7 @@ MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cro
                                                    mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                                    float scale, mt_tensor loss) {
     static const char *const where = "mt_cross_entropy_forward_backward";
-    mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
+    mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS},
                      {"loss", &loss, 1, logits.rows, MT_ARG_F32, MT_ARG_OUT},
                      {"dloss", &dloss, 1, dloss.cols == 1 ? 1 : logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
     mti_cross_entropy c;

@@ -993,12 +993,80 @@ static void test_activations_are_used_once(void **state) {
     test_launch(4, used_rank, NULL);
 }
 
+/* A backward that writes the gradient of its activations over them. */
+typedef enum replaces {
+    REPLACES_LOGITS,
+    REPLACES_LOGITS_IN_ONE_CALL,
+    REPLACES_H, /* of GELU */
+    REPLACES_X, /* of SiLU */
+    REPLACES_COUNT
+} replaces;
+
+static const char *const replaced_words[] = {
+    "mt_cross_entropy_backward|logits is its own gradient since mt_cross_entropy_backward",
+    "mt_cross_entropy_forward_backward|logits is its own gradient since mt_cross_entropy_forward_backward",
+    "mt_activation_backward|h is its own gradient since mt_activation_backward",
+    "mt_silu_backward|x is its own gradient since mt_silu_backward",
+};
+
+/* The backward of `rows` rows of t->h from row `from` on. */
+static mt_status replaced_backward(const test_rank *r, const used *t, replaces which, int64_t from, int64_t rows) {
+    static const int32_t targets[4] = {1, 0, 3, 2};
+    const mt_cross_entropy_shard_desc all = {.vocab = 8};
+    const mt_tensor h = mt_tensor_rows(t->h, from, rows), d = mt_tensor_rows(t->dh, from, rows);
+    mt_tensor loss, lse;
+    mt_arena_request memory[] = {{&loss, MT_F32, 1, rows}, {&lse, MT_F32, 2, rows}};
+    MT_TRY(mt_arena_tensors(r->ctx, memory, 2));
+    MT_TRY(mt_fill(r->ctx, lse, 1));
+    switch (which) {
+    case REPLACES_LOGITS: return mt_cross_entropy_backward(r->ctx, &all, h, targets, lse, mt_none(), 1);
+    case REPLACES_LOGITS_IN_ONE_CALL:
+        return mt_cross_entropy_forward_backward(r->ctx, &all, h, targets, mt_none(), 1, loss);
+    case REPLACES_H: return mt_activation_backward(r->ctx, MT_GELU_TANH, h, d, h, mt_none());
+    default: return mt_silu_backward(r->ctx, h, d, h);
+    }
+}
+
+static mt_status replaced_rank(mt_comm *world, void *user) {
+    const replaces which = *(const replaces *)user;
+    const mt_context_desc where = {.device = MT_DEVICE_CPU, .check = 2};
+    test_rank r;
+    used t;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &where, &r));
+    MT_TRY(used_open(&r, &t));
+    MT_TRY(mt_params_zero_grad(r.ctx, r.params));
+    for (int i = 0; i < 2; i++) { /* of all rows, then of two parts */
+        MT_TRY(mt_copy(r.ctx, t.x, t.h));
+        MT_TRY(mt_copy(r.ctx, t.x, t.dh));
+        MT_TRY(replaced_backward(&r, &t, which, 0, 4 - 2 * i));
+        if (i > 0) MT_TRY(replaced_backward(&r, &t, which, 2, 2));
+    }
+    SAYS(r.ctx, replaced_words[which], replaced_backward(&r, &t, which, 2, 2));
+    SAYS(r.ctx, "each forward needs its own saved", replaced_backward(&r, &t, which, 0, 4));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, t.h, MT_REPLICATED)); /* the program has written it again */
+    MT_TRY(mt_declare(r.ctx, r.grid.dp, t.h, MT_SPLIT_ROWS));
+    MT_TRY(replaced_backward(&r, &t, which, 0, 4));
+    MT_TRY(mt_copy(r.ctx, t.x, t.dh)); /* a gradient may be replaced by the next one */
+    for (int i = 0; i < 2; i++) MT_TRY(mt_silu_backward(r.ctx, t.x, t.dh, t.dh));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_activations_that_their_gradient_has_replaced(void **state) {
+    (void)state;
+    for (int i = 0; i < REPLACES_COUNT; i++) {
+        replaces which = (replaces)i;
+        test_launch(4, replaced_rank, &which);
+    }
+}
+
 int main(void) {
     static const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_what_ranks_must_not_have_alike),
         cmocka_unit_test(test_whole_sequences_and_rows_alike),
         cmocka_unit_test(test_scales_of_a_rank),
         cmocka_unit_test(test_activations_are_used_once),
+        cmocka_unit_test(test_activations_that_their_gradient_has_replaced),
         cmocka_unit_test(test_right_programs),
         cmocka_unit_test(test_faults_are_named),
         cmocka_unit_test(test_ranks_may_read_more),
