@@ -11108,12 +11108,13 @@ typedef struct mti_replica_list {
    d  of the data group: two ranks may have the same, but not in all entries of the same name, in MTI_DATA_ALIKE
       comparisons from the first one on
    i  ids of rows: not all ranks may have the same, unless they have whole sequences
+   p  the same ids: if they count up on each rank, the ranks together must have each position as often as any other
    g  a range of the columns of what all ranks have: all columns must be read by some rank */
 typedef struct mti_share {
     const char *where, *with;
     char what[24], kind;
     int is_view;    /* 1: of mt_check_view */
-    int64_t rows;   /* of kind i */
+    int64_t rows;   /* of kinds i and p */
     uint64_t piece; /* of kind g: the age of the whole */
     uint64_t mark;  /* a hash; of kind g the first column, the columns, and those of the whole, in 1024ths of it */
 } mti_share;
@@ -11313,6 +11314,67 @@ static int mti_ids_tell(mt_tensor t, int tokens) {
     return others > 0 && steps > 0;
 }
 
+/* Positions that count up, and begin at 0 again at the end of each sequence. */
+typedef struct mti_counting {
+    int64_t first, wrap, rows; /* wrap: the length of a sequence, if one ends before the last row; 0: none does */
+} mti_counting;
+
+#define MTI_COUNTING_BITS 21 /* of each number in a mark */
+#define MTI_NOT_COUNTING UINT64_MAX
+
+/* Returns the mark of kind p: that of ids that count up, or MTI_NOT_COUNTING. */
+static uint64_t mti_counting_mark(mt_tensor ids) {
+    const int64_t most = 1 << MTI_COUNTING_BITS, rows = ids.rows * ids.cols;
+    mti_counting c = {0, 0, rows};
+    int32_t id, last = 0;
+    int64_t i;
+    for (i = 0; i < rows; i++) {
+        memcpy(&id, mti_element_at(ids, i / ids.cols, i % ids.cols), sizeof id);
+        if (i == 0) c.first = id;
+        else if (id == 0 && (c.wrap == 0 || c.wrap == last + 1)) c.wrap = last + 1;
+        else if (id != last + 1) return MTI_NOT_COUNTING;
+        last = id;
+    }
+    if (c.first < 0 || c.first >= most || c.wrap < 0 || c.wrap >= most || rows >= most) return MTI_NOT_COUNTING;
+    return (uint64_t)c.first | (uint64_t)c.wrap << MTI_COUNTING_BITS | (uint64_t)rows << 2 * MTI_COUNTING_BITS;
+}
+
+static mti_counting mti_counting_of(uint64_t mark) {
+    const uint64_t mask = ((uint64_t)1 << MTI_COUNTING_BITS) - 1;
+    mti_counting c;
+    c.first = (int64_t)(mark & mask);
+    c.wrap = (int64_t)(mark >> MTI_COUNTING_BITS & mask);
+    c.rows = (int64_t)(mark >> 2 * MTI_COUNTING_BITS);
+    return c;
+}
+
+/* Whether ids of `rows` rows are positions in sequences of `seq` tokens. */
+static int mti_is_counting(uint64_t mark, int64_t rows, int64_t seq) {
+    mti_counting c = mti_counting_of(mark);
+    if (mark == MTI_NOT_COUNTING || c.rows != rows) return 0;
+    return c.wrap ? c.wrap == seq && c.first < seq : c.first + c.rows <= seq;
+}
+
+/* Whether two ranks have positions that do not fit together: if each rank has the next `rows` rows of sequences, their
+   first positions are multiples of a step apart, and each of these is that of equally many ranks. mark(rank) is
+   all[rank * count]. */
+static int mti_positions_misfit(const uint64_t *all, size_t count, int ranks, int64_t rows, int64_t seq, int *a,
+                                int *b) {
+    int64_t step = seq, rest = rows, next, apart;
+    int i, alike;
+    if (seq <= 0 || rows < 3 || rows % seq == 0 || rows * ranks % seq != 0) return 0;
+    for (i = 0; i < ranks; i++)
+        if (!mti_is_counting(all[(size_t)i * count], rows, seq)) return 0;
+    while (rest) next = step % rest, step = rest, rest = next; /* the greatest common divisor */
+    for (*b = 1; *b < ranks; ++*b)
+        for (*a = 0, alike = 1; *a < *b; ++*a) {
+            apart = mti_counting_of(all[(size_t)*a * count]).first - mti_counting_of(all[(size_t)*b * count]).first;
+            alike += apart == 0;
+            if (apart % step != 0 || alike > ranks * step / seq) return 1;
+        }
+    return 0;
+}
+
 /* Sets *mark to a hash of what a rank has in t. Returns 0 when nothing can be said: values that are all equal, those of
    a GPU, and on MT_DEVICE_META what no operator has made of numbers. */
 static int mti_share_mark(mt_context *ctx, mt_tensor t, uint64_t *mark) {
@@ -11342,7 +11404,12 @@ static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const
     e.kind = is_data ? 'd' : is_ids ? 'i' : 's';
     e.rows = o->t.rows * o->t.cols;
     snprintf(e.what, sizeof e.what, "%s", o->name);
-    return mti_share_mark(ctx, o->t, &e.mark) ? mti_share_add(ctx, g, &e) : MT_SUCCESS;
+    if (!mti_share_mark(ctx, o->t, &e.mark)) return MT_SUCCESS;
+    MT_TRY(mti_share_add(ctx, g, &e));
+    if (e.kind != 'i' || ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
+    e.kind = 'p';
+    e.mark = mti_counting_mark(o->t);
+    return mti_share_add(ctx, g, &e);
 }
 
 /* The newest piece that has all of a view and is replicated over group g, or NULL. */
@@ -11440,6 +11507,7 @@ static int mti_share_alike(const mti_share_list *l, size_t i, const uint64_t *al
     int pairs = 0;
     *a = 0, *b = 1;
     if (kind == 'g') return mti_range_misses(l, i, all, ranks);
+    if (kind == 'p') return mti_positions_misfit(all + i, l->count, ranks, l->list[i].rows, l->seq, a, b);
     if (kind == 'd' && l->data_alike < MTI_DATA_ALIKE) return 0;
     if (kind == 'i' && (l->seq <= 0 || l->list[i].rows % l->seq == 0)) return 0;
     for (*b = 1; *b < ranks; ++*b)
@@ -11452,8 +11520,9 @@ static int mti_share_alike(const mti_share_list *l, size_t i, const uint64_t *al
     return (kind == 's' || kind == 'i') && pairs == ranks * (ranks - 1) / 2;
 }
 
+/* of_a and of_b: the marks of the two ranks */
 static mt_status mti_share_refuse(mt_context *ctx, const mt_comm *comm, const char *where, const mti_share *e, int a,
-                                  int b) {
+                                  int b, uint64_t of_a, uint64_t of_b) {
     char what[256];
     if (e->where)
         snprintf(what, sizeof what, "%s of %.60s%s%.*s%s", e->what, e->where, e->with ? " \"" : "",
@@ -11464,6 +11533,13 @@ static mt_status mti_share_refuse(mt_context *ctx, const mt_comm *comm, const ch
                        "%s: %s is a part of the columns of what all ranks of \"%s\" (%d ranks) have, and no rank reads "
                        "the others: each rank needs its own part, such as its own group of keys and values",
                        where, what, comm->name, comm->size);
+    if (e->kind == 'p')
+        return mt_fail(ctx, MT_ERR_MISMATCH,
+                       "%s: %s is split over \"%s\" (%d ranks), but rank %d has the positions from %lld on and rank %d "
+                       "those from %lld on, and each has %lld rows: check offsets by the rank, or call "
+                       "mt_declare_meant for it before, if they are meant so",
+                       where, what, comm->name, comm->size, a, (long long)mti_counting_of(of_a).first, b,
+                       (long long)mti_counting_of(of_b).first, (long long)e->rows);
     return mt_fail(ctx, MT_ERR_MISMATCH,
                    "%s: %s is split over \"%s\" (%d ranks), but rank %d has the same as rank %d: each rank needs its "
                    "own part; check offsets by the rank, and what each rank reads and loads%s",
@@ -11506,7 +11582,8 @@ static mt_status mti_shares_compare(mt_context *ctx, mt_comm *comm, const char *
     if (status == MT_SUCCESS && all) mti_data_count(l, all, comm->size);
     for (i = 0; status == MT_SUCCESS && all && i < l->count; i++)
         if (mti_share_alike(l, i, all, comm->size, &a, &b))
-            status = mti_share_refuse(ctx, comm, where, &l->list[i], a, b);
+            status = mti_share_refuse(ctx, comm, where, &l->list[i], a, b, all[(size_t)a * l->count + i],
+                                      all[(size_t)b * l->count + i]);
     mt_host_free(all);
     l->count = 0;
     l->seq = 0;

@@ -857,6 +857,65 @@ static void test_whole_sequences_and_rows_alike(void **state) {
         test_launch(4, whole_rank, &fault); /* 1: a sequence has rows of both ranks */
 }
 
+/* Positions of 6 rows of each of 4 ranks, from first[rank] on, in sequences of seq tokens. */
+typedef struct positions {
+    int64_t seq, first[4];
+    int step;     /* of the positions of a rank */
+    int is_meant; /* 1: the program says so */
+    const char *words;
+} positions;
+
+static const positions own_positions[] = {
+    {24, {0, 6, 12, 18}, 1, 0, NULL},
+    {24, {18, 0, 12, 6}, 1, 0, NULL}, /* chunks in another order */
+    {24, {3, 9, 15, 21}, 1, 0, NULL}, /* the last rank also has the first ones of the next sequence */
+    {24, {0, 5, 10, 15}, 1, 0, "rank 0 has the positions from 0 on and rank 1 those from 5 on|each has 6 rows"},
+    {24, {0, 7, 13, 18}, 1, 0, "ids of mt_embedding_forward|rank 0 has|rank 1 those from 7 on|mt_declare_meant"},
+    {24, {0, 6, 12, 12}, 1, 0, "rank 2 has the positions from 12 on and rank 3 those from 12 on"},
+    {24, {0, 6, 12, 12}, 1, 1, NULL},
+    {24, {0, 0, 0, 0}, 1, 0, "same as rank 0"},
+    {12, {0, 6, 0, 6}, 1, 0, NULL}, /* two sequences */
+    {12, {0, 0, 6, 6}, 1, 0, NULL},
+    {12, {0, 6, 0, 0}, 1, 0, "rank 2 has the positions from 0 on and rank 3 those from 0 on"},
+    {24, {0, 1, 2, 4}, 4, 0, NULL}, /* no chunks of neighbours */
+};
+
+static mt_status positions_rank(mt_comm *world, void *user) {
+    const positions *p = (const positions *)user;
+    const mt_attention_desc s = {.batch = 24 / p->seq, .seq = p->seq, .groups = 1, .heads_per_group = 1, .head_dim = 4};
+    mt_param_desc places = {.name = "places", .rows = 48, .cols = 8, .init_std = 1};
+    mt_tensor ids, x, qkv, out;
+    mt_arena_request memory[] = {
+        {&ids, MT_I32, 6, 1}, {&x, MT_F32, 6, 8}, {&qkv, MT_F32, 24, 12}, {&out, MT_F32, 24, 4}};
+    int32_t host[6];
+    mt_param *table;
+    test_rank r;
+    mt_status status;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 4}, &checks, &r));
+    MT_TRY(mt_params_add(r.ctx, r.params, &places, &table));
+    MT_TRY(mt_params_init(r.ctx, r.params, 1234));
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 4));
+    for (int i = 0; i < 6; i++) host[i] = (int32_t)((p->first[r.grid.tp_rank] + i * p->step) % p->seq);
+    MT_TRY(mt_upload(r.ctx, host, ids));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, ids, MT_SPLIT_ROWS));
+    if (p->is_meant) MT_TRY(mt_declare_meant(r.ctx, ids));
+    MT_TRY(mt_embedding_forward(r.ctx, table->value, 0, (const int32_t *)ids.data, 0, x));
+    MT_TRY(mt_fill(r.ctx, qkv, 1));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, qkv, MT_SPLIT_COLS));
+    MT_TRY(mt_attention_forward(r.ctx, &s, qkv, out, mt_none()));
+    status = mt_check_replicas(r.ctx, r.grid.tp, "my_step");
+    CHECK(status == (p->words ? MT_ERR_MISMATCH : MT_SUCCESS));
+    if (p->words) CHECK(test_has_words(mt_last_error(r.ctx), p->words));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_positions_of_ranks(void **state) {
+    (void)state;
+    for (size_t i = 0; i < sizeof own_positions / sizeof *own_positions; i++)
+        test_launch(4, positions_rank, (void *)&own_positions[i]);
+}
+
 /* ---- numbers that are off by the number of ranks, and activations that are used twice ---------------------------- */
 
 #define SAYS(ctx, words, call) CHECK((call) == MT_ERR_ARGUMENT && test_has_words(mt_last_error(ctx), words))
@@ -1064,6 +1123,7 @@ int main(void) {
     static const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_what_ranks_must_not_have_alike),
         cmocka_unit_test(test_whole_sequences_and_rows_alike),
+        cmocka_unit_test(test_positions_of_ranks),
         cmocka_unit_test(test_scales_of_a_rank),
         cmocka_unit_test(test_activations_are_used_once),
         cmocka_unit_test(test_activations_that_their_gradient_has_replaced),
