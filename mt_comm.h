@@ -1032,7 +1032,8 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
 /* For authors of operators, with mt_context_desc.check == 2; they do nothing otherwise.
    mt_check_numbers notes `count` numbers of a call, such as those of its desc, which must be the same on all ranks of a
    group. The message calls them "`what` of `where`". Ranks with rows of t of their own may have others, such as the
-   mask of their queries; t is mt_none() if they may not. data 1: those of "data" may not in any case.
+   mask of their queries; t is mt_none() if they may not. data 1: those of "data" may not in any case. data 2: ranks
+   with a term of the sum t may have others, and data ranks with rows of their own, and no other ranks.
    mt_check_side notes an operand that is no matrix of a rule: an element for each row (along MT_SPLIT_ROWS) or column
    (MT_SPLIT_COLS) of t, such as targets or lengths. If a group splits t in this way, each rank must have its own
    elements, otherwise all ranks must have the same ones. alike 1: ranks may have the same elements in any case.
@@ -11688,9 +11689,12 @@ MT_API void mt_check_content(mt_context *ctx, mt_tensor t, uint64_t content) {
 
 /* Whether numbers of a call with t must be the same on the ranks of a group. */
 static int mti_numbers_bind(const mti_checker *c, int g, mt_tensor t, int data) {
+    const int is_data = mti_is_data(&c->axes[g]);
+    int others = 1 << (data == 2 ? MT_PARTIAL : MT_SPLIT_ROWS); /* what ranks with other numbers have */
     if (c->axes[g].only_group) return 0;
-    if (!mti_has_elements(t) || (data && mti_is_data(&c->axes[g]))) return 1;
-    return !(mti_known_of(c, t).may[g] & 1 << MT_SPLIT_ROWS);
+    if (!mti_has_elements(t) || (data == 1 && is_data)) return 1;
+    if (is_data) others |= 1 << MT_SPLIT_ROWS;
+    return !(mti_known_of(c, t).may[g] & others);
 }
 
 MT_API mt_status mt_check_numbers(mt_context *ctx, const char *where, const char *what, mt_tensor t, int data,

@@ -12880,6 +12880,7 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mti_expect_embedding(ctx, where, "table", table, first_row, ids, "y", y));
     MT_TRY(mt_check_apart(ctx, where, "y", y, "table", table));
+    MT_TRY(mti_numbers_agree(ctx, where, "beta", y, 2, 1, (double)beta)); /* of the y that the call adds to */
     MT_TRY(mti_embedding_rule(ctx, where, &rule, ids, first_row, args));
     MT_TRY(mti_begin_ruled(&op, ctx, where, args, MTI_COUNT(args)));
     op.work.bytes = bytes;

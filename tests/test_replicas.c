@@ -689,6 +689,8 @@ typedef enum alike {
     ALIKE_BY_CHANCE, /* the same of data ranks in all steps but the first one; right */
     ALIKE_GROUP,     /* of keys and values, in a view of what all ranks have */
     UNLIKE_EPS,
+    UNLIKE_BETA,  /* only one rank adds its positions */
+    UNLIKE_TERMS, /* one rank adds to its term of a sum; right */
     UNLIKE_MASKS,
     UNLIKE_TARGETS,
     ALIKE_COUNT
@@ -707,6 +709,8 @@ static const char *const alike_words[] = {
     NULL,
     "the view of mt_check_view|same as rank 0",
     "kind or eps of mt_norm_forward|other numbers than rank 0",
+    "beta of mt_embedding_forward|other numbers than rank 0",
+    NULL,
     "mask of mt_attention_forward|other numbers than rank 0",
     "targets of mt_cross_entropy_stats|other values than rank 0",
 };
@@ -757,9 +761,11 @@ static mt_status alike_calls(mt_context *ctx, const mt_grid *g, alike fault, int
     if (fault == ALIKE_BY_HEART) MT_TRY(mt_declare_meant(ctx, t->targets));
     MT_TRY(mt_declare(ctx, g->dp, t->logits, MT_SPLIT_ROWS));
     MT_TRY(mt_position_ids(ctx, fault == ALIKE_POSITIONS ? 0 : 6 * g->tp_rank, 12, NULL, 0, (int32_t *)t->ids.data, 6));
-    MT_TRY(mt_embedding_forward(ctx, places->value, 0, (const int32_t *)t->ids.data, 1, t->x));
-    MT_TRY(mt_embedding_forward(ctx, table->value, g->tp_rank * table->value.rows, (const int32_t *)t->tokens.data, 0,
-                                t->y));
+    MT_TRY(mt_embedding_forward(ctx, places->value, 0, (const int32_t *)t->ids.data,
+                                fault == UNLIKE_BETA && odd ? 0 : 1, t->x));
+    for (int i = 0; i < 2; i++)
+        MT_TRY(mt_embedding_forward(ctx, table->value, g->tp_rank * table->value.rows, (const int32_t *)t->tokens.data,
+                                    fault == UNLIKE_TERMS && !odd ? (float)i : 0, t->y));
     MT_TRY(mt_norm_forward(ctx, MT_RMS_NORM, t->x, gain->value, mt_none(), fault == UNLIKE_EPS && odd ? 1e-2f : 1e-5f,
                            t->y, t->stats));
     MT_TRY(mt_alibi_slopes(ctx, 4, fault == ALIKE_SLOPES ? 0 : 2 * g->tp_rank, t->slopes));
