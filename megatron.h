@@ -4888,11 +4888,12 @@ static const mt_tensor_table *mti_described_table(const mti_described *m) {
 
 /* -- config.json -- */
 
-/* Where a config.json is read from. */
+#define MTI_CONFIG_BYTES ((size_t)1 << 20) /* as many as a checkpoint copies */
+
+/* A config.json. */
 typedef struct mti_config {
-    mt_context *ctx;       /* NULL: without messages */
-    const char *directory; /* of the file; NULL: `text` is read */
-    const char *text;
+    mt_context *ctx;        /* NULL: without messages */
+    const char *text;       /* a JSON object */
     char path[MT_PATH_MAX]; /* for messages */
 } mti_config;
 
@@ -4904,10 +4905,34 @@ typedef struct mti_number {
     int64_t given, also; /* what the file has under the two names; -1: nothing */
 } mti_number;
 
-/* Reads fields. A file that does not exist is an error. */
 static mt_status mti_config_fields(const mti_config *c, const mt_field *fields, int count) {
-    if (!c->directory) return mt_json_parse(c->ctx, c->path, c->text, fields, count);
-    return mt_json_read(c->ctx, c->directory, "config.json", fields, count, NULL);
+    return mt_json_parse(c->ctx, c->path, c->text, fields, count);
+}
+
+/* Finds a member of an object. */
+static int mti_config_member(mt_json_part object, const char *name, mt_json_part *out) {
+    char key[128];
+    while (mt_json_next(&object, key, sizeof key, out))
+        if (strcmp(key, name) == 0) return 1;
+    return 0;
+}
+
+/* The places of a config.json: transformers nests the values of a language model that is a part of a larger one. */
+static const char *const mti_config_places[] = {"", "text_config."};
+enum { MTI_PLACES = MTI_LENGTH(mti_config_places) };
+
+/* Finds a member of a place, which may be null. */
+static int mti_config_find(const char *text, int place, const char *name, mt_json_part *out) {
+    mt_json_part object;
+    object.text = text;
+    object.bytes = strlen(text);
+    if (place == 1 && !mti_config_member(object, "text_config", &object)) return 0;
+    return mti_config_member(object, name, out);
+}
+
+/* The same for a member that is not null. */
+static int mti_config_at(const mti_config *c, int place, const char *name, mt_json_part *out) {
+    return mti_config_find(c->text, place, name, out) && out->text[0] != 'n';
 }
 
 static mt_status mti_config_refuse(const mti_config *c, const char *name, const char *value, const char *wanted) {
@@ -4955,10 +4980,23 @@ static mt_status mti_config_numbers(const mti_config *c, mti_number *numbers, in
 
 /* Refuses quantised weights: their files need other code than rounding. */
 static mt_status mti_config_plain(const mti_config *c) {
-    char method[64] = "";
-    const mt_field field = {"quantization_config.quant_method", MT_FIELD_TEXT, method, 0, 0, sizeof method, 0, 0};
-    MT_TRY(mti_config_fields(c, &field, 1));
-    return method[0] ? mti_config_refuse_text(c, field.name, method, "missing: weights are not quantised") : MT_SUCCESS;
+    char method[2][64] = {"", ""};
+    const mt_field fields[] = {
+        {"quantization_config.quant_method", MT_FIELD_TEXT, method[0], 0, 0, 64, 0, 1},
+        {"text_config.quantization_config.quant_method", MT_FIELD_TEXT, method[1], 0, 0, 64, 0, 1}};
+    mt_json_part value;
+    int i;
+    MT_TRY(mti_config_fields(c, fields, MTI_PLACES));
+    for (i = 0; i < MTI_PLACES; i++) {
+        if (method[i][0])
+            return mti_config_refuse_text(c, fields[i].name, method[i], "missing: weights are not quantised");
+        if (mti_config_at(c, i, "quantization_config", &value))
+            return mt_fail(c->ctx, MT_ERR_DATA,
+                           "%s: has %squantization_config, must not have it: weights are not "
+                           "quantised",
+                           c->path, mti_config_places[i]);
+    }
+    return MT_SUCCESS;
 }
 
 /* A member of config.json that must have one value, because another one changes what the model computes. */
@@ -4988,16 +5026,24 @@ static const struct {
     mt_activation activation;
 } mti_activations[] = {{"gelu_new", MT_GELU_TANH}, {"gelu_fast", MT_GELU_TANH}, {"gelu_pytorch_tanh", MT_GELU_TANH},
                        {"gelu", MT_GELU_ERF},      {"relu2", MT_SQUARED_RELU},  {"relu", MT_RELU},
-                       {"tanh", MT_TANH}};
+                       {"tanh", MT_TANH},          {"silu", MT_SWIGLU},         {"swish", MT_SWIGLU}};
 
-static mt_status mti_config_activation(const mti_config *c, const char *name, const char *value, mt_activation *out) {
+/* Returns the activation of this name, or -1. */
+static int mti_activation_of(const char *name) {
     int i;
     for (i = 0; i < MTI_LENGTH(mti_activations); i++)
-        if (strcmp(value, mti_activations[i].name) == 0) {
-            *out = mti_activations[i].activation;
-            return MT_SUCCESS;
-        }
-    return mti_config_refuse_text(c, name, value, "gelu_new, gelu_fast, gelu_pytorch_tanh, gelu, relu, relu2 or tanh");
+        if (strcmp(name, mti_activations[i].name) == 0) return (int)mti_activations[i].activation;
+    return -1;
+}
+
+/* Finds the activation of a GPT-2 or a BERT, which have no gates. */
+static mt_status mti_config_activation(const mti_config *c, const char *name, const char *value, mt_activation *out) {
+    int found = mti_activation_of(value);
+    if (found < 0 || found == MT_SWIGLU)
+        return mti_config_refuse_text(c, name, value,
+                                      "gelu_new, gelu_fast, gelu_pytorch_tanh, gelu, relu, relu2 or tanh");
+    *out = (mt_activation)found;
+    return MT_SUCCESS;
 }
 
 static const char *mti_activation_text(mt_activation activation) {
@@ -5007,14 +5053,12 @@ static const char *mti_activation_text(mt_activation activation) {
 }
 
 /* Reads the config.json of a GPT-2. Defaults and second names are those of transformers' GPT2Config.
-   reorder_and_upcast_attn only changes how f16 is rounded. n_ctx is of older versions, in which it was the size of the
-   causal mask. *out is zero. */
+   reorder_and_upcast_attn only changes how f16 is rounded. *out is zero. */
 static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
     mt_transformer_layer_desc *l = &out->layer;
     double eps = 1e-5;
     char activation[64] = "gelu_new"; /* truncated when longer; every accepted value fits */
     int tied = 1;
-    int64_t context = 0;
     mti_fixed fixed[] = {
         {"scale_attn_weights", 1, 1}, {"scale_attn_by_inverse_layer_idx", 0, 0}, {"add_cross_attention", 0, 0}};
     mti_number numbers[] = {{"vocab_size", NULL, INT32_MAX, 50257, &out->vocab, 0, 0},
@@ -5022,8 +5066,7 @@ static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
                             {"n_embd", "hidden_size", INT32_MAX, 768, &l->hidden, 0, 0},
                             {"n_layer", "num_hidden_layers", MTI_LAYERS_MAX, 12, &out->layers, 0, 0},
                             {"n_head", "num_attention_heads", INT32_MAX, 12, &l->heads, 0, 0},
-                            {"n_inner", NULL, INT32_MAX, 0, &l->ffn, 0, 0},
-                            {"n_ctx", NULL, INT32_MAX, 0, &context, 0, 0}};
+                            {"n_inner", NULL, INT32_MAX, 0, &l->ffn, 0, 0}};
     const mt_field fields[] = {{"layer_norm_epsilon", MT_FIELD_F64, &eps, 0, 0, 0, 0, 0},
                                {"activation_function", MT_FIELD_TEXT, activation, 0, 0, sizeof activation, 0, 0},
                                {"tie_word_embeddings", MT_FIELD_BOOL, &tied, 0, 0, 0, 0, 0},
@@ -5034,9 +5077,6 @@ static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
     MT_TRY(mti_config_activation(c, "activation_function", activation, &l->activation));
     MT_TRY(mti_config_fixed(c, fixed, MTI_LENGTH(fixed)));
     MT_TRY(mti_config_eps(c, "layer_norm_epsilon", eps));
-    if (context && context != out->max_seq)
-        return mt_fail(c->ctx, MT_ERR_DATA, "%s: n_ctx is %lld, must be n_positions %lld, or missing", c->path,
-                       (long long)context, (long long)out->max_seq);
     if (!l->ffn && l->hidden > INT32_MAX / 4)
         return mt_fail(c->ctx, MT_ERR_DATA, "%s: n_embd is %lld, must be from 1 to %d without n_inner", c->path,
                        (long long)l->hidden, INT32_MAX / 4);
@@ -5048,109 +5088,185 @@ static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
     return MT_SUCCESS;
 }
 
-/* The members of a Llama's config.json that are not members of mt_gpt_desc. Texts are truncated when longer; every
-   accepted value fits. theta: of rope_parameters, rope_theta and rope_scaling; -1: not there. factor: of
-   rope_parameters and rope_scaling. partial: partial_rotary_factor of the config and of both */
-typedef struct mti_llama {
-    double eps, theta[3], factor[2], partial[3];
-    int64_t head_dim, window;
-    int tied, attention_bias, mlp_bias;
-    char activation[64], rope_type[4][64];
-} mti_llama;
+/* -- the types of layers, and their rotary positions -- */
 
-/* Both names of the type of rope_parameters and of rope_scaling. */
-static const char *const mti_rope_types[] = {"rope_parameters.rope_type", "rope_parameters.type",
-                                             "rope_scaling.rope_type", "rope_scaling.type"};
-static const char *const mti_partial_names[] = {"partial_rotary_factor", "rope_parameters.partial_rotary_factor",
-                                                "rope_scaling.partial_rotary_factor"};
+enum { MTI_TYPE_MAX = 64, MTI_TYPES_MAX = 16 }; /* bytes of the name of a type of layers; types in one object */
 
-enum { MTI_LLAMA_FIELDS = 18 };
-
-static void mti_llama_fields(mti_llama *x, mt_field *out) {
-    const mt_field list[MTI_LLAMA_FIELDS] = {
-        {"rms_norm_eps", MT_FIELD_F64, &x->eps, 0, 0, 0, 0, 0},
-        {"rope_parameters.rope_theta", MT_FIELD_F64, &x->theta[0], 0, 0, 0, 0, 1},
-        {"rope_theta", MT_FIELD_F64, &x->theta[1], 0, 0, 0, 0, 1},
-        {"rope_scaling.rope_theta", MT_FIELD_F64, &x->theta[2], 0, 0, 0, 0, 1},
-        {mti_rope_types[0], MT_FIELD_TEXT, x->rope_type[0], 0, 0, sizeof x->rope_type[0], 0, 0},
-        {mti_rope_types[1], MT_FIELD_TEXT, x->rope_type[1], 0, 0, sizeof x->rope_type[1], 0, 0},
-        {mti_rope_types[2], MT_FIELD_TEXT, x->rope_type[2], 0, 0, sizeof x->rope_type[2], 0, 0},
-        {mti_rope_types[3], MT_FIELD_TEXT, x->rope_type[3], 0, 0, sizeof x->rope_type[3], 0, 0},
-        {"rope_parameters.factor", MT_FIELD_F64, &x->factor[0], 0, 0, 0, 0, 1},
-        {"rope_scaling.factor", MT_FIELD_F64, &x->factor[1], 0, 0, 0, 0, 1},
-        {mti_partial_names[0], MT_FIELD_F64, &x->partial[0], 0, 0, 0, 0, 1},
-        {mti_partial_names[1], MT_FIELD_F64, &x->partial[1], 0, 0, 0, 0, 1},
-        {mti_partial_names[2], MT_FIELD_F64, &x->partial[2], 0, 0, 0, 0, 1},
-        {"hidden_act", MT_FIELD_TEXT, x->activation, 0, 0, sizeof x->activation, 0, 0},
-        {"tie_word_embeddings", MT_FIELD_BOOL, &x->tied, 0, 0, 0, 0, 0},
-        {"attention_bias", MT_FIELD_BOOL, &x->attention_bias, 0, 0, 0, 0, 0},
-        {"mlp_bias", MT_FIELD_BOOL, &x->mlp_bias, 0, 0, 0, 0, 0},
-        {"sliding_window", MT_FIELD_I64, &x->window, 0, 0, 0, 0, 1}};
-    memcpy(out, list, sizeof list);
+/* Returns the list layer_types of a place, or nothing. */
+static mt_json_part mti_layer_types(const mti_config *c, int place) {
+    mt_json_part list;
+    if (!mti_config_at(c, place, "layer_types", &list) || list.text[0] != '[') memset(&list, 0, sizeof list);
+    return list;
 }
 
-/* Refuses what this library's rotary positions cannot be, and writes the base. transformers 4 writes rope_theta, and
-   transformers 5 rope_parameters.rope_theta, which counts if a file has both. */
-static mt_status mti_llama_rope(const mti_config *c, const mti_llama *x, float *base) {
-    double theta = x->theta[0] != -1 ? x->theta[0] : x->theta[1] != -1 ? x->theta[1] : x->theta[2];
-    int i;
-    if (theta == -1) theta = 10000;
-    for (i = 0; i < 4; i++)
-        if (strcmp(x->rope_type[i], "default") != 0)
-            return mti_config_refuse_text(c, mti_rope_types[i], x->rope_type[i],
-                                          "'default' or missing: positions are not scaled");
-    for (i = 0; i < 2; i++)
-        if (x->factor[i] != 1)
+/* Returns 1 when a layer may be of this type: no place has layer_types, or one of them has the type. */
+static int mti_config_has_type(const mti_config *c, const char *type) {
+    char name[MTI_TYPE_MAX];
+    mt_json_part list, value;
+    int i, any = 0;
+    for (i = 0; i < MTI_PLACES; i++)
+        for (list = mti_layer_types(c, i); mt_json_next(&list, name, sizeof name, &value); any = 1)
+            if (strcmp(name, type) == 0) return 1;
+    return !any;
+}
+
+/* Refuses layers of a type that the library does not have, and a window that is shorter than a text and that layers
+   use: without layer_types all do. */
+static mt_status mti_config_types(const mti_config *c, int place, const mti_described *m) {
+    const char *at = mti_config_places[place];
+    char name[MTI_TYPE_MAX], windowed[MTI_TYPE_MAX];
+    mt_json_part list = mti_layer_types(c, place), value;
+    int64_t window = -1, n = 0;
+    mt_field field;
+    memset(&field, 0, sizeof field);
+    snprintf(windowed, sizeof windowed, "%ssliding_window", at);
+    field.name = windowed;
+    field.value = &window;
+    field.nullable = 1;
+    MT_TRY(mti_config_fields(c, &field, 1));
+    if (!list.text && mti_config_at(c, place, "layer_types", &value))
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: %slayer_types is no list", c->path, at);
+    for (; mt_json_next(&list, name, sizeof name, &value); n++) {
+        if (strcmp(name, "full_attention") == 0) continue;
+        if (strcmp(name, "sliding_attention") != 0)
+            return mt_fail(c->ctx, MT_ERR_DATA, "%s: %slayer_types.%lld is '%s', must be full_attention", c->path, at,
+                           (long long)n, name);
+        if (window < m->d.max_seq)
             return mt_fail(c->ctx, MT_ERR_DATA,
-                           "%s: the factor of rope_scaling or rope_parameters is %g, must be 1 or missing", c->path,
-                           x->factor[i]);
-    for (i = 0; i < 3; i++)
-        if (x->partial[i] != 1)
-            return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is %g, must be 1 or missing", c->path, mti_partial_names[i],
-                           x->partial[i]);
-    if (x->theta[2] != -1 && x->theta[2] != theta)
-        return mt_fail(c->ctx, MT_ERR_DATA, "%s: rope_scaling.rope_theta is %g, but rope_theta is %g", c->path,
-                       x->theta[2], theta);
+                           "%s: %slayer_types.%lld is 'sliding_attention', must be full_attention, or %s at least the "
+                           "number of positions %lld",
+                           c->path, at, (long long)n, windowed, (long long)m->d.max_seq);
+    }
+    if (n > 0 && n != m->d.layers)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: %slayer_types has %lld layers, the model has %lld", c->path, at,
+                       (long long)n, (long long)m->d.layers);
+    if (n > 0 || window < 0 || window >= m->d.max_seq) return MT_SUCCESS;
+    return mt_fail(c->ctx, MT_ERR_DATA,
+                   "%s: %s is %lld, must be null, missing or at least the number of positions %lld", c->path, windowed,
+                   (long long)window, (long long)m->d.max_seq);
+}
+
+/* The base of the rotary positions, and the member of config.json that has it. "": none so far. */
+typedef struct mti_rope {
+    double theta;
+    char name[192];
+} mti_rope;
+
+/* The names of the base, and the type of layers that each is for. NULL: all. Gemma 3 and ModernBERT have the others. */
+static const char *const mti_theta_names[][2] = {{"rope_theta", NULL},
+                                                 {"global_rope_theta", "full_attention"},
+                                                 {"local_rope_theta", "sliding_attention"},
+                                                 {"rope_local_base_freq", "sliding_attention"}};
+enum { MTI_THETAS = MTI_LENGTH(mti_theta_names), MTI_ROPE_FIELDS = MTI_THETAS + 4 };
+
+/* Takes a base. All bases that layers of the model use must be equal. */
+static mt_status mti_rope_theta(const mti_config *c, const char *name, double theta, mti_rope *r) {
     if (!((float)theta > 0 && theta <= FLT_MAX))
-        return mt_fail(c->ctx, MT_ERR_DATA, "%s: rope_theta is %g, must be above 0, and a float", c->path, theta);
-    *base = (float)theta;
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is %g, must be above 0, and a float", c->path, name, theta);
+    if (r->name[0] && r->theta != theta)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is %g, but %s is %g", c->path, name, theta, r->name, r->theta);
+    r->theta = theta;
+    snprintf(r->name, sizeof r->name, "%.191s", name);
+    return MT_SUCCESS;
+}
+
+/* Reads the rotary positions that one object of the file has. `object` is its name and a dot, or "" for the file. A
+   file or text_config itself (is_rope 0) has no type of positions. */
+static mt_status mti_rope_read(const mti_config *c, const char *object, int is_rope, mti_rope *r) {
+    static const char *const others[] = {"partial_rotary_factor", "factor", "rope_type", "type"};
+    char names[MTI_ROPE_FIELDS][192], type[2][64] = {"default", "default"};
+    double number[MTI_THETAS + 2];
+    mt_field fields[MTI_ROPE_FIELDS];
+    int i, count = is_rope ? MTI_ROPE_FIELDS : MTI_THETAS + 1;
+    memset(fields, 0, sizeof fields);
+    for (i = 0; i < MTI_ROPE_FIELDS; i++) {
+        int is_text = i >= MTI_THETAS + 2;
+        snprintf(names[i], sizeof names[i], "%s%s", object,
+                 i < MTI_THETAS ? mti_theta_names[i][0] : others[i - MTI_THETAS]);
+        fields[i].name = names[i];
+        fields[i].kind = is_text ? MT_FIELD_TEXT : MT_FIELD_F64;
+        fields[i].value = is_text ? (void *)type[i - MTI_THETAS - 2] : (void *)&number[i];
+        fields[i].bytes = is_text ? sizeof type[0] : 0;
+        fields[i].nullable = !is_text;
+        if (!is_text) number[i] = i < MTI_THETAS ? -HUGE_VAL : 1; /* no number of JSON is infinite */
+    }
+    MT_TRY(mti_config_fields(c, fields, count));
+    for (i = 0; i < 2; i++)
+        if (strcmp(type[i], "default") != 0)
+            return mti_config_refuse_text(c, names[MTI_THETAS + 2 + i], type[i],
+                                          "'default' or missing: positions are not scaled");
+    for (i = MTI_THETAS; i < MTI_THETAS + 2; i++)
+        if (number[i] != 1)
+            return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is %g, must be 1 or missing", c->path, names[i], number[i]);
+    for (i = 0; i < MTI_THETAS; i++)
+        if (number[i] != -HUGE_VAL && (!mti_theta_names[i][1] || mti_config_has_type(c, mti_theta_names[i][1])))
+            MT_TRY(mti_rope_theta(c, names[i], number[i], r));
+    return MT_SUCCESS;
+}
+
+/* Reads rope_parameters or rope_scaling of a place. They may have an object for each type of layers; that of a type
+   which no layer has does not count. */
+static mt_status mti_rope_object(const mti_config *c, int place, const char *name, mti_rope *r) {
+    char object[64], inner[160], type[MTI_TYPE_MAX];
+    mt_json_part rope, rest, value;
+    int types = 0;
+    if (!mti_config_at(c, place, name, &rope)) return MT_SUCCESS;
+    snprintf(object, sizeof object, "%s%s.", mti_config_places[place], name);
+    MT_TRY(mti_rope_read(c, object, 1, r));
+    for (rest = rope; mt_json_next(&rest, type, sizeof type, &value);) {
+        if (value.text[0] != '{') continue;
+        if (strlen(type) == sizeof type - 1 || ++types > MTI_TYPES_MAX)
+            return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s%s: at most %d types of layers with names of %d bytes are read",
+                           c->path, object, type, MTI_TYPES_MAX, MTI_TYPE_MAX - 2);
+        snprintf(inner, sizeof inner, "%s%s.", object, type);
+        if (mti_config_has_type(c, type)) MT_TRY(mti_rope_read(c, inner, 1, r));
+    }
+    for (rest = mti_layer_types(c, place); types > 0 && mt_json_next(&rest, type, sizeof type, &value);)
+        if (!mti_config_member(rope, type, &value) || value.text[0] == 'n')
+            return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s%s is missing, and layer_types has '%s'", c->path, object, type,
+                           type);
+    return MT_SUCCESS;
+}
+
+/* Writes the base, which transformers 4 writes as rope_theta, and transformers 5 in rope_parameters. Refuses what this
+   library's rotary positions cannot be: they are the same in all layers. */
+static mt_status mti_llama_rope(const mti_config *c, float *base) {
+    mti_rope r;
+    int i;
+    r.theta = 10000;
+    r.name[0] = 0;
+    for (i = 0; i < MTI_PLACES; i++) {
+        MT_TRY(mti_rope_object(c, i, "rope_parameters", &r));
+        MT_TRY(mti_rope_read(c, mti_config_places[i], 0, &r));
+        MT_TRY(mti_rope_object(c, i, "rope_scaling", &r));
+    }
+    *base = (float)r.theta;
     return MT_SUCCESS;
 }
 
 /* Checks how the numbers of a Llama fit together. */
-static mt_status mti_llama_shape(const mti_config *c, const mt_gpt_desc *d, const mti_llama *x) {
+static mt_status mti_llama_shape(const mti_config *c, const mt_gpt_desc *d, int64_t head_dim) {
     const mt_transformer_layer_desc *l = &d->layer;
     if (l->hidden % l->heads != 0)
         return mt_fail(c->ctx, MT_ERR_DATA, "%s: hidden_size is %lld, must be a multiple of num_attention_heads %lld",
                        c->path, (long long)l->hidden, (long long)l->heads);
-    if (x->head_dim && x->head_dim != l->hidden / l->heads)
+    if (head_dim && head_dim != l->hidden / l->heads)
         return mt_fail(c->ctx, MT_ERR_DATA, "%s: head_dim is %lld, must be hidden_size / num_attention_heads, %lld",
-                       c->path, (long long)x->head_dim, (long long)(l->hidden / l->heads));
+                       c->path, (long long)head_dim, (long long)(l->hidden / l->heads));
     if (l->kv_heads && l->heads % l->kv_heads != 0)
         return mt_fail(c->ctx, MT_ERR_DATA,
                        "%s: num_key_value_heads is %lld, must be a divisor of num_attention_heads %lld", c->path,
                        (long long)l->kv_heads, (long long)l->heads);
-    if (x->window < d->max_seq)
-        return mt_fail(c->ctx, MT_ERR_DATA,
-                       "%s: sliding_window is %lld, must be null, missing or at least max_position_embeddings %lld",
-                       c->path, (long long)x->window, (long long)d->max_seq);
     return MT_SUCCESS;
 }
 
 /* Reads the config.json of a Llama. Defaults are those of transformers' LlamaConfig. *out is zero. */
 static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
     mt_transformer_layer_desc *l = &out->layer;
-    mti_llama x = {1e-6,
-                   {-1, -1, -1},
-                   {1, 1},
-                   {1, 1, 1},
-                   0,
-                   INT64_MAX,
-                   0,
-                   0,
-                   0,
-                   "silu",
-                   {"default", "default", "default", "default"}};
+    double eps = 1e-6;
+    int64_t head_dim = 0;
+    int tied = 0, attention_bias = 0, mlp_bias = 0;
+    char activation[64] = "silu"; /* truncated when longer; every accepted value fits */
     mti_number numbers[] = {{"vocab_size", NULL, INT32_MAX, 32000, &out->vocab, 0, 0},
                             {"max_position_embeddings", NULL, INT32_MAX, 2048, &out->max_seq, 0, 0},
                             {"hidden_size", NULL, INT32_MAX, 4096, &l->hidden, 0, 0},
@@ -5158,23 +5274,25 @@ static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
                             {"num_attention_heads", NULL, INT32_MAX, 32, &l->heads, 0, 0},
                             {"num_key_value_heads", NULL, INT32_MAX, 0, &l->kv_heads, 0, 0},
                             {"intermediate_size", NULL, INT32_MAX, 11008, &l->ffn, 0, 0},
-                            {"head_dim", NULL, INT32_MAX, 0, &x.head_dim, 0, 0}};
-    mt_field fields[MTI_LLAMA_FIELDS];
-    mti_llama_fields(&x, fields);
-    MT_TRY(mti_config_numbers(c, numbers, MTI_LENGTH(numbers), fields, MTI_LLAMA_FIELDS));
-    if (strcmp(x.activation, "silu") != 0 && strcmp(x.activation, "swish") != 0)
-        return mti_config_refuse_text(c, "hidden_act", x.activation, "silu");
-    MT_TRY(mti_llama_rope(c, &x, &l->rotary_base));
-    MT_TRY(mti_config_eps(c, "rms_norm_eps", x.eps));
-    if (x.mlp_bias != x.attention_bias)
-        return mti_config_refuse(c, "mlp_bias", x.mlp_bias ? "true" : "false",
-                                 x.attention_bias ? "true, as attention_bias is" : "false, as attention_bias is");
-    MT_TRY(mti_llama_shape(c, out, &x));
+                            {"head_dim", NULL, INT32_MAX, 0, &head_dim, 0, 0}};
+    const mt_field fields[] = {{"rms_norm_eps", MT_FIELD_F64, &eps, 0, 0, 0, 0, 0},
+                               {"hidden_act", MT_FIELD_TEXT, activation, 0, 0, sizeof activation, 0, 0},
+                               {"tie_word_embeddings", MT_FIELD_BOOL, &tied, 0, 0, 0, 0, 0},
+                               {"attention_bias", MT_FIELD_BOOL, &attention_bias, 0, 0, 0, 0, 0},
+                               {"mlp_bias", MT_FIELD_BOOL, &mlp_bias, 0, 0, 0, 0, 0}};
+    MT_TRY(mti_config_numbers(c, numbers, MTI_LENGTH(numbers), fields, MTI_LENGTH(fields)));
+    if (mti_activation_of(activation) != MT_SWIGLU) return mti_config_refuse_text(c, "hidden_act", activation, "silu");
+    MT_TRY(mti_llama_rope(c, &l->rotary_base));
+    MT_TRY(mti_config_eps(c, "rms_norm_eps", eps));
+    if (mlp_bias != attention_bias)
+        return mti_config_refuse(c, "mlp_bias", mlp_bias ? "true" : "false",
+                                 attention_bias ? "true, as attention_bias is" : "false, as attention_bias is");
+    MT_TRY(mti_llama_shape(c, out, head_dim));
     l->norm = MT_RMS_NORM;
     l->activation = MT_SWIGLU;
-    l->norm_eps = (float)x.eps;
-    l->no_bias = !x.mlp_bias;
-    out->untied_head = !x.tied;
+    l->norm_eps = (float)eps;
+    l->no_bias = !mlp_bias;
+    out->untied_head = !tied;
     return MT_SUCCESS;
 }
 
@@ -5250,10 +5368,149 @@ static mt_status mti_config_family(const mti_config *c, int is_bert, char type[6
                    c->path, wanted);
 }
 
+/* -- values that a file has under several names or in several places -- */
+
+/* A value of the model. names[0] is its name in files of the family; the others are of other families, or NULL. */
+typedef struct mti_same {
+    const char *names[4];
+    mt_field_kind kind; /* MT_FIELD_I64, MT_FIELD_F32 or MT_FIELD_BOOL */
+    const void *value;
+} mti_same;
+
+/* Writes the value of a field for a message. */
+static void mti_same_text(mt_field *f, void *value, char text[MT_FIELD_TEXT_MAX]) {
+    float x = 0;
+    f->value = value;
+    mt_field_text(f, text);
+    if (f->kind == MT_FIELD_BOOL) snprintf(text, MT_FIELD_TEXT_MAX, text[0] == '0' ? "false" : "true");
+    if (f->kind != MT_FIELD_F32) return;
+    memcpy(&x, value, sizeof x);
+    snprintf(text, MT_FIELD_TEXT_MAX, "%.7g", (double)x);
+}
+
+/* Refuses another value under the name number k of `same` at a place. */
+static mt_status mti_config_same(const mti_config *c, const mti_same *same, int k, int place) {
+    char name[64], theirs[MT_FIELD_TEXT_MAX], ours[MT_FIELD_TEXT_MAX];
+    int64_t value = 0, own = 0;
+    mt_json_part part;
+    mt_field field;
+    if (!mti_config_at(c, place, same->names[k], &part)) return MT_SUCCESS;
+    snprintf(name, sizeof name, "%s%s", mti_config_places[place], same->names[k]);
+    memset(&field, 0, sizeof field);
+    field.name = name;
+    field.kind = same->kind;
+    field.value = &value;
+    MT_TRY(mti_config_fields(c, &field, 1));
+    memcpy(&own, same->value, same->kind == MT_FIELD_I64 ? sizeof(int64_t) : sizeof(int));
+    mti_same_text(&field, &value, theirs);
+    mti_same_text(&field, &own, ours);
+    if (strcmp(theirs, ours) == 0) return MT_SUCCESS;
+    return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is %s, but %s%s is %s", c->path, name, theirs, same->names[0],
+                   mti_config_at(c, 0, same->names[0], &part) ? "" : " (by default or another name)", ours);
+}
+
+/* Refuses other values of the model under any name that one of the families has, at every place. transformers reads
+   only the names of its family, without a word about others. */
+static mt_status mti_config_agree(const mti_config *c, const char *type, const mti_described *m) {
+    const mt_transformer_layer_desc *l = &m->d.layer;
+    int gpt2 = strcmp(type, "gpt2") == 0, tied = !m->d.untied_head, biases = !l->no_bias, i, k;
+    int64_t head_dim = l->hidden / l->heads;
+    const char *eps = gpt2 ? "layer_norm_epsilon" : m->is_bert ? "layer_norm_eps" : "rms_norm_eps";
+    const mti_same list[] = {
+        {{"vocab_size", NULL, NULL, NULL}, MT_FIELD_I64, &m->d.vocab},
+        {{gpt2 ? "n_positions" : "max_position_embeddings", gpt2 ? "max_position_embeddings" : "n_positions", "n_ctx",
+          NULL},
+         MT_FIELD_I64,
+         &m->d.max_seq},
+        {{gpt2 ? "n_embd" : "hidden_size", gpt2 ? "hidden_size" : "n_embd", NULL, NULL}, MT_FIELD_I64, &l->hidden},
+        {{gpt2 ? "n_layer" : "num_hidden_layers", gpt2 ? "num_hidden_layers" : "n_layer", NULL, NULL},
+         MT_FIELD_I64,
+         &m->d.layers},
+        {{gpt2 ? "n_head" : "num_attention_heads", gpt2 ? "num_attention_heads" : "n_head", NULL, NULL},
+         MT_FIELD_I64,
+         &l->heads},
+        {{gpt2 ? "n_inner" : "intermediate_size", gpt2 ? "intermediate_size" : "n_inner", NULL, NULL},
+         MT_FIELD_I64,
+         &l->ffn},
+        {{"num_key_value_heads", NULL, NULL, NULL}, MT_FIELD_I64, &l->kv_heads},
+        {{"head_dim", NULL, NULL, NULL}, MT_FIELD_I64, &head_dim},
+        {{eps, "layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"}, MT_FIELD_F32, &l->norm_eps},
+        {{"tie_word_embeddings", NULL, NULL, NULL}, MT_FIELD_BOOL, &tied},
+        {{"attention_bias", "mlp_bias", NULL, NULL}, MT_FIELD_BOOL, &biases},
+        {{"type_vocab_size", NULL, NULL, NULL}, MT_FIELD_I64, &m->token_types}};
+    int count = MTI_LENGTH(list) - !m->is_bert; /* a GPT has no token types */
+    for (i = 0; i < count * 4; i++)
+        for (k = 0; list[i / 4].names[i % 4] && k < MTI_PLACES; k++) MT_TRY(mti_config_same(c, &list[i / 4], i % 4, k));
+    return MT_SUCCESS;
+}
+
+/* Reads a text of a place into text; "": the file does not have it. */
+static mt_status mti_config_text(const mti_config *c, int place, const char *name, char path[64], char text[64]) {
+    mt_field field;
+    memset(&field, 0, sizeof field);
+    snprintf(path, 64, "%s%s", mti_config_places[place], name);
+    text[0] = 0;
+    field.name = path;
+    field.kind = MT_FIELD_TEXT;
+    field.value = text;
+    field.bytes = 64;
+    field.nullable = 1;
+    return mti_config_fields(c, &field, 1);
+}
+
+/* Refuses another activation than the model's under one of its names. */
+static mt_status mti_config_activations(const mti_config *c, const char *type, const mti_described *m) {
+    static const char *const names[] = {"activation_function", "hidden_act", "hidden_activation"};
+    char path[64], text[64];
+    int i;
+    for (i = 0; i < MTI_LENGTH(names) * MTI_PLACES; i++) {
+        MT_TRY(mti_config_text(c, i % MTI_PLACES, names[i / MTI_PLACES], path, text));
+        if (text[0] && mti_activation_of(text) != (int)m->d.layer.activation)
+            return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is '%s', but %s is %s", c->path, path, text,
+                           names[strcmp(type, "gpt2") != 0], mti_activation_text(m->d.layer.activation));
+    }
+    return MT_SUCCESS;
+}
+
+/* Refuses a class of another family than model_type. A class of no family says nothing: programs have their own. */
+static mt_status mti_config_families(const mti_config *c, const char *type) {
+    char name[64] = "", path[64];
+    const mt_field field = {"architectures.0", MT_FIELD_TEXT, name, 0, 0, sizeof name, 0, 1};
+    const char *family;
+    MT_TRY(mti_config_fields(c, &field, 1));
+    family = mti_family_of(name);
+    if (family && strcmp(family, type) != 0)
+        return mt_fail(c->ctx, MT_ERR_DATA, "%s: architectures is '%s', but model_type is '%s'", c->path, name, type);
+    MT_TRY(mti_config_text(c, 1, "model_type", path, name));
+    if (!name[0] || strcmp(name, type) == 0) return MT_SUCCESS;
+    return mt_fail(c->ctx, MT_ERR_DATA, "%s: text_config.model_type is '%s', but model_type is '%s'", c->path, name,
+                   type);
+}
+
+/* Refuses two types of weights. The library reads the type of each tensor from the files. */
+static mt_status mti_config_dtypes(const mti_config *c) {
+    static const char *const names[] = {"dtype", "torch_dtype"};
+    char first[64] = "", first_path[64] = "", path[64], text[64];
+    int i;
+    for (i = 0; i < MTI_LENGTH(names) * MTI_PLACES; i++) {
+        const char *type = text;
+        MT_TRY(mti_config_text(c, i / 2, names[i % 2], path, text));
+        if (strncmp(text, "torch.", 6) == 0) type += 6;
+        if (first[0] && type[0] && strcmp(first, type) != 0)
+            return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is '%s', but %s is '%s'", c->path, path, type, first_path,
+                           first);
+        if (first[0] || !type[0]) continue;
+        snprintf(first, sizeof first, "%s", type);
+        snprintf(first_path, sizeof first_path, "%s", path);
+    }
+    return MT_SUCCESS;
+}
+
 /* Reads the config.json of a GPT or, when out->is_bert is 1, of a BERT. */
 static mt_status mti_config_read(const mti_config *c, mti_described *out) {
     char type[64];
     mti_described m;
+    int place;
     memset(&m, 0, sizeof m);
     m.is_bert = out->is_bert;
     MT_TRY(mti_config_family(c, m.is_bert, type));
@@ -5263,6 +5520,11 @@ static mt_status mti_config_read(const mti_config *c, mti_described *out) {
     else return mti_config_refuse_text(c, "model_type", type, m.is_bert ? "bert" : "gpt2 or llama");
     MT_TRY(mti_config_plain(c));
     mti_described_plain(&m);
+    MT_TRY(mti_config_families(c, type));
+    MT_TRY(mti_config_agree(c, type, &m));
+    MT_TRY(mti_config_activations(c, type, &m));
+    MT_TRY(mti_config_dtypes(c));
+    for (place = 0; place < MTI_PLACES; place++) MT_TRY(mti_config_types(c, place, &m));
     *out = m;
     return MT_SUCCESS;
 }
@@ -5270,12 +5532,16 @@ static mt_status mti_config_read(const mti_config *c, mti_described *out) {
 /* Reads DIRECTORY/config.json. *exists is 0, and *out unchanged, when there is no such file. */
 static mt_status mti_config_open(mt_context *ctx, const char *directory, int *exists, mti_described *out) {
     mti_config c;
+    char *text;
+    mt_status status;
     memset(&c, 0, sizeof c);
     c.ctx = ctx;
-    c.directory = directory;
     snprintf(c.path, sizeof c.path, "%.*s/config.json", MT_PATH_MAX - 16, directory);
-    MT_TRY(mt_json_read(ctx, directory, "config.json", NULL, 0, exists));
-    return *exists ? mti_config_read(&c, out) : MT_SUCCESS;
+    MT_TRY(mt_json_text(ctx, directory, "config.json", MTI_CONFIG_BYTES, &text, exists));
+    c.text = text;
+    status = text ? mti_config_read(&c, out) : MT_SUCCESS;
+    mt_host_free(text);
+    return status;
 }
 
 static const char *mti_float_text(float x, char *text) {
@@ -5345,12 +5611,18 @@ static int mti_bert_write(const mti_described *m, const char *head, char *text, 
                     mti_float_text(m->d.layer.hidden_dropout, hidden));
 }
 
-/* Replaces the value of a member of the object in text, if it has the member. The text has room for it. */
+/* Replaces the value of a member at each place that has it. The text has room for it. */
 static void mti_config_set(char *text, const char *name, const char *value) {
-    size_t from, to, n = strlen(value);
-    if (!mt_json_find(text, name, &from, &to)) return;
-    memmove(text + from + n, text + to, strlen(text + to) + 1);
-    memcpy(text + from, value, n);
+    size_t n = strlen(value);
+    mt_json_part part;
+    int i;
+    for (i = 0; i < MTI_PLACES; i++) {
+        char *from;
+        if (!mti_config_find(text, i, name, &part)) continue;
+        from = text + (part.text - text);
+        memmove(from + n, from + part.bytes, strlen(from + part.bytes) + 1);
+        memcpy(from, value, n);
+    }
 }
 
 /* Returns 1 when the member of the object in text contains a word. */
@@ -5378,7 +5650,9 @@ static void mti_config_add(char *text, const char *name, const char *value) {
 static int mti_config_keep(const char *given, int64_t max_seq, mt_dtype dtype, const char *head, char *text,
                            size_t bytes) {
     const char *type = dtype == MT_BF16 ? "\"bfloat16\"" : dtype == MT_F16 ? "\"float16\"" : "\"float32\"";
+    static const char *const positions[] = {"max_position_embeddings", "n_positions", "n_ctx"};
     char value[64];
+    int i;
     if (strlen(given) + 512 > bytes) return (int)strlen(given) + 512;
     memcpy(text, given, strlen(given) + 1);
     mti_config_set(text, "dtype", type);
@@ -5386,7 +5660,7 @@ static int mti_config_keep(const char *given, int64_t max_seq, mt_dtype dtype, c
     snprintf(value, sizeof value, "[\"%s\"]", head);
     if (!mti_config_has(text, "architectures", head)) mti_config_set(text, "architectures", value);
     snprintf(value, sizeof value, "%lld", (long long)max_seq);
-    if (max_seq > 0) mti_config_set(text, "max_position_embeddings", value);
+    for (i = 0; max_seq > 0 && i < MTI_LENGTH(positions); i++) mti_config_set(text, positions[i], value);
     mti_config_add(text, "model_type", mti_family_of(head));
     if (strncmp(head, "Bert", 4) == 0) mti_config_set(text, "tie_word_embeddings", "true");
     return (int)strlen(text);
@@ -5399,20 +5673,30 @@ static void mti_described_adopt(mti_described *theirs, const mti_described *ours
     theirs->d.layer.rotary_form = ours->d.layer.rotary_form;
 }
 
-/* Writes the text of config.json. dtype is the type of the parameters. */
+/* Returns 1 when the text of a config.json describes the model. *theirs becomes what it describes. */
+static int mti_config_is_of(const char *text, const mti_described *m, mti_described *theirs) {
+    mti_described ours = *m;
+    mti_config c;
+    if (!text) return 0;
+    *theirs = *m;
+    memset(&c, 0, sizeof c);
+    c.text = text;
+    if (mti_config_read(&c, theirs) != MT_SUCCESS) return 0;
+    mti_described_adopt(theirs, m);
+    return mti_described_differ(theirs, &ours) < 0;
+}
+
+/* Writes the text of config.json. dtype is the type of the parameters. A kept text that no longer says one thing, for
+   example because of a window that is shorter than the new number of positions, is written anew. */
 static int mti_described_config(mti_described *m, mt_dtype dtype, const char *given, char *text, size_t bytes) {
     const char *head = mti_is_llama(m) ? "LlamaForCausalLM" : "GPT2LMHeadModel";
     mti_described theirs = *m;
-    mti_config c;
     if (!mti_described_table(m)) return 0;
     if (m->is_bert) head = m->no_binary_head ? "BertForMaskedLM" : "BertForPreTraining";
-    memset(&c, 0, sizeof c);
-    c.text = given;
-    if (given && mti_config_read(&c, &theirs) == MT_SUCCESS) {
-        mti_described_adopt(&theirs, m);
-        if (mti_described_differ(&theirs, m) < 0)
-            return mti_config_keep(given, theirs.d.max_seq == m->d.max_seq ? 0 : m->d.max_seq, dtype, head, text,
-                                   bytes);
+    if (mti_config_is_of(given, m, &theirs)) {
+        int length =
+            mti_config_keep(given, theirs.d.max_seq == m->d.max_seq ? 0 : m->d.max_seq, dtype, head, text, bytes);
+        if (length >= (int)bytes || mti_config_is_of(text, m, &theirs)) return length;
     }
     if (m->is_bert) return mti_bert_write(m, head, text, bytes);
     return mti_is_llama(m) ? mti_llama_write(&m->d, text, bytes) : mti_gpt2_write(&m->d, text, bytes);

@@ -1422,13 +1422,14 @@ MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *fi
                                        const char *wanted);
 
 /* Reads fields from the file DIRECTORY/NAME, a JSON object or list. A field that the object does not have stays as
-   it is. Other members of the object are ignored. The field "a.b" is member b of the object that is member a, and "a.0"
-   is the first element of the list that is member a. The file may be a list if a field is named "0" or "0.a", which is
-   member a of its first element. A text that is longer than its array is truncated. Whole numbers must not be negative.
-   NAME may have directories, such as "a/b.json". Links out of DIRECTORY are not followed, see mt_safetensors_set_open.
+   it is. Other members of the object are ignored. The field "a.b" is member b of the object that is member a, "a.b.c"
+   member c of that, and "a.0" is the first element of the list that is member a. The file may be a list if a field is
+   named "0" or "0.a", which is member a of its first element. A text that is longer than its array is truncated. Whole
+   numbers must not be negative. NAME may have directories, such as "a/b.json". Links out of DIRECTORY are not followed,
+   see mt_safetensors_set_open.
    When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
-   MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, an object has a key twice, or a value is not of its
-   field's kind or range.
+   MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, an object has a key twice, a value is not of its
+   field's kind or range, or member a is neither an object, a list nor null although a field is named "a.b".
    After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, no value or
    an unknown kind, or is a text of 0 bytes. */
 MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
@@ -1440,6 +1441,23 @@ MT_API mt_status mt_json_parse(mt_context *ctx, const char *where, const char *t
 /* Finds a member of the JSON object `text`: its value is text[*from] to text[*to - 1]. Returns 0 when the object has no
    such member or is not well-formed. Only the outermost members are found. */
 MT_API int mt_json_find(const char *text, const char *name, size_t *from, size_t *to);
+
+/* Reads the file DIRECTORY/NAME, a JSON object or list of at most `most` bytes. *text ends with a NUL; free it with
+   mt_host_free. exists and the errors are those of mt_json_read; without a file, and after an error, *text is NULL. */
+MT_API mt_status mt_json_text(mt_context *ctx, const char *directory, const char *name, size_t most, char **text,
+                              int *exists);
+
+/* A value in a text of JSON, or what is left of one: text[0] to text[bytes - 1]. */
+typedef struct mt_json_part {
+    const char *text;
+    size_t bytes;
+} mt_json_part;
+
+/* Goes through the members of an object or the elements of a list, one in each call. *rest is the object or list before
+   the first call, and what follows the member after each. *value becomes the value. name becomes the name of a member,
+   or the text of an element that is a string, truncated to bytes - 1 bytes; for other elements it is empty. Returns 0
+   at the end, for other values, and where the text is not well-formed. */
+MT_API int mt_json_next(mt_json_part *rest, char *name, size_t bytes, mt_json_part *value);
 
 /* ---- checkpoints ------------------------------------------------------------------------------------------------- */
 
@@ -9406,12 +9424,12 @@ static void mti_json_value(mti_json *j, const mt_field *f) {
     if (!fits) mti_json_fail(j, "a number is too large");
 }
 
-/* Returns 1 when there is a field for element 0 of the list whose elements are named `path`0, `path`1, ... */
+/* Returns 1 when there is a field for an element of the list whose elements are named `path`0, `path`1, ... */
 static int mti_json_is_list(const char *path, const mt_field *fields, int fields_count) {
     size_t n = strlen(path);
     int i;
     for (i = 0; i < fields_count; i++)
-        if (strncmp(fields[i].name, path, n) == 0 && fields[i].name[n] == '0') return 1;
+        if (strncmp(fields[i].name, path, n) == 0 && fields[i].name[n] >= '0' && fields[i].name[n] <= '9') return 1;
     return 0;
 }
 
@@ -9449,7 +9467,7 @@ static const mt_field *mti_json_members(mti_json *j, const char *path, const mt_
         size_t length = begin + mti_json_string(j, name + begin, sizeof name - begin - 2);
         const mt_field *inner = NULL;
         mti_json_take(j, ':', "a colon is missing");
-        if (mti_json_peek(j) == '[' && begin == 0 && length < sizeof name - 2) {
+        if (mti_json_peek(j) == '[' && length < sizeof name - 3) {
             memcpy(name + length, ".", 2);
             i = mti_json_is_list(name, fields, fields_count);
             inner = i ? mti_json_elements(j, name, fields, fields_count) : NULL;
@@ -9458,17 +9476,23 @@ static const mt_field *mti_json_members(mti_json *j, const char *path, const mt_
             name[length] = 0;
         }
         for (i = 0; i < fields_count; i++)
-            if (length < sizeof name - 2 && strcmp(name, fields[i].name) == 0) break;
+            if (length < sizeof name - 3 && strcmp(name, fields[i].name) == 0) break;
         if (i < fields_count) {
             mti_json_value(j, &fields[i]);
             if (j->error) return &fields[i];
-        } else if (mti_json_peek(j) == '{' && begin == 0 && length < sizeof name - 2) {
+            continue;
+        }
+        if (length < sizeof name - 3) {
             memcpy(name + length, ".", 2);
             for (i = 0; i < fields_count && strncmp(fields[i].name, name, length + 1) != 0; i++) continue;
-            if (i < fields_count) inner = mti_json_members(j, name, fields, fields_count);
-            else mti_json_skip(j, 1);
-            if (inner) return inner;
-        } else mti_json_skip(j, 1);
+        }
+        if (i == fields_count) mti_json_skip(j, 1);
+        else if (mti_json_peek(j) == '{') inner = mti_json_members(j, name, fields, fields_count);
+        else if (!mti_json_word(j, "null")) {
+            mti_json_fail(j, "the value before the last dot is no object");
+            inner = &fields[i];
+        }
+        if (inner) return inner;
     }
     return NULL;
 }
@@ -9495,6 +9519,35 @@ static mt_status mti_json_object(mt_context *ctx, const char *path, const void *
                            (long long)fields[i].low, (long long)fields[i].high);
         }
     return MT_SUCCESS;
+}
+
+/* Reads the bracket or the comma, and the member or element after it. Returns 0 at the end and after an error. */
+static int mti_json_step(mti_json *j, char *name, size_t bytes, mt_json_part *value) {
+    int c = mti_json_peek(j);
+    if (c != '{' && c != '[' && c != ',') return 0;
+    j->at++;
+    c = mti_json_peek(j);
+    value->text = (const char *)j->at;
+    if (c == '"') mti_json_string(j, name, bytes);
+    if (c == '"' && mti_json_peek(j) == ':') {
+        j->at++;
+        mti_json_peek(j);
+        value->text = (const char *)j->at;
+        mti_json_skip(j, 1);
+    } else if (c != '"') mti_json_skip(j, 1);
+    value->bytes = (size_t)((const char *)j->at - value->text);
+    return !j->error;
+}
+
+MT_API int mt_json_next(mt_json_part *rest, char *name, size_t bytes, mt_json_part *value) {
+    mti_json j;
+    if (!rest || !rest->text || !name || bytes == 0 || !value) return 0;
+    j = mti_json_begin(rest->text, rest->bytes);
+    name[0] = 0;
+    if (!mti_json_step(&j, name, bytes, value)) return 0;
+    rest->bytes -= (size_t)((const char *)j.at - rest->text);
+    rest->text = (const char *)j.at;
+    return 1;
 }
 
 MT_API mt_status mt_json_parse(mt_context *ctx, const char *where, const char *text, const mt_field *fields,
@@ -9527,11 +9580,22 @@ MT_API int mt_json_find(const char *text, const char *name, size_t *from, size_t
     return found && !j.error;
 }
 
+/* Reads the text and the fields of a file. The caller frees *text, also after an error. */
+static mt_status mti_json_file(mt_context *ctx, const char *directory, const char *name, size_t most,
+                               const mt_field *fields, int count, void **text, int *exists) {
+    char path[MT_PATH_MAX];
+    size_t bytes;
+    *text = NULL;
+    MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
+    if (exists) *exists = mti_folder_has(path);
+    if (exists && !*exists) return MT_SUCCESS;
+    MT_TRY(mti_text_read(ctx, directory, name, path, most, text, &bytes));
+    return mti_json_object(ctx, path, *text, bytes, fields, count);
+}
+
 MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
                               int count, int *exists) {
-    char path[MT_PATH_MAX];
     void *text;
-    size_t bytes;
     mt_status status;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!directory || !name || (!fields && count > 0))
@@ -9540,12 +9604,25 @@ MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char
                        : !name    ? "name"
                                   : "fields");
     MT_TRY(mti_fields_check(ctx, "mt_json_read", fields, count));
-    MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
-    if (exists) *exists = mti_folder_has(path);
-    if (exists && !*exists) return MT_SUCCESS;
-    status = mti_text_read(ctx, directory, name, path, MTI_TEXT_MAX, &text, &bytes);
-    if (status == MT_SUCCESS) status = mti_json_object(ctx, path, text, bytes, fields, count);
+    status = mti_json_file(ctx, directory, name, MTI_TEXT_MAX, fields, count, &text, exists);
     mt_host_free(text);
+    return status;
+}
+
+MT_API mt_status mt_json_text(mt_context *ctx, const char *directory, const char *name, size_t most, char **text,
+                              int *exists) {
+    void *memory;
+    mt_status status;
+    if (text) *text = NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!directory || !name || !text)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_json_text: %s is NULL",
+                       !directory ? "directory"
+                       : !name    ? "name"
+                                  : "text");
+    status = mti_json_file(ctx, directory, name, most < MTI_TEXT_MAX ? most : MTI_TEXT_MAX, NULL, 0, &memory, exists);
+    if (status == MT_SUCCESS) *text = (char *)memory;
+    else mt_host_free(memory);
     return status;
 }
 

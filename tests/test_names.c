@@ -1080,7 +1080,7 @@ static void refused_configs(void **state) {
         {"\"pretraining_tp\": 1", "\"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2.0}",
          "rope_scaling.type is 'dynamic', must be 'default' or missing"},
         {"\"pretraining_tp\": 1", "\"rope_scaling\": {\"factor\": 2.0}",
-         "factor of rope_scaling or rope_parameters is 2, must"},
+         "rope_scaling.factor is 2, must be 1 or missing"},
         {"500.0", "0.0", "rope_theta is 0, must be above 0"},
         {"500.0", "1e60", "rope_theta is 1e+60, must be above 0, and a float"},
         {"\"attention_bias\": false", "\"attention_bias\": true", "mlp_bias is false, must be true, as attention_bias"},
@@ -1096,9 +1096,9 @@ static void refused_configs(void **state) {
         {"\"tie_word_embeddings\": false", "\"tie_word_embeddings\": 0",
          "tie_word_embeddings: true or false is missing"},
         {"\"rope_type\": \"default\"", "\"type\": \"linear\"", "rope_parameters.type is 'linear', must be 'default'"},
-        {"\"rope_type\": \"default\"", "\"factor\": 2.0", "factor of rope_scaling or rope_parameters is 2, must"},
+        {"\"rope_type\": \"default\"", "\"factor\": 2.0", "rope_parameters.factor is 2, must be 1 or missing"},
         {"\"pretraining_tp\": 1", "\"rope_scaling\": {\"rope_theta\": 7.0}",
-         "rope_scaling.rope_theta is 7, but rope_theta is 500"},
+         "rope_scaling.rope_theta is 7, but rope_parameters.rope_theta is 500"},
         {"\"pretraining_tp\": 1", "\"partial_rotary_factor\": 0.5",
          "partial_rotary_factor is 0.5, must be 1 or missing"},
         {"\"rope_type\": \"default\"", "\"partial_rotary_factor\": 0.25",
@@ -1166,15 +1166,15 @@ static void refused_berts(void **state) {
 static void equal_configs(void **state) {
     static const char *const edits[] = {
         "s#\"rope_parameters\": {#\"rope_theta\": 500.0, \"other\": {#;s#\"rope_theta\": 500.0,$#\"x\": 1,#",
-        "s#\"head_dim\": 6#\"head_dim\": null#", "s#\"pretraining_tp\": 1#\"rope_scaling\": null#",
-        "s#\"silu\"#\"swish\"#", "s#\"pretraining_tp\": 1#\"sliding_window\": null#",
+        "s#\"head_dim\": 6#\"head_dim\": null#",
+        "s#\"pretraining_tp\": 1#\"rope_scaling\": null#",
+        "s#\"silu\"#\"swish\"#",
+        "s#\"pretraining_tp\": 1#\"sliding_window\": null#",
         "s#\"pretraining_tp\": 1#\"sliding_window\": 12, \"partial_rotary_factor\": 1.0#",
         "s#\"rope_type\": \"default\"#\"type\": \"default\", \"partial_rotary_factor\": null#",
         "s#\"pretraining_tp\": 1#\"rope_scaling\": {\"type\": \"default\", \"rope_theta\": 500.0}#",
         "s#\"model_type\": \"llama\"#\"x\": {\"vocab_size\": 7, \"y\": {\"vocab_size\": 8}}#",
-        "s#\"model_type\": \"llama\"#\"model_type\": null#;s#LlamaForCausalLM#LlamaModel#",
-        /* rope_parameters counts, wherever the other one stands */
-        "s#\"pretraining_tp\": 1#\"rope_theta\": 7.0#", "s#^{#{\"rope_theta\": 7.0,#"};
+        "s#\"model_type\": \"llama\"#\"model_type\": null#;s#LlamaForCausalLM#LlamaModel#"};
     mt_context *ctx;
     mt_gpt_desc want, d;
     mti_described wanted, described;
@@ -1216,7 +1216,7 @@ static void gpt2_configs(void **state) {
          "n_positions is 12, but max_position_embeddings"},
         {"s#\"n_head\": 8#\"num_attention_heads\": 0#", "num_attention_heads is 0, must be from 1 to 2147483647"},
         {"s#\"n_head\": 8#\"num_attention_heads\": null#", "num_attention_heads: a whole number is missing"},
-        {"s#\"n_positions\"#\"n_ctx\": 24, \"n_positions\"#", "n_ctx is 24, must be n_positions 12, or missing"},
+        {"s#\"n_positions\"#\"n_ctx\": 24, \"n_positions\"#", "n_ctx is 24, but n_positions is 12"},
         {"s#\"n_inner\": 40#\"n_inner\": 0#", "n_inner is 0, must be from 1 to 2147483647"},
         {"s#\"scale_attn_weights\": true#\"scale_attn_weights\": false#", "scale_attn_weights is false, must be true"},
         {"s#\"scale_attn_by_inverse_layer_idx\": false#\"scale_attn_by_inverse_layer_idx\": true#",
@@ -1254,6 +1254,238 @@ static void gpt2_configs(void **state) {
         import((source){.directory = in_scratch("c"), .golden = gpt2_model, .tp = 2});
     }
     forget("c");
+    mt_context_destroy(ctx);
+}
+
+/* Reads the config.json of a model after an edit. words NULL: it describes the same model as before. */
+typedef struct edited {
+    const char *edit, *words;
+} edited;
+
+static mt_status read_described(mt_context *ctx, const char *directory, int is_bert, mti_described *out) {
+    mt_bert_desc bert;
+    mt_gpt_desc gpt;
+    if (is_bert) MT_TRY(mt_bert_desc_read(ctx, directory, &bert));
+    else MT_TRY(mt_gpt_desc_read(ctx, directory, &gpt));
+    *out = is_bert ? mti_describe_bert(&bert) : mti_describe_gpt(&gpt);
+    return MT_SUCCESS;
+}
+
+static void read_edited(const char *model, const edited *cases, size_t count) {
+    int is_bert = model == bert_model;
+    mti_described want, got;
+    mt_context *ctx;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, read_described(ctx, model, is_bert, &want));
+    shell("cp -r %s '%s'", model, in_scratch("c"));
+    for (size_t i = 0; i < count; i++) {
+        mt_status status;
+        shell("sed '%s' %s/config.json > '%s'", cases[i].edit, model, in_scratch("c/config.json"));
+        shell("! cmp -s %s/config.json '%s'", model, in_scratch("c/config.json"));
+        status = read_described(ctx, in_scratch("c"), is_bert, &got);
+        if (cases[i].words) REFUSED(ctx, MT_ERR_DATA, cases[i].words, status);
+        else ASSERT_STATUS(ctx, MT_SUCCESS, status);
+        if (!cases[i].words) assert_int_equal(mti_described_differ(&got, &want), -1);
+    }
+    forget("c");
+    mt_context_destroy(ctx);
+}
+
+/* The lines of the golden file that say something of rotary positions, and one that does not matter. */
+#define ROPE "/\"rope_parameters\"/,/}/d;s#\"pretraining_tp\": 1#"
+#define FULL "\"layer_types\": [\"full_attention\", \"full_attention\"], "
+#define MIXED "\"layer_types\": [\"sliding_attention\", \"full_attention\"], \"sliding_window\": 12, "
+
+/* Rotary positions by type of layer, and in two places: all layers that the model has must get the same. */
+static void rotary_positions_twice(void **state) {
+    static const edited cases[] = {
+        {ROPE "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500}}#", NULL},
+        {ROPE "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500, \"rope_type\": \"default\"}, "
+              "\"sliding_attention\": {\"rope_theta\": 500.0}}#",
+         NULL},
+        {ROPE MIXED "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500}, "
+                    "\"sliding_attention\": {\"rope_theta\": 500}}#",
+         NULL},
+        {ROPE FULL "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500}, "
+                   "\"sliding_attention\": {\"rope_theta\": 7, \"rope_type\": \"linear\", \"factor\": 2.0}}#",
+         NULL},
+        {ROPE "\"rope_theta\": 500, \"rope_scaling\": {\"full_attention\": {\"rope_type\": \"default\"}}#", NULL},
+        {ROPE "\"rope_theta\": 500, \"rope_parameters\": {\"full_attention\": {}, \"x\": null}#", NULL},
+        {ROPE "\"rope_theta\": 500, \"rope_parameters\": null#", NULL},
+        {ROPE "\"rope_theta\": 500, \"global_rope_theta\": 500, \"local_rope_theta\": 500#", NULL},
+        {ROPE FULL "\"rope_theta\": 500, \"rope_local_base_freq\": 7#", NULL},
+        {ROPE "\"text_config\": {\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500}}}#", NULL},
+        {"s#\"pretraining_tp\": 1#\"rope_theta\": 500, \"rope_scaling\": {\"rope_theta\": 500}#", NULL},
+        {"s#\"pretraining_tp\": 1#\"rope_theta\": 7.0#", "rope_theta is 7, but rope_parameters.rope_theta is 500"},
+        {"s#^{#{\"rope_theta\": 7.0,#", "rope_theta is 7, but rope_parameters.rope_theta is 500"},
+        {ROPE "\"rope_theta\": 500, \"rope_scaling\": {\"rope_theta\": 7}#",
+         "rope_scaling.rope_theta is 7, but rope_theta is 500"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"rope_theta\": 7.0}#",
+         "text_config.rope_theta is 7, but rope_parameters.rope_theta is 500"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"rope_scaling\": {\"type\": \"linear\"}}#",
+         "text_config.rope_scaling.type is 'linear"},
+        {ROPE "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500}, "
+              "\"sliding_attention\": {\"rope_theta\": 7}}#",
+         "rope_parameters.sliding_attention.rope_theta is 7, but rope_parameters.full_attention.rope_theta is 500"},
+        {ROPE MIXED "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500}, "
+                    "\"sliding_attention\": {\"rope_theta\": 7}}#",
+         "rope_parameters.sliding_attention.rope_theta is 7, but rope_parameters.full_attention.rope_theta is 500"},
+        {ROPE MIXED "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500}}#",
+         "rope_parameters.sliding_attention is missing, and layer_types has"},
+        {ROPE "\"rope_theta\": 500, \"rope_parameters\": {\"full_attention\": {\"rope_theta\": 7}}#",
+         "rope_theta is 500, but rope_parameters.full_attention.rope_theta is 7"},
+        {ROPE "\"rope_parameters\": {\"rope_theta\": 500, \"full_attention\": {\"rope_theta\": 7}}#",
+         "rope_parameters.full_attention.rope_theta is 7, but rope_parameters.rope_theta is 500"},
+        {ROPE "\"rope_parameters\": {\"full_attention\": {\"rope_type\": \"yarn\"}}#",
+         "rope_parameters.full_attention.rope_type is 'yarn', must be 'default"},
+        {ROPE "\"rope_scaling\": {\"full_attention\": {\"factor\": 8}}#",
+         "rope_scaling.full_attention.factor is 8, must be 1 or missing"},
+        {ROPE "\"rope_parameters\": {\"a\": {\"partial_rotary_factor\": 0.5}}#",
+         "rope_parameters.a.partial_rotary_factor is 0.5, must be 1 or missing"},
+        {ROPE "\"text_config\": {\"partial_rotary_factor\": 0.5}#",
+         "text_config.partial_rotary_factor is 0.5, must be"},
+        {ROPE "\"rope_theta\": 500, \"rope_local_base_freq\": 7#", "rope_local_base_freq is 7, but rope_theta is 500"},
+        {ROPE "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 0}}#",
+         "rope_parameters.full_attention.rope_theta is 0, must be above 0"},
+        {ROPE "\"rope_theta\": -1#", "rope_theta is -1, must be above 0"},
+        {ROPE "\"rope_parameters\": [500]#", "rope_parameters.rope_theta: the value before the last dot is no object"},
+        {ROPE "\"rope_scaling\": 2.0#", "rope_scaling.rope_theta: the value before the last dot is no object"},
+        {ROPE "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": \"x\"}}#",
+         "rope_parameters.full_attention.rope_theta: a digit is missing"}};
+    (void)state;
+    read_edited(llama_model, cases, sizeof cases / sizeof *cases);
+}
+
+/* Values of a Llama that a file has under two names or in two places. */
+static void llamas_with_two_names(void **state) {
+    static const edited cases[] = {
+        {"s#\"pretraining_tp\": 1#\"n_head\": 8, \"n_layer\": 2, \"n_embd\": 48, \"n_positions\": 12, "
+         "\"n_ctx\": 12, \"n_inner\": 24, \"layer_norm_eps\": 1e-4, \"layer_norm_epsilon\": 0.0001#",
+         NULL},
+        {"s#\"pretraining_tp\": 1#\"activation_function\": \"swish\", \"hidden_activation\": \"silu\"#", NULL},
+        {"s#\"pretraining_tp\": 1#\"torch_dtype\": \"torch.float32\"#", NULL},
+        {"s#\"pretraining_tp\": 1#\"torch_dtype\": null, \"text_config\": null, \"layer_types\": null#", NULL},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"model_type\": \"llama\", \"hidden_size\": 48, \"head_dim\": 6, "
+         "\"num_key_value_heads\": 2, \"rms_norm_eps\": 1e-4, \"tie_word_embeddings\": false, "
+         "\"hidden_act\": \"silu\", \"dtype\": \"float32\", \"mlp_bias\": false}#",
+         NULL},
+        {"s#\"pretraining_tp\": 1#" FULL "\"sliding_window\": 4#", NULL},
+        {"s#\"pretraining_tp\": 1#" MIXED "\"x\": 1#", NULL},
+        {"s#\"head_dim\": 6#\"head_dim\": null#", NULL},
+        {"s#\"eos_token_id\": 2#\"eos_token_id\": [2, 5]#", NULL}, /* only a save reads it, and keeps it */
+        {"s#\"pretraining_tp\": 1#\"n_head\": 4#", "n_head is 4, but num_attention_heads is 8"},
+        {"s#\"intermediate_size\": 24#\"n_inner\": 24#", "n_inner is 24, but intermediate_size (by default"},
+        {"s#\"pretraining_tp\": 1#\"n_embd\": 24#", "n_embd is 24, but hidden_size is 48"},
+        {"s#\"pretraining_tp\": 1#\"n_layer\": 3#", "n_layer is 3, but num_hidden_layers is 2"},
+        {"s#\"pretraining_tp\": 1#\"n_positions\": 24#", "n_positions is 24, but max_position_embeddings is 12"},
+        {"s#\"pretraining_tp\": 1#\"n_inner\": 96#", "n_inner is 96, but intermediate_size is 24"},
+        {"s#\"pretraining_tp\": 1#\"layer_norm_eps\": 1e-5#", "layer_norm_eps is 1e-05, but rms_norm_eps is 0.0001"},
+        {"s#\"rms_norm_eps\": 0.0001#\"layer_norm_epsilon\": 0.0001#", "layer_norm_epsilon is 0.0001, but rms"},
+        {"s#\"pretraining_tp\": 1#\"hidden_activation\": \"gelu\"#",
+         "hidden_activation is 'gelu', but hidden_act is silu"},
+        {"s#\"pretraining_tp\": 1#\"torch_dtype\": \"float16\"#", "torch_dtype is 'float16', but dtype is 'float32"},
+        {"s#\"llama\"#\"gpt2\"#", "architectures is 'LlamaForCausalLM', but model_type is 'gpt2"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"model_type\": \"gemma3_text\"}#",
+         "text_config.model_type is 'gemma3_text', but model_type is 'llama"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"hidden_size\": 24}#",
+         "text_config.hidden_size is 24, but hidden_size is 48"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"head_dim\": 8}#", "text_config.head_dim is 8, but head_dim is 6"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"num_key_value_heads\": 8}#",
+         "text_config.num_key_value_heads is 8, but num_key_value_heads is 2"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"vocab_size\": 62}#", "text_config.vocab_size is 62, but vocab"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"tie_word_embeddings\": true}#",
+         "text_config.tie_word_embeddings is true, but tie_word_embeddings is false"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"attention_bias\": true}#", "text_config.attention_bias is true"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"hidden_act\": \"gelu\"}#",
+         "text_config.hidden_act is 'gelu', but"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"dtype\": \"bfloat16\"}#", "text_config.dtype is 'bfloat16', but"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": {\"sliding_window\": 4}#",
+         "text_config.sliding_window is 4, must be"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": [1]#", "the value before the last dot is no object"},
+        {"s#\"pretraining_tp\": 1#\"quantization_config\": {\"load_in_8bit\": true}#",
+         "has quantization_config, must not have it"},
+        {"s#\"pretraining_tp\": 1#\"sliding_window\": 0#", "sliding_window is 0, must be null, missing or at least"},
+        {"s#\"pretraining_tp\": 1#\"layer_types\": [\"full_attention\", \"sliding_attention\"], \"sliding_window\": 4#",
+         "layer_types.1 is 'sliding_attention', must be full_attention, or sliding_window at least the number of "
+         "positions "
+         "12"},
+        {"s#\"pretraining_tp\": 1#\"layer_types\": [\"sliding_attention\", \"full_attention\"]#", "layer_types.0 is"},
+        {"s#\"pretraining_tp\": 1#\"layer_types\": [\"full_attention\", \"linear_attention\"]#",
+         "layer_types.1 is 'linear_attention', must be full_attention"},
+        {"s#\"pretraining_tp\": 1#\"layer_types\": [\"full_attention\"]#", "layer_types has 1 layers, the model has 2"},
+        {"s#\"pretraining_tp\": 1#\"layer_types\": \"full_attention\"#", "layer_types is no list"}};
+    (void)state;
+    read_edited(llama_model, cases, sizeof cases / sizeof *cases);
+}
+
+/* The same for a GPT-2 and a BERT, beside the names that transformers reads for a GPT-2 (gpt2_configs). */
+static void others_with_two_names(void **state) {
+    static const edited gpt2[] = {
+        {"s#\"n_inner\"#\"intermediate_size\": 40, \"layer_norm_eps\": 1e-4, \"head_dim\": 2, "
+         "\"num_key_value_heads\": 8, \"hidden_act\": \"gelu_pytorch_tanh\", \"n_inner\"#",
+         NULL},
+        {"s#\"n_inner\": 40#\"intermediate_size\": 40#", "intermediate_size is 40, but n_inner (by default"},
+        {"s#\"n_inner\"#\"intermediate_size\": 64, \"n_inner\"#", "intermediate_size is 64, but n_inner is 40"},
+        {"s#\"n_inner\"#\"layer_norm_eps\": 1e-5, \"n_inner\"#", "layer_norm_eps is 1e-05, but layer_norm_epsilon"},
+        {"s#\"n_inner\"#\"rms_norm_eps\": 1e-5, \"n_inner\"#", "rms_norm_eps is 1e-05, but layer_norm_epsilon"},
+        {"s#\"n_inner\"#\"head_dim\": 4, \"n_inner\"#", "head_dim is 4, but head_dim"},
+        {"s#\"n_inner\"#\"hidden_act\": \"gelu\", \"n_inner\"#",
+         "hidden_act is 'gelu', but activation_function is gelu_new"},
+        {"s#\"n_head\"#\"text_config\": {\"n_head\": 4}, \"num_attention_heads\"#",
+         "text_config.n_head is 4, but n_head (by default or another name) is 8"},
+        {"s#\"n_inner\"#\"torch_dtype\": \"bfloat16\", \"n_inner\"#",
+         "torch_dtype is 'bfloat16', but dtype is 'float32"}};
+    static const edited bert[] = {
+        {"s#\"use_cache\"#\"n_head\": 8, \"n_inner\": 40, \"layer_norm_epsilon\": 1e-12, \"head_dim\": 4, "
+         "\"activation_function\": \"gelu\", \"use_cache\"#",
+         NULL},
+        {"s#\"use_cache\"#\"text_config\": {\"type_vocab_size\": 2}, \"use_cache\"#", NULL},
+        {"s#\"use_cache\"#\"n_head\": 4, \"use_cache\"#", "n_head is 4, but num_attention_heads is 8"},
+        {"s#\"use_cache\"#\"n_inner\": 32, \"use_cache\"#", "n_inner is 32, but intermediate_size is 40"},
+        {"s#\"use_cache\"#\"num_key_value_heads\": 2, \"use_cache\"#",
+         "num_key_value_heads is 2, but num_key_value_heads"},
+        {"s#\"use_cache\"#\"layer_norm_epsilon\": 1e-5, \"use_cache\"#", "layer_norm_epsilon is 1e-05, but layer_"},
+        {"s#\"use_cache\"#\"activation_function\": \"gelu_new\", \"use_cache\"#",
+         "activation_function is 'gelu_new', but hidden_act is gelu"},
+        {"s#\"use_cache\"#\"text_config\": {\"type_vocab_size\": 3}, \"use_cache\"#",
+         "text_config.type_vocab_size is 3, but type_vocab_size is 2"},
+        {"s#\"use_cache\"#\"layer_types\": [\"sliding_attention\", \"full_attention\"], \"use_cache\"#",
+         "layer_types.0 is 'sliding_attention', must be full_attention"}};
+    (void)state;
+    read_edited(gpt2_model, gpt2, sizeof gpt2 / sizeof *gpt2);
+    read_edited(bert_model, bert, sizeof bert / sizeof *bert);
+}
+
+/* A config.json that has a value in several places stays true when a save changes it. */
+static void kept_in_all_places(void **state) {
+    static const char *const edits[] = {
+        "s#\"pretraining_tp\": 1#\"n_positions\": 12, \"n_ctx\": 12, \"torch_dtype\": \"float32\", \"text_config\": "
+        "{\"max_position_embeddings\": 12, \"dtype\": \"float32\", \"torch_dtype\": null}#",
+        "s#\"pretraining_tp\": 1#\"sliding_window\": 12#"}; /* too short for the new positions */
+    char again[8192];
+    mt_context *ctx;
+    mti_described want, got;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, read_described(ctx, llama_model, 0, &want));
+    want.d.max_seq = 96;
+    for (int i = 0; i < 2; i++) {
+        char *given, *kept;
+        FILE *f;
+        shell("cp -r %s '%s'", llama_model, in_scratch("c"));
+        shell("sed '%s' %s/config.json > '%s'", edits[i], llama_model, in_scratch("c/config.json"));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_text(ctx, in_scratch("c"), "config.json", 4096, &given, NULL));
+        assert_in_range(mti_described_config(&want, MT_BF16, given, again, sizeof again), 1, sizeof again - 1);
+        f = fopen(in_scratch("c/config.json"), "w");
+        assert_true(f && fputs(again, f) >= 0 && fclose(f) == 0);
+        ASSERT_STATUS(ctx, MT_SUCCESS, read_described(ctx, in_scratch("c"), 0, &got));
+        assert_int_equal(got.d.max_seq, 96);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_text(ctx, in_scratch("c"), "config.json", 8192, &kept, NULL));
+        assert_true(!strstr(kept, "float32") && (strstr(kept, "a_member_of_another_program") != NULL) == !i);
+        mt_host_free(given);
+        mt_host_free(kept);
+        forget("c");
+    }
     mt_context_destroy(ctx);
 }
 
@@ -1446,6 +1678,10 @@ int main(void) {
         cmocka_unit_test(refused_configs),
         cmocka_unit_test(equal_configs),
         cmocka_unit_test(gpt2_configs),
+        cmocka_unit_test(rotary_positions_twice),
+        cmocka_unit_test(llamas_with_two_names),
+        cmocka_unit_test(others_with_two_names),
+        cmocka_unit_test(kept_in_all_places),
         cmocka_unit_test(keys_given_twice),
         cmocka_unit_test(copies_in_files),
         cmocka_unit_test(constants_in_files),

@@ -1066,6 +1066,107 @@ static void json_lists(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* Members at any depth. A value that is neither an object nor null cannot have a member. */
+static void json_depths(void **state) {
+    static const struct {
+        const char *text;
+        int deep, deeper;
+        const char *words; /* words: of the error; NULL: there is none */
+    } cases[] = {{"{\"a\": {\"b\": {\"c\": 1, \"d\": {\"e\": [7, 2]}}}}", 1, 2, NULL},
+                 {"{\"a\": {\"b\": null}}", 0, 0, NULL},
+                 {"{\"a\": null}", 0, 0, NULL},
+                 {"{\"b\": {\"c\": 1}, \"x\": {\"a\": {\"b\": {\"c\": 1}}}}", 0, 0, NULL},
+                 {"{\"a\": 5}", 0, 0, "a.b.c: the value before the last dot is no object"},
+                 {"{\"a\": [1]}", 0, 0, "a.b.c: the value before the last dot is no object"},
+                 {"{\"a\": {\"b\": \"c\"}}", 0, 0, "a.b.c: the value before the last dot is no object"},
+                 {"{\"a\": {\"b\": {\"c\": \"x\"}}}", 0, 0, "a.b.c: a whole number is missing"},
+                 {"{\"a\": {\"b\": {\"c\": 1}", 1, 0, "a comma or a closing bracket is missing"}};
+    char longest[400] = "{\"", name[400] = "";
+    int deep, deeper;
+    const mt_field fields[] = {{"a.b.c", MT_FIELD_INT, &deep, 0, 0, 0, 0, 0},
+                               {"a.b.d.e.1", MT_FIELD_INT, &deeper, 0, 0, 0, 0, 0}};
+    const mt_field too_long = {name, MT_FIELD_INT, &deep, 0, 0, 0, 0, 0};
+    mt_context *ctx;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        deep = deeper = 0;
+        if (cases[i].words)
+            REFUSED(ctx, MT_ERR_DATA, cases[i].words, mt_json_parse(ctx, "text", cases[i].text, fields, 2));
+        else ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_parse(ctx, "text", cases[i].text, fields, 2));
+        assert_true(deep == cases[i].deep && deeper == cases[i].deeper);
+    }
+    for (int n = 150; n < 170; n++) { /* names that are too long for the reader are not found, and harm nothing */
+        memset(name, 'x', (size_t)n);
+        memcpy(name + n, ".b.c", 5);
+        memcpy(longest + 2, name, (size_t)n);
+        memcpy(longest + 2 + n, "\": {\"b\": {\"c\": 1}}}", 20);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_parse(ctx, "text", longest, &too_long, 1));
+    }
+    mt_context_destroy(ctx);
+}
+
+/* mt_json_next: the members and elements of a value, one after the other. */
+static void json_members(void **state) {
+    static const char *const cases[][2] = {
+        {"{}", ""},
+        {"[]", ""},
+        {"5", ""},
+        {"\"x\"", ""},
+        {" { \"a\" : 1 ,\"b\":{\"c\": [2]}, \"\": null } rest", "a=1;b={\"c\": [2]};=null;"},
+        {"[\"x\", 1, {\"y\": 2}, [3], \"\\u0041bcdefghij\"]",
+         "x=\"x\";=1;={\"y\": 2};=[3];Abcdefg=\"\\u0041bcdefghij\";"},
+        {"[1, 2", "=1;=2;"},
+        {"[1, }", "=1;"},
+        {"{\"a\": }", ""},
+        {"{\"a\"}", "a=\"a\";"}, /* not well-formed */
+        {"[\"x", ""}};
+    char name[8], got[200];
+    mt_json_part rest, value, none = {NULL, 5};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        rest.text = cases[i][0];
+        rest.bytes = strlen(rest.text);
+        for (got[0] = 0; mt_json_next(&rest, name, sizeof name, &value);)
+            snprintf(got + strlen(got), sizeof got - strlen(got), "%s=%.*s;", name, (int)value.bytes, value.text);
+        assert_string_equal(got, cases[i][1]);
+    }
+    rest.text = "[1]";
+    rest.bytes = 3;
+    assert_false(mt_json_next(NULL, name, sizeof name, &value));
+    assert_false(mt_json_next(&none, name, sizeof name, &value));
+    assert_false(mt_json_next(&rest, NULL, sizeof name, &value));
+    assert_false(mt_json_next(&rest, name, 0, &value));
+    assert_false(mt_json_next(&rest, name, sizeof name, NULL));
+}
+
+/* mt_json_text reads what mt_json_read accepts, up to a number of bytes. */
+static void json_texts(void **state) {
+    char path[SCRATCH_PATH], *text;
+    mt_context *ctx;
+    int exists = 1;
+    (void)state;
+    print_to(path, sizeof path, "%s/a.json", scratch);
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_text(ctx, scratch, "a.json", 100, &text, &exists));
+    assert_true(!exists && !text);
+    REFUSED(ctx, MT_ERR_IO, "a.json: cannot open it", mt_json_text(ctx, scratch, "a.json", 100, &text, NULL));
+    shell("printf '{\"a\": 1}' > '%s'", path);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_json_text(ctx, scratch, "a.json", 8, &text, &exists));
+    assert_true(exists);
+    assert_string_equal(text, "{\"a\": 1}");
+    mt_host_free(text);
+    REFUSED(ctx, MT_ERR_DATA, "a.json: has 8 bytes, must be at most 7",
+            mt_json_text(ctx, scratch, "a.json", 7, &text, NULL));
+    assert_null(text);
+    shell("printf '{\"a\": 1, \"a\": 1}' > '%s'", path);
+    REFUSED(ctx, MT_ERR_DATA, "the key 'a' is given twice", mt_json_text(ctx, scratch, "a.json", 100, &text, NULL));
+    assert_null(text);
+    REFUSED(ctx, MT_ERR_ARGUMENT, "text is NULL", mt_json_text(ctx, scratch, "a.json", 100, NULL, NULL));
+    unlink(path);
+    mt_context_destroy(ctx);
+}
+
 /* NAME may have directories, which must not be links or lead out. */
 static void json_folders(void **state) {
     int n = 0, exists = 1;
@@ -1115,7 +1216,8 @@ int main(void) {
         cmocka_unit_test(states_of_ranks),  cmocka_unit_test(ranks_that_read_other_files),
         cmocka_unit_test(not_saved),        cmocka_unit_test(wrong_tables),
         cmocka_unit_test(without_data),     cmocka_unit_test(json_lists),
-        cmocka_unit_test(json_folders),
+        cmocka_unit_test(json_depths),      cmocka_unit_test(json_members),
+        cmocka_unit_test(json_texts),       cmocka_unit_test(json_folders),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }
