@@ -1718,12 +1718,19 @@ MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text) {
     if (ctx && ctx->logger.log) (ctx->logger.log)(ctx->logger.user, level, text ? text : "");
 }
 
+/* A message is one line, also when a name in it, such as one from a file, has a newline. */
+static void mti_one_line(char *text) {
+    for (; *text; text++)
+        if ((unsigned char)*text < ' ' || *text == 127) *text = '?';
+}
+
 MT_API mt_status mt_fail(mt_context *ctx, mt_status status, const char *format, ...) {
     va_list args;
     if (!ctx) return status;
     va_start(args, format);
     vsnprintf(ctx->error, sizeof ctx->error, format ? format : " ", args);
     va_end(args);
+    mti_one_line(ctx->error);
     if (ctx->world) mt_comm_fail(ctx->world, status, ctx->error);
     mt_log(ctx, MT_LOG_ERROR, ctx->error);
     return status;
@@ -2647,6 +2654,7 @@ MT_API mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text)
     if (n >= sizeof comm->error) n = sizeof comm->error - 1;
     memmove(comm->error, text, n); /* text may be comm->error itself */
     comm->error[n] = '\0';
+    mti_one_line(comm->error);
     comm->error_status = status;
     if (comm->owner && comm->owner->world != comm) mt_comm_fail(comm->owner->world, status, text);
     return status;
@@ -3284,7 +3292,7 @@ static void mti_break_recorders(mt_context *ctx) {
     text.used = 0;
     mti_say(&text, "graph");
     mti_say_where(&text, ctx->recorders);
-    mti_say(&text, "rank %d failed while it recorded: %s", ctx->recorders->rank, mt_last_error(ctx));
+    mti_say(&text, "rank %d failed while it recorded (%s)", ctx->recorders->rank, mt_last_error(ctx));
     mti_break(ctx->turns, MT_ERR_PEER, &text, MTI_ANY);
 }
 
@@ -3297,7 +3305,7 @@ static mt_status mti_broken_now(mt_context *ctx, mt_comm *comm) {
 
 static mt_status mti_broken_before(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     return mti_refuse(ctx, comm, MT_ERR_PEER,
-                      "%s on \"%s\" (%d ranks): rank %d calls after this communicator failed: %s",
+                      "%s on \"%s\" (%d ranks): rank %d calls after this communicator failed (%s)",
                       mti_call_name(call->kind), comm->name, comm->size, comm->rank, comm->group->text);
 }
 
@@ -3343,7 +3351,7 @@ static mt_status mti_break_failed(mt_context *ctx, mt_comm *comm, const mti_call
     text.used = 0;
     mti_say(&text, "%s", mti_call_name(call->kind));
     mti_say_where(&text, comm);
-    mti_say(&text, "rank %d failed: %s: %s", comm->rank, mt_status_name(status), mt_last_error(ctx));
+    mti_say(&text, "rank %d failed with %s (%s)", comm->rank, mt_status_name(status), mt_last_error(ctx));
     mti_break(comm->group, MT_ERR_PEER, &text, MTI_ANY);
     mti_break_recorders(ctx);
     return status;
@@ -6038,8 +6046,8 @@ static mt_status mti_used_check(mt_context *ctx, const mti_ruling *r) {
             mti_with_text(ctx->checker, r->with, at, sizeof at);
             return mt_fail(ctx, MT_ERR_ARGUMENT,
                            "%s%s: the gradient of '%.100s' would get the same activations twice: a backward has read "
-                           "them already. Each forward needs its own saved, and one backward; if both are meant, "
-                           "mt_declare the activations before",
+                           "them already, but each forward needs its own saved, and one backward; if both are "
+                           "meant, mt_declare the activations before",
                            r->where, at, p->name);
         }
         p->used = a.which;
@@ -8423,7 +8431,7 @@ static void mti_board_fail(mt_comm *comm, mt_status status, const char *why) {
     text.used = 0;
     mti_say(&text, "%s", mti_call_name(comm->nccl.last.kind));
     mti_say_where(&text, comm);
-    mti_say(&text, "rank %d failed: %s: %s", comm->rank, mt_status_name(status), why);
+    mti_say(&text, "rank %d failed with %s (%s)", comm->rank, mt_status_name(status), why);
     mti_board_tell(comm, MTI_MESSAGE_FAILED, NULL, text.data);
 }
 
@@ -10900,11 +10908,11 @@ static void mti_say_alike_told(mti_text *text, const mti_told *all, int size, in
 }
 
 /* Writes a setting. same: number of characters at the start that are equal in both values; when there are more than
-   100, the text begins 20 characters before the difference */
+   100, the text begins 20 characters before the difference. 340 characters of two values fit into a message */
 static void mti_say_setting(mti_text *text, const char *name, const char *value, size_t same) {
     int cut = same > 100;
     if (!name) mti_say(text, "nothing more");
-    else mti_say(text, "%.100s%s%s%.250s", name, *name ? " " : "", cut ? "..." : "", value + (cut ? same - 20 : 0));
+    else mti_say(text, "%.100s%s%s%.340s", name, *name ? " " : "", cut ? "..." : "", value + (cut ? same - 20 : 0));
 }
 
 /* Writes the first difference between the settings x of rank a and y of rank b. */
@@ -12550,7 +12558,7 @@ static void mti_rank_over(mti_rank *rank) {
     mt_comm *comm;
     if (rank->status == MT_SUCCESS) snprintf(rank->reason, sizeof rank->reason, "returned from its function");
     else
-        snprintf(rank->reason, sizeof rank->reason, "failed: %s: %s", mt_status_name(rank->status),
+        snprintf(rank->reason, sizeof rank->reason, "failed with %s (%s)", mt_status_name(rank->status),
                  mti_rank_sentence(rank));
     mti_leave(rank->world, rank->reason);
     for (comm = rank->children; comm; comm = comm->next) mti_leave(comm, rank->reason);

@@ -3197,6 +3197,7 @@ static mt_status mti_memory_zero(mt_context *ctx, const mt_params *params, int k
 
 /* Sizes of the text of a setting's value, and of mti_param_text, in bytes. */
 #define MTI_TOLD_VALUE 384
+#define MTI_TOLD_MESSAGE 308 /* of an error; with its status in front, mt_comm_compare prints it whole */
 #define MTI_PARAM_TEXT 208
 
 typedef struct mti_told_list {
@@ -3270,7 +3271,8 @@ static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
 
 /* Tells the other ranks of an error of this rank, so that they do not wait for it. */
 static void mti_told_add_error(mt_context *ctx, mti_told_list *t, mt_status mine) {
-    mti_told_add(t, "error", "%s", mine == MT_SUCCESS ? "none" : mt_last_error(ctx));
+    if (mine == MT_SUCCESS) mti_told_add(t, "error", "none");
+    else mti_told_add(t, "error", "%s (%.*s)", mt_status_name(mine), MTI_TOLD_MESSAGE, mt_last_error(ctx));
 }
 
 /* A parameter of the first or of the last stage. */

@@ -311,7 +311,7 @@ ring_told() { # the neighbours wait for rank 2, and rank 0 for them; the first o
         told kill ring 3 'MT_ERR_[TP].*: send_recv(' && told kill ring 0 'MT_ERR_[TP].*: send_recv('
 }
 
-cause="rank 2 failed: MT_ERR_DATA: loss is 17, which is no good"
+cause="rank 2 failed with MT_ERR_DATA (loss is 17, which is no good)"
 failed_told() {
     all_told fail broadcast "MT_ERR_PEER: broadcast.*$cause" && told fail broadcast 2 "MT_ERR_DATA: loss is 17"
 }

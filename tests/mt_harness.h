@@ -53,6 +53,25 @@ cm_leave_(int how, const char *file, int line, const char *format, ...) {
     longjmp(*cm_jump_(), how);
 }
 
+/* The number of complaints so far, see cm_complain. */
+static inline int *cm_complaints_(void) {
+    static int count = 0;
+    return &count;
+}
+
+/* Prints a message and lets the running case fail when it has ended. Any thread may call this, unlike assertions. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 1, 2)))
+#endif
+static inline void
+cm_complain(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vfprintf(stderr, format, args);
+    va_end(args);
+    __atomic_add_fetch(cm_complaints_(), 1, __ATOMIC_RELAXED);
+}
+
 static inline double cm_seconds_(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -72,8 +91,10 @@ static inline int cm_run_(const struct CMUnitTest *test, void *group_state) {
     int how;
     printf("[ RUN      ] %s\n", test->name);
     fflush(stdout);
+    __atomic_store_n(cm_complaints_(), 0, __ATOMIC_RELAXED);
     how = test->setup_func && test->setup_func(&state) ? CM_FAILED : cm_call_(test, &state);
     if (test->teardown_func && test->teardown_func(&state)) how = CM_FAILED;
+    if (__atomic_load_n(cm_complaints_(), __ATOMIC_RELAXED)) how = CM_FAILED;
     seconds = cm_seconds_() - start;
     printf("%s %s", how == 0 ? "[       OK ]" : how == CM_SKIPPED ? "[  SKIPPED ]" : "[  FAILED  ]", test->name);
     if (seconds >= 1) printf(" (%.1f s)", seconds);

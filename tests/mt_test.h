@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "mt_harness.h"
+#include "mt_test_message.h"
 
 /* SANITIZED is 1 under a sanitizer. Tests then run fewer steps, because a sanitizer needs only one of each kind. */
 #if defined(__has_feature)
@@ -108,6 +109,26 @@ static inline mt_tensor with_dtype(mt_tensor t, mt_dtype dtype) {
     t.dtype = dtype;
     return t;
 }
+
+/* A logger that checks each message, and prints warnings. */
+static inline void test_judge(void *user, mt_log_level level, const char *message) {
+    const char *fault = test_message_fault(message);
+    (void)user;
+    if (fault) cm_complain("not one sentence, %s: %s\n", fault, message);
+    if (level == MT_LOG_WARNING) fprintf(stderr, "%s\n", message);
+}
+
+/* Creates a context. Without a logger of its own it has test_judge. */
+static inline mt_status test_judged_create(mt_comm *world, const mt_context_desc *desc, mt_context **out) {
+    mt_context_desc judged;
+    memset(&judged, 0, sizeof judged);
+    if (desc) judged = *desc;
+    if (!judged.logger.log) judged.logger.log = test_judge;
+    return mt_context_create(world, &judged, out);
+}
+
+#undef mt_context_create /* of check_all.h, which test_judged_create calls */
+#define mt_context_create(world, desc, out) test_judged_create(world, desc, out)
 
 /* Main thread: creates a context of `threads` threads on a CPU or on the meta device. */
 static inline mt_context *test_context(mt_device device, int threads) {

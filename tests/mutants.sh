@@ -51,7 +51,8 @@ lists() {
 # Makes the mutants of a program and runs them. Each line of results has: place, number and variant, what the mutant
 # does (same, other, changes, fails), how it is taken (accepted, refused, unclear; -: it did not run) by one rank on the
 # meta device, by 4 ranks there, and by check mode 2 on 4 ranks that compute, the distances of losses and of gradients,
-# milliseconds on the meta device, title, message, kind.
+# milliseconds on the meta device, title, message, kind, a message of any rank that is not one sentence (see
+# mt_test_message.h) with what is wrong with it.
 # shellcheck disable=SC2046  # lists of files
 run_program() {
     mkdir "$work/$1" || return 1
@@ -69,6 +70,7 @@ judge() {
         function is_found(how) { return how == "refused" || ($3 == "fails" && how == "unclear") }
         FNR == NR { if ($0 !~ /^(#|$)/) known[$1 "\t" $2] = $3; next }
         {
+            if ($13 != "") { print "not one sentence, " $13; bad = 1 }
             split($2, number, ".")
             m = $1 "\t" $10 "\t" number[1]
             key[m] = $1 "\t" $10

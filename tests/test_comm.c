@@ -1088,6 +1088,64 @@ static void test_services(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* Messages of tests are judged by mt_test_message.h. A context of a test judges its own, and the case then fails. A
+   message has no control characters, whatever is in a name. */
+static void test_messages_are_one_sentence(void **state) {
+    static const char *const good[] = {
+        "mt_gemm: k is 3, must be 4",
+        "mt_add after \"fc. mt_x: \": a is partial over \"tp\" (4 ranks) since mt_gemm at fc1, must be replicated: "
+        "call "
+        "mt_copy_to_tensor_region_backward before",
+        "mt_arena_alloc: 8 bytes do not fit: 0 of 0 in use; set mt_context_desc.arena_bytes to at least 64",
+        "barrier on \"world\" (3 ranks): rank 2 failed with MT_ERR_DATA (mt_x: loss is 1.5, which is no good)",
+        "mt_gather: rows [4, 4 + 6) of 9 are not the rank's",
+        "a.json: JSON, byte 7: it does not begin with '. '",
+    };
+    static const struct {
+        const char *text, *fault;
+    } bad[] = {
+        {"", "empty"},
+        {"mt_x: a is 1, must be 2.", "ends with"},
+        {": a is 1", "begins"},
+        {"mt_x: a is 1, must be ", "ends with"},
+        {"mt_x: a is 1\nmt_x: b is 2", "one line"},
+        {"mt_x: '(null)' is NULL", "prints NULL"},
+        {"mt_x: a is 1 (of 2 ranks", "bracket"},
+        {"mt_x: a is 1 of 2 ranks)", "bracket"},
+        {"mt_x: : a is 1", "between two marks"},
+        {"mt_x:: a is 1", "between two marks"},
+        {"mt_x: a is 1,, must be 2", "between two marks"},
+        {"mt_x: a is  1", "between two marks"},
+        {"mt_x: a is 1 , must be 2", "between two marks"},
+        {"mt_x: a is 1. Call mt_y before", "more than one sentence"},
+        {"mt_x: a is is 1", "twice in a row"},
+        {"mt_x: mt_x: a is 1", "another message"},
+        {"mt_x: cannot start, mt_y: a is 1", "another message"},
+        {"mt_x: rank 2 failed: MT_ERR_DATA: a is 1", "a status"},
+        {"mt_x: rank 2 failed (MT_ERR_DATA: a is 1)", "a status"},
+        {"barrier on \"w\" (3 ranks): rank 1 calls late: all_gather on \"w\" (3 ranks): rank 2 has left", "another"},
+        {"mt_x: a is 1: call mt_y before: call mt_z after", "says twice"},
+    };
+    mt_context *ctx = test_context(MT_DEVICE_CPU, 1);
+    (void)state;
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        const char *fault = test_message_fault(good[i]);
+        if (fault) fail_msg("%s: %s", good[i], fault);
+    }
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        const char *fault = test_message_fault(bad[i].text);
+        if (!fault || !strstr(fault, bad[i].fault)) fail_msg("%s: %s", bad[i].text, fault ? fault : "taken");
+    }
+    mt_fail(ctx, MT_ERR_DATA, "mt_x: '%s' is bad", "a\tb\x7f\n");
+    assert_string_equal(mt_last_error(ctx), "mt_x: 'a?b?"
+                                            "?' is bad");
+    assert_int_equal(*cm_complaints_(), 0);
+    mt_fail(ctx, MT_ERR_DATA, "mt_x: a is 1. Call mt_y before");
+    assert_int_equal(*cm_complaints_(), 1);
+    *cm_complaints_() = 0;
+    mt_context_destroy(ctx);
+}
+
 /* Host memory is zero-filled, also when it was used and freed before. */
 static void test_host_memory(void **state) {
     static const size_t bytes[] = {1, 24, 1000, 100000};
@@ -1558,6 +1616,7 @@ int main(void) {
         cmocka_unit_test(test_slots),
         cmocka_unit_test(test_version),
         cmocka_unit_test(test_services),
+        cmocka_unit_test(test_messages_are_one_sentence),
         cmocka_unit_test(test_host_memory),
         cmocka_unit_test(test_invariant_sizes),
         cmocka_unit_test(test_cuda_is_not_built),

@@ -105,7 +105,12 @@ static int have_timed_out(const fault *f, int ranks, const char *said) {
 }
 
 static void assert_said(const char *text, const char *part) {
+    const char *fault;
+    int label = 0;
     if (!strstr(text, part)) fail_msg("\"%s\" does not contain \"%s\"", text, part);
+    sscanf(text, "rank %*d of %*d: %*[A-Z_]: %n", &label); /* of mt_launch */
+    fault = test_message_fault(text + label);
+    if (fault) fail_msg("\"%s\" is not one sentence: %s", text, fault);
 }
 
 /* ---- different calls --------------------------------------------------------------------------------------------- */
@@ -296,12 +301,12 @@ static void test_leaves(void **state) {
     assert_said(f.lines[0], "rank 0 of 3: MT_ERR_PEER: all_reduce");
     assert_peer_error(&f, RETURNS_LEAVING_SUBGROUP, MT_ERR_PEER, "on \"tensor\" (3 ranks): rank 2 returned from its");
     assert_peer_error(&f, DESTROYS, MT_ERR_PEER, "on \"tensor\" (3 ranks): rank 2 has left the group");
-    assert_peer_error(&f, FAILS, MT_ERR_DATA, "rank 2 failed: MT_ERR_DATA: loss is 17, which is no good");
+    assert_peer_error(&f, FAILS, MT_ERR_DATA, "rank 2 failed with MT_ERR_DATA (loss is 17, which is no good)");
     assert_int_equal(f.line_count, 3);
     assert_string_equal(f.lines[0],
                         "rank 2 of 3: MT_ERR_DATA: loss is 17, which is no good"); /* the cause is reported first */
     assert_peer_error(&f, FAILS_ITS_ARGUMENTS, MT_ERR_ARGUMENT,
-                      "rank 2 failed: MT_ERR_ARGUMENT: mt_all_reduce: op is 42");
+                      "rank 2 failed with MT_ERR_ARGUMENT (mt_all_reduce: op is 42");
 }
 
 /* A chain: rank 0 waits for rank 1 in one group, rank 1 for rank 2 in another, and rank 2 returns. */
@@ -328,7 +333,7 @@ static void test_chain(void **state) {
     assert_int_equal(f.status[1], MT_ERR_PEER);
     assert_int_equal(f.status[2], MT_SUCCESS);
     assert_said(f.text[1], "rank 1 returned from its function"); /* rank 2 of the world is rank 1 of the group */
-    assert_said(f.text[0], "rank 1 failed: MT_ERR_PEER: barrier");
+    assert_said(f.text[0], "rank 1 failed with MT_ERR_PEER (barrier");
 }
 
 /* Two ranks wait in different calls for a third rank that never makes a call. */

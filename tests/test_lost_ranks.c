@@ -186,7 +186,7 @@ static void look_at(loss *l, int rank) {
     mt_status expected = l->fault == STUCK ? MT_ERR_TIMEOUT : MT_ERR_PEER;
     char who[32], what[64] = "returned from its function";
     if (l->fault == STUCK) snprintf(what, sizeof what, "waited %.2f s for ", l->timeout);
-    if (l->fault == FAILS) snprintf(what, sizeof what, "failed: MT_ERR_DATA: loss is 17");
+    if (l->fault == FAILS) snprintf(what, sizeof what, "failed with MT_ERR_DATA (loss is 17");
     snprintf(who, sizeof who, "rank %d", l->victim % half);
     if (l->status[rank] != expected && !(late && l->status[rank] == MT_ERR_PEER))
         wrong(l, "rank %d: %s: %s", rank, mt_status_name(l->status[rank]), said);
@@ -371,7 +371,7 @@ static void cancel_rank(int where) {
     for (r = 0; r < 3; r += 2) {
         if (where != WAITING_LONG) {
             assert_int_equal(l->status[r], MT_ERR_PEER);
-            assert_non_null(strstr(l->said[r], "rank 1 failed: MT_ERR_SYSTEM: pthread_cancel"));
+            assert_non_null(strstr(l->said[r], "rank 1 failed with MT_ERR_SYSTEM (pthread_cancel"));
         }
     }
     for (r = 0; r < l->lines && !strstr(l->line[r], "rank 1 of 3: MT_ERR_SYSTEM: pthread_cancel"); r++) continue;

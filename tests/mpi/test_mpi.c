@@ -397,7 +397,7 @@ static mt_status leaves_early(mt_comm *world, void *user) {
     nanosleep(&nap, NULL);
     status = mt_comm_rank(world) == 2 ? MT_ERR_IO : mt_barrier(ctx, group);
     CHECK(mt_comm_rank(world) == 2 || status == MT_ERR_PEER);
-    CHECK(mt_comm_rank(world) == 2 || strstr(mt_last_error(ctx), "rank 2 failed: MT_ERR_IO"));
+    CHECK(mt_comm_rank(world) == 2 || strstr(mt_last_error(ctx), "rank 2 failed with MT_ERR_IO"));
     mt_context_destroy(ctx);
     return status;
 }

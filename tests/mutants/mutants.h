@@ -22,6 +22,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "../mt_test_message.h"
+
 /* place: file and function. wants: what the message of the refused program must have, one of the words between |.
    kind: call or value, see ../mutants.sh. */
 typedef struct mutant {
@@ -142,10 +144,21 @@ static void mutants_quiet(void *user, mt_log_level level, const char *message) {
     (void)user, (void)level, (void)message;
 }
 
+static char mutants_badly_said[MT_ERROR_BYTES + 64]; /* the first message that is not one sentence */
+static int mutants_is_badly_said;
+
+static void mutants_hear(void *user, mt_log_level level, const char *message) {
+    const char *fault = test_message_fault(message);
+    (void)user, (void)level;
+    if (fault && !__atomic_exchange_n(&mutants_is_badly_said, 1, __ATOMIC_RELAXED))
+        snprintf(mutants_badly_said, sizeof mutants_badly_said, "%s: %s", fault, message);
+}
+
 /* Runs the program on ranks that are threads. check: mt_context_desc.check. */
 static void mutants_launch(int ranks, mt_device device, int check, mutants_run *run) {
     mt_launch_desc launch = {.ranks = ranks, .timeout_s = 20, .logger = {mutants_quiet, NULL}};
-    mt_context_desc where = {.arena_bytes = (size_t)32 << 20, .device = device, .check = check};
+    mt_context_desc where = {
+        .arena_bytes = (size_t)32 << 20, .device = device, .check = check, .logger = {mutants_hear, NULL}};
     run->size = ranks;
     run->where = where;
     for (int i = 0; i < ranks; i++) run->ranks[i].count = run->ranks[i].tensors = run->ranks[i].losses = 0;
@@ -156,7 +169,7 @@ static void mutants_compute(int ranks, mutants_run *run) { mutants_launch(ranks,
 
 /* One rank of 4 on the meta device, or one after the other until one refuses. */
 static void mutants_check(mutants_run *run) {
-    mt_context_desc where = {.device = MT_DEVICE_META, .check = 1};
+    mt_context_desc where = {.device = MT_DEVICE_META, .check = 1, .logger = {mutants_hear, NULL}};
     run->status = MT_SUCCESS;
     for (int rank = 0; rank < MUTANTS_RANKS && run->status == MT_SUCCESS; rank++) {
         mt_comm *world;
@@ -318,9 +331,11 @@ static void mutants_try(int number, mutants_runs *m) {
     ms = (mutants_now() - ms) * 1e3;
     if (m->run.status == MT_SUCCESS) how[2] = mutants_compare(what, MT_DEVICE_CPU, &m->run);
     mutants_selected = 0;
-    printf("%s\t%d.%d\t%s\t%s\t%s\t%s\t%.1e\t%.1e\t%.2f\t%s\t%s\t%s\n", what->place, number, mutants_variant, does,
+    printf("%s\t%d.%d\t%s\t%s\t%s\t%s\t%.1e\t%.1e\t%.2f\t%s\t%s\t%s\t%s\n", what->place, number, mutants_variant, does,
            how[0], how[1], how[2], loss, gradient, ms, what->title, m->run.status == MT_SUCCESS ? "" : m->run.message,
-           what->kind);
+           what->kind, mutants_badly_said);
+    mutants_badly_said[0] = 0;
+    mutants_is_badly_said = 0;
     fflush(stdout);
 }
 
