@@ -5068,6 +5068,8 @@ static mt_status mti_forget_view(mt_context *ctx, mt_tensor t) {
     return mti_placement_note(ctx, t, all, 0, NULL, NULL);
 }
 
+static mt_status mti_terms_share(mt_context *ctx, int g, mt_tensor t); /* >>replicas */
+
 /* Notes that t is what `set` says over a group. */
 static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor t, int set) {
     mti_known k;
@@ -5075,6 +5077,7 @@ static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor
     MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
     g = mti_axis_of(ctx->checker, comm, 1);
     k = mti_known_of(ctx->checker, t);
+    if (g >= 0 && set == 1 << MT_PARTIAL) MT_TRY(mti_terms_share(ctx, g, t));
     if (g >= 0) ctx->checker->axes[g].only_group = 0;
     if (g < 0) return k.unwritten ? mti_forget_view(ctx, t) : MT_SUCCESS; /* in a group of one, too, it was written */
     if (k.zero && !k.parameter) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
@@ -11427,22 +11430,43 @@ static const mti_placed *mti_replicated_at(const mti_checker *c, int g, mti_exte
     return p && mti_extent_covers(p->at, at) && p->may[g] == 1 << MT_REPLICATED ? p : NULL;
 }
 
-/* Notes the view that mt_check_view takes for this rank's part of what all ranks have: it must not be that of all. */
+/* Notes a view of a call in memory that is at `whole`: it must not be that of all ranks. */
+static mt_status mti_view_add(mt_context *ctx, int g, const char *where, const char *with, mti_extent view,
+                              mti_extent whole) {
+    mti_share e;
+    memset(&e, 0, sizeof e);
+    e.where = where;
+    e.with = with;
+    e.kind = 's';
+    e.is_view = 1;
+    e.mark = (uint64_t)(view.end - view.begin) << 32 ^ (uint64_t)(view.begin - whole.begin);
+    snprintf(e.what, sizeof e.what, "the view");
+    return mti_share_add(ctx, g, &e);
+}
+
+/* Notes the view that mt_check_view takes for this rank's part of what all ranks have. */
 static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placement placement) {
     const mti_placed *p;
-    mti_share e;
     if (!mti_replicas_on(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
     if (placement != MT_SPLIT_ROWS && placement != MT_SPLIT_COLS) return MT_SUCCESS;
     p = mti_replicated_at(ctx->checker, g, mti_extent_of(t));
     if (!p || mti_extent_covers(mti_extent_of(t), p->at)) return MT_SUCCESS;
-    memset(&e, 0, sizeof e);
-    e.where = "mt_check_view";
-    e.with = p->name ? p->name : p->with;
-    e.kind = 's';
-    e.is_view = 1;
-    e.mark = (uint64_t)t.rows << 32 ^ (uint64_t)(mti_extent_of(t).begin - p->at.begin);
-    snprintf(e.what, sizeof e.what, "the view");
-    return mti_share_add(ctx, g, &e);
+    return mti_view_add(ctx, g, "mt_check_view", p->name ? p->name : p->with, mti_extent_of(t), p->at);
+}
+
+/* Notes the views of t, a term of a sum, to which calls have written this rank's part of what is split: if it is the
+   same view on all ranks, the sum adds up other parts. */
+static mt_status mti_terms_share(mt_context *ctx, int g, mt_tensor t) {
+    const mti_extent e = mti_extent_of(t);
+    const mti_placed *p = NULL;
+    if (!mti_replicas_on(ctx) || mti_is_data(&ctx->checker->axes[g])) return MT_SUCCESS;
+    while ((p = mti_placed_older(&ctx->checker->written, e, p ? p->age : UINT64_MAX)) != NULL) {
+        if (mti_extent_covers(p->at, e)) return MT_SUCCESS; /* what is older is no longer there */
+        if (!p->by || p->zero || strcmp(p->by, "mt_declare") == 0 || !mti_extent_covers(e, p->at)) continue;
+        if (p->may[g] == 1 << MT_SPLIT_ROWS || p->may[g] == 1 << MT_SPLIT_COLS)
+            MT_TRY(mti_view_add(ctx, g, p->by, p->with, p->at, e));
+    }
+    return MT_SUCCESS;
 }
 
 #define MTI_RANGE_PARTS 1024 /* a range is counted in these parts of the columns */

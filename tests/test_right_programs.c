@@ -903,6 +903,48 @@ static mt_status own_rows_in_the_sum(run *r) {
     return gives(r, y, 'R');
 }
 
+/* Keys and values of own groups by declarations; their gradient is a term of that of all. mistake 1: all ranks write
+   that of the keys to the columns of the first groups */
+static mt_status groups_by_declaration(run *r) {
+    const int64_t all = HEADS * D, own = share(r, all), first = r->rank * own;
+    mt_tensor kv = given(r, T, 2 * all, 'R'), dkv = zeros(r, T, 2 * all);
+    heads h = {.d = {.batch = 1, .seq = T, .groups = HEADS / r->ranks, .heads_per_group = 1, .head_dim = D}};
+    h.q = given(r, T, all, 'c');
+    h.dout = given(r, T, all, 'c');
+    h.k = mt_tensor_cols(kv, first, own);
+    h.v = mt_tensor_cols(kv, all + first, own);
+    h.dk = mt_tensor_cols(dkv, r->mistake == 1 ? 0 : first, own);
+    h.dv = mt_tensor_cols(dkv, all + first, own);
+    MT_TRY(mt_check_view(r->ctx, r->tp, h.k, MT_SPLIT_COLS));
+    MT_TRY(mt_check_view(r->ctx, r->tp, h.v, MT_SPLIT_COLS));
+    MT_TRY(mt_check_view_end(r->ctx, mt_check_view_end(r->ctx, attend(r, &h))));
+    MT_TRY(mt_declare(r->ctx, r->tp, dkv, MT_PARTIAL));
+    MT_TRY(sum(r, dkv));
+    MT_TRY(gives(r, h.out, 'c'));
+    return gives(r, dkv, 'R');
+}
+
+/* The gradient of own rows of a weight that all ranks have, as a term of that of all rows. mistake 1: all ranks write
+   it to the first rows */
+static mt_status rows_by_declaration(run *r) {
+    mt_tensor x = given(r, T, C, 'R'), dy = given(r, T, F, 'c'), dw = zeros(r, F, C), drows = own_rows(r, dw);
+    if (r->mistake == 1) drows = mt_tensor_rows(dw, 0, drows.rows);
+    MT_TRY(mt_linear_gradients(r->ctx, dy, x, drows, mt_none()));
+    MT_TRY(mt_declare(r->ctx, r->tp, dw, MT_PARTIAL));
+    MT_TRY(sum(r, dw));
+    return gives(r, dw, 'R');
+}
+
+/* The sum of the first features of all ranks, with zeros beside it: the rank says that it is a term of a sum. */
+static mt_status sum_of_first_features(run *r) {
+    mt_tensor x = given(r, T, F, 'c'), y = zeros(r, T, 2 * C), part = mt_tensor_cols(y, 0, C);
+    mt_tensor w = given(r, C, F, 'c');
+    MT_TRY(mt_linear_forward(r->ctx, x, w, mt_none(), part));
+    MT_TRY(mt_declare(r->ctx, r->tp, y, MT_PARTIAL));
+    MT_TRY(sum(r, y));
+    return gives(r, y, 'R');
+}
+
 /* ---- what is meant, and looks wrong ------------------------------------------------------------------------------ */
 
 /* Attention with the scale 1 / D, whose square is off from the usual one by the number of ranks. mistake 1: the scale
@@ -1034,6 +1076,14 @@ static const program programs[] = {
     {"gradient of own positions", gradient_of_own_positions, 2, 1, {0}, 0},
     {"plain collectives", plain_collectives, 2, 1, {0}, 0},
     {"own rows in the sum", own_rows_in_the_sum, 2, 1, {0}, 0},
+    {"groups by declaration",
+     groups_by_declaration,
+     2,
+     0,
+     {"the view of mt_dot_product_attention_backward|rank 1 has the same as rank 0"},
+     0},
+    {"rows by declaration", rows_by_declaration, 4, 0, {"the view of mt_linear_gradients|has the same as rank 0"}, 0},
+    {"sum of first features", sum_of_first_features, 2, 0, {0}, 0},
     {"scale of the head size", scale_of_the_head_size, 4, 1, {"desc.scale is 4 times|mt_declare_meant(ctx, qkv)"}, 0},
     {"scale of own queries", scale_of_own_queries, 4, 1, {"desc.scale is 4 times|mt_declare_meant(ctx, q)"}, 0},
     {"one batch on all data ranks", one_batch_on_all_data_ranks, 2, 1, {0}, 1},
