@@ -976,10 +976,10 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    mt_check_group makes check mode know a group for whose ranks nothing is declared, such as the pipeline group:
    collectives then give their results a placement over it. mt_check_unknown does not count it.
    mt_declare_complete says that t is replicated or split by rows over comm.
-   mt_declare_meant says that the program means t as it is, if mt_context_desc.check is 2: where t is split, ranks may
-   have the same, such as the tokens of data ranks, and numbers of calls that read t may be off by the number of ranks,
-   such as the scale of attention with the queries t. That holds until t is written or declared again, and for the value
-   of a parameter from then on.
+   mt_declare_meant says that the program means t as it is, if mt_context_desc.check is 2. Where t is split, ranks may
+   have the same, such as the tokens of data ranks. Numbers of calls that read t may be off by the number of ranks, such
+   as the scale of attention with the queries t. That holds until a call writes t or declares it; for the value of a
+   parameter, it holds from then on.
    mt_declare_zero says that t is zero, which fits every placement; it works in a pause, too. mt_declare_parameter notes
    a parameter and its gradient, which may be mt_none(), under a name. parts: see mt_param_desc. partial: 1 if its
    gradient may be partial over `tensor`. Over `data` the value is replicated, and the gradient may be partial.
