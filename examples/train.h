@@ -896,7 +896,7 @@ static mt_status evaluate(trainer *t, float *means) {
 
 /* ---- logs -------------------------------------------------------------------------------------------------------- */
 
-enum { LOG_LINE = 1024 }; /* characters of a line of a log, with its end, that no line has */
+enum { LOG_LINE = 1024 }; /* each line of a log has fewer characters, with its end */
 
 /* Returns 1 for line `number` of a log of this program or, when whole is 0, for the beginning of one. A line that is
    whole has its newline. *step is that of the line. */
