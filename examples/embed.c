@@ -414,7 +414,6 @@ static mt_status read_model(mt_context *ctx, job *j) {
     module modules[MODULES];
     int exists = 0;
     MT_TRY(mt_bert_desc_read(ctx, j->path, &j->bert));
-    j->bert.no_binary_head = 1;
     MT_TRY(read_transformer(ctx, j));
     MT_TRY(read_modules(ctx, j, modules, &exists));
     if (!exists) return read_pooling(ctx, j, "1_Pooling", &exists);

@@ -69,6 +69,18 @@ plans_its_memory() {
         [ "$(wc -l <"$build/at_once.txt")" -eq 150 ] && near "$build/at_once.txt" "$build/in_parts.txt"
 }
 
+# A checkpoint of train_bert, with the names of the library and with those of transformers.
+of_train_bert() {
+    for placement in pre-ln post-ln; do
+        rm -rf "$build/run" && "$build/train_bert" --data LICENSE --layers 1 --hidden 16 --heads 2 --seq 8 --batch 2 \
+            --placement $placement --steps 1 --eval-interval 0 --checkpoint "$build/run" >/dev/null || return 1
+        for tp in 1 2; do
+            printf '1 2 3\n4\n' | "$build/embed" "$build/run" --tp $tp >"$build/run.$tp.txt" || return 1
+        done
+        [ "$(wc -l <"$build/run.1.txt")" -eq 2 ] && near "$build/run.1.txt" "$build/run.2.txt" || return 1
+    done
+}
+
 # A pipe or a device is not replaced by a file.
 to_no_file() {
     rm -f "$build/pipe" "$build/null" && mkfifo "$build/pipe" && ln -s /dev/null "$build/null" || return 1
@@ -323,6 +335,7 @@ check "embed: the vectors of transformers, on 1, 2, 3, 4 and 8 ranks" every_spli
 check "embed: vectors that are not normalised" not_normalised
 check "embed: vectors in a safetensors file" to_a_file
 check "embed: sentences that need more than 256 MiB" plans_its_memory
+check "embed: a checkpoint of train_bert" of_train_bert
 check "embed: what is no file is not replaced by one" to_no_file
 check "embed: each mode of pooling of sentence-transformers" modes_of_pooling
 check "embed: a pooling that it does not have is refused by name" other_pooling
