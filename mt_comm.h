@@ -846,6 +846,12 @@ MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t by
                                         void (*destroy)(mt_context *ctx, void *memory), void **out);
 MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL before the slot is created */
 
+/* Sets the function that is told of memory whose content is no longer what operators have written: what mt_arena_alloc
+   returns, what mt_context_free frees, what a collective or a receive writes, except mt_all_reduce in place, and what
+   mt_declare_forget names. forget NULL: none. ctx NULL: does nothing. */
+typedef void (*mt_forget_function)(mt_context *ctx, const void *data, size_t bytes);
+MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget);
+
 /* Four values of the context's desc, with the defaults filled in, two properties of its device, and whether it records
    a CUDA graph. When ctx is NULL, the values are those of a CPU context with an empty desc, and the compute capability
    is 0. */
@@ -986,7 +992,7 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    After mt_check_track, check mode also notes what calls write to undeclared memory of the caller, if it knows one of
    their operands. Call mt_declare_forget before such memory is freed or used for something else.
    mt_declare_forget drops what is known about [data, data + bytes). Call it before memory of the caller that was
-   declared is freed.
+   declared is freed. It also drops what invariant mode knows about the memory, whether check mode is on or off.
    mt_check_slots says that micro-batches keep tensors in `count` slots of `bytes` bytes each, one after the other from
    `first` on. There may be two such areas, 0 and 1. Until the next mt_check_slots for the area, rules and region
    functions refuse an operand in another slot than number `own`. count 0: the area has no slots. mt_pipeline_run calls
@@ -1083,6 +1089,7 @@ static inline size_t mt_align_up(size_t bytes) { return (bytes + MT_ALIGNMENT - 
 /* mt_arena_available returns the bytes that can still be allocated. mt_arena_set_peak sets what mt_arena_peak returns:
    a function whose own scratch memory should not count sets the peak back to its earlier value. */
 MT_API size_t mt_arena_available(const mt_context *ctx);
+MT_API int mt_arena_has(const mt_context *ctx, const void *data); /* 1: data points into the arena */
 MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
 
 /* Sets where the next arena allocations go: into [first, end) while they fit, else to `top` and above. All three are
@@ -1364,6 +1371,7 @@ struct mt_context {
     size_t region_end, region_top; /* see mt_arena_region */
     size_t meta_end;               /* MT_DEVICE_META: bytes that mt_context_alloc has given out so far */
     mti_slot_memory slots[MT_SLOT_COUNT];
+    mt_forget_function forget;          /* see mt_context_set_forget; NULL: none */
     struct mti_checker *checker;        /* check mode; NULL: off */
     mt_device planned;                  /* MT_DEVICE_META: the device whose memory is planned */
     int ordinal, owns_stream;           /* MT_DEVICE_CUDA */
@@ -1960,6 +1968,14 @@ MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot) {
     return ctx && slot >= MT_SLOT_KERNELS && slot < MT_SLOT_COUNT ? ctx->slots[slot].memory : NULL;
 }
 
+MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget) {
+    if (ctx) ctx->forget = forget;
+}
+
+static void mti_tell_forgotten(mt_context *ctx, const void *data, size_t bytes) {
+    if (ctx && ctx->forget && data && bytes) (ctx->forget)(ctx, data, bytes);
+}
+
 /* Refuses a call that waits for the GPU, or that only the host can do, while a graph is recorded. */
 static mt_status mti_check_recording(mt_context *ctx) {
     if (!ctx->recording) return MT_SUCCESS;
@@ -2039,6 +2055,7 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
         mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
     if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
     mti_forget_block(ctx, ptr, size);
+    mti_tell_forgotten(ctx, ptr, size);
     ctx->allocated -= size;
 }
 
@@ -2057,6 +2074,11 @@ MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t to
     ctx->arena_used = first;
     ctx->region_end = end;
     ctx->region_top = end ? top : 0; /* with neither region nor allocation, the next one goes to 0 */
+}
+
+MT_API int mt_arena_has(const mt_context *ctx, const void *data) {
+    uintptr_t at = (uintptr_t)data;
+    return ctx && at >= (uintptr_t)ctx->arena && at - (uintptr_t)ctx->arena < ctx->arena_bytes;
 }
 
 MT_API size_t mt_arena_available(const mt_context *ctx) {
@@ -2080,6 +2102,7 @@ MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
                        bytes, at, ctx->arena_bytes, at + size);
     *out = ctx->arena + at;
     mti_allocate_again(ctx, *out, size);
+    mti_tell_forgotten(ctx, *out, size);
     ctx->arena_used = at + size;
     if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
     return MT_SUCCESS;
@@ -5042,6 +5065,7 @@ static void mti_columns_note(mti_checker *c, mt_tensor t) {
 }
 
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
+    mti_tell_forgotten(ctx, data, bytes);
     if (!ctx || !ctx->checker || !bytes) return;
     mti_forget(ctx, data, bytes);
     mti_placed_forget(&ctx->checker->memory, mti_extent_of_bytes(data, bytes), 1);
@@ -7437,6 +7461,10 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
     MT_TRY(mti_replicas_due(ctx, comm, mti_call_name(call->kind)));
     if (call->kind == MT_BARRIER) MT_TRY(mti_check_recording(ctx)); /* waits on GPUs */
     MT_TRY((comm->transport->collective)(ctx, comm, call));
+    if (call->kind != MT_ALL_REDUCE || call->recv != call->send) {
+        size_t blocks = call->kind == MT_ALL_GATHER ? (size_t)comm->size : 1;
+        mti_tell_forgotten(ctx, call->recv, blocks * elements * mt_dtype_size(call->dtype));
+    }
     if (comm->size == 1) return MT_SUCCESS;
     if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
     mti_record(comm, (mt_collective)call->kind, elements * mt_dtype_size(call->dtype));
@@ -7451,6 +7479,7 @@ static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call
     MT_TRY(mti_p2p_check(ctx, call));
     if (call->root == comm->rank) MT_TRY(mti_alone_call(ctx, comm, call)); /* send to itself */
     else MT_TRY((comm->transport->p2p)(ctx, comm, call));
+    mti_tell_forgotten(ctx, call->recv, call->recvcount * element);
     if (comm->size == 1) return MT_SUCCESS;
     if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
     if (call->source >= 0) mti_record(comm, MT_RECV, call->recvcount * element);

@@ -852,10 +852,13 @@ enum {
     MT_ARG_IN_OUT = 3,
     MT_ARG_GRADIENT = 67, /* both: it replaces the view by its gradient, as mt_cross_entropy_backward does to logits */
     MT_ARG_OPTIONAL = 4,
-    /* Add one of these with |, see mt_set_sum_check. MT_ARG_SUM: the operator adds a sum over rows to the view, as
-       mt_bias_backward does to dbias. MT_ARG_PRODUCT: the view is the result of a product, such as c of mt_gemm. */
+    /* Add these with |, see mt_set_sum_check. MT_ARG_SUM: the operator adds a sum over rows to the view, as
+       mt_bias_backward does to dbias. MT_ARG_PRODUCT: the view is the result of a product, such as c of mt_gemm. With
+       both, it is a product that sums over the rows of its operands, such as dweight of mt_linear_gradients.
+       MT_ARG_MOVED: the operator writes elements of the view, or sums or multiples of them, as mt_add does. */
     MT_ARG_SUM = 16,
-    MT_ARG_PRODUCT = 32
+    MT_ARG_PRODUCT = 32,
+    MT_ARG_MOVED = 64
 };
 
 /* Describes what an operator requires of one view. An array of mt_arg describes all views of the operator:
@@ -878,10 +881,11 @@ MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg 
 MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
                                  int64_t rows, int64_t cols);
 
-/* Sets the function that mt_args_check calls before an operator writes to a view with MT_ARG_SUM or MT_ARG_PRODUCT.
-   is_product is 1 for the latter. A status other than MT_SUCCESS refuses the call. check NULL: none. In invariant mode
-   mt_params_init sets a check that refuses sums whose order depends on the split. */
-typedef mt_status (*mt_sum_check)(mt_context *ctx, const char *where, const char *name, mt_tensor sum, int is_product);
+/* Sets the function that mt_args_check calls with the views of each operator, after it has checked them and before the
+   operator runs. The function looks for MT_ARG_SUM, MT_ARG_PRODUCT and MT_ARG_MOVED. A status other than MT_SUCCESS
+   refuses the call. check NULL: none. In invariant mode mt_params_init and mt_declare_shards set a check that refuses
+   sums whose order depends on the split. */
+typedef mt_status (*mt_sum_check)(mt_context *ctx, const char *where, const mt_arg *args, int count);
 MT_API mt_status mt_set_sum_check(mt_context *ctx, mt_sum_check check);
 
 /* What a float may be, for mt_check_float. Infinities and NaN are never allowed. */
@@ -1153,12 +1157,9 @@ MT_API mt_status mt_set_sum_check(mt_context *ctx, mt_sum_check check) {
     return MT_SUCCESS;
 }
 
-static mt_status mti_expect_sum(mt_context *ctx, const char *where, const mt_arg *arg) {
-    const mti_kernels *k;
-    if (!(arg->use & (MT_ARG_SUM | MT_ARG_PRODUCT)) || mti_is_empty(*arg->view)) return MT_SUCCESS;
-    k = (const mti_kernels *)mt_context_slot(ctx, MT_SLOT_KERNELS);
-    if (!k || !k->sum_check) return MT_SUCCESS;
-    return (k->sum_check)(ctx, where, arg->name, *arg->view, (arg->use & MT_ARG_PRODUCT) != 0);
+static mt_status mti_expect_sums(mt_context *ctx, const char *where, const mt_arg *args, int count) {
+    const mti_kernels *k = (const mti_kernels *)mt_context_slot(ctx, MT_SLOT_KERNELS);
+    return k && k->sum_check ? (k->sum_check)(ctx, where, args, count) : MT_SUCCESS;
 }
 
 MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg *args, int count) {
@@ -1177,9 +1178,8 @@ MT_API mt_status mt_args_check(mt_context *ctx, const char *where, const mt_arg 
         if (t.rows != args[i].rows || t.cols != args[i].cols)
             return mt_fail(ctx, MT_ERR_SHAPE, "%s: %s is [%lld, %lld], must be [%lld, %lld]", where, args[i].name,
                            (long long)t.rows, (long long)t.cols, (long long)args[i].rows, (long long)args[i].cols);
-        MT_TRY(mti_expect_sum(ctx, where, &args[i]));
     }
-    return MT_SUCCESS;
+    return mti_expect_sums(ctx, where, args, count);
 }
 
 MT_API mt_status mt_tensor_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int type,
@@ -3775,7 +3775,7 @@ static mt_status mti_cuda_download(mt_context *ctx, mt_tensor x, void *host) {
 #endif
 
 MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_ANY, MT_ARG_IN},
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_ANY, MT_ARG_IN | MT_ARG_MOVED},
                      {"y", &y, y.rows, y.cols, MT_ARG_ANY, MT_ARG_OUT}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_copy", args, MTI_COUNT(args)));
@@ -3900,7 +3900,7 @@ static mt_status mti_cuda_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
 #endif
 
 MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS},
                      {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_convert", args, MTI_COUNT(args)));
@@ -3912,8 +3912,8 @@ MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
 
 MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
     mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"a", &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"b", &b, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
+                     {"a", &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS},
+                     {"b", &b, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS}};
     mti_operator op;
     MT_TRY(mt_args_check(ctx, "mt_add", args, MTI_COUNT(args)));
     MT_TRY(mti_begin(&op, ctx, "mt_add", args, MTI_COUNT(args)));
@@ -5623,7 +5623,8 @@ static mt_status mti_gemm_loop(mti_operator *op, const mti_matmul *g) {
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c) {
     mti_matmul g = mti_gemm_sizes(trans_a, trans_b, a, b);
-    const int use = MT_ARG_OUT | MT_ARG_PRODUCT | (beta != 0.0f ? MT_ARG_IN : 0);
+    const int of_rows = trans_a == MT_TRANS && trans_b == MT_NO_TRANS;
+    const int use = MT_ARG_OUT | MT_ARG_PRODUCT | (of_rows ? MT_ARG_SUM : 0) | (beta != 0.0f ? MT_ARG_IN : 0);
     mt_arg args[] = {{"c", &c, c.rows, c.cols, MT_ARG_FLOAT, use},
                      {"a", &a, a.rows, a.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"b", &b, b.rows, b.cols, MT_ARG_FLOAT, MT_ARG_IN}};
@@ -6520,7 +6521,7 @@ MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x,
     static const char *const where = "mt_linear_gradients";
     mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
                      {"x", &x, dy.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dweight", &dweight, dy.cols, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_PRODUCT},
+                     {"dweight", &dweight, dy.cols, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_PRODUCT | MT_ARG_SUM},
                      {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
     MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
     MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "dy", dy));
@@ -15593,6 +15594,8 @@ static mt_status mti_run_pointwise(mt_context *ctx, const char *name, mti_pointw
                       MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
     int count = kind == MTI_SIGMOID || kind == MTI_SILU ? 2 : 3;
     mti_operator op;
+    if (count == 3) args[1].use |= MT_ARG_MOVED;
+    if (kind == MTI_MULTIPLY) args[2].use |= MT_ARG_MOVED;
     MT_TRY(mt_args_check(ctx, name, args, count));
     MT_TRY(mti_begin(&op, ctx, name, args, count));
     mti_pointwise_of p = {kind, a, b, y};

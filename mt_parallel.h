@@ -464,10 +464,11 @@ typedef struct mt_own_weight {
 
 /* Tells check mode what `count` weights of the program are, for programs that keep them in their own buffers. Over
    tp a weight is what its shard says, and over dp, which may be NULL, it is replicated. A bias may be [n, 1]
-   or [1, n]. From then on, check mode also follows what calls write to memory of the program (mt_check_track). It does
-   nothing when check mode is off. Call it again when the memory of a weight changes, and mt_declare_forget before it is
-   freed. Errors: MT_ERR_ARGUMENT (list or a name or value is NULL, count is negative), those of mt_shard_size,
-   MT_ERR_MEMORY. See docs/own-weights.md, "Check mode". */
+   or [1, n]. From then on, check mode also follows what calls write to memory of the program (mt_check_track). When
+   check mode is off, it only says to invariant mode which gradients every rank of tp has whole, so that this refuses
+   sums into them as into those of a registry (docs/invariance.md). Call it again when the memory of a weight changes,
+   and mt_declare_forget before it is freed. Errors: MT_ERR_ARGUMENT (list or a name or value is NULL, count is
+   negative), those of mt_shard_size, MT_ERR_MEMORY. See docs/own-weights.md, "Check mode". */
 MT_API mt_status mt_declare_shards(mt_context *ctx, const mt_comm *tp, const mt_comm *dp, const mt_own_weight *list,
                                    int count);
 
@@ -1782,24 +1783,60 @@ ssize_t readlink(const char *path, char *to, size_t bytes);
 /* ---- >>options --------------------------------------------------------------------------------------------------- */
 
 /* The content of the context's slot MT_SLOT_PARALLEL. */
+/* A sum over rows that an operator has computed outside of mt_sum_over_tokens, in the arena. What is in memory of the
+   program is not known: it may be freed and used for something else. */
+typedef struct mti_noted_sum {
+    uintptr_t from, to; /* its memory */
+    size_t product;     /* bytes of the product that it is; 0: it is none */
+    char where[48];     /* the operator */
+} mti_noted_sum;
+
+/* A gradient of mt_declare_shards that every tensor rank has whole. */
+typedef struct mti_own_gradient {
+    mt_tensor grad;
+    char name[MT_NAME_MAX];
+    struct mti_own_gradient *next;
+} mti_own_gradient;
+
+#define MTI_NOTED_SUMS 32
+
+/* What mti_guarded_sum_check knows. The oldest of more than MTI_NOTED_SUMS sums is forgotten. */
+typedef struct mti_guard {
+    mt_params *registries;
+    mti_own_gradient *own;
+    mti_noted_sum sums[MTI_NOTED_SUMS];
+    int count, oldest;
+    int over_tokens; /* 1 while mt_sum_over_tokens runs */
+} mti_guard;
+
 typedef struct mti_parallel {
     mt_parallel_options options;
     int trust_ids;
     mt_hash_log *hash_log; /* NULL: off */
     int64_t backwards;     /* backwards that mt_pipeline_run has begun in this context */
     int64_t micro_batch;   /* number of the backward that mt_pipeline_run runs now; 0: none */
-    mt_params *guarded;    /* the registries whose gradients mti_guarded_sum_check knows */
+    mti_guard guard;       /* invariant mode */
 } mti_parallel;
 
 static mti_parallel *mti_parallel_of(const mt_context *ctx) {
     return (mti_parallel *)mt_context_slot(ctx, MT_SLOT_PARALLEL);
 }
 
+static void mti_parallel_destroy(mt_context *ctx, void *memory) {
+    mti_own_gradient *own = ((mti_parallel *)memory)->guard.own;
+    mt_context_set_forget(ctx, NULL);
+    while (own) {
+        mti_own_gradient *next = own->next;
+        mt_host_free(own);
+        own = next;
+    }
+}
+
 static mt_status mti_parallel_open(mt_context *ctx, mti_parallel **out) {
     void *memory = NULL;
     *out = mti_parallel_of(ctx);
     if (*out) return MT_SUCCESS;
-    MT_TRY(mt_context_slot_create(ctx, MT_SLOT_PARALLEL, sizeof **out, NULL, &memory));
+    MT_TRY(mt_context_slot_create(ctx, MT_SLOT_PARALLEL, sizeof **out, mti_parallel_destroy, &memory));
     *out = (mti_parallel *)memory;
     return MT_SUCCESS;
 }
@@ -2081,12 +2118,20 @@ static mt_status mti_sum_over_shards(mt_context *ctx, mt_token_operator op, cons
     mti_shard_sum sum;
     mt_tensor out;
     size_t mark = mt_arena_mark(ctx);
+    mti_parallel *p;
+    mt_status status;
+    int before;
+    MT_TRY(mti_parallel_open(ctx, &p));
     sum.op = op;
     sum.arg = arg;
     sum.rows = rows;
     sum.a_rows = a.rows;
     MT_TRY(mt_arena_tensor(ctx, MT_F32, a.rows + b.rows, a.cols, &out));
-    MT_TRY(mti_shard_tree(ctx, mti_sum_leaf, &sum, 0, shards, out));
+    before = p->guard.over_tokens;
+    p->guard.over_tokens = 1;
+    status = mti_shard_tree(ctx, mti_sum_leaf, &sum, 0, shards, out);
+    p->guard.over_tokens = before;
+    MT_TRY(status);
     MT_TRY(mt_add(ctx, a, mt_tensor_rows(out, 0, a.rows), a));
     if (b.data) MT_TRY(mt_add(ctx, b, mt_tensor_rows(out, a.rows, b.rows), b));
     mt_arena_release(ctx, mark);
@@ -2976,58 +3021,253 @@ static int mti_is_in_shard(const mt_context *ctx, const mt_param *p, mt_tensor g
     return mti_is_canonical(ctx, t) && at / bytes == (at + (size_t)(t.rows * t.cols) * sizeof(float) - 1) / bytes;
 }
 
-/* Refuses a sum that an operator adds to `grad`, a gradient of p, when its order depends on the split. */
-static mt_status mti_gradient_sum_check(mt_context *ctx, const char *where, const char *name, mt_tensor sum,
-                                        int is_product, const mt_param *p, mt_tensor grad) {
-    if (p->desc.placement == MT_REPLICATED)
+/* A gradient that the check knows, of a parameter or of the program. */
+typedef struct mti_guarded {
+    const char *name;
+    const mt_param *param; /* NULL: every tensor rank has the gradient whole */
+    mt_tensor grad;
+} mti_guarded;
+
+static mti_guarded mti_guarded_make(const char *name, const mt_param *p, mt_tensor grad) {
+    mti_guarded g;
+    g.name = name;
+    g.param = p && p->desc.placement != MT_REPLICATED ? p : NULL;
+    g.grad = grad;
+    return g;
+}
+
+/* Returns 1 when t has bytes of a gradient that the check knows. */
+static int mti_guarded_find(const mt_context *ctx, mt_tensor t, mti_guarded *out) {
+    const mti_guard *guard = &mti_parallel_of(ctx)->guard;
+    const mti_own_gradient *own;
+    const mt_params *params;
+    int i;
+    if (!t.data || t.rows * t.cols == 0) return 0;
+    for (params = guard->registries; params; params = params->next_guarded)
+        for (i = 0; i < params->count; i++) {
+            const mt_param *p = params->list[i];
+            const int main = mti_is_in_gradient(ctx, t, p->grad);
+            if (!main && !mti_is_in_gradient(ctx, t, p->lookup_grad)) continue;
+            *out = mti_guarded_make(p->name, p, main ? p->grad : p->lookup_grad);
+            return 1;
+        }
+    for (own = guard->own; own && !mti_is_in_gradient(ctx, t, own->grad); own = own->next) continue;
+    if (own) *out = mti_guarded_make(own->name, NULL, own->grad);
+    return own != NULL;
+}
+
+/* Returns 1 when an operator adds up no more than one row: its inputs have no more. */
+static int mti_is_of_one_row(const mt_arg *args, int count) {
+    int i;
+    for (i = 0; i < count; i++)
+        if ((args[i].use & MT_ARG_IN_OUT) == MT_ARG_IN && args[i].view->data && args[i].view->rows > 1) return 0;
+    return 1;
+}
+
+/* Refuses a sum that an operator adds to a gradient, when its order depends on the split. */
+static mt_status mti_gradient_sum_check(mt_context *ctx, const char *where, const mt_arg *arg, const mti_guarded *g) {
+    const mt_param *p = g->param;
+    if (!p)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "%s: %s is in the gradient of '%s', which every tensor rank has whole; in invariant mode call "
                        "%s in the function of mt_sum_over_tokens, with the memory that it gets, because otherwise the "
                        "bits depend on the split",
-                       where, name, p->name, where);
+                       where, arg->name, g->name, where);
     /* the columns of a matrix are stored shard by shard, so only a shard is a matrix */
-    if (!is_product && (p->desc.placement != MT_SPLIT_COLS || p->desc.rows == 1)) return MT_SUCCESS;
-    if (mti_is_in_shard(ctx, p, grad, sum)) return MT_SUCCESS;
+    if (!(arg->use & MT_ARG_PRODUCT) && (p->desc.placement != MT_SPLIT_COLS || p->desc.rows == 1)) return MT_SUCCESS;
+    if (mti_is_in_shard(ctx, p, g->grad, *arg->view)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT,
                    "%s: %s is in the gradient of '%s', but is not a contiguous, aligned part of one of its %d virtual "
                    "shards on this rank; in invariant mode call %s once for each shard, with the tensors of "
                    "mt_invariant_input and mt_invariant_output, because otherwise the bits depend on the split",
-                   where, name, p->name, p->shards, where);
+                   where, arg->name, g->name, p->shards, where);
+}
+
+/* -- sums over rows in other memory -- */
+
+static void mti_noted_sum_forget(mti_guard *guard, uintptr_t from, uintptr_t to) {
+    int i = 0;
+    while (i < guard->count) {
+        if (guard->sums[i].from < to && from < guard->sums[i].to) guard->sums[i] = guard->sums[--guard->count];
+        else i++;
+    }
+}
+
+/* Returns 1 when the sum has elements of t. The gaps between the rows of t are not elements. */
+static int mti_noted_sum_meets(const mti_noted_sum *s, mt_tensor t) {
+    const size_t size = mt_dtype_size(t.dtype), row = (size_t)t.cols * size, step = (size_t)mt_tensor_ld(t) * size;
+    const uintptr_t from = (uintptr_t)t.data;
+    size_t at;
+    if (s->to <= from || s->from >= from + (size_t)(t.rows - 1) * step + row) return 0;
+    if (s->from <= from) return 1;
+    at = (s->from - from) % step;
+    return at < row || s->to - s->from > step - at;
+}
+
+/* Returns a sum that has elements of t, or NULL. */
+static const mti_noted_sum *mti_noted_sum_find(const mti_guard *guard, mt_tensor t) {
+    int i;
+    for (i = 0; i < guard->count && t.data && t.rows * t.cols > 0; i++)
+        if (mti_noted_sum_meets(&guard->sums[i], t)) return &guard->sums[i];
+    return NULL;
+}
+
+/* Notes that t is a sum. t with gaps between its rows is left out, because what is in the gaps is another tensor. */
+static void mti_noted_sum_add(mti_guard *guard, mt_tensor t, size_t product, const char *where) {
+    mti_noted_sum s;
+    memset(&s, 0, sizeof s);
+    s.from = (uintptr_t)t.data;
+    s.to = s.from + (size_t)(t.rows * t.cols) * mt_dtype_size(t.dtype);
+    s.product = product;
+    snprintf(s.where, sizeof s.where, "%s", where);
+    mti_noted_sum_forget(guard, s.from, s.to);
+    if ((t.rows > 1 && mt_tensor_ld(t) != t.cols) || t.rows * t.cols == 0) return;
+    if (guard->count < MTI_NOTED_SUMS) guard->sums[guard->count++] = s;
+    else guard->sums[guard->oldest++ % MTI_NOTED_SUMS] = s;
+}
+
+/* The mt_forget_function of invariant mode. */
+static void mti_guard_forget(mt_context *ctx, const void *data, size_t bytes) {
+    mti_parallel *p = mti_parallel_of(ctx);
+    uintptr_t from = (uintptr_t)data;
+    mti_own_gradient **link = p ? &p->guard.own : NULL;
+    if (!p) return;
+    mti_noted_sum_forget(&p->guard, from, from + bytes);
+    while (*link) {
+        mti_own_gradient *own = *link;
+        uintptr_t at = (uintptr_t)own->grad.data;
+        if (at < from || at >= from + bytes) {
+            link = &own->next;
+            continue;
+        }
+        *link = own->next;
+        mt_host_free(own);
+    }
+}
+
+/* Refuses to move a sum over rows into a gradient whose bits then depend on the split. `moved` has elements of s. */
+static mt_status mti_gradient_move_check(mt_context *ctx, const char *where, const mt_arg *out, const mt_arg *moved,
+                                         const mti_noted_sum *s, const mti_guarded *g) {
+    const mt_param *p = g->param;
+    if (!p)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: %s is in the gradient of '%s', which every tensor rank has whole, and %s has a sum of %s "
+                       "over rows; in invariant mode call %s in the function of mt_sum_over_tokens, because otherwise "
+                       "the bits depend on the split",
+                       where, out->name, g->name, moved->name, s->where, s->where);
+    if (s->product * (size_t)p->shards <= (size_t)(g->grad.rows * g->grad.cols) * sizeof(float)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "%s: %s is in the gradient of '%s', and %s has a product of %s that is larger than one of its %d "
+                   "virtual shards on this rank; in invariant mode call %s once for each shard, with the tensors of "
+                   "mt_invariant_input and mt_invariant_output, because otherwise the bits depend on the split",
+                   where, out->name, g->name, moved->name, s->where, p->shards, s->where);
+}
+
+/* Follows the sum s of the operand `moved` to what an operator writes. */
+static mt_status mti_noted_sum_moves(mt_context *ctx, const char *where, const mt_arg *args, int count,
+                                     const mt_arg *moved, const mti_noted_sum *s) {
+    const mti_noted_sum sum = *s;
+    mti_guarded g;
+    int i;
+    for (i = 0; i < count; i++) {
+        if (!(args[i].use & MT_ARG_OUT)) continue;
+        if (mti_guarded_find(ctx, *args[i].view, &g))
+            MT_TRY(mti_gradient_move_check(ctx, where, &args[i], moved, &sum, &g));
+        else if (mt_arena_has(ctx, args[i].view->data))
+            mti_noted_sum_add(&mti_parallel_of(ctx)->guard, *args[i].view, sum.product, sum.where);
+    }
+    return MT_SUCCESS;
+}
+
+/* Looks at a view that an operator sums into: refuses a sum into a gradient, or notes it. */
+static mt_status mti_sum_begins(mt_context *ctx, const char *where, const mt_arg *arg, int of_rows) {
+    mti_guard *guard = &mti_parallel_of(ctx)->guard;
+    mt_tensor t = *arg->view;
+    const mti_noted_sum *noted;
+    mti_guarded g;
+    if (mti_guarded_find(ctx, t, &g)) {
+        if (!of_rows && !g.param && (arg->use & MT_ARG_SUM)) return MT_SUCCESS; /* one row has no order */
+        return mti_gradient_sum_check(ctx, where, arg, &g);
+    }
+    if (guard->over_tokens || !of_rows || !(arg->use & MT_ARG_SUM) || !mt_arena_has(ctx, t.data)) return MT_SUCCESS;
+    /* an operator that another one calls, or one that adds to a part */
+    noted = (arg->use & MT_ARG_IN) ? mti_noted_sum_find(guard, t) : NULL;
+    if (noted && noted->from <= (uintptr_t)t.data &&
+        noted->to >= (uintptr_t)t.data + (size_t)(t.rows * t.cols) * mt_dtype_size(t.dtype))
+        return MT_SUCCESS;
+    mti_noted_sum_add(guard, t, arg->use & MT_ARG_PRODUCT ? (size_t)(t.rows * t.cols) * sizeof(float) : 0, where);
+    return MT_SUCCESS;
 }
 
 /* The mt_sum_check of invariant mode. mt_sum_over_tokens and the layers sum into scratch memory or, for parameters that
    are split, into one virtual shard. */
-static mt_status mti_guarded_sum_check(mt_context *ctx, const char *where, const char *name, mt_tensor sum,
-                                       int is_product) {
-    const mt_params *params;
+static mt_status mti_guarded_sum_check(mt_context *ctx, const char *where, const mt_arg *args, int count) {
+    mti_guard *guard = &mti_parallel_of(ctx)->guard;
+    const int of_rows = !mti_is_of_one_row(args, count);
+    const mt_arg *moved = NULL;
+    const mti_noted_sum *sum = NULL;
     int i;
-    for (params = mti_parallel_of(ctx)->guarded; params; params = params->next_guarded)
-        for (i = 0; i < params->count; i++) {
-            const mt_param *p = params->list[i];
-            if (mti_is_in_gradient(ctx, sum, p->grad))
-                return mti_gradient_sum_check(ctx, where, name, sum, is_product, p, p->grad);
-            if (mti_is_in_gradient(ctx, sum, p->lookup_grad))
-                return mti_gradient_sum_check(ctx, where, name, sum, is_product, p, p->lookup_grad);
-        }
+    for (i = 0; i < count && !sum && !guard->over_tokens; i++)
+        if ((args[i].use & MT_ARG_MOVED) && (sum = mti_noted_sum_find(guard, *args[i].view)) != NULL) moved = &args[i];
+    if (sum) return mti_noted_sum_moves(ctx, where, args, count, moved, sum);
+    for (i = 0; i < count; i++) {
+        mt_tensor t = *args[i].view;
+        if (!t.data || t.rows * t.cols == 0 || !(args[i].use & MT_ARG_OUT)) continue;
+        if (!(args[i].use & MT_ARG_IN))
+            mti_noted_sum_forget(guard, (uintptr_t)t.data,
+                                 (uintptr_t)t.data +
+                                     (size_t)((t.rows - 1) * mt_tensor_ld(t) + t.cols) * mt_dtype_size(t.dtype));
+        if (args[i].use & (MT_ARG_SUM | MT_ARG_PRODUCT)) MT_TRY(mti_sum_begins(ctx, where, &args[i], of_rows));
+    }
     return MT_SUCCESS;
 }
 
-/* From now on refuses sums into the gradients whose bits would depend on the split. With one virtual shard none do. */
-static mt_status mti_params_guard(mt_context *ctx, mt_params *params) {
+/* Sets the checks of invariant mode. With one virtual shard, no bits depend on the split, and *out is NULL. */
+static mt_status mti_guard_open(mt_context *ctx, mti_guard **out) {
     mti_parallel *p;
+    *out = NULL;
     if (mt_context_invariant(ctx) < 2) return MT_SUCCESS;
     MT_TRY(mti_parallel_open(ctx, &p));
     MT_TRY(mt_set_sum_check(ctx, mti_guarded_sum_check));
-    params->next_guarded = p->guarded;
-    p->guarded = params;
+    mt_context_set_forget(ctx, mti_guard_forget);
+    *out = &p->guard;
+    return MT_SUCCESS;
+}
+
+/* From now on refuses sums into the gradients whose bits would depend on the split. */
+static mt_status mti_params_guard(mt_context *ctx, mt_params *params) {
+    mti_guard *guard;
+    MT_TRY(mti_guard_open(ctx, &guard));
+    if (!guard) return MT_SUCCESS;
+    params->next_guarded = guard->registries;
+    guard->registries = params;
     return MT_SUCCESS;
 }
 
 static void mti_params_unguard(mt_context *ctx, const mt_params *params) {
     mti_parallel *p = mti_parallel_of(ctx);
-    mt_params **link = p ? &p->guarded : NULL;
+    mt_params **link = p ? &p->guard.registries : NULL;
     while (link && *link && *link != params) link = &(*link)->next_guarded;
     if (link && *link) *link = params->next_guarded;
+}
+
+/* The same for a gradient of the program that every tensor rank has whole. It replaces what was in the memory before,
+   and what had the same name. */
+static mt_status mti_own_guard(mt_context *ctx, const char *name, mt_tensor grad) {
+    mti_guard *guard;
+    mti_own_gradient *own, **link;
+    MT_TRY(mti_guard_open(ctx, &guard));
+    if (!guard || !grad.data) return MT_SUCCESS;
+    mti_guard_forget(ctx, grad.data, (size_t)(grad.rows * grad.cols) * sizeof(float));
+    link = &guard->own;
+    while (*link && strncmp((*link)->name, name, MT_NAME_MAX - 1) != 0) link = &(*link)->next;
+    own = *link;
+    if (!own) own = (mti_own_gradient *)mt_host_alloc(sizeof *own);
+    if (!own) return mt_fail(ctx, MT_ERR_MEMORY, "mt_declare_shards: no memory for the gradient of '%.100s'", name);
+    own->grad = grad;
+    snprintf(own->name, sizeof own->name, "%s", name);
+    *link = own;
+    return MT_SUCCESS;
 }
 
 /* Drops what check mode knows about memory of the caller; mt_context_free does so for the registry's. */
@@ -4014,7 +4254,9 @@ static mt_status mti_declare_shard(mt_context *ctx, const mt_comm *tp, const mt_
     grad = value;
     grad.data = w->grad;
     grad.dtype = MT_F32;
-    return mt_declare_parameter(ctx, w->name, tp, dp, value, w->grad ? grad : mt_none(), placement, parts, 0);
+    if (!w->grad) grad = mt_none();
+    if (placement == MT_REPLICATED) MT_TRY(mti_own_guard(ctx, w->name, grad));
+    return mt_declare_parameter(ctx, w->name, tp, dp, value, grad, placement, parts, 0);
 }
 
 MT_API mt_status mt_declare_shards(mt_context *ctx, const mt_comm *tp, const mt_comm *dp, const mt_own_weight *list,

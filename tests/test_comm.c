@@ -1088,6 +1088,63 @@ static void test_services(void **state) {
     mt_context_destroy(ctx);
 }
 
+/* What the last calls have told the function of mt_context_set_forget. */
+static struct {
+    const void *data;
+    size_t bytes;
+    int calls;
+} forgotten;
+
+static void keep_forgotten(mt_context *ctx, const void *data, size_t bytes) {
+    (void)ctx;
+    forgotten.data = data;
+    forgotten.bytes = bytes;
+    forgotten.calls++;
+}
+
+static void expect_forgotten(const void *data, size_t bytes) {
+    assert_int_equal(forgotten.calls, 1);
+    assert_ptr_equal(forgotten.data, data);
+    assert_int_equal(forgotten.bytes, bytes);
+    forgotten.calls = 0;
+}
+
+static void test_forgotten_memory(void **state) {
+    for (int meta = 0; meta < 2; meta++) {
+        mt_context *ctx = test_context(meta ? MT_DEVICE_META : MT_DEVICE_CPU, 1);
+        mt_comm *alone;
+        float own[8] = {0};
+        void *p, *q;
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_comm_create_local(1, 0, &alone));
+        mt_context_set_forget(NULL, keep_forgotten);
+        mt_context_set_forget(ctx, keep_forgotten);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_alloc(ctx, 100, &p));
+        expect_forgotten(p, 128);
+        assert_true(mt_arena_has(ctx, p) && mt_arena_has(ctx, (char *)p + 127));
+        assert_false(mt_arena_has(ctx, own) || mt_arena_has(ctx, NULL) || mt_arena_has(NULL, p));
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_alloc(ctx, 64, &q));
+        assert_false(mt_arena_has(ctx, q));
+        mt_context_free(ctx, q, 64);
+        expect_forgotten(q, 64);
+        mt_declare_forget(ctx, own, sizeof own);
+        expect_forgotten(own, sizeof own);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, alone, own, own, 4, MT_F32, MT_SUM));
+        assert_int_equal(forgotten.calls, 0);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, alone, own, own + 4, 4, MT_F32, MT_SUM));
+        expect_forgotten(own + 4, 16);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_gather(ctx, alone, own, own, 4, MT_F32));
+        expect_forgotten(own, 16);
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_send_recv(ctx, alone, own, 2, 0, own + 4, 2, 0, MT_F32));
+        expect_forgotten(own + 4, 8);
+        mt_context_set_forget(ctx, NULL);
+        mt_declare_forget(ctx, own, sizeof own);
+        assert_int_equal(forgotten.calls, 0);
+        mt_comm_destroy(alone);
+        mt_context_destroy(ctx);
+    }
+    (void)state;
+}
+
 /* Messages of tests are judged by mt_test_message.h. A context of a test judges its own, and the case then fails. A
    message has no control characters, whatever is in a name. */
 static void test_messages_are_one_sentence(void **state) {
@@ -1616,6 +1673,7 @@ int main(void) {
         cmocka_unit_test(test_slots),
         cmocka_unit_test(test_version),
         cmocka_unit_test(test_services),
+        cmocka_unit_test(test_forgotten_memory),
         cmocka_unit_test(test_messages_are_one_sentence),
         cmocka_unit_test(test_host_memory),
         cmocka_unit_test(test_invariant_sizes),

@@ -1033,7 +1033,7 @@ static const struct {
 
 /* How a program adds to a gradient. */
 typedef enum adding {
-    IN_SCRATCH,  /* one call for all rows of this rank, into memory that is then added to the gradient */
+    IN_SCRATCH,  /* one call for all rows of this rank, into memory that the test itself then adds to the gradient */
     OVER_TOKENS, /* mt_sum_over_tokens calls the operator */
     SPLIT        /* one call for all rows, into the gradient of a parameter that tensor ranks share */
 } adding;
@@ -1085,12 +1085,18 @@ static mt_status add_split(worker *w, int index, const operands *all, mt_tensor 
     return adders[index].add(w->rank.ctx, &o, a, b);
 }
 
+/* Adds x to y without the library. */
+static void add_on_host(mt_tensor x, mt_tensor y) {
+    for (int64_t i = 0; i < x.rows * x.cols; i++) ((float *)y.data)[i] += ((const float *)x.data)[i];
+}
+
 static mt_status add_in_scratch(worker *w, int index, const operands *o, mt_tensor a, mt_tensor b) {
     mt_tensor to[2] = {test_tensor(&w->rank, a.rows, a.cols, 0.0f), mt_none()};
     if (b.data) to[1] = test_tensor(&w->rank, b.rows, b.cols, 0.0f);
     MT_TRY(adders[index].add(w->rank.ctx, o, to[0], to[1]));
-    if (b.data) MT_TRY(mt_add(w->rank.ctx, b, to[1], b));
-    return mt_add(w->rank.ctx, a, to[0], a);
+    if (b.data) add_on_host(to[1], b);
+    add_on_host(to[0], a);
+    return MT_SUCCESS;
 }
 
 /* Every micro-batch has the tokens of V virtual shards. */
@@ -1290,6 +1296,206 @@ static void test_refused_sums(void **state) {
                  adders[i].argument);
         if (split.placement) sum_into_gradients(i, 4, split, adders[i].is_product ? words : NULL);
     }
+}
+
+/* Moves x to y, which has another value then. */
+typedef mt_status (*mover)(test_rank *r, mt_tensor x, mt_tensor y);
+
+/* Zeros in the arena. */
+static mt_tensor scratch(test_rank *r, mt_dtype dtype, int64_t rows, int64_t cols) {
+    mt_tensor t = mt_none();
+    if (mt_arena_tensor(r->ctx, dtype, rows, cols, &t) != MT_SUCCESS || mt_fill(r->ctx, t, 0.0f) != MT_SUCCESS) abort();
+    return t;
+}
+
+static mt_status move_first(test_rank *r, mt_tensor x, mt_tensor y) { return mt_add(r->ctx, x, y, y); }
+static mt_status move_second(test_rank *r, mt_tensor x, mt_tensor y) { return mt_add(r->ctx, y, x, y); }
+static mt_status move_copy(test_rank *r, mt_tensor x, mt_tensor y) { return mt_copy(r->ctx, x, y); }
+static mt_status move_convert(test_rank *r, mt_tensor x, mt_tensor y) { return mt_convert(r->ctx, x, y); }
+static mt_status move_product(test_rank *r, mt_tensor x, mt_tensor y) {
+    return mt_multiply(r->ctx, test_tensor(r, x.rows, x.cols, 2.0f), x, y);
+}
+static mt_status move_scaled(test_rank *r, mt_tensor x, mt_tensor y) {
+    return mt_multiply_col_forward(r->ctx, x, test_tensor(r, x.rows, 1, 2.0f), y);
+}
+static mt_status move_by_row(test_rank *r, mt_tensor x, mt_tensor y) {
+    return mt_multiply_row_forward(r->ctx, x, test_tensor(r, 1, x.cols, 2.0f), y);
+}
+static mt_status move_part(test_rank *r, mt_tensor x, mt_tensor y) {
+    return mt_copy(r->ctx, mt_tensor_cols(x, x.cols - 1, 1), mt_tensor_cols(y, 0, 1));
+}
+static mt_status move_twice(test_rank *r, mt_tensor x, mt_tensor y) {
+    mt_tensor half = scratch(r, MT_BF16, x.rows, x.cols), full = scratch(r, MT_F32, x.rows, x.cols);
+    MT_TRY(mt_convert(r->ctx, x, half));
+    MT_TRY(mt_convert(r->ctx, half, full));
+    return mt_add(r->ctx, y, full, y);
+}
+static mt_status move_reduced(test_rank *r, mt_tensor x, mt_tensor y) {
+    size_t n = (size_t)(x.rows * x.cols);
+    MT_TRY(mt_all_reduce(r->ctx, r->grid.tp, x.data, x.data, n, MT_F32, MT_SUM));
+    return mt_add(r->ctx, y, x, y);
+}
+
+static const mover movers[] = {move_first,  move_second, move_copy, move_convert, move_product,
+                               move_scaled, move_by_row, move_part, move_twice,   move_reduced};
+#define MOVERS (int)(sizeof movers / sizeof *movers)
+
+/* Calls operator `index` for 8 rows and scratch memory, which is then moved to a gradient. `words`: it is refused. */
+static void move_sum(int index, mover move, int invariant, mt_param_desc d, const char *words) {
+    const mt_context_desc where = {.invariant = invariant, .arena_bytes = (size_t)1 << 20};
+    worker w = {0};
+    mt_param *a, *b;
+    operands o;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &w.rank);
+    mt_context *ctx = w.rank.ctx;
+    add_parameters(&w.rank, index, d, &a, &b);
+    ASSERT_STATUS(ctx, MT_SUCCESS, make_operands(&w, 0, 8, &o));
+    mt_tensor to = scratch(&w.rank, MT_F32, a->grad.rows, a->grad.cols), db = scratch(&w.rank, MT_F32, 1, WIDTH);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, a->grad, 2.0f));
+    ASSERT_STATUS(ctx, MT_SUCCESS, adders[index].add(ctx, &o, to, adders[index].has_b ? db : mt_none()));
+    if (!words) ASSERT_STATUS(ctx, MT_SUCCESS, move(&w.rank, to, a->grad));
+    if (words) {
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, move(&w.rank, to, a->grad));
+        test_untouched("a->grad", (const float *)a->grad.data, a->grad.rows * a->grad.cols, 2.0f);
+        if (adders[index].has_b) REFUSED(ctx, MT_ERR_ARGUMENT, "'b'", move(&w.rank, db, b->grad));
+    }
+    test_paper_rank_close(&w.rank);
+}
+
+/* One call for all rows into scratch memory, which then becomes the gradient. */
+static void test_refused_sums_in_scratch(void **state) {
+    char words[128];
+    (void)state;
+    for (int i = 0; i < ADDERS; i++)
+        for (int k = 0; k < MOVERS; k++) {
+            const mt_param_desc whole = {0}, partial = {.sequence_partial = 1}, split = {.placement = adders[i].split};
+            snprintf(words, sizeof words, "'a', which every tensor rank has whole|has a sum of %s|mt_sum_over_tokens",
+                     adders[i].name);
+            if (!adders[i].has_b || split.placement) move_sum(i, movers[k], 4, k % 2 ? whole : partial, words);
+            move_sum(i, movers[k], k % 2, whole, NULL); /* one virtual shard, or none */
+            snprintf(words, sizeof words, "'a'|has a product of %s|4 virtual shards|mt_invariant_output",
+                     adders[i].name);
+            if (!split.placement || (adders[i].is_product && adders[i].has_b)) continue;
+            move_sum(i, movers[k], 4, split, adders[i].is_product ? words : NULL);
+        }
+}
+
+/* Memory of a sum over rows is free to use for something else, and sums that have the same bits on every split may be
+   moved. */
+static void test_accepted_sums_in_scratch(void **state) {
+    static const mt_context_desc where = {.invariant = 4, .arena_bytes = (size_t)1 << 20};
+    mt_param_desc d = {.name = "w", .rows = 16, .cols = WIDTH, .placement = MT_SPLIT_ROWS};
+    mt_param_desc e = {.name = "e", .rows = 1, .cols = WIDTH};
+    mt_param *w, *bias;
+    test_rank r;
+    (void)state;
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &r);
+    mt_context *ctx = r.ctx;
+    mt_tensor x = test_tensor(&r, 8, WIDTH, 1.0f), dy = test_tensor(&r, 8, 16, 1.0f), other, again;
+    mt_tensor to = scratch(&r, MT_F32, 1, WIDTH), wide = scratch(&r, MT_F32, 16, WIDTH);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_add(ctx, r.params, &e, &bias));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_add(ctx, r.params, &d, &w));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_init(ctx, r.params, 1));
+    /* one row has no order, in a gradient or in scratch memory */
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, mt_tensor_rows(x, 0, 1), bias->grad));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, mt_tensor_rows(x, 0, 1), to));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, to, bias->grad, bias->grad));
+    mt_tensor one = mt_tensor_cols(mt_tensor_rows(dy, 0, 1), 0, 1);
+    ASSERT_STATUS(ctx, MT_SUCCESS,
+                  mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, one, mt_tensor_rows(x, 0, 1), 1.0f, bias->grad));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_linear_gradients(ctx, one, mt_tensor_rows(x, 0, 1), to, mt_none()));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, to, bias->grad, bias->grad));
+    /* memory that something else has written since */
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, to));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "'e'", mt_add(ctx, to, bias->grad, bias->grad));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, to, 0.0f));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, to, bias->grad, bias->grad));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, to));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_copy(ctx, mt_tensor_rows(x, 0, 1), to));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, to, bias->grad, bias->grad));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, to));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_gather(ctx, r.grid.tp, x.data, to.data, WIDTH, MT_F32));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, to, bias->grad, bias->grad));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, to));
+    mt_declare_forget(ctx, to.data, WIDTH * sizeof(float));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, to, bias->grad, bias->grad));
+    /* memory of the arena, given out again */
+    size_t mark = mt_arena_mark(ctx);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_tensor(ctx, MT_F32, 1, WIDTH, &other));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, other, 0.0f));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, other));
+    mt_arena_release(ctx, mark);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_tensor(ctx, MT_F32, 1, WIDTH, &again));
+    assert_ptr_equal(again.data, other.data);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, again, bias->grad, bias->grad));
+    /* the product of each virtual shard in scratch memory of all of them, and a sum beside another tensor */
+    for (int i = 0; i < 4; i++)
+        ASSERT_STATUS(
+            ctx, MT_SUCCESS,
+            mt_linear_gradients(ctx, mt_tensor_cols(dy, 4 * i, 4), x, mt_tensor_rows(wide, 4 * i, 4), mt_none()));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, wide, w->grad, w->grad));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, wide, 0.0f));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, dy, mt_tensor_rows(wide, 3, 1)));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_copy(ctx, mt_tensor_rows(wide, 4, 1), bias->grad));
+    mt_tensor left = mt_tensor_cols(wide, 0, 4), right = mt_tensor_cols(wide, 4, 12);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, wide, 0.0f));
+    ASSERT_STATUS(ctx, MT_SUCCESS,
+                  mt_bias_backward(ctx, mt_tensor_cols(dy, 0, 4), mt_tensor_cols(mt_tensor_rows(wide, 3, 1), 4, 4)));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_copy(ctx, mt_tensor_rows(left, 2, 3), mt_tensor_f32(bias->grad.data, 3, 4)));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "'e'", mt_copy(ctx, mt_tensor_rows(right, 3, 1), mt_tensor_cols(bias->grad, 0, 12)));
+    /* memory of the program, which may have been freed and used again */
+    mt_tensor own = test_tensor(&r, 1, WIDTH, 0.0f);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, own));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_copy(ctx, own, bias->grad));
+    /* more sums than are remembered */
+    for (int i = 0; i < 100; i++)
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, scratch(&r, MT_F32, 1, WIDTH)));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, to));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "'e'", mt_copy(ctx, to, bias->grad));
+    test_paper_rank_close(&r);
+}
+
+/* Gradients of a program without a registry, declared with mt_declare_shards. */
+static void test_refused_sums_of_own_gradients(void **state) {
+    (void)state;
+    for (int check = 0; check <= 1; check++)
+        for (int i = 0; i < ADDERS; i++) {
+            const mt_context_desc where = {.invariant = 4, .arena_bytes = (size_t)1 << 20, .check = check};
+            const int64_t n = adders[i].a_rows * adders[i].cols;
+            worker w = {0};
+            operands o;
+            char words[128];
+            test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &w.rank);
+            mt_context *ctx = w.rank.ctx;
+            float *grad = test_floats(&w.rank, n, 2.0f), *split = test_floats(&w.rank, n, 2.0f);
+            mt_own_weight own[] = {{.name = "a", .value = test_floats(&w.rank, n, 0.0f), .grad = grad},
+                                   {.name = "s", .value = test_floats(&w.rank, n, 0.0f), .grad = split}};
+            own[0].shard = own[1].shard = (mt_shard){.rows = adders[i].a_rows, .cols = adders[i].cols, .tp_size = 1};
+            own[1].shard.placement = MT_SPLIT_ROWS;
+            mt_tensor to = mt_tensor_f32(grad, adders[i].a_rows, adders[i].cols), db = mt_none();
+            mt_tensor other = scratch(&w.rank, MT_F32, adders[i].a_rows, adders[i].cols);
+            ASSERT_STATUS(ctx, MT_SUCCESS, make_operands(&w, 0, 8, &o));
+            ASSERT_STATUS(ctx, MT_SUCCESS, mt_declare_shards(ctx, w.rank.grid.tp, NULL, own, 2));
+            if (adders[i].has_b) db = test_tensor(&w.rank, 1, WIDTH, 0.0f);
+            snprintf(words, sizeof words, "%s: %s is|'a'|mt_sum_over_tokens", adders[i].name, adders[i].argument);
+            if (adders[i].add == add_norm) snprintf(words, sizeof words, "%s: dgain is|'a'", adders[i].name);
+            REFUSED(ctx, MT_ERR_ARGUMENT, words, adders[i].add(ctx, &o, to, db));
+            ASSERT_STATUS(ctx, MT_SUCCESS, adders[i].add(ctx, &o, other, db));
+            snprintf(words, sizeof words, "mt_add: y is|'a'|has a sum of %s", adders[i].name);
+            REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_add(ctx, other, to, to));
+            test_untouched("grad", grad, n, 2.0f);
+            ASSERT_STATUS(ctx, MT_SUCCESS,
+                          adders[i].add(ctx, &o, mt_tensor_f32(split, adders[i].a_rows, adders[i].cols), db));
+            /* the same name in other memory */
+            own[0].grad = test_floats(&w.rank, n, 2.0f);
+            ASSERT_STATUS(ctx, MT_SUCCESS, mt_declare_shards(ctx, w.rank.grid.tp, NULL, own, 1));
+            ASSERT_STATUS(ctx, MT_SUCCESS, adders[i].add(ctx, &o, to, db));
+            to.data = own[0].grad;
+            REFUSED(ctx, MT_ERR_ARGUMENT, "'a'", adders[i].add(ctx, &o, to, db));
+            mt_declare_forget(ctx, own[0].grad, (size_t)n * sizeof(float));
+            ASSERT_STATUS(ctx, MT_SUCCESS, adders[i].add(ctx, &o, to, db));
+            test_paper_rank_close(&w.rank);
+        }
 }
 
 /* A second registry, memory of the caller, some columns of a gradient, one virtual shard, and a registry that is no
@@ -1512,6 +1718,9 @@ int main(void) {
         cmocka_unit_test(test_sums_of_operators),
         cmocka_unit_test(test_bias_of_scores),
         cmocka_unit_test(test_refused_sums),
+        cmocka_unit_test(test_refused_sums_in_scratch),
+        cmocka_unit_test(test_accepted_sums_in_scratch),
+        cmocka_unit_test(test_refused_sums_of_own_gradients),
         cmocka_unit_test(test_refused_sums_of_other_memory),
         cmocka_unit_test(test_refused_shards),
         cmocka_unit_test(test_refused_grids),
