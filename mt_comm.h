@@ -9432,9 +9432,10 @@ static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *c
 
 /* -- splitting -- */
 
-/* What the ranks tell each other before they create a communicator. */
+/* What the ranks tell each other before they create a communicator. Its size, and the place of the version, stay the
+   same in all versions: NCCL gathers it, and other sizes would hang before the versions are compared. */
 typedef struct mti_member {
-    int32_t version; /* MT_VERSION_NUMBER; first, so that it is there for other versions of this struct */
+    int32_t version; /* MT_VERSION_NUMBER */
     int32_t color, key;
     mti_listener listener;
 } mti_member;

@@ -79,8 +79,8 @@ void nccl_let_mismatches_hang(bool on);
 struct NcclCounts {
     // communicators created so far, and alive now; registrations now, including windows; windows now; groups of calls
     // on non-blocking communicators so far, each of which costs a thread in the library; collectives, sends and
-    // receives so far
-    int created, alive, registered, windows, threads, calls;
+    // receives so far; threads that wait on the host for peers now
+    int created, alive, registered, windows, threads, calls, waiting;
 };
 NcclCounts nccl_counts();
 } // namespace mte
@@ -1186,9 +1186,18 @@ void group_start() { group.depth++; }
 
 void leave(ncclComm &comm);
 
+int waiting = 0; // threads in wait_for_peers
+
+// Waits on the host until a peer, or an abort, changes something. Call with the lock held.
+void wait_for_peers() {
+    waiting++;
+    wait_for_change();
+    waiting--;
+}
+
 // Waits until the job is done. Call with the lock held.
 ncclResult_t wait_for(const Job &job) {
-    while (!job.done() && !job.caller->aborted) wait_for_change();
+    while (!job.done() && !job.caller->aborted) wait_for_peers();
     if (job.caller->aborted) return refuse(ncclInternalError, "the communicator was aborted");
     if (!job.comm) return ncclSuccess;
     const ncclResult_t state = job.comm->state;
@@ -1246,7 +1255,7 @@ ncclResult_t wait_connected(ncclComm &comm, const std::vector<Call> &calls) {
         while (!is_connected(comm, call)) {
             if (comm.aborted) return refuse(ncclInternalError, "the communicator was aborted");
             if (comm.state != ncclSuccess) return refuse(comm.state, "%s", comm.trouble.c_str());
-            wait_for_change();
+            wait_for_peers();
         }
     return ncclSuccess;
 }
@@ -1574,7 +1583,7 @@ void nccl_set_version(int version) {
 
 NcclCounts nccl_counts() {
     Guard guard;
-    NcclCounts counts = {static_cast<int>(all_comms.size()), 0, 0, 0, helper_threads, submitted};
+    NcclCounts counts = {static_cast<int>(all_comms.size()), 0, 0, 0, helper_threads, submitted, waiting};
     for (const auto &comm : all_comms) {
         counts.alive += comm->magic == kCommMagic;
         counts.windows += static_cast<int>(comm->windows.size());

@@ -38,7 +38,7 @@ void nccl_reset_faults();
 void nccl_set_version(int version);
 void cuda_fail_after(const char *name, int after, cudaError_t error);
 struct NcclCounts {
-    int created, alive, registered, windows, threads, calls;
+    int created, alive, registered, windows, threads, calls, waiting;
 };
 NcclCounts nccl_counts();
 } // namespace mte
@@ -1295,7 +1295,7 @@ void check_waiting_call(const Waiting &call) {
         if (r.rank == 0) {
             std::atomic<bool> returned{false};
             std::thread watchdog([&] {
-                std::this_thread::sleep_for(std::chrono::milliseconds(500));
+                while (!returned && mte::nccl_counts().waiting == 0) std::this_thread::yield();
                 CHECK(!returned && ncclCommAbort(r.comm) == ncclSuccess);
             });
             CHECK(call(r, static_cast<float *>(memory)) == ncclInternalError);
