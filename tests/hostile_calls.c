@@ -16,7 +16,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { ARGUMENTS = 16, ELEMENTS = 8, BUFFER = 1 << 15, COMBINATIONS = 200, SECONDS = 120, LIST = 8 };
+enum { ARGUMENTS = 16, ELEMENTS = 8, BUFFER = 1 << 15, COMBINATIONS = 200, SECONDS = 600, LIST = 8 };
 
 /* What is known about the call that runs, in memory that outlives its process. */
 typedef struct now {

@@ -139,11 +139,22 @@ until_there() {
 }
 
 # loses SIGNAL VICTIM FLAGS...: loses a rank in the middle of a long run. The timeout is waited for only when the rank
-# is stopped.
+# is stopped. A slow machine needs a longer one.
 loses() {
-    signal=$1 victim=$2 timeout=3600
-    shift 2
-    [ "$signal" = KILL ] || timeout=8
+    if [ "$1" = KILL ]; then
+        loses_within 3600 "$@"
+        return
+    fi
+    for timeout in 8 16 32 64; do
+        (trap end_all EXIT && loses_within $timeout "$@") && return
+    done
+    exit 1
+}
+
+# loses_within TIMEOUT SIGNAL VICTIM FLAGS...
+loses_within() {
+    timeout=$1 signal=$2 victim=$3
+    shift 3
     start "$signal-$victim" 1 "$@" --steps 1000000 --timeout $timeout
     until_there grep -qs '^step ' "$out/$name.0.out"
     kill -s "$signal" "$(pid "$victim")"

@@ -632,7 +632,7 @@ static mt_status fork_and_compute(mt_comm *world, void *user) {
             fflush(NULL);
             pid = fork();
             if (pid == 0) {
-                alarm(60); /* ends a process that hangs */
+                alarm(600); /* ends a process that hangs */
                 _exit(is_no_rank(&s));
             }
             if (pid < 0 || waitpid(pid, &code, 0) != pid || !WIFEXITED(code) || WEXITSTATUS(code) != 0) {

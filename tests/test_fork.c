@@ -22,7 +22,7 @@ static int in_child(int (*f)(void *), void *user) {
     fflush(NULL);
     child = fork();
     if (child == 0) {
-        alarm(60);
+        alarm(600);
         _exit(f(user));
     }
     if (child < 0 || waitpid(child, &code, 0) != child || !WIFEXITED(code)) return -1;
@@ -217,7 +217,7 @@ static mt_status returning_rank(mt_comm *world, void *user) {
         fflush(NULL);
         child = fork();
         if (child == 0) {
-            alarm(60);
+            alarm(600);
             return MT_ERR_DATA;
         }
         if (child < 0 || waitpid(child, code, 0) != child) return MT_ERR_SYSTEM;
