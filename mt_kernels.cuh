@@ -858,7 +858,7 @@ enum {
        MT_ARG_MOVED: the operator writes elements of the view, or sums or multiples of them, as mt_add does. */
     MT_ARG_SUM = 16,
     MT_ARG_PRODUCT = 32,
-    MT_ARG_MOVED = 64
+    MT_ARG_MOVED = 128
 };
 
 /* Describes what an operator requires of one view. An array of mt_arg describes all views of the operator:

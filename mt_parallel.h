@@ -1782,7 +1782,6 @@ ssize_t readlink(const char *path, char *to, size_t bytes);
 
 /* ---- >>options --------------------------------------------------------------------------------------------------- */
 
-/* The content of the context's slot MT_SLOT_PARALLEL. */
 /* A sum over rows that an operator has computed outside of mt_sum_over_tokens, in the arena. What is in memory of the
    program is not known: it may be freed and used for something else. */
 typedef struct mti_noted_sum {
@@ -1809,6 +1808,7 @@ typedef struct mti_guard {
     int over_tokens; /* 1 while mt_sum_over_tokens runs */
 } mti_guard;
 
+/* The content of the context's slot MT_SLOT_PARALLEL. */
 typedef struct mti_parallel {
     mt_parallel_options options;
     int trust_ids;
