@@ -1514,7 +1514,7 @@ static mt_status call_alone(job *j, mt_context *ctx, mt_comm *comm) {
     return MT_SUCCESS;
 }
 
-/* Runs a job whose ranks also have to be in time: with a timeout that is doubled as long as they are too slow for it. */
+/* Runs a job whose ranks also have to be in time: as long as they are too slow, again with twice the timeout. */
 static void job_run_in_time(const job *given) {
     mt_status status = MT_ERR_TIMEOUT;
     for (double timeout = SHORT; status != MT_SUCCESS && timeout < LONG; timeout *= 2) {
