@@ -25,7 +25,7 @@ static thread_local int patch_of_rank = PATCH;
 #if defined(MT_CUDA_ENGINE)
 namespace mte {
 struct NcclCounts {
-    int created, alive, registered, windows, threads, calls, waiting;
+    int created, alive, registered, windows, threads, calls;
 };
 NcclCounts nccl_counts();
 void nccl_silence(int device, int after);

@@ -79,10 +79,11 @@ void nccl_let_mismatches_hang(bool on);
 struct NcclCounts {
     // communicators created so far, and alive now; registrations now, including windows; windows now; groups of calls
     // on non-blocking communicators so far, each of which costs a thread in the library; collectives, sends and
-    // receives so far; threads that wait on the host for peers now
-    int created, alive, registered, windows, threads, calls, waiting;
+    // receives so far
+    int created, alive, registered, windows, threads, calls;
 };
 NcclCounts nccl_counts();
+bool nccl_waits(ncclComm *comm); // a call on the communicator waits on the host for peers
 } // namespace mte
 
 constexpr uint32_t kCommMagic = 0x6e63636c;
@@ -93,6 +94,7 @@ struct ncclComm {
     std::shared_ptr<mte::Clique> clique;
     int rank = 0, device = 0;
     bool blocking = true, finalized = false, aborted = false;
+    int waiting = 0; // calls that wait on the host for peers
     ncclResult_t state = ncclInProgress;
     // an error that ncclCommGetAsyncError does not return yet, but will when it is called again
     ncclResult_t later = ncclSuccess;
@@ -1186,18 +1188,16 @@ void group_start() { group.depth++; }
 
 void leave(ncclComm &comm);
 
-int waiting = 0; // threads in wait_for_peers
-
 // Waits on the host until a peer, or an abort, changes something. Call with the lock held.
-void wait_for_peers() {
-    waiting++;
+void wait_for_peers(ncclComm &comm) {
+    comm.waiting++;
     wait_for_change();
-    waiting--;
+    comm.waiting--;
 }
 
 // Waits until the job is done. Call with the lock held.
 ncclResult_t wait_for(const Job &job) {
-    while (!job.done() && !job.caller->aborted) wait_for_peers();
+    while (!job.done() && !job.caller->aborted) wait_for_peers(*job.caller);
     if (job.caller->aborted) return refuse(ncclInternalError, "the communicator was aborted");
     if (!job.comm) return ncclSuccess;
     const ncclResult_t state = job.comm->state;
@@ -1255,7 +1255,7 @@ ncclResult_t wait_connected(ncclComm &comm, const std::vector<Call> &calls) {
         while (!is_connected(comm, call)) {
             if (comm.aborted) return refuse(ncclInternalError, "the communicator was aborted");
             if (comm.state != ncclSuccess) return refuse(comm.state, "%s", comm.trouble.c_str());
-            wait_for_peers();
+            wait_for_peers(comm);
         }
     return ncclSuccess;
 }
@@ -1581,9 +1581,14 @@ void nccl_set_version(int version) {
     library_version = version;
 }
 
+bool nccl_waits(ncclComm *comm) {
+    Guard guard;
+    return comm->waiting > 0;
+}
+
 NcclCounts nccl_counts() {
     Guard guard;
-    NcclCounts counts = {static_cast<int>(all_comms.size()), 0, 0, 0, helper_threads, submitted, waiting};
+    NcclCounts counts = {static_cast<int>(all_comms.size()), 0, 0, 0, helper_threads, submitted};
     for (const auto &comm : all_comms) {
         counts.alive += comm->magic == kCommMagic;
         counts.windows += static_cast<int>(comm->windows.size());
