@@ -21,7 +21,11 @@
 #endif
 #define MEGATRON_IMPLEMENTATION
 #include "megatron.h"
-#include "whole_file.h"
+
+#define PROGRAM "embed"
+#define FILES_ONLY
+#include "train.h"
+
 #include <errno.h>
 #include <math.h>
 #include <stdio.h>
@@ -492,7 +496,7 @@ static int parse_sentences(job *j, char *text, size_t bytes) {
 static int read_sentences(job *j) {
     unsigned char *text = NULL;
     size_t bytes = 0;
-    int ok = whole_file_read("embed", j->in, INPUT_MAX, &text, &bytes) && parse_sentences(j, (char *)text, bytes);
+    int ok = whole_file_read(j->in, INPUT_MAX, &text, &bytes) && parse_sentences(j, (char *)text, bytes);
     free(text);
     if (ok) j->vectors = (float *)malloc((size_t)(j->sentences * j->bert.layer.hidden) * sizeof *j->vectors);
     if (ok && !j->vectors) fprintf(stderr, "embed: no memory for %lld vectors\n", (long long)j->sentences);

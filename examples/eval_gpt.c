@@ -37,8 +37,8 @@
 #include "megatron.h"
 
 #define PROGRAM "eval_gpt"
-#include "output_file.h"
-#include "whole_file.h"
+#define FILES_ONLY
+#include "train.h"
 
 #include <errno.h>
 #include <getopt.h>
@@ -268,7 +268,7 @@ static uint64_t hash_of(uint64_t hash, const void *data, size_t bytes) { /* FNV-
 static int load_data(const char *path, dataset *d) {
     unsigned char *bytes = NULL;
     size_t size = 0, length = strlen(path);
-    int ok = whole_file_read("eval_gpt", path, WHOLE_FILE_MAX, &bytes, &size);
+    int ok = whole_file_read(path, WHOLE_FILE_MAX, &bytes, &size);
     d->bytes = !(length > 4 && strcmp(path + length - 4, ".bin") == 0);
     d->count = (int64_t)size;
     if (ok && d->bytes) d->words = count_words(bytes, d->count);

@@ -39,7 +39,7 @@ import stat
 import sys
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256
-TEXT_MAX = 8 << 30  # bytes, as in whole_file.h
+TEXT_MAX = 8 << 30  # bytes, as in train.h
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 WORD_START, SENTENCE_START = 1, 2
 WHITE_SPACE = " \t\n\v\f\r"  # that of the C locale, as eval_gpt counts words

@@ -13,20 +13,23 @@
        configs                      the values of --config
        struct model                 what one rank has of the model
        struct setup                 what is the same for all ranks of a process, in addition to flags and data
-   Below it defines the functions that are declared in "what the program defines". */
+   Below it defines the functions that are declared in "what the program defines".
+
+   A program that does not train defines PROGRAM and FILES_ONLY, and gets only the part "files". */
 
 #ifndef TRAIN_H
 #define TRAIN_H
 
 #include "megatron.h"
-#include "output_file.h"
-#include "whole_file.h"
 
+#include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <getopt.h>
 #include <locale.h>
 #include <math.h>
 #include <stdarg.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -34,6 +37,173 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+
+/* ---- files: what a program reads whole, and what it writes besides its results ----------------------------------- */
+
+/* A person may name anything: a file, /dev/null, /dev/fd/N, a terminal, a pipe or /dev/zero. A file that is longer than
+   the program can use is refused before it fills the memory. What has no end or no content, and what nobody reads, is
+   refused at once, and so is a file to write that the run reads or writes for another purpose. */
+
+/* Of texts and token files. The largest file of train_bert has 2^31 tokens of 3 bytes. */
+#define WHOLE_FILE_MAX ((int64_t)8 << 30)
+
+/* Opens a file. A pipe without a writer does not block. Returns -1 with errno. */
+static inline int whole_file_open(const char *path) {
+    struct stat info;
+    int fd = open(path, O_RDONLY | O_NONBLOCK);
+    if (fd < 0 || fstat(fd, &info) != 0 || S_ISREG(info.st_mode)) return fd;
+    close(fd);
+    errno = S_ISDIR(info.st_mode) ? EISDIR : 0; /* 0: neither a directory nor a file */
+    return -1;
+}
+
+/* Reads up to `most` + 1 bytes, and appends them to bytes[*size]. Returns 0 with errno after an error. */
+static inline int whole_file_append(int fd, int64_t most, unsigned char **bytes, size_t *size) {
+    const size_t end = *size + (size_t)most + 1;
+    size_t room = *size + (1 << 16);
+    ssize_t n = 1;
+    while (n > 0 && *size < end) {
+        unsigned char *more;
+        if (room > end) room = end;
+        more = (unsigned char *)realloc(*bytes, room + 1); /* also for the NUL */
+        if (!more) return 0;
+        *bytes = more;
+        n = read(fd, *bytes + *size, room - *size);
+        if (n < 0 && errno != EINTR) return 0;
+        if (n > 0) *size += (size_t)n;
+        else if (n < 0) n = 1;
+        if (*size == room) room *= 2;
+    }
+    (*bytes)[*size] = 0;
+    return 1;
+}
+
+/* Appends the content of a file of at most `most` bytes to bytes[*size], and a NUL that does not count. path NULL: the
+   standard input, which may be a pipe. The caller frees *bytes, also after an error. Returns 0 after it has printed
+   what is wrong. */
+static inline int whole_file_read(const char *path, int64_t most, unsigned char **bytes, size_t *size) {
+    const char *name = path ? path : "the standard input";
+    const size_t before = *size;
+    struct stat info;
+    int fd = path ? whole_file_open(path) : STDIN_FILENO, ok = fd >= 0, is_long = 0;
+    if (ok && fstat(fd, &info) == 0 && S_ISREG(info.st_mode)) is_long = info.st_size > most; /* do not read it */
+    if (ok && !is_long) ok = whole_file_append(fd, most, bytes, size);
+    if (ok && *size - before > (size_t)most) is_long = 1; /* of a pipe, or of a file that has grown */
+    if (!ok)
+        fprintf(stderr, PROGRAM ": cannot read %s: %s\n", name, errno ? strerror(errno) : "it is not a regular file");
+    else if (is_long)
+        fprintf(stderr, PROGRAM ": cannot read %s: it has more than %lld bytes, the most that the program reads\n",
+                name, (long long)most);
+    if (fd >= 0 && path) close(fd);
+    return ok && !is_long;
+}
+
+/* Returns why a program does not write to the file that open has returned as fd, or NULL. */
+static inline const char *output_file_fault(int fd) {
+    struct stat info;
+    if (fd < 0 && errno == ENXIO) return "it is a socket, or a pipe that nobody reads";
+    if (fd < 0 || fstat(fd, &info) != 0) return strerror(errno);
+    return S_ISBLK(info.st_mode) ? "it is a block device" : NULL;
+}
+
+/* Opens a file to write at its end, and creates it if it is missing; what it has stays. Does not wait for a reader of a
+   pipe, but the writes to a pipe wait. Returns NULL after it has printed what is wrong. */
+static inline FILE *output_file_open(const char *path) {
+    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_NONBLOCK | O_NOCTTY, 0666);
+    const char *fault = output_file_fault(fd);
+    FILE *file = NULL;
+    if (!fault && (fcntl(fd, F_SETFL, O_APPEND) != 0 || !(file = fdopen(fd, "a")))) fault = strerror(errno);
+    if (!fault) return file;
+    fprintf(stderr, PROGRAM ": cannot write %s: %s\n", path, fault);
+    if (fd >= 0) close(fd);
+    return NULL;
+}
+
+/* Returns 1 for a file that can be locked and shortened, which pipes and devices cannot. */
+static inline int output_file_is_regular(FILE *file) {
+    struct stat info;
+    return fstat(fileno(file), &info) == 0 && S_ISREG(info.st_mode);
+}
+
+/* Keeps the first `end` bytes of a regular file; file may be NULL. Returns 0 after it has printed what is wrong. */
+static inline int output_file_cut(const char *path, FILE *file, off_t end) {
+    if (!file || !output_file_is_regular(file) || ftruncate(fileno(file), end) == 0) return 1;
+    fprintf(stderr, PROGRAM ": cannot shorten %s: %s\n", path, strerror(errno));
+    return 0;
+}
+
+/* Closes a file, which may be NULL. Returns 0 when something could not be written. */
+static inline int output_file_close(const char *path, FILE *file) {
+    int failed = file && ferror(file);
+    if (file && fclose(file) != 0) failed = 1;
+    if (failed) fprintf(stderr, PROGRAM ": cannot write %s: %s\n", path, strerror(errno));
+    return !failed;
+}
+
+/* For a file that does not exist yet: finds its directory, and its name in there. Follows symbolic links to files that
+   do not exist yet. Returns 0 when there is no such directory. */
+static inline int find_place(const char *path, struct stat *folder, char name[MT_PATH_MAX]) {
+    char at[MT_PATH_MAX], to[MT_PATH_MAX], *last;
+    ssize_t n = 0;
+    int links = 0, length = snprintf(at, sizeof at, "%s", path);
+    while (length < (int)sizeof at && links++ < 16 && (n = readlink(at, to, sizeof to - 1)) > 0) {
+        to[n] = 0;
+        last = strrchr(at, '/');
+        last = last && to[0] != '/' ? last + 1 : at; /* a relative link replaces only the last component of the path */
+        length = (int)(last - at) + snprintf(last, sizeof at - (size_t)(last - at), "%s", to);
+    }
+    if (length >= (int)sizeof at || n > 0) return 0;
+    last = strrchr(at, '/');
+    snprintf(name, MT_PATH_MAX, "%s", last ? last + 1 : at);
+    if (last) last[last == at] = 0; /* the root keeps its slash */
+    return stat(last ? at : ".", folder) == 0;
+}
+
+/* Returns 1 when two paths lead to the same regular file, which need not exist yet. Terminals, pipes and devices do not
+   count: they may be written to twice. */
+static inline int same_file(const char *a, const char *b) {
+    char name_a[MT_PATH_MAX], name_b[MT_PATH_MAX];
+    struct stat x, y;
+    int has_a = stat(a, &x) == 0, has_b = stat(b, &y) == 0, same = has_a && has_b && S_ISREG(x.st_mode);
+    if (!has_a && !has_b) same = find_place(a, &x, name_a) && find_place(b, &y, name_b) && !strcmp(name_a, name_b);
+    return same && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+}
+
+/* Returns 1 when the file `log` of --flag is not the file `path` of `other`; otherwise prints a message and returns 0.
+   path may be NULL. */
+static inline int is_apart(const char *flag, const char *log, const char *other, const char *path) {
+    if (!path || !same_file(log, path)) return 1;
+    fprintf(stderr, PROGRAM ": --%s %s is the same file as %s%s%s\n", flag, log, other, *other ? " " : "", path);
+    return 0;
+}
+
+/* The same for all files of a checkpoint (depth 0), or of a directory of checkpoints (depth 1). */
+static inline int is_apart_from(const char *flag, const char *log, const char *other, const char *directory,
+                                int depth) {
+    DIR *d = directory ? opendir(directory) : NULL;
+    const struct dirent *e;
+    char path[MT_PATH_MAX];
+    int apart = 1;
+    while (d && apart && (e = readdir(d))) {
+        const char *end = strrchr(e->d_name, '.');
+        int ours = end && (!strcmp(end, ".safetensors") || !strcmp(end, ".json"));
+        if (snprintf(path, sizeof path, "%s/%s", directory, e->d_name) >= (int)sizeof path) continue;
+        if (ours) apart = is_apart(flag, log, other, path);
+        else if (depth > 0 && strncmp(e->d_name, "step-", 5) == 0)
+            apart = is_apart_from(flag, log, other, path, depth - 1);
+    }
+    if (d) closedir(d);
+    if (apart && directory && depth > 0 && snprintf(path, sizeof path, "%s/.lock", directory) < (int)sizeof path)
+        apart = is_apart(flag, log, other, path);
+    return apart;
+}
+
+/* The same for the files of the process. */
+static inline int is_apart_from_streams(const char *flag, const char *log) {
+    return is_apart(flag, log, "", "/dev/stdout") && is_apart(flag, log, "", "/dev/stderr");
+}
+
+#ifndef FILES_ONLY
 
 #define LLMC_MAGIC 20240520
 #define LLMC_HEADER_BYTES 1024
@@ -373,7 +543,7 @@ static int load_data(options *o, dataset *d) {
     int ok = 1;
     d->text = !(length > 4 && strcmp(o->data + length - 4, ".bin") == 0);
     for (size_t i = 0; ok && i < (o->data ? 1 : OWN_DATA); i++) {
-        ok = whole_file_read(PROGRAM, o->data ? o->data : own_data[i], WHOLE_FILE_MAX, &bytes, &size);
+        ok = whole_file_read(o->data ? o->data : own_data[i], WHOLE_FILE_MAX, &bytes, &size);
         d->ends[i] = (int64_t)size;
     }
     d->count = (int64_t)size;
@@ -1663,4 +1833,5 @@ static int train_main(int argc, char **argv, job *job) {
     return status == MT_SUCCESS ? 0 : 1;
 }
 
+#endif /* FILES_ONLY */
 #endif /* TRAIN_H */
