@@ -5029,7 +5029,7 @@ static const struct {
                        {"tanh", MT_TANH},          {"silu", MT_SWIGLU},         {"swish", MT_SWIGLU}};
 
 /* Returns the activation of this name, or -1. */
-static int mti_activation_of(const char *name) {
+static int mti_activation_named(const char *name) {
     int i;
     for (i = 0; i < MTI_LENGTH(mti_activations); i++)
         if (strcmp(name, mti_activations[i].name) == 0) return (int)mti_activations[i].activation;
@@ -5038,7 +5038,7 @@ static int mti_activation_of(const char *name) {
 
 /* Finds the activation of a GPT-2 or a BERT, which have no gates. */
 static mt_status mti_config_activation(const mti_config *c, const char *name, const char *value, mt_activation *out) {
-    int found = mti_activation_of(value);
+    int found = mti_activation_named(value);
     if (found < 0 || found == MT_SWIGLU)
         return mti_config_refuse_text(c, name, value,
                                       "gelu_new, gelu_fast, gelu_pytorch_tanh, gelu, relu, relu2 or tanh");
@@ -5281,7 +5281,8 @@ static mt_status mti_llama_read(const mti_config *c, mt_gpt_desc *out) {
                                {"attention_bias", MT_FIELD_BOOL, &attention_bias, 0, 0, 0, 0, 0},
                                {"mlp_bias", MT_FIELD_BOOL, &mlp_bias, 0, 0, 0, 0, 0}};
     MT_TRY(mti_config_numbers(c, numbers, MTI_LENGTH(numbers), fields, MTI_LENGTH(fields)));
-    if (mti_activation_of(activation) != MT_SWIGLU) return mti_config_refuse_text(c, "hidden_act", activation, "silu");
+    if (mti_activation_named(activation) != MT_SWIGLU)
+        return mti_config_refuse_text(c, "hidden_act", activation, "silu");
     MT_TRY(mti_llama_rope(c, &l->rotary_base));
     MT_TRY(mti_config_eps(c, "rms_norm_eps", eps));
     if (mlp_bias != attention_bias)
@@ -5465,7 +5466,7 @@ static mt_status mti_config_activations(const mti_config *c, const char *type, c
     int i;
     for (i = 0; i < MTI_LENGTH(names) * MTI_PLACES; i++) {
         MT_TRY(mti_config_text(c, i % MTI_PLACES, names[i / MTI_PLACES], path, text));
-        if (text[0] && mti_activation_of(text) != (int)m->d.layer.activation)
+        if (text[0] && mti_activation_named(text) != (int)m->d.layer.activation)
             return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is '%s', but %s is %s", c->path, path, text,
                            names[strcmp(type, "gpt2") != 0], mti_activation_text(m->d.layer.activation));
     }

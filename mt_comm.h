@@ -2196,7 +2196,7 @@ static mt_status mti_cuda_check(mt_context *ctx, cudaError_t error, const char *
     mt_status status = error == cudaErrorMemoryAllocation ? MT_ERR_MEMORY : MT_ERR_SYSTEM;
     if (error == cudaSuccess) return MT_SUCCESS;
     cudaGetLastError(); /* clears the error, which mt_cuda_launched would report for the next launch */
-    return mt_fail(ctx, status, "CUDA, device %d: %.200s: %s", ctx->ordinal, call, cudaGetErrorString(error));
+    return mt_fail(ctx, status, "CUDA, device %d: %s in %.200s", ctx->ordinal, cudaGetErrorString(error), call);
 }
 #define MT_CUDA_TRY(ctx, call) MT_TRY(mti_cuda_check(ctx, (call), #call))
 
@@ -8978,12 +8978,23 @@ static mt_status mti_nccl_give_up(mt_context *ctx, mt_comm *comm, mt_status stat
     return comm->nccl.broken ? comm->nccl.broken : mti_nccl_break(ctx, comm, status, text);
 }
 
+#define MTI_NCCL_REASON 512 /* bytes of the text of mti_nccl_reason */
+
+/* Writes what a result means, and what NCCL says of it, if anything. nccl may be NULL. */
+static const char *mti_nccl_reason(ncclResult_t result, ncclComm_t nccl, char text[MTI_NCCL_REASON]) {
+    const char *said = ncclGetLastError(nccl);
+    const int n = said ? (int)strcspn(said, "\n") : 0;
+    if (n > 0) snprintf(text, MTI_NCCL_REASON, "%.100s, \"%.*s\"", ncclGetErrorString(result), n < 400 ? n : 400, said);
+    else snprintf(text, MTI_NCCL_REASON, "%.100s", ncclGetErrorString(result));
+    return text;
+}
+
 static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t result) {
+    char reason[MTI_NCCL_REASON];
     mti_text text;
     text.used = 0;
     mti_nccl_say(&text, comm);
-    mti_say(&text, ": rank %d: NCCL: %s: %.400s", comm->rank, ncclGetErrorString(result),
-            ncclGetLastError(comm->nccl.handle));
+    mti_say(&text, ": rank %d: NCCL: %s", comm->rank, mti_nccl_reason(result, comm->nccl.handle, reason));
     return mti_nccl_give_up(ctx, comm, mti_nccl_status(result), &text);
 }
 
@@ -9569,11 +9580,11 @@ static mt_status mti_nccl_check_context(mt_context *ctx, const char *function, c
 MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
     ncclUniqueId id;
     ncclResult_t result;
+    char reason[MTI_NCCL_REASON];
     MT_TRY(mti_nccl_check_context(ctx, "mt_nccl_unique_id", out, out));
     result = ncclGetUniqueId(&id);
     if (result != ncclSuccess)
-        return mt_fail(ctx, mti_nccl_status(result), "mt_nccl_unique_id: %s: %.400s", ncclGetErrorString(result),
-                       ncclGetLastError(NULL));
+        return mt_fail(ctx, mti_nccl_status(result), "mt_nccl_unique_id: %s", mti_nccl_reason(result, NULL, reason));
     memcpy(out->bytes, id.internal, sizeof out->bytes);
     return MT_SUCCESS;
 }
@@ -9639,14 +9650,14 @@ static mt_status mti_nccl_wrap(mt_context *ctx, struct ncclComm *nccl, int size,
 MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out) {
     int size = 0, rank = 0, device = -1;
     ncclResult_t result;
+    char reason[MTI_NCCL_REASON];
     if (out) *out = NULL;
     MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl", nccl, out));
     result = ncclCommCount(nccl, &size);
     if (result == ncclSuccess) result = ncclCommUserRank(nccl, &rank);
     if (result == ncclSuccess) result = ncclCommCuDevice(nccl, &device);
     if (result != ncclSuccess)
-        return mt_fail(ctx, mti_nccl_status(result), "mt_comm_create_nccl: %s: %.400s", ncclGetErrorString(result),
-                       ncclGetLastError(nccl));
+        return mt_fail(ctx, mti_nccl_status(result), "mt_comm_create_nccl: %s", mti_nccl_reason(result, nccl, reason));
     if (device != ctx->ordinal)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
                        "mt_comm_create_nccl: the communicator is on GPU %d, the context on GPU %d", device,

@@ -1380,31 +1380,25 @@ static void test_refused_sums_in_scratch(void **state) {
         }
 }
 
-/* Memory of a sum over rows is free to use for something else, and sums that have the same bits on every split may be
-   moved. */
-static void test_accepted_sums_in_scratch(void **state) {
+/* One rank of 4 virtual shards, with a weight of which each has rows, and a bias that all have. */
+static void open_shards(test_rank *r, mt_param **w, mt_param **bias) {
     static const mt_context_desc where = {.invariant = 4, .arena_bytes = (size_t)1 << 20};
     mt_param_desc d = {.name = "w", .rows = 16, .cols = WIDTH, .placement = MT_SPLIT_ROWS};
     mt_param_desc e = {.name = "e", .rows = 1, .cols = WIDTH};
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, r);
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_add(r->ctx, r->params, &e, bias));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_add(r->ctx, r->params, &d, w));
+    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_init(r->ctx, r->params, 1));
+}
+
+/* Memory of a sum over rows is free to use for something else. */
+static void test_accepted_memory_of_sums(void **state) {
     mt_param *w, *bias;
     test_rank r;
     (void)state;
-    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &r);
+    open_shards(&r, &w, &bias);
     mt_context *ctx = r.ctx;
-    mt_tensor x = test_tensor(&r, 8, WIDTH, 1.0f), dy = test_tensor(&r, 8, 16, 1.0f), other, again;
-    mt_tensor to = scratch(&r, MT_F32, 1, WIDTH), wide = scratch(&r, MT_F32, 16, WIDTH);
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_add(ctx, r.params, &e, &bias));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_add(ctx, r.params, &d, &w));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_init(ctx, r.params, 1));
-    /* one row has no order, in a gradient or in scratch memory */
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, mt_tensor_rows(x, 0, 1), bias->grad));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, mt_tensor_rows(x, 0, 1), to));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, to, bias->grad, bias->grad));
-    mt_tensor one = mt_tensor_cols(mt_tensor_rows(dy, 0, 1), 0, 1);
-    ASSERT_STATUS(ctx, MT_SUCCESS,
-                  mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, one, mt_tensor_rows(x, 0, 1), 1.0f, bias->grad));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_linear_gradients(ctx, one, mt_tensor_rows(x, 0, 1), to, mt_none()));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, to, bias->grad, bias->grad));
+    mt_tensor x = test_tensor(&r, 8, WIDTH, 1.0f), to = scratch(&r, MT_F32, 1, WIDTH), other, again;
     /* memory that something else has written since */
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, to));
     REFUSED(ctx, MT_ERR_ARGUMENT, "'e'", mt_add(ctx, to, bias->grad, bias->grad));
@@ -1428,6 +1422,36 @@ static void test_accepted_sums_in_scratch(void **state) {
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_tensor(ctx, MT_F32, 1, WIDTH, &again));
     assert_ptr_equal(again.data, other.data);
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, again, bias->grad, bias->grad));
+    /* memory of the program, which may have been freed and used again */
+    mt_tensor own = test_tensor(&r, 1, WIDTH, 0.0f);
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, own));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_copy(ctx, own, bias->grad));
+    /* more sums than are remembered */
+    for (int i = 0; i < 100; i++)
+        ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, scratch(&r, MT_F32, 1, WIDTH)));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, to));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "'e'", mt_copy(ctx, to, bias->grad));
+    test_paper_rank_close(&r);
+}
+
+/* Sums that have the same bits on every split may be moved. */
+static void test_accepted_sums_in_scratch(void **state) {
+    mt_param *w, *bias;
+    test_rank r;
+    (void)state;
+    open_shards(&r, &w, &bias);
+    mt_context *ctx = r.ctx;
+    mt_tensor x = test_tensor(&r, 8, WIDTH, 1.0f), dy = test_tensor(&r, 8, 16, 1.0f);
+    mt_tensor to = scratch(&r, MT_F32, 1, WIDTH), wide = scratch(&r, MT_F32, 16, WIDTH);
+    /* one row has no order, in a gradient or in scratch memory */
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, mt_tensor_rows(x, 0, 1), bias->grad));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, mt_tensor_rows(x, 0, 1), to));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, to, bias->grad, bias->grad));
+    mt_tensor one = mt_tensor_cols(mt_tensor_rows(dy, 0, 1), 0, 1);
+    ASSERT_STATUS(ctx, MT_SUCCESS,
+                  mt_gemm(ctx, MT_TRANS, MT_NO_TRANS, 1.0f, one, mt_tensor_rows(x, 0, 1), 1.0f, bias->grad));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_linear_gradients(ctx, one, mt_tensor_rows(x, 0, 1), to, mt_none()));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, to, bias->grad, bias->grad));
     /* the product of each virtual shard in scratch memory of all of them, and a sum beside another tensor */
     for (int i = 0; i < 4; i++)
         ASSERT_STATUS(
@@ -1443,15 +1467,6 @@ static void test_accepted_sums_in_scratch(void **state) {
                   mt_bias_backward(ctx, mt_tensor_cols(dy, 0, 4), mt_tensor_cols(mt_tensor_rows(wide, 3, 1), 4, 4)));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_copy(ctx, mt_tensor_rows(left, 2, 3), mt_tensor_f32(bias->grad.data, 3, 4)));
     REFUSED(ctx, MT_ERR_ARGUMENT, "'e'", mt_copy(ctx, mt_tensor_rows(right, 3, 1), mt_tensor_cols(bias->grad, 0, 12)));
-    /* memory of the program, which may have been freed and used again */
-    mt_tensor own = test_tensor(&r, 1, WIDTH, 0.0f);
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, own));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_copy(ctx, own, bias->grad));
-    /* more sums than are remembered */
-    for (int i = 0; i < 100; i++)
-        ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, scratch(&r, MT_F32, 1, WIDTH)));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, x, to));
-    REFUSED(ctx, MT_ERR_ARGUMENT, "'e'", mt_copy(ctx, to, bias->grad));
     test_paper_rank_close(&r);
 }
 
@@ -1719,6 +1734,7 @@ int main(void) {
         cmocka_unit_test(test_bias_of_scores),
         cmocka_unit_test(test_refused_sums),
         cmocka_unit_test(test_refused_sums_in_scratch),
+        cmocka_unit_test(test_accepted_memory_of_sums),
         cmocka_unit_test(test_accepted_sums_in_scratch),
         cmocka_unit_test(test_refused_sums_of_own_gradients),
         cmocka_unit_test(test_refused_sums_of_other_memory),
