@@ -846,10 +846,11 @@ MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t by
                                         void (*destroy)(mt_context *ctx, void *memory), void **out);
 MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot); /* NULL before the slot is created */
 
-/* Sets the function that is told of memory whose content is no longer what operators have written: what mt_arena_alloc
-   returns, what mt_context_free frees, what a collective or a receive writes, except mt_all_reduce in place, and what
-   mt_declare_forget names. forget NULL: none. ctx NULL: does nothing. */
-typedef void (*mt_forget_function)(mt_context *ctx, const void *data, size_t bytes);
+/* Sets the function that is told of memory whose content is no longer what operators have written. gone 1: the memory
+   itself was given back or out again: what mt_arena_alloc returns, what mt_context_free frees, and what
+   mt_declare_forget names. gone 0: a collective or a receive has written it; mt_all_reduce in place does not count.
+   forget NULL: none. ctx NULL: does nothing. */
+typedef void (*mt_forget_function)(mt_context *ctx, const void *data, size_t bytes, int gone);
 MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget);
 
 /* Four values of the context's desc, with the defaults filled in, two properties of its device, and whether it records
@@ -1972,8 +1973,8 @@ MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget) {
     if (ctx) ctx->forget = forget;
 }
 
-static void mti_tell_forgotten(mt_context *ctx, const void *data, size_t bytes) {
-    if (ctx && ctx->forget && data && bytes) (ctx->forget)(ctx, data, bytes);
+static void mti_tell_forgotten(mt_context *ctx, const void *data, size_t bytes, int gone) {
+    if (ctx && ctx->forget && data && bytes) (ctx->forget)(ctx, data, bytes, gone);
 }
 
 /* Refuses a call that waits for the GPU, or that only the host can do, while a graph is recorded. */
@@ -2055,7 +2056,7 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
         mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
     if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
     mti_forget_block(ctx, ptr, size);
-    mti_tell_forgotten(ctx, ptr, size);
+    mti_tell_forgotten(ctx, ptr, size, 1);
     ctx->allocated -= size;
 }
 
@@ -2102,7 +2103,7 @@ MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
                        bytes, at, ctx->arena_bytes, at + size);
     *out = ctx->arena + at;
     mti_allocate_again(ctx, *out, size);
-    mti_tell_forgotten(ctx, *out, size);
+    mti_tell_forgotten(ctx, *out, size, 1);
     ctx->arena_used = at + size;
     if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
     return MT_SUCCESS;
@@ -5065,7 +5066,7 @@ static void mti_columns_note(mti_checker *c, mt_tensor t) {
 }
 
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
-    mti_tell_forgotten(ctx, data, bytes);
+    mti_tell_forgotten(ctx, data, bytes, 1);
     if (!ctx || !ctx->checker || !bytes) return;
     mti_forget(ctx, data, bytes);
     mti_placed_forget(&ctx->checker->memory, mti_extent_of_bytes(data, bytes), 1);
@@ -7463,7 +7464,7 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
     MT_TRY((comm->transport->collective)(ctx, comm, call));
     if (call->kind != MT_ALL_REDUCE || call->recv != call->send) {
         size_t blocks = call->kind == MT_ALL_GATHER ? (size_t)comm->size : 1;
-        mti_tell_forgotten(ctx, call->recv, blocks * elements * mt_dtype_size(call->dtype));
+        mti_tell_forgotten(ctx, call->recv, blocks * elements * mt_dtype_size(call->dtype), 0);
     }
     if (comm->size == 1) return MT_SUCCESS;
     if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
@@ -7479,7 +7480,7 @@ static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call
     MT_TRY(mti_p2p_check(ctx, call));
     if (call->root == comm->rank) MT_TRY(mti_alone_call(ctx, comm, call)); /* send to itself */
     else MT_TRY((comm->transport->p2p)(ctx, comm, call));
-    mti_tell_forgotten(ctx, call->recv, call->recvcount * element);
+    mti_tell_forgotten(ctx, call->recv, call->recvcount * element, 0);
     if (comm->size == 1) return MT_SUCCESS;
     if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
     if (call->source >= 0) mti_record(comm, MT_RECV, call->recvcount * element);

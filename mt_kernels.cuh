@@ -15594,7 +15594,7 @@ static mt_status mti_run_pointwise(mt_context *ctx, const char *name, mti_pointw
                       MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
     int count = kind == MTI_SIGMOID || kind == MTI_SILU ? 2 : 3;
     mti_operator op;
-    if (count == 3) args[1].use |= MT_ARG_MOVED;
+    if (kind == MTI_MULTIPLY || kind == MTI_MULTIPLY_ROW || kind == MTI_MULTIPLY_COL) args[1].use |= MT_ARG_MOVED;
     if (kind == MTI_MULTIPLY) args[2].use |= MT_ARG_MOVED;
     MT_TRY(mt_args_check(ctx, name, args, count));
     MT_TRY(mti_begin(&op, ctx, name, args, count));

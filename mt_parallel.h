@@ -3056,12 +3056,16 @@ static int mti_guarded_find(const mt_context *ctx, mt_tensor t, mti_guarded *out
     return own != NULL;
 }
 
-/* Returns 1 when an operator adds up no more than one row: its inputs have no more. */
-static int mti_is_of_one_row(const mt_arg *args, int count) {
+/* Returns 0 when an operator adds up nothing in `sum`: its inputs have one row, and no more elements than the sum.
+   mt_sum, for instance, adds up the elements of a row. */
+static int mti_adds_up(const mt_arg *args, int count, mt_tensor sum) {
     int i;
-    for (i = 0; i < count; i++)
-        if ((args[i].use & MT_ARG_IN_OUT) == MT_ARG_IN && args[i].view->data && args[i].view->rows > 1) return 0;
-    return 1;
+    for (i = 0; i < count; i++) {
+        const mt_tensor *t = args[i].view;
+        if ((args[i].use & MT_ARG_IN_OUT) != MT_ARG_IN || !t->data) continue;
+        if (t->rows > 1 || t->rows * t->cols > sum.rows * sum.cols) return 1;
+    }
+    return 0;
 }
 
 /* Refuses a sum that an operator adds to a gradient, when its order depends on the split. */
@@ -3123,17 +3127,20 @@ static void mti_noted_sum_add(mti_guard *guard, mt_tensor t, size_t product, con
     mti_noted_sum_forget(guard, s.from, s.to);
     if ((t.rows > 1 && mt_tensor_ld(t) != t.cols) || t.rows * t.cols == 0) return;
     if (guard->count < MTI_NOTED_SUMS) guard->sums[guard->count++] = s;
-    else guard->sums[guard->oldest++ % MTI_NOTED_SUMS] = s;
+    else {
+        guard->sums[guard->oldest] = s;
+        guard->oldest = (guard->oldest + 1) % MTI_NOTED_SUMS;
+    }
 }
 
 /* The mt_forget_function of invariant mode. */
-static void mti_guard_forget(mt_context *ctx, const void *data, size_t bytes) {
+static void mti_guard_forget(mt_context *ctx, const void *data, size_t bytes, int gone) {
     mti_parallel *p = mti_parallel_of(ctx);
     uintptr_t from = (uintptr_t)data;
     mti_own_gradient **link = p ? &p->guard.own : NULL;
     if (!p) return;
     mti_noted_sum_forget(&p->guard, from, from + bytes);
-    while (*link) {
+    while (gone && *link) {
         mti_own_gradient *own = *link;
         uintptr_t at = (uintptr_t)own->grad.data;
         if (at < from || at >= from + bytes) {
@@ -3180,16 +3187,16 @@ static mt_status mti_noted_sum_moves(mt_context *ctx, const char *where, const m
 }
 
 /* Looks at a view that an operator sums into: refuses a sum into a gradient, or notes it. */
-static mt_status mti_sum_begins(mt_context *ctx, const char *where, const mt_arg *arg, int of_rows) {
+static mt_status mti_sum_begins(mt_context *ctx, const char *where, const mt_arg *arg, int adds_up) {
     mti_guard *guard = &mti_parallel_of(ctx)->guard;
     mt_tensor t = *arg->view;
     const mti_noted_sum *noted;
     mti_guarded g;
     if (mti_guarded_find(ctx, t, &g)) {
-        if (!of_rows && !g.param && (arg->use & MT_ARG_SUM)) return MT_SUCCESS; /* one row has no order */
+        if (!adds_up && !g.param && (arg->use & MT_ARG_SUM)) return MT_SUCCESS;
         return mti_gradient_sum_check(ctx, where, arg, &g);
     }
-    if (guard->over_tokens || !of_rows || !(arg->use & MT_ARG_SUM) || !mt_arena_has(ctx, t.data)) return MT_SUCCESS;
+    if (guard->over_tokens || !adds_up || !(arg->use & MT_ARG_SUM) || !mt_arena_has(ctx, t.data)) return MT_SUCCESS;
     /* an operator that another one calls, or one that adds to a part */
     noted = (arg->use & MT_ARG_IN) ? mti_noted_sum_find(guard, t) : NULL;
     if (noted && noted->from <= (uintptr_t)t.data &&
@@ -3203,7 +3210,6 @@ static mt_status mti_sum_begins(mt_context *ctx, const char *where, const mt_arg
    are split, into one virtual shard. */
 static mt_status mti_guarded_sum_check(mt_context *ctx, const char *where, const mt_arg *args, int count) {
     mti_guard *guard = &mti_parallel_of(ctx)->guard;
-    const int of_rows = !mti_is_of_one_row(args, count);
     const mt_arg *moved = NULL;
     const mti_noted_sum *sum = NULL;
     int i;
@@ -3217,7 +3223,8 @@ static mt_status mti_guarded_sum_check(mt_context *ctx, const char *where, const
             mti_noted_sum_forget(guard, (uintptr_t)t.data,
                                  (uintptr_t)t.data +
                                      (size_t)((t.rows - 1) * mt_tensor_ld(t) + t.cols) * mt_dtype_size(t.dtype));
-        if (args[i].use & (MT_ARG_SUM | MT_ARG_PRODUCT)) MT_TRY(mti_sum_begins(ctx, where, &args[i], of_rows));
+        if (args[i].use & (MT_ARG_SUM | MT_ARG_PRODUCT))
+            MT_TRY(mti_sum_begins(ctx, where, &args[i], mti_adds_up(args, count, t)));
     }
     return MT_SUCCESS;
 }
@@ -3251,22 +3258,21 @@ static void mti_params_unguard(mt_context *ctx, const mt_params *params) {
     if (link && *link) *link = params->next_guarded;
 }
 
-/* The same for a gradient of the program that every tensor rank has whole. It replaces what was in the memory before,
-   and what had the same name. */
-static mt_status mti_own_guard(mt_context *ctx, const char *name, mt_tensor grad) {
+/* The same for a gradient of the program. It replaces what was in the memory before. is_whole 1: every tensor rank has
+   it whole; 0: sums into it are allowed. */
+static mt_status mti_own_guard(mt_context *ctx, const char *name, mt_tensor grad, int is_whole) {
     mti_guard *guard;
-    mti_own_gradient *own, **link;
+    mti_own_gradient *own;
     MT_TRY(mti_guard_open(ctx, &guard));
     if (!guard || !grad.data) return MT_SUCCESS;
-    mti_guard_forget(ctx, grad.data, (size_t)(grad.rows * grad.cols) * sizeof(float));
-    link = &guard->own;
-    while (*link && strncmp((*link)->name, name, MT_NAME_MAX - 1) != 0) link = &(*link)->next;
-    own = *link;
-    if (!own) own = (mti_own_gradient *)mt_host_alloc(sizeof *own);
+    mti_guard_forget(ctx, grad.data, (size_t)(grad.rows * grad.cols) * sizeof(float), 1);
+    if (!is_whole) return MT_SUCCESS;
+    own = (mti_own_gradient *)mt_host_alloc(sizeof *own);
     if (!own) return mt_fail(ctx, MT_ERR_MEMORY, "mt_declare_shards: no memory for the gradient of '%.100s'", name);
     own->grad = grad;
     snprintf(own->name, sizeof own->name, "%s", name);
-    *link = own;
+    own->next = guard->own;
+    guard->own = own;
     return MT_SUCCESS;
 }
 
@@ -4255,7 +4261,7 @@ static mt_status mti_declare_shard(mt_context *ctx, const mt_comm *tp, const mt_
     grad.data = w->grad;
     grad.dtype = MT_F32;
     if (!w->grad) grad = mt_none();
-    if (placement == MT_REPLICATED) MT_TRY(mti_own_guard(ctx, w->name, grad));
+    MT_TRY(mti_own_guard(ctx, w->name, grad, placement == MT_REPLICATED));
     return mt_declare_parameter(ctx, w->name, tp, dp, value, grad, placement, parts, 0);
 }
 

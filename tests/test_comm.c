@@ -1092,18 +1092,20 @@ static void test_services(void **state) {
 static struct {
     const void *data;
     size_t bytes;
-    int calls;
+    int gone, calls;
 } forgotten;
 
-static void keep_forgotten(mt_context *ctx, const void *data, size_t bytes) {
+static void keep_forgotten(mt_context *ctx, const void *data, size_t bytes, int gone) {
     (void)ctx;
+    forgotten.gone = gone;
     forgotten.data = data;
     forgotten.bytes = bytes;
     forgotten.calls++;
 }
 
-static void expect_forgotten(const void *data, size_t bytes) {
+static void expect_forgotten(const void *data, size_t bytes, int gone) {
     assert_int_equal(forgotten.calls, 1);
+    assert_int_equal(forgotten.gone, gone);
     assert_ptr_equal(forgotten.data, data);
     assert_int_equal(forgotten.bytes, bytes);
     forgotten.calls = 0;
@@ -1119,23 +1121,23 @@ static void test_forgotten_memory(void **state) {
         mt_context_set_forget(NULL, keep_forgotten);
         mt_context_set_forget(ctx, keep_forgotten);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_arena_alloc(ctx, 100, &p));
-        expect_forgotten(p, 128);
+        expect_forgotten(p, 128, 1);
         assert_true(mt_arena_has(ctx, p) && mt_arena_has(ctx, (char *)p + 127));
         assert_false(mt_arena_has(ctx, own) || mt_arena_has(ctx, NULL) || mt_arena_has(NULL, p));
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_context_alloc(ctx, 64, &q));
         assert_false(mt_arena_has(ctx, q));
         mt_context_free(ctx, q, 64);
-        expect_forgotten(q, 64);
+        expect_forgotten(q, 64, 1);
         mt_declare_forget(ctx, own, sizeof own);
-        expect_forgotten(own, sizeof own);
+        expect_forgotten(own, sizeof own, 1);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, alone, own, own, 4, MT_F32, MT_SUM));
         assert_int_equal(forgotten.calls, 0);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, alone, own, own + 4, 4, MT_F32, MT_SUM));
-        expect_forgotten(own + 4, 16);
+        expect_forgotten(own + 4, 16, 0);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_gather(ctx, alone, own, own, 4, MT_F32));
-        expect_forgotten(own, 16);
+        expect_forgotten(own, 16, 0);
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_send_recv(ctx, alone, own, 2, 0, own + 4, 2, 0, MT_F32));
-        expect_forgotten(own + 4, 8);
+        expect_forgotten(own + 4, 8, 0);
         mt_context_set_forget(ctx, NULL);
         mt_declare_forget(ctx, own, sizeof own);
         assert_int_equal(forgotten.calls, 0);

@@ -1443,7 +1443,12 @@ static void test_accepted_sums_in_scratch(void **state) {
     mt_context *ctx = r.ctx;
     mt_tensor x = test_tensor(&r, 8, WIDTH, 1.0f), dy = test_tensor(&r, 8, 16, 1.0f);
     mt_tensor to = scratch(&r, MT_F32, 1, WIDTH), wide = scratch(&r, MT_F32, 16, WIDTH);
-    /* one row has no order, in a gradient or in scratch memory */
+    /* one row has no order, in a gradient or in scratch memory, unless its elements are added up */
+    REFUSED(ctx, MT_ERR_ARGUMENT, "mt_sum: out is|'e'",
+            mt_sum(ctx, mt_tensor_rows(x, 0, 1), mt_tensor_cols(bias->grad, 0, 1)));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_sum_of_squares(ctx, mt_tensor_rows(x, 0, 1), mt_tensor_cols(to, 0, 1)));
+    REFUSED(ctx, MT_ERR_ARGUMENT, "a sum of mt_sum_of_squares", mt_copy(ctx, to, bias->grad));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, to, 0.0f));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, mt_tensor_rows(x, 0, 1), bias->grad));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_bias_backward(ctx, mt_tensor_rows(x, 0, 1), to));
     ASSERT_STATUS(ctx, MT_SUCCESS, mt_add(ctx, to, bias->grad, bias->grad));
@@ -1501,13 +1506,20 @@ static void test_refused_sums_of_own_gradients(void **state) {
             test_untouched("grad", grad, n, 2.0f);
             ASSERT_STATUS(ctx, MT_SUCCESS,
                           adders[i].add(ctx, &o, mt_tensor_f32(split, adders[i].a_rows, adders[i].cols), db));
-            /* the same name in other memory */
+            /* a collective writes into it */
+            ASSERT_STATUS(ctx, MT_SUCCESS, mt_broadcast(ctx, w.rank.grid.dp, split, grad, (size_t)n, MT_F32, 0));
+            REFUSED(ctx, MT_ERR_ARGUMENT, "'a'", adders[i].add(ctx, &o, to, db));
+            /* the same name in other memory: another layer has it, too */
             own[0].grad = test_floats(&w.rank, n, 2.0f);
             ASSERT_STATUS(ctx, MT_SUCCESS, mt_declare_shards(ctx, w.rank.grid.tp, NULL, own, 1));
+            REFUSED(ctx, MT_ERR_ARGUMENT, "'a'", adders[i].add(ctx, &o, to, db));
+            mt_declare_forget(ctx, grad, (size_t)n * sizeof(float));
             ASSERT_STATUS(ctx, MT_SUCCESS, adders[i].add(ctx, &o, to, db));
             to.data = own[0].grad;
             REFUSED(ctx, MT_ERR_ARGUMENT, "'a'", adders[i].add(ctx, &o, to, db));
-            mt_declare_forget(ctx, own[0].grad, (size_t)n * sizeof(float));
+            /* from now on each rank has a part */
+            own[0].shard.placement = MT_SPLIT_ROWS;
+            ASSERT_STATUS(ctx, MT_SUCCESS, mt_declare_shards(ctx, w.rank.grid.tp, NULL, own, 1));
             ASSERT_STATUS(ctx, MT_SUCCESS, adders[i].add(ctx, &o, to, db));
             test_paper_rank_close(&w.rank);
         }
