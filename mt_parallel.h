@@ -3046,9 +3046,9 @@ static int mti_guarded_find(const mt_context *ctx, mt_tensor t, mti_guarded *out
     for (params = guard->registries; params; params = params->next_guarded)
         for (i = 0; i < params->count; i++) {
             const mt_param *p = params->list[i];
-            const int main = mti_is_in_gradient(ctx, t, p->grad);
-            if (!main && !mti_is_in_gradient(ctx, t, p->lookup_grad)) continue;
-            *out = mti_guarded_make(p->name, p, main ? p->grad : p->lookup_grad);
+            const int is_grad = mti_is_in_gradient(ctx, t, p->grad);
+            if (!is_grad && !mti_is_in_gradient(ctx, t, p->lookup_grad)) continue;
+            *out = mti_guarded_make(p->name, p, is_grad ? p->grad : p->lookup_grad);
             return 1;
         }
     for (own = guard->own; own && !mti_is_in_gradient(ctx, t, own->grad); own = own->next) continue;

@@ -437,11 +437,11 @@ static void test_slow_split(void **state) {
     }
 }
 
-/* A rank that has finished waits for the others, but only for the timeout. A late rank gets an error. */
 typedef struct ending {
     double nap, timeout; /* of rank 3, and with which the others wait for it */
 } ending;
 
+/* A rank that has finished waits for the others, but only for the timeout. A late rank gets an error. */
 static mt_status slow_end(mt_comm *world, void *user) {
     const ending *e = (const ending *)user;
     struct timespec nap = mti_timespec(mt_comm_rank(world) == 3 ? e->nap : 0);
