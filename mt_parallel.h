@@ -1430,9 +1430,9 @@ MT_API mt_status mt_safetensors_refuse(mt_context *ctx, const mt_safetensors *fi
    see mt_safetensors_set_open.
    When there is no such file, *exists becomes 0 and nothing is read; when exists is NULL, a missing file is MT_ERR_IO.
    MT_ERR_IO: the file cannot be read. MT_ERR_DATA: it is not JSON, an object has a key twice, a value is not of its
-   field's kind or range, or member a is neither an object, a list nor null although a field is named "a.b".
-   After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no name, no value or
-   an unknown kind, or is a text of 0 bytes. */
+   field's kind or range, or member a is neither an object nor null although a field is named "a.b" (with a field "a.0"
+   it may also be a list). After an error some fields may already have been written. MT_ERR_ARGUMENT: a field has no
+   name, no value or an unknown kind, or is a text of 0 bytes. */
 MT_API mt_status mt_json_read(mt_context *ctx, const char *directory, const char *name, const mt_field *fields,
                               int count, int *exists);
 
@@ -7767,6 +7767,7 @@ MT_API mt_status mt_pipeline_run(mt_context *ctx, const mt_grid *grid, const mt_
 typedef struct mti_json {
     const unsigned char *start, *at, *end;
     const char *error;     /* what is wrong at `at`; NULL: no error so far */
+    size_t named;          /* bytes of the field's name that name the value which is wrong; 0: all */
     struct mti_keys *keys; /* NULL, or where mti_json_skip lists the keys of all objects */
 } mti_json;
 
@@ -7775,6 +7776,7 @@ static mti_json mti_json_begin(const void *text, size_t bytes) {
     j.start = j.at = (const unsigned char *)text;
     j.end = j.start + bytes;
     j.error = NULL;
+    j.named = 0;
     j.keys = NULL;
     return j;
 }
@@ -9739,8 +9741,10 @@ static const mt_field *mti_json_members(mti_json *j, const char *path, const mt_
         if (i == fields_count) mti_json_skip(j, 1);
         else if (mti_json_peek(j) == '{') inner = mti_json_members(j, name, fields, fields_count);
         else if (!mti_json_word(j, "null")) {
-            mti_json_fail(j, "the value before the last dot is no object");
             inner = &fields[i];
+            j->named = length;
+            i = mti_json_is_list(name, fields, fields_count);
+            mti_json_fail(j, i ? "a list is missing" : "an object is missing");
         }
         if (inner) return inner;
     }
@@ -9759,8 +9763,8 @@ static mt_status mti_json_object(mt_context *ctx, const char *path, const void *
     wrong = is_list ? mti_json_elements(&j, "", fields, fields_count) : mti_json_members(&j, "", fields, fields_count);
     mti_json_end(&j);
     if (wrong)
-        return mt_fail(ctx, MT_ERR_DATA, "%s: JSON, byte %lld: %s: %s", path, (long long)(j.at - j.start), wrong->name,
-                       j.error);
+        return mt_fail(ctx, MT_ERR_DATA, "%s: JSON, byte %lld: %.*s: %s", path, (long long)(j.at - j.start),
+                       (int)(j.named ? j.named : strlen(wrong->name)), wrong->name, j.error);
     MT_TRY(mti_json_status(ctx, &j, path, "JSON"));
     for (i = 0; i < fields_count; i++)
         if (!mti_field_in_range(&fields[i], fields[i].value)) {

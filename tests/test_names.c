@@ -1232,7 +1232,9 @@ static void gpt2_configs(void **state) {
         {"s#\"model_type\": \"gpt2\"#\"x\": 1#;s#GPT2LMHeadModel#BertModel#", "architectures is 'BertModel', must be"},
         {"s#\"model_type\": \"gpt2\"#\"x\": 1#;s#\"architectures\"#\"y\"#",
          "has no model_type, must have gpt2 or llama, or a class of GPT2 or Llama in architectures"},
-        {"s#\"model_type\": \"gpt2\"#\"x\": 1#;s#\"GPT2LMHeadModel\"#5#", "architectures.0: a string is missing"}};
+        {"s#\"model_type\": \"gpt2\"#\"x\": 1#;s#\"GPT2LMHeadModel\"#5#", "architectures.0: a string is missing"},
+        {"s#\"architectures\"#\"architectures\": \"GPT2LMHeadModel\", \"y\"#",
+         "config.json: JSON, byte 90: architectures: a list is missing"}};
     mt_context *ctx;
     mt_gpt_desc want, d;
     (void)state;
@@ -1348,8 +1350,8 @@ static void rotary_positions_twice(void **state) {
         {ROPE "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 0}}#",
          "rope_parameters.full_attention.rope_theta is 0, must be above 0"},
         {ROPE "\"rope_theta\": -1#", "rope_theta is -1, must be above 0"},
-        {ROPE "\"rope_parameters\": [500]#", "rope_parameters.rope_theta: the value before the last dot is no object"},
-        {ROPE "\"rope_scaling\": 2.0#", "rope_scaling.rope_theta: the value before the last dot is no object"},
+        {ROPE "\"rope_parameters\": [500]#", "rope_parameters: an object is missing"},
+        {ROPE "\"rope_scaling\": 2.0#", "rope_scaling: an object is missing"},
         {ROPE "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": \"x\"}}#",
          "rope_parameters.full_attention.rope_theta: a digit is missing"}};
     (void)state;
@@ -1401,7 +1403,7 @@ static void llamas_with_two_names(void **state) {
         {"s#\"pretraining_tp\": 1#\"text_config\": {\"dtype\": \"bfloat16\"}#", "text_config.dtype is 'bfloat16', but"},
         {"s#\"pretraining_tp\": 1#\"text_config\": {\"sliding_window\": 4}#",
          "text_config.sliding_window is 4, must be"},
-        {"s#\"pretraining_tp\": 1#\"text_config\": [1]#", "the value before the last dot is no object"},
+        {"s#\"pretraining_tp\": 1#\"text_config\": [1]#", "text_config: an object is missing"},
         {"s#\"pretraining_tp\": 1#\"quantization_config\": {\"load_in_8bit\": true}#",
          "has quantization_config, must not have it"},
         {"s#\"pretraining_tp\": 1#\"sliding_window\": 0#", "sliding_window is 0, must be null, missing or at least"},

@@ -1076,9 +1076,11 @@ static void json_depths(void **state) {
                  {"{\"a\": {\"b\": null}}", 0, 0, NULL},
                  {"{\"a\": null}", 0, 0, NULL},
                  {"{\"b\": {\"c\": 1}, \"x\": {\"a\": {\"b\": {\"c\": 1}}}}", 0, 0, NULL},
-                 {"{\"a\": 5}", 0, 0, "a.b.c: the value before the last dot is no object"},
-                 {"{\"a\": [1]}", 0, 0, "a.b.c: the value before the last dot is no object"},
-                 {"{\"a\": {\"b\": \"c\"}}", 0, 0, "a.b.c: the value before the last dot is no object"},
+                 {"{\"a\": 5}", 0, 0, "text: JSON, byte 6: a: an object is missing"},
+                 {"{\"a\": [1]}", 0, 0, "text: JSON, byte 6: a: an object is missing"},
+                 {"{\"a\": {\"b\": \"c\"}}", 0, 0, "text: JSON, byte 12: a.b: an object is missing"},
+                 {"{\"a\": {\"b\": {\"d\": true}}}", 0, 0, "text: JSON, byte 18: a.b.d: an object is missing"},
+                 {"{\"a\": {\"b\": {\"d\": {\"e\": 7}}}}", 0, 0, "text: JSON, byte 24: a.b.d.e: a list is missing"},
                  {"{\"a\": {\"b\": {\"c\": \"x\"}}}", 0, 0, "a.b.c: a whole number is missing"},
                  {"{\"a\": {\"b\": {\"c\": 1}", 1, 0, "a comma or a closing bracket is missing"}};
     char longest[400] = "{\"", name[400] = "";
