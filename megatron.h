@@ -5090,7 +5090,13 @@ static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
 
 /* -- the types of layers, and their rotary positions -- */
 
-enum { MTI_TYPE_MAX = 64, MTI_TYPES_MAX = 16 }; /* bytes of the name of a type of layers; types in one object */
+enum { MTI_TYPE_MAX = 64, MTI_TYPES_MAX = 16 }; /* bytes of the name of a type of layers; types in one object or list */
+
+/* The types in layer_types of a place, each once. Layers and members may be many: a loop over both would take hours. */
+typedef struct mti_types {
+    char names[MTI_TYPES_MAX][MTI_TYPE_MAX]; /* truncated when longer; every accepted name fits */
+    int count;
+} mti_types;
 
 /* Returns the list layer_types of a place, or nothing. */
 static mt_json_part mti_layer_types(const mti_config *c, int place) {
@@ -5099,15 +5105,25 @@ static mt_json_part mti_layer_types(const mti_config *c, int place) {
     return list;
 }
 
-/* Returns 1 when a layer may be of this type: no place has layer_types, or one of them has the type. */
-static int mti_config_has_type(const mti_config *c, const char *type) {
+static int mti_types_have(const mti_types *t, const char *type) {
+    int i = 0;
+    while (i < t->count && strcmp(t->names[i], type) != 0) i++;
+    return i < t->count;
+}
+
+/* Lists the types of a place. */
+static mt_status mti_types_read(const mti_config *c, int place, mti_types *out) {
     char name[MTI_TYPE_MAX];
-    mt_json_part list, value;
-    int i, any = 0;
-    for (i = 0; i < MTI_PLACES; i++)
-        for (list = mti_layer_types(c, i); mt_json_next(&list, name, sizeof name, &value); any = 1)
-            if (strcmp(name, type) == 0) return 1;
-    return !any;
+    mt_json_part list = mti_layer_types(c, place), value;
+    out->count = 0;
+    while (mt_json_next(&list, name, sizeof name, &value)) {
+        if (mti_types_have(out, name)) continue;
+        if (out->count == MTI_TYPES_MAX)
+            return mt_fail(c->ctx, MT_ERR_DATA, "%s: %slayer_types has more than %d types of layers", c->path,
+                           mti_config_places[place], MTI_TYPES_MAX);
+        snprintf(out->names[out->count++], sizeof name, "%s", name);
+    }
+    return MT_SUCCESS;
 }
 
 /* Refuses layers of a type that the library does not have, and a window that is shorter than a text and that layers
@@ -5150,7 +5166,18 @@ static mt_status mti_config_types(const mti_config *c, int place, const mti_desc
 typedef struct mti_rope {
     double theta;
     char name[192];
+    mti_types types[MTI_PLACES]; /* of the layers */
 } mti_rope;
+
+/* Returns 1 when a layer may be of this type: no place has layer_types, or one of them has the type. */
+static int mti_rope_has_type(const mti_rope *r, const char *type) {
+    int i, any = 0;
+    for (i = 0; i < MTI_PLACES; i++) {
+        if (mti_types_have(&r->types[i], type)) return 1;
+        if (r->types[i].count > 0) any = 1;
+    }
+    return !any;
+}
 
 /* The names of the base, and the type of layers that each is for. NULL: all. Gemma 3 and ModernBERT have the others. */
 static const char *const mti_theta_names[][2] = {{"rope_theta", NULL},
@@ -5199,7 +5226,7 @@ static mt_status mti_rope_read(const mti_config *c, const char *object, int is_r
         if (number[i] != 1)
             return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s is %g, must be 1 or missing", c->path, names[i], number[i]);
     for (i = 0; i < MTI_THETAS; i++)
-        if (number[i] != -HUGE_VAL && (!mti_theta_names[i][1] || mti_config_has_type(c, mti_theta_names[i][1])))
+        if (number[i] != -HUGE_VAL && (!mti_theta_names[i][1] || mti_rope_has_type(r, mti_theta_names[i][1])))
             MT_TRY(mti_rope_theta(c, names[i], number[i], r));
     return MT_SUCCESS;
 }
@@ -5209,7 +5236,7 @@ static mt_status mti_rope_read(const mti_config *c, const char *object, int is_r
 static mt_status mti_rope_object(const mti_config *c, int place, const char *name, mti_rope *r) {
     char object[64], inner[160], type[MTI_TYPE_MAX];
     mt_json_part rope, rest, value;
-    int types = 0;
+    int types = 0, i;
     if (!mti_config_at(c, place, name, &rope)) return MT_SUCCESS;
     snprintf(object, sizeof object, "%s%s.", mti_config_places[place], name);
     MT_TRY(mti_rope_read(c, object, 1, r));
@@ -5219,12 +5246,14 @@ static mt_status mti_rope_object(const mti_config *c, int place, const char *nam
             return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s%s: at most %d types of layers with names of %d bytes are read",
                            c->path, object, type, MTI_TYPES_MAX, MTI_TYPE_MAX - 2);
         snprintf(inner, sizeof inner, "%s%s.", object, type);
-        if (mti_config_has_type(c, type)) MT_TRY(mti_rope_read(c, inner, 1, r));
+        if (mti_rope_has_type(r, type)) MT_TRY(mti_rope_read(c, inner, 1, r));
     }
-    for (rest = mti_layer_types(c, place); types > 0 && mt_json_next(&rest, type, sizeof type, &value);)
-        if (!mti_config_member(rope, type, &value) || value.text[0] == 'n')
-            return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s%s is missing, and layer_types has '%s'", c->path, object, type,
-                           type);
+    for (i = 0; types > 0 && i < r->types[place].count; i++) {
+        const char *used = r->types[place].names[i];
+        if (!mti_config_member(rope, used, &value) || value.text[0] == 'n')
+            return mt_fail(c->ctx, MT_ERR_DATA, "%s: %s%s is missing, and layer_types has '%s'", c->path, object, used,
+                           used);
+    }
     return MT_SUCCESS;
 }
 
@@ -5235,6 +5264,7 @@ static mt_status mti_llama_rope(const mti_config *c, float *base) {
     int i;
     r.theta = 10000;
     r.name[0] = 0;
+    for (i = 0; i < MTI_PLACES; i++) MT_TRY(mti_types_read(c, i, &r.types[i]));
     for (i = 0; i < MTI_PLACES; i++) {
         MT_TRY(mti_rope_object(c, i, "rope_parameters", &r));
         MT_TRY(mti_rope_read(c, mti_config_places[i], 0, &r));

@@ -1296,6 +1296,9 @@ static void read_edited(const char *model, const edited *cases, size_t count) {
 /* The lines of the golden file that say something of rotary positions, and one that does not matter. */
 #define ROPE "/\"rope_parameters\"/,/}/d;s#\"pretraining_tp\": 1#"
 #define FULL "\"layer_types\": [\"full_attention\", \"full_attention\"], "
+#define SIXTEEN                                                                                                        \
+    "s#\"pretraining_tp\": 1#\"layer_types\": [0, \"1\", \"2\", \"3\", \"4\", \"5\", \"6\", \"7\", \"8\", \"9\", "     \
+    "\"a\", \"b\", \"c\", \"d\", \"e\", \"f\""
 #define MIXED "\"layer_types\": [\"sliding_attention\", \"full_attention\"], \"sliding_window\": 12, "
 
 /* Rotary positions by type of layer, and in two places: all layers that the model has must get the same. */
@@ -1350,12 +1353,60 @@ static void rotary_positions_twice(void **state) {
         {ROPE "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 0}}#",
          "rope_parameters.full_attention.rope_theta is 0, must be above 0"},
         {ROPE "\"rope_theta\": -1#", "rope_theta is -1, must be above 0"},
+        {SIXTEEN "]#", "layer_types.0 is '', must be full_attention"},
+        {SIXTEEN ", \"f\"]#", "layer_types.0 is '', must be full_attention"},
+        {SIXTEEN ", \"g\"]#", "layer_types has more than 16 types of layers"},
+        {ROPE MIXED "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 500}, \"sliding_attention\": null}#",
+         "rope_parameters.sliding_attention is missing, and layer_types has 'sliding_attention"},
         {ROPE "\"rope_parameters\": [500]#", "rope_parameters: an object is missing"},
         {ROPE "\"rope_scaling\": 2.0#", "rope_scaling: an object is missing"},
         {ROPE "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": \"x\"}}#",
          "rope_parameters.full_attention.rope_theta: a digit is missing"}};
     (void)state;
     read_edited(llama_model, cases, sizeof cases / sizeof *cases);
+}
+
+/* Writes a config.json of almost 1 MiB: so many members and layers that nobody can wait for all pairs of both. */
+static void write_long_lists(int members, int layers, const char *type, int nested) {
+    FILE *f = fopen(in_scratch("c/config.json"), "w");
+    assert_non_null(f);
+    fprintf(f, "{\"model_type\": \"llama\", \"num_hidden_layers\": %d, ", layers);
+    if (nested) fprintf(f, "\"text_config\": {");
+    fprintf(f, "\"layer_types\": [\"%s\"", type);
+    for (int i = 1; i < layers; i++) fprintf(f, ",\"%s\"", type);
+    fprintf(f, "], \"rope_parameters\": {");
+    for (int i = 0; i < members; i++) fprintf(f, "\"%x\":0,", (unsigned)i);
+    fprintf(f, "\"%s\": {\"rope_theta\": 500}}%s}", type, nested ? "}" : "");
+    assert_in_range(ftell(f), 900000, 1 << 20);
+    assert_true(fclose(f) == 0);
+}
+
+/* The time to read the types of layers grows with the bytes of the file, not with their square. */
+static void long_lists_of_layers(void **state) {
+    static const struct {
+        int members, layers;
+        const char *type, *words; /* words NULL: the file is read */
+    } cases[] = {{62000, 110000, "x", "layer_types.0 is 'x', must be full_attention"},
+                 {52000, 32000, "full_attention", NULL}};
+    mt_context *ctx;
+    mti_described got;
+    (void)state;
+    ASSERT_STATUS((mt_context *)NULL, MT_SUCCESS, mt_context_create(NULL, NULL, &ctx));
+    shell("cp -r %s '%s'", llama_model, in_scratch("c"));
+    for (int i = 0; i < 4; i++) {
+        mt_status status;
+        write_long_lists(cases[i / 2].members, cases[i / 2].layers, cases[i / 2].type, i % 2);
+        status = read_described(ctx, in_scratch("c"), 0, &got);
+        if (cases[i / 2].words) {
+            REFUSED(ctx, MT_ERR_DATA, cases[i / 2].words, status);
+            continue;
+        }
+        ASSERT_STATUS(ctx, MT_SUCCESS, status);
+        assert_int_equal(got.d.layers, cases[i / 2].layers);
+        assert_float_equal(got.d.layer.rotary_base, 500.0f, 0.0f);
+    }
+    forget("c");
+    mt_context_destroy(ctx);
 }
 
 /* Values of a Llama that a file has under two names or in two places. */
@@ -1681,6 +1732,7 @@ int main(void) {
         cmocka_unit_test(equal_configs),
         cmocka_unit_test(gpt2_configs),
         cmocka_unit_test(rotary_positions_twice),
+        cmocka_unit_test(long_lists_of_layers),
         cmocka_unit_test(llamas_with_two_names),
         cmocka_unit_test(others_with_two_names),
         cmocka_unit_test(kept_in_all_places),
