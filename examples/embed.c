@@ -10,7 +10,8 @@
    is one sentence: the numbers of its tokens, with those that the tokenizer adds at its ends ([CLS] and [SEP]). Each
    line of the output is its vector: the mean of the encoder's outputs over the tokens, or another mode of pooling that
    the files of the model name, scaled to the length 1, also if the model has no module Normalize. --normalize 0 leaves
-   out the scaling. With --out the vectors are the tensor "embeddings" [sentences, hidden], F32, of a safetensors file.
+   out the scaling. With --out the vectors are the tensor "embeddings" [sentences, hidden], F32, of a safetensors file,
+   which must not be the input or a file of the model.
    Of a model with modules.json, the modules are Transformer and Pooling, and there may be a Normalize. The program
    refuses others, such as Dense, and several modes of pooling side by side. Without modules.json, 1_Pooling/config.json
    names the mode. The text of a sentence is the tokenizer's work, so do_lower_case and prompts have no effect here.
@@ -33,6 +34,7 @@
 #include <string.h>
 
 #define INPUT_MAX ((int64_t)1 << 30) /* bytes; a number of 4 bytes is kept for each */
+enum { MODULES = 8, TEXT = 128 };    /* the most modules of a model that are read; bytes of a text */
 
 /* How the vector of a sentence is made: the names that sentence-transformers has for it, since 5.4 and before. */
 typedef enum pooling { MEAN, CLS, MAX, MEAN_SQRT_LEN, WEIGHTED_MEAN, LAST_TOKEN, POOLINGS } pooling;
@@ -57,6 +59,7 @@ typedef struct job {
     double tp, batch, normalize;
     int help;
     char path[MT_PATH_MAX]; /* of the model */
+    char folders[2][TEXT];  /* in path: of the Pooling, and of the Normalize or "" */
     mt_bert_desc bert;
     pooling pooling;
     int64_t most;    /* tokens of a sentence */
@@ -248,8 +251,6 @@ static mt_status rank_main(mt_comm *world, void *user) {
 
 /* ---- the files of sentence-transformers -------------------------------------------------------------------------- */
 
-enum { MODULES = 8, TEXT = 128 }; /* the most modules of a model that are read; bytes of a text */
-
 typedef struct module {
     char type[TEXT], path[TEXT]; /* of the class, and of its folder */
 } module;
@@ -420,9 +421,11 @@ static mt_status read_model(mt_context *ctx, job *j) {
     MT_TRY(mt_bert_desc_read(ctx, j->path, &j->bert));
     MT_TRY(read_transformer(ctx, j));
     MT_TRY(read_modules(ctx, j, modules, &exists));
-    if (!exists) return read_pooling(ctx, j, "1_Pooling", &exists);
+    snprintf(j->folders[0], TEXT, "%s", exists ? modules[1].path : "1_Pooling");
+    snprintf(j->folders[1], TEXT, "%s", modules[2].path);
+    if (!exists) return read_pooling(ctx, j, j->folders[0], &exists);
     MT_TRY(check_normalize(ctx, j, &modules[2]));
-    return read_pooling(ctx, j, modules[1].path, NULL);
+    return read_pooling(ctx, j, j->folders[0], NULL);
 }
 
 /* Finds the directory of the model (j->path) and reads its desc, before any rank starts. */
@@ -441,6 +444,17 @@ static mt_status find_model(job *j) {
     if (status != MT_SUCCESS) fprintf(stderr, "embed: %s\n", mt_last_error(ctx));
     mt_context_destroy(ctx);
     return status;
+}
+
+/* The vectors must not replace a file that this run reads. Returns 0 after it has printed which. */
+static int check_output(const job *j) {
+    char folder[MT_PATH_MAX];
+    int apart = !j->out || (is_apart("out", j->out, j->in ? "--ids" : "", j->in ? j->in : "/dev/stdin") &&
+                            is_apart_from("out", j->out, "the model's", j->directory, 1));
+    for (int i = 0; j->out && apart && i < 2; i++)
+        if (snprintf(folder, sizeof folder, "%s/%s", j->path, j->folders[i]) < (int)sizeof folder)
+            apart = is_apart_from("out", j->out, "the model's", folder, 0);
+    return apart;
 }
 
 static const char *input_name(const job *j) { return j->in ? j->in : "the standard input"; }
@@ -611,7 +625,7 @@ int main(int argc, char **argv) {
         print_help(&j);
         return 0;
     }
-    if (find_model(&j) == MT_SUCCESS && read_sentences(&j)) {
+    if (find_model(&j) == MT_SUCCESS && check_output(&j) && read_sentences(&j)) {
         mt_launch_desc launch;
         memset(&launch, 0, sizeof launch);
         launch.ranks = (int)j.tp;

@@ -90,6 +90,33 @@ to_no_file() {
     [ -p "$build/pipe" ] && [ -L "$build/null" ] && rm "$build/pipe" "$build/null"
 }
 
+# stays FILE MESSAGE ARGUMENT...: --out FILE is refused with this message, and the file stays as it was
+stays() {
+    file=$1 words=$2
+    shift 2
+    cp "$file" "$build/before" && refused "$words" "1\n" "$@" --out "$file" && cmp "$file" "$build/before"
+}
+
+# The input and the files of the model are not replaced, also by way of a link.
+to_no_file_of_its_own() {
+    encoder pooling '{}' && mkdir "$build/pooling/2_Normalize" && echo '{}' >"$build/pooling/2_Normalize/config.json" &&
+        modules pooling sentence_transformers.models.Transformer "" sentence_transformers.models.Pooling 1_Pooling \
+            sentence_transformers.models.Normalize 2_Normalize || return 1
+    for name in model.safetensors config.json modules.json 1_Pooling/config.json 2_Normalize/config.json; do
+        stays "$build/pooling/$name" "^embed: --out .*/$name is the same file as the model's .*/$name$" \
+            "$build/pooling" || return 1
+    done
+    rm -f "$build/link" && ln -s pooling/model.safetensors "$build/link" && cp $ids "$build/ids" || return 1
+    stays "$build/link" "link is the same file as the model's" "$build/pooling" && [ -L "$build/link" ] &&
+        stays "$build/ids" "^embed: --out .* is the same file as --ids" $model --ids "$build/ids" || return 1
+    "$build/embed" $model --out "$build/ids" <"$build/ids" 2>"$build/sentence" && return 1
+    grep -q "is the same file as /dev/stdin" "$build/sentence" && cmp "$build/ids" $ids || return 1
+    [ ! -e "$build/run" ] || rm -r "$build/run"
+    mkdir "$build/run" && cp -r $model "$build/run/step-00000001" && cp -r $model "$build/run/step-00000002" || return 1
+    stays "$build/run/step-00000001/model.safetensors" "is the same file as the model's" "$build/run" || return 1
+    embeds none --out "$build/pooling/vectors.safetensors" && [ -s "$build/pooling/vectors.safetensors" ]
+}
+
 # refused MESSAGE INPUT ARGUMENT...: expects an exit status that is not 0, this message in one line, and no output
 refused() {
     words=$1 input=$2
@@ -337,6 +364,7 @@ check "embed: vectors in a safetensors file" to_a_file
 check "embed: sentences that need more than 256 MiB" plans_its_memory
 check "embed: a checkpoint of train_bert" of_train_bert
 check "embed: what is no file is not replaced by one" to_no_file
+check "embed: the input and the files of the model are not replaced" to_no_file_of_its_own
 check "embed: each mode of pooling of sentence-transformers" modes_of_pooling
 check "embed: a pooling that it does not have is refused by name" other_pooling
 check "embed: the modules of an encoder, and the folder of its pooling" modules_of_an_encoder
