@@ -41,6 +41,8 @@ import sys
 MAGIC, VERSION, HEADER = 20240520, 1, 256
 TEXT_MAX = 8 << 30  # bytes, as in train.h
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+# The kinds of tokenizers, and their files in a folder. The first kind that is there is read.
+FOLDERS = (("json", ["tokenizer.json"]), ("bpe", ["vocab.json", "merges.txt"]), ("wordpiece", ["vocab.txt"]))
 WORD_START, SENTENCE_START = 1, 2
 WHITE_SPACE = " \t\n\v\f\r"  # that of the C locale, as eval_gpt counts words
 
@@ -178,8 +180,7 @@ def tokenizer_files(path):
     """The kind of a tokenizer, and its files."""
     if not os.path.isdir(path):
         return ("wordpiece" if path.endswith(".txt") else "json"), [path]
-    for kind, names in (("json", ["tokenizer.json"]), ("bpe", ["vocab.json", "merges.txt"]),
-                        ("wordpiece", ["vocab.txt"])):
+    for kind, names in FOLDERS:
         files = [os.path.join(path, name) for name in names]
         if all(os.path.exists(file) for file in files):
             return kind, files
@@ -295,7 +296,10 @@ def open_output(path):
 
 def check_output(o):
     """The output must not overwrite what it is made of."""
-    for path in [o.tokenizer] + (o.files if "files" in o else [o.file]):
+    tokenizer = [] if o.tokenizer == "bytes" else [o.tokenizer]
+    if os.path.isdir(o.tokenizer):
+        tokenizer = [os.path.join(folder, name) for folder in tokenizer for _, names in FOLDERS for name in names]
+    for path in tokenizer + (o.files if "files" in o else [o.file]):
         if os.path.exists(path) and os.path.exists(o.out) and os.path.samefile(path, o.out):
             raise Problem(f"--out {o.out} is the same file as {path}")
 

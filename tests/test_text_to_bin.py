@@ -139,6 +139,30 @@ class Plain(Case):
         os.close(reader)
         os.close(writer)
 
+    def test_outputs_that_are_the_tokenizer(self):
+        """No file of a tokenizer is overwritten: by its path in a folder, by a link, or as --tokenizer itself."""
+        text, folder, link = self.path("a.txt", "a text"), self.path("folder"), self.path("link")
+        os.mkdir(folder)
+        files = [self.path(os.path.join(folder, name), "a tokenizer")
+                 for name in ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt")]
+        for file in files:
+            os.symlink(file, link)
+            for out, tokenizer in (file, folder), (link, folder), (file, file):
+                status, _, err = self.run_main("train", "--tokenizer", tokenizer, "--out", out, text)
+                self.assertEqual((status, err), (1, f"text_to_bin: --out {out} is the same file as {file}\n"))
+            os.remove(link)
+        for file in files:
+            with open(file, encoding="utf-8") as content:
+                self.assertEqual(content.read(), "a tokenizer")
+
+    def test_an_output_with_the_name_of_a_tokenizer(self):
+        """The tokenizer "bytes" is no file."""
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(self.folder)
+        for _ in range(2):
+            status, _, err = self.run_main("train", "--tokenizer", "bytes", "--out", "bytes", self.path("a.txt", "a"))
+            self.assertEqual((status, err), (0, ""))
+
     def test_each_rule(self):
         self.assertEqual([name for name, _, _ in text_to_bin.WIKITEXT_RULES], list(RULES))
         for name, (before, after) in RULES.items():
