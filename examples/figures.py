@@ -141,13 +141,15 @@ def make_figure(rows=1, columns=1, **options):
 
 
 def save(figure, out):
+    from matplotlib.backend_bases import FigureCanvasBase
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    kind = os.path.splitext(out)[1][1:] or "svg"
-    if kind not in figure.canvas.get_supported_filetypes():
+    kind = os.path.splitext(out)[1][1:].lower() or "svg"
+    if kind not in FigureCanvasBase.get_supported_filetypes():  # that of SVG has its own types only
         sys.exit(f"figures.py: {out}: a figure cannot be written as .{kind}")
+    undated = {"metadata": {"Date": None}} if kind in ("svg", "svgz") else {}  # no date: the same bytes in every run
     with open_output(out) as file:
-        figure.savefig(file, format=kind, bbox_inches="tight", metadata={"Date": None})
+        figure.savefig(file, format=kind, bbox_inches="tight", **undated)
 
 
 def finish(figure, axes, out, ylabel):

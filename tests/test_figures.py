@@ -244,6 +244,15 @@ class Drawing(Case):
                 self.assertLess(len(drawn), 100000)
         self.assertEqual(drawn, self.draw(*arguments))
 
+    def test_endings(self):
+        """The ending names the format, in small or capital letters. Without one, the file is SVG."""
+        log = self.path("gpt.csv", GPT_LOG)
+        for name, begin in (("out.png", b"\x89PNG"), ("out.PNG", b"\x89PNG"), ("out.SVG", b"<?xml"),
+                            ("out.pdf", b"%PDF"), ("out.Pdf", b"%PDF"), ("out.JPG", b"\xff\xd8"), ("out", b"<?xml")):
+            figures.main(["losses", self.path(name), f"a={log}"])
+            with open(self.path(name), "rb") as file:
+                self.assertEqual(file.read(len(begin)), begin)
+
     def test_outputs(self):
         """A pipe without a reader is not waited for, and a file that is no figure is not overwritten."""
         log = self.path("gpt.csv", GPT_LOG)
