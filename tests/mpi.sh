@@ -239,19 +239,24 @@ told_by_one() {
 patience=4
 recovery="--enable-recovery --mca orte_abort_on_non_zero_status 0" # mpirun does not kill the survivors
 
-# faulty FAULT CALL OPTIONS: rank 2 of 4 has the fault
+# faulty FAULT CALL OPTIONS: rank 2 of 4 has the fault. The timeout of calls is waited for only when nobody says so.
 faulty() {
-    log=$build/faulty-$1-$2.log
+    log=$build/faulty-$1-$2.log limit=$patience
+    case $1 in return | fail) limit=3600 ;; esac
     (run 4 "$3" sh -c '"$@"; code=$?; echo "rank $OMPI_COMM_WORLD_RANK exits with $code"; exit $code' sh \
-        "$build/faulty" "$1" 2 "$2" $patience >"$log" 2>&1 </dev/null
+        "$build/faulty" "$1" 2 "$2" $limit >"$log" 2>&1 </dev/null
     echo "mpirun exits with $?" >>"$log") &
 }
 
-# told FAULT CALL RANK MESSAGE: expects this message from the rank, and its exit status 1, or mpirun's, which ended it
+# told FAULT CALL RANK MESSAGE: expects this message from the rank, and its exit status 1, or mpirun's, which ended it.
+# Sets ran_out to 1 when the rank has said otherwise that a timeout, its own or that of another rank, was over.
 told() {
     log=$build/faulty-$1-$2.log
-    grep -q "^rank $3 of 4: $4" "$log" &&
-        grep -q -e "^rank $3 exits with 1" -e "^mpirun exits with 1$" "$log" && return 0
+    if ! grep -q "^rank $3 of 4: $4" "$log"; then
+        ! grep -q "^rank $3 of 4: .*waited [0-9.]* s" "$log" || ran_out=1
+    elif grep -q -e "^rank $3 exits with 1" -e "^mpirun exits with 1$" "$log"; then
+        return 0
+    fi
     echo "$1, $2: rank $3 did not say \"$4\", or exit with 1:"
     cat "$log"
     return 1
@@ -269,21 +274,41 @@ all_late() { # FAULT CALL NAME
     all_told "$1" "$2" "$(late "$3")"
 }
 
-# patiently JOB CHECK...: a rank that a busy machine stops for longer than the timeout is also waited for. Then the
-# ranks say something else, and JOB runs again, with twice the timeout. Only slowness goes away with it.
+# patiently JOB CHECK...: a rank that a busy machine stops for longer than the timeout is also waited for. Then a rank
+# says something else of a timeout (CHECK sets ran_out), and JOB runs again, with twice the timeout. Any other failure
+# is one at once.
 patiently() {
-    job_again=$1 first_patience=$patience
+    job_again=$1 first_patience=$patience verdict=0
     shift
-    until "$@" >"$build/patience.log" 2>&1; do
+    until ran_out=0 && "$@" >"$build/patience.log" 2>&1; do
         patience=$((2 * patience))
-        [ $patience -le 128 ] || break
+        if [ $ran_out = 0 ] || [ $patience -gt 128 ]; then
+            verdict=1
+            break
+        fi
         eval "$job_again"
         wait
     done
-    [ $patience -gt $first_patience ] || return 0
-    cat "$build/patience.log"
-    told_late=$patience patience=$first_patience
-    [ "$told_late" -le 128 ]
+    [ $patience = $first_patience ] || cat "$build/patience.log"
+    patience=$first_patience
+    return $verdict
+}
+
+# said SENTENCE: makes the log of a job in which rank 0 says this
+said() { printf 'rank 0 of 4: %s\nrank 0 exits with 1\n' "$1" >"$build/faulty-none-barrier.log"; }
+
+# repeated SENTENCE: is a job repeated in which rank 0 says this, and not that its peer is gone?
+repeated() {
+    said "$1"
+    patiently 'said "MT_ERR_PEER: barrier: rank 2 is gone"' told none barrier 0 "MT_ERR_PEER: barrier: rank 2 is gone"
+}
+
+repeats_timeouts_only() {
+    repeated "MT_ERR_TIMEOUT: barrier: waited 4.00 s for rank 1" &&
+        repeated "MT_ERR_PEER: barrier: calls after this communicator failed (barrier: waited 4.00 s for rank 1)" &&
+        ! repeated "MT_ERR_PEER: barrier: rank 1 is gone" &&
+        ! repeated "MT_ERR_MISMATCH: barrier: rank 1 calls split" &&
+        ! patiently 'said "MT_ERR_PEER"' told none barrier 3 MT_ERR_PEER && [ $patience = 4 ]
 }
 
 # Three ranks wait for rank 2, and all four processes are stopped for longer than the timeout. No rank may report
@@ -302,7 +327,11 @@ stopped_job() {
     touch "$ids.until"
     wait $job && [ $stopped = 0 ] && echo "every rank is done" >>"$log"
 }
-stopped_told() { cat "$build/stopped-job.log"; grep -q '^every rank is done$' "$build/stopped-job.log"; }
+stopped_told() {
+    cat "$build/stopped-job.log"
+    ! grep -q '^rank [0-3] of 4: MT_ERR_.*waited [0-9.]* s' "$build/stopped-job.log" || ran_out=1
+    grep -q '^every rank is done$' "$build/stopped-job.log"
+}
 
 # Runs several jobs at once, because they wait most of the time.
 start_faults() {
@@ -430,6 +459,7 @@ versions_told() {
 }
 
 faults() {
+    check "a failure in which no timeout was over is not repeated" repeats_timeouts_only
     start_faults
     check "a rank of another version: the ranks say which, and none of them begins" versions_told
     check "killed (-9): every survivor says for whom it waited, in which call" \
@@ -444,9 +474,8 @@ faults() {
     check "sleeping in its own code" patiently 'faulty sleep barrier ""' all_late sleep barrier barrier
     check "sleeping, others in a reduce_scatter, over TCP" \
         patiently 'faulty sleep reduce_scatter "$tcp"' all_late sleep reduce_scatter reduce_scatter
-    check "returned early" patiently 'faulty return all_reduce "$recovery"' \
-        all_told return all_reduce "MT_ERR_PEER: all_reduce.* rank 2 returned from its function"
-    check "failed: every other rank says why, over TCP" patiently 'faulty fail broadcast "$recovery $tcp"' failed_told
+    check "returned early" all_told return all_reduce "MT_ERR_PEER: all_reduce.* rank 2 returned from its function"
+    check "failed: every other rank says why, over TCP" failed_told
     check "killed, and mpirun ends the job" mpirun_ends
     check "train_gpt, a rank killed from outside" killed_trainer
     in_full || return 0

@@ -138,8 +138,17 @@ until_there() {
     done
 }
 
+# ran_out NAME VICTIM: does a rank say of a timeout something else than is expected when the victim is stopped?
+ran_out() {
+    for rank in 0 1 2 3; do
+        [ $rank = "$2" ] || says "$1.$rank" $rank STOP || ! grep -q 'MT_ERR_TIMEOUT' "$out/$1.$rank.err" || return 0
+    done
+    return 1
+}
+
 # loses SIGNAL VICTIM FLAGS...: loses a rank in the middle of a long run. The timeout is waited for only when the rank
-# is stopped. A slow machine needs a longer one.
+# is stopped. A slow machine needs a longer one: then a timeout is over that is not meant. Any other failure is one at
+# once.
 loses() {
     if [ "$1" = KILL ]; then
         loses_within 3600 "$@"
@@ -147,6 +156,7 @@ loses() {
     fi
     for timeout in 8 16 32 64; do
         (trap end_all EXIT && loses_within $timeout "$@") && return
+        ran_out "$1-$2" "$2" || break
     done
     exit 1
 }
