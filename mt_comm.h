@@ -11351,8 +11351,8 @@ static int mti_varies(mt_tensor t) {
 /* Whether ids tell ranks apart: there are more than two different ones, which may be the same in each sequence. tokens:
    1 also wants that they are not positions, which count up from the first one. */
 static int mti_ids_tell(mt_tensor t, int tokens) {
-    int32_t low = 0, high = 0, first = 0, last = 0, id;
-    int64_t i, others = 0, steps = !tokens, n = t.rows * t.cols;
+    int32_t low = 0, high = 0, first = 0, id;
+    int64_t i, last = 0, others = 0, steps = !tokens, n = t.rows * t.cols;
     for (i = 0; i < n; i++) {
         memcpy(&id, mti_element_at(t, i / t.cols, i % t.cols), sizeof id);
         if (i == 0) low = high = first = id;
@@ -11380,8 +11380,8 @@ typedef struct mti_counting {
 static uint64_t mti_counting_mark(mt_tensor ids) {
     const int64_t most = 1 << MTI_COUNTING_BITS, rows = ids.rows * ids.cols;
     mti_counting c = {0, 0, rows};
-    int32_t id, last = 0;
-    int64_t i;
+    int32_t id;
+    int64_t i, last = 0; /* ids may be as large as INT32_MAX */
     for (i = 0; i < rows; i++) {
         memcpy(&id, mti_element_at(ids, i / ids.cols, i % ids.cols), sizeof id);
         if (i == 0) c.first = id;
@@ -11410,15 +11410,18 @@ static int mti_is_counting(uint64_t mark, int64_t rows, int64_t seq) {
 }
 
 /* Whether two ranks have positions that do not fit together: if each rank has the next `rows` rows of sequences, their
-   first positions are multiples of a step apart, and each of these is that of equally many ranks. mark(rank) is
-   all[rank * count]. */
+   first positions are multiples of a step apart, and each of these is that of equally many ranks. Without the last
+   position on any rank they may be tokens that count up. mark(rank) is all[rank * count]. */
 static int mti_positions_misfit(const uint64_t *all, size_t count, int ranks, int64_t rows, int64_t seq, int *a,
                                 int *b) {
     int64_t step = seq, rest = rows, next, apart;
-    int i, alike;
+    int i, alike, ends = 0;
     if (seq <= 0 || rows < 3 || rows % seq == 0 || rows * ranks % seq != 0) return 0;
-    for (i = 0; i < ranks; i++)
+    for (i = 0; i < ranks; i++) {
         if (!mti_is_counting(all[(size_t)i * count], rows, seq)) return 0;
+        ends |= mti_counting_of(all[(size_t)i * count]).first + rows >= seq;
+    }
+    if (!ends) return 0;
     while (rest) next = step % rest, step = rest, rest = next; /* the greatest common divisor */
     for (*b = 1; *b < ranks; ++*b)
         for (*a = 0, alike = 1; *a < *b; ++*a) {

@@ -875,10 +875,15 @@ static const positions own_positions[] = {
     {24, {0, 6, 12, 18}, 1, 0, NULL},
     {24, {18, 0, 12, 6}, 1, 0, NULL}, /* chunks in another order */
     {24, {3, 9, 15, 21}, 1, 0, NULL}, /* the last rank also has the first ones of the next sequence */
-    {24, {0, 5, 10, 15}, 1, 0, "rank 0 has the positions from 0 on and rank 1 those from 5 on|each has 6 rows"},
+    {24, {0, 7, 14, 21}, 1, 0, "rank 0 has the positions from 0 on and rank 1 those from 7 on|each has 6 rows"},
+    {24, {1, 7, 13, 18}, 1, 0, "rank 0 has the positions from 1 on and rank 3 those from 18 on"},
+    {24, {0, 5, 10, 15}, 1, 0, NULL}, /* without the last position, they may be tokens that count up */
+    {24, {0, 6, 0, 6}, 1, 0, NULL},   /* row % 12 */
+    {24, {0, 6, 12, 0}, 1, 0, NULL},  /* row % 18 */
+    {24, {0, 1, 2, 3}, 1, 0, NULL},   /* row + rank */
     {24, {0, 7, 13, 18}, 1, 0, "ids of mt_embedding_forward|rank 0 has|rank 1 those from 7 on|mt_declare_meant"},
-    {24, {0, 6, 12, 12}, 1, 0, "rank 2 has the positions from 12 on and rank 3 those from 12 on"},
-    {24, {0, 6, 12, 12}, 1, 1, NULL},
+    {24, {0, 6, 18, 18}, 1, 0, "rank 2 has the positions from 18 on and rank 3 those from 18 on"},
+    {24, {0, 6, 18, 18}, 1, 1, NULL},
     {24, {0, 0, 0, 0}, 1, 0, "same as rank 0"},
     {12, {0, 6, 0, 6}, 1, 0, NULL}, /* two sequences */
     {12, {0, 0, 6, 6}, 1, 0, NULL},
@@ -914,6 +919,34 @@ static mt_status positions_rank(mt_comm *world, void *user) {
     if (p->words) CHECK(test_has_words(mt_last_error(r.ctx), p->words));
     test_rank_close(&r);
     return MT_SUCCESS;
+}
+
+/* Ids beyond the table, up to the largest number, are no positions, and are split over both groups. */
+static mt_status largest_ids_rank(mt_comm *world, void *user) {
+    mt_param_desc of_table = {.name = "table", .rows = 48, .cols = 8, .init_std = 1};
+    mt_tensor ids, x;
+    mt_arena_request memory[] = {{&ids, MT_I32, 6, 1}, {&x, MT_F32, 6, 8}};
+    int32_t host[6] = {INT32_MAX - 1, INT32_MAX, 0, 1, 2, 3};
+    mt_param *table;
+    test_rank r;
+    (void)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &checks, &r));
+    MT_TRY(mt_params_add(r.ctx, r.params, &of_table, &table));
+    MT_TRY(mt_params_init(r.ctx, r.params, 1234));
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 2));
+    host[5] += mt_comm_rank(world);
+    MT_TRY(mt_upload(r.ctx, host, ids));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, ids, MT_SPLIT_ROWS));
+    MT_TRY(mt_embedding_forward(r.ctx, table->value, 0, (const int32_t *)ids.data, 0, x));
+    MT_TRY(mt_check_replicas(r.ctx, r.grid.tp, "my_step"));
+    MT_TRY(mt_check_replicas(r.ctx, r.grid.dp, "my_step"));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_ids_up_to_the_largest(void **state) {
+    (void)state;
+    test_launch(4, largest_ids_rank, NULL);
 }
 
 static void test_positions_of_ranks(void **state) {
@@ -1130,6 +1163,7 @@ int main(void) {
         cmocka_unit_test(test_what_ranks_must_not_have_alike),
         cmocka_unit_test(test_whole_sequences_and_rows_alike),
         cmocka_unit_test(test_positions_of_ranks),
+        cmocka_unit_test(test_ids_up_to_the_largest),
         cmocka_unit_test(test_scales_of_a_rank),
         cmocka_unit_test(test_activations_are_used_once),
         cmocka_unit_test(test_activations_that_their_gradient_has_replaced),
