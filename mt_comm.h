@@ -985,8 +985,9 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
    mt_declare_complete says that t is replicated or split by rows over comm.
    mt_declare_meant says that the program means t as it is, if mt_context_desc.check is 2. Where t is split, ranks may
    have the same, such as the tokens of data ranks. Numbers of calls that read t may be off by the number of ranks, such
-   as the scale of attention with the queries t. That holds until a call writes t or declares it; for the value of a
-   parameter, it holds from then on.
+   as the scale of attention with the queries t, also when t is a view in the qkv that the call reads. Ranks may write
+   the same view of t, see docs/checking.md. That holds until a call writes a part of t or declares it; for the value of
+   a parameter, it holds from then on. It says nothing about what t does not cover.
    mt_declare_zero says that t is zero, which fits every placement; it works in a pause, too. mt_declare_parameter notes
    a parameter and its gradient, which may be mt_none(), under a name. parts: see mt_param_desc. partial: 1 if its
    gradient may be partial over `tensor`. Over `data` the value is replicated, and the gradient may be partial.
@@ -1054,7 +1055,7 @@ MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const cha
    whole sequences, because these may have the same positions.
    mt_check_factor refuses a number of a call, `factor` times what it usually is, when a group of `factor` ranks, or of
    1 / factor ranks, splits t, operand `name`, along its rows or columns: the number was computed with the sizes of a
-   rank. It accepts all numbers after mt_declare_meant of t.
+   rank. It accepts all numbers after mt_declare_meant of t or of a view in t.
    mt_check_mean notes that the gradients of the rows of t are multiplied by `scale`; NAN: by other numbers, so that
    nothing is said about this step. mt_check_mean_end, which mt_optimizer_step calls, multiplies `scale` by grad_scale
    and by the rows of all ranks. For a mean, the product is 1. It refuses n or 1 / n, where n is the number of ranks of
@@ -4277,7 +4278,7 @@ typedef struct mti_placed {
     int is_used;          /* of activations: 1: a backward has read them */
     int is_replaced;      /* 1: the gradient of what was here, which the call had read here */
     uint64_t lost;        /* the age of what the same call has written here before, and no backward has read; or 0 */
-    int is_block;         /* of mt_context_alloc */
+    int stays;            /* 1: a block of mt_context_alloc; of what is meant: in a parameter */
     int is_gone;          /* 1: mti_placed_compact removes it */
     uint64_t age;         /* number of the piece; the newest has the largest */
     uintptr_t reach;      /* the largest at.end of this piece and those before it in the list */
@@ -4330,6 +4331,7 @@ typedef struct mti_checker {
     int tracks; /* 1: mt_check_track was called */
     mti_placed_list parameters, written;
     mti_placed_list memory; /* what is not in the arena: blocks of mt_context_alloc, and memory that was declared */
+    mti_placed_list meant;  /* of mt_declare_meant, until it is written or declared; only `at` and `stays` count */
     mti_placed_list views;  /* of mt_check_view, the last one last; `may` is for one group, and all for the others */
     mti_names names;        /* what points to one of them is known to mti_names_mark */
     mti_slots slots[2];
@@ -4430,6 +4432,7 @@ static void mti_checker_destroy(mti_checker *c) {
     mt_host_free(c->parameters.list);
     mt_host_free(c->written.list);
     mt_host_free(c->memory.list);
+    mt_host_free(c->meant.list);
     mt_host_free(c->views.list);
     mt_host_free(c);
 }
@@ -4595,12 +4598,12 @@ static void mti_placed_compact(mti_placed_list *p, size_t from) {
     mti_placed_reach(p, from);
 }
 
-/* Removes the pieces that meet e, with keeps_blocks 1 only those that are no block. */
-static void mti_placed_forget(mti_placed_list *p, mti_extent e, int keeps_blocks) {
+/* Removes the pieces that meet e, with keeps 1 not those that stay. */
+static void mti_placed_forget(mti_placed_list *p, mti_extent e, int keeps) {
     size_t i = mti_placed_before(p, e.end), from = p->count;
     mti_placed *piece;
     while ((piece = mti_placed_meets(p, e, &i)) != NULL) {
-        if (keeps_blocks && piece->is_block) continue;
+        if (keeps && piece->stays) continue;
         piece->is_gone = 1;
         from = i;
     }
@@ -4611,6 +4614,7 @@ static void mti_forget(mt_context *ctx, const void *data, size_t bytes) {
     mti_checker *c = ctx->checker;
     if (!c || !bytes) return;
     mti_placed_forget(&c->written, mti_extent_of_bytes(data, bytes), 0);
+    mti_placed_forget(&c->meant, mti_extent_of_bytes(data, bytes), 0);
     mti_placed_forget(&c->parameters, mti_extent_of_bytes(data, bytes), 0);
 }
 
@@ -4665,7 +4669,7 @@ static mti_extent mti_watched_with(mti_placed_list *memory, mti_extent e) {
     mti_placed *p;
     while ((p = mti_placed_meets(memory, e, &i)) != NULL) {
         int are_dense = mti_extent_is_dense(e) && mti_extent_is_dense(p->at);
-        if (p->is_block || (!are_dense && !mti_extent_covers(e, p->at))) continue;
+        if (p->stays || (!are_dense && !mti_extent_covers(e, p->at))) continue;
         if (are_dense) e = mti_extents_together(e, p->at);
         p->is_gone = 1;
         from = i;
@@ -4680,7 +4684,7 @@ static mt_status mti_watch_extent(mt_context *ctx, mti_extent e, int is_block) {
     if (!is_block) e = mti_watched_with(&ctx->checker->memory, e);
     p = mti_placed_insert(&ctx->checker->memory, e);
     if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of placements");
-    p->is_block = is_block;
+    p->stays = is_block;
     return MT_SUCCESS;
 }
 
@@ -5042,6 +5046,7 @@ static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned
         mti_parameter_note(p, may, zero, mti_extent_covers(e, p->at));
         if (zero) p->used = 0, p->zeroed = c->written.newest;
     } else {
+        mti_placed_forget(&c->meant, e, 1);
         if (!mti_is_watched(ctx, e) && !(c->tracks && mti_sets_tell(c, may))) return MT_SUCCESS;
         MT_TRY(mti_watch_extent(ctx, e, 0));
         p = mti_placed_older(&c->written, e, UINT64_MAX);
@@ -5054,7 +5059,7 @@ static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned
     }
     p->by = by;
     p->with = with;
-    if (!p->name || p->content != MT_CONTENT_ANY) p->content = 0; /* of a parameter it stays */
+    p->content = 0;
     return MT_SUCCESS;
 }
 
@@ -5118,23 +5123,30 @@ static mti_placed *mti_newest_at(const mti_checker *c, mti_extent at) {
     return p ? p : mti_placed_older(&c->written, at, UINT64_MAX);
 }
 
-/* Whether ranks may have any content in t: after mt_declare_meant. */
-static int mti_is_meant(const mti_checker *c, mt_tensor t) {
-    const mti_placed *p = mti_newest_at(c, mti_extent_of(t));
-    return p && p->content == MT_CONTENT_ANY;
+/* Whether ranks may have any content in all of e, by mt_declare_meant. */
+static int mti_is_meant(const mti_checker *c, mti_extent e) {
+    uintptr_t inside = 0;
+    size_t i = mti_placed_before(&c->meant, e.end);
+    const mti_placed *p;
+    while ((p = mti_placed_meets(&c->meant, e, &i)) != NULL) {
+        if (mti_extent_covers(p->at, e)) return 1;
+        if (mti_extent_covers(e, p->at)) inside += mti_extent_bytes(p->at);
+    }
+    return inside >= mti_extent_bytes(e);
 }
 
 MT_API mt_status mt_declare_meant(mt_context *ctx, mt_tensor t) {
+    mti_placed_list *meant;
     mti_placed *p;
+    mti_extent e;
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
-    MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
-    p = mti_newest_at(ctx->checker, mti_extent_of(t));
-    if (!p && !mti_is_in_arena(ctx, mti_extent_of(t))) { /* memory of the caller, of which nothing was known */
-        MT_TRY(mti_forget_view(ctx, t));
-        p = mti_newest_at(ctx->checker, mti_extent_of(t));
-    }
-    if (p) p->content = MT_CONTENT_ANY;
+    if (mt_check_mode(ctx) != 2 || !mti_has_elements(t)) return MT_SUCCESS;
+    meant = &ctx->checker->meant;
+    e = mti_extent_of(t);
+    if (mti_is_meant(ctx->checker, e)) return MT_SUCCESS;
+    p = mti_placed_insert(meant, e);
+    if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "mt_declare_meant: no memory for the checks of placements");
+    p->stays = mti_parameter_at(ctx->checker, e) != NULL;
     return MT_SUCCESS;
 }
 
@@ -6296,7 +6308,7 @@ MT_API mt_status mt_check_factor(mt_context *ctx, const char *where, const char 
     int g;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (mt_check_mode(ctx) != 2 || !mti_has_elements(t)) return MT_SUCCESS;
-    if (mti_is_meant(ctx->checker, t)) return MT_SUCCESS;
+    if (mti_placed_older(&ctx->checker->meant, mti_extent_of(t), UINT64_MAX)) return MT_SUCCESS; /* such as q of qkv */
     k = mti_known_of(ctx->checker, t);
     for (g = 0; g < ctx->checker->count && !k.zero; g++) {
         const mti_axis *axis = &ctx->checker->axes[g];
@@ -11167,7 +11179,7 @@ typedef struct mti_replica_list {
 typedef struct mti_share {
     const char *where, *with;
     char what[24], kind;
-    int is_view;    /* 1: of mt_check_view */
+    int is_view;    /* 1: of mti_view_add */
     int64_t rows;   /* of kinds i and p */
     uint64_t piece; /* of kind g: the age of the whole */
     uint64_t mark;  /* a hash; of kind g the first column, the columns, and those of the whole, in 1024ths of it */
@@ -11438,7 +11450,7 @@ static int mti_share_mark(mt_context *ctx, mt_tensor t, uint64_t *mark) {
     const mti_extent at = mti_extent_of(t);
     const mti_placed *p = mti_newest_at(ctx->checker, at);
     *mark = p ? p->content : 0;
-    if (*mark == MT_CONTENT_ANY || (*mark && !mti_extent_covers(at, p->at))) return 0;
+    if (*mark == MT_CONTENT_ANY || mti_is_meant(ctx->checker, at) || (*mark && !mti_extent_covers(at, p->at))) return 0;
     if (ctx->device == MT_DEVICE_META) return *mark != 0;
     if (ctx->device != MT_DEVICE_CPU || t.dtype == MT_U8 || !mti_varies(t)) return 0;
     *mark = 0;
@@ -11496,7 +11508,27 @@ static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placemen
     if (placement != MT_SPLIT_ROWS && placement != MT_SPLIT_COLS) return MT_SUCCESS;
     p = mti_replicated_at(ctx->checker, g, mti_extent_of(t));
     if (!p || mti_extent_covers(mti_extent_of(t), p->at)) return MT_SUCCESS;
+    if (mti_is_meant(ctx->checker, mti_extent_of(t))) return MT_SUCCESS;
     return mti_view_add(ctx, g, "mt_check_view", p->name ? p->name : p->with, mti_extent_of(t), p->at);
+}
+
+/* Whether a piece inside e is this rank's part of what a call has written, and what group g splits. */
+static int mti_is_own_part(const mti_placed *p, int g, mti_extent e) {
+    if (!p->by || p->zero || strcmp(p->by, "mt_declare") == 0 || !mti_extent_covers(e, p->at)) return 0;
+    return p->may[g] == 1 << MT_SPLIT_ROWS || p->may[g] == 1 << MT_SPLIT_COLS;
+}
+
+/* Whether t has zeros, with parts or terms of this rank written in. If it has something else, the program has written
+   it since, and what calls have written before is no longer there. */
+static int mti_is_of_parts(const mti_checker *c, int g, mt_tensor t) {
+    const mti_extent e = mti_extent_of(t);
+    const mti_placed *p = NULL;
+    if (mti_known_of(c, t).unwritten) return 0;
+    while ((p = mti_placed_older(&c->written, e, p ? p->age : UINT64_MAX)) != NULL) {
+        if (mti_extent_covers(p->at, e)) return p->zero;
+        if (!p->zero && p->may[g] != 1 << MT_PARTIAL && !mti_is_own_part(p, g, e)) return 0;
+    }
+    return 1;
 }
 
 /* Notes the views of t, a term of a sum, to which calls have written this rank's part of what is split: if it is the
@@ -11505,10 +11537,10 @@ static mt_status mti_terms_share(mt_context *ctx, int g, mt_tensor t) {
     const mti_extent e = mti_extent_of(t);
     const mti_placed *p = NULL;
     if (!mti_replicas_on(ctx) || mti_is_data(&ctx->checker->axes[g])) return MT_SUCCESS;
+    if (!mti_is_of_parts(ctx->checker, g, t)) return MT_SUCCESS;
     while ((p = mti_placed_older(&ctx->checker->written, e, p ? p->age : UINT64_MAX)) != NULL) {
         if (mti_extent_covers(p->at, e)) return MT_SUCCESS; /* what is older is no longer there */
-        if (!p->by || p->zero || strcmp(p->by, "mt_declare") == 0 || !mti_extent_covers(e, p->at)) continue;
-        if (p->may[g] == 1 << MT_SPLIT_ROWS || p->may[g] == 1 << MT_SPLIT_COLS)
+        if (mti_is_own_part(p, g, e) && !mti_is_meant(ctx->checker, p->at))
             MT_TRY(mti_view_add(ctx, g, p->by, p->with, p->at, e));
     }
     return MT_SUCCESS;
@@ -11620,9 +11652,9 @@ static mt_status mti_share_refuse(mt_context *ctx, const mt_comm *comm, const ch
                        (long long)mti_counting_of(of_b).first, (long long)e->rows);
     return mt_fail(ctx, MT_ERR_MISMATCH,
                    "%s: %s is split over \"%s\" (%d ranks), but rank %d has the same as rank %d: each rank needs its "
-                   "own part; check offsets by the rank, and what each rank reads and loads%s",
-                   where, what, comm->name, comm->size, b, a,
-                   e->is_view ? "" : ", or call mt_declare_meant for it before, if equal parts are meant");
+                   "own part; check offsets by the rank, and what each rank reads and loads, or call mt_declare_meant "
+                   "for it before, if equal parts are meant%s",
+                   where, what, comm->name, comm->size, b, a, e->is_view ? " or it was written over" : "");
 }
 
 /* Gathers the marks of all ranks, if all have the same entries. *all [ranks, count], which the caller frees, stays NULL

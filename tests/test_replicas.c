@@ -949,6 +949,97 @@ static void test_ids_up_to_the_largest(void **state) {
     test_launch(4, largest_ids_rank, NULL);
 }
 
+/* Which rows of a shard, that both ranks have, are said to be meant. */
+typedef struct meaning {
+    int64_t rows[2];  /* of the two parts */
+    int writes_again; /* 1: a row is written after that */
+    int is_refused;
+} meaning;
+
+static mt_status meant_rank(mt_comm *world, void *user) {
+    const meaning *m = (const meaning *)user;
+    float values[64];
+    mt_arena_request memory[1];
+    mt_tensor w;
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &checks, &r));
+    for (int i = 0; i < 64; i++) values[i] = (float)(i * i);
+    memory[0] = (mt_arena_request){&w, MT_F32, 8, 8};
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 1));
+    MT_TRY(mt_upload(r.ctx, values, w));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, w, MT_SPLIT_ROWS));
+    if (m->rows[0]) MT_TRY(mt_declare_meant(r.ctx, mt_tensor_rows(w, 0, m->rows[0])));
+    if (m->rows[1]) MT_TRY(mt_declare_meant(r.ctx, mt_tensor_rows(w, m->rows[0], m->rows[1])));
+    if (m->writes_again) MT_TRY(mt_fill(r.ctx, mt_tensor_rows(w, 3, 1), 2));
+    if (m->writes_again) MT_TRY(mt_declare(r.ctx, r.grid.tp, w, MT_SPLIT_ROWS));
+    MT_TRY(mt_add(r.ctx, w, w, w));
+    CHECK(mt_check_replicas(r.ctx, r.grid.tp, "my_step") == (m->is_refused ? MT_ERR_MISMATCH : MT_SUCCESS));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+/* mt_declare_meant is about what it covers, and about nothing else. */
+static void test_only_what_is_meant(void **state) {
+    static const meaning all[] = {{{0, 0}, 0, 1}, {{1, 0}, 0, 1}, {{4, 3}, 0, 1},
+                                  {{8, 0}, 0, 0}, {{4, 4}, 0, 0}, {{8, 0}, 1, 1}};
+    (void)state;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) test_launch(2, meant_rank, (void *)&all[i]);
+}
+
+/* Two parameters in one buffer of the program, whose shards are the same. What is meant stays so when the buffer is
+   written as a whole; the memory of the other one is not meant. */
+static mt_status meant_values_rank(mt_comm *world, void *user) {
+    const int both = *(const int *)user;
+    float values[64];
+    mt_arena_request memory[1];
+    mt_tensor buffer, w[2];
+    test_rank r;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &checks, &r));
+    for (int i = 0; i < 64; i++) values[i] = (float)(i * i);
+    memory[0] = (mt_arena_request){&buffer, MT_F32, 8, 8};
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 1));
+    for (int i = 0; i < 2; i++) {
+        w[i] = mt_tensor_rows(buffer, 4 * i, 4);
+        MT_TRY(mt_declare_parameter(r.ctx, i ? "b" : "a", r.grid.tp, NULL, w[i], mt_none(), MT_SPLIT_ROWS, 1, 0));
+        if (i == 0 || both) MT_TRY(mt_declare_meant(r.ctx, w[i]));
+    }
+    MT_TRY(mt_upload(r.ctx, values, buffer));
+    for (int i = 0; i < 2; i++) MT_TRY(mt_check_share(r.ctx, r.grid.tp, "value", i ? "b" : "a", w[i]));
+    CHECK(mt_check_replicas(r.ctx, r.grid.tp, "my_step") == (both ? MT_SUCCESS : MT_ERR_MISMATCH));
+    if (!both) CHECK(test_has_words(mt_last_error(r.ctx), "the value of 'b'|same as rank 0"));
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_values_that_are_meant(void **state) {
+    (void)state;
+    for (int both = 0; both < 2; both++) test_launch(2, meant_values_rank, &both);
+}
+
+/* Memory of the program's own is not watched because it is meant. */
+static mt_status unwatched_rank(mt_comm *world, void *user) {
+    mt_context_desc where = checks;
+    float own[16] = {0};
+    mt_tensor x, y = mt_tensor_f32(own, 4, 4);
+    mt_arena_request memory[] = {{&x, MT_F32, 4, 4}};
+    test_rank r;
+    where.check = *(const int *)user;
+    MT_TRY(test_rank_open(world, (mt_grid_desc){.tp = 2}, &where, &r));
+    MT_TRY(mt_arena_tensors(r.ctx, memory, 1));
+    MT_TRY(mt_upload(r.ctx, own, x));
+    MT_TRY(mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
+    MT_TRY(mt_declare_meant(r.ctx, y));
+    MT_TRY(mt_copy(r.ctx, x, y));
+    CHECK(mt_placement_of(r.ctx, r.grid.tp, y) == MT_UNDECLARED);
+    test_rank_close(&r);
+    return MT_SUCCESS;
+}
+
+static void test_what_is_meant_is_not_watched(void **state) {
+    (void)state;
+    for (int check = 1; check < 3; check++) test_launch(2, unwatched_rank, &check);
+}
+
 static void test_positions_of_ranks(void **state) {
     (void)state;
     for (size_t i = 0; i < sizeof own_positions / sizeof *own_positions; i++)
@@ -1164,6 +1255,9 @@ int main(void) {
         cmocka_unit_test(test_whole_sequences_and_rows_alike),
         cmocka_unit_test(test_positions_of_ranks),
         cmocka_unit_test(test_ids_up_to_the_largest),
+        cmocka_unit_test(test_only_what_is_meant),
+        cmocka_unit_test(test_values_that_are_meant),
+        cmocka_unit_test(test_what_is_meant_is_not_watched),
         cmocka_unit_test(test_scales_of_a_rank),
         cmocka_unit_test(test_activations_are_used_once),
         cmocka_unit_test(test_activations_that_their_gradient_has_replaced),

@@ -945,6 +945,61 @@ static mt_status sum_of_first_features(run *r) {
     return gives(r, y, 'R');
 }
 
+/* A call writes own columns to a part of a workspace. */
+static mt_status cols_in(run *r, mt_tensor work, int64_t from, int64_t cols) {
+    mt_tensor x = given(r, work.rows, C, 'R'), w = given(r, r->ranks * cols, C, 'r'),
+              y = mt_tensor_cols(work, from, cols);
+    return mt_linear_forward(r->ctx, x, w, mt_none(), y);
+}
+
+/* A kernel of the program writes its term of a sum over all that was there. */
+static mt_status term_over(const run *r, mt_tensor work) {
+    for (int64_t i = 0; !r->meta && i < work.rows * work.cols; i++)
+        ((float *)work.data)[i] = (float)(i % 7) / (float)r->ranks;
+    MT_TRY(mt_declare(r->ctx, r->tp, work, MT_PARTIAL));
+    return mt_reduce_from_tensor_region_forward(r->ctx, r->tp, work);
+}
+
+/* A workspace that is used for own columns, and for a sum after them. Zeros around the columns look like the rest of a
+   term, so the program says what is meant. mistake 1: it is such a term, and all ranks have the same columns */
+static mt_status workspace_used_again(run *r) {
+    mt_tensor work = room(r, T, F), zero = zeros(r, T, F);
+    MT_TRY(mt_fill(r->ctx, mt_tensor_cols(work, 0, F / 2), 0)); /* the rest is not known */
+    for (int step = 0; step < 3; step++) {                      /* later steps have a sum around the columns */
+        MT_TRY(cols_in(r, work, step == 2 ? F / 2 : 0, F / 4));
+        if (step == 2) MT_TRY(cols_in(r, work, 0, F / 4));
+        MT_TRY(term_over(r, work));
+    }
+    MT_TRY(gives(r, work, 'R'));
+    for (int whole = 0; whole < 2 && r->mistake != 1; whole++) {
+        MT_TRY(mt_fill(r->ctx, zero, 0));
+        MT_TRY(cols_in(r, zero, 0, F / 4));
+        MT_TRY(mt_declare_meant(r->ctx, whole ? zero : mt_tensor_cols(zero, 0, F / 4)));
+        MT_TRY(term_over(r, zero));
+    }
+    if (r->mistake == 1) {
+        MT_TRY(cols_in(r, zero, 0, F / 4));
+        MT_TRY(mt_declare(r->ctx, r->tp, zero, MT_PARTIAL));
+        MT_TRY(sum(r, zero));
+    }
+    return gives(r, zero, 'R');
+}
+
+/* Own rows of a gradient beside zeros for the other rows, which are filled apart. mistake 1: all write the first. */
+static mt_status rows_beside_zeros(run *r) {
+    mt_tensor x = given(r, T, C, 'R'), dy = given(r, T, F, 'c'), dw = room(r, F, C), rows = own_rows(r, dw);
+    int64_t first = 0, own = rows.rows;
+    if (r->mistake != 1) first = r->rank * own;
+    rows = mt_tensor_rows(dw, first, own);
+    MT_TRY(mt_fill(r->ctx, rows, 0));
+    if (first) MT_TRY(mt_fill(r->ctx, mt_tensor_rows(dw, 0, first), 0));
+    if (first + own < F) MT_TRY(mt_fill(r->ctx, mt_tensor_rows(dw, first + own, F - first - own), 0));
+    MT_TRY(mt_linear_gradients(r->ctx, dy, x, rows, mt_none()));
+    MT_TRY(mt_declare(r->ctx, r->tp, dw, MT_PARTIAL));
+    MT_TRY(sum(r, dw));
+    return gives(r, dw, 'R');
+}
+
 /* ---- what is meant, and looks wrong ------------------------------------------------------------------------------ */
 
 /* Attention with the scale 1 / D, whose square is off from the usual one by the number of ranks. mistake 1: the scale
@@ -959,6 +1014,19 @@ static mt_status scale_of_the_head_size(run *r) {
     MT_TRY(mt_attention_backward(r->ctx, &d, qkv, out, lse, dout, dqkv));
     MT_TRY(gives(r, out, 'c'));
     return gives(r, dqkv, 'c');
+}
+
+/* The same, with the queries of the fused qkv declared, and no more. mistake 1: the scale of a rank, and
+   nothing is said of this qkv. */
+static mt_status scale_of_fused_queries(run *r) {
+    const int64_t heads = HEADS / r->ranks;
+    mt_tensor qkv = given(r, T, 3 * HEADS * D, 'c'), other = given(r, T, 3 * HEADS * D, 'c');
+    mt_tensor out = room(r, T, heads * D), lse = room(r, heads, T);
+    mt_attention_desc d = {.batch = 1, .seq = T, .groups = heads, .heads_per_group = 1, .head_dim = D};
+    d.scale = r->mistake == 1 ? 1 / sqrtf((float)D / (float)r->ranks) : 1.0f / D;
+    MT_TRY(mt_declare_meant(r->ctx, mt_tensor_cols(r->mistake == 1 ? other : qkv, 0, heads * D)));
+    MT_TRY(mt_attention_forward(r->ctx, &d, qkv, out, lse));
+    return gives(r, out, 'c');
 }
 
 /* The same with queries, keys and values apart. */
@@ -1083,8 +1151,16 @@ static const program programs[] = {
      {"the view of mt_dot_product_attention_backward|rank 1 has the same as rank 0"},
      0},
     {"rows by declaration", rows_by_declaration, 4, 0, {"the view of mt_linear_gradients|has the same as rank 0"}, 0},
+    {"workspace used again",
+     workspace_used_again,
+     2,
+     0,
+     {"the view of mt_linear_forward|rank 1 has the same as rank 0|mt_declare_meant for it before|was written over"},
+     0},
+    {"rows beside zeros", rows_beside_zeros, 4, 0, {"the view of mt_linear_gradients|has the same as rank 0"}, 0},
     {"sum of first features", sum_of_first_features, 2, 0, {0}, 0},
     {"scale of the head size", scale_of_the_head_size, 4, 1, {"desc.scale is 4 times|mt_declare_meant(ctx, qkv)"}, 0},
+    {"scale of fused queries", scale_of_fused_queries, 4, 1, {"desc.scale is 4 times|mt_declare_meant(ctx, qkv)"}, 0},
     {"scale of own queries", scale_of_own_queries, 4, 1, {"desc.scale is 4 times|mt_declare_meant(ctx, q)"}, 0},
     {"one batch on all data ranks", one_batch_on_all_data_ranks, 2, 1, {0}, 1},
 };
