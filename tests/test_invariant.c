@@ -1140,13 +1140,14 @@ static mt_status adder_rank(mt_comm *world, void *user) {
     return in_rank(world, (const run *)user, (mt_context_desc){.arena_bytes = (size_t)4 << 20}, run_adder, NULL);
 }
 
-/* Returns on how many splits an operator computes other bits than on one rank. */
+/* Returns on how many splits an operator computes other bits than on one rank. With IN_SCRATCH, tensor ranks always
+   have rows of their own: if all have the same, a GEMM that rounds by the address gives them other bits by chance. */
 static int count_other_splits(int index, adding how, int sequence_parallel) {
     trace reference = {0};
     int others = 0;
     for (int tp = 1; tp <= 4; tp *= 2)
         for (int data = 1; tp * data <= 4; data *= 2)
-            for (int sp = 0; sp <= (sequence_parallel && tp > 1); sp++) {
+            for (int sp = how == IN_SCRATCH && tp > 1; sp <= (sequence_parallel && tp > 1); sp++) {
                 int differs = 0;
                 adder_run r = {{.name = adders[index].name,
                                 .layer = index,
