@@ -5658,16 +5658,17 @@ static void mti_config_set(char *text, const char *name, const char *value) {
 
 /* Returns 1 when the member of the object in text contains a word. */
 static int mti_config_has(const char *text, const char *name, const char *word) {
-    size_t from, to;
-    const char *at = mt_json_find(text, name, &from, &to) ? strstr(text + from, word) : NULL;
-    return at && at < text + to;
+    mt_json_part part;
+    const char *at = mti_config_find(text, 0, name, &part) ? strstr(part.text, word) : NULL;
+    return at && at < part.text + part.bytes;
 }
 
 /* Adds a member to the object in text, as the first one, if it does not have the member. The text has room for it. */
 static void mti_config_add(char *text, const char *name, const char *value) {
     char member[64], *begin = strchr(text, '{');
-    size_t from, to, n;
-    if (!begin || mt_json_find(text, name, &from, &to)) return;
+    mt_json_part part;
+    size_t n;
+    if (!begin || mti_config_find(text, 0, name, &part)) return;
     begin++;
     snprintf(member, sizeof member, "\n  \"%s\": \"%s\"%s", name, value,
              begin[strspn(begin, " \t\r\n")] == '}' ? "" : ",");

@@ -11204,15 +11204,11 @@ static void mti_source_names(const mt_checkpoint *c, mti_source *s) {
 /* Reads a text that save keeps. It is copied into every checkpoint, so it must be a file of the folder and a JSON
    object: a folder from elsewhere must not make a save publish another file of the user. */
 static mt_status mti_given_read(mt_context *ctx, const char *directory, const char *name, char **out) {
-    char path[MT_PATH_MAX];
-    void *text = NULL;
-    size_t bytes = 0;
-    mt_status status;
-    MT_TRY(mti_path(ctx, directory, name, path, sizeof path));
-    if (!mti_folder_has(path)) return MT_SUCCESS;
-    status = mti_text_read(ctx, directory, name, path, MTI_GIVEN_MAX, &text, &bytes);
+    void *text;
+    int exists;
+    mt_status status = mti_json_file(ctx, directory, name, MTI_GIVEN_MAX, NULL, 0, &text, &exists);
     *out = (char *)text;
-    return status == MT_SUCCESS ? mti_json_object(ctx, path, text, bytes, NULL, 0) : status;
+    return status;
 }
 
 /* Returns 1 when a component of path is a link that is named like a checkpoint. It may have come with the directory of
