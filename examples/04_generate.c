@@ -303,8 +303,10 @@ static int parse_flags(int argc, char **argv, job *j) {
         table[FLAGS + i].has_arg = optional_argument;
     }
     while ((c = getopt_long(argc, argv, "h", table, &index)) == 0 || c == 'h') {
-        if (c == 'h') j->help = 1;
-        if (c == 'h') continue;
+        if (c == 'h') {
+            j->help = 1;
+            continue;
+        }
         if (index >= FLAGS) {
             fprintf(stderr, "04_generate: --%s: the model in --init-from DIR has its own shape, see --help\n",
                     table[index].name);

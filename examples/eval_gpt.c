@@ -165,8 +165,10 @@ static int parse_options(int argc, char **argv, options *o) {
         table[FLAGS + i].has_arg = optional_argument;
     }
     while ((c = getopt_long(argc, argv, "h", table, &index)) == 0 || c == 'h') {
-        if (c == 'h') o->help = 1;
-        if (c == 'h') continue;
+        if (c == 'h') {
+            o->help = 1;
+            continue;
+        }
         if (index >= FLAGS) {
             fprintf(stderr, "eval_gpt: --%s: the model in --init-from DIR has its own shape, see --help\n",
                     table[index].name);

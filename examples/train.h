@@ -442,9 +442,11 @@ static int parse_options(int argc, char **argv, options *o) {
         table[index].has_arg = flags[index].kind == LEVEL ? optional_argument : flags[index].kind != SWITCH;
     }
     while ((c = getopt_long(argc, argv, "h", table, &index)) == 0 || c == 'h') {
-        const flag *f = &flags[c == 'h' ? 0 : index];
-        if (c == 'h') o->help = 1;
-        if (c == 'h') continue;
+        const flag *f = &flags[index];
+        if (c == 'h') {
+            o->help = 1;
+            continue;
+        }
         *given(o, f) = GIVEN;
         if (f->kind == LEVEL && !optarg && optind < argc && argv[optind][0] != '-') optarg = argv[optind++];
         if (f->kind == SWITCH) memcpy(field(f, o), &on, sizeof on);
@@ -563,7 +565,7 @@ static int load_data(options *o, dataset *d) {
     return d->tokens != NULL;
 }
 
-/* ---- files: a log must not be another file that this run reads or writes ----------------------------------------- */
+/* ---- a log must not be another file that this run reads or writes ------------------------------------------------ */
 
 static int is_log_apart(const options *o, const char *flag, const char *log) {
     int apart = !log || (is_apart(flag, log, "--data", o->data) && is_apart_from_streams(flag, log) &&
@@ -1090,12 +1092,15 @@ static int commas_in(const char *text) {
 /* Of --log: a head, and numbers with commas between them, of which some may be missing. */
 static int is_log_line(int64_t number, const char *line, int whole, int64_t *step) {
     char head[LOG_LINE];
+    const int commas = LOSSES + TOTALS + 3; /* of the head */
     size_t length = strlen(line) - (whole != 0);
-    write_head(head);
     *step = strtoll(line, NULL, 10);
-    if (number == 1) return strncmp(line, head, whole ? LOG_LINE : length) == 0;
+    if (number == 1) {
+        write_head(head);
+        return strncmp(line, head, whole ? LOG_LINE : length) == 0;
+    }
     if (*line < '1' || *line > '9' || strspn(line, "0123456789,.+-einfa") != length) return 0;
-    return whole ? commas_in(line) == commas_in(head) : commas_in(line) <= commas_in(head);
+    return whole ? commas_in(line) == commas : commas_in(line) <= commas;
 }
 
 /* Of --hash-log: a step, a name, and 16 digits. The beginning of the first line could be that of any text. */
