@@ -1243,32 +1243,35 @@ static void test_bias_of_scores(void **state) {
     }
 }
 
-/* Creates parameters for an operator: a, and b if b is not NULL. */
-static void add_parameters(const test_rank *r, int index, mt_param_desc d, mt_param **a, mt_param **b) {
+/* Opens one rank, with parameters a and b for an operator, and operands of 8 rows. The gradient of a is 2. */
+static void open_adder(int index, int invariant, mt_param_desc d, worker *w, mt_param **a, mt_param **b, operands *o) {
+    const mt_context_desc where = {.invariant = invariant, .arena_bytes = (size_t)1 << 20};
+    mt_context *ctx;
+    *w = (worker){0};
+    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &w->rank);
+    ctx = w->rank.ctx;
     d.name = "a";
     d.rows = adders[index].a_rows;
     d.cols = adders[index].cols;
-    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_add(r->ctx, r->params, &d, a));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_add(ctx, w->rank.params, &d, a));
     d.name = "b";
     d.rows = 1;
     if (d.placement) d.placement = MT_SPLIT_COLS;
-    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_add(r->ctx, r->params, &d, b));
-    ASSERT_STATUS(r->ctx, MT_SUCCESS, mt_params_init(r->ctx, r->params, 1));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_add(ctx, w->rank.params, &d, b));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_params_init(ctx, w->rank.params, 1));
+    ASSERT_STATUS(ctx, MT_SUCCESS, make_operands(w, 0, 8, o));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, (*a)->grad, 2.0f));
 }
 
 /* Calls operator `index` for 8 rows and the gradients a and b of a new registry. `words`: it is refused. */
 static void sum_into_gradients(int index, int invariant, mt_param_desc d, const char *words) {
-    const mt_context_desc where = {.invariant = invariant, .arena_bytes = (size_t)1 << 20};
-    worker w = {0};
+    worker w;
     mt_param *a, *b;
     operands o;
-    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &w.rank);
+    open_adder(index, invariant, d, &w, &a, &b, &o);
     mt_context *ctx = w.rank.ctx;
-    add_parameters(&w.rank, index, d, &a, &b);
-    ASSERT_STATUS(ctx, MT_SUCCESS, make_operands(&w, 0, 8, &o));
     mt_tensor db = adders[index].has_b ? b->grad : mt_none();
     int64_t n = adders[index].a_rows * adders[index].cols;
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, a->grad, 2.0f));
     if (!words) ASSERT_STATUS(ctx, MT_SUCCESS, adders[index].add(ctx, &o, a->grad, db));
     if (words) {
         REFUSED(ctx, MT_ERR_ARGUMENT, words, adders[index].add(ctx, &o, a->grad, db));
@@ -1343,16 +1346,12 @@ static const mover movers[] = {move_first,  move_second, move_copy, move_convert
 
 /* Calls operator `index` for 8 rows and scratch memory, which is then moved to a gradient. `words`: it is refused. */
 static void move_sum(int index, mover move, int invariant, mt_param_desc d, const char *words) {
-    const mt_context_desc where = {.invariant = invariant, .arena_bytes = (size_t)1 << 20};
-    worker w = {0};
+    worker w;
     mt_param *a, *b;
     operands o;
-    test_paper_rank(1, 0, (mt_grid_desc){.tp = 1, .dp = 1}, &where, &w.rank);
+    open_adder(index, invariant, d, &w, &a, &b, &o);
     mt_context *ctx = w.rank.ctx;
-    add_parameters(&w.rank, index, d, &a, &b);
-    ASSERT_STATUS(ctx, MT_SUCCESS, make_operands(&w, 0, 8, &o));
     mt_tensor to = scratch(&w.rank, MT_F32, a->grad.rows, a->grad.cols), db = scratch(&w.rank, MT_F32, 1, WIDTH);
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_fill(ctx, a->grad, 2.0f));
     ASSERT_STATUS(ctx, MT_SUCCESS, adders[index].add(ctx, &o, to, adders[index].has_b ? db : mt_none()));
     if (!words) ASSERT_STATUS(ctx, MT_SUCCESS, move(&w.rank, to, a->grad));
     if (words) {
