@@ -68,7 +68,8 @@
    Threads: A rank is one thread, with a context, communicators and a registry of its own.
    Macros:  mt_comm.h lists those that configure the implementation.
 
-   Sections of the implementation: >>mlp >>attention >>cross >>layer >>model >>gpt >>bert >>flops >>checkpoint */
+   Sections of the implementation: >>mlp >>attention >>cross >>layer >>model >>gpt >>bert >>flops >>checkpoint >>names
+   >>config >>layer-types >>config-values >>metadata */
 
 #include "mt_parallel.h" /* outside the guard: a second #include may add the implementation */
 
@@ -4683,7 +4684,7 @@ static int mti_described_differ(mti_described *theirs, mti_described *ours) {
     return -1;
 }
 
-/* -- names -- */
+/* ---- >>names: the names of tensors in files ---------------------------------------------------------------------- */
 
 /* The rows of queries (which 0), keys (1) or values (2). The other form of rotary positions than the model's is
    converted. */
@@ -4886,7 +4887,7 @@ static const mt_tensor_table *mti_described_table(const mti_described *m) {
     return mti_is_bert(m) ? &mti_bert_tables[m->no_binary_head] : NULL;
 }
 
-/* -- config.json -- */
+/* ---- >>config: config.json --------------------------------------------------------------------------------------- */
 
 #define MTI_CONFIG_BYTES ((size_t)1 << 20) /* as many as a checkpoint copies */
 
@@ -5088,7 +5089,7 @@ static mt_status mti_gpt2_read(const mti_config *c, mt_gpt_desc *out) {
     return MT_SUCCESS;
 }
 
-/* -- the types of layers, and their rotary positions -- */
+/* ---- >>layer-types: the types of layers, and their rotary positions ---------------------------------------------- */
 
 enum { MTI_TYPE_MAX = 64, MTI_TYPES_MAX = 16 }; /* bytes of the name of a type of layers; types in one object or list */
 
@@ -5399,7 +5400,7 @@ static mt_status mti_config_family(const mti_config *c, int is_bert, char type[6
                    c->path, wanted);
 }
 
-/* -- values that a file has under several names or in several places -- */
+/* ---- >>config-values: values under several names or in several places -------------------------------------------- */
 
 /* A value of the model. names[0] is its name in files of the family; the others are of other families, or NULL. */
 typedef struct mti_same {
@@ -5752,7 +5753,7 @@ static int mti_given_config(const void *model, const char *given, char *text, si
     return given ? snprintf(text, bytes, "%s", given) : 0;
 }
 
-/* -- metadata -- */
+/* ---- >>metadata -------------------------------------------------------------------------------------------------- */
 
 /* Returns 1 for the text of the integer 0 or of the float 0. */
 static int mti_is_zero_text(const char *text) {

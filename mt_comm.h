@@ -50,8 +50,9 @@
    one. The new process may create contexts and communicators of its own, for example with mt_launch. Destroying what it
    has inherited frees memory and does nothing else, so the old process does not notice.
 
-   Sections of the implementation: >>status >>context >>cuda >>local >>threads >>16bit >>hash >>placements
-   >>collectives >>nccl >>mpi >>compare >>replicas >>conjugates >>graph >>launch */
+   Sections of the implementation: >>types >>status >>context >>cuda >>local >>meetings >>threads >>16bit >>hash
+   >>placements >>declarations >>rules >>places >>moves >>collectives >>calls >>listeners >>nccl >>mpi >>compare
+   >>replicas >>conjugates >>graph >>launch */
 
 #ifndef MT_COMM_H
 #define MT_COMM_H
@@ -59,12 +60,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 #ifndef MT_API
 #define MT_API extern
+#endif
+
+#ifdef __cplusplus
+extern "C" {
 #endif
 
 /* ---- version ----------------------------------------------------------------------------------------------------- */
@@ -1303,10 +1304,6 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
 #define MTI_MPI 0
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* A strict -std=c99 hides these functions of POSIX and Linux; C++ does not. */
 #if !defined(__cplusplus) && !defined(_DEFAULT_SOURCE) && !defined(_GNU_SOURCE)
 int posix_memalign(void **ptr, size_t alignment, size_t bytes);
@@ -1338,6 +1335,12 @@ static mt_status mti_range_end(mt_status status) {
 #else
 #define MT_RANGE(name, call) (call)
 #endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- >>types: contexts, communicators, calls and transports ------------------------------------------------------ */
 
 #define MTI_EVENTS (MT_OVERLAP_TICKET_THIRD + 2)
 
@@ -3441,7 +3444,7 @@ static mti_outcome mti_wait_aside(mt_context *ctx, mti_group *g, const mti_wait 
     return mti_turn_take(ctx) == MT_SUCCESS ? MTI_MET : MTI_SEES_LATE;
 }
 
-/* -- meetings -- */
+/* ---- >>meetings: calls of ranks that are threads ----------------------------------------------------------------- */
 
 typedef enum mti_arrival { MTI_WAITS, MTI_IS_LAST, MTI_TOO_LATE } mti_arrival;
 
@@ -4699,6 +4702,8 @@ static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes
     return ctx->checker ? mti_watch_extent(ctx, mti_extent_of_bytes(data, bytes), 1) : MT_SUCCESS;
 }
 
+/* ---- >>declarations: what is known about memory ------------------------------------------------------------------ */
+
 MT_API int mt_check_mode(const mt_context *ctx) {
     if (!ctx || !ctx->checker || ctx->checker->paused) return 0;
     return ctx->checker->replicas ? 2 : 1;
@@ -5261,7 +5266,7 @@ MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const m
     return mti_declare_part(ctx, name, t, d, grad, 1 << placement, parts, 1, partial);
 }
 
-/* -- rules -- */
+/* ---- >>rules: the rules of operators ----------------------------------------------------------------------------- */
 
 struct mti_ruling;
 static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
@@ -6231,7 +6236,7 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     return MT_SUCCESS;
 }
 
-/* -- places -- */
+/* ---- >>places: numbers, scales and parts ------------------------------------------------------------------------- */
 
 static mt_status mti_place_note(mt_context *ctx, const char *where, const char *field, const mti_known *known,
                                 const mt_place *place); /* >>replicas */
@@ -6446,7 +6451,7 @@ MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor we
     return MT_SUCCESS;
 }
 
-/* -- the rules of communication -- */
+/* ---- >>moves: the rules of communication ------------------------------------------------------------------------- */
 
 /* Sets *r to a rule that one operand must fit. */
 static void mti_ruling_of(mti_ruling *r, const mti_checker *c, const char *where, const mt_rule *rule,
@@ -7571,51 +7576,7 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
     return MT_RANGE("send_recv", mti_run_p2p(ctx, comm, &call));
 }
 
-/* ---- >>nccl ------------------------------------------------------------------------------------------------------ */
-
-/* A call puts its work into the context's current stream. The communicator is then busy until mt_cuda_wait_peers has
-   seen this stream empty. Before the host waits for a stream, it calls mt_cuda_wait_peers, which polls the stream and
-   the busy communicators until the timeout. So the host never waits for other ranks without a timeout, except inside a
-   blocking ncclComm_t of the caller. Calls take their scratch memory from the arena.
-
-   NCCL starts a thread for each group of calls on a non-blocking communicator, and none on a blocking one. So the
-   communicators that carry collectives are blocking. NCCL documents an abort during the creation of a communicator only
-   where the call is non-blocking. A split is non-blocking when its parent is, and its child may still be blocking. So
-   mt_comm_create_nccl_id creates a non-blocking communicator, the opener, which carries no collective, and splits the
-   blocking one from it. Later splits also use the opener. A blocking call may wait for peers inside NCCL: while NCCL
-   connects the ranks in the first calls, when the queue of NCCL's work is full, when memory is registered, and when a
-   group without an opener is split. A thread, the watchdog, aborts the communicator when such a call lasts longer than
-   the timeout. The call then returns with an error.
-
-   ncclConfig_t.splitShare stays 0. Communicators that share resources would run their collectives one after another,
-   and the abort of one may make all of them unusable. */
-
-#if MTI_NCCL
-#define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* most bytes of the arena that a reduction in the tree takes */
-
-static mt_status mti_nccl_status(ncclResult_t result) {
-    switch (result) {
-    case ncclSuccess: return MT_SUCCESS;
-    case ncclInvalidArgument:
-    case ncclInvalidUsage: return MT_ERR_ARGUMENT;
-    case ncclSystemError: /* usually a connection that the peer has closed */
-    case ncclRemoteError: return MT_ERR_PEER;
-    default: return MT_ERR_SYSTEM;
-    }
-}
-
-static ncclDataType_t mti_nccl_type(mt_dtype dtype) {
-    switch (dtype) {
-    case MT_F32: return ncclFloat32;
-    case MT_BF16: return ncclBfloat16;
-    case MT_F16: return ncclFloat16;
-    case MT_I32: return ncclInt32;
-    case MT_U8: break;
-    }
-    return ncclUint8;
-}
-
-#endif
+/* ---- >>calls: ranks compare their calls over TCP ----------------------------------------------------------------- */
 
 #if MTI_COMPARES
 /* Starts a thread with all signals blocked: those of the program are for its own threads. */
@@ -7628,8 +7589,6 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return error;
 }
-
-/* -- comparing the calls of ranks -- */
 
 /* NCCL does not compare calls, so each communicator has a board. Every rank has a TCP connection to rank 0. A call
    appends a message to the queue of its rank and goes on. A thread of the context, the comparer, sends the messages to
@@ -8531,7 +8490,11 @@ static void mti_board_abandon(mt_comm *comm) {
     comm->nccl.board = NULL; /* the memory stays: another thread of the other process may have held the mutex */
 }
 
-/* -- listeners: how the ranks connect -- */
+#endif
+
+/* ---- >>listeners: how the ranks connect -------------------------------------------------------------------------- */
+
+#if MTI_COMPARES
 
 /* Rank 0 serves all connections at the same time, so one on which nothing comes costs nothing. A rank tries all
    addresses of rank 0 at the same time, for the same reason. Both sides compare the listener's token. A rank has
@@ -8824,7 +8787,50 @@ static mt_status mti_board_open(mt_context *ctx, mt_comm *comm, int listener, co
 }
 #endif
 
+/* ---- >>nccl ------------------------------------------------------------------------------------------------------ */
+
+/* A call puts its work into the context's current stream. The communicator is then busy until mt_cuda_wait_peers has
+   seen this stream empty. Before the host waits for a stream, it calls mt_cuda_wait_peers, which polls the stream and
+   the busy communicators until the timeout. So the host never waits for other ranks without a timeout, except inside a
+   blocking ncclComm_t of the caller. Calls take their scratch memory from the arena.
+
+   NCCL starts a thread for each group of calls on a non-blocking communicator, and none on a blocking one. So the
+   communicators that carry collectives are blocking. NCCL documents an abort during the creation of a communicator only
+   where the call is non-blocking. A split is non-blocking when its parent is, and its child may still be blocking. So
+   mt_comm_create_nccl_id creates a non-blocking communicator, the opener, which carries no collective, and splits the
+   blocking one from it. Later splits also use the opener. A blocking call may wait for peers inside NCCL: while NCCL
+   connects the ranks in the first calls, when the queue of NCCL's work is full, when memory is registered, and when a
+   group without an opener is split. A thread, the watchdog, aborts the communicator when such a call lasts longer than
+   the timeout. The call then returns with an error.
+
+   ncclConfig_t.splitShare stays 0. Communicators that share resources would run their collectives one after another,
+   and the abort of one may make all of them unusable. */
+
 #if MTI_NCCL
+#define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* most bytes of the arena that a reduction in the tree takes */
+
+static mt_status mti_nccl_status(ncclResult_t result) {
+    switch (result) {
+    case ncclSuccess: return MT_SUCCESS;
+    case ncclInvalidArgument:
+    case ncclInvalidUsage: return MT_ERR_ARGUMENT;
+    case ncclSystemError: /* usually a connection that the peer has closed */
+    case ncclRemoteError: return MT_ERR_PEER;
+    default: return MT_ERR_SYSTEM;
+    }
+}
+
+static ncclDataType_t mti_nccl_type(mt_dtype dtype) {
+    switch (dtype) {
+    case MT_F32: return ncclFloat32;
+    case MT_BF16: return ncclBfloat16;
+    case MT_F16: return ncclFloat16;
+    case MT_I32: return ncclInt32;
+    case MT_U8: break;
+    }
+    return ncclUint8;
+}
+
 /* -- the watchdog -- */
 
 /* Owned by the communicators of one context, all of which belong to one thread: at most one call is inside NCCL. The

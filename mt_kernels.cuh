@@ -64,8 +64,8 @@
    >>columns >>random-words >>panels >>amx >>ptx >>tile >>rules >>dispatch.
    Each of these sections holds one operator or a few related ones (checks, CPU loop, kernels, launch, public
    functions): >>fill >>copy >>add >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout
-   >>attention >>rotary >>kv-cache >>ids >>embedding >>cross-entropy >>sample >>adamw >>multi-tensor >>step
-   >>pointwise */
+   >>attention-desc >>attention-cpu >>attention-plain >>attention-flash >>attention-choice >>attention >>rotary
+   >>kv-cache >>kv-lengths >>ids >>embedding >>cross-entropy >>sample >>adamw >>multi-tensor >>step >>pointwise */
 
 #include "mt_comm.h" /* outside the guard: a second #include may come with MEGATRON_IMPLEMENTATION */
 
@@ -76,10 +76,10 @@
 extern "C" {
 #endif
 
+/* ---- moving and filling ------------------------------------------------------------------------------------------ */
+
 /* Returns the view with data == NULL, to pass for an optional argument that you leave out. */
 MT_API mt_tensor mt_none(void);
-
-/* ---- moving and filling ------------------------------------------------------------------------------------------ */
 
 /* Sets every element of y, which has a float type, to value. */
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value);
@@ -1009,8 +1009,6 @@ MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
 
 /* ---- >>options --------------------------------------------------------------------------------------------------- */
 
@@ -3664,6 +3662,8 @@ static mt_status mti_rooms(mti_operator *op, int64_t rows, int64_t cols, mt_tens
 #define MTI_RUN(op, launch, loop) MTI_CHOOSE(op, launch, (op)->on_cpu ? ((loop), MT_SUCCESS) : MT_SUCCESS)
 
 /* ---- >>fill ------------------------------------------------------------------------------------------------------ */
+
+MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
 
 typedef struct mti_fill {
     mt_tensor y;
@@ -7909,7 +7909,7 @@ MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_
                                 mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_bias_dropout_add_backward, &b)));
 }
 
-/* ---- >>attention ------------------------------------------------------------------------------------------------- */
+/* ---- >>attention-desc: arguments and scratch memory of attention ------------------------------------------------- */
 
 /* Checks the sizes in desc, and that the shapes of the argument tables below do not overflow. */
 static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_desc *s) {
@@ -8368,6 +8368,8 @@ static void mti_attention_pack(const mti_attention *a, int64_t batch, int64_t gr
     if (a->v_features) mti_pack_features(a, a->v, row, col, n, a->v_features);
     if (a->v_keys) mti_pack_rows(a, a->v, row, col, n, length, a->v_keys);
 }
+
+/* ---- >>attention-cpu: attention on a CPU ------------------------------------------------------------------------- */
 
 /* A block of scores: queries [query, query + rows) of a head and keys [key, key + keys) of its group. */
 typedef struct mti_score_block {
@@ -8951,6 +8953,8 @@ static void mti_cpu_attention_backward(void *data, int thread, int64_t first, in
     }
     if (a.tiles) mti_tiles_end();
 }
+
+/* ---- >>attention-plain: kernels of attention without tensor cores ------------------------------------------------ */
 
 #if MT_HAS_CUDA
 extern "C++" {
@@ -9577,6 +9581,14 @@ static mti_plain mti_plain_of(const mti_attention *a) {
 static dim3 mti_plain_grid(int64_t rows, int64_t heads, int64_t batch) {
     return dim3((unsigned)((rows + MTI_PLAIN_WARPS - 1) / MTI_PLAIN_WARPS), (unsigned)heads, (unsigned)batch);
 }
+
+} /* extern "C++" */
+#endif
+
+/* ---- >>attention-flash: kernels of attention on tensor cores ----------------------------------------------------- */
+
+#if MT_HAS_CUDA
+extern "C++" {
 
 /* The tokens of a key/value cache, see mt_kv_cache_attention. A GPU does not check lengths: these functions limit them,
    so that every position that they return is in the cache. A token that finds no room counts as padding. */
@@ -10382,6 +10394,14 @@ template <int HeadDim, bool SPANS> static mt_status mti_flash_run_backward(const
                             mti_flash_dkv_bytes<HeadDim, SPANS>(), f);
 }
 
+} /* extern "C++" */
+#endif
+
+/* ---- >>attention-choice: which kernels compute an attention ------------------------------------------------------ */
+
+#if MT_HAS_CUDA
+extern "C++" {
+
 /* Whether the tensor-core kernels can read or write a view. mt_none() is not read. */
 static int mti_flash_fits_view(const mti_attention *a, mt_tensor t) {
     return !t.data || (t.dtype == a->q.dtype && mti_is_wide(t));
@@ -10569,6 +10589,8 @@ static mt_status mti_cuda_attention(const mti_attention *a, int backward) {
 
 } /* extern "C++" */
 #endif
+
+/* ---- >>attention ------------------------------------------------------------------------------------------------- */
 
 /* The least number of items for a thread. */
 static int64_t mti_attention_grain(const mt_attention_desc *s, int backward) {
@@ -12190,6 +12212,8 @@ MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc 
     mti_kv_work(&op, &k);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_kv_cache_attention(&k), mti_kv_attention_loop(&op, &k)));
 }
+
+/* ---- >>kv-lengths: positions and lengths of a key/value cache ---------------------------------------------------- */
 
 /* The position of token i of sequence b, at most max_seq - 1. */
 MT_INLINE MT_HOST_DEVICE int32_t mti_kv_position(int64_t max_seq, const int32_t *lengths, int64_t b, int64_t i) {

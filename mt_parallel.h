@@ -65,8 +65,9 @@
    functions of layers, which add parameters, also return the errors of mt_params_add. After an error of a create
    function, the registry is as before.
 
-   Sections of the implementation: >>options >>grid >>invariant >>params >>hash-log >>linear >>norm >>vocab >>sample
-   >>buckets >>sync >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint >>plan */
+   Sections of the implementation: >>options >>grid >>invariant >>params >>sharding >>memory >>guard >>init >>settings
+   >>bind >>gradients >>scatter >>hash-log >>linear >>linear-tensors >>norm >>vocab >>sample >>buckets >>sync
+   >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint >>save >>load >>plan */
 
 /* This #include is outside the guard, so that a second #include of this file, with MEGATRON_IMPLEMENTATION, also
    reaches mt_kernels.cuh and mt_comm.h. */
@@ -1765,10 +1766,6 @@ MT_API mt_status mt_plan_step(mt_context *ctx, const mt_machine *machine, const 
 #include <sys/mman.h>
 #include <sys/stat.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* With -std=c99 the system headers do not declare these functions. glibc defines __USE_MISC when it does declare them.
    _GNU_SOURCE is no test for this, because OpenBLAS's header may define it after the system headers were read. */
 #if !defined(__cplusplus) && !defined(__USE_MISC)
@@ -1778,6 +1775,10 @@ int openat(int directory, const char *name, int flags, ...);
 int unlinkat(int directory, const char *name, int flags);
 DIR *fdopendir(int fd);
 ssize_t readlink(const char *path, char *to, size_t bytes);
+#endif
+
+#ifdef __cplusplus
+extern "C" {
 #endif
 
 /* ---- >>options --------------------------------------------------------------------------------------------------- */
@@ -2463,6 +2464,8 @@ MT_API void mt_params_destroy(mt_params *params) {
     mt_host_free(params);
 }
 
+/* ---- >>sharding: which elements of a parameter a shard has ------------------------------------------------------- */
+
 /* One of the blocks of a virtual shard: one of its `parts` or, with copies, the own features or the copied features of
    a piece. Its `count` features start at `local` in the shard and at `global` in the whole dimension. The rest of the
    block, up to `size` features, is padding. */
@@ -2806,6 +2809,8 @@ MT_API int mt_params_shards(const mt_params *params) {
     return params ? mti_shards(params->ctx, params->grid->tp) * params->grid->tp_size : 1;
 }
 
+/* ---- >>memory: the memory of a registry -------------------------------------------------------------------------- */
+
 /* Returns a number of elements. Whatever starts at a multiple of it in the registry's memory is aligned to 64 bytes. */
 static int64_t mti_param_unit(mt_dtype dtype) { return (int64_t)(MT_ALIGNMENT / mt_dtype_size(dtype)); }
 
@@ -3004,6 +3009,8 @@ static mt_status mti_params_declare(mt_context *ctx, const mt_params *params) {
     return MT_SUCCESS;
 }
 
+/* ---- >>guard: invariant mode refuses sums in an order that depends on the split ---------------------------------- */
+
 /* Returns 1 when t, which is not empty, has bytes of `grad`, a gradient of a parameter. */
 static int mti_is_in_gradient(const mt_context *ctx, mt_tensor t, mt_tensor grad) {
     uintptr_t from = (uintptr_t)t.data, of = (uintptr_t)grad.data;
@@ -3086,8 +3093,6 @@ static mt_status mti_gradient_sum_check(mt_context *ctx, const char *where, cons
                    "mt_invariant_input and mt_invariant_output, because otherwise the bits depend on the split",
                    where, arg->name, g->name, p->shards, where);
 }
-
-/* -- sums over rows in other memory -- */
 
 static void mti_noted_sum_forget(mti_guard *guard, uintptr_t from, uintptr_t to) {
     int i = 0;
@@ -3287,6 +3292,8 @@ static void mti_params_forget(mt_context *ctx, const mt_params *params) {
     }
 }
 
+/* ---- >>init: the first values of parameters ---------------------------------------------------------------------- */
+
 static int mti_is_scattered(const mt_params *params); /* >>buckets */
 
 /* Tells check mode that the gradients are sums over all ranks that have a part of them. */
@@ -3439,7 +3446,7 @@ static mt_status mti_memory_zero(mt_context *ctx, const mt_params *params, int k
     return MT_SUCCESS;
 }
 
-/* -- settings that ranks compare with mt_comm_compare -- */
+/* ---- >>settings: what the ranks compare with mt_comm_compare ----------------------------------------------------- */
 
 /* Sizes of the text of a setting's value, and of mti_param_text, in bytes. */
 #define MTI_TOLD_VALUE 384
@@ -3693,7 +3700,7 @@ MT_API mt_status mt_params_init(mt_context *ctx, mt_params *params, uint64_t see
     return MT_SUCCESS;
 }
 
-/* -- memory of the caller -- */
+/* ---- >>bind: parameters in memory of the caller ------------------------------------------------------------------ */
 
 static char *mti_memory_of(const mt_params_memory *memory, int kind) {
     switch (kind) {
@@ -3902,7 +3909,7 @@ static mt_status mti_gradients_zero(mt_context *ctx, const mt_params *params) {
     return MT_SUCCESS;
 }
 
-/* -- the state of the gradients -- */
+/* ---- >>gradients: the state of the gradients --------------------------------------------------------------------- */
 
 static void mti_gradients_set(mt_params *params, mti_gradient_state state) {
     params->state = state;
@@ -4027,6 +4034,8 @@ MT_API mt_status mt_params_pack(mt_context *ctx, mt_params *params) {
     if (status != MT_SUCCESS) mti_params_unpack(params);
     return status;
 }
+
+/* ---- >>scatter: whole tensors and shards of parameters ----------------------------------------------------------- */
 
 MT_API const mt_grid *mt_params_grid(const mt_params *params) { return params ? params->grid : NULL; }
 MT_API int mt_params_count(const mt_params *params) { return params ? params->count : 0; }
@@ -5679,7 +5688,7 @@ MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, con
     return mti_linear_end(ctx, mark, status);
 }
 
-/* -- layers of tensors in the caller's memory -- */
+/* ---- >>linear-tensors: layers of tensors in memory of the caller ------------------------------------------------- */
 
 /* Checks one tensor of a layer; suffix is its name in mt_linear_tensors. */
 static mt_status mti_own_check(mt_context *ctx, const char *function, const char *name, const char *suffix, mt_tensor t,
@@ -9993,7 +10002,7 @@ typedef struct mti_table_map {
     int tensor_count, piece_count;
 } mti_table_map;
 
-/* -- saving -- */
+/* -- a checkpoint -- */
 
 struct mt_checkpoint {
     mt_params *params;
@@ -10386,6 +10395,8 @@ MT_API void mt_checkpoint_destroy(mt_context *ctx, mt_checkpoint *checkpoint) {
     mt_host_free(checkpoint->fields);
     mt_host_free(checkpoint);
 }
+
+/* ---- >>save: checkpoints are written ----------------------------------------------------------------------------- */
 
 /* Returns the status of the first rank that failed, with its message, on every rank. exchange is device memory of
    MT_ERROR_BYTES. Collective: a rank that has failed must call it, too. */
@@ -11008,7 +11019,7 @@ MT_API mt_status mt_checkpoint_save(mt_context *ctx, mt_checkpoint *checkpoint, 
     return status;
 }
 
-/* -- loading -- */
+/* ---- >>load: checkpoints are read -------------------------------------------------------------------------------- */
 
 /* The files that are loaded. */
 typedef struct mti_source {
