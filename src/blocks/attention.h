@@ -1,0 +1,226 @@
+/* ---- self-attention ---------------------------------------------------------------------------------------------- */
+
+#pragma once
+#include "batch.h"
+#include "../ops/kv_cache.h"
+#include "../parallel/linear.h"
+#include "../parallel/norm.h"
+
+/* A query group is one key/value head with its heads / kv_heads query heads. The groups are split over the tensor ranks
+   (arXiv 1909.08053, figure 3b): QKV is column-parallel, core attention runs on this rank's groups, and the projection
+   is row-parallel.
+   hidden must be a multiple of heads, and heads a multiple of kv_heads. heads must be at least t, and in invariant
+   mode (see mt_parallel.h) at least V = mt_context_desc.invariant. With rotary, rotary_dim must be even and at most
+   hidden / heads, and max_seq must be set. Otherwise create returns MT_ERR_SHAPE. When kv_heads is not a multiple of t
+   (in invariant mode, of V), the last ranks also have empty groups: padding, whose weights are zero.
+   When kv_heads is less than t (in invariant mode, than V), each group is divided into pieces, which are split over the
+   ranks instead of groups. A piece has some of the group's query heads and a copy of its key and value (copies and
+   copied of mt_param_desc). mt_sync_gradients then does 1 more all-reduce for each weight and bias with copies, of all
+   keys and values, and the all-reduces of these gradients over the data group do not overlap with backward.
+   qkv_layout (mt_kernels.cuh) is the order of the rows of the QKV weight [(heads + 2 * kv_heads) * head size, hidden].
+     MT_QKV_PER_GROUP     A rank has the rows of its groups, which are neighbours (unit = a query group).
+     MT_QKV_CONCATENATED  A rank, and in invariant mode each virtual shard, has [its queries; its keys; its values]
+                          (parts = 3, unit = head size). mt_param_scatter takes the whole weight [3 * hidden, hidden] of
+                          a program with this layout as it is. kv_heads must be heads: MT_ERR_SHAPE.
+     MT_QKV_SEPARATE      There are three layers, which share f, so the communication is the same. A rank has the rows
+                          of its heads in each weight (unit = the query heads of a group, or the head size).
+   With the last two, kv_heads must be a multiple of t (in invariant mode, of V). If kv_heads is less than t (V), heads
+   must be a multiple instead. Otherwise create returns MT_ERR_SHAPE.
+   The first values of a weight depend on its name and on the positions of its elements, so models of different layouts
+   begin with different values. After the same weights are copied into each layout, the models compute the same outputs,
+   up to rounding. */
+typedef struct mt_self_attention_desc {
+    int64_t hidden, heads;
+    int64_t kv_heads; /* number of query groups: heads for MHA, fewer for GQA; 0: heads */
+    mt_mask mask;     /* 0: MT_MASK_CAUSAL */
+    /* Base of rotary position embedding, usually 10000; 0: no rotary. By default each head is turned as a whole and in
+       halves, as in GPT-NeoX and Hugging Face's Llama. See rotary_form and rotary_dim */
+    float rotary_base;
+    int64_t max_seq;      /* tokens of the longest sequence; must be 0 without rotary (MT_ERR_ARGUMENT) */
+    float dropout;        /* of attention probabilities */
+    int64_t layer_number; /* selects the dropout masks; give each layer a number of its own */
+    int no_bias;          /* 1: qkv and proj have no bias */
+    /* advanced */
+    mt_qkv_layout qkv_layout;   /* 0: MT_QKV_PER_GROUP */
+    mt_rotary_form rotary_form; /* see mt_kernels.cuh; 0: MT_ROTARY_HALVES */
+    /* only the first rotary_dim features of a head are turned: the head size times Megatron's --rotary-percent; 0: all.
+       rotary_form and rotary_dim must be 0 without rotary (MT_ERR_ARGUMENT) */
+    int64_t rotary_dim;
+    int64_t window;        /* sliding window: position p attends to position j only if |p - j| < window; 0: none */
+    float softcap;         /* soft cap of the scores, see mt_attention_desc; 0: none */
+    int alibi;             /* 1: ALiBi (arXiv 2108.12409) with the slopes of mt_alibi_slopes */
+    int skip_bias_add;     /* as in mt_mlp_desc, for proj.bias */
+    int sequence_parallel; /* 1: x and y are [tokens / t, hidden] */
+    int recompute_core;    /* 1: backward runs core attention again, and saved does not keep out and lse */
+    float init_std, output_init_std; /* deviation of the initial weights of qkv and of proj; MT_ZERO: 0; 0: 0.02 */
+    int add_to_dx;                   /* 1: backward adds to dx, see mt_linear_desc */
+} mt_self_attention_desc;
+
+typedef struct mt_self_attention {
+    mt_self_attention_desc desc;
+    /* NAME.linear_qkv.*; the order of its rows is desc.qkv_layout; zero with MT_QKV_SEPARATE */
+    mt_column_parallel_linear qkv;
+    /* MT_QKV_SEPARATE: NAME.query.*, NAME.key.*, NAME.value.*; otherwise zero */
+    mt_column_parallel_linear separate[3];
+    mt_row_parallel_linear proj; /* NAME.linear_proj.* */
+    mt_tensor rotary;            /* the table of mt_rotary_table, owned by the registry; mt_none(): no rotary */
+    /* The slopes of this rank's n query heads (those in non-empty groups), [1, n], MT_F32, owned by the registry. You
+       may write others there (see mt_upload). They must be at least 0: with another one, only its rank fails, on a CPU
+       with MT_ERR_DATA. Checkpoints do not store slopes. mt_none(): no ALiBi, or no heads on this rank */
+    mt_tensor alibi_slopes;
+    int64_t pieces;           /* of each query group; 1 when there are enough groups */
+    int64_t head_dim, groups; /* groups: number of groups (or pieces) of this rank, empty ones included */
+    int64_t first_group;      /* global index of this rank's first group (or piece) */
+} mt_self_attention;
+
+typedef struct mt_self_attention_saved {
+    mt_batch batch; /* the batch of forward; the arrays that it points to must not change until backward */
+    mt_linear_saved qkv_in, proj_in;
+    /* qkv [tokens, local features of QKV], out [tokens, proj.local_features], lse [n, tokens], where n is the number of
+       query heads in this rank's non-empty groups. With recompute_core, out and lse are not valid after forward. */
+    mt_tensor qkv, out, lse;
+} mt_self_attention_saved;
+
+/* x, y, dx, dy, saved and the communication are as for mt_mlp_forward and mt_mlp_backward, with tokens =
+   batch->sequences * batch->seq. Inference (saved NULL) has no dropout. Backward uses the batch of forward.
+   MT_ERR_SHAPE: with rotary, batch->seq is greater than max_seq.
+   Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range; the limit of hidden and max_seq is 2^31 - 1),
+   MT_ERR_SHAPE (see mt_self_attention_desc), and those of the linear layers. */
+MT_API mt_status mt_self_attention_create(mt_context *ctx, mt_params *params, const char *name,
+                                          const mt_self_attention_desc *desc, mt_self_attention *out);
+MT_API mt_status mt_self_attention_forward(mt_context *ctx, const mt_self_attention *attention, const mt_batch *batch,
+                                           mt_tensor x, mt_tensor y, mt_self_attention_saved *saved);
+MT_API mt_status mt_self_attention_backward(mt_context *ctx, const mt_self_attention *attention, mt_tensor dy,
+                                            mt_tensor dx, const mt_self_attention_saved *saved);
+
+/* Inference with a key/value cache (see mt_kv_cache in mt_kernels.cuh): adds the keys and values of x to the cache, and
+   computes y from x and the cache, without dropout.
+     batch   seq is the number of new tokens of each sequence: 1 for a step of generation, the length of the longest
+             prompt for prompts. lengths has the number of valid new tokens of each sequence (NULL: all are valid).
+             cu_seqlens, documents, attention_bias and attention_dbias must not be set (MT_ERR_UNSUPPORTED). Other
+             fields have no effect
+     cache   keys and values are [sequences * n * max_seq, head size], contiguous, in the model's type, where n =
+             mt_self_attention_cache_groups; mt_none() when n is 0. In invariant mode the rows of a virtual shard follow
+             those of the one before. After its last layer the caller adds the new tokens to lengths
+             (mt_kv_cache_advance)
+     x, y    [sequences * seq, hidden] on every tensor rank, also with sequence_parallel, because the tokens of a step
+             need not be a multiple of t. y must not overlap x. In y, rows of tokens that are not valid have no meaning
+   Communication: 1 all-reduce over the tensor group.
+   Errors: MT_ERR_UNSUPPORTED (the mask is not causal), MT_ERR_SHAPE (with rotary, the max_seq of the cache is greater
+   than that of the layer), and those of mt_kv_cache_append. After an error, only keys and values at positions from
+   lengths on may have changed.
+   mt_self_attention_cache_groups returns n, the number of key/value heads of this rank. */
+MT_API mt_status mt_self_attention_cached_forward(mt_context *ctx, const mt_self_attention *attention,
+                                                  const mt_batch *batch, const mt_kv_cache *cache, mt_tensor x,
+                                                  mt_tensor y);
+MT_API int64_t mt_self_attention_cache_groups(const mt_self_attention *attention);
+
+/* The tensors of attention in your own memory, see mt_linear_tensors. A group has n = heads / kv_heads query heads of D
+   features. qkv and separate are split by rows, and proj by columns in units of n * D:
+     MT_QKV_PER_GROUP     qkv, in units of (n + 2) * D
+     MT_QKV_CONCATENATED  qkv, in 3 parts and units of D
+     MT_QKV_SEPARATE      separate, the layers of queries (units of n * D), keys and values (units of D)
+   qkv is ignored with MT_QKV_SEPARATE, and separate with the other layouts. kv_heads must be at least t, and in
+   invariant mode at least V (MT_ERR_SHAPE), because here nothing sums the gradients of copies. */
+typedef struct mt_self_attention_tensors {
+    mt_linear_tensors qkv, separate[3], proj;
+    /* the table [max_seq, R] of mt_rotary_table, MT_F32, where R is desc.rotary_dim, or D if this is 0; mt_none() when
+       desc.rotary_base is 0 */
+    mt_tensor rotary;
+    /* [1, n], MT_F32: the slopes of this rank's n query heads, as mt_alibi_slopes computes them or others; mt_none()
+       when desc.alibi is 0. With alibi every rank passes memory, also one without heads (n is 0) */
+    mt_tensor alibi_slopes;
+} mt_self_attention_tensors;
+
+/* Attention without a registry: mt_self_attention_forward and mt_self_attention_backward on tensors in your own memory.
+   They run the same code and give the same bits. tp is the tensor group. desc has the meaning that it has for
+   mt_self_attention_create, and is read in each call. b mt_none() means no bias. desc.no_bias may be 0, but 1 with a
+   bias is MT_ERR_ARGUMENT. Nothing is logged. Shapes and communication are those of mt_self_attention_forward and
+   mt_self_attention_backward. The caller sums dw and db over the data group. With sequence_parallel, proj.db is the sum
+   over this rank's rows; the caller sums it over the tensor group.
+   Errors: those of mt_self_attention_create, mt_self_attention_forward and mt_column_parallel_linear_from_tensors.
+   MT_ERR_ARGUMENT: rotary does not go with rotary_base, or alibi_slopes with alibi, or, in backward, dw is mt_none(),
+   or db where there is a bias. */
+MT_API mt_status mt_parallel_attention_forward(mt_context *ctx, mt_comm *tp, const mt_batch *batch, mt_tensor x,
+                                               const mt_self_attention_tensors *tensors, mt_tensor y,
+                                               const mt_self_attention_desc *desc, mt_self_attention_saved *saved);
+MT_API mt_status mt_parallel_attention_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy,
+                                                const mt_self_attention_tensors *tensors, mt_tensor dx,
+                                                const mt_self_attention_desc *desc,
+                                                const mt_self_attention_saved *saved);
+
+/* QK-norm (arXiv 2302.05442; q_layernorm and k_layernorm of Megatron-LM) normalises each query head and each key head.
+   All query heads have one gain, and all key heads have another. create uses desc for both norm layers: desc->features
+   is the head size. `layer` is the layer that computes qkv in the layout MT_QKV_PER_GROUP. Its desc.unit must be the
+   size of a query group, (heads_per_group + 2) * head size; from it create computes the number of query groups.
+   qkv and dqkv have the layout of qkv in mt_core_attention_forward and are contiguous. No communication.
+     forward   replaces the queries and keys in qkv by their normalised values. saved keeps copies of the original ones
+               in the arena. When saved is NULL, forward is inference.
+     backward  replaces the gradients of the normalised queries and keys in dqkv by those of the original ones, and adds
+               to the gradients of the parameters.
+   MT_ERR_ARGUMENT: desc->groups is not 0, or layer was not created. MT_ERR_SHAPE: layer->desc.unit is not a multiple of
+   the head size or is less than 3 * head size, the layer has several parts, or qkv or dqkv has another layout or is not
+   contiguous. */
+typedef struct mt_qk_norm {
+    mt_norm_layer q, k; /* NAME.q_layernorm.*, NAME.k_layernorm.* */
+    int64_t unit;       /* columns of a query group */
+} mt_qk_norm;
+
+typedef struct mt_qk_norm_saved {
+    mt_norm_saved q, k;
+} mt_qk_norm_saved;
+
+MT_API mt_status mt_qk_norm_create(mt_context *ctx, mt_params *params, const char *name, const mt_norm_layer_desc *desc,
+                                   const mt_column_parallel_linear *layer, mt_qk_norm *out);
+MT_API mt_status mt_qk_norm_forward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor qkv, mt_qk_norm_saved *saved);
+MT_API mt_status mt_qk_norm_backward(mt_context *ctx, const mt_qk_norm *norm, mt_tensor dqkv,
+                                     const mt_qk_norm_saved *saved);
+
+/* Returns the desc that mt_core_attention_forward and mt_core_attention_backward need for the output of the layer `qkv`
+   on this rank. The layer's parts and unit say which layout it computes: MT_QKV_PER_GROUP with 1 part and the unit
+   (heads_per_group + 2) * head_dim, MT_QKV_CONCATENATED, with one query head per group, with 3 parts and the unit
+   head_dim. The field `groups` counts only this rank's non-empty groups. The mask is causal. lengths, cu_seqlens and
+   the bias are those of batch. dropout.at has this rank's first_row, first_col and global_cols, and dropout.p is 0. To
+   use dropout, copy p, at.seed, at.subsequence and at.offset from the result of mt_batch_dropout into dropout.
+   When a pointer is NULL, the layer has copies, or the parts and the unit are others, all fields of the result are 0,
+   and every call with it fails. For three layers (MT_QKV_SEPARATE) fill the desc yourself. */
+MT_API mt_attention_desc mt_core_attention_desc(const mt_column_parallel_linear *qkv, int64_t head_dim,
+                                                const mt_batch *batch);
+
+/* Run mt_attention_forward and mt_attention_backward on the groups of this rank, without rotary, for your own blocks.
+   For shards pass weight->shards of the column-parallel layer that computed qkv. Outside invariant mode this number is
+   1. In invariant mode it is the number of virtual shards on this rank, and core attention runs once for each of them.
+   desc->groups counts only this rank's non-empty groups. all_groups below counts the empty ones, too.
+     qkv, dqkv  [tokens, all_groups * (heads_per_group + 2) * head_dim]: virtual shard by virtual shard, each with the
+                columns of its groups in the order of desc->qkv_layout. With MT_QKV_SEPARATE: the output of the layer
+                of queries, then of keys, then of values
+     out, dout  [tokens, all_groups * heads_per_group * head_dim]
+     lse        [desc->groups * heads_per_group, tokens]; may be mt_none() in forward
+   The columns of empty groups come last. forward sets these columns of out to zero, and backward those of dqkv.
+   MT_ERR_SHAPE: the columns are not a whole number of groups, shards does not divide all_groups, or a group is empty
+   and qkv_layout is not MT_QKV_PER_GROUP. */
+MT_API mt_status mt_core_attention_forward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
+                                           mt_tensor out, mt_tensor lse);
+MT_API mt_status mt_core_attention_backward(mt_context *ctx, const mt_attention_desc *desc, int shards, mt_tensor qkv,
+                                            mt_tensor out, mt_tensor lse, mt_tensor dout, mt_tensor dqkv);
+
+/* Copies between a QKV weight [(heads + 2 * kv_heads) * head_dim, cols] of the layout MT_QKV_PER_GROUP and separate
+   weights q [heads * head_dim, cols], k and v [kv_heads * head_dim, cols]. For a bias cols is 1. All are unsharded and
+   contiguous, in host memory, and must not overlap. Errors: MT_ERR_SHAPE (a size is not positive or too large, or heads
+   is not a multiple of kv_heads), MT_ERR_ARGUMENT (a pointer is NULL). */
+MT_API mt_status mt_qkv_from_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *q,
+                                      const float *k, const float *v, float *qkv);
+MT_API mt_status mt_qkv_to_separate(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t cols, const float *qkv,
+                                    float *q, float *k, float *v);
+
+/* Copy a weight [heads * head_dim, cols] of queries or of keys between models with MT_ROTARY_PAIRS and
+   MT_ROTARY_HALVES. In each head, rows 2 i and 2 i + 1 of `pairs` are rows i and i + R / 2 of `halves`, for i < R / 2,
+   with R = rotary_dim, or head_dim if this is 0. The other rows are equal. When the queries and keys of a model are
+   converted, and its values are left as they are, it computes the same with the other form, up to rounding. For a bias
+   cols is 1. `pairs` and `halves` are unsharded and contiguous, in host memory, and must not overlap. Convert the
+   separate weights of mt_qkv_to_separate. Errors: MT_ERR_SHAPE (a size is not positive or too large, or R is odd or
+   greater than head_dim), MT_ERR_ARGUMENT (a pointer is NULL). */
+MT_API mt_status mt_rotary_halves_from_pairs(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                             const float *pairs, float *halves);
+MT_API mt_status mt_rotary_pairs_from_halves(int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t cols,
+                                             const float *halves, float *pairs);

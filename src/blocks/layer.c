@@ -1,0 +1,334 @@
+/* ---- >>layer ----------------------------------------------------------------------------------------------------- */
+
+#pragma once
+#include "layer.h"
+#include "attention.c"
+
+/* Creates the norm NAME.SUFFIX with the features, kind and eps of the layer. */
+static mt_status mti_layer_norm(mt_context *ctx, mt_params *params, const char *name, const char *suffix,
+                                const mt_transformer_layer_desc *d, mt_norm_layer *out) {
+    char full[MT_NAME_MAX];
+    mt_norm_layer_desc n;
+    memset(&n, 0, sizeof n);
+    n.features = d->hidden;
+    n.kind = d->norm;
+    n.eps = d->norm_eps;
+    n.sequence_parallel = d->sequence_parallel;
+    MT_TRY(mt_param_name(ctx, full, name, suffix));
+    return mt_norm_layer_create(ctx, params, full, &n, out);
+}
+
+/* Creates the norms and blocks in the order of forward. mti_model_backward relies on this order in the registry. */
+static mt_status mti_layer_blocks(mt_context *ctx, mt_params *params, const char *name,
+                                  const mt_transformer_layer_desc *d, mt_transformer_layer *out) {
+    char full[MT_NAME_MAX];
+    mt_self_attention_desc a;
+    mt_mlp_desc m;
+    memset(&a, 0, sizeof a);
+    memset(&m, 0, sizeof m);
+    a.hidden = d->hidden;
+    a.heads = d->heads;
+    a.kv_heads = d->kv_heads;
+    a.mask = d->mask;
+    a.rotary_base = d->rotary_base;
+    a.rotary_form = d->rotary_form;
+    a.rotary_dim = d->rotary_dim;
+    a.window = d->window;
+    a.softcap = d->softcap;
+    a.alibi = d->alibi;
+    a.max_seq = d->max_seq;
+    a.dropout = d->attention_dropout;
+    a.layer_number = d->layer_number;
+    m.hidden = d->hidden;
+    m.ffn = d->ffn;
+    m.activation = d->activation;
+    a.no_bias = m.no_bias = d->no_bias;
+    a.skip_bias_add = m.skip_bias_add = !d->no_bias; /* the bias is added with dropout and residual */
+    a.sequence_parallel = m.sequence_parallel = d->sequence_parallel;
+    a.qkv_layout = d->qkv_layout;
+    a.recompute_core = d->recompute == MT_RECOMPUTE_SELECTIVE;
+    a.init_std = m.init_std = d->init_std;
+    a.output_init_std = m.output_init_std = d->output_init_std;
+    MT_TRY(mti_layer_norm(ctx, params, name, "input_layernorm", d, &out->input_norm));
+    MT_TRY(mt_param_name(ctx, full, name, "self_attention"));
+    MT_TRY(mt_self_attention_create(ctx, params, full, &a, &out->attention));
+    MT_TRY(mti_layer_norm(ctx, params, name, "pre_mlp_layernorm", d, &out->mlp_norm));
+    MT_TRY(mt_param_name(ctx, full, name, "mlp"));
+    return mt_mlp_create(ctx, params, full, &m, &out->mlp);
+}
+
+/* Checks the fields that the layer uses itself, or passes to its blocks under another name. The blocks check the
+   others. */
+static mt_status mti_layer_desc_check(mt_context *ctx, const char *function, const char *name,
+                                      const mt_transformer_layer_desc *d) {
+    MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
+    MT_TRY(mt_check_enum(ctx, function, name, "placement", (int)d->placement, MT_LN_PLACEMENT_WORDS));
+    MT_TRY(mt_check_enum(ctx, function, name, "norm", (int)d->norm, MT_NORM_WORDS));
+    MT_TRY(mt_check_float(ctx, function, name, "norm_eps", d->norm_eps, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mt_check_float(ctx, function, name, "attention_dropout", d->attention_dropout, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_float(ctx, function, name, "hidden_dropout", d->hidden_dropout, MT_FLOAT_PROBABILITY));
+    MT_TRY(mt_check_enum(ctx, function, name, "recompute", (int)d->recompute, MT_RECOMPUTE_WORDS));
+    return mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std);
+}
+
+MT_API mt_status mt_transformer_layer_create(mt_context *ctx, mt_params *params, const char *name,
+                                             const mt_transformer_layer_desc *desc, mt_transformer_layer *out) {
+    static const char *const function = "mt_transformer_layer_create";
+    char full[MT_NAME_MAX];
+    size_t mark;
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
+    MT_TRY(mti_layer_desc_check(ctx, function, name, desc));
+    mark = mt_params_mark(params);
+    memset(out, 0, sizeof *out);
+    out->desc = *desc;
+    out->tp = mt_params_grid(params)->tp;
+    return mt_create_end(params, mark, out, sizeof *out, mti_layer_blocks(ctx, params, name, desc, out));
+}
+
+/* Returns the dropout for a tensor [rows, hidden] whose rows are the tokens of the batch or, with sequence_parallel,
+   those of this tensor rank. */
+static mt_dropout mti_row_dropout(const mt_batch *batch, float p, int64_t layer, int site, int sequence_parallel,
+                                  mt_comm *tp, int64_t rows, int64_t hidden) {
+    mt_dropout d = mt_batch_dropout(batch, p, layer, site);
+    d.at.first_row = batch->first_sequence * batch->seq + (sequence_parallel ? mt_comm_rank(tp) * rows : 0);
+    d.at.global_cols = hidden;
+    return d;
+}
+
+/* A sublayer of a transformer layer: a norm, a block, and bias, dropout and residual. */
+typedef struct mti_sublayer {
+    const mt_transformer_layer *layer;
+    const mt_batch *batch;
+    const mt_norm_layer *norm;
+    const mt_param *bias; /* of the block's row-parallel layer, which has skip_bias_add; NULL: no bias */
+    mt_dropout dropout;
+    const mt_kv_cache *cache; /* NULL: attention has none */
+    int index;                /* 0: attention; 1: MLP */
+} mti_sublayer;
+
+static mti_sublayer mti_sublayer_of(const mt_transformer_layer *layer, const mt_batch *batch, int index, int64_t rows,
+                                    int training) {
+    mti_sublayer h;
+    h.layer = layer;
+    h.batch = batch;
+    h.cache = NULL;
+    h.index = index;
+    h.norm = index == 0 ? &layer->input_norm : &layer->mlp_norm;
+    h.bias = index == 0 ? layer->attention.proj.bias : layer->mlp.fc2.bias;
+    h.dropout = mti_row_dropout(batch, training ? layer->desc.hidden_dropout : 0.0f, layer->desc.layer_number,
+                                1 + index, layer->desc.sequence_parallel, layer->tp, rows, layer->desc.hidden);
+    return h;
+}
+
+static mt_status mti_sublayer_block_forward(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor y,
+                                            mt_transformer_layer_saved *saved) {
+    if (h->index == 0 && h->cache)
+        return mt_self_attention_cached_forward(ctx, &h->layer->attention, h->batch, h->cache, x, y);
+    if (h->index == 0)
+        return mt_self_attention_forward(ctx, &h->layer->attention, h->batch, x, y, saved ? &saved->attention : NULL);
+    return mt_mlp_forward(ctx, &h->layer->mlp, x, y, saved ? &saved->mlp : NULL);
+}
+
+static mt_status mti_sublayer_block_backward(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor dx,
+                                             const mt_transformer_layer_saved *saved) {
+    if (h->index == 0) return mt_self_attention_backward(ctx, &h->layer->attention, dy, dx, &saved->attention);
+    return mt_mlp_backward(ctx, &h->layer->mlp, dy, dx, &saved->mlp);
+}
+
+/* y = residual + dropout(block(x) + bias). The block writes its output to y, so no other buffer is needed. When y is
+   mt_none(), which is so only for the MLP, computes only the tensors that the MLP saves. */
+static mt_status mti_sublayer_add(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor residual, mt_tensor y,
+                                  mt_transformer_layer_saved *saved) {
+    if (!y.data) return mti_mlp_forward(ctx, &h->layer->mlp, x, y, &saved->mlp, 1);
+    MT_TRY(mti_sublayer_block_forward(ctx, h, x, y, saved));
+    MT_TRY(mt_bias_dropout_add_forward(ctx, y, mti_bias_value(h->bias), residual, h->dropout, y));
+    if (!saved) return MT_SUCCESS;
+    return mt_hash_log_activation(ctx, h->layer->mlp.fc1.name, 2,
+                                  h->index == 0 ? "self_attn_bda.output" : "mlp_bda.output", y,
+                                  h->layer->desc.sequence_parallel, NULL);
+}
+
+/* Runs the norm, the block and the residual in the order of the placement (see mt_ln_placement). */
+static mt_status mti_sublayer_forward(mt_context *ctx, const mti_sublayer *h, mt_tensor x, mt_tensor y,
+                                      mt_transformer_layer_saved *saved) {
+    mt_norm_saved *norm = !saved ? NULL : h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
+    mt_tensor inner;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &inner));
+    if (h->layer->desc.placement == MT_POST_LN) {
+        MT_TRY(mti_sublayer_add(ctx, h, x, x, inner, saved));
+        return mt_norm_layer_forward(ctx, h->norm, inner, y, norm);
+    }
+    MT_TRY(mt_norm_layer_forward(ctx, h->norm, x, inner, norm));
+    return mti_sublayer_add(ctx, h, inner, h->layer->desc.placement == MT_PRE_LN ? x : inner, y, saved);
+}
+
+/* The argument of mti_drop_rows. */
+typedef struct mti_drop_call {
+    mt_dropout dropout;
+    mt_tensor dy, dblock;
+} mti_drop_call;
+
+/* An operator for mt_sum_over_tokens: backward of dropout(block + bias) for some rows. Adds to dbias and, when p is not
+   0, writes dblock. */
+static mt_status mti_drop_rows(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
+                               mt_tensor none) {
+    const mti_drop_call *c = (const mti_drop_call *)arg;
+    mt_dropout dropout = c->dropout;
+    (void)none;
+    if (dropout.p <= 0.0f) return mt_bias_backward(ctx, mt_tensor_rows(c->dy, first, count), dbias);
+    dropout.at.first_row += first;
+    return mt_bias_dropout_add_backward(ctx, mt_tensor_rows(c->dy, first, count), dropout,
+                                        mt_tensor_rows(c->dblock, first, count), dbias);
+}
+
+/* Backward of dropout(block + bias): *dblock becomes the gradient of the block's output, which is dy itself without
+   dropout. Adds to the gradient of the bias. */
+static mt_status mti_sublayer_drop_backward(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor *dblock) {
+    mti_drop_call call;
+    call.dropout = h->dropout;
+    call.dy = call.dblock = dy;
+    if (h->dropout.p > 0.0f) MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &call.dblock));
+    *dblock = call.dblock;
+    if (h->bias)
+        return mt_sum_over_tokens(ctx, h->layer->tp, h->layer->desc.sequence_parallel, mti_drop_rows, &call, dy.rows,
+                                  h->bias->grad, mt_none());
+    return h->dropout.p > 0.0f ? mt_bias_dropout_add_backward(ctx, dy, h->dropout, call.dblock, mt_none()) : MT_SUCCESS;
+}
+
+static mt_status mti_sublayer_backward(mt_context *ctx, const mti_sublayer *h, mt_tensor dy, mt_tensor dx,
+                                       const mt_transformer_layer_saved *saved) {
+    const mt_norm_saved *norm = h->index == 0 ? &saved->input_norm : &saved->mlp_norm;
+    mt_tensor dinner, dblock;
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dinner));
+    if (h->layer->desc.placement == MT_POST_LN) {
+        MT_TRY(mt_norm_layer_backward(ctx, h->norm, dy, mt_none(), dinner, norm));
+        MT_TRY(mti_sublayer_drop_backward(ctx, h, dinner, &dblock));
+        MT_TRY(mti_sublayer_block_backward(ctx, h, dblock, dx, saved));
+        return mt_add(ctx, dx, dinner, dx);
+    }
+    MT_TRY(mti_sublayer_drop_backward(ctx, h, dy, &dblock));
+    MT_TRY(mti_sublayer_block_backward(ctx, h, dblock, dinner, saved));
+    if (h->layer->desc.placement == MT_PRE_LN) return mt_norm_layer_backward(ctx, h->norm, dinner, dy, dx, norm);
+    MT_TRY(mt_add(ctx, dinner, dy, dinner));
+    return mt_norm_layer_backward(ctx, h->norm, dinner, mt_none(), dx, norm);
+}
+
+static mt_status mti_layer_check(mt_context *ctx, const char *function, const mt_transformer_layer *layer,
+                                 const mt_batch *batch, const char *in_name, mt_tensor in, const char *out_name,
+                                 mt_tensor out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
+    MT_TRY(mti_block_check(ctx, function, &layer->attention, batch, in_name, in, out_name, out));
+    return mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, in_name, in, out_name, out);
+}
+
+/* When y is mt_none(), computes only the tensors of *saved. With MT_POST_LN y must not be mt_none(). cache may be
+   NULL. */
+static mt_status mti_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
+                                   const mt_kv_cache *cache, mt_tensor x, mt_tensor y,
+                                   mt_transformer_layer_saved *saved) {
+    mti_sublayer first = mti_sublayer_of(layer, batch, 0, x.rows, saved != NULL);
+    mti_sublayer second = mti_sublayer_of(layer, batch, 1, x.rows, saved != NULL);
+    mt_tensor middle;
+    first.cache = cache;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &middle));
+    MT_TRY(mti_sublayer_forward(ctx, &first, x, middle, saved));
+    return mti_sublayer_forward(ctx, &second, middle, y, saved);
+}
+
+MT_API mt_status mt_transformer_layer_forward(mt_context *ctx, const mt_transformer_layer *layer, const mt_batch *batch,
+                                              mt_tensor x, mt_tensor y, mt_transformer_layer_saved *saved) {
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_layer_check(ctx, "mt_transformer_layer_forward", layer, batch, "x", x, "y", y));
+    MT_TRY(mt_check_apart(ctx, "mt_transformer_layer_forward", "x", x, "y", y));
+    if (saved) MT_TRY(mt_check_tokens(ctx, "mt_transformer_layer_forward", batch->sequences * batch->seq));
+    mark = mt_arena_mark(ctx);
+    status = MT_RANGE("layer forward", mti_layer_forward(ctx, layer, batch, NULL, x, y, saved));
+    if (saved) saved->x = x;
+    if (status != MT_SUCCESS || !saved || layer->desc.recompute == MT_RECOMPUTE_FULL) mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* As mti_attention_whole_tokens, for a layer. */
+static void mti_layer_whole_tokens(mt_transformer_layer *layer) {
+    mti_attention_whole_tokens(&layer->attention);
+    layer->desc.sequence_parallel = layer->mlp.desc.sequence_parallel = 0;
+    layer->mlp.fc1.desc.sequence_parallel = layer->mlp.fc2.desc.sequence_parallel = 0;
+}
+
+MT_API mt_status mt_transformer_layer_cached_forward(mt_context *ctx, const mt_transformer_layer *layer,
+                                                     const mt_batch *batch, const mt_kv_cache *cache, mt_tensor x,
+                                                     mt_tensor y) {
+    static const char *const function = "mt_transformer_layer_cached_forward";
+    mt_transformer_layer l;
+    size_t mark;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!layer) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: layer is NULL", function);
+    l = *layer;
+    mti_layer_whole_tokens(&l);
+    MT_TRY(mti_layer_check(ctx, function, &l, batch, "x", x, "y", y));
+    MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
+    MT_TRY(mti_cache_check(ctx, function, &l.attention, batch, cache));
+    mark = mt_arena_mark(ctx);
+    status = MT_RANGE("layer forward", mti_layer_forward(ctx, &l, batch, cache, x, y, NULL));
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* Runs forward again, and so computes all tensors of *saved from saved->x and saved->attention.batch. The hash log is
+   paused, because it has these tensors from the first forward. */
+static mt_status mti_layer_again(mt_context *ctx, const mt_transformer_layer *layer,
+                                 mt_transformer_layer_saved *saved) {
+    mt_batch batch = saved->attention.batch;
+    mt_tensor x = saved->x, y = mt_none();
+    mt_status status;
+    if (layer->desc.placement == MT_POST_LN) MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, x.cols, &y));
+    mt_hash_log_pause(ctx, 1);
+    mt_trace_recompute(ctx, 1);
+    status = mti_layer_forward(ctx, layer, &batch, NULL, x, y, saved);
+    mt_trace_recompute(ctx, 0);
+    mt_hash_log_pause(ctx, 0);
+    return status;
+}
+
+static mt_status mti_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy, mt_tensor dx,
+                                    const mt_transformer_layer_saved *saved) {
+    mt_transformer_layer_saved again = *saved;
+    mti_sublayer first = mti_sublayer_of(layer, &saved->attention.batch, 0, dy.rows, 1);
+    mti_sublayer second = mti_sublayer_of(layer, &saved->attention.batch, 1, dy.rows, 1);
+    mt_tensor dmiddle;
+    size_t mark;
+    if (layer->desc.recompute == MT_RECOMPUTE_FULL) {
+        MT_TRY(MT_RANGE("layer forward again", mti_layer_again(ctx, layer, &again)));
+        saved = &again;
+    }
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, dy.rows, dy.cols, &dmiddle));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_sublayer_backward(ctx, &second, dy, dmiddle, saved));
+    mt_arena_release(ctx, mark);
+    return mti_sublayer_backward(ctx, &first, dmiddle, dx, saved);
+}
+
+MT_API mt_status mt_transformer_layer_backward(mt_context *ctx, const mt_transformer_layer *layer, mt_tensor dy,
+                                               mt_tensor dx, const mt_transformer_layer_saved *saved) {
+    static const char *const function = "mt_transformer_layer_backward";
+    const mt_param *weight;
+    size_t mark;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    MT_TRY(mti_layer_check(ctx, function, layer, &saved->attention.batch, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
+    weight = layer->attention.proj.weight;
+    MT_TRY(mt_check_activation(ctx, function, weight, "saved.x", saved->x, dy.rows, dy.cols));
+    MT_TRY(mt_check_apart(ctx, function, "saved.x", saved->x, "dx", dx));
+    MT_TRY(mt_check_gradient(ctx, function, weight));
+    mark = mt_arena_mark(ctx);
+    status = MT_RANGE("layer backward", mti_layer_backward(ctx, layer, dy, dx, saved));
+    mt_arena_release(ctx, mark);
+    return status;
+}

@@ -1,0 +1,259 @@
+/* ---- >>mlp ------------------------------------------------------------------------------------------------------- */
+
+#pragma once
+#include "mlp.h"
+#include "../comm/defaults.h"
+#include "../ops/move.h"
+#include "../ops/authors.h"
+#include "../parallel/authors.h"
+#include "../ops/system.h"
+
+#define MTI_ORIGIN_COLUMNS 3
+#define MTI_ORIGIN_PARAMS (2 * MTI_ORIGIN_COLUMNS + 2) /* a weight and a bias for each layer */
+
+/* Where a block has its linear layers from, up to three column-parallel ones and a row-parallel one: a registry, or
+   tensors of the caller. */
+typedef struct mti_origin {
+    mt_params *params; /* NULL: from tensors */
+    mt_comm *tp;
+    const mt_linear_tensors *columns, *row;
+    int count;     /* of columns */
+    mt_param *own; /* MTI_ORIGIN_PARAMS, for the layers of tensors */
+} mti_origin;
+
+static mti_origin mti_from_registry(mt_params *params) {
+    mti_origin s;
+    memset(&s, 0, sizeof s);
+    s.params = params;
+    return s;
+}
+
+/* Returns what messages call a layer of tensors: its suffix without "linear_". */
+static const char *mti_origin_name(const char *suffix) {
+    return strncmp(suffix, "linear_", 7) == 0 ? suffix + 7 : suffix;
+}
+
+/* Makes a column-parallel layer of a block: NAME.SUFFIX in a registry, or columns[index]. A layer of tensors has no
+   name, so that nothing is logged, and leaves a bias to the activation only if it has one. */
+static mt_status mti_origin_column(mt_context *ctx, const mti_origin *s, int index, const char *name,
+                                   const char *suffix, const mt_linear_desc *desc, mt_column_parallel_linear *out) {
+    mt_linear_desc d = *desc;
+    char full[MT_NAME_MAX];
+    if (s->params) {
+        MT_TRY(mt_param_name(ctx, full, name, suffix));
+        return mt_column_parallel_linear_create(ctx, s->params, full, desc, out);
+    }
+    MT_TRY(mt_column_parallel_linear_from_tensors(ctx, s->tp, mti_origin_name(suffix), &d, &s->columns[index],
+                                                  s->own + 2 * index, out));
+    out->name[0] = 0;
+    return MT_SUCCESS;
+}
+
+/* The same for the row-parallel layer of a block. */
+static mt_status mti_origin_row(mt_context *ctx, const mti_origin *s, const char *name, const char *suffix,
+                                const mt_linear_desc *desc, mt_row_parallel_linear *out) {
+    char full[MT_NAME_MAX];
+    if (s->params) {
+        MT_TRY(mt_param_name(ctx, full, name, suffix));
+        return mt_row_parallel_linear_create(ctx, s->params, full, desc, out);
+    }
+    MT_TRY(mt_row_parallel_linear_from_tensors(ctx, s->tp, mti_origin_name(suffix), desc, s->row,
+                                               s->own + 2 * MTI_ORIGIN_COLUMNS, out));
+    out->name[0] = 0;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_origin_gradient(mt_context *ctx, const char *function, const mt_linear_tensors *t,
+                                     const char *which) {
+    if (t->dw.data && (!t->b.data || t->db.data)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient %s of the %s-parallel layer is NULL", function,
+                   t->dw.data ? "db" : "dw", which);
+}
+
+/* Checks, before the backward of a block of tensors, that all layers have gradients. */
+static mt_status mti_origin_gradients(mt_context *ctx, const char *function, const mti_origin *s) {
+    int i;
+    for (i = 0; i < s->count; i++) MT_TRY(mti_origin_gradient(ctx, function, &s->columns[i], "column"));
+    return mti_origin_gradient(ctx, function, s->row, "row");
+}
+
+/* Makes the two linear layers. d->ffn is set. */
+static mt_status mti_mlp_create(mt_context *ctx, const mti_origin *from, const char *name, const mt_mlp_desc *d,
+                                mt_mlp *out) {
+    mt_linear_desc fc1, fc2;
+    int64_t parts = d->activation == MT_SWIGLU ? 2 : 1;
+    memset(&fc1, 0, sizeof fc1);
+    fc1.in_features = d->hidden;
+    fc1.out_features = parts * d->ffn;
+    fc1.parts = parts;
+    fc1.parts_by_shard = parts > 1;
+    fc1.no_bias = d->no_bias;
+    fc1.skip_bias_add = !d->no_bias; /* the bias is added with the activation */
+    fc1.sequence_parallel = d->sequence_parallel;
+    fc1.init_std = d->init_std;
+    fc1.add_to_dx = d->add_to_dx;
+    memset(&fc2, 0, sizeof fc2);
+    fc2.in_features = d->ffn;
+    fc2.out_features = d->hidden;
+    fc2.input_is_parallel = 1;
+    fc2.no_bias = d->no_bias;
+    fc2.skip_bias_add = d->skip_bias_add;
+    fc2.sequence_parallel = d->sequence_parallel;
+    fc2.init_std = d->output_init_std;
+    MT_TRY(mti_origin_column(ctx, from, 0, name, "linear_fc1", &fc1, &out->fc1));
+    return mti_origin_row(ctx, from, name, "linear_fc2", &fc2, &out->fc2);
+}
+
+static mt_status mti_init_std_check(mt_context *ctx, const char *function, const char *name, float init_std,
+                                    float output_init_std) {
+    MT_TRY(mt_check_float(ctx, function, name, "init_std", mt_or_default(init_std, 1), MT_FLOAT_AT_LEAST_0));
+    output_init_std = mt_or_default(output_init_std, 1);
+    return mt_check_float(ctx, function, name, "output_init_std", output_init_std, MT_FLOAT_AT_LEAST_0);
+}
+
+static mt_status mti_mlp_desc_check(mt_context *ctx, const char *function, const char *name, const mt_mlp_desc *d) {
+    MT_TRY(mt_check_integer(ctx, function, name, "hidden", d->hidden, 1, INT32_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "ffn", d->ffn, 0, INT32_MAX));
+    MT_TRY(mt_check_enum(ctx, function, name, "activation", (int)d->activation, MT_ACTIVATION_WORDS));
+    return mti_init_std_check(ctx, function, name, d->init_std, d->output_init_std);
+}
+
+MT_API mt_status mt_mlp_create(mt_context *ctx, mt_params *params, const char *name, const mt_mlp_desc *desc,
+                               mt_mlp *out) {
+    mti_origin from = mti_from_registry(params);
+    char full[MT_NAME_MAX];
+    size_t mark;
+    MT_TRY(mt_create_check(ctx, "mt_mlp_create", params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
+    MT_TRY(mti_mlp_desc_check(ctx, "mt_mlp_create", name, desc));
+    mark = mt_params_mark(params);
+    memset(out, 0, sizeof *out);
+    out->desc = *desc;
+    if (!desc->ffn) out->desc.ffn = 4 * desc->hidden;
+    return mt_create_end(params, mark, out, sizeof *out, mti_mlp_create(ctx, &from, name, &out->desc, out));
+}
+
+/* Returns rows [first, first + count) of t. Returns t when it is mt_none(). */
+static mt_tensor mti_some_rows(mt_tensor t, int64_t first, int64_t count) {
+    return t.data ? mt_tensor_rows(t, first, count) : t;
+}
+
+static mt_tensor mti_bias_value(const mt_param *bias) { return bias ? bias->value : mt_none(); }
+
+/* When y is mt_none(), computes only the tensors of *saved, without the product of fc2. When training is 0, *saved is
+   scratch memory. */
+static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved,
+                                 int training) {
+    int64_t tokens = mt_sequence_tokens(mlp->fc1.tp, mlp->desc.sequence_parallel, x.rows);
+    mt_tensor act;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc1.local_features, &saved->h));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, tokens, mlp->fc2.local_features, &act));
+    MT_TRY(mt_column_parallel_linear_activation_forward(ctx, &mlp->fc1, mlp->desc.activation, x, saved->h, act,
+                                                        training ? &saved->fc1 : NULL));
+    if (training)
+        MT_TRY(mt_hash_log_activation(ctx, mlp->fc1.name, 1, "activation_func.output", act, 0, mlp->fc2.weight));
+    saved->fc2.x = act;
+    if (!y.data) return MT_SUCCESS;
+    return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
+}
+
+/* Checks what forward and backward have in common. in and out are x and y, or dy and dx. */
+static mt_status mti_mlp_check(mt_context *ctx, const char *function, const mt_mlp *mlp, const char *in_name,
+                               mt_tensor in, const char *out_name, mt_tensor out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mlp) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: mlp is NULL", function);
+    MT_TRY(mt_check_param(ctx, function, mlp->fc1.weight));
+    MT_TRY(mt_check_activation(ctx, function, mlp->fc1.weight, in_name, in, in.rows, mlp->desc.hidden));
+    return mt_check_activation(ctx, function, mlp->fc1.weight, out_name, out, in.rows, mlp->desc.hidden);
+}
+
+static mt_status mti_mlp_call_forward(mt_context *ctx, const char *function, const mt_mlp *mlp, mt_tensor x,
+                                      mt_tensor y, mt_mlp_saved *saved) {
+    mt_mlp_saved local;
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_mlp_check(ctx, function, mlp, "x", x, "y", y));
+    MT_TRY(mt_check_sent(ctx, function, mlp->fc1.tp, mlp->desc.sequence_parallel, "x", x, "y", y));
+    MT_TRY(mt_check_apart(ctx, function, "x", x, "y", y));
+    mark = mt_arena_mark(ctx);
+    status = MT_RANGE("mlp forward", mti_mlp_forward(ctx, mlp, x, y, saved ? saved : &local, saved != NULL));
+    if (status != MT_SUCCESS || !saved) mt_arena_release(ctx, mark);
+    return status;
+}
+
+MT_API mt_status mt_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x, mt_tensor y, mt_mlp_saved *saved) {
+    return mti_mlp_call_forward(ctx, "mt_mlp_forward", mlp, x, y, saved);
+}
+
+static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
+                                  const mt_mlp_saved *saved) {
+    mt_tensor dh;
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->h.rows, mlp->fc1.local_features, &dh));
+    MT_TRY(mt_row_parallel_linear_activation_backward(ctx, &mlp->fc2, &mlp->fc1, mlp->desc.activation, dy, saved->h, dh,
+                                                      &saved->fc2));
+    MT_TRY(mt_hash_log_activation(ctx, mlp->fc1.name, 1, "activation_func.input_grad", dh, 0, mlp->fc1.weight));
+    return mt_column_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
+}
+
+static mt_status mti_mlp_call_backward(mt_context *ctx, const char *function, const mt_mlp *mlp, mt_tensor dy,
+                                       mt_tensor dx, const mt_mlp_saved *saved) {
+    size_t mark;
+    mt_status status;
+    MT_TRY(mti_mlp_check(ctx, function, mlp, "dy", dy, dx.data ? "dx" : "dy", dx.data ? dx : dy));
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    MT_TRY(mt_check_activation(ctx, function, mlp->fc1.weight, "saved.fc1.x", saved->fc1.x, dy.rows, mlp->desc.hidden));
+    MT_TRY(mt_check_sent(ctx, function, mlp->fc1.tp, mlp->desc.sequence_parallel, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "dy", dy, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "saved.fc1.x", saved->fc1.x, "dx", dx));
+    MT_TRY(mt_check_gradient(ctx, function, mlp->fc1.weight));
+    mark = mt_arena_mark(ctx);
+    status = MT_RANGE("mlp backward", mti_mlp_backward(ctx, mlp, dy, dx, saved));
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+MT_API mt_status mt_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor dy, mt_tensor dx,
+                                 const mt_mlp_saved *saved) {
+    return mti_mlp_call_backward(ctx, "mt_mlp_backward", mlp, dy, dx, saved);
+}
+
+/* Makes an MLP of tensors. own has MTI_ORIGIN_PARAMS parameters. */
+static mt_status mti_own_mlp(mt_context *ctx, const char *function, mt_comm *tp, const mt_mlp_tensors *tensors,
+                             const mt_mlp_desc *desc, mti_origin *from, mt_param *own, mt_mlp *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!tensors || !desc)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, tensors ? "desc" : "tensors");
+    MT_TRY(mti_mlp_desc_check(ctx, function, "mlp", desc));
+    memset(from, 0, sizeof *from);
+    from->tp = tp;
+    from->columns = &tensors->fc1;
+    from->count = 1;
+    from->row = &tensors->fc2;
+    from->own = own;
+    memset(out, 0, sizeof *out);
+    out->desc = *desc;
+    if (!desc->ffn) out->desc.ffn = 4 * desc->hidden;
+    return mti_mlp_create(ctx, from, "", &out->desc, out);
+}
+
+MT_API mt_status mt_parallel_mlp_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, const mt_mlp_tensors *tensors,
+                                         mt_tensor y, const mt_mlp_desc *desc, mt_mlp_saved *saved) {
+    static const char *const function = "mt_parallel_mlp_forward";
+    mti_origin from;
+    mt_param own[MTI_ORIGIN_PARAMS];
+    mt_mlp mlp;
+    MT_TRY(mti_own_mlp(ctx, function, tp, tensors, desc, &from, own, &mlp));
+    return mti_mlp_call_forward(ctx, function, &mlp, x, y, saved);
+}
+
+MT_API mt_status mt_parallel_mlp_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, const mt_mlp_tensors *tensors,
+                                          mt_tensor dx, const mt_mlp_desc *desc, const mt_mlp_saved *saved) {
+    static const char *const function = "mt_parallel_mlp_backward";
+    mti_origin from;
+    mt_param own[MTI_ORIGIN_PARAMS];
+    mt_mlp mlp;
+    MT_TRY(mti_own_mlp(ctx, function, tp, tensors, desc, &from, own, &mlp));
+    MT_TRY(mti_origin_gradients(ctx, function, &from));
+    return mti_mlp_call_backward(ctx, function, &mlp, dy, dx, saved);
+}

@@ -1,0 +1,20 @@
+/* ---- defaults ---------------------------------------------------------------------------------------------------- */
+
+#pragma once
+#include "api.h"
+
+/* Structs named mt_..._desc may be zero-initialised. "0: x" in the comment of a field means that 0 selects x. In
+   the following fields, MT_ZERO means the number zero:
+       beta1, beta2, eps                mt_optimizer_desc. Without beta1, AdamW is RMSProp with weight decay
+       init_std, output_init_std        of layers, blocks and models: the first weights are 0
+       scale                            mt_attention_desc: each query sees the mean of its values
+       top_p                            mt_sample_desc: only the first token is kept
+       ignore_index                     of the cross-entropy and of models: targets of 0 have no loss
+   In the other fields zero is no useful value, and MT_ZERO is refused as out of range; in a norm, for instance, an eps
+   of 0 divides by zero when all features are equal. Fields without "0: x", such as weight_decay, temperature, dropout
+   and seed, take 0 as it is.
+   mt_or_default is for authors of blocks: it returns the number that a field means, where 0 selects `otherwise`. */
+#define MT_ZERO INT32_MIN
+static inline float mt_or_default(float value, float otherwise) {
+    return value == (float)MT_ZERO ? 0.0f : value == 0.0f ? otherwise : value;
+}

@@ -1,0 +1,1049 @@
+/* ---- >>nccl ------------------------------------------------------------------------------------------------------ */
+
+#pragma once
+#include "nccl.h"
+#include "collectives.c"
+#include "listeners.c"
+
+/* A call puts its work into the context's current stream. The communicator is then busy until mt_cuda_wait_peers has
+   seen this stream empty. Before the host waits for a stream, it calls mt_cuda_wait_peers, which polls the stream and
+   the busy communicators until the timeout. So the host never waits for other ranks without a timeout, except inside a
+   blocking ncclComm_t of the caller. Calls take their scratch memory from the arena.
+
+   NCCL starts a thread for each group of calls on a non-blocking communicator, and none on a blocking one. So the
+   communicators that carry collectives are blocking. NCCL documents an abort during the creation of a communicator only
+   where the call is non-blocking. A split is non-blocking when its parent is, and its child may still be blocking. So
+   mt_comm_create_nccl_id creates a non-blocking communicator, the opener, which carries no collective, and splits the
+   blocking one from it. Later splits also use the opener. A blocking call may wait for peers inside NCCL: while NCCL
+   connects the ranks in the first calls, when the queue of NCCL's work is full, when memory is registered, and when a
+   group without an opener is split. A thread, the watchdog, aborts the communicator when such a call lasts longer than
+   the timeout. The call then returns with an error.
+
+   ncclConfig_t.splitShare stays 0. Communicators that share resources would run their collectives one after another,
+   and the abort of one may make all of them unusable. */
+
+#if MTI_NCCL
+#define MTI_NCCL_SCRATCH ((size_t)4 << 20) /* most bytes of the arena that a reduction in the tree takes */
+
+static mt_status mti_nccl_status(ncclResult_t result) {
+    switch (result) {
+    case ncclSuccess: return MT_SUCCESS;
+    case ncclInvalidArgument:
+    case ncclInvalidUsage: return MT_ERR_ARGUMENT;
+    case ncclSystemError: /* usually a connection that the peer has closed */
+    case ncclRemoteError: return MT_ERR_PEER;
+    default: return MT_ERR_SYSTEM;
+    }
+}
+
+static ncclDataType_t mti_nccl_type(mt_dtype dtype) {
+    switch (dtype) {
+    case MT_F32: return ncclFloat32;
+    case MT_BF16: return ncclBfloat16;
+    case MT_F16: return ncclFloat16;
+    case MT_I32: return ncclInt32;
+    case MT_U8: break;
+    }
+    return ncclUint8;
+}
+
+/* -- the watchdog -- */
+
+/* Owned by the communicators of one context, all of which belong to one thread: at most one call is inside NCCL. The
+   watchdog looks at it once per tick. It sleeps without a tick when it has seen no call for the time of one, so that
+   most calls do not wake it. */
+typedef struct mti_watchdog {
+    pthread_mutex_t mutex;
+    pthread_cond_t cond;
+    pthread_t thread;
+    int ordinal, users; /* users: communicators that have this watchdog */
+    int ends;
+    mt_comm *inside;    /* the communicator of the call that is inside NCCL; NULL: none */
+    mti_stopwatch call; /* the time of the last call */
+    uint64_t calls;     /* number of calls so far */
+    double wakes;       /* when the thread looks next, by mti_now */
+    double late;        /* seconds after which the thread has aborted the last call; 0: it has not */
+} mti_watchdog;
+
+#define MTI_WATCHDOG_SLEEP 3600.0 /* seconds; a call wakes the watchdog earlier */
+
+static void *mti_watchdog_run(void *argument) {
+    mti_watchdog *w = (mti_watchdog *)argument;
+    uint64_t seen = 0;
+    struct timespec wake;
+    cudaSetDevice(w->ordinal);
+    pthread_mutex_lock(&w->mutex);
+    while (!w->ends) {
+        double rest = w->calls != seen ? w->call.tick : MTI_WATCHDOG_SLEEP;
+        double waited = w->inside ? mti_waited(&w->call) : 0,
+               left = w->inside ? w->inside->nccl.timeout - waited : rest;
+        if (left < 0 || (w->inside && mti_board_is_decided(w->inside->nccl.board))) {
+            ncclComm_t handle = w->inside->nccl.handle;
+            w->inside = NULL;
+            w->late = waited + 1e-9; /* more than 0 */
+            /* An abort may wait for kernels of other communicators. The caller of the aborted call aborts those
+               meanwhile, for which it needs the mutex. */
+            pthread_mutex_unlock(&w->mutex);
+            ncclCommAbort(handle);
+            pthread_mutex_lock(&w->mutex);
+            continue;
+        }
+        if (w->inside) rest = left < w->call.tick ? left : w->call.tick;
+        seen = w->calls;
+        w->wakes = mti_now() + rest;
+        wake = mti_timespec(w->wakes);
+        pthread_cond_timedwait(&w->cond, &w->mutex, &wake);
+    }
+    pthread_mutex_unlock(&w->mutex);
+    return NULL;
+}
+
+static mti_watchdog *mti_watchdog_new(int ordinal) {
+    mti_watchdog *w = (mti_watchdog *)calloc(1, sizeof *w);
+    if (!w) return NULL;
+    w->ordinal = ordinal;
+    if (pthread_mutex_init(&w->mutex, NULL) == 0) {
+        if (mti_cond_init(&w->cond) == 0) {
+            if (mti_thread_start(&w->thread, mti_watchdog_run, w) == 0) return w;
+            pthread_cond_destroy(&w->cond);
+        }
+        pthread_mutex_destroy(&w->mutex);
+    }
+    free(w);
+    return NULL;
+}
+
+/* Gives comm the watchdog of the context, which the first communicator starts. */
+static mt_status mti_watchdog_join(mt_context *ctx, mt_comm *comm) {
+    mt_comm *other = ctx->nccl;
+    while (other && !other->nccl.watchdog) other = other->nccl.next;
+    comm->nccl.watchdog = other ? other->nccl.watchdog : mti_watchdog_new(ctx->ordinal);
+    if (!comm->nccl.watchdog)
+        return mt_fail(ctx, MT_ERR_SYSTEM, "no thread that watches the calls on \"%s\"", comm->name);
+    comm->nccl.watchdog->users++;
+    return MT_SUCCESS;
+}
+
+/* The last communicator ends the thread. */
+static void mti_watchdog_leave(mt_comm *comm) {
+    mti_watchdog *w = comm->nccl.watchdog;
+    comm->nccl.watchdog = NULL;
+    if (!w || --w->users > 0) return;
+    pthread_mutex_lock(&w->mutex);
+    w->ends = 1;
+    pthread_mutex_unlock(&w->mutex);
+    pthread_cond_signal(&w->cond);
+    pthread_join(w->thread, NULL);
+    pthread_cond_destroy(&w->cond);
+    pthread_mutex_destroy(&w->mutex);
+    free(w);
+}
+
+/* Begins one call, or one group of calls, of NCCL on the handle of comm. mti_nccl_settle ends it. */
+static void mti_nccl_enter(mt_comm *comm) {
+    mti_watchdog *w = comm->nccl.watchdog;
+    int sleeps;
+    if (!w) return;
+    pthread_mutex_lock(&w->mutex);
+    w->inside = comm;
+    w->late = 0;
+    w->calls++;
+    w->call = mti_stopwatch_start(comm->nccl.timeout);
+    sleeps = w->wakes > w->call.looked + w->call.tick;
+    pthread_mutex_unlock(&w->mutex);
+    if (sleeps) pthread_cond_signal(&w->cond);
+}
+
+/* Ends what mti_nccl_enter has begun. Returns the seconds after which the watchdog aborted the call; 0: it did not. The
+   handle of an aborted call is gone. */
+static double mti_nccl_exit(mt_comm *comm) {
+    mti_watchdog *w = comm->nccl.watchdog;
+    double late;
+    if (!w) return 0;
+    pthread_mutex_lock(&w->mutex);
+    w->inside = NULL;
+    late = w->late;
+    w->late = 0;
+    if (late > 0) comm->nccl.handle = NULL;
+    pthread_mutex_unlock(&w->mutex);
+    return late;
+}
+
+/* -- errors -- */
+
+/* Writes the last call: all_reduce(count 4, f32, sum) on "tensor" (2 ranks). */
+static void mti_nccl_say(mti_text *text, const mt_comm *comm) {
+    mti_slot slot;
+    memset(&slot, 0, sizeof slot);
+    mti_slot_write(&slot, &comm->nccl.last);
+    mti_say_call(text, &slot);
+    mti_say(text, " on \"%s\" (%d ranks)", comm->name, comm->size);
+}
+
+/* Marks comm as broken: then only mt_comm_destroy works. Aborts the NCCL communicators if the library has created them,
+   which ends their kernels in the stream. */
+static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
+    comm->nccl.broken = status;
+    mti_board_fail(comm, status, text->data);
+    if (comm->nccl.home) mti_graphs_lose(comm->nccl.home); /* an abort waits for the graphs that use comm to end */
+    if (comm->nccl.owned) {
+        if (comm->nccl.handle) ncclCommAbort(comm->nccl.handle);
+        if (comm->nccl.opener) ncclCommAbort(comm->nccl.opener);
+        comm->nccl.handle = comm->nccl.opener = NULL;
+    }
+    return mti_refuse(ctx, comm, status, "%s", text->data);
+}
+
+/* Breaks all busy communicators, the one with the latest call first. After an abort the stream goes on: in another
+   order, later calls in the stream would send the unfinished results of the aborted call to other ranks. */
+static void mti_nccl_break_busy(mt_context *ctx, mt_status status, const mti_text *text) {
+    mt_comm *comm, *latest;
+    do {
+        latest = NULL;
+        for (comm = ctx->nccl; comm; comm = comm->nccl.next)
+            if (comm->nccl.busy && !comm->nccl.broken && (!latest || comm->nccl.number > latest->nccl.number))
+                latest = comm;
+        if (latest) mti_nccl_break(ctx, latest, status, text);
+    } while (latest);
+}
+
+/* Breaks comm, and with ctx all busy communicators. ctx: NULL while comm is being destroyed */
+static mt_status mti_nccl_give_up(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
+    if (ctx) mti_nccl_break_busy(ctx, status, text);
+    return comm->nccl.broken ? comm->nccl.broken : mti_nccl_break(ctx, comm, status, text);
+}
+
+#define MTI_NCCL_REASON 512 /* bytes of the text of mti_nccl_reason */
+
+/* Writes what a result means, and what NCCL says of it, if anything. nccl may be NULL. */
+static const char *mti_nccl_reason(ncclResult_t result, ncclComm_t nccl, char text[MTI_NCCL_REASON]) {
+    const char *said = ncclGetLastError(nccl);
+    const int n = said ? (int)strcspn(said, "\n") : 0;
+    if (n > 0) snprintf(text, MTI_NCCL_REASON, "%.100s, \"%.*s\"", ncclGetErrorString(result), n < 400 ? n : 400, said);
+    else snprintf(text, MTI_NCCL_REASON, "%.100s", ncclGetErrorString(result));
+    return text;
+}
+
+static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t result) {
+    char reason[MTI_NCCL_REASON];
+    mti_text text;
+    text.used = 0;
+    mti_nccl_say(&text, comm);
+    mti_say(&text, ": rank %d: NCCL: %s", comm->rank, mti_nccl_reason(result, comm->nccl.handle, reason));
+    return mti_nccl_give_up(ctx, comm, mti_nccl_status(result), &text);
+}
+
+/* Returns MT_ERR_TIMEOUT, or the error of a result about a busy communicator, and writes its message. */
+static mt_status mti_nccl_ask_boards(mt_context *ctx, mti_text *text) {
+    mt_status status = MT_SUCCESS;
+    mt_comm *comm;
+    for (comm = ctx->nccl; comm && status == MT_SUCCESS; comm = comm->nccl.next) {
+        if (!comm->nccl.busy || comm->nccl.broken) continue;
+        mti_board_ask(comm);
+        status = mti_board_error(comm, text);
+    }
+    return status == MT_SUCCESS ? MT_ERR_TIMEOUT : status;
+}
+
+/* Reports a timeout of the stream. Where no board knows who is missing, the message has the last call of every busy
+   communicator, because NCCL does not say which call hangs. */
+static mt_status mti_nccl_late(mt_context *ctx, double waited) {
+    mti_text text;
+    mt_comm *comm;
+    mt_status status;
+    int said = 0;
+    text.used = 0;
+    status = mti_nccl_ask_boards(ctx, &text);
+    for (comm = ctx->nccl; comm && (said || !text.used); comm = comm->nccl.next) {
+        if (!comm->nccl.busy) continue;
+        if (said++) mti_say(&text, ", or ");
+        mti_nccl_say(&text, comm);
+    }
+    if (said) mti_say(&text, ": waited %.2f s for peers", waited);
+    mti_nccl_break_busy(ctx, status, &text);
+    return status;
+}
+
+/* Reports a timeout of a call, or the result for which the watchdog has aborted it. */
+static mt_status mti_nccl_call_late(mt_context *ctx, mt_comm *comm, double waited) {
+    mti_text text;
+    mt_status status;
+    mti_board_ask(comm);
+    status = mti_board_error(comm, &text);
+    if (status != MT_SUCCESS) return mti_nccl_give_up(ctx, comm, status, &text);
+    text.used = 0;
+    mti_nccl_say(&text, comm);
+    mti_say(&text, ": rank %d waited %.2f s for peers", comm->rank, waited);
+    return mti_nccl_give_up(ctx, comm, MT_ERR_TIMEOUT, &text);
+}
+
+/* Returns the error of a result about comm, and breaks all busy communicators; MT_SUCCESS: there is none. */
+static mt_status mti_nccl_obey(mt_context *ctx, mt_comm *comm) {
+    mti_text text;
+    mt_status status = mti_board_error(comm, &text);
+    return status == MT_SUCCESS ? MT_SUCCESS : mti_nccl_give_up(ctx, comm, status, &text);
+}
+
+/* -- waiting -- */
+
+/* Waits, at most for the timeout, until a call on `handle` is complete. handle is one of the two of comm, and result is
+   what the call has returned. ncclSuccess does not say that it is complete: NCCL 2.28.3 returns it from a split or a
+   registration that is still in progress on a non-blocking communicator. So the handle is asked in any case. */
+static mt_status mti_nccl_poll(mt_context *ctx, mt_comm *comm, struct ncclComm *handle, ncclResult_t result) {
+    mti_stopwatch watch = mti_stopwatch_start(comm->nccl.timeout);
+    double waited;
+    while (result == ncclSuccess || result == ncclInProgress) {
+        ncclResult_t asked = ncclCommGetAsyncError(handle, &result);
+        if (asked != ncclSuccess) result = asked;
+        if (result != ncclInProgress) break;
+        waited = mti_waited(&watch);
+        if (waited > comm->nccl.timeout || mti_board_is_decided(comm->nccl.board))
+            return mti_nccl_call_late(ctx, comm, waited);
+        mti_rest(waited, 1e-3);
+    }
+    return result == ncclSuccess ? MT_SUCCESS : mti_nccl_fail(ctx, comm, result);
+}
+
+/* Ends a call that mti_nccl_enter has begun. Waits for it when the handle is non-blocking, as a caller's ncclComm_t may
+   be, and as all are with NCCL_COMM_BLOCKING=0 in the environment. */
+static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t result) {
+    double late = mti_nccl_exit(comm);
+    return late > 0 ? mti_nccl_call_late(ctx, comm, late) : mti_nccl_poll(ctx, comm, comm->nccl.handle, result);
+}
+
+/* Runs an expression that calls NCCL on the handle of comm. */
+#define MTI_NCCL_RUN(ctx, comm, call) (mti_nccl_enter(comm), mti_nccl_settle(ctx, comm, call))
+
+/* Returns an error that NCCL, or the board, has found in a busy communicator after the call. */
+static mt_status mti_nccl_ask(mt_context *ctx) {
+    mt_comm *comm;
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next) {
+        ncclResult_t state = ncclSuccess, asked;
+        if (!comm->nccl.busy || comm->nccl.broken) continue;
+        MT_TRY(mti_nccl_obey(ctx, comm));
+        asked = ncclCommGetAsyncError(comm->nccl.handle, &state);
+        if (asked != ncclSuccess) state = asked;
+        if (state != ncclSuccess && state != ncclInProgress) return mti_nccl_fail(ctx, comm, state);
+    }
+    return MT_SUCCESS;
+}
+
+/* Returns 1 when comm has no work left. The caller has seen ctx->stream empty. */
+static int mti_nccl_is_idle(const mt_context *ctx, const mt_comm *comm) {
+    if (comm->nccl.stream == ctx->stream || cudaStreamQuery(comm->nccl.stream) == cudaSuccess) return 1;
+    cudaGetLastError();
+    return 0;
+}
+
+/* Waits for the context's stream if a communicator is busy, at most for the shortest timeout of the busy ones. */
+static mt_status mti_nccl_wait(mt_context *ctx) {
+    double timeout = -1, waited;
+    mti_stopwatch watch;
+    cudaError_t error;
+    mt_comm *comm;
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next)
+        if (comm->nccl.busy && (timeout < 0 || comm->nccl.timeout < timeout)) timeout = comm->nccl.timeout;
+    if (timeout < 0) return MT_SUCCESS;
+    watch = mti_stopwatch_start(timeout);
+    for (;;) {
+        error = cudaStreamQuery(ctx->stream);
+        if (error == cudaErrorNotReady) cudaGetLastError(); /* clears cudaErrorNotReady */
+        MT_TRY(mti_nccl_ask(ctx));
+        if (error != cudaErrorNotReady) break;
+        waited = mti_waited(&watch);
+        if (waited > timeout) return mti_nccl_late(ctx, waited);
+        mti_rest(waited, 1e-3);
+    }
+    MT_TRY(mti_cuda_check(ctx, error, "cudaStreamQuery"));
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next)
+        if (comm->nccl.busy) comm->nccl.busy = !mti_nccl_is_idle(ctx, comm);
+    return MT_SUCCESS;
+}
+
+/* After the launch of a graph, which may have work of every communicator. Its work is in the context's stream. */
+static void mti_nccl_launched(mt_context *ctx) {
+    mt_comm *comm;
+    for (comm = ctx->nccl; comm; comm = comm->nccl.next) {
+        if (comm->nccl.broken) continue;
+        comm->nccl.busy = 1;
+        comm->nccl.stream = ctx->stream;
+        comm->nccl.last = mti_call_make(MTI_GRAPH_LAUNCH, NULL, NULL, 0, MT_U8);
+    }
+}
+
+/* -- registration -- */
+
+typedef struct mti_window {
+    struct mti_window *next;
+    mt_comm *comm;
+    const char *memory;
+    size_t bytes;
+    void *buffer; /* the handle of ncclCommRegister; the other one is NULL */
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+    ncclWindow_t window; /* the handle of ncclCommWindowRegister; the other one is NULL */
+#endif
+} mti_window;
+
+/* Implements mt_comm_register. NCCL 2.27 or later registers the memory as a symmetric window. Its results are undefined
+   when a buffer is in symmetric windows of several communicators. */
+static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+    const char *begin = (const char *)memory;
+    int version = 0;
+    mti_window *w;
+    if (ctx->allocator.alloc != mti_cuda_alloc || bytes < MTI_NCCL_MEMORY) return MT_SUCCESS;
+    for (w = ctx->windows; w; w = w->next)
+        if (begin < w->memory + w->bytes && w->memory < begin + bytes) return MT_SUCCESS;
+    w = (mti_window *)mt_host_alloc(sizeof *w);
+    if (!w) return mt_fail(ctx, MT_ERR_MEMORY, "no memory to register %zu bytes with \"%s\"", bytes, comm->name);
+    w->comm = comm;
+    w->memory = begin;
+    w->bytes = bytes;
+    w->next = ctx->windows;
+    ctx->windows = w;
+    ncclGetVersion(&version);
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+    if (version >= NCCL_VERSION(2, 27, 0)) {
+        return MTI_NCCL_RUN(
+            ctx, comm, ncclCommWindowRegister(comm->nccl.handle, memory, bytes, &w->window, NCCL_WIN_COLL_SYMMETRIC));
+    }
+#endif
+    return MTI_NCCL_RUN(ctx, comm, ncclCommRegister(comm->nccl.handle, memory, bytes, &w->buffer));
+}
+
+/* Deregisters memory, and waits until this is done. After an error the communicator is broken. Both handles are NULL
+   when the GPU or the system does not support registration. */
+static void mti_window_end(mt_context *ctx, mti_window *w) {
+    struct ncclComm *handle = w->comm->nccl.broken ? NULL : w->comm->nccl.handle; /* an abort deregisters */
+    ncclResult_t result = ncclSuccess;
+    mti_nccl_enter(w->comm);
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
+    if (handle && w->window) result = ncclCommWindowDeregister(handle, w->window);
+#endif
+    if (handle && w->buffer) result = ncclCommDeregister(handle, w->buffer);
+    mti_nccl_settle(ctx, w->comm, result);
+    mt_host_free(w);
+}
+
+/* Deregisters the windows of comm (NULL: of all communicators) that start at `memory` (NULL: at any address). */
+static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) {
+    mti_window **at = &ctx->windows, *w;
+    while ((w = *at) != NULL) {
+        if ((comm && w->comm != comm) || (memory && w->memory != memory)) {
+            at = &w->next;
+            continue;
+        }
+        *at = w->next;
+        mti_window_end(ctx, w);
+    }
+}
+
+/* -- beginning and end -- */
+
+/* Creates a communicator without a handle. call: MTI_CREATE or MTI_SPLIT, for messages */
+static mt_comm *mti_nccl_new(mt_context *ctx, int rank, int size, const char *name, double timeout_s, int call) {
+    mt_comm *comm = mti_comm_new(&mti_over_nccl, rank, size, name);
+    if (!comm) return NULL;
+    comm->nccl.owned = 1;
+    comm->nccl.timeout = timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT;
+    comm->nccl.ordinal = ctx->ordinal;
+    comm->nccl.last.kind = call;
+    return comm;
+}
+
+/* Finishes the creation of a communicator: adds comm to the context's list. Destroys comm if status is an error. */
+static mt_status mti_nccl_begin(mt_context *ctx, mt_comm *comm, mt_status status, mt_comm **out) {
+    comm->nccl.home = ctx;
+    comm->nccl.next = ctx->nccl;
+    ctx->nccl = comm;
+    if (status == MT_SUCCESS) *out = comm;
+    else mt_comm_destroy(comm);
+    return status;
+}
+
+static void mti_nccl_unlink(mt_context *ctx, mt_comm *comm) {
+    mt_comm **at;
+    for (at = &ctx->nccl; *at != comm; at = &(*at)->nccl.next) continue;
+    *at = comm->nccl.next;
+}
+
+static void mti_nccl_leave(mt_comm *comm, const char *reason) {
+    mti_board_tell(comm, MTI_MESSAGE_LEFT, NULL, reason); /* without memory, the others see that the connection ends */
+}
+
+static void mti_nccl_destroy(mt_comm *comm) {
+    mti_nccl *n = &comm->nccl;
+    if (mti_is_forked(comm->process)) {
+        mti_board_abandon(comm);
+        return;
+    }
+    if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
+    if (n->home) {
+        if (n->busy && !n->broken) mti_cuda_synchronize(n->home); /* an error is ignored: comm is destroyed */
+        if (n->recorded) mti_graphs_lose(n->home);                /* NCCL waits for the graphs that use comm to end */
+        mti_nccl_forget(n->home, comm, NULL);
+        mti_nccl_unlink(n->home, comm);
+    }
+    mti_board_close(comm);
+    if (n->owned && n->handle && MTI_NCCL_RUN(NULL, comm, ncclCommFinalize(n->handle)) == MT_SUCCESS) {
+        ncclCommDestroy(n->handle);
+        n->handle = NULL; /* an error below must not abort it */
+    }
+    if (n->owned && n->opener && mti_nccl_poll(NULL, comm, n->opener, ncclCommFinalize(n->opener)) == MT_SUCCESS)
+        ncclCommDestroy(n->opener);
+    mti_watchdog_leave(comm);
+}
+
+/* Detaches all communicators from a context that is being destroyed. They can still be destroyed afterwards. */
+static void mti_nccl_close(mt_context *ctx) {
+    mti_nccl_forget(ctx, NULL, NULL);
+    while (ctx->nccl) {
+        ctx->nccl->nccl.home = NULL;
+        ctx->nccl = ctx->nccl->nccl.next;
+    }
+}
+
+/* -- collectives -- */
+
+/* Returns 1 when a call inside an NCCL group has not failed. On a non-blocking communicator of the caller the call
+   returns ncclInProgress, and so does ncclGroupEnd. */
+static int mti_nccl_goes_on(ncclResult_t result) { return result == ncclSuccess || result == ncclInProgress; }
+
+static ncclResult_t mti_nccl_pair(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    ncclDataType_t type = mti_nccl_type(call->dtype);
+    struct ncclComm *handle = comm->nccl.handle;
+    ncclResult_t result = ncclSuccess, end;
+    ncclGroupStart(); /* ncclGroupEnd also returns the error of a call in the group */
+    if (call->root >= 0) result = ncclSend(call->send, call->count, type, call->root, handle, ctx->stream);
+    if (call->source >= 0 && mti_nccl_goes_on(result))
+        result = ncclRecv(call->recv, call->recvcount, type, call->source, handle, ctx->stream);
+    end = ncclGroupEnd();
+    return mti_nccl_goes_on(result) ? end : result;
+}
+
+/* An all_gather or reduce_scatter whose blocks are not contiguous: one call per block, in one NCCL group. Rank r is the
+   root of block r. */
+static ncclResult_t mti_nccl_blocks(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    ncclDataType_t type = mti_nccl_type(call->dtype);
+    ncclRedOp_t op = call->op == MT_MAX ? ncclMax : ncclSum;
+    size_t apart = call->stride * mt_dtype_size(call->dtype);
+    struct ncclComm *handle = comm->nccl.handle;
+    ncclResult_t result = ncclSuccess, end;
+    int r;
+    ncclGroupStart();
+    for (r = 0; r < comm->size && mti_nccl_goes_on(result); r++) {
+        if (call->kind == MT_ALL_GATHER)
+            result = ncclBroadcast(call->send, (char *)call->recv + apart * (size_t)r, call->count, type, r, handle,
+                                   ctx->stream);
+        else
+            result = ncclReduce((const char *)call->send + apart * (size_t)r, call->recv, call->count, type, op, r,
+                                handle, ctx->stream);
+    }
+    end = ncclGroupEnd();
+    return mti_nccl_goes_on(result) ? end : result;
+}
+
+/* Puts a call into the stream: calls the NCCL function for it. */
+static ncclResult_t mti_nccl_issue(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    ncclDataType_t type = mti_nccl_type(call->dtype);
+    ncclRedOp_t op = call->op == MT_MAX ? ncclMax : ncclSum;
+    struct ncclComm *handle = comm->nccl.handle;
+    if ((call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) && call->stride != call->count)
+        return mti_nccl_blocks(ctx, comm, call);
+    switch (call->kind) {
+    case MT_ALL_REDUCE: return ncclAllReduce(call->send, call->recv, call->count, type, op, handle, ctx->stream);
+    case MT_REDUCE_SCATTER:
+        return ncclReduceScatter(call->send, call->recv, call->count, type, op, handle, ctx->stream);
+    case MT_ALL_GATHER: return ncclAllGather(call->send, call->recv, call->count, type, handle, ctx->stream);
+    case MT_BROADCAST: return ncclBroadcast(call->send, call->recv, call->count, type, call->root, handle, ctx->stream);
+    default: return mti_nccl_pair(ctx, comm, call);
+    }
+}
+
+/* Returns 1 for reductions that the library does itself: of floats in invariant mode, where the order of additions is
+   fixed, and MT_MAX of floats, which must keep a NaN. */
+static int mti_nccl_is_ordered(const mt_context *ctx, const mti_call *call) {
+    return mti_reduces(call) && call->dtype != MT_I32 && (ctx->invariant || call->op == MT_MAX);
+}
+
+/* Exchanges pieces between all ranks. With `out`: sends piece r to rank r, and stores every rank's copy of this rank's
+   piece in `out`, n elements apart. Without `out`: sends this rank's result to all ranks, and stores their results in
+   p->to. */
+static ncclResult_t mti_nccl_exchange(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_pieces *p,
+                                      char *out) {
+    ncclDataType_t type = mti_nccl_type(call->dtype);
+    struct ncclComm *handle = comm->nccl.handle;
+    size_t mine = mti_piece_size(p, comm->rank), apart = (out ? p->n : p->stride) * p->element;
+    ncclResult_t result = ncclSuccess, end;
+    int r;
+    ncclGroupStart();
+    for (r = 0; r < comm->size && mti_nccl_goes_on(result); r++) {
+        size_t theirs = mti_piece_size(p, r), send = out ? theirs : mine, recv = out ? mine : theirs;
+        const char *from = out ? p->from + p->stride * p->element * (size_t)r : p->own;
+        char *to = (out ? out : p->to) + apart * (size_t)r;
+        if (r == comm->rank) continue;
+        if (send > 0) result = ncclSend(from, send, type, r, handle, ctx->stream);
+        if (recv > 0 && mti_nccl_goes_on(result)) result = ncclRecv(to, recv, type, r, handle, ctx->stream);
+    }
+    end = ncclGroupEnd();
+    return mti_nccl_goes_on(result) ? end : result;
+}
+
+/* Reduces one chunk: gathers every rank's copy of this rank's piece in `scratch`, reduces the copies in the tree that
+   the other transports use, and sends the result to all ranks if p->to is set. */
+static mt_status mti_nccl_join(mt_context *ctx, mt_comm *comm, const mti_call *call, const mti_pieces *p,
+                               char *scratch) {
+    mti_cuda_buffers b;
+    int r;
+    MT_TRY(MTI_NCCL_RUN(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, scratch)));
+    b.ranks = comm->size;
+    b.writers = 1;
+    for (r = 0; r < comm->size; r++) b.send[r] = scratch + p->n * p->element * (size_t)r;
+    b.send[comm->rank] = p->from + p->stride * p->element * (size_t)comm->rank;
+    b.recv[0] = p->own;
+    MT_TRY(mti_cuda_reduce_buffers(ctx, &b, mti_piece_size(p, comm->rank), call));
+    return p->to ? MTI_NCCL_RUN(ctx, comm, mti_nccl_exchange(ctx, comm, call, p, NULL)) : MT_SUCCESS;
+}
+
+/* Runs the call in chunks. In each chunk, every rank gets a piece of at most `most` elements. */
+static mt_status mti_nccl_chunks(mt_context *ctx, mt_comm *comm, const mti_call *call, size_t most, char *scratch) {
+    size_t done = 0;
+    mti_pieces p;
+    while (done < call->count) {
+        done += mti_pieces_next(comm, call, most, done, &p);
+        MT_TRY(mti_nccl_join(ctx, comm, call, &p, scratch));
+    }
+    return MT_SUCCESS;
+}
+
+/* A reduction in the library's tree: NCCL only moves the data. */
+static mt_status mti_nccl_reduce(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t ranks = (size_t)comm->size, element = mt_dtype_size(call->dtype), line = MTI_LINE / element, most;
+    size_t needed = call->kind == MT_REDUCE_SCATTER ? call->count : (call->count + ranks - 1) / ranks;
+    size_t mark = mt_arena_mark(ctx);
+    void *scratch = NULL;
+    mt_status status;
+    MT_TRY(mti_cuda_check_ranks(ctx, comm, call));
+    most = mti_pieces_most(comm, call, MTI_NCCL_SCRATCH);
+    needed = (needed + line - 1) / line * line;
+    if (needed < most) most = needed;
+    MT_TRY(mt_arena_alloc(ctx, most * ranks * element, &scratch));
+    status = mti_nccl_chunks(ctx, comm, call, most, (char *)scratch);
+    mt_arena_release(
+        ctx, mark); /* the stream may still use the scratch memory: later work in the same stream comes after that */
+    return status;
+}
+
+/* Waits until all ranks have arrived: an all-reduce of one element, and a wait for the stream. */
+static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm) {
+    size_t mark = mt_arena_mark(ctx);
+    void *one = NULL;
+    mt_status status;
+    MT_TRY(mt_arena_alloc(ctx, sizeof(int32_t), &one));
+    status = mt_cuda_zero(ctx, one, sizeof(int32_t));
+    if (status == MT_SUCCESS)
+        status =
+            MTI_NCCL_RUN(ctx, comm, ncclAllReduce(one, one, 1, ncclInt32, ncclSum, comm->nccl.handle, ctx->stream));
+    if (status == MT_SUCCESS) status = mti_cuda_synchronize(ctx);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* Begins a call, and tells the board about it. */
+static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    if (comm->nccl.home != ctx)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: \"%s\" (%d ranks, over NCCL) belongs to another context",
+                          mti_call_name(call->kind), comm->name, comm->size);
+    if (comm->nccl.broken)
+        return mti_refuse(
+            ctx, comm, MT_ERR_PEER, "%s on \"%s\" (%d ranks): rank %d calls after this communicator failed with %s",
+            mti_call_name(call->kind), comm->name, comm->size, comm->rank, mt_status_name(comm->nccl.broken));
+    MT_TRY(mt_cuda_enter(ctx));
+    mti_board_tell(comm, MTI_MESSAGE_CALL, call, NULL);
+    comm->nccl.last = *call;
+    MT_TRY(mti_nccl_obey(ctx, comm));
+    comm->nccl.number = ++ctx->nccl_calls;
+    comm->nccl.stream = ctx->stream;
+    comm->nccl.busy = 1;
+    comm->nccl.recorded |= ctx->recording;
+    return MT_SUCCESS;
+}
+
+/* Runs a call: as a barrier, as a reduction in the library's tree, or as one call of NCCL. */
+static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    MT_TRY(mti_nccl_call_begin(ctx, comm, call));
+    if (call->kind == MT_BARRIER) return mti_nccl_barrier(ctx, comm);
+    if (mti_nccl_is_ordered(ctx, call)) return mti_nccl_reduce(ctx, comm, call);
+    return MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, call));
+}
+
+/* -- splitting -- */
+
+/* What the ranks tell each other before they create a communicator. Its size, and the place of the version, stay the
+   same in all versions: NCCL gathers it, and other sizes would hang before the versions are compared. */
+typedef struct mti_member {
+    int32_t version; /* MT_VERSION_NUMBER */
+    int32_t color, key;
+    mti_listener listener;
+} mti_member;
+
+static mt_status mti_nccl_same_version(mt_context *ctx, const mt_comm *comm, const mti_member *all) {
+    mti_text text;
+    int r = 1;
+    while (r < comm->size && all[r].version == all[0].version) r++;
+    if (r >= comm->size) return MT_SUCCESS;
+    text.used = 0;
+    mti_say_versions(&text, all[0].version, r, all[r].version);
+    return mt_fail(ctx, MT_ERR_MISMATCH, "\"%s\": %s", comm->name, text.data);
+}
+
+/* Gathers the members of all ranks in all [size], which holds this rank's member at the start. kind: MTI_SPLIT or
+   MTI_CREATE, for the board and for messages */
+static mt_status mti_nccl_members(mt_context *ctx, mt_comm *comm, int kind, mti_member *all) {
+    size_t mark = mt_arena_mark(ctx), bytes = sizeof *all, at = bytes * (size_t)comm->rank;
+    mti_call call, named = mti_call_make(kind, NULL, NULL, 0, MT_U8);
+    void *gathered = NULL;
+    mt_status status;
+    all[comm->rank].version = MT_VERSION_NUMBER;
+    MT_TRY(mt_arena_alloc(ctx, bytes * (size_t)comm->size, &gathered));
+    call = mti_call_make(MT_ALL_GATHER, (char *)gathered + at, gathered, bytes, MT_U8);
+    status = mti_cuda_copy(ctx, (char *)gathered + at, (char *)all + at, bytes);
+    if (status == MT_SUCCESS) status = mti_nccl_call_begin(ctx, comm, &named);
+    if (status == MT_SUCCESS) status = MTI_NCCL_RUN(ctx, comm, mti_nccl_issue(ctx, comm, &call));
+    if (status == MT_SUCCESS) status = mti_cuda_fetch(ctx, all, gathered, bytes * (size_t)comm->size);
+    mt_arena_release(ctx, mark);
+    return status == MT_SUCCESS ? mti_nccl_same_version(ctx, comm, all) : status;
+}
+
+/* Returns the size of rank r's new group, and rank r's rank in it. Size 0: rank r has a negative color. */
+static int mti_nccl_place(const mti_member *all, int ranks, int r, int *rank) {
+    int32_t color = all[r].color, key = all[r].key;
+    int size = 0, other;
+    *rank = 0;
+    for (other = 0; other < ranks && color >= 0; other++) {
+        if (all[other].color != color) continue;
+        *rank += all[other].key < key || (all[other].key == key && other < r);
+        size++;
+    }
+    return size;
+}
+
+/* Connects the ranks of comm, a group of the ranks that `all` describes with this color. listener: of this rank */
+static mt_status mti_nccl_connect(mt_context *ctx, mt_comm *comm, int color, const mti_member *all, int ranks,
+                                  int listener) {
+    int r = 0, rank;
+    if (ctx->no_nccl_checks) return MT_SUCCESS;
+    while (r < ranks && (all[r].color != color || (mti_nccl_place(all, ranks, r, &rank), rank) != 0)) r++;
+    return mti_board_open(ctx, comm, listener, &all[r].listener);
+}
+
+/* Splits the blocking handle of child, or nothing if child is NULL, from comm. Waits until both are ready. The handle
+   of the child is valid only when the call on the parent has completed. */
+static mt_status mti_nccl_carve(mt_context *ctx, mt_comm *comm, int color, int rank, mt_comm *child) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    struct ncclComm *opener = comm->nccl.opener, *none = NULL, **handle = child ? &child->nccl.handle : &none;
+    int taken = child ? color : NCCL_SPLIT_NOCOLOR;
+    config.blocking = 1;
+    if (opener) MT_TRY(mti_nccl_poll(ctx, comm, opener, ncclCommSplit(opener, taken, rank, handle, &config)));
+    else MT_TRY(MTI_NCCL_RUN(ctx, comm, ncclCommSplit(comm->nccl.handle, taken, rank, handle, &config)));
+    return child ? mti_nccl_poll(ctx, child, *handle, ncclInProgress) : MT_SUCCESS;
+}
+
+/* mti_nccl_carve creates the groups of two or more ranks. If there is such a group, all ranks of comm must call it. */
+static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, const mti_member *all, const char *name,
+                                 mt_comm **out) {
+    mt_comm *child = NULL;
+    mt_status status = MT_SUCCESS;
+    int rank, ignored, r = 0, size = mti_nccl_place(all, comm->size, comm->rank, &rank);
+    while (r < comm->size && mti_nccl_place(all, comm->size, r, &ignored) < 2) r++;
+    if (size == 1) *out = mti_comm_new(&mti_alone, 0, 1, name);
+    if (r == comm->size) return MT_SUCCESS;
+    if (size > 1) child = mti_nccl_new(ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
+    if (size > 1 && !child) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
+    if (child) status = mti_watchdog_join(ctx, child);
+    comm->nccl.last.kind = MTI_SPLIT;
+    if (status == MT_SUCCESS) status = mti_nccl_carve(ctx, comm, color, rank, child);
+    return child ? mti_nccl_begin(ctx, child, status, out) : status;
+}
+
+/* Ends a creation that has failed after `status`, or connects the ranks of the new communicator. */
+static mt_status mti_nccl_finish(mt_context *ctx, mt_status status, int color, const mti_member *all, int ranks,
+                                 int listener, mt_comm **out) {
+    if (status == MT_SUCCESS && *out && (*out)->transport == &mti_over_nccl)
+        status = mti_nccl_connect(ctx, *out, color, all, ranks, listener);
+    if (listener >= 0) close(listener);
+    if (status == MT_SUCCESS) return status;
+    mt_comm_destroy(*out);
+    *out = NULL;
+    return status;
+}
+
+/* Gathers the colors and keys of all ranks, and then creates the groups. */
+static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    mt_context *ctx = comm->nccl.home;
+    mti_member *all;
+    char name[32];
+    mt_status status;
+    int listener = -1;
+    if (!ctx)
+        return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: the context of \"%s\" has been destroyed",
+                          comm->name);
+    all = (mti_member *)calloc((size_t)comm->size, sizeof *all);
+    if (!all) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for %d colors", comm->size);
+    if (color >= 0 && !ctx->no_nccl_checks) listener = mti_listener_open(&all[comm->rank].listener);
+    all[comm->rank].color = color;
+    all[comm->rank].key = key;
+    if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
+    status = mti_nccl_members(ctx, comm, MTI_SPLIT, all);
+    if (status == MT_SUCCESS) status = mti_nccl_divide(ctx, comm, color, all, name, out);
+    status = mti_nccl_finish(ctx, status, color, all, comm->size, listener, out);
+    free(all);
+    return status == MT_SUCCESS ? status : mt_comm_fail(comm, status, mt_last_error(ctx));
+}
+
+/* -- creating -- */
+
+static mt_status mti_nccl_check_context(mt_context *ctx, const char *function, const void *argument, const void *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!argument || !out)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function, out ? "its argument" : "out");
+    if (ctx->device != MT_DEVICE_CUDA)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the context is on device %d; NCCL needs MT_DEVICE_CUDA", function,
+                       (int)ctx->device);
+    return mt_cuda_enter(ctx);
+}
+
+MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
+    ncclUniqueId id;
+    ncclResult_t result;
+    char reason[MTI_NCCL_REASON];
+    MT_TRY(mti_nccl_check_context(ctx, "mt_nccl_unique_id", out, out));
+    result = ncclGetUniqueId(&id);
+    if (result != ncclSuccess)
+        return mt_fail(ctx, mti_nccl_status(result), "mt_nccl_unique_id: %s", mti_nccl_reason(result, NULL, reason));
+    memcpy(out->bytes, id.internal, sizeof out->bytes);
+    return MT_SUCCESS;
+}
+
+/* Tells the ranks of a new communicator the listener of rank 0, and connects them. Destroys *out on failure. */
+static mt_status mti_nccl_meet(mt_context *ctx, mt_comm **out) {
+    mt_comm *comm = *out;
+    mti_member *all;
+    mt_status status;
+    int listener;
+    if (ctx->no_nccl_checks || comm->size == 1) return MT_SUCCESS;
+    all = (mti_member *)calloc((size_t)comm->size, sizeof *all);
+    listener = all ? mti_listener_open(&all[comm->rank].listener) : -1;
+    status = all ? mti_nccl_members(ctx, comm, MTI_CREATE, all)
+                 : mt_fail(ctx, MT_ERR_MEMORY, "no memory for the addresses of %d ranks", comm->size);
+    status = mti_nccl_finish(ctx, status, 0, all, comm->size, listener, out);
+    free(all);
+    return status;
+}
+
+/* Creates a communicator from an id, over NCCL also for one rank, as the tests need it. *out is NULL. */
+static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                 mt_comm **out) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclUniqueId unique;
+    mt_comm *comm;
+    mt_status status;
+    comm = mti_nccl_new(ctx, rank, ranks, "world", timeout_s, MTI_CREATE);
+    if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
+    memcpy(unique.internal, id->bytes, sizeof id->bytes);
+    config.blocking = 0;
+    status = mti_watchdog_join(ctx, comm);
+    if (status == MT_SUCCESS) {
+        ncclResult_t result = ncclCommInitRankConfig(&comm->nccl.opener, ranks, unique, rank, &config);
+        status = mti_nccl_poll(ctx, comm, comm->nccl.opener, result);
+    }
+    if (status == MT_SUCCESS) status = mti_nccl_carve(ctx, comm, 0, rank, comm);
+    MT_TRY(mti_nccl_begin(ctx, comm, status, out));
+    return mti_nccl_meet(ctx, out);
+}
+
+MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                        mt_comm **out) {
+    if (out) *out = NULL;
+    MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl_id", id, out));
+    if (ranks < 1 || rank < 0 || rank >= ranks)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_create_nccl_id: rank %d of %d ranks", rank, ranks);
+    if (ranks == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
+    return mti_nccl_create(ctx, id, ranks, rank, timeout_s, out);
+}
+
+/* Creates a communicator over the caller's ncclComm_t, also for one rank, as above. *out is NULL. */
+static mt_status mti_nccl_wrap(mt_context *ctx, struct ncclComm *nccl, int size, int rank, double timeout_s,
+                               mt_comm **out) {
+    mt_comm *comm = mti_nccl_new(ctx, rank, size, "world", timeout_s, MTI_CREATE);
+    if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl: no memory for the communicator");
+    comm->nccl.handle = nccl;
+    comm->nccl.owned = 0;
+    MT_TRY(mti_nccl_begin(ctx, comm, MT_SUCCESS, out));
+    return mti_nccl_meet(ctx, out);
+}
+
+MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out) {
+    int size = 0, rank = 0, device = -1;
+    ncclResult_t result;
+    char reason[MTI_NCCL_REASON];
+    if (out) *out = NULL;
+    MT_TRY(mti_nccl_check_context(ctx, "mt_comm_create_nccl", nccl, out));
+    result = ncclCommCount(nccl, &size);
+    if (result == ncclSuccess) result = ncclCommUserRank(nccl, &rank);
+    if (result == ncclSuccess) result = ncclCommCuDevice(nccl, &device);
+    if (result != ncclSuccess)
+        return mt_fail(ctx, mti_nccl_status(result), "mt_comm_create_nccl: %s", mti_nccl_reason(result, nccl, reason));
+    if (device != ctx->ordinal)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "mt_comm_create_nccl: the communicator is on GPU %d, the context on GPU %d", device,
+                       ctx->ordinal);
+    if (size == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
+    return mti_nccl_wrap(ctx, nccl, size, rank, timeout_s, out);
+}
+#else /* not built */
+#if MT_HAS_CUDA
+static void mti_nccl_launched(mt_context *ctx) { (void)ctx; }
+static mt_status mti_nccl_wait(mt_context *ctx) { return (void)ctx, MT_SUCCESS; }
+static void mti_nccl_close(mt_context *ctx) { (void)ctx; }
+static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory) {
+    (void)ctx, (void)comm, (void)memory;
+}
+#endif
+static mt_status mti_nccl_unbuilt(mt_context *ctx, const char *function, mt_comm **out) {
+    if (out) *out = NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    return mt_fail(ctx, MT_ERR_UNSUPPORTED,
+                   "%s: NCCL is not built into this program: compile the implementation with nvcc, as a .cu file, with "
+                   "-DMT_USE_NCCL, and link with -lnccl",
+                   function);
+}
+MT_API mt_status mt_nccl_unique_id(mt_context *ctx, mt_nccl_id *out) {
+    return (void)out, mti_nccl_unbuilt(ctx, "mt_nccl_unique_id", NULL);
+}
+MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, int ranks, int rank, double timeout_s,
+                                        mt_comm **out) {
+    return (void)id, (void)ranks, (void)rank, (void)timeout_s, mti_nccl_unbuilt(ctx, "mt_comm_create_nccl_id", out);
+}
+MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, double timeout_s, mt_comm **out) {
+    return (void)nccl, (void)timeout_s, mti_nccl_unbuilt(ctx, "mt_comm_create_nccl", out);
+}
+#endif
+
+/* -- from threads, or processes, to NCCL -- */
+
+/* What each rank tells the others when threads, or processes over MPI, create a communicator over NCCL. `status` and
+   `id` are those of mt_nccl_unique_id; only rank 0 calls it. */
+typedef struct mti_place {
+    int device, ordinal;
+    mt_status status;
+    mt_nccl_id id;
+} mti_place;
+
+/* Exchanges the places of all ranks. *first: the place of rank 0; *own_gpus: 1 when all contexts are on GPUs, and no
+   two threads use the same GPU. Processes are not compared, because each may number the GPUs in its own way; NCCL
+   detects a GPU that two of them use. */
+static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_place *mine, mti_place *first,
+                                 int *own_gpus) {
+    mti_call call;
+    int r, other;
+    memset(&call, 0, sizeof call);
+    call.kind = MTI_CREATE;
+    call.dtype = MT_U8;
+    call.count = sizeof *mine;
+    call.send = mine;
+    MT_TRY((local->transport->enter)(ctx, local, &call));
+    *own_gpus = 1;
+    for (r = 0; r < local->size; r++) {
+        const mti_place *p = (const mti_place *)mti_slot_of(local->group, r)->send;
+        if (r == 0) *first = *p;
+        if (p->device != (int)MT_DEVICE_CUDA) *own_gpus = 0;
+        for (other = 0; other < r && local->transport->are_threads; other++)
+            if (((const mti_place *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
+    }
+    (local->transport->exit)(local);
+    return MT_SUCCESS;
+}
+
+/* For threads, and for processes over MPI. Leaves *out NULL when NCCL is not built, or own_gpus is 0. */
+static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    mti_place mine, first;
+    int own_gpus = 0;
+    if (!MTI_NCCL) return MT_SUCCESS;
+    memset(&mine, 0, sizeof mine);
+    mine.device = (int)ctx->device;
+    mine.ordinal = ctx->ordinal;
+    if (world->rank == 0 && ctx->device == MT_DEVICE_CUDA) mine.status = mt_nccl_unique_id(ctx, &mine.id);
+    MT_TRY(mti_meet_places(ctx, world, &mine, &first, &own_gpus));
+    if (!own_gpus) return MT_SUCCESS;
+    if (first.status != MT_SUCCESS)
+        return world->rank == 0 ? first.status
+                                : mti_refuse(ctx, world, MT_ERR_PEER, "mt_comm_create_for: rank 0 has no id from NCCL");
+    return mt_comm_create_nccl_id(ctx, &first.id, world->size, world->rank, world->group->timeout, out);
+}
+
+/* For processes without MPI. Each rank makes the same id, from NCCL_COMM_ID in the environment. */
+static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    mt_nccl_id id;
+    if (!MTI_NCCL || ctx->device != MT_DEVICE_CUDA)
+        return mti_refuse_apart(ctx, world, "comm_create_for", (int)ctx->device);
+    if (!getenv("NCCL_COMM_ID"))
+        return mti_refuse(
+            ctx, world, MT_ERR_ARGUMENT,
+            "mt_comm_create_for: the %d ranks of \"%s\" do not know where to meet: set NCCL_COMM_ID to "
+            "host:port, or MASTER_ADDR and MASTER_PORT, the same on all of them, on the machine of rank 0",
+            world->size, world->name);
+    MT_TRY(mt_nccl_unique_id(ctx, &id));
+    return mt_comm_create_nccl_id(ctx, &id, world->size, world->rank, world->timeout, out);
+}
+
+static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    (void)out;
+    return mti_refuse(ctx, world, MT_ERR_ARGUMENT,
+                      "mt_comm_create_for: \"%s\" is not a communicator of a launcher or of threads", world->name);
+}
+
+static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out) {
+    return (void)ctx, (void)comm, (void)out, MT_SUCCESS;
+}
+
+/* Where over_nccl leaves *out NULL, *out is split from world with the same ranks. */
+static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    if (!ctx || !world || !out)
+        return mti_refuse(ctx, world, MT_ERR_ARGUMENT, "mt_comm_create_for: %s is NULL",
+                          !ctx     ? "ctx"
+                          : !world ? "world"
+                                   : "out");
+    MT_TRY(mti_check_process(ctx, world, "comm_create_for"));
+    MT_TRY((world->transport->over_nccl)(ctx, world, out));
+    if (*out) mti_adopt(world, *out);
+    else MT_TRY(mt_comm_split(world, 0, world->rank, out));
+    mt_comm_set_name(*out, world->name);
+    (*out)->is_named = world->is_named;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    int before = mti_hold();
+    mt_status status;
+    if (out) *out = NULL;
+    status = mti_comm_create_for(ctx, world, out);
+    mti_release(before);
+    return status;
+}
+
+MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!comm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_register: comm is NULL");
+    MT_TRY(mti_check_process(ctx, comm, "comm_register"));
+    return (comm->transport->enlist)(ctx, comm, memory, bytes);
+}
+
+MT_API mt_status mt_arena_register(mt_context *ctx, mt_comm *comm) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!comm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_register: comm is NULL");
+    return ctx->arena_symmetric ? mt_comm_register(ctx, comm, ctx->arena, ctx->arena_bytes) : MT_SUCCESS;
+}
+
+static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
+    return (void)ctx, (void)comm, (void)memory, (void)bytes, MT_SUCCESS;
+}

@@ -1,0 +1,350 @@
+/* ---- >>types: contexts, communicators, calls and transports ------------------------------------------------------ */
+
+#pragma once
+#include "collectives.h"
+#include "graph.h"
+#include "launch.h"
+#include "authors.h"
+#include "system.h"
+#include "../plan/trace.h"
+
+#define MTI_EVENTS (MT_OVERLAP_TICKET_THIRD + 2)
+
+typedef struct mti_slot_memory {
+    void *memory;
+    void (*destroy)(mt_context *ctx, void *memory);
+} mti_slot_memory;
+
+#define MTI_SECTIONS 8
+
+/* Page-locked memory for small uploads: sections of MT_UPLOAD_BYTES, used in turn. An upload takes the next bytes of
+   the current section. `copied` is recorded when a section is full, so it is reached when all its copies are done. */
+typedef struct mti_staging {
+    unsigned char *memory; /* the sections, and an mt_range_error behind them */
+    struct CUevent_st *copied[MTI_SECTIONS];
+    int section;
+    size_t used;
+} mti_staging;
+
+#define MTI_MAX_THREADS 1024
+
+struct mt_context {
+    pid_t process; /* that has created the context, see mti_is_forked */
+    mt_device device;
+    int threads;
+    struct mti_team *team; /* the other threads; NULL before the first call that needs them */
+    int invariant, invariant_data;
+    mt_comm *world;
+    mt_allocator allocator;
+    mt_logger logger;
+    unsigned char *arena;
+    size_t arena_bytes, arena_used, arena_peak, allocated;
+    size_t region_end, region_top; /* see mt_arena_region */
+    size_t meta_end;               /* MT_DEVICE_META: bytes that mt_context_alloc has given out so far */
+    mti_slot_memory slots[MT_SLOT_COUNT];
+    mt_forget_function forget;          /* see mt_context_set_forget; NULL: none */
+    struct mti_checker *checker;        /* check mode; NULL: off */
+    mt_device planned;                  /* MT_DEVICE_META: the device whose memory is planned */
+    int ordinal, owns_stream;           /* MT_DEVICE_CUDA */
+    int capability;                     /* compute capability of the GPU: 90 for sm_90 */
+    struct CUstream_st *compute_stream; /* mt_context_desc.stream, or a stream that the context has created */
+    struct CUstream_st *second_stream, *third_stream;
+    struct CUevent_st *events[MTI_EVENTS]; /* one per ticket; the last one is for mti_cuda_fork */
+    mti_staging staging;
+    int recording;              /* 1: between mt_graph_begin and mt_graph_end */
+    mt_graph *graphs;           /* list of the graphs of this context that can run */
+    int captures;               /* 1: this context has begun a capture, which has not ended */
+    mt_comm *recorders;         /* the ranks that record together; NULL: this rank alone */
+    struct mti_group *turns;    /* the group of the recorders, kept alive */
+    int has_turn;               /* 1: of the recorders, this rank records now */
+    unsigned pending;           /* bit mask of tickets that the compute stream has not waited for */
+    int overlapped;             /* 1: mti_cuda_fork has been called */
+    uint64_t reached;           /* bit mask of other GPUs whose memory this GPU can read */
+    struct CUstream_st *stream; /* where calls put their work: compute_stream, or another one after mti_cuda_fork */
+    int arena_symmetric, no_nccl_checks;
+    mt_comm *nccl;              /* list of the communicators over NCCL that belong to this context */
+    uint64_t nccl_calls;        /* number of calls on these communicators so far */
+    struct mti_window *windows; /* list of the memory registered with these communicators */
+    mt_trace trace;             /* MT_DEVICE_META */
+    size_t trace_capacity;
+    int trace_lost;           /* 1: there was no memory for an entry */
+    int recomputes;           /* number of open pairs of mt_trace_recompute */
+    mt_stream planned_stream; /* MT_DEVICE_META: the stream between mt_overlap_begin and mt_overlap_end */
+    int compares;             /* MT_DEVICE_META: number of open mti_space_begin, whose calls move bytes */
+    char error[MT_ERROR_BYTES];
+};
+
+/* Codes for calls that have no mt_collective, for slots and messages. The ledger does not count these calls. */
+typedef enum mti_call_kind {
+    MTI_SPLIT = 64,
+    MTI_SEND_RECV = 65,
+    MTI_CREATE = 66,
+    MTI_GRAPH_BEGIN = 67,
+    MTI_GRAPH_END = 68,
+    MTI_GRAPH_LAUNCH = 69
+} mti_call_kind;
+
+typedef struct mti_call {
+    int kind; /* mt_collective or mti_call_kind */
+    mt_dtype dtype;
+    mt_op op;
+    int root;   /* root of a broadcast, or destination of a send; -1: none */
+    int source; /* source of a receive; -1: none */
+    size_t count, recvcount;
+    /* elements between the blocks of two ranks in the receive buffer of an all_gather and in the send buffer of a
+       reduce_scatter: count, or more when the call moves a chunk of each block */
+    size_t stride;
+    int goes_on; /* 1: this is not the first chunk of a call */
+    const void *send;
+    void *recv;
+    struct CUgraphExec_st *run; /* MTI_GRAPH_LAUNCH */
+    int color, key;
+} mti_call;
+
+/* An event of CUDA, see mti_cuda_record. */
+typedef struct mti_event {
+    struct CUevent_st *handle; /* NULL: not recorded yet */
+    int ordinal;               /* the GPU that the event belongs to */
+} mti_event;
+
+typedef struct mti_slot {
+    uint64_t what, count, recvcount; /* the call, packed; atomic: other ranks read them at any time, for messages */
+    uint64_t outbox;                 /* destination + 1 and state of a posted message, see MTI_POSTED; atomic */
+    const char *left;                /* why this rank has left the group; NULL: it has not left */
+    int inside;                      /* MTI_OUTSIDE, MTI_IN_COLLECTIVE or MTI_IN_P2P; atomic */
+    int awaited;                     /* 1 + the rank from which a message is awaited; 0: none; atomic */
+    /* The fields below are valid between the two meetings of a call, or while the outbox is posted. */
+    int failed;
+    const void *send;
+    void *recv;
+    size_t send_count;
+    mt_dtype send_dtype;
+    int ordinal; /* the GPU that holds send and recv */
+    int color, key;
+    mt_comm **family; /* mt_comm_split: the communicators of the new group, created by its leader */
+    /* On GPUs. A rank records `ready` before a call and `done` behind its part of a collective; the receiver of its
+       message records `taken` behind the copy. */
+    mti_event ready, done, taken;
+} mti_slot;
+
+typedef struct mti_group {
+    uint64_t state;          /* atomic, see MTI_BROKEN */
+    unsigned char apart[56]; /* padding: `state` has its own cache line, because all ranks spin on it */
+    int sleepers, left_count, references;
+    int size;
+    int spin;               /* 1: each rank on this machine has a core */
+    struct mti_group *root; /* the first group of the chain of splits, kept alive by this one; NULL: this group */
+    int late_turns;         /* used in the root, atomic: number of late polls in a row, see mti_note_turn */
+    int64_t crowded_until;  /* used in the root, atomic: microseconds by mti_now; until then waits do not poll */
+    double timeout;
+    pthread_mutex_t mutex;
+    pthread_cond_t cond;
+    unsigned char *slots;
+    pid_t process; /* that has created the group */
+    int turn;      /* atomic; 1: a rank of this group records a graph */
+    int captured;  /* atomic; 1: the capture that rank 0 has begun has not ended */
+    mt_status why_broken;
+    char text[MT_ERROR_BYTES];
+} mti_group;
+
+struct mti_rank;
+
+struct mti_watchdog;
+struct mti_board;
+
+typedef struct mti_nccl {
+    struct ncclComm *handle; /* carries the collectives; blocking if owned. NULL: aborted */
+    struct ncclComm *opener; /* the same ranks, non-blocking, only for splits; NULL: splits are made from handle */
+    struct mti_watchdog *watchdog; /* bounds the calls on handle; NULL: the handle is the caller's */
+    struct mti_board *board;       /* compares the calls of the ranks; NULL: they are not compared */
+    mt_context *home;              /* the context that the communicator belongs to; NULL: the context is destroyed */
+    mt_comm *next;                 /* in the list mt_context.nccl */
+    struct CUstream_st *stream;    /* the stream of the last call */
+    int recorded;                  /* 1: a graph has recorded a call */
+    mti_call last;                 /* the last call, for messages */
+    uint64_t number;               /* mt_context.nccl_calls at the last call */
+    double timeout;
+    int ordinal, owned;
+    int busy;         /* 1: the communicator may have work in the stream */
+    mt_status broken; /* MT_SUCCESS: not broken */
+} mti_nccl;
+
+struct mt_comm {
+    const struct mti_transport *transport;
+    pid_t process;       /* that has created the communicator */
+    mti_group *group;    /* threads: the shared group; over MPI, and over NCCL with a board: a copy that only this
+                            process uses, for messages; else NULL */
+    struct mti_mpi *mpi; /* only over MPI */
+    int rank, size;
+    int span;               /* see mt_comm_set_span */
+    mti_nccl nccl;          /* only over NCCL */
+    struct mti_rank *owner; /* the launched rank that the communicator belongs to, or NULL */
+    mt_comm *next;          /* in the list mti_rank.children of the owner */
+    uint64_t graphs;        /* number of graphs whose recording has begun with this communicator */
+    int local_rank;         /* see mt_comm_local_rank */
+    const char *launcher;   /* only mti_apart: name of the launcher */
+    double timeout;         /* only mti_apart: timeout of the communicators made from this one */
+    mt_ledger ledger;
+    char name[16];
+    int is_named;           /* 1: mt_comm_set_name has given the name */
+    mt_status error_status; /* the status that `error` belongs to */
+    char error[MT_ERROR_BYTES];
+};
+
+/* A rank that mt_launch or mt_world_from_env runs. */
+typedef struct mti_rank {
+    mt_comm *world, *children;
+    mt_rank_function run;
+    void *user;
+    int rank, started;
+    int leaving;     /* 1: the rank is destroying a communicator; mt_comm_fail then stores no message */
+    int ended, told; /* ended: the rank's function has returned; told: the logger has got the rank's error */
+    struct mti_watch *watch;
+    const int *core; /* the cores that the rank is pinned to */
+    int cores;       /* number of these cores; 0: not pinned */
+    mt_status status;
+    pthread_t thread;
+    char reason[MT_ERROR_BYTES + 64]; /* why the rank left, for the messages of ranks that wait for it */
+} mti_rank;
+
+typedef struct mti_text {
+    size_t used;
+    char data[MT_ERROR_BYTES];
+} mti_text;
+
+/* A transport connects the ranks of a communicator: a table of functions. The tables are below.
+   has_peers     0: a call moves no data to other ranks
+   are_threads   1: the ranks are threads of this process
+   check         returns an error when the context cannot be used with the communicator
+   collective    runs a collective
+   p2p           runs a send, a receive or both, with other ranks
+   enter, exit   the two meetings of a call: all ranks compare their calls, and leave the call; NULL: never called
+   split         as mt_comm_split; color -1 leaves *out NULL
+   over_nccl     creates a communicator with the same ranks over NCCL; leaves *out NULL where NCCL is not used
+   enlist        see mt_comm_register
+   leave         tells the other ranks that this rank leaves; `reason` completes "rank 1 ...", must outlive the group */
+typedef struct mti_transport {
+    int has_peers, are_threads;
+    mt_status (*check)(mt_context *ctx, mt_comm *comm, const char *name);
+    mt_status (*collective)(mt_context *ctx, mt_comm *comm, const mti_call *call);
+    mt_status (*p2p)(mt_context *ctx, mt_comm *comm, const mti_call *call);
+    mt_status (*enter)(mt_context *ctx, mt_comm *comm, const mti_call *call);
+    void (*exit)(mt_comm *comm);
+    mt_status (*split)(mt_comm *comm, int color, int key, mt_comm **out);
+    mt_status (*over_nccl)(mt_context *ctx, mt_comm *comm, mt_comm **out);
+    mt_status (*enlist)(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
+    void (*leave)(mt_comm *comm, const char *reason);
+    void (*destroy)(mt_comm *comm);
+} mti_transport;
+
+/* -- declarations of functions that are called before their section -- */
+
+static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment); /* >>cuda */
+static void mti_cuda_free(void *user, void *ptr, size_t bytes);
+static int mti_cuda_count(void);
+static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc);
+static void mti_cuda_idle(mt_context *ctx);
+static void mti_cuda_close(mt_context *ctx);
+static mt_status mti_cuda_synchronize(mt_context *ctx);
+static mt_status mti_cuda_report(mt_context *ctx);
+static mt_status mti_cuda_enter_host(mt_context *ctx);
+static void mti_cuda_forget(mt_context *ctx, const void *ptr);
+
+static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call); /* >>local */
+static void mti_exit(mt_comm *comm);
+static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call);
+static mt_status mti_local_split(mt_comm *comm, int color, int key, mt_comm **out);
+static mt_status mti_alone_split(mt_comm *comm, int color, int key, mt_comm **out);
+static mt_status mti_meta_split(mt_comm *comm, int color, int key, mt_comm **out);
+static mt_status mti_apart_split(mt_comm *comm, int color, int key, mt_comm **out);
+static void mti_local_leave(mt_comm *comm, const char *reason);
+static void mti_no_leave(mt_comm *comm, const char *reason);
+static void mti_no_destroy(mt_comm *comm);
+
+static void mti_team_destroy(struct mti_team *t); /* >>threads */
+
+static void mti_checker_destroy(struct mti_checker *c); /* >>placements */
+static mt_status mti_checker_create(mt_context *ctx, int check);
+static void mti_forget(mt_context *ctx, const void *data, size_t bytes);
+static void mti_allocate_again(mt_context *ctx, const void *data, size_t bytes);
+static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes);
+static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes);
+
+static void mti_replicas_destroy(mt_context *ctx); /* >>replicas */
+static mt_status mti_replicas_create(mt_context *ctx);
+static mt_status mti_replicas_due(mt_context *ctx, mt_comm *comm, const char *name);
+
+static mt_status mti_no_check(mt_context *ctx, mt_comm *comm, const char *name); /* >>collectives */
+static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name);
+static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name);
+static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *name);
+static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
+static mt_status mti_no_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
+static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call);
+
+static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes); /* >>nccl */
+static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out);
+static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
+static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
+static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
+static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call); /* >>graph */
+static void mti_graph_forget(mt_context *ctx);
+#if MT_HAS_CUDA
+static void mti_cuda_drop(mt_context *ctx);
+static void mti_graph_await_end(mt_context *ctx);
+static mt_status mti_nccl_wait(mt_context *ctx);
+static void mti_nccl_close(mt_context *ctx);
+static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
+#endif
+#if MTI_NCCL
+static void mti_graphs_lose(mt_context *ctx); /* >>graph */
+static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
+static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out);
+static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
+static void mti_nccl_leave(mt_comm *comm, const char *reason);
+static void mti_nccl_destroy(mt_comm *comm);
+#endif
+
+#if MTI_MPI
+static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *call); /* >>mpi */
+static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *call);
+static void mti_mpi_exit(mt_comm *comm);
+static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out);
+static void mti_mpi_leave(mt_comm *comm, const char *reason);
+static void mti_mpi_destroy(mt_comm *comm);
+#endif
+
+/* -- the transports -- */
+
+/* clang-format off */
+/* A group of one. */
+static const mti_transport mti_alone = {0, 0,
+    mti_no_check,     mti_alone_call,        mti_no_call,    NULL,           NULL,         mti_alone_split,
+    mti_stays,               mti_no_enlist,    mti_no_leave,     mti_no_destroy};
+
+/* mt_comm_create_meta: no data and no peers. */
+static const mti_transport mti_meta = {0, 0,
+    mti_meta_check,   mti_no_call,           mti_no_call,    NULL,           NULL,         mti_meta_split,
+    mti_refuse_over_nccl,    mti_no_enlist,    mti_no_leave,     mti_no_destroy};
+
+/* Processes of mt_world_from_env without MPI, which are not connected. */
+static const mti_transport mti_apart = {1, 0,
+    mti_apart_check,  mti_no_call,           mti_no_call,    NULL,           NULL,         mti_apart_split,
+    mti_processes_over_nccl, mti_no_enlist,    mti_no_leave,     mti_no_destroy};
+
+static const mti_transport mti_threads = {1, 1,
+    mti_no_check,     mti_local_collective,  mti_local_p2p,  mti_enter,      mti_exit,     mti_local_split,
+    mti_group_over_nccl,     mti_no_enlist,    mti_local_leave,  mti_no_destroy};
+
+#if MTI_NCCL
+static const mti_transport mti_over_nccl = {1, 0,
+    mti_peers_check,  mti_nccl_call,         mti_nccl_call,  NULL,           NULL,         mti_nccl_split,
+    mti_refuse_over_nccl,    mti_nccl_enlist,  mti_nccl_leave,   mti_nccl_destroy};
+#endif
+
+#if MTI_MPI
+static const mti_transport mti_over_mpi = {1, 0,
+    mti_peers_check,  mti_mpi_call,          mti_mpi_call,   mti_mpi_enter,  mti_mpi_exit, mti_mpi_split,
+    mti_group_over_nccl,     mti_no_enlist,    mti_mpi_leave,    mti_mpi_destroy};
+#endif
+/* clang-format on */

@@ -1,0 +1,285 @@
+/* ---- >>attention ------------------------------------------------------------------------------------------------- */
+
+#pragma once
+#include "attention.h"
+#include "gemm.c"
+#include "attention_cpu.c"
+#include "attention_choice.cuh"
+
+/* The least number of items for a thread. */
+static int64_t mti_attention_grain(const mt_attention_desc *s, int backward) {
+    double rows = backward ? (double)s->seq * (double)s->heads_per_group : (double)mt_min(MTI_QUERIES, s->seq);
+    double items = ceil(MTI_GEMM_GRAIN / (rows * (double)s->kv_seq * (double)s->head_dim));
+    return backward ? mt_round_up((int64_t)items, mti_dbias_items(s)) : (int64_t)items;
+}
+
+/* Attention on a CPU. A meta context allocates the scratch memory as well. */
+static mt_status mti_attention_loop(mti_operator *op, mti_attention *a, int backward) {
+    const mt_attention_desc *s = &a->desc;
+    int64_t items = s->batch * s->groups, grain;
+    if (mti_is_empty(a->q)) return MT_SUCCESS;
+    grain = mti_attention_grain(s, backward);
+    if (!backward) items *= s->heads_per_group * mti_attention_blocks(s);
+    a->threads = mt_min(mt_context_threads(a->ctx), (items - 1) / grain + 1);
+    MT_TRY(mti_attention_scratch(a, backward));
+    if (op->on_cpu)
+        mt_parallel_for(a->ctx, items, grain, backward ? mti_cpu_attention_backward : mti_cpu_attention_forward, a);
+    return MT_SUCCESS;
+}
+
+/* What an operator of attention requires of desc.bias; `use` adds to MT_ARG_IN. */
+static mt_arg mti_bias_arg(mt_attention_desc *s) {
+    mt_arg arg;
+    arg.name = "bias";
+    arg.view = &s->bias;
+    arg.rows = s->bias_batch * s->bias_heads * s->seq;
+    arg.cols = s->kv_seq;
+    arg.type = s->bias.dtype == MT_U8 ? MT_ARG_ANY : MT_ARG_FLOAT;
+    arg.use = MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS;
+    return arg;
+}
+
+/* What backward requires of desc.dbias. */
+static mt_arg mti_dbias_arg(mt_attention_desc *s) {
+    mt_arg arg = mti_bias_arg(s);
+    arg.name = "dbias";
+    arg.view = &s->dbias;
+    arg.type = MT_ARG_F32;
+    arg.use = MT_ARG_IN_OUT | MT_ARG_OPTIONAL;
+    if (s->bias_heads == 1) arg.use |= MT_ARG_SUM; /* over the heads of this call */
+    return arg;
+}
+
+/* Refuses a desc.dbias without a bias that has a gradient. */
+static mt_status mti_expect_dbias(mt_context *ctx, const char *where, const mt_attention_desc *s) {
+    if (!s->dbias.data || (s->bias.data && s->bias.dtype != MT_U8)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc.dbias is given, but desc.bias is %s", where,
+                   s->bias.data ? "a boolean mask" : "mt_none()");
+}
+
+/* Checks that no output overlaps another tensor. args has `count` tensors, the last `outputs` of which are outputs. */
+static mt_status mti_expect_outputs_apart(mt_context *ctx, const char *where, const mt_arg *args, int count,
+                                          int outputs) {
+    int i, j;
+    for (i = count - outputs; i < count; i++)
+        for (j = 0; j < i; j++)
+            MT_TRY(mt_check_apart(ctx, where, args[i].name, *args[i].view, args[j].name, *args[j].view));
+    return MT_SUCCESS;
+}
+
+/* Checks desc and writes it to *s without defaults. A fused tensor has as many keys as queries. */
+static mt_status mti_attention_desc_check(mt_context *ctx, const char *where, const mt_attention_desc *desc, int fused,
+                                          mt_attention_desc *s) {
+    MT_TRY(mti_expect_heads(ctx, where, desc));
+    *s = mti_attention_defaults(desc);
+    if (fused && s->kv_seq != s->seq)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: kv_seq is %lld, must be 0 or seq %lld in a fused qkv", where,
+                       (long long)s->kv_seq, (long long)s->seq);
+    return mti_expect_attention(ctx, where, s);
+}
+
+/* The sum of `count` numbers from `first` on, each cut to [0, top]. */
+static double mti_cut_sum(double first, double count, double top) {
+    double below = first < 0 ? (-first < count ? -first : count) : 0, end = first + count - 1 - top;
+    double above = end > 0 ? (end < count - below ? end : count - below) : 0, between = count - below - above;
+    return between * (first + below) + between * (between - 1) / 2 + above * top;
+}
+
+/* The number of scores of a head and a sequence: for the query at position p, the keys from p - window + 1 to p or, in
+   both directions, to p + window - 1. */
+static double mti_scores(const mt_attention_desc *s) {
+    double queries = (double)s->seq, keys = (double)s->kv_seq, first = keys - queries, window = (double)s->window;
+    double all = queries * keys;
+    if (s->mask == MT_MASK_CAUSAL) all = mti_cut_sum(first + 1, queries, keys);
+    else if (s->window > 0) all = mti_cut_sum(first + window, queries, keys);
+    return s->window > 0 ? all - mti_cut_sum(first - window + 1, queries, keys) : all;
+}
+
+/* Notes the floating-point operations of `products` products for each score. Documents and key padding are in memory
+   that a meta context does not have: all keys count. */
+static void mti_attention_work(mti_operator *op, const mt_attention_desc *s, int products) {
+    if (!op->work.name) return;
+    op->work.work = MT_WORK_ATTENTION;
+    op->work.flops =
+        2.0 * products * mti_scores(s) * (double)s->batch * (double)mti_attention_heads(s) * (double)s->head_dim;
+}
+
+/* Notes the numbers of a desc, and its arrays: lengths and documents go with the sequences, slopes with the heads. The
+   program may have said of q, the queries, that their scale is meant. */
+static mt_status mti_attention_agree(mt_context *ctx, const char *where, const mt_arg *q, mt_tensor t,
+                                     const mt_attention_desc *s) {
+    const int64_t heads = mti_attention_heads(s), documents = s->cu_seqlens ? s->documents + 1 : 0;
+    MT_TRY(mt_check_factor(ctx, where, "the square of desc.scale", q->name, *q->view, MT_SPLIT_COLS,
+                           (double)s->scale * (double)s->scale * (double)s->head_dim));
+    if (mt_check_mode(ctx) != 2) return MT_SUCCESS;
+    mt_check_sequences(ctx, t, s->cu_seqlens ? 0 : s->seq);
+    MT_TRY(mti_numbers_agree(ctx, where, "mask", t, 1, 1, (double)s->mask));
+    MT_TRY(mti_numbers_agree(ctx, where, "window", t, 1, 1, (double)s->window));
+    MT_TRY(mti_numbers_agree(ctx, where, "scale", mt_none(), 1, 1, (double)s->scale));
+    MT_TRY(mti_numbers_agree(ctx, where, "lengths", t, 0, 2, (double)(s->lengths != NULL),
+                             (double)(s->cu_seqlens != NULL)));
+    MT_TRY(mti_numbers_agree(ctx, where, "seq or kv_seq", t, 0, 2, (double)s->seq, (double)s->kv_seq));
+    MT_TRY(mti_numbers_agree(ctx, where, "a number of desc", mt_none(), 1, 5, (double)s->softcap, (double)s->head_dim,
+                             (double)s->qkv_layout, (double)s->rotary_form, (double)(s->alibi_slopes != NULL)));
+    MT_TRY(mt_check_side(ctx, where, "lengths", mt_tensor_make(s->lengths, MT_I32, s->batch, 1), t, MT_SPLIT_ROWS, 1));
+    MT_TRY(mt_check_side(ctx, where, "cu_seqlens", mt_tensor_make(s->cu_seqlens, MT_I32, documents, 1), t,
+                         MT_SPLIT_ROWS, 1));
+    return mt_check_side(ctx, where, "alibi_slopes", mt_tensor_make(s->alibi_slopes, MT_F32, 1, heads), t,
+                         MT_SPLIT_COLS, 0);
+}
+
+/* As mti_expect_mask, for the dropout of probabilities: sequences are rows and heads are columns. */
+static mt_status mti_expect_head_masks(mti_operator *op, const char *where, const mt_arg *q, const char *name,
+                                       mt_tensor t, const mt_attention_desc *s) {
+    mt_status status = mti_attention_agree(op->ctx, where, q, t, s);
+    if (status != MT_SUCCESS) return mti_end(op, status);
+    return mti_expect_mask(op, where, name, t, &s->dropout, s->batch, mti_attention_heads(s), 1);
+}
+
+MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc) {
+    mt_attention_desc s;
+    MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
+    mt_arg args[] = {mti_bias_arg(&s), mti_dbias_arg(&s)};
+    MT_TRY(mti_expect_dbias(ctx, where, &s));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    return mt_check_apart(ctx, where, "dbias", s.dbias, "bias", s.bias);
+}
+
+MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
+                                      mt_tensor lse) {
+    static const char *const where = "mt_attention_forward";
+    mt_attention_desc s;
+    MT_TRY(mti_attention_desc_check(ctx, where, desc, 1, &s));
+    const int64_t tokens = s.batch * s.seq, heads = mti_attention_heads(&s);
+    mt_arg args[] = {{"qkv", &qkv, tokens, mti_attention_width(&s), MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"out", &out, tokens, heads * s.head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL},
+                     mti_bias_arg(&s)};
+    mti_attention a;
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mt_check_apart(ctx, where, "out", out, "qkv", qkv));
+    MT_TRY(mti_expect_qkv_parts(ctx, where, &s, "qkv", qkv));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_head_masks(&op, where, args, "out", out, &s));
+    a = mti_attention_resolve(ctx, &s, out, lse);
+    mti_attention_fused(&a, qkv, mt_none());
+    mti_attention_work(&op, &s, 2);
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
+}
+
+MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
+                                       mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
+    static const char *const where = "mt_attention_backward";
+    mt_attention_desc s;
+    MT_TRY(mti_attention_desc_check(ctx, where, desc, 1, &s));
+    const int64_t tokens = s.batch * s.seq, heads = mti_attention_heads(&s);
+    const int64_t width = mti_attention_width(&s), out_width = heads * s.head_dim;
+    mt_arg args[] = {{"qkv", &qkv, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     mti_bias_arg(&s),
+                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
+                     {"out", &out, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dout", &dout, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dqkv", &dqkv, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     mti_dbias_arg(&s)};
+    mti_attention a;
+    mti_operator op;
+    MT_TRY(mti_expect_dbias(ctx, where, &s));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mt_check_apart(ctx, where, "dout", dout, "out", out));
+    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
+    MT_TRY(mti_expect_qkv_parts(ctx, where, &s, "qkv", qkv));
+    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_head_masks(&op, where, args, "dqkv", dqkv, &s));
+    a = mti_attention_resolve(ctx, &s, out, lse);
+    a.dout = dout;
+    mti_attention_fused(&a, qkv, dqkv);
+    mti_attention_work(&op, &s, 4);
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
+}
+
+MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
+                                                  mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse) {
+    static const char *const where = "mt_dot_product_attention_forward";
+    mt_attention_desc s;
+    MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
+    const int64_t heads = mti_attention_heads(&s), tokens = s.batch * s.seq, width = heads * s.head_dim;
+    const int64_t keys = s.batch * s.kv_seq, kv_width = s.groups * s.head_dim;
+    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL},
+                     mti_bias_arg(&s)};
+    mti_attention a;
+    mti_operator op;
+    int i;
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    for (i = 0; i < 3; i++) MT_TRY(mt_check_apart(ctx, where, "out", out, args[i].name, *args[i].view));
+    MT_TRY(mti_begin_with(&op, ctx, where, mti_dot_product_rule(&s, 0), args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_head_masks(&op, where, args, "out", out, &s));
+    a = mti_attention_resolve(ctx, &s, out, lse);
+    a.q = q, a.k = k, a.v = v;
+    mti_attention_work(&op, &s, 2);
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 0), mti_attention_loop(&op, &a, 0)));
+}
+
+MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
+                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse,
+                                                   mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv) {
+    static const char *const where = "mt_dot_product_attention_backward";
+    mt_attention_desc s;
+    MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
+    const int64_t heads = mti_attention_heads(&s), tokens = s.batch * s.seq, width = heads * s.head_dim;
+    const int64_t keys = s.batch * s.kv_seq, kv_width = s.groups * s.head_dim;
+    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     mti_bias_arg(&s),
+                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
+                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dout", &dout, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dq", &dq, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     {"dk", &dk, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     {"dv", &dv, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
+                     mti_dbias_arg(&s)};
+    mti_attention a;
+    mti_operator op;
+    MT_TRY(mti_expect_dbias(ctx, where, &s));
+    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 4));
+    MT_TRY(mti_begin_with(&op, ctx, where, mti_dot_product_rule(&s, 1), args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_head_masks(&op, where, args, "dq", dq, &s));
+    a = mti_attention_resolve(ctx, &s, out, lse);
+    a.q = q, a.k = k, a.v = v;
+    a.dout = dout;
+    a.dq = dq, a.dk = dk, a.dv = dv;
+    mti_attention_work(&op, &s, 4);
+    return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
+}
+
+/* The slope of head h, see mt_alibi_slopes. */
+static float mti_alibi_slope(int64_t heads, int64_t h) {
+    int64_t power = 1;
+    while (2 * power <= heads) power *= 2;
+    if (h < power) return (float)pow(2.0, -8.0 * (double)(h + 1) / (double)power);
+    return (float)pow(2.0, -8.0 * (double)(2 * (h - power) + 1) / (double)(2 * power));
+}
+
+MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_head, mt_tensor slopes) {
+    float host[64];
+    int64_t n = slopes.cols, i, j;
+    MT_TRY(mt_tensor_check(ctx, "mt_alibi_slopes", "slopes", slopes, MT_ARG_F32, 1, n));
+    MT_TRY(mt_check_integer(ctx, "mt_alibi_slopes", NULL, "heads", heads, 1, INT_MAX));
+    MT_TRY(mt_check_integer(ctx, "mt_alibi_slopes", NULL, "first_head", first_head, 0, INT64_MAX));
+    if (n > heads || first_head > heads - n)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_alibi_slopes: there are %lld heads, not %lld from head %lld on",
+                       (long long)heads, (long long)n, (long long)first_head);
+    for (i = 0; i < n; i += 64) {
+        int64_t count = mt_min(64, n - i);
+        for (j = 0; j < count; j++) host[j] = mti_alibi_slope(heads, first_head + i + j);
+        MT_TRY(mt_upload(ctx, host, mt_tensor_cols(slopes, i, count)));
+    }
+    mti_made(ctx, slopes, 2, (double)heads, (double)first_head);
+    return MT_SUCCESS;
+}

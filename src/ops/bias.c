@@ -1,0 +1,60 @@
+/* ---- >>bias ------------------------------------------------------------------------------------------------------ */
+
+#pragma once
+#include "bias.h"
+#include "map.cuh"
+#include "columns.c"
+#include "dispatch.c"
+
+/* y and bias, or dy and dbias */
+typedef struct mti_bias {
+    mt_tensor y, bias;
+} mti_bias;
+
+static void mti_cpu_bias_forward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_bias *b = (const mti_bias *)data;
+    float room[2][MTI_BLOCK];
+    int64_t i, j, n;
+    (void)thread;
+    for (j = 0; j < b->y.cols; j += n) {
+        mt_tensor bias, y;
+        n = mt_min(MTI_BLOCK, b->y.cols - j);
+        bias = mti_f32_read(b->bias, 0, 1, j, n, room[0]);
+        for (i = first; i < last; i++) {
+            y = mti_f32_read(b->y, i, 1, j, n, room[1]);
+            mti_row_add(mti_row(y, 0), mti_row(bias, 0), mti_row(y, 0), n);
+            mti_f32_write(y, b->y, i, j);
+        }
+    }
+}
+
+static void mti_cpu_bias_backward(void *data, int thread, int64_t first, int64_t last) {
+    const mti_bias *b = (const mti_bias *)data;
+    (void)thread;
+    mti_cpu_column_sums(mt_tensor_cols(b->y, first, last - first), mt_tensor_cols(b->bias, first, last - first));
+}
+
+#include "bias.cuh"
+
+MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
+    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
+                     {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_bias_forward", args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op, ctx, "mt_bias_forward", args, MTI_COUNT(args)));
+    mti_bias b = {y, bias};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_forward(ctx, y, bias),
+                                mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_bias_forward, &b)));
+}
+
+MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
+    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
+                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_bias_backward", args, MTI_COUNT(args)));
+    MT_TRY(mt_check_apart(ctx, "mt_bias_backward", "dbias", dbias, "dy", dy));
+    MT_TRY(mti_begin(&op, ctx, "mt_bias_backward", args, MTI_COUNT(args)));
+    mti_bias b = {dy, dbias};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_backward(ctx, dy, dbias),
+                                mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_bias_backward, &b)));
+}

@@ -1,0 +1,23 @@
+/* ---- >>hash ------------------------------------------------------------------------------------------------------ */
+
+#pragma once
+#include "dispatch.c"
+
+MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits) { return mt_hash_word(element, bits); }
+
+#include "hash.cuh"
+
+MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
+                         uint64_t *hash) {
+    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
+    mti_operator op;
+    MT_TRY(mt_args_check(ctx, "mt_hash", args, MTI_COUNT(args)));
+    MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "first_row", first_row, 0, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "first_col", first_col, 0, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "global_cols", global_cols, 0, INT64_MAX));
+    if (!hash) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: hash is NULL");
+    MT_TRY(mti_begin(&op, ctx, "mt_hash", args, MTI_COUNT(args)));
+    return mti_end(&op,
+                   MTI_CHOOSE(&op, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash),
+                              op.on_cpu ? mt_hash_add(ctx, x, first_row, first_col, global_cols, hash) : MT_SUCCESS));
+}

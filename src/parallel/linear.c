@@ -1,0 +1,1102 @@
+/* ---- >>linear ---------------------------------------------------------------------------------------------------- */
+
+#pragma once
+#include "linear.h"
+#include "gradients.c"
+#include "../comm/defaults.h"
+#include "../ops/linear.h"
+
+MT_API mt_status mt_check_sent(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
+                               const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
+    int in_ok = !sequence_parallel || in.rows <= 1 || mt_tensor_ld(in) == in.cols;
+    mt_tensor bad = in_ok ? out : in;
+    if (mt_comm_size(tp) == 1 || (in_ok && (out.rows <= 1 || mt_tensor_ld(out) == out.cols))) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE,
+                   "%s: %s [%lld, %lld] has ld %lld; it is sent between %d ranks and must be contiguous", function,
+                   in_ok ? out_name : in_name, (long long)bad.rows, (long long)bad.cols, (long long)bad.ld,
+                   mt_comm_size(tp));
+}
+
+MT_API mt_status mt_check_activation(mt_context *ctx, const char *function, const mt_param *weight, const char *name,
+                                     mt_tensor t, int64_t rows, int64_t cols) {
+    MT_TRY(mt_tensor_check(ctx, function, name, t, MT_ARG_FLOAT, rows, cols));
+    if (!weight)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the parameter that gives %s its type is NULL", function, name);
+    if (t.dtype == weight->value.dtype) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s is %s, '%s' is %s", function, name, mt_dtype_name(t.dtype), weight->name,
+                   mt_dtype_name(weight->value.dtype));
+}
+
+MT_API mt_status mt_check_param(mt_context *ctx, const char *function, const mt_param *weight) {
+    if (weight && (weight->registry ? weight->registry->placed : weight->value.data != NULL))
+        return mti_pointer_check(ctx, function, weight);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s", function,
+                   weight ? "call mt_params_init before the first forward" : "the layer was not created");
+}
+
+/* mt_check_param for the weight of a layer and its bias. bias may be NULL. */
+static mt_status mti_check_params(mt_context *ctx, const char *function, const mt_param *weight, const mt_param *bias) {
+    MT_TRY(mt_check_param(ctx, function, weight));
+    return bias ? mti_pointer_check(ctx, function, bias) : MT_SUCCESS;
+}
+
+MT_API mt_status mt_check_gradient(mt_context *ctx, const char *function, const mt_param *p) {
+    const mti_parallel *options = ctx ? mti_parallel_of(ctx) : NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!p) return MT_SUCCESS;
+    if (!p->grad.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the gradient of '%s' is NULL", function, p->name);
+    if (!p->registry) return MT_SUCCESS;
+    MT_TRY(mti_gradients_open(ctx, function, p));
+    if (p->registry->buckets.begun && p->final)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: the gradient of '%s' was final already (mt_gradients_final), and its sum over the data "
+                       "ranks may be under way; call mt_sync_gradients_begin before the last backward of a step",
+                       function, p->name);
+    return mti_micro_batch_check(ctx, function, p, options ? options->micro_batch : 0);
+}
+
+MT_API mt_status mt_check_micro_batch(mt_context *ctx, const char *function, const mt_param *p, int64_t sequence) {
+    const mti_parallel *options = ctx ? mti_parallel_of(ctx) : NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!p || !p->registry || (options && options->micro_batch)) return MT_SUCCESS;
+    return mti_micro_batch_check(ctx, function, p, -1 - sequence);
+}
+
+MT_API mt_status mt_param_name(mt_context *ctx, char *out, const char *name, const char *suffix) {
+    int n;
+    if (!out || !suffix) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_param_name: %s is NULL", out ? "suffix" : "out");
+    n = name ? snprintf(out, MT_NAME_MAX, "%s.%s", name, suffix) : -1;
+    if (n > 0 && n < MT_NAME_MAX) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "the parameter name '%.100s.%s' must have at most %d characters",
+                   name ? name : "(NULL)", suffix, MT_NAME_MAX - 1);
+}
+
+static mt_status mti_add_param(mt_context *ctx, mt_params *params, const char *name, const char *suffix,
+                               mt_param_desc desc, mt_param **out) {
+    char full[MT_NAME_MAX];
+    MT_TRY(mt_param_name(ctx, full, name, suffix));
+    desc.name = full;
+    return mt_params_add(ctx, params, &desc, out);
+}
+
+/* Refuses a field that has no effect because of another field. */
+static mt_status mti_linear_unused(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d) {
+    const char *field = NULL, *why = NULL;
+    if (d->skip_bias_add && d->no_bias) field = "skip_bias_add", why = "with no_bias there is no bias";
+    if (d->init_std != 0.0f && d->weight) field = "init_std", why = "its weight is that of another layer";
+    if (!field) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, but %s", function, name, field, why);
+}
+
+/* Checks the desc of a linear layer. whole is 1 when the layer gathers its output or takes an input that is not
+   split. */
+static mt_status mti_linear_check(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d,
+                                  int whole) {
+    MT_TRY(mt_check_integer(ctx, function, name, "in_features", d->in_features, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "out_features", d->out_features, 1, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "parts", d->parts, 0, INT64_MAX));
+    MT_TRY(mt_check_integer(ctx, function, name, "unit", d->unit, 0, INT64_MAX));
+    MT_TRY(mt_check_float(ctx, function, name, "init_std", mt_or_default(d->init_std, 1), MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mti_linear_unused(ctx, function, name, d));
+    if (!mt_context_invariant(ctx) || d->parts < 2 || d->parts_by_shard || whole) return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_ARGUMENT,
+        "%s: '%s' has %lld parts, which lie shard by shard in invariant mode: work on each virtual shard, and "
+        "set parts_by_shard",
+        function, name, (long long)d->parts);
+}
+
+/* Describes the weight and the bias of a linear layer. placement is that of the weight. */
+static void mti_linear_describe(const mt_linear_desc *d, mt_placement placement, mt_param_desc *w, mt_param_desc *b) {
+    memset(w, 0, sizeof *w);
+    w->rows = d->out_features;
+    w->cols = d->in_features;
+    w->placement = placement;
+    w->parts = d->parts;
+    w->unit = d->unit;
+    w->padded_features = d->padded_out_features;
+    w->copies = d->copies;
+    w->copied = d->copied;
+    w->init_std = mt_or_default(d->init_std, 0.02f);
+    w->weight_decay = 1;
+    memset(b, 0, sizeof *b);
+    b->rows = 1;
+    b->cols = d->out_features;
+    if (placement == MT_SPLIT_ROWS) {
+        b->placement = MT_SPLIT_COLS;
+        b->padded_features = d->weight ? d->weight->desc.padded_features : d->padded_out_features;
+        b->parts = d->parts;
+        b->unit = d->unit;
+        b->copies = d->copies;
+        b->copied = d->copied;
+    } else {
+        b->sequence_partial = d->sequence_parallel;
+    }
+}
+
+/* Adds the weight and the bias of a linear layer. placement is that of the weight. */
+static mt_status mti_linear_params(mt_context *ctx, mt_params *params, const char *name, const mt_linear_desc *d,
+                                   mt_placement placement, mt_param **weight, mt_param **bias) {
+    mt_param_desc w, b;
+    mti_linear_describe(d, placement, &w, &b);
+    *weight = d->weight;
+    *bias = NULL;
+    if (!d->weight) MT_TRY(mti_add_param(ctx, params, name, "weight", w, weight));
+    if (!d->no_bias) MT_TRY(mti_add_param(ctx, params, name, "bias", b, bias));
+    if ((*weight)->registry) mti_entry_of(*weight)->is_linear = 1;
+    return MT_SUCCESS;
+}
+
+/* Returns 1 when the local features of p are the global features, in the same order and without padding. */
+static int mti_is_whole(const mt_param *p) {
+    return p->tp_size == 1 && p->local_features == mti_split_dimension(p) && (p->desc.parts == 1 || p->shards == 1);
+}
+
+/* In check mode, refuses a tensor that is known not to be replicated over the tensor group. */
+static mt_status mti_replicated_check(mt_context *ctx, const mt_comm *tp, const char *what, mt_tensor t) {
+    mt_placement is = mt_placement_of(ctx, tp, t);
+    if (is == MT_UNDECLARED || is == MT_REPLICATED) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s is %s over \"tensor\" (%d ranks), must be replicated", what,
+                   mt_placement_name(is), mt_comm_size(tp));
+}
+
+/* Sets *out to the columns of x [tokens, n] that belong to this rank. It is a view when they are one piece, and
+   otherwise a copy in the arena. Call mt_check_view_end after the calls that read it. what: x, for messages */
+static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_param *p, const char *what, mt_tensor x,
+                                 mt_tensor *out) {
+    int64_t i, blocks = mti_param_blocks(p);
+    mti_block first = mti_param_block(p, p->tp_rank, 0), last = mti_param_block(p, p->tp_rank, blocks - 1);
+    MT_TRY(mti_replicated_check(ctx, tp, what, x));
+    if (mti_is_whole(p) || (p->desc.parts == 1 && p->desc.copies == 1 && last.count == last.size)) {
+        *out = mt_tensor_cols(x, first.global, p->local_features);
+        return mt_check_view(ctx, tp, *out, MT_SPLIT_COLS); /* nothing in a group of one */
+    }
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, p->local_features, out));
+    MT_TRY(mt_fill(ctx, *out, 0.0f));
+    for (i = 0; i < blocks; i++) {
+        mti_block b = mti_param_block(p, p->tp_rank, i);
+        if (b.copy) continue; /* y has these features from another rank, which gets their gradient */
+        MT_TRY(mt_copy(ctx, mt_tensor_cols(x, b.global, b.count), mti_block_cols(p, *out, b)));
+    }
+    return mt_check_view(ctx, tp, *out, MT_SPLIT_COLS);
+}
+
+/* The inverse of mti_local_slice: gathers `local` [tokens, local features], which is contiguous, from all ranks into y
+   [tokens, n], without the padding. */
+static mt_status mti_gather_features(mt_context *ctx, mt_comm *tp, const mt_param *p, mt_tensor local, mt_tensor y) {
+    mt_tensor all;
+    int64_t i;
+    int r;
+    MT_TRY(mt_arena_tensor(ctx, local.dtype, local.rows * p->tp_size, local.cols, &all));
+    MT_TRY(mt_all_gather(ctx, tp, local.data, all.data, (size_t)(local.rows * local.cols), local.dtype));
+    for (r = 0; r < p->tp_size; r++)
+        for (i = 0; i < mti_param_blocks(p); i++) {
+            mti_block b = mti_param_block(p, r, i);
+            mt_tensor from = mt_tensor_rows(all, r * local.rows, local.rows);
+            if (b.copy) continue;
+            MT_TRY(mt_copy(ctx, mti_block_cols(p, from, b), mt_tensor_cols(y, b.global, b.count)));
+        }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_gather_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor x, mt_tensor *out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_gather_tokens: out is NULL");
+    *out = x;
+    if (!sequence_parallel || mt_comm_size(tp) == 1) return MT_SUCCESS;
+    MT_TRY(mt_tensor_check(ctx, "mt_gather_tokens", "x", x, MT_ARG_ANY, x.rows, x.cols));
+    if (mt_sequence_tokens(tp, 1, x.rows) < 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "mt_gather_tokens: x has %lld rows, too many for %d ranks", (long long)x.rows,
+                       mt_comm_size(tp));
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, mt_sequence_tokens(tp, 1, x.rows), x.cols, out));
+    return mt_gather_from_sequence_region(ctx, tp, x, *out);
+}
+
+/* Sets *out to the tensor for partial sums [tokens, n], which mti_reduce_tokens then reduces to y. It is y itself, or
+   scratch memory in the arena under sequence parallelism and for 16-bit types in invariant mode. In invariant mode
+   partial sums are f32 and only the last sum is rounded, so that sums over ranks and over virtual shards have the same
+   bits. */
+static mt_status mti_partial_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, mt_tensor y, mt_tensor *out) {
+    int ranks = sequence_parallel ? mt_comm_size(tp) : 1;
+    *out = y;
+    if (ranks == 1 && (!mt_context_invariant(ctx) || y.dtype == MT_F32)) return MT_SUCCESS;
+    return mt_arena_tensor(ctx, mt_context_invariant(ctx) ? MT_F32 : y.dtype, y.rows * ranks, y.cols, out);
+}
+
+/* -- tokens in chunks: one chunk is multiplied while another is communicated -- */
+
+#define MTI_CHUNK_TOKENS 1024
+#define MTI_CHUNKS 4
+
+/* How a call cuts its tokens into chunks. Under sequence parallelism a chunk has `pieces` pieces, one for each rank,
+   with some of that rank's rows. Tokens that are not communicated are a single chunk. The cut does not depend on what
+   overlaps, so neither do the GEMMs and their bits. */
+typedef struct mti_chunks {
+    int count, pieces;
+    int64_t rows; /* rows of a piece, added up over all chunks */
+} mti_chunks;
+
+/* Cuts the tokens of a call. rows is the number of rows on this rank; travel is 0 when they are not communicated. */
+static mti_chunks mti_chunks_of(const mt_context *ctx, mt_comm *tp, int sequence_parallel, int travel, int64_t rows) {
+    int ranks = mt_comm_size(tp), pieces = sequence_parallel ? ranks : 1;
+    int64_t count = mt_parallel_get_options(ctx).overlap_chunks;
+    mti_chunks c;
+    if (count == 0) count = mt_overlap_is_planned(ctx) ? mt_min(rows * pieces / MTI_CHUNK_TOKENS, MTI_CHUNKS) : 1;
+    if (ranks == 1 || !travel || mt_context_invariant(ctx)) count = 1;
+    c.count = (int)mt_max(mt_min(count, rows), 1);
+    c.pieces = c.count == 1 ? 1 : pieces;
+    c.rows = c.count == 1 ? rows * pieces : rows;
+    return c;
+}
+
+static int64_t mti_chunk_first(const mti_chunks *c, int chunk) { return c->rows * chunk / c->count; }
+
+static int64_t mti_chunk_rows(const mti_chunks *c, int chunk) {
+    return mti_chunk_first(c, chunk + 1) - mti_chunk_first(c, chunk);
+}
+
+/* Returns the view of one piece of a chunk of t. */
+static mt_tensor mti_piece(const mti_chunks *c, mt_tensor t, int chunk, int piece) {
+    return mt_tensor_rows(t, piece * c->rows + mti_chunk_first(c, chunk), mti_chunk_rows(c, chunk));
+}
+
+/* Gathers the rows of all ranks into *all, with one ticket for each chunk. *all is x when there is nothing to
+   gather. */
+static mt_status mti_gather_chunks(mt_context *ctx, mt_comm *tp, int sequence_parallel, const mti_chunks *c,
+                                   mt_tensor x, mt_tensor *all) {
+    int i;
+    if (c->count == 1) return mt_gather_tokens(ctx, tp, sequence_parallel, x, all);
+    *all = x;
+    if (!sequence_parallel) return MT_SUCCESS;
+    MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows * mt_comm_size(tp), x.cols, all));
+    for (i = 0; i < c->count; i++) {
+        int64_t first = mti_chunk_first(c, i), rows = mti_chunk_rows(c, i);
+        MT_TRY(mti_overlap_begin(ctx, tp, MT_OVERLAP_ALL_GATHER));
+        MT_TRY(mt_overlap_end(ctx, i, mt_gather_rows_from_sequence_region(ctx, tp, x, *all, first, rows)));
+    }
+    return MT_SUCCESS;
+}
+
+/* Sums the partial results of all ranks into y with an all-reduce, or with a reduce-scatter under sequence parallelism.
+   It is the forward of g, or with `backward` the backward of f. */
+static mt_status mti_reduce_tokens(mt_context *ctx, mt_comm *tp, int sequence_parallel, int backward, mt_tensor partial,
+                                   mt_tensor y) {
+    mt_tensor sum = y;
+    if (partial.dtype != y.dtype && sequence_parallel) MT_TRY(mt_arena_tensor(ctx, MT_F32, y.rows, y.cols, &sum));
+    else if (partial.dtype != y.dtype) sum = partial;
+    if (sequence_parallel) MT_TRY(mt_reduce_scatter_to_sequence_region(ctx, tp, partial, sum));
+    else if (backward) MT_TRY(mt_copy_to_tensor_region_backward(ctx, tp, sum));
+    else MT_TRY(mt_reduce_from_tensor_region_forward(ctx, tp, sum));
+    return sum.dtype != y.dtype ? mt_convert(ctx, sum, y) : MT_SUCCESS;
+}
+
+/* Does the same as mti_reduce_tokens for one chunk. */
+static mt_status mti_reduce_chunk(mt_context *ctx, mt_comm *tp, int sequence_parallel, const mti_chunks *c, int chunk,
+                                  mt_tensor partial, mt_tensor y) {
+    int64_t first = mti_chunk_first(c, chunk), rows = mti_chunk_rows(c, chunk);
+    if (c->count == 1) return mti_reduce_tokens(ctx, tp, sequence_parallel, 0, partial, y);
+    if (sequence_parallel) return mt_reduce_scatter_rows_to_sequence_region(ctx, tp, partial, y, first, rows);
+    return mt_reduce_rows_from_tensor_region(ctx, tp, y, first, rows);
+}
+
+MT_API int64_t mt_sequence_tokens(mt_comm *tp, int sequence_parallel, int64_t rows) {
+    return sequence_parallel ? mt_size_mul(rows, mt_comm_size(tp)) : rows;
+}
+
+MT_API mt_status mt_sequence_rows(mt_context *ctx, const char *function, mt_comm *tp, int sequence_parallel,
+                                  int64_t tokens, int64_t *rows) {
+    int ranks = sequence_parallel ? mt_comm_size(tp) : 1;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!rows) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: rows is NULL", function);
+    *rows = tokens / ranks;
+    if (tokens >= 0 && tokens % ranks == 0) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld tokens cannot be split over %d tensor ranks", function,
+                   (long long)tokens, ranks);
+}
+
+/* Checks that a field, in which 0 means 1, has the value of the shared weight. */
+static mt_status mti_shared_check(mt_context *ctx, const char *function, const char *name, const char *field,
+                                  int64_t value, const mt_param *weight, int64_t shared) {
+    if ((value ? value : 1) == shared) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': %s is %lld, that of the shared weight '%s' is %lld", function, name,
+                   field, (long long)value, weight->name, (long long)shared);
+}
+
+MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
+                                                  const mt_linear_desc *desc, mt_column_parallel_linear *out) {
+    static const char *const function = "mt_column_parallel_linear_create";
+    char full[MT_NAME_MAX];
+    size_t mark;
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
+    MT_TRY(mti_linear_check(ctx, function, name, desc, desc->gather_output));
+    if (desc->input_is_parallel)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets input_is_parallel, which is for row-parallel layers",
+                       function, name);
+    if (desc->weight && desc->weight->desc.placement != MT_SPLIT_ROWS)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' shares the weight '%s', whose placement is not MT_SPLIT_ROWS",
+                       function, name, desc->weight->name);
+    if (desc->weight && (desc->weight->desc.rows != desc->out_features || desc->weight->desc.cols != desc->in_features))
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' is [%lld, %lld], the shared weight '%s' is [%lld, %lld]", function,
+                       name, (long long)desc->out_features, (long long)desc->in_features, desc->weight->name,
+                       (long long)desc->weight->desc.rows, (long long)desc->weight->desc.cols);
+    if (desc->weight) {
+        MT_TRY(mti_shared_check(ctx, function, name, "parts", desc->parts, desc->weight, desc->weight->desc.parts));
+        MT_TRY(mti_shared_check(ctx, function, name, "unit", desc->unit, desc->weight, desc->weight->desc.unit));
+    }
+    if (desc->weight && (desc->copies > 1 || desc->weight->desc.copies > 1))
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' shares the weight '%s', and one of them has copies", function, name,
+                       desc->weight->name);
+    if (desc->weight && desc->padded_out_features &&
+        desc->padded_out_features != mti_padded(desc->out_features, desc->weight->desc.padded_features))
+        return mt_fail(ctx, MT_ERR_SHAPE,
+                       "%s: '%s': padded_out_features is %lld, that of the shared weight '%s' is %lld", function, name,
+                       (long long)desc->padded_out_features, desc->weight->name,
+                       (long long)desc->weight->desc.padded_features);
+    memset(out, 0, sizeof *out);
+    mark = mt_params_mark(params);
+    MT_TRY(mt_create_end(params, mark, out, sizeof *out,
+                         mti_linear_params(ctx, params, name, desc, MT_SPLIT_ROWS, &out->weight, &out->bias)));
+    out->desc = *desc;
+    out->tp = params->grid->tp;
+    out->local_features = out->weight->local_features;
+    snprintf(out->name, sizeof out->name, "%s", name);
+    return MT_SUCCESS;
+}
+
+/* Calls the bias operator op with y and the bias, or in backward with dy (as y) and the gradient of the bias. */
+static mt_status mti_column_bias(mt_context *ctx, const mt_param *bias, mt_tensor y,
+                                 mt_status (*op)(mt_context *ctx, mt_tensor y, mt_tensor bias), int backward) {
+    mt_tensor b = backward ? bias->grad : bias->value;
+    int s;
+    for (s = 0; s < bias->shards; s++)
+        MT_TRY(op(ctx, mt_shard_cols(y, s, bias->shards), mt_shard_cols(b, s, bias->shards)));
+    return MT_SUCCESS;
+}
+
+/* Computes y [tokens, local features] = x W^T + bias. bias may be NULL. */
+static mt_status mti_column_product(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor x,
+                                    mt_tensor y) {
+    int s;
+    if (!mt_context_invariant(ctx)) return mt_linear_forward(ctx, x, w->value, bias ? bias->value : mt_none(), y);
+    MT_TRY(mt_invariant_input(ctx, x, &x)); /* one copy for all shards */
+    for (s = 0; s < w->shards; s++)
+        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f,
+                        mt_shard_cols(y, s, w->shards)));
+    return bias ? mti_column_bias(ctx, bias, y, mt_bias_forward, 0) : MT_SUCCESS;
+}
+
+/* The layers of a call, either column-parallel or row-parallel. */
+typedef struct mti_layers {
+    const mt_column_parallel_linear *columns; /* NULL: the layers are in rows */
+    const mt_row_parallel_linear *rows;
+    int count;
+} mti_layers;
+
+static const mt_param *mti_layer_weight(const mti_layers *l, int i) {
+    return l->columns ? l->columns[i].weight : l->rows[i].weight;
+}
+
+/* The products x op(W) whose inner dimension is the split dimension. Each virtual shard of W [rows, cols] gives one
+   partial sum, to which all layers of the call add. */
+typedef struct mti_partial {
+    const mti_layers *layers;
+    mt_transpose trans; /* of W */
+    const mt_tensor *x; /* one for each layer: [tokens, local features] */
+    /* the product is of one piece of x (mti_piece), given by chunk and piece; NULL: of all of x */
+    const mti_chunks *of;
+    int chunk, piece;
+} mti_partial;
+
+/* The mti_leaf of mti_partial_product. */
+static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, mt_tensor out) {
+    const mti_partial *p = (const mti_partial *)arg;
+    int i;
+    for (i = 0; i < p->layers->count; i++) {
+        const mt_param *w = mti_layer_weight(p->layers, i);
+        mt_tensor x = p->of ? mti_piece(p->of, p->x[i], p->chunk, p->piece) : p->x[i];
+        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, p->trans, mt_shard_cols(x, shard, w->shards),
+                        mti_param_shard(w, w->value, shard), i == 0 ? 0.0f : 1.0f, out));
+    }
+    return MT_SUCCESS;
+}
+
+/* Computes out = the sum of x op(W) over layers and virtual shards: what this rank contributes to the sum over the
+   tensor group. */
+static mt_status mti_partial_product(mt_context *ctx, const mti_partial *p, mt_tensor out) {
+    return mti_shard_tree(ctx, mti_partial_leaf, p, 0, mti_layer_weight(p->layers, 0)->shards, out);
+}
+
+/* Returns the bias that the layer adds itself, or NULL. */
+static const mt_param *mti_column_own_bias(const mt_column_parallel_linear *layer) {
+    return layer->desc.skip_bias_add ? NULL : layer->bias;
+}
+
+/* The activation after a column-parallel layer, when one operator computes both: h = x W^T + bias, which is the layer's
+   y, and out = act(h). bias may be mt_none(). */
+typedef struct mti_activation_after {
+    mt_activation kind;
+    mt_tensor bias, out;
+} mti_activation_after;
+
+/* Computes one piece of a layer's output y and, with act, the same piece of the activation's output. */
+static mt_status mti_column_piece(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                  const mti_activation_after *act, mt_tensor x, mt_tensor y, mt_tensor out) {
+    if (act) return mt_linear_activation_forward(ctx, act->kind, x, layer->weight->value, act->bias, y, out);
+    return mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, y);
+}
+
+/* Computes y[i] [tokens, local features] of each layer from the same x. act may be NULL; with act there is one
+   layer. */
+static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_tensor x, const mt_tensor *y,
+                                    const mti_activation_after *act) {
+    const mt_column_parallel_linear *first = l->columns;
+    int sp = first->desc.sequence_parallel, i, j, k;
+    mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, x.rows);
+    mt_tensor all;
+    MT_TRY(mti_gather_chunks(ctx, first->tp, sp, &c, x, &all));
+    for (i = 0; i < c.count; i++) {
+        MT_TRY(mt_overlap_wait(ctx, i));
+        for (k = 0; k < l->count; k++)
+            for (j = 0; j < c.pieces; j++)
+                MT_TRY(mti_column_piece(ctx, &l->columns[k], act, mti_piece(&c, all, i, j), mti_piece(&c, y[k], i, j),
+                                        act ? mti_piece(&c, act->out, i, j) : mt_none()));
+    }
+    return MT_SUCCESS;
+}
+
+/* Computes the output of one layer, and gathers it with gather_output. */
+static mt_status mti_column_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+                                     mt_tensor y) {
+    const mti_layers l = {layer, NULL, 1};
+    mt_tensor local = y;
+    if (!layer->desc.gather_output || mti_is_whole(layer->weight)) return mti_column_forward(ctx, &l, x, &y, NULL);
+    MT_TRY(mt_arena_tensor(ctx, y.dtype, y.rows, layer->local_features, &local));
+    MT_TRY(mti_column_forward(ctx, &l, x, &local, NULL));
+    return mti_gather_features(ctx, layer->tp, layer->weight, local, y);
+}
+
+/* Ends a call: waits for its collectives and releases the arena to `mark`. */
+static mt_status mti_linear_end(mt_context *ctx, size_t mark, mt_status status) {
+    MT_KEEP(status, mt_overlap_wait_all(ctx)); /* collectives may still use the arena */
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* The checks that forward and backward share. `in` is x and `out` is y or dy; in_name and out_name are their names in
+   messages. */
+static mt_status mti_column_check(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
+                                  const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, in_name, in, in.rows, layer->desc.in_features));
+    return mt_check_activation(ctx, function, layer->weight, out_name, out,
+                               mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, in.rows),
+                               layer->desc.gather_output ? layer->desc.out_features : layer->local_features);
+}
+
+static mt_status mti_column_call_forward(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
+                                         mt_tensor x, mt_tensor y, mt_linear_saved *saved) {
+    size_t mark;
+    MT_TRY(mti_column_check(ctx, function, layer, "x", x, "y", y));
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "x", x, "y", mt_none()));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_column_gathered(ctx, layer, x, y)));
+    if (!saved) return MT_SUCCESS;
+    saved->x = x;
+    return mt_hash_log_activation(ctx, layer->name, 0, "output", y, 0,
+                                  layer->desc.gather_output ? NULL : layer->weight);
+}
+
+MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+                                                   mt_tensor y, mt_linear_saved *saved) {
+    return mti_column_call_forward(ctx, "mt_column_parallel_linear_forward", layer, x, y, saved);
+}
+
+/* Computes dW += dy^T x with dy [tokens, local features], and adds to the gradient of the bias. bias may be NULL. */
+static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor dy,
+                                            mt_tensor x) {
+    int s;
+    mti_gradient_added(w);
+    if (!mt_context_invariant(ctx)) return mt_linear_gradients(ctx, dy, x, w->grad, bias ? bias->grad : mt_none());
+    if (bias) MT_TRY(mti_column_bias(ctx, bias, dy, mt_bias_backward, 1));
+    MT_TRY(mt_invariant_input(ctx, x, &x));
+    for (s = 0; s < w->shards; s++)
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, 1.0f,
+                        mti_param_shard(w, w->grad, s)));
+    return MT_SUCCESS;
+}
+
+/* Computes dx = the sum of dy W over layers and ranks. The reduction may still run on return, under ticket 0. */
+static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx) {
+    const mt_column_parallel_linear *first = l->columns;
+    int sp = first->desc.sequence_parallel;
+    mti_partial p = {l, MT_NO_TRANS, dy, NULL, 0, 0};
+    mt_tensor partial;
+    MT_TRY(mti_partial_tokens(ctx, first->tp, sp, dx, &partial));
+    MT_TRY(mti_partial_product(ctx, &p, partial));
+    MT_TRY(mti_overlap_begin(ctx, first->tp, MT_OVERLAP_COLUMN_BACKWARD));
+    return mt_overlap_end(ctx, 0, mti_reduce_tokens(ctx, first->tp, sp, 1, partial, dx));
+}
+
+/* Computes dx and adds to the parameter gradients. The gather of x (ticket 1) overlaps with the GEMMs of dx, and the
+   reduction of dx (ticket 0) with the GEMMs of the weight gradients. With add_to_dx the reduction is in scratch memory,
+   because it would otherwise also sum what dx has had before. */
+static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx,
+                                     mt_tensor x) {
+    const mt_column_parallel_linear *first = l->columns;
+    int add = dx.data && first->desc.add_to_dx, i;
+    mt_tensor all, sum = dx;
+    if (add) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &sum));
+    MT_TRY(mti_overlap_begin(ctx, first->tp, first->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
+    MT_TRY(mt_overlap_end(ctx, 1, mt_gather_tokens(ctx, first->tp, first->desc.sequence_parallel, x, &all)));
+    if (dx.data) MT_TRY(mti_column_input_gradient(ctx, l, dy, sum));
+    MT_TRY(mt_overlap_wait(ctx, 1));
+    for (i = 0; i < l->count; i++)
+        MT_TRY(mti_column_weight_gradient(ctx, l->columns[i].weight, mti_column_own_bias(&l->columns[i]), dy[i], all));
+    if (!add) return MT_SUCCESS;
+    MT_TRY(mt_overlap_wait(ctx, 0));
+    return mt_add(ctx, dx, sum, dx);
+}
+
+/* Computes the backward of one layer. With gather_output, dy is the gradient of the gathered output. */
+static mt_status mti_column_backward_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
+                                              mt_tensor dx, mt_tensor x) {
+    const mti_layers l = {layer, NULL, 1};
+    if (!layer->desc.gather_output) return mti_column_backward(ctx, &l, &dy, dx, x);
+    MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, "mt_column_parallel_linear_backward: dy", dy, &dy));
+    return mt_check_view_end(ctx, mti_column_backward(ctx, &l, &dy, dx, x));
+}
+
+/* Checks that the parameters of a layer have the gradients to which its backward adds. */
+static mt_status mti_column_gradients(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer) {
+    MT_TRY(mt_check_gradient(ctx, function, layer->weight));
+    return mt_check_gradient(ctx, function, mti_column_own_bias(layer));
+}
+
+static mt_status mti_column_call_backward(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
+                                          mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
+    size_t mark;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    MT_TRY(mti_column_check(ctx, function, layer, "saved.x", saved->x, "dy", dy));
+    MT_TRY(mti_column_gradients(ctx, function, layer));
+    if (dx.data)
+        MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "saved.x", saved->x, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", saved->x));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_column_backward_gathered(ctx, layer, dy, dx, saved->x)));
+    return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, layer->desc.sequence_parallel, NULL);
+}
+
+MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                    mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
+    return mti_column_call_backward(ctx, "mt_column_parallel_linear_backward", layer, dy, dx, saved);
+}
+
+/* Checks layers that share f, and that the pointer `other` is not NULL. */
+static mt_status mti_shared_columns(mt_context *ctx, const char *function, const mt_column_parallel_linear *layers,
+                                    int count, const void *other) {
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!layers || !other || count < 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %d layers%s", function, count,
+                       layers && other ? ", needs one" : ", a list is NULL");
+    for (i = 0; i < count; i++) {
+        MT_TRY(mti_check_params(ctx, function, layers[i].weight, layers[i].bias));
+        if (layers[i].desc.gather_output || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
+            !layers[i].desc.add_to_dx != !layers[0].desc.add_to_dx || layers[i].tp != layers[0].tp)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: '%s' and '%s' must have the same sequence_parallel, add_to_dx and tensor group, and no "
+                           "gather_output",
+                           function, layers[0].name, layers[i].name);
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
+                                                          int count, mt_tensor x, const mt_tensor *y,
+                                                          mt_linear_saved *saved) {
+    static const char *const function = "mt_column_parallel_linear_forward_shared";
+    mti_layers l = {layers, NULL, count};
+    size_t mark;
+    int i;
+    MT_TRY(mti_shared_columns(ctx, function, layers, count, y));
+    for (i = 0; i < count; i++) MT_TRY(mti_column_check(ctx, function, &layers[i], "x", x, "y", y[i]));
+    MT_TRY(mt_check_sent(ctx, function, layers[0].tp, layers[0].desc.sequence_parallel, "x", x, "y", mt_none()));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_column_forward(ctx, &l, x, y, NULL)));
+    if (!saved) return MT_SUCCESS;
+    saved->x = x;
+    for (i = 0; i < count; i++)
+        MT_TRY(mt_hash_log_activation(ctx, layers[i].name, 0, "output", y[i], 0, layers[i].weight));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
+                                                           int count, const mt_tensor *dy, mt_tensor dx,
+                                                           const mt_linear_saved *saved) {
+    static const char *const function = "mt_column_parallel_linear_backward_shared";
+    mti_layers l = {layers, NULL, count};
+    size_t mark;
+    int i, sp;
+    MT_TRY(mti_shared_columns(ctx, function, layers, count, dy));
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    sp = layers[0].desc.sequence_parallel;
+    for (i = 0; i < count; i++) {
+        MT_TRY(mti_column_check(ctx, function, &layers[i], "saved.x", saved->x, "dy", dy[i]));
+        MT_TRY(mti_column_gradients(ctx, function, &layers[i]));
+    }
+    if (dx.data) MT_TRY(mt_check_activation(ctx, function, layers[0].weight, "dx", dx, saved->x.rows, saved->x.cols));
+    MT_TRY(mt_check_sent(ctx, function, layers[0].tp, sp, "saved.x", saved->x, "dx", dx));
+    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", saved->x));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_column_backward(ctx, &l, dy, dx, saved->x)));
+    return mt_hash_log_activation(ctx, layers[0].name, 0, "input_grad", dx, sp, NULL);
+}
+
+MT_API mt_status mt_column_parallel_linear_tensors(mt_context *ctx, const mt_column_parallel_linear *layers, int count,
+                                                   mt_tensor like, mt_tensor *out) {
+    int64_t tokens;
+    int i;
+    MT_TRY(mti_shared_columns(ctx, "mt_column_parallel_linear_tensors", layers, count, out));
+    tokens = mt_sequence_tokens(layers[0].tp, layers[0].desc.sequence_parallel, like.rows);
+    for (i = 0; i < count; i++) MT_TRY(mt_arena_tensor(ctx, like.dtype, tokens, layers[i].local_features, &out[i]));
+    return MT_SUCCESS;
+}
+
+/* Computes the local columns of the product and gathers those of all ranks into y. */
+static mt_status mti_column_product_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+                                             mt_tensor y) {
+    mt_tensor local;
+    MT_TRY(mt_arena_tensor(ctx, y.dtype, y.rows, layer->local_features, &local));
+    MT_TRY(mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, local));
+    return mti_gather_features(ctx, layer->tp, layer->weight, local, y);
+}
+
+MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+                                                   int gather_output, mt_tensor y) {
+    static const char *const function = "mt_column_parallel_linear_product";
+    size_t mark;
+    mt_status status;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "x", x, x.rows, layer->desc.in_features));
+    MT_TRY(mt_tensor_check(ctx, function, "y", y, MT_ARG_FLOAT, x.rows,
+                           gather_output ? layer->desc.out_features : layer->local_features));
+    mark = mt_arena_mark(ctx);
+    if (gather_output && !mti_is_whole(layer->weight)) status = mti_column_product_gathered(ctx, layer, x, y);
+    else status = mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, y);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* Returns the bias that the layer leaves to the activation (skip_bias_add), or NULL. */
+static const mt_param *mti_column_left(const mt_column_parallel_linear *layer) {
+    return layer->desc.skip_bias_add ? layer->bias : NULL;
+}
+
+/* Returns the value of mti_column_left, or in backward its gradient. Without such a bias returns mt_none(). */
+static mt_tensor mti_left_bias(const mt_column_parallel_linear *layer, int backward) {
+    const mt_param *bias = mti_column_left(layer);
+    if (!bias) return mt_none();
+    return backward ? bias->grad : bias->value;
+}
+
+/* Returns the number of shards of h; the activation is called once for each. A gathered h is whole and in global order,
+   so it is one shard. */
+static int mti_activation_shards(const mt_column_parallel_linear *layer) {
+    return layer->desc.gather_output ? 1 : layer->weight->shards;
+}
+
+/* Checks everything that the activation of a layer's output h reads or writes. y has the shape of the activation's
+   output. */
+static mt_status mti_activation_check(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
+                                      mt_activation kind, mt_tensor h, const char *y_name, mt_tensor y) {
+    int64_t features, width = kind == MT_SWIGLU ? 2 : 1;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
+    MT_TRY(mt_check_enum(ctx, function, NULL, "kind", (int)kind, MT_ACTIVATION_WORDS));
+    if (layer->desc.gather_output && mti_left_bias(layer, 0).data)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' has gather_output and skip_bias_add; its output is whole, but its bias is split",
+                       function, layer->name);
+    features = layer->desc.gather_output ? layer->desc.out_features : layer->local_features;
+    if (features % (width * mti_activation_shards(layer)) != 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: the %lld features of '%s' in %d shards are not gate and up", function,
+                       (long long)features, layer->name, mti_activation_shards(layer));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "h", h, h.rows, features));
+    return mt_check_activation(ctx, function, layer->weight, y_name, y, h.rows, features / width);
+}
+
+MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                       mt_activation kind, mt_tensor h, mt_tensor y) {
+    int s, shards;
+    MT_TRY(mti_activation_check(ctx, "mt_column_parallel_activation_forward", layer, kind, h, "y", y));
+    shards = mti_activation_shards(layer);
+    for (s = 0; s < shards; s++)
+        MT_TRY(mt_activation_forward(ctx, kind, mt_shard_cols(h, s, shards),
+                                     mt_shard_cols(mti_left_bias(layer, 0), s, shards), mt_shard_cols(y, s, shards)));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                        mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh) {
+    static const char *const function = "mt_column_parallel_activation_backward";
+    int s, shards;
+    MT_TRY(mti_activation_check(ctx, function, layer, kind, h, "dy", dy));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
+    MT_TRY(mt_check_gradient(ctx, function, mti_column_left(layer)));
+    if (mti_column_left(layer)) mti_gradient_added(layer->bias);
+    shards = mti_activation_shards(layer);
+    for (s = 0; s < shards; s++)
+        MT_TRY(mt_activation_backward(ctx, kind, mt_shard_cols(h, s, shards), mt_shard_cols(dy, s, shards),
+                                      mt_shard_cols(dh, s, shards), mt_shard_cols(mti_left_bias(layer, 1), s, shards)));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                              mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
+                                                              mt_linear_saved *saved) {
+    static const char *const function = "mt_column_parallel_linear_activation_forward";
+    mti_layers l = {layer, NULL, 1};
+    mti_activation_after act;
+    size_t mark;
+    MT_TRY(mti_column_check(ctx, function, layer, "x", x, "h", h));
+    MT_TRY(mti_activation_check(ctx, function, layer, kind, h, "y", y));
+    if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || layer->desc.gather_output ||
+        mti_column_own_bias(layer)) {
+        MT_TRY(mt_column_parallel_linear_forward(ctx, layer, x, h, saved));
+        return mt_column_parallel_activation_forward(ctx, layer, kind, h, y);
+    }
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "x", x, "h", mt_none()));
+    act.kind = kind;
+    act.bias = mti_left_bias(layer, 0);
+    act.out = y;
+    mark = mt_arena_mark(ctx);
+    if (saved) saved->x = x;
+    return mti_linear_end(ctx, mark, mti_column_forward(ctx, &l, x, &h, &act));
+}
+
+MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
+                                               const mt_linear_desc *desc, mt_row_parallel_linear *out) {
+    static const char *const function = "mt_row_parallel_linear_create";
+    char full[MT_NAME_MAX];
+    size_t mark;
+    MT_TRY(mt_create_check(ctx, function, params, desc, out));
+    MT_TRY(mt_layer_name(ctx, params, name, full));
+    name = full;
+    MT_TRY(mti_linear_check(ctx, function, name, desc, !desc->input_is_parallel));
+    if (desc->weight || desc->gather_output || desc->padded_out_features)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which is for column-parallel layers", function, name,
+                       desc->weight          ? "weight"
+                       : desc->gather_output ? "gather_output"
+                                             : "padded_out_features");
+    memset(out, 0, sizeof *out);
+    mark = mt_params_mark(params);
+    MT_TRY(mt_create_end(params, mark, out, sizeof *out,
+                         mti_linear_params(ctx, params, name, desc, MT_SPLIT_COLS, &out->weight, &out->bias)));
+    out->desc = *desc;
+    out->tp = params->grid->tp;
+    out->local_features = out->weight->local_features;
+    snprintf(out->name, sizeof out->name, "%s", name);
+    return MT_SUCCESS;
+}
+
+/* The checks that forward and backward share, see mti_column_check. */
+static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
+                               const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, in_name, in,
+                               mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, out.rows),
+                               layer->desc.input_is_parallel ? layer->local_features : layer->desc.in_features));
+    return mt_check_activation(ctx, function, layer->weight, out_name, out, out.rows, layer->desc.out_features);
+}
+
+/* Computes y = the sum of x W^T over layers and ranks, plus the biases. The reduction of a chunk overlaps with the
+   GEMMs of the next chunk. */
+static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_tensor *x, mt_tensor y) {
+    const mt_row_parallel_linear *first = l->rows;
+    int sp = first->desc.sequence_parallel, i;
+    mti_chunks c = mti_chunks_of(ctx, first->tp, sp, 1, y.rows);
+    mti_partial p = {l, MT_TRANS, x, &c, 0, 0};
+    mt_tensor partial;
+    MT_TRY(mti_partial_tokens(ctx, first->tp, sp, y, &partial));
+    for (p.chunk = 0; p.chunk < c.count; p.chunk++) {
+        for (p.piece = 0; p.piece < c.pieces; p.piece++)
+            MT_TRY(mti_partial_product(ctx, &p, mti_piece(&c, partial, p.chunk, p.piece)));
+        MT_TRY(mti_overlap_begin(ctx, first->tp, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
+        MT_TRY(mt_overlap_end(ctx, p.chunk, mti_reduce_chunk(ctx, first->tp, sp, &c, p.chunk, partial, y)));
+    }
+    MT_TRY(mt_overlap_wait_all(ctx));
+    for (i = 0; i < l->count; i++)
+        if (l->rows[i].bias && !l->rows[i].desc.skip_bias_add) MT_TRY(mt_bias_forward(ctx, y, l->rows[i].bias->value));
+    return MT_SUCCESS;
+}
+
+/* Computes the output of one layer. Without input_is_parallel x is whole, and this rank takes its columns. */
+static mt_status mti_row_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
+    const mti_layers l = {NULL, layer, 1};
+    if (layer->desc.input_is_parallel) return mti_row_forward(ctx, &l, &x, y);
+    MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, "mt_row_parallel_linear_forward: x", x, &x));
+    return mt_check_view_end(ctx, mti_row_forward(ctx, &l, &x, y));
+}
+
+static mt_status mti_row_call_forward(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
+                                      mt_tensor x, mt_tensor y, mt_linear_saved *saved) {
+    size_t mark;
+    MT_TRY(mti_row_check(ctx, function, layer, "x", x, "y", y));
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, 0, "x", x, "y", y));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_row_sliced(ctx, layer, x, y)));
+    if (!saved) return MT_SUCCESS;
+    saved->x = x;
+    return mt_hash_log_activation(ctx, layer->name, 0, "output", y, layer->desc.sequence_parallel, NULL);
+}
+
+MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x,
+                                                mt_tensor y, mt_linear_saved *saved) {
+    return mti_row_call_forward(ctx, "mt_row_parallel_linear_forward", layer, x, y, saved);
+}
+
+/* The activation before a row-parallel layer, when one operator computes the gradient through both. */
+typedef struct mti_activation_before {
+    mt_activation kind;
+    mt_tensor h, dbias;
+} mti_activation_before;
+
+/* Computes dx [tokens, local features] = dy W. With act, dx is the gradient of h, the input of the activation. */
+static mt_status mti_row_input_gradient(mt_context *ctx, const mt_row_parallel_linear *layer,
+                                        const mti_activation_before *act, mt_tensor dy, mt_tensor h, mt_tensor dx) {
+    const mt_param *w = layer->weight;
+    size_t mark = mt_arena_mark(ctx);
+    mt_tensor part = dx;
+    int s;
+    if (act && act->dbias.data) mti_gradient_added(w); /* the bias of the layer before it is in the same registry */
+    if (act) return mt_linear_activation_backward(ctx, act->kind, dy, w->value, h, dx, act->dbias);
+    if (layer->desc.add_to_dx) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &part));
+    for (s = 0; s < w->shards; s++)
+        MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, dy, mti_param_shard(w, w->value, s), 0.0f,
+                        mt_shard_cols(part, s, w->shards)));
+    if (layer->desc.add_to_dx) MT_TRY(mt_add(ctx, dx, part, dx));
+    mt_arena_release(ctx, mark);
+    return MT_SUCCESS;
+}
+
+/* Computes dW += dy^T x. */
+static mt_status mti_row_weight_gradient(mt_context *ctx, const mt_param *w, mt_tensor dy, mt_tensor x) {
+    int s;
+    mti_gradient_added(w);
+    for (s = 0; s < w->shards; s++)
+        MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, dy, mt_shard_cols(x, s, w->shards), 1.0f,
+                        mti_param_shard(w, w->grad, s)));
+    return MT_SUCCESS;
+}
+
+/* The mt_token_operator for a bias: arg points to dy, and dbias += the sum of some rows of dy. */
+static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t first, int64_t count, mt_tensor dbias,
+                                       mt_tensor none) {
+    (void)none;
+    return mt_bias_backward(ctx, mt_tensor_rows(*(const mt_tensor *)arg, first, count), dbias);
+}
+
+/* Adds to the gradients of the biases that the layers add themselves. */
+static mt_status mti_row_bias_gradients(mt_context *ctx, const mti_layers *l, mt_tensor dy) {
+    int i;
+    for (i = 0; i < l->count; i++) {
+        const mt_row_parallel_linear *layer = &l->rows[i];
+        if (!layer->bias || layer->desc.skip_bias_add) continue;
+        mti_gradient_added(layer->bias);
+        MT_TRY(mt_sum_over_tokens(ctx, layer->tp, layer->desc.sequence_parallel, mti_row_bias_gradient, &dy, dy.rows,
+                                  layer->bias->grad, mt_none()));
+    }
+    return MT_SUCCESS;
+}
+
+/* Computes dx[i] [tokens, local features] of each layer and adds to the parameter gradients. dx[i] may be mt_none().
+   act may be NULL; with act there is one layer. */
+static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tensor dy, const mt_tensor *dx,
+                                  const mt_linear_saved *saved, const mti_activation_before *act) {
+    const mt_row_parallel_linear *first = l->rows;
+    int sp = first->desc.sequence_parallel, i, j, k;
+    mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, dy.rows);
+    mt_tensor all;
+    MT_TRY(mti_gather_chunks(ctx, first->tp, sp, &c, dy, &all));
+    MT_TRY(mti_row_bias_gradients(ctx, l, dy));
+    MT_TRY(mt_invariant_input(ctx, all, &all)); /* one copy for all shards */
+    for (i = 0; i < c.count; i++) {
+        MT_TRY(mt_overlap_wait(ctx, i));
+        for (k = 0; k < l->count; k++)
+            for (j = 0; j < c.pieces && dx[k].data; j++)
+                MT_TRY(mti_row_input_gradient(ctx, &l->rows[k], act, mti_piece(&c, all, i, j),
+                                              act ? mti_piece(&c, act->h, i, j) : mt_none(),
+                                              mti_piece(&c, dx[k], i, j)));
+    }
+    for (k = 0; k < l->count; k++) MT_TRY(mti_row_weight_gradient(ctx, l->rows[k].weight, all, saved[k].x));
+    return MT_SUCCESS;
+}
+
+/* Computes the backward of one layer. x has this rank's columns. When is_whole is 1, dx is whole, and is gathered. */
+static mt_status mti_row_backward_local(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
+                                        mt_tensor dx, mt_tensor x, int is_whole) {
+    mt_row_parallel_linear part = *layer;
+    const mti_layers l = {NULL, &part, 1};
+    int gather = dx.data && is_whole && !mti_is_whole(layer->weight);
+    mt_linear_saved sliced;
+    mt_tensor local = dx, whole = dx;
+    sliced.x = x;
+    if (gather) {
+        part.desc.add_to_dx = 0; /* the gathered gradient is added */
+        MT_TRY(mt_arena_tensor(ctx, dx.dtype, x.rows, layer->local_features, &local));
+        if (layer->desc.add_to_dx) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &whole));
+    }
+    MT_TRY(mti_row_backward(ctx, &l, dy, &local, &sliced, NULL));
+    if (!gather) return MT_SUCCESS;
+    MT_TRY(mti_gather_features(ctx, layer->tp, layer->weight, local, whole));
+    return layer->desc.add_to_dx ? mt_add(ctx, dx, whole, dx) : MT_SUCCESS;
+}
+
+/* Without input_is_parallel x and dx are whole: this rank takes its columns of x. */
+static mt_status mti_row_backward_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
+                                         mt_tensor dx, mt_tensor x) {
+    if (layer->desc.input_is_parallel) return mti_row_backward_local(ctx, layer, dy, dx, x, 0);
+    MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, "mt_row_parallel_linear_backward: saved.x", x, &x));
+    return mt_check_view_end(ctx, mti_row_backward_local(ctx, layer, dy, dx, x, 1));
+}
+
+/* Checks the arguments of the backward of one layer. */
+static mt_status mti_row_backward_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
+                                        mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    MT_TRY(mti_row_check(ctx, function, layer, "saved.x", saved->x, "dy", dy));
+    if (dx.data) MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
+    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", saved->x));
+    if (layer->desc.add_to_dx) MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dy", dy));
+    MT_TRY(mt_check_gradient(ctx, function, layer->weight));
+    if (!layer->bias || layer->desc.skip_bias_add) return MT_SUCCESS;
+    MT_TRY(mt_check_gradient(ctx, function, layer->bias));
+    return mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows));
+}
+
+static mt_status mti_row_call_backward(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
+                                       mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
+    size_t mark;
+    MT_TRY(mti_row_backward_check(ctx, function, layer, dy, dx, saved));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_row_backward_sliced(ctx, layer, dy, dx, saved->x)));
+    return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, 0,
+                                  layer->desc.input_is_parallel ? layer->weight : NULL);
+}
+
+MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
+                                                 mt_tensor dx, const mt_linear_saved *saved) {
+    return mti_row_call_backward(ctx, "mt_row_parallel_linear_backward", layer, dy, dx, saved);
+}
+
+/* Checks layers that share g, and that the pointer `other` is not NULL. */
+static mt_status mti_shared_rows(mt_context *ctx, const char *function, const mt_row_parallel_linear *layers, int count,
+                                 const void *other) {
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!layers || !other || count < 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %d layers%s", function, count,
+                       layers && other ? ", needs one" : ", a list is NULL");
+    for (i = 0; i < count; i++) {
+        MT_TRY(mti_check_params(ctx, function, layers[i].weight, layers[i].bias));
+        if (!layers[i].desc.input_is_parallel || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
+            layers[i].tp != layers[0].tp)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: '%s' and '%s' must have the same sequence_parallel and tensor group, and "
+                           "input_is_parallel",
+                           function, layers[0].name, layers[i].name);
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_row_parallel_linear_tensors(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
+                                                mt_tensor like, mt_tensor *out) {
+    int64_t tokens;
+    int i;
+    MT_TRY(mti_shared_rows(ctx, "mt_row_parallel_linear_tensors", layers, count, out));
+    tokens = mt_sequence_tokens(layers[0].tp, layers[0].desc.sequence_parallel, like.rows);
+    for (i = 0; i < count; i++) MT_TRY(mt_arena_tensor(ctx, like.dtype, tokens, layers[i].local_features, &out[i]));
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
+                                                       const mt_tensor *x, mt_tensor y, mt_linear_saved *saved) {
+    static const char *const function = "mt_row_parallel_linear_forward_shared";
+    mti_layers l = {NULL, layers, count};
+    size_t mark;
+    int i;
+    MT_TRY(mti_shared_rows(ctx, function, layers, count, x));
+    for (i = 0; i < count; i++) MT_TRY(mti_row_check(ctx, function, &layers[i], "x", x[i], "y", y));
+    MT_TRY(mt_check_sent(ctx, function, layers[0].tp, 0, "x", x[0], "y", y));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_row_forward(ctx, &l, x, y)));
+    if (!saved) return MT_SUCCESS;
+    for (i = 0; i < count; i++) saved[i].x = x[i];
+    return mt_hash_log_activation(ctx, layers[0].name, 0, "output", y, layers[0].desc.sequence_parallel, NULL);
+}
+
+MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *layers,
+                                                        int count, mt_tensor dy, const mt_tensor *dx,
+                                                        const mt_linear_saved *saved) {
+    static const char *const function = "mt_row_parallel_linear_backward_shared";
+    mti_layers l = {NULL, layers, count};
+    size_t mark;
+    int i;
+    MT_TRY(mti_shared_rows(ctx, function, layers, count, dx));
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    for (i = 0; i < count; i++) MT_TRY(mti_row_backward_check(ctx, function, &layers[i], dy, dx[i], &saved[i]));
+    mark = mt_arena_mark(ctx);
+    MT_TRY(mti_linear_end(ctx, mark, mti_row_backward(ctx, &l, dy, dx, saved, NULL)));
+    for (i = 0; i < count; i++)
+        MT_TRY(mt_hash_log_activation(ctx, layers[i].name, 0, "input_grad", dx[i], 0, layers[i].weight));
+    return MT_SUCCESS;
+}
+
+/* Computes dact, the gradient of the activation's output, and then dh, when one operator does not compute both. */
+static mt_status mti_row_activation_separate(mt_context *ctx, const mt_row_parallel_linear *layer,
+                                             const mt_column_parallel_linear *before, mt_activation kind, mt_tensor dy,
+                                             mt_tensor h, mt_tensor dh, const mt_linear_saved *saved) {
+    mt_tensor dact;
+    MT_TRY(mt_arena_tensor(ctx, dy.dtype, h.rows, layer->local_features, &dact));
+    MT_TRY(mt_row_parallel_linear_backward(ctx, layer, dy, dact, saved));
+    return mt_column_parallel_activation_backward(ctx, before, kind, h, dact, dh);
+}
+
+MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, const mt_row_parallel_linear *layer,
+                                                            const mt_column_parallel_linear *before, mt_activation kind,
+                                                            mt_tensor dy, mt_tensor h, mt_tensor dh,
+                                                            const mt_linear_saved *saved) {
+    static const char *const function = "mt_row_parallel_linear_activation_backward";
+    mti_layers l = {NULL, layer, 1};
+    mti_activation_before act;
+    mt_status status;
+    size_t mark;
+    MT_TRY(mti_row_backward_check(ctx, function, layer, dy, mt_none(), saved));
+    if (!before || !layer->desc.input_is_parallel || layer->desc.add_to_dx || before->desc.gather_output)
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' needs input_is_parallel and must not have add_to_dx, and the layer before it must not "
+                       "have gather_output",
+                       function, layer->name);
+    MT_TRY(mti_activation_check(ctx, function, before, kind, h, "saved.x", saved->x));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
+    MT_TRY(mt_check_gradient(ctx, function, mti_column_left(before)));
+    mark = mt_arena_mark(ctx);
+    if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || mti_column_own_bias(before)) {
+        status = mti_row_activation_separate(ctx, layer, before, kind, dy, h, dh, saved);
+    } else {
+        act.kind = kind;
+        act.h = h;
+        act.dbias = mti_left_bias(before, 1);
+        status = mti_row_backward(ctx, &l, dy, &dh, saved, &act);
+    }
+    return mti_linear_end(ctx, mark, status);
+}

@@ -1,0 +1,220 @@
+/* ---- column- and row-parallel linear (arXiv 1909.08053, section 3) ----------------------------------------------- */
+
+#pragma once
+#include "params.h"
+#include "../ops/bias.h"
+
+/* Y = X W^T + b with W [out_features, in_features]. A column-parallel layer contains f: its backward all-reduces dx. A
+   row-parallel layer contains g: its forward all-reduces y. Do not call f or g yourself around or between these layers.
+   By default (everything zero except the sizes) a layer has a bias and no sequence parallelism, y of a column-parallel
+   layer stays split, and x of a row-parallel layer is not split. */
+typedef struct mt_linear_desc {
+    int64_t in_features, out_features; /* global */
+    /* parts and unit of the split dimension, as in mt_param_desc, which lists those of the layouts of QKV. With 2 parts
+       one layer computes gate and up of SwiGLU, and y is this rank's [gate | up] (for invariant mode see
+       parts_by_shard); 0: 1 */
+    int64_t parts, unit;
+    float init_std; /* standard deviation of the initial weight; MT_ERR_ARGUMENT with `weight`; MT_ZERO: 0; 0: 0.02 */
+    int no_bias;
+    /* 1: the caller adds layer->bias->value to y, and adds to layer->bias->grad the sum of the rows of its gradient, as
+       in a fused operator. The bias of a row-parallel layer is added once, after the reduction. With sequence_parallel
+       a row-parallel layer's gradient is the sum over this rank's rows; mt_sync_gradients sums it over the tensor
+       group. MT_ERR_ARGUMENT with no_bias */
+    int skip_bias_add;
+    /* 1: y is [tokens, out_features] on every rank (column only). It is read in each call: layer->desc.gather_output
+       may change between calls, but not between a forward and its backward */
+    int gather_output;
+    int input_is_parallel; /* 1: x is already split, as a column-parallel layer leaves it (row only) */
+    int sequence_parallel; /* 1: x (column) is [tokens / t, in]; y (row) is [tokens / t, out] */
+    /* advanced */
+    /* Only for invariant mode with parts > 1, when y (column) or x (row) is split: without gather_output, or with
+       input_is_parallel. The columns are then gate and up of the first virtual shard, gate and up of the second, and so
+       on. 1: your code expects this order; it changes nothing else. 0: create returns MT_ERR_ARGUMENT */
+    int parts_by_shard;
+    mt_param *weight; /* column only: another layer's weight, to share it (tied output head); NULL: its own */
+    /* 1: backward adds the input gradient to dx instead of overwriting dx, for instance when several layers read x. dx
+       gets the same bits as from an mt_add after the call. The sum over ranks is complete before it is added. It is
+       read in each call: layer->desc.add_to_dx may change between calls. The hash log has dx after the addition */
+    int add_to_dx;
+    /* column only: out_features with padding of your own, see mt_param_desc.padded_features. With `weight` the layer
+       has the padding of this weight, and padded_out_features must be 0 or the same (MT_ERR_SHAPE); 0: none */
+    int64_t padded_out_features;
+    /* column only: of the units of out_features, see mt_param_desc. A rank's columns of y are piece by piece. Not for
+       layers of tensors in your own memory (MT_ERR_ARGUMENT), because nothing sums the gradients of their copies */
+    int64_t copies, copied;
+} mt_linear_desc;
+
+/* local_features is this rank's share of the split dimension, padding included: the columns of y (column-parallel) or
+   of x (row-parallel). */
+typedef struct mt_column_parallel_linear {
+    char name[MT_NAME_MAX];
+    mt_linear_desc desc;
+    mt_param *weight, *bias; /* NAME.weight, NAME.bias; bias is NULL with no_bias */
+    mt_comm *tp;
+    int64_t local_features;
+} mt_column_parallel_linear;
+
+typedef struct mt_row_parallel_linear {
+    char name[MT_NAME_MAX];
+    mt_linear_desc desc;
+    mt_param *weight, *bias; /* as above */
+    mt_comm *tp;
+    int64_t local_features;
+} mt_row_parallel_linear;
+
+/* x is a view of the caller's memory. Its content must not change before backward has returned. */
+typedef struct mt_linear_saved {
+    mt_tensor x;
+} mt_linear_saved;
+
+/* Column-parallel: W is split over its rows. x [tokens, in] -> y [tokens, local_features], or [tokens, out] with
+   gather_output. dy has the shape of y; with gather_output it is the whole gradient, equal on every rank. backward adds
+   to the gradients of weight and bias. When dx is mt_none(), it is not computed.
+   Communication: backward all-reduces dx (f). gather_output adds an all-gather of y. With sequence_parallel x is
+   [tokens / t, in]: forward and backward each all-gather it, and backward reduce-scatters dx.
+   Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range, is for row-parallel layers or has no effect; in
+   invariant mode without gather_output, several parts without parts_by_shard), MT_ERR_SHAPE (a shared weight has
+   another shape, placement, parts, unit or padding). */
+MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
+                                                  const mt_linear_desc *desc, mt_column_parallel_linear *out);
+MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+                                                   mt_tensor y, mt_linear_saved *saved);
+MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                    mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved);
+
+/* Row-parallel: W is split over its columns. x [tokens, local_features], or [tokens, in] without input_is_parallel -> y
+   [tokens, out]. The bias is added once, after the reduction. backward adds to the gradients of weight and bias. When
+   dx is mt_none(), it is not computed.
+   Communication: forward all-reduces y (g). Without input_is_parallel, backward all-gathers dx. With sequence_parallel
+   y is [tokens / t, out]: forward reduce-scatters it, and backward all-gathers dy.
+   Error of create: MT_ERR_ARGUMENT (a field of desc is out of range, is for column-parallel layers or has no effect; in
+   invariant mode with input_is_parallel, several parts without parts_by_shard). */
+MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
+                                               const mt_linear_desc *desc, mt_row_parallel_linear *out);
+MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x,
+                                                mt_tensor y, mt_linear_saved *saved);
+MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
+                                                 mt_tensor dx, const mt_linear_saved *saved);
+
+/* The tensors of a linear layer in your own memory. w and b have the shape of mt_shard_size and are contiguous: w is
+   split like a matrix [out_features, in_features], by rows (column-parallel) or by columns (row-parallel). The bias of
+   a column-parallel layer is split like a vector [1, out_features], by columns; that of a row-parallel layer is whole.
+   dw and db are their gradients, MT_F32, in the same shapes. In invariant mode each tensor has the rank's virtual
+   shards one after the other (see mt_param). */
+typedef struct mt_linear_tensors {
+    mt_tensor w, b; /* b is mt_none(): no bias */
+    /* backward adds to them; mt_none() when there is no backward. A backward without dw, or without db where b is set,
+       is MT_ERR_ARGUMENT (with skip_bias_add a layer needs no db) */
+    mt_tensor dw, db;
+} mt_linear_tensors;
+
+/* Create a layer of tensors in your own memory, without a registry. All functions of layers take it, and compute the
+   same bits as for a layer of a registry. These functions fill params, an array of two. The layer points into
+   params, and uses tp and the memory of the tensors: all must outlive it. *tensors and name are copied. The layer needs
+   no destroy. tp is the tensor group. name, for messages and the hash log, may be NULL: then nothing is logged.
+   desc has the meaning that it has for a layer of a registry, except for the bias, and that in_features and
+   out_features may be 0: then the split dimension has no padding. b mt_none() means no bias. desc.no_bias may be 0, but
+   1 with a bias is MT_ERR_ARGUMENT. desc NULL: the defaults.
+   The caller sums the gradients over the data group. With sequence_parallel, db of a row-parallel layer is the sum over
+   this rank's rows, and the caller also sums it over the tensor group. No communication.
+   Errors: MT_ERR_SHAPE (a tensor has another shape than desc says or is not contiguous, parts * unit does not divide
+   the split dimension or, in invariant mode, t does not divide V), MT_ERR_DTYPE (w and b differ in type, or dw or db is
+   not MT_F32), MT_ERR_ARGUMENT (a pointer or w is NULL, db comes without b, or a field of desc is out of range, has no
+   effect, or is for the create functions: init_std, weight). */
+MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
+                                                        const mt_linear_desc *desc, const mt_linear_tensors *tensors,
+                                                        mt_param *params, mt_column_parallel_linear *out);
+MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
+                                                     const mt_linear_desc *desc, const mt_linear_tensors *tensors,
+                                                     mt_param *params, mt_row_parallel_linear *out);
+
+/* Plain calls: a column- or row-parallel linear on tensors in your own memory. Each call is that of a layer from
+   mt_column_parallel_linear_from_tensors or mt_row_parallel_linear_from_tensors: the shapes of x, y, dy and dx, what
+   may overlap, the communication and the errors are those of the layer. desc is read in each call. Pass the same desc
+   to forward and backward; only add_to_dx may differ, and forward ignores it. w, b, dw, db are those of
+   mt_linear_tensors. b mt_none() means no bias. desc.no_bias may be 0, but 1 with a bias is MT_ERR_ARGUMENT. dx may be
+   mt_none(): it is not computed. Backward adds to dw and db, and overwrites dx, or with add_to_dx adds to it. It needs
+   dw (MT_ERR_ARGUMENT). With db mt_none() it computes no bias gradient, also when forward had b. saved NULL: inference.
+   Nothing is logged.
+       mt_linear_desc whole = {.gather_output = 1};                // y [tokens, out] on every rank
+       MT_TRY(mt_column_parallel_forward(ctx, grid.tp, x, w, b, y, &whole, &saved));
+       MT_TRY(mt_column_parallel_backward(ctx, grid.tp, dy, w, dx, dw, db, &whole, &saved)); */
+MT_API mt_status mt_column_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
+                                            mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved);
+MT_API mt_status mt_column_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
+                                             mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
+                                             const mt_linear_saved *saved);
+MT_API mt_status mt_row_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
+                                         mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved);
+MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
+                                          mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
+                                          const mt_linear_saved *saved);
+
+/* Run `count` column-parallel layers that read the same x. The layers share f: forward gathers x once
+   (sequence_parallel), and backward writes the sum of the layers' input gradients to dx and reduces it once. layers, y
+   and dy are arrays with one entry for each layer; saved is one struct for all layers. When dx is mt_none(), it is not
+   computed.
+   MT_ERR_ARGUMENT: a layer has gather_output, or the layers differ in tensor group, sequence_parallel or add_to_dx. */
+MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
+                                                          int count, mt_tensor x, const mt_tensor *y,
+                                                          mt_linear_saved *saved);
+MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
+                                                           int count, const mt_tensor *dy, mt_tensor dx,
+                                                           const mt_linear_saved *saved);
+
+/* Run `count` row-parallel layers and add their outputs: y = the sum of x[i] W[i]^T + b[i] over the layers. The layers
+   share g: forward reduces y once, and backward gathers dy once (sequence_parallel). layers, x, dx and saved are arrays
+   with one entry for each layer. When dx[i] is mt_none(), it is not computed.
+   MT_ERR_ARGUMENT: a layer has no input_is_parallel, or the layers differ in tensor group or sequence_parallel. */
+MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
+                                                       const mt_tensor *x, mt_tensor y, mt_linear_saved *saved);
+MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *layers,
+                                                        int count, mt_tensor dy, const mt_tensor *dx,
+                                                        const mt_linear_saved *saved);
+
+/* Allocate `count` tensors [tokens, local_features] from the arena, one for each of the layers. The type and the number
+   of tokens are those of `like`, which has tokens rows, or tokens / t with sequence_parallel.
+     mt_column_parallel_linear_tensors  allocates y or dy; like is x or dx.
+     mt_row_parallel_linear_tensors     allocates x or dx; like is y or dy.
+   MT_ERR_ARGUMENT: as for the _shared functions above. */
+MT_API mt_status mt_column_parallel_linear_tensors(mt_context *ctx, const mt_column_parallel_linear *layers, int count,
+                                                   mt_tensor like, mt_tensor *out);
+MT_API mt_status mt_row_parallel_linear_tensors(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
+                                                mt_tensor like, mt_tensor *out);
+
+/* Computes a column-parallel forward for inference. x has all tokens, even with sequence_parallel: x [tokens, in] -> y
+   [tokens, local_features], or [tokens, out] when the argument gather_output is 1. desc.gather_output is ignored. Adds
+   the bias, except with skip_bias_add. y may be of another float type than x.
+   Communication: none, or an all-gather of y with gather_output. */
+MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+                                                   int gather_output, mt_tensor y);
+
+/* These functions apply an activation to the output h of a column-parallel layer. They call mt_activation_forward or
+   mt_activation_backward, in invariant mode once for each virtual shard. h is [tokens, local_features], or [tokens,
+   out_features] with gather_output. y, dy and dh have the shape of h, except that with MT_SWIGLU y and dy have half the
+   columns. With skip_bias_add, forward first adds the layer's bias to h in place, and backward also adds to the bias's
+   gradient. dh may be h. No communication.
+   MT_ERR_ARGUMENT: the layer has a bias, gather_output and skip_bias_add, so that h is whole but the bias is split. */
+MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                       mt_activation kind, mt_tensor h, mt_tensor y);
+MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                        mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh);
+
+/* Run a linear layer and the activation next to it in one call. The two are one fused operator when
+   mt_gemm_options.epilogue allows it and the column-parallel layer has skip_bias_add or no_bias, and no
+   gather_output. Otherwise the call runs the linear layer and mt_column_parallel_activation_forward or _backward. A
+   fused forward does not write NAME.output to the hash log.
+     forward (column-parallel):  h = x W^T + b [tokens, local_features], y = act(h).
+     backward (row-parallel):    dy is the gradient of the row-parallel layer's output. dh [tokens,
+       before->local_features] is the gradient of h, the output of the column-parallel layer `before`. Adds to the
+       gradients of the row-parallel layer's weight and bias. When `before` has skip_bias_add, also adds to the gradient
+       of the bias of `before`.
+   MT_ERR_ARGUMENT (backward): the row-parallel layer has no input_is_parallel or has add_to_dx, or `before` has
+   gather_output. */
+MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+                                                              mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
+                                                              mt_linear_saved *saved);
+MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, const mt_row_parallel_linear *layer,
+                                                            const mt_column_parallel_linear *before, mt_activation kind,
+                                                            mt_tensor dy, mt_tensor h, mt_tensor dh,
+                                                            const mt_linear_saved *saved);

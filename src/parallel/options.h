@@ -1,0 +1,45 @@
+/* ---- options of the layers --------------------------------------------------------------------------------------- */
+
+#pragma once
+#include "../comm/conjugates.h"
+
+/* Kinds of communication that overlap with computation on MT_DEVICE_CUDA. Layers communicate on a second stream, and
+   parameter gradients are summed on a third stream. By default all kinds overlap; a bit in
+   mt_parallel_options.no_overlap turns one kind off. The results have the same bits either way. In invariant mode and
+   on other devices nothing overlaps. */
+typedef enum mt_overlap {
+    /* column-parallel backward: the input gradient is reduced while the weight gradient is computed. With sequence
+       parallelism, x is also gathered while the input gradient is computed */
+    MT_OVERLAP_COLUMN_BACKWARD = 1,
+    /* row-parallel forward: a chunk of tokens is reduced while the next chunk is multiplied */
+    MT_OVERLAP_ROW_FORWARD = 2,
+    /* sequence parallelism: a chunk of tokens is gathered while the chunk before it is multiplied */
+    MT_OVERLAP_ALL_GATHER = 4,
+    /* gradients that are final are summed over the data group while the backward goes on, see
+       mt_sync_gradients_begin */
+    MT_OVERLAP_GRADIENTS = 8,
+    MT_OVERLAP_ALL = 15
+} mt_overlap;
+
+#define MT_OVERLAP_CHUNKS_MAX MT_OVERLAP_TICKETS /* 8 */
+
+/* Options of the layers of a context. Zero-initialised means the defaults. */
+typedef struct mt_parallel_options {
+    int no_overlap; /* bits of mt_overlap: the kinds that do not overlap on MT_DEVICE_CUDA; 0: all overlap */
+    /* number of chunks into which a layer cuts the tokens that it communicates, at most MT_OVERLAP_CHUNKS_MAX. Each
+       chunk is a separate GEMM, also when nothing overlaps. Invariant mode always uses one chunk. 0: on MT_DEVICE_CUDA
+       one chunk for each 1024 tokens, at most 4; on other devices one chunk */
+    int overlap_chunks;
+} mt_parallel_options;
+
+/* mt_parallel_set_options sets the options of the layers of ctx; options NULL: the defaults. Do not call it between a
+   forward and its backward. mt_parallel_get_options returns the options, or the defaults when none were set.
+   Errors: MT_ERR_ARGUMENT (a value is out of range), MT_ERR_MEMORY. */
+MT_API mt_status mt_parallel_set_options(mt_context *ctx, const mt_parallel_options *options);
+MT_API mt_parallel_options mt_parallel_get_options(const mt_context *ctx);
+
+/* trust = 1 turns off the checks of token ids (embedding) and targets (cross-entropy); trust = 0 turns them on again.
+   A block that has checked the ids itself turns off these checks, so that each id is checked once. Without a check, an
+   id or a target that is out of range is no error: see mt_embedding_forward and mt_cross_entropy_stats. Errors:
+   MT_ERR_ARGUMENT, MT_ERR_MEMORY. */
+MT_API mt_status mt_layers_trust_ids(mt_context *ctx, int trust);

@@ -1,0 +1,183 @@
+#!/bin/sh
+# Checks that the headers are what tools/headers.sh writes from src/, what the scripts of tools/ say, and that each file
+# of src/ compiles alone.
+#
+#   sh tests/source.sh         one line per check, closing line "N passed, N failed, N skipped"
+set -u
+cd "$(dirname "$0")/.." || exit 1
+# shellcheck source=tests/packages.sh
+. tests/packages.sh
+# shellcheck source=tests/report.sh
+. tests/report.sh
+work=$(mktemp -d) || exit 1
+check_log=$work/log
+trap 'rm -rf "$work"' EXIT
+trap 'exit 1' HUP INT TERM
+headers='mt_comm.h mt_kernels.cuh mt_parallel.h megatron.h'
+
+same_headers() { for header in $headers; do cmp "$header" "$copy/$header" || return 1; done; }
+
+# A copy of what the scripts read, in $copy.
+copy_project() {
+    copy=$work/$1
+    mkdir "$copy" || return 1
+    # shellcheck disable=SC2086
+    cp -r $headers src tools "$copy"
+}
+
+# refuses LINE...: headers.sh --check fails in the copy, and prints exactly these lines
+refuses() {
+    ! sh "$copy/tools/headers.sh" --check >"$work/said" 2>&1 || { echo "headers.sh --check succeeds"; return 1; }
+    printf '%s\n' "$@" | diff - "$work/said"
+}
+
+# line_of TEXT FILE: the number of the only line of the file that contains the text
+line_of() { grep -nF -e "$1" "$2" | sed 's/:.*//'; }
+
+# ---- the headers -----------------------------------------------------------------------------------------------------
+
+# The script's awk is the first one in PATH.
+same_with_awk() {
+    copy_project "awk_$1" && rm "$copy"/*.h "$copy"/*.cuh && mkdir "$copy/bin" || return 1
+    printf '#!/bin/sh\nexec %s "$@"\n' "$2" >"$copy/bin/awk" && chmod +x "$copy/bin/awk" || return 1
+    PATH="$copy/bin:$PATH" sh "$copy/tools/headers.sh" && same_headers
+}
+
+# A line of a header is changed, one is lost, and one is new.
+edited_header() {
+    copy_project edited || return 1
+    file=$copy/mt_kernels.cuh
+    forward=$(line_of 'MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {' "$file")
+    backward=$(line_of 'MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {' "$file")
+    guard=$(line_of '#endif /* MT_KERNELS_CUH */' "$file")
+    sed -e "${forward}s/\$/ \/* new *\//" -e "${backward}d" -e "${guard}a int new;" "$file" >"$copy/edited" &&
+        mv "$copy/edited" "$file" || return 1
+    say="is not what src/ gives: edit"
+    then=", then run sh tools/headers.sh"
+    set -- "$(line_of 'mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {' src/ops/bias.c)" \
+        "$(line_of 'mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {' src/ops/bias.c)" \
+        "$(line_of '#endif /* MT_KERNELS_CUH */' src/mt_kernels.cuh)"
+    refuses "mt_kernels.cuh:$((guard + 1)): $say src/mt_kernels.cuh:$3$then" \
+        "mt_kernels.cuh:$((forward + 1)): $say src/ops/bias.c:$1$then" \
+        "mt_kernels.cuh:$backward: $say src/ops/bias.c:$2$then"
+}
+
+# After a file of src/ was edited, its header is stale until headers.sh has run, which changes this header alone.
+edited_source() {
+    copy_project stale || return 1
+    echo "int new;" >>"$copy/src/parallel/grid.c"
+    ! sh "$copy/tools/headers.sh" --check >"$work/said" 2>&1 || return 1
+    grep "^mt_parallel.h:[0-9]*: is not what src/ gives: edit src/parallel/grid.c:[0-9]*, then" "$work/said" || return 1
+    [ "$(sh "$copy/tools/headers.sh")" = mt_parallel.h ] && [ -z "$(sh "$copy/tools/headers.sh")" ] || return 1
+    grep -n '^int new;$' "$copy/mt_parallel.h" && sh "$copy/tools/headers.sh" --check
+}
+
+missing_source() {
+    copy_project missing || return 1
+    rm "$copy/src/ops/hash.c"
+    at=$(line_of '"ops/hash.c"' src/mt_kernels.cuh)
+    refuses "src/mt_kernels.cuh:$at: src/ops/hash.c cannot be read" && same_headers
+}
+
+# Nothing includes it, so it would be in no header.
+unused_source() {
+    copy_project unused || return 1
+    echo "int unused;" >"$copy/src/ops/unused.c"
+    refuses "src/ops/unused.c: no file of src/ includes it"
+}
+
+unknown_option() {
+    copy_project option || return 1
+    sh "$copy/tools/headers.sh" --chekc >"$work/said" 2>&1
+    [ $? -eq 2 ] && grep -- --check "$work/said" && same_headers
+}
+
+# ---- the lines of src/ -----------------------------------------------------------------------------------------------
+
+# A compiler's message about an error in src/ops/bias.c, in the header, names the line of src/.
+compiler_message() {
+    copy_project message || return 1
+    echo 'static int wrong = nothing_of_this_name;' >>"$copy/src/ops/bias.c"
+    sh "$copy/tools/headers.sh" && printf '#define MEGATRON_IMPLEMENTATION\n#include "megatron.h"\n' >"$copy/a.c"
+    "$CC" -fsyntax-only "$copy/a.c" 2>&1 | sh "$copy/tools/source_lines.sh" >"$work/said"
+    cat "$work/said"
+    grep "^src/ops/bias.c:$(wc -l <"$copy/src/ops/bias.c"):.*nothing_of_this_name" "$work/said"
+}
+
+# Lines of headers are replaced wherever they are, in both notations; all else stays.
+filtered() {
+    from=$(line_of 'MT_API mt_status mt_gemm_prepare(mt_context *ctx) {' mt_kernels.cuh)
+    to=src/ops/gemm.c:$(line_of 'MT_API mt_status mt_gemm_prepare(mt_context *ctx) {' src/ops/gemm.c)
+    cat >"$work/in" <<END
+In file included from /a/b/mt_kernels.cuh:$from,
+mt_kernels.cuh($from): error: in mt_kernels.cuh:$from:7 and my_mt_kernels.cuh:$from
+mt_kernels.cuh:99999999: mt_comm.h, megatron.h: and mt_other.h:$from; a\\tb %s
+END
+    sed -e "s|/a/b/mt_kernels.cuh:$from|$to|" -e "s|^mt_kernels.cuh($from|$(echo "$to" | sed 's/:/(/')|" \
+        -e "s|in mt_kernels.cuh:$from|in $to|" "$work/in" >"$work/want"
+    sh tools/source_lines.sh <"$work/in" | diff "$work/want" - &&
+        [ "$(sh tools/source_lines.sh "mt_kernels.cuh:$from" mt_comm.h:1)" = "$(printf '%s\n' "$to" src/mt_comm.h:1)" ]
+}
+
+# Each line of the table says the same in the header and in src/; lines that a tool writes are not in it.
+lines_are_right() {
+    sh tools/headers.sh --lines >"$work/lines" && awk -F '\t' '
+        function text(at, part, line) {
+            split(at, part, ":")
+            if (!(part[1] in have)) {
+                have[part[1]] = 1
+                for (n = 1; (getline line < part[1]) > 0; n++) lines[part[1], n] = line
+            }
+            return lines[part[1], part[2]]
+        }
+        text($1) != "" && text($1) != text($2) { print $0; bad = 1 }
+        END { exit bad || NR < 10000 }' "$work/lines"
+}
+
+# ---- the files of src/ -----------------------------------------------------------------------------------------------
+
+source_files() { find src -name '*.h' -o -name '*.c' -o -name '*.cuh' | sort; }
+
+short_files() {
+    source_files | while read -r file; do
+        lines=$(wc -l <"$file")
+        [ "$lines" -le 1200 ] || echo "$file: $lines lines, more than 1200"
+    done | fail_on_output
+}
+
+# Compiles each .h and each .c file in a folder of src/ by itself.
+alone() {
+    for file in src/*/*.h src/*/*.c; do
+        echo "#include \"$file\"" | "$CC" -Werror=implicit -I. -fsyntax-only -x c - && continue
+        echo "$file does not compile alone"
+        return 1
+    done
+}
+
+# src/ is a library as well: a program may include src/megatron.h instead of the header that is generated from it.
+from_src() {
+    "$CC" -Wall -Wextra -Werror -I. -fsyntax-only -x c - <<'END'
+#define MEGATRON_IMPLEMENTATION
+#include "src/megatron.h"
+END
+}
+
+check "the headers are what src/ gives" sh tools/headers.sh --check
+for awk in mawk gawk original-awk; do
+    if have_command $awk; then check "the same with $awk" same_with_awk $awk $awk; fi
+done
+if have_command gawk; then check "the same with gawk --posix" same_with_awk posix "gawk --posix"; fi
+if have_command busybox; then check "the same with busybox awk" same_with_awk busybox "busybox awk"; fi
+check "an edited header: the place in src/ is named" edited_header
+check "an edited file of src/: its header is stale, and no other is written" edited_source
+check "a file that is not there is named, and nothing is written" missing_source
+check "a file that no other includes is named" unused_source
+check "an unknown option has status 2" unknown_option
+check "a compiler's message names the line of src/" compiler_message
+check "source_lines.sh replaces lines of headers, and nothing else" filtered
+check "the table of lines is right" lines_are_right
+check "no file of src/ is longer than 1200 lines" short_files
+check "each file of src/ compiles alone" alone
+check "a program can include src/megatron.h" from_src
+closing_line
+[ $failed -eq 0 ]
