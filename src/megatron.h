@@ -66,10 +66,7 @@
             the layers and operators in them, which the heads of mt_parallel.h and mt_kernels.cuh list. The comment of
             a function says only what is special to it. After an error of a create function, the registry is as before.
    Threads: A rank is one thread, with a context, communicators and a registry of its own.
-   Macros:  mt_comm.h lists those that configure the implementation.
-
-   Sections of the implementation: >>mlp >>attention >>cross >>layer >>model >>gpt >>bert >>flops >>checkpoint >>names
-   >>config >>layer-types >>config-values >>metadata */
+   Macros:  mt_comm.h lists those that configure the implementation. */
 
 #include "mt_parallel.h" /* outside the guard: a second #include may add the implementation */
 

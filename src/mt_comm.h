@@ -48,11 +48,7 @@
    with a context on a GPU, return MT_ERR_UNSUPPORTED there. So do writes to a safetensors file, or to a directory of
    checkpoints, that the old process has begun or locked. Other work with a context on a CPU succeeds, in a group of
    one. The new process may create contexts and communicators of its own, for example with mt_launch. Destroying what it
-   has inherited frees memory and does nothing else, so the old process does not notice.
-
-   Sections of the implementation: >>types >>status >>context >>cuda >>local >>meetings >>threads >>16bit >>hash
-   >>placements >>declarations >>rules >>places >>moves >>collectives >>calls >>listeners >>nccl >>mpi >>compare
-   >>replicas >>conjugates >>graph >>launch */
+   has inherited frees memory and does nothing else, so the old process does not notice. */
 
 #ifndef MT_COMM_H
 #define MT_COMM_H
@@ -102,9 +98,9 @@ extern "C" {
 #include "comm/status.c"
 #include "comm/context.c"
 #include "comm/cuda.c"
-#include "comm/local.c"
-#include "comm/meetings.c"
 #include "comm/threads.c"
+#include "comm/thread_calls.c"
+#include "comm/workers.c"
 #include "comm/16bit.c"
 #include "comm/hash.c"
 #include "check/placements.c"
@@ -113,8 +109,8 @@ extern "C" {
 #include "check/places.c"
 #include "check/moves.c"
 #include "comm/collectives.c"
-#include "comm/calls.c"
-#include "comm/listeners.c"
+#include "comm/nccl_calls.c"
+#include "comm/nccl_listeners.c"
 #include "comm/nccl.c"
 #include "comm/mpi.c"
 #include "comm/compare.c"

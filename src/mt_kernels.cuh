@@ -53,19 +53,7 @@
    built-in loop computes GEMMs. oneDNN may have version 2 or 3 (tested: 2.6 and 3.2).
    MT_CBLAS_HEADER names the header that declares cblas_sgemm, for instance '<mkl_cblas.h>' (default: <cblas.h>).
 
-   To add an operator, follow docs/adding-an-operator.md. For a short example, search this file for >>bias. You change
-   four places in this header (the declaration, the operator's section, its rule in >>rules, the list of sections below)
-   and three tests:
-   tests/test_kernels.c (double precision, finite differences, refused arguments), tests/test_kernels_16bit.c and
-   tests/test_cuda.cu (a GPU against a CPU).
-
-   This is the list of the sections of the implementation. Each section begins at a comment with its name.
-   These sections are shared by operators: >>options >>check >>math >>views >>vector-loads >>16bit >>rows >>map
-   >>columns >>random-words >>panels >>amx >>ptx >>tile >>rules >>dispatch.
-   Each of these sections holds one operator or a few related ones (checks, CPU loop, kernels, launch, public
-   functions): >>fill >>copy >>add >>hash >>sum >>gemm >>bias >>activation >>linear >>norm >>random-normal >>dropout
-   >>attention-desc >>attention-cpu >>attention-plain >>attention-flash >>attention-choice >>attention >>rotary
-   >>kv-cache >>kv-lengths >>ids >>embedding >>cross-entropy >>sample >>adamw >>multi-tensor >>step >>pointwise */
+   To add an operator, follow docs/adding-an-operator.md. For a short example, read src/ops/bias.c. */
 
 #include "mt_comm.h" /* outside the guard: a second #include may come with MEGATRON_IMPLEMENTATION */
 
@@ -113,29 +101,42 @@ extern "C" {
 #include "ops/options.c"
 #include "ops/check.c"
 #include "ops/math.c"
+#include "ops/math.cuh"
 #include "ops/views.c"
+#include "ops/views.cuh"
 #include "ops/vector_loads.cuh"
 #include "ops/16bit.c"
 #include "ops/rows.c"
+#include "ops/rows.cuh"
 #include "ops/map.cuh"
 #include "ops/columns.c"
+#include "ops/columns.cuh"
 #include "ops/random_words.c"
+#include "ops/random_words.cuh"
 #include "ops/panels.c"
 #include "ops/amx.c"
 #include "ops/ptx.cuh"
-#include "ops/tile.c"
+#include "ops/tile.cuh"
 #include "ops/rules.c"
 #include "ops/dispatch.c"
+#include "ops/fill.cuh"
 #include "ops/fill.c"
+#include "ops/copy.cuh"
 #include "ops/copy.c"
+#include "ops/add.cuh"
 #include "ops/add.c"
+#include "ops/hash.cuh"
 #include "ops/hash.c"
+#include "ops/sum.cuh"
 #include "ops/sum.c"
 #include "ops/gemm.c"
+#include "ops/bias.cuh"
 #include "ops/bias.c"
 #include "ops/activation.c"
 #include "ops/linear.c"
+#include "ops/norm.cuh"
 #include "ops/norm.c"
+#include "ops/random_normal.cuh"
 #include "ops/random_normal.c"
 #include "ops/dropout.c"
 #include "ops/attention_desc.c"
@@ -144,10 +145,13 @@ extern "C" {
 #include "ops/attention_flash.cuh"
 #include "ops/attention_choice.cuh"
 #include "ops/attention.c"
+#include "ops/rotary.cuh"
 #include "ops/rotary.c"
 #include "ops/kv_cache.c"
 #include "ops/kv_lengths.c"
+#include "ops/ids.cuh"
 #include "ops/ids.c"
+#include "ops/embedding.cuh"
 #include "ops/embedding.c"
 #include "ops/cross_entropy.c"
 #include "ops/sample.c"

@@ -63,11 +63,7 @@
    operators (see the head of mt_kernels.cuh). Calls that communicate can also return those of the collectives (see
    mt_comm.h). mt_last_error(ctx) has the message. The comment of a function says only what is special to it. The create
    functions of layers, which add parameters, also return the errors of mt_params_add. After an error of a create
-   function, the registry is as before.
-
-   Sections of the implementation: >>options >>grid >>invariant >>params >>sharding >>memory >>guard >>init >>settings
-   >>bind >>gradients >>scatter >>hash-log >>linear >>linear-tensors >>norm >>vocab >>sample >>buckets >>sync
-   >>optimizer >>pipeline >>json >>files >>safetensors >>fields >>checkpoint >>save >>load >>plan */
+   function, the registry is as before. */
 
 /* This #include is outside the guard, so that a second #include of this file, with MEGATRON_IMPLEMENTATION, also
    reaches mt_kernels.cuh and mt_comm.h. */

@@ -102,17 +102,6 @@ check_private() {
     } | fail_on_output
 }
 
-# The sections that the head of a header lists are those of its text, in this order, each in one piece.
-check_sections() {
-    for header in $headers; do
-        awk '/[Ss]ections? of the implementation/ { head = 1 } head { print } head && /\*\/$/ { exit }' "$H/$header" |
-            grep -o '>>[a-z0-9-]*' >"$work/named"
-        sed -n 's/^\/\* ---- \(>>[a-z0-9-]*\).*/\1/p' "$H/$header" >"$work/there"
-        diff "$work/named" "$work/there" |
-            sed -n "s/^</$header: not there, or elsewhere:/p; s/^>/$header: not named, or elsewhere:/p"
-    done | fail_on_output
-}
-
 # A library does not end the process, and does not write to standard output or standard error.
 check_calls() {
     never="exit|_exit|_Exit|quick_exit|abort|assert|raise|kill|printf|vprintf|puts|putchar"
@@ -507,7 +496,6 @@ planted_text() {
     planted implementation 'static int mti_bad(const mt_param *p) { return mti_is_whole(p); }' check_private
     planted implementation 'static int mt_field1(const mt_context *ctx) { return ctx->bad1; }
 static int mt_field2(const mt_block *block, mt_comm *tp) { return tp ? block->tp->bad2 : 0; }' check_private
-    planted implementation '/* ---- >>bad ---- */' check_sections
     planted implementation 'static void mti_bad1(void) { abort(); }
 static void mti_bad2(void) { if (1) exit(1); }' check_calls
     planted implementation 'static void *mti_bad(void) { return malloc(4); }' check_allocation
@@ -559,7 +547,6 @@ check_text() {
     check "functions of at most 70 lines" check_function_length
     check "includes go down only" check_floors
     check "no header uses a private name of another one" check_private
-    check "the sections of a header are those that its head names" check_sections
     check "no exit, abort, assert or output to stdout" check_calls
     check "malloc on the ground floor only" check_allocation
     check "macros are MT_, MTI_ or MEGATRON_" check_macros

@@ -14,8 +14,8 @@
 #
 # The rules that make mutants are in mutants/mutate.pl, those made by hand in mutants/PROGRAM.txt. mutants/known.txt
 # lists the mutants that are not found on the meta device, with the reason. The sources are programs in mutants/, the
-# examples (an MLP, a block, the training steps of train_gpt), and sections of the library. The sections of the sync and
-# of the optimizer are not among them: check mode takes what they do as given, and does not find mistakes inside.
+# examples (an MLP, a block, the training steps of train_gpt), and parts of the library. Those of the sync and of the
+# optimizer are not among them: check mode takes what they do as given, and does not find mistakes inside.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 # shellcheck source=tests/report.sh
@@ -36,7 +36,7 @@ sources() {
     custom_block) echo examples/02_custom_block.c ;;
     train) echo examples/train.h examples/train_gpt.c ;;
     cross) echo tests/mutants/cross.c megatron.h:cross ;;
-    library) echo mt_parallel.h:linear,norm,vocab megatron.h:mlp,attention,layer,model,gpt,bert ;;
+    library) echo mt_parallel.h:linear,linear_tensors,norm,vocab megatron.h:mlp,attention,layer,model,gpt,bert ;;
     *) echo "tests/mutants/$1.c" ;;
     esac
 }

@@ -1666,7 +1666,7 @@ static void test_absurd_flags(void **state) {
         {"--layers 9999999", "--layers 9999999: expected"},
         {"--hidden 65536 --layers 1024 --tp 1", "no memory"},
         {"--rotary --hidden 12 --heads 4 --tp 1", "the head size is 3, must be even for rotary"},
-        {"--vocab 50 --tp 1", "megatron.h: byte 4 is 109, and the vocabulary of the model is 50"},
+        {"--vocab 50 --tp 1", "megatron.h: byte 4 is 71, and the vocabulary of the model is 50"},
         {"--no-such-flag", "no-such-flag"},
         {"--tp", "requires an argument"},
         {"--batch 1048576 --seq 1 --layers 1 --hidden 16 --heads 2 --lr nan", "--lr nan"},

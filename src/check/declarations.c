@@ -1,4 +1,4 @@
-/* ---- >>declarations: what is known about memory ------------------------------------------------------------------ */
+/* ---- what is known about memory, and what a program declares ----------------------------------------------------- */
 
 #pragma once
 #include "placements.c"
@@ -402,7 +402,7 @@ static mt_status mti_forget_view(mt_context *ctx, mt_tensor t) {
     return mti_placement_note(ctx, t, all, 0, NULL, NULL);
 }
 
-static mt_status mti_terms_share(mt_context *ctx, int g, mt_tensor t); /* >>replicas */
+static mt_status mti_terms_share(mt_context *ctx, int g, mt_tensor t); /* replicas.c */
 
 /* Notes that t is what `set` says over a group. */
 static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor t, int set) {
@@ -476,7 +476,7 @@ MT_API mt_status mt_declare_complete(mt_context *ctx, const mt_comm *comm, mt_te
     return mti_declare_set(ctx, comm, t, 1 << MT_REPLICATED | 1 << MT_SPLIT_ROWS);
 }
 
-static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placement placement); /* >>replicas */
+static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placement placement); /* replicas.c */
 
 MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
     mti_placed *view;

@@ -1,4 +1,4 @@
-/* ---- >>placements: check mode ------------------------------------------------------------------------------------ */
+/* ---- check mode: lists of the pieces of memory whose placement is known ------------------------------------------ */
 
 #pragma once
 #include "placements.h"
@@ -121,7 +121,7 @@ typedef struct mti_checker {
     char unknown_text[240];
 } mti_checker;
 
-static void mti_replicas_use_names(mti_checker *c); /* >>replicas */
+static void mti_replicas_use_names(mti_checker *c); /* replicas.c */
 
 static int mti_name_by_address(const void *a, const void *b) {
     uintptr_t x = (uintptr_t)((const mti_kept_name *)a)->text, y = (uintptr_t)((const mti_kept_name *)b)->text;

@@ -1,10 +1,10 @@
-/* ---- >>places: numbers, scales and parts ------------------------------------------------------------------------- */
+/* ---- numbers, scales and parts ----------------------------------------------------------------------------------- */
 
 #pragma once
 #include "rules.c"
 
 static mt_status mti_place_note(mt_context *ctx, const char *where, const char *field, const mti_known *known,
-                                const mt_place *place); /* >>replicas */
+                                const mt_place *place); /* replicas.c */
 
 /* Refuses a number of a place. `is` says what t is, and `must` what the number must be. */
 static mt_status mti_place_refuse(mt_context *ctx, const char *where, const char *field, const char *number,

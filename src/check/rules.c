@@ -1,4 +1,4 @@
-/* ---- >>rules: the rules of operators ----------------------------------------------------------------------------- */
+/* ---- the rules of operators -------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "declarations.c"
@@ -6,9 +6,9 @@
 
 struct mti_ruling;
 static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
-                                  const mti_known *known); /* >>replicas */
+                                  const mti_known *known); /* replicas.c */
 static mt_status mti_range_note(mt_context *ctx, int g, const struct mti_ruling *r, const mt_operand *o,
-                                mti_known *known); /* >>replicas */
+                                mti_known *known); /* replicas.c */
 
 /* An operand of a rule in a call. */
 typedef struct mti_ruled {

@@ -1,8 +1,8 @@
-/* ---- >>collectives ----------------------------------------------------------------------------------------------- */
+/* ---- collectives on a CPU ---------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "collectives.h"
-#include "meetings.c"
+#include "thread_calls.c"
 #include "../check/moves.c"
 
 MT_API const char *mt_collective_name(mt_collective kind) {

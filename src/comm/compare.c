@@ -1,8 +1,8 @@
-/* ---- >>compare: settings of the ranks ---------------------------------------------------------------------------- */
+/* ---- the ranks compare their settings ---------------------------------------------------------------------------- */
 
 #pragma once
 #include "compare.h"
-#include "local.c"
+#include "threads.c"
 
 #define MTI_TOLD_CHUNK ((size_t)1024)
 

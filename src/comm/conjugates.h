@@ -1,4 +1,4 @@
-/* ---- the conjugates (arXiv 1909.08053, figure 3; sequence parallelism: arXiv 2205.05198, figure 4) --------------- */
+/* ---- the conjugates f and g: arXiv 1909.08053, figure 3 ---------------------------------------------------------- */
 
 #pragma once
 #include "context.h"
@@ -24,9 +24,9 @@ MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm 
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_gather_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
-/* These three split and join the first dimension (tokens), for sequence parallelism. One view has all tokens, the other
-   tokens / size rows. The smaller view may be this rank's rows of the larger one: the call then works in place. Other
-   overlaps are not allowed.
+/* These three split and join the first dimension (tokens), for sequence parallelism (arXiv 2205.05198, figure 4). One
+   view has all tokens, the other tokens / size rows. The smaller view may be this rank's rows of the larger one: the
+   call then works in place. Other overlaps are not allowed.
    scatter:         x [tokens, h] -> y [tokens / size, h], this rank's rows of x; no communication. Its backward is
                     gather.
    gather:          x [tokens / size, h] -> y [tokens, h], an all-gather. Its backward is reduce_scatter when the ranks

@@ -1,4 +1,4 @@
-/* ---- >>mpi ------------------------------------------------------------------------------------------------------- */
+/* ---- ranks that are processes, over MPI -------------------------------------------------------------------------- */
 
 #pragma once
 #include "mpi.h"
@@ -10,10 +10,10 @@
 
    A collective: each rank sends every other rank a header that describes its call in the form of a slot, followed by up
    to MTI_MPI_SMALL bytes of data. Then it waits for the headers of all other ranks, and compares the calls. So each
-   process fills its own copy of the slots that threads share (>>local), and writes the same error messages. Larger data
-   follow when all headers have arrived. A large reduction divides the buffer into one piece per rank: each rank
-   receives its piece from all other ranks, reduces it in the tree of >>local, and for an all_reduce sends the result to
-   all ranks. Point to point: both ranks send a header, then the data follow.
+   process fills its own copy of the slots that threads share (threads.c), and writes the same error messages. Larger
+   data follow when all headers have arrived. A large reduction divides the buffer into one piece per rank: each rank
+   receives its piece from all other ranks, reduces it in the tree of threads.c, and for an all_reduce sends the result
+   to all ranks. Point to point: both ranks send a header, then the data follow.
 
    Notes are messages between ports that say at any time that a group has broken or a rank has left. No wait for a rank
    blocks inside MPI: requests are tested until they are done, the timeout has expired, or a note says that they will
@@ -485,7 +485,7 @@ static mt_status mti_mpi_exchange(mt_context *ctx, mt_comm *comm, const mti_piec
 }
 
 /* Reduces in chunks: gathers every rank's copy of this rank's piece in `scratch`, reduces the copies in the tree of
-   >>local, and sends the result to all ranks if p.to is set. */
+   threads.c, and sends the result to all ranks if p.to is set. */
 static mt_status mti_mpi_reduce(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t most = mti_pieces_most(comm, call, MTI_MPI_SCRATCH), done = 0;
     mti_call own = *call;

@@ -1,9 +1,9 @@
-/* ---- >>nccl ------------------------------------------------------------------------------------------------------ */
+/* ---- ranks with a GPU each, over NCCL ---------------------------------------------------------------------------- */
 
 #pragma once
 #include "nccl.h"
 #include "collectives.c"
-#include "listeners.c"
+#include "nccl_listeners.c"
 
 /* A call puts its work into the context's current stream. The communicator is then busy until mt_cuda_wait_peers has
    seen this stream empty. Before the host waits for a stream, it calls mt_cuda_wait_peers, which polls the stream and

@@ -1,3 +1,5 @@
+/* ---- what the implementation needs of the system, of CUDA, NCCL and MPI ------------------------------------------ */
+
 #pragma once
 #include "status.h"
 

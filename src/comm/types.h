@@ -1,4 +1,4 @@
-/* ---- >>types: contexts, communicators, calls and transports ------------------------------------------------------ */
+/* ---- contexts, communicators, calls and transports --------------------------------------------------------------- */
 
 #pragma once
 #include "collectives.h"
@@ -239,7 +239,7 @@ typedef struct mti_transport {
 
 /* -- declarations of functions that are called before their section -- */
 
-static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment); /* >>cuda */
+static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment); /* cuda.c */
 static void mti_cuda_free(void *user, void *ptr, size_t bytes);
 static int mti_cuda_count(void);
 static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc);
@@ -250,7 +250,7 @@ static mt_status mti_cuda_report(mt_context *ctx);
 static mt_status mti_cuda_enter_host(mt_context *ctx);
 static void mti_cuda_forget(mt_context *ctx, const void *ptr);
 
-static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call); /* >>local */
+static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call); /* threads.c */
 static void mti_exit(mt_comm *comm);
 static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call);
 static mt_status mti_local_split(mt_comm *comm, int color, int key, mt_comm **out);
@@ -261,20 +261,20 @@ static void mti_local_leave(mt_comm *comm, const char *reason);
 static void mti_no_leave(mt_comm *comm, const char *reason);
 static void mti_no_destroy(mt_comm *comm);
 
-static void mti_team_destroy(struct mti_team *t); /* >>threads */
+static void mti_team_destroy(struct mti_team *t); /* workers.c */
 
-static void mti_checker_destroy(struct mti_checker *c); /* >>placements */
+static void mti_checker_destroy(struct mti_checker *c); /* placements.c */
 static mt_status mti_checker_create(mt_context *ctx, int check);
 static void mti_forget(mt_context *ctx, const void *data, size_t bytes);
 static void mti_allocate_again(mt_context *ctx, const void *data, size_t bytes);
 static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes);
 static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes);
 
-static void mti_replicas_destroy(mt_context *ctx); /* >>replicas */
+static void mti_replicas_destroy(mt_context *ctx); /* replicas.c */
 static mt_status mti_replicas_create(mt_context *ctx);
 static mt_status mti_replicas_due(mt_context *ctx, mt_comm *comm, const char *name);
 
-static mt_status mti_no_check(mt_context *ctx, mt_comm *comm, const char *name); /* >>collectives */
+static mt_status mti_no_check(mt_context *ctx, mt_comm *comm, const char *name); /* collectives.c */
 static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name);
 static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name);
 static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *name);
@@ -282,12 +282,12 @@ static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *
 static mt_status mti_no_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
 static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call);
 
-static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes); /* >>nccl */
+static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes); /* nccl.c */
 static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out);
 static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
 static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
 static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
-static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call); /* >>graph */
+static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call); /* graph.c */
 static void mti_graph_forget(mt_context *ctx);
 #if MT_HAS_CUDA
 static void mti_cuda_drop(mt_context *ctx);
@@ -297,7 +297,7 @@ static void mti_nccl_close(mt_context *ctx);
 static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *memory);
 #endif
 #if MTI_NCCL
-static void mti_graphs_lose(mt_context *ctx); /* >>graph */
+static void mti_graphs_lose(mt_context *ctx); /* graph.c */
 static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
 static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out);
 static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
@@ -306,7 +306,7 @@ static void mti_nccl_destroy(mt_comm *comm);
 #endif
 
 #if MTI_MPI
-static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *call); /* >>mpi */
+static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *call); /* mpi.c */
 static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *call);
 static void mti_mpi_exit(mt_comm *comm);
 static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out);

@@ -1,4 +1,4 @@
-/* ---- >>checkpoint ------------------------------------------------------------------------------------------------ */
+/* ---- checkpoints: tables of names, what a file has of a parameter ------------------------------------------------ */
 
 #pragma once
 #include "checkpoint.h"

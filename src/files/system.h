@@ -1,3 +1,5 @@
+/* ---- what files need of the system ------------------------------------------------------------------------------- */
+
 #pragma once
 #include "../comm/types.h"
 

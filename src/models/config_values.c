@@ -1,4 +1,4 @@
-/* ---- >>config-values: values under several names or in several places -------------------------------------------- */
+/* ---- values that a config.json has under several names or in several places -------------------------------------- */
 
 #pragma once
 #include "names.c"

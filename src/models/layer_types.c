@@ -1,4 +1,4 @@
-/* ---- >>layer-types: the types of layers, and their rotary positions ---------------------------------------------- */
+/* ---- the types of layers in a config.json, and their rotary positions -------------------------------------------- */
 
 #pragma once
 #include "config.c"

@@ -1,7 +1,6 @@
-/* ---- >>names: the names of tensors in files ---------------------------------------------------------------------- */
+/* ---- the names of tensors in files ------------------------------------------------------------------------------- */
 
 #pragma once
-#include "checkpoint.h"
 #include "checkpoint.c"
 
 /* The rows of queries (which 0), keys (1) or values (2). The other form of rotary positions than the model's is

@@ -1,9 +1,11 @@
-/* ---- >>activation ------------------------------------------------------------------------------------------------ */
+/* ---- activations ------------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "bias.h"
+#include "math.cuh"
+#include "rows.c"
 #include "map.cuh"
-#include "columns.c"
+#include "columns.cuh"
 #include "dispatch.c"
 
 /* Gate and up are the columns of h, and of its bias or of the gradient of that. */

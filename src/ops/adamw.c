@@ -1,9 +1,9 @@
-/* ---- >>adamw ----------------------------------------------------------------------------------------------------- */
+/* ---- AdamW ------------------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "adamw.h"
 #include "map.cuh"
-#include "random_words.c"
+#include "random_words.cuh"
 #include "dispatch.c"
 
 /* The factors of one step. As in torch.optim.AdamW, the bias corrections are in the step size and in the factor of the

@@ -1,9 +1,9 @@
-/* ---- >>add: sums and type conversions ---------------------------------------------------------------------------- */
+/* ---- sums and type conversions ----------------------------------------------------------------------------------- */
 
 #pragma once
 #include "rows.c"
-#include "map.cuh"
 #include "copy.c"
+#include "add.cuh"
 
 typedef struct mti_add {
     mt_tensor a, b, y;
@@ -27,8 +27,6 @@ static void mti_cpu_add(void *data, int thread, int64_t first, int64_t last) {
         }
     }
 }
-
-#include "add.cuh"
 
 MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
     mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS},

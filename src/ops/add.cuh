@@ -1,3 +1,8 @@
+/* ---- sums and type conversions, on a GPU ------------------------------------------------------------------------- */
+
+#pragma once
+#include "map.cuh"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

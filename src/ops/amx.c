@@ -1,4 +1,4 @@
-/* ---- >>amx: products of pairs in the tiles of AMX ---------------------------------------------------------------- */
+/* ---- products of pairs in the tiles of AMX ----------------------------------------------------------------------- */
 
 #pragma once
 #include "options.c"

@@ -1,4 +1,4 @@
-/* ---- >>attention-choice: which kernels compute an attention ------------------------------------------------------ */
+/* ---- attention on a GPU: which kernels compute it ---------------------------------------------------------------- */
 
 #pragma once
 #include "attention_flash.cuh"

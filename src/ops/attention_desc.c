@@ -1,4 +1,4 @@
-/* ---- >>attention-desc: arguments and scratch memory of attention ------------------------------------------------- */
+/* ---- attention: arguments and scratch memory --------------------------------------------------------------------- */
 
 #pragma once
 #include "amx.c"
@@ -226,7 +226,7 @@ typedef struct mti_attention {
        first one */
     int64_t threads, thread_floats;
     int pairs;             /* 1: products have bf16 operands, in pairs; see mti_attention_in_pairs */
-    int tiles;             /* 1: in pairs, and the products go to tiles; see >>amx */
+    int tiles;             /* 1: in pairs, and the products go to tiles; see amx.c */
     float *scores, *grads; /* [queries, mti_scores_width], a block; grads for backward only */
     float *grad_pairs;     /* [queries, mti_scores_width / 2]: in backward in pairs, the rows of grads */
     /* packed k and v of a group, as the right operand of products that sum over features or over keys; packed q and

@@ -1,6 +1,7 @@
-/* ---- >>attention-flash: kernels of attention on tensor cores ----------------------------------------------------- */
+/* ---- attention on a GPU: kernels for tensor cores ---------------------------------------------------------------- */
 
 #pragma once
+#include "tile.cuh"
 #include "attention_plain.cuh"
 
 #if MT_HAS_CUDA

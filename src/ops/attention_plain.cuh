@@ -1,6 +1,7 @@
-/* ---- >>attention-plain: kernels of attention without tensor cores ------------------------------------------------ */
+/* ---- attention on a GPU: kernels without tensor cores ------------------------------------------------------------ */
 
 #pragma once
+#include "rows.cuh"
 #include "attention_desc.c"
 
 #if MT_HAS_CUDA

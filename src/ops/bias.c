@@ -1,10 +1,10 @@
-/* ---- >>bias ------------------------------------------------------------------------------------------------------ */
+/* ---- bias -------------------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "bias.h"
-#include "map.cuh"
 #include "columns.c"
 #include "dispatch.c"
+#include "bias.cuh"
 
 /* y and bias, or dy and dbias */
 typedef struct mti_bias {
@@ -33,8 +33,6 @@ static void mti_cpu_bias_backward(void *data, int thread, int64_t first, int64_t
     (void)thread;
     mti_cpu_column_sums(mt_tensor_cols(b->y, first, last - first), mt_tensor_cols(b->bias, first, last - first));
 }
-
-#include "bias.cuh"
 
 MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
     mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},

@@ -1,3 +1,10 @@
+/* ---- bias, on a GPU ---------------------------------------------------------------------------------------------- */
+
+#pragma once
+#include "bias.h"
+#include "map.cuh"
+#include "columns.cuh"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

@@ -1,4 +1,4 @@
-/* ---- >>columns: elementwise kernels that also sum over the rows -------------------------------------------------- */
+/* ---- elementwise kernels that also sum over the rows ------------------------------------------------------------- */
 
 #pragma once
 #include "rows.c"
@@ -26,5 +26,3 @@ static void mti_cpu_column_sums(mt_tensor x, mt_tensor out) {
         }
     }
 }
-
-#include "columns.cuh"

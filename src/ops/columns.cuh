@@ -1,3 +1,8 @@
+/* ---- elementwise kernels that also sum over the rows ------------------------------------------------------------- */
+
+#pragma once
+#include "views.cuh"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

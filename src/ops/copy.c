@@ -1,7 +1,8 @@
-/* ---- >>copy: on the device, and from and to the host ------------------------------------------------------------- */
+/* ---- copies on the device, and from and to the host -------------------------------------------------------------- */
 
 #pragma once
 #include "dispatch.c"
+#include "copy.cuh"
 
 /* y = x, in any type. Uses memmove because y may be x. */
 static void mti_copy_stripes(void *data, int thread, int64_t first, int64_t last) {
@@ -19,8 +20,6 @@ static void mti_cpu_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
     mti_conversion c = {x, y};
     mti_cpu_stripes(ctx, x.rows, x.cols, mti_copy_stripes, &c);
 }
-
-#include "copy.cuh"
 
 MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
     mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_ANY, MT_ARG_IN | MT_ARG_MOVED},

@@ -1,9 +1,11 @@
-/* ---- >>cross-entropy --------------------------------------------------------------------------------------------- */
+/* ---- cross-entropy ----------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "cross_entropy.h"
 #include "rows.c"
+#include "rows.cuh"
 #include "map.cuh"
+#include "ptx.cuh"
 #include "dispatch.c"
 #include "../comm/defaults.h"
 

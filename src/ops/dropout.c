@@ -1,9 +1,10 @@
-/* ---- >>dropout --------------------------------------------------------------------------------------------------- */
+/* ---- dropout ----------------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "map.cuh"
 #include "columns.c"
-#include "random_words.c"
+#include "columns.cuh"
+#include "random_words.cuh"
 #include "dispatch.c"
 
 static mt_status mti_expect_probability(mt_context *ctx, const char *where, float p) {

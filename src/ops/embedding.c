@@ -1,10 +1,10 @@
-/* ---- >>embedding ------------------------------------------------------------------------------------------------- */
+/* ---- embedding --------------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "embedding.h"
 #include "rows.c"
-#include "map.cuh"
 #include "dispatch.c"
+#include "embedding.cuh"
 
 static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const char *table_name, mt_tensor table,
                                       int64_t first_row, const int32_t *ids, const char *y_name, mt_tensor y) {
@@ -66,8 +66,6 @@ static void mti_cpu_embedding_backward(void *data, int thread, int64_t first, in
         }
     }
 }
-
-#include "embedding.cuh"
 
 /* Applies the rule of an embedding. The ids are an operand, too. */
 static mt_status mti_embedding_rule(mt_context *ctx, const char *where, const mt_rule *rule, const int32_t *ids,

@@ -1,3 +1,10 @@
+/* ---- embedding, on a GPU ----------------------------------------------------------------------------------------- */
+
+#pragma once
+#include "embedding.h"
+#include "rows.cuh"
+#include "map.cuh"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

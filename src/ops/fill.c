@@ -1,9 +1,9 @@
-/* ---- >>fill ------------------------------------------------------------------------------------------------------ */
+/* ---- fill -------------------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "rows.c"
-#include "map.cuh"
 #include "dispatch.c"
+#include "fill.cuh"
 
 MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
 
@@ -28,8 +28,6 @@ static void mti_cpu_fill(void *data, int thread, int64_t first, int64_t last) {
             for (j = 0; j < p.cols; j++) ((uint16_t *)y)[j] = value16;
     }
 }
-
-#include "fill.cuh"
 
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
     mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};

@@ -1,10 +1,12 @@
-/* ---- >>gemm ------------------------------------------------------------------------------------------------------ */
+/* ---- GEMM -------------------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "gemm.h"
+#include "rows.c"
 #include "panels.c"
-#include "add.c"
-#include "hash.c"
+#include "dispatch.c"
+#include "add.cuh"
+#include "hash.cuh"
 
 /* c [m, n] = alpha op(a) op(b) + beta c. All three matrices are row-major with leading dimensions. */
 typedef struct mti_matmul {

@@ -1,11 +1,10 @@
-/* ---- >>hash ------------------------------------------------------------------------------------------------------ */
+/* ---- hash of a tensor -------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "dispatch.c"
+#include "hash.cuh"
 
 MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits) { return mt_hash_word(element, bits); }
-
-#include "hash.cuh"
 
 MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                          uint64_t *hash) {

@@ -1,3 +1,8 @@
+/* ---- hash of a tensor, on a GPU ---------------------------------------------------------------------------------- */
+
+#pragma once
+#include "system.h"
+
 #if MT_HAS_CUDA
 static mt_status mti_cuda_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                                uint64_t *hash) {

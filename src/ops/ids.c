@@ -1,8 +1,8 @@
-/* ---- >>ids: the position ids of tokens, and the check of token ids ----------------------------------------------- */
+/* ---- the position ids of tokens, and the check of token ids ------------------------------------------------------ */
 
 #pragma once
 #include "embedding.h"
-#include "attention_desc.c"
+#include "ids.cuh"
 
 /* The arguments of the loop. The desc has the length of a sequence and the documents. */
 #define MTI_POSITION_COST 32 /* as elements of another operator */
@@ -31,8 +31,6 @@ static void mti_cpu_ids_check(const int32_t *ids, int64_t count, int32_t ignore,
     error->value = ids[i];
     error->index = i;
 }
-
-#include "ids.cuh"
 
 MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *ids, int64_t count, int64_t limit,
                               int32_t ignore) {

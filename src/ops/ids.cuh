@@ -1,3 +1,8 @@
+/* ---- position ids and token ids, on a GPU ------------------------------------------------------------------------ */
+
+#pragma once
+#include "attention_desc.c"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

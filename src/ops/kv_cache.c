@@ -1,7 +1,8 @@
-/* ---- >>kv-cache: the keys and values of earlier tokens ----------------------------------------------------------- */
+/* ---- key/value cache --------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "kv_cache.h"
+#include "math.cuh"
 #include "attention.c"
 #include "rotary.c"
 

@@ -1,4 +1,4 @@
-/* ---- >>kv-lengths: positions and lengths of a key/value cache ---------------------------------------------------- */
+/* ---- positions and lengths of a key/value cache ------------------------------------------------------------------ */
 
 #pragma once
 #include "kv_cache.c"

@@ -1,3 +1,5 @@
+/* ---- positions and lengths of a key/value cache, on a GPU -------------------------------------------------------- */
+
 #if MT_HAS_CUDA
 extern "C++" {
 

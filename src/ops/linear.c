@@ -1,10 +1,10 @@
-/* ---- >>linear: a product with bias and activation, as separate operators or with an epilogue of cuBLASLt --------- */
+/* ---- products with bias and activation --------------------------------------------------------------------------- */
 
 #pragma once
 #include "linear.h"
-#include "fill.c"
+#include "fill.cuh"
 #include "gemm.c"
-#include "bias.c"
+#include "bias.cuh"
 #include "activation.c"
 
 static mt_status mti_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {

@@ -1,3 +1,5 @@
+/* ---- products with bias and activation, by cuBLASLt -------------------------------------------------------------- */
+
 #if MT_HAS_CUDA
 extern "C++" {
 

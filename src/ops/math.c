@@ -1,4 +1,4 @@
-/* ---- >>math ------------------------------------------------------------------------------------------------------ */
+/* ---- functions of one number ------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "system.h"
@@ -113,8 +113,6 @@ MT_INLINE float mti_tanh(float x, float least) {
     p = u + u * (z * p);
     return mt_f32_from_bits(mt_f32_bits(mti_select(u < 0.625f, p, large)) | (mt_f32_bits(x) & 0x80000000u));
 }
-
-#include "math.cuh"
 
 /* sqrt(x) for x >= 0. The sqrt of libm sets errno, which keeps loops from vectorising. This function estimates 1 /
    sqrt(x) from the bits of x, then takes two Newton steps and one Heron step. It scales small x up first, so that no

@@ -1,3 +1,8 @@
+/* ---- functions of one number, on a GPU --------------------------------------------------------------------------- */
+
+#pragma once
+#include "system.h"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

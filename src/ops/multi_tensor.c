@@ -1,4 +1,4 @@
-/* ---- >>multi-tensor: AdamW and sums of squares of many tensors --------------------------------------------------- */
+/* ---- AdamW and sums of squares of many tensors ------------------------------------------------------------------- */
 
 #pragma once
 #include "sum.c"

@@ -1,3 +1,5 @@
+/* ---- AdamW and sums of squares of many tensors, on a GPU --------------------------------------------------------- */
+
 #if MT_HAS_CUDA
 extern "C++" {
 

@@ -1,10 +1,10 @@
-/* ---- >>norm ------------------------------------------------------------------------------------------------------ */
+/* ---- LayerNorm and RMSNorm --------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "norm.h"
-#include "map.cuh"
-#include "columns.c"
+#include "rows.c"
 #include "dispatch.c"
+#include "norm.cuh"
 
 static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kind kind, mt_tensor x,
                                  const char *bias_name, mt_tensor bias) {
@@ -242,8 +242,6 @@ static mt_status mti_norm_backward(mti_operator *op, mti_norm_slopes *b) {
     mti_cpu_rows(op->ctx, b->x.rows, b->x.cols, mti_cpu_norm_backward, b);
     return MT_SUCCESS;
 }
-
-#include "norm.cuh"
 
 MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
                                  float eps, mt_tensor y, mt_tensor stats) {

@@ -1,3 +1,12 @@
+/* ---- LayerNorm and RMSNorm, on a GPU ----------------------------------------------------------------------------- */
+
+#pragma once
+#include "norm.h"
+#include "rows.cuh"
+#include "map.cuh"
+#include "columns.cuh"
+#include "ptx.cuh"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

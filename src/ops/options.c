@@ -1,4 +1,4 @@
-/* ---- >>options --------------------------------------------------------------------------------------------------- */
+/* ---- options of operators ---------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "gemm.h"
@@ -28,7 +28,7 @@ typedef struct mti_kernels {
     mt_sum_check sum_check;           /* see mt_set_sum_check; NULL: none */
 } mti_kernels;
 
-static void mti_packed_free(mt_context *ctx, mti_packed *p); /* >>gemm */
+static void mti_packed_free(mt_context *ctx, mti_packed *p); /* gemm.c */
 
 static void mti_kernels_destroy(mt_context *ctx, void *memory) {
     mti_kernels *k = (mti_kernels *)memory;

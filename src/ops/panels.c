@@ -1,4 +1,4 @@
-/* ---- >>panels: products of packed panels on a CPU ---------------------------------------------------------------- */
+/* ---- products of packed panels on a CPU -------------------------------------------------------------------------- */
 
 #pragma once
 #include "vector_loads.cuh"

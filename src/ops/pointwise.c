@@ -1,9 +1,11 @@
-/* ---- >>pointwise: elementwise products and gates ----------------------------------------------------------------- */
+/* ---- products and gates, element by element ---------------------------------------------------------------------- */
 
 #pragma once
 #include "pointwise.h"
+#include "rows.cuh"
 #include "map.cuh"
 #include "columns.c"
+#include "columns.cuh"
 #include "dispatch.c"
 
 /* What an operator computes from its inputs a and b. */

@@ -1,3 +1,5 @@
+/* ---- products and gates, element by element, on a GPU ------------------------------------------------------------ */
+
 #if MT_HAS_CUDA
 extern "C++" {
 

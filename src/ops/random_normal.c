@@ -1,9 +1,8 @@
-/* ---- >>random-normal --------------------------------------------------------------------------------------------- */
+/* ---- normal random numbers --------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "map.cuh"
-#include "random_words.c"
 #include "dispatch.c"
+#include "random_normal.cuh"
 
 /* A word w becomes the uniform number (w + 1/2) / 2^32 in (0, 1). The first word of a pair gives the radius and the
    second one the angle of the Box-Muller transform. All of it is computed in double. The functions of libm would take
@@ -128,8 +127,6 @@ static void mti_cpu_random_normal(void *data, int thread, int64_t first, int64_t
             mti_f32_write(y, r->y, i, j);
         }
 }
-
-#include "random_normal.cuh"
 
 /* Checks the place of the random words of a parameter, which ranks must not share. */
 static mt_status mti_expect_words(mt_context *ctx, const char *where, mt_tensor y, float std, const mt_random *at) {

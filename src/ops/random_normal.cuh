@@ -1,3 +1,9 @@
+/* ---- normal random numbers, on a GPU ----------------------------------------------------------------------------- */
+
+#pragma once
+#include "map.cuh"
+#include "random_words.cuh"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

@@ -1,8 +1,8 @@
-/* ---- >>random-words: Philox, one word for each global element ---------------------------------------------------- */
+/* ---- Philox, one word for each global element -------------------------------------------------------------------- */
 
 #pragma once
 #include "random.h"
-#include "views.c"
+#include "system.h"
 #include "../comm/hash.c"
 
 /* Refuses a view that is not inside its global tensor, or whose global element numbers do not fit in 64 bits. */
@@ -160,5 +160,3 @@ static int64_t mti_words_fit(int64_t e, int64_t n) { return mt_min(MTI_WORDS_ROO
 static int64_t mti_random_element(mt_random at, int64_t row, int64_t col) {
     return (at.first_row + row) * at.global_cols + at.first_col + col;
 }
-
-#include "random_words.cuh"

@@ -1,3 +1,9 @@
+/* ---- Philox, on a GPU -------------------------------------------------------------------------------------------- */
+
+#pragma once
+#include "views.cuh"
+#include "random_words.c"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

@@ -1,7 +1,7 @@
-/* ---- >>rotary ---------------------------------------------------------------------------------------------------- */
+/* ---- rotary positions -------------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "attention_desc.c"
+#include "rotary.cuh"
 
 /* The number of features of a head that are rotated. */
 static int64_t mti_rotary_dim(const mt_attention_desc *s) { return s->rotary_dim ? s->rotary_dim : s->head_dim; }
@@ -82,8 +82,6 @@ static mt_status mti_rotary_loop(mti_operator *op, mti_turns *r) {
     if (op->on_cpu) mti_cpu_rows(op->ctx, r->qkv.rows, r->qkv.cols, mti_cpu_rotary, r);
     return MT_SUCCESS;
 }
-
-#include "rotary.cuh"
 
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
     mt_arg args[] = {{"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_OUT}};

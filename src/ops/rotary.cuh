@@ -1,3 +1,8 @@
+/* ---- rotary positions, on a GPU ---------------------------------------------------------------------------------- */
+
+#pragma once
+#include "attention_desc.c"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

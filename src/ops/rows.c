@@ -1,7 +1,6 @@
-/* ---- >>rows: loops over one row, and reductions over a row in a block of threads --------------------------------- */
+/* ---- loops over one row, and reductions over a row in a block of threads ----------------------------------------- */
 
 #pragma once
-#include "vector_loads.cuh"
 #include "16bit.c"
 
 /* Unrolled, because gcc would call memset or `rep stos`, which takes longer than the sum of a short row. */
@@ -105,5 +104,3 @@ static void mti_row_scale(float *y, float factor, int64_t n) {
     int64_t j;
     for (j = 0; j < n; j++) y[j] *= factor;
 }
-
-#include "rows.cuh"

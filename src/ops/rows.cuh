@@ -1,3 +1,8 @@
+/* ---- reductions over a row in a block of threads ----------------------------------------------------------------- */
+
+#pragma once
+#include "vector_loads.cuh"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

@@ -1,10 +1,11 @@
-/* ---- >>rules: placements, for check mode ------------------------------------------------------------------------- */
+/* ---- the rules of operators, for check mode ---------------------------------------------------------------------- */
 
 #pragma once
 #include "attention.h"
 #include "authors.h"
-#include "tile.c"
+#include "system.h"
 
+#define MTI_ARGS 12 /* maximum number of views of an operator */
 #define MTI_NUMBERS 16
 
 typedef struct mti_named_rule {

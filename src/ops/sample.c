@@ -1,8 +1,8 @@
-/* ---- >>sample: the next token ------------------------------------------------------------------------------------ */
+/* ---- sampling of the next token ---------------------------------------------------------------------------------- */
 
 #pragma once
 #include "sample.h"
-#include "random_words.c"
+#include "random_words.cuh"
 #include "cross_entropy.c"
 
 /* The order of tokens: the largest logit first, then the lowest id. The token with the larger number is before the

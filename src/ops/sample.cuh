@@ -1,3 +1,5 @@
+/* ---- sampling of the next token, on a GPU ------------------------------------------------------------------------ */
+
 #if MT_HAS_CUDA
 extern "C++" {
 

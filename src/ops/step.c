@@ -1,4 +1,4 @@
-/* ---- >>step: loss scale, norm, clipping and the decision of a step ----------------------------------------------- */
+/* ---- loss scale, norm, clipping and the decision of a step ------------------------------------------------------- */
 
 #pragma once
 #include "step.h"

@@ -1,7 +1,8 @@
-/* ---- >>sum ------------------------------------------------------------------------------------------------------- */
+/* ---- sums over rows ---------------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "dispatch.c"
+#include "sum.cuh"
 
 static double mti_lanes_sum_double(double *lanes) {
     int half, l;
@@ -80,8 +81,6 @@ static void mti_cpu_sum(mt_context *ctx, mt_tensor x, int squares, mt_tensor out
     for (i = 0; i < parts; i++) sum += s.sums[i];
     *(float *)out.data = (float)((double)*(float *)out.data + sum);
 }
-
-#include "sum.cuh"
 
 static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int squares, mt_tensor out) {
     mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},

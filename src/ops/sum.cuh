@@ -1,3 +1,9 @@
+/* ---- sums over rows, on a GPU ------------------------------------------------------------------------------------ */
+
+#pragma once
+#include "vector_loads.cuh"
+#include "../comm/hash.c"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

@@ -1,3 +1,5 @@
+/* ---- what operators need of the compiler, and of a GEMM library -------------------------------------------------- */
+
 #pragma once
 #include "../comm/16bit.c"
 

@@ -1,3 +1,9 @@
+/* ---- 16-bit tiles in shared memory, and their products, on a GPU ------------------------------------------------- */
+
+#pragma once
+#include "vector_loads.cuh"
+#include "ptx.cuh"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

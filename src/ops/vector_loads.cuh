@@ -1,7 +1,7 @@
-/* ---- >>vector-loads: kernels load and store eight elements of any float type at once ----------------------------- */
+/* ---- kernels load and store eight elements of any float type at once --------------------------------------------- */
 
 #pragma once
-#include "views.c"
+#include "views.cuh"
 
 #if MT_HAS_CUDA
 extern "C++" {

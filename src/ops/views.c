@@ -1,4 +1,4 @@
-/* ---- >>views: rows of a tensor for loops, elements of a tensor for kernels --------------------------------------- */
+/* ---- rows of a tensor for loops, elements of a tensor for kernels ------------------------------------------------ */
 
 #pragma once
 #include "system.h"
@@ -58,5 +58,3 @@ static mti_stripe mti_stripes_of_row(int64_t cols, int64_t first, int64_t last, 
 static void mti_cpu_stripes(mt_context *ctx, int64_t rows, int64_t cols, mt_range_function work, void *data) {
     mti_cpu_rows(ctx, rows * mti_stripes(cols), mt_min(MTI_STRIPE_COLS, cols), work, data);
 }
-
-#include "views.cuh"

@@ -1,3 +1,8 @@
+/* ---- elements of a tensor, on a GPU ------------------------------------------------------------------------------ */
+
+#pragma once
+#include "system.h"
+
 #if MT_HAS_CUDA
 extern "C++" {
 

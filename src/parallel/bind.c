@@ -1,4 +1,4 @@
-/* ---- >>bind: parameters in memory of the caller ------------------------------------------------------------------ */
+/* ---- parameters in memory of the caller -------------------------------------------------------------------------- */
 
 #pragma once
 #include "optimizer.h"

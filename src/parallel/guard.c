@@ -1,4 +1,4 @@
-/* ---- >>guard: invariant mode refuses sums in an order that depends on the split ---------------------------------- */
+/* ---- invariant mode refuses sums in an order that depends on the split ------------------------------------------- */
 
 #pragma once
 #include "params.c"

@@ -1,11 +1,11 @@
-/* ---- >>init: the first values of parameters ---------------------------------------------------------------------- */
+/* ---- the first values of parameters ------------------------------------------------------------------------------ */
 
 #pragma once
 #include "sharding.c"
 #include "memory.c"
 #include "guard.c"
 
-static int mti_is_scattered(const mt_params *params); /* >>buckets */
+static int mti_is_scattered(const mt_params *params); /* buckets.c */
 
 /* Tells check mode that the gradients are sums over all ranks that have a part of them. */
 static mt_status mti_declare_synced(mt_context *ctx, const mt_params *params) {
@@ -52,7 +52,7 @@ static mt_status mti_replicas_check(mt_context *ctx, const mt_params *params, co
     return status;
 }
 
-static mt_status mti_params_squares(mt_context *ctx, mt_params *params); /* >>sync */
+static mt_status mti_params_squares(mt_context *ctx, mt_params *params); /* sync.c */
 
 static mt_status mti_params_place(mt_context *ctx, mt_params *params) {
     int64_t elements;

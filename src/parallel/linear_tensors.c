@@ -1,4 +1,4 @@
-/* ---- >>linear-tensors: layers of tensors in memory of the caller ------------------------------------------------- */
+/* ---- layers of tensors in memory of the caller ------------------------------------------------------------------- */
 
 #pragma once
 #include "linear.c"

@@ -1,4 +1,4 @@
-/* ---- >>params ---------------------------------------------------------------------------------------------------- */
+/* ---- registry of parameters -------------------------------------------------------------------------------------- */
 
 #pragma once
 #include "params.h"
@@ -13,7 +13,7 @@ typedef struct mti_buffer {
     struct mti_buffer *next;
 } mti_buffer;
 
-/* The gradient buckets of a registry, see >>buckets. size, early, final and sent count elements of the registry's
+/* The gradient buckets of a registry, see buckets.c. size, early, final and sent count elements of the registry's
    memory. */
 typedef struct mti_buckets {
     mt_data_parallel_desc desc;

@@ -1,4 +1,4 @@
-/* ---- >>scatter: whole tensors and shards of parameters ----------------------------------------------------------- */
+/* ---- whole tensors and shards of parameters ---------------------------------------------------------------------- */
 
 #pragma once
 #include "bind.c"

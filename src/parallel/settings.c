@@ -1,9 +1,9 @@
-/* ---- >>settings: what the ranks compare with mt_comm_compare ----------------------------------------------------- */
+/* ---- what the ranks compare with mt_comm_compare ----------------------------------------------------------------- */
 
 #pragma once
 #include "init.c"
 #include "../comm/compare.h"
-#include "../comm/local.c"
+#include "../comm/threads.c"
 
 /* Sizes of the text of a setting's value, and of mti_param_text, in bytes. */
 #define MTI_TOLD_VALUE 384

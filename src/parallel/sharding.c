@@ -1,4 +1,4 @@
-/* ---- >>sharding: which elements of a parameter a shard has ------------------------------------------------------- */
+/* ---- which elements of a parameter a shard has ------------------------------------------------------------------- */
 
 #pragma once
 #include "params.c"

@@ -4,7 +4,7 @@
 #   perl mutate.pl FOLDER SOURCE[:SECTION,...]... [-- LIST...]
 #
 # Writes a copy of each source to FOLDER, in which a number selects a mutant, and FOLDER/mutants_list.h with their
-# table. These mutants are made everywhere in the sources, or in the sections >>SECTION of a header:
+# table. These mutants are made everywhere in the sources, or in the parts of a header that come from SECTION.c in src/:
 #   each function f, g, gather, scatter, and each collective: left out, called twice, replaced by its conjugate, and
 #   called with the data group instead of the tensor group
 #   mt_sync_gradients, mt_accumulate_gradients, mt_params_zero_grad: left out, called twice
@@ -25,7 +25,7 @@ for (@arguments) {
     if ($_ eq '--') { $into = \@lists; next }
     my ($name, $sections) = split /:/;
     push @$into, $name;
-    $sections{$name} = { map { $_ => 1 } split /,/, $sections } if defined $sections;
+    $sections{$name} = { map { ("$_.c" => 1) } split /,/, $sections } if defined $sections;
 }
 
 my $region = 'mt_(?:copy_to|reduce_from|scatter_to|gather_from|reduce_scatter_to|gather_rows_from|'
@@ -80,7 +80,7 @@ sub in_sections {
     return 1 unless $sections{$source};
     my $before = substr $text{$source}, 0, $at;
     my $section = '';
-    $section = $1 while $before =~ m{^/\* ---- >>([\w-]+)}gm;
+    $section = $1 while $before =~ m{^/\* ---- .*[(]src/\w+/(\w+[.]\w+)[)] -}gm;
     return $sections{$source}{$section};
 }
 

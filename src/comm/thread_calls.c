@@ -1,7 +1,7 @@
-/* ---- >>meetings: calls of ranks that are threads ----------------------------------------------------------------- */
+/* ---- ranks that are threads: calls, sends and splits ------------------------------------------------------------- */
 
 #pragma once
-#include "local.c"
+#include "threads.c"
 
 typedef enum mti_arrival { MTI_WAITS, MTI_IS_LAST, MTI_TOO_LATE } mti_arrival;
 

@@ -1,7 +1,7 @@
-/* ---- >>listeners: how the ranks connect -------------------------------------------------------------------------- */
+/* ---- how the ranks over NCCL connect ----------------------------------------------------------------------------- */
 
 #pragma once
-#include "calls.c"
+#include "nccl_calls.c"
 
 #if MTI_COMPARES
 

@@ -1,7 +1,7 @@
-/* ---- >>calls: ranks compare their calls over TCP ----------------------------------------------------------------- */
+/* ---- ranks over NCCL compare their calls over TCP ---------------------------------------------------------------- */
 
 #pragma once
-#include "meetings.c"
+#include "thread_calls.c"
 
 #if MTI_COMPARES
 /* Starts a thread with all signals blocked: those of the program are for its own threads. */
@@ -20,7 +20,7 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
    rank 0, whose comparer compares the n-th collectives of all ranks, and the n-th send from a rank to another one with
    the n-th receive. When calls differ, or when a rank has left before a call of the others, it sends the result to all
    ranks, with the calls of all. A rank finds the result in its next call and while it waits for the stream, and writes
-   the sentence that threads write (>>local). A rank whose wait has lasted for the timeout asks who is missing.
+   the sentence that threads write (threads.c). A rank whose wait has lasted for the timeout asks who is missing.
 
    During the creation of a communicator every rank opens a listener, a listening socket, and an all_gather over NCCL
    tells the ranks its addresses. All fields of a board are guarded by the mutex of the comparer, except those of a
