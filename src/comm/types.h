@@ -2,11 +2,11 @@
 
 #pragma once
 #include "collectives.h"
+#include "trace.h"
 #include "graph.h"
 #include "launch.h"
 #include "authors.h"
 #include "system.h"
-#include "../plan/trace.h"
 
 #define MTI_EVENTS (MT_OVERLAP_TICKET_THIRD + 2)
 

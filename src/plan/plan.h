@@ -1,7 +1,7 @@
 /* ---- the time of a step on a machine that you do not have -------------------------------------------------------- */
 
 #pragma once
-#include "trace.h"
+#include "../comm/trace.h"
 
 /* A machine has the rates that determine the time of the entries of a trace (mt_trace in mt_comm.h). It is read from a
    text. Each line has a key and its values; # begins a comment. Rates are per second. They are those of one rank,

@@ -1,8 +1,8 @@
 /* ---- the trace: what a step would do, on MT_DEVICE_META ---------------------------------------------------------- */
 
 #pragma once
-#include "../comm/ledger.h"
-#include "../comm/conjugates.h"
+#include "ledger.h"
+#include "conjugates.h"
 
 /* The kinds of work in a trace. They differ in what their time depends on. */
 typedef enum mt_work {
