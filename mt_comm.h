@@ -896,6 +896,142 @@ mt_fail(mt_context *ctx, mt_status status, const char *format, ...);
 MT_API mt_status mt_comm_fail(mt_comm *comm, mt_status status, const char *text);
 MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text);
 
+/* Allocate and free zero-filled host memory, for small structs. NULL: out of memory. */
+MT_API void *mt_host_alloc(size_t bytes);
+MT_API void mt_host_free(void *ptr);
+
+/* Alignment in bytes of all memory from the arena and from mt_context_alloc. */
+#define MT_ALIGNMENT ((size_t)64)
+static inline size_t mt_align_up(size_t bytes) { return (bytes + MT_ALIGNMENT - 1) / MT_ALIGNMENT * MT_ALIGNMENT; }
+
+/* mt_arena_available returns the bytes that can still be allocated. mt_arena_set_peak sets what mt_arena_peak returns:
+   a function whose own scratch memory should not count sets the peak back to its earlier value. */
+MT_API size_t mt_arena_available(const mt_context *ctx);
+MT_API int mt_arena_has(const mt_context *ctx, const void *data); /* 1: data points into the arena */
+MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
+
+/* Sets where the next arena allocations go: into [first, end) while they fit, else to `top` and above. All three are
+   offsets in bytes from the start of the arena. end == 0: there is no region, so all allocations go to `first` and
+   above, and `top` has no effect. With regions, several workspaces can be in use at once and be released in any order:
+   each has its own [first, end), and all share the scratch memory from `top` on. Memory that would end behind the arena
+   is not allocated: mt_arena_alloc returns MT_ERR_MEMORY. */
+MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top);
+
+/* Registers memory from mt_context_alloc with NCCL; memory is the pointer that mt_context_alloc gave. mt_context_free
+   and mt_comm_destroy end the registration. Collective over comm. Afterwards, collectives on comm must use the
+   same offsets of this memory on all ranks. Does nothing when comm is not over NCCL, when the context has an allocator
+   of the caller, when `bytes` is less than 2 MiB, or when a part of the memory is registered already, with any
+   communicator of the context: NCCL allows only one. See docs/gpus.md, "Communicators over NCCL". Errors:
+   MT_ERR_ARGUMENT, MT_ERR_MEMORY, MT_ERR_TIMEOUT, MT_ERR_PEER, MT_ERR_SYSTEM (NCCL failed). */
+MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
+
+/* Registers the arena as mt_comm_register does; collective over comm. Does nothing unless
+   mt_context_desc.arena_symmetric is set. The registry calls it for the tensor group when it places the parameters
+   (mt_params_init or mt_params_bind), because activations are in the arena. A program without a registry calls it with
+   its tensor group. Errors: as mt_comm_register. */
+MT_API mt_status mt_arena_register(mt_context *ctx, mt_comm *comm);
+
+/* Returns 1 when t is contiguous (ld == cols, or one row) and its data is aligned to MT_ALIGNMENT, else 0. Returns 0 on
+   MT_DEVICE_META, which has no real addresses: operators that copy unaligned views then plan memory for the copy. */
+MT_API int mt_tensor_is_aligned(const mt_context *ctx, mt_tensor t);
+
+static inline int64_t mt_tensor_ld(mt_tensor t) { return t.ld ? t.ld : t.cols; }
+static inline int mt_dtype_is_16bit(mt_dtype dtype) { return dtype == MT_BF16 || dtype == MT_F16; }
+static inline int mt_dtype_is_float(mt_dtype dtype) { return dtype == MT_F32 || mt_dtype_is_16bit(dtype); }
+
+/* Convert n values between f32 and a 16-bit type, rounding to nearest even. NaN stays NaN. x and y do not overlap. */
+MT_API void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64_t n);
+MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t n);
+
+/* Arithmetic on sizes. mt_round_up returns the multiple of unit that is x or the next one, or INT64_MAX when it does
+   not fit; unit is at least 1, and x at least 0. mt_size_mul returns a * b, or -1 when a factor is negative or the
+   product does not fit into int64_t. */
+static inline int64_t mt_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t mt_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t mt_round_up(int64_t x, int64_t unit) {
+    int64_t more = x % unit ? unit - x % unit : 0;
+    return x > INT64_MAX - more ? INT64_MAX : x + more;
+}
+static inline int64_t mt_size_mul(int64_t a, int64_t b) {
+    if (a < 0 || b < 0) return -1;
+    return b > 0 && a > INT64_MAX / b ? -1 : a * b;
+}
+
+/* Numbers as text, the same in every locale. mt_f32_digits writes x to text with 9 significant digits, enough to read
+   the same float back, and returns text. mt_decimal_point takes a number that printf wrote, and replaces the locale's
+   decimal separator by a point. mt_parse_whole returns 1 and sets *out when text is a whole number in decimal digits
+   and not larger than `most`, else 0. */
+MT_API const char *mt_f32_digits(float x, char text[32]);
+MT_API void mt_decimal_point(char *text);
+MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
+
+/* Describes a value of an array that is not in [0, limit). mt_range_fail stores the message "FUNCTION: NAME VALUE at
+   index INDEX is not in [0, LIMIT)" and returns MT_ERR_DATA. A function or a name has at most 23 characters. */
+typedef struct mt_range_error {
+    int32_t found; /* 0: no error */
+    int32_t value;
+    int64_t index, limit;
+    char function[24], name[24];
+} mt_range_error;
+MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error);
+
+/* For operators on MT_DEVICE_CUDA. When CUDA is not built, all of these functions return MT_ERR_UNSUPPORTED.
+   mt_cuda_enter: makes the context's GPU current and clears errors that the program has left in the CUDA runtime. Call
+     MT_TRY(mt_cuda_enter(ctx)) before any work for the GPU, but after the operator has allocated its scratch memory:
+     on MT_DEVICE_META the call returns MT_PLANNED, so the operator ends there, with its memory counted. The public
+     function around the operator turns MT_PLANNED into MT_SUCCESS.
+   mt_cuda_launched: call it after each launch. It returns the error of the launch; the message names `kernel`.
+   mt_cuda_zero, mt_cuda_copy_rows: as cudaMemsetAsync and cudaMemcpy2DAsync, in the context's stream. Pitches are in
+     bytes, also above the 2^31 - 1 of cudaMemcpy2DAsync. Either side of a copy may be on the host or on a GPU.
+   mt_cuda_upload: copies contiguous rows from the host to the GPU, in the context's stream. When it returns, it has
+     read all of `from`. A copy of up to MT_UPLOAD_BYTES goes through 2 MiB of page-locked memory of the context. The
+     call then waits for the GPU only when this memory is full of copies that are not done. It waits for each larger
+     copy, and for each copy in another stream than that of the context (mt_overlap_begin), as mt_context_synchronize
+     does.
+   mt_cuda_range_error: the page-locked memory in which a kernel stores an error that mt_context_synchronize and
+     mt_cuda_fetch then return. A kernel stores it only if `found` is 0. NULL on other devices.
+   mt_cuda_check_memory: returns MT_ERR_ARGUMENT when the context's GPU cannot access the first or the last byte of
+     [ptr, ptr + bytes). Memory of this GPU, managed memory and page-locked host memory are allowed. The message names
+     `function` and `name`.
+   mt_cuda_wait_peers: waits for the collectives in the stream, at most for their timeout. Call it before every CUDA
+     call that waits for the stream, because CUDA itself waits without a timeout. MT_ERR_UNSUPPORTED between
+     mt_graph_begin and mt_graph_end.
+   mt_cuda_fetch: calls mt_cuda_wait_peers, copies from the GPU to the host, and waits until the copy is done. */
+#define MT_PLANNED ((mt_status)1)
+#define MT_UPLOAD_BYTES ((size_t)256 << 10)
+MT_API mt_status mt_cuda_enter(mt_context *ctx);
+MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel);
+MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes);
+MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                   size_t row_bytes, int64_t rows);
+MT_API mt_status mt_cuda_upload(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t row_bytes,
+                                int64_t rows);
+MT_API mt_range_error *mt_cuda_range_error(const mt_context *ctx);
+MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, const char *name, const void *ptr,
+                                      size_t bytes);
+MT_API mt_status mt_cuda_wait_peers(mt_context *ctx);
+MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes);
+
+/* These names exist only in the file with MEGATRON_IMPLEMENTATION:
+   MT_HAS_CUDA                   1 when nvcc compiles this file, or when it is built for tests/engine; else 0
+   MT_CUDA_TRY(ctx, call)        MT_TRY for a call of the CUDA runtime; the message names the call
+   MT_LAUNCH_KERNEL(kernel, grid, block, shared_bytes, stream, ...)    kernel<<<...>>>(...)
+   MT_SHARED(type, name, count)  an array in shared memory
+   MT_DYN_SHARED(type, name)     the array in dynamic shared memory (shared_bytes of the launch)
+   MT_HOST_DEVICE                __host__ __device__ for nvcc, else nothing
+   MT_DEVICE_UNROLL, MT_DEVICE_UNROLL_2, MT_DEVICE_NO_UNROLL    in a kernel, before a loop: unroll it fully, by 2, or
+                                 not at all
+   MT_INDEPENDENT                on a CPU, before a loop: its iterations are independent and may be vectorized
+   MT_INLINE                     static inline, and always inlined where the compiler can be told
+   MT_RANGE(name, call)          the status of call, inside an NVTX range (MT_USE_NVTX)
+   mt_f32_bits(x), mt_f32_from_bits(u)     the bits of a float, and back; inline, for host and device
+   mt_hash_word(element, bits)             as mt_hash_element in mt_kernels.cuh; inline, for host and device
+   mt_divide(i, n)               i / n in a kernel
+   tests/engine runs CUDA kernels on a CPU. There a kernel must be launched with MT_LAUNCH_KERNEL, and its shared memory
+   declared with MT_SHARED or MT_DYN_SHARED; tests/engine/engine.h has the other rules. */
+
+/* ---- check mode, for authors of operators and layers (src/check/authors.h) --------------------------------------- */
+
 /* The rule of an operator for check mode: which placements of its operands fit together. operands has the names of its
    operands with spaces between them. cases has words with spaces between them: one word for each combination that the
    operator allows, with one letter for each operand. R is MT_REPLICATED, r MT_SPLIT_ROWS, c MT_SPLIT_COLS,
@@ -1080,140 +1216,6 @@ MT_API mt_status mt_check_mean_end(mt_context *ctx, const char *where, double gr
    first of them, as in  mt_gemm "mlp.linear_fc1": a over "tensor"  or "". */
 MT_API int64_t mt_check_unknown(mt_context *ctx, char *text, size_t bytes);
 
-/* Allocate and free zero-filled host memory, for small structs. NULL: out of memory. */
-MT_API void *mt_host_alloc(size_t bytes);
-MT_API void mt_host_free(void *ptr);
-
-/* Alignment in bytes of all memory from the arena and from mt_context_alloc. */
-#define MT_ALIGNMENT ((size_t)64)
-static inline size_t mt_align_up(size_t bytes) { return (bytes + MT_ALIGNMENT - 1) / MT_ALIGNMENT * MT_ALIGNMENT; }
-
-/* mt_arena_available returns the bytes that can still be allocated. mt_arena_set_peak sets what mt_arena_peak returns:
-   a function whose own scratch memory should not count sets the peak back to its earlier value. */
-MT_API size_t mt_arena_available(const mt_context *ctx);
-MT_API int mt_arena_has(const mt_context *ctx, const void *data); /* 1: data points into the arena */
-MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak);
-
-/* Sets where the next arena allocations go: into [first, end) while they fit, else to `top` and above. All three are
-   offsets in bytes from the start of the arena. end == 0: there is no region, so all allocations go to `first` and
-   above, and `top` has no effect. With regions, several workspaces can be in use at once and be released in any order:
-   each has its own [first, end), and all share the scratch memory from `top` on. Memory that would end behind the arena
-   is not allocated: mt_arena_alloc returns MT_ERR_MEMORY. */
-MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top);
-
-/* Registers memory from mt_context_alloc with NCCL; memory is the pointer that mt_context_alloc gave. mt_context_free
-   and mt_comm_destroy end the registration. Collective over comm. Afterwards, collectives on comm must use the
-   same offsets of this memory on all ranks. Does nothing when comm is not over NCCL, when the context has an allocator
-   of the caller, when `bytes` is less than 2 MiB, or when a part of the memory is registered already, with any
-   communicator of the context: NCCL allows only one. See docs/gpus.md, "Communicators over NCCL". Errors:
-   MT_ERR_ARGUMENT, MT_ERR_MEMORY, MT_ERR_TIMEOUT, MT_ERR_PEER, MT_ERR_SYSTEM (NCCL failed). */
-MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
-
-/* Registers the arena as mt_comm_register does; collective over comm. Does nothing unless
-   mt_context_desc.arena_symmetric is set. The registry calls it for the tensor group when it places the parameters
-   (mt_params_init or mt_params_bind), because activations are in the arena. A program without a registry calls it with
-   its tensor group. Errors: as mt_comm_register. */
-MT_API mt_status mt_arena_register(mt_context *ctx, mt_comm *comm);
-
-/* Returns 1 when t is contiguous (ld == cols, or one row) and its data is aligned to MT_ALIGNMENT, else 0. Returns 0 on
-   MT_DEVICE_META, which has no real addresses: operators that copy unaligned views then plan memory for the copy. */
-MT_API int mt_tensor_is_aligned(const mt_context *ctx, mt_tensor t);
-
-static inline int64_t mt_tensor_ld(mt_tensor t) { return t.ld ? t.ld : t.cols; }
-static inline int mt_dtype_is_16bit(mt_dtype dtype) { return dtype == MT_BF16 || dtype == MT_F16; }
-static inline int mt_dtype_is_float(mt_dtype dtype) { return dtype == MT_F32 || mt_dtype_is_16bit(dtype); }
-
-/* Convert n values between f32 and a 16-bit type, rounding to nearest even. NaN stays NaN. x and y do not overlap. */
-MT_API void mt_f32_from_16bit(mt_dtype dtype, const uint16_t *x, float *y, int64_t n);
-MT_API void mt_f32_to_16bit(mt_dtype dtype, const float *x, uint16_t *y, int64_t n);
-
-/* Arithmetic on sizes. mt_round_up returns the multiple of unit that is x or the next one, or INT64_MAX when it does
-   not fit; unit is at least 1, and x at least 0. mt_size_mul returns a * b, or -1 when a factor is negative or the
-   product does not fit into int64_t. */
-static inline int64_t mt_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t mt_max(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t mt_round_up(int64_t x, int64_t unit) {
-    int64_t more = x % unit ? unit - x % unit : 0;
-    return x > INT64_MAX - more ? INT64_MAX : x + more;
-}
-static inline int64_t mt_size_mul(int64_t a, int64_t b) {
-    if (a < 0 || b < 0) return -1;
-    return b > 0 && a > INT64_MAX / b ? -1 : a * b;
-}
-
-/* Numbers as text, the same in every locale. mt_f32_digits writes x to text with 9 significant digits, enough to read
-   the same float back, and returns text. mt_decimal_point takes a number that printf wrote, and replaces the locale's
-   decimal separator by a point. mt_parse_whole returns 1 and sets *out when text is a whole number in decimal digits
-   and not larger than `most`, else 0. */
-MT_API const char *mt_f32_digits(float x, char text[32]);
-MT_API void mt_decimal_point(char *text);
-MT_API int mt_parse_whole(const char *text, uint64_t most, uint64_t *out);
-
-/* Describes a value of an array that is not in [0, limit). mt_range_fail stores the message "FUNCTION: NAME VALUE at
-   index INDEX is not in [0, LIMIT)" and returns MT_ERR_DATA. A function or a name has at most 23 characters. */
-typedef struct mt_range_error {
-    int32_t found; /* 0: no error */
-    int32_t value;
-    int64_t index, limit;
-    char function[24], name[24];
-} mt_range_error;
-MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error);
-
-/* For operators on MT_DEVICE_CUDA. When CUDA is not built, all of these functions return MT_ERR_UNSUPPORTED.
-   mt_cuda_enter: makes the context's GPU current and clears errors that the program has left in the CUDA runtime. Call
-     MT_TRY(mt_cuda_enter(ctx)) before any work for the GPU, but after the operator has allocated its scratch memory:
-     on MT_DEVICE_META the call returns MT_PLANNED, so the operator ends there, with its memory counted. The public
-     function around the operator turns MT_PLANNED into MT_SUCCESS.
-   mt_cuda_launched: call it after each launch. It returns the error of the launch; the message names `kernel`.
-   mt_cuda_zero, mt_cuda_copy_rows: as cudaMemsetAsync and cudaMemcpy2DAsync, in the context's stream. Pitches are in
-     bytes, also above the 2^31 - 1 of cudaMemcpy2DAsync. Either side of a copy may be on the host or on a GPU.
-   mt_cuda_upload: copies contiguous rows from the host to the GPU, in the context's stream. When it returns, it has
-     read all of `from`. A copy of up to MT_UPLOAD_BYTES goes through 2 MiB of page-locked memory of the context. The
-     call then waits for the GPU only when this memory is full of copies that are not done. It waits for each larger
-     copy, and for each copy in another stream than that of the context (mt_overlap_begin), as mt_context_synchronize
-     does.
-   mt_cuda_range_error: the page-locked memory in which a kernel stores an error that mt_context_synchronize and
-     mt_cuda_fetch then return. A kernel stores it only if `found` is 0. NULL on other devices.
-   mt_cuda_check_memory: returns MT_ERR_ARGUMENT when the context's GPU cannot access the first or the last byte of
-     [ptr, ptr + bytes). Memory of this GPU, managed memory and page-locked host memory are allowed. The message names
-     `function` and `name`.
-   mt_cuda_wait_peers: waits for the collectives in the stream, at most for their timeout. Call it before every CUDA
-     call that waits for the stream, because CUDA itself waits without a timeout. MT_ERR_UNSUPPORTED between
-     mt_graph_begin and mt_graph_end.
-   mt_cuda_fetch: calls mt_cuda_wait_peers, copies from the GPU to the host, and waits until the copy is done. */
-#define MT_PLANNED ((mt_status)1)
-#define MT_UPLOAD_BYTES ((size_t)256 << 10)
-MT_API mt_status mt_cuda_enter(mt_context *ctx);
-MT_API mt_status mt_cuda_launched(mt_context *ctx, const char *kernel);
-MT_API mt_status mt_cuda_zero(mt_context *ctx, void *ptr, size_t bytes);
-MT_API mt_status mt_cuda_copy_rows(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t from_pitch,
-                                   size_t row_bytes, int64_t rows);
-MT_API mt_status mt_cuda_upload(mt_context *ctx, void *to, size_t to_pitch, const void *from, size_t row_bytes,
-                                int64_t rows);
-MT_API mt_range_error *mt_cuda_range_error(const mt_context *ctx);
-MT_API mt_status mt_cuda_check_memory(mt_context *ctx, const char *function, const char *name, const void *ptr,
-                                      size_t bytes);
-MT_API mt_status mt_cuda_wait_peers(mt_context *ctx);
-MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size_t bytes);
-
-/* These names exist only in the file with MEGATRON_IMPLEMENTATION:
-   MT_HAS_CUDA                   1 when nvcc compiles this file, or when it is built for tests/engine; else 0
-   MT_CUDA_TRY(ctx, call)        MT_TRY for a call of the CUDA runtime; the message names the call
-   MT_LAUNCH_KERNEL(kernel, grid, block, shared_bytes, stream, ...)    kernel<<<...>>>(...)
-   MT_SHARED(type, name, count)  an array in shared memory
-   MT_DYN_SHARED(type, name)     the array in dynamic shared memory (shared_bytes of the launch)
-   MT_HOST_DEVICE                __host__ __device__ for nvcc, else nothing
-   MT_DEVICE_UNROLL, MT_DEVICE_UNROLL_2, MT_DEVICE_NO_UNROLL    in a kernel, before a loop: unroll it fully, by 2, or
-                                 not at all
-   MT_INDEPENDENT                on a CPU, before a loop: its iterations are independent and may be vectorized
-   MT_INLINE                     static inline, and always inlined where the compiler can be told
-   MT_RANGE(name, call)          the status of call, inside an NVTX range (MT_USE_NVTX)
-   mt_f32_bits(x), mt_f32_from_bits(u)     the bits of a float, and back; inline, for host and device
-   mt_hash_word(element, bits)             as mt_hash_element in mt_kernels.cuh; inline, for host and device
-   mt_divide(i, n)               i / n in a kernel
-   tests/engine runs CUDA kernels on a CPU. There a kernel must be launched with MT_LAUNCH_KERNEL, and its shared memory
-   declared with MT_SHARED or MT_DYN_SHARED; tests/engine/engine.h has the other rules. */
-
 #ifdef __cplusplus
 }
 #endif
@@ -1378,7 +1380,9 @@ struct mt_context {
     size_t meta_end;               /* MT_DEVICE_META: bytes that mt_context_alloc has given out so far */
     mti_slot_memory slots[MT_SLOT_COUNT];
     mt_forget_function forget;          /* see mt_context_set_forget; NULL: none */
-    struct mti_checker *checker;        /* check mode; NULL: off */
+    const struct mti_hooks *hooks;      /* of check mode; NULL: it is off */
+    struct mti_checker *checker;        /* what the hooks know; NULL: no hooks */
+    int checks_paused;                  /* number of open mti_checks_pause */
     mt_device planned;                  /* MT_DEVICE_META: the device whose memory is planned */
     int ordinal, owns_stream;           /* MT_DEVICE_CUDA */
     int capability;                     /* compute capability of the GPU: 90 for sm_90 */
@@ -1572,6 +1576,34 @@ typedef struct mti_transport {
     void (*destroy)(mt_comm *comm);
 } mti_transport;
 
+/* What check mode does at these points of calls. A status other than MT_SUCCESS refuses the call.
+   allocated    mt_context_alloc gives out memory
+   freed        mt_context_free has freed it
+   reused       mt_arena_alloc gives out memory, perhaps not for the first time
+   collective   a collective begins; its arguments are valid. p2p: a send, a receive or both
+   region       a conjugate begins that makes a tensor y with placement `becomes` from x with placement `is`: the
+                letters of mt_rule
+   rows         the same for some rows of each block of a gather or reduce_scatter of sequence parallelism
+   passed       a collective or conjugate, `name`, has passed its checks, and all ranks are in it
+   close        the context is destroyed: its device can be used for the last time. destroy: it has ended */
+typedef struct mti_hooks {
+    mt_status (*allocated)(mt_context *ctx, const void *data, size_t bytes);
+    void (*freed)(mt_context *ctx, const void *data, size_t bytes);
+    void (*reused)(mt_context *ctx, const void *data, size_t bytes);
+    mt_status (*collective)(mt_context *ctx, const mt_comm *comm, const mti_call *call);
+    mt_status (*p2p)(mt_context *ctx, const mti_call *call);
+    mt_status (*region)(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes,
+                        const char *x_name, mt_tensor x, mt_tensor y);
+    mt_status (*rows)(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x, mt_tensor y,
+                      int64_t first, int64_t rows);
+    mt_status (*passed)(mt_context *ctx, mt_comm *comm, const char *name);
+    void (*close_device)(mt_context *ctx);
+    void (*destroy)(mt_context *ctx);
+} mti_hooks;
+
+/* Calls a hook that returns a status: MTI_HOOK(ctx, p2p(ctx, call)). */
+#define MTI_HOOK(ctx, call) ((ctx)->hooks ? (ctx)->hooks->call : MT_SUCCESS)
+
 /* -- declarations of functions that are called before their section -- */
 
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment); /* cuda.c */
@@ -1598,16 +1630,7 @@ static void mti_no_destroy(mt_comm *comm);
 
 static void mti_team_destroy(struct mti_team *t); /* workers.c */
 
-static void mti_checker_destroy(struct mti_checker *c); /* placements.c */
-static mt_status mti_checker_create(mt_context *ctx, int check);
-static void mti_forget(mt_context *ctx, const void *data, size_t bytes);
-static void mti_allocate_again(mt_context *ctx, const void *data, size_t bytes);
-static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes);
-static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes);
-
-static void mti_replicas_destroy(mt_context *ctx); /* replicas.c */
-static mt_status mti_replicas_create(mt_context *ctx);
-static mt_status mti_replicas_due(mt_context *ctx, mt_comm *comm, const char *name);
+static mt_status mti_checker_create(mt_context *ctx, int check); /* src/check/hooks.c: sets ctx->hooks */
 
 static mt_status mti_no_check(mt_context *ctx, mt_comm *comm, const char *name); /* collectives.c */
 static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name);
@@ -1939,7 +1962,7 @@ static void mti_context_close(mt_context *ctx) {
     int i;
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_idle(ctx);
     for (i = MT_SLOT_COUNT; i-- > 0;) mti_slot_destroy(ctx, &ctx->slots[i]);
-    mti_replicas_destroy(ctx);
+    if (ctx->hooks) ctx->hooks->close_device(ctx);
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
     mti_team_destroy(ctx->team);
     if (ctx->device != MT_DEVICE_META && ctx->arena)
@@ -1950,8 +1973,16 @@ MT_API void mt_context_destroy(mt_context *ctx) {
     if (!ctx) return;
     if (!mti_has_no_gpu(ctx)) mti_context_close(ctx);
     mt_trace_free(&ctx->trace);
-    mti_checker_destroy(ctx->checker);
+    if (ctx->hooks) ctx->hooks->destroy(ctx);
     mt_host_free(ctx);
+}
+
+/* Between the two, the calls of a call are not checked: its own check has said what it does. */
+static void mti_checks_pause(mt_context *ctx) { ctx->checks_paused++; }
+
+static mt_status mti_checks_resume(mt_context *ctx, mt_status status) {
+    if (ctx->checks_paused > 0) ctx->checks_paused--;
+    return status;
 }
 
 MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t bytes,
@@ -2047,7 +2078,7 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
         *out = ptr;
     }
     ctx->allocated += size;
-    status = mti_watch_block(ctx, *out, size);
+    status = MTI_HOOK(ctx, allocated(ctx, *out, size));
     if (status == MT_SUCCESS) return MT_SUCCESS;
     mt_context_free(ctx, *out, size);
     *out = NULL;
@@ -2060,7 +2091,7 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     if (ctx->device == MT_DEVICE_CUDA)
         mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
     if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
-    mti_forget_block(ctx, ptr, size);
+    if (ctx->hooks) ctx->hooks->freed(ctx, ptr, size);
     mti_tell_forgotten(ctx, ptr, size, 1);
     ctx->allocated -= size;
 }
@@ -2107,7 +2138,7 @@ MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
                        "least %zu, or release a mark",
                        bytes, at, ctx->arena_bytes, at + size);
     *out = ctx->arena + at;
-    mti_allocate_again(ctx, *out, size);
+    if (ctx->hooks) ctx->hooks->reused(ctx, *out, size);
     mti_tell_forgotten(ctx, *out, size, 1);
     ctx->arena_used = at + size;
     if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
@@ -4232,2534 +4263,6 @@ MT_API mt_status mt_hash_add(mt_context *ctx, mt_tensor x, int64_t first_row, in
     return MT_SUCCESS;
 }
 
-/* ---- check mode: lists of the pieces of memory whose placement is known (src/check/placements.c) ----------------- */
-
-/* The checker keeps, for each piece of memory and each group, the set of placements that it may have: a bit for each
-   mt_placement. An operator's rule is a list of cases. The cases that fit what is known about its operands give the
-   sets of its results. Unknown memory may have all placements. Memory that is zero has all of them at once.
-
-   There are two lists of pieces. `parameters` has the values and gradients of registries; they stay until they are
-   forgotten. `written` has what operators have written. A new piece removes the older ones that it covers. A view finds
-   the newest pieces that it meets, until one of them covers it. Memory that is allocated again is unknown:
-   mt_arena_alloc and mt_context_free forget it. Pieces that overlap and say the same become one. Where too many
-   overlap, one piece takes their place, too, and what they do not agree on is not known any more.
-
-   Lists are in the order of addresses. A search begins at the last piece that begins before the end of a view, goes
-   back, and ends where no piece before reaches the view. */
-
-#define MTI_ALL_PLACEMENTS 15 /* a set */
-#define MTI_LEFT_OUT 16       /* in a set that an operand must have a placement of: the call must leave it out */
-#define MTI_SPLIT_PLACEMENTS (1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS)
-#define MTI_AXES 6
-#define MTI_OVERLAPS_MOST 64 /* pieces that a new one may meet without covering them */
-#define MTI_RULE_OPERANDS 16
-#define MTI_RELEASED 256
-
-/* A view in memory, for comparisons. */
-typedef struct mti_extent {
-    uintptr_t begin, end;   /* of all rows, with the gaps between them */
-    uintptr_t width, pitch; /* bytes of a row, and from one row to the next */
-} mti_extent;
-
-typedef struct mti_placed {
-    mti_extent at;
-    unsigned char may[MTI_AXES];     /* one set of placements for each group */
-    unsigned char allowed[MTI_AXES]; /* of a parameter or gradient: the sets that it may get */
-    unsigned char adds[MTI_AXES];    /* of a gradient: the sets that it may get before it is synchronised */
-    int zero;                        /* 1: all elements are 0 */
-    const char *by, *with;           /* the operator that has written it, and the parameter that it used, or NULL */
-    const char *name;                /* of a parameter; in mti_checker.names */
-    int64_t parts;                   /* of a parameter, see mt_param_desc */
-    int is_gradient;
-    const char *features; /* the parameter whose features these columns are, after elementwise calls, too; or NULL */
-    char summed_over[16]; /* of a gradient: the program has summed it over this group, which is not in axes; or "" */
-    int some_columns;     /* 1: it was computed from some columns of a tensor, and has as many */
-    uint64_t content;     /* see mt_check_content; 0: not known */
-    uint64_t used;        /* of a gradient: a hash of the activations that a call has added to it last, or 0 */
-    uint64_t used_all;    /* a hash of all that the call has read, or 0 */
-    const char *used_by;  /* the call */
-    uint64_t zeroed;      /* of a gradient: the age of the newest piece when it became zero */
-    int is_used;          /* of activations: 1: a backward has read them */
-    int is_replaced;      /* 1: the gradient of what was here, which the call had read here */
-    uint64_t lost;        /* the age of what the same call has written here before, and no backward has read; or 0 */
-    int stays;            /* 1: a block of mt_context_alloc; of what is meant: in a parameter */
-    int is_gone;          /* 1: mti_placed_compact removes it */
-    uint64_t age;         /* number of the piece; the newest has the largest */
-    uintptr_t reach;      /* the largest at.end of this piece and those before it in the list */
-} mti_placed;
-
-typedef struct mti_placed_list {
-    mti_placed *list;
-    size_t count, capacity;
-    uint64_t newest; /* the age of the newest piece */
-} mti_placed_list;
-
-typedef struct mti_kept_name {
-    char *text;
-    int is_used;
-} mti_kept_name;
-
-/* The names of parameters, also of those that were destroyed: messages may name the parameter with which a tensor was
-   computed. When the list is full, mti_names_sweep frees the names to which nothing points any more. */
-typedef struct mti_names {
-    mti_kept_name *list;
-    size_t count, capacity;
-} mti_names;
-
-/* A group of ranks over which tensors have placements. */
-typedef struct mti_axis {
-    const mt_comm *comm;
-    char name[16];
-    int is_named;
-    int rank, size;
-    int only_group; /* 1: mt_check_group has added it, and no tensor was declared over it */
-} mti_axis;
-
-/* What was in memory of the arena that was released and allocated again. */
-typedef struct mti_released {
-    mti_extent at;
-    const char *by, *with;
-} mti_released;
-
-/* Where micro-batches keep their tensors, see mt_check_slots. */
-typedef struct mti_slots {
-    uintptr_t first, bytes;
-    int count, own;
-} mti_slots;
-
-typedef struct mti_checker {
-    mti_axis axes[MTI_AXES];
-    int count; /* of the groups */
-    int paused;
-    int strict; /* mt_context_desc.check */
-    int tracks; /* 1: mt_check_track was called */
-    mti_placed_list parameters, written;
-    mti_placed_list memory; /* what is not in the arena: blocks of mt_context_alloc, and memory that was declared */
-    mti_placed_list meant;  /* of mt_declare_meant, until it is written or declared; only `at` and `stays` count */
-    mti_placed_list views;  /* of mt_check_view, the last one last; `may` is for one group, and all for the others */
-    mti_names names;        /* what points to one of them is known to mti_names_mark */
-    mti_slots slots[2];
-    mti_released released[MTI_RELEASED]; /* for messages: the newest is number releases - 1, modulo MTI_RELEASED */
-    size_t releases;
-    const char *latest; /* name of the parameter that an operator has used last, or NULL */
-    mt_check_listener listener;
-    void *user;                    /* of the listener */
-    struct mti_replicas *replicas; /* what mt_check_replicas compares; NULL: check is 1 */
-    double mean_rows, mean_scale;  /* see mt_check_mean; mean_rows 0: none, below 0: with several scales */
-    int64_t unknown;               /* see mt_check_unknown */
-    char unknown_text[240];
-} mti_checker;
-
-static void mti_replicas_use_names(mti_checker *c); /* replicas.c */
-
-static int mti_name_by_address(const void *a, const void *b) {
-    uintptr_t x = (uintptr_t)((const mti_kept_name *)a)->text, y = (uintptr_t)((const mti_kept_name *)b)->text;
-    return x < y ? -1 : x > y;
-}
-
-/* Notes that something points to `text`, which may also be NULL or a string of the caller. The list is sorted. */
-static void mti_name_use(mti_names *n, const char *text) {
-    size_t low = 0, high = n->count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if ((uintptr_t)n->list[middle].text < (uintptr_t)text) low = middle + 1;
-        else high = middle;
-    }
-    if (low < n->count && n->list[low].text == text) n->list[low].is_used = 1;
-}
-
-static void mti_names_mark(mti_checker *c) {
-    size_t i;
-    for (i = 0; i < c->parameters.count; i++) {
-        mti_name_use(&c->names, c->parameters.list[i].name);
-        mti_name_use(&c->names, c->parameters.list[i].with);
-    }
-    for (i = 0; i < c->written.count; i++) mti_name_use(&c->names, c->written.list[i].with);
-    mti_name_use(&c->names, c->latest);
-    mti_replicas_use_names(c);
-}
-
-/* Frees the names to which nothing points. */
-static void mti_names_sweep(mti_checker *c) {
-    mti_names *n = &c->names;
-    size_t i, kept = 0;
-    if (n->count > 0) qsort(n->list, n->count, sizeof *n->list, mti_name_by_address);
-    for (i = 0; i < n->count; i++) n->list[i].is_used = 0;
-    mti_names_mark(c);
-    for (i = 0; i < n->count; i++) {
-        if (n->list[i].is_used) n->list[kept++] = n->list[i];
-        else mt_host_free(n->list[i].text);
-    }
-    n->count = kept;
-}
-
-/* Makes the list twice as long as the names that are used, but never shorter. Returns 0 when there is no memory. */
-static int mti_names_grow(mti_checker *c) {
-    mti_names *n = &c->names;
-    mti_kept_name *list;
-    mti_names_sweep(c);
-    if (n->capacity && n->count <= n->capacity / 2) return 1;
-    list = (mti_kept_name *)mt_host_alloc((2 * n->count + 64) * sizeof *list);
-    if (!list) return 0;
-    if (n->count) memcpy(list, n->list, n->count * sizeof *list);
-    mt_host_free(n->list);
-    n->list = list;
-    n->capacity = 2 * n->count + 64;
-    return 1;
-}
-
-/* Returns the checker's copy of a name, or NULL when there is no memory. */
-static const char *mti_names_add(mti_checker *c, const char *text) {
-    mti_names *n = &c->names;
-    size_t bytes = strlen(text) + 1;
-    char *copy;
-    if (n->count == n->capacity && !mti_names_grow(c)) return NULL;
-    copy = (char *)mt_host_alloc(bytes);
-    if (!copy) return NULL;
-    memcpy(copy, text, bytes);
-    n->list[n->count++].text = copy;
-    return copy;
-}
-
-static mt_status mti_checker_create(mt_context *ctx, int check) {
-    ctx->checker = (mti_checker *)mt_host_alloc(sizeof *ctx->checker);
-    if (!ctx->checker) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for the checker");
-    ctx->checker->strict = check != 0;
-    return check == 2 && !mt_comm_is_meta(ctx->world) ? mti_replicas_create(ctx) : MT_SUCCESS;
-}
-
-static void mti_checker_destroy(mti_checker *c) {
-    size_t i;
-    if (!c) return;
-    for (i = 0; i < c->names.count; i++) mt_host_free(c->names.list[i].text);
-    mt_host_free(c->names.list);
-    mt_host_free(c->parameters.list);
-    mt_host_free(c->written.list);
-    mt_host_free(c->memory.list);
-    mt_host_free(c->meant.list);
-    mt_host_free(c->views.list);
-    mt_host_free(c);
-}
-
-/* Returns a new, empty piece at the end of the list, or NULL when there is no memory. */
-static mti_placed *mti_placed_add(mti_placed_list *p) {
-    if (p->count == p->capacity) {
-        size_t capacity = p->capacity ? 2 * p->capacity : 64;
-        mti_placed *list = (mti_placed *)mt_host_alloc(capacity * sizeof *list);
-        if (!list) return NULL;
-        if (p->count) memcpy(list, p->list, p->count * sizeof *list);
-        mt_host_free(p->list);
-        p->list = list;
-        p->capacity = capacity;
-    }
-    memset(&p->list[p->count], 0, sizeof *p->list);
-    return &p->list[p->count++];
-}
-
-static mti_extent mti_extent_of(mt_tensor t) {
-    uintptr_t size = (uintptr_t)mt_dtype_size(t.dtype);
-    mti_extent e;
-    e.begin = (uintptr_t)t.data;
-    e.width = (uintptr_t)t.cols * size;
-    e.pitch = t.rows > 1 ? (uintptr_t)mt_tensor_ld(t) * size : e.width;
-    e.end = e.begin + ((uintptr_t)t.rows - 1) * e.pitch + e.width;
-    return e;
-}
-
-static int mti_extent_is_dense(mti_extent e) { return e.pitch == e.width; }
-
-/* Whether the rows of one extent are parts of the rows of the other one. A single row has no pitch of its own. */
-static int mti_extents_share_rows(mti_extent a, mti_extent b) {
-    mti_extent narrow = a.width < b.width ? a : b, wide = a.width < b.width ? b : a;
-    if (a.pitch == b.pitch) return 1;
-    if (narrow.end - narrow.begin != narrow.width || narrow.begin < wide.begin || narrow.end > wide.end) return 0;
-    return (narrow.begin - wide.begin) % wide.pitch + narrow.width <= wide.width;
-}
-
-/* Whether a view has whole rows of a piece, or a part of a single one, in one row or in rows of another width. */
-static int mti_is_reshaped(mti_extent view, mti_extent piece) {
-    if (!mti_extent_is_dense(view) || !mti_extent_is_dense(piece) || view.begin < piece.begin) return 0;
-    if (piece.end - piece.begin == piece.width) return 1;
-    return (view.begin - piece.begin) % piece.width == 0 && (view.end - piece.begin) % piece.width == 0;
-}
-
-/* Returns what a piece says about a view of it. Some columns of a tensor that is split by columns, such as one head,
-   are a matrix of their own: nothing is known about it. Some columns of a tensor that is split by rows are split by
-   rows. The rows of a rank lie one after the other: they are columns of one row, and rows of another width. Other views
-   of a split tensor are split in some way. */
-static unsigned char mti_seen_through(mti_extent view, mti_extent piece, unsigned char may) {
-    int is_row = view.end - view.begin == view.width, in_rows = piece.end - piece.begin > piece.width;
-    if (!(may & MTI_SPLIT_PLACEMENTS) || view.width == piece.width) return may;
-    if (!mti_extents_share_rows(view, piece)) {
-        if (!mti_is_reshaped(view, piece) || (in_rows && may >> MT_SPLIT_COLS & 1))
-            return (unsigned char)(may | MTI_SPLIT_PLACEMENTS);
-        return (unsigned char)((may & ~MTI_SPLIT_PLACEMENTS) | 1 << (is_row ? MT_SPLIT_COLS : MT_SPLIT_ROWS));
-    }
-    if (may == 1 << MT_SPLIT_ROWS) return may;
-    if (view.width < piece.width) return may >> MT_SPLIT_COLS & 1 ? MTI_ALL_PLACEMENTS : may;
-    return (unsigned char)(may | MTI_SPLIT_PLACEMENTS);
-}
-
-/* Whether two extents share memory. Columns of the same rows do not. */
-static int mti_extents_meet(mti_extent a, mti_extent b) {
-    mti_extent first = a.begin <= b.begin ? a : b, second = a.begin <= b.begin ? b : a;
-    uintptr_t from;
-    if (second.begin >= first.end) return 0;
-    if (mti_extent_is_dense(first) || (!mti_extent_is_dense(second) && second.pitch != first.pitch)) return 1;
-    if (mti_extent_is_dense(second)) second.width = second.end - second.begin;
-    if (second.width > first.pitch) return 1;
-    from = (second.begin - first.begin) % first.pitch;
-    return from < first.width || from + second.width > first.pitch;
-}
-
-/* Whether all memory of `part` is in `whole`. Returns 0 when this is not certain. */
-static int mti_extent_covers(mti_extent whole, mti_extent part) {
-    if (part.begin < whole.begin || part.end > whole.end) return 0;
-    if (mti_extent_is_dense(whole)) return 1;
-    if (part.end - part.begin != part.width && part.pitch != whole.pitch) return 0;
-    return (part.begin - whole.begin) % whole.pitch + part.width <= whole.width;
-}
-
-static uintptr_t mti_extent_bytes(mti_extent e) {
-    return ((e.end - e.begin - e.width) / (e.pitch ? e.pitch : 1) + 1) * e.width;
-}
-
-/* Returns how many bytes of e a piece has that meets it. It may return more, but not less. */
-static uintptr_t mti_extent_shared(mti_extent e, mti_extent piece) {
-    uintptr_t begin = e.begin > piece.begin ? e.begin : piece.begin, end = e.end < piece.end ? e.end : piece.end;
-    if (mti_extent_covers(e, piece)) return mti_extent_bytes(piece);
-    return mti_extent_is_dense(e) && mti_extent_is_dense(piece) ? end - begin : mti_extent_bytes(e);
-}
-
-/* Returns all memory from the begin of one extent to the end of the other, as one row. */
-static mti_extent mti_extents_together(mti_extent a, mti_extent b) {
-    if (b.begin < a.begin) a.begin = b.begin;
-    if (b.end > a.end) a.end = b.end;
-    a.width = a.pitch = a.end - a.begin;
-    return a;
-}
-
-static mti_extent mti_extent_of_bytes(const void *data, size_t bytes) {
-    return mti_extent_of(mt_tensor_make(data, MT_U8, 1, (int64_t)bytes));
-}
-
-/* Returns the number of pieces that begin before `end`. */
-static size_t mti_placed_before(const mti_placed_list *p, uintptr_t end) {
-    size_t low = 0, high = p->count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (p->list[middle].at.begin < end) low = middle + 1;
-        else high = middle;
-    }
-    return low;
-}
-
-/* Goes from piece *i, or from the end of the list, back to the next one that meets e, and returns it, or NULL. Begin
-   with *i = mti_placed_before(p, e.end). */
-static mti_placed *mti_placed_meets(const mti_placed_list *p, mti_extent e, size_t *i) {
-    while (*i > 0 && p->list[*i - 1].reach > e.begin) {
-        --*i;
-        if (mti_extents_meet(p->list[*i].at, e)) return &p->list[*i];
-    }
-    return NULL;
-}
-
-/* Returns the newest piece that meets e and is older than `age`, or NULL. */
-static mti_placed *mti_placed_older(const mti_placed_list *p, mti_extent e, uint64_t age) {
-    size_t i = mti_placed_before(p, e.end);
-    mti_placed *found = NULL, *piece;
-    while ((piece = mti_placed_meets(p, e, &i)) != NULL)
-        if (piece->age < age && (!found || piece->age > found->age)) found = piece;
-    return found;
-}
-
-static void mti_placed_reach(mti_placed_list *p, size_t from) {
-    size_t i;
-    for (i = from; i < p->count; i++) {
-        uintptr_t before = i > 0 ? p->list[i - 1].reach : 0;
-        p->list[i].reach = p->list[i].at.end > before ? p->list[i].at.end : before;
-    }
-}
-
-/* Returns a new piece for e in its place of the list, or NULL when there is no memory. */
-static mti_placed *mti_placed_insert(mti_placed_list *p, mti_extent e) {
-    size_t at = mti_placed_before(p, e.begin);
-    if (!mti_placed_add(p)) return NULL;
-    memmove(&p->list[at + 1], &p->list[at], (p->count - 1 - at) * sizeof *p->list);
-    memset(&p->list[at], 0, sizeof *p->list);
-    p->list[at].at = e;
-    p->list[at].age = ++p->newest;
-    mti_placed_reach(p, at);
-    return &p->list[at];
-}
-
-/* Removes pieces that are gone. The first of them is number `from`. */
-static void mti_placed_compact(mti_placed_list *p, size_t from) {
-    size_t i, kept = from;
-    for (i = from; i < p->count; i++)
-        if (!p->list[i].is_gone) p->list[kept++] = p->list[i];
-    p->count = kept;
-    mti_placed_reach(p, from);
-}
-
-/* Removes the pieces that meet e, with keeps 1 not those that stay. */
-static void mti_placed_forget(mti_placed_list *p, mti_extent e, int keeps) {
-    size_t i = mti_placed_before(p, e.end), from = p->count;
-    mti_placed *piece;
-    while ((piece = mti_placed_meets(p, e, &i)) != NULL) {
-        if (keeps && piece->stays) continue;
-        piece->is_gone = 1;
-        from = i;
-    }
-    if (from < p->count) mti_placed_compact(p, from);
-}
-
-static void mti_forget(mt_context *ctx, const void *data, size_t bytes) {
-    mti_checker *c = ctx->checker;
-    if (!c || !bytes) return;
-    mti_placed_forget(&c->written, mti_extent_of_bytes(data, bytes), 0);
-    mti_placed_forget(&c->meant, mti_extent_of_bytes(data, bytes), 0);
-    mti_placed_forget(&c->parameters, mti_extent_of_bytes(data, bytes), 0);
-}
-
-/* Forgets memory of the arena that is allocated, and remembers what was there before it was released. */
-static void mti_allocate_again(mt_context *ctx, const void *data, size_t bytes) {
-    mti_checker *c = ctx->checker;
-    mti_extent e = mti_extent_of_bytes(data, bytes);
-    const mti_placed *p;
-    size_t i;
-    if (!c || !bytes) return;
-    i = mti_placed_before(&c->written, e.end);
-    while ((p = mti_placed_meets(&c->written, e, &i)) != NULL) {
-        mti_released *r = &c->released[c->releases++ % MTI_RELEASED];
-        r->at = p->at;
-        r->by = p->by;
-        r->with = p->with;
-    }
-    mti_forget(ctx, data, bytes);
-}
-
-/* Returns what was in the memory of a view before it was released, or NULL. */
-static const mti_released *mti_released_at(const mti_checker *c, mti_extent e) {
-    size_t i;
-    for (i = 0; i < MTI_RELEASED && i < c->releases; i++) {
-        const mti_released *r = &c->released[(c->releases - 1 - i) % MTI_RELEASED];
-        if (r->by && memcmp(&r->at, &e, sizeof e) == 0) return r;
-    }
-    return NULL;
-}
-
-static int mti_is_in_arena(const mt_context *ctx, mti_extent e) {
-    uintptr_t arena = (uintptr_t)ctx->arena;
-    return e.begin >= arena && e.end <= arena + ctx->arena_bytes;
-}
-
-/* Whether placements of this memory are kept: the arena, blocks of the context, parameters, and what the caller has
-   declared. Other memory may be written, freed and allocated again behind the library's back. */
-static int mti_is_watched(const mt_context *ctx, mti_extent e) {
-    const mti_placed_list *memory = &ctx->checker->memory;
-    size_t i = mti_placed_before(memory, e.end);
-    const mti_placed *p;
-    if (mti_is_in_arena(ctx, e)) return 1;
-    while ((p = mti_placed_meets(memory, e, &i)) != NULL)
-        if (mti_extent_covers(p->at, e)) return 1;
-    return 0;
-}
-
-/* Takes the memory that was declared and that meets e out of the list, and returns e with it. Rows with gaps stay: what
-   is between them may belong to others. */
-static mti_extent mti_watched_with(mti_placed_list *memory, mti_extent e) {
-    size_t i = mti_placed_before(memory, e.end), from = memory->count;
-    mti_placed *p;
-    while ((p = mti_placed_meets(memory, e, &i)) != NULL) {
-        int are_dense = mti_extent_is_dense(e) && mti_extent_is_dense(p->at);
-        if (p->stays || (!are_dense && !mti_extent_covers(e, p->at))) continue;
-        if (are_dense) e = mti_extents_together(e, p->at);
-        p->is_gone = 1;
-        from = i;
-    }
-    if (from < memory->count) mti_placed_compact(memory, from);
-    return e;
-}
-
-static mt_status mti_watch_extent(mt_context *ctx, mti_extent e, int is_block) {
-    mti_placed *p;
-    if (!is_block && mti_is_watched(ctx, e)) return MT_SUCCESS;
-    if (!is_block) e = mti_watched_with(&ctx->checker->memory, e);
-    p = mti_placed_insert(&ctx->checker->memory, e);
-    if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of placements");
-    p->stays = is_block;
-    return MT_SUCCESS;
-}
-
-/* Forgets a block of the context that is freed. */
-static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes) {
-    mti_checker *c = ctx->checker;
-    mti_forget(ctx, data, bytes);
-    if (c) mti_placed_forget(&c->memory, mti_extent_of_bytes(data, bytes), 0);
-}
-
-static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes) {
-    return ctx->checker ? mti_watch_extent(ctx, mti_extent_of_bytes(data, bytes), 1) : MT_SUCCESS;
-}
-
-/* ---- what is known about memory, and what a program declares (src/check/declarations.c) -------------------------- */
-
-MT_API int mt_check_mode(const mt_context *ctx) {
-    if (!ctx || !ctx->checker || ctx->checker->paused) return 0;
-    return ctx->checker->replicas ? 2 : 1;
-}
-
-MT_API void mt_check_pause(mt_context *ctx) {
-    if (ctx && ctx->checker) ctx->checker->paused++;
-}
-
-MT_API mt_status mt_check_resume(mt_context *ctx, mt_status status) {
-    if (ctx && ctx->checker && ctx->checker->paused > 0) ctx->checker->paused--;
-    return status;
-}
-
-static void mti_axis_set(mti_axis *axis, const mt_comm *comm) {
-    axis->comm = comm;
-    axis->rank = comm->rank;
-    axis->size = comm->size;
-}
-
-MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *user) {
-    if (!ctx || !ctx->checker) return;
-    ctx->checker->listener = listener;
-    ctx->checker->user = user;
-}
-
-static void mti_tell(mt_context *ctx, const char *where, const char *with, const mt_operand *operands, int count) {
-    const mti_checker *c = ctx->checker;
-    if (c->listener) c->listener(ctx, c->user, where, with, operands, count);
-}
-
-MT_API mt_status mt_check_view_end(mt_context *ctx, mt_status status) {
-    if (ctx && ctx->checker && ctx->checker->views.count > 0) ctx->checker->views.count--;
-    return status;
-}
-
-/* Whether an axis is that of a communicator. Groups that were given the same name are the same: a grid may be created
-   again. Other communicators, which have a name of their parent, are themselves only. */
-static int mti_axis_is(const mti_axis *axis, const mt_comm *comm) {
-    if (strcmp(axis->name, comm->name) != 0 || axis->is_named != comm->is_named) return 0;
-    return axis->is_named || axis->comm == comm;
-}
-
-/* Returns the number of a group, or -1 for a group of one and where there is none. add: 1 adds a new group. */
-static int mti_axis_of(mti_checker *c, const mt_comm *comm, int add) {
-    int i;
-    if (!comm || comm->size == 1) return -1;
-    for (i = 0; i < c->count; i++)
-        if (mti_axis_is(&c->axes[i], comm)) break;
-    if (i < c->count) {
-        mti_axis_set(&c->axes[i], comm);
-        return i;
-    }
-    if (!add || c->count == MTI_AXES) return -1;
-    mti_axis_set(&c->axes[i], comm);
-    memcpy(c->axes[i].name, comm->name, sizeof c->axes[i].name);
-    c->axes[i].is_named = comm->is_named;
-    return c->count++;
-}
-
-/* Returns the parameter or gradient that has all memory of e, or NULL. */
-static mti_placed *mti_parameter_at(const mti_checker *c, mti_extent e) {
-    size_t i = mti_placed_before(&c->parameters, e.end);
-    mti_placed *p;
-    while ((p = mti_placed_meets(&c->parameters, e, &i)) != NULL)
-        if (mti_extent_covers(p->at, e)) return p;
-    return NULL;
-}
-
-#define MTI_KNOWN_PARTS 8
-
-/* What is known about a view: the set for each group, and where it comes from. */
-typedef struct mti_known {
-    unsigned char may[MTI_AXES];                    /* of all parts together */
-    unsigned char parts[MTI_KNOWN_PARTS][MTI_AXES]; /* of the pieces that it meets and that are not zero, each once */
-    int count;
-    int zero;
-    int unwritten;               /* 1: nothing has written it, or a part of it, since it was allocated */
-    int some_columns;            /* 1: it has, or was computed from, some columns of a tensor */
-    mti_extent in;               /* of the newest piece that has all of the view; width 0: there is none */
-    unsigned apart;              /* a bit for each group whose ranks may read other rows or columns */
-    unsigned terms;              /* a bit for each group in which mt_check_view makes a term of what all ranks have */
-    const char *by, *with;       /* of the newest piece, or NULL */
-    const mti_placed *parameter; /* NULL: the view is no part of one */
-} mti_known;
-
-/* Whether a view has some columns of the tensor of which a piece has all, or some, columns. */
-static int mti_has_some_columns(mti_extent e, const mti_placed *p) {
-    if (e.width == p->at.width) return p->some_columns;
-    return e.width < p->at.width && mti_extents_share_rows(e, p->at);
-}
-
-/* Adds what a piece says about a view. covers: 1 if the piece has all of the view */
-static void mti_known_add(mti_known *k, mti_extent e, const mti_placed *p, int covers) {
-    unsigned char part[MTI_AXES];
-    int g, i;
-    if (p->zero) return;
-    if (mti_has_some_columns(e, p)) k->some_columns = 1;
-    if (k->count == 0) k->by = p->by, k->with = p->with;
-    for (g = 0; g < MTI_AXES; g++) {
-        unsigned char may = mti_seen_through(e, p->at, p->may[g]);
-        int more = !covers && (may & MTI_SPLIT_PLACEMENTS) ? MTI_SPLIT_PLACEMENTS : 0; /* split in some way */
-        k->may[g] = (unsigned char)(k->may[g] | may);
-        part[g] = (unsigned char)(may | more);
-    }
-    for (i = 0; i < k->count; i++)
-        if (memcmp(k->parts[i], part, sizeof part) == 0) return;
-    if (k->count == MTI_KNOWN_PARTS) i--;
-    else k->count++;
-    for (g = 0; g < MTI_AXES; g++) k->parts[i][g] = (unsigned char)(k->parts[i][g] | part[g]);
-}
-
-static mti_known mti_known_of_parameter(mti_extent e, const mti_placed *p) {
-    mti_known k;
-    int g;
-    memset(&k, 0, sizeof k);
-    k.parameter = p;
-    k.in = p->at;
-    k.zero = p->zero;
-    k.by = p->by;
-    k.with = p->with;
-    k.some_columns = mti_has_some_columns(e, p);
-    for (g = 0; g < MTI_AXES; g++) k.may[g] = mti_seen_through(e, p->at, p->zero ? p->adds[g] : p->may[g]);
-    return k;
-}
-
-/* What is known about the memory of a view. */
-static mti_known mti_memory_known(const mti_checker *c, mt_tensor t) {
-    mti_extent e = mti_extent_of(t);
-    const mti_placed *p = mti_parameter_at(c, e);
-    uintptr_t written = 0, inside = 0, bytes = mti_extent_bytes(e); /* inside: in pieces that are parts of the view */
-    mti_known k;
-    if (p) return mti_known_of_parameter(e, p);
-    memset(&k, 0, sizeof k);
-    for (p = mti_placed_older(&c->written, e, UINT64_MAX); p && inside < bytes;
-         p = mti_placed_older(&c->written, e, p->age)) {
-        int covers = mti_extent_covers(p->at, e);
-        if (covers && !k.in.width) k.in = p->at;
-        mti_known_add(&k, e, p, covers);
-        if (covers || mti_extent_covers(e, p->at)) inside += covers ? bytes : mti_extent_bytes(p->at);
-        written += covers ? bytes : mti_extent_shared(e, p->at);
-    }
-    k.unwritten = written < bytes;
-    if (!k.unwritten && k.count > 0) return k;
-    k.zero = !k.unwritten;
-    k.count = 0;
-    memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
-    return k;
-}
-
-MT_API const char *mt_placement_name(mt_placement placement) {
-    switch (placement) {
-    case MT_REPLICATED: return "replicated";
-    case MT_SPLIT_ROWS: return "split by rows";
-    case MT_SPLIT_COLS: return "split by columns";
-    case MT_PARTIAL: return "partial";
-    case MT_UNDECLARED: return "not known";
-    }
-    return "no such placement";
-}
-
-/* Writes a set of placements, as in "replicated or partial". */
-static void mti_set_text(int set, char *text, size_t size) {
-    int i;
-    size_t n = 0;
-    text[0] = 0;
-    if (set & MTI_LEFT_OUT) n = (size_t)snprintf(text, size, "left out");
-    for (i = 0; i < 4; i++)
-        if (set >> i & 1)
-            n += (size_t)snprintf(text + n, size - n, "%s%s", n ? " or " : "", mt_placement_name((mt_placement)i));
-}
-
-/* Whether the sum of a gradient over a group was computed, so that nothing may be added to it. */
-static int mti_is_synchronised(const mti_placed *p, int g) {
-    return p->is_gradient && !p->zero && p->may[g] == 1 << MT_REPLICATED && (p->adds[g] >> MT_PARTIAL & 1);
-}
-
-/* Refuses a call that would make a parameter or its gradient what the placement of the parameter does not allow.
-   operand: " (NAME)" of the call, or "" */
-static mt_status mti_write_refuse(mt_context *ctx, const char *where, const mti_placed *p, const char *operand, int g,
-                                  int becomes, int wanted) {
-    const mti_axis *axis = &ctx->checker->axes[g];
-    char is[80], must[80];
-    const char *cure = "";
-    mti_set_text(becomes, is, sizeof is);
-    mti_set_text(wanted, must, sizeof must);
-    if (becomes == 1 << MT_PARTIAL && p->is_gradient && !(p->adds[g] >> MT_PARTIAL & 1))
-        cure = ": set sequence_partial in its mt_param_desc (sequence_parallel in the desc of a layer), and "
-               "mt_sync_gradients sums it";
-    if (mti_is_synchronised(p, g))
-        cure = ": it is synchronised already; call mt_params_zero_grad before the first backward of a step";
-    else if (becomes == 1 << MT_REPLICATED && wanted == 1 << MT_PARTIAL)
-        cure = ": its mt_param_desc has sequence_partial (sequence_parallel in the desc of a layer), and "
-               "mt_sync_gradients would add up equal values";
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the %s of '%.100s'%.40s would be %s over \"%s\" (%d ranks), must be %s%s",
-                   where, p->is_gradient ? "gradient" : "value", p->name, operand, is, axis->name, axis->size, must,
-                   cure);
-}
-
-static mti_known mti_known_of(const mti_checker *c, mt_tensor t) {
-    mti_extent e = mti_extent_of(t);
-    mti_known k = mti_memory_known(c, t);
-    size_t i;
-    int g, part;
-    for (i = 0; i < c->views.count && !k.zero; i++) {
-        const mti_placed *view = &c->views.list[i];
-        for (g = 0; mti_extent_covers(view->at, e) && g < c->count; g++) {
-            if (view->may[g] == MTI_ALL_PLACEMENTS) continue;
-            if (view->may[g] == 1 << MT_PARTIAL && k.may[g] == 1 << MT_REPLICATED) k.terms |= 1u << g;
-            k.may[g] = mti_seen_through(e, view->at, view->may[g]);
-            for (part = 0; part < k.count; part++) k.parts[part][g] = k.may[g];
-        }
-    }
-    return k;
-}
-
-/* Notes what was written to a parameter or gradient, or to a part of it. */
-static void mti_parameter_note(mti_placed *p, const unsigned char *may, int zero, int whole) {
-    int g;
-    if (zero && !whole) return;
-    for (g = 0; g < MTI_AXES; g++) {
-        int set = may[g] & p->allowed[g];
-        p->may[g] = (unsigned char)(whole || p->zero ? set : set | p->may[g]);
-    }
-    p->zero = zero;
-    if (whole) p->summed_over[0] = 0;
-}
-
-/* Whether two extents that meet are rows of one matrix with as many columns, so that both together are one, too. */
-static int mti_extents_are_rows(mti_extent a, mti_extent b) {
-    uintptr_t apart = a.begin < b.begin ? b.begin - a.begin : a.begin - b.begin;
-    return a.width == b.width && a.pitch == b.pitch && a.pitch && apart % a.pitch == 0;
-}
-
-/* Makes *p a piece for its own memory and that of q, which it meets. If they are not rows of one matrix, nothing is
-   known about it, except that it was written. */
-static void mti_placed_join(mti_placed *p, const mti_placed *q) {
-    int are_rows = mti_extents_are_rows(p->at, q->at), g;
-    mti_extent all;
-    for (g = 0; g < MTI_AXES; g++) {
-        int both = q->zero ? p->may[g] : p->zero ? q->may[g] : p->may[g] | q->may[g];
-        p->may[g] = (unsigned char)(are_rows ? both : MTI_ALL_PLACEMENTS);
-    }
-    p->zero = p->zero && q->zero;
-    p->some_columns = p->some_columns || q->some_columns;
-    p->is_replaced = p->is_replaced && q->is_replaced;
-    if (p->by != q->by) p->by = NULL;
-    if (p->with != q->with) p->with = NULL;
-    if (p->age < q->age) p->age = q->age;
-    all = mti_extents_together(p->at, q->at);
-    if (are_rows) all.width = p->at.width, all.pitch = p->at.pitch;
-    p->at = all;
-}
-
-/* Makes one piece of those that meet `at`, of those that meet these, and so on. */
-static void mti_written_squash(mti_checker *c, mti_extent at) {
-    mti_placed_list *w = &c->written;
-    mti_placed all, *p;
-    size_t i = mti_placed_before(w, at.end), from, count;
-    p = mti_placed_meets(w, at, &i);
-    if (!p) return;
-    all = *p;
-    do {
-        count = w->count;
-        i = mti_placed_before(w, all.at.end);
-        from = count;
-        while ((p = mti_placed_meets(w, all.at, &i)) != NULL) {
-            mti_placed_join(&all, p);
-            p->is_gone = 1;
-            from = i;
-        }
-        if (from < count) mti_placed_compact(w, from);
-    } while (w->count < count);
-    p = mti_placed_insert(w, all.at); /* has memory: a piece was removed */
-    all.reach = p->reach;
-    *p = all;
-}
-
-/* Makes one piece of number i and the next one if they meet and say the same, and no other piece lies between them. */
-static void mti_written_unite(mti_checker *c, size_t i) {
-    mti_placed_list *w = &c->written;
-    mti_placed *p, *q, *other;
-    uint64_t older;
-    size_t at;
-    if (i + 1 >= w->count) return;
-    p = &w->list[i];
-    q = p + 1;
-    if (!mti_extents_meet(p->at, q->at) || !mti_extents_are_rows(p->at, q->at)) return;
-    if (p->zero != q->zero || p->some_columns != q->some_columns || memcmp(p->may, q->may, sizeof p->may) != 0) return;
-    older = p->age < q->age ? p->age : q->age;
-    at = mti_placed_before(w, q->at.end > p->at.end ? q->at.end : p->at.end);
-    while ((other = mti_placed_meets(w, p->age == older ? p->at : q->at, &at)) != NULL)
-        if (other != p && other != q && other->age > older) return;
-    mti_placed_join(p, q);
-    q->is_gone = 1;
-    mti_placed_compact(w, i);
-}
-
-/* Returns a new piece for e, without the older ones that it covers, or NULL when there is no memory. */
-static mti_placed *mti_written_add(mti_checker *c, mti_extent e) {
-    size_t i = mti_placed_before(&c->written, e.end), from = c->written.count;
-    int others = 0;
-    mti_placed *p;
-    while ((p = mti_placed_meets(&c->written, e, &i)) != NULL) {
-        if (mti_extent_covers(e, p->at)) p->is_gone = 1, from = i;
-        else others++;
-    }
-    if (from < c->written.count) mti_placed_compact(&c->written, from);
-    if (others >= MTI_OVERLAPS_MOST) mti_written_squash(c, e);
-    i = mti_placed_before(&c->written, e.begin);
-    mti_written_unite(c, i); /* not with the new piece: more is noted about it */
-    if (i > 1) mti_written_unite(c, i - 2);
-    return mti_placed_insert(&c->written, e);
-}
-
-/* Whether the sets of a view say something about it. */
-static int mti_sets_tell(const mti_checker *c, const unsigned char *may) {
-    int g;
-    for (g = 0; g < c->count; g++)
-        if (may[g] != MTI_ALL_PLACEMENTS) return 1;
-    return 0;
-}
-
-MT_API void mt_check_track(mt_context *ctx) {
-    if (ctx && ctx->checker) ctx->checker->tracks = 1;
-}
-
-/* Returns the age of what a call overwrites before a backward has read it, or 0. */
-static uint64_t mti_lost_before(const mti_placed *p, mti_extent e, const char *by, const char *with) {
-    if (!p->by || p->by != by || p->with != with || p->at.begin != e.begin) return 0;
-    return p->is_used ? p->lost : p->age;
-}
-
-/* Notes the sets of a view. by: NULL when they are not known */
-static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned char *may, int zero, const char *by,
-                                    const char *with) {
-    mti_checker *c = ctx->checker;
-    mti_extent e = mti_extent_of(t);
-    mti_placed *p = mti_parameter_at(c, e);
-    uint64_t lost;
-    int g;
-    if (p) {
-        for (g = 0; g < c->count; g++)
-            if (!(may[g] & p->allowed[g])) return mti_write_refuse(ctx, by, p, "", g, may[g], p->allowed[g]);
-        mti_parameter_note(p, may, zero, mti_extent_covers(e, p->at));
-        if (zero) p->used = 0, p->zeroed = c->written.newest;
-    } else {
-        mti_placed_forget(&c->meant, e, 1);
-        if (!mti_is_watched(ctx, e) && !(c->tracks && mti_sets_tell(c, may))) return MT_SUCCESS;
-        MT_TRY(mti_watch_extent(ctx, e, 0));
-        p = mti_placed_older(&c->written, e, UINT64_MAX);
-        lost = p ? mti_lost_before(p, e, by, with) : 0;
-        p = mti_written_add(c, e);
-        if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of placements");
-        p->lost = lost;
-        memcpy(p->may, may, sizeof p->may);
-        p->zero = zero;
-    }
-    p->by = by;
-    p->with = with;
-    p->content = 0;
-    return MT_SUCCESS;
-}
-
-/* Notes that t has only some columns of a tensor. */
-static void mti_columns_note(mti_checker *c, mt_tensor t) {
-    mti_extent e = mti_extent_of(t);
-    mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
-    if (p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at)) p->some_columns = 1;
-}
-
-MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
-    mti_tell_forgotten(ctx, data, bytes, 1);
-    if (!ctx || !ctx->checker || !bytes) return;
-    mti_forget(ctx, data, bytes);
-    mti_placed_forget(&ctx->checker->memory, mti_extent_of_bytes(data, bytes), 1);
-}
-
-static int mti_has_elements(mt_tensor t) { return t.data && t.rows > 0 && t.cols > 0; }
-
-/* Notes that nothing is known about what was written to the parameters and gradients in a view. */
-static void mti_forget_parameters(mti_checker *c, mti_extent e) {
-    size_t i = mti_placed_before(&c->parameters, e.end);
-    unsigned char all[MTI_AXES];
-    mti_placed *p;
-    memset(all, MTI_ALL_PLACEMENTS, sizeof all);
-    while ((p = mti_placed_meets(&c->parameters, e, &i)) != NULL)
-        if (mti_extent_covers(e, p->at)) mti_parameter_note(p, all, 0, 1);
-}
-
-/* Notes that nothing is known about what was written to a view, nor about the parameters in it. */
-static mt_status mti_forget_view(mt_context *ctx, mt_tensor t) {
-    unsigned char all[MTI_AXES];
-    if (!mti_has_elements(t)) return MT_SUCCESS;
-    memset(all, MTI_ALL_PLACEMENTS, sizeof all);
-    mti_forget_parameters(ctx->checker, mti_extent_of(t));
-    return mti_placement_note(ctx, t, all, 0, NULL, NULL);
-}
-
-static mt_status mti_terms_share(mt_context *ctx, int g, mt_tensor t); /* replicas.c */
-
-/* Notes that t is what `set` says over a group. */
-static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor t, int set) {
-    mti_known k;
-    int g;
-    MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
-    g = mti_axis_of(ctx->checker, comm, 1);
-    k = mti_known_of(ctx->checker, t);
-    if (g >= 0 && set == 1 << MT_PARTIAL) MT_TRY(mti_terms_share(ctx, g, t));
-    if (g >= 0) ctx->checker->axes[g].only_group = 0;
-    if (g < 0) return k.unwritten ? mti_forget_view(ctx, t) : MT_SUCCESS; /* in a group of one, too, it was written */
-    if (k.zero && !k.parameter) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
-    k.may[g] = (unsigned char)set;
-    MT_TRY(mti_placement_note(ctx, t, k.may, 0, "mt_declare", NULL));
-    if (k.some_columns) mti_columns_note(ctx->checker, t);
-    return MT_SUCCESS;
-}
-
-/* Returns the parameter or gradient of a view, or else the newest piece that meets it, or NULL. */
-static mti_placed *mti_newest_at(const mti_checker *c, mti_extent at) {
-    mti_placed *p = mti_parameter_at(c, at);
-    return p ? p : mti_placed_older(&c->written, at, UINT64_MAX);
-}
-
-/* Whether ranks may have any content in all of e, by mt_declare_meant. */
-static int mti_is_meant(const mti_checker *c, mti_extent e) {
-    uintptr_t inside = 0;
-    size_t i = mti_placed_before(&c->meant, e.end);
-    const mti_placed *p;
-    while ((p = mti_placed_meets(&c->meant, e, &i)) != NULL) {
-        if (mti_extent_covers(p->at, e)) return 1;
-        if (mti_extent_covers(e, p->at)) inside += mti_extent_bytes(p->at);
-    }
-    return inside >= mti_extent_bytes(e);
-}
-
-MT_API mt_status mt_declare_meant(mt_context *ctx, mt_tensor t) {
-    mti_placed_list *meant;
-    mti_placed *p;
-    mti_extent e;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (mt_check_mode(ctx) != 2 || !mti_has_elements(t)) return MT_SUCCESS;
-    meant = &ctx->checker->meant;
-    e = mti_extent_of(t);
-    if (mti_is_meant(ctx->checker, e)) return MT_SUCCESS;
-    p = mti_placed_insert(meant, e);
-    if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "mt_declare_meant: no memory for the checks of placements");
-    p->stays = mti_parameter_at(ctx->checker, e) != NULL;
-    return MT_SUCCESS;
-}
-
-static mt_status mti_expect_placement(mt_context *ctx, const char *function, mt_placement placement) {
-    if ((int)placement >= 0 && placement <= MT_UNDECLARED) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: placement is %d, must be from MT_REPLICATED to MT_UNDECLARED", function,
-                   (int)placement);
-}
-
-MT_API mt_status mt_declare(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_expect_placement(ctx, "mt_declare", placement));
-    if (!comm && placement != MT_UNDECLARED)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare: comm is NULL, and placement is not MT_UNDECLARED");
-    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
-    if (!comm) return mti_forget_view(ctx, t);
-    return mti_declare_set(ctx, comm, t, placement == MT_UNDECLARED ? MTI_ALL_PLACEMENTS : 1 << placement);
-}
-
-MT_API mt_status mt_declare_complete(mt_context *ctx, const mt_comm *comm, mt_tensor t) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
-    return mti_declare_set(ctx, comm, t, 1 << MT_REPLICATED | 1 << MT_SPLIT_ROWS);
-}
-
-static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placement placement); /* replicas.c */
-
-MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
-    mti_placed *view;
-    int g;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_expect_placement(ctx, "mt_check_view", placement));
-    if (!ctx->checker) return MT_SUCCESS;
-    g = mti_axis_of(ctx->checker, comm, 1);
-    view = mti_placed_add(&ctx->checker->views);
-    if (!view) return mt_fail(ctx, MT_ERR_MEMORY, "mt_check_view: no memory for the checks of placements");
-    if (mti_has_elements(t)) view->at = mti_extent_of(t);
-    memset(view->may, MTI_ALL_PLACEMENTS, sizeof view->may);
-    if (g >= 0 && placement != MT_UNDECLARED) view->may[g] = (unsigned char)(1 << placement);
-    return g < 0 ? MT_SUCCESS : mti_view_share(ctx, g, t, placement);
-}
-
-MT_API void mt_check_group(mt_context *ctx, const mt_comm *comm) {
-    int count = ctx && ctx->checker ? ctx->checker->count : 0, g;
-    if (!ctx || !ctx->checker) return;
-    g = mti_axis_of(ctx->checker, comm, 1);
-    if (g >= count) ctx->checker->axes[g].only_group = 1;
-}
-
-static mt_status mti_slot_check(mt_context *ctx, const char *where, const char *with, const char *name, mt_tensor t);
-
-MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t) {
-    unsigned char all[MTI_AXES];
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!ctx->checker || !mti_has_elements(t)) return MT_SUCCESS;
-    memset(all, MTI_ALL_PLACEMENTS, sizeof all);
-    if (mt_check_mode(ctx)) MT_TRY(mti_slot_check(ctx, "mt_fill", NULL, "y", t));
-    return mti_placement_note(ctx, t, all, 1, "mt_fill", NULL);
-}
-
-MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, mt_tensor t) {
-    const mti_placed *p;
-    mti_known k;
-    int g, placement;
-    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_UNDECLARED;
-    g = mti_axis_of(ctx->checker, comm, 0);
-    p = g < 0 && comm ? mti_parameter_at(ctx->checker, mti_extent_of(t)) : NULL;
-    if (g < 0) return p && strcmp(p->summed_over, comm->name) == 0 ? MT_REPLICATED : MT_UNDECLARED;
-    k = mti_known_of(ctx->checker, t);
-    for (placement = MT_REPLICATED; placement <= MT_PARTIAL; placement++)
-        if ((!k.zero || k.parameter) && k.may[g] == 1 << placement) return (mt_placement)placement;
-    return MT_UNDECLARED;
-}
-
-/* Notes a parameter's value or gradient. */
-static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor, int data, mt_tensor t, int may,
-                                  int64_t parts, int is_gradient, int partial) {
-    mti_checker *c = ctx->checker;
-    const char *copy;
-    mti_placed *p;
-    if (!mti_has_elements(t)) return MT_SUCCESS;
-    mti_forget(ctx, t.data, (size_t)t.rows * (size_t)t.cols * mt_dtype_size(t.dtype));
-    copy = mti_names_add(c, name);
-    p = copy ? mti_placed_insert(&c->parameters, mti_extent_of(t)) : NULL;
-    if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of '%s'", name);
-    p->name = copy;
-    p->parts = parts;
-    p->is_gradient = is_gradient;
-    p->zero = is_gradient;
-    memset(p->may, MTI_ALL_PLACEMENTS, sizeof p->may);
-    memset(p->allowed, MTI_ALL_PLACEMENTS, sizeof p->allowed);
-    if (tensor >= 0) p->may[tensor] = p->allowed[tensor] = (unsigned char)(may | (partial ? 1 << MT_PARTIAL : 0));
-    if (data >= 0)
-        p->may[data] = p->allowed[data] =
-            (unsigned char)(is_gradient ? 1 << MT_REPLICATED | 1 << MT_PARTIAL : 1 << MT_REPLICATED);
-    memcpy(p->adds, p->allowed, sizeof p->adds);
-    if (tensor >= 0 && partial && may == 1 << MT_REPLICATED) p->adds[tensor] = 1 << MT_PARTIAL;
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const mt_comm *tensor, const mt_comm *data,
-                                      mt_tensor value, mt_tensor grad, mt_placement placement, int64_t parts,
-                                      int partial) {
-    int t, d;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!name) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_parameter: name is NULL");
-    MT_TRY(mti_expect_placement(ctx, "mt_declare_parameter", placement));
-    if (!mt_check_mode(ctx)) return MT_SUCCESS;
-    t = mti_axis_of(ctx->checker, tensor, 1);
-    d = mti_axis_of(ctx->checker, data, 1);
-    MT_TRY(mti_declare_part(ctx, name, t, d, value, 1 << placement, parts, 0, 0));
-    return mti_declare_part(ctx, name, t, d, grad, 1 << placement, parts, 1, partial);
-}
-
-/* ---- the rules of operators (src/check/rules.c) ------------------------------------------------------------------ */
-
-struct mti_ruling;
-static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
-                                  const mti_known *known); /* replicas.c */
-static mt_status mti_range_note(mt_context *ctx, int g, const struct mti_ruling *r, const mt_operand *o,
-                                mti_known *known); /* replicas.c */
-
-/* An operand of a rule in a call. */
-typedef struct mti_ruled {
-    const mt_operand *operand; /* NULL: the call leaves it out */
-    mti_known known;
-} mti_ruled;
-
-typedef struct mti_ruling {
-    const mti_checker *checker;
-    const char *where;
-    const mt_rule *rule;
-    mti_ruled operands[MTI_RULE_OPERANDS]; /* in the order of the rule */
-    int count;
-    int over_all;     /* 1: the call is a sum over all groups together */
-    const char *with; /* name of a parameter among the operands, or NULL */
-} mti_ruling;
-
-/* Returns the set that a letter of a case stands for. */
-static int mti_letter_set(char letter) {
-    static const char letters[] = "RrcP", whole[] = "owka";
-    const char *at = strchr(letters, letter);
-    if (letter == '-') return 0;
-    if (letter && strchr(whole, letter)) return 1 << MT_REPLICATED;
-    return at && *at ? 1 << (at - letters) : MTI_ALL_PLACEMENTS;
-}
-
-static int mti_is_data(const mti_axis *axis) { return strcmp(axis->name, "data") == 0; }
-
-/* Whether operands i and k of a call are views of one tensor, with as many columns. */
-static int mti_is_sibling(const mti_ruling *r, int i, int k) {
-    const mti_ruled *a = &r->operands[i], *b = &r->operands[k];
-    return b->operand && a->known.in.begin == b->known.in.begin && a->known.in.width == b->known.in.width &&
-           a->operand->t.cols == b->operand->t.cols;
-}
-
-/* Returns how many views of one tensor the call has of which operand i is one. */
-static int mti_siblings(const mti_ruling *r, int i) {
-    int k, n, count = 0;
-    for (k = 0; k < r->count; k++) {
-        for (n = 0; n < k; n++)
-            if (mti_is_sibling(r, i, n) && mti_is_sibling(r, i, k) &&
-                r->operands[n].operand->t.data == r->operands[k].operand->t.data)
-                break;
-        if (n == k && mti_is_sibling(r, i, k)) count++;
-    }
-    return count;
-}
-
-/* Returns the number of shares into which views like operand i divide the columns of the tensor that has it. Returns 1
-   when the operand, or it and its siblings together, are all columns, and when there is no such number. */
-static int64_t mti_shares(const mti_ruling *r, int i) {
-    const mti_known *k = &r->operands[i].known;
-    mti_extent at = mti_extent_of(r->operands[i].operand->t);
-    uintptr_t each = at.width * (uintptr_t)mti_siblings(r, i);
-    if (!k->in.width || !mti_extents_share_rows(at, k->in) || k->in.width % each) return 1;
-    return (int64_t)(k->in.width / each);
-}
-
-/* Whether operand i has columns of the share of this rank: of tensors side by side, [K | V], or in turn, [k v k v]. */
-static int mti_has_own_columns(const mti_ruling *r, int i, int g) {
-    const mti_axis *axis = &r->checker->axes[g];
-    mti_extent at = mti_extent_of(r->operands[i].operand->t), in = r->operands[i].known.in;
-    int64_t shares = mti_shares(r, i), siblings = mti_siblings(r, i), n;
-    int64_t from = axis->rank * shares / axis->size, to = ((axis->rank + 1) * shares - 1) / axis->size;
-    uintptr_t offset = (at.begin - in.begin) % (in.pitch ? in.pitch : 1);
-    if (shares == 1 || offset % at.width) return 0;
-    offset /= at.width;
-    for (n = from; n <= to; n++)
-        if (n == (int64_t)offset % shares || n == (int64_t)offset / siblings) return 1;
-    return 0;
-}
-
-/* Returns the set of the placement that operand i has as exactly this rank's share of a larger tensor, or 0. */
-static int mti_share_of(const mti_ruling *r, int i, int g) {
-    const mti_ruled *o = &r->operands[i];
-    const mti_axis *axis = &r->checker->axes[g];
-    mti_extent at, in = o->known.in;
-    uintptr_t size = (uintptr_t)axis->size, rank = (uintptr_t)axis->rank, rows;
-    if (!o->operand || !in.width) return 0;
-    at = mti_extent_of(o->operand->t);
-    rows = (uintptr_t)o->operand->t.rows;
-    if (at.width * size == in.width && mti_extents_share_rows(at, in) && at.begin - in.begin == rank * at.width)
-        return 1 << MT_SPLIT_COLS;
-    if (at.width != in.width || mti_extent_bytes(in) != rows * size * in.width) return 0;
-    return at.begin - in.begin == rank * rows * in.pitch ? 1 << MT_SPLIT_ROWS : 0;
-}
-
-/* The same of what all ranks have and a call only reads. */
-static int mti_own_share(const mti_ruling *r, int i, int g) {
-    const mti_ruled *o = &r->operands[i];
-    if (!o->operand || o->operand->use != 1 || o->known.may[g] != 1 << MT_REPLICATED) return 0;
-    return mti_share_of(r, i, g);
-}
-
-/* Whether a call writes this rank's share of a gradient of which each rank has a term. */
-static int mti_is_term(const mti_ruling *r, int i, int g, char letter) {
-    const mti_ruled *o = &r->operands[i];
-    const mti_placed *p = o->known.parameter;
-    if ((letter != 'r' && letter != 'c') || !o->operand || !(o->operand->use & 2) || !p || !p->is_gradient) return 0;
-    return p->adds[g] == 1 << MT_PARTIAL && mti_share_of(r, i, g) == mti_letter_set(letter);
-}
-
-/* Whether operand i has the first rows of a tensor, until those of this rank's share of operand 0. */
-static int mti_has_first_rows(const mti_ruling *r, int i, int g) {
-    const mti_ruled *o = &r->operands[i];
-    int64_t rows = r->operands[0].operand ? r->operands[0].operand->t.rows : 0;
-    if (o->known.in.width && mti_extent_of(o->operand->t).begin - o->known.in.begin >= o->known.in.pitch) return 0;
-    return o->operand->t.rows == (r->checker->axes[g].rank + 1) * rows;
-}
-
-/* What a letter says of operand i, apart from its placement, see mt_rule. */
-static int mti_extent_fits(const mti_ruling *r, int i, int g, char letter) {
-    int reads = r->operands[i].operand->use & 1;
-    switch (letter) {
-    case 'o': return !reads || mti_has_own_columns(r, i, g);
-    case 'w': return !reads || mti_shares(r, i) == 1;
-    case 'k': return !mti_is_data(&r->checker->axes[g]) && mti_has_first_rows(r, i, g);
-    case 'a': return !mti_is_data(&r->checker->axes[g]);
-    default: return 1;
-    }
-}
-
-/* Returns the set that a letter gives operand i, which a call writes. This rank's columns of a tensor of zeros are a
-   term of it. */
-static int mti_result_set(const mti_ruling *r, int i, int g, char letter) {
-    if (mti_is_term(r, i, g, letter)) return 1 << MT_PARTIAL;
-    if (letter != 'o' || !r->operands[i].operand || (r->operands[i].operand->use & 1)) return mti_letter_set(letter);
-    return 1 << (mti_shares(r, i) > 1 ? MT_PARTIAL : MT_SPLIT_COLS);
-}
-
-/* Returns the set that an operand must have a letter of: what it is when the call reads it, and what a parameter or
-   gradient may become when the call only writes it. */
-static int mti_ruled_set(const mti_ruled *o, int g) {
-    const mti_placed *p = o->known.parameter;
-    if (o->operand->use & 1) return o->known.zero && !p ? MTI_ALL_PLACEMENTS : o->known.may[g];
-    return p ? p->adds[g] : MTI_ALL_PLACEMENTS;
-}
-
-/* Whether an operand may be what a letter says: all parts of it, when they have other sets. */
-static int mti_letter_fits(const mti_ruling *r, int i, int g, char letter) {
-    const mti_ruled *o = &r->operands[i];
-    int set = mti_result_set(r, i, g, letter), part;
-    if (!(mti_ruled_set(o, g) & set)) return 0;
-    for (part = 0; (o->operand->use & 1) && part < o->known.count; part++)
-        if (!(o->known.parts[part][g] & set)) return 0;
-    return mti_extent_fits(r, i, g, letter);
-}
-
-/* Returns the number of operands whose sets do not fit a case. *first becomes the first of them, or one that is no
-   parameter. */
-static int mti_case_misfits(const mti_ruling *r, const char *letters, int g, int *first) {
-    int i, misfits = 0;
-    *first = -1;
-    for (i = 0; i < r->count; i++) {
-        const mti_ruled *o = &r->operands[i];
-        if (!o->operand || (letters[i] != '-' && mti_letter_fits(r, i, g, letters[i]))) continue;
-        if (*first < 0 || r->operands[*first].known.parameter) *first = i;
-        misfits++;
-    }
-    return misfits;
-}
-
-/* Goes to the next case: words of `cases`, then those of `more`. Returns NULL behind the last one. */
-static const char *mti_next_case(const char *at, const char *cases, const char **more) {
-    at = at ? at + strcspn(at, " ") : cases;
-    at += strspn(at, " ");
-    if (*at) return at;
-    cases = *more;
-    *more = NULL;
-    return cases ? mti_next_case(NULL, cases, more) : NULL;
-}
-
-/* Returns the length of the layer's part of a parameter's name: without the last of several words, at most 120. */
-static int mti_layer_length(const char *name) {
-    const char *last = strrchr(name, '.');
-    size_t n = last && last > name ? (size_t)(last - name) : strlen(name);
-    return n < 120 ? (int)n : 120;
-}
-
-/* Writes which call has written a tensor, as in " since mt_gemm at mlp.linear_fc1". by and with may be NULL. */
-static void mti_since_text(const char *by, const char *with, char *text, size_t size) {
-    text[0] = 0;
-    if (by)
-        snprintf(text, size, " since %.60s%s%.*s", by, with ? " at " : "", with ? mti_layer_length(with) : 0,
-                 with ? with : "");
-}
-
-/* Writes the layer whose parameter a call has, as in ' "mlp.linear_fc1"', or that of a call before it. */
-static void mti_with_text(const mti_checker *c, const char *with, char *text, size_t size) {
-    const char *name = with ? with : c->latest;
-    text[0] = 0;
-    if (name) snprintf(text, size, "%s\"%.*s\"", with ? " " : " after ", mti_layer_length(name), name);
-}
-
-/* Whether a case would fit if gradients of parameters might be terms of a sum. */
-static int mti_fits_terms(const mti_ruling *r, int g) {
-    const char *more = NULL, *at = NULL;
-    int k, first, terms;
-    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
-        for (k = terms = 0; k < r->count; k++) {
-            const mti_ruled *o = &r->operands[k];
-            if (!o->operand || !o->known.parameter || !o->known.parameter->is_gradient || at[k] != 'P') continue;
-            if (!mti_letter_fits(r, k, g, 'P')) terms++;
-        }
-        if (terms && terms == mti_case_misfits(r, at, g, &first)) return 1;
-    }
-    return 0;
-}
-
-/* Writes what a parameter or its gradient has to do with a misfit of operand i. Returns 1 if this is the mistake. A sum
-   over rows that are split is a part of a sum, a sum over replicated rows is not. */
-static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, size_t size) {
-    int is = r->operands[i].known.may[g], k;
-    text[0] = 0;
-    for (k = 0; k < r->count; k++) {
-        const mti_placed *p = r->operands[k].operand ? r->operands[k].known.parameter : NULL;
-        if (p && !p->is_gradient && is == 1 << MT_SPLIT_ROWS && p->may[g] == 1 << MT_REPLICATED &&
-            !mti_extent_covers(mti_extent_of(r->operands[k].operand->t), p->at))
-            snprintf(text, size, ", or say with mt_check_view that the view of '%.100s' is of this rank's rows",
-                     p->name);
-        if (!p || !p->is_gradient || !(r->operands[k].operand->use & 2)) continue;
-        if (mti_is_synchronised(p, g)) {
-            snprintf(text, size,
-                     ": the gradient of '%.100s' is synchronised already; call mt_params_zero_grad before the first "
-                     "backward of a step",
-                     p->name);
-            return 1;
-        }
-        if ((is == 1 << MT_SPLIT_ROWS || (is == 1 << MT_PARTIAL && mti_fits_terms(r, g))) &&
-            p->adds[g] == 1 << MT_REPLICATED)
-            snprintf(text, size, ", or set sequence_partial for '%.100s' (sequence_parallel in the desc of a layer)",
-                     p->name);
-        if (is == 1 << MT_REPLICATED && p->adds[g] == 1 << MT_PARTIAL)
-            snprintf(text, size,
-                     ", or leave out sequence_partial of '%.100s' (sequence_parallel in the desc of a layer)", p->name);
-    }
-    return 0;
-}
-
-/* Whether an operand is the gradient of a tensor: by its name in the rule, or because it is the product of a gradient
-   and a weight that is split by rows. (A weight that is split by columns makes a term of an output, and so does an
-   embedding, whose table is split by rows.) */
-static int mti_is_gradient(const mti_checker *c, const mti_ruled *o, int g) {
-    size_t i;
-    if (o->operand->name[0] == 'd' || (o->known.by && strstr(o->known.by, "_backward"))) return 1;
-    if (o->known.by && strcmp(o->known.by, "mt_gemm") != 0 && strcmp(o->known.by, "mt_linear_activation_backward") != 0)
-        return 0;
-    for (i = 0; o->known.with && i < c->parameters.count; i++) {
-        const mti_placed *p = &c->parameters.list[i];
-        if (!p->is_gradient && strcmp(p->name, o->known.with) == 0) return p->may[g] == 1 << MT_SPLIT_ROWS;
-    }
-    return 0;
-}
-
-/* Returns the region call that turns a placement into another one, or NULL. */
-static const char *mti_region_remedy(int is, int must, int is_gradient) {
-    int from = 0, to = 0;
-    static const char *const calls[4][4] = {
-        {NULL, "mt_scatter_to_sequence_region", "mt_scatter_to_tensor_region", NULL},
-        {"mt_gather_from_sequence_region", NULL, NULL, NULL},
-        {"mt_gather_from_tensor_region", NULL, NULL, NULL},
-        {"mt_reduce_from_tensor_region_forward", "mt_reduce_scatter_to_sequence_region", NULL, NULL}};
-    if (is == 1 << MT_REPLICATED && must >> MT_PARTIAL & 1) return NULL; /* it was summed already */
-    while (from < 3 && !(is >> from & 1)) from++;
-    while (to < 3 && !(must >> to & 1)) to++;
-    if (from == 3 && to == 0 && is_gradient) return "mt_copy_to_tensor_region_backward";
-    return calls[from][to];
-}
-
-/* Returns the call that makes an operand what it must be, or NULL. Over the data group there are no regions: the ranks
-   add up terms of a sum, and a number that each has of its own tokens. */
-static const char *mti_remedy(const mti_checker *c, const mti_ruled *o, int g, int must) {
-    int is = o->known.may[g], sums = is >> MT_PARTIAL & 1, whole = must >> MT_REPLICATED & 1;
-    int number = o->operand->t.rows == 1 && o->operand->t.cols == 1;
-    if (whole && sums && o->known.parameter && o->known.parameter->is_gradient) return "mt_sync_gradients";
-    if (whole && strcmp(o->operand->name, "gathered") == 0) return "mt_all_gather"; /* one shard below the other */
-    if (!mti_is_data(&c->axes[g])) return mti_region_remedy(is, must, mti_is_gradient(c, o, g));
-    return whole && (sums || number) ? "mt_all_reduce" : NULL;
-}
-
-/* Writes which operand, that all ranks have, could be this rank's term of a sum, so that a case would fit. */
-static void mti_term_hint(const mti_ruling *r, int g, int ranks, char *text, size_t size) {
-    const char *more = NULL, *at = NULL, *name;
-    int first;
-    text[0] = 0;
-    while (r->count > 1 && (at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
-        if (mti_case_misfits(r, at, g, &first) != 1 || at[first] != 'P') continue;
-        if (r->operands[first].operand->use != 1 || r->operands[first].known.may[g] != 1 << MT_REPLICATED) continue;
-        name = r->operands[first].operand->name;
-        snprintf(
-            text, size,
-            ", or add %.20s on one rank only, and say so with mt_check_view (MT_PARTIAL), or a copy divided by %d on "
-            "each rank, with mt_declare (MT_PARTIAL)",
-            name, ranks);
-        return;
-    }
-}
-
-/* Writes over which other group the tensor of a call that communicates is a sum, if it must be one. */
-static void mti_group_hint(const mti_ruling *r, int g, int must, char *text, size_t size) {
-    const mti_ruled *o = &r->operands[0];
-    char since[208];
-    int other;
-    text[0] = 0;
-    if (r->count > 1 || r->over_all || !(must >> MT_PARTIAL & 1)) return;
-    for (other = 0; other < r->checker->count; other++) {
-        if (other == g || o->known.may[other] != 1 << MT_PARTIAL) continue;
-        mti_since_text(o->known.by, o->known.with, since, sizeof since);
-        snprintf(text, size, ": this is a sum over \"%s\"%s, so call it with the communicator of \"%s\", not of \"%s\"",
-                 r->checker->axes[other].name, since, r->checker->axes[other].name, r->checker->axes[g].name);
-        return;
-    }
-}
-
-/* Refuses operand i of a call: no case allows what it is. */
-static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int must) {
-    const mti_axis *axis = &ctx->checker->axes[g];
-    const mti_ruled *o = &r->operands[i];
-    const char *help = mti_remedy(ctx->checker, o, g, must);
-    int adds_whole =
-        r->count > 1 && o->known.may[g] == 1 << MT_REPLICATED && !(must & ~(MTI_LEFT_OUT | 1 << MT_PARTIAL));
-    char is[80], wanted[80], at[192], since[208], cure[400] = "", more[400], term[240];
-    mti_set_text(o->known.may[g], is, sizeof is);
-    mti_set_text(must, wanted, sizeof wanted);
-    snprintf(at, sizeof at, " (%.30s)", o->operand->name);
-    if (o->known.parameter && (o->operand->use & 2))
-        return mti_write_refuse(ctx, r->where, o->known.parameter, at, g, must, mti_ruled_set(o, g));
-    mti_with_text(ctx->checker, r->with, at, sizeof at);
-    mti_since_text(o->known.parameter ? NULL : o->known.by, o->known.with, since, sizeof since);
-    if (help) snprintf(cure, sizeof cure, ": call %s before", help);
-    else if (adds_whole && strchr(r->rule->cases, 'P'))
-        snprintf(cure, sizeof cure, ": each rank would add it to its term of a sum; add it after the sum");
-    else if (o->known.may[g] == 1 << MT_REPLICATED && must == 1 << MT_PARTIAL)
-        snprintf(cure, sizeof cure, ": this call would add up equal values");
-    mti_group_hint(r, g, must, more, sizeof more);
-    if (more[0]) snprintf(cure, sizeof cure, "%s", more);
-    mti_term_hint(r, g, axis->size, term, sizeof term);
-    if (mti_parameter_hint(r, g, i, more, sizeof more)) cure[0] = term[0] = 0;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s%s%s",
-                   r->where, at, o->operand->name, o->known.parameter ? ", '" : "",
-                   o->known.parameter ? o->known.parameter->name : "", o->known.parameter ? "'," : "", is, axis->name,
-                   axis->size, since, wanted, cure, more, term);
-}
-
-/* Whether a message had better name operand a than b: a mistake is seldom in a parameter. */
-static int mti_is_better(const mti_ruling *r, int a, int b) {
-    return r->operands[b].known.parameter && !r->operands[a].known.parameter;
-}
-
-/* Refuses a rule without cases, and a case that has not a letter for each operand. */
-static mt_status mti_rule_valid(mt_context *ctx, const mti_ruling *r) {
-    const char *more = r->rule->data_cases, *at = NULL;
-    int cases = 0;
-    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
-        if ((int)strcspn(at, " ") != r->count)
-            return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: a case of its rule has %d letters, but there are %d operands",
-                           r->where, (int)strcspn(at, " "), r->count);
-        cases++;
-    }
-    return cases > 0 ? MT_SUCCESS : mt_fail(ctx, MT_ERR_ARGUMENT, "%s: its rule has no case", r->where);
-}
-
-/* Whether a call reads, apart from zeros, only what all ranks of group g have. */
-static int mti_reads_replicas(const mti_ruling *r, int g) {
-    int i, any = 0;
-    for (i = 0; i < r->count; i++) {
-        const mti_ruled *o = &r->operands[i];
-        if (!o->operand || !(o->operand->use & 1) || (o->known.zero && !o->known.parameter)) continue;
-        if (o->known.may[g] != 1 << MT_REPLICATED) return 0;
-        any = 1;
-    }
-    return any;
-}
-
-/* Whether a rule says of a call that it computes the same on all ranks, from nothing. */
-static int mti_is_constant(const mti_ruling *r) {
-    return r->count == 1 && r->operands[0].operand && r->operands[0].operand->use == 2 &&
-           strcmp(r->rule->cases, "R") == 0;
-}
-
-/* Whether operand i, which all ranks have, does not fit a letter only because of its extent. */
-static int mti_is_other_extent(const mti_ruling *r, int i, int g, char letter) {
-    const mti_ruled *o = &r->operands[i];
-    if (!o->operand || !(o->operand->use & 1) || o->known.may[g] != 1 << MT_REPLICATED) return 0;
-    if (letter == 'o') return mti_shares(r, i) > 1 && !mti_has_own_columns(r, i, g);
-    return letter == 'k' && !mti_has_first_rows(r, i, g);
-}
-
-/* Returns the first operand that has other rows or columns than a case wants, which does not fit for this alone, or -1.
-   *letter becomes its letter. */
-static int mti_other_extent(const mti_ruling *r, int g, char *letter) {
-    const char *more = NULL, *at = NULL;
-    int i, misfits, first, others, found = -1;
-    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
-        misfits = mti_case_misfits(r, at, g, &first);
-        for (i = r->count - 1, others = 0; i >= 0; i--)
-            if (mti_is_other_extent(r, i, g, at[i])) others++, found = i;
-        if (!others || others != misfits) continue;
-        *letter = at[found];
-        return found;
-    }
-    return -1;
-}
-
-/* Refuses operand i of a call, see mti_other_extent. */
-static mt_status mti_extent_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, char letter) {
-    const mti_ruled *o = &r->operands[i], *by = &r->operands[0];
-    const mti_axis *axis = &ctx->checker->axes[g];
-    uintptr_t size = (uintptr_t)mt_dtype_size(o->operand->t.dtype), pitch = o->known.in.pitch ? o->known.in.pitch : 1;
-    long long from = (long long)((mti_extent_of(o->operand->t).begin - o->known.in.begin) % pitch / size);
-    char at[192];
-    mti_with_text(ctx->checker, r->with, at, sizeof at);
-    if (letter == 'k')
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s%s: %s has %lld rows that all %d ranks of \"%s\" have, but %s has the rows of rank %d: the "
-                       "last rows of both are at one position, so %s must have the first %lld rows",
-                       r->where, at, o->operand->name, (long long)o->operand->t.rows, axis->size, axis->name,
-                       by->operand->name, axis->rank, o->operand->name,
-                       (long long)by->operand->t.rows * (axis->rank + 1));
-    return mt_fail(
-        ctx, MT_ERR_ARGUMENT,
-        "%s%s: %s has columns %lld to %lld of the %lld that all %d ranks of \"%s\" have, which are not those "
-        "of rank %d, as in %s: take the columns of this rank, or, if the ranks share them in another order, "
-        "say with mt_check_view that they are MT_SPLIT_COLS",
-        r->where, at, o->operand->name, from, from + (long long)o->operand->t.cols - 1,
-        (long long)(o->known.in.width / size), axis->size, axis->name, axis->rank, by->operand->name);
-}
-
-/* Whether a case fits when views of exactly this rank's share of what all ranks have are this share, with the results
-   of these cases. */
-static int mti_fits_shares(const mti_ruling *r, int g, unsigned char *results) {
-    const char *more = mti_is_data(&r->checker->axes[g]) ? r->rule->data_cases : NULL, *at = NULL;
-    mti_ruling shares = *r;
-    int i, first, any = 0, fits = 0;
-    for (i = 0; i < r->count; i++) {
-        int part, set = mti_own_share(r, i, g);
-        if (!set) continue;
-        any = 1;
-        shares.operands[i].known.may[g] = (unsigned char)set;
-        for (part = 0; part < r->operands[i].known.count; part++)
-            shares.operands[i].known.parts[part][g] = (unsigned char)set;
-    }
-    while (any && (at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
-        if (mti_case_misfits(&shares, at, g, &first) > 0) continue;
-        for (i = 0; i < r->count; i++) results[i] |= (unsigned char)mti_result_set(r, i, g, at[i]);
-        fits = 1;
-    }
-    return fits;
-}
-
-/* Finds the sets that the cases allow in a group: results[i] for operand i. */
-static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsigned char *results) {
-    const char *more = mti_is_data(&ctx->checker->axes[g]) ? r->rule->data_cases : NULL, *at = NULL;
-    int i, first, misfits, fits = 0, best = MTI_RULE_OPERANDS + 1, culprit = -1, must = 0;
-    char letter;
-    memset(results, 0, MTI_RULE_OPERANDS);
-    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
-        misfits = mti_case_misfits(r, at, g, &first);
-        for (i = 0; misfits == 0 && i < r->count; i++) results[i] |= (unsigned char)mti_result_set(r, i, g, at[i]);
-        if (misfits == 0) fits = 1;
-        else if (misfits < best || (misfits == best && (first == culprit || mti_is_better(r, first, culprit)))) {
-            if (misfits < best || first != culprit) must = 0;
-            best = misfits;
-            culprit = first;
-            must |= at[first] == '-' ? MTI_LEFT_OUT : mti_letter_set(at[first]);
-        }
-    }
-    if (ctx->checker->axes[g].only_group && !mti_reads_replicas(r, g) && !mti_is_constant(r))
-        memset(results, MTI_ALL_PLACEMENTS, MTI_RULE_OPERANDS);
-    if (!fits) fits = mti_fits_shares(r, g, results);
-    if (!fits && (i = mti_other_extent(r, g, &letter)) >= 0) return mti_extent_refuse(ctx, r, g, i, letter);
-    return fits ? MT_SUCCESS : mti_rule_refuse(ctx, r, g, culprit, must);
-}
-
-/* Sets *word to the next name in a rule's list of operands, and moves *next behind it. Returns its length; 0: the list
-   ends. */
-static size_t mti_rule_word(const char **next, const char **word) {
-    size_t length;
-    *word = *next + strspn(*next, " ");
-    length = strcspn(*word, " ");
-    *next = *word + length;
-    return length;
-}
-
-static int mti_word_is(const char *word, size_t length, const char *name) {
-    return strlen(name) == length && strncmp(word, name, length) == 0;
-}
-
-/* Looks up the operands of a call, in the order of the rule. */
-static void mti_ruling_fill(mti_checker *c, mti_ruling *r, const mt_operand *operands, int count) {
-    const char *next = r->rule->operands, *word;
-    size_t length;
-    int i;
-    for (r->count = 0; r->count < MTI_RULE_OPERANDS && (length = mti_rule_word(&next, &word)) > 0; r->count++) {
-        mti_ruled *o = &r->operands[r->count];
-        o->operand = NULL;
-        for (i = 0; i < count; i++)
-            if (mti_word_is(word, length, operands[i].name) && mti_has_elements(operands[i].t))
-                o->operand = &operands[i];
-        if (o->operand) o->known = mti_known_of(c, o->operand->t);
-        if (o->operand && o->known.parameter && !r->with) r->with = o->known.parameter->name;
-    }
-}
-
-/* Decides what numbers that were not declared are, such as ids: others on data ranks, as in the models, and what the
-   only case that fits wants. */
-static void mti_numbers_assume(mti_ruling *r, int i, int g) {
-    mti_ruled *o = &r->operands[i];
-    const char *more = r->rule->data_cases, *at = NULL;
-    int is_data = mti_is_data(&r->checker->axes[g]), set = 0, first, misfits;
-    if (!o->operand || o->operand->use != 1 || o->operand->t.dtype != MT_I32 || o->known.zero) return;
-    if (o->known.may[g] != MTI_ALL_PLACEMENTS || o->known.count > 1) return;
-    if (!is_data) more = NULL;
-    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
-        misfits = mti_case_misfits(r, at, g, &first);
-        if (misfits == 0 && (!is_data || at[i] == 'r')) set |= mti_letter_set(at[i]);
-    }
-    if (!set || set & (set - 1)) return;
-    o->known.may[g] = (unsigned char)set;
-    if (o->known.count) o->known.parts[0][g] = (unsigned char)set;
-}
-
-/* Whether a rule has an operand of this name. */
-static int mti_rule_names(const mt_rule *rule, const char *name) {
-    const char *next = rule->operands, *word;
-    size_t length;
-    while ((length = mti_rule_word(&next, &word)) > 0)
-        if (mti_word_is(word, length, name)) return 1;
-    return 0;
-}
-
-/* Refuses arguments of mt_rule_check that are NULL, and operands that the rule does not have. */
-static mt_status mti_rule_arguments(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,
-                                    int count) {
-    const char *missing = !where                                  ? "where is NULL"
-                          : !rule                                 ? "rule is NULL"
-                          : !rule->operands                       ? "rule.operands is NULL"
-                          : !rule->cases                          ? "rule.cases is NULL"
-                          : count < 0 || (count > 0 && !operands) ? "operands is NULL, or count is negative"
-                                                                  : NULL;
-    int i;
-    if (missing)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rule_check%s%.60s: %s", where ? " of " : "", where ? where : "",
-                       missing);
-    for (i = 0; i < count; i++) {
-        if (!operands[i].name)
-            return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rule_check of %.60s: operands[%d].name is NULL", where, i);
-        if (!mti_rule_names(rule, operands[i].name))
-            return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "mt_rule_check of %.60s: its rule has no operand '%.60s', only: %.200s", where,
-                           operands[i].name, rule->operands);
-    }
-    return MT_SUCCESS;
-}
-
-/* Returns the region call that would make t of a piece over a group, or NULL. */
-static const char *mti_region_call(const mti_placed *p, int g, int64_t ranks, mti_extent t, int64_t rows) {
-    int64_t has = p->at.pitch ? (int64_t)((p->at.end - p->at.begin - p->at.width) / p->at.pitch) + 1 : 1;
-    uintptr_t n = (uintptr_t)ranks;
-    int is = p->may[g];
-    if (p->at.width == t.width && has * ranks == rows && is == 1 << MT_SPLIT_ROWS)
-        return "mt_gather_from_sequence_region";
-    if (p->at.width == t.width && has == rows * ranks && is == 1 << MT_PARTIAL)
-        return "mt_reduce_scatter_to_sequence_region";
-    if (p->at.width == t.width && has == rows * ranks && is == 1 << MT_REPLICATED)
-        return "mt_scatter_to_sequence_region";
-    if (p->at.width * n == t.width && has == rows && is == 1 << MT_SPLIT_COLS) return "mt_gather_from_tensor_region";
-    if (p->at.width == t.width * n && has == rows && is == 1 << MT_REPLICATED) return "mt_scatter_to_tensor_region";
-    return NULL;
-}
-
-/* Writes which call would make t of the newest tensor that fits, and which calls may be missing otherwise. */
-static void mti_missing_text(const mti_checker *c, mt_tensor t, char *text, size_t bytes) {
-    const mti_placed *newest = NULL;
-    const char *call = NULL;
-    char since[208];
-    size_t i;
-    int g;
-    for (i = 0; i < c->written.count; i++)
-        for (g = 0; g < c->count; g++) {
-            const mti_placed *p = &c->written.list[i];
-            const char *may = mti_region_call(p, g, c->axes[g].size, mti_extent_of(t), t.rows);
-            if (!may || c->axes[g].only_group || (newest && p->age < newest->age)) continue;
-            newest = p;
-            call = may;
-        }
-    if (newest) mti_since_text(newest->by, newest->with, since, sizeof since);
-    if (newest) snprintf(text, bytes, "%s of what is in another tensor%.200s, or ", call, since);
-    else text[0] = 0;
-}
-
-/* Writes what was in the memory of t before it was released and allocated again. */
-static void mti_released_text(const mti_checker *c, mt_tensor t, char *text, size_t bytes) {
-    const mti_released *r = mti_released_at(c, mti_extent_of(t));
-    char since[208];
-    text[0] = 0;
-    if (!r) return;
-    mti_since_text(r->by, r->with, since, sizeof since);
-    snprintf(text, bytes, ", or mt_arena_release came too early: what was there%s was released and overwritten", since);
-}
-
-/* Whether something was declared over a group. mt_check_group alone declares nothing. */
-static int mti_declares(const mti_checker *c) {
-    int g;
-    for (g = 0; g < c->count; g++)
-        if (!c->axes[g].only_group) return 1;
-    return 0;
-}
-
-/* Refuses a call that reads memory of the arena which nothing has written. Ids and lengths are the caller's. */
-static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
-    char at[192], missing[320], before[320];
-    int i;
-    if (!ctx->checker->strict || !mti_declares(ctx->checker)) return MT_SUCCESS;
-    for (i = 0; i < r->count; i++) {
-        const mti_ruled *o = &r->operands[i];
-        if (!o->operand || !(o->operand->use & 1) || !o->known.unwritten) continue;
-        if (!mt_dtype_is_float(o->operand->t.dtype) || !mti_is_in_arena(ctx, mti_extent_of(o->operand->t))) continue;
-        mti_with_text(ctx->checker, r->with, at, sizeof at);
-        mti_missing_text(ctx->checker, o->operand->t, missing, sizeof missing);
-        mti_released_text(ctx->checker, o->operand->t, before, sizeof before);
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s%s: nothing has written %s [%lld, %lld], or a part of it, since it was allocated: a call is "
-                       "missing, such as %smt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region, "
-                       "mt_all_gather or mt_recv, or, for what the program writes itself, mt_declare (MT_UNDECLARED "
-                       "with comm NULL, if its placement does not matter)%s",
-                       r->where, at, o->operand->name, (long long)o->operand->t.rows, (long long)o->operand->t.cols,
-                       missing, before);
-    }
-    return MT_SUCCESS;
-}
-
-MT_API void mt_check_slots(mt_context *ctx, int area, const void *first, size_t bytes, int count, int own) {
-    mti_slots *s;
-    if (!ctx || !ctx->checker || area < 0 || area > 1) return;
-    s = &ctx->checker->slots[area];
-    s->first = (uintptr_t)first;
-    s->bytes = bytes;
-    s->count = bytes ? count : 0;
-    s->own = own;
-}
-
-/* Returns the first slot of an area that a view meets and that is not the own one, or -1. */
-static int mti_slot_of_another(const mti_slots *s, mti_extent e) {
-    int i;
-    for (i = 0; i < s->count; i++) {
-        uintptr_t begin = s->first + (uintptr_t)i * s->bytes;
-        if (i != s->own && e.begin < begin + s->bytes && begin < e.end) return i;
-    }
-    return -1;
-}
-
-/* Refuses a call on memory of a slot that is not that of the action. */
-static mt_status mti_slot_check(mt_context *ctx, const char *where, const char *with, const char *name, mt_tensor t) {
-    char at[192];
-    int area, slot;
-    for (area = 0; area < 2 && mti_has_elements(t); area++) {
-        const mti_slots *s = &ctx->checker->slots[area];
-        slot = mti_slot_of_another(s, mti_extent_of(t));
-        if (slot < 0) continue;
-        mti_with_text(ctx->checker, with, at, sizeof at);
-        return mt_fail(
-            ctx, MT_ERR_ARGUMENT,
-            "%s%s: %s is in slot %d, but the slot of this action is %d (mt_action.slot): it has what another "
-            "micro-batch keeps",
-            where, at, name, slot, s->own);
-    }
-    return MT_SUCCESS;
-}
-
-/* The same for the operands of a call. */
-static mt_status mti_slots_check(mt_context *ctx, const mti_ruling *r) {
-    int i;
-    for (i = 0; i < r->count; i++)
-        if (r->operands[i].operand)
-            MT_TRY(mti_slot_check(ctx, r->where, r->with, r->operands[i].operand->name, r->operands[i].operand->t));
-    return MT_SUCCESS;
-}
-
-/* Counts the operands that a call reads and that may have several placements in a group. */
-static void mti_unknown_count(mti_checker *c, const mti_ruling *r) {
-    char at[192];
-    int i, g;
-    for (i = 0; i < r->count; i++)
-        for (g = 0; r->operands[i].operand && (r->operands[i].operand->use & 1) && g < c->count; g++) {
-            const mti_known *k = &r->operands[i].known;
-            if (k->zero || c->axes[g].only_group || !(k->may[g] & (k->may[g] - 1))) continue;
-            if (c->unknown++ > 0) continue;
-            mti_with_text(c, r->with, at, sizeof at);
-            snprintf(c->unknown_text, sizeof c->unknown_text, "%.40s%.140s: %.20s over \"%.16s\"", r->where, at,
-                     r->operands[i].operand->name, c->axes[g].name);
-        }
-}
-
-/* Whether a call reads some columns of a tensor, as many as t has. */
-static int mti_reads_some_columns(const mti_ruling *r, mt_tensor t) {
-    int i;
-    for (i = 0; i < r->count; i++) {
-        const mti_ruled *o = &r->operands[i];
-        if (o->operand && (o->operand->use & 1) && o->known.some_columns && o->operand->t.cols == t.cols) return 1;
-    }
-    return 0;
-}
-
-/* Whether a parameter is split by a group along a dimension of this size of an operand. */
-static int mti_is_split_along(const mti_ruling *r, const mti_ruled *o, int64_t size) {
-    int g, rows = 0, cols = 0;
-    for (g = 0; g < r->checker->count; g++) {
-        rows |= o->known.parameter->allowed[g] == 1 << MT_SPLIT_ROWS;
-        cols |= o->known.parameter->allowed[g] == 1 << MT_SPLIT_COLS;
-    }
-    return (rows && o->operand->t.rows == size) || (cols && o->operand->t.cols == size);
-}
-
-/* Returns the parameter whose features are the columns of t, which a call writes: one that the call has, or that of an
-   operand with as many columns. */
-static const char *mti_features_of(const mti_ruling *r, mt_tensor t) {
-    const char *features = NULL;
-    int i;
-    for (i = 0; i < r->count; i++) {
-        const mti_ruled *o = &r->operands[i];
-        const mti_placed *p;
-        mti_extent e;
-        if (!o->operand || !(o->operand->use & 1)) continue;
-        if (o->known.parameter && mti_is_split_along(r, o, t.cols)) return o->known.parameter->name;
-        if (o->known.parameter || o->operand->t.cols != t.cols) continue;
-        e = mti_extent_of(o->operand->t);
-        p = mti_placed_older(&r->checker->written, e, UINT64_MAX);
-        if (p && p->features && mti_extent_covers(p->at, e) && p->at.width == e.width) features = p->features;
-    }
-    return features;
-}
-
-static void mti_features_note(mti_checker *c, mt_tensor t, const char *features) {
-    mti_extent e = mti_extent_of(t);
-    mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
-    if (p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at)) p->features = features;
-}
-
-/* Notes what a call writes to operand i. results: the sets that the cases allow, for each group and operand. A constant
-   is replicated over the groups that become known later, too. */
-static mt_status mti_result_note(mt_context *ctx, const mti_ruling *r, int i,
-                                 unsigned char (*results)[MTI_RULE_OPERANDS]) {
-    const mti_ruled *o = &r->operands[i];
-    unsigned char may[MTI_AXES];
-    const char *features;
-    int g;
-    if (!o->operand || !(o->operand->use & 2)) return MT_SUCCESS;
-    memset(may, mti_is_constant(r) ? 1 << MT_REPLICATED : MTI_ALL_PLACEMENTS, sizeof may);
-    for (g = 0; g < ctx->checker->count; g++) may[g] = (unsigned char)(results[g][i] & mti_ruled_set(o, g));
-    features = mti_features_of(r, o->operand->t);
-    MT_TRY(mti_placement_note(ctx, o->operand->t, may, 0, r->where, r->with));
-    mti_features_note(ctx->checker, o->operand->t, features);
-    if (mti_reads_some_columns(r, o->operand->t)) mti_columns_note(ctx->checker, o->operand->t);
-    return MT_SUCCESS;
-}
-
-static uint64_t mti_hash_number(uint64_t hash, uint64_t number) {
-    return mt_hash_word(mt_hash_word(hash, (uint32_t)number), (uint32_t)(number >> 32));
-}
-
-/* Returns the piece of an operand that a call reads and an operator has written, or NULL. */
-static mti_placed *mti_computed_at(const mti_checker *c, const mti_ruled *o) {
-    mti_placed *p;
-    if (!o->operand || !(o->operand->use & 1) || o->known.parameter) return NULL;
-    p = mti_placed_older(&c->written, mti_extent_of(o->operand->t), UINT64_MAX);
-    if (!p || !p->by || strcmp(p->by, "mt_declare") == 0) return NULL;
-    return mti_extent_covers(p->at, mti_extent_of(o->operand->t)) ? p : NULL;
-}
-
-/* The activations that a backward reads: the first operand that is neither a parameter nor a gradient. */
-typedef struct mti_reading {
-    mti_placed *piece; /* NULL: none that is known */
-    uint64_t which,
-        which_all; /* hashes of what is read of it, and of all that the call reads; which_all 0: not known */
-} mti_reading;
-
-static mti_reading mti_activations_of(const mti_checker *c, const mti_ruling *r) {
-    mti_reading a = {NULL, 0, 1};
-    int i, known = 1;
-    for (i = 0; i < r->count; i++) {
-        const mti_ruled *o = &r->operands[i];
-        mti_placed *p = mti_computed_at(c, o);
-        mti_extent e;
-        uint64_t which;
-        if (!o->operand || !(o->operand->use & 1) || o->known.parameter) continue;
-        e = mti_extent_of(o->operand->t);
-        which = mti_hash_number(mti_hash_number(p ? p->age : 0, (uint64_t)e.begin), (uint64_t)e.end);
-        if (!a.piece && p && o->operand->name[0] != 'd') a.piece = p, a.which = which;
-        a.which_all = mti_hash_number(a.which_all, which);
-        known &= p != NULL;
-    }
-    if (!known) a.which_all = 0;
-    return a;
-}
-
-/* Whether a gradient gets twice what a call reads: the very same, or activations that a second forward has written over
-   those of a first one since the gradient was zero. */
-static int mti_is_used_twice(const mti_placed *gradient, const mti_reading *a, const char *where) {
-    if (gradient->zero || gradient->used != a->which || gradient->used_by != where) return 0;
-    return (a->which_all && a->which_all == gradient->used_all) || a->piece->lost > gradient->zeroed;
-}
-
-/* Refuses a backward that adds to the gradient of a parameter what it has added already. */
-static mt_status mti_used_check(mt_context *ctx, const mti_ruling *r) {
-    mti_reading a = mti_activations_of(ctx->checker, r);
-    char at[192];
-    int i;
-    for (i = 0; a.piece && i < r->count; i++) {
-        const mti_ruled *o = &r->operands[i];
-        mti_placed *p = o->operand && (o->operand->use & 2) && o->known.parameter
-                            ? mti_parameter_at(ctx->checker, mti_extent_of(o->operand->t))
-                            : NULL;
-        if (!p || !p->is_gradient || !mti_extent_covers(mti_extent_of(o->operand->t), p->at)) continue;
-        if (mti_is_used_twice(p, &a, r->where)) {
-            mti_with_text(ctx->checker, r->with, at, sizeof at);
-            return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s%s: the gradient of '%.100s' would get the same activations twice: a backward has read "
-                           "them already, but each forward needs its own saved, and one backward; if both are "
-                           "meant, mt_declare the activations before",
-                           r->where, at, p->name);
-        }
-        p->used = a.which;
-        p->used_all = a.which_all;
-        p->used_by = r->where;
-        a.piece->is_used = 1;
-    }
-    return MT_SUCCESS;
-}
-
-/* Returns what a call writes the gradient of operand i to, which it reads: to "dx" for "x", or to x itself. NULL: the
-   call computes no gradient of it. */
-static const mt_operand *mti_gradient_of(const mti_ruling *r, int i) {
-    const mt_operand *o = r->operands[i].operand, *d;
-    int k;
-    if (!o || !(o->use & 1) || r->operands[i].known.parameter) return NULL;
-    if (o->use & 4) return o;
-    for (k = 0; k < r->count; k++) {
-        d = r->operands[k].operand;
-        if (d && (d->use & 2) && d->name[0] == 'd' && strcmp(d->name + 1, o->name) == 0) return d;
-    }
-    return NULL;
-}
-
-/* Refuses to compute gradients of activations that are no longer there: a backward has written their gradient over
-   them. */
-static mt_status mti_replaced_check(mt_context *ctx, const mti_ruling *r) {
-    char at[192], since[208];
-    int i;
-    for (i = 0; i < r->count; i++) {
-        const mti_placed *p = NULL;
-        if (mti_gradient_of(r, i))
-            p = mti_placed_older(&ctx->checker->written, mti_extent_of(r->operands[i].operand->t), UINT64_MAX);
-        if (!p || !p->is_replaced) continue;
-        mti_with_text(ctx->checker, r->with, at, sizeof at);
-        mti_since_text(p->by, p->with, since, sizeof since);
-        return mt_fail(
-            ctx, MT_ERR_ARGUMENT,
-            "%s%s: %s is its own gradient%s, which has replaced it: each forward needs its own saved, and one "
-            "backward; if your code has written it again, mt_declare it",
-            r->where, at, r->operands[i].operand->name, since);
-    }
-    return MT_SUCCESS;
-}
-
-/* Notes where a call has written the gradient of an operand over the operand. */
-static void mti_replaced_note(mti_checker *c, const mti_ruling *r) {
-    int i;
-    for (i = 0; i < r->count; i++) {
-        const mt_operand *d = mti_gradient_of(r, i);
-        mti_extent e, of;
-        mti_placed *p;
-        if (!d) continue;
-        e = mti_extent_of(d->t);
-        of = mti_extent_of(r->operands[i].operand->t);
-        p = mti_placed_older(&c->written, e, UINT64_MAX);
-        if (p && mti_extent_covers(e, of) && mti_extent_covers(of, e)) p->is_replaced = 1;
-    }
-}
-
-/* Whether ranks may read other rows or columns of operand i: of a case with a letter for that, or, in a call of tensors
-   that the group splits, this rank's share. */
-static int mti_reads_apart(const mti_ruling *r, int i, int g) {
-    const char *more = NULL, *at = NULL;
-    int k, first, own;
-    if (r->operands[i].known.may[g] != 1 << MT_REPLICATED) return 0;
-    own = mti_own_share(r, i, g) || (r->operands[i].operand->use == 1 && mti_has_own_columns(r, i, g));
-    for (k = 0; own && k < r->count; k++)
-        if (r->operands[k].operand && !(r->operands[k].known.may[g] & ~MTI_SPLIT_PLACEMENTS)) return 1;
-    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL)
-        if ((at[i] == 'o' || at[i] == 'k') && mti_case_misfits(r, at, g, &first) == 0) return 1;
-    return 0;
-}
-
-/* Whether operand k of a call, other than i, is read and split by columns over group g. */
-static int mti_meets_columns(const mti_ruling *r, int i, int g) {
-    int k;
-    for (k = 0; k < r->count; k++)
-        if (k != i && r->operands[k].operand && (r->operands[k].operand->use & 1) &&
-            r->operands[k].known.may[g] == 1 << MT_SPLIT_COLS)
-            return 1;
-    return 0;
-}
-
-/* Notes operand i, which a call reads, to be compared: not over a group whose ranks may read other rows or columns of
-   it. Of integers the rule says what they must be. */
-static mt_status mti_operand_note(mt_context *ctx, const mti_ruling *r, int i,
-                                  unsigned char (*results)[MTI_RULE_OPERANDS]) {
-    const mt_operand *o = r->operands[i].operand;
-    mti_known known;
-    int g;
-    if (!o || !(o->use & 1)) return MT_SUCCESS;
-    known = r->operands[i].known;
-    for (g = 0; g < ctx->checker->count; g++) {
-        if (o->t.dtype == MT_I32) known.may[g] &= results[g][i];
-        if (mti_reads_apart(r, i, g)) known.apart |= 1u << g;
-        else if (mti_share_of(r, i, g)) known.terms &= ~(1u << g); /* ranks add other rows or columns */
-        if (mti_meets_columns(r, i, g)) MT_TRY(mti_range_note(ctx, g, r, o, &known));
-    }
-    return mti_replica_read(ctx, r->where, r->with, o, &known);
-}
-
-MT_API int64_t mt_check_unknown(mt_context *ctx, char *text, size_t bytes) {
-    int64_t count = ctx && ctx->checker ? ctx->checker->unknown : 0;
-    if (text && bytes) snprintf(text, bytes, "%s", count ? ctx->checker->unknown_text : "");
-    if (count) ctx->checker->unknown = 0;
-    return count;
-}
-
-MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,
-                               int count) {
-    unsigned char results[MTI_AXES][MTI_RULE_OPERANDS];
-    mti_checker *c;
-    mti_ruling r;
-    int g, i;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!mt_check_mode(ctx)) return MT_SUCCESS;
-    MT_TRY(mti_rule_arguments(ctx, where, rule, operands, count));
-    c = ctx->checker;
-    r.checker = c;
-    r.where = where;
-    r.rule = rule;
-    r.over_all = 0;
-    r.with = NULL;
-    mti_ruling_fill(c, &r, operands, count);
-    MT_TRY(mti_rule_valid(ctx, &r));
-    MT_TRY(mti_slots_check(ctx, &r));
-    MT_TRY(mti_written_check(ctx, &r));
-    for (g = 0; g < c->count; g++) {
-        for (i = 0; i < r.count; i++) mti_numbers_assume(&r, i, g);
-        MT_TRY(mti_rule_axis(ctx, &r, g, results[g]));
-    }
-    mti_unknown_count(c, &r);
-    if (r.with) c->latest = r.with;
-    if (mt_check_mode(ctx) == 2) MT_TRY(mti_replaced_check(ctx, &r));
-    if (mt_check_mode(ctx) == 2) MT_TRY(mti_used_check(ctx, &r));
-    for (i = 0; mt_check_mode(ctx) == 2 && i < r.count; i++) MT_TRY(mti_operand_note(ctx, &r, i, results));
-    for (i = 0; i < r.count; i++) MT_TRY(mti_result_note(ctx, &r, i, results));
-    if (mt_check_mode(ctx) == 2) mti_replaced_note(c, &r);
-    mti_tell(ctx, where, r.with, operands, count);
-    return MT_SUCCESS;
-}
-
-/* ---- numbers, scales and parts (src/check/places.c) -------------------------------------------------------------- */
-
-static mt_status mti_place_note(mt_context *ctx, const char *where, const char *field, const mti_known *known,
-                                const mt_place *place); /* replicas.c */
-
-/* Refuses a number of a place. `is` says what t is, and `must` what the number must be. */
-static mt_status mti_place_refuse(mt_context *ctx, const char *where, const char *field, const char *number,
-                                  int64_t value, const mti_known *k, const char *is, const char *must) {
-    char at[192];
-    mti_with_text(ctx->checker, k->with, at, sizeof at);
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%s is %lld, but %s: it must be %s", where, at, field,
-                   field[0] ? "." : "", number, (long long)value, is, must);
-}
-
-/* The check for a group that splits t. */
-static mt_status mti_place_split(mt_context *ctx, const char *where, const char *field, const char *name,
-                                 const mti_known *k, int g, const mt_place *place) {
-    const mti_axis *axis = &ctx->checker->axes[g];
-    int by_rows = k->may[g] == 1 << MT_SPLIT_ROWS;
-    int64_t each = by_rows ? place->rows : place->cols, first = by_rows ? place->first_row : place->first_col;
-    int64_t before = mt_size_mul(each, axis->rank), all = mt_size_mul(each, axis->size); /* -1: too large */
-    char is[160], must[160];
-    snprintf(is, sizeof is, "%.60s is split by %s over \"%s\" and this is rank %d of %d", name,
-             by_rows ? "rows" : "columns", axis->name, axis->rank, axis->size);
-    if (before < 0 || first < before) {
-        snprintf(must, sizeof must,
-                 "at least %lld, the rank's first %s of the whole tensor, so that ranks do not use the same %s",
-                 (long long)before, by_rows ? "row" : "column", place->what);
-        return mti_place_refuse(ctx, where, field, by_rows ? "first_row" : "first_col", first, k, is, must);
-    }
-    if (!by_rows && place->vocab > 1 && place->vocab == each) {
-        snprintf(must, sizeof must, "that of all ranks, of which only the first would have tokens");
-        return mti_place_refuse(ctx, where, field, "vocab", place->vocab, k, is, must);
-    }
-    if (by_rows || place->padded || (all >= 0 && place->global_cols >= all)) return MT_SUCCESS;
-    snprintf(must, sizeof must, "at least %lld, the columns of all ranks", (long long)all);
-    return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, k, is, must);
-}
-
-MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
-                                const mt_place *place) {
-    mti_known k;
-    char is[160], must[160];
-    int g, whole = t.rows > 1 && mt_tensor_ld(t) == t.cols; /* 0: t may be a part of the columns */
-    int alike = 0;                                          /* 1: ranks of a group have the same columns */
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!where || !field || !name || !place)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_place_check: where, field, name or place is NULL");
-    if (!mt_check_mode(ctx) || ctx->checker->count == 0 || !mti_has_elements(t)) return MT_SUCCESS;
-    k = mti_known_of(ctx->checker, t);
-    MT_TRY(mti_place_note(ctx, where, field[0] ? field : name, &k, place));
-    if (k.some_columns) whole = 0;
-    for (g = 0; g < ctx->checker->count && !(k.zero && !k.parameter); g++) {
-        int by_rows = k.may[g] == 1 << MT_SPLIT_ROWS, by_cols = k.may[g] == 1 << MT_SPLIT_COLS;
-        if (by_rows || by_cols) MT_TRY(mti_place_split(ctx, where, field, name, &k, g, place));
-        if (!by_rows && (k.may[g] & MTI_SPLIT_PLACEMENTS)) whole = 0;
-        if (!(k.may[g] & MTI_SPLIT_PLACEMENTS)) alike = 1;
-    }
-    if (k.zero || !whole || !alike || place->global_cols == place->cols) return MT_SUCCESS;
-    snprintf(is, sizeof is, "no group splits the columns of %.60s", name);
-    snprintf(must, sizeof must, "%lld, the number of its columns, so that ranks use the same %s",
-             (long long)place->cols, place->what);
-    return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, &k, is, must);
-}
-
-/* Whether a factor is n or 1 / n, up to rounding. */
-static int mti_is_ratio(double factor, int n) {
-    double over = factor / n - 1.0, under = factor * n - 1.0;
-    return (over < 1e-6 && over > -1e-6) || (under < 1e-6 && under > -1e-6);
-}
-
-MT_API mt_status mt_check_factor(mt_context *ctx, const char *where, const char *number, const char *name, mt_tensor t,
-                                 mt_placement along, double factor) {
-    mti_known k;
-    int g;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (mt_check_mode(ctx) != 2 || !mti_has_elements(t)) return MT_SUCCESS;
-    if (mti_placed_older(&ctx->checker->meant, mti_extent_of(t), UINT64_MAX)) return MT_SUCCESS; /* such as q of qkv */
-    k = mti_known_of(ctx->checker, t);
-    for (g = 0; g < ctx->checker->count && !k.zero; g++) {
-        const mti_axis *axis = &ctx->checker->axes[g];
-        if (k.may[g] != 1 << along || !mti_is_ratio(factor, axis->size)) continue;
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: %s is %.4g times what it usually is, and \"%s\" has %d ranks: compute it with the sizes of "
-                       "the whole model, not with those of a rank, or call mt_declare_meant(ctx, %s) before, if it is "
-                       "meant so",
-                       where, number, factor, axis->name, axis->size, name);
-    }
-    return MT_SUCCESS;
-}
-
-MT_API void mt_check_mean(mt_context *ctx, mt_tensor t, double scale) {
-    mti_checker *c = ctx ? ctx->checker : NULL;
-    double rows = (double)t.rows;
-    mti_known k;
-    int g;
-    if (mt_check_mode(ctx) != 2 || !mti_has_elements(t)) return;
-    k = mti_known_of(c, t);
-    for (g = 0; g < c->count; g++) {
-        rows *= k.may[g] == 1 << MT_SPLIT_ROWS ? c->axes[g].size : 1;
-        if (!c->axes[g].only_group && (k.may[g] & (k.may[g] - 1))) c->mean_rows = -1.0; /* not known */
-    }
-    if (mt_tensor_ld(t) != t.cols) c->mean_rows = -1.0; /* some columns: the rows would count again */
-    if (scale != scale || k.zero || (c->mean_rows != 0.0 && c->mean_scale != scale)) c->mean_rows = -1.0;
-    if (c->mean_rows >= 0.0) c->mean_rows += rows;
-    c->mean_scale = scale;
-}
-
-static mt_status mti_mean_refuse(mt_context *ctx, const char *where, double factor, const char *group, int ranks) {
-    return mt_fail(ctx, MT_ERR_ARGUMENT,
-                   "%s: the scale of the loss makes the gradients %.4g times those of the mean over the rows of all "
-                   "ranks, and \"%s\" has %d ranks: divide by the rows of all ranks once, or call "
-                   "mt_check_mean(ctx, logits, NAN) before, if it is meant so",
-                   where, factor, group, ranks);
-}
-
-MT_API mt_status mt_check_mean_end(mt_context *ctx, const char *where, double grad_scale) {
-    double factor;
-    int g, all = 1, groups = 0;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (mt_check_mode(ctx) != 2) return MT_SUCCESS;
-    factor = ctx->checker->mean_rows * ctx->checker->mean_scale * grad_scale;
-    ctx->checker->mean_rows = 0.0;
-    for (g = 0; g < ctx->checker->count; g++) {
-        const mti_axis *axis = &ctx->checker->axes[g];
-        if (axis->only_group) continue;
-        if (mti_is_ratio(factor, axis->size)) return mti_mean_refuse(ctx, where, factor, axis->name, axis->size);
-        all *= axis->size;
-        groups++;
-    }
-    return groups > 1 && mti_is_ratio(factor, all) ? mti_mean_refuse(ctx, where, factor, "the world", all) : MT_SUCCESS;
-}
-
-/* Returns the number of parts of a parameter, or of the one with which a view was computed last, or 0. *of becomes the
-   name of the parameter. */
-static int64_t mti_parts_of(const mti_checker *c, mti_extent e, const char **of) {
-    const mti_placed *p = mti_parameter_at(c, e);
-    size_t i;
-    *of = p ? p->name : NULL;
-    if (p) return p->parts;
-    p = mti_placed_older(&c->written, e, UINT64_MAX);
-    if (p && !mti_extent_covers(p->at, e)) return 0;
-    *of = p ? p->features : NULL;
-    if (!p || !p->features) return 0;
-    for (i = 0; i < c->parameters.count; i++)
-        if (c->parameters.list[i].name == p->features) return c->parameters.list[i].parts;
-    return 0;
-}
-
-MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t parts) {
-    mti_known k;
-    const char *of;
-    char since[208];
-    int64_t has;
-    int g;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (parts < 1)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_parts_check: parts is %lld, must be at least 1", (long long)parts);
-    if (!mt_check_mode(ctx) || ctx->checker->count == 0 || !mti_has_elements(t)) return MT_SUCCESS;
-    has = mti_parts_of(ctx->checker, mti_extent_of(t), &of);
-    if (has == 0 || has % parts == 0) return MT_SUCCESS;
-    k = mti_known_of(ctx->checker, t);
-    mti_since_text(k.by, k.with, since, sizeof since);
-    for (g = 0; g < ctx->checker->count; g++)
-        if (k.may[g] == 1 << MT_SPLIT_COLS)
-            return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s: %s is split by columns over \"%s\" (%d ranks)%s, and its columns are %lld parts, but "
-                           "'%s' has parts %lld, so a rank has other columns than its share of each part: set "
-                           "mt_param_desc.parts to %lld",
-                           where, name, ctx->checker->axes[g].name, ctx->checker->axes[g].size, since, (long long)parts,
-                           of, (long long)has, (long long)parts);
-    return MT_SUCCESS;
-}
-
-/* Returns the parameter or gradient that is a view, not only a part of it, and that group g splits, or NULL. */
-static const mti_placed *mti_whole_split(const mti_checker *c, mt_tensor t, int g) {
-    mti_extent e = mti_extent_of(t);
-    const mti_placed *p = mti_has_elements(t) ? mti_parameter_at(c, e) : NULL;
-    if (!p || !mti_extent_covers(e, p->at) || (p->allowed[g] >> MT_REPLICATED & 1)) return NULL;
-    return p->allowed[g] & MTI_SPLIT_PLACEMENTS ? p : NULL;
-}
-
-/* Returns the parts of the columns of t over group g and the parameter that has them: t itself, or the one whose
-   features t has. 0: not known, or the group does not split them. */
-static int64_t mti_parts_over(const mti_checker *c, mt_tensor t, int g, const char **of) {
-    const mti_placed *p = mti_whole_split(c, t, g);
-    mti_extent e = mti_extent_of(t);
-    *of = p ? p->name : NULL;
-    if (p) return p->parts;
-    p = mti_has_elements(t) && !mti_parameter_at(c, e) ? mti_placed_older(&c->written, e, UINT64_MAX) : NULL;
-    if (!p || p->at.width != e.width || p->may[g] != 1 << MT_SPLIT_COLS) return 0;
-    return mti_parts_of(c, e, of);
-}
-
-MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor weight, mt_tensor other) {
-    const mti_placed *w;
-    const char *of;
-    int64_t parts;
-    int g;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!where) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_parts_agree: where is NULL");
-    for (g = 0; mt_check_mode(ctx) && g < ctx->checker->count; g++) {
-        w = mti_whole_split(ctx->checker, weight, g);
-        parts = w ? mti_parts_over(ctx->checker, other, g, &of) : 0;
-        if (parts && w->parts != parts)
-            return mt_fail(
-                ctx, MT_ERR_ARGUMENT,
-                "%s: '%.100s' has parts %lld, but '%.100s' has parts %lld, so a rank of \"%s\" (%d ranks) has "
-                "other features of the one than of the other: set mt_param_desc.parts of both to the same",
-                where, w->name, (long long)w->parts, of, (long long)parts, ctx->checker->axes[g].name,
-                ctx->checker->axes[g].size);
-    }
-    return MT_SUCCESS;
-}
-
-/* ---- the rules of communication (src/check/moves.c) -------------------------------------------------------------- */
-
-/* Sets *r to a rule that one operand must fit. */
-static void mti_ruling_of(mti_ruling *r, const mti_checker *c, const char *where, const mt_rule *rule,
-                          const mt_operand *operand) {
-    r->checker = c;
-    r->where = where;
-    r->rule = rule;
-    r->with = NULL;
-    r->over_all = 0;
-    r->count = 1;
-    r->operands[0].operand = operand;
-    r->operands[0].known = mti_known_of(c, operand->t);
-}
-
-/* Notes what y is after communication from x. */
-static mt_status mti_move_note(mt_context *ctx, const mti_known *x_known, mt_tensor x, mt_tensor y,
-                               const unsigned char *may, int zero, const char *where) {
-    MT_TRY(mti_placement_note(ctx, y, may, zero, where, x_known->with));
-    if (x_known->some_columns && x.cols == y.cols) mti_columns_note(ctx->checker, y);
-    return MT_SUCCESS;
-}
-
-/* In a group of one, y is a copy of x. */
-static mt_status mti_moved(mt_context *ctx, const char *where, mt_tensor x, mt_tensor y) {
-    mti_known k = mti_known_of(ctx->checker, x);
-    if (!mti_has_elements(y) || y.data == x.data) return MT_SUCCESS;
-    return k.unwritten ? mti_forget_view(ctx, y) : mti_move_note(ctx, &k, x, y, k.may, k.zero, where);
-}
-
-/* Tells the listener of communication from x, the operand of the ruling, to y, which may be x or have no elements. */
-static void mti_tell_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
-    const mti_placed *p = r->operands[0].known.parameter;
-    mt_operand told[2];
-    int in_place;
-    told[0] = *r->operands[0].operand;
-    told[1].name = strcmp(told[0].name, "sendbuf") == 0 ? "recvbuf" : "y";
-    told[1].t = y;
-    told[1].use = 2;
-    in_place = y.data == told[0].t.data && y.rows == told[0].t.rows && y.cols == told[0].t.cols;
-    if (in_place) told[0].use = 3;
-    mti_tell(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y) ? 1 : 2);
-}
-
-/* Refuses a sum over a group over which nothing is known about x, when x is a sum over groups of other ranks. */
-static mt_status mti_sum_check(mt_context *ctx, const mti_ruling *r, int g) {
-    const mti_known *k = &r->operands[0].known;
-    char hint[400];
-    int64_t ranks = 1;
-    int other;
-    if (k->zero || k->may[g] != MTI_ALL_PLACEMENTS) return MT_SUCCESS;
-    for (other = 0; other < ctx->checker->count; other++)
-        if (k->may[other] == 1 << MT_PARTIAL) ranks *= ctx->checker->axes[other].size;
-    mti_group_hint(r, g, 1 << MT_PARTIAL, hint, sizeof hint);
-    if (!hint[0] || (!ctx->checker->axes[g].is_named && ranks == ctx->checker->axes[g].size)) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s over \"%s\" of %s%s", r->where, ctx->checker->axes[g].name,
-                   r->operands[0].operand->name, hint);
-}
-
-/* Checks that one of the cases fits x on a group. y then becomes `becomes` there, and what x is on the other groups. */
-static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char *where, const char *cases,
-                                char becomes, const char *x_name, mt_tensor x, mt_tensor y) {
-    mt_rule rule = {"x", cases, NULL};
-    unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
-    mt_operand operand;
-    mti_known read;
-    mti_ruling r;
-    int g;
-    if (!mt_check_mode(ctx) || !mti_has_elements(x)) return MT_SUCCESS;
-    g = mti_axis_of(ctx->checker, comm, 1);
-    if (g < 0) return mti_moved(ctx, where, x, y);
-    operand.name = x_name;
-    operand.t = x;
-    operand.use = 1;
-    mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
-    MT_TRY(mti_slots_check(ctx, &r));
-    MT_TRY(mti_slot_check(ctx, where, NULL, "y", y));
-    MT_TRY(mti_written_check(ctx, &r));
-    if (strcmp(cases, "P") == 0) MT_TRY(mti_sum_check(ctx, &r, g));
-    MT_TRY(mti_rule_axis(ctx, &r, g, results));
-    read = r.operands[0].known;
-    if (mti_has_elements(y) && y.rows > x.rows && mti_extents_meet(mti_extent_of(x), mti_extent_of(y)))
-        read.may[g] = MTI_ALL_PLACEMENTS; /* a gather in place: each rank reads its own part of what is replicated */
-    MT_TRY(mti_replica_read(ctx, where, NULL, &operand, &read));
-    memcpy(may, r.operands[0].known.may, sizeof may);
-    may[g] = (unsigned char)mti_letter_set(becomes);
-    if (mti_has_elements(y)) MT_TRY(mti_move_note(ctx, &r.operands[0].known, x, y, may, 0, where));
-    mti_tell_move(ctx, &r, y);
-    return MT_SUCCESS;
-}
-
-/* The rules of the conjugates: what x is on the group, and what y, or x in place, becomes. */
-static mt_status mti_region_check(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes,
-                                  const char *x_name, mt_tensor x, mt_tensor y) {
-    char cases[2];
-    cases[0] = is;
-    cases[1] = 0;
-    return mti_move_check(ctx, comm, where, cases, becomes, x_name, x, y);
-}
-
-/* Whether something is known about x on a group. */
-static int mti_is_known(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
-    int g = mti_axis_of(ctx->checker, comm, 0);
-    mti_known k;
-    if (g < 0 || ctx->checker->axes[g].only_group) return 0;
-    k = mti_known_of(ctx->checker, x);
-    return !k.zero && k.may[g] != MTI_ALL_PLACEMENTS;
-}
-
-/* Whether x is split over a group. */
-static int mti_is_split(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
-    int g = mti_axis_of(ctx->checker, comm, 0);
-    return g >= 0 && !(mti_known_of(ctx->checker, x).may[g] & ~MTI_SPLIT_PLACEMENTS);
-}
-
-/* Returns the memory of a collective as a tensor with the columns of what was written there, or with one row. */
-static mt_tensor mti_shaped(const mti_checker *c, const void *data, mt_dtype dtype, int64_t count) {
-    mt_tensor t = mt_tensor_make(data, dtype, 1, count);
-    mti_extent e = mti_extent_of(t);
-    uintptr_t size = (uintptr_t)mt_dtype_size(dtype);
-    const mti_placed *p = mti_parameter_at(c, e);
-    if (!p) p = mti_placed_older(&c->written, e, UINT64_MAX);
-    if (!p || !mti_extent_is_dense(p->at) || !mti_extent_covers(p->at, e)) return t;
-    if (e.width % p->at.width || (e.begin - p->at.begin) % p->at.width || p->at.width % size) return t;
-    return mt_tensor_make(data, dtype, (int64_t)(e.width / p->at.width), (int64_t)(p->at.width / size));
-}
-
-/* What a rank sends over a group that is not followed. A partial sum must not travel: the receiver would take it for
-   the sum. Gradients that the data ranks have not summed yet may. */
-static const mt_rule mti_sent_rule = {"sendbuf", "R r c", "P"};
-
-static mt_status mti_sent_check(mt_context *ctx, const mti_ruling *r) {
-    unsigned char results[MTI_RULE_OPERANDS];
-    int g;
-    MT_TRY(mti_written_check(ctx, r));
-    for (g = 0; g < ctx->checker->count; g++) MT_TRY(mti_rule_axis(ctx, r, g, results));
-    return MT_SUCCESS;
-}
-
-/* Notes what y, or x in place, is at the root of a broadcast over a group that is not followed: what x is, or
-   replicated if the ranks that receive it are ranks of a followed group, too. */
-static mt_status mti_root_note(mt_context *ctx, const mti_known *known, mt_tensor x, mt_tensor y) {
-    unsigned char may[MTI_AXES];
-    int g;
-    for (g = 0; g < MTI_AXES; g++) may[g] = (unsigned char)(known->may[g] | 1 << MT_REPLICATED);
-    return mti_move_note(ctx, known, x, y, may, known->zero, "mt_broadcast");
-}
-
-/* A broadcast in a group of several ranks. All of them then have the values of the root, which must not be a part of a
-   sum. Over a group that check mode has not met before, such as the pipeline group, only the root knows what they
-   are. */
-static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
-    static const mt_rule rule = {"sendbuf", "R r c", NULL};
-    unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
-    int g = mti_axis_of(ctx->checker, comm, 0), is_root = comm->rank == call->root;
-    mt_operand operand;
-    mt_tensor x;
-    mti_ruling r;
-    operand.name = is_root ? "sendbuf" : "recvbuf";
-    operand.t = x = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
-    operand.use = is_root ? 1 : 2;
-    mti_ruling_of(&r, ctx->checker, "mt_broadcast", &mti_sent_rule, &operand);
-    MT_TRY(mti_slots_check(ctx, &r));
-    if (is_root) MT_TRY(mti_sent_check(ctx, &r));
-    r.rule = &rule;
-    if (is_root && g >= 0) MT_TRY(mti_rule_axis(ctx, &r, g, results));
-    operand.t.data = call->recv;
-    if (g < 0 && !is_root) return mti_forget_view(ctx, operand.t);
-    if (!mti_parameter_at(ctx->checker, mti_extent_of(operand.t)))
-        mti_forget_parameters(ctx->checker, mti_extent_of(operand.t));
-    if (g < 0) return mti_root_note(ctx, &r.operands[0].known, x, operand.t);
-    if (is_root) memcpy(may, r.operands[0].known.may, sizeof may);
-    else memset(may, MTI_ALL_PLACEMENTS, sizeof may); /* the root alone knows about the other groups */
-    may[g] = 1 << MT_REPLICATED;
-    MT_TRY(mti_placement_note(ctx, operand.t, may, 0, "mt_broadcast", is_root ? r.operands[0].known.with : NULL));
-    operand.name = "recvbuf";
-    operand.use = 2;
-    mti_tell(ctx, "mt_broadcast", NULL, &operand, 1);
-    return MT_SUCCESS;
-}
-
-/* Refuses a collective from memory of the arena that nothing has written, also over a group that check mode does not
-   know. */
-static mt_status mti_sendbuf_written(mt_context *ctx, const char *where, mt_tensor x) {
-    static const mt_rule rule = {"sendbuf", "*", NULL};
-    mt_operand operand;
-    mti_ruling r;
-    operand.name = "sendbuf";
-    operand.t = x;
-    operand.use = 1;
-    mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
-    MT_TRY(mti_slots_check(ctx, &r));
-    return mti_written_check(ctx, &r);
-}
-
-/* Notes what a collective of memory that is not known makes of y. Over a group of mt_check_group, all ranks have the
-   same then, if each gets the whole. Over others, the program may write y and pass it to the collective again. */
-static mt_status mti_collective_unknown(mt_context *ctx, const mt_comm *comm, int kind, const char *where,
-                                        mt_tensor y) {
-    int g = mti_axis_of(ctx->checker, comm, 0);
-    unsigned char may[MTI_AXES];
-    MT_TRY(mti_forget_view(ctx, y));
-    if (g < 0 || !ctx->checker->axes[g].only_group || kind == MT_REDUCE_SCATTER) return MT_SUCCESS;
-    memset(may, MTI_ALL_PLACEMENTS, sizeof may);
-    may[g] = 1 << MT_REPLICATED;
-    return mti_placement_note(ctx, y, may, 0, where, NULL);
-}
-
-/* The sum over the world of a term of a sum: it must be one over each group, because all of them are added up. */
-static mt_status mti_world_sum(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
-    unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
-    int g;
-    for (g = 0; g < ctx->checker->count; g++)
-        if (!ctx->checker->axes[g].only_group) MT_TRY(mti_rule_axis(ctx, r, g, results));
-    memset(may, 1 << MT_REPLICATED, sizeof may);
-    MT_TRY(mti_move_note(ctx, &r->operands[0].known, r->operands[0].operand->t, y, may, 0, r->where));
-    mti_tell_move(ctx, r, y);
-    return MT_SUCCESS;
-}
-
-/* Whether a communicator is the world, and x is a term of a sum over one of the groups that the world consists of. Of
-   numbers, such as losses, programs also sum what some ranks have, and divide by their number. */
-static int mti_is_term_of_world(const mt_context *ctx, const mt_comm *comm, mt_tensor x, const mti_known *k) {
-    const mti_checker *c = ctx->checker;
-    int64_t ranks = 1;
-    int g, term = 0;
-    if (comm != ctx->world || x.rows == 1 || k->zero) return 0;
-    for (g = 0; g < c->count; g++) {
-        if (mti_axis_is(&c->axes[g], comm)) return 0;
-        if (!c->axes[g].only_group) ranks *= c->axes[g].size;
-        term |= k->may[g] == 1 << MT_PARTIAL;
-    }
-    return term && ranks == comm->size;
-}
-
-/* An all-reduce over a communicator that is none of the known groups. */
-static mt_status mti_sum_of_others(mt_context *ctx, const mt_comm *comm, const mti_call *call, mt_tensor x,
-                                   mt_tensor y) {
-    static const mt_rule terms = {"sendbuf", "P", NULL};
-    mti_placed *p;
-    mt_operand operand;
-    mti_ruling r;
-    operand.name = "sendbuf";
-    operand.t = x;
-    operand.use = 1;
-    mti_ruling_of(&r, ctx->checker, "mt_all_reduce", &terms, &operand);
-    r.over_all = 1;
-    if (mti_is_term_of_world(ctx, comm, x, &r.operands[0].known)) return mti_world_sum(ctx, &r, y);
-    MT_TRY(mti_collective_unknown(ctx, comm, call->kind, "mt_all_reduce", y));
-    p = mti_parameter_at(ctx->checker, mti_extent_of(y));
-    if (p && p->is_gradient) snprintf(p->summed_over, sizeof p->summed_over, "%s", comm->name);
-    return MT_SUCCESS;
-}
-
-/* A collective of the caller's own. What it makes of memory that is not declared is not known. Data ranks may sum
-   losses of other tokens, one by one. */
-static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
-    static const char *const names[] = {"mt_all_reduce", "mt_all_gather", "mt_reduce_scatter", "mt_broadcast"};
-    const char *parts = strcmp(comm->name, "data") == 0 ? "P r c" : "P";
-    int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
-    mt_tensor x, y;
-    if (!mt_check_mode(ctx) || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
-    if (call->kind == MT_BROADCAST && comm->size > 1) return mti_broadcast_check(ctx, comm, call);
-    x = mti_shaped(ctx->checker, call->send, call->dtype,
-                   (int64_t)call->count * (call->kind == MT_REDUCE_SCATTER ? comm->size : 1));
-    y = mt_tensor_make(call->recv, call->dtype, x.rows, x.cols);
-    MT_TRY(mti_sendbuf_written(ctx, names[call->kind], x));
-    if (comm->size == 1) return mti_moved(ctx, names[call->kind], x, y);
-    if (call->kind == MT_ALL_GATHER) y.rows *= comm->size;
-    if (call->kind == MT_REDUCE_SCATTER && x.rows % comm->size == 0) y.rows /= comm->size;
-    else if (call->kind == MT_REDUCE_SCATTER) y = mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->count);
-    if (mti_is_known(ctx, comm, x)) {
-        if (call->kind == MT_ALL_REDUCE && sums)
-            return mti_move_check(ctx, comm, "mt_all_reduce", parts, 'R', "sendbuf", x, y);
-        if (call->kind == MT_ALL_REDUCE && is_float) /* a maximum of terms is not the maximum of their sums */
-            return mti_move_check(ctx, comm, "mt_all_reduce", "R r c", 'R', "sendbuf", x, y);
-        if (call->kind == MT_REDUCE_SCATTER && sums)
-            return mti_move_check(ctx, comm, "mt_reduce_scatter", parts, 'r', "sendbuf", x, y);
-        /* A gather in place leaves what is replicated as it is: the parameters of a sharded optimizer, for instance.
-           Candidates of a vocabulary are floats and ids, gathered as MT_I32. */
-        if (call->kind == MT_ALL_GATHER && (is_float || mti_is_split(ctx, comm, x)))
-            return mti_move_check(ctx, comm, "mt_all_gather",
-                                  mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R',
-                                  "sendbuf", x, y);
-    }
-    if (call->kind == MT_ALL_REDUCE && sums) return mti_sum_of_others(ctx, comm, call, x, y);
-    return mti_collective_unknown(ctx, comm, call->kind, names[call->kind], y);
-}
-
-static mt_status mti_send_check(mt_context *ctx, const mti_call *call) {
-    mt_operand operand;
-    mti_ruling r;
-    operand.name = "sendbuf";
-    operand.t = mt_tensor_make(call->send, call->dtype, 1, (int64_t)call->count);
-    operand.use = 1;
-    if (!mti_has_elements(operand.t)) return MT_SUCCESS;
-    mti_ruling_of(&r, ctx->checker, "mt_send", &mti_sent_rule, &operand);
-    MT_TRY(mti_sent_check(ctx, &r));
-    return mti_replica_read(ctx, "mt_send", NULL, &operand, &r.operands[0].known);
-}
-
-/* A send, a receive, or both. */
-static mt_status mti_p2p_check(mt_context *ctx, const mti_call *call) {
-    if (!mt_check_mode(ctx)) return MT_SUCCESS;
-    MT_TRY(mti_send_check(ctx, call));
-    return mti_forget_view(ctx, mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->recvcount));
-}
-
 /* ---- the trace of a step (src/comm/trace.c) ---------------------------------------------------------------------- */
 
 MT_API void mt_trace_free(mt_trace *trace) {
@@ -7476,8 +4979,8 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
 static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t elements = call->count;
     MT_TRY(mti_check_call(ctx, comm, call));
-    MT_TRY(mti_collective_check(ctx, comm, call));
-    MT_TRY(mti_replicas_due(ctx, comm, mti_call_name(call->kind)));
+    MT_TRY(MTI_HOOK(ctx, collective(ctx, comm, call)));
+    MT_TRY(MTI_HOOK(ctx, passed(ctx, comm, mti_call_name(call->kind))));
     if (call->kind == MT_BARRIER) MT_TRY(mti_check_recording(ctx)); /* waits on GPUs */
     MT_TRY((comm->transport->collective)(ctx, comm, call));
     if (call->kind != MT_ALL_REDUCE || call->recv != call->send) {
@@ -7495,7 +4998,7 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
 static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t element = mt_dtype_size(call->dtype);
     MT_TRY(mti_check_call(ctx, comm, call));
-    MT_TRY(mti_p2p_check(ctx, call));
+    MT_TRY(MTI_HOOK(ctx, p2p(ctx, call)));
     if (call->root == comm->rank) MT_TRY(mti_alone_call(ctx, comm, call)); /* send to itself */
     else MT_TRY((comm->transport->p2p)(ctx, comm, call));
     mti_tell_forgotten(ctx, call->recv, call->recvcount * element, 0);
@@ -11033,12 +8536,12 @@ MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void 
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_comm_gather_host: %zu bytes, or something is NULL", bytes);
     size = (size_t)comm->size * bytes;
     ledger = comm->ledger;
-    mt_check_pause(ctx);
+    mti_checks_pause(ctx);
     status = mti_space_begin(ctx, size, &space);
     if (status == MT_SUCCESS) status = mti_space_gather(ctx, comm, mine, bytes, all, space);
     mti_space_end(ctx, space, size);
     comm->ledger = ledger; /* that of the program alone */
-    return mt_check_resume(ctx, status);
+    return mti_checks_resume(ctx, status);
 }
 
 /* Compares all ranks. all: [size], this rank's entry is filled in; space: of mti_space_begin */
@@ -11142,905 +8645,9 @@ MT_API const char *mt_f32_digits(float x, char text[32]) {
     return text;
 }
 
-/* ---- check mode compares values (src/check/replicas.c) ----------------------------------------------------------- */
-
-/* When check is 2, each call hashes what it reads and what is replicated over a group. That is when the values exist,
-   and it finds them changed after they were written, too. Each group has a list of these hashes. mt_check_replicas
-   compares one hash of the whole list, and then forgets the list. If the hashes differ, two ranks exchange the lists. A
-   rank may read more than others, such as a loss that rank 0 prints. So two entries are compared when the same calls
-   lie between the last collective of the group and them. Notes, such as the gradients in mt_sync_gradients, are
-   compared apart from what calls read. */
-
-#define MTI_REPLICAS_MOST 1048576 /* entries of a list; further ones are dropped */
-#define MTI_REPLICAS_EVERY 256    /* a list is compared at the latest after so many collectives of its group */
-#define MTI_REPLICA_SUMS 4096     /* hashes that a GPU keeps until the host fetches them */
-#define MTI_REPLICA_TEXT 512      /* bytes that describe an entry, at most */
-#define MTI_REPLICA_DIGITS 16
-
-typedef struct mti_replica {
-    const char *where, *with; /* the call that read it, and a parameter of the call, or NULL */
-    const char *by, *by_with; /* the call that wrote it, or NULL */
-    char operand[24];
-    /* what the hash is of: v values, p a place, n numbers, c the shape of a view, z of one that is zero, t the rank
-       that adds what all ranks have to a sum; u any */
-    char differs;
-    uint64_t moves; /* number of collectives of the group before */
-    uint64_t hash;
-    int sum; /* on a GPU: 1 + its place in `sums`, until the host has fetched it */
-} mti_replica;
-
-typedef struct mti_replica_list {
-    mti_replica *list;
-    size_t count, capacity;
-    uint64_t moves;
-} mti_replica_list;
-
-/* What ranks of a group have each for itself. Kinds:
-   s  not all ranks may have the same
-   S  no two ranks may have the same
-   d  of the data group: two ranks may have the same, but not in all entries of the same name, in MTI_DATA_ALIKE
-      comparisons from the first one on
-   i  ids of rows: not all ranks may have the same, unless they have whole sequences
-   p  the same ids: if they count up on each rank, the ranks together must have each position as often as any other
-   g  a range of the columns of what all ranks have: all columns must be read by some rank */
-typedef struct mti_share {
-    const char *where, *with;
-    char what[24], kind;
-    int is_view;    /* 1: of mti_view_add */
-    int64_t rows;   /* of kinds i and p */
-    uint64_t piece; /* of kind g: the age of the whole */
-    uint64_t mark;  /* a hash; of kind g the first column, the columns, and those of the whole, in 1024ths of it */
-} mti_share;
-
-typedef struct mti_share_list {
-    mti_share *list;
-    size_t count, capacity;
-    int64_t seq;    /* of mt_check_sequences; 0: none was noted, -1: several, or not known */
-    int data_alike; /* comparisons, from the first one on, in which data ranks had the same; -1: they had not */
-} mti_share_list;
-
-#define MTI_DATA_ALIKE 3 /* so many are no chance */
-
-typedef struct mti_replicas {
-    mti_replica_list groups[MTI_AXES];
-    mti_share_list shares[MTI_AXES];
-    uint64_t *sums; /* [MTI_REPLICA_SUMS] on a GPU; NULL: none yet */
-    int used;       /* of the sums */
-} mti_replicas;
-
-static mt_status mti_replicas_create(mt_context *ctx) {
-    ctx->checker->replicas = (mti_replicas *)mt_host_alloc(sizeof *ctx->checker->replicas);
-    if (ctx->checker->replicas) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for the checker");
-}
-
-static void mti_replicas_destroy(mt_context *ctx) {
-    mti_replicas *r = ctx->checker ? ctx->checker->replicas : NULL;
-    int g;
-    if (!r) return;
-    for (g = 0; g < MTI_AXES; g++) mt_host_free(r->groups[g].list);
-    for (g = 0; g < MTI_AXES; g++) mt_host_free(r->shares[g].list);
-    mt_context_free(ctx, r->sums, MTI_REPLICA_SUMS * sizeof *r->sums);
-    mt_host_free(r);
-    ctx->checker->replicas = NULL;
-}
-
-static void mti_replicas_use_names(mti_checker *c) {
-    size_t i;
-    int g;
-    for (g = 0; c->replicas && g < MTI_AXES; g++)
-        for (i = 0; i < c->replicas->groups[g].count; i++) {
-            mti_name_use(&c->names, c->replicas->groups[g].list[i].with);
-            mti_name_use(&c->names, c->replicas->groups[g].list[i].by_with);
-        }
-}
-
-/* Whether values are hashed now. A recorded graph cannot be compared, and work that overlaps is not waited for. */
-static int mti_replicas_on(const mt_context *ctx) {
-    return mt_check_mode(ctx) == 2 && !ctx->recording && ctx->stream == ctx->compute_stream;
-}
-
-/* Fetches the hashes that a GPU has computed. */
-static mt_status mti_replicas_fetch(mt_context *ctx) {
-    mti_replicas *r = ctx->checker->replicas;
-    size_t i, bytes = (size_t)r->used * sizeof *r->sums;
-    uint64_t *sums;
-    mt_status status;
-    int g;
-    if (r->used == 0) return MT_SUCCESS;
-    sums = (uint64_t *)mt_host_alloc(bytes);
-    if (!sums) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the hashes of %d tensors", r->used);
-    status = mt_cuda_fetch(ctx, sums, r->sums, bytes);
-    if (status == MT_SUCCESS) status = mt_cuda_zero(ctx, r->sums, bytes);
-    for (g = 0; status == MT_SUCCESS && g < ctx->checker->count; g++)
-        for (i = 0; i < r->groups[g].count; i++) {
-            mti_replica *e = &r->groups[g].list[i];
-            if (e->sum) e->hash = sums[e->sum - 1];
-            e->sum = 0;
-        }
-    r->used = 0;
-    mt_host_free(sums);
-    return status;
-}
-
-/* Without data, the hash of a view is its shape, whether it is zero and, if it is a part of a piece, its place there.
-   So it is found when ranks multiply different columns of what all have, or when only some ranks have computed it. */
-static void mti_replica_shape(const mti_checker *c, mt_tensor t, mti_replica *e) {
-    mti_extent at = mti_extent_of(t);
-    const mti_placed *p = mti_newest_at(c, at);
-    if (p && p->content > MT_CONTENT_ANY && mti_extent_covers(at, p->at)) {
-        e->differs = 'v';
-        e->hash = p->content;
-        return;
-    }
-    e->differs = mti_known_of(c, t).zero ? 'z' : 'c';
-    e->hash = mti_hash_number(mti_hash_number((uint64_t)e->differs, (uint64_t)t.rows), (uint64_t)t.cols);
-    if (p && mti_extent_covers(p->at, at))
-        e->hash = mti_hash_number(e->hash, (uint64_t)at.begin - (uint64_t)p->at.begin);
-}
-
-static mt_status mti_replica_hash(mt_context *ctx, mt_tensor t, mti_replica *e) {
-    mti_replicas *r = ctx->checker->replicas;
-    void *memory = NULL;
-    e->differs = 'v';
-    if (ctx->device == MT_DEVICE_META) return mti_replica_shape(ctx->checker, t, e), MT_SUCCESS;
-    if (ctx->device != MT_DEVICE_CUDA) return mt_hash_add(ctx, t, 0, 0, t.cols, &e->hash);
-    if (!r->sums) {
-        MT_TRY(mt_context_alloc(ctx, MTI_REPLICA_SUMS * sizeof *r->sums, &memory));
-        r->sums = (uint64_t *)memory;
-    }
-    if (r->used == MTI_REPLICA_SUMS) MT_TRY(mti_replicas_fetch(ctx));
-    e->sum = ++r->used;
-    return mt_hash_add(ctx, t, 0, 0, t.cols, &r->sums[e->sum - 1]);
-}
-
-/* Adds a copy of *e to the list of group g. */
-static mt_status mti_replica_add(mt_context *ctx, int g, const mti_replica *e) {
-    mti_replica_list *l = &ctx->checker->replicas->groups[g];
-    if (l->count == MTI_REPLICAS_MOST) return MT_SUCCESS;
-    if (l->count == l->capacity) {
-        size_t capacity = l->capacity ? 2 * l->capacity : 256;
-        mti_replica *list = (mti_replica *)mt_host_alloc(capacity * sizeof *list);
-        if (!list) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the hashes of %zu tensors", capacity);
-        if (l->count) memcpy(list, l->list, l->count * sizeof *list);
-        mt_host_free(l->list);
-        l->list = list;
-        l->capacity = capacity;
-    }
-    l->list[l->count] = *e;
-    l->list[l->count++].moves = l->moves;
-    return MT_SUCCESS;
-}
-
-/* Notes that a call takes an operand that all ranks have for this rank's term of a sum. Only one of them may. */
-static mt_status mti_term_note(mt_context *ctx, mti_replica e, unsigned terms) {
-    int g;
-    e.differs = 't';
-    for (g = 0; g < ctx->checker->count; g++) {
-        if (!(terms >> g & 1)) continue;
-        e.hash = mti_hash_number('t', (uint64_t)ctx->checker->axes[g].rank);
-        MT_TRY(mti_replica_add(ctx, g, &e));
-    }
-    return MT_SUCCESS;
-}
-
-/* Notes that ranks may have read other rows or columns, so that their lists have the same entries. */
-static mt_status mti_apart_note(mt_context *ctx, int g, mti_replica e) {
-    e.differs = 'u';
-    e.hash = 0;
-    e.sum = 0;
-    return mti_replica_add(ctx, g, &e);
-}
-
-/* -- shares: what ranks must not have alike -- */
-
-static mt_status mti_share_add(mt_context *ctx, int g, const mti_share *e) {
-    mti_share_list *l = &ctx->checker->replicas->shares[g];
-    if (l->count == MTI_REPLICAS_MOST) return MT_SUCCESS;
-    if (l->count == l->capacity) {
-        size_t capacity = l->capacity ? 2 * l->capacity : 64;
-        mti_share *list = (mti_share *)mt_host_alloc(capacity * sizeof *list);
-        if (!list) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the shares of %zu tensors", capacity);
-        if (l->count) memcpy(list, l->list, l->count * sizeof *list);
-        mt_host_free(l->list);
-        l->list = list;
-        l->capacity = capacity;
-    }
-    l->list[l->count++] = *e;
-    return MT_SUCCESS;
-}
-
-static const char *mti_element_at(mt_tensor t, int64_t row, int64_t col) {
-    return (const char *)t.data + (size_t)(row * mt_tensor_ld(t) + col) * mt_dtype_size(t.dtype);
-}
-
-/* Whether t tells ranks apart: neither all of its rows nor all of its columns are equal. */
-static int mti_varies(mt_tensor t) {
-    size_t size = mt_dtype_size(t.dtype);
-    int64_t i, j;
-    int rows = t.rows == 1, cols = t.cols == 1;
-    for (i = 0; i < t.rows && !(rows && cols); i++)
-        for (j = 0; j < t.cols; j++) {
-            rows |= memcmp(mti_element_at(t, i, j), mti_element_at(t, 0, j), size) != 0;
-            cols |= memcmp(mti_element_at(t, i, j), mti_element_at(t, i, 0), size) != 0;
-        }
-    return rows && cols && t.rows * t.cols > 1;
-}
-
-/* Whether ids tell ranks apart: there are more than two different ones, which may be the same in each sequence. tokens:
-   1 also wants that they are not positions, which count up from the first one. */
-static int mti_ids_tell(mt_tensor t, int tokens) {
-    int32_t low = 0, high = 0, first = 0, id;
-    int64_t i, last = 0, others = 0, steps = !tokens, n = t.rows * t.cols;
-    for (i = 0; i < n; i++) {
-        memcpy(&id, mti_element_at(t, i / t.cols, i % t.cols), sizeof id);
-        if (i == 0) low = high = first = id;
-        low = id < low ? id : low;
-        high = id > high ? id : high;
-        steps += i > 0 && id != last + 1 && id != first;
-        last = id;
-    }
-    for (i = 0; i < n; i++) {
-        memcpy(&id, mti_element_at(t, i / t.cols, i % t.cols), sizeof id);
-        others += id != low && id != high;
-    }
-    return others > 0 && steps > 0;
-}
-
-/* Positions that count up, and begin at 0 again at the end of each sequence. */
-typedef struct mti_counting {
-    int64_t first, wrap, rows; /* wrap: the length of a sequence, if one ends before the last row; 0: none does */
-} mti_counting;
-
-#define MTI_COUNTING_BITS 21 /* of each number in a mark */
-#define MTI_NOT_COUNTING UINT64_MAX
-
-/* Returns the mark of kind p: that of ids that count up, or MTI_NOT_COUNTING. */
-static uint64_t mti_counting_mark(mt_tensor ids) {
-    const int64_t most = 1 << MTI_COUNTING_BITS, rows = ids.rows * ids.cols;
-    mti_counting c = {0, 0, rows};
-    int32_t id;
-    int64_t i, last = 0; /* ids may be as large as INT32_MAX */
-    for (i = 0; i < rows; i++) {
-        memcpy(&id, mti_element_at(ids, i / ids.cols, i % ids.cols), sizeof id);
-        if (i == 0) c.first = id;
-        else if (id == 0 && (c.wrap == 0 || c.wrap == last + 1)) c.wrap = last + 1;
-        else if (id != last + 1) return MTI_NOT_COUNTING;
-        last = id;
-    }
-    if (c.first < 0 || c.first >= most || c.wrap < 0 || c.wrap >= most || rows >= most) return MTI_NOT_COUNTING;
-    return (uint64_t)c.first | (uint64_t)c.wrap << MTI_COUNTING_BITS | (uint64_t)rows << 2 * MTI_COUNTING_BITS;
-}
-
-static mti_counting mti_counting_of(uint64_t mark) {
-    const uint64_t mask = ((uint64_t)1 << MTI_COUNTING_BITS) - 1;
-    mti_counting c;
-    c.first = (int64_t)(mark & mask);
-    c.wrap = (int64_t)(mark >> MTI_COUNTING_BITS & mask);
-    c.rows = (int64_t)(mark >> 2 * MTI_COUNTING_BITS);
-    return c;
-}
-
-/* Whether ids of `rows` rows are positions in sequences of `seq` tokens. */
-static int mti_is_counting(uint64_t mark, int64_t rows, int64_t seq) {
-    mti_counting c = mti_counting_of(mark);
-    if (mark == MTI_NOT_COUNTING || c.rows != rows) return 0;
-    return c.wrap ? c.wrap == seq && c.first < seq : c.first + c.rows <= seq;
-}
-
-/* Whether two ranks have positions that do not fit together: if each rank has the next `rows` rows of sequences, their
-   first positions are multiples of a step apart, and each of these is that of equally many ranks. Without the last
-   position on any rank they may be tokens that count up. mark(rank) is all[rank * count]. */
-static int mti_positions_misfit(const uint64_t *all, size_t count, int ranks, int64_t rows, int64_t seq, int *a,
-                                int *b) {
-    int64_t step = seq, rest = rows, next, apart;
-    int i, alike, ends = 0;
-    if (seq <= 0 || rows < 3 || rows % seq == 0 || rows * ranks % seq != 0) return 0;
-    for (i = 0; i < ranks; i++) {
-        if (!mti_is_counting(all[(size_t)i * count], rows, seq)) return 0;
-        ends |= mti_counting_of(all[(size_t)i * count]).first + rows >= seq;
-    }
-    if (!ends) return 0;
-    while (rest) next = step % rest, step = rest, rest = next; /* the greatest common divisor */
-    for (*b = 1; *b < ranks; ++*b)
-        for (*a = 0, alike = 1; *a < *b; ++*a) {
-            apart = mti_counting_of(all[(size_t)*a * count]).first - mti_counting_of(all[(size_t)*b * count]).first;
-            alike += apart == 0;
-            if (apart % step != 0 || alike > ranks * step / seq) return 1;
-        }
-    return 0;
-}
-
-/* Sets *mark to a hash of what a rank has in t. Returns 0 when nothing can be said: values that are all equal, those of
-   a GPU, and on MT_DEVICE_META what no operator has made of numbers. */
-static int mti_share_mark(mt_context *ctx, mt_tensor t, uint64_t *mark) {
-    const mti_extent at = mti_extent_of(t);
-    const mti_placed *p = mti_newest_at(ctx->checker, at);
-    *mark = p ? p->content : 0;
-    if (*mark == MT_CONTENT_ANY || mti_is_meant(ctx->checker, at) || (*mark && !mti_extent_covers(at, p->at))) return 0;
-    if (ctx->device == MT_DEVICE_META) return *mark != 0;
-    if (ctx->device != MT_DEVICE_CPU || t.dtype == MT_U8 || !mti_varies(t)) return 0;
-    *mark = 0;
-    return mt_hash_add(ctx, t, 0, 0, t.cols, mark) == MT_SUCCESS;
-}
-
-/* Notes an operand that a call reads and that group g splits: what the program has declared, and integers. */
-static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const char *with, const mt_operand *o,
-                                const mti_known *known) {
-    int is_ids = o->t.dtype == MT_I32, is_data = mti_is_data(&ctx->checker->axes[g]);
-    mti_share e;
-    if (known->may[g] != 1 << MT_SPLIT_ROWS && known->may[g] != 1 << MT_SPLIT_COLS) return MT_SUCCESS;
-    if (ctx->checker->axes[g].only_group) return MT_SUCCESS;
-    if (!is_ids && !(known->by && strcmp(known->by, "mt_declare") == 0)) return MT_SUCCESS;
-    if (is_ids && ctx->device == MT_DEVICE_CPU && !mti_ids_tell(o->t, is_data)) return MT_SUCCESS;
-    if (is_ids && is_data && ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
-    memset(&e, 0, sizeof e);
-    e.where = where;
-    e.with = with;
-    e.kind = is_data ? 'd' : is_ids ? 'i' : 's';
-    e.rows = o->t.rows * o->t.cols;
-    snprintf(e.what, sizeof e.what, "%s", o->name);
-    if (!mti_share_mark(ctx, o->t, &e.mark)) return MT_SUCCESS;
-    MT_TRY(mti_share_add(ctx, g, &e));
-    if (e.kind != 'i' || ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
-    e.kind = 'p';
-    e.mark = mti_counting_mark(o->t);
-    return mti_share_add(ctx, g, &e);
-}
-
-/* The newest piece that has all of a view and is replicated over group g, or NULL. */
-static const mti_placed *mti_replicated_at(const mti_checker *c, int g, mti_extent at) {
-    const mti_placed *p = mti_newest_at(c, at);
-    return p && mti_extent_covers(p->at, at) && p->may[g] == 1 << MT_REPLICATED ? p : NULL;
-}
-
-/* Notes a view of a call in memory that is at `whole`: it must not be that of all ranks. */
-static mt_status mti_view_add(mt_context *ctx, int g, const char *where, const char *with, mti_extent view,
-                              mti_extent whole) {
-    mti_share e;
-    memset(&e, 0, sizeof e);
-    e.where = where;
-    e.with = with;
-    e.kind = 's';
-    e.is_view = 1;
-    e.mark = (uint64_t)(view.end - view.begin) << 32 ^ (uint64_t)(view.begin - whole.begin);
-    snprintf(e.what, sizeof e.what, "the view");
-    return mti_share_add(ctx, g, &e);
-}
-
-/* Notes the view that mt_check_view takes for this rank's part of what all ranks have. */
-static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placement placement) {
-    const mti_placed *p;
-    if (!mti_replicas_on(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
-    if (placement != MT_SPLIT_ROWS && placement != MT_SPLIT_COLS) return MT_SUCCESS;
-    p = mti_replicated_at(ctx->checker, g, mti_extent_of(t));
-    if (!p || mti_extent_covers(mti_extent_of(t), p->at)) return MT_SUCCESS;
-    if (mti_is_meant(ctx->checker, mti_extent_of(t))) return MT_SUCCESS;
-    return mti_view_add(ctx, g, "mt_check_view", p->name ? p->name : p->with, mti_extent_of(t), p->at);
-}
-
-/* Whether a piece inside e is this rank's part of what a call has written, and what group g splits. */
-static int mti_is_own_part(const mti_placed *p, int g, mti_extent e) {
-    if (!p->by || p->zero || strcmp(p->by, "mt_declare") == 0 || !mti_extent_covers(e, p->at)) return 0;
-    return p->may[g] == 1 << MT_SPLIT_ROWS || p->may[g] == 1 << MT_SPLIT_COLS;
-}
-
-/* Whether t has zeros, with parts or terms of this rank written in. If it has something else, the program has written
-   it since, and what calls have written before is no longer there. */
-static int mti_is_of_parts(const mti_checker *c, int g, mt_tensor t) {
-    const mti_extent e = mti_extent_of(t);
-    const mti_placed *p = NULL;
-    if (mti_known_of(c, t).unwritten) return 0;
-    while ((p = mti_placed_older(&c->written, e, p ? p->age : UINT64_MAX)) != NULL) {
-        if (mti_extent_covers(p->at, e)) return p->zero;
-        if (!p->zero && p->may[g] != 1 << MT_PARTIAL && !mti_is_own_part(p, g, e)) return 0;
-    }
-    return 1;
-}
-
-/* Notes the views of t, a term of a sum, to which calls have written this rank's part of what is split: if it is the
-   same view on all ranks, the sum adds up other parts. */
-static mt_status mti_terms_share(mt_context *ctx, int g, mt_tensor t) {
-    const mti_extent e = mti_extent_of(t);
-    const mti_placed *p = NULL;
-    if (!mti_replicas_on(ctx) || mti_is_data(&ctx->checker->axes[g])) return MT_SUCCESS;
-    if (!mti_is_of_parts(ctx->checker, g, t)) return MT_SUCCESS;
-    while ((p = mti_placed_older(&ctx->checker->written, e, p ? p->age : UINT64_MAX)) != NULL) {
-        if (mti_extent_covers(p->at, e)) return MT_SUCCESS; /* what is older is no longer there */
-        if (mti_is_own_part(p, g, e) && !mti_is_meant(ctx->checker, p->at))
-            MT_TRY(mti_view_add(ctx, g, p->by, p->with, p->at, e));
-    }
-    return MT_SUCCESS;
-}
-
-#define MTI_RANGE_PARTS 1024 /* a range is counted in these parts of the columns */
-
-/* Notes which columns of what all ranks have a call reads together with an operand that is split by columns. Each rank
-   may read its own, so the values are not compared then. */
-static mt_status mti_range_note(mt_context *ctx, int g, const mti_ruling *r, const mt_operand *o, mti_known *known) {
-    const mti_extent at = mti_extent_of(o->t);
-    const mti_placed *p;
-    uintptr_t first;
-    mti_share e;
-    if (!mti_replicas_on(ctx) || known->may[g] != 1 << MT_REPLICATED || known->parameter) return MT_SUCCESS;
-    p = mti_replicated_at(ctx->checker, g, at);
-    if (!p || at.width >= p->at.width || !mti_extents_share_rows(at, p->at)) return MT_SUCCESS;
-    known->apart |= 1u << g;
-    first = (at.begin - p->at.begin) % p->at.pitch;
-    memset(&e, 0, sizeof e);
-    e.where = r->where;
-    e.with = p->with;
-    e.kind = 'g';
-    e.piece = p->age;
-    e.mark = (uint64_t)(first * MTI_RANGE_PARTS / p->at.width) << 16;
-    e.mark |= (uint64_t)((first + at.width) * MTI_RANGE_PARTS / p->at.width);
-    snprintf(e.what, sizeof e.what, "%s", o->name);
-    return mti_share_add(ctx, g, &e);
-}
-
-/* Whether the ranges that ranks have read of the piece of entry i leave columns that none has read. */
-static int mti_range_misses(const mti_share_list *l, size_t i, const uint64_t *all, int ranks) {
-    unsigned char read[MTI_RANGE_PARTS];
-    size_t k;
-    uint64_t part;
-    int rank;
-    memset(read, 0, sizeof read);
-    for (k = 0; k < l->count; k++)
-        for (rank = 0; rank < ranks && l->list[k].kind == 'g' && l->list[k].piece == l->list[i].piece; rank++) {
-            uint64_t mark = all[(size_t)rank * l->count + k];
-            for (part = mark >> 16; part < (mark & 0xffff) && part < MTI_RANGE_PARTS; part++) read[part] = 1;
-        }
-    return memchr(read, 0, sizeof read) != NULL;
-}
-
-/* Whether ranks a and b have alike what they must not, where entry i is. Of data, in all entries of the name. */
-static int mti_pair_alike(const mti_share_list *l, size_t i, const uint64_t *all, int a, int b) {
-    size_t k;
-    for (k = 0; k < l->count; k++) {
-        if (k != i && (l->list[i].kind != 'd' || l->list[k].kind != 'd')) continue;
-        if (strcmp(l->list[k].what, l->list[i].what) != 0) continue;
-        if (all[(size_t)a * l->count + k] != all[(size_t)b * l->count + k]) return 0;
-    }
-    return 1;
-}
-
-/* Counts the comparisons, from the first one on, in which two data ranks have had the same everywhere. One in which all
-   differ ends it: ranks may draw the same of a small text by chance. */
-static void mti_data_count(mti_share_list *l, const uint64_t *all, int ranks) {
-    size_t i;
-    int a, b, found = 0, has = 0;
-    for (i = 0; i < l->count && !found; i++) {
-        if (l->list[i].kind != 'd') continue;
-        has = 1;
-        for (b = 1; b < ranks; b++)
-            for (a = 0; a < b; a++) found |= mti_pair_alike(l, i, all, a, b);
-    }
-    if (has && l->data_alike >= 0) l->data_alike = found ? l->data_alike + 1 : -1;
-}
-
-/* Whether entry i is alike on two ranks that must not have it alike. *a and *b become the ranks. */
-static int mti_share_alike(const mti_share_list *l, size_t i, const uint64_t *all, int ranks, int *a, int *b) {
-    const char kind = l->list[i].kind;
-    int pairs = 0;
-    *a = 0, *b = 1;
-    if (kind == 'g') return mti_range_misses(l, i, all, ranks);
-    if (kind == 'p') return mti_positions_misfit(all + i, l->count, ranks, l->list[i].rows, l->seq, a, b);
-    if (kind == 'd' && l->data_alike < MTI_DATA_ALIKE) return 0;
-    if (kind == 'i' && (l->seq <= 0 || l->list[i].rows % l->seq == 0)) return 0;
-    for (*b = 1; *b < ranks; ++*b)
-        for (*a = 0; *a < *b; ++*a) {
-            int alike = mti_pair_alike(l, i, all, *a, *b);
-            if (alike && kind != 's' && kind != 'i') return 1;
-            pairs += alike;
-        }
-    *a = 0, *b = 1;
-    return (kind == 's' || kind == 'i') && pairs == ranks * (ranks - 1) / 2;
-}
-
-/* of_a and of_b: the marks of the two ranks */
-static mt_status mti_share_refuse(mt_context *ctx, const mt_comm *comm, const char *where, const mti_share *e, int a,
-                                  int b, uint64_t of_a, uint64_t of_b) {
-    char what[256];
-    if (e->where)
-        snprintf(what, sizeof what, "%s of %.60s%s%.*s%s", e->what, e->where, e->with ? " \"" : "",
-                 e->with ? mti_layer_length(e->with) : 0, e->with ? e->with : "", e->with ? "\"" : "");
-    else snprintf(what, sizeof what, "the %s of '%.100s'", e->what, e->with ? e->with : "");
-    if (e->kind == 'g')
-        return mt_fail(ctx, MT_ERR_MISMATCH,
-                       "%s: %s is a part of the columns of what all ranks of \"%s\" (%d ranks) have, and no rank reads "
-                       "the others: each rank needs its own part, such as its own group of keys and values",
-                       where, what, comm->name, comm->size);
-    if (e->kind == 'p')
-        return mt_fail(ctx, MT_ERR_MISMATCH,
-                       "%s: %s is split over \"%s\" (%d ranks), but rank %d has the positions from %lld on and rank %d "
-                       "those from %lld on, and each has %lld rows: check offsets by the rank, or call "
-                       "mt_declare_meant for it before, if they are meant so",
-                       where, what, comm->name, comm->size, a, (long long)mti_counting_of(of_a).first, b,
-                       (long long)mti_counting_of(of_b).first, (long long)e->rows);
-    return mt_fail(ctx, MT_ERR_MISMATCH,
-                   "%s: %s is split over \"%s\" (%d ranks), but rank %d has the same as rank %d: each rank needs its "
-                   "own part; check offsets by the rank, and what each rank reads and loads, or call mt_declare_meant "
-                   "for it before, if equal parts are meant%s",
-                   where, what, comm->name, comm->size, b, a, e->is_view ? " or it was written over" : "");
-}
-
-/* Gathers the marks of all ranks, if all have the same entries. *all [ranks, count], which the caller frees, stays NULL
-   otherwise. */
-static mt_status mti_shares_gather(mt_context *ctx, mt_comm *comm, const mti_share_list *l, uint64_t **all) {
-    uint64_t mine[2], *told, *marks;
-    size_t i, k, ranks = (size_t)comm->size;
-    mt_status status;
-    int alike = 1;
-    mine[0] = l->count;
-    mine[1] = 0;
-    for (i = 0; i < l->count; i++)
-        for (k = 0; l->list[i].what[k]; k++)
-            mine[1] = mti_hash_number(mine[1], (uint64_t)(unsigned char)l->list[i].what[k] + (uint64_t)l->list[i].kind);
-    told = (uint64_t *)mt_host_alloc((ranks * (l->count + 2) + l->count) * sizeof *told);
-    if (!told) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "no memory for the shares of %d ranks", comm->size);
-    marks = told + ranks * (l->count + 2);
-    status = mt_comm_gather_host(ctx, comm, mine, sizeof mine, told);
-    for (i = 0; i < ranks; i++) alike &= told[2 * i] == mine[0] && told[2 * i + 1] == mine[1];
-    for (i = 0; i < l->count; i++) marks[i] = l->list[i].mark;
-    if (status == MT_SUCCESS && alike && l->count)
-        status = mt_comm_gather_host(ctx, comm, marks, l->count * sizeof *marks, told);
-    *all = status == MT_SUCCESS && alike ? told : NULL;
-    if (!*all) mt_host_free(told);
-    return status;
-}
-
-/* Compares what ranks have each for itself, and forgets it. */
-static mt_status mti_shares_compare(mt_context *ctx, mt_comm *comm, const char *where, int g) {
-    mti_share_list *l = &ctx->checker->replicas->shares[g];
-    uint64_t *all = NULL;
-    mt_status status = mti_shares_gather(ctx, comm, l, &all);
-    size_t i;
-    int a = 0, b = 0;
-    if (status == MT_SUCCESS && all) mti_data_count(l, all, comm->size);
-    for (i = 0; status == MT_SUCCESS && all && i < l->count; i++)
-        if (mti_share_alike(l, i, all, comm->size, &a, &b))
-            status = mti_share_refuse(ctx, comm, where, &l->list[i], a, b, all[(size_t)a * l->count + i],
-                                      all[(size_t)b * l->count + i]);
-    mt_host_free(all);
-    l->count = 0;
-    l->seq = 0;
-    return status;
-}
-
-/* Hashes an operand that a call reads, once, for all groups over which it is replicated. Parameters and gradients are
-   compared once in a step instead (mt_parallel.h). What the program says to be split must differ between ranks. */
-static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
-                                  const mti_known *known) {
-    mti_replica e;
-    int g, hashed = 0;
-    if (!mti_replicas_on(ctx) || !(operand->use & 1)) return MT_SUCCESS;
-    memset(&e, 0, sizeof e);
-    e.where = where;
-    e.with = with;
-    e.by = known->by;
-    e.by_with = known->with;
-    snprintf(e.operand, sizeof e.operand, "%s", operand->name);
-    MT_TRY(mti_term_note(ctx, e, known->terms));
-    for (g = 0; g < ctx->checker->count && !known->parameter && operand->t.dtype != MT_U8; g++) {
-        MT_TRY(mti_share_read(ctx, g, where, with, operand, known));
-        if (known->may[g] != 1 << MT_REPLICATED) continue;
-        if (!hashed) MT_TRY(mti_replica_hash(ctx, operand->t, &e));
-        hashed = 1;
-        if (known->apart >> g & 1) MT_TRY(mti_apart_note(ctx, g, e));
-        else MT_TRY(mti_replica_add(ctx, g, &e));
-    }
-    return MT_SUCCESS;
-}
-
-/* Notes a number of a place for group g. known is 0 if ranks may have other numbers. */
-static mt_status mti_place_number_note(mt_context *ctx, int g, mti_replica *e, const char *field, const char *number,
-                                       uint64_t hash, int known) {
-    e->differs = known ? 'p' : 'u';
-    e->hash = hash;
-    snprintf(e->operand, sizeof e->operand, "%.12s%s", field, number);
-    return mti_replica_add(ctx, g, e);
-}
-
-/* Notes from what seed a call takes random words, which must be the same on all ranks, and by what place for the rows
-   or columns that ranks have alike. What a rank does not know is noted, too, so that its list has the entries of other
-   ranks. */
-static mt_status mti_place_note(mt_context *ctx, const char *where, const char *field, const mti_known *known,
-                                const mt_place *place) {
-    mti_replica e;
-    uint64_t words;
-    int g;
-    if (!mti_replicas_on(ctx)) return MT_SUCCESS;
-    memset(&e, 0, sizeof e);
-    e.where = where;
-    e.with = known->with;
-    words = mti_hash_number(mti_hash_number(0, place->seed), place->subsequence);
-    for (g = 0; g < ctx->checker->count; g++) {
-        int rows = known->may[g] == 1 << MT_REPLICATED || known->may[g] == 1 << MT_SPLIT_COLS;
-        int cols = known->may[g] == 1 << MT_REPLICATED || known->may[g] == 1 << MT_SPLIT_ROWS;
-        int some = known->may[g] != MTI_ALL_PLACEMENTS;
-        MT_TRY(mti_place_number_note(ctx, g, &e, field, "", words, some));
-        MT_TRY(mti_place_number_note(ctx, g, &e, field, ".first_row", (uint64_t)place->first_row, rows));
-        MT_TRY(mti_place_number_note(ctx, g, &e, field, ".first_col", (uint64_t)place->first_col, cols));
-    }
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_check_replica(mt_context *ctx, const mt_comm *comm, const char *what, const char *name,
-                                  mt_tensor t) {
-    const mti_placed *p;
-    mti_replica e;
-    int g;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!what || mt_dtype_size(t.dtype) < 2)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_check_replica: what is NULL, or t is %s", mt_dtype_name(t.dtype));
-    if (!mti_replicas_on(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
-    g = mti_axis_of(ctx->checker, comm, 1);
-    if (g < 0) return MT_SUCCESS;
-    memset(&e, 0, sizeof e);
-    p = mti_parameter_at(ctx->checker, mti_extent_of(t));
-    e.with = p ? p->name : name; /* the checker's name outlives the parameter */
-    snprintf(e.operand, sizeof e.operand, "%s", what);
-    MT_TRY(mti_replica_hash(ctx, t, &e));
-    return mti_replica_add(ctx, g, &e);
-}
-
-MT_API uint64_t mt_check_content_of(const double *numbers, int count) {
-    uint64_t hash = 2, bits;
-    int i;
-    for (i = 0; numbers && i < count; i++) {
-        memcpy(&bits, &numbers[i], sizeof bits);
-        hash = mti_hash_number(hash, bits);
-    }
-    return hash > MT_CONTENT_ANY ? hash : hash + 2;
-}
-
-MT_API void mt_check_content(mt_context *ctx, mt_tensor t, uint64_t content) {
-    mti_extent e;
-    mti_placed *p;
-    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return;
-    e = mti_extent_of(t);
-    p = mti_newest_at(ctx->checker, e);
-    if (p && mti_extent_covers(e, p->at)) p->content = content;
-}
-
-/* Whether numbers of a call with t must be the same on the ranks of a group. */
-static int mti_numbers_bind(const mti_checker *c, int g, mt_tensor t, int data) {
-    const int is_data = mti_is_data(&c->axes[g]);
-    int others = 1 << (data == 2 ? MT_PARTIAL : MT_SPLIT_ROWS); /* what ranks with other numbers have */
-    if (c->axes[g].only_group) return 0;
-    if (!mti_has_elements(t) || (data == 1 && is_data)) return 1;
-    if (is_data) others |= 1 << MT_SPLIT_ROWS;
-    return !(mti_known_of(c, t).may[g] & others);
-}
-
-MT_API mt_status mt_check_numbers(mt_context *ctx, const char *where, const char *what, mt_tensor t, int data,
-                                  const double *numbers, int count) {
-    mti_replica e;
-    int g;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!mti_replicas_on(ctx)) return MT_SUCCESS;
-    memset(&e, 0, sizeof e);
-    e.where = where;
-    e.differs = 'n';
-    e.hash = mt_check_content_of(numbers, count);
-    snprintf(e.operand, sizeof e.operand, "%s", what);
-    for (g = 0; g < ctx->checker->count; g++)
-        if (mti_numbers_bind(ctx->checker, g, t, data)) MT_TRY(mti_replica_add(ctx, g, &e));
-    return MT_SUCCESS;
-}
-
-/* Returns the set of an operand that has an element for each row or column of t, by what t is. */
-static int mti_side_set(int set, mt_placement along) {
-    if (set == 1 << along) return set;
-    if (set & (set - 1)) return MTI_ALL_PLACEMENTS;
-    return 1 << MT_REPLICATED;
-}
-
-MT_API mt_status mt_check_side(mt_context *ctx, const char *where, const char *name, mt_tensor side, mt_tensor t,
-                               mt_placement along, int alike) {
-    mti_known known, of;
-    mt_operand o;
-    int g;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!mti_replicas_on(ctx) || !mti_has_elements(side) || !mti_has_elements(t)) return MT_SUCCESS;
-    of = mti_known_of(ctx->checker, t);
-    memset(&known, 0, sizeof known);
-    memset(known.may, MTI_ALL_PLACEMENTS, sizeof known.may);
-    for (g = 0; g < ctx->checker->count && !of.zero; g++)
-        if (!ctx->checker->axes[g].only_group) known.may[g] = (unsigned char)mti_side_set(of.may[g], along);
-    for (g = 0; alike && g < ctx->checker->count; g++)
-        if (known.may[g] == 1 << along) known.may[g] = MTI_ALL_PLACEMENTS;
-    known.by = "mt_declare";
-    o.name = name;
-    o.t = side;
-    o.use = 1;
-    return mti_replica_read(ctx, where, NULL, &o, &known);
-}
-
-MT_API mt_status mt_check_share(mt_context *ctx, const mt_comm *comm, const char *what, const char *name, mt_tensor t) {
-    const mti_placed *p;
-    mti_share e;
-    int g;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    g = mti_replicas_on(ctx) && mti_has_elements(t) ? mti_axis_of(ctx->checker, comm, 1) : -1;
-    if (g < 0) return MT_SUCCESS;
-    memset(&e, 0, sizeof e);
-    p = mti_parameter_at(ctx->checker, mti_extent_of(t));
-    e.with = p ? p->name : name;
-    e.kind = 'S';
-    snprintf(e.what, sizeof e.what, "%s", what);
-    if (!mti_share_mark(ctx, t, &e.mark)) return MT_SUCCESS;
-    return mti_share_add(ctx, g, &e);
-}
-
-MT_API void mt_check_sequences(mt_context *ctx, mt_tensor t, int64_t seq) {
-    mti_known k;
-    int g;
-    if (!ctx || !mti_replicas_on(ctx) || !mti_has_elements(t)) return;
-    k = mti_known_of(ctx->checker, t);
-    for (g = 0; g < ctx->checker->count; g++) {
-        mti_share_list *l = &ctx->checker->replicas->shares[g];
-        int parts = k.may[g] == 1 << MT_SPLIT_COLS && seq > 0 && (l->seq == 0 || l->seq == seq);
-        if (!k.zero) l->seq = parts ? seq : -1;
-    }
-}
-
-MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const char *what, float number) {
-    mti_replica e;
-    int g;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!what) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_check_number: what is NULL");
-    g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 1) : -1;
-    if (g < 0) return MT_SUCCESS;
-    memset(&e, 0, sizeof e);
-    e.differs = 'v';
-    e.hash = mt_hash_word(0, mt_f32_bits(number));
-    snprintf(e.operand, sizeof e.operand, "%s", what);
-    return mti_replica_add(ctx, g, &e);
-}
-
-/* What rank b has, and rank a has not. */
-static const char *mti_say_differs(char a, char b) {
-    if (a != b) return b == 'z' ? "only zeros, unlike" : "not only zeros, unlike";
-    if (b == 'n') return "other numbers than";
-    return b == 'p' ? "another seed or place than" : b == 'c' ? "other rows or columns than" : "other values than";
-}
-
-/* Returns the text of a list: for each entry its name, NUL, the collectives before, the hash, what the hash is of, n
-   for a note and r for what a call reads, who wrote it, NUL. */
-static mti_told_text mti_replicas_write(const void *user) {
-    const mti_replica_list *l = (const mti_replica_list *)user;
-    mti_told_text t;
-    size_t i;
-    t.bytes = 0;
-    t.data = (char *)mt_host_alloc(l->count * MTI_REPLICA_TEXT + 1);
-    for (i = 0; t.data && i < l->count; i++) {
-        const mti_replica *e = &l->list[i];
-        char *at = t.data + t.bytes, since[208];
-        if (e->where)
-            snprintf(at, MTI_REPLICA_TEXT / 2, "%s of %.60s%s%.*s%s", e->operand, e->where, e->with ? " \"" : "",
-                     e->with ? mti_layer_length(e->with) : 0, e->with ? e->with : "", e->with ? "\"" : "");
-        else if (e->with) snprintf(at, MTI_REPLICA_TEXT / 2, "the %s of '%.100s'", e->operand, e->with);
-        else snprintf(at, MTI_REPLICA_TEXT / 2, "%s", e->operand);
-        t.bytes += strlen(at) + 1;
-        at = t.data + t.bytes;
-        mti_since_text(e->by, e->by_with, since, sizeof since);
-        snprintf(at, MTI_REPLICA_TEXT / 2, "%016llx%016llx%c%c%s", (unsigned long long)e->moves,
-                 (unsigned long long)e->hash, e->differs, e->where ? 'r' : 'n', since);
-        t.bytes += strlen(at) + 1;
-    }
-    return t;
-}
-
-/* An entry in the text of a list. */
-typedef struct mti_replica_text {
-    const char *name, *value; /* NULL: there is none */
-    uint64_t end;             /* where the next entry begins */
-} mti_replica_text;
-
-/* Returns the next entry that is a note, or that is none. */
-static mti_replica_text mti_replica_next(const mti_told_text *t, uint64_t from, int is_note) {
-    mti_replica_text e;
-    e.end = from;
-    do {
-        e.name = mti_told_next(t, &e.end);
-        e.value = mti_told_next(t, &e.end);
-    } while (e.value && (e.value[2 * MTI_REPLICA_DIGITS + 1] == 'n') != is_note);
-    return e;
-}
-
-/* Finds the first note, or the first entry that is none, that has another hash in list y than in list x. Entries are
-   compared when the same calls lie between the last collective and them. */
-static int mti_replica_differs(const mti_told_text *x, const mti_told_text *y, int is_note, mti_replica_text *in_x,
-                               mti_replica_text *in_y) {
-    mti_replica_text a = mti_replica_next(x, 0, is_note), b = mti_replica_next(y, 0, is_note);
-    char skip[MTI_REPLICA_DIGITS + 1] = ""; /* the collectives after which the ranks have made different calls */
-    while (a.value && b.value) {
-        int order = strncmp(a.value, b.value, MTI_REPLICA_DIGITS);
-        int alike = order == 0 && strcmp(a.name, b.name) == 0 && strncmp(a.value, skip, MTI_REPLICA_DIGITS) != 0;
-        int known = a.value[2 * MTI_REPLICA_DIGITS] != 'u' && b.value[2 * MTI_REPLICA_DIGITS] != 'u';
-        if (alike && known && strncmp(a.value, b.value, 2 * MTI_REPLICA_DIGITS) != 0) break;
-        if (order == 0 && !alike) memcpy(skip, a.value, MTI_REPLICA_DIGITS);
-        if (order <= 0) a = mti_replica_next(x, a.end, is_note);
-        if (order >= 0) b = mti_replica_next(y, b.end, is_note);
-    }
-    *in_x = a;
-    *in_y = b;
-    return a.value && b.value;
-}
-
-/* Writes the first entry that has other values on rank b than on rank a. */
-static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b,
-                           const mti_told_text *x, const mti_told_text *y) {
-    mti_replica_text in_x, in_y, note, other;
-    int found = mti_replica_differs(x, y, 0, &in_x, &in_y), noted = mti_replica_differs(x, y, 1, &note, &other);
-    (void)all;
-    if (!found && !noted) return 0;
-    if (!found || (noted && note.end < in_x.end)) in_x = note, in_y = other;
-    if (in_x.value[2 * MTI_REPLICA_DIGITS] == 't') {
-        mti_say(text,
-                "ranks %d and %d both add %s to the sum over \"%s\" (%d ranks), but each has the whole: add it on one "
-                "rank only, or declare what is 1/%d of it as MT_PARTIAL",
-                a, b, in_x.name, comm->name, comm->size, comm->size);
-        return 1;
-    }
-    mti_say(text,
-            "%s %s over \"%s\" (%d ranks)%s, but rank %d has %s rank %d: check seeds, dropout, inputs, and memory that "
-            "is written behind the library's back",
-            in_x.name, strchr("pn", in_x.value[2 * MTI_REPLICA_DIGITS]) ? "must agree" : "is replicated", comm->name,
-            comm->size, in_x.value + 2 * MTI_REPLICA_DIGITS + 2, b,
-            mti_say_differs(in_x.value[2 * MTI_REPLICA_DIGITS], in_y.value[2 * MTI_REPLICA_DIGITS]), a);
-    return 1;
-}
-
-/* Compares the list of a group, and forgets it. */
-static mt_status mti_replicas_compare(mt_context *ctx, mt_comm *comm, const char *where, mti_replica_list *l) {
-    mt_ledger ledger = comm->ledger;
-    mti_telling telling;
-    mti_told told;
-    mt_status status;
-    size_t i;
-    MT_TRY(mti_replicas_fetch(ctx));
-    told.hash = 0;
-    told.group = 0;
-    for (i = 0; i < l->count; i++) told.hash = mt_hash_word(told.hash + l->list[i].hash, (uint32_t)l->list[i].moves);
-    telling.user = l;
-    telling.write = mti_replicas_write;
-    telling.say = mti_say_replica;
-    mt_check_pause(ctx);
-    status = comm->transport->has_peers ? mti_compare_ranks(ctx, comm, where, told, &telling) : MT_SUCCESS;
-    comm->ledger = ledger; /* that of the program alone */
-    l->count = 0;
-    l->moves = 0;
-    return mt_check_resume(ctx, status);
-}
-
-MT_API mt_status mt_check_replicas(mt_context *ctx, mt_comm *comm, const char *where) {
-    int g;
-    if (!ctx || !comm || !where)
-        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_check_replicas: %s is NULL",
-                          !ctx   ? "ctx"
-                          : comm ? "where"
-                                 : "comm");
-    g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
-    if (g < 0) return MT_SUCCESS;
-    MT_TRY(mti_replicas_compare(ctx, comm, where, &ctx->checker->replicas->groups[g]));
-    return comm->transport->has_peers ? mti_shares_compare(ctx, comm, where, g) : MT_SUCCESS;
-}
-
-/* Counts a collective of a group, and compares the list of the group when it is due. */
-static mt_status mti_replicas_due(mt_context *ctx, mt_comm *comm, const char *name) {
-    mti_replica_list *l;
-    char where[64];
-    int g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
-    if (g < 0) return MT_SUCCESS;
-    l = &ctx->checker->replicas->groups[g];
-    if (++l->moves < MTI_REPLICAS_EVERY) return MT_SUCCESS;
-    snprintf(where, sizeof where, "mt_%s", name);
-    return mti_replicas_compare(ctx, comm, where, l);
-}
-
 /* ---- f, g and their forms for sequence parallelism (src/comm/conjugates.c) --------------------------------------- */
+
+static int mti_has_elements(mt_tensor t) { return t.data && t.rows > 0 && t.cols > 0; }
 
 /* Refuses a tensor that has an unknown dtype or a negative size, is not contiguous, or has no data. */
 static mt_status mti_check_view(mt_context *ctx, mt_comm *comm, const char *name, const char *what, mt_tensor t) {
@@ -12109,15 +8716,15 @@ static mt_tensor mti_dense(mt_tensor t) {
 /* Evaluates `call` without further rules, and returns its status. name: of the call, without mt_ */
 #define MTI_WITHOUT_CHECKS(ctx, comm, name, call)                                                                      \
     do {                                                                                                               \
-        MT_TRY(mti_replicas_due(ctx, comm, name));                                                                     \
-        mt_check_pause(ctx);                                                                                           \
-        return mt_check_resume(ctx, call);                                                                             \
+        MT_TRY(MTI_HOOK(ctx, passed(ctx, comm, name)));                                                                \
+        mti_checks_pause(ctx);                                                                                         \
+        return mti_checks_resume(ctx, call);                                                                           \
     } while (0)
 
 /* Applies the rule of a region and, if it fits, evaluates `call`. */
 #define MTI_REGION(ctx, comm, where, is, becomes, x_name, x, y, call)                                                  \
     do {                                                                                                               \
-        MT_TRY(mti_region_check(ctx, comm, where, is, becomes, x_name, x, y));                                         \
+        MT_TRY(MTI_HOOK(ctx, region(ctx, comm, where, is, becomes, x_name, x, y)));                                    \
         MTI_WITHOUT_CHECKS(ctx, comm, &(where)[3], call);                                                              \
     } while (0)
 
@@ -12129,7 +8736,8 @@ static mt_status mti_region_reduce(mt_context *ctx, mt_comm *comm, const char *w
 
 MT_API mt_status mt_copy_to_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor x) {
     MT_TRY(mti_check_view(ctx, comm, "copy_to_tensor_region_forward", "x", x));
-    return mti_region_check(ctx, comm, "mt_copy_to_tensor_region_forward", 'R', 'R', "x", x, mt_tensor_rows(x, 0, 0));
+    return MTI_HOOK(ctx,
+                    region(ctx, comm, "mt_copy_to_tensor_region_forward", 'R', 'R', "x", x, mt_tensor_rows(x, 0, 0)));
 }
 
 MT_API mt_status mt_copy_to_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dx) {
@@ -12142,8 +8750,8 @@ MT_API mt_status mt_reduce_from_tensor_region_forward(mt_context *ctx, mt_comm *
 
 MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dy) {
     MT_TRY(mti_check_view(ctx, comm, "reduce_from_tensor_region_backward", "dy", dy));
-    return mti_region_check(ctx, comm, "mt_reduce_from_tensor_region_backward", 'R', 'R', "dy", dy,
-                            mt_tensor_rows(dy, 0, 0));
+    return MTI_HOOK(
+        ctx, region(ctx, comm, "mt_reduce_from_tensor_region_backward", 'R', 'R', "dy", dy, mt_tensor_rows(dy, 0, 0)));
 }
 
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
@@ -12208,35 +8816,6 @@ static mt_status mti_check_rows(mt_context *ctx, mt_comm *comm, const char *name
                       (long long)first, (long long)rows, (long long)part.rows);
 }
 
-/* The rule of mt_gather_rows_from_sequence_region, or of mt_reduce_scatter_rows_to_sequence_region, for the same rows
-   of each block of the whole view. A block has as many rows as this rank's part. This rank's block is the last one,
-   because it may be the memory of the part. The listener is told of it alone, and the part that a gather reads is
-   hashed with it alone. */
-static mt_status mti_rows_check(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x,
-                                mt_tensor y, int64_t first, int64_t rows) {
-    mt_check_listener listener;
-    struct mti_replicas *replicas;
-    mt_status status = MT_SUCCESS;
-    int i;
-    if (!mt_check_mode(ctx)) return MT_SUCCESS;
-    listener = ctx->checker->listener;
-    replicas = ctx->checker->replicas;
-    for (i = 1; i <= comm->size && status == MT_SUCCESS; i++) {
-        int block = (comm->rank + i) % comm->size;
-        mt_tensor part = mt_tensor_rows(gathers ? x : y, first, rows);
-        mt_tensor piece = mt_tensor_rows(gathers ? y : x, block * (gathers ? x : y).rows + first, rows);
-        ctx->checker->listener = i == comm->size ? listener : NULL;
-        ctx->checker->replicas = !gathers || i == comm->size ? replicas : NULL;
-        if (gathers) status = mti_region_check(ctx, comm, where, 'r', 'R', "x", part, piece);
-        else
-            status = mti_region_check(ctx, comm, where, 'P', 'r', "x", piece,
-                                      i == comm->size ? part : mt_tensor_rows(part, 0, 0));
-    }
-    ctx->checker->listener = listener;
-    ctx->checker->replicas = replicas;
-    return status;
-}
-
 /* A call on rows [first, first + rows) of this rank's part, and on the same rows of each block of the whole tensor. A
    block has as many elements as `part`. */
 static mti_call mti_rows_call(int kind, mt_tensor send, mt_tensor recv, mt_tensor part, int64_t first, int64_t rows) {
@@ -12254,7 +8833,7 @@ MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *c
     MT_TRY(mti_check_views(ctx, comm, "gather_rows_from_sequence_region", x, y, 0, 1));
     MT_TRY(mti_check_rows(ctx, comm, "gather_rows_from_sequence_region", x, first, rows));
     call = mti_rows_call(MT_ALL_GATHER, x, y, x, first, rows);
-    MT_TRY(mti_rows_check(ctx, comm, 1, "mt_gather_rows_from_sequence_region", x, y, first, rows));
+    MT_TRY(MTI_HOOK(ctx, rows(ctx, comm, 1, "mt_gather_rows_from_sequence_region", x, y, first, rows)));
     MTI_WITHOUT_CHECKS(ctx, comm, "gather_rows_from_sequence_region",
                        MT_RANGE("all_gather", mti_run_collective(ctx, comm, &call)));
 }
@@ -12265,7 +8844,7 @@ MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_c
     MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_rows_to_sequence_region", x, y, 1, 1));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_scatter_rows_to_sequence_region", y, first, rows));
     call = mti_rows_call(MT_REDUCE_SCATTER, x, y, y, first, rows);
-    MT_TRY(mti_rows_check(ctx, comm, 0, "mt_reduce_scatter_rows_to_sequence_region", x, y, first, rows));
+    MT_TRY(MTI_HOOK(ctx, rows(ctx, comm, 0, "mt_reduce_scatter_rows_to_sequence_region", x, y, first, rows)));
     MTI_WITHOUT_CHECKS(ctx, comm, "reduce_scatter_rows_to_sequence_region",
                        MT_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call)));
 }
@@ -13242,6 +9821,3464 @@ MT_API mt_status mt_world_from_env(const mt_launch_desc *desc, mt_rank_function 
     if (process.launcher->mpi) return mti_mpi_world(&d, rank_main, user);
 #endif
     return mti_run_process(&d, &process, rank_main, user);
+}
+
+/* ---- check mode: lists of the pieces of memory whose placement is known (src/check/placements.c) ----------------- */
+
+/* The checker keeps, for each piece of memory and each group, the set of placements that it may have: a bit for each
+   mt_placement. An operator's rule is a list of cases. The cases that fit what is known about its operands give the
+   sets of its results. Unknown memory may have all placements. Memory that is zero has all of them at once.
+
+   There are two lists of pieces. `parameters` has the values and gradients of registries; they stay until they are
+   forgotten. `written` has what operators have written. A new piece removes the older ones that it covers. A view finds
+   the newest pieces that it meets, until one of them covers it. Memory that is allocated again is unknown:
+   mt_arena_alloc and mt_context_free forget it. Pieces that overlap and say the same become one. Where too many
+   overlap, one piece takes their place, too, and what they do not agree on is not known any more.
+
+   Lists are in the order of addresses. A search begins at the last piece that begins before the end of a view, goes
+   back, and ends where no piece before reaches the view. */
+
+#define MTI_ALL_PLACEMENTS 15 /* a set */
+#define MTI_LEFT_OUT 16       /* in a set that an operand must have a placement of: the call must leave it out */
+#define MTI_SPLIT_PLACEMENTS (1 << MT_SPLIT_ROWS | 1 << MT_SPLIT_COLS)
+#define MTI_AXES 6
+#define MTI_OVERLAPS_MOST 64 /* pieces that a new one may meet without covering them */
+#define MTI_RULE_OPERANDS 16
+#define MTI_RELEASED 256
+
+/* A view in memory, for comparisons. */
+typedef struct mti_extent {
+    uintptr_t begin, end;   /* of all rows, with the gaps between them */
+    uintptr_t width, pitch; /* bytes of a row, and from one row to the next */
+} mti_extent;
+
+typedef struct mti_placed {
+    mti_extent at;
+    unsigned char may[MTI_AXES];     /* one set of placements for each group */
+    unsigned char allowed[MTI_AXES]; /* of a parameter or gradient: the sets that it may get */
+    unsigned char adds[MTI_AXES];    /* of a gradient: the sets that it may get before it is synchronised */
+    int zero;                        /* 1: all elements are 0 */
+    const char *by, *with;           /* the operator that has written it, and the parameter that it used, or NULL */
+    const char *name;                /* of a parameter; in mti_checker.names */
+    int64_t parts;                   /* of a parameter, see mt_param_desc */
+    int is_gradient;
+    const char *features; /* the parameter whose features these columns are, after elementwise calls, too; or NULL */
+    char summed_over[16]; /* of a gradient: the program has summed it over this group, which is not in axes; or "" */
+    int some_columns;     /* 1: it was computed from some columns of a tensor, and has as many */
+    uint64_t content;     /* see mt_check_content; 0: not known */
+    uint64_t used;        /* of a gradient: a hash of the activations that a call has added to it last, or 0 */
+    uint64_t used_all;    /* a hash of all that the call has read, or 0 */
+    const char *used_by;  /* the call */
+    uint64_t zeroed;      /* of a gradient: the age of the newest piece when it became zero */
+    int is_used;          /* of activations: 1: a backward has read them */
+    int is_replaced;      /* 1: the gradient of what was here, which the call had read here */
+    uint64_t lost;        /* the age of what the same call has written here before, and no backward has read; or 0 */
+    int stays;            /* 1: a block of mt_context_alloc; of what is meant: in a parameter */
+    int is_gone;          /* 1: mti_placed_compact removes it */
+    uint64_t age;         /* number of the piece; the newest has the largest */
+    uintptr_t reach;      /* the largest at.end of this piece and those before it in the list */
+} mti_placed;
+
+typedef struct mti_placed_list {
+    mti_placed *list;
+    size_t count, capacity;
+    uint64_t newest; /* the age of the newest piece */
+} mti_placed_list;
+
+typedef struct mti_kept_name {
+    char *text;
+    int is_used;
+} mti_kept_name;
+
+/* The names of parameters, also of those that were destroyed: messages may name the parameter with which a tensor was
+   computed. When the list is full, mti_names_sweep frees the names to which nothing points any more. */
+typedef struct mti_names {
+    mti_kept_name *list;
+    size_t count, capacity;
+} mti_names;
+
+/* A group of ranks over which tensors have placements. */
+typedef struct mti_axis {
+    const mt_comm *comm;
+    char name[16];
+    int is_named;
+    int rank, size;
+    int only_group; /* 1: mt_check_group has added it, and no tensor was declared over it */
+} mti_axis;
+
+/* What was in memory of the arena that was released and allocated again. */
+typedef struct mti_released {
+    mti_extent at;
+    const char *by, *with;
+} mti_released;
+
+/* Where micro-batches keep their tensors, see mt_check_slots. */
+typedef struct mti_slots {
+    uintptr_t first, bytes;
+    int count, own;
+} mti_slots;
+
+typedef struct mti_checker {
+    mti_axis axes[MTI_AXES];
+    int count;  /* of the groups */
+    int strict; /* mt_context_desc.check */
+    int tracks; /* 1: mt_check_track was called */
+    mti_placed_list parameters, written;
+    mti_placed_list memory; /* what is not in the arena: blocks of mt_context_alloc, and memory that was declared */
+    mti_placed_list meant;  /* of mt_declare_meant, until it is written or declared; only `at` and `stays` count */
+    mti_placed_list views;  /* of mt_check_view, the last one last; `may` is for one group, and all for the others */
+    mti_names names;        /* what points to one of them is known to mti_names_mark */
+    mti_slots slots[2];
+    mti_released released[MTI_RELEASED]; /* for messages: the newest is number releases - 1, modulo MTI_RELEASED */
+    size_t releases;
+    const char *latest; /* name of the parameter that an operator has used last, or NULL */
+    mt_check_listener listener;
+    void *user;                    /* of the listener */
+    struct mti_replicas *replicas; /* what mt_check_replicas compares; NULL: check is 1 */
+    double mean_rows, mean_scale;  /* see mt_check_mean; mean_rows 0: none, below 0: with several scales */
+    int64_t unknown;               /* see mt_check_unknown */
+    char unknown_text[240];
+} mti_checker;
+
+static void mti_replicas_use_names(mti_checker *c); /* replicas.c */
+
+static int mti_name_by_address(const void *a, const void *b) {
+    uintptr_t x = (uintptr_t)((const mti_kept_name *)a)->text, y = (uintptr_t)((const mti_kept_name *)b)->text;
+    return x < y ? -1 : x > y;
+}
+
+/* Notes that something points to `text`, which may also be NULL or a string of the caller. The list is sorted. */
+static void mti_name_use(mti_names *n, const char *text) {
+    size_t low = 0, high = n->count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if ((uintptr_t)n->list[middle].text < (uintptr_t)text) low = middle + 1;
+        else high = middle;
+    }
+    if (low < n->count && n->list[low].text == text) n->list[low].is_used = 1;
+}
+
+static void mti_names_mark(mti_checker *c) {
+    size_t i;
+    for (i = 0; i < c->parameters.count; i++) {
+        mti_name_use(&c->names, c->parameters.list[i].name);
+        mti_name_use(&c->names, c->parameters.list[i].with);
+    }
+    for (i = 0; i < c->written.count; i++) mti_name_use(&c->names, c->written.list[i].with);
+    mti_name_use(&c->names, c->latest);
+    mti_replicas_use_names(c);
+}
+
+/* Frees the names to which nothing points. */
+static void mti_names_sweep(mti_checker *c) {
+    mti_names *n = &c->names;
+    size_t i, kept = 0;
+    if (n->count > 0) qsort(n->list, n->count, sizeof *n->list, mti_name_by_address);
+    for (i = 0; i < n->count; i++) n->list[i].is_used = 0;
+    mti_names_mark(c);
+    for (i = 0; i < n->count; i++) {
+        if (n->list[i].is_used) n->list[kept++] = n->list[i];
+        else mt_host_free(n->list[i].text);
+    }
+    n->count = kept;
+}
+
+/* Makes the list twice as long as the names that are used, but never shorter. Returns 0 when there is no memory. */
+static int mti_names_grow(mti_checker *c) {
+    mti_names *n = &c->names;
+    mti_kept_name *list;
+    mti_names_sweep(c);
+    if (n->capacity && n->count <= n->capacity / 2) return 1;
+    list = (mti_kept_name *)mt_host_alloc((2 * n->count + 64) * sizeof *list);
+    if (!list) return 0;
+    if (n->count) memcpy(list, n->list, n->count * sizeof *list);
+    mt_host_free(n->list);
+    n->list = list;
+    n->capacity = 2 * n->count + 64;
+    return 1;
+}
+
+/* Returns the checker's copy of a name, or NULL when there is no memory. */
+static const char *mti_names_add(mti_checker *c, const char *text) {
+    mti_names *n = &c->names;
+    size_t bytes = strlen(text) + 1;
+    char *copy;
+    if (n->count == n->capacity && !mti_names_grow(c)) return NULL;
+    copy = (char *)mt_host_alloc(bytes);
+    if (!copy) return NULL;
+    memcpy(copy, text, bytes);
+    n->list[n->count++].text = copy;
+    return copy;
+}
+
+/* Returns a new, empty piece at the end of the list, or NULL when there is no memory. */
+static mti_placed *mti_placed_add(mti_placed_list *p) {
+    if (p->count == p->capacity) {
+        size_t capacity = p->capacity ? 2 * p->capacity : 64;
+        mti_placed *list = (mti_placed *)mt_host_alloc(capacity * sizeof *list);
+        if (!list) return NULL;
+        if (p->count) memcpy(list, p->list, p->count * sizeof *list);
+        mt_host_free(p->list);
+        p->list = list;
+        p->capacity = capacity;
+    }
+    memset(&p->list[p->count], 0, sizeof *p->list);
+    return &p->list[p->count++];
+}
+
+static mti_extent mti_extent_of(mt_tensor t) {
+    uintptr_t size = (uintptr_t)mt_dtype_size(t.dtype);
+    mti_extent e;
+    e.begin = (uintptr_t)t.data;
+    e.width = (uintptr_t)t.cols * size;
+    e.pitch = t.rows > 1 ? (uintptr_t)mt_tensor_ld(t) * size : e.width;
+    e.end = e.begin + ((uintptr_t)t.rows - 1) * e.pitch + e.width;
+    return e;
+}
+
+static int mti_extent_is_dense(mti_extent e) { return e.pitch == e.width; }
+
+/* Whether the rows of one extent are parts of the rows of the other one. A single row has no pitch of its own. */
+static int mti_extents_share_rows(mti_extent a, mti_extent b) {
+    mti_extent narrow = a.width < b.width ? a : b, wide = a.width < b.width ? b : a;
+    if (a.pitch == b.pitch) return 1;
+    if (narrow.end - narrow.begin != narrow.width || narrow.begin < wide.begin || narrow.end > wide.end) return 0;
+    return (narrow.begin - wide.begin) % wide.pitch + narrow.width <= wide.width;
+}
+
+/* Whether a view has whole rows of a piece, or a part of a single one, in one row or in rows of another width. */
+static int mti_is_reshaped(mti_extent view, mti_extent piece) {
+    if (!mti_extent_is_dense(view) || !mti_extent_is_dense(piece) || view.begin < piece.begin) return 0;
+    if (piece.end - piece.begin == piece.width) return 1;
+    return (view.begin - piece.begin) % piece.width == 0 && (view.end - piece.begin) % piece.width == 0;
+}
+
+/* Returns what a piece says about a view of it. Some columns of a tensor that is split by columns, such as one head,
+   are a matrix of their own: nothing is known about it. Some columns of a tensor that is split by rows are split by
+   rows. The rows of a rank lie one after the other: they are columns of one row, and rows of another width. Other views
+   of a split tensor are split in some way. */
+static unsigned char mti_seen_through(mti_extent view, mti_extent piece, unsigned char may) {
+    int is_row = view.end - view.begin == view.width, in_rows = piece.end - piece.begin > piece.width;
+    if (!(may & MTI_SPLIT_PLACEMENTS) || view.width == piece.width) return may;
+    if (!mti_extents_share_rows(view, piece)) {
+        if (!mti_is_reshaped(view, piece) || (in_rows && may >> MT_SPLIT_COLS & 1))
+            return (unsigned char)(may | MTI_SPLIT_PLACEMENTS);
+        return (unsigned char)((may & ~MTI_SPLIT_PLACEMENTS) | 1 << (is_row ? MT_SPLIT_COLS : MT_SPLIT_ROWS));
+    }
+    if (may == 1 << MT_SPLIT_ROWS) return may;
+    if (view.width < piece.width) return may >> MT_SPLIT_COLS & 1 ? MTI_ALL_PLACEMENTS : may;
+    return (unsigned char)(may | MTI_SPLIT_PLACEMENTS);
+}
+
+/* Whether two extents share memory. Columns of the same rows do not. */
+static int mti_extents_meet(mti_extent a, mti_extent b) {
+    mti_extent first = a.begin <= b.begin ? a : b, second = a.begin <= b.begin ? b : a;
+    uintptr_t from;
+    if (second.begin >= first.end) return 0;
+    if (mti_extent_is_dense(first) || (!mti_extent_is_dense(second) && second.pitch != first.pitch)) return 1;
+    if (mti_extent_is_dense(second)) second.width = second.end - second.begin;
+    if (second.width > first.pitch) return 1;
+    from = (second.begin - first.begin) % first.pitch;
+    return from < first.width || from + second.width > first.pitch;
+}
+
+/* Whether all memory of `part` is in `whole`. Returns 0 when this is not certain. */
+static int mti_extent_covers(mti_extent whole, mti_extent part) {
+    if (part.begin < whole.begin || part.end > whole.end) return 0;
+    if (mti_extent_is_dense(whole)) return 1;
+    if (part.end - part.begin != part.width && part.pitch != whole.pitch) return 0;
+    return (part.begin - whole.begin) % whole.pitch + part.width <= whole.width;
+}
+
+static uintptr_t mti_extent_bytes(mti_extent e) {
+    return ((e.end - e.begin - e.width) / (e.pitch ? e.pitch : 1) + 1) * e.width;
+}
+
+/* Returns how many bytes of e a piece has that meets it. It may return more, but not less. */
+static uintptr_t mti_extent_shared(mti_extent e, mti_extent piece) {
+    uintptr_t begin = e.begin > piece.begin ? e.begin : piece.begin, end = e.end < piece.end ? e.end : piece.end;
+    if (mti_extent_covers(e, piece)) return mti_extent_bytes(piece);
+    return mti_extent_is_dense(e) && mti_extent_is_dense(piece) ? end - begin : mti_extent_bytes(e);
+}
+
+/* Returns all memory from the begin of one extent to the end of the other, as one row. */
+static mti_extent mti_extents_together(mti_extent a, mti_extent b) {
+    if (b.begin < a.begin) a.begin = b.begin;
+    if (b.end > a.end) a.end = b.end;
+    a.width = a.pitch = a.end - a.begin;
+    return a;
+}
+
+static mti_extent mti_extent_of_bytes(const void *data, size_t bytes) {
+    return mti_extent_of(mt_tensor_make(data, MT_U8, 1, (int64_t)bytes));
+}
+
+/* Returns the number of pieces that begin before `end`. */
+static size_t mti_placed_before(const mti_placed_list *p, uintptr_t end) {
+    size_t low = 0, high = p->count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (p->list[middle].at.begin < end) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Goes from piece *i, or from the end of the list, back to the next one that meets e, and returns it, or NULL. Begin
+   with *i = mti_placed_before(p, e.end). */
+static mti_placed *mti_placed_meets(const mti_placed_list *p, mti_extent e, size_t *i) {
+    while (*i > 0 && p->list[*i - 1].reach > e.begin) {
+        --*i;
+        if (mti_extents_meet(p->list[*i].at, e)) return &p->list[*i];
+    }
+    return NULL;
+}
+
+/* Returns the newest piece that meets e and is older than `age`, or NULL. */
+static mti_placed *mti_placed_older(const mti_placed_list *p, mti_extent e, uint64_t age) {
+    size_t i = mti_placed_before(p, e.end);
+    mti_placed *found = NULL, *piece;
+    while ((piece = mti_placed_meets(p, e, &i)) != NULL)
+        if (piece->age < age && (!found || piece->age > found->age)) found = piece;
+    return found;
+}
+
+static void mti_placed_reach(mti_placed_list *p, size_t from) {
+    size_t i;
+    for (i = from; i < p->count; i++) {
+        uintptr_t before = i > 0 ? p->list[i - 1].reach : 0;
+        p->list[i].reach = p->list[i].at.end > before ? p->list[i].at.end : before;
+    }
+}
+
+/* Returns a new piece for e in its place of the list, or NULL when there is no memory. */
+static mti_placed *mti_placed_insert(mti_placed_list *p, mti_extent e) {
+    size_t at = mti_placed_before(p, e.begin);
+    if (!mti_placed_add(p)) return NULL;
+    memmove(&p->list[at + 1], &p->list[at], (p->count - 1 - at) * sizeof *p->list);
+    memset(&p->list[at], 0, sizeof *p->list);
+    p->list[at].at = e;
+    p->list[at].age = ++p->newest;
+    mti_placed_reach(p, at);
+    return &p->list[at];
+}
+
+/* Removes pieces that are gone. The first of them is number `from`. */
+static void mti_placed_compact(mti_placed_list *p, size_t from) {
+    size_t i, kept = from;
+    for (i = from; i < p->count; i++)
+        if (!p->list[i].is_gone) p->list[kept++] = p->list[i];
+    p->count = kept;
+    mti_placed_reach(p, from);
+}
+
+/* Removes the pieces that meet e, with keeps 1 not those that stay. */
+static void mti_placed_forget(mti_placed_list *p, mti_extent e, int keeps) {
+    size_t i = mti_placed_before(p, e.end), from = p->count;
+    mti_placed *piece;
+    while ((piece = mti_placed_meets(p, e, &i)) != NULL) {
+        if (keeps && piece->stays) continue;
+        piece->is_gone = 1;
+        from = i;
+    }
+    if (from < p->count) mti_placed_compact(p, from);
+}
+
+static void mti_forget(mt_context *ctx, const void *data, size_t bytes) {
+    mti_checker *c = ctx->checker;
+    if (!c || !bytes) return;
+    mti_placed_forget(&c->written, mti_extent_of_bytes(data, bytes), 0);
+    mti_placed_forget(&c->meant, mti_extent_of_bytes(data, bytes), 0);
+    mti_placed_forget(&c->parameters, mti_extent_of_bytes(data, bytes), 0);
+}
+
+/* Forgets memory of the arena that is allocated, and remembers what was there before it was released. */
+static void mti_memory_reused(mt_context *ctx, const void *data, size_t bytes) {
+    mti_checker *c = ctx->checker;
+    mti_extent e = mti_extent_of_bytes(data, bytes);
+    const mti_placed *p;
+    size_t i;
+    if (!c || !bytes) return;
+    i = mti_placed_before(&c->written, e.end);
+    while ((p = mti_placed_meets(&c->written, e, &i)) != NULL) {
+        mti_released *r = &c->released[c->releases++ % MTI_RELEASED];
+        r->at = p->at;
+        r->by = p->by;
+        r->with = p->with;
+    }
+    mti_forget(ctx, data, bytes);
+}
+
+/* Returns what was in the memory of a view before it was released, or NULL. */
+static const mti_released *mti_released_at(const mti_checker *c, mti_extent e) {
+    size_t i;
+    for (i = 0; i < MTI_RELEASED && i < c->releases; i++) {
+        const mti_released *r = &c->released[(c->releases - 1 - i) % MTI_RELEASED];
+        if (r->by && memcmp(&r->at, &e, sizeof e) == 0) return r;
+    }
+    return NULL;
+}
+
+static int mti_is_in_arena(const mt_context *ctx, mti_extent e) {
+    uintptr_t arena = (uintptr_t)ctx->arena;
+    return e.begin >= arena && e.end <= arena + ctx->arena_bytes;
+}
+
+/* Whether placements of this memory are kept: the arena, blocks of the context, parameters, and what the caller has
+   declared. Other memory may be written, freed and allocated again behind the library's back. */
+static int mti_is_watched(const mt_context *ctx, mti_extent e) {
+    const mti_placed_list *memory = &ctx->checker->memory;
+    size_t i = mti_placed_before(memory, e.end);
+    const mti_placed *p;
+    if (mti_is_in_arena(ctx, e)) return 1;
+    while ((p = mti_placed_meets(memory, e, &i)) != NULL)
+        if (mti_extent_covers(p->at, e)) return 1;
+    return 0;
+}
+
+/* Takes the memory that was declared and that meets e out of the list, and returns e with it. Rows with gaps stay: what
+   is between them may belong to others. */
+static mti_extent mti_watched_with(mti_placed_list *memory, mti_extent e) {
+    size_t i = mti_placed_before(memory, e.end), from = memory->count;
+    mti_placed *p;
+    while ((p = mti_placed_meets(memory, e, &i)) != NULL) {
+        int are_dense = mti_extent_is_dense(e) && mti_extent_is_dense(p->at);
+        if (p->stays || (!are_dense && !mti_extent_covers(e, p->at))) continue;
+        if (are_dense) e = mti_extents_together(e, p->at);
+        p->is_gone = 1;
+        from = i;
+    }
+    if (from < memory->count) mti_placed_compact(memory, from);
+    return e;
+}
+
+static mt_status mti_watch_extent(mt_context *ctx, mti_extent e, int is_block) {
+    mti_placed *p;
+    if (!is_block && mti_is_watched(ctx, e)) return MT_SUCCESS;
+    if (!is_block) e = mti_watched_with(&ctx->checker->memory, e);
+    p = mti_placed_insert(&ctx->checker->memory, e);
+    if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of placements");
+    p->stays = is_block;
+    return MT_SUCCESS;
+}
+
+/* Forgets a block of the context that is freed. */
+static void mti_memory_freed(mt_context *ctx, const void *data, size_t bytes) {
+    mti_checker *c = ctx->checker;
+    mti_forget(ctx, data, bytes);
+    if (c) mti_placed_forget(&c->memory, mti_extent_of_bytes(data, bytes), 0);
+}
+
+static mt_status mti_memory_allocated(mt_context *ctx, const void *data, size_t bytes) {
+    return mti_watch_extent(ctx, mti_extent_of_bytes(data, bytes), 1);
+}
+
+/* ---- what is known about memory, and what a program declares (src/check/declarations.c) -------------------------- */
+
+MT_API int mt_check_mode(const mt_context *ctx) {
+    if (!ctx || !ctx->checker || ctx->checks_paused) return 0;
+    return ctx->checker->replicas ? 2 : 1;
+}
+
+MT_API void mt_check_pause(mt_context *ctx) {
+    if (ctx) mti_checks_pause(ctx);
+}
+
+MT_API mt_status mt_check_resume(mt_context *ctx, mt_status status) {
+    return ctx ? mti_checks_resume(ctx, status) : status;
+}
+
+static void mti_axis_set(mti_axis *axis, const mt_comm *comm) {
+    axis->comm = comm;
+    axis->rank = comm->rank;
+    axis->size = comm->size;
+}
+
+MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *user) {
+    if (!ctx || !ctx->checker) return;
+    ctx->checker->listener = listener;
+    ctx->checker->user = user;
+}
+
+static void mti_tell(mt_context *ctx, const char *where, const char *with, const mt_operand *operands, int count) {
+    const mti_checker *c = ctx->checker;
+    if (c->listener) c->listener(ctx, c->user, where, with, operands, count);
+}
+
+MT_API mt_status mt_check_view_end(mt_context *ctx, mt_status status) {
+    if (ctx && ctx->checker && ctx->checker->views.count > 0) ctx->checker->views.count--;
+    return status;
+}
+
+/* Whether an axis is that of a communicator. Groups that were given the same name are the same: a grid may be created
+   again. Other communicators, which have a name of their parent, are themselves only. */
+static int mti_axis_is(const mti_axis *axis, const mt_comm *comm) {
+    if (strcmp(axis->name, comm->name) != 0 || axis->is_named != comm->is_named) return 0;
+    return axis->is_named || axis->comm == comm;
+}
+
+/* Returns the number of a group, or -1 for a group of one and where there is none. add: 1 adds a new group. */
+static int mti_axis_of(mti_checker *c, const mt_comm *comm, int add) {
+    int i;
+    if (!comm || comm->size == 1) return -1;
+    for (i = 0; i < c->count; i++)
+        if (mti_axis_is(&c->axes[i], comm)) break;
+    if (i < c->count) {
+        mti_axis_set(&c->axes[i], comm);
+        return i;
+    }
+    if (!add || c->count == MTI_AXES) return -1;
+    mti_axis_set(&c->axes[i], comm);
+    memcpy(c->axes[i].name, comm->name, sizeof c->axes[i].name);
+    c->axes[i].is_named = comm->is_named;
+    return c->count++;
+}
+
+/* Returns the parameter or gradient that has all memory of e, or NULL. */
+static mti_placed *mti_parameter_at(const mti_checker *c, mti_extent e) {
+    size_t i = mti_placed_before(&c->parameters, e.end);
+    mti_placed *p;
+    while ((p = mti_placed_meets(&c->parameters, e, &i)) != NULL)
+        if (mti_extent_covers(p->at, e)) return p;
+    return NULL;
+}
+
+#define MTI_KNOWN_PARTS 8
+
+/* What is known about a view: the set for each group, and where it comes from. */
+typedef struct mti_known {
+    unsigned char may[MTI_AXES];                    /* of all parts together */
+    unsigned char parts[MTI_KNOWN_PARTS][MTI_AXES]; /* of the pieces that it meets and that are not zero, each once */
+    int count;
+    int zero;
+    int unwritten;               /* 1: nothing has written it, or a part of it, since it was allocated */
+    int some_columns;            /* 1: it has, or was computed from, some columns of a tensor */
+    mti_extent in;               /* of the newest piece that has all of the view; width 0: there is none */
+    unsigned apart;              /* a bit for each group whose ranks may read other rows or columns */
+    unsigned terms;              /* a bit for each group in which mt_check_view makes a term of what all ranks have */
+    const char *by, *with;       /* of the newest piece, or NULL */
+    const mti_placed *parameter; /* NULL: the view is no part of one */
+} mti_known;
+
+/* Whether a view has some columns of the tensor of which a piece has all, or some, columns. */
+static int mti_has_some_columns(mti_extent e, const mti_placed *p) {
+    if (e.width == p->at.width) return p->some_columns;
+    return e.width < p->at.width && mti_extents_share_rows(e, p->at);
+}
+
+/* Adds what a piece says about a view. covers: 1 if the piece has all of the view */
+static void mti_known_add(mti_known *k, mti_extent e, const mti_placed *p, int covers) {
+    unsigned char part[MTI_AXES];
+    int g, i;
+    if (p->zero) return;
+    if (mti_has_some_columns(e, p)) k->some_columns = 1;
+    if (k->count == 0) k->by = p->by, k->with = p->with;
+    for (g = 0; g < MTI_AXES; g++) {
+        unsigned char may = mti_seen_through(e, p->at, p->may[g]);
+        int more = !covers && (may & MTI_SPLIT_PLACEMENTS) ? MTI_SPLIT_PLACEMENTS : 0; /* split in some way */
+        k->may[g] = (unsigned char)(k->may[g] | may);
+        part[g] = (unsigned char)(may | more);
+    }
+    for (i = 0; i < k->count; i++)
+        if (memcmp(k->parts[i], part, sizeof part) == 0) return;
+    if (k->count == MTI_KNOWN_PARTS) i--;
+    else k->count++;
+    for (g = 0; g < MTI_AXES; g++) k->parts[i][g] = (unsigned char)(k->parts[i][g] | part[g]);
+}
+
+static mti_known mti_known_of_parameter(mti_extent e, const mti_placed *p) {
+    mti_known k;
+    int g;
+    memset(&k, 0, sizeof k);
+    k.parameter = p;
+    k.in = p->at;
+    k.zero = p->zero;
+    k.by = p->by;
+    k.with = p->with;
+    k.some_columns = mti_has_some_columns(e, p);
+    for (g = 0; g < MTI_AXES; g++) k.may[g] = mti_seen_through(e, p->at, p->zero ? p->adds[g] : p->may[g]);
+    return k;
+}
+
+/* What is known about the memory of a view. */
+static mti_known mti_memory_known(const mti_checker *c, mt_tensor t) {
+    mti_extent e = mti_extent_of(t);
+    const mti_placed *p = mti_parameter_at(c, e);
+    uintptr_t written = 0, inside = 0, bytes = mti_extent_bytes(e); /* inside: in pieces that are parts of the view */
+    mti_known k;
+    if (p) return mti_known_of_parameter(e, p);
+    memset(&k, 0, sizeof k);
+    for (p = mti_placed_older(&c->written, e, UINT64_MAX); p && inside < bytes;
+         p = mti_placed_older(&c->written, e, p->age)) {
+        int covers = mti_extent_covers(p->at, e);
+        if (covers && !k.in.width) k.in = p->at;
+        mti_known_add(&k, e, p, covers);
+        if (covers || mti_extent_covers(e, p->at)) inside += covers ? bytes : mti_extent_bytes(p->at);
+        written += covers ? bytes : mti_extent_shared(e, p->at);
+    }
+    k.unwritten = written < bytes;
+    if (!k.unwritten && k.count > 0) return k;
+    k.zero = !k.unwritten;
+    k.count = 0;
+    memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
+    return k;
+}
+
+MT_API const char *mt_placement_name(mt_placement placement) {
+    switch (placement) {
+    case MT_REPLICATED: return "replicated";
+    case MT_SPLIT_ROWS: return "split by rows";
+    case MT_SPLIT_COLS: return "split by columns";
+    case MT_PARTIAL: return "partial";
+    case MT_UNDECLARED: return "not known";
+    }
+    return "no such placement";
+}
+
+/* Writes a set of placements, as in "replicated or partial". */
+static void mti_set_text(int set, char *text, size_t size) {
+    int i;
+    size_t n = 0;
+    text[0] = 0;
+    if (set & MTI_LEFT_OUT) n = (size_t)snprintf(text, size, "left out");
+    for (i = 0; i < 4; i++)
+        if (set >> i & 1)
+            n += (size_t)snprintf(text + n, size - n, "%s%s", n ? " or " : "", mt_placement_name((mt_placement)i));
+}
+
+/* Whether the sum of a gradient over a group was computed, so that nothing may be added to it. */
+static int mti_is_synchronised(const mti_placed *p, int g) {
+    return p->is_gradient && !p->zero && p->may[g] == 1 << MT_REPLICATED && (p->adds[g] >> MT_PARTIAL & 1);
+}
+
+/* Refuses a call that would make a parameter or its gradient what the placement of the parameter does not allow.
+   operand: " (NAME)" of the call, or "" */
+static mt_status mti_write_refuse(mt_context *ctx, const char *where, const mti_placed *p, const char *operand, int g,
+                                  int becomes, int wanted) {
+    const mti_axis *axis = &ctx->checker->axes[g];
+    char is[80], must[80];
+    const char *cure = "";
+    mti_set_text(becomes, is, sizeof is);
+    mti_set_text(wanted, must, sizeof must);
+    if (becomes == 1 << MT_PARTIAL && p->is_gradient && !(p->adds[g] >> MT_PARTIAL & 1))
+        cure = ": set sequence_partial in its mt_param_desc (sequence_parallel in the desc of a layer), and "
+               "mt_sync_gradients sums it";
+    if (mti_is_synchronised(p, g))
+        cure = ": it is synchronised already; call mt_params_zero_grad before the first backward of a step";
+    else if (becomes == 1 << MT_REPLICATED && wanted == 1 << MT_PARTIAL)
+        cure = ": its mt_param_desc has sequence_partial (sequence_parallel in the desc of a layer), and "
+               "mt_sync_gradients would add up equal values";
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: the %s of '%.100s'%.40s would be %s over \"%s\" (%d ranks), must be %s%s",
+                   where, p->is_gradient ? "gradient" : "value", p->name, operand, is, axis->name, axis->size, must,
+                   cure);
+}
+
+static mti_known mti_known_of(const mti_checker *c, mt_tensor t) {
+    mti_extent e = mti_extent_of(t);
+    mti_known k = mti_memory_known(c, t);
+    size_t i;
+    int g, part;
+    for (i = 0; i < c->views.count && !k.zero; i++) {
+        const mti_placed *view = &c->views.list[i];
+        for (g = 0; mti_extent_covers(view->at, e) && g < c->count; g++) {
+            if (view->may[g] == MTI_ALL_PLACEMENTS) continue;
+            if (view->may[g] == 1 << MT_PARTIAL && k.may[g] == 1 << MT_REPLICATED) k.terms |= 1u << g;
+            k.may[g] = mti_seen_through(e, view->at, view->may[g]);
+            for (part = 0; part < k.count; part++) k.parts[part][g] = k.may[g];
+        }
+    }
+    return k;
+}
+
+/* Notes what was written to a parameter or gradient, or to a part of it. */
+static void mti_parameter_note(mti_placed *p, const unsigned char *may, int zero, int whole) {
+    int g;
+    if (zero && !whole) return;
+    for (g = 0; g < MTI_AXES; g++) {
+        int set = may[g] & p->allowed[g];
+        p->may[g] = (unsigned char)(whole || p->zero ? set : set | p->may[g]);
+    }
+    p->zero = zero;
+    if (whole) p->summed_over[0] = 0;
+}
+
+/* Whether two extents that meet are rows of one matrix with as many columns, so that both together are one, too. */
+static int mti_extents_are_rows(mti_extent a, mti_extent b) {
+    uintptr_t apart = a.begin < b.begin ? b.begin - a.begin : a.begin - b.begin;
+    return a.width == b.width && a.pitch == b.pitch && a.pitch && apart % a.pitch == 0;
+}
+
+/* Makes *p a piece for its own memory and that of q, which it meets. If they are not rows of one matrix, nothing is
+   known about it, except that it was written. */
+static void mti_placed_join(mti_placed *p, const mti_placed *q) {
+    int are_rows = mti_extents_are_rows(p->at, q->at), g;
+    mti_extent all;
+    for (g = 0; g < MTI_AXES; g++) {
+        int both = q->zero ? p->may[g] : p->zero ? q->may[g] : p->may[g] | q->may[g];
+        p->may[g] = (unsigned char)(are_rows ? both : MTI_ALL_PLACEMENTS);
+    }
+    p->zero = p->zero && q->zero;
+    p->some_columns = p->some_columns || q->some_columns;
+    p->is_replaced = p->is_replaced && q->is_replaced;
+    if (p->by != q->by) p->by = NULL;
+    if (p->with != q->with) p->with = NULL;
+    if (p->age < q->age) p->age = q->age;
+    all = mti_extents_together(p->at, q->at);
+    if (are_rows) all.width = p->at.width, all.pitch = p->at.pitch;
+    p->at = all;
+}
+
+/* Makes one piece of those that meet `at`, of those that meet these, and so on. */
+static void mti_written_squash(mti_checker *c, mti_extent at) {
+    mti_placed_list *w = &c->written;
+    mti_placed all, *p;
+    size_t i = mti_placed_before(w, at.end), from, count;
+    p = mti_placed_meets(w, at, &i);
+    if (!p) return;
+    all = *p;
+    do {
+        count = w->count;
+        i = mti_placed_before(w, all.at.end);
+        from = count;
+        while ((p = mti_placed_meets(w, all.at, &i)) != NULL) {
+            mti_placed_join(&all, p);
+            p->is_gone = 1;
+            from = i;
+        }
+        if (from < count) mti_placed_compact(w, from);
+    } while (w->count < count);
+    p = mti_placed_insert(w, all.at); /* has memory: a piece was removed */
+    all.reach = p->reach;
+    *p = all;
+}
+
+/* Makes one piece of number i and the next one if they meet and say the same, and no other piece lies between them. */
+static void mti_written_unite(mti_checker *c, size_t i) {
+    mti_placed_list *w = &c->written;
+    mti_placed *p, *q, *other;
+    uint64_t older;
+    size_t at;
+    if (i + 1 >= w->count) return;
+    p = &w->list[i];
+    q = p + 1;
+    if (!mti_extents_meet(p->at, q->at) || !mti_extents_are_rows(p->at, q->at)) return;
+    if (p->zero != q->zero || p->some_columns != q->some_columns || memcmp(p->may, q->may, sizeof p->may) != 0) return;
+    older = p->age < q->age ? p->age : q->age;
+    at = mti_placed_before(w, q->at.end > p->at.end ? q->at.end : p->at.end);
+    while ((other = mti_placed_meets(w, p->age == older ? p->at : q->at, &at)) != NULL)
+        if (other != p && other != q && other->age > older) return;
+    mti_placed_join(p, q);
+    q->is_gone = 1;
+    mti_placed_compact(w, i);
+}
+
+/* Returns a new piece for e, without the older ones that it covers, or NULL when there is no memory. */
+static mti_placed *mti_written_add(mti_checker *c, mti_extent e) {
+    size_t i = mti_placed_before(&c->written, e.end), from = c->written.count;
+    int others = 0;
+    mti_placed *p;
+    while ((p = mti_placed_meets(&c->written, e, &i)) != NULL) {
+        if (mti_extent_covers(e, p->at)) p->is_gone = 1, from = i;
+        else others++;
+    }
+    if (from < c->written.count) mti_placed_compact(&c->written, from);
+    if (others >= MTI_OVERLAPS_MOST) mti_written_squash(c, e);
+    i = mti_placed_before(&c->written, e.begin);
+    mti_written_unite(c, i); /* not with the new piece: more is noted about it */
+    if (i > 1) mti_written_unite(c, i - 2);
+    return mti_placed_insert(&c->written, e);
+}
+
+/* Whether the sets of a view say something about it. */
+static int mti_sets_tell(const mti_checker *c, const unsigned char *may) {
+    int g;
+    for (g = 0; g < c->count; g++)
+        if (may[g] != MTI_ALL_PLACEMENTS) return 1;
+    return 0;
+}
+
+MT_API void mt_check_track(mt_context *ctx) {
+    if (ctx && ctx->checker) ctx->checker->tracks = 1;
+}
+
+/* Returns the age of what a call overwrites before a backward has read it, or 0. */
+static uint64_t mti_lost_before(const mti_placed *p, mti_extent e, const char *by, const char *with) {
+    if (!p->by || p->by != by || p->with != with || p->at.begin != e.begin) return 0;
+    return p->is_used ? p->lost : p->age;
+}
+
+/* Notes the sets of a view. by: NULL when they are not known */
+static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned char *may, int zero, const char *by,
+                                    const char *with) {
+    mti_checker *c = ctx->checker;
+    mti_extent e = mti_extent_of(t);
+    mti_placed *p = mti_parameter_at(c, e);
+    uint64_t lost;
+    int g;
+    if (p) {
+        for (g = 0; g < c->count; g++)
+            if (!(may[g] & p->allowed[g])) return mti_write_refuse(ctx, by, p, "", g, may[g], p->allowed[g]);
+        mti_parameter_note(p, may, zero, mti_extent_covers(e, p->at));
+        if (zero) p->used = 0, p->zeroed = c->written.newest;
+    } else {
+        mti_placed_forget(&c->meant, e, 1);
+        if (!mti_is_watched(ctx, e) && !(c->tracks && mti_sets_tell(c, may))) return MT_SUCCESS;
+        MT_TRY(mti_watch_extent(ctx, e, 0));
+        p = mti_placed_older(&c->written, e, UINT64_MAX);
+        lost = p ? mti_lost_before(p, e, by, with) : 0;
+        p = mti_written_add(c, e);
+        if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of placements");
+        p->lost = lost;
+        memcpy(p->may, may, sizeof p->may);
+        p->zero = zero;
+    }
+    p->by = by;
+    p->with = with;
+    p->content = 0;
+    return MT_SUCCESS;
+}
+
+/* Notes that t has only some columns of a tensor. */
+static void mti_columns_note(mti_checker *c, mt_tensor t) {
+    mti_extent e = mti_extent_of(t);
+    mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
+    if (p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at)) p->some_columns = 1;
+}
+
+MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
+    mti_tell_forgotten(ctx, data, bytes, 1);
+    if (!ctx || !ctx->checker || !bytes) return;
+    mti_forget(ctx, data, bytes);
+    mti_placed_forget(&ctx->checker->memory, mti_extent_of_bytes(data, bytes), 1);
+}
+
+/* Notes that nothing is known about what was written to the parameters and gradients in a view. */
+static void mti_forget_parameters(mti_checker *c, mti_extent e) {
+    size_t i = mti_placed_before(&c->parameters, e.end);
+    unsigned char all[MTI_AXES];
+    mti_placed *p;
+    memset(all, MTI_ALL_PLACEMENTS, sizeof all);
+    while ((p = mti_placed_meets(&c->parameters, e, &i)) != NULL)
+        if (mti_extent_covers(e, p->at)) mti_parameter_note(p, all, 0, 1);
+}
+
+/* Notes that nothing is known about what was written to a view, nor about the parameters in it. */
+static mt_status mti_forget_view(mt_context *ctx, mt_tensor t) {
+    unsigned char all[MTI_AXES];
+    if (!mti_has_elements(t)) return MT_SUCCESS;
+    memset(all, MTI_ALL_PLACEMENTS, sizeof all);
+    mti_forget_parameters(ctx->checker, mti_extent_of(t));
+    return mti_placement_note(ctx, t, all, 0, NULL, NULL);
+}
+
+static mt_status mti_terms_share(mt_context *ctx, int g, mt_tensor t); /* replicas.c */
+
+/* Notes that t is what `set` says over a group. */
+static mt_status mti_declare_set(mt_context *ctx, const mt_comm *comm, mt_tensor t, int set) {
+    mti_known k;
+    int g;
+    MT_TRY(mti_watch_extent(ctx, mti_extent_of(t), 0));
+    g = mti_axis_of(ctx->checker, comm, 1);
+    k = mti_known_of(ctx->checker, t);
+    if (g >= 0 && set == 1 << MT_PARTIAL) MT_TRY(mti_terms_share(ctx, g, t));
+    if (g >= 0) ctx->checker->axes[g].only_group = 0;
+    if (g < 0) return k.unwritten ? mti_forget_view(ctx, t) : MT_SUCCESS; /* in a group of one, too, it was written */
+    if (k.zero && !k.parameter) memset(k.may, MTI_ALL_PLACEMENTS, sizeof k.may);
+    k.may[g] = (unsigned char)set;
+    MT_TRY(mti_placement_note(ctx, t, k.may, 0, "mt_declare", NULL));
+    if (k.some_columns) mti_columns_note(ctx->checker, t);
+    return MT_SUCCESS;
+}
+
+/* Returns the parameter or gradient of a view, or else the newest piece that meets it, or NULL. */
+static mti_placed *mti_newest_at(const mti_checker *c, mti_extent at) {
+    mti_placed *p = mti_parameter_at(c, at);
+    return p ? p : mti_placed_older(&c->written, at, UINT64_MAX);
+}
+
+/* Whether ranks may have any content in all of e, by mt_declare_meant. */
+static int mti_is_meant(const mti_checker *c, mti_extent e) {
+    uintptr_t inside = 0;
+    size_t i = mti_placed_before(&c->meant, e.end);
+    const mti_placed *p;
+    while ((p = mti_placed_meets(&c->meant, e, &i)) != NULL) {
+        if (mti_extent_covers(p->at, e)) return 1;
+        if (mti_extent_covers(e, p->at)) inside += mti_extent_bytes(p->at);
+    }
+    return inside >= mti_extent_bytes(e);
+}
+
+MT_API mt_status mt_declare_meant(mt_context *ctx, mt_tensor t) {
+    mti_placed_list *meant;
+    mti_placed *p;
+    mti_extent e;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (mt_check_mode(ctx) != 2 || !mti_has_elements(t)) return MT_SUCCESS;
+    meant = &ctx->checker->meant;
+    e = mti_extent_of(t);
+    if (mti_is_meant(ctx->checker, e)) return MT_SUCCESS;
+    p = mti_placed_insert(meant, e);
+    if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "mt_declare_meant: no memory for the checks of placements");
+    p->stays = mti_parameter_at(ctx->checker, e) != NULL;
+    return MT_SUCCESS;
+}
+
+static mt_status mti_expect_placement(mt_context *ctx, const char *function, mt_placement placement) {
+    if ((int)placement >= 0 && placement <= MT_UNDECLARED) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: placement is %d, must be from MT_REPLICATED to MT_UNDECLARED", function,
+                   (int)placement);
+}
+
+MT_API mt_status mt_declare(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_expect_placement(ctx, "mt_declare", placement));
+    if (!comm && placement != MT_UNDECLARED)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare: comm is NULL, and placement is not MT_UNDECLARED");
+    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
+    if (!comm) return mti_forget_view(ctx, t);
+    return mti_declare_set(ctx, comm, t, placement == MT_UNDECLARED ? MTI_ALL_PLACEMENTS : 1 << placement);
+}
+
+MT_API mt_status mt_declare_complete(mt_context *ctx, const mt_comm *comm, mt_tensor t) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
+    return mti_declare_set(ctx, comm, t, 1 << MT_REPLICATED | 1 << MT_SPLIT_ROWS);
+}
+
+static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placement placement); /* replicas.c */
+
+MT_API mt_status mt_check_view(mt_context *ctx, const mt_comm *comm, mt_tensor t, mt_placement placement) {
+    mti_placed *view;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_expect_placement(ctx, "mt_check_view", placement));
+    if (!ctx->checker) return MT_SUCCESS;
+    g = mti_axis_of(ctx->checker, comm, 1);
+    view = mti_placed_add(&ctx->checker->views);
+    if (!view) return mt_fail(ctx, MT_ERR_MEMORY, "mt_check_view: no memory for the checks of placements");
+    if (mti_has_elements(t)) view->at = mti_extent_of(t);
+    memset(view->may, MTI_ALL_PLACEMENTS, sizeof view->may);
+    if (g >= 0 && placement != MT_UNDECLARED) view->may[g] = (unsigned char)(1 << placement);
+    return g < 0 ? MT_SUCCESS : mti_view_share(ctx, g, t, placement);
+}
+
+MT_API void mt_check_group(mt_context *ctx, const mt_comm *comm) {
+    int count = ctx && ctx->checker ? ctx->checker->count : 0, g;
+    if (!ctx || !ctx->checker) return;
+    g = mti_axis_of(ctx->checker, comm, 1);
+    if (g >= count) ctx->checker->axes[g].only_group = 1;
+}
+
+static mt_status mti_slot_check(mt_context *ctx, const char *where, const char *with, const char *name, mt_tensor t);
+
+MT_API mt_status mt_declare_zero(mt_context *ctx, mt_tensor t) {
+    unsigned char all[MTI_AXES];
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!ctx->checker || !mti_has_elements(t)) return MT_SUCCESS;
+    memset(all, MTI_ALL_PLACEMENTS, sizeof all);
+    if (mt_check_mode(ctx)) MT_TRY(mti_slot_check(ctx, "mt_fill", NULL, "y", t));
+    return mti_placement_note(ctx, t, all, 1, "mt_fill", NULL);
+}
+
+MT_API mt_placement mt_placement_of(const mt_context *ctx, const mt_comm *comm, mt_tensor t) {
+    const mti_placed *p;
+    mti_known k;
+    int g, placement;
+    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return MT_UNDECLARED;
+    g = mti_axis_of(ctx->checker, comm, 0);
+    p = g < 0 && comm ? mti_parameter_at(ctx->checker, mti_extent_of(t)) : NULL;
+    if (g < 0) return p && strcmp(p->summed_over, comm->name) == 0 ? MT_REPLICATED : MT_UNDECLARED;
+    k = mti_known_of(ctx->checker, t);
+    for (placement = MT_REPLICATED; placement <= MT_PARTIAL; placement++)
+        if ((!k.zero || k.parameter) && k.may[g] == 1 << placement) return (mt_placement)placement;
+    return MT_UNDECLARED;
+}
+
+/* Notes a parameter's value or gradient. */
+static mt_status mti_declare_part(mt_context *ctx, const char *name, int tensor, int data, mt_tensor t, int may,
+                                  int64_t parts, int is_gradient, int partial) {
+    mti_checker *c = ctx->checker;
+    const char *copy;
+    mti_placed *p;
+    if (!mti_has_elements(t)) return MT_SUCCESS;
+    mti_forget(ctx, t.data, (size_t)t.rows * (size_t)t.cols * mt_dtype_size(t.dtype));
+    copy = mti_names_add(c, name);
+    p = copy ? mti_placed_insert(&c->parameters, mti_extent_of(t)) : NULL;
+    if (!p) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the checks of '%s'", name);
+    p->name = copy;
+    p->parts = parts;
+    p->is_gradient = is_gradient;
+    p->zero = is_gradient;
+    memset(p->may, MTI_ALL_PLACEMENTS, sizeof p->may);
+    memset(p->allowed, MTI_ALL_PLACEMENTS, sizeof p->allowed);
+    if (tensor >= 0) p->may[tensor] = p->allowed[tensor] = (unsigned char)(may | (partial ? 1 << MT_PARTIAL : 0));
+    if (data >= 0)
+        p->may[data] = p->allowed[data] =
+            (unsigned char)(is_gradient ? 1 << MT_REPLICATED | 1 << MT_PARTIAL : 1 << MT_REPLICATED);
+    memcpy(p->adds, p->allowed, sizeof p->adds);
+    if (tensor >= 0 && partial && may == 1 << MT_REPLICATED) p->adds[tensor] = 1 << MT_PARTIAL;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_declare_parameter(mt_context *ctx, const char *name, const mt_comm *tensor, const mt_comm *data,
+                                      mt_tensor value, mt_tensor grad, mt_placement placement, int64_t parts,
+                                      int partial) {
+    int t, d;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!name) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_declare_parameter: name is NULL");
+    MT_TRY(mti_expect_placement(ctx, "mt_declare_parameter", placement));
+    if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    t = mti_axis_of(ctx->checker, tensor, 1);
+    d = mti_axis_of(ctx->checker, data, 1);
+    MT_TRY(mti_declare_part(ctx, name, t, d, value, 1 << placement, parts, 0, 0));
+    return mti_declare_part(ctx, name, t, d, grad, 1 << placement, parts, 1, partial);
+}
+
+/* ---- the rules of operators (src/check/rules.c) ------------------------------------------------------------------ */
+
+struct mti_ruling;
+static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
+                                  const mti_known *known); /* replicas.c */
+static mt_status mti_range_note(mt_context *ctx, int g, const struct mti_ruling *r, const mt_operand *o,
+                                mti_known *known); /* replicas.c */
+
+/* An operand of a rule in a call. */
+typedef struct mti_ruled {
+    const mt_operand *operand; /* NULL: the call leaves it out */
+    mti_known known;
+} mti_ruled;
+
+typedef struct mti_ruling {
+    const mti_checker *checker;
+    const char *where;
+    const mt_rule *rule;
+    mti_ruled operands[MTI_RULE_OPERANDS]; /* in the order of the rule */
+    int count;
+    int over_all;     /* 1: the call is a sum over all groups together */
+    const char *with; /* name of a parameter among the operands, or NULL */
+} mti_ruling;
+
+/* Returns the set that a letter of a case stands for. */
+static int mti_letter_set(char letter) {
+    static const char letters[] = "RrcP", whole[] = "owka";
+    const char *at = strchr(letters, letter);
+    if (letter == '-') return 0;
+    if (letter && strchr(whole, letter)) return 1 << MT_REPLICATED;
+    return at && *at ? 1 << (at - letters) : MTI_ALL_PLACEMENTS;
+}
+
+static int mti_is_data(const mti_axis *axis) { return strcmp(axis->name, "data") == 0; }
+
+/* Whether operands i and k of a call are views of one tensor, with as many columns. */
+static int mti_is_sibling(const mti_ruling *r, int i, int k) {
+    const mti_ruled *a = &r->operands[i], *b = &r->operands[k];
+    return b->operand && a->known.in.begin == b->known.in.begin && a->known.in.width == b->known.in.width &&
+           a->operand->t.cols == b->operand->t.cols;
+}
+
+/* Returns how many views of one tensor the call has of which operand i is one. */
+static int mti_siblings(const mti_ruling *r, int i) {
+    int k, n, count = 0;
+    for (k = 0; k < r->count; k++) {
+        for (n = 0; n < k; n++)
+            if (mti_is_sibling(r, i, n) && mti_is_sibling(r, i, k) &&
+                r->operands[n].operand->t.data == r->operands[k].operand->t.data)
+                break;
+        if (n == k && mti_is_sibling(r, i, k)) count++;
+    }
+    return count;
+}
+
+/* Returns the number of shares into which views like operand i divide the columns of the tensor that has it. Returns 1
+   when the operand, or it and its siblings together, are all columns, and when there is no such number. */
+static int64_t mti_shares(const mti_ruling *r, int i) {
+    const mti_known *k = &r->operands[i].known;
+    mti_extent at = mti_extent_of(r->operands[i].operand->t);
+    uintptr_t each = at.width * (uintptr_t)mti_siblings(r, i);
+    if (!k->in.width || !mti_extents_share_rows(at, k->in) || k->in.width % each) return 1;
+    return (int64_t)(k->in.width / each);
+}
+
+/* Whether operand i has columns of the share of this rank: of tensors side by side, [K | V], or in turn, [k v k v]. */
+static int mti_has_own_columns(const mti_ruling *r, int i, int g) {
+    const mti_axis *axis = &r->checker->axes[g];
+    mti_extent at = mti_extent_of(r->operands[i].operand->t), in = r->operands[i].known.in;
+    int64_t shares = mti_shares(r, i), siblings = mti_siblings(r, i), n;
+    int64_t from = axis->rank * shares / axis->size, to = ((axis->rank + 1) * shares - 1) / axis->size;
+    uintptr_t offset = (at.begin - in.begin) % (in.pitch ? in.pitch : 1);
+    if (shares == 1 || offset % at.width) return 0;
+    offset /= at.width;
+    for (n = from; n <= to; n++)
+        if (n == (int64_t)offset % shares || n == (int64_t)offset / siblings) return 1;
+    return 0;
+}
+
+/* Returns the set of the placement that operand i has as exactly this rank's share of a larger tensor, or 0. */
+static int mti_share_of(const mti_ruling *r, int i, int g) {
+    const mti_ruled *o = &r->operands[i];
+    const mti_axis *axis = &r->checker->axes[g];
+    mti_extent at, in = o->known.in;
+    uintptr_t size = (uintptr_t)axis->size, rank = (uintptr_t)axis->rank, rows;
+    if (!o->operand || !in.width) return 0;
+    at = mti_extent_of(o->operand->t);
+    rows = (uintptr_t)o->operand->t.rows;
+    if (at.width * size == in.width && mti_extents_share_rows(at, in) && at.begin - in.begin == rank * at.width)
+        return 1 << MT_SPLIT_COLS;
+    if (at.width != in.width || mti_extent_bytes(in) != rows * size * in.width) return 0;
+    return at.begin - in.begin == rank * rows * in.pitch ? 1 << MT_SPLIT_ROWS : 0;
+}
+
+/* The same of what all ranks have and a call only reads. */
+static int mti_own_share(const mti_ruling *r, int i, int g) {
+    const mti_ruled *o = &r->operands[i];
+    if (!o->operand || o->operand->use != 1 || o->known.may[g] != 1 << MT_REPLICATED) return 0;
+    return mti_share_of(r, i, g);
+}
+
+/* Whether a call writes this rank's share of a gradient of which each rank has a term. */
+static int mti_is_term(const mti_ruling *r, int i, int g, char letter) {
+    const mti_ruled *o = &r->operands[i];
+    const mti_placed *p = o->known.parameter;
+    if ((letter != 'r' && letter != 'c') || !o->operand || !(o->operand->use & 2) || !p || !p->is_gradient) return 0;
+    return p->adds[g] == 1 << MT_PARTIAL && mti_share_of(r, i, g) == mti_letter_set(letter);
+}
+
+/* Whether operand i has the first rows of a tensor, until those of this rank's share of operand 0. */
+static int mti_has_first_rows(const mti_ruling *r, int i, int g) {
+    const mti_ruled *o = &r->operands[i];
+    int64_t rows = r->operands[0].operand ? r->operands[0].operand->t.rows : 0;
+    if (o->known.in.width && mti_extent_of(o->operand->t).begin - o->known.in.begin >= o->known.in.pitch) return 0;
+    return o->operand->t.rows == (r->checker->axes[g].rank + 1) * rows;
+}
+
+/* What a letter says of operand i, apart from its placement, see mt_rule. */
+static int mti_extent_fits(const mti_ruling *r, int i, int g, char letter) {
+    int reads = r->operands[i].operand->use & 1;
+    switch (letter) {
+    case 'o': return !reads || mti_has_own_columns(r, i, g);
+    case 'w': return !reads || mti_shares(r, i) == 1;
+    case 'k': return !mti_is_data(&r->checker->axes[g]) && mti_has_first_rows(r, i, g);
+    case 'a': return !mti_is_data(&r->checker->axes[g]);
+    default: return 1;
+    }
+}
+
+/* Returns the set that a letter gives operand i, which a call writes. This rank's columns of a tensor of zeros are a
+   term of it. */
+static int mti_result_set(const mti_ruling *r, int i, int g, char letter) {
+    if (mti_is_term(r, i, g, letter)) return 1 << MT_PARTIAL;
+    if (letter != 'o' || !r->operands[i].operand || (r->operands[i].operand->use & 1)) return mti_letter_set(letter);
+    return 1 << (mti_shares(r, i) > 1 ? MT_PARTIAL : MT_SPLIT_COLS);
+}
+
+/* Returns the set that an operand must have a letter of: what it is when the call reads it, and what a parameter or
+   gradient may become when the call only writes it. */
+static int mti_ruled_set(const mti_ruled *o, int g) {
+    const mti_placed *p = o->known.parameter;
+    if (o->operand->use & 1) return o->known.zero && !p ? MTI_ALL_PLACEMENTS : o->known.may[g];
+    return p ? p->adds[g] : MTI_ALL_PLACEMENTS;
+}
+
+/* Whether an operand may be what a letter says: all parts of it, when they have other sets. */
+static int mti_letter_fits(const mti_ruling *r, int i, int g, char letter) {
+    const mti_ruled *o = &r->operands[i];
+    int set = mti_result_set(r, i, g, letter), part;
+    if (!(mti_ruled_set(o, g) & set)) return 0;
+    for (part = 0; (o->operand->use & 1) && part < o->known.count; part++)
+        if (!(o->known.parts[part][g] & set)) return 0;
+    return mti_extent_fits(r, i, g, letter);
+}
+
+/* Returns the number of operands whose sets do not fit a case. *first becomes the first of them, or one that is no
+   parameter. */
+static int mti_case_misfits(const mti_ruling *r, const char *letters, int g, int *first) {
+    int i, misfits = 0;
+    *first = -1;
+    for (i = 0; i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        if (!o->operand || (letters[i] != '-' && mti_letter_fits(r, i, g, letters[i]))) continue;
+        if (*first < 0 || r->operands[*first].known.parameter) *first = i;
+        misfits++;
+    }
+    return misfits;
+}
+
+/* Goes to the next case: words of `cases`, then those of `more`. Returns NULL behind the last one. */
+static const char *mti_next_case(const char *at, const char *cases, const char **more) {
+    at = at ? at + strcspn(at, " ") : cases;
+    at += strspn(at, " ");
+    if (*at) return at;
+    cases = *more;
+    *more = NULL;
+    return cases ? mti_next_case(NULL, cases, more) : NULL;
+}
+
+/* Returns the length of the layer's part of a parameter's name: without the last of several words, at most 120. */
+static int mti_layer_length(const char *name) {
+    const char *last = strrchr(name, '.');
+    size_t n = last && last > name ? (size_t)(last - name) : strlen(name);
+    return n < 120 ? (int)n : 120;
+}
+
+/* Writes which call has written a tensor, as in " since mt_gemm at mlp.linear_fc1". by and with may be NULL. */
+static void mti_since_text(const char *by, const char *with, char *text, size_t size) {
+    text[0] = 0;
+    if (by)
+        snprintf(text, size, " since %.60s%s%.*s", by, with ? " at " : "", with ? mti_layer_length(with) : 0,
+                 with ? with : "");
+}
+
+/* Writes the layer whose parameter a call has, as in ' "mlp.linear_fc1"', or that of a call before it. */
+static void mti_with_text(const mti_checker *c, const char *with, char *text, size_t size) {
+    const char *name = with ? with : c->latest;
+    text[0] = 0;
+    if (name) snprintf(text, size, "%s\"%.*s\"", with ? " " : " after ", mti_layer_length(name), name);
+}
+
+/* Whether a case would fit if gradients of parameters might be terms of a sum. */
+static int mti_fits_terms(const mti_ruling *r, int g) {
+    const char *more = NULL, *at = NULL;
+    int k, first, terms;
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        for (k = terms = 0; k < r->count; k++) {
+            const mti_ruled *o = &r->operands[k];
+            if (!o->operand || !o->known.parameter || !o->known.parameter->is_gradient || at[k] != 'P') continue;
+            if (!mti_letter_fits(r, k, g, 'P')) terms++;
+        }
+        if (terms && terms == mti_case_misfits(r, at, g, &first)) return 1;
+    }
+    return 0;
+}
+
+/* Writes what a parameter or its gradient has to do with a misfit of operand i. Returns 1 if this is the mistake. A sum
+   over rows that are split is a part of a sum, a sum over replicated rows is not. */
+static int mti_parameter_hint(const mti_ruling *r, int g, int i, char *text, size_t size) {
+    int is = r->operands[i].known.may[g], k;
+    text[0] = 0;
+    for (k = 0; k < r->count; k++) {
+        const mti_placed *p = r->operands[k].operand ? r->operands[k].known.parameter : NULL;
+        if (p && !p->is_gradient && is == 1 << MT_SPLIT_ROWS && p->may[g] == 1 << MT_REPLICATED &&
+            !mti_extent_covers(mti_extent_of(r->operands[k].operand->t), p->at))
+            snprintf(text, size, ", or say with mt_check_view that the view of '%.100s' is of this rank's rows",
+                     p->name);
+        if (!p || !p->is_gradient || !(r->operands[k].operand->use & 2)) continue;
+        if (mti_is_synchronised(p, g)) {
+            snprintf(text, size,
+                     ": the gradient of '%.100s' is synchronised already; call mt_params_zero_grad before the first "
+                     "backward of a step",
+                     p->name);
+            return 1;
+        }
+        if ((is == 1 << MT_SPLIT_ROWS || (is == 1 << MT_PARTIAL && mti_fits_terms(r, g))) &&
+            p->adds[g] == 1 << MT_REPLICATED)
+            snprintf(text, size, ", or set sequence_partial for '%.100s' (sequence_parallel in the desc of a layer)",
+                     p->name);
+        if (is == 1 << MT_REPLICATED && p->adds[g] == 1 << MT_PARTIAL)
+            snprintf(text, size,
+                     ", or leave out sequence_partial of '%.100s' (sequence_parallel in the desc of a layer)", p->name);
+    }
+    return 0;
+}
+
+/* Whether an operand is the gradient of a tensor: by its name in the rule, or because it is the product of a gradient
+   and a weight that is split by rows. (A weight that is split by columns makes a term of an output, and so does an
+   embedding, whose table is split by rows.) */
+static int mti_is_gradient(const mti_checker *c, const mti_ruled *o, int g) {
+    size_t i;
+    if (o->operand->name[0] == 'd' || (o->known.by && strstr(o->known.by, "_backward"))) return 1;
+    if (o->known.by && strcmp(o->known.by, "mt_gemm") != 0 && strcmp(o->known.by, "mt_linear_activation_backward") != 0)
+        return 0;
+    for (i = 0; o->known.with && i < c->parameters.count; i++) {
+        const mti_placed *p = &c->parameters.list[i];
+        if (!p->is_gradient && strcmp(p->name, o->known.with) == 0) return p->may[g] == 1 << MT_SPLIT_ROWS;
+    }
+    return 0;
+}
+
+/* Returns the region call that turns a placement into another one, or NULL. */
+static const char *mti_region_remedy(int is, int must, int is_gradient) {
+    int from = 0, to = 0;
+    static const char *const calls[4][4] = {
+        {NULL, "mt_scatter_to_sequence_region", "mt_scatter_to_tensor_region", NULL},
+        {"mt_gather_from_sequence_region", NULL, NULL, NULL},
+        {"mt_gather_from_tensor_region", NULL, NULL, NULL},
+        {"mt_reduce_from_tensor_region_forward", "mt_reduce_scatter_to_sequence_region", NULL, NULL}};
+    if (is == 1 << MT_REPLICATED && must >> MT_PARTIAL & 1) return NULL; /* it was summed already */
+    while (from < 3 && !(is >> from & 1)) from++;
+    while (to < 3 && !(must >> to & 1)) to++;
+    if (from == 3 && to == 0 && is_gradient) return "mt_copy_to_tensor_region_backward";
+    return calls[from][to];
+}
+
+/* Returns the call that makes an operand what it must be, or NULL. Over the data group there are no regions: the ranks
+   add up terms of a sum, and a number that each has of its own tokens. */
+static const char *mti_remedy(const mti_checker *c, const mti_ruled *o, int g, int must) {
+    int is = o->known.may[g], sums = is >> MT_PARTIAL & 1, whole = must >> MT_REPLICATED & 1;
+    int number = o->operand->t.rows == 1 && o->operand->t.cols == 1;
+    if (whole && sums && o->known.parameter && o->known.parameter->is_gradient) return "mt_sync_gradients";
+    if (whole && strcmp(o->operand->name, "gathered") == 0) return "mt_all_gather"; /* one shard below the other */
+    if (!mti_is_data(&c->axes[g])) return mti_region_remedy(is, must, mti_is_gradient(c, o, g));
+    return whole && (sums || number) ? "mt_all_reduce" : NULL;
+}
+
+/* Writes which operand, that all ranks have, could be this rank's term of a sum, so that a case would fit. */
+static void mti_term_hint(const mti_ruling *r, int g, int ranks, char *text, size_t size) {
+    const char *more = NULL, *at = NULL, *name;
+    int first;
+    text[0] = 0;
+    while (r->count > 1 && (at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        if (mti_case_misfits(r, at, g, &first) != 1 || at[first] != 'P') continue;
+        if (r->operands[first].operand->use != 1 || r->operands[first].known.may[g] != 1 << MT_REPLICATED) continue;
+        name = r->operands[first].operand->name;
+        snprintf(
+            text, size,
+            ", or add %.20s on one rank only, and say so with mt_check_view (MT_PARTIAL), or a copy divided by %d on "
+            "each rank, with mt_declare (MT_PARTIAL)",
+            name, ranks);
+        return;
+    }
+}
+
+/* Writes over which other group the tensor of a call that communicates is a sum, if it must be one. */
+static void mti_group_hint(const mti_ruling *r, int g, int must, char *text, size_t size) {
+    const mti_ruled *o = &r->operands[0];
+    char since[208];
+    int other;
+    text[0] = 0;
+    if (r->count > 1 || r->over_all || !(must >> MT_PARTIAL & 1)) return;
+    for (other = 0; other < r->checker->count; other++) {
+        if (other == g || o->known.may[other] != 1 << MT_PARTIAL) continue;
+        mti_since_text(o->known.by, o->known.with, since, sizeof since);
+        snprintf(text, size, ": this is a sum over \"%s\"%s, so call it with the communicator of \"%s\", not of \"%s\"",
+                 r->checker->axes[other].name, since, r->checker->axes[other].name, r->checker->axes[g].name);
+        return;
+    }
+}
+
+/* Refuses operand i of a call: no case allows what it is. */
+static mt_status mti_rule_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, int must) {
+    const mti_axis *axis = &ctx->checker->axes[g];
+    const mti_ruled *o = &r->operands[i];
+    const char *help = mti_remedy(ctx->checker, o, g, must);
+    int adds_whole =
+        r->count > 1 && o->known.may[g] == 1 << MT_REPLICATED && !(must & ~(MTI_LEFT_OUT | 1 << MT_PARTIAL));
+    char is[80], wanted[80], at[192], since[208], cure[400] = "", more[400], term[240];
+    mti_set_text(o->known.may[g], is, sizeof is);
+    mti_set_text(must, wanted, sizeof wanted);
+    snprintf(at, sizeof at, " (%.30s)", o->operand->name);
+    if (o->known.parameter && (o->operand->use & 2))
+        return mti_write_refuse(ctx, r->where, o->known.parameter, at, g, must, mti_ruled_set(o, g));
+    mti_with_text(ctx->checker, r->with, at, sizeof at);
+    mti_since_text(o->known.parameter ? NULL : o->known.by, o->known.with, since, sizeof since);
+    if (help) snprintf(cure, sizeof cure, ": call %s before", help);
+    else if (adds_whole && strchr(r->rule->cases, 'P'))
+        snprintf(cure, sizeof cure, ": each rank would add it to its term of a sum; add it after the sum");
+    else if (o->known.may[g] == 1 << MT_REPLICATED && must == 1 << MT_PARTIAL)
+        snprintf(cure, sizeof cure, ": this call would add up equal values");
+    mti_group_hint(r, g, must, more, sizeof more);
+    if (more[0]) snprintf(cure, sizeof cure, "%s", more);
+    mti_term_hint(r, g, axis->size, term, sizeof term);
+    if (mti_parameter_hint(r, g, i, more, sizeof more)) cure[0] = term[0] = 0;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%.100s%s is %s over \"%s\" (%d ranks)%s, must be %s%s%s%s",
+                   r->where, at, o->operand->name, o->known.parameter ? ", '" : "",
+                   o->known.parameter ? o->known.parameter->name : "", o->known.parameter ? "'," : "", is, axis->name,
+                   axis->size, since, wanted, cure, more, term);
+}
+
+/* Whether a message had better name operand a than b: a mistake is seldom in a parameter. */
+static int mti_is_better(const mti_ruling *r, int a, int b) {
+    return r->operands[b].known.parameter && !r->operands[a].known.parameter;
+}
+
+/* Refuses a rule without cases, and a case that has not a letter for each operand. */
+static mt_status mti_rule_valid(mt_context *ctx, const mti_ruling *r) {
+    const char *more = r->rule->data_cases, *at = NULL;
+    int cases = 0;
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        if ((int)strcspn(at, " ") != r->count)
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: a case of its rule has %d letters, but there are %d operands",
+                           r->where, (int)strcspn(at, " "), r->count);
+        cases++;
+    }
+    return cases > 0 ? MT_SUCCESS : mt_fail(ctx, MT_ERR_ARGUMENT, "%s: its rule has no case", r->where);
+}
+
+/* Whether a call reads, apart from zeros, only what all ranks of group g have. */
+static int mti_reads_replicas(const mti_ruling *r, int g) {
+    int i, any = 0;
+    for (i = 0; i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        if (!o->operand || !(o->operand->use & 1) || (o->known.zero && !o->known.parameter)) continue;
+        if (o->known.may[g] != 1 << MT_REPLICATED) return 0;
+        any = 1;
+    }
+    return any;
+}
+
+/* Whether a rule says of a call that it computes the same on all ranks, from nothing. */
+static int mti_is_constant(const mti_ruling *r) {
+    return r->count == 1 && r->operands[0].operand && r->operands[0].operand->use == 2 &&
+           strcmp(r->rule->cases, "R") == 0;
+}
+
+/* Whether operand i, which all ranks have, does not fit a letter only because of its extent. */
+static int mti_is_other_extent(const mti_ruling *r, int i, int g, char letter) {
+    const mti_ruled *o = &r->operands[i];
+    if (!o->operand || !(o->operand->use & 1) || o->known.may[g] != 1 << MT_REPLICATED) return 0;
+    if (letter == 'o') return mti_shares(r, i) > 1 && !mti_has_own_columns(r, i, g);
+    return letter == 'k' && !mti_has_first_rows(r, i, g);
+}
+
+/* Returns the first operand that has other rows or columns than a case wants, which does not fit for this alone, or -1.
+   *letter becomes its letter. */
+static int mti_other_extent(const mti_ruling *r, int g, char *letter) {
+    const char *more = NULL, *at = NULL;
+    int i, misfits, first, others, found = -1;
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        misfits = mti_case_misfits(r, at, g, &first);
+        for (i = r->count - 1, others = 0; i >= 0; i--)
+            if (mti_is_other_extent(r, i, g, at[i])) others++, found = i;
+        if (!others || others != misfits) continue;
+        *letter = at[found];
+        return found;
+    }
+    return -1;
+}
+
+/* Refuses operand i of a call, see mti_other_extent. */
+static mt_status mti_extent_refuse(mt_context *ctx, const mti_ruling *r, int g, int i, char letter) {
+    const mti_ruled *o = &r->operands[i], *by = &r->operands[0];
+    const mti_axis *axis = &ctx->checker->axes[g];
+    uintptr_t size = (uintptr_t)mt_dtype_size(o->operand->t.dtype), pitch = o->known.in.pitch ? o->known.in.pitch : 1;
+    long long from = (long long)((mti_extent_of(o->operand->t).begin - o->known.in.begin) % pitch / size);
+    char at[192];
+    mti_with_text(ctx->checker, r->with, at, sizeof at);
+    if (letter == 'k')
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s%s: %s has %lld rows that all %d ranks of \"%s\" have, but %s has the rows of rank %d: the "
+                       "last rows of both are at one position, so %s must have the first %lld rows",
+                       r->where, at, o->operand->name, (long long)o->operand->t.rows, axis->size, axis->name,
+                       by->operand->name, axis->rank, o->operand->name,
+                       (long long)by->operand->t.rows * (axis->rank + 1));
+    return mt_fail(
+        ctx, MT_ERR_ARGUMENT,
+        "%s%s: %s has columns %lld to %lld of the %lld that all %d ranks of \"%s\" have, which are not those "
+        "of rank %d, as in %s: take the columns of this rank, or, if the ranks share them in another order, "
+        "say with mt_check_view that they are MT_SPLIT_COLS",
+        r->where, at, o->operand->name, from, from + (long long)o->operand->t.cols - 1,
+        (long long)(o->known.in.width / size), axis->size, axis->name, axis->rank, by->operand->name);
+}
+
+/* Whether a case fits when views of exactly this rank's share of what all ranks have are this share, with the results
+   of these cases. */
+static int mti_fits_shares(const mti_ruling *r, int g, unsigned char *results) {
+    const char *more = mti_is_data(&r->checker->axes[g]) ? r->rule->data_cases : NULL, *at = NULL;
+    mti_ruling shares = *r;
+    int i, first, any = 0, fits = 0;
+    for (i = 0; i < r->count; i++) {
+        int part, set = mti_own_share(r, i, g);
+        if (!set) continue;
+        any = 1;
+        shares.operands[i].known.may[g] = (unsigned char)set;
+        for (part = 0; part < r->operands[i].known.count; part++)
+            shares.operands[i].known.parts[part][g] = (unsigned char)set;
+    }
+    while (any && (at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        if (mti_case_misfits(&shares, at, g, &first) > 0) continue;
+        for (i = 0; i < r->count; i++) results[i] |= (unsigned char)mti_result_set(r, i, g, at[i]);
+        fits = 1;
+    }
+    return fits;
+}
+
+/* Finds the sets that the cases allow in a group: results[i] for operand i. */
+static mt_status mti_rule_axis(mt_context *ctx, const mti_ruling *r, int g, unsigned char *results) {
+    const char *more = mti_is_data(&ctx->checker->axes[g]) ? r->rule->data_cases : NULL, *at = NULL;
+    int i, first, misfits, fits = 0, best = MTI_RULE_OPERANDS + 1, culprit = -1, must = 0;
+    char letter;
+    memset(results, 0, MTI_RULE_OPERANDS);
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        misfits = mti_case_misfits(r, at, g, &first);
+        for (i = 0; misfits == 0 && i < r->count; i++) results[i] |= (unsigned char)mti_result_set(r, i, g, at[i]);
+        if (misfits == 0) fits = 1;
+        else if (misfits < best || (misfits == best && (first == culprit || mti_is_better(r, first, culprit)))) {
+            if (misfits < best || first != culprit) must = 0;
+            best = misfits;
+            culprit = first;
+            must |= at[first] == '-' ? MTI_LEFT_OUT : mti_letter_set(at[first]);
+        }
+    }
+    if (ctx->checker->axes[g].only_group && !mti_reads_replicas(r, g) && !mti_is_constant(r))
+        memset(results, MTI_ALL_PLACEMENTS, MTI_RULE_OPERANDS);
+    if (!fits) fits = mti_fits_shares(r, g, results);
+    if (!fits && (i = mti_other_extent(r, g, &letter)) >= 0) return mti_extent_refuse(ctx, r, g, i, letter);
+    return fits ? MT_SUCCESS : mti_rule_refuse(ctx, r, g, culprit, must);
+}
+
+/* Sets *word to the next name in a rule's list of operands, and moves *next behind it. Returns its length; 0: the list
+   ends. */
+static size_t mti_rule_word(const char **next, const char **word) {
+    size_t length;
+    *word = *next + strspn(*next, " ");
+    length = strcspn(*word, " ");
+    *next = *word + length;
+    return length;
+}
+
+static int mti_word_is(const char *word, size_t length, const char *name) {
+    return strlen(name) == length && strncmp(word, name, length) == 0;
+}
+
+/* Looks up the operands of a call, in the order of the rule. */
+static void mti_ruling_fill(mti_checker *c, mti_ruling *r, const mt_operand *operands, int count) {
+    const char *next = r->rule->operands, *word;
+    size_t length;
+    int i;
+    for (r->count = 0; r->count < MTI_RULE_OPERANDS && (length = mti_rule_word(&next, &word)) > 0; r->count++) {
+        mti_ruled *o = &r->operands[r->count];
+        o->operand = NULL;
+        for (i = 0; i < count; i++)
+            if (mti_word_is(word, length, operands[i].name) && mti_has_elements(operands[i].t))
+                o->operand = &operands[i];
+        if (o->operand) o->known = mti_known_of(c, o->operand->t);
+        if (o->operand && o->known.parameter && !r->with) r->with = o->known.parameter->name;
+    }
+}
+
+/* Decides what numbers that were not declared are, such as ids: others on data ranks, as in the models, and what the
+   only case that fits wants. */
+static void mti_numbers_assume(mti_ruling *r, int i, int g) {
+    mti_ruled *o = &r->operands[i];
+    const char *more = r->rule->data_cases, *at = NULL;
+    int is_data = mti_is_data(&r->checker->axes[g]), set = 0, first, misfits;
+    if (!o->operand || o->operand->use != 1 || o->operand->t.dtype != MT_I32 || o->known.zero) return;
+    if (o->known.may[g] != MTI_ALL_PLACEMENTS || o->known.count > 1) return;
+    if (!is_data) more = NULL;
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL) {
+        misfits = mti_case_misfits(r, at, g, &first);
+        if (misfits == 0 && (!is_data || at[i] == 'r')) set |= mti_letter_set(at[i]);
+    }
+    if (!set || set & (set - 1)) return;
+    o->known.may[g] = (unsigned char)set;
+    if (o->known.count) o->known.parts[0][g] = (unsigned char)set;
+}
+
+/* Whether a rule has an operand of this name. */
+static int mti_rule_names(const mt_rule *rule, const char *name) {
+    const char *next = rule->operands, *word;
+    size_t length;
+    while ((length = mti_rule_word(&next, &word)) > 0)
+        if (mti_word_is(word, length, name)) return 1;
+    return 0;
+}
+
+/* Refuses arguments of mt_rule_check that are NULL, and operands that the rule does not have. */
+static mt_status mti_rule_arguments(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,
+                                    int count) {
+    const char *missing = !where                                  ? "where is NULL"
+                          : !rule                                 ? "rule is NULL"
+                          : !rule->operands                       ? "rule.operands is NULL"
+                          : !rule->cases                          ? "rule.cases is NULL"
+                          : count < 0 || (count > 0 && !operands) ? "operands is NULL, or count is negative"
+                                                                  : NULL;
+    int i;
+    if (missing)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rule_check%s%.60s: %s", where ? " of " : "", where ? where : "",
+                       missing);
+    for (i = 0; i < count; i++) {
+        if (!operands[i].name)
+            return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_rule_check of %.60s: operands[%d].name is NULL", where, i);
+        if (!mti_rule_names(rule, operands[i].name))
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "mt_rule_check of %.60s: its rule has no operand '%.60s', only: %.200s", where,
+                           operands[i].name, rule->operands);
+    }
+    return MT_SUCCESS;
+}
+
+/* Returns the region call that would make t of a piece over a group, or NULL. */
+static const char *mti_region_call(const mti_placed *p, int g, int64_t ranks, mti_extent t, int64_t rows) {
+    int64_t has = p->at.pitch ? (int64_t)((p->at.end - p->at.begin - p->at.width) / p->at.pitch) + 1 : 1;
+    uintptr_t n = (uintptr_t)ranks;
+    int is = p->may[g];
+    if (p->at.width == t.width && has * ranks == rows && is == 1 << MT_SPLIT_ROWS)
+        return "mt_gather_from_sequence_region";
+    if (p->at.width == t.width && has == rows * ranks && is == 1 << MT_PARTIAL)
+        return "mt_reduce_scatter_to_sequence_region";
+    if (p->at.width == t.width && has == rows * ranks && is == 1 << MT_REPLICATED)
+        return "mt_scatter_to_sequence_region";
+    if (p->at.width * n == t.width && has == rows && is == 1 << MT_SPLIT_COLS) return "mt_gather_from_tensor_region";
+    if (p->at.width == t.width * n && has == rows && is == 1 << MT_REPLICATED) return "mt_scatter_to_tensor_region";
+    return NULL;
+}
+
+/* Writes which call would make t of the newest tensor that fits, and which calls may be missing otherwise. */
+static void mti_missing_text(const mti_checker *c, mt_tensor t, char *text, size_t bytes) {
+    const mti_placed *newest = NULL;
+    const char *call = NULL;
+    char since[208];
+    size_t i;
+    int g;
+    for (i = 0; i < c->written.count; i++)
+        for (g = 0; g < c->count; g++) {
+            const mti_placed *p = &c->written.list[i];
+            const char *may = mti_region_call(p, g, c->axes[g].size, mti_extent_of(t), t.rows);
+            if (!may || c->axes[g].only_group || (newest && p->age < newest->age)) continue;
+            newest = p;
+            call = may;
+        }
+    if (newest) mti_since_text(newest->by, newest->with, since, sizeof since);
+    if (newest) snprintf(text, bytes, "%s of what is in another tensor%.200s, or ", call, since);
+    else text[0] = 0;
+}
+
+/* Writes what was in the memory of t before it was released and allocated again. */
+static void mti_released_text(const mti_checker *c, mt_tensor t, char *text, size_t bytes) {
+    const mti_released *r = mti_released_at(c, mti_extent_of(t));
+    char since[208];
+    text[0] = 0;
+    if (!r) return;
+    mti_since_text(r->by, r->with, since, sizeof since);
+    snprintf(text, bytes, ", or mt_arena_release came too early: what was there%s was released and overwritten", since);
+}
+
+/* Whether something was declared over a group. mt_check_group alone declares nothing. */
+static int mti_declares(const mti_checker *c) {
+    int g;
+    for (g = 0; g < c->count; g++)
+        if (!c->axes[g].only_group) return 1;
+    return 0;
+}
+
+/* Refuses a call that reads memory of the arena which nothing has written. Ids and lengths are the caller's. */
+static mt_status mti_written_check(mt_context *ctx, const mti_ruling *r) {
+    char at[192], missing[320], before[320];
+    int i;
+    if (!ctx->checker->strict || !mti_declares(ctx->checker)) return MT_SUCCESS;
+    for (i = 0; i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        if (!o->operand || !(o->operand->use & 1) || !o->known.unwritten) continue;
+        if (!mt_dtype_is_float(o->operand->t.dtype) || !mti_is_in_arena(ctx, mti_extent_of(o->operand->t))) continue;
+        mti_with_text(ctx->checker, r->with, at, sizeof at);
+        mti_missing_text(ctx->checker, o->operand->t, missing, sizeof missing);
+        mti_released_text(ctx->checker, o->operand->t, before, sizeof before);
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s%s: nothing has written %s [%lld, %lld], or a part of it, since it was allocated: a call is "
+                       "missing, such as %smt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region, "
+                       "mt_all_gather or mt_recv, or, for what the program writes itself, mt_declare (MT_UNDECLARED "
+                       "with comm NULL, if its placement does not matter)%s",
+                       r->where, at, o->operand->name, (long long)o->operand->t.rows, (long long)o->operand->t.cols,
+                       missing, before);
+    }
+    return MT_SUCCESS;
+}
+
+MT_API void mt_check_slots(mt_context *ctx, int area, const void *first, size_t bytes, int count, int own) {
+    mti_slots *s;
+    if (!ctx || !ctx->checker || area < 0 || area > 1) return;
+    s = &ctx->checker->slots[area];
+    s->first = (uintptr_t)first;
+    s->bytes = bytes;
+    s->count = bytes ? count : 0;
+    s->own = own;
+}
+
+/* Returns the first slot of an area that a view meets and that is not the own one, or -1. */
+static int mti_slot_of_another(const mti_slots *s, mti_extent e) {
+    int i;
+    for (i = 0; i < s->count; i++) {
+        uintptr_t begin = s->first + (uintptr_t)i * s->bytes;
+        if (i != s->own && e.begin < begin + s->bytes && begin < e.end) return i;
+    }
+    return -1;
+}
+
+/* Refuses a call on memory of a slot that is not that of the action. */
+static mt_status mti_slot_check(mt_context *ctx, const char *where, const char *with, const char *name, mt_tensor t) {
+    char at[192];
+    int area, slot;
+    for (area = 0; area < 2 && mti_has_elements(t); area++) {
+        const mti_slots *s = &ctx->checker->slots[area];
+        slot = mti_slot_of_another(s, mti_extent_of(t));
+        if (slot < 0) continue;
+        mti_with_text(ctx->checker, with, at, sizeof at);
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "%s%s: %s is in slot %d, but the slot of this action is %d (mt_action.slot): it has what another "
+            "micro-batch keeps",
+            where, at, name, slot, s->own);
+    }
+    return MT_SUCCESS;
+}
+
+/* The same for the operands of a call. */
+static mt_status mti_slots_check(mt_context *ctx, const mti_ruling *r) {
+    int i;
+    for (i = 0; i < r->count; i++)
+        if (r->operands[i].operand)
+            MT_TRY(mti_slot_check(ctx, r->where, r->with, r->operands[i].operand->name, r->operands[i].operand->t));
+    return MT_SUCCESS;
+}
+
+/* Counts the operands that a call reads and that may have several placements in a group. */
+static void mti_unknown_count(mti_checker *c, const mti_ruling *r) {
+    char at[192];
+    int i, g;
+    for (i = 0; i < r->count; i++)
+        for (g = 0; r->operands[i].operand && (r->operands[i].operand->use & 1) && g < c->count; g++) {
+            const mti_known *k = &r->operands[i].known;
+            if (k->zero || c->axes[g].only_group || !(k->may[g] & (k->may[g] - 1))) continue;
+            if (c->unknown++ > 0) continue;
+            mti_with_text(c, r->with, at, sizeof at);
+            snprintf(c->unknown_text, sizeof c->unknown_text, "%.40s%.140s: %.20s over \"%.16s\"", r->where, at,
+                     r->operands[i].operand->name, c->axes[g].name);
+        }
+}
+
+/* Whether a call reads some columns of a tensor, as many as t has. */
+static int mti_reads_some_columns(const mti_ruling *r, mt_tensor t) {
+    int i;
+    for (i = 0; i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        if (o->operand && (o->operand->use & 1) && o->known.some_columns && o->operand->t.cols == t.cols) return 1;
+    }
+    return 0;
+}
+
+/* Whether a parameter is split by a group along a dimension of this size of an operand. */
+static int mti_is_split_along(const mti_ruling *r, const mti_ruled *o, int64_t size) {
+    int g, rows = 0, cols = 0;
+    for (g = 0; g < r->checker->count; g++) {
+        rows |= o->known.parameter->allowed[g] == 1 << MT_SPLIT_ROWS;
+        cols |= o->known.parameter->allowed[g] == 1 << MT_SPLIT_COLS;
+    }
+    return (rows && o->operand->t.rows == size) || (cols && o->operand->t.cols == size);
+}
+
+/* Returns the parameter whose features are the columns of t, which a call writes: one that the call has, or that of an
+   operand with as many columns. */
+static const char *mti_features_of(const mti_ruling *r, mt_tensor t) {
+    const char *features = NULL;
+    int i;
+    for (i = 0; i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        const mti_placed *p;
+        mti_extent e;
+        if (!o->operand || !(o->operand->use & 1)) continue;
+        if (o->known.parameter && mti_is_split_along(r, o, t.cols)) return o->known.parameter->name;
+        if (o->known.parameter || o->operand->t.cols != t.cols) continue;
+        e = mti_extent_of(o->operand->t);
+        p = mti_placed_older(&r->checker->written, e, UINT64_MAX);
+        if (p && p->features && mti_extent_covers(p->at, e) && p->at.width == e.width) features = p->features;
+    }
+    return features;
+}
+
+static void mti_features_note(mti_checker *c, mt_tensor t, const char *features) {
+    mti_extent e = mti_extent_of(t);
+    mti_placed *p = mti_placed_older(&c->written, e, UINT64_MAX);
+    if (p && mti_extent_covers(p->at, e) && mti_extent_covers(e, p->at)) p->features = features;
+}
+
+/* Notes what a call writes to operand i. results: the sets that the cases allow, for each group and operand. A constant
+   is replicated over the groups that become known later, too. */
+static mt_status mti_result_note(mt_context *ctx, const mti_ruling *r, int i,
+                                 unsigned char (*results)[MTI_RULE_OPERANDS]) {
+    const mti_ruled *o = &r->operands[i];
+    unsigned char may[MTI_AXES];
+    const char *features;
+    int g;
+    if (!o->operand || !(o->operand->use & 2)) return MT_SUCCESS;
+    memset(may, mti_is_constant(r) ? 1 << MT_REPLICATED : MTI_ALL_PLACEMENTS, sizeof may);
+    for (g = 0; g < ctx->checker->count; g++) may[g] = (unsigned char)(results[g][i] & mti_ruled_set(o, g));
+    features = mti_features_of(r, o->operand->t);
+    MT_TRY(mti_placement_note(ctx, o->operand->t, may, 0, r->where, r->with));
+    mti_features_note(ctx->checker, o->operand->t, features);
+    if (mti_reads_some_columns(r, o->operand->t)) mti_columns_note(ctx->checker, o->operand->t);
+    return MT_SUCCESS;
+}
+
+static uint64_t mti_hash_number(uint64_t hash, uint64_t number) {
+    return mt_hash_word(mt_hash_word(hash, (uint32_t)number), (uint32_t)(number >> 32));
+}
+
+/* Returns the piece of an operand that a call reads and an operator has written, or NULL. */
+static mti_placed *mti_computed_at(const mti_checker *c, const mti_ruled *o) {
+    mti_placed *p;
+    if (!o->operand || !(o->operand->use & 1) || o->known.parameter) return NULL;
+    p = mti_placed_older(&c->written, mti_extent_of(o->operand->t), UINT64_MAX);
+    if (!p || !p->by || strcmp(p->by, "mt_declare") == 0) return NULL;
+    return mti_extent_covers(p->at, mti_extent_of(o->operand->t)) ? p : NULL;
+}
+
+/* The activations that a backward reads: the first operand that is neither a parameter nor a gradient. */
+typedef struct mti_reading {
+    mti_placed *piece; /* NULL: none that is known */
+    uint64_t which,
+        which_all; /* hashes of what is read of it, and of all that the call reads; which_all 0: not known */
+} mti_reading;
+
+static mti_reading mti_activations_of(const mti_checker *c, const mti_ruling *r) {
+    mti_reading a = {NULL, 0, 1};
+    int i, known = 1;
+    for (i = 0; i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        mti_placed *p = mti_computed_at(c, o);
+        mti_extent e;
+        uint64_t which;
+        if (!o->operand || !(o->operand->use & 1) || o->known.parameter) continue;
+        e = mti_extent_of(o->operand->t);
+        which = mti_hash_number(mti_hash_number(p ? p->age : 0, (uint64_t)e.begin), (uint64_t)e.end);
+        if (!a.piece && p && o->operand->name[0] != 'd') a.piece = p, a.which = which;
+        a.which_all = mti_hash_number(a.which_all, which);
+        known &= p != NULL;
+    }
+    if (!known) a.which_all = 0;
+    return a;
+}
+
+/* Whether a gradient gets twice what a call reads: the very same, or activations that a second forward has written over
+   those of a first one since the gradient was zero. */
+static int mti_is_used_twice(const mti_placed *gradient, const mti_reading *a, const char *where) {
+    if (gradient->zero || gradient->used != a->which || gradient->used_by != where) return 0;
+    return (a->which_all && a->which_all == gradient->used_all) || a->piece->lost > gradient->zeroed;
+}
+
+/* Refuses a backward that adds to the gradient of a parameter what it has added already. */
+static mt_status mti_used_check(mt_context *ctx, const mti_ruling *r) {
+    mti_reading a = mti_activations_of(ctx->checker, r);
+    char at[192];
+    int i;
+    for (i = 0; a.piece && i < r->count; i++) {
+        const mti_ruled *o = &r->operands[i];
+        mti_placed *p = o->operand && (o->operand->use & 2) && o->known.parameter
+                            ? mti_parameter_at(ctx->checker, mti_extent_of(o->operand->t))
+                            : NULL;
+        if (!p || !p->is_gradient || !mti_extent_covers(mti_extent_of(o->operand->t), p->at)) continue;
+        if (mti_is_used_twice(p, &a, r->where)) {
+            mti_with_text(ctx->checker, r->with, at, sizeof at);
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s%s: the gradient of '%.100s' would get the same activations twice: a backward has read "
+                           "them already, but each forward needs its own saved, and one backward; if both are "
+                           "meant, mt_declare the activations before",
+                           r->where, at, p->name);
+        }
+        p->used = a.which;
+        p->used_all = a.which_all;
+        p->used_by = r->where;
+        a.piece->is_used = 1;
+    }
+    return MT_SUCCESS;
+}
+
+/* Returns what a call writes the gradient of operand i to, which it reads: to "dx" for "x", or to x itself. NULL: the
+   call computes no gradient of it. */
+static const mt_operand *mti_gradient_of(const mti_ruling *r, int i) {
+    const mt_operand *o = r->operands[i].operand, *d;
+    int k;
+    if (!o || !(o->use & 1) || r->operands[i].known.parameter) return NULL;
+    if (o->use & 4) return o;
+    for (k = 0; k < r->count; k++) {
+        d = r->operands[k].operand;
+        if (d && (d->use & 2) && d->name[0] == 'd' && strcmp(d->name + 1, o->name) == 0) return d;
+    }
+    return NULL;
+}
+
+/* Refuses to compute gradients of activations that are no longer there: a backward has written their gradient over
+   them. */
+static mt_status mti_replaced_check(mt_context *ctx, const mti_ruling *r) {
+    char at[192], since[208];
+    int i;
+    for (i = 0; i < r->count; i++) {
+        const mti_placed *p = NULL;
+        if (mti_gradient_of(r, i))
+            p = mti_placed_older(&ctx->checker->written, mti_extent_of(r->operands[i].operand->t), UINT64_MAX);
+        if (!p || !p->is_replaced) continue;
+        mti_with_text(ctx->checker, r->with, at, sizeof at);
+        mti_since_text(p->by, p->with, since, sizeof since);
+        return mt_fail(
+            ctx, MT_ERR_ARGUMENT,
+            "%s%s: %s is its own gradient%s, which has replaced it: each forward needs its own saved, and one "
+            "backward; if your code has written it again, mt_declare it",
+            r->where, at, r->operands[i].operand->name, since);
+    }
+    return MT_SUCCESS;
+}
+
+/* Notes where a call has written the gradient of an operand over the operand. */
+static void mti_replaced_note(mti_checker *c, const mti_ruling *r) {
+    int i;
+    for (i = 0; i < r->count; i++) {
+        const mt_operand *d = mti_gradient_of(r, i);
+        mti_extent e, of;
+        mti_placed *p;
+        if (!d) continue;
+        e = mti_extent_of(d->t);
+        of = mti_extent_of(r->operands[i].operand->t);
+        p = mti_placed_older(&c->written, e, UINT64_MAX);
+        if (p && mti_extent_covers(e, of) && mti_extent_covers(of, e)) p->is_replaced = 1;
+    }
+}
+
+/* Whether ranks may read other rows or columns of operand i: of a case with a letter for that, or, in a call of tensors
+   that the group splits, this rank's share. */
+static int mti_reads_apart(const mti_ruling *r, int i, int g) {
+    const char *more = NULL, *at = NULL;
+    int k, first, own;
+    if (r->operands[i].known.may[g] != 1 << MT_REPLICATED) return 0;
+    own = mti_own_share(r, i, g) || (r->operands[i].operand->use == 1 && mti_has_own_columns(r, i, g));
+    for (k = 0; own && k < r->count; k++)
+        if (r->operands[k].operand && !(r->operands[k].known.may[g] & ~MTI_SPLIT_PLACEMENTS)) return 1;
+    while ((at = mti_next_case(at, r->rule->cases, &more)) != NULL)
+        if ((at[i] == 'o' || at[i] == 'k') && mti_case_misfits(r, at, g, &first) == 0) return 1;
+    return 0;
+}
+
+/* Whether operand k of a call, other than i, is read and split by columns over group g. */
+static int mti_meets_columns(const mti_ruling *r, int i, int g) {
+    int k;
+    for (k = 0; k < r->count; k++)
+        if (k != i && r->operands[k].operand && (r->operands[k].operand->use & 1) &&
+            r->operands[k].known.may[g] == 1 << MT_SPLIT_COLS)
+            return 1;
+    return 0;
+}
+
+/* Notes operand i, which a call reads, to be compared: not over a group whose ranks may read other rows or columns of
+   it. Of integers the rule says what they must be. */
+static mt_status mti_operand_note(mt_context *ctx, const mti_ruling *r, int i,
+                                  unsigned char (*results)[MTI_RULE_OPERANDS]) {
+    const mt_operand *o = r->operands[i].operand;
+    mti_known known;
+    int g;
+    if (!o || !(o->use & 1)) return MT_SUCCESS;
+    known = r->operands[i].known;
+    for (g = 0; g < ctx->checker->count; g++) {
+        if (o->t.dtype == MT_I32) known.may[g] &= results[g][i];
+        if (mti_reads_apart(r, i, g)) known.apart |= 1u << g;
+        else if (mti_share_of(r, i, g)) known.terms &= ~(1u << g); /* ranks add other rows or columns */
+        if (mti_meets_columns(r, i, g)) MT_TRY(mti_range_note(ctx, g, r, o, &known));
+    }
+    return mti_replica_read(ctx, r->where, r->with, o, &known);
+}
+
+MT_API int64_t mt_check_unknown(mt_context *ctx, char *text, size_t bytes) {
+    int64_t count = ctx && ctx->checker ? ctx->checker->unknown : 0;
+    if (text && bytes) snprintf(text, bytes, "%s", count ? ctx->checker->unknown_text : "");
+    if (count) ctx->checker->unknown = 0;
+    return count;
+}
+
+MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule *rule, const mt_operand *operands,
+                               int count) {
+    unsigned char results[MTI_AXES][MTI_RULE_OPERANDS];
+    mti_checker *c;
+    mti_ruling r;
+    int g, i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    MT_TRY(mti_rule_arguments(ctx, where, rule, operands, count));
+    c = ctx->checker;
+    r.checker = c;
+    r.where = where;
+    r.rule = rule;
+    r.over_all = 0;
+    r.with = NULL;
+    mti_ruling_fill(c, &r, operands, count);
+    MT_TRY(mti_rule_valid(ctx, &r));
+    MT_TRY(mti_slots_check(ctx, &r));
+    MT_TRY(mti_written_check(ctx, &r));
+    for (g = 0; g < c->count; g++) {
+        for (i = 0; i < r.count; i++) mti_numbers_assume(&r, i, g);
+        MT_TRY(mti_rule_axis(ctx, &r, g, results[g]));
+    }
+    mti_unknown_count(c, &r);
+    if (r.with) c->latest = r.with;
+    if (mt_check_mode(ctx) == 2) MT_TRY(mti_replaced_check(ctx, &r));
+    if (mt_check_mode(ctx) == 2) MT_TRY(mti_used_check(ctx, &r));
+    for (i = 0; mt_check_mode(ctx) == 2 && i < r.count; i++) MT_TRY(mti_operand_note(ctx, &r, i, results));
+    for (i = 0; i < r.count; i++) MT_TRY(mti_result_note(ctx, &r, i, results));
+    if (mt_check_mode(ctx) == 2) mti_replaced_note(c, &r);
+    mti_tell(ctx, where, r.with, operands, count);
+    return MT_SUCCESS;
+}
+
+/* ---- numbers, scales and parts (src/check/places.c) -------------------------------------------------------------- */
+
+static mt_status mti_place_note(mt_context *ctx, const char *where, const char *field, const mti_known *known,
+                                const mt_place *place); /* replicas.c */
+
+/* Refuses a number of a place. `is` says what t is, and `must` what the number must be. */
+static mt_status mti_place_refuse(mt_context *ctx, const char *where, const char *field, const char *number,
+                                  int64_t value, const mti_known *k, const char *is, const char *must) {
+    char at[192];
+    mti_with_text(ctx->checker, k->with, at, sizeof at);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s%s: %s%s%s is %lld, but %s: it must be %s", where, at, field,
+                   field[0] ? "." : "", number, (long long)value, is, must);
+}
+
+/* The check for a group that splits t. */
+static mt_status mti_place_split(mt_context *ctx, const char *where, const char *field, const char *name,
+                                 const mti_known *k, int g, const mt_place *place) {
+    const mti_axis *axis = &ctx->checker->axes[g];
+    int by_rows = k->may[g] == 1 << MT_SPLIT_ROWS;
+    int64_t each = by_rows ? place->rows : place->cols, first = by_rows ? place->first_row : place->first_col;
+    int64_t before = mt_size_mul(each, axis->rank), all = mt_size_mul(each, axis->size); /* -1: too large */
+    char is[160], must[160];
+    snprintf(is, sizeof is, "%.60s is split by %s over \"%s\" and this is rank %d of %d", name,
+             by_rows ? "rows" : "columns", axis->name, axis->rank, axis->size);
+    if (before < 0 || first < before) {
+        snprintf(must, sizeof must,
+                 "at least %lld, the rank's first %s of the whole tensor, so that ranks do not use the same %s",
+                 (long long)before, by_rows ? "row" : "column", place->what);
+        return mti_place_refuse(ctx, where, field, by_rows ? "first_row" : "first_col", first, k, is, must);
+    }
+    if (!by_rows && place->vocab > 1 && place->vocab == each) {
+        snprintf(must, sizeof must, "that of all ranks, of which only the first would have tokens");
+        return mti_place_refuse(ctx, where, field, "vocab", place->vocab, k, is, must);
+    }
+    if (by_rows || place->padded || (all >= 0 && place->global_cols >= all)) return MT_SUCCESS;
+    snprintf(must, sizeof must, "at least %lld, the columns of all ranks", (long long)all);
+    return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, k, is, must);
+}
+
+MT_API mt_status mt_place_check(mt_context *ctx, const char *where, const char *field, const char *name, mt_tensor t,
+                                const mt_place *place) {
+    mti_known k;
+    char is[160], must[160];
+    int g, whole = t.rows > 1 && mt_tensor_ld(t) == t.cols; /* 0: t may be a part of the columns */
+    int alike = 0;                                          /* 1: ranks of a group have the same columns */
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!where || !field || !name || !place)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_place_check: where, field, name or place is NULL");
+    if (!mt_check_mode(ctx) || ctx->checker->count == 0 || !mti_has_elements(t)) return MT_SUCCESS;
+    k = mti_known_of(ctx->checker, t);
+    MT_TRY(mti_place_note(ctx, where, field[0] ? field : name, &k, place));
+    if (k.some_columns) whole = 0;
+    for (g = 0; g < ctx->checker->count && !(k.zero && !k.parameter); g++) {
+        int by_rows = k.may[g] == 1 << MT_SPLIT_ROWS, by_cols = k.may[g] == 1 << MT_SPLIT_COLS;
+        if (by_rows || by_cols) MT_TRY(mti_place_split(ctx, where, field, name, &k, g, place));
+        if (!by_rows && (k.may[g] & MTI_SPLIT_PLACEMENTS)) whole = 0;
+        if (!(k.may[g] & MTI_SPLIT_PLACEMENTS)) alike = 1;
+    }
+    if (k.zero || !whole || !alike || place->global_cols == place->cols) return MT_SUCCESS;
+    snprintf(is, sizeof is, "no group splits the columns of %.60s", name);
+    snprintf(must, sizeof must, "%lld, the number of its columns, so that ranks use the same %s",
+             (long long)place->cols, place->what);
+    return mti_place_refuse(ctx, where, field, "global_cols", place->global_cols, &k, is, must);
+}
+
+/* Whether a factor is n or 1 / n, up to rounding. */
+static int mti_is_ratio(double factor, int n) {
+    double over = factor / n - 1.0, under = factor * n - 1.0;
+    return (over < 1e-6 && over > -1e-6) || (under < 1e-6 && under > -1e-6);
+}
+
+MT_API mt_status mt_check_factor(mt_context *ctx, const char *where, const char *number, const char *name, mt_tensor t,
+                                 mt_placement along, double factor) {
+    mti_known k;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (mt_check_mode(ctx) != 2 || !mti_has_elements(t)) return MT_SUCCESS;
+    if (mti_placed_older(&ctx->checker->meant, mti_extent_of(t), UINT64_MAX)) return MT_SUCCESS; /* such as q of qkv */
+    k = mti_known_of(ctx->checker, t);
+    for (g = 0; g < ctx->checker->count && !k.zero; g++) {
+        const mti_axis *axis = &ctx->checker->axes[g];
+        if (k.may[g] != 1 << along || !mti_is_ratio(factor, axis->size)) continue;
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: %s is %.4g times what it usually is, and \"%s\" has %d ranks: compute it with the sizes of "
+                       "the whole model, not with those of a rank, or call mt_declare_meant(ctx, %s) before, if it is "
+                       "meant so",
+                       where, number, factor, axis->name, axis->size, name);
+    }
+    return MT_SUCCESS;
+}
+
+MT_API void mt_check_mean(mt_context *ctx, mt_tensor t, double scale) {
+    mti_checker *c = ctx ? ctx->checker : NULL;
+    double rows = (double)t.rows;
+    mti_known k;
+    int g;
+    if (mt_check_mode(ctx) != 2 || !mti_has_elements(t)) return;
+    k = mti_known_of(c, t);
+    for (g = 0; g < c->count; g++) {
+        rows *= k.may[g] == 1 << MT_SPLIT_ROWS ? c->axes[g].size : 1;
+        if (!c->axes[g].only_group && (k.may[g] & (k.may[g] - 1))) c->mean_rows = -1.0; /* not known */
+    }
+    if (mt_tensor_ld(t) != t.cols) c->mean_rows = -1.0; /* some columns: the rows would count again */
+    if (scale != scale || k.zero || (c->mean_rows != 0.0 && c->mean_scale != scale)) c->mean_rows = -1.0;
+    if (c->mean_rows >= 0.0) c->mean_rows += rows;
+    c->mean_scale = scale;
+}
+
+static mt_status mti_mean_refuse(mt_context *ctx, const char *where, double factor, const char *group, int ranks) {
+    return mt_fail(ctx, MT_ERR_ARGUMENT,
+                   "%s: the scale of the loss makes the gradients %.4g times those of the mean over the rows of all "
+                   "ranks, and \"%s\" has %d ranks: divide by the rows of all ranks once, or call "
+                   "mt_check_mean(ctx, logits, NAN) before, if it is meant so",
+                   where, factor, group, ranks);
+}
+
+MT_API mt_status mt_check_mean_end(mt_context *ctx, const char *where, double grad_scale) {
+    double factor;
+    int g, all = 1, groups = 0;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (mt_check_mode(ctx) != 2) return MT_SUCCESS;
+    factor = ctx->checker->mean_rows * ctx->checker->mean_scale * grad_scale;
+    ctx->checker->mean_rows = 0.0;
+    for (g = 0; g < ctx->checker->count; g++) {
+        const mti_axis *axis = &ctx->checker->axes[g];
+        if (axis->only_group) continue;
+        if (mti_is_ratio(factor, axis->size)) return mti_mean_refuse(ctx, where, factor, axis->name, axis->size);
+        all *= axis->size;
+        groups++;
+    }
+    return groups > 1 && mti_is_ratio(factor, all) ? mti_mean_refuse(ctx, where, factor, "the world", all) : MT_SUCCESS;
+}
+
+/* Returns the number of parts of a parameter, or of the one with which a view was computed last, or 0. *of becomes the
+   name of the parameter. */
+static int64_t mti_parts_of(const mti_checker *c, mti_extent e, const char **of) {
+    const mti_placed *p = mti_parameter_at(c, e);
+    size_t i;
+    *of = p ? p->name : NULL;
+    if (p) return p->parts;
+    p = mti_placed_older(&c->written, e, UINT64_MAX);
+    if (p && !mti_extent_covers(p->at, e)) return 0;
+    *of = p ? p->features : NULL;
+    if (!p || !p->features) return 0;
+    for (i = 0; i < c->parameters.count; i++)
+        if (c->parameters.list[i].name == p->features) return c->parameters.list[i].parts;
+    return 0;
+}
+
+MT_API mt_status mt_parts_check(mt_context *ctx, const char *where, const char *name, mt_tensor t, int64_t parts) {
+    mti_known k;
+    const char *of;
+    char since[208];
+    int64_t has;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (parts < 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_parts_check: parts is %lld, must be at least 1", (long long)parts);
+    if (!mt_check_mode(ctx) || ctx->checker->count == 0 || !mti_has_elements(t)) return MT_SUCCESS;
+    has = mti_parts_of(ctx->checker, mti_extent_of(t), &of);
+    if (has == 0 || has % parts == 0) return MT_SUCCESS;
+    k = mti_known_of(ctx->checker, t);
+    mti_since_text(k.by, k.with, since, sizeof since);
+    for (g = 0; g < ctx->checker->count; g++)
+        if (k.may[g] == 1 << MT_SPLIT_COLS)
+            return mt_fail(ctx, MT_ERR_ARGUMENT,
+                           "%s: %s is split by columns over \"%s\" (%d ranks)%s, and its columns are %lld parts, but "
+                           "'%s' has parts %lld, so a rank has other columns than its share of each part: set "
+                           "mt_param_desc.parts to %lld",
+                           where, name, ctx->checker->axes[g].name, ctx->checker->axes[g].size, since, (long long)parts,
+                           of, (long long)has, (long long)parts);
+    return MT_SUCCESS;
+}
+
+/* Returns the parameter or gradient that is a view, not only a part of it, and that group g splits, or NULL. */
+static const mti_placed *mti_whole_split(const mti_checker *c, mt_tensor t, int g) {
+    mti_extent e = mti_extent_of(t);
+    const mti_placed *p = mti_has_elements(t) ? mti_parameter_at(c, e) : NULL;
+    if (!p || !mti_extent_covers(e, p->at) || (p->allowed[g] >> MT_REPLICATED & 1)) return NULL;
+    return p->allowed[g] & MTI_SPLIT_PLACEMENTS ? p : NULL;
+}
+
+/* Returns the parts of the columns of t over group g and the parameter that has them: t itself, or the one whose
+   features t has. 0: not known, or the group does not split them. */
+static int64_t mti_parts_over(const mti_checker *c, mt_tensor t, int g, const char **of) {
+    const mti_placed *p = mti_whole_split(c, t, g);
+    mti_extent e = mti_extent_of(t);
+    *of = p ? p->name : NULL;
+    if (p) return p->parts;
+    p = mti_has_elements(t) && !mti_parameter_at(c, e) ? mti_placed_older(&c->written, e, UINT64_MAX) : NULL;
+    if (!p || p->at.width != e.width || p->may[g] != 1 << MT_SPLIT_COLS) return 0;
+    return mti_parts_of(c, e, of);
+}
+
+MT_API mt_status mt_parts_agree(mt_context *ctx, const char *where, mt_tensor weight, mt_tensor other) {
+    const mti_placed *w;
+    const char *of;
+    int64_t parts;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!where) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_parts_agree: where is NULL");
+    for (g = 0; mt_check_mode(ctx) && g < ctx->checker->count; g++) {
+        w = mti_whole_split(ctx->checker, weight, g);
+        parts = w ? mti_parts_over(ctx->checker, other, g, &of) : 0;
+        if (parts && w->parts != parts)
+            return mt_fail(
+                ctx, MT_ERR_ARGUMENT,
+                "%s: '%.100s' has parts %lld, but '%.100s' has parts %lld, so a rank of \"%s\" (%d ranks) has "
+                "other features of the one than of the other: set mt_param_desc.parts of both to the same",
+                where, w->name, (long long)w->parts, of, (long long)parts, ctx->checker->axes[g].name,
+                ctx->checker->axes[g].size);
+    }
+    return MT_SUCCESS;
+}
+
+/* ---- the rules of communication (src/check/moves.c) -------------------------------------------------------------- */
+
+/* Sets *r to a rule that one operand must fit. */
+static void mti_ruling_of(mti_ruling *r, const mti_checker *c, const char *where, const mt_rule *rule,
+                          const mt_operand *operand) {
+    r->checker = c;
+    r->where = where;
+    r->rule = rule;
+    r->with = NULL;
+    r->over_all = 0;
+    r->count = 1;
+    r->operands[0].operand = operand;
+    r->operands[0].known = mti_known_of(c, operand->t);
+}
+
+/* Notes what y is after communication from x. */
+static mt_status mti_move_note(mt_context *ctx, const mti_known *x_known, mt_tensor x, mt_tensor y,
+                               const unsigned char *may, int zero, const char *where) {
+    MT_TRY(mti_placement_note(ctx, y, may, zero, where, x_known->with));
+    if (x_known->some_columns && x.cols == y.cols) mti_columns_note(ctx->checker, y);
+    return MT_SUCCESS;
+}
+
+/* In a group of one, y is a copy of x. */
+static mt_status mti_moved(mt_context *ctx, const char *where, mt_tensor x, mt_tensor y) {
+    mti_known k = mti_known_of(ctx->checker, x);
+    if (!mti_has_elements(y) || y.data == x.data) return MT_SUCCESS;
+    return k.unwritten ? mti_forget_view(ctx, y) : mti_move_note(ctx, &k, x, y, k.may, k.zero, where);
+}
+
+/* Tells the listener of communication from x, the operand of the ruling, to y, which may be x or have no elements. */
+static void mti_tell_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
+    const mti_placed *p = r->operands[0].known.parameter;
+    mt_operand told[2];
+    int in_place;
+    told[0] = *r->operands[0].operand;
+    told[1].name = strcmp(told[0].name, "sendbuf") == 0 ? "recvbuf" : "y";
+    told[1].t = y;
+    told[1].use = 2;
+    in_place = y.data == told[0].t.data && y.rows == told[0].t.rows && y.cols == told[0].t.cols;
+    if (in_place) told[0].use = 3;
+    mti_tell(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y) ? 1 : 2);
+}
+
+/* Refuses a sum over a group over which nothing is known about x, when x is a sum over groups of other ranks. */
+static mt_status mti_sum_check(mt_context *ctx, const mti_ruling *r, int g) {
+    const mti_known *k = &r->operands[0].known;
+    char hint[400];
+    int64_t ranks = 1;
+    int other;
+    if (k->zero || k->may[g] != MTI_ALL_PLACEMENTS) return MT_SUCCESS;
+    for (other = 0; other < ctx->checker->count; other++)
+        if (k->may[other] == 1 << MT_PARTIAL) ranks *= ctx->checker->axes[other].size;
+    mti_group_hint(r, g, 1 << MT_PARTIAL, hint, sizeof hint);
+    if (!hint[0] || (!ctx->checker->axes[g].is_named && ranks == ctx->checker->axes[g].size)) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s over \"%s\" of %s%s", r->where, ctx->checker->axes[g].name,
+                   r->operands[0].operand->name, hint);
+}
+
+/* Checks that one of the cases fits x on a group. y then becomes `becomes` there, and what x is on the other groups. */
+static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char *where, const char *cases,
+                                char becomes, const char *x_name, mt_tensor x, mt_tensor y) {
+    mt_rule rule = {"x", cases, NULL};
+    unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
+    mt_operand operand;
+    mti_known read;
+    mti_ruling r;
+    int g;
+    if (!mt_check_mode(ctx) || !mti_has_elements(x)) return MT_SUCCESS;
+    g = mti_axis_of(ctx->checker, comm, 1);
+    if (g < 0) return mti_moved(ctx, where, x, y);
+    operand.name = x_name;
+    operand.t = x;
+    operand.use = 1;
+    mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
+    MT_TRY(mti_slots_check(ctx, &r));
+    MT_TRY(mti_slot_check(ctx, where, NULL, "y", y));
+    MT_TRY(mti_written_check(ctx, &r));
+    if (strcmp(cases, "P") == 0) MT_TRY(mti_sum_check(ctx, &r, g));
+    MT_TRY(mti_rule_axis(ctx, &r, g, results));
+    read = r.operands[0].known;
+    if (mti_has_elements(y) && y.rows > x.rows && mti_extents_meet(mti_extent_of(x), mti_extent_of(y)))
+        read.may[g] = MTI_ALL_PLACEMENTS; /* a gather in place: each rank reads its own part of what is replicated */
+    MT_TRY(mti_replica_read(ctx, where, NULL, &operand, &read));
+    memcpy(may, r.operands[0].known.may, sizeof may);
+    may[g] = (unsigned char)mti_letter_set(becomes);
+    if (mti_has_elements(y)) MT_TRY(mti_move_note(ctx, &r.operands[0].known, x, y, may, 0, where));
+    mti_tell_move(ctx, &r, y);
+    return MT_SUCCESS;
+}
+
+/* The rules of the conjugates: what x is on the group, and what y, or x in place, becomes. */
+static mt_status mti_region_check(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes,
+                                  const char *x_name, mt_tensor x, mt_tensor y) {
+    char cases[2];
+    cases[0] = is;
+    cases[1] = 0;
+    return mti_move_check(ctx, comm, where, cases, becomes, x_name, x, y);
+}
+
+/* Whether something is known about x on a group. */
+static int mti_is_known(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
+    int g = mti_axis_of(ctx->checker, comm, 0);
+    mti_known k;
+    if (g < 0 || ctx->checker->axes[g].only_group) return 0;
+    k = mti_known_of(ctx->checker, x);
+    return !k.zero && k.may[g] != MTI_ALL_PLACEMENTS;
+}
+
+/* Whether x is split over a group. */
+static int mti_is_split(mt_context *ctx, const mt_comm *comm, mt_tensor x) {
+    int g = mti_axis_of(ctx->checker, comm, 0);
+    return g >= 0 && !(mti_known_of(ctx->checker, x).may[g] & ~MTI_SPLIT_PLACEMENTS);
+}
+
+/* Returns the memory of a collective as a tensor with the columns of what was written there, or with one row. */
+static mt_tensor mti_shaped(const mti_checker *c, const void *data, mt_dtype dtype, int64_t count) {
+    mt_tensor t = mt_tensor_make(data, dtype, 1, count);
+    mti_extent e = mti_extent_of(t);
+    uintptr_t size = (uintptr_t)mt_dtype_size(dtype);
+    const mti_placed *p = mti_parameter_at(c, e);
+    if (!p) p = mti_placed_older(&c->written, e, UINT64_MAX);
+    if (!p || !mti_extent_is_dense(p->at) || !mti_extent_covers(p->at, e)) return t;
+    if (e.width % p->at.width || (e.begin - p->at.begin) % p->at.width || p->at.width % size) return t;
+    return mt_tensor_make(data, dtype, (int64_t)(e.width / p->at.width), (int64_t)(p->at.width / size));
+}
+
+/* What a rank sends over a group that is not followed. A partial sum must not travel: the receiver would take it for
+   the sum. Gradients that the data ranks have not summed yet may. */
+static const mt_rule mti_sent_rule = {"sendbuf", "R r c", "P"};
+
+static mt_status mti_sent_check(mt_context *ctx, const mti_ruling *r) {
+    unsigned char results[MTI_RULE_OPERANDS];
+    int g;
+    MT_TRY(mti_written_check(ctx, r));
+    for (g = 0; g < ctx->checker->count; g++) MT_TRY(mti_rule_axis(ctx, r, g, results));
+    return MT_SUCCESS;
+}
+
+/* Notes what y, or x in place, is at the root of a broadcast over a group that is not followed: what x is, or
+   replicated if the ranks that receive it are ranks of a followed group, too. */
+static mt_status mti_root_note(mt_context *ctx, const mti_known *known, mt_tensor x, mt_tensor y) {
+    unsigned char may[MTI_AXES];
+    int g;
+    for (g = 0; g < MTI_AXES; g++) may[g] = (unsigned char)(known->may[g] | 1 << MT_REPLICATED);
+    return mti_move_note(ctx, known, x, y, may, known->zero, "mt_broadcast");
+}
+
+/* A broadcast in a group of several ranks. All of them then have the values of the root, which must not be a part of a
+   sum. Over a group that check mode has not met before, such as the pipeline group, only the root knows what they
+   are. */
+static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    static const mt_rule rule = {"sendbuf", "R r c", NULL};
+    unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
+    int g = mti_axis_of(ctx->checker, comm, 0), is_root = comm->rank == call->root;
+    mt_operand operand;
+    mt_tensor x;
+    mti_ruling r;
+    operand.name = is_root ? "sendbuf" : "recvbuf";
+    operand.t = x = mti_shaped(ctx->checker, is_root ? call->send : call->recv, call->dtype, (int64_t)call->count);
+    operand.use = is_root ? 1 : 2;
+    mti_ruling_of(&r, ctx->checker, "mt_broadcast", &mti_sent_rule, &operand);
+    MT_TRY(mti_slots_check(ctx, &r));
+    if (is_root) MT_TRY(mti_sent_check(ctx, &r));
+    r.rule = &rule;
+    if (is_root && g >= 0) MT_TRY(mti_rule_axis(ctx, &r, g, results));
+    operand.t.data = call->recv;
+    if (g < 0 && !is_root) return mti_forget_view(ctx, operand.t);
+    if (!mti_parameter_at(ctx->checker, mti_extent_of(operand.t)))
+        mti_forget_parameters(ctx->checker, mti_extent_of(operand.t));
+    if (g < 0) return mti_root_note(ctx, &r.operands[0].known, x, operand.t);
+    if (is_root) memcpy(may, r.operands[0].known.may, sizeof may);
+    else memset(may, MTI_ALL_PLACEMENTS, sizeof may); /* the root alone knows about the other groups */
+    may[g] = 1 << MT_REPLICATED;
+    MT_TRY(mti_placement_note(ctx, operand.t, may, 0, "mt_broadcast", is_root ? r.operands[0].known.with : NULL));
+    operand.name = "recvbuf";
+    operand.use = 2;
+    mti_tell(ctx, "mt_broadcast", NULL, &operand, 1);
+    return MT_SUCCESS;
+}
+
+/* Refuses a collective from memory of the arena that nothing has written, also over a group that check mode does not
+   know. */
+static mt_status mti_sendbuf_written(mt_context *ctx, const char *where, mt_tensor x) {
+    static const mt_rule rule = {"sendbuf", "*", NULL};
+    mt_operand operand;
+    mti_ruling r;
+    operand.name = "sendbuf";
+    operand.t = x;
+    operand.use = 1;
+    mti_ruling_of(&r, ctx->checker, where, &rule, &operand);
+    MT_TRY(mti_slots_check(ctx, &r));
+    return mti_written_check(ctx, &r);
+}
+
+/* Notes what a collective of memory that is not known makes of y. Over a group of mt_check_group, all ranks have the
+   same then, if each gets the whole. Over others, the program may write y and pass it to the collective again. */
+static mt_status mti_collective_unknown(mt_context *ctx, const mt_comm *comm, int kind, const char *where,
+                                        mt_tensor y) {
+    int g = mti_axis_of(ctx->checker, comm, 0);
+    unsigned char may[MTI_AXES];
+    MT_TRY(mti_forget_view(ctx, y));
+    if (g < 0 || !ctx->checker->axes[g].only_group || kind == MT_REDUCE_SCATTER) return MT_SUCCESS;
+    memset(may, MTI_ALL_PLACEMENTS, sizeof may);
+    may[g] = 1 << MT_REPLICATED;
+    return mti_placement_note(ctx, y, may, 0, where, NULL);
+}
+
+/* The sum over the world of a term of a sum: it must be one over each group, because all of them are added up. */
+static mt_status mti_world_sum(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
+    unsigned char results[MTI_RULE_OPERANDS], may[MTI_AXES];
+    int g;
+    for (g = 0; g < ctx->checker->count; g++)
+        if (!ctx->checker->axes[g].only_group) MT_TRY(mti_rule_axis(ctx, r, g, results));
+    memset(may, 1 << MT_REPLICATED, sizeof may);
+    MT_TRY(mti_move_note(ctx, &r->operands[0].known, r->operands[0].operand->t, y, may, 0, r->where));
+    mti_tell_move(ctx, r, y);
+    return MT_SUCCESS;
+}
+
+/* Whether a communicator is the world, and x is a term of a sum over one of the groups that the world consists of. Of
+   numbers, such as losses, programs also sum what some ranks have, and divide by their number. */
+static int mti_is_term_of_world(const mt_context *ctx, const mt_comm *comm, mt_tensor x, const mti_known *k) {
+    const mti_checker *c = ctx->checker;
+    int64_t ranks = 1;
+    int g, term = 0;
+    if (comm != ctx->world || x.rows == 1 || k->zero) return 0;
+    for (g = 0; g < c->count; g++) {
+        if (mti_axis_is(&c->axes[g], comm)) return 0;
+        if (!c->axes[g].only_group) ranks *= c->axes[g].size;
+        term |= k->may[g] == 1 << MT_PARTIAL;
+    }
+    return term && ranks == comm->size;
+}
+
+/* An all-reduce over a communicator that is none of the known groups. */
+static mt_status mti_sum_of_others(mt_context *ctx, const mt_comm *comm, const mti_call *call, mt_tensor x,
+                                   mt_tensor y) {
+    static const mt_rule terms = {"sendbuf", "P", NULL};
+    mti_placed *p;
+    mt_operand operand;
+    mti_ruling r;
+    operand.name = "sendbuf";
+    operand.t = x;
+    operand.use = 1;
+    mti_ruling_of(&r, ctx->checker, "mt_all_reduce", &terms, &operand);
+    r.over_all = 1;
+    if (mti_is_term_of_world(ctx, comm, x, &r.operands[0].known)) return mti_world_sum(ctx, &r, y);
+    MT_TRY(mti_collective_unknown(ctx, comm, call->kind, "mt_all_reduce", y));
+    p = mti_parameter_at(ctx->checker, mti_extent_of(y));
+    if (p && p->is_gradient) snprintf(p->summed_over, sizeof p->summed_over, "%s", comm->name);
+    return MT_SUCCESS;
+}
+
+/* A collective of the caller's own. What it makes of memory that is not declared is not known. Data ranks may sum
+   losses of other tokens, one by one. */
+static mt_status mti_collective_check(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    static const char *const names[] = {"mt_all_reduce", "mt_all_gather", "mt_reduce_scatter", "mt_broadcast"};
+    const char *parts = strcmp(comm->name, "data") == 0 ? "P r c" : "P";
+    int is_float = mt_dtype_is_float(call->dtype), sums = call->op == MT_SUM && is_float;
+    mt_tensor x, y;
+    if (!mt_check_mode(ctx) || call->count == 0 || call->kind == MT_BARRIER) return MT_SUCCESS;
+    if (call->kind == MT_BROADCAST && comm->size > 1) return mti_broadcast_check(ctx, comm, call);
+    x = mti_shaped(ctx->checker, call->send, call->dtype,
+                   (int64_t)call->count * (call->kind == MT_REDUCE_SCATTER ? comm->size : 1));
+    y = mt_tensor_make(call->recv, call->dtype, x.rows, x.cols);
+    MT_TRY(mti_sendbuf_written(ctx, names[call->kind], x));
+    if (comm->size == 1) return mti_moved(ctx, names[call->kind], x, y);
+    if (call->kind == MT_ALL_GATHER) y.rows *= comm->size;
+    if (call->kind == MT_REDUCE_SCATTER && x.rows % comm->size == 0) y.rows /= comm->size;
+    else if (call->kind == MT_REDUCE_SCATTER) y = mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->count);
+    if (mti_is_known(ctx, comm, x)) {
+        if (call->kind == MT_ALL_REDUCE && sums)
+            return mti_move_check(ctx, comm, "mt_all_reduce", parts, 'R', "sendbuf", x, y);
+        if (call->kind == MT_ALL_REDUCE && is_float) /* a maximum of terms is not the maximum of their sums */
+            return mti_move_check(ctx, comm, "mt_all_reduce", "R r c", 'R', "sendbuf", x, y);
+        if (call->kind == MT_REDUCE_SCATTER && sums)
+            return mti_move_check(ctx, comm, "mt_reduce_scatter", parts, 'r', "sendbuf", x, y);
+        /* A gather in place leaves what is replicated as it is: the parameters of a sharded optimizer, for instance.
+           Candidates of a vocabulary are floats and ids, gathered as MT_I32. */
+        if (call->kind == MT_ALL_GATHER && (is_float || mti_is_split(ctx, comm, x)))
+            return mti_move_check(ctx, comm, "mt_all_gather",
+                                  mti_extents_meet(mti_extent_of(x), mti_extent_of(y)) ? "r c R" : "r c", 'R',
+                                  "sendbuf", x, y);
+    }
+    if (call->kind == MT_ALL_REDUCE && sums) return mti_sum_of_others(ctx, comm, call, x, y);
+    return mti_collective_unknown(ctx, comm, call->kind, names[call->kind], y);
+}
+
+static mt_status mti_send_check(mt_context *ctx, const mti_call *call) {
+    mt_operand operand;
+    mti_ruling r;
+    operand.name = "sendbuf";
+    operand.t = mt_tensor_make(call->send, call->dtype, 1, (int64_t)call->count);
+    operand.use = 1;
+    if (!mti_has_elements(operand.t)) return MT_SUCCESS;
+    mti_ruling_of(&r, ctx->checker, "mt_send", &mti_sent_rule, &operand);
+    MT_TRY(mti_sent_check(ctx, &r));
+    return mti_replica_read(ctx, "mt_send", NULL, &operand, &r.operands[0].known);
+}
+
+/* A send, a receive, or both. */
+static mt_status mti_p2p_check(mt_context *ctx, const mti_call *call) {
+    if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    MT_TRY(mti_send_check(ctx, call));
+    return mti_forget_view(ctx, mt_tensor_make(call->recv, call->dtype, 1, (int64_t)call->recvcount));
+}
+
+/* The rule of mt_gather_rows_from_sequence_region, or of mt_reduce_scatter_rows_to_sequence_region, for the same rows
+   of each block of the whole view. A block has as many rows as this rank's part. This rank's block is the last one,
+   because it may be the memory of the part. The listener is told of it alone, and the part that a gather reads is
+   hashed with it alone. */
+static mt_status mti_rows_check(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x,
+                                mt_tensor y, int64_t first, int64_t rows) {
+    mt_check_listener listener;
+    struct mti_replicas *replicas;
+    mt_status status = MT_SUCCESS;
+    int i;
+    if (!mt_check_mode(ctx)) return MT_SUCCESS;
+    listener = ctx->checker->listener;
+    replicas = ctx->checker->replicas;
+    for (i = 1; i <= comm->size && status == MT_SUCCESS; i++) {
+        int block = (comm->rank + i) % comm->size;
+        mt_tensor part = mt_tensor_rows(gathers ? x : y, first, rows);
+        mt_tensor piece = mt_tensor_rows(gathers ? y : x, block * (gathers ? x : y).rows + first, rows);
+        ctx->checker->listener = i == comm->size ? listener : NULL;
+        ctx->checker->replicas = !gathers || i == comm->size ? replicas : NULL;
+        if (gathers) status = mti_region_check(ctx, comm, where, 'r', 'R', "x", part, piece);
+        else
+            status = mti_region_check(ctx, comm, where, 'P', 'r', "x", piece,
+                                      i == comm->size ? part : mt_tensor_rows(part, 0, 0));
+    }
+    ctx->checker->listener = listener;
+    ctx->checker->replicas = replicas;
+    return status;
+}
+
+/* ---- check mode compares values (src/check/replicas.c) ----------------------------------------------------------- */
+
+/* When check is 2, each call hashes what it reads and what is replicated over a group. That is when the values exist,
+   and it finds them changed after they were written, too. Each group has a list of these hashes. mt_check_replicas
+   compares one hash of the whole list, and then forgets the list. If the hashes differ, two ranks exchange the lists. A
+   rank may read more than others, such as a loss that rank 0 prints. So two entries are compared when the same calls
+   lie between the last collective of the group and them. Notes, such as the gradients in mt_sync_gradients, are
+   compared apart from what calls read. */
+
+#define MTI_REPLICAS_MOST 1048576 /* entries of a list; further ones are dropped */
+#define MTI_REPLICAS_EVERY 256    /* a list is compared at the latest after so many collectives of its group */
+#define MTI_REPLICA_SUMS 4096     /* hashes that a GPU keeps until the host fetches them */
+#define MTI_REPLICA_TEXT 512      /* bytes that describe an entry, at most */
+#define MTI_REPLICA_DIGITS 16
+
+typedef struct mti_replica {
+    const char *where, *with; /* the call that read it, and a parameter of the call, or NULL */
+    const char *by, *by_with; /* the call that wrote it, or NULL */
+    char operand[24];
+    /* what the hash is of: v values, p a place, n numbers, c the shape of a view, z of one that is zero, t the rank
+       that adds what all ranks have to a sum; u any */
+    char differs;
+    uint64_t moves; /* number of collectives of the group before */
+    uint64_t hash;
+    int sum; /* on a GPU: 1 + its place in `sums`, until the host has fetched it */
+} mti_replica;
+
+typedef struct mti_replica_list {
+    mti_replica *list;
+    size_t count, capacity;
+    uint64_t moves;
+} mti_replica_list;
+
+/* What ranks of a group have each for itself. Kinds:
+   s  not all ranks may have the same
+   S  no two ranks may have the same
+   d  of the data group: two ranks may have the same, but not in all entries of the same name, in MTI_DATA_ALIKE
+      comparisons from the first one on
+   i  ids of rows: not all ranks may have the same, unless they have whole sequences
+   p  the same ids: if they count up on each rank, the ranks together must have each position as often as any other
+   g  a range of the columns of what all ranks have: all columns must be read by some rank */
+typedef struct mti_share {
+    const char *where, *with;
+    char what[24], kind;
+    int is_view;    /* 1: of mti_view_add */
+    int64_t rows;   /* of kinds i and p */
+    uint64_t piece; /* of kind g: the age of the whole */
+    uint64_t mark;  /* a hash; of kind g the first column, the columns, and those of the whole, in 1024ths of it */
+} mti_share;
+
+typedef struct mti_share_list {
+    mti_share *list;
+    size_t count, capacity;
+    int64_t seq;    /* of mt_check_sequences; 0: none was noted, -1: several, or not known */
+    int data_alike; /* comparisons, from the first one on, in which data ranks had the same; -1: they had not */
+} mti_share_list;
+
+#define MTI_DATA_ALIKE 3 /* so many are no chance */
+
+typedef struct mti_replicas {
+    mti_replica_list groups[MTI_AXES];
+    mti_share_list shares[MTI_AXES];
+    uint64_t *sums; /* [MTI_REPLICA_SUMS] on a GPU; NULL: none yet */
+    int used;       /* of the sums */
+} mti_replicas;
+
+static void mti_replicas_use_names(mti_checker *c) {
+    size_t i;
+    int g;
+    for (g = 0; c->replicas && g < MTI_AXES; g++)
+        for (i = 0; i < c->replicas->groups[g].count; i++) {
+            mti_name_use(&c->names, c->replicas->groups[g].list[i].with);
+            mti_name_use(&c->names, c->replicas->groups[g].list[i].by_with);
+        }
+}
+
+/* Whether values are hashed now. A recorded graph cannot be compared, and work that overlaps is not waited for. */
+static int mti_replicas_on(const mt_context *ctx) {
+    return mt_check_mode(ctx) == 2 && !ctx->recording && ctx->stream == ctx->compute_stream;
+}
+
+/* Fetches the hashes that a GPU has computed. */
+static mt_status mti_replicas_fetch(mt_context *ctx) {
+    mti_replicas *r = ctx->checker->replicas;
+    size_t i, bytes = (size_t)r->used * sizeof *r->sums;
+    uint64_t *sums;
+    mt_status status;
+    int g;
+    if (r->used == 0) return MT_SUCCESS;
+    sums = (uint64_t *)mt_host_alloc(bytes);
+    if (!sums) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the hashes of %d tensors", r->used);
+    status = mt_cuda_fetch(ctx, sums, r->sums, bytes);
+    if (status == MT_SUCCESS) status = mt_cuda_zero(ctx, r->sums, bytes);
+    for (g = 0; status == MT_SUCCESS && g < ctx->checker->count; g++)
+        for (i = 0; i < r->groups[g].count; i++) {
+            mti_replica *e = &r->groups[g].list[i];
+            if (e->sum) e->hash = sums[e->sum - 1];
+            e->sum = 0;
+        }
+    r->used = 0;
+    mt_host_free(sums);
+    return status;
+}
+
+/* Without data, the hash of a view is its shape, whether it is zero and, if it is a part of a piece, its place there.
+   So it is found when ranks multiply different columns of what all have, or when only some ranks have computed it. */
+static void mti_replica_shape(const mti_checker *c, mt_tensor t, mti_replica *e) {
+    mti_extent at = mti_extent_of(t);
+    const mti_placed *p = mti_newest_at(c, at);
+    if (p && p->content > MT_CONTENT_ANY && mti_extent_covers(at, p->at)) {
+        e->differs = 'v';
+        e->hash = p->content;
+        return;
+    }
+    e->differs = mti_known_of(c, t).zero ? 'z' : 'c';
+    e->hash = mti_hash_number(mti_hash_number((uint64_t)e->differs, (uint64_t)t.rows), (uint64_t)t.cols);
+    if (p && mti_extent_covers(p->at, at))
+        e->hash = mti_hash_number(e->hash, (uint64_t)at.begin - (uint64_t)p->at.begin);
+}
+
+static mt_status mti_replica_hash(mt_context *ctx, mt_tensor t, mti_replica *e) {
+    mti_replicas *r = ctx->checker->replicas;
+    void *memory = NULL;
+    e->differs = 'v';
+    if (ctx->device == MT_DEVICE_META) return mti_replica_shape(ctx->checker, t, e), MT_SUCCESS;
+    if (ctx->device != MT_DEVICE_CUDA) return mt_hash_add(ctx, t, 0, 0, t.cols, &e->hash);
+    if (!r->sums) {
+        MT_TRY(mt_context_alloc(ctx, MTI_REPLICA_SUMS * sizeof *r->sums, &memory));
+        r->sums = (uint64_t *)memory;
+    }
+    if (r->used == MTI_REPLICA_SUMS) MT_TRY(mti_replicas_fetch(ctx));
+    e->sum = ++r->used;
+    return mt_hash_add(ctx, t, 0, 0, t.cols, &r->sums[e->sum - 1]);
+}
+
+/* Adds a copy of *e to the list of group g. */
+static mt_status mti_replica_add(mt_context *ctx, int g, const mti_replica *e) {
+    mti_replica_list *l = &ctx->checker->replicas->groups[g];
+    if (l->count == MTI_REPLICAS_MOST) return MT_SUCCESS;
+    if (l->count == l->capacity) {
+        size_t capacity = l->capacity ? 2 * l->capacity : 256;
+        mti_replica *list = (mti_replica *)mt_host_alloc(capacity * sizeof *list);
+        if (!list) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the hashes of %zu tensors", capacity);
+        if (l->count) memcpy(list, l->list, l->count * sizeof *list);
+        mt_host_free(l->list);
+        l->list = list;
+        l->capacity = capacity;
+    }
+    l->list[l->count] = *e;
+    l->list[l->count++].moves = l->moves;
+    return MT_SUCCESS;
+}
+
+/* Notes that a call takes an operand that all ranks have for this rank's term of a sum. Only one of them may. */
+static mt_status mti_term_note(mt_context *ctx, mti_replica e, unsigned terms) {
+    int g;
+    e.differs = 't';
+    for (g = 0; g < ctx->checker->count; g++) {
+        if (!(terms >> g & 1)) continue;
+        e.hash = mti_hash_number('t', (uint64_t)ctx->checker->axes[g].rank);
+        MT_TRY(mti_replica_add(ctx, g, &e));
+    }
+    return MT_SUCCESS;
+}
+
+/* Notes that ranks may have read other rows or columns, so that their lists have the same entries. */
+static mt_status mti_apart_note(mt_context *ctx, int g, mti_replica e) {
+    e.differs = 'u';
+    e.hash = 0;
+    e.sum = 0;
+    return mti_replica_add(ctx, g, &e);
+}
+
+/* -- shares: what ranks must not have alike -- */
+
+static mt_status mti_share_add(mt_context *ctx, int g, const mti_share *e) {
+    mti_share_list *l = &ctx->checker->replicas->shares[g];
+    if (l->count == MTI_REPLICAS_MOST) return MT_SUCCESS;
+    if (l->count == l->capacity) {
+        size_t capacity = l->capacity ? 2 * l->capacity : 64;
+        mti_share *list = (mti_share *)mt_host_alloc(capacity * sizeof *list);
+        if (!list) return mt_fail(ctx, MT_ERR_MEMORY, "no memory for the shares of %zu tensors", capacity);
+        if (l->count) memcpy(list, l->list, l->count * sizeof *list);
+        mt_host_free(l->list);
+        l->list = list;
+        l->capacity = capacity;
+    }
+    l->list[l->count++] = *e;
+    return MT_SUCCESS;
+}
+
+static const char *mti_element_at(mt_tensor t, int64_t row, int64_t col) {
+    return (const char *)t.data + (size_t)(row * mt_tensor_ld(t) + col) * mt_dtype_size(t.dtype);
+}
+
+/* Whether t tells ranks apart: neither all of its rows nor all of its columns are equal. */
+static int mti_varies(mt_tensor t) {
+    size_t size = mt_dtype_size(t.dtype);
+    int64_t i, j;
+    int rows = t.rows == 1, cols = t.cols == 1;
+    for (i = 0; i < t.rows && !(rows && cols); i++)
+        for (j = 0; j < t.cols; j++) {
+            rows |= memcmp(mti_element_at(t, i, j), mti_element_at(t, 0, j), size) != 0;
+            cols |= memcmp(mti_element_at(t, i, j), mti_element_at(t, i, 0), size) != 0;
+        }
+    return rows && cols && t.rows * t.cols > 1;
+}
+
+/* Whether ids tell ranks apart: there are more than two different ones, which may be the same in each sequence. tokens:
+   1 also wants that they are not positions, which count up from the first one. */
+static int mti_ids_tell(mt_tensor t, int tokens) {
+    int32_t low = 0, high = 0, first = 0, id;
+    int64_t i, last = 0, others = 0, steps = !tokens, n = t.rows * t.cols;
+    for (i = 0; i < n; i++) {
+        memcpy(&id, mti_element_at(t, i / t.cols, i % t.cols), sizeof id);
+        if (i == 0) low = high = first = id;
+        low = id < low ? id : low;
+        high = id > high ? id : high;
+        steps += i > 0 && id != last + 1 && id != first;
+        last = id;
+    }
+    for (i = 0; i < n; i++) {
+        memcpy(&id, mti_element_at(t, i / t.cols, i % t.cols), sizeof id);
+        others += id != low && id != high;
+    }
+    return others > 0 && steps > 0;
+}
+
+/* Positions that count up, and begin at 0 again at the end of each sequence. */
+typedef struct mti_counting {
+    int64_t first, wrap, rows; /* wrap: the length of a sequence, if one ends before the last row; 0: none does */
+} mti_counting;
+
+#define MTI_COUNTING_BITS 21 /* of each number in a mark */
+#define MTI_NOT_COUNTING UINT64_MAX
+
+/* Returns the mark of kind p: that of ids that count up, or MTI_NOT_COUNTING. */
+static uint64_t mti_counting_mark(mt_tensor ids) {
+    const int64_t most = 1 << MTI_COUNTING_BITS, rows = ids.rows * ids.cols;
+    mti_counting c = {0, 0, rows};
+    int32_t id;
+    int64_t i, last = 0; /* ids may be as large as INT32_MAX */
+    for (i = 0; i < rows; i++) {
+        memcpy(&id, mti_element_at(ids, i / ids.cols, i % ids.cols), sizeof id);
+        if (i == 0) c.first = id;
+        else if (id == 0 && (c.wrap == 0 || c.wrap == last + 1)) c.wrap = last + 1;
+        else if (id != last + 1) return MTI_NOT_COUNTING;
+        last = id;
+    }
+    if (c.first < 0 || c.first >= most || c.wrap < 0 || c.wrap >= most || rows >= most) return MTI_NOT_COUNTING;
+    return (uint64_t)c.first | (uint64_t)c.wrap << MTI_COUNTING_BITS | (uint64_t)rows << 2 * MTI_COUNTING_BITS;
+}
+
+static mti_counting mti_counting_of(uint64_t mark) {
+    const uint64_t mask = ((uint64_t)1 << MTI_COUNTING_BITS) - 1;
+    mti_counting c;
+    c.first = (int64_t)(mark & mask);
+    c.wrap = (int64_t)(mark >> MTI_COUNTING_BITS & mask);
+    c.rows = (int64_t)(mark >> 2 * MTI_COUNTING_BITS);
+    return c;
+}
+
+/* Whether ids of `rows` rows are positions in sequences of `seq` tokens. */
+static int mti_is_counting(uint64_t mark, int64_t rows, int64_t seq) {
+    mti_counting c = mti_counting_of(mark);
+    if (mark == MTI_NOT_COUNTING || c.rows != rows) return 0;
+    return c.wrap ? c.wrap == seq && c.first < seq : c.first + c.rows <= seq;
+}
+
+/* Whether two ranks have positions that do not fit together: if each rank has the next `rows` rows of sequences, their
+   first positions are multiples of a step apart, and each of these is that of equally many ranks. Without the last
+   position on any rank they may be tokens that count up. mark(rank) is all[rank * count]. */
+static int mti_positions_misfit(const uint64_t *all, size_t count, int ranks, int64_t rows, int64_t seq, int *a,
+                                int *b) {
+    int64_t step = seq, rest = rows, next, apart;
+    int i, alike, ends = 0;
+    if (seq <= 0 || rows < 3 || rows % seq == 0 || rows * ranks % seq != 0) return 0;
+    for (i = 0; i < ranks; i++) {
+        if (!mti_is_counting(all[(size_t)i * count], rows, seq)) return 0;
+        ends |= mti_counting_of(all[(size_t)i * count]).first + rows >= seq;
+    }
+    if (!ends) return 0;
+    while (rest) next = step % rest, step = rest, rest = next; /* the greatest common divisor */
+    for (*b = 1; *b < ranks; ++*b)
+        for (*a = 0, alike = 1; *a < *b; ++*a) {
+            apart = mti_counting_of(all[(size_t)*a * count]).first - mti_counting_of(all[(size_t)*b * count]).first;
+            alike += apart == 0;
+            if (apart % step != 0 || alike > ranks * step / seq) return 1;
+        }
+    return 0;
+}
+
+/* Sets *mark to a hash of what a rank has in t. Returns 0 when nothing can be said: values that are all equal, those of
+   a GPU, and on MT_DEVICE_META what no operator has made of numbers. */
+static int mti_share_mark(mt_context *ctx, mt_tensor t, uint64_t *mark) {
+    const mti_extent at = mti_extent_of(t);
+    const mti_placed *p = mti_newest_at(ctx->checker, at);
+    *mark = p ? p->content : 0;
+    if (*mark == MT_CONTENT_ANY || mti_is_meant(ctx->checker, at) || (*mark && !mti_extent_covers(at, p->at))) return 0;
+    if (ctx->device == MT_DEVICE_META) return *mark != 0;
+    if (ctx->device != MT_DEVICE_CPU || t.dtype == MT_U8 || !mti_varies(t)) return 0;
+    *mark = 0;
+    return mt_hash_add(ctx, t, 0, 0, t.cols, mark) == MT_SUCCESS;
+}
+
+/* Notes an operand that a call reads and that group g splits: what the program has declared, and integers. */
+static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const char *with, const mt_operand *o,
+                                const mti_known *known) {
+    int is_ids = o->t.dtype == MT_I32, is_data = mti_is_data(&ctx->checker->axes[g]);
+    mti_share e;
+    if (known->may[g] != 1 << MT_SPLIT_ROWS && known->may[g] != 1 << MT_SPLIT_COLS) return MT_SUCCESS;
+    if (ctx->checker->axes[g].only_group) return MT_SUCCESS;
+    if (!is_ids && !(known->by && strcmp(known->by, "mt_declare") == 0)) return MT_SUCCESS;
+    if (is_ids && ctx->device == MT_DEVICE_CPU && !mti_ids_tell(o->t, is_data)) return MT_SUCCESS;
+    if (is_ids && is_data && ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.where = where;
+    e.with = with;
+    e.kind = is_data ? 'd' : is_ids ? 'i' : 's';
+    e.rows = o->t.rows * o->t.cols;
+    snprintf(e.what, sizeof e.what, "%s", o->name);
+    if (!mti_share_mark(ctx, o->t, &e.mark)) return MT_SUCCESS;
+    MT_TRY(mti_share_add(ctx, g, &e));
+    if (e.kind != 'i' || ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
+    e.kind = 'p';
+    e.mark = mti_counting_mark(o->t);
+    return mti_share_add(ctx, g, &e);
+}
+
+/* The newest piece that has all of a view and is replicated over group g, or NULL. */
+static const mti_placed *mti_replicated_at(const mti_checker *c, int g, mti_extent at) {
+    const mti_placed *p = mti_newest_at(c, at);
+    return p && mti_extent_covers(p->at, at) && p->may[g] == 1 << MT_REPLICATED ? p : NULL;
+}
+
+/* Notes a view of a call in memory that is at `whole`: it must not be that of all ranks. */
+static mt_status mti_view_add(mt_context *ctx, int g, const char *where, const char *with, mti_extent view,
+                              mti_extent whole) {
+    mti_share e;
+    memset(&e, 0, sizeof e);
+    e.where = where;
+    e.with = with;
+    e.kind = 's';
+    e.is_view = 1;
+    e.mark = (uint64_t)(view.end - view.begin) << 32 ^ (uint64_t)(view.begin - whole.begin);
+    snprintf(e.what, sizeof e.what, "the view");
+    return mti_share_add(ctx, g, &e);
+}
+
+/* Notes the view that mt_check_view takes for this rank's part of what all ranks have. */
+static mt_status mti_view_share(mt_context *ctx, int g, mt_tensor t, mt_placement placement) {
+    const mti_placed *p;
+    if (!mti_replicas_on(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
+    if (placement != MT_SPLIT_ROWS && placement != MT_SPLIT_COLS) return MT_SUCCESS;
+    p = mti_replicated_at(ctx->checker, g, mti_extent_of(t));
+    if (!p || mti_extent_covers(mti_extent_of(t), p->at)) return MT_SUCCESS;
+    if (mti_is_meant(ctx->checker, mti_extent_of(t))) return MT_SUCCESS;
+    return mti_view_add(ctx, g, "mt_check_view", p->name ? p->name : p->with, mti_extent_of(t), p->at);
+}
+
+/* Whether a piece inside e is this rank's part of what a call has written, and what group g splits. */
+static int mti_is_own_part(const mti_placed *p, int g, mti_extent e) {
+    if (!p->by || p->zero || strcmp(p->by, "mt_declare") == 0 || !mti_extent_covers(e, p->at)) return 0;
+    return p->may[g] == 1 << MT_SPLIT_ROWS || p->may[g] == 1 << MT_SPLIT_COLS;
+}
+
+/* Whether t has zeros, with parts or terms of this rank written in. If it has something else, the program has written
+   it since, and what calls have written before is no longer there. */
+static int mti_is_of_parts(const mti_checker *c, int g, mt_tensor t) {
+    const mti_extent e = mti_extent_of(t);
+    const mti_placed *p = NULL;
+    if (mti_known_of(c, t).unwritten) return 0;
+    while ((p = mti_placed_older(&c->written, e, p ? p->age : UINT64_MAX)) != NULL) {
+        if (mti_extent_covers(p->at, e)) return p->zero;
+        if (!p->zero && p->may[g] != 1 << MT_PARTIAL && !mti_is_own_part(p, g, e)) return 0;
+    }
+    return 1;
+}
+
+/* Notes the views of t, a term of a sum, to which calls have written this rank's part of what is split: if it is the
+   same view on all ranks, the sum adds up other parts. */
+static mt_status mti_terms_share(mt_context *ctx, int g, mt_tensor t) {
+    const mti_extent e = mti_extent_of(t);
+    const mti_placed *p = NULL;
+    if (!mti_replicas_on(ctx) || mti_is_data(&ctx->checker->axes[g])) return MT_SUCCESS;
+    if (!mti_is_of_parts(ctx->checker, g, t)) return MT_SUCCESS;
+    while ((p = mti_placed_older(&ctx->checker->written, e, p ? p->age : UINT64_MAX)) != NULL) {
+        if (mti_extent_covers(p->at, e)) return MT_SUCCESS; /* what is older is no longer there */
+        if (mti_is_own_part(p, g, e) && !mti_is_meant(ctx->checker, p->at))
+            MT_TRY(mti_view_add(ctx, g, p->by, p->with, p->at, e));
+    }
+    return MT_SUCCESS;
+}
+
+#define MTI_RANGE_PARTS 1024 /* a range is counted in these parts of the columns */
+
+/* Notes which columns of what all ranks have a call reads together with an operand that is split by columns. Each rank
+   may read its own, so the values are not compared then. */
+static mt_status mti_range_note(mt_context *ctx, int g, const mti_ruling *r, const mt_operand *o, mti_known *known) {
+    const mti_extent at = mti_extent_of(o->t);
+    const mti_placed *p;
+    uintptr_t first;
+    mti_share e;
+    if (!mti_replicas_on(ctx) || known->may[g] != 1 << MT_REPLICATED || known->parameter) return MT_SUCCESS;
+    p = mti_replicated_at(ctx->checker, g, at);
+    if (!p || at.width >= p->at.width || !mti_extents_share_rows(at, p->at)) return MT_SUCCESS;
+    known->apart |= 1u << g;
+    first = (at.begin - p->at.begin) % p->at.pitch;
+    memset(&e, 0, sizeof e);
+    e.where = r->where;
+    e.with = p->with;
+    e.kind = 'g';
+    e.piece = p->age;
+    e.mark = (uint64_t)(first * MTI_RANGE_PARTS / p->at.width) << 16;
+    e.mark |= (uint64_t)((first + at.width) * MTI_RANGE_PARTS / p->at.width);
+    snprintf(e.what, sizeof e.what, "%s", o->name);
+    return mti_share_add(ctx, g, &e);
+}
+
+/* Whether the ranges that ranks have read of the piece of entry i leave columns that none has read. */
+static int mti_range_misses(const mti_share_list *l, size_t i, const uint64_t *all, int ranks) {
+    unsigned char read[MTI_RANGE_PARTS];
+    size_t k;
+    uint64_t part;
+    int rank;
+    memset(read, 0, sizeof read);
+    for (k = 0; k < l->count; k++)
+        for (rank = 0; rank < ranks && l->list[k].kind == 'g' && l->list[k].piece == l->list[i].piece; rank++) {
+            uint64_t mark = all[(size_t)rank * l->count + k];
+            for (part = mark >> 16; part < (mark & 0xffff) && part < MTI_RANGE_PARTS; part++) read[part] = 1;
+        }
+    return memchr(read, 0, sizeof read) != NULL;
+}
+
+/* Whether ranks a and b have alike what they must not, where entry i is. Of data, in all entries of the name. */
+static int mti_pair_alike(const mti_share_list *l, size_t i, const uint64_t *all, int a, int b) {
+    size_t k;
+    for (k = 0; k < l->count; k++) {
+        if (k != i && (l->list[i].kind != 'd' || l->list[k].kind != 'd')) continue;
+        if (strcmp(l->list[k].what, l->list[i].what) != 0) continue;
+        if (all[(size_t)a * l->count + k] != all[(size_t)b * l->count + k]) return 0;
+    }
+    return 1;
+}
+
+/* Counts the comparisons, from the first one on, in which two data ranks have had the same everywhere. One in which all
+   differ ends it: ranks may draw the same of a small text by chance. */
+static void mti_data_count(mti_share_list *l, const uint64_t *all, int ranks) {
+    size_t i;
+    int a, b, found = 0, has = 0;
+    for (i = 0; i < l->count && !found; i++) {
+        if (l->list[i].kind != 'd') continue;
+        has = 1;
+        for (b = 1; b < ranks; b++)
+            for (a = 0; a < b; a++) found |= mti_pair_alike(l, i, all, a, b);
+    }
+    if (has && l->data_alike >= 0) l->data_alike = found ? l->data_alike + 1 : -1;
+}
+
+/* Whether entry i is alike on two ranks that must not have it alike. *a and *b become the ranks. */
+static int mti_share_alike(const mti_share_list *l, size_t i, const uint64_t *all, int ranks, int *a, int *b) {
+    const char kind = l->list[i].kind;
+    int pairs = 0;
+    *a = 0, *b = 1;
+    if (kind == 'g') return mti_range_misses(l, i, all, ranks);
+    if (kind == 'p') return mti_positions_misfit(all + i, l->count, ranks, l->list[i].rows, l->seq, a, b);
+    if (kind == 'd' && l->data_alike < MTI_DATA_ALIKE) return 0;
+    if (kind == 'i' && (l->seq <= 0 || l->list[i].rows % l->seq == 0)) return 0;
+    for (*b = 1; *b < ranks; ++*b)
+        for (*a = 0; *a < *b; ++*a) {
+            int alike = mti_pair_alike(l, i, all, *a, *b);
+            if (alike && kind != 's' && kind != 'i') return 1;
+            pairs += alike;
+        }
+    *a = 0, *b = 1;
+    return (kind == 's' || kind == 'i') && pairs == ranks * (ranks - 1) / 2;
+}
+
+/* of_a and of_b: the marks of the two ranks */
+static mt_status mti_share_refuse(mt_context *ctx, const mt_comm *comm, const char *where, const mti_share *e, int a,
+                                  int b, uint64_t of_a, uint64_t of_b) {
+    char what[256];
+    if (e->where)
+        snprintf(what, sizeof what, "%s of %.60s%s%.*s%s", e->what, e->where, e->with ? " \"" : "",
+                 e->with ? mti_layer_length(e->with) : 0, e->with ? e->with : "", e->with ? "\"" : "");
+    else snprintf(what, sizeof what, "the %s of '%.100s'", e->what, e->with ? e->with : "");
+    if (e->kind == 'g')
+        return mt_fail(ctx, MT_ERR_MISMATCH,
+                       "%s: %s is a part of the columns of what all ranks of \"%s\" (%d ranks) have, and no rank reads "
+                       "the others: each rank needs its own part, such as its own group of keys and values",
+                       where, what, comm->name, comm->size);
+    if (e->kind == 'p')
+        return mt_fail(ctx, MT_ERR_MISMATCH,
+                       "%s: %s is split over \"%s\" (%d ranks), but rank %d has the positions from %lld on and rank %d "
+                       "those from %lld on, and each has %lld rows: check offsets by the rank, or call "
+                       "mt_declare_meant for it before, if they are meant so",
+                       where, what, comm->name, comm->size, a, (long long)mti_counting_of(of_a).first, b,
+                       (long long)mti_counting_of(of_b).first, (long long)e->rows);
+    return mt_fail(ctx, MT_ERR_MISMATCH,
+                   "%s: %s is split over \"%s\" (%d ranks), but rank %d has the same as rank %d: each rank needs its "
+                   "own part; check offsets by the rank, and what each rank reads and loads, or call mt_declare_meant "
+                   "for it before, if equal parts are meant%s",
+                   where, what, comm->name, comm->size, b, a, e->is_view ? " or it was written over" : "");
+}
+
+/* Gathers the marks of all ranks, if all have the same entries. *all [ranks, count], which the caller frees, stays NULL
+   otherwise. */
+static mt_status mti_shares_gather(mt_context *ctx, mt_comm *comm, const mti_share_list *l, uint64_t **all) {
+    uint64_t mine[2], *told, *marks;
+    size_t i, k, ranks = (size_t)comm->size;
+    mt_status status;
+    int alike = 1;
+    mine[0] = l->count;
+    mine[1] = 0;
+    for (i = 0; i < l->count; i++)
+        for (k = 0; l->list[i].what[k]; k++)
+            mine[1] = mti_hash_number(mine[1], (uint64_t)(unsigned char)l->list[i].what[k] + (uint64_t)l->list[i].kind);
+    told = (uint64_t *)mt_host_alloc((ranks * (l->count + 2) + l->count) * sizeof *told);
+    if (!told) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "no memory for the shares of %d ranks", comm->size);
+    marks = told + ranks * (l->count + 2);
+    status = mt_comm_gather_host(ctx, comm, mine, sizeof mine, told);
+    for (i = 0; i < ranks; i++) alike &= told[2 * i] == mine[0] && told[2 * i + 1] == mine[1];
+    for (i = 0; i < l->count; i++) marks[i] = l->list[i].mark;
+    if (status == MT_SUCCESS && alike && l->count)
+        status = mt_comm_gather_host(ctx, comm, marks, l->count * sizeof *marks, told);
+    *all = status == MT_SUCCESS && alike ? told : NULL;
+    if (!*all) mt_host_free(told);
+    return status;
+}
+
+/* Compares what ranks have each for itself, and forgets it. */
+static mt_status mti_shares_compare(mt_context *ctx, mt_comm *comm, const char *where, int g) {
+    mti_share_list *l = &ctx->checker->replicas->shares[g];
+    uint64_t *all = NULL;
+    mt_status status = mti_shares_gather(ctx, comm, l, &all);
+    size_t i;
+    int a = 0, b = 0;
+    if (status == MT_SUCCESS && all) mti_data_count(l, all, comm->size);
+    for (i = 0; status == MT_SUCCESS && all && i < l->count; i++)
+        if (mti_share_alike(l, i, all, comm->size, &a, &b))
+            status = mti_share_refuse(ctx, comm, where, &l->list[i], a, b, all[(size_t)a * l->count + i],
+                                      all[(size_t)b * l->count + i]);
+    mt_host_free(all);
+    l->count = 0;
+    l->seq = 0;
+    return status;
+}
+
+/* Hashes an operand that a call reads, once, for all groups over which it is replicated. Parameters and gradients are
+   compared once in a step instead (mt_parallel.h). What the program says to be split must differ between ranks. */
+static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,
+                                  const mti_known *known) {
+    mti_replica e;
+    int g, hashed = 0;
+    if (!mti_replicas_on(ctx) || !(operand->use & 1)) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.where = where;
+    e.with = with;
+    e.by = known->by;
+    e.by_with = known->with;
+    snprintf(e.operand, sizeof e.operand, "%s", operand->name);
+    MT_TRY(mti_term_note(ctx, e, known->terms));
+    for (g = 0; g < ctx->checker->count && !known->parameter && operand->t.dtype != MT_U8; g++) {
+        MT_TRY(mti_share_read(ctx, g, where, with, operand, known));
+        if (known->may[g] != 1 << MT_REPLICATED) continue;
+        if (!hashed) MT_TRY(mti_replica_hash(ctx, operand->t, &e));
+        hashed = 1;
+        if (known->apart >> g & 1) MT_TRY(mti_apart_note(ctx, g, e));
+        else MT_TRY(mti_replica_add(ctx, g, &e));
+    }
+    return MT_SUCCESS;
+}
+
+/* Notes a number of a place for group g. known is 0 if ranks may have other numbers. */
+static mt_status mti_place_number_note(mt_context *ctx, int g, mti_replica *e, const char *field, const char *number,
+                                       uint64_t hash, int known) {
+    e->differs = known ? 'p' : 'u';
+    e->hash = hash;
+    snprintf(e->operand, sizeof e->operand, "%.12s%s", field, number);
+    return mti_replica_add(ctx, g, e);
+}
+
+/* Notes from what seed a call takes random words, which must be the same on all ranks, and by what place for the rows
+   or columns that ranks have alike. What a rank does not know is noted, too, so that its list has the entries of other
+   ranks. */
+static mt_status mti_place_note(mt_context *ctx, const char *where, const char *field, const mti_known *known,
+                                const mt_place *place) {
+    mti_replica e;
+    uint64_t words;
+    int g;
+    if (!mti_replicas_on(ctx)) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.where = where;
+    e.with = known->with;
+    words = mti_hash_number(mti_hash_number(0, place->seed), place->subsequence);
+    for (g = 0; g < ctx->checker->count; g++) {
+        int rows = known->may[g] == 1 << MT_REPLICATED || known->may[g] == 1 << MT_SPLIT_COLS;
+        int cols = known->may[g] == 1 << MT_REPLICATED || known->may[g] == 1 << MT_SPLIT_ROWS;
+        int some = known->may[g] != MTI_ALL_PLACEMENTS;
+        MT_TRY(mti_place_number_note(ctx, g, &e, field, "", words, some));
+        MT_TRY(mti_place_number_note(ctx, g, &e, field, ".first_row", (uint64_t)place->first_row, rows));
+        MT_TRY(mti_place_number_note(ctx, g, &e, field, ".first_col", (uint64_t)place->first_col, cols));
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_check_replica(mt_context *ctx, const mt_comm *comm, const char *what, const char *name,
+                                  mt_tensor t) {
+    const mti_placed *p;
+    mti_replica e;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!what || mt_dtype_size(t.dtype) < 2)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_check_replica: what is NULL, or t is %s", mt_dtype_name(t.dtype));
+    if (!mti_replicas_on(ctx) || !mti_has_elements(t)) return MT_SUCCESS;
+    g = mti_axis_of(ctx->checker, comm, 1);
+    if (g < 0) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    p = mti_parameter_at(ctx->checker, mti_extent_of(t));
+    e.with = p ? p->name : name; /* the checker's name outlives the parameter */
+    snprintf(e.operand, sizeof e.operand, "%s", what);
+    MT_TRY(mti_replica_hash(ctx, t, &e));
+    return mti_replica_add(ctx, g, &e);
+}
+
+MT_API uint64_t mt_check_content_of(const double *numbers, int count) {
+    uint64_t hash = 2, bits;
+    int i;
+    for (i = 0; numbers && i < count; i++) {
+        memcpy(&bits, &numbers[i], sizeof bits);
+        hash = mti_hash_number(hash, bits);
+    }
+    return hash > MT_CONTENT_ANY ? hash : hash + 2;
+}
+
+MT_API void mt_check_content(mt_context *ctx, mt_tensor t, uint64_t content) {
+    mti_extent e;
+    mti_placed *p;
+    if (!mt_check_mode(ctx) || !mti_has_elements(t)) return;
+    e = mti_extent_of(t);
+    p = mti_newest_at(ctx->checker, e);
+    if (p && mti_extent_covers(e, p->at)) p->content = content;
+}
+
+/* Whether numbers of a call with t must be the same on the ranks of a group. */
+static int mti_numbers_bind(const mti_checker *c, int g, mt_tensor t, int data) {
+    const int is_data = mti_is_data(&c->axes[g]);
+    int others = 1 << (data == 2 ? MT_PARTIAL : MT_SPLIT_ROWS); /* what ranks with other numbers have */
+    if (c->axes[g].only_group) return 0;
+    if (!mti_has_elements(t) || (data == 1 && is_data)) return 1;
+    if (is_data) others |= 1 << MT_SPLIT_ROWS;
+    return !(mti_known_of(c, t).may[g] & others);
+}
+
+MT_API mt_status mt_check_numbers(mt_context *ctx, const char *where, const char *what, mt_tensor t, int data,
+                                  const double *numbers, int count) {
+    mti_replica e;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mti_replicas_on(ctx)) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.where = where;
+    e.differs = 'n';
+    e.hash = mt_check_content_of(numbers, count);
+    snprintf(e.operand, sizeof e.operand, "%s", what);
+    for (g = 0; g < ctx->checker->count; g++)
+        if (mti_numbers_bind(ctx->checker, g, t, data)) MT_TRY(mti_replica_add(ctx, g, &e));
+    return MT_SUCCESS;
+}
+
+/* Returns the set of an operand that has an element for each row or column of t, by what t is. */
+static int mti_side_set(int set, mt_placement along) {
+    if (set == 1 << along) return set;
+    if (set & (set - 1)) return MTI_ALL_PLACEMENTS;
+    return 1 << MT_REPLICATED;
+}
+
+MT_API mt_status mt_check_side(mt_context *ctx, const char *where, const char *name, mt_tensor side, mt_tensor t,
+                               mt_placement along, int alike) {
+    mti_known known, of;
+    mt_operand o;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!mti_replicas_on(ctx) || !mti_has_elements(side) || !mti_has_elements(t)) return MT_SUCCESS;
+    of = mti_known_of(ctx->checker, t);
+    memset(&known, 0, sizeof known);
+    memset(known.may, MTI_ALL_PLACEMENTS, sizeof known.may);
+    for (g = 0; g < ctx->checker->count && !of.zero; g++)
+        if (!ctx->checker->axes[g].only_group) known.may[g] = (unsigned char)mti_side_set(of.may[g], along);
+    for (g = 0; alike && g < ctx->checker->count; g++)
+        if (known.may[g] == 1 << along) known.may[g] = MTI_ALL_PLACEMENTS;
+    known.by = "mt_declare";
+    o.name = name;
+    o.t = side;
+    o.use = 1;
+    return mti_replica_read(ctx, where, NULL, &o, &known);
+}
+
+MT_API mt_status mt_check_share(mt_context *ctx, const mt_comm *comm, const char *what, const char *name, mt_tensor t) {
+    const mti_placed *p;
+    mti_share e;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    g = mti_replicas_on(ctx) && mti_has_elements(t) ? mti_axis_of(ctx->checker, comm, 1) : -1;
+    if (g < 0) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    p = mti_parameter_at(ctx->checker, mti_extent_of(t));
+    e.with = p ? p->name : name;
+    e.kind = 'S';
+    snprintf(e.what, sizeof e.what, "%s", what);
+    if (!mti_share_mark(ctx, t, &e.mark)) return MT_SUCCESS;
+    return mti_share_add(ctx, g, &e);
+}
+
+MT_API void mt_check_sequences(mt_context *ctx, mt_tensor t, int64_t seq) {
+    mti_known k;
+    int g;
+    if (!ctx || !mti_replicas_on(ctx) || !mti_has_elements(t)) return;
+    k = mti_known_of(ctx->checker, t);
+    for (g = 0; g < ctx->checker->count; g++) {
+        mti_share_list *l = &ctx->checker->replicas->shares[g];
+        int parts = k.may[g] == 1 << MT_SPLIT_COLS && seq > 0 && (l->seq == 0 || l->seq == seq);
+        if (!k.zero) l->seq = parts ? seq : -1;
+    }
+}
+
+MT_API mt_status mt_check_number(mt_context *ctx, const mt_comm *comm, const char *what, float number) {
+    mti_replica e;
+    int g;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!what) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_check_number: what is NULL");
+    g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 1) : -1;
+    if (g < 0) return MT_SUCCESS;
+    memset(&e, 0, sizeof e);
+    e.differs = 'v';
+    e.hash = mt_hash_word(0, mt_f32_bits(number));
+    snprintf(e.operand, sizeof e.operand, "%s", what);
+    return mti_replica_add(ctx, g, &e);
+}
+
+/* What rank b has, and rank a has not. */
+static const char *mti_say_differs(char a, char b) {
+    if (a != b) return b == 'z' ? "only zeros, unlike" : "not only zeros, unlike";
+    if (b == 'n') return "other numbers than";
+    return b == 'p' ? "another seed or place than" : b == 'c' ? "other rows or columns than" : "other values than";
+}
+
+/* Returns the text of a list: for each entry its name, NUL, the collectives before, the hash, what the hash is of, n
+   for a note and r for what a call reads, who wrote it, NUL. */
+static mti_told_text mti_replicas_write(const void *user) {
+    const mti_replica_list *l = (const mti_replica_list *)user;
+    mti_told_text t;
+    size_t i;
+    t.bytes = 0;
+    t.data = (char *)mt_host_alloc(l->count * MTI_REPLICA_TEXT + 1);
+    for (i = 0; t.data && i < l->count; i++) {
+        const mti_replica *e = &l->list[i];
+        char *at = t.data + t.bytes, since[208];
+        if (e->where)
+            snprintf(at, MTI_REPLICA_TEXT / 2, "%s of %.60s%s%.*s%s", e->operand, e->where, e->with ? " \"" : "",
+                     e->with ? mti_layer_length(e->with) : 0, e->with ? e->with : "", e->with ? "\"" : "");
+        else if (e->with) snprintf(at, MTI_REPLICA_TEXT / 2, "the %s of '%.100s'", e->operand, e->with);
+        else snprintf(at, MTI_REPLICA_TEXT / 2, "%s", e->operand);
+        t.bytes += strlen(at) + 1;
+        at = t.data + t.bytes;
+        mti_since_text(e->by, e->by_with, since, sizeof since);
+        snprintf(at, MTI_REPLICA_TEXT / 2, "%016llx%016llx%c%c%s", (unsigned long long)e->moves,
+                 (unsigned long long)e->hash, e->differs, e->where ? 'r' : 'n', since);
+        t.bytes += strlen(at) + 1;
+    }
+    return t;
+}
+
+/* An entry in the text of a list. */
+typedef struct mti_replica_text {
+    const char *name, *value; /* NULL: there is none */
+    uint64_t end;             /* where the next entry begins */
+} mti_replica_text;
+
+/* Returns the next entry that is a note, or that is none. */
+static mti_replica_text mti_replica_next(const mti_told_text *t, uint64_t from, int is_note) {
+    mti_replica_text e;
+    e.end = from;
+    do {
+        e.name = mti_told_next(t, &e.end);
+        e.value = mti_told_next(t, &e.end);
+    } while (e.value && (e.value[2 * MTI_REPLICA_DIGITS + 1] == 'n') != is_note);
+    return e;
+}
+
+/* Finds the first note, or the first entry that is none, that has another hash in list y than in list x. Entries are
+   compared when the same calls lie between the last collective and them. */
+static int mti_replica_differs(const mti_told_text *x, const mti_told_text *y, int is_note, mti_replica_text *in_x,
+                               mti_replica_text *in_y) {
+    mti_replica_text a = mti_replica_next(x, 0, is_note), b = mti_replica_next(y, 0, is_note);
+    char skip[MTI_REPLICA_DIGITS + 1] = ""; /* the collectives after which the ranks have made different calls */
+    while (a.value && b.value) {
+        int order = strncmp(a.value, b.value, MTI_REPLICA_DIGITS);
+        int alike = order == 0 && strcmp(a.name, b.name) == 0 && strncmp(a.value, skip, MTI_REPLICA_DIGITS) != 0;
+        int known = a.value[2 * MTI_REPLICA_DIGITS] != 'u' && b.value[2 * MTI_REPLICA_DIGITS] != 'u';
+        if (alike && known && strncmp(a.value, b.value, 2 * MTI_REPLICA_DIGITS) != 0) break;
+        if (order == 0 && !alike) memcpy(skip, a.value, MTI_REPLICA_DIGITS);
+        if (order <= 0) a = mti_replica_next(x, a.end, is_note);
+        if (order >= 0) b = mti_replica_next(y, b.end, is_note);
+    }
+    *in_x = a;
+    *in_y = b;
+    return a.value && b.value;
+}
+
+/* Writes the first entry that has other values on rank b than on rank a. */
+static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b,
+                           const mti_told_text *x, const mti_told_text *y) {
+    mti_replica_text in_x, in_y, note, other;
+    int found = mti_replica_differs(x, y, 0, &in_x, &in_y), noted = mti_replica_differs(x, y, 1, &note, &other);
+    (void)all;
+    if (!found && !noted) return 0;
+    if (!found || (noted && note.end < in_x.end)) in_x = note, in_y = other;
+    if (in_x.value[2 * MTI_REPLICA_DIGITS] == 't') {
+        mti_say(text,
+                "ranks %d and %d both add %s to the sum over \"%s\" (%d ranks), but each has the whole: add it on one "
+                "rank only, or declare what is 1/%d of it as MT_PARTIAL",
+                a, b, in_x.name, comm->name, comm->size, comm->size);
+        return 1;
+    }
+    mti_say(text,
+            "%s %s over \"%s\" (%d ranks)%s, but rank %d has %s rank %d: check seeds, dropout, inputs, and memory that "
+            "is written behind the library's back",
+            in_x.name, strchr("pn", in_x.value[2 * MTI_REPLICA_DIGITS]) ? "must agree" : "is replicated", comm->name,
+            comm->size, in_x.value + 2 * MTI_REPLICA_DIGITS + 2, b,
+            mti_say_differs(in_x.value[2 * MTI_REPLICA_DIGITS], in_y.value[2 * MTI_REPLICA_DIGITS]), a);
+    return 1;
+}
+
+/* Compares the list of a group, and forgets it. */
+static mt_status mti_replicas_compare(mt_context *ctx, mt_comm *comm, const char *where, mti_replica_list *l) {
+    mt_ledger ledger = comm->ledger;
+    mti_telling telling;
+    mti_told told;
+    mt_status status;
+    size_t i;
+    MT_TRY(mti_replicas_fetch(ctx));
+    told.hash = 0;
+    told.group = 0;
+    for (i = 0; i < l->count; i++) told.hash = mt_hash_word(told.hash + l->list[i].hash, (uint32_t)l->list[i].moves);
+    telling.user = l;
+    telling.write = mti_replicas_write;
+    telling.say = mti_say_replica;
+    mt_check_pause(ctx);
+    status = comm->transport->has_peers ? mti_compare_ranks(ctx, comm, where, told, &telling) : MT_SUCCESS;
+    comm->ledger = ledger; /* that of the program alone */
+    l->count = 0;
+    l->moves = 0;
+    return mt_check_resume(ctx, status);
+}
+
+MT_API mt_status mt_check_replicas(mt_context *ctx, mt_comm *comm, const char *where) {
+    int g;
+    if (!ctx || !comm || !where)
+        return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_check_replicas: %s is NULL",
+                          !ctx   ? "ctx"
+                          : comm ? "where"
+                                 : "comm");
+    g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
+    if (g < 0) return MT_SUCCESS;
+    MT_TRY(mti_replicas_compare(ctx, comm, where, &ctx->checker->replicas->groups[g]));
+    return comm->transport->has_peers ? mti_shares_compare(ctx, comm, where, g) : MT_SUCCESS;
+}
+
+/* Counts a collective of a group, and compares the list of the group when it is due. */
+static mt_status mti_collective_passed(mt_context *ctx, mt_comm *comm, const char *name) {
+    mti_replica_list *l;
+    char where[64];
+    int g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;
+    if (g < 0) return MT_SUCCESS;
+    l = &ctx->checker->replicas->groups[g];
+    if (++l->moves < MTI_REPLICAS_EVERY) return MT_SUCCESS;
+    snprintf(where, sizeof where, "mt_%s", name);
+    return mti_replicas_compare(ctx, comm, where, l);
+}
+
+/* ---- check mode begins and ends with a context (src/check/hooks.c) ----------------------------------------------- */
+
+static mt_status mti_replicas_create(mt_context *ctx) {
+    ctx->checker->replicas = (mti_replicas *)mt_host_alloc(sizeof *ctx->checker->replicas);
+    if (ctx->checker->replicas) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for the checker");
+}
+
+static void mti_replicas_destroy(mt_context *ctx) {
+    mti_replicas *r = ctx->checker->replicas;
+    int g;
+    if (!r) return;
+    for (g = 0; g < MTI_AXES; g++) mt_host_free(r->groups[g].list);
+    for (g = 0; g < MTI_AXES; g++) mt_host_free(r->shares[g].list);
+    mt_context_free(ctx, r->sums, MTI_REPLICA_SUMS * sizeof *r->sums);
+    mt_host_free(r);
+    ctx->checker->replicas = NULL;
+}
+
+static void mti_checker_destroy(mt_context *ctx) {
+    mti_checker *c = ctx->checker;
+    size_t i;
+    for (i = 0; i < c->names.count; i++) mt_host_free(c->names.list[i].text);
+    mt_host_free(c->names.list);
+    mt_host_free(c->parameters.list);
+    mt_host_free(c->written.list);
+    mt_host_free(c->memory.list);
+    mt_host_free(c->meant.list);
+    mt_host_free(c->views.list);
+    mt_host_free(c);
+}
+
+static const mti_hooks mti_check_hooks = {
+    mti_memory_allocated, mti_memory_freed, mti_memory_reused,     mti_collective_check, mti_p2p_check,
+    mti_region_check,     mti_rows_check,   mti_collective_passed, mti_replicas_destroy, mti_checker_destroy};
+
+static mt_status mti_checker_create(mt_context *ctx, int check) {
+    ctx->checker = (mti_checker *)mt_host_alloc(sizeof *ctx->checker);
+    if (!ctx->checker) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for the checker");
+    ctx->hooks = &mti_check_hooks;
+    ctx->checker->strict = check != 0;
+    return check == 2 && !mt_comm_is_meta(ctx->world) ? mti_replicas_create(ctx) : MT_SUCCESS;
 }
 
 #ifdef __cplusplus

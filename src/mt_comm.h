@@ -76,6 +76,7 @@ extern "C" {
 #include "comm/graph.h"
 #include "comm/launch.h"
 #include "comm/authors.h"
+#include "check/authors.h"
 
 #ifdef __cplusplus
 }
@@ -103,11 +104,6 @@ extern "C" {
 #include "comm/workers.c"
 #include "comm/16bit.c"
 #include "comm/hash.c"
-#include "check/placements.c"
-#include "check/declarations.c"
-#include "check/rules.c"
-#include "check/places.c"
-#include "check/moves.c"
 #include "comm/trace.c"
 #include "comm/collectives.c"
 #include "comm/nccl_calls.c"
@@ -115,10 +111,16 @@ extern "C" {
 #include "comm/nccl.c"
 #include "comm/mpi.c"
 #include "comm/compare.c"
-#include "check/replicas.c"
 #include "comm/conjugates.c"
 #include "comm/graph.c"
 #include "comm/launch.c"
+#include "check/placements.c"
+#include "check/declarations.c"
+#include "check/rules.c"
+#include "check/places.c"
+#include "check/moves.c"
+#include "check/replicas.c"
+#include "check/hooks.c"
 
 #ifdef __cplusplus
 }

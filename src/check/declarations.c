@@ -2,19 +2,19 @@
 
 #pragma once
 #include "placements.c"
+#include "../comm/conjugates.c"
 
 MT_API int mt_check_mode(const mt_context *ctx) {
-    if (!ctx || !ctx->checker || ctx->checker->paused) return 0;
+    if (!ctx || !ctx->checker || ctx->checks_paused) return 0;
     return ctx->checker->replicas ? 2 : 1;
 }
 
 MT_API void mt_check_pause(mt_context *ctx) {
-    if (ctx && ctx->checker) ctx->checker->paused++;
+    if (ctx) mti_checks_pause(ctx);
 }
 
 MT_API mt_status mt_check_resume(mt_context *ctx, mt_status status) {
-    if (ctx && ctx->checker && ctx->checker->paused > 0) ctx->checker->paused--;
-    return status;
+    return ctx ? mti_checks_resume(ctx, status) : status;
 }
 
 static void mti_axis_set(mti_axis *axis, const mt_comm *comm) {
@@ -380,8 +380,6 @@ MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
     mti_forget(ctx, data, bytes);
     mti_placed_forget(&ctx->checker->memory, mti_extent_of_bytes(data, bytes), 1);
 }
-
-static int mti_has_elements(mt_tensor t) { return t.data && t.rows > 0 && t.cols > 0; }
 
 /* Notes that nothing is known about what was written to the parameters and gradients in a view. */
 static void mti_forget_parameters(mti_checker *c, mti_extent e) {

@@ -2,7 +2,7 @@
 
 #pragma once
 #include "placements.h"
-#include "../comm/communicator.h"
+#include "authors.h"
 #include "../comm/context.c"
 
 /* The checker keeps, for each piece of memory and each group, the set of placements that it may have: a bit for each
@@ -100,8 +100,7 @@ typedef struct mti_slots {
 
 typedef struct mti_checker {
     mti_axis axes[MTI_AXES];
-    int count; /* of the groups */
-    int paused;
+    int count;  /* of the groups */
     int strict; /* mt_context_desc.check */
     int tracks; /* 1: mt_check_track was called */
     mti_placed_list parameters, written;
@@ -190,26 +189,6 @@ static const char *mti_names_add(mti_checker *c, const char *text) {
     memcpy(copy, text, bytes);
     n->list[n->count++].text = copy;
     return copy;
-}
-
-static mt_status mti_checker_create(mt_context *ctx, int check) {
-    ctx->checker = (mti_checker *)mt_host_alloc(sizeof *ctx->checker);
-    if (!ctx->checker) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for the checker");
-    ctx->checker->strict = check != 0;
-    return check == 2 && !mt_comm_is_meta(ctx->world) ? mti_replicas_create(ctx) : MT_SUCCESS;
-}
-
-static void mti_checker_destroy(mti_checker *c) {
-    size_t i;
-    if (!c) return;
-    for (i = 0; i < c->names.count; i++) mt_host_free(c->names.list[i].text);
-    mt_host_free(c->names.list);
-    mt_host_free(c->parameters.list);
-    mt_host_free(c->written.list);
-    mt_host_free(c->memory.list);
-    mt_host_free(c->meant.list);
-    mt_host_free(c->views.list);
-    mt_host_free(c);
 }
 
 /* Returns a new, empty piece at the end of the list, or NULL when there is no memory. */
@@ -394,7 +373,7 @@ static void mti_forget(mt_context *ctx, const void *data, size_t bytes) {
 }
 
 /* Forgets memory of the arena that is allocated, and remembers what was there before it was released. */
-static void mti_allocate_again(mt_context *ctx, const void *data, size_t bytes) {
+static void mti_memory_reused(mt_context *ctx, const void *data, size_t bytes) {
     mti_checker *c = ctx->checker;
     mti_extent e = mti_extent_of_bytes(data, bytes);
     const mti_placed *p;
@@ -464,12 +443,12 @@ static mt_status mti_watch_extent(mt_context *ctx, mti_extent e, int is_block) {
 }
 
 /* Forgets a block of the context that is freed. */
-static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes) {
+static void mti_memory_freed(mt_context *ctx, const void *data, size_t bytes) {
     mti_checker *c = ctx->checker;
     mti_forget(ctx, data, bytes);
     if (c) mti_placed_forget(&c->memory, mti_extent_of_bytes(data, bytes), 0);
 }
 
-static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes) {
-    return ctx->checker ? mti_watch_extent(ctx, mti_extent_of_bytes(data, bytes), 1) : MT_SUCCESS;
+static mt_status mti_memory_allocated(mt_context *ctx, const void *data, size_t bytes) {
+    return mti_watch_extent(ctx, mti_extent_of_bytes(data, bytes), 1);
 }

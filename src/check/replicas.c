@@ -68,23 +68,6 @@ typedef struct mti_replicas {
     int used;       /* of the sums */
 } mti_replicas;
 
-static mt_status mti_replicas_create(mt_context *ctx) {
-    ctx->checker->replicas = (mti_replicas *)mt_host_alloc(sizeof *ctx->checker->replicas);
-    if (ctx->checker->replicas) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for the checker");
-}
-
-static void mti_replicas_destroy(mt_context *ctx) {
-    mti_replicas *r = ctx->checker ? ctx->checker->replicas : NULL;
-    int g;
-    if (!r) return;
-    for (g = 0; g < MTI_AXES; g++) mt_host_free(r->groups[g].list);
-    for (g = 0; g < MTI_AXES; g++) mt_host_free(r->shares[g].list);
-    mt_context_free(ctx, r->sums, MTI_REPLICA_SUMS * sizeof *r->sums);
-    mt_host_free(r);
-    ctx->checker->replicas = NULL;
-}
-
 static void mti_replicas_use_names(mti_checker *c) {
     size_t i;
     int g;
@@ -889,7 +872,7 @@ MT_API mt_status mt_check_replicas(mt_context *ctx, mt_comm *comm, const char *w
 }
 
 /* Counts a collective of a group, and compares the list of the group when it is due. */
-static mt_status mti_replicas_due(mt_context *ctx, mt_comm *comm, const char *name) {
+static mt_status mti_collective_passed(mt_context *ctx, mt_comm *comm, const char *name) {
     mti_replica_list *l;
     char where[64];
     int g = mti_replicas_on(ctx) ? mti_axis_of(ctx->checker, comm, 0) : -1;

@@ -2,7 +2,6 @@
 
 #pragma once
 #include "declarations.c"
-#include "../comm/hash.c"
 
 struct mti_ruling;
 static mt_status mti_replica_read(mt_context *ctx, const char *where, const char *with, const mt_operand *operand,

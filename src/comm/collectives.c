@@ -3,8 +3,8 @@
 #pragma once
 #include "collectives.h"
 #include "thread_calls.c"
+#include "hash.c"
 #include "trace.c"
-#include "../check/moves.c"
 
 MT_API const char *mt_collective_name(mt_collective kind) {
     switch (kind) {
@@ -643,8 +643,8 @@ static mti_call mti_call_make(int kind, const void *send, void *recv, size_t cou
 static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t elements = call->count;
     MT_TRY(mti_check_call(ctx, comm, call));
-    MT_TRY(mti_collective_check(ctx, comm, call));
-    MT_TRY(mti_replicas_due(ctx, comm, mti_call_name(call->kind)));
+    MT_TRY(MTI_HOOK(ctx, collective(ctx, comm, call)));
+    MT_TRY(MTI_HOOK(ctx, passed(ctx, comm, mti_call_name(call->kind))));
     if (call->kind == MT_BARRIER) MT_TRY(mti_check_recording(ctx)); /* waits on GPUs */
     MT_TRY((comm->transport->collective)(ctx, comm, call));
     if (call->kind != MT_ALL_REDUCE || call->recv != call->send) {
@@ -662,7 +662,7 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
 static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t element = mt_dtype_size(call->dtype);
     MT_TRY(mti_check_call(ctx, comm, call));
-    MT_TRY(mti_p2p_check(ctx, call));
+    MT_TRY(MTI_HOOK(ctx, p2p(ctx, call)));
     if (call->root == comm->rank) MT_TRY(mti_alone_call(ctx, comm, call)); /* send to itself */
     else MT_TRY((comm->transport->p2p)(ctx, comm, call));
     mti_tell_forgotten(ctx, call->recv, call->recvcount * element, 0);

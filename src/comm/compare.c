@@ -184,12 +184,12 @@ MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void 
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_comm_gather_host: %zu bytes, or something is NULL", bytes);
     size = (size_t)comm->size * bytes;
     ledger = comm->ledger;
-    mt_check_pause(ctx);
+    mti_checks_pause(ctx);
     status = mti_space_begin(ctx, size, &space);
     if (status == MT_SUCCESS) status = mti_space_gather(ctx, comm, mine, bytes, all, space);
     mti_space_end(ctx, space, size);
     comm->ledger = ledger; /* that of the program alone */
-    return mt_check_resume(ctx, status);
+    return mti_checks_resume(ctx, status);
 }
 
 /* Compares all ranks. all: [size], this rank's entry is filled in; space: of mti_space_begin */

@@ -4,6 +4,8 @@
 #include "conjugates.h"
 #include "collectives.c"
 
+static int mti_has_elements(mt_tensor t) { return t.data && t.rows > 0 && t.cols > 0; }
+
 /* Refuses a tensor that has an unknown dtype or a negative size, is not contiguous, or has no data. */
 static mt_status mti_check_view(mt_context *ctx, mt_comm *comm, const char *name, const char *what, mt_tensor t) {
     MT_TRY(mti_check_home(ctx, comm, name));
@@ -71,15 +73,15 @@ static mt_tensor mti_dense(mt_tensor t) {
 /* Evaluates `call` without further rules, and returns its status. name: of the call, without mt_ */
 #define MTI_WITHOUT_CHECKS(ctx, comm, name, call)                                                                      \
     do {                                                                                                               \
-        MT_TRY(mti_replicas_due(ctx, comm, name));                                                                     \
-        mt_check_pause(ctx);                                                                                           \
-        return mt_check_resume(ctx, call);                                                                             \
+        MT_TRY(MTI_HOOK(ctx, passed(ctx, comm, name)));                                                                \
+        mti_checks_pause(ctx);                                                                                         \
+        return mti_checks_resume(ctx, call);                                                                           \
     } while (0)
 
 /* Applies the rule of a region and, if it fits, evaluates `call`. */
 #define MTI_REGION(ctx, comm, where, is, becomes, x_name, x, y, call)                                                  \
     do {                                                                                                               \
-        MT_TRY(mti_region_check(ctx, comm, where, is, becomes, x_name, x, y));                                         \
+        MT_TRY(MTI_HOOK(ctx, region(ctx, comm, where, is, becomes, x_name, x, y)));                                    \
         MTI_WITHOUT_CHECKS(ctx, comm, &(where)[3], call);                                                              \
     } while (0)
 
@@ -91,7 +93,8 @@ static mt_status mti_region_reduce(mt_context *ctx, mt_comm *comm, const char *w
 
 MT_API mt_status mt_copy_to_tensor_region_forward(mt_context *ctx, mt_comm *comm, mt_tensor x) {
     MT_TRY(mti_check_view(ctx, comm, "copy_to_tensor_region_forward", "x", x));
-    return mti_region_check(ctx, comm, "mt_copy_to_tensor_region_forward", 'R', 'R', "x", x, mt_tensor_rows(x, 0, 0));
+    return MTI_HOOK(ctx,
+                    region(ctx, comm, "mt_copy_to_tensor_region_forward", 'R', 'R', "x", x, mt_tensor_rows(x, 0, 0)));
 }
 
 MT_API mt_status mt_copy_to_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dx) {
@@ -104,8 +107,8 @@ MT_API mt_status mt_reduce_from_tensor_region_forward(mt_context *ctx, mt_comm *
 
 MT_API mt_status mt_reduce_from_tensor_region_backward(mt_context *ctx, mt_comm *comm, mt_tensor dy) {
     MT_TRY(mti_check_view(ctx, comm, "reduce_from_tensor_region_backward", "dy", dy));
-    return mti_region_check(ctx, comm, "mt_reduce_from_tensor_region_backward", 'R', 'R', "dy", dy,
-                            mt_tensor_rows(dy, 0, 0));
+    return MTI_HOOK(
+        ctx, region(ctx, comm, "mt_reduce_from_tensor_region_backward", 'R', 'R', "dy", dy, mt_tensor_rows(dy, 0, 0)));
 }
 
 MT_API mt_status mt_scatter_to_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y) {
@@ -170,35 +173,6 @@ static mt_status mti_check_rows(mt_context *ctx, mt_comm *comm, const char *name
                       (long long)first, (long long)rows, (long long)part.rows);
 }
 
-/* The rule of mt_gather_rows_from_sequence_region, or of mt_reduce_scatter_rows_to_sequence_region, for the same rows
-   of each block of the whole view. A block has as many rows as this rank's part. This rank's block is the last one,
-   because it may be the memory of the part. The listener is told of it alone, and the part that a gather reads is
-   hashed with it alone. */
-static mt_status mti_rows_check(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x,
-                                mt_tensor y, int64_t first, int64_t rows) {
-    mt_check_listener listener;
-    struct mti_replicas *replicas;
-    mt_status status = MT_SUCCESS;
-    int i;
-    if (!mt_check_mode(ctx)) return MT_SUCCESS;
-    listener = ctx->checker->listener;
-    replicas = ctx->checker->replicas;
-    for (i = 1; i <= comm->size && status == MT_SUCCESS; i++) {
-        int block = (comm->rank + i) % comm->size;
-        mt_tensor part = mt_tensor_rows(gathers ? x : y, first, rows);
-        mt_tensor piece = mt_tensor_rows(gathers ? y : x, block * (gathers ? x : y).rows + first, rows);
-        ctx->checker->listener = i == comm->size ? listener : NULL;
-        ctx->checker->replicas = !gathers || i == comm->size ? replicas : NULL;
-        if (gathers) status = mti_region_check(ctx, comm, where, 'r', 'R', "x", part, piece);
-        else
-            status = mti_region_check(ctx, comm, where, 'P', 'r', "x", piece,
-                                      i == comm->size ? part : mt_tensor_rows(part, 0, 0));
-    }
-    ctx->checker->listener = listener;
-    ctx->checker->replicas = replicas;
-    return status;
-}
-
 /* A call on rows [first, first + rows) of this rank's part, and on the same rows of each block of the whole tensor. A
    block has as many elements as `part`. */
 static mti_call mti_rows_call(int kind, mt_tensor send, mt_tensor recv, mt_tensor part, int64_t first, int64_t rows) {
@@ -216,7 +190,7 @@ MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *c
     MT_TRY(mti_check_views(ctx, comm, "gather_rows_from_sequence_region", x, y, 0, 1));
     MT_TRY(mti_check_rows(ctx, comm, "gather_rows_from_sequence_region", x, first, rows));
     call = mti_rows_call(MT_ALL_GATHER, x, y, x, first, rows);
-    MT_TRY(mti_rows_check(ctx, comm, 1, "mt_gather_rows_from_sequence_region", x, y, first, rows));
+    MT_TRY(MTI_HOOK(ctx, rows(ctx, comm, 1, "mt_gather_rows_from_sequence_region", x, y, first, rows)));
     MTI_WITHOUT_CHECKS(ctx, comm, "gather_rows_from_sequence_region",
                        MT_RANGE("all_gather", mti_run_collective(ctx, comm, &call)));
 }
@@ -227,7 +201,7 @@ MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_c
     MT_TRY(mti_check_views(ctx, comm, "reduce_scatter_rows_to_sequence_region", x, y, 1, 1));
     MT_TRY(mti_check_rows(ctx, comm, "reduce_scatter_rows_to_sequence_region", y, first, rows));
     call = mti_rows_call(MT_REDUCE_SCATTER, x, y, y, first, rows);
-    MT_TRY(mti_rows_check(ctx, comm, 0, "mt_reduce_scatter_rows_to_sequence_region", x, y, first, rows));
+    MT_TRY(MTI_HOOK(ctx, rows(ctx, comm, 0, "mt_reduce_scatter_rows_to_sequence_region", x, y, first, rows)));
     MTI_WITHOUT_CHECKS(ctx, comm, "reduce_scatter_rows_to_sequence_region",
                        MT_RANGE("reduce_scatter", mti_run_collective(ctx, comm, &call)));
 }

@@ -215,7 +215,7 @@ static void mti_context_close(mt_context *ctx) {
     int i;
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_idle(ctx);
     for (i = MT_SLOT_COUNT; i-- > 0;) mti_slot_destroy(ctx, &ctx->slots[i]);
-    mti_replicas_destroy(ctx);
+    if (ctx->hooks) ctx->hooks->close_device(ctx);
     if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
     mti_team_destroy(ctx->team);
     if (ctx->device != MT_DEVICE_META && ctx->arena)
@@ -226,8 +226,16 @@ MT_API void mt_context_destroy(mt_context *ctx) {
     if (!ctx) return;
     if (!mti_has_no_gpu(ctx)) mti_context_close(ctx);
     mt_trace_free(&ctx->trace);
-    mti_checker_destroy(ctx->checker);
+    if (ctx->hooks) ctx->hooks->destroy(ctx);
     mt_host_free(ctx);
+}
+
+/* Between the two, the calls of a call are not checked: its own check has said what it does. */
+static void mti_checks_pause(mt_context *ctx) { ctx->checks_paused++; }
+
+static mt_status mti_checks_resume(mt_context *ctx, mt_status status) {
+    if (ctx->checks_paused > 0) ctx->checks_paused--;
+    return status;
 }
 
 MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t bytes,
@@ -323,7 +331,7 @@ MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
         *out = ptr;
     }
     ctx->allocated += size;
-    status = mti_watch_block(ctx, *out, size);
+    status = MTI_HOOK(ctx, allocated(ctx, *out, size));
     if (status == MT_SUCCESS) return MT_SUCCESS;
     mt_context_free(ctx, *out, size);
     *out = NULL;
@@ -336,7 +344,7 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
     if (ctx->device == MT_DEVICE_CUDA)
         mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
     if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
-    mti_forget_block(ctx, ptr, size);
+    if (ctx->hooks) ctx->hooks->freed(ctx, ptr, size);
     mti_tell_forgotten(ctx, ptr, size, 1);
     ctx->allocated -= size;
 }
@@ -383,7 +391,7 @@ MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
                        "least %zu, or release a mark",
                        bytes, at, ctx->arena_bytes, at + size);
     *out = ctx->arena + at;
-    mti_allocate_again(ctx, *out, size);
+    if (ctx->hooks) ctx->hooks->reused(ctx, *out, size);
     mti_tell_forgotten(ctx, *out, size, 1);
     ctx->arena_used = at + size;
     if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;

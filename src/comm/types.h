@@ -43,7 +43,9 @@ struct mt_context {
     size_t meta_end;               /* MT_DEVICE_META: bytes that mt_context_alloc has given out so far */
     mti_slot_memory slots[MT_SLOT_COUNT];
     mt_forget_function forget;          /* see mt_context_set_forget; NULL: none */
-    struct mti_checker *checker;        /* check mode; NULL: off */
+    const struct mti_hooks *hooks;      /* of check mode; NULL: it is off */
+    struct mti_checker *checker;        /* what the hooks know; NULL: no hooks */
+    int checks_paused;                  /* number of open mti_checks_pause */
     mt_device planned;                  /* MT_DEVICE_META: the device whose memory is planned */
     int ordinal, owns_stream;           /* MT_DEVICE_CUDA */
     int capability;                     /* compute capability of the GPU: 90 for sm_90 */
@@ -237,6 +239,34 @@ typedef struct mti_transport {
     void (*destroy)(mt_comm *comm);
 } mti_transport;
 
+/* What check mode does at these points of calls. A status other than MT_SUCCESS refuses the call.
+   allocated    mt_context_alloc gives out memory
+   freed        mt_context_free has freed it
+   reused       mt_arena_alloc gives out memory, perhaps not for the first time
+   collective   a collective begins; its arguments are valid. p2p: a send, a receive or both
+   region       a conjugate begins that makes a tensor y with placement `becomes` from x with placement `is`: the
+                letters of mt_rule
+   rows         the same for some rows of each block of a gather or reduce_scatter of sequence parallelism
+   passed       a collective or conjugate, `name`, has passed its checks, and all ranks are in it
+   close        the context is destroyed: its device can be used for the last time. destroy: it has ended */
+typedef struct mti_hooks {
+    mt_status (*allocated)(mt_context *ctx, const void *data, size_t bytes);
+    void (*freed)(mt_context *ctx, const void *data, size_t bytes);
+    void (*reused)(mt_context *ctx, const void *data, size_t bytes);
+    mt_status (*collective)(mt_context *ctx, const mt_comm *comm, const mti_call *call);
+    mt_status (*p2p)(mt_context *ctx, const mti_call *call);
+    mt_status (*region)(mt_context *ctx, const mt_comm *comm, const char *where, char is, char becomes,
+                        const char *x_name, mt_tensor x, mt_tensor y);
+    mt_status (*rows)(mt_context *ctx, const mt_comm *comm, int gathers, const char *where, mt_tensor x, mt_tensor y,
+                      int64_t first, int64_t rows);
+    mt_status (*passed)(mt_context *ctx, mt_comm *comm, const char *name);
+    void (*close_device)(mt_context *ctx);
+    void (*destroy)(mt_context *ctx);
+} mti_hooks;
+
+/* Calls a hook that returns a status: MTI_HOOK(ctx, p2p(ctx, call)). */
+#define MTI_HOOK(ctx, call) ((ctx)->hooks ? (ctx)->hooks->call : MT_SUCCESS)
+
 /* -- declarations of functions that are called before their section -- */
 
 static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment); /* cuda.c */
@@ -263,16 +293,7 @@ static void mti_no_destroy(mt_comm *comm);
 
 static void mti_team_destroy(struct mti_team *t); /* workers.c */
 
-static void mti_checker_destroy(struct mti_checker *c); /* placements.c */
-static mt_status mti_checker_create(mt_context *ctx, int check);
-static void mti_forget(mt_context *ctx, const void *data, size_t bytes);
-static void mti_allocate_again(mt_context *ctx, const void *data, size_t bytes);
-static void mti_forget_block(mt_context *ctx, const void *data, size_t bytes);
-static mt_status mti_watch_block(mt_context *ctx, const void *data, size_t bytes);
-
-static void mti_replicas_destroy(mt_context *ctx); /* replicas.c */
-static mt_status mti_replicas_create(mt_context *ctx);
-static mt_status mti_replicas_due(mt_context *ctx, mt_comm *comm, const char *name);
+static mt_status mti_checker_create(mt_context *ctx, int check); /* src/check/hooks.c: sets ctx->hooks */
 
 static mt_status mti_no_check(mt_context *ctx, mt_comm *comm, const char *name); /* collectives.c */
 static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name);

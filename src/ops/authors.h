@@ -3,7 +3,7 @@
 #pragma once
 #include "sample.h"
 #include "adamw.h"
-#include "../comm/authors.h"
+#include "../check/authors.h"
 
 /* The types that a view may have: any type, one of the float types (MT_F32, MT_BF16, MT_F16), or MT_F32 only. */
 enum { MT_ARG_ANY = 0, MT_ARG_FLOAT = 1, MT_ARG_F32 = 2 };
