@@ -105,7 +105,7 @@ extern "C" {
 #if defined(MEGATRON_IMPLEMENTATION) && !defined(MT_PARALLEL_IMPLEMENTED)
 #define MT_PARALLEL_IMPLEMENTED
 
-#include "files/system.h"
+#include "parallel/system.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -26,28 +26,7 @@ trap 'exit 1' HUP INT TERM
 # ---- text ----------------------------------------------------------------------------------------------------------
 
 # code_only HEADER [strings]: removes comments and empties strings and characters (unless `strings`); keeps line numbers
-code_only() {
-    awk -v keep="${2:-}" '
-    {
-        line = $0; code = ""
-        while (line != "") {
-            if (in_comment) {
-                if (!(at = index(line, "*/"))) break
-                line = substr(line, at + 2); in_comment = 0; continue
-            }
-            if (!match(line, /\/\*|\/\/|"|\047/)) { code = code line; break }
-            token = substr(line, RSTART, RLENGTH)
-            code = code substr(line, 1, RSTART - 1); line = substr(line, RSTART + RLENGTH)
-            if (token == "//") break
-            if (token == "/*") { in_comment = 1; continue }
-            closing = token == "\"" ? "^([^\"\\\\]|\\\\.)*\"" : "^([^\047\\\\]|\\\\.)*\047"
-            if (!match(line, closing)) RLENGTH = length(line)
-            code = code token (keep ? substr(line, 1, RLENGTH) : token)
-            line = substr(line, RLENGTH + 1)
-        }
-        print code
-    }' "$1"
-}
+code_only() { awk -v keep="${2:-}" -f tests/code_only.awk "$1"; }
 
 check_unfinished() {
     for header in $headers; do

@@ -153,6 +153,56 @@ short_files() {
     done | fail_on_output
 }
 
+# The floors of src/, from the lowest. A file uses its own floor and those below.
+floors='comm check ops parallel files plan blocks models'
+
+# Prints each #include in the folder $1 of a file on a floor above.
+higher_includes() {
+    below=''
+    for floor in $floors; do
+        below="$below $floor"
+        for file in "$1/$floor"/*; do
+            sed -n 's/^#include "\.\.\/\([a-z]*\)\/.*/\1/p' "$file" | while read -r used; do
+                case " $below " in
+                *" $used "*) ;;
+                *) echo "$file: $floor/ is below $used/" ;;
+                esac
+            done
+        done
+    done
+}
+
+# Prints each line of the ground floor in the folder $1, without its comments, that names a function or a type that is
+# declared above, or a group of the process grid: in code or in a string.
+higher_names() {
+    for floor in $floors; do
+        [ "$floor" = comm ] || cat "$1/$floor"/*.h
+    done | awk -v keep=1 -f tests/code_only.awk | grep -oE '(MT_API .*|struct |^\} )mt_[a-z0-9_]+ *[(;{]' |
+        grep -oE 'mt_[a-z0-9_]+ *[(;{]$' | tr -d ' (;{' | sort -u >"$work/above"
+    awk -v keep=1 -f tests/code_only.awk "$1"/comm/* | grep -nwF -f "$work/above"
+    awk -v keep=1 -f tests/code_only.awk "$1"/comm/* | grep -nE '"(tensor|data|pipeline|model|embedding)"'
+}
+
+no_higher_floors() { { higher_includes src; higher_names src; } | fail_on_output; }
+
+# In a copy, an #include, a call, a string and the name of a group are found, and a comment is not.
+finds_higher_floors() {
+    copy_project floors || return 1
+    sed -i.bak 's/^#pragma once$/&\n#include "..\/parallel\/grid.c"/' "$copy/src/ops/bias.c" || return 1
+    cat >>"$copy/src/comm/hash.c" <<'END'
+/* mt_params_init
+   mt_gemm */
+static const char *bad1 = "call mt_params_zero_grad first"; // mt_gemm
+static int bad2(const char *name) { return strcmp(name, "tensor") == 0; }
+static mt_status bad3(mt_context *ctx) { return mt_bias_forward(ctx); }
+static const mt_grid *bad4;
+END
+    { higher_includes "$copy/src"; higher_names "$copy/src"; } >"$work/found"
+    cat "$work/found"
+    [ "$(wc -l <"$work/found")" -eq 5 ] && grep "^$copy/src/ops/bias.c: ops/ is below parallel/$" "$work/found" &&
+        grep -c 'bad[1-4]' "$work/found" | grep -x 4
+}
+
 # Compiles each .h and each .c file in a folder of src/ by itself.
 alone() {
     for file in src/*/*.h src/*/*.c; do
@@ -186,6 +236,8 @@ check "a compiler's message names the line of src/" compiler_message
 check "source_lines.sh replaces lines of headers, and nothing else" filtered
 check "the table of lines is right" lines_are_right
 check "no file of src/ is longer than 1200 lines" short_files
+check "a file uses no floor above its own, and the ground floor names nothing above" no_higher_floors
+check "a file that does is found" finds_higher_floors
 check "each file of src/ compiles alone" alone
 check "a program can include src/megatron.h" from_src
 closing_line

@@ -59,24 +59,6 @@ static const mt_field *mti_state_field(const mt_field fields[MTI_STATE_FIELDS], 
     return fields;
 }
 
-static mt_status mti_scaler_check(mt_context *ctx, const char *function, const mt_loss_scaler *scaler) {
-    const char *fault = mti_scaler_fault(scaler);
-    mt_field fields[MTI_STATE_FIELDS];
-    const mt_field *field;
-    mt_training_state state;
-    char text[MT_FIELD_TEXT_MAX];
-    if (!fault) return MT_SUCCESS;
-    memset(&state, 0, sizeof state);
-    state.scaler = *scaler;
-    mti_state_fields(&state, fields);
-    field = mti_state_field(fields, fault);
-    if (field->kind == MT_FIELD_F32) mt_f32_digits(*(const float *)field->value, text);
-    else mt_field_text(field, text);
-    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scaler.%s%s is %s, must be %s", function,
-                   mt_loss_scaler_wanted(fault) ? "desc." : "", fault + strlen("loss_scaler."), text,
-                   mti_scaler_wanted(fault));
-}
-
 static mt_status mti_state_read(mt_context *ctx, const mt_safetensors *file, mt_training_state *state) {
     mt_field fields[MTI_STATE_FIELDS];
     const char *fault;

@@ -1,8 +1,8 @@
 /* ---- JSON -------------------------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "system.h"
 #include "../ops/system.h"
+#include "../parallel/system.h"
 
 #define MTI_JSON_DEPTH 64
 #define MTI_TEXT_MAX ((size_t)100000000) /* bytes, as for the header of a safetensors file */

@@ -2,10 +2,10 @@
 
 #pragma once
 #include "grid.h"
+#include "system.h"
 #include "../comm/communicator.h"
 #include "../comm/hash.c"
 #include "../ops/system.h"
-#include "../files/system.h"
 
 /* Writes the tensor, data and pipeline sizes to sizes, with the zeros of desc resolved. When they do not fit `world`
    ranks, writes the error message to text. */

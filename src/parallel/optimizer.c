@@ -458,8 +458,6 @@ MT_API mt_status mt_optimizer_step(mt_context *ctx, mt_optimizer *optimizer, flo
 
 /* -- a step that does not wait -- */
 
-static mt_status mti_scaler_check(mt_context *ctx, const char *function, const mt_loss_scaler *scaler);
-
 /* Returns the name of the first field of a scaler that is out of range, or NULL. */
 static const char *mti_scaler_fault(const mt_loss_scaler *scaler) {
     const char *fault = mt_loss_scaler_fault(&scaler->desc);
@@ -473,6 +471,36 @@ static const char *mti_scaler_wanted(const char *fault) {
     const char *wanted = mt_loss_scaler_wanted(fault);
     if (wanted) return wanted;
     return strcmp(fault, "loss_scaler.scale") == 0 ? "at least min_scale and finite" : "below growth_interval";
+}
+
+/* Writes the value of a field of a scaler, by the name that mti_scaler_fault has returned. */
+static void mti_scaler_value(const mt_loss_scaler *s, const char *fault, char text[32]) {
+    const struct {
+        const char *name;
+        const float *real;
+        const int *whole;
+    } fields[] = {{"loss_scaler.initial_scale", &s->desc.initial_scale, NULL},
+                  {"loss_scaler.min_scale", &s->desc.min_scale, NULL},
+                  {"loss_scaler.growth", &s->desc.growth, NULL},
+                  {"loss_scaler.backoff", &s->desc.backoff, NULL},
+                  {"loss_scaler.growth_interval", NULL, &s->desc.growth_interval},
+                  {"loss_scaler.hysteresis", NULL, &s->desc.hysteresis},
+                  {"loss_scaler.scale", &s->scale, NULL},
+                  {"loss_scaler.good_steps", NULL, &s->good_steps}};
+    int i = 0;
+    while (strcmp(fields[i].name, fault) != 0) i++;
+    if (fields[i].real) mt_f32_digits(*fields[i].real, text);
+    else snprintf(text, 32, "%d", *fields[i].whole);
+}
+
+static mt_status mti_scaler_check(mt_context *ctx, const char *function, const mt_loss_scaler *scaler) {
+    const char *fault = mti_scaler_fault(scaler);
+    char text[32];
+    if (!fault) return MT_SUCCESS;
+    mti_scaler_value(scaler, fault, text);
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: scaler.%s%s is %s, must be %s", function,
+                   mt_loss_scaler_wanted(fault) ? "desc." : "", fault + strlen("loss_scaler."), text,
+                   mti_scaler_wanted(fault));
 }
 
 static mt_tensor mti_step_memory(const mt_step_values *values, size_t bytes) {

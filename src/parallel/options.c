@@ -3,9 +3,9 @@
 #pragma once
 #include "options.h"
 #include "hash_log.h"
+#include "system.h"
 #include "../ops/authors.h"
 #include "../ops/system.h"
-#include "../files/system.h"
 
 /* A sum over rows that an operator has computed outside of mt_sum_over_tokens, in the arena. What is in memory of the
    program is not known: it may be freed and used for something else. */
