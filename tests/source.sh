@@ -154,7 +154,8 @@ short_files() {
 }
 
 # The floors of src/, from the lowest. A file uses its own floor and those below.
-floors='comm check ops parallel files plan blocks models'
+# shellcheck disable=SC2016
+floors=$(sed -n 's/^| `\([a-z]*\)\/` |.*/\1/p' src/README.md)
 
 # Prints each #include in the folder $1 of a file on a floor above.
 higher_includes() {
@@ -203,6 +204,13 @@ END
         grep -c 'bad[1-4]' "$work/found" | grep -x 4
 }
 
+drawn() {
+    sh tools/rooms.sh >"$work/picture" || return 1
+    # shellcheck disable=SC2016
+    sed -n '/^```rooms$/,/^```$/p' docs/architecture.md | sed '1d;$d' | diff - "$work/picture" ||
+        { echo "sh tools/rooms.sh --write draws it"; return 1; }
+}
+
 # Compiles each .h and each .c file in a folder of src/ by itself.
 alone() {
     for file in src/*/*.h src/*/*.c; do
@@ -238,6 +246,7 @@ check "the table of lines is right" lines_are_right
 check "no file of src/ is longer than 1200 lines" short_files
 check "a file uses no floor above its own, and the ground floor names nothing above" no_higher_floors
 check "a file that does is found" finds_higher_floors
+check "the picture of docs/architecture.md is that of src/" drawn
 check "each file of src/ compiles alone" alone
 check "a program can include src/megatron.h" from_src
 closing_line
