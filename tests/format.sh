@@ -1,5 +1,6 @@
 #!/bin/sh
-# Checks the format of all code and scripts: lines of at most 120 columns, and .clang-format for C, C++ and CUDA.
+# Checks the format of all code and scripts: lines of at most 120 columns, and .clang-format for C, C++ and CUDA; and
+# the subjects of commits: 1 to 72 characters.
 #
 #   sh tests/format.sh        one line per check, closing line "N passed, N failed, N skipped"
 #   clang-format -i FILE      writes it
@@ -57,6 +58,46 @@ finds_format() {
     finds formatted crooked.c
 }
 
+# The last commit whose subject may have any length.
+unlimited=c372daca3750eac4f380de7834de7d45f119a465
+
+# has_commit FOLDER COMMIT: is it in the history of the checkout in this folder?
+has_commit() { git -C "$1" merge-base --is-ancestor "$2" HEAD 2>/dev/null; }
+
+# subjects FOLDER COMMIT: prints the commits after this one whose subject is empty or too long
+subjects() {
+    git -C "$1" -c log.showSignature=false log --encoding=UTF-8 --format='%h %s' "$2..HEAD" >"$work/commits" ||
+        return 1
+    awk '{
+        subject = text = substr($0, length($1) + 2)
+        gsub(/[\200-\277]/, "", text) # the further bytes of characters in UTF-8
+        if (text == "" || length(text) > 72) print $1 ": " length(text) " characters: " subject
+    }' "$work/commits" | fail_on_output
+}
+
+# subject_of COLUMNS
+subject_of() { printf "%$1s" '' | tr ' ' x; }
+
+# in_scratch ARGUMENT...: git in a repository of this script, without the settings of the user and of the machine
+in_scratch() {
+    GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 git -C "$work/scratch" -c user.name=nobody \
+        -c user.email=nobody@example.org "$@"
+}
+commit_scratch() { in_scratch commit -q --allow-empty --allow-empty-message -m "$1"; }
+
+# Commits at the limit, beyond it and without a subject, after one that may have any length.
+finds_subjects() {
+    mkdir "$work/scratch" && in_scratch init -q && commit_scratch "$(subject_of 200)" &&
+        start=$(in_scratch rev-parse HEAD) || return 1
+    commit_scratch "$(subject_of 72)" && commit_scratch "$(subject_of 71)$(printf '\303\274')" || return 1
+    subjects "$work/scratch" "$start" || { echo "finds a subject of 72 characters"; return 1; }
+    commit_scratch "$(subject_of 73)" && commit_scratch '' || return 1
+    ! subjects "$work/scratch" "$start" >"$work/found" || { echo "finds nothing"; return 1; }
+    printf '%s: 0 characters: \n%s: 73 characters: %s\n' "$(in_scratch rev-parse --short HEAD)" \
+        "$(in_scratch rev-parse --short HEAD~1)" "$(subject_of 73)" | diff - "$work/found" || return 1
+    ! has_commit "$work/scratch" "$unlimited" || { echo "finds a commit that is not there"; return 1; }
+}
+
 check "lines of at most 120 columns" columns .
 check "one of 121 columns is found, one of 120 is not" finds_columns
 case $(hidden clang-format || clang-format --version 2>/dev/null) in
@@ -66,5 +107,18 @@ case $(hidden clang-format || clang-format --version 2>/dev/null) in
     ;;
 *) leave_out "clang-format 14 is not here" ;;
 esac
+if have_command git; then
+    # A hook of git sets GIT_DIR and others, which count more than the folder.
+    # shellcheck disable=SC2046  # a list of names
+    unset $(git rev-parse --local-env-vars)
+    if has_commit . "$unlimited"; then
+        check "subjects of commits have 1 to 72 characters" subjects . "$unlimited"
+    else
+        skip "subjects of commits: no checkout of git, or one without commit $unlimited"
+    fi
+    check "one of 73 characters is found, one of 72 is not" finds_subjects
+else
+    skip "subjects of commits: git is not here"
+fi
 closing_line
 [ $failed -eq 0 ]
