@@ -4917,8 +4917,8 @@ static int mti_config_member(mt_json_part object, const char *name, mt_json_part
 }
 
 /* The places of a config.json: transformers nests the values of a language model that is a part of a larger one. */
-static const char *const mti_config_places[] = {"", "text_config."};
-enum { MTI_PLACES = MTI_LENGTH(mti_config_places) };
+static const char *const mti_config_objects[] = {"", "text_config."};
+enum { MTI_PLACES = MTI_LENGTH(mti_config_objects) };
 
 /* Finds a member of a place, which may be null. */
 static int mti_config_find(const char *text, int place, const char *name, mt_json_part *out) {
@@ -4993,7 +4993,7 @@ static mt_status mti_config_plain(const mti_config *c) {
             return mt_fail(c->ctx, MT_ERR_DATA,
                            "%s: has %squantization_config, must not have it: weights are not "
                            "quantised",
-                           c->path, mti_config_places[i]);
+                           c->path, mti_config_objects[i]);
     }
     return MT_SUCCESS;
 }
@@ -5119,7 +5119,7 @@ static mt_status mti_types_read(const mti_config *c, int place, mti_types *out) 
         if (mti_types_have(out, name)) continue;
         if (out->count == MTI_TYPES_MAX)
             return mt_fail(c->ctx, MT_ERR_DATA, "%s: %slayer_types has more than %d types of layers", c->path,
-                           mti_config_places[place], MTI_TYPES_MAX);
+                           mti_config_objects[place], MTI_TYPES_MAX);
         snprintf(out->names[out->count++], sizeof name, "%s", name);
     }
     return MT_SUCCESS;
@@ -5128,7 +5128,7 @@ static mt_status mti_types_read(const mti_config *c, int place, mti_types *out) 
 /* Refuses layers of a type that the library does not have, and a window that is shorter than a text and that layers
    use: without layer_types all do. */
 static mt_status mti_config_types(const mti_config *c, int place, const mti_described *m) {
-    const char *at = mti_config_places[place];
+    const char *at = mti_config_objects[place];
     char name[MTI_TYPE_MAX], windowed[MTI_TYPE_MAX];
     mt_json_part list = mti_layer_types(c, place), value;
     int64_t window = -1, n = 0;
@@ -5237,7 +5237,7 @@ static mt_status mti_rope_object(const mti_config *c, int place, const char *nam
     mt_json_part rope, rest, value;
     int types = 0, i;
     if (!mti_config_at(c, place, name, &rope)) return MT_SUCCESS;
-    snprintf(object, sizeof object, "%s%s.", mti_config_places[place], name);
+    snprintf(object, sizeof object, "%s%s.", mti_config_objects[place], name);
     MT_TRY(mti_rope_read(c, object, 1, r));
     for (rest = rope; mt_json_next(&rest, type, sizeof type, &value);) {
         if (value.text[0] != '{') continue;
@@ -5266,7 +5266,7 @@ static mt_status mti_llama_rope(const mti_config *c, float *base) {
     for (i = 0; i < MTI_PLACES; i++) MT_TRY(mti_types_read(c, i, &r.types[i]));
     for (i = 0; i < MTI_PLACES; i++) {
         MT_TRY(mti_rope_object(c, i, "rope_parameters", &r));
-        MT_TRY(mti_rope_read(c, mti_config_places[i], 0, &r));
+        MT_TRY(mti_rope_read(c, mti_config_objects[i], 0, &r));
         MT_TRY(mti_rope_object(c, i, "rope_scaling", &r));
     }
     *base = (float)r.theta;
@@ -5425,7 +5425,7 @@ static mt_status mti_config_same(const mti_config *c, const mti_same *same, int 
     mt_json_part part;
     mt_field field;
     if (!mti_config_at(c, place, same->names[k], &part)) return MT_SUCCESS;
-    snprintf(name, sizeof name, "%s%s", mti_config_places[place], same->names[k]);
+    snprintf(name, sizeof name, "%s%s", mti_config_objects[place], same->names[k]);
     memset(&field, 0, sizeof field);
     field.name = name;
     field.kind = same->kind;
@@ -5478,7 +5478,7 @@ static mt_status mti_config_agree(const mti_config *c, const char *type, const m
 static mt_status mti_config_text(const mti_config *c, int place, const char *name, char path[64], char text[64]) {
     mt_field field;
     memset(&field, 0, sizeof field);
-    snprintf(path, 64, "%s%s", mti_config_places[place], name);
+    snprintf(path, 64, "%s%s", mti_config_objects[place], name);
     text[0] = 0;
     field.name = path;
     field.kind = MT_FIELD_TEXT;

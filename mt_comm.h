@@ -1489,13 +1489,13 @@ typedef struct mti_group {
 struct mti_rank;
 
 struct mti_watchdog;
-struct mti_board;
+struct mti_channel;
 
 typedef struct mti_nccl {
     struct ncclComm *handle; /* carries the collectives; blocking if owned. NULL: aborted */
     struct ncclComm *opener; /* the same ranks, non-blocking, only for splits; NULL: splits are made from handle */
     struct mti_watchdog *watchdog; /* bounds the calls on handle; NULL: the handle is the caller's */
-    struct mti_board *board;       /* compares the calls of the ranks; NULL: they are not compared */
+    struct mti_channel *channel;   /* compares the calls of the ranks; NULL: they are not compared */
     mt_context *home;              /* the context that the communicator belongs to; NULL: the context is destroyed */
     mt_comm *next;                 /* in the list mt_context.nccl */
     struct CUstream_st *stream;    /* the stream of the last call */
@@ -1511,7 +1511,7 @@ typedef struct mti_nccl {
 struct mt_comm {
     const struct mti_transport *transport;
     pid_t process;       /* that has created the communicator */
-    mti_group *group;    /* threads: the shared group; over MPI, and over NCCL with a board: a copy that only this
+    mti_group *group;    /* threads: the shared group; over MPI, and over NCCL with a channel: a copy that only this
                             process uses, for messages; else NULL */
     struct mti_mpi *mpi; /* only over MPI */
     int rank, size;
@@ -2009,7 +2009,7 @@ MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget) {
     if (ctx) ctx->forget = forget;
 }
 
-static void mti_tell_forgotten(mt_context *ctx, const void *data, size_t bytes, int gone) {
+static void mti_notify_forgotten(mt_context *ctx, const void *data, size_t bytes, int gone) {
     if (ctx && ctx->forget && data && bytes) (ctx->forget)(ctx, data, bytes, gone);
 }
 
@@ -2092,7 +2092,7 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
         mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
     if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
     if (ctx->hooks) ctx->hooks->freed(ctx, ptr, size);
-    mti_tell_forgotten(ctx, ptr, size, 1);
+    mti_notify_forgotten(ctx, ptr, size, 1);
     ctx->allocated -= size;
 }
 
@@ -2139,7 +2139,7 @@ MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
                        bytes, at, ctx->arena_bytes, at + size);
     *out = ctx->arena + at;
     if (ctx->hooks) ctx->hooks->reused(ctx, *out, size);
-    mti_tell_forgotten(ctx, *out, size, 1);
+    mti_notify_forgotten(ctx, *out, size, 1);
     ctx->arena_used = at + size;
     if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
     return MT_SUCCESS;
@@ -3766,7 +3766,7 @@ static mt_status mti_refuse_apart(mt_context *ctx, mt_comm *comm, const char *fu
 
 /* Computes the place of rank `of` in its new group: its rank there, the group's size, and the leader, which is the
    lowest rank in comm with the same color. */
-static void mti_split_place(const mt_comm *comm, int of, int *rank, int *size, int *leader) {
+static void mti_split_member(const mt_comm *comm, int of, int *rank, int *size, int *leader) {
     const mti_slot *mine = mti_slot_of(comm->group, of);
     int r;
     *rank = *size = 0;
@@ -3799,7 +3799,7 @@ static mt_comm *mti_split(mt_comm *comm, int color) {
     mti_slot *slot = mti_slot_of(comm->group, comm->rank);
     mt_comm **family = NULL, *out = NULL;
     int rank, size, leader;
-    mti_split_place(comm, comm->rank, &rank, &size, &leader);
+    mti_split_member(comm, comm->rank, &rank, &size, &leader);
     if (leader == comm->rank) slot->family = color < 0 ? NULL : mti_split_family(comm, size, color);
     mti_meet(comm);
     if (color >= 0) family = mti_slot_of(comm->group, leader)->family;
@@ -4985,7 +4985,7 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
     MT_TRY((comm->transport->collective)(ctx, comm, call));
     if (call->kind != MT_ALL_REDUCE || call->recv != call->send) {
         size_t blocks = call->kind == MT_ALL_GATHER ? (size_t)comm->size : 1;
-        mti_tell_forgotten(ctx, call->recv, blocks * elements * mt_dtype_size(call->dtype), 0);
+        mti_notify_forgotten(ctx, call->recv, blocks * elements * mt_dtype_size(call->dtype), 0);
     }
     if (comm->size == 1) return MT_SUCCESS;
     if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
@@ -5001,7 +5001,7 @@ static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call
     MT_TRY(MTI_HOOK(ctx, p2p(ctx, call)));
     if (call->root == comm->rank) MT_TRY(mti_alone_call(ctx, comm, call)); /* send to itself */
     else MT_TRY((comm->transport->p2p)(ctx, comm, call));
-    mti_tell_forgotten(ctx, call->recv, call->recvcount * element, 0);
+    mti_notify_forgotten(ctx, call->recv, call->recvcount * element, 0);
     if (comm->size == 1) return MT_SUCCESS;
     if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
     if (call->source >= 0) mti_record(comm, MT_RECV, call->recvcount * element);
@@ -5094,7 +5094,7 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
     return error;
 }
 
-/* NCCL does not compare calls, so each communicator has a board. Every rank has a TCP connection to rank 0. A call
+/* NCCL does not compare calls, so each communicator has a channel. Every rank has a TCP connection to rank 0. A call
    appends a message to the queue of its rank and goes on. A thread of the context, the comparer, sends the messages to
    rank 0, whose comparer compares the n-th collectives of all ranks, and the n-th send from a rank to another one with
    the n-th receive. When calls differ, or when a rank has left before a call of the others, it sends the result to all
@@ -5102,19 +5102,19 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
    the sentence that threads write (threads.c). A rank whose wait has lasted for the timeout asks who is missing.
 
    During the creation of a communicator every rank opens a listener, a listening socket, and an all_gather over NCCL
-   tells the ranks its addresses. All fields of a board are guarded by the mutex of the comparer, except those of a
+   tells the ranks its addresses. All fields of a channel are guarded by the mutex of the comparer, except those of a
    result, which do not change after `decided` is set, and those of the end, which do not change after `ended` is set.
 
    What arrives over a connection is checked before it is used: a message that no rank sends ends the connection. All
    buffers have a limit. When there is no memory, or a rank is too far ahead, the comparison ends on all ranks, with a
    warning: calls that differ then time out or have undefined results, as with no_nccl_checks. */
 
-#define MTI_BOARD_TICK 2       /* milliseconds: the comparer sends the messages of this time together */
-#define MTI_BOARD_GRACE 1.0    /* seconds for messages that are on their way: of other ranks, or of one that is gone */
-#define MTI_BOARD_ANSWER 0.5   /* seconds that a rank waits for the answer who is missing */
-#define MTI_BOARD_OPENING 10.0 /* seconds in which all ranks must connect to rank 0 */
-#define MTI_BOARD_AHEAD 262144 /* calls by which a rank may be ahead of another one, or of the network */
-#define MTI_BOARD_PART 16384   /* bytes that are read from a connection before they are looked at */
+#define MTI_CHANNEL_TICK 2     /* milliseconds: the comparer sends the messages of this time together */
+#define MTI_CHANNEL_GRACE 1.0  /* seconds for messages that are on their way: of other ranks, or of one that is gone */
+#define MTI_CHANNEL_ANSWER 0.5 /* seconds that a rank waits for the answer who is missing */
+#define MTI_CHANNEL_OPENING 10.0 /* seconds in which all ranks must connect to rank 0 */
+#define MTI_CHANNEL_AHEAD 262144 /* calls by which a rank may be ahead of another one, or of the network */
+#define MTI_CHANNEL_PART 16384   /* bytes that are read from a connection before they are looked at */
 
 typedef enum mti_message_kind {
     MTI_MESSAGE_HELLO, /* `what`: the listener's token */
@@ -5163,19 +5163,20 @@ typedef struct mti_pair {
     mti_bytes waiting; /* mti_said */
 } mti_pair;
 
-typedef struct mti_line {
+typedef struct mti_connection {
     int fd;   /* -1: closed */
     int lost; /* 1: the comparer closes it */
     mti_bytes in, out;
-} mti_line;
+} mti_connection;
 
-typedef struct mti_board {
-    struct mti_board *next; /* in the list of the comparer */
+typedef struct mti_channel {
+    struct mti_channel *next; /* in the list of the comparer */
     struct mti_comparer *comparer;
     int rank, size;
     mti_bytes queue; /* messages of this rank that the comparer has not taken yet */
-    mti_line *lines; /* rank 0: one to each rank, the first one unused; other ranks: only the first one, to rank 0 */
-    int line_count;
+    /* rank 0: one to each rank, the first one unused; other ranks: only the first one, to rank 0 */
+    mti_connection *connections;
+    int connection_count;
     int decided; /* atomic; 1: there is a result */
     mti_message result;
     mti_bytes shown;              /* the text of the result */
@@ -5197,15 +5198,15 @@ typedef struct mti_board {
     uint64_t odd;               /* number of the collective that differs + 1; 0: none does */
     mti_said *odd_calls;        /* that call of each rank */
     double odd_at;
-} mti_board;
+} mti_channel;
 
-/* Belongs to the boards of one context. */
+/* Belongs to the channels of one context. */
 typedef struct mti_comparer {
     pthread_mutex_t mutex;
     pthread_t thread;
     int users, ends;
-    mti_board *boards;
-    int changed; /* 1: a board has been added or removed while the thread was in poll */
+    mti_channel *channels;
+    int changed; /* 1: a channel has been added or removed while the thread was in poll */
     int sleeps;  /* 1: the thread is in poll until something happens */
     int bell[2]; /* a pipe that wakes the thread */
     struct pollfd *polled;
@@ -5215,7 +5216,7 @@ typedef struct mti_comparer {
 static size_t mti_bytes_size(const mti_bytes *b) { return b->end - b->first; }
 static const char *mti_bytes_front(const mti_bytes *b) { return b->data + b->first; }
 
-/* Makes room for n bytes, and for the one message that mti_board_send_end appends. Returns 0 when there is no memory.
+/* Makes room for n bytes, and for the one message that mti_channel_send_end appends. Returns 0 when there is no memory.
    Bytes move to the front only when at least as many have left, so that each of them moves a few times at most. */
 static int mti_bytes_reserve(mti_bytes *b, size_t n) {
     size_t size = mti_bytes_size(b), room = 2 * (size + n) + 1024;
@@ -5328,46 +5329,46 @@ static mti_parsed mti_message_parse(const mti_bytes *b, int size, mti_message *m
     return mti_message_text_is_valid(message, size, *text) ? MTI_PARSED : MTI_MALFORMED;
 }
 
-static void mti_line_flush(mti_line *line) {
-    while (line->fd >= 0 && !line->lost && mti_bytes_size(&line->out)) {
-        ssize_t n =
-            send(line->fd, mti_bytes_front(&line->out), mti_bytes_size(&line->out), MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n > 0) mti_bytes_drop(&line->out, (size_t)n);
+static void mti_connection_flush(mti_connection *connection) {
+    while (connection->fd >= 0 && !connection->lost && mti_bytes_size(&connection->out)) {
+        ssize_t n = send(connection->fd, mti_bytes_front(&connection->out), mti_bytes_size(&connection->out),
+                         MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n > 0) mti_bytes_drop(&connection->out, (size_t)n);
         else if (n < 0 && errno == EINTR) continue;
         else {
-            line->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+            connection->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
             return;
         }
     }
 }
 
-/* Reads what has arrived, up to MTI_BOARD_PART bytes. Returns their number; -1: there is no memory for them. */
-static int mti_line_read(mti_line *line) {
+/* Reads what has arrived, up to MTI_CHANNEL_PART bytes. Returns their number; -1: there is no memory for them. */
+static int mti_connection_read(mti_connection *connection) {
     ssize_t n;
-    if (line->fd < 0 || line->lost) return 0;
-    if (!mti_bytes_reserve(&line->in, MTI_BOARD_PART)) return -1;
-    do n = recv(line->fd, line->in.data + line->in.end, MTI_BOARD_PART, MSG_DONTWAIT);
+    if (connection->fd < 0 || connection->lost) return 0;
+    if (!mti_bytes_reserve(&connection->in, MTI_CHANNEL_PART)) return -1;
+    do n = recv(connection->fd, connection->in.data + connection->in.end, MTI_CHANNEL_PART, MSG_DONTWAIT);
     while (n < 0 && errno == EINTR);
     if (n <= 0) {
-        line->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+        connection->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
         return 0;
     }
-    line->in.end += (size_t)n;
+    connection->in.end += (size_t)n;
     return (int)n;
 }
 
-static void mti_line_close(mti_line *line) {
-    if (line->fd >= 0) close(line->fd);
-    line->fd = -1;
-    mti_bytes_free(&line->in);
-    mti_bytes_free(&line->out);
+static void mti_connection_close(mti_connection *connection) {
+    if (connection->fd >= 0) close(connection->fd);
+    connection->fd = -1;
+    mti_bytes_free(&connection->in);
+    mti_bytes_free(&connection->out);
 }
 
 /* -- the end of a comparison -- */
 
 /* Ends the comparison because of rank `rank`. The memory of what has not been compared is freed. A message that has
-   been sent in part is completed, and mti_board_send_end follows. */
-static void mti_board_end(mti_board *b, int rank, mti_end_reason why) {
+   been sent in part is completed, and mti_channel_send_end follows. */
+static void mti_channel_end(mti_channel *b, int rank, mti_end_reason why) {
     if (b->ended) return;
     memset(&b->end, 0, sizeof b->end);
     b->end.kind = MTI_MESSAGE_END;
@@ -5381,28 +5382,30 @@ static void mti_board_end(mti_board *b, int rank, mti_end_reason why) {
     __atomic_store_n(&b->ended, 1, __ATOMIC_RELEASE);
 }
 
-static int mti_board_is_ended(const mti_board *b) { return __atomic_load_n(&b->ended, __ATOMIC_ACQUIRE); }
+static int mti_channel_is_ended(const mti_channel *b) { return __atomic_load_n(&b->ended, __ATOMIC_ACQUIRE); }
 
-/* Appends the last message to every line. mti_bytes_reserve has left room for it. */
-static void mti_board_send_end(mti_board *b) {
+/* Appends the last message to every connection. mti_bytes_reserve has left room for it. */
+static void mti_channel_send_end(mti_channel *b) {
     int i;
     if (!b->ended || b->end_is_sent) return;
     b->end_is_sent = 1;
-    for (i = 0; i < b->line_count; i++)
-        if (b->lines[i].fd >= 0) mti_bytes_put(&b->lines[i].out, &b->end, sizeof b->end);
+    for (i = 0; i < b->connection_count; i++)
+        if (b->connections[i].fd >= 0) mti_bytes_put(&b->connections[i].out, &b->end, sizeof b->end);
 }
 
-static void mti_board_send(mti_board *b, mti_line *line, const mti_message *message, const char *text) {
-    if (line->fd < 0 || b->ended) return;
-    if (mti_bytes_size(&line->out) > MTI_BOARD_AHEAD * sizeof *message) mti_board_end(b, b->rank, MTI_END_AHEAD);
-    else if (!mti_message_add(&line->out, message, text)) mti_board_end(b, b->rank, MTI_END_MEMORY);
+static void mti_channel_send(mti_channel *b, mti_connection *connection, const mti_message *message, const char *text) {
+    if (connection->fd < 0 || b->ended) return;
+    if (mti_bytes_size(&connection->out) > MTI_CHANNEL_AHEAD * sizeof *message)
+        mti_channel_end(b, b->rank, MTI_END_AHEAD);
+    else if (!mti_message_add(&connection->out, message, text)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
 }
 
 /* -- results -- */
 
 /* Stores the result, and at rank 0 sends it to all ranks. Only the first one counts. calls: the calls of all ranks;
-   rank, peer: the ranks that it is about, or -1. b->shown has the room since the creation of the board. */
-static void mti_board_decide(mti_board *b, mti_why why, int rank, int peer, const mti_said *calls, const char *text) {
+   rank, peer: the ranks that it is about, or -1. b->shown has the room since the creation of the channel. */
+static void mti_channel_decide(mti_channel *b, mti_why why, int rank, int peer, const mti_said *calls,
+                               const char *text) {
     size_t bytes = (size_t)b->size * sizeof *calls, length = strlen(text);
     int i;
     if (b->decided || b->ended) return;
@@ -5416,27 +5419,28 @@ static void mti_board_decide(mti_board *b, mti_why why, int rank, int peer, cons
     mti_bytes_put(&b->shown, text, length);
     mti_bytes_put(&b->shown, "", 1);
     b->result.bytes = mti_bytes_size(&b->shown);
-    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_board_send(b, &b->lines[i], &b->result, b->shown.data);
+    for (i = 0; i < b->connection_count && b->rank == 0; i++)
+        mti_channel_send(b, &b->connections[i], &b->result, b->shown.data);
     __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
 }
 
-static int mti_board_is_decided(const mti_board *b) { return b && __atomic_load_n(&b->decided, __ATOMIC_ACQUIRE); }
+static int mti_channel_is_decided(const mti_channel *b) { return b && __atomic_load_n(&b->decided, __ATOMIC_ACQUIRE); }
 
 static int mti_said_alike(const mti_said *a, const mti_said *b) { return a->what == b->what && a->count == b->count; }
 
 /* The sentence of a result: "rank `rank` has left the group", in all calls. */
-static void mti_board_decide_left(mti_board *b, int rank) {
-    mti_board_decide(b, MTI_WHY_LEFT, rank, -1, b->last, b->reasons[rank].data);
+static void mti_channel_decide_left(mti_channel *b, int rank) {
+    mti_channel_decide(b, MTI_WHY_LEFT, rank, -1, b->last, b->reasons[rank].data);
 }
 
-static int mti_board_has_left(const mti_board *b, int rank) { return mti_bytes_size(&b->reasons[rank]) > 0; }
+static int mti_channel_has_left(const mti_channel *b, int rank) { return mti_bytes_size(&b->reasons[rank]) > 0; }
 
 /* Writes the error of a result, and returns its status; MT_SUCCESS: there is no result. */
-static mt_status mti_board_error(const mt_comm *comm, mti_text *text) {
-    const mti_board *b = comm->nccl.board;
+static mt_status mti_channel_error(const mt_comm *comm, mti_text *text) {
+    const mti_channel *b = comm->nccl.channel;
     const mti_said *calls;
     int r, rank, peer;
-    if (!mti_board_is_decided(b)) return MT_SUCCESS;
+    if (!mti_channel_is_decided(b)) return MT_SUCCESS;
     calls = (const mti_said *)(const void *)b->shown.data;
     rank = b->result.rank;
     peer = (int)b->result.recvcount - 1;
@@ -5463,13 +5467,13 @@ static mt_status mti_board_error(const mt_comm *comm, mti_text *text) {
 /* -- the comparison, at rank 0 -- */
 
 /* Makes room for one more round. Returns 0 when the comparison has ended. */
-static int mti_board_grow(mti_board *b) {
+static int mti_channel_grow(mti_channel *b) {
     size_t room = b->room ? 2 * b->room : 64, i;
     mti_round *rounds;
     if (b->last_round - b->first < b->room) return 1;
-    rounds = b->room < MTI_BOARD_AHEAD ? (mti_round *)calloc(room, sizeof *rounds) : NULL;
+    rounds = b->room < MTI_CHANNEL_AHEAD ? (mti_round *)calloc(room, sizeof *rounds) : NULL;
     if (!rounds) {
-        mti_board_end(b, b->rank, b->room < MTI_BOARD_AHEAD ? MTI_END_MEMORY : MTI_END_AHEAD);
+        mti_channel_end(b, b->rank, b->room < MTI_CHANNEL_AHEAD ? MTI_END_MEMORY : MTI_END_AHEAD);
         return 0;
     }
     for (i = 0; b->first + i < b->last_round; i++)
@@ -5481,7 +5485,7 @@ static int mti_board_grow(mti_board *b) {
 }
 
 /* Stores the calls of the first round in which they differ. The result waits for the calls of the other ranks. */
-static void mti_board_differs(mti_board *b, uint64_t n, int rank, const mti_said *said) {
+static void mti_channel_differs(mti_channel *b, uint64_t n, int rank, const mti_said *said) {
     int r;
     if (!b->odd) {
         b->odd = n + 1;
@@ -5492,12 +5496,12 @@ static void mti_board_differs(mti_board *b, uint64_t n, int rank, const mti_said
     b->odd_calls[rank] = *said;
 }
 
-static void mti_board_collective(mti_board *b, int rank, const mti_said *said) {
+static void mti_channel_collective(mti_channel *b, int rank, const mti_said *said) {
     uint64_t n = b->number[rank];
     mti_round *round;
     int r;
     if (n == b->last_round) {
-        if (!mti_board_grow(b)) return;
+        if (!mti_channel_grow(b)) return;
         b->last_round++;
         round = &b->rounds[n & (b->room - 1)];
         round->said = *said;
@@ -5505,16 +5509,16 @@ static void mti_board_collective(mti_board *b, int rank, const mti_said *said) {
     }
     b->number[rank]++;
     round = &b->rounds[n & (b->room - 1)];
-    if (b->odd == n + 1 || (!b->odd && !mti_said_alike(&round->said, said))) mti_board_differs(b, n, rank, said);
+    if (b->odd == n + 1 || (!b->odd && !mti_said_alike(&round->said, said))) mti_channel_differs(b, n, rank, said);
     round->ranks++;
     while (b->first < b->last_round && b->rounds[b->first & (b->room - 1)].ranks == b->size) b->first++;
-    if (b->odd && b->first >= b->odd) mti_board_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
+    if (b->odd && b->first >= b->odd) mti_channel_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
     for (r = 0; r < b->size && b->left_count && !b->odd; r++)
-        if (mti_board_has_left(b, r) && b->number[r] <= n) mti_board_decide_left(b, r);
+        if (mti_channel_has_left(b, r) && b->number[r] <= n) mti_channel_decide_left(b, r);
 }
 
 /* The messages from one rank to another one; NULL: no memory. */
-static mti_pair *mti_board_pair(mti_board *b, int from, int to) {
+static mti_pair *mti_channel_pair(mti_channel *b, int from, int to) {
     mti_pair *p = b->pairs[from];
     while (p && p->to != to) p = p->next;
     if (p) return p;
@@ -5528,7 +5532,7 @@ static mti_pair *mti_board_pair(mti_board *b, int from, int to) {
 }
 
 /* Takes the first send or receive that waits, and compares it with its other half. */
-static void mti_pair_match(mti_board *b, mti_pair *p, const mti_said *said, int sends) {
+static void mti_pair_match(mti_channel *b, mti_pair *p, const mti_said *said, int sends) {
     const mti_said *send = said, *recv = said;
     mti_said first;
     memcpy(&first, mti_bytes_front(&p->waiting), sizeof first);
@@ -5539,40 +5543,40 @@ static void mti_pair_match(mti_board *b, mti_pair *p, const mti_said *said, int 
     if (send->count == recv->recvcount && (send->what >> 8 & 255) == (recv->what >> 8 & 255)) return;
     b->odd_calls[p->from] = *send;
     b->odd_calls[p->to] = *recv;
-    mti_board_decide(b, MTI_WHY_UNLIKE, p->from, p->to, b->odd_calls, "");
+    mti_channel_decide(b, MTI_WHY_UNLIKE, p->from, p->to, b->odd_calls, "");
 }
 
 /* Compares a send or a receive with its other half, or keeps it until the other half comes. */
-static void mti_board_half(mti_board *b, int from, int to, int sends, const mti_said *said) {
-    mti_pair *p = mti_board_pair(b, from, to);
+static void mti_channel_half(mti_channel *b, int from, int to, int sends, const mti_said *said) {
+    mti_pair *p = mti_channel_pair(b, from, to);
     int peer = sends ? to : from;
     if (p && mti_bytes_size(&p->waiting) && p->sends != sends) {
         mti_pair_match(b, p, said, sends);
         return;
     }
-    if (mti_board_has_left(b, peer)) mti_board_decide_left(b, peer);
-    if (b->waiting >= MTI_BOARD_AHEAD) mti_board_end(b, b->rank, MTI_END_AHEAD);
-    else if (!p || !mti_bytes_add(&p->waiting, said, sizeof *said)) mti_board_end(b, b->rank, MTI_END_MEMORY);
+    if (mti_channel_has_left(b, peer)) mti_channel_decide_left(b, peer);
+    if (b->waiting >= MTI_CHANNEL_AHEAD) mti_channel_end(b, b->rank, MTI_END_AHEAD);
+    else if (!p || !mti_bytes_add(&p->waiting, said, sizeof *said)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
     else {
         p->sends = sends;
         b->waiting++;
     }
 }
 
-static void mti_board_call(mti_board *b, int rank, const mti_said *said) {
+static void mti_channel_call(mti_channel *b, int rank, const mti_said *said) {
     int kind = (int)(said->what & 255) - 1, to = (int)(said->what >> 24 & 0xffff) - 1,
         from = (int)(said->what >> 40 & 0xffff) - 1;
     b->last[rank] = *said;
     if (kind != MT_SEND && kind != MT_RECV && kind != MTI_SEND_RECV) {
-        mti_board_collective(b, rank, said);
+        mti_channel_collective(b, rank, said);
         return;
     }
-    if (to >= 0 && to < b->size) mti_board_half(b, rank, to, 1, said);
-    if (from >= 0 && from < b->size && !b->ended) mti_board_half(b, from, rank, 0, said);
+    if (to >= 0 && to < b->size) mti_channel_half(b, rank, to, 1, said);
+    if (from >= 0 && from < b->size && !b->ended) mti_channel_half(b, from, rank, 0, said);
 }
 
 /* Returns a rank whose send or receive `rank` waits for, or -1. With sender or receiver -1: any of them. */
-static int mti_board_waits_for(const mti_board *b, int rank, int peer) {
+static int mti_channel_waits_for(const mti_channel *b, int rank, int peer) {
     const mti_pair *p;
     int r;
     for (r = 0; r < b->size; r++)
@@ -5584,45 +5588,45 @@ static int mti_board_waits_for(const mti_board *b, int rank, int peer) {
 }
 
 /* Stores why a rank has left. It is an error when another rank has made a call that needs it. */
-static void mti_board_leave(mti_board *b, int rank, const char *reason, size_t bytes) {
-    if (mti_board_has_left(b, rank)) return;
+static void mti_channel_leave(mti_channel *b, int rank, const char *reason, size_t bytes) {
+    if (mti_channel_has_left(b, rank)) return;
     if (!mti_bytes_add(&b->reasons[rank], reason, bytes)) {
-        mti_board_end(b, b->rank, MTI_END_MEMORY);
+        mti_channel_end(b, b->rank, MTI_END_MEMORY);
         return;
     }
     b->left_count++;
-    if (b->last_round > b->number[rank] && !b->odd) mti_board_decide_left(b, rank);
-    if (mti_board_waits_for(b, -1, rank) >= 0) mti_board_decide_left(b, rank);
+    if (b->last_round > b->number[rank] && !b->odd) mti_channel_decide_left(b, rank);
+    if (mti_channel_waits_for(b, -1, rank) >= 0) mti_channel_decide_left(b, rank);
 }
 
 /* Answers a rank that has waited for the timeout: which ranks are missing. When none is, there is no result. */
-static void mti_board_late(mti_board *b, int rank) {
-    int r, missing = 0, peer = mti_board_waits_for(b, rank, -1);
+static void mti_channel_late(mti_channel *b, int rank) {
+    int r, missing = 0, peer = mti_channel_waits_for(b, rank, -1);
     for (r = 0; r < b->size; r++) {
         b->last[r].inside = b->number[r] >= b->number[rank] ? MTI_IN_COLLECTIVE : MTI_OUTSIDE;
         missing += !b->last[r].inside;
     }
-    if (peer >= 0 || missing) mti_board_decide(b, MTI_WHY_LATE, rank, peer, b->last, "");
+    if (peer >= 0 || missing) mti_channel_decide(b, MTI_WHY_LATE, rank, peer, b->last, "");
 }
 
 /* A connection has ended without a farewell: the process of the rank has probably ended. */
-static void mti_board_gone(mti_board *b, int rank) {
+static void mti_channel_lost(mti_channel *b, int rank) {
     static const char reason[] = "is gone: its process has ended, or its connection is lost";
-    if (mti_board_has_left(b, rank) || b->ended) return;
-    mti_board_leave(b, rank, reason, sizeof reason);
+    if (mti_channel_has_left(b, rank) || b->ended) return;
+    mti_channel_leave(b, rank, reason, sizeof reason);
     b->gone = rank;
     b->gone_at = mti_now();
 }
 
 /* Takes a valid message of a rank at rank 0. Returns 0 when no rank sends it to rank 0. */
-static int mti_board_take(mti_board *b, int rank, const mti_message *message, const char *text) {
+static int mti_channel_take(mti_channel *b, int rank, const mti_message *message, const char *text) {
     mti_said said = mti_said_of(message);
     switch (message->kind) {
-    case MTI_MESSAGE_CALL: mti_board_call(b, rank, &said); return 1;
-    case MTI_MESSAGE_LATE: mti_board_late(b, rank); return 1;
-    case MTI_MESSAGE_LEFT: mti_board_leave(b, rank, text, (size_t)message->bytes); return 1;
-    case MTI_MESSAGE_FAILED: mti_board_decide(b, MTI_WHY_FAILED, -1, -1, b->last, text); return 1;
-    case MTI_MESSAGE_END: mti_board_end(b, rank, (mti_end_reason)message->what); return 1;
+    case MTI_MESSAGE_CALL: mti_channel_call(b, rank, &said); return 1;
+    case MTI_MESSAGE_LATE: mti_channel_late(b, rank); return 1;
+    case MTI_MESSAGE_LEFT: mti_channel_leave(b, rank, text, (size_t)message->bytes); return 1;
+    case MTI_MESSAGE_FAILED: mti_channel_decide(b, MTI_WHY_FAILED, -1, -1, b->last, text); return 1;
+    case MTI_MESSAGE_END: mti_channel_end(b, rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
 }
@@ -5630,97 +5634,100 @@ static int mti_board_take(mti_board *b, int rank, const mti_message *message, co
 /* -- the comparison, at the other ranks -- */
 
 /* Takes a valid message of rank 0. Returns 0 when rank 0 does not send it. */
-static int mti_board_hear(mti_board *b, const mti_message *message, const char *text) {
+static int mti_channel_take_result(mti_channel *b, const mti_message *message, const char *text) {
     switch (message->kind) {
     case MTI_MESSAGE_RESULT:
         if (b->decided) return 1;
         b->result = *message;
-        mti_bytes_put(&b->shown, text, (size_t)message->bytes); /* its largest size, since the creation of the board */
+        mti_bytes_put(&b->shown, text,
+                      (size_t)message->bytes); /* its largest size, since the creation of the channel */
         __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
         return 1;
     case MTI_MESSAGE_LEFT:
         b->number[0] = message->count;
-        mti_board_leave(b, 0, text, (size_t)message->bytes);
-        if (b->number[b->rank] > b->number[0]) mti_board_decide_left(b, 0);
+        mti_channel_leave(b, 0, text, (size_t)message->bytes);
+        if (b->number[b->rank] > b->number[0]) mti_channel_decide_left(b, 0);
         return 1;
-    case MTI_MESSAGE_END: mti_board_end(b, message->rank, (mti_end_reason)message->what); return 1;
+    case MTI_MESSAGE_END: mti_channel_end(b, message->rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
 }
 
 /* Sends a message of this rank to rank 0. Behind the farewell of rank 0 a collective is an error. */
-static void mti_board_pass(mti_board *b, const mti_message *message, const char *text) {
+static void mti_channel_pass(mti_channel *b, const mti_message *message, const char *text) {
     int kind = (int)(message->what & 255) - 1;
-    mti_board_send(b, b->lines, message, text);
+    mti_channel_send(b, b->connections, message, text);
     if (message->kind != MTI_MESSAGE_CALL) return;
     b->last[b->rank] = mti_said_of(message);
     if (kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV) return;
     b->number[b->rank]++;
-    if (mti_board_has_left(b, 0) && !b->gone_at && b->number[b->rank] > b->number[0]) mti_board_decide_left(b, 0);
+    if (mti_channel_has_left(b, 0) && !b->gone_at && b->number[b->rank] > b->number[0]) mti_channel_decide_left(b, 0);
 }
 
 /* -- the comparer -- */
 
-/* Takes the messages that have arrived in a line. rank: the rank at its other end */
-static void mti_board_take_all(mti_board *b, mti_line *line, int rank) {
+/* Takes the messages that have arrived in a connection. rank: the rank at its other end */
+static void mti_channel_take_all(mti_channel *b, mti_connection *connection, int rank) {
     mti_message message;
     const char *text = NULL;
     mti_parsed parsed = MTI_PARSED;
-    while (!b->ended && (parsed = mti_message_parse(&line->in, b->size, &message, &text)) == MTI_PARSED) {
-        int known = b->rank == 0 ? mti_board_take(b, rank, &message, text) : mti_board_hear(b, &message, text);
-        mti_bytes_drop(&line->in, sizeof message + (size_t)message.bytes);
+    while (!b->ended && (parsed = mti_message_parse(&connection->in, b->size, &message, &text)) == MTI_PARSED) {
+        int known =
+            b->rank == 0 ? mti_channel_take(b, rank, &message, text) : mti_channel_take_result(b, &message, text);
+        mti_bytes_drop(&connection->in, sizeof message + (size_t)message.bytes);
         if (!known) parsed = MTI_MALFORMED;
         if (!known) break;
     }
-    if (parsed == MTI_MALFORMED) line->lost = 1;
-    if (b->ended) mti_bytes_drop(&line->in, mti_bytes_size(&line->in));
+    if (parsed == MTI_MALFORMED) connection->lost = 1;
+    if (b->ended) mti_bytes_drop(&connection->in, mti_bytes_size(&connection->in));
 }
 
-/* Reads from a line, and takes the messages. After the end of a comparison it only waits for the connection's end.
-   Returns 1 when there may be more to read. */
-static int mti_board_listen(mti_board *b, mti_line *line, int rank) {
-    int bytes = mti_line_read(line);
-    if (bytes < 0) mti_board_end(b, b->rank, MTI_END_MEMORY);
-    mti_board_take_all(b, line, rank);
-    return bytes > 0 && !line->lost;
+/* Reads from a connection, and takes the messages. After the end of a comparison it only waits for the connection's
+   end. Returns 1 when there may be more to read. */
+static int mti_channel_read(mti_channel *b, mti_connection *connection, int rank) {
+    int bytes = mti_connection_read(connection);
+    if (bytes < 0) mti_channel_end(b, b->rank, MTI_END_MEMORY);
+    mti_channel_take_all(b, connection, rank);
+    return bytes > 0 && !connection->lost;
 }
 
 /* Takes the messages of this rank. */
-static void mti_board_empty(mti_board *b) {
+static void mti_channel_empty(mti_channel *b) {
     mti_message message;
     const char *text = NULL;
     while (!b->ended && mti_message_parse(&b->queue, b->size, &message, &text) == MTI_PARSED) {
-        if (b->rank == 0) mti_board_take(b, 0, &message, text);
-        else mti_board_pass(b, &message, text);
+        if (b->rank == 0) mti_channel_take(b, 0, &message, text);
+        else mti_channel_pass(b, &message, text);
         if (!b->ended) mti_bytes_drop(&b->queue, sizeof message + (size_t)message.bytes); /* the end has freed it */
     }
 }
 
-/* Takes the messages of this rank, sends what there is to send, and ends lost lines. Returns 1 when the comparer must
-   look again soon. */
-static int mti_board_work(mti_board *b) {
+/* Takes the messages of this rank, sends what there is to send, and ends lost connections. Returns 1 when the comparer
+   must look again soon. */
+static int mti_channel_work(mti_channel *b) {
     int i, soon = mti_bytes_size(&b->queue) > 0;
-    mti_board_empty(b);
-    if (b->odd && !b->decided && mti_now() > b->odd_at + MTI_BOARD_GRACE)
-        mti_board_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
-    if (b->gone_at > 0 && !b->decided && mti_now() > b->gone_at + MTI_BOARD_GRACE) mti_board_decide_left(b, b->gone);
-    mti_board_send_end(b);
-    for (i = 0; i < b->line_count; i++) {
-        mti_line_flush(&b->lines[i]);
-        if (!b->lines[i].lost) continue;
-        b->lines[i].lost = 0;
-        mti_line_close(&b->lines[i]);
-        mti_board_gone(b, b->rank == 0 ? i : 0);
+    mti_channel_empty(b);
+    if (b->odd && !b->decided && mti_now() > b->odd_at + MTI_CHANNEL_GRACE)
+        mti_channel_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
+    if (b->gone_at > 0 && !b->decided && mti_now() > b->gone_at + MTI_CHANNEL_GRACE)
+        mti_channel_decide_left(b, b->gone);
+    mti_channel_send_end(b);
+    for (i = 0; i < b->connection_count; i++) {
+        mti_connection_flush(&b->connections[i]);
+        if (!b->connections[i].lost) continue;
+        b->connections[i].lost = 0;
+        mti_connection_close(&b->connections[i]);
+        mti_channel_lost(b, b->rank == 0 ? i : 0);
         soon = 1;
     }
     if (b->ended) return !b->end_is_sent;
     return soon || ((b->odd || b->gone_at > 0) && !b->decided);
 }
 
-static void mti_board_free(mti_board *b) {
+static void mti_channel_free(mti_channel *b) {
     int i;
     if (!b) return;
-    for (i = 0; b->lines && i < b->line_count; i++) mti_line_close(&b->lines[i]);
+    for (i = 0; b->connections && i < b->connection_count; i++) mti_connection_close(&b->connections[i]);
     for (i = 0; b->reasons && i < b->size; i++) mti_bytes_free(&b->reasons[i]);
     for (i = 0; b->pairs && i < b->size; i++)
         while (b->pairs[i]) {
@@ -5731,7 +5738,7 @@ static void mti_board_free(mti_board *b) {
         }
     mti_bytes_free(&b->queue);
     mti_bytes_free(&b->shown);
-    free(b->lines);
+    free(b->connections);
     free(b->last);
     free(b->number);
     free(b->reasons);
@@ -5741,40 +5748,40 @@ static void mti_board_free(mti_board *b) {
     free(b);
 }
 
-/* Allocates the arrays of a board, and the memory that must not be missing later. Returns 0 when there is none. */
-static int mti_board_fill(mti_board *b) {
+/* Allocates the arrays of a channel, and the memory that must not be missing later. Returns 0 when there is none. */
+static int mti_channel_fill(mti_channel *b) {
     size_t n = (size_t)b->size;
     int i;
-    b->lines = (mti_line *)calloc((size_t)b->line_count, sizeof *b->lines);
-    for (i = 0; b->lines && i < b->line_count; i++) b->lines[i].fd = -1;
-    for (i = 0; b->lines && i < b->line_count; i++)
-        if (!mti_bytes_reserve(&b->lines[i].out, 0)) return 0;
+    b->connections = (mti_connection *)calloc((size_t)b->connection_count, sizeof *b->connections);
+    for (i = 0; b->connections && i < b->connection_count; i++) b->connections[i].fd = -1;
+    for (i = 0; b->connections && i < b->connection_count; i++)
+        if (!mti_bytes_reserve(&b->connections[i].out, 0)) return 0;
     b->last = (mti_said *)calloc(n, sizeof *b->last);
     b->odd_calls = (mti_said *)calloc(n, sizeof *b->odd_calls);
     b->number = (uint64_t *)calloc(n, sizeof *b->number);
     b->reasons = (mti_bytes *)calloc(n, sizeof *b->reasons);
     b->pairs = (mti_pair **)calloc(n, sizeof *b->pairs);
-    return b->lines && b->last && b->odd_calls && b->number && b->reasons && b->pairs &&
+    return b->connections && b->last && b->odd_calls && b->number && b->reasons && b->pairs &&
            mti_bytes_reserve(&b->shown, n * sizeof(mti_said) + MTI_MESSAGE_TEXT);
 }
 
 /* NULL: out of memory. */
-static mti_board *mti_board_new(int rank, int size) {
-    mti_board *b = (mti_board *)calloc(1, sizeof *b);
+static mti_channel *mti_channel_new(int rank, int size) {
+    mti_channel *b = (mti_channel *)calloc(1, sizeof *b);
     if (!b) return NULL;
     b->rank = rank;
     b->size = size;
-    b->line_count = rank == 0 ? size : 1;
-    if (mti_board_fill(b)) return b;
-    mti_board_free(b);
+    b->connection_count = rank == 0 ? size : 1;
+    if (mti_channel_fill(b)) return b;
+    mti_channel_free(b);
     return NULL;
 }
 
 /* Lists the sockets to poll, the bell first. Returns their number; 0: no memory */
 static int mti_comparer_list(mti_comparer *c) {
     int count = 1, n = 0, i;
-    mti_board *b;
-    for (b = c->boards; b; b = b->next) count += b->line_count;
+    mti_channel *b;
+    for (b = c->channels; b; b = b->next) count += b->connection_count;
     if (count > c->polled_room) {
         struct pollfd *polled = (struct pollfd *)realloc(c->polled, (size_t)count * sizeof *polled);
         if (!polled) return 0;
@@ -5784,34 +5791,34 @@ static int mti_comparer_list(mti_comparer *c) {
     memset(c->polled, 0, (size_t)count * sizeof *c->polled);
     c->polled[n].fd = c->bell[0];
     c->polled[n++].events = POLLIN;
-    for (b = c->boards; b; b = b->next)
-        for (i = 0; i < b->line_count; i++, n++) { /* poll ignores a negative fd */
-            c->polled[n].fd = b->lines[i].fd;
-            c->polled[n].events = (short)(POLLIN | (mti_bytes_size(&b->lines[i].out) ? POLLOUT : 0));
+    for (b = c->channels; b; b = b->next)
+        for (i = 0; i < b->connection_count; i++, n++) { /* poll ignores a negative fd */
+            c->polled[n].fd = b->connections[i].fd;
+            c->polled[n].events = (short)(POLLIN | (mti_bytes_size(&b->connections[i].out) ? POLLOUT : 0));
         }
     return n;
 }
 
 static void *mti_comparer_run(void *argument) {
     mti_comparer *c = (mti_comparer *)argument;
-    mti_board *b;
+    mti_channel *b;
     char rung[64];
     pthread_mutex_lock(&c->mutex);
     while (!c->ends) {
         int soon = 0, n, i;
-        for (b = c->boards; b; b = b->next) soon |= mti_board_work(b);
+        for (b = c->channels; b; b = b->next) soon |= mti_channel_work(b);
         n = mti_comparer_list(c);
         c->changed = 0;
         c->sleeps = !soon;
         pthread_mutex_unlock(&c->mutex);
-        poll(c->polled, (nfds_t)n, soon || !n ? MTI_BOARD_TICK : -1);
+        poll(c->polled, (nfds_t)n, soon || !n ? MTI_CHANNEL_TICK : -1);
         pthread_mutex_lock(&c->mutex);
         c->sleeps = 0;
         if (n && c->polled[0].revents && read(c->bell[0], rung, sizeof rung) < 0) continue;
         if (c->changed || !n) continue;
-        for (b = c->boards, n = 1; b; b = b->next)
-            for (i = 0; i < b->line_count; i++, n++)
-                if (c->polled[n].revents) mti_board_listen(b, &b->lines[i], i);
+        for (b = c->channels, n = 1; b; b = b->next)
+            for (i = 0; i < b->connection_count; i++, n++)
+                if (c->polled[n].revents) mti_channel_read(b, &b->connections[i], i);
     }
     pthread_mutex_unlock(&c->mutex);
     return NULL;
@@ -5846,7 +5853,7 @@ static mti_comparer *mti_comparer_new(void) {
     return NULL;
 }
 
-/* The last board ends the thread. */
+/* The last channel ends the thread. */
 static void mti_comparer_leave(mti_comparer *c) {
     if (--c->users > 0) return;
     pthread_mutex_lock(&c->mutex);
@@ -5861,18 +5868,18 @@ static void mti_comparer_leave(mti_comparer *c) {
     free(c);
 }
 
-/* Hands the board to the comparer of the context, which the first one starts. Returns 0 on failure. */
-static int mti_comparer_join(mt_context *ctx, mti_board *b) {
+/* Hands the channel to the comparer of the context, which the first one starts. Returns 0 on failure. */
+static int mti_comparer_join(mt_context *ctx, mti_channel *b) {
     mt_comm *other = ctx->nccl;
     mti_comparer *c;
-    while (other && !other->nccl.board) other = other->nccl.next;
-    c = other ? other->nccl.board->comparer : mti_comparer_new();
+    while (other && !other->nccl.channel) other = other->nccl.next;
+    c = other ? other->nccl.channel->comparer : mti_comparer_new();
     if (!c) return 0;
     b->comparer = c;
     pthread_mutex_lock(&c->mutex);
     c->users++;
-    b->next = c->boards;
-    c->boards = b;
+    b->next = c->channels;
+    c->channels = b;
     c->changed = 1;
     mti_comparer_ring(c);
     pthread_mutex_unlock(&c->mutex);
@@ -5888,10 +5895,10 @@ static void mti_warn(mt_context *ctx, const char *text) {
 }
 
 /* Says once that the comparison has ended. */
-static void mti_board_warn(mt_comm *comm) {
-    mti_board *b = comm->nccl.board;
+static void mti_channel_warn(mt_comm *comm) {
+    mti_channel *b = comm->nccl.channel;
     char text[192];
-    if (!mti_board_is_ended(b) || b->end_is_told) return;
+    if (!mti_channel_is_ended(b) || b->end_is_told) return;
     b->end_is_told = 1;
     snprintf(text, sizeof text, "the calls of the ranks of \"%s\" are no longer compared: rank %d %s", comm->name,
              (int)b->end.rank,
@@ -5900,12 +5907,12 @@ static void mti_board_warn(mt_comm *comm) {
 }
 
 /* Appends a message to the queue, or ends the comparison. call: NULL for other messages than MTI_MESSAGE_CALL */
-static void mti_board_tell(mt_comm *comm, mti_message_kind kind, const mti_call *call, const char *text) {
-    mti_board *b = comm->nccl.board;
+static void mti_channel_append(mt_comm *comm, mti_message_kind kind, const mti_call *call, const char *text) {
+    mti_channel *b = comm->nccl.channel;
     mti_slot slot;
     mti_message message;
     if (!b) return;
-    mti_board_warn(comm);
+    mti_channel_warn(comm);
     memset(&message, 0, sizeof message);
     message.kind = (int32_t)kind;
     message.rank = comm->rank;
@@ -5917,81 +5924,82 @@ static void mti_board_tell(mt_comm *comm, mti_message_kind kind, const mti_call 
         message.recvcount = slot.recvcount;
     }
     pthread_mutex_lock(&b->comparer->mutex);
-    if (mti_bytes_size(&b->queue) > MTI_BOARD_AHEAD * sizeof message) mti_board_end(b, b->rank, MTI_END_AHEAD);
-    else if (!b->ended && !mti_message_add(&b->queue, &message, text)) mti_board_end(b, b->rank, MTI_END_MEMORY);
+    if (mti_bytes_size(&b->queue) > MTI_CHANNEL_AHEAD * sizeof message) mti_channel_end(b, b->rank, MTI_END_AHEAD);
+    else if (!b->ended && !mti_message_add(&b->queue, &message, text)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
     if (b->comparer->sleeps) mti_comparer_ring(b->comparer);
     pthread_mutex_unlock(&b->comparer->mutex);
 }
 
 /* Asks which ranks are missing, and waits for the answer. */
-static void mti_board_ask(mt_comm *comm) {
+static void mti_channel_find_missing(mt_comm *comm) {
     double start = mti_now();
-    mti_board *b = comm->nccl.board;
-    if (!b || mti_board_is_decided(b)) return;
-    mti_board_tell(comm, MTI_MESSAGE_LATE, NULL, NULL);
-    while (!mti_board_is_decided(b) && !mti_board_is_ended(b) && mti_now() < start + MTI_BOARD_ANSWER) mti_rest(1, 0);
+    mti_channel *b = comm->nccl.channel;
+    if (!b || mti_channel_is_decided(b)) return;
+    mti_channel_append(comm, MTI_MESSAGE_LATE, NULL, NULL);
+    while (!mti_channel_is_decided(b) && !mti_channel_is_ended(b) && mti_now() < start + MTI_CHANNEL_ANSWER)
+        mti_rest(1, 0);
 }
 
 /* Tells the other ranks that comm has failed here. Where a result is the cause, they know. */
-static void mti_board_fail(mt_comm *comm, mt_status status, const char *why) {
+static void mti_channel_fail(mt_comm *comm, mt_status status, const char *why) {
     mti_text text;
-    if (!comm->nccl.board || mti_board_is_decided(comm->nccl.board)) return;
+    if (!comm->nccl.channel || mti_channel_is_decided(comm->nccl.channel)) return;
     text.used = 0;
     mti_say(&text, "%s", mti_call_name(comm->nccl.last.kind));
     mti_say_where(&text, comm);
     mti_say(&text, "rank %d failed with %s (%s)", comm->rank, mt_status_name(status), why);
-    mti_board_tell(comm, MTI_MESSAGE_FAILED, NULL, text.data);
+    mti_channel_append(comm, MTI_MESSAGE_FAILED, NULL, text.data);
 }
 
-static int mti_board_has_more(const mti_board *b) {
+static int mti_channel_has_more(const mti_channel *b) {
     int i;
-    for (i = 0; i < b->line_count; i++)
-        if (b->lines[i].fd >= 0 && mti_bytes_size(&b->lines[i].out)) return 1;
+    for (i = 0; i < b->connection_count; i++)
+        if (b->connections[i].fd >= 0 && mti_bytes_size(&b->connections[i].out)) return 1;
     return 0;
 }
 
 /* Sends what is left, and ends the connections. Rank 0 first compares what has arrived, and says farewell. */
-static void mti_board_close(mt_comm *comm) {
+static void mti_channel_close(mt_comm *comm) {
     static const char reason[] = "has left the group";
-    mti_board *b = comm->nccl.board, **at;
+    mti_channel *b = comm->nccl.channel, **at;
     mti_comparer *c;
     mti_message message;
     double start = mti_now();
     int i;
-    comm->nccl.board = NULL;
+    comm->nccl.channel = NULL;
     if (!b) return;
     c = b->comparer;
     memset(&message, 0, sizeof message);
     message.kind = MTI_MESSAGE_LEFT;
     message.bytes = sizeof reason;
     pthread_mutex_lock(&c->mutex);
-    mti_board_work(b);
-    for (i = 0; i < b->line_count && b->rank == 0; i++)
-        while (mti_board_listen(b, &b->lines[i], i) && mti_now() < start + MTI_BOARD_GRACE) continue;
+    mti_channel_work(b);
+    for (i = 0; i < b->connection_count && b->rank == 0; i++)
+        while (mti_channel_read(b, &b->connections[i], i) && mti_now() < start + MTI_CHANNEL_GRACE) continue;
     message.count = b->number[0];
-    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_board_send(b, &b->lines[i], &message, reason);
-    while (mti_board_work(b), mti_board_has_more(b) && mti_now() < start + MTI_BOARD_GRACE) {
+    for (i = 0; i < b->connection_count && b->rank == 0; i++) mti_channel_send(b, &b->connections[i], &message, reason);
+    while (mti_channel_work(b), mti_channel_has_more(b) && mti_now() < start + MTI_CHANNEL_GRACE) {
         pthread_mutex_unlock(&c->mutex);
         mti_rest(1, 0);
         pthread_mutex_lock(&c->mutex);
     }
-    for (at = &c->boards; *at != b; at = &(*at)->next) continue;
+    for (at = &c->channels; *at != b; at = &(*at)->next) continue;
     *at = b->next;
     c->changed = 1;
     mti_comparer_ring(c);
-    mti_board_free(b);
+    mti_channel_free(b);
     pthread_mutex_unlock(&c->mutex);
     mti_comparer_leave(c);
 }
 
 /* Closes the connections of a process that was forked, so that the other one's end as if this one did not exist. */
-static void mti_board_abandon(mt_comm *comm) {
-    mti_board *b = comm->nccl.board;
+static void mti_channel_abandon(mt_comm *comm) {
+    mti_channel *b = comm->nccl.channel;
     int i;
     if (!b) return;
-    for (i = 0; i < b->line_count; i++)
-        if (b->lines[i].fd >= 0) close(b->lines[i].fd);
-    comm->nccl.board = NULL; /* the memory stays: another thread of the other process may have held the mutex */
+    for (i = 0; i < b->connection_count; i++)
+        if (b->connections[i].fd >= 0) close(b->connections[i].fd);
+    comm->nccl.channel = NULL; /* the memory stays: another thread of the other process may have held the mutex */
 }
 
 #endif
@@ -6171,7 +6179,7 @@ static int mti_listener_connect(const mti_listener *listener, int rank, int size
 typedef struct mti_server {
     int fd; /* of the listener */
     const mti_listener *listener;
-    mti_board *board;
+    mti_channel *channel;
     int come; /* ranks that are connected, with rank 0 */
     mti_caller *callers;
     int count, room; /* of the callers */
@@ -6180,12 +6188,12 @@ typedef struct mti_server {
 
 /* Takes what a caller has sent. A caller that is no rank of the group, or has come before, is closed. */
 static void mti_server_hear(mti_server *s, mti_caller *c) {
-    mti_parsed parsed = mti_caller_read(c, s->board->size);
+    mti_parsed parsed = mti_caller_read(c, s->channel->size);
     const mti_message *m = &c->message;
     if (parsed == MTI_INCOMPLETE) return;
     if (parsed == MTI_PARSED && m->kind == MTI_MESSAGE_HELLO && m->what == s->listener->token && m->rank >= 1 &&
-        s->board->lines[m->rank].fd < 0) {
-        s->board->lines[m->rank].fd = c->fd;
+        s->channel->connections[m->rank].fd < 0) {
+        s->channel->connections[m->rank].fd = c->fd;
         c->fd = -1;
         s->come++;
     }
@@ -6211,23 +6219,23 @@ static void mti_server_accept(mti_server *s) {
 }
 
 /* A rank says nothing before its connection is open: it has given up. */
-static void mti_server_drop(mti_server *s, mti_line *line) {
-    mti_line_close(line);
-    if (!mti_bytes_reserve(&line->out, 0)) s->room = 0;
+static void mti_server_drop(mti_server *s, mti_connection *connection) {
+    mti_connection_close(connection);
+    if (!mti_bytes_reserve(&connection->out, 0)) s->room = 0;
     s->come--;
 }
 
 /* One round of mti_listener_serve. Returns 0 when the time is over. */
 static int mti_server_poll(mti_server *s, double end) {
-    mti_board *b = s->board;
+    mti_channel *b = s->channel;
     int n = 1, before = s->count, i, kept = 0;
     s->polled[0].fd = s->fd;
     for (i = 0; i < before; i++) s->polled[n++].fd = s->callers[i].fd;
-    for (i = 1; i < b->size; i++) s->polled[n++].fd = b->lines[i].fd;
+    for (i = 1; i < b->size; i++) s->polled[n++].fd = b->connections[i].fd;
     for (i = 0; i < n; i++) s->polled[i].events = POLLIN;
     if (!mti_listener_wait(s->polled, n, end)) return 0;
     for (i = 1; i < b->size; i++)
-        if (s->polled[before + i].revents) mti_server_drop(s, &b->lines[i]);
+        if (s->polled[before + i].revents) mti_server_drop(s, &b->connections[i]);
     for (i = 0; i < before; i++)
         if (s->polled[1 + i].revents) mti_server_hear(s, &s->callers[i]);
     for (i = 0; i < before; i++)
@@ -6238,20 +6246,20 @@ static int mti_server_poll(mti_server *s, double end) {
 }
 
 /* Accepts the other ranks, at most until `end`, and opens their connections. Returns 1 when all of them have come. */
-static int mti_listener_serve(int listener, const mti_listener *mine, mti_board *b, double end) {
+static int mti_listener_serve(int listener, const mti_listener *mine, mti_channel *b, double end) {
     mti_server s;
     int i, opened;
     memset(&s, 0, sizeof s);
     s.fd = listener;
     s.listener = mine;
-    s.board = b;
+    s.channel = b;
     s.come = 1;
     s.room = MTI_LISTENER_HOSTS * b->size + MTI_LISTENER_STRANGERS;
     s.callers = (mti_caller *)calloc((size_t)s.room, sizeof *s.callers);
     s.polled = (struct pollfd *)calloc((size_t)(s.room + b->size + 1), sizeof *s.polled);
     while (s.callers && s.polled && s.come < b->size && mti_server_poll(&s, end)) continue;
     opened = s.come == b->size && s.room > 0;
-    for (i = 1; i < b->size && opened; i++) mti_listener_say(b->lines[i].fd, MTI_MESSAGE_OPEN, 0, mine->token);
+    for (i = 1; i < b->size && opened; i++) mti_listener_say(b->connections[i].fd, MTI_MESSAGE_OPEN, 0, mine->token);
     for (i = 0; s.callers && i < s.count; i++) mti_caller_close(&s.callers[i]);
     free(s.callers);
     free(s.polled);
@@ -6260,28 +6268,28 @@ static int mti_listener_serve(int listener, const mti_listener *mine, mti_board 
 
 /* Connects the ranks of b. listener: this rank's socket, or -1; theirs: the listener of rank 0. Returns 1 when all are
    connected. The other ranks wait longer than rank 0, so that they learn what it has decided. */
-static int mti_board_connect(mti_board *b, int listener, const mti_listener *theirs, double timeout) {
-    double end = mti_now() + (timeout < MTI_BOARD_OPENING ? timeout : MTI_BOARD_OPENING);
+static int mti_channel_connect(mti_channel *b, int listener, const mti_listener *theirs, double timeout) {
+    double end = mti_now() + (timeout < MTI_CHANNEL_OPENING ? timeout : MTI_CHANNEL_OPENING);
     if (b->rank == 0) return listener >= 0 && mti_listener_serve(listener, theirs, b, end);
     if (!theirs->port) return 0;
-    b->lines[0].fd = mti_listener_connect(theirs, b->rank, b->size, end + MTI_BOARD_GRACE);
-    return b->lines[0].fd >= 0;
+    b->connections[0].fd = mti_listener_connect(theirs, b->rank, b->size, end + MTI_CHANNEL_GRACE);
+    return b->connections[0].fd >= 0;
 }
 
-/* Connects the ranks of comm, see mti_board_connect. Where a rank cannot connect, the calls are not compared on any
+/* Connects the ranks of comm, see mti_channel_connect. Where a rank cannot connect, the calls are not compared on any
    rank, with a warning. */
-static mt_status mti_board_open(mt_context *ctx, mt_comm *comm, int listener, const mti_listener *theirs) {
-    mti_board *b = mti_board_new(comm->rank, comm->size);
+static mt_status mti_channel_open(mt_context *ctx, mt_comm *comm, int listener, const mti_listener *theirs) {
+    mti_channel *b = mti_channel_new(comm->rank, comm->size);
     char text[160];
     int opened;
     if (!comm->group) comm->group = mti_group_new(comm->size, comm->nccl.timeout, 0);
     if (comm->group) comm->group->references = 1;
-    opened = b && comm->group && mti_board_connect(b, listener, theirs, comm->nccl.timeout);
+    opened = b && comm->group && mti_channel_connect(b, listener, theirs, comm->nccl.timeout);
     if (opened && mti_comparer_join(ctx, b)) {
-        comm->nccl.board = b;
+        comm->nccl.channel = b;
         return MT_SUCCESS;
     }
-    mti_board_free(b);
+    mti_channel_free(b);
     if (opened) return mti_refuse(ctx, comm, MT_ERR_SYSTEM, "no thread that compares the calls on \"%s\"", comm->name);
     snprintf(text, sizeof text,
              "the calls of the ranks of \"%s\" are not compared: not all of them could connect to rank 0 over TCP",
@@ -6365,7 +6373,7 @@ static void *mti_watchdog_run(void *argument) {
         double rest = w->calls != seen ? w->call.tick : MTI_WATCHDOG_SLEEP;
         double waited = w->inside ? mti_waited(&w->call) : 0,
                left = w->inside ? w->inside->nccl.timeout - waited : rest;
-        if (left < 0 || (w->inside && mti_board_is_decided(w->inside->nccl.board))) {
+        if (left < 0 || (w->inside && mti_channel_is_decided(w->inside->nccl.channel))) {
             ncclComm_t handle = w->inside->nccl.handle;
             w->inside = NULL;
             w->late = waited + 1e-9; /* more than 0 */
@@ -6472,7 +6480,7 @@ static void mti_nccl_say(mti_text *text, const mt_comm *comm) {
    which ends their kernels in the stream. */
 static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     comm->nccl.broken = status;
-    mti_board_fail(comm, status, text->data);
+    mti_channel_fail(comm, status, text->data);
     if (comm->nccl.home) mti_graphs_lose(comm->nccl.home); /* an abort waits for the graphs that use comm to end */
     if (comm->nccl.owned) {
         if (comm->nccl.handle) ncclCommAbort(comm->nccl.handle);
@@ -6522,18 +6530,18 @@ static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t resu
 }
 
 /* Returns MT_ERR_TIMEOUT, or the error of a result about a busy communicator, and writes its message. */
-static mt_status mti_nccl_ask_boards(mt_context *ctx, mti_text *text) {
+static mt_status mti_nccl_find_missing(mt_context *ctx, mti_text *text) {
     mt_status status = MT_SUCCESS;
     mt_comm *comm;
     for (comm = ctx->nccl; comm && status == MT_SUCCESS; comm = comm->nccl.next) {
         if (!comm->nccl.busy || comm->nccl.broken) continue;
-        mti_board_ask(comm);
-        status = mti_board_error(comm, text);
+        mti_channel_find_missing(comm);
+        status = mti_channel_error(comm, text);
     }
     return status == MT_SUCCESS ? MT_ERR_TIMEOUT : status;
 }
 
-/* Reports a timeout of the stream. Where no board knows who is missing, the message has the last call of every busy
+/* Reports a timeout of the stream. Where no channel knows who is missing, the message has the last call of every busy
    communicator, because NCCL does not say which call hangs. */
 static mt_status mti_nccl_late(mt_context *ctx, double waited) {
     mti_text text;
@@ -6541,7 +6549,7 @@ static mt_status mti_nccl_late(mt_context *ctx, double waited) {
     mt_status status;
     int said = 0;
     text.used = 0;
-    status = mti_nccl_ask_boards(ctx, &text);
+    status = mti_nccl_find_missing(ctx, &text);
     for (comm = ctx->nccl; comm && (said || !text.used); comm = comm->nccl.next) {
         if (!comm->nccl.busy) continue;
         if (said++) mti_say(&text, ", or ");
@@ -6556,8 +6564,8 @@ static mt_status mti_nccl_late(mt_context *ctx, double waited) {
 static mt_status mti_nccl_call_late(mt_context *ctx, mt_comm *comm, double waited) {
     mti_text text;
     mt_status status;
-    mti_board_ask(comm);
-    status = mti_board_error(comm, &text);
+    mti_channel_find_missing(comm);
+    status = mti_channel_error(comm, &text);
     if (status != MT_SUCCESS) return mti_nccl_give_up(ctx, comm, status, &text);
     text.used = 0;
     mti_nccl_say(&text, comm);
@@ -6568,7 +6576,7 @@ static mt_status mti_nccl_call_late(mt_context *ctx, mt_comm *comm, double waite
 /* Returns the error of a result about comm, and breaks all busy communicators; MT_SUCCESS: there is none. */
 static mt_status mti_nccl_obey(mt_context *ctx, mt_comm *comm) {
     mti_text text;
-    mt_status status = mti_board_error(comm, &text);
+    mt_status status = mti_channel_error(comm, &text);
     return status == MT_SUCCESS ? MT_SUCCESS : mti_nccl_give_up(ctx, comm, status, &text);
 }
 
@@ -6585,7 +6593,7 @@ static mt_status mti_nccl_poll(mt_context *ctx, mt_comm *comm, struct ncclComm *
         if (asked != ncclSuccess) result = asked;
         if (result != ncclInProgress) break;
         waited = mti_waited(&watch);
-        if (waited > comm->nccl.timeout || mti_board_is_decided(comm->nccl.board))
+        if (waited > comm->nccl.timeout || mti_channel_is_decided(comm->nccl.channel))
             return mti_nccl_call_late(ctx, comm, waited);
         mti_rest(waited, 1e-3);
     }
@@ -6602,7 +6610,7 @@ static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t re
 /* Runs an expression that calls NCCL on the handle of comm. */
 #define MTI_NCCL_RUN(ctx, comm, call) (mti_nccl_enter(comm), mti_nccl_settle(ctx, comm, call))
 
-/* Returns an error that NCCL, or the board, has found in a busy communicator after the call. */
+/* Returns an error that NCCL, or the channel, has found in a busy communicator after the call. */
 static mt_status mti_nccl_ask(mt_context *ctx) {
     mt_comm *comm;
     for (comm = ctx->nccl; comm; comm = comm->nccl.next) {
@@ -6755,13 +6763,14 @@ static void mti_nccl_unlink(mt_context *ctx, mt_comm *comm) {
 }
 
 static void mti_nccl_leave(mt_comm *comm, const char *reason) {
-    mti_board_tell(comm, MTI_MESSAGE_LEFT, NULL, reason); /* without memory, the others see that the connection ends */
+    mti_channel_append(comm, MTI_MESSAGE_LEFT, NULL,
+                       reason); /* without memory, the others see that the connection ends */
 }
 
 static void mti_nccl_destroy(mt_comm *comm) {
     mti_nccl *n = &comm->nccl;
     if (mti_is_forked(comm->process)) {
-        mti_board_abandon(comm);
+        mti_channel_abandon(comm);
         return;
     }
     if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
@@ -6771,7 +6780,7 @@ static void mti_nccl_destroy(mt_comm *comm) {
         mti_nccl_forget(n->home, comm, NULL);
         mti_nccl_unlink(n->home, comm);
     }
-    mti_board_close(comm);
+    mti_channel_close(comm);
     if (n->owned && n->handle && MTI_NCCL_RUN(NULL, comm, ncclCommFinalize(n->handle)) == MT_SUCCESS) {
         ncclCommDestroy(n->handle);
         n->handle = NULL; /* an error below must not abort it */
@@ -6936,7 +6945,7 @@ static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm) {
     return status;
 }
 
-/* Begins a call, and tells the board about it. */
+/* Begins a call, and tells the channel about it. */
 static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     if (comm->nccl.home != ctx)
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: \"%s\" (%d ranks, over NCCL) belongs to another context",
@@ -6946,7 +6955,7 @@ static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_c
             ctx, comm, MT_ERR_PEER, "%s on \"%s\" (%d ranks): rank %d calls after this communicator failed with %s",
             mti_call_name(call->kind), comm->name, comm->size, comm->rank, mt_status_name(comm->nccl.broken));
     MT_TRY(mt_cuda_enter(ctx));
-    mti_board_tell(comm, MTI_MESSAGE_CALL, call, NULL);
+    mti_channel_append(comm, MTI_MESSAGE_CALL, call, NULL);
     comm->nccl.last = *call;
     MT_TRY(mti_nccl_obey(ctx, comm));
     comm->nccl.number = ++ctx->nccl_calls;
@@ -6985,7 +6994,7 @@ static mt_status mti_nccl_same_version(mt_context *ctx, const mt_comm *comm, con
 }
 
 /* Gathers the members of all ranks in all [size], which holds this rank's member at the start. kind: MTI_SPLIT or
-   MTI_CREATE, for the board and for messages */
+   MTI_CREATE, for the channel and for messages */
 static mt_status mti_nccl_members(mt_context *ctx, mt_comm *comm, int kind, mti_member *all) {
     size_t mark = mt_arena_mark(ctx), bytes = sizeof *all, at = bytes * (size_t)comm->rank;
     mti_call call, named = mti_call_make(kind, NULL, NULL, 0, MT_U8);
@@ -7003,7 +7012,7 @@ static mt_status mti_nccl_members(mt_context *ctx, mt_comm *comm, int kind, mti_
 }
 
 /* Returns the size of rank r's new group, and rank r's rank in it. Size 0: rank r has a negative color. */
-static int mti_nccl_place(const mti_member *all, int ranks, int r, int *rank) {
+static int mti_nccl_member(const mti_member *all, int ranks, int r, int *rank) {
     int32_t color = all[r].color, key = all[r].key;
     int size = 0, other;
     *rank = 0;
@@ -7020,8 +7029,8 @@ static mt_status mti_nccl_connect(mt_context *ctx, mt_comm *comm, int color, con
                                   int listener) {
     int r = 0, rank;
     if (ctx->no_nccl_checks) return MT_SUCCESS;
-    while (r < ranks && (all[r].color != color || (mti_nccl_place(all, ranks, r, &rank), rank) != 0)) r++;
-    return mti_board_open(ctx, comm, listener, &all[r].listener);
+    while (r < ranks && (all[r].color != color || (mti_nccl_member(all, ranks, r, &rank), rank) != 0)) r++;
+    return mti_channel_open(ctx, comm, listener, &all[r].listener);
 }
 
 /* Splits the blocking handle of child, or nothing if child is NULL, from comm. Waits until both are ready. The handle
@@ -7041,8 +7050,8 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
                                  mt_comm **out) {
     mt_comm *child = NULL;
     mt_status status = MT_SUCCESS;
-    int rank, ignored, r = 0, size = mti_nccl_place(all, comm->size, comm->rank, &rank);
-    while (r < comm->size && mti_nccl_place(all, comm->size, r, &ignored) < 2) r++;
+    int rank, ignored, r = 0, size = mti_nccl_member(all, comm->size, comm->rank, &rank);
+    while (r < comm->size && mti_nccl_member(all, comm->size, r, &ignored) < 2) r++;
     if (size == 1) *out = mti_comm_new(&mti_alone, 0, 1, name);
     if (r == comm->size) return MT_SUCCESS;
     if (size > 1) child = mti_nccl_new(ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
@@ -7221,17 +7230,17 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
 
 /* What each rank tells the others when threads, or processes over MPI, create a communicator over NCCL. `status` and
    `id` are those of mt_nccl_unique_id; only rank 0 calls it. */
-typedef struct mti_place {
+typedef struct mti_peer {
     int device, ordinal;
     mt_status status;
     mt_nccl_id id;
-} mti_place;
+} mti_peer;
 
 /* Exchanges the places of all ranks. *first: the place of rank 0; *own_gpus: 1 when all contexts are on GPUs, and no
    two threads use the same GPU. Processes are not compared, because each may number the GPUs in its own way; NCCL
    detects a GPU that two of them use. */
-static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_place *mine, mti_place *first,
-                                 int *own_gpus) {
+static mt_status mti_gather_peers(mt_context *ctx, mt_comm *local, const mti_peer *mine, mti_peer *first,
+                                  int *own_gpus) {
     mti_call call;
     int r, other;
     memset(&call, 0, sizeof call);
@@ -7242,11 +7251,11 @@ static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_plac
     MT_TRY((local->transport->enter)(ctx, local, &call));
     *own_gpus = 1;
     for (r = 0; r < local->size; r++) {
-        const mti_place *p = (const mti_place *)mti_slot_of(local->group, r)->send;
+        const mti_peer *p = (const mti_peer *)mti_slot_of(local->group, r)->send;
         if (r == 0) *first = *p;
         if (p->device != (int)MT_DEVICE_CUDA) *own_gpus = 0;
         for (other = 0; other < r && local->transport->are_threads; other++)
-            if (((const mti_place *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
+            if (((const mti_peer *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
     }
     (local->transport->exit)(local);
     return MT_SUCCESS;
@@ -7254,14 +7263,14 @@ static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_plac
 
 /* For threads, and for processes over MPI. Leaves *out NULL when NCCL is not built, or own_gpus is 0. */
 static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
-    mti_place mine, first;
+    mti_peer mine, first;
     int own_gpus = 0;
     if (!MTI_NCCL) return MT_SUCCESS;
     memset(&mine, 0, sizeof mine);
     mine.device = (int)ctx->device;
     mine.ordinal = ctx->ordinal;
     if (world->rank == 0 && ctx->device == MT_DEVICE_CUDA) mine.status = mt_nccl_unique_id(ctx, &mine.id);
-    MT_TRY(mti_meet_places(ctx, world, &mine, &first, &own_gpus));
+    MT_TRY(mti_gather_peers(ctx, world, &mine, &first, &own_gpus));
     if (!own_gpus) return MT_SUCCESS;
     if (first.status != MT_SUCCESS)
         return world->rank == 0 ? first.status
@@ -7349,9 +7358,9 @@ static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, siz
    receives its piece from all other ranks, reduces it in the tree of threads.c, and for an all_reduce sends the result
    to all ranks. Point to point: both ranks send a header, then the data follow.
 
-   Notes are messages between ports that say at any time that a group has broken or a rank has left. No wait for a rank
-   blocks inside MPI: requests are tested until they are done, the timeout has expired, or a note says that they will
-   never be done. */
+   Notices are messages between ports that say at any time that a group has broken or a rank has left. No wait for a
+   rank blocks inside MPI: requests are tested until they are done, the timeout has expired, or a notice says that they
+   will never be done. */
 
 #if MTI_MPI
 /* Bytes of data behind a header: the message is smaller than 4 KiB, which MPI libraries send eagerly. */
@@ -7359,10 +7368,11 @@ static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, siz
 #define MTI_MPI_SCRATCH ((size_t)4 << 20)  /* bytes per group for received pieces; only used pages take memory */
 #define MTI_MPI_MESSAGE ((size_t)16 << 20) /* most bytes of one message: MPI counts bytes in an int */
 #define MTI_MPI_SOON 1e-3    /* seconds for which a wait polls without sleeping; it yields where ranks share cores */
-#define MTI_MPI_LISTEN 50e-6 /* seconds for which a wait polls only the requests of its call, and no notes */
+#define MTI_MPI_LISTEN 50e-6 /* seconds for which a wait polls only the requests of its call, and no notices */
 #define MTI_MPI_GRACE 2.0    /* seconds to wait for other ranks to close their ports when a group has broken */
 
-/* The kinds of messages: the low two bits of a tag. The bits above are the number of the group. Tag 0 is for notes. */
+/* The kinds of messages: the low two bits of a tag. The bits above are the number of the group. Tag 0 is for
+   notices. */
 #define MTI_MPI_MEET 0  /* header of a collective */
 #define MTI_MPI_OFFER 1 /* header from a sender to its receiver */
 #define MTI_MPI_ASK 2   /* header from a receiver to its sender */
@@ -7380,16 +7390,16 @@ typedef struct mti_mpi_message {
 
 #define MTI_MPI_HEADER offsetof(mti_mpi_message, data)
 
-/* The news of a note: a group has broken; a rank has left a group, or, with mti_mpi_note.everywhere, all its groups; a
-   rank closes its port. */
+/* The news of a notice: a group has broken; a rank has left a group, or, with mti_mpi_notice.everywhere, all its
+   groups; a rank closes its port. */
 typedef enum mti_mpi_news { MTI_MPI_BROKEN, MTI_MPI_LEFT, MTI_MPI_CLOSES } mti_mpi_news;
 
-typedef struct mti_mpi_note {
+typedef struct mti_mpi_notice {
     int news, group, rank, status; /* rank: in the group; in the port for `everywhere` and MTI_MPI_CLOSES */
     int everywhere;
     int keeps, broken; /* MTI_MPI_CLOSES: these fields of the sender's port */
     char text[MT_ERROR_BYTES + 64];
-} mti_mpi_note;
+} mti_mpi_notice;
 
 typedef struct mti_mpi_port {
     MPI_Comm comm;
@@ -7401,13 +7411,13 @@ typedef struct mti_mpi_port {
     int *status;            /* [size] the status with which each rank has closed its port, or MTI_MPI_OPEN */
     double timeout, waited; /* waited: seconds that mti_mpi_close has waited for the other ranks */
     /* groups: list of the groups in use; ended: list of destroyed groups whose memory MPI may still use, for instance
-       for their last notes */
+       for their last notices */
     struct mti_mpi *groups, *ended;
-    const char **left;     /* [size] why a rank has left all its groups; NULL: it has not left */
-    mti_mpi_note *reasons; /* [size] the notes whose text `left` points to */
-    mti_mpi_note *early;   /* notes on a new group whose split this rank has not finished */
+    const char **left;       /* [size] why a rank has left all its groups; NULL: it has not left */
+    mti_mpi_notice *reasons; /* [size] the notices whose text `left` points to */
+    mti_mpi_notice *early;   /* notices on a new group whose split this rank has not finished */
     int early_count;
-    mti_mpi_note inbox, closing;
+    mti_mpi_notice inbox, closing;
     MPI_Request inbox_request, *closing_requests;
     int32_t version, *versions; /* MT_VERSION_NUMBER of this rank, and of all [size] */
 } mti_mpi_port;
@@ -7436,8 +7446,9 @@ typedef struct mti_mpi {
        for, see mti_mpi_look_around */
     mti_mpi_message *asked, *other;
     char *scratch;
-    mti_mpi_note *reasons, notes[2]; /* reasons: [size] why each rank has left; notes: this rank's, by mti_mpi_news */
-    MPI_Request *note_requests;
+    mti_mpi_notice *reasons,
+        notices[2]; /* reasons: [size] why each rank has left; notices: this rank's, by mti_mpi_news */
+    MPI_Request *notice_requests;
 } mti_mpi;
 
 /* -- requests -- */
@@ -7510,7 +7521,7 @@ static int mti_mpi_test(mt_comm *comm) {
     return done > 0;
 }
 
-/* -- notes -- */
+/* -- notices -- */
 
 /* Marks a rank of a group as left. */
 static void mti_mpi_take_left(mti_mpi *m, int rank, const char *reason) {
@@ -7528,48 +7539,48 @@ static int mti_mpi_member(const mti_mpi *m, int world) {
 }
 
 /* Marks a rank of the port as left in all its groups. */
-static void mti_mpi_take_everywhere(mti_mpi_port *port, const mti_mpi_note *note) {
+static void mti_mpi_take_everywhere(mti_mpi_port *port, const mti_mpi_notice *notice) {
     mti_mpi *m;
-    if (port->left[note->rank]) return;
-    port->reasons[note->rank] = *note;
-    port->left[note->rank] = port->reasons[note->rank].text;
+    if (port->left[notice->rank]) return;
+    port->reasons[notice->rank] = *notice;
+    port->left[notice->rank] = port->reasons[notice->rank].text;
     for (m = port->groups; m; m = m->next)
-        if (mti_mpi_member(m, note->rank) >= 0)
-            mti_mpi_take_left(m, mti_mpi_member(m, note->rank), port->left[note->rank]);
+        if (mti_mpi_member(m, notice->rank) >= 0)
+            mti_mpi_take_left(m, mti_mpi_member(m, notice->rank), port->left[notice->rank]);
 }
 
-static void mti_mpi_take_broken(mti_mpi *m, const mti_mpi_note *note) {
+static void mti_mpi_take_broken(mti_mpi *m, const mti_mpi_notice *notice) {
     mti_text text;
     text.used = 0;
-    mti_say(&text, "%s", note->text);
-    mti_break(m->comm->group, (mt_status)note->status, &text, MTI_ANY);
+    mti_say(&text, "%s", notice->text);
+    mti_break(m->comm->group, (mt_status)notice->status, &text, MTI_ANY);
     m->port->broken = 1;
 }
 
-/* Keeps a note on a new group whose split this rank has not finished. Drops a note on a group that this rank has
+/* Keeps a notice on a new group whose split this rank has not finished. Drops a notice on a group that this rank has
    destroyed. */
-static void mti_mpi_take_early(mti_mpi_port *port, const mti_mpi_note *note) {
-    if (note->group >= port->next && port->early_count < 2 * port->size) port->early[port->early_count++] = *note;
+static void mti_mpi_take_early(mti_mpi_port *port, const mti_mpi_notice *notice) {
+    if (notice->group >= port->next && port->early_count < 2 * port->size) port->early[port->early_count++] = *notice;
 }
 
-/* Handles one note. */
-static void mti_mpi_take_note(mti_mpi_port *port, const mti_mpi_note *note) {
+/* Handles one notice. */
+static void mti_mpi_take_notice(mti_mpi_port *port, const mti_mpi_notice *notice) {
     mti_mpi *m = port->groups;
-    while (m && m->number != note->group) m = m->next;
-    if (note->news == MTI_MPI_CLOSES) {
-        port->status[note->rank] = note->status;
-        port->keeps |= note->keeps;
-        port->broken |= note->broken;
+    while (m && m->number != notice->group) m = m->next;
+    if (notice->news == MTI_MPI_CLOSES) {
+        port->status[notice->rank] = notice->status;
+        port->keeps |= notice->keeps;
+        port->broken |= notice->broken;
         port->closed++;
-    } else if (note->everywhere) {
-        mti_mpi_take_everywhere(port, note);
+    } else if (notice->everywhere) {
+        mti_mpi_take_everywhere(port, notice);
     } else if (!m) {
-        mti_mpi_take_early(port, note);
-    } else if (note->news == MTI_MPI_BROKEN) {
-        mti_mpi_take_broken(m, note);
-    } else if (!mti_slot_of(m->comm->group, note->rank)->left) {
-        m->reasons[note->rank] = *note;
-        mti_mpi_take_left(m, note->rank, m->reasons[note->rank].text);
+        mti_mpi_take_early(port, notice);
+    } else if (notice->news == MTI_MPI_BROKEN) {
+        mti_mpi_take_broken(m, notice);
+    } else if (!mti_slot_of(m->comm->group, notice->rank)->left) {
+        m->reasons[notice->rank] = *notice;
+        mti_mpi_take_left(m, notice->rank, m->reasons[notice->rank].text);
     }
 }
 
@@ -7578,37 +7589,37 @@ static int mti_mpi_open_inbox(mti_mpi_port *port) {
                      &port->inbox_request);
 }
 
-/* Receives and handles all notes that have arrived. */
+/* Receives and handles all notices that have arrived. */
 static void mti_mpi_listen(mti_mpi_port *port) {
     int came = 1;
     while (port->inbox_request != MPI_REQUEST_NULL) {
         if (MPI_Test(&port->inbox_request, &came, MPI_STATUS_IGNORE) != MPI_SUCCESS || !came) return;
-        mti_mpi_take_note(port, &port->inbox);
+        mti_mpi_take_notice(port, &port->inbox);
         if (mti_mpi_open_inbox(port) != MPI_SUCCESS) port->inbox_request = MPI_REQUEST_NULL;
     }
 }
 
-/* Sends a note to all other ranks of the group. Each kind of news is sent at most once, because MPI keeps using the
-   note's memory. */
-static void mti_mpi_tell(mt_comm *comm, mti_mpi_news news, mt_status status, const char *text, int everywhere) {
+/* Sends a notice to all other ranks of the group. Each kind of news is sent at most once, because MPI keeps using the
+   notice's memory. */
+static void mti_mpi_notify(mt_comm *comm, mti_mpi_news news, mt_status status, const char *text, int everywhere) {
     mti_mpi *m = comm->mpi;
-    mti_mpi_note *note = &m->notes[news];
+    mti_mpi_notice *notice = &m->notices[news];
     int r;
-    note->news = (int)news;
-    note->group = m->number;
-    note->rank = everywhere ? m->port->rank : comm->rank;
-    note->status = (int)status;
-    note->everywhere = everywhere;
-    snprintf(note->text, sizeof note->text, "%s", text);
+    notice->news = (int)news;
+    notice->group = m->number;
+    notice->rank = everywhere ? m->port->rank : comm->rank;
+    notice->status = (int)status;
+    notice->everywhere = everywhere;
+    snprintf(notice->text, sizeof notice->text, "%s", text);
     for (r = 0; r < comm->size; r++)
         if (r != comm->rank)
-            MPI_Isend(note, (int)sizeof *note, MPI_BYTE, m->world[r], 0, m->port->comm,
-                      &m->note_requests[(int)news * comm->size + r]);
+            MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, m->world[r], 0, m->port->comm,
+                      &m->notice_requests[(int)news * comm->size + r]);
 }
 
 static void mti_mpi_leave(mt_comm *comm, const char *reason) {
     if (!mti_mark_left(comm, reason)) return;
-    mti_mpi_tell(comm, MTI_MPI_LEFT, MT_SUCCESS, reason, comm->owner && comm->owner->world == comm);
+    mti_mpi_notify(comm, MTI_MPI_LEFT, MT_SUCCESS, reason, comm->owner && comm->owner->world == comm);
 }
 
 /* -- failing -- */
@@ -7630,7 +7641,7 @@ static void mti_mpi_abandon(mt_comm *comm) {
 static mt_status mti_mpi_fail(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     if (!mti_is_broken(comm->group)) {
         mti_break(comm->group, status, text, MTI_ANY);
-        mti_mpi_tell(comm, MTI_MPI_BROKEN, status, comm->group->text, 0);
+        mti_mpi_notify(comm, MTI_MPI_BROKEN, status, comm->group->text, 0);
     }
     comm->mpi->port->broken = 1;
     mti_mpi_abandon(comm);
@@ -7723,7 +7734,7 @@ static void mti_mpi_begin(mt_comm *comm) {
 }
 
 /* Returns MT_SUCCESS when a request has completed, or after a short pause, and an error when the call cannot complete.
-   A note that a rank has left or broken the group may overtake earlier messages of that rank. So the requests are
+   A notice that a rank has left or broken the group may overtake earlier messages of that rank. So the requests are
    tested once more before the call is given up. */
 static mt_status mti_mpi_step(mt_context *ctx, mt_comm *comm) {
     mti_mpi *m = comm->mpi;
@@ -8005,7 +8016,7 @@ static void mti_mpi_free(mti_mpi *m) {
     free(m->requests);
     free(m->about);
     free(m->reasons);
-    free(m->note_requests);
+    free(m->notice_requests);
     free(m->in);
     free(m->scratch);
     free(m);
@@ -8022,11 +8033,11 @@ static mti_mpi *mti_mpi_new(int size) {
     m->statuses = (MPI_Status *)calloc(requests, sizeof *m->statuses);
     m->requests = (MPI_Request *)calloc(requests, sizeof *m->requests);
     m->about = (mti_mpi_about *)calloc(requests, sizeof *m->about);
-    m->reasons = (mti_mpi_note *)calloc(n, sizeof *m->reasons);
-    m->note_requests = (MPI_Request *)calloc(2 * n, sizeof *m->note_requests);
+    m->reasons = (mti_mpi_notice *)calloc(n, sizeof *m->reasons);
+    m->notice_requests = (MPI_Request *)calloc(2 * n, sizeof *m->notice_requests);
     m->in = (mti_mpi_message *)mti_default_alloc(NULL, (n + 3) * sizeof *m->in, MT_ALIGNMENT);
     m->scratch = (char *)mti_default_alloc(NULL, MTI_MPI_SCRATCH, MT_ALIGNMENT);
-    if (!m->world || !m->indices || !m->statuses || !m->requests || !m->about || !m->reasons || !m->note_requests ||
+    if (!m->world || !m->indices || !m->statuses || !m->requests || !m->about || !m->reasons || !m->notice_requests ||
         !m->in || !m->scratch) {
         mti_mpi_free(m);
         return NULL;
@@ -8036,7 +8047,7 @@ static mti_mpi *mti_mpi_new(int size) {
     m->other = m->asked + 1;
     memset(m->out, 0, sizeof *m->out);
     for (i = 0; i < requests; i++) m->requests[i] = MPI_REQUEST_NULL;
-    for (i = 0; i < 2 * n; i++) m->note_requests[i] = MPI_REQUEST_NULL;
+    for (i = 0; i < 2 * n; i++) m->notice_requests[i] = MPI_REQUEST_NULL;
     m->size = size;
     return m;
 }
@@ -8087,8 +8098,8 @@ static mti_mpi_port *mti_mpi_port_new(int rank, int size, double timeout_s) {
     port->status = (int *)calloc(n, sizeof *port->status);
     port->versions = (int32_t *)calloc(n, sizeof *port->versions);
     port->left = (const char **)calloc(n, sizeof *port->left);
-    port->reasons = (mti_mpi_note *)calloc(n, sizeof *port->reasons);
-    port->early = (mti_mpi_note *)calloc(2 * n, sizeof *port->early);
+    port->reasons = (mti_mpi_notice *)calloc(n, sizeof *port->reasons);
+    port->early = (mti_mpi_notice *)calloc(2 * n, sizeof *port->early);
     port->closing_requests = (MPI_Request *)calloc(n, sizeof *port->closing_requests);
     if (!port->status || !port->versions || !port->left || !port->reasons || !port->early || !port->closing_requests) {
         mti_mpi_port_free(port);
@@ -8259,17 +8270,17 @@ static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out)
                           "mt_comm_split: %d groups so far, more than the tags of this MPI can tell apart", number);
     m->port->next = number + 1;
     if (color < 0) return MT_SUCCESS;
-    mti_split_place(comm, comm->rank, &rank, &size, &leader);
+    mti_split_member(comm, comm->rank, &rank, &size, &leader);
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
     *out = size == 1 ? mti_comm_new(&mti_alone, 0, 1, name) : mti_mpi_comm_new(m->port, rank, size, name, number);
     if (!*out || size == 1) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
     for (r = 0; r < comm->size; r++) {
         if (mti_slot_of(comm->group, r)->color != color) continue;
-        mti_split_place(comm, r, &at, &size, &leader);
+        mti_split_member(comm, r, &at, &size, &leader);
         (*out)->mpi->world[at] = m->world[r];
         if (m->port->left[m->world[r]]) mti_mpi_take_left((*out)->mpi, at, m->port->left[m->world[r]]);
     }
-    for (r = 0; r < m->port->early_count; r++) mti_mpi_take_note(m->port, &m->port->early[r]);
+    for (r = 0; r < m->port->early_count; r++) mti_mpi_take_notice(m->port, &m->port->early[r]);
     return MT_SUCCESS;
 }
 
@@ -8286,7 +8297,7 @@ static int mti_mpi_all_done(MPI_Request *requests, int count) {
 static void mti_mpi_reap(mti_mpi_port *port) {
     struct mti_mpi **at = &port->ended, *m;
     while ((m = *at) != NULL) {
-        if (!mti_mpi_all_done(m->requests, m->count) || !mti_mpi_all_done(m->note_requests, 2 * m->size)) {
+        if (!mti_mpi_all_done(m->requests, m->count) || !mti_mpi_all_done(m->notice_requests, 2 * m->size)) {
             at = &m->next;
             continue;
         }
@@ -8300,16 +8311,17 @@ static void mti_mpi_reap(mti_mpi_port *port) {
 static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
     double limit = port->broken ? MTI_MPI_GRACE : port->timeout;
     mti_stopwatch watch = mti_stopwatch_start(limit);
-    mti_mpi_note *note = &port->closing;
+    mti_mpi_notice *notice = &port->closing;
     int r;
-    note->news = MTI_MPI_CLOSES;
-    note->rank = port->rank;
-    note->status = port->status[port->rank] = (int)status;
-    note->keeps = port->keeps;
-    note->broken = port->broken;
+    notice->news = MTI_MPI_CLOSES;
+    notice->rank = port->rank;
+    notice->status = port->status[port->rank] = (int)status;
+    notice->keeps = port->keeps;
+    notice->broken = port->broken;
     port->closed++;
     for (r = 0; r < port->size; r++)
-        if (r != port->rank) MPI_Isend(note, (int)sizeof *note, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
+        if (r != port->rank)
+            MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
     while (port->waited < limit) {
         mti_mpi_listen(port);
         mti_mpi_reap(port);
@@ -8356,23 +8368,23 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
 
 /* ---- the ranks compare their settings (src/comm/compare.c) ------------------------------------------------------- */
 
-#define MTI_TOLD_CHUNK ((size_t)1024)
+#define MTI_COMPARED_CHUNK ((size_t)1024)
 
 /* What each rank sends to all others: a hash of its settings, and its group. */
-typedef struct mti_told {
+typedef struct mti_compared {
     uint64_t hash;
     int64_t group;
-} mti_told;
+} mti_compared;
 
 /* The settings of a rank in one block of memory: name, NUL, value, NUL, ... */
-typedef struct mti_told_text {
+typedef struct mti_compared_text {
     char *data;
     uint64_t bytes;
-} mti_told_text;
+} mti_compared_text;
 
 /* Returns data == NULL when out of memory. */
-static mti_told_text mti_told_write(const mt_setting *settings, int count) {
-    mti_told_text t;
+static mti_compared_text mti_compared_write(const mt_setting *settings, int count) {
+    mti_compared_text t;
     size_t n;
     int i, value;
     t.bytes = 0;
@@ -8389,14 +8401,14 @@ static mti_told_text mti_told_write(const mt_setting *settings, int count) {
 }
 
 /* FNV-1a. */
-static uint64_t mti_told_hash(const mti_told_text *t) {
+static uint64_t mti_compared_hash(const mti_compared_text *t) {
     uint64_t h = 14695981039346656037u, i;
     for (i = 0; i < t->bytes; i++) h = (h ^ (uint64_t)(unsigned char)t->data[i]) * 1099511628211u;
     return h;
 }
 
 /* Returns the string at offset *at, and advances *at to the next one; NULL at the end. */
-static const char *mti_told_next(const mti_told_text *t, uint64_t *at) {
+static const char *mti_compared_next(const mti_compared_text *t, uint64_t *at) {
     const char *s = t->data + *at;
     if (*at >= t->bytes) return NULL;
     *at += strlen(s) + 1;
@@ -8423,38 +8435,39 @@ static void mti_space_end(mt_context *ctx, void *space, size_t bytes) {
 }
 
 /* Copies from the device to the host, after the earlier collectives are done. */
-static mt_status mti_told_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
+static mt_status mti_compared_fetch(mt_context *ctx, void *to, const void *from, size_t bytes) {
     MT_TRY(mti_synchronize(ctx)); /* a copy to pageable memory would wait without a timeout */
     MT_TRY(mti_bytes_copy(ctx, to, from, bytes));
     return mti_synchronize(ctx);
 }
 
-/* Broadcasts `bytes` of host memory from rank `root`, through `space` [MTI_TOLD_CHUNK] on the device. */
-static mt_status mti_told_broadcast(mt_context *ctx, mt_comm *comm, int root, void *data, uint64_t bytes, void *space) {
+/* Broadcasts `bytes` of host memory from rank `root`, through `space` [MTI_COMPARED_CHUNK] on the device. */
+static mt_status mti_compared_broadcast(mt_context *ctx, mt_comm *comm, int root, void *data, uint64_t bytes,
+                                        void *space) {
     uint64_t at, n;
     for (at = 0; at < bytes; at += n) {
-        n = bytes - at < MTI_TOLD_CHUNK ? bytes - at : MTI_TOLD_CHUNK;
+        n = bytes - at < MTI_COMPARED_CHUNK ? bytes - at : MTI_COMPARED_CHUNK;
         if (comm->rank == root) MT_TRY(mti_bytes_copy(ctx, space, (char *)data + at, (size_t)n));
         MT_TRY(mt_broadcast(ctx, comm, space, space, (size_t)n, MT_U8, root));
-        MT_TRY(mti_told_fetch(ctx, (char *)data + at, space, (size_t)n));
+        MT_TRY(mti_compared_fetch(ctx, (char *)data + at, space, (size_t)n));
     }
     return MT_SUCCESS;
 }
 
 /* Broadcasts the settings of rank `root` to *out, which is empty before. The caller frees out->data. */
-static mt_status mti_told_share(mt_context *ctx, mt_comm *comm, int root, const mti_told_text *mine, void *space,
-                                mti_told_text *out) {
+static mt_status mti_compared_share(mt_context *ctx, mt_comm *comm, int root, const mti_compared_text *mine,
+                                    void *space, mti_compared_text *out) {
     out->bytes = mine->bytes;
-    MT_TRY(mti_told_broadcast(ctx, comm, root, &out->bytes, sizeof out->bytes, space));
+    MT_TRY(mti_compared_broadcast(ctx, comm, root, &out->bytes, sizeof out->bytes, space));
     out->data = (char *)mt_host_alloc((size_t)out->bytes + 1); /* + 1: a NUL at the end */
     if (!out->data) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "no memory for what rank %d has told", root);
     if (comm->rank == root) memcpy(out->data, mine->data, (size_t)mine->bytes);
-    return mti_told_broadcast(ctx, comm, root, out->data, out->bytes, space);
+    return mti_compared_broadcast(ctx, comm, root, out->data, out->bytes, space);
 }
 
 /* Finds two ranks of one group with different settings: *a is the lowest rank of the group, and *b the next rank after
    *b that differs from it, and from all ranks that were found before. Returns 0 when there is none. */
-static int mti_told_differ(const mti_told *all, int size, int *a, int *b) {
+static int mti_compared_differ(const mti_compared *all, int size, int *a, int *b) {
     int same;
     while (++*b < size) {
         for (*a = 0; all[*a].group != all[*b].group; ++*a) continue;
@@ -8465,7 +8478,7 @@ static int mti_told_differ(const mti_told *all, int size, int *a, int *b) {
 }
 
 /* Writes " on ranks 0, 2 and 3 more": the ranks of the group with the same settings as rank `like`. */
-static void mti_say_alike_told(mti_text *text, const mti_told *all, int size, int like) {
+static void mti_say_ranks_alike(mti_text *text, const mti_compared *all, int size, int like) {
     int r, alike = 0, said = 0;
     for (r = 0; r < size; r++) alike += all[r].group == all[like].group && all[r].hash == all[like].hash;
     mti_say(text, alike > 1 ? " on ranks " : " on rank ");
@@ -8483,16 +8496,16 @@ static void mti_say_setting(mti_text *text, const char *name, const char *value,
 }
 
 /* Writes the first difference between the settings x of rank a and y of rank b. */
-static int mti_say_told(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b, const mti_told_text *x,
-                        const mti_told_text *y) {
+static int mti_say_settings(mti_text *text, const mti_compared *all, const mt_comm *comm, int a, int b,
+                            const mti_compared_text *x, const mti_compared_text *y) {
     const char *name, *other, *value = "", *second = "";
     uint64_t i = 0, j = 0;
     size_t same = 0;
     do {
-        name = mti_told_next(x, &i);
-        other = mti_told_next(y, &j);
-        if (name) value = mti_told_next(x, &i);
-        if (other) second = mti_told_next(y, &j);
+        name = mti_compared_next(x, &i);
+        other = mti_compared_next(y, &j);
+        if (name) value = mti_compared_next(x, &i);
+        if (other) second = mti_compared_next(y, &j);
     } while (name && other && strcmp(name, other) == 0 && strcmp(value, second) == 0);
     if (name && other && strcmp(name, other) == 0) {
         mti_say(text, "%.100s is ", name);
@@ -8500,22 +8513,22 @@ static int mti_say_told(mti_text *text, const mti_told *all, const mt_comm *comm
         while (value[same] && value[same] == second[same]) same++;
     }
     mti_say_setting(text, name, value, same);
-    mti_say_alike_told(text, all, comm->size, a);
+    mti_say_ranks_alike(text, all, comm->size, a);
     mti_say(text, ", but ");
     mti_say_setting(text, other, second, same);
-    mti_say_alike_told(text, all, comm->size, b);
+    mti_say_ranks_alike(text, all, comm->size, b);
     mti_say(text, " of \"%s\" (%d ranks)", comm->name, comm->size);
     return 1;
 }
 
 /* What a comparison is about. `write` makes the text that describes this rank; it is called when the hashes of two
    ranks differ. `say` writes the first difference of two texts, and returns 0 when there is none. */
-typedef struct mti_telling {
+typedef struct mti_comparison {
     const void *user;
-    mti_told_text (*write)(const void *user);
-    int (*say)(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b, const mti_told_text *x,
-               const mti_told_text *y);
-} mti_telling;
+    mti_compared_text (*write)(const void *user);
+    int (*say)(mti_text *text, const mti_compared *all, const mt_comm *comm, int a, int b, const mti_compared_text *x,
+               const mti_compared_text *y);
+} mti_comparison;
 
 /* Gathers `bytes` bytes of each rank into all [ranks, bytes], through `space` of the same size. */
 static mt_status mti_space_gather(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all,
@@ -8524,7 +8537,7 @@ static mt_status mti_space_gather(mt_context *ctx, mt_comm *comm, const void *mi
     MT_TRY(mti_synchronize(ctx)); /* a copy from pageable memory would wait without a timeout */
     MT_TRY(mti_bytes_copy(ctx, place, mine, bytes));
     MT_TRY(mt_all_gather(ctx, comm, place, space, bytes, MT_U8));
-    return mti_told_fetch(ctx, all, space, (size_t)comm->size * bytes);
+    return mti_compared_fetch(ctx, all, space, (size_t)comm->size * bytes);
 }
 
 MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void *mine, size_t bytes, void *all) {
@@ -8545,45 +8558,45 @@ MT_API mt_status mt_comm_gather_host(mt_context *ctx, mt_comm *comm, const void 
 }
 
 /* Compares all ranks. all: [size], this rank's entry is filled in; space: of mti_space_begin */
-static mt_status mti_compare_told(mt_context *ctx, mt_comm *comm, const char *what, const mti_telling *telling,
-                                  mti_told *all, void *space) {
-    mti_told own = all[comm->rank];
-    mti_told_text mine, x, y;
+static mt_status mti_compare_texts(mt_context *ctx, mt_comm *comm, const char *what, const mti_comparison *comparison,
+                                   mti_compared *all, void *space) {
+    mti_compared own = all[comm->rank];
+    mti_compared_text mine, x, y;
     mti_text text;
     mt_status status;
     int a, b = 0;
     MT_TRY(mti_space_gather(ctx, comm, &own, sizeof own, all, space));
-    if (!mti_told_differ(all, comm->size, &a, &b)) return MT_SUCCESS;
-    mine = (telling->write)(telling->user);
+    if (!mti_compared_differ(all, comm->size, &a, &b)) return MT_SUCCESS;
+    mine = (comparison->write)(comparison->user);
     if (!mine.data) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "%s: no memory for a comparison of ranks", what);
     do {
         text.used = 0;
         mti_say(&text, "%.100s: ", what);
         x.data = y.data = NULL;
-        status = mti_told_share(ctx, comm, a, &mine, space, &x);
-        if (status == MT_SUCCESS) status = mti_told_share(ctx, comm, b, &mine, space, &y);
-        if (status == MT_SUCCESS && (telling->say)(&text, all, comm, a, b, &x, &y))
+        status = mti_compared_share(ctx, comm, a, &mine, space, &x);
+        if (status == MT_SUCCESS) status = mti_compared_share(ctx, comm, b, &mine, space, &y);
+        if (status == MT_SUCCESS && (comparison->say)(&text, all, comm, a, b, &x, &y))
             status = mti_refuse(ctx, comm, MT_ERR_MISMATCH, "%s", text.data);
         mt_host_free(x.data);
         mt_host_free(y.data);
-    } while (status == MT_SUCCESS && mti_told_differ(all, comm->size, &a, &b));
+    } while (status == MT_SUCCESS && mti_compared_differ(all, comm->size, &a, &b));
     mt_host_free(mine.data);
     return status;
 }
 
 /* Compares all ranks by a hash, and says what differs. */
-static mt_status mti_compare_ranks(mt_context *ctx, mt_comm *comm, const char *what, mti_told told,
-                                   const mti_telling *telling) {
+static mt_status mti_compare_ranks(mt_context *ctx, mt_comm *comm, const char *what, mti_compared told,
+                                   const mti_comparison *comparison) {
     size_t bytes =
-        (size_t)comm->size * sizeof told > MTI_TOLD_CHUNK ? (size_t)comm->size * sizeof told : MTI_TOLD_CHUNK;
-    mti_told *all = (mti_told *)mt_host_alloc((size_t)comm->size * sizeof *all);
+        (size_t)comm->size * sizeof told > MTI_COMPARED_CHUNK ? (size_t)comm->size * sizeof told : MTI_COMPARED_CHUNK;
+    mti_compared *all = (mti_compared *)mt_host_alloc((size_t)comm->size * sizeof *all);
     void *space = NULL;
     mt_status status =
         all ? mti_space_begin(ctx, bytes, &space)
             : mti_refuse(ctx, comm, MT_ERR_MEMORY, "%s: no memory for a comparison of %d ranks", what, comm->size);
     if (status == MT_SUCCESS) {
         all[comm->rank] = told;
-        status = mti_compare_told(ctx, comm, what, telling, all, space);
+        status = mti_compare_texts(ctx, comm, what, comparison, all, space);
     }
     mti_space_end(ctx, space, bytes);
     mt_host_free(all);
@@ -8591,39 +8604,39 @@ static mt_status mti_compare_ranks(mt_context *ctx, mt_comm *comm, const char *w
 }
 
 /* The settings that a rank passes to mt_comm_compare. */
-typedef struct mti_settings {
+typedef struct mti_setting_list {
     const mt_setting *list;
     int count;
-} mti_settings;
+} mti_setting_list;
 
-static mti_told_text mti_settings_write(const void *user) {
-    const mti_settings *s = (const mti_settings *)user;
-    return mti_told_write(s->list, s->count);
+static mti_compared_text mti_settings_write(const void *user) {
+    const mti_setting_list *s = (const mti_setting_list *)user;
+    return mti_compared_write(s->list, s->count);
 }
 
 MT_API mt_status mt_comm_compare(mt_context *ctx, mt_comm *comm, const char *what, int group,
                                  const mt_setting *settings, int count) {
-    mti_settings mine;
-    mti_telling telling;
-    mti_told_text text;
-    mti_told told;
+    mti_setting_list mine;
+    mti_comparison comparison;
+    mti_compared_text text;
+    mti_compared told;
     int i, bad = !what || count < 0 || (count > 0 && !settings);
     if (!ctx || !comm)
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_comm_compare: %s is NULL", ctx ? "comm" : "ctx");
     for (i = 0; !bad && i < count; i++) bad = !settings[i].name || !settings[i].value;
     if (bad) return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_comm_compare: count is %d, or something is NULL", count);
     if (!comm->transport->has_peers) return MT_SUCCESS;
-    text = mti_told_write(settings, count);
+    text = mti_compared_write(settings, count);
     if (!text.data) return mti_refuse(ctx, comm, MT_ERR_MEMORY, "mt_comm_compare: no memory for %d settings", count);
-    told.hash = mti_told_hash(&text);
+    told.hash = mti_compared_hash(&text);
     told.group = group;
     mt_host_free(text.data);
     mine.list = settings;
     mine.count = count;
-    telling.user = &mine;
-    telling.write = mti_settings_write;
-    telling.say = mti_say_told;
-    return mti_compare_ranks(ctx, comm, what, told, &telling);
+    comparison.user = &mine;
+    comparison.write = mti_settings_write;
+    comparison.say = mti_say_settings;
+    return mti_compare_ranks(ctx, comm, what, told, &comparison);
 }
 
 MT_API void mt_decimal_point(char *text) {
@@ -10300,7 +10313,7 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
     ctx->checker->user = user;
 }
 
-static void mti_tell(mt_context *ctx, const char *where, const char *with, const mt_operand *operands, int count) {
+static void mti_notify(mt_context *ctx, const char *where, const char *with, const mt_operand *operands, int count) {
     const mti_checker *c = ctx->checker;
     if (c->listener) c->listener(ctx, c->user, where, with, operands, count);
 }
@@ -10590,7 +10603,7 @@ static mti_placed *mti_written_add(mti_checker *c, mti_extent e) {
 }
 
 /* Whether the sets of a view say something about it. */
-static int mti_sets_tell(const mti_checker *c, const unsigned char *may) {
+static int mti_sets_are_known(const mti_checker *c, const unsigned char *may) {
     int g;
     for (g = 0; g < c->count; g++)
         if (may[g] != MTI_ALL_PLACEMENTS) return 1;
@@ -10622,7 +10635,7 @@ static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned
         if (zero) p->used = 0, p->zeroed = c->written.newest;
     } else {
         mti_placed_forget(&c->meant, e, 1);
-        if (!mti_is_watched(ctx, e) && !(c->tracks && mti_sets_tell(c, may))) return MT_SUCCESS;
+        if (!mti_is_watched(ctx, e) && !(c->tracks && mti_sets_are_known(c, may))) return MT_SUCCESS;
         MT_TRY(mti_watch_extent(ctx, e, 0));
         p = mti_placed_older(&c->written, e, UINT64_MAX);
         lost = p ? mti_lost_before(p, e, by, with) : 0;
@@ -10646,7 +10659,7 @@ static void mti_columns_note(mti_checker *c, mt_tensor t) {
 }
 
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
-    mti_tell_forgotten(ctx, data, bytes, 1);
+    mti_notify_forgotten(ctx, data, bytes, 1);
     if (!ctx || !ctx->checker || !bytes) return;
     mti_forget(ctx, data, bytes);
     mti_placed_forget(&ctx->checker->memory, mti_extent_of_bytes(data, bytes), 1);
@@ -11800,7 +11813,7 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     for (i = 0; mt_check_mode(ctx) == 2 && i < r.count; i++) MT_TRY(mti_operand_note(ctx, &r, i, results));
     for (i = 0; i < r.count; i++) MT_TRY(mti_result_note(ctx, &r, i, results));
     if (mt_check_mode(ctx) == 2) mti_replaced_note(c, &r);
-    mti_tell(ctx, where, r.with, operands, count);
+    mti_notify(ctx, where, r.with, operands, count);
     return MT_SUCCESS;
 }
 
@@ -12050,7 +12063,7 @@ static mt_status mti_moved(mt_context *ctx, const char *where, mt_tensor x, mt_t
 }
 
 /* Tells the listener of communication from x, the operand of the ruling, to y, which may be x or have no elements. */
-static void mti_tell_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
+static void mti_notify_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
     const mti_placed *p = r->operands[0].known.parameter;
     mt_operand told[2];
     int in_place;
@@ -12060,7 +12073,7 @@ static void mti_tell_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
     told[1].use = 2;
     in_place = y.data == told[0].t.data && y.rows == told[0].t.rows && y.cols == told[0].t.cols;
     if (in_place) told[0].use = 3;
-    mti_tell(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y) ? 1 : 2);
+    mti_notify(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y) ? 1 : 2);
 }
 
 /* Refuses a sum over a group over which nothing is known about x, when x is a sum over groups of other ranks. */
@@ -12106,7 +12119,7 @@ static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char
     memcpy(may, r.operands[0].known.may, sizeof may);
     may[g] = (unsigned char)mti_letter_set(becomes);
     if (mti_has_elements(y)) MT_TRY(mti_move_note(ctx, &r.operands[0].known, x, y, may, 0, where));
-    mti_tell_move(ctx, &r, y);
+    mti_notify_move(ctx, &r, y);
     return MT_SUCCESS;
 }
 
@@ -12196,7 +12209,7 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     MT_TRY(mti_placement_note(ctx, operand.t, may, 0, "mt_broadcast", is_root ? r.operands[0].known.with : NULL));
     operand.name = "recvbuf";
     operand.use = 2;
-    mti_tell(ctx, "mt_broadcast", NULL, &operand, 1);
+    mti_notify(ctx, "mt_broadcast", NULL, &operand, 1);
     return MT_SUCCESS;
 }
 
@@ -12235,7 +12248,7 @@ static mt_status mti_world_sum(mt_context *ctx, const mti_ruling *r, mt_tensor y
         if (!ctx->checker->axes[g].only_group) MT_TRY(mti_rule_axis(ctx, r, g, results));
     memset(may, 1 << MT_REPLICATED, sizeof may);
     MT_TRY(mti_move_note(ctx, &r->operands[0].known, r->operands[0].operand->t, y, may, 0, r->where));
-    mti_tell_move(ctx, r, y);
+    mti_notify_move(ctx, r, y);
     return MT_SUCCESS;
 }
 
@@ -12566,7 +12579,7 @@ static int mti_varies(mt_tensor t) {
 
 /* Whether ids tell ranks apart: there are more than two different ones, which may be the same in each sequence. tokens:
    1 also wants that they are not positions, which count up from the first one. */
-static int mti_ids_tell(mt_tensor t, int tokens) {
+static int mti_ids_differ(mt_tensor t, int tokens) {
     int32_t low = 0, high = 0, first = 0, id;
     int64_t i, last = 0, others = 0, steps = !tokens, n = t.rows * t.cols;
     for (i = 0; i < n; i++) {
@@ -12669,7 +12682,7 @@ static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const
     if (known->may[g] != 1 << MT_SPLIT_ROWS && known->may[g] != 1 << MT_SPLIT_COLS) return MT_SUCCESS;
     if (ctx->checker->axes[g].only_group) return MT_SUCCESS;
     if (!is_ids && !(known->by && strcmp(known->by, "mt_declare") == 0)) return MT_SUCCESS;
-    if (is_ids && ctx->device == MT_DEVICE_CPU && !mti_ids_tell(o->t, is_data)) return MT_SUCCESS;
+    if (is_ids && ctx->device == MT_DEVICE_CPU && !mti_ids_differ(o->t, is_data)) return MT_SUCCESS;
     if (is_ids && is_data && ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
     e.where = where;
@@ -13105,9 +13118,9 @@ static const char *mti_say_differs(char a, char b) {
 
 /* Returns the text of a list: for each entry its name, NUL, the collectives before, the hash, what the hash is of, n
    for a note and r for what a call reads, who wrote it, NUL. */
-static mti_told_text mti_replicas_write(const void *user) {
+static mti_compared_text mti_replicas_write(const void *user) {
     const mti_replica_list *l = (const mti_replica_list *)user;
-    mti_told_text t;
+    mti_compared_text t;
     size_t i;
     t.bytes = 0;
     t.data = (char *)mt_host_alloc(l->count * MTI_REPLICA_TEXT + 1);
@@ -13136,20 +13149,20 @@ typedef struct mti_replica_text {
 } mti_replica_text;
 
 /* Returns the next entry that is a note, or that is none. */
-static mti_replica_text mti_replica_next(const mti_told_text *t, uint64_t from, int is_note) {
+static mti_replica_text mti_replica_next(const mti_compared_text *t, uint64_t from, int is_note) {
     mti_replica_text e;
     e.end = from;
     do {
-        e.name = mti_told_next(t, &e.end);
-        e.value = mti_told_next(t, &e.end);
+        e.name = mti_compared_next(t, &e.end);
+        e.value = mti_compared_next(t, &e.end);
     } while (e.value && (e.value[2 * MTI_REPLICA_DIGITS + 1] == 'n') != is_note);
     return e;
 }
 
 /* Finds the first note, or the first entry that is none, that has another hash in list y than in list x. Entries are
    compared when the same calls lie between the last collective and them. */
-static int mti_replica_differs(const mti_told_text *x, const mti_told_text *y, int is_note, mti_replica_text *in_x,
-                               mti_replica_text *in_y) {
+static int mti_replica_differs(const mti_compared_text *x, const mti_compared_text *y, int is_note,
+                               mti_replica_text *in_x, mti_replica_text *in_y) {
     mti_replica_text a = mti_replica_next(x, 0, is_note), b = mti_replica_next(y, 0, is_note);
     char skip[MTI_REPLICA_DIGITS + 1] = ""; /* the collectives after which the ranks have made different calls */
     while (a.value && b.value) {
@@ -13167,8 +13180,8 @@ static int mti_replica_differs(const mti_told_text *x, const mti_told_text *y, i
 }
 
 /* Writes the first entry that has other values on rank b than on rank a. */
-static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b,
-                           const mti_told_text *x, const mti_told_text *y) {
+static int mti_say_replica(mti_text *text, const mti_compared *all, const mt_comm *comm, int a, int b,
+                           const mti_compared_text *x, const mti_compared_text *y) {
     mti_replica_text in_x, in_y, note, other;
     int found = mti_replica_differs(x, y, 0, &in_x, &in_y), noted = mti_replica_differs(x, y, 1, &note, &other);
     (void)all;
@@ -13193,19 +13206,19 @@ static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *c
 /* Compares the list of a group, and forgets it. */
 static mt_status mti_replicas_compare(mt_context *ctx, mt_comm *comm, const char *where, mti_replica_list *l) {
     mt_ledger ledger = comm->ledger;
-    mti_telling telling;
-    mti_told told;
+    mti_comparison comparison;
+    mti_compared told;
     mt_status status;
     size_t i;
     MT_TRY(mti_replicas_fetch(ctx));
     told.hash = 0;
     told.group = 0;
     for (i = 0; i < l->count; i++) told.hash = mt_hash_word(told.hash + l->list[i].hash, (uint32_t)l->list[i].moves);
-    telling.user = l;
-    telling.write = mti_replicas_write;
-    telling.say = mti_say_replica;
+    comparison.user = l;
+    comparison.write = mti_replicas_write;
+    comparison.say = mti_say_replica;
     mt_check_pause(ctx);
-    status = comm->transport->has_peers ? mti_compare_ranks(ctx, comm, where, told, &telling) : MT_SUCCESS;
+    status = comm->transport->has_peers ? mti_compare_ranks(ctx, comm, where, told, &comparison) : MT_SUCCESS;
     comm->ledger = ledger; /* that of the program alone */
     l->count = 0;
     l->moves = 0;

@@ -2200,7 +2200,7 @@ static const char *const mti_kind_names[] = {"values", "grads", "exp_avg", "exp_
    and the sums over groups are ranges of places. Memory that the registry or the optimizer has allocated has the places
    in their order. */
 typedef struct mti_home {
-    int64_t place;          /* of the first element */
+    int64_t offset;         /* of the first element */
     void *bound[MTI_KINDS]; /* memory of the caller (mt_params_bind); NULL: of the registry or the optimizer */
     const void *value, *grad, *lookup; /* value.data, grad.data and lookup_grad.data, as the registry has set them */
 } mti_home;
@@ -2854,7 +2854,7 @@ static void mti_params_cut(mt_params *params, int64_t *elements) {
     b->size = mt_round_up(mt_max(mt_min(size, *elements), 1), unit);
 }
 
-/* Gives every parameter its place. Parameters whose gradients are summed over the tensor group as a whole come first,
+/* Gives every parameter its offset. Parameters whose gradients are summed over the tensor group as a whole come first,
    in one piece. Those whose gradients are summed over the embedding group, or which have copies, follow, and then all
    others. */
 static void mti_params_order(mt_params *params) {
@@ -2865,7 +2865,7 @@ static void mti_params_order(mt_params *params) {
             const mt_param *p = params->list[i];
             int before = p->desc.shared_embedding || p->desc.copies > 1;
             if ((p->desc.sequence_partial ? 0 : before ? 1 : 2) != pass) continue;
-            mti_home_of(p)->place = at;
+            mti_home_of(p)->offset = at;
             at += mti_param_slot(p);
         }
         if (pass == 0) params->partial = at;
@@ -2873,13 +2873,13 @@ static void mti_params_order(mt_params *params) {
     }
 }
 
-/* Returns the first place, lo, of the bucket [lo, hi). Backward runs through the layers from the last to the first, and
-   so through the places from their end. Buckets are therefore cut from the end. They cut through parameters, so that
-   all ranks have equal shares of a bucket. */
+/* Returns the first element, lo, of the bucket [lo, hi). Backward runs through the layers from the last to the first,
+   and so through the places from their end. Buckets are therefore cut from the end. They cut through parameters, so
+   that all ranks have equal shares of a bucket. */
 static int64_t mti_bucket_low(const mt_params *params, int64_t hi) { return mt_max(hi - params->buckets.size, 0); }
 
-/* Returns where the places [lo, hi) are in one piece of memory, without a gap, or NULL. */
-static void *mti_places_find(const mt_params *params, int kind, int64_t lo, int64_t hi) {
+/* Returns where the elements [lo, hi) are in one piece of memory, without a gap, or NULL. */
+static void *mti_span_find(const mt_params *params, int kind, int64_t lo, int64_t hi) {
     int64_t size = kind == MTI_IN_VALUES ? (int64_t)mt_dtype_size(params->dtype) : (int64_t)sizeof(float), found = 0;
     char *own = kind == MTI_IN_VALUES ? (char *)params->values : (char *)params->grads;
     uintptr_t begin = 0;
@@ -2887,9 +2887,9 @@ static void *mti_places_find(const mt_params *params, int kind, int64_t lo, int6
     if (own) return own + lo * size;
     for (i = 0; i < params->count; i++) {
         const mt_param *p = params->list[i];
-        int64_t place = mti_home_of(p)->place, n = p->value.rows * p->value.cols;
-        int64_t overlap = mt_min(hi, place + n) - mt_max(lo, place);
-        uintptr_t at = (uintptr_t)mti_home_of(p)->bound[kind] - (uintptr_t)((place - lo) * size);
+        int64_t offset = mti_home_of(p)->offset, n = p->value.rows * p->value.cols;
+        int64_t overlap = mt_min(hi, offset + n) - mt_max(lo, offset);
+        uintptr_t at = (uintptr_t)mti_home_of(p)->bound[kind] - (uintptr_t)((offset - lo) * size);
         if (overlap <= 0) continue;
         if (found > 0 && at != begin) return NULL;
         begin = at;
@@ -2898,18 +2898,18 @@ static void *mti_places_find(const mt_params *params, int kind, int64_t lo, int6
     return found == hi - lo ? (void *)begin : NULL;
 }
 
-/* Copies the places [from, to) between the memory that the caller has bound and `run`, which begins at place lo. Does
-   nothing where the two are the same memory. */
-static mt_status mti_places_copy(mt_context *ctx, const mt_params *params, int kind, void *run, int64_t lo,
-                                 int64_t from, int64_t to, int to_run) {
+/* Copies the elements [from, to) between the memory that the caller has bound and `run`, which begins at offset lo.
+   Does nothing where the two are the same memory. */
+static mt_status mti_span_copy(mt_context *ctx, const mt_params *params, int kind, void *run, int64_t lo, int64_t from,
+                               int64_t to, int to_run) {
     int i;
     for (i = 0; params->bound_count[kind] > 0 && i < params->count; i++) {
         const mt_param *p = params->list[i];
-        int64_t place = mti_home_of(p)->place;
-        int64_t first = mt_max(from, place), end = mt_min(to, place + p->value.rows * p->value.cols);
+        int64_t offset = mti_home_of(p)->offset;
+        int64_t first = mt_max(from, offset), end = mt_min(to, offset + p->value.rows * p->value.cols);
         mt_tensor mine, there;
         if (!mti_home_of(p)->bound[kind] || end <= first) continue;
-        mine = there = mti_bound_view(p, kind, first - place, end - first);
+        mine = there = mti_bound_view(p, kind, first - offset, end - first);
         there.data = (char *)run + (first - lo) * (int64_t)mt_dtype_size(mine.dtype);
         if (mine.data == there.data) continue;
         MT_TRY(to_run ? mt_copy(ctx, mine, there) : mt_copy(ctx, there, mine));
@@ -2917,32 +2917,32 @@ static mt_status mti_places_copy(mt_context *ctx, const mt_params *params, int k
     return MT_SUCCESS;
 }
 
-/* Sets *run to memory with the places [lo, hi) in their order, for a collective. It is the memory of the values or the
-   gradients where that is in one piece. Otherwise it is the registry's, and has copies of the places [from, to).
-   mti_places_close copies the results back. */
-static mt_status mti_places_open(mt_context *ctx, const mt_params *params, int kind, int64_t lo, int64_t hi,
-                                 int64_t from, int64_t to, void **run) {
-    *run = mti_places_find(params, kind, lo, hi);
+/* Sets *run to memory with the elements [lo, hi) in their order, for a collective. It is the memory of the values or
+   the gradients where that is in one piece. Otherwise it is the registry's, and has copies of the elements [from, to).
+   mti_span_close copies the results back. */
+static mt_status mti_span_open(mt_context *ctx, const mt_params *params, int kind, int64_t lo, int64_t hi, int64_t from,
+                               int64_t to, void **run) {
+    *run = mti_span_find(params, kind, lo, hi);
     if (!*run) *run = params->room;
-    return mti_places_copy(ctx, params, kind, *run, lo, from, to, 1);
+    return mti_span_copy(ctx, params, kind, *run, lo, from, to, 1);
 }
 
-static mt_status mti_places_close(mt_context *ctx, const mt_params *params, int kind, void *run, int64_t lo,
-                                  int64_t from, int64_t to) {
-    return mti_places_copy(ctx, params, kind, run, lo, from, to, 0);
+static mt_status mti_span_close(mt_context *ctx, const mt_params *params, int kind, void *run, int64_t lo, int64_t from,
+                                int64_t to) {
+    return mti_span_copy(ctx, params, kind, run, lo, from, to, 0);
 }
 
 /* Returns the number of elements of the room: those of the largest collective on memory that is not in one piece. */
 static int64_t mti_room_elements(const mt_params *params) {
     int64_t hi, lo, most = 0;
     int kind;
-    if (params->grid->tp_size > 1 && !mti_places_find(params, MTI_IN_GRADS, 0, params->partial)) most = params->partial;
+    if (params->grid->tp_size > 1 && !mti_span_find(params, MTI_IN_GRADS, 0, params->partial)) most = params->partial;
     for (kind = MTI_IN_VALUES; kind <= MTI_IN_GRADS && params->grid->dp_size > 1; kind++) {
         if (params->bound_count[kind] < params->count || (kind == MTI_IN_VALUES && params->buckets.ranks == 1))
             continue;
         for (hi = params->elements; hi > 0; hi = lo) {
             lo = mti_bucket_low(params, hi);
-            if (!mti_places_find(params, kind, lo, hi)) most = mt_max(most, hi - lo);
+            if (!mti_span_find(params, kind, lo, hi)) most = mt_max(most, hi - lo);
         }
     }
     return most;
@@ -2980,8 +2980,9 @@ static void mti_params_point(mt_params *params) {
     for (i = 0; i < params->count; i++) {
         mt_param *p = params->list[i];
         mti_home *home = mti_home_of(p);
-        if (!home->bound[MTI_IN_VALUES]) p->value.data = (char *)params->values + mti_params_bytes(params, home->place);
-        if (!home->bound[MTI_IN_GRADS]) p->grad.data = params->grads + home->place;
+        if (!home->bound[MTI_IN_VALUES])
+            p->value.data = (char *)params->values + mti_params_bytes(params, home->offset);
+        if (!home->bound[MTI_IN_GRADS]) p->grad.data = params->grads + home->offset;
         if (mti_has_lookup_grad(params, p)) {
             p->lookup_grad = p->grad;
             p->lookup_grad.data = params->lookups + behind;
@@ -3417,13 +3418,13 @@ static mt_status mti_zero(mt_context *ctx, mt_tensor t) {
 }
 
 /* The values or the gradients are in several pieces of memory. Piece -1 is what the registry has allocated, and piece i
-   is what the caller has bound of parameter i. Returns a view [1, n] of a piece and writes its first place to *at, or
+   is what the caller has bound of parameter i. Returns a view [1, n] of a piece and writes its offset to *at, or
    returns mt_none() when there is no such piece. */
 static mt_tensor mti_memory(const mt_params *params, int kind, int piece, int64_t *at) {
     const mt_param *p = piece < 0 ? NULL : params->list[piece];
     if (p) {
         const mti_home *home = mti_home_of(p);
-        *at = home->place;
+        *at = home->offset;
         return home->bound[kind] ? mti_bound_view(p, kind, 0, p->value.rows * p->value.cols) : mt_none();
     }
     *at = 0;
@@ -3448,47 +3449,47 @@ static mt_status mti_memory_zero(mt_context *ctx, const mt_params *params, int k
 /* ---- what the ranks compare with mt_comm_compare (src/parallel/settings.c) --------------------------------------- */
 
 /* Sizes of the text of a setting's value, and of mti_param_text, in bytes. */
-#define MTI_TOLD_VALUE 384
-#define MTI_TOLD_MESSAGE 308 /* of an error; with its status in front, mt_comm_compare prints it whole */
+#define MTI_SETTING_VALUE 384
+#define MTI_SETTING_MESSAGE 308 /* of an error; with its status in front, mt_comm_compare prints it whole */
 #define MTI_PARAM_TEXT 208
 
-typedef struct mti_told_list {
+typedef struct mti_settings {
     mt_setting *list; /* `room` settings, followed by the memory for their values */
     int room, count;
-} mti_told_list;
+} mti_settings;
 
-static mt_status mti_told_begin(mt_context *ctx, int room, mti_told_list *t) {
+static mt_status mti_settings_begin(mt_context *ctx, int room, mti_settings *t) {
     void *memory;
-    MT_TRY(mti_host_new(ctx, (size_t)room * (sizeof *t->list + MTI_TOLD_VALUE), &memory));
+    MT_TRY(mti_host_new(ctx, (size_t)room * (sizeof *t->list + MTI_SETTING_VALUE), &memory));
     t->list = (mt_setting *)memory;
     t->room = room;
     t->count = 0;
     return MT_SUCCESS;
 }
 
-/* Adds a setting whose value is a formatted text. name must be valid until mti_told_end. */
+/* Adds a setting whose value is a formatted text. name must be valid until mti_settings_end. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
 static void
-mti_told_add(mti_told_list *t, const char *name, const char *format, ...) {
-    char *value = (char *)(t->list + t->room) + t->count * MTI_TOLD_VALUE;
+mti_settings_add(mti_settings *t, const char *name, const char *format, ...) {
+    char *value = (char *)(t->list + t->room) + t->count * MTI_SETTING_VALUE;
     va_list args;
     va_start(args, format);
-    vsnprintf(value, MTI_TOLD_VALUE, format, args);
+    vsnprintf(value, MTI_SETTING_VALUE, format, args);
     va_end(args);
     t->list[t->count].name = name;
     t->list[t->count++].value = value;
 }
 
-static void mti_told_add_f32(mti_told_list *t, const char *name, float x) {
+static void mti_settings_add_f32(mti_settings *t, const char *name, float x) {
     char text[32];
-    mti_told_add(t, name, "%s", mt_f32_digits(x, text));
+    mti_settings_add(t, name, "%s", mt_f32_digits(x, text));
 }
 
 /* Compares the settings on all ranks that pass the same `group`, and frees the list. */
-static mt_status mti_told_end(mt_context *ctx, const mt_params *params, const char *function, int group,
-                              mti_told_list *t) {
+static mt_status mti_settings_end(mt_context *ctx, const mt_params *params, const char *function, int group,
+                                  mti_settings *t) {
     mt_status status = mt_comm_compare(ctx, params->grid->world, function, group, t->list, t->count);
     mt_host_free(t->list);
     return status;
@@ -3504,7 +3505,7 @@ static void mti_param_text(const mt_param *p, char text[MTI_PARAM_TEXT]) {
              mt_f32_digits(d->init_std, deviation), mt_f32_digits(d->init_value, value), d->weight_decay);
 }
 
-static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
+static void mti_settings_add_param(mti_settings *t, const mt_param *p) {
     const mt_param_desc *d = &p->desc;
     const mti_home *home = mti_home_of(p);
     char text[MTI_PARAM_TEXT], bound[96];
@@ -3515,16 +3516,16 @@ static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
             used += snprintf(bound + used, sizeof bound - (size_t)used, "%s %s", used ? "," : ", bound",
                              mti_kind_names[kind]);
     mti_param_text(p, text);
-    mti_told_add(t, p->name,
-                 "%s, sequence_partial %d, shared_embedding %d, padded_features %lld, copies %lld of %lld%s", text,
-                 d->sequence_partial, d->shared_embedding, (long long)d->padded_features, (long long)d->copies,
-                 (long long)d->copied, bound);
+    mti_settings_add(t, p->name,
+                     "%s, sequence_partial %d, shared_embedding %d, padded_features %lld, copies %lld of %lld%s", text,
+                     d->sequence_partial, d->shared_embedding, (long long)d->padded_features, (long long)d->copies,
+                     (long long)d->copied, bound);
 }
 
 /* Tells the other ranks of an error of this rank, so that they do not wait for it. */
-static void mti_told_add_error(mt_context *ctx, mti_told_list *t, mt_status mine) {
-    if (mine == MT_SUCCESS) mti_told_add(t, "error", "none");
-    else mti_told_add(t, "error", "%s (%.*s)", mt_status_name(mine), MTI_TOLD_MESSAGE, mt_last_error(ctx));
+static void mti_settings_add_error(mt_context *ctx, mti_settings *t, mt_status mine) {
+    if (mine == MT_SUCCESS) mti_settings_add(t, "error", "none");
+    else mti_settings_add(t, "error", "%s (%.*s)", mt_status_name(mine), MTI_SETTING_MESSAGE, mt_last_error(ctx));
 }
 
 /* A parameter of the first or of the last stage. */
@@ -3624,13 +3625,13 @@ static mt_status mti_ends_check(mt_context *ctx, const mt_params *params, const 
 
 /* With check 2, compares the two ends of a pipeline. All its ranks return an error of the ends. */
 static mt_status mti_stages_check(mt_context *ctx, const mt_params *params, const char *function) {
-    mti_told_list t;
+    mti_settings t;
     mt_status mine;
     if (mt_check_mode(ctx) != 2 || params->grid->pp_size == 1) return MT_SUCCESS;
     mine = mti_ends_check(ctx, params, function);
-    MT_TRY(mti_told_begin(ctx, 1, &t));
-    mti_told_add_error(ctx, &t, mine);
-    MT_TRY(mti_told_end(ctx, params, function, 0, &t));
+    MT_TRY(mti_settings_begin(ctx, 1, &t));
+    mti_settings_add_error(ctx, &t, mine);
+    MT_TRY(mti_settings_end(ctx, params, function, 0, &t));
     return mine;
 }
 
@@ -3639,22 +3640,22 @@ static mt_status mti_stages_check(mt_context *ctx, const mt_params *params, cons
    all ranks have the same. */
 static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, const char *function,
                                     const uint64_t *seed, mt_status mine) {
-    mti_told_list t;
+    mti_settings t;
     int i;
-    MT_TRY(mti_told_begin(ctx, 6, &t));
-    mti_told_add(&t, "call", "%s", function);
-    if (seed) mti_told_add(&t, "seed", "%llu", (unsigned long long)*seed);
-    mti_told_add(&t, "mt_context_desc.invariant", "%d", mt_context_invariant(ctx));
-    mti_told_add(&t, "mt_context_desc.invariant_data", "%d", mt_context_invariant_data(ctx));
-    mti_told_add(&t, "mt_context_desc.check", "%s", mt_check_mode(ctx) == 2 ? "2" : "not 2");
-    mti_told_add_error(ctx, &t, mine);
-    MT_TRY(mti_told_end(ctx, params, function, 0, &t));
-    MT_TRY(mti_told_begin(ctx, params->count + 3, &t));
-    mti_told_add(&t, "dtype", "%s", mt_dtype_name(params->dtype));
-    mti_told_add(&t, "mt_data_parallel_desc.bucket_bytes", "%zu", params->buckets.desc.bucket_bytes);
-    mti_told_add(&t, "mt_data_parallel_desc.sharded_optimizer", "%d", params->buckets.desc.sharded_optimizer);
-    for (i = 0; i < params->count; i++) mti_told_add_param(&t, params->list[i]);
-    MT_TRY(mti_told_end(ctx, params, function, params->grid->pp_rank, &t));
+    MT_TRY(mti_settings_begin(ctx, 6, &t));
+    mti_settings_add(&t, "call", "%s", function);
+    if (seed) mti_settings_add(&t, "seed", "%llu", (unsigned long long)*seed);
+    mti_settings_add(&t, "mt_context_desc.invariant", "%d", mt_context_invariant(ctx));
+    mti_settings_add(&t, "mt_context_desc.invariant_data", "%d", mt_context_invariant_data(ctx));
+    mti_settings_add(&t, "mt_context_desc.check", "%s", mt_check_mode(ctx) == 2 ? "2" : "not 2");
+    mti_settings_add_error(ctx, &t, mine);
+    MT_TRY(mti_settings_end(ctx, params, function, 0, &t));
+    MT_TRY(mti_settings_begin(ctx, params->count + 3, &t));
+    mti_settings_add(&t, "dtype", "%s", mt_dtype_name(params->dtype));
+    mti_settings_add(&t, "mt_data_parallel_desc.bucket_bytes", "%zu", params->buckets.desc.bucket_bytes);
+    mti_settings_add(&t, "mt_data_parallel_desc.sharded_optimizer", "%d", params->buckets.desc.sharded_optimizer);
+    for (i = 0; i < params->count; i++) mti_settings_add_param(&t, params->list[i]);
+    MT_TRY(mti_settings_end(ctx, params, function, params->grid->pp_rank, &t));
     return mine == MT_SUCCESS ? mti_stages_check(ctx, params, function) : mine;
 }
 
@@ -6339,14 +6340,14 @@ static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int
     float *grads;
     void *run;
     if (params->grid->dp_size == 1) return MT_SUCCESS;
-    MT_TRY(mti_places_open(ctx, params, MTI_IN_GRADS, lo, hi, lo, hi, &run));
+    MT_TRY(mti_span_open(ctx, params, MTI_IN_GRADS, lo, hi, lo, hi, &run));
     grads = (float *)run;
     if (mti_is_scattered(params)) {
         MT_TRY(mt_reduce_scatter(ctx, data, grads, grads + first, (size_t)share, MT_F32, MT_SUM));
-        return mti_places_close(ctx, params, MTI_IN_GRADS, run, lo, lo + first, lo + first + share);
+        return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo + first, lo + first + share);
     }
     MT_TRY(mt_all_reduce(ctx, data, grads, grads, (size_t)(hi - lo), MT_F32, MT_SUM));
-    return mti_places_close(ctx, params, MTI_IN_GRADS, run, lo, lo, hi);
+    return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo, hi);
 }
 
 /* Starts the sums of all buckets that begin at `from` or later and were not started yet. */
@@ -6372,9 +6373,9 @@ static mt_status mti_buckets_gather(mt_context *ctx, const mt_params *params, in
         lo = mti_bucket_low(params, hi);
         share = (hi - lo) / params->buckets.ranks;
         first = share * params->grid->dp_rank;
-        MT_TRY(mti_places_open(ctx, params, kind, lo, hi, lo + first, lo + first + share, &run));
+        MT_TRY(mti_span_open(ctx, params, kind, lo, hi, lo + first, lo + first + share, &run));
         MT_TRY(mt_all_gather(ctx, params->grid->dp, (char *)run + first * size, run, (size_t)share, dtype));
-        MT_TRY(mti_places_close(ctx, params, kind, run, lo, lo, hi));
+        MT_TRY(mti_span_close(ctx, params, kind, run, lo, lo, hi));
     }
     return MT_SUCCESS;
 }
@@ -6407,10 +6408,10 @@ static mti_stretch mti_share_after(const mt_params *params, mti_stretch s, int64
     return mti_share_next(params, s.at + s.count, end);
 }
 
-static int64_t mti_param_place(const mt_param *p) { return mti_home_of(p)->place; }
+static int64_t mti_param_offset(const mt_param *p) { return mti_home_of(p)->offset; }
 
 static mti_stretch mti_param_share(const mt_param *p) {
-    int64_t at = mti_param_place(p);
+    int64_t at = mti_param_offset(p);
     return mti_share_next(p->registry, at, at + p->grad.rows * p->grad.cols);
 }
 
@@ -6441,9 +6442,9 @@ static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
     void *run;
     if (params->partial == 0 || params->grid->tp_size == 1) return MT_SUCCESS;
     if (params->room) MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
-    MT_TRY(mti_places_open(ctx, params, MTI_IN_GRADS, 0, params->partial, 0, params->partial, &run));
+    MT_TRY(mti_span_open(ctx, params, MTI_IN_GRADS, 0, params->partial, 0, params->partial, &run));
     MT_TRY(mt_all_reduce(ctx, params->grid->tp, run, run, n, MT_F32, MT_SUM));
-    return mti_places_close(ctx, params, MTI_IN_GRADS, run, 0, 0, params->partial);
+    return mti_span_close(ctx, params, MTI_IN_GRADS, run, 0, 0, params->partial);
 }
 
 /* Returns the sums of the copied features of a unit, in sums [virtual shards, units * features of all columns]. */
@@ -6561,9 +6562,9 @@ static void mti_buckets_advance(mt_params *params) {
     mti_buckets *b = &params->buckets;
     while (b->waits_for > 0) {
         const mt_param *p = params->list[b->waits_for - 1];
-        int early = mti_param_place(p) >= b->early;
+        int early = mti_param_offset(p) >= b->early;
         if (early && !p->final) return;
-        if (early) b->final = mti_param_place(p);
+        if (early) b->final = mti_param_offset(p);
         b->waits_for--;
     }
 }
@@ -6706,7 +6707,7 @@ static void mti_square_add(mti_square_list *list, mt_tensor x, int64_t out) {
 /* Adds `grad`, which is contiguous in the gradient of p, or this rank's share of it. out is its column. */
 static void mti_squares_of_rows(const mt_params *params, const mt_param *p, mt_tensor grad, int64_t out,
                                 mti_square_list *list) {
-    int64_t first = mti_param_place(p) + ((const float *)grad.data - (const float *)p->grad.data);
+    int64_t first = mti_param_offset(p) + ((const float *)grad.data - (const float *)p->grad.data);
     int64_t end = first + grad.rows * grad.cols;
     mti_stretch s;
     if (!mti_is_scattered(params)) {
@@ -6714,7 +6715,7 @@ static void mti_squares_of_rows(const mt_params *params, const mt_param *p, mt_t
         return;
     }
     for (s = mti_share_next(params, first, end); s.count > 0; s = mti_share_after(params, s, end))
-        mti_square_add(list, mt_tensor_f32((float *)p->grad.data + (s.at - mti_param_place(p)), 1, s.count), out);
+        mti_square_add(list, mt_tensor_f32((float *)p->grad.data + (s.at - mti_param_offset(p)), 1, s.count), out);
 }
 
 /* Adds the gradient of parameter i, or this rank's share of it, with the columns of mti_sum_squares. */
@@ -6869,20 +6870,20 @@ static int mti_state_is_value(const mt_optimizer *optimizer, mt_optimizer_state 
 static float *mti_state_at(const mt_optimizer *o, const mt_param *p, mt_optimizer_state state, int64_t at) {
     float *bound = (float *)mti_home_of(p)->bound[MTI_IN_STATES + (int)state];
     float *own = state == MT_EXP_AVG ? o->m : state == MT_EXP_AVG_SQ ? o->v : o->master;
-    return bound ? bound + (at - mti_param_place(p)) : own + at; /* bound states are not sharded: `at` is a place */
+    return bound ? bound + (at - mti_param_offset(p)) : own + at; /* bound states are not sharded: `at` is an offset */
 }
 
 /* Returns a parameter's state. This rank must have all of it. */
 static mt_tensor mti_optimizer_shard(const mt_optimizer *o, const mt_param *p, mt_optimizer_state state) {
     mt_tensor t = p->grad;
     if (mti_state_is_value(o, state)) return p->value;
-    t.data = mti_state_at(o, p, state, mti_param_place(p));
+    t.data = mti_state_at(o, p, state, mti_param_offset(p));
     return t;
 }
 
 /* Sets the moments that the caller has bound to zero, and copies masters from the values. */
 static mt_status mti_optimizer_fill(mt_context *ctx, const mt_optimizer *o, const mt_param *p) {
-    int64_t place = mti_param_place(p), n = p->grad.rows * p->grad.cols;
+    int64_t offset = mti_param_offset(p), n = p->grad.rows * p->grad.cols;
     mt_tensor value = mt_tensor_make(p->value.data, p->value.dtype, 1, n);
     mti_stretch s;
     int state;
@@ -6890,8 +6891,8 @@ static mt_status mti_optimizer_fill(mt_context *ctx, const mt_optimizer *o, cons
         if (mti_home_of(p)->bound[MTI_IN_STATES + state])
             MT_TRY(mti_zero(ctx, mti_bound_view(p, MTI_IN_STATES + state, 0, n)));
     if (!mti_has_masters(o)) return MT_SUCCESS;
-    for (s = mti_param_share(p); s.count > 0; s = mti_share_after(o->params, s, place + n))
-        MT_TRY(mt_convert(ctx, mt_tensor_cols(value, s.at - place, s.count),
+    for (s = mti_param_share(p); s.count > 0; s = mti_share_after(o->params, s, offset + n))
+        MT_TRY(mt_convert(ctx, mt_tensor_cols(value, s.at - offset, s.count),
                           mt_tensor_f32(mti_state_at(o, p, MT_MASTER, s.state), 1, s.count)));
     return MT_SUCCESS;
 }
@@ -6942,16 +6943,16 @@ static mt_status mti_optimizer_bound(mt_context *ctx, const mt_params *params, c
 /* All ranks must have the same desc. `mine` is as in mti_params_compare. */
 static mt_status mti_optimizer_compare(mt_context *ctx, const mt_params *params, const mt_optimizer_desc *d,
                                        mt_status mine) {
-    mti_told_list t;
-    MT_TRY(mti_told_begin(ctx, 7, &t));
-    mti_told_add_f32(&t, "beta1", d->beta1);
-    mti_told_add_f32(&t, "beta2", d->beta2);
-    mti_told_add_f32(&t, "eps", d->eps);
-    mti_told_add_f32(&t, "weight_decay", d->weight_decay);
-    mti_told_add(&t, "stochastic_rounding", "%d", d->stochastic_rounding);
-    mti_told_add(&t, "seed", "%llu", (unsigned long long)d->seed);
-    mti_told_add_error(ctx, &t, mine);
-    MT_TRY(mti_told_end(ctx, params, "mt_optimizer_create", 0, &t));
+    mti_settings t;
+    MT_TRY(mti_settings_begin(ctx, 7, &t));
+    mti_settings_add_f32(&t, "beta1", d->beta1);
+    mti_settings_add_f32(&t, "beta2", d->beta2);
+    mti_settings_add_f32(&t, "eps", d->eps);
+    mti_settings_add_f32(&t, "weight_decay", d->weight_decay);
+    mti_settings_add(&t, "stochastic_rounding", "%d", d->stochastic_rounding);
+    mti_settings_add(&t, "seed", "%llu", (unsigned long long)d->seed);
+    mti_settings_add_error(ctx, &t, mine);
+    MT_TRY(mti_settings_end(ctx, params, "mt_optimizer_create", 0, &t));
     return mine;
 }
 
@@ -7042,7 +7043,7 @@ static mt_status mti_optimizer_state_check(mt_context *ctx, const char *function
    parameter's shape. */
 static mt_status mti_optimizer_copy(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mt_optimizer_state state,
                                     mt_tensor whole, int to_whole) {
-    int64_t first = mti_param_place(p), end = first + whole.rows * whole.cols;
+    int64_t first = mti_param_offset(p), end = first + whole.rows * whole.cols;
     mti_stretch s;
     for (s = mti_param_share(p); s.count > 0; s = mti_share_after(p->registry, s, end)) {
         mt_tensor mine = mt_tensor_f32(mti_state_at(o, p, state, s.state), 1, s.count);
@@ -7167,9 +7168,9 @@ static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_bl
     t->random.first_col += at.col;
 }
 
-/* Returns the place at which a block of p's gradient begins. */
-static int64_t mti_block_place(const mt_param *p, mt_tensor block) {
-    return mti_param_place(p) + ((const float *)block.data - (const float *)p->grad.data);
+/* Returns the offset at which a block of p's gradient begins. */
+static int64_t mti_block_offset(const mt_param *p, mt_tensor block) {
+    return mti_param_offset(p) + ((const float *)block.data - (const float *)p->grad.data);
 }
 
 /* Adds a stretch of a block as up to three patches: the rest of a row, whole rows, and the beginning of a row. Between
@@ -7177,7 +7178,7 @@ static int64_t mti_block_place(const mt_param *p, mt_tensor block) {
 static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_block b, mti_stretch s,
                                   mti_adamw_list *list) {
     mt_tensor block = mti_param_block_view(p, p->grad, b);
-    int64_t ld = mt_tensor_ld(block), left, at = s.at - mti_block_place(p, block);
+    int64_t ld = mt_tensor_ld(block), left, at = s.at - mti_block_offset(p, block);
     mti_patch patch;
     for (left = s.count; left > 0;) {
         int64_t used;
@@ -7202,7 +7203,7 @@ static void mti_optimizer_param(const mt_optimizer *o, const mt_param *p, mti_ad
     for (i = 0; i < mti_param_blocks(p); i++) {
         mti_block b = mti_param_block(p, p->tp_rank, i);
         mt_tensor block = mti_param_block_view(p, p->grad, b);
-        int64_t first = mti_block_place(p, block), end = first + (block.rows - 1) * mt_tensor_ld(block) + block.cols;
+        int64_t first = mti_block_offset(p, block), end = first + (block.rows - 1) * mt_tensor_ld(block) + block.cols;
         if (b.count == 0) continue;
         for (s = mti_share_next(o->params, first, end); s.count > 0; s = mti_share_after(o->params, s, end))
             mti_optimizer_stretch(o, p, b, s, list);
@@ -10817,41 +10818,41 @@ static mt_status mti_save_values(mt_context *ctx, const mt_checkpoint *c, const 
 }
 
 /* Adds the values of fields. A text is not copied. */
-static void mti_told_add_fields(mti_told_list *t, const mt_field *fields, int count) {
+static void mti_settings_add_fields(mti_settings *t, const mt_field *fields, int count) {
     char text[MT_FIELD_TEXT_MAX];
     int i;
     for (i = 0; i < count; i++) {
         mt_field_text(&fields[i], text);
-        mti_told_add(t, fields[i].name, "%s", text);
+        mti_settings_add(t, fields[i].name, "%s", text);
         if (fields[i].kind == MT_FIELD_TEXT) t->list[t->count - 1].value = (const char *)fields[i].value;
     }
 }
 
 /* Adds the training state and the optimizer's step (optimizer NULL: none). The state must be valid until
-   mti_told_end. */
-static void mti_told_add_state(mti_told_list *t, mt_training_state *state, mt_optimizer *optimizer) {
+   mti_settings_end. */
+static void mti_settings_add_state(mti_settings *t, mt_training_state *state, mt_optimizer *optimizer) {
     mt_field fields[MTI_STATE_FIELDS];
     mti_state_fields(state, fields);
-    mti_told_add_fields(t, fields, MTI_STATE_FIELDS);
+    mti_settings_add_fields(t, fields, MTI_STATE_FIELDS);
     if (optimizer) {
         fields[0] = mti_optimizer_field(optimizer);
-        mti_told_add_fields(t, fields, 1);
+        mti_settings_add_fields(t, fields, 1);
     }
     memset(fields, 0, sizeof *fields);
     fields[0].name = "note";
     fields[0].kind = MT_FIELD_TEXT;
     fields[0].value = state->note;
-    mti_told_add_fields(t, fields, 1);
+    mti_settings_add_fields(t, fields, 1);
 }
 
 /* All ranks must save the same state and fields, because the files have those of one rank. */
 static mt_status mti_save_compare(mt_context *ctx, const mt_checkpoint *c, const mt_training_state *state) {
     mt_training_state copy = *state;
-    mti_told_list t;
-    MT_TRY(mti_told_begin(ctx, MTI_STATE_FIELDS + 2 + c->field_count, &t));
-    mti_told_add_state(&t, &copy, c->optimizer);
-    mti_told_add_fields(&t, c->fields, c->field_count);
-    return mti_told_end(ctx, c->params, "mt_checkpoint_save", 0, &t);
+    mti_settings t;
+    MT_TRY(mti_settings_begin(ctx, MTI_STATE_FIELDS + 2 + c->field_count, &t));
+    mti_settings_add_state(&t, &copy, c->optimizer);
+    mti_settings_add_fields(&t, c->fields, c->field_count);
+    return mti_settings_end(ctx, c->params, "mt_checkpoint_save", 0, &t);
 }
 
 /* Locks the directory, checks that this step is newer than all checkpoints, and creates the directory `beside`. Called
@@ -11589,16 +11590,16 @@ static mt_status mti_source_counts(mt_context *ctx, mt_checkpoint *c, const mti_
 static mt_status mti_load_compare(mt_context *ctx, const mt_checkpoint *c, const mti_source *s,
                                   mt_training_state *state, mt_optimizer *optimizer) {
     int i, files = s->model.count + s->optimizer.count;
-    mti_told_list t;
-    MT_TRY(mti_told_begin(ctx, MTI_STATE_FIELDS + 2 + files, &t));
-    if (state) mti_told_add_state(&t, state, c->optimizer ? optimizer : NULL);
+    mti_settings t;
+    MT_TRY(mti_settings_begin(ctx, MTI_STATE_FIELDS + 2 + files, &t));
+    if (state) mti_settings_add_state(&t, state, c->optimizer ? optimizer : NULL);
     for (i = 0; i < files; i++) {
         const mt_safetensors *file = i < s->model.count ? s->model.files[i] : s->optimizer.files[i - s->model.count];
         const char *checksum = mt_safetensors_metadata(file, "checksum");
-        mti_told_add(&t, mti_file_name(file->path), "%zu bytes, checksum %.16s", file->map.bytes,
-                     checksum ? checksum : "(none)");
+        mti_settings_add(&t, mti_file_name(file->path), "%zu bytes, checksum %.16s", file->map.bytes,
+                         checksum ? checksum : "(none)");
     }
-    return mti_told_end(ctx, c->params, state ? "mt_checkpoint_load" : "mt_checkpoint_import", 0, &t);
+    return mti_settings_end(ctx, c->params, state ? "mt_checkpoint_load" : "mt_checkpoint_import", 0, &t);
 }
 
 /* Checks everything first, then loads. state NULL: parameters only. */

@@ -1829,7 +1829,7 @@ static mt_status call_often(job *j, mt_context *ctx, mt_comm *comm) {
     int rank = mt_comm_rank(comm), checked = !j->where.no_nccl_checks;
     mt_graph *graph = NULL;
     void *x, *y;
-    CHECK((comm->nccl.board != NULL) == checked && (comm->group != NULL) == checked);
+    CHECK((comm->nccl.channel != NULL) == checked && (comm->group != NULL) == checked);
     MT_TRY(mt_arena_alloc(ctx, 4096, &x));
     MT_TRY(mt_arena_alloc(ctx, 4096, &y));
     MT_TRY(mt_cuda_zero(ctx, x, 4096));
@@ -1852,7 +1852,7 @@ static mt_status call_often(job *j, mt_context *ctx, mt_comm *comm) {
     mt_graph_destroy(ctx, graph);
     MT_TRY(mt_barrier(ctx, comm));
     pause_for(0.05); /* what has been sent is compared */
-    CHECK(!mti_board_is_decided(comm->nccl.board));
+    CHECK(!mti_channel_is_decided(comm->nccl.channel));
     /* the communicator is destroyed while these are on their way */
     for (int i = 0; i < 20; i++) MT_TRY(mt_all_reduce(ctx, comm, x, y, 4, MT_F32, MT_SUM));
     return MT_SUCCESS;
@@ -1909,7 +1909,7 @@ static void count_unchecked(void *user, mt_log_level level, const char *message)
 static mt_status call_unchecked(job *j, mt_context *ctx, mt_comm *comm) {
     void *x;
     (void)j;
-    CHECK(!comm->nccl.board);
+    CHECK(!comm->nccl.channel);
     MT_TRY(mt_arena_alloc(ctx, 64, &x));
     MT_TRY(mt_cuda_zero(ctx, x, 64));
     MT_TRY(mt_all_reduce(ctx, comm, x, x, 4, MT_F32, MT_SUM));

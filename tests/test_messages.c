@@ -40,10 +40,10 @@ static void check_sample(const sample *s) {
     messages_send(&m, line, &head, sizeof head);
     messages_send(&m, line, s->text ? s->text : text, s->length);
     messages_work(&m);
-    if ((m.board->lines[line].fd >= 0) != s->is_kept)
+    if ((m.channel->connections[line].fd >= 0) != s->is_kept)
         fail_msg("kind %d to rank %d with %llu bytes: %s", s->kind, s->rank, (unsigned long long)s->bytes,
                  s->is_kept ? "closed" : "kept");
-    assert_int_equal(!s->is_kept, m.board->gone_at > 0);
+    assert_int_equal(!s->is_kept, m.channel->gone_at > 0);
     messages_close(&m);
 }
 
@@ -142,23 +142,23 @@ static mti_said sum_of(uint64_t count) {
 
 /* Sends that run ahead of their receives by 240,000. A search among those that wait would take an hour. */
 static void test_sends_ahead(void **state) {
-    mti_board *b = mti_board_new(0, PEERS + 1);
+    mti_channel *b = mti_channel_new(0, PEERS + 1);
     mti_said said;
     (void)state;
     assert_non_null(b);
     for (int i = 0; i < SENDS; i++)
-        for (int r = 1; r <= PEERS; r++) said = send_of(r, (uint64_t)i), mti_board_call(b, 0, &said);
+        for (int r = 1; r <= PEERS; r++) said = send_of(r, (uint64_t)i), mti_channel_call(b, 0, &said);
     assert_int_equal(b->waiting, PEERS * SENDS);
-    assert_true(mti_board_waits_for(b, 0, -1) > 0 && mti_board_waits_for(b, 1, -1) < 0);
-    assert_true(mti_board_waits_for(b, -1, PEERS) == PEERS && mti_board_waits_for(b, -1, 0) < 0);
+    assert_true(mti_channel_waits_for(b, 0, -1) > 0 && mti_channel_waits_for(b, 1, -1) < 0);
+    assert_true(mti_channel_waits_for(b, -1, PEERS) == PEERS && mti_channel_waits_for(b, -1, 0) < 0);
     for (int r = PEERS; r >= 1; r--)
-        for (int i = 0; i < SENDS; i++) said = recv_of(0, (uint64_t)i), mti_board_call(b, r, &said);
+        for (int i = 0; i < SENDS; i++) said = recv_of(0, (uint64_t)i), mti_channel_call(b, r, &said);
     assert_int_equal(b->waiting, 0);
     assert_true(!b->decided && !b->ended);
-    said = send_of(3, 5), mti_board_call(b, 0, &said);
-    said = recv_of(0, 6), mti_board_call(b, 3, &said);
+    said = send_of(3, 5), mti_channel_call(b, 0, &said);
+    said = recv_of(0, 6), mti_channel_call(b, 3, &said);
     assert_true(b->decided && b->result.what == MTI_WHY_UNLIKE && b->result.rank == 0 && b->result.recvcount == 4);
-    mti_board_free(b);
+    mti_channel_free(b);
 }
 
 /* A rank that runs ahead without end: the comparison ends on all ranks, and its memory is bounded. */
@@ -168,13 +168,13 @@ static void test_too_far_ahead(void **state) {
         messages m;
         mti_said said = sends ? send_of(1, 1) : sum_of(1);
         assert_true(messages_open(&m, 0, 3));
-        for (long i = 0; i < MTI_BOARD_AHEAD; i++) mti_board_call(m.board, 0, &said);
-        assert_false(m.board->ended);
-        mti_board_call(m.board, 0, &said);
-        assert_true(m.board->ended && m.board->end.what == MTI_END_AHEAD && m.board->end.rank == 0);
-        assert_true(!m.board->decided && m.board->room == 0);
+        for (long i = 0; i < MTI_CHANNEL_AHEAD; i++) mti_channel_call(m.channel, 0, &said);
+        assert_false(m.channel->ended);
+        mti_channel_call(m.channel, 0, &said);
+        assert_true(m.channel->ended && m.channel->end.what == MTI_END_AHEAD && m.channel->end.rank == 0);
+        assert_true(!m.channel->decided && m.channel->room == 0);
         messages_work(&m);
-        assert_true(m.board->end_is_sent && m.board->lines[1].fd >= 0);
+        assert_true(m.channel->end_is_sent && m.channel->connections[1].fd >= 0);
         messages_close(&m);
     }
 }
@@ -186,18 +186,18 @@ static void test_a_network_that_stops(void **state) {
     long i;
     (void)state;
     assert_true(messages_open(&m, 1, 2));
-    for (i = 0; i < 4 * (long)MTI_BOARD_AHEAD && !m.board->ended; i++) {
-        assert_true(mti_message_add(&m.board->queue, &call, NULL));
-        mti_board_work(m.board);
+    for (i = 0; i < 4 * (long)MTI_CHANNEL_AHEAD && !m.channel->ended; i++) {
+        assert_true(mti_message_add(&m.channel->queue, &call, NULL));
+        mti_channel_work(m.channel);
     }
-    assert_true(m.board->ended && m.board->end.what == MTI_END_AHEAD && i >= MTI_BOARD_AHEAD);
-    assert_true(mti_bytes_size(&m.board->lines[0].out) <= (MTI_BOARD_AHEAD + 2) * sizeof call);
-    for (i = 0; i < 4 * (long)MTI_BOARD_AHEAD && mti_bytes_size(&m.board->lines[0].out); i++) {
+    assert_true(m.channel->ended && m.channel->end.what == MTI_END_AHEAD && i >= MTI_CHANNEL_AHEAD);
+    assert_true(mti_bytes_size(&m.channel->connections[0].out) <= (MTI_CHANNEL_AHEAD + 2) * sizeof call);
+    for (i = 0; i < 4 * (long)MTI_CHANNEL_AHEAD && mti_bytes_size(&m.channel->connections[0].out); i++) {
         messages_hear(&m, 0);
-        mti_board_work(m.board);
+        mti_channel_work(m.channel);
     }
     messages_hear(&m, 0);
-    assert_true(m.board->lines[0].fd >= 0 && mti_bytes_size(&m.board->lines[0].out) == 0);
+    assert_true(m.channel->connections[0].fd >= 0 && mti_bytes_size(&m.channel->connections[0].out) == 0);
     assert_int_equal(mti_bytes_size(&m.heard[0]), 0);
     messages_close(&m);
 }
@@ -212,10 +212,10 @@ static int calls_without_memory(long allocations) {
         mti_message sum = message_of(MTI_MESSAGE_CALL, 1, ALLREDUCE, 0), left;
         for (int i = 0; i < 500; i++) messages_send(&m, 1, &sum, sizeof sum);
         messages_work(&m);
-        for (int to = 1; to < 3 && !m.board->ended; to++)
-            for (int i = 0; i < 200 && !m.board->ended; i++) {
+        for (int to = 1; to < 3 && !m.channel->ended; to++)
+            for (int i = 0; i < 200 && !m.channel->ended; i++) {
                 mti_said said = send_of(to, 1);
-                mti_board_call(m.board, 0, &said);
+                mti_channel_call(m.channel, 0, &said);
             }
         messages_work(&m);
         left = message_of(MTI_MESSAGE_LEFT, 2, 0, sizeof reason);
@@ -226,9 +226,9 @@ static int calls_without_memory(long allocations) {
         short_of_memory = messages_memory < 0;
         messages_memory = -1;
         messages_work(&m);
-        if (m.board->ended) assert_true(m.board->end_is_sent && m.board->end.what == MTI_END_MEMORY);
-        assert_true(m.board->ended == short_of_memory || m.board->decided);
-        if (!short_of_memory) assert_true(m.board->decided && m.board->result.what == MTI_WHY_LEFT);
+        if (m.channel->ended) assert_true(m.channel->end_is_sent && m.channel->end.what == MTI_END_MEMORY);
+        assert_true(m.channel->ended == short_of_memory || m.channel->decided);
+        if (!short_of_memory) assert_true(m.channel->decided && m.channel->result.what == MTI_WHY_LEFT);
     }
     messages_memory = -1;
     messages_close(&m);
@@ -284,7 +284,7 @@ static void *connect_peer(void *argument) {
 static void test_strangers(void **state) {
     mti_listener listener, other;
     int fd = listen_at(&listener), silent[SILENT], wrong[6];
-    mti_board *b = mti_board_new(0, GROUP);
+    mti_channel *b = mti_channel_new(0, GROUP);
     mti_message part = message_of(MTI_MESSAGE_HELLO, 1, listener.token, 0);
     peer peers[GROUP];
     (void)state;
@@ -312,16 +312,16 @@ static void test_strangers(void **state) {
     for (int r = 1; r < GROUP; r++) {
         mti_message m = message_of(MTI_MESSAGE_LATE, r, 0, 0), back;
         pthread_join(peers[r].thread, NULL);
-        assert_true(peers[r].fd >= 0 && b->lines[r].fd >= 0);
+        assert_true(peers[r].fd >= 0 && b->connections[r].fd >= 0);
         assert_int_equal(send(peers[r].fd, &m, sizeof m, 0), sizeof m);
-        assert_int_equal(fcntl(b->lines[r].fd, F_SETFL, 0), 0);
-        assert_int_equal(recv(b->lines[r].fd, &back, sizeof back, MSG_WAITALL), sizeof back);
+        assert_int_equal(fcntl(b->connections[r].fd, F_SETFL, 0), 0);
+        assert_int_equal(recv(b->connections[r].fd, &back, sizeof back, MSG_WAITALL), sizeof back);
         assert_int_equal(back.rank, r);
         close(peers[r].fd);
     }
     for (int i = 0; i < SILENT; i++) close(silent[i]);
     for (int i = 0; i < 6; i++) close(wrong[i]);
-    mti_board_free(b);
+    mti_channel_free(b);
     close(fd);
 }
 
@@ -329,16 +329,16 @@ static void test_strangers(void **state) {
 static void test_a_rank_that_comes_again(void **state) {
     mti_listener listener;
     int fd = listen_at(&listener), first;
-    mti_board *b = mti_board_new(0, 2);
+    mti_channel *b = mti_channel_new(0, 2);
     peer p = {&listener, 1, 2, -1, 0};
     (void)state;
     first = connect_to(&listener);
     mti_listener_say(first, MTI_MESSAGE_HELLO, 1, listener.token);
     close(first);
     assert_int_equal(pthread_create(&p.thread, NULL, connect_peer, &p), 0);
-    while (!mti_listener_serve(fd, &listener, b, mti_now() + 60) || b->lines[1].fd < 0) continue;
-    mti_line_close(&b->lines[1]);
-    mti_board_free(b);
+    while (!mti_listener_serve(fd, &listener, b, mti_now() + 60) || b->connections[1].fd < 0) continue;
+    mti_connection_close(&b->connections[1]);
+    mti_channel_free(b);
     close(fd);
     pthread_join(p.thread, NULL);
     if (p.fd >= 0) close(p.fd);
@@ -350,7 +350,7 @@ static void test_a_silent_listener(void **state) {
     struct sockaddr_in at;
     int one = socket(AF_INET, SOCK_STREAM, 0), silent = socket(AF_INET, SOCK_STREAM, 0);
     socklen_t bytes = sizeof at;
-    mti_board *b = mti_board_new(0, 2);
+    mti_channel *b = mti_channel_new(0, 2);
     peer p = {&listener, 1, 2, -1, 0};
     (void)state;
     memset(&listener, 0, sizeof listener);
@@ -378,7 +378,7 @@ static void test_a_silent_listener(void **state) {
     close(p.fd);
     close(one);
     close(silent);
-    mti_board_free(b);
+    mti_channel_free(b);
 }
 
 /* A process that is not rank 0 of this communicator opens the connection: its token differs. */
@@ -448,18 +448,18 @@ static mt_status comparing_rank(mt_comm *world, void *user) {
     comm->nccl.timeout = 60;
     comm->nccl.home = ctx;
     comm->nccl.last = call;
-    MT_TRY(mti_board_open(ctx, comm, rank == 0 && j->connects ? j->fd : -1, j->connects ? &j->listener : &none));
-    CHECK((comm->nccl.board != NULL) == j->connects);
-    for (i = 0; i < 1000; i++) mti_board_tell(comm, MTI_MESSAGE_CALL, &call, NULL);
+    MT_TRY(mti_channel_open(ctx, comm, rank == 0 && j->connects ? j->fd : -1, j->connects ? &j->listener : &none));
+    CHECK((comm->nccl.channel != NULL) == j->connects);
+    for (i = 0; i < 1000; i++) mti_channel_append(comm, MTI_MESSAGE_CALL, &call, NULL);
     if (j->differs)
-        while (!mti_board_is_decided(comm->nccl.board)) mti_rest(1, 0);
-    if (j->differs) mti_board_ask(comm);
-    if (comm->nccl.board) j->status[rank] = mti_board_error(comm, &j->said[rank]);
+        while (!mti_channel_is_decided(comm->nccl.channel)) mti_rest(1, 0);
+    if (j->differs) mti_channel_find_missing(comm);
+    if (comm->nccl.channel) j->status[rank] = mti_channel_error(comm, &j->said[rank]);
     MT_TRY(mt_barrier(ctx, world));
-    mti_board_fail(comm, MT_ERR_PEER, "the test wants it");
+    mti_channel_fail(comm, MT_ERR_PEER, "the test wants it");
     snprintf(j->warning[rank], sizeof j->warning[rank], "%s", warning.text);
     MT_TRY(mt_barrier(ctx, world)); /* as NCCL's own end of a communicator */
-    mti_board_close(comm);
+    mti_channel_close(comm);
     mti_comm_free(comm);
     mt_context_destroy(ctx);
     return MT_SUCCESS;
@@ -533,16 +533,16 @@ static void test_end_is_told(void **state) {
         memset(&warning, 0, sizeof warning);
         assert_true(messages_open(&m, 1, 3));
         m.comm->nccl.home = ctx;
-        mti_board_warn(m.comm);
+        mti_channel_warn(m.comm);
         assert_string_equal(warning.text, "");
         messages_send(&m, 0, &end, sizeof end);
         messages_work(&m);
-        mti_board_warn(m.comm);
+        mti_channel_warn(m.comm);
         assert_non_null(strstr(warning.text, "the calls of the ranks of \"test\" are no longer compared: rank 2 has"));
         memset(&warning, 0, sizeof warning);
-        mti_board_warn(m.comm);
+        mti_channel_warn(m.comm);
         assert_string_equal(warning.text, "");
-        assert_false(m.board->gone_at > 0);
+        assert_false(m.channel->gone_at > 0);
         messages_close(&m);
     }
     mt_context_destroy(ctx);
@@ -553,17 +553,17 @@ static void test_abandon(void **state) {
     messages m;
     (void)state;
     assert_true(messages_open(&m, 0, 3));
-    mti_board *b = m.board;
+    mti_channel *b = m.channel;
     int copies[3];
-    for (int i = 1; i < 3; i++) copies[i] = dup(b->lines[i].fd);
-    mti_board_abandon(m.comm);
+    for (int i = 1; i < 3; i++) copies[i] = dup(b->connections[i].fd);
+    mti_channel_abandon(m.comm);
     for (int i = 1; i < 3; i++) {
         char byte;
         assert_int_equal(recv(m.far[i], &byte, 1, MSG_DONTWAIT), -1);
         assert_true(errno == EAGAIN);
-        b->lines[i].fd = copies[i];
+        b->connections[i].fd = copies[i];
     }
-    assert_null(m.comm->nccl.board);
+    assert_null(m.comm->nccl.channel);
     messages_close(&m);
 }
 

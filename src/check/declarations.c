@@ -29,7 +29,7 @@ MT_API void mt_check_listen(mt_context *ctx, mt_check_listener listener, void *u
     ctx->checker->user = user;
 }
 
-static void mti_tell(mt_context *ctx, const char *where, const char *with, const mt_operand *operands, int count) {
+static void mti_notify(mt_context *ctx, const char *where, const char *with, const mt_operand *operands, int count) {
     const mti_checker *c = ctx->checker;
     if (c->listener) c->listener(ctx, c->user, where, with, operands, count);
 }
@@ -319,7 +319,7 @@ static mti_placed *mti_written_add(mti_checker *c, mti_extent e) {
 }
 
 /* Whether the sets of a view say something about it. */
-static int mti_sets_tell(const mti_checker *c, const unsigned char *may) {
+static int mti_sets_are_known(const mti_checker *c, const unsigned char *may) {
     int g;
     for (g = 0; g < c->count; g++)
         if (may[g] != MTI_ALL_PLACEMENTS) return 1;
@@ -351,7 +351,7 @@ static mt_status mti_placement_note(mt_context *ctx, mt_tensor t, const unsigned
         if (zero) p->used = 0, p->zeroed = c->written.newest;
     } else {
         mti_placed_forget(&c->meant, e, 1);
-        if (!mti_is_watched(ctx, e) && !(c->tracks && mti_sets_tell(c, may))) return MT_SUCCESS;
+        if (!mti_is_watched(ctx, e) && !(c->tracks && mti_sets_are_known(c, may))) return MT_SUCCESS;
         MT_TRY(mti_watch_extent(ctx, e, 0));
         p = mti_placed_older(&c->written, e, UINT64_MAX);
         lost = p ? mti_lost_before(p, e, by, with) : 0;
@@ -375,7 +375,7 @@ static void mti_columns_note(mti_checker *c, mt_tensor t) {
 }
 
 MT_API void mt_declare_forget(mt_context *ctx, const void *data, size_t bytes) {
-    mti_tell_forgotten(ctx, data, bytes, 1);
+    mti_notify_forgotten(ctx, data, bytes, 1);
     if (!ctx || !ctx->checker || !bytes) return;
     mti_forget(ctx, data, bytes);
     mti_placed_forget(&ctx->checker->memory, mti_extent_of_bytes(data, bytes), 1);

@@ -32,7 +32,7 @@ static mt_status mti_moved(mt_context *ctx, const char *where, mt_tensor x, mt_t
 }
 
 /* Tells the listener of communication from x, the operand of the ruling, to y, which may be x or have no elements. */
-static void mti_tell_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
+static void mti_notify_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
     const mti_placed *p = r->operands[0].known.parameter;
     mt_operand told[2];
     int in_place;
@@ -42,7 +42,7 @@ static void mti_tell_move(mt_context *ctx, const mti_ruling *r, mt_tensor y) {
     told[1].use = 2;
     in_place = y.data == told[0].t.data && y.rows == told[0].t.rows && y.cols == told[0].t.cols;
     if (in_place) told[0].use = 3;
-    mti_tell(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y) ? 1 : 2);
+    mti_notify(ctx, r->where, p ? p->name : NULL, told, in_place || !mti_has_elements(y) ? 1 : 2);
 }
 
 /* Refuses a sum over a group over which nothing is known about x, when x is a sum over groups of other ranks. */
@@ -88,7 +88,7 @@ static mt_status mti_move_check(mt_context *ctx, const mt_comm *comm, const char
     memcpy(may, r.operands[0].known.may, sizeof may);
     may[g] = (unsigned char)mti_letter_set(becomes);
     if (mti_has_elements(y)) MT_TRY(mti_move_note(ctx, &r.operands[0].known, x, y, may, 0, where));
-    mti_tell_move(ctx, &r, y);
+    mti_notify_move(ctx, &r, y);
     return MT_SUCCESS;
 }
 
@@ -178,7 +178,7 @@ static mt_status mti_broadcast_check(mt_context *ctx, const mt_comm *comm, const
     MT_TRY(mti_placement_note(ctx, operand.t, may, 0, "mt_broadcast", is_root ? r.operands[0].known.with : NULL));
     operand.name = "recvbuf";
     operand.use = 2;
-    mti_tell(ctx, "mt_broadcast", NULL, &operand, 1);
+    mti_notify(ctx, "mt_broadcast", NULL, &operand, 1);
     return MT_SUCCESS;
 }
 
@@ -217,7 +217,7 @@ static mt_status mti_world_sum(mt_context *ctx, const mti_ruling *r, mt_tensor y
         if (!ctx->checker->axes[g].only_group) MT_TRY(mti_rule_axis(ctx, r, g, results));
     memset(may, 1 << MT_REPLICATED, sizeof may);
     MT_TRY(mti_move_note(ctx, &r->operands[0].known, r->operands[0].operand->t, y, may, 0, r->where));
-    mti_tell_move(ctx, r, y);
+    mti_notify_move(ctx, r, y);
     return MT_SUCCESS;
 }
 

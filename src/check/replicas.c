@@ -212,7 +212,7 @@ static int mti_varies(mt_tensor t) {
 
 /* Whether ids tell ranks apart: there are more than two different ones, which may be the same in each sequence. tokens:
    1 also wants that they are not positions, which count up from the first one. */
-static int mti_ids_tell(mt_tensor t, int tokens) {
+static int mti_ids_differ(mt_tensor t, int tokens) {
     int32_t low = 0, high = 0, first = 0, id;
     int64_t i, last = 0, others = 0, steps = !tokens, n = t.rows * t.cols;
     for (i = 0; i < n; i++) {
@@ -315,7 +315,7 @@ static mt_status mti_share_read(mt_context *ctx, int g, const char *where, const
     if (known->may[g] != 1 << MT_SPLIT_ROWS && known->may[g] != 1 << MT_SPLIT_COLS) return MT_SUCCESS;
     if (ctx->checker->axes[g].only_group) return MT_SUCCESS;
     if (!is_ids && !(known->by && strcmp(known->by, "mt_declare") == 0)) return MT_SUCCESS;
-    if (is_ids && ctx->device == MT_DEVICE_CPU && !mti_ids_tell(o->t, is_data)) return MT_SUCCESS;
+    if (is_ids && ctx->device == MT_DEVICE_CPU && !mti_ids_differ(o->t, is_data)) return MT_SUCCESS;
     if (is_ids && is_data && ctx->device != MT_DEVICE_CPU) return MT_SUCCESS;
     memset(&e, 0, sizeof e);
     e.where = where;
@@ -751,9 +751,9 @@ static const char *mti_say_differs(char a, char b) {
 
 /* Returns the text of a list: for each entry its name, NUL, the collectives before, the hash, what the hash is of, n
    for a note and r for what a call reads, who wrote it, NUL. */
-static mti_told_text mti_replicas_write(const void *user) {
+static mti_compared_text mti_replicas_write(const void *user) {
     const mti_replica_list *l = (const mti_replica_list *)user;
-    mti_told_text t;
+    mti_compared_text t;
     size_t i;
     t.bytes = 0;
     t.data = (char *)mt_host_alloc(l->count * MTI_REPLICA_TEXT + 1);
@@ -782,20 +782,20 @@ typedef struct mti_replica_text {
 } mti_replica_text;
 
 /* Returns the next entry that is a note, or that is none. */
-static mti_replica_text mti_replica_next(const mti_told_text *t, uint64_t from, int is_note) {
+static mti_replica_text mti_replica_next(const mti_compared_text *t, uint64_t from, int is_note) {
     mti_replica_text e;
     e.end = from;
     do {
-        e.name = mti_told_next(t, &e.end);
-        e.value = mti_told_next(t, &e.end);
+        e.name = mti_compared_next(t, &e.end);
+        e.value = mti_compared_next(t, &e.end);
     } while (e.value && (e.value[2 * MTI_REPLICA_DIGITS + 1] == 'n') != is_note);
     return e;
 }
 
 /* Finds the first note, or the first entry that is none, that has another hash in list y than in list x. Entries are
    compared when the same calls lie between the last collective and them. */
-static int mti_replica_differs(const mti_told_text *x, const mti_told_text *y, int is_note, mti_replica_text *in_x,
-                               mti_replica_text *in_y) {
+static int mti_replica_differs(const mti_compared_text *x, const mti_compared_text *y, int is_note,
+                               mti_replica_text *in_x, mti_replica_text *in_y) {
     mti_replica_text a = mti_replica_next(x, 0, is_note), b = mti_replica_next(y, 0, is_note);
     char skip[MTI_REPLICA_DIGITS + 1] = ""; /* the collectives after which the ranks have made different calls */
     while (a.value && b.value) {
@@ -813,8 +813,8 @@ static int mti_replica_differs(const mti_told_text *x, const mti_told_text *y, i
 }
 
 /* Writes the first entry that has other values on rank b than on rank a. */
-static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *comm, int a, int b,
-                           const mti_told_text *x, const mti_told_text *y) {
+static int mti_say_replica(mti_text *text, const mti_compared *all, const mt_comm *comm, int a, int b,
+                           const mti_compared_text *x, const mti_compared_text *y) {
     mti_replica_text in_x, in_y, note, other;
     int found = mti_replica_differs(x, y, 0, &in_x, &in_y), noted = mti_replica_differs(x, y, 1, &note, &other);
     (void)all;
@@ -839,19 +839,19 @@ static int mti_say_replica(mti_text *text, const mti_told *all, const mt_comm *c
 /* Compares the list of a group, and forgets it. */
 static mt_status mti_replicas_compare(mt_context *ctx, mt_comm *comm, const char *where, mti_replica_list *l) {
     mt_ledger ledger = comm->ledger;
-    mti_telling telling;
-    mti_told told;
+    mti_comparison comparison;
+    mti_compared told;
     mt_status status;
     size_t i;
     MT_TRY(mti_replicas_fetch(ctx));
     told.hash = 0;
     told.group = 0;
     for (i = 0; i < l->count; i++) told.hash = mt_hash_word(told.hash + l->list[i].hash, (uint32_t)l->list[i].moves);
-    telling.user = l;
-    telling.write = mti_replicas_write;
-    telling.say = mti_say_replica;
+    comparison.user = l;
+    comparison.write = mti_replicas_write;
+    comparison.say = mti_say_replica;
     mt_check_pause(ctx);
-    status = comm->transport->has_peers ? mti_compare_ranks(ctx, comm, where, told, &telling) : MT_SUCCESS;
+    status = comm->transport->has_peers ? mti_compare_ranks(ctx, comm, where, told, &comparison) : MT_SUCCESS;
     comm->ledger = ledger; /* that of the program alone */
     l->count = 0;
     l->moves = 0;

@@ -967,6 +967,6 @@ MT_API mt_status mt_rule_check(mt_context *ctx, const char *where, const mt_rule
     for (i = 0; mt_check_mode(ctx) == 2 && i < r.count; i++) MT_TRY(mti_operand_note(ctx, &r, i, results));
     for (i = 0; i < r.count; i++) MT_TRY(mti_result_note(ctx, &r, i, results));
     if (mt_check_mode(ctx) == 2) mti_replaced_note(c, &r);
-    mti_tell(ctx, where, r.with, operands, count);
+    mti_notify(ctx, where, r.with, operands, count);
     return MT_SUCCESS;
 }

@@ -649,7 +649,7 @@ static mt_status mti_do_collective(mt_context *ctx, mt_comm *comm, const mti_cal
     MT_TRY((comm->transport->collective)(ctx, comm, call));
     if (call->kind != MT_ALL_REDUCE || call->recv != call->send) {
         size_t blocks = call->kind == MT_ALL_GATHER ? (size_t)comm->size : 1;
-        mti_tell_forgotten(ctx, call->recv, blocks * elements * mt_dtype_size(call->dtype), 0);
+        mti_notify_forgotten(ctx, call->recv, blocks * elements * mt_dtype_size(call->dtype), 0);
     }
     if (comm->size == 1) return MT_SUCCESS;
     if (call->kind == MT_ALL_GATHER || call->kind == MT_REDUCE_SCATTER) elements *= (size_t)comm->size;
@@ -665,7 +665,7 @@ static mt_status mti_do_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call
     MT_TRY(MTI_HOOK(ctx, p2p(ctx, call)));
     if (call->root == comm->rank) MT_TRY(mti_alone_call(ctx, comm, call)); /* send to itself */
     else MT_TRY((comm->transport->p2p)(ctx, comm, call));
-    mti_tell_forgotten(ctx, call->recv, call->recvcount * element, 0);
+    mti_notify_forgotten(ctx, call->recv, call->recvcount * element, 0);
     if (comm->size == 1) return MT_SUCCESS;
     if (call->root >= 0) mti_record(comm, MT_SEND, call->count * element);
     if (call->source >= 0) mti_record(comm, MT_RECV, call->recvcount * element);

@@ -262,7 +262,7 @@ MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget) {
     if (ctx) ctx->forget = forget;
 }
 
-static void mti_tell_forgotten(mt_context *ctx, const void *data, size_t bytes, int gone) {
+static void mti_notify_forgotten(mt_context *ctx, const void *data, size_t bytes, int gone) {
     if (ctx && ctx->forget && data && bytes) (ctx->forget)(ctx, data, bytes, gone);
 }
 
@@ -345,7 +345,7 @@ MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
         mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
     if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
     if (ctx->hooks) ctx->hooks->freed(ctx, ptr, size);
-    mti_tell_forgotten(ctx, ptr, size, 1);
+    mti_notify_forgotten(ctx, ptr, size, 1);
     ctx->allocated -= size;
 }
 
@@ -392,7 +392,7 @@ MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
                        bytes, at, ctx->arena_bytes, at + size);
     *out = ctx->arena + at;
     if (ctx->hooks) ctx->hooks->reused(ctx, *out, size);
-    mti_tell_forgotten(ctx, *out, size, 1);
+    mti_notify_forgotten(ctx, *out, size, 1);
     ctx->arena_used = at + size;
     if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
     return MT_SUCCESS;

@@ -15,9 +15,9 @@
    receives its piece from all other ranks, reduces it in the tree of threads.c, and for an all_reduce sends the result
    to all ranks. Point to point: both ranks send a header, then the data follow.
 
-   Notes are messages between ports that say at any time that a group has broken or a rank has left. No wait for a rank
-   blocks inside MPI: requests are tested until they are done, the timeout has expired, or a note says that they will
-   never be done. */
+   Notices are messages between ports that say at any time that a group has broken or a rank has left. No wait for a
+   rank blocks inside MPI: requests are tested until they are done, the timeout has expired, or a notice says that they
+   will never be done. */
 
 #if MTI_MPI
 /* Bytes of data behind a header: the message is smaller than 4 KiB, which MPI libraries send eagerly. */
@@ -25,10 +25,11 @@
 #define MTI_MPI_SCRATCH ((size_t)4 << 20)  /* bytes per group for received pieces; only used pages take memory */
 #define MTI_MPI_MESSAGE ((size_t)16 << 20) /* most bytes of one message: MPI counts bytes in an int */
 #define MTI_MPI_SOON 1e-3    /* seconds for which a wait polls without sleeping; it yields where ranks share cores */
-#define MTI_MPI_LISTEN 50e-6 /* seconds for which a wait polls only the requests of its call, and no notes */
+#define MTI_MPI_LISTEN 50e-6 /* seconds for which a wait polls only the requests of its call, and no notices */
 #define MTI_MPI_GRACE 2.0    /* seconds to wait for other ranks to close their ports when a group has broken */
 
-/* The kinds of messages: the low two bits of a tag. The bits above are the number of the group. Tag 0 is for notes. */
+/* The kinds of messages: the low two bits of a tag. The bits above are the number of the group. Tag 0 is for
+   notices. */
 #define MTI_MPI_MEET 0  /* header of a collective */
 #define MTI_MPI_OFFER 1 /* header from a sender to its receiver */
 #define MTI_MPI_ASK 2   /* header from a receiver to its sender */
@@ -46,16 +47,16 @@ typedef struct mti_mpi_message {
 
 #define MTI_MPI_HEADER offsetof(mti_mpi_message, data)
 
-/* The news of a note: a group has broken; a rank has left a group, or, with mti_mpi_note.everywhere, all its groups; a
-   rank closes its port. */
+/* The news of a notice: a group has broken; a rank has left a group, or, with mti_mpi_notice.everywhere, all its
+   groups; a rank closes its port. */
 typedef enum mti_mpi_news { MTI_MPI_BROKEN, MTI_MPI_LEFT, MTI_MPI_CLOSES } mti_mpi_news;
 
-typedef struct mti_mpi_note {
+typedef struct mti_mpi_notice {
     int news, group, rank, status; /* rank: in the group; in the port for `everywhere` and MTI_MPI_CLOSES */
     int everywhere;
     int keeps, broken; /* MTI_MPI_CLOSES: these fields of the sender's port */
     char text[MT_ERROR_BYTES + 64];
-} mti_mpi_note;
+} mti_mpi_notice;
 
 typedef struct mti_mpi_port {
     MPI_Comm comm;
@@ -67,13 +68,13 @@ typedef struct mti_mpi_port {
     int *status;            /* [size] the status with which each rank has closed its port, or MTI_MPI_OPEN */
     double timeout, waited; /* waited: seconds that mti_mpi_close has waited for the other ranks */
     /* groups: list of the groups in use; ended: list of destroyed groups whose memory MPI may still use, for instance
-       for their last notes */
+       for their last notices */
     struct mti_mpi *groups, *ended;
-    const char **left;     /* [size] why a rank has left all its groups; NULL: it has not left */
-    mti_mpi_note *reasons; /* [size] the notes whose text `left` points to */
-    mti_mpi_note *early;   /* notes on a new group whose split this rank has not finished */
+    const char **left;       /* [size] why a rank has left all its groups; NULL: it has not left */
+    mti_mpi_notice *reasons; /* [size] the notices whose text `left` points to */
+    mti_mpi_notice *early;   /* notices on a new group whose split this rank has not finished */
     int early_count;
-    mti_mpi_note inbox, closing;
+    mti_mpi_notice inbox, closing;
     MPI_Request inbox_request, *closing_requests;
     int32_t version, *versions; /* MT_VERSION_NUMBER of this rank, and of all [size] */
 } mti_mpi_port;
@@ -102,8 +103,9 @@ typedef struct mti_mpi {
        for, see mti_mpi_look_around */
     mti_mpi_message *asked, *other;
     char *scratch;
-    mti_mpi_note *reasons, notes[2]; /* reasons: [size] why each rank has left; notes: this rank's, by mti_mpi_news */
-    MPI_Request *note_requests;
+    mti_mpi_notice *reasons,
+        notices[2]; /* reasons: [size] why each rank has left; notices: this rank's, by mti_mpi_news */
+    MPI_Request *notice_requests;
 } mti_mpi;
 
 /* -- requests -- */
@@ -176,7 +178,7 @@ static int mti_mpi_test(mt_comm *comm) {
     return done > 0;
 }
 
-/* -- notes -- */
+/* -- notices -- */
 
 /* Marks a rank of a group as left. */
 static void mti_mpi_take_left(mti_mpi *m, int rank, const char *reason) {
@@ -194,48 +196,48 @@ static int mti_mpi_member(const mti_mpi *m, int world) {
 }
 
 /* Marks a rank of the port as left in all its groups. */
-static void mti_mpi_take_everywhere(mti_mpi_port *port, const mti_mpi_note *note) {
+static void mti_mpi_take_everywhere(mti_mpi_port *port, const mti_mpi_notice *notice) {
     mti_mpi *m;
-    if (port->left[note->rank]) return;
-    port->reasons[note->rank] = *note;
-    port->left[note->rank] = port->reasons[note->rank].text;
+    if (port->left[notice->rank]) return;
+    port->reasons[notice->rank] = *notice;
+    port->left[notice->rank] = port->reasons[notice->rank].text;
     for (m = port->groups; m; m = m->next)
-        if (mti_mpi_member(m, note->rank) >= 0)
-            mti_mpi_take_left(m, mti_mpi_member(m, note->rank), port->left[note->rank]);
+        if (mti_mpi_member(m, notice->rank) >= 0)
+            mti_mpi_take_left(m, mti_mpi_member(m, notice->rank), port->left[notice->rank]);
 }
 
-static void mti_mpi_take_broken(mti_mpi *m, const mti_mpi_note *note) {
+static void mti_mpi_take_broken(mti_mpi *m, const mti_mpi_notice *notice) {
     mti_text text;
     text.used = 0;
-    mti_say(&text, "%s", note->text);
-    mti_break(m->comm->group, (mt_status)note->status, &text, MTI_ANY);
+    mti_say(&text, "%s", notice->text);
+    mti_break(m->comm->group, (mt_status)notice->status, &text, MTI_ANY);
     m->port->broken = 1;
 }
 
-/* Keeps a note on a new group whose split this rank has not finished. Drops a note on a group that this rank has
+/* Keeps a notice on a new group whose split this rank has not finished. Drops a notice on a group that this rank has
    destroyed. */
-static void mti_mpi_take_early(mti_mpi_port *port, const mti_mpi_note *note) {
-    if (note->group >= port->next && port->early_count < 2 * port->size) port->early[port->early_count++] = *note;
+static void mti_mpi_take_early(mti_mpi_port *port, const mti_mpi_notice *notice) {
+    if (notice->group >= port->next && port->early_count < 2 * port->size) port->early[port->early_count++] = *notice;
 }
 
-/* Handles one note. */
-static void mti_mpi_take_note(mti_mpi_port *port, const mti_mpi_note *note) {
+/* Handles one notice. */
+static void mti_mpi_take_notice(mti_mpi_port *port, const mti_mpi_notice *notice) {
     mti_mpi *m = port->groups;
-    while (m && m->number != note->group) m = m->next;
-    if (note->news == MTI_MPI_CLOSES) {
-        port->status[note->rank] = note->status;
-        port->keeps |= note->keeps;
-        port->broken |= note->broken;
+    while (m && m->number != notice->group) m = m->next;
+    if (notice->news == MTI_MPI_CLOSES) {
+        port->status[notice->rank] = notice->status;
+        port->keeps |= notice->keeps;
+        port->broken |= notice->broken;
         port->closed++;
-    } else if (note->everywhere) {
-        mti_mpi_take_everywhere(port, note);
+    } else if (notice->everywhere) {
+        mti_mpi_take_everywhere(port, notice);
     } else if (!m) {
-        mti_mpi_take_early(port, note);
-    } else if (note->news == MTI_MPI_BROKEN) {
-        mti_mpi_take_broken(m, note);
-    } else if (!mti_slot_of(m->comm->group, note->rank)->left) {
-        m->reasons[note->rank] = *note;
-        mti_mpi_take_left(m, note->rank, m->reasons[note->rank].text);
+        mti_mpi_take_early(port, notice);
+    } else if (notice->news == MTI_MPI_BROKEN) {
+        mti_mpi_take_broken(m, notice);
+    } else if (!mti_slot_of(m->comm->group, notice->rank)->left) {
+        m->reasons[notice->rank] = *notice;
+        mti_mpi_take_left(m, notice->rank, m->reasons[notice->rank].text);
     }
 }
 
@@ -244,37 +246,37 @@ static int mti_mpi_open_inbox(mti_mpi_port *port) {
                      &port->inbox_request);
 }
 
-/* Receives and handles all notes that have arrived. */
+/* Receives and handles all notices that have arrived. */
 static void mti_mpi_listen(mti_mpi_port *port) {
     int came = 1;
     while (port->inbox_request != MPI_REQUEST_NULL) {
         if (MPI_Test(&port->inbox_request, &came, MPI_STATUS_IGNORE) != MPI_SUCCESS || !came) return;
-        mti_mpi_take_note(port, &port->inbox);
+        mti_mpi_take_notice(port, &port->inbox);
         if (mti_mpi_open_inbox(port) != MPI_SUCCESS) port->inbox_request = MPI_REQUEST_NULL;
     }
 }
 
-/* Sends a note to all other ranks of the group. Each kind of news is sent at most once, because MPI keeps using the
-   note's memory. */
-static void mti_mpi_tell(mt_comm *comm, mti_mpi_news news, mt_status status, const char *text, int everywhere) {
+/* Sends a notice to all other ranks of the group. Each kind of news is sent at most once, because MPI keeps using the
+   notice's memory. */
+static void mti_mpi_notify(mt_comm *comm, mti_mpi_news news, mt_status status, const char *text, int everywhere) {
     mti_mpi *m = comm->mpi;
-    mti_mpi_note *note = &m->notes[news];
+    mti_mpi_notice *notice = &m->notices[news];
     int r;
-    note->news = (int)news;
-    note->group = m->number;
-    note->rank = everywhere ? m->port->rank : comm->rank;
-    note->status = (int)status;
-    note->everywhere = everywhere;
-    snprintf(note->text, sizeof note->text, "%s", text);
+    notice->news = (int)news;
+    notice->group = m->number;
+    notice->rank = everywhere ? m->port->rank : comm->rank;
+    notice->status = (int)status;
+    notice->everywhere = everywhere;
+    snprintf(notice->text, sizeof notice->text, "%s", text);
     for (r = 0; r < comm->size; r++)
         if (r != comm->rank)
-            MPI_Isend(note, (int)sizeof *note, MPI_BYTE, m->world[r], 0, m->port->comm,
-                      &m->note_requests[(int)news * comm->size + r]);
+            MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, m->world[r], 0, m->port->comm,
+                      &m->notice_requests[(int)news * comm->size + r]);
 }
 
 static void mti_mpi_leave(mt_comm *comm, const char *reason) {
     if (!mti_mark_left(comm, reason)) return;
-    mti_mpi_tell(comm, MTI_MPI_LEFT, MT_SUCCESS, reason, comm->owner && comm->owner->world == comm);
+    mti_mpi_notify(comm, MTI_MPI_LEFT, MT_SUCCESS, reason, comm->owner && comm->owner->world == comm);
 }
 
 /* -- failing -- */
@@ -296,7 +298,7 @@ static void mti_mpi_abandon(mt_comm *comm) {
 static mt_status mti_mpi_fail(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     if (!mti_is_broken(comm->group)) {
         mti_break(comm->group, status, text, MTI_ANY);
-        mti_mpi_tell(comm, MTI_MPI_BROKEN, status, comm->group->text, 0);
+        mti_mpi_notify(comm, MTI_MPI_BROKEN, status, comm->group->text, 0);
     }
     comm->mpi->port->broken = 1;
     mti_mpi_abandon(comm);
@@ -389,7 +391,7 @@ static void mti_mpi_begin(mt_comm *comm) {
 }
 
 /* Returns MT_SUCCESS when a request has completed, or after a short pause, and an error when the call cannot complete.
-   A note that a rank has left or broken the group may overtake earlier messages of that rank. So the requests are
+   A notice that a rank has left or broken the group may overtake earlier messages of that rank. So the requests are
    tested once more before the call is given up. */
 static mt_status mti_mpi_step(mt_context *ctx, mt_comm *comm) {
     mti_mpi *m = comm->mpi;
@@ -671,7 +673,7 @@ static void mti_mpi_free(mti_mpi *m) {
     free(m->requests);
     free(m->about);
     free(m->reasons);
-    free(m->note_requests);
+    free(m->notice_requests);
     free(m->in);
     free(m->scratch);
     free(m);
@@ -688,11 +690,11 @@ static mti_mpi *mti_mpi_new(int size) {
     m->statuses = (MPI_Status *)calloc(requests, sizeof *m->statuses);
     m->requests = (MPI_Request *)calloc(requests, sizeof *m->requests);
     m->about = (mti_mpi_about *)calloc(requests, sizeof *m->about);
-    m->reasons = (mti_mpi_note *)calloc(n, sizeof *m->reasons);
-    m->note_requests = (MPI_Request *)calloc(2 * n, sizeof *m->note_requests);
+    m->reasons = (mti_mpi_notice *)calloc(n, sizeof *m->reasons);
+    m->notice_requests = (MPI_Request *)calloc(2 * n, sizeof *m->notice_requests);
     m->in = (mti_mpi_message *)mti_default_alloc(NULL, (n + 3) * sizeof *m->in, MT_ALIGNMENT);
     m->scratch = (char *)mti_default_alloc(NULL, MTI_MPI_SCRATCH, MT_ALIGNMENT);
-    if (!m->world || !m->indices || !m->statuses || !m->requests || !m->about || !m->reasons || !m->note_requests ||
+    if (!m->world || !m->indices || !m->statuses || !m->requests || !m->about || !m->reasons || !m->notice_requests ||
         !m->in || !m->scratch) {
         mti_mpi_free(m);
         return NULL;
@@ -702,7 +704,7 @@ static mti_mpi *mti_mpi_new(int size) {
     m->other = m->asked + 1;
     memset(m->out, 0, sizeof *m->out);
     for (i = 0; i < requests; i++) m->requests[i] = MPI_REQUEST_NULL;
-    for (i = 0; i < 2 * n; i++) m->note_requests[i] = MPI_REQUEST_NULL;
+    for (i = 0; i < 2 * n; i++) m->notice_requests[i] = MPI_REQUEST_NULL;
     m->size = size;
     return m;
 }
@@ -753,8 +755,8 @@ static mti_mpi_port *mti_mpi_port_new(int rank, int size, double timeout_s) {
     port->status = (int *)calloc(n, sizeof *port->status);
     port->versions = (int32_t *)calloc(n, sizeof *port->versions);
     port->left = (const char **)calloc(n, sizeof *port->left);
-    port->reasons = (mti_mpi_note *)calloc(n, sizeof *port->reasons);
-    port->early = (mti_mpi_note *)calloc(2 * n, sizeof *port->early);
+    port->reasons = (mti_mpi_notice *)calloc(n, sizeof *port->reasons);
+    port->early = (mti_mpi_notice *)calloc(2 * n, sizeof *port->early);
     port->closing_requests = (MPI_Request *)calloc(n, sizeof *port->closing_requests);
     if (!port->status || !port->versions || !port->left || !port->reasons || !port->early || !port->closing_requests) {
         mti_mpi_port_free(port);
@@ -925,17 +927,17 @@ static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out)
                           "mt_comm_split: %d groups so far, more than the tags of this MPI can tell apart", number);
     m->port->next = number + 1;
     if (color < 0) return MT_SUCCESS;
-    mti_split_place(comm, comm->rank, &rank, &size, &leader);
+    mti_split_member(comm, comm->rank, &rank, &size, &leader);
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
     *out = size == 1 ? mti_comm_new(&mti_alone, 0, 1, name) : mti_mpi_comm_new(m->port, rank, size, name, number);
     if (!*out || size == 1) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
     for (r = 0; r < comm->size; r++) {
         if (mti_slot_of(comm->group, r)->color != color) continue;
-        mti_split_place(comm, r, &at, &size, &leader);
+        mti_split_member(comm, r, &at, &size, &leader);
         (*out)->mpi->world[at] = m->world[r];
         if (m->port->left[m->world[r]]) mti_mpi_take_left((*out)->mpi, at, m->port->left[m->world[r]]);
     }
-    for (r = 0; r < m->port->early_count; r++) mti_mpi_take_note(m->port, &m->port->early[r]);
+    for (r = 0; r < m->port->early_count; r++) mti_mpi_take_notice(m->port, &m->port->early[r]);
     return MT_SUCCESS;
 }
 
@@ -952,7 +954,7 @@ static int mti_mpi_all_done(MPI_Request *requests, int count) {
 static void mti_mpi_reap(mti_mpi_port *port) {
     struct mti_mpi **at = &port->ended, *m;
     while ((m = *at) != NULL) {
-        if (!mti_mpi_all_done(m->requests, m->count) || !mti_mpi_all_done(m->note_requests, 2 * m->size)) {
+        if (!mti_mpi_all_done(m->requests, m->count) || !mti_mpi_all_done(m->notice_requests, 2 * m->size)) {
             at = &m->next;
             continue;
         }
@@ -966,16 +968,17 @@ static void mti_mpi_reap(mti_mpi_port *port) {
 static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
     double limit = port->broken ? MTI_MPI_GRACE : port->timeout;
     mti_stopwatch watch = mti_stopwatch_start(limit);
-    mti_mpi_note *note = &port->closing;
+    mti_mpi_notice *notice = &port->closing;
     int r;
-    note->news = MTI_MPI_CLOSES;
-    note->rank = port->rank;
-    note->status = port->status[port->rank] = (int)status;
-    note->keeps = port->keeps;
-    note->broken = port->broken;
+    notice->news = MTI_MPI_CLOSES;
+    notice->rank = port->rank;
+    notice->status = port->status[port->rank] = (int)status;
+    notice->keeps = port->keeps;
+    notice->broken = port->broken;
     port->closed++;
     for (r = 0; r < port->size; r++)
-        if (r != port->rank) MPI_Isend(note, (int)sizeof *note, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
+        if (r != port->rank)
+            MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
     while (port->waited < limit) {
         mti_mpi_listen(port);
         mti_mpi_reap(port);

@@ -77,7 +77,7 @@ static void *mti_watchdog_run(void *argument) {
         double rest = w->calls != seen ? w->call.tick : MTI_WATCHDOG_SLEEP;
         double waited = w->inside ? mti_waited(&w->call) : 0,
                left = w->inside ? w->inside->nccl.timeout - waited : rest;
-        if (left < 0 || (w->inside && mti_board_is_decided(w->inside->nccl.board))) {
+        if (left < 0 || (w->inside && mti_channel_is_decided(w->inside->nccl.channel))) {
             ncclComm_t handle = w->inside->nccl.handle;
             w->inside = NULL;
             w->late = waited + 1e-9; /* more than 0 */
@@ -184,7 +184,7 @@ static void mti_nccl_say(mti_text *text, const mt_comm *comm) {
    which ends their kernels in the stream. */
 static mt_status mti_nccl_break(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     comm->nccl.broken = status;
-    mti_board_fail(comm, status, text->data);
+    mti_channel_fail(comm, status, text->data);
     if (comm->nccl.home) mti_graphs_lose(comm->nccl.home); /* an abort waits for the graphs that use comm to end */
     if (comm->nccl.owned) {
         if (comm->nccl.handle) ncclCommAbort(comm->nccl.handle);
@@ -234,18 +234,18 @@ static mt_status mti_nccl_fail(mt_context *ctx, mt_comm *comm, ncclResult_t resu
 }
 
 /* Returns MT_ERR_TIMEOUT, or the error of a result about a busy communicator, and writes its message. */
-static mt_status mti_nccl_ask_boards(mt_context *ctx, mti_text *text) {
+static mt_status mti_nccl_find_missing(mt_context *ctx, mti_text *text) {
     mt_status status = MT_SUCCESS;
     mt_comm *comm;
     for (comm = ctx->nccl; comm && status == MT_SUCCESS; comm = comm->nccl.next) {
         if (!comm->nccl.busy || comm->nccl.broken) continue;
-        mti_board_ask(comm);
-        status = mti_board_error(comm, text);
+        mti_channel_find_missing(comm);
+        status = mti_channel_error(comm, text);
     }
     return status == MT_SUCCESS ? MT_ERR_TIMEOUT : status;
 }
 
-/* Reports a timeout of the stream. Where no board knows who is missing, the message has the last call of every busy
+/* Reports a timeout of the stream. Where no channel knows who is missing, the message has the last call of every busy
    communicator, because NCCL does not say which call hangs. */
 static mt_status mti_nccl_late(mt_context *ctx, double waited) {
     mti_text text;
@@ -253,7 +253,7 @@ static mt_status mti_nccl_late(mt_context *ctx, double waited) {
     mt_status status;
     int said = 0;
     text.used = 0;
-    status = mti_nccl_ask_boards(ctx, &text);
+    status = mti_nccl_find_missing(ctx, &text);
     for (comm = ctx->nccl; comm && (said || !text.used); comm = comm->nccl.next) {
         if (!comm->nccl.busy) continue;
         if (said++) mti_say(&text, ", or ");
@@ -268,8 +268,8 @@ static mt_status mti_nccl_late(mt_context *ctx, double waited) {
 static mt_status mti_nccl_call_late(mt_context *ctx, mt_comm *comm, double waited) {
     mti_text text;
     mt_status status;
-    mti_board_ask(comm);
-    status = mti_board_error(comm, &text);
+    mti_channel_find_missing(comm);
+    status = mti_channel_error(comm, &text);
     if (status != MT_SUCCESS) return mti_nccl_give_up(ctx, comm, status, &text);
     text.used = 0;
     mti_nccl_say(&text, comm);
@@ -280,7 +280,7 @@ static mt_status mti_nccl_call_late(mt_context *ctx, mt_comm *comm, double waite
 /* Returns the error of a result about comm, and breaks all busy communicators; MT_SUCCESS: there is none. */
 static mt_status mti_nccl_obey(mt_context *ctx, mt_comm *comm) {
     mti_text text;
-    mt_status status = mti_board_error(comm, &text);
+    mt_status status = mti_channel_error(comm, &text);
     return status == MT_SUCCESS ? MT_SUCCESS : mti_nccl_give_up(ctx, comm, status, &text);
 }
 
@@ -297,7 +297,7 @@ static mt_status mti_nccl_poll(mt_context *ctx, mt_comm *comm, struct ncclComm *
         if (asked != ncclSuccess) result = asked;
         if (result != ncclInProgress) break;
         waited = mti_waited(&watch);
-        if (waited > comm->nccl.timeout || mti_board_is_decided(comm->nccl.board))
+        if (waited > comm->nccl.timeout || mti_channel_is_decided(comm->nccl.channel))
             return mti_nccl_call_late(ctx, comm, waited);
         mti_rest(waited, 1e-3);
     }
@@ -314,7 +314,7 @@ static mt_status mti_nccl_settle(mt_context *ctx, mt_comm *comm, ncclResult_t re
 /* Runs an expression that calls NCCL on the handle of comm. */
 #define MTI_NCCL_RUN(ctx, comm, call) (mti_nccl_enter(comm), mti_nccl_settle(ctx, comm, call))
 
-/* Returns an error that NCCL, or the board, has found in a busy communicator after the call. */
+/* Returns an error that NCCL, or the channel, has found in a busy communicator after the call. */
 static mt_status mti_nccl_ask(mt_context *ctx) {
     mt_comm *comm;
     for (comm = ctx->nccl; comm; comm = comm->nccl.next) {
@@ -467,13 +467,14 @@ static void mti_nccl_unlink(mt_context *ctx, mt_comm *comm) {
 }
 
 static void mti_nccl_leave(mt_comm *comm, const char *reason) {
-    mti_board_tell(comm, MTI_MESSAGE_LEFT, NULL, reason); /* without memory, the others see that the connection ends */
+    mti_channel_append(comm, MTI_MESSAGE_LEFT, NULL,
+                       reason); /* without memory, the others see that the connection ends */
 }
 
 static void mti_nccl_destroy(mt_comm *comm) {
     mti_nccl *n = &comm->nccl;
     if (mti_is_forked(comm->process)) {
-        mti_board_abandon(comm);
+        mti_channel_abandon(comm);
         return;
     }
     if (cudaSetDevice(n->ordinal) != cudaSuccess) cudaGetLastError();
@@ -483,7 +484,7 @@ static void mti_nccl_destroy(mt_comm *comm) {
         mti_nccl_forget(n->home, comm, NULL);
         mti_nccl_unlink(n->home, comm);
     }
-    mti_board_close(comm);
+    mti_channel_close(comm);
     if (n->owned && n->handle && MTI_NCCL_RUN(NULL, comm, ncclCommFinalize(n->handle)) == MT_SUCCESS) {
         ncclCommDestroy(n->handle);
         n->handle = NULL; /* an error below must not abort it */
@@ -648,7 +649,7 @@ static mt_status mti_nccl_barrier(mt_context *ctx, mt_comm *comm) {
     return status;
 }
 
-/* Begins a call, and tells the board about it. */
+/* Begins a call, and tells the channel about it. */
 static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     if (comm->nccl.home != ctx)
         return mti_refuse(ctx, comm, MT_ERR_ARGUMENT, "mt_%s: \"%s\" (%d ranks, over NCCL) belongs to another context",
@@ -658,7 +659,7 @@ static mt_status mti_nccl_call_begin(mt_context *ctx, mt_comm *comm, const mti_c
             ctx, comm, MT_ERR_PEER, "%s on \"%s\" (%d ranks): rank %d calls after this communicator failed with %s",
             mti_call_name(call->kind), comm->name, comm->size, comm->rank, mt_status_name(comm->nccl.broken));
     MT_TRY(mt_cuda_enter(ctx));
-    mti_board_tell(comm, MTI_MESSAGE_CALL, call, NULL);
+    mti_channel_append(comm, MTI_MESSAGE_CALL, call, NULL);
     comm->nccl.last = *call;
     MT_TRY(mti_nccl_obey(ctx, comm));
     comm->nccl.number = ++ctx->nccl_calls;
@@ -697,7 +698,7 @@ static mt_status mti_nccl_same_version(mt_context *ctx, const mt_comm *comm, con
 }
 
 /* Gathers the members of all ranks in all [size], which holds this rank's member at the start. kind: MTI_SPLIT or
-   MTI_CREATE, for the board and for messages */
+   MTI_CREATE, for the channel and for messages */
 static mt_status mti_nccl_members(mt_context *ctx, mt_comm *comm, int kind, mti_member *all) {
     size_t mark = mt_arena_mark(ctx), bytes = sizeof *all, at = bytes * (size_t)comm->rank;
     mti_call call, named = mti_call_make(kind, NULL, NULL, 0, MT_U8);
@@ -715,7 +716,7 @@ static mt_status mti_nccl_members(mt_context *ctx, mt_comm *comm, int kind, mti_
 }
 
 /* Returns the size of rank r's new group, and rank r's rank in it. Size 0: rank r has a negative color. */
-static int mti_nccl_place(const mti_member *all, int ranks, int r, int *rank) {
+static int mti_nccl_member(const mti_member *all, int ranks, int r, int *rank) {
     int32_t color = all[r].color, key = all[r].key;
     int size = 0, other;
     *rank = 0;
@@ -732,8 +733,8 @@ static mt_status mti_nccl_connect(mt_context *ctx, mt_comm *comm, int color, con
                                   int listener) {
     int r = 0, rank;
     if (ctx->no_nccl_checks) return MT_SUCCESS;
-    while (r < ranks && (all[r].color != color || (mti_nccl_place(all, ranks, r, &rank), rank) != 0)) r++;
-    return mti_board_open(ctx, comm, listener, &all[r].listener);
+    while (r < ranks && (all[r].color != color || (mti_nccl_member(all, ranks, r, &rank), rank) != 0)) r++;
+    return mti_channel_open(ctx, comm, listener, &all[r].listener);
 }
 
 /* Splits the blocking handle of child, or nothing if child is NULL, from comm. Waits until both are ready. The handle
@@ -753,8 +754,8 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
                                  mt_comm **out) {
     mt_comm *child = NULL;
     mt_status status = MT_SUCCESS;
-    int rank, ignored, r = 0, size = mti_nccl_place(all, comm->size, comm->rank, &rank);
-    while (r < comm->size && mti_nccl_place(all, comm->size, r, &ignored) < 2) r++;
+    int rank, ignored, r = 0, size = mti_nccl_member(all, comm->size, comm->rank, &rank);
+    while (r < comm->size && mti_nccl_member(all, comm->size, r, &ignored) < 2) r++;
     if (size == 1) *out = mti_comm_new(&mti_alone, 0, 1, name);
     if (r == comm->size) return MT_SUCCESS;
     if (size > 1) child = mti_nccl_new(ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
@@ -933,17 +934,17 @@ MT_API mt_status mt_comm_create_nccl(mt_context *ctx, struct ncclComm *nccl, dou
 
 /* What each rank tells the others when threads, or processes over MPI, create a communicator over NCCL. `status` and
    `id` are those of mt_nccl_unique_id; only rank 0 calls it. */
-typedef struct mti_place {
+typedef struct mti_peer {
     int device, ordinal;
     mt_status status;
     mt_nccl_id id;
-} mti_place;
+} mti_peer;
 
 /* Exchanges the places of all ranks. *first: the place of rank 0; *own_gpus: 1 when all contexts are on GPUs, and no
    two threads use the same GPU. Processes are not compared, because each may number the GPUs in its own way; NCCL
    detects a GPU that two of them use. */
-static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_place *mine, mti_place *first,
-                                 int *own_gpus) {
+static mt_status mti_gather_peers(mt_context *ctx, mt_comm *local, const mti_peer *mine, mti_peer *first,
+                                  int *own_gpus) {
     mti_call call;
     int r, other;
     memset(&call, 0, sizeof call);
@@ -954,11 +955,11 @@ static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_plac
     MT_TRY((local->transport->enter)(ctx, local, &call));
     *own_gpus = 1;
     for (r = 0; r < local->size; r++) {
-        const mti_place *p = (const mti_place *)mti_slot_of(local->group, r)->send;
+        const mti_peer *p = (const mti_peer *)mti_slot_of(local->group, r)->send;
         if (r == 0) *first = *p;
         if (p->device != (int)MT_DEVICE_CUDA) *own_gpus = 0;
         for (other = 0; other < r && local->transport->are_threads; other++)
-            if (((const mti_place *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
+            if (((const mti_peer *)mti_slot_of(local->group, other)->send)->ordinal == p->ordinal) *own_gpus = 0;
     }
     (local->transport->exit)(local);
     return MT_SUCCESS;
@@ -966,14 +967,14 @@ static mt_status mti_meet_places(mt_context *ctx, mt_comm *local, const mti_plac
 
 /* For threads, and for processes over MPI. Leaves *out NULL when NCCL is not built, or own_gpus is 0. */
 static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
-    mti_place mine, first;
+    mti_peer mine, first;
     int own_gpus = 0;
     if (!MTI_NCCL) return MT_SUCCESS;
     memset(&mine, 0, sizeof mine);
     mine.device = (int)ctx->device;
     mine.ordinal = ctx->ordinal;
     if (world->rank == 0 && ctx->device == MT_DEVICE_CUDA) mine.status = mt_nccl_unique_id(ctx, &mine.id);
-    MT_TRY(mti_meet_places(ctx, world, &mine, &first, &own_gpus));
+    MT_TRY(mti_gather_peers(ctx, world, &mine, &first, &own_gpus));
     if (!own_gpus) return MT_SUCCESS;
     if (first.status != MT_SUCCESS)
         return world->rank == 0 ? first.status

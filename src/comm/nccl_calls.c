@@ -15,7 +15,7 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
     return error;
 }
 
-/* NCCL does not compare calls, so each communicator has a board. Every rank has a TCP connection to rank 0. A call
+/* NCCL does not compare calls, so each communicator has a channel. Every rank has a TCP connection to rank 0. A call
    appends a message to the queue of its rank and goes on. A thread of the context, the comparer, sends the messages to
    rank 0, whose comparer compares the n-th collectives of all ranks, and the n-th send from a rank to another one with
    the n-th receive. When calls differ, or when a rank has left before a call of the others, it sends the result to all
@@ -23,19 +23,19 @@ static int mti_thread_start(pthread_t *thread, void *(*run)(void *), void *argum
    the sentence that threads write (threads.c). A rank whose wait has lasted for the timeout asks who is missing.
 
    During the creation of a communicator every rank opens a listener, a listening socket, and an all_gather over NCCL
-   tells the ranks its addresses. All fields of a board are guarded by the mutex of the comparer, except those of a
+   tells the ranks its addresses. All fields of a channel are guarded by the mutex of the comparer, except those of a
    result, which do not change after `decided` is set, and those of the end, which do not change after `ended` is set.
 
    What arrives over a connection is checked before it is used: a message that no rank sends ends the connection. All
    buffers have a limit. When there is no memory, or a rank is too far ahead, the comparison ends on all ranks, with a
    warning: calls that differ then time out or have undefined results, as with no_nccl_checks. */
 
-#define MTI_BOARD_TICK 2       /* milliseconds: the comparer sends the messages of this time together */
-#define MTI_BOARD_GRACE 1.0    /* seconds for messages that are on their way: of other ranks, or of one that is gone */
-#define MTI_BOARD_ANSWER 0.5   /* seconds that a rank waits for the answer who is missing */
-#define MTI_BOARD_OPENING 10.0 /* seconds in which all ranks must connect to rank 0 */
-#define MTI_BOARD_AHEAD 262144 /* calls by which a rank may be ahead of another one, or of the network */
-#define MTI_BOARD_PART 16384   /* bytes that are read from a connection before they are looked at */
+#define MTI_CHANNEL_TICK 2     /* milliseconds: the comparer sends the messages of this time together */
+#define MTI_CHANNEL_GRACE 1.0  /* seconds for messages that are on their way: of other ranks, or of one that is gone */
+#define MTI_CHANNEL_ANSWER 0.5 /* seconds that a rank waits for the answer who is missing */
+#define MTI_CHANNEL_OPENING 10.0 /* seconds in which all ranks must connect to rank 0 */
+#define MTI_CHANNEL_AHEAD 262144 /* calls by which a rank may be ahead of another one, or of the network */
+#define MTI_CHANNEL_PART 16384   /* bytes that are read from a connection before they are looked at */
 
 typedef enum mti_message_kind {
     MTI_MESSAGE_HELLO, /* `what`: the listener's token */
@@ -84,19 +84,20 @@ typedef struct mti_pair {
     mti_bytes waiting; /* mti_said */
 } mti_pair;
 
-typedef struct mti_line {
+typedef struct mti_connection {
     int fd;   /* -1: closed */
     int lost; /* 1: the comparer closes it */
     mti_bytes in, out;
-} mti_line;
+} mti_connection;
 
-typedef struct mti_board {
-    struct mti_board *next; /* in the list of the comparer */
+typedef struct mti_channel {
+    struct mti_channel *next; /* in the list of the comparer */
     struct mti_comparer *comparer;
     int rank, size;
     mti_bytes queue; /* messages of this rank that the comparer has not taken yet */
-    mti_line *lines; /* rank 0: one to each rank, the first one unused; other ranks: only the first one, to rank 0 */
-    int line_count;
+    /* rank 0: one to each rank, the first one unused; other ranks: only the first one, to rank 0 */
+    mti_connection *connections;
+    int connection_count;
     int decided; /* atomic; 1: there is a result */
     mti_message result;
     mti_bytes shown;              /* the text of the result */
@@ -118,15 +119,15 @@ typedef struct mti_board {
     uint64_t odd;               /* number of the collective that differs + 1; 0: none does */
     mti_said *odd_calls;        /* that call of each rank */
     double odd_at;
-} mti_board;
+} mti_channel;
 
-/* Belongs to the boards of one context. */
+/* Belongs to the channels of one context. */
 typedef struct mti_comparer {
     pthread_mutex_t mutex;
     pthread_t thread;
     int users, ends;
-    mti_board *boards;
-    int changed; /* 1: a board has been added or removed while the thread was in poll */
+    mti_channel *channels;
+    int changed; /* 1: a channel has been added or removed while the thread was in poll */
     int sleeps;  /* 1: the thread is in poll until something happens */
     int bell[2]; /* a pipe that wakes the thread */
     struct pollfd *polled;
@@ -136,7 +137,7 @@ typedef struct mti_comparer {
 static size_t mti_bytes_size(const mti_bytes *b) { return b->end - b->first; }
 static const char *mti_bytes_front(const mti_bytes *b) { return b->data + b->first; }
 
-/* Makes room for n bytes, and for the one message that mti_board_send_end appends. Returns 0 when there is no memory.
+/* Makes room for n bytes, and for the one message that mti_channel_send_end appends. Returns 0 when there is no memory.
    Bytes move to the front only when at least as many have left, so that each of them moves a few times at most. */
 static int mti_bytes_reserve(mti_bytes *b, size_t n) {
     size_t size = mti_bytes_size(b), room = 2 * (size + n) + 1024;
@@ -249,46 +250,46 @@ static mti_parsed mti_message_parse(const mti_bytes *b, int size, mti_message *m
     return mti_message_text_is_valid(message, size, *text) ? MTI_PARSED : MTI_MALFORMED;
 }
 
-static void mti_line_flush(mti_line *line) {
-    while (line->fd >= 0 && !line->lost && mti_bytes_size(&line->out)) {
-        ssize_t n =
-            send(line->fd, mti_bytes_front(&line->out), mti_bytes_size(&line->out), MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n > 0) mti_bytes_drop(&line->out, (size_t)n);
+static void mti_connection_flush(mti_connection *connection) {
+    while (connection->fd >= 0 && !connection->lost && mti_bytes_size(&connection->out)) {
+        ssize_t n = send(connection->fd, mti_bytes_front(&connection->out), mti_bytes_size(&connection->out),
+                         MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n > 0) mti_bytes_drop(&connection->out, (size_t)n);
         else if (n < 0 && errno == EINTR) continue;
         else {
-            line->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+            connection->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
             return;
         }
     }
 }
 
-/* Reads what has arrived, up to MTI_BOARD_PART bytes. Returns their number; -1: there is no memory for them. */
-static int mti_line_read(mti_line *line) {
+/* Reads what has arrived, up to MTI_CHANNEL_PART bytes. Returns their number; -1: there is no memory for them. */
+static int mti_connection_read(mti_connection *connection) {
     ssize_t n;
-    if (line->fd < 0 || line->lost) return 0;
-    if (!mti_bytes_reserve(&line->in, MTI_BOARD_PART)) return -1;
-    do n = recv(line->fd, line->in.data + line->in.end, MTI_BOARD_PART, MSG_DONTWAIT);
+    if (connection->fd < 0 || connection->lost) return 0;
+    if (!mti_bytes_reserve(&connection->in, MTI_CHANNEL_PART)) return -1;
+    do n = recv(connection->fd, connection->in.data + connection->in.end, MTI_CHANNEL_PART, MSG_DONTWAIT);
     while (n < 0 && errno == EINTR);
     if (n <= 0) {
-        line->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+        connection->lost = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
         return 0;
     }
-    line->in.end += (size_t)n;
+    connection->in.end += (size_t)n;
     return (int)n;
 }
 
-static void mti_line_close(mti_line *line) {
-    if (line->fd >= 0) close(line->fd);
-    line->fd = -1;
-    mti_bytes_free(&line->in);
-    mti_bytes_free(&line->out);
+static void mti_connection_close(mti_connection *connection) {
+    if (connection->fd >= 0) close(connection->fd);
+    connection->fd = -1;
+    mti_bytes_free(&connection->in);
+    mti_bytes_free(&connection->out);
 }
 
 /* -- the end of a comparison -- */
 
 /* Ends the comparison because of rank `rank`. The memory of what has not been compared is freed. A message that has
-   been sent in part is completed, and mti_board_send_end follows. */
-static void mti_board_end(mti_board *b, int rank, mti_end_reason why) {
+   been sent in part is completed, and mti_channel_send_end follows. */
+static void mti_channel_end(mti_channel *b, int rank, mti_end_reason why) {
     if (b->ended) return;
     memset(&b->end, 0, sizeof b->end);
     b->end.kind = MTI_MESSAGE_END;
@@ -302,28 +303,30 @@ static void mti_board_end(mti_board *b, int rank, mti_end_reason why) {
     __atomic_store_n(&b->ended, 1, __ATOMIC_RELEASE);
 }
 
-static int mti_board_is_ended(const mti_board *b) { return __atomic_load_n(&b->ended, __ATOMIC_ACQUIRE); }
+static int mti_channel_is_ended(const mti_channel *b) { return __atomic_load_n(&b->ended, __ATOMIC_ACQUIRE); }
 
-/* Appends the last message to every line. mti_bytes_reserve has left room for it. */
-static void mti_board_send_end(mti_board *b) {
+/* Appends the last message to every connection. mti_bytes_reserve has left room for it. */
+static void mti_channel_send_end(mti_channel *b) {
     int i;
     if (!b->ended || b->end_is_sent) return;
     b->end_is_sent = 1;
-    for (i = 0; i < b->line_count; i++)
-        if (b->lines[i].fd >= 0) mti_bytes_put(&b->lines[i].out, &b->end, sizeof b->end);
+    for (i = 0; i < b->connection_count; i++)
+        if (b->connections[i].fd >= 0) mti_bytes_put(&b->connections[i].out, &b->end, sizeof b->end);
 }
 
-static void mti_board_send(mti_board *b, mti_line *line, const mti_message *message, const char *text) {
-    if (line->fd < 0 || b->ended) return;
-    if (mti_bytes_size(&line->out) > MTI_BOARD_AHEAD * sizeof *message) mti_board_end(b, b->rank, MTI_END_AHEAD);
-    else if (!mti_message_add(&line->out, message, text)) mti_board_end(b, b->rank, MTI_END_MEMORY);
+static void mti_channel_send(mti_channel *b, mti_connection *connection, const mti_message *message, const char *text) {
+    if (connection->fd < 0 || b->ended) return;
+    if (mti_bytes_size(&connection->out) > MTI_CHANNEL_AHEAD * sizeof *message)
+        mti_channel_end(b, b->rank, MTI_END_AHEAD);
+    else if (!mti_message_add(&connection->out, message, text)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
 }
 
 /* -- results -- */
 
 /* Stores the result, and at rank 0 sends it to all ranks. Only the first one counts. calls: the calls of all ranks;
-   rank, peer: the ranks that it is about, or -1. b->shown has the room since the creation of the board. */
-static void mti_board_decide(mti_board *b, mti_why why, int rank, int peer, const mti_said *calls, const char *text) {
+   rank, peer: the ranks that it is about, or -1. b->shown has the room since the creation of the channel. */
+static void mti_channel_decide(mti_channel *b, mti_why why, int rank, int peer, const mti_said *calls,
+                               const char *text) {
     size_t bytes = (size_t)b->size * sizeof *calls, length = strlen(text);
     int i;
     if (b->decided || b->ended) return;
@@ -337,27 +340,28 @@ static void mti_board_decide(mti_board *b, mti_why why, int rank, int peer, cons
     mti_bytes_put(&b->shown, text, length);
     mti_bytes_put(&b->shown, "", 1);
     b->result.bytes = mti_bytes_size(&b->shown);
-    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_board_send(b, &b->lines[i], &b->result, b->shown.data);
+    for (i = 0; i < b->connection_count && b->rank == 0; i++)
+        mti_channel_send(b, &b->connections[i], &b->result, b->shown.data);
     __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
 }
 
-static int mti_board_is_decided(const mti_board *b) { return b && __atomic_load_n(&b->decided, __ATOMIC_ACQUIRE); }
+static int mti_channel_is_decided(const mti_channel *b) { return b && __atomic_load_n(&b->decided, __ATOMIC_ACQUIRE); }
 
 static int mti_said_alike(const mti_said *a, const mti_said *b) { return a->what == b->what && a->count == b->count; }
 
 /* The sentence of a result: "rank `rank` has left the group", in all calls. */
-static void mti_board_decide_left(mti_board *b, int rank) {
-    mti_board_decide(b, MTI_WHY_LEFT, rank, -1, b->last, b->reasons[rank].data);
+static void mti_channel_decide_left(mti_channel *b, int rank) {
+    mti_channel_decide(b, MTI_WHY_LEFT, rank, -1, b->last, b->reasons[rank].data);
 }
 
-static int mti_board_has_left(const mti_board *b, int rank) { return mti_bytes_size(&b->reasons[rank]) > 0; }
+static int mti_channel_has_left(const mti_channel *b, int rank) { return mti_bytes_size(&b->reasons[rank]) > 0; }
 
 /* Writes the error of a result, and returns its status; MT_SUCCESS: there is no result. */
-static mt_status mti_board_error(const mt_comm *comm, mti_text *text) {
-    const mti_board *b = comm->nccl.board;
+static mt_status mti_channel_error(const mt_comm *comm, mti_text *text) {
+    const mti_channel *b = comm->nccl.channel;
     const mti_said *calls;
     int r, rank, peer;
-    if (!mti_board_is_decided(b)) return MT_SUCCESS;
+    if (!mti_channel_is_decided(b)) return MT_SUCCESS;
     calls = (const mti_said *)(const void *)b->shown.data;
     rank = b->result.rank;
     peer = (int)b->result.recvcount - 1;
@@ -384,13 +388,13 @@ static mt_status mti_board_error(const mt_comm *comm, mti_text *text) {
 /* -- the comparison, at rank 0 -- */
 
 /* Makes room for one more round. Returns 0 when the comparison has ended. */
-static int mti_board_grow(mti_board *b) {
+static int mti_channel_grow(mti_channel *b) {
     size_t room = b->room ? 2 * b->room : 64, i;
     mti_round *rounds;
     if (b->last_round - b->first < b->room) return 1;
-    rounds = b->room < MTI_BOARD_AHEAD ? (mti_round *)calloc(room, sizeof *rounds) : NULL;
+    rounds = b->room < MTI_CHANNEL_AHEAD ? (mti_round *)calloc(room, sizeof *rounds) : NULL;
     if (!rounds) {
-        mti_board_end(b, b->rank, b->room < MTI_BOARD_AHEAD ? MTI_END_MEMORY : MTI_END_AHEAD);
+        mti_channel_end(b, b->rank, b->room < MTI_CHANNEL_AHEAD ? MTI_END_MEMORY : MTI_END_AHEAD);
         return 0;
     }
     for (i = 0; b->first + i < b->last_round; i++)
@@ -402,7 +406,7 @@ static int mti_board_grow(mti_board *b) {
 }
 
 /* Stores the calls of the first round in which they differ. The result waits for the calls of the other ranks. */
-static void mti_board_differs(mti_board *b, uint64_t n, int rank, const mti_said *said) {
+static void mti_channel_differs(mti_channel *b, uint64_t n, int rank, const mti_said *said) {
     int r;
     if (!b->odd) {
         b->odd = n + 1;
@@ -413,12 +417,12 @@ static void mti_board_differs(mti_board *b, uint64_t n, int rank, const mti_said
     b->odd_calls[rank] = *said;
 }
 
-static void mti_board_collective(mti_board *b, int rank, const mti_said *said) {
+static void mti_channel_collective(mti_channel *b, int rank, const mti_said *said) {
     uint64_t n = b->number[rank];
     mti_round *round;
     int r;
     if (n == b->last_round) {
-        if (!mti_board_grow(b)) return;
+        if (!mti_channel_grow(b)) return;
         b->last_round++;
         round = &b->rounds[n & (b->room - 1)];
         round->said = *said;
@@ -426,16 +430,16 @@ static void mti_board_collective(mti_board *b, int rank, const mti_said *said) {
     }
     b->number[rank]++;
     round = &b->rounds[n & (b->room - 1)];
-    if (b->odd == n + 1 || (!b->odd && !mti_said_alike(&round->said, said))) mti_board_differs(b, n, rank, said);
+    if (b->odd == n + 1 || (!b->odd && !mti_said_alike(&round->said, said))) mti_channel_differs(b, n, rank, said);
     round->ranks++;
     while (b->first < b->last_round && b->rounds[b->first & (b->room - 1)].ranks == b->size) b->first++;
-    if (b->odd && b->first >= b->odd) mti_board_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
+    if (b->odd && b->first >= b->odd) mti_channel_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
     for (r = 0; r < b->size && b->left_count && !b->odd; r++)
-        if (mti_board_has_left(b, r) && b->number[r] <= n) mti_board_decide_left(b, r);
+        if (mti_channel_has_left(b, r) && b->number[r] <= n) mti_channel_decide_left(b, r);
 }
 
 /* The messages from one rank to another one; NULL: no memory. */
-static mti_pair *mti_board_pair(mti_board *b, int from, int to) {
+static mti_pair *mti_channel_pair(mti_channel *b, int from, int to) {
     mti_pair *p = b->pairs[from];
     while (p && p->to != to) p = p->next;
     if (p) return p;
@@ -449,7 +453,7 @@ static mti_pair *mti_board_pair(mti_board *b, int from, int to) {
 }
 
 /* Takes the first send or receive that waits, and compares it with its other half. */
-static void mti_pair_match(mti_board *b, mti_pair *p, const mti_said *said, int sends) {
+static void mti_pair_match(mti_channel *b, mti_pair *p, const mti_said *said, int sends) {
     const mti_said *send = said, *recv = said;
     mti_said first;
     memcpy(&first, mti_bytes_front(&p->waiting), sizeof first);
@@ -460,40 +464,40 @@ static void mti_pair_match(mti_board *b, mti_pair *p, const mti_said *said, int 
     if (send->count == recv->recvcount && (send->what >> 8 & 255) == (recv->what >> 8 & 255)) return;
     b->odd_calls[p->from] = *send;
     b->odd_calls[p->to] = *recv;
-    mti_board_decide(b, MTI_WHY_UNLIKE, p->from, p->to, b->odd_calls, "");
+    mti_channel_decide(b, MTI_WHY_UNLIKE, p->from, p->to, b->odd_calls, "");
 }
 
 /* Compares a send or a receive with its other half, or keeps it until the other half comes. */
-static void mti_board_half(mti_board *b, int from, int to, int sends, const mti_said *said) {
-    mti_pair *p = mti_board_pair(b, from, to);
+static void mti_channel_half(mti_channel *b, int from, int to, int sends, const mti_said *said) {
+    mti_pair *p = mti_channel_pair(b, from, to);
     int peer = sends ? to : from;
     if (p && mti_bytes_size(&p->waiting) && p->sends != sends) {
         mti_pair_match(b, p, said, sends);
         return;
     }
-    if (mti_board_has_left(b, peer)) mti_board_decide_left(b, peer);
-    if (b->waiting >= MTI_BOARD_AHEAD) mti_board_end(b, b->rank, MTI_END_AHEAD);
-    else if (!p || !mti_bytes_add(&p->waiting, said, sizeof *said)) mti_board_end(b, b->rank, MTI_END_MEMORY);
+    if (mti_channel_has_left(b, peer)) mti_channel_decide_left(b, peer);
+    if (b->waiting >= MTI_CHANNEL_AHEAD) mti_channel_end(b, b->rank, MTI_END_AHEAD);
+    else if (!p || !mti_bytes_add(&p->waiting, said, sizeof *said)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
     else {
         p->sends = sends;
         b->waiting++;
     }
 }
 
-static void mti_board_call(mti_board *b, int rank, const mti_said *said) {
+static void mti_channel_call(mti_channel *b, int rank, const mti_said *said) {
     int kind = (int)(said->what & 255) - 1, to = (int)(said->what >> 24 & 0xffff) - 1,
         from = (int)(said->what >> 40 & 0xffff) - 1;
     b->last[rank] = *said;
     if (kind != MT_SEND && kind != MT_RECV && kind != MTI_SEND_RECV) {
-        mti_board_collective(b, rank, said);
+        mti_channel_collective(b, rank, said);
         return;
     }
-    if (to >= 0 && to < b->size) mti_board_half(b, rank, to, 1, said);
-    if (from >= 0 && from < b->size && !b->ended) mti_board_half(b, from, rank, 0, said);
+    if (to >= 0 && to < b->size) mti_channel_half(b, rank, to, 1, said);
+    if (from >= 0 && from < b->size && !b->ended) mti_channel_half(b, from, rank, 0, said);
 }
 
 /* Returns a rank whose send or receive `rank` waits for, or -1. With sender or receiver -1: any of them. */
-static int mti_board_waits_for(const mti_board *b, int rank, int peer) {
+static int mti_channel_waits_for(const mti_channel *b, int rank, int peer) {
     const mti_pair *p;
     int r;
     for (r = 0; r < b->size; r++)
@@ -505,45 +509,45 @@ static int mti_board_waits_for(const mti_board *b, int rank, int peer) {
 }
 
 /* Stores why a rank has left. It is an error when another rank has made a call that needs it. */
-static void mti_board_leave(mti_board *b, int rank, const char *reason, size_t bytes) {
-    if (mti_board_has_left(b, rank)) return;
+static void mti_channel_leave(mti_channel *b, int rank, const char *reason, size_t bytes) {
+    if (mti_channel_has_left(b, rank)) return;
     if (!mti_bytes_add(&b->reasons[rank], reason, bytes)) {
-        mti_board_end(b, b->rank, MTI_END_MEMORY);
+        mti_channel_end(b, b->rank, MTI_END_MEMORY);
         return;
     }
     b->left_count++;
-    if (b->last_round > b->number[rank] && !b->odd) mti_board_decide_left(b, rank);
-    if (mti_board_waits_for(b, -1, rank) >= 0) mti_board_decide_left(b, rank);
+    if (b->last_round > b->number[rank] && !b->odd) mti_channel_decide_left(b, rank);
+    if (mti_channel_waits_for(b, -1, rank) >= 0) mti_channel_decide_left(b, rank);
 }
 
 /* Answers a rank that has waited for the timeout: which ranks are missing. When none is, there is no result. */
-static void mti_board_late(mti_board *b, int rank) {
-    int r, missing = 0, peer = mti_board_waits_for(b, rank, -1);
+static void mti_channel_late(mti_channel *b, int rank) {
+    int r, missing = 0, peer = mti_channel_waits_for(b, rank, -1);
     for (r = 0; r < b->size; r++) {
         b->last[r].inside = b->number[r] >= b->number[rank] ? MTI_IN_COLLECTIVE : MTI_OUTSIDE;
         missing += !b->last[r].inside;
     }
-    if (peer >= 0 || missing) mti_board_decide(b, MTI_WHY_LATE, rank, peer, b->last, "");
+    if (peer >= 0 || missing) mti_channel_decide(b, MTI_WHY_LATE, rank, peer, b->last, "");
 }
 
 /* A connection has ended without a farewell: the process of the rank has probably ended. */
-static void mti_board_gone(mti_board *b, int rank) {
+static void mti_channel_lost(mti_channel *b, int rank) {
     static const char reason[] = "is gone: its process has ended, or its connection is lost";
-    if (mti_board_has_left(b, rank) || b->ended) return;
-    mti_board_leave(b, rank, reason, sizeof reason);
+    if (mti_channel_has_left(b, rank) || b->ended) return;
+    mti_channel_leave(b, rank, reason, sizeof reason);
     b->gone = rank;
     b->gone_at = mti_now();
 }
 
 /* Takes a valid message of a rank at rank 0. Returns 0 when no rank sends it to rank 0. */
-static int mti_board_take(mti_board *b, int rank, const mti_message *message, const char *text) {
+static int mti_channel_take(mti_channel *b, int rank, const mti_message *message, const char *text) {
     mti_said said = mti_said_of(message);
     switch (message->kind) {
-    case MTI_MESSAGE_CALL: mti_board_call(b, rank, &said); return 1;
-    case MTI_MESSAGE_LATE: mti_board_late(b, rank); return 1;
-    case MTI_MESSAGE_LEFT: mti_board_leave(b, rank, text, (size_t)message->bytes); return 1;
-    case MTI_MESSAGE_FAILED: mti_board_decide(b, MTI_WHY_FAILED, -1, -1, b->last, text); return 1;
-    case MTI_MESSAGE_END: mti_board_end(b, rank, (mti_end_reason)message->what); return 1;
+    case MTI_MESSAGE_CALL: mti_channel_call(b, rank, &said); return 1;
+    case MTI_MESSAGE_LATE: mti_channel_late(b, rank); return 1;
+    case MTI_MESSAGE_LEFT: mti_channel_leave(b, rank, text, (size_t)message->bytes); return 1;
+    case MTI_MESSAGE_FAILED: mti_channel_decide(b, MTI_WHY_FAILED, -1, -1, b->last, text); return 1;
+    case MTI_MESSAGE_END: mti_channel_end(b, rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
 }
@@ -551,97 +555,100 @@ static int mti_board_take(mti_board *b, int rank, const mti_message *message, co
 /* -- the comparison, at the other ranks -- */
 
 /* Takes a valid message of rank 0. Returns 0 when rank 0 does not send it. */
-static int mti_board_hear(mti_board *b, const mti_message *message, const char *text) {
+static int mti_channel_take_result(mti_channel *b, const mti_message *message, const char *text) {
     switch (message->kind) {
     case MTI_MESSAGE_RESULT:
         if (b->decided) return 1;
         b->result = *message;
-        mti_bytes_put(&b->shown, text, (size_t)message->bytes); /* its largest size, since the creation of the board */
+        mti_bytes_put(&b->shown, text,
+                      (size_t)message->bytes); /* its largest size, since the creation of the channel */
         __atomic_store_n(&b->decided, 1, __ATOMIC_RELEASE);
         return 1;
     case MTI_MESSAGE_LEFT:
         b->number[0] = message->count;
-        mti_board_leave(b, 0, text, (size_t)message->bytes);
-        if (b->number[b->rank] > b->number[0]) mti_board_decide_left(b, 0);
+        mti_channel_leave(b, 0, text, (size_t)message->bytes);
+        if (b->number[b->rank] > b->number[0]) mti_channel_decide_left(b, 0);
         return 1;
-    case MTI_MESSAGE_END: mti_board_end(b, message->rank, (mti_end_reason)message->what); return 1;
+    case MTI_MESSAGE_END: mti_channel_end(b, message->rank, (mti_end_reason)message->what); return 1;
     default: return 0;
     }
 }
 
 /* Sends a message of this rank to rank 0. Behind the farewell of rank 0 a collective is an error. */
-static void mti_board_pass(mti_board *b, const mti_message *message, const char *text) {
+static void mti_channel_pass(mti_channel *b, const mti_message *message, const char *text) {
     int kind = (int)(message->what & 255) - 1;
-    mti_board_send(b, b->lines, message, text);
+    mti_channel_send(b, b->connections, message, text);
     if (message->kind != MTI_MESSAGE_CALL) return;
     b->last[b->rank] = mti_said_of(message);
     if (kind == MT_SEND || kind == MT_RECV || kind == MTI_SEND_RECV) return;
     b->number[b->rank]++;
-    if (mti_board_has_left(b, 0) && !b->gone_at && b->number[b->rank] > b->number[0]) mti_board_decide_left(b, 0);
+    if (mti_channel_has_left(b, 0) && !b->gone_at && b->number[b->rank] > b->number[0]) mti_channel_decide_left(b, 0);
 }
 
 /* -- the comparer -- */
 
-/* Takes the messages that have arrived in a line. rank: the rank at its other end */
-static void mti_board_take_all(mti_board *b, mti_line *line, int rank) {
+/* Takes the messages that have arrived in a connection. rank: the rank at its other end */
+static void mti_channel_take_all(mti_channel *b, mti_connection *connection, int rank) {
     mti_message message;
     const char *text = NULL;
     mti_parsed parsed = MTI_PARSED;
-    while (!b->ended && (parsed = mti_message_parse(&line->in, b->size, &message, &text)) == MTI_PARSED) {
-        int known = b->rank == 0 ? mti_board_take(b, rank, &message, text) : mti_board_hear(b, &message, text);
-        mti_bytes_drop(&line->in, sizeof message + (size_t)message.bytes);
+    while (!b->ended && (parsed = mti_message_parse(&connection->in, b->size, &message, &text)) == MTI_PARSED) {
+        int known =
+            b->rank == 0 ? mti_channel_take(b, rank, &message, text) : mti_channel_take_result(b, &message, text);
+        mti_bytes_drop(&connection->in, sizeof message + (size_t)message.bytes);
         if (!known) parsed = MTI_MALFORMED;
         if (!known) break;
     }
-    if (parsed == MTI_MALFORMED) line->lost = 1;
-    if (b->ended) mti_bytes_drop(&line->in, mti_bytes_size(&line->in));
+    if (parsed == MTI_MALFORMED) connection->lost = 1;
+    if (b->ended) mti_bytes_drop(&connection->in, mti_bytes_size(&connection->in));
 }
 
-/* Reads from a line, and takes the messages. After the end of a comparison it only waits for the connection's end.
-   Returns 1 when there may be more to read. */
-static int mti_board_listen(mti_board *b, mti_line *line, int rank) {
-    int bytes = mti_line_read(line);
-    if (bytes < 0) mti_board_end(b, b->rank, MTI_END_MEMORY);
-    mti_board_take_all(b, line, rank);
-    return bytes > 0 && !line->lost;
+/* Reads from a connection, and takes the messages. After the end of a comparison it only waits for the connection's
+   end. Returns 1 when there may be more to read. */
+static int mti_channel_read(mti_channel *b, mti_connection *connection, int rank) {
+    int bytes = mti_connection_read(connection);
+    if (bytes < 0) mti_channel_end(b, b->rank, MTI_END_MEMORY);
+    mti_channel_take_all(b, connection, rank);
+    return bytes > 0 && !connection->lost;
 }
 
 /* Takes the messages of this rank. */
-static void mti_board_empty(mti_board *b) {
+static void mti_channel_empty(mti_channel *b) {
     mti_message message;
     const char *text = NULL;
     while (!b->ended && mti_message_parse(&b->queue, b->size, &message, &text) == MTI_PARSED) {
-        if (b->rank == 0) mti_board_take(b, 0, &message, text);
-        else mti_board_pass(b, &message, text);
+        if (b->rank == 0) mti_channel_take(b, 0, &message, text);
+        else mti_channel_pass(b, &message, text);
         if (!b->ended) mti_bytes_drop(&b->queue, sizeof message + (size_t)message.bytes); /* the end has freed it */
     }
 }
 
-/* Takes the messages of this rank, sends what there is to send, and ends lost lines. Returns 1 when the comparer must
-   look again soon. */
-static int mti_board_work(mti_board *b) {
+/* Takes the messages of this rank, sends what there is to send, and ends lost connections. Returns 1 when the comparer
+   must look again soon. */
+static int mti_channel_work(mti_channel *b) {
     int i, soon = mti_bytes_size(&b->queue) > 0;
-    mti_board_empty(b);
-    if (b->odd && !b->decided && mti_now() > b->odd_at + MTI_BOARD_GRACE)
-        mti_board_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
-    if (b->gone_at > 0 && !b->decided && mti_now() > b->gone_at + MTI_BOARD_GRACE) mti_board_decide_left(b, b->gone);
-    mti_board_send_end(b);
-    for (i = 0; i < b->line_count; i++) {
-        mti_line_flush(&b->lines[i]);
-        if (!b->lines[i].lost) continue;
-        b->lines[i].lost = 0;
-        mti_line_close(&b->lines[i]);
-        mti_board_gone(b, b->rank == 0 ? i : 0);
+    mti_channel_empty(b);
+    if (b->odd && !b->decided && mti_now() > b->odd_at + MTI_CHANNEL_GRACE)
+        mti_channel_decide(b, MTI_WHY_DIFFERS, -1, -1, b->odd_calls, "");
+    if (b->gone_at > 0 && !b->decided && mti_now() > b->gone_at + MTI_CHANNEL_GRACE)
+        mti_channel_decide_left(b, b->gone);
+    mti_channel_send_end(b);
+    for (i = 0; i < b->connection_count; i++) {
+        mti_connection_flush(&b->connections[i]);
+        if (!b->connections[i].lost) continue;
+        b->connections[i].lost = 0;
+        mti_connection_close(&b->connections[i]);
+        mti_channel_lost(b, b->rank == 0 ? i : 0);
         soon = 1;
     }
     if (b->ended) return !b->end_is_sent;
     return soon || ((b->odd || b->gone_at > 0) && !b->decided);
 }
 
-static void mti_board_free(mti_board *b) {
+static void mti_channel_free(mti_channel *b) {
     int i;
     if (!b) return;
-    for (i = 0; b->lines && i < b->line_count; i++) mti_line_close(&b->lines[i]);
+    for (i = 0; b->connections && i < b->connection_count; i++) mti_connection_close(&b->connections[i]);
     for (i = 0; b->reasons && i < b->size; i++) mti_bytes_free(&b->reasons[i]);
     for (i = 0; b->pairs && i < b->size; i++)
         while (b->pairs[i]) {
@@ -652,7 +659,7 @@ static void mti_board_free(mti_board *b) {
         }
     mti_bytes_free(&b->queue);
     mti_bytes_free(&b->shown);
-    free(b->lines);
+    free(b->connections);
     free(b->last);
     free(b->number);
     free(b->reasons);
@@ -662,40 +669,40 @@ static void mti_board_free(mti_board *b) {
     free(b);
 }
 
-/* Allocates the arrays of a board, and the memory that must not be missing later. Returns 0 when there is none. */
-static int mti_board_fill(mti_board *b) {
+/* Allocates the arrays of a channel, and the memory that must not be missing later. Returns 0 when there is none. */
+static int mti_channel_fill(mti_channel *b) {
     size_t n = (size_t)b->size;
     int i;
-    b->lines = (mti_line *)calloc((size_t)b->line_count, sizeof *b->lines);
-    for (i = 0; b->lines && i < b->line_count; i++) b->lines[i].fd = -1;
-    for (i = 0; b->lines && i < b->line_count; i++)
-        if (!mti_bytes_reserve(&b->lines[i].out, 0)) return 0;
+    b->connections = (mti_connection *)calloc((size_t)b->connection_count, sizeof *b->connections);
+    for (i = 0; b->connections && i < b->connection_count; i++) b->connections[i].fd = -1;
+    for (i = 0; b->connections && i < b->connection_count; i++)
+        if (!mti_bytes_reserve(&b->connections[i].out, 0)) return 0;
     b->last = (mti_said *)calloc(n, sizeof *b->last);
     b->odd_calls = (mti_said *)calloc(n, sizeof *b->odd_calls);
     b->number = (uint64_t *)calloc(n, sizeof *b->number);
     b->reasons = (mti_bytes *)calloc(n, sizeof *b->reasons);
     b->pairs = (mti_pair **)calloc(n, sizeof *b->pairs);
-    return b->lines && b->last && b->odd_calls && b->number && b->reasons && b->pairs &&
+    return b->connections && b->last && b->odd_calls && b->number && b->reasons && b->pairs &&
            mti_bytes_reserve(&b->shown, n * sizeof(mti_said) + MTI_MESSAGE_TEXT);
 }
 
 /* NULL: out of memory. */
-static mti_board *mti_board_new(int rank, int size) {
-    mti_board *b = (mti_board *)calloc(1, sizeof *b);
+static mti_channel *mti_channel_new(int rank, int size) {
+    mti_channel *b = (mti_channel *)calloc(1, sizeof *b);
     if (!b) return NULL;
     b->rank = rank;
     b->size = size;
-    b->line_count = rank == 0 ? size : 1;
-    if (mti_board_fill(b)) return b;
-    mti_board_free(b);
+    b->connection_count = rank == 0 ? size : 1;
+    if (mti_channel_fill(b)) return b;
+    mti_channel_free(b);
     return NULL;
 }
 
 /* Lists the sockets to poll, the bell first. Returns their number; 0: no memory */
 static int mti_comparer_list(mti_comparer *c) {
     int count = 1, n = 0, i;
-    mti_board *b;
-    for (b = c->boards; b; b = b->next) count += b->line_count;
+    mti_channel *b;
+    for (b = c->channels; b; b = b->next) count += b->connection_count;
     if (count > c->polled_room) {
         struct pollfd *polled = (struct pollfd *)realloc(c->polled, (size_t)count * sizeof *polled);
         if (!polled) return 0;
@@ -705,34 +712,34 @@ static int mti_comparer_list(mti_comparer *c) {
     memset(c->polled, 0, (size_t)count * sizeof *c->polled);
     c->polled[n].fd = c->bell[0];
     c->polled[n++].events = POLLIN;
-    for (b = c->boards; b; b = b->next)
-        for (i = 0; i < b->line_count; i++, n++) { /* poll ignores a negative fd */
-            c->polled[n].fd = b->lines[i].fd;
-            c->polled[n].events = (short)(POLLIN | (mti_bytes_size(&b->lines[i].out) ? POLLOUT : 0));
+    for (b = c->channels; b; b = b->next)
+        for (i = 0; i < b->connection_count; i++, n++) { /* poll ignores a negative fd */
+            c->polled[n].fd = b->connections[i].fd;
+            c->polled[n].events = (short)(POLLIN | (mti_bytes_size(&b->connections[i].out) ? POLLOUT : 0));
         }
     return n;
 }
 
 static void *mti_comparer_run(void *argument) {
     mti_comparer *c = (mti_comparer *)argument;
-    mti_board *b;
+    mti_channel *b;
     char rung[64];
     pthread_mutex_lock(&c->mutex);
     while (!c->ends) {
         int soon = 0, n, i;
-        for (b = c->boards; b; b = b->next) soon |= mti_board_work(b);
+        for (b = c->channels; b; b = b->next) soon |= mti_channel_work(b);
         n = mti_comparer_list(c);
         c->changed = 0;
         c->sleeps = !soon;
         pthread_mutex_unlock(&c->mutex);
-        poll(c->polled, (nfds_t)n, soon || !n ? MTI_BOARD_TICK : -1);
+        poll(c->polled, (nfds_t)n, soon || !n ? MTI_CHANNEL_TICK : -1);
         pthread_mutex_lock(&c->mutex);
         c->sleeps = 0;
         if (n && c->polled[0].revents && read(c->bell[0], rung, sizeof rung) < 0) continue;
         if (c->changed || !n) continue;
-        for (b = c->boards, n = 1; b; b = b->next)
-            for (i = 0; i < b->line_count; i++, n++)
-                if (c->polled[n].revents) mti_board_listen(b, &b->lines[i], i);
+        for (b = c->channels, n = 1; b; b = b->next)
+            for (i = 0; i < b->connection_count; i++, n++)
+                if (c->polled[n].revents) mti_channel_read(b, &b->connections[i], i);
     }
     pthread_mutex_unlock(&c->mutex);
     return NULL;
@@ -767,7 +774,7 @@ static mti_comparer *mti_comparer_new(void) {
     return NULL;
 }
 
-/* The last board ends the thread. */
+/* The last channel ends the thread. */
 static void mti_comparer_leave(mti_comparer *c) {
     if (--c->users > 0) return;
     pthread_mutex_lock(&c->mutex);
@@ -782,18 +789,18 @@ static void mti_comparer_leave(mti_comparer *c) {
     free(c);
 }
 
-/* Hands the board to the comparer of the context, which the first one starts. Returns 0 on failure. */
-static int mti_comparer_join(mt_context *ctx, mti_board *b) {
+/* Hands the channel to the comparer of the context, which the first one starts. Returns 0 on failure. */
+static int mti_comparer_join(mt_context *ctx, mti_channel *b) {
     mt_comm *other = ctx->nccl;
     mti_comparer *c;
-    while (other && !other->nccl.board) other = other->nccl.next;
-    c = other ? other->nccl.board->comparer : mti_comparer_new();
+    while (other && !other->nccl.channel) other = other->nccl.next;
+    c = other ? other->nccl.channel->comparer : mti_comparer_new();
     if (!c) return 0;
     b->comparer = c;
     pthread_mutex_lock(&c->mutex);
     c->users++;
-    b->next = c->boards;
-    c->boards = b;
+    b->next = c->channels;
+    c->channels = b;
     c->changed = 1;
     mti_comparer_ring(c);
     pthread_mutex_unlock(&c->mutex);
@@ -809,10 +816,10 @@ static void mti_warn(mt_context *ctx, const char *text) {
 }
 
 /* Says once that the comparison has ended. */
-static void mti_board_warn(mt_comm *comm) {
-    mti_board *b = comm->nccl.board;
+static void mti_channel_warn(mt_comm *comm) {
+    mti_channel *b = comm->nccl.channel;
     char text[192];
-    if (!mti_board_is_ended(b) || b->end_is_told) return;
+    if (!mti_channel_is_ended(b) || b->end_is_told) return;
     b->end_is_told = 1;
     snprintf(text, sizeof text, "the calls of the ranks of \"%s\" are no longer compared: rank %d %s", comm->name,
              (int)b->end.rank,
@@ -821,12 +828,12 @@ static void mti_board_warn(mt_comm *comm) {
 }
 
 /* Appends a message to the queue, or ends the comparison. call: NULL for other messages than MTI_MESSAGE_CALL */
-static void mti_board_tell(mt_comm *comm, mti_message_kind kind, const mti_call *call, const char *text) {
-    mti_board *b = comm->nccl.board;
+static void mti_channel_append(mt_comm *comm, mti_message_kind kind, const mti_call *call, const char *text) {
+    mti_channel *b = comm->nccl.channel;
     mti_slot slot;
     mti_message message;
     if (!b) return;
-    mti_board_warn(comm);
+    mti_channel_warn(comm);
     memset(&message, 0, sizeof message);
     message.kind = (int32_t)kind;
     message.rank = comm->rank;
@@ -838,81 +845,82 @@ static void mti_board_tell(mt_comm *comm, mti_message_kind kind, const mti_call 
         message.recvcount = slot.recvcount;
     }
     pthread_mutex_lock(&b->comparer->mutex);
-    if (mti_bytes_size(&b->queue) > MTI_BOARD_AHEAD * sizeof message) mti_board_end(b, b->rank, MTI_END_AHEAD);
-    else if (!b->ended && !mti_message_add(&b->queue, &message, text)) mti_board_end(b, b->rank, MTI_END_MEMORY);
+    if (mti_bytes_size(&b->queue) > MTI_CHANNEL_AHEAD * sizeof message) mti_channel_end(b, b->rank, MTI_END_AHEAD);
+    else if (!b->ended && !mti_message_add(&b->queue, &message, text)) mti_channel_end(b, b->rank, MTI_END_MEMORY);
     if (b->comparer->sleeps) mti_comparer_ring(b->comparer);
     pthread_mutex_unlock(&b->comparer->mutex);
 }
 
 /* Asks which ranks are missing, and waits for the answer. */
-static void mti_board_ask(mt_comm *comm) {
+static void mti_channel_find_missing(mt_comm *comm) {
     double start = mti_now();
-    mti_board *b = comm->nccl.board;
-    if (!b || mti_board_is_decided(b)) return;
-    mti_board_tell(comm, MTI_MESSAGE_LATE, NULL, NULL);
-    while (!mti_board_is_decided(b) && !mti_board_is_ended(b) && mti_now() < start + MTI_BOARD_ANSWER) mti_rest(1, 0);
+    mti_channel *b = comm->nccl.channel;
+    if (!b || mti_channel_is_decided(b)) return;
+    mti_channel_append(comm, MTI_MESSAGE_LATE, NULL, NULL);
+    while (!mti_channel_is_decided(b) && !mti_channel_is_ended(b) && mti_now() < start + MTI_CHANNEL_ANSWER)
+        mti_rest(1, 0);
 }
 
 /* Tells the other ranks that comm has failed here. Where a result is the cause, they know. */
-static void mti_board_fail(mt_comm *comm, mt_status status, const char *why) {
+static void mti_channel_fail(mt_comm *comm, mt_status status, const char *why) {
     mti_text text;
-    if (!comm->nccl.board || mti_board_is_decided(comm->nccl.board)) return;
+    if (!comm->nccl.channel || mti_channel_is_decided(comm->nccl.channel)) return;
     text.used = 0;
     mti_say(&text, "%s", mti_call_name(comm->nccl.last.kind));
     mti_say_where(&text, comm);
     mti_say(&text, "rank %d failed with %s (%s)", comm->rank, mt_status_name(status), why);
-    mti_board_tell(comm, MTI_MESSAGE_FAILED, NULL, text.data);
+    mti_channel_append(comm, MTI_MESSAGE_FAILED, NULL, text.data);
 }
 
-static int mti_board_has_more(const mti_board *b) {
+static int mti_channel_has_more(const mti_channel *b) {
     int i;
-    for (i = 0; i < b->line_count; i++)
-        if (b->lines[i].fd >= 0 && mti_bytes_size(&b->lines[i].out)) return 1;
+    for (i = 0; i < b->connection_count; i++)
+        if (b->connections[i].fd >= 0 && mti_bytes_size(&b->connections[i].out)) return 1;
     return 0;
 }
 
 /* Sends what is left, and ends the connections. Rank 0 first compares what has arrived, and says farewell. */
-static void mti_board_close(mt_comm *comm) {
+static void mti_channel_close(mt_comm *comm) {
     static const char reason[] = "has left the group";
-    mti_board *b = comm->nccl.board, **at;
+    mti_channel *b = comm->nccl.channel, **at;
     mti_comparer *c;
     mti_message message;
     double start = mti_now();
     int i;
-    comm->nccl.board = NULL;
+    comm->nccl.channel = NULL;
     if (!b) return;
     c = b->comparer;
     memset(&message, 0, sizeof message);
     message.kind = MTI_MESSAGE_LEFT;
     message.bytes = sizeof reason;
     pthread_mutex_lock(&c->mutex);
-    mti_board_work(b);
-    for (i = 0; i < b->line_count && b->rank == 0; i++)
-        while (mti_board_listen(b, &b->lines[i], i) && mti_now() < start + MTI_BOARD_GRACE) continue;
+    mti_channel_work(b);
+    for (i = 0; i < b->connection_count && b->rank == 0; i++)
+        while (mti_channel_read(b, &b->connections[i], i) && mti_now() < start + MTI_CHANNEL_GRACE) continue;
     message.count = b->number[0];
-    for (i = 0; i < b->line_count && b->rank == 0; i++) mti_board_send(b, &b->lines[i], &message, reason);
-    while (mti_board_work(b), mti_board_has_more(b) && mti_now() < start + MTI_BOARD_GRACE) {
+    for (i = 0; i < b->connection_count && b->rank == 0; i++) mti_channel_send(b, &b->connections[i], &message, reason);
+    while (mti_channel_work(b), mti_channel_has_more(b) && mti_now() < start + MTI_CHANNEL_GRACE) {
         pthread_mutex_unlock(&c->mutex);
         mti_rest(1, 0);
         pthread_mutex_lock(&c->mutex);
     }
-    for (at = &c->boards; *at != b; at = &(*at)->next) continue;
+    for (at = &c->channels; *at != b; at = &(*at)->next) continue;
     *at = b->next;
     c->changed = 1;
     mti_comparer_ring(c);
-    mti_board_free(b);
+    mti_channel_free(b);
     pthread_mutex_unlock(&c->mutex);
     mti_comparer_leave(c);
 }
 
 /* Closes the connections of a process that was forked, so that the other one's end as if this one did not exist. */
-static void mti_board_abandon(mt_comm *comm) {
-    mti_board *b = comm->nccl.board;
+static void mti_channel_abandon(mt_comm *comm) {
+    mti_channel *b = comm->nccl.channel;
     int i;
     if (!b) return;
-    for (i = 0; i < b->line_count; i++)
-        if (b->lines[i].fd >= 0) close(b->lines[i].fd);
-    comm->nccl.board = NULL; /* the memory stays: another thread of the other process may have held the mutex */
+    for (i = 0; i < b->connection_count; i++)
+        if (b->connections[i].fd >= 0) close(b->connections[i].fd);
+    comm->nccl.channel = NULL; /* the memory stays: another thread of the other process may have held the mutex */
 }
 
 #endif

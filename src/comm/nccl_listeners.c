@@ -176,7 +176,7 @@ static int mti_listener_connect(const mti_listener *listener, int rank, int size
 typedef struct mti_server {
     int fd; /* of the listener */
     const mti_listener *listener;
-    mti_board *board;
+    mti_channel *channel;
     int come; /* ranks that are connected, with rank 0 */
     mti_caller *callers;
     int count, room; /* of the callers */
@@ -185,12 +185,12 @@ typedef struct mti_server {
 
 /* Takes what a caller has sent. A caller that is no rank of the group, or has come before, is closed. */
 static void mti_server_hear(mti_server *s, mti_caller *c) {
-    mti_parsed parsed = mti_caller_read(c, s->board->size);
+    mti_parsed parsed = mti_caller_read(c, s->channel->size);
     const mti_message *m = &c->message;
     if (parsed == MTI_INCOMPLETE) return;
     if (parsed == MTI_PARSED && m->kind == MTI_MESSAGE_HELLO && m->what == s->listener->token && m->rank >= 1 &&
-        s->board->lines[m->rank].fd < 0) {
-        s->board->lines[m->rank].fd = c->fd;
+        s->channel->connections[m->rank].fd < 0) {
+        s->channel->connections[m->rank].fd = c->fd;
         c->fd = -1;
         s->come++;
     }
@@ -216,23 +216,23 @@ static void mti_server_accept(mti_server *s) {
 }
 
 /* A rank says nothing before its connection is open: it has given up. */
-static void mti_server_drop(mti_server *s, mti_line *line) {
-    mti_line_close(line);
-    if (!mti_bytes_reserve(&line->out, 0)) s->room = 0;
+static void mti_server_drop(mti_server *s, mti_connection *connection) {
+    mti_connection_close(connection);
+    if (!mti_bytes_reserve(&connection->out, 0)) s->room = 0;
     s->come--;
 }
 
 /* One round of mti_listener_serve. Returns 0 when the time is over. */
 static int mti_server_poll(mti_server *s, double end) {
-    mti_board *b = s->board;
+    mti_channel *b = s->channel;
     int n = 1, before = s->count, i, kept = 0;
     s->polled[0].fd = s->fd;
     for (i = 0; i < before; i++) s->polled[n++].fd = s->callers[i].fd;
-    for (i = 1; i < b->size; i++) s->polled[n++].fd = b->lines[i].fd;
+    for (i = 1; i < b->size; i++) s->polled[n++].fd = b->connections[i].fd;
     for (i = 0; i < n; i++) s->polled[i].events = POLLIN;
     if (!mti_listener_wait(s->polled, n, end)) return 0;
     for (i = 1; i < b->size; i++)
-        if (s->polled[before + i].revents) mti_server_drop(s, &b->lines[i]);
+        if (s->polled[before + i].revents) mti_server_drop(s, &b->connections[i]);
     for (i = 0; i < before; i++)
         if (s->polled[1 + i].revents) mti_server_hear(s, &s->callers[i]);
     for (i = 0; i < before; i++)
@@ -243,20 +243,20 @@ static int mti_server_poll(mti_server *s, double end) {
 }
 
 /* Accepts the other ranks, at most until `end`, and opens their connections. Returns 1 when all of them have come. */
-static int mti_listener_serve(int listener, const mti_listener *mine, mti_board *b, double end) {
+static int mti_listener_serve(int listener, const mti_listener *mine, mti_channel *b, double end) {
     mti_server s;
     int i, opened;
     memset(&s, 0, sizeof s);
     s.fd = listener;
     s.listener = mine;
-    s.board = b;
+    s.channel = b;
     s.come = 1;
     s.room = MTI_LISTENER_HOSTS * b->size + MTI_LISTENER_STRANGERS;
     s.callers = (mti_caller *)calloc((size_t)s.room, sizeof *s.callers);
     s.polled = (struct pollfd *)calloc((size_t)(s.room + b->size + 1), sizeof *s.polled);
     while (s.callers && s.polled && s.come < b->size && mti_server_poll(&s, end)) continue;
     opened = s.come == b->size && s.room > 0;
-    for (i = 1; i < b->size && opened; i++) mti_listener_say(b->lines[i].fd, MTI_MESSAGE_OPEN, 0, mine->token);
+    for (i = 1; i < b->size && opened; i++) mti_listener_say(b->connections[i].fd, MTI_MESSAGE_OPEN, 0, mine->token);
     for (i = 0; s.callers && i < s.count; i++) mti_caller_close(&s.callers[i]);
     free(s.callers);
     free(s.polled);
@@ -265,28 +265,28 @@ static int mti_listener_serve(int listener, const mti_listener *mine, mti_board 
 
 /* Connects the ranks of b. listener: this rank's socket, or -1; theirs: the listener of rank 0. Returns 1 when all are
    connected. The other ranks wait longer than rank 0, so that they learn what it has decided. */
-static int mti_board_connect(mti_board *b, int listener, const mti_listener *theirs, double timeout) {
-    double end = mti_now() + (timeout < MTI_BOARD_OPENING ? timeout : MTI_BOARD_OPENING);
+static int mti_channel_connect(mti_channel *b, int listener, const mti_listener *theirs, double timeout) {
+    double end = mti_now() + (timeout < MTI_CHANNEL_OPENING ? timeout : MTI_CHANNEL_OPENING);
     if (b->rank == 0) return listener >= 0 && mti_listener_serve(listener, theirs, b, end);
     if (!theirs->port) return 0;
-    b->lines[0].fd = mti_listener_connect(theirs, b->rank, b->size, end + MTI_BOARD_GRACE);
-    return b->lines[0].fd >= 0;
+    b->connections[0].fd = mti_listener_connect(theirs, b->rank, b->size, end + MTI_CHANNEL_GRACE);
+    return b->connections[0].fd >= 0;
 }
 
-/* Connects the ranks of comm, see mti_board_connect. Where a rank cannot connect, the calls are not compared on any
+/* Connects the ranks of comm, see mti_channel_connect. Where a rank cannot connect, the calls are not compared on any
    rank, with a warning. */
-static mt_status mti_board_open(mt_context *ctx, mt_comm *comm, int listener, const mti_listener *theirs) {
-    mti_board *b = mti_board_new(comm->rank, comm->size);
+static mt_status mti_channel_open(mt_context *ctx, mt_comm *comm, int listener, const mti_listener *theirs) {
+    mti_channel *b = mti_channel_new(comm->rank, comm->size);
     char text[160];
     int opened;
     if (!comm->group) comm->group = mti_group_new(comm->size, comm->nccl.timeout, 0);
     if (comm->group) comm->group->references = 1;
-    opened = b && comm->group && mti_board_connect(b, listener, theirs, comm->nccl.timeout);
+    opened = b && comm->group && mti_channel_connect(b, listener, theirs, comm->nccl.timeout);
     if (opened && mti_comparer_join(ctx, b)) {
-        comm->nccl.board = b;
+        comm->nccl.channel = b;
         return MT_SUCCESS;
     }
-    mti_board_free(b);
+    mti_channel_free(b);
     if (opened) return mti_refuse(ctx, comm, MT_ERR_SYSTEM, "no thread that compares the calls on \"%s\"", comm->name);
     snprintf(text, sizeof text,
              "the calls of the ranks of \"%s\" are not compared: not all of them could connect to rank 0 over TCP",

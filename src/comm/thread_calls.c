@@ -291,7 +291,7 @@ static mt_status mti_refuse_apart(mt_context *ctx, mt_comm *comm, const char *fu
 
 /* Computes the place of rank `of` in its new group: its rank there, the group's size, and the leader, which is the
    lowest rank in comm with the same color. */
-static void mti_split_place(const mt_comm *comm, int of, int *rank, int *size, int *leader) {
+static void mti_split_member(const mt_comm *comm, int of, int *rank, int *size, int *leader) {
     const mti_slot *mine = mti_slot_of(comm->group, of);
     int r;
     *rank = *size = 0;
@@ -324,7 +324,7 @@ static mt_comm *mti_split(mt_comm *comm, int color) {
     mti_slot *slot = mti_slot_of(comm->group, comm->rank);
     mt_comm **family = NULL, *out = NULL;
     int rank, size, leader;
-    mti_split_place(comm, comm->rank, &rank, &size, &leader);
+    mti_split_member(comm, comm->rank, &rank, &size, &leader);
     if (leader == comm->rank) slot->family = color < 0 ? NULL : mti_split_family(comm, size, color);
     mti_meet(comm);
     if (color >= 0) family = mti_slot_of(comm->group, leader)->family;

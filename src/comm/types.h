@@ -152,13 +152,13 @@ typedef struct mti_group {
 struct mti_rank;
 
 struct mti_watchdog;
-struct mti_board;
+struct mti_channel;
 
 typedef struct mti_nccl {
     struct ncclComm *handle; /* carries the collectives; blocking if owned. NULL: aborted */
     struct ncclComm *opener; /* the same ranks, non-blocking, only for splits; NULL: splits are made from handle */
     struct mti_watchdog *watchdog; /* bounds the calls on handle; NULL: the handle is the caller's */
-    struct mti_board *board;       /* compares the calls of the ranks; NULL: they are not compared */
+    struct mti_channel *channel;   /* compares the calls of the ranks; NULL: they are not compared */
     mt_context *home;              /* the context that the communicator belongs to; NULL: the context is destroyed */
     mt_comm *next;                 /* in the list mt_context.nccl */
     struct CUstream_st *stream;    /* the stream of the last call */
@@ -174,7 +174,7 @@ typedef struct mti_nccl {
 struct mt_comm {
     const struct mti_transport *transport;
     pid_t process;       /* that has created the communicator */
-    mti_group *group;    /* threads: the shared group; over MPI, and over NCCL with a board: a copy that only this
+    mti_group *group;    /* threads: the shared group; over MPI, and over NCCL with a channel: a copy that only this
                             process uses, for messages; else NULL */
     struct mti_mpi *mpi; /* only over MPI */
     int rank, size;

@@ -562,16 +562,16 @@ static mt_status mti_source_counts(mt_context *ctx, mt_checkpoint *c, const mti_
 static mt_status mti_load_compare(mt_context *ctx, const mt_checkpoint *c, const mti_source *s,
                                   mt_training_state *state, mt_optimizer *optimizer) {
     int i, files = s->model.count + s->optimizer.count;
-    mti_told_list t;
-    MT_TRY(mti_told_begin(ctx, MTI_STATE_FIELDS + 2 + files, &t));
-    if (state) mti_told_add_state(&t, state, c->optimizer ? optimizer : NULL);
+    mti_settings t;
+    MT_TRY(mti_settings_begin(ctx, MTI_STATE_FIELDS + 2 + files, &t));
+    if (state) mti_settings_add_state(&t, state, c->optimizer ? optimizer : NULL);
     for (i = 0; i < files; i++) {
         const mt_safetensors *file = i < s->model.count ? s->model.files[i] : s->optimizer.files[i - s->model.count];
         const char *checksum = mt_safetensors_metadata(file, "checksum");
-        mti_told_add(&t, mti_file_name(file->path), "%zu bytes, checksum %.16s", file->map.bytes,
-                     checksum ? checksum : "(none)");
+        mti_settings_add(&t, mti_file_name(file->path), "%zu bytes, checksum %.16s", file->map.bytes,
+                         checksum ? checksum : "(none)");
     }
-    return mti_told_end(ctx, c->params, state ? "mt_checkpoint_load" : "mt_checkpoint_import", 0, &t);
+    return mti_settings_end(ctx, c->params, state ? "mt_checkpoint_load" : "mt_checkpoint_import", 0, &t);
 }
 
 /* Checks everything first, then loads. state NULL: parameters only. */

@@ -413,41 +413,41 @@ static mt_status mti_save_values(mt_context *ctx, const mt_checkpoint *c, const 
 }
 
 /* Adds the values of fields. A text is not copied. */
-static void mti_told_add_fields(mti_told_list *t, const mt_field *fields, int count) {
+static void mti_settings_add_fields(mti_settings *t, const mt_field *fields, int count) {
     char text[MT_FIELD_TEXT_MAX];
     int i;
     for (i = 0; i < count; i++) {
         mt_field_text(&fields[i], text);
-        mti_told_add(t, fields[i].name, "%s", text);
+        mti_settings_add(t, fields[i].name, "%s", text);
         if (fields[i].kind == MT_FIELD_TEXT) t->list[t->count - 1].value = (const char *)fields[i].value;
     }
 }
 
 /* Adds the training state and the optimizer's step (optimizer NULL: none). The state must be valid until
-   mti_told_end. */
-static void mti_told_add_state(mti_told_list *t, mt_training_state *state, mt_optimizer *optimizer) {
+   mti_settings_end. */
+static void mti_settings_add_state(mti_settings *t, mt_training_state *state, mt_optimizer *optimizer) {
     mt_field fields[MTI_STATE_FIELDS];
     mti_state_fields(state, fields);
-    mti_told_add_fields(t, fields, MTI_STATE_FIELDS);
+    mti_settings_add_fields(t, fields, MTI_STATE_FIELDS);
     if (optimizer) {
         fields[0] = mti_optimizer_field(optimizer);
-        mti_told_add_fields(t, fields, 1);
+        mti_settings_add_fields(t, fields, 1);
     }
     memset(fields, 0, sizeof *fields);
     fields[0].name = "note";
     fields[0].kind = MT_FIELD_TEXT;
     fields[0].value = state->note;
-    mti_told_add_fields(t, fields, 1);
+    mti_settings_add_fields(t, fields, 1);
 }
 
 /* All ranks must save the same state and fields, because the files have those of one rank. */
 static mt_status mti_save_compare(mt_context *ctx, const mt_checkpoint *c, const mt_training_state *state) {
     mt_training_state copy = *state;
-    mti_told_list t;
-    MT_TRY(mti_told_begin(ctx, MTI_STATE_FIELDS + 2 + c->field_count, &t));
-    mti_told_add_state(&t, &copy, c->optimizer);
-    mti_told_add_fields(&t, c->fields, c->field_count);
-    return mti_told_end(ctx, c->params, "mt_checkpoint_save", 0, &t);
+    mti_settings t;
+    MT_TRY(mti_settings_begin(ctx, MTI_STATE_FIELDS + 2 + c->field_count, &t));
+    mti_settings_add_state(&t, &copy, c->optimizer);
+    mti_settings_add_fields(&t, c->fields, c->field_count);
+    return mti_settings_end(ctx, c->params, "mt_checkpoint_save", 0, &t);
 }
 
 /* Locks the directory, checks that this step is newer than all checkpoints, and creates the directory `beside`. Called

@@ -33,8 +33,8 @@ static int mti_config_member(mt_json_part object, const char *name, mt_json_part
 }
 
 /* The places of a config.json: transformers nests the values of a language model that is a part of a larger one. */
-static const char *const mti_config_places[] = {"", "text_config."};
-enum { MTI_PLACES = MTI_LENGTH(mti_config_places) };
+static const char *const mti_config_objects[] = {"", "text_config."};
+enum { MTI_PLACES = MTI_LENGTH(mti_config_objects) };
 
 /* Finds a member of a place, which may be null. */
 static int mti_config_find(const char *text, int place, const char *name, mt_json_part *out) {
@@ -109,7 +109,7 @@ static mt_status mti_config_plain(const mti_config *c) {
             return mt_fail(c->ctx, MT_ERR_DATA,
                            "%s: has %squantization_config, must not have it: weights are not "
                            "quantised",
-                           c->path, mti_config_places[i]);
+                           c->path, mti_config_objects[i]);
     }
     return MT_SUCCESS;
 }

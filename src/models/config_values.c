@@ -29,7 +29,7 @@ static mt_status mti_config_same(const mti_config *c, const mti_same *same, int 
     mt_json_part part;
     mt_field field;
     if (!mti_config_at(c, place, same->names[k], &part)) return MT_SUCCESS;
-    snprintf(name, sizeof name, "%s%s", mti_config_places[place], same->names[k]);
+    snprintf(name, sizeof name, "%s%s", mti_config_objects[place], same->names[k]);
     memset(&field, 0, sizeof field);
     field.name = name;
     field.kind = same->kind;
@@ -82,7 +82,7 @@ static mt_status mti_config_agree(const mti_config *c, const char *type, const m
 static mt_status mti_config_text(const mti_config *c, int place, const char *name, char path[64], char text[64]) {
     mt_field field;
     memset(&field, 0, sizeof field);
-    snprintf(path, 64, "%s%s", mti_config_places[place], name);
+    snprintf(path, 64, "%s%s", mti_config_objects[place], name);
     text[0] = 0;
     field.name = path;
     field.kind = MT_FIELD_TEXT;

@@ -33,7 +33,7 @@ static mt_status mti_types_read(const mti_config *c, int place, mti_types *out) 
         if (mti_types_have(out, name)) continue;
         if (out->count == MTI_TYPES_MAX)
             return mt_fail(c->ctx, MT_ERR_DATA, "%s: %slayer_types has more than %d types of layers", c->path,
-                           mti_config_places[place], MTI_TYPES_MAX);
+                           mti_config_objects[place], MTI_TYPES_MAX);
         snprintf(out->names[out->count++], sizeof name, "%s", name);
     }
     return MT_SUCCESS;
@@ -42,7 +42,7 @@ static mt_status mti_types_read(const mti_config *c, int place, mti_types *out) 
 /* Refuses layers of a type that the library does not have, and a window that is shorter than a text and that layers
    use: without layer_types all do. */
 static mt_status mti_config_types(const mti_config *c, int place, const mti_described *m) {
-    const char *at = mti_config_places[place];
+    const char *at = mti_config_objects[place];
     char name[MTI_TYPE_MAX], windowed[MTI_TYPE_MAX];
     mt_json_part list = mti_layer_types(c, place), value;
     int64_t window = -1, n = 0;
@@ -151,7 +151,7 @@ static mt_status mti_rope_object(const mti_config *c, int place, const char *nam
     mt_json_part rope, rest, value;
     int types = 0, i;
     if (!mti_config_at(c, place, name, &rope)) return MT_SUCCESS;
-    snprintf(object, sizeof object, "%s%s.", mti_config_places[place], name);
+    snprintf(object, sizeof object, "%s%s.", mti_config_objects[place], name);
     MT_TRY(mti_rope_read(c, object, 1, r));
     for (rest = rope; mt_json_next(&rest, type, sizeof type, &value);) {
         if (value.text[0] != '{') continue;
@@ -180,7 +180,7 @@ static mt_status mti_llama_rope(const mti_config *c, float *base) {
     for (i = 0; i < MTI_PLACES; i++) MT_TRY(mti_types_read(c, i, &r.types[i]));
     for (i = 0; i < MTI_PLACES; i++) {
         MT_TRY(mti_rope_object(c, i, "rope_parameters", &r));
-        MT_TRY(mti_rope_read(c, mti_config_places[i], 0, &r));
+        MT_TRY(mti_rope_read(c, mti_config_objects[i], 0, &r));
         MT_TRY(mti_rope_object(c, i, "rope_scaling", &r));
     }
     *base = (float)r.theta;

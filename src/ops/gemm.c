@@ -391,7 +391,7 @@ static mt_status mti_dnnl_plan_make(mt_context *ctx, mti_dnnl *d, const mti_matm
 }
 
 /* Returns a place for one more plan. If all places are taken, evicts the least recently used plan. */
-static mti_dnnl_plan *mti_dnnl_place(mti_dnnl *d) {
+static mti_dnnl_plan *mti_dnnl_slot(mti_dnnl *d) {
     mti_dnnl_plan *oldest = &d->plans[0];
     int i;
     if (d->count < MTI_DNNL_PLANS) return &d->plans[d->count++];
@@ -432,7 +432,7 @@ static mt_status mti_dnnl_plan_of(mt_context *ctx, mti_dnnl *d, const mti_matmul
         mti_dnnl_forget(&fresh);
         return status;
     }
-    *out = mti_dnnl_place(d);
+    *out = mti_dnnl_slot(d);
     **out = fresh;
     return MT_SUCCESS;
 }

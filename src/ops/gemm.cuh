@@ -329,7 +329,7 @@ static mti_lt_plan **mti_lt_bucket(mti_lt *lt, const mti_lt_key *key) {
 }
 
 /* Returns a place for one more plan. If all places are taken, evicts the least recently used plan without `stays`. */
-static mti_lt_plan *mti_lt_place(mti_lt *lt) {
+static mti_lt_plan *mti_lt_slot(mti_lt *lt) {
     mti_lt_plan *oldest = NULL, **link;
     if (lt->count < MTI_LT_PLANS) return &lt->plans[lt->count++];
     for (int i = 0; i < MTI_LT_PLANS; i++)
@@ -359,7 +359,7 @@ static mt_status mti_lt_plan_of(mt_context *ctx, mti_lt *lt, const mti_lt_call *
         return mt_fail(ctx, MT_ERR_UNSUPPORTED, "mt_gemm: cuBLASLt has no algorithm to multiply %lld x %lld x %lld",
                        (long long)g->key.m, (long long)g->key.n, (long long)g->key.k);
     }
-    *out = mti_lt_place(lt);
+    *out = mti_lt_slot(lt);
     fresh.undecided = found > 0 && !plain;
     fresh.used = ++lt->clock;
     fresh.next = *bucket;

@@ -16,14 +16,14 @@ static mt_status mti_bucket_reduce(mt_context *ctx, const mt_params *params, int
     float *grads;
     void *run;
     if (params->grid->dp_size == 1) return MT_SUCCESS;
-    MT_TRY(mti_places_open(ctx, params, MTI_IN_GRADS, lo, hi, lo, hi, &run));
+    MT_TRY(mti_span_open(ctx, params, MTI_IN_GRADS, lo, hi, lo, hi, &run));
     grads = (float *)run;
     if (mti_is_scattered(params)) {
         MT_TRY(mt_reduce_scatter(ctx, data, grads, grads + first, (size_t)share, MT_F32, MT_SUM));
-        return mti_places_close(ctx, params, MTI_IN_GRADS, run, lo, lo + first, lo + first + share);
+        return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo + first, lo + first + share);
     }
     MT_TRY(mt_all_reduce(ctx, data, grads, grads, (size_t)(hi - lo), MT_F32, MT_SUM));
-    return mti_places_close(ctx, params, MTI_IN_GRADS, run, lo, lo, hi);
+    return mti_span_close(ctx, params, MTI_IN_GRADS, run, lo, lo, hi);
 }
 
 /* Starts the sums of all buckets that begin at `from` or later and were not started yet. */
@@ -49,9 +49,9 @@ static mt_status mti_buckets_gather(mt_context *ctx, const mt_params *params, in
         lo = mti_bucket_low(params, hi);
         share = (hi - lo) / params->buckets.ranks;
         first = share * params->grid->dp_rank;
-        MT_TRY(mti_places_open(ctx, params, kind, lo, hi, lo + first, lo + first + share, &run));
+        MT_TRY(mti_span_open(ctx, params, kind, lo, hi, lo + first, lo + first + share, &run));
         MT_TRY(mt_all_gather(ctx, params->grid->dp, (char *)run + first * size, run, (size_t)share, dtype));
-        MT_TRY(mti_places_close(ctx, params, kind, run, lo, lo, hi));
+        MT_TRY(mti_span_close(ctx, params, kind, run, lo, lo, hi));
     }
     return MT_SUCCESS;
 }
@@ -84,9 +84,9 @@ static mti_stretch mti_share_after(const mt_params *params, mti_stretch s, int64
     return mti_share_next(params, s.at + s.count, end);
 }
 
-static int64_t mti_param_place(const mt_param *p) { return mti_home_of(p)->place; }
+static int64_t mti_param_offset(const mt_param *p) { return mti_home_of(p)->offset; }
 
 static mti_stretch mti_param_share(const mt_param *p) {
-    int64_t at = mti_param_place(p);
+    int64_t at = mti_param_offset(p);
     return mti_share_next(p->registry, at, at + p->grad.rows * p->grad.cols);
 }

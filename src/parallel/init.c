@@ -129,13 +129,13 @@ static mt_status mti_zero(mt_context *ctx, mt_tensor t) {
 }
 
 /* The values or the gradients are in several pieces of memory. Piece -1 is what the registry has allocated, and piece i
-   is what the caller has bound of parameter i. Returns a view [1, n] of a piece and writes its first place to *at, or
+   is what the caller has bound of parameter i. Returns a view [1, n] of a piece and writes its offset to *at, or
    returns mt_none() when there is no such piece. */
 static mt_tensor mti_memory(const mt_params *params, int kind, int piece, int64_t *at) {
     const mt_param *p = piece < 0 ? NULL : params->list[piece];
     if (p) {
         const mti_home *home = mti_home_of(p);
-        *at = home->place;
+        *at = home->offset;
         return home->bound[kind] ? mti_bound_view(p, kind, 0, p->value.rows * p->value.cols) : mt_none();
     }
     *at = 0;

@@ -47,7 +47,7 @@ static void mti_params_cut(mt_params *params, int64_t *elements) {
     b->size = mt_round_up(mt_max(mt_min(size, *elements), 1), unit);
 }
 
-/* Gives every parameter its place. Parameters whose gradients are summed over the tensor group as a whole come first,
+/* Gives every parameter its offset. Parameters whose gradients are summed over the tensor group as a whole come first,
    in one piece. Those whose gradients are summed over the embedding group, or which have copies, follow, and then all
    others. */
 static void mti_params_order(mt_params *params) {
@@ -58,7 +58,7 @@ static void mti_params_order(mt_params *params) {
             const mt_param *p = params->list[i];
             int before = p->desc.shared_embedding || p->desc.copies > 1;
             if ((p->desc.sequence_partial ? 0 : before ? 1 : 2) != pass) continue;
-            mti_home_of(p)->place = at;
+            mti_home_of(p)->offset = at;
             at += mti_param_slot(p);
         }
         if (pass == 0) params->partial = at;
@@ -66,13 +66,13 @@ static void mti_params_order(mt_params *params) {
     }
 }
 
-/* Returns the first place, lo, of the bucket [lo, hi). Backward runs through the layers from the last to the first, and
-   so through the places from their end. Buckets are therefore cut from the end. They cut through parameters, so that
-   all ranks have equal shares of a bucket. */
+/* Returns the first element, lo, of the bucket [lo, hi). Backward runs through the layers from the last to the first,
+   and so through the places from their end. Buckets are therefore cut from the end. They cut through parameters, so
+   that all ranks have equal shares of a bucket. */
 static int64_t mti_bucket_low(const mt_params *params, int64_t hi) { return mt_max(hi - params->buckets.size, 0); }
 
-/* Returns where the places [lo, hi) are in one piece of memory, without a gap, or NULL. */
-static void *mti_places_find(const mt_params *params, int kind, int64_t lo, int64_t hi) {
+/* Returns where the elements [lo, hi) are in one piece of memory, without a gap, or NULL. */
+static void *mti_span_find(const mt_params *params, int kind, int64_t lo, int64_t hi) {
     int64_t size = kind == MTI_IN_VALUES ? (int64_t)mt_dtype_size(params->dtype) : (int64_t)sizeof(float), found = 0;
     char *own = kind == MTI_IN_VALUES ? (char *)params->values : (char *)params->grads;
     uintptr_t begin = 0;
@@ -80,9 +80,9 @@ static void *mti_places_find(const mt_params *params, int kind, int64_t lo, int6
     if (own) return own + lo * size;
     for (i = 0; i < params->count; i++) {
         const mt_param *p = params->list[i];
-        int64_t place = mti_home_of(p)->place, n = p->value.rows * p->value.cols;
-        int64_t overlap = mt_min(hi, place + n) - mt_max(lo, place);
-        uintptr_t at = (uintptr_t)mti_home_of(p)->bound[kind] - (uintptr_t)((place - lo) * size);
+        int64_t offset = mti_home_of(p)->offset, n = p->value.rows * p->value.cols;
+        int64_t overlap = mt_min(hi, offset + n) - mt_max(lo, offset);
+        uintptr_t at = (uintptr_t)mti_home_of(p)->bound[kind] - (uintptr_t)((offset - lo) * size);
         if (overlap <= 0) continue;
         if (found > 0 && at != begin) return NULL;
         begin = at;
@@ -91,18 +91,18 @@ static void *mti_places_find(const mt_params *params, int kind, int64_t lo, int6
     return found == hi - lo ? (void *)begin : NULL;
 }
 
-/* Copies the places [from, to) between the memory that the caller has bound and `run`, which begins at place lo. Does
-   nothing where the two are the same memory. */
-static mt_status mti_places_copy(mt_context *ctx, const mt_params *params, int kind, void *run, int64_t lo,
-                                 int64_t from, int64_t to, int to_run) {
+/* Copies the elements [from, to) between the memory that the caller has bound and `run`, which begins at offset lo.
+   Does nothing where the two are the same memory. */
+static mt_status mti_span_copy(mt_context *ctx, const mt_params *params, int kind, void *run, int64_t lo, int64_t from,
+                               int64_t to, int to_run) {
     int i;
     for (i = 0; params->bound_count[kind] > 0 && i < params->count; i++) {
         const mt_param *p = params->list[i];
-        int64_t place = mti_home_of(p)->place;
-        int64_t first = mt_max(from, place), end = mt_min(to, place + p->value.rows * p->value.cols);
+        int64_t offset = mti_home_of(p)->offset;
+        int64_t first = mt_max(from, offset), end = mt_min(to, offset + p->value.rows * p->value.cols);
         mt_tensor mine, there;
         if (!mti_home_of(p)->bound[kind] || end <= first) continue;
-        mine = there = mti_bound_view(p, kind, first - place, end - first);
+        mine = there = mti_bound_view(p, kind, first - offset, end - first);
         there.data = (char *)run + (first - lo) * (int64_t)mt_dtype_size(mine.dtype);
         if (mine.data == there.data) continue;
         MT_TRY(to_run ? mt_copy(ctx, mine, there) : mt_copy(ctx, there, mine));
@@ -110,32 +110,32 @@ static mt_status mti_places_copy(mt_context *ctx, const mt_params *params, int k
     return MT_SUCCESS;
 }
 
-/* Sets *run to memory with the places [lo, hi) in their order, for a collective. It is the memory of the values or the
-   gradients where that is in one piece. Otherwise it is the registry's, and has copies of the places [from, to).
-   mti_places_close copies the results back. */
-static mt_status mti_places_open(mt_context *ctx, const mt_params *params, int kind, int64_t lo, int64_t hi,
-                                 int64_t from, int64_t to, void **run) {
-    *run = mti_places_find(params, kind, lo, hi);
+/* Sets *run to memory with the elements [lo, hi) in their order, for a collective. It is the memory of the values or
+   the gradients where that is in one piece. Otherwise it is the registry's, and has copies of the elements [from, to).
+   mti_span_close copies the results back. */
+static mt_status mti_span_open(mt_context *ctx, const mt_params *params, int kind, int64_t lo, int64_t hi, int64_t from,
+                               int64_t to, void **run) {
+    *run = mti_span_find(params, kind, lo, hi);
     if (!*run) *run = params->room;
-    return mti_places_copy(ctx, params, kind, *run, lo, from, to, 1);
+    return mti_span_copy(ctx, params, kind, *run, lo, from, to, 1);
 }
 
-static mt_status mti_places_close(mt_context *ctx, const mt_params *params, int kind, void *run, int64_t lo,
-                                  int64_t from, int64_t to) {
-    return mti_places_copy(ctx, params, kind, run, lo, from, to, 0);
+static mt_status mti_span_close(mt_context *ctx, const mt_params *params, int kind, void *run, int64_t lo, int64_t from,
+                                int64_t to) {
+    return mti_span_copy(ctx, params, kind, run, lo, from, to, 0);
 }
 
 /* Returns the number of elements of the room: those of the largest collective on memory that is not in one piece. */
 static int64_t mti_room_elements(const mt_params *params) {
     int64_t hi, lo, most = 0;
     int kind;
-    if (params->grid->tp_size > 1 && !mti_places_find(params, MTI_IN_GRADS, 0, params->partial)) most = params->partial;
+    if (params->grid->tp_size > 1 && !mti_span_find(params, MTI_IN_GRADS, 0, params->partial)) most = params->partial;
     for (kind = MTI_IN_VALUES; kind <= MTI_IN_GRADS && params->grid->dp_size > 1; kind++) {
         if (params->bound_count[kind] < params->count || (kind == MTI_IN_VALUES && params->buckets.ranks == 1))
             continue;
         for (hi = params->elements; hi > 0; hi = lo) {
             lo = mti_bucket_low(params, hi);
-            if (!mti_places_find(params, kind, lo, hi)) most = mt_max(most, hi - lo);
+            if (!mti_span_find(params, kind, lo, hi)) most = mt_max(most, hi - lo);
         }
     }
     return most;
@@ -173,8 +173,9 @@ static void mti_params_point(mt_params *params) {
     for (i = 0; i < params->count; i++) {
         mt_param *p = params->list[i];
         mti_home *home = mti_home_of(p);
-        if (!home->bound[MTI_IN_VALUES]) p->value.data = (char *)params->values + mti_params_bytes(params, home->place);
-        if (!home->bound[MTI_IN_GRADS]) p->grad.data = params->grads + home->place;
+        if (!home->bound[MTI_IN_VALUES])
+            p->value.data = (char *)params->values + mti_params_bytes(params, home->offset);
+        if (!home->bound[MTI_IN_GRADS]) p->grad.data = params->grads + home->offset;
         if (mti_has_lookup_grad(params, p)) {
             p->lookup_grad = p->grad;
             p->lookup_grad.data = params->lookups + behind;

@@ -40,20 +40,20 @@ static int mti_state_is_value(const mt_optimizer *optimizer, mt_optimizer_state 
 static float *mti_state_at(const mt_optimizer *o, const mt_param *p, mt_optimizer_state state, int64_t at) {
     float *bound = (float *)mti_home_of(p)->bound[MTI_IN_STATES + (int)state];
     float *own = state == MT_EXP_AVG ? o->m : state == MT_EXP_AVG_SQ ? o->v : o->master;
-    return bound ? bound + (at - mti_param_place(p)) : own + at; /* bound states are not sharded: `at` is a place */
+    return bound ? bound + (at - mti_param_offset(p)) : own + at; /* bound states are not sharded: `at` is an offset */
 }
 
 /* Returns a parameter's state. This rank must have all of it. */
 static mt_tensor mti_optimizer_shard(const mt_optimizer *o, const mt_param *p, mt_optimizer_state state) {
     mt_tensor t = p->grad;
     if (mti_state_is_value(o, state)) return p->value;
-    t.data = mti_state_at(o, p, state, mti_param_place(p));
+    t.data = mti_state_at(o, p, state, mti_param_offset(p));
     return t;
 }
 
 /* Sets the moments that the caller has bound to zero, and copies masters from the values. */
 static mt_status mti_optimizer_fill(mt_context *ctx, const mt_optimizer *o, const mt_param *p) {
-    int64_t place = mti_param_place(p), n = p->grad.rows * p->grad.cols;
+    int64_t offset = mti_param_offset(p), n = p->grad.rows * p->grad.cols;
     mt_tensor value = mt_tensor_make(p->value.data, p->value.dtype, 1, n);
     mti_stretch s;
     int state;
@@ -61,8 +61,8 @@ static mt_status mti_optimizer_fill(mt_context *ctx, const mt_optimizer *o, cons
         if (mti_home_of(p)->bound[MTI_IN_STATES + state])
             MT_TRY(mti_zero(ctx, mti_bound_view(p, MTI_IN_STATES + state, 0, n)));
     if (!mti_has_masters(o)) return MT_SUCCESS;
-    for (s = mti_param_share(p); s.count > 0; s = mti_share_after(o->params, s, place + n))
-        MT_TRY(mt_convert(ctx, mt_tensor_cols(value, s.at - place, s.count),
+    for (s = mti_param_share(p); s.count > 0; s = mti_share_after(o->params, s, offset + n))
+        MT_TRY(mt_convert(ctx, mt_tensor_cols(value, s.at - offset, s.count),
                           mt_tensor_f32(mti_state_at(o, p, MT_MASTER, s.state), 1, s.count)));
     return MT_SUCCESS;
 }
@@ -113,16 +113,16 @@ static mt_status mti_optimizer_bound(mt_context *ctx, const mt_params *params, c
 /* All ranks must have the same desc. `mine` is as in mti_params_compare. */
 static mt_status mti_optimizer_compare(mt_context *ctx, const mt_params *params, const mt_optimizer_desc *d,
                                        mt_status mine) {
-    mti_told_list t;
-    MT_TRY(mti_told_begin(ctx, 7, &t));
-    mti_told_add_f32(&t, "beta1", d->beta1);
-    mti_told_add_f32(&t, "beta2", d->beta2);
-    mti_told_add_f32(&t, "eps", d->eps);
-    mti_told_add_f32(&t, "weight_decay", d->weight_decay);
-    mti_told_add(&t, "stochastic_rounding", "%d", d->stochastic_rounding);
-    mti_told_add(&t, "seed", "%llu", (unsigned long long)d->seed);
-    mti_told_add_error(ctx, &t, mine);
-    MT_TRY(mti_told_end(ctx, params, "mt_optimizer_create", 0, &t));
+    mti_settings t;
+    MT_TRY(mti_settings_begin(ctx, 7, &t));
+    mti_settings_add_f32(&t, "beta1", d->beta1);
+    mti_settings_add_f32(&t, "beta2", d->beta2);
+    mti_settings_add_f32(&t, "eps", d->eps);
+    mti_settings_add_f32(&t, "weight_decay", d->weight_decay);
+    mti_settings_add(&t, "stochastic_rounding", "%d", d->stochastic_rounding);
+    mti_settings_add(&t, "seed", "%llu", (unsigned long long)d->seed);
+    mti_settings_add_error(ctx, &t, mine);
+    MT_TRY(mti_settings_end(ctx, params, "mt_optimizer_create", 0, &t));
     return mine;
 }
 
@@ -213,7 +213,7 @@ static mt_status mti_optimizer_state_check(mt_context *ctx, const char *function
    parameter's shape. */
 static mt_status mti_optimizer_copy(mt_context *ctx, const mt_optimizer *o, const mt_param *p, mt_optimizer_state state,
                                     mt_tensor whole, int to_whole) {
-    int64_t first = mti_param_place(p), end = first + whole.rows * whole.cols;
+    int64_t first = mti_param_offset(p), end = first + whole.rows * whole.cols;
     mti_stretch s;
     for (s = mti_param_share(p); s.count > 0; s = mti_share_after(p->registry, s, end)) {
         mt_tensor mine = mt_tensor_f32(mti_state_at(o, p, state, s.state), 1, s.count);
@@ -338,9 +338,9 @@ static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_bl
     t->random.first_col += at.col;
 }
 
-/* Returns the place at which a block of p's gradient begins. */
-static int64_t mti_block_place(const mt_param *p, mt_tensor block) {
-    return mti_param_place(p) + ((const float *)block.data - (const float *)p->grad.data);
+/* Returns the offset at which a block of p's gradient begins. */
+static int64_t mti_block_offset(const mt_param *p, mt_tensor block) {
+    return mti_param_offset(p) + ((const float *)block.data - (const float *)p->grad.data);
 }
 
 /* Adds a stretch of a block as up to three patches: the rest of a row, whole rows, and the beginning of a row. Between
@@ -348,7 +348,7 @@ static int64_t mti_block_place(const mt_param *p, mt_tensor block) {
 static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_block b, mti_stretch s,
                                   mti_adamw_list *list) {
     mt_tensor block = mti_param_block_view(p, p->grad, b);
-    int64_t ld = mt_tensor_ld(block), left, at = s.at - mti_block_place(p, block);
+    int64_t ld = mt_tensor_ld(block), left, at = s.at - mti_block_offset(p, block);
     mti_patch patch;
     for (left = s.count; left > 0;) {
         int64_t used;
@@ -373,7 +373,7 @@ static void mti_optimizer_param(const mt_optimizer *o, const mt_param *p, mti_ad
     for (i = 0; i < mti_param_blocks(p); i++) {
         mti_block b = mti_param_block(p, p->tp_rank, i);
         mt_tensor block = mti_param_block_view(p, p->grad, b);
-        int64_t first = mti_block_place(p, block), end = first + (block.rows - 1) * mt_tensor_ld(block) + block.cols;
+        int64_t first = mti_block_offset(p, block), end = first + (block.rows - 1) * mt_tensor_ld(block) + block.cols;
         if (b.count == 0) continue;
         for (s = mti_share_next(o->params, first, end); s.count > 0; s = mti_share_after(o->params, s, end))
             mti_optimizer_stretch(o, p, b, s, list);

@@ -39,7 +39,7 @@ static const char *const mti_kind_names[] = {"values", "grads", "exp_avg", "exp_
    and the sums over groups are ranges of places. Memory that the registry or the optimizer has allocated has the places
    in their order. */
 typedef struct mti_home {
-    int64_t place;          /* of the first element */
+    int64_t offset;         /* of the first element */
     void *bound[MTI_KINDS]; /* memory of the caller (mt_params_bind); NULL: of the registry or the optimizer */
     const void *value, *grad, *lookup; /* value.data, grad.data and lookup_grad.data, as the registry has set them */
 } mti_home;

@@ -6,47 +6,47 @@
 #include "../comm/threads.c"
 
 /* Sizes of the text of a setting's value, and of mti_param_text, in bytes. */
-#define MTI_TOLD_VALUE 384
-#define MTI_TOLD_MESSAGE 308 /* of an error; with its status in front, mt_comm_compare prints it whole */
+#define MTI_SETTING_VALUE 384
+#define MTI_SETTING_MESSAGE 308 /* of an error; with its status in front, mt_comm_compare prints it whole */
 #define MTI_PARAM_TEXT 208
 
-typedef struct mti_told_list {
+typedef struct mti_settings {
     mt_setting *list; /* `room` settings, followed by the memory for their values */
     int room, count;
-} mti_told_list;
+} mti_settings;
 
-static mt_status mti_told_begin(mt_context *ctx, int room, mti_told_list *t) {
+static mt_status mti_settings_begin(mt_context *ctx, int room, mti_settings *t) {
     void *memory;
-    MT_TRY(mti_host_new(ctx, (size_t)room * (sizeof *t->list + MTI_TOLD_VALUE), &memory));
+    MT_TRY(mti_host_new(ctx, (size_t)room * (sizeof *t->list + MTI_SETTING_VALUE), &memory));
     t->list = (mt_setting *)memory;
     t->room = room;
     t->count = 0;
     return MT_SUCCESS;
 }
 
-/* Adds a setting whose value is a formatted text. name must be valid until mti_told_end. */
+/* Adds a setting whose value is a formatted text. name must be valid until mti_settings_end. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
 static void
-mti_told_add(mti_told_list *t, const char *name, const char *format, ...) {
-    char *value = (char *)(t->list + t->room) + t->count * MTI_TOLD_VALUE;
+mti_settings_add(mti_settings *t, const char *name, const char *format, ...) {
+    char *value = (char *)(t->list + t->room) + t->count * MTI_SETTING_VALUE;
     va_list args;
     va_start(args, format);
-    vsnprintf(value, MTI_TOLD_VALUE, format, args);
+    vsnprintf(value, MTI_SETTING_VALUE, format, args);
     va_end(args);
     t->list[t->count].name = name;
     t->list[t->count++].value = value;
 }
 
-static void mti_told_add_f32(mti_told_list *t, const char *name, float x) {
+static void mti_settings_add_f32(mti_settings *t, const char *name, float x) {
     char text[32];
-    mti_told_add(t, name, "%s", mt_f32_digits(x, text));
+    mti_settings_add(t, name, "%s", mt_f32_digits(x, text));
 }
 
 /* Compares the settings on all ranks that pass the same `group`, and frees the list. */
-static mt_status mti_told_end(mt_context *ctx, const mt_params *params, const char *function, int group,
-                              mti_told_list *t) {
+static mt_status mti_settings_end(mt_context *ctx, const mt_params *params, const char *function, int group,
+                                  mti_settings *t) {
     mt_status status = mt_comm_compare(ctx, params->grid->world, function, group, t->list, t->count);
     mt_host_free(t->list);
     return status;
@@ -62,7 +62,7 @@ static void mti_param_text(const mt_param *p, char text[MTI_PARAM_TEXT]) {
              mt_f32_digits(d->init_std, deviation), mt_f32_digits(d->init_value, value), d->weight_decay);
 }
 
-static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
+static void mti_settings_add_param(mti_settings *t, const mt_param *p) {
     const mt_param_desc *d = &p->desc;
     const mti_home *home = mti_home_of(p);
     char text[MTI_PARAM_TEXT], bound[96];
@@ -73,16 +73,16 @@ static void mti_told_add_param(mti_told_list *t, const mt_param *p) {
             used += snprintf(bound + used, sizeof bound - (size_t)used, "%s %s", used ? "," : ", bound",
                              mti_kind_names[kind]);
     mti_param_text(p, text);
-    mti_told_add(t, p->name,
-                 "%s, sequence_partial %d, shared_embedding %d, padded_features %lld, copies %lld of %lld%s", text,
-                 d->sequence_partial, d->shared_embedding, (long long)d->padded_features, (long long)d->copies,
-                 (long long)d->copied, bound);
+    mti_settings_add(t, p->name,
+                     "%s, sequence_partial %d, shared_embedding %d, padded_features %lld, copies %lld of %lld%s", text,
+                     d->sequence_partial, d->shared_embedding, (long long)d->padded_features, (long long)d->copies,
+                     (long long)d->copied, bound);
 }
 
 /* Tells the other ranks of an error of this rank, so that they do not wait for it. */
-static void mti_told_add_error(mt_context *ctx, mti_told_list *t, mt_status mine) {
-    if (mine == MT_SUCCESS) mti_told_add(t, "error", "none");
-    else mti_told_add(t, "error", "%s (%.*s)", mt_status_name(mine), MTI_TOLD_MESSAGE, mt_last_error(ctx));
+static void mti_settings_add_error(mt_context *ctx, mti_settings *t, mt_status mine) {
+    if (mine == MT_SUCCESS) mti_settings_add(t, "error", "none");
+    else mti_settings_add(t, "error", "%s (%.*s)", mt_status_name(mine), MTI_SETTING_MESSAGE, mt_last_error(ctx));
 }
 
 /* A parameter of the first or of the last stage. */
@@ -182,13 +182,13 @@ static mt_status mti_ends_check(mt_context *ctx, const mt_params *params, const 
 
 /* With check 2, compares the two ends of a pipeline. All its ranks return an error of the ends. */
 static mt_status mti_stages_check(mt_context *ctx, const mt_params *params, const char *function) {
-    mti_told_list t;
+    mti_settings t;
     mt_status mine;
     if (mt_check_mode(ctx) != 2 || params->grid->pp_size == 1) return MT_SUCCESS;
     mine = mti_ends_check(ctx, params, function);
-    MT_TRY(mti_told_begin(ctx, 1, &t));
-    mti_told_add_error(ctx, &t, mine);
-    MT_TRY(mti_told_end(ctx, params, function, 0, &t));
+    MT_TRY(mti_settings_begin(ctx, 1, &t));
+    mti_settings_add_error(ctx, &t, mine);
+    MT_TRY(mti_settings_end(ctx, params, function, 0, &t));
     return mine;
 }
 
@@ -197,22 +197,22 @@ static mt_status mti_stages_check(mt_context *ctx, const mt_params *params, cons
    all ranks have the same. */
 static mt_status mti_params_compare(mt_context *ctx, const mt_params *params, const char *function,
                                     const uint64_t *seed, mt_status mine) {
-    mti_told_list t;
+    mti_settings t;
     int i;
-    MT_TRY(mti_told_begin(ctx, 6, &t));
-    mti_told_add(&t, "call", "%s", function);
-    if (seed) mti_told_add(&t, "seed", "%llu", (unsigned long long)*seed);
-    mti_told_add(&t, "mt_context_desc.invariant", "%d", mt_context_invariant(ctx));
-    mti_told_add(&t, "mt_context_desc.invariant_data", "%d", mt_context_invariant_data(ctx));
-    mti_told_add(&t, "mt_context_desc.check", "%s", mt_check_mode(ctx) == 2 ? "2" : "not 2");
-    mti_told_add_error(ctx, &t, mine);
-    MT_TRY(mti_told_end(ctx, params, function, 0, &t));
-    MT_TRY(mti_told_begin(ctx, params->count + 3, &t));
-    mti_told_add(&t, "dtype", "%s", mt_dtype_name(params->dtype));
-    mti_told_add(&t, "mt_data_parallel_desc.bucket_bytes", "%zu", params->buckets.desc.bucket_bytes);
-    mti_told_add(&t, "mt_data_parallel_desc.sharded_optimizer", "%d", params->buckets.desc.sharded_optimizer);
-    for (i = 0; i < params->count; i++) mti_told_add_param(&t, params->list[i]);
-    MT_TRY(mti_told_end(ctx, params, function, params->grid->pp_rank, &t));
+    MT_TRY(mti_settings_begin(ctx, 6, &t));
+    mti_settings_add(&t, "call", "%s", function);
+    if (seed) mti_settings_add(&t, "seed", "%llu", (unsigned long long)*seed);
+    mti_settings_add(&t, "mt_context_desc.invariant", "%d", mt_context_invariant(ctx));
+    mti_settings_add(&t, "mt_context_desc.invariant_data", "%d", mt_context_invariant_data(ctx));
+    mti_settings_add(&t, "mt_context_desc.check", "%s", mt_check_mode(ctx) == 2 ? "2" : "not 2");
+    mti_settings_add_error(ctx, &t, mine);
+    MT_TRY(mti_settings_end(ctx, params, function, 0, &t));
+    MT_TRY(mti_settings_begin(ctx, params->count + 3, &t));
+    mti_settings_add(&t, "dtype", "%s", mt_dtype_name(params->dtype));
+    mti_settings_add(&t, "mt_data_parallel_desc.bucket_bytes", "%zu", params->buckets.desc.bucket_bytes);
+    mti_settings_add(&t, "mt_data_parallel_desc.sharded_optimizer", "%d", params->buckets.desc.sharded_optimizer);
+    for (i = 0; i < params->count; i++) mti_settings_add_param(&t, params->list[i]);
+    MT_TRY(mti_settings_end(ctx, params, function, params->grid->pp_rank, &t));
     return mine == MT_SUCCESS ? mti_stages_check(ctx, params, function) : mine;
 }
 

@@ -31,9 +31,9 @@ static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
     void *run;
     if (params->partial == 0 || params->grid->tp_size == 1) return MT_SUCCESS;
     if (params->room) MT_TRY(mt_overlap_wait(ctx, MT_OVERLAP_TICKET_THIRD));
-    MT_TRY(mti_places_open(ctx, params, MTI_IN_GRADS, 0, params->partial, 0, params->partial, &run));
+    MT_TRY(mti_span_open(ctx, params, MTI_IN_GRADS, 0, params->partial, 0, params->partial, &run));
     MT_TRY(mt_all_reduce(ctx, params->grid->tp, run, run, n, MT_F32, MT_SUM));
-    return mti_places_close(ctx, params, MTI_IN_GRADS, run, 0, 0, params->partial);
+    return mti_span_close(ctx, params, MTI_IN_GRADS, run, 0, 0, params->partial);
 }
 
 /* Returns the sums of the copied features of a unit, in sums [virtual shards, units * features of all columns]. */
@@ -151,9 +151,9 @@ static void mti_buckets_advance(mt_params *params) {
     mti_buckets *b = &params->buckets;
     while (b->waits_for > 0) {
         const mt_param *p = params->list[b->waits_for - 1];
-        int early = mti_param_place(p) >= b->early;
+        int early = mti_param_offset(p) >= b->early;
         if (early && !p->final) return;
-        if (early) b->final = mti_param_place(p);
+        if (early) b->final = mti_param_offset(p);
         b->waits_for--;
     }
 }
@@ -296,7 +296,7 @@ static void mti_square_add(mti_square_list *list, mt_tensor x, int64_t out) {
 /* Adds `grad`, which is contiguous in the gradient of p, or this rank's share of it. out is its column. */
 static void mti_squares_of_rows(const mt_params *params, const mt_param *p, mt_tensor grad, int64_t out,
                                 mti_square_list *list) {
-    int64_t first = mti_param_place(p) + ((const float *)grad.data - (const float *)p->grad.data);
+    int64_t first = mti_param_offset(p) + ((const float *)grad.data - (const float *)p->grad.data);
     int64_t end = first + grad.rows * grad.cols;
     mti_stretch s;
     if (!mti_is_scattered(params)) {
@@ -304,7 +304,7 @@ static void mti_squares_of_rows(const mt_params *params, const mt_param *p, mt_t
         return;
     }
     for (s = mti_share_next(params, first, end); s.count > 0; s = mti_share_after(params, s, end))
-        mti_square_add(list, mt_tensor_f32((float *)p->grad.data + (s.at - mti_param_place(p)), 1, s.count), out);
+        mti_square_add(list, mt_tensor_f32((float *)p->grad.data + (s.at - mti_param_offset(p)), 1, s.count), out);
 }
 
 /* Adds the gradient of parameter i, or this rank's share of it, with the columns of mti_sum_squares. */

@@ -35,10 +35,10 @@ static inline void *messages_calloc(size_t n, size_t bytes) { return messages_no
 #define MESSAGES_RANKS 9
 #define MESSAGES_TOKEN 0x1234567890abcdefu
 
-/* A rank of a group: its board, and the far ends of its connections. */
+/* A rank of a group: its channel, and the far ends of its connections. */
 typedef struct messages {
     mt_comm *comm;
-    mti_board *board;
+    mti_channel *channel;
     int far[MESSAGES_RANKS]; /* per line; -1: closed */
     mti_bytes heard[MESSAGES_RANKS];
 } messages;
@@ -46,17 +46,17 @@ typedef struct messages {
 /* Returns 0 when there is no memory. */
 static inline int messages_open(messages *m, int rank, int size) {
     memset(m, 0, sizeof *m);
-    m->board = mti_board_new(rank, size);
+    m->channel = mti_channel_new(rank, size);
     m->comm = mti_comm_new(&mti_threads, rank, size, "test");
     if (m->comm) m->comm->group = mti_group_new(size, 1, 0);
     for (int i = 0; i < MESSAGES_RANKS; i++) m->far[i] = -1;
     if (m->comm && m->comm->group) m->comm->group->references = 1;
-    if (!m->board || !m->comm || !m->comm->group) return 0;
-    m->comm->nccl.board = m->board;
-    for (int i = rank ? 0 : 1; i < m->board->line_count; i++) {
+    if (!m->channel || !m->comm || !m->comm->group) return 0;
+    m->comm->nccl.channel = m->channel;
+    for (int i = rank ? 0 : 1; i < m->channel->connection_count; i++) {
         int ends[2];
         MESSAGES_HOLD(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
-        m->board->lines[i].fd = ends[0];
+        m->channel->connections[i].fd = ends[0];
         m->far[i] = ends[1];
     }
     return 1;
@@ -67,11 +67,11 @@ static inline void messages_close(messages *m) {
         if (m->far[i] >= 0) close(m->far[i]);
         mti_bytes_free(&m->heard[i]);
     }
-    mti_board_free(m->board);
+    mti_channel_free(m->channel);
     if (m->comm) mti_comm_free(m->comm);
 }
 
-/* What the board sends is valid, and complete at the end. */
+/* What the channel sends is valid, and complete at the end. */
 static inline void messages_hear(messages *m, int line) {
     mti_message message;
     const char *text;
@@ -80,7 +80,7 @@ static inline void messages_hear(messages *m, int line) {
     while (m->far[line] >= 0 && (n = recv(m->far[line], part, sizeof part, MSG_DONTWAIT)) > 0)
         MESSAGES_HOLD(mti_bytes_add(&m->heard[line], part, (size_t)n));
     for (;;) {
-        mti_parsed parsed = mti_message_parse(&m->heard[line], m->board->size, &message, &text);
+        mti_parsed parsed = mti_message_parse(&m->heard[line], m->channel->size, &message, &text);
         MESSAGES_HOLD(parsed != MTI_MALFORMED);
         if (parsed == MTI_INCOMPLETE) return;
         mti_bytes_drop(&m->heard[line], sizeof message + (size_t)message.bytes);
@@ -90,8 +90,8 @@ static inline void messages_hear(messages *m, int line) {
 /* The error of a result is a sentence about ranks of the group. */
 static inline void messages_result(const messages *m) {
     mti_text text;
-    mt_status status = mti_board_error(m->comm, &text);
-    MESSAGES_HOLD((status != MT_SUCCESS) == (m->board->decided != 0));
+    mt_status status = mti_channel_error(m->comm, &text);
+    MESSAGES_HOLD((status != MT_SUCCESS) == (m->channel->decided != 0));
     if (status == MT_SUCCESS) return;
     MESSAGES_HOLD(status == MT_ERR_MISMATCH || status == MT_ERR_PEER || status == MT_ERR_TIMEOUT);
     MESSAGES_HOLD(text.used > 0 && text.used < sizeof text.data && strlen(text.data) == text.used);
@@ -99,18 +99,18 @@ static inline void messages_result(const messages *m) {
 
 /* Reads and works as the comparer does. */
 static inline void messages_work(messages *m) {
-    mti_board *b = m->board;
+    mti_channel *b = m->channel;
     long memory;
-    for (int i = 0; i < b->line_count; i++) mti_board_listen(b, &b->lines[i], i);
-    mti_board_work(b);
+    for (int i = 0; i < b->connection_count; i++) mti_channel_read(b, &b->connections[i], i);
+    mti_channel_work(b);
     memory = messages_memory;
     messages_memory = -1;
-    for (int i = 0; i < b->line_count; i++) {
-        MESSAGES_HOLD(mti_bytes_size(&b->lines[i].in) <
-                      2 * MTI_BOARD_PART + MTI_MESSAGE_TEXT + 1024 * sizeof(mti_said));
+    for (int i = 0; i < b->connection_count; i++) {
+        MESSAGES_HOLD(mti_bytes_size(&b->connections[i].in) <
+                      2 * MTI_CHANNEL_PART + MTI_MESSAGE_TEXT + 1024 * sizeof(mti_said));
         messages_hear(m, i);
     }
-    MESSAGES_HOLD(b->waiting <= MTI_BOARD_AHEAD && b->room <= MTI_BOARD_AHEAD);
+    MESSAGES_HOLD(b->waiting <= MTI_CHANNEL_AHEAD && b->room <= MTI_CHANNEL_AHEAD);
     messages_result(m);
     messages_memory = memory;
 }
@@ -151,7 +151,7 @@ static inline void messages_send(const messages *m, int line, const void *bytes,
 /* Sends a message with a text of letters, which ends or not. */
 static inline void messages_send_message(messages *m, messages_input *in, int line) {
     char text[2048];
-    mti_message head = messages_head(in, m->board->size);
+    mti_message head = messages_head(in, m->channel->size);
     size_t n = head.bytes < sizeof text ? (size_t)head.bytes : sizeof text;
     memset(text, messages_byte(in) % 3 ? 0 : 'x', sizeof text);
     if (n > 1 && messages_byte(in) % 4) {
@@ -165,15 +165,16 @@ static inline void messages_send_message(messages *m, messages_input *in, int li
 
 /* A message of the rank itself, which is always valid. */
 static inline void messages_own(messages *m, messages_input *in) {
-    mti_message head = messages_head(in, m->board->size);
-    head.rank = m->board->rank;
+    mti_message head = messages_head(in, m->channel->size);
+    head.rank = m->channel->rank;
     head.bytes = 0;
     head.kind = head.kind % 2 ? MTI_MESSAGE_CALL : MTI_MESSAGE_LATE;
-    if (!mti_message_is_valid(&head, m->board->size) || m->board->ended) return;
-    if (!mti_message_add(&m->board->queue, &head, NULL)) mti_board_end(m->board, m->board->rank, MTI_END_MEMORY);
+    if (!mti_message_is_valid(&head, m->channel->size) || m->channel->ended) return;
+    if (!mti_message_add(&m->channel->queue, &head, NULL))
+        mti_channel_end(m->channel, m->channel->rank, MTI_END_MEMORY);
 }
 
-/* A board of rank 0, or of another rank, to which the other ranks send what the input says. */
+/* A channel of rank 0, or of another rank, to which the other ranks send what the input says. */
 static inline void messages_board(messages_input *in) {
     int size = 2 + (int)(messages_byte(in) % (MESSAGES_RANKS - 1)), rank = (int)messages_byte(in) % size;
     messages m;
@@ -181,7 +182,7 @@ static inline void messages_board(messages_input *in) {
     if (messages_byte(in) % 2) rank = 0;
     if (messages_open(&m, rank, size)) {
         while (in->at < in->size) {
-            int line = (int)(messages_byte(in) % (unsigned)m.board->line_count);
+            int line = (int)(messages_byte(in) % (unsigned)m.channel->connection_count);
             size_t n;
             switch (messages_byte(in) % 8) {
             case 0:
@@ -210,7 +211,7 @@ static inline void messages_board(messages_input *in) {
 
 /* Says hello to rank 0, or opens a connection for another rank, in parts and with errors as the input says. */
 static inline void messages_call(messages_input *in, mti_server *s, const mti_listener *listener) {
-    int size = s->board->size, ends[2], opened = 0, as_rank = (int)messages_byte(in) % 2;
+    int size = s->channel->size, ends[2], opened = 0, as_rank = (int)messages_byte(in) % 2;
     mti_message head = messages_head(in, size);
     unsigned how = messages_byte(in);
     mti_caller c;
@@ -242,14 +243,14 @@ static inline void messages_server(messages_input *in) {
     memset(&listener, 0, sizeof listener);
     listener.token = MESSAGES_TOKEN;
     memset(&s, 0, sizeof s);
-    s.board = mti_board_new(0, size);
-    MESSAGES_HOLD(s.board);
+    s.channel = mti_channel_new(0, size);
+    MESSAGES_HOLD(s.channel);
     s.listener = &listener;
     s.come = 1;
     while (in->at < in->size) messages_call(in, &s, &listener);
-    for (int i = 1; i < size; i++) come += s.board->lines[i].fd >= 0;
-    MESSAGES_HOLD(s.board->lines[0].fd < 0 && s.come == come);
-    mti_board_free(s.board);
+    for (int i = 1; i < size; i++) come += s.channel->connections[i].fd >= 0;
+    MESSAGES_HOLD(s.channel->connections[0].fd < 0 && s.come == come);
+    mti_channel_free(s.channel);
 }
 
 static inline void messages_all(const uint8_t *data, size_t size) {
