@@ -1101,6 +1101,8 @@ MT_API mt_gemm_options mt_gemm_get_options(const mt_context *ctx) {
 
 /* ---- checks of arguments (src/ops/check.c) ----------------------------------------------------------------------- */
 
+#define MTI_COUNT(list) ((int)(sizeof(list) / sizeof *(list)))
+
 static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char *name, mt_dtype dtype) {
     if (mt_dtype_size(dtype) == 0)
         return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s.dtype is %d, must be MT_F32, MT_BF16, MT_F16, MT_I32 or MT_U8", where,
@@ -1210,13 +1212,6 @@ MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *
         return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] overlap", where, a_name,
                    (long long)a.rows, (long long)a.cols, b_name, (long long)b.rows, (long long)b.cols);
-}
-
-/* For operators whose y may be x: refuses a y that overlaps x without being the same view. */
-static mt_status mti_expect_same_or_apart(mt_context *ctx, const char *where, mt_tensor x, mt_tensor y) {
-    if (x.data == y.data && x.dtype == y.dtype && (x.rows <= 1 || mt_tensor_ld(x) == mt_tensor_ld(y)))
-        return MT_SUCCESS;
-    return mt_check_apart(ctx, where, "y", y, "x", x);
 }
 
 static mt_status mti_expect_finite(mt_context *ctx, const char *where, const char *name, float value) {
@@ -3377,140 +3372,9 @@ static __device__ __forceinline__ void mti_tile_store(const float (&acc)[RowTile
 } /* extern "C++" */
 #endif
 
-/* ---- the rules of operators, for check mode (src/ops/rules.c) ---------------------------------------------------- */
+/* ---- numbers of a call, for check mode (src/ops/numbers.c) ------------------------------------------------------- */
 
-#define MTI_ARGS 12 /* maximum number of views of an operator */
 #define MTI_NUMBERS 16
-
-typedef struct mti_named_rule {
-    const char *name;
-    mt_rule rule;
-} mti_named_rule;
-
-/* clang-format off */
-static const mti_named_rule mti_rules[] = {
-    {"mt_copy", {"x y", "RR rr cc PP", NULL}},
-    {"mt_convert", {"x y", "RR rr cc PP", NULL}},
-    {"mt_add", {"a b y", "RRR rrr ccc PPP", NULL}},
-    {"mt_sum", {"x out", "RR rP cP PP", NULL}},
-    {"mt_tree_sum", {"x sum", "RR rP cc PP", NULL}},
-    {"mt_sum_of_squares", {"x out", "RR rP cP", NULL}},
-    {"mt_bias_forward", {"y bias", "RR rR cc PP", NULL}},
-    {"mt_bias_backward", {"dy dbias", "RR rP cc PP", NULL}},
-    {"mt_linear_forward", {"weight x bias y", "RRRR RrRr rRcc cc-P RP-P PR-P ccPP RPPP PRPP", "rrRr"}},
-    {"mt_linear_activation_forward", {"weight x bias h y", "RRRRR RrRrr rRccc", "rrRrr"}},
-    {"mt_linear_activation_backward",
-        {"weight dy h dh dbias", "RRRRR RrrrP cRccc rcRPP RPRPP PRRPP", "rrrrP"}},
-    {"mt_linear_gradients", {"dweight dy x dbias", "RRRR rcRc cRcR PrrP PPRP PRPR", "rrrP"}},
-    {"mt_activation_forward", {"h bias y", "RRR rRr ccc", NULL}},
-    {"mt_activation_backward", {"dy h dh dbias", "RRRR rrrP cccc PRPP", NULL}},
-    {"mt_norm_forward", {"x gain bias y stats", "RRRRR rRRrr", NULL}},
-    {"mt_norm_backward", {"x gain stats dy dresidual dx dgain dbias", "RRRRRRRR rRrrrrPP RRRPPPPP", NULL}},
-    {"mt_bias_dropout_add_forward", {"x bias residual y", "RRRR rRrr cccc P-PP PPPP", NULL}},
-    {"mt_bias_dropout_add_backward", {"dy dx dbias", "RRR rrP ccc PPP", NULL}},
-    {"mt_attention_forward", {"qkv out lse bias", "RRRR ccrR ccrr", "rrcR rrcr"}},
-    {"mt_attention_backward",
-        {"qkv lse out dout dqkv bias dbias", "RRRRRRR crcccRP crcccrr RRRPPRP", "rcrrrRP rcrrrrr"}},
-    {"mt_rotary_table", {"table", "R", NULL}},
-    {"mt_rotary_forward", {"qkv table", "RR cR", "rR"}},
-    {"mt_rotary_backward", {"dqkv table", "RR cR PR", "rR"}},
-    {"mt_kv_cache_append", {"qkv table keys values", "RR** cR**", "rR**"}},
-    {"mt_kv_cache_attention", {"qkv keys values out", "R**R c**c", "r**r"}},
-    {"mt_cross_entropy_stats", {"logits stats", "RR rr cc", NULL}},
-    {"mt_cross_entropy_combine", {"gathered loss lse", "RRR rcc", NULL}},
-    {"mt_cross_entropy_backward", {"logits lse dloss", "RRR cRR rcR rcc", NULL}},
-    {"mt_cross_entropy_forward_backward", {"logits loss dloss", "RRR rcR rcc", NULL}},
-    {"mt_sample_candidates", {"logits candidates", "RR rr cc", NULL}},
-    {"mt_sample_ids", {"gathered ids", "RR rr", NULL}},
-    {"mt_adamw_step", {"param master grad m v", "RRRRR rrrrr ccccc", NULL}},
-    {"mt_step_decide", {"sums loss", "RR", NULL}},
-    {"mt_multiply", {"a b y", "RRR rrr ccc PRP RPP", NULL}},
-    {"mt_multiply_row_forward", {"x row y", "RRR rRr ccc PRP", NULL}},
-    {"mt_multiply_row_backward", {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}},
-    {"mt_multiply_col_forward", {"x col y", "RRR rrr cRc PRP", NULL}},
-    {"mt_multiply_col_backward", {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}},
-    {"mt_sigmoid_forward", {"x y", "RR rr cc", NULL}},
-    {"mt_sigmoid_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}},
-    {"mt_silu_forward", {"x y", "RR rr cc", NULL}},
-    {"mt_silu_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}},
-    {"mt_sigmoid_gate_forward", {"gate x y", "RRR rrr ccc RPP", NULL}},
-    {"mt_sigmoid_gate_backward", {"dy gate x dgate dx", "RRRRR rrrrr ccccc PRRPP RRPPR", NULL}},
-};
-/* clang-format on */
-
-/* C = op(A) op(B), by transpose of A and B. */
-static const mt_rule mti_gemm_rules[2][2] = {
-    {{"a b c", "RRR rRr Rcc crP PRP RPP", "rrr"}, {"a b c", "RRR rRr Rrc ccP PRP RPP", "rrr"}},
-    {{"a b c", "RRR cRr Rcc rrP PRP RPP", "rrr"}, {"a b c", "RRR cRr Rrc rcP PRP RPP", "rrr"}}};
-
-/* Each rank may rotate its own tokens of one sequence, with its own rows of the table. */
-static const mt_rule mti_rotary_rules[2] = {{"qkv table", "RR cR rr", "rR"}, {"dqkv table", "RR cR PR rr", "rR"}};
-
-/* Attention of queries to keys and values of their own. All ranks may have the keys and values: each rank uses those of
-   its heads (o). With one group all ranks may use it, with a share of the queries each (w; multi-query attention, arXiv
-   1911.02150). With more groups the queries of a rank would not meet their own group. Or each rank has the queries of
-   its own tokens: when no position counts, they see all keys (a). Otherwise the last key must be that of the rank's
-   last query (k). Dropout cannot number the rows of such queries.
-   [one group][the ranks' own queries: none, of all keys, of the first keys][backward] */
-#define MTI_HEADS_FORWARD "RRRRRR ccccrR ccccrr coocrR coocrr"
-#define MTI_HEADS_BACKWARD "RRRRRRRRRRR cccrcccccRP cccrcccccrr RRRRRPPPPRP coorcccooRP coorcccoorr"
-#define MTI_HEADS_OF_ALL_FORWARD MTI_HEADS_FORWARD " cwwcrR cwwcrr"
-#define MTI_HEADS_OF_ALL_BACKWARD MTI_HEADS_BACKWARD " cwwrcccPPRP cwwrcccPPrr"
-#define MTI_DOT_PRODUCT_RULES(forward, backward)                                                                       \
-    {                                                                                                                  \
-        {"q k v out lse bias", forward, "rrrrcR rrrrcr"}, {                                                            \
-            "q k v lse out dout dq dk dv bias dbias", backward, "rrrcrrrrrRP rrrcrrrrrrr"                              \
-        }                                                                                                              \
-    }
-static const mt_rule mti_dot_product_rules[2][3][2] = {
-    {MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD, MTI_HEADS_BACKWARD),
-     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " raarcr", MTI_HEADS_BACKWARD " raacrrrPPrr"),
-     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " rkkrcr", MTI_HEADS_BACKWARD " rkkcrrrPPrr")},
-    {MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD, MTI_HEADS_OF_ALL_BACKWARD),
-     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " raarcr", MTI_HEADS_OF_ALL_BACKWARD " raacrrrPPrr"),
-     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " rkkrcr", MTI_HEADS_OF_ALL_BACKWARD " rkkcrrrPPrr")}};
-
-static const mt_rule *mti_dot_product_rule(const mt_attention_desc *s, int backward) {
-    int by_position = s->mask == MT_MASK_CAUSAL || s->window || s->alibi_slopes;
-    int own = s->dropout.p > 0.0f || s->cu_seqlens ? 0 : !by_position ? 1 : s->batch == 1 ? 2 : 0;
-    return &mti_dot_product_rules[s->groups == 1][own][backward];
-}
-
-static mt_status mti_apply_rule(mt_context *ctx, const char *name, const mt_rule *rule, const mt_arg *args, int count) {
-    mt_operand operands[MTI_ARGS + 1];
-    int i;
-    for (i = 0; i < count; i++) {
-        operands[i].name = args[i].name;
-        operands[i].t = *args[i].view;
-        operands[i].use = args[i].use & MT_ARG_IN_OUT;
-        if ((args[i].use & MT_ARG_GRADIENT) == MT_ARG_GRADIENT) operands[i].use = 7;
-    }
-    return mt_rule_check(ctx, name, rule, operands, count);
-}
-
-static const mt_rule *mti_rule_of(const char *name) {
-    size_t i;
-    for (i = 0; i < sizeof mti_rules / sizeof *mti_rules; i++)
-        if (strcmp(mti_rules[i].name, name) == 0) return &mti_rules[i].rule;
-    return NULL;
-}
-
-MT_API const mt_rule *mt_rule_of(const char *name) {
-    if (!name) return NULL;
-    return strcmp(name, "mt_gemm") == 0 ? &mti_gemm_rules[0][0] : mti_rule_of(name);
-}
-
-/* Applies the rule of an operator. What an operator without a rule writes is not known. */
-static mt_status mti_apply_rule_of(mt_context *ctx, const char *name, const mt_arg *args, int count) {
-    const mt_rule *rule;
-    int i;
-    if (count == 0 || !mt_check_mode(ctx)) return MT_SUCCESS;
-    rule = mti_rule_of(name);
-    if (rule) return mti_apply_rule(ctx, name, rule, args, count);
-    for (i = 0; i < count; i++)
-        if (args[i].use & MT_ARG_OUT) MT_TRY(mt_declare(ctx, NULL, *args[i].view, MT_UNDECLARED));
-    return MT_SUCCESS;
-}
 
 /* Takes `count` doubles of a list. Returns how many there are room for. */
 static int mti_numbers_take(va_list list, int count, double *numbers) {
@@ -3542,38 +3406,154 @@ static void mti_made(mt_context *ctx, mt_tensor t, int count, ...) {
     mt_check_content(ctx, t, mt_check_content_of(numbers, count));
 }
 
-/* ---- the begin and the end of an operator (src/ops/dispatch.c) --------------------------------------------------- */
+/* ---- an operator: its table, its begin and its end (src/ops/operator.c) ------------------------------------------ */
 
-/* How an operator runs. It has a table of its arguments, which mt_args_check checks. Between mti_begin and mti_end,
-   MTI_RUN launches a kernel on CUDA or calls a loop on a CPU. On a meta context nothing is computed. A meta context
-   that plans for CUDA calls the function that launches, which only takes its scratch memory and returns MT_PLANNED. If
-   the first view of the table is empty, the operator does nothing.
+#define MTI_ARGS 12    /* maximum number of operands of an operator */
+#define MTI_AS_IS 8    /* with the values of mt_arg.use: the loop reads and writes the operand in its own type */
+#define MTI_UNSEEN 256 /* with the values of mt_arg.use: for the rule alone, as ids, which are no view of the call */
 
-   Kernels read and write every type. Loops compute in f32. Most of them take views in their own type (MTI_AS_IS), and
-   widen and round blocks of them (mti_f32_read). Without MTI_AS_IS, mti_begin replaces a 16-bit view of type
-   MT_ARG_FLOAT by an f32 copy in the arena on a CPU. It fills the copy if the view is read (MT_ARG_IN). mti_end rounds
-   the copy back if the view is written (MT_ARG_OUT).
+/* An operand of an operator. */
+typedef struct mti_operand {
+    const char *name;
+    /* Rows and columns, a character each. A digit is a number. A small letter is a size that all operands with it
+       share: that of the first one that is not optional. A capital letter is a size that the call gives: A is the
+       first. */
+    char shape[3];
+    int type, use; /* as in mt_arg */
+    /* The operands with which it must not share memory, with spaces between them. "=x": it may be x itself. "*": all
+       operands above it. NULL: it may share memory with any. */
+    const char *apart;
+} mti_operand;
 
-   mti_end adds op->work to the trace of a meta context. mti_begin fills it in for an operator that reads and writes its
-   views once. Other operators change it between the two calls. */
-#define MTI_COUNT(args) ((int)(sizeof(args) / sizeof *(args)))
-#define MTI_AS_IS 8 /* with the values of mt_arg.use */
+/* An operator. Its checks, its messages, its rule for check mode and its entry in a trace come from this table; the
+   rows of docs/checking.md must be the same. If the first operand is empty, the operator does nothing. */
+typedef struct mti_table {
+    const char *name; /* of the public function */
+    mt_rule rule;     /* operands NULL: there is none, and what the operator writes is not known */
+    mti_operand operands[MTI_ARGS];
+} mti_table;
 
+/* A call of an operator. On a GPU it launches kernels, which read and write every type. On a CPU it calls a loop, which
+   computes in f32. Most loops take views in their own type (MTI_AS_IS), and widen and round blocks of them
+   (mti_f32_read). Without MTI_AS_IS, mti_begin replaces a 16-bit view of type MT_ARG_FLOAT by an f32 copy in the arena.
+   It fills the copy if the view is read (MT_ARG_IN), and mti_end rounds it back if the view is written (MT_ARG_OUT).
+   On a meta context nothing is computed. A meta context that plans for CUDA calls the function that launches, which
+   only takes its scratch memory and returns MT_PLANNED. */
 typedef struct mti_operator {
     mt_context *ctx;
-    const mt_arg *args;
-    int count;
+    const char *name;
+    const mt_rule *rule; /* NULL: none */
+    mt_arg args[MTI_ARGS];
+    const char *apart[MTI_ARGS];
+    int count, views;          /* all operands; those that are not MTI_UNSEEN, which come first */
     int on_cuda, on_cpu;       /* where the operator runs; both are 0 if there is nothing to do */
     size_t mark;               /* the arena mark before the copies */
     mt_tensor given[MTI_ARGS]; /* the 16-bit views that have copies; data is NULL for the others */
-    mt_trace_entry work;       /* name is NULL if there is nothing to do */
+    /* The entry of a trace; name is NULL if there is nothing to do. mti_begin fills it in for an operator that reads
+       and writes its views once. Others change it before mti_end. */
+    mt_trace_entry work;
 } mti_operator;
+
+static int64_t mti_size_of(const mti_table *table, char letter, mt_tensor *const *views, const int64_t *sizes) {
+    const mti_operand *o = table->operands;
+    if (letter <= '9') return letter - '0';
+    if (letter <= 'Z') return sizes[letter - 'A'];
+    while ((o->use & MT_ARG_OPTIONAL) || (o->shape[0] != letter && o->shape[1] != letter)) o++;
+    return o->shape[0] == letter ? views[o - table->operands]->rows : views[o - table->operands]->cols;
+}
+
+/* Fills *op for a call with these operands, in the order of the table, and the sizes that the table wants; NULL: none.
+   The caller may then change op->rule and op->args. */
+static void mti_operands(mti_operator *op, mt_context *ctx, const mti_table *table, mt_tensor *const *views,
+                         const int64_t *sizes) {
+    op->ctx = ctx;
+    op->name = table->name;
+    op->rule = table->rule.operands ? &table->rule : NULL;
+    op->views = 0;
+    for (op->count = 0; op->count < MTI_ARGS && table->operands[op->count].name; op->count++) {
+        const mti_operand *o = &table->operands[op->count];
+        mt_arg *arg = &op->args[op->count];
+        arg->name = o->name;
+        arg->view = views[op->count];
+        arg->rows = mti_size_of(table, o->shape[0], views, sizes);
+        arg->cols = mti_size_of(table, o->shape[1], views, sizes);
+        arg->type = o->type;
+        arg->use = o->use;
+        op->apart[op->count] = o->apart;
+        op->views += !(o->use & MTI_UNSEEN);
+    }
+}
+
+/* Whether operand i must not share memory with operand j: 0: it may, 1: no, 2: unless it is the same view. */
+static int mti_must_be_apart(const mti_operator *op, int i, int j) {
+    const char *at = op->apart[i], *name = op->args[j].name;
+    size_t length = strlen(name);
+    if (!at || i == j) return 0;
+    if (*at == '*') return j < i;
+    for (; *at; at += strcspn(at, " "), at += *at == ' ') {
+        const char *word = at + (*at == '=');
+        if (strncmp(word, name, length) == 0 && strchr(" ", word[length])) return word > at ? 2 : 1;
+    }
+    return 0;
+}
+
+static mt_status mti_expect_apart(const mti_operator *op, int i, int j) {
+    mt_tensor a = *op->args[i].view, b = *op->args[j].view;
+    int must = mti_must_be_apart(op, i, j);
+    if (!must ||
+        (must == 2 && a.data == b.data && a.dtype == b.dtype && (a.rows <= 1 || mt_tensor_ld(a) == mt_tensor_ld(b))))
+        return MT_SUCCESS;
+    return mt_check_apart(op->ctx, op->name, op->args[i].name, a, op->args[j].name, b);
+}
+
+static mt_status mti_expect_all_apart(const mti_operator *op) {
+    int i, j;
+    for (i = 0; i < op->views; i++)
+        for (j = 0; op->apart[i] && j < op->views; j++) MT_TRY(mti_expect_apart(op, i, j));
+    return MT_SUCCESS;
+}
+
+/* Checks the operands of *op. */
+static mt_status mti_check(const mti_operator *op) {
+    MT_TRY(mt_args_check(op->ctx, op->name, op->args, op->views));
+    return mti_expect_all_apart(op);
+}
+
+/* Fills *op and checks the operands. */
+static mt_status mti_accept(mti_operator *op, mt_context *ctx, const mti_table *table, mt_tensor *const *views,
+                            const int64_t *sizes) {
+    mti_operands(op, ctx, table, views, sizes);
+    return mti_check(op);
+}
+
+/* Applies a rule to the operands of *op. */
+static mt_status mti_apply(const mti_operator *op, const mt_rule *rule, int count) {
+    mt_operand operands[MTI_ARGS];
+    int i;
+    for (i = 0; i < count; i++) {
+        operands[i].name = op->args[i].name;
+        operands[i].t = *op->args[i].view;
+        operands[i].use = op->args[i].use & MT_ARG_IN_OUT;
+        if ((op->args[i].use & MT_ARG_GRADIENT) == MT_ARG_GRADIENT) operands[i].use = 7;
+    }
+    return mt_rule_check(op->ctx, op->name, rule, operands, count);
+}
+
+/* Applies the operator's rule. What an operator without a rule writes is not known. */
+static mt_status mti_apply_rule(const mti_operator *op) {
+    int i;
+    if (op->count == 0 || !mt_check_mode(op->ctx)) return MT_SUCCESS;
+    if (op->rule) return mti_apply(op, op->rule, op->count);
+    for (i = 0; i < op->count; i++)
+        if (op->args[i].use & MT_ARG_OUT) MT_TRY(mt_declare(op->ctx, NULL, *op->args[i].view, MT_UNDECLARED));
+    return MT_SUCCESS;
+}
 
 /* Rounds the results back to 16 bits and releases all arena memory, including what the operator itself took. */
 static mt_status mti_end(mti_operator *op, mt_status status) {
     int i;
     if (status == MT_PLANNED) status = MT_SUCCESS;
-    for (i = 0; status == MT_SUCCESS && op->on_cpu && i < op->count; i++)
+    for (i = 0; status == MT_SUCCESS && op->on_cpu && i < op->views; i++)
         if (op->given[i].data && (op->args[i].use & MT_ARG_OUT))
             mti_cpu_convert(op->ctx, *op->args[i].view, op->given[i]);
     if (status == MT_SUCCESS && op->work.name) mt_trace_add(op->ctx, &op->work);
@@ -3606,49 +3586,47 @@ static mt_status mti_widen(mti_operator *op, const mt_arg *arg, mt_tensor *given
     return MT_SUCCESS;
 }
 
+static int mti_has_work(const mti_operator *op) { return op->views == 0 || !mti_is_empty(*op->args[0].view); }
+
 /* As mti_begin, for an operator that applies its rule itself. */
-static mt_status mti_begin_ruled(mti_operator *op, mt_context *ctx, const char *name, const mt_arg *args, int count) {
-    int i, runs = count == 0 || !mti_is_empty(*args[0].view);
+static mt_status mti_start(mti_operator *op) {
+    int i, runs = mti_has_work(op);
     mt_status status = MT_SUCCESS;
-    op->ctx = ctx;
-    op->args = args;
-    op->on_cuda = runs && mt_context_planned(ctx) == MT_DEVICE_CUDA;
-    op->on_cpu = runs && mt_context_device(ctx) == MT_DEVICE_CPU;
-    op->count = runs && !op->on_cuda ? count : 0;
-    op->mark = mt_arena_mark(ctx);
+    op->on_cuda = runs && mt_context_planned(op->ctx) == MT_DEVICE_CUDA;
+    op->on_cpu = runs && mt_context_device(op->ctx) == MT_DEVICE_CPU;
+    op->mark = mt_arena_mark(op->ctx);
     memset(&op->work, 0, sizeof op->work);
-    if (runs && !mt_context_has_data(ctx)) {
-        op->work.name = name;
-        op->work.dtype = count ? args[0].view->dtype : MT_F32;
-        op->work.bytes = mti_work_bytes(args, count);
+    if (runs && !mt_context_has_data(op->ctx)) {
+        op->work.name = op->name;
+        op->work.dtype = op->views ? op->args[0].view->dtype : MT_F32;
+        op->work.bytes = mti_work_bytes(op->args, op->views);
     }
-    for (i = 0; i < op->count; i++)
-        if (args[i].use & MT_ARG_OUT) mti_packed_drop(ctx, *args[i].view);
-    for (i = 0; status == MT_SUCCESS && i < op->count; i++) status = mti_widen(op, &args[i], &op->given[i]);
+    if (!runs || op->on_cuda) op->views = 0; /* there are no copies */
+    for (i = 0; i < op->views; i++)
+        if (op->args[i].use & MT_ARG_OUT) mti_packed_drop(op->ctx, *op->args[i].view);
+    for (i = 0; status == MT_SUCCESS && i < op->views; i++) status = mti_widen(op, &op->args[i], &op->given[i]);
     return status == MT_SUCCESS ? status : mti_end(op, status);
 }
 
-/* Applies the operator's rule, fills op and makes the f32 copies. If mti_begin fails, the caller must not call mti_end.
-   An operator without arguments (count 0) always runs. `name` is that of the public function. */
-static mt_status mti_begin(mti_operator *op, mt_context *ctx, const char *name, const mt_arg *args, int count) {
-    int runs = count == 0 || !mti_is_empty(*args[0].view);
-    if (runs) MT_TRY(mti_apply_rule_of(ctx, name, args, count));
-    return mti_begin_ruled(op, ctx, name, args, count);
+/* Applies the operator's rule and makes the f32 copies. If it fails, the caller must not call mti_end. */
+static mt_status mti_begin(mti_operator *op) {
+    if (mti_has_work(op)) MT_TRY(mti_apply_rule(op));
+    return mti_start(op);
 }
 
-/* The same with another rule than that of mti_rules, unless it is NULL. */
-static mt_status mti_begin_with(mti_operator *op, mt_context *ctx, const char *name, const mt_rule *rule,
-                                const mt_arg *args, int count) {
-    if (!rule) return mti_begin(op, ctx, name, args, count);
-    if (mt_check_mode(ctx) && !mti_is_empty(*args[0].view)) MT_TRY(mti_apply_rule(ctx, name, rule, args, count));
-    return mti_begin_ruled(op, ctx, name, args, count);
+/* Begins an operator without views, which always runs. */
+static mt_status mti_begin_bare(mti_operator *op, mt_context *ctx, const char *name) {
+    op->ctx = ctx;
+    op->name = name;
+    op->count = op->views = 0;
+    return mti_start(op);
 }
 
 /* rooms [threads * rows, cols] = scratch memory for a loop, `rows` rows for each thread, or mt_none() if rows is 0. A
    meta context allocates it, too. */
 static mt_status mti_rooms(mti_operator *op, int64_t rows, int64_t cols, mt_tensor *rooms) {
     *rooms = mt_none();
-    if (op->count == 0 || rows == 0) return MT_SUCCESS;
+    if (op->views == 0 || rows == 0) return MT_SUCCESS;
     return mt_arena_tensor(op->ctx, MT_F32, mt_context_threads(op->ctx) * rows, cols, rooms);
 }
 
@@ -3718,11 +3696,16 @@ static void mti_cpu_fill(void *data, int thread, int64_t first, int64_t last) {
     }
 }
 
+/* clang-format off */
+static const mti_table mti_fill_table = {"mt_fill", {NULL, NULL, NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mt_tensor *views[] = {&y};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_fill", args, MTI_COUNT(args)));
-    MT_TRY(mti_begin_ruled(&op, ctx, "mt_fill", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_fill_table, views, NULL));
+    MT_TRY(mti_start(&op));
     if (mt_check_mode(ctx)) MT_TRY(mt_declare_zero(ctx, y));
     if (mt_check_mode(ctx) && value != 0.0f) MT_TRY(mt_declare(ctx, NULL, y, MT_UNDECLARED));
     mti_fill f = {y, value};
@@ -3778,43 +3761,54 @@ static void mti_cpu_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
     mti_cpu_stripes(ctx, x.rows, x.cols, mti_copy_stripes, &c);
 }
 
+/* clang-format off */
+static const mti_table mti_copy_table = {"mt_copy", {"x y", "RR rr cc PP", NULL}, {
+    {"x", "nm", MT_ARG_ANY, MT_ARG_IN | MT_ARG_MOVED, NULL},
+    {"y", "ij", MT_ARG_ANY, MT_ARG_OUT, "=x"}}};
+
+static const mti_table mti_upload_table = {"mt_upload", {NULL, NULL, NULL}, {
+    {"y", "nm", MT_ARG_ANY, MT_ARG_OUT, NULL}}};
+
+/* The rule is for floats: ids and bytes have no placement to check. */
+static const mti_table mti_download_table = {"mt_download", {"x", "R r c", NULL}, {
+    {"x", "nm", MT_ARG_ANY, MT_ARG_IN, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_copy(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_ANY, MT_ARG_IN | MT_ARG_MOVED},
-                     {"y", &y, y.rows, y.cols, MT_ARG_ANY, MT_ARG_OUT}};
+    mt_tensor *views[] = {&x, &y};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_copy", args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_copy_table, views, NULL);
+    MT_TRY(mt_args_check(ctx, "mt_copy", op.args, op.views));
     if (x.dtype != y.dtype)
         return mt_fail(ctx, MT_ERR_DTYPE, "mt_copy: x is %s and y is %s, must be the same", mt_dtype_name(x.dtype),
                        mt_dtype_name(y.dtype));
     if (x.rows != y.rows || x.cols != y.cols)
         return mt_fail(ctx, MT_ERR_SHAPE, "mt_copy: x is [%lld, %lld], y is [%lld, %lld], must be the same",
                        (long long)x.rows, (long long)x.cols, (long long)y.rows, (long long)y.cols);
-    MT_TRY(mti_expect_same_or_apart(ctx, "mt_copy", x, y));
-    MT_TRY(mti_begin(&op, ctx, "mt_copy", args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_all_apart(&op));
+    MT_TRY(mti_begin(&op));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_copy_view(ctx, x, y), mti_cpu_copy(ctx, x, y)));
 }
 
 MT_API mt_status mt_upload(mt_context *ctx, const void *host, mt_tensor y) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_ANY, MT_ARG_OUT}};
+    mt_tensor *views[] = {&y};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_upload", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_upload_table, views, NULL));
     MT_TRY(mti_expect_pointer(ctx, "mt_upload", "host", host, y.rows * y.cols));
-    MT_TRY(mti_begin(&op, ctx, "mt_upload", args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_upload(ctx, host, y),
                                 mti_cpu_copy(ctx, mt_tensor_make(host, y.dtype, y.rows, y.cols), y)));
 }
 
 MT_API mt_status mt_download(mt_context *ctx, mt_tensor x, void *host) {
-    static const char *const where = "mt_download";
-    static const mt_rule rule = {"x", "R r c", NULL}; /* for floats: ids and bytes have no placement to check */
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_ANY, MT_ARG_IN}};
+    mt_tensor *views[] = {&x};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_pointer(ctx, where, "host", host, x.rows * x.cols));
-    if (mt_dtype_is_float(x.dtype)) MT_TRY(mti_apply_rule(ctx, where, &rule, args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_download_table, views, NULL));
+    MT_TRY(mti_expect_pointer(ctx, "mt_download", "host", host, x.rows * x.cols));
+    if (mt_dtype_is_float(x.dtype)) MT_TRY(mti_apply_rule(&op));
     if (mt_context_device(ctx) == MT_DEVICE_META && !mti_is_empty(x))
         memset(host, 0, (size_t)(x.rows * x.cols) * mt_dtype_size(x.dtype));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_start(&op));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_download(ctx, x, host),
                                 mti_cpu_copy(ctx, x, mt_tensor_make(host, x.dtype, x.rows, x.cols))));
 }
@@ -3905,24 +3899,31 @@ static void mti_cpu_add(void *data, int thread, int64_t first, int64_t last) {
     }
 }
 
+/* clang-format off */
+static const mti_table mti_convert_table = {"mt_convert", {"x y", "RR rr cc PP", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "=x"}}};
+
+static const mti_table mti_add_table = {"mt_add", {"a b y", "RRR rrr ccc PPP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"a", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"b", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS},
-                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mt_tensor *views[] = {&x, &y};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_convert", args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_same_or_apart(ctx, "mt_convert", x, y));
-    MT_TRY(mti_begin(&op, ctx, "mt_convert", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_convert_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_convert(ctx, x, y),
                                 x.dtype == y.dtype ? mti_cpu_copy(ctx, x, y) : mti_cpu_convert(ctx, x, y)));
 }
 
 MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"a", &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS},
-                     {"b", &b, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS}};
+    mt_tensor *views[] = {&y, &a, &b};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_add", args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, "mt_add", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_add_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_add s = {a, b, y};
     return mti_end(&op,
                    MTI_RUN(&op, mti_cuda_add(ctx, a, b, y), mti_cpu_stripes(ctx, y.rows, y.cols, mti_cpu_add, &s)));
@@ -3951,16 +3952,21 @@ static mt_status mti_cuda_hash(mt_context *ctx, mt_tensor x, int64_t first_row, 
 
 MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits) { return mt_hash_word(element, bits); }
 
+/* clang-format off */
+static const mti_table mti_hash_table = {"mt_hash", {NULL, NULL, NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_hash(mt_context *ctx, mt_tensor x, int64_t first_row, int64_t first_col, int64_t global_cols,
                          uint64_t *hash) {
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
+    mt_tensor *views[] = {&x};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_hash", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_hash_table, views, NULL));
     MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "first_row", first_row, 0, INT64_MAX));
     MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "first_col", first_col, 0, INT64_MAX));
     MT_TRY(mt_check_integer(ctx, "mt_hash", NULL, "global_cols", global_cols, 0, INT64_MAX));
     if (!hash) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash: hash is NULL");
-    MT_TRY(mti_begin(&op, ctx, "mt_hash", args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op));
     return mti_end(&op,
                    MTI_CHOOSE(&op, mti_cuda_hash(ctx, x, first_row, first_col, global_cols, hash),
                               op.on_cpu ? mt_hash_add(ctx, x, first_row, first_col, global_cols, hash) : MT_SUCCESS));
@@ -4136,19 +4142,33 @@ static void mti_cpu_sum(mt_context *ctx, mt_tensor x, int squares, mt_tensor out
     *(float *)out.data = (float)((double)*(float *)out.data + sum);
 }
 
-static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int squares, mt_tensor out) {
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"out", &out, 1, 1, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
+/* clang-format off */
+static const mti_table mti_sum_table = {"mt_sum", {"x out", "RR rP cP PP", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"out", "11", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, NULL}}};
+
+static const mti_table mti_sum_of_squares_table = {"mt_sum_of_squares", {"x out", "RR rP cP", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"out", "11", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, NULL}}};
+
+/* The rows of x, and row 0, which becomes their sum. */
+static const mti_table mti_tree_sum_table = {"mt_tree_sum", {"x sum", "RR rP cc PP", NULL}, {
+    {"x", "nm", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"sum", "1m", MT_ARG_F32, MT_ARG_OUT, NULL}}};
+/* clang-format on */
+
+static mt_status mti_sum(mt_context *ctx, const mti_table *table, mt_tensor x, int squares, mt_tensor out) {
+    mt_tensor *views[] = {&x, &out};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, table, views, NULL));
+    MT_TRY(mti_begin(&op));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_sum(ctx, x, squares, out), mti_cpu_sum(ctx, x, squares, out)));
 }
 
-MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out) { return mti_sum(ctx, "mt_sum", x, 0, out); }
+MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out) { return mti_sum(ctx, &mti_sum_table, x, 0, out); }
 
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out) {
-    return mti_sum(ctx, "mt_sum_of_squares", x, 1, out);
+    return mti_sum(ctx, &mti_sum_of_squares_table, x, 1, out);
 }
 
 /* On the meta device, where x may have any number of rows, the additions are one entry. */
@@ -4162,11 +4182,11 @@ static void mti_trace_tree_sum(mt_context *ctx, mt_tensor x) {
 
 /* Row 0 is the sum of all rows. The others are no longer what they were. */
 static mt_status mti_tree_sum_rule(mt_context *ctx, mt_tensor x) {
-    mt_tensor sum = mt_tensor_rows(x, 0, 1);
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_F32, MT_ARG_IN},
-                     {"sum", &sum, 1, x.cols, MT_ARG_F32, MT_ARG_OUT}};
+    mt_tensor sum = mt_tensor_rows(x, 0, 1), *views[] = {&x, &sum};
+    mti_operator op;
     if (x.rows == 1) return MT_SUCCESS;
-    MT_TRY(mti_apply_rule_of(ctx, "mt_tree_sum", args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_tree_sum_table, views, NULL);
+    MT_TRY(mti_apply_rule(&op));
     return mt_declare(ctx, NULL, mt_tensor_rows(x, 1, x.rows - 1), MT_UNDECLARED);
 }
 
@@ -5634,36 +5654,45 @@ static mt_status mti_gemm_loop(mti_operator *op, const mti_matmul *g) {
     return op->on_cpu ? mti_cpu_gemm(op->ctx, g, scratch) : MT_SUCCESS;
 }
 
+/* C = op(A) op(B), by transpose of A and B. */
+static const mt_rule mti_gemm_rules[2][2] = {
+    {{"a b c", "RRR rRr Rcc crP PRP RPP", "rrr"}, {"a b c", "RRR rRr Rrc ccP PRP RPP", "rrr"}},
+    {{"a b c", "RRR cRr Rcc rrP PRP RPP", "rrr"}, {"a b c", "RRR cRr Rrc rcP PRP RPP", "rrr"}}};
+
+/* clang-format off */
+/* The rule of this table is that without transposes. */
+static const mti_table mti_gemm_table = {"mt_gemm", {"a b c", "RRR rRr Rcc crP PRP RPP", "rrr"}, {
+    {"c", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_PRODUCT, "a b"},
+    {"a", "ij", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"b", "kl", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c) {
     mti_matmul g = mti_gemm_sizes(trans_a, trans_b, a, b);
-    const int of_rows = trans_a == MT_TRANS && trans_b == MT_NO_TRANS;
-    const int use = MT_ARG_OUT | MT_ARG_PRODUCT | (of_rows ? MT_ARG_SUM : 0) | (beta != 0.0f ? MT_ARG_IN : 0);
-    mt_arg args[] = {{"c", &c, c.rows, c.cols, MT_ARG_FLOAT, use},
-                     {"a", &a, a.rows, a.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"b", &b, b.rows, b.cols, MT_ARG_FLOAT, MT_ARG_IN}};
-    mt_dtype dtype = a.dtype;
+    const mt_dtype dtype = a.dtype;
+    mt_tensor *views[] = {&c, &a, &b};
     mti_operator op;
     int i;
-    MT_TRY(mt_args_check(ctx, "mt_gemm", args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_gemm_table, views, NULL);
+    op.rule = &mti_gemm_rules[trans_a == MT_TRANS][trans_b == MT_TRANS];
+    if (trans_a == MT_TRANS && trans_b == MT_NO_TRANS) op.args[0].use |= MT_ARG_SUM; /* over the rows of a and b */
+    if (beta != 0.0f) op.args[0].use |= MT_ARG_IN;
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
     MT_TRY(mti_expect_gemm(ctx, trans_a, trans_b, a, b, c, &g));
     MT_TRY(mti_expect_gemm_sizes(ctx, &g, a, b, c));
-    MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "a", a));
-    MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "b", b));
+    MT_TRY(mti_expect_all_apart(&op));
     mti_packed_drop(ctx, c); /* before the copy of b is chosen: c may be other columns of its memory */
     g.alpha = alpha;
     g.beta = beta;
     mti_gemm_operands(&g, a, b, c);
     MT_TRY(mti_gemm_choose(ctx, &g));
-    for (i = 0; i < MTI_COUNT(args); i++)
-        if (g.plan || (args[i].view == &b && (g.few || MTI_GEMM_WIDENS)) ||
-            (args[i].view == &a && !g.few && MTI_GEMM_WIDENS))
-            args[i].use |= MTI_AS_IS;
-    if (trans_a == MT_NO_TRANS && trans_b == MT_TRANS) MT_TRY(mt_parts_agree(ctx, "mt_gemm", b, a));
-    if (mt_check_mode(ctx))
-        MT_TRY(mti_apply_rule(ctx, "mt_gemm", &mti_gemm_rules[trans_a == MT_TRANS][trans_b == MT_TRANS], args,
-                              MTI_COUNT(args)));
-    MT_TRY(mti_begin_ruled(&op, ctx, "mt_gemm", args, MTI_COUNT(args)));
+    for (i = 0; i < op.views; i++)
+        if (g.plan || (views[i] == &b && (g.few || MTI_GEMM_WIDENS)) || (views[i] == &a && !g.few && MTI_GEMM_WIDENS))
+            op.args[i].use |= MTI_AS_IS;
+    if (trans_a == MT_NO_TRANS && trans_b == MT_TRANS) MT_TRY(mt_parts_agree(ctx, op.name, b, a));
+    MT_TRY(mti_apply_rule(&op));
+    MT_TRY(mti_start(&op));
     mti_gemm_operands(&g, a, b, c);
     op.work.work = MT_WORK_GEMM;
     op.work.dtype = dtype;
@@ -5758,24 +5787,31 @@ static void mti_cpu_bias_backward(void *data, int thread, int64_t first, int64_t
     mti_cpu_column_sums(mt_tensor_cols(b->y, first, last - first), mt_tensor_cols(b->bias, first, last - first));
 }
 
+/* clang-format off */
+static const mti_table mti_bias_forward_table = {"mt_bias_forward", {"y bias", "RR rR cc PP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
+    {"bias", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_bias_backward_table = {"mt_bias_backward", {"dy dbias", "RR rP cc PP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "dy"}}};
+/* clang-format on */
+
 MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
-                     {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
+    mt_tensor *views[] = {&y, &bias};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_bias_forward", args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, "mt_bias_forward", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_bias_forward_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_bias b = {y, bias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_forward(ctx, y, bias),
                                 mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_bias_forward, &b)));
 }
 
 MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
+    mt_tensor *views[] = {&dy, &dbias};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_bias_backward", args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, "mt_bias_backward", "dbias", dbias, "dy", dy));
-    MT_TRY(mti_begin(&op, ctx, "mt_bias_backward", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_bias_backward_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_bias b = {dy, dbias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_backward(ctx, dy, dbias),
                                 mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_bias_backward, &b)));
@@ -6208,18 +6244,30 @@ static mt_status mti_cuda_activation_backward(mt_context *ctx, mt_activation kin
 
 /* ---- activations, continued (src/ops/activation.c) --------------------------------------------------------------- */
 
+/* clang-format off */
+static const mti_table mti_activation_forward_table = {"mt_activation_forward", {"h bias y", "RRR rRr ccc", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "h"},
+    {"h", "nA", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"bias", "1A", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_activation_backward_table = {"mt_activation_backward",
+    {"dy h dh dbias", "RRRR rrrP cccc PRPP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"h", "nA", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "dy"},
+    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
-    static const char *const where = "mt_activation_forward";
-    int64_t width = mti_activation_width(kind, y.cols);
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"h", &h, y.rows, width, MT_ARG_FLOAT, MT_ARG_IN | (bias.data ? MT_ARG_OUT : 0) | MTI_AS_IS},
-                     {"bias", &bias, 1, width, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS}};
+    const int64_t width = mti_activation_width(kind, y.cols);
+    mt_tensor *views[] = {&y, &h, &bias};
     mti_operator op;
-    MT_TRY(mti_expect_activation(ctx, where, kind));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
-    MT_TRY(mti_expect_gates(ctx, where, kind, h, "bias", bias));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_activation(ctx, "mt_activation_forward", kind));
+    mti_operands(&op, ctx, &mti_activation_forward_table, views, &width);
+    if (bias.data) op.args[1].use |= MT_ARG_OUT; /* h += bias */
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_expect_gates(ctx, op.name, kind, h, "bias", bias));
+    MT_TRY(mti_begin(&op));
     mti_activate f = {kind, h, bias, y};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_forward(ctx, kind, h, bias, y),
                                 mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_activation_forward, &f)));
@@ -6227,18 +6275,13 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
 
 MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
                                         mt_tensor dbias) {
-    static const char *const where = "mt_activation_backward";
-    int64_t width = mti_activation_width(kind, dy.cols);
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"h", &h, dy.rows, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dh", &dh, dy.rows, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
+    const int64_t width = mti_activation_width(kind, dy.cols);
+    mt_tensor *views[] = {&dy, &h, &dh, &dbias};
     mti_operator op;
-    MT_TRY(mti_expect_activation(ctx, where, kind));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
-    MT_TRY(mti_expect_gates(ctx, where, kind, h, "dbias", dbias));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_activation(ctx, "mt_activation_backward", kind));
+    MT_TRY(mti_accept(&op, ctx, &mti_activation_backward_table, views, &width));
+    MT_TRY(mti_expect_gates(ctx, op.name, kind, h, "dbias", dbias));
+    MT_TRY(mti_begin(&op));
     mti_activation_slopes b = {kind, h, dy, dh, dbias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias),
                                 mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_activation_backward, &b)));
@@ -6466,31 +6509,59 @@ static mt_status mti_cuda_linear_gradients(mt_context *ctx, mt_tensor dy, mt_ten
 #define MTI_FUSED(ctx, fused, separate) (mt_check_pause(ctx), mt_check_resume(ctx, separate))
 #endif
 
+/* clang-format off */
+static const mti_table mti_linear_forward_table = {"mt_linear_forward",
+    {"weight x bias y", "RRRR RrRr rRcc cc-P RP-P PR-P ccPP RPPP PRPP", "rrRr"}, {
+    {"weight", "mk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"x", "nk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT, "x weight"},
+    {"bias", "1m", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+
+static const mti_table mti_linear_activation_forward_table = {"mt_linear_activation_forward",
+    {"weight x bias h y", "RRRRR RrRrr rRccc", "rrRrr"}, {
+    {"weight", "ik", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"x", "nk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"y", "jm", MT_ARG_FLOAT, MT_ARG_OUT, "h x weight"},
+    {"h", "ni", MT_ARG_FLOAT, MT_ARG_OUT, "x weight"},
+    {"bias", "1A", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+
+static const mti_table mti_linear_activation_backward_table = {"mt_linear_activation_backward",
+    {"weight dy h dh dbias", "RRRRR RrrrP cRccc rcRPP RPRPP PRRPP", "rrrrP"}, {
+    {"weight", "mk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"h", "nA", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT, "dy h weight"},
+    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+
+static const mti_table mti_linear_gradients_table = {"mt_linear_gradients",
+    {"dweight dy x dbias", "RRRR rcRc cRcR PrrP PPRP PRPR", "rrrP"}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"x", "nk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dweight", "mk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_PRODUCT | MT_ARG_SUM, "dy x"},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "dy"}}};
+/* clang-format on */
+
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
-    static const char *const where = "mt_linear_forward";
-    mt_arg args[] = {{"weight", &weight, weight.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"x", &x, x.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"y", &y, x.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"bias", &bias, 1, weight.rows, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
-    MT_TRY(mt_parts_agree(ctx, where, weight, bias));
-    MT_TRY(mt_parts_agree(ctx, where, weight, x));
-    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
+    mt_tensor *views[] = {&weight, &x, &y, &bias};
+    mti_operator op;
+    MT_TRY(mti_accept(&op, ctx, &mti_linear_forward_table, views, NULL));
+    MT_TRY(mt_parts_agree(ctx, op.name, weight, bias));
+    MT_TRY(mt_parts_agree(ctx, op.name, weight, x));
+    MT_TRY(mti_apply_rule(&op));
     return MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y),
                      mti_linear_forward(ctx, x, weight, bias, y));
 }
 
 /* The rule of mt_linear_activation_forward. When x and weight are split by columns, each rank has a term of h, and the
    activation of a term is none of their sum: the message then names the calls that compute it. */
-static mt_status mti_linear_activation_rule(mt_context *ctx, const char *where, const mt_arg *args, int count) {
+static mt_status mti_linear_activation_rule(const mti_operator *op) {
     static const mt_rule products = {"weight x y h bias", "RR*** rR*** Rr*** cc***", "rr***"};
-    mt_status status = mti_apply_rule_of(ctx, where, args, count);
+    mt_context *ctx = op->ctx;
+    mt_status status = mti_apply_rule(op);
     char message[MT_ERROR_BYTES];
     if (status != MT_ERR_ARGUMENT || !strstr(mt_last_error(ctx), "split by columns")) return status;
     snprintf(message, sizeof message, "%s", mt_last_error(ctx));
-    if (mti_apply_rule(ctx, where, &products, args, 2)) return mt_fail(ctx, status, "%s", message);
+    if (mti_apply(op, &products, 2)) return mt_fail(ctx, status, "%s", message);
     return mt_fail(ctx, status,
                    "%.*s: x and weight are split by columns, so each rank has a term of their product: call "
                    "mt_linear_forward, mt_reduce_from_tensor_region_forward and mt_activation_forward instead",
@@ -6499,60 +6570,38 @@ static mt_status mti_linear_activation_rule(mt_context *ctx, const char *where, 
 
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y) {
-    static const char *const where = "mt_linear_activation_forward";
-    int64_t width = mti_activation_width(kind, y.cols);
-    mt_arg args[] = {{"weight", &weight, weight.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"x", &x, x.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"h", &h, x.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"bias", &bias, 1, width, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"h", &h, y.rows, width, MT_ARG_FLOAT, MT_ARG_OUT}}; /* the size that y needs */
-    MT_TRY(mti_expect_activation(ctx, where, kind));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "h", h, "x", x));
-    MT_TRY(mt_check_apart(ctx, where, "h", h, "weight", weight));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
-    MT_TRY(mt_parts_agree(ctx, where, weight, bias));
-    MT_TRY(mti_linear_activation_rule(ctx, where, args, MTI_COUNT(args) - 1));
-    MT_TRY(mti_expect_gates(ctx, where, kind, h, "bias", bias));
+    const int64_t width = mti_activation_width(kind, y.cols);
+    mt_tensor *views[] = {&weight, &x, &y, &h, &bias};
+    mti_operator op;
+    MT_TRY(mti_expect_activation(ctx, "mt_linear_activation_forward", kind));
+    MT_TRY(mti_accept(&op, ctx, &mti_linear_activation_forward_table, views, &width));
+    MT_TRY(mt_tensor_check(ctx, op.name, "h", h, MT_ARG_FLOAT, y.rows, width)); /* the size that y needs */
+    MT_TRY(mt_parts_agree(ctx, op.name, weight, bias));
+    MT_TRY(mti_linear_activation_rule(&op));
+    MT_TRY(mti_expect_gates(ctx, op.name, kind, h, "bias", bias));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y),
                      mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y));
 }
 
 MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
                                                mt_tensor h, mt_tensor dh, mt_tensor dbias) {
-    static const char *const where = "mt_linear_activation_backward";
-    int64_t width = mti_activation_width(kind, weight.cols);
-    mt_arg args[] = {{"weight", &weight, weight.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dy", &dy, dy.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"h", &h, dy.rows, width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dh", &dh, dy.rows, width, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
-    MT_TRY(mti_expect_activation(ctx, where, kind));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
-    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "h", h));
-    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "weight", weight));
-    MT_TRY(mti_expect_gates(ctx, where, kind, h, "dbias", dbias));
-    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
+    const int64_t width = mti_activation_width(kind, weight.cols);
+    mt_tensor *views[] = {&weight, &dy, &h, &dh, &dbias};
+    mti_operator op;
+    MT_TRY(mti_expect_activation(ctx, "mt_linear_activation_backward", kind));
+    MT_TRY(mti_accept(&op, ctx, &mti_linear_activation_backward_table, views, &width));
+    MT_TRY(mti_expect_gates(ctx, op.name, kind, h, "dbias", dbias));
+    MT_TRY(mti_apply_rule(&op));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias),
                      mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
 }
 
 MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
-    static const char *const where = "mt_linear_gradients";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"x", &x, dy.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dweight", &dweight, dy.cols, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_PRODUCT | MT_ARG_SUM},
-                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "dy", dy));
-    MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "x", x));
-    MT_TRY(mt_check_apart(ctx, where, "dbias", dbias, "dy", dy));
-    MT_TRY(mt_parts_agree(ctx, where, dweight, dbias));
-    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
+    mt_tensor *views[] = {&dy, &x, &dweight, &dbias};
+    mti_operator op;
+    MT_TRY(mti_accept(&op, ctx, &mti_linear_gradients_table, views, NULL));
+    MT_TRY(mt_parts_agree(ctx, op.name, dweight, dbias));
+    MT_TRY(mti_apply_rule(&op));
     return MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias),
                      mti_linear_gradients(ctx, dy, x, dweight, dbias));
 }
@@ -7433,51 +7482,47 @@ static mt_status mti_norm_backward(mti_operator *op, mti_norm_slopes *b) {
     return MT_SUCCESS;
 }
 
+/* clang-format off */
+static const mti_table mti_norm_forward_table = {"mt_norm_forward", {"x gain bias y stats", "RRRRR rRRrr", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"gain", "1m", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"bias", "1m", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"stats", "n2", MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL, NULL}}};
+
+static const mti_table mti_norm_backward_table = {"mt_norm_backward",
+    {"x gain stats dy dresidual dx dgain dbias", "RRRRRRRR rRrrrrPP RRRPPPPP", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"gain", "1m", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "x dy dx"},
+    {"stats", "n2", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dresidual", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "x"},
+    {"dgain", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "x dy dx"}}};
+/* clang-format on */
+
 MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
                                  float eps, mt_tensor y, mt_tensor stats) {
-    static const char *const where = "mt_norm_forward";
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"gain", &gain, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"bias", &bias, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"stats", &stats, x.rows, 2, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL}};
+    mt_tensor *views[] = {&x, &gain, &bias, &y, &stats};
     mti_operator op;
-    MT_TRY(mti_expect_norm(ctx, where, kind, x, "bias", bias));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_float(ctx, where, NULL, "eps", eps, MT_FLOAT_AT_LEAST_0));
-    MT_TRY(mti_numbers_agree(ctx, where, "kind or eps", mt_none(), 1, 2, (double)kind, (double)eps));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_norm(ctx, "mt_norm_forward", kind, x, "bias", bias));
+    MT_TRY(mti_accept(&op, ctx, &mti_norm_forward_table, views, NULL));
+    MT_TRY(mt_check_float(ctx, op.name, NULL, "eps", eps, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mti_numbers_agree(ctx, op.name, "kind or eps", mt_none(), 1, 2, (double)kind, (double)eps));
+    MT_TRY(mti_begin(&op));
     mti_norm f = {kind, x, gain, bias, y, stats, eps, mt_none()};
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats),
                                    mti_norm_forward(&op, &f)));
 }
 
-/* Refuses dgain or dbias that overlaps x, dy or dx. */
-static mt_status mti_expect_norm_sum(mt_context *ctx, const char *where, const char *name, mt_tensor sum, mt_tensor x,
-                                     mt_tensor dy, mt_tensor dx) {
-    MT_TRY(mt_check_apart(ctx, where, name, sum, "x", x));
-    MT_TRY(mt_check_apart(ctx, where, name, sum, "dy", dy));
-    return mt_check_apart(ctx, where, name, sum, "dx", dx);
-}
-
 MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
                                   mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
-    static const char *const where = "mt_norm_backward";
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"gain", &gain, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dbias", &dbias, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL},
-                     {"stats", &stats, x.rows, 2, MT_ARG_F32, MT_ARG_IN},
-                     {"dy", &dy, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dresidual", &dresidual, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS},
-                     {"dx", &dx, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dgain", &dgain, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
+    mt_tensor *views[] = {&x, &gain, &dbias, &stats, &dy, &dresidual, &dx, &dgain};
     mti_operator op;
-    MT_TRY(mti_expect_norm(ctx, where, kind, x, "dbias", dbias));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "dx", dx, "x", x));
-    MT_TRY(mti_expect_norm_sum(ctx, where, "dgain", dgain, x, dy, dx));
-    MT_TRY(mti_expect_norm_sum(ctx, where, "dbias", dbias, x, dy, dx));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_norm(ctx, "mt_norm_backward", kind, x, "dbias", dbias));
+    MT_TRY(mti_accept(&op, ctx, &mti_norm_backward_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_norm_slopes b = {kind, x, gain, stats, dy, dresidual, dx, dgain, dbias, 0, mt_none()};
     return mti_end(&op,
                    MTI_CHOOSE(&op, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias),
@@ -7653,14 +7698,19 @@ static mt_status mti_expect_words(mt_context *ctx, const char *where, mt_tensor 
     return std == 0.0f ? MT_SUCCESS : mt_place_check(ctx, where, "at", "y", y, &place);
 }
 
+/* clang-format off */
+static const mti_table mti_random_normal_table = {"mt_random_normal", {NULL, NULL, NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mt_tensor *views[] = {&y};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_random_normal", args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));
-    MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
-    MT_TRY(mti_expect_words(ctx, "mt_random_normal", y, std, &at));
-    MT_TRY(mti_begin(&op, ctx, "mt_random_normal", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_random_normal_table, views, NULL));
+    MT_TRY(mti_expect_finite(ctx, op.name, "std", std));
+    MT_TRY(mti_expect_random(ctx, op.name, at, y.rows, y.cols));
+    MT_TRY(mti_expect_words(ctx, op.name, y, std, &at));
+    MT_TRY(mti_begin(&op));
     mti_made(ctx, y, 6, (double)at.seed, (double)at.subsequence, (double)at.first_row, (double)at.first_col,
              (double)at.global_cols, (double)std);
     mti_normal r = {y, std, at};
@@ -7682,10 +7732,10 @@ static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropo
 
 /* Checks the place by which dropout takes random words for y, operand `name`, once mti_begin has noted what y is. rows,
    cols and padded: see mt_place. If it fails, the caller must not call mti_end. */
-static mt_status mti_expect_mask(mti_operator *op, const char *where, const char *name, mt_tensor y,
-                                 const mt_dropout *dropout, int64_t rows, int64_t cols, int padded) {
+static mt_status mti_expect_mask(mti_operator *op, const char *name, mt_tensor y, const mt_dropout *dropout,
+                                 int64_t rows, int64_t cols, int padded) {
     const int is_on = dropout->p > 0.0f; /* a data rank may evaluate */
-    mt_status status = mti_numbers_agree(op->ctx, where, "p of dropout", y, is_on, 1, (double)dropout->p);
+    mt_status status = mti_numbers_agree(op->ctx, op->name, "p of dropout", y, is_on, 1, (double)dropout->p);
     mt_place place;
     if (status != MT_SUCCESS) return mti_end(op, status);
     if (dropout->p <= 0.0f) return MT_SUCCESS;
@@ -7699,7 +7749,7 @@ static mt_status mti_expect_mask(mti_operator *op, const char *where, const char
     place.subsequence = dropout->at.subsequence;
     place.what = "mask";
     place.vocab = 0;
-    status = mt_place_check(op->ctx, where, "dropout.at", name, y, &place);
+    status = mt_place_check(op->ctx, op->name, "dropout.at", name, y, &place);
     return status == MT_SUCCESS ? status : mti_end(op, status);
 }
 
@@ -7908,18 +7958,29 @@ static mt_status mti_cuda_bias_dropout_add_backward(mt_context *ctx, mt_tensor d
 
 /* ---- dropout, continued (src/ops/dropout.c) ---------------------------------------------------------------------- */
 
+/* clang-format off */
+static const mti_table mti_bias_dropout_add_forward_table = {"mt_bias_dropout_add_forward",
+    {"x bias residual y", "RRRR rRrr cccc P-PP PPPP", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"bias", "1m", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL},
+    {"residual", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_bias_dropout_add_backward_table = {"mt_bias_dropout_add_backward",
+    {"dy dx dbias", "RRR rrP ccc PPP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
                                              mt_dropout dropout, mt_tensor y) {
-    static const char *const where = "mt_bias_dropout_add_forward";
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"bias", &bias, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"residual", &residual, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS},
-                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mt_tensor *views[] = {&x, &bias, &residual, &y};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_dropout(ctx, where, dropout, x.rows, x.cols));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_mask(&op, where, "y", y, &dropout, y.rows, y.cols, 0));
+    MT_TRY(mti_accept(&op, ctx, &mti_bias_dropout_add_forward_table, views, NULL));
+    MT_TRY(mti_expect_dropout(ctx, op.name, dropout, x.rows, x.cols));
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_mask(&op, "y", y, &dropout, y.rows, y.cols, 0));
     mti_bias_dropout_add f = {x, bias, residual, dropout, y};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_forward(ctx, x, bias, residual, dropout, y),
                                 mti_cpu_rows(ctx, x.rows, x.cols, mti_cpu_bias_dropout_add_forward, &f)));
@@ -7927,15 +7988,12 @@ MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_te
 
 MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
                                               mt_tensor dbias) {
-    static const char *const where = "mt_bias_dropout_add_backward";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
+    mt_tensor *views[] = {&dy, &dx, &dbias};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_dropout(ctx, where, dropout, dy.rows, dy.cols));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_mask(&op, where, "dx", dx, &dropout, dx.rows, dx.cols, 0));
+    MT_TRY(mti_accept(&op, ctx, &mti_bias_dropout_add_backward_table, views, NULL));
+    MT_TRY(mti_expect_dropout(ctx, op.name, dropout, dy.rows, dy.cols));
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_mask(&op, "dx", dx, &dropout, dx.rows, dx.cols, 0));
     mti_dropout_slopes b = {dy, dropout, dx, dbias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_backward(ctx, dy, dropout, dx, dbias),
                                 mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_bias_dropout_add_backward, &b)));
@@ -10668,21 +10726,28 @@ static mt_arg mti_dbias_arg(mt_attention_desc *s) {
     return arg;
 }
 
+/* Fills *op as mti_operands does. Operand `bias` is desc.bias, and operand `dbias`, if it is not 0, is desc.dbias. */
+static void mti_attention_operands(mti_operator *op, mt_context *ctx, const mti_table *table, mt_tensor *const *views,
+                                   mt_attention_desc *s, int bias, int dbias) {
+    const int64_t heads = mti_attention_heads(s), out_width = heads * s->head_dim;
+    const int64_t sizes[] = {s->batch * s->seq,
+                             mti_attention_width(s),
+                             out_width,
+                             heads,
+                             s->bias_batch * s->bias_heads * s->seq,
+                             s->kv_seq,
+                             s->batch * s->kv_seq,
+                             s->groups * s->head_dim};
+    mti_operands(op, ctx, table, views, sizes);
+    op->args[bias] = mti_bias_arg(s);
+    if (dbias) op->args[dbias] = mti_dbias_arg(s);
+}
+
 /* Refuses a desc.dbias without a bias that has a gradient. */
 static mt_status mti_expect_dbias(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     if (!s->dbias.data || (s->bias.data && s->bias.dtype != MT_U8)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc.dbias is given, but desc.bias is %s", where,
                    s->bias.data ? "a boolean mask" : "mt_none()");
-}
-
-/* Checks that no output overlaps another tensor. args has `count` tensors, the last `outputs` of which are outputs. */
-static mt_status mti_expect_outputs_apart(mt_context *ctx, const char *where, const mt_arg *args, int count,
-                                          int outputs) {
-    int i, j;
-    for (i = count - outputs; i < count; i++)
-        for (j = 0; j < i; j++)
-            MT_TRY(mt_check_apart(ctx, where, args[i].name, *args[i].view, args[j].name, *args[j].view));
-    return MT_SUCCESS;
 }
 
 /* Checks desc and writes it to *s without defaults. A fused tensor has as many keys as queries. */
@@ -10747,11 +10812,10 @@ static mt_status mti_attention_agree(mt_context *ctx, const char *where, const m
 }
 
 /* As mti_expect_mask, for the dropout of probabilities: sequences are rows and heads are columns. */
-static mt_status mti_expect_head_masks(mti_operator *op, const char *where, const mt_arg *q, const char *name,
-                                       mt_tensor t, const mt_attention_desc *s) {
-    mt_status status = mti_attention_agree(op->ctx, where, q, t, s);
+static mt_status mti_expect_head_masks(mti_operator *op, const char *name, mt_tensor t, const mt_attention_desc *s) {
+    mt_status status = mti_attention_agree(op->ctx, op->name, &op->args[0], t, s);
     if (status != MT_SUCCESS) return mti_end(op, status);
-    return mti_expect_mask(op, where, name, t, &s->dropout, s->batch, mti_attention_heads(s), 1);
+    return mti_expect_mask(op, name, t, &s->dropout, s->batch, mti_attention_heads(s), 1);
 }
 
 MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc) {
@@ -10763,23 +10827,63 @@ MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt
     return mt_check_apart(ctx, where, "dbias", s.dbias, "bias", s.bias);
 }
 
+/* clang-format off */
+/* The sizes of the tables below: A tokens, B the width of qkv, C that of the queries and of out, D heads, E and F the
+   rows and columns of the bias, G the keys of all sequences, H their width. mti_bias_arg says more about the bias. */
+static const mti_table mti_attention_forward_table = {"mt_attention_forward",
+    {"qkv out lse bias", "RRRR ccrR ccrr", "rrcR rrcr"}, {
+    {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"out", "AC", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "qkv"},
+    {"lse", "DA", MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL, NULL},
+    {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_attention_backward_table = {"mt_attention_backward",
+    {"qkv lse out dout dqkv bias dbias", "RRRRRRR crcccRP crcccrr RRRPPRP", "rcrrrRP rcrrrrr"}, {
+    {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"lse", "DA", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"out", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, "out"},
+    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
+    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, "*"}}};
+
+/* The rules of these two depend on the desc: mti_dot_product_rule. */
+static const mti_table mti_dot_product_attention_forward_table = {"mt_dot_product_attention_forward",
+    {NULL, NULL, NULL}, {
+    {"q", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"k", "GH", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"v", "GH", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"out", "AC", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "q k v"},
+    {"lse", "DA", MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL, NULL},
+    {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_dot_product_attention_backward_table = {"mt_dot_product_attention_backward",
+    {NULL, NULL, NULL}, {
+    {"q", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"k", "GH", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"v", "GH", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"lse", "DA", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"out", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dq", "AC", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
+    {"dk", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
+    {"dv", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
+    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, "*"}}};
+/* clang-format on */
+
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse) {
-    static const char *const where = "mt_attention_forward";
     mt_attention_desc s;
-    MT_TRY(mti_attention_desc_check(ctx, where, desc, 1, &s));
-    const int64_t tokens = s.batch * s.seq, heads = mti_attention_heads(&s);
-    mt_arg args[] = {{"qkv", &qkv, tokens, mti_attention_width(&s), MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"out", &out, tokens, heads * s.head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL},
-                     mti_bias_arg(&s)};
+    MT_TRY(mti_attention_desc_check(ctx, "mt_attention_forward", desc, 1, &s));
+    mt_tensor *views[] = {&qkv, &out, &lse, &s.bias};
     mti_attention a;
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "out", out, "qkv", qkv));
-    MT_TRY(mti_expect_qkv_parts(ctx, where, &s, "qkv", qkv));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, args, "out", out, &s));
+    mti_attention_operands(&op, ctx, &mti_attention_forward_table, views, &s, 3, 0);
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_expect_qkv_parts(ctx, op.name, &s, "qkv", qkv));
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_head_masks(&op, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     mti_attention_fused(&a, qkv, mt_none());
     mti_attention_work(&op, &s, 2);
@@ -10788,27 +10892,17 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
 
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
-    static const char *const where = "mt_attention_backward";
     mt_attention_desc s;
-    MT_TRY(mti_attention_desc_check(ctx, where, desc, 1, &s));
-    const int64_t tokens = s.batch * s.seq, heads = mti_attention_heads(&s);
-    const int64_t width = mti_attention_width(&s), out_width = heads * s.head_dim;
-    mt_arg args[] = {{"qkv", &qkv, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     mti_bias_arg(&s),
-                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
-                     {"out", &out, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dout", &dout, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dqkv", &dqkv, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     mti_dbias_arg(&s)};
+    MT_TRY(mti_attention_desc_check(ctx, "mt_attention_backward", desc, 1, &s));
+    mt_tensor *views[] = {&qkv, &s.bias, &lse, &out, &dout, &dqkv, &s.dbias};
     mti_attention a;
     mti_operator op;
-    MT_TRY(mti_expect_dbias(ctx, where, &s));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "dout", dout, "out", out));
-    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
-    MT_TRY(mti_expect_qkv_parts(ctx, where, &s, "qkv", qkv));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, args, "dqkv", dqkv, &s));
+    mti_attention_operands(&op, ctx, &mti_attention_backward_table, views, &s, 1, 6);
+    MT_TRY(mti_expect_dbias(ctx, op.name, &s));
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_expect_qkv_parts(ctx, op.name, &s, "qkv", qkv));
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_head_masks(&op, "dqkv", dqkv, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.dout = dout;
     mti_attention_fused(&a, qkv, dqkv);
@@ -10816,26 +10910,48 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
 }
 
+/* Attention of queries to keys and values of their own. All ranks may have the keys and values: each rank uses those of
+   its heads (o). With one group all ranks may use it, with a share of the queries each (w; multi-query attention, arXiv
+   1911.02150). With more groups the queries of a rank would not meet their own group. Or each rank has the queries of
+   its own tokens: when no position counts, they see all keys (a). Otherwise the last key must be that of the rank's
+   last query (k). Dropout cannot number the rows of such queries.
+   [one group][the ranks' own queries: none, of all keys, of the first keys][backward] */
+#define MTI_HEADS_FORWARD "RRRRRR ccccrR ccccrr coocrR coocrr"
+#define MTI_HEADS_BACKWARD "RRRRRRRRRRR cccrcccccRP cccrcccccrr RRRRRPPPPRP coorcccooRP coorcccoorr"
+#define MTI_HEADS_OF_ALL_FORWARD MTI_HEADS_FORWARD " cwwcrR cwwcrr"
+#define MTI_HEADS_OF_ALL_BACKWARD MTI_HEADS_BACKWARD " cwwrcccPPRP cwwrcccPPrr"
+#define MTI_DOT_PRODUCT_RULES(forward, backward)                                                                       \
+    {                                                                                                                  \
+        {"q k v out lse bias", forward, "rrrrcR rrrrcr"}, {                                                            \
+            "q k v lse out dout dq dk dv bias dbias", backward, "rrrcrrrrrRP rrrcrrrrrrr"                              \
+        }                                                                                                              \
+    }
+static const mt_rule mti_dot_product_rules[2][3][2] = {
+    {MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD, MTI_HEADS_BACKWARD),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " raarcr", MTI_HEADS_BACKWARD " raacrrrPPrr"),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " rkkrcr", MTI_HEADS_BACKWARD " rkkcrrrPPrr")},
+    {MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD, MTI_HEADS_OF_ALL_BACKWARD),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " raarcr", MTI_HEADS_OF_ALL_BACKWARD " raacrrrPPrr"),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " rkkrcr", MTI_HEADS_OF_ALL_BACKWARD " rkkcrrrPPrr")}};
+
+static const mt_rule *mti_dot_product_rule(const mt_attention_desc *s, int backward) {
+    int by_position = s->mask == MT_MASK_CAUSAL || s->window || s->alibi_slopes;
+    int own = s->dropout.p > 0.0f || s->cu_seqlens ? 0 : !by_position ? 1 : s->batch == 1 ? 2 : 0;
+    return &mti_dot_product_rules[s->groups == 1][own][backward];
+}
+
 MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse) {
-    static const char *const where = "mt_dot_product_attention_forward";
     mt_attention_desc s;
-    MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
-    const int64_t heads = mti_attention_heads(&s), tokens = s.batch * s.seq, width = heads * s.head_dim;
-    const int64_t keys = s.batch * s.kv_seq, kv_width = s.groups * s.head_dim;
-    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL},
-                     mti_bias_arg(&s)};
+    MT_TRY(mti_attention_desc_check(ctx, "mt_dot_product_attention_forward", desc, 0, &s));
+    mt_tensor *views[] = {&q, &k, &v, &out, &lse, &s.bias};
     mti_attention a;
     mti_operator op;
-    int i;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    for (i = 0; i < 3; i++) MT_TRY(mt_check_apart(ctx, where, "out", out, args[i].name, *args[i].view));
-    MT_TRY(mti_begin_with(&op, ctx, where, mti_dot_product_rule(&s, 0), args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, args, "out", out, &s));
+    mti_attention_operands(&op, ctx, &mti_dot_product_attention_forward_table, views, &s, 5, 0);
+    MT_TRY(mti_check(&op));
+    op.rule = mti_dot_product_rule(&s, 0);
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_head_masks(&op, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
     mti_attention_work(&op, &s, 2);
@@ -10845,29 +10961,17 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
 MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                    mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse,
                                                    mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv) {
-    static const char *const where = "mt_dot_product_attention_backward";
     mt_attention_desc s;
-    MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
-    const int64_t heads = mti_attention_heads(&s), tokens = s.batch * s.seq, width = heads * s.head_dim;
-    const int64_t keys = s.batch * s.kv_seq, kv_width = s.groups * s.head_dim;
-    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     mti_bias_arg(&s),
-                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
-                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dout", &dout, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dq", &dq, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dk", &dk, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dv", &dv, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     mti_dbias_arg(&s)};
+    MT_TRY(mti_attention_desc_check(ctx, "mt_dot_product_attention_backward", desc, 0, &s));
+    mt_tensor *views[] = {&q, &k, &v, &s.bias, &lse, &out, &dout, &dq, &dk, &dv, &s.dbias};
     mti_attention a;
     mti_operator op;
-    MT_TRY(mti_expect_dbias(ctx, where, &s));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 4));
-    MT_TRY(mti_begin_with(&op, ctx, where, mti_dot_product_rule(&s, 1), args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, args, "dq", dq, &s));
+    mti_attention_operands(&op, ctx, &mti_dot_product_attention_backward_table, views, &s, 3, 10);
+    MT_TRY(mti_expect_dbias(ctx, op.name, &s));
+    MT_TRY(mti_check(&op));
+    op.rule = mti_dot_product_rule(&s, 1);
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_head_masks(&op, "dq", dq, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
     a.dout = dout;
@@ -11121,36 +11225,51 @@ static mt_status mti_rotary_loop(mti_operator *op, mti_turns *r) {
     return MT_SUCCESS;
 }
 
+/* clang-format off */
+static const mti_table mti_rotary_table_table = {"mt_rotary_table", {"table", "R", NULL}, {
+    {"table", "nm", MT_ARG_FLOAT, MT_ARG_OUT, NULL}}};
+
+static const mti_table mti_rotary_forward_table = {"mt_rotary_forward", {"qkv table", "RR cR", "rR"}, {
+    {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
+    {"table", "CD", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
+
+static const mti_table mti_rotary_backward_table = {"mt_rotary_backward", {"dqkv table", "RR cR PR", "rR"}, {
+    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
+    {"table", "CD", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
-    mt_arg args[] = {{"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
+    mt_tensor *views[] = {&table};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_rotary_table", args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_even(ctx, "mt_rotary_table", "the number of columns", table.cols));
-    MT_TRY(mt_check_float(ctx, "mt_rotary_table", NULL, "base", base, MT_FLOAT_ABOVE_0));
-    MT_TRY(mti_begin(&op, ctx, "mt_rotary_table", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_rotary_table_table, views, NULL));
+    MT_TRY(mti_expect_even(ctx, op.name, "the number of columns", table.cols));
+    MT_TRY(mt_check_float(ctx, op.name, NULL, "base", base, MT_FLOAT_ABOVE_0));
+    MT_TRY(mti_begin(&op));
     mti_made(ctx, table, 1, (double)base);
     mti_rotary_angles a = {base, table};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary_table(ctx, base, table),
                                 mti_cpu_rows(ctx, table.rows, table.cols, mti_cpu_rotary_table, &a)));
 }
 
-static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attention_desc *desc, mt_tensor table,
-                            float sign, const char *name, mt_tensor qkv) {
-    MT_TRY(mti_expect_heads(ctx, where, desc));
-    MT_TRY(mti_expect_rotary(ctx, where, desc));
-    mt_arg args[] = {
-        {name, &qkv, desc->batch * desc->seq, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
-        {"table", &table, desc->seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN}};
+/* Each rank may rotate its own tokens of one sequence, with its own rows of the table. */
+static const mt_rule mti_rotary_rules[2] = {{"qkv table", "RR cR rr", "rR"}, {"dqkv table", "RR cR PR rr", "rR"}};
+
+static mt_status mti_rotary(mt_context *ctx, const mti_table *of, const mt_attention_desc *desc, mt_tensor table,
+                            float sign, mt_tensor qkv) {
+    MT_TRY(mti_expect_heads(ctx, of->name, desc));
+    MT_TRY(mti_expect_rotary(ctx, of->name, desc));
+    const int64_t sizes[] = {desc->batch * desc->seq, mti_attention_width(desc), desc->seq, mti_rotary_dim(desc)};
     mt_attention_desc s = mti_attention_defaults(desc);
     /* turns the first features of queries and keys */
     const double turned = (double)mti_rotary_dim(desc) * (double)(s.groups * (s.heads_per_group + 1));
     const double bytes = 2.0 * (double)qkv.rows * turned * (double)mt_dtype_size(qkv.dtype) + mti_view_bytes(table);
+    mt_tensor *views[] = {&qkv, &table};
     mti_operator op;
-    MT_TRY(mti_expect_documents(ctx, where, &s));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_qkv_parts(ctx, where, desc, name, qkv));
-    MT_TRY(mti_begin_with(&op, ctx, where, desc->batch == 1 ? &mti_rotary_rules[sign < 0.0f] : NULL, args,
-                          MTI_COUNT(args)));
+    MT_TRY(mti_expect_documents(ctx, of->name, &s));
+    MT_TRY(mti_accept(&op, ctx, of, views, sizes));
+    MT_TRY(mti_expect_qkv_parts(ctx, op.name, desc, op.args[0].name, qkv));
+    if (desc->batch == 1) op.rule = &mti_rotary_rules[sign < 0.0f];
+    MT_TRY(mti_begin(&op));
     op.work.bytes = bytes;
     if (s.qkv_layout != MT_QKV_PER_GROUP) { /* one group, in which all queries and keys but the last are "queries" */
         s.heads_per_group = s.groups * (s.heads_per_group + 1) - 1;
@@ -11161,11 +11280,11 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
 }
 
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv) {
-    return mti_rotary(ctx, "mt_rotary_forward", desc, table, 1.0f, "qkv", qkv);
+    return mti_rotary(ctx, &mti_rotary_forward_table, desc, table, 1.0f, qkv);
 }
 
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor dqkv) {
-    return mti_rotary(ctx, "mt_rotary_backward", desc, table, -1.0f, "dqkv", dqkv);
+    return mti_rotary(ctx, &mti_rotary_backward_table, desc, table, -1.0f, dqkv);
 }
 
 /* ---- key/value cache (src/ops/kv_cache.c) ------------------------------------------------------------------------ */
@@ -12204,6 +12323,22 @@ static mt_status mti_cuda_kv_cache_attention(const mti_kv *kv) {
 
 /* ---- key/value cache, continued (src/ops/kv_cache.c) ------------------------------------------------------------- */
 
+/* clang-format off */
+static const mti_table mti_kv_cache_append_table = {"mt_kv_cache_append",
+    {"qkv table keys values", "RR** cR**", "rR**"}, {
+    {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN_OUT, NULL},
+    {"table", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL},
+    {"keys", "CD", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
+    {"values", "CD", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"}}};
+
+static const mti_table mti_kv_cache_attention_table = {"mt_kv_cache_attention",
+    {"qkv keys values out", "R**R c**c", "r**r"}, {
+    {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"keys", "CD", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"values", "CD", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"out", "AE", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"}}};
+/* clang-format on */
+
 MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv,
                                     const mt_kv_cache *cache) {
     static const char *const where = "mt_kv_cache_append";
@@ -12212,15 +12347,13 @@ MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *de
     MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
     if (table.data) MT_TRY(mti_expect_rotary(ctx, where, desc));
     const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
-    mt_arg args[] = {{"qkv", &k.qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT},
-                     {"table", &table, cache->max_seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"keys", &k.cache.keys, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"values", &k.cache.values, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
+    const int64_t sizes[] = {tokens,         mti_attention_width(desc), rows, desc->head_dim,
+                             cache->max_seq, mti_rotary_dim(desc)};
+    mt_tensor *views[] = {&k.qkv, &table, &k.cache.keys, &k.cache.values};
+    MT_TRY(mti_accept(&op, ctx, &mti_kv_cache_append_table, views, sizes));
     MT_TRY(mti_kv_expect_lengths(&k, where));
     MT_TRY(mti_expect_qkv_parts(ctx, where, desc, "qkv", qkv));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op));
     k.table = table;
     /* reads the whole qkv and the row of the table for each token, writes the turned part back, and the cache */
     op.work.bytes = (double)tokens * (double)mt_dtype_size(qkv.dtype) * (double)desc->head_dim * (double)desc->groups *
@@ -12236,17 +12369,14 @@ MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc 
     mti_operator op;
     MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
     const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
-    mt_arg args[] = {
-        {"qkv", &k.qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-        {"keys", &k.cache.keys, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-        {"values", &k.cache.values, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-        {"out", &k.out, tokens, mti_attention_heads(desc) * desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    const int64_t sizes[] = {tokens, mti_attention_width(desc), rows, desc->head_dim,
+                             mti_attention_heads(desc) * desc->head_dim};
+    mt_tensor *views[] = {&k.qkv, &k.cache.keys, &k.cache.values, &k.out};
     k.out = out;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 1));
+    MT_TRY(mti_accept(&op, ctx, &mti_kv_cache_attention_table, views, sizes));
     MT_TRY(mti_kv_expect_lengths(&k, where));
     MT_TRY(mti_expect_qkv_parts(ctx, where, desc, "qkv", qkv));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op));
     mti_kv_work(&op, &k);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_kv_cache_attention(&k), mti_kv_attention_loop(&op, &k)));
 }
@@ -12336,7 +12466,7 @@ MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache
     MT_TRY(mti_kv_expect_tokens(ctx, where, batch, seq));
     MT_TRY(mti_kv_expect_cache(ctx, where, cache, batch));
     MT_TRY(mti_expect_pointer(ctx, where, "ids", ids, batch * seq));
-    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, where));
     op.work.bytes = (double)(batch * (seq + 1)) * sizeof *ids;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_kv_positions(ctx, cache, batch, seq, ids),
                                 mti_cpu_kv_positions(cache, batch, seq, ids)));
@@ -12349,7 +12479,7 @@ MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t b
     MT_TRY(mti_kv_expect_tokens(ctx, where, batch, seq));
     MT_TRY(mt_check_size(ctx, where, NULL, "max_seq", max_seq, 1, INT_MAX));
     MT_TRY(mti_expect_pointer(ctx, where, "lengths", lengths, batch));
-    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, where));
     op.work.bytes = (double)(batch * (added ? 3 : 2)) * sizeof *lengths;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_kv_advance(ctx, max_seq, batch, seq, added, lengths),
                                 mti_cpu_kv_advance(max_seq, batch, seq, added, lengths)));
@@ -12472,7 +12602,7 @@ MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *
     error.limit = limit;
     snprintf(error.function, sizeof error.function, "mt_ids_check");
     snprintf(error.name, sizeof error.name, "%s", what ? what : "id");
-    MT_TRY(mti_begin(&op, ctx, "mt_ids_check", NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, "mt_ids_check"));
     op.work.bytes = (double)count * sizeof *ids;
     MT_TRY(mti_end(&op, MTI_RUN(&op, mti_cuda_ids_check(ctx, ids, count, ignore, &error),
                                 mti_cpu_ids_check(ids, count, ignore, &error))));
@@ -12500,7 +12630,7 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
     s.seq = seq;
     s.cu_seqlens = cu_seqlens;
     s.documents = documents;
-    MT_TRY(mti_begin(&op, ctx, "mt_position_ids", NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, "mt_position_ids"));
     op.work.bytes = (double)count * sizeof *ids;
     MT_TRY(mti_positions_note(&op, first_token, &s, mt_tensor_make(ids, MT_I32, count, 1)));
     mti_positions p = {&s, first_token, ids};
@@ -12922,38 +13052,43 @@ static void mti_cpu_embedding_backward(void *data, int thread, int64_t first, in
     }
 }
 
-/* Applies the rule of an embedding. The ids are an operand, too. */
-static mt_status mti_embedding_rule(mt_context *ctx, const char *where, const mt_rule *rule, const int32_t *ids,
-                                    int64_t first_row, const mt_arg *args) {
-    mt_tensor rows = mt_tensor_make(ids, MT_I32, args[0].view->rows, 1), table = *args[1].view;
+/* Applies the rule of an embedding, whose first operands are its rows and the table. */
+static mt_status mti_embedding_rule(const mti_operator *op, int64_t first_row) {
+    mt_tensor table = *op->args[1].view;
     mt_place place = {table.rows, table.cols, first_row, INT64_MAX, table.cols, 1, "rows of the table", 0, 0, 0};
-    mt_arg all[3];
-    if (!mt_check_mode(ctx)) return MT_SUCCESS;
-    MT_TRY(mt_place_check(ctx, where, "", args[1].name, table, &place));
-    memset(all, 0, sizeof all);
-    all[0] = args[0];
-    all[1] = args[1];
-    all[2].name = "ids";
-    all[2].view = &rows;
-    all[2].use = MT_ARG_IN;
-    return mti_apply_rule(ctx, where, rule, all, 3);
+    if (!mt_check_mode(op->ctx)) return MT_SUCCESS;
+    MT_TRY(mt_place_check(op->ctx, op->name, "", op->args[1].name, table, &place));
+    return mti_apply_rule(op);
 }
+
+/* clang-format off */
+static const mti_table mti_embedding_forward_table = {"mt_embedding_forward",
+    {"ids table y", "RRR rRr RrP Rcc", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "table"},
+    {"table", "vk", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"ids", "n1", MT_ARG_ANY, MT_ARG_IN | MTI_UNSEEN, NULL}}};
+
+static const mti_table mti_embedding_backward_table = {"mt_embedding_backward",
+    {"ids dy dtable", "RRR RRr rrP Rcc RPP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dtable", "vk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "dy"},
+    {"ids", "n1", MT_ARG_ANY, MT_ARG_IN | MTI_UNSEEN, NULL}}};
+/* clang-format on */
 
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y) {
-    static const char *const where = "mt_embedding_forward";
-    static const mt_rule rule = {"ids table y", "RRR rRr RrP Rcc", NULL};
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MTI_AS_IS | MT_ARG_OUT | (beta != 0.0f ? MT_ARG_IN : 0)},
-                     {"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
     /* reads one row of the table for each token */
     const double bytes = (beta != 0.0f ? 3.0 : 2.0) * mti_view_bytes(y);
+    mt_tensor id_rows = mt_tensor_make(ids, MT_I32, y.rows, 1), *views[] = {&y, &table, &id_rows};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_embedding(ctx, where, "table", table, first_row, ids, "y", y));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "table", table));
-    MT_TRY(mti_numbers_agree(ctx, where, "beta", y, 2, 1, (double)beta)); /* of the y that the call adds to */
-    MT_TRY(mti_embedding_rule(ctx, where, &rule, ids, first_row, args));
-    MT_TRY(mti_begin_ruled(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_embedding_forward_table, views, NULL);
+    if (beta != 0.0f) op.args[0].use |= MT_ARG_IN;
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
+    MT_TRY(mti_expect_embedding(ctx, op.name, "table", table, first_row, ids, "y", y));
+    MT_TRY(mti_expect_all_apart(&op));
+    MT_TRY(mti_numbers_agree(ctx, op.name, "beta", y, 2, 1, (double)beta)); /* of the y that the call adds to */
+    MT_TRY(mti_embedding_rule(&op, first_row));
+    MT_TRY(mti_start(&op));
     op.work.bytes = bytes;
     mti_embedding e = {table, y, first_row, ids, beta};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_forward(ctx, table, first_row, ids, beta, y),
@@ -12962,18 +13097,16 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
 
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
                                        mt_tensor dtable) {
-    static const char *const where = "mt_embedding_backward";
-    static const mt_rule rule = {"ids dy dtable", "RRR RRr rrP Rcc RPP", NULL};
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dtable", &dtable, dtable.rows, dtable.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
     /* adds to one row of the table for each token */
     const double bytes = mti_view_bytes(dy) + 8.0 * (double)dy.rows * (double)dy.cols;
+    mt_tensor id_rows = mt_tensor_make(ids, MT_I32, dy.rows, 1), *views[] = {&dy, &dtable, &id_rows};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_embedding(ctx, where, "dtable", dtable, first_row, ids, "dy", dy));
-    MT_TRY(mt_check_apart(ctx, where, "dtable", dtable, "dy", dy));
-    MT_TRY(mti_embedding_rule(ctx, where, &rule, ids, first_row, args));
-    MT_TRY(mti_begin_ruled(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_embedding_backward_table, views, NULL);
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
+    MT_TRY(mti_expect_embedding(ctx, op.name, "dtable", dtable, first_row, ids, "dy", dy));
+    MT_TRY(mti_expect_all_apart(&op));
+    MT_TRY(mti_embedding_rule(&op, first_row));
+    MT_TRY(mti_start(&op));
     op.work.bytes = bytes;
     mti_embedding e = {dtable, dy, first_row, ids, 0.0f};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable),
@@ -13626,19 +13759,43 @@ static mt_status mti_expect_vocabulary(mt_context *ctx, const char *where, const
     return mti_cross_entropy_agree(ctx, where, desc, logits, targets);
 }
 
+/* clang-format off */
+static const mti_table mti_cross_entropy_stats_table = {"mt_cross_entropy_stats", {"logits stats", "RR rr cc", NULL}, {
+    {"stats", "A4", MT_ARG_F32, MT_ARG_OUT, "logits"},
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_cross_entropy_combine_table = {"mt_cross_entropy_combine",
+    {"gathered loss lse", "RRR rcc", NULL}, {
+    {"loss", "1n", MT_ARG_F32, MT_ARG_OUT, NULL},
+    {"lse", "2n", MT_ARG_F32, MT_ARG_OUT, NULL},
+    {"gathered", "A4", MT_ARG_F32, MT_ARG_IN, NULL}}};
+
+/* dloss may have one column for all rows: A. */
+static const mti_table mti_cross_entropy_backward_table = {"mt_cross_entropy_backward",
+    {"logits lse dloss", "RRR cRR rcR rcc", NULL}, {
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"lse", "2n", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+
+static const mti_table mti_cross_entropy_forward_backward_table = {"mt_cross_entropy_forward_backward",
+    {"logits loss dloss", "RRR rcR rcc", NULL}, {
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"loss", "1n", MT_ARG_F32, MT_ARG_OUT, NULL},
+    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats) {
-    static const char *const where = "mt_cross_entropy_stats";
-    mt_arg args[] = {{"stats", &stats, logits.rows, 4, MT_ARG_F32, MT_ARG_OUT},
-                     {"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
+    mt_tensor *views[] = {&stats, &logits};
     mti_cross_entropy c;
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
-    MT_TRY(mt_check_apart(ctx, where, "stats", stats, "logits", logits));
-    MT_TRY(mti_expect_vocabulary(ctx, where, desc, logits, targets));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_cross_entropy_stats_table, views, &logits.rows);
+    MT_TRY(mti_expect_cross_entropy(ctx, op.name, desc));
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
+    MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, logits.rows));
+    MT_TRY(mti_expect_all_apart(&op));
+    MT_TRY(mti_expect_vocabulary(ctx, op.name, desc, logits, targets));
+    MT_TRY(mti_begin(&op));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.stats = stats;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_stats(ctx, desc, logits, targets, stats),
@@ -13647,18 +13804,17 @@ MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_
 
 MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor gathered,
                                           int shards, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
-    static const char *const where = "mt_cross_entropy_combine";
-    mt_arg args[] = {{"loss", &loss, 1, loss.cols, MT_ARG_F32, MT_ARG_OUT},
-                     {"lse", &lse, 2, loss.cols, MT_ARG_F32, MT_ARG_OUT},
-                     {"gathered", &gathered, mt_size_mul(shards, loss.cols), 4, MT_ARG_F32, MT_ARG_IN}};
+    const int64_t rows = mt_size_mul(shards, loss.cols);
+    mt_tensor *views[] = {&loss, &lse, &gathered};
     mti_cross_entropy c;
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
+    mti_operands(&op, ctx, &mti_cross_entropy_combine_table, views, &rows);
+    MT_TRY(mti_expect_cross_entropy(ctx, op.name, desc));
     if (shards < 1 || shards > MTI_CE_SHARDS)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be 1 to %d", where, shards, MTI_CE_SHARDS);
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, loss.cols));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be 1 to %d", op.name, shards, MTI_CE_SHARDS);
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, loss.cols));
+    MT_TRY(mti_begin(&op));
     c = mti_cross_entropy_of(desc, mt_none(), targets);
     c.stats = gathered;
     c.shards = shards;
@@ -13670,18 +13826,17 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
 
 MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
-    static const char *const where = "mt_cross_entropy_backward";
-    mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS},
-                     {"lse", &lse, 2, logits.rows, MT_ARG_F32, MT_ARG_IN},
-                     {"dloss", &dloss, 1, dloss.cols == 1 ? 1 : logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    const int64_t losses = dloss.cols == 1 ? 1 : logits.rows;
+    mt_tensor *views[] = {&logits, &lse, &dloss};
     mti_cross_entropy c;
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
-    MT_TRY(mti_expect_vocabulary(ctx, where, desc, logits, targets));
-    MT_TRY(mti_loss_scale_note(ctx, where, logits, dloss, scale));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_cross_entropy_backward_table, views, &losses);
+    MT_TRY(mti_expect_cross_entropy(ctx, op.name, desc));
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, logits.rows));
+    MT_TRY(mti_expect_vocabulary(ctx, op.name, desc, logits, targets));
+    MT_TRY(mti_loss_scale_note(ctx, op.name, logits, dloss, scale));
+    MT_TRY(mti_begin(&op));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.lse = lse;
     c.dloss = dloss;
@@ -13693,21 +13848,20 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
 MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc,
                                                    mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                                    float scale, mt_tensor loss) {
-    static const char *const where = "mt_cross_entropy_forward_backward";
-    mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS},
-                     {"loss", &loss, 1, logits.rows, MT_ARG_F32, MT_ARG_OUT},
-                     {"dloss", &dloss, 1, dloss.cols == 1 ? 1 : logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    const int64_t losses = dloss.cols == 1 ? 1 : logits.rows;
+    mt_tensor *views[] = {&logits, &loss, &dloss};
     mti_cross_entropy c;
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_cross_entropy_forward_backward_table, views, &losses);
+    MT_TRY(mti_expect_cross_entropy(ctx, op.name, desc));
+    MT_TRY(mti_check(&op));
     if (desc->first_col != 0 || logits.cols < desc->vocab)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld columns from %lld on are only a part of a vocabulary of %lld",
-                       where, (long long)logits.cols, (long long)desc->first_col, (long long)desc->vocab);
-    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
-    MT_TRY(mti_cross_entropy_agree(ctx, where, desc, logits, targets));
-    MT_TRY(mti_loss_scale_note(ctx, where, logits, dloss, scale));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+                       op.name, (long long)logits.cols, (long long)desc->first_col, (long long)desc->vocab);
+    MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, logits.rows));
+    MT_TRY(mti_cross_entropy_agree(ctx, op.name, desc, logits, targets));
+    MT_TRY(mti_loss_scale_note(ctx, op.name, logits, dloss, scale));
+    MT_TRY(mti_begin(&op));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.loss = loss;
     c.dloss = dloss;
@@ -14386,58 +14540,56 @@ static mt_status mti_cuda_sample_ids(mt_context *ctx, const mt_sample_desc *desc
 
 /* ---- sampling of the next token, continued (src/ops/sample.c) ---------------------------------------------------- */
 
+/* clang-format off */
+static const mti_table mti_sample_candidates_table = {"mt_sample_candidates", {"logits candidates", "RR rr cc", NULL}, {
+    {"candidates", "AB", MT_ARG_F32, MT_ARG_OUT, "logits"},
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
+
+static const mti_table mti_sample_ids_table = {"mt_sample_ids", {"gathered ids", "RR rr", NULL}, {
+    {"gathered", "nm", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"ids", "A1", MT_ARG_ANY, MT_ARG_OUT | MTI_UNSEEN, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_sample_candidates(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, int64_t first_col,
                                       mt_tensor logits, mt_tensor candidates) {
-    static const char *const where = "mt_sample_candidates";
-    mt_arg args[] = {{"candidates", &candidates, logits.rows, mt_size_mul(2, mt_sample_count(desc, logits.cols)),
-                      MT_ARG_F32, MT_ARG_OUT},
-                     {"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    const int64_t sizes[] = {logits.rows, mt_size_mul(2, mt_sample_count(desc, logits.cols))};
+    mt_tensor *views[] = {&candidates, &logits};
     mti_operator op;
-    MT_TRY(mti_expect_sample(ctx, where, desc, vocab));
-    MT_TRY(mt_check_size(ctx, where, NULL, "first_col", first_col, 0, INT64_MAX));
-    MT_TRY(mt_args_check(ctx, where, &args[1], 1));
-    MT_TRY(mt_args_check(ctx, where, args, 1));
-    MT_TRY(mt_check_apart(ctx, where, "candidates", candidates, "logits", logits));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_sample_candidates_table, views, sizes);
+    MT_TRY(mti_expect_sample(ctx, op.name, desc, vocab));
+    MT_TRY(mt_check_size(ctx, op.name, NULL, "first_col", first_col, 0, INT64_MAX));
+    MT_TRY(mt_args_check(ctx, op.name, &op.args[1], 1));
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_begin(&op));
     const int64_t cols = mti_sample_columns(vocab, first_col, logits.cols);
     mti_sample_loop l = {desc, vocab, {logits, 0, 0, 1, cols, first_col}, candidates, NULL};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_sample_candidates(ctx, desc, vocab, first_col, logits, candidates),
                                 mti_cpu_rows(ctx, logits.rows, logits.cols, mti_cpu_sample_candidates, &l)));
 }
 
-/* Applies the rule of mt_sample_ids. The ids are an operand, too. */
-static mt_status mti_sample_rule(mt_context *ctx, const char *where, const mt_arg *gathered, mt_tensor ids) {
-    mt_arg all[2];
-    memset(all, 0, sizeof all);
-    all[0] = *gathered;
-    all[1].name = "ids";
-    all[1].view = &ids;
-    all[1].use = MT_ARG_OUT;
-    return mti_apply_rule_of(ctx, where, all, 2);
-}
-
 MT_API mt_status mt_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, mt_tensor gathered,
                                int shards, int32_t *ids) {
-    static const char *const where = "mt_sample_ids";
-    mt_arg args[] = {{"gathered", &gathered, gathered.rows, gathered.cols, MT_ARG_F32, MT_ARG_IN}};
+    mt_tensor id_rows = mt_none(), *views[] = {&gathered, &id_rows};
     mti_operator op;
-    MT_TRY(mti_expect_sample(ctx, where, desc, vocab));
-    MT_TRY(mt_check_integer(ctx, where, NULL, "shards", shards, 1, INT32_MAX));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_sample_ids_table, views, &id_rows.rows);
+    MT_TRY(mti_expect_sample(ctx, op.name, desc, vocab));
+    MT_TRY(mt_check_integer(ctx, op.name, NULL, "shards", shards, 1, INT32_MAX));
+    MT_TRY(mti_check(&op));
     if (gathered.rows % shards != 0 || gathered.cols % 2 != 0 || gathered.cols < 2)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: gathered is [%lld, %lld], must be [%d * rows, 2 * candidates]", where,
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: gathered is [%lld, %lld], must be [%d * rows, 2 * candidates]", op.name,
                        (long long)gathered.rows, (long long)gathered.cols, shards);
     const int64_t rows = gathered.rows / shards;
-    MT_TRY(mti_expect_pointer(ctx, where, "ids", ids, rows));
-    MT_TRY(mti_sample_rule(ctx, where, args, mt_tensor_make(ids, MT_I32, rows, 1)));
-    MT_TRY(mti_begin_ruled(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_pointer(ctx, op.name, "ids", ids, rows));
+    id_rows = mt_tensor_make(ids, MT_I32, rows, 1);
+    MT_TRY(mti_apply_rule(&op));
+    MT_TRY(mti_start(&op));
     op.work.bytes += (double)rows * sizeof *ids;
     mti_sample_loop l = {desc, vocab, {gathered, 0, rows, shards, gathered.cols / 2, -1}, mt_none(), ids};
     MT_TRY(mti_end(&op, MTI_RUN(&op, mti_cuda_sample_ids(ctx, desc, vocab, gathered, shards, ids),
                                 mti_cpu_rows(ctx, rows, shards * gathered.cols, mti_cpu_sample_ids, &l))));
     const int64_t wrong = op.on_cpu ? mti_sample_wrong(ids, rows) : rows;
     if (wrong == rows) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: the logits of row %lld have a NaN", where, (long long)wrong);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: the logits of row %lld have a NaN", op.name, (long long)wrong);
 }
 
 /* ---- AdamW (src/ops/adamw.c) ------------------------------------------------------------------------------------- */
@@ -14638,19 +14790,23 @@ static mt_status mti_cuda_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tenso
 
 /* ---- AdamW, continued (src/ops/adamw.c) -------------------------------------------------------------------------- */
 
+/* clang-format off */
+static const mti_table mti_adamw_step_table = {"mt_adamw_step", {"param master grad m v", "RRRRR rrrrr ccccc", NULL}, {
+    {"param", "nm", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
+    {"master", "nm", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, NULL},
+    {"grad", "nm", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"m", "nm", MT_ARG_F32, MT_ARG_IN_OUT, NULL},
+    {"v", "nm", MT_ARG_F32, MT_ARG_IN_OUT, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
                                mt_tensor grad, mt_tensor m, mt_tensor v) {
-    static const char *const where = "mt_adamw_step";
-    mt_arg args[] = {{"param", &param, param.rows, param.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
-                     {"master", &master, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL},
-                     {"grad", &grad, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN},
-                     {"m", &m, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN_OUT},
-                     {"v", &v, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+    mt_tensor *views[] = {&param, &master, &grad, &m, &v};
     mti_operator op;
     MT_TRY(mt_adamw_check(ctx, hyper));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_adamw_step_table, views, NULL));
     MT_TRY(mti_expect_rounding(ctx, hyper->stochastic_rounding, param, master));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op));
     op.work.work = MT_WORK_OPTIMIZER;
     if (master.data) op.work.bytes -= mti_view_bytes(param); /* is only written */
     return mti_end(&op,
@@ -14908,24 +15064,18 @@ static mt_status mti_cuda_multi_squares(mt_context *ctx, const mt_multi_tensor *
 
 /* ---- AdamW and sums of squares of many tensors, continued (src/ops/multi_tensor.c) ------------------------------- */
 
-#define MTI_ADAMW_ARGS 5
-
-/* Describes a tensor of a list as the arguments of mt_adamw_step. */
-static void mti_adamw_args(mt_adamw_tensor *t, mt_arg *args) {
-    int64_t rows = t->param.rows, cols = t->param.cols;
-    const mt_arg all[MTI_ADAMW_ARGS] = {{"param", &t->param, rows, cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
-                                        {"master", &t->master, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL},
-                                        {"grad", &t->grad, rows, cols, MT_ARG_F32, MT_ARG_IN},
-                                        {"m", &t->m, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT},
-                                        {"v", &t->v, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT}};
-    memcpy(args, all, sizeof all);
+/* Fills *op with a tensor of a list, as the operands of mt_adamw_step. name: of the call */
+static void mti_adamw_operands(mti_operator *op, mt_context *ctx, const char *name, mt_adamw_tensor *t) {
+    mt_tensor *views[] = {&t->param, &t->master, &t->grad, &t->m, &t->v};
+    mti_operands(op, ctx, &mti_adamw_step_table, views, NULL);
+    op->name = name;
 }
 
 static mt_status mti_expect_adamw_tensor(mt_context *ctx, const mt_adamw_tensor *t, int stochastic_rounding) {
     mt_adamw_tensor c = *t;
-    mt_arg args[MTI_ADAMW_ARGS];
-    mti_adamw_args(&c, args);
-    MT_TRY(mt_args_check(ctx, "mt_multi_tensor_create_adamw", args, MTI_ADAMW_ARGS));
+    mti_operator op;
+    mti_adamw_operands(&op, ctx, "mt_multi_tensor_create_adamw", &c);
+    MT_TRY(mti_check(&op));
     return mti_expect_rounding(ctx, stochastic_rounding ? &c.random : NULL, c.param, c.master);
 }
 
@@ -15021,11 +15171,11 @@ static void mti_cpu_multi_adamw(mt_context *ctx, const mt_multi_tensor *list, co
 
 /* Applies the rule of mt_adamw_step to each tensor of a list. */
 static mt_status mti_multi_adamw_rule(mt_context *ctx, const char *where, const mt_multi_tensor *list) {
-    mt_arg args[MTI_ADAMW_ARGS];
+    mti_operator op;
     int i;
     for (i = 0; mt_check_mode(ctx) && i < list->count; i++) {
-        mti_adamw_args(&list->adamw[i], args);
-        MT_TRY(mti_apply_rule(ctx, where, mti_rule_of("mt_adamw_step"), args, MTI_ADAMW_ARGS));
+        mti_adamw_operands(&op, ctx, where, &list->adamw[i]);
+        MT_TRY(mti_apply_rule(&op));
     }
     return MT_SUCCESS;
 }
@@ -15043,7 +15193,7 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
                                         : "the list is for sums of squares");
     if (list->count == 0) return MT_SUCCESS;
     MT_TRY(mti_multi_adamw_rule(ctx, where, list));
-    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, where));
     op.work.work = MT_WORK_OPTIMIZER;
     for (i = 0; i < list->count; i++) mti_packed_drop(ctx, list->adamw[i].param);
     for (i = 0; op.work.name && i < list->count; i++) {
@@ -15064,12 +15214,13 @@ static void mti_cpu_multi_squares(mt_context *ctx, const mt_multi_tensor *list, 
 /* Applies the rule of mt_sum_of_squares to each tensor of a list. */
 static mt_status mti_multi_squares_rule(mt_context *ctx, const char *where, const mt_multi_tensor *list,
                                         mt_tensor out) {
+    mti_operator op;
     int i;
     for (i = 0; mt_check_mode(ctx) && i < list->count; i++) {
-        mt_tensor x = list->squares[i].x, sum = mt_tensor_cols(out, list->squares[i].out, 1);
-        mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_F32, MT_ARG_IN},
-                         {"out", &sum, 1, 1, MT_ARG_F32, MT_ARG_IN_OUT}};
-        MT_TRY(mti_apply_rule(ctx, where, mti_rule_of("mt_sum_of_squares"), args, MTI_COUNT(args)));
+        mt_tensor x = list->squares[i].x, sum = mt_tensor_cols(out, list->squares[i].out, 1), *views[] = {&x, &sum};
+        mti_operands(&op, ctx, &mti_sum_of_squares_table, views, NULL);
+        op.name = where;
+        MT_TRY(mti_apply_rule(&op));
     }
     return MT_SUCCESS;
 }
@@ -15086,7 +15237,7 @@ MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_
                        (long long)(list->outs - 1), (long long)out.cols);
     if (list->count == 0) return MT_SUCCESS;
     MT_TRY(mti_multi_squares_rule(ctx, where, list, out));
-    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, where));
     op.work.work = MT_WORK_OPTIMIZER;
     for (i = 0; op.work.name && i < list->count; i++) op.work.bytes += mti_view_bytes(list->squares[i].x);
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multi_squares(ctx, list, out), mti_cpu_multi_squares(ctx, list, out)));
@@ -15259,15 +15410,19 @@ static void mti_cpu_step_decide(mt_tensor sums, mt_tensor loss, mt_step_values *
     mti_step_decide(x[0], x[1], loss.data ? *(const float *)loss.data : 0.0f, values);
 }
 
+/* clang-format off */
+static const mti_table mti_step_decide_table = {"mt_step_decide", {"sums loss", "RR", NULL}, {
+    {"sums", "12", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"loss", "11", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_tensor loss, mt_step_values *values) {
-    static const char *const where = "mt_step_decide";
-    mt_arg args[] = {{"sums", &sums, 1, 2, MT_ARG_F32, MT_ARG_IN},
-                     {"loss", &loss, 1, 1, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    mt_tensor *views[] = {&sums, &loss};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    if (!values) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: values is NULL", where);
-    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_begin_ruled(&op, ctx, where, NULL, 0));
+    MT_TRY(mti_accept(&op, ctx, &mti_step_decide_table, views, NULL));
+    if (!values) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: values is NULL", op.name);
+    MT_TRY(mti_apply_rule(&op));
+    MT_TRY(mti_begin_bare(&op, ctx, op.name));
     op.work.work = MT_WORK_OPTIMIZER;
     return mti_end(
         &op, MTI_RUN(&op, mti_cuda_step_decide(ctx, sums, loss, values), mti_cpu_step_decide(sums, loss, values)));
@@ -15286,15 +15441,6 @@ typedef enum mti_pointwise {
     MTI_SILU_SLOPE,    /* silu'(a) * b */
     MTI_SIGMOID_GATE   /* sigmoid(a) * b */
 } mti_pointwise;
-
-/* Refuses a `sum` argument (drow or dcol) that overlaps another argument, because it may be written before the last
-   element of the other argument is read or written. */
-static mt_status mti_expect_sum_apart(mt_context *ctx, const char *where, const mt_arg *args, int count, int sum) {
-    int i;
-    for (i = 0; i < count; i++)
-        if (i != sum) MT_TRY(mt_check_apart(ctx, where, args[sum].name, *args[sum].view, args[i].name, *args[i].view));
-    return MT_SUCCESS;
-}
 
 MT_INLINE MT_HOST_DEVICE float mti_sigmoid(float x) { return 1.0f / (1.0f + mti_exp(-x)); }
 
@@ -15678,111 +15824,236 @@ static mt_status mti_cuda_multiply_col_backward(mt_context *ctx, mt_tensor x, mt
 
 /* ---- products and gates, element by element, continued (src/ops/pointwise.c) ------------------------------------- */
 
-/* y = kind(a, b); b is mt_none() if the kind has no b. `name` is the public function, and the other names are its
-   arguments, for error messages. */
-static mt_status mti_run_pointwise(mt_context *ctx, const char *name, mti_pointwise kind, const char *a_name,
-                                   mt_tensor a, const char *b_name, mt_tensor b, const char *y_name, mt_tensor y) {
-    mt_arg args[] = {{y_name, &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {a_name, &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {b_name, &b, kind == MTI_MULTIPLY_ROW ? 1 : y.rows, kind == MTI_MULTIPLY_COL ? 1 : y.cols,
-                      MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
-    int count = kind == MTI_SIGMOID || kind == MTI_SILU ? 2 : 3;
+/* clang-format off */
+/* The tables of operators with one result, which is first, and one or two inputs. */
+static const mti_table mti_multiply_table = {"mt_multiply", {"a b y", "RRR rrr ccc PRP RPP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"a", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"b", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_multiply_row_forward_table = {"mt_multiply_row_forward",
+    {"x row y", "RRR rRr ccc PRP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_multiply_col_forward_table = {"mt_multiply_col_forward",
+    {"x col y", "RRR rrr cRc PRP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"col", "n1", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_sigmoid_forward_table = {"mt_sigmoid_forward", {"x y", "RR rr cc", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_sigmoid_backward_table = {"mt_sigmoid_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_silu_forward_table = {"mt_silu_forward", {"x y", "RR rr cc", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_silu_backward_table = {"mt_silu_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_sigmoid_gate_forward_table = {"mt_sigmoid_gate_forward",
+    {"gate x y", "RRR rrr ccc RPP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"gate", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_multiply_row_backward_table = {"mt_multiply_row_backward",
+    {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"drow", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "*"}}};
+
+/* The same without drow. */
+static const mti_table mti_multiply_row_alone_table = {"mt_multiply_row_backward",
+    {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+/* dcol is first, because it is also written if x has no columns. */
+static const mti_table mti_multiply_col_backward_table = {"mt_multiply_col_backward",
+    {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}, {
+    {"dcol", "n1", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, "dy x col dx"},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"col", "n1", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
+
+/* The same without dcol. */
+static const mti_table mti_multiply_col_alone_table = {"mt_multiply_col_backward",
+    {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"col", "n1", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_sigmoid_gate_backward_table = {"mt_sigmoid_gate_backward",
+    {"dy gate x dgate dx", "RRRRR rrrrr ccccc PRRPP RRPPR", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"gate", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dgate", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "dx"},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL}}};
+/* clang-format on */
+
+/* y = kind(a, b); b is mt_none() if the kind has no b. */
+static mt_status mti_run_pointwise(mt_context *ctx, const mti_table *table, mti_pointwise kind, mt_tensor a,
+                                   mt_tensor b, mt_tensor y) {
+    mt_tensor *views[] = {&y, &a, &b};
     mti_operator op;
-    if (kind == MTI_MULTIPLY || kind == MTI_MULTIPLY_ROW || kind == MTI_MULTIPLY_COL) args[1].use |= MT_ARG_MOVED;
-    if (kind == MTI_MULTIPLY) args[2].use |= MT_ARG_MOVED;
-    MT_TRY(mt_args_check(ctx, name, args, count));
-    MT_TRY(mti_begin(&op, ctx, name, args, count));
+    MT_TRY(mti_accept(&op, ctx, table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_pointwise_of p = {kind, a, b, y};
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_pointwise(ctx, name, kind, a, b, y),
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_pointwise(ctx, op.name, kind, a, b, y),
                                 mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_pointwise, &p)));
 }
 
 MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_multiply", MTI_MULTIPLY, "a", a, "b", b, "y", y);
+    return mti_run_pointwise(ctx, &mti_multiply_table, MTI_MULTIPLY, a, b, y);
 }
 
 MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_multiply_row_forward", MTI_MULTIPLY_ROW, "x", x, "row", row, "y", y);
+    return mti_run_pointwise(ctx, &mti_multiply_row_forward_table, MTI_MULTIPLY_ROW, x, row, y);
 }
 
 MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
                                           mt_tensor drow) {
-    static const char *const name = "mt_multiply_row_backward";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"row", &row, 1, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS},
-                     {"drow", &drow, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
+    mt_tensor *views[] = {&dy, &x, &row, &dx, &drow};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_multiply_row_backward_table, views, NULL);
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
     if (!drow.data && !dx.data) return MT_SUCCESS;
-    if (!drow.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_ROW, "dy", dy, "row", row, "dx", dx);
-    MT_TRY(mti_expect_sum_apart(ctx, name, args, MTI_COUNT(args), 4));
-    MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
+    if (!drow.data) return mti_run_pointwise(ctx, &mti_multiply_row_alone_table, MTI_MULTIPLY_ROW, dy, row, dx);
+    MT_TRY(mti_expect_all_apart(&op));
+    MT_TRY(mti_begin(&op));
     mti_product_slopes b = {x, row, dy, dx, drow};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_row_backward(ctx, x, row, dy, dx, drow),
                                 mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_multiply_row_backward, &b)));
 }
 
 MT_API mt_status mt_multiply_col_forward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_multiply_col_forward", MTI_MULTIPLY_COL, "x", x, "col", col, "y", y);
+    return mti_run_pointwise(ctx, &mti_multiply_col_forward_table, MTI_MULTIPLY_COL, x, col, y);
 }
 
 MT_API mt_status mt_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor dy, mt_tensor dx,
                                           mt_tensor dcol) {
-    static const char *const name = "mt_multiply_col_backward";
-    mt_arg args[] = {/* dcol is first, because it is also written if x has no columns */
-                     {"dcol", &dcol, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS},
-                     {"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"col", &col, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS}};
+    mt_tensor *views[] = {&dcol, &dy, &x, &col, &dx};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_multiply_col_backward_table, views, NULL);
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
     if (!dcol.data && !dx.data) return MT_SUCCESS;
-    if (!dcol.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_COL, "dy", dy, "col", col, "dx", dx);
-    MT_TRY(mti_expect_sum_apart(ctx, name, args, MTI_COUNT(args), 0));
-    MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
+    if (!dcol.data) return mti_run_pointwise(ctx, &mti_multiply_col_alone_table, MTI_MULTIPLY_COL, dy, col, dx);
+    MT_TRY(mti_expect_all_apart(&op));
+    MT_TRY(mti_begin(&op));
     mti_product_slopes b = {x, col, dy, dx, dcol};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_col_backward(ctx, x, col, dy, dx, dcol),
                                 mti_cpu_rows(ctx, dy.rows, dy.cols, mti_cpu_multiply_col_backward, &b)));
 }
 
 MT_API mt_status mt_sigmoid_forward(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_sigmoid_forward", MTI_SIGMOID, "x", x, "", mt_none(), "y", y);
+    return mti_run_pointwise(ctx, &mti_sigmoid_forward_table, MTI_SIGMOID, x, mt_none(), y);
 }
 
 MT_API mt_status mt_sigmoid_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt_tensor dx) {
-    return mti_run_pointwise(ctx, "mt_sigmoid_backward", MTI_SIGMOID_SLOPE, "x", x, "dy", dy, "dx", dx);
+    return mti_run_pointwise(ctx, &mti_sigmoid_backward_table, MTI_SIGMOID_SLOPE, x, dy, dx);
 }
 
 MT_API mt_status mt_silu_forward(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_silu_forward", MTI_SILU, "x", x, "", mt_none(), "y", y);
+    return mti_run_pointwise(ctx, &mti_silu_forward_table, MTI_SILU, x, mt_none(), y);
 }
 
 MT_API mt_status mt_silu_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt_tensor dx) {
-    return mti_run_pointwise(ctx, "mt_silu_backward", MTI_SILU_SLOPE, "x", x, "dy", dy, "dx", dx);
+    return mti_run_pointwise(ctx, &mti_silu_backward_table, MTI_SILU_SLOPE, x, dy, dx);
 }
 
 MT_API mt_status mt_sigmoid_gate_forward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_sigmoid_gate_forward", MTI_SIGMOID_GATE, "gate", gate, "x", x, "y", y);
+    return mti_run_pointwise(ctx, &mti_sigmoid_gate_forward_table, MTI_SIGMOID_GATE, gate, x, y);
 }
 
 MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate,
                                           mt_tensor dx) {
-    static const char *const name = "mt_sigmoid_gate_backward";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"gate", &gate, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dgate", &dgate, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mt_tensor *views[] = {&dy, &gate, &x, &dgate, &dx};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, name, "dgate", dgate, "dx", dx));
-    MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_sigmoid_gate_backward_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_product_slopes b = {x, gate, dy, dx, dgate};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_gate_backward(ctx, gate, x, dy, dgate, dx),
                                 mti_cpu_rows(ctx, dy.rows, dy.cols, mti_cpu_gate_backward, &b)));
+}
+
+/* ---- the tables of all operators (src/ops/tables.c) -------------------------------------------------------------- */
+
+static const mti_table *const mti_tables[] = {&mti_fill_table,
+                                              &mti_copy_table,
+                                              &mti_upload_table,
+                                              &mti_download_table,
+                                              &mti_convert_table,
+                                              &mti_add_table,
+                                              &mti_hash_table,
+                                              &mti_sum_table,
+                                              &mti_sum_of_squares_table,
+                                              &mti_tree_sum_table,
+                                              &mti_bias_forward_table,
+                                              &mti_bias_backward_table,
+                                              &mti_activation_forward_table,
+                                              &mti_activation_backward_table,
+                                              &mti_linear_forward_table,
+                                              &mti_linear_activation_forward_table,
+                                              &mti_linear_activation_backward_table,
+                                              &mti_linear_gradients_table,
+                                              &mti_norm_forward_table,
+                                              &mti_norm_backward_table,
+                                              &mti_random_normal_table,
+                                              &mti_bias_dropout_add_forward_table,
+                                              &mti_bias_dropout_add_backward_table,
+                                              &mti_rotary_table_table,
+                                              &mti_rotary_forward_table,
+                                              &mti_rotary_backward_table,
+                                              &mti_embedding_forward_table,
+                                              &mti_embedding_backward_table,
+                                              &mti_cross_entropy_stats_table,
+                                              &mti_cross_entropy_combine_table,
+                                              &mti_cross_entropy_backward_table,
+                                              &mti_cross_entropy_forward_backward_table,
+                                              &mti_sample_candidates_table,
+                                              &mti_sample_ids_table,
+                                              &mti_adamw_step_table,
+                                              &mti_step_decide_table,
+                                              &mti_multiply_table,
+                                              &mti_multiply_row_forward_table,
+                                              &mti_multiply_col_forward_table,
+                                              &mti_sigmoid_forward_table,
+                                              &mti_sigmoid_backward_table,
+                                              &mti_silu_forward_table,
+                                              &mti_silu_backward_table,
+                                              &mti_sigmoid_gate_forward_table,
+                                              &mti_multiply_row_backward_table,
+                                              &mti_multiply_col_backward_table,
+                                              &mti_sigmoid_gate_backward_table,
+                                              &mti_kv_cache_append_table,
+                                              &mti_kv_cache_attention_table,
+                                              &mti_attention_forward_table,
+                                              &mti_attention_backward_table,
+                                              &mti_dot_product_attention_forward_table,
+                                              &mti_dot_product_attention_backward_table,
+                                              &mti_gemm_table};
+
+MT_API const mt_rule *mt_rule_of(const char *name) {
+    size_t i;
+    for (i = 0; name && i < sizeof mti_tables / sizeof *mti_tables; i++)
+        if (strcmp(mti_tables[i]->name, name) == 0) return mti_tables[i]->rule.operands ? &mti_tables[i]->rule : NULL;
+    return NULL;
 }
 
 #ifdef __cplusplus

@@ -117,8 +117,8 @@ extern "C" {
 #include "ops/amx.c"
 #include "ops/ptx.cuh"
 #include "ops/tile.cuh"
-#include "ops/rules.c"
-#include "ops/dispatch.c"
+#include "ops/numbers.c"
+#include "ops/operator.c"
 #include "ops/fill.cuh"
 #include "ops/fill.c"
 #include "ops/copy.cuh"
@@ -159,6 +159,7 @@ extern "C" {
 #include "ops/multi_tensor.c"
 #include "ops/step.c"
 #include "ops/pointwise.c"
+#include "ops/tables.c"
 
 #ifdef __cplusplus
 }

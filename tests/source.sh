@@ -204,6 +204,14 @@ END
         grep -c 'bad[1-4]' "$work/found" | grep -x 4
 }
 
+# Prints the tables of operators that src/ops/tables.c does not have.
+all_tables() {
+    sed -n 's/^static const mti_table \(mti_[a-z_0-9]*\) = .*/\1/p' src/ops/*.c | grep -v _alone_table |
+        while read -r table; do
+            grep -q "&$table[,}]" src/ops/tables.c || echo "src/ops/tables.c does not have $table"
+        done | fail_on_output
+}
+
 drawn() {
     sh tools/rooms.sh >"$work/picture" || return 1
     # shellcheck disable=SC2016
@@ -246,6 +254,7 @@ check "the table of lines is right" lines_are_right
 check "no file of src/ is longer than 1200 lines" short_files
 check "a file uses no floor above its own, and the ground floor names nothing above" no_higher_floors
 check "a file that does is found" finds_higher_floors
+check "src/ops/tables.c has the table of every operator" all_tables
 check "the picture of docs/architecture.md is that of src/" drawn
 check "each file of src/ compiles alone" alone
 check "a program can include src/megatron.h" from_src

@@ -6,7 +6,8 @@
 #include "rows.c"
 #include "map.cuh"
 #include "columns.cuh"
-#include "dispatch.c"
+#include "numbers.c"
+#include "operator.c"
 
 /* Gate and up are the columns of h, and of its bias or of the gradient of that. */
 static mt_status mti_expect_gates(mt_context *ctx, const char *where, mt_activation kind, mt_tensor h,
@@ -282,18 +283,30 @@ static void mti_cpu_activation_backward(void *data, int thread, int64_t first, i
 
 #include "activation.cuh"
 
+/* clang-format off */
+static const mti_table mti_activation_forward_table = {"mt_activation_forward", {"h bias y", "RRR rRr ccc", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "h"},
+    {"h", "nA", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"bias", "1A", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_activation_backward_table = {"mt_activation_backward",
+    {"dy h dh dbias", "RRRR rrrP cccc PRPP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"h", "nA", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "dy"},
+    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor bias, mt_tensor y) {
-    static const char *const where = "mt_activation_forward";
-    int64_t width = mti_activation_width(kind, y.cols);
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"h", &h, y.rows, width, MT_ARG_FLOAT, MT_ARG_IN | (bias.data ? MT_ARG_OUT : 0) | MTI_AS_IS},
-                     {"bias", &bias, 1, width, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS}};
+    const int64_t width = mti_activation_width(kind, y.cols);
+    mt_tensor *views[] = {&y, &h, &bias};
     mti_operator op;
-    MT_TRY(mti_expect_activation(ctx, where, kind));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
-    MT_TRY(mti_expect_gates(ctx, where, kind, h, "bias", bias));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_activation(ctx, "mt_activation_forward", kind));
+    mti_operands(&op, ctx, &mti_activation_forward_table, views, &width);
+    if (bias.data) op.args[1].use |= MT_ARG_OUT; /* h += bias */
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_expect_gates(ctx, op.name, kind, h, "bias", bias));
+    MT_TRY(mti_begin(&op));
     mti_activate f = {kind, h, bias, y};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_forward(ctx, kind, h, bias, y),
                                 mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_activation_forward, &f)));
@@ -301,18 +314,13 @@ MT_API mt_status mt_activation_forward(mt_context *ctx, mt_activation kind, mt_t
 
 MT_API mt_status mt_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh,
                                         mt_tensor dbias) {
-    static const char *const where = "mt_activation_backward";
-    int64_t width = mti_activation_width(kind, dy.cols);
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"h", &h, dy.rows, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dh", &dh, dy.rows, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
+    const int64_t width = mti_activation_width(kind, dy.cols);
+    mt_tensor *views[] = {&dy, &h, &dh, &dbias};
     mti_operator op;
-    MT_TRY(mti_expect_activation(ctx, where, kind));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
-    MT_TRY(mti_expect_gates(ctx, where, kind, h, "dbias", dbias));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_activation(ctx, "mt_activation_backward", kind));
+    MT_TRY(mti_accept(&op, ctx, &mti_activation_backward_table, views, &width));
+    MT_TRY(mti_expect_gates(ctx, op.name, kind, h, "dbias", dbias));
+    MT_TRY(mti_begin(&op));
     mti_activation_slopes b = {kind, h, dy, dh, dbias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_activation_backward(ctx, kind, h, dy, dh, dbias),
                                 mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_activation_backward, &b)));

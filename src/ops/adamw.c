@@ -4,7 +4,7 @@
 #include "adamw.h"
 #include "map.cuh"
 #include "random_words.cuh"
-#include "dispatch.c"
+#include "operator.c"
 
 /* The factors of one step. As in torch.optim.AdamW, the bias corrections are in the step size and in the factor of the
    square root. */
@@ -133,19 +133,23 @@ static void mti_cpu_adamw(mt_context *ctx, const mt_adamw *hyper, mt_tensor para
 
 #include "adamw.cuh"
 
+/* clang-format off */
+static const mti_table mti_adamw_step_table = {"mt_adamw_step", {"param master grad m v", "RRRRR rrrrr ccccc", NULL}, {
+    {"param", "nm", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
+    {"master", "nm", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, NULL},
+    {"grad", "nm", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"m", "nm", MT_ARG_F32, MT_ARG_IN_OUT, NULL},
+    {"v", "nm", MT_ARG_F32, MT_ARG_IN_OUT, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_adamw_step(mt_context *ctx, const mt_adamw *hyper, mt_tensor param, mt_tensor master,
                                mt_tensor grad, mt_tensor m, mt_tensor v) {
-    static const char *const where = "mt_adamw_step";
-    mt_arg args[] = {{"param", &param, param.rows, param.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
-                     {"master", &master, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL},
-                     {"grad", &grad, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN},
-                     {"m", &m, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN_OUT},
-                     {"v", &v, param.rows, param.cols, MT_ARG_F32, MT_ARG_IN_OUT}};
+    mt_tensor *views[] = {&param, &master, &grad, &m, &v};
     mti_operator op;
     MT_TRY(mt_adamw_check(ctx, hyper));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_adamw_step_table, views, NULL));
     MT_TRY(mti_expect_rounding(ctx, hyper->stochastic_rounding, param, master));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op));
     op.work.work = MT_WORK_OPTIMIZER;
     if (master.data) op.work.bytes -= mti_view_bytes(param); /* is only written */
     return mti_end(&op,

@@ -28,24 +28,31 @@ static void mti_cpu_add(void *data, int thread, int64_t first, int64_t last) {
     }
 }
 
+/* clang-format off */
+static const mti_table mti_convert_table = {"mt_convert", {"x y", "RR rr cc PP", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "=x"}}};
+
+static const mti_table mti_add_table = {"mt_add", {"a b y", "RRR rrr ccc PPP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"a", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"b", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_convert(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS},
-                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mt_tensor *views[] = {&x, &y};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_convert", args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_same_or_apart(ctx, "mt_convert", x, y));
-    MT_TRY(mti_begin(&op, ctx, "mt_convert", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_convert_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_convert(ctx, x, y),
                                 x.dtype == y.dtype ? mti_cpu_copy(ctx, x, y) : mti_cpu_convert(ctx, x, y)));
 }
 
 MT_API mt_status mt_add(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"a", &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS},
-                     {"b", &b, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS}};
+    mt_tensor *views[] = {&y, &a, &b};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_add", args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, "mt_add", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_add_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_add s = {a, b, y};
     return mti_end(&op,
                    MTI_RUN(&op, mti_cuda_add(ctx, a, b, y), mti_cpu_stripes(ctx, y.rows, y.cols, mti_cpu_add, &s)));

@@ -50,21 +50,28 @@ static mt_arg mti_dbias_arg(mt_attention_desc *s) {
     return arg;
 }
 
+/* Fills *op as mti_operands does. Operand `bias` is desc.bias, and operand `dbias`, if it is not 0, is desc.dbias. */
+static void mti_attention_operands(mti_operator *op, mt_context *ctx, const mti_table *table, mt_tensor *const *views,
+                                   mt_attention_desc *s, int bias, int dbias) {
+    const int64_t heads = mti_attention_heads(s), out_width = heads * s->head_dim;
+    const int64_t sizes[] = {s->batch * s->seq,
+                             mti_attention_width(s),
+                             out_width,
+                             heads,
+                             s->bias_batch * s->bias_heads * s->seq,
+                             s->kv_seq,
+                             s->batch * s->kv_seq,
+                             s->groups * s->head_dim};
+    mti_operands(op, ctx, table, views, sizes);
+    op->args[bias] = mti_bias_arg(s);
+    if (dbias) op->args[dbias] = mti_dbias_arg(s);
+}
+
 /* Refuses a desc.dbias without a bias that has a gradient. */
 static mt_status mti_expect_dbias(mt_context *ctx, const char *where, const mt_attention_desc *s) {
     if (!s->dbias.data || (s->bias.data && s->bias.dtype != MT_U8)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: desc.dbias is given, but desc.bias is %s", where,
                    s->bias.data ? "a boolean mask" : "mt_none()");
-}
-
-/* Checks that no output overlaps another tensor. args has `count` tensors, the last `outputs` of which are outputs. */
-static mt_status mti_expect_outputs_apart(mt_context *ctx, const char *where, const mt_arg *args, int count,
-                                          int outputs) {
-    int i, j;
-    for (i = count - outputs; i < count; i++)
-        for (j = 0; j < i; j++)
-            MT_TRY(mt_check_apart(ctx, where, args[i].name, *args[i].view, args[j].name, *args[j].view));
-    return MT_SUCCESS;
 }
 
 /* Checks desc and writes it to *s without defaults. A fused tensor has as many keys as queries. */
@@ -129,11 +136,10 @@ static mt_status mti_attention_agree(mt_context *ctx, const char *where, const m
 }
 
 /* As mti_expect_mask, for the dropout of probabilities: sequences are rows and heads are columns. */
-static mt_status mti_expect_head_masks(mti_operator *op, const char *where, const mt_arg *q, const char *name,
-                                       mt_tensor t, const mt_attention_desc *s) {
-    mt_status status = mti_attention_agree(op->ctx, where, q, t, s);
+static mt_status mti_expect_head_masks(mti_operator *op, const char *name, mt_tensor t, const mt_attention_desc *s) {
+    mt_status status = mti_attention_agree(op->ctx, op->name, &op->args[0], t, s);
     if (status != MT_SUCCESS) return mti_end(op, status);
-    return mti_expect_mask(op, where, name, t, &s->dropout, s->batch, mti_attention_heads(s), 1);
+    return mti_expect_mask(op, name, t, &s->dropout, s->batch, mti_attention_heads(s), 1);
 }
 
 MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc) {
@@ -145,23 +151,63 @@ MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt
     return mt_check_apart(ctx, where, "dbias", s.dbias, "bias", s.bias);
 }
 
+/* clang-format off */
+/* The sizes of the tables below: A tokens, B the width of qkv, C that of the queries and of out, D heads, E and F the
+   rows and columns of the bias, G the keys of all sequences, H their width. mti_bias_arg says more about the bias. */
+static const mti_table mti_attention_forward_table = {"mt_attention_forward",
+    {"qkv out lse bias", "RRRR ccrR ccrr", "rrcR rrcr"}, {
+    {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"out", "AC", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "qkv"},
+    {"lse", "DA", MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL, NULL},
+    {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_attention_backward_table = {"mt_attention_backward",
+    {"qkv lse out dout dqkv bias dbias", "RRRRRRR crcccRP crcccrr RRRPPRP", "rcrrrRP rcrrrrr"}, {
+    {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"lse", "DA", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"out", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, "out"},
+    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
+    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, "*"}}};
+
+/* The rules of these two depend on the desc: mti_dot_product_rule. */
+static const mti_table mti_dot_product_attention_forward_table = {"mt_dot_product_attention_forward",
+    {NULL, NULL, NULL}, {
+    {"q", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"k", "GH", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"v", "GH", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"out", "AC", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "q k v"},
+    {"lse", "DA", MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL, NULL},
+    {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_dot_product_attention_backward_table = {"mt_dot_product_attention_backward",
+    {NULL, NULL, NULL}, {
+    {"q", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"k", "GH", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"v", "GH", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"bias", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"lse", "DA", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"out", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dout", "AC", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dq", "AC", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
+    {"dk", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
+    {"dv", "GH", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
+    {"dbias", "EF", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL, "*"}}};
+/* clang-format on */
+
 MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                       mt_tensor lse) {
-    static const char *const where = "mt_attention_forward";
     mt_attention_desc s;
-    MT_TRY(mti_attention_desc_check(ctx, where, desc, 1, &s));
-    const int64_t tokens = s.batch * s.seq, heads = mti_attention_heads(&s);
-    mt_arg args[] = {{"qkv", &qkv, tokens, mti_attention_width(&s), MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"out", &out, tokens, heads * s.head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL},
-                     mti_bias_arg(&s)};
+    MT_TRY(mti_attention_desc_check(ctx, "mt_attention_forward", desc, 1, &s));
+    mt_tensor *views[] = {&qkv, &out, &lse, &s.bias};
     mti_attention a;
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "out", out, "qkv", qkv));
-    MT_TRY(mti_expect_qkv_parts(ctx, where, &s, "qkv", qkv));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, args, "out", out, &s));
+    mti_attention_operands(&op, ctx, &mti_attention_forward_table, views, &s, 3, 0);
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_expect_qkv_parts(ctx, op.name, &s, "qkv", qkv));
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_head_masks(&op, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     mti_attention_fused(&a, qkv, mt_none());
     mti_attention_work(&op, &s, 2);
@@ -170,27 +216,17 @@ MT_API mt_status mt_attention_forward(mt_context *ctx, const mt_attention_desc *
 
 MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv, mt_tensor out,
                                        mt_tensor lse, mt_tensor dout, mt_tensor dqkv) {
-    static const char *const where = "mt_attention_backward";
     mt_attention_desc s;
-    MT_TRY(mti_attention_desc_check(ctx, where, desc, 1, &s));
-    const int64_t tokens = s.batch * s.seq, heads = mti_attention_heads(&s);
-    const int64_t width = mti_attention_width(&s), out_width = heads * s.head_dim;
-    mt_arg args[] = {{"qkv", &qkv, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     mti_bias_arg(&s),
-                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
-                     {"out", &out, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dout", &dout, tokens, out_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dqkv", &dqkv, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     mti_dbias_arg(&s)};
+    MT_TRY(mti_attention_desc_check(ctx, "mt_attention_backward", desc, 1, &s));
+    mt_tensor *views[] = {&qkv, &s.bias, &lse, &out, &dout, &dqkv, &s.dbias};
     mti_attention a;
     mti_operator op;
-    MT_TRY(mti_expect_dbias(ctx, where, &s));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "dout", dout, "out", out));
-    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
-    MT_TRY(mti_expect_qkv_parts(ctx, where, &s, "qkv", qkv));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, args, "dqkv", dqkv, &s));
+    mti_attention_operands(&op, ctx, &mti_attention_backward_table, views, &s, 1, 6);
+    MT_TRY(mti_expect_dbias(ctx, op.name, &s));
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_expect_qkv_parts(ctx, op.name, &s, "qkv", qkv));
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_head_masks(&op, "dqkv", dqkv, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.dout = dout;
     mti_attention_fused(&a, qkv, dqkv);
@@ -198,26 +234,48 @@ MT_API mt_status mt_attention_backward(mt_context *ctx, const mt_attention_desc 
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_attention(&a, 1), mti_attention_loop(&op, &a, 1)));
 }
 
+/* Attention of queries to keys and values of their own. All ranks may have the keys and values: each rank uses those of
+   its heads (o). With one group all ranks may use it, with a share of the queries each (w; multi-query attention, arXiv
+   1911.02150). With more groups the queries of a rank would not meet their own group. Or each rank has the queries of
+   its own tokens: when no position counts, they see all keys (a). Otherwise the last key must be that of the rank's
+   last query (k). Dropout cannot number the rows of such queries.
+   [one group][the ranks' own queries: none, of all keys, of the first keys][backward] */
+#define MTI_HEADS_FORWARD "RRRRRR ccccrR ccccrr coocrR coocrr"
+#define MTI_HEADS_BACKWARD "RRRRRRRRRRR cccrcccccRP cccrcccccrr RRRRRPPPPRP coorcccooRP coorcccoorr"
+#define MTI_HEADS_OF_ALL_FORWARD MTI_HEADS_FORWARD " cwwcrR cwwcrr"
+#define MTI_HEADS_OF_ALL_BACKWARD MTI_HEADS_BACKWARD " cwwrcccPPRP cwwrcccPPrr"
+#define MTI_DOT_PRODUCT_RULES(forward, backward)                                                                       \
+    {                                                                                                                  \
+        {"q k v out lse bias", forward, "rrrrcR rrrrcr"}, {                                                            \
+            "q k v lse out dout dq dk dv bias dbias", backward, "rrrcrrrrrRP rrrcrrrrrrr"                              \
+        }                                                                                                              \
+    }
+static const mt_rule mti_dot_product_rules[2][3][2] = {
+    {MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD, MTI_HEADS_BACKWARD),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " raarcr", MTI_HEADS_BACKWARD " raacrrrPPrr"),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_FORWARD " rkkrcr", MTI_HEADS_BACKWARD " rkkcrrrPPrr")},
+    {MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD, MTI_HEADS_OF_ALL_BACKWARD),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " raarcr", MTI_HEADS_OF_ALL_BACKWARD " raacrrrPPrr"),
+     MTI_DOT_PRODUCT_RULES(MTI_HEADS_OF_ALL_FORWARD " rkkrcr", MTI_HEADS_OF_ALL_BACKWARD " rkkcrrrPPrr")}};
+
+static const mt_rule *mti_dot_product_rule(const mt_attention_desc *s, int backward) {
+    int by_position = s->mask == MT_MASK_CAUSAL || s->window || s->alibi_slopes;
+    int own = s->dropout.p > 0.0f || s->cu_seqlens ? 0 : !by_position ? 1 : s->batch == 1 ? 2 : 0;
+    return &mti_dot_product_rules[s->groups == 1][own][backward];
+}
+
 MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                   mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse) {
-    static const char *const where = "mt_dot_product_attention_forward";
     mt_attention_desc s;
-    MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
-    const int64_t heads = mti_attention_heads(&s), tokens = s.batch * s.seq, width = heads * s.head_dim;
-    const int64_t keys = s.batch * s.kv_seq, kv_width = s.groups * s.head_dim;
-    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL},
-                     mti_bias_arg(&s)};
+    MT_TRY(mti_attention_desc_check(ctx, "mt_dot_product_attention_forward", desc, 0, &s));
+    mt_tensor *views[] = {&q, &k, &v, &out, &lse, &s.bias};
     mti_attention a;
     mti_operator op;
-    int i;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    for (i = 0; i < 3; i++) MT_TRY(mt_check_apart(ctx, where, "out", out, args[i].name, *args[i].view));
-    MT_TRY(mti_begin_with(&op, ctx, where, mti_dot_product_rule(&s, 0), args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, args, "out", out, &s));
+    mti_attention_operands(&op, ctx, &mti_dot_product_attention_forward_table, views, &s, 5, 0);
+    MT_TRY(mti_check(&op));
+    op.rule = mti_dot_product_rule(&s, 0);
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_head_masks(&op, "out", out, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
     mti_attention_work(&op, &s, 2);
@@ -227,29 +285,17 @@ MT_API mt_status mt_dot_product_attention_forward(mt_context *ctx, const mt_atte
 MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor q,
                                                    mt_tensor k, mt_tensor v, mt_tensor out, mt_tensor lse,
                                                    mt_tensor dout, mt_tensor dq, mt_tensor dk, mt_tensor dv) {
-    static const char *const where = "mt_dot_product_attention_backward";
     mt_attention_desc s;
-    MT_TRY(mti_attention_desc_check(ctx, where, desc, 0, &s));
-    const int64_t heads = mti_attention_heads(&s), tokens = s.batch * s.seq, width = heads * s.head_dim;
-    const int64_t keys = s.batch * s.kv_seq, kv_width = s.groups * s.head_dim;
-    mt_arg args[] = {{"q", &q, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"k", &k, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"v", &v, keys, kv_width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     mti_bias_arg(&s),
-                     {"lse", &lse, heads, tokens, MT_ARG_F32, MT_ARG_IN},
-                     {"out", &out, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dout", &dout, tokens, width, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dq", &dq, tokens, width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dk", &dk, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dv", &dv, keys, kv_width, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     mti_dbias_arg(&s)};
+    MT_TRY(mti_attention_desc_check(ctx, "mt_dot_product_attention_backward", desc, 0, &s));
+    mt_tensor *views[] = {&q, &k, &v, &s.bias, &lse, &out, &dout, &dq, &dk, &dv, &s.dbias};
     mti_attention a;
     mti_operator op;
-    MT_TRY(mti_expect_dbias(ctx, where, &s));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 4));
-    MT_TRY(mti_begin_with(&op, ctx, where, mti_dot_product_rule(&s, 1), args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_head_masks(&op, where, args, "dq", dq, &s));
+    mti_attention_operands(&op, ctx, &mti_dot_product_attention_backward_table, views, &s, 3, 10);
+    MT_TRY(mti_expect_dbias(ctx, op.name, &s));
+    MT_TRY(mti_check(&op));
+    op.rule = mti_dot_product_rule(&s, 1);
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_head_masks(&op, "dq", dq, &s));
     a = mti_attention_resolve(ctx, &s, out, lse);
     a.q = q, a.k = k, a.v = v;
     a.dout = dout;

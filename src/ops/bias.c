@@ -3,7 +3,7 @@
 #pragma once
 #include "bias.h"
 #include "columns.c"
-#include "dispatch.c"
+#include "operator.c"
 #include "bias.cuh"
 
 /* y and bias, or dy and dbias */
@@ -34,24 +34,31 @@ static void mti_cpu_bias_backward(void *data, int thread, int64_t first, int64_t
     mti_cpu_column_sums(mt_tensor_cols(b->y, first, last - first), mt_tensor_cols(b->bias, first, last - first));
 }
 
+/* clang-format off */
+static const mti_table mti_bias_forward_table = {"mt_bias_forward", {"y bias", "RR rR cc PP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
+    {"bias", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_bias_backward_table = {"mt_bias_backward", {"dy dbias", "RR rP cc PP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "dy"}}};
+/* clang-format on */
+
 MT_API mt_status mt_bias_forward(mt_context *ctx, mt_tensor y, mt_tensor bias) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
-                     {"bias", &bias, 1, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
+    mt_tensor *views[] = {&y, &bias};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_bias_forward", args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, "mt_bias_forward", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_bias_forward_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_bias b = {y, bias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_forward(ctx, y, bias),
                                 mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_bias_forward, &b)));
 }
 
 MT_API mt_status mt_bias_backward(mt_context *ctx, mt_tensor dy, mt_tensor dbias) {
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
+    mt_tensor *views[] = {&dy, &dbias};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_bias_backward", args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, "mt_bias_backward", "dbias", dbias, "dy", dy));
-    MT_TRY(mti_begin(&op, ctx, "mt_bias_backward", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_bias_backward_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_bias b = {dy, dbias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_backward(ctx, dy, dbias),
                                 mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_bias_backward, &b)));

@@ -4,6 +4,8 @@
 #include "options.c"
 #include "../comm/hash.c"
 
+#define MTI_COUNT(list) ((int)(sizeof(list) / sizeof *(list)))
+
 static mt_status mti_expect_dtype(mt_context *ctx, const char *where, const char *name, mt_dtype dtype) {
     if (mt_dtype_size(dtype) == 0)
         return mt_fail(ctx, MT_ERR_DTYPE, "%s: %s.dtype is %d, must be MT_F32, MT_BF16, MT_F16, MT_I32 or MT_U8", where,
@@ -113,13 +115,6 @@ MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *
         return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] overlap", where, a_name,
                    (long long)a.rows, (long long)a.cols, b_name, (long long)b.rows, (long long)b.cols);
-}
-
-/* For operators whose y may be x: refuses a y that overlaps x without being the same view. */
-static mt_status mti_expect_same_or_apart(mt_context *ctx, const char *where, mt_tensor x, mt_tensor y) {
-    if (x.data == y.data && x.dtype == y.dtype && (x.rows <= 1 || mt_tensor_ld(x) == mt_tensor_ld(y)))
-        return MT_SUCCESS;
-    return mt_check_apart(ctx, where, "y", y, "x", x);
 }
 
 static mt_status mti_expect_finite(mt_context *ctx, const char *where, const char *name, float value) {

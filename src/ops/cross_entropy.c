@@ -6,7 +6,8 @@
 #include "rows.cuh"
 #include "map.cuh"
 #include "ptx.cuh"
-#include "dispatch.c"
+#include "numbers.c"
+#include "operator.c"
 #include "../comm/defaults.h"
 
 static mt_status mti_expect_cross_entropy(mt_context *ctx, const char *where, const mt_cross_entropy_shard_desc *s) {
@@ -237,19 +238,43 @@ static mt_status mti_expect_vocabulary(mt_context *ctx, const char *where, const
     return mti_cross_entropy_agree(ctx, where, desc, logits, targets);
 }
 
+/* clang-format off */
+static const mti_table mti_cross_entropy_stats_table = {"mt_cross_entropy_stats", {"logits stats", "RR rr cc", NULL}, {
+    {"stats", "A4", MT_ARG_F32, MT_ARG_OUT, "logits"},
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_cross_entropy_combine_table = {"mt_cross_entropy_combine",
+    {"gathered loss lse", "RRR rcc", NULL}, {
+    {"loss", "1n", MT_ARG_F32, MT_ARG_OUT, NULL},
+    {"lse", "2n", MT_ARG_F32, MT_ARG_OUT, NULL},
+    {"gathered", "A4", MT_ARG_F32, MT_ARG_IN, NULL}}};
+
+/* dloss may have one column for all rows: A. */
+static const mti_table mti_cross_entropy_backward_table = {"mt_cross_entropy_backward",
+    {"logits lse dloss", "RRR cRR rcR rcc", NULL}, {
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"lse", "2n", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+
+static const mti_table mti_cross_entropy_forward_backward_table = {"mt_cross_entropy_forward_backward",
+    {"logits loss dloss", "RRR rcR rcc", NULL}, {
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS, NULL},
+    {"loss", "1n", MT_ARG_F32, MT_ARG_OUT, NULL},
+    {"dloss", "1A", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
                                         const int32_t *targets, mt_tensor stats) {
-    static const char *const where = "mt_cross_entropy_stats";
-    mt_arg args[] = {{"stats", &stats, logits.rows, 4, MT_ARG_F32, MT_ARG_OUT},
-                     {"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
+    mt_tensor *views[] = {&stats, &logits};
     mti_cross_entropy c;
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
-    MT_TRY(mt_check_apart(ctx, where, "stats", stats, "logits", logits));
-    MT_TRY(mti_expect_vocabulary(ctx, where, desc, logits, targets));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_cross_entropy_stats_table, views, &logits.rows);
+    MT_TRY(mti_expect_cross_entropy(ctx, op.name, desc));
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
+    MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, logits.rows));
+    MT_TRY(mti_expect_all_apart(&op));
+    MT_TRY(mti_expect_vocabulary(ctx, op.name, desc, logits, targets));
+    MT_TRY(mti_begin(&op));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.stats = stats;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_cross_entropy_stats(ctx, desc, logits, targets, stats),
@@ -258,18 +283,17 @@ MT_API mt_status mt_cross_entropy_stats(mt_context *ctx, const mt_cross_entropy_
 
 MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor gathered,
                                           int shards, const int32_t *targets, mt_tensor loss, mt_tensor lse) {
-    static const char *const where = "mt_cross_entropy_combine";
-    mt_arg args[] = {{"loss", &loss, 1, loss.cols, MT_ARG_F32, MT_ARG_OUT},
-                     {"lse", &lse, 2, loss.cols, MT_ARG_F32, MT_ARG_OUT},
-                     {"gathered", &gathered, mt_size_mul(shards, loss.cols), 4, MT_ARG_F32, MT_ARG_IN}};
+    const int64_t rows = mt_size_mul(shards, loss.cols);
+    mt_tensor *views[] = {&loss, &lse, &gathered};
     mti_cross_entropy c;
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
+    mti_operands(&op, ctx, &mti_cross_entropy_combine_table, views, &rows);
+    MT_TRY(mti_expect_cross_entropy(ctx, op.name, desc));
     if (shards < 1 || shards > MTI_CE_SHARDS)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be 1 to %d", where, shards, MTI_CE_SHARDS);
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, loss.cols));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: shards is %d, must be 1 to %d", op.name, shards, MTI_CE_SHARDS);
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, loss.cols));
+    MT_TRY(mti_begin(&op));
     c = mti_cross_entropy_of(desc, mt_none(), targets);
     c.stats = gathered;
     c.shards = shards;
@@ -281,18 +305,17 @@ MT_API mt_status mt_cross_entropy_combine(mt_context *ctx, const mt_cross_entrop
 
 MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc, mt_tensor logits,
                                            const int32_t *targets, mt_tensor lse, mt_tensor dloss, float scale) {
-    static const char *const where = "mt_cross_entropy_backward";
-    mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS},
-                     {"lse", &lse, 2, logits.rows, MT_ARG_F32, MT_ARG_IN},
-                     {"dloss", &dloss, 1, dloss.cols == 1 ? 1 : logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    const int64_t losses = dloss.cols == 1 ? 1 : logits.rows;
+    mt_tensor *views[] = {&logits, &lse, &dloss};
     mti_cross_entropy c;
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
-    MT_TRY(mti_expect_vocabulary(ctx, where, desc, logits, targets));
-    MT_TRY(mti_loss_scale_note(ctx, where, logits, dloss, scale));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_cross_entropy_backward_table, views, &losses);
+    MT_TRY(mti_expect_cross_entropy(ctx, op.name, desc));
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, logits.rows));
+    MT_TRY(mti_expect_vocabulary(ctx, op.name, desc, logits, targets));
+    MT_TRY(mti_loss_scale_note(ctx, op.name, logits, dloss, scale));
+    MT_TRY(mti_begin(&op));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.lse = lse;
     c.dloss = dloss;
@@ -304,21 +327,20 @@ MT_API mt_status mt_cross_entropy_backward(mt_context *ctx, const mt_cross_entro
 MT_API mt_status mt_cross_entropy_forward_backward(mt_context *ctx, const mt_cross_entropy_shard_desc *desc,
                                                    mt_tensor logits, const int32_t *targets, mt_tensor dloss,
                                                    float scale, mt_tensor loss) {
-    static const char *const where = "mt_cross_entropy_forward_backward";
-    mt_arg args[] = {{"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_GRADIENT | MTI_AS_IS},
-                     {"loss", &loss, 1, logits.rows, MT_ARG_F32, MT_ARG_OUT},
-                     {"dloss", &dloss, 1, dloss.cols == 1 ? 1 : logits.rows, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    const int64_t losses = dloss.cols == 1 ? 1 : logits.rows;
+    mt_tensor *views[] = {&logits, &loss, &dloss};
     mti_cross_entropy c;
     mti_operator op;
-    MT_TRY(mti_expect_cross_entropy(ctx, where, desc));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_cross_entropy_forward_backward_table, views, &losses);
+    MT_TRY(mti_expect_cross_entropy(ctx, op.name, desc));
+    MT_TRY(mti_check(&op));
     if (desc->first_col != 0 || logits.cols < desc->vocab)
         return mt_fail(ctx, MT_ERR_SHAPE, "%s: %lld columns from %lld on are only a part of a vocabulary of %lld",
-                       where, (long long)logits.cols, (long long)desc->first_col, (long long)desc->vocab);
-    MT_TRY(mti_expect_pointer(ctx, where, "targets", targets, logits.rows));
-    MT_TRY(mti_cross_entropy_agree(ctx, where, desc, logits, targets));
-    MT_TRY(mti_loss_scale_note(ctx, where, logits, dloss, scale));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+                       op.name, (long long)logits.cols, (long long)desc->first_col, (long long)desc->vocab);
+    MT_TRY(mti_expect_pointer(ctx, op.name, "targets", targets, logits.rows));
+    MT_TRY(mti_cross_entropy_agree(ctx, op.name, desc, logits, targets));
+    MT_TRY(mti_loss_scale_note(ctx, op.name, logits, dloss, scale));
+    MT_TRY(mti_begin(&op));
     c = mti_cross_entropy_of(desc, logits, targets);
     c.loss = loss;
     c.dloss = dloss;

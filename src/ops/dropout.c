@@ -5,7 +5,8 @@
 #include "columns.c"
 #include "columns.cuh"
 #include "random_words.cuh"
-#include "dispatch.c"
+#include "numbers.c"
+#include "operator.c"
 
 static mt_status mti_expect_probability(mt_context *ctx, const char *where, float p) {
     return mt_check_float(ctx, where, NULL, "dropout.p", p, MT_FLOAT_PROBABILITY);
@@ -19,10 +20,10 @@ static mt_status mti_expect_dropout(mt_context *ctx, const char *where, mt_dropo
 
 /* Checks the place by which dropout takes random words for y, operand `name`, once mti_begin has noted what y is. rows,
    cols and padded: see mt_place. If it fails, the caller must not call mti_end. */
-static mt_status mti_expect_mask(mti_operator *op, const char *where, const char *name, mt_tensor y,
-                                 const mt_dropout *dropout, int64_t rows, int64_t cols, int padded) {
+static mt_status mti_expect_mask(mti_operator *op, const char *name, mt_tensor y, const mt_dropout *dropout,
+                                 int64_t rows, int64_t cols, int padded) {
     const int is_on = dropout->p > 0.0f; /* a data rank may evaluate */
-    mt_status status = mti_numbers_agree(op->ctx, where, "p of dropout", y, is_on, 1, (double)dropout->p);
+    mt_status status = mti_numbers_agree(op->ctx, op->name, "p of dropout", y, is_on, 1, (double)dropout->p);
     mt_place place;
     if (status != MT_SUCCESS) return mti_end(op, status);
     if (dropout->p <= 0.0f) return MT_SUCCESS;
@@ -36,7 +37,7 @@ static mt_status mti_expect_mask(mti_operator *op, const char *where, const char
     place.subsequence = dropout->at.subsequence;
     place.what = "mask";
     place.vocab = 0;
-    status = mt_place_check(op->ctx, where, "dropout.at", name, y, &place);
+    status = mt_place_check(op->ctx, op->name, "dropout.at", name, y, &place);
     return status == MT_SUCCESS ? status : mti_end(op, status);
 }
 
@@ -149,18 +150,29 @@ static void mti_cpu_bias_dropout_add_backward(void *data, int thread, int64_t fi
 
 #include "dropout.cuh"
 
+/* clang-format off */
+static const mti_table mti_bias_dropout_add_forward_table = {"mt_bias_dropout_add_forward",
+    {"x bias residual y", "RRRR rRrr cccc P-PP PPPP", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"bias", "1m", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL},
+    {"residual", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_bias_dropout_add_backward_table = {"mt_bias_dropout_add_backward",
+    {"dy dx dbias", "RRR rrP ccc PPP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_tensor bias, mt_tensor residual,
                                              mt_dropout dropout, mt_tensor y) {
-    static const char *const where = "mt_bias_dropout_add_forward";
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"bias", &bias, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"residual", &residual, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS},
-                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mt_tensor *views[] = {&x, &bias, &residual, &y};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_dropout(ctx, where, dropout, x.rows, x.cols));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_mask(&op, where, "y", y, &dropout, y.rows, y.cols, 0));
+    MT_TRY(mti_accept(&op, ctx, &mti_bias_dropout_add_forward_table, views, NULL));
+    MT_TRY(mti_expect_dropout(ctx, op.name, dropout, x.rows, x.cols));
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_mask(&op, "y", y, &dropout, y.rows, y.cols, 0));
     mti_bias_dropout_add f = {x, bias, residual, dropout, y};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_forward(ctx, x, bias, residual, dropout, y),
                                 mti_cpu_rows(ctx, x.rows, x.cols, mti_cpu_bias_dropout_add_forward, &f)));
@@ -168,15 +180,12 @@ MT_API mt_status mt_bias_dropout_add_forward(mt_context *ctx, mt_tensor x, mt_te
 
 MT_API mt_status mt_bias_dropout_add_backward(mt_context *ctx, mt_tensor dy, mt_dropout dropout, mt_tensor dx,
                                               mt_tensor dbias) {
-    static const char *const where = "mt_bias_dropout_add_backward";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
+    mt_tensor *views[] = {&dy, &dx, &dbias};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_dropout(ctx, where, dropout, dy.rows, dy.cols));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_mask(&op, where, "dx", dx, &dropout, dx.rows, dx.cols, 0));
+    MT_TRY(mti_accept(&op, ctx, &mti_bias_dropout_add_backward_table, views, NULL));
+    MT_TRY(mti_expect_dropout(ctx, op.name, dropout, dy.rows, dy.cols));
+    MT_TRY(mti_begin(&op));
+    MT_TRY(mti_expect_mask(&op, "dx", dx, &dropout, dx.rows, dx.cols, 0));
     mti_dropout_slopes b = {dy, dropout, dx, dbias};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_bias_dropout_add_backward(ctx, dy, dropout, dx, dbias),
                                 mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_bias_dropout_add_backward, &b)));

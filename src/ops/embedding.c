@@ -3,7 +3,8 @@
 #pragma once
 #include "embedding.h"
 #include "rows.c"
-#include "dispatch.c"
+#include "numbers.c"
+#include "operator.c"
 #include "embedding.cuh"
 
 static mt_status mti_expect_embedding(mt_context *ctx, const char *where, const char *table_name, mt_tensor table,
@@ -67,38 +68,43 @@ static void mti_cpu_embedding_backward(void *data, int thread, int64_t first, in
     }
 }
 
-/* Applies the rule of an embedding. The ids are an operand, too. */
-static mt_status mti_embedding_rule(mt_context *ctx, const char *where, const mt_rule *rule, const int32_t *ids,
-                                    int64_t first_row, const mt_arg *args) {
-    mt_tensor rows = mt_tensor_make(ids, MT_I32, args[0].view->rows, 1), table = *args[1].view;
+/* Applies the rule of an embedding, whose first operands are its rows and the table. */
+static mt_status mti_embedding_rule(const mti_operator *op, int64_t first_row) {
+    mt_tensor table = *op->args[1].view;
     mt_place place = {table.rows, table.cols, first_row, INT64_MAX, table.cols, 1, "rows of the table", 0, 0, 0};
-    mt_arg all[3];
-    if (!mt_check_mode(ctx)) return MT_SUCCESS;
-    MT_TRY(mt_place_check(ctx, where, "", args[1].name, table, &place));
-    memset(all, 0, sizeof all);
-    all[0] = args[0];
-    all[1] = args[1];
-    all[2].name = "ids";
-    all[2].view = &rows;
-    all[2].use = MT_ARG_IN;
-    return mti_apply_rule(ctx, where, rule, all, 3);
+    if (!mt_check_mode(op->ctx)) return MT_SUCCESS;
+    MT_TRY(mt_place_check(op->ctx, op->name, "", op->args[1].name, table, &place));
+    return mti_apply_rule(op);
 }
+
+/* clang-format off */
+static const mti_table mti_embedding_forward_table = {"mt_embedding_forward",
+    {"ids table y", "RRR rRr RrP Rcc", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "table"},
+    {"table", "vk", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"ids", "n1", MT_ARG_ANY, MT_ARG_IN | MTI_UNSEEN, NULL}}};
+
+static const mti_table mti_embedding_backward_table = {"mt_embedding_backward",
+    {"ids dy dtable", "RRR RRr rrP Rcc RPP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dtable", "vk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "dy"},
+    {"ids", "n1", MT_ARG_ANY, MT_ARG_IN | MTI_UNSEEN, NULL}}};
+/* clang-format on */
 
 MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t first_row, const int32_t *ids,
                                       float beta, mt_tensor y) {
-    static const char *const where = "mt_embedding_forward";
-    static const mt_rule rule = {"ids table y", "RRR rRr RrP Rcc", NULL};
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MTI_AS_IS | MT_ARG_OUT | (beta != 0.0f ? MT_ARG_IN : 0)},
-                     {"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
     /* reads one row of the table for each token */
     const double bytes = (beta != 0.0f ? 3.0 : 2.0) * mti_view_bytes(y);
+    mt_tensor id_rows = mt_tensor_make(ids, MT_I32, y.rows, 1), *views[] = {&y, &table, &id_rows};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_embedding(ctx, where, "table", table, first_row, ids, "y", y));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "table", table));
-    MT_TRY(mti_numbers_agree(ctx, where, "beta", y, 2, 1, (double)beta)); /* of the y that the call adds to */
-    MT_TRY(mti_embedding_rule(ctx, where, &rule, ids, first_row, args));
-    MT_TRY(mti_begin_ruled(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_embedding_forward_table, views, NULL);
+    if (beta != 0.0f) op.args[0].use |= MT_ARG_IN;
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
+    MT_TRY(mti_expect_embedding(ctx, op.name, "table", table, first_row, ids, "y", y));
+    MT_TRY(mti_expect_all_apart(&op));
+    MT_TRY(mti_numbers_agree(ctx, op.name, "beta", y, 2, 1, (double)beta)); /* of the y that the call adds to */
+    MT_TRY(mti_embedding_rule(&op, first_row));
+    MT_TRY(mti_start(&op));
     op.work.bytes = bytes;
     mti_embedding e = {table, y, first_row, ids, beta};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_forward(ctx, table, first_row, ids, beta, y),
@@ -107,18 +113,16 @@ MT_API mt_status mt_embedding_forward(mt_context *ctx, mt_tensor table, int64_t 
 
 MT_API mt_status mt_embedding_backward(mt_context *ctx, mt_tensor dy, int64_t first_row, const int32_t *ids,
                                        mt_tensor dtable) {
-    static const char *const where = "mt_embedding_backward";
-    static const mt_rule rule = {"ids dy dtable", "RRR RRr rrP Rcc RPP", NULL};
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dtable", &dtable, dtable.rows, dtable.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
     /* adds to one row of the table for each token */
     const double bytes = mti_view_bytes(dy) + 8.0 * (double)dy.rows * (double)dy.cols;
+    mt_tensor id_rows = mt_tensor_make(ids, MT_I32, dy.rows, 1), *views[] = {&dy, &dtable, &id_rows};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_embedding(ctx, where, "dtable", dtable, first_row, ids, "dy", dy));
-    MT_TRY(mt_check_apart(ctx, where, "dtable", dtable, "dy", dy));
-    MT_TRY(mti_embedding_rule(ctx, where, &rule, ids, first_row, args));
-    MT_TRY(mti_begin_ruled(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_embedding_backward_table, views, NULL);
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
+    MT_TRY(mti_expect_embedding(ctx, op.name, "dtable", dtable, first_row, ids, "dy", dy));
+    MT_TRY(mti_expect_all_apart(&op));
+    MT_TRY(mti_embedding_rule(&op, first_row));
+    MT_TRY(mti_start(&op));
     op.work.bytes = bytes;
     mti_embedding e = {dtable, dy, first_row, ids, 0.0f};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_embedding_backward(ctx, dy, first_row, ids, dtable),

@@ -2,7 +2,7 @@
 
 #pragma once
 #include "rows.c"
-#include "dispatch.c"
+#include "operator.c"
 #include "fill.cuh"
 
 MT_API mt_tensor mt_none(void) { return mt_tensor_make(NULL, MT_F32, 0, 0); }
@@ -29,11 +29,16 @@ static void mti_cpu_fill(void *data, int thread, int64_t first, int64_t last) {
     }
 }
 
+/* clang-format off */
+static const mti_table mti_fill_table = {"mt_fill", {NULL, NULL, NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_fill(mt_context *ctx, mt_tensor y, float value) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mt_tensor *views[] = {&y};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_fill", args, MTI_COUNT(args)));
-    MT_TRY(mti_begin_ruled(&op, ctx, "mt_fill", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_fill_table, views, NULL));
+    MT_TRY(mti_start(&op));
     if (mt_check_mode(ctx)) MT_TRY(mt_declare_zero(ctx, y));
     if (mt_check_mode(ctx) && value != 0.0f) MT_TRY(mt_declare(ctx, NULL, y, MT_UNDECLARED));
     mti_fill f = {y, value};

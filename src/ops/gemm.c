@@ -4,7 +4,7 @@
 #include "gemm.h"
 #include "rows.c"
 #include "panels.c"
-#include "dispatch.c"
+#include "operator.c"
 #include "add.cuh"
 #include "hash.cuh"
 
@@ -967,36 +967,45 @@ static mt_status mti_gemm_loop(mti_operator *op, const mti_matmul *g) {
     return op->on_cpu ? mti_cpu_gemm(op->ctx, g, scratch) : MT_SUCCESS;
 }
 
+/* C = op(A) op(B), by transpose of A and B. */
+static const mt_rule mti_gemm_rules[2][2] = {
+    {{"a b c", "RRR rRr Rcc crP PRP RPP", "rrr"}, {"a b c", "RRR rRr Rrc ccP PRP RPP", "rrr"}},
+    {{"a b c", "RRR cRr Rcc rrP PRP RPP", "rrr"}, {"a b c", "RRR cRr Rrc rcP PRP RPP", "rrr"}}};
+
+/* clang-format off */
+/* The rule of this table is that without transposes. */
+static const mti_table mti_gemm_table = {"mt_gemm", {"a b c", "RRR rRr Rcc crP PRP RPP", "rrr"}, {
+    {"c", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_PRODUCT, "a b"},
+    {"a", "ij", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"b", "kl", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_gemm(mt_context *ctx, mt_transpose trans_a, mt_transpose trans_b, float alpha, mt_tensor a,
                          mt_tensor b, float beta, mt_tensor c) {
     mti_matmul g = mti_gemm_sizes(trans_a, trans_b, a, b);
-    const int of_rows = trans_a == MT_TRANS && trans_b == MT_NO_TRANS;
-    const int use = MT_ARG_OUT | MT_ARG_PRODUCT | (of_rows ? MT_ARG_SUM : 0) | (beta != 0.0f ? MT_ARG_IN : 0);
-    mt_arg args[] = {{"c", &c, c.rows, c.cols, MT_ARG_FLOAT, use},
-                     {"a", &a, a.rows, a.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"b", &b, b.rows, b.cols, MT_ARG_FLOAT, MT_ARG_IN}};
-    mt_dtype dtype = a.dtype;
+    const mt_dtype dtype = a.dtype;
+    mt_tensor *views[] = {&c, &a, &b};
     mti_operator op;
     int i;
-    MT_TRY(mt_args_check(ctx, "mt_gemm", args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_gemm_table, views, NULL);
+    op.rule = &mti_gemm_rules[trans_a == MT_TRANS][trans_b == MT_TRANS];
+    if (trans_a == MT_TRANS && trans_b == MT_NO_TRANS) op.args[0].use |= MT_ARG_SUM; /* over the rows of a and b */
+    if (beta != 0.0f) op.args[0].use |= MT_ARG_IN;
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
     MT_TRY(mti_expect_gemm(ctx, trans_a, trans_b, a, b, c, &g));
     MT_TRY(mti_expect_gemm_sizes(ctx, &g, a, b, c));
-    MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "a", a));
-    MT_TRY(mt_check_apart(ctx, "mt_gemm", "c", c, "b", b));
+    MT_TRY(mti_expect_all_apart(&op));
     mti_packed_drop(ctx, c); /* before the copy of b is chosen: c may be other columns of its memory */
     g.alpha = alpha;
     g.beta = beta;
     mti_gemm_operands(&g, a, b, c);
     MT_TRY(mti_gemm_choose(ctx, &g));
-    for (i = 0; i < MTI_COUNT(args); i++)
-        if (g.plan || (args[i].view == &b && (g.few || MTI_GEMM_WIDENS)) ||
-            (args[i].view == &a && !g.few && MTI_GEMM_WIDENS))
-            args[i].use |= MTI_AS_IS;
-    if (trans_a == MT_NO_TRANS && trans_b == MT_TRANS) MT_TRY(mt_parts_agree(ctx, "mt_gemm", b, a));
-    if (mt_check_mode(ctx))
-        MT_TRY(mti_apply_rule(ctx, "mt_gemm", &mti_gemm_rules[trans_a == MT_TRANS][trans_b == MT_TRANS], args,
-                              MTI_COUNT(args)));
-    MT_TRY(mti_begin_ruled(&op, ctx, "mt_gemm", args, MTI_COUNT(args)));
+    for (i = 0; i < op.views; i++)
+        if (g.plan || (views[i] == &b && (g.few || MTI_GEMM_WIDENS)) || (views[i] == &a && !g.few && MTI_GEMM_WIDENS))
+            op.args[i].use |= MTI_AS_IS;
+    if (trans_a == MT_NO_TRANS && trans_b == MT_TRANS) MT_TRY(mt_parts_agree(ctx, op.name, b, a));
+    MT_TRY(mti_apply_rule(&op));
+    MT_TRY(mti_start(&op));
     mti_gemm_operands(&g, a, b, c);
     op.work.work = MT_WORK_GEMM;
     op.work.dtype = dtype;

@@ -41,7 +41,7 @@ MT_API mt_status mt_ids_check(mt_context *ctx, const char *what, const int32_t *
     error.limit = limit;
     snprintf(error.function, sizeof error.function, "mt_ids_check");
     snprintf(error.name, sizeof error.name, "%s", what ? what : "id");
-    MT_TRY(mti_begin(&op, ctx, "mt_ids_check", NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, "mt_ids_check"));
     op.work.bytes = (double)count * sizeof *ids;
     MT_TRY(mti_end(&op, MTI_RUN(&op, mti_cuda_ids_check(ctx, ids, count, ignore, &error),
                                 mti_cpu_ids_check(ids, count, ignore, &error))));
@@ -69,7 +69,7 @@ MT_API mt_status mt_position_ids(mt_context *ctx, int64_t first_token, int64_t s
     s.seq = seq;
     s.cu_seqlens = cu_seqlens;
     s.documents = documents;
-    MT_TRY(mti_begin(&op, ctx, "mt_position_ids", NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, "mt_position_ids"));
     op.work.bytes = (double)count * sizeof *ids;
     MT_TRY(mti_positions_note(&op, first_token, &s, mt_tensor_make(ids, MT_I32, count, 1)));
     mti_positions p = {&s, first_token, ids};

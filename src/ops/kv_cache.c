@@ -3,7 +3,8 @@
 #pragma once
 #include "kv_cache.h"
 #include "math.cuh"
-#include "attention.c"
+#include "attention_cpu.c"
+#include "attention_choice.cuh"
 #include "rotary.c"
 
 /* One call of an operator of this section. */
@@ -537,6 +538,22 @@ static void mti_kv_work(mti_operator *op, const mti_kv *k) {
 
 #include "kv_cache.cuh"
 
+/* clang-format off */
+static const mti_table mti_kv_cache_append_table = {"mt_kv_cache_append",
+    {"qkv table keys values", "RR** cR**", "rR**"}, {
+    {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN_OUT, NULL},
+    {"table", "EF", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL},
+    {"keys", "CD", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"},
+    {"values", "CD", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"}}};
+
+static const mti_table mti_kv_cache_attention_table = {"mt_kv_cache_attention",
+    {"qkv keys values out", "R**R c**c", "r**r"}, {
+    {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"keys", "CD", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"values", "CD", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"out", "AE", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "*"}}};
+/* clang-format on */
+
 MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv,
                                     const mt_kv_cache *cache) {
     static const char *const where = "mt_kv_cache_append";
@@ -545,15 +562,13 @@ MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *de
     MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
     if (table.data) MT_TRY(mti_expect_rotary(ctx, where, desc));
     const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
-    mt_arg args[] = {{"qkv", &k.qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT},
-                     {"table", &table, cache->max_seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"keys", &k.cache.keys, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"values", &k.cache.values, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 2));
+    const int64_t sizes[] = {tokens,         mti_attention_width(desc), rows, desc->head_dim,
+                             cache->max_seq, mti_rotary_dim(desc)};
+    mt_tensor *views[] = {&k.qkv, &table, &k.cache.keys, &k.cache.values};
+    MT_TRY(mti_accept(&op, ctx, &mti_kv_cache_append_table, views, sizes));
     MT_TRY(mti_kv_expect_lengths(&k, where));
     MT_TRY(mti_expect_qkv_parts(ctx, where, desc, "qkv", qkv));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op));
     k.table = table;
     /* reads the whole qkv and the row of the table for each token, writes the turned part back, and the cache */
     op.work.bytes = (double)tokens * (double)mt_dtype_size(qkv.dtype) * (double)desc->head_dim * (double)desc->groups *
@@ -569,17 +584,14 @@ MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc 
     mti_operator op;
     MT_TRY(mti_kv_check(ctx, where, desc, qkv, cache, &k));
     const int64_t rows = desc->batch * desc->groups * cache->max_seq, tokens = desc->batch * desc->seq;
-    mt_arg args[] = {
-        {"qkv", &k.qkv, tokens, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-        {"keys", &k.cache.keys, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-        {"values", &k.cache.values, rows, desc->head_dim, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-        {"out", &k.out, tokens, mti_attention_heads(desc) * desc->head_dim, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    const int64_t sizes[] = {tokens, mti_attention_width(desc), rows, desc->head_dim,
+                             mti_attention_heads(desc) * desc->head_dim};
+    mt_tensor *views[] = {&k.qkv, &k.cache.keys, &k.cache.values, &k.out};
     k.out = out;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_outputs_apart(ctx, where, args, MTI_COUNT(args), 1));
+    MT_TRY(mti_accept(&op, ctx, &mti_kv_cache_attention_table, views, sizes));
     MT_TRY(mti_kv_expect_lengths(&k, where));
     MT_TRY(mti_expect_qkv_parts(ctx, where, desc, "qkv", qkv));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_begin(&op));
     mti_kv_work(&op, &k);
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_kv_cache_attention(&k), mti_kv_attention_loop(&op, &k)));
 }

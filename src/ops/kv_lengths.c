@@ -43,7 +43,7 @@ MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache
     MT_TRY(mti_kv_expect_tokens(ctx, where, batch, seq));
     MT_TRY(mti_kv_expect_cache(ctx, where, cache, batch));
     MT_TRY(mti_expect_pointer(ctx, where, "ids", ids, batch * seq));
-    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, where));
     op.work.bytes = (double)(batch * (seq + 1)) * sizeof *ids;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_kv_positions(ctx, cache, batch, seq, ids),
                                 mti_cpu_kv_positions(cache, batch, seq, ids)));
@@ -56,7 +56,7 @@ MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t b
     MT_TRY(mti_kv_expect_tokens(ctx, where, batch, seq));
     MT_TRY(mt_check_size(ctx, where, NULL, "max_seq", max_seq, 1, INT_MAX));
     MT_TRY(mti_expect_pointer(ctx, where, "lengths", lengths, batch));
-    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, where));
     op.work.bytes = (double)(batch * (added ? 3 : 2)) * sizeof *lengths;
     return mti_end(&op, MTI_RUN(&op, mti_cuda_kv_advance(ctx, max_seq, batch, seq, added, lengths),
                                 mti_cpu_kv_advance(max_seq, batch, seq, added, lengths)));

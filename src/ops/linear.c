@@ -50,31 +50,59 @@ static mt_status mti_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x
 #define MTI_FUSED(ctx, fused, separate) (mt_check_pause(ctx), mt_check_resume(ctx, separate))
 #endif
 
+/* clang-format off */
+static const mti_table mti_linear_forward_table = {"mt_linear_forward",
+    {"weight x bias y", "RRRR RrRr rRcc cc-P RP-P PR-P ccPP RPPP PRPP", "rrRr"}, {
+    {"weight", "mk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"x", "nk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT, "x weight"},
+    {"bias", "1m", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+
+static const mti_table mti_linear_activation_forward_table = {"mt_linear_activation_forward",
+    {"weight x bias h y", "RRRRR RrRrr rRccc", "rrRrr"}, {
+    {"weight", "ik", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"x", "nk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"y", "jm", MT_ARG_FLOAT, MT_ARG_OUT, "h x weight"},
+    {"h", "ni", MT_ARG_FLOAT, MT_ARG_OUT, "x weight"},
+    {"bias", "1A", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+
+static const mti_table mti_linear_activation_backward_table = {"mt_linear_activation_backward",
+    {"weight dy h dh dbias", "RRRRR RrrrP cRccc rcRPP RPRPP PRRPP", "rrrrP"}, {
+    {"weight", "mk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"h", "nA", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dh", "nA", MT_ARG_FLOAT, MT_ARG_OUT, "dy h weight"},
+    {"dbias", "1A", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, NULL}}};
+
+static const mti_table mti_linear_gradients_table = {"mt_linear_gradients",
+    {"dweight dy x dbias", "RRRR rcRc cRcR PrrP PPRP PRPR", "rrrP"}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"x", "nk", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dweight", "mk", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_PRODUCT | MT_ARG_SUM, "dy x"},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "dy"}}};
+/* clang-format on */
+
 MT_API mt_status mt_linear_forward(mt_context *ctx, mt_tensor x, mt_tensor weight, mt_tensor bias, mt_tensor y) {
-    static const char *const where = "mt_linear_forward";
-    mt_arg args[] = {{"weight", &weight, weight.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"x", &x, x.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"y", &y, x.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"bias", &bias, 1, weight.rows, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL}};
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
-    MT_TRY(mt_parts_agree(ctx, where, weight, bias));
-    MT_TRY(mt_parts_agree(ctx, where, weight, x));
-    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
+    mt_tensor *views[] = {&weight, &x, &y, &bias};
+    mti_operator op;
+    MT_TRY(mti_accept(&op, ctx, &mti_linear_forward_table, views, NULL));
+    MT_TRY(mt_parts_agree(ctx, op.name, weight, bias));
+    MT_TRY(mt_parts_agree(ctx, op.name, weight, x));
+    MT_TRY(mti_apply_rule(&op));
     return MTI_FUSED(ctx, mti_cuda_linear_forward(ctx, x, weight, bias, y),
                      mti_linear_forward(ctx, x, weight, bias, y));
 }
 
 /* The rule of mt_linear_activation_forward. When x and weight are split by columns, each rank has a term of h, and the
    activation of a term is none of their sum: the message then names the calls that compute it. */
-static mt_status mti_linear_activation_rule(mt_context *ctx, const char *where, const mt_arg *args, int count) {
+static mt_status mti_linear_activation_rule(const mti_operator *op) {
     static const mt_rule products = {"weight x y h bias", "RR*** rR*** Rr*** cc***", "rr***"};
-    mt_status status = mti_apply_rule_of(ctx, where, args, count);
+    mt_context *ctx = op->ctx;
+    mt_status status = mti_apply_rule(op);
     char message[MT_ERROR_BYTES];
     if (status != MT_ERR_ARGUMENT || !strstr(mt_last_error(ctx), "split by columns")) return status;
     snprintf(message, sizeof message, "%s", mt_last_error(ctx));
-    if (mti_apply_rule(ctx, where, &products, args, 2)) return mt_fail(ctx, status, "%s", message);
+    if (mti_apply(op, &products, 2)) return mt_fail(ctx, status, "%s", message);
     return mt_fail(ctx, status,
                    "%.*s: x and weight are split by columns, so each rank has a term of their product: call "
                    "mt_linear_forward, mt_reduce_from_tensor_region_forward and mt_activation_forward instead",
@@ -83,60 +111,38 @@ static mt_status mti_linear_activation_rule(mt_context *ctx, const char *where, 
 
 MT_API mt_status mt_linear_activation_forward(mt_context *ctx, mt_activation kind, mt_tensor x, mt_tensor weight,
                                               mt_tensor bias, mt_tensor h, mt_tensor y) {
-    static const char *const where = "mt_linear_activation_forward";
-    int64_t width = mti_activation_width(kind, y.cols);
-    mt_arg args[] = {{"weight", &weight, weight.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"x", &x, x.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"h", &h, x.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"bias", &bias, 1, width, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"h", &h, y.rows, width, MT_ARG_FLOAT, MT_ARG_OUT}}; /* the size that y needs */
-    MT_TRY(mti_expect_activation(ctx, where, kind));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "h", h, "x", x));
-    MT_TRY(mt_check_apart(ctx, where, "h", h, "weight", weight));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "h", h));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "x", x));
-    MT_TRY(mt_check_apart(ctx, where, "y", y, "weight", weight));
-    MT_TRY(mt_parts_agree(ctx, where, weight, bias));
-    MT_TRY(mti_linear_activation_rule(ctx, where, args, MTI_COUNT(args) - 1));
-    MT_TRY(mti_expect_gates(ctx, where, kind, h, "bias", bias));
+    const int64_t width = mti_activation_width(kind, y.cols);
+    mt_tensor *views[] = {&weight, &x, &y, &h, &bias};
+    mti_operator op;
+    MT_TRY(mti_expect_activation(ctx, "mt_linear_activation_forward", kind));
+    MT_TRY(mti_accept(&op, ctx, &mti_linear_activation_forward_table, views, &width));
+    MT_TRY(mt_tensor_check(ctx, op.name, "h", h, MT_ARG_FLOAT, y.rows, width)); /* the size that y needs */
+    MT_TRY(mt_parts_agree(ctx, op.name, weight, bias));
+    MT_TRY(mti_linear_activation_rule(&op));
+    MT_TRY(mti_expect_gates(ctx, op.name, kind, h, "bias", bias));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_forward(ctx, kind, x, weight, bias, h, y),
                      mti_linear_activation_forward(ctx, kind, x, weight, bias, h, y));
 }
 
 MT_API mt_status mt_linear_activation_backward(mt_context *ctx, mt_activation kind, mt_tensor dy, mt_tensor weight,
                                                mt_tensor h, mt_tensor dh, mt_tensor dbias) {
-    static const char *const where = "mt_linear_activation_backward";
-    int64_t width = mti_activation_width(kind, weight.cols);
-    mt_arg args[] = {{"weight", &weight, weight.rows, weight.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dy", &dy, dy.rows, weight.rows, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"h", &h, dy.rows, width, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dh", &dh, dy.rows, width, MT_ARG_FLOAT, MT_ARG_OUT},
-                     {"dbias", &dbias, 1, width, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
-    MT_TRY(mti_expect_activation(ctx, where, kind));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "dy", dy));
-    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "h", h));
-    MT_TRY(mt_check_apart(ctx, where, "dh", dh, "weight", weight));
-    MT_TRY(mti_expect_gates(ctx, where, kind, h, "dbias", dbias));
-    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
+    const int64_t width = mti_activation_width(kind, weight.cols);
+    mt_tensor *views[] = {&weight, &dy, &h, &dh, &dbias};
+    mti_operator op;
+    MT_TRY(mti_expect_activation(ctx, "mt_linear_activation_backward", kind));
+    MT_TRY(mti_accept(&op, ctx, &mti_linear_activation_backward_table, views, &width));
+    MT_TRY(mti_expect_gates(ctx, op.name, kind, h, "dbias", dbias));
+    MT_TRY(mti_apply_rule(&op));
     return MTI_FUSED(ctx, mti_cuda_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias),
                      mti_linear_activation_backward(ctx, kind, dy, weight, h, dh, dbias));
 }
 
 MT_API mt_status mt_linear_gradients(mt_context *ctx, mt_tensor dy, mt_tensor x, mt_tensor dweight, mt_tensor dbias) {
-    static const char *const where = "mt_linear_gradients";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"x", &x, dy.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dweight", &dweight, dy.cols, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_PRODUCT | MT_ARG_SUM},
-                     {"dbias", &dbias, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "dy", dy));
-    MT_TRY(mt_check_apart(ctx, where, "dweight", dweight, "x", x));
-    MT_TRY(mt_check_apart(ctx, where, "dbias", dbias, "dy", dy));
-    MT_TRY(mt_parts_agree(ctx, where, dweight, dbias));
-    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
+    mt_tensor *views[] = {&dy, &x, &dweight, &dbias};
+    mti_operator op;
+    MT_TRY(mti_accept(&op, ctx, &mti_linear_gradients_table, views, NULL));
+    MT_TRY(mt_parts_agree(ctx, op.name, dweight, dbias));
+    MT_TRY(mti_apply_rule(&op));
     return MTI_FUSED(ctx, mti_cuda_linear_gradients(ctx, dy, x, dweight, dbias),
                      mti_linear_gradients(ctx, dy, x, dweight, dbias));
 }

@@ -16,24 +16,18 @@ struct mt_multi_tensor {
 
 #include "multi_tensor.cuh"
 
-#define MTI_ADAMW_ARGS 5
-
-/* Describes a tensor of a list as the arguments of mt_adamw_step. */
-static void mti_adamw_args(mt_adamw_tensor *t, mt_arg *args) {
-    int64_t rows = t->param.rows, cols = t->param.cols;
-    const mt_arg all[MTI_ADAMW_ARGS] = {{"param", &t->param, rows, cols, MT_ARG_FLOAT, MT_ARG_IN_OUT},
-                                        {"master", &t->master, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_OPTIONAL},
-                                        {"grad", &t->grad, rows, cols, MT_ARG_F32, MT_ARG_IN},
-                                        {"m", &t->m, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT},
-                                        {"v", &t->v, rows, cols, MT_ARG_F32, MT_ARG_IN_OUT}};
-    memcpy(args, all, sizeof all);
+/* Fills *op with a tensor of a list, as the operands of mt_adamw_step. name: of the call */
+static void mti_adamw_operands(mti_operator *op, mt_context *ctx, const char *name, mt_adamw_tensor *t) {
+    mt_tensor *views[] = {&t->param, &t->master, &t->grad, &t->m, &t->v};
+    mti_operands(op, ctx, &mti_adamw_step_table, views, NULL);
+    op->name = name;
 }
 
 static mt_status mti_expect_adamw_tensor(mt_context *ctx, const mt_adamw_tensor *t, int stochastic_rounding) {
     mt_adamw_tensor c = *t;
-    mt_arg args[MTI_ADAMW_ARGS];
-    mti_adamw_args(&c, args);
-    MT_TRY(mt_args_check(ctx, "mt_multi_tensor_create_adamw", args, MTI_ADAMW_ARGS));
+    mti_operator op;
+    mti_adamw_operands(&op, ctx, "mt_multi_tensor_create_adamw", &c);
+    MT_TRY(mti_check(&op));
     return mti_expect_rounding(ctx, stochastic_rounding ? &c.random : NULL, c.param, c.master);
 }
 
@@ -129,11 +123,11 @@ static void mti_cpu_multi_adamw(mt_context *ctx, const mt_multi_tensor *list, co
 
 /* Applies the rule of mt_adamw_step to each tensor of a list. */
 static mt_status mti_multi_adamw_rule(mt_context *ctx, const char *where, const mt_multi_tensor *list) {
-    mt_arg args[MTI_ADAMW_ARGS];
+    mti_operator op;
     int i;
     for (i = 0; mt_check_mode(ctx) && i < list->count; i++) {
-        mti_adamw_args(&list->adamw[i], args);
-        MT_TRY(mti_apply_rule(ctx, where, mti_rule_of("mt_adamw_step"), args, MTI_ADAMW_ARGS));
+        mti_adamw_operands(&op, ctx, where, &list->adamw[i]);
+        MT_TRY(mti_apply_rule(&op));
     }
     return MT_SUCCESS;
 }
@@ -151,7 +145,7 @@ MT_API mt_status mt_multi_tensor_adamw(mt_context *ctx, const mt_multi_tensor *l
                                         : "the list is for sums of squares");
     if (list->count == 0) return MT_SUCCESS;
     MT_TRY(mti_multi_adamw_rule(ctx, where, list));
-    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, where));
     op.work.work = MT_WORK_OPTIMIZER;
     for (i = 0; i < list->count; i++) mti_packed_drop(ctx, list->adamw[i].param);
     for (i = 0; op.work.name && i < list->count; i++) {
@@ -172,12 +166,13 @@ static void mti_cpu_multi_squares(mt_context *ctx, const mt_multi_tensor *list, 
 /* Applies the rule of mt_sum_of_squares to each tensor of a list. */
 static mt_status mti_multi_squares_rule(mt_context *ctx, const char *where, const mt_multi_tensor *list,
                                         mt_tensor out) {
+    mti_operator op;
     int i;
     for (i = 0; mt_check_mode(ctx) && i < list->count; i++) {
-        mt_tensor x = list->squares[i].x, sum = mt_tensor_cols(out, list->squares[i].out, 1);
-        mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_F32, MT_ARG_IN},
-                         {"out", &sum, 1, 1, MT_ARG_F32, MT_ARG_IN_OUT}};
-        MT_TRY(mti_apply_rule(ctx, where, mti_rule_of("mt_sum_of_squares"), args, MTI_COUNT(args)));
+        mt_tensor x = list->squares[i].x, sum = mt_tensor_cols(out, list->squares[i].out, 1), *views[] = {&x, &sum};
+        mti_operands(&op, ctx, &mti_sum_of_squares_table, views, NULL);
+        op.name = where;
+        MT_TRY(mti_apply_rule(&op));
     }
     return MT_SUCCESS;
 }
@@ -194,7 +189,7 @@ MT_API mt_status mt_multi_tensor_sum_of_squares(mt_context *ctx, const mt_multi_
                        (long long)(list->outs - 1), (long long)out.cols);
     if (list->count == 0) return MT_SUCCESS;
     MT_TRY(mti_multi_squares_rule(ctx, where, list, out));
-    MT_TRY(mti_begin(&op, ctx, where, NULL, 0));
+    MT_TRY(mti_begin_bare(&op, ctx, where));
     op.work.work = MT_WORK_OPTIMIZER;
     for (i = 0; op.work.name && i < list->count; i++) op.work.bytes += mti_view_bytes(list->squares[i].x);
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multi_squares(ctx, list, out), mti_cpu_multi_squares(ctx, list, out)));

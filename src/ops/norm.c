@@ -3,7 +3,8 @@
 #pragma once
 #include "norm.h"
 #include "rows.c"
-#include "dispatch.c"
+#include "numbers.c"
+#include "operator.c"
 #include "norm.cuh"
 
 static mt_status mti_expect_norm(mt_context *ctx, const char *where, mt_norm_kind kind, mt_tensor x,
@@ -243,51 +244,47 @@ static mt_status mti_norm_backward(mti_operator *op, mti_norm_slopes *b) {
     return MT_SUCCESS;
 }
 
+/* clang-format off */
+static const mti_table mti_norm_forward_table = {"mt_norm_forward", {"x gain bias y stats", "RRRRR rRRrr", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"gain", "1m", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"bias", "1m", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL, NULL},
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"stats", "n2", MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL, NULL}}};
+
+static const mti_table mti_norm_backward_table = {"mt_norm_backward",
+    {"x gain stats dy dresidual dx dgain dbias", "RRRRRRRR rRrrrrPP RRRPPPPP", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"gain", "1m", MT_ARG_FLOAT, MT_ARG_IN, NULL},
+    {"dbias", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "x dy dx"},
+    {"stats", "n2", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dresidual", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "x"},
+    {"dgain", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, "x dy dx"}}};
+/* clang-format on */
+
 MT_API mt_status mt_norm_forward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor bias,
                                  float eps, mt_tensor y, mt_tensor stats) {
-    static const char *const where = "mt_norm_forward";
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"gain", &gain, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"bias", &bias, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL},
-                     {"y", &y, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"stats", &stats, x.rows, 2, MT_ARG_F32, MT_ARG_OUT | MT_ARG_OPTIONAL}};
+    mt_tensor *views[] = {&x, &gain, &bias, &y, &stats};
     mti_operator op;
-    MT_TRY(mti_expect_norm(ctx, where, kind, x, "bias", bias));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_float(ctx, where, NULL, "eps", eps, MT_FLOAT_AT_LEAST_0));
-    MT_TRY(mti_numbers_agree(ctx, where, "kind or eps", mt_none(), 1, 2, (double)kind, (double)eps));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_norm(ctx, "mt_norm_forward", kind, x, "bias", bias));
+    MT_TRY(mti_accept(&op, ctx, &mti_norm_forward_table, views, NULL));
+    MT_TRY(mt_check_float(ctx, op.name, NULL, "eps", eps, MT_FLOAT_AT_LEAST_0));
+    MT_TRY(mti_numbers_agree(ctx, op.name, "kind or eps", mt_none(), 1, 2, (double)kind, (double)eps));
+    MT_TRY(mti_begin(&op));
     mti_norm f = {kind, x, gain, bias, y, stats, eps, mt_none()};
     return mti_end(&op, MTI_CHOOSE(&op, mti_cuda_norm_forward(ctx, kind, x, gain, bias, eps, y, stats),
                                    mti_norm_forward(&op, &f)));
 }
 
-/* Refuses dgain or dbias that overlaps x, dy or dx. */
-static mt_status mti_expect_norm_sum(mt_context *ctx, const char *where, const char *name, mt_tensor sum, mt_tensor x,
-                                     mt_tensor dy, mt_tensor dx) {
-    MT_TRY(mt_check_apart(ctx, where, name, sum, "x", x));
-    MT_TRY(mt_check_apart(ctx, where, name, sum, "dy", dy));
-    return mt_check_apart(ctx, where, name, sum, "dx", dx);
-}
-
 MT_API mt_status mt_norm_backward(mt_context *ctx, mt_norm_kind kind, mt_tensor x, mt_tensor gain, mt_tensor stats,
                                   mt_tensor dy, mt_tensor dresidual, mt_tensor dx, mt_tensor dgain, mt_tensor dbias) {
-    static const char *const where = "mt_norm_backward";
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"gain", &gain, 1, x.cols, MT_ARG_FLOAT, MT_ARG_IN},
-                     {"dbias", &dbias, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL},
-                     {"stats", &stats, x.rows, 2, MT_ARG_F32, MT_ARG_IN},
-                     {"dy", &dy, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dresidual", &dresidual, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_OPTIONAL | MTI_AS_IS},
-                     {"dx", &dx, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dgain", &dgain, 1, x.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
+    mt_tensor *views[] = {&x, &gain, &dbias, &stats, &dy, &dresidual, &dx, &dgain};
     mti_operator op;
-    MT_TRY(mti_expect_norm(ctx, where, kind, x, "dbias", dbias));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, where, "dx", dx, "x", x));
-    MT_TRY(mti_expect_norm_sum(ctx, where, "dgain", dgain, x, dy, dx));
-    MT_TRY(mti_expect_norm_sum(ctx, where, "dbias", dbias, x, dy, dx));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_norm(ctx, "mt_norm_backward", kind, x, "dbias", dbias));
+    MT_TRY(mti_accept(&op, ctx, &mti_norm_backward_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_norm_slopes b = {kind, x, gain, stats, dy, dresidual, dx, dgain, dbias, 0, mt_none()};
     return mti_end(&op,
                    MTI_CHOOSE(&op, mti_cuda_norm_backward(ctx, kind, x, gain, stats, dy, dresidual, dx, dgain, dbias),

@@ -6,7 +6,7 @@
 #include "map.cuh"
 #include "columns.c"
 #include "columns.cuh"
-#include "dispatch.c"
+#include "operator.c"
 
 /* What an operator computes from its inputs a and b. */
 typedef enum mti_pointwise {
@@ -19,15 +19,6 @@ typedef enum mti_pointwise {
     MTI_SILU_SLOPE,    /* silu'(a) * b */
     MTI_SIGMOID_GATE   /* sigmoid(a) * b */
 } mti_pointwise;
-
-/* Refuses a `sum` argument (drow or dcol) that overlaps another argument, because it may be written before the last
-   element of the other argument is read or written. */
-static mt_status mti_expect_sum_apart(mt_context *ctx, const char *where, const mt_arg *args, int count, int sum) {
-    int i;
-    for (i = 0; i < count; i++)
-        if (i != sum) MT_TRY(mt_check_apart(ctx, where, args[sum].name, *args[sum].view, args[i].name, *args[i].view));
-    return MT_SUCCESS;
-}
 
 MT_INLINE MT_HOST_DEVICE float mti_sigmoid(float x) { return 1.0f / (1.0f + mti_exp(-x)); }
 
@@ -204,108 +195,169 @@ static void mti_cpu_multiply_row_backward(void *data, int thread, int64_t first,
 
 #include "pointwise.cuh"
 
-/* y = kind(a, b); b is mt_none() if the kind has no b. `name` is the public function, and the other names are its
-   arguments, for error messages. */
-static mt_status mti_run_pointwise(mt_context *ctx, const char *name, mti_pointwise kind, const char *a_name,
-                                   mt_tensor a, const char *b_name, mt_tensor b, const char *y_name, mt_tensor y) {
-    mt_arg args[] = {{y_name, &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {a_name, &a, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {b_name, &b, kind == MTI_MULTIPLY_ROW ? 1 : y.rows, kind == MTI_MULTIPLY_COL ? 1 : y.cols,
-                      MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS}};
-    int count = kind == MTI_SIGMOID || kind == MTI_SILU ? 2 : 3;
+/* clang-format off */
+/* The tables of operators with one result, which is first, and one or two inputs. */
+static const mti_table mti_multiply_table = {"mt_multiply", {"a b y", "RRR rrr ccc PRP RPP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"a", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"b", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_multiply_row_forward_table = {"mt_multiply_row_forward",
+    {"x row y", "RRR rRr ccc PRP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_multiply_col_forward_table = {"mt_multiply_col_forward",
+    {"x col y", "RRR rrr cRc PRP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"col", "n1", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_sigmoid_forward_table = {"mt_sigmoid_forward", {"x y", "RR rr cc", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_sigmoid_backward_table = {"mt_sigmoid_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_silu_forward_table = {"mt_silu_forward", {"x y", "RR rr cc", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_silu_backward_table = {"mt_silu_backward", {"x dy dx", "RRR rrr ccc RPP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_sigmoid_gate_forward_table = {"mt_sigmoid_gate_forward",
+    {"gate x y", "RRR rrr ccc RPP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"gate", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_multiply_row_backward_table = {"mt_multiply_row_backward",
+    {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL},
+    {"drow", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "*"}}};
+
+/* The same without drow. */
+static const mti_table mti_multiply_row_alone_table = {"mt_multiply_row_backward",
+    {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+/* dcol is first, because it is also written if x has no columns. */
+static const mti_table mti_multiply_col_backward_table = {"mt_multiply_col_backward",
+    {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}, {
+    {"dcol", "n1", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, "dy x col dx"},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"col", "n1", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
+
+/* The same without dcol. */
+static const mti_table mti_multiply_col_alone_table = {"mt_multiply_col_backward",
+    {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}, {
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"col", "n1", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
+
+static const mti_table mti_sigmoid_gate_backward_table = {"mt_sigmoid_gate_backward",
+    {"dy gate x dgate dx", "RRRRR rrrrr ccccc PRRPP RRPPR", NULL}, {
+    {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"gate", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"dgate", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, "dx"},
+    {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL}}};
+/* clang-format on */
+
+/* y = kind(a, b); b is mt_none() if the kind has no b. */
+static mt_status mti_run_pointwise(mt_context *ctx, const mti_table *table, mti_pointwise kind, mt_tensor a,
+                                   mt_tensor b, mt_tensor y) {
+    mt_tensor *views[] = {&y, &a, &b};
     mti_operator op;
-    if (kind == MTI_MULTIPLY || kind == MTI_MULTIPLY_ROW || kind == MTI_MULTIPLY_COL) args[1].use |= MT_ARG_MOVED;
-    if (kind == MTI_MULTIPLY) args[2].use |= MT_ARG_MOVED;
-    MT_TRY(mt_args_check(ctx, name, args, count));
-    MT_TRY(mti_begin(&op, ctx, name, args, count));
+    MT_TRY(mti_accept(&op, ctx, table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_pointwise_of p = {kind, a, b, y};
-    return mti_end(&op, MTI_RUN(&op, mti_cuda_pointwise(ctx, name, kind, a, b, y),
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_pointwise(ctx, op.name, kind, a, b, y),
                                 mti_cpu_rows(ctx, y.rows, y.cols, mti_cpu_pointwise, &p)));
 }
 
 MT_API mt_status mt_multiply(mt_context *ctx, mt_tensor a, mt_tensor b, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_multiply", MTI_MULTIPLY, "a", a, "b", b, "y", y);
+    return mti_run_pointwise(ctx, &mti_multiply_table, MTI_MULTIPLY, a, b, y);
 }
 
 MT_API mt_status mt_multiply_row_forward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_multiply_row_forward", MTI_MULTIPLY_ROW, "x", x, "row", row, "y", y);
+    return mti_run_pointwise(ctx, &mti_multiply_row_forward_table, MTI_MULTIPLY_ROW, x, row, y);
 }
 
 MT_API mt_status mt_multiply_row_backward(mt_context *ctx, mt_tensor x, mt_tensor row, mt_tensor dy, mt_tensor dx,
                                           mt_tensor drow) {
-    static const char *const name = "mt_multiply_row_backward";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"row", &row, 1, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS},
-                     {"drow", &drow, 1, dy.cols, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL}};
+    mt_tensor *views[] = {&dy, &x, &row, &dx, &drow};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_multiply_row_backward_table, views, NULL);
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
     if (!drow.data && !dx.data) return MT_SUCCESS;
-    if (!drow.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_ROW, "dy", dy, "row", row, "dx", dx);
-    MT_TRY(mti_expect_sum_apart(ctx, name, args, MTI_COUNT(args), 4));
-    MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
+    if (!drow.data) return mti_run_pointwise(ctx, &mti_multiply_row_alone_table, MTI_MULTIPLY_ROW, dy, row, dx);
+    MT_TRY(mti_expect_all_apart(&op));
+    MT_TRY(mti_begin(&op));
     mti_product_slopes b = {x, row, dy, dx, drow};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_row_backward(ctx, x, row, dy, dx, drow),
                                 mti_cpu_columns(ctx, dy.rows, dy.cols, mti_cpu_multiply_row_backward, &b)));
 }
 
 MT_API mt_status mt_multiply_col_forward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_multiply_col_forward", MTI_MULTIPLY_COL, "x", x, "col", col, "y", y);
+    return mti_run_pointwise(ctx, &mti_multiply_col_forward_table, MTI_MULTIPLY_COL, x, col, y);
 }
 
 MT_API mt_status mt_multiply_col_backward(mt_context *ctx, mt_tensor x, mt_tensor col, mt_tensor dy, mt_tensor dx,
                                           mt_tensor dcol) {
-    static const char *const name = "mt_multiply_col_backward";
-    mt_arg args[] = {/* dcol is first, because it is also written if x has no columns */
-                     {"dcol", &dcol, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS},
-                     {"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"col", &col, dy.rows, 1, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS}};
+    mt_tensor *views[] = {&dcol, &dy, &x, &col, &dx};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_multiply_col_backward_table, views, NULL);
+    MT_TRY(mt_args_check(ctx, op.name, op.args, op.views));
     if (!dcol.data && !dx.data) return MT_SUCCESS;
-    if (!dcol.data) return mti_run_pointwise(ctx, name, MTI_MULTIPLY_COL, "dy", dy, "col", col, "dx", dx);
-    MT_TRY(mti_expect_sum_apart(ctx, name, args, MTI_COUNT(args), 0));
-    MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
+    if (!dcol.data) return mti_run_pointwise(ctx, &mti_multiply_col_alone_table, MTI_MULTIPLY_COL, dy, col, dx);
+    MT_TRY(mti_expect_all_apart(&op));
+    MT_TRY(mti_begin(&op));
     mti_product_slopes b = {x, col, dy, dx, dcol};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_multiply_col_backward(ctx, x, col, dy, dx, dcol),
                                 mti_cpu_rows(ctx, dy.rows, dy.cols, mti_cpu_multiply_col_backward, &b)));
 }
 
 MT_API mt_status mt_sigmoid_forward(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_sigmoid_forward", MTI_SIGMOID, "x", x, "", mt_none(), "y", y);
+    return mti_run_pointwise(ctx, &mti_sigmoid_forward_table, MTI_SIGMOID, x, mt_none(), y);
 }
 
 MT_API mt_status mt_sigmoid_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt_tensor dx) {
-    return mti_run_pointwise(ctx, "mt_sigmoid_backward", MTI_SIGMOID_SLOPE, "x", x, "dy", dy, "dx", dx);
+    return mti_run_pointwise(ctx, &mti_sigmoid_backward_table, MTI_SIGMOID_SLOPE, x, dy, dx);
 }
 
 MT_API mt_status mt_silu_forward(mt_context *ctx, mt_tensor x, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_silu_forward", MTI_SILU, "x", x, "", mt_none(), "y", y);
+    return mti_run_pointwise(ctx, &mti_silu_forward_table, MTI_SILU, x, mt_none(), y);
 }
 
 MT_API mt_status mt_silu_backward(mt_context *ctx, mt_tensor x, mt_tensor dy, mt_tensor dx) {
-    return mti_run_pointwise(ctx, "mt_silu_backward", MTI_SILU_SLOPE, "x", x, "dy", dy, "dx", dx);
+    return mti_run_pointwise(ctx, &mti_silu_backward_table, MTI_SILU_SLOPE, x, dy, dx);
 }
 
 MT_API mt_status mt_sigmoid_gate_forward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor y) {
-    return mti_run_pointwise(ctx, "mt_sigmoid_gate_forward", MTI_SIGMOID_GATE, "gate", gate, "x", x, "y", y);
+    return mti_run_pointwise(ctx, &mti_sigmoid_gate_forward_table, MTI_SIGMOID_GATE, gate, x, y);
 }
 
 MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate,
                                           mt_tensor dx) {
-    static const char *const name = "mt_sigmoid_gate_backward";
-    mt_arg args[] = {{"dy", &dy, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"gate", &gate, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"x", &x, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"dgate", &dgate, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS},
-                     {"dx", &dx, dy.rows, dy.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mt_tensor *views[] = {&dy, &gate, &x, &dgate, &dx};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, name, args, MTI_COUNT(args)));
-    MT_TRY(mt_check_apart(ctx, name, "dgate", dgate, "dx", dx));
-    MT_TRY(mti_begin(&op, ctx, name, args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_sigmoid_gate_backward_table, views, NULL));
+    MT_TRY(mti_begin(&op));
     mti_product_slopes b = {x, gate, dy, dx, dgate};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_gate_backward(ctx, gate, x, dy, dgate, dx),
                                 mti_cpu_rows(ctx, dy.rows, dy.cols, mti_cpu_gate_backward, &b)));

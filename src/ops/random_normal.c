@@ -1,7 +1,8 @@
 /* ---- normal random numbers --------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "dispatch.c"
+#include "numbers.c"
+#include "operator.c"
 #include "random_normal.cuh"
 
 /* A word w becomes the uniform number (w + 1/2) / 2^32 in (0, 1). The first word of a pair gives the radius and the
@@ -135,14 +136,19 @@ static mt_status mti_expect_words(mt_context *ctx, const char *where, mt_tensor 
     return std == 0.0f ? MT_SUCCESS : mt_place_check(ctx, where, "at", "y", y, &place);
 }
 
+/* clang-format off */
+static const mti_table mti_random_normal_table = {"mt_random_normal", {NULL, NULL, NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_random_normal(mt_context *ctx, mt_tensor y, float std, mt_random at) {
-    mt_arg args[] = {{"y", &y, y.rows, y.cols, MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS}};
+    mt_tensor *views[] = {&y};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_random_normal", args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_finite(ctx, "mt_random_normal", "std", std));
-    MT_TRY(mti_expect_random(ctx, "mt_random_normal", at, y.rows, y.cols));
-    MT_TRY(mti_expect_words(ctx, "mt_random_normal", y, std, &at));
-    MT_TRY(mti_begin(&op, ctx, "mt_random_normal", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_random_normal_table, views, NULL));
+    MT_TRY(mti_expect_finite(ctx, op.name, "std", std));
+    MT_TRY(mti_expect_random(ctx, op.name, at, y.rows, y.cols));
+    MT_TRY(mti_expect_words(ctx, op.name, y, std, &at));
+    MT_TRY(mti_begin(&op));
     mti_made(ctx, y, 6, (double)at.seed, (double)at.subsequence, (double)at.first_row, (double)at.first_col,
              (double)at.global_cols, (double)std);
     mti_normal r = {y, std, at};

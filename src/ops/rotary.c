@@ -83,36 +83,51 @@ static mt_status mti_rotary_loop(mti_operator *op, mti_turns *r) {
     return MT_SUCCESS;
 }
 
+/* clang-format off */
+static const mti_table mti_rotary_table_table = {"mt_rotary_table", {"table", "R", NULL}, {
+    {"table", "nm", MT_ARG_FLOAT, MT_ARG_OUT, NULL}}};
+
+static const mti_table mti_rotary_forward_table = {"mt_rotary_forward", {"qkv table", "RR cR", "rR"}, {
+    {"qkv", "AB", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
+    {"table", "CD", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
+
+static const mti_table mti_rotary_backward_table = {"mt_rotary_backward", {"dqkv table", "RR cR PR", "rR"}, {
+    {"dqkv", "AB", MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS, NULL},
+    {"table", "CD", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_rotary_table(mt_context *ctx, float base, mt_tensor table) {
-    mt_arg args[] = {{"table", &table, table.rows, table.cols, MT_ARG_FLOAT, MT_ARG_OUT}};
+    mt_tensor *views[] = {&table};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, "mt_rotary_table", args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_even(ctx, "mt_rotary_table", "the number of columns", table.cols));
-    MT_TRY(mt_check_float(ctx, "mt_rotary_table", NULL, "base", base, MT_FLOAT_ABOVE_0));
-    MT_TRY(mti_begin(&op, ctx, "mt_rotary_table", args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, &mti_rotary_table_table, views, NULL));
+    MT_TRY(mti_expect_even(ctx, op.name, "the number of columns", table.cols));
+    MT_TRY(mt_check_float(ctx, op.name, NULL, "base", base, MT_FLOAT_ABOVE_0));
+    MT_TRY(mti_begin(&op));
     mti_made(ctx, table, 1, (double)base);
     mti_rotary_angles a = {base, table};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_rotary_table(ctx, base, table),
                                 mti_cpu_rows(ctx, table.rows, table.cols, mti_cpu_rotary_table, &a)));
 }
 
-static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attention_desc *desc, mt_tensor table,
-                            float sign, const char *name, mt_tensor qkv) {
-    MT_TRY(mti_expect_heads(ctx, where, desc));
-    MT_TRY(mti_expect_rotary(ctx, where, desc));
-    mt_arg args[] = {
-        {name, &qkv, desc->batch * desc->seq, mti_attention_width(desc), MT_ARG_FLOAT, MT_ARG_IN_OUT | MTI_AS_IS},
-        {"table", &table, desc->seq, mti_rotary_dim(desc), MT_ARG_FLOAT, MT_ARG_IN}};
+/* Each rank may rotate its own tokens of one sequence, with its own rows of the table. */
+static const mt_rule mti_rotary_rules[2] = {{"qkv table", "RR cR rr", "rR"}, {"dqkv table", "RR cR PR rr", "rR"}};
+
+static mt_status mti_rotary(mt_context *ctx, const mti_table *of, const mt_attention_desc *desc, mt_tensor table,
+                            float sign, mt_tensor qkv) {
+    MT_TRY(mti_expect_heads(ctx, of->name, desc));
+    MT_TRY(mti_expect_rotary(ctx, of->name, desc));
+    const int64_t sizes[] = {desc->batch * desc->seq, mti_attention_width(desc), desc->seq, mti_rotary_dim(desc)};
     mt_attention_desc s = mti_attention_defaults(desc);
     /* turns the first features of queries and keys */
     const double turned = (double)mti_rotary_dim(desc) * (double)(s.groups * (s.heads_per_group + 1));
     const double bytes = 2.0 * (double)qkv.rows * turned * (double)mt_dtype_size(qkv.dtype) + mti_view_bytes(table);
+    mt_tensor *views[] = {&qkv, &table};
     mti_operator op;
-    MT_TRY(mti_expect_documents(ctx, where, &s));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_expect_qkv_parts(ctx, where, desc, name, qkv));
-    MT_TRY(mti_begin_with(&op, ctx, where, desc->batch == 1 ? &mti_rotary_rules[sign < 0.0f] : NULL, args,
-                          MTI_COUNT(args)));
+    MT_TRY(mti_expect_documents(ctx, of->name, &s));
+    MT_TRY(mti_accept(&op, ctx, of, views, sizes));
+    MT_TRY(mti_expect_qkv_parts(ctx, op.name, desc, op.args[0].name, qkv));
+    if (desc->batch == 1) op.rule = &mti_rotary_rules[sign < 0.0f];
+    MT_TRY(mti_begin(&op));
     op.work.bytes = bytes;
     if (s.qkv_layout != MT_QKV_PER_GROUP) { /* one group, in which all queries and keys but the last are "queries" */
         s.heads_per_group = s.groups * (s.heads_per_group + 1) - 1;
@@ -123,9 +138,9 @@ static mt_status mti_rotary(mt_context *ctx, const char *where, const mt_attenti
 }
 
 MT_API mt_status mt_rotary_forward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor qkv) {
-    return mti_rotary(ctx, "mt_rotary_forward", desc, table, 1.0f, "qkv", qkv);
+    return mti_rotary(ctx, &mti_rotary_forward_table, desc, table, 1.0f, qkv);
 }
 
 MT_API mt_status mt_rotary_backward(mt_context *ctx, const mt_attention_desc *desc, mt_tensor table, mt_tensor dqkv) {
-    return mti_rotary(ctx, "mt_rotary_backward", desc, table, -1.0f, "dqkv", dqkv);
+    return mti_rotary(ctx, &mti_rotary_backward_table, desc, table, -1.0f, dqkv);
 }

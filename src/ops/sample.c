@@ -346,56 +346,54 @@ static int64_t mti_sample_wrong(const int32_t *ids, int64_t rows) {
 
 #include "sample.cuh"
 
+/* clang-format off */
+static const mti_table mti_sample_candidates_table = {"mt_sample_candidates", {"logits candidates", "RR rr cc", NULL}, {
+    {"candidates", "AB", MT_ARG_F32, MT_ARG_OUT, "logits"},
+    {"logits", "nm", MT_ARG_FLOAT, MT_ARG_IN, NULL}}};
+
+static const mti_table mti_sample_ids_table = {"mt_sample_ids", {"gathered ids", "RR rr", NULL}, {
+    {"gathered", "nm", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"ids", "A1", MT_ARG_ANY, MT_ARG_OUT | MTI_UNSEEN, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_sample_candidates(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, int64_t first_col,
                                       mt_tensor logits, mt_tensor candidates) {
-    static const char *const where = "mt_sample_candidates";
-    mt_arg args[] = {{"candidates", &candidates, logits.rows, mt_size_mul(2, mt_sample_count(desc, logits.cols)),
-                      MT_ARG_F32, MT_ARG_OUT},
-                     {"logits", &logits, logits.rows, logits.cols, MT_ARG_FLOAT, MT_ARG_IN}};
+    const int64_t sizes[] = {logits.rows, mt_size_mul(2, mt_sample_count(desc, logits.cols))};
+    mt_tensor *views[] = {&candidates, &logits};
     mti_operator op;
-    MT_TRY(mti_expect_sample(ctx, where, desc, vocab));
-    MT_TRY(mt_check_size(ctx, where, NULL, "first_col", first_col, 0, INT64_MAX));
-    MT_TRY(mt_args_check(ctx, where, &args[1], 1));
-    MT_TRY(mt_args_check(ctx, where, args, 1));
-    MT_TRY(mt_check_apart(ctx, where, "candidates", candidates, "logits", logits));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_sample_candidates_table, views, sizes);
+    MT_TRY(mti_expect_sample(ctx, op.name, desc, vocab));
+    MT_TRY(mt_check_size(ctx, op.name, NULL, "first_col", first_col, 0, INT64_MAX));
+    MT_TRY(mt_args_check(ctx, op.name, &op.args[1], 1));
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_begin(&op));
     const int64_t cols = mti_sample_columns(vocab, first_col, logits.cols);
     mti_sample_loop l = {desc, vocab, {logits, 0, 0, 1, cols, first_col}, candidates, NULL};
     return mti_end(&op, MTI_RUN(&op, mti_cuda_sample_candidates(ctx, desc, vocab, first_col, logits, candidates),
                                 mti_cpu_rows(ctx, logits.rows, logits.cols, mti_cpu_sample_candidates, &l)));
 }
 
-/* Applies the rule of mt_sample_ids. The ids are an operand, too. */
-static mt_status mti_sample_rule(mt_context *ctx, const char *where, const mt_arg *gathered, mt_tensor ids) {
-    mt_arg all[2];
-    memset(all, 0, sizeof all);
-    all[0] = *gathered;
-    all[1].name = "ids";
-    all[1].view = &ids;
-    all[1].use = MT_ARG_OUT;
-    return mti_apply_rule_of(ctx, where, all, 2);
-}
-
 MT_API mt_status mt_sample_ids(mt_context *ctx, const mt_sample_desc *desc, int64_t vocab, mt_tensor gathered,
                                int shards, int32_t *ids) {
-    static const char *const where = "mt_sample_ids";
-    mt_arg args[] = {{"gathered", &gathered, gathered.rows, gathered.cols, MT_ARG_F32, MT_ARG_IN}};
+    mt_tensor id_rows = mt_none(), *views[] = {&gathered, &id_rows};
     mti_operator op;
-    MT_TRY(mti_expect_sample(ctx, where, desc, vocab));
-    MT_TRY(mt_check_integer(ctx, where, NULL, "shards", shards, 1, INT32_MAX));
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_sample_ids_table, views, &id_rows.rows);
+    MT_TRY(mti_expect_sample(ctx, op.name, desc, vocab));
+    MT_TRY(mt_check_integer(ctx, op.name, NULL, "shards", shards, 1, INT32_MAX));
+    MT_TRY(mti_check(&op));
     if (gathered.rows % shards != 0 || gathered.cols % 2 != 0 || gathered.cols < 2)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: gathered is [%lld, %lld], must be [%d * rows, 2 * candidates]", where,
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: gathered is [%lld, %lld], must be [%d * rows, 2 * candidates]", op.name,
                        (long long)gathered.rows, (long long)gathered.cols, shards);
     const int64_t rows = gathered.rows / shards;
-    MT_TRY(mti_expect_pointer(ctx, where, "ids", ids, rows));
-    MT_TRY(mti_sample_rule(ctx, where, args, mt_tensor_make(ids, MT_I32, rows, 1)));
-    MT_TRY(mti_begin_ruled(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_expect_pointer(ctx, op.name, "ids", ids, rows));
+    id_rows = mt_tensor_make(ids, MT_I32, rows, 1);
+    MT_TRY(mti_apply_rule(&op));
+    MT_TRY(mti_start(&op));
     op.work.bytes += (double)rows * sizeof *ids;
     mti_sample_loop l = {desc, vocab, {gathered, 0, rows, shards, gathered.cols / 2, -1}, mt_none(), ids};
     MT_TRY(mti_end(&op, MTI_RUN(&op, mti_cuda_sample_ids(ctx, desc, vocab, gathered, shards, ids),
                                 mti_cpu_rows(ctx, rows, shards * gathered.cols, mti_cpu_sample_ids, &l))));
     const int64_t wrong = op.on_cpu ? mti_sample_wrong(ids, rows) : rows;
     if (wrong == rows) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_DATA, "%s: the logits of row %lld have a NaN", where, (long long)wrong);
+    return mt_fail(ctx, MT_ERR_DATA, "%s: the logits of row %lld have a NaN", op.name, (long long)wrong);
 }

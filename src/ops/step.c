@@ -2,7 +2,7 @@
 
 #pragma once
 #include "step.h"
-#include "dispatch.c"
+#include "operator.c"
 
 MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *d) {
     if (!d) return NULL;
@@ -148,15 +148,19 @@ static void mti_cpu_step_decide(mt_tensor sums, mt_tensor loss, mt_step_values *
     mti_step_decide(x[0], x[1], loss.data ? *(const float *)loss.data : 0.0f, values);
 }
 
+/* clang-format off */
+static const mti_table mti_step_decide_table = {"mt_step_decide", {"sums loss", "RR", NULL}, {
+    {"sums", "12", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"loss", "11", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+/* clang-format on */
+
 MT_API mt_status mt_step_decide(mt_context *ctx, mt_tensor sums, mt_tensor loss, mt_step_values *values) {
-    static const char *const where = "mt_step_decide";
-    mt_arg args[] = {{"sums", &sums, 1, 2, MT_ARG_F32, MT_ARG_IN},
-                     {"loss", &loss, 1, 1, MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL}};
+    mt_tensor *views[] = {&sums, &loss};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    if (!values) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: values is NULL", where);
-    MT_TRY(mti_apply_rule_of(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_begin_ruled(&op, ctx, where, NULL, 0));
+    MT_TRY(mti_accept(&op, ctx, &mti_step_decide_table, views, NULL));
+    if (!values) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: values is NULL", op.name);
+    MT_TRY(mti_apply_rule(&op));
+    MT_TRY(mti_begin_bare(&op, ctx, op.name));
     op.work.work = MT_WORK_OPTIMIZER;
     return mti_end(
         &op, MTI_RUN(&op, mti_cuda_step_decide(ctx, sums, loss, values), mti_cpu_step_decide(sums, loss, values)));

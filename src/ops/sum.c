@@ -1,7 +1,7 @@
 /* ---- sums over rows ---------------------------------------------------------------------------------------------- */
 
 #pragma once
-#include "dispatch.c"
+#include "operator.c"
 #include "sum.cuh"
 
 static double mti_lanes_sum_double(double *lanes) {
@@ -82,19 +82,33 @@ static void mti_cpu_sum(mt_context *ctx, mt_tensor x, int squares, mt_tensor out
     *(float *)out.data = (float)((double)*(float *)out.data + sum);
 }
 
-static mt_status mti_sum(mt_context *ctx, const char *where, mt_tensor x, int squares, mt_tensor out) {
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS},
-                     {"out", &out, 1, 1, MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM}};
+/* clang-format off */
+static const mti_table mti_sum_table = {"mt_sum", {"x out", "RR rP cP PP", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"out", "11", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, NULL}}};
+
+static const mti_table mti_sum_of_squares_table = {"mt_sum_of_squares", {"x out", "RR rP cP", NULL}, {
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
+    {"out", "11", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM, NULL}}};
+
+/* The rows of x, and row 0, which becomes their sum. */
+static const mti_table mti_tree_sum_table = {"mt_tree_sum", {"x sum", "RR rP cc PP", NULL}, {
+    {"x", "nm", MT_ARG_F32, MT_ARG_IN, NULL},
+    {"sum", "1m", MT_ARG_F32, MT_ARG_OUT, NULL}}};
+/* clang-format on */
+
+static mt_status mti_sum(mt_context *ctx, const mti_table *table, mt_tensor x, int squares, mt_tensor out) {
+    mt_tensor *views[] = {&x, &out};
     mti_operator op;
-    MT_TRY(mt_args_check(ctx, where, args, MTI_COUNT(args)));
-    MT_TRY(mti_begin(&op, ctx, where, args, MTI_COUNT(args)));
+    MT_TRY(mti_accept(&op, ctx, table, views, NULL));
+    MT_TRY(mti_begin(&op));
     return mti_end(&op, MTI_RUN(&op, mti_cuda_sum(ctx, x, squares, out), mti_cpu_sum(ctx, x, squares, out)));
 }
 
-MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out) { return mti_sum(ctx, "mt_sum", x, 0, out); }
+MT_API mt_status mt_sum(mt_context *ctx, mt_tensor x, mt_tensor out) { return mti_sum(ctx, &mti_sum_table, x, 0, out); }
 
 MT_API mt_status mt_sum_of_squares(mt_context *ctx, mt_tensor x, mt_tensor out) {
-    return mti_sum(ctx, "mt_sum_of_squares", x, 1, out);
+    return mti_sum(ctx, &mti_sum_of_squares_table, x, 1, out);
 }
 
 /* On the meta device, where x may have any number of rows, the additions are one entry. */
@@ -108,11 +122,11 @@ static void mti_trace_tree_sum(mt_context *ctx, mt_tensor x) {
 
 /* Row 0 is the sum of all rows. The others are no longer what they were. */
 static mt_status mti_tree_sum_rule(mt_context *ctx, mt_tensor x) {
-    mt_tensor sum = mt_tensor_rows(x, 0, 1);
-    mt_arg args[] = {{"x", &x, x.rows, x.cols, MT_ARG_F32, MT_ARG_IN},
-                     {"sum", &sum, 1, x.cols, MT_ARG_F32, MT_ARG_OUT}};
+    mt_tensor sum = mt_tensor_rows(x, 0, 1), *views[] = {&x, &sum};
+    mti_operator op;
     if (x.rows == 1) return MT_SUCCESS;
-    MT_TRY(mti_apply_rule_of(ctx, "mt_tree_sum", args, MTI_COUNT(args)));
+    mti_operands(&op, ctx, &mti_tree_sum_table, views, NULL);
+    MT_TRY(mti_apply_rule(&op));
     return mt_declare(ctx, NULL, mt_tensor_rows(x, 1, x.rows - 1), MT_UNDECLARED);
 }
 
