@@ -257,6 +257,17 @@ MT_API mt_status mt_sigmoid_gate_forward(mt_context *ctx, mt_tensor gate, mt_ten
 MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_tensor x, mt_tensor dy, mt_tensor dgate,
                                           mt_tensor dx);
 
+/* ---- weighted sums (src/ops/scale_add.h) ------------------------------------------------------------------------- */
+
+/* y = a * x + b * y, computed in f32 and rounded once. x and y [rows, cols] have float types, which may differ, and y
+   may be x. a is multiplied by the element of a_factor [1, 1], MT_F32, unless a_factor is mt_none(), and b by that of
+   b_factor: a factor that a GPU has computed needs no wait. If b is 0, y and b_factor are not read; x is always read.
+   A moving average of weights is mt_scale_add(ctx, 1 - decay, mt_none(), weight, decay, mt_none(), average).
+   The gradient of x is a * dy, mt_scale_add(ctx, a, a_factor, dy, 0, mt_none(), dx), and that of the old y is b * dy.
+   MT_ERR_ARGUMENT: a or b is not finite; y overlaps x without being x; y overlaps a factor. */
+MT_API mt_status mt_scale_add(mt_context *ctx, float a, mt_tensor a_factor, mt_tensor x, float b, mt_tensor b_factor,
+                              mt_tensor y);
+
 /* ---- linear layers (src/ops/linear.h) ---------------------------------------------------------------------------- */
 
 /* The products of linear layers, with the bias, the activation or the bias gradient that belongs to each.
@@ -1201,15 +1212,20 @@ static int mti_other_columns(mt_tensor a, mt_tensor b) {
     return from >= a.cols * size_a && b.cols <= (pitch - from) / size_b;
 }
 
-MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *a_name, mt_tensor a, const char *b_name,
-                                mt_tensor b) {
+/* Whether two valid views have elements in the same memory. */
+static int mti_views_overlap(mt_context *ctx, mt_tensor a, mt_tensor b) {
     mt_tensor first = (uintptr_t)a.data <= (uintptr_t)b.data ? a : b;
     mt_tensor second = (uintptr_t)a.data <= (uintptr_t)b.data ? b : a;
+    if (!a.data || !b.data || a.rows < 1 || b.rows < 1 || a.cols < 1 || b.cols < 1) return 0;
+    if ((uintptr_t)second.data - (uintptr_t)first.data >= mti_view_span(first)) return 0;
+    if (!mt_context_has_address(ctx, a.data) || !mt_context_has_address(ctx, b.data)) return 0;
+    return !mti_other_columns(first, second);
+}
+
+MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *a_name, mt_tensor a, const char *b_name,
+                                mt_tensor b) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!a.data || !b.data || a.rows < 1 || b.rows < 1 || a.cols < 1 || b.cols < 1) return MT_SUCCESS;
-    if (!mt_context_has_address(ctx, a.data) || !mt_context_has_address(ctx, b.data)) return MT_SUCCESS;
-    if ((uintptr_t)second.data - (uintptr_t)first.data >= mti_view_span(first) || mti_other_columns(first, second))
-        return MT_SUCCESS;
+    if (!mti_views_overlap(ctx, a, b)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] overlap", where, a_name,
                    (long long)a.rows, (long long)a.cols, b_name, (long long)b.rows, (long long)b.cols);
 }
@@ -3499,10 +3515,10 @@ static int mti_must_be_apart(const mti_operator *op, int i, int j) {
 
 static mt_status mti_expect_apart(const mti_operator *op, int i, int j) {
     mt_tensor a = *op->args[i].view, b = *op->args[j].view;
-    int must = mti_must_be_apart(op, i, j);
-    if (!must ||
-        (must == 2 && a.data == b.data && a.dtype == b.dtype && (a.rows <= 1 || mt_tensor_ld(a) == mt_tensor_ld(b))))
-        return MT_SUCCESS;
+    int same = a.data == b.data && a.dtype == b.dtype && (a.rows <= 1 || mt_tensor_ld(a) == mt_tensor_ld(b)), must;
+    if (i == j || !mti_views_overlap(op->ctx, a, b)) return MT_SUCCESS; /* before the names are compared */
+    must = mti_must_be_apart(op, i, j);
+    if (must == 0 || (must == 2 && same)) return MT_SUCCESS;
     return mt_check_apart(op->ctx, op->name, op->args[i].name, a, op->args[j].name, b);
 }
 
@@ -15992,6 +16008,109 @@ MT_API mt_status mt_sigmoid_gate_backward(mt_context *ctx, mt_tensor gate, mt_te
                                 mti_cpu_rows(ctx, dy.rows, dy.cols, mti_cpu_gate_backward, &b)));
 }
 
+/* ---- weighted sums, on a GPU (src/ops/scale_add.cuh) ------------------------------------------------------------- */
+
+#if MT_HAS_CUDA
+extern "C++" {
+
+template <int TYPE> struct mti_scale_add_op { /* y = a x + b y */
+    struct input {
+        mti_fetched<TYPE> x, y;
+        float a, b;
+    };
+    mti_view x, y;
+    float a, b;
+    const float *a_factor, *b_factor;
+    template <bool WIDE> __device__ void fetch(int64_t row, int64_t col, int n, input &in) const {
+        mti_fetch<WIDE>(x, row, col, n, in.x);
+        if (b != 0.0f) mti_fetch<WIDE>(y, row, col, n, in.y);
+        in.a = a_factor ? a * *a_factor : a;
+        in.b = b_factor ? b * *b_factor : b;
+    }
+    template <bool WIDE> __device__ void finish(int64_t row, int64_t col, int n, const input &in) const {
+        float v[MTI_VECTOR], w[MTI_VECTOR] = {};
+        mti_values(in.x, v);
+        if (b != 0.0f) mti_values(in.y, w);
+        for (int j = 0; j < MTI_VECTOR; j++) v[j] = b != 0.0f ? in.a * v[j] + in.b * w[j] : in.a * v[j];
+        mti_store<WIDE, TYPE>(y, row, col, n, v);
+    }
+};
+
+static mt_status mti_cuda_scale_add(mt_context *ctx, float a, mt_tensor a_factor, mt_tensor x, float b,
+                                    mt_tensor b_factor, mt_tensor y) {
+    mti_access how = mti_access_of(x, y);
+    return mti_by_type(how.type, [&](auto type) {
+        mti_scale_add_op<type.value> op = {
+            mti_view_of(x), mti_view_of(y), a, b, (const float *)a_factor.data, (const float *)b_factor.data};
+        return mti_map_ahead<type.value>(ctx, "mt_scale_add", op, how.wide, y.rows, y.cols);
+    });
+}
+
+} /* extern "C++" */
+#endif
+
+/* ---- weighted sums (src/ops/scale_add.c) ------------------------------------------------------------------------- */
+
+/* The arguments of the loop. A factor is mt_none() or an element in the memory of the device. */
+typedef struct mti_scale_add {
+    float a, b; /* b 0: y is not read */
+    mt_tensor a_factor, b_factor, x, y;
+} mti_scale_add;
+
+static float mti_factor(float host, mt_tensor device) { return device.data ? host * *(float *)device.data : host; }
+
+static void mti_cpu_scale_add(void *data, int thread, int64_t first, int64_t last) {
+    const mti_scale_add *s = (const mti_scale_add *)data;
+    const float a = mti_factor(s->a, s->a_factor), b = mti_factor(s->b, s->b_factor);
+    float room[2][MTI_BLOCK];
+    int64_t i, j, k, n;
+    (void)thread;
+    for (i = first; i < last; i++) {
+        mti_stripe p = mti_stripe_of(s->y.cols, i);
+        for (j = p.col; j < p.col + p.cols; j += n) {
+            n = mt_min(MTI_BLOCK, p.col + p.cols - j);
+            mt_tensor block = s->b == 0.0f ? mti_f32_place(s->y, p.row, 1, j, n, room[1])
+                                           : mti_f32_read(s->y, p.row, 1, j, n, room[1]);
+            const float *x = mti_row(mti_f32_read(s->x, p.row, 1, j, n, room[0]), 0);
+            float *y = mti_row(block, 0);
+            if (s->b == 0.0f) {
+                MT_INDEPENDENT
+                for (k = 0; k < n; k++) y[k] = a * x[k];
+            } else {
+                MT_INDEPENDENT
+                for (k = 0; k < n; k++) y[k] = a * x[k] + b * y[k];
+            }
+            mti_f32_write(block, s->y, p.row, j);
+        }
+    }
+}
+
+/* clang-format off */
+static const mti_table mti_scale_add_table = {"mt_scale_add",
+    {"x a_factor b_factor y", "RRRR rRRr cRRc PRRP", NULL}, {
+    {"y", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_MOVED | MTI_AS_IS, "=x a_factor b_factor"},
+    {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
+    {"a_factor", "11", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL},
+    {"b_factor", "11", MT_ARG_F32, MT_ARG_IN | MT_ARG_OPTIONAL, NULL}}};
+/* clang-format on */
+
+MT_API mt_status mt_scale_add(mt_context *ctx, float a, mt_tensor a_factor, mt_tensor x, float b, mt_tensor b_factor,
+                              mt_tensor y) {
+    mt_tensor *views[] = {&y, &x, &a_factor, &b_factor};
+    mti_operator op;
+    mti_operands(&op, ctx, &mti_scale_add_table, views, NULL);
+    if (b != 0.0f) op.args[0].use |= MT_ARG_IN;
+    MT_TRY(mti_check(&op));
+    MT_TRY(mti_expect_finite(ctx, op.name, "a", a));
+    MT_TRY(mti_expect_finite(ctx, op.name, "b", b));
+    MT_TRY(mti_numbers_agree(ctx, op.name, "a or b", mt_none(), 1, 2, (double)a, (double)b));
+    if (b == 0.0f) b_factor = mt_none();
+    MT_TRY(mti_begin(&op));
+    mti_scale_add s = {a, b, a_factor, b_factor, x, y};
+    return mti_end(&op, MTI_RUN(&op, mti_cuda_scale_add(ctx, a, a_factor, x, b, b_factor, y),
+                                mti_cpu_stripes(ctx, y.rows, y.cols, mti_cpu_scale_add, &s)));
+}
+
 /* ---- the tables of all operators (src/ops/tables.c) -------------------------------------------------------------- */
 
 static const mti_table *const mti_tables[] = {&mti_fill_table,
@@ -16047,7 +16166,8 @@ static const mti_table *const mti_tables[] = {&mti_fill_table,
                                               &mti_attention_backward_table,
                                               &mti_dot_product_attention_forward_table,
                                               &mti_dot_product_attention_backward_table,
-                                              &mti_gemm_table};
+                                              &mti_gemm_table,
+                                              &mti_scale_add_table};
 
 MT_API const mt_rule *mt_rule_of(const char *name) {
     size_t i;

@@ -68,6 +68,7 @@ extern "C" {
 #include "ops/gemm.h"
 #include "ops/bias.h"
 #include "ops/pointwise.h"
+#include "ops/scale_add.h"
 #include "ops/linear.h"
 #include "ops/norm.h"
 #include "ops/random.h"
@@ -159,6 +160,8 @@ extern "C" {
 #include "ops/multi_tensor.c"
 #include "ops/step.c"
 #include "ops/pointwise.c"
+#include "ops/scale_add.cuh"
+#include "ops/scale_add.c"
 #include "ops/tables.c"
 
 #ifdef __cplusplus

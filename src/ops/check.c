@@ -104,15 +104,20 @@ static int mti_other_columns(mt_tensor a, mt_tensor b) {
     return from >= a.cols * size_a && b.cols <= (pitch - from) / size_b;
 }
 
-MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *a_name, mt_tensor a, const char *b_name,
-                                mt_tensor b) {
+/* Whether two valid views have elements in the same memory. */
+static int mti_views_overlap(mt_context *ctx, mt_tensor a, mt_tensor b) {
     mt_tensor first = (uintptr_t)a.data <= (uintptr_t)b.data ? a : b;
     mt_tensor second = (uintptr_t)a.data <= (uintptr_t)b.data ? b : a;
+    if (!a.data || !b.data || a.rows < 1 || b.rows < 1 || a.cols < 1 || b.cols < 1) return 0;
+    if ((uintptr_t)second.data - (uintptr_t)first.data >= mti_view_span(first)) return 0;
+    if (!mt_context_has_address(ctx, a.data) || !mt_context_has_address(ctx, b.data)) return 0;
+    return !mti_other_columns(first, second);
+}
+
+MT_API mt_status mt_check_apart(mt_context *ctx, const char *where, const char *a_name, mt_tensor a, const char *b_name,
+                                mt_tensor b) {
     if (!ctx) return MT_ERR_ARGUMENT;
-    if (!a.data || !b.data || a.rows < 1 || b.rows < 1 || a.cols < 1 || b.cols < 1) return MT_SUCCESS;
-    if (!mt_context_has_address(ctx, a.data) || !mt_context_has_address(ctx, b.data)) return MT_SUCCESS;
-    if ((uintptr_t)second.data - (uintptr_t)first.data >= mti_view_span(first) || mti_other_columns(first, second))
-        return MT_SUCCESS;
+    if (!mti_views_overlap(ctx, a, b)) return MT_SUCCESS;
     return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s [%lld, %lld] and %s [%lld, %lld] overlap", where, a_name,
                    (long long)a.rows, (long long)a.cols, b_name, (long long)b.rows, (long long)b.cols);
 }

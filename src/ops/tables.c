@@ -16,6 +16,7 @@
 #include "adamw.c"
 #include "step.c"
 #include "pointwise.c"
+#include "scale_add.c"
 
 static const mti_table *const mti_tables[] = {&mti_fill_table,
                                               &mti_copy_table,
@@ -70,7 +71,8 @@ static const mti_table *const mti_tables[] = {&mti_fill_table,
                                               &mti_attention_backward_table,
                                               &mti_dot_product_attention_forward_table,
                                               &mti_dot_product_attention_backward_table,
-                                              &mti_gemm_table};
+                                              &mti_gemm_table,
+                                              &mti_scale_add_table};
 
 MT_API const mt_rule *mt_rule_of(const char *name) {
     size_t i;
