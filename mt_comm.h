@@ -1576,16 +1576,21 @@ typedef struct mti_transport {
     void (*destroy)(mt_comm *comm);
 } mti_transport;
 
-/* What check mode does at these points of calls. A status other than MT_SUCCESS refuses the call.
-   allocated    mt_context_alloc gives out memory
-   freed        mt_context_free has freed it
-   reused       mt_arena_alloc gives out memory, perhaps not for the first time
-   collective   a collective begins; its arguments are valid. p2p: a send, a receive or both
-   region       a conjugate begins that makes a tensor y with placement `becomes` from x with placement `is`: the
-                letters of mt_rule
-   rows         the same for some rows of each block of a gather or reduce_scatter of sequence parallelism
-   passed       a collective or conjugate, `name`, has passed its checks, and all ranks are in it
-   close        the context is destroyed: its device can be used for the last time. destroy: it has ended */
+/* What check mode does at these points of calls, on the thread of the rank. A status other than MT_SUCCESS refuses the
+   call on this rank; the others then wait for it, as after any error. Hooks are also called in a pause
+   (mti_checks_pause), and look at it themselves.
+   allocated     mt_context_alloc gives out memory. If the hook refuses, `freed` follows
+   freed         mt_context_free has freed it
+   reused        mt_arena_alloc gives out memory, perhaps not for the first time
+   collective    a collective begins; its arguments are valid
+   p2p           the same for a send, a receive or both
+   region        an f, g, scatter or gather begins. It makes y of x; `is` and `becomes` are their placements, R, r, c or
+                 P as in mt_rule. y is empty where nothing is written
+   rows          the same for some rows of each block, in the calls in chunks of sequence parallelism
+   passed        the call `name`, a collective or region without "mt_", has passed the checks of this rank. Every rank
+                 calls this hook here, so it may communicate
+   close_device  the context is destroyed; the hook may use its device and free its memory
+   destroy       the device is closed; the hook frees memory of the host */
 typedef struct mti_hooks {
     mt_status (*allocated)(mt_context *ctx, const void *data, size_t bytes);
     void (*freed)(mt_context *ctx, const void *data, size_t bytes);
@@ -7446,8 +7451,8 @@ typedef struct mti_mpi {
        for, see mti_mpi_look_around */
     mti_mpi_message *asked, *other;
     char *scratch;
-    mti_mpi_notice *reasons,
-        notices[2]; /* reasons: [size] why each rank has left; notices: this rank's, by mti_mpi_news */
+    mti_mpi_notice *reasons;   /* [size] why each rank has left */
+    mti_mpi_notice notices[2]; /* of this rank, by mti_mpi_news */
     MPI_Request *notice_requests;
 } mti_mpi;
 

@@ -37,13 +37,14 @@ picture() {
 case ${1-} in
 '') picture ;;
 --write)
+    trap 'rm -f docs/picture.tmp docs/architecture.tmp' EXIT
+    trap 'exit 1' HUP INT TERM
     picture >docs/picture.tmp || exit 1
     awk '
         /^```/ && inside { inside = 0 }
         !inside { print }
         /^```rooms$/ { inside = 1; while ((getline line < "docs/picture.tmp") > 0) print line }' \
         docs/architecture.md >docs/architecture.tmp && cat docs/architecture.tmp >docs/architecture.md
-    rm -f docs/picture.tmp docs/architecture.tmp
     ;;
 *) sed -n '2,/^[^#]/s/^# \{0,1\}//p' tools/rooms.sh >&2; exit 2 ;;
 esac

@@ -103,8 +103,8 @@ typedef struct mti_mpi {
        for, see mti_mpi_look_around */
     mti_mpi_message *asked, *other;
     char *scratch;
-    mti_mpi_notice *reasons,
-        notices[2]; /* reasons: [size] why each rank has left; notices: this rank's, by mti_mpi_news */
+    mti_mpi_notice *reasons;   /* [size] why each rank has left */
+    mti_mpi_notice notices[2]; /* of this rank, by mti_mpi_news */
     MPI_Request *notice_requests;
 } mti_mpi;
 

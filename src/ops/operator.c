@@ -5,16 +5,18 @@
 #include "check.c"
 #include "16bit.c"
 
-#define MTI_ARGS 12    /* maximum number of operands of an operator */
-#define MTI_AS_IS 8    /* with the values of mt_arg.use: the loop reads and writes the operand in its own type */
-#define MTI_UNSEEN 256 /* with the values of mt_arg.use: for the rule alone, as ids, which are no view of the call */
+#define MTI_ARGS 12 /* maximum number of operands of an operator */
+/* With the values of mt_arg.use. MTI_AS_IS: the loop reads and writes the operand in its own type. MTI_UNSEEN: only the
+   rule sees the operand, such as ids that the call has as a pointer. */
+#define MTI_AS_IS 8
+#define MTI_UNSEEN 256
 
 /* An operand of an operator. */
 typedef struct mti_operand {
     const char *name;
-    /* Rows and columns, a character each. A digit is a number. A small letter is a size that all operands with it
-       share: that of the first one that is not optional. A capital letter is a size that the call gives: A is the
-       first. */
+    /* Rows and columns, a character each. A digit is a number. A small letter is a size: the first operand with it that
+       is not optional sets it, and the others must have it, too. A capital letter is a size that the call gives: A is
+       the first. tests/test_operators.c checks that each letter is known. */
     char shape[3];
     int type, use; /* as in mt_arg */
     /* The operands with which it must not share memory, with spaces between them. "=x": it may be x itself. "*": all
@@ -23,7 +25,8 @@ typedef struct mti_operand {
 } mti_operand;
 
 /* An operator. Its checks, its messages, its rule for check mode and its entry in a trace come from this table; the
-   rows of docs/checking.md must be the same. If the first operand is empty, the operator does nothing. */
+   rows of docs/checking.md must be the same. If the first operand is empty, the operator does nothing: the operand that
+   says whether there is work comes first. */
 typedef struct mti_table {
     const char *name; /* of the public function */
     mt_rule rule;     /* operands NULL: there is none, and what the operator writes is not known */
@@ -33,7 +36,8 @@ typedef struct mti_table {
 /* A call of an operator. On a GPU it launches kernels, which read and write every type. On a CPU it calls a loop, which
    computes in f32. Most loops take views in their own type (MTI_AS_IS), and widen and round blocks of them
    (mti_f32_read). Without MTI_AS_IS, mti_begin replaces a 16-bit view of type MT_ARG_FLOAT by an f32 copy in the arena.
-   It fills the copy if the view is read (MT_ARG_IN), and mti_end rounds it back if the view is written (MT_ARG_OUT).
+   It fills the copy if the view is read (MT_ARG_IN), and mti_end rounds all of it back if the view is written
+   (MT_ARG_OUT): a loop that only writes must write every element. No view is in the list twice.
    On a meta context nothing is computed. A meta context that plans for CUDA calls the function that launches, which
    only takes its scratch memory and returns MT_PLANNED. */
 typedef struct mti_operator {
@@ -43,7 +47,8 @@ typedef struct mti_operator {
     mt_arg args[MTI_ARGS];
     const char *apart[MTI_ARGS];
     int count, views;          /* all operands; those that are not MTI_UNSEEN, which come first */
-    int on_cuda, on_cpu;       /* where the operator runs; both are 0 if there is nothing to do */
+    int copies;                /* how many of the views may have copies: all on a CPU and on a meta context, or 0 */
+    int on_cuda, on_cpu;       /* on_cuda: launches, or plans to; on_cpu: computes. Both are 0 if there is no work */
     size_t mark;               /* the arena mark before the copies */
     mt_tensor given[MTI_ARGS]; /* the 16-bit views that have copies; data is NULL for the others */
     /* The entry of a trace; name is NULL if there is nothing to do. mti_begin fills it in for an operator that reads
@@ -146,11 +151,12 @@ static mt_status mti_apply_rule(const mti_operator *op) {
     return MT_SUCCESS;
 }
 
-/* Rounds the results back to 16 bits and releases all arena memory, including what the operator itself took. */
+/* Rounds the results back to 16 bits, adds the entry to the trace, and releases the arena to where it was before
+   mti_begin. Takes the status of MTI_RUN or MTI_CHOOSE, and returns it; MT_PLANNED becomes MT_SUCCESS. */
 static mt_status mti_end(mti_operator *op, mt_status status) {
     int i;
     if (status == MT_PLANNED) status = MT_SUCCESS;
-    for (i = 0; status == MT_SUCCESS && op->on_cpu && i < op->views; i++)
+    for (i = 0; status == MT_SUCCESS && op->on_cpu && i < op->copies; i++)
         if (op->given[i].data && (op->args[i].use & MT_ARG_OUT))
             mti_cpu_convert(op->ctx, *op->args[i].view, op->given[i]);
     if (status == MT_SUCCESS && op->work.name) mt_trace_add(op->ctx, &op->work);
@@ -198,10 +204,10 @@ static mt_status mti_start(mti_operator *op) {
         op->work.dtype = op->views ? op->args[0].view->dtype : MT_F32;
         op->work.bytes = mti_work_bytes(op->args, op->views);
     }
-    if (!runs || op->on_cuda) op->views = 0; /* there are no copies */
-    for (i = 0; i < op->views; i++)
+    op->copies = runs && !op->on_cuda ? op->views : 0;
+    for (i = 0; i < op->copies; i++)
         if (op->args[i].use & MT_ARG_OUT) mti_packed_drop(op->ctx, *op->args[i].view);
-    for (i = 0; status == MT_SUCCESS && i < op->views; i++) status = mti_widen(op, &op->args[i], &op->given[i]);
+    for (i = 0; status == MT_SUCCESS && i < op->copies; i++) status = mti_widen(op, &op->args[i], &op->given[i]);
     return status == MT_SUCCESS ? status : mti_end(op, status);
 }
 
@@ -223,12 +229,13 @@ static mt_status mti_begin_bare(mti_operator *op, mt_context *ctx, const char *n
    meta context allocates it, too. */
 static mt_status mti_rooms(mti_operator *op, int64_t rows, int64_t cols, mt_tensor *rooms) {
     *rooms = mt_none();
-    if (op->views == 0 || rows == 0) return MT_SUCCESS;
+    if (op->copies == 0 || rows == 0) return MT_SUCCESS;
     return mt_arena_tensor(op->ctx, MT_F32, mt_context_threads(op->ctx) * rows, cols, rooms);
 }
 
-/* `launch` and `loop` are expressions. In MTI_CHOOSE both have the type mt_status, and a meta context that does not
-   plan for CUDA evaluates `loop`. In MTI_RUN `loop` is void, and no meta context evaluates it. */
+/* `launch` and `loop` are expressions. In MTI_CHOOSE both have the type mt_status. Where nothing is launched, also on a
+   meta context and without work, it evaluates `loop`, which must look at on_cpu. In MTI_RUN `loop` is void, and is
+   evaluated on a CPU only. */
 #if MT_HAS_CUDA
 #define MTI_CHOOSE(op, launch, loop) ((op)->on_cuda ? (launch) : (loop))
 #else
