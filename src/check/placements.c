@@ -378,7 +378,7 @@ static void mti_memory_reused(mt_context *ctx, const void *data, size_t bytes) {
     mti_extent e = mti_extent_of_bytes(data, bytes);
     const mti_placed *p;
     size_t i;
-    if (!c || !bytes) return;
+    if (!bytes) return;
     i = mti_placed_before(&c->written, e.end);
     while ((p = mti_placed_meets(&c->written, e, &i)) != NULL) {
         mti_released *r = &c->released[c->releases++ % MTI_RELEASED];
@@ -444,9 +444,8 @@ static mt_status mti_watch_extent(mt_context *ctx, mti_extent e, int is_block) {
 
 /* Forgets a block of the context that is freed. */
 static void mti_memory_freed(mt_context *ctx, const void *data, size_t bytes) {
-    mti_checker *c = ctx->checker;
     mti_forget(ctx, data, bytes);
-    if (c) mti_placed_forget(&c->memory, mti_extent_of_bytes(data, bytes), 0);
+    mti_placed_forget(&ctx->checker->memory, mti_extent_of_bytes(data, bytes), 0);
 }
 
 static mt_status mti_memory_allocated(mt_context *ctx, const void *data, size_t bytes) {
