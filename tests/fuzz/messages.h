@@ -175,7 +175,7 @@ static inline void messages_own(messages *m, messages_input *in) {
 }
 
 /* A channel of rank 0, or of another rank, to which the other ranks send what the input says. */
-static inline void messages_board(messages_input *in) {
+static inline void messages_channel(messages_input *in) {
     int size = 2 + (int)(messages_byte(in) % (MESSAGES_RANKS - 1)), rank = (int)messages_byte(in) % size;
     messages m;
     messages_memory = (long)messages_byte(in) - 1;
@@ -258,7 +258,7 @@ static inline void messages_all(const uint8_t *data, size_t size) {
     in.data = data;
     in.size = size;
     in.at = 0;
-    if (messages_byte(&in) % 4) messages_board(&in);
+    if (messages_byte(&in) % 4) messages_channel(&in);
     else messages_server(&in);
 }
 
