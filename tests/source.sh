@@ -36,10 +36,10 @@ line_of() { grep -nF -e "$1" "$2" | sed 's/:.*//'; }
 
 # ---- the headers -----------------------------------------------------------------------------------------------------
 
-# The script's awk is the first one in PATH.
+# same_with_awk COMMAND: the script's awk is the first one in PATH.
 same_with_awk() {
-    copy_project "awk_$1" && rm "$copy"/*.h "$copy"/*.cuh && mkdir "$copy/bin" || return 1
-    printf '#!/bin/sh\nexec %s "$@"\n' "$2" >"$copy/bin/awk" && chmod +x "$copy/bin/awk" || return 1
+    copy_project "$1" && rm "$copy"/*.h "$copy"/*.cuh && mkdir "$copy/bin" || return 1
+    printf '#!/bin/sh\nexec %s "$@"\n' "$1" >"$copy/bin/awk" && chmod +x "$copy/bin/awk" || return 1
     PATH="$copy/bin:$PATH" sh "$copy/tools/headers.sh" && same_headers
 }
 
@@ -68,6 +68,8 @@ edited_source() {
     echo "int new;" >>"$copy/src/parallel/grid.c"
     ! sh "$copy/tools/headers.sh" --check >"$work/said" 2>&1 || return 1
     grep "^mt_parallel.h:[0-9]*: is not what src/ gives: edit src/parallel/grid.c:[0-9]*, then" "$work/said" || return 1
+    sh "$copy/tools/source_lines.sh" mt_parallel.h:1 2>&1 >/dev/null |
+        grep "^mt_parallel.h: is not what src/ gives, so its lines may differ: run sh tools/headers.sh" || return 1
     [ "$(sh "$copy/tools/headers.sh")" = mt_parallel.h ] && [ -z "$(sh "$copy/tools/headers.sh")" ] || return 1
     grep -n '^int new;$' "$copy/mt_parallel.h" && sh "$copy/tools/headers.sh" --check
 }
@@ -144,10 +146,8 @@ lines_are_right() {
 
 # ---- the files of src/ -----------------------------------------------------------------------------------------------
 
-source_files() { find src -name '*.h' -o -name '*.c' -o -name '*.cuh' | sort; }
-
 short_files() {
-    source_files | while read -r file; do
+    find src -name '*.h' -o -name '*.c' -o -name '*.cuh' | sort | while read -r file; do
         lines=$(wc -l <"$file")
         [ "$lines" -le 1200 ] || echo "$file: $lines lines, more than 1200"
     done | fail_on_output
@@ -237,11 +237,9 @@ END
 }
 
 check "the headers are what src/ gives" sh tools/headers.sh --check
-for awk in mawk gawk original-awk; do
-    if have_command $awk; then check "the same with $awk" same_with_awk $awk $awk; fi
+for awk in mawk gawk original-awk 'gawk --posix' 'busybox awk'; do
+    if have_command "${awk%% *}"; then check "the same with $awk" same_with_awk "$awk"; fi
 done
-if have_command gawk; then check "the same with gawk --posix" same_with_awk posix "gawk --posix"; fi
-if have_command busybox; then check "the same with busybox awk" same_with_awk busybox "busybox awk"; fi
 check "an edited header: the place in src/ is named" edited_header
 check "an edited file of src/: its header is stale, and no other is written" edited_source
 check "a file that is not there is named, and nothing is written" missing_source
