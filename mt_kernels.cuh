@@ -3520,9 +3520,10 @@ static int mti_must_be_apart(const mti_operator *op, int i, int j) {
 
 static mt_status mti_expect_apart(const mti_operator *op, int i, int j) {
     mt_tensor a = *op->args[i].view, b = *op->args[j].view;
-    int same = a.data == b.data && a.dtype == b.dtype && (a.rows <= 1 || mt_tensor_ld(a) == mt_tensor_ld(b)), must;
+    int must, same;
     if (i == j || !mti_views_overlap(op->ctx, a, b)) return MT_SUCCESS; /* before the names are compared */
     must = mti_must_be_apart(op, i, j);
+    same = a.data == b.data && a.dtype == b.dtype && (a.rows <= 1 || mt_tensor_ld(a) == mt_tensor_ld(b));
     if (must == 0 || (must == 2 && same)) return MT_SUCCESS;
     return mt_check_apart(op->ctx, op->name, op->args[i].name, a, op->args[j].name, b);
 }
