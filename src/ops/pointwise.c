@@ -238,8 +238,11 @@ static const mti_table mti_sigmoid_gate_forward_table = {"mt_sigmoid_gate_forwar
     {"gate", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
-static const mti_table mti_multiply_row_backward_table = {"mt_multiply_row_backward",
-    {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}, {
+/* The rules of two backward operators, which have a second table for calls without the last operand. */
+#define MTI_MULTIPLY_ROW_RULE {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}
+#define MTI_MULTIPLY_COL_RULE {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}
+
+static const mti_table mti_multiply_row_backward_table = {"mt_multiply_row_backward", MTI_MULTIPLY_ROW_RULE, {
     {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
@@ -247,15 +250,13 @@ static const mti_table mti_multiply_row_backward_table = {"mt_multiply_row_backw
     {"drow", "1m", MT_ARG_F32, MT_ARG_IN_OUT | MT_ARG_SUM | MT_ARG_OPTIONAL, "*"}}};
 
 /* The same without drow. */
-static const mti_table mti_multiply_row_alone_table = {"mt_multiply_row_backward",
-    {"dy x row dx drow", "RRRRR rrRrP ccccc PRRPP RPRRP", NULL}, {
+static const mti_table mti_multiply_row_alone_table = {"mt_multiply_row_backward", MTI_MULTIPLY_ROW_RULE, {
     {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
     {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
     {"row", "1m", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
 
 /* dcol is first, because it is also written if x has no columns. */
-static const mti_table mti_multiply_col_backward_table = {"mt_multiply_col_backward",
-    {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}, {
+static const mti_table mti_multiply_col_backward_table = {"mt_multiply_col_backward", MTI_MULTIPLY_COL_RULE, {
     {"dcol", "n1", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, "dy x col dx"},
     {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
     {"x", "nm", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL},
@@ -263,8 +264,7 @@ static const mti_table mti_multiply_col_backward_table = {"mt_multiply_col_backw
     {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MT_ARG_OPTIONAL | MTI_AS_IS, NULL}}};
 
 /* The same without dcol. */
-static const mti_table mti_multiply_col_alone_table = {"mt_multiply_col_backward",
-    {"dy x col dx dcol", "RRRRR rrrrr ccRcP PRRPP RPRRP", NULL}, {
+static const mti_table mti_multiply_col_alone_table = {"mt_multiply_col_backward", MTI_MULTIPLY_COL_RULE, {
     {"dx", "nm", MT_ARG_FLOAT, MT_ARG_OUT | MTI_AS_IS, NULL},
     {"dy", "nm", MT_ARG_FLOAT, MT_ARG_IN | MT_ARG_MOVED | MTI_AS_IS, NULL},
     {"col", "n1", MT_ARG_FLOAT, MT_ARG_IN | MTI_AS_IS, NULL}}};
