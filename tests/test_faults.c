@@ -31,7 +31,7 @@ typedef struct fault {
     char text2[MAX_RANKS][TEXT]; /* the communicator's last error, where it is checked */
     double seconds[MAX_RANKS];
     char lines[MAX_RANKS + 1][TEXT]; /* the launcher's messages */
-    int connection_count;
+    int line_count;
 } fault;
 
 static void nap(double seconds) {
@@ -42,7 +42,7 @@ static void nap(double seconds) {
 static void keep_line(void *user, mt_log_level level, const char *message) {
     fault *f = (fault *)user;
     (void)level;
-    if (f->connection_count <= MAX_RANKS) snprintf(f->lines[f->connection_count++], TEXT, "%s", message);
+    if (f->line_count <= MAX_RANKS) snprintf(f->lines[f->line_count++], TEXT, "%s", message);
 }
 
 static mt_context *new_context(mt_comm *world) {
@@ -297,12 +297,12 @@ static void test_leaves(void **state) {
     fault f;
     (void)state;
     assert_peer_error(&f, RETURNS, MT_ERR_PEER, "on \"world\" (3 ranks): rank 2 returned from its function");
-    assert_int_equal(f.connection_count, 2);
+    assert_int_equal(f.line_count, 2);
     assert_said(f.lines[0], "rank 0 of 3: MT_ERR_PEER: all_reduce");
     assert_peer_error(&f, RETURNS_LEAVING_SUBGROUP, MT_ERR_PEER, "on \"tensor\" (3 ranks): rank 2 returned from its");
     assert_peer_error(&f, DESTROYS, MT_ERR_PEER, "on \"tensor\" (3 ranks): rank 2 has left the group");
     assert_peer_error(&f, FAILS, MT_ERR_DATA, "rank 2 failed with MT_ERR_DATA (loss is 17, which is no good)");
-    assert_int_equal(f.connection_count, 3);
+    assert_int_equal(f.line_count, 3);
     assert_string_equal(f.lines[0],
                         "rank 2 of 3: MT_ERR_DATA: loss is 17, which is no good"); /* the cause is reported first */
     assert_peer_error(&f, FAILS_ITS_ARGUMENTS, MT_ERR_ARGUMENT,
@@ -506,7 +506,7 @@ static void test_third_leaves(void **state) {
     fault f;
     (void)state;
     assert_int_equal(launch_fault(&f, 0, 3, TEST_NEVER_OVER, third_leaves_rank), MT_SUCCESS);
-    assert_int_equal(f.connection_count, 0);
+    assert_int_equal(f.line_count, 0);
 }
 
 /* ---- arguments, one by one --------------------------------------------------------------------------------------- */
@@ -735,7 +735,7 @@ static void test_no_threads(void **state) {
         threads_allowed = allowed;
         assert_int_equal(launch_fault(&f, 0, 3, TEST_NEVER_OVER, barrier_rank), MT_ERR_SYSTEM);
         assert_said(f.lines[0], "MT_ERR_SYSTEM: mt_launch: the system gave no thread for rank");
-        assert_int_equal(f.connection_count, 3);
+        assert_int_equal(f.line_count, 3);
     }
     threads_allowed = 1000;
 }

@@ -1359,7 +1359,7 @@ ncclResult_t check_and_add(ncclComm *comm, const Call &call) {
     Guard guard;
     ncclResult_t result = check_ready(comm, kind_names[call.kind]);
     if (result == ncclSuccess) result = check_call(*comm, call);
-    // The library drops a collective of 0 elements without comparison the other ranks.
+    // The library drops a collective of 0 elements without telling the other ranks.
     if (result == ncclSuccess && (call.count > 0 || call.pairwise())) group.calls.push_back({comm, call});
     return note(result);
 }
