@@ -2465,14 +2465,15 @@ MT_API void mt_params_destroy(mt_params *params) {
 
 /* ---- which elements of a parameter a shard has (src/parallel/sharding.c) ----------------------------------------- */
 
-/* One of the blocks of a virtual shard: one of its `parts` or, with copies, the own features or the copied features of
-   a piece. Its `count` features start at `local` in the shard and at `global` in the whole dimension. The rest of the
-   block, up to `size` features, is padding. */
-typedef struct mti_block {
-    int shard; /* index among this rank's virtual shards */
-    int copy;  /* 1: another block, which counts, has the same features */
-    int64_t local, global, count, size;
-} mti_block;
+/* A run: `count` features of a parameter's split dimension, which are neighbours in the whole dimension, from `global`
+   on, and in a rank's shard, from `local` on. What a rank has of a parameter is a list of runs, in the order of its
+   shard. Padding is in none. A replicated parameter is one run, of all its rows. */
+typedef struct mti_run {
+    int shard;  /* index among this rank's virtual shards; `local` counts from its first feature */
+    int copied; /* 1: other pieces have the same features (mt_param_desc.copies) */
+    int counts; /* 0: the same features count where another piece has them */
+    int64_t local, global, count;
+} mti_run;
 
 static int64_t mti_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -2484,149 +2485,129 @@ static int64_t mti_shard_features(int64_t n, int64_t parts, int64_t unit, int sh
 /* Returns n with the caller's padding: `padded` features, or n when padded is 0. */
 static int64_t mti_padded(int64_t n, int64_t padded) { return padded ? padded : n; }
 
-/* How a matrix is split over the tensor ranks. */
-typedef struct mti_sharding {
-    int64_t rows, cols; /* of the whole matrix */
-    mt_placement placement;
-    int64_t parts, unit, copies, copied;
-    int shards;    /* virtual shards on a rank */
-    int64_t local; /* size of the split dimension on a rank, padding included; rows if not split */
-} mti_sharding;
-
 /* Returns the size of the dimension that is split. */
-static int64_t mti_sharding_features(const mti_sharding *s) {
-    return s->placement == MT_SPLIT_COLS ? s->cols : s->rows;
-}
-
-/* Returns how many features a piece of a unit has of its own, and with them how many it has. */
-static int64_t mti_piece_own(const mti_sharding *s) { return (s->unit - s->copied) / s->copies; }
-static int64_t mti_piece_features(const mti_sharding *s) { return mti_piece_own(s) + s->copied; }
-
-/* Returns the split over `ranks` ranks, each with `shards` virtual shards. */
-static mti_sharding mti_sharding_of(const mt_param_desc *d, int shards, int ranks) {
-    mti_sharding s;
-    int64_t n, unit;
-    s.rows = d->rows;
-    s.cols = d->cols;
-    s.placement = d->placement;
-    s.parts = d->parts ? d->parts : 1;
-    s.unit = unit = d->unit ? d->unit : 1;
-    s.copies = d->copies ? d->copies : 1;
-    s.copied = d->copied;
-    s.shards = d->placement == MT_REPLICATED ? 1 : shards;
-    s.local = n = mti_sharding_features(&s);
-    if (d->placement == MT_REPLICATED) return s;
-    if (s.copies > 1) {
-        unit = mti_piece_features(&s);
-        n = n / s.unit * s.copies * unit;
-    }
-    s.local = s.shards * mti_shard_features(mti_padded(n, d->padded_features), s.parts, unit, s.shards * ranks);
-    return s;
-}
-
-/* Writes the shape of a rank's shard. A vector that is split by columns is one row for any number of virtual shards. */
-static void mti_sharding_shape(const mti_sharding *s, int64_t *rows, int64_t *cols) {
-    int vector = s->rows == 1;
-    *rows = s->placement != MT_SPLIT_COLS ? s->local : vector ? 1 : s->shards * s->rows;
-    *cols = s->placement != MT_SPLIT_COLS ? s->cols : vector ? s->local : s->local / s->shards;
-}
-
-/* Returns the number of blocks on a rank. Blocks are ordered by shard. A replicated matrix is a single block with all
-   its rows. With copies, each piece has two blocks. */
-static int64_t mti_sharding_blocks(const mti_sharding *s) {
-    return s->copies > 1 ? s->local / mti_piece_features(s) * 2 : s->parts * s->shards;
-}
-
-/* Returns block number `index` of tensor rank `rank`, with copies. The blocks are the own features of a piece, then its
-   copied features. */
-static mti_block mti_piece_block(const mti_sharding *s, int rank, int64_t index) {
-    int64_t own = mti_piece_own(s), size = own + s->copied, pieces = s->local / s->shards / size, piece = index / 2;
-    int64_t global = (int64_t)rank * s->shards * pieces + piece, unit = global / s->copies;
-    mti_block b;
-    b.shard = (int)(piece / pieces);
-    b.size = index % 2 ? s->copied : own;
-    b.local = piece % pieces * size + (index % 2 ? own : 0);
-    b.copy = index % 2 && global % s->copies > 0;
-    b.count = b.size;
-    b.global = unit * s->unit + (index % 2 ? s->unit - s->copied : global % s->copies * own);
-    if (unit < mti_sharding_features(s) / s->unit) return b;
-    b.count = 0; /* padding */
-    b.global = mti_sharding_features(s);
-    return b;
-}
-
-/* Returns block number `index` of tensor rank `rank`. */
-static mti_block mti_sharding_block(const mti_sharding *s, int rank, int64_t index) {
-    int64_t whole = mti_sharding_features(s) / s->parts, part = index % s->parts, before;
-    mti_block b;
-    if (s->copies > 1) return mti_piece_block(s, rank, index);
-    if (s->placement == MT_REPLICATED) rank = 0;
-    b.copy = 0;
-    b.shard = (int)(index / s->parts);
-    b.size = s->local / s->shards / s->parts;
-    b.local = part * b.size;
-    before = mt_min(whole, ((int64_t)rank * s->shards + b.shard) * b.size);
-    b.global = part * whole + before;
-    b.count = mt_min(b.size, whole - before);
-    return b;
-}
-
-/* Returns the view of virtual shard `shard` of t, which is a rank's shard. */
-static mt_tensor mti_sharding_shard(const mti_sharding *s, mt_tensor t, int shard) {
-    int64_t features = s->local / s->shards;
-    int64_t rows = s->placement == MT_SPLIT_COLS ? s->rows : features;
-    int64_t cols = s->placement == MT_SPLIT_COLS ? features : s->cols;
-    return mt_tensor_rows(mt_tensor_make(t.data, t.dtype, rows * s->shards, cols), rows * shard, rows);
-}
-
-/* Returns the view of block b of t, which is a rank's shard. */
-static mt_tensor mti_sharding_view(const mti_sharding *s, mt_tensor t, mti_block b) {
-    t = mti_sharding_shard(s, t, b.shard);
-    return s->placement == MT_SPLIT_COLS ? mt_tensor_cols(t, b.local, b.count) : mt_tensor_rows(t, b.local, b.count);
-}
-
-/* The same for a parameter p. t is a value, a gradient or a moment of p. */
-static mti_sharding mti_param_sharding(const mt_param *p) {
-    mti_sharding s;
-    s.rows = p->desc.rows;
-    s.cols = p->desc.cols;
-    s.placement = p->desc.placement;
-    s.parts = p->desc.parts;
-    s.unit = p->desc.unit;
-    s.copies = p->desc.copies;
-    s.copied = p->desc.copied;
-    s.shards = p->shards;
-    s.local = p->local_features;
-    return s;
-}
-
 static int64_t mti_split_dimension(const mt_param *p) {
     return p->desc.placement == MT_SPLIT_COLS ? p->desc.cols : p->desc.rows;
 }
 
-static int64_t mti_param_blocks(const mt_param *p) {
-    mti_sharding s = mti_param_sharding(p);
-    return mti_sharding_blocks(&s);
+/* Returns how many features a piece of a unit has of its own, and with them how many it has. */
+static int64_t mti_piece_own(const mt_param_desc *d) { return (d->unit - d->copied) / d->copies; }
+static int64_t mti_piece_features(const mt_param_desc *d) { return mti_piece_own(d) + d->copied; }
+
+/* Returns how many features a rank with p->shards virtual shards has, padding included. */
+static int64_t mti_local_features(const mt_param *p) {
+    const mt_param_desc *d = &p->desc;
+    int64_t n = mti_split_dimension(p), unit = d->unit;
+    if (d->placement == MT_REPLICATED) return n;
+    if (d->copies > 1) {
+        unit = mti_piece_features(d);
+        n = n / d->unit * d->copies * unit;
+    }
+    return p->shards * mti_shard_features(mti_padded(n, d->padded_features), d->parts, unit, p->shards * p->tp_size);
 }
 
-static mti_block mti_param_block(const mt_param *p, int rank, int64_t index) {
-    mti_sharding s = mti_param_sharding(p);
-    return mti_sharding_block(&s, rank, index);
+/* Makes *p a parameter of rank `rank` of `ranks`, each with `shards` virtual shards: its sizes, and the shapes of value
+   and grad, without memory. A vector that is split by columns is one row for any number of virtual shards. */
+static void mti_param_describe(mt_param *p, const mt_param_desc *d, int rank, int ranks, int shards, mt_dtype dtype) {
+    int64_t rows, cols, local;
+    p->desc = *d;
+    if (!d->parts) p->desc.parts = 1;
+    if (!d->unit) p->desc.unit = 1;
+    if (!d->copies) p->desc.copies = 1;
+    p->tp_rank = rank;
+    p->tp_size = ranks;
+    p->shards = d->placement == MT_REPLICATED ? 1 : shards;
+    p->local_features = local = mti_local_features(p);
+    rows = d->placement != MT_SPLIT_COLS ? local : d->rows == 1 ? 1 : p->shards * d->rows;
+    cols = d->placement != MT_SPLIT_COLS ? d->cols : d->rows == 1 ? local : local / p->shards;
+    p->value = mt_tensor_make(NULL, dtype, rows, cols);
+    p->grad = mt_tensor_make(NULL, MT_F32, rows, cols);
 }
 
+/* Sets *run to run number `index` of tensor rank `rank` of a parameter with copies; its count may be 0. A piece has two
+   runs: its own features, then the copied ones. */
+static void mti_piece_run(const mt_param *p, int rank, int64_t index, mti_run *run) {
+    const mt_param_desc *d = &p->desc;
+    int64_t own = mti_piece_own(d), size = own + d->copied, pieces = p->local_features / p->shards / size;
+    int64_t piece = index / 2, global = (int64_t)rank * p->shards * pieces + piece, unit = global / d->copies;
+    run->shard = (int)(piece / pieces);
+    run->copied = (int)(index % 2);
+    run->counts = !run->copied || global % d->copies == 0;
+    run->local = piece % pieces * size + (run->copied ? own : 0);
+    run->global = unit * d->unit + (run->copied ? d->unit - d->copied : global % d->copies * own);
+    run->count = unit >= mti_split_dimension(p) / d->unit ? 0 : run->copied ? d->copied : own;
+}
+
+/* The same for a parameter without copies: each virtual shard has a run of each part. */
+static void mti_part_run(const mt_param *p, int rank, int64_t index, mti_run *run) {
+    int64_t whole = mti_split_dimension(p) / p->desc.parts, part = index % p->desc.parts;
+    int64_t size = p->local_features / p->shards / p->desc.parts, before;
+    if (p->desc.placement == MT_REPLICATED) rank = 0;
+    run->shard = (int)(index / p->desc.parts);
+    run->copied = 0;
+    run->counts = 1;
+    before = mt_min(whole, ((int64_t)rank * p->shards + run->shard) * size);
+    run->local = part * size;
+    run->global = part * whole + before;
+    run->count = mt_min(size, whole - before);
+}
+
+/* Walks the runs of tensor rank `rank`: sets *run to the next one, and returns 0 when there is none. *at is 0 before
+   the first. The list is computed, not stored: calls also walk those of other ranks, and a layer of tensors owns no
+   memory. */
+static int mti_run_next(const mt_param *p, int rank, int64_t *at, mti_run *run) {
+    int64_t pieces = p->desc.copies > 1 ? p->local_features / mti_piece_features(&p->desc) : 0;
+    int64_t runs = pieces ? 2 * pieces : p->desc.parts * p->shards;
+    for (run->count = 0; run->count == 0 && *at < runs; ++*at) {
+        if (pieces) mti_piece_run(p, rank, *at, run);
+        else mti_part_run(p, rank, *at, run);
+    }
+    return run->count > 0;
+}
+
+/* Returns the view of virtual shard `shard` of t, which is a value, a gradient or a moment of p. */
 static mt_tensor mti_param_shard(const mt_param *p, mt_tensor t, int shard) {
-    mti_sharding s = mti_param_sharding(p);
-    return mti_sharding_shard(&s, t, shard);
+    int64_t features = p->local_features / p->shards;
+    int64_t rows = p->desc.placement == MT_SPLIT_COLS ? p->desc.rows : features;
+    int64_t cols = p->desc.placement == MT_SPLIT_COLS ? features : p->desc.cols;
+    return mt_tensor_rows(mt_tensor_make(t.data, t.dtype, rows * p->shards, cols), rows * shard, rows);
 }
 
-static mt_tensor mti_param_block_view(const mt_param *p, mt_tensor t, mti_block b) {
-    mti_sharding s = mti_param_sharding(p);
-    return mti_sharding_view(&s, t, b);
+/* Returns the view of a run of t. */
+static mt_tensor mti_run_view(const mt_param *p, mt_tensor t, mti_run run) {
+    t = mti_param_shard(p, t, run.shard);
+    return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(t, run.local, run.count)
+                                              : mt_tensor_rows(t, run.local, run.count);
 }
 
-/* Returns the columns of local [tokens, local features] that belong to block b of p's split dimension. */
-static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b) {
-    return mt_tensor_cols(local, b.shard * (p->local_features / p->shards) + b.local, b.count);
+/* Returns the view of a run of a whole tensor. */
+static mt_tensor mti_run_of_whole(const mt_param *p, mt_tensor whole, mti_run run) {
+    return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(whole, run.global, run.count)
+                                              : mt_tensor_rows(whole, run.global, run.count);
+}
+
+/* Returns the columns of local [tokens, local features] that belong to a run. */
+static mt_tensor mti_run_cols(const mt_param *p, mt_tensor local, mti_run run) {
+    return mt_tensor_cols(local, run.shard * (p->local_features / p->shards) + run.local, run.count);
+}
+
+/* Returns 1 when the features of this rank are neighbours in the whole dimension, from *first on, without padding. */
+static int mti_is_one_run(const mt_param *p, int64_t *first) {
+    int64_t at = 0, end = -1;
+    mti_run run;
+    *first = -1;
+    while (mti_run_next(p, p->tp_rank, &at, &run)) {
+        if (*first < 0) *first = end = run.global;
+        if (run.global != end) return 0;
+        end += run.count;
+    }
+    return end - *first == p->local_features;
+}
+
+/* Returns 1 when the local features of p are the global features, in the same order and without padding. */
+static int mti_is_whole(const mt_param *p) {
+    int64_t first;
+    return mti_is_one_run(p, &first) && p->local_features == mti_split_dimension(p);
 }
 
 #define MTI_PARAM_ELEMENTS ((int64_t)1 << 48) /* padded to 1024 shards, they still fit in int64_t */
@@ -2731,17 +2712,6 @@ static mt_status mti_params_reserve(mt_context *ctx, mt_params *params) {
     return MT_SUCCESS;
 }
 
-/* Sets the shapes of this rank's value and gradient. */
-static void mti_param_shape(const mt_params *params, mt_param *p) {
-    mti_sharding s = mti_sharding_of(&p->desc, mti_shards(params->ctx, params->grid->tp), p->tp_size);
-    int64_t rows, cols;
-    p->shards = s.shards;
-    p->local_features = s.local;
-    mti_sharding_shape(&s, &rows, &cols);
-    p->value = mt_tensor_make(NULL, params->dtype, rows, cols);
-    p->grad = mt_tensor_make(NULL, MT_F32, rows, cols);
-}
-
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out) {
     mt_param_desc named;
     mt_param *p;
@@ -2755,17 +2725,12 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     MT_TRY(mti_params_reserve(ctx, params));
     MT_TRY(mti_host_new(ctx, sizeof(mti_entry), &memory)); /* its first member is the parameter */
     p = (mt_param *)memory;
-    p->desc = named;
     memcpy(p->name, name, sizeof name);
-    p->desc.name = p->name;
-    if (!p->desc.parts) p->desc.parts = 1;
-    if (!p->desc.unit) p->desc.unit = 1;
-    if (!p->desc.copies) p->desc.copies = 1;
-    p->tp_rank = params->grid->tp_rank;
-    p->tp_size = params->grid->tp_size;
+    named.name = p->name;
+    mti_param_describe(p, &named, params->grid->tp_rank, params->grid->tp_size,
+                       mti_shards(params->ctx, params->grid->tp), params->dtype);
     p->registry = params;
     p->index = params->count;
-    mti_param_shape(params, p);
     params->list[params->count++] = p;
     *out = p;
     return MT_SUCCESS;
@@ -3373,25 +3338,24 @@ static uint64_t mti_name_hash(const char *name) {
     return h;
 }
 
-/* Returns the random numbers of a block for an optimizer step (see mt_random). Step 0 is the initialisation. */
-static mt_random mti_param_random(const mt_param *p, mti_block b, uint64_t seed, uint64_t step) {
+/* Returns the random numbers of a run for an optimizer step (see mt_random). Step 0 is the initialisation. */
+static mt_random mti_param_random(const mt_param *p, mti_run run, uint64_t seed, uint64_t step) {
     mt_random at;
     memset(&at, 0, sizeof at);
     at.seed = seed;
     at.subsequence = mti_name_hash(p->name) + step;
-    at.first_row = p->desc.placement == MT_SPLIT_COLS ? 0 : b.global;
-    at.first_col = p->desc.placement == MT_SPLIT_COLS ? b.global : 0;
+    at.first_row = p->desc.placement == MT_SPLIT_COLS ? 0 : run.global;
+    at.first_col = p->desc.placement == MT_SPLIT_COLS ? run.global : 0;
     at.global_cols = p->desc.cols;
     return at;
 }
 
 static mt_status mti_param_init(mt_context *ctx, const mt_param *p, uint64_t seed) {
-    int64_t i;
-    for (i = 0; i < mti_param_blocks(p); i++) {
-        mti_block b = mti_param_block(p, p->tp_rank, i);
-        mt_tensor view = mti_param_block_view(p, p->value, b);
-        mt_random at = mti_param_random(p, b, seed, 0);
-        if (b.count == 0) continue;
+    int64_t i = 0;
+    mti_run run;
+    while (mti_run_next(p, p->tp_rank, &i, &run)) {
+        mt_tensor view = mti_run_view(p, p->value, run);
+        mt_random at = mti_param_random(p, run, seed, 0);
         if (p->desc.init_std <= 0.0f) {
             MT_TRY(mt_fill(ctx, view, p->desc.init_value));
             continue;
@@ -4111,24 +4075,23 @@ static mt_status mti_rows_copy(mt_context *ctx, mt_tensor rows, float *host, int
     return MT_SUCCESS;
 }
 
-/* Copies between a block of a shard and its place in the whole tensor on the host. Copies row by row where that place
-   is not contiguous. */
-static mt_status mti_block_copy(mt_context *ctx, mt_tensor block, float *host, int64_t host_ld, int to_host) {
-    int64_t i, step = host_ld == block.cols ? block.rows : 1;
-    if (block.cols == 0) return MT_SUCCESS;
-    for (i = 0; i < block.rows; i += step)
-        MT_TRY(mti_rows_copy(ctx, mt_tensor_rows(block, i, step), host + i * host_ld, to_host));
+/* Copies between a run of a shard and the whole tensor on the host. Copies row by row where the run is not contiguous
+   there. */
+static mt_status mti_run_copy(mt_context *ctx, mt_tensor run, float *host, int64_t host_ld, int to_host) {
+    int64_t i, step = host_ld == run.cols ? run.rows : 1;
+    for (i = 0; i < run.rows; i += step)
+        MT_TRY(mti_rows_copy(ctx, mt_tensor_rows(run, i, step), host + i * host_ld, to_host));
     return MT_SUCCESS;
 }
 
 /* Copies between the shard of tensor rank `rank` and the whole tensor on the host. */
 static mt_status mti_shard_copy(mt_context *ctx, const mt_param *p, int rank, mt_tensor shard, float *global,
                                 int to_host) {
-    int64_t i;
-    for (i = 0; i < mti_param_blocks(p); i++) {
-        mti_block b = mti_param_block(p, rank, i);
-        int64_t offset = p->desc.placement == MT_SPLIT_COLS ? b.global : b.global * p->desc.cols;
-        MT_TRY(mti_block_copy(ctx, mti_param_block_view(p, shard, b), global + offset, p->desc.cols, to_host));
+    int64_t at = 0;
+    mti_run run;
+    while (mti_run_next(p, rank, &at, &run)) {
+        int64_t offset = p->desc.placement == MT_SPLIT_COLS ? run.global : run.global * p->desc.cols;
+        MT_TRY(mti_run_copy(ctx, mti_run_view(p, shard, run), global + offset, p->desc.cols, to_host));
     }
     return MT_SUCCESS;
 }
@@ -4189,8 +4152,8 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
     return status;
 }
 
-/* Checks the desc of a shard and writes its split to *out. */
-static mt_status mti_sharding_from(const mt_shard *shard, mti_sharding *out) {
+/* Checks the desc of a shard, and makes *out a parameter of its rank. */
+static mt_status mti_shard_param(const mt_shard *shard, mt_dtype dtype, mt_param *out) {
     mt_param_desc d;
     int v, ranks;
     if (!shard) return MT_ERR_ARGUMENT;
@@ -4207,21 +4170,22 @@ static mt_status mti_sharding_from(const mt_shard *shard, mti_sharding *out) {
     if (ranks < 1 || shard->tp_rank < 0 || shard->tp_rank >= ranks || v < 0 || v > MTI_SHARDS_MAX || (v & (v - 1)))
         return MT_ERR_ARGUMENT;
     if (v % ranks != 0) return MT_ERR_SHAPE;
-    *out = mti_sharding_of(&d, v ? v / ranks : 1, ranks);
+    mti_param_describe(out, &d, shard->tp_rank, ranks, v ? v / ranks : 1, dtype);
     return MT_SUCCESS;
 }
 
 MT_API mt_status mt_shard_size(const mt_shard *shard, int64_t *rows, int64_t *cols) {
-    mti_sharding s;
+    mt_param p;
     if (!rows || !cols) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_sharding_from(shard, &s));
-    mti_sharding_shape(&s, rows, cols);
+    MT_TRY(mti_shard_param(shard, MT_F32, &p));
+    *rows = p.value.rows;
+    *cols = p.value.cols;
     return MT_SUCCESS;
 }
 
 static void mti_host_copy(mt_tensor from, mt_tensor to) {
     size_t size = mt_dtype_size(to.dtype), i;
-    for (i = 0; to.cols > 0 && i < (size_t)to.rows; i++)
+    for (i = 0; i < (size_t)to.rows; i++)
         memcpy((char *)to.data + i * (size_t)mt_tensor_ld(to) * size,
                (const char *)from.data + i * (size_t)mt_tensor_ld(from) * size, (size_t)to.cols * size);
 }
@@ -4234,24 +4198,21 @@ static int mti_bytes_overlap(const void *a, size_t a_bytes, const void *b, size_
 
 MT_API mt_status mt_shard_copy(const mt_shard *shard, mt_dtype dtype, int to_whole, const void *from, void *to) {
     size_t size = mt_dtype_size(dtype), bytes, whole_bytes;
-    mti_sharding s;
-    mt_tensor whole, local;
-    int64_t rows, cols, i;
-    MT_TRY(mti_sharding_from(shard, &s));
+    mt_param p;
+    mt_tensor whole;
+    mti_run run;
+    int64_t at = 0;
+    MT_TRY(mti_shard_param(shard, dtype, &p));
     if (!from || !to) return MT_ERR_ARGUMENT;
     if (size == 0) return MT_ERR_DTYPE;
-    mti_sharding_shape(&s, &rows, &cols);
-    whole = mt_tensor_make(to_whole ? to : from, dtype, s.rows, s.cols);
-    local = mt_tensor_make(to_whole ? from : to, dtype, rows, cols);
-    bytes = (size_t)(rows * cols) * size;
-    whole_bytes = (size_t)(s.rows * s.cols) * size;
-    if (mti_bytes_overlap(whole.data, whole_bytes, local.data, bytes)) return MT_ERR_ARGUMENT;
+    whole = mt_tensor_make(to_whole ? to : from, dtype, p.desc.rows, p.desc.cols);
+    p.value = mt_tensor_make(to_whole ? from : to, dtype, p.value.rows, p.value.cols);
+    bytes = (size_t)(p.value.rows * p.value.cols) * size;
+    whole_bytes = (size_t)(whole.rows * whole.cols) * size;
+    if (mti_bytes_overlap(whole.data, whole_bytes, p.value.data, bytes)) return MT_ERR_ARGUMENT;
     if (!to_whole) memset(to, 0, bytes);
-    for (i = 0; i < mti_sharding_blocks(&s); i++) {
-        mti_block b = mti_sharding_block(&s, shard->tp_rank, i);
-        mt_tensor there = s.placement == MT_SPLIT_COLS ? mt_tensor_cols(whole, b.global, b.count)
-                                                       : mt_tensor_rows(whole, b.global, b.count);
-        mt_tensor here = mti_sharding_view(&s, local, b);
+    while (mti_run_next(&p, p.tp_rank, &at, &run)) {
+        mt_tensor there = mti_run_of_whole(&p, whole, run), here = mti_run_view(&p, p.value, run);
         mti_host_copy(to_whole ? here : there, to_whole ? there : here);
     }
     return MT_SUCCESS;
@@ -4384,7 +4345,8 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     mti_log_entry *entry;
     char full[MTI_LOG_NAME];
     int length, row_split;
-    int64_t i, row;
+    int64_t i = 0, row;
+    mti_run run;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!name || !what)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_activation: %s is NULL", name ? "what" : "name");
@@ -4410,11 +4372,9 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     entry->split[0] = cols != NULL || row_split;
     entry->split[1] = 1;
     if (!cols) return mt_hash(ctx, t, row, 0, t.cols, &entry->hash);
-    for (i = 0; i < mti_param_blocks(cols); i++) {
-        mti_block b = mti_param_block(cols, cols->tp_rank, i);
-        if (b.copy) continue;
-        MT_TRY(mt_hash(ctx, mti_block_cols(cols, t, b), row, b.global, mti_split_dimension(cols), &entry->hash));
-    }
+    while (mti_run_next(cols, cols->tp_rank, &i, &run))
+        if (run.counts)
+            MT_TRY(mt_hash(ctx, mti_run_cols(cols, t, run), row, run.global, mti_split_dimension(cols), &entry->hash));
     return MT_SUCCESS;
 }
 
@@ -4427,17 +4387,17 @@ MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_p
                                    mt_tensor shard) {
     char name[MTI_LOG_NAME];
     mti_log_entry *entry;
-    int64_t i;
+    mti_run run;
+    int64_t i = 0;
     MT_TRY(mti_shard_check(ctx, "mt_hash_log_shard", param, shard, "log", log));
     snprintf(name, sizeof name, "%s%.31s", param->name, suffix ? suffix : "");
     MT_TRY(mti_log_entry_of(ctx, log, name, &entry));
     entry->split[0] = param->desc.placement != MT_REPLICATED;
     entry->order = 2 + 2 * log->values;
-    for (i = 0; i < mti_param_blocks(param); i++) {
-        mti_block b = mti_param_block(param, param->tp_rank, i);
+    while (mti_run_next(param, param->tp_rank, &i, &run)) {
         int by_cols = param->desc.placement == MT_SPLIT_COLS;
-        if (b.copy) continue;
-        MT_TRY(mt_hash(ctx, mti_param_block_view(param, shard, b), by_cols ? 0 : b.global, by_cols ? b.global : 0,
+        if (!run.counts) continue;
+        MT_TRY(mt_hash(ctx, mti_run_view(param, shard, run), by_cols ? 0 : run.global, by_cols ? run.global : 0,
                        param->desc.cols, &entry->hash));
     }
     return MT_SUCCESS;
@@ -4734,11 +4694,6 @@ static mt_status mti_linear_params(mt_context *ctx, mt_params *params, const cha
     return MT_SUCCESS;
 }
 
-/* Returns 1 when the local features of p are the global features, in the same order and without padding. */
-static int mti_is_whole(const mt_param *p) {
-    return p->tp_size == 1 && p->local_features == mti_split_dimension(p) && (p->desc.parts == 1 || p->shards == 1);
-}
-
 /* In check mode, refuses a tensor that is known not to be replicated over the tensor group. */
 static mt_status mti_replicated_check(mt_context *ctx, const mt_comm *tp, const char *what, mt_tensor t) {
     mt_placement is = mt_placement_of(ctx, tp, t);
@@ -4751,20 +4706,17 @@ static mt_status mti_replicated_check(mt_context *ctx, const mt_comm *tp, const 
    otherwise a copy in the arena. Call mt_check_view_end after the calls that read it. what: x, for messages */
 static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_param *p, const char *what, mt_tensor x,
                                  mt_tensor *out) {
-    int64_t i, blocks = mti_param_blocks(p);
-    mti_block first = mti_param_block(p, p->tp_rank, 0), last = mti_param_block(p, p->tp_rank, blocks - 1);
+    int64_t first, at = 0;
+    mti_run run;
     MT_TRY(mti_replicated_check(ctx, tp, what, x));
-    if (mti_is_whole(p) || (p->desc.parts == 1 && p->desc.copies == 1 && last.count == last.size)) {
-        *out = mt_tensor_cols(x, first.global, p->local_features);
+    if (mti_is_one_run(p, &first)) {
+        *out = mt_tensor_cols(x, first, p->local_features);
         return mt_check_view(ctx, tp, *out, MT_SPLIT_COLS); /* nothing in a group of one */
     }
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, p->local_features, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
-    for (i = 0; i < blocks; i++) {
-        mti_block b = mti_param_block(p, p->tp_rank, i);
-        if (b.copy) continue; /* y has these features from another rank, which gets their gradient */
-        MT_TRY(mt_copy(ctx, mt_tensor_cols(x, b.global, b.count), mti_block_cols(p, *out, b)));
-    }
+    while (mti_run_next(p, p->tp_rank, &at, &run)) /* of copies, y has the features from the one that counts */
+        if (run.counts) MT_TRY(mt_copy(ctx, mt_tensor_cols(x, run.global, run.count), mti_run_cols(p, *out, run)));
     return mt_check_view(ctx, tp, *out, MT_SPLIT_COLS);
 }
 
@@ -4772,17 +4724,16 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_pa
    [tokens, n], without the padding. */
 static mt_status mti_gather_features(mt_context *ctx, mt_comm *tp, const mt_param *p, mt_tensor local, mt_tensor y) {
     mt_tensor all;
-    int64_t i;
     int r;
     MT_TRY(mt_arena_tensor(ctx, local.dtype, local.rows * p->tp_size, local.cols, &all));
     MT_TRY(mt_all_gather(ctx, tp, local.data, all.data, (size_t)(local.rows * local.cols), local.dtype));
-    for (r = 0; r < p->tp_size; r++)
-        for (i = 0; i < mti_param_blocks(p); i++) {
-            mti_block b = mti_param_block(p, r, i);
-            mt_tensor from = mt_tensor_rows(all, r * local.rows, local.rows);
-            if (b.copy) continue;
-            MT_TRY(mt_copy(ctx, mti_block_cols(p, from, b), mt_tensor_cols(y, b.global, b.count)));
-        }
+    for (r = 0; r < p->tp_size; r++) {
+        mt_tensor from = mt_tensor_rows(all, r * local.rows, local.rows);
+        int64_t at = 0;
+        mti_run run;
+        while (mti_run_next(p, r, &at, &run))
+            if (run.counts) MT_TRY(mt_copy(ctx, mti_run_cols(p, from, run), mt_tensor_cols(y, run.global, run.count)));
+    }
     return MT_SUCCESS;
 }
 
@@ -5705,22 +5656,15 @@ static mt_status mti_own_check(mt_context *ctx, const char *function, const char
 static mt_status mti_own_param(mt_context *ctx, const char *function, mt_comm *tp, const char *name, const char *suffix,
                                const mt_param_desc *desc, mt_tensor value, mt_tensor grad, mt_param *out) {
     const char *grad_suffix = suffix[0] == 'w' ? "dw" : "db";
-    mti_sharding s;
+    mt_param_desc named = *desc;
     int64_t rows, cols;
     memset(out, 0, sizeof *out);
     snprintf(out->name, sizeof out->name, "%s%s%s", name, name[0] ? "." : "", suffix);
-    out->desc = *desc;
-    out->desc.name = out->name;
-    if (!out->desc.parts) out->desc.parts = 1;
-    if (!out->desc.unit) out->desc.unit = 1;
-    if (!out->desc.copies) out->desc.copies = 1;
-    MT_TRY(mti_sharding_check(ctx, function, &out->desc));
-    out->tp_rank = mt_comm_rank(tp);
-    out->tp_size = mt_comm_size(tp);
-    s = mti_sharding_of(&out->desc, mti_shards(ctx, tp), out->tp_size);
-    out->shards = s.shards;
-    out->local_features = s.local;
-    mti_sharding_shape(&s, &rows, &cols);
+    named.name = out->name;
+    MT_TRY(mti_sharding_check(ctx, function, &named));
+    mti_param_describe(out, &named, mt_comm_rank(tp), mt_comm_size(tp), mti_shards(ctx, tp), value.dtype);
+    rows = out->value.rows;
+    cols = out->value.cols;
     if (value.data) MT_TRY(mti_own_check(ctx, function, name, suffix, value, MT_ARG_FLOAT, rows, cols));
     if (grad.data) MT_TRY(mti_own_check(ctx, function, name, grad_suffix, grad, MT_ARG_F32, rows, cols));
     out->value = value;
@@ -5732,7 +5676,7 @@ static mt_status mti_own_param(mt_context *ctx, const char *function, mt_comm *t
 static void mti_own_sizes(const mt_context *ctx, const mt_comm *tp, mt_placement placement, const mt_linear_tensors *t,
                           mt_linear_desc *d) {
     int columns = placement == MT_SPLIT_ROWS;                                        /* column-parallel */
-    int ranks = mt_comm_size(tp), shards = t->w.rows == 1 ? 1 : mti_shards(ctx, tp); /* 1: mti_sharding_shape */
+    int ranks = mt_comm_size(tp), shards = t->w.rows == 1 ? 1 : mti_shards(ctx, tp); /* 1: mti_param_describe */
     if (!d->out_features) d->out_features = columns ? mt_size_mul(t->w.rows, ranks) : t->w.rows / shards;
     if (!d->in_features) d->in_features = columns ? t->w.cols : mt_size_mul(t->w.cols, (int64_t)shards * ranks);
     d->no_bias = !t->b.data && !t->db.data;
@@ -6448,20 +6392,20 @@ static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
 }
 
 /* Returns the sums of the copied features of a unit, in sums [virtual shards, units * features of all columns]. */
-static mt_tensor mti_copied_sums(const mt_param *p, mt_tensor sums, mti_block b) {
+static mt_tensor mti_copied_sums(const mt_param *p, mt_tensor sums, mti_run run) {
     int64_t n = p->grad.rows * p->grad.cols / p->local_features * p->desc.copied;
-    return mt_tensor_cols(mt_tensor_rows(sums, b.shard, 1), b.global / p->desc.unit * n, n);
+    return mt_tensor_cols(mt_tensor_rows(sums, run.shard, 1), run.global / p->desc.unit * n, n);
 }
 
 /* Adds this rank's copies of p's gradient to the sums of their units, or copies the sums of shard 0 to them. */
 static mt_status mti_copied_pass(mt_context *ctx, const mt_param *p, mt_tensor sums, int add) {
-    int64_t i;
-    for (i = 1; i < mti_param_blocks(p); i += 2) {
-        mti_block b = mti_param_block(p, p->tp_rank, i);
-        mt_tensor grad = mti_param_block_view(p, p->grad, b), sum;
-        if (b.count == 0) continue;
-        if (!add) b.shard = 0;
-        sum = mti_copied_sums(p, sums, b);
+    int64_t i = 0;
+    mti_run run;
+    while (mti_run_next(p, p->tp_rank, &i, &run)) {
+        mt_tensor grad = mti_run_view(p, p->grad, run), sum;
+        if (!run.copied) continue;
+        if (!add) run.shard = 0;
+        sum = mti_copied_sums(p, sums, run);
         grad = mt_tensor_f32((const float *)grad.data, 1, sum.cols);
         MT_TRY(add ? mt_add(ctx, sum, grad, sum) : mt_copy(ctx, sum, grad));
     }
@@ -6721,27 +6665,24 @@ static void mti_squares_of_rows(const mt_params *params, const mt_param *p, mt_t
 /* Adds the gradient of parameter i, or this rank's share of it, with the columns of mti_sum_squares. */
 static void mti_squares_of(const mt_params *params, int i, mti_square_list *list) {
     const mt_param *p = params->list[i];
-    int64_t out = !mti_counts_in_norm(params->grid, p), k;
+    int64_t out = !mti_counts_in_norm(params->grid, p), k = 0;
+    mti_run run;
     if (p->desc.copies == 1) mti_squares_of_rows(params, p, p->grad, out, list);
-    for (k = 0; p->desc.copies > 1 && k < mti_param_blocks(p); k++) {
-        mti_block b = mti_param_block(p, p->tp_rank, k);
-        if (b.count > 0) mti_squares_of_rows(params, p, mti_param_block_view(p, p->grad, b), out || b.copy, list);
-    }
+    while (p->desc.copies > 1 && mti_run_next(p, p->tp_rank, &k, &run))
+        mti_squares_of_rows(params, p, mti_run_view(p, p->grad, run), out || !run.counts, list);
 }
 
 /* Adds the virtual shards of the gradient of parameter i, with the columns of mti_sum_squares_invariant. */
 static void mti_squares_of_shards(const mt_params *params, int i, mti_square_list *list) {
     const mt_param *p = params->list[i];
     int s, columns = params->count + 1, column = mti_counts_in_norm(params->grid, p) ? i : params->count;
-    int64_t first = (int64_t)p->tp_rank * p->shards * columns, k;
+    int64_t first = (int64_t)p->tp_rank * p->shards * columns, k = 0;
+    mti_run run;
     for (s = 0; p->desc.copies == 1 && s < p->shards; s++)
         mti_square_add(list, mti_param_shard(p, p->grad, s), first + (int64_t)s * columns + column);
-    for (k = 0; p->desc.copies > 1 && k < mti_param_blocks(p); k++) {
-        mti_block b = mti_param_block(p, p->tp_rank, k);
-        if (b.count > 0)
-            mti_square_add(list, mti_param_block_view(p, p->grad, b),
-                           first + (int64_t)b.shard * columns + (b.copy ? params->count : column));
-    }
+    while (p->desc.copies > 1 && mti_run_next(p, p->tp_rank, &k, &run))
+        mti_square_add(list, mti_run_view(p, p->grad, run),
+                       first + (int64_t)run.shard * columns + (run.counts ? column : params->count));
 }
 
 static void mti_squares_of_all(const mt_params *params, mti_square_list *list) {
@@ -7126,14 +7067,14 @@ MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optim
     return status;
 }
 
-/* Rows [row, row + rows) and columns [col, col + cols) of a block. Their state begins at element `state` of m, v and
+/* Rows [row, row + rows) and columns [col, col + cols) of a run. Their state begins at element `state` of m, v and
    the masters. */
 typedef struct mti_patch {
     int64_t row, rows, col, cols, state;
 } mti_patch;
 
-static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_block b, mti_patch at) {
-    return mt_tensor_cols(mt_tensor_rows(mti_param_block_view(p, t, b), at.row, at.rows), at.col, at.cols);
+static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_run run, mti_patch at) {
+    return mt_tensor_cols(mt_tensor_rows(mti_run_view(p, t, run), at.row, at.rows), at.col, at.cols);
 }
 
 /* Returns the state of a patch, shaped like its gradient, or mt_none() when the value is the state. */
@@ -7151,62 +7092,61 @@ typedef struct mti_adamw_list {
 } mti_adamw_list;
 
 /* Adds one patch. */
-static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_block b, mti_patch at,
+static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_run run, mti_patch at,
                                 mti_adamw_list *list) {
     mt_adamw_tensor *t;
     int number = list->count++;
     if (!list->tensors) return;
     t = &list->tensors[number];
-    t->param = mti_patch_view(p, p->value, b, at);
-    t->grad = mti_patch_view(p, p->grad, b, at);
+    t->param = mti_patch_view(p, p->value, run, at);
+    t->grad = mti_patch_view(p, p->grad, run, at);
     t->master = mti_patch_state(o, p, MT_MASTER, t->grad, at);
     t->m = mti_patch_state(o, p, MT_EXP_AVG, t->grad, at);
     t->v = mti_patch_state(o, p, MT_EXP_AVG_SQ, t->grad, at);
     t->weight_decay = p->desc.weight_decay;
-    t->random = mti_param_random(p, b, o->desc.seed, 0);
+    t->random = mti_param_random(p, run, o->desc.seed, 0);
     t->random.first_row += at.row;
     t->random.first_col += at.col;
 }
 
-/* Returns the offset at which a block of p's gradient begins. */
-static int64_t mti_block_offset(const mt_param *p, mt_tensor block) {
-    return mti_param_offset(p) + ((const float *)block.data - (const float *)p->grad.data);
+/* Returns the offset at which a view of p's gradient begins. */
+static int64_t mti_view_offset(const mt_param *p, mt_tensor view) {
+    return mti_param_offset(p) + ((const float *)view.data - (const float *)p->grad.data);
 }
 
-/* Adds a stretch of a block as up to three patches: the rest of a row, whole rows, and the beginning of a row. Between
-   the rows of a block there may be other columns. */
-static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_block b, mti_stretch s,
+/* Adds a stretch of a run as up to three patches: the rest of a row, whole rows, and the beginning of a row. Between
+   the rows of a run there may be other columns. */
+static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_run run, mti_stretch s,
                                   mti_adamw_list *list) {
-    mt_tensor block = mti_param_block_view(p, p->grad, b);
-    int64_t ld = mt_tensor_ld(block), left, at = s.at - mti_block_offset(p, block);
+    mt_tensor view = mti_run_view(p, p->grad, run);
+    int64_t ld = mt_tensor_ld(view), left, at = s.at - mti_view_offset(p, view);
     mti_patch patch;
     for (left = s.count; left > 0;) {
         int64_t used;
         patch.row = at / ld;
         patch.col = at % ld;
         patch.rows = 1;
-        patch.cols = mt_min(block.cols - patch.col, left);
+        patch.cols = mt_min(view.cols - patch.col, left);
         patch.state = s.state + s.count - left;
-        if (patch.col == 0 && patch.cols == block.cols) patch.rows = (left - block.cols) / ld + 1;
-        if (patch.cols > 0) mti_optimizer_patch(o, p, b, patch, list);
+        if (patch.col == 0 && patch.cols == view.cols) patch.rows = (left - view.cols) / ld + 1;
+        if (patch.cols > 0) mti_optimizer_patch(o, p, run, patch, list);
         used = patch.cols > 0 ? (patch.rows - 1) * ld + patch.cols : ld - patch.col;
         at += used;
         left -= used;
     }
 }
 
-/* Adds this rank's share of a parameter block by block. A block has a position in the whole parameter, which the random
+/* Adds this rank's share of a parameter run by run. A run has a position in the whole parameter, which the random
    numbers need. It has no padding, which therefore stays zero. */
 static void mti_optimizer_param(const mt_optimizer *o, const mt_param *p, mti_adamw_list *list) {
     mti_stretch s;
-    int64_t i;
-    for (i = 0; i < mti_param_blocks(p); i++) {
-        mti_block b = mti_param_block(p, p->tp_rank, i);
-        mt_tensor block = mti_param_block_view(p, p->grad, b);
-        int64_t first = mti_block_offset(p, block), end = first + (block.rows - 1) * mt_tensor_ld(block) + block.cols;
-        if (b.count == 0) continue;
+    mti_run run;
+    int64_t i = 0;
+    while (mti_run_next(p, p->tp_rank, &i, &run)) {
+        mt_tensor view = mti_run_view(p, p->grad, run);
+        int64_t first = mti_view_offset(p, view), end = first + (view.rows - 1) * mt_tensor_ld(view) + view.cols;
         for (s = mti_share_next(o->params, first, end); s.count > 0; s = mti_share_after(o->params, s, end))
-            mti_optimizer_stretch(o, p, b, s, list);
+            mti_optimizer_stretch(o, p, run, s, list);
     }
 }
 

@@ -97,7 +97,8 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     mti_log_entry *entry;
     char full[MTI_LOG_NAME];
     int length, row_split;
-    int64_t i, row;
+    int64_t i = 0, row;
+    mti_run run;
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!name || !what)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_hash_log_activation: %s is NULL", name ? "what" : "name");
@@ -123,11 +124,9 @@ MT_API mt_status mt_hash_log_activation(mt_context *ctx, const char *name, int u
     entry->split[0] = cols != NULL || row_split;
     entry->split[1] = 1;
     if (!cols) return mt_hash(ctx, t, row, 0, t.cols, &entry->hash);
-    for (i = 0; i < mti_param_blocks(cols); i++) {
-        mti_block b = mti_param_block(cols, cols->tp_rank, i);
-        if (b.copy) continue;
-        MT_TRY(mt_hash(ctx, mti_block_cols(cols, t, b), row, b.global, mti_split_dimension(cols), &entry->hash));
-    }
+    while (mti_run_next(cols, cols->tp_rank, &i, &run))
+        if (run.counts)
+            MT_TRY(mt_hash(ctx, mti_run_cols(cols, t, run), row, run.global, mti_split_dimension(cols), &entry->hash));
     return MT_SUCCESS;
 }
 
@@ -140,17 +139,17 @@ MT_API mt_status mt_hash_log_shard(mt_context *ctx, mt_hash_log *log, const mt_p
                                    mt_tensor shard) {
     char name[MTI_LOG_NAME];
     mti_log_entry *entry;
-    int64_t i;
+    mti_run run;
+    int64_t i = 0;
     MT_TRY(mti_shard_check(ctx, "mt_hash_log_shard", param, shard, "log", log));
     snprintf(name, sizeof name, "%s%.31s", param->name, suffix ? suffix : "");
     MT_TRY(mti_log_entry_of(ctx, log, name, &entry));
     entry->split[0] = param->desc.placement != MT_REPLICATED;
     entry->order = 2 + 2 * log->values;
-    for (i = 0; i < mti_param_blocks(param); i++) {
-        mti_block b = mti_param_block(param, param->tp_rank, i);
+    while (mti_run_next(param, param->tp_rank, &i, &run)) {
         int by_cols = param->desc.placement == MT_SPLIT_COLS;
-        if (b.copy) continue;
-        MT_TRY(mt_hash(ctx, mti_param_block_view(param, shard, b), by_cols ? 0 : b.global, by_cols ? b.global : 0,
+        if (!run.counts) continue;
+        MT_TRY(mt_hash(ctx, mti_run_view(param, shard, run), by_cols ? 0 : run.global, by_cols ? run.global : 0,
                        param->desc.cols, &entry->hash));
     }
     return MT_SUCCESS;

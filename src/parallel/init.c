@@ -84,25 +84,24 @@ static uint64_t mti_name_hash(const char *name) {
     return h;
 }
 
-/* Returns the random numbers of a block for an optimizer step (see mt_random). Step 0 is the initialisation. */
-static mt_random mti_param_random(const mt_param *p, mti_block b, uint64_t seed, uint64_t step) {
+/* Returns the random numbers of a run for an optimizer step (see mt_random). Step 0 is the initialisation. */
+static mt_random mti_param_random(const mt_param *p, mti_run run, uint64_t seed, uint64_t step) {
     mt_random at;
     memset(&at, 0, sizeof at);
     at.seed = seed;
     at.subsequence = mti_name_hash(p->name) + step;
-    at.first_row = p->desc.placement == MT_SPLIT_COLS ? 0 : b.global;
-    at.first_col = p->desc.placement == MT_SPLIT_COLS ? b.global : 0;
+    at.first_row = p->desc.placement == MT_SPLIT_COLS ? 0 : run.global;
+    at.first_col = p->desc.placement == MT_SPLIT_COLS ? run.global : 0;
     at.global_cols = p->desc.cols;
     return at;
 }
 
 static mt_status mti_param_init(mt_context *ctx, const mt_param *p, uint64_t seed) {
-    int64_t i;
-    for (i = 0; i < mti_param_blocks(p); i++) {
-        mti_block b = mti_param_block(p, p->tp_rank, i);
-        mt_tensor view = mti_param_block_view(p, p->value, b);
-        mt_random at = mti_param_random(p, b, seed, 0);
-        if (b.count == 0) continue;
+    int64_t i = 0;
+    mti_run run;
+    while (mti_run_next(p, p->tp_rank, &i, &run)) {
+        mt_tensor view = mti_run_view(p, p->value, run);
+        mt_random at = mti_param_random(p, run, seed, 0);
         if (p->desc.init_std <= 0.0f) {
             MT_TRY(mt_fill(ctx, view, p->desc.init_value));
             continue;

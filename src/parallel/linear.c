@@ -147,11 +147,6 @@ static mt_status mti_linear_params(mt_context *ctx, mt_params *params, const cha
     return MT_SUCCESS;
 }
 
-/* Returns 1 when the local features of p are the global features, in the same order and without padding. */
-static int mti_is_whole(const mt_param *p) {
-    return p->tp_size == 1 && p->local_features == mti_split_dimension(p) && (p->desc.parts == 1 || p->shards == 1);
-}
-
 /* In check mode, refuses a tensor that is known not to be replicated over the tensor group. */
 static mt_status mti_replicated_check(mt_context *ctx, const mt_comm *tp, const char *what, mt_tensor t) {
     mt_placement is = mt_placement_of(ctx, tp, t);
@@ -164,20 +159,17 @@ static mt_status mti_replicated_check(mt_context *ctx, const mt_comm *tp, const 
    otherwise a copy in the arena. Call mt_check_view_end after the calls that read it. what: x, for messages */
 static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_param *p, const char *what, mt_tensor x,
                                  mt_tensor *out) {
-    int64_t i, blocks = mti_param_blocks(p);
-    mti_block first = mti_param_block(p, p->tp_rank, 0), last = mti_param_block(p, p->tp_rank, blocks - 1);
+    int64_t first, at = 0;
+    mti_run run;
     MT_TRY(mti_replicated_check(ctx, tp, what, x));
-    if (mti_is_whole(p) || (p->desc.parts == 1 && p->desc.copies == 1 && last.count == last.size)) {
-        *out = mt_tensor_cols(x, first.global, p->local_features);
+    if (mti_is_one_run(p, &first)) {
+        *out = mt_tensor_cols(x, first, p->local_features);
         return mt_check_view(ctx, tp, *out, MT_SPLIT_COLS); /* nothing in a group of one */
     }
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, p->local_features, out));
     MT_TRY(mt_fill(ctx, *out, 0.0f));
-    for (i = 0; i < blocks; i++) {
-        mti_block b = mti_param_block(p, p->tp_rank, i);
-        if (b.copy) continue; /* y has these features from another rank, which gets their gradient */
-        MT_TRY(mt_copy(ctx, mt_tensor_cols(x, b.global, b.count), mti_block_cols(p, *out, b)));
-    }
+    while (mti_run_next(p, p->tp_rank, &at, &run)) /* of copies, y has the features from the one that counts */
+        if (run.counts) MT_TRY(mt_copy(ctx, mt_tensor_cols(x, run.global, run.count), mti_run_cols(p, *out, run)));
     return mt_check_view(ctx, tp, *out, MT_SPLIT_COLS);
 }
 
@@ -185,17 +177,16 @@ static mt_status mti_local_slice(mt_context *ctx, const mt_comm *tp, const mt_pa
    [tokens, n], without the padding. */
 static mt_status mti_gather_features(mt_context *ctx, mt_comm *tp, const mt_param *p, mt_tensor local, mt_tensor y) {
     mt_tensor all;
-    int64_t i;
     int r;
     MT_TRY(mt_arena_tensor(ctx, local.dtype, local.rows * p->tp_size, local.cols, &all));
     MT_TRY(mt_all_gather(ctx, tp, local.data, all.data, (size_t)(local.rows * local.cols), local.dtype));
-    for (r = 0; r < p->tp_size; r++)
-        for (i = 0; i < mti_param_blocks(p); i++) {
-            mti_block b = mti_param_block(p, r, i);
-            mt_tensor from = mt_tensor_rows(all, r * local.rows, local.rows);
-            if (b.copy) continue;
-            MT_TRY(mt_copy(ctx, mti_block_cols(p, from, b), mt_tensor_cols(y, b.global, b.count)));
-        }
+    for (r = 0; r < p->tp_size; r++) {
+        mt_tensor from = mt_tensor_rows(all, r * local.rows, local.rows);
+        int64_t at = 0;
+        mti_run run;
+        while (mti_run_next(p, r, &at, &run))
+            if (run.counts) MT_TRY(mt_copy(ctx, mti_run_cols(p, from, run), mt_tensor_cols(y, run.global, run.count)));
+    }
     return MT_SUCCESS;
 }
 

@@ -18,22 +18,15 @@ static mt_status mti_own_check(mt_context *ctx, const char *function, const char
 static mt_status mti_own_param(mt_context *ctx, const char *function, mt_comm *tp, const char *name, const char *suffix,
                                const mt_param_desc *desc, mt_tensor value, mt_tensor grad, mt_param *out) {
     const char *grad_suffix = suffix[0] == 'w' ? "dw" : "db";
-    mti_sharding s;
+    mt_param_desc named = *desc;
     int64_t rows, cols;
     memset(out, 0, sizeof *out);
     snprintf(out->name, sizeof out->name, "%s%s%s", name, name[0] ? "." : "", suffix);
-    out->desc = *desc;
-    out->desc.name = out->name;
-    if (!out->desc.parts) out->desc.parts = 1;
-    if (!out->desc.unit) out->desc.unit = 1;
-    if (!out->desc.copies) out->desc.copies = 1;
-    MT_TRY(mti_sharding_check(ctx, function, &out->desc));
-    out->tp_rank = mt_comm_rank(tp);
-    out->tp_size = mt_comm_size(tp);
-    s = mti_sharding_of(&out->desc, mti_shards(ctx, tp), out->tp_size);
-    out->shards = s.shards;
-    out->local_features = s.local;
-    mti_sharding_shape(&s, &rows, &cols);
+    named.name = out->name;
+    MT_TRY(mti_sharding_check(ctx, function, &named));
+    mti_param_describe(out, &named, mt_comm_rank(tp), mt_comm_size(tp), mti_shards(ctx, tp), value.dtype);
+    rows = out->value.rows;
+    cols = out->value.cols;
     if (value.data) MT_TRY(mti_own_check(ctx, function, name, suffix, value, MT_ARG_FLOAT, rows, cols));
     if (grad.data) MT_TRY(mti_own_check(ctx, function, name, grad_suffix, grad, MT_ARG_F32, rows, cols));
     out->value = value;
@@ -45,7 +38,7 @@ static mt_status mti_own_param(mt_context *ctx, const char *function, mt_comm *t
 static void mti_own_sizes(const mt_context *ctx, const mt_comm *tp, mt_placement placement, const mt_linear_tensors *t,
                           mt_linear_desc *d) {
     int columns = placement == MT_SPLIT_ROWS;                                        /* column-parallel */
-    int ranks = mt_comm_size(tp), shards = t->w.rows == 1 ? 1 : mti_shards(ctx, tp); /* 1: mti_sharding_shape */
+    int ranks = mt_comm_size(tp), shards = t->w.rows == 1 ? 1 : mti_shards(ctx, tp); /* 1: mti_param_describe */
     if (!d->out_features) d->out_features = columns ? mt_size_mul(t->w.rows, ranks) : t->w.rows / shards;
     if (!d->in_features) d->in_features = columns ? t->w.cols : mt_size_mul(t->w.cols, (int64_t)shards * ranks);
     d->no_bias = !t->b.data && !t->db.data;

@@ -296,14 +296,14 @@ MT_API mt_status mt_optimizer_scatter(mt_context *ctx, const mt_optimizer *optim
     return status;
 }
 
-/* Rows [row, row + rows) and columns [col, col + cols) of a block. Their state begins at element `state` of m, v and
+/* Rows [row, row + rows) and columns [col, col + cols) of a run. Their state begins at element `state` of m, v and
    the masters. */
 typedef struct mti_patch {
     int64_t row, rows, col, cols, state;
 } mti_patch;
 
-static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_block b, mti_patch at) {
-    return mt_tensor_cols(mt_tensor_rows(mti_param_block_view(p, t, b), at.row, at.rows), at.col, at.cols);
+static mt_tensor mti_patch_view(const mt_param *p, mt_tensor t, mti_run run, mti_patch at) {
+    return mt_tensor_cols(mt_tensor_rows(mti_run_view(p, t, run), at.row, at.rows), at.col, at.cols);
 }
 
 /* Returns the state of a patch, shaped like its gradient, or mt_none() when the value is the state. */
@@ -321,62 +321,61 @@ typedef struct mti_adamw_list {
 } mti_adamw_list;
 
 /* Adds one patch. */
-static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_block b, mti_patch at,
+static void mti_optimizer_patch(const mt_optimizer *o, const mt_param *p, mti_run run, mti_patch at,
                                 mti_adamw_list *list) {
     mt_adamw_tensor *t;
     int number = list->count++;
     if (!list->tensors) return;
     t = &list->tensors[number];
-    t->param = mti_patch_view(p, p->value, b, at);
-    t->grad = mti_patch_view(p, p->grad, b, at);
+    t->param = mti_patch_view(p, p->value, run, at);
+    t->grad = mti_patch_view(p, p->grad, run, at);
     t->master = mti_patch_state(o, p, MT_MASTER, t->grad, at);
     t->m = mti_patch_state(o, p, MT_EXP_AVG, t->grad, at);
     t->v = mti_patch_state(o, p, MT_EXP_AVG_SQ, t->grad, at);
     t->weight_decay = p->desc.weight_decay;
-    t->random = mti_param_random(p, b, o->desc.seed, 0);
+    t->random = mti_param_random(p, run, o->desc.seed, 0);
     t->random.first_row += at.row;
     t->random.first_col += at.col;
 }
 
-/* Returns the offset at which a block of p's gradient begins. */
-static int64_t mti_block_offset(const mt_param *p, mt_tensor block) {
-    return mti_param_offset(p) + ((const float *)block.data - (const float *)p->grad.data);
+/* Returns the offset at which a view of p's gradient begins. */
+static int64_t mti_view_offset(const mt_param *p, mt_tensor view) {
+    return mti_param_offset(p) + ((const float *)view.data - (const float *)p->grad.data);
 }
 
-/* Adds a stretch of a block as up to three patches: the rest of a row, whole rows, and the beginning of a row. Between
-   the rows of a block there may be other columns. */
-static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_block b, mti_stretch s,
+/* Adds a stretch of a run as up to three patches: the rest of a row, whole rows, and the beginning of a row. Between
+   the rows of a run there may be other columns. */
+static void mti_optimizer_stretch(const mt_optimizer *o, const mt_param *p, mti_run run, mti_stretch s,
                                   mti_adamw_list *list) {
-    mt_tensor block = mti_param_block_view(p, p->grad, b);
-    int64_t ld = mt_tensor_ld(block), left, at = s.at - mti_block_offset(p, block);
+    mt_tensor view = mti_run_view(p, p->grad, run);
+    int64_t ld = mt_tensor_ld(view), left, at = s.at - mti_view_offset(p, view);
     mti_patch patch;
     for (left = s.count; left > 0;) {
         int64_t used;
         patch.row = at / ld;
         patch.col = at % ld;
         patch.rows = 1;
-        patch.cols = mt_min(block.cols - patch.col, left);
+        patch.cols = mt_min(view.cols - patch.col, left);
         patch.state = s.state + s.count - left;
-        if (patch.col == 0 && patch.cols == block.cols) patch.rows = (left - block.cols) / ld + 1;
-        if (patch.cols > 0) mti_optimizer_patch(o, p, b, patch, list);
+        if (patch.col == 0 && patch.cols == view.cols) patch.rows = (left - view.cols) / ld + 1;
+        if (patch.cols > 0) mti_optimizer_patch(o, p, run, patch, list);
         used = patch.cols > 0 ? (patch.rows - 1) * ld + patch.cols : ld - patch.col;
         at += used;
         left -= used;
     }
 }
 
-/* Adds this rank's share of a parameter block by block. A block has a position in the whole parameter, which the random
+/* Adds this rank's share of a parameter run by run. A run has a position in the whole parameter, which the random
    numbers need. It has no padding, which therefore stays zero. */
 static void mti_optimizer_param(const mt_optimizer *o, const mt_param *p, mti_adamw_list *list) {
     mti_stretch s;
-    int64_t i;
-    for (i = 0; i < mti_param_blocks(p); i++) {
-        mti_block b = mti_param_block(p, p->tp_rank, i);
-        mt_tensor block = mti_param_block_view(p, p->grad, b);
-        int64_t first = mti_block_offset(p, block), end = first + (block.rows - 1) * mt_tensor_ld(block) + block.cols;
-        if (b.count == 0) continue;
+    mti_run run;
+    int64_t i = 0;
+    while (mti_run_next(p, p->tp_rank, &i, &run)) {
+        mt_tensor view = mti_run_view(p, p->grad, run);
+        int64_t first = mti_view_offset(p, view), end = first + (view.rows - 1) * mt_tensor_ld(view) + view.cols;
         for (s = mti_share_next(o->params, first, end); s.count > 0; s = mti_share_after(o->params, s, end))
-            mti_optimizer_stretch(o, p, b, s, list);
+            mti_optimizer_stretch(o, p, run, s, list);
     }
 }
 

@@ -3,7 +3,6 @@
 #pragma once
 #include "vocab.h"
 #include "sharding.c"
-#include "../ops/embedding.h"
 
 static mt_status mti_sample_check(mt_context *ctx, const char *function, mt_comm *tp, int64_t vocab,
                                   int64_t padded_vocab, const mt_sample_desc *desc, mt_tensor logits) {

@@ -77,24 +77,23 @@ static mt_status mti_rows_copy(mt_context *ctx, mt_tensor rows, float *host, int
     return MT_SUCCESS;
 }
 
-/* Copies between a block of a shard and its place in the whole tensor on the host. Copies row by row where that place
-   is not contiguous. */
-static mt_status mti_block_copy(mt_context *ctx, mt_tensor block, float *host, int64_t host_ld, int to_host) {
-    int64_t i, step = host_ld == block.cols ? block.rows : 1;
-    if (block.cols == 0) return MT_SUCCESS;
-    for (i = 0; i < block.rows; i += step)
-        MT_TRY(mti_rows_copy(ctx, mt_tensor_rows(block, i, step), host + i * host_ld, to_host));
+/* Copies between a run of a shard and the whole tensor on the host. Copies row by row where the run is not contiguous
+   there. */
+static mt_status mti_run_copy(mt_context *ctx, mt_tensor run, float *host, int64_t host_ld, int to_host) {
+    int64_t i, step = host_ld == run.cols ? run.rows : 1;
+    for (i = 0; i < run.rows; i += step)
+        MT_TRY(mti_rows_copy(ctx, mt_tensor_rows(run, i, step), host + i * host_ld, to_host));
     return MT_SUCCESS;
 }
 
 /* Copies between the shard of tensor rank `rank` and the whole tensor on the host. */
 static mt_status mti_shard_copy(mt_context *ctx, const mt_param *p, int rank, mt_tensor shard, float *global,
                                 int to_host) {
-    int64_t i;
-    for (i = 0; i < mti_param_blocks(p); i++) {
-        mti_block b = mti_param_block(p, rank, i);
-        int64_t offset = p->desc.placement == MT_SPLIT_COLS ? b.global : b.global * p->desc.cols;
-        MT_TRY(mti_block_copy(ctx, mti_param_block_view(p, shard, b), global + offset, p->desc.cols, to_host));
+    int64_t at = 0;
+    mti_run run;
+    while (mti_run_next(p, rank, &at, &run)) {
+        int64_t offset = p->desc.placement == MT_SPLIT_COLS ? run.global : run.global * p->desc.cols;
+        MT_TRY(mti_run_copy(ctx, mti_run_view(p, shard, run), global + offset, p->desc.cols, to_host));
     }
     return MT_SUCCESS;
 }
@@ -155,8 +154,8 @@ MT_API mt_status mt_param_gather(mt_context *ctx, mt_params *params, const mt_pa
     return status;
 }
 
-/* Checks the desc of a shard and writes its split to *out. */
-static mt_status mti_sharding_from(const mt_shard *shard, mti_sharding *out) {
+/* Checks the desc of a shard, and makes *out a parameter of its rank. */
+static mt_status mti_shard_param(const mt_shard *shard, mt_dtype dtype, mt_param *out) {
     mt_param_desc d;
     int v, ranks;
     if (!shard) return MT_ERR_ARGUMENT;
@@ -173,21 +172,22 @@ static mt_status mti_sharding_from(const mt_shard *shard, mti_sharding *out) {
     if (ranks < 1 || shard->tp_rank < 0 || shard->tp_rank >= ranks || v < 0 || v > MTI_SHARDS_MAX || (v & (v - 1)))
         return MT_ERR_ARGUMENT;
     if (v % ranks != 0) return MT_ERR_SHAPE;
-    *out = mti_sharding_of(&d, v ? v / ranks : 1, ranks);
+    mti_param_describe(out, &d, shard->tp_rank, ranks, v ? v / ranks : 1, dtype);
     return MT_SUCCESS;
 }
 
 MT_API mt_status mt_shard_size(const mt_shard *shard, int64_t *rows, int64_t *cols) {
-    mti_sharding s;
+    mt_param p;
     if (!rows || !cols) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_sharding_from(shard, &s));
-    mti_sharding_shape(&s, rows, cols);
+    MT_TRY(mti_shard_param(shard, MT_F32, &p));
+    *rows = p.value.rows;
+    *cols = p.value.cols;
     return MT_SUCCESS;
 }
 
 static void mti_host_copy(mt_tensor from, mt_tensor to) {
     size_t size = mt_dtype_size(to.dtype), i;
-    for (i = 0; to.cols > 0 && i < (size_t)to.rows; i++)
+    for (i = 0; i < (size_t)to.rows; i++)
         memcpy((char *)to.data + i * (size_t)mt_tensor_ld(to) * size,
                (const char *)from.data + i * (size_t)mt_tensor_ld(from) * size, (size_t)to.cols * size);
 }
@@ -200,24 +200,21 @@ static int mti_bytes_overlap(const void *a, size_t a_bytes, const void *b, size_
 
 MT_API mt_status mt_shard_copy(const mt_shard *shard, mt_dtype dtype, int to_whole, const void *from, void *to) {
     size_t size = mt_dtype_size(dtype), bytes, whole_bytes;
-    mti_sharding s;
-    mt_tensor whole, local;
-    int64_t rows, cols, i;
-    MT_TRY(mti_sharding_from(shard, &s));
+    mt_param p;
+    mt_tensor whole;
+    mti_run run;
+    int64_t at = 0;
+    MT_TRY(mti_shard_param(shard, dtype, &p));
     if (!from || !to) return MT_ERR_ARGUMENT;
     if (size == 0) return MT_ERR_DTYPE;
-    mti_sharding_shape(&s, &rows, &cols);
-    whole = mt_tensor_make(to_whole ? to : from, dtype, s.rows, s.cols);
-    local = mt_tensor_make(to_whole ? from : to, dtype, rows, cols);
-    bytes = (size_t)(rows * cols) * size;
-    whole_bytes = (size_t)(s.rows * s.cols) * size;
-    if (mti_bytes_overlap(whole.data, whole_bytes, local.data, bytes)) return MT_ERR_ARGUMENT;
+    whole = mt_tensor_make(to_whole ? to : from, dtype, p.desc.rows, p.desc.cols);
+    p.value = mt_tensor_make(to_whole ? from : to, dtype, p.value.rows, p.value.cols);
+    bytes = (size_t)(p.value.rows * p.value.cols) * size;
+    whole_bytes = (size_t)(whole.rows * whole.cols) * size;
+    if (mti_bytes_overlap(whole.data, whole_bytes, p.value.data, bytes)) return MT_ERR_ARGUMENT;
     if (!to_whole) memset(to, 0, bytes);
-    for (i = 0; i < mti_sharding_blocks(&s); i++) {
-        mti_block b = mti_sharding_block(&s, shard->tp_rank, i);
-        mt_tensor there = s.placement == MT_SPLIT_COLS ? mt_tensor_cols(whole, b.global, b.count)
-                                                       : mt_tensor_rows(whole, b.global, b.count);
-        mt_tensor here = mti_sharding_view(&s, local, b);
+    while (mti_run_next(&p, p.tp_rank, &at, &run)) {
+        mt_tensor there = mti_run_of_whole(&p, whole, run), here = mti_run_view(&p, p.value, run);
         mti_host_copy(to_whole ? here : there, to_whole ? there : here);
     }
     return MT_SUCCESS;

@@ -2,15 +2,17 @@
 
 #pragma once
 #include "params.c"
+#include "../ops/embedding.cuh"
 
-/* One of the blocks of a virtual shard: one of its `parts` or, with copies, the own features or the copied features of
-   a piece. Its `count` features start at `local` in the shard and at `global` in the whole dimension. The rest of the
-   block, up to `size` features, is padding. */
-typedef struct mti_block {
-    int shard; /* index among this rank's virtual shards */
-    int copy;  /* 1: another block, which counts, has the same features */
-    int64_t local, global, count, size;
-} mti_block;
+/* A run: `count` features of a parameter's split dimension, which are neighbours in the whole dimension, from `global`
+   on, and in a rank's shard, from `local` on. What a rank has of a parameter is a list of runs, in the order of its
+   shard. Padding is in none. A replicated parameter is one run, of all its rows. */
+typedef struct mti_run {
+    int shard;  /* index among this rank's virtual shards; `local` counts from its first feature */
+    int copied; /* 1: other pieces have the same features (mt_param_desc.copies) */
+    int counts; /* 0: the same features count where another piece has them */
+    int64_t local, global, count;
+} mti_run;
 
 static int64_t mti_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -22,149 +24,129 @@ static int64_t mti_shard_features(int64_t n, int64_t parts, int64_t unit, int sh
 /* Returns n with the caller's padding: `padded` features, or n when padded is 0. */
 static int64_t mti_padded(int64_t n, int64_t padded) { return padded ? padded : n; }
 
-/* How a matrix is split over the tensor ranks. */
-typedef struct mti_sharding {
-    int64_t rows, cols; /* of the whole matrix */
-    mt_placement placement;
-    int64_t parts, unit, copies, copied;
-    int shards;    /* virtual shards on a rank */
-    int64_t local; /* size of the split dimension on a rank, padding included; rows if not split */
-} mti_sharding;
-
 /* Returns the size of the dimension that is split. */
-static int64_t mti_sharding_features(const mti_sharding *s) {
-    return s->placement == MT_SPLIT_COLS ? s->cols : s->rows;
-}
-
-/* Returns how many features a piece of a unit has of its own, and with them how many it has. */
-static int64_t mti_piece_own(const mti_sharding *s) { return (s->unit - s->copied) / s->copies; }
-static int64_t mti_piece_features(const mti_sharding *s) { return mti_piece_own(s) + s->copied; }
-
-/* Returns the split over `ranks` ranks, each with `shards` virtual shards. */
-static mti_sharding mti_sharding_of(const mt_param_desc *d, int shards, int ranks) {
-    mti_sharding s;
-    int64_t n, unit;
-    s.rows = d->rows;
-    s.cols = d->cols;
-    s.placement = d->placement;
-    s.parts = d->parts ? d->parts : 1;
-    s.unit = unit = d->unit ? d->unit : 1;
-    s.copies = d->copies ? d->copies : 1;
-    s.copied = d->copied;
-    s.shards = d->placement == MT_REPLICATED ? 1 : shards;
-    s.local = n = mti_sharding_features(&s);
-    if (d->placement == MT_REPLICATED) return s;
-    if (s.copies > 1) {
-        unit = mti_piece_features(&s);
-        n = n / s.unit * s.copies * unit;
-    }
-    s.local = s.shards * mti_shard_features(mti_padded(n, d->padded_features), s.parts, unit, s.shards * ranks);
-    return s;
-}
-
-/* Writes the shape of a rank's shard. A vector that is split by columns is one row for any number of virtual shards. */
-static void mti_sharding_shape(const mti_sharding *s, int64_t *rows, int64_t *cols) {
-    int vector = s->rows == 1;
-    *rows = s->placement != MT_SPLIT_COLS ? s->local : vector ? 1 : s->shards * s->rows;
-    *cols = s->placement != MT_SPLIT_COLS ? s->cols : vector ? s->local : s->local / s->shards;
-}
-
-/* Returns the number of blocks on a rank. Blocks are ordered by shard. A replicated matrix is a single block with all
-   its rows. With copies, each piece has two blocks. */
-static int64_t mti_sharding_blocks(const mti_sharding *s) {
-    return s->copies > 1 ? s->local / mti_piece_features(s) * 2 : s->parts * s->shards;
-}
-
-/* Returns block number `index` of tensor rank `rank`, with copies. The blocks are the own features of a piece, then its
-   copied features. */
-static mti_block mti_piece_block(const mti_sharding *s, int rank, int64_t index) {
-    int64_t own = mti_piece_own(s), size = own + s->copied, pieces = s->local / s->shards / size, piece = index / 2;
-    int64_t global = (int64_t)rank * s->shards * pieces + piece, unit = global / s->copies;
-    mti_block b;
-    b.shard = (int)(piece / pieces);
-    b.size = index % 2 ? s->copied : own;
-    b.local = piece % pieces * size + (index % 2 ? own : 0);
-    b.copy = index % 2 && global % s->copies > 0;
-    b.count = b.size;
-    b.global = unit * s->unit + (index % 2 ? s->unit - s->copied : global % s->copies * own);
-    if (unit < mti_sharding_features(s) / s->unit) return b;
-    b.count = 0; /* padding */
-    b.global = mti_sharding_features(s);
-    return b;
-}
-
-/* Returns block number `index` of tensor rank `rank`. */
-static mti_block mti_sharding_block(const mti_sharding *s, int rank, int64_t index) {
-    int64_t whole = mti_sharding_features(s) / s->parts, part = index % s->parts, before;
-    mti_block b;
-    if (s->copies > 1) return mti_piece_block(s, rank, index);
-    if (s->placement == MT_REPLICATED) rank = 0;
-    b.copy = 0;
-    b.shard = (int)(index / s->parts);
-    b.size = s->local / s->shards / s->parts;
-    b.local = part * b.size;
-    before = mt_min(whole, ((int64_t)rank * s->shards + b.shard) * b.size);
-    b.global = part * whole + before;
-    b.count = mt_min(b.size, whole - before);
-    return b;
-}
-
-/* Returns the view of virtual shard `shard` of t, which is a rank's shard. */
-static mt_tensor mti_sharding_shard(const mti_sharding *s, mt_tensor t, int shard) {
-    int64_t features = s->local / s->shards;
-    int64_t rows = s->placement == MT_SPLIT_COLS ? s->rows : features;
-    int64_t cols = s->placement == MT_SPLIT_COLS ? features : s->cols;
-    return mt_tensor_rows(mt_tensor_make(t.data, t.dtype, rows * s->shards, cols), rows * shard, rows);
-}
-
-/* Returns the view of block b of t, which is a rank's shard. */
-static mt_tensor mti_sharding_view(const mti_sharding *s, mt_tensor t, mti_block b) {
-    t = mti_sharding_shard(s, t, b.shard);
-    return s->placement == MT_SPLIT_COLS ? mt_tensor_cols(t, b.local, b.count) : mt_tensor_rows(t, b.local, b.count);
-}
-
-/* The same for a parameter p. t is a value, a gradient or a moment of p. */
-static mti_sharding mti_param_sharding(const mt_param *p) {
-    mti_sharding s;
-    s.rows = p->desc.rows;
-    s.cols = p->desc.cols;
-    s.placement = p->desc.placement;
-    s.parts = p->desc.parts;
-    s.unit = p->desc.unit;
-    s.copies = p->desc.copies;
-    s.copied = p->desc.copied;
-    s.shards = p->shards;
-    s.local = p->local_features;
-    return s;
-}
-
 static int64_t mti_split_dimension(const mt_param *p) {
     return p->desc.placement == MT_SPLIT_COLS ? p->desc.cols : p->desc.rows;
 }
 
-static int64_t mti_param_blocks(const mt_param *p) {
-    mti_sharding s = mti_param_sharding(p);
-    return mti_sharding_blocks(&s);
+/* Returns how many features a piece of a unit has of its own, and with them how many it has. */
+static int64_t mti_piece_own(const mt_param_desc *d) { return (d->unit - d->copied) / d->copies; }
+static int64_t mti_piece_features(const mt_param_desc *d) { return mti_piece_own(d) + d->copied; }
+
+/* Returns how many features a rank with p->shards virtual shards has, padding included. */
+static int64_t mti_local_features(const mt_param *p) {
+    const mt_param_desc *d = &p->desc;
+    int64_t n = mti_split_dimension(p), unit = d->unit;
+    if (d->placement == MT_REPLICATED) return n;
+    if (d->copies > 1) {
+        unit = mti_piece_features(d);
+        n = n / d->unit * d->copies * unit;
+    }
+    return p->shards * mti_shard_features(mti_padded(n, d->padded_features), d->parts, unit, p->shards * p->tp_size);
 }
 
-static mti_block mti_param_block(const mt_param *p, int rank, int64_t index) {
-    mti_sharding s = mti_param_sharding(p);
-    return mti_sharding_block(&s, rank, index);
+/* Makes *p a parameter of rank `rank` of `ranks`, each with `shards` virtual shards: its sizes, and the shapes of value
+   and grad, without memory. A vector that is split by columns is one row for any number of virtual shards. */
+static void mti_param_describe(mt_param *p, const mt_param_desc *d, int rank, int ranks, int shards, mt_dtype dtype) {
+    int64_t rows, cols, local;
+    p->desc = *d;
+    if (!d->parts) p->desc.parts = 1;
+    if (!d->unit) p->desc.unit = 1;
+    if (!d->copies) p->desc.copies = 1;
+    p->tp_rank = rank;
+    p->tp_size = ranks;
+    p->shards = d->placement == MT_REPLICATED ? 1 : shards;
+    p->local_features = local = mti_local_features(p);
+    rows = d->placement != MT_SPLIT_COLS ? local : d->rows == 1 ? 1 : p->shards * d->rows;
+    cols = d->placement != MT_SPLIT_COLS ? d->cols : d->rows == 1 ? local : local / p->shards;
+    p->value = mt_tensor_make(NULL, dtype, rows, cols);
+    p->grad = mt_tensor_make(NULL, MT_F32, rows, cols);
 }
 
+/* Sets *run to run number `index` of tensor rank `rank` of a parameter with copies; its count may be 0. A piece has two
+   runs: its own features, then the copied ones. */
+static void mti_piece_run(const mt_param *p, int rank, int64_t index, mti_run *run) {
+    const mt_param_desc *d = &p->desc;
+    int64_t own = mti_piece_own(d), size = own + d->copied, pieces = p->local_features / p->shards / size;
+    int64_t piece = index / 2, global = (int64_t)rank * p->shards * pieces + piece, unit = global / d->copies;
+    run->shard = (int)(piece / pieces);
+    run->copied = (int)(index % 2);
+    run->counts = !run->copied || global % d->copies == 0;
+    run->local = piece % pieces * size + (run->copied ? own : 0);
+    run->global = unit * d->unit + (run->copied ? d->unit - d->copied : global % d->copies * own);
+    run->count = unit >= mti_split_dimension(p) / d->unit ? 0 : run->copied ? d->copied : own;
+}
+
+/* The same for a parameter without copies: each virtual shard has a run of each part. */
+static void mti_part_run(const mt_param *p, int rank, int64_t index, mti_run *run) {
+    int64_t whole = mti_split_dimension(p) / p->desc.parts, part = index % p->desc.parts;
+    int64_t size = p->local_features / p->shards / p->desc.parts, before;
+    if (p->desc.placement == MT_REPLICATED) rank = 0;
+    run->shard = (int)(index / p->desc.parts);
+    run->copied = 0;
+    run->counts = 1;
+    before = mt_min(whole, ((int64_t)rank * p->shards + run->shard) * size);
+    run->local = part * size;
+    run->global = part * whole + before;
+    run->count = mt_min(size, whole - before);
+}
+
+/* Walks the runs of tensor rank `rank`: sets *run to the next one, and returns 0 when there is none. *at is 0 before
+   the first. The list is computed, not stored: calls also walk those of other ranks, and a layer of tensors owns no
+   memory. */
+static int mti_run_next(const mt_param *p, int rank, int64_t *at, mti_run *run) {
+    int64_t pieces = p->desc.copies > 1 ? p->local_features / mti_piece_features(&p->desc) : 0;
+    int64_t runs = pieces ? 2 * pieces : p->desc.parts * p->shards;
+    for (run->count = 0; run->count == 0 && *at < runs; ++*at) {
+        if (pieces) mti_piece_run(p, rank, *at, run);
+        else mti_part_run(p, rank, *at, run);
+    }
+    return run->count > 0;
+}
+
+/* Returns the view of virtual shard `shard` of t, which is a value, a gradient or a moment of p. */
 static mt_tensor mti_param_shard(const mt_param *p, mt_tensor t, int shard) {
-    mti_sharding s = mti_param_sharding(p);
-    return mti_sharding_shard(&s, t, shard);
+    int64_t features = p->local_features / p->shards;
+    int64_t rows = p->desc.placement == MT_SPLIT_COLS ? p->desc.rows : features;
+    int64_t cols = p->desc.placement == MT_SPLIT_COLS ? features : p->desc.cols;
+    return mt_tensor_rows(mt_tensor_make(t.data, t.dtype, rows * p->shards, cols), rows * shard, rows);
 }
 
-static mt_tensor mti_param_block_view(const mt_param *p, mt_tensor t, mti_block b) {
-    mti_sharding s = mti_param_sharding(p);
-    return mti_sharding_view(&s, t, b);
+/* Returns the view of a run of t. */
+static mt_tensor mti_run_view(const mt_param *p, mt_tensor t, mti_run run) {
+    t = mti_param_shard(p, t, run.shard);
+    return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(t, run.local, run.count)
+                                              : mt_tensor_rows(t, run.local, run.count);
 }
 
-/* Returns the columns of local [tokens, local features] that belong to block b of p's split dimension. */
-static mt_tensor mti_block_cols(const mt_param *p, mt_tensor local, mti_block b) {
-    return mt_tensor_cols(local, b.shard * (p->local_features / p->shards) + b.local, b.count);
+/* Returns the view of a run of a whole tensor. */
+static mt_tensor mti_run_of_whole(const mt_param *p, mt_tensor whole, mti_run run) {
+    return p->desc.placement == MT_SPLIT_COLS ? mt_tensor_cols(whole, run.global, run.count)
+                                              : mt_tensor_rows(whole, run.global, run.count);
+}
+
+/* Returns the columns of local [tokens, local features] that belong to a run. */
+static mt_tensor mti_run_cols(const mt_param *p, mt_tensor local, mti_run run) {
+    return mt_tensor_cols(local, run.shard * (p->local_features / p->shards) + run.local, run.count);
+}
+
+/* Returns 1 when the features of this rank are neighbours in the whole dimension, from *first on, without padding. */
+static int mti_is_one_run(const mt_param *p, int64_t *first) {
+    int64_t at = 0, end = -1;
+    mti_run run;
+    *first = -1;
+    while (mti_run_next(p, p->tp_rank, &at, &run)) {
+        if (*first < 0) *first = end = run.global;
+        if (run.global != end) return 0;
+        end += run.count;
+    }
+    return end - *first == p->local_features;
+}
+
+/* Returns 1 when the local features of p are the global features, in the same order and without padding. */
+static int mti_is_whole(const mt_param *p) {
+    int64_t first;
+    return mti_is_one_run(p, &first) && p->local_features == mti_split_dimension(p);
 }
 
 #define MTI_PARAM_ELEMENTS ((int64_t)1 << 48) /* padded to 1024 shards, they still fit in int64_t */
@@ -269,17 +251,6 @@ static mt_status mti_params_reserve(mt_context *ctx, mt_params *params) {
     return MT_SUCCESS;
 }
 
-/* Sets the shapes of this rank's value and gradient. */
-static void mti_param_shape(const mt_params *params, mt_param *p) {
-    mti_sharding s = mti_sharding_of(&p->desc, mti_shards(params->ctx, params->grid->tp), p->tp_size);
-    int64_t rows, cols;
-    p->shards = s.shards;
-    p->local_features = s.local;
-    mti_sharding_shape(&s, &rows, &cols);
-    p->value = mt_tensor_make(NULL, params->dtype, rows, cols);
-    p->grad = mt_tensor_make(NULL, MT_F32, rows, cols);
-}
-
 MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_param_desc *desc, mt_param **out) {
     mt_param_desc named;
     mt_param *p;
@@ -293,17 +264,12 @@ MT_API mt_status mt_params_add(mt_context *ctx, mt_params *params, const mt_para
     MT_TRY(mti_params_reserve(ctx, params));
     MT_TRY(mti_host_new(ctx, sizeof(mti_entry), &memory)); /* its first member is the parameter */
     p = (mt_param *)memory;
-    p->desc = named;
     memcpy(p->name, name, sizeof name);
-    p->desc.name = p->name;
-    if (!p->desc.parts) p->desc.parts = 1;
-    if (!p->desc.unit) p->desc.unit = 1;
-    if (!p->desc.copies) p->desc.copies = 1;
-    p->tp_rank = params->grid->tp_rank;
-    p->tp_size = params->grid->tp_size;
+    named.name = p->name;
+    mti_param_describe(p, &named, params->grid->tp_rank, params->grid->tp_size,
+                       mti_shards(params->ctx, params->grid->tp), params->dtype);
     p->registry = params;
     p->index = params->count;
-    mti_param_shape(params, p);
     params->list[params->count++] = p;
     *out = p;
     return MT_SUCCESS;

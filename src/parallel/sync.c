@@ -37,20 +37,20 @@ static mt_status mti_sync_partial(mt_context *ctx, mt_params *params) {
 }
 
 /* Returns the sums of the copied features of a unit, in sums [virtual shards, units * features of all columns]. */
-static mt_tensor mti_copied_sums(const mt_param *p, mt_tensor sums, mti_block b) {
+static mt_tensor mti_copied_sums(const mt_param *p, mt_tensor sums, mti_run run) {
     int64_t n = p->grad.rows * p->grad.cols / p->local_features * p->desc.copied;
-    return mt_tensor_cols(mt_tensor_rows(sums, b.shard, 1), b.global / p->desc.unit * n, n);
+    return mt_tensor_cols(mt_tensor_rows(sums, run.shard, 1), run.global / p->desc.unit * n, n);
 }
 
 /* Adds this rank's copies of p's gradient to the sums of their units, or copies the sums of shard 0 to them. */
 static mt_status mti_copied_pass(mt_context *ctx, const mt_param *p, mt_tensor sums, int add) {
-    int64_t i;
-    for (i = 1; i < mti_param_blocks(p); i += 2) {
-        mti_block b = mti_param_block(p, p->tp_rank, i);
-        mt_tensor grad = mti_param_block_view(p, p->grad, b), sum;
-        if (b.count == 0) continue;
-        if (!add) b.shard = 0;
-        sum = mti_copied_sums(p, sums, b);
+    int64_t i = 0;
+    mti_run run;
+    while (mti_run_next(p, p->tp_rank, &i, &run)) {
+        mt_tensor grad = mti_run_view(p, p->grad, run), sum;
+        if (!run.copied) continue;
+        if (!add) run.shard = 0;
+        sum = mti_copied_sums(p, sums, run);
         grad = mt_tensor_f32((const float *)grad.data, 1, sum.cols);
         MT_TRY(add ? mt_add(ctx, sum, grad, sum) : mt_copy(ctx, sum, grad));
     }
@@ -310,27 +310,24 @@ static void mti_squares_of_rows(const mt_params *params, const mt_param *p, mt_t
 /* Adds the gradient of parameter i, or this rank's share of it, with the columns of mti_sum_squares. */
 static void mti_squares_of(const mt_params *params, int i, mti_square_list *list) {
     const mt_param *p = params->list[i];
-    int64_t out = !mti_counts_in_norm(params->grid, p), k;
+    int64_t out = !mti_counts_in_norm(params->grid, p), k = 0;
+    mti_run run;
     if (p->desc.copies == 1) mti_squares_of_rows(params, p, p->grad, out, list);
-    for (k = 0; p->desc.copies > 1 && k < mti_param_blocks(p); k++) {
-        mti_block b = mti_param_block(p, p->tp_rank, k);
-        if (b.count > 0) mti_squares_of_rows(params, p, mti_param_block_view(p, p->grad, b), out || b.copy, list);
-    }
+    while (p->desc.copies > 1 && mti_run_next(p, p->tp_rank, &k, &run))
+        mti_squares_of_rows(params, p, mti_run_view(p, p->grad, run), out || !run.counts, list);
 }
 
 /* Adds the virtual shards of the gradient of parameter i, with the columns of mti_sum_squares_invariant. */
 static void mti_squares_of_shards(const mt_params *params, int i, mti_square_list *list) {
     const mt_param *p = params->list[i];
     int s, columns = params->count + 1, column = mti_counts_in_norm(params->grid, p) ? i : params->count;
-    int64_t first = (int64_t)p->tp_rank * p->shards * columns, k;
+    int64_t first = (int64_t)p->tp_rank * p->shards * columns, k = 0;
+    mti_run run;
     for (s = 0; p->desc.copies == 1 && s < p->shards; s++)
         mti_square_add(list, mti_param_shard(p, p->grad, s), first + (int64_t)s * columns + column);
-    for (k = 0; p->desc.copies > 1 && k < mti_param_blocks(p); k++) {
-        mti_block b = mti_param_block(p, p->tp_rank, k);
-        if (b.count > 0)
-            mti_square_add(list, mti_param_block_view(p, p->grad, b),
-                           first + (int64_t)b.shard * columns + (b.copy ? params->count : column));
-    }
+    while (p->desc.copies > 1 && mti_run_next(p, p->tp_rank, &k, &run))
+        mti_square_add(list, mti_run_view(p, p->grad, run),
+                       first + (int64_t)run.shard * columns + (run.counts ? column : params->count));
 }
 
 static void mti_squares_of_all(const mt_params *params, mti_square_list *list) {
