@@ -1233,7 +1233,7 @@ static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x
         MT_TRY(mt_hash_log_activation(ctx, mlp->fc1.name, 1, "activation_func.output", act, 0, mlp->fc2.weight));
     saved->fc2.x = act;
     if (!y.data) return MT_SUCCESS;
-    return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
+    return mt_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
 }
 
 /* Checks what forward and backward have in common. in and out are x and y, or dy and dx. */
@@ -1271,7 +1271,7 @@ static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor 
     MT_TRY(mt_row_parallel_linear_activation_backward(ctx, &mlp->fc2, &mlp->fc1, mlp->desc.activation, dy, saved->h, dh,
                                                       &saved->fc2));
     MT_TRY(mt_hash_log_activation(ctx, mlp->fc1.name, 1, "activation_func.input_grad", dh, 0, mlp->fc1.weight));
-    return mt_column_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
+    return mt_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }
 
 static mt_status mti_mlp_call_backward(mt_context *ctx, const char *function, const mt_mlp *mlp, mt_tensor dy,
@@ -2109,9 +2109,9 @@ static mt_status mti_attention_cached(mt_context *ctx, const mt_self_attention *
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, a->groups * mti_qkv_width(desc), &qkv));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, a->proj.local_features, &out));
     count = mti_attention_layers(a, qkv, &layers, cols);
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, layers, count, x, cols, NULL));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, layers, count, &x, cols, NULL));
     MT_TRY(mti_attention_core_cached(ctx, a, desc, cache, qkv, out));
-    return mt_row_parallel_linear_forward(ctx, &a->proj, out, y, NULL);
+    return mt_parallel_linear_forward(ctx, &a->proj, out, y, NULL);
 }
 
 /* With recompute_core, only saved->qkv stays in the arena. */
@@ -2125,12 +2125,12 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
     count = mti_attention_layers(a, saved->qkv, &layers, cols);
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_attention_room(ctx, a, desc, saved, training));
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, layers, count, x, cols, training ? &saved->qkv_in : NULL));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, layers, count, &x, cols, training ? &saved->qkv_in : NULL));
     MT_TRY(mti_attention_rotate(ctx, a, desc, mt_rotary_forward, saved->qkv));
     MT_TRY(mti_attention_core_forward(ctx, a, desc, saved));
     if (training)
         MT_TRY(mt_hash_log_activation(ctx, a->proj.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
-    MT_TRY(mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
+    MT_TRY(mt_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
     if (a->desc.recompute_core) mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -2283,11 +2283,11 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
     }
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->out.rows, saved->out.cols, &dout));
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->qkv.rows, saved->qkv.cols, &dqkv));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &a->proj, dy, dout, &saved->proj_in));
+    MT_TRY(mt_parallel_linear_backward(ctx, &a->proj, dy, dout, &saved->proj_in));
     MT_TRY(mti_attention_core_backward(ctx, a, desc, saved, dout, dqkv));
     count = mti_attention_layers(a, dqkv, &layers, cols);
     MT_TRY(mti_attention_log(ctx, layers, count, cols));
-    return mt_column_parallel_linear_backward_shared(ctx, layers, count, cols, dx, &saved->qkv_in);
+    return mt_parallel_linear_backward_shared(ctx, layers, count, cols, &dx, &saved->qkv_in);
 }
 
 /* Checks, before anything is added to a gradient, that saved is of a forward with the same sizes. */
@@ -2640,10 +2640,9 @@ static mt_status mti_cross_inputs(mt_context *ctx, const mt_cross_attention *a, 
                                   int training) {
     mt_tensor kv[2] = {saved->k, saved->v};
     mti_cross_log_tokens(ctx, memory_batch);
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, a->key_value, 2, memory, kv,
-                                                    training ? &saved->memory_in : NULL));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, a->key_value, 2, &memory, kv, training ? &saved->memory_in : NULL));
     mti_cross_log_tokens(ctx, batch);
-    return mt_column_parallel_linear_forward(ctx, &a->query, x, saved->q, training ? &saved->query_in : NULL);
+    return mt_parallel_linear_forward(ctx, &a->query, x, saved->q, training ? &saved->query_in : NULL);
 }
 
 /* With recompute_core, only saved->q, k and v stay in the arena. */
@@ -2662,7 +2661,7 @@ static mt_status mti_cross_forward(mt_context *ctx, const mt_cross_attention *a,
     MT_TRY(mti_cross_core_forward(ctx, a, &desc, saved));
     if (training)
         MT_TRY(mt_hash_log_activation(ctx, a->proj.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
-    MT_TRY(mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
+    MT_TRY(mt_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
     if (a->desc.recompute_core) mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -2732,10 +2731,10 @@ static mt_status mti_cross_inputs_backward(mt_context *ctx, const mt_cross_atten
     for (i = 0; i < 2; i++)
         MT_TRY(
             mt_hash_log_activation(ctx, a->key_value[i].name, 0, "output_grad", d[1 + i], 0, a->key_value[i].weight));
-    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, a->key_value, 2, d + 1, dmemory, &saved->memory_in));
+    MT_TRY(mt_parallel_linear_backward_shared(ctx, a->key_value, 2, d + 1, &dmemory, &saved->memory_in));
     mti_cross_log_tokens(ctx, &saved->batch);
     MT_TRY(mt_hash_log_activation(ctx, a->query.name, 0, "output_grad", d[0], 0, a->query.weight));
-    return mt_column_parallel_linear_backward(ctx, &a->query, d[0], dx, &saved->query_in);
+    return mt_parallel_linear_backward(ctx, &a->query, d[0], dx, &saved->query_in);
 }
 
 /* With recompute_core: computes out and lse of *saved again. */
@@ -2764,7 +2763,7 @@ static mt_status mti_cross_backward(mt_context *ctx, const mt_cross_attention *a
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->k.rows, saved->k.cols, &d[1]));
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->v.rows, saved->v.cols, &d[2]));
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->out.rows, saved->out.cols, &d[MTI_CROSS_OUT]));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &a->proj, dy, d[MTI_CROSS_OUT], &saved->proj_in));
+    MT_TRY(mt_parallel_linear_backward(ctx, &a->proj, dy, d[MTI_CROSS_OUT], &saved->proj_in));
     MT_TRY(mti_cross_core_backward(ctx, a, &desc, saved, d));
     return mti_cross_inputs_backward(ctx, a, d, dx, dmemory, saved);
 }
@@ -3744,7 +3743,7 @@ static mt_status mti_output_forward(mt_context *ctx, const mti_output *o, mt_ten
                                     mt_tensor loss) {
     mt_tensor logits;
     MT_TRY(mti_output_room(ctx, o, x.dtype, loss.cols, &logits));
-    MT_TRY(MT_RANGE("head forward", mt_column_parallel_linear_forward(ctx, o->head, x, logits, o->head_saved)));
+    MT_TRY(MT_RANGE("head forward", mt_parallel_linear_forward(ctx, o->head, x, logits, o->head_saved)));
     return mti_output_loss(ctx, o, logits, targets, loss);
 }
 
@@ -3755,7 +3754,7 @@ static mt_status mti_output_backward(mt_context *ctx, const mti_output *o, float
                                              ctx, o->head->tp, o->loss, o->loss_scale, scale, o->loss_saved)));
     MT_TRY(mt_hash_log_activation(ctx, o->head->name, 0, "output_grad", o->loss_saved->logits, 0, o->head->weight));
     return MT_RANGE("head backward",
-                    mt_column_parallel_linear_backward(ctx, o->head, o->loss_saved->logits, dx, o->head_saved));
+                    mt_parallel_linear_backward(ctx, o->head, o->loss_saved->logits, dx, o->head_saved));
 }
 
 /* Creates the output head of a vocabulary. With m->desc.tied_head it has the weight of the token embedding. */
@@ -4423,7 +4422,7 @@ static mt_status mti_bert_lm_backward(mt_context *ctx, const mt_bert *bert, floa
     MT_TRY(mt_norm_layer_backward(ctx, &bert->lm_norm, dy, mt_none(), dy, &saved->lm_norm));
     MT_TRY(
         mt_column_parallel_activation_backward(ctx, &bert->lm_dense, bert->desc.layer.activation, saved->lm_h, dy, dh));
-    return mt_column_parallel_linear_backward(ctx, &bert->lm_dense, dh, dx, &saved->lm_dense);
+    return mt_parallel_linear_backward(ctx, &bert->lm_dense, dh, dx, &saved->lm_dense);
 }
 
 /* Adds the gradient of the model's output through the pooler to dx. */
@@ -4436,7 +4435,7 @@ static mt_status mti_bert_sop_backward(mt_context *ctx, const mt_bert *bert, flo
     MT_TRY(mt_arena_tensor(ctx, dx.dtype, dh.rows, dh.cols, &dy));
     MT_TRY(mti_output_backward(ctx, &out, scale, dy));
     MT_TRY(mt_column_parallel_activation_backward(ctx, &bert->pooler, MT_TANH, saved->pooled_h, dy, dh));
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &bert->pooler, dh, dy, &saved->pooler));
+    MT_TRY(mt_parallel_linear_backward(ctx, &bert->pooler, dh, dy, &saved->pooler));
     return mti_add_first_tokens(ctx, &bert->model, batch, dx, dy, 1);
 }
 

@@ -512,57 +512,49 @@ typedef struct mt_linear_desc {
     int64_t copies, copied;
 } mt_linear_desc;
 
-/* local_features is this rank's share of the split dimension, padding included: the columns of y (column-parallel) or
-   of x (row-parallel). */
-typedef struct mt_column_parallel_linear {
+/* A column-parallel or a row-parallel layer, as its create function says. local_features is this rank's share of the
+   split dimension, padding included: the columns of y (column-parallel) or of x (row-parallel). */
+typedef struct mt_parallel_linear {
     char name[MT_NAME_MAX];
     mt_linear_desc desc;
     mt_param *weight, *bias; /* NAME.weight, NAME.bias; bias is NULL with no_bias */
     mt_comm *tp;
     int64_t local_features;
-} mt_column_parallel_linear;
+} mt_parallel_linear;
 
-typedef struct mt_row_parallel_linear {
-    char name[MT_NAME_MAX];
-    mt_linear_desc desc;
-    mt_param *weight, *bias; /* as above */
-    mt_comm *tp;
-    int64_t local_features;
-} mt_row_parallel_linear;
+/* Names for declarations, which say of which kind a layer is meant to be. */
+typedef mt_parallel_linear mt_column_parallel_linear;
+typedef mt_parallel_linear mt_row_parallel_linear;
 
 /* x is a view of the caller's memory. Its content must not change before backward has returned. */
 typedef struct mt_linear_saved {
     mt_tensor x;
 } mt_linear_saved;
 
-/* Column-parallel: W is split over its rows. x [tokens, in] -> y [tokens, local_features], or [tokens, out] with
-   gather_output. dy has the shape of y; with gather_output it is the whole gradient, equal on every rank. backward adds
-   to the gradients of weight and bias. When dx is mt_none(), it is not computed.
-   Communication: backward all-reduces dx (f). gather_output adds an all-gather of y. With sequence_parallel x is
-   [tokens / t, in]: forward and backward each all-gather it, and backward reduce-scatters dx.
-   Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range, is for row-parallel layers or has no effect; in
-   invariant mode without gather_output, several parts without parts_by_shard), MT_ERR_SHAPE (a shared weight has
-   another shape, placement, parts, unit or padding). */
+/* Create a layer and its parameters. Column-parallel: W is split over its rows. Row-parallel: W is split over its
+   columns.
+   Errors: MT_ERR_ARGUMENT (a field of desc is out of range, is for layers of the other kind or has no effect; in
+   invariant mode several parts without parts_by_shard, where y of a column-parallel layer stays split, or with
+   input_is_parallel), MT_ERR_SHAPE (a shared weight has another shape, placement, parts, unit or padding). */
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
-                                                  const mt_linear_desc *desc, mt_column_parallel_linear *out);
-MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
-                                                   mt_tensor y, mt_linear_saved *saved);
-MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
-                                                    mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved);
-
-/* Row-parallel: W is split over its columns. x [tokens, local_features], or [tokens, in] without input_is_parallel -> y
-   [tokens, out]. The bias is added once, after the reduction. backward adds to the gradients of weight and bias. When
-   dx is mt_none(), it is not computed.
-   Communication: forward all-reduces y (g). Without input_is_parallel, backward all-gathers dx. With sequence_parallel
-   y is [tokens / t, out]: forward reduce-scatters it, and backward all-gathers dy.
-   Error of create: MT_ERR_ARGUMENT (a field of desc is out of range, is for column-parallel layers or has no effect; in
-   invariant mode with input_is_parallel, several parts without parts_by_shard). */
+                                                  const mt_linear_desc *desc, mt_parallel_linear *out);
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
-                                               const mt_linear_desc *desc, mt_row_parallel_linear *out);
-MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x,
-                                                mt_tensor y, mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
-                                                 mt_tensor dx, const mt_linear_saved *saved);
+                                               const mt_linear_desc *desc, mt_parallel_linear *out);
+
+/* forward computes y from x. backward computes dx from dy, and adds to the gradients of weight and bias. dx and dy have
+   the shapes of x and y. When dx is mt_none(), it is not computed. saved NULL: inference.
+   Column-parallel: x [tokens, in] -> y [tokens, local_features], or [tokens, out] with gather_output, whose dy is the
+   whole gradient, equal on every rank. Communication: backward all-reduces dx (f). gather_output adds an all-gather of
+   y. With sequence_parallel x is [tokens / t, in]: forward and backward each all-gather it, and backward
+   reduce-scatters dx.
+   Row-parallel: x [tokens, local_features], or [tokens, in] without input_is_parallel -> y [tokens, out]. The bias is
+   added once, after the reduction. Communication: forward all-reduces y (g). Without input_is_parallel, backward
+   all-gathers dx. With sequence_parallel y is [tokens / t, out]: forward reduce-scatters it, and backward all-gathers
+   dy. */
+MT_API mt_status mt_parallel_linear_forward(mt_context *ctx, const mt_parallel_linear *layer, mt_tensor x, mt_tensor y,
+                                            mt_linear_saved *saved);
+MT_API mt_status mt_parallel_linear_backward(mt_context *ctx, const mt_parallel_linear *layer, mt_tensor dy,
+                                             mt_tensor dx, const mt_linear_saved *saved);
 
 /* The tensors of a linear layer in your own memory. w and b have the shape of mt_shard_size and are contiguous: w is
    split like a matrix [out_features, in_features], by rows (column-parallel) or by columns (row-parallel). The bias of
@@ -591,10 +583,10 @@ typedef struct mt_linear_tensors {
    effect, or is for the create functions: init_std, weight). */
 MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                         const mt_linear_desc *desc, const mt_linear_tensors *tensors,
-                                                        mt_param *params, mt_column_parallel_linear *out);
+                                                        mt_param *params, mt_parallel_linear *out);
 MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                      const mt_linear_desc *desc, const mt_linear_tensors *tensors,
-                                                     mt_param *params, mt_row_parallel_linear *out);
+                                                     mt_param *params, mt_parallel_linear *out);
 
 /* Plain calls: a column- or row-parallel linear on tensors in your own memory. Each call is that of a layer from
    mt_column_parallel_linear_from_tensors or mt_row_parallel_linear_from_tensors: the shapes of x, y, dy and dx, what
@@ -618,43 +610,35 @@ MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tenso
                                           mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
                                           const mt_linear_saved *saved);
 
-/* Run `count` column-parallel layers that read the same x. The layers share f: forward gathers x once
-   (sequence_parallel), and backward writes the sum of the layers' input gradients to dx and reduces it once. layers, y
-   and dy are arrays with one entry for each layer; saved is one struct for all layers. When dx is mt_none(), it is not
-   computed.
-   MT_ERR_ARGUMENT: a layer has gather_output, or the layers differ in tensor group, sequence_parallel or add_to_dx. */
-MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
-                                                          int count, mt_tensor x, const mt_tensor *y,
-                                                          mt_linear_saved *saved);
-MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
-                                                           int count, const mt_tensor *dy, mt_tensor dx,
-                                                           const mt_linear_saved *saved);
+/* Run `count` layers of one kind, in arrays with one entry for each layer, that share f or g.
+     column-parallel  The layers read the same x: x, dx and saved have one entry for all layers. Forward gathers x once
+                      (sequence_parallel), and backward writes the sum of the layers' input gradients to dx and reduces
+                      it once.
+     row-parallel     The outputs are added: y = the sum of x[i] W[i]^T + b[i]. y and dy have one entry for all layers.
+                      Forward reduces y once, and backward gathers dy once (sequence_parallel).
+   A dx that is mt_none() is not computed.
+       MT_TRY(mt_parallel_linear_forward_shared(ctx, fc1, 2, &x, h, &saved));      // column-parallel
+       MT_TRY(mt_parallel_linear_forward_shared(ctx, fc2, 2, h, &y, saved_2));     // row-parallel
+   MT_ERR_ARGUMENT: a column-parallel layer has gather_output, a row-parallel layer has no input_is_parallel, or the
+   layers differ in kind, tensor group, sequence_parallel or, when they are column-parallel, add_to_dx. */
+MT_API mt_status mt_parallel_linear_forward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                                   const mt_tensor *x, const mt_tensor *y, mt_linear_saved *saved);
+MT_API mt_status mt_parallel_linear_backward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                                    const mt_tensor *dy, const mt_tensor *dx,
+                                                    const mt_linear_saved *saved);
 
-/* Run `count` row-parallel layers and add their outputs: y = the sum of x[i] W[i]^T + b[i] over the layers. The layers
-   share g: forward reduces y once, and backward gathers dy once (sequence_parallel). layers, x, dx and saved are arrays
-   with one entry for each layer. When dx[i] is mt_none(), it is not computed.
-   MT_ERR_ARGUMENT: a layer has no input_is_parallel, or the layers differ in tensor group or sequence_parallel. */
-MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
-                                                       const mt_tensor *x, mt_tensor y, mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *layers,
-                                                        int count, mt_tensor dy, const mt_tensor *dx,
-                                                        const mt_linear_saved *saved);
-
-/* Allocate `count` tensors [tokens, local_features] from the arena, one for each of the layers. The type and the number
-   of tokens are those of `like`, which has tokens rows, or tokens / t with sequence_parallel.
-     mt_column_parallel_linear_tensors  allocates y or dy; like is x or dx.
-     mt_row_parallel_linear_tensors     allocates x or dx; like is y or dy.
-   MT_ERR_ARGUMENT: as for the _shared functions above. */
-MT_API mt_status mt_column_parallel_linear_tensors(mt_context *ctx, const mt_column_parallel_linear *layers, int count,
-                                                   mt_tensor like, mt_tensor *out);
-MT_API mt_status mt_row_parallel_linear_tensors(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
-                                                mt_tensor like, mt_tensor *out);
+/* Allocates `count` tensors [tokens, local_features] from the arena, one for each of the layers: y or dy of
+   column-parallel layers, x or dx of row-parallel ones. The type and the number of tokens are those of `like`, which is
+   x or dx of column-parallel layers, and y or dy of row-parallel ones: it has tokens rows, or tokens / t with
+   sequence_parallel. MT_ERR_ARGUMENT: as for the functions above. */
+MT_API mt_status mt_parallel_linear_tensors(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                            mt_tensor like, mt_tensor *out);
 
 /* Computes a column-parallel forward for inference. x has all tokens, even with sequence_parallel: x [tokens, in] -> y
    [tokens, local_features], or [tokens, out] when the argument gather_output is 1. desc.gather_output is ignored. Adds
    the bias, except with skip_bias_add. y may be of another float type than x.
    Communication: none, or an all-gather of y with gather_output. */
-MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_parallel_linear *layer, mt_tensor x,
                                                    int gather_output, mt_tensor y);
 
 /* These functions apply an activation to the output h of a column-parallel layer. They call mt_activation_forward or
@@ -663,9 +647,9 @@ MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_col
    columns. With skip_bias_add, forward first adds the layer's bias to h in place, and backward also adds to the bias's
    gradient. dh may be h. No communication.
    MT_ERR_ARGUMENT: the layer has a bias, gather_output and skip_bias_add, so that h is whole but the bias is split. */
-MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_parallel_linear *layer,
                                                        mt_activation kind, mt_tensor h, mt_tensor y);
-MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
+MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_parallel_linear *layer,
                                                         mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh);
 
 /* Run a linear layer and the activation next to it in one call. The two are one fused operator when
@@ -679,11 +663,11 @@ MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const m
        of the bias of `before`.
    MT_ERR_ARGUMENT (backward): the row-parallel layer has no input_is_parallel or has add_to_dx, or `before` has
    gather_output. */
-MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_parallel_linear *layer,
                                                               mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
                                                               mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, const mt_row_parallel_linear *layer,
-                                                            const mt_column_parallel_linear *before, mt_activation kind,
+MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, const mt_parallel_linear *layer,
+                                                            const mt_parallel_linear *before, mt_activation kind,
                                                             mt_tensor dy, mt_tensor h, mt_tensor dh,
                                                             const mt_linear_saved *saved);
 
@@ -4860,48 +4844,176 @@ static mt_status mti_shared_check(mt_context *ctx, const char *function, const c
                    field, (long long)value, weight->name, (long long)shared);
 }
 
-MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
-                                                  const mt_linear_desc *desc, mt_column_parallel_linear *out) {
-    static const char *const function = "mt_column_parallel_linear_create";
+/* Checks the weight of another layer that a column-parallel layer uses. */
+static mt_status mti_shared_weight(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d) {
+    const mt_param *w = d->weight;
+    if (!w) return MT_SUCCESS;
+    if (w->desc.placement != MT_SPLIT_ROWS)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' shares the weight '%s', whose placement is not MT_SPLIT_ROWS",
+                       function, name, w->name);
+    if (w->desc.rows != d->out_features || w->desc.cols != d->in_features)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' is [%lld, %lld], the shared weight '%s' is [%lld, %lld]", function,
+                       name, (long long)d->out_features, (long long)d->in_features, w->name, (long long)w->desc.rows,
+                       (long long)w->desc.cols);
+    MT_TRY(mti_shared_check(ctx, function, name, "parts", d->parts, w, w->desc.parts));
+    MT_TRY(mti_shared_check(ctx, function, name, "unit", d->unit, w, w->desc.unit));
+    if (d->copies > 1 || w->desc.copies > 1)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' shares the weight '%s', and one of them has copies", function, name,
+                       w->name);
+    if (!d->padded_out_features || d->padded_out_features == mti_padded(d->out_features, w->desc.padded_features))
+        return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s': padded_out_features is %lld, that of the shared weight '%s' is %lld",
+                   function, name, (long long)d->padded_out_features, w->name, (long long)w->desc.padded_features);
+}
+
+/* Makes a layer of its parameters. bias may be NULL. */
+static void mti_linear_make(mt_parallel_linear *out, const char *name, const mt_linear_desc *desc, mt_comm *tp,
+                            mt_param *weight, mt_param *bias) {
+    memset(out, 0, sizeof *out);
+    snprintf(out->name, sizeof out->name, "%s", name);
+    out->desc = *desc;
+    out->weight = weight;
+    out->bias = bias;
+    out->tp = tp;
+    out->local_features = weight->local_features;
+}
+
+/* Refuses fields of desc that are for the other kind of layer. placement is that of the weight. */
+static mt_status mti_linear_kind(mt_context *ctx, const char *function, const char *name, const mt_linear_desc *d,
+                                 mt_placement placement) {
+    int column = placement == MT_SPLIT_ROWS;
+    const char *field = column                   ? (d->input_is_parallel ? "input_is_parallel" : NULL)
+                        : d->weight              ? "weight"
+                        : d->gather_output       ? "gather_output"
+                        : d->padded_out_features ? "padded_out_features"
+                                                 : NULL;
+    if (!field) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which is for %s-parallel layers", function, name, field,
+                   column ? "row" : "column");
+}
+
+static mt_status mti_linear_create(mt_context *ctx, const char *function, mt_params *params, const char *name,
+                                   const mt_linear_desc *desc, mt_placement placement, mt_parallel_linear *out) {
     char full[MT_NAME_MAX];
+    mt_param *weight, *bias;
     size_t mark;
     MT_TRY(mt_create_check(ctx, function, params, desc, out));
     MT_TRY(mt_layer_name(ctx, params, name, full));
-    name = full;
-    MT_TRY(mti_linear_check(ctx, function, name, desc, desc->gather_output));
-    if (desc->input_is_parallel)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets input_is_parallel, which is for row-parallel layers",
-                       function, name);
-    if (desc->weight && desc->weight->desc.placement != MT_SPLIT_ROWS)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' shares the weight '%s', whose placement is not MT_SPLIT_ROWS",
-                       function, name, desc->weight->name);
-    if (desc->weight && (desc->weight->desc.rows != desc->out_features || desc->weight->desc.cols != desc->in_features))
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' is [%lld, %lld], the shared weight '%s' is [%lld, %lld]", function,
-                       name, (long long)desc->out_features, (long long)desc->in_features, desc->weight->name,
-                       (long long)desc->weight->desc.rows, (long long)desc->weight->desc.cols);
-    if (desc->weight) {
-        MT_TRY(mti_shared_check(ctx, function, name, "parts", desc->parts, desc->weight, desc->weight->desc.parts));
-        MT_TRY(mti_shared_check(ctx, function, name, "unit", desc->unit, desc->weight, desc->weight->desc.unit));
-    }
-    if (desc->weight && (desc->copies > 1 || desc->weight->desc.copies > 1))
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: '%s' shares the weight '%s', and one of them has copies", function, name,
-                       desc->weight->name);
-    if (desc->weight && desc->padded_out_features &&
-        desc->padded_out_features != mti_padded(desc->out_features, desc->weight->desc.padded_features))
-        return mt_fail(ctx, MT_ERR_SHAPE,
-                       "%s: '%s': padded_out_features is %lld, that of the shared weight '%s' is %lld", function, name,
-                       (long long)desc->padded_out_features, desc->weight->name,
-                       (long long)desc->weight->desc.padded_features);
-    memset(out, 0, sizeof *out);
+    MT_TRY(mti_linear_check(ctx, function, full, desc,
+                            placement == MT_SPLIT_ROWS ? desc->gather_output : !desc->input_is_parallel));
+    MT_TRY(mti_linear_kind(ctx, function, full, desc, placement));
+    MT_TRY(mti_shared_weight(ctx, function, full, desc));
     mark = mt_params_mark(params);
     MT_TRY(mt_create_end(params, mark, out, sizeof *out,
-                         mti_linear_params(ctx, params, name, desc, MT_SPLIT_ROWS, &out->weight, &out->bias)));
-    out->desc = *desc;
-    out->tp = params->grid->tp;
-    out->local_features = out->weight->local_features;
-    snprintf(out->name, sizeof out->name, "%s", name);
+                         mti_linear_params(ctx, params, full, desc, placement, &weight, &bias)));
+    mti_linear_make(out, full, desc, params->grid->tp, weight, bias);
     return MT_SUCCESS;
 }
+
+MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
+                                                  const mt_linear_desc *desc, mt_parallel_linear *out) {
+    return mti_linear_create(ctx, "mt_column_parallel_linear_create", params, name, desc, MT_SPLIT_ROWS, out);
+}
+
+MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
+                                               const mt_linear_desc *desc, mt_parallel_linear *out) {
+    return mti_linear_create(ctx, "mt_row_parallel_linear_create", params, name, desc, MT_SPLIT_COLS, out);
+}
+
+/* -- the layers of a call -- */
+
+/* The layers of a call, either column-parallel or row-parallel. Column-parallel layers share x, and row-parallel layers
+   share y: a call has one of these, and for each layer one of the other. */
+typedef struct mti_layers {
+    const mt_parallel_linear *list;
+    int count, columns; /* columns: 1 when they are column-parallel */
+} mti_layers;
+
+static int mti_is_column(const mt_parallel_linear *layer) { return layer->weight->desc.placement == MT_SPLIT_ROWS; }
+
+/* Returns the bias that the layer adds itself, or NULL. */
+static const mt_param *mti_own_bias(const mt_parallel_linear *layer) {
+    return layer->desc.skip_bias_add ? NULL : layer->bias;
+}
+
+/* Returns the bias that the layer leaves to the next operator (skip_bias_add), or NULL. */
+static const mt_param *mti_left_bias(const mt_parallel_linear *layer) {
+    return layer->desc.skip_bias_add ? layer->bias : NULL;
+}
+
+/* Returns the index of x, and of y, for layer i of a call. */
+static int mti_x_of(const mti_layers *l, int i) { return l->columns ? 0 : i; }
+static int mti_y_of(const mti_layers *l, int i) { return l->columns ? i : 0; }
+
+/* Checks layers of a call, which may be NULL, and fills *out. */
+static mt_status mti_layers_of(mt_context *ctx, const char *function, const mt_parallel_linear *layers, int count,
+                               mti_layers *out) {
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    for (i = 0; i < count; i++)
+        MT_TRY(mti_check_params(ctx, function, layers ? layers[i].weight : NULL, layers ? layers[i].bias : NULL));
+    out->list = layers;
+    out->count = count;
+    out->columns = mti_is_column(layers);
+    return MT_SUCCESS;
+}
+
+/* The same for a function of column-parallel layers. */
+static mt_status mti_column_of(mt_context *ctx, const char *function, const mt_parallel_linear *layer,
+                               mti_layers *out) {
+    MT_TRY(mti_layers_of(ctx, function, layer, 1, out));
+    if (out->columns) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' is row-parallel, must be column-parallel", function, layer->name);
+}
+
+/* Checks, for layer i, the shape of `in`, which is x or dx, and that of `out`, y or dy. in_name and out_name are their
+   names in messages. */
+static mt_status mti_shapes_check(mt_context *ctx, const char *function, const mti_layers *l, int i,
+                                  const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
+    const mt_parallel_linear *n = &l->list[i];
+    int64_t tokens = mt_sequence_tokens(n->tp, n->desc.sequence_parallel, l->columns ? in.rows : out.rows);
+    int64_t in_cols = !l->columns && n->desc.input_is_parallel ? n->local_features : n->desc.in_features;
+    int64_t out_cols = l->columns && !n->desc.gather_output ? n->local_features : n->desc.out_features;
+    MT_TRY(mt_check_activation(ctx, function, n->weight, in_name, in, l->columns ? in.rows : tokens, in_cols));
+    return mt_check_activation(ctx, function, n->weight, out_name, out, l->columns ? tokens : out.rows, out_cols);
+}
+
+/* Does mti_layers_of for layers that share f or g, and checks that the pointer `other` is not NULL. */
+static mt_status mti_shared_of(mt_context *ctx, const char *function, const mt_parallel_linear *layers, int count,
+                               const void *other, mti_layers *out) {
+    int i;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!layers || !other || count < 1)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %d layers%s", function, count,
+                       layers && other ? ", needs one" : ", a list is NULL");
+    MT_TRY(mti_layers_of(ctx, function, layers, count, out));
+    for (i = 0; i < count; i++) {
+        const mt_linear_desc *d = &layers[i].desc, *first = &layers[0].desc;
+        if (d->sequence_parallel == first->sequence_parallel && layers[i].tp == layers[0].tp &&
+            mti_is_column(&layers[i]) == out->columns &&
+            (out->columns ? !d->gather_output && !d->add_to_dx == !first->add_to_dx : d->input_is_parallel))
+            continue;
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' and '%s' must both be %s, with the same sequence_parallel%s tensor group", function,
+                       layers[0].name, layers[i].name,
+                       out->columns ? "column-parallel without gather_output" : "row-parallel with input_is_parallel",
+                       out->columns ? ", add_to_dx and" : " and");
+    }
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_parallel_linear_tensors(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                            mt_tensor like, mt_tensor *out) {
+    mti_layers l;
+    int64_t tokens;
+    int i;
+    MT_TRY(mti_shared_of(ctx, "mt_parallel_linear_tensors", layers, count, out, &l));
+    tokens = mt_sequence_tokens(layers[0].tp, layers[0].desc.sequence_parallel, like.rows);
+    for (i = 0; i < count; i++) MT_TRY(mt_arena_tensor(ctx, like.dtype, tokens, layers[i].local_features, &out[i]));
+    return MT_SUCCESS;
+}
+
+/* -- forward -- */
 
 /* Calls the bias operator op with y and the bias, or in backward with dy (as y) and the gradient of the bias. */
 static mt_status mti_column_bias(mt_context *ctx, const mt_param *bias, mt_tensor y,
@@ -4913,27 +5025,17 @@ static mt_status mti_column_bias(mt_context *ctx, const mt_param *bias, mt_tenso
     return MT_SUCCESS;
 }
 
-/* Computes y [tokens, local features] = x W^T + bias. bias may be NULL. */
-static mt_status mti_column_product(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor x,
-                                    mt_tensor y) {
+/* Computes y [tokens, local features] = x W^T + bias. */
+static mt_status mti_column_product(mt_context *ctx, const mt_parallel_linear *n, mt_tensor x, mt_tensor y) {
+    const mt_param *w = n->weight;
     int s;
-    if (!mt_context_invariant(ctx)) return mt_linear_forward(ctx, x, w->value, bias ? bias->value : mt_none(), y);
+    if (!mt_context_invariant(ctx))
+        return mt_linear_forward(ctx, x, w->value, mti_own_bias(n) ? mti_own_bias(n)->value : mt_none(), y);
     MT_TRY(mt_invariant_input(ctx, x, &x)); /* one copy for all shards */
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_TRANS, x, mti_param_shard(w, w->value, s), 0.0f,
                         mt_shard_cols(y, s, w->shards)));
-    return bias ? mti_column_bias(ctx, bias, y, mt_bias_forward, 0) : MT_SUCCESS;
-}
-
-/* The layers of a call, either column-parallel or row-parallel. */
-typedef struct mti_layers {
-    const mt_column_parallel_linear *columns; /* NULL: the layers are in rows */
-    const mt_row_parallel_linear *rows;
-    int count;
-} mti_layers;
-
-static const mt_param *mti_layer_weight(const mti_layers *l, int i) {
-    return l->columns ? l->columns[i].weight : l->rows[i].weight;
+    return mti_own_bias(n) ? mti_column_bias(ctx, mti_own_bias(n), y, mt_bias_forward, 0) : MT_SUCCESS;
 }
 
 /* The products x op(W) whose inner dimension is the split dimension. Each virtual shard of W [rows, cols] gives one
@@ -4952,7 +5054,7 @@ static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, m
     const mti_partial *p = (const mti_partial *)arg;
     int i;
     for (i = 0; i < p->layers->count; i++) {
-        const mt_param *w = mti_layer_weight(p->layers, i);
+        const mt_param *w = p->layers->list[i].weight;
         mt_tensor x = p->of ? mti_piece(p->of, p->x[i], p->chunk, p->piece) : p->x[i];
         MT_TRY(mti_gemm(ctx, MT_NO_TRANS, p->trans, mt_shard_cols(x, shard, w->shards),
                         mti_param_shard(w, w->value, shard), i == 0 ? 0.0f : 1.0f, out));
@@ -4963,12 +5065,7 @@ static mt_status mti_partial_leaf(mt_context *ctx, const void *arg, int shard, m
 /* Computes out = the sum of x op(W) over layers and virtual shards: what this rank contributes to the sum over the
    tensor group. */
 static mt_status mti_partial_product(mt_context *ctx, const mti_partial *p, mt_tensor out) {
-    return mti_shard_tree(ctx, mti_partial_leaf, p, 0, mti_layer_weight(p->layers, 0)->shards, out);
-}
-
-/* Returns the bias that the layer adds itself, or NULL. */
-static const mt_param *mti_column_own_bias(const mt_column_parallel_linear *layer) {
-    return layer->desc.skip_bias_add ? NULL : layer->bias;
+    return mti_shard_tree(ctx, mti_partial_leaf, p, 0, p->layers->list[0].weight->shards, out);
 }
 
 /* The activation after a column-parallel layer, when one operator computes both: h = x W^T + bias, which is the layer's
@@ -4979,17 +5076,17 @@ typedef struct mti_activation_after {
 } mti_activation_after;
 
 /* Computes one piece of a layer's output y and, with act, the same piece of the activation's output. */
-static mt_status mti_column_piece(mt_context *ctx, const mt_column_parallel_linear *layer,
-                                  const mti_activation_after *act, mt_tensor x, mt_tensor y, mt_tensor out) {
-    if (act) return mt_linear_activation_forward(ctx, act->kind, x, layer->weight->value, act->bias, y, out);
-    return mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, y);
+static mt_status mti_column_piece(mt_context *ctx, const mt_parallel_linear *n, const mti_activation_after *act,
+                                  mt_tensor x, mt_tensor y, mt_tensor out) {
+    if (act) return mt_linear_activation_forward(ctx, act->kind, x, n->weight->value, act->bias, y, out);
+    return mti_column_product(ctx, n, x, y);
 }
 
 /* Computes y[i] [tokens, local features] of each layer from the same x. act may be NULL; with act there is one
    layer. */
 static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_tensor x, const mt_tensor *y,
                                     const mti_activation_after *act) {
-    const mt_column_parallel_linear *first = l->columns;
+    const mt_parallel_linear *first = l->list;
     int sp = first->desc.sequence_parallel, i, j, k;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, x.rows);
     mt_tensor all;
@@ -4998,21 +5095,47 @@ static mt_status mti_column_forward(mt_context *ctx, const mti_layers *l, mt_ten
         MT_TRY(mt_overlap_wait(ctx, i));
         for (k = 0; k < l->count; k++)
             for (j = 0; j < c.pieces; j++)
-                MT_TRY(mti_column_piece(ctx, &l->columns[k], act, mti_piece(&c, all, i, j), mti_piece(&c, y[k], i, j),
+                MT_TRY(mti_column_piece(ctx, &l->list[k], act, mti_piece(&c, all, i, j), mti_piece(&c, y[k], i, j),
                                         act ? mti_piece(&c, act->out, i, j) : mt_none()));
     }
     return MT_SUCCESS;
 }
 
-/* Computes the output of one layer, and gathers it with gather_output. */
-static mt_status mti_column_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
-                                     mt_tensor y) {
-    const mti_layers l = {layer, NULL, 1};
-    mt_tensor local = y;
-    if (!layer->desc.gather_output || mti_is_whole(layer->weight)) return mti_column_forward(ctx, &l, x, &y, NULL);
-    MT_TRY(mt_arena_tensor(ctx, y.dtype, y.rows, layer->local_features, &local));
-    MT_TRY(mti_column_forward(ctx, &l, x, &local, NULL));
-    return mti_gather_features(ctx, layer->tp, layer->weight, local, y);
+/* Computes y = the sum of x W^T over layers and ranks, plus the biases. The reduction of a chunk overlaps with the
+   GEMMs of the next chunk. */
+static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_tensor *x, mt_tensor y) {
+    const mt_parallel_linear *first = l->list;
+    int sp = first->desc.sequence_parallel, i;
+    mti_chunks c = mti_chunks_of(ctx, first->tp, sp, 1, y.rows);
+    mti_partial p = {l, MT_TRANS, x, &c, 0, 0};
+    mt_tensor partial;
+    MT_TRY(mti_partial_tokens(ctx, first->tp, sp, y, &partial));
+    for (p.chunk = 0; p.chunk < c.count; p.chunk++) {
+        for (p.piece = 0; p.piece < c.pieces; p.piece++)
+            MT_TRY(mti_partial_product(ctx, &p, mti_piece(&c, partial, p.chunk, p.piece)));
+        MT_TRY(mti_overlap_begin(ctx, first->tp, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
+        MT_TRY(mt_overlap_end(ctx, p.chunk, mti_reduce_chunk(ctx, first->tp, sp, &c, p.chunk, partial, y)));
+    }
+    MT_TRY(mt_overlap_wait_all(ctx));
+    for (i = 0; i < l->count; i++)
+        if (mti_own_bias(&l->list[i])) MT_TRY(mt_bias_forward(ctx, y, l->list[i].bias->value));
+    return MT_SUCCESS;
+}
+
+/* Computes the outputs of the layers. The output of a column-parallel layer with gather_output is gathered. A
+   row-parallel layer without input_is_parallel takes its columns of x. */
+static mt_status mti_layers_run(mt_context *ctx, const mti_layers *l, const mt_tensor *x, const mt_tensor *y) {
+    const mt_parallel_linear *n = l->list;
+    mt_tensor local;
+    if (!l->columns && n->desc.input_is_parallel) return mti_row_forward(ctx, l, x, y[0]);
+    if (!l->columns) {
+        MT_TRY(mti_local_slice(ctx, n->tp, n->weight, "mt_parallel_linear_forward: x", x[0], &local));
+        return mt_check_view_end(ctx, mti_row_forward(ctx, l, &local, y[0]));
+    }
+    if (!n->desc.gather_output || mti_is_whole(n->weight)) return mti_column_forward(ctx, l, x[0], y, NULL);
+    MT_TRY(mt_arena_tensor(ctx, y[0].dtype, y[0].rows, n->local_features, &local));
+    MT_TRY(mti_column_forward(ctx, l, x[0], &local, NULL));
+    return mti_gather_features(ctx, n->tp, n->weight, local, y[0]);
 }
 
 /* Ends a call: waits for its collectives and releases the arena to `mark`. */
@@ -5022,43 +5145,59 @@ static mt_status mti_linear_end(mt_context *ctx, size_t mark, mt_status status) 
     return status;
 }
 
-/* The checks that forward and backward share. `in` is x and `out` is y or dy; in_name and out_name are their names in
-   messages. */
-static mt_status mti_column_check(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
-                                  const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
-    MT_TRY(mt_check_activation(ctx, function, layer->weight, in_name, in, in.rows, layer->desc.in_features));
-    return mt_check_activation(ctx, function, layer->weight, out_name, out,
-                               mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, in.rows),
-                               layer->desc.gather_output ? layer->desc.out_features : layer->local_features);
+/* Writes an output or, in backward, an input gradient of layer i to the hash log. */
+static mt_status mti_layer_log(mt_context *ctx, const mti_layers *l, int i, int backward, mt_tensor t) {
+    const mt_parallel_linear *n = &l->list[i];
+    int split = l->columns ? !backward && !n->desc.gather_output : backward && n->desc.input_is_parallel;
+    int by_rows = l->columns == backward && n->desc.sequence_parallel;
+    return mt_hash_log_activation(ctx, n->name, 0, backward ? "input_grad" : "output", t, by_rows,
+                                  split ? n->weight : NULL);
 }
 
-static mt_status mti_column_call_forward(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
-                                         mt_tensor x, mt_tensor y, mt_linear_saved *saved) {
+/* The forward of a call. saved has one entry for each x. */
+static mt_status mti_layers_forward(mt_context *ctx, const char *function, const mti_layers *l, const mt_tensor *x,
+                                    const mt_tensor *y, mt_linear_saved *saved) {
+    const mt_parallel_linear *first = l->list;
     size_t mark;
-    MT_TRY(mti_column_check(ctx, function, layer, "x", x, "y", y));
-    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "x", x, "y", mt_none()));
+    int i;
+    for (i = 0; i < l->count; i++)
+        MT_TRY(mti_shapes_check(ctx, function, l, i, "x", x[mti_x_of(l, i)], "y", y[mti_y_of(l, i)]));
+    MT_TRY(mt_check_sent(ctx, function, first->tp, l->columns && first->desc.sequence_parallel, "x", x[0], "y",
+                         l->columns ? mt_none() : y[0]));
     mark = mt_arena_mark(ctx);
-    MT_TRY(mti_linear_end(ctx, mark, mti_column_gathered(ctx, layer, x, y)));
+    MT_TRY(mti_linear_end(ctx, mark, mti_layers_run(ctx, l, x, y)));
     if (!saved) return MT_SUCCESS;
-    saved->x = x;
-    return mt_hash_log_activation(ctx, layer->name, 0, "output", y, 0,
-                                  layer->desc.gather_output ? NULL : layer->weight);
+    for (i = 0; i < (l->columns ? 1 : l->count); i++) saved[i].x = x[i];
+    for (i = 0; i < (l->columns ? l->count : 1); i++) MT_TRY(mti_layer_log(ctx, l, i, 0, y[i]));
+    return MT_SUCCESS;
 }
 
-MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
-                                                   mt_tensor y, mt_linear_saved *saved) {
-    return mti_column_call_forward(ctx, "mt_column_parallel_linear_forward", layer, x, y, saved);
+MT_API mt_status mt_parallel_linear_forward(mt_context *ctx, const mt_parallel_linear *layer, mt_tensor x, mt_tensor y,
+                                            mt_linear_saved *saved) {
+    static const char *const function = "mt_parallel_linear_forward";
+    mti_layers l;
+    MT_TRY(mti_layers_of(ctx, function, layer, 1, &l));
+    return mti_layers_forward(ctx, function, &l, &x, &y, saved);
 }
 
-/* Computes dW += dy^T x with dy [tokens, local features], and adds to the gradient of the bias. bias may be NULL. */
-static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, const mt_param *bias, mt_tensor dy,
-                                            mt_tensor x) {
+MT_API mt_status mt_parallel_linear_forward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                                   const mt_tensor *x, const mt_tensor *y, mt_linear_saved *saved) {
+    static const char *const function = "mt_parallel_linear_forward_shared";
+    mti_layers l;
+    MT_TRY(mti_shared_of(ctx, function, layers, count, x ? y : NULL, &l));
+    return mti_layers_forward(ctx, function, &l, x, y, saved);
+}
+
+/* -- backward -- */
+
+/* Computes dW += dy^T x with dy [tokens, local features], and adds to the gradient of the bias. */
+static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_parallel_linear *n, mt_tensor dy, mt_tensor x) {
+    const mt_param *w = n->weight;
     int s;
     mti_gradient_added(w);
-    if (!mt_context_invariant(ctx)) return mt_linear_gradients(ctx, dy, x, w->grad, bias ? bias->grad : mt_none());
-    if (bias) MT_TRY(mti_column_bias(ctx, bias, dy, mt_bias_backward, 1));
+    if (!mt_context_invariant(ctx))
+        return mt_linear_gradients(ctx, dy, x, w->grad, mti_own_bias(n) ? mti_own_bias(n)->grad : mt_none());
+    if (mti_own_bias(n)) MT_TRY(mti_column_bias(ctx, mti_own_bias(n), dy, mt_bias_backward, 1));
     MT_TRY(mt_invariant_input(ctx, x, &x));
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_TRANS, MT_NO_TRANS, mt_shard_cols(dy, s, w->shards), x, 1.0f,
@@ -5068,7 +5207,7 @@ static mt_status mti_column_weight_gradient(mt_context *ctx, const mt_param *w, 
 
 /* Computes dx = the sum of dy W over layers and ranks. The reduction may still run on return, under ticket 0. */
 static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx) {
-    const mt_column_parallel_linear *first = l->columns;
+    const mt_parallel_linear *first = l->list;
     int sp = first->desc.sequence_parallel;
     mti_partial p = {l, MT_NO_TRANS, dy, NULL, 0, 0};
     mt_tensor partial;
@@ -5083,321 +5222,18 @@ static mt_status mti_column_input_gradient(mt_context *ctx, const mti_layers *l,
    because it would otherwise also sum what dx has had before. */
 static mt_status mti_column_backward(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, mt_tensor dx,
                                      mt_tensor x) {
-    const mt_column_parallel_linear *first = l->columns;
-    int add = dx.data && first->desc.add_to_dx, i;
+    const mt_parallel_linear *first = l->list;
+    int add = dx.data && first->desc.add_to_dx, sp = first->desc.sequence_parallel, i;
     mt_tensor all, sum = dx;
     if (add) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &sum));
-    MT_TRY(mti_overlap_begin(ctx, first->tp, first->desc.sequence_parallel ? MT_OVERLAP_COLUMN_BACKWARD : 0));
-    MT_TRY(mt_overlap_end(ctx, 1, mt_gather_tokens(ctx, first->tp, first->desc.sequence_parallel, x, &all)));
+    MT_TRY(mti_overlap_begin(ctx, first->tp, sp ? MT_OVERLAP_COLUMN_BACKWARD : 0));
+    MT_TRY(mt_overlap_end(ctx, 1, mt_gather_tokens(ctx, first->tp, sp, x, &all)));
     if (dx.data) MT_TRY(mti_column_input_gradient(ctx, l, dy, sum));
     MT_TRY(mt_overlap_wait(ctx, 1));
-    for (i = 0; i < l->count; i++)
-        MT_TRY(mti_column_weight_gradient(ctx, l->columns[i].weight, mti_column_own_bias(&l->columns[i]), dy[i], all));
+    for (i = 0; i < l->count; i++) MT_TRY(mti_column_weight_gradient(ctx, &l->list[i], dy[i], all));
     if (!add) return MT_SUCCESS;
     MT_TRY(mt_overlap_wait(ctx, 0));
     return mt_add(ctx, dx, sum, dx);
-}
-
-/* Computes the backward of one layer. With gather_output, dy is the gradient of the gathered output. */
-static mt_status mti_column_backward_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor dy,
-                                              mt_tensor dx, mt_tensor x) {
-    const mti_layers l = {layer, NULL, 1};
-    if (!layer->desc.gather_output) return mti_column_backward(ctx, &l, &dy, dx, x);
-    MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, "mt_column_parallel_linear_backward: dy", dy, &dy));
-    return mt_check_view_end(ctx, mti_column_backward(ctx, &l, &dy, dx, x));
-}
-
-/* Checks that the parameters of a layer have the gradients to which its backward adds. */
-static mt_status mti_column_gradients(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer) {
-    MT_TRY(mt_check_gradient(ctx, function, layer->weight));
-    return mt_check_gradient(ctx, function, mti_column_own_bias(layer));
-}
-
-static mt_status mti_column_call_backward(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
-                                          mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
-    size_t mark;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    MT_TRY(mti_column_check(ctx, function, layer, "saved.x", saved->x, "dy", dy));
-    MT_TRY(mti_column_gradients(ctx, function, layer));
-    if (dx.data)
-        MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, layer->desc.in_features));
-    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "saved.x", saved->x, "dx", dx));
-    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", saved->x));
-    mark = mt_arena_mark(ctx);
-    MT_TRY(mti_linear_end(ctx, mark, mti_column_backward_gathered(ctx, layer, dy, dx, saved->x)));
-    return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, layer->desc.sequence_parallel, NULL);
-}
-
-MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
-                                                    mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
-    return mti_column_call_backward(ctx, "mt_column_parallel_linear_backward", layer, dy, dx, saved);
-}
-
-/* Checks layers that share f, and that the pointer `other` is not NULL. */
-static mt_status mti_shared_columns(mt_context *ctx, const char *function, const mt_column_parallel_linear *layers,
-                                    int count, const void *other) {
-    int i;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!layers || !other || count < 1)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %d layers%s", function, count,
-                       layers && other ? ", needs one" : ", a list is NULL");
-    for (i = 0; i < count; i++) {
-        MT_TRY(mti_check_params(ctx, function, layers[i].weight, layers[i].bias));
-        if (layers[i].desc.gather_output || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
-            !layers[i].desc.add_to_dx != !layers[0].desc.add_to_dx || layers[i].tp != layers[0].tp)
-            return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s: '%s' and '%s' must have the same sequence_parallel, add_to_dx and tensor group, and no "
-                           "gather_output",
-                           function, layers[0].name, layers[i].name);
-    }
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
-                                                          int count, mt_tensor x, const mt_tensor *y,
-                                                          mt_linear_saved *saved) {
-    static const char *const function = "mt_column_parallel_linear_forward_shared";
-    mti_layers l = {layers, NULL, count};
-    size_t mark;
-    int i;
-    MT_TRY(mti_shared_columns(ctx, function, layers, count, y));
-    for (i = 0; i < count; i++) MT_TRY(mti_column_check(ctx, function, &layers[i], "x", x, "y", y[i]));
-    MT_TRY(mt_check_sent(ctx, function, layers[0].tp, layers[0].desc.sequence_parallel, "x", x, "y", mt_none()));
-    mark = mt_arena_mark(ctx);
-    MT_TRY(mti_linear_end(ctx, mark, mti_column_forward(ctx, &l, x, y, NULL)));
-    if (!saved) return MT_SUCCESS;
-    saved->x = x;
-    for (i = 0; i < count; i++)
-        MT_TRY(mt_hash_log_activation(ctx, layers[i].name, 0, "output", y[i], 0, layers[i].weight));
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
-                                                           int count, const mt_tensor *dy, mt_tensor dx,
-                                                           const mt_linear_saved *saved) {
-    static const char *const function = "mt_column_parallel_linear_backward_shared";
-    mti_layers l = {layers, NULL, count};
-    size_t mark;
-    int i, sp;
-    MT_TRY(mti_shared_columns(ctx, function, layers, count, dy));
-    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    sp = layers[0].desc.sequence_parallel;
-    for (i = 0; i < count; i++) {
-        MT_TRY(mti_column_check(ctx, function, &layers[i], "saved.x", saved->x, "dy", dy[i]));
-        MT_TRY(mti_column_gradients(ctx, function, &layers[i]));
-    }
-    if (dx.data) MT_TRY(mt_check_activation(ctx, function, layers[0].weight, "dx", dx, saved->x.rows, saved->x.cols));
-    MT_TRY(mt_check_sent(ctx, function, layers[0].tp, sp, "saved.x", saved->x, "dx", dx));
-    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", saved->x));
-    mark = mt_arena_mark(ctx);
-    MT_TRY(mti_linear_end(ctx, mark, mti_column_backward(ctx, &l, dy, dx, saved->x)));
-    return mt_hash_log_activation(ctx, layers[0].name, 0, "input_grad", dx, sp, NULL);
-}
-
-MT_API mt_status mt_column_parallel_linear_tensors(mt_context *ctx, const mt_column_parallel_linear *layers, int count,
-                                                   mt_tensor like, mt_tensor *out) {
-    int64_t tokens;
-    int i;
-    MT_TRY(mti_shared_columns(ctx, "mt_column_parallel_linear_tensors", layers, count, out));
-    tokens = mt_sequence_tokens(layers[0].tp, layers[0].desc.sequence_parallel, like.rows);
-    for (i = 0; i < count; i++) MT_TRY(mt_arena_tensor(ctx, like.dtype, tokens, layers[i].local_features, &out[i]));
-    return MT_SUCCESS;
-}
-
-/* Computes the local columns of the product and gathers those of all ranks into y. */
-static mt_status mti_column_product_gathered(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
-                                             mt_tensor y) {
-    mt_tensor local;
-    MT_TRY(mt_arena_tensor(ctx, y.dtype, y.rows, layer->local_features, &local));
-    MT_TRY(mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, local));
-    return mti_gather_features(ctx, layer->tp, layer->weight, local, y);
-}
-
-MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
-                                                   int gather_output, mt_tensor y) {
-    static const char *const function = "mt_column_parallel_linear_product";
-    size_t mark;
-    mt_status status;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
-    MT_TRY(mt_check_activation(ctx, function, layer->weight, "x", x, x.rows, layer->desc.in_features));
-    MT_TRY(mt_tensor_check(ctx, function, "y", y, MT_ARG_FLOAT, x.rows,
-                           gather_output ? layer->desc.out_features : layer->local_features));
-    mark = mt_arena_mark(ctx);
-    if (gather_output && !mti_is_whole(layer->weight)) status = mti_column_product_gathered(ctx, layer, x, y);
-    else status = mti_column_product(ctx, layer->weight, mti_column_own_bias(layer), x, y);
-    mt_arena_release(ctx, mark);
-    return status;
-}
-
-/* Returns the bias that the layer leaves to the activation (skip_bias_add), or NULL. */
-static const mt_param *mti_column_left(const mt_column_parallel_linear *layer) {
-    return layer->desc.skip_bias_add ? layer->bias : NULL;
-}
-
-/* Returns the value of mti_column_left, or in backward its gradient. Without such a bias returns mt_none(). */
-static mt_tensor mti_left_bias(const mt_column_parallel_linear *layer, int backward) {
-    const mt_param *bias = mti_column_left(layer);
-    if (!bias) return mt_none();
-    return backward ? bias->grad : bias->value;
-}
-
-/* Returns the number of shards of h; the activation is called once for each. A gathered h is whole and in global order,
-   so it is one shard. */
-static int mti_activation_shards(const mt_column_parallel_linear *layer) {
-    return layer->desc.gather_output ? 1 : layer->weight->shards;
-}
-
-/* Checks everything that the activation of a layer's output h reads or writes. y has the shape of the activation's
-   output. */
-static mt_status mti_activation_check(mt_context *ctx, const char *function, const mt_column_parallel_linear *layer,
-                                      mt_activation kind, mt_tensor h, const char *y_name, mt_tensor y) {
-    int64_t features, width = kind == MT_SWIGLU ? 2 : 1;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
-    MT_TRY(mt_check_enum(ctx, function, NULL, "kind", (int)kind, MT_ACTIVATION_WORDS));
-    if (layer->desc.gather_output && mti_left_bias(layer, 0).data)
-        return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: '%s' has gather_output and skip_bias_add; its output is whole, but its bias is split",
-                       function, layer->name);
-    features = layer->desc.gather_output ? layer->desc.out_features : layer->local_features;
-    if (features % (width * mti_activation_shards(layer)) != 0)
-        return mt_fail(ctx, MT_ERR_SHAPE, "%s: the %lld features of '%s' in %d shards are not gate and up", function,
-                       (long long)features, layer->name, mti_activation_shards(layer));
-    MT_TRY(mt_check_activation(ctx, function, layer->weight, "h", h, h.rows, features));
-    return mt_check_activation(ctx, function, layer->weight, y_name, y, h.rows, features / width);
-}
-
-MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
-                                                       mt_activation kind, mt_tensor h, mt_tensor y) {
-    int s, shards;
-    MT_TRY(mti_activation_check(ctx, "mt_column_parallel_activation_forward", layer, kind, h, "y", y));
-    shards = mti_activation_shards(layer);
-    for (s = 0; s < shards; s++)
-        MT_TRY(mt_activation_forward(ctx, kind, mt_shard_cols(h, s, shards),
-                                     mt_shard_cols(mti_left_bias(layer, 0), s, shards), mt_shard_cols(y, s, shards)));
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
-                                                        mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh) {
-    static const char *const function = "mt_column_parallel_activation_backward";
-    int s, shards;
-    MT_TRY(mti_activation_check(ctx, function, layer, kind, h, "dy", dy));
-    MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
-    MT_TRY(mt_check_gradient(ctx, function, mti_column_left(layer)));
-    if (mti_column_left(layer)) mti_gradient_added(layer->bias);
-    shards = mti_activation_shards(layer);
-    for (s = 0; s < shards; s++)
-        MT_TRY(mt_activation_backward(ctx, kind, mt_shard_cols(h, s, shards), mt_shard_cols(dy, s, shards),
-                                      mt_shard_cols(dh, s, shards), mt_shard_cols(mti_left_bias(layer, 1), s, shards)));
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
-                                                              mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
-                                                              mt_linear_saved *saved) {
-    static const char *const function = "mt_column_parallel_linear_activation_forward";
-    mti_layers l = {layer, NULL, 1};
-    mti_activation_after act;
-    size_t mark;
-    MT_TRY(mti_column_check(ctx, function, layer, "x", x, "h", h));
-    MT_TRY(mti_activation_check(ctx, function, layer, kind, h, "y", y));
-    if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || layer->desc.gather_output ||
-        mti_column_own_bias(layer)) {
-        MT_TRY(mt_column_parallel_linear_forward(ctx, layer, x, h, saved));
-        return mt_column_parallel_activation_forward(ctx, layer, kind, h, y);
-    }
-    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "x", x, "h", mt_none()));
-    act.kind = kind;
-    act.bias = mti_left_bias(layer, 0);
-    act.out = y;
-    mark = mt_arena_mark(ctx);
-    if (saved) saved->x = x;
-    return mti_linear_end(ctx, mark, mti_column_forward(ctx, &l, x, &h, &act));
-}
-
-MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
-                                               const mt_linear_desc *desc, mt_row_parallel_linear *out) {
-    static const char *const function = "mt_row_parallel_linear_create";
-    char full[MT_NAME_MAX];
-    size_t mark;
-    MT_TRY(mt_create_check(ctx, function, params, desc, out));
-    MT_TRY(mt_layer_name(ctx, params, name, full));
-    name = full;
-    MT_TRY(mti_linear_check(ctx, function, name, desc, !desc->input_is_parallel));
-    if (desc->weight || desc->gather_output || desc->padded_out_features)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: '%s' sets %s, which is for column-parallel layers", function, name,
-                       desc->weight          ? "weight"
-                       : desc->gather_output ? "gather_output"
-                                             : "padded_out_features");
-    memset(out, 0, sizeof *out);
-    mark = mt_params_mark(params);
-    MT_TRY(mt_create_end(params, mark, out, sizeof *out,
-                         mti_linear_params(ctx, params, name, desc, MT_SPLIT_COLS, &out->weight, &out->bias)));
-    out->desc = *desc;
-    out->tp = params->grid->tp;
-    out->local_features = out->weight->local_features;
-    snprintf(out->name, sizeof out->name, "%s", name);
-    return MT_SUCCESS;
-}
-
-/* The checks that forward and backward share, see mti_column_check. */
-static mt_status mti_row_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
-                               const char *in_name, mt_tensor in, const char *out_name, mt_tensor out) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_check_params(ctx, function, layer ? layer->weight : NULL, layer ? layer->bias : NULL));
-    MT_TRY(mt_check_activation(ctx, function, layer->weight, in_name, in,
-                               mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, out.rows),
-                               layer->desc.input_is_parallel ? layer->local_features : layer->desc.in_features));
-    return mt_check_activation(ctx, function, layer->weight, out_name, out, out.rows, layer->desc.out_features);
-}
-
-/* Computes y = the sum of x W^T over layers and ranks, plus the biases. The reduction of a chunk overlaps with the
-   GEMMs of the next chunk. */
-static mt_status mti_row_forward(mt_context *ctx, const mti_layers *l, const mt_tensor *x, mt_tensor y) {
-    const mt_row_parallel_linear *first = l->rows;
-    int sp = first->desc.sequence_parallel, i;
-    mti_chunks c = mti_chunks_of(ctx, first->tp, sp, 1, y.rows);
-    mti_partial p = {l, MT_TRANS, x, &c, 0, 0};
-    mt_tensor partial;
-    MT_TRY(mti_partial_tokens(ctx, first->tp, sp, y, &partial));
-    for (p.chunk = 0; p.chunk < c.count; p.chunk++) {
-        for (p.piece = 0; p.piece < c.pieces; p.piece++)
-            MT_TRY(mti_partial_product(ctx, &p, mti_piece(&c, partial, p.chunk, p.piece)));
-        MT_TRY(mti_overlap_begin(ctx, first->tp, c.count > 1 ? MT_OVERLAP_ROW_FORWARD : 0));
-        MT_TRY(mt_overlap_end(ctx, p.chunk, mti_reduce_chunk(ctx, first->tp, sp, &c, p.chunk, partial, y)));
-    }
-    MT_TRY(mt_overlap_wait_all(ctx));
-    for (i = 0; i < l->count; i++)
-        if (l->rows[i].bias && !l->rows[i].desc.skip_bias_add) MT_TRY(mt_bias_forward(ctx, y, l->rows[i].bias->value));
-    return MT_SUCCESS;
-}
-
-/* Computes the output of one layer. Without input_is_parallel x is whole, and this rank takes its columns. */
-static mt_status mti_row_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x, mt_tensor y) {
-    const mti_layers l = {NULL, layer, 1};
-    if (layer->desc.input_is_parallel) return mti_row_forward(ctx, &l, &x, y);
-    MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, "mt_row_parallel_linear_forward: x", x, &x));
-    return mt_check_view_end(ctx, mti_row_forward(ctx, &l, &x, y));
-}
-
-static mt_status mti_row_call_forward(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
-                                      mt_tensor x, mt_tensor y, mt_linear_saved *saved) {
-    size_t mark;
-    MT_TRY(mti_row_check(ctx, function, layer, "x", x, "y", y));
-    MT_TRY(mt_check_sent(ctx, function, layer->tp, 0, "x", x, "y", y));
-    mark = mt_arena_mark(ctx);
-    MT_TRY(mti_linear_end(ctx, mark, mti_row_sliced(ctx, layer, x, y)));
-    if (!saved) return MT_SUCCESS;
-    saved->x = x;
-    return mt_hash_log_activation(ctx, layer->name, 0, "output", y, layer->desc.sequence_parallel, NULL);
-}
-
-MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x,
-                                                mt_tensor y, mt_linear_saved *saved) {
-    return mti_row_call_forward(ctx, "mt_row_parallel_linear_forward", layer, x, y, saved);
 }
 
 /* The activation before a row-parallel layer, when one operator computes the gradient through both. */
@@ -5406,20 +5242,21 @@ typedef struct mti_activation_before {
     mt_tensor h, dbias;
 } mti_activation_before;
 
-/* Computes dx [tokens, local features] = dy W. With act, dx is the gradient of h, the input of the activation. */
-static mt_status mti_row_input_gradient(mt_context *ctx, const mt_row_parallel_linear *layer,
+/* Computes dx [tokens, local features] = dy W, or adds it with `add`. With act, dx is the gradient of h, the input of
+   the activation. */
+static mt_status mti_row_input_gradient(mt_context *ctx, const mt_parallel_linear *n, int add,
                                         const mti_activation_before *act, mt_tensor dy, mt_tensor h, mt_tensor dx) {
-    const mt_param *w = layer->weight;
+    const mt_param *w = n->weight;
     size_t mark = mt_arena_mark(ctx);
     mt_tensor part = dx;
     int s;
     if (act && act->dbias.data) mti_gradient_added(w); /* the bias of the layer before it is in the same registry */
     if (act) return mt_linear_activation_backward(ctx, act->kind, dy, w->value, h, dx, act->dbias);
-    if (layer->desc.add_to_dx) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &part));
+    if (add) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &part));
     for (s = 0; s < w->shards; s++)
         MT_TRY(mti_gemm(ctx, MT_NO_TRANS, MT_NO_TRANS, dy, mti_param_shard(w, w->value, s), 0.0f,
                         mt_shard_cols(part, s, w->shards)));
-    if (layer->desc.add_to_dx) MT_TRY(mt_add(ctx, dx, part, dx));
+    if (add) MT_TRY(mt_add(ctx, dx, part, dx));
     mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -5445,20 +5282,20 @@ static mt_status mti_row_bias_gradient(mt_context *ctx, const void *arg, int64_t
 static mt_status mti_row_bias_gradients(mt_context *ctx, const mti_layers *l, mt_tensor dy) {
     int i;
     for (i = 0; i < l->count; i++) {
-        const mt_row_parallel_linear *layer = &l->rows[i];
-        if (!layer->bias || layer->desc.skip_bias_add) continue;
-        mti_gradient_added(layer->bias);
-        MT_TRY(mt_sum_over_tokens(ctx, layer->tp, layer->desc.sequence_parallel, mti_row_bias_gradient, &dy, dy.rows,
-                                  layer->bias->grad, mt_none()));
+        const mt_parallel_linear *n = &l->list[i];
+        if (!mti_own_bias(n)) continue;
+        mti_gradient_added(mti_own_bias(n));
+        MT_TRY(mt_sum_over_tokens(ctx, n->tp, n->desc.sequence_parallel, mti_row_bias_gradient, &dy, dy.rows,
+                                  mti_own_bias(n)->grad, mt_none()));
     }
     return MT_SUCCESS;
 }
 
 /* Computes dx[i] [tokens, local features] of each layer and adds to the parameter gradients. dx[i] may be mt_none().
-   act may be NULL; with act there is one layer. */
-static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tensor dy, const mt_tensor *dx,
+   With may_add 0, add_to_dx is ignored. act may be NULL; with act there is one layer. */
+static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tensor dy, const mt_tensor *dx, int may_add,
                                   const mt_linear_saved *saved, const mti_activation_before *act) {
-    const mt_row_parallel_linear *first = l->rows;
+    const mt_parallel_linear *first = l->list;
     int sp = first->desc.sequence_parallel, i, j, k;
     mti_chunks c = mti_chunks_of(ctx, first->tp, sp, sp, dy.rows);
     mt_tensor all;
@@ -5468,174 +5305,247 @@ static mt_status mti_row_backward(mt_context *ctx, const mti_layers *l, mt_tenso
     for (i = 0; i < c.count; i++) {
         MT_TRY(mt_overlap_wait(ctx, i));
         for (k = 0; k < l->count; k++)
-            for (j = 0; j < c.pieces && dx[k].data; j++)
-                MT_TRY(mti_row_input_gradient(ctx, &l->rows[k], act, mti_piece(&c, all, i, j),
+            for (j = 0; j < c.pieces && dx[k].data; j++) {
+                const mt_parallel_linear *n = &l->list[k];
+                MT_TRY(mti_row_input_gradient(ctx, n, may_add && n->desc.add_to_dx, act, mti_piece(&c, all, i, j),
                                               act ? mti_piece(&c, act->h, i, j) : mt_none(),
                                               mti_piece(&c, dx[k], i, j)));
+            }
     }
-    for (k = 0; k < l->count; k++) MT_TRY(mti_row_weight_gradient(ctx, l->rows[k].weight, all, saved[k].x));
+    for (k = 0; k < l->count; k++) MT_TRY(mti_row_weight_gradient(ctx, l->list[k].weight, all, saved[k].x));
     return MT_SUCCESS;
 }
 
-/* Computes the backward of one layer. x has this rank's columns. When is_whole is 1, dx is whole, and is gathered. */
-static mt_status mti_row_backward_local(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
-                                        mt_tensor dx, mt_tensor x, int is_whole) {
-    mt_row_parallel_linear part = *layer;
-    const mti_layers l = {NULL, &part, 1};
-    int gather = dx.data && is_whole && !mti_is_whole(layer->weight);
+/* Computes the backward of one row-parallel layer without input_is_parallel: takes this rank's columns of x, and
+   gathers dx, which is whole. */
+static mt_status mti_row_backward_whole(mt_context *ctx, const mti_layers *l, mt_tensor dy, mt_tensor dx, mt_tensor x) {
+    const mt_parallel_linear *n = l->list;
+    int gather = dx.data && !mti_is_whole(n->weight), add = gather && n->desc.add_to_dx;
     mt_linear_saved sliced;
     mt_tensor local = dx, whole = dx;
-    sliced.x = x;
-    if (gather) {
-        part.desc.add_to_dx = 0; /* the gathered gradient is added */
-        MT_TRY(mt_arena_tensor(ctx, dx.dtype, x.rows, layer->local_features, &local));
-        if (layer->desc.add_to_dx) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &whole));
-    }
-    MT_TRY(mti_row_backward(ctx, &l, dy, &local, &sliced, NULL));
-    if (!gather) return MT_SUCCESS;
-    MT_TRY(mti_gather_features(ctx, layer->tp, layer->weight, local, whole));
-    return layer->desc.add_to_dx ? mt_add(ctx, dx, whole, dx) : MT_SUCCESS;
+    MT_TRY(mti_local_slice(ctx, n->tp, n->weight, "mt_parallel_linear_backward: saved.x", x, &sliced.x));
+    if (gather) MT_TRY(mt_arena_tensor(ctx, dx.dtype, x.rows, n->local_features, &local));
+    if (add) MT_TRY(mt_arena_tensor(ctx, dx.dtype, dx.rows, dx.cols, &whole)); /* the gathered gradient is added */
+    MT_TRY(mti_row_backward(ctx, l, dy, &local, !gather, &sliced, NULL));
+    if (gather) MT_TRY(mti_gather_features(ctx, n->tp, n->weight, local, whole));
+    return add ? mt_add(ctx, dx, whole, dx) : MT_SUCCESS;
 }
 
-/* Without input_is_parallel x and dx are whole: this rank takes its columns of x. */
-static mt_status mti_row_backward_sliced(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
-                                         mt_tensor dx, mt_tensor x) {
-    if (layer->desc.input_is_parallel) return mti_row_backward_local(ctx, layer, dy, dx, x, 0);
-    MT_TRY(mti_local_slice(ctx, layer->tp, layer->weight, "mt_row_parallel_linear_backward: saved.x", x, &x));
-    return mt_check_view_end(ctx, mti_row_backward_local(ctx, layer, dy, dx, x, 1));
+/* The inverse of mti_layers_run. */
+static mt_status mti_layers_run_back(mt_context *ctx, const mti_layers *l, const mt_tensor *dy, const mt_tensor *dx,
+                                     const mt_linear_saved *saved) {
+    const mt_parallel_linear *n = l->list;
+    mt_tensor local;
+    if (!l->columns && n->desc.input_is_parallel) return mti_row_backward(ctx, l, dy[0], dx, 1, saved, NULL);
+    if (!l->columns) return mt_check_view_end(ctx, mti_row_backward_whole(ctx, l, dy[0], dx[0], saved[0].x));
+    if (!n->desc.gather_output) return mti_column_backward(ctx, l, dy, dx[0], saved[0].x);
+    MT_TRY(mti_local_slice(ctx, n->tp, n->weight, "mt_parallel_linear_backward: dy", dy[0], &local));
+    return mt_check_view_end(ctx, mti_column_backward(ctx, l, &local, dx[0], saved[0].x));
 }
 
-/* Checks the arguments of the backward of one layer. */
-static mt_status mti_row_backward_check(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
-                                        mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
-    if (!ctx) return MT_ERR_ARGUMENT;
+/* Checks the tensors of layer i in backward, and that its parameters have the gradients to which it adds. */
+static mt_status mti_backward_check(mt_context *ctx, const char *function, const mti_layers *l, int i, mt_tensor dy,
+                                    mt_tensor dx, mt_tensor x) {
+    const mt_parallel_linear *n = &l->list[i];
+    int sp = n->desc.sequence_parallel;
+    MT_TRY(mti_shapes_check(ctx, function, l, i, "saved.x", x, "dy", dy));
+    if (dx.data) MT_TRY(mt_check_activation(ctx, function, n->weight, "dx", dx, x.rows, x.cols));
+    MT_TRY(l->columns ? mt_check_sent(ctx, function, n->tp, sp, "saved.x", x, "dx", dx)
+                      : mt_check_sent(ctx, function, n->tp, sp, "dy", dy, "dx", mt_none()));
+    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", x));
+    if (!l->columns && n->desc.add_to_dx) MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dy", dy));
+    MT_TRY(mt_check_gradient(ctx, function, n->weight));
+    MT_TRY(mt_check_gradient(ctx, function, mti_own_bias(n)));
+    if (l->columns || !mti_own_bias(n)) return MT_SUCCESS;
+    return mt_check_tokens(ctx, function, mt_sequence_tokens(n->tp, sp, dy.rows));
+}
+
+/* The backward of a call: the inverse of mti_layers_forward. */
+static mt_status mti_layers_backward(mt_context *ctx, const char *function, const mti_layers *l, const mt_tensor *dy,
+                                     const mt_tensor *dx, const mt_linear_saved *saved) {
+    size_t mark;
+    int i;
     if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    MT_TRY(mti_row_check(ctx, function, layer, "saved.x", saved->x, "dy", dy));
-    if (dx.data) MT_TRY(mt_check_activation(ctx, function, layer->weight, "dx", dx, saved->x.rows, saved->x.cols));
-    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "dy", dy, "dx", mt_none()));
-    MT_TRY(mt_check_apart(ctx, function, "dx", dx, "saved.x", saved->x));
-    if (layer->desc.add_to_dx) MT_TRY(mt_check_apart(ctx, function, "dx", dx, "dy", dy));
-    MT_TRY(mt_check_gradient(ctx, function, layer->weight));
-    if (!layer->bias || layer->desc.skip_bias_add) return MT_SUCCESS;
-    MT_TRY(mt_check_gradient(ctx, function, layer->bias));
-    return mt_check_tokens(ctx, function, mt_sequence_tokens(layer->tp, layer->desc.sequence_parallel, dy.rows));
-}
-
-static mt_status mti_row_call_backward(mt_context *ctx, const char *function, const mt_row_parallel_linear *layer,
-                                       mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
-    size_t mark;
-    MT_TRY(mti_row_backward_check(ctx, function, layer, dy, dx, saved));
-    mark = mt_arena_mark(ctx);
-    MT_TRY(mti_linear_end(ctx, mark, mti_row_backward_sliced(ctx, layer, dy, dx, saved->x)));
-    return mt_hash_log_activation(ctx, layer->name, 0, "input_grad", dx, 0,
-                                  layer->desc.input_is_parallel ? layer->weight : NULL);
-}
-
-MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
-                                                 mt_tensor dx, const mt_linear_saved *saved) {
-    return mti_row_call_backward(ctx, "mt_row_parallel_linear_backward", layer, dy, dx, saved);
-}
-
-/* Checks layers that share g, and that the pointer `other` is not NULL. */
-static mt_status mti_shared_rows(mt_context *ctx, const char *function, const mt_row_parallel_linear *layers, int count,
-                                 const void *other) {
-    int i;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!layers || !other || count < 1)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %d layers%s", function, count,
-                       layers && other ? ", needs one" : ", a list is NULL");
-    for (i = 0; i < count; i++) {
-        MT_TRY(mti_check_params(ctx, function, layers[i].weight, layers[i].bias));
-        if (!layers[i].desc.input_is_parallel || layers[i].desc.sequence_parallel != layers[0].desc.sequence_parallel ||
-            layers[i].tp != layers[0].tp)
-            return mt_fail(ctx, MT_ERR_ARGUMENT,
-                           "%s: '%s' and '%s' must have the same sequence_parallel and tensor group, and "
-                           "input_is_parallel",
-                           function, layers[0].name, layers[i].name);
+    for (i = 0; i < l->count; i++) {
+        int k = mti_x_of(l, i);
+        MT_TRY(mti_backward_check(ctx, function, l, i, dy[mti_y_of(l, i)], dx[k], saved[k].x));
     }
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_row_parallel_linear_tensors(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
-                                                mt_tensor like, mt_tensor *out) {
-    int64_t tokens;
-    int i;
-    MT_TRY(mti_shared_rows(ctx, "mt_row_parallel_linear_tensors", layers, count, out));
-    tokens = mt_sequence_tokens(layers[0].tp, layers[0].desc.sequence_parallel, like.rows);
-    for (i = 0; i < count; i++) MT_TRY(mt_arena_tensor(ctx, like.dtype, tokens, layers[i].local_features, &out[i]));
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
-                                                       const mt_tensor *x, mt_tensor y, mt_linear_saved *saved) {
-    static const char *const function = "mt_row_parallel_linear_forward_shared";
-    mti_layers l = {NULL, layers, count};
-    size_t mark;
-    int i;
-    MT_TRY(mti_shared_rows(ctx, function, layers, count, x));
-    for (i = 0; i < count; i++) MT_TRY(mti_row_check(ctx, function, &layers[i], "x", x[i], "y", y));
-    MT_TRY(mt_check_sent(ctx, function, layers[0].tp, 0, "x", x[0], "y", y));
     mark = mt_arena_mark(ctx);
-    MT_TRY(mti_linear_end(ctx, mark, mti_row_forward(ctx, &l, x, y)));
-    if (!saved) return MT_SUCCESS;
-    for (i = 0; i < count; i++) saved[i].x = x[i];
-    return mt_hash_log_activation(ctx, layers[0].name, 0, "output", y, layers[0].desc.sequence_parallel, NULL);
+    MT_TRY(mti_linear_end(ctx, mark, mti_layers_run_back(ctx, l, dy, dx, saved)));
+    for (i = 0; i < (l->columns ? 1 : l->count); i++) MT_TRY(mti_layer_log(ctx, l, i, 1, dx[i]));
+    return MT_SUCCESS;
 }
 
-MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *layers,
-                                                        int count, mt_tensor dy, const mt_tensor *dx,
-                                                        const mt_linear_saved *saved) {
-    static const char *const function = "mt_row_parallel_linear_backward_shared";
-    mti_layers l = {NULL, layers, count};
+MT_API mt_status mt_parallel_linear_backward(mt_context *ctx, const mt_parallel_linear *layer, mt_tensor dy,
+                                             mt_tensor dx, const mt_linear_saved *saved) {
+    static const char *const function = "mt_parallel_linear_backward";
+    mti_layers l;
+    MT_TRY(mti_layers_of(ctx, function, layer, 1, &l));
+    return mti_layers_backward(ctx, function, &l, &dy, &dx, saved);
+}
+
+MT_API mt_status mt_parallel_linear_backward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                                    const mt_tensor *dy, const mt_tensor *dx,
+                                                    const mt_linear_saved *saved) {
+    static const char *const function = "mt_parallel_linear_backward_shared";
+    mti_layers l;
+    MT_TRY(mti_shared_of(ctx, function, layers, count, dx ? dy : NULL, &l));
+    return mti_layers_backward(ctx, function, &l, dy, dx, saved);
+}
+
+/* -- without f or g, and with an activation -- */
+
+/* Computes the local columns of the product and gathers those of all ranks into y. */
+static mt_status mti_column_product_gathered(mt_context *ctx, const mt_parallel_linear *n, mt_tensor x, mt_tensor y) {
+    mt_tensor local;
+    MT_TRY(mt_arena_tensor(ctx, y.dtype, y.rows, n->local_features, &local));
+    MT_TRY(mti_column_product(ctx, n, x, local));
+    return mti_gather_features(ctx, n->tp, n->weight, local, y);
+}
+
+MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_parallel_linear *layer, mt_tensor x,
+                                                   int gather_output, mt_tensor y) {
+    static const char *const function = "mt_column_parallel_linear_product";
+    mti_layers l;
     size_t mark;
-    int i;
-    MT_TRY(mti_shared_rows(ctx, function, layers, count, dx));
-    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
-    for (i = 0; i < count; i++) MT_TRY(mti_row_backward_check(ctx, function, &layers[i], dy, dx[i], &saved[i]));
+    mt_status status;
+    MT_TRY(mti_column_of(ctx, function, layer, &l));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "x", x, x.rows, layer->desc.in_features));
+    MT_TRY(mt_tensor_check(ctx, function, "y", y, MT_ARG_FLOAT, x.rows,
+                           gather_output ? layer->desc.out_features : layer->local_features));
     mark = mt_arena_mark(ctx);
-    MT_TRY(mti_linear_end(ctx, mark, mti_row_backward(ctx, &l, dy, dx, saved, NULL)));
-    for (i = 0; i < count; i++)
-        MT_TRY(mt_hash_log_activation(ctx, layers[i].name, 0, "input_grad", dx[i], 0, layers[i].weight));
+    status = gather_output && !mti_is_whole(layer->weight) ? mti_column_product_gathered(ctx, layer, x, y)
+                                                           : mti_column_product(ctx, layer, x, y);
+    mt_arena_release(ctx, mark);
+    return status;
+}
+
+/* Returns the value of the bias that a layer leaves to the activation, or in backward its gradient. Without such a bias
+   returns mt_none(). */
+static mt_tensor mti_left_tensor(const mt_parallel_linear *layer, int backward) {
+    const mt_param *bias = mti_left_bias(layer);
+    return !bias ? mt_none() : backward ? bias->grad : bias->value;
+}
+
+/* Returns the number of shards of h; the activation is called once for each. A gathered h is whole and in global order,
+   so it is one shard. */
+static int mti_activation_shards(const mt_parallel_linear *layer) {
+    return layer->desc.gather_output ? 1 : layer->weight->shards;
+}
+
+/* Checks everything that the activation of a layer's output h reads or writes. y has the shape of the activation's
+   output. */
+static mt_status mti_activation_check(mt_context *ctx, const char *function, const mt_parallel_linear *layer,
+                                      mt_activation kind, mt_tensor h, const char *y_name, mt_tensor y) {
+    int64_t features, width = kind == MT_SWIGLU ? 2 : 1;
+    mti_layers l;
+    MT_TRY(mti_column_of(ctx, function, layer, &l));
+    MT_TRY(mt_check_enum(ctx, function, NULL, "kind", (int)kind, MT_ACTIVATION_WORDS));
+    if (layer->desc.gather_output && mti_left_bias(layer))
+        return mt_fail(ctx, MT_ERR_ARGUMENT,
+                       "%s: '%s' has gather_output and skip_bias_add; its output is whole, but its bias is split",
+                       function, layer->name);
+    features = layer->desc.gather_output ? layer->desc.out_features : layer->local_features;
+    if (features % (width * mti_activation_shards(layer)) != 0)
+        return mt_fail(ctx, MT_ERR_SHAPE, "%s: the %lld features of '%s' in %d shards are not gate and up", function,
+                       (long long)features, layer->name, mti_activation_shards(layer));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "h", h, h.rows, features));
+    return mt_check_activation(ctx, function, layer->weight, y_name, y, h.rows, features / width);
+}
+
+MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_parallel_linear *layer,
+                                                       mt_activation kind, mt_tensor h, mt_tensor y) {
+    int s, shards;
+    MT_TRY(mti_activation_check(ctx, "mt_column_parallel_activation_forward", layer, kind, h, "y", y));
+    shards = mti_activation_shards(layer);
+    for (s = 0; s < shards; s++)
+        MT_TRY(mt_activation_forward(ctx, kind, mt_shard_cols(h, s, shards),
+                                     mt_shard_cols(mti_left_tensor(layer, 0), s, shards), mt_shard_cols(y, s, shards)));
     return MT_SUCCESS;
+}
+
+MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_parallel_linear *layer,
+                                                        mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh) {
+    static const char *const function = "mt_column_parallel_activation_backward";
+    mt_tensor dbias;
+    int s, shards;
+    MT_TRY(mti_activation_check(ctx, function, layer, kind, h, "dy", dy));
+    MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
+    MT_TRY(mt_check_gradient(ctx, function, mti_left_bias(layer)));
+    if (mti_left_bias(layer)) mti_gradient_added(layer->bias);
+    dbias = mti_left_tensor(layer, 1);
+    shards = mti_activation_shards(layer);
+    for (s = 0; s < shards; s++)
+        MT_TRY(mt_activation_backward(ctx, kind, mt_shard_cols(h, s, shards), mt_shard_cols(dy, s, shards),
+                                      mt_shard_cols(dh, s, shards), mt_shard_cols(dbias, s, shards)));
+    return MT_SUCCESS;
+}
+
+/* Returns 1 when one operator cannot compute both a layer and the activation of its output. */
+static int mti_is_separate(const mt_context *ctx, const mt_parallel_linear *layer) {
+    return mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || layer->desc.gather_output ||
+           mti_own_bias(layer);
+}
+
+MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_parallel_linear *layer,
+                                                              mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
+                                                              mt_linear_saved *saved) {
+    static const char *const function = "mt_column_parallel_linear_activation_forward";
+    mti_layers l;
+    mti_activation_after act;
+    size_t mark;
+    MT_TRY(mti_column_of(ctx, function, layer, &l));
+    MT_TRY(mti_shapes_check(ctx, function, &l, 0, "x", x, "h", h));
+    MT_TRY(mti_activation_check(ctx, function, layer, kind, h, "y", y));
+    if (mti_is_separate(ctx, layer)) {
+        MT_TRY(mt_parallel_linear_forward(ctx, layer, x, h, saved));
+        return mt_column_parallel_activation_forward(ctx, layer, kind, h, y);
+    }
+    MT_TRY(mt_check_sent(ctx, function, layer->tp, layer->desc.sequence_parallel, "x", x, "h", mt_none()));
+    act.kind = kind;
+    act.bias = mti_left_tensor(layer, 0);
+    act.out = y;
+    mark = mt_arena_mark(ctx);
+    if (saved) saved->x = x;
+    return mti_linear_end(ctx, mark, mti_column_forward(ctx, &l, x, &h, &act));
 }
 
 /* Computes dact, the gradient of the activation's output, and then dh, when one operator does not compute both. */
-static mt_status mti_row_activation_separate(mt_context *ctx, const mt_row_parallel_linear *layer,
-                                             const mt_column_parallel_linear *before, mt_activation kind, mt_tensor dy,
+static mt_status mti_row_activation_separate(mt_context *ctx, const mt_parallel_linear *layer,
+                                             const mt_parallel_linear *before, mt_activation kind, mt_tensor dy,
                                              mt_tensor h, mt_tensor dh, const mt_linear_saved *saved) {
     mt_tensor dact;
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, h.rows, layer->local_features, &dact));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, layer, dy, dact, saved));
+    MT_TRY(mt_parallel_linear_backward(ctx, layer, dy, dact, saved));
     return mt_column_parallel_activation_backward(ctx, before, kind, h, dact, dh);
 }
 
-MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, const mt_row_parallel_linear *layer,
-                                                            const mt_column_parallel_linear *before, mt_activation kind,
+MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, const mt_parallel_linear *layer,
+                                                            const mt_parallel_linear *before, mt_activation kind,
                                                             mt_tensor dy, mt_tensor h, mt_tensor dh,
                                                             const mt_linear_saved *saved) {
     static const char *const function = "mt_row_parallel_linear_activation_backward";
-    mti_layers l = {NULL, layer, 1};
+    mti_layers l;
     mti_activation_before act;
     mt_status status;
     size_t mark;
-    MT_TRY(mti_row_backward_check(ctx, function, layer, dy, mt_none(), saved));
-    if (!before || !layer->desc.input_is_parallel || layer->desc.add_to_dx || before->desc.gather_output)
+    MT_TRY(mti_layers_of(ctx, function, layer, 1, &l));
+    if (!saved) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: saved is NULL", function);
+    MT_TRY(mti_backward_check(ctx, function, &l, 0, dy, mt_none(), saved->x));
+    if (!before || l.columns || !layer->desc.input_is_parallel || layer->desc.add_to_dx || before->desc.gather_output)
         return mt_fail(ctx, MT_ERR_ARGUMENT,
-                       "%s: '%s' needs input_is_parallel and must not have add_to_dx, and the layer before it must not "
-                       "have gather_output",
+                       "%s: '%s' must be row-parallel with input_is_parallel and without add_to_dx, and the layer "
+                       "before it must not have gather_output",
                        function, layer->name);
     MT_TRY(mti_activation_check(ctx, function, before, kind, h, "saved.x", saved->x));
     MT_TRY(mt_check_activation(ctx, function, layer->weight, "dh", dh, h.rows, h.cols));
-    MT_TRY(mt_check_gradient(ctx, function, mti_column_left(before)));
+    MT_TRY(mt_check_gradient(ctx, function, mti_left_bias(before)));
     mark = mt_arena_mark(ctx);
-    if (mt_gemm_get_options(ctx).epilogue == MT_EPILOGUE_SEPARATE || mti_column_own_bias(before)) {
-        status = mti_row_activation_separate(ctx, layer, before, kind, dy, h, dh, saved);
-    } else {
-        act.kind = kind;
-        act.h = h;
-        act.dbias = mti_left_bias(before, 1);
-        status = mti_row_backward(ctx, &l, dy, &dh, saved, &act);
-    }
+    act.kind = kind;
+    act.h = h;
+    act.dbias = mti_left_tensor(before, 1);
+    status = mti_is_separate(ctx, before) ? mti_row_activation_separate(ctx, layer, before, kind, dy, h, dh, saved)
+                                          : mti_row_backward(ctx, &l, dy, &dh, 1, saved, &act);
     return mti_linear_end(ctx, mark, status);
 }
 
@@ -5727,40 +5637,19 @@ static mt_status mti_own_begin(mt_context *ctx, const char *function, const mt_c
     return MT_SUCCESS;
 }
 
-static mt_status mti_own_column(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
-                                const mt_linear_desc *desc, const mt_linear_tensors *t, mt_param *params,
-                                mt_column_parallel_linear *out) {
+static mt_status mti_own_layer(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
+                               mt_placement placement, const mt_linear_desc *desc, const mt_linear_tensors *t,
+                               mt_param *params, mt_parallel_linear *out) {
     mt_linear_desc d;
     MT_TRY(mti_own_begin(ctx, function, tp, &name, desc, &d));
-    MT_TRY(mti_own_linear(ctx, function, tp, name, MT_SPLIT_ROWS, t, &d, params));
-    memset(out, 0, sizeof *out);
-    out->desc = d;
-    out->weight = &params[0];
-    out->bias = d.no_bias ? NULL : &params[1];
-    out->tp = tp;
-    out->local_features = params[0].local_features;
-    snprintf(out->name, sizeof out->name, "%s", name);
+    MT_TRY(mti_own_linear(ctx, function, tp, name, placement, t, &d, params));
+    mti_linear_make(out, name, &d, tp, &params[0], d.no_bias ? NULL : &params[1]);
     return MT_SUCCESS;
 }
 
-static mt_status mti_own_row(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
-                             const mt_linear_desc *desc, const mt_linear_tensors *t, mt_param *params,
-                             mt_row_parallel_linear *out) {
-    mt_linear_desc d;
-    MT_TRY(mti_own_begin(ctx, function, tp, &name, desc, &d));
-    MT_TRY(mti_own_linear(ctx, function, tp, name, MT_SPLIT_COLS, t, &d, params));
-    memset(out, 0, sizeof *out);
-    out->desc = d;
-    out->weight = &params[0];
-    out->bias = d.no_bias ? NULL : &params[1];
-    out->tp = tp;
-    out->local_features = params[0].local_features;
-    snprintf(out->name, sizeof out->name, "%s", name);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_from_tensors_check(mt_context *ctx, const char *function, const mt_linear_tensors *tensors,
-                                        const mt_param *params, const void *out) {
+static mt_status mti_from_tensors(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
+                                  mt_placement placement, const mt_linear_desc *desc, const mt_linear_tensors *tensors,
+                                  mt_param *params, mt_parallel_linear *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tensors || !params || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
@@ -5768,65 +5657,68 @@ static mt_status mti_from_tensors_check(mt_context *ctx, const char *function, c
                        : !params ? "params"
                                  : "out");
     if (tensors->db.data && !tensors->b.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: db comes without b", function);
-    return MT_SUCCESS;
+    return mti_own_layer(ctx, function, tp, name, placement, desc, tensors, params, out);
 }
 
 MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                         const mt_linear_desc *desc, const mt_linear_tensors *tensors,
-                                                        mt_param *params, mt_column_parallel_linear *out) {
+                                                        mt_param *params, mt_parallel_linear *out) {
     static const char *const function = "mt_column_parallel_linear_from_tensors";
-    MT_TRY(mti_from_tensors_check(ctx, function, tensors, params, out));
-    return mti_own_column(ctx, function, tp, name, desc, tensors, params, out);
+    return mti_from_tensors(ctx, function, tp, name, MT_SPLIT_ROWS, desc, tensors, params, out);
 }
 
 MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                      const mt_linear_desc *desc, const mt_linear_tensors *tensors,
-                                                     mt_param *params, mt_row_parallel_linear *out) {
+                                                     mt_param *params, mt_parallel_linear *out) {
     static const char *const function = "mt_row_parallel_linear_from_tensors";
-    MT_TRY(mti_from_tensors_check(ctx, function, tensors, params, out));
-    return mti_own_row(ctx, function, tp, name, desc, tensors, params, out);
+    return mti_from_tensors(ctx, function, tp, name, MT_SPLIT_COLS, desc, tensors, params, out);
+}
+
+/* The forward of a plain call. */
+static mt_status mti_plain_forward(mt_context *ctx, const char *function, mt_comm *tp, mt_placement placement,
+                                   const mt_linear_tensors *t, mt_tensor x, mt_tensor y, const mt_linear_desc *desc,
+                                   mt_linear_saved *saved) {
+    mt_parallel_linear layer;
+    const mti_layers l = {&layer, 1, placement == MT_SPLIT_ROWS};
+    mt_param params[2];
+    MT_TRY(mti_own_layer(ctx, function, tp, "", placement, desc, t, params, &layer));
+    return mti_layers_forward(ctx, function, &l, &x, &y, saved);
+}
+
+static mt_status mti_plain_backward(mt_context *ctx, const char *function, mt_comm *tp, mt_placement placement,
+                                    const mt_linear_tensors *t, mt_tensor dy, mt_tensor dx, const mt_linear_desc *desc,
+                                    const mt_linear_saved *saved) {
+    mt_parallel_linear layer;
+    const mti_layers l = {&layer, 1, placement == MT_SPLIT_ROWS};
+    mt_param params[2];
+    MT_TRY(mti_own_layer(ctx, function, tp, "", placement, desc, t, params, &layer));
+    return mti_layers_backward(ctx, function, &l, &dy, &dx, saved);
 }
 
 MT_API mt_status mt_column_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
                                             mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved) {
-    static const char *const function = "mt_column_parallel_forward";
     const mt_linear_tensors t = {w, b, mt_none(), mt_none()};
-    mt_column_parallel_linear layer;
-    mt_param params[2];
-    MT_TRY(mti_own_column(ctx, function, tp, "", desc, &t, params, &layer));
-    return mti_column_call_forward(ctx, function, &layer, x, y, saved);
+    return mti_plain_forward(ctx, "mt_column_parallel_forward", tp, MT_SPLIT_ROWS, &t, x, y, desc, saved);
 }
 
 MT_API mt_status mt_column_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
                                              mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
                                              const mt_linear_saved *saved) {
-    static const char *const function = "mt_column_parallel_backward";
     const mt_linear_tensors t = {w, mt_none(), dw, db};
-    mt_column_parallel_linear layer;
-    mt_param params[2];
-    MT_TRY(mti_own_column(ctx, function, tp, "", desc, &t, params, &layer));
-    return mti_column_call_backward(ctx, function, &layer, dy, dx, saved);
+    return mti_plain_backward(ctx, "mt_column_parallel_backward", tp, MT_SPLIT_ROWS, &t, dy, dx, desc, saved);
 }
 
 MT_API mt_status mt_row_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
                                          mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved) {
-    static const char *const function = "mt_row_parallel_forward";
     const mt_linear_tensors t = {w, b, mt_none(), mt_none()};
-    mt_row_parallel_linear layer;
-    mt_param params[2];
-    MT_TRY(mti_own_row(ctx, function, tp, "", desc, &t, params, &layer));
-    return mti_row_call_forward(ctx, function, &layer, x, y, saved);
+    return mti_plain_forward(ctx, "mt_row_parallel_forward", tp, MT_SPLIT_COLS, &t, x, y, desc, saved);
 }
 
 MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
                                           mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
                                           const mt_linear_saved *saved) {
-    static const char *const function = "mt_row_parallel_backward";
     const mt_linear_tensors t = {w, mt_none(), dw, db};
-    mt_row_parallel_linear layer;
-    mt_param params[2];
-    MT_TRY(mti_own_row(ctx, function, tp, "", desc, &t, params, &layer));
-    return mti_row_call_backward(ctx, function, &layer, dy, dx, saved);
+    return mti_plain_backward(ctx, "mt_row_parallel_backward", tp, MT_SPLIT_COLS, &t, dy, dx, desc, saved);
 }
 
 MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list, int count) {

@@ -75,32 +75,32 @@ static mt_status block_forward(mt_context *ctx, const block *b, mt_tensor x, mt_
     s->heads = mt_core_attention_desc(&b->in[QKV], HEAD, &batch);
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, HIDDEN, &n));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, s->heads.groups, TOKENS, &s->lse));
-    MT_TRY(mt_column_parallel_linear_tensors(ctx, b->in, 3, x, s->h));
-    MT_TRY(mt_row_parallel_linear_tensors(ctx, &b->out[PROJ], 1, y, &s->core));
-    MT_TRY(mt_row_parallel_linear_tensors(ctx, b->out, 2, y, z));
+    MT_TRY(mt_parallel_linear_tensors(ctx, b->in, 3, x, s->h));
+    MT_TRY(mt_parallel_linear_tensors(ctx, &b->out[PROJ], 1, y, &s->core));
+    MT_TRY(mt_parallel_linear_tensors(ctx, b->out, 2, y, z));
     MT_TRY(mt_norm_layer_forward(ctx, &b->norm, x, n, &s->norm));
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, b->in, 3, n, s->h, &s->in));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, b->in, 3, &n, s->h, &s->in));
     MT_TRY(mt_qk_norm_forward(ctx, &b->qk_norm, s->h[QKV], &s->qk_norm));
     MT_TRY(mt_core_attention_forward(ctx, &s->heads, b->in[QKV].weight->shards, s->h[QKV], s->core, s->lse));
     MT_TRY(mt_hash_log_activation(ctx, "attention", 0, "output", s->core, 0, b->out[PROJ].weight));
     MT_TRY(mt_sigmoid_gate_forward(ctx, s->h[GATE], s->core, z[PROJ]));
     MT_TRY(mt_column_parallel_activation_forward(ctx, &b->in[FC1], MT_SQUARED_RELU, s->h[FC1], z[FC2]));
-    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, b->out, 2, z, y, s->out)); /* g: the only all-reduce */
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, b->out, 2, z, &y, s->out)); /* g: the only all-reduce */
     return mt_add(ctx, x, y, y);
 }
 
 /* Computes dx from dy, and adds to the gradients of all parameters. */
 static mt_status block_backward(mt_context *ctx, const block *b, mt_tensor dy, mt_tensor dx, const block_saved *s) {
     mt_tensor dh[3], dz[2];
-    MT_TRY(mt_column_parallel_linear_tensors(ctx, b->in, 3, dx, dh));
-    MT_TRY(mt_row_parallel_linear_tensors(ctx, b->out, 2, dy, dz));
-    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, b->out, 2, dy, dz, s->out));
+    MT_TRY(mt_parallel_linear_tensors(ctx, b->in, 3, dx, dh));
+    MT_TRY(mt_parallel_linear_tensors(ctx, b->out, 2, dy, dz));
+    MT_TRY(mt_parallel_linear_backward_shared(ctx, b->out, 2, &dy, dz, s->out));
     MT_TRY(mt_sigmoid_gate_backward(ctx, s->h[GATE], s->core, dz[PROJ], dh[GATE], dz[PROJ]));
     MT_TRY(mt_core_attention_backward(ctx, &s->heads, b->in[QKV].weight->shards, s->h[QKV], s->core, s->lse, dz[PROJ],
                                       dh[QKV]));
     MT_TRY(mt_qk_norm_backward(ctx, &b->qk_norm, dh[QKV], &s->qk_norm));
     MT_TRY(mt_column_parallel_activation_backward(ctx, &b->in[FC1], MT_SQUARED_RELU, s->h[FC1], dz[FC2], dh[FC1]));
-    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, b->in, 3, dh, dx, &s->in)); /* f: the only all-reduce */
+    MT_TRY(mt_parallel_linear_backward_shared(ctx, b->in, 3, dh, &dx, &s->in)); /* f: the only all-reduce */
     return mt_norm_layer_backward(ctx, &b->norm, dx, dy, dx, &s->norm);
 }
 

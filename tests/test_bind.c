@@ -675,17 +675,16 @@ typedef struct layers_of_all_kinds {
 static void layers_refuse(mt_context *ctx, layers_of_all_kinds *l, const char *words) {
     mt_tensor x = l->x, y = l->y, none = mt_none();
     if (strstr(words, "column")) {
-        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_column_parallel_linear_forward(ctx, &l->column, x, y, NULL));
-        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_column_parallel_linear_backward(ctx, &l->column, y, none, &l->saved));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_parallel_linear_forward(ctx, &l->column, x, y, NULL));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_parallel_linear_backward(ctx, &l->column, y, none, &l->saved));
         REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_column_parallel_linear_product(ctx, &l->column, x, 0, y));
-        REFUSED(ctx, MT_ERR_ARGUMENT, words,
-                mt_column_parallel_linear_forward_shared(ctx, &l->column, 1, x, &y, &l->saved));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_parallel_linear_forward_shared(ctx, &l->column, 1, &x, &y, &l->saved));
         REFUSED(ctx, MT_ERR_ARGUMENT, words,
                 mt_column_parallel_activation_forward(ctx, &l->column, MT_GELU_TANH, x, y));
     } else if (strstr(words, "row")) {
-        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_row_parallel_linear_forward(ctx, &l->row, x, y, NULL));
-        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_row_parallel_linear_backward(ctx, &l->row, y, none, &l->saved));
-        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_row_parallel_linear_forward_shared(ctx, &l->row, 1, &x, y, &l->saved));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_parallel_linear_forward(ctx, &l->row, x, y, NULL));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_parallel_linear_backward(ctx, &l->row, y, none, &l->saved));
+        REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_parallel_linear_forward_shared(ctx, &l->row, 1, &x, &y, &l->saved));
     } else {
         REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_norm_layer_forward(ctx, &l->norm, x, y, NULL));
         REFUSED(ctx, MT_ERR_ARGUMENT, words, mt_norm_layer_backward(ctx, &l->norm, x, none, y, &l->norm_saved));

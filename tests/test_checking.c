@@ -2529,20 +2529,20 @@ static void test_slices_leave_the_tensor_whole(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_arena_tensors(r.ctx, requests, 4));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, x, MT_REPLICATED));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.dp, x, MT_SPLIT_ROWS));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_forward(r.ctx, &column, x, h, &saved[0]));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_forward(r.ctx, &column, x, h, &saved[0]));
     check_is(&r, h, MT_REPLICATED);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_forward(r.ctx, &row, h, y, &saved[1]));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_forward(r.ctx, &row, h, y, &saved[1]));
     check_is(&r, h, MT_REPLICATED);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_backward(r.ctx, &row, y, dh, &saved[1]));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_backward(r.ctx, &row, y, dh, &saved[1]));
     check_is(&r, h, MT_REPLICATED);
     check_is(&r, dh, MT_REPLICATED);
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_backward(r.ctx, &column, dh, y, &saved[0]));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_backward(r.ctx, &column, dh, y, &saved[0]));
     check_is(&r, dh, MT_REPLICATED);
     check_is(&r, y, MT_REPLICATED);
     assert_int_equal(mt_check_unknown(r.ctx, NULL, 0), 0);
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_declare(r.ctx, r.grid.tp, h, MT_PARTIAL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_row_parallel_linear_forward: x is partial over \"tensor\"|must be replicated",
-            mt_row_parallel_linear_forward(r.ctx, &row, h, y, &saved[1]));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "mt_parallel_linear_forward: x is partial over \"tensor\"|must be replicated",
+            mt_parallel_linear_forward(r.ctx, &row, h, y, &saved[1]));
     test_paper_rank_close(&r);
 }
 

@@ -120,8 +120,8 @@ static mt_status train(job *j) {
     if (status == MT_SUCCESS) status = mt_arena_tensor(j->ctx, j->dtype, TOKENS, OUT, &y);
     if (status == MT_SUCCESS) status = mt_arena_tensor(j->ctx, j->dtype, TOKENS, IN, &dx);
     if (status == MT_SUCCESS) status = mt_fill(j->ctx, x, 0.5f);
-    if (status == MT_SUCCESS) status = mt_column_parallel_linear_forward(j->ctx, &j->layer, x, y, &saved);
-    if (status == MT_SUCCESS) status = mt_column_parallel_linear_backward(j->ctx, &j->layer, y, dx, &saved);
+    if (status == MT_SUCCESS) status = mt_parallel_linear_forward(j->ctx, &j->layer, x, y, &saved);
+    if (status == MT_SUCCESS) status = mt_parallel_linear_backward(j->ctx, &j->layer, y, dx, &saved);
     if (status == MT_SUCCESS) status = mt_sync_gradients(j->ctx, j->params);
     mt_arena_release(j->ctx, mark);
     return status;

@@ -130,10 +130,10 @@ static mt_status linear_check(plain_test *t, int add) {
     mt_column_parallel_linear fc1 = t->mlp.fc1;
     mt_linear_saved saved1, saved2;
     d1.skip_bias_add = fc1.desc.skip_bias_add = 0;
-    MT_TRY(mt_column_parallel_linear_forward(c, &fc1, t->x, t->h[0], &saved1));
-    MT_TRY(mt_row_parallel_linear_forward(c, &t->mlp.fc2, t->h[0], t->y[0], &saved2));
-    MT_TRY(mt_row_parallel_linear_backward(c, &t->mlp.fc2, t->dy, t->dh[0], &saved2));
-    MT_TRY(mt_column_parallel_linear_backward(c, &fc1, t->dh[0], t->dx[0], &saved1));
+    MT_TRY(mt_parallel_linear_forward(c, &fc1, t->x, t->h[0], &saved1));
+    MT_TRY(mt_parallel_linear_forward(c, &t->mlp.fc2, t->h[0], t->y[0], &saved2));
+    MT_TRY(mt_parallel_linear_backward(c, &t->mlp.fc2, t->dy, t->dh[0], &saved2));
+    MT_TRY(mt_parallel_linear_backward(c, &fc1, t->dh[0], t->dx[0], &saved1));
     MT_TRY(added(t, add));
     d1.add_to_dx = add;
     MT_TRY(mt_column_parallel_forward(c, tp, t->x, w1->w, w1->b, t->h[1], &d1, &saved1));

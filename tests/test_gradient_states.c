@@ -118,16 +118,16 @@ static void net_close(net *n) {
 }
 
 static mt_status net_forward(net *n) {
-    MT_TRY(mt_column_parallel_linear_forward(n->r.ctx, &n->in, n->x, n->h, &n->in_saved));
-    return mt_row_parallel_linear_forward(n->r.ctx, &n->out, n->h, n->y, &n->out_saved);
+    MT_TRY(mt_parallel_linear_forward(n->r.ctx, &n->in, n->x, n->h, &n->in_saved));
+    return mt_parallel_linear_forward(n->r.ctx, &n->out, n->h, n->y, &n->out_saved);
 }
 
 static mt_status net_backward_out(net *n) {
-    return mt_row_parallel_linear_backward(n->r.ctx, &n->out, n->dy, n->dh, &n->out_saved);
+    return mt_parallel_linear_backward(n->r.ctx, &n->out, n->dy, n->dh, &n->out_saved);
 }
 
 static mt_status net_backward_in(net *n) {
-    return mt_column_parallel_linear_backward(n->r.ctx, &n->in, n->dh, n->dx, &n->in_saved);
+    return mt_parallel_linear_backward(n->r.ctx, &n->in, n->dh, n->dx, &n->in_saved);
 }
 
 static mt_status net_pass(net *n) {
@@ -164,9 +164,9 @@ typedef struct order_case {
 static mt_status order_is_closed(net *n, const char *words) {
     char with[256];
     for (size_t i = 0; i < TOKENS * WIDE; i++) ((float *)n->dx.data)[i] = 7.0f;
-    snprintf(with, sizeof with, "mt_column_parallel_linear_backward: the gradient of 'in.weight' %s", words);
+    snprintf(with, sizeof with, "mt_parallel_linear_backward: the gradient of 'in.weight' %s", words);
     REFUSES(&n->r, with, net_backward_in(n));
-    snprintf(with, sizeof with, "mt_row_parallel_linear_backward: the gradient of 'out.weight' %s", words);
+    snprintf(with, sizeof with, "mt_parallel_linear_backward: the gradient of 'out.weight' %s", words);
     REFUSES(&n->r, with, net_backward_out(n));
     for (size_t i = 0; i < TOKENS * WIDE; i++) CHECK(((float *)n->dx.data)[i] == 7.0f);
     snprintf(with, sizeof with, "mt_sync_gradients: the gradient of 'in.weight' %s", words);
@@ -349,7 +349,7 @@ static mt_status bound_rank(mt_comm *world, void *user) {
     MT_TRY(mt_params_bind(n.r.ctx, n.r.params, &m));
     MT_TRY(net_optimizer(&n));
     MT_TRY(net_forward(&n));
-    REFUSES(&n.r, "mt_row_parallel_linear_backward: the gradient of 'out.weight' " NOT_ZEROED, net_backward_out(&n));
+    REFUSES(&n.r, "mt_parallel_linear_backward: the gradient of 'out.weight' " NOT_ZEROED, net_backward_out(&n));
     REFUSES(&n.r, "mt_grad_norm: the gradient of 'in.weight' " NOT_ZEROED, net_norm(&n));
     REFUSES(&n.r, "mt_optimizer_step: the gradient of 'in.weight' " NOT_ZEROED, net_update(&n));
     REFUSES(&n.r, "mt_sync_gradients: the gradient of 'in.weight' " NOT_ZEROED, mt_sync_gradients(n.r.ctx, n.r.params));
@@ -388,12 +388,12 @@ static mt_status final_body(net *n) {
     MT_TRY(net_backward_out(n));
     MT_TRY(mt_gradients_final(ctx, n->out.weight, n->out.bias));
     REFUSES(&n->r,
-            "mt_row_parallel_linear_backward: the gradient of 'out.weight' was final already (mt_gradients_final)|call "
+            "mt_parallel_linear_backward: the gradient of 'out.weight' was final already (mt_gradients_final)|call "
             "mt_sync_gradients_begin before the last backward of a step",
             net_backward_out(n));
     MT_TRY(net_backward_in(n));
     MT_TRY(mt_gradients_final(ctx, n->in.weight, n->in.bias));
-    REFUSES(&n->r, "mt_column_parallel_linear_backward: the gradient of 'in.weight' was final", net_backward_in(n));
+    REFUSES(&n->r, "mt_parallel_linear_backward: the gradient of 'in.weight' was final", net_backward_in(n));
     if (n->r.grid.dp_size > 1) REFUSES(&n->r, "mt_grad_norm|data ranks has a part of its sum" SYNC_FIRST, net_norm(n));
     MT_TRY(mt_sync_gradients(ctx, params));
     CHECK(gradient_bits(&n->r) == want);
@@ -470,8 +470,7 @@ static mt_status accumulate_body(net *n) {
     MT_TRY(mt_params_zero_grad(ctx, params)); /* a backward that is refused adds nothing */
     MT_TRY(net_pass(n));
     MT_TRY(accumulate(n));
-    CHECK(mt_row_parallel_linear_backward(ctx, &n->out, mt_tensor_rows(n->dy, 0, 1), n->dh, &n->out_saved) ==
-          MT_ERR_SHAPE);
+    CHECK(mt_parallel_linear_backward(ctx, &n->out, mt_tensor_rows(n->dy, 0, 1), n->dh, &n->out_saved) == MT_ERR_SHAPE);
     MT_TRY(mt_sync_gradients(ctx, params));
     return net_update(n);
 }
@@ -554,7 +553,7 @@ static mt_status pipe_body(pipeline *p) {
         CHECK(last ? got == MT_ERR_ARGUMENT : got == MT_ERR_PEER || got == MT_ERR_TIMEOUT);
         if (last)
             CHECK(test_has_words(mt_last_error(n->r.ctx),
-                                 "mt_row_parallel_linear_backward: the gradient of 'out.bias' has another micro-batch "
+                                 "mt_parallel_linear_backward: the gradient of 'out.bias' has another micro-batch "
                                  "that is not accumulated|mt_accumulate_gradients after the backward of each"));
         return MT_SUCCESS;
     }
@@ -791,12 +790,12 @@ static mt_status zoo_forward(zoo *z) {
     mt_context *ctx = z->r.ctx;
     mt_linear_saved *s = z->linear_saved;
     switch (z->kind) {
-    case COLUMN: return mt_column_parallel_linear_forward(ctx, &z->column[0], z->x, z->h[0], s);
-    case ROW: return mt_row_parallel_linear_forward(ctx, &z->row[0], z->h[0], z->y, s);
-    case COLUMNS: return mt_column_parallel_linear_forward_shared(ctx, z->column, 2, z->x, z->h, s);
-    case ROWS: return mt_row_parallel_linear_forward_shared(ctx, z->row, 2, z->h, z->y, s);
+    case COLUMN: return mt_parallel_linear_forward(ctx, &z->column[0], z->x, z->h[0], s);
+    case ROW: return mt_parallel_linear_forward(ctx, &z->row[0], z->h[0], z->y, s);
+    case COLUMNS: return mt_parallel_linear_forward_shared(ctx, z->column, 2, &z->x, z->h, s);
+    case ROWS: return mt_parallel_linear_forward_shared(ctx, z->row, 2, z->h, &z->y, s);
     case ACTIVATION: return MT_SUCCESS;
-    case ROW_AND_ACTIVATION: return mt_row_parallel_linear_forward(ctx, &z->row[0], z->h[0], z->y, s);
+    case ROW_AND_ACTIVATION: return mt_parallel_linear_forward(ctx, &z->row[0], z->h[0], z->y, s);
     case NORM: return mt_norm_layer_forward(ctx, &z->norm, z->x, z->y, &z->norm_saved);
     case HEADS_NORM: return mt_qk_norm_forward(ctx, &z->heads_norm, z->h[1], &z->heads_saved);
     case EMBEDDING: return mt_vocab_parallel_embedding_forward(ctx, &z->embedding, z->ids, TOKENS, z->y);
@@ -814,10 +813,10 @@ static mt_status zoo_backward(zoo *z) {
     const mt_linear_saved *s = z->linear_saved;
     mt_tensor none = mt_none();
     switch (z->kind) {
-    case COLUMN: return mt_column_parallel_linear_backward(ctx, &z->column[0], z->d[0], z->dx, s);
-    case ROW: return mt_row_parallel_linear_backward(ctx, &z->row[0], z->y, z->dh[0], s);
-    case COLUMNS: return mt_column_parallel_linear_backward_shared(ctx, z->column, 2, z->d, z->dx, s);
-    case ROWS: return mt_row_parallel_linear_backward_shared(ctx, z->row, 2, z->y, z->dh, s);
+    case COLUMN: return mt_parallel_linear_backward(ctx, &z->column[0], z->d[0], z->dx, s);
+    case ROW: return mt_parallel_linear_backward(ctx, &z->row[0], z->y, z->dh[0], s);
+    case COLUMNS: return mt_parallel_linear_backward_shared(ctx, z->column, 2, z->d, &z->dx, s);
+    case ROWS: return mt_parallel_linear_backward_shared(ctx, z->row, 2, &z->y, z->dh, s);
     case ACTIVATION:
         return mt_column_parallel_activation_backward(ctx, &z->column[0], MT_GELU_TANH, z->h[0], z->d[0], z->dh[0]);
     case ROW_AND_ACTIVATION:
@@ -872,10 +871,10 @@ static mt_status zoo_body(zoo *z, const char *name) {
 }
 
 static mt_status zoo_rank(mt_comm *world, void *user) {
-    static const char *const names[KINDS] = {"mt_column_parallel_linear_backward",
-                                             "mt_row_parallel_linear_backward",
-                                             "mt_column_parallel_linear_backward_shared",
-                                             "mt_row_parallel_linear_backward_shared",
+    static const char *const names[KINDS] = {"mt_parallel_linear_backward",
+                                             "mt_parallel_linear_backward",
+                                             "mt_parallel_linear_backward_shared",
+                                             "mt_parallel_linear_backward_shared",
                                              "mt_column_parallel_activation_backward",
                                              "mt_row_parallel_linear_activation_backward",
                                              "mt_norm_layer_backward",

@@ -280,8 +280,8 @@ typedef struct paused_layer {
 static void forward_and_backward(paused_layer *p) {
     mt_context *ctx = p->rank.ctx;
     mt_linear_saved saved;
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_column_parallel_linear_forward(ctx, &p->layer, p->x, p->y, &saved));
-    ASSERT_STATUS(ctx, MT_SUCCESS, mt_column_parallel_linear_backward(ctx, &p->layer, p->y, p->dx, &saved));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_parallel_linear_forward(ctx, &p->layer, p->x, p->y, &saved));
+    ASSERT_STATUS(ctx, MT_SUCCESS, mt_parallel_linear_backward(ctx, &p->layer, p->y, p->dx, &saved));
 }
 
 /* While the log is paused, calls of a layer add no line and change no hash. */

@@ -407,19 +407,18 @@ static void call_linear(hostile *h, int64_t a, int64_t b, int64_t c) {
     if (params(h) != MT_SUCCESS) return;
     if (first == MT_SUCCESS) {
         int64_t rows = times(c, ranks);
-        said(h, mt_column_parallel_linear_forward(h->ctx, &column, view32(h, c, a),
-                                                  view32(h, rows, column.local_features), &saved));
+        said(h, mt_parallel_linear_forward(h->ctx, &column, view32(h, c, a), view32(h, rows, column.local_features),
+                                           &saved));
         saved.x = view32(h, c, a);
-        said(h, mt_column_parallel_linear_backward(h->ctx, &column, view32(h, rows, column.local_features),
-                                                   maybe(h, view32(h, c, a)), &saved));
+        said(h, mt_parallel_linear_backward(h->ctx, &column, view32(h, rows, column.local_features),
+                                            maybe(h, view32(h, c, a)), &saved));
     }
     if (second == MT_SUCCESS) {
         int64_t rows = times(c, ranks);
-        said(h, mt_row_parallel_linear_forward(h->ctx, &row, view32(h, rows, row.local_features), view32(h, c, b),
-                                               &saved));
+        said(h, mt_parallel_linear_forward(h->ctx, &row, view32(h, rows, row.local_features), view32(h, c, b), &saved));
         saved.x = view32(h, rows, row.local_features);
-        said(h, mt_row_parallel_linear_backward(h->ctx, &row, view32(h, c, b),
-                                                maybe(h, view32(h, rows, row.local_features)), &saved));
+        said(h, mt_parallel_linear_backward(h->ctx, &row, view32(h, c, b),
+                                            maybe(h, view32(h, rows, row.local_features)), &saved));
     }
 }
 

@@ -564,9 +564,9 @@ static mt_status run_column(worker *w, mt_linear_desc d, int *sp) {
     y = output_like(w, dy);
     MT_TRY(mt_column_parallel_linear_create(ctx, w->rank.params, "layer", &d, &layer));
     MT_TRY(mt_params_init(ctx, w->rank.params, 5));
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &layer, x, y, &saved));
+    MT_TRY(mt_parallel_linear_forward(ctx, &layer, x, y, &saved));
     MT_TRY(record_rows(w, "y", y));
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &layer, dy, dx, &saved));
+    MT_TRY(mt_parallel_linear_backward(ctx, &layer, dy, dx, &saved));
     return record_rows(w, "dx", dx);
 }
 
@@ -587,9 +587,9 @@ static mt_status run_row(worker *w, mt_linear_desc d, int sp) {
     d.sequence_parallel = sp;
     MT_TRY(mt_row_parallel_linear_create(ctx, w->rank.params, "layer", &d, &layer));
     MT_TRY(mt_params_init(ctx, w->rank.params, 5));
-    MT_TRY(mt_row_parallel_linear_forward(ctx, &layer, x, y, &saved));
+    MT_TRY(mt_parallel_linear_forward(ctx, &layer, x, y, &saved));
     MT_TRY(record_rows(w, "y", y));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &layer, dy, dx, &saved));
+    MT_TRY(mt_parallel_linear_backward(ctx, &layer, dy, dx, &saved));
     return record_rows(w, "dx", dx);
 }
 
@@ -612,9 +612,9 @@ static mt_status row_of_a_wider_buffer(worker *w, int sp) {
     mt_linear_saved saved;
     MT_TRY(mt_row_parallel_linear_create(ctx, w->rank.params, "layer", &d, &layer));
     MT_TRY(mt_params_init(ctx, w->rank.params, 5));
-    MT_TRY(mt_row_parallel_linear_forward(ctx, &layer, mt_tensor_cols(wide, 1 + first, local), y, &saved));
+    MT_TRY(mt_parallel_linear_forward(ctx, &layer, mt_tensor_cols(wide, 1 + first, local), y, &saved));
     MT_TRY(record_rows(w, "y", y));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &layer, dy, mt_tensor_cols(dwide, 1 + first, local), &saved));
+    MT_TRY(mt_parallel_linear_backward(ctx, &layer, dy, mt_tensor_cols(dwide, 1 + first, local), &saved));
     /* the other ranks' parts are 0 */
     MT_TRY(mt_all_reduce(ctx, w->rank.grid.tp, dwide.data, dwide.data, TOKENS * 50, MT_F32, MT_SUM));
     return record_rows(w, "dx", dwide);
@@ -656,14 +656,14 @@ static mt_status norm_per_head(worker *w, int sp) {
     dn = test_tensor(&w->rank, TOKENS, column.local_features, NAN);
     view = mt_tensor_cols(mt_tensor_reshape(n, TOKENS * column.local_features / 8, 8), 0, 6);
     dview = mt_tensor_cols(mt_tensor_reshape(dn, TOKENS * column.local_features / 8, 8), 0, 6);
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &column, x, h, &column_saved));
+    MT_TRY(mt_parallel_linear_forward(ctx, &column, x, h, &column_saved));
     MT_TRY(mt_norm_layer_forward(
         ctx, &layer, mt_tensor_cols(mt_tensor_reshape(h, TOKENS * column.local_features / 8, 8), 0, 6), view, &saved));
-    MT_TRY(mt_row_parallel_linear_forward(ctx, &row, n, y, &row_saved));
+    MT_TRY(mt_parallel_linear_forward(ctx, &row, n, y, &row_saved));
     MT_TRY(record_rows(w, "y", y));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &row, dy, dn, &row_saved));
+    MT_TRY(mt_parallel_linear_backward(ctx, &row, dy, dn, &row_saved));
     MT_TRY(mt_norm_layer_backward(ctx, &layer, dview, mt_none(), dview, &saved));
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &column, dn, dx, &column_saved));
+    MT_TRY(mt_parallel_linear_backward(ctx, &column, dn, dx, &column_saved));
     return record_rows(w, "dx", dx);
 }
 
@@ -718,14 +718,14 @@ static mt_status shared(worker *w, int sp) {
     }
     act[1] = test_tensor(&w->rank, TOKENS, out[1].local_features, NAN);
     MT_TRY(mt_params_init(ctx, w->rank.params, 5));
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, in, 2, x, h, &in_saved));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, in, 2, &x, h, &in_saved));
     MT_TRY(mt_column_parallel_activation_forward(ctx, &in[1], MT_SWIGLU, h[1], act[1]));
-    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, out, 2, act, y, out_saved));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, out, 2, act, &y, out_saved));
     MT_TRY(record_rows(w, "y", y));
-    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, out, 2, dy, dact, out_saved));
+    MT_TRY(mt_parallel_linear_backward_shared(ctx, out, 2, &dy, dact, out_saved));
     MT_TRY(mt_column_parallel_activation_backward(ctx, &in[1], MT_SWIGLU, h[1], dact[1], h[1]));
     dact[1] = h[1];
-    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, in, 2, dact, dx, &in_saved));
+    MT_TRY(mt_parallel_linear_backward_shared(ctx, in, 2, dact, &dx, &in_saved));
     return record_rows(w, "dx", dx);
 }
 
@@ -842,11 +842,11 @@ static mt_status cross_entropy(worker *w, int sp) {
     MT_TRY(mt_column_parallel_linear_create(ctx, w->rank.params, "layer", &d, &head));
     MT_TRY(mt_params_init(ctx, w->rank.params, 5));
     logits = test_tensor(&w->rank, TOKENS, head.local_features, NAN);
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &head, x, logits, &x_saved));
+    MT_TRY(mt_parallel_linear_forward(ctx, &head, x, logits, &x_saved));
     MT_TRY(mt_vocab_parallel_cross_entropy_forward(ctx, w->rank.grid.tp, &loss_of, logits, targets, loss, &saved));
     MT_TRY(record(w, "loss", "", 0, (const float *)loss.data, TOKENS));
     MT_TRY(mt_vocab_parallel_cross_entropy_backward(ctx, w->rank.grid.tp, &loss_of, mt_none(), 0.3f, &saved));
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &head, logits, dx, &x_saved));
+    MT_TRY(mt_parallel_linear_backward(ctx, &head, logits, dx, &x_saved));
     return record_rows(w, "dx", dx);
 }
 
@@ -1633,9 +1633,9 @@ static void test_refused_calls(void **state) {
     test_untouched("y", (const float *)y.data, 12 * 16, 2.0f);
     ASSERT_STATUS(r.ctx, MT_SUCCESS,
                   mt_transformer_layer_forward(r.ctx, &layer, &batch, x, y, NULL)); /* inference is allowed */
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_row_parallel_linear_forward(r.ctx, &linear, small, ysmall, &linear_saved));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_forward(r.ctx, &linear, small, ysmall, &linear_saved));
     REFUSED(r.ctx, MT_ERR_SHAPE, "12 tokens|8 virtual shards",
-            mt_row_parallel_linear_backward(r.ctx, &linear, small, dsmall, &linear_saved));
+            mt_parallel_linear_backward(r.ctx, &linear, small, dsmall, &linear_saved));
     test_untouched("dx", (const float *)dsmall.data, 12 * 8, 2.0f);
     test_paper_rank_close(&r);
 }

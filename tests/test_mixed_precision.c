@@ -780,11 +780,11 @@ static mt_status linear_body(test_rank *r, int column) {
     MT_TRY(mt_arena_tensor(r->ctx, tx.dtype, LINEAR_TOKENS, LINEAR_IN, &tdx));
     MT_TRY(mt_arena_tensor(r->ctx, tx.dtype, LINEAR_TOKENS, LINEAR_OUT, &ty));
     if (column) {
-        MT_TRY(mt_column_parallel_linear_forward(r->ctx, &c, tx, ty, &saved));
-        MT_TRY(mt_column_parallel_linear_backward(r->ctx, &c, tdy, tdx, &saved));
+        MT_TRY(mt_parallel_linear_forward(r->ctx, &c, tx, ty, &saved));
+        MT_TRY(mt_parallel_linear_backward(r->ctx, &c, tdy, tdx, &saved));
     } else {
-        MT_TRY(mt_row_parallel_linear_forward(r->ctx, &w, tx, ty, &saved));
-        MT_TRY(mt_row_parallel_linear_backward(r->ctx, &w, tdy, tdx, &saved));
+        MT_TRY(mt_parallel_linear_forward(r->ctx, &w, tx, ty, &saved));
+        MT_TRY(mt_parallel_linear_backward(r->ctx, &w, tdy, tdx, &saved));
     }
     /* Roundings: each rank's part (if there are parts), their sum, the sum with the bias. */
     MT_TRY(check_product("y", x, 0, all, 1, LINEAR_TOKENS, LINEAR_OUT, LINEAR_IN, b, ty, u, 3));
@@ -843,10 +843,10 @@ static void test_refused_types(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     x = test_tensor(&r, 4, 8, 0.0f);
     REFUSED(r.ctx, MT_ERR_DTYPE, "x is f32|'fc.weight' is bf16",
-            mt_column_parallel_linear_forward(r.ctx, &layer, x, mt_tensor_make(x.data, MT_BF16, 4, 8), NULL));
+            mt_parallel_linear_forward(r.ctx, &layer, x, mt_tensor_make(x.data, MT_BF16, 4, 8), NULL));
     REFUSED(r.ctx, MT_ERR_DTYPE, "y is f16|'fc.weight' is bf16",
-            mt_column_parallel_linear_forward(r.ctx, &layer, mt_tensor_make(x.data, MT_BF16, 4, 8),
-                                              mt_tensor_make(x.data, MT_F16, 4, 8), NULL));
+            mt_parallel_linear_forward(r.ctx, &layer, mt_tensor_make(x.data, MT_BF16, 4, 8),
+                                       mt_tensor_make(x.data, MT_F16, 4, 8), NULL));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "no optimizer", mt_optimizer_master(r.ctx, &o, layer.weight, &x));
     test_paper_rank_close(&r);
     test_paper_rank(1, 0, (mt_grid_desc){0}, NULL, &r);

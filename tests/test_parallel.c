@@ -809,13 +809,13 @@ static mt_status share_check(linear_run *l, share s, const char *what, mt_tensor
 }
 
 static mt_status linear_forward(linear_run *l, mt_tensor x, mt_tensor y, mt_linear_saved *saved) {
-    return l->c->row ? mt_row_parallel_linear_forward(l->r->ctx, &l->row, x, y, saved)
-                     : mt_column_parallel_linear_forward(l->r->ctx, &l->column, x, y, saved);
+    return l->c->row ? mt_parallel_linear_forward(l->r->ctx, &l->row, x, y, saved)
+                     : mt_parallel_linear_forward(l->r->ctx, &l->column, x, y, saved);
 }
 
 static mt_status linear_backward(linear_run *l, mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
-    return l->c->row ? mt_row_parallel_linear_backward(l->r->ctx, &l->row, dy, dx, saved)
-                     : mt_column_parallel_linear_backward(l->r->ctx, &l->column, dy, dx, saved);
+    return l->c->row ? mt_parallel_linear_backward(l->r->ctx, &l->row, dy, dx, saved)
+                     : mt_parallel_linear_backward(l->r->ctx, &l->column, dy, dx, saved);
 }
 
 /* Checks that the ledger of the tensor group contains exactly these calls. */
@@ -957,7 +957,7 @@ static mt_status long_sums_body(test_rank *r, int64_t k) {
     MT_TRY(mt_row_parallel_linear_create(r->ctx, r->params, "layer", &d, &layer));
     MT_TRY(mt_params_init(r->ctx, r->params, 3));
     MT_TRY(mt_param_scatter(r->ctx, layer.weight, w, layer.weight->value));
-    MT_TRY(mt_row_parallel_linear_forward(r->ctx, &layer, mt_tensor_f32(x, TOKENS, k), y, NULL));
+    MT_TRY(mt_parallel_linear_forward(r->ctx, &layer, mt_tensor_f32(x, TOKENS, k), y, NULL));
     for (int64_t i = 0; i < TOKENS * OUT; i++) {
         double want = 0, size = 0;
         for (int64_t j = 0; j < k; j++) {
@@ -1006,10 +1006,10 @@ static mt_status shared_weight_body(test_rank *r, int64_t padded) {
     x = mt_tensor_f32(test_noise(r, 4 * 6, 1, 1.0f), 4, 6);
     y = test_tensor(r, 4, a.local_features, 0.0f);
     dy = test_tensor(r, 4, a.local_features, 1.0f);
-    MT_TRY(mt_column_parallel_linear_forward(r->ctx, &a, x, y, &sa));
-    MT_TRY(mt_column_parallel_linear_forward(r->ctx, &b, x, y, &sb));
-    MT_TRY(mt_column_parallel_linear_backward(r->ctx, &a, dy, mt_none(), &sa));
-    MT_TRY(mt_column_parallel_linear_backward(r->ctx, &b, dy, mt_none(), &sb));
+    MT_TRY(mt_parallel_linear_forward(r->ctx, &a, x, y, &sa));
+    MT_TRY(mt_parallel_linear_forward(r->ctx, &b, x, y, &sb));
+    MT_TRY(mt_parallel_linear_backward(r->ctx, &a, dy, mt_none(), &sa));
+    MT_TRY(mt_parallel_linear_backward(r->ctx, &b, dy, mt_none(), &sb));
     for (int64_t j = 0; j < 6; j++) {
         double want = 0;
         for (int64_t i = 0; i < 4; i++) want += 2 * (double)((const float *)x.data)[i * 6 + j];
@@ -1852,8 +1852,8 @@ static void test_linear_create_refuses_weights(void **state) {
     assert_null(mt_params_find(r.params, "l.weight"));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", /* a layer whose creation failed cannot be used */
-            mt_column_parallel_linear_forward(r.ctx, &column, x, mt_none(), NULL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_row_parallel_linear_forward(r.ctx, &row, x, mt_none(), NULL));
+            mt_parallel_linear_forward(r.ctx, &column, x, mt_none(), NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_parallel_linear_forward(r.ctx, &row, x, mt_none(), NULL));
     test_paper_rank_close(&r);
 }
 
@@ -1887,13 +1887,13 @@ typedef struct any_linear {
 } any_linear;
 
 static mt_status any_forward(const any_linear *l, mt_tensor x, mt_tensor y, mt_linear_saved *saved) {
-    return l->row ? mt_row_parallel_linear_forward(l->ctx, l->row, x, y, saved)
-                  : mt_column_parallel_linear_forward(l->ctx, l->column, x, y, saved);
+    return l->row ? mt_parallel_linear_forward(l->ctx, l->row, x, y, saved)
+                  : mt_parallel_linear_forward(l->ctx, l->column, x, y, saved);
 }
 
 static mt_status any_backward(const any_linear *l, mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved) {
-    return l->row ? mt_row_parallel_linear_backward(l->ctx, l->row, dy, dx, saved)
-                  : mt_column_parallel_linear_backward(l->ctx, l->column, dy, dx, saved);
+    return l->row ? mt_parallel_linear_backward(l->ctx, l->row, dy, dx, saved)
+                  : mt_parallel_linear_backward(l->ctx, l->column, dy, dx, saved);
 }
 
 static mt_linear_saved saved_of(mt_tensor x) {
@@ -1954,13 +1954,13 @@ static void test_linear_calls_refuse(void **state) {
         d.gather_output = !is_row && !split;
         x = test_tensor(&r, is_row || !d.sequence_parallel ? 16 : 4, d.input_is_parallel ? 2 : 8, 7.0f);
         y = test_tensor(&r, is_row && d.sequence_parallel ? 4 : 16, is_row || !split ? 12 : 3, 7.0f);
-        assert_int_equal(is_row ? mt_row_parallel_linear_forward(NULL, &row, x, y, NULL)
-                                : mt_column_parallel_linear_forward(NULL, &column, x, y, NULL),
+        assert_int_equal(is_row ? mt_parallel_linear_forward(NULL, &row, x, y, NULL)
+                                : mt_parallel_linear_forward(NULL, &column, x, y, NULL),
                          MT_ERR_ARGUMENT);
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", any_forward(&l, x, y, NULL));
         REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
-                is_row ? mt_row_parallel_linear_forward(r.ctx, NULL, x, y, NULL)
-                       : mt_column_parallel_linear_forward(r.ctx, NULL, x, y, NULL));
+                is_row ? mt_parallel_linear_forward(r.ctx, NULL, x, y, NULL)
+                       : mt_parallel_linear_forward(r.ctx, NULL, x, y, NULL));
         ASSERT_STATUS(r.ctx, MT_SUCCESS,
                       is_row ? mt_row_parallel_linear_create(r.ctx, r.params, "l", &d, &row)
                              : mt_column_parallel_linear_create(r.ctx, r.params, "l", &d, &column));
@@ -2180,13 +2180,12 @@ static void test_strided_views_are_refused_where_they_travel(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     y = with_shape(test_tensor(&r, 4, 16, 7.0f), 4, 12, 16);
     part = test_tensor(&r, 4, 2, 7.0f);
-    REFUSED(r.ctx, MT_ERR_SHAPE, "contiguous|ld 16", mt_row_parallel_linear_forward(r.ctx, &row, part, y, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "contiguous|ld 16", mt_parallel_linear_forward(r.ctx, &row, part, y, NULL));
     x = with_shape(test_tensor(&r, 4, 16, 7.0f), 4, 8, 16);
     part = test_tensor(&r, 4, 3, 7.0f);
     saved = saved_of(x);
     dw = column.weight->grad;
-    REFUSED(r.ctx, MT_ERR_SHAPE, "contiguous|ld 16",
-            mt_column_parallel_linear_backward(r.ctx, &column, part, x, &saved));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "contiguous|ld 16", mt_parallel_linear_backward(r.ctx, &column, part, x, &saved));
     test_untouched("y", (const float *)y.data, 4 * 16, 7.0f);
     test_untouched("dx", (const float *)x.data, 4 * 16, 7.0f);
     test_untouched("dw", (const float *)dw.data, dw.rows * dw.cols, 0.0f);
@@ -2327,7 +2326,7 @@ static void test_sizes_that_cannot_be(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_create(r.ctx, r.params, "c", &d, &column));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_params_init(r.ctx, r.params, 1));
     REFUSED(r.ctx, MT_ERR_SHAPE, "y is",
-            mt_column_parallel_linear_forward(r.ctx, &column, with_shape(x, (int64_t)1 << 59, 1, 0), x, NULL));
+            mt_parallel_linear_forward(r.ctx, &column, with_shape(x, (int64_t)1 << 59, 1, 0), x, NULL));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_loss_scaler_create(r.ctx, NULL, &scaler));
     assert_true(mt_loss_scaler_update(NULL, &norm) == 0.0f && mt_loss_scaler_update(&scaler, NULL) == 0.0f);
     assert_true(norm == 3.0f && scaler.good_steps == 0 && scaler.skipped == 0);
@@ -2869,15 +2868,15 @@ static mt_status shared_check(test_rank *r, const shared_case *c) {
     mt_tensor fx = mt_tensor_f32(test_noise(r, SHARED_TOKENS * SHARED_IN, 1, 1.0f), SHARED_TOKENS, SHARED_IN);
     mt_tensor fdy = mt_tensor_f32(test_noise(r, SHARED_TOKENS * SHARED_OUT, 2, 1.0f), SHARED_TOKENS, SHARED_OUT);
     mt_tensor fy = test_tensor(r, rows, SHARED_OUT, NAN), fdx = test_tensor(r, rows, SHARED_IN, NAN);
-    mt_tensor h[SHARED], dh[SHARED];
+    mt_tensor h[SHARED], dh[SHARED], own;
     mt_linear_saved in_saved, out_saved[SHARED];
     mt_ledger ledger;
     MT_TRY(shared_create(r, sp, &b));
     for (int i = 0; i < SHARED; i++) MT_TRY(mt_fill(r->ctx, b.out[i].bias->value, 0.5f + (float)i));
     for (int i = 0; i < SHARED_TOKENS * SHARED_IN; i++) x[i] = (double)((float *)fx.data)[i];
     for (int i = 0; i < SHARED_TOKENS * SHARED_OUT; i++) dy[i] = (double)((float *)fdy.data)[i];
-    MT_TRY(mt_column_parallel_linear_tensors(r->ctx, b.in, SHARED, fdx, h));
-    MT_TRY(mt_row_parallel_linear_tensors(r->ctx, b.out, SHARED, fy, dh));
+    MT_TRY(mt_parallel_linear_tensors(r->ctx, b.in, SHARED, fdx, h));
+    MT_TRY(mt_parallel_linear_tensors(r->ctx, b.out, SHARED, fy, dh));
     for (int i = 0; i < SHARED; i++) {
         CHECK(h[i].rows == SHARED_TOKENS && h[i].cols == b.in[i].local_features && h[i].dtype == MT_F32);
         CHECK(dh[i].rows == SHARED_TOKENS && dh[i].cols == b.out[i].local_features && dh[i].dtype == MT_F32);
@@ -2885,12 +2884,12 @@ static mt_status shared_check(test_rank *r, const shared_case *c) {
         MT_TRY(mt_fill(r->ctx, dh[i], NAN));
     }
     mt_comm_ledger_reset(r->grid.tp);
-    MT_TRY(
-        mt_column_parallel_linear_forward_shared(r->ctx, b.in, SHARED, mt_tensor_rows(fx, first, rows), h, &in_saved));
-    MT_TRY(mt_row_parallel_linear_forward_shared(r->ctx, b.out, SHARED, h, fy, out_saved));
-    MT_TRY(
-        mt_row_parallel_linear_backward_shared(r->ctx, b.out, SHARED, mt_tensor_rows(fdy, first, rows), dh, out_saved));
-    MT_TRY(mt_column_parallel_linear_backward_shared(r->ctx, b.in, SHARED, dh, fdx, &in_saved));
+    own = mt_tensor_rows(fx, first, rows);
+    MT_TRY(mt_parallel_linear_forward_shared(r->ctx, b.in, SHARED, &own, h, &in_saved));
+    MT_TRY(mt_parallel_linear_forward_shared(r->ctx, b.out, SHARED, h, &fy, out_saved));
+    own = mt_tensor_rows(fdy, first, rows);
+    MT_TRY(mt_parallel_linear_backward_shared(r->ctx, b.out, SHARED, &own, dh, out_saved));
+    MT_TRY(mt_parallel_linear_backward_shared(r->ctx, b.in, SHARED, dh, &fdx, &in_saved));
     ledger = mt_comm_ledger(r->grid.tp);
     if (c->tp > 1 && c->chunks == 1) {
         CHECK(ledger.calls[MT_ALL_REDUCE] == (sp ? 0 : 2));
@@ -2933,30 +2932,36 @@ static void test_shared_f_and_g_refuse(void **state) {
     mt_column_parallel_linear hole[SHARED] = {b.in[0]}; /* the second layer is not created */
     mt_tensor x = test_tensor(&r, 8, SHARED_IN, 1.0f), y = test_tensor(&r, 8, SHARED_OUT, 7.0f);
     mt_tensor h[] = {test_tensor(&r, 8, 7, 7.0f), test_tensor(&r, 8, 12, 7.0f)}, swapped[] = {h[1], h[0]};
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "0 layers", mt_column_parallel_linear_forward_shared(r.ctx, b.in, 0, x, h, NULL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_column_parallel_linear_forward_shared(r.ctx, b.in, 2, x, NULL, NULL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created",
-            mt_column_parallel_linear_forward_shared(r.ctx, hole, 2, x, h, NULL));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "[8, 12]", mt_column_parallel_linear_forward_shared(r.ctx, b.in, 2, x, swapped, NULL));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "[8, 12]", mt_row_parallel_linear_forward_shared(r.ctx, b.out, 2, swapped, y, NULL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL",
-            mt_row_parallel_linear_backward_shared(r.ctx, b.out, 2, y, h, NULL));
-    REFUSED(r.ctx, MT_ERR_SHAPE, "saved.x", mt_row_parallel_linear_backward_shared(r.ctx, b.out, 2, y, h, saved));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "0 layers", mt_parallel_linear_forward_shared(r.ctx, b.in, 0, &x, h, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_parallel_linear_forward_shared(r.ctx, b.in, 2, &x, NULL, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "not created", mt_parallel_linear_forward_shared(r.ctx, hole, 2, &x, h, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[8, 12]", mt_parallel_linear_forward_shared(r.ctx, b.in, 2, &x, swapped, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "[8, 12]", mt_parallel_linear_forward_shared(r.ctx, b.out, 2, swapped, &y, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "saved is NULL", mt_parallel_linear_backward_shared(r.ctx, b.out, 2, &y, h, NULL));
+    REFUSED(r.ctx, MT_ERR_SHAPE, "saved.x", mt_parallel_linear_backward_shared(r.ctx, b.out, 2, &y, h, saved));
     saved[0] = saved_of(x);
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "dx [|saved.x|overlap",
-            mt_column_parallel_linear_backward_shared(r.ctx, b.in, 2, h, x, saved));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_column_parallel_linear_tensors(r.ctx, b.in, 2, x, NULL));
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "0 layers", mt_row_parallel_linear_tensors(r.ctx, b.out, 0, y, h));
+            mt_parallel_linear_backward_shared(r.ctx, b.in, 2, h, &x, saved));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "NULL", mt_parallel_linear_tensors(r.ctx, b.in, 2, x, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "0 layers", mt_parallel_linear_tensors(r.ctx, b.out, 0, y, h));
     b.in[1].desc.sequence_parallel = 1;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'in0'|'in1'|sequence_parallel",
-            mt_column_parallel_linear_forward_shared(r.ctx, b.in, 2, x, h, NULL));
+            mt_parallel_linear_forward_shared(r.ctx, b.in, 2, &x, h, NULL));
     b.in[1].desc.sequence_parallel = 0;
     b.in[1].desc.gather_output = 1;
-    REFUSED(r.ctx, MT_ERR_ARGUMENT, "gather_output",
-            mt_column_parallel_linear_backward_shared(r.ctx, b.in, 2, h, x, saved));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "gather_output", mt_parallel_linear_backward_shared(r.ctx, b.in, 2, h, &x, saved));
     b.out[1].desc.input_is_parallel = 0;
     REFUSED(r.ctx, MT_ERR_ARGUMENT, "'out1'|input_is_parallel",
-            mt_row_parallel_linear_forward_shared(r.ctx, b.out, 2, h, y, NULL));
+            mt_parallel_linear_forward_shared(r.ctx, b.out, 2, h, &y, NULL));
+    hole[1] = b.out[0];
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'in0'|'out0'|column-parallel",
+            mt_parallel_linear_forward_shared(r.ctx, hole, 2, &x, h, NULL));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'out0' is row-parallel, must be column-parallel",
+            mt_column_parallel_linear_product(r.ctx, &b.out[0], h[0], 0, y));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'out0' is row-parallel",
+            mt_column_parallel_activation_forward(r.ctx, &b.out[0], MT_GELU_TANH, h[0], h[0]));
+    REFUSED(r.ctx, MT_ERR_ARGUMENT, "'in0' must be row-parallel",
+            mt_row_parallel_linear_activation_backward(r.ctx, &b.in[0], &b.in[0], MT_GELU_TANH, h[0], x, x, saved));
     test_untouched("h", h[0].data, 8 * 7, 7.0f);
     test_untouched("y", y.data, 8 * SHARED_OUT, 7.0f);
     test_paper_rank_close(&r);

@@ -307,13 +307,13 @@ static int same_bits(mt_tensor a, mt_tensor b) {
 }
 
 static mt_status layer_forward(linear_test *t, const linear_layer *l, mt_tensor y, mt_linear_saved *saved) {
-    return t->c->row ? mt_row_parallel_linear_forward(t->r->ctx, &l->row, t->x, y, saved)
-                     : mt_column_parallel_linear_forward(t->r->ctx, &l->column, t->x, y, saved);
+    return t->c->row ? mt_parallel_linear_forward(t->r->ctx, &l->row, t->x, y, saved)
+                     : mt_parallel_linear_forward(t->r->ctx, &l->column, t->x, y, saved);
 }
 
 static mt_status layer_backward(linear_test *t, const linear_layer *l, mt_tensor dx, const mt_linear_saved *saved) {
-    return t->c->row ? mt_row_parallel_linear_backward(t->r->ctx, &l->row, t->dy, dx, saved)
-                     : mt_column_parallel_linear_backward(t->r->ctx, &l->column, t->dy, dx, saved);
+    return t->c->row ? mt_parallel_linear_backward(t->r->ctx, &l->row, t->dy, dx, saved)
+                     : mt_parallel_linear_backward(t->r->ctx, &l->column, t->dy, dx, saved);
 }
 
 static mt_status plain_forward(linear_test *t, const mt_linear_desc *d, mt_tensor y, mt_linear_saved *saved) {
@@ -1207,7 +1207,7 @@ static void test_hash_log_of_tensors(void **state) {
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_forward(r.ctx, r.grid.tp, x, w.w, w.b, y, NULL, &saved));
     ASSERT_STATUS(r.ctx, MT_SUCCESS,
                   mt_column_parallel_linear_from_tensors(r.ctx, r.grid.tp, "own", NULL, &w, params, &layer));
-    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_column_parallel_linear_forward(r.ctx, &layer, x, y, &saved));
+    ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_parallel_linear_forward(r.ctx, &layer, x, y, &saved));
     ASSERT_STATUS(r.ctx, MT_SUCCESS, mt_hash_log_flush(r.ctx, log, log_line, &lines));
     assert_int_equal(lines.count, 1);
     assert_string_equal(lines.first, "own.output");

@@ -179,11 +179,11 @@ static mt_status train(model *m, const job *j, int64_t step) {
     put_noise(x, seed);
     MT_TRY(mt_declare(ctx, m->r.grid.tp, x, MT_REPLICATED));
     MT_TRY(mt_params_zero_grad(ctx, m->r.params));
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &m->first, x, h, &saved[0]));
+    MT_TRY(mt_parallel_linear_forward(ctx, &m->first, x, h, &saved[0]));
     /* the loss is sum(y^2) / 2, so its gradient is y */
-    MT_TRY(mt_row_parallel_linear_forward(ctx, &m->second, h, y, &saved[1]));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &m->second, y, dh, &saved[1]));
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &m->first, dh, mt_none(), &saved[0]));
+    MT_TRY(mt_parallel_linear_forward(ctx, &m->second, h, y, &saved[1]));
+    MT_TRY(mt_parallel_linear_backward(ctx, &m->second, y, dh, &saved[1]));
+    MT_TRY(mt_parallel_linear_backward(ctx, &m->first, dh, mt_none(), &saved[0]));
     MT_TRY(mt_sync_gradients(ctx, m->r.params));
     MT_TRY(mt_optimizer_step(ctx, &m->adam, 1e-2f, 1.0f));
     mt_arena_release(ctx, mark);

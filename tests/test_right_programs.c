@@ -383,12 +383,12 @@ static mt_status norm_of_heads(run *r) {
     MT_TRY(mt_qk_norm_create(r->ctx, r->params, "attention", &norm, &qkv, &heads));
     MT_TRY(mt_params_init(r->ctx, r->params, 1));
     MT_TRY(mt_params_zero_grad(r->ctx, r->params));
-    MT_TRY(mt_column_parallel_linear_forward(r->ctx, &qkv, x, y, &saved));
+    MT_TRY(mt_parallel_linear_forward(r->ctx, &qkv, x, y, &saved));
     MT_TRY(mt_qk_norm_forward(r->ctx, &heads, y, &kept));
     MT_TRY(mt_attention_forward(r->ctx, &d, y, out, lse));
     MT_TRY(mt_attention_backward(r->ctx, &d, y, out, lse, dout, dy));
     MT_TRY(mt_qk_norm_backward(r->ctx, &heads, dy, &kept));
-    MT_TRY(mt_column_parallel_linear_backward(r->ctx, &qkv, dy, dx, &saved));
+    MT_TRY(mt_parallel_linear_backward(r->ctx, &qkv, dy, dx, &saved));
     if (r->mistake == 1) MT_TRY(gives(r, heads.q.weight->grad, 'R'));
     MT_TRY(mt_sync_gradients(r->ctx, r->params));
     MT_TRY(gives(r, out, 'c'));

@@ -778,9 +778,9 @@ static mt_status mti_attention_cached(mt_context *ctx, const mt_self_attention *
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, a->groups * mti_qkv_width(desc), &qkv));
     MT_TRY(mt_arena_tensor(ctx, x.dtype, x.rows, a->proj.local_features, &out));
     count = mti_attention_layers(a, qkv, &layers, cols);
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, layers, count, x, cols, NULL));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, layers, count, &x, cols, NULL));
     MT_TRY(mti_attention_core_cached(ctx, a, desc, cache, qkv, out));
-    return mt_row_parallel_linear_forward(ctx, &a->proj, out, y, NULL);
+    return mt_parallel_linear_forward(ctx, &a->proj, out, y, NULL);
 }
 
 /* With recompute_core, only saved->qkv stays in the arena. */
@@ -794,12 +794,12 @@ static mt_status mti_attention_forward(mt_context *ctx, const mt_self_attention 
     count = mti_attention_layers(a, saved->qkv, &layers, cols);
     mark = mt_arena_mark(ctx);
     MT_TRY(mti_attention_room(ctx, a, desc, saved, training));
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, layers, count, x, cols, training ? &saved->qkv_in : NULL));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, layers, count, &x, cols, training ? &saved->qkv_in : NULL));
     MT_TRY(mti_attention_rotate(ctx, a, desc, mt_rotary_forward, saved->qkv));
     MT_TRY(mti_attention_core_forward(ctx, a, desc, saved));
     if (training)
         MT_TRY(mt_hash_log_activation(ctx, a->proj.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
-    MT_TRY(mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
+    MT_TRY(mt_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
     if (a->desc.recompute_core) mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -952,11 +952,11 @@ static mt_status mti_attention_backward(mt_context *ctx, const mt_self_attention
     }
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->out.rows, saved->out.cols, &dout));
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->qkv.rows, saved->qkv.cols, &dqkv));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &a->proj, dy, dout, &saved->proj_in));
+    MT_TRY(mt_parallel_linear_backward(ctx, &a->proj, dy, dout, &saved->proj_in));
     MT_TRY(mti_attention_core_backward(ctx, a, desc, saved, dout, dqkv));
     count = mti_attention_layers(a, dqkv, &layers, cols);
     MT_TRY(mti_attention_log(ctx, layers, count, cols));
-    return mt_column_parallel_linear_backward_shared(ctx, layers, count, cols, dx, &saved->qkv_in);
+    return mt_parallel_linear_backward_shared(ctx, layers, count, cols, &dx, &saved->qkv_in);
 }
 
 /* Checks, before anything is added to a gradient, that saved is of a forward with the same sizes. */

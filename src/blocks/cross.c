@@ -171,10 +171,9 @@ static mt_status mti_cross_inputs(mt_context *ctx, const mt_cross_attention *a, 
                                   int training) {
     mt_tensor kv[2] = {saved->k, saved->v};
     mti_cross_log_tokens(ctx, memory_batch);
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, a->key_value, 2, memory, kv,
-                                                    training ? &saved->memory_in : NULL));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, a->key_value, 2, &memory, kv, training ? &saved->memory_in : NULL));
     mti_cross_log_tokens(ctx, batch);
-    return mt_column_parallel_linear_forward(ctx, &a->query, x, saved->q, training ? &saved->query_in : NULL);
+    return mt_parallel_linear_forward(ctx, &a->query, x, saved->q, training ? &saved->query_in : NULL);
 }
 
 /* With recompute_core, only saved->q, k and v stay in the arena. */
@@ -193,7 +192,7 @@ static mt_status mti_cross_forward(mt_context *ctx, const mt_cross_attention *a,
     MT_TRY(mti_cross_core_forward(ctx, a, &desc, saved));
     if (training)
         MT_TRY(mt_hash_log_activation(ctx, a->proj.name, 1, "core_attention.output", saved->out, 0, a->proj.weight));
-    MT_TRY(mt_row_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
+    MT_TRY(mt_parallel_linear_forward(ctx, &a->proj, saved->out, y, training ? &saved->proj_in : NULL));
     if (a->desc.recompute_core) mt_arena_release(ctx, mark);
     return MT_SUCCESS;
 }
@@ -263,10 +262,10 @@ static mt_status mti_cross_inputs_backward(mt_context *ctx, const mt_cross_atten
     for (i = 0; i < 2; i++)
         MT_TRY(
             mt_hash_log_activation(ctx, a->key_value[i].name, 0, "output_grad", d[1 + i], 0, a->key_value[i].weight));
-    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, a->key_value, 2, d + 1, dmemory, &saved->memory_in));
+    MT_TRY(mt_parallel_linear_backward_shared(ctx, a->key_value, 2, d + 1, &dmemory, &saved->memory_in));
     mti_cross_log_tokens(ctx, &saved->batch);
     MT_TRY(mt_hash_log_activation(ctx, a->query.name, 0, "output_grad", d[0], 0, a->query.weight));
-    return mt_column_parallel_linear_backward(ctx, &a->query, d[0], dx, &saved->query_in);
+    return mt_parallel_linear_backward(ctx, &a->query, d[0], dx, &saved->query_in);
 }
 
 /* With recompute_core: computes out and lse of *saved again. */
@@ -295,7 +294,7 @@ static mt_status mti_cross_backward(mt_context *ctx, const mt_cross_attention *a
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->k.rows, saved->k.cols, &d[1]));
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->v.rows, saved->v.cols, &d[2]));
     MT_TRY(mt_arena_tensor(ctx, dy.dtype, saved->out.rows, saved->out.cols, &d[MTI_CROSS_OUT]));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &a->proj, dy, d[MTI_CROSS_OUT], &saved->proj_in));
+    MT_TRY(mt_parallel_linear_backward(ctx, &a->proj, dy, d[MTI_CROSS_OUT], &saved->proj_in));
     MT_TRY(mti_cross_core_backward(ctx, a, &desc, saved, d));
     return mti_cross_inputs_backward(ctx, a, d, dx, dmemory, saved);
 }

@@ -155,7 +155,7 @@ static mt_status mti_mlp_forward(mt_context *ctx, const mt_mlp *mlp, mt_tensor x
         MT_TRY(mt_hash_log_activation(ctx, mlp->fc1.name, 1, "activation_func.output", act, 0, mlp->fc2.weight));
     saved->fc2.x = act;
     if (!y.data) return MT_SUCCESS;
-    return mt_row_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
+    return mt_parallel_linear_forward(ctx, &mlp->fc2, act, y, training ? &saved->fc2 : NULL);
 }
 
 /* Checks what forward and backward have in common. in and out are x and y, or dy and dx. */
@@ -193,7 +193,7 @@ static mt_status mti_mlp_backward(mt_context *ctx, const mt_mlp *mlp, mt_tensor 
     MT_TRY(mt_row_parallel_linear_activation_backward(ctx, &mlp->fc2, &mlp->fc1, mlp->desc.activation, dy, saved->h, dh,
                                                       &saved->fc2));
     MT_TRY(mt_hash_log_activation(ctx, mlp->fc1.name, 1, "activation_func.input_grad", dh, 0, mlp->fc1.weight));
-    return mt_column_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
+    return mt_parallel_linear_backward(ctx, &mlp->fc1, dh, dx, &saved->fc1);
 }
 
 static mt_status mti_mlp_call_backward(mt_context *ctx, const char *function, const mt_mlp *mlp, mt_tensor dy,

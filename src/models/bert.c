@@ -248,7 +248,7 @@ static mt_status mti_bert_lm_backward(mt_context *ctx, const mt_bert *bert, floa
     MT_TRY(mt_norm_layer_backward(ctx, &bert->lm_norm, dy, mt_none(), dy, &saved->lm_norm));
     MT_TRY(
         mt_column_parallel_activation_backward(ctx, &bert->lm_dense, bert->desc.layer.activation, saved->lm_h, dy, dh));
-    return mt_column_parallel_linear_backward(ctx, &bert->lm_dense, dh, dx, &saved->lm_dense);
+    return mt_parallel_linear_backward(ctx, &bert->lm_dense, dh, dx, &saved->lm_dense);
 }
 
 /* Adds the gradient of the model's output through the pooler to dx. */
@@ -261,7 +261,7 @@ static mt_status mti_bert_sop_backward(mt_context *ctx, const mt_bert *bert, flo
     MT_TRY(mt_arena_tensor(ctx, dx.dtype, dh.rows, dh.cols, &dy));
     MT_TRY(mti_output_backward(ctx, &out, scale, dy));
     MT_TRY(mt_column_parallel_activation_backward(ctx, &bert->pooler, MT_TANH, saved->pooled_h, dy, dh));
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &bert->pooler, dh, dy, &saved->pooler));
+    MT_TRY(mt_parallel_linear_backward(ctx, &bert->pooler, dh, dy, &saved->pooler));
     return mti_add_first_tokens(ctx, &bert->model, batch, dx, dy, 1);
 }
 

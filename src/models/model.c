@@ -593,7 +593,7 @@ static mt_status mti_output_forward(mt_context *ctx, const mti_output *o, mt_ten
                                     mt_tensor loss) {
     mt_tensor logits;
     MT_TRY(mti_output_room(ctx, o, x.dtype, loss.cols, &logits));
-    MT_TRY(MT_RANGE("head forward", mt_column_parallel_linear_forward(ctx, o->head, x, logits, o->head_saved)));
+    MT_TRY(MT_RANGE("head forward", mt_parallel_linear_forward(ctx, o->head, x, logits, o->head_saved)));
     return mti_output_loss(ctx, o, logits, targets, loss);
 }
 
@@ -604,7 +604,7 @@ static mt_status mti_output_backward(mt_context *ctx, const mti_output *o, float
                                              ctx, o->head->tp, o->loss, o->loss_scale, scale, o->loss_saved)));
     MT_TRY(mt_hash_log_activation(ctx, o->head->name, 0, "output_grad", o->loss_saved->logits, 0, o->head->weight));
     return MT_RANGE("head backward",
-                    mt_column_parallel_linear_backward(ctx, o->head, o->loss_saved->logits, dx, o->head_saved));
+                    mt_parallel_linear_backward(ctx, o->head, o->loss_saved->logits, dx, o->head_saved));
 }
 
 /* Creates the output head of a vocabulary. With m->desc.tied_head it has the weight of the token embedding. */

@@ -44,57 +44,49 @@ typedef struct mt_linear_desc {
     int64_t copies, copied;
 } mt_linear_desc;
 
-/* local_features is this rank's share of the split dimension, padding included: the columns of y (column-parallel) or
-   of x (row-parallel). */
-typedef struct mt_column_parallel_linear {
+/* A column-parallel or a row-parallel layer, as its create function says. local_features is this rank's share of the
+   split dimension, padding included: the columns of y (column-parallel) or of x (row-parallel). */
+typedef struct mt_parallel_linear {
     char name[MT_NAME_MAX];
     mt_linear_desc desc;
     mt_param *weight, *bias; /* NAME.weight, NAME.bias; bias is NULL with no_bias */
     mt_comm *tp;
     int64_t local_features;
-} mt_column_parallel_linear;
+} mt_parallel_linear;
 
-typedef struct mt_row_parallel_linear {
-    char name[MT_NAME_MAX];
-    mt_linear_desc desc;
-    mt_param *weight, *bias; /* as above */
-    mt_comm *tp;
-    int64_t local_features;
-} mt_row_parallel_linear;
+/* Names for declarations, which say of which kind a layer is meant to be. */
+typedef mt_parallel_linear mt_column_parallel_linear;
+typedef mt_parallel_linear mt_row_parallel_linear;
 
 /* x is a view of the caller's memory. Its content must not change before backward has returned. */
 typedef struct mt_linear_saved {
     mt_tensor x;
 } mt_linear_saved;
 
-/* Column-parallel: W is split over its rows. x [tokens, in] -> y [tokens, local_features], or [tokens, out] with
-   gather_output. dy has the shape of y; with gather_output it is the whole gradient, equal on every rank. backward adds
-   to the gradients of weight and bias. When dx is mt_none(), it is not computed.
-   Communication: backward all-reduces dx (f). gather_output adds an all-gather of y. With sequence_parallel x is
-   [tokens / t, in]: forward and backward each all-gather it, and backward reduce-scatters dx.
-   Errors of create: MT_ERR_ARGUMENT (a field of desc is out of range, is for row-parallel layers or has no effect; in
-   invariant mode without gather_output, several parts without parts_by_shard), MT_ERR_SHAPE (a shared weight has
-   another shape, placement, parts, unit or padding). */
+/* Create a layer and its parameters. Column-parallel: W is split over its rows. Row-parallel: W is split over its
+   columns.
+   Errors: MT_ERR_ARGUMENT (a field of desc is out of range, is for layers of the other kind or has no effect; in
+   invariant mode several parts without parts_by_shard, where y of a column-parallel layer stays split, or with
+   input_is_parallel), MT_ERR_SHAPE (a shared weight has another shape, placement, parts, unit or padding). */
 MT_API mt_status mt_column_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
-                                                  const mt_linear_desc *desc, mt_column_parallel_linear *out);
-MT_API mt_status mt_column_parallel_linear_forward(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
-                                                   mt_tensor y, mt_linear_saved *saved);
-MT_API mt_status mt_column_parallel_linear_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
-                                                    mt_tensor dy, mt_tensor dx, const mt_linear_saved *saved);
-
-/* Row-parallel: W is split over its columns. x [tokens, local_features], or [tokens, in] without input_is_parallel -> y
-   [tokens, out]. The bias is added once, after the reduction. backward adds to the gradients of weight and bias. When
-   dx is mt_none(), it is not computed.
-   Communication: forward all-reduces y (g). Without input_is_parallel, backward all-gathers dx. With sequence_parallel
-   y is [tokens / t, out]: forward reduce-scatters it, and backward all-gathers dy.
-   Error of create: MT_ERR_ARGUMENT (a field of desc is out of range, is for column-parallel layers or has no effect; in
-   invariant mode with input_is_parallel, several parts without parts_by_shard). */
+                                                  const mt_linear_desc *desc, mt_parallel_linear *out);
 MT_API mt_status mt_row_parallel_linear_create(mt_context *ctx, mt_params *params, const char *name,
-                                               const mt_linear_desc *desc, mt_row_parallel_linear *out);
-MT_API mt_status mt_row_parallel_linear_forward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor x,
-                                                mt_tensor y, mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_linear_backward(mt_context *ctx, const mt_row_parallel_linear *layer, mt_tensor dy,
-                                                 mt_tensor dx, const mt_linear_saved *saved);
+                                               const mt_linear_desc *desc, mt_parallel_linear *out);
+
+/* forward computes y from x. backward computes dx from dy, and adds to the gradients of weight and bias. dx and dy have
+   the shapes of x and y. When dx is mt_none(), it is not computed. saved NULL: inference.
+   Column-parallel: x [tokens, in] -> y [tokens, local_features], or [tokens, out] with gather_output, whose dy is the
+   whole gradient, equal on every rank. Communication: backward all-reduces dx (f). gather_output adds an all-gather of
+   y. With sequence_parallel x is [tokens / t, in]: forward and backward each all-gather it, and backward
+   reduce-scatters dx.
+   Row-parallel: x [tokens, local_features], or [tokens, in] without input_is_parallel -> y [tokens, out]. The bias is
+   added once, after the reduction. Communication: forward all-reduces y (g). Without input_is_parallel, backward
+   all-gathers dx. With sequence_parallel y is [tokens / t, out]: forward reduce-scatters it, and backward all-gathers
+   dy. */
+MT_API mt_status mt_parallel_linear_forward(mt_context *ctx, const mt_parallel_linear *layer, mt_tensor x, mt_tensor y,
+                                            mt_linear_saved *saved);
+MT_API mt_status mt_parallel_linear_backward(mt_context *ctx, const mt_parallel_linear *layer, mt_tensor dy,
+                                             mt_tensor dx, const mt_linear_saved *saved);
 
 /* The tensors of a linear layer in your own memory. w and b have the shape of mt_shard_size and are contiguous: w is
    split like a matrix [out_features, in_features], by rows (column-parallel) or by columns (row-parallel). The bias of
@@ -123,10 +115,10 @@ typedef struct mt_linear_tensors {
    effect, or is for the create functions: init_std, weight). */
 MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                         const mt_linear_desc *desc, const mt_linear_tensors *tensors,
-                                                        mt_param *params, mt_column_parallel_linear *out);
+                                                        mt_param *params, mt_parallel_linear *out);
 MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                      const mt_linear_desc *desc, const mt_linear_tensors *tensors,
-                                                     mt_param *params, mt_row_parallel_linear *out);
+                                                     mt_param *params, mt_parallel_linear *out);
 
 /* Plain calls: a column- or row-parallel linear on tensors in your own memory. Each call is that of a layer from
    mt_column_parallel_linear_from_tensors or mt_row_parallel_linear_from_tensors: the shapes of x, y, dy and dx, what
@@ -150,43 +142,35 @@ MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tenso
                                           mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
                                           const mt_linear_saved *saved);
 
-/* Run `count` column-parallel layers that read the same x. The layers share f: forward gathers x once
-   (sequence_parallel), and backward writes the sum of the layers' input gradients to dx and reduces it once. layers, y
-   and dy are arrays with one entry for each layer; saved is one struct for all layers. When dx is mt_none(), it is not
-   computed.
-   MT_ERR_ARGUMENT: a layer has gather_output, or the layers differ in tensor group, sequence_parallel or add_to_dx. */
-MT_API mt_status mt_column_parallel_linear_forward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
-                                                          int count, mt_tensor x, const mt_tensor *y,
-                                                          mt_linear_saved *saved);
-MT_API mt_status mt_column_parallel_linear_backward_shared(mt_context *ctx, const mt_column_parallel_linear *layers,
-                                                           int count, const mt_tensor *dy, mt_tensor dx,
-                                                           const mt_linear_saved *saved);
+/* Run `count` layers of one kind, in arrays with one entry for each layer, that share f or g.
+     column-parallel  The layers read the same x: x, dx and saved have one entry for all layers. Forward gathers x once
+                      (sequence_parallel), and backward writes the sum of the layers' input gradients to dx and reduces
+                      it once.
+     row-parallel     The outputs are added: y = the sum of x[i] W[i]^T + b[i]. y and dy have one entry for all layers.
+                      Forward reduces y once, and backward gathers dy once (sequence_parallel).
+   A dx that is mt_none() is not computed.
+       MT_TRY(mt_parallel_linear_forward_shared(ctx, fc1, 2, &x, h, &saved));      // column-parallel
+       MT_TRY(mt_parallel_linear_forward_shared(ctx, fc2, 2, h, &y, saved_2));     // row-parallel
+   MT_ERR_ARGUMENT: a column-parallel layer has gather_output, a row-parallel layer has no input_is_parallel, or the
+   layers differ in kind, tensor group, sequence_parallel or, when they are column-parallel, add_to_dx. */
+MT_API mt_status mt_parallel_linear_forward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                                   const mt_tensor *x, const mt_tensor *y, mt_linear_saved *saved);
+MT_API mt_status mt_parallel_linear_backward_shared(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                                    const mt_tensor *dy, const mt_tensor *dx,
+                                                    const mt_linear_saved *saved);
 
-/* Run `count` row-parallel layers and add their outputs: y = the sum of x[i] W[i]^T + b[i] over the layers. The layers
-   share g: forward reduces y once, and backward gathers dy once (sequence_parallel). layers, x, dx and saved are arrays
-   with one entry for each layer. When dx[i] is mt_none(), it is not computed.
-   MT_ERR_ARGUMENT: a layer has no input_is_parallel, or the layers differ in tensor group or sequence_parallel. */
-MT_API mt_status mt_row_parallel_linear_forward_shared(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
-                                                       const mt_tensor *x, mt_tensor y, mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_linear_backward_shared(mt_context *ctx, const mt_row_parallel_linear *layers,
-                                                        int count, mt_tensor dy, const mt_tensor *dx,
-                                                        const mt_linear_saved *saved);
-
-/* Allocate `count` tensors [tokens, local_features] from the arena, one for each of the layers. The type and the number
-   of tokens are those of `like`, which has tokens rows, or tokens / t with sequence_parallel.
-     mt_column_parallel_linear_tensors  allocates y or dy; like is x or dx.
-     mt_row_parallel_linear_tensors     allocates x or dx; like is y or dy.
-   MT_ERR_ARGUMENT: as for the _shared functions above. */
-MT_API mt_status mt_column_parallel_linear_tensors(mt_context *ctx, const mt_column_parallel_linear *layers, int count,
-                                                   mt_tensor like, mt_tensor *out);
-MT_API mt_status mt_row_parallel_linear_tensors(mt_context *ctx, const mt_row_parallel_linear *layers, int count,
-                                                mt_tensor like, mt_tensor *out);
+/* Allocates `count` tensors [tokens, local_features] from the arena, one for each of the layers: y or dy of
+   column-parallel layers, x or dx of row-parallel ones. The type and the number of tokens are those of `like`, which is
+   x or dx of column-parallel layers, and y or dy of row-parallel ones: it has tokens rows, or tokens / t with
+   sequence_parallel. MT_ERR_ARGUMENT: as for the functions above. */
+MT_API mt_status mt_parallel_linear_tensors(mt_context *ctx, const mt_parallel_linear *layers, int count,
+                                            mt_tensor like, mt_tensor *out);
 
 /* Computes a column-parallel forward for inference. x has all tokens, even with sequence_parallel: x [tokens, in] -> y
    [tokens, local_features], or [tokens, out] when the argument gather_output is 1. desc.gather_output is ignored. Adds
    the bias, except with skip_bias_add. y may be of another float type than x.
    Communication: none, or an all-gather of y with gather_output. */
-MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_column_parallel_linear *layer, mt_tensor x,
+MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_parallel_linear *layer, mt_tensor x,
                                                    int gather_output, mt_tensor y);
 
 /* These functions apply an activation to the output h of a column-parallel layer. They call mt_activation_forward or
@@ -195,9 +179,9 @@ MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_col
    columns. With skip_bias_add, forward first adds the layer's bias to h in place, and backward also adds to the bias's
    gradient. dh may be h. No communication.
    MT_ERR_ARGUMENT: the layer has a bias, gather_output and skip_bias_add, so that h is whole but the bias is split. */
-MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_parallel_linear *layer,
                                                        mt_activation kind, mt_tensor h, mt_tensor y);
-MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_column_parallel_linear *layer,
+MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_parallel_linear *layer,
                                                         mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh);
 
 /* Run a linear layer and the activation next to it in one call. The two are one fused operator when
@@ -211,10 +195,10 @@ MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const m
        of the bias of `before`.
    MT_ERR_ARGUMENT (backward): the row-parallel layer has no input_is_parallel or has add_to_dx, or `before` has
    gather_output. */
-MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_column_parallel_linear *layer,
+MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_parallel_linear *layer,
                                                               mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
                                                               mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, const mt_row_parallel_linear *layer,
-                                                            const mt_column_parallel_linear *before, mt_activation kind,
+MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, const mt_parallel_linear *layer,
+                                                            const mt_parallel_linear *before, mt_activation kind,
                                                             mt_tensor dy, mt_tensor h, mt_tensor dh,
                                                             const mt_linear_saved *saved);

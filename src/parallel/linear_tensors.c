@@ -2,6 +2,7 @@
 
 #pragma once
 #include "linear.c"
+#include "../ops/attention_choice.cuh"
 
 /* Checks one tensor of a layer; suffix is its name in mt_linear_tensors. */
 static mt_status mti_own_check(mt_context *ctx, const char *function, const char *name, const char *suffix, mt_tensor t,
@@ -89,40 +90,19 @@ static mt_status mti_own_begin(mt_context *ctx, const char *function, const mt_c
     return MT_SUCCESS;
 }
 
-static mt_status mti_own_column(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
-                                const mt_linear_desc *desc, const mt_linear_tensors *t, mt_param *params,
-                                mt_column_parallel_linear *out) {
+static mt_status mti_own_layer(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
+                               mt_placement placement, const mt_linear_desc *desc, const mt_linear_tensors *t,
+                               mt_param *params, mt_parallel_linear *out) {
     mt_linear_desc d;
     MT_TRY(mti_own_begin(ctx, function, tp, &name, desc, &d));
-    MT_TRY(mti_own_linear(ctx, function, tp, name, MT_SPLIT_ROWS, t, &d, params));
-    memset(out, 0, sizeof *out);
-    out->desc = d;
-    out->weight = &params[0];
-    out->bias = d.no_bias ? NULL : &params[1];
-    out->tp = tp;
-    out->local_features = params[0].local_features;
-    snprintf(out->name, sizeof out->name, "%s", name);
+    MT_TRY(mti_own_linear(ctx, function, tp, name, placement, t, &d, params));
+    mti_linear_make(out, name, &d, tp, &params[0], d.no_bias ? NULL : &params[1]);
     return MT_SUCCESS;
 }
 
-static mt_status mti_own_row(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
-                             const mt_linear_desc *desc, const mt_linear_tensors *t, mt_param *params,
-                             mt_row_parallel_linear *out) {
-    mt_linear_desc d;
-    MT_TRY(mti_own_begin(ctx, function, tp, &name, desc, &d));
-    MT_TRY(mti_own_linear(ctx, function, tp, name, MT_SPLIT_COLS, t, &d, params));
-    memset(out, 0, sizeof *out);
-    out->desc = d;
-    out->weight = &params[0];
-    out->bias = d.no_bias ? NULL : &params[1];
-    out->tp = tp;
-    out->local_features = params[0].local_features;
-    snprintf(out->name, sizeof out->name, "%s", name);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_from_tensors_check(mt_context *ctx, const char *function, const mt_linear_tensors *tensors,
-                                        const mt_param *params, const void *out) {
+static mt_status mti_from_tensors(mt_context *ctx, const char *function, mt_comm *tp, const char *name,
+                                  mt_placement placement, const mt_linear_desc *desc, const mt_linear_tensors *tensors,
+                                  mt_param *params, mt_parallel_linear *out) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!tensors || !params || !out)
         return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: %s is NULL", function,
@@ -130,65 +110,68 @@ static mt_status mti_from_tensors_check(mt_context *ctx, const char *function, c
                        : !params ? "params"
                                  : "out");
     if (tensors->db.data && !tensors->b.data) return mt_fail(ctx, MT_ERR_ARGUMENT, "%s: db comes without b", function);
-    return MT_SUCCESS;
+    return mti_own_layer(ctx, function, tp, name, placement, desc, tensors, params, out);
 }
 
 MT_API mt_status mt_column_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                         const mt_linear_desc *desc, const mt_linear_tensors *tensors,
-                                                        mt_param *params, mt_column_parallel_linear *out) {
+                                                        mt_param *params, mt_parallel_linear *out) {
     static const char *const function = "mt_column_parallel_linear_from_tensors";
-    MT_TRY(mti_from_tensors_check(ctx, function, tensors, params, out));
-    return mti_own_column(ctx, function, tp, name, desc, tensors, params, out);
+    return mti_from_tensors(ctx, function, tp, name, MT_SPLIT_ROWS, desc, tensors, params, out);
 }
 
 MT_API mt_status mt_row_parallel_linear_from_tensors(mt_context *ctx, mt_comm *tp, const char *name,
                                                      const mt_linear_desc *desc, const mt_linear_tensors *tensors,
-                                                     mt_param *params, mt_row_parallel_linear *out) {
+                                                     mt_param *params, mt_parallel_linear *out) {
     static const char *const function = "mt_row_parallel_linear_from_tensors";
-    MT_TRY(mti_from_tensors_check(ctx, function, tensors, params, out));
-    return mti_own_row(ctx, function, tp, name, desc, tensors, params, out);
+    return mti_from_tensors(ctx, function, tp, name, MT_SPLIT_COLS, desc, tensors, params, out);
+}
+
+/* The forward of a plain call. */
+static mt_status mti_plain_forward(mt_context *ctx, const char *function, mt_comm *tp, mt_placement placement,
+                                   const mt_linear_tensors *t, mt_tensor x, mt_tensor y, const mt_linear_desc *desc,
+                                   mt_linear_saved *saved) {
+    mt_parallel_linear layer;
+    const mti_layers l = {&layer, 1, placement == MT_SPLIT_ROWS};
+    mt_param params[2];
+    MT_TRY(mti_own_layer(ctx, function, tp, "", placement, desc, t, params, &layer));
+    return mti_layers_forward(ctx, function, &l, &x, &y, saved);
+}
+
+static mt_status mti_plain_backward(mt_context *ctx, const char *function, mt_comm *tp, mt_placement placement,
+                                    const mt_linear_tensors *t, mt_tensor dy, mt_tensor dx, const mt_linear_desc *desc,
+                                    const mt_linear_saved *saved) {
+    mt_parallel_linear layer;
+    const mti_layers l = {&layer, 1, placement == MT_SPLIT_ROWS};
+    mt_param params[2];
+    MT_TRY(mti_own_layer(ctx, function, tp, "", placement, desc, t, params, &layer));
+    return mti_layers_backward(ctx, function, &l, &dy, &dx, saved);
 }
 
 MT_API mt_status mt_column_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
                                             mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved) {
-    static const char *const function = "mt_column_parallel_forward";
     const mt_linear_tensors t = {w, b, mt_none(), mt_none()};
-    mt_column_parallel_linear layer;
-    mt_param params[2];
-    MT_TRY(mti_own_column(ctx, function, tp, "", desc, &t, params, &layer));
-    return mti_column_call_forward(ctx, function, &layer, x, y, saved);
+    return mti_plain_forward(ctx, "mt_column_parallel_forward", tp, MT_SPLIT_ROWS, &t, x, y, desc, saved);
 }
 
 MT_API mt_status mt_column_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
                                              mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
                                              const mt_linear_saved *saved) {
-    static const char *const function = "mt_column_parallel_backward";
     const mt_linear_tensors t = {w, mt_none(), dw, db};
-    mt_column_parallel_linear layer;
-    mt_param params[2];
-    MT_TRY(mti_own_column(ctx, function, tp, "", desc, &t, params, &layer));
-    return mti_column_call_backward(ctx, function, &layer, dy, dx, saved);
+    return mti_plain_backward(ctx, "mt_column_parallel_backward", tp, MT_SPLIT_ROWS, &t, dy, dx, desc, saved);
 }
 
 MT_API mt_status mt_row_parallel_forward(mt_context *ctx, mt_comm *tp, mt_tensor x, mt_tensor w, mt_tensor b,
                                          mt_tensor y, const mt_linear_desc *desc, mt_linear_saved *saved) {
-    static const char *const function = "mt_row_parallel_forward";
     const mt_linear_tensors t = {w, b, mt_none(), mt_none()};
-    mt_row_parallel_linear layer;
-    mt_param params[2];
-    MT_TRY(mti_own_row(ctx, function, tp, "", desc, &t, params, &layer));
-    return mti_row_call_forward(ctx, function, &layer, x, y, saved);
+    return mti_plain_forward(ctx, "mt_row_parallel_forward", tp, MT_SPLIT_COLS, &t, x, y, desc, saved);
 }
 
 MT_API mt_status mt_row_parallel_backward(mt_context *ctx, mt_comm *tp, mt_tensor dy, mt_tensor w, mt_tensor dx,
                                           mt_tensor dw, mt_tensor db, const mt_linear_desc *desc,
                                           const mt_linear_saved *saved) {
-    static const char *const function = "mt_row_parallel_backward";
     const mt_linear_tensors t = {w, mt_none(), dw, db};
-    mt_row_parallel_linear layer;
-    mt_param params[2];
-    MT_TRY(mti_own_row(ctx, function, tp, "", desc, &t, params, &layer));
-    return mti_row_call_backward(ctx, function, &layer, dy, dx, saved);
+    return mti_plain_backward(ctx, "mt_row_parallel_backward", tp, MT_SPLIT_COLS, &t, dy, dx, desc, saved);
 }
 
 MT_API mt_status mt_arena_tensors(mt_context *ctx, const mt_arena_request *list, int count) {

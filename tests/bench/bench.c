@@ -1273,17 +1273,17 @@ static mt_status step_own_mlp(one_block *m, size_t mark) {
     mt_context *ctx = m->place.ctx;
     mt_linear_saved in, out;
     mt_tensor h, act, dh, dact;
-    MT_TRY(mt_column_parallel_linear_tensors(ctx, &m->in[FC1], 1, m->x, &h));
-    MT_TRY(mt_row_parallel_linear_tensors(ctx, &m->out[FC2], 1, m->y, &act));
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, &m->in[FC1], 1, m->x, &h, &in));
+    MT_TRY(mt_parallel_linear_tensors(ctx, &m->in[FC1], 1, m->x, &h));
+    MT_TRY(mt_parallel_linear_tensors(ctx, &m->out[FC2], 1, m->y, &act));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, &m->in[FC1], 1, &m->x, &h, &in));
     MT_TRY(mt_column_parallel_activation_forward(ctx, &m->in[FC1], MT_GELU_TANH, h, act));
-    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, &m->out[FC2], 1, &act, m->y, &out));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, &m->out[FC2], 1, &act, &m->y, &out));
     m->kept = mt_arena_mark(ctx) - mark;
-    MT_TRY(mt_column_parallel_linear_tensors(ctx, &m->in[FC1], 1, m->dx, &dh));
-    MT_TRY(mt_row_parallel_linear_tensors(ctx, &m->out[FC2], 1, m->dy, &dact));
-    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, &m->out[FC2], 1, m->dy, &dact, &out));
+    MT_TRY(mt_parallel_linear_tensors(ctx, &m->in[FC1], 1, m->dx, &dh));
+    MT_TRY(mt_parallel_linear_tensors(ctx, &m->out[FC2], 1, m->dy, &dact));
+    MT_TRY(mt_parallel_linear_backward_shared(ctx, &m->out[FC2], 1, &m->dy, &dact, &out));
     MT_TRY(mt_column_parallel_activation_backward(ctx, &m->in[FC1], MT_GELU_TANH, h, dact, dh));
-    return mt_column_parallel_linear_backward_shared(ctx, &m->in[FC1], 1, &dh, m->dx, &in);
+    return mt_parallel_linear_backward_shared(ctx, &m->in[FC1], 1, &dh, &m->dx, &in);
 }
 
 static mt_status step_built_in_block(one_block *m, size_t mark) {
@@ -1324,31 +1324,31 @@ static mt_status own_forward(one_block *m, own_saved *s) {
     s->heads = mt_core_attention_desc(&m->in[QKV], HEAD, &batch);
     MT_TRY(mt_arena_tensor(ctx, MT_F32, TOKENS, HIDDEN, &n));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, s->heads.groups, TOKENS, &s->lse));
-    MT_TRY(mt_column_parallel_linear_tensors(ctx, m->in, INPUTS, m->x, s->h));
-    MT_TRY(mt_row_parallel_linear_tensors(ctx, &m->out[PROJ], 1, m->y, &s->core));
-    MT_TRY(mt_row_parallel_linear_tensors(ctx, m->out, OUTPUTS, m->y, z));
+    MT_TRY(mt_parallel_linear_tensors(ctx, m->in, INPUTS, m->x, s->h));
+    MT_TRY(mt_parallel_linear_tensors(ctx, &m->out[PROJ], 1, m->y, &s->core));
+    MT_TRY(mt_parallel_linear_tensors(ctx, m->out, OUTPUTS, m->y, z));
     MT_TRY(mt_norm_layer_forward(ctx, &m->norm, m->x, n, &s->norm));
-    MT_TRY(mt_column_parallel_linear_forward_shared(ctx, m->in, INPUTS, n, s->h, &s->in));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, m->in, INPUTS, &n, s->h, &s->in));
     MT_TRY(mt_qk_norm_forward(ctx, &m->qk_norm, s->h[QKV], &s->qk_norm));
     MT_TRY(mt_core_attention_forward(ctx, &s->heads, m->in[QKV].weight->shards, s->h[QKV], s->core, s->lse));
     MT_TRY(mt_sigmoid_gate_forward(ctx, s->h[GATE], s->core, z[PROJ]));
     MT_TRY(mt_column_parallel_activation_forward(ctx, &m->in[FC1], MT_SQUARED_RELU, s->h[FC1], z[FC2]));
-    MT_TRY(mt_row_parallel_linear_forward_shared(ctx, m->out, OUTPUTS, z, m->y, s->out));
+    MT_TRY(mt_parallel_linear_forward_shared(ctx, m->out, OUTPUTS, z, &m->y, s->out));
     return mt_add(ctx, m->x, m->y, m->y);
 }
 
 static mt_status own_backward(one_block *m, const own_saved *s) {
     mt_context *ctx = m->place.ctx;
     mt_tensor dh[INPUTS], dz[OUTPUTS];
-    MT_TRY(mt_column_parallel_linear_tensors(ctx, m->in, INPUTS, m->dx, dh));
-    MT_TRY(mt_row_parallel_linear_tensors(ctx, m->out, OUTPUTS, m->dy, dz));
-    MT_TRY(mt_row_parallel_linear_backward_shared(ctx, m->out, OUTPUTS, m->dy, dz, s->out));
+    MT_TRY(mt_parallel_linear_tensors(ctx, m->in, INPUTS, m->dx, dh));
+    MT_TRY(mt_parallel_linear_tensors(ctx, m->out, OUTPUTS, m->dy, dz));
+    MT_TRY(mt_parallel_linear_backward_shared(ctx, m->out, OUTPUTS, &m->dy, dz, s->out));
     MT_TRY(mt_sigmoid_gate_backward(ctx, s->h[GATE], s->core, dz[PROJ], dh[GATE], dz[PROJ]));
     MT_TRY(mt_core_attention_backward(ctx, &s->heads, m->in[QKV].weight->shards, s->h[QKV], s->core, s->lse, dz[PROJ],
                                       dh[QKV]));
     MT_TRY(mt_qk_norm_backward(ctx, &m->qk_norm, dh[QKV], &s->qk_norm));
     MT_TRY(mt_column_parallel_activation_backward(ctx, &m->in[FC1], MT_SQUARED_RELU, s->h[FC1], dz[FC2], dh[FC1]));
-    MT_TRY(mt_column_parallel_linear_backward_shared(ctx, m->in, INPUTS, dh, m->dx, &s->in));
+    MT_TRY(mt_parallel_linear_backward_shared(ctx, m->in, INPUTS, dh, &m->dx, &s->in));
     return mt_norm_layer_backward(ctx, &m->norm, m->dx, m->dy, m->dx, &s->norm);
 }
 

@@ -1028,16 +1028,16 @@ static void composed_mlp_rows(const shape &s) {
         [&] {
             mt_linear_saved in, out;
             mt_tensor h, act, dh, dact;
-            DO(mt_column_parallel_linear_tensors(ctx, &fc1, 1, b.x, &h));
-            DO(mt_row_parallel_linear_tensors(ctx, &fc2, 1, b.y, &act));
-            DO(mt_column_parallel_linear_forward_shared(ctx, &fc1, 1, b.x, &h, &in));
+            DO(mt_parallel_linear_tensors(ctx, &fc1, 1, b.x, &h));
+            DO(mt_parallel_linear_tensors(ctx, &fc2, 1, b.y, &act));
+            DO(mt_parallel_linear_forward_shared(ctx, &fc1, 1, &b.x, &h, &in));
             DO(mt_column_parallel_activation_forward(ctx, &fc1, MT_GELU_TANH, h, act));
-            DO(mt_row_parallel_linear_forward_shared(ctx, &fc2, 1, &act, b.y, &out));
-            DO(mt_column_parallel_linear_tensors(ctx, &fc1, 1, b.dx, &dh));
-            DO(mt_row_parallel_linear_tensors(ctx, &fc2, 1, b.dy, &dact));
-            DO(mt_row_parallel_linear_backward_shared(ctx, &fc2, 1, b.dy, &dact, &out));
+            DO(mt_parallel_linear_forward_shared(ctx, &fc2, 1, &act, &b.y, &out));
+            DO(mt_parallel_linear_tensors(ctx, &fc1, 1, b.dx, &dh));
+            DO(mt_parallel_linear_tensors(ctx, &fc2, 1, b.dy, &dact));
+            DO(mt_parallel_linear_backward_shared(ctx, &fc2, 1, &b.dy, &dact, &out));
             DO(mt_column_parallel_activation_backward(ctx, &fc1, MT_GELU_TANH, h, dact, dh));
-            DO(mt_column_parallel_linear_backward_shared(ctx, &fc1, 1, &dh, b.dx, &in));
+            DO(mt_parallel_linear_backward_shared(ctx, &fc1, 1, &dh, &b.dx, &in));
         },
         1);
 }

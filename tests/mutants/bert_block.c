@@ -125,14 +125,14 @@ static mt_status layer_forward(mt_context *ctx, const mt_grid *grid, const model
     mt_tensor z;
     MT_TRY(layer_tensors(ctx, l, &d, b->tokens, s));
     MT_TRY(mt_arena_tensor(ctx, MT_F32, b->tokens, HIDDEN, &z));
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &l->qkv, x, s->qkv, &s->qkv_in));
+    MT_TRY(mt_parallel_linear_forward(ctx, &l->qkv, x, s->qkv, &s->qkv_in));
     MT_TRY(mt_attention_forward(ctx, &d, s->qkv, s->core, s->lse));
-    MT_TRY(mt_row_parallel_linear_forward(ctx, &l->proj, s->core, z, &s->proj_in));
+    MT_TRY(mt_parallel_linear_forward(ctx, &l->proj, s->core, z, &s->proj_in));
     MT_TRY(mt_bias_dropout_add_forward(ctx, z, l->proj.bias->value, x, hidden_dropout(b, 2 * number), s->sum));
     MT_TRY(mt_norm_forward(ctx, MT_LAYER_NORM, s->sum, l->gain->value, l->bias->value, 1e-5f, s->n, s->stats));
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &l->fc1, s->n, s->h, &s->fc1_in));
+    MT_TRY(mt_parallel_linear_forward(ctx, &l->fc1, s->n, s->h, &s->fc1_in));
     MT_TRY(mt_activation_forward(ctx, MT_GELU_ERF, s->h, l->fc1.bias->value, s->a));
-    MT_TRY(mt_row_parallel_linear_forward(ctx, &l->fc2, s->a, z, &s->fc2_in));
+    MT_TRY(mt_parallel_linear_forward(ctx, &l->fc2, s->a, z, &s->fc2_in));
     MT_TRY(mt_bias_dropout_add_forward(ctx, z, l->fc2.bias->value, s->n, hidden_dropout(b, 2 * number + 1), s->sum1));
     return mt_norm_forward(ctx, MT_LAYER_NORM, s->sum1, l->mlp_gain->value, l->mlp_bias->value, 1e-5f, y, s->stats1);
 }
@@ -150,16 +150,16 @@ static mt_status layer_backward(mt_context *ctx, const mt_grid *grid, const mode
     MT_TRY(mt_norm_backward(ctx, MT_LAYER_NORM, s->sum1, l->mlp_gain->value, s->stats1, dx, mt_none(), dx,
                             l->mlp_gain->grad, l->mlp_bias->grad));
     MT_TRY(mt_bias_dropout_add_backward(ctx, dx, hidden_dropout(b, 2 * number + 1), dz, l->fc2.bias->grad));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &l->fc2, dz, da, &s->fc2_in));
+    MT_TRY(mt_parallel_linear_backward(ctx, &l->fc2, dz, da, &s->fc2_in));
     MT_TRY(mt_activation_backward(ctx, MT_GELU_ERF, s->h, da, dh, l->fc1.bias->grad));
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &l->fc1, dh, dn, &s->fc1_in));
+    MT_TRY(mt_parallel_linear_backward(ctx, &l->fc1, dh, dn, &s->fc1_in));
     MT_TRY(mt_add(ctx, dn, dx, dn));
     MT_TRY(mt_norm_backward(ctx, MT_LAYER_NORM, s->sum, l->gain->value, s->stats, dn, mt_none(), dn, l->gain->grad,
                             l->bias->grad));
     MT_TRY(mt_bias_dropout_add_backward(ctx, dn, hidden_dropout(b, 2 * number), dz, l->proj.bias->grad));
-    MT_TRY(mt_row_parallel_linear_backward(ctx, &l->proj, dz, dcore, &s->proj_in));
+    MT_TRY(mt_parallel_linear_backward(ctx, &l->proj, dz, dcore, &s->proj_in));
     MT_TRY(mt_attention_backward(ctx, &d, s->qkv, s->core, s->lse, dcore, dqkv));
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &l->qkv, dqkv, dx, &s->qkv_in));
+    MT_TRY(mt_parallel_linear_backward(ctx, &l->qkv, dqkv, dx, &s->qkv_in));
     return mt_add(ctx, dx, dn, dx);
 }
 

@@ -118,7 +118,7 @@ static mt_status forward(mt_context *ctx, const model *m, saved *s) {
     MT_TRY(mt_norm_layer_forward(ctx, &m->mlp_norm, s->x1, s->n1, &s->mlp_norm));
     MT_TRY(mt_mlp_forward(ctx, &m->mlp, s->n1, s->y, &s->mlp));
     MT_TRY(mt_bias_dropout_add_forward(ctx, s->y, m->mlp.fc2.bias->value, s->x1, hidden_dropout(m, s, 1), s->y));
-    MT_TRY(mt_column_parallel_linear_forward(ctx, &m->head, s->y, s->logits, &s->head));
+    MT_TRY(mt_parallel_linear_forward(ctx, &m->head, s->y, s->logits, &s->head));
     return mt_vocab_parallel_cross_entropy_forward_backward(
         ctx, m->head.tp, &desc, s->logits, (const int32_t *)s->target.targets.data, mt_none(), SCALE, s->loss);
 }
@@ -129,7 +129,7 @@ static mt_status backward(mt_context *ctx, const model *m, const saved *s) {
                                  {&dz, MT_F32, s->x.rows, HIDDEN},      {&dn, MT_F32, s->x.rows, HIDDEN},
                                  {&de, MT_F32, s->memory.rows, HIDDEN}, {&dmemory, MT_F32, s->memory.rows, HIDDEN}};
     MT_TRY(mt_arena_tensors(ctx, memory, 6));
-    MT_TRY(mt_column_parallel_linear_backward(ctx, &m->head, s->logits, dy, &s->head));
+    MT_TRY(mt_parallel_linear_backward(ctx, &m->head, s->logits, dy, &s->head));
     MT_TRY(mt_bias_dropout_add_backward(ctx, dy, hidden_dropout(m, s, 1), dz, m->mlp.fc2.bias->grad));
     MT_TRY(mt_mlp_backward(ctx, &m->mlp, dz, dn, &s->mlp));
     MT_TRY(mt_norm_layer_backward(ctx, &m->mlp_norm, dn, dy, dx1, &s->mlp_norm));
