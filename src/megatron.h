@@ -40,6 +40,42 @@
        mt_kernels.cuh   the operators, forward and backward
        mt_comm.h        contexts, communicators, collectives, Megatron's conjugates f and g, mt_launch
 
+   Step by step. A program does this in this order. Each step names its calls, and the header and the chapter to read.
+    1. Start the ranks: as threads with mt_launch, or as processes of mpirun, torchrun or Slurm with mt_world_from_env
+       (mt_comm.h, "launch").
+    2. Create a context on each rank, with the device, the threads and the arena: mt_context_create (mt_comm.h,
+       "context").
+    3. Arrange the ranks in tensor, data and pipeline groups: mt_grid_create (mt_parallel.h, "process grid").
+    4. Create the registry of the parameters, and set their type: mt_params_create, mt_params_set_dtype (mt_parallel.h,
+       "parameters").
+    5. Create the model: mt_gpt_create (megatron.h, "GPT"), mt_bert_create (megatron.h, "BERT"), layers
+       (megatron.h, "transformer layer"), or linear layers of a block of your own (mt_parallel.h, "column- and
+       row-parallel linear").
+    6. Give the weights their values: mt_params_init draws them, mt_checkpoint_import reads a model of Hugging Face
+       (mt_parallel.h, "checkpoints").
+    7. Create the optimizer: mt_optimizer_create (mt_parallel.h, "optimizer"). With f16, mt_step_create also keeps the
+       loss scale (mt_parallel.h, "a step that does not wait").
+    8. For each micro-batch, describe its sequences in an mt_batch (megatron.h, "batch and dropout"), and call the
+       forward and the backward of the model. Release the arena.
+    9. Sum the gradients over the ranks, and clip them by their norm: mt_sync_gradients, mt_grad_norm (mt_parallel.h,
+       "gradients"). Then call mt_optimizer_step and, for the next step, mt_params_zero_grad.
+   10. Save and resume: mt_gpt_checkpoint_create, mt_checkpoint_save, mt_checkpoint_load (megatron.h, "checkpoints").
+
+   Then, when the program
+       is wrong, or hangs       check 1 or 2 in mt_context_desc (docs/checking.md); find the first tensor that differs
+                                between two runs (mt_parallel.h, "hash log")
+       does not fit             sequence_parallel and recompute (megatron.h, "transformer layer"), a sharded_optimizer
+                                (mt_parallel.h, "parameters"), stages (mt_parallel.h, "pipeline")
+       is too slow              docs/performance.md, docs/gpus.md; CUDA graphs (mt_comm.h, "CUDA graphs")
+       needs a bigger machine   processes over NCCL or MPI (docs/many-ranks.md); the memory and the time of a step
+                                before you have it (docs/planning.md)
+       must give the same bits  on any number of ranks: invariant in mt_context_desc (mt_parallel.h, "invariant mode")
+       generates text           a key/value cache and sampling (docs/inference.md)
+       has layers of its own    f and g (mt_comm.h, "the conjugates f and g"), the operators of mt_kernels.cuh, and
+                                docs/blocks.md
+       keeps its own buffers    mt_params_bind (mt_parallel.h, "parameters"), or layers of your tensors without a
+                                registry (docs/own-weights.md)
+
    A transformer layer communicates as in Megatron-LM (arXiv 1909.08053): forward does 2 all-reduces of [tokens,
    hidden], and backward does 2. With sequence parallelism (arXiv 2205.05198) a layer does all-gathers and
    reduce-scatters instead. Every communicator counts its collectives and their bytes (mt_comm_ledger).

@@ -207,7 +207,44 @@ check "the fragments of docs/checking.md work in its program" checking_fragments
 check "docs/checking.md has every rule of mt_kernels.cuh" checking_rules
 check "tests/test_rules.c tries each operator with a rule" checking_tried
 check "docs/checking.md has every function of mt_comm.h that communicates" checking_communication
+# The page "step by step" at the head of megatron.h, with a blank for each line break.
+steps() {
+    awk '/^   Step by step/ { inside = 1 } /^   A transformer layer communicates/ { exit } inside' "${1:-megatron.h}"
+}
+
+# step_chapters [FILE]: a line HEADER|CHAPTER for each chapter that the page names
+step_chapters() {
+    steps "${1:-megatron.h}" | tr -s '\n ' '  ' | grep -oE '[a-z_]+\.(h|cuh), "[^"]*"' | sed 's/, "/|/; s/"$//'
+}
+
+# Each chapter that the page names is in its header, each function is declared, each page of docs/ exists.
+step_by_step() {
+    [ "$(steps | wc -l)" -le 60 ] || { echo "the page has $(steps | wc -l) lines"; return 1; }
+    step_chapters "${1:-megatron.h}" | while IFS='|' read -r header chapter; do
+        grep -q "^/\* ---- $chapter" "$header" || echo "$header has no chapter \"$chapter\""
+    done >"$work/steps"
+    for name in $(steps "${1:-megatron.h}" | grep -oE '\bmt_[a-z_]+\b' | sort -u); do
+        grep -qE "^(MT_API .*)?[a-z_ ]*\*?$name\(|^\} $name;" mt_comm.h mt_kernels.cuh mt_parallel.h megatron.h ||
+            case $name in mt_parallel | mt_kernels | mt_comm) ;; *) echo "$name is not declared" ;; esac
+    done >>"$work/steps"
+    for page in $(steps "${1:-megatron.h}" | grep -oE 'docs/[a-z-]+\.md'); do
+        [ -f "$page" ] || echo "no $page"
+    done >>"$work/steps"
+    cat "$work/steps"
+    [ "$(step_chapters "${1:-megatron.h}" | wc -l)" -ge 15 ] && [ ! -s "$work/steps" ]
+}
+
+# A chapter, a function and a page that do not exist are found.
+step_by_step_finds() {
+    sed 's/"process grid"/"process gird"/; s/mt_sync_gradients,/mt_synk_gradients,/; s|docs/planning.md|docs/plan.md|' \
+        megatron.h >"$work/steps.h"
+    step_by_step "$work/steps.h" && return 1
+    [ "$(wc -l <"$work/steps")" -eq 3 ]
+}
+
 check "links lead to files and headings" links
 check "README.md leads to every chapter, which ends with something to run" chapters
+check "the steps at the head of megatron.h lead to chapters, functions and pages" step_by_step
+check "one that leads to none is found" step_by_step_finds
 closing_line
 [ $failed -eq 0 ]
