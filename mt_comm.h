@@ -612,20 +612,6 @@ MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, m
 MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
-/* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
-   mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. Every call gets the whole views x
-   and y, as those functions do. When the smaller view of gather and reduce_scatter has n rows, a call handles its rows
-   [first, first + rows), which are rows r * n + first to r * n + first + rows - 1 of the larger view for each rank r.
-   reduce handles rows [first, first + rows) of y. All ranks use the same chunks. The first one has first == 0, each
-   further one begins where the previous one ends, and together they have all rows. The ledger counts all chunks
-   together as one call. */
-MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                     int64_t first, int64_t rows);
-MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                           int64_t first, int64_t rows);
-MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
-                                                   int64_t rows);
-
 /* Overlaps communication with computation on a GPU:
        MT_TRY(mt_overlap_begin(ctx, comm, MT_STREAM_SECOND));
        MT_TRY(mt_overlap_end(ctx, 0, mt_all_reduce(ctx, comm, x, x, n, MT_F32, MT_SUM)));      // ticket 0
@@ -706,12 +692,6 @@ typedef struct mt_trace {
    Errors: MT_ERR_ARGUMENT; MT_ERR_MEMORY (there was no memory for an entry: *out is empty). */
 MT_API mt_status mt_context_take_trace(mt_context *ctx, mt_trace *out);
 MT_API void mt_trace_free(mt_trace *trace); /* NULL is allowed */
-
-/* For authors of operators and blocks. They do nothing on other devices than MT_DEVICE_META.
-   mt_trace_add        appends a copy of *entry, in which it sets `recomputed`.
-   mt_trace_recompute  (ctx, 1) marks the entries that follow as recomputed, until (ctx, 0). Pairs may be nested. */
-MT_API void mt_trace_add(mt_context *ctx, const mt_trace_entry *entry);
-MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);
 
 /* ---- CUDA graphs: a step that is recorded once (src/comm/graph.h) ------------------------------------------------ */
 
@@ -1029,6 +1009,26 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
    mt_divide(i, n)               i / n in a kernel
    tests/engine runs CUDA kernels on a CPU. There a kernel must be launched with MT_LAUNCH_KERNEL, and its shared memory
    declared with MT_SHARED or MT_DYN_SHARED; tests/engine/engine.h has the other rules. */
+
+/* Entries of the trace. They do nothing on other devices than MT_DEVICE_META.
+   mt_trace_add        appends a copy of *entry, in which it sets `recomputed`.
+   mt_trace_recompute  (ctx, 1) marks the entries that follow as recomputed, until (ctx, 0). Pairs may be nested. */
+MT_API void mt_trace_add(mt_context *ctx, const mt_trace_entry *entry);
+MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);
+
+/* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
+   mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. Every call gets the whole views x
+   and y, as those functions do. When the smaller view of gather and reduce_scatter has n rows, a call handles its rows
+   [first, first + rows), which are rows r * n + first to r * n + first + rows - 1 of the larger view for each rank r.
+   reduce handles rows [first, first + rows) of y. All ranks use the same chunks. The first one has first == 0, each
+   further one begins where the previous one ends, and together they have all rows. The ledger counts all chunks
+   together as one call. */
+MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                     int64_t first, int64_t rows);
+MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                           int64_t first, int64_t rows);
+MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
+                                                   int64_t rows);
 
 /* ---- check mode, for authors of operators and layers (src/check/authors.h) --------------------------------------- */
 

@@ -487,12 +487,6 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
    MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */
 MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_head, mt_tensor slopes);
 
-/* For authors of blocks: checks desc, the shapes of its bias and dbias, and on a CPU the numbers of lengths, cu_seqlens
-   and alibi_slopes. Call it before the block communicates. Pass a desc of all heads of the model, so that all ranks
-   return the same error. groups must be at least 1. `where` is the name of the calling function, for the error message.
-   Errors: those of mt_dot_product_attention_backward for desc. */
-MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc);
-
 /* Rotary position embedding (arXiv 2104.09864) of the first R features of each head. R is desc->rotary_dim, or head_dim
    if this is 0. R must be even. desc->rotary_form selects the features that are rotated together: with
    MT_ROTARY_HALVES, feature i and feature i + R / 2 by the angle number i. The features from R on stay as they are.
@@ -550,23 +544,6 @@ MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *de
                                     const mt_kv_cache *cache);
 MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv,
                                        const mt_kv_cache *cache, mt_tensor out);
-
-/* For authors of blocks that use a cache. ids [batch * seq], added [batch] and lengths [batch] are in memory of the
-   context's device.
-   check:     checks desc and max_seq and, on a CPU, desc->lengths and cache->lengths. It does not read keys and values.
-              Call it before the block communicates, with a desc of all groups of the model, so that all ranks return
-              the same error. `where` is the name of the calling function, for the error message.
-   positions: ids[b * seq + i] = min(lengths[b] + i, max_seq - 1), the position of token i of sequence b, as
-              mt_embedding_forward needs it for a table of positions.
-   advance:   lengths[b] = min(lengths[b] + added[b], max_seq), with seq instead of added[b] when added is NULL. lengths
-              is the array that the caches of all layers share. Call it once, after the last layer. added is the
-              desc->lengths of the step: a number below 0 counts as 0, and one above seq as seq. */
-MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_attention_desc *desc,
-                                   const mt_kv_cache *cache);
-MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
-                                       int32_t *ids);
-MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added,
-                                     int32_t *lengths);
 
 /* ---- embedding (src/ops/embedding.h) ----------------------------------------------------------------------------- */
 
@@ -802,14 +779,6 @@ MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
    max_norm <= 0. Check first that the norm is finite: clipping does not remove infinities or NaN. */
 MT_API float mt_clip_coefficient(float norm, float max_norm);
 
-/* For authors of checkpoints: returns the name of the first field that is out of range, such as
-   "loss_scaler.min_scale", or NULL. desc NULL: NULL. */
-MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *desc);
-
-/* For authors of checkpoints: takes a name that mt_loss_scaler_fault has returned, and returns what this field must be,
-   such as "at least 1"; NULL for another name. */
-MT_API const char *mt_loss_scaler_wanted(const char *field);
-
 /* ---- a training step that does not wait (src/ops/step.h) --------------------------------------------------------- */
 
 /* The numbers of a training step that change from step to step. On a GPU they are in its memory, so the host need not
@@ -946,6 +915,37 @@ MT_API int32_t mt_ignore_index(int32_t ignore_index);
 
 /* Returns the hash of one element, from its global number and its bits. mt_hash adds up these hashes. */
 MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
+
+/* Checks desc, the shapes of its bias and dbias, and on a CPU the numbers of lengths, cu_seqlens and alibi_slopes. Call
+   it before the block communicates. Pass a desc of all heads of the model, so that all ranks return the same error.
+   groups must be at least 1. `where` is the name of the calling function, for the error message. Errors: those of
+   mt_dot_product_attention_backward for desc. */
+MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc);
+
+/* For blocks that use a key/value cache. ids [batch * seq], added [batch] and lengths [batch] are in memory of the
+   context's device.
+   check:     checks desc and max_seq and, on a CPU, desc->lengths and cache->lengths. It does not read keys and values.
+              Call it before the block communicates, with a desc of all groups of the model, so that all ranks return
+              the same error. `where` is the name of the calling function, for the error message.
+   positions: ids[b * seq + i] = min(lengths[b] + i, max_seq - 1), the position of token i of sequence b, as
+              mt_embedding_forward needs it for a table of positions.
+   advance:   lengths[b] = min(lengths[b] + added[b], max_seq), with seq instead of added[b] when added is NULL. lengths
+              is the array that the caches of all layers share. Call it once, after the last layer. added is the
+              desc->lengths of the step: a number below 0 counts as 0, and one above seq as seq. */
+MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_attention_desc *desc,
+                                   const mt_kv_cache *cache);
+MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
+                                       int32_t *ids);
+MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added,
+                                     int32_t *lengths);
+
+/* For checkpoints: returns the name of the first field that is out of range, such as "loss_scaler.min_scale", or NULL.
+   desc NULL: NULL. */
+MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *desc);
+
+/* For checkpoints: takes a name that mt_loss_scaler_fault has returned, and returns what this field must be, such as
+   "at least 1"; NULL for another name. */
+MT_API const char *mt_loss_scaler_wanted(const char *field);
 
 #ifdef __cplusplus
 }

@@ -71,8 +71,8 @@
                                 before you have it (docs/planning.md)
        must give the same bits  on any number of ranks: invariant in mt_context_desc (mt_parallel.h, "invariant mode")
        generates text           a key/value cache and sampling (docs/inference.md)
-       has layers of its own    f and g (mt_comm.h, "the conjugates f and g"), the operators of mt_kernels.cuh, and
-                                docs/blocks.md
+       has layers of its own    f and g (mt_comm.h, "the conjugates f and g"), the operators of mt_kernels.cuh, the
+                                chapters for authors at the end of each header, docs/blocks.md
        keeps its own buffers    mt_params_bind (mt_parallel.h, "parameters"), or layers of your tensors without a
                                 registry (docs/own-weights.md)
 

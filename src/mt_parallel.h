@@ -82,7 +82,6 @@ extern "C" {
 #include "parallel/params.h"
 #include "parallel/linear.h"
 #include "parallel/norm.h"
-#include "parallel/authors.h"
 #include "parallel/vocab.h"
 #include "parallel/sync.h"
 #include "parallel/optimizer.h"
@@ -93,6 +92,7 @@ extern "C" {
 #include "files/fields.h"
 #include "files/checkpoint.h"
 #include "plan/plan.h"
+#include "parallel/authors.h"
 
 #ifdef __cplusplus
 }

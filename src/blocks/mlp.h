@@ -1,6 +1,7 @@
 /* ---- MLP --------------------------------------------------------------------------------------------------------- */
 
 #pragma once
+#include "../ops/bias.h"
 #include "../parallel/linear.h"
 
 /* Y = act(X A) B, with a bias after each product. A (fc1) is column-parallel and B (fc2) is row-parallel, so act needs

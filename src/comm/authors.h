@@ -1,7 +1,7 @@
 /* ---- for authors of operators and layers ------------------------------------------------------------------------- */
 
 #pragma once
-#include "context.h"
+#include "trace.h"
 
 /* A slot is memory that belongs to a context and holds options and state of one owner. Each of the other three headers
    owns one slot, and the program owns MT_SLOT_USER. */
@@ -204,3 +204,23 @@ MT_API mt_status mt_cuda_fetch(mt_context *ctx, void *to, const void *from, size
    mt_divide(i, n)               i / n in a kernel
    tests/engine runs CUDA kernels on a CPU. There a kernel must be launched with MT_LAUNCH_KERNEL, and its shared memory
    declared with MT_SHARED or MT_DYN_SHARED; tests/engine/engine.h has the other rules. */
+
+/* Entries of the trace. They do nothing on other devices than MT_DEVICE_META.
+   mt_trace_add        appends a copy of *entry, in which it sets `recomputed`.
+   mt_trace_recompute  (ctx, 1) marks the entries that follow as recomputed, until (ctx, 0). Pairs may be nested. */
+MT_API void mt_trace_add(mt_context *ctx, const mt_trace_entry *entry);
+MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);
+
+/* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
+   mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. Every call gets the whole views x
+   and y, as those functions do. When the smaller view of gather and reduce_scatter has n rows, a call handles its rows
+   [first, first + rows), which are rows r * n + first to r * n + first + rows - 1 of the larger view for each rank r.
+   reduce handles rows [first, first + rows) of y. All ranks use the same chunks. The first one has first == 0, each
+   further one begins where the previous one ends, and together they have all rows. The ledger counts all chunks
+   together as one call. */
+MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                     int64_t first, int64_t rows);
+MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
+                                                           int64_t first, int64_t rows);
+MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
+                                                   int64_t rows);

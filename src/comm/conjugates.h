@@ -38,20 +38,6 @@ MT_API mt_status mt_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, m
 MT_API mt_status mt_gather_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 MT_API mt_status mt_reduce_scatter_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y);
 
-/* These three do the work of mt_gather_from_sequence_region, mt_reduce_scatter_to_sequence_region and
-   mt_reduce_from_tensor_region_forward in several calls, one for each chunk of rows. Every call gets the whole views x
-   and y, as those functions do. When the smaller view of gather and reduce_scatter has n rows, a call handles its rows
-   [first, first + rows), which are rows r * n + first to r * n + first + rows - 1 of the larger view for each rank r.
-   reduce handles rows [first, first + rows) of y. All ranks use the same chunks. The first one has first == 0, each
-   further one begins where the previous one ends, and together they have all rows. The ledger counts all chunks
-   together as one call. */
-MT_API mt_status mt_gather_rows_from_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                     int64_t first, int64_t rows);
-MT_API mt_status mt_reduce_scatter_rows_to_sequence_region(mt_context *ctx, mt_comm *comm, mt_tensor x, mt_tensor y,
-                                                           int64_t first, int64_t rows);
-MT_API mt_status mt_reduce_rows_from_tensor_region(mt_context *ctx, mt_comm *comm, mt_tensor y, int64_t first,
-                                                   int64_t rows);
-
 /* Overlaps communication with computation on a GPU:
        MT_TRY(mt_overlap_begin(ctx, comm, MT_STREAM_SECOND));
        MT_TRY(mt_overlap_end(ctx, 0, mt_all_reduce(ctx, comm, x, x, n, MT_F32, MT_SUM)));      // ticket 0

@@ -48,9 +48,3 @@ typedef struct mt_trace {
    Errors: MT_ERR_ARGUMENT; MT_ERR_MEMORY (there was no memory for an entry: *out is empty). */
 MT_API mt_status mt_context_take_trace(mt_context *ctx, mt_trace *out);
 MT_API void mt_trace_free(mt_trace *trace); /* NULL is allowed */
-
-/* For authors of operators and blocks. They do nothing on other devices than MT_DEVICE_META.
-   mt_trace_add        appends a copy of *entry, in which it sets `recomputed`.
-   mt_trace_recompute  (ctx, 1) marks the entries that follow as recomputed, until (ctx, 0). Pairs may be nested. */
-MT_API void mt_trace_add(mt_context *ctx, const mt_trace_entry *entry);
-MT_API void mt_trace_recompute(mt_context *ctx, int recomputes);

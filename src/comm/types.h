@@ -2,7 +2,6 @@
 
 #pragma once
 #include "collectives.h"
-#include "trace.h"
 #include "graph.h"
 #include "launch.h"
 #include "authors.h"

@@ -137,12 +137,6 @@ MT_API mt_status mt_dot_product_attention_backward(mt_context *ctx, const mt_att
    MT_ERR_ARGUMENT: heads is not in [1, 2^31), or the n heads are not in [0, heads). */
 MT_API mt_status mt_alibi_slopes(mt_context *ctx, int64_t heads, int64_t first_head, mt_tensor slopes);
 
-/* For authors of blocks: checks desc, the shapes of its bias and dbias, and on a CPU the numbers of lengths, cu_seqlens
-   and alibi_slopes. Call it before the block communicates. Pass a desc of all heads of the model, so that all ranks
-   return the same error. groups must be at least 1. `where` is the name of the calling function, for the error message.
-   Errors: those of mt_dot_product_attention_backward for desc. */
-MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc);
-
 /* Rotary position embedding (arXiv 2104.09864) of the first R features of each head. R is desc->rotary_dim, or head_dim
    if this is 0. R must be even. desc->rotary_form selects the features that are rotated together: with
    MT_ROTARY_HALVES, feature i and feature i + R / 2 by the angle number i. The features from R on stay as they are.

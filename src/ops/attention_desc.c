@@ -1,7 +1,6 @@
 /* ---- attention: arguments and scratch memory --------------------------------------------------------------------- */
 
 #pragma once
-#include "attention.h"
 #include "amx.c"
 #include "dropout.c"
 #include "../comm/defaults.h"

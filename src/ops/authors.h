@@ -1,8 +1,10 @@
 /* ---- for authors of operators and blocks ------------------------------------------------------------------------- */
 
 #pragma once
+#include "kv_cache.h"
 #include "sample.h"
 #include "adamw.h"
+#include "loss_scaler.h"
 #include "../check/authors.h"
 
 /* The types that a view may have: any type, one of the float types (MT_F32, MT_BF16, MT_F16), or MT_F32 only. */
@@ -110,3 +112,34 @@ MT_API int32_t mt_ignore_index(int32_t ignore_index);
 
 /* Returns the hash of one element, from its global number and its bits. mt_hash adds up these hashes. */
 MT_API uint64_t mt_hash_element(uint64_t element, uint32_t bits);
+
+/* Checks desc, the shapes of its bias and dbias, and on a CPU the numbers of lengths, cu_seqlens and alibi_slopes. Call
+   it before the block communicates. Pass a desc of all heads of the model, so that all ranks return the same error.
+   groups must be at least 1. `where` is the name of the calling function, for the error message. Errors: those of
+   mt_dot_product_attention_backward for desc. */
+MT_API mt_status mt_attention_check(mt_context *ctx, const char *where, const mt_attention_desc *desc);
+
+/* For blocks that use a key/value cache. ids [batch * seq], added [batch] and lengths [batch] are in memory of the
+   context's device.
+   check:     checks desc and max_seq and, on a CPU, desc->lengths and cache->lengths. It does not read keys and values.
+              Call it before the block communicates, with a desc of all groups of the model, so that all ranks return
+              the same error. `where` is the name of the calling function, for the error message.
+   positions: ids[b * seq + i] = min(lengths[b] + i, max_seq - 1), the position of token i of sequence b, as
+              mt_embedding_forward needs it for a table of positions.
+   advance:   lengths[b] = min(lengths[b] + added[b], max_seq), with seq instead of added[b] when added is NULL. lengths
+              is the array that the caches of all layers share. Call it once, after the last layer. added is the
+              desc->lengths of the step: a number below 0 counts as 0, and one above seq as seq. */
+MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_attention_desc *desc,
+                                   const mt_kv_cache *cache);
+MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
+                                       int32_t *ids);
+MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added,
+                                     int32_t *lengths);
+
+/* For checkpoints: returns the name of the first field that is out of range, such as "loss_scaler.min_scale", or NULL.
+   desc NULL: NULL. */
+MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *desc);
+
+/* For checkpoints: takes a name that mt_loss_scaler_fault has returned, and returns what this field must be, such as
+   "at least 1"; NULL for another name. */
+MT_API const char *mt_loss_scaler_wanted(const char *field);

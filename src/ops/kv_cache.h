@@ -41,20 +41,3 @@ MT_API mt_status mt_kv_cache_append(mt_context *ctx, const mt_attention_desc *de
                                     const mt_kv_cache *cache);
 MT_API mt_status mt_kv_cache_attention(mt_context *ctx, const mt_attention_desc *desc, mt_tensor qkv,
                                        const mt_kv_cache *cache, mt_tensor out);
-
-/* For authors of blocks that use a cache. ids [batch * seq], added [batch] and lengths [batch] are in memory of the
-   context's device.
-   check:     checks desc and max_seq and, on a CPU, desc->lengths and cache->lengths. It does not read keys and values.
-              Call it before the block communicates, with a desc of all groups of the model, so that all ranks return
-              the same error. `where` is the name of the calling function, for the error message.
-   positions: ids[b * seq + i] = min(lengths[b] + i, max_seq - 1), the position of token i of sequence b, as
-              mt_embedding_forward needs it for a table of positions.
-   advance:   lengths[b] = min(lengths[b] + added[b], max_seq), with seq instead of added[b] when added is NULL. lengths
-              is the array that the caches of all layers share. Call it once, after the last layer. added is the
-              desc->lengths of the step: a number below 0 counts as 0, and one above seq as seq. */
-MT_API mt_status mt_kv_cache_check(mt_context *ctx, const char *where, const mt_attention_desc *desc,
-                                   const mt_kv_cache *cache);
-MT_API mt_status mt_kv_cache_positions(mt_context *ctx, const mt_kv_cache *cache, int64_t batch, int64_t seq,
-                                       int32_t *ids);
-MT_API mt_status mt_kv_cache_advance(mt_context *ctx, int64_t max_seq, int64_t batch, int64_t seq, const int32_t *added,
-                                     int32_t *lengths);

@@ -44,11 +44,3 @@ MT_API float mt_loss_scaler_update(mt_loss_scaler *scaler, float *norm);
 /* Returns the factor that clips a gradient of this norm to max_norm: min(1, max_norm / (norm + 1e-6)), or 1 when
    max_norm <= 0. Check first that the norm is finite: clipping does not remove infinities or NaN. */
 MT_API float mt_clip_coefficient(float norm, float max_norm);
-
-/* For authors of checkpoints: returns the name of the first field that is out of range, such as
-   "loss_scaler.min_scale", or NULL. desc NULL: NULL. */
-MT_API const char *mt_loss_scaler_fault(const mt_loss_scaler_desc *desc);
-
-/* For authors of checkpoints: takes a name that mt_loss_scaler_fault has returned, and returns what this field must be,
-   such as "at least 1"; NULL for another name. */
-MT_API const char *mt_loss_scaler_wanted(const char *field);

@@ -2,7 +2,6 @@
 
 #pragma once
 #include "params.h"
-#include "../ops/bias.h"
 
 /* Y = X W^T + b with W [out_features, in_features]. A column-parallel layer contains f: its backward all-reduces dx. A
    row-parallel layer contains g: its forward all-reduces y. Do not call f or g yourself around or between these layers.
@@ -165,40 +164,3 @@ MT_API mt_status mt_parallel_linear_backward_shared(mt_context *ctx, const mt_pa
    sequence_parallel. MT_ERR_ARGUMENT: as for the functions above. */
 MT_API mt_status mt_parallel_linear_tensors(mt_context *ctx, const mt_parallel_linear *layers, int count,
                                             mt_tensor like, mt_tensor *out);
-
-/* Computes a column-parallel forward for inference. x has all tokens, even with sequence_parallel: x [tokens, in] -> y
-   [tokens, local_features], or [tokens, out] when the argument gather_output is 1. desc.gather_output is ignored. Adds
-   the bias, except with skip_bias_add. y may be of another float type than x.
-   Communication: none, or an all-gather of y with gather_output. */
-MT_API mt_status mt_column_parallel_linear_product(mt_context *ctx, const mt_parallel_linear *layer, mt_tensor x,
-                                                   int gather_output, mt_tensor y);
-
-/* These functions apply an activation to the output h of a column-parallel layer. They call mt_activation_forward or
-   mt_activation_backward, in invariant mode once for each virtual shard. h is [tokens, local_features], or [tokens,
-   out_features] with gather_output. y, dy and dh have the shape of h, except that with MT_SWIGLU y and dy have half the
-   columns. With skip_bias_add, forward first adds the layer's bias to h in place, and backward also adds to the bias's
-   gradient. dh may be h. No communication.
-   MT_ERR_ARGUMENT: the layer has a bias, gather_output and skip_bias_add, so that h is whole but the bias is split. */
-MT_API mt_status mt_column_parallel_activation_forward(mt_context *ctx, const mt_parallel_linear *layer,
-                                                       mt_activation kind, mt_tensor h, mt_tensor y);
-MT_API mt_status mt_column_parallel_activation_backward(mt_context *ctx, const mt_parallel_linear *layer,
-                                                        mt_activation kind, mt_tensor h, mt_tensor dy, mt_tensor dh);
-
-/* Run a linear layer and the activation next to it in one call. The two are one fused operator when
-   mt_gemm_options.epilogue allows it and the column-parallel layer has skip_bias_add or no_bias, and no
-   gather_output. Otherwise the call runs the linear layer and mt_column_parallel_activation_forward or _backward. A
-   fused forward does not write NAME.output to the hash log.
-     forward (column-parallel):  h = x W^T + b [tokens, local_features], y = act(h).
-     backward (row-parallel):    dy is the gradient of the row-parallel layer's output. dh [tokens,
-       before->local_features] is the gradient of h, the output of the column-parallel layer `before`. Adds to the
-       gradients of the row-parallel layer's weight and bias. When `before` has skip_bias_add, also adds to the gradient
-       of the bias of `before`.
-   MT_ERR_ARGUMENT (backward): the row-parallel layer has no input_is_parallel or has add_to_dx, or `before` has
-   gather_output. */
-MT_API mt_status mt_column_parallel_linear_activation_forward(mt_context *ctx, const mt_parallel_linear *layer,
-                                                              mt_activation kind, mt_tensor x, mt_tensor h, mt_tensor y,
-                                                              mt_linear_saved *saved);
-MT_API mt_status mt_row_parallel_linear_activation_backward(mt_context *ctx, const mt_parallel_linear *layer,
-                                                            const mt_parallel_linear *before, mt_activation kind,
-                                                            mt_tensor dy, mt_tensor h, mt_tensor dh,
-                                                            const mt_linear_saved *saved);
