@@ -1328,6 +1328,22 @@ long syscall(long number, ...);
 in a file of its own: cc -O3 -march=native -fno-fast-math -c megatron.c; link without -ffast-math, too"
 #endif
 
+/* Whether this process was forked from the one that has created something. It has copies of that process's memory, but
+   not its threads, whose locks stay as they were, and it shares the files and connections. */
+static int mti_is_forked(pid_t process) { return process != getpid(); }
+
+static void *mti_default_alloc(void *user, size_t bytes, size_t alignment) {
+    void *ptr = NULL;
+    (void)user;
+    return posix_memalign(&ptr, alignment, bytes) == 0 ? ptr : NULL;
+}
+
+static void mti_default_free(void *user, void *ptr, size_t bytes) {
+    (void)user;
+    (void)bytes;
+    free(ptr);
+}
+
 /* MT_RANGE returns the status of `call`. The NVTX range ends after the call, also when the call fails. */
 #if defined(MT_USE_NVTX)
 static mt_status mti_range_end(mt_status status) {
@@ -1551,7 +1567,7 @@ typedef struct mti_text {
     char data[MT_ERROR_BYTES];
 } mti_text;
 
-/* A transport connects the ranks of a communicator: a table of functions. The tables are below.
+/* A transport connects the ranks of a communicator: a table of functions, which is at the end of its file.
    has_peers     0: a call moves no data to other ranks
    are_threads   1: the ranks are threads of this process
    check         returns an error when the context cannot be used with the communicator
@@ -1559,8 +1575,6 @@ typedef struct mti_text {
    p2p           runs a send, a receive or both, with other ranks
    enter, exit   the two meetings of a call: all ranks compare their calls, and leave the call; NULL: never called
    split         as mt_comm_split; color -1 leaves *out NULL
-   over_nccl     creates a communicator with the same ranks over NCCL; leaves *out NULL where NCCL is not used
-   enlist        see mt_comm_register
    leave         tells the other ranks that this rank leaves; `reason` completes "rank 1 ...", must outlive the group */
 typedef struct mti_transport {
     int has_peers, are_threads;
@@ -1570,8 +1584,6 @@ typedef struct mti_transport {
     mt_status (*enter)(mt_context *ctx, mt_comm *comm, const mti_call *call);
     void (*exit)(mt_comm *comm);
     mt_status (*split)(mt_comm *comm, int color, int key, mt_comm **out);
-    mt_status (*over_nccl)(mt_context *ctx, mt_comm *comm, mt_comm **out);
-    mt_status (*enlist)(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
     void (*leave)(mt_comm *comm, const char *reason);
     void (*destroy)(mt_comm *comm);
 } mti_transport;
@@ -1611,45 +1623,8 @@ typedef struct mti_hooks {
 
 /* -- declarations of functions that are called before their section -- */
 
-static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment); /* cuda.c */
-static void mti_cuda_free(void *user, void *ptr, size_t bytes);
-static int mti_cuda_count(void);
-static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc);
-static void mti_cuda_idle(mt_context *ctx);
-static void mti_cuda_close(mt_context *ctx);
-static mt_status mti_cuda_synchronize(mt_context *ctx);
-static mt_status mti_cuda_report(mt_context *ctx);
-static mt_status mti_cuda_enter_host(mt_context *ctx);
-static void mti_cuda_forget(mt_context *ctx, const void *ptr);
-
-static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call); /* threads.c */
-static void mti_exit(mt_comm *comm);
-static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call);
-static mt_status mti_local_split(mt_comm *comm, int color, int key, mt_comm **out);
-static mt_status mti_alone_split(mt_comm *comm, int color, int key, mt_comm **out);
-static mt_status mti_meta_split(mt_comm *comm, int color, int key, mt_comm **out);
-static mt_status mti_apart_split(mt_comm *comm, int color, int key, mt_comm **out);
-static void mti_local_leave(mt_comm *comm, const char *reason);
-static void mti_no_leave(mt_comm *comm, const char *reason);
-static void mti_no_destroy(mt_comm *comm);
-
-static void mti_team_destroy(struct mti_team *t); /* workers.c */
-
 static mt_status mti_checker_create(mt_context *ctx, int check); /* src/check/hooks.c: sets ctx->hooks */
 
-static mt_status mti_no_check(mt_context *ctx, mt_comm *comm, const char *name); /* collectives.c */
-static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name);
-static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name);
-static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *name);
-static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
-static mt_status mti_no_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
-static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call);
-
-static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes); /* nccl.c */
-static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out);
-static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
-static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
-static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
 static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call); /* graph.c */
 static void mti_graph_forget(mt_context *ctx);
 #if MT_HAS_CUDA
@@ -1661,56 +1636,7 @@ static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *me
 #endif
 #if MTI_NCCL
 static void mti_graphs_lose(mt_context *ctx); /* graph.c */
-static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
-static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out);
-static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
-static void mti_nccl_leave(mt_comm *comm, const char *reason);
-static void mti_nccl_destroy(mt_comm *comm);
 #endif
-
-#if MTI_MPI
-static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *call); /* mpi.c */
-static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *call);
-static void mti_mpi_exit(mt_comm *comm);
-static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out);
-static void mti_mpi_leave(mt_comm *comm, const char *reason);
-static void mti_mpi_destroy(mt_comm *comm);
-#endif
-
-/* -- the transports -- */
-
-/* clang-format off */
-/* A group of one. */
-static const mti_transport mti_alone = {0, 0,
-    mti_no_check,     mti_alone_call,        mti_no_call,    NULL,           NULL,         mti_alone_split,
-    mti_stays,               mti_no_enlist,    mti_no_leave,     mti_no_destroy};
-
-/* mt_comm_create_meta: no data and no peers. */
-static const mti_transport mti_meta = {0, 0,
-    mti_meta_check,   mti_no_call,           mti_no_call,    NULL,           NULL,         mti_meta_split,
-    mti_refuse_over_nccl,    mti_no_enlist,    mti_no_leave,     mti_no_destroy};
-
-/* Processes of mt_world_from_env without MPI, which are not connected. */
-static const mti_transport mti_apart = {1, 0,
-    mti_apart_check,  mti_no_call,           mti_no_call,    NULL,           NULL,         mti_apart_split,
-    mti_processes_over_nccl, mti_no_enlist,    mti_no_leave,     mti_no_destroy};
-
-static const mti_transport mti_threads = {1, 1,
-    mti_no_check,     mti_local_collective,  mti_local_p2p,  mti_enter,      mti_exit,     mti_local_split,
-    mti_group_over_nccl,     mti_no_enlist,    mti_local_leave,  mti_no_destroy};
-
-#if MTI_NCCL
-static const mti_transport mti_over_nccl = {1, 0,
-    mti_peers_check,  mti_nccl_call,         mti_nccl_call,  NULL,           NULL,         mti_nccl_split,
-    mti_refuse_over_nccl,    mti_nccl_enlist,  mti_nccl_leave,   mti_nccl_destroy};
-#endif
-
-#if MTI_MPI
-static const mti_transport mti_over_mpi = {1, 0,
-    mti_peers_check,  mti_mpi_call,          mti_mpi_call,   mti_mpi_enter,  mti_mpi_exit, mti_mpi_split,
-    mti_group_over_nccl,     mti_no_enlist,    mti_mpi_leave,    mti_mpi_destroy};
-#endif
-/* clang-format on */
 
 /* ---- names of statuses and types (src/comm/status.c) ------------------------------------------------------------- */
 
@@ -1754,461 +1680,10 @@ MT_API const char *mt_dtype_name(mt_dtype dtype) {
     return "no such dtype";
 }
 
-/* ---- contexts, arenas and communicators (src/comm/context.c) ----------------------------------------------------- */
-
-MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text) {
-    if (ctx && ctx->logger.log) (ctx->logger.log)(ctx->logger.user, level, text ? text : "");
-}
-
 /* A message is one line, also when a name in it, such as one from a file, has a newline. */
 static void mti_one_line(char *text) {
     for (; *text; text++)
         if ((unsigned char)*text < ' ' || *text == 127) *text = '?';
-}
-
-MT_API mt_status mt_fail(mt_context *ctx, mt_status status, const char *format, ...) {
-    va_list args;
-    if (!ctx) return status;
-    va_start(args, format);
-    vsnprintf(ctx->error, sizeof ctx->error, format ? format : " ", args);
-    va_end(args);
-    mti_one_line(ctx->error);
-    if (ctx->world) mt_comm_fail(ctx->world, status, ctx->error);
-    mt_log(ctx, MT_LOG_ERROR, ctx->error);
-    return status;
-}
-
-MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!error) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_range_fail: error is NULL");
-    return mt_fail(ctx, MT_ERR_DATA, "%.23s: %.23s %ld at index %lld is not in [0, %lld)", error->function, error->name,
-                   (long)error->value, (long long)error->index, (long long)error->limit);
-}
-
-static void *mti_default_alloc(void *user, size_t bytes, size_t alignment) {
-    void *ptr = NULL;
-    (void)user;
-    return posix_memalign(&ptr, alignment, bytes) == 0 ? ptr : NULL;
-}
-
-static void mti_default_free(void *user, void *ptr, size_t bytes) {
-    (void)user;
-    (void)bytes;
-    free(ptr);
-}
-
-MT_API void *mt_host_alloc(size_t bytes) { return calloc(1, bytes); }
-MT_API void mt_host_free(void *ptr) { free(ptr); }
-
-/* The address of memory that does not exist, for a meta context. Blocks of memory have different addresses. */
-static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MT_ALIGNMENT + offset); }
-
-/* The address of a byte of the blocks of mt_context_alloc in a meta context. */
-static unsigned char *mti_meta_block(size_t offset) { return mti_meta_address(SIZE_MAX / 16 + 1 + offset); }
-
-/* Stores an error of mt_context_create in world and logs it, because there is no context yet. */
-static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc, mt_status status, const char *text) {
-    if (world) mt_comm_fail(world, status, text);
-    if (desc && desc->logger.log) (desc->logger.log)(desc->logger.user, MT_LOG_ERROR, text);
-    return status;
-}
-
-static int mti_is_built(mt_device device) {
-    return device == MT_DEVICE_CPU || (MT_HAS_CUDA && device == MT_DEVICE_CUDA);
-}
-
-static int mti_is_shard_count(int n) { return n >= 0 && n <= 1024 && (n & (n - 1)) == 0; }
-
-/* Checks device and planned. */
-static mt_status mti_device_check(mt_comm *world, const mt_context_desc *desc) {
-    int plans = desc->device == MT_DEVICE_META;
-    mt_device device = plans ? desc->planned : desc->device;
-    char text[192];
-    if (mti_is_built(device)) return MT_SUCCESS;
-    if (device == MT_DEVICE_CUDA)
-        snprintf(text, sizeof text,
-                 "mt_context_create: %s is MT_DEVICE_CUDA, which is not built into this program: compile the "
-                 "implementation with nvcc, as a .cu file",
-                 plans ? "planned" : "device");
-    else if (device == MT_DEVICE_META)
-        snprintf(text, sizeof text,
-                 "mt_context_create: planned is MT_DEVICE_META, must be MT_DEVICE_CPU or MT_DEVICE_CUDA");
-    else
-        snprintf(text, sizeof text, "mt_context_create: %s is %d, must be MT_DEVICE_CPU%s",
-                 plans ? "planned" : "device", (int)device,
-                 plans ? " or MT_DEVICE_CUDA" : ", MT_DEVICE_CUDA or MT_DEVICE_META");
-    return mti_context_refuse(world, desc, MT_ERR_UNSUPPORTED, text);
-}
-
-static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) {
-    char text[192];
-    MT_TRY(mti_device_check(world, desc));
-    if ((desc->allocator.alloc == NULL) != (desc->allocator.free == NULL))
-        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT,
-                                  "mt_context_create: the allocator needs both alloc and free, or neither");
-    if (desc->threads < 0 || desc->threads > MTI_MAX_THREADS) {
-        snprintf(text, sizeof text, "mt_context_create: threads is %d, must be from 0 to %d", desc->threads,
-                 MTI_MAX_THREADS);
-        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
-    }
-    if (desc->check < 0 || desc->check > 2) {
-        snprintf(text, sizeof text, "mt_context_create: check is %d, must be 0, 1 or 2", desc->check);
-        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
-    }
-    if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data)) {
-        int first = !mti_is_shard_count(desc->invariant);
-        snprintf(text, sizeof text, "mt_context_create: %s is %d, must be 0 or a power of two up to 1024",
-                 first ? "invariant" : "invariant_data", first ? desc->invariant : desc->invariant_data);
-        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
-    }
-    if (desc->invariant_data && !desc->invariant) {
-        snprintf(text, sizeof text, "mt_context_create: invariant_data is %d, must be 0 without invariant",
-                 desc->invariant_data);
-        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
-    }
-    if (desc->stream && desc->device != MT_DEVICE_CUDA) {
-        snprintf(text, sizeof text, "mt_context_create: stream is set, but device is %s",
-                 desc->device == MT_DEVICE_META ? "MT_DEVICE_META" : "MT_DEVICE_CPU");
-        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
-    }
-    return MT_SUCCESS;
-}
-
-/* Whether this process was forked from the one that has created something. It has copies of that process's memory, but
-   not its threads, whose locks stay as they were, and it shares the files and connections. */
-static int mti_is_forked(pid_t process) { return process != getpid(); }
-
-static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_desc *d) {
-    ctx->process = getpid();
-    ctx->device = d->device;
-    ctx->threads = d->threads ? d->threads : 1;
-    ctx->invariant = d->invariant;
-    ctx->invariant_data = d->invariant_data ? d->invariant_data : d->invariant;
-    ctx->planned = d->device == MT_DEVICE_META ? d->planned : d->device;
-    ctx->capability = 90; /* MT_DEVICE_META plans for sm_90: on older GPUs attention needs less scratch memory */
-    ctx->world = world;
-    ctx->allocator = d->allocator;
-    ctx->logger = d->logger;
-    ctx->arena_bytes = d->arena_bytes ? d->arena_bytes : MT_ARENA_DEFAULT;
-    ctx->arena_symmetric = d->arena_symmetric;
-    ctx->no_nccl_checks = d->no_nccl_checks;
-    if (d->allocator.alloc) return;
-    ctx->allocator.alloc = d->device == MT_DEVICE_CUDA ? mti_cuda_alloc : mti_default_alloc;
-    ctx->allocator.free = d->device == MT_DEVICE_CUDA ? mti_cuda_free : mti_default_free;
-}
-
-static mt_status mti_context_arena(mt_context *ctx) {
-    if (ctx->device == MT_DEVICE_META) {
-        ctx->arena_bytes = SIZE_MAX / 2;
-        ctx->arena = mti_meta_address(SIZE_MAX / 8 + 1);
-        return MT_SUCCESS;
-    }
-    ctx->arena = (unsigned char *)(ctx->allocator.alloc)(ctx->allocator.user, ctx->arena_bytes, MT_ALIGNMENT);
-    if (ctx->arena) return MT_SUCCESS;
-    return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for an arena of %zu bytes", ctx->arena_bytes);
-}
-
-MT_API int mt_version(void) { return MT_VERSION_NUMBER; }
-
-/* Does not read the desc: the mt_context_desc of another version may have other fields. */
-static mt_status mti_version_refuse(mt_comm *world, int version) {
-    char text[192];
-    snprintf(
-        text, sizeof text,
-        "mt_context_create: was called with the headers of megatron.h %d.%d.%d, the implementation in this program "
-        "is " MT_VERSION ": compile both with the same headers",
-        version / 1000000, version / 1000 % 1000, version % 1000);
-    return mti_context_refuse(world, NULL, MT_ERR_UNSUPPORTED, text);
-}
-
-MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt_context_desc *desc, mt_context **out) {
-    mt_context_desc d;
-    mt_context *ctx;
-    mt_status status = MT_SUCCESS;
-    if (out) *out = NULL;
-    if (version != MT_VERSION_NUMBER) return mti_version_refuse(world, version);
-    if (!out) return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, "mt_context_create: out is NULL");
-    memset(&d, 0, sizeof d);
-    if (desc) d = *desc;
-    MT_TRY(mti_context_check(world, &d));
-    ctx = (mt_context *)mt_host_alloc(sizeof *ctx);
-    if (!ctx) return mti_context_refuse(world, &d, MT_ERR_MEMORY, "mt_context_create: no memory for the context");
-    mti_context_fill(ctx, world, &d);
-    if (d.device == MT_DEVICE_CUDA) status = mti_cuda_open(ctx, &d);
-    if (status == MT_SUCCESS) status = mti_context_arena(ctx);
-    if (status == MT_SUCCESS && (d.check || d.device == MT_DEVICE_META)) status = mti_checker_create(ctx, d.check);
-    if (status == MT_SUCCESS) *out = ctx;
-    else mt_context_destroy(ctx);
-    return status;
-}
-
-static void mti_slot_destroy(mt_context *ctx, mti_slot_memory *slot) {
-    if (slot->destroy) (slot->destroy)(ctx, slot->memory);
-    mt_host_free(slot->memory);
-    slot->memory = NULL; /* mt_context_slot returns NULL while the lower slots are destroyed */
-}
-
-/* Whether this process was forked from the one that has created a context on a GPU: CUDA does not work here. */
-static int mti_has_no_gpu(const mt_context *ctx) {
-    return ctx->device == MT_DEVICE_CUDA && mti_is_forked(ctx->process);
-}
-
-static mt_status mti_check_gpu(mt_context *ctx) {
-    if (!mti_has_no_gpu(ctx)) return MT_SUCCESS;
-    return mt_fail(
-        ctx, MT_ERR_UNSUPPORTED,
-        "the context on GPU %d belongs to process %ld, from which this process %ld was forked: CUDA does not "
-        "work here; create the context after fork()",
-        ctx->ordinal, (long)ctx->process, (long)getpid());
-}
-
-/* Ends what uses the device, and frees its memory. */
-static void mti_context_close(mt_context *ctx) {
-    int i;
-    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_idle(ctx);
-    for (i = MT_SLOT_COUNT; i-- > 0;) mti_slot_destroy(ctx, &ctx->slots[i]);
-    if (ctx->hooks) ctx->hooks->close_device(ctx);
-    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
-    mti_team_destroy(ctx->team);
-    if (ctx->device != MT_DEVICE_META && ctx->arena)
-        (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
-}
-
-MT_API void mt_context_destroy(mt_context *ctx) {
-    if (!ctx) return;
-    if (!mti_has_no_gpu(ctx)) mti_context_close(ctx);
-    mt_trace_free(&ctx->trace);
-    if (ctx->hooks) ctx->hooks->destroy(ctx);
-    mt_host_free(ctx);
-}
-
-/* Between the two, the calls of a call are not checked: its own check has said what it does. */
-static void mti_checks_pause(mt_context *ctx) { ctx->checks_paused++; }
-
-static mt_status mti_checks_resume(mt_context *ctx, mt_status status) {
-    if (ctx->checks_paused > 0) ctx->checks_paused--;
-    return status;
-}
-
-MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t bytes,
-                                        void (*destroy)(mt_context *ctx, void *memory), void **out) {
-    int there = slot >= MT_SLOT_KERNELS && slot < MT_SLOT_COUNT;
-    if (out) *out = NULL;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!out || !there || ctx->slots[slot].memory)
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_slot_create: slot %d %s", (int)slot,
-                       !out    ? "is wanted, but out is NULL"
-                       : there ? "has been created already"
-                               : "does not exist");
-    *out = ctx->slots[slot].memory = mt_host_alloc(bytes ? bytes : 1);
-    if (!*out) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_slot_create: no memory for %zu bytes", bytes);
-    ctx->slots[slot].destroy = destroy;
-    return MT_SUCCESS;
-}
-
-MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot) {
-    return ctx && slot >= MT_SLOT_KERNELS && slot < MT_SLOT_COUNT ? ctx->slots[slot].memory : NULL;
-}
-
-MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget) {
-    if (ctx) ctx->forget = forget;
-}
-
-static void mti_notify_forgotten(mt_context *ctx, const void *data, size_t bytes, int gone) {
-    if (ctx && ctx->forget && data && bytes) (ctx->forget)(ctx, data, bytes, gone);
-}
-
-/* Refuses a call that waits for the GPU, or that only the host can do, while a graph is recorded. */
-static mt_status mti_check_recording(mt_context *ctx) {
-    if (!ctx->recording) return MT_SUCCESS;
-    return mt_fail(
-        ctx, MT_ERR_UNSUPPORTED,
-        "between mt_graph_begin and mt_graph_end no call can wait for the GPU, upload, download or allocate: "
-        "do this before mt_graph_launch");
-}
-
-/* Waits for the stream. The library's own waits, such as that of a barrier, do not report the errors of kernels: an
-   error in one call is no reason to fail another one, and would break the communicator. */
-static mt_status mti_synchronize(mt_context *ctx) {
-    return ctx->device == MT_DEVICE_CUDA ? mti_cuda_synchronize(ctx) : MT_SUCCESS;
-}
-
-MT_API mt_status mt_context_synchronize(mt_context *ctx) {
-    if (!ctx) return MT_ERR_ARGUMENT;
-    MT_TRY(mti_synchronize(ctx));
-    return ctx->device == MT_DEVICE_CUDA ? mti_cuda_report(ctx) : MT_SUCCESS;
-}
-
-MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx) { return ctx ? ctx->stream : NULL; }
-
-MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
-MT_API int mt_context_has_data(const mt_context *ctx) { return mt_context_device(ctx) != MT_DEVICE_META; }
-
-MT_API int mt_context_has_address(const mt_context *ctx, const void *data) {
-    uintptr_t at = (uintptr_t)data, arena, blocks = (uintptr_t)mti_meta_block(0);
-    if (mt_context_has_data(ctx)) return 1;
-    arena = (uintptr_t)ctx->arena;
-    return (at >= arena && at - arena < ctx->arena_bytes) || (at >= blocks && at - blocks < ctx->meta_end);
-}
-MT_API int mt_context_records(const mt_context *ctx) { return ctx ? ctx->recording : 0; }
-MT_API int mt_device_count(mt_device device) { return device == MT_DEVICE_CUDA ? mti_cuda_count() : 1; }
-MT_API int mt_context_invariant(const mt_context *ctx) { return ctx ? ctx->invariant : 0; }
-MT_API int mt_context_threads(const mt_context *ctx) { return ctx ? ctx->threads : 1; }
-MT_API mt_device mt_context_planned(const mt_context *ctx) { return ctx ? ctx->planned : MT_DEVICE_CPU; }
-MT_API int mt_context_ordinal(const mt_context *ctx) { return ctx ? ctx->ordinal : 0; }
-MT_API int mt_context_arena_symmetric(const mt_context *ctx) { return ctx ? ctx->arena_symmetric : 0; }
-MT_API int mt_context_compute_capability(const mt_context *ctx) { return ctx ? ctx->capability : 0; }
-MT_API int mt_context_invariant_data(const mt_context *ctx) { return ctx ? ctx->invariant_data : 0; }
-MT_API const char *mt_last_error(const mt_context *ctx) { return ctx ? ctx->error : "the context is NULL"; }
-
-MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
-    size_t size = mt_align_up(bytes ? bytes : 1);
-    mt_status status = MT_SUCCESS;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_alloc: out is NULL");
-    *out = NULL;
-    if (bytes > SIZE_MAX / 2) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: %zu bytes are too many", bytes);
-    if (ctx->device == MT_DEVICE_META) {
-        *out = mti_meta_block(ctx->meta_end);
-        ctx->meta_end += size;
-    } else {
-        void *ptr;
-        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_enter_host(ctx));
-        ptr = (ctx->allocator.alloc)(ctx->allocator.user, size, MT_ALIGNMENT);
-        if (!ptr) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
-        if (ctx->device == MT_DEVICE_CUDA) status = mt_cuda_zero(ctx, ptr, size);
-        else memset(ptr, 0, size);
-        if (status != MT_SUCCESS) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
-        MT_TRY(status);
-        *out = ptr;
-    }
-    ctx->allocated += size;
-    status = MTI_HOOK(ctx, allocated(ctx, *out, size));
-    if (status == MT_SUCCESS) return MT_SUCCESS;
-    mt_context_free(ctx, *out, size);
-    *out = NULL;
-    return status;
-}
-
-MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
-    size_t size = mt_align_up(bytes ? bytes : 1);
-    if (!ctx || !ptr || mti_has_no_gpu(ctx)) return;
-    if (ctx->device == MT_DEVICE_CUDA)
-        mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
-    if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
-    if (ctx->hooks) ctx->hooks->freed(ctx, ptr, size);
-    mti_notify_forgotten(ctx, ptr, size, 1);
-    ctx->allocated -= size;
-}
-
-MT_API size_t mt_context_allocated(const mt_context *ctx) { return ctx ? ctx->allocated : 0; }
-
-MT_API size_t mt_arena_mark(const mt_context *ctx) { return ctx ? ctx->arena_used : 0; }
-
-MT_API void mt_arena_release(mt_context *ctx, size_t mark) {
-    if (!ctx || ctx->stream != ctx->compute_stream) return; /* work overlaps */
-    if (ctx->planned_stream != MT_STREAM_NONE && ctx->planned == MT_DEVICE_CUDA) return;
-    if (mark < ctx->arena_used) ctx->arena_used = mark;
-}
-
-MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top) {
-    if (!ctx) return;
-    ctx->arena_used = first;
-    ctx->region_end = end;
-    ctx->region_top = end ? top : 0; /* with neither region nor allocation, the next one goes to 0 */
-}
-
-MT_API int mt_arena_has(const mt_context *ctx, const void *data) {
-    uintptr_t at = (uintptr_t)data;
-    return ctx && at >= (uintptr_t)ctx->arena && at - (uintptr_t)ctx->arena < ctx->arena_bytes;
-}
-
-MT_API size_t mt_arena_available(const mt_context *ctx) {
-    size_t at;
-    if (!ctx) return 0;
-    at = ctx->arena_used <= ctx->region_end ? ctx->region_top : ctx->arena_used;
-    return at < ctx->arena_bytes ? ctx->arena_bytes - at : 0;
-}
-
-MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
-    size_t size = mt_align_up(bytes), at;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_alloc: out is NULL");
-    *out = NULL;
-    at = ctx->arena_used <= ctx->region_end && size > ctx->region_end - ctx->arena_used ? ctx->region_top
-                                                                                        : ctx->arena_used;
-    if (size < bytes || at > ctx->arena_bytes || size > ctx->arena_bytes - at)
-        return mt_fail(ctx, MT_ERR_MEMORY,
-                       "mt_arena_alloc: %zu bytes do not fit: %zu of %zu in use; set mt_context_desc.arena_bytes to at "
-                       "least %zu, or release a mark",
-                       bytes, at, ctx->arena_bytes, at + size);
-    *out = ctx->arena + at;
-    if (ctx->hooks) ctx->hooks->reused(ctx, *out, size);
-    mti_notify_forgotten(ctx, *out, size, 1);
-    ctx->arena_used = at + size;
-    if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_arena_tensor(mt_context *ctx, mt_dtype dtype, int64_t rows, int64_t cols, mt_tensor *out) {
-    void *data = NULL;
-    if (!ctx) return MT_ERR_ARGUMENT;
-    if (!out || rows < 0 || cols < 0 || (cols > 0 && rows > INT64_MAX / 8 / cols))
-        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_tensor: out %s, shape [%lld, %lld]", out ? "given" : "NULL",
-                       (long long)rows, (long long)cols);
-    MT_TRY(mt_arena_alloc(ctx, (size_t)rows * (size_t)cols * mt_dtype_size(dtype), &data));
-    *out = mt_tensor_make(data, dtype, rows, cols);
-    return MT_SUCCESS;
-}
-
-MT_API size_t mt_arena_peak(const mt_context *ctx) { return ctx ? ctx->arena_peak : 0; }
-
-MT_API void mt_arena_reset_peak(mt_context *ctx) {
-    if (ctx) ctx->arena_peak = ctx->arena_used;
-}
-
-MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak) {
-    if (ctx) ctx->arena_peak = peak;
-}
-
-MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, int64_t cols) {
-    mt_tensor t;
-    memcpy(&t.data, &data, sizeof data); /* casts const away: one view type serves for reading and writing */
-    t.rows = rows;
-    t.cols = cols;
-    t.ld = cols;
-    t.dtype = dtype;
-    return t;
-}
-
-MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols) {
-    return mt_tensor_make(data, MT_F32, rows, cols);
-}
-
-MT_API int mt_tensor_is_aligned(const mt_context *ctx, mt_tensor t) {
-    if (mt_context_device(ctx) == MT_DEVICE_META) return 0;
-    return (t.rows <= 1 || mt_tensor_ld(t) == t.cols) && (uintptr_t)t.data % MT_ALIGNMENT == 0;
-}
-
-/* Returns a view with rows == -1, which every call refuses, when an argument is negative or the offset in bytes would
-   overflow int64_t. */
-static mt_tensor mti_tensor_at(mt_tensor t, int64_t row, int64_t col, int64_t rows, int64_t cols) {
-    const int64_t most = INT64_MAX / 32;
-    int sizes = row >= 0 && rows >= 0 && col >= 0 && cols >= 0 && col <= most;
-    t.ld = mt_tensor_ld(t);
-    if (!sizes || (row > 0 && (t.ld < 0 || t.ld > most / row))) row = col = 0, rows = -1;
-    if (t.data) t.data = (char *)t.data + (row * t.ld + col) * (int64_t)mt_dtype_size(t.dtype);
-    t.rows = rows;
-    t.cols = cols;
-    return t;
-}
-
-MT_API mt_tensor mt_tensor_rows(mt_tensor t, int64_t first, int64_t count) {
-    return mti_tensor_at(t, first, 0, count, t.cols);
-}
-
-MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
-    return mti_tensor_at(t, 0, first, t.rows, count);
 }
 
 /* ---- streams, events and memory of a GPU (src/comm/cuda.c) ------------------------------------------------------- */
@@ -2231,6 +1706,29 @@ MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
 #define MT_DEVICE_NO_UNROLL
 #define MT_HOST_DEVICE
 #endif
+
+/* Whether this process was forked from the one that has created a context on a GPU: CUDA does not work here. */
+static int mti_has_no_gpu(const mt_context *ctx) {
+    return ctx->device == MT_DEVICE_CUDA && mti_is_forked(ctx->process);
+}
+
+static mt_status mti_check_gpu(mt_context *ctx) {
+    if (!mti_has_no_gpu(ctx)) return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_UNSUPPORTED,
+        "the context on GPU %d belongs to process %ld, from which this process %ld was forked: CUDA does not "
+        "work here; create the context after fork()",
+        ctx->ordinal, (long)ctx->process, (long)getpid());
+}
+
+/* Refuses a call that waits for the GPU, or that only the host can do, while a graph is recorded. */
+static mt_status mti_check_recording(mt_context *ctx) {
+    if (!ctx->recording) return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_UNSUPPORTED,
+        "between mt_graph_begin and mt_graph_end no call can wait for the GPU, upload, download or allocate: "
+        "do this before mt_graph_launch");
+}
 
 #if MT_HAS_CUDA
 /* Turns a CUDA error into a status and a message that names the call. */
@@ -2740,6 +2238,15 @@ mti_refuse(mt_context *ctx, mt_comm *comm, mt_status status, const char *format,
     return ctx ? mt_fail(ctx, status, "%s", text) : status;
 }
 
+/* Refuses a call that would wait for ranks of the process from which this one was forked. name: without mt_ */
+static mt_status mti_check_process(mt_context *ctx, mt_comm *comm, const char *name) {
+    if (!comm->transport->has_peers || !mti_is_forked(comm->process)) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED,
+                      "mt_%s: \"%s\" (%d ranks) belongs to process %ld, from which this process %ld was forked and "
+                      "which is no rank of it: create a communicator here, for example with mt_launch",
+                      name, comm->name, comm->size, (long)comm->process, (long)getpid());
+}
+
 /* -- clocks and cores -- */
 
 static double mti_now(void) {
@@ -2960,46 +2467,6 @@ static mti_group *mti_group_new(int size, double timeout, int spin) {
 
 static mti_group *mti_root_of(mti_group *g) { return g && g->root ? g->root : g; }
 
-/* Creates all communicators of a new group, or none. parent: the group that is split; NULL: none */
-static mt_status mti_family_new(int size, double timeout, int spin, mti_group *parent, const char *name,
-                                mt_comm **comms) {
-    mti_group *g = size > 1 ? mti_group_new(size, timeout, spin) : NULL;
-    int r, made = 0;
-    if (size > 1 && !g) return MT_ERR_MEMORY;
-    while (made < size && (comms[made] = mti_comm_new(g ? &mti_threads : &mti_alone, made, size, name)) != NULL) made++;
-    if (made < size) {
-        for (r = 0; r < made; r++) free(comms[r]);
-        if (g) g->references = 1;
-        mti_group_release(g);
-        return MT_ERR_MEMORY;
-    }
-    for (r = 0; r < size; r++) comms[r]->group = g;
-    if (g && parent) {
-        g->root = mti_root_of(parent);
-        __atomic_add_fetch(&g->root->references, 1, __ATOMIC_RELAXED);
-    }
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **comms) {
-    int r, spin;
-    mt_status status;
-    if (!comms || ranks < 1 || ranks > MTI_MAX_RANKS || timeout_s != timeout_s) return MT_ERR_ARGUMENT;
-    spin = ranks <= mti_allowed_cores(NULL, 0);
-    status = mti_family_new(ranks, timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT, spin, NULL, "world", comms);
-    for (r = 0; status != MT_SUCCESS && r < ranks; r++) comms[r] = NULL;
-    return status;
-}
-
-MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out) {
-    if (!out) return MT_ERR_ARGUMENT;
-    *out = NULL;
-    if (size < 1 || rank < 0 || rank >= size) return MT_ERR_ARGUMENT;
-    *out = mti_comm_new(&mti_meta, rank, size, "meta");
-    mt_comm_set_span(*out, size - 1);
-    return *out ? MT_SUCCESS : MT_ERR_MEMORY;
-}
-
 MT_API void mt_comm_set_span(mt_comm *comm, int span) {
     if (comm && span >= comm->size - 1) comm->span = span;
 }
@@ -3007,7 +2474,6 @@ MT_API void mt_comm_set_span(mt_comm *comm, int span) {
 MT_API int mt_comm_rank(const mt_comm *comm) { return comm ? comm->rank : 0; }
 MT_API int mt_comm_size(const mt_comm *comm) { return comm ? comm->size : 1; }
 MT_API int mt_comm_local_rank(const mt_comm *comm) { return comm ? comm->local_rank : 0; }
-MT_API int mt_comm_is_meta(const mt_comm *comm) { return comm && comm->transport == &mti_meta; }
 MT_API const char *mt_comm_name(const mt_comm *comm) { return comm ? comm->name : ""; }
 MT_API const char *mt_comm_last_error(const mt_comm *comm) { return comm ? comm->error : "the communicator is NULL"; }
 
@@ -3481,390 +2947,6 @@ static mti_outcome mti_wait_aside(mt_context *ctx, mti_group *g, const mti_wait 
     return mti_turn_take(ctx) == MT_SUCCESS ? MTI_MET : MTI_SEES_LATE;
 }
 
-/* ---- ranks that are threads: calls, sends and splits (src/comm/thread_calls.c) ----------------------------------- */
-
-typedef enum mti_arrival { MTI_WAITS, MTI_IS_LAST, MTI_TOO_LATE } mti_arrival;
-
-/* Counts this rank as arrived at the current meeting, whose generation goes to *generation. The last rank starts the
-   next generation. whatever: 1: also in a broken group */
-static mti_arrival mti_arrive(mti_group *g, uint64_t *generation, int whatever) {
-    uint64_t state = __atomic_load_n(&g->state, __ATOMIC_SEQ_CST), next;
-    int last;
-    do {
-        if ((state & MTI_BROKEN) && !whatever) return MTI_TOO_LATE;
-        *generation = state >> MTI_GENERATION;
-        last = (int)(state >> 1 & 0x7fff) + 1 == g->size;
-        next = last ? (*generation + 1) << MTI_GENERATION | (state & MTI_BROKEN) : state + MTI_ARRIVAL;
-    } while (!__atomic_compare_exchange_n(&g->state, &state, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-    if (last) mti_wake(g);
-    return last ? MTI_IS_LAST : MTI_WAITS;
-}
-
-static mti_outcome mti_wait_meeting(mt_context *ctx, mt_comm *comm, uint64_t generation, int forever) {
-    mti_group *g = comm->group;
-    mti_wait w;
-    w.word = &g->state;
-    w.mask = ~(uint64_t)0 << MTI_GENERATION;
-    w.value = generation << MTI_GENERATION;
-    w.until_not = 1;
-    w.rank = comm->rank;
-    w.peer = -1;
-    w.forever = forever;
-    return mti_wait_aside(ctx, g, &w);
-}
-
-/* A meeting that cannot fail, because all ranks have passed mti_enter and are inside the same call. */
-static void mti_meet(mt_comm *comm) {
-    uint64_t generation;
-    if (mti_arrive(comm->group, &generation, 1) == MTI_WAITS) mti_wait_meeting(NULL, comm, generation, 1);
-}
-
-static void mti_set_inside(mt_comm *comm, int inside) {
-    __atomic_store_n(&mti_slot_of(comm->group, comm->rank)->inside, inside, __ATOMIC_RELEASE);
-}
-
-/* Compares the calls of all ranks. When they differ, every rank gets the same message. */
-static mt_status mti_compare(mt_context *ctx, mt_comm *comm) {
-    const mti_group *g = comm->group;
-    mti_text text;
-    int r = 1;
-    while (r < g->size && mti_same_call(mti_slot_of(g, 0), mti_slot_of(g, r))) r++;
-    if (r == g->size) return MT_SUCCESS;
-    text.used = 0;
-    mti_say_mismatch(&text, comm);
-    return mti_break_mismatch(ctx, comm, &text);
-}
-
-/* The first meeting. After MT_SUCCESS every rank is in the same call and must call mti_exit. After an error this rank
-   is not in the call, and no peer reads its buffers. */
-static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mti_group *g = comm->group;
-    uint64_t generation = 0;
-    mt_status status = MT_SUCCESS;
-    mti_arrival arrival;
-    if (mti_is_broken(g)) return mti_broken_before(ctx, comm, call);
-    mti_publish(ctx, comm, call, MTI_IN_COLLECTIVE);
-    arrival = mti_arrive(g, &generation, 0);
-    if (arrival == MTI_TOO_LATE) status = mti_broken_before(ctx, comm, call);
-    if (arrival == MTI_WAITS) {
-        mti_outcome outcome = mti_wait_meeting(ctx, comm, generation, 0);
-        if (outcome != MTI_MET) status = mti_give_up(ctx, comm, outcome, -1, generation);
-    }
-    if (status == MT_SUCCESS) status = mti_compare(ctx, comm);
-    if (status == MT_SUCCESS && arrival == MTI_WAITS && mti_turn_is_lost(ctx))
-        status = mti_break_failed(ctx, comm, call, MT_ERR_TIMEOUT);
-    if (status != MT_SUCCESS) mti_set_inside(comm, MTI_OUTSIDE);
-    return status;
-}
-
-static void mti_exit(mt_comm *comm) {
-    mti_set_inside(comm, MTI_OUTSIDE);
-    mti_meet(comm);
-}
-
-/* Before a call on a GPU: what is in the stream now comes before the parts of the peers. A collective over NCCL in the
-   stream might never end. A peer would wait for it without a timeout, so this rank first waits with one. */
-static mt_status mti_local_begin(mt_context *ctx, mt_comm *comm) {
-    if (ctx->device != MT_DEVICE_CUDA) return MT_SUCCESS;
-    if (!ctx->recording) MT_TRY(mt_cuda_wait_peers(ctx));
-    return mti_cuda_record(ctx, &mti_slot_of(comm->group, comm->rank)->ready);
-}
-
-/* -- point to point -- */
-
-static mti_wait mti_wait_outbox(const mti_slot *slot, uint64_t value, int until_not, int peer, int forever) {
-    mti_wait w;
-    w.word = &slot->outbox;
-    w.mask = ~(uint64_t)0;
-    w.value = value;
-    w.until_not = until_not;
-    w.peer = peer;
-    w.rank = -1;
-    w.forever = forever;
-    return w;
-}
-
-static void mti_outbox_set(mti_group *g, mti_slot *slot, uint64_t value) {
-    __atomic_store_n(&slot->outbox, value, __ATOMIC_SEQ_CST);
-    mti_wake(g);
-}
-
-static void mti_post(mt_comm *comm, const mti_call *call) {
-    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
-    slot->send_count = call->count;
-    slot->send_dtype = call->dtype;
-    mti_outbox_set(comm->group, slot, mti_outbox(call->root, MTI_POSTED));
-}
-
-static void mti_say_unlike(mti_text *text, const mt_comm *comm, int from, int to) {
-    text->used = 0;
-    mti_say(text, "recv");
-    mti_say_where(text, comm);
-    mti_say_two(text, comm->group, from, to);
-}
-
-static mt_status mti_take_mismatch(mt_context *ctx, mt_comm *comm, int source) {
-    mti_group *g = comm->group;
-    mti_text text;
-    mti_say_unlike(&text, comm, source, comm->rank);
-    mti_break_mismatch(ctx, comm, &text);
-    mti_outbox_set(g, mti_slot_of(g, source), mti_outbox(comm->rank, MTI_REFUSED));
-    return MT_ERR_MISMATCH;
-}
-
-/* Copies the message that is posted in a slot. On a GPU the copy is in the stream. */
-static mt_status mti_copy_message(mt_context *ctx, const mti_call *call, mti_slot *slot) {
-    size_t bytes = call->recvcount * mt_dtype_size(call->dtype);
-    if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_await(ctx, &slot->ready));
-    MT_TRY(mti_bytes_copy(ctx, call->recv, slot->send, bytes));
-    return ctx->device == MT_DEVICE_CUDA ? mti_cuda_record(ctx, &slot->taken) : MT_SUCCESS;
-}
-
-/* Says from which rank this one awaits a message. -1: none */
-static void mti_await(mt_comm *comm, int source) {
-    __atomic_store_n(&mti_slot_of(comm->group, comm->rank)->awaited, source + 1, __ATOMIC_SEQ_CST);
-}
-
-/* Receives: waits until the source has posted a message for this rank, copies it, and updates the source's outbox. */
-static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mti_group *g = comm->group;
-    mti_slot *slot = mti_slot_of(g, call->source);
-    uint64_t posted;
-    mt_status status;
-    mti_await(comm, call->source);
-    do { /* the exchange fails when the sender has given up: it then breaks the group, which ends the next wait */
-        mti_wait w = mti_wait_outbox(slot, mti_outbox(comm->rank, MTI_POSTED), 0, call->source, 0);
-        mti_outcome outcome = mti_wait_aside(ctx, g, &w);
-        mti_await(comm, -1); /* before the sender can go on */
-        if (outcome != MTI_MET) return mti_give_up(ctx, comm, outcome, call->source, MTI_ANY);
-        posted = w.value;
-    } while (!__atomic_compare_exchange_n(&slot->outbox, &posted, mti_outbox(comm->rank, MTI_TAKEN), 0,
-                                          __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-    if (slot->send_count != call->recvcount || slot->send_dtype != call->dtype ||
-        mti_is_on_meta(slot) != (ctx->device == MT_DEVICE_META))
-        return mti_take_mismatch(ctx, comm, call->source);
-    status = mti_copy_message(ctx, call, slot);
-    if (status != MT_SUCCESS) mti_fail_inside(ctx, comm, call, status);
-    mti_outbox_set(g, slot, mti_outbox(comm->rank, status == MT_SUCCESS ? MTI_DONE : MTI_REFUSED));
-    return status;
-}
-
-/* Waits until the receiver has copied the posted message, or on a GPU has put the copy into its stream. After an error
-   of this wait, or of the receive of the same call (`status`), withdraws the message; when the receiver is already
-   copying, waits until the copy is done. */
-static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
-    mti_group *g = comm->group;
-    mti_slot *slot = mti_slot_of(g, comm->rank);
-    uint64_t posted = mti_outbox(call->root, MTI_POSTED), end;
-    mt_status sent = MT_SUCCESS;
-    mti_wait w = mti_wait_outbox(slot, posted, 1, call->root, 0);
-    mti_outcome outcome = status == MT_SUCCESS ? mti_wait_aside(ctx, g, &w) : MTI_SEES_BROKEN;
-    if (outcome != MTI_MET &&
-        __atomic_compare_exchange_n(&slot->outbox, &posted, (uint64_t)0, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-        return status != MT_SUCCESS ? status : mti_give_up(ctx, comm, outcome, call->root, MTI_ANY);
-    w = mti_wait_outbox(slot, mti_outbox(call->root, MTI_TAKEN), 1, call->root, 1);
-    mti_wait_aside(ctx, g, &w);
-    end = __atomic_load_n(&slot->outbox, __ATOMIC_SEQ_CST) & 7;
-    __atomic_store_n(&slot->outbox, (uint64_t)0, __ATOMIC_SEQ_CST);
-    if (mti_turn_is_lost(ctx)) sent = MT_ERR_TIMEOUT;
-    else if (end == MTI_DONE && ctx->device == MT_DEVICE_CUDA) sent = mti_cuda_await(ctx, &slot->taken);
-    if (sent != MT_SUCCESS) mti_break_failed(ctx, comm, call, sent);
-    MT_KEEP(status, sent);
-    if (status != MT_SUCCESS || end == MTI_DONE) return status;
-    return mti_broken_now(ctx, comm);
-}
-
-static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mt_status status = mti_local_begin(ctx, comm);
-    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
-    if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
-    mti_publish(ctx, comm, call, MTI_IN_P2P);
-    if (call->root >= 0) mti_post(comm, call);
-    if (call->source >= 0) status = mti_take(ctx, comm, call);
-    if (call->root >= 0) status = mti_finish_send(ctx, comm, call, status);
-    mti_set_inside(comm, MTI_OUTSIDE);
-    return status;
-}
-
-/* -- leaving and splitting -- */
-
-static void mti_leave(mt_comm *comm, const char *reason) {
-    if (!mti_is_forked(comm->process)) (comm->transport->leave)(comm, reason);
-}
-
-/* Refuses a call that would wait for ranks of the process from which this one was forked. name: without mt_ */
-static mt_status mti_check_process(mt_context *ctx, mt_comm *comm, const char *name) {
-    if (!comm->transport->has_peers || !mti_is_forked(comm->process)) return MT_SUCCESS;
-    return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED,
-                      "mt_%s: \"%s\" (%d ranks) belongs to process %ld, from which this process %ld was forked and "
-                      "which is no rank of it: create a communicator here, for example with mt_launch",
-                      name, comm->name, comm->size, (long)comm->process, (long)getpid());
-}
-
-/* Returns 0 when this rank has left before, else 1. */
-static int mti_mark_left(mt_comm *comm, const char *reason) {
-    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
-    if (__atomic_load_n(&slot->left, __ATOMIC_SEQ_CST)) return 0;
-    __atomic_store_n(&slot->left, reason, __ATOMIC_SEQ_CST);
-    __atomic_add_fetch(&comm->group->left_count, 1, __ATOMIC_SEQ_CST);
-    return 1;
-}
-
-static void mti_local_leave(mt_comm *comm, const char *reason) {
-    if (mti_mark_left(comm, reason)) mti_wake(comm->group);
-}
-
-static void mti_no_leave(mt_comm *comm, const char *reason) { (void)comm, (void)reason; }
-static void mti_no_destroy(mt_comm *comm) { (void)comm; }
-
-static void mti_comm_free(mt_comm *comm) {
-    mti_group_release(comm->group);
-    free(comm);
-}
-
-/* Leaves the group, and destroys comm unless comm is the world of a launched rank. */
-static void mti_comm_end(mt_comm *comm) {
-    struct mti_rank *owner;
-    mt_comm **at;
-    mti_leave(comm, "has left the group");
-    owner = comm->owner;
-    if (owner) {
-        if (comm == owner->world) return; /* mt_launch or mt_world_from_env destroys it */
-        for (at = &owner->children; *at != comm; at = &(*at)->next) continue;
-        *at = comm->next;
-        owner->leaving = 1;
-    }
-    (comm->transport->destroy)(comm);
-    if (owner) owner->leaving = 0;
-    mti_comm_free(comm);
-}
-
-MT_API void mt_comm_destroy(mt_comm *comm) {
-    int before = mti_hold();
-    if (comm) mti_comm_end(comm);
-    mti_release(before);
-}
-
-/* Makes child belong to the same launched rank as parent, which it was created from. */
-static void mti_adopt(mt_comm *parent, mt_comm *child) {
-    child->local_rank = parent->local_rank;
-    child->owner = parent->owner;
-    if (!parent->owner) return;
-    child->next = parent->owner->children;
-    parent->owner->children = child;
-}
-
-/* Refuses a call on processes that are not connected, and says how to connect them. device: the context's device; -1:
-   no context */
-static mt_status mti_refuse_apart(mt_context *ctx, mt_comm *comm, const char *function, int device) {
-    const char *how = "call mt_comm_create_for with a context on MT_DEVICE_CUDA, or, for ranks on CPUs, compile the "
-                      "implementation with -DMT_USE_MPI and start them with mpirun or srun";
-    if (device == (int)MT_DEVICE_CUDA)
-        how = MTI_NCCL ? "call mt_comm_create_for, and use what it gives"
-                       : "compile the implementation with -DMT_USE_NCCL, link with -lnccl, and call mt_comm_create_for";
-    else if (device >= 0)
-        how = "compile the implementation with -DMT_USE_MPI and start them with mpirun or srun, or use MT_DEVICE_CUDA";
-    return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED,
-                      "mt_%s: the %d ranks of \"%s\" are processes of %s, and nothing connects them yet: %s", function,
-                      comm->size, comm->name, comm->launcher, how);
-}
-
-/* Computes the place of rank `of` in its new group: its rank there, the group's size, and the leader, which is the
-   lowest rank in comm with the same color. */
-static void mti_split_member(const mt_comm *comm, int of, int *rank, int *size, int *leader) {
-    const mti_slot *mine = mti_slot_of(comm->group, of);
-    int r;
-    *rank = *size = 0;
-    *leader = -1;
-    for (r = 0; r < comm->size; r++) {
-        const mti_slot *slot = mti_slot_of(comm->group, r);
-        if (slot->color != mine->color) continue;
-        if (*leader < 0) *leader = r;
-        *rank += slot->key < mine->key || (slot->key == mine->key && r < of);
-        ++*size;
-    }
-}
-
-/* Creates all communicators of one color's group; NULL: out of memory. The caller frees the array. */
-static mt_comm **mti_split_family(const mt_comm *comm, int size, int color) {
-    mt_comm **family = (mt_comm **)calloc((size_t)size, sizeof *family);
-    double timeout = comm->group ? comm->group->timeout : MT_TIMEOUT_DEFAULT;
-    char name[32];
-    if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
-    if (!family) return NULL;
-    if (mti_family_new(size, timeout, comm->group ? comm->group->spin : 0, comm->group, name, family) == MT_SUCCESS)
-        return family;
-    free(family);
-    return NULL;
-}
-
-/* Splits between mti_enter and mti_exit: the leader of each color creates the group's communicators, and after a
-   meeting each rank takes its own. */
-static mt_comm *mti_split(mt_comm *comm, int color) {
-    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
-    mt_comm **family = NULL, *out = NULL;
-    int rank, size, leader;
-    mti_split_member(comm, comm->rank, &rank, &size, &leader);
-    if (leader == comm->rank) slot->family = color < 0 ? NULL : mti_split_family(comm, size, color);
-    mti_meet(comm);
-    if (color >= 0) family = mti_slot_of(comm->group, leader)->family;
-    if (family) out = family[rank];
-    mti_exit(comm);
-    if (leader == comm->rank) free(family);
-    return out;
-}
-
-static mt_status mti_local_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    mti_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = MTI_SPLIT;
-    call.color = color;
-    call.key = key;
-    MT_TRY(mti_enter(NULL, comm, &call));
-    *out = mti_split(comm, color);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_alone_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    mt_comm **family = color >= 0 ? mti_split_family(comm, 1, color) : NULL;
-    (void)key;
-    if (family) *out = family[0];
-    free(family);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_meta_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    (void)color, (void)key, (void)out;
-    return mti_refuse(NULL, comm, MT_ERR_ARGUMENT,
-                      "mt_comm_split: \"%s\" is a meta communicator, which has no peers; use mt_comm_create_meta",
-                      comm->name);
-}
-
-static mt_status mti_apart_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    (void)color, (void)key, (void)out;
-    return mti_refuse_apart(NULL, comm, "comm_split", -1);
-}
-
-static mt_status mti_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    if (!out) return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: out is NULL");
-    MT_TRY(mti_check_process(NULL, comm, "comm_split"));
-    MT_TRY((comm->transport->split)(comm, color < 0 ? -1 : color, key, out));
-    if (color < 0) return MT_SUCCESS;
-    if (!*out)
-        return mti_refuse(NULL, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for the group of color %d", color);
-    mti_adopt(comm, *out);
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    int before = mti_hold();
-    mt_status status = MT_ERR_ARGUMENT;
-    if (out) *out = NULL;
-    if (comm) status = mti_comm_split(comm, color, key, out);
-    mti_release(before);
-    return status;
-}
-
 /* ---- the threads of a context (src/comm/workers.c) --------------------------------------------------------------- */
 
 /* The items of one mt_parallel_for. Thread i computes [i * each, (i + 1) * each). */
@@ -3994,6 +3076,418 @@ MT_API void mt_parallel_for(mt_context *ctx, int64_t count, int64_t grain, mt_ra
         return;
     }
     for (i = 0; i < threads; i++) mti_range_run(&r, i);
+}
+
+/* ---- contexts, arenas and communicators (src/comm/context.c) ----------------------------------------------------- */
+
+MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text) {
+    if (ctx && ctx->logger.log) (ctx->logger.log)(ctx->logger.user, level, text ? text : "");
+}
+
+MT_API mt_status mt_fail(mt_context *ctx, mt_status status, const char *format, ...) {
+    va_list args;
+    if (!ctx) return status;
+    va_start(args, format);
+    vsnprintf(ctx->error, sizeof ctx->error, format ? format : " ", args);
+    va_end(args);
+    mti_one_line(ctx->error);
+    if (ctx->world) mt_comm_fail(ctx->world, status, ctx->error);
+    mt_log(ctx, MT_LOG_ERROR, ctx->error);
+    return status;
+}
+
+MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!error) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_range_fail: error is NULL");
+    return mt_fail(ctx, MT_ERR_DATA, "%.23s: %.23s %ld at index %lld is not in [0, %lld)", error->function, error->name,
+                   (long)error->value, (long long)error->index, (long long)error->limit);
+}
+
+MT_API void *mt_host_alloc(size_t bytes) { return calloc(1, bytes); }
+MT_API void mt_host_free(void *ptr) { free(ptr); }
+
+/* The address of memory that does not exist, for a meta context. Blocks of memory have different addresses. */
+static unsigned char *mti_meta_address(size_t offset) { return (unsigned char *)(uintptr_t)(MT_ALIGNMENT + offset); }
+
+/* The address of a byte of the blocks of mt_context_alloc in a meta context. */
+static unsigned char *mti_meta_block(size_t offset) { return mti_meta_address(SIZE_MAX / 16 + 1 + offset); }
+
+/* Stores an error of mt_context_create in world and logs it, because there is no context yet. */
+static mt_status mti_context_refuse(mt_comm *world, const mt_context_desc *desc, mt_status status, const char *text) {
+    if (world) mt_comm_fail(world, status, text);
+    if (desc && desc->logger.log) (desc->logger.log)(desc->logger.user, MT_LOG_ERROR, text);
+    return status;
+}
+
+static int mti_is_built(mt_device device) {
+    return device == MT_DEVICE_CPU || (MT_HAS_CUDA && device == MT_DEVICE_CUDA);
+}
+
+static int mti_is_shard_count(int n) { return n >= 0 && n <= 1024 && (n & (n - 1)) == 0; }
+
+/* Checks device and planned. */
+static mt_status mti_device_check(mt_comm *world, const mt_context_desc *desc) {
+    int plans = desc->device == MT_DEVICE_META;
+    mt_device device = plans ? desc->planned : desc->device;
+    char text[192];
+    if (mti_is_built(device)) return MT_SUCCESS;
+    if (device == MT_DEVICE_CUDA)
+        snprintf(text, sizeof text,
+                 "mt_context_create: %s is MT_DEVICE_CUDA, which is not built into this program: compile the "
+                 "implementation with nvcc, as a .cu file",
+                 plans ? "planned" : "device");
+    else if (device == MT_DEVICE_META)
+        snprintf(text, sizeof text,
+                 "mt_context_create: planned is MT_DEVICE_META, must be MT_DEVICE_CPU or MT_DEVICE_CUDA");
+    else
+        snprintf(text, sizeof text, "mt_context_create: %s is %d, must be MT_DEVICE_CPU%s",
+                 plans ? "planned" : "device", (int)device,
+                 plans ? " or MT_DEVICE_CUDA" : ", MT_DEVICE_CUDA or MT_DEVICE_META");
+    return mti_context_refuse(world, desc, MT_ERR_UNSUPPORTED, text);
+}
+
+static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) {
+    char text[192];
+    MT_TRY(mti_device_check(world, desc));
+    if ((desc->allocator.alloc == NULL) != (desc->allocator.free == NULL))
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT,
+                                  "mt_context_create: the allocator needs both alloc and free, or neither");
+    if (desc->threads < 0 || desc->threads > MTI_MAX_THREADS) {
+        snprintf(text, sizeof text, "mt_context_create: threads is %d, must be from 0 to %d", desc->threads,
+                 MTI_MAX_THREADS);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
+    if (desc->check < 0 || desc->check > 2) {
+        snprintf(text, sizeof text, "mt_context_create: check is %d, must be 0, 1 or 2", desc->check);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
+    if (!mti_is_shard_count(desc->invariant) || !mti_is_shard_count(desc->invariant_data)) {
+        int first = !mti_is_shard_count(desc->invariant);
+        snprintf(text, sizeof text, "mt_context_create: %s is %d, must be 0 or a power of two up to 1024",
+                 first ? "invariant" : "invariant_data", first ? desc->invariant : desc->invariant_data);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
+    if (desc->invariant_data && !desc->invariant) {
+        snprintf(text, sizeof text, "mt_context_create: invariant_data is %d, must be 0 without invariant",
+                 desc->invariant_data);
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
+    if (desc->stream && desc->device != MT_DEVICE_CUDA) {
+        snprintf(text, sizeof text, "mt_context_create: stream is set, but device is %s",
+                 desc->device == MT_DEVICE_META ? "MT_DEVICE_META" : "MT_DEVICE_CPU");
+        return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, text);
+    }
+    return MT_SUCCESS;
+}
+
+static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_desc *d) {
+    ctx->process = getpid();
+    ctx->device = d->device;
+    ctx->threads = d->threads ? d->threads : 1;
+    ctx->invariant = d->invariant;
+    ctx->invariant_data = d->invariant_data ? d->invariant_data : d->invariant;
+    ctx->planned = d->device == MT_DEVICE_META ? d->planned : d->device;
+    ctx->capability = 90; /* MT_DEVICE_META plans for sm_90: on older GPUs attention needs less scratch memory */
+    ctx->world = world;
+    ctx->allocator = d->allocator;
+    ctx->logger = d->logger;
+    ctx->arena_bytes = d->arena_bytes ? d->arena_bytes : MT_ARENA_DEFAULT;
+    ctx->arena_symmetric = d->arena_symmetric;
+    ctx->no_nccl_checks = d->no_nccl_checks;
+    if (d->allocator.alloc) return;
+    ctx->allocator.alloc = d->device == MT_DEVICE_CUDA ? mti_cuda_alloc : mti_default_alloc;
+    ctx->allocator.free = d->device == MT_DEVICE_CUDA ? mti_cuda_free : mti_default_free;
+}
+
+static mt_status mti_context_arena(mt_context *ctx) {
+    if (ctx->device == MT_DEVICE_META) {
+        ctx->arena_bytes = SIZE_MAX / 2;
+        ctx->arena = mti_meta_address(SIZE_MAX / 8 + 1);
+        return MT_SUCCESS;
+    }
+    ctx->arena = (unsigned char *)(ctx->allocator.alloc)(ctx->allocator.user, ctx->arena_bytes, MT_ALIGNMENT);
+    if (ctx->arena) return MT_SUCCESS;
+    return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_create: no memory for an arena of %zu bytes", ctx->arena_bytes);
+}
+
+MT_API int mt_version(void) { return MT_VERSION_NUMBER; }
+
+/* Does not read the desc: the mt_context_desc of another version may have other fields. */
+static mt_status mti_version_refuse(mt_comm *world, int version) {
+    char text[192];
+    snprintf(
+        text, sizeof text,
+        "mt_context_create: was called with the headers of megatron.h %d.%d.%d, the implementation in this program "
+        "is " MT_VERSION ": compile both with the same headers",
+        version / 1000000, version / 1000 % 1000, version % 1000);
+    return mti_context_refuse(world, NULL, MT_ERR_UNSUPPORTED, text);
+}
+
+MT_API mt_status mt_context_create_version(int version, mt_comm *world, const mt_context_desc *desc, mt_context **out) {
+    mt_context_desc d;
+    mt_context *ctx;
+    mt_status status = MT_SUCCESS;
+    if (out) *out = NULL;
+    if (version != MT_VERSION_NUMBER) return mti_version_refuse(world, version);
+    if (!out) return mti_context_refuse(world, desc, MT_ERR_ARGUMENT, "mt_context_create: out is NULL");
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    MT_TRY(mti_context_check(world, &d));
+    ctx = (mt_context *)mt_host_alloc(sizeof *ctx);
+    if (!ctx) return mti_context_refuse(world, &d, MT_ERR_MEMORY, "mt_context_create: no memory for the context");
+    mti_context_fill(ctx, world, &d);
+    if (d.device == MT_DEVICE_CUDA) status = mti_cuda_open(ctx, &d);
+    if (status == MT_SUCCESS) status = mti_context_arena(ctx);
+    if (status == MT_SUCCESS && (d.check || d.device == MT_DEVICE_META)) status = mti_checker_create(ctx, d.check);
+    if (status == MT_SUCCESS) *out = ctx;
+    else mt_context_destroy(ctx);
+    return status;
+}
+
+static void mti_slot_destroy(mt_context *ctx, mti_slot_memory *slot) {
+    if (slot->destroy) (slot->destroy)(ctx, slot->memory);
+    mt_host_free(slot->memory);
+    slot->memory = NULL; /* mt_context_slot returns NULL while the lower slots are destroyed */
+}
+
+/* Ends what uses the device, and frees its memory. */
+static void mti_context_close(mt_context *ctx) {
+    int i;
+    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_idle(ctx);
+    for (i = MT_SLOT_COUNT; i-- > 0;) mti_slot_destroy(ctx, &ctx->slots[i]);
+    if (ctx->hooks) ctx->hooks->close_device(ctx);
+    if (ctx->device == MT_DEVICE_CUDA) mti_cuda_close(ctx);
+    mti_team_destroy(ctx->team);
+    if (ctx->device != MT_DEVICE_META && ctx->arena)
+        (ctx->allocator.free)(ctx->allocator.user, ctx->arena, ctx->arena_bytes);
+}
+
+MT_API void mt_context_destroy(mt_context *ctx) {
+    if (!ctx) return;
+    if (!mti_has_no_gpu(ctx)) mti_context_close(ctx);
+    mt_trace_free(&ctx->trace);
+    if (ctx->hooks) ctx->hooks->destroy(ctx);
+    mt_host_free(ctx);
+}
+
+/* Between the two, the calls of a call are not checked: its own check has said what it does. */
+static void mti_checks_pause(mt_context *ctx) { ctx->checks_paused++; }
+
+static mt_status mti_checks_resume(mt_context *ctx, mt_status status) {
+    if (ctx->checks_paused > 0) ctx->checks_paused--;
+    return status;
+}
+
+MT_API mt_status mt_context_slot_create(mt_context *ctx, mt_slot slot, size_t bytes,
+                                        void (*destroy)(mt_context *ctx, void *memory), void **out) {
+    int there = slot >= MT_SLOT_KERNELS && slot < MT_SLOT_COUNT;
+    if (out) *out = NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out || !there || ctx->slots[slot].memory)
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_slot_create: slot %d %s", (int)slot,
+                       !out    ? "is wanted, but out is NULL"
+                       : there ? "has been created already"
+                               : "does not exist");
+    *out = ctx->slots[slot].memory = mt_host_alloc(bytes ? bytes : 1);
+    if (!*out) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_slot_create: no memory for %zu bytes", bytes);
+    ctx->slots[slot].destroy = destroy;
+    return MT_SUCCESS;
+}
+
+MT_API void *mt_context_slot(const mt_context *ctx, mt_slot slot) {
+    return ctx && slot >= MT_SLOT_KERNELS && slot < MT_SLOT_COUNT ? ctx->slots[slot].memory : NULL;
+}
+
+MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget) {
+    if (ctx) ctx->forget = forget;
+}
+
+static void mti_notify_forgotten(mt_context *ctx, const void *data, size_t bytes, int gone) {
+    if (ctx && ctx->forget && data && bytes) (ctx->forget)(ctx, data, bytes, gone);
+}
+
+/* Waits for the stream. The library's own waits, such as that of a barrier, do not report the errors of kernels: an
+   error in one call is no reason to fail another one, and would break the communicator. */
+static mt_status mti_synchronize(mt_context *ctx) {
+    return ctx->device == MT_DEVICE_CUDA ? mti_cuda_synchronize(ctx) : MT_SUCCESS;
+}
+
+MT_API mt_status mt_context_synchronize(mt_context *ctx) {
+    if (!ctx) return MT_ERR_ARGUMENT;
+    MT_TRY(mti_synchronize(ctx));
+    return ctx->device == MT_DEVICE_CUDA ? mti_cuda_report(ctx) : MT_SUCCESS;
+}
+
+MT_API struct CUstream_st *mt_context_stream(const mt_context *ctx) { return ctx ? ctx->stream : NULL; }
+
+MT_API mt_device mt_context_device(const mt_context *ctx) { return ctx ? ctx->device : MT_DEVICE_CPU; }
+MT_API int mt_context_has_data(const mt_context *ctx) { return mt_context_device(ctx) != MT_DEVICE_META; }
+
+MT_API int mt_context_has_address(const mt_context *ctx, const void *data) {
+    uintptr_t at = (uintptr_t)data, arena, blocks = (uintptr_t)mti_meta_block(0);
+    if (mt_context_has_data(ctx)) return 1;
+    arena = (uintptr_t)ctx->arena;
+    return (at >= arena && at - arena < ctx->arena_bytes) || (at >= blocks && at - blocks < ctx->meta_end);
+}
+MT_API int mt_context_records(const mt_context *ctx) { return ctx ? ctx->recording : 0; }
+MT_API int mt_device_count(mt_device device) { return device == MT_DEVICE_CUDA ? mti_cuda_count() : 1; }
+MT_API int mt_context_invariant(const mt_context *ctx) { return ctx ? ctx->invariant : 0; }
+MT_API int mt_context_threads(const mt_context *ctx) { return ctx ? ctx->threads : 1; }
+MT_API mt_device mt_context_planned(const mt_context *ctx) { return ctx ? ctx->planned : MT_DEVICE_CPU; }
+MT_API int mt_context_ordinal(const mt_context *ctx) { return ctx ? ctx->ordinal : 0; }
+MT_API int mt_context_arena_symmetric(const mt_context *ctx) { return ctx ? ctx->arena_symmetric : 0; }
+MT_API int mt_context_compute_capability(const mt_context *ctx) { return ctx ? ctx->capability : 0; }
+MT_API int mt_context_invariant_data(const mt_context *ctx) { return ctx ? ctx->invariant_data : 0; }
+MT_API const char *mt_last_error(const mt_context *ctx) { return ctx ? ctx->error : "the context is NULL"; }
+
+MT_API mt_status mt_context_alloc(mt_context *ctx, size_t bytes, void **out) {
+    size_t size = mt_align_up(bytes ? bytes : 1);
+    mt_status status = MT_SUCCESS;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_context_alloc: out is NULL");
+    *out = NULL;
+    if (bytes > SIZE_MAX / 2) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: %zu bytes are too many", bytes);
+    if (ctx->device == MT_DEVICE_META) {
+        *out = mti_meta_block(ctx->meta_end);
+        ctx->meta_end += size;
+    } else {
+        void *ptr;
+        if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_enter_host(ctx));
+        ptr = (ctx->allocator.alloc)(ctx->allocator.user, size, MT_ALIGNMENT);
+        if (!ptr) return mt_fail(ctx, MT_ERR_MEMORY, "mt_context_alloc: no memory for %zu bytes", bytes);
+        if (ctx->device == MT_DEVICE_CUDA) status = mt_cuda_zero(ctx, ptr, size);
+        else memset(ptr, 0, size);
+        if (status != MT_SUCCESS) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
+        MT_TRY(status);
+        *out = ptr;
+    }
+    ctx->allocated += size;
+    status = MTI_HOOK(ctx, allocated(ctx, *out, size));
+    if (status == MT_SUCCESS) return MT_SUCCESS;
+    mt_context_free(ctx, *out, size);
+    *out = NULL;
+    return status;
+}
+
+MT_API void mt_context_free(mt_context *ctx, void *ptr, size_t bytes) {
+    size_t size = mt_align_up(bytes ? bytes : 1);
+    if (!ctx || !ptr || mti_has_no_gpu(ctx)) return;
+    if (ctx->device == MT_DEVICE_CUDA)
+        mti_cuda_forget(ctx, ptr); /* waits for kernels that use ptr: the caller's allocator may not wait */
+    if (ctx->device != MT_DEVICE_META) (ctx->allocator.free)(ctx->allocator.user, ptr, size);
+    if (ctx->hooks) ctx->hooks->freed(ctx, ptr, size);
+    mti_notify_forgotten(ctx, ptr, size, 1);
+    ctx->allocated -= size;
+}
+
+MT_API size_t mt_context_allocated(const mt_context *ctx) { return ctx ? ctx->allocated : 0; }
+
+MT_API size_t mt_arena_mark(const mt_context *ctx) { return ctx ? ctx->arena_used : 0; }
+
+MT_API void mt_arena_release(mt_context *ctx, size_t mark) {
+    if (!ctx || ctx->stream != ctx->compute_stream) return; /* work overlaps */
+    if (ctx->planned_stream != MT_STREAM_NONE && ctx->planned == MT_DEVICE_CUDA) return;
+    if (mark < ctx->arena_used) ctx->arena_used = mark;
+}
+
+MT_API void mt_arena_region(mt_context *ctx, size_t first, size_t end, size_t top) {
+    if (!ctx) return;
+    ctx->arena_used = first;
+    ctx->region_end = end;
+    ctx->region_top = end ? top : 0; /* with neither region nor allocation, the next one goes to 0 */
+}
+
+MT_API int mt_arena_has(const mt_context *ctx, const void *data) {
+    uintptr_t at = (uintptr_t)data;
+    return ctx && at >= (uintptr_t)ctx->arena && at - (uintptr_t)ctx->arena < ctx->arena_bytes;
+}
+
+MT_API size_t mt_arena_available(const mt_context *ctx) {
+    size_t at;
+    if (!ctx) return 0;
+    at = ctx->arena_used <= ctx->region_end ? ctx->region_top : ctx->arena_used;
+    return at < ctx->arena_bytes ? ctx->arena_bytes - at : 0;
+}
+
+MT_API mt_status mt_arena_alloc(mt_context *ctx, size_t bytes, void **out) {
+    size_t size = mt_align_up(bytes), at;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_alloc: out is NULL");
+    *out = NULL;
+    at = ctx->arena_used <= ctx->region_end && size > ctx->region_end - ctx->arena_used ? ctx->region_top
+                                                                                        : ctx->arena_used;
+    if (size < bytes || at > ctx->arena_bytes || size > ctx->arena_bytes - at)
+        return mt_fail(ctx, MT_ERR_MEMORY,
+                       "mt_arena_alloc: %zu bytes do not fit: %zu of %zu in use; set mt_context_desc.arena_bytes to at "
+                       "least %zu, or release a mark",
+                       bytes, at, ctx->arena_bytes, at + size);
+    *out = ctx->arena + at;
+    if (ctx->hooks) ctx->hooks->reused(ctx, *out, size);
+    mti_notify_forgotten(ctx, *out, size, 1);
+    ctx->arena_used = at + size;
+    if (ctx->arena_used > ctx->arena_peak) ctx->arena_peak = ctx->arena_used;
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_arena_tensor(mt_context *ctx, mt_dtype dtype, int64_t rows, int64_t cols, mt_tensor *out) {
+    void *data = NULL;
+    if (!ctx) return MT_ERR_ARGUMENT;
+    if (!out || rows < 0 || cols < 0 || (cols > 0 && rows > INT64_MAX / 8 / cols))
+        return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_tensor: out %s, shape [%lld, %lld]", out ? "given" : "NULL",
+                       (long long)rows, (long long)cols);
+    MT_TRY(mt_arena_alloc(ctx, (size_t)rows * (size_t)cols * mt_dtype_size(dtype), &data));
+    *out = mt_tensor_make(data, dtype, rows, cols);
+    return MT_SUCCESS;
+}
+
+MT_API size_t mt_arena_peak(const mt_context *ctx) { return ctx ? ctx->arena_peak : 0; }
+
+MT_API void mt_arena_reset_peak(mt_context *ctx) {
+    if (ctx) ctx->arena_peak = ctx->arena_used;
+}
+
+MT_API void mt_arena_set_peak(mt_context *ctx, size_t peak) {
+    if (ctx) ctx->arena_peak = peak;
+}
+
+MT_API mt_tensor mt_tensor_make(const void *data, mt_dtype dtype, int64_t rows, int64_t cols) {
+    mt_tensor t;
+    memcpy(&t.data, &data, sizeof data); /* casts const away: one view type serves for reading and writing */
+    t.rows = rows;
+    t.cols = cols;
+    t.ld = cols;
+    t.dtype = dtype;
+    return t;
+}
+
+MT_API mt_tensor mt_tensor_f32(const float *data, int64_t rows, int64_t cols) {
+    return mt_tensor_make(data, MT_F32, rows, cols);
+}
+
+MT_API int mt_tensor_is_aligned(const mt_context *ctx, mt_tensor t) {
+    if (mt_context_device(ctx) == MT_DEVICE_META) return 0;
+    return (t.rows <= 1 || mt_tensor_ld(t) == t.cols) && (uintptr_t)t.data % MT_ALIGNMENT == 0;
+}
+
+/* Returns a view with rows == -1, which every call refuses, when an argument is negative or the offset in bytes would
+   overflow int64_t. */
+static mt_tensor mti_tensor_at(mt_tensor t, int64_t row, int64_t col, int64_t rows, int64_t cols) {
+    const int64_t most = INT64_MAX / 32;
+    int sizes = row >= 0 && rows >= 0 && col >= 0 && cols >= 0 && col <= most;
+    t.ld = mt_tensor_ld(t);
+    if (!sizes || (row > 0 && (t.ld < 0 || t.ld > most / row))) row = col = 0, rows = -1;
+    if (t.data) t.data = (char *)t.data + (row * t.ld + col) * (int64_t)mt_dtype_size(t.dtype);
+    t.rows = rows;
+    t.cols = cols;
+    return t;
+}
+
+MT_API mt_tensor mt_tensor_rows(mt_tensor t, int64_t first, int64_t count) {
+    return mti_tensor_at(t, first, 0, count, t.cols);
+}
+
+MT_API mt_tensor mt_tensor_cols(mt_tensor t, int64_t first, int64_t count) {
+    return mti_tensor_at(t, 0, first, t.rows, count);
 }
 
 /* ---- bf16 and f16 (src/comm/16bit.c) ----------------------------------------------------------------------------- */
@@ -4483,14 +3977,6 @@ static mt_status mti_no_check(mt_context *ctx, mt_comm *comm, const char *name) 
     return (void)ctx, (void)comm, (void)name, MT_SUCCESS;
 }
 
-static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name) {
-    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS;
-    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
-                      "mt_%s: \"%s\" (%d ranks) is a meta communicator, the context is on device %d, not on "
-                      "MT_DEVICE_META",
-                      name, comm->name, comm->size, (int)ctx->device);
-}
-
 static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *name) {
     if (ctx->device != MT_DEVICE_META) return MT_SUCCESS;
     return mti_refuse(
@@ -4498,11 +3984,6 @@ static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *nam
         "mt_%s: the context is on MT_DEVICE_META, which \"%s\" (%d ranks) does not work with: use threads "
         "(mt_launch) or mt_comm_create_meta",
         name, comm->name, comm->size);
-}
-
-static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name) {
-    MT_TRY(mti_peers_check(ctx, comm, name));
-    return mti_refuse_apart(ctx, comm, name, (int)ctx->device);
 }
 
 static mt_status mti_check_home(mt_context *ctx, mt_comm *comm, const char *name) {
@@ -4862,60 +4343,6 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
     }
 }
 
-/* A rank's part of a collective on a GPU. */
-static mt_status mti_cuda_move(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
-    int r;
-    for (r = 0; r < comm->size; r++)
-        if (r != comm->rank) MT_TRY(mti_cuda_await(ctx, &mti_slot_of(comm->group, r)->ready));
-    MT_TRY(mti_move(ctx, comm, call));
-    return mti_cuda_record(ctx, &mti_slot_of(comm->group, comm->rank)->done);
-}
-
-/* After the second meeting of a collective on a GPU: later work comes after the parts of the peers. A rank that has
-   failed (`status`) has set `failed` before this meeting, and has no event behind its part. The others return an
-   error. */
-static mt_status mti_cuda_moved(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
-    mt_status waits = MT_SUCCESS;
-    int failed = 0, r;
-    for (r = 0; r < comm->size; r++) {
-        const mti_slot *slot = mti_slot_of(comm->group, r);
-        failed |= slot->failed;
-        if (r != comm->rank && !slot->failed) MT_KEEP(waits, mti_cuda_await(ctx, &slot->done));
-    }
-    if (status != MT_SUCCESS) return status;
-    if (waits != MT_SUCCESS) return mti_break_failed(ctx, comm, call, waits);
-    return failed ? mti_broken_now(ctx, comm) : MT_SUCCESS;
-}
-
-/* Each rank waits for its stream before the meeting. After it, the work of all ranks before the barrier is done. */
-static mt_status mti_cuda_barrier(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mt_status status = mti_cuda_synchronize(ctx);
-    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
-    MT_TRY(mti_enter(ctx, comm, call));
-    mti_exit(comm);
-    return MT_SUCCESS;
-}
-
-/* Between the two meetings a rank can fail only on a GPU. */
-static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mti_slot *mine = mti_slot_of(comm->group, comm->rank);
-    int on_gpu = ctx->device == MT_DEVICE_CUDA;
-    mt_status status, turn;
-    if (on_gpu && call->kind == MT_BARRIER) return mti_cuda_barrier(ctx, comm, call);
-    status = mti_local_begin(ctx, comm);
-    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
-    mine->ordinal = ctx->ordinal;
-    MT_TRY(mti_enter(ctx, comm, call));
-    status = on_gpu ? mti_cuda_move(ctx, comm, call) : mti_move(ctx, comm, call);
-    mine->failed = status != MT_SUCCESS;
-    if (status != MT_SUCCESS) mti_fail_inside(ctx, comm, call, status);
-    mti_turn_give(ctx);
-    mti_exit(comm);
-    turn = mti_turn_take(ctx);
-    if (turn != MT_SUCCESS) return mti_break_failed(ctx, comm, call, turn);
-    return on_gpu ? mti_cuda_moved(ctx, comm, call, status) : status;
-}
-
 #if MTI_NCCL || MTI_MPI
 /* A buffer of `whole` elements, divided into one piece per rank. Piece r begins at element stride * r and has n
    elements, or fewer at the end of the buffer. */
@@ -4961,10 +4388,6 @@ static size_t mti_pieces_most(const mt_comm *comm, const mti_call *call, size_t 
 static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     (void)comm;
     return mti_bytes_copy(ctx, call->recv, call->send, call->count * mt_dtype_size(call->dtype));
-}
-
-static mt_status mti_no_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    return (void)ctx, (void)comm, (void)call, MT_SUCCESS;
 }
 
 static mti_call mti_call_make(int kind, const void *send, void *recv, size_t count, mt_dtype dtype) {
@@ -5083,6 +4506,518 @@ MT_API mt_status mt_send_recv(mt_context *ctx, mt_comm *comm, const void *sendbu
     call.root = dst;
     call.source = src;
     return MT_RANGE("send_recv", mti_run_p2p(ctx, comm, &call));
+}
+
+/* ---- ranks that do not communicate: a group of one, meta, and processes that nothing connects (src/comm/alone.c) - */
+
+static mt_status mti_no_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    return (void)ctx, (void)comm, (void)call, MT_SUCCESS;
+}
+
+static void mti_no_leave(mt_comm *comm, const char *reason) { (void)comm, (void)reason; }
+static void mti_no_destroy(mt_comm *comm) { (void)comm; }
+
+/* -- a group of one -- */
+
+static mt_status mti_alone_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    char name[32];
+    (void)key;
+    if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
+    if (color >= 0) *out = mti_comm_new(comm->transport, 0, 1, name);
+    return MT_SUCCESS;
+}
+
+static const mti_transport mti_alone = {0,    0,    mti_no_check,    mti_alone_call, mti_no_call,
+                                        NULL, NULL, mti_alone_split, mti_no_leave,   mti_no_destroy};
+
+/* -- a meta communicator: no data and no peers -- */
+
+static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name) {
+    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
+                      "mt_%s: \"%s\" (%d ranks) is a meta communicator, the context is on device %d, not on "
+                      "MT_DEVICE_META",
+                      name, comm->name, comm->size, (int)ctx->device);
+}
+
+static mt_status mti_meta_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    (void)color, (void)key, (void)out;
+    return mti_refuse(NULL, comm, MT_ERR_ARGUMENT,
+                      "mt_comm_split: \"%s\" is a meta communicator, which has no peers; use mt_comm_create_meta",
+                      comm->name);
+}
+
+static const mti_transport mti_meta = {0,    0,    mti_meta_check, mti_no_call,  mti_no_call,
+                                       NULL, NULL, mti_meta_split, mti_no_leave, mti_no_destroy};
+
+MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out) {
+    if (!out) return MT_ERR_ARGUMENT;
+    *out = NULL;
+    if (size < 1 || rank < 0 || rank >= size) return MT_ERR_ARGUMENT;
+    *out = mti_comm_new(&mti_meta, rank, size, "meta");
+    mt_comm_set_span(*out, size - 1);
+    return *out ? MT_SUCCESS : MT_ERR_MEMORY;
+}
+
+MT_API int mt_comm_is_meta(const mt_comm *comm) { return comm && comm->transport == &mti_meta; }
+
+/* -- processes of mt_world_from_env without MPI, which are not connected -- */
+
+/* Refuses a call on processes that are not connected, and says how to connect them. device: the context's device; -1:
+   no context */
+static mt_status mti_refuse_apart(mt_context *ctx, mt_comm *comm, const char *function, int device) {
+    const char *how = "call mt_comm_create_for with a context on MT_DEVICE_CUDA, or, for ranks on CPUs, compile the "
+                      "implementation with -DMT_USE_MPI and start them with mpirun or srun";
+    if (device == (int)MT_DEVICE_CUDA)
+        how = MTI_NCCL ? "call mt_comm_create_for, and use what it gives"
+                       : "compile the implementation with -DMT_USE_NCCL, link with -lnccl, and call mt_comm_create_for";
+    else if (device >= 0)
+        how = "compile the implementation with -DMT_USE_MPI and start them with mpirun or srun, or use MT_DEVICE_CUDA";
+    return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED,
+                      "mt_%s: the %d ranks of \"%s\" are processes of %s, and nothing connects them yet: %s", function,
+                      comm->size, comm->name, comm->launcher, how);
+}
+
+static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name) {
+    MT_TRY(mti_peers_check(ctx, comm, name));
+    return mti_refuse_apart(ctx, comm, name, (int)ctx->device);
+}
+
+static mt_status mti_apart_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    (void)color, (void)key, (void)out;
+    return mti_refuse_apart(NULL, comm, "comm_split", -1);
+}
+
+static const mti_transport mti_apart = {1,    0,    mti_apart_check, mti_no_call,  mti_no_call,
+                                        NULL, NULL, mti_apart_split, mti_no_leave, mti_no_destroy};
+
+/* ---- ranks that are threads: calls, sends and splits (src/comm/thread_calls.c) ----------------------------------- */
+
+typedef enum mti_arrival { MTI_WAITS, MTI_IS_LAST, MTI_TOO_LATE } mti_arrival;
+
+/* Counts this rank as arrived at the current meeting, whose generation goes to *generation. The last rank starts the
+   next generation. whatever: 1: also in a broken group */
+static mti_arrival mti_arrive(mti_group *g, uint64_t *generation, int whatever) {
+    uint64_t state = __atomic_load_n(&g->state, __ATOMIC_SEQ_CST), next;
+    int last;
+    do {
+        if ((state & MTI_BROKEN) && !whatever) return MTI_TOO_LATE;
+        *generation = state >> MTI_GENERATION;
+        last = (int)(state >> 1 & 0x7fff) + 1 == g->size;
+        next = last ? (*generation + 1) << MTI_GENERATION | (state & MTI_BROKEN) : state + MTI_ARRIVAL;
+    } while (!__atomic_compare_exchange_n(&g->state, &state, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+    if (last) mti_wake(g);
+    return last ? MTI_IS_LAST : MTI_WAITS;
+}
+
+static mti_outcome mti_wait_meeting(mt_context *ctx, mt_comm *comm, uint64_t generation, int forever) {
+    mti_group *g = comm->group;
+    mti_wait w;
+    w.word = &g->state;
+    w.mask = ~(uint64_t)0 << MTI_GENERATION;
+    w.value = generation << MTI_GENERATION;
+    w.until_not = 1;
+    w.rank = comm->rank;
+    w.peer = -1;
+    w.forever = forever;
+    return mti_wait_aside(ctx, g, &w);
+}
+
+/* A meeting that cannot fail, because all ranks have passed mti_enter and are inside the same call. */
+static void mti_meet(mt_comm *comm) {
+    uint64_t generation;
+    if (mti_arrive(comm->group, &generation, 1) == MTI_WAITS) mti_wait_meeting(NULL, comm, generation, 1);
+}
+
+static void mti_set_inside(mt_comm *comm, int inside) {
+    __atomic_store_n(&mti_slot_of(comm->group, comm->rank)->inside, inside, __ATOMIC_RELEASE);
+}
+
+/* Compares the calls of all ranks. When they differ, every rank gets the same message. */
+static mt_status mti_compare(mt_context *ctx, mt_comm *comm) {
+    const mti_group *g = comm->group;
+    mti_text text;
+    int r = 1;
+    while (r < g->size && mti_same_call(mti_slot_of(g, 0), mti_slot_of(g, r))) r++;
+    if (r == g->size) return MT_SUCCESS;
+    text.used = 0;
+    mti_say_mismatch(&text, comm);
+    return mti_break_mismatch(ctx, comm, &text);
+}
+
+/* The first meeting. After MT_SUCCESS every rank is in the same call and must call mti_exit. After an error this rank
+   is not in the call, and no peer reads its buffers. */
+static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_group *g = comm->group;
+    uint64_t generation = 0;
+    mt_status status = MT_SUCCESS;
+    mti_arrival arrival;
+    if (mti_is_broken(g)) return mti_broken_before(ctx, comm, call);
+    mti_publish(ctx, comm, call, MTI_IN_COLLECTIVE);
+    arrival = mti_arrive(g, &generation, 0);
+    if (arrival == MTI_TOO_LATE) status = mti_broken_before(ctx, comm, call);
+    if (arrival == MTI_WAITS) {
+        mti_outcome outcome = mti_wait_meeting(ctx, comm, generation, 0);
+        if (outcome != MTI_MET) status = mti_give_up(ctx, comm, outcome, -1, generation);
+    }
+    if (status == MT_SUCCESS) status = mti_compare(ctx, comm);
+    if (status == MT_SUCCESS && arrival == MTI_WAITS && mti_turn_is_lost(ctx))
+        status = mti_break_failed(ctx, comm, call, MT_ERR_TIMEOUT);
+    if (status != MT_SUCCESS) mti_set_inside(comm, MTI_OUTSIDE);
+    return status;
+}
+
+static void mti_exit(mt_comm *comm) {
+    mti_set_inside(comm, MTI_OUTSIDE);
+    mti_meet(comm);
+}
+
+/* Before a call on a GPU: what is in the stream now comes before the parts of the peers. A collective over NCCL in the
+   stream might never end. A peer would wait for it without a timeout, so this rank first waits with one. */
+static mt_status mti_local_begin(mt_context *ctx, mt_comm *comm) {
+    if (ctx->device != MT_DEVICE_CUDA) return MT_SUCCESS;
+    if (!ctx->recording) MT_TRY(mt_cuda_wait_peers(ctx));
+    return mti_cuda_record(ctx, &mti_slot_of(comm->group, comm->rank)->ready);
+}
+
+/* -- collectives -- */
+
+/* A rank's part of a collective on a GPU. */
+static mt_status mti_cuda_move(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    int r;
+    for (r = 0; r < comm->size; r++)
+        if (r != comm->rank) MT_TRY(mti_cuda_await(ctx, &mti_slot_of(comm->group, r)->ready));
+    MT_TRY(mti_move(ctx, comm, call));
+    return mti_cuda_record(ctx, &mti_slot_of(comm->group, comm->rank)->done);
+}
+
+/* After the second meeting of a collective on a GPU: later work comes after the parts of the peers. A rank that has
+   failed (`status`) has set `failed` before this meeting, and has no event behind its part. The others return an
+   error. */
+static mt_status mti_cuda_moved(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
+    mt_status waits = MT_SUCCESS;
+    int failed = 0, r;
+    for (r = 0; r < comm->size; r++) {
+        const mti_slot *slot = mti_slot_of(comm->group, r);
+        failed |= slot->failed;
+        if (r != comm->rank && !slot->failed) MT_KEEP(waits, mti_cuda_await(ctx, &slot->done));
+    }
+    if (status != MT_SUCCESS) return status;
+    if (waits != MT_SUCCESS) return mti_break_failed(ctx, comm, call, waits);
+    return failed ? mti_broken_now(ctx, comm) : MT_SUCCESS;
+}
+
+/* Each rank waits for its stream before the meeting. After it, the work of all ranks before the barrier is done. */
+static mt_status mti_cuda_barrier(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mt_status status = mti_cuda_synchronize(ctx);
+    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
+    MT_TRY(mti_enter(ctx, comm, call));
+    mti_exit(comm);
+    return MT_SUCCESS;
+}
+
+/* Between the two meetings a rank can fail only on a GPU. */
+static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_slot *mine = mti_slot_of(comm->group, comm->rank);
+    int on_gpu = ctx->device == MT_DEVICE_CUDA;
+    mt_status status, turn;
+    if (on_gpu && call->kind == MT_BARRIER) return mti_cuda_barrier(ctx, comm, call);
+    status = mti_local_begin(ctx, comm);
+    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
+    mine->ordinal = ctx->ordinal;
+    MT_TRY(mti_enter(ctx, comm, call));
+    status = on_gpu ? mti_cuda_move(ctx, comm, call) : mti_move(ctx, comm, call);
+    mine->failed = status != MT_SUCCESS;
+    if (status != MT_SUCCESS) mti_fail_inside(ctx, comm, call, status);
+    mti_turn_give(ctx);
+    mti_exit(comm);
+    turn = mti_turn_take(ctx);
+    if (turn != MT_SUCCESS) return mti_break_failed(ctx, comm, call, turn);
+    return on_gpu ? mti_cuda_moved(ctx, comm, call, status) : status;
+}
+
+/* -- point to point -- */
+
+static mti_wait mti_wait_outbox(const mti_slot *slot, uint64_t value, int until_not, int peer, int forever) {
+    mti_wait w;
+    w.word = &slot->outbox;
+    w.mask = ~(uint64_t)0;
+    w.value = value;
+    w.until_not = until_not;
+    w.peer = peer;
+    w.rank = -1;
+    w.forever = forever;
+    return w;
+}
+
+static void mti_outbox_set(mti_group *g, mti_slot *slot, uint64_t value) {
+    __atomic_store_n(&slot->outbox, value, __ATOMIC_SEQ_CST);
+    mti_wake(g);
+}
+
+static void mti_post(mt_comm *comm, const mti_call *call) {
+    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
+    slot->send_count = call->count;
+    slot->send_dtype = call->dtype;
+    mti_outbox_set(comm->group, slot, mti_outbox(call->root, MTI_POSTED));
+}
+
+static void mti_say_unlike(mti_text *text, const mt_comm *comm, int from, int to) {
+    text->used = 0;
+    mti_say(text, "recv");
+    mti_say_where(text, comm);
+    mti_say_two(text, comm->group, from, to);
+}
+
+static mt_status mti_take_mismatch(mt_context *ctx, mt_comm *comm, int source) {
+    mti_group *g = comm->group;
+    mti_text text;
+    mti_say_unlike(&text, comm, source, comm->rank);
+    mti_break_mismatch(ctx, comm, &text);
+    mti_outbox_set(g, mti_slot_of(g, source), mti_outbox(comm->rank, MTI_REFUSED));
+    return MT_ERR_MISMATCH;
+}
+
+/* Copies the message that is posted in a slot. On a GPU the copy is in the stream. */
+static mt_status mti_copy_message(mt_context *ctx, const mti_call *call, mti_slot *slot) {
+    size_t bytes = call->recvcount * mt_dtype_size(call->dtype);
+    if (ctx->device == MT_DEVICE_CUDA) MT_TRY(mti_cuda_await(ctx, &slot->ready));
+    MT_TRY(mti_bytes_copy(ctx, call->recv, slot->send, bytes));
+    return ctx->device == MT_DEVICE_CUDA ? mti_cuda_record(ctx, &slot->taken) : MT_SUCCESS;
+}
+
+/* Says from which rank this one awaits a message. -1: none */
+static void mti_await(mt_comm *comm, int source) {
+    __atomic_store_n(&mti_slot_of(comm->group, comm->rank)->awaited, source + 1, __ATOMIC_SEQ_CST);
+}
+
+/* Receives: waits until the source has posted a message for this rank, copies it, and updates the source's outbox. */
+static mt_status mti_take(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_group *g = comm->group;
+    mti_slot *slot = mti_slot_of(g, call->source);
+    uint64_t posted;
+    mt_status status;
+    mti_await(comm, call->source);
+    do { /* the exchange fails when the sender has given up: it then breaks the group, which ends the next wait */
+        mti_wait w = mti_wait_outbox(slot, mti_outbox(comm->rank, MTI_POSTED), 0, call->source, 0);
+        mti_outcome outcome = mti_wait_aside(ctx, g, &w);
+        mti_await(comm, -1); /* before the sender can go on */
+        if (outcome != MTI_MET) return mti_give_up(ctx, comm, outcome, call->source, MTI_ANY);
+        posted = w.value;
+    } while (!__atomic_compare_exchange_n(&slot->outbox, &posted, mti_outbox(comm->rank, MTI_TAKEN), 0,
+                                          __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+    if (slot->send_count != call->recvcount || slot->send_dtype != call->dtype ||
+        mti_is_on_meta(slot) != (ctx->device == MT_DEVICE_META))
+        return mti_take_mismatch(ctx, comm, call->source);
+    status = mti_copy_message(ctx, call, slot);
+    if (status != MT_SUCCESS) mti_fail_inside(ctx, comm, call, status);
+    mti_outbox_set(g, slot, mti_outbox(comm->rank, status == MT_SUCCESS ? MTI_DONE : MTI_REFUSED));
+    return status;
+}
+
+/* Waits until the receiver has copied the posted message, or on a GPU has put the copy into its stream. After an error
+   of this wait, or of the receive of the same call (`status`), withdraws the message; when the receiver is already
+   copying, waits until the copy is done. */
+static mt_status mti_finish_send(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
+    mti_group *g = comm->group;
+    mti_slot *slot = mti_slot_of(g, comm->rank);
+    uint64_t posted = mti_outbox(call->root, MTI_POSTED), end;
+    mt_status sent = MT_SUCCESS;
+    mti_wait w = mti_wait_outbox(slot, posted, 1, call->root, 0);
+    mti_outcome outcome = status == MT_SUCCESS ? mti_wait_aside(ctx, g, &w) : MTI_SEES_BROKEN;
+    if (outcome != MTI_MET &&
+        __atomic_compare_exchange_n(&slot->outbox, &posted, (uint64_t)0, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        return status != MT_SUCCESS ? status : mti_give_up(ctx, comm, outcome, call->root, MTI_ANY);
+    w = mti_wait_outbox(slot, mti_outbox(call->root, MTI_TAKEN), 1, call->root, 1);
+    mti_wait_aside(ctx, g, &w);
+    end = __atomic_load_n(&slot->outbox, __ATOMIC_SEQ_CST) & 7;
+    __atomic_store_n(&slot->outbox, (uint64_t)0, __ATOMIC_SEQ_CST);
+    if (mti_turn_is_lost(ctx)) sent = MT_ERR_TIMEOUT;
+    else if (end == MTI_DONE && ctx->device == MT_DEVICE_CUDA) sent = mti_cuda_await(ctx, &slot->taken);
+    if (sent != MT_SUCCESS) mti_break_failed(ctx, comm, call, sent);
+    MT_KEEP(status, sent);
+    if (status != MT_SUCCESS || end == MTI_DONE) return status;
+    return mti_broken_now(ctx, comm);
+}
+
+static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mt_status status = mti_local_begin(ctx, comm);
+    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
+    if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
+    mti_publish(ctx, comm, call, MTI_IN_P2P);
+    if (call->root >= 0) mti_post(comm, call);
+    if (call->source >= 0) status = mti_take(ctx, comm, call);
+    if (call->root >= 0) status = mti_finish_send(ctx, comm, call, status);
+    mti_set_inside(comm, MTI_OUTSIDE);
+    return status;
+}
+
+/* -- leaving and splitting -- */
+
+static void mti_leave(mt_comm *comm, const char *reason) {
+    if (!mti_is_forked(comm->process)) (comm->transport->leave)(comm, reason);
+}
+
+/* Returns 0 when this rank has left before, else 1. */
+static int mti_mark_left(mt_comm *comm, const char *reason) {
+    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
+    if (__atomic_load_n(&slot->left, __ATOMIC_SEQ_CST)) return 0;
+    __atomic_store_n(&slot->left, reason, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(&comm->group->left_count, 1, __ATOMIC_SEQ_CST);
+    return 1;
+}
+
+static void mti_local_leave(mt_comm *comm, const char *reason) {
+    if (mti_mark_left(comm, reason)) mti_wake(comm->group);
+}
+
+static void mti_comm_free(mt_comm *comm) {
+    mti_group_release(comm->group);
+    free(comm);
+}
+
+/* Leaves the group, and destroys comm unless comm is the world of a launched rank. */
+static void mti_comm_end(mt_comm *comm) {
+    struct mti_rank *owner;
+    mt_comm **at;
+    mti_leave(comm, "has left the group");
+    owner = comm->owner;
+    if (owner) {
+        if (comm == owner->world) return; /* mt_launch or mt_world_from_env destroys it */
+        for (at = &owner->children; *at != comm; at = &(*at)->next) continue;
+        *at = comm->next;
+        owner->leaving = 1;
+    }
+    (comm->transport->destroy)(comm);
+    if (owner) owner->leaving = 0;
+    mti_comm_free(comm);
+}
+
+MT_API void mt_comm_destroy(mt_comm *comm) {
+    int before = mti_hold();
+    if (comm) mti_comm_end(comm);
+    mti_release(before);
+}
+
+/* Makes child belong to the same launched rank as parent, which it was created from. */
+static void mti_adopt(mt_comm *parent, mt_comm *child) {
+    child->local_rank = parent->local_rank;
+    child->owner = parent->owner;
+    if (!parent->owner) return;
+    child->next = parent->owner->children;
+    parent->owner->children = child;
+}
+
+/* Computes the place of rank `of` in its new group: its rank there, the group's size, and the leader, which is the
+   lowest rank in comm with the same color. */
+static void mti_split_member(const mt_comm *comm, int of, int *rank, int *size, int *leader) {
+    const mti_slot *mine = mti_slot_of(comm->group, of);
+    int r;
+    *rank = *size = 0;
+    *leader = -1;
+    for (r = 0; r < comm->size; r++) {
+        const mti_slot *slot = mti_slot_of(comm->group, r);
+        if (slot->color != mine->color) continue;
+        if (*leader < 0) *leader = r;
+        *rank += slot->key < mine->key || (slot->key == mine->key && r < of);
+        ++*size;
+    }
+}
+
+/* Creates all communicators of a new group, or none. threads: the transport of a group of two or more; parent: the
+   group that is split; NULL: none */
+static mt_status mti_family_new(const mti_transport *threads, int size, double timeout, int spin, mti_group *parent,
+                                const char *name, mt_comm **comms) {
+    mti_group *g = size > 1 ? mti_group_new(size, timeout, spin) : NULL;
+    int r, made = 0;
+    if (size > 1 && !g) return MT_ERR_MEMORY;
+    while (made < size && (comms[made] = mti_comm_new(g ? threads : &mti_alone, made, size, name)) != NULL) made++;
+    if (made < size) {
+        for (r = 0; r < made; r++) free(comms[r]);
+        if (g) g->references = 1;
+        mti_group_release(g);
+        return MT_ERR_MEMORY;
+    }
+    for (r = 0; r < size; r++) comms[r]->group = g;
+    if (g && parent) {
+        g->root = mti_root_of(parent);
+        __atomic_add_fetch(&g->root->references, 1, __ATOMIC_RELAXED);
+    }
+    return MT_SUCCESS;
+}
+
+/* Creates all communicators of one color's group; NULL: out of memory. The caller frees the array. */
+static mt_comm **mti_split_family(const mt_comm *comm, int size, int color) {
+    mt_comm **family = (mt_comm **)calloc((size_t)size, sizeof *family);
+    char name[32];
+    if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
+    if (!family) return NULL;
+    if (mti_family_new(comm->transport, size, comm->group->timeout, comm->group->spin, comm->group, name, family) ==
+        MT_SUCCESS)
+        return family;
+    free(family);
+    return NULL;
+}
+
+/* Splits between mti_enter and mti_exit: the leader of each color creates the group's communicators, and after a
+   meeting each rank takes its own. */
+static mt_comm *mti_split(mt_comm *comm, int color) {
+    mti_slot *slot = mti_slot_of(comm->group, comm->rank);
+    mt_comm **family = NULL, *out = NULL;
+    int rank, size, leader;
+    mti_split_member(comm, comm->rank, &rank, &size, &leader);
+    if (leader == comm->rank) slot->family = color < 0 ? NULL : mti_split_family(comm, size, color);
+    mti_meet(comm);
+    if (color >= 0) family = mti_slot_of(comm->group, leader)->family;
+    if (family) out = family[rank];
+    mti_exit(comm);
+    if (leader == comm->rank) free(family);
+    return out;
+}
+
+static mt_status mti_local_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    mti_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = MTI_SPLIT;
+    call.color = color;
+    call.key = key;
+    MT_TRY(mti_enter(NULL, comm, &call));
+    *out = mti_split(comm, color);
+    return MT_SUCCESS;
+}
+
+static mt_status mti_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    if (!out) return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: out is NULL");
+    MT_TRY(mti_check_process(NULL, comm, "comm_split"));
+    MT_TRY((comm->transport->split)(comm, color < 0 ? -1 : color, key, out));
+    if (color < 0) return MT_SUCCESS;
+    if (!*out)
+        return mti_refuse(NULL, comm, MT_ERR_MEMORY, "mt_comm_split: no memory for the group of color %d", color);
+    mti_adopt(comm, *out);
+    return MT_SUCCESS;
+}
+
+MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    int before = mti_hold();
+    mt_status status = MT_ERR_ARGUMENT;
+    if (out) *out = NULL;
+    if (comm) status = mti_comm_split(comm, color, key, out);
+    mti_release(before);
+    return status;
+}
+
+static const mti_transport mti_threads = {1,         1,        mti_no_check,    mti_local_collective, mti_local_p2p,
+                                          mti_enter, mti_exit, mti_local_split, mti_local_leave,      mti_no_destroy};
+
+MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **comms) {
+    int r, spin;
+    mt_status status;
+    if (!comms || ranks < 1 || ranks > MTI_MAX_RANKS || timeout_s != timeout_s) return MT_ERR_ARGUMENT;
+    spin = ranks <= mti_allowed_cores(NULL, 0);
+    status =
+        mti_family_new(&mti_threads, ranks, timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT, spin, NULL, "world", comms);
+    for (r = 0; status != MT_SUCCESS && r < ranks; r++) comms[r] = NULL;
+    return status;
 }
 
 /* ---- ranks over NCCL compare their calls over TCP (src/comm/nccl_calls.c) ---------------------------------------- */
@@ -6741,8 +6676,9 @@ static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *me
 /* -- beginning and end -- */
 
 /* Creates a communicator without a handle. call: MTI_CREATE or MTI_SPLIT, for messages */
-static mt_comm *mti_nccl_new(mt_context *ctx, int rank, int size, const char *name, double timeout_s, int call) {
-    mt_comm *comm = mti_comm_new(&mti_over_nccl, rank, size, name);
+static mt_comm *mti_nccl_new(const mti_transport *transport, mt_context *ctx, int rank, int size, const char *name,
+                             double timeout_s, int call) {
+    mt_comm *comm = mti_comm_new(transport, rank, size, name);
     if (!comm) return NULL;
     comm->nccl.owned = 1;
     comm->nccl.timeout = timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT;
@@ -7059,7 +6995,7 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
     while (r < comm->size && mti_nccl_member(all, comm->size, r, &ignored) < 2) r++;
     if (size == 1) *out = mti_comm_new(&mti_alone, 0, 1, name);
     if (r == comm->size) return MT_SUCCESS;
-    if (size > 1) child = mti_nccl_new(ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
+    if (size > 1) child = mti_nccl_new(comm->transport, ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
     if (size > 1 && !child) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
     if (child) status = mti_watchdog_join(ctx, child);
     comm->nccl.last.kind = MTI_SPLIT;
@@ -7070,7 +7006,7 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
 /* Ends a creation that has failed after `status`, or connects the ranks of the new communicator. */
 static mt_status mti_nccl_finish(mt_context *ctx, mt_status status, int color, const mti_member *all, int ranks,
                                  int listener, mt_comm **out) {
-    if (status == MT_SUCCESS && *out && (*out)->transport == &mti_over_nccl)
+    if (status == MT_SUCCESS && *out && (*out)->nccl.home)
         status = mti_nccl_connect(ctx, *out, color, all, ranks, listener);
     if (listener >= 0) close(listener);
     if (status == MT_SUCCESS) return status;
@@ -7101,6 +7037,9 @@ static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out
     free(all);
     return status == MT_SUCCESS ? status : mt_comm_fail(comm, status, mt_last_error(ctx));
 }
+
+static const mti_transport mti_over_nccl = {1,    0,    mti_peers_check, mti_nccl_call,  mti_nccl_call,
+                                            NULL, NULL, mti_nccl_split,  mti_nccl_leave, mti_nccl_destroy};
 
 /* -- creating -- */
 
@@ -7149,7 +7088,7 @@ static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int rank
     ncclUniqueId unique;
     mt_comm *comm;
     mt_status status;
-    comm = mti_nccl_new(ctx, rank, ranks, "world", timeout_s, MTI_CREATE);
+    comm = mti_nccl_new(&mti_over_nccl, ctx, rank, ranks, "world", timeout_s, MTI_CREATE);
     if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
     memcpy(unique.internal, id->bytes, sizeof id->bytes);
     config.blocking = 0;
@@ -7176,7 +7115,7 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
 /* Creates a communicator over the caller's ncclComm_t, also for one rank, as above. *out is NULL. */
 static mt_status mti_nccl_wrap(mt_context *ctx, struct ncclComm *nccl, int size, int rank, double timeout_s,
                                mt_comm **out) {
-    mt_comm *comm = mti_nccl_new(ctx, rank, size, "world", timeout_s, MTI_CREATE);
+    mt_comm *comm = mti_nccl_new(&mti_over_nccl, ctx, rank, size, "world", timeout_s, MTI_CREATE);
     if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl: no memory for the communicator");
     comm->nccl.handle = nccl;
     comm->nccl.owned = 0;
@@ -7298,17 +7237,16 @@ static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_com
     return mt_comm_create_nccl_id(ctx, &id, world->size, world->rank, world->timeout, out);
 }
 
-static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
-    (void)out;
+/* Creates a communicator over NCCL with the ranks of world. Leaves *out NULL where NCCL is not used. */
+static mt_status mti_over_nccl_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    if (world->transport == &mti_alone) return MT_SUCCESS;
+    if (world->transport == &mti_apart) return mti_processes_over_nccl(ctx, world, out);
+    if (world->transport->enter) return mti_group_over_nccl(ctx, world, out);
     return mti_refuse(ctx, world, MT_ERR_ARGUMENT,
                       "mt_comm_create_for: \"%s\" is not a communicator of a launcher or of threads", world->name);
 }
 
-static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out) {
-    return (void)ctx, (void)comm, (void)out, MT_SUCCESS;
-}
-
-/* Where over_nccl leaves *out NULL, *out is split from world with the same ranks. */
+/* Without NCCL, *out is split from world with the same ranks. */
 static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
     if (!ctx || !world || !out)
         return mti_refuse(ctx, world, MT_ERR_ARGUMENT, "mt_comm_create_for: %s is NULL",
@@ -7316,7 +7254,7 @@ static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **
                           : !world ? "world"
                                    : "out");
     MT_TRY(mti_check_process(ctx, world, "comm_create_for"));
-    MT_TRY((world->transport->over_nccl)(ctx, world, out));
+    MT_TRY(mti_over_nccl_for(ctx, world, out));
     if (*out) mti_adopt(world, *out);
     else MT_TRY(mt_comm_split(world, 0, world->rank, out));
     mt_comm_set_name(*out, world->name);
@@ -7337,17 +7275,16 @@ MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, 
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!comm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_register: comm is NULL");
     MT_TRY(mti_check_process(ctx, comm, "comm_register"));
-    return (comm->transport->enlist)(ctx, comm, memory, bytes);
+#if MTI_NCCL
+    if (comm->transport == &mti_over_nccl) return mti_nccl_enlist(ctx, comm, memory, bytes);
+#endif
+    return (void)memory, (void)bytes, MT_SUCCESS;
 }
 
 MT_API mt_status mt_arena_register(mt_context *ctx, mt_comm *comm) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!comm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_register: comm is NULL");
     return ctx->arena_symmetric ? mt_comm_register(ctx, comm, ctx->arena, ctx->arena_bytes) : MT_SUCCESS;
-}
-
-static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
-    return (void)ctx, (void)comm, (void)memory, (void)bytes, MT_SUCCESS;
 }
 
 /* ---- ranks that are processes, over MPI (src/comm/mpi.c) --------------------------------------------------------- */
@@ -8011,7 +7948,7 @@ static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *ca
     return mti_is_p2p(call) ? mti_mpi_p2p(ctx, comm, call) : mti_mpi_collective(ctx, comm, call);
 }
 
-/* -- beginning -- */
+/* -- groups and ports -- */
 
 static void mti_mpi_free(mti_mpi *m) {
     if (!m) return;
@@ -8058,8 +7995,9 @@ static mti_mpi *mti_mpi_new(int size) {
 }
 
 /* Creates a communicator and its group. The caller fills mti_mpi.world. */
-static mt_comm *mti_mpi_comm_new(mti_mpi_port *port, int rank, int size, const char *name, int number) {
-    mt_comm *comm = mti_comm_new(&mti_over_mpi, rank, size, name);
+static mt_comm *mti_mpi_comm_new(const mti_transport *transport, mti_mpi_port *port, int rank, int size,
+                                 const char *name, int number) {
+    mt_comm *comm = mti_comm_new(transport, rank, size, name);
     mti_group *g = mti_group_new(size, port->timeout, port->spin);
     mti_mpi *m = mti_mpi_new(size);
     if (!comm || !g || !m) {
@@ -8116,6 +8054,131 @@ static mti_mpi_port *mti_mpi_port_new(int rank, int size, double timeout_s) {
     }
     return port;
 }
+
+/* The number of the new groups is one that no rank of comm has used. All groups of a split have the same number, also
+   on ranks that are in none of these groups. */
+static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    mti_mpi *m = comm->mpi;
+    int rank, size, leader, r, at, number = m->port->next;
+    char name[32];
+    mti_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = MTI_SPLIT;
+    call.color = color;
+    call.key = key;
+    m->port->early_count = 0;
+    MT_TRY(mti_mpi_enter(NULL, comm, &call));
+    mti_mpi_exit(comm);
+    for (r = 0; r < comm->size; r++)
+        if (r != comm->rank && m->in[r].next > number) number = m->in[r].next;
+    if (number >= m->port->last_tag / 4)
+        return mti_refuse(NULL, comm, MT_ERR_UNSUPPORTED,
+                          "mt_comm_split: %d groups so far, more than the tags of this MPI can tell apart", number);
+    m->port->next = number + 1;
+    if (color < 0) return MT_SUCCESS;
+    mti_split_member(comm, comm->rank, &rank, &size, &leader);
+    if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
+    *out = size == 1 ? mti_comm_new(&mti_alone, 0, 1, name)
+                     : mti_mpi_comm_new(comm->transport, m->port, rank, size, name, number);
+    if (!*out || size == 1) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
+    for (r = 0; r < comm->size; r++) {
+        if (mti_slot_of(comm->group, r)->color != color) continue;
+        mti_split_member(comm, r, &at, &size, &leader);
+        (*out)->mpi->world[at] = m->world[r];
+        if (m->port->left[m->world[r]]) mti_mpi_take_left((*out)->mpi, at, m->port->left[m->world[r]]);
+    }
+    for (r = 0; r < m->port->early_count; r++) mti_mpi_take_notice(m->port, &m->port->early[r]);
+    return MT_SUCCESS;
+}
+
+/* -- ending -- */
+
+/* Returns 1 when all requests are complete. */
+static int mti_mpi_all_done(MPI_Request *requests, int count) {
+    int done = 1, i;
+    for (i = 0; i < count && done; i++) MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE);
+    return done;
+}
+
+/* Frees the destroyed groups whose requests are complete: before that, MPI may use their memory. */
+static void mti_mpi_reap(mti_mpi_port *port) {
+    struct mti_mpi **at = &port->ended, *m;
+    while ((m = *at) != NULL) {
+        if (!mti_mpi_all_done(m->requests, m->count) || !mti_mpi_all_done(m->notice_requests, 2 * m->size)) {
+            at = &m->next;
+            continue;
+        }
+        *at = m->next;
+        mti_mpi_free(m);
+    }
+}
+
+/* Tells all ranks of the port that this rank closes its port, and waits until they have closed theirs. Returns 1 when
+   all have done so, and MPI holds no memory of any rank. */
+static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
+    double limit = port->broken ? MTI_MPI_GRACE : port->timeout;
+    mti_stopwatch watch = mti_stopwatch_start(limit);
+    mti_mpi_notice *notice = &port->closing;
+    int r;
+    notice->news = MTI_MPI_CLOSES;
+    notice->rank = port->rank;
+    notice->status = port->status[port->rank] = (int)status;
+    notice->keeps = port->keeps;
+    notice->broken = port->broken;
+    port->closed++;
+    for (r = 0; r < port->size; r++)
+        if (r != port->rank)
+            MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
+    while (port->waited < limit) {
+        mti_mpi_listen(port);
+        mti_mpi_reap(port);
+        if (mti_mpi_all_done(port->closing_requests, port->size) && !port->ended && port->closed == port->size)
+            return !port->keeps;
+        port->waited = mti_waited(&watch);
+        mti_rest(port->waited, MTI_MPI_SOON);
+    }
+    return 0;
+}
+
+/* Frees the port if all ranks have closed. Otherwise the port stays until the process ends, because MPI may still write
+   to it. The duplicate is not freed when it may have messages that no rank has received: the next duplicate might
+   receive them. */
+static void mti_mpi_port_end(mti_mpi_port *port, int closed) {
+    if (!closed) return;
+    if (port->inbox_request != MPI_REQUEST_NULL) {
+        MPI_Cancel(&port->inbox_request);
+        MPI_Wait(&port->inbox_request, MPI_STATUS_IGNORE);
+    }
+    if (!port->broken) MPI_Comm_free(&port->comm);
+    mti_mpi_port_free(port);
+}
+
+/* Destroys a group, and with the last group the port. */
+static void mti_mpi_destroy(mt_comm *comm) {
+    mti_mpi *m = comm->mpi, **at;
+    mti_mpi_port *port = m->port;
+    if (mti_is_forked(comm->process)) return;
+    for (at = &port->groups; *at != m; at = &(*at)->next) continue;
+    *at = m->next;
+    m->next = port->ended;
+    port->ended = m;
+    m->comm = NULL;
+    mti_mpi_reap(port);
+    if (--port->references == 0) mti_mpi_port_end(port, mti_mpi_close(port, MT_SUCCESS));
+}
+
+static const mti_transport mti_over_mpi = {1,
+                                           0,
+                                           mti_peers_check,
+                                           mti_mpi_call,
+                                           mti_mpi_call,
+                                           mti_mpi_enter,
+                                           mti_mpi_exit,
+                                           mti_mpi_split,
+                                           mti_mpi_leave,
+                                           mti_mpi_destroy};
+
+/* -- creating -- */
 
 /* Waits for the end of a request of the opening. */
 static mt_status mti_mpi_opened(const mti_mpi_port *port, MPI_Request *request) {
@@ -8234,7 +8297,7 @@ static mt_status mti_mpi_create(const void *mpi_comm, double timeout_s, mt_comm 
     port = mti_mpi_port_new(rank, size, timeout_s);
     if (!port) return MT_ERR_MEMORY;
     status = mti_mpi_open(port, theirs, text);
-    world = status == MT_SUCCESS ? mti_mpi_comm_new(port, rank, size, "world", port->next++) : NULL;
+    world = status == MT_SUCCESS ? mti_mpi_comm_new(&mti_over_mpi, port, rank, size, "world", port->next++) : NULL;
     if (!world) return status == MT_SUCCESS ? MT_ERR_MEMORY : status; /* not freed: MPI may use the port */
     for (r = 0; r < size; r++) world->mpi->world[r] = r;
     status = mti_mpi_neighbours(world);
@@ -8252,117 +8315,6 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
     else *out = NULL;
     if (text.used) fprintf(stderr, "mt_comm_create_mpi: %s\n", text.data);
     return status;
-}
-
-/* The number of the new groups is one that no rank of comm has used. All groups of a split have the same number, also
-   on ranks that are in none of these groups. */
-static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    mti_mpi *m = comm->mpi;
-    int rank, size, leader, r, at, number = m->port->next;
-    char name[32];
-    mti_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = MTI_SPLIT;
-    call.color = color;
-    call.key = key;
-    m->port->early_count = 0;
-    MT_TRY(mti_mpi_enter(NULL, comm, &call));
-    mti_mpi_exit(comm);
-    for (r = 0; r < comm->size; r++)
-        if (r != comm->rank && m->in[r].next > number) number = m->in[r].next;
-    if (number >= m->port->last_tag / 4)
-        return mti_refuse(NULL, comm, MT_ERR_UNSUPPORTED,
-                          "mt_comm_split: %d groups so far, more than the tags of this MPI can tell apart", number);
-    m->port->next = number + 1;
-    if (color < 0) return MT_SUCCESS;
-    mti_split_member(comm, comm->rank, &rank, &size, &leader);
-    if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
-    *out = size == 1 ? mti_comm_new(&mti_alone, 0, 1, name) : mti_mpi_comm_new(m->port, rank, size, name, number);
-    if (!*out || size == 1) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
-    for (r = 0; r < comm->size; r++) {
-        if (mti_slot_of(comm->group, r)->color != color) continue;
-        mti_split_member(comm, r, &at, &size, &leader);
-        (*out)->mpi->world[at] = m->world[r];
-        if (m->port->left[m->world[r]]) mti_mpi_take_left((*out)->mpi, at, m->port->left[m->world[r]]);
-    }
-    for (r = 0; r < m->port->early_count; r++) mti_mpi_take_notice(m->port, &m->port->early[r]);
-    return MT_SUCCESS;
-}
-
-/* -- ending -- */
-
-/* Returns 1 when all requests are complete. */
-static int mti_mpi_all_done(MPI_Request *requests, int count) {
-    int done = 1, i;
-    for (i = 0; i < count && done; i++) MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE);
-    return done;
-}
-
-/* Frees the destroyed groups whose requests are complete: before that, MPI may use their memory. */
-static void mti_mpi_reap(mti_mpi_port *port) {
-    struct mti_mpi **at = &port->ended, *m;
-    while ((m = *at) != NULL) {
-        if (!mti_mpi_all_done(m->requests, m->count) || !mti_mpi_all_done(m->notice_requests, 2 * m->size)) {
-            at = &m->next;
-            continue;
-        }
-        *at = m->next;
-        mti_mpi_free(m);
-    }
-}
-
-/* Tells all ranks of the port that this rank closes its port, and waits until they have closed theirs. Returns 1 when
-   all have done so, and MPI holds no memory of any rank. */
-static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
-    double limit = port->broken ? MTI_MPI_GRACE : port->timeout;
-    mti_stopwatch watch = mti_stopwatch_start(limit);
-    mti_mpi_notice *notice = &port->closing;
-    int r;
-    notice->news = MTI_MPI_CLOSES;
-    notice->rank = port->rank;
-    notice->status = port->status[port->rank] = (int)status;
-    notice->keeps = port->keeps;
-    notice->broken = port->broken;
-    port->closed++;
-    for (r = 0; r < port->size; r++)
-        if (r != port->rank)
-            MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
-    while (port->waited < limit) {
-        mti_mpi_listen(port);
-        mti_mpi_reap(port);
-        if (mti_mpi_all_done(port->closing_requests, port->size) && !port->ended && port->closed == port->size)
-            return !port->keeps;
-        port->waited = mti_waited(&watch);
-        mti_rest(port->waited, MTI_MPI_SOON);
-    }
-    return 0;
-}
-
-/* Frees the port if all ranks have closed. Otherwise the port stays until the process ends, because MPI may still write
-   to it. The duplicate is not freed when it may have messages that no rank has received: the next duplicate might
-   receive them. */
-static void mti_mpi_port_end(mti_mpi_port *port, int closed) {
-    if (!closed) return;
-    if (port->inbox_request != MPI_REQUEST_NULL) {
-        MPI_Cancel(&port->inbox_request);
-        MPI_Wait(&port->inbox_request, MPI_STATUS_IGNORE);
-    }
-    if (!port->broken) MPI_Comm_free(&port->comm);
-    mti_mpi_port_free(port);
-}
-
-/* Destroys a group, and with the last group the port. */
-static void mti_mpi_destroy(mt_comm *comm) {
-    mti_mpi *m = comm->mpi, **at;
-    mti_mpi_port *port = m->port;
-    if (mti_is_forked(comm->process)) return;
-    for (at = &port->groups; *at != m; at = &(*at)->next) continue;
-    *at = m->next;
-    m->next = port->ended;
-    port->ended = m;
-    m->comm = NULL;
-    mti_mpi_reap(port);
-    if (--port->references == 0) mti_mpi_port_end(port, mti_mpi_close(port, MT_SUCCESS));
 }
 #else /* not built */
 MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out) {

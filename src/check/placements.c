@@ -3,7 +3,7 @@
 #pragma once
 #include "placements.h"
 #include "authors.h"
-#include "../comm/context.c"
+#include "../comm/cuda.c"
 
 /* The checker keeps, for each piece of memory and each group, the set of placements that it may have: a bit for each
    mt_placement. An operator's rule is a list of cases. The cases that fit what is known about its operands give the

@@ -2,7 +2,7 @@
 
 #pragma once
 #include "collectives.h"
-#include "thread_calls.c"
+#include "context.c"
 #include "hash.c"
 #include "trace.c"
 
@@ -142,14 +142,6 @@ static mt_status mti_no_check(mt_context *ctx, mt_comm *comm, const char *name) 
     return (void)ctx, (void)comm, (void)name, MT_SUCCESS;
 }
 
-static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name) {
-    if (ctx->device == MT_DEVICE_META) return MT_SUCCESS;
-    return mti_refuse(ctx, comm, MT_ERR_ARGUMENT,
-                      "mt_%s: \"%s\" (%d ranks) is a meta communicator, the context is on device %d, not on "
-                      "MT_DEVICE_META",
-                      name, comm->name, comm->size, (int)ctx->device);
-}
-
 static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *name) {
     if (ctx->device != MT_DEVICE_META) return MT_SUCCESS;
     return mti_refuse(
@@ -157,11 +149,6 @@ static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *nam
         "mt_%s: the context is on MT_DEVICE_META, which \"%s\" (%d ranks) does not work with: use threads "
         "(mt_launch) or mt_comm_create_meta",
         name, comm->name, comm->size);
-}
-
-static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name) {
-    MT_TRY(mti_peers_check(ctx, comm, name));
-    return mti_refuse_apart(ctx, comm, name, (int)ctx->device);
 }
 
 static mt_status mti_check_home(mt_context *ctx, mt_comm *comm, const char *name) {
@@ -521,60 +508,6 @@ static mt_status mti_move(mt_context *ctx, const mt_comm *comm, const mti_call *
     }
 }
 
-/* A rank's part of a collective on a GPU. */
-static mt_status mti_cuda_move(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
-    int r;
-    for (r = 0; r < comm->size; r++)
-        if (r != comm->rank) MT_TRY(mti_cuda_await(ctx, &mti_slot_of(comm->group, r)->ready));
-    MT_TRY(mti_move(ctx, comm, call));
-    return mti_cuda_record(ctx, &mti_slot_of(comm->group, comm->rank)->done);
-}
-
-/* After the second meeting of a collective on a GPU: later work comes after the parts of the peers. A rank that has
-   failed (`status`) has set `failed` before this meeting, and has no event behind its part. The others return an
-   error. */
-static mt_status mti_cuda_moved(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
-    mt_status waits = MT_SUCCESS;
-    int failed = 0, r;
-    for (r = 0; r < comm->size; r++) {
-        const mti_slot *slot = mti_slot_of(comm->group, r);
-        failed |= slot->failed;
-        if (r != comm->rank && !slot->failed) MT_KEEP(waits, mti_cuda_await(ctx, &slot->done));
-    }
-    if (status != MT_SUCCESS) return status;
-    if (waits != MT_SUCCESS) return mti_break_failed(ctx, comm, call, waits);
-    return failed ? mti_broken_now(ctx, comm) : MT_SUCCESS;
-}
-
-/* Each rank waits for its stream before the meeting. After it, the work of all ranks before the barrier is done. */
-static mt_status mti_cuda_barrier(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mt_status status = mti_cuda_synchronize(ctx);
-    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
-    MT_TRY(mti_enter(ctx, comm, call));
-    mti_exit(comm);
-    return MT_SUCCESS;
-}
-
-/* Between the two meetings a rank can fail only on a GPU. */
-static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mti_slot *mine = mti_slot_of(comm->group, comm->rank);
-    int on_gpu = ctx->device == MT_DEVICE_CUDA;
-    mt_status status, turn;
-    if (on_gpu && call->kind == MT_BARRIER) return mti_cuda_barrier(ctx, comm, call);
-    status = mti_local_begin(ctx, comm);
-    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
-    mine->ordinal = ctx->ordinal;
-    MT_TRY(mti_enter(ctx, comm, call));
-    status = on_gpu ? mti_cuda_move(ctx, comm, call) : mti_move(ctx, comm, call);
-    mine->failed = status != MT_SUCCESS;
-    if (status != MT_SUCCESS) mti_fail_inside(ctx, comm, call, status);
-    mti_turn_give(ctx);
-    mti_exit(comm);
-    turn = mti_turn_take(ctx);
-    if (turn != MT_SUCCESS) return mti_break_failed(ctx, comm, call, turn);
-    return on_gpu ? mti_cuda_moved(ctx, comm, call, status) : status;
-}
-
 #if MTI_NCCL || MTI_MPI
 /* A buffer of `whole` elements, divided into one piece per rank. Piece r begins at element stride * r and has n
    elements, or fewer at the end of the buffer. */
@@ -620,10 +553,6 @@ static size_t mti_pieces_most(const mt_comm *comm, const mti_call *call, size_t 
 static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     (void)comm;
     return mti_bytes_copy(ctx, call->recv, call->send, call->count * mt_dtype_size(call->dtype));
-}
-
-static mt_status mti_no_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    return (void)ctx, (void)comm, (void)call, MT_SUCCESS;
 }
 
 static mti_call mti_call_make(int kind, const void *send, void *recv, size_t count, mt_dtype dtype) {

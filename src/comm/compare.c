@@ -2,7 +2,7 @@
 
 #pragma once
 #include "compare.h"
-#include "threads.c"
+#include "context.c"
 
 #define MTI_COMPARED_CHUNK ((size_t)1024)
 

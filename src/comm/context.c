@@ -2,16 +2,10 @@
 
 #pragma once
 #include "context.h"
-#include "types.h"
+#include "workers.c"
 
 MT_API void mt_log(mt_context *ctx, mt_log_level level, const char *text) {
     if (ctx && ctx->logger.log) (ctx->logger.log)(ctx->logger.user, level, text ? text : "");
-}
-
-/* A message is one line, also when a name in it, such as one from a file, has a newline. */
-static void mti_one_line(char *text) {
-    for (; *text; text++)
-        if ((unsigned char)*text < ' ' || *text == 127) *text = '?';
 }
 
 MT_API mt_status mt_fail(mt_context *ctx, mt_status status, const char *format, ...) {
@@ -31,18 +25,6 @@ MT_API mt_status mt_range_fail(mt_context *ctx, const mt_range_error *error) {
     if (!error) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_range_fail: error is NULL");
     return mt_fail(ctx, MT_ERR_DATA, "%.23s: %.23s %ld at index %lld is not in [0, %lld)", error->function, error->name,
                    (long)error->value, (long long)error->index, (long long)error->limit);
-}
-
-static void *mti_default_alloc(void *user, size_t bytes, size_t alignment) {
-    void *ptr = NULL;
-    (void)user;
-    return posix_memalign(&ptr, alignment, bytes) == 0 ? ptr : NULL;
-}
-
-static void mti_default_free(void *user, void *ptr, size_t bytes) {
-    (void)user;
-    (void)bytes;
-    free(ptr);
 }
 
 MT_API void *mt_host_alloc(size_t bytes) { return calloc(1, bytes); }
@@ -122,10 +104,6 @@ static mt_status mti_context_check(mt_comm *world, const mt_context_desc *desc) 
     return MT_SUCCESS;
 }
 
-/* Whether this process was forked from the one that has created something. It has copies of that process's memory, but
-   not its threads, whose locks stay as they were, and it shares the files and connections. */
-static int mti_is_forked(pid_t process) { return process != getpid(); }
-
 static void mti_context_fill(mt_context *ctx, mt_comm *world, const mt_context_desc *d) {
     ctx->process = getpid();
     ctx->device = d->device;
@@ -196,20 +174,6 @@ static void mti_slot_destroy(mt_context *ctx, mti_slot_memory *slot) {
     slot->memory = NULL; /* mt_context_slot returns NULL while the lower slots are destroyed */
 }
 
-/* Whether this process was forked from the one that has created a context on a GPU: CUDA does not work here. */
-static int mti_has_no_gpu(const mt_context *ctx) {
-    return ctx->device == MT_DEVICE_CUDA && mti_is_forked(ctx->process);
-}
-
-static mt_status mti_check_gpu(mt_context *ctx) {
-    if (!mti_has_no_gpu(ctx)) return MT_SUCCESS;
-    return mt_fail(
-        ctx, MT_ERR_UNSUPPORTED,
-        "the context on GPU %d belongs to process %ld, from which this process %ld was forked: CUDA does not "
-        "work here; create the context after fork()",
-        ctx->ordinal, (long)ctx->process, (long)getpid());
-}
-
 /* Ends what uses the device, and frees its memory. */
 static void mti_context_close(mt_context *ctx) {
     int i;
@@ -264,15 +228,6 @@ MT_API void mt_context_set_forget(mt_context *ctx, mt_forget_function forget) {
 
 static void mti_notify_forgotten(mt_context *ctx, const void *data, size_t bytes, int gone) {
     if (ctx && ctx->forget && data && bytes) (ctx->forget)(ctx, data, bytes, gone);
-}
-
-/* Refuses a call that waits for the GPU, or that only the host can do, while a graph is recorded. */
-static mt_status mti_check_recording(mt_context *ctx) {
-    if (!ctx->recording) return MT_SUCCESS;
-    return mt_fail(
-        ctx, MT_ERR_UNSUPPORTED,
-        "between mt_graph_begin and mt_graph_end no call can wait for the GPU, upload, download or allocate: "
-        "do this before mt_graph_launch");
 }
 
 /* Waits for the stream. The library's own waits, such as that of a barrier, do not report the errors of kernels: an

@@ -1,7 +1,7 @@
 /* ---- streams, events and memory of a GPU ------------------------------------------------------------------------- */
 
 #pragma once
-#include "context.c"
+#include "types.h"
 
 #if defined(__CUDACC__)
 /* Kernels use only these extensions, so that tests/engine can run them on a CPU. */
@@ -21,6 +21,29 @@
 #define MT_DEVICE_NO_UNROLL
 #define MT_HOST_DEVICE
 #endif
+
+/* Whether this process was forked from the one that has created a context on a GPU: CUDA does not work here. */
+static int mti_has_no_gpu(const mt_context *ctx) {
+    return ctx->device == MT_DEVICE_CUDA && mti_is_forked(ctx->process);
+}
+
+static mt_status mti_check_gpu(mt_context *ctx) {
+    if (!mti_has_no_gpu(ctx)) return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_UNSUPPORTED,
+        "the context on GPU %d belongs to process %ld, from which this process %ld was forked: CUDA does not "
+        "work here; create the context after fork()",
+        ctx->ordinal, (long)ctx->process, (long)getpid());
+}
+
+/* Refuses a call that waits for the GPU, or that only the host can do, while a graph is recorded. */
+static mt_status mti_check_recording(mt_context *ctx) {
+    if (!ctx->recording) return MT_SUCCESS;
+    return mt_fail(
+        ctx, MT_ERR_UNSUPPORTED,
+        "between mt_graph_begin and mt_graph_end no call can wait for the GPU, upload, download or allocate: "
+        "do this before mt_graph_launch");
+}
 
 #if MT_HAS_CUDA
 /* Turns a CUDA error into a status and a message that names the call. */

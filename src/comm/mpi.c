@@ -2,7 +2,7 @@
 
 #pragma once
 #include "mpi.h"
-#include "collectives.c"
+#include "thread_calls.c"
 
 /* Ranks are processes. A port is a duplicate of the caller's MPI_Comm. A world and all groups split from it share one
    port: a group is a list of ranks, and a number that is part of its tags. So creating, splitting and leaving a group
@@ -663,7 +663,7 @@ static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *ca
     return mti_is_p2p(call) ? mti_mpi_p2p(ctx, comm, call) : mti_mpi_collective(ctx, comm, call);
 }
 
-/* -- beginning -- */
+/* -- groups and ports -- */
 
 static void mti_mpi_free(mti_mpi *m) {
     if (!m) return;
@@ -710,8 +710,9 @@ static mti_mpi *mti_mpi_new(int size) {
 }
 
 /* Creates a communicator and its group. The caller fills mti_mpi.world. */
-static mt_comm *mti_mpi_comm_new(mti_mpi_port *port, int rank, int size, const char *name, int number) {
-    mt_comm *comm = mti_comm_new(&mti_over_mpi, rank, size, name);
+static mt_comm *mti_mpi_comm_new(const mti_transport *transport, mti_mpi_port *port, int rank, int size,
+                                 const char *name, int number) {
+    mt_comm *comm = mti_comm_new(transport, rank, size, name);
     mti_group *g = mti_group_new(size, port->timeout, port->spin);
     mti_mpi *m = mti_mpi_new(size);
     if (!comm || !g || !m) {
@@ -768,6 +769,131 @@ static mti_mpi_port *mti_mpi_port_new(int rank, int size, double timeout_s) {
     }
     return port;
 }
+
+/* The number of the new groups is one that no rank of comm has used. All groups of a split have the same number, also
+   on ranks that are in none of these groups. */
+static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    mti_mpi *m = comm->mpi;
+    int rank, size, leader, r, at, number = m->port->next;
+    char name[32];
+    mti_call call;
+    memset(&call, 0, sizeof call);
+    call.kind = MTI_SPLIT;
+    call.color = color;
+    call.key = key;
+    m->port->early_count = 0;
+    MT_TRY(mti_mpi_enter(NULL, comm, &call));
+    mti_mpi_exit(comm);
+    for (r = 0; r < comm->size; r++)
+        if (r != comm->rank && m->in[r].next > number) number = m->in[r].next;
+    if (number >= m->port->last_tag / 4)
+        return mti_refuse(NULL, comm, MT_ERR_UNSUPPORTED,
+                          "mt_comm_split: %d groups so far, more than the tags of this MPI can tell apart", number);
+    m->port->next = number + 1;
+    if (color < 0) return MT_SUCCESS;
+    mti_split_member(comm, comm->rank, &rank, &size, &leader);
+    if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
+    *out = size == 1 ? mti_comm_new(&mti_alone, 0, 1, name)
+                     : mti_mpi_comm_new(comm->transport, m->port, rank, size, name, number);
+    if (!*out || size == 1) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
+    for (r = 0; r < comm->size; r++) {
+        if (mti_slot_of(comm->group, r)->color != color) continue;
+        mti_split_member(comm, r, &at, &size, &leader);
+        (*out)->mpi->world[at] = m->world[r];
+        if (m->port->left[m->world[r]]) mti_mpi_take_left((*out)->mpi, at, m->port->left[m->world[r]]);
+    }
+    for (r = 0; r < m->port->early_count; r++) mti_mpi_take_notice(m->port, &m->port->early[r]);
+    return MT_SUCCESS;
+}
+
+/* -- ending -- */
+
+/* Returns 1 when all requests are complete. */
+static int mti_mpi_all_done(MPI_Request *requests, int count) {
+    int done = 1, i;
+    for (i = 0; i < count && done; i++) MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE);
+    return done;
+}
+
+/* Frees the destroyed groups whose requests are complete: before that, MPI may use their memory. */
+static void mti_mpi_reap(mti_mpi_port *port) {
+    struct mti_mpi **at = &port->ended, *m;
+    while ((m = *at) != NULL) {
+        if (!mti_mpi_all_done(m->requests, m->count) || !mti_mpi_all_done(m->notice_requests, 2 * m->size)) {
+            at = &m->next;
+            continue;
+        }
+        *at = m->next;
+        mti_mpi_free(m);
+    }
+}
+
+/* Tells all ranks of the port that this rank closes its port, and waits until they have closed theirs. Returns 1 when
+   all have done so, and MPI holds no memory of any rank. */
+static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
+    double limit = port->broken ? MTI_MPI_GRACE : port->timeout;
+    mti_stopwatch watch = mti_stopwatch_start(limit);
+    mti_mpi_notice *notice = &port->closing;
+    int r;
+    notice->news = MTI_MPI_CLOSES;
+    notice->rank = port->rank;
+    notice->status = port->status[port->rank] = (int)status;
+    notice->keeps = port->keeps;
+    notice->broken = port->broken;
+    port->closed++;
+    for (r = 0; r < port->size; r++)
+        if (r != port->rank)
+            MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
+    while (port->waited < limit) {
+        mti_mpi_listen(port);
+        mti_mpi_reap(port);
+        if (mti_mpi_all_done(port->closing_requests, port->size) && !port->ended && port->closed == port->size)
+            return !port->keeps;
+        port->waited = mti_waited(&watch);
+        mti_rest(port->waited, MTI_MPI_SOON);
+    }
+    return 0;
+}
+
+/* Frees the port if all ranks have closed. Otherwise the port stays until the process ends, because MPI may still write
+   to it. The duplicate is not freed when it may have messages that no rank has received: the next duplicate might
+   receive them. */
+static void mti_mpi_port_end(mti_mpi_port *port, int closed) {
+    if (!closed) return;
+    if (port->inbox_request != MPI_REQUEST_NULL) {
+        MPI_Cancel(&port->inbox_request);
+        MPI_Wait(&port->inbox_request, MPI_STATUS_IGNORE);
+    }
+    if (!port->broken) MPI_Comm_free(&port->comm);
+    mti_mpi_port_free(port);
+}
+
+/* Destroys a group, and with the last group the port. */
+static void mti_mpi_destroy(mt_comm *comm) {
+    mti_mpi *m = comm->mpi, **at;
+    mti_mpi_port *port = m->port;
+    if (mti_is_forked(comm->process)) return;
+    for (at = &port->groups; *at != m; at = &(*at)->next) continue;
+    *at = m->next;
+    m->next = port->ended;
+    port->ended = m;
+    m->comm = NULL;
+    mti_mpi_reap(port);
+    if (--port->references == 0) mti_mpi_port_end(port, mti_mpi_close(port, MT_SUCCESS));
+}
+
+static const mti_transport mti_over_mpi = {1,
+                                           0,
+                                           mti_peers_check,
+                                           mti_mpi_call,
+                                           mti_mpi_call,
+                                           mti_mpi_enter,
+                                           mti_mpi_exit,
+                                           mti_mpi_split,
+                                           mti_mpi_leave,
+                                           mti_mpi_destroy};
+
+/* -- creating -- */
 
 /* Waits for the end of a request of the opening. */
 static mt_status mti_mpi_opened(const mti_mpi_port *port, MPI_Request *request) {
@@ -886,7 +1012,7 @@ static mt_status mti_mpi_create(const void *mpi_comm, double timeout_s, mt_comm 
     port = mti_mpi_port_new(rank, size, timeout_s);
     if (!port) return MT_ERR_MEMORY;
     status = mti_mpi_open(port, theirs, text);
-    world = status == MT_SUCCESS ? mti_mpi_comm_new(port, rank, size, "world", port->next++) : NULL;
+    world = status == MT_SUCCESS ? mti_mpi_comm_new(&mti_over_mpi, port, rank, size, "world", port->next++) : NULL;
     if (!world) return status == MT_SUCCESS ? MT_ERR_MEMORY : status; /* not freed: MPI may use the port */
     for (r = 0; r < size; r++) world->mpi->world[r] = r;
     status = mti_mpi_neighbours(world);
@@ -904,117 +1030,6 @@ MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_c
     else *out = NULL;
     if (text.used) fprintf(stderr, "mt_comm_create_mpi: %s\n", text.data);
     return status;
-}
-
-/* The number of the new groups is one that no rank of comm has used. All groups of a split have the same number, also
-   on ranks that are in none of these groups. */
-static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    mti_mpi *m = comm->mpi;
-    int rank, size, leader, r, at, number = m->port->next;
-    char name[32];
-    mti_call call;
-    memset(&call, 0, sizeof call);
-    call.kind = MTI_SPLIT;
-    call.color = color;
-    call.key = key;
-    m->port->early_count = 0;
-    MT_TRY(mti_mpi_enter(NULL, comm, &call));
-    mti_mpi_exit(comm);
-    for (r = 0; r < comm->size; r++)
-        if (r != comm->rank && m->in[r].next > number) number = m->in[r].next;
-    if (number >= m->port->last_tag / 4)
-        return mti_refuse(NULL, comm, MT_ERR_UNSUPPORTED,
-                          "mt_comm_split: %d groups so far, more than the tags of this MPI can tell apart", number);
-    m->port->next = number + 1;
-    if (color < 0) return MT_SUCCESS;
-    mti_split_member(comm, comm->rank, &rank, &size, &leader);
-    if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
-    *out = size == 1 ? mti_comm_new(&mti_alone, 0, 1, name) : mti_mpi_comm_new(m->port, rank, size, name, number);
-    if (!*out || size == 1) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
-    for (r = 0; r < comm->size; r++) {
-        if (mti_slot_of(comm->group, r)->color != color) continue;
-        mti_split_member(comm, r, &at, &size, &leader);
-        (*out)->mpi->world[at] = m->world[r];
-        if (m->port->left[m->world[r]]) mti_mpi_take_left((*out)->mpi, at, m->port->left[m->world[r]]);
-    }
-    for (r = 0; r < m->port->early_count; r++) mti_mpi_take_notice(m->port, &m->port->early[r]);
-    return MT_SUCCESS;
-}
-
-/* -- ending -- */
-
-/* Returns 1 when all requests are complete. */
-static int mti_mpi_all_done(MPI_Request *requests, int count) {
-    int done = 1, i;
-    for (i = 0; i < count && done; i++) MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE);
-    return done;
-}
-
-/* Frees the destroyed groups whose requests are complete: before that, MPI may use their memory. */
-static void mti_mpi_reap(mti_mpi_port *port) {
-    struct mti_mpi **at = &port->ended, *m;
-    while ((m = *at) != NULL) {
-        if (!mti_mpi_all_done(m->requests, m->count) || !mti_mpi_all_done(m->notice_requests, 2 * m->size)) {
-            at = &m->next;
-            continue;
-        }
-        *at = m->next;
-        mti_mpi_free(m);
-    }
-}
-
-/* Tells all ranks of the port that this rank closes its port, and waits until they have closed theirs. Returns 1 when
-   all have done so, and MPI holds no memory of any rank. */
-static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
-    double limit = port->broken ? MTI_MPI_GRACE : port->timeout;
-    mti_stopwatch watch = mti_stopwatch_start(limit);
-    mti_mpi_notice *notice = &port->closing;
-    int r;
-    notice->news = MTI_MPI_CLOSES;
-    notice->rank = port->rank;
-    notice->status = port->status[port->rank] = (int)status;
-    notice->keeps = port->keeps;
-    notice->broken = port->broken;
-    port->closed++;
-    for (r = 0; r < port->size; r++)
-        if (r != port->rank)
-            MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
-    while (port->waited < limit) {
-        mti_mpi_listen(port);
-        mti_mpi_reap(port);
-        if (mti_mpi_all_done(port->closing_requests, port->size) && !port->ended && port->closed == port->size)
-            return !port->keeps;
-        port->waited = mti_waited(&watch);
-        mti_rest(port->waited, MTI_MPI_SOON);
-    }
-    return 0;
-}
-
-/* Frees the port if all ranks have closed. Otherwise the port stays until the process ends, because MPI may still write
-   to it. The duplicate is not freed when it may have messages that no rank has received: the next duplicate might
-   receive them. */
-static void mti_mpi_port_end(mti_mpi_port *port, int closed) {
-    if (!closed) return;
-    if (port->inbox_request != MPI_REQUEST_NULL) {
-        MPI_Cancel(&port->inbox_request);
-        MPI_Wait(&port->inbox_request, MPI_STATUS_IGNORE);
-    }
-    if (!port->broken) MPI_Comm_free(&port->comm);
-    mti_mpi_port_free(port);
-}
-
-/* Destroys a group, and with the last group the port. */
-static void mti_mpi_destroy(mt_comm *comm) {
-    mti_mpi *m = comm->mpi, **at;
-    mti_mpi_port *port = m->port;
-    if (mti_is_forked(comm->process)) return;
-    for (at = &port->groups; *at != m; at = &(*at)->next) continue;
-    *at = m->next;
-    m->next = port->ended;
-    port->ended = m;
-    m->comm = NULL;
-    mti_mpi_reap(port);
-    if (--port->references == 0) mti_mpi_port_end(port, mti_mpi_close(port, MT_SUCCESS));
 }
 #else /* not built */
 MT_API mt_status mt_comm_create_mpi(const void *mpi_comm, double timeout_s, mt_comm **out) {

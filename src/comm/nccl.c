@@ -2,7 +2,6 @@
 
 #pragma once
 #include "nccl.h"
-#include "collectives.c"
 #include "nccl_listeners.c"
 
 /* A call puts its work into the context's current stream. The communicator is then busy until mt_cuda_wait_peers has
@@ -440,8 +439,9 @@ static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *me
 /* -- beginning and end -- */
 
 /* Creates a communicator without a handle. call: MTI_CREATE or MTI_SPLIT, for messages */
-static mt_comm *mti_nccl_new(mt_context *ctx, int rank, int size, const char *name, double timeout_s, int call) {
-    mt_comm *comm = mti_comm_new(&mti_over_nccl, rank, size, name);
+static mt_comm *mti_nccl_new(const mti_transport *transport, mt_context *ctx, int rank, int size, const char *name,
+                             double timeout_s, int call) {
+    mt_comm *comm = mti_comm_new(transport, rank, size, name);
     if (!comm) return NULL;
     comm->nccl.owned = 1;
     comm->nccl.timeout = timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT;
@@ -758,7 +758,7 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
     while (r < comm->size && mti_nccl_member(all, comm->size, r, &ignored) < 2) r++;
     if (size == 1) *out = mti_comm_new(&mti_alone, 0, 1, name);
     if (r == comm->size) return MT_SUCCESS;
-    if (size > 1) child = mti_nccl_new(ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
+    if (size > 1) child = mti_nccl_new(comm->transport, ctx, rank, size, name, comm->nccl.timeout, MTI_SPLIT);
     if (size > 1 && !child) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
     if (child) status = mti_watchdog_join(ctx, child);
     comm->nccl.last.kind = MTI_SPLIT;
@@ -769,7 +769,7 @@ static mt_status mti_nccl_divide(mt_context *ctx, mt_comm *comm, int color, cons
 /* Ends a creation that has failed after `status`, or connects the ranks of the new communicator. */
 static mt_status mti_nccl_finish(mt_context *ctx, mt_status status, int color, const mti_member *all, int ranks,
                                  int listener, mt_comm **out) {
-    if (status == MT_SUCCESS && *out && (*out)->transport == &mti_over_nccl)
+    if (status == MT_SUCCESS && *out && (*out)->nccl.home)
         status = mti_nccl_connect(ctx, *out, color, all, ranks, listener);
     if (listener >= 0) close(listener);
     if (status == MT_SUCCESS) return status;
@@ -800,6 +800,9 @@ static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out
     free(all);
     return status == MT_SUCCESS ? status : mt_comm_fail(comm, status, mt_last_error(ctx));
 }
+
+static const mti_transport mti_over_nccl = {1,    0,    mti_peers_check, mti_nccl_call,  mti_nccl_call,
+                                            NULL, NULL, mti_nccl_split,  mti_nccl_leave, mti_nccl_destroy};
 
 /* -- creating -- */
 
@@ -848,7 +851,7 @@ static mt_status mti_nccl_create(mt_context *ctx, const mt_nccl_id *id, int rank
     ncclUniqueId unique;
     mt_comm *comm;
     mt_status status;
-    comm = mti_nccl_new(ctx, rank, ranks, "world", timeout_s, MTI_CREATE);
+    comm = mti_nccl_new(&mti_over_nccl, ctx, rank, ranks, "world", timeout_s, MTI_CREATE);
     if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl_id: no memory for the communicator");
     memcpy(unique.internal, id->bytes, sizeof id->bytes);
     config.blocking = 0;
@@ -875,7 +878,7 @@ MT_API mt_status mt_comm_create_nccl_id(mt_context *ctx, const mt_nccl_id *id, i
 /* Creates a communicator over the caller's ncclComm_t, also for one rank, as above. *out is NULL. */
 static mt_status mti_nccl_wrap(mt_context *ctx, struct ncclComm *nccl, int size, int rank, double timeout_s,
                                mt_comm **out) {
-    mt_comm *comm = mti_nccl_new(ctx, rank, size, "world", timeout_s, MTI_CREATE);
+    mt_comm *comm = mti_nccl_new(&mti_over_nccl, ctx, rank, size, "world", timeout_s, MTI_CREATE);
     if (!comm) return mt_fail(ctx, MT_ERR_MEMORY, "mt_comm_create_nccl: no memory for the communicator");
     comm->nccl.handle = nccl;
     comm->nccl.owned = 0;
@@ -997,17 +1000,16 @@ static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_com
     return mt_comm_create_nccl_id(ctx, &id, world->size, world->rank, world->timeout, out);
 }
 
-static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out) {
-    (void)out;
+/* Creates a communicator over NCCL with the ranks of world. Leaves *out NULL where NCCL is not used. */
+static mt_status mti_over_nccl_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
+    if (world->transport == &mti_alone) return MT_SUCCESS;
+    if (world->transport == &mti_apart) return mti_processes_over_nccl(ctx, world, out);
+    if (world->transport->enter) return mti_group_over_nccl(ctx, world, out);
     return mti_refuse(ctx, world, MT_ERR_ARGUMENT,
                       "mt_comm_create_for: \"%s\" is not a communicator of a launcher or of threads", world->name);
 }
 
-static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out) {
-    return (void)ctx, (void)comm, (void)out, MT_SUCCESS;
-}
-
-/* Where over_nccl leaves *out NULL, *out is split from world with the same ranks. */
+/* Without NCCL, *out is split from world with the same ranks. */
 static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **out) {
     if (!ctx || !world || !out)
         return mti_refuse(ctx, world, MT_ERR_ARGUMENT, "mt_comm_create_for: %s is NULL",
@@ -1015,7 +1017,7 @@ static mt_status mti_comm_create_for(mt_context *ctx, mt_comm *world, mt_comm **
                           : !world ? "world"
                                    : "out");
     MT_TRY(mti_check_process(ctx, world, "comm_create_for"));
-    MT_TRY((world->transport->over_nccl)(ctx, world, out));
+    MT_TRY(mti_over_nccl_for(ctx, world, out));
     if (*out) mti_adopt(world, *out);
     else MT_TRY(mt_comm_split(world, 0, world->rank, out));
     mt_comm_set_name(*out, world->name);
@@ -1036,15 +1038,14 @@ MT_API mt_status mt_comm_register(mt_context *ctx, mt_comm *comm, void *memory, 
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!comm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_comm_register: comm is NULL");
     MT_TRY(mti_check_process(ctx, comm, "comm_register"));
-    return (comm->transport->enlist)(ctx, comm, memory, bytes);
+#if MTI_NCCL
+    if (comm->transport == &mti_over_nccl) return mti_nccl_enlist(ctx, comm, memory, bytes);
+#endif
+    return (void)memory, (void)bytes, MT_SUCCESS;
 }
 
 MT_API mt_status mt_arena_register(mt_context *ctx, mt_comm *comm) {
     if (!ctx) return MT_ERR_ARGUMENT;
     if (!comm) return mt_fail(ctx, MT_ERR_ARGUMENT, "mt_arena_register: comm is NULL");
     return ctx->arena_symmetric ? mt_comm_register(ctx, comm, ctx->arena, ctx->arena_bytes) : MT_SUCCESS;
-}
-
-static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes) {
-    return (void)ctx, (void)comm, (void)memory, (void)bytes, MT_SUCCESS;
 }

@@ -43,3 +43,9 @@ MT_API const char *mt_dtype_name(mt_dtype dtype) {
     }
     return "no such dtype";
 }
+
+/* A message is one line, also when a name in it, such as one from a file, has a newline. */
+static void mti_one_line(char *text) {
+    for (; *text; text++)
+        if ((unsigned char)*text < ' ' || *text == 127) *text = '?';
+}

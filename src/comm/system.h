@@ -102,6 +102,22 @@ long syscall(long number, ...);
 in a file of its own: cc -O3 -march=native -fno-fast-math -c megatron.c; link without -ffast-math, too"
 #endif
 
+/* Whether this process was forked from the one that has created something. It has copies of that process's memory, but
+   not its threads, whose locks stay as they were, and it shares the files and connections. */
+static int mti_is_forked(pid_t process) { return process != getpid(); }
+
+static void *mti_default_alloc(void *user, size_t bytes, size_t alignment) {
+    void *ptr = NULL;
+    (void)user;
+    return posix_memalign(&ptr, alignment, bytes) == 0 ? ptr : NULL;
+}
+
+static void mti_default_free(void *user, void *ptr, size_t bytes) {
+    (void)user;
+    (void)bytes;
+    free(ptr);
+}
+
 /* MT_RANGE returns the status of `call`. The NVTX range ends after the call, also when the call fails. */
 #if defined(MT_USE_NVTX)
 static mt_status mti_range_end(mt_status status) {

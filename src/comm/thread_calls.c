@@ -1,7 +1,7 @@
 /* ---- ranks that are threads: calls, sends and splits ------------------------------------------------------------- */
 
 #pragma once
-#include "threads.c"
+#include "alone.c"
 
 typedef enum mti_arrival { MTI_WAITS, MTI_IS_LAST, MTI_TOO_LATE } mti_arrival;
 
@@ -88,6 +88,62 @@ static mt_status mti_local_begin(mt_context *ctx, mt_comm *comm) {
     if (ctx->device != MT_DEVICE_CUDA) return MT_SUCCESS;
     if (!ctx->recording) MT_TRY(mt_cuda_wait_peers(ctx));
     return mti_cuda_record(ctx, &mti_slot_of(comm->group, comm->rank)->ready);
+}
+
+/* -- collectives -- */
+
+/* A rank's part of a collective on a GPU. */
+static mt_status mti_cuda_move(mt_context *ctx, const mt_comm *comm, const mti_call *call) {
+    int r;
+    for (r = 0; r < comm->size; r++)
+        if (r != comm->rank) MT_TRY(mti_cuda_await(ctx, &mti_slot_of(comm->group, r)->ready));
+    MT_TRY(mti_move(ctx, comm, call));
+    return mti_cuda_record(ctx, &mti_slot_of(comm->group, comm->rank)->done);
+}
+
+/* After the second meeting of a collective on a GPU: later work comes after the parts of the peers. A rank that has
+   failed (`status`) has set `failed` before this meeting, and has no event behind its part. The others return an
+   error. */
+static mt_status mti_cuda_moved(mt_context *ctx, mt_comm *comm, const mti_call *call, mt_status status) {
+    mt_status waits = MT_SUCCESS;
+    int failed = 0, r;
+    for (r = 0; r < comm->size; r++) {
+        const mti_slot *slot = mti_slot_of(comm->group, r);
+        failed |= slot->failed;
+        if (r != comm->rank && !slot->failed) MT_KEEP(waits, mti_cuda_await(ctx, &slot->done));
+    }
+    if (status != MT_SUCCESS) return status;
+    if (waits != MT_SUCCESS) return mti_break_failed(ctx, comm, call, waits);
+    return failed ? mti_broken_now(ctx, comm) : MT_SUCCESS;
+}
+
+/* Each rank waits for its stream before the meeting. After it, the work of all ranks before the barrier is done. */
+static mt_status mti_cuda_barrier(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mt_status status = mti_cuda_synchronize(ctx);
+    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
+    MT_TRY(mti_enter(ctx, comm, call));
+    mti_exit(comm);
+    return MT_SUCCESS;
+}
+
+/* Between the two meetings a rank can fail only on a GPU. */
+static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_slot *mine = mti_slot_of(comm->group, comm->rank);
+    int on_gpu = ctx->device == MT_DEVICE_CUDA;
+    mt_status status, turn;
+    if (on_gpu && call->kind == MT_BARRIER) return mti_cuda_barrier(ctx, comm, call);
+    status = mti_local_begin(ctx, comm);
+    if (status != MT_SUCCESS) return mti_break_failed(ctx, comm, call, status);
+    mine->ordinal = ctx->ordinal;
+    MT_TRY(mti_enter(ctx, comm, call));
+    status = on_gpu ? mti_cuda_move(ctx, comm, call) : mti_move(ctx, comm, call);
+    mine->failed = status != MT_SUCCESS;
+    if (status != MT_SUCCESS) mti_fail_inside(ctx, comm, call, status);
+    mti_turn_give(ctx);
+    mti_exit(comm);
+    turn = mti_turn_take(ctx);
+    if (turn != MT_SUCCESS) return mti_break_failed(ctx, comm, call, turn);
+    return on_gpu ? mti_cuda_moved(ctx, comm, call, status) : status;
 }
 
 /* -- point to point -- */
@@ -212,15 +268,6 @@ static void mti_leave(mt_comm *comm, const char *reason) {
     if (!mti_is_forked(comm->process)) (comm->transport->leave)(comm, reason);
 }
 
-/* Refuses a call that would wait for ranks of the process from which this one was forked. name: without mt_ */
-static mt_status mti_check_process(mt_context *ctx, mt_comm *comm, const char *name) {
-    if (!comm->transport->has_peers || !mti_is_forked(comm->process)) return MT_SUCCESS;
-    return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED,
-                      "mt_%s: \"%s\" (%d ranks) belongs to process %ld, from which this process %ld was forked and "
-                      "which is no rank of it: create a communicator here, for example with mt_launch",
-                      name, comm->name, comm->size, (long)comm->process, (long)getpid());
-}
-
 /* Returns 0 when this rank has left before, else 1. */
 static int mti_mark_left(mt_comm *comm, const char *reason) {
     mti_slot *slot = mti_slot_of(comm->group, comm->rank);
@@ -233,9 +280,6 @@ static int mti_mark_left(mt_comm *comm, const char *reason) {
 static void mti_local_leave(mt_comm *comm, const char *reason) {
     if (mti_mark_left(comm, reason)) mti_wake(comm->group);
 }
-
-static void mti_no_leave(mt_comm *comm, const char *reason) { (void)comm, (void)reason; }
-static void mti_no_destroy(mt_comm *comm) { (void)comm; }
 
 static void mti_comm_free(mt_comm *comm) {
     mti_group_release(comm->group);
@@ -274,21 +318,6 @@ static void mti_adopt(mt_comm *parent, mt_comm *child) {
     parent->owner->children = child;
 }
 
-/* Refuses a call on processes that are not connected, and says how to connect them. device: the context's device; -1:
-   no context */
-static mt_status mti_refuse_apart(mt_context *ctx, mt_comm *comm, const char *function, int device) {
-    const char *how = "call mt_comm_create_for with a context on MT_DEVICE_CUDA, or, for ranks on CPUs, compile the "
-                      "implementation with -DMT_USE_MPI and start them with mpirun or srun";
-    if (device == (int)MT_DEVICE_CUDA)
-        how = MTI_NCCL ? "call mt_comm_create_for, and use what it gives"
-                       : "compile the implementation with -DMT_USE_NCCL, link with -lnccl, and call mt_comm_create_for";
-    else if (device >= 0)
-        how = "compile the implementation with -DMT_USE_MPI and start them with mpirun or srun, or use MT_DEVICE_CUDA";
-    return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED,
-                      "mt_%s: the %d ranks of \"%s\" are processes of %s, and nothing connects them yet: %s", function,
-                      comm->size, comm->name, comm->launcher, how);
-}
-
 /* Computes the place of rank `of` in its new group: its rank there, the group's size, and the leader, which is the
    lowest rank in comm with the same color. */
 static void mti_split_member(const mt_comm *comm, int of, int *rank, int *size, int *leader) {
@@ -305,14 +334,36 @@ static void mti_split_member(const mt_comm *comm, int of, int *rank, int *size, 
     }
 }
 
+/* Creates all communicators of a new group, or none. threads: the transport of a group of two or more; parent: the
+   group that is split; NULL: none */
+static mt_status mti_family_new(const mti_transport *threads, int size, double timeout, int spin, mti_group *parent,
+                                const char *name, mt_comm **comms) {
+    mti_group *g = size > 1 ? mti_group_new(size, timeout, spin) : NULL;
+    int r, made = 0;
+    if (size > 1 && !g) return MT_ERR_MEMORY;
+    while (made < size && (comms[made] = mti_comm_new(g ? threads : &mti_alone, made, size, name)) != NULL) made++;
+    if (made < size) {
+        for (r = 0; r < made; r++) free(comms[r]);
+        if (g) g->references = 1;
+        mti_group_release(g);
+        return MT_ERR_MEMORY;
+    }
+    for (r = 0; r < size; r++) comms[r]->group = g;
+    if (g && parent) {
+        g->root = mti_root_of(parent);
+        __atomic_add_fetch(&g->root->references, 1, __ATOMIC_RELAXED);
+    }
+    return MT_SUCCESS;
+}
+
 /* Creates all communicators of one color's group; NULL: out of memory. The caller frees the array. */
 static mt_comm **mti_split_family(const mt_comm *comm, int size, int color) {
     mt_comm **family = (mt_comm **)calloc((size_t)size, sizeof *family);
-    double timeout = comm->group ? comm->group->timeout : MT_TIMEOUT_DEFAULT;
     char name[32];
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
     if (!family) return NULL;
-    if (mti_family_new(size, timeout, comm->group ? comm->group->spin : 0, comm->group, name, family) == MT_SUCCESS)
+    if (mti_family_new(comm->transport, size, comm->group->timeout, comm->group->spin, comm->group, name, family) ==
+        MT_SUCCESS)
         return family;
     free(family);
     return NULL;
@@ -345,26 +396,6 @@ static mt_status mti_local_split(mt_comm *comm, int color, int key, mt_comm **ou
     return MT_SUCCESS;
 }
 
-static mt_status mti_alone_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    mt_comm **family = color >= 0 ? mti_split_family(comm, 1, color) : NULL;
-    (void)key;
-    if (family) *out = family[0];
-    free(family);
-    return MT_SUCCESS;
-}
-
-static mt_status mti_meta_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    (void)color, (void)key, (void)out;
-    return mti_refuse(NULL, comm, MT_ERR_ARGUMENT,
-                      "mt_comm_split: \"%s\" is a meta communicator, which has no peers; use mt_comm_create_meta",
-                      comm->name);
-}
-
-static mt_status mti_apart_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    (void)color, (void)key, (void)out;
-    return mti_refuse_apart(NULL, comm, "comm_split", -1);
-}
-
 static mt_status mti_comm_split(mt_comm *comm, int color, int key, mt_comm **out) {
     if (!out) return mti_refuse(NULL, comm, MT_ERR_ARGUMENT, "mt_comm_split: out is NULL");
     MT_TRY(mti_check_process(NULL, comm, "comm_split"));
@@ -382,5 +413,19 @@ MT_API mt_status mt_comm_split(mt_comm *comm, int color, int key, mt_comm **out)
     if (out) *out = NULL;
     if (comm) status = mti_comm_split(comm, color, key, out);
     mti_release(before);
+    return status;
+}
+
+static const mti_transport mti_threads = {1,         1,        mti_no_check,    mti_local_collective, mti_local_p2p,
+                                          mti_enter, mti_exit, mti_local_split, mti_local_leave,      mti_no_destroy};
+
+MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **comms) {
+    int r, spin;
+    mt_status status;
+    if (!comms || ranks < 1 || ranks > MTI_MAX_RANKS || timeout_s != timeout_s) return MT_ERR_ARGUMENT;
+    spin = ranks <= mti_allowed_cores(NULL, 0);
+    status =
+        mti_family_new(&mti_threads, ranks, timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT, spin, NULL, "world", comms);
+    for (r = 0; status != MT_SUCCESS && r < ranks; r++) comms[r] = NULL;
     return status;
 }

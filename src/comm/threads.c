@@ -2,6 +2,7 @@
 
 #pragma once
 #include "communicator.h"
+#include "status.c"
 #include "cuda.c"
 
 /* Ranks are threads. They share a group: one word (`state`) that counts arrivals, one slot per rank with the rank's
@@ -92,6 +93,15 @@ mti_refuse(mt_context *ctx, mt_comm *comm, mt_status status, const char *format,
     va_end(args);
     if (comm) mt_comm_fail(comm, status, text);
     return ctx ? mt_fail(ctx, status, "%s", text) : status;
+}
+
+/* Refuses a call that would wait for ranks of the process from which this one was forked. name: without mt_ */
+static mt_status mti_check_process(mt_context *ctx, mt_comm *comm, const char *name) {
+    if (!comm->transport->has_peers || !mti_is_forked(comm->process)) return MT_SUCCESS;
+    return mti_refuse(ctx, comm, MT_ERR_UNSUPPORTED,
+                      "mt_%s: \"%s\" (%d ranks) belongs to process %ld, from which this process %ld was forked and "
+                      "which is no rank of it: create a communicator here, for example with mt_launch",
+                      name, comm->name, comm->size, (long)comm->process, (long)getpid());
 }
 
 /* -- clocks and cores -- */
@@ -314,46 +324,6 @@ static mti_group *mti_group_new(int size, double timeout, int spin) {
 
 static mti_group *mti_root_of(mti_group *g) { return g && g->root ? g->root : g; }
 
-/* Creates all communicators of a new group, or none. parent: the group that is split; NULL: none */
-static mt_status mti_family_new(int size, double timeout, int spin, mti_group *parent, const char *name,
-                                mt_comm **comms) {
-    mti_group *g = size > 1 ? mti_group_new(size, timeout, spin) : NULL;
-    int r, made = 0;
-    if (size > 1 && !g) return MT_ERR_MEMORY;
-    while (made < size && (comms[made] = mti_comm_new(g ? &mti_threads : &mti_alone, made, size, name)) != NULL) made++;
-    if (made < size) {
-        for (r = 0; r < made; r++) free(comms[r]);
-        if (g) g->references = 1;
-        mti_group_release(g);
-        return MT_ERR_MEMORY;
-    }
-    for (r = 0; r < size; r++) comms[r]->group = g;
-    if (g && parent) {
-        g->root = mti_root_of(parent);
-        __atomic_add_fetch(&g->root->references, 1, __ATOMIC_RELAXED);
-    }
-    return MT_SUCCESS;
-}
-
-MT_API mt_status mt_comm_create_local(int ranks, double timeout_s, mt_comm **comms) {
-    int r, spin;
-    mt_status status;
-    if (!comms || ranks < 1 || ranks > MTI_MAX_RANKS || timeout_s != timeout_s) return MT_ERR_ARGUMENT;
-    spin = ranks <= mti_allowed_cores(NULL, 0);
-    status = mti_family_new(ranks, timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT, spin, NULL, "world", comms);
-    for (r = 0; status != MT_SUCCESS && r < ranks; r++) comms[r] = NULL;
-    return status;
-}
-
-MT_API mt_status mt_comm_create_meta(int size, int rank, mt_comm **out) {
-    if (!out) return MT_ERR_ARGUMENT;
-    *out = NULL;
-    if (size < 1 || rank < 0 || rank >= size) return MT_ERR_ARGUMENT;
-    *out = mti_comm_new(&mti_meta, rank, size, "meta");
-    mt_comm_set_span(*out, size - 1);
-    return *out ? MT_SUCCESS : MT_ERR_MEMORY;
-}
-
 MT_API void mt_comm_set_span(mt_comm *comm, int span) {
     if (comm && span >= comm->size - 1) comm->span = span;
 }
@@ -361,7 +331,6 @@ MT_API void mt_comm_set_span(mt_comm *comm, int span) {
 MT_API int mt_comm_rank(const mt_comm *comm) { return comm ? comm->rank : 0; }
 MT_API int mt_comm_size(const mt_comm *comm) { return comm ? comm->size : 1; }
 MT_API int mt_comm_local_rank(const mt_comm *comm) { return comm ? comm->local_rank : 0; }
-MT_API int mt_comm_is_meta(const mt_comm *comm) { return comm && comm->transport == &mti_meta; }
 MT_API const char *mt_comm_name(const mt_comm *comm) { return comm ? comm->name : ""; }
 MT_API const char *mt_comm_last_error(const mt_comm *comm) { return comm ? comm->error : "the communicator is NULL"; }
 

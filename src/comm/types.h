@@ -213,7 +213,7 @@ typedef struct mti_text {
     char data[MT_ERROR_BYTES];
 } mti_text;
 
-/* A transport connects the ranks of a communicator: a table of functions. The tables are below.
+/* A transport connects the ranks of a communicator: a table of functions, which is at the end of its file.
    has_peers     0: a call moves no data to other ranks
    are_threads   1: the ranks are threads of this process
    check         returns an error when the context cannot be used with the communicator
@@ -221,8 +221,6 @@ typedef struct mti_text {
    p2p           runs a send, a receive or both, with other ranks
    enter, exit   the two meetings of a call: all ranks compare their calls, and leave the call; NULL: never called
    split         as mt_comm_split; color -1 leaves *out NULL
-   over_nccl     creates a communicator with the same ranks over NCCL; leaves *out NULL where NCCL is not used
-   enlist        see mt_comm_register
    leave         tells the other ranks that this rank leaves; `reason` completes "rank 1 ...", must outlive the group */
 typedef struct mti_transport {
     int has_peers, are_threads;
@@ -232,8 +230,6 @@ typedef struct mti_transport {
     mt_status (*enter)(mt_context *ctx, mt_comm *comm, const mti_call *call);
     void (*exit)(mt_comm *comm);
     mt_status (*split)(mt_comm *comm, int color, int key, mt_comm **out);
-    mt_status (*over_nccl)(mt_context *ctx, mt_comm *comm, mt_comm **out);
-    mt_status (*enlist)(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
     void (*leave)(mt_comm *comm, const char *reason);
     void (*destroy)(mt_comm *comm);
 } mti_transport;
@@ -273,45 +269,8 @@ typedef struct mti_hooks {
 
 /* -- declarations of functions that are called before their section -- */
 
-static void *mti_cuda_alloc(void *user, size_t bytes, size_t alignment); /* cuda.c */
-static void mti_cuda_free(void *user, void *ptr, size_t bytes);
-static int mti_cuda_count(void);
-static mt_status mti_cuda_open(mt_context *ctx, const mt_context_desc *desc);
-static void mti_cuda_idle(mt_context *ctx);
-static void mti_cuda_close(mt_context *ctx);
-static mt_status mti_cuda_synchronize(mt_context *ctx);
-static mt_status mti_cuda_report(mt_context *ctx);
-static mt_status mti_cuda_enter_host(mt_context *ctx);
-static void mti_cuda_forget(mt_context *ctx, const void *ptr);
-
-static mt_status mti_enter(mt_context *ctx, mt_comm *comm, const mti_call *call); /* threads.c */
-static void mti_exit(mt_comm *comm);
-static mt_status mti_local_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call);
-static mt_status mti_local_split(mt_comm *comm, int color, int key, mt_comm **out);
-static mt_status mti_alone_split(mt_comm *comm, int color, int key, mt_comm **out);
-static mt_status mti_meta_split(mt_comm *comm, int color, int key, mt_comm **out);
-static mt_status mti_apart_split(mt_comm *comm, int color, int key, mt_comm **out);
-static void mti_local_leave(mt_comm *comm, const char *reason);
-static void mti_no_leave(mt_comm *comm, const char *reason);
-static void mti_no_destroy(mt_comm *comm);
-
-static void mti_team_destroy(struct mti_team *t); /* workers.c */
-
 static mt_status mti_checker_create(mt_context *ctx, int check); /* src/check/hooks.c: sets ctx->hooks */
 
-static mt_status mti_no_check(mt_context *ctx, mt_comm *comm, const char *name); /* collectives.c */
-static mt_status mti_meta_check(mt_context *ctx, mt_comm *comm, const char *name);
-static mt_status mti_apart_check(mt_context *ctx, mt_comm *comm, const char *name);
-static mt_status mti_peers_check(mt_context *ctx, mt_comm *comm, const char *name);
-static mt_status mti_alone_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
-static mt_status mti_no_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
-static mt_status mti_local_collective(mt_context *ctx, mt_comm *comm, const mti_call *call);
-
-static mt_status mti_no_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes); /* nccl.c */
-static mt_status mti_stays(mt_context *ctx, mt_comm *comm, mt_comm **out);
-static mt_status mti_group_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
-static mt_status mti_processes_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
-static mt_status mti_refuse_over_nccl(mt_context *ctx, mt_comm *world, mt_comm **out);
 static mt_status mti_cuda_graph_launch(mt_context *ctx, const mti_call *call); /* graph.c */
 static void mti_graph_forget(mt_context *ctx);
 #if MT_HAS_CUDA
@@ -323,53 +282,4 @@ static void mti_nccl_forget(mt_context *ctx, const mt_comm *comm, const void *me
 #endif
 #if MTI_NCCL
 static void mti_graphs_lose(mt_context *ctx); /* graph.c */
-static mt_status mti_nccl_call(mt_context *ctx, mt_comm *comm, const mti_call *call);
-static mt_status mti_nccl_split(mt_comm *comm, int color, int key, mt_comm **out);
-static mt_status mti_nccl_enlist(mt_context *ctx, mt_comm *comm, void *memory, size_t bytes);
-static void mti_nccl_leave(mt_comm *comm, const char *reason);
-static void mti_nccl_destroy(mt_comm *comm);
 #endif
-
-#if MTI_MPI
-static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *call); /* mpi.c */
-static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *call);
-static void mti_mpi_exit(mt_comm *comm);
-static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out);
-static void mti_mpi_leave(mt_comm *comm, const char *reason);
-static void mti_mpi_destroy(mt_comm *comm);
-#endif
-
-/* -- the transports -- */
-
-/* clang-format off */
-/* A group of one. */
-static const mti_transport mti_alone = {0, 0,
-    mti_no_check,     mti_alone_call,        mti_no_call,    NULL,           NULL,         mti_alone_split,
-    mti_stays,               mti_no_enlist,    mti_no_leave,     mti_no_destroy};
-
-/* mt_comm_create_meta: no data and no peers. */
-static const mti_transport mti_meta = {0, 0,
-    mti_meta_check,   mti_no_call,           mti_no_call,    NULL,           NULL,         mti_meta_split,
-    mti_refuse_over_nccl,    mti_no_enlist,    mti_no_leave,     mti_no_destroy};
-
-/* Processes of mt_world_from_env without MPI, which are not connected. */
-static const mti_transport mti_apart = {1, 0,
-    mti_apart_check,  mti_no_call,           mti_no_call,    NULL,           NULL,         mti_apart_split,
-    mti_processes_over_nccl, mti_no_enlist,    mti_no_leave,     mti_no_destroy};
-
-static const mti_transport mti_threads = {1, 1,
-    mti_no_check,     mti_local_collective,  mti_local_p2p,  mti_enter,      mti_exit,     mti_local_split,
-    mti_group_over_nccl,     mti_no_enlist,    mti_local_leave,  mti_no_destroy};
-
-#if MTI_NCCL
-static const mti_transport mti_over_nccl = {1, 0,
-    mti_peers_check,  mti_nccl_call,         mti_nccl_call,  NULL,           NULL,         mti_nccl_split,
-    mti_refuse_over_nccl,    mti_nccl_enlist,  mti_nccl_leave,   mti_nccl_destroy};
-#endif
-
-#if MTI_MPI
-static const mti_transport mti_over_mpi = {1, 0,
-    mti_peers_check,  mti_mpi_call,          mti_mpi_call,   mti_mpi_enter,  mti_mpi_exit, mti_mpi_split,
-    mti_group_over_nccl,     mti_no_enlist,    mti_mpi_leave,    mti_mpi_destroy};
-#endif
-/* clang-format on */

@@ -2,6 +2,7 @@
 
 #pragma once
 #include "safetensors.h"
+#include "../comm/context.c"
 #include "../parallel/params.c"
 
 /* The files are little-endian, and their numbers are copied to and from memory without conversion. */

@@ -1,6 +1,7 @@
 /* ---- JSON -------------------------------------------------------------------------------------------------------- */
 
 #pragma once
+#include "../comm/context.c"
 #include "../ops/system.h"
 #include "../parallel/system.h"
 

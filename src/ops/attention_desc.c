@@ -4,6 +4,7 @@
 #include "amx.c"
 #include "dropout.c"
 #include "../comm/defaults.h"
+#include "../comm/context.c"
 
 /* Checks the sizes in desc, and that the shapes of the argument tables below do not overflow. */
 static mt_status mti_expect_heads(mt_context *ctx, const char *where, const mt_attention_desc *s) {

@@ -4,6 +4,7 @@
 #include "sample.h"
 #include "random_words.cuh"
 #include "cross_entropy.c"
+#include "../comm/context.c"
 
 /* The order of tokens: the largest logit first, then the lowest id. The token with the larger number is before the
    other. NaN is before all logits, and -0 equals 0. */

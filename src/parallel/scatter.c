@@ -2,6 +2,7 @@
 
 #pragma once
 #include "bind.c"
+#include "../comm/context.c"
 
 MT_API const mt_grid *mt_params_grid(const mt_params *params) { return params ? params->grid : NULL; }
 MT_API int mt_params_count(const mt_params *params) { return params ? params->count : 0; }
