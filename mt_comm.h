@@ -1526,10 +1526,11 @@ typedef struct mti_nccl {
 
 struct mt_comm {
     const struct mti_transport *transport;
-    pid_t process;       /* that has created the communicator */
-    mti_group *group;    /* threads: the shared group; over MPI, and over NCCL with a channel: a copy that only this
-                            process uses, for messages; else NULL */
-    struct mti_mpi *mpi; /* only over MPI */
+    pid_t process; /* that has created the communicator */
+    /* threads: the shared group; over messages (links.c), and over NCCL with a channel: a copy that only this process
+       uses, for messages; else NULL */
+    mti_group *group;
+    struct mti_link *link; /* only over MPI or a transport of the program */
     int rank, size;
     int span;               /* see mt_comm_set_span */
     mti_nccl nccl;          /* only over NCCL */
@@ -7287,155 +7288,189 @@ MT_API mt_status mt_arena_register(mt_context *ctx, mt_comm *comm) {
     return ctx->arena_symmetric ? mt_comm_register(ctx, comm, ctx->arena, ctx->arena_bytes) : MT_SUCCESS;
 }
 
-/* ---- ranks that are processes, over MPI (src/comm/mpi.c) --------------------------------------------------------- */
+/* ---- ranks that exchange messages (src/comm/links.c) ------------------------------------------------------------- */
 
-/* Ranks are processes. A port is a duplicate of the caller's MPI_Comm. A world and all groups split from it share one
-   port: a group is a list of ranks, and a number that is part of its tags. So creating, splitting and leaving a group
-   needs only messages, and no collective call of MPI, which would wait for dead ranks.
+/* A port connects this rank with the others. A world and all groups split from it share one port: a group is a list of
+   ranks, and a number that is part of its tags. So creating, splitting and leaving a group needs only messages.
 
    A collective: each rank sends every other rank a header that describes its call in the form of a slot, followed by up
-   to MTI_MPI_SMALL bytes of data. Then it waits for the headers of all other ranks, and compares the calls. So each
-   process fills its own copy of the slots that threads share (threads.c), and writes the same error messages. Larger
-   data follow when all headers have arrived. A large reduction divides the buffer into one piece per rank: each rank
+   to MTI_LINK_SMALL bytes of data. Then it waits for the headers of all other ranks, and compares the calls. So each
+   rank fills its own copy of the slots that threads share (threads.c), and writes the same error messages. Larger data
+   follow when all headers have arrived. A large reduction divides the buffer into one piece per rank: each rank
    receives its piece from all other ranks, reduces it in the tree of threads.c, and for an all_reduce sends the result
    to all ranks. Point to point: both ranks send a header, then the data follow.
 
    Notices are messages between ports that say at any time that a group has broken or a rank has left. No wait for a
-   rank blocks inside MPI: requests are tested until they are done, the timeout has expired, or a notice says that they
-   will never be done. */
+   rank blocks: requests are tested until they are done, the timeout has expired, or a notice says that they will never
+   be done. What sends and receives the messages is the wire of the port: MPI (mpi.c). */
 
 #if MTI_MPI
 /* Bytes of data behind a header: the message is smaller than 4 KiB, which MPI libraries send eagerly. */
-#define MTI_MPI_SMALL ((size_t)3968)
-#define MTI_MPI_SCRATCH ((size_t)4 << 20)  /* bytes per group for received pieces; only used pages take memory */
-#define MTI_MPI_MESSAGE ((size_t)16 << 20) /* most bytes of one message: MPI counts bytes in an int */
-#define MTI_MPI_SOON 1e-3    /* seconds for which a wait polls without sleeping; it yields where ranks share cores */
-#define MTI_MPI_LISTEN 50e-6 /* seconds for which a wait polls only the requests of its call, and no notices */
-#define MTI_MPI_GRACE 2.0    /* seconds to wait for other ranks to close their ports when a group has broken */
+#define MTI_LINK_SMALL ((size_t)3968)
+#define MTI_LINK_SCRATCH ((size_t)4 << 20)  /* bytes per group for received pieces; only used pages take memory */
+#define MTI_LINK_MESSAGE ((size_t)16 << 20) /* most bytes of one message: MPI counts bytes in an int */
+#define MTI_LINK_SOON 1e-3    /* seconds for which a wait polls without sleeping; it yields where ranks share cores */
+#define MTI_LINK_LISTEN 50e-6 /* seconds for which a wait polls only the requests of its call, and no notices */
+#define MTI_LINK_GRACE 2.0    /* seconds to wait for other ranks to close their ports when a group has broken */
 
 /* The kinds of messages: the low two bits of a tag. The bits above are the number of the group. Tag 0 is for
    notices. */
-#define MTI_MPI_MEET 0  /* header of a collective */
-#define MTI_MPI_OFFER 1 /* header from a sender to its receiver */
-#define MTI_MPI_ASK 2   /* header from a receiver to its sender */
-#define MTI_MPI_DATA 3
+#define MTI_LINK_MEET 0  /* header of a collective */
+#define MTI_LINK_OFFER 1 /* header from a sender to its receiver */
+#define MTI_LINK_ASK 2   /* header from a receiver to its sender */
+#define MTI_LINK_DATA 3
 
-#define MTI_MPI_OPEN 1 /* mti_mpi_port.status of a rank that has not closed its port; errors are negative */
+#define MTI_LINK_OPEN 1 /* mti_port.status of a rank that has not closed its port; errors are negative */
 
-typedef struct mti_mpi_message {
+typedef struct mti_link_message {
     uint64_t what, count, recvcount; /* as in a slot */
     int color, key;
     int next; /* the lowest group number that the sender has not used yet */
     unsigned char apart[28];
-    unsigned char data[MTI_MPI_SMALL];
-} mti_mpi_message;
+    unsigned char data[MTI_LINK_SMALL];
+} mti_link_message;
 
-#define MTI_MPI_HEADER offsetof(mti_mpi_message, data)
+#define MTI_LINK_HEADER offsetof(mti_link_message, data)
 
-/* The news of a notice: a group has broken; a rank has left a group, or, with mti_mpi_notice.everywhere, all its
+/* The news of a notice: a group has broken; a rank has left a group, or, with mti_link_notice.everywhere, all its
    groups; a rank closes its port. */
-typedef enum mti_mpi_news { MTI_MPI_BROKEN, MTI_MPI_LEFT, MTI_MPI_CLOSES } mti_mpi_news;
+typedef enum mti_link_news { MTI_LINK_BROKEN, MTI_LINK_LEFT, MTI_LINK_CLOSES } mti_link_news;
 
-typedef struct mti_mpi_notice {
-    int news, group, rank, status; /* rank: in the group; in the port for `everywhere` and MTI_MPI_CLOSES */
+typedef struct mti_link_notice {
+    int news, group, rank, status; /* rank: in the group; in the port for `everywhere` and MTI_LINK_CLOSES */
     int everywhere;
-    int keeps, broken; /* MTI_MPI_CLOSES: these fields of the sender's port */
+    int keeps, broken; /* MTI_LINK_CLOSES: these fields of the sender's port */
     char text[MT_ERROR_BYTES + 64];
-} mti_mpi_notice;
+} mti_link_notice;
 
-typedef struct mti_mpi_port {
-    MPI_Comm comm;
+/* A message that is sent or received. */
+typedef struct mti_request {
+    int active; /* 1: not done; a test makes it 0 */
+    int error;  /* of the wire, see mti_wire.say; 0: none */
+    int rank;   /* in the port; -1: receives from any rank */
+    int tag;
+    char *data;
+    size_t bytes; /* of the message that is sent; at most these are received */
+#if MTI_MPI
+    MPI_Request mpi;
+#endif
+    int sends;
+} mti_request;
+
+struct mti_port;
+
+/* Messages from one rank to another with the same tag stay in order. The wire uses the memory of a request, and of its
+   data, until the request is done.
+   send, receive  begin a request, whose rank, tag, data and bytes are set
+   test           finds requests that are done: writes their indices, and returns how many there are
+   cancel         ends a request early. Over MPI only a receive that has not begun; the others stay active
+   take           receives a message that has arrived and that no request waits for; returns 0 if there is none
+   say            writes what an error means, and returns the status for it
+   end            frees what is behind the port, and the port. closed: of mti_link_close */
+typedef struct mti_wire {
+    void (*send)(struct mti_port *port, mti_request *r);
+    void (*receive)(struct mti_port *port, mti_request *r);
+    int (*test)(struct mti_port *port, mti_request *requests, int count, int *done);
+    void (*cancel)(struct mti_port *port, mti_request *r);
+    int (*take)(struct mti_port *port, int rank, int tag, void *data, size_t bytes);
+    mt_status (*say)(struct mti_port *port, int error, mti_text *text);
+    void (*end)(struct mti_port *port, int closed);
+} mti_wire;
+
+typedef struct mti_port {
+    const mti_wire *wire;
+    const char *name; /* of the transport */
+    void *ends;       /* what the wire needs */
     int rank, size, last_tag, next, spin, local_rank;
     int references;         /* number of groups */
-    int keeps;              /* 1: on some rank, MPI still holds requests of a call that was given up */
+    int keeps;              /* 1: on some rank, the wire still holds requests of a call that was given up */
     int broken;             /* 1: on some rank, a group has broken: there may be messages that no rank has received */
     int closed;             /* number of ranks that have closed their ports, this rank included */
-    int *status;            /* [size] the status with which each rank has closed its port, or MTI_MPI_OPEN */
-    double timeout, waited; /* waited: seconds that mti_mpi_close has waited for the other ranks */
-    /* groups: list of the groups in use; ended: list of destroyed groups whose memory MPI may still use, for instance
-       for their last notices */
-    struct mti_mpi *groups, *ended;
-    const char **left;       /* [size] why a rank has left all its groups; NULL: it has not left */
-    mti_mpi_notice *reasons; /* [size] the notices whose text `left` points to */
-    mti_mpi_notice *early;   /* notices on a new group whose split this rank has not finished */
+    int *status;            /* [size] the status with which each rank has closed its port, or MTI_LINK_OPEN */
+    double timeout, waited; /* waited: seconds that mti_link_close has waited for the other ranks */
+    /* groups: list of the groups in use; ended: list of destroyed groups whose memory the wire may still use, for
+       instance for their last notices */
+    struct mti_link *groups, *ended;
+    const char **left;        /* [size] why a rank has left all its groups; NULL: it has not left */
+    mti_link_notice *reasons; /* [size] the notices whose text `left` points to */
+    mti_link_notice *early;   /* notices on a new group whose split this rank has not finished */
     int early_count;
-    mti_mpi_notice inbox, closing;
-    MPI_Request inbox_request, *closing_requests;
-    int32_t version, *versions; /* MT_VERSION_NUMBER of this rank, and of all [size] */
-} mti_mpi_port;
+    mti_link_notice inbox, closing;
+    mti_request inbox_request, *closing_requests;
+    int *indices; /* [2 * size] scratch memory of tests */
+} mti_port;
 
 /* What a request is for. */
-typedef struct mti_mpi_about {
-    int peer, receives;
-    mti_mpi_message *header; /* the header to receive; NULL: the request receives data, or sends */
-    int inside;              /* the peer's mti_slot.inside after the header has arrived */
-} mti_mpi_about;
+typedef struct mti_link_about {
+    int peer;
+    mti_link_message *header; /* the header to receive; NULL: the request receives data, or sends */
+    int inside;               /* the peer's mti_slot.inside after the header has arrived */
+} mti_link_about;
 
-typedef struct mti_mpi {
-    mti_mpi_port *port;
+typedef struct mti_link {
+    mti_port *port;
     mt_comm *comm;
-    struct mti_mpi *next;
+    struct mti_link *next;
     int size, number;
-    int count, active, error; /* requests of the current call: their number, how many are not done, an MPI error */
+    int count, active, error; /* requests of the current call: their number, how many are not done, an error */
     mti_stopwatch watch;      /* measures the time without progress */
     int *world;               /* [size] the rank of each rank in the port */
-    int *indices;
-    MPI_Status *statuses;
-    MPI_Request *requests;
-    mti_mpi_about *about;
-    mti_mpi_message *in, *out; /* in: [size] the header received from each rank; out: this rank's header */
+    mti_request *requests;
+    mti_link_about *about;
+    mti_link_message *in, *out; /* in: [size] the header received from each rank; out: this rank's header */
     /* asked: the header of the receiver of this rank's message; other: a header of another kind than this rank waits
-       for, see mti_mpi_look_around */
-    mti_mpi_message *asked, *other;
+       for, see mti_link_look_around */
+    mti_link_message *asked, *other;
     char *scratch;
-    mti_mpi_notice *reasons;   /* [size] why each rank has left */
-    mti_mpi_notice notices[2]; /* of this rank, by mti_mpi_news */
-    MPI_Request *notice_requests;
-} mti_mpi;
+    mti_link_notice *reasons;   /* [size] why each rank has left */
+    mti_link_notice notices[2]; /* of this rank, by mti_link_news */
+    mti_request *notice_requests;
+} mti_link;
 
 /* -- requests -- */
 
-/* Adds request `at`, which an MPI call has started with the result `error`, to the requests of the current call. */
-static void mti_mpi_post(mt_comm *comm, int at, int peer, int receives, mti_mpi_message *header, int inside,
-                         int error) {
-    mti_mpi *m = comm->mpi;
+static void mti_request_begin(mti_port *port, mti_request *r, int sends, int rank, int tag, void *data, size_t bytes) {
+    memset(r, 0, sizeof *r);
+    r->active = 1;
+    r->sends = sends;
+    r->rank = rank;
+    r->tag = tag;
+    r->data = (char *)data;
+    r->bytes = bytes;
+    (sends ? port->wire->send : port->wire->receive)(port, r);
+}
+
+static int mti_link_tag(const mti_link *m, int kind) { return 4 * m->number + kind; }
+
+/* Begins request `at` of the current call. header: the header to receive; NULL: data */
+static void mti_link_post(mt_comm *comm, int at, int sends, int peer, int kind, void *data, size_t bytes,
+                          mti_link_message *header) {
+    mti_link *m = comm->link;
     m->about[at].peer = peer;
-    m->about[at].receives = receives;
     m->about[at].header = header;
-    m->about[at].inside = inside;
+    m->about[at].inside = kind == MTI_LINK_MEET ? MTI_IN_COLLECTIVE : MTI_IN_P2P;
     if (m->count <= at) m->count = at + 1;
     m->active++;
-    if (error != MPI_SUCCESS && !m->error) m->error = error;
+    mti_request_begin(m->port, &m->requests[at], sends, m->world[peer], mti_link_tag(m, kind), data, bytes);
 }
 
-static int mti_mpi_tag(const mti_mpi *m, int kind) { return 4 * m->number + kind; }
-
-static void mti_mpi_send(mt_comm *comm, int at, const void *data, size_t bytes, int peer, int kind) {
-    mti_mpi *m = comm->mpi;
-    mti_mpi_post(
-        comm, at, peer, 0, NULL, 0,
-        MPI_Isend(data, (int)bytes, MPI_BYTE, m->world[peer], mti_mpi_tag(m, kind), m->port->comm, &m->requests[at]));
+static void mti_link_send(mt_comm *comm, int at, const void *data, size_t bytes, int peer, int kind) {
+    mti_link_post(comm, at, 1, peer, kind, mt_tensor_make(data, MT_U8, 0, 0).data, bytes, NULL);
 }
 
-static void mti_mpi_receive(mt_comm *comm, int at, void *data, size_t bytes, int peer) {
-    mti_mpi *m = comm->mpi;
-    mti_mpi_post(comm, at, peer, 1, NULL, 0,
-                 MPI_Irecv(data, (int)bytes, MPI_BYTE, m->world[peer], mti_mpi_tag(m, MTI_MPI_DATA), m->port->comm,
-                           &m->requests[at]));
+static void mti_link_receive(mt_comm *comm, int at, void *data, size_t bytes, int peer) {
+    mti_link_post(comm, at, 0, peer, MTI_LINK_DATA, data, bytes, NULL);
 }
 
 /* Starts to receive a peer's header. */
-static void mti_mpi_expect(mt_comm *comm, int at, mti_mpi_message *header, int peer, int kind) {
-    mti_mpi *m = comm->mpi;
-    mti_mpi_post(comm, at, peer, 1, header, kind == MTI_MPI_MEET ? MTI_IN_COLLECTIVE : MTI_IN_P2P,
-                 MPI_Irecv(header, (int)sizeof *header, MPI_BYTE, m->world[peer], mti_mpi_tag(m, kind), m->port->comm,
-                           &m->requests[at]));
+static void mti_link_expect(mt_comm *comm, int at, mti_link_message *header, int peer, int kind) {
+    mti_link_post(comm, at, 0, peer, kind, header, sizeof *header, header);
 }
 
-static int mti_mpi_is_done(const mt_comm *comm, int at) { return comm->mpi->requests[at] == MPI_REQUEST_NULL; }
+static int mti_link_is_done(const mt_comm *comm, int at) { return !comm->link->requests[at].active; }
 
 /* Writes a received header to the slot of its sender. */
-static void mti_mpi_arrived(mt_comm *comm, const mti_mpi_message *header, int peer, int inside) {
+static void mti_link_arrived(mt_comm *comm, const mti_link_message *header, int peer, int inside) {
     mti_slot *slot = mti_slot_of(comm->group, peer);
     slot->what = header->what;
     slot->count = header->count;
@@ -7447,26 +7482,24 @@ static void mti_mpi_arrived(mt_comm *comm, const mti_mpi_message *header, int pe
 }
 
 /* Returns 1 when a request has completed since the last test, or when no request is active. */
-static int mti_mpi_test(mt_comm *comm) {
-    mti_mpi *m = comm->mpi;
-    int done = 0, i, error;
+static int mti_link_test(mt_comm *comm) {
+    mti_link *m = comm->link;
+    int *done = m->port->indices, count, i;
     if (m->active == 0) return 1;
-    error = MPI_Testsome(m->count, m->requests, &done, m->indices, m->statuses);
-    if (error != MPI_SUCCESS && error != MPI_ERR_IN_STATUS) m->error = error;
-    if (done == MPI_UNDEFINED) return m->active = 0, 1;
-    for (i = 0; i < done; i++) {
-        const mti_mpi_about *about = &m->about[m->indices[i]];
-        if (error == MPI_ERR_IN_STATUS && m->statuses[i].MPI_ERROR != MPI_SUCCESS) m->error = m->statuses[i].MPI_ERROR;
-        else if (about->header) mti_mpi_arrived(comm, about->header, about->peer, about->inside);
+    count = (m->port->wire->test)(m->port, m->requests, m->count, done);
+    for (i = 0; i < count; i++) {
+        const mti_link_about *about = &m->about[done[i]];
+        if (m->requests[done[i]].error) m->error = m->requests[done[i]].error;
+        else if (about->header) mti_link_arrived(comm, about->header, about->peer, about->inside);
     }
-    m->active -= done;
-    return done > 0;
+    m->active -= count;
+    return count > 0;
 }
 
 /* -- notices -- */
 
 /* Marks a rank of a group as left. */
-static void mti_mpi_take_left(mti_mpi *m, int rank, const char *reason) {
+static void mti_link_take_left(mti_link *m, int rank, const char *reason) {
     mti_slot *slot = mti_slot_of(m->comm->group, rank);
     if (slot->left) return;
     slot->left = reason;
@@ -7474,24 +7507,24 @@ static void mti_mpi_take_left(mti_mpi *m, int rank, const char *reason) {
 }
 
 /* Returns the rank in the group of rank `world` of the port; -1: not a member. */
-static int mti_mpi_member(const mti_mpi *m, int world) {
+static int mti_link_member(const mti_link *m, int world) {
     int r = 0;
     while (r < m->comm->size && m->world[r] != world) r++;
     return r < m->comm->size ? r : -1;
 }
 
 /* Marks a rank of the port as left in all its groups. */
-static void mti_mpi_take_everywhere(mti_mpi_port *port, const mti_mpi_notice *notice) {
-    mti_mpi *m;
+static void mti_link_take_everywhere(mti_port *port, const mti_link_notice *notice) {
+    mti_link *m;
     if (port->left[notice->rank]) return;
     port->reasons[notice->rank] = *notice;
     port->left[notice->rank] = port->reasons[notice->rank].text;
     for (m = port->groups; m; m = m->next)
-        if (mti_mpi_member(m, notice->rank) >= 0)
-            mti_mpi_take_left(m, mti_mpi_member(m, notice->rank), port->left[notice->rank]);
+        if (mti_link_member(m, notice->rank) >= 0)
+            mti_link_take_left(m, mti_link_member(m, notice->rank), port->left[notice->rank]);
 }
 
-static void mti_mpi_take_broken(mti_mpi *m, const mti_mpi_notice *notice) {
+static void mti_link_take_broken(mti_link *m, const mti_link_notice *notice) {
     mti_text text;
     text.used = 0;
     mti_say(&text, "%s", notice->text);
@@ -7501,51 +7534,50 @@ static void mti_mpi_take_broken(mti_mpi *m, const mti_mpi_notice *notice) {
 
 /* Keeps a notice on a new group whose split this rank has not finished. Drops a notice on a group that this rank has
    destroyed. */
-static void mti_mpi_take_early(mti_mpi_port *port, const mti_mpi_notice *notice) {
+static void mti_link_take_early(mti_port *port, const mti_link_notice *notice) {
     if (notice->group >= port->next && port->early_count < 2 * port->size) port->early[port->early_count++] = *notice;
 }
 
 /* Handles one notice. */
-static void mti_mpi_take_notice(mti_mpi_port *port, const mti_mpi_notice *notice) {
-    mti_mpi *m = port->groups;
+static void mti_link_take_notice(mti_port *port, const mti_link_notice *notice) {
+    mti_link *m = port->groups;
     while (m && m->number != notice->group) m = m->next;
-    if (notice->news == MTI_MPI_CLOSES) {
+    if (notice->news == MTI_LINK_CLOSES) {
+        port->closed += port->status[notice->rank] == MTI_LINK_OPEN;
         port->status[notice->rank] = notice->status;
         port->keeps |= notice->keeps;
         port->broken |= notice->broken;
-        port->closed++;
     } else if (notice->everywhere) {
-        mti_mpi_take_everywhere(port, notice);
+        mti_link_take_everywhere(port, notice);
     } else if (!m) {
-        mti_mpi_take_early(port, notice);
-    } else if (notice->news == MTI_MPI_BROKEN) {
-        mti_mpi_take_broken(m, notice);
+        mti_link_take_early(port, notice);
+    } else if (notice->news == MTI_LINK_BROKEN) {
+        mti_link_take_broken(m, notice);
     } else if (!mti_slot_of(m->comm->group, notice->rank)->left) {
         m->reasons[notice->rank] = *notice;
-        mti_mpi_take_left(m, notice->rank, m->reasons[notice->rank].text);
+        mti_link_take_left(m, notice->rank, m->reasons[notice->rank].text);
     }
 }
 
-static int mti_mpi_open_inbox(mti_mpi_port *port) {
-    return MPI_Irecv(&port->inbox, (int)sizeof port->inbox, MPI_BYTE, MPI_ANY_SOURCE, 0, port->comm,
-                     &port->inbox_request);
+static void mti_link_open_inbox(mti_port *port) {
+    mti_request_begin(port, &port->inbox_request, 0, -1, 0, &port->inbox, sizeof port->inbox);
 }
 
 /* Receives and handles all notices that have arrived. */
-static void mti_mpi_listen(mti_mpi_port *port) {
-    int came = 1;
-    while (port->inbox_request != MPI_REQUEST_NULL) {
-        if (MPI_Test(&port->inbox_request, &came, MPI_STATUS_IGNORE) != MPI_SUCCESS || !came) return;
-        mti_mpi_take_notice(port, &port->inbox);
-        if (mti_mpi_open_inbox(port) != MPI_SUCCESS) port->inbox_request = MPI_REQUEST_NULL;
+static void mti_link_listen(mti_port *port) {
+    int at;
+    while (port->inbox_request.active && (port->wire->test)(port, &port->inbox_request, 1, &at) > 0) {
+        if (port->inbox_request.error) return;
+        mti_link_take_notice(port, &port->inbox);
+        mti_link_open_inbox(port);
     }
 }
 
-/* Sends a notice to all other ranks of the group. Each kind of news is sent at most once, because MPI keeps using the
-   notice's memory. */
-static void mti_mpi_notify(mt_comm *comm, mti_mpi_news news, mt_status status, const char *text, int everywhere) {
-    mti_mpi *m = comm->mpi;
-    mti_mpi_notice *notice = &m->notices[news];
+/* Sends a notice to all other ranks of the group. Each kind of news is sent at most once, because the wire keeps using
+   the notice's memory. */
+static void mti_link_notify(mt_comm *comm, mti_link_news news, mt_status status, const char *text, int everywhere) {
+    mti_link *m = comm->link;
+    mti_link_notice *notice = &m->notices[news];
     int r;
     notice->news = (int)news;
     notice->group = m->number;
@@ -7555,201 +7587,199 @@ static void mti_mpi_notify(mt_comm *comm, mti_mpi_news news, mt_status status, c
     snprintf(notice->text, sizeof notice->text, "%s", text);
     for (r = 0; r < comm->size; r++)
         if (r != comm->rank)
-            MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, m->world[r], 0, m->port->comm,
-                      &m->notice_requests[(int)news * comm->size + r]);
+            mti_request_begin(m->port, &m->notice_requests[(int)news * comm->size + r], 1, m->world[r], 0, notice,
+                              sizeof *notice);
 }
 
-static void mti_mpi_leave(mt_comm *comm, const char *reason) {
+static void mti_link_leave(mt_comm *comm, const char *reason) {
     if (!mti_mark_left(comm, reason)) return;
-    mti_mpi_notify(comm, MTI_MPI_LEFT, MT_SUCCESS, reason, comm->owner && comm->owner->world == comm);
+    mti_link_notify(comm, MTI_LINK_LEFT, MT_SUCCESS, reason, comm->owner && comm->owner->world == comm);
 }
 
 /* -- failing -- */
 
-/* Cancels the receives that have not begun. Requests that have begun stay with MPI, with their memory: port->keeps. */
-static void mti_mpi_abandon(mt_comm *comm) {
-    mti_mpi *m = comm->mpi;
+/* Cancels the requests of the current call. Those that stay active stay with the wire, with their memory: see
+   mti_port.keeps. */
+static void mti_link_abandon(mt_comm *comm) {
+    mti_link *m = comm->link;
     int i;
     for (i = 0; i < m->count; i++) {
-        m->about[i].header = NULL; /* mti_mpi_test must not read a header that was cancelled */
-        if (m->requests[i] != MPI_REQUEST_NULL && m->about[i].receives) MPI_Cancel(&m->requests[i]);
+        m->about[i].header = NULL; /* mti_link_test must not read a header that was cancelled */
+        if (m->requests[i].active) (m->port->wire->cancel)(m->port, &m->requests[i]);
     }
-    while (m->active > 0 && mti_mpi_test(comm)) continue;
+    while (m->active > 0 && mti_link_test(comm)) continue;
     if (m->active > 0) m->port->keeps = 1;
 }
 
 /* Ends a call with an error, and breaks the group with this message. If the group has broken before, the earlier status
    and message stay. */
-static mt_status mti_mpi_fail(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
+static mt_status mti_link_fail(mt_context *ctx, mt_comm *comm, mt_status status, const mti_text *text) {
     if (!mti_is_broken(comm->group)) {
         mti_break(comm->group, status, text, MTI_ANY);
-        mti_mpi_notify(comm, MTI_MPI_BROKEN, status, comm->group->text, 0);
+        mti_link_notify(comm, MTI_LINK_BROKEN, status, comm->group->text, 0);
     }
-    comm->mpi->port->broken = 1;
-    mti_mpi_abandon(comm);
+    comm->link->port->broken = 1;
+    mti_link_abandon(comm);
     mti_set_inside(comm, MTI_OUTSIDE);
     return mti_broken_now(ctx, comm);
 }
 
-static mt_status mti_mpi_error(mt_context *ctx, mt_comm *comm) {
-    char why[MPI_MAX_ERROR_STRING];
-    int length = 0;
-    mti_text text;
-    text.used = 0;
-    mti_say_mine(&text, comm);
-    if (MPI_Error_string(comm->mpi->error, why, &length) != MPI_SUCCESS) length = 0;
-    mti_say(&text, "rank %d: MPI: %.*s", comm->rank, length, why);
-    return mti_mpi_fail(ctx, comm, MT_ERR_PEER, &text);
-}
-
 /* Returns the next request after `after` that waits for a header; -1: none. */
-static int mti_mpi_missing(const mt_comm *comm, int after) {
+static int mti_link_missing(const mt_comm *comm, int after) {
     int i;
-    for (i = after + 1; i < comm->mpi->count; i++)
-        if (!mti_mpi_is_done(comm, i) && comm->mpi->about[i].header) return i;
+    for (i = after + 1; i < comm->link->count; i++)
+        if (!mti_link_is_done(comm, i) && comm->link->about[i].header) return i;
     return -1;
 }
 
 /* Returns a rank that has left and whose header is still missing; -1: none. */
-static int mti_mpi_gone(const mt_comm *comm) {
+static int mti_link_gone(const mt_comm *comm) {
     int i = -1;
     if (comm->group->left_count == 0) return -1;
-    while ((i = mti_mpi_missing(comm, i)) >= 0)
-        if (mti_slot_of(comm->group, comm->mpi->about[i].peer)->left) return comm->mpi->about[i].peer;
+    while ((i = mti_link_missing(comm, i)) >= 0)
+        if (mti_slot_of(comm->group, comm->link->about[i].peer)->left) return comm->link->about[i].peer;
     return -1;
 }
 
 /* Finds out what the missing ranks have called instead: receives headers of another kind than this rank waits for. */
-static void mti_mpi_look_around(mt_comm *comm) {
-    mti_mpi *m = comm->mpi;
-    MPI_Message message;
-    int r, kind, there;
+static void mti_link_look_around(mt_comm *comm) {
+    mti_link *m = comm->link;
+    int r, kind;
     for (r = 0; r < comm->size; r++) {
-        for (kind = MTI_MPI_MEET; kind < MTI_MPI_DATA && r != comm->rank; kind++) {
-            there = 0;
+        for (kind = MTI_LINK_MEET; kind < MTI_LINK_DATA && r != comm->rank; kind++) {
             if (mti_slot_of(comm->group, r)->inside) continue;
-            if (MPI_Improbe(m->world[r], mti_mpi_tag(m, kind), m->port->comm, &there, &message, m->statuses) !=
-                    MPI_SUCCESS ||
-                !there)
-                continue;
-            MPI_Mrecv(m->other, (int)sizeof *m->other, MPI_BYTE, &message, m->statuses);
-            mti_mpi_arrived(comm, m->other, r, kind == MTI_MPI_MEET ? MTI_IN_COLLECTIVE : MTI_IN_P2P);
+            if ((m->port->wire->take)(m->port, m->world[r], mti_link_tag(m, kind), m->other, sizeof *m->other))
+                mti_link_arrived(comm, m->other, r, kind == MTI_LINK_MEET ? MTI_IN_COLLECTIVE : MTI_IN_P2P);
         }
     }
 }
 
 /* Writes the ranks whose data have not arrived, or that have not received this rank's data. */
-static void mti_mpi_say_stuck(mti_text *text, const mt_comm *comm) {
+static void mti_link_say_stuck(mti_text *text, const mt_comm *comm) {
     const mti_group *g = comm->group;
     int i, r, said = 0;
     mti_say_mine(text, comm);
     mti_say(text, "waited %.2f s in the middle of it for", g->timeout);
     for (r = 0; r < comm->size && said < 8; r++) {
-        for (i = 0; i < comm->mpi->count && (mti_mpi_is_done(comm, i) || comm->mpi->about[i].peer != r); i++) continue;
-        if (i < comm->mpi->count) mti_say(text, said++ ? ", %d" : " rank %d", r);
+        for (i = 0; i < comm->link->count && (mti_link_is_done(comm, i) || comm->link->about[i].peer != r); i++)
+            continue;
+        if (i < comm->link->count) mti_say(text, said++ ? ", %d" : " rank %d", r);
     }
 }
 
 /* Ends a call that cannot complete: the group has broken, rank `gone` has left (-1: none), or the timeout is over. */
-static mt_status mti_mpi_give_up(mt_context *ctx, mt_comm *comm, int gone) {
+static mt_status mti_link_give_up(mt_context *ctx, mt_comm *comm, int gone) {
     int collective = mti_slot_of(comm->group, comm->rank)->inside == MTI_IN_COLLECTIVE, header;
     mti_text text;
     text.used = 0;
     text.data[0] = '\0';
-    if (mti_is_broken(comm->group)) return mti_mpi_fail(ctx, comm, comm->group->why_broken, &text);
+    if (mti_is_broken(comm->group)) return mti_link_fail(ctx, comm, comm->group->why_broken, &text);
     if (gone >= 0) {
         mti_say_left(&text, comm, gone);
-        return mti_mpi_fail(ctx, comm, MT_ERR_PEER, &text);
+        return mti_link_fail(ctx, comm, MT_ERR_PEER, &text);
     }
-    header = mti_mpi_missing(comm, -1);
-    if (header >= 0) mti_mpi_look_around(comm);
-    if (header >= 0) mti_say_timeout(&text, comm, collective ? -1 : comm->mpi->about[header].peer);
-    else mti_mpi_say_stuck(&text, comm);
-    return mti_mpi_fail(ctx, comm, MT_ERR_TIMEOUT, &text);
+    header = mti_link_missing(comm, -1);
+    if (header >= 0) mti_link_look_around(comm);
+    if (header >= 0) mti_say_timeout(&text, comm, collective ? -1 : comm->link->about[header].peer);
+    else mti_link_say_stuck(&text, comm);
+    return mti_link_fail(ctx, comm, MT_ERR_TIMEOUT, &text);
+}
+
+/* Ends a call that has failed with an error of the wire. A notice may say why. */
+static mt_status mti_link_error(mt_context *ctx, mt_comm *comm) {
+    mti_text text;
+    mt_status status;
+    mti_link_listen(comm->link->port);
+    if (mti_is_broken(comm->group) || mti_link_gone(comm) >= 0) return mti_link_give_up(ctx, comm, mti_link_gone(comm));
+    text.used = 0;
+    mti_say_mine(&text, comm);
+    mti_say(&text, "rank %d: ", comm->rank);
+    status = (comm->link->port->wire->say)(comm->link->port, comm->link->error, &text);
+    return mti_link_fail(ctx, comm, status, &text);
 }
 
 /* -- waiting -- */
 
-static void mti_mpi_begin(mt_comm *comm) {
-    comm->mpi->count = 0;
-    comm->mpi->watch = mti_stopwatch_start(comm->group->timeout);
+static void mti_link_begin(mt_comm *comm) {
+    comm->link->count = 0;
+    comm->link->watch = mti_stopwatch_start(comm->group->timeout);
 }
 
 /* Returns MT_SUCCESS when a request has completed, or after a short pause, and an error when the call cannot complete.
    A notice that a rank has left or broken the group may overtake earlier messages of that rank. So the requests are
    tested once more before the call is given up. */
-static mt_status mti_mpi_step(mt_context *ctx, mt_comm *comm) {
-    mti_mpi *m = comm->mpi;
-    int came = mti_mpi_test(comm), gone, late;
+static mt_status mti_link_step(mt_context *ctx, mt_comm *comm) {
+    mti_link *m = comm->link;
+    int came = mti_link_test(comm), gone, late;
     double waited;
-    if (m->error) return mti_mpi_error(ctx, comm);
+    if (m->error) return mti_link_error(ctx, comm);
     if (came) return MT_SUCCESS;
     waited = mti_waited(&m->watch);
-    if (waited > MTI_MPI_LISTEN) mti_mpi_listen(m->port);
-    gone = mti_mpi_gone(comm);
+    if (waited > MTI_LINK_LISTEN) mti_link_listen(m->port);
+    gone = mti_link_gone(comm);
     late = waited > comm->group->timeout;
     if (late || gone >= 0 || mti_is_broken(comm->group)) {
-        if (mti_mpi_test(comm)) return MT_SUCCESS;
-        return mti_mpi_give_up(ctx, comm, gone);
+        if (mti_link_test(comm)) return MT_SUCCESS;
+        return mti_link_give_up(ctx, comm, gone);
     }
-    if (!m->port->spin || waited > MTI_MPI_SOON) mti_rest(waited, MTI_MPI_SOON);
+    if (!m->port->spin || waited > MTI_LINK_SOON) mti_rest(waited, MTI_LINK_SOON);
     return MT_SUCCESS;
 }
 
-static mt_status mti_mpi_wait(mt_context *ctx, mt_comm *comm) {
-    while (comm->mpi->active > 0) MT_TRY(mti_mpi_step(ctx, comm));
-    return comm->mpi->error ? mti_mpi_error(ctx, comm) : MT_SUCCESS;
+static mt_status mti_link_wait(mt_context *ctx, mt_comm *comm) {
+    while (comm->link->active > 0) MT_TRY(mti_link_step(ctx, comm));
+    return comm->link->error ? mti_link_error(ctx, comm) : MT_SUCCESS;
 }
 
 /* -- collectives -- */
 
-/* Returns how many bytes one rank contributes to the call; the same on all ranks. At most MTI_MPI_SMALL bytes travel
+/* Returns how many bytes one rank contributes to the call; the same on all ranks. At most MTI_LINK_SMALL bytes travel
    with the header. */
-static size_t mti_mpi_bytes(const mt_comm *comm, const mti_call *call) {
+static size_t mti_link_bytes(const mt_comm *comm, const mti_call *call) {
     size_t elements = call->kind == MT_BROADCAST ? call->count : mti_send_elements(comm, call);
     return elements * mt_dtype_size(call->dtype);
 }
 
-/* Writes this rank's header, and up to MTI_MPI_SMALL bytes of data behind it. Returns the size of the message. */
-static size_t mti_mpi_write(mt_comm *comm, const mti_call *call, size_t bytes) {
-    mti_mpi_message *out = comm->mpi->out;
+/* Writes this rank's header, and up to MTI_LINK_SMALL bytes of data behind it. Returns the size of the message. */
+static size_t mti_link_write(mt_comm *comm, const mti_call *call, size_t bytes) {
+    mti_link_message *out = comm->link->out;
     const mti_slot *slot = mti_slot_of(comm->group, comm->rank);
     out->what = slot->what;
     out->count = slot->count;
     out->recvcount = slot->recvcount;
     out->color = slot->color;
     out->key = slot->key;
-    out->next = comm->mpi->port->next;
-    if (bytes > MTI_MPI_SMALL) bytes = 0;
+    out->next = comm->link->port->next;
+    if (bytes > MTI_LINK_SMALL) bytes = 0;
     mti_copy(out->data, call->send, bytes);
-    return MTI_MPI_HEADER + bytes;
+    return MTI_LINK_HEADER + bytes;
 }
 
 /* The first meeting, as mti_enter. Afterwards mti_slot.send of each other rank points to the data that came with the
    rank's header. */
-static mt_status mti_mpi_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mti_mpi *m = comm->mpi;
+static mt_status mti_link_enter(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_link *m = comm->link;
     int i, has_data = call->kind != MT_BROADCAST || call->root == comm->rank;
     size_t bytes;
     mt_status status;
-    mti_mpi_listen(m->port);
+    mti_link_listen(m->port);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
     mti_publish(ctx, comm, call, MTI_IN_COLLECTIVE);
-    bytes = mti_mpi_write(comm, call, has_data ? mti_mpi_bytes(comm, call) : 0);
-    mti_mpi_begin(comm);
+    bytes = mti_link_write(comm, call, has_data ? mti_link_bytes(comm, call) : 0);
+    mti_link_begin(comm);
     for (i = 1; i < comm->size; i++) {
         int peer = (comm->rank + i) % comm->size;
-        mti_mpi_expect(comm, 2 * i - 2, &m->in[peer], peer, MTI_MPI_MEET);
-        mti_mpi_send(comm, 2 * i - 1, m->out, bytes, peer, MTI_MPI_MEET);
+        mti_link_expect(comm, 2 * i - 2, &m->in[peer], peer, MTI_LINK_MEET);
+        mti_link_send(comm, 2 * i - 1, m->out, bytes, peer, MTI_LINK_MEET);
     }
-    MT_TRY(mti_mpi_wait(ctx, comm));
-    mti_mpi_listen(m->port); /* a rank may have sent its header and then given up */
+    MT_TRY(mti_link_wait(ctx, comm));
+    mti_link_listen(m->port); /* a rank may have sent its header and then given up */
     status = mti_is_broken(comm->group) ? mti_broken_before(ctx, comm, call) : mti_compare(ctx, comm);
     if (status != MT_SUCCESS) mti_set_inside(comm, MTI_OUTSIDE);
     return status;
 }
 
-static void mti_mpi_exit(mt_comm *comm) {
+static void mti_link_exit(mt_comm *comm) {
     int r;
     for (r = 0; r < comm->size; r++) mti_slot_of(comm->group, r)->inside = MTI_OUTSIDE;
 }
@@ -7757,43 +7787,43 @@ static void mti_mpi_exit(mt_comm *comm) {
 /* Exchanges pieces between all ranks. With `out`: sends piece r to rank r, and stores every rank's copy of this rank's
    piece in `out`, n elements apart. Without `out`: sends this rank's result to all ranks, and stores their results in
    p->to. */
-static mt_status mti_mpi_exchange(mt_context *ctx, mt_comm *comm, const mti_pieces *p, char *out) {
+static mt_status mti_link_exchange(mt_context *ctx, mt_comm *comm, const mti_pieces *p, char *out) {
     size_t mine = mti_piece_size(p, comm->rank), apart = (out ? p->n : p->stride) * p->element;
     int i;
-    mti_mpi_begin(comm);
+    mti_link_begin(comm);
     for (i = 1; i < comm->size; i++) {
         int peer = (comm->rank + i) % comm->size, from = (comm->rank + comm->size - i) % comm->size;
         size_t send = out ? mti_piece_size(p, peer) : mine, recv = out ? mine : mti_piece_size(p, from);
         const char *data = out ? p->from + p->stride * p->element * (size_t)peer : p->own;
-        mti_mpi_receive(comm, 2 * i - 2, (out ? out : p->to) + apart * (size_t)from, recv * p->element, from);
-        mti_mpi_send(comm, 2 * i - 1, data, send * p->element, peer, MTI_MPI_DATA);
+        mti_link_receive(comm, 2 * i - 2, (out ? out : p->to) + apart * (size_t)from, recv * p->element, from);
+        mti_link_send(comm, 2 * i - 1, data, send * p->element, peer, MTI_LINK_DATA);
     }
-    return mti_mpi_wait(ctx, comm);
+    return mti_link_wait(ctx, comm);
 }
 
 /* Reduces in chunks: gathers every rank's copy of this rank's piece in `scratch`, reduces the copies in the tree of
    threads.c, and sends the result to all ranks if p.to is set. */
-static mt_status mti_mpi_reduce(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t most = mti_pieces_most(comm, call, MTI_MPI_SCRATCH), done = 0;
+static mt_status mti_link_reduce(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t most = mti_pieces_most(comm, call, MTI_LINK_SCRATCH), done = 0;
     mti_call own = *call;
     mti_pieces p;
     int r;
     while (done < call->count) {
         done += mti_pieces_next(comm, call, most, done, &p);
-        MT_TRY(mti_mpi_exchange(ctx, comm, &p, comm->mpi->scratch));
+        MT_TRY(mti_link_exchange(ctx, comm, &p, comm->link->scratch));
         for (r = 0; r < comm->size; r++)
-            mti_slot_of(comm->group, r)->send = comm->mpi->scratch + p.n * p.element * (size_t)r;
+            mti_slot_of(comm->group, r)->send = comm->link->scratch + p.n * p.element * (size_t)r;
         mti_slot_of(comm->group, comm->rank)->send = p.from + p.stride * p.element * (size_t)comm->rank;
         own.recv = p.own;
         mti_reduce_range(comm, &own, 0, mti_piece_size(&p, comm->rank), 0);
-        if (p.to) MT_TRY(mti_mpi_exchange(ctx, comm, &p, NULL));
+        if (p.to) MT_TRY(mti_link_exchange(ctx, comm, &p, NULL));
     }
     return MT_SUCCESS;
 }
 
-/* In chunks of at most MTI_MPI_MESSAGE bytes of each rank. */
-static mt_status mti_mpi_all_gather(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    size_t element = mt_dtype_size(call->dtype), most = MTI_MPI_MESSAGE / element, done, mine;
+/* In chunks of at most MTI_LINK_MESSAGE bytes of each rank. */
+static mt_status mti_link_all_gather(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    size_t element = mt_dtype_size(call->dtype), most = MTI_LINK_MESSAGE / element, done, mine;
     mti_pieces p;
     memset(&p, 0, sizeof p);
     p.element = element;
@@ -7805,14 +7835,14 @@ static mt_status mti_mpi_all_gather(mt_context *ctx, mt_comm *comm, const mti_ca
         p.n = call->count - done < most ? call->count - done : most;
         p.to = (char *)call->recv + done * element;
         p.own = p.to + mine;
-        MT_TRY(mti_mpi_exchange(ctx, comm, &p, NULL));
+        MT_TRY(mti_link_exchange(ctx, comm, &p, NULL));
     }
     return MT_SUCCESS;
 }
 
 /* The root sends each rank a piece, then each rank sends its piece to all others. With pieces of many cache lines, the
    root sends about twice the bytes of the buffer, and each other rank about once. */
-static mt_status mti_mpi_broadcast(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+static mt_status mti_link_broadcast(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     size_t done = 0;
     mti_call whole = *call;
     mti_pieces p;
@@ -7820,37 +7850,37 @@ static mt_status mti_mpi_broadcast(mt_context *ctx, mt_comm *comm, const mti_cal
     if (comm->rank == call->root) mti_copy(call->recv, call->send, call->count * mt_dtype_size(call->dtype));
     whole.send = call->recv;
     while (done < call->count) {
-        done += mti_pieces_next(comm, &whole, mti_pieces_most(comm, call, MTI_MPI_MESSAGE), done, &p);
-        mti_mpi_begin(comm);
+        done += mti_pieces_next(comm, &whole, mti_pieces_most(comm, call, MTI_LINK_MESSAGE), done, &p);
+        mti_link_begin(comm);
         for (r = 0; r < comm->size && comm->rank == call->root; r++) {
             const char *piece = p.from + p.stride * p.element * (size_t)r;
-            if (r != call->root) mti_mpi_send(comm, r, piece, mti_piece_size(&p, r) * p.element, r, MTI_MPI_DATA);
+            if (r != call->root) mti_link_send(comm, r, piece, mti_piece_size(&p, r) * p.element, r, MTI_LINK_DATA);
         }
         if (comm->rank != call->root)
-            mti_mpi_receive(comm, 0, p.own, mti_piece_size(&p, comm->rank) * p.element, call->root);
-        MT_TRY(mti_mpi_wait(ctx, comm));
-        MT_TRY(mti_mpi_exchange(ctx, comm, &p, NULL));
+            mti_link_receive(comm, 0, p.own, mti_piece_size(&p, comm->rank) * p.element, call->root);
+        MT_TRY(mti_link_wait(ctx, comm));
+        MT_TRY(mti_link_exchange(ctx, comm, &p, NULL));
     }
     return MT_SUCCESS;
 }
 
 /* Moves the data after the first meeting. Small data have arrived with the headers. */
-static mt_status mti_mpi_move(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    if (mti_mpi_bytes(comm, call) <= MTI_MPI_SMALL) {
+static mt_status mti_link_move(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    if (mti_link_bytes(comm, call) <= MTI_LINK_SMALL) {
         if (call->kind != MT_ALL_REDUCE) return mti_move(ctx, comm, call);
         mti_reduce_range(comm, call, 0, call->count, 0);
         return MT_SUCCESS;
     }
-    if (call->kind == MT_ALL_GATHER) return mti_mpi_all_gather(ctx, comm, call);
-    if (call->kind == MT_BROADCAST) return mti_mpi_broadcast(ctx, comm, call);
-    return mti_mpi_reduce(ctx, comm, call);
+    if (call->kind == MT_ALL_GATHER) return mti_link_all_gather(ctx, comm, call);
+    if (call->kind == MT_BROADCAST) return mti_link_broadcast(ctx, comm, call);
+    return mti_link_reduce(ctx, comm, call);
 }
 
-static mt_status mti_mpi_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+static mt_status mti_link_collective(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     mt_status status;
-    MT_TRY(mti_mpi_enter(ctx, comm, call));
-    status = mti_mpi_move(ctx, comm, call);
-    mti_mpi_exit(comm);
+    MT_TRY(mti_link_enter(ctx, comm, call));
+    status = mti_link_move(ctx, comm, call);
+    mti_link_exit(comm);
     return status;
 }
 
@@ -7858,53 +7888,53 @@ static mt_status mti_mpi_collective(mt_context *ctx, mt_comm *comm, const mti_ca
 
 /* One direction of a send_recv: first the headers, then the data, one message after the other. Request `at` receives
    the peer's header. Request at + 1 sends this rank's header, and then moves the data. */
-typedef struct mti_mpi_lane {
-    int sends, peer, at, matched; /* peer: -1: nothing to do; matched: 1: mti_mpi_match has compared the headers */
-    const mti_mpi_message *header;
+typedef struct mti_link_lane {
+    int sends, peer, at, matched; /* peer: -1: nothing to do; matched: 1: mti_link_match has compared the headers */
+    const mti_link_message *header;
     char *data;
     size_t bytes, done;
-} mti_mpi_lane;
+} mti_link_lane;
 
-static int mti_mpi_is_over(const mt_comm *comm, const mti_mpi_lane *lane) {
-    return lane->peer < 0 || (lane->matched && lane->done == lane->bytes && mti_mpi_is_done(comm, lane->at + 1));
+static int mti_link_is_over(const mt_comm *comm, const mti_link_lane *lane) {
+    return lane->peer < 0 || (lane->matched && lane->done == lane->bytes && mti_link_is_done(comm, lane->at + 1));
 }
 
 /* Fails when the peer's call has another count or data type. */
-static mt_status mti_mpi_match(mt_context *ctx, mt_comm *comm, const mti_call *call, mti_mpi_lane *lane) {
-    const mti_mpi_message *h = lane->header;
+static mt_status mti_link_match(mt_context *ctx, mt_comm *comm, const mti_call *call, mti_link_lane *lane) {
+    const mti_link_message *h = lane->header;
     size_t mine = lane->sends ? call->count : call->recvcount, theirs = (size_t)(lane->sends ? h->recvcount : h->count);
     mti_text text;
     lane->matched = 1;
     if (mine == theirs && (mt_dtype)(h->what >> 8 & 255) == call->dtype) return MT_SUCCESS;
-    mti_mpi_arrived(comm, h, lane->peer, MTI_IN_P2P);
+    mti_link_arrived(comm, h, lane->peer, MTI_IN_P2P);
     mti_say_unlike(&text, comm, lane->sends ? comm->rank : lane->peer, lane->sends ? lane->peer : comm->rank);
-    return mti_mpi_fail(ctx, comm, MT_ERR_MISMATCH, &text);
+    return mti_link_fail(ctx, comm, MT_ERR_MISMATCH, &text);
 }
 
 /* Starts the next request of a lane when the last one is done. */
-static mt_status mti_mpi_advance(mt_context *ctx, mt_comm *comm, const mti_call *call, mti_mpi_lane *lane) {
+static mt_status mti_link_advance(mt_context *ctx, mt_comm *comm, const mti_call *call, mti_link_lane *lane) {
     size_t bytes;
-    if (lane->peer < 0 || !mti_mpi_is_done(comm, lane->at)) return MT_SUCCESS;
+    if (lane->peer < 0 || !mti_link_is_done(comm, lane->at)) return MT_SUCCESS;
     if (!lane->matched) {
-        MT_TRY(mti_mpi_match(ctx, comm, call, lane));
-        if (lane->bytes <= MTI_MPI_SMALL) { /* the data travel with the header */
+        MT_TRY(mti_link_match(ctx, comm, call, lane));
+        if (lane->bytes <= MTI_LINK_SMALL) { /* the data travel with the header */
             if (!lane->sends) mti_copy(lane->data, lane->header->data, lane->bytes);
             lane->done = lane->bytes;
         }
     }
-    if (lane->done == lane->bytes || !mti_mpi_is_done(comm, lane->at + 1)) return MT_SUCCESS;
-    bytes = lane->bytes - lane->done < MTI_MPI_MESSAGE ? lane->bytes - lane->done : MTI_MPI_MESSAGE;
-    if (lane->sends) mti_mpi_send(comm, lane->at + 1, lane->data + lane->done, bytes, lane->peer, MTI_MPI_DATA);
-    else mti_mpi_receive(comm, lane->at + 1, lane->data + lane->done, bytes, lane->peer);
+    if (lane->done == lane->bytes || !mti_link_is_done(comm, lane->at + 1)) return MT_SUCCESS;
+    bytes = lane->bytes - lane->done < MTI_LINK_MESSAGE ? lane->bytes - lane->done : MTI_LINK_MESSAGE;
+    if (lane->sends) mti_link_send(comm, lane->at + 1, lane->data + lane->done, bytes, lane->peer, MTI_LINK_DATA);
+    else mti_link_receive(comm, lane->at + 1, lane->data + lane->done, bytes, lane->peer);
     lane->done += bytes;
-    comm->mpi->watch = mti_stopwatch_start(comm->group->timeout);
+    comm->link->watch = mti_stopwatch_start(comm->group->timeout);
     return MT_SUCCESS;
 }
 
 /* Starts to receive the peer's header, and sends this rank's header to the peer. */
-static mti_mpi_lane mti_mpi_lane_open(mt_comm *comm, const mti_call *call, int sends, int at) {
-    mti_mpi *m = comm->mpi;
-    mti_mpi_lane lane;
+static mti_link_lane mti_link_lane_open(mt_comm *comm, const mti_call *call, int sends, int at) {
+    mti_link *m = comm->link;
+    mti_link_lane lane;
     memset(&lane, 0, sizeof lane);
     lane.sends = sends;
     lane.at = at;
@@ -7913,48 +7943,46 @@ static mti_mpi_lane mti_mpi_lane_open(mt_comm *comm, const mti_call *call, int s
     lane.bytes = (sends ? call->count : call->recvcount) * mt_dtype_size(call->dtype);
     lane.data = sends ? (char *)mt_tensor_make(call->send, call->dtype, 0, 0).data : (char *)call->recv;
     lane.header = sends ? m->asked : &m->in[lane.peer];
-    mti_mpi_expect(comm, at, sends ? m->asked : &m->in[lane.peer], lane.peer, sends ? MTI_MPI_ASK : MTI_MPI_OFFER);
-    mti_mpi_send(comm, at + 1, m->out, sends ? mti_mpi_write(comm, call, lane.bytes) : MTI_MPI_HEADER, lane.peer,
-                 sends ? MTI_MPI_OFFER : MTI_MPI_ASK);
+    mti_link_expect(comm, at, sends ? m->asked : &m->in[lane.peer], lane.peer, sends ? MTI_LINK_ASK : MTI_LINK_OFFER);
+    mti_link_send(comm, at + 1, m->out, sends ? mti_link_write(comm, call, lane.bytes) : MTI_LINK_HEADER, lane.peer,
+                  sends ? MTI_LINK_OFFER : MTI_LINK_ASK);
     return lane;
 }
 
 /* Runs the send and the receive of a call at the same time, each in its own lane. */
-static mt_status mti_mpi_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
-    mti_mpi_lane out, in;
-    mti_mpi_listen(comm->mpi->port);
+static mt_status mti_link_p2p(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+    mti_link_lane out, in;
+    mti_link_listen(comm->link->port);
     if (mti_is_broken(comm->group)) return mti_broken_before(ctx, comm, call);
     mti_publish(ctx, comm, call, MTI_IN_P2P);
-    mti_mpi_write(comm, call, 0);
-    mti_mpi_begin(comm);
-    out = mti_mpi_lane_open(comm, call, 1, 0);
-    in = mti_mpi_lane_open(comm, call, 0, 2);
-    while (!mti_mpi_is_over(comm, &out) || !mti_mpi_is_over(comm, &in)) {
-        MT_TRY(mti_mpi_step(ctx, comm));
-        MT_TRY(mti_mpi_advance(ctx, comm, call, &out));
-        MT_TRY(mti_mpi_advance(ctx, comm, call, &in));
+    mti_link_write(comm, call, 0);
+    mti_link_begin(comm);
+    out = mti_link_lane_open(comm, call, 1, 0);
+    in = mti_link_lane_open(comm, call, 0, 2);
+    while (!mti_link_is_over(comm, &out) || !mti_link_is_over(comm, &in)) {
+        MT_TRY(mti_link_step(ctx, comm));
+        MT_TRY(mti_link_advance(ctx, comm, call, &out));
+        MT_TRY(mti_link_advance(ctx, comm, call, &in));
     }
-    mti_mpi_exit(comm);
-    return comm->mpi->error ? mti_mpi_error(ctx, comm) : MT_SUCCESS;
+    mti_link_exit(comm);
+    return comm->link->error ? mti_link_error(ctx, comm) : MT_SUCCESS;
 }
 
-static mt_status mti_mpi_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
+static mt_status mti_link_call(mt_context *ctx, mt_comm *comm, const mti_call *call) {
     if (ctx->device != MT_DEVICE_CPU)
         return mti_refuse(
             ctx, comm, MT_ERR_UNSUPPORTED,
-            "mt_%s: \"%s\" (%d ranks) is over MPI, which moves memory of the host, and the context is on device "
+            "mt_%s: \"%s\" (%d ranks) is over %s, which moves memory of the host, and the context is on device "
             "%d: use mt_comm_create_for, and an implementation built with -DMT_USE_NCCL",
-            mti_call_name(call->kind), comm->name, comm->size, (int)ctx->device);
-    return mti_is_p2p(call) ? mti_mpi_p2p(ctx, comm, call) : mti_mpi_collective(ctx, comm, call);
+            mti_call_name(call->kind), comm->name, comm->size, comm->link->port->name, (int)ctx->device);
+    return mti_is_p2p(call) ? mti_link_p2p(ctx, comm, call) : mti_link_collective(ctx, comm, call);
 }
 
 /* -- groups and ports -- */
 
-static void mti_mpi_free(mti_mpi *m) {
+static void mti_link_free(mti_link *m) {
     if (!m) return;
     free(m->world);
-    free(m->indices);
-    free(m->statuses);
     free(m->requests);
     free(m->about);
     free(m->reasons);
@@ -7966,50 +7994,45 @@ static void mti_mpi_free(mti_mpi *m) {
 
 /* Allocates the arrays for a group of `size` ranks; NULL: out of memory. A collective needs two requests per peer, and
    a send_recv needs four. */
-static mti_mpi *mti_mpi_new(int size) {
-    size_t n = (size_t)size, requests = 2 * n > 4 ? 2 * n : 4, i;
-    mti_mpi *m = (mti_mpi *)calloc(1, sizeof *m);
+static mti_link *mti_link_new(int size) {
+    size_t n = (size_t)size, requests = 2 * n > 4 ? 2 * n : 4;
+    mti_link *m = (mti_link *)calloc(1, sizeof *m);
     if (!m) return NULL;
     m->world = (int *)calloc(n, sizeof *m->world);
-    m->indices = (int *)calloc(requests, sizeof *m->indices);
-    m->statuses = (MPI_Status *)calloc(requests, sizeof *m->statuses);
-    m->requests = (MPI_Request *)calloc(requests, sizeof *m->requests);
-    m->about = (mti_mpi_about *)calloc(requests, sizeof *m->about);
-    m->reasons = (mti_mpi_notice *)calloc(n, sizeof *m->reasons);
-    m->notice_requests = (MPI_Request *)calloc(2 * n, sizeof *m->notice_requests);
-    m->in = (mti_mpi_message *)mti_default_alloc(NULL, (n + 3) * sizeof *m->in, MT_ALIGNMENT);
-    m->scratch = (char *)mti_default_alloc(NULL, MTI_MPI_SCRATCH, MT_ALIGNMENT);
-    if (!m->world || !m->indices || !m->statuses || !m->requests || !m->about || !m->reasons || !m->notice_requests ||
-        !m->in || !m->scratch) {
-        mti_mpi_free(m);
+    m->requests = (mti_request *)calloc(requests, sizeof *m->requests);
+    m->about = (mti_link_about *)calloc(requests, sizeof *m->about);
+    m->reasons = (mti_link_notice *)calloc(n, sizeof *m->reasons);
+    m->notice_requests = (mti_request *)calloc(2 * n, sizeof *m->notice_requests);
+    m->in = (mti_link_message *)mti_default_alloc(NULL, (n + 3) * sizeof *m->in, MT_ALIGNMENT);
+    m->scratch = (char *)mti_default_alloc(NULL, MTI_LINK_SCRATCH, MT_ALIGNMENT);
+    if (!m->world || !m->requests || !m->about || !m->reasons || !m->notice_requests || !m->in || !m->scratch) {
+        mti_link_free(m);
         return NULL;
     }
     m->out = m->in + n;
     m->asked = m->out + 1;
     m->other = m->asked + 1;
     memset(m->out, 0, sizeof *m->out);
-    for (i = 0; i < requests; i++) m->requests[i] = MPI_REQUEST_NULL;
-    for (i = 0; i < 2 * n; i++) m->notice_requests[i] = MPI_REQUEST_NULL;
     m->size = size;
     return m;
 }
 
-/* Creates a communicator and its group. The caller fills mti_mpi.world. */
-static mt_comm *mti_mpi_comm_new(const mti_transport *transport, mti_mpi_port *port, int rank, int size,
-                                 const char *name, int number) {
+/* Creates a communicator and its group. The caller fills mti_link.world. */
+static mt_comm *mti_link_comm_new(const mti_transport *transport, mti_port *port, int rank, int size, const char *name,
+                                  int number) {
     mt_comm *comm = mti_comm_new(transport, rank, size, name);
     mti_group *g = mti_group_new(size, port->timeout, port->spin);
-    mti_mpi *m = mti_mpi_new(size);
+    mti_link *m = mti_link_new(size);
     if (!comm || !g || !m) {
         if (g) g->references = 1;
         mti_group_release(g);
-        mti_mpi_free(m);
+        mti_link_free(m);
         free(comm);
         return NULL;
     }
     g->references = 1;
     comm->group = g;
-    comm->mpi = m;
+    comm->link = m;
     m->port = port;
     m->comm = comm;
     m->number = number;
@@ -8019,9 +8042,9 @@ static mt_comm *mti_mpi_comm_new(const mti_transport *transport, mti_mpi_port *p
     return comm;
 }
 
-static void mti_mpi_port_free(mti_mpi_port *port) {
+static void mti_port_free(mti_port *port) {
     free(port->status);
-    free(port->versions);
+    free(port->indices);
     free(port->left);
     free(port->reasons);
     free(port->early);
@@ -8029,36 +8052,34 @@ static void mti_mpi_port_free(mti_mpi_port *port) {
     free(port);
 }
 
-static mti_mpi_port *mti_mpi_port_new(int rank, int size, double timeout_s) {
+static mti_port *mti_port_new(const mti_wire *wire, const char *name, int rank, int size, double timeout_s) {
     size_t n = (size_t)size, i;
-    mti_mpi_port *port = (mti_mpi_port *)calloc(1, sizeof *port);
+    mti_port *port = (mti_port *)calloc(1, sizeof *port);
     if (!port) return NULL;
     port->rank = rank;
     port->size = size;
+    port->wire = wire;
+    port->name = name;
     port->timeout = timeout_s > 0 ? timeout_s : MT_TIMEOUT_DEFAULT;
     port->next = 1;
-    port->inbox_request = MPI_REQUEST_NULL;
     port->status = (int *)calloc(n, sizeof *port->status);
-    port->versions = (int32_t *)calloc(n, sizeof *port->versions);
+    port->indices = (int *)calloc(2 * n, sizeof *port->indices);
     port->left = (const char **)calloc(n, sizeof *port->left);
-    port->reasons = (mti_mpi_notice *)calloc(n, sizeof *port->reasons);
-    port->early = (mti_mpi_notice *)calloc(2 * n, sizeof *port->early);
-    port->closing_requests = (MPI_Request *)calloc(n, sizeof *port->closing_requests);
-    if (!port->status || !port->versions || !port->left || !port->reasons || !port->early || !port->closing_requests) {
-        mti_mpi_port_free(port);
+    port->reasons = (mti_link_notice *)calloc(n, sizeof *port->reasons);
+    port->early = (mti_link_notice *)calloc(2 * n, sizeof *port->early);
+    port->closing_requests = (mti_request *)calloc(n, sizeof *port->closing_requests);
+    if (!port->status || !port->indices || !port->left || !port->reasons || !port->early || !port->closing_requests) {
+        mti_port_free(port);
         return NULL;
     }
-    for (i = 0; i < n; i++) {
-        port->status[i] = MTI_MPI_OPEN;
-        port->closing_requests[i] = MPI_REQUEST_NULL;
-    }
+    for (i = 0; i < n; i++) port->status[i] = MTI_LINK_OPEN;
     return port;
 }
 
 /* The number of the new groups is one that no rank of comm has used. All groups of a split have the same number, also
    on ranks that are in none of these groups. */
-static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out) {
-    mti_mpi *m = comm->mpi;
+static mt_status mti_link_split(mt_comm *comm, int color, int key, mt_comm **out) {
+    mti_link *m = comm->link;
     int rank, size, leader, r, at, number = m->port->next;
     char name[32];
     mti_call call;
@@ -8067,8 +8088,8 @@ static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out)
     call.color = color;
     call.key = key;
     m->port->early_count = 0;
-    MT_TRY(mti_mpi_enter(NULL, comm, &call));
-    mti_mpi_exit(comm);
+    MT_TRY(mti_link_enter(NULL, comm, &call));
+    mti_link_exit(comm);
     for (r = 0; r < comm->size; r++)
         if (r != comm->rank && m->in[r].next > number) number = m->in[r].next;
     if (number >= m->port->last_tag / 4)
@@ -8079,109 +8100,235 @@ static mt_status mti_mpi_split(mt_comm *comm, int color, int key, mt_comm **out)
     mti_split_member(comm, comm->rank, &rank, &size, &leader);
     if (snprintf(name, sizeof name, "%s/%d", comm->name, color) < 0) name[0] = '\0';
     *out = size == 1 ? mti_comm_new(&mti_alone, 0, 1, name)
-                     : mti_mpi_comm_new(comm->transport, m->port, rank, size, name, number);
+                     : mti_link_comm_new(comm->transport, m->port, rank, size, name, number);
     if (!*out || size == 1) return MT_SUCCESS; /* *out is NULL: mt_comm_split returns MT_ERR_MEMORY */
     for (r = 0; r < comm->size; r++) {
         if (mti_slot_of(comm->group, r)->color != color) continue;
         mti_split_member(comm, r, &at, &size, &leader);
-        (*out)->mpi->world[at] = m->world[r];
-        if (m->port->left[m->world[r]]) mti_mpi_take_left((*out)->mpi, at, m->port->left[m->world[r]]);
+        (*out)->link->world[at] = m->world[r];
+        if (m->port->left[m->world[r]]) mti_link_take_left((*out)->link, at, m->port->left[m->world[r]]);
     }
-    for (r = 0; r < m->port->early_count; r++) mti_mpi_take_notice(m->port, &m->port->early[r]);
+    for (r = 0; r < m->port->early_count; r++) mti_link_take_notice(m->port, &m->port->early[r]);
     return MT_SUCCESS;
 }
 
 /* -- ending -- */
 
 /* Returns 1 when all requests are complete. */
-static int mti_mpi_all_done(MPI_Request *requests, int count) {
-    int done = 1, i;
-    for (i = 0; i < count && done; i++) MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE);
-    return done;
+static int mti_link_all_done(mti_port *port, mti_request *requests, int count) {
+    int i = 0;
+    (port->wire->test)(port, requests, count, port->indices);
+    while (i < count && !requests[i].active) i++;
+    return i == count;
 }
 
-/* Frees the destroyed groups whose requests are complete: before that, MPI may use their memory. */
-static void mti_mpi_reap(mti_mpi_port *port) {
-    struct mti_mpi **at = &port->ended, *m;
+/* Frees the destroyed groups whose requests are complete: before that, the wire may use their memory. */
+static void mti_link_reap(mti_port *port) {
+    struct mti_link **at = &port->ended, *m;
     while ((m = *at) != NULL) {
-        if (!mti_mpi_all_done(m->requests, m->count) || !mti_mpi_all_done(m->notice_requests, 2 * m->size)) {
+        if (!mti_link_all_done(port, m->requests, m->count) ||
+            !mti_link_all_done(port, m->notice_requests, 2 * m->size)) {
             at = &m->next;
             continue;
         }
         *at = m->next;
-        mti_mpi_free(m);
+        mti_link_free(m);
     }
 }
 
 /* Tells all ranks of the port that this rank closes its port, and waits until they have closed theirs. Returns 1 when
-   all have done so, and MPI holds no memory of any rank. */
-static int mti_mpi_close(mti_mpi_port *port, mt_status status) {
-    double limit = port->broken ? MTI_MPI_GRACE : port->timeout;
+   all have done so, and the wire holds no memory of any rank. */
+static int mti_link_close(mti_port *port, mt_status status) {
+    double limit = port->broken ? MTI_LINK_GRACE : port->timeout;
     mti_stopwatch watch = mti_stopwatch_start(limit);
-    mti_mpi_notice *notice = &port->closing;
+    mti_link_notice *notice = &port->closing;
     int r;
-    notice->news = MTI_MPI_CLOSES;
+    notice->news = MTI_LINK_CLOSES;
     notice->rank = port->rank;
     notice->status = port->status[port->rank] = (int)status;
     notice->keeps = port->keeps;
     notice->broken = port->broken;
     port->closed++;
     for (r = 0; r < port->size; r++)
-        if (r != port->rank)
-            MPI_Isend(notice, (int)sizeof *notice, MPI_BYTE, r, 0, port->comm, &port->closing_requests[r]);
+        if (r != port->rank) mti_request_begin(port, &port->closing_requests[r], 1, r, 0, notice, sizeof *notice);
     while (port->waited < limit) {
-        mti_mpi_listen(port);
-        mti_mpi_reap(port);
-        if (mti_mpi_all_done(port->closing_requests, port->size) && !port->ended && port->closed == port->size)
+        mti_link_listen(port);
+        mti_link_reap(port);
+        if (mti_link_all_done(port, port->closing_requests, port->size) && !port->ended && port->closed == port->size)
             return !port->keeps;
         port->waited = mti_waited(&watch);
-        mti_rest(port->waited, MTI_MPI_SOON);
+        mti_rest(port->waited, MTI_LINK_SOON);
     }
     return 0;
 }
 
-/* Frees the port if all ranks have closed. Otherwise the port stays until the process ends, because MPI may still write
-   to it. The duplicate is not freed when it may have messages that no rank has received: the next duplicate might
-   receive them. */
-static void mti_mpi_port_end(mti_mpi_port *port, int closed) {
-    if (!closed) return;
-    if (port->inbox_request != MPI_REQUEST_NULL) {
-        MPI_Cancel(&port->inbox_request);
-        MPI_Wait(&port->inbox_request, MPI_STATUS_IGNORE);
-    }
-    if (!port->broken) MPI_Comm_free(&port->comm);
-    mti_mpi_port_free(port);
-}
-
 /* Destroys a group, and with the last group the port. */
-static void mti_mpi_destroy(mt_comm *comm) {
-    mti_mpi *m = comm->mpi, **at;
-    mti_mpi_port *port = m->port;
+static void mti_link_destroy(mt_comm *comm) {
+    mti_link *m = comm->link, **at;
+    mti_port *port = m->port;
     if (mti_is_forked(comm->process)) return;
     for (at = &port->groups; *at != m; at = &(*at)->next) continue;
     *at = m->next;
     m->next = port->ended;
     port->ended = m;
     m->comm = NULL;
-    mti_mpi_reap(port);
-    if (--port->references == 0) mti_mpi_port_end(port, mti_mpi_close(port, MT_SUCCESS));
+    mti_link_reap(port);
+    if (--port->references == 0) (port->wire->end)(port, mti_link_close(port, MT_SUCCESS));
 }
 
-static const mti_transport mti_over_mpi = {1,
-                                           0,
-                                           mti_peers_check,
-                                           mti_mpi_call,
-                                           mti_mpi_call,
-                                           mti_mpi_enter,
-                                           mti_mpi_exit,
-                                           mti_mpi_split,
-                                           mti_mpi_leave,
-                                           mti_mpi_destroy};
+static const mti_transport mti_linked = {1,
+                                         0,
+                                         mti_peers_check,
+                                         mti_link_call,
+                                         mti_link_call,
+                                         mti_link_enter,
+                                         mti_link_exit,
+                                         mti_link_split,
+                                         mti_link_leave,
+                                         mti_link_destroy};
+#endif
+
+/* ---- ranks that are processes, over MPI (src/comm/mpi.c) --------------------------------------------------------- */
+
+#if MTI_MPI
+/* The wire is a duplicate of the caller's MPI_Comm. No wait for a rank blocks inside MPI. After the creation, no call
+   is a collective of MPI, which would wait for dead ranks. */
+typedef struct mti_mpi {
+    MPI_Comm comm;
+    int32_t version, *versions; /* MT_VERSION_NUMBER of this rank, and of all [size] */
+    /* scratch memory of a test */
+    MPI_Request *handles;
+    MPI_Status *statuses;
+    int *indices, *places; /* places: of the handles among the requests */
+} mti_mpi;
+
+static mti_mpi *mti_mpi_of(const mti_port *port) { return (mti_mpi *)port->ends; }
+
+/* Stores the result of a call of MPI that begins a request. */
+static void mti_mpi_begun(mti_request *r, int error) {
+    r->error = error;
+    if (error != MPI_SUCCESS) r->mpi = MPI_REQUEST_NULL;
+}
+
+static void mti_mpi_send(mti_port *port, mti_request *r) {
+    mti_mpi_begun(r, MPI_Isend(r->data, (int)r->bytes, MPI_BYTE, r->rank, r->tag, mti_mpi_of(port)->comm, &r->mpi));
+}
+
+static void mti_mpi_receive(mti_port *port, mti_request *r) {
+    mti_mpi_begun(r, MPI_Irecv(r->data, (int)r->bytes, MPI_BYTE, r->rank < 0 ? MPI_ANY_SOURCE : r->rank, r->tag,
+                               mti_mpi_of(port)->comm, &r->mpi));
+}
+
+/* After an error that belongs to no request: all fail, but MPI may go on using their memory. */
+static int mti_mpi_lose(mti_port *port, mti_request *requests, int active, int error, int *done) {
+    int i;
+    for (i = 0; i < active; i++) {
+        mti_request *r = &requests[done[i] = mti_mpi_of(port)->places[i]];
+        r->active = 0;
+        r->error = error;
+    }
+    port->keeps = 1;
+    return active;
+}
+
+/* A request that could not begin is done at once. */
+static int mti_mpi_test(mti_port *port, mti_request *requests, int count, int *done) {
+    mti_mpi *m = mti_mpi_of(port);
+    int i, active = 0, completed = 0, found = 0, error;
+    for (i = 0; i < count; i++) {
+        if (!requests[i].active) continue;
+        m->handles[active] = requests[i].mpi;
+        m->places[active++] = i;
+        if (requests[i].mpi == MPI_REQUEST_NULL) done[found++] = i;
+    }
+    if (active == 0) return 0;
+    error = MPI_Testsome(active, m->handles, &completed, m->indices, m->statuses);
+    if (error != MPI_SUCCESS && error != MPI_ERR_IN_STATUS) return mti_mpi_lose(port, requests, active, error, done);
+    for (i = 0; i < completed && completed != MPI_UNDEFINED; i++) {
+        int at = done[found++] = m->places[m->indices[i]];
+        if (error == MPI_ERR_IN_STATUS) requests[at].error = m->statuses[i].MPI_ERROR;
+        else requests[at].error = error;
+    }
+    for (i = 0; i < found; i++) requests[done[i]].active = 0;
+    return found;
+}
+
+/* A send stays with MPI. */
+static void mti_mpi_cancel(mti_port *port, mti_request *r) {
+    (void)port;
+    if (!r->sends && r->mpi != MPI_REQUEST_NULL) MPI_Cancel(&r->mpi);
+}
+
+static int mti_mpi_take(mti_port *port, int rank, int tag, void *data, size_t bytes) {
+    MPI_Message message;
+    MPI_Status status;
+    int there = 0;
+    if (MPI_Improbe(rank, tag, mti_mpi_of(port)->comm, &there, &message, &status) != MPI_SUCCESS || !there) return 0;
+    MPI_Mrecv(data, (int)bytes, MPI_BYTE, &message, &status);
+    return 1;
+}
+
+static mt_status mti_mpi_say(mti_port *port, int error, mti_text *text) {
+    char why[MPI_MAX_ERROR_STRING];
+    int length = 0;
+    (void)port;
+    if (MPI_Error_string(error, why, &length) != MPI_SUCCESS) length = 0;
+    mti_say(text, "MPI: %.*s", length, why);
+    return MT_ERR_PEER;
+}
+
+static void mti_mpi_free(mti_mpi *m) {
+    if (!m) return;
+    free(m->versions);
+    free(m->handles);
+    free(m->statuses);
+    free(m->indices);
+    free(m->places);
+    free(m);
+}
+
+/* Frees the port if all ranks have closed. Otherwise the port stays until the process ends, because MPI may still write
+   to it. The duplicate is not freed when it may have messages that no rank has received: the next duplicate might
+   receive them. */
+static void mti_mpi_end(mti_port *port, int closed) {
+    if (!closed) return;
+    if (port->inbox_request.active) {
+        MPI_Cancel(&port->inbox_request.mpi);
+        MPI_Wait(&port->inbox_request.mpi, MPI_STATUS_IGNORE);
+    }
+    if (!port->broken) MPI_Comm_free(&mti_mpi_of(port)->comm);
+    mti_mpi_free(mti_mpi_of(port));
+    mti_port_free(port);
+}
+
+static const mti_wire mti_mpi_wire = {mti_mpi_send, mti_mpi_receive, mti_mpi_test, mti_mpi_cancel,
+                                      mti_mpi_take, mti_mpi_say,     mti_mpi_end};
 
 /* -- creating -- */
 
+/* Creates the port and its wire; NULL: out of memory. */
+static mti_port *mti_mpi_port(int rank, int size, double timeout_s) {
+    size_t n = 2 * (size_t)size;
+    mti_port *port = mti_port_new(&mti_mpi_wire, "MPI", rank, size, timeout_s);
+    mti_mpi *m = (mti_mpi *)calloc(1, sizeof *m);
+    if (m) {
+        m->versions = (int32_t *)calloc(n, sizeof *m->versions);
+        m->handles = (MPI_Request *)calloc(n, sizeof *m->handles);
+        m->statuses = (MPI_Status *)calloc(n, sizeof *m->statuses);
+        m->indices = (int *)calloc(n, sizeof *m->indices);
+        m->places = (int *)calloc(n, sizeof *m->places);
+    }
+    if (port && m && m->versions && m->handles && m->statuses && m->indices && m->places) {
+        port->ends = m;
+        return port;
+    }
+    mti_mpi_free(m);
+    if (port) mti_port_free(port);
+    return NULL;
+}
+
 /* Waits for the end of a request of the opening. */
-static mt_status mti_mpi_opened(const mti_mpi_port *port, MPI_Request *request) {
+static mt_status mti_mpi_opened(const mti_port *port, MPI_Request *request) {
     mti_stopwatch watch = mti_stopwatch_start(port->timeout);
     int done = 0;
     while (!done) {
@@ -8194,40 +8341,43 @@ static mt_status mti_mpi_opened(const mti_mpi_port *port, MPI_Request *request) 
 
 /* Compares the versions of all ranks before any other message, as other versions may have other messages. After an
    error MPI may use the memory, which is therefore that of the port. */
-static mt_status mti_mpi_versions(mti_mpi_port *port, mti_text *text) {
+static mt_status mti_mpi_versions(mti_port *port, mti_text *text) {
+    mti_mpi *m = mti_mpi_of(port);
     MPI_Request request = MPI_REQUEST_NULL;
     int r;
-    port->version = MT_VERSION_NUMBER;
-    if (MPI_Iallgather(&port->version, (int)sizeof port->version, MPI_BYTE, port->versions, (int)sizeof port->version,
-                       MPI_BYTE, port->comm, &request) != MPI_SUCCESS)
+    m->version = MT_VERSION_NUMBER;
+    if (MPI_Iallgather(&m->version, (int)sizeof m->version, MPI_BYTE, m->versions, (int)sizeof m->version, MPI_BYTE,
+                       m->comm, &request) != MPI_SUCCESS)
         return MT_ERR_SYSTEM;
     MT_TRY(mti_mpi_opened(port, &request));
-    for (r = 1; r < port->size && port->versions[r] == port->versions[0]; r++) continue;
+    for (r = 1; r < port->size && m->versions[r] == m->versions[0]; r++) continue;
     if (r == port->size) return MT_SUCCESS;
-    mti_say_versions(text, port->versions[0], r, port->versions[r]);
+    mti_say_versions(text, m->versions[0], r, m->versions[r]);
     return MT_ERR_MISMATCH;
 }
 
 /* Duplicates the caller's MPI_Comm. MPI returns errors on the duplicate, they are not fatal. text: what is wrong with
    MT_ERR_MISMATCH */
-static mt_status mti_mpi_open(mti_mpi_port *port, MPI_Comm theirs, mti_text *text) {
+static mt_status mti_mpi_open(mti_port *port, MPI_Comm theirs, mti_text *text) {
     MPI_Request request = MPI_REQUEST_NULL;
+    mti_mpi *m = mti_mpi_of(port);
     int found = 0, *last = NULL;
-    if (MPI_Comm_idup(theirs, &port->comm, &request) != MPI_SUCCESS) return MT_ERR_SYSTEM;
+    if (MPI_Comm_idup(theirs, &m->comm, &request) != MPI_SUCCESS) return MT_ERR_SYSTEM;
     MT_TRY(mti_mpi_opened(port, &request));
-    if (MPI_Comm_set_errhandler(port->comm, MPI_ERRORS_RETURN) != MPI_SUCCESS ||
+    if (MPI_Comm_set_errhandler(m->comm, MPI_ERRORS_RETURN) != MPI_SUCCESS ||
         MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &last, &found) != MPI_SUCCESS || !found)
         return MT_ERR_SYSTEM;
     port->last_tag = *last;
     MT_TRY(mti_mpi_versions(port, text));
-    return mti_mpi_open_inbox(port) == MPI_SUCCESS ? MT_SUCCESS : MT_ERR_SYSTEM;
+    mti_link_open_inbox(port);
+    return port->inbox_request.error == MPI_SUCCESS ? MT_SUCCESS : MT_ERR_SYSTEM;
 }
 
 /* Finds out which ranks run on this machine, and sets local_rank and port->spin: all ranks exchange a hash of their
    processor name. */
 static mt_status mti_mpi_neighbours(mt_comm *world) {
     char name[MPI_MAX_PROCESSOR_NAME];
-    mti_mpi_port *port = world->mpi->port;
+    mti_port *port = world->link->port;
     uint32_t hash = 2166136261u; /* FNV-1a */
     int length = 0, i, here = 0, mine;
     mti_call call;
@@ -8236,8 +8386,8 @@ static mt_status mti_mpi_neighbours(mt_comm *world) {
     if (MPI_Get_processor_name(name, &length) != MPI_SUCCESS) length = 0;
     for (i = 0; i < length; i++) hash = (hash ^ (unsigned char)name[i]) * 16777619u;
     call.color = mine = (int)(hash >> 1);
-    MT_TRY(mti_mpi_enter(NULL, world, &call));
-    mti_mpi_exit(world);
+    MT_TRY(mti_link_enter(NULL, world, &call));
+    mti_link_exit(world);
     for (i = 0; i < world->size; i++) {
         if (mti_slot_of(world->group, i)->color != mine) continue;
         if (i == world->rank) port->local_rank = here;
@@ -8280,7 +8430,7 @@ static mt_status mti_mpi_not_forked(mti_text *text) {
 /* mt_comm_create_mpi. text is empty, or says what is wrong. */
 static mt_status mti_mpi_create(const void *mpi_comm, double timeout_s, mt_comm **out, mti_text *text) {
     int begun = 0, ended = 0, rank = 0, size = 0, r;
-    mti_mpi_port *port;
+    mti_port *port;
     MPI_Comm theirs;
     mt_comm *world;
     mt_status status;
@@ -8294,12 +8444,12 @@ static mt_status mti_mpi_create(const void *mpi_comm, double timeout_s, mt_comm 
         return MT_ERR_SYSTEM;
     if (size > MTI_MAX_RANKS) return MT_ERR_UNSUPPORTED;
     if (size == 1) return (*out = mti_comm_new(&mti_alone, 0, 1, "world")) != NULL ? MT_SUCCESS : MT_ERR_MEMORY;
-    port = mti_mpi_port_new(rank, size, timeout_s);
+    port = mti_mpi_port(rank, size, timeout_s);
     if (!port) return MT_ERR_MEMORY;
     status = mti_mpi_open(port, theirs, text);
-    world = status == MT_SUCCESS ? mti_mpi_comm_new(&mti_over_mpi, port, rank, size, "world", port->next++) : NULL;
+    world = status == MT_SUCCESS ? mti_link_comm_new(&mti_linked, port, rank, size, "world", port->next++) : NULL;
     if (!world) return status == MT_SUCCESS ? MT_ERR_MEMORY : status; /* not freed: MPI may use the port */
-    for (r = 0; r < size; r++) world->mpi->world[r] = r;
+    for (r = 0; r < size; r++) world->link->world[r] = r;
     status = mti_mpi_neighbours(world);
     if (status == MT_SUCCESS) *out = world;
     else mt_comm_destroy(world);
@@ -9486,12 +9636,12 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
 
 #if MTI_MPI
 /* Reports the ranks that have not closed their ports in time, after this rank has closed its own. */
-static mt_status mti_mpi_say_open(const mt_launch_desc *desc, const mti_mpi_port *port) {
+static mt_status mti_mpi_say_open(const mt_launch_desc *desc, const mti_port *port) {
     mti_text text;
     int r, said = 0;
     text.used = 0;
     for (r = 0; r < port->size && said < 8; r++)
-        if (port->status[r] == MTI_MPI_OPEN) mti_say(&text, said++ ? ", %d" : "rank %d", r);
+        if (port->status[r] == MTI_LINK_OPEN) mti_say(&text, said++ ? ", %d" : "rank %d", r);
     mti_launch_say(desc, "rank %d of %d: %s: waited %.2f s at the end for %s", port->rank, port->size,
                    mt_status_name(MT_ERR_TIMEOUT), port->waited, text.data);
     return MT_ERR_TIMEOUT;
@@ -9499,7 +9649,7 @@ static mt_status mti_mpi_say_open(const mt_launch_desc *desc, const mti_mpi_port
 
 /* Returns the status of the whole job, chosen as in mti_launch_report, when all ranks have closed their ports. Else
    returns this rank's error, or MT_ERR_TIMEOUT. */
-static mt_status mti_mpi_verdict(const mt_launch_desc *desc, const mti_mpi_port *port) {
+static mt_status mti_mpi_verdict(const mt_launch_desc *desc, const mti_port *port) {
     mt_status own = (mt_status)port->status[port->rank], first = MT_SUCCESS;
     int secondary, r;
     if (port->closed < port->size) return own == MT_SUCCESS ? mti_mpi_say_open(desc, port) : own;
@@ -9509,9 +9659,9 @@ static mt_status mti_mpi_verdict(const mt_launch_desc *desc, const mti_mpi_port 
     return first;
 }
 
-/* Runs this process as one rank of an MPI communicator. *closed: the result of mti_mpi_close */
+/* Runs this process as one rank of an MPI communicator. *closed: the result of mti_link_close */
 static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_function run, void *user, int *closed) {
-    mti_mpi_port *port;
+    mti_port *port;
     mti_rank rank;
     mti_text text;
     mt_status status;
@@ -9524,7 +9674,7 @@ static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_
                        text.used ? text.data : "the ranks of MPI do not connect");
         return status;
     }
-    port = rank.world->mpi ? rank.world->mpi->port : NULL;
+    port = rank.world->link ? rank.world->link->port : NULL;
     if (port) port->references++;
     rank.world->owner = &rank;
     rank.rank = rank.world->rank;
@@ -9535,10 +9685,10 @@ static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_
     status = mti_launch_report(desc, &rank, 1);
     *closed = 1;
     if (port) {
-        mti_mpi_destroy(rank.world);
-        *closed = mti_mpi_close(port, rank.status);
+        mti_link_destroy(rank.world);
+        *closed = mti_link_close(port, rank.status);
         status = mti_mpi_verdict(desc, port);
-        mti_mpi_port_end(port, *closed);
+        (port->wire->end)(port, *closed);
     }
     mti_comm_free(rank.world);
     return status;

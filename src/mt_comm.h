@@ -110,6 +110,7 @@ extern "C" {
 #include "comm/nccl_calls.c"
 #include "comm/nccl_listeners.c"
 #include "comm/nccl.c"
+#include "comm/links.c"
 #include "comm/mpi.c"
 #include "comm/compare.c"
 #include "comm/conjugates.c"

@@ -288,12 +288,12 @@ MT_API mt_status mt_launch(const mt_launch_desc *desc, mt_rank_function rank_mai
 
 #if MTI_MPI
 /* Reports the ranks that have not closed their ports in time, after this rank has closed its own. */
-static mt_status mti_mpi_say_open(const mt_launch_desc *desc, const mti_mpi_port *port) {
+static mt_status mti_mpi_say_open(const mt_launch_desc *desc, const mti_port *port) {
     mti_text text;
     int r, said = 0;
     text.used = 0;
     for (r = 0; r < port->size && said < 8; r++)
-        if (port->status[r] == MTI_MPI_OPEN) mti_say(&text, said++ ? ", %d" : "rank %d", r);
+        if (port->status[r] == MTI_LINK_OPEN) mti_say(&text, said++ ? ", %d" : "rank %d", r);
     mti_launch_say(desc, "rank %d of %d: %s: waited %.2f s at the end for %s", port->rank, port->size,
                    mt_status_name(MT_ERR_TIMEOUT), port->waited, text.data);
     return MT_ERR_TIMEOUT;
@@ -301,7 +301,7 @@ static mt_status mti_mpi_say_open(const mt_launch_desc *desc, const mti_mpi_port
 
 /* Returns the status of the whole job, chosen as in mti_launch_report, when all ranks have closed their ports. Else
    returns this rank's error, or MT_ERR_TIMEOUT. */
-static mt_status mti_mpi_verdict(const mt_launch_desc *desc, const mti_mpi_port *port) {
+static mt_status mti_mpi_verdict(const mt_launch_desc *desc, const mti_port *port) {
     mt_status own = (mt_status)port->status[port->rank], first = MT_SUCCESS;
     int secondary, r;
     if (port->closed < port->size) return own == MT_SUCCESS ? mti_mpi_say_open(desc, port) : own;
@@ -311,9 +311,9 @@ static mt_status mti_mpi_verdict(const mt_launch_desc *desc, const mti_mpi_port 
     return first;
 }
 
-/* Runs this process as one rank of an MPI communicator. *closed: the result of mti_mpi_close */
+/* Runs this process as one rank of an MPI communicator. *closed: the result of mti_link_close */
 static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_function run, void *user, int *closed) {
-    mti_mpi_port *port;
+    mti_port *port;
     mti_rank rank;
     mti_text text;
     mt_status status;
@@ -326,7 +326,7 @@ static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_
                        text.used ? text.data : "the ranks of MPI do not connect");
         return status;
     }
-    port = rank.world->mpi ? rank.world->mpi->port : NULL;
+    port = rank.world->link ? rank.world->link->port : NULL;
     if (port) port->references++;
     rank.world->owner = &rank;
     rank.rank = rank.world->rank;
@@ -337,10 +337,10 @@ static mt_status mti_mpi_run(const mt_launch_desc *desc, MPI_Comm comm, mt_rank_
     status = mti_launch_report(desc, &rank, 1);
     *closed = 1;
     if (port) {
-        mti_mpi_destroy(rank.world);
-        *closed = mti_mpi_close(port, rank.status);
+        mti_link_destroy(rank.world);
+        *closed = mti_link_close(port, rank.status);
         status = mti_mpi_verdict(desc, port);
-        mti_mpi_port_end(port, *closed);
+        (port->wire->end)(port, *closed);
     }
     mti_comm_free(rank.world);
     return status;

@@ -172,10 +172,11 @@ typedef struct mti_nccl {
 
 struct mt_comm {
     const struct mti_transport *transport;
-    pid_t process;       /* that has created the communicator */
-    mti_group *group;    /* threads: the shared group; over MPI, and over NCCL with a channel: a copy that only this
-                            process uses, for messages; else NULL */
-    struct mti_mpi *mpi; /* only over MPI */
+    pid_t process; /* that has created the communicator */
+    /* threads: the shared group; over messages (links.c), and over NCCL with a channel: a copy that only this process
+       uses, for messages; else NULL */
+    mti_group *group;
+    struct mti_link *link; /* only over MPI or a transport of the program */
     int rank, size;
     int span;               /* see mt_comm_set_span */
     mti_nccl nccl;          /* only over NCCL */

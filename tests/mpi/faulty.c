@@ -41,7 +41,7 @@ static void work(void) {
 
 /* Calls that begin now, and the end of the program, wait for this time. */
 static void set_timeout(mt_comm *world, mt_comm *group, double timeout) {
-    world->group->timeout = group->group->timeout = world->mpi->port->timeout = timeout;
+    world->group->timeout = group->group->timeout = world->link->port->timeout = timeout;
 }
 
 static mt_status call(mt_context *ctx, mt_comm *world, mt_comm *group, const plan *p) {

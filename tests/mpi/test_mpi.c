@@ -167,7 +167,7 @@ static void test_device(void **state) {
     float x = 1;
     (void)state;
     ctx->device = MT_DEVICE_CUDA; /* this program cannot create such a context */
-    assert_int_equal(mti_mpi_call(ctx, world, &(mti_call){.kind = MT_BARRIER}), MT_ERR_UNSUPPORTED);
+    assert_int_equal(mti_link_call(ctx, world, &(mti_call){.kind = MT_BARRIER}), MT_ERR_UNSUPPORTED);
     assert_non_null(strstr(mt_last_error(ctx), "barrier: \"world\" (4 ranks) is over MPI"));
     assert_non_null(strstr(mt_last_error(ctx), "use mt_comm_create_for"));
     ctx->device = MT_DEVICE_META;
@@ -227,10 +227,10 @@ static void large_copies(mt_context *ctx, mt_comm *world, uint32_t *a, uint32_t 
 }
 
 static void test_large(void **state) {
-    static const size_t bytes[] = {MTI_MPI_SCRATCH, MTI_MPI_MESSAGE};
+    static const size_t bytes[] = {MTI_LINK_SCRATCH, MTI_LINK_MESSAGE};
     mt_comm *world = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER);
     mt_context *ctx = new_context(world);
-    size_t most = 4 * (MTI_MPI_MESSAGE + 4096);
+    size_t most = 4 * (MTI_LINK_MESSAGE + 4096);
     uint32_t *a = (uint32_t *)malloc(most), *b = (uint32_t *)malloc(most);
     int before = allocations;
     (void)state;
@@ -256,7 +256,7 @@ static void test_small(void **state) {
     static uint32_t a[2048], b[2048];
     int before = allocations;
     (void)state;
-    for (size_t n = MTI_MPI_SMALL / 4 - 8; n < MTI_MPI_SMALL / 4 + 9; n += 4) {
+    for (size_t n = MTI_LINK_SMALL / 4 - 8; n < MTI_LINK_SMALL / 4 + 9; n += 4) {
         large_reductions(ctx, world, a, b, n);
         large_copies(ctx, world, a, b, n);
     }
@@ -313,7 +313,7 @@ static void test_many_groups(void **state) {
         ASSERT_STATUS(ctx, MT_SUCCESS, mt_all_reduce(ctx, kept[slot], &one, &sum, 1, MT_I32, MT_SUM));
         assert_int_equal(sum, mt_comm_size(kept[slot]));
     }
-    assert_true(world->mpi->port->references <= 9);
+    assert_true(world->link->port->references <= 9);
     for (int k = 0; k < 8; k++) mt_comm_destroy(kept[k]);
     mt_context_destroy(ctx);
     mt_comm_destroy(world);
@@ -322,11 +322,11 @@ static void test_many_groups(void **state) {
 /* A tag can number a limited number of groups. The next one is refused. */
 static void test_last_group(void **state) {
     mt_comm *world = new_world(MPI_COMM_WORLD, TEST_NEVER_OVER), *group = NULL;
-    mti_mpi_port *port = world->mpi->port;
+    mti_port *port = world->link->port;
     (void)state;
     if (me == 2) port->next = port->last_tag / 4 - 1;
     ASSERT_STATUS(NULL, MT_SUCCESS, mt_comm_split(world, 0, 0, &group));
-    assert_true(mti_mpi_tag(group->mpi, MTI_MPI_DATA) <= port->last_tag);
+    assert_true(mti_link_tag(group->link, MTI_LINK_DATA) <= port->last_tag);
     mt_comm_destroy(group);
     assert_int_equal(mt_comm_split(world, 0, 0, &group), MT_ERR_UNSUPPORTED);
     assert_non_null(strstr(mt_comm_last_error(world), "more than the tags"));
@@ -445,7 +445,7 @@ typedef struct ending {
 static mt_status slow_end(mt_comm *world, void *user) {
     const ending *e = (const ending *)user;
     struct timespec nap = mti_timespec(mt_comm_rank(world) == 3 ? e->nap : 0);
-    if (mt_comm_rank(world) != 3) world->mpi->port->timeout = e->timeout;
+    if (mt_comm_rank(world) != 3) world->link->port->timeout = e->timeout;
     nanosleep(&nap, NULL);
     return MT_SUCCESS;
 }
